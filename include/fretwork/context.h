@@ -1,0 +1,69 @@
+// Where and how an op runs: device, stream, workspace, threads, precision. The caller owns all of them.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "fretwork/tensor.h"
+
+namespace fretwork {
+
+/// Threads, as the caller has them. The library starts none of its own.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+  virtual int concurrency() const = 0;
+  /// Calls body(begin, end) on disjoint ranges that together cover [0, count), in any order, on any threads, and
+  /// returns when all are done. Ranges hold about `grain` items or more. Rethrows what a body throws.
+  virtual void parallel_for(std::int64_t count, std::int64_t grain,
+                            const std::function<void(std::int64_t, std::int64_t)>& body) = 0;
+};
+
+/// Runs everything on the calling thread.
+Executor& serial_executor();
+
+/// Workspace, as the caller has it. Under CUDA the memory is used in stream order.
+class Allocator {
+ public:
+  virtual ~Allocator() = default;
+  virtual void* allocate(std::size_t bytes) = 0;
+  virtual void release(void* memory, std::size_t bytes) noexcept = 0;
+};
+
+/// How fp32 products run on a GPU: exact, rounded to tf32, or in three tf32 products (nearly exact).
+enum class Precision : std::uint8_t { ieee, tf32, tf32x3 };
+
+struct Context {
+  Device device{};
+  void* stream = nullptr;  ///< a CUstream when device is CUDA
+  Allocator* allocator = nullptr;
+  Executor* executor = nullptr;
+  Precision precision = Precision::ieee;
+
+  static Context cpu(Executor& executor = serial_executor());
+  /// Workspace from the stream-ordered pool of the device.
+  static Context cuda(int device = 0, void* stream = nullptr);
+};
+
+/// Memory from a context's allocator for the length of a scope.
+class Workspace {
+ public:
+  Workspace(Context& context, std::size_t bytes)
+      : allocator_(context.allocator), bytes_(bytes), data_(bytes > 0 ? allocator_->allocate(bytes) : nullptr) {}
+  ~Workspace() {
+    if (data_ != nullptr) {
+      allocator_->release(data_, bytes_);
+    }
+  }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  Allocator* allocator_;
+  std::size_t bytes_;
+  void* data_;
+};
+
+}  // namespace fretwork

@@ -1,0 +1,8 @@
+// Everything a C++ program needs: tensors by view, patterns, ops, contexts.
+#pragma once
+
+#include "fretwork/context.h"
+#include "fretwork/error.h"
+#include "fretwork/ops.h"
+#include "fretwork/pattern.h"
+#include "fretwork/tensor.h"

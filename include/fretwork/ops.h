@@ -1,0 +1,62 @@
+// The operators. Each checks its arguments, throws Error on a bad one, and runs where the context says.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "fretwork/context.h"
+#include "fretwork/pattern.h"
+#include "fretwork/tensor.h"
+
+namespace fretwork {
+
+/// Options of the three block-sparse products.
+struct MatmulOptions {
+  bool trans_a = false, trans_b = false;
+  /// Sum the result over Z or H, as the gradient of a broadcast operand needs.
+  bool sum_z = false, sum_h = false;
+};
+
+/// Sparse = op(a)·op(b) at the blocks of `layout`. a, b (Z,H,·,·); out (Z,nnz,b,b).
+void sdd(const TensorView& a, const TensorView& b, const BlockLayout& layout, const TensorView& out, Context& context,
+         const MatmulOptions& options = {});
+/// Dense = op(sparse)·op(b). values (Z,nnz,b,b) of `layout` as stored.
+void dsd(const TensorView& values, const TensorView& b, const BlockLayout& layout, const TensorView& out,
+         Context& context, const MatmulOptions& options = {});
+/// Dense = op(a)·op(sparse).
+void dds(const TensorView& a, const TensorView& values, const BlockLayout& layout, const TensorView& out,
+         Context& context, const MatmulOptions& options = {});
+
+/// The shapes that `out` must have, after all checks that need no data.
+std::vector<std::int64_t> sdd_shape(const TensorView& a, const TensorView& b, const BlockLayout& layout,
+                                    const MatmulOptions& options = {});
+std::vector<std::int64_t> dsd_shape(const TensorView& values, const TensorView& b, const BlockLayout& layout,
+                                    const MatmulOptions& options = {});
+std::vector<std::int64_t> dds_shape(const TensorView& a, const TensorView& values, const BlockLayout& layout,
+                                    const MatmulOptions& options = {});
+
+/// "add" adds the mask; "mul" turns its zeros into −inf and leaves the rest.
+enum class MaskMode : std::uint8_t { add, mul };
+
+/// Options of block_softmax; a null pointer is an extra that is not there.
+struct SoftmaxOptions {
+  double scale = 1.0;
+  const TensorView* rpe = nullptr;               ///< broadcasts to (Z,H,M,N)
+  const TensorView* key_padding_mask = nullptr;  ///< (Z,N)
+  const TensorView* attn_mask = nullptr;         ///< (M,N) or (H,M,N)
+  MaskMode key_padding_mask_mode = MaskMode::add, attn_mask_mode = MaskMode::add;
+};
+
+/// out = softmax of values·scale + extras over the stored entries of each row. values, out ((Z,)nnz,b,b).
+void block_softmax(const TensorView& values, const BlockLayout& layout, const TensorView& out, Context& context,
+                   const SoftmaxOptions& options = {});
+/// The gradient: d_values = scale·d, and d_rpe, where given, = d summed to rpe's shape, d = out·(d_out − Σ out·d_out).
+void block_softmax_backward(const TensorView& out, const TensorView& d_out, const BlockLayout& layout, double scale,
+                            const TensorView& d_values, const TensorView* d_rpe, Context& context);
+
+/// Dense (Z,H,M,N) to packed (Z,nnz,b,b) and back; unpack writes `fill` where there is no block.
+void block_pack(const TensorView& dense, const BlockLayout& layout, const TensorView& values, Context& context);
+void block_unpack(const TensorView& values, const BlockLayout& layout, double fill, const TensorView& dense,
+                  Context& context);
+
+}  // namespace fretwork

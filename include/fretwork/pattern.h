@@ -1,0 +1,97 @@
+// Patterns: immutable values that say what is non-zero. Every family derives from Pattern and joins the parser by name.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace fretwork {
+
+class Pattern;
+using PatternPtr = std::shared_ptr<const Pattern>;
+
+class Pattern {
+ public:
+  virtual ~Pattern() = default;
+
+  /// Canonical, one line; equal patterns have equal texts, and parse_pattern(text()) gives an equal pattern.
+  const std::string& text() const { return text_; }
+  /// What crosses into framework ops: the text, or for a long one "name@digest", which this process can look up.
+  const std::string& key() const { return key_; }
+  /// Sizes in elements.
+  std::span<const std::int64_t> shape() const { return shape_; }
+  /// How many are stored, in the family's own unit (blocks for a block layout).
+  std::int64_t nnz() const { return nnz_; }
+  /// Share of the elements that are non-zero.
+  virtual double density() const = 0;
+  virtual PatternPtr transpose() const = 0;
+  /// Writes 0 or 1 for each element, row-major over shape().
+  virtual void mask(std::span<std::uint8_t> out) const = 0;
+
+ protected:
+  /// Sets text and key; a constructor's last act.
+  void name(std::string text);
+  std::vector<std::int64_t> shape_;
+  std::int64_t nnz_ = 0;
+
+ private:
+  std::string text_, key_;
+};
+
+/// The pattern that a text or key describes. Throws Error on a text that is not one. Recent ones are remembered.
+PatternPtr parse_pattern(std::string_view text);
+
+/// The non-zero blocks of one direction: line l of head h holds entries [first[h·lines + l], first[h·lines + l + 1]).
+struct BlockIndex {
+  struct Entry {
+    std::int64_t other;  ///< the block's place on the other axis
+    std::int64_t block;  ///< its place in the packed values
+  };
+  std::vector<std::int64_t> first;
+  std::vector<Entry> entries;
+
+  std::span<const Entry> line(std::int64_t l) const {
+    const auto begin = static_cast<std::size_t>(first[static_cast<std::size_t>(l)]);
+    const auto end = static_cast<std::size_t>(first[static_cast<std::size_t>(l) + 1]);
+    return {entries.data() + begin, end - begin};
+  }
+};
+
+/// Whole blocks that are there or not, one layout per head. Packed values follow (head, row, column) order.
+class BlockLayout final : public Pattern {
+ public:
+  struct Sizes {
+    std::int64_t heads, rows, cols;       ///< in blocks
+    std::int64_t block_rows, block_cols;  ///< elements in a block
+    bool operator==(const Sizes&) const = default;
+  };
+
+  /// `mask` holds heads·rows·cols bytes, each 0 or 1. Throws Error otherwise.
+  static std::shared_ptr<const BlockLayout> make(const Sizes& sizes, std::span<const std::uint8_t> mask);
+
+  const Sizes& sizes() const { return sizes_; }
+  std::int64_t heads() const { return sizes_.heads; }
+  /// Blocks of head h: packed values [head_first(h), head_first(h + 1)).
+  std::int64_t head_first(std::int64_t h) const { return by_row_.first[static_cast<std::size_t>(h * sizes_.rows)]; }
+  /// Line = block row, entry.other = block column; and the reverse. Built once, so a transpose moves no values.
+  const BlockIndex& by_row() const { return by_row_; }
+  const BlockIndex& by_col() const { return by_col_; }
+
+  double density() const override;
+  PatternPtr transpose() const override;
+  void mask(std::span<std::uint8_t> out) const override;
+
+ private:
+  BlockLayout(const Sizes& sizes, std::span<const std::uint8_t> mask);
+  Sizes sizes_;
+  BlockIndex by_row_, by_col_;
+};
+
+/// A random layout with about `density` of its blocks, the same for the same seed everywhere.
+std::shared_ptr<const BlockLayout> random_blocks(const BlockLayout::Sizes& sizes, double density, std::uint64_t seed);
+
+}  // namespace fretwork

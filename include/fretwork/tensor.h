@@ -1,0 +1,61 @@
+// Element types, devices and tensor views: how data enters the library. A view owns nothing.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <string>
+
+namespace fretwork {
+
+enum class DType : std::uint8_t { f64, f32, f16, bf16, f8_e4m3, f8_e5m2, i8, boolean };
+
+std::size_t size_of(DType dtype);
+const char* name_of(DType dtype);
+/// True for the types that products and softmax work in: f64, f32, f16, bf16.
+bool is_floating(DType dtype);
+
+enum class DeviceType : std::uint8_t { cpu, cuda };
+
+struct Device {
+  DeviceType type = DeviceType::cpu;
+  int index = 0;
+  bool operator==(const Device&) const = default;
+};
+std::string name_of(Device device);
+
+inline constexpr int kMaxRank = 8;
+
+/// A pointer with a type, a place and a shape; strides count elements and may be anything, 0 and negative included.
+struct TensorView {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  Device device{};
+  int rank = 0;
+  std::array<std::int64_t, kMaxRank> sizes{};
+  std::array<std::int64_t, kMaxRank> strides{};
+
+  TensorView() = default;
+  /// Row-major and contiguous.
+  TensorView(void* data, DType dtype, std::span<const std::int64_t> sizes, Device device = {});
+  TensorView(void* data, DType dtype, std::initializer_list<std::int64_t> sizes, Device device = {});
+  TensorView(void* data, DType dtype, std::span<const std::int64_t> sizes, std::span<const std::int64_t> strides,
+             Device device);
+
+  std::span<const std::int64_t> shape() const { return {sizes.data(), static_cast<std::size_t>(rank)}; }
+  std::int64_t elements() const;
+  /// Size and stride of dimension `d`; a negative d counts from the end, and one before the first is a broadcast 1.
+  std::int64_t size(int d) const { return inside(d) ? sizes[at(d)] : 1; }
+  std::int64_t stride(int d) const { return inside(d) && sizes[at(d)] != 1 ? strides[at(d)] : 0; }
+
+ private:
+  bool inside(int d) const { return d >= -rank && d < rank; }
+  std::size_t at(int d) const { return static_cast<std::size_t>(d < 0 ? d + rank : d); }
+};
+
+/// "(2, 3, 64, 48)", for messages.
+std::string shape_text(std::span<const std::int64_t> sizes);
+
+}  // namespace fretwork

@@ -1,0 +1,98 @@
+// Names and sizes of types, shapes of views.
+#include "fretwork/tensor.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "fretwork/error.h"
+
+namespace fretwork {
+
+std::size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return 8;
+    case DType::f32:
+      return 4;
+    case DType::f16:
+    case DType::bf16:
+      return 2;
+    case DType::f8_e4m3:
+    case DType::f8_e5m2:
+    case DType::i8:
+    case DType::boolean:
+      return 1;
+  }
+  return 0;
+}
+
+const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return "float64";
+    case DType::f32:
+      return "float32";
+    case DType::f16:
+      return "float16";
+    case DType::bf16:
+      return "bfloat16";
+    case DType::f8_e4m3:
+      return "float8_e4m3fn";
+    case DType::f8_e5m2:
+      return "float8_e5m2";
+    case DType::i8:
+      return "int8";
+    case DType::boolean:
+      return "bool";
+  }
+  return "?";
+}
+
+bool is_floating(DType dtype) {
+  return dtype == DType::f64 || dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
+}
+
+std::string name_of(Device device) {
+  return device.type == DeviceType::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
+}
+
+TensorView::TensorView(void* data, DType dtype, std::span<const std::int64_t> sizes, Device device)
+    : data(data), dtype(dtype), device(device), rank(static_cast<int>(sizes.size())) {
+  if (sizes.size() > kMaxRank) {
+    throw Error("TensorView", "sizes", "at most 8 dimensions", std::to_string(sizes.size()));
+  }
+  std::copy(sizes.begin(), sizes.end(), this->sizes.begin());
+  std::int64_t stride = 1;
+  for (std::size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= sizes[d];
+  }
+}
+
+TensorView::TensorView(void* data, DType dtype, std::initializer_list<std::int64_t> sizes, Device device)
+    : TensorView(data, dtype, std::span(sizes.begin(), sizes.size()), device) {}
+
+TensorView::TensorView(void* data, DType dtype, std::span<const std::int64_t> sizes,
+                       std::span<const std::int64_t> strides, Device device)
+    : TensorView(data, dtype, sizes, device) {
+  if (strides.size() != sizes.size()) {
+    throw Error("TensorView", "strides", std::to_string(sizes.size()) + " of them", std::to_string(strides.size()));
+  }
+  std::copy(strides.begin(), strides.end(), this->strides.begin());
+}
+
+std::int64_t TensorView::elements() const {
+  const auto all = shape();
+  return std::accumulate(all.begin(), all.end(), std::int64_t{1}, std::multiplies<>{});
+}
+
+std::string shape_text(std::span<const std::int64_t> sizes) {
+  std::string text = "(";
+  for (std::size_t d = 0; d < sizes.size(); ++d) {
+    text += (d > 0 ? ", " : "") + std::to_string(sizes[d]);
+  }
+  return text + (sizes.size() == 1 ? ",)" : ")");
+}
+
+}  // namespace fretwork

@@ -1,0 +1,80 @@
+// Groups, the union of their columns, and the order of work.
+#include "ops/block_matmul/plan.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "fretwork/error.h"
+
+namespace fretwork::block_matmul {
+namespace {
+
+constexpr std::int32_t kAbsent = -1;
+
+/// Appends the steps of the group of block-rows [row, row + rows) of head `head`.
+void append_steps(const BlockIndex& index, std::int64_t line, std::int64_t rows, std::int32_t stride,
+                  std::vector<std::int32_t>& steps) {
+  std::vector<std::span<const BlockIndex::Entry>> left;
+  for (std::int64_t r = 0; r < rows; ++r) {
+    left.push_back(index.line(line + r));
+  }
+  while (true) {
+    std::int64_t column = std::numeric_limits<std::int64_t>::max();
+    for (const auto& row : left) {
+      column = row.empty() ? column : std::min(column, row.front().other);
+    }
+    if (column == std::numeric_limits<std::int64_t>::max()) {
+      return;
+    }
+    const std::size_t at = steps.size();
+    steps.resize(at + static_cast<std::size_t>(stride), kAbsent);
+    steps[at] = static_cast<std::int32_t>(column);
+    for (std::size_t r = 0; r < left.size(); ++r) {
+      if (!left[r].empty() && left[r].front().other == column) {
+        steps[at + 1 + r] = static_cast<std::int32_t>(left[r].front().block);
+        left[r] = left[r].subspan(1);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+SpmmPlan make_spmm_plan(const BlockLayout& layout, bool transposed, std::int32_t group_rows, std::int32_t longest) {
+  const BlockIndex& index = transposed ? layout.by_col() : layout.by_row();
+  const std::int64_t lines = transposed ? layout.sizes().cols : layout.sizes().rows;
+  if (layout.nnz() > std::numeric_limits<std::int32_t>::max() / (1 + group_rows) ||
+      layout.heads() * lines > std::numeric_limits<std::int32_t>::max()) {
+    throw Error("block_matmul", "layout", "fewer than 2^31 steps of work", std::to_string(layout.nnz()) + " blocks");
+  }
+  SpmmPlan plan;
+  plan.group_rows = group_rows;
+  plan.heads = static_cast<std::int32_t>(layout.heads());
+  plan.groups_per_head = static_cast<std::int32_t>((lines + group_rows - 1) / group_rows);
+  const std::int32_t stride = 1 + group_rows;
+  for (std::int32_t group = 0; group < plan.heads * plan.groups_per_head; ++group) {
+    const std::int64_t row = static_cast<std::int64_t>(group % plan.groups_per_head) * group_rows;
+    const std::int64_t line = group / plan.groups_per_head * lines + row;
+    const auto first = static_cast<std::int32_t>(plan.steps.size() / static_cast<std::size_t>(stride));
+    append_steps(index, line, std::min<std::int64_t>(group_rows, lines - row), stride, plan.steps);
+    const auto last = static_cast<std::int32_t>(plan.steps.size() / static_cast<std::size_t>(stride));
+    const std::int32_t count = last - first;
+    const std::int32_t pieces = longest > 0 ? std::max(1, (count + longest - 1) / longest) : 1;
+    if (pieces == 1) {
+      plan.segments.push_back({group, first, last, kAbsent});
+      continue;
+    }
+    plan.splits.push_back({group, plan.partials, pieces});
+    for (std::int32_t p = 0; p < pieces; ++p) {
+      const auto cut = [&](std::int32_t n) {
+        return first + static_cast<std::int32_t>(static_cast<std::int64_t>(count) * n / pieces);
+      };
+      plan.segments.push_back({group, cut(p), cut(p + 1), plan.partials++});
+    }
+  }
+  std::stable_sort(plan.segments.begin(), plan.segments.end(),
+                   [](const auto& a, const auto& b) { return a.last - a.first > b.last - b.first; });
+  return plan;
+}
+
+}  // namespace fretwork::block_matmul

@@ -1,0 +1,347 @@
+// Grammar, families and the memory of recent patterns.
+#include "pattern/text.h"
+
+#include <charconv>
+#include <list>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+#include "core/hash.h"
+#include "fretwork/error.h"
+
+namespace fretwork {
+namespace text {
+namespace {
+
+constexpr int kMaxDepth = 64;
+
+bool starts_name(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
+/// Recursive descent over one line.
+class Parser {
+ public:
+  explicit Parser(std::string_view text) : text_(text) {}
+
+  Call whole() {
+    Call call = expression(0);
+    if (skip(); at_ < text_.size()) {
+      fail("the end of the pattern");
+    }
+    return call;
+  }
+
+ private:
+  // expression := term ('|' term)*;  term := call ('&' call)*
+  Call expression(int depth) {
+    return chain(depth, '|', "union",
+                 [this](int d) { return chain(d, '&', "intersection", [this](int inner) { return single(inner); }); });
+  }
+
+  template <typename Next>
+  Call chain(int depth, char symbol, const char* name, const Next& next) {
+    Call first = next(depth);
+    if (!peek(symbol)) {
+      return first;
+    }
+    Call all{name, {}};
+    all.arguments.push_back({std::move(first)});
+    while (take(symbol)) {
+      all.arguments.push_back({next(depth)});
+    }
+    return all;
+  }
+
+  Call single(int depth) {
+    if (depth > kMaxDepth) {
+      fail("at most 64 levels of nesting");
+    }
+    if (take('(')) {
+      Call call = expression(depth + 1);
+      need(')');
+      return call;
+    }
+    skip();
+    if (at_ >= text_.size() || !starts_name(text_[at_])) {
+      fail("a pattern's name");
+    }
+    Call call{std::string(name_token()), {}};
+    need('(');
+    call.arguments = list(depth + 1);
+    return call;
+  }
+
+  // Arguments up to the closing parenthesis, which it takes.
+  std::vector<Value> list(int depth) {
+    std::vector<Value> values;
+    while (!take(')')) {
+      if (!values.empty()) {
+        need(',');
+        if (take(')')) {
+          break;  // a trailing comma, as in (16,)
+        }
+      }
+      values.push_back(value(depth));
+    }
+    return values;
+  }
+
+  Value value(int depth) {
+    if (depth > kMaxDepth) {
+      fail("at most 64 levels of nesting");
+    }
+    skip();
+    const char c = at_ < text_.size() ? text_[at_] : '\0';
+    if (c == '(') {
+      ++at_;
+      return {Tuple(list(depth + 1))};
+    }
+    if (c == '~') {
+      ++at_;
+      return {std::string(take_while([](char x) { return starts_name(x) || is_digit(x) || x == '-'; }))};
+    }
+    if (is_digit(c) || c == '-' || c == '.') {
+      return number_token();
+    }
+    if (!starts_name(c)) {
+      fail("an argument");
+    }
+    const std::size_t before = at_;
+    std::string name(name_token());
+    if (!peek('(')) {
+      return {std::move(name)};
+    }
+    at_ = before;
+    return {expression(depth + 1)};
+  }
+
+  Value number_token() {
+    const std::string_view token =
+        take_while([](char x) { return is_digit(x) || x == '-' || x == '.' || x == 'e' || x == '+'; });
+    const char* const end = token.data() + token.size();
+    if (std::int64_t whole = 0; token.find_first_of(".e") == token.npos) {
+      if (const auto [stop, error] = std::from_chars(token.data(), end, whole); error == std::errc{} && stop == end) {
+        return {whole};
+      }
+    } else {
+      double decimal = 0;
+      if (const auto [stop, error] = std::from_chars(token.data(), end, decimal); error == std::errc{} && stop == end) {
+        return {decimal};
+      }
+    }
+    at_ -= token.size();
+    fail("a number within 64 bits");
+  }
+
+  std::string_view name_token() {
+    return take_while([](char x) { return starts_name(x) || is_digit(x); });
+  }
+
+  template <typename Accept>
+  std::string_view take_while(const Accept& accept) {
+    const std::size_t begin = at_;
+    while (at_ < text_.size() && accept(text_[at_])) {
+      ++at_;
+    }
+    return text_.substr(begin, at_ - begin);
+  }
+
+  void skip() {
+    take_while([](char c) { return c == ' ' || c == '\t'; });
+  }
+  bool peek(char c) {
+    skip();
+    return at_ < text_.size() && text_[at_] == c;
+  }
+  bool take(char c) { return peek(c) && (++at_, true); }
+  void need(char c) {
+    if (!take(c)) {
+      fail(std::string("'") + c + "'");
+    }
+  }
+
+  [[noreturn]] void fail(const std::string& expected) const {
+    const std::string got = at_ < text_.size() ? "'" + std::string(text_.substr(at_, 24)) + "'" : "the end";
+    throw Error("Pattern.parse", "text", expected, got + " at position " + std::to_string(at_));
+  }
+
+  std::string_view text_;
+  std::size_t at_ = 0;
+};
+
+std::map<std::string, Maker, std::less<>>& families() {
+  static std::map<std::string, Maker, std::less<>> all;
+  return all;
+}
+
+std::string describe(const Value& value) {
+  constexpr const char* kKinds[] = {"an integer", "a decimal", "a word", "a tuple", "a pattern"};
+  return kKinds[value.is.index()];
+}
+
+template <typename T>
+const T* argument_if(const Call& call, std::size_t position) {
+  return position < call.arguments.size() ? std::get_if<T>(&call.arguments[position].is) : nullptr;
+}
+
+[[noreturn]] void wrong_kind(const Call& call, std::size_t position, const char* argument, const char* expected) {
+  const bool there = position < call.arguments.size();
+  throw Error(call.name, argument, expected, there ? describe(call.arguments[position]) : "nothing");
+}
+
+}  // namespace
+
+Call parse(std::string_view text) { return Parser(text).whole(); }
+
+Family::Family(const char* name, Maker maker) { families().emplace(name, maker); }
+
+std::int64_t integer(const Call& call, std::size_t position, const char* argument) {
+  if (const auto* value = argument_if<std::int64_t>(call, position)) {
+    return *value;
+  }
+  wrong_kind(call, position, argument, "an integer");
+}
+
+double number(const Call& call, std::size_t position, const char* argument) {
+  if (const auto* value = argument_if<double>(call, position)) {
+    return *value;
+  }
+  if (const auto* value = argument_if<std::int64_t>(call, position)) {
+    return static_cast<double>(*value);
+  }
+  wrong_kind(call, position, argument, "a number");
+}
+
+const std::string& word(const Call& call, std::size_t position, const char* argument) {
+  if (const auto* value = argument_if<std::string>(call, position)) {
+    return *value;
+  }
+  wrong_kind(call, position, argument, "a word");
+}
+
+std::vector<std::int64_t> integers(const Call& call, std::size_t position, const char* argument) {
+  if (const auto* value = argument_if<std::int64_t>(call, position)) {
+    return {*value};
+  }
+  std::vector<std::int64_t> all;
+  if (const auto* tuple = argument_if<Tuple>(call, position)) {
+    for (const Value& value : *tuple) {
+      const auto* one = std::get_if<std::int64_t>(&value.is);
+      if (one == nullptr) {
+        throw Error(call.name, argument, "integers only", describe(value) + " among them");
+      }
+      all.push_back(*one);
+    }
+    return all;
+  }
+  wrong_kind(call, position, argument, "an integer or a tuple of them");
+}
+
+void expect_arguments(const Call& call, std::size_t count, const char* form) {
+  if (call.arguments.size() != count) {
+    throw Error(call.name, "arguments", form, std::to_string(call.arguments.size()) + " of them");
+  }
+}
+
+}  // namespace text
+
+namespace {
+
+/// Keys this long or shorter are the text itself.
+constexpr std::size_t kLongText = 128;
+
+/// Texts behind digests, for as long as the process lives (a compiled graph may outlast the pattern it was made with),
+/// and the most recently used patterns.
+class Memory {
+ public:
+  void keep(const std::string& key, const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    texts_.emplace(key, text);
+  }
+
+  PatternPtr find(std::string_view key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = recent_.find(std::string(key));
+    if (found == recent_.end()) {
+      return nullptr;
+    }
+    order_.splice(order_.begin(), order_, found->second);
+    return found->second->second;
+  }
+
+  void remember(std::string_view key, PatternPtr pattern) {
+    const std::lock_guard lock(mutex_);
+    if (recent_.contains(std::string(key))) {
+      return;
+    }
+    order_.emplace_front(key, std::move(pattern));
+    recent_.emplace(key, order_.begin());
+    if (order_.size() > kRecent) {
+      recent_.erase(order_.back().first);
+      order_.pop_back();
+    }
+  }
+
+  std::string text_behind(std::string_view key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = texts_.find(std::string(key));
+    if (found == texts_.end()) {
+      throw Error("Pattern.parse", "text", "the text of a pattern, or the digest of one made in this process",
+                  "'" + std::string(key) + "', which is unknown here");
+    }
+    return found->second;
+  }
+
+ private:
+  static constexpr std::size_t kRecent = 256;
+  using Order = std::list<std::pair<std::string, PatternPtr>>;
+  std::mutex mutex_;
+  std::unordered_map<std::string, std::string> texts_;
+  Order order_;
+  std::unordered_map<std::string, Order::iterator> recent_;
+};
+
+/// Never destroyed: patterns may be asked for while the process ends.
+Memory& memory() {
+  static Memory& the = *std::make_unique<Memory>().release();
+  return the;
+}
+
+PatternPtr make_pattern(const text::Call& call) {
+  const auto family = text::families().find(call.name);
+  if (family != text::families().end()) {
+    return family->second(call);
+  }
+  std::string known;
+  for (const auto& [name, maker] : text::families()) {
+    known += (known.empty() ? "" : ", ") + name;
+  }
+  throw Error("Pattern.parse", "text", "one of " + known, "'" + call.name + "'");
+}
+
+}  // namespace
+
+void Pattern::name(std::string text) {
+  text_ = std::move(text);
+  if (text_.size() <= kLongText) {
+    key_ = text_;
+    return;
+  }
+  key_ = text_.substr(0, text_.find('(')) + "@" + hash128(text_).hex();
+  memory().keep(key_, text_);
+}
+
+PatternPtr parse_pattern(std::string_view text) {
+  if (PatternPtr known = memory().find(text)) {
+    return known;
+  }
+  const bool digest = text.find('@') != text.npos && text.find('(') == text.npos;
+  PatternPtr pattern = make_pattern(text::parse(digest ? memory().text_behind(text) : text));
+  if (text.size() <= kLongText) {
+    memory().remember(text, pattern);
+  }
+  return pattern;
+}
+
+}  // namespace fretwork

@@ -1,0 +1,45 @@
+// The text form of patterns: name(argument, …). A family joins by registering a maker under its name; the grammar
+// knows no family. Arguments are integers, decimals, words (~bits, names), tuples, and other patterns; `|` and `&`
+// between patterns become calls of "union" and "intersection".
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "fretwork/pattern.h"
+
+namespace fretwork::text {
+
+struct Value;
+using Tuple = std::vector<Value>;
+
+struct Call {
+  std::string name;
+  std::vector<Value> arguments;
+};
+
+struct Value {
+  std::variant<std::int64_t, double, std::string, Tuple, Call> is;
+};
+
+/// Throws Error, naming the place, on anything that does not follow the grammar or nests deeper than 64.
+Call parse(std::string_view text);
+
+/// A family's way in: `maker` gets a call of that name, checks it and makes the pattern.
+using Maker = PatternPtr (*)(const Call&);
+/// For a namespace-scope object in the family's file.
+struct Family {
+  Family(const char* name, Maker maker);
+};
+
+/// What a maker reads its arguments with: throws Error "name: argument: expected …, got …" on another kind.
+std::int64_t integer(const Call& call, std::size_t position, const char* argument);
+double number(const Call& call, std::size_t position, const char* argument);
+const std::string& word(const Call& call, std::size_t position, const char* argument);
+/// A tuple of integers; a single integer counts as a tuple of one.
+std::vector<std::int64_t> integers(const Call& call, std::size_t position, const char* argument);
+void expect_arguments(const Call& call, std::size_t count, const char* form);
+
+}  // namespace fretwork::text

@@ -1,0 +1,74 @@
+// Element types and conversions. Device code includes no CUDA header: 16-bit types are bits, conversions are PTX.
+#pragma once
+
+namespace fretwork {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct f16 {
+  u16 bits;
+};
+struct bf16 {
+  u16 bits;
+};
+
+template <typename A, typename B>
+inline constexpr bool is_same = false;
+template <typename A>
+inline constexpr bool is_same<A, A> = true;
+
+/// What products of T accumulate in.
+template <typename T>
+struct accumulator {
+  using type = float;
+};
+template <>
+struct accumulator<double> {
+  using type = double;
+};
+template <typename T>
+using accumulator_t = typename accumulator<T>::type;
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ float widen(bool x) { return x ? 1.0f : 0.0f; }
+__device__ __forceinline__ float widen(f16 x) {
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+}
+__device__ __forceinline__ float widen(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+
+/// Rounds to nearest even.
+template <typename T, typename From>
+__device__ __forceinline__ T narrow(From x) {
+  if constexpr (is_same<T, f16>) {
+    f16 r;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.bits) : "f"(static_cast<float>(x)));
+    return r;
+  } else if constexpr (is_same<T, bf16>) {
+    bf16 r;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(static_cast<float>(x)));
+    return r;
+  } else {
+    return static_cast<T>(x);
+  }
+}
+
+/// Two neighbours in one register, `low` first in memory.
+template <typename T>
+__device__ __forceinline__ u32 narrow_pair(float low, float high) {
+  u32 pair;
+  if constexpr (is_same<T, f16>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+}  // namespace fretwork

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import as_called, host_microseconds, medians
 
 import fretwork as fw
+from timing import as_called, host_microseconds, medians
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BANDWIDTH = 4.3e12  # bytes a second a device-to-device copy reaches on the H200
@@ -37,7 +37,7 @@ def tensors(op: str, n: int, block: int, density: float, dtype: torch.dtype, dev
     layout = fw.BlockLayout(mask, block)
     values = (torch.randn(layout.nnz, block, block, generator=generator) / 8).to(device, dtype)
     dense = torch.randn(n, n, generator=generator).to(device, dtype)
-    rows, cols = mask[0].nonzero(as_tuple=True)
+    cols = mask[0].nonzero()[:, 1]
     crow = torch.cat([torch.zeros(1, dtype=torch.long), mask[0].sum(1).cumsum(0)])
     bsr = torch.sparse_bsr_tensor(crow.to(device), cols.to(device), values, size=(n, n))
     full = layout.unpack(values)

@@ -11,11 +11,10 @@ struct take_sum {
     return a + b;
   }
 };
+/// NaN loses to a number.
 struct take_max {
-  template <typename A>
-  __device__ __forceinline__ A operator()(A a, A b) const {
-    return a > b ? a : b;
-  }
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+  __device__ __forceinline__ double operator()(double a, double b) const { return fmax(a, b); }
 };
 
 /// Over groups of LANES neighbouring lanes (a power of two); every lane gets its group's result.

@@ -12,7 +12,7 @@ namespace fretwork {
 
 /// What an extra is: absent, added, or a mask whose zeros take an entry out.
 struct none {
-  static constexpr bool kThere = false;
+  static constexpr bool kThere = false, kMultiplies = false;
 };
 template <typename T>
 struct adds {
@@ -156,7 +156,8 @@ __device__ __forceinline__ void apply(const SoftmaxDense& extra, i64 at, Acc (&x
 /// T values, C columns of a block, VECTOR: runs of 16 bytes are aligned (else single elements), K runs kept by a
 /// thread, WARPS on a line, then the kinds of the extras.
 template <typename T, int C, bool VECTOR, int K, int WARPS, typename Rpe, typename Key, typename Attn>
-__global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS) block_softmax(const __grid_constant__ SoftmaxParams p) {
+__global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
+    block_softmax(const __grid_constant__ SoftmaxParams p) {
   using Acc = accumulator_t<T>;
   using Place = place<T, C, VECTOR, WARPS>;
   using Lanes = typename Place::Lanes;
@@ -190,9 +191,17 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS) block_softmax(c
           for (int e = 0; e < kRun; ++e) {
             summed[k][e] = static_cast<Acc>(widen(stored[k].at(e))) * scale;
           }
-          apply<Rpe>(p.rpe, Rpe::kThere ? dense_at(p.rpe, step) : 0, summed[k]);
-          apply<Key>(p.key_padding, Key::kThere ? dense_at(p.key_padding, step) : 0, summed[k]);
-          apply<Attn>(p.attn, Attn::kThere ? dense_at(p.attn, step) : 0, summed[k]);
+          const auto extra = [&]<typename Kind>(Kind, const SoftmaxDense& d) {
+            apply<Kind>(d, Kind::kThere ? dense_at(d, step) : 0, summed[k]);
+          };
+          extra(Rpe{}, p.rpe);
+          if constexpr (Key::kMultiplies) {  // what takes entries out comes last, so that nothing added there counts
+            extra(Attn{}, p.attn);
+            extra(Key{}, p.key_padding);
+          } else {
+            extra(Key{}, p.key_padding);
+            extra(Attn{}, p.attn);
+          }
         }
       }
     }
@@ -235,7 +244,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS) block_softmax(c
   }
 
   const Acc base = safe(reduce_row<Lanes::kLanes, WARPS>(top, shared, take_max{}));
-  const Acc total = reduce_row<Lanes::kLanes, WARPS>(sum * exponential(safe(top) - base), shared, take_sum{});
+  const Acc total = reduce_row<Lanes::kLanes, WARPS>(sum * exponential(top - base), shared, take_sum{});
   const Acc factor = total == Acc(0) ? Acc(0) : Acc(1) / total;
 
   for (int first = 0; my.step(first) < my.steps; first += K) {
@@ -345,8 +354,8 @@ __global__ void __launch_bounds__(256) block_softmax_rpe_backward(const __grid_c
     const i64 block = p.block_at[(h * block_rows + m / p.block_rows) * block_cols + n / p.block_cols];
     if (block >= 0) {
       const auto at = [&](const SoftmaxPacked& t) {
-        return widen(static_cast<const T*>(t.data)[z * t.z + block * t.block + m % p.block_rows * t.row +
-                                                   n % p.block_cols * t.col]);
+        return widen(static_cast<const T*>(
+            t.data)[z * t.z + block * t.block + m % p.block_rows * t.row + n % p.block_cols * t.col]);
       };
       const Acc o = static_cast<Acc>(at(p.out));
       if (o != Acc(0)) {

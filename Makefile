@@ -1,0 +1,79 @@
+# The front door: `make demo` and `make test` work from a bare Debian-like machine; `make help` lists the rest.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+BUILD := build/release
+BUILD_FLAGS := -DFRETWORK_TESTS=ON -DFRETWORK_TORCH=ON -DFRETWORK_JAX=ON -DPython_EXECUTABLE=$(CURDIR)/$(PY)
+# The package runs from the source tree, on the libraries just built.
+export PYTHONPATH := $(CURDIR)/python
+export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib
+ACCEPT := $(wildcard ../shared/accept/test_block.py)
+CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cuh')
+
+.PHONY: help setup build demo test lint test-cpp test-kernels test-python test-sanitizers test-wheel gpu-test bench format clean
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+setup: $(VENV)/.installed  ## install missing Debian packages and the Python environment
+
+$(VENV)/.installed: requirements-dev.txt scripts/bootstrap
+	scripts/bootstrap $(PYTHON) $(VENV)
+	@touch $@
+
+build: setup  ## build the library, the program, the bindings and the C++ tests
+	@[ -f $(BUILD)/build.ninja ] || cmake --preset release $(BUILD_FLAGS)
+	@cmake --build $(BUILD)
+
+demo: build  ## show what Fretwork does on this machine
+	@$(BUILD)/bin/fretwork info
+	@$(BUILD)/bin/fretwork show 'random_blocks((1,32,32),64,0.15,7)'
+	@$(PY) examples/demo.py
+
+test: lint test-cpp test-kernels test-python test-sanitizers test-wheel  ## everything a machine without a GPU can check
+	@echo "all checks passed"
+
+lint: setup
+	clang-format --dry-run --Werror $(CXX_FILES)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(PY) scripts/check_includes.py
+
+test-cpp: build
+	ctest --test-dir $(BUILD) --output-on-failure -j2
+
+test-kernels: build  # every instantiation, without a GPU; registers and spills are in the table
+	$(BUILD)/bin/fretwork compile --arch sm_80 --no-spills > build/kernels_sm_80.txt || { cat build/kernels_sm_80.txt; exit 1; }
+	$(BUILD)/bin/fretwork compile --arch sm_90a --no-spills > build/kernels_sm_90a.txt || { cat build/kernels_sm_90a.txt; exit 1; }
+
+test-python: build
+	$(PY) -m pytest -q -n 2 tests/python
+	$(if $(ACCEPT),$(PY) -m pytest -q -n 2 -p no:cacheprovider $(ACCEPT))
+
+test-sanitizers: setup
+	@for kind in asan tsan; do \
+	  [ -f build/$$kind/build.ninja ] || cmake --preset $$kind -DFRETWORK_TESTS=ON -DFRETWORK_TOOLS=OFF || exit 1; \
+	  cmake --build build/$$kind || exit 1; \
+	done
+	ctest --test-dir build/asan --output-on-failure -j2
+	ctest --test-dir build/tsan --output-on-failure -j2 -R runtime
+
+test-wheel: build
+	$(PY) scripts/check_wheel.py
+
+gpu-test: build  ## the op tests on an NVIDIA GPU, with sanitizers, graphs and repeated launches
+	scripts/gpu_test $(BUILD) $(PY)
+
+bench: build  ## compare with torch on this machine; results go to bench/results
+	$(PY) bench/compare_block.py
+
+format: setup  ## format C++ and Python
+	clang-format -i $(CXX_FILES)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## remove what was built (keeps .venv)
+	rm -rf build dist

@@ -1,0 +1,49 @@
+"""Checks what may include what: core ← pattern ← runtime ← ops ← bindings and tools; device code stays closed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = {"core": 0, "pattern": 1, "runtime": 2, "ops": 3}
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+FRAMEWORKS = ("torch/", "xla/", "ATen/", "c10/")
+
+
+def fault(file: Path, target: str) -> str | None:
+    """Why `file`, below the root, may not include `target`; None if it may."""
+    parts, into = file.parts, target.split("/")
+    if target.startswith(FRAMEWORKS) and parts[0] != "bindings":
+        return "framework headers belong to bindings/"
+    if target.startswith("cuda") and target.endswith(".h") and "/" not in target:
+        return "CUDA headers are not needed: the driver is opened at run time"
+    if parts[0] != "src":
+        return None
+    if file.suffix == ".cuh" or file.name == "params.h":
+        own = "/".join(parts[1:-1])
+        closed = into[0] == "device" or target.startswith(own + "/")
+        return None if closed else "device code includes device/ and its own room only"
+    if parts[1] == "ops" and into[0] == "ops" and into[1] != parts[2]:
+        return "an op does not include another op"
+    if parts[1] in LAYERS and into[0] in LAYERS and LAYERS[into[0]] > LAYERS[parts[1]]:
+        return f"{parts[1]} lies below {into[0]}"
+    return None
+
+
+def main() -> int:
+    files = [f for top in ("src", "include", "bindings", "tools") for f in sorted((ROOT / top).rglob("*"))]
+    found = []
+    for path in files:
+        if path.suffix in {".h", ".cpp", ".cuh"}:
+            file = path.relative_to(ROOT)
+            for target in INCLUDE.findall(path.read_text()):
+                if reason := fault(file, target):
+                    found.append(f"{file}: includes {target}: {reason}")
+    print("\n".join(found) or f"includes: {len(files)} files follow the rule")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -91,6 +91,14 @@ Colour ink(int shade) {
   throw Error("show: " + file.string() + ": cannot be written: " + why);
 }
 
+std::string escaped(const std::string& text) {
+  std::string safe;
+  for (const char c : text) {
+    safe += c == '&' ? "&amp;" : c == '<' ? "&lt;" : std::string(1, c);
+  }
+  return safe;
+}
+
 }  // namespace
 
 std::string terminal_picture(const Occupancy& grid, bool colour) {
@@ -109,7 +117,8 @@ std::string terminal_picture(const Occupancy& grid, bool colour) {
 void write_png(const Occupancy& grid, const std::filesystem::path& file) {
   constexpr std::int64_t kTarget = 1024;
   const std::int64_t zoom = std::max<std::int64_t>(1, kTarget / std::max({grid.rows, grid.cols, std::int64_t{1}}));
-  const std::int64_t width = std::max<std::int64_t>(1, grid.cols * zoom), height = std::max<std::int64_t>(1, grid.rows * zoom);
+  const std::int64_t width = std::max<std::int64_t>(1, grid.cols * zoom),
+                     height = std::max<std::int64_t>(1, grid.rows * zoom);
   std::vector<Colour> pixels(static_cast<std::size_t>(width * height), ink(0));
   for (std::int64_t y = 0; y < grid.rows * zoom; ++y) {
     for (std::int64_t x = 0; x < grid.cols * zoom; ++x) {
@@ -141,7 +150,7 @@ void write_svg(const Occupancy& grid, const std::string& title, const std::files
   out << fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0} {1}\" width=\"{2}\" height=\"{3}\" "
       "shape-rendering=\"crispEdges\">\n<title>{4}</title>\n<rect width=\"{0}\" height=\"{1}\" fill=\"{5}\"/>\n",
-      grid.cols, grid.rows, grid.cols * 4, grid.rows * 4, title, hex(ink(0)));
+      grid.cols, grid.rows, grid.cols * 4, grid.rows * 4, escaped(title), hex(ink(0)));
   for (int tone = 1; tone < kInks; ++tone) {
     if (const std::string& path = paths[static_cast<std::size_t>(tone)]; !path.empty()) {
       out << fmt::format("<path fill=\"{}\" d=\"{}\"/>\n", hex(ink(tone)), path);

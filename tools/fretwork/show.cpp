@@ -53,7 +53,8 @@ Units units_of(const Pattern& pattern) {
 std::string kind_of(const Pattern& pattern) { return pattern.text().substr(0, pattern.text().find('(')); }
 
 std::string shortened(const std::string& text, std::size_t most) {
-  return text.size() <= most ? text : fmt::format("{}… ({} characters)", text.substr(0, most), count_text(std::ssize(text)));
+  return text.size() <= most ? text
+                             : fmt::format("{}… ({} characters)", text.substr(0, most), count_text(std::ssize(text)));
 }
 
 std::string head_line(const HeadFacts& facts, const char* unit) {
@@ -159,7 +160,8 @@ void show(const ShowOptions& options) {
 void add_show(CLI::App& app) {
   const auto options = std::make_shared<ShowOptions>();
   CLI::App* const command = app.add_subcommand("show", "Facts and a picture of a pattern");
-  command->add_option("PATTERN", options->pattern, "The pattern's text, or - to read it from standard input")->required();
+  command->add_option("PATTERN", options->pattern, "The pattern's text, or - to read it from standard input")
+      ->required();
   command->add_option("--head", options->head, "Which head to draw (0)");
   command->add_option("--width", options->width, "Columns of the picture (the terminal's)")->check(CLI::Range(3, 1000));
   command->add_option("--png", options->png, "Write the picture to this file, too");

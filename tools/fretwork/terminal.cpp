@@ -40,9 +40,11 @@ std::string bytes_text(double bytes) {
 }
 
 std::string count_text(long long count) {
-  std::string text = std::to_string(count);
-  for (std::size_t at = text.size(), first = count < 0 ? 1 : 0; at > first + 3;) {
-    text.insert(at -= 3, ",");
+  const std::string digits = std::to_string(count);
+  std::string text;
+  for (std::size_t n = 0; n < digits.size(); ++n) {
+    text += n > 0 && (digits.size() - n) % 3 == 0 ? "," : "";
+    text += digits[n];
   }
   return text;
 }

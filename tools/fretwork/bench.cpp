@@ -232,17 +232,20 @@ void add_bench(CLI::App& app) {
   CLI::App* const command = bench_command->add_subcommand("block", "Block-sparse products and softmax, n x n");
   command->add_option("--n", options->sizes, "Sizes of the square matrices (2048)")
       ->delimiter(',')
-      ->check(CLI::Range(8, 1 << 20));
-  command->add_option("--block", options->blocks, "Blocks (16,32,64,128)")->delimiter(',')->check(CLI::Range(8, 128));
+      ->check(CLI::Range(8, 1 << 20).description(""));
+  command->add_option("--block", options->blocks, "Blocks, 8 to 128 (16,32,64,128)")
+      ->delimiter(',')
+      ->check(CLI::Range(8, 128).description(""));
   command->add_option("--density", options->densities, "Shares of blocks that are there (0.5,0.25,0.1,0.05)")
       ->delimiter(',')
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(CLI::Range(0.0, 1.0).description(""));
   command->add_option("--op", options->ops, "dsd, dds, sdd, softmax (dsd)")->delimiter(',');
   command->add_option("--dtype", options->dtype, "float64, float32, float16, bfloat16 (float32; on CUDA float16)");
   command->add_option("--device", options->device, "cpu or cuda:N (cpu)");
-  command->add_option("--threads", options->threads, "Threads on the CPU (all)")->check(CLI::Range(1, 4096));
+  command->add_option("--threads", options->threads, "Threads on the CPU (all)")
+      ->check(CLI::Range(1, 4096).description(""));
   command->add_option("--rounds", options->rounds, "Rounds, of which the median counts (7)")
-      ->check(CLI::Range(1, 10000));
+      ->check(CLI::Range(1, 10000).description(""));
   command->add_option("--csv", options->csv, "Write the rows to this file");
   command->add_option("--json", options->json, "Write the rows, with the machine, to this file");
   command->footer(

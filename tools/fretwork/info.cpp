@@ -110,9 +110,10 @@ void add_info(CLI::App& app) {
   command->add_flag("--json", *json, "As JSON");
   command->footer(
       "Settings:\n"
-      "  FRETWORK_CACHE_DIR   where compiled kernels are kept\n"
-      "  FRETWORK_NVRTC       the NVRTC library to use, or its folder\n"
-      "  FRETWORK_ARCH        compile for this architecture (sm_80: the portable kernels, also on Hopper)\n"
+      "  FRETWORK_CACHE_DIR    where compiled kernels are kept\n"
+      "  FRETWORK_CACHE_LIMIT  MiB of them to keep (512)\n"
+      "  FRETWORK_NVRTC        the NVRTC library to use, or its folder\n"
+      "  FRETWORK_ARCH         compile for this architecture (sm_80: the portable kernels, also on Hopper)\n"
       "Example:\n"
       "  fretwork info --json | jq .cpu");
   command->callback([json] {

@@ -23,17 +23,36 @@ int complain(int code, std::string text) {
   return code;
 }
 
-/// The command as typed so far, "fretwork cache clear", to point at its help.
-std::string typed_command(const CLI::App& app) {
+/// The innermost command that was typed.
+const CLI::App& typed_command(const CLI::App& app) {
   const auto chosen = app.get_subcommands();
-  return chosen.empty() ? app.get_name() : app.get_name() + " " + typed_command(*chosen.front());
+  return chosen.empty() ? app : typed_command(*chosen.front());
+}
+
+/// "fretwork cache clear".
+std::string full_name(const CLI::App& command) {
+  const CLI::App* const parent = command.get_parent();
+  return parent == nullptr ? command.get_name() : full_name(*parent) + " " + command.get_name();
+}
+
+/// A command that is missing or unknown: names those there are.
+std::string expected_command(const CLI::App& command) {
+  std::string names;
+  for (const CLI::App* one : command.get_subcommands([](const CLI::App*) { return true; })) {
+    names += (names.empty() ? "" : ", ") + one->get_name();
+  }
+  const auto extra = command.remaining();
+  return fmt::format("expected one of {}, got {}", names, extra.empty() ? "nothing" : extra.front());
 }
 
 int explain(const CLI::App& app, const CLI::ParseError& error) {
   if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) {
     return app.exit(error);  // --help and --version
   }
-  return complain(kBadUsage, std::string(error.what()) + " (try: " + typed_command(app) + " --help)");
+  const CLI::App& command = typed_command(app);
+  const bool no_command = command.get_require_subcommand_min() > 0;
+  return complain(kBadUsage, fmt::format("{} (try: {} --help)", no_command ? expected_command(command) : error.what(),
+                                         full_name(command)));
 }
 
 int run(int argc, char** argv) {

@@ -58,9 +58,10 @@ std::string shortened(const std::string& text, std::size_t most) {
 }
 
 std::string head_line(const HeadFacts& facts, const char* unit) {
-  const auto empty = facts.empty_rows > 0 ? fmt::format(", {} empty", count_text(facts.empty_rows)) : "";
-  return fmt::format("{} {}; rows hold {} to {}{}", count_text(facts.nnz), unit, count_text(facts.shortest_row),
-                     count_text(facts.longest_row), empty);
+  const auto empty =
+      facts.empty_rows > 0 && facts.longest_row > 0 ? fmt::format(", {} empty", count_text(facts.empty_rows)) : "";
+  return fmt::format("nnz {}; {} to {} {} in a row{}", count_text(facts.nnz), count_text(facts.shortest_row),
+                     count_text(facts.longest_row), unit, empty);
 }
 
 void print_facts(const Pattern& pattern, const Survey& survey) {
@@ -74,7 +75,8 @@ void print_facts(const Pattern& pattern, const Survey& survey) {
     line("blocks", fmt::format("{} x {} of {} x {}, {} head{}", s.rows, s.cols, s.block_rows, s.block_cols, s.heads,
                                s.heads == 1 ? "" : "s"));
   }
-  line("nnz", fmt::format("{} {}", count_text(pattern.nnz()), unit));
+  const std::int64_t all = survey.heads() * survey.rows() * survey.cols() / elements;
+  line("nnz", fmt::format("{} of {} {}", count_text(pattern.nnz()), count_text(all), unit));
   line("density", fmt::format("{:.4g} %", 100 * pattern.density()));
   const double stored = 2.0 * static_cast<double>(pattern.nnz()) * static_cast<double>(elements);
   const double dense = 2.0 * static_cast<double>(survey.heads()) * static_cast<double>(survey.rows()) *
@@ -113,19 +115,21 @@ void print_json(const Pattern& pattern, const Survey& survey) {
 }
 
 void print_picture(const Pattern& pattern, const Survey& survey, const ShowOptions& options) {
-  constexpr std::int64_t kMaxRows = 96;  // 48 lines
-  const std::int64_t width = options.width > 0 ? options.width : terminal_width();
-  const Occupancy grid = survey.occupancy(options.head, kMaxRows, std::max<std::int64_t>(1, width - 2));
-  fmt::print("{}", terminal_picture(grid, wants_colour()));
-  std::string caption = survey.heads() > 1 ? fmt::format("head {} of {}; ", options.head, survey.heads()) : "";
+  constexpr std::int64_t kMaxRows = 96;      // 48 lines
+  constexpr std::int64_t kBlockSquares = 4;  // small layouts are drawn small
   const auto* layout = dynamic_cast<const BlockLayout*>(&pattern);
   const std::int64_t block = layout != nullptr ? layout->sizes().block_rows : 1;
-  if (grid.cell > block) {
-    caption += fmt::format("one square is {0} x {0} elements, the fuller the {1}", grid.cell,
-                           wants_colour() ? "brighter" : "darker");
+  const std::int64_t width = (options.width > 0 ? options.width : terminal_width()) - 2;
+  const std::int64_t most =
+      layout != nullptr ? kBlockSquares * std::max(layout->sizes().rows, layout->sizes().cols) : width;
+  const Occupancy grid = survey.occupancy(options.head, std::min(most, kMaxRows),
+                                          std::clamp<std::int64_t>(most, 1, std::max<std::int64_t>(width, 1)));
+  fmt::print("{}", terminal_picture(grid, wants_colour()));
+  if (survey.heads() > 1) {
+    fmt::print("head {} of {}\n", options.head, survey.heads());
   }
-  if (!caption.empty()) {
-    fmt::print("{}\n", caption);
+  if (grid.cell > block) {
+    fmt::print("shades: how full each square of {0} x {0} elements is\n", grid.cell);
   }
 }
 
@@ -163,7 +167,8 @@ void add_show(CLI::App& app) {
   command->add_option("PATTERN", options->pattern, "The pattern's text, or - to read it from standard input")
       ->required();
   command->add_option("--head", options->head, "Which head to draw (0)");
-  command->add_option("--width", options->width, "Columns of the picture (the terminal's)")->check(CLI::Range(3, 1000));
+  command->add_option("--width", options->width, "Columns of the picture, 3 to 1000 (the terminal's)")
+      ->check(CLI::Range(3, 1000).description(""));
   command->add_option("--png", options->png, "Write the picture to this file, too");
   command->add_option("--svg", options->svg, "The same as SVG");
   command->add_flag("--json", options->json, "Facts as JSON, no picture in the terminal");

@@ -1,0 +1,74 @@
+"""How every benchmark here takes time: peers interleaved in one run, medians, the L2 cache flushed on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+
+
+def medians(calls: dict[str, Call], device: torch.device, rounds: int = 15, seconds: float = 2.0) -> dict[str, float]:
+    """Median milliseconds of each call, in interleaved rounds; stops early after `seconds` once each ran 3 times."""
+    for call in calls.values():
+        call()
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    once = _gpu_timer() if device.type == "cuda" else _cpu_time
+    began = time.perf_counter()
+    for n in range(rounds):
+        for name, call in calls.items():
+            times[name].append(once(call))
+        if n >= 2 and time.perf_counter() - began > seconds:
+            break
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def as_called(call: Call, device: torch.device, count: int = 20) -> float:
+    """Milliseconds per call of a plain loop, as a user's program would see it (caches warm, host time included)."""
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / count * 1e3
+
+
+def host_microseconds(call: Call, count: int = 2000) -> float:
+    """Host time of one call: the best of several loops, since nothing but interference makes it longer."""
+    best = float("inf")
+    for _ in range(7):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count // 7):
+            call()
+        best = min(best, (time.perf_counter() - began) / (count // 7))
+    return best * 1e6
+
+
+def _cpu_time(call: Call) -> float:
+    began = time.perf_counter()
+    call()
+    return (time.perf_counter() - began) * 1e3
+
+
+def _gpu_timer() -> Callable[[Call], float]:
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def once(call: Call) -> float:
+        flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end)
+
+    return once

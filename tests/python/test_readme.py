@@ -1,0 +1,44 @@
+"""The README's examples run as written."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = Path(os.environ.get("FRETWORK_LIB_DIR", ROOT / "build/release/lib"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def examples(language: str) -> list[str]:
+    return [code for kind, code in FENCE.findall((ROOT / "README.md").read_text()) if kind == language]
+
+
+def test_there_is_one_for_each_front_door():
+    assert len(examples("python")) == 2 and len(examples("cpp")) == 1 and len(examples("")) == 2
+
+
+@pytest.mark.parametrize("code", examples("python"), ids=["torch", "jax"])
+def test_python(code):
+    pytest.importorskip("jax") if "jax" in code else None
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_cpp(tmp_path):
+    compiler = shutil.which("g++") or pytest.skip("no g++ here")
+    source, program = tmp_path / "main.cpp", tmp_path / "main"
+    source.write_text(examples("cpp")[0])
+    flags = ["-std=c++20", f"-I{ROOT / 'include'}", f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}", "-lfretwork"]
+    subprocess.run([compiler, str(source), "-o", str(program), *flags], check=True)
+    subprocess.run([str(program)], check=True)
+
+
+def test_command_line():
+    program = LIBRARIES.parent / "bin/fretwork"
+    if not program.exists():
+        pytest.skip(f"no program at {program}")
+    for line in examples("")[1].splitlines():
+        subprocess.run(line.replace("fretwork", str(program), 1), shell=True, check=True)

@@ -48,6 +48,7 @@ struct SpmmParams {
   int block_rows, block_cols;  ///< of op(S)
   bool dense_free_inner, blocks_col_inner;
   bool rows_inner, vector;  ///< how the result is stored: direction of a line, 16 bytes at a time
+  bool reduce;              ///< add up partial tiles instead of multiplying
 };
 
 struct SddParams {
@@ -60,7 +61,7 @@ struct SddParams {
   int z_sum, h_sum, pieces;  ///< K is cut into `pieces`
   int block_rows, block_cols;
   bool left_k_inner, right_k_inner;
-  bool vector;
+  bool vector, reduce;
 };
 
 /// Copies an array of four dimensions into lines of `line` elements, aligned for the kernels above.

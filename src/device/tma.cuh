@@ -12,8 +12,8 @@ __device__ __forceinline__ void prefetch(const void* map) {
 
 __device__ __forceinline__ void load(u32 to, const void* map, u32 barrier, int x, int y) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          to),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(to),
       "l"(map), "r"(barrier), "r"(x), "r"(y)
       : "memory");
 }

@@ -21,8 +21,8 @@ struct SpmmTile {
   int place, tile, h, z, partial;
 };
 
-/// Tiles run through batches, then sets of `share` segments, then the free dimension, then the set: CTAs that run at the
-/// same time share strips of the dense operand in the cache.
+/// Tiles run through batches, then sets of `share` segments, then the free dimension, then the set: CTAs that run at
+/// the same time share strips of the dense operand in the cache.
 __device__ __forceinline__ SpmmTile spmm_tile(const SpmmParams& p, int index) {
   const int per_batch = p.segment_count * p.tiles;
   const int batch = index / per_batch, rest = index % per_batch;
@@ -89,18 +89,12 @@ __device__ __forceinline__ void store_partial(const float (&d)[128], float* to) 
   }
 }
 
-/// One multiply-and-release step shared by the kernels: at most one group of products stays in flight.
-struct Release {
-  u32 empty;            ///< address of the first "stage is free" barrier
-  int pending = -1;     ///< stage that the products in flight still read
-  bool leader = false;  ///< one thread of the warpgroup tells
-
-  __device__ __forceinline__ void free(int stage) const {
-    if (leader && stage >= 0) {
-      mbarrier::arrive(empty + 8 * stage);
-    }
+/// Every warp says for itself that it is done with a stage: a warpgroup's warps may be apart when they skip one.
+__device__ __forceinline__ void release(u32 empty, int stage) {
+  if (threadIdx.x % 32 == 0 && stage >= 0) {
+    mbarrier::arrive(empty + 8 * stage);
   }
-};
+}
 
 struct Barriers {
   u64 full[kStages], empty[kStages];
@@ -111,7 +105,7 @@ __device__ __forceinline__ void init_barriers(Barriers& barriers, u32 stages) {
   if (threadIdx.x == 0) {
     for (u32 s = 0; s < stages; ++s) {
       mbarrier::init(shared_address(&barriers.full[s]), 1);
-      mbarrier::init(shared_address(&barriers.empty[s]), 2);
+      mbarrier::init(shared_address(&barriers.empty[s]), 8);  // warps of the two consumers
     }
     mbarrier::init_done();
   }

@@ -25,7 +25,8 @@ __device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& 
         const u32 a = base + ring.stage * kStageBytes, b = a + 16384;
         const int below = small ? 0 : 64;
         if (upper >= 0) {
-          kSparseK ? tma::load(a, &p.sparse, full, inner, 0, upper, sz) : tma::load(a, &p.sparse, full, 0, inner, upper, sz);
+          kSparseK ? tma::load(a, &p.sparse, full, inner, 0, upper, sz)
+                   : tma::load(a, &p.sparse, full, 0, inner, upper, sz);
         }
         if (lower >= 0) {
           kSparseK ? tma::load(a + 8192, &p.sparse, full, inner, below, lower, sz)
@@ -51,7 +52,8 @@ __device__ __forceinline__ void wide_multiply(float (&d)[128], int stages, Barri
                                               Ring<kStages>& ring, int warpgroup) {
   using wgmma::Major;
   constexpr Major kA = kSparseK ? Major::k : Major::mn, kB = kDenseK ? Major::k : Major::mn;
-  Release release{shared_address(barriers.empty), -1, threadIdx.x % 128 == 0};
+  const u32 empty = shared_address(barriers.empty);
+  int pending = -1;  // the stage that products in flight still read
   for (int n = 0; n < stages; ++n, ring.next()) {
     mbarrier::wait(shared_address(&barriers.full[ring.stage]), ring.parity);
     const int stage = static_cast<int>(ring.stage);
@@ -66,20 +68,21 @@ __device__ __forceinline__ void wide_multiply(float (&d)[128], int stages, Barri
       }
       wgmma::commit();
       wgmma::wait<1>();
-      release.free(release.pending);
-      release.pending = stage;
+      release(empty, pending);
+      pending = stage;
     } else {
       wgmma::wait<0>();
-      release.free(release.pending);
-      release.pending = -1;
-      release.free(stage);
+      release(empty, pending);
+      pending = -1;
+      release(empty, stage);
     }
   }
   wgmma::wait<0>();
-  release.free(release.pending);
+  release(empty, pending);
 }
 
-/// kSparseK: K is the unit axis of op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit axis.
+/// kSparseK: K is the unit axis of op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit
+/// axis.
 template <typename T, bool kSparseK, bool kDenseK, bool kRows>
 __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__ SpmmParams p) {
   extern __shared__ u8 raw[];

@@ -101,10 +101,11 @@ struct Barriers {
   u32 flags[kStages][4];
 };
 
-__device__ __forceinline__ void init_barriers(Barriers& barriers, u32 stages) {
+/// `fetchers` warps fill a stage.
+__device__ __forceinline__ void init_barriers(Barriers& barriers, u32 stages, u32 fetchers) {
   if (threadIdx.x == 0) {
     for (u32 s = 0; s < stages; ++s) {
-      mbarrier::init(shared_address(&barriers.full[s]), 1);
+      mbarrier::init(shared_address(&barriers.full[s]), fetchers);
       mbarrier::init(shared_address(&barriers.empty[s]), 8);  // warps of the two consumers
     }
     mbarrier::init_done();

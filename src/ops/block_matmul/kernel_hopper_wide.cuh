@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
   extern __shared__ u8 raw[];
   __shared__ Barriers barriers;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, kStages);
+  init_barriers(barriers, kStages, 1);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x == 0) {

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_narrow(const __grid_constant
         continue;
       }
       const int free = t.tile * kTileM + static_cast<int>(warpgroup) * 64;
-      store_tile<T, !kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+      store_tile<T, 4, !kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
         const int row = t.place * kTileN + piece * 64;
         if (free < p.free) {
           kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);

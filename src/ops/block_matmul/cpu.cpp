@@ -5,6 +5,7 @@
 // stretches of it. A tile's sum is computed whole by one thread in a fixed order, so results do not depend on the
 // number of threads.
 #include <algorithm>
+#include <span>
 #include <vector>
 
 #include "ops/block_matmul/problem.h"
@@ -56,7 +57,12 @@ struct Slab {
 class Work {
  public:
   Work(const Problem& problem, const Tiles& tiles)
-      : p_(problem), tiles_(tiles), size_(static_cast<std::int64_t>(size_of(problem.dtype))) {}
+      : p_(problem),
+        tiles_(tiles),
+        size_(static_cast<std::int64_t>(size_of(problem.dtype))),
+        none_(problem.z_sum * problem.h_sum == 0),
+        h_sum_(std::max<std::int64_t>(1, problem.h_sum)),
+        phases_(std::max<std::int64_t>(1, problem.z_sum) * h_sum_) {}
 
  protected:
   std::byte* at(void* data, std::int64_t element) const { return static_cast<std::byte*>(data) + element * size_; }
@@ -104,6 +110,9 @@ class Work {
   const Problem& p_;
   const Tiles& tiles_;
   std::int64_t size_;
+  bool none_;            ///< no batch at all to sum: the result is zeros
+  std::int64_t h_sum_;   ///< at least 1
+  std::int64_t phases_;  ///< batches summed into a result, at least 1
 };
 
 /// A unit is a strip of rows of one block-row; its terms are the blocks of the row.
@@ -154,7 +163,7 @@ class Spmm : Work {
       for (std::int64_t l = 0; l < lines_; ++l) {
         std::int64_t cost = 1;
         for (std::int64_t s = 0; s < p_.h_sum; ++s) {
-          cost += p_.z_sum * static_cast<std::int64_t>(index_.line(head(h + s) * lines_ + l).size());
+          cost += p_.z_sum * static_cast<std::int64_t>(entries_of(h + s, l).size());
         }
         line_first_.push_back(line_first_.back() + cost);
       }
@@ -163,6 +172,9 @@ class Spmm : Work {
     for (std::int64_t batch = 0; batch < p_.z_out * p_.h_out; ++batch) {
       batch_first_.push_back(batch_first_.back() + line_first(batch % p_.h_out, lines_) * strips_ * slabs_.vectors);
     }
+  }
+  std::span<const BlockIndex::Entry> entries_of(std::int64_t h, std::int64_t line) const {
+    return none_ ? std::span<const BlockIndex::Entry>{} : index_.line(head(h) * lines_ + line);
   }
   const std::int64_t* lines_of(std::int64_t h) const {
     const bool same = static_cast<std::int64_t>(line_first_.size()) == lines_ + 1;
@@ -180,19 +192,19 @@ class Spmm : Work {
 
   void work(std::int64_t z, std::int64_t h, const Slab& slab, std::int64_t begin, std::int64_t end) const {
     Buffers& buffers = thread_buffers();
-    const std::int64_t width = slab.vectors * tiles_.lanes, phases = p_.z_sum * p_.h_sum;
+    const std::int64_t width = slab.vectors * tiles_.lanes, phases = phases_;
     const std::size_t tile_bytes = static_cast<std::size_t>(tiles_.rows * width) * tiles_.sum;
     const std::size_t panel_bytes = Work::panel_bytes(depth_, width);
     std::byte* const panels = buffers.panel.need<std::byte>(panel_bytes * static_cast<std::size_t>(others_));
     std::byte* const sums =
         buffers.sums.need<std::byte>(tile_bytes * static_cast<std::size_t>(phases > 1 ? end - begin : 1));
     for (std::int64_t phase = 0; phase < phases; ++phase) {
-      const std::int64_t zb = z + phase / p_.h_sum, hb = h + phase % p_.h_sum;
+      const std::int64_t zb = z + phase / h_sum_, hb = h + phase % h_sum_;
       buffers.packed.assign(static_cast<std::size_t>(others_), 0);
       for (std::int64_t unit = begin; unit < end; ++unit) {
         const std::int64_t line = unit / strips_, first_row = unit % strips_ * tiles_.rows;
         const std::int64_t rows = std::min(tiles_.rows, line_rows_ - first_row);
-        const auto entries = index_.line(head(hb) * lines_ + line);
+        const auto entries = entries_of(hb, line);
         for (const auto& entry : entries) {
           if (auto& done = buffers.packed[static_cast<std::size_t>(entry.other)]; done == 0) {
             tiles_.pack(place(p_.right, zb, hb, entry.other * depth_, slab.first), depth_, slab.cols, width,
@@ -249,7 +261,8 @@ class Sdd : Work {
         sizes_(problem.layout->sizes()),
         slabs_(sizes_.block_cols, tiles.lanes),
         strips_(ceil_div(sizes_.block_rows, tiles.rows)),
-        pieces_(std::max<std::int64_t>(1, ceil_div(problem.left.cols, kDeepest))) {
+        depth_(none_ ? 0 : problem.left.cols),
+        pieces_(std::max<std::int64_t>(1, ceil_div(depth_, kDeepest))) {
     batch_first_.push_back(0);
     for (std::int64_t batch = 0; batch < problem.z_out * problem.h_out; ++batch) {
       const std::int64_t blocks = first_of(batch % problem.h_out, sizes_.cols) - first_of(batch % problem.h_out, 0);
@@ -259,8 +272,8 @@ class Sdd : Work {
 
   std::int64_t total() const { return batch_first_.back(); }
   double flops_per_unit() const {
-    return 2.0 * static_cast<double>(tiles_.rows * tiles_.lanes) * static_cast<double>(p_.left.cols) *
-           static_cast<double>(p_.z_sum * p_.h_sum);
+    return 2.0 * static_cast<double>(tiles_.rows * tiles_.lanes) * static_cast<double>(depth_) *
+           static_cast<double>(phases_);
   }
 
   void run(std::int64_t begin, std::int64_t end) const {
@@ -291,14 +304,14 @@ class Sdd : Work {
             std::int64_t end) const {
     Buffers& buffers = thread_buffers();
     const auto entries = index_.line(head(h) * sizes_.cols + column);
-    const std::int64_t width = slab.vectors * tiles_.lanes, phases = p_.z_sum * p_.h_sum * pieces_;
+    const std::int64_t width = slab.vectors * tiles_.lanes, phases = phases_ * pieces_;
     const std::size_t tile_bytes = static_cast<std::size_t>(tiles_.rows * width) * tiles_.sum;
     std::byte* const sums =
         buffers.sums.need<std::byte>(tile_bytes * static_cast<std::size_t>(phases > 1 ? end - begin : 1));
     for (std::int64_t phase = 0; phase < phases; ++phase) {
       const std::int64_t batch = phase / pieces_, piece = phase % pieces_;
-      const std::int64_t zb = z + batch / p_.h_sum, hb = h + batch % p_.h_sum;
-      const std::int64_t k = p_.left.cols * piece / pieces_, depth = p_.left.cols * (piece + 1) / pieces_ - k;
+      const std::int64_t zb = z + batch / h_sum_, hb = h + batch % h_sum_;
+      const std::int64_t k = depth_ * piece / pieces_, depth = depth_ * (piece + 1) / pieces_ - k;
       std::byte* const panel = buffers.panel.need<std::byte>(panel_bytes(depth, width));
       tiles_.pack(place(p_.right, zb, hb, k, column * sizes_.block_cols + slab.first), depth, slab.cols, width, panel);
       for (std::int64_t unit = begin; unit < end; ++unit) {
@@ -330,7 +343,7 @@ class Sdd : Work {
   const BlockIndex& index_;
   const BlockLayout::Sizes& sizes_;
   Slabs slabs_;
-  std::int64_t strips_, pieces_;
+  std::int64_t strips_, depth_, pieces_;
   std::vector<std::int64_t> batch_first_;
 };
 

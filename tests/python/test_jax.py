@@ -202,7 +202,7 @@ def test_large(op, rng):
 )
 @each_product
 def test_leading_dimensions(op, leads, heads, rng):
-    """Z is there if an operand has it; H lacks only if nothing has Z, the dense one is 2-D and the layout has one head."""
+    """Z is there if an operand has it; H unless nothing has Z, the dense one is 2-D and the layout has one head."""
     function, reference, inputs = case(op, some_mask(rng, heads, 2, 3), rng)
     for n, lead in enumerate(leads):
         z = slice(int(lead[0])) if len(lead) == 2 else 0
@@ -343,7 +343,7 @@ def test_softmax(rpe, key, attn, rng, dtype):
         extra = jnp.asarray(extra).astype(bool if "bool" in kind else dtype)
         full = {"key": "key_padding_mask", "attn": "attn_mask"}[name]
         ours.update({full: extra, f"{full}_mode": kind[:3]})
-        options.update({name: extra, f"{name}_mode": kind[:3]})
+        options.update({name: np.asarray(extra), f"{name}_mode": kind[:3]})
     layout = fw.BlockLayout(mask, 16)
     inputs = [jnp.asarray(rng.standard_normal(s), dtype) for s in ((2, layout.nnz, 16, 16), rpe) if s]
     check(

@@ -9,6 +9,8 @@ namespace fretwork {
 namespace {
 
 constexpr std::int64_t kMinBlock = 8, kMaxBlock = 128;
+/// A short text must not ask for unbounded memory.
+constexpr std::size_t kMostRandom = std::size_t{1} << 30;
 constexpr std::string_view kDigits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 constexpr const char* kName = "BlockLayout";
 
@@ -179,7 +181,11 @@ std::shared_ptr<const BlockLayout> random_blocks(const BlockLayout::Sizes& sizes
   if (!(density >= 0.0 && density <= 1.0)) {
     throw Error("random_blocks", "density", "0 to 1", std::to_string(density));
   }
-  std::vector<std::uint8_t> mask(checked_count(sizes));
+  const std::size_t count = checked_count(sizes);
+  if (count > kMostRandom) {
+    throw Error("random_blocks", "grid", "at most 2^30 blocks", std::to_string(count));
+  }
+  std::vector<std::uint8_t> mask(count);
   std::uint64_t state = seed;
   for (auto& m : mask) {
     m = static_cast<double>(next_random(state) >> 11) * 0x1.0p-53 < density;

@@ -1,6 +1,7 @@
 // Kernels on demand: (source, instantiation, architecture) → memory, else the disk cache, else NVRTC.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -15,7 +16,7 @@ namespace fretwork {
 /// One kernel: the embedded file that defines it and the name expression that instantiates it, such as
 /// {"ops/block_matmul/kernel_portable.cuh", "fretwork::spmm<fretwork::f16, 128, 128>"}.
 struct KernelSpec {
-  std::string source;
+  std::string source;  ///< or a whole program, generated: anything with a line break is one
   std::string instance;
   bool operator==(const KernelSpec&) const = default;
 };
@@ -43,6 +44,11 @@ CompiledKernel compile_kernel(const KernelSpec& spec, const std::string& arch);
 /// A kernel loaded on a device. Lives as long as the process.
 class Kernel {
  public:
+  /// Loads it; get_kernel does so once per device.
+  Kernel(const KernelSpec& spec, const CompiledKernel& compiled, int device);
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
   /// One parameter block, passed by value (const __grid_constant__ Params). Asynchronous on `stream`.
   void launch(std::int64_t grid, int threads, int shared_bytes, const void* params, cuda::Handle stream) const;
   /// Same with clusters of CTAs.
@@ -53,10 +59,11 @@ class Kernel {
   int occupancy(int threads, int shared_bytes) const;
 
  private:
-  friend const Kernel& get_kernel(const KernelSpec&, int);
+  void allow_shared(int bytes) const;
   cuda::Handle function_ = nullptr;
   KernelReport report_;
   std::string name_;
+  mutable std::atomic<int> shared_allowed_;  ///< dynamic shared memory that may be asked for so far
 };
 
 /// The kernel for this device; thread-safe; the reference stays valid.

@@ -84,8 +84,11 @@ void gather(const Problem& p, const Row& row, std::span<const BlockIndex::Entry>
         x[k] += load<Acc>(p.rpe.data, p.rpe.dtype, rpe + k * p.rpe.col);
       }
     }
-    apply_mask(p.key_padding, start(p.key_padding, row, s, entry.other), s.block_cols, x);
-    apply_mask(p.attn, start(p.attn, row, s, entry.other), s.block_cols, x);
+    // What takes entries out comes last, so that nothing added there counts.
+    const bool key_last = p.key_padding.mode == MaskMode::mul;
+    for (const Dense* mask : {key_last ? &p.attn : &p.key_padding, key_last ? &p.key_padding : &p.attn}) {
+      apply_mask(*mask, start(*mask, row, s, entry.other), s.block_cols, x);
+    }
     x += s.block_cols;
   }
 }

@@ -163,7 +163,9 @@ def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.key, ctx.scale, rpe = inputs[:4]
     ctx.rpe = "none"
     if rpe is not None and ctx.needs_input_grad[3]:
-        ctx.rpe = "".join("1" if n == 1 else letter for n, letter in zip(rpe.shape, "zhmn"[4 - rpe.dim() :], strict=True))
+        ctx.rpe = "".join(
+            "1" if n == 1 else letter for n, letter in zip(rpe.shape, "zhmn"[4 - rpe.dim() :], strict=True)
+        )
         ctx.rpe_dtype = rpe.dtype
     ctx.save_for_backward(output)
 

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fretwork._library import library_path
-from fretwork.pattern import BlockLayout
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
+
+from fretwork._library import library_path
+from fretwork.pattern import BlockLayout
 
 __all__ = ["block_softmax", "dds", "dsd", "pack", "sdd", "unpack"]
 

@@ -26,7 +26,7 @@ static_assert(sizeof(Map) == sizeof(driver::TensorMap) && sizeof(Segment) == siz
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 constexpr std::int64_t kUnit = 8;  // elements in the 16 bytes that strides must be a multiple of
-constexpr int kSpmmShared = 4 * 49152 + 32768 + 1024;
+constexpr int kWideShared = 4 * 49152 + 32768 + 1024, kNarrowShared = 4 * 49152 + 24576 + 1024;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 bool is_wide(std::int64_t block) { return block >= 64; }
@@ -167,7 +167,7 @@ SpmmPlan balanced_plan(const BlockLayout& layout, const PlanKey& key, int group_
 
 DevicePlan make_spmm(const BlockLayout& layout, const PlanKey& key) {
   const auto block = static_cast<int>(layout.sizes().block_rows);
-  const SpmmPlan plan = balanced_plan(layout, key, (is_wide(block) ? kTileM : kTileN) / block);
+  const SpmmPlan plan = balanced_plan(layout, key, (is_wide(block) ? kTileM : kNarrow) / block);
   DevicePlan made;
   made.steps = upload(key.device, plan.steps);
   made.segments = upload(key.device, plan.segments);
@@ -248,15 +248,16 @@ bool run_spmm(const Problem& p, Context& context) {
   }
   const auto block = static_cast<int>(p.layout->sizes().block_rows);
   const bool wide = is_wide(block);
-  const int width = wide && p.out.cols > 128 ? 256 : 128;
+  const int width = !wide ? kNarrow : p.out.cols > 128 ? 256 : 128;
   const std::int64_t tiles = ceil_div(p.out.cols, width), batches = p.z_out * heads_of(p);
   const auto plan = find_plan(p, tiles * batches, context);
   const std::int64_t total = plan->segment_count * tiles * batches;
   if (total > kMost / 2 || plan->partial_count * tiles * batches > kMost) {
     return false;
   }
-  const Workspace partials(
-      context, static_cast<std::size_t>(plan->partial_count * tiles * batches) * kPartialFloats * sizeof(float));
+  const int consumers = (wide ? kThreads : kNarrowThreads) - 128;
+  const Workspace partials(context, static_cast<std::size_t>(plan->partial_count * tiles * batches) *
+                                        static_cast<std::size_t>(consumers * width / 2) * sizeof(float));
   const bool dense_k = !dense->last;
   const auto unit = static_cast<std::uint32_t>(wide ? 64 : block), strip = static_cast<std::uint32_t>(width);
   SpmmParams params{};
@@ -282,8 +283,8 @@ bool run_spmm(const Problem& p, Context& context) {
 
   const int device = context.device.index;
   get_kernel(spmm_instance(wide, p.dtype, wide ? width : block, sparse->last, dense_k, !out->last), device)
-      .launch(std::min<std::int64_t>(total, driver::device_info(device).multiprocessors), kThreads, kSpmmShared,
-              &params, context.stream);
+      .launch(std::min<std::int64_t>(total, driver::device_info(device).multiprocessors), consumers + 128,
+              wide ? kWideShared : kNarrowShared, &params, context.stream);
   if (plan->split_count > 0) {
     const ReduceParams reduce{p.out.data,
                               params.partials,
@@ -294,7 +295,7 @@ bool run_spmm(const Problem& p, Context& context) {
                               plan->partial_count,
                               plan->split_count,
                               wide ? 1 : 0,
-                              wide ? width : kTileN,
+                              width,
                               p.out.rows,
                               p.out.cols,
                               p.out.row_stride,
@@ -302,7 +303,7 @@ bool run_spmm(const Problem& p, Context& context) {
                               p.out.h_stride,
                               p.out.z_stride};
     get_kernel(reduce_instance(p.dtype), device)
-        .launch(plan->split_count * tiles * batches, 256, 0, &reduce, context.stream);
+        .launch(plan->split_count * tiles * batches, consumers, 0, &reduce, context.stream);
   }
   return true;
 }

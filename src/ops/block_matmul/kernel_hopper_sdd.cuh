@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
   extern __shared__ u8 raw[];
   __shared__ Barriers barriers;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, S::kStages, 4);
+  init_barriers(barriers, S::kStages, 4, 8);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x % 32 == 0) {

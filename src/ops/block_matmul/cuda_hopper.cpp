@@ -192,13 +192,12 @@ struct Strips {
     columns.push_back(static_cast<int>(entry.other));
     blocks.push_back(static_cast<int>(entry.block));
   }
-  /// Blocks of a row in strips as equal as they can be.
+  /// Blocks of a row in full strips and one with the rest, which costs half where it is small.
   void add_row(int line, const Entries& row) {
-    const auto count = static_cast<int>(row.size()), pieces = (count + most - 1) / most;
-    for (int piece = 0; piece < pieces; ++piece) {
-      const auto cut = [&](int n) { return static_cast<int>(static_cast<std::int64_t>(count) * n / pieces); };
-      items.push_back({line, 0, static_cast<int>(blocks.size()), cut(piece + 1) - cut(piece)});
-      std::for_each(row.begin() + cut(piece), row.begin() + cut(piece + 1), [&](const auto& entry) { add(entry); });
+    const auto count = static_cast<int>(row.size());
+    for (int first = 0; first < count; first += most) {
+      items.push_back({line, 0, static_cast<int>(blocks.size()), std::min(most, count - first)});
+      std::for_each(row.begin() + first, row.begin() + std::min(first + most, count), [&](const auto& e) { add(e); });
     }
   }
   /// Columns that two rows share, four at a time: such a tile moves a third less. What is left goes row by row.

@@ -1,8 +1,10 @@
 // Devices, contexts, memory and streams through the driver; and Context::cuda.
 #include "runtime/cuda_driver.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -225,6 +227,15 @@ std::string kernel_arch(int device) {
   }
   const int arch = device_info(device).arch;
   return "sm_" + std::to_string(arch) + (arch == 90 ? "a" : "");
+}
+
+std::string binary_arch(int device) {
+  const std::string chosen = kernel_arch(device);
+  const int arch = device_info(device).arch;
+  int wanted = 0;
+  const char* const digits = chosen.data() + std::min(chosen.find_first_of("0123456789"), chosen.size());
+  std::from_chars(digits, chosen.data() + chosen.size(), wanted);
+  return wanted > 0 && wanted / 10 < arch / 10 ? "sm_" + std::to_string(arch) : chosen;
 }
 
 DeviceScope::DeviceScope(int device) {

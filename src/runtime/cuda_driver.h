@@ -37,8 +37,11 @@ struct DeviceInfo {
 };
 const DeviceInfo& device_info(int device);
 
-/// The architecture kernels are compiled for on this device: "sm_90a", "sm_80", …; FRETWORK_ARCH overrides.
+/// The architecture that kernels are chosen by on this device: "sm_90a", "sm_80", …; FRETWORK_ARCH overrides.
 std::string kernel_arch(int device);
+/// What they are compiled for: the same, except that machine code of an older generation does not run on this one, so
+/// FRETWORK_ARCH=sm_80 on Hopper gives "sm_90".
+std::string binary_arch(int device);
 
 /// Makes the device's primary context current for a scope, as the runtime API and the frameworks do.
 class DeviceScope {
@@ -74,6 +77,7 @@ class DeviceBuffer {
   std::size_t bytes_ = 0;
 };
 
+/// The four below work on the current device (DeviceScope).
 void copy_to_device(void* device, const void* host, std::size_t bytes, Handle stream);
 void copy_to_host(void* host, const void* device, std::size_t bytes, Handle stream);
 void fill_zero(void* device, std::size_t bytes, Handle stream);

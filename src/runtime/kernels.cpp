@@ -57,9 +57,8 @@ std::string program_of(const KernelSpec& spec) {
 }
 
 std::string key_of(const std::string& program, const std::string& instance, const std::vector<std::string>& options) {
-  const nvrtc::Library& library = nvrtc::library();
-  return "nvrtc " + std::to_string(library.major) + "." + std::to_string(library.minor) + "\nheaders " +
-         embedded_digest() + "\noptions " + join(options) + "\ninstance " + instance + "\nprogram\n" + program;
+  return "nvrtc " + nvrtc::library().build + "\nheaders " + embedded_digest() + "\noptions " + join(options) +
+         "\ninstance " + instance + "\nprogram\n" + program;
 }
 
 /// The number before `unit` in a line of ptxas' report, 0 when there is none.
@@ -175,11 +174,7 @@ Kernel::Kernel(const KernelSpec& spec, const CompiledKernel& compiled, int devic
   const cuda::RelaxedCapture relaxed;
   cuda::Handle module = nullptr;
   if (const int code = cuda::driver().module_load.attempt(&module, compiled.cubin.data()); code != 0) {
-    const nvrtc::Library& library = nvrtc::library();
-    cuda::fail(("cuModuleLoadData of " + name_ + " from NVRTC " + std::to_string(library.major) + "." +
-                std::to_string(library.minor))
-                   .c_str(),
-               code);
+    cuda::fail(("cuModuleLoadData of " + name_ + ", compiled by " + nvrtc::library().path).c_str(), code);
   }
   cuda::driver().module_function(&function_, module, compiled.symbol.c_str());
 }
@@ -239,7 +234,7 @@ const Kernel& get_kernel(const KernelSpec& spec, int device) {
   const auto slot = loaded.slot(std::to_string(device) + " " + arch + " " + spec.instance + " " + spec.source);
   const std::lock_guard lock(slot->mutex);
   if (!slot->thing) {
-    slot->thing.emplace(spec, compile_kernel(spec, arch), device);
+    slot->thing.emplace(spec, compile_kernel(spec, cuda::binary_arch(device)), device);
   }
   return *slot->thing;
 }

@@ -7,9 +7,10 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <memory>
-#include <mutex>
 
+#include "core/hash.h"
 #include "fretwork/error.h"
 
 namespace fretwork::nvrtc {
@@ -52,57 +53,59 @@ bool find_all(void* handle, Api& api) {
          find(handle, "nvrtcGetCUBINSize", api.cubin_size) && find(handle, "nvrtcGetCUBIN", api.cubin);
 }
 
-std::string path_of(void* handle, const std::string& otherwise) {
+std::string path_of(void* handle) {
   link_map* map = nullptr;
-  const bool known = dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map->l_name != nullptr && *map->l_name != '\0';
-  return known ? map->l_name : otherwise;
+  return dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map->l_name != nullptr ? map->l_name : "";
 }
 
-/// Tries places in order and remembers why each failed.
+/// Tries places in order; the first that has the file is taken.
 class Search {
  public:
   Library library;
-  Api api;
 
   Search() {
     if (const char* set = std::getenv("FRETWORK_NVRTC"); set != nullptr && *set != '\0') {
-      std::error_code ignored;
-      fs::is_directory(set, ignored) ? in_folder(set) : open(set);
-      settle(std::string("FRETWORK_NVRTC=") + set);
-      return;  // a setting that does not work is an error, not a hint
+      // A setting that does not work is an error, not a hint: no other place is tried.
+      if (!in_folder(set) && !take(set)) {
+        library.reason = std::string("none at FRETWORK_NVRTC=") + set;
+      }
+    } else if (!beside_this_library() && !loaded() && !beside_torch() && !loader_path() && !cuda_folders()) {
+      library.reason = "none in the pip package nvidia-cuda-nvrtc, torch, the loader's path or /usr/local/cuda";
     }
-    beside_this_library() || loaded() || beside_torch() || loader_path() || cuda_folders();
-    settle("the pip package nvidia-cuda-nvrtc, torch, the loader's path and /usr/local/cuda");
   }
 
  private:
-  bool open(const std::string& name, int extra = 0) {
-    void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | extra);
-    if (handle == nullptr) {
-      if (const char* const why = dlerror(); why != nullptr && extra == 0) {
-        last_ = why;
-      }
+  /// Takes a file if it is there. Its first page holds the build id, and its size changes with nearly every build.
+  bool take(const fs::path& path) {
+    std::ifstream file(path, std::ios::binary);
+    std::string page(4096, '\0');
+    if (!file.read(page.data(), static_cast<std::streamsize>(page.size()))) {
       return false;
     }
-    if (!find_all(handle, api) || api.version(&library.major, &library.minor) != 0) {
-      last_ = name + " is no NVRTC";
-      return false;
-    }
-    library.path = path_of(handle, name);
-    return library.found = true;
+    std::error_code ignored;
+    library.path = path;
+    library.build = hash128(page).hex() + "-" + std::to_string(fs::file_size(path, ignored));
+    return true;
   }
 
   bool in_folder(const fs::path& folder) {
-    return std::any_of(std::begin(kSonames), std::end(kSonames), [&](const char* name) {
-      std::error_code ignored;
-      return fs::exists(folder / name, ignored) && open(folder / name);
-    });
+    return std::any_of(std::begin(kSonames), std::end(kSonames), [&](const char* name) { return take(folder / name); });
   }
 
   bool in_site_packages(const fs::path& folder) {
     return std::any_of(std::begin(kPipFolders), std::end(kPipFolders),
                        [&](const char* inner) { return in_folder(folder / inner); });
   }
+
+  /// Takes what the loader finds under a plain name.
+  bool by_name(int flags) {
+    return std::any_of(std::begin(kSonames), std::end(kSonames), [&](const char* name) {
+      void* const handle = dlopen(name, flags);
+      return handle != nullptr && take(path_of(handle));
+    });
+  }
+  bool loaded() { return by_name(RTLD_NOW | RTLD_NOLOAD); }
+  bool loader_path() { return by_name(RTLD_NOW); }
 
   /// The wheel puts this library a level or more below site-packages.
   bool beside_this_library() {
@@ -120,24 +123,14 @@ class Search {
     return false;
   }
 
-  bool loaded() {
-    return std::any_of(std::begin(kSonames), std::end(kSonames),
-                       [&](const char* name) { return open(name, RTLD_NOLOAD); });
-  }
-
   /// torch lies in site-packages/torch/lib.
   bool beside_torch() {
     void* const torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
     if (torch == nullptr) {
       return false;
     }
-    const fs::path path = path_of(torch, "");
-    dlclose(torch);
-    return in_folder(path.parent_path()) || in_site_packages(path.parent_path().parent_path().parent_path());
-  }
-
-  bool loader_path() {
-    return std::any_of(std::begin(kSonames), std::end(kSonames), [&](const char* name) { return open(name); });
+    const fs::path folder = fs::path(path_of(torch)).parent_path();
+    return in_folder(folder) || in_site_packages(folder.parent_path().parent_path());
   }
 
   bool cuda_folders() {
@@ -153,20 +146,7 @@ class Search {
              in_folder(root / "targets/sbsa-linux/lib");
     });
   }
-
-  void settle(const std::string& where) {
-    if (!library.found) {
-      library.reason = "none in " + where + (last_.empty() ? "" : " (" + last_ + ")");
-    }
-  }
-
-  std::string last_;
 };
-
-const Search& search() {
-  static const Search& the = *std::make_unique<Search>().release();
-  return the;
-}
 
 /// NVRTC opens its builtins by name and does not look beside itself, so they must be there already.
 void open_builtins(const fs::path& folder) {
@@ -178,15 +158,30 @@ void open_builtins(const fs::path& folder) {
   }
 }
 
-const Api& ready_api() {
+Api open_library() {
   const Library& found = library();
-  if (!found.found) {
-    throw Error("nvrtc", "library", "libnvrtc.so.13 or .12: pip install nvidia-cuda-nvrtc, or set FRETWORK_NVRTC",
-                found.reason);
+  const auto need = [](const std::string& got) {
+    return Error("nvrtc", "library", "libnvrtc.so.13 or .12: pip install nvidia-cuda-nvrtc, or set FRETWORK_NVRTC",
+                 got);
+  };
+  if (found.path.empty()) {
+    throw need(found.reason);
   }
-  static const bool once = (open_builtins(fs::path(found.path).parent_path()), true);
-  static_cast<void>(once);
-  return search().api;
+  open_builtins(fs::path(found.path).parent_path());
+  void* const handle = dlopen(found.path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    throw need(dlerror());
+  }
+  Api api;
+  if (!find_all(handle, api)) {
+    throw need(found.path + ", which has not the functions of NVRTC");
+  }
+  return api;
+}
+
+const Api& ready_api() {
+  static const Api api = open_library();
+  return api;
 }
 
 void check(const Api& api, const char* call, int code) {
@@ -208,7 +203,17 @@ std::string read_text(Program program, int (*size)(Program, std::size_t*), int (
 
 }  // namespace
 
-const Library& library() { return search().library; }
+const Library& library() {
+  static const Search search;
+  return search.library;
+}
+
+std::string version() {
+  const Api& api = ready_api();
+  int major = 0, minor = 0;
+  check(api, "nvrtcVersion", api.version(&major, &minor));
+  return std::to_string(major) + "." + std::to_string(minor);
+}
 
 Result compile(const std::string& program, const std::string& instance, const std::vector<std::string>& options,
                std::span<const EmbeddedSource> headers) {

@@ -12,13 +12,14 @@ namespace fretwork::nvrtc {
 /// The library in use. Searched once: FRETWORK_NVRTC (a file or its folder), the pip package beside this library, one
 /// already loaded, the pip package beside torch, the loader's path, CUDA's folders.
 struct Library {
-  bool found = false;
-  std::string path;
-  int major = 0, minor = 0;
-  std::string reason;  ///< why not, and where it was looked for
+  std::string path;    ///< empty when there is none
+  std::string build;   ///< tells one build from another, without the cost of opening it
+  std::string reason;  ///< why there is none, and where it was looked for
 };
 /// Never throws.
 const Library& library();
+/// "13.0". Opens the library; throws Error when there is none or it does not open.
+std::string version();
 
 struct Result {
   bool ok = false;

@@ -1,7 +1,6 @@
 // What an op worked out for a problem, kept by content: bounded, thread-safe, least recently used goes first.
 #pragma once
 
-#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -18,8 +17,9 @@ class PlanCache {
  public:
   explicit PlanCache(std::size_t capacity = 256) : capacity_(capacity) {}
 
-  /// The plan for `key`, made by `make` if it is not there. Two threads may both make one; the first stays.
-  std::shared_ptr<const Plan> get(const Hash128& key, const std::function<Plan()>& make) {
+  /// The plan for `key`, made by `make()` if it is not there. Two threads may both make one; the first stays.
+  template <typename Make>
+  std::shared_ptr<const Plan> get(const Hash128& key, const Make& make) {
     {
       const std::lock_guard lock(mutex_);
       if (const auto found = index_.find(key); found != index_.end()) {
@@ -28,6 +28,7 @@ class PlanCache {
       }
     }
     auto plan = std::make_shared<const Plan>(make());
+    std::shared_ptr<const Plan> oldest;  // dies after the lock: freeing device memory waits for the device
     const std::lock_guard lock(mutex_);
     if (const auto found = index_.find(key); found != index_.end()) {
       return found->second->second;
@@ -36,6 +37,7 @@ class PlanCache {
     index_.emplace(key, order_.begin());
     if (order_.size() > capacity_) {
       index_.erase(order_.back().first);
+      oldest = std::move(order_.back().second);
       order_.pop_back();
     }
     return plan;

@@ -1,0 +1,196 @@
+// XLA FFI handlers, one per op and platform: buffers become views, XLA's threads, stream and memory become the context.
+// The pattern arrives as its key in the attribute "layout".
+#include <string>
+
+#include "executor.h"
+#include "fretwork/fretwork.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+using fretwork::BlockLayout, fretwork::Context, fretwork::DType, fretwork::Error, fretwork::TensorView;
+
+DType dtype_of(ffi::DataType type) {
+  switch (type) {
+    case ffi::F64:
+      return DType::f64;
+    case ffi::F32:
+      return DType::f32;
+    case ffi::F16:
+      return DType::f16;
+    case ffi::BF16:
+      return DType::bf16;
+    case ffi::PRED:
+      return DType::boolean;
+    default:
+      throw Error("fretwork.jax", "dtype", "float64, float32, float16, bfloat16 or bool",
+                  "XLA's type " + std::to_string(static_cast<int>(type)));
+  }
+}
+
+/// What one call brings.
+struct Call {
+  ffi::RemainingArgs args;
+  ffi::RemainingRets rets;
+  ffi::Dictionary attributes;
+  Context context;
+
+  TensorView in(std::size_t n) const { return view(unwrap(args.get<ffi::AnyBuffer>(n))); }
+  TensorView out(std::size_t n) const { return view(*unwrap(rets.get<ffi::AnyBuffer>(n))); }
+
+  template <typename T>
+  T attribute(std::string_view name) const {
+    return unwrap(attributes.get<T>(name));
+  }
+
+  std::shared_ptr<const BlockLayout> layout() const {
+    const auto key = attribute<std::string_view>("layout");
+    auto found = std::dynamic_pointer_cast<const BlockLayout>(fretwork::parse_pattern(key));
+    if (found == nullptr) {
+      throw Error("fretwork.jax", "layout", "a block layout", std::string(key));
+    }
+    return found;
+  }
+
+ private:
+  template <typename T>
+  static T unwrap(ffi::ErrorOr<T> got) {
+    if (got.has_error()) {
+      throw Error(got.error().message());
+    }
+    return *got;
+  }
+
+  TensorView view(const ffi::AnyBuffer& buffer) const {
+    const auto sizes = buffer.dimensions();
+    return {buffer.untyped_data(), dtype_of(buffer.element_type()), std::span(sizes.begin(), sizes.size()),
+            context.device};
+  }
+};
+
+fretwork::Precision precision_of(std::string_view name) {
+  return name == "tf32"     ? fretwork::Precision::tf32
+         : name == "tf32x3" ? fretwork::Precision::tf32x3
+                            : fretwork::Precision::ieee;
+}
+
+void matmul(Call& call) {
+  const auto mode = call.attribute<std::string_view>("mode");
+  const auto layout = call.layout();
+  const fretwork::MatmulOptions options{.trans_a = call.attribute<bool>("trans_a"),
+                                        .trans_b = call.attribute<bool>("trans_b"),
+                                        .sum_z = call.attribute<bool>("sum_z"),
+                                        .sum_h = call.attribute<bool>("sum_h")};
+  call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
+  const auto product = mode == "sdd" ? fretwork::sdd : mode == "dsd" ? fretwork::dsd : fretwork::dds;
+  product(call.in(0), call.in(1), *layout, call.out(0), call.context, options);
+}
+
+fretwork::MaskMode mask_mode(std::string_view name) {
+  return name == "mul" ? fretwork::MaskMode::mul : fretwork::MaskMode::add;
+}
+
+/// Inputs: values, then those of rpe, key_padding_mask and attn_mask that the attribute "extras" names by r, k and a.
+void softmax(Call& call) {
+  const auto layout = call.layout();
+  const auto extras = call.attribute<std::string_view>("extras");
+  fretwork::SoftmaxOptions options{
+      .scale = call.attribute<double>("scale"),
+      .key_padding_mask_mode = mask_mode(call.attribute<std::string_view>("key_padding_mask_mode")),
+      .attn_mask_mode = mask_mode(call.attribute<std::string_view>("attn_mask_mode"))};
+  std::array<TensorView, 3> views;
+  for (std::size_t n = 0; n < extras.size(); ++n) {
+    views.at(n) = call.in(n + 1);
+    (extras[n] == 'r' ? options.rpe : extras[n] == 'k' ? options.key_padding_mask : options.attn_mask) = &views.at(n);
+  }
+  fretwork::block_softmax(call.in(0), *layout, call.out(0), call.context, options);
+}
+
+/// Inputs: the softmax and its gradient. Outputs: the gradient of values and, when there are two, of rpe.
+void softmax_backward(Call& call) {
+  const auto layout = call.layout();
+  const TensorView d_rpe = call.rets.size() > 1 ? call.out(1) : TensorView{};
+  fretwork::block_softmax_backward(call.in(0), call.in(1), *layout, call.attribute<double>("scale"), call.out(0),
+                                   call.rets.size() > 1 ? &d_rpe : nullptr, call.context);
+}
+
+void pack(Call& call) { fretwork::block_pack(call.in(0), *call.layout(), call.out(0), call.context); }
+
+void unpack(Call& call) {
+  fretwork::block_unpack(call.in(0), *call.layout(), call.attribute<double>("fill"), call.out(0), call.context);
+}
+
+using Op = void (*)(Call&);
+
+ffi::Error run(Op op, Call call) {
+  try {
+    op(call);
+    return ffi::Error::Success();
+  } catch (const Error& error) {
+    return ffi::Error::InvalidArgument(error.what());
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(error.what());
+  }
+}
+
+template <Op op>
+ffi::Error on_cpu(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  fretwork::XlaExecutor executor(pool);
+  return run(op, {args, rets, attributes, Context::cpu(executor)});
+}
+
+/// XLA frees scratch memory when the handler returns, in stream order.
+class ScratchMemory final : public fretwork::Allocator {
+ public:
+  explicit ScratchMemory(ffi::ScratchAllocator& scratch) : scratch_(scratch) {}
+  void* allocate(std::size_t bytes) override {
+    const auto memory = scratch_.Allocate(bytes, kAlign);
+    if (!memory) {
+      throw Error("fretwork.jax", "workspace", std::to_string(bytes) + " bytes from XLA", "none");
+    }
+    return *memory;
+  }
+  void release(void* /*memory*/, std::size_t /*bytes*/) noexcept override {}
+
+ private:
+  static constexpr std::size_t kAlign = 64;  // the most that XLA lets a caller ask for
+  ffi::ScratchAllocator& scratch_;
+};
+
+template <Op op>
+ffi::Error on_cuda(void* stream, std::int32_t device, ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  ScratchMemory memory(scratch);
+  Context context;
+  context.device = {fretwork::DeviceType::cuda, device};
+  context.stream = stream;
+  context.allocator = &memory;
+  context.executor = &fretwork::serial_executor();
+  return run(op, {args, rets, attributes, context});
+}
+
+auto cpu_call() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs(); }
+
+auto cuda_call() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<void*>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::ScratchAllocator>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_matmul_cpu, on_cpu<matmul>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_matmul_cuda, on_cuda<matmul>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_softmax_cpu, on_cpu<softmax>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_softmax_cuda, on_cuda<softmax>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_softmax_backward_cpu, on_cpu<softmax_backward>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_softmax_backward_cuda, on_cuda<softmax_backward>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_pack_cpu, on_cpu<pack>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_pack_cuda, on_cuda<pack>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_unpack_cpu, on_cpu<unpack>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_unpack_cuda, on_cuda<unpack>, cuda_call());

@@ -1,0 +1,21 @@
+"""Fretwork: structured sparsity that is fast, on CPU and NVIDIA GPUs, for PyTorch and JAX.
+
+>>> import torch, fretwork as fw
+>>> layout = fw.BlockLayout(torch.tensor([[1, 0], [1, 1]]), block=16)
+>>> weights = layout.pack(torch.ones(32, 32))
+>>> fw.dsd(weights, torch.ones(32, 4), layout)[[0, 16], 0].tolist()
+[16.0, 32.0]
+"""
+
+import importlib.util
+
+from fretwork.pattern import BlockLayout, Pattern
+
+__all__ = ["BlockLayout", "Pattern"]
+__version__ = "0.1.0"
+
+if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
+    from fretwork import nn
+    from fretwork.ops import block_softmax, dds, dsd, sdd
+
+    __all__ += ["block_softmax", "dds", "dsd", "nn", "sdd"]

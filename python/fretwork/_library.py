@@ -1,0 +1,72 @@
+"""Where Fretwork's shared libraries are, and the C interface of the core."""
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def library_path(name: str) -> Path:
+    """The file of a library, such as "fretwork" or "fretwork_torch": $FRETWORK_LIB_DIR if set, else the package's own."""
+    folder = os.environ.get("FRETWORK_LIB_DIR")
+    path = Path(folder) if folder else Path(__file__).parent / "lib"
+    file = path / f"lib{name}.so"
+    if not file.exists():
+        raise ImportError(
+            f"fretwork: libraries: expected {file.name} in {path}, got no such file; "
+            "install the package, or set FRETWORK_LIB_DIR to a build's lib folder"
+        )
+    return file
+
+
+class _Handle(ctypes.Structure):
+    """A pattern of the core."""
+
+
+Handle = ctypes._Pointer
+
+_POINTER = ctypes.POINTER(_Handle)
+_INT64S = ctypes.POINTER(ctypes.c_int64)
+_FUNCTIONS: dict[str, tuple[object, list[object]]] = {
+    "error": (ctypes.c_char_p, []),
+    "pattern_parse": (_POINTER, [ctypes.c_char_p, ctypes.c_size_t]),
+    "block_layout": (_POINTER, [_INT64S, ctypes.c_void_p]),
+    "pattern_transpose": (_POINTER, [_POINTER]),
+    "pattern_free": (None, [_POINTER]),
+    "pattern_text": (ctypes.c_char_p, [_POINTER]),
+    "pattern_key": (ctypes.c_char_p, [_POINTER]),
+    "pattern_rank": (ctypes.c_int, [_POINTER]),
+    "pattern_shape": (_INT64S, [_POINTER]),
+    "pattern_nnz": (ctypes.c_int64, [_POINTER]),
+    "pattern_density": (ctypes.c_double, [_POINTER]),
+    "pattern_mask": (ctypes.c_int, [_POINTER, ctypes.c_void_p, ctypes.c_int64]),
+    "block_layout_sizes": (ctypes.c_int, [_POINTER, _INT64S]),
+}
+
+
+@functools.cache
+def core() -> ctypes.CDLL:
+    """The core library, with the types of its C functions set."""
+    library = ctypes.CDLL(str(library_path("fretwork")))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, f"fretwork_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def last_error() -> str:
+    """The text of the C call that just failed on this thread."""
+    return core().fretwork_error().decode()
+
+
+@contextmanager
+def owned(handle: "Handle[_Handle]") -> "Iterator[Handle[_Handle]]":
+    """A pattern's handle for the length of a scope; ValueError with the core's text when it is null."""
+    if not handle:
+        raise ValueError(last_error())
+    try:
+        yield handle
+    finally:
+        core().fretwork_pattern_free(handle)

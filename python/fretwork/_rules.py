@@ -1,0 +1,281 @@
+"""What torch needs of the ops beyond running them: result shapes for tracing, gradients, vmap and autocast."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fretwork._library import library_path
+from fretwork.pattern import BlockLayout, block_layout
+
+torch.ops.load_library(str(library_path("fretwork_torch")))
+_ops = torch.ops.fretwork
+# Registrations last as long as the object that made them.
+_library = torch.library.Library("fretwork", "IMPL")
+
+Shape = Sequence[int]
+
+# Which tensor of y = op(a)·op(b) is packed.
+_PACKED = {"sdd": "y", "dsd": "a", "dds": "b"}
+
+
+def _size(shape: Shape, d: int) -> int:
+    """The size of dimension `d`, counted from the end; 1 where it is missing."""
+    return shape[d] if len(shape) >= -d else 1
+
+
+def _both(m: int, n: int) -> int:
+    """What two sizes broadcast to."""
+    return n if m == 1 else m
+
+
+# Shapes, as the core has them
+
+
+def product_shape(
+    op: str, a: Shape, b: Shape, layout: BlockLayout, trans_a: bool, trans_b: bool, sum_z: bool, sum_h: bool
+) -> list[int]:
+    """The result's shape: Z if an operand has it; H unless nothing has Z, the dense one is 2-D and the layout has one."""
+    z = [1 if sum_z else _both(_size(a, -4), _size(b, -4))] if 4 in (len(a), len(b)) else []
+    if op == "sdd":
+        return [*z, layout.nnz, *layout.block_shape]
+    dense, trans_dense, trans_sparse = (b, trans_b, trans_a) if op == "dsd" else (a, trans_a, trans_b)
+    free = dense[-2] if trans_dense == (op == "dsd") else dense[-1]
+    _, rows, cols = layout.shape
+    kept = cols if trans_sparse == (op == "dsd") else rows
+    heads = _size(dense, -3) if layout.heads == 1 else layout.heads
+    h = [1 if sum_h else heads] if z or len(dense) > 2 or layout.heads > 1 else []
+    return [*z, *h, *((kept, free) if op == "dsd" else (free, kept))]
+
+
+def _batched(like: Tensor, *sizes: int) -> list[int]:
+    return [like.shape[0], *sizes] if like.dim() == 4 else list(sizes)
+
+
+def _rpe_shape(rpe: str, values: Tensor, layout: BlockLayout) -> list[int]:
+    heads, rows, cols = layout.shape
+    sizes = {"z": _size(values.shape, -4), "h": heads, "m": rows, "n": cols, "1": 1}
+    return [sizes[letter] for letter in rpe]
+
+
+# The three products
+
+
+def _register_product(op: str) -> None:
+    call: Callable[..., Tensor] = getattr(_ops, op).default
+
+    def fake(a: Tensor, b: Tensor, key: str, trans_a: bool, trans_b: bool, _: str, sum_z: bool, sum_h: bool) -> Tensor:
+        return a.new_empty(product_shape(op, a.shape, b.shape, block_layout(key), trans_a, trans_b, sum_z, sum_h))
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, ctx.key, ctx.trans_a, ctx.trans_b, ctx.precision, _, _ = inputs
+        ctx.a_shape, ctx.b_shape = a.shape, b.shape
+        ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None)
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        trans_a, trans_b = ctx.trans_a, ctx.trans_b
+        d_a = d_b = None
+        if ctx.needs_input_grad[0]:
+            pair = ("b", b, trans_b, "y", gradient, True) if trans_a else ("y", gradient, False, "b", b, not trans_b)
+            d_a = _gradient(ctx, "a", ctx.a_shape, *pair)
+        if ctx.needs_input_grad[1]:
+            pair = ("y", gradient, True, "a", a, trans_a) if trans_b else ("a", a, not trans_a, "y", gradient, False)
+            d_b = _gradient(ctx, "b", ctx.b_shape, *pair)
+        return d_a, d_b, None, None, None, None, None, None
+
+    def _gradient(
+        ctx: Any, of: str, shape: Shape, left: str, x: Tensor, trans_x: bool, right: str, y: Tensor, trans_y: bool
+    ) -> Tensor:
+        """A gradient is the product of the other two, one transposed; which op that is, the packed one decides."""
+        packed = _PACKED[op]
+        chosen = _ops.dsd if packed == left else _ops.dds if packed == right else _ops.sdd
+        heads = block_layout(ctx.key).heads if packed == of else _size(shape, -3)
+        sum_z, sum_h = _size(shape, -4) == 1, heads == 1
+        result = chosen.default(x, y, ctx.key, trans_x, trans_y, ctx.precision, sum_z, sum_h)
+        result = result.reshape(result.shape[-len(shape) :])
+        # A sum's gradient is the same for every term.
+        return result if result.shape == shape else result.expand(shape)
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, key: str, *rest: Any) -> tuple[Tensor, int]:
+        trans_a, trans_b, precision, sum_z, sum_h = rest
+        samples = [_sample(t, d) for t, d in zip((a, b), in_dims, strict=False)]
+        z = _both(_size(samples[0], -4), _size(samples[1], -4))
+        folded = [_fold(t, d, info.batch_size, z) for t, d in zip((a, b), in_dims, strict=False)]
+        result = call(*folded, key, trans_a, trans_b, precision, False, sum_h)
+        if sum_z:
+            result = result.reshape(info.batch_size, z, *result.shape[1:]).sum(1, keepdim=True)
+        shape = product_shape(op, samples[0], samples[1], block_layout(key), trans_a, trans_b, sum_z, sum_h)
+        return result.reshape(info.batch_size, *shape), 0
+
+    def autocast(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        device = a.device.type
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return call(_lowered(a, dtype), _lowered(b, dtype), *rest)
+
+    torch.library.register_fake(f"fretwork::{op}", fake)
+    torch.library.register_autograd(f"fretwork::{op}", backward, setup_context=setup)
+    torch.library.register_vmap(f"fretwork::{op}", vmap)
+    for device in ("CPU", "CUDA"):
+        _library.impl(op, autocast, f"Autocast{device}")
+
+
+def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast treats the operands of a matmul: float64 and what is not floating stay."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def _sample(tensor: Tensor, dim: int | None) -> list[int]:
+    """The shape that one element of a vmap sees."""
+    return [n for d, n in enumerate(tensor.shape) if d != dim]
+
+
+def _fold(tensor: Tensor, dim: int | None, batch: int, z: int, always: bool = False) -> Tensor:
+    """The mapped dimension folded into Z: (batch·z, ·, ·, ·), or Z = 1 for what is the same everywhere."""
+    lead = tensor[None] if dim is None else tensor.movedim(dim, 0)
+    lead = lead.reshape(lead.shape[0], *(1,) * (5 - lead.dim()), *lead.shape[1:])
+    if dim is None and lead.shape[1] == 1 and not always:
+        return lead[0]
+    return lead.expand(batch, z, *lead.shape[2:]).reshape(batch * z, *lead.shape[2:])
+
+
+for _op in _PACKED:
+    _register_product(_op)
+
+
+# Softmax
+
+
+@torch.library.register_fake("fretwork::block_softmax")
+def _softmax_fake(values: Tensor, key: str, *_: Any) -> Tensor:
+    return values.new_empty(values.shape)
+
+
+@torch.library.register_fake("fretwork::block_softmax_backward")
+def _softmax_backward_fake(out: Tensor, d_out: Tensor, key: str, scale: float, rpe: str) -> tuple[Tensor, Tensor]:
+    shape = [0] if rpe == "none" else _rpe_shape(rpe, out, block_layout(key))
+    return out.new_empty(out.shape), out.new_empty(shape)
+
+
+def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.key, ctx.scale, rpe = inputs[:4]
+    ctx.rpe = "none"
+    if rpe is not None and ctx.needs_input_grad[3]:
+        ctx.rpe = "".join("1" if n == 1 else letter for n, letter in zip(rpe.shape, "zhmn"[4 - rpe.dim() :], strict=True))
+        ctx.rpe_dtype = rpe.dtype
+    ctx.save_for_backward(output)
+
+
+def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (out,) = ctx.saved_tensors
+    d_values, d_rpe = _ops.block_softmax_backward.default(out, gradient, ctx.key, ctx.scale, ctx.rpe)
+    rpe = None if ctx.rpe == "none" else d_rpe.to(ctx.rpe_dtype)
+    return d_values if ctx.needs_input_grad[0] else None, None, None, rpe, None, None, None, None
+
+
+def _softmax_second(ctx: Any, *gradients: Tensor) -> None:
+    raise NotImplementedError(
+        "block_softmax: gradient: expected to be differentiated once, got a second time; "
+        "for second derivatives apply torch.softmax to layout.unpack(values, fill=-inf)"
+    )
+
+
+def _softmax_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+    values, key, scale, rpe, key_padding, attn, *modes = arguments
+    dims = dict(zip(("values", "key", "scale", "rpe", "key_padding", "attn"), in_dims, strict=False))
+    if dims["attn"] is not None:  # an attention mask has no Z to fold into
+        each = [
+            [a if d is None else a.select(d, n) for a, d in zip(arguments, in_dims, strict=True)]
+            for n in range(info.batch_size)
+        ]
+        return torch.stack([_ops.block_softmax.default(*one) for one in each]), 0
+    batch, sample = info.batch_size, _sample(values, dims["values"])
+    z = _size(sample, -4)
+    values = _fold(values, dims["values"], batch, z, always=True)
+    if rpe is not None:
+        rpe = _fold(rpe, dims["rpe"], batch, z)
+    if key_padding is not None:
+        lead = key_padding[None] if dims["key_padding"] is None else key_padding.movedim(dims["key_padding"], 0)
+        key_padding = lead.expand(batch, *lead.shape[1:]).reshape(-1, lead.shape[-1])
+    result = _ops.block_softmax.default(values, key, scale, rpe, key_padding, attn, *modes)
+    return result.reshape(batch, *sample), 0
+
+
+def _softmax_backward_vmap(
+    info: Any, in_dims: tuple[Any, ...], out: Tensor, d_out: Tensor, key: str, scale: float, rpe: str
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    batch, sample = info.batch_size, _sample(out, in_dims[0])
+    z = _size(sample, -4)
+    out, d_out = (_fold(t, d, batch, z, always=True) for t, d in zip((out, d_out), in_dims, strict=False))
+    # The gradient of rpe is asked for with every Z, and summed here where rpe has none.
+    asked = rpe if rpe == "none" else "z" + rpe[-3:].rjust(3, "1")
+    d_values, d_rpe = _ops.block_softmax_backward.default(out, d_out, key, scale, asked)
+    if rpe == "none":
+        return (d_values.reshape(batch, *sample), d_rpe.new_empty(batch, 0)), (0, 0)
+    d_rpe = d_rpe.reshape(batch, z, *d_rpe.shape[1:])
+    if len(rpe) < 4 or rpe[0] == "1":
+        d_rpe = d_rpe.sum(1, keepdim=True)
+    d_rpe = d_rpe.reshape(batch, *d_rpe.shape[5 - len(rpe) :])
+    return (d_values.reshape(batch, *sample), d_rpe), (0, 0)
+
+
+torch.library.register_autograd("fretwork::block_softmax", _softmax_gradient, setup_context=_softmax_setup)
+torch.library.register_autograd("fretwork::block_softmax_backward", _softmax_second)
+torch.library.register_vmap("fretwork::block_softmax", _softmax_vmap)
+torch.library.register_vmap("fretwork::block_softmax_backward", _softmax_backward_vmap)
+
+
+# Packing
+
+
+@torch.library.register_fake("fretwork::block_pack")
+def _pack_fake(dense: Tensor, key: str) -> Tensor:
+    layout = block_layout(key)
+    return dense.new_empty(_batched(dense, layout.nnz, *layout.block_shape))
+
+
+@torch.library.register_fake("fretwork::block_unpack")
+def _unpack_fake(values: Tensor, key: str, fill: float) -> Tensor:
+    return values.new_empty(_batched(values, *block_layout(key).shape))
+
+
+def _pack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    dense, ctx.key = inputs
+    ctx.shape = dense.shape
+
+
+def _pack_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return _ops.block_unpack.default(gradient, ctx.key, 0.0).reshape(ctx.shape), None
+
+
+def _unpack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.key = inputs[1]
+
+
+def _unpack_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return _ops.block_pack.default(gradient, ctx.key), None, None
+
+
+def _pack_vmap(info: Any, in_dims: tuple[Any, ...], dense: Tensor, key: str) -> tuple[Tensor, int]:
+    sample = _sample(dense, in_dims[0])
+    result = _ops.block_pack.default(_fold(dense, in_dims[0], info.batch_size, _size(sample, -4)), key)
+    return result.reshape(info.batch_size, *sample[:-3], *result.shape[1:]), 0
+
+
+def _unpack_vmap(info: Any, in_dims: tuple[Any, ...], values: Tensor, key: str, fill: float) -> tuple[Tensor, int]:
+    sample = _sample(values, in_dims[0])
+    result = _ops.block_unpack.default(_fold(values, in_dims[0], info.batch_size, _size(sample, -4)), key, fill)
+    return result.reshape(info.batch_size, *sample[:-3], *result.shape[1:]), 0
+
+
+torch.library.register_autograd("fretwork::block_pack", _pack_gradient, setup_context=_pack_setup)
+torch.library.register_autograd("fretwork::block_unpack", _unpack_gradient, setup_context=_unpack_setup)
+torch.library.register_vmap("fretwork::block_pack", _pack_vmap)
+torch.library.register_vmap("fretwork::block_unpack", _unpack_vmap)
+
+
+@torch.library.register_fake("fretwork::_nothing")
+def _nothing_fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)

@@ -1,0 +1,526 @@
+"""Block-sparse products and softmax on JAX arrays: under jit, grad and vmap, on CPU and CUDA.
+
+The functions are those of `fretwork` itself; a layout is a constant of the trace, like any static argument.
+
+>>> import jax
+>>> import jax.numpy as jnp
+>>> import fretwork as fw
+>>> import fretwork.jax as fwj
+>>> layout = fw.BlockLayout([[1, 0], [1, 1]], block=16)
+>>> weight = jnp.ones((layout.nnz, 16, 16))
+>>> loss = jax.jit(lambda w, x: fwj.dsd(w, x, layout).sum())
+>>> jax.grad(loss)(weight, jnp.ones((32, 5))).shape
+(3, 16, 16)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fretwork._library import library_path
+from fretwork.pattern import BlockLayout
+from jax.custom_batching import custom_vmap
+from jax.typing import ArrayLike
+
+__all__ = ["block_softmax", "dds", "dsd", "pack", "sdd", "unpack"]
+
+_FLOATING = ("float64", "float32", "float16", "bfloat16")
+_PRECISIONS = ("ieee", "tf32", "tf32x3")
+
+
+def _register() -> None:
+    library = ctypes.CDLL(str(library_path("fretwork_jax")))
+    for op in ("matmul", "softmax", "softmax_backward", "pack", "unpack"):
+        for platform in ("cpu", "CUDA"):
+            handler = getattr(library, f"fretwork_{op}_{platform.lower()}")
+            jax.ffi.register_ffi_target(f"fretwork_{op}", jax.ffi.pycapsule(handler), platform=platform)
+
+
+_register()
+
+
+# Checks. They follow the core's, which would only speak when the compiled program runs.
+
+
+def _fail(op: str, argument: str, expected: object, got: object) -> NoReturn:
+    raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
+
+
+def _check_layout(op: str, layout: object) -> None:
+    if not isinstance(layout, BlockLayout):
+        raise TypeError(f"{op}: layout: expected a BlockLayout, got {type(layout).__name__}")
+
+
+def _check_floating(op: str, argument: str, x: jax.Array, more: tuple[str, ...] = ()) -> None:
+    if x.dtype.name not in (*_FLOATING, *more):
+        _fail(op, argument, ", ".join((*more, *_FLOATING[:-1])) + " or bfloat16", x.dtype.name)
+
+
+def _packed_shape(layout: BlockLayout) -> tuple[int, int, int]:
+    return layout.nnz, *layout.block_shape
+
+
+def _check_packed(op: str, x: jax.Array, layout: BlockLayout) -> None:
+    shape = _packed_shape(layout)
+    if x.ndim not in (3, 4) or x.shape[-3:] != shape:
+        _fail(op, "values", f"packed blocks {shape} or (Z, {str(shape)[1:]}", x.shape)
+
+
+def _broadcast(m: int, n: int) -> int:
+    return n if m == 1 else m
+
+
+def _four(x: jax.Array) -> jax.Array:
+    """With the missing leading dimensions."""
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+# Products. `mode` says which of C, A, B is sparse in C = op(A)·op(B).
+
+
+class _Product(NamedTuple):
+    """What a product is, besides its operands, which have four dimensions here."""
+
+    mode: str
+    layout: BlockLayout
+    trans_a: bool
+    trans_b: bool
+    precision: str
+    sum_z: bool = False
+    sum_h: bool = False
+
+    def heads(self, a: jax.Array, b: jax.Array) -> int:
+        if self.layout.heads != 1:
+            return self.layout.heads
+        return functools.reduce(
+            _broadcast, (x.shape[1] for x, kind in zip((a, b), self.mode[1:], strict=True) if kind == "d")
+        )
+
+    def shape(self, a: jax.Array, b: jax.Array) -> tuple[int, ...]:
+        z = 1 if self.sum_z else _broadcast(a.shape[0], b.shape[0])
+        if self.mode[0] == "s":
+            return z, *_packed_shape(self.layout)
+        (rows, _), (_, cols) = self.matrices(a, b)
+        return z, 1 if self.sum_h else self.heads(a, b), rows, cols
+
+    def matrices(self, a: jax.Array, b: jax.Array) -> list[tuple[int, int]]:
+        """Rows and columns of op(A) and op(B)."""
+        sizes = [
+            self.layout.shape[-2:] if kind == "s" else x.shape[-2:]
+            for x, kind in zip((a, b), self.mode[1:], strict=True)
+        ]
+        turned = (self.trans_a, self.trans_b)
+        return [(cols, rows) if t else (rows, cols) for (rows, cols), t in zip(sizes, turned, strict=True)]
+
+
+def _check_product(p: _Product, a: jax.Array, b: jax.Array) -> None:
+    names = ["values" if kind == "s" else name for name, kind in zip("ab", p.mode[1:], strict=True)]
+    own = p.layout.heads
+    for name, x in zip(names, (a, b), strict=True):
+        _check_floating(p.mode, name, x)
+        if name == "values":
+            _check_packed(p.mode, x, p.layout)
+        elif not 2 <= x.ndim <= 4:
+            _fail(p.mode, name, "2 to 4 dimensions, (Z, H, rows, columns)", x.shape)
+        elif x.ndim > 2 and x.shape[-3] not in (1, own) and (own != 1 or p.mode == "sdd"):
+            _fail(p.mode, name, "1 head" if own == 1 else f"1 or {own} heads", x.shape)
+    if a.dtype != b.dtype:
+        _fail(p.mode, names[1], f"{a.dtype} like {names[0]}", b.dtype)
+    (rows, k), (k_b, cols) = p.matrices(a, b)
+    if k != k_b:
+        which, other = ("a", names[1]) if p.mode == "dds" else ("b", names[0])
+        _fail(
+            p.mode, which, f"{k_b if which == 'a' else k} to contract, as {other} has", (a if which == "a" else b).shape
+        )
+    if p.mode == "sdd" and (rows, cols) != tuple(p.layout.shape[-2:]):
+        which = "a" if rows != p.layout.shape[-2] else "b"
+        _fail(p.mode, which, f"a product of {tuple(p.layout.shape[-2:])} like the layout", f"one of {(rows, cols)}")
+    z_a, z_b = (x.shape[0] if x.ndim == 4 else 1 for x in (a, b))
+    if z_a != z_b and 1 not in (z_a, z_b):
+        _fail(p.mode, names[1], f"{z_a} or 1 batches, as {names[0]} has {z_a}", b.shape)
+
+
+def _fold(x: jax.Array, batched: bool, size: int, z: int) -> jax.Array:
+    """A mapped dimension becomes part of Z; what has neither stays one matrix that all share."""
+    if not batched:
+        if x.shape[0] == 1:
+            return x
+        x = x[None]
+    return jnp.broadcast_to(x, (size, z, *x.shape[2:])).reshape(size * z, *x.shape[2:])
+
+
+def _unfold(x: jax.Array, size: int, z: int) -> jax.Array:
+    return x.reshape(size, z, *x.shape[1:])
+
+
+def _matmul_call(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
+    @custom_vmap
+    def call(a: jax.Array, b: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct(p.shape(a, b), a.dtype)
+        options = {"trans_a": p.trans_a, "trans_b": p.trans_b, "sum_z": p.sum_z, "sum_h": p.sum_h}
+        return jax.ffi.ffi_call("fretwork_matmul", result)(
+            a, b, mode=p.mode, layout=p.layout.key, precision=p.precision, **options
+        )
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], a: jax.Array, b: jax.Array) -> tuple[jax.Array, bool]:
+        z = _broadcast(*(x.shape[1 if many else 0] for x, many in zip((a, b), batched, strict=True)))
+        folded = (_fold(x, many, size, z) for x, many in zip((a, b), batched, strict=True))
+        out = _unfold(_matmul_call(p._replace(sum_z=False), *folded), size, z)
+        return out.sum(axis=1, keepdims=True) if p.sum_z else out, True
+
+    return call(a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
+    return _matmul_call(p, a, b)
+
+
+def _matmul_forward(p: _Product, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _matmul(p, a, b), (a, b)
+
+
+def _matmul_backward(p: _Product, operands: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two products: dA = dC·op(B)ᵀ and dB = op(A)ᵀ·dC, each transposed as its operand is."""
+    a, b = operands
+    c_kind, a_kind, b_kind = p.mode
+
+    def product(like: jax.Array, mode: str, left: tuple[jax.Array, bool], right: tuple[jax.Array, bool]) -> jax.Array:
+        (x, trans_x), (y, trans_y) = left, right
+        q = _Product(mode, p.layout, trans_x, trans_y, p.precision)
+        heads = p.layout.heads if mode[0] == "s" else like.shape[1]
+        sum_z = like.shape[0] == 1 and _broadcast(x.shape[0], y.shape[0]) != 1
+        q = q._replace(sum_z=sum_z, sum_h=heads == 1 and q.heads(x, y) != 1)
+        return jnp.broadcast_to(_matmul(q, x, y), like.shape)
+
+    if p.trans_a:
+        d_a = product(a, a_kind + b_kind + c_kind, (b, p.trans_b), (d, True))
+    else:
+        d_a = product(a, a_kind + c_kind + b_kind, (d, False), (b, not p.trans_b))
+    if p.trans_b:
+        d_b = product(b, b_kind + c_kind + a_kind, (d, True), (a, p.trans_a))
+    else:
+        d_b = product(b, b_kind + a_kind + c_kind, (a, not p.trans_a), (d, False))
+    return d_a, d_b
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _default_precision() -> str:
+    """JAX's own default lets a GPU round fp32 operands to tf32."""
+    setting = str(jax.config.jax_default_matmul_precision).lower()
+    return "ieee" if setting in ("highest", "float32", "f32_f32_f32") else "tf32"
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _product(
+    mode: str, layout: BlockLayout, trans_a: bool, trans_b: bool, precision: str | None, a: jax.Array, b: jax.Array
+) -> jax.Array:
+    p = _Product(mode, layout, trans_a, trans_b, precision or _default_precision())
+    _check_product(p, a, b)
+    out = _matmul(p, _four(a), _four(b))
+    if 4 in (a.ndim, b.ndim):
+        return out
+    dense = b if mode == "dsd" else a
+    return out[0] if mode == "sdd" or dense.ndim > 2 or layout.heads != 1 else out[0, 0]
+
+
+def _call_product(
+    mode: str, a: ArrayLike, b: ArrayLike, layout: BlockLayout, trans_a: bool, trans_b: bool, precision: str | None
+) -> jax.Array:
+    _check_layout(mode, layout)
+    if precision is not None and precision not in _PRECISIONS:
+        _fail(mode, "precision", "None, 'ieee', 'tf32' or 'tf32x3'", repr(precision))
+    return _product(mode, layout, bool(trans_a), bool(trans_b), precision, jnp.asarray(a), jnp.asarray(b))
+
+
+def sdd(
+    a: ArrayLike,
+    b: ArrayLike,
+    layout: BlockLayout,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    precision: str | None = None,
+) -> jax.Array:
+    """Sparse = op(a)·op(b) at the blocks of `layout`: packed (Z, nnz, rows, cols).
+
+    `precision` says how fp32 runs on a GPU ("ieee", "tf32", "tf32x3"); None follows `jax.default_matmul_precision`.
+
+    >>> layout = BlockLayout([[1, 0], [1, 1]], block=8)
+    >>> sdd(jnp.ones((16, 4)), jnp.ones((4, 16)), layout).shape
+    (3, 8, 8)
+    """
+    return _call_product("sdd", a, b, layout, trans_a, trans_b, precision)
+
+
+def dsd(
+    values: ArrayLike,
+    b: ArrayLike,
+    layout: BlockLayout,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    precision: str | None = None,
+) -> jax.Array:
+    """Dense = op(sparse)·op(b); `layout` is that of the sparse operand as stored.
+
+    >>> layout = BlockLayout([[1, 0], [1, 1]], block=8)
+    >>> dsd(jnp.ones((3, 8, 8)), jnp.ones((16, 2)), layout)[:, 0].tolist()[6:10]
+    [8.0, 8.0, 16.0, 16.0]
+    """
+    return _call_product("dsd", values, b, layout, trans_a, trans_b, precision)
+
+
+def dds(
+    a: ArrayLike,
+    values: ArrayLike,
+    layout: BlockLayout,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    precision: str | None = None,
+) -> jax.Array:
+    """Dense = op(a)·op(sparse); `layout` is that of the sparse operand as stored.
+
+    >>> layout = BlockLayout([[1, 0], [1, 1]], block=8)
+    >>> dds(jnp.ones((2, 16)), jnp.ones((3, 8, 8)), layout)[0].tolist()[6:10]
+    [16.0, 16.0, 8.0, 8.0]
+    """
+    return _call_product("dds", a, values, layout, trans_a, trans_b, precision)
+
+
+# Softmax. Values and rpe have four dimensions below the checks.
+
+
+class _Softmax(NamedTuple):
+    """What a softmax is, besides its values and extras."""
+
+    layout: BlockLayout
+    scale: float
+    extras: str  # which of rpe, key_padding_mask and attn_mask follow the values, as "r", "k", "a"
+    key_padding_mask_mode: str
+    attn_mask_mode: str
+    rpe: tuple[tuple[int, ...], Any] | None  # shape and dtype, for its gradient
+
+
+def _softmax_call(p: _Softmax, values: jax.Array, *extras: jax.Array) -> jax.Array:
+    @custom_vmap
+    def call(values: jax.Array, *extras: jax.Array) -> jax.Array:
+        modes = {"key_padding_mask_mode": p.key_padding_mask_mode, "attn_mask_mode": p.attn_mask_mode}
+        return jax.ffi.ffi_call("fretwork_softmax", jax.ShapeDtypeStruct(values.shape, values.dtype))(
+            values, *extras, layout=p.layout.key, scale=np.float64(p.scale), extras=p.extras, **modes
+        )
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], values: jax.Array, *extras: jax.Array) -> tuple[jax.Array, bool]:
+        arguments = (values, *extras)
+        if "a" in p.extras and batched[-1]:  # attn_mask has no Z to fold into
+            return _one_by_one(functools.partial(_softmax_call, p), batched, arguments), True
+        z = values.shape[1 if batched[0] else 0]
+        folded = []
+        for kind, many, x in zip("v" + p.extras, batched, arguments, strict=True):
+            if kind in "vk" and not many:  # these need all of Z
+                x, many = jnp.broadcast_to(x, (size, *x.shape)), True
+            folded.append(x if kind == "a" else _fold(x, many, size, z))
+        return _unfold(_softmax_call(p, *folded), size, z), True
+
+    return call(values, *extras)
+
+
+def _one_by_one(f: Callable[..., jax.Array], batched: list[bool], arguments: tuple[jax.Array, ...]) -> jax.Array:
+    def step(mapped: tuple[jax.Array, ...]) -> jax.Array:
+        rest = iter(mapped)
+        return f(*(next(rest) if many else x for many, x in zip(batched, arguments, strict=True)))
+
+    return jax.lax.map(step, tuple(x for many, x in zip(batched, arguments, strict=True) if many))
+
+
+def _softmax_gradients(p: _Softmax, out: jax.Array, d: jax.Array) -> list[jax.Array]:
+    """Of the values, and of rpe where there is one."""
+
+    @custom_vmap
+    def call(out: jax.Array, d: jax.Array) -> list[jax.Array]:
+        shapes = [(out.shape, out.dtype), *([p.rpe] if p.rpe else [])]
+        return jax.ffi.ffi_call("fretwork_softmax_backward", [jax.ShapeDtypeStruct(*s) for s in shapes])(
+            out, d, layout=p.layout.key, scale=np.float64(p.scale)
+        )
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], out: jax.Array, d: jax.Array) -> tuple[list[jax.Array], list[bool]]:
+        z = out.shape[1 if batched[0] else 0]
+        whole = (size, z, *out.shape[-3:])
+        folded = [_fold(jnp.broadcast_to(x, whole), True, size, z) for x in (out, d)]
+        rpe = p.rpe and ((size * z, *p.rpe[0][1:]), p.rpe[1])
+        results = [_unfold(x, size, z) for x in _softmax_gradients(p._replace(rpe=rpe), *folded)]
+        if p.rpe and p.rpe[0][0] != z:
+            results[1] = results[1].sum(axis=1, keepdims=True)
+        return results, [True] * len(results)
+
+    return call(out, d)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _softmax(p: _Softmax, values: jax.Array, *extras: jax.Array) -> jax.Array:
+    return _softmax_call(p, values, *extras)
+
+
+def _softmax_forward(p: _Softmax, values: jax.Array, *extras: jax.Array) -> tuple[jax.Array, jax.Array]:
+    out = _softmax_call(p, values, *extras)
+    return out, out
+
+
+def _softmax_backward(p: _Softmax, out: jax.Array, d: jax.Array) -> tuple[jax.Array | None, ...]:
+    gradients = _softmax_gradients(p, out, d)
+    return *gradients, *(None for kind in p.extras if kind != "r")  # masks have none
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def _check_softmax(layout: BlockLayout, values: jax.Array, extras: dict[str, jax.Array]) -> None:
+    op = "block_softmax"
+    _check_floating(op, "values", values)
+    _check_packed(op, values, layout)
+    heads, m, n = layout.shape
+    full = (values.shape[0] if values.ndim == 4 else 1, heads, m, n)
+    for name, x in extras.items():
+        _check_floating(op, name, x, () if name == "rpe" else ("bool",))
+        if name == "rpe":
+            if x.ndim > 4 or any(have not in (1, want) for have, want in zip(x.shape[::-1], full[::-1], strict=False)):
+                _fail(op, name, f"a shape that broadcasts to {full}", x.shape)
+            continue
+        shapes = [(full[0], n)] if name == "key_padding_mask" else [(m, n), (heads, m, n)]
+        if x.shape not in shapes:
+            _fail(op, name, "shape " + " or ".join(map(str, shapes)), x.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _checked_softmax(
+    layout: BlockLayout,
+    scale: float,
+    key_padding_mask_mode: str,
+    attn_mask_mode: str,
+    values: jax.Array,
+    extras: dict[str, jax.Array],
+) -> jax.Array:
+    _check_softmax(layout, values, extras)
+    ordered = {name: extras[name] for name in ("rpe", "key_padding_mask", "attn_mask") if name in extras}
+    rpe = None
+    if "rpe" in ordered:
+        ordered["rpe"] = _four(ordered["rpe"])
+        rpe = (ordered["rpe"].shape, ordered["rpe"].dtype)
+    kinds = "".join(name[0] for name in ordered)
+    p = _Softmax(layout, scale, kinds, key_padding_mask_mode, attn_mask_mode, rpe)
+    return _softmax(p, _four(values), *ordered.values()).reshape(values.shape)
+
+
+def block_softmax(
+    values: ArrayLike,
+    layout: BlockLayout,
+    scale: float = 1.0,
+    rpe: ArrayLike | None = None,
+    key_padding_mask: ArrayLike | None = None,
+    attn_mask: ArrayLike | None = None,
+    key_padding_mask_mode: str = "add",
+    attn_mask_mode: str = "add",
+) -> jax.Array:
+    """Softmax over the stored entries of each row of values·scale + rpe + key padding + attention mask.
+
+    `rpe` broadcasts to (Z, H, M, N); `key_padding_mask` is (Z, N), `attn_mask` (M, N) or (H, M, N). Mode "add" adds a
+    mask, "mul" turns its zeros into −inf. A row with nothing left gives zeros. Gradients go to values and rpe.
+
+    >>> layout = BlockLayout([[1, 0], [1, 1]], block=8)
+    >>> block_softmax(jnp.zeros((3, 8, 8)), layout)[:, 0, 0].tolist()
+    [0.125, 0.0625, 0.0625]
+    """
+    op = "block_softmax"
+    _check_layout(op, layout)
+    for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
+        if mode not in ("add", "mul"):
+            _fail(op, name, "'add' or 'mul'", repr(mode))
+    given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+    extras = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    return _checked_softmax(layout, float(scale), key_padding_mask_mode, attn_mask_mode, jnp.asarray(values), extras)
+
+
+# Dense to packed and back; each is the other's gradient.
+
+
+def _copy_call(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> jax.Array:
+    @custom_vmap
+    def call(x: jax.Array) -> jax.Array:
+        shape = _packed_shape(layout) if op == "pack" else layout.shape
+        options = {} if op == "pack" else {"fill": np.float64(fill)}
+        result = jax.ShapeDtypeStruct((x.shape[0], *shape), x.dtype)
+        return jax.ffi.ffi_call(f"fretwork_{op}", result)(x, layout=layout.key, **options)
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        z = x.shape[1]
+        return _unfold(_copy_call(op, layout, fill, _fold(x, True, size, z)), size, z), True
+
+    return call(x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _copy(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> jax.Array:
+    return _copy_call(op, layout, fill, x)
+
+
+def _copy_forward(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> tuple[jax.Array, None]:
+    return _copy(op, layout, fill, x), None
+
+
+def _copy_backward(op: str, layout: BlockLayout, fill: float, _: None, d: jax.Array) -> tuple[jax.Array]:
+    return (_copy("unpack" if op == "pack" else "pack", layout, 0.0, d),)
+
+
+_copy.defvjp(_copy_forward, _copy_backward)
+
+
+@functools.partial(jax.jit, static_argnums=(1,))
+def _pack(dense: jax.Array, layout: BlockLayout) -> jax.Array:
+    _check_floating("pack", "dense", dense)
+    if dense.ndim not in ((2, 3, 4) if layout.heads == 1 else (3, 4)) or dense.shape[-3:] not in (
+        layout.shape,
+        layout.shape[1:],
+    ):
+        _fail("pack", "dense", f"{layout.shape} or (Z, {str(layout.shape)[1:]}", dense.shape)
+    values = _copy("pack", layout, 0.0, _four(dense))
+    return values if dense.ndim == 4 else values[0]
+
+
+def pack(dense: ArrayLike, layout: BlockLayout) -> jax.Array:
+    """The stored blocks of a dense (Z, H, M, N) array, in the order of the mask's non-zeros: (Z, nnz, rows, cols).
+
+    Z may be missing, and H too for a layout of one head.
+
+    >>> pack(jnp.ones((16, 16)), BlockLayout([[1, 0], [1, 1]], block=8)).shape
+    (3, 8, 8)
+    """
+    _check_layout("pack", layout)
+    return _pack(jnp.asarray(dense), layout)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _unpack(values: jax.Array, layout: BlockLayout, fill: float) -> jax.Array:
+    _check_floating("unpack", "values", values)
+    _check_packed("unpack", values, layout)
+    dense = _copy("unpack", layout, fill, _four(values))
+    return dense if values.ndim == 4 else dense[0]
+
+
+def unpack(values: ArrayLike, layout: BlockLayout, fill: float = 0.0) -> jax.Array:
+    """The dense (Z, H, M, N) array of packed values, with `fill` where there is no block.
+
+    >>> unpack(jnp.ones((3, 8, 8)), BlockLayout([[1, 0], [1, 1]], block=8))[0, 0, 6:10].tolist()
+    [1.0, 1.0, 0.0, 0.0]
+    """
+    _check_layout("unpack", layout)
+    return _unpack(jnp.asarray(values), layout, float(fill))

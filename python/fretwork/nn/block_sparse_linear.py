@@ -1,0 +1,102 @@
+"""A linear layer whose weight is block-sparse."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fretwork.ops import dds
+from fretwork.pattern import BlockLayout
+
+
+class BlockSparseLinear(nn.Module):
+    """y = x Wᵀ + bias, where W (out_features, in_features) has the blocks of `layout` (one head) and nothing else.
+
+    `weight` holds the packed blocks, (nnz, rows, cols). Drop-in for `torch.nn.Linear`.
+
+    >>> import torch, fretwork as fw
+    >>> layer = fw.nn.BlockSparseLinear(64, 32, fw.BlockLayout([[1, 0, 0, 1], [0, 1, 0, 0]], block=16))
+    >>> layer
+    BlockSparseLinear(in_features=64, out_features=32, block=16, density=0.375, bias=True)
+    >>> layer(torch.randn(5, 64)).shape
+    torch.Size([5, 32])
+    """
+
+    in_features: int
+    out_features: int
+    layout: BlockLayout
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        layout: BlockLayout,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(layout, BlockLayout):
+            raise TypeError(
+                f"BlockSparseLinear: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}"
+            )
+        if layout.shape != (1, out_features, in_features):
+            raise ValueError(
+                f"BlockSparseLinear: layout: expected one head of (out_features, in_features) = "
+                f"({out_features}, {in_features}), got {layout.shape}"
+            )
+        self.in_features, self.out_features, self.layout = in_features, out_features, layout
+        self.weight = nn.Parameter(torch.empty(layout.nnz, *layout.block_shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `torch.nn.Linear` does, with the mean number of stored inputs of a row as the fan-in."""
+        fan_in = self.in_features * self.layout.density
+        bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    @classmethod
+    def from_dense(cls, linear: nn.Linear, layout: BlockLayout) -> "BlockSparseLinear":
+        """A layer with the weights of a dense one at the blocks of `layout`; the others are dropped.
+
+        >>> import torch, fretwork as fw
+        >>> dense = torch.nn.Linear(32, 16)
+        >>> layer = fw.nn.BlockSparseLinear.from_dense(dense, fw.BlockLayout([[1, 1]], block=16))
+        >>> x = torch.randn(3, 32)
+        >>> torch.allclose(layer(x), dense(x), atol=1e-5)
+        True
+        """
+        weight, bias = linear.weight, linear.bias
+        # Made on "meta", so that no random numbers are drawn for weights that are replaced at once.
+        layer = cls(linear.in_features, linear.out_features, layout, bias is not None, "meta", weight.dtype)
+        layer.weight = nn.Parameter(layout.pack(weight.detach()), requires_grad=weight.requires_grad)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+        return layer.train(linear.training)
+
+    def to_dense(self) -> Tensor:
+        """The weight as an (out_features, in_features) tensor."""
+        return self.layout.unpack(self.weight)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() < 1 or x.shape[-1] != self.in_features:
+            raise RuntimeError(f"BlockSparseLinear: x: expected (…, {self.in_features}), got {tuple(x.shape)}")
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features) if x.numel() else x.new_empty(0, self.in_features)
+        y = dds(rows, self.weight, self.layout, trans_b=True)
+        if self.bias is not None:
+            y = y + self.bias
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, block={self.layout.block}, "
+            f"density={self.layout.density:.4g}, bias={self.bias is not None}"
+        )

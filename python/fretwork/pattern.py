@@ -1,0 +1,294 @@
+"""Patterns as Python values: what is non-zero, said once, compared by content, and carried everywhere as a text."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fretwork._library import core, last_error, owned
+
+if TYPE_CHECKING:
+    import torch
+
+_LARGEST_MASK = 2**30
+
+
+class Pattern:
+    """An immutable description of what is non-zero. Equal patterns have equal texts.
+
+    >>> import fretwork as fw
+    >>> layout = fw.Pattern.parse("block((1,2,2),(16,16),~J)")
+    >>> layout
+    BlockLayout(heads=1, blocks=(2, 2), block=16, nnz=2, density=0.5)
+    >>> layout == fw.BlockLayout([[1, 0], [0, 1]], block=16)
+    True
+    """
+
+    __slots__ = ("_density", "_key", "_nnz", "_shape", "_text")
+    _text: str
+    _key: str
+    _shape: tuple[int, ...]
+    _nnz: int
+    _density: float
+
+    def __init__(self) -> None:
+        raise TypeError("Pattern: call: expected a family such as BlockLayout or Pattern.parse(text), got Pattern()")
+
+    @staticmethod
+    def parse(text: str) -> Pattern:
+        """The pattern that a canonical text, or any text of the grammar, describes.
+
+        >>> Pattern.parse("random_blocks((2, 4, 4), 32, 0.5, 7)").shape
+        (2, 128, 128)
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"Pattern.parse: text: expected a str, got {type(text).__name__}")
+        return _parsed(text)
+
+    @property
+    def text(self) -> str:
+        """Canonical, one line; `Pattern.parse` restores the pattern from it."""
+        return self._text
+
+    @property
+    def key(self) -> str:
+        """The text, or for a long one a digest that this process can look up: how a pattern crosses into an op."""
+        return self._key
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in elements."""
+        return self._shape
+
+    @property
+    def nnz(self) -> int:
+        """How many are stored, in the family's own unit (blocks for a block layout)."""
+        return self._nnz
+
+    @property
+    def density(self) -> float:
+        """The share of elements that are non-zero."""
+        return self._density
+
+    @property
+    def T(self) -> Pattern:
+        """The transposed pattern."""
+        with _open(self) as handle:
+            return _from_handle(core().fretwork_pattern_transpose(handle))
+
+    def mask(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """A dense bool tensor of the pattern's shape; refuses more than 2^30 elements.
+
+        >>> Pattern.parse("block((1,1,2),(8,8),~C)").mask().sum(dim=(0, 1)).tolist()
+        [0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8]
+        """
+        import torch
+
+        return torch.from_numpy(self.numpy_mask()).to(device)
+
+    def numpy_mask(self) -> np.ndarray:
+        """The same as a NumPy array.
+
+        >>> Pattern.parse("block((1,1,2),(8,8),~C)").numpy_mask().shape
+        (1, 8, 16)
+        """
+        count = math.prod(self._shape)
+        if count > _LARGEST_MASK:
+            raise ValueError(f"mask: pattern: expected at most 2^30 elements, got {count} in {self._shape}")
+        mask = np.empty(self._shape, dtype=np.bool_)
+        with _open(self) as handle:
+            if core().fretwork_pattern_mask(handle, mask.ctypes.data, count) != 0:
+                raise ValueError(last_error())
+        return mask
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__}: {name}: expected no assignment (patterns are immutable), got one")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}: {name}: expected no deletion (patterns are immutable), got one")
+
+    def __eq__(self, other: object) -> bool:
+        return self._text == other._text if isinstance(other, Pattern) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return _parsed, (self._text,)
+
+    def __copy__(self) -> Pattern:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Pattern:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Pattern({self._text!r})"
+
+
+class BlockLayout(Pattern):
+    """Whole blocks that are there or not, one layout per head.
+
+    `mask` is (heads, rows, cols) or (rows, cols) in blocks, 0/1 of any integer or bool dtype: a torch tensor on any
+    device, an array or nested lists. `block` is 8 to 128, or (rows, cols).
+
+    >>> import torch
+    >>> layout = BlockLayout(torch.eye(3, dtype=torch.bool), block=(16, 32))
+    >>> layout.heads, layout.block, layout.nnz, layout.shape
+    (1, (16, 32), 3, (1, 48, 96))
+    >>> layout.T.shape
+    (1, 96, 48)
+    """
+
+    __slots__ = ("_block", "_grid")
+    _grid: tuple[int, int, int]
+    _block: tuple[int, int]
+
+    def __init__(self, mask: Any, block: int | tuple[int, int] = 32) -> None:
+        bits, sides = _mask_bits(mask), _block_sides(block)
+        sizes = (ctypes.c_int64 * 5)(*bits.shape, *sides)
+        with owned(core().fretwork_block_layout(sizes, bits.ctypes.data)) as handle:
+            _fill(self, handle)
+
+    @property
+    def heads(self) -> int:
+        """The number of heads, each with blocks of its own."""
+        return self._grid[0]
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Rows and columns of blocks in a head."""
+        return self._grid[1:]
+
+    @property
+    def block(self) -> int | tuple[int, int]:
+        """The side of a block, or (rows, cols) where they differ."""
+        return self._block[0] if self._block[0] == self._block[1] else self._block
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(rows, cols) of a block."""
+        return self._block
+
+    @property
+    def T(self) -> BlockLayout:
+        """The layout of the transposed matrix; its packed values stand in another order, each block transposed."""
+        turned = super().T
+        assert isinstance(turned, BlockLayout)
+        return turned
+
+    def pack(self, dense: torch.Tensor) -> torch.Tensor:
+        """Dense (Z, H, M, N) or (H, M, N), or (M, N) for one head, to packed values ((Z,) nnz, rows, cols).
+
+        >>> import torch
+        >>> layout = BlockLayout([[0, 1], [1, 1]], block=8)
+        >>> layout.pack(torch.arange(256.0).reshape(16, 16)).shape
+        torch.Size([3, 8, 8])
+        """
+        from fretwork import ops
+
+        return ops.pack(dense, self)
+
+    def unpack(self, values: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """Packed values ((Z,) nnz, rows, cols) to dense ((Z,) H, M, N), with `fill` where there is no block.
+
+        >>> import torch
+        >>> layout = BlockLayout([[0, 1], [1, 1]], block=8)
+        >>> layout.unpack(torch.ones(3, 8, 8)).sum().item()
+        192.0
+        """
+        from fretwork import ops
+
+        return ops.unpack(values, self, fill)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockLayout(heads={self.heads}, blocks={self.blocks}, block={self.block}, nnz={self.nnz}, "
+            f"density={self.density:.4g})"
+        )
+
+
+def _mask_bits(mask: Any) -> np.ndarray:
+    """A contiguous uint8 copy of a mask, (heads, rows, cols), every entry 0 or 1."""
+    if hasattr(mask, "detach"):  # a torch tensor; NumPy cannot read one that lives on a GPU
+        mask = mask.detach().cpu()
+        if mask.is_floating_point() or mask.is_complex():
+            raise TypeError(f"BlockLayout: mask: expected a bool or integer dtype, got {mask.dtype}")
+    try:
+        array = np.asarray(mask)
+    except ValueError:
+        raise ValueError("BlockLayout: mask: expected (heads, rows, cols) or (rows, cols), got ragged lists") from None
+    if array.dtype.kind not in "biu":
+        got = type(mask).__name__ if array.dtype.kind == "O" else array.dtype
+        raise TypeError(f"BlockLayout: mask: expected a bool or integer dtype, got {got}")
+    if array.ndim not in (2, 3):
+        raise ValueError(f"BlockLayout: mask: expected (heads, rows, cols) or (rows, cols), got {array.shape}")
+    wrong = array[(array != 0) & (array != 1)]
+    if wrong.size:
+        raise ValueError(f"BlockLayout: mask: expected 0 or 1 everywhere, got {wrong.flat[0]}")
+    return np.array(array if array.ndim == 3 else array[None], dtype=np.uint8, order="C")
+
+
+def _block_sides(block: Any) -> tuple[int, int]:
+    sides = block if isinstance(block, (tuple, list)) else (block, block)
+    if len(sides) != 2:
+        raise ValueError(f"BlockLayout: block: expected an int or (rows, cols), got {len(sides)} numbers")
+    for side in sides:
+        if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
+            raise TypeError(f"BlockLayout: block: expected an int or (rows, cols), got {side!r}")
+        if not 8 <= side <= 128:
+            raise ValueError(f"BlockLayout: block: expected 8 to 128, got {side}")
+    return int(sides[0]), int(sides[1])
+
+
+def _open(pattern: Pattern) -> Any:
+    """The core's pattern for the length of a scope. A value is its text, so none is held longer."""
+    key = pattern.key.encode()
+    return owned(core().fretwork_pattern_parse(key, len(key)))
+
+
+def _fill(pattern: Pattern, handle: Any) -> Pattern:
+    """Copies what Python asks often."""
+    c = core()
+    facts: dict[str, object] = {
+        "_text": c.fretwork_pattern_text(handle).decode(),
+        "_key": c.fretwork_pattern_key(handle).decode(),
+        "_shape": tuple(c.fretwork_pattern_shape(handle)[: c.fretwork_pattern_rank(handle)]),
+        "_nnz": c.fretwork_pattern_nnz(handle),
+        "_density": c.fretwork_pattern_density(handle),
+    }
+    if isinstance(pattern, BlockLayout):
+        sizes = (ctypes.c_int64 * 5)()
+        c.fretwork_block_layout_sizes(handle, sizes)
+        facts["_grid"], facts["_block"] = tuple(sizes[:3]), tuple(sizes[3:])
+    for name, value in facts.items():
+        object.__setattr__(pattern, name, value)
+    return pattern
+
+
+def _from_handle(handle: Any) -> Pattern:
+    with owned(handle):
+        family = core().fretwork_pattern_text(handle).split(b"(", 1)[0]
+        return _fill(object.__new__(_FAMILIES.get(family, Pattern)), handle)
+
+
+# The class of each family, by the name its canonical text begins with.
+_FAMILIES: dict[bytes, type[Pattern]] = {b"block": BlockLayout}
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> Pattern:
+    encoded = text.encode()
+    return _from_handle(core().fretwork_pattern_parse(encoded, len(encoded)))
+
+
+def block_layout(key: str) -> BlockLayout:
+    """The layout behind a text or key that an op was given."""
+    layout = _parsed(key)
+    if not isinstance(layout, BlockLayout):
+        raise RuntimeError(f"fretwork: layout: expected a block layout, got {key}")
+    return layout

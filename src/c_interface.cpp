@@ -1,0 +1,93 @@
+// The C interface: patterns behind opaque handles, exceptions turned into texts at the border.
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+
+#include "fretwork/c.h"
+#include "fretwork/error.h"
+#include "fretwork/pattern.h"
+
+struct fretwork_pattern {
+  fretwork::PatternPtr is;
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+/// What `body` returns, or `failed` with its text kept when it throws.
+template <typename Body, typename Result>
+Result guarded(Result failed, const Body& body) noexcept {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+  } catch (...) {
+    last_error = "fretwork: call: expected no failure, got an unknown exception";
+  }
+  return failed;
+}
+
+fretwork_pattern* handle(fretwork::PatternPtr pattern) {
+  return std::make_unique<fretwork_pattern>(fretwork_pattern{std::move(pattern)}).release();
+}
+
+constexpr fretwork_pattern* kNone = nullptr;
+
+}  // namespace
+
+const char* fretwork_error() { return last_error.c_str(); }
+
+fretwork_pattern* fretwork_pattern_parse(const char* text, size_t length) {
+  return guarded(kNone, [&] { return handle(fretwork::parse_pattern({text, length})); });
+}
+
+fretwork_pattern* fretwork_block_layout(const int64_t sizes[5], const uint8_t* mask) {
+  return guarded(kNone, [&] {
+    // Negative sizes and products past 64 bits reach make() with a mask of the wrong length, and it says what is wrong.
+    std::int64_t count = 1;
+    const bool counted = !__builtin_mul_overflow(sizes[0], sizes[1], &count) &&
+                         !__builtin_mul_overflow(count, sizes[2], &count) && count >= 0;
+    return handle(fretwork::BlockLayout::make({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]},
+                                              {mask, static_cast<std::size_t>(counted ? count : 0)}));
+  });
+}
+
+fretwork_pattern* fretwork_pattern_transpose(const fretwork_pattern* pattern) {
+  return guarded(kNone, [&] { return handle(pattern->is->transpose()); });
+}
+
+void fretwork_pattern_free(fretwork_pattern* pattern) { const std::unique_ptr<fretwork_pattern> owned(pattern); }
+
+const char* fretwork_pattern_text(const fretwork_pattern* pattern) { return pattern->is->text().c_str(); }
+const char* fretwork_pattern_key(const fretwork_pattern* pattern) { return pattern->is->key().c_str(); }
+int fretwork_pattern_rank(const fretwork_pattern* pattern) { return static_cast<int>(pattern->is->shape().size()); }
+const int64_t* fretwork_pattern_shape(const fretwork_pattern* pattern) { return pattern->is->shape().data(); }
+int64_t fretwork_pattern_nnz(const fretwork_pattern* pattern) { return pattern->is->nnz(); }
+double fretwork_pattern_density(const fretwork_pattern* pattern) { return pattern->is->density(); }
+
+int fretwork_pattern_mask(const fretwork_pattern* pattern, uint8_t* out, int64_t count) {
+  return guarded(-1, [&] {
+    const auto shape = pattern->is->shape();
+    const auto all = std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>{});
+    if (count != all) {
+      throw fretwork::Error("mask", "count", std::to_string(all), std::to_string(count));
+    }
+    pattern->is->mask({out, static_cast<std::size_t>(count)});
+    return 0;
+  });
+}
+
+int fretwork_block_layout_sizes(const fretwork_pattern* pattern, int64_t sizes[5]) {
+  return guarded(-1, [&] {
+    const auto* layout = dynamic_cast<const fretwork::BlockLayout*>(pattern->is.get());
+    if (layout == nullptr) {
+      throw fretwork::Error("BlockLayout", "text", "a block layout", pattern->is->text());
+    }
+    const auto& s = layout->sizes();
+    const std::int64_t all[] = {s.heads, s.rows, s.cols, s.block_rows, s.block_cols};
+    std::copy(std::begin(all), std::end(all), sizes);
+    return 0;
+  });
+}

@@ -1,0 +1,48 @@
+// Scalar conversions of the 16-bit types on the host, rounding to nearest even. Vectors have their own in each op.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace fretwork {
+
+inline float float_from_bf16(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
+
+inline std::uint16_t bf16_from_float(float x) {
+  const auto bits = std::bit_cast<std::uint32_t>(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    return static_cast<std::uint16_t>(bits >> 16 | 0x40u);  // a NaN stays one
+  }
+  return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+inline float float_from_f16(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
+  const std::uint32_t rest = bits & 0x7fffu;
+  if (rest >= 0x7c00u) {
+    return std::bit_cast<float>(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+  }
+  // 2^112 moves the exponent's bias from 15 to 127, and is exact for subnormals too.
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(std::bit_cast<float>(rest << 13) * 0x1.0p112f) | sign);
+}
+
+inline std::uint16_t f16_from_float(float x) {
+  const auto bits = std::bit_cast<std::uint32_t>(x);
+  const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000u);
+  const std::uint32_t rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) {
+    return static_cast<std::uint16_t>(sign | 0x7e00u);
+  }
+  if (rest >= 0x477ff000u) {  // 65520 and above round to infinity
+    return static_cast<std::uint16_t>(sign | 0x7c00u);
+  }
+  if (rest < 0x38800000u) {  // below 2^-14: adding 0.5 leaves the multiple of 2^-24 in the low bits, rounded
+    return static_cast<std::uint16_t>(sign |
+                                      (std::bit_cast<std::uint32_t>(std::bit_cast<float>(rest) + 0.5f) - 0x3f000000u));
+  }
+  return static_cast<std::uint16_t>(sign | ((rest + 0xfffu + (rest >> 13 & 1u)) - 0x38000000u) >> 13);
+}
+
+}  // namespace fretwork

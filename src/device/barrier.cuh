@@ -1,0 +1,70 @@
+// Barriers in shared memory, named barriers and the roles of warps: how producers and consumers of a pipeline meet.
+#pragma once
+
+#include "device/types.cuh"
+
+namespace fretwork {
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+namespace mbarrier {
+
+__device__ __forceinline__ void init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+/// Makes initialised barriers visible to the copy engine; a CTA barrier must follow.
+__device__ __forceinline__ void init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/// Arrives and lets the phase wait for `bytes` of copies as well.
+__device__ __forceinline__ void arrive_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+/// Returns when the phase of this parity has completed. A fresh barrier has "completed" parity 1.
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finish;\nbra again;\nfinish:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace mbarrier
+
+/// Where a ring of stages stands: a producer starts at parity 1 (all stages free), a consumer at 0.
+template <int kStages>
+struct Ring {
+  u32 stage = 0, parity;
+  __device__ __forceinline__ explicit Ring(u32 first) : parity(first) {}
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// Joins `threads` threads of a CTA at barrier `id` (1…15; 0 is the CTA's own).
+__device__ __forceinline__ void named_barrier(u32 id, u32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/// Ordinary writes to shared memory before this are seen by the copy engine and the tensor cores after a barrier.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/// Moves registers between the warpgroups of a CTA; each role is one branch of a single if/else.
+template <u32 kCount>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <u32 kCount>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+}  // namespace fretwork

@@ -1,0 +1,165 @@
+// Warpgroup products on Hopper's tensor cores: shared-memory descriptors, ordering, and the instructions themselves.
+#pragma once
+
+#include "device/types.cuh"
+
+namespace fretwork::wgmma {
+
+/// How a tile lies in shared memory. Its unit-stride axis is K (k_major) or the other one.
+enum class Major { k, mn };
+
+/// Descriptor of an operand whose rows of kRow bytes (128, 64 or 32) are swizzled as the copy engine does. K-major:
+/// rows run along M or N, and the next 16 of K are 32 bytes on. MN-major: rows run along K, `chunk` bytes separate
+/// neighbouring kRow-wide pieces of M or N, and the next 16 of K are 16 rows on.
+template <int kRow>
+__device__ __forceinline__ u64 descriptor(u32 address, u32 chunk = 16) {
+  constexpr u64 kLayout = kRow == 128 ? 1 : kRow == 64 ? 2 : 3;
+  return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(chunk >> 4) << 16 |
+         static_cast<u64>(8 * kRow >> 4) << 32 | kLayout << 62;
+}
+/// What to add to a descriptor for the next 16 of K.
+template <int kRow, Major kMajor>
+inline constexpr u64 kNextK = (kMajor == Major::k ? 32 : 16 * kRow) >> 4;
+
+/// Registers and shared memory written before are seen by the products after it.
+__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kLeft>
+__device__ __forceinline__ void wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+// The accumulator of m64nN: row 16·warp + lane/4 (+8), columns 8j + 2(lane%4); registers 4j, 4j+1 hold the row, 4j+2,
+// 4j+3 the row 8 below. An asm statement must spell its registers; these lists do nothing else.
+
+#define FRETWORK_F8(o)                                                                                    \
+  "+f"(d[(o)]), "+f"(d[(o) + 1]), "+f"(d[(o) + 2]), "+f"(d[(o) + 3]), "+f"(d[(o) + 4]), "+f"(d[(o) + 5]), \
+      "+f"(d[(o) + 6]), "+f"(d[(o) + 7])
+#define FRETWORK_F32(o) FRETWORK_F8(o), FRETWORK_F8((o) + 8), FRETWORK_F8((o) + 16), FRETWORK_F8((o) + 24)
+#define FRETWORK_ACC8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FRETWORK_ACC16 \
+  FRETWORK_ACC8        \
+  ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define FRETWORK_ACC32 \
+  FRETWORK_ACC16       \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FRETWORK_ACC64                                                               \
+  FRETWORK_ACC32                                                                     \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FRETWORK_ACC128                                                                          \
+  FRETWORK_ACC64                                                                                 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// Both operands from shared memory.
+#define FRETWORK_WGMMA_SS(type, n, acc, a, b, ta, tb, ...)                                                            \
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+               " {" acc "}, " a ", " b ", p, 1, 1, " ta ", " tb ";\n}"                                                \
+               : __VA_ARGS__                                                                                          \
+               : "l"(left), "l"(right), "n"(kLeft == Major::mn ? 1 : 0), "n"(kRight == Major::mn ? 1 : 0))
+// The left operand from registers.
+#define FRETWORK_WGMMA_RS(type, n, acc, a, b, tb, ...)                                                                \
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+               " {" acc "}, {" a "}, " b ", p, 1, 1, " tb ";\n}"                                                      \
+               : __VA_ARGS__                                                                                          \
+               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(kRight == Major::mn ? 1 : 0))
+
+/// d[64 × N] += left[64 × 16] · right[16 × N], where N is 2·kRegisters and d's first register is kAt. Asynchronous.
+template <typename T, int kN, Major kLeft, Major kRight, int kAt = 0, int kSize>
+__device__ __forceinline__ void multiply(float (&d)[kSize], u64 left, u64 right) {
+  static_assert(kAt + kN / 2 <= kSize);
+  if constexpr (kN == 64) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_SS("f16", "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", FRETWORK_F32(kAt));
+    } else {
+      FRETWORK_WGMMA_SS("bf16", "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", FRETWORK_F32(kAt));
+    }
+  } else if constexpr (kN == 128) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_SS("f16", "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32));
+    } else {
+      FRETWORK_WGMMA_SS("bf16", "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32));
+    }
+  } else if constexpr (kN == 256) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_SS("f16", "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64), FRETWORK_F32(kAt + 96));
+    } else {
+      FRETWORK_WGMMA_SS("bf16", "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64), FRETWORK_F32(kAt + 96));
+    }
+  } else {
+    static_assert(kN == 64, "a width without an instruction here");
+  }
+}
+
+/// The same with `left` in registers: the four fragments that ldmatrix gives for 16 rows × 16 of K of each warp. They
+/// must stay untouched until the product has completed.
+template <typename T, int kN, Major kRight, int kAt = 0, int kSize>
+__device__ __forceinline__ void multiply(float (&d)[kSize], const u32 (&left)[4], u64 right) {
+  static_assert(kAt + kN / 2 <= kSize);
+  if constexpr (kN == 16) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_RS("f16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", FRETWORK_F8(kAt));
+    } else {
+      FRETWORK_WGMMA_RS("bf16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", FRETWORK_F8(kAt));
+    }
+  } else if constexpr (kN == 32) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_RS("f16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", FRETWORK_F8(kAt),
+                        FRETWORK_F8(kAt + 8));
+    } else {
+      FRETWORK_WGMMA_RS("bf16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", FRETWORK_F8(kAt),
+                        FRETWORK_F8(kAt + 8));
+    }
+  } else if constexpr (kN == 64) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_RS("f16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", FRETWORK_F32(kAt));
+    } else {
+      FRETWORK_WGMMA_RS("bf16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", FRETWORK_F32(kAt));
+    }
+  } else {
+    static_assert(kN == 64, "a width without an instruction here");
+  }
+}
+
+#undef FRETWORK_WGMMA_SS
+#undef FRETWORK_WGMMA_RS
+#undef FRETWORK_F8
+#undef FRETWORK_F32
+#undef FRETWORK_ACC8
+#undef FRETWORK_ACC16
+#undef FRETWORK_ACC32
+#undef FRETWORK_ACC64
+#undef FRETWORK_ACC128
+
+/// Four 8×8 pieces to or from shared memory; lanes 8i … 8i+7 give the addresses of the rows of piece i.
+__device__ __forceinline__ void load_pieces(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_pieces_transposed(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void store_pieces(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ void store_pieces_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+}  // namespace fretwork::wgmma

@@ -1,0 +1,451 @@
+// The block-sparse products on the CPU: equal shares of work for the caller's threads, tiles from runtime/simd.
+//
+// Work is laid out on a line: batch, then slab (columns of the result that share one packed panel of the right
+// operand), then unit (one tile: a strip of rows of one block-row, or of one block for sdd). Threads take equal
+// stretches of it. A tile's sum is computed whole by one thread in a fixed order, so results do not depend on the
+// number of threads.
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include "ops/block_matmul/problem.h"
+#include "runtime/simd/tiles.h"
+
+namespace fretwork::block_matmul::cpu {
+namespace {
+
+using simd::Place;
+using simd::Tiles;
+
+/// Depth of a panel of sdd: 2048 × 48 fp32 leave room in a second-level cache of 1 MB.
+constexpr std::int64_t kDeepest = 2048;
+/// What the panels of a slab may take of a second-level cache, and how many there are at most.
+constexpr std::int64_t kSlabBytes = 3200 << 10, kMaxPanels = 16;
+/// Stretches per thread, and the least work worth one.
+constexpr std::int64_t kStretches = 4;
+constexpr double kLeastFlops = 2e6;
+constexpr bool kStream = true;
+/// Panels whose sums are stored together: whole cache lines of a 16-bit result.
+constexpr std::size_t kStoredPanels = 2;
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// What a thread needs to work on tiles, kept between calls.
+struct Buffers {
+  simd::Scratch panel, strip, sums;
+  std::vector<simd::Term> terms;
+  std::vector<std::uint8_t> packed;
+};
+
+Buffers& thread_buffers() {
+  thread_local Buffers buffers;
+  return buffers;
+}
+
+/// Columns of a result: panels of 1 to kMaxVectors vectors, and slabs of as many panels as a cache holds at full depth.
+class Slabs {
+ public:
+  Slabs(std::int64_t cols, std::int64_t depth, const Tiles& tiles)
+      : cols_(cols),
+        lanes_(tiles.lanes),
+        vectors_(ceil_div(cols, lanes_)),
+        panels_(ceil_div(vectors_, simd::kMaxVectors)) {
+    const std::int64_t panel_bytes = depth * simd::kMaxVectors * lanes_ * static_cast<std::int64_t>(tiles.element);
+    count_ =
+        ceil_div(panels_, std::clamp(kSlabBytes / std::max<std::int64_t>(panel_bytes, 1), std::int64_t{1}, kMaxPanels));
+  }
+  std::int64_t count() const { return count_; }
+  std::int64_t vectors() const { return vectors_; }
+  std::int64_t first_panel(std::int64_t slab) const { return panels_ * slab / count_; }
+  std::int64_t first_vector(std::int64_t panel) const { return vectors_ * panel / panels_; }
+
+  struct Panel {
+    std::int64_t first, last;     ///< columns of the result
+    std::int64_t vectors, width;  ///< and width of all of these
+  };
+  Panel panel(std::int64_t n) const {
+    const std::int64_t from = first_vector(n), to = first_vector(n + 1);
+    return {from * lanes_, std::min(to * lanes_, cols_), to - from, (to - from) * lanes_};
+  }
+
+ private:
+  std::int64_t cols_, lanes_, vectors_, panels_, count_;
+};
+
+struct Slab {
+  std::vector<Slabs::Panel> panels;
+  std::int64_t first = 0, width = 0;
+  Slab(const Slabs& slabs, std::int64_t slab) {
+    for (std::int64_t n = slabs.first_panel(slab); n < slabs.first_panel(slab + 1); ++n) {
+      panels.push_back(slabs.panel(n));
+      width += panels.back().width;
+    }
+    first = panels.front().first;
+  }
+};
+
+/// What both kinds share: operands by batch, and a strip of the left operand in a form the multiplier reads.
+class Work {
+ public:
+  Work(const Problem& problem, const Tiles& tiles)
+      : p_(problem),
+        tiles_(tiles),
+        size_(static_cast<std::int64_t>(size_of(problem.dtype))),
+        none_(problem.z_sum * problem.h_sum == 0),
+        h_sum_(std::max<std::int64_t>(1, problem.h_sum)),
+        phases_(std::max<std::int64_t>(1, problem.z_sum) * h_sum_) {}
+
+ protected:
+  std::byte* at(void* data, std::int64_t element) const { return static_cast<std::byte*>(data) + element * size_; }
+  Place place(const Matrix& m, std::int64_t z, std::int64_t h, std::int64_t row, std::int64_t col) const {
+    return {at(m.data, z * m.z_stride + h * m.h_stride + row * m.row_stride + col * m.col_stride), m.row_stride,
+            m.col_stride};
+  }
+  std::int64_t head(std::int64_t h) const { return p_.layout->heads() == 1 ? 0 : h; }
+  std::int64_t depth_padded(std::int64_t depth) const { return ceil_div(depth, tiles_.group) * tiles_.group; }
+  std::size_t panel_bytes(std::int64_t depth, std::int64_t width) const {
+    return static_cast<std::size_t>(depth_padded(depth) * width) * tiles_.element;
+  }
+
+  /// How the strips of one tile are read.
+  enum class Strip : std::uint8_t { as_is, as_rows, as_panel };
+  Strip strip_form(const Place& left, std::int64_t rows, std::int64_t depth, bool near) const {
+    const bool full = rows % tiles_.rows == 0, along = left.col_stride == 1 && depth % tiles_.group == 0;
+    if (full && !tiles_.widens && (along || (tiles_.group == 1 && near))) {
+      return Strip::as_is;
+    }
+    return full && along && tiles_.group == 1 ? Strip::as_rows : Strip::as_panel;
+  }
+  void set_strides(Strip form, const Place& left, std::int64_t depth, simd::Product& product) const {
+    product.steps = depth_padded(depth) / tiles_.group;
+    product.row_stride = form == Strip::as_is ? left.row_stride : form == Strip::as_rows ? depth : tiles_.group;
+    product.step_stride = form == Strip::as_is     ? left.col_stride * tiles_.group
+                          : form == Strip::as_rows ? 1
+                                                   : tiles_.group * tiles_.rows;
+  }
+  /// The strip in that form; packed ones go to `to`.
+  const void* strip(Strip form, const Place& left, std::int64_t rows, std::int64_t depth, std::byte* to) const {
+    switch (form) {
+      case Strip::as_is:
+        return left.data;
+      case Strip::as_rows:
+        tiles_.pack(left, rows, depth, depth, to);
+        return to;
+      case Strip::as_panel:
+        tiles_.pack({left.data, left.col_stride, left.row_stride}, depth, rows, tiles_.rows, to);
+        return to;
+    }
+    return nullptr;
+  }
+
+  /// The panels of a slab, one after the other, of `depth` rows of the right operand.
+  void pack_slab(const Slab& slab, const Place& right, std::int64_t depth, std::byte* to) const {
+    for (const auto& panel : slab.panels) {
+      const Place from{at(right.data, panel.first * right.col_stride), right.row_stride, right.col_stride};
+      tiles_.pack(from, depth, panel.last - panel.first, panel.width, to);
+      to += panel_bytes(depth, panel.width);
+    }
+  }
+
+  /// `rows` rows of the result, in strips one below the other, against all panels of a slab. `terms` holds the terms of
+  /// each strip in turn, beginning at the slab's first panel. Sums stay in `sums` over all phases, or when there is but
+  /// one, until the columns of a few panels are stored.
+  void multiply(const Slab& slab, simd::Product product, std::vector<simd::Term>& terms, std::int64_t rows,
+                std::byte* sums, bool one_phase, bool last, const Place& out) const {
+    const std::int64_t strips = ceil_div(rows, tiles_.rows);
+    product.count = static_cast<std::int64_t>(terms.size()) / strips;
+    for (std::size_t begin = 0; begin < slab.panels.size(); begin += kStoredPanels) {
+      const std::size_t end = std::min(begin + kStoredPanels, slab.panels.size());
+      const std::int64_t first = slab.panels[begin].first, cols = slab.panels[end - 1].last - first;
+      const std::int64_t width = slab.panels[end - 1].first + slab.panels[end - 1].width - first;
+      product.sum_stride = one_phase ? width : slab.width;
+      std::byte* const group = sums + (one_phase ? 0 : first - slab.first) * tiles_.sum;
+      for (std::size_t n = begin; n < end; ++n) {
+        const Slabs::Panel& panel = slab.panels[n];
+        for (std::int64_t strip = 0; strip < strips; ++strip) {
+          product.terms = terms.data() + strip * product.count;
+          product.sums = group + (strip * tiles_.rows * product.sum_stride + panel.first - first) * tiles_.sum;
+          tiles_.multiply[panel.vectors - 1](product);
+        }
+        const std::size_t bytes = panel_bytes(product.steps * tiles_.group, panel.width);
+        for (auto& term : terms) {
+          term.right = static_cast<const std::byte*>(term.right) + bytes;
+        }
+      }
+      if (last) {
+        tiles_.store(group, product.sum_stride, rows, cols,
+                     {at(out.data, first * out.col_stride), out.row_stride, out.col_stride}, kStream);
+      }
+    }
+  }
+
+  const Problem& p_;
+  const Tiles& tiles_;
+  std::int64_t size_;
+  bool none_;            ///< no batch at all to sum: the result is zeros
+  std::int64_t h_sum_;   ///< at least 1
+  std::int64_t phases_;  ///< batches summed into a result, at least 1
+};
+
+/// A unit is a strip of rows of one block-row; its terms are the blocks of the row.
+class Spmm : Work {
+ public:
+  Spmm(const Problem& problem, const Tiles& tiles)
+      : Work(problem, tiles),
+        index_(problem.transposed ? problem.layout->by_col() : problem.layout->by_row()),
+        slabs_(problem.out.cols, problem.right.rows, tiles) {
+    const BlockLayout::Sizes& s = problem.layout->sizes();
+    lines_ = problem.transposed ? s.cols : s.rows;
+    line_rows_ = problem.transposed ? s.block_cols : s.block_rows;
+    depth_ = problem.transposed ? s.block_rows : s.block_cols;
+    others_ = problem.transposed ? s.rows : s.cols;
+    row_stride_ = problem.transposed ? problem.sparse.col_stride : problem.sparse.row_stride;
+    depth_stride_ = problem.transposed ? problem.sparse.row_stride : problem.sparse.col_stride;
+    strips_ = ceil_div(line_rows_, tiles.rows);
+    weigh();
+  }
+
+  std::int64_t total() const { return batch_first_.back(); }
+  double flops_per_unit() const { return 2.0 * static_cast<double>(tiles_.rows * tiles_.lanes * depth_); }
+
+  void run(std::int64_t begin, std::int64_t end) const {
+    const std::int64_t last_batch = static_cast<std::int64_t>(batch_first_.size()) - 1;
+    auto batch = std::upper_bound(batch_first_.begin(), batch_first_.end(), begin) - batch_first_.begin() - 1;
+    for (; batch < last_batch && batch_first_[static_cast<std::size_t>(batch)] < end; ++batch) {
+      const std::int64_t h = batch % p_.h_out, base = batch_first_[static_cast<std::size_t>(batch)];
+      const std::int64_t column_cost = line_first(h, lines_) * strips_;
+      for (std::int64_t s = 0; s < slabs_.count(); ++s) {
+        const std::int64_t from = slabs_.first_vector(slabs_.first_panel(s));
+        const std::int64_t vectors = slabs_.first_vector(slabs_.first_panel(s + 1)) - from;
+        const std::int64_t first = base + column_cost * from, last = first + column_cost * vectors;
+        if (last > begin && first < end) {
+          work(batch / p_.h_out, h, Slab(slabs_, s),
+               unit_at(h, ceil_div(std::max(begin - first, std::int64_t{0}), vectors)),
+               unit_at(h, ceil_div(std::min(end, last) - first, vectors)));
+        }
+      }
+    }
+  }
+
+ private:
+  /// Cost of a line's strip: its blocks, and one more for the store.
+  void weigh() {
+    const std::int64_t different = p_.layout->heads() == 1 || p_.h_sum > 1 ? 1 : p_.h_out;
+    for (std::int64_t h = 0; h < different; ++h) {
+      line_first_.push_back(0);
+      for (std::int64_t l = 0; l < lines_; ++l) {
+        std::int64_t cost = 1;
+        for (std::int64_t s = 0; s < p_.h_sum; ++s) {
+          cost += p_.z_sum * static_cast<std::int64_t>(entries_of(h + s, l).size());
+        }
+        line_first_.push_back(line_first_.back() + cost);
+      }
+    }
+    batch_first_.push_back(0);
+    for (std::int64_t batch = 0; batch < p_.z_out * p_.h_out; ++batch) {
+      batch_first_.push_back(batch_first_.back() + line_first(batch % p_.h_out, lines_) * strips_ * slabs_.vectors());
+    }
+  }
+  std::span<const BlockIndex::Entry> entries_of(std::int64_t h, std::int64_t line) const {
+    return none_ ? std::span<const BlockIndex::Entry>{} : index_.line(head(h) * lines_ + line);
+  }
+  const std::int64_t* lines_of(std::int64_t h) const {
+    const bool same = static_cast<std::int64_t>(line_first_.size()) == lines_ + 1;
+    return line_first_.data() + (same ? 0 : h * (lines_ + 1));
+  }
+  std::int64_t line_first(std::int64_t h, std::int64_t line) const { return lines_of(h)[line]; }
+
+  /// The first unit of a slab that begins at `cost` or later.
+  std::int64_t unit_at(std::int64_t h, std::int64_t cost) const {
+    const std::int64_t* const first = lines_of(h);
+    const std::int64_t line =
+        std::min(std::upper_bound(first, first + lines_ + 1, cost / strips_) - first - 1, lines_ - 1);
+    return line * strips_ + ceil_div(cost - first[line] * strips_, first[line + 1] - first[line]);
+  }
+
+  void work(std::int64_t z, std::int64_t h, const Slab& slab, std::int64_t begin, std::int64_t end) const {
+    Buffers& buffers = thread_buffers();
+    const std::size_t strip_sums = static_cast<std::size_t>(tiles_.rows * slab.width) * tiles_.sum;
+    const std::size_t slab_bytes = panel_bytes(depth_, slab.width);
+    std::byte* const packed = buffers.panel.need(slab_bytes * static_cast<std::size_t>(others_));
+    std::byte* const sums =
+        buffers.sums.need(strip_sums * static_cast<std::size_t>(phases_ > 1 ? end - begin : strips_));
+    for (std::int64_t phase = 0; phase < phases_; ++phase) {
+      const std::int64_t zb = z + phase / h_sum_, hb = h + phase % h_sum_;
+      buffers.packed.assign(static_cast<std::size_t>(others_), 0);
+      for (std::int64_t unit = begin, next = 0; unit < end; unit = next) {
+        const std::int64_t line = unit / strips_, first_row = unit % strips_ * tiles_.rows;
+        next = std::min((line + 1) * strips_, end);
+        const auto entries = entries_of(hb, line);
+        for (const auto& entry : entries) {
+          if (auto& done = buffers.packed[static_cast<std::size_t>(entry.other)]; done == 0) {
+            pack_slab(slab, place(p_.right, zb, hb, entry.other * depth_, 0), depth_,
+                      packed + slab_bytes * static_cast<std::size_t>(entry.other));
+            done = 1;
+          }
+        }
+        const std::int64_t rows = std::min((next - unit) * tiles_.rows, line_rows_ - first_row);
+        simd::Product product;
+        product.add = phase > 0;
+        gather(buffers, entries, zb, first_row, rows, packed, slab_bytes, product);
+        multiply(slab, product, buffers.terms, rows,
+                 sums + (phases_ > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phases_ == 1,
+                 phase == phases_ - 1, place(p_.out, z, h, line * line_rows_ + first_row, 0));
+      }
+    }
+  }
+
+  /// The terms of some rows of one line, strip by strip.
+  void gather(Buffers& buffers, std::span<const BlockIndex::Entry> entries, std::int64_t z, std::int64_t first_row,
+              std::int64_t rows, const std::byte* packed, std::size_t slab_bytes, simd::Product& product) const {
+    const Place block{nullptr, row_stride_, depth_stride_};
+    const Strip form = strip_form(block, rows, depth_, true);
+    const std::size_t strip_bytes = panel_bytes(depth_, tiles_.rows);
+    const auto strips = static_cast<std::size_t>(ceil_div(rows, tiles_.rows));
+    std::byte* to = form == Strip::as_is ? nullptr : buffers.strip.need(strip_bytes * entries.size() * strips);
+    buffers.terms.clear();
+    for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+      for (const auto& [other, number] : entries) {
+        const Place left{at(p_.sparse.data,
+                            z * p_.sparse.z_stride + number * p_.sparse.block_stride + (first_row + row) * row_stride_),
+                         row_stride_, depth_stride_};
+        buffers.terms.push_back({strip(form, left, std::min(tiles_.rows, rows - row), depth_, to),
+                                 packed + slab_bytes * static_cast<std::size_t>(other)});
+        to += form == Strip::as_is ? 0 : strip_bytes;
+      }
+    }
+    set_strides(form, block, depth_, product);
+  }
+
+  const BlockIndex& index_;
+  Slabs slabs_;
+  std::int64_t lines_, line_rows_, depth_, others_, row_stride_, depth_stride_, strips_;
+  std::vector<std::int64_t> line_first_;   ///< per different head: cost before each line
+  std::vector<std::int64_t> batch_first_;  ///< cost before each batch
+};
+
+/// A slab is some columns of one block column; a unit is a strip of rows of one of its blocks.
+class Sdd : Work {
+ public:
+  Sdd(const Problem& problem, const Tiles& tiles)
+      : Work(problem, tiles),
+        index_(problem.layout->by_col()),
+        sizes_(problem.layout->sizes()),
+        strips_(ceil_div(sizes_.block_rows, tiles.rows)),
+        depth_(none_ ? 0 : problem.left.cols),
+        pieces_(std::max<std::int64_t>(1, ceil_div(depth_, kDeepest))),
+        slabs_(sizes_.block_cols, std::min(depth_, kDeepest), tiles) {
+    batch_first_.push_back(0);
+    for (std::int64_t batch = 0; batch < problem.z_out * problem.h_out; ++batch) {
+      const std::int64_t blocks = first_of(batch % problem.h_out, sizes_.cols) - first_of(batch % problem.h_out, 0);
+      batch_first_.push_back(batch_first_.back() + blocks * column_units());
+    }
+  }
+
+  std::int64_t total() const { return batch_first_.back(); }
+  double flops_per_unit() const {
+    return 2.0 * static_cast<double>(tiles_.rows * tiles_.lanes) * static_cast<double>(depth_) *
+           static_cast<double>(phases_);
+  }
+
+  void run(std::int64_t begin, std::int64_t end) const {
+    const std::int64_t last_batch = static_cast<std::int64_t>(batch_first_.size()) - 1;
+    auto batch = std::upper_bound(batch_first_.begin(), batch_first_.end(), begin) - batch_first_.begin() - 1;
+    for (; batch < last_batch && batch_first_[static_cast<std::size_t>(batch)] < end; ++batch) {
+      const std::int64_t base = batch_first_[static_cast<std::size_t>(batch)], h = batch % p_.h_out;
+      for (std::int64_t column = 0; column < sizes_.cols; ++column) {
+        const std::int64_t blocks = first_of(h, column + 1) - first_of(h, column), units = blocks * strips_;
+        std::int64_t first = base + (first_of(h, column) - first_of(h, 0)) * column_units();
+        for (std::int64_t s = 0; s < slabs_.count(); ++s, first += units) {
+          if (first + units > begin && first < end) {
+            work(batch / p_.h_out, h, column, Slab(slabs_, s), std::max(begin - first, std::int64_t{0}),
+                 std::min(end - first, units));
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  std::int64_t column_units() const { return slabs_.count() * strips_; }
+  std::int64_t first_of(std::int64_t h, std::int64_t column) const {
+    return index_.first[static_cast<std::size_t>(head(h) * sizes_.cols + column)];
+  }
+
+  void work(std::int64_t z, std::int64_t h, std::int64_t column, const Slab& slab, std::int64_t begin,
+            std::int64_t end) const {
+    Buffers& buffers = thread_buffers();
+    const auto entries = index_.line(head(h) * sizes_.cols + column);
+    const std::int64_t phases = phases_ * pieces_;
+    const std::size_t strip_sums = static_cast<std::size_t>(tiles_.rows * slab.width) * tiles_.sum;
+    std::byte* const sums =
+        buffers.sums.need(strip_sums * static_cast<std::size_t>(phases > 1 ? end - begin : strips_));
+    for (std::int64_t phase = 0; phase < phases; ++phase) {
+      const std::int64_t batch = phase / pieces_, piece = phase % pieces_;
+      const std::int64_t zb = z + batch / h_sum_, hb = h + batch % h_sum_;
+      const std::int64_t k = depth_ * piece / pieces_, depth = depth_ * (piece + 1) / pieces_ - k;
+      std::byte* const packed = buffers.panel.need(panel_bytes(depth, slab.width));
+      pack_slab(slab, place(p_.right, zb, hb, k, column * sizes_.block_cols), depth, packed);
+      for (std::int64_t unit = begin, next = 0; unit < end; unit = next) {
+        const auto& [line, block] = entries[static_cast<std::size_t>(unit / strips_)];
+        const std::int64_t first_row = unit % strips_ * tiles_.rows;
+        next = std::min((unit / strips_ + 1) * strips_, end);
+        const std::int64_t rows = std::min((next - unit) * tiles_.rows, sizes_.block_rows - first_row);
+        simd::Product product;
+        product.add = phase > 0;
+        gather(buffers, place(p_.left, zb, hb, line * sizes_.block_rows + first_row, k), rows, depth, packed, product);
+        const Values& s = p_.sparse;
+        multiply(slab, product, buffers.terms, rows,
+                 sums + (phases > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phases == 1,
+                 phase == phases - 1,
+                 {at(s.data, z * s.z_stride + block * s.block_stride + first_row * s.row_stride), s.row_stride,
+                  s.col_stride});
+      }
+    }
+  }
+
+  /// The one term of each strip of some rows of one block.
+  void gather(Buffers& buffers, const Place& left, std::int64_t rows, std::int64_t depth, const std::byte* packed,
+              simd::Product& product) const {
+    const Strip form = strip_form(left, rows, depth, false);
+    const std::size_t strip_bytes = panel_bytes(depth, tiles_.rows);
+    std::byte* const to = buffers.strip.need(strip_bytes * static_cast<std::size_t>(strips_));
+    buffers.terms.clear();
+    for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+      const Place from{at(left.data, row * left.row_stride), left.row_stride, left.col_stride};
+      buffers.terms.push_back(
+          {strip(form, from, std::min(tiles_.rows, rows - row), depth, to + strip_bytes * (row / tiles_.rows)),
+           packed});
+    }
+    set_strides(form, left, depth, product);
+  }
+
+  const BlockIndex& index_;
+  const BlockLayout::Sizes& sizes_;
+  std::int64_t strips_, depth_, pieces_;
+  Slabs slabs_;
+  std::vector<std::int64_t> batch_first_;
+};
+
+template <typename Kind>
+void share(const Kind& work, Context& context) {
+  const std::int64_t total = work.total();
+  if (total == 0) {
+    return;
+  }
+  const double worth = static_cast<double>(total) * work.flops_per_unit() / kLeastFlops;
+  const auto most = static_cast<double>(kStretches * std::max(context.executor->concurrency(), 1));
+  const auto count = std::min(total, static_cast<std::int64_t>(std::clamp(worth, 1.0, most)));
+  context.executor->parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
+    work.run(total / count * begin + total % count * begin / count, total / count * end + total % count * end / count);
+  });
+}
+
+}  // namespace
+
+void run(const Problem& problem, Context& context) {
+  const Tiles& tiles = simd::tiles(problem.dtype);
+  problem.kind == Kind::spmm ? share(Spmm(problem, tiles), context) : share(Sdd(problem, tiles), context);
+}
+
+}  // namespace fretwork::block_matmul::cpu

@@ -1,0 +1,192 @@
+// op(S)·dense for blocks of 16 and 32 on Hopper: the free dimension is M, so that a block is the N side of one small
+// product and absent blocks cost nothing. A CTA holds 128 of the free dimension × 256 rows; the dense strip goes to
+// registers once per column and meets every block of that column.
+#pragma once
+
+#include "ops/block_matmul/kernel_hopper.cuh"
+
+namespace fretwork::block_matmul::hopper {
+
+/// A stage holds kColumns block columns, 64 of K: strips of the dense operand (16 KB), then room for every block.
+template <int kBlock>
+struct Narrow {
+  static constexpr int kRows = kTileN / kBlock, kColumns = 64 / kBlock, kLine = 2 * kBlock;
+  static constexpr u32 kStripBytes = kTileM * kBlock * 2, kBlockBytes = kBlock * kBlock * 2, kBlocksAt = 16384;
+};
+
+/// Fetches the stages of one tile. Issuing a copy takes about 150 cycles, so four warps share the work: warp w has a
+/// column (blocks of 16) or half the rows of one (32). Lane r reads the entry of block-row r; lane 0 copies.
+template <int kBlock, bool kDenseK>
+__device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile& t, Barriers& barriers, u32 base,
+                                             Ring<kStages>& ring) {
+  using N = Narrow<kBlock>;
+  constexpr int kPerColumn = 4 / N::kColumns;  // warps
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int column = warp / kPerColumn, part = warp % kPerColumn;
+  constexpr u32 kAll = (1u << N::kRows) - 1, kHalf = (1u << N::kRows / 2) - 1;
+  const u32 mine = kPerColumn == 1 ? kAll : part == 0 ? kHalf : kAll & ~kHalf;
+  const int free = t.tile * kTileM;
+  const auto entry = [&](int k) {  // lane kRows has the column
+    const bool inside = k < t.segment.last && lane <= N::kRows;
+    return inside ? __ldg(p.steps + static_cast<i64>(k) * p.stride + (lane == N::kRows ? 0 : lane + 1)) : -1;
+  };
+  for (int sum = 0; sum < p.batches.z_sum * p.batches.h_sum; ++sum) {
+    const int z = t.z + sum / p.batches.h_sum, h = t.h + sum % p.batches.h_sum;
+    const int sz = z * p.sparse_z, dz = z * p.dense_z, dh = h * p.dense_h;
+    int ahead = entry(t.segment.first + column);
+    for (int k = t.segment.first; k < t.segment.last; k += N::kColumns, ring.next()) {
+      const int now = ahead;
+      ahead = entry(k + N::kColumns + column);
+      const u32 mask = __ballot_sync(~0u, now >= 0) & kAll;
+      const int row = __shfl_sync(~0u, now, N::kRows) * kBlock;
+      const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * kStageBytes;
+      const u32 strip = at + column * N::kStripBytes;
+      const bool whole = kDenseK || kPerColumn == 1;  // one warp has the strip
+      const u32 strip_bytes = mask == 0 ? 0 : whole ? (part == 0 ? N::kStripBytes : 0) : N::kStripBytes / 2;
+      mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
+      if (lane == 0) {
+        barriers.flags[ring.stage][column] = mask;
+        mbarrier::arrive_expect(full, strip_bytes + __popc(mask & mine) * N::kBlockBytes);
+        if (mask != 0) {
+          if constexpr (kDenseK) {
+            if (part == 0) {
+              tma::load(strip, &p.dense, full, row, free, dh, dz);
+            }
+          } else {
+            if (whole || part == 0) {
+              tma::load(strip, &p.dense, full, free, row, dh, dz);
+            }
+            if (whole || part == 1) {
+              tma::load(strip + N::kStripBytes / 2, &p.dense, full, free + 64, row, dh, dz);
+            }
+          }
+        }
+      }
+      const u32 blocks = at + N::kBlocksAt + column * N::kRows * N::kBlockBytes;
+      for (u32 left = mask & mine; left != 0; left &= left - 1) {
+        const int r = __ffs(static_cast<int>(left)) - 1;
+        const int block = __shfl_sync(~0u, now, r);
+        if (lane == 0) {
+          tma::load(blocks + r * N::kBlockBytes, &p.sparse, full, 0, 0, block, sz);
+        }
+      }
+    }
+  }
+}
+
+/// The 64 × kBlock part of a strip that a warpgroup multiplies, as fragments.
+template <int kBlock, bool kDenseK>
+__device__ __forceinline__ void narrow_strip(u32 (&a)[kBlock / 16][4], u32 strip, u32 warpgroup) {
+  constexpr int kLine = Narrow<kBlock>::kLine;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+  for (int q = 0; q < kBlock / 16; ++q) {
+    if constexpr (kDenseK) {
+      const u32 row = 64 * warpgroup + 16 * warp + lane / 8 % 2 * 8 + lane % 8, unit = 2 * q + lane / 16;
+      wgmma::load_pieces(a[q], strip + tma::swizzled<kLine>(row * kLine + unit * 16));
+    } else {
+      const u32 row = 16 * q + lane / 16 * 8 + lane % 8, unit = 2 * warp + lane / 8 % 2;
+      const u32 half = strip + warpgroup * (Narrow<kBlock>::kStripBytes / 2);
+      wgmma::load_pieces_transposed(a[q], half + tma::swizzled<128>(row * 128 + unit * 16));
+    }
+  }
+}
+
+/// Multiplies a strip with the blocks that are there, each into its own columns of the sums.
+template <typename T, int kBlock, bool kSparseK, int kRow = 0>
+__device__ __forceinline__ void narrow_blocks(float (&d)[128], const u32 (&a)[kBlock / 16][4], u32 mask, u64 blocks) {
+  using N = Narrow<kBlock>;
+  constexpr wgmma::Major kB = kSparseK ? wgmma::Major::k : wgmma::Major::mn;
+  if constexpr (kRow < N::kRows) {
+    if ((mask >> kRow & 1) != 0) {
+#pragma unroll
+      for (int q = 0; q < kBlock / 16; ++q) {
+        const u64 b = blocks + (kRow * N::kBlockBytes >> 4) + q * wgmma::kNextK<N::kLine, kB>;
+        wgmma::multiply<T, kBlock, kB, kRow * kBlock / 2>(d, a[q], b);
+      }
+    }
+    narrow_blocks<T, kBlock, kSparseK, kRow + 1>(d, a, mask, blocks);
+  }
+}
+
+template <typename T, int kBlock, bool kSparseK, bool kDenseK>
+__device__ __forceinline__ void narrow_multiply(float (&d)[128], int stages, Barriers& barriers, u32 base,
+                                                Ring<kStages>& ring, u32 warpgroup) {
+  using N = Narrow<kBlock>;
+  for (int n = 0; n < stages; ++n, ring.next()) {
+    mbarrier::wait(shared_address(&barriers.full[ring.stage]), ring.parity);
+    const uint4 flags = *reinterpret_cast<const uint4*>(barriers.flags[ring.stage]);
+    const u32 masks[4] = {flags.x, flags.y, flags.z, flags.w};
+    const u32 at = base + ring.stage * kStageBytes;
+    u32 a[N::kColumns][kBlock / 16][4];
+#pragma unroll
+    for (int c = 0; c < N::kColumns; ++c) {
+      narrow_strip<kBlock, kDenseK>(a[c], at + c * N::kStripBytes, warpgroup);
+    }
+    wgmma::fence();
+#pragma unroll
+    for (int c = 0; c < N::kColumns; ++c) {
+      const u64 blocks = wgmma::descriptor<N::kLine>(at + N::kBlocksAt + c * N::kRows * N::kBlockBytes);
+      narrow_blocks<T, kBlock, kSparseK>(d, a[c], masks[c], blocks);
+    }
+    wgmma::commit();
+    wgmma::wait<0>();
+    release(shared_address(barriers.empty), static_cast<int>(ring.stage));
+  }
+}
+
+/// kSparseK: K is the unit axis of op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit
+/// axis.
+template <typename T, int kBlock, bool kSparseK, bool kDenseK, bool kRows>
+__global__ void __launch_bounds__(kThreads, 1) spmm_narrow(const __grid_constant__ SpmmParams p) {
+  using N = Narrow<kBlock>;
+  extern __shared__ u8 raw[];
+  __shared__ __align__(16) Barriers barriers;
+  const u32 base = (shared_address(raw) + 1023) & ~1023u;
+  init_barriers(barriers, kStages, 4);
+  if (threadIdx.x < 128) {
+    fewer_registers<40>();
+    Ring<kStages> ring(1);
+    for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
+      if (const int index = turn_tile(turn); index < p.total) {
+        narrow_fetch<kBlock, kDenseK>(p, spmm_tile(p, index), barriers, base, ring);
+      }
+    }
+  } else {
+    more_registers<232>();
+    const u32 warpgroup = threadIdx.x / 128 - 1;
+    const u32 buffers = base + kStages * kStageBytes + warpgroup * 2 * kPieceBytes;
+    Ring<kStages> ring(0);
+    for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
+      const int index = turn_tile(turn);
+      if (index >= p.total) {
+        continue;
+      }
+      const SpmmTile t = spmm_tile(p, index);
+      float d[128];
+#pragma unroll
+      for (float& sum : d) {
+        sum = 0.0f;
+      }
+      const int steps = t.segment.last - t.segment.first;
+      const int stages = (steps + N::kColumns - 1) / N::kColumns * p.batches.z_sum * p.batches.h_sum;
+      narrow_multiply<T, kBlock, kSparseK, kDenseK>(d, stages, barriers, base, ring, warpgroup);
+      if (t.segment.partial >= 0) {
+        store_partial(d, p.partials + static_cast<i64>(t.partial) * kPartialFloats);
+        continue;
+      }
+      const int free = t.tile * kTileM + static_cast<int>(warpgroup) * 64;
+      store_tile<T, 4, !kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+        const int row = t.place * kTileN + piece * 64;
+        if (free < p.free) {
+          kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);
+        }
+      });
+    }
+    if (threadIdx.x % 128 == 0) {
+      tma::store_wait();
+    }
+  }
+}
+
+}  // namespace fretwork::block_matmul::hopper

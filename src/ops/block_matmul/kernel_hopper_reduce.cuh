@@ -1,0 +1,35 @@
+// Adds the partial tiles of groups that several CTAs shared, in the order of their segments, and writes the result.
+#pragma once
+
+#include "device/types.cuh"
+#include "ops/block_matmul/params_hopper.cuh"
+
+namespace fretwork::block_matmul::hopper {
+
+/// One CTA of 256 threads per (split, tile, batch); a thread adds the 128 sums that a thread of the product held.
+template <typename T>
+__global__ void __launch_bounds__(256) spmm_reduce(const __grid_constant__ ReduceParams p) {
+  const int split_index = static_cast<int>(blockIdx.x) % p.split_count;
+  const int rest = static_cast<int>(blockIdx.x) / p.split_count;
+  const int tile = rest % p.tiles, batch = rest / p.tiles;
+  const Split split = p.splits[split_index];
+  const int place = split.group % p.groups_per_head, h = split.group / p.groups_per_head + batch % p.heads;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const float* from = p.partials + static_cast<i64>(rest) * p.partial_count * kPartialFloats +
+                      static_cast<i64>(split.first) * kPartialFloats + threadIdx.x;
+  T* out = static_cast<T*>(p.out) + h * p.h_stride + batch / p.heads * p.z_stride;
+  for (int i = 0; i < 128; ++i) {
+    float sum = 0.0f;
+    for (int s = 0; s < split.count; ++s) {
+      sum += from[static_cast<i64>(s) * kPartialFloats + i * 256];
+    }
+    const int m = 16 * warp + lane / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    const i64 row = p.rows_first ? place * kTileM + m : place * kTileN + n;
+    const i64 free = p.rows_first ? tile * p.width + n : tile * kTileM + m;
+    if (row < p.rows && free < p.free && n < p.width) {
+      out[row * p.row_stride + free * p.free_stride] = narrow<T>(sum);
+    }
+  }
+}
+
+}  // namespace fretwork::block_matmul::hopper

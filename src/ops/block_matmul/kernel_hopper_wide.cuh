@@ -1,0 +1,141 @@
+// op(S)·dense for blocks of 64 and 128 on Hopper: the sparse side is M, 128 rows × 256 of the free dimension per CTA.
+// One warp fetches (blocks and strips of the dense operand, 64 of K at a time, four stages), two warpgroups multiply.
+#pragma once
+
+#include "ops/block_matmul/kernel_hopper.cuh"
+
+namespace fretwork::block_matmul::hopper {
+
+/// Fetches the stages of one tile. Blocks of 64: each warpgroup has its own block-row, which may lack the column.
+template <int kWidth, bool kSparseK, bool kDenseK>
+__device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& t, Barriers& barriers, u32 base,
+                                           Ring<kStages>& ring) {
+  const bool small = p.block == 64;
+  for (int part = 0; part < p.batches.z_sum * p.batches.h_sum; ++part) {
+    const int z = t.z + part / p.batches.h_sum, h = t.h + part % p.batches.h_sum;
+    const int sz = z * p.sparse_z, dz = z * p.dense_z, dh = h * p.dense_h;
+    for (int k = t.segment.first; k < t.segment.last; ++k) {
+      const int* step = p.steps + static_cast<i64>(k) * p.stride;
+      const int column = __ldg(step), upper = __ldg(step + 1), lower = small ? __ldg(step + 2) : upper;
+      for (int inner = 0; inner < p.block; inner += 64, ring.next()) {
+        mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
+        const u32 full = shared_address(&barriers.full[ring.stage]);
+        barriers.flags[ring.stage][0] = (upper >= 0 ? 1u : 0u) | (lower >= 0 ? 2u : 0u);
+        mbarrier::arrive_expect(full, kWidth * 128 + (upper >= 0 ? 8192u : 0u) + (lower >= 0 ? 8192u : 0u));
+        const u32 a = base + ring.stage * kStageBytes, b = a + 16384;
+        const int below = small ? 0 : 64;
+        if (upper >= 0) {
+          kSparseK ? tma::load(a, &p.sparse, full, inner, 0, upper, sz)
+                   : tma::load(a, &p.sparse, full, 0, inner, upper, sz);
+        }
+        if (lower >= 0) {
+          kSparseK ? tma::load(a + 8192, &p.sparse, full, inner, below, lower, sz)
+                   : tma::load(a + 8192, &p.sparse, full, below, inner, lower, sz);
+        }
+        const int row = column * p.block + inner, free = t.tile * kWidth;
+        if constexpr (kDenseK) {
+          tma::load(b, &p.dense, full, row, free, dh, dz);
+        } else {
+          for (int c = 0; c < kWidth / 64; ++c) {
+            tma::load(b + c * 8192, &p.dense, full, free + c * 64, row, dh, dz);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// Multiplies the stages of one tile. A stage that products in flight still read is released before a skip as well:
+/// a row without blocks for a whole ring would wait for itself otherwise.
+template <typename T, int kWidth, bool kSparseK, bool kDenseK>
+__device__ __forceinline__ void wide_multiply(float (&d)[128], int stages, Barriers& barriers, u32 base,
+                                              Ring<kStages>& ring, int warpgroup) {
+  using wgmma::Major;
+  constexpr Major kA = kSparseK ? Major::k : Major::mn, kB = kDenseK ? Major::k : Major::mn;
+  const u32 empty = shared_address(barriers.empty);
+  int pending = -1;  // the stage that products in flight still read
+  for (int n = 0; n < stages; ++n, ring.next()) {
+    mbarrier::wait(shared_address(&barriers.full[ring.stage]), ring.parity);
+    const int stage = static_cast<int>(ring.stage);
+    const bool present = (barriers.flags[stage][0] >> warpgroup & 1) != 0;
+    if (present) {
+      const u32 at = base + ring.stage * kStageBytes;
+      const u64 a = wgmma::descriptor<128>(at + warpgroup * 8192, 8192), b = wgmma::descriptor<128>(at + 16384, 8192);
+      wgmma::fence();
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        wgmma::multiply<T, kWidth, kA, kB>(d, a + q * wgmma::kNextK<128, kA>, b + q * wgmma::kNextK<128, kB>);
+      }
+      wgmma::commit();
+      wgmma::wait<1>();
+      release(empty, pending);
+      pending = stage;
+    } else {
+      wgmma::wait<0>();
+      release(empty, pending);
+      pending = -1;
+      release(empty, stage);
+    }
+  }
+  wgmma::wait<0>();
+  release(empty, pending);
+}
+
+/// kWidth: a tile's share of the free dimension, 256, or 128 where there is no more. kSparseK: K is the unit axis of
+/// op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit axis.
+template <typename T, int kWidth, bool kSparseK, bool kDenseK, bool kRows>
+__global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__ SpmmParams p) {
+  extern __shared__ u8 raw[];
+  __shared__ Barriers barriers;
+  const u32 base = (shared_address(raw) + 1023) & ~1023u;
+  init_barriers(barriers, kStages, 1);
+  if (threadIdx.x < 128) {
+    fewer_registers<40>();
+    if (threadIdx.x == 0) {
+      tma::prefetch(&p.sparse);
+      tma::prefetch(&p.dense);
+      tma::prefetch(&p.out);
+      Ring<kStages> ring(1);
+      for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
+        if (const int index = turn_tile(turn); index < p.total) {
+          wide_fetch<kWidth, kSparseK, kDenseK>(p, spmm_tile(p, index), barriers, base, ring);
+        }
+      }
+    }
+  } else {
+    more_registers<232>();
+    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+    const u32 buffers = base + kStages * kStageBytes + warpgroup * 2 * kPieceBytes;
+    Ring<kStages> ring(0);
+    for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
+      const int index = turn_tile(turn);
+      if (index >= p.total) {
+        continue;
+      }
+      const SpmmTile t = spmm_tile(p, index);
+      float d[128];
+#pragma unroll
+      for (float& sum : d) {
+        sum = 0.0f;
+      }
+      const int steps = (t.segment.last - t.segment.first) * p.batches.z_sum * p.batches.h_sum;
+      wide_multiply<T, kWidth, kSparseK, kDenseK>(d, steps * (p.block / 64), barriers, base, ring, warpgroup);
+      if (t.segment.partial >= 0) {
+        store_partial(d, p.partials + static_cast<i64>(t.partial) * kPartialFloats);
+        continue;
+      }
+      const int row = t.place * kTileM + warpgroup * 64;
+      store_tile<T, kWidth / 64, kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+        const int free = t.tile * kWidth + piece * 64;
+        if (free < p.free) {
+          kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);
+        }
+      });
+    }
+    if (threadIdx.x % 128 == 0) {
+      tma::store_wait();
+    }
+  }
+}
+
+}  // namespace fretwork::block_matmul::hopper

@@ -1,0 +1,69 @@
+// What the Hopper kernels of the block products are launched with. Host and device share it, so it holds plain data.
+#pragma once
+
+namespace fretwork::block_matmul::hopper {
+
+struct alignas(64) Map {
+  unsigned long long opaque[16];
+};
+
+/// As in SpmmPlan.
+struct Segment {
+  int group, first, last, partial;
+};
+struct Split {
+  int group, first, count;
+};
+
+/// A CTA computes 128 × 256 of the result at a time, and a thread holds 128 sums of it.
+inline constexpr int kTileM = 128, kTileN = 256, kThreads = 384;
+inline constexpr int kPartialFloats = kTileM * kTileN;
+
+/// Batches: z counts results, and z_sum batches are added into each; one of them is 1. A dense or sparse operand that
+/// is broadcast along z or h has a 0 where others have a 1.
+struct Batches {
+  int heads;  ///< results along h that one segment stands for (1 when the layout has a head for each)
+  int z_sum, h_sum;
+};
+
+struct SpmmParams {
+  Map sparse;  ///< (unit axis, other axis of a block, packed block, z)
+  Map dense;   ///< (unit axis, other axis, h, z)
+  Map out;     ///< the same
+  const int* steps;
+  const Segment* segments;
+  float* partials;
+  int block, stride, groups_per_head;
+  int segment_count, share;  ///< `share` segments walk the tiles of the free dimension together
+  int tiles, free, total, partial_count;
+  Batches batches;
+  int sparse_z, dense_z, dense_h;
+};
+
+struct ReduceParams {
+  void* out;
+  const float* partials;
+  const Split* splits;
+  int groups_per_head, tiles, heads, partial_count, split_count;
+  int rows_first;  ///< 1: a tile is rows × free; 0: free × rows
+  int width;       ///< columns of a tile that count
+  long long rows, free, row_stride, free_stride, h_stride, z_stride;
+};
+
+/// One tile of an sdd: up to `count` blocks that follow each other in a block-row.
+struct Strip {
+  int head, row, first, count;
+};
+
+struct SddParams {
+  Map left, right;  ///< (unit axis, other axis, h, z)
+  void* out;
+  long long out_z, out_block;  ///< strides in elements; rows of a block are out_row apart and contiguous
+  const Strip* strips;
+  const int* columns;  ///< block column of each packed block
+  int strip_count, total, out_row, depth;
+  Batches batches;
+  int left_z, left_h, right_z, right_h;
+};
+
+}  // namespace fretwork::block_matmul::hopper

@@ -1,0 +1,176 @@
+// Softmax over the stored entries of each row: what it accepts, and which backend runs it.
+#include <string>
+#include <vector>
+
+#include "fretwork/error.h"
+#include "ops/block_softmax/problem.h"
+
+namespace fretwork {
+namespace {
+
+using block_softmax_op::BackwardProblem;
+using block_softmax_op::Dense;
+using block_softmax_op::Packed;
+using block_softmax_op::Problem;
+
+constexpr const char* kForward = "block_softmax";
+constexpr const char* kBackward = "block_softmax_backward";
+constexpr const char* kFloating = "float64, float32, float16 or bfloat16";
+
+void check_device(const char* op, const char* argument, const TensorView& tensor, const Context& context) {
+  if (tensor.device != context.device) {
+    throw Error(op, argument, "a tensor on " + name_of(context.device), "one on " + name_of(tensor.device));
+  }
+}
+
+void check_floating(const char* op, const char* argument, const TensorView& tensor) {
+  if (!is_floating(tensor.dtype)) {
+    throw Error(op, argument, kFloating, name_of(tensor.dtype));
+  }
+}
+
+/// The batch of packed values of `layout`, 1 where they have no Z.
+std::int64_t check_packed(const char* op, const char* argument, const TensorView& tensor, const BlockLayout& layout) {
+  const auto& s = layout.sizes();
+  const bool right = (tensor.rank == 3 || tensor.rank == 4) && tensor.size(-3) == layout.nnz() &&
+                     tensor.size(-2) == s.block_rows && tensor.size(-1) == s.block_cols;
+  if (!right) {
+    const std::string blocks =
+        std::to_string(layout.nnz()) + ", " + std::to_string(s.block_rows) + ", " + std::to_string(s.block_cols) + ")";
+    throw Error(op, argument, "shape (Z, " + blocks + " or (" + blocks, shape_text(tensor.shape()));
+  }
+  return tensor.size(-4);
+}
+
+/// A tensor that must look like `like`, which has passed its checks.
+void check_same(const char* op, const char* argument, const TensorView& tensor, const TensorView& like,
+                const Context& context) {
+  if (tensor.dtype != like.dtype) {
+    throw Error(op, argument, name_of(like.dtype), name_of(tensor.dtype));
+  }
+  if (shape_text(tensor.shape()) != shape_text(like.shape())) {
+    throw Error(op, argument, "shape " + shape_text(like.shape()), shape_text(tensor.shape()));
+  }
+  check_device(op, argument, tensor, context);
+}
+
+Packed packed(const TensorView& t) { return {t.data, t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1)}; }
+
+std::vector<std::int64_t> dense_shape(const BlockLayout& layout, std::int64_t batch) {
+  const auto& s = layout.sizes();
+  return {batch, s.heads, s.rows * s.block_rows, s.cols * s.block_cols};
+}
+
+/// rpe or its gradient: at most four dimensions, each 1 or the full one.
+Dense check_rpe(const char* op, const char* argument, const TensorView& t, const BlockLayout& layout,
+                std::int64_t batch, const Context& context) {
+  check_floating(op, argument, t);
+  const auto full = dense_shape(layout, batch);
+  bool right = t.rank <= 4;
+  for (int d = 1; right && d <= t.rank; ++d) {
+    right = t.size(-d) == 1 || t.size(-d) == full[static_cast<std::size_t>(4 - d)];
+  }
+  if (!right) {
+    throw Error(op, argument, "a shape that broadcasts to " + shape_text(full), shape_text(t.shape()));
+  }
+  check_device(op, argument, t, context);
+  return {t.data, t.dtype, t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1), MaskMode::add};
+}
+
+void check_mask(const char* argument, const TensorView& t, const Context& context) {
+  if (!is_floating(t.dtype) && t.dtype != DType::boolean) {
+    throw Error(kForward, argument, "bool, float64, float32, float16 or bfloat16", name_of(t.dtype));
+  }
+  check_device(kForward, argument, t, context);
+}
+
+Dense check_key_padding(const TensorView& t, const BlockLayout& layout, std::int64_t batch, MaskMode mode,
+                        const Context& context) {
+  const auto full = dense_shape(layout, batch);
+  if (t.rank != 2 || t.size(0) != batch || t.size(1) != full[3]) {
+    throw Error(kForward, "key_padding_mask", "shape " + shape_text(std::vector{batch, full[3]}),
+                shape_text(t.shape()));
+  }
+  check_mask("key_padding_mask", t, context);
+  return {t.data, t.dtype, t.stride(0), 0, 0, t.stride(1), mode};
+}
+
+Dense check_attn_mask(const TensorView& t, const BlockLayout& layout, MaskMode mode, const Context& context) {
+  const auto full = dense_shape(layout, 1);
+  if ((t.rank != 2 && t.rank != 3) || t.size(-1) != full[3] || t.size(-2) != full[2] ||
+      (t.rank == 3 && t.size(0) != full[1])) {
+    throw Error(kForward, "attn_mask",
+                "shape " + shape_text(std::vector{full[2], full[3]}) + " or " +
+                    shape_text(std::vector{full[1], full[2], full[3]}),
+                shape_text(t.shape()));
+  }
+  check_mask("attn_mask", t, context);
+  return {t.data, t.dtype, 0, t.stride(-3), t.stride(-2), t.stride(-1), mode};
+}
+
+Problem check_forward(const TensorView& values, const BlockLayout& layout, const TensorView& out,
+                      const Context& context, const SoftmaxOptions& options) {
+  Problem problem;
+  problem.batch = check_packed(kForward, "values", values, layout);
+  check_floating(kForward, "values", values);
+  check_device(kForward, "values", values, context);
+  check_same(kForward, "out", out, values, context);
+  problem.dtype = values.dtype;
+  problem.layout = &layout;
+  problem.scale = options.scale;
+  problem.values = packed(values);
+  problem.out = packed(out);
+  if (options.rpe != nullptr) {
+    problem.rpe = check_rpe(kForward, "rpe", *options.rpe, layout, problem.batch, context);
+  }
+  if (options.key_padding_mask != nullptr) {
+    problem.key_padding =
+        check_key_padding(*options.key_padding_mask, layout, problem.batch, options.key_padding_mask_mode, context);
+  }
+  if (options.attn_mask != nullptr) {
+    problem.attn = check_attn_mask(*options.attn_mask, layout, options.attn_mask_mode, context);
+  }
+  return problem;
+}
+
+BackwardProblem check_backward(const TensorView& out, const TensorView& d_out, const BlockLayout& layout, double scale,
+                               const TensorView& d_values, const TensorView* d_rpe, const Context& context) {
+  BackwardProblem problem;
+  problem.batch = check_packed(kBackward, "out", out, layout);
+  check_floating(kBackward, "out", out);
+  check_device(kBackward, "out", out, context);
+  check_same(kBackward, "d_out", d_out, out, context);
+  check_same(kBackward, "d_values", d_values, out, context);
+  problem.dtype = out.dtype;
+  problem.layout = &layout;
+  problem.scale = scale;
+  problem.out = packed(out);
+  problem.d_out = packed(d_out);
+  problem.d_values = packed(d_values);
+  if (d_rpe != nullptr) {
+    problem.d_rpe = check_rpe(kBackward, "d_rpe", *d_rpe, layout, problem.batch, context);
+    problem.rpe_sizes = {d_rpe->size(-4), d_rpe->size(-3), d_rpe->size(-2), d_rpe->size(-1)};
+  }
+  return problem;
+}
+
+}  // namespace
+
+void block_softmax(const TensorView& values, const BlockLayout& layout, const TensorView& out, Context& context,
+                   const SoftmaxOptions& options) {
+  const Problem problem = check_forward(values, layout, out, context, options);
+  if (problem.batch * layout.nnz() == 0) {
+    return;
+  }
+  context.device.type == DeviceType::cuda ? block_softmax_op::cuda::forward(problem, context)
+                                          : block_softmax_op::cpu::forward(problem, context);
+}
+
+void block_softmax_backward(const TensorView& out, const TensorView& d_out, const BlockLayout& layout, double scale,
+                            const TensorView& d_values, const TensorView* d_rpe, Context& context) {
+  const BackwardProblem problem = check_backward(out, d_out, layout, scale, d_values, d_rpe, context);
+  context.device.type == DeviceType::cuda ? block_softmax_op::cuda::backward(problem, context)
+                                          : block_softmax_op::cpu::backward(problem, context);
+}
+
+}  // namespace fretwork

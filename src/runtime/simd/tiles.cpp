@@ -1,0 +1,314 @@
+// The tile multiplier on Highway: compiled once per instruction set, chosen at run time.
+#include "runtime/simd/tiles.h"
+
+#include <algorithm>
+#include <bit>
+#include <type_traits>
+
+// Accumulators are arrays of vectors, which types of unknown size do not allow. The other two would add nothing here.
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3 | HWY_AVX3_DL)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "runtime/simd/tiles.cpp"
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include <hwy/highway.h>
+
+#ifndef FRETWORK_RUNTIME_SIMD_TILES_TYPES
+#define FRETWORK_RUNTIME_SIMD_TILES_TYPES
+namespace fretwork::simd {
+
+/// 16-bit elements as they lie in memory, and their conversions one at a time.
+struct F16 {
+  std::uint16_t bits;
+  float wide() const { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
+  static F16 round(float value) { return {std::bit_cast<std::uint16_t>(static_cast<_Float16>(value))}; }
+};
+struct Bf16 {
+  std::uint16_t bits;
+  float wide() const { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+  static Bf16 round(float value) {
+    const auto word = std::bit_cast<std::uint32_t>(value);
+    const bool nan = (word & 0x7fffffff) > 0x7f800000;
+    return {static_cast<std::uint16_t>(nan ? word >> 16 | 0x40 : (word + 0x7fff + (word >> 16 & 1)) >> 16)};
+  }
+};
+
+}  // namespace fretwork::simd
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace fretwork::simd::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+#if HWY_TARGET == HWY_AVX3 || HWY_ARCH_ARM_A64
+constexpr int kRows = 8;  // 8 × 3 sums fill 24 of 32 registers
+#else
+constexpr int kRows = 4;  // 4 × 3 sums fill 12 of 16
+#endif
+// Highway's own emulation of half conversions does not round to nearest even: those targets convert one by one.
+constexpr bool kHasHalf = HWY_TARGET < HWY_SSE4 || HWY_ARCH_ARM_A64;
+/// Elements in 128 bits: the side of the squares that are transposed in registers.
+template <typename T>
+constexpr std::int64_t kSquare = HWY_TARGET == HWY_SCALAR ? 1 : 16 / sizeof(T);
+/// Depth packed at a time, so that what is written scattered stays in the first-level cache.
+constexpr std::int64_t kPackDepth = 64;
+
+template <typename T, typename In>
+T Widen(In value) {
+  if constexpr (std::is_same_v<T, In>) {
+    return value;
+  } else {
+    return value.wide();
+  }
+}
+
+template <typename Out, typename T>
+Out Narrow(T value) {
+  if constexpr (std::is_same_v<T, Out>) {
+    return value;
+  } else {
+    return Out::round(value);
+  }
+}
+
+template <class D, typename In>
+HWY_INLINE hn::Vec<D> LoadAs(D d, const In* from) {
+  using T = hn::TFromD<D>;
+  if constexpr (std::is_same_v<In, T>) {
+    return hn::LoadU(d, from);
+  } else if constexpr (std::is_same_v<In, Bf16>) {
+    const hn::Rebind<std::uint32_t, D> du;
+    const hn::Rebind<std::uint16_t, D> d16;
+    return hn::BitCast(
+        d, hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(from)))));
+  } else if constexpr (kHasHalf) {
+    const hn::Rebind<hwy::float16_t, D> d16;
+    return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
+  } else {
+    HWY_ALIGN T wide[hn::MaxLanes(D())];
+    for (std::size_t n = 0; n < hn::MaxLanes(D()); ++n) {
+      wide[n] = from[n].wide();
+    }
+    return hn::Load(d, wide);
+  }
+}
+
+template <class D, typename V, typename T>
+HWY_INLINE void Write(D d, V v, T* to, bool stream) {
+  stream ? hn::Stream(v, d, to) : hn::StoreU(v, d, to);
+}
+
+template <bool kStream = false, class D, typename Out>
+HWY_INLINE void StoreAs(D d, hn::Vec<D> v, Out* to) {
+  using T = hn::TFromD<D>;
+  if constexpr (std::is_same_v<Out, T>) {
+    Write(d, v, to, kStream);
+  } else if constexpr (std::is_same_v<Out, Bf16>) {
+    const hn::Rebind<std::uint32_t, D> du;
+    const hn::Rebind<std::int32_t, D> di;
+    const hn::Rebind<std::uint16_t, D> d16;
+    const auto word = hn::BitCast(du, v);
+    const auto high = hn::ShiftRight<16>(word);
+    const auto odd = hn::And(high, hn::Set(du, 1u));
+    const auto rounded = hn::ShiftRight<16>(hn::Add(word, hn::Add(odd, hn::Set(du, 0x7fffu))));
+    const auto quiet = hn::Or(high, hn::Set(du, 0x40u));
+    const auto bits = hn::IfThenElse(hn::RebindMask(du, hn::Ne(v, v)), quiet, rounded);
+    Write(d16, hn::DemoteTo(d16, hn::BitCast(di, bits)), reinterpret_cast<std::uint16_t*>(to), kStream);
+  } else if constexpr (kHasHalf) {
+    const hn::Rebind<hwy::float16_t, D> d16;
+    Write(d16, hn::DemoteTo(d16, v), reinterpret_cast<hwy::float16_t*>(to), kStream);
+  } else {
+    HWY_ALIGN T wide[hn::MaxLanes(D())];
+    hn::Store(v, d, wide);
+    for (std::size_t n = 0; n < hn::MaxLanes(D()); ++n) {
+      to[n] = Out::round(wide[n]);
+    }
+  }
+}
+
+/// Reads a square whose lines lie `from_stride` apart and writes its transpose, lines `to_stride` apart.
+template <typename T, typename In, typename Out>
+HWY_INLINE void Transpose(const In* from, std::int64_t from_stride, Out* to, std::int64_t to_stride) {
+  const hn::CappedTag<T, static_cast<std::size_t>(kSquare<T>)> d;
+#if HWY_TARGET == HWY_SCALAR
+  (void)from_stride, (void)to_stride;
+  StoreAs(d, LoadAs(d, from), to);
+#else
+  const auto a = LoadAs(d, from), b = LoadAs(d, from + from_stride);
+  if constexpr (kSquare<T> == 2) {
+    StoreAs(d, hn::InterleaveLower(d, a, b), to);
+    StoreAs(d, hn::InterleaveUpper(d, a, b), to + to_stride);
+  } else {
+    const auto c = LoadAs(d, from + 2 * from_stride), e = LoadAs(d, from + 3 * from_stride);
+    const auto ab_low = hn::InterleaveLower(d, a, b), ab_high = hn::InterleaveUpper(d, a, b);
+    const auto ce_low = hn::InterleaveLower(d, c, e), ce_high = hn::InterleaveUpper(d, c, e);
+    StoreAs(d, hn::ConcatLowerLower(d, ce_low, ab_low), to);
+    StoreAs(d, hn::ConcatUpperUpper(d, ce_low, ab_low), to + to_stride);
+    StoreAs(d, hn::ConcatLowerLower(d, ce_high, ab_high), to + 2 * to_stride);
+    StoreAs(d, hn::ConcatUpperUpper(d, ce_high, ab_high), to + 3 * to_stride);
+  }
+#endif
+}
+
+/// out[0, count) = from[0, count), converted.
+template <typename T, typename In, typename Out>
+HWY_INLINE void Copy(const In* from, std::int64_t count, Out* out) {
+  const hn::ScalableTag<T> d;
+  const hn::CappedTag<T, static_cast<std::size_t>(kSquare<T>)> small;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  std::int64_t n = 0;
+  for (; n + kLanes <= count; n += kLanes) {
+    StoreAs(d, LoadAs(d, from + n), out + n);
+  }
+  for (; n + kSquare<T> <= count; n += kSquare<T>) {
+    StoreAs(small, LoadAs(small, from + n), out + n);
+  }
+  for (; n < count; ++n) {
+    out[n] = Narrow<Out>(Widen<T>(from[n]));
+  }
+}
+
+/// out(r, c) = from(r, c), converted, whichever way the two lie. `out` or `from` is contiguous in c.
+template <typename T, typename In, typename Out>
+void Convert(const In* from, std::int64_t from_row, std::int64_t from_col, std::int64_t rows, std::int64_t cols,
+             Out* out, std::int64_t out_row, std::int64_t out_col) {
+  if (from_col == 1 && out_col == 1) {
+    for (std::int64_t r = 0; r < rows; ++r) {
+      Copy<T>(from + r * from_row, cols, out + r * out_row);
+    }
+    return;
+  }
+  constexpr std::int64_t kSide = kSquare<T>;
+  // Contiguous along rows on one side and along columns on the other: squares go through registers.
+  const bool turn_in = from_row == 1 && out_col == 1, turn_out = from_col == 1 && out_row == 1;
+  const std::int64_t square_rows = turn_in || turn_out ? rows - rows % kSide : 0;
+  const std::int64_t square_cols = turn_in || turn_out ? cols - cols % kSide : 0;
+  for (std::int64_t c = 0; c < square_cols; c += kSide) {
+    for (std::int64_t r = 0; r < square_rows; r += kSide) {
+      Transpose<T>(from + r * from_row + c * from_col, turn_in ? from_col : from_row, out + r * out_row + c * out_col,
+                   turn_in ? out_row : out_col);
+    }
+  }
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (std::int64_t c = r < square_rows ? square_cols : 0; c < cols; ++c) {
+      out[r * out_row + c * out_col] = Narrow<Out>(Widen<T>(from[r * from_row + c * from_col]));
+    }
+  }
+}
+
+template <typename In, typename T>
+void Pack(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, void* out) {
+  for (std::int64_t k = 0; k < depth; k += kPackDepth) {
+    const std::int64_t count = std::min(kPackDepth, depth - k);
+    T* const panel = static_cast<T*>(out) + k * width;
+    Convert<T>(static_cast<const In*>(from.data) + k * from.row_stride, from.row_stride, from.col_stride, count, cols,
+               panel, width, 1);
+    for (std::int64_t r = 0; cols < width && r < count; ++r) {
+      std::fill(panel + r * width + cols, panel + (r + 1) * width, T{0});
+    }
+  }
+}
+
+/// Copy() past the caches: whole vectors between aligned ends.
+template <typename T, typename Out>
+void Stream(const T* from, std::int64_t count, Out* out) {
+  const hn::ScalableTag<T> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  constexpr std::uintptr_t kLine = 64;
+  const auto ahead = static_cast<std::int64_t>((-reinterpret_cast<std::uintptr_t>(out) % kLine) / sizeof(Out));
+  const std::int64_t head = std::min(ahead, count);
+  Copy<T>(from, head, out);
+  std::int64_t n = head;
+  for (; n + kLanes <= count; n += kLanes) {
+    StoreAs<true>(d, hn::LoadU(d, from + n), out + n);
+  }
+  Copy<T>(from + n, count - n, out + n);
+}
+
+template <typename Out, typename T>
+void Store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols, const Place& to,
+           bool stream) {
+  if (stream && to.col_stride == 1) {
+    for (std::int64_t r = 0; r < rows; ++r) {
+      Stream(static_cast<const T*>(sums) + r * sum_stride, cols, static_cast<Out*>(to.data) + r * to.row_stride);
+    }
+    return;
+  }
+  Convert<T>(static_cast<const T*>(sums), sum_stride, 1, rows, cols, static_cast<Out*>(to.data), to.row_stride,
+             to.col_stride);
+}
+
+template <typename T, int kVectors>
+void Multiply(const Product& p) {
+  const hn::ScalableTag<T> d;
+  using V = hn::Vec<decltype(d)>;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  constexpr std::int64_t kWidth = kVectors * kLanes;
+  T* const sums = static_cast<T*>(p.sums);
+  V sum[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) {
+      sum[i][v] = p.add ? hn::LoadU(d, sums + i * p.sum_stride + v * kLanes) : hn::Zero(d);
+    }
+  }
+  const std::int64_t row = p.row_stride, step = p.step_stride;
+  for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
+    const T* left = static_cast<const T*>(term->left);
+    const T* right = static_cast<const T*>(term->right);
+    for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
+      V b[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        b[v] = hn::LoadU(d, right + v * kLanes);
+      }
+      for (int i = 0; i < kRows; ++i) {
+        const V a = hn::Set(d, left[i * row]);
+        for (int v = 0; v < kVectors; ++v) {
+          sum[i][v] = hn::MulAdd(a, b[v], sum[i][v]);
+        }
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) {
+      hn::StoreU(sum[i][v], d, sums + i * p.sum_stride + v * kLanes);
+    }
+  }
+}
+
+template <typename In, typename T>
+constexpr Tiles Table() {
+  return {kRows,
+          static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<T>())),
+          1,
+          sizeof(T),
+          sizeof(T),
+          !std::is_same_v<In, T>,
+          &Pack<In, T>,
+          {&Multiply<T, 1>, &Multiply<T, 2>, &Multiply<T, 3>},
+          &Store<In, T>};
+}
+
+const Tiles* For(DType dtype) {
+  static constexpr Tiles f64 = Table<double, double>(), f32 = Table<float, float>(), f16 = Table<F16, float>(),
+                         bf16 = Table<Bf16, float>();
+  return dtype == DType::f64 ? &f64 : dtype == DType::f32 ? &f32 : dtype == DType::f16 ? &f16 : &bf16;
+}
+
+}  // namespace fretwork::simd::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fretwork::simd {
+HWY_EXPORT(For);
+
+const Tiles& tiles(DType dtype) {
+  if (dtype == DType::bf16) {
+    if (const Tiles* paired = paired_bf16_tiles()) {
+      return *paired;
+    }
+  }
+  return *HWY_DYNAMIC_DISPATCH(For)(dtype);
+}
+
+}  // namespace fretwork::simd
+#endif

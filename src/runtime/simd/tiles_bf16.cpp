@@ -1,0 +1,203 @@
+// bf16 tiles for CPUs that multiply pairs of bf16 (AVX512-BF16): half the panel and twice the rate of widened fp32.
+#include "runtime/simd/tiles.h"
+
+#if defined(__x86_64__)
+
+// GCC 12 warns about its own intrinsics, which leave registers undefined on purpose.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+
+#define FRETWORK_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+
+namespace fretwork::simd {
+namespace {
+
+constexpr std::int64_t kRows = 8, kLanes = 16, kGroup = 2;
+/// Pairs packed at a time, so that what is written scattered stays in the first-level cache.
+constexpr std::int64_t kPackPairs = 32;
+using Bits = std::uint16_t;
+using Pair = std::uint32_t;
+
+template <int kVectors>
+FRETWORK_TARGET void multiply(const Product& p) {
+  constexpr std::int64_t kWidth = kVectors * kLanes;
+  float* const sums = static_cast<float*>(p.sums);
+  __m512 sum[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) {
+      sum[i][v] = p.add ? _mm512_loadu_ps(sums + i * p.sum_stride + v * kLanes) : _mm512_setzero_ps();
+    }
+  }
+  const std::int64_t row = p.row_stride, step = p.step_stride;
+  for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
+    const Bits* left = static_cast<const Bits*>(term->left);
+    const Pair* right = static_cast<const Pair*>(term->right);
+    for (const Pair* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
+      __m512bh b[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        b[v] = (__m512bh)_mm512_loadu_si512(right + v * kLanes);
+      }
+      for (int i = 0; i < kRows; ++i) {
+        int pair;
+        std::memcpy(&pair, left + i * row, sizeof pair);
+        const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+        for (int v = 0; v < kVectors; ++v) {
+          sum[i][v] = _mm512_dpbf16_ps(sum[i][v], a, b[v]);
+        }
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) {
+      _mm512_storeu_ps(sums + i * p.sum_stride + v * kLanes, sum[i][v]);
+    }
+  }
+}
+
+/// out[j] = (upper[j], lower[j]) for j < cols, zeros up to width; `lower` may be null: zeros.
+FRETWORK_TARGET void interleave(const Bits* upper, const Bits* lower, std::int64_t cols, std::int64_t width,
+                                Pair* out) {
+  std::int64_t j = 0;
+  for (; j + kLanes <= cols && lower != nullptr; j += kLanes) {
+    const __m512i first = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(upper + j)));
+    const __m512i second = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(lower + j)));
+    _mm512_storeu_si512(out + j, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+  }
+  for (; j < width; j += kLanes) {
+    const auto some = [](std::int64_t n, std::int64_t whole) {
+      return static_cast<std::uint32_t>((std::uint64_t{1} << std::clamp<std::int64_t>(n, 0, whole)) - 1);
+    };
+    const auto read = static_cast<__mmask16>(some(cols - j, kLanes));
+    const auto write = static_cast<__mmask16>(some(width - j, kLanes));
+    const __m512i first = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(read, upper + j));
+    const __m512i second =
+        lower == nullptr ? _mm512_setzero_si512() : _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(read, lower + j));
+    _mm512_mask_storeu_epi32(out + j, write, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+  }
+}
+
+/// Four neighbouring pairs of each of four columns, to four rows of pairs.
+FRETWORK_TARGET void transpose_pairs(const Bits* from, std::int64_t col_stride, Pair* out, std::int64_t width) {
+  const auto load = [&](std::int64_t j) FRETWORK_TARGET {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j * col_stride));
+  };
+  const auto store = [&](std::int64_t k, __m128i v)
+                         FRETWORK_TARGET { _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k * width), v); };
+  const __m128i a = load(0), b = load(1), c = load(2), d = load(3);
+  const __m128i ab_low = _mm_unpacklo_epi32(a, b), ab_high = _mm_unpackhi_epi32(a, b);
+  const __m128i cd_low = _mm_unpacklo_epi32(c, d), cd_high = _mm_unpackhi_epi32(c, d);
+  store(0, _mm_unpacklo_epi64(ab_low, cd_low));
+  store(1, _mm_unpackhi_epi64(ab_low, cd_low));
+  store(2, _mm_unpacklo_epi64(ab_high, cd_high));
+  store(3, _mm_unpackhi_epi64(ab_high, cd_high));
+}
+
+/// Rows of pairs [0, pairs) when memory is contiguous along the depth, or not at all (then squares is 0).
+FRETWORK_TARGET void pack_columns(const Bits* from, const Place& place, std::int64_t depth, std::int64_t cols,
+                                  std::int64_t width, Pair* out) {
+  const std::int64_t pairs = (depth + 1) / kGroup;
+  const std::int64_t square_pairs = place.row_stride == 1 ? depth / (4 * kGroup) * 4 : 0;
+  const std::int64_t square_cols = square_pairs > 0 ? cols / 4 * 4 : 0;
+  for (std::int64_t j = 0; j < square_cols; j += 4) {
+    for (std::int64_t k = 0; k < square_pairs; k += 4) {
+      transpose_pairs(from + k * kGroup + j * place.col_stride, place.col_stride, out + k * width + j, width);
+    }
+  }
+  for (std::int64_t k = 0; k < pairs; ++k) {
+    const bool whole = k * kGroup + 1 < depth;
+    for (std::int64_t j = k < square_pairs ? square_cols : 0; j < width; ++j) {
+      const Bits* const at = from + k * kGroup * place.row_stride + j * place.col_stride;
+      const Pair first = j < cols ? at[0] : 0, second = j < cols && whole ? at[place.row_stride] : 0;
+      out[k * width + j] = first | second << 16;
+    }
+  }
+}
+
+FRETWORK_TARGET void pack(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, void* out) {
+  for (std::int64_t k = 0; k < depth; k += kPackPairs * kGroup) {
+    const std::int64_t count = std::min(kPackPairs * kGroup, depth - k);
+    const Bits* const data = static_cast<const Bits*>(from.data) + k * from.row_stride;
+    Pair* const panel = static_cast<Pair*>(out) + k / kGroup * width;
+    if (from.col_stride != 1) {
+      pack_columns(data, from, count, cols, width, panel);
+      continue;
+    }
+    for (std::int64_t n = 0; n < count; n += kGroup) {
+      const Bits* const upper = data + n * from.row_stride;
+      interleave(upper, n + 1 < count ? upper + from.row_stride : nullptr, cols, width, panel + n / kGroup * width);
+    }
+  }
+}
+
+/// vcvtneps2bf16 would flush denormals; integers round them right.
+FRETWORK_TARGET inline __m256i round16(__m512 v) {
+  const __m512i word = _mm512_castps_si512(v), high = _mm512_srli_epi32(word, 16);
+  const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+  const __m512i near = _mm512_add_epi32(word, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m512i bits = _mm512_mask_or_epi32(_mm512_srli_epi32(near, 16), nan, high, _mm512_set1_epi32(0x40));
+  return _mm512_cvtepi32_epi16(bits);
+}
+
+FRETWORK_TARGET void store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols,
+                           const Place& to, bool stream) {
+  Bits* const out = static_cast<Bits*>(to.data);
+  const float* const from = static_cast<const float*>(sums);
+  if (to.col_stride == 1) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      Bits* const line = out + i * to.row_stride;
+      if (stream && reinterpret_cast<std::uintptr_t>(line) % 32 == 0 && cols % kLanes == 0) {
+        for (std::int64_t j = 0; j < cols; j += kLanes) {
+          _mm256_stream_si256(reinterpret_cast<__m256i*>(line + j),
+                              round16(_mm512_loadu_ps(from + i * sum_stride + j)));
+        }
+        continue;
+      }
+      for (std::int64_t j = 0; j < cols; j += kLanes) {
+        const auto mask = static_cast<__mmask16>((1u << std::min(kLanes, cols - j)) - 1u);
+        _mm256_mask_storeu_epi16(out + i * to.row_stride + j, mask,
+                                 round16(_mm512_loadu_ps(from + i * sum_stride + j)));
+      }
+    }
+    return;
+  }
+  for (std::int64_t first_row = 0; first_row < rows; first_row += kRows) {
+    for (std::int64_t first = 0; first < cols; first += kLanes) {
+      const std::int64_t height = std::min(kRows, rows - first_row);
+      alignas(64) Bits rounded[kRows][kLanes];
+      for (std::int64_t i = 0; i < height; ++i) {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(rounded[i]),
+                           round16(_mm512_loadu_ps(from + (first_row + i) * sum_stride + first)));
+      }
+      for (std::int64_t j = 0; j < std::min(kLanes, cols - first); ++j) {
+        for (std::int64_t i = 0; i < height; ++i) {
+          out[(first_row + i) * to.row_stride + (first + j) * to.col_stride] = rounded[i][j];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+const Tiles* paired_bf16_tiles() {
+  static constexpr Tiles table{kRows,         kLanes, kGroup, sizeof(Bits),
+                               sizeof(float), false,  &pack,  {&multiply<1>, &multiply<2>, &multiply<3>},
+                               &store};
+  static const bool supported = __builtin_cpu_supports("avx512bf16") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+                                __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
+  return supported ? &table : nullptr;
+}
+
+}  // namespace fretwork::simd
+
+#else
+
+namespace fretwork::simd {
+const Tiles* paired_bf16_tiles() { return nullptr; }
+}  // namespace fretwork::simd
+
+#endif

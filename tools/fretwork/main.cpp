@@ -1,0 +1,102 @@
+// The program: reads the command line, runs one command, and turns what goes wrong into one line and an exit code.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "commands.h"
+#include "fretwork/error.h"
+
+namespace fretwork::cli {
+namespace {
+
+constexpr int kFailed = 1, kBadUsage = 2;
+
+int complain(int code, std::string text) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  fmt::print(stderr, "fretwork: {}\n", text);
+  return code;
+}
+
+/// The innermost command that was typed.
+const CLI::App& typed_command(const CLI::App& app) {
+  const auto chosen = app.get_subcommands();
+  return chosen.empty() ? app : typed_command(*chosen.front());
+}
+
+/// "fretwork cache clear".
+std::string full_name(const CLI::App& command) {
+  const CLI::App* const parent = command.get_parent();
+  return parent == nullptr ? command.get_name() : full_name(*parent) + " " + command.get_name();
+}
+
+/// A command that is missing or unknown: names those there are.
+std::string expected_command(const CLI::App& command) {
+  std::string names;
+  for (const CLI::App* one : command.get_subcommands([](const CLI::App*) { return true; })) {
+    names += (names.empty() ? "" : ", ") + one->get_name();
+  }
+  const auto extra = command.remaining();
+  return fmt::format("expected one of {}, got {}", names, extra.empty() ? "nothing" : extra.front());
+}
+
+int explain(const CLI::App& app, const CLI::ParseError& error) {
+  if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) {
+    return app.exit(error);  // --help and --version
+  }
+  const CLI::App& command = typed_command(app);
+  const bool no_command = command.get_require_subcommand_min() > 0;
+  return complain(kBadUsage, fmt::format("{} (try: {} --help)", no_command ? expected_command(command) : error.what(),
+                                         full_name(command)));
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Regular sparsity for deep learning: block layouts and the operators on them.", "fretwork");
+  app.set_version_flag("--version", std::string("fretwork ") + FRETWORK_VERSION);
+  app.footer(
+      "Examples:\n"
+      "  fretwork info\n"
+      "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
+      "  fretwork bench block --n 2048 --block 32,64 --density 0.5,0.1\n"
+      "  fretwork compile --arch sm_90a\n"
+      "Exit codes: 0 done, 1 something failed, 2 bad usage. `fretwork COMMAND --help` says more.");
+  app.require_subcommand(1);
+  add_info(app);
+  add_show(app);
+  add_bench(app);
+  add_compile(app);
+  add_cache(app);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return explain(app, error);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace fretwork::cli
+
+int main(int argc, char** argv) {
+  using namespace fretwork::cli;
+  // A reader that leaves early (| head) ends the program quietly, also where the parent ignores the signal.
+  std::signal(SIGPIPE, SIG_DFL);
+  try {
+    const int code = run(argc, argv);
+    if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+      return complain(kFailed, std::string("standard output: ") + std::strerror(errno));
+    }
+    return code;
+  } catch (const UsageError& error) {
+    return complain(kBadUsage, error.what());
+  } catch (const std::bad_alloc&) {
+    return complain(kFailed, "not enough memory");
+  } catch (const std::exception& error) {
+    return complain(kFailed, error.what());
+  }
+}

@@ -1,0 +1,182 @@
+// `fretwork show`: the facts of a pattern and a picture of it.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <iostream>
+#include <iterator>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "commands.h"
+#include "fretwork/error.h"
+#include "fretwork/tensor.h"
+#include "picture.h"
+#include "survey.h"
+#include "terminal.h"
+
+namespace fretwork::cli {
+namespace {
+
+struct ShowOptions {
+  std::string pattern;
+  std::int64_t head = 0;
+  int width = 0;
+  std::string png, svg;
+  bool json = false;
+};
+
+/// A text that is no pattern is the user's mistake. Standard input is for texts longer than an argument may be.
+PatternPtr read_pattern(std::string text) {
+  if (text == "-") {
+    text.assign(std::istreambuf_iterator<char>(std::cin), {});
+    text.erase(text.find_last_not_of(" \t\r\n") + 1);
+  }
+  try {
+    return parse_pattern(text);
+  } catch (const Error& error) {
+    throw UsageError(error.what());
+  }
+}
+
+struct Units {
+  const char* name;       ///< what nnz counts
+  std::int64_t elements;  ///< in each
+};
+
+Units units_of(const Pattern& pattern) {
+  if (const auto* layout = dynamic_cast<const BlockLayout*>(&pattern)) {
+    return {"blocks", layout->sizes().block_rows * layout->sizes().block_cols};
+  }
+  return {"elements", 1};
+}
+
+std::string kind_of(const Pattern& pattern) { return pattern.text().substr(0, pattern.text().find('(')); }
+
+std::string shortened(const std::string& text, std::size_t most) {
+  return text.size() <= most ? text
+                             : fmt::format("{}… ({} characters)", text.substr(0, most), count_text(std::ssize(text)));
+}
+
+std::string head_line(const HeadFacts& facts, const char* unit) {
+  const auto empty =
+      facts.empty_rows > 0 && facts.longest_row > 0 ? fmt::format(", {} empty", count_text(facts.empty_rows)) : "";
+  return fmt::format("nnz {}; {} to {} {} in a row{}", count_text(facts.nnz), count_text(facts.shortest_row),
+                     count_text(facts.longest_row), unit, empty);
+}
+
+void print_facts(const Pattern& pattern, const Survey& survey) {
+  constexpr std::int64_t kHeadsListed = 8;
+  const auto [unit, elements] = units_of(pattern);
+  const auto line = [](const char* name, const std::string& value) { fmt::print("{:<9}{}\n", name, value); };
+  line("kind", kind_of(pattern));
+  line("shape", shape_text(pattern.shape()));
+  if (const auto* layout = dynamic_cast<const BlockLayout*>(&pattern)) {
+    const auto& s = layout->sizes();
+    line("blocks", fmt::format("{} x {} of {} x {}, {} head{}", s.rows, s.cols, s.block_rows, s.block_cols, s.heads,
+                               s.heads == 1 ? "" : "s"));
+  }
+  const std::int64_t all = survey.heads() * survey.rows() * survey.cols() / elements;
+  line("nnz", fmt::format("{} of {} {}", count_text(pattern.nnz()), count_text(all), unit));
+  line("density", fmt::format("{:.4g} %", 100 * pattern.density()));
+  const double stored = 2.0 * static_cast<double>(pattern.nnz()) * static_cast<double>(elements);
+  const double dense = 2.0 * static_cast<double>(survey.heads()) * static_cast<double>(survey.rows()) *
+                       static_cast<double>(survey.cols());
+  line("fp16", fmt::format("{} stored, {} if dense", bytes_text(stored), bytes_text(dense)));
+  for (std::int64_t h = 0; h < std::min(survey.heads(), kHeadsListed); ++h) {
+    line(fmt::format("head {}", h).c_str(), head_line(survey.facts(h), unit));
+  }
+  if (survey.heads() > kHeadsListed) {
+    line("", fmt::format("… and {} more heads (all of them with --json)", survey.heads() - kHeadsListed));
+  }
+  line("text", shortened(pattern.text(), 60));
+}
+
+void print_json(const Pattern& pattern, const Survey& survey) {
+  const auto [unit, elements] = units_of(pattern);
+  nlohmann::ordered_json json = {{"kind", kind_of(pattern)},
+                                 {"shape", std::vector(pattern.shape().begin(), pattern.shape().end())},
+                                 {"unit", unit},
+                                 {"nnz", pattern.nnz()},
+                                 {"density", pattern.density()},
+                                 {"bytes_fp16", 2 * pattern.nnz() * elements},
+                                 {"heads", nlohmann::ordered_json::array()},
+                                 {"text", pattern.text()}};
+  if (const auto* layout = dynamic_cast<const BlockLayout*>(&pattern)) {
+    json["block"] = {layout->sizes().block_rows, layout->sizes().block_cols};
+  }
+  for (std::int64_t h = 0; h < survey.heads(); ++h) {
+    const HeadFacts facts = survey.facts(h);
+    json["heads"].push_back({{"nnz", facts.nnz},
+                             {"shortest_row", facts.shortest_row},
+                             {"longest_row", facts.longest_row},
+                             {"empty_rows", facts.empty_rows}});
+  }
+  fmt::print("{}\n", json.dump(2));
+}
+
+void print_picture(const Pattern& pattern, const Survey& survey, const ShowOptions& options) {
+  constexpr std::int64_t kMaxRows = 96;  // 48 lines
+  const std::int64_t width = options.width > 0 ? options.width : terminal_width();
+  const Occupancy grid = survey.occupancy(options.head, kMaxRows, std::max<std::int64_t>(1, width - 2));
+  fmt::print("{}", terminal_picture(grid, wants_colour()));
+  if (survey.heads() > 1) {
+    fmt::print("head {} of {}\n", options.head, survey.heads());
+  }
+  const auto* layout = dynamic_cast<const BlockLayout*>(&pattern);
+  if (grid.cell > (layout != nullptr ? layout->sizes().block_rows : 1)) {
+    fmt::print("shades: how full each square of {0} x {0} elements is\n", grid.cell);
+  }
+}
+
+void show(const ShowOptions& options) {
+  const PatternPtr pattern = read_pattern(options.pattern);
+  const Survey survey(*pattern);
+  if (options.head < 0 || options.head >= std::max<std::int64_t>(survey.heads(), 1)) {
+    throw UsageError(fmt::format("show: --head: expected 0 to {}, got {}", survey.heads() - 1, options.head));
+  }
+  const bool empty = survey.heads() * survey.rows() * survey.cols() == 0;
+  if (options.json) {
+    print_json(*pattern, survey);
+  } else {
+    print_facts(*pattern, survey);
+    if (!empty) {
+      print_picture(*pattern, survey, options);
+    }
+  }
+  if (empty && !(options.png.empty() && options.svg.empty())) {
+    throw Error("show", "pattern", "at least one element to draw", shape_text(pattern->shape()));
+  }
+  if (!options.png.empty()) {
+    write_png(survey.occupancy(options.head, 1024, 1024), options.png);
+  }
+  if (!options.svg.empty()) {
+    write_svg(survey.occupancy(options.head, 256, 256), shortened(pattern->text(), 120), options.svg);
+  }
+}
+
+}  // namespace
+
+void add_show(CLI::App& app) {
+  const auto options = std::make_shared<ShowOptions>();
+  CLI::App* const command = app.add_subcommand("show", "Facts and a picture of a pattern");
+  command->add_option("PATTERN", options->pattern, "The pattern's text, or - to read it from standard input")
+      ->required();
+  command->add_option("--head", options->head, "Which head to draw (0)");
+  command->add_option("--width", options->width, "Columns of the picture, 3 to 1000 (the terminal's)")
+      ->check(CLI::Range(3, 1000).description(""));
+  command->add_option("--png", options->png, "Write the picture to this file, too");
+  command->add_option("--svg", options->svg, "The same as SVG");
+  command->add_flag("--json", options->json, "Facts as JSON, no picture in the terminal");
+  command->footer(
+      "Patterns:\n"
+      "  random_blocks((heads,rows,cols),block,density,seed)   a random block layout, the same for the same seed\n"
+      "  block((heads,rows,cols),(r,c),~bits)                  a block layout as its .text has it\n"
+      "Examples:\n"
+      "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
+      "  fretwork show 'random_blocks((4,32,32),(16,64),0.25,7)' --head 3 --png layout.png\n"
+      "  fretwork show - --json < layout.txt\n"
+      "Colours need a terminal; setting NO_COLOR turns them off.");
+  command->callback([options] { show(*options); });
+}
+
+}  // namespace fretwork::cli

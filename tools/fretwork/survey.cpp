@@ -1,0 +1,97 @@
+// Counts over block indices and masks.
+#include "survey.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "fretwork/error.h"
+
+namespace fretwork::cli {
+namespace {
+
+constexpr std::int64_t kMaxMask = std::int64_t{1} << 30;
+
+/// Adds the elements [y0, y1)×[x0, x1) to the squares they lie in.
+void add_area(Occupancy& grid, std::int64_t y0, std::int64_t y1, std::int64_t x0, std::int64_t x1) {
+  const std::int64_t cell = grid.cell;
+  for (std::int64_t y = y0 / cell; y * cell < y1; ++y) {
+    const std::int64_t height = std::min(y1, (y + 1) * cell) - std::max(y0, y * cell);
+    for (std::int64_t x = x0 / cell; x * cell < x1; ++x) {
+      const std::int64_t width = std::min(x1, (x + 1) * cell) - std::max(x0, x * cell);
+      grid.share[static_cast<std::size_t>(y * grid.cols + x)] += static_cast<double>(height * width);
+    }
+  }
+}
+
+}  // namespace
+
+Survey::Survey(const Pattern& pattern) : blocks_(dynamic_cast<const BlockLayout*>(&pattern)) {
+  const auto shape = pattern.shape();
+  if (shape.size() < 2) {
+    throw Error("show", "pattern", "a matrix", std::to_string(shape.size()) + " dimensions");
+  }
+  rows_ = shape[shape.size() - 2];
+  cols_ = shape[shape.size() - 1];
+  heads_ = std::accumulate(shape.begin(), shape.end() - 2, std::int64_t{1}, std::multiplies<>{});
+  if (blocks_ == nullptr) {
+    if (static_cast<double>(heads_) * static_cast<double>(rows_) * static_cast<double>(cols_) > double{kMaxMask}) {
+      throw Error("show", "pattern", "at most 2^30 elements", std::to_string(rows_) + " x " + std::to_string(cols_));
+    }
+    mask_.resize(static_cast<std::size_t>(heads_ * rows_ * cols_));
+    pattern.mask(mask_);
+  }
+}
+
+HeadFacts Survey::facts(std::int64_t head) const {
+  const std::int64_t lines = blocks_ != nullptr ? blocks_->sizes().rows : rows_;
+  HeadFacts facts;
+  for (std::int64_t l = head * lines; l < (head + 1) * lines; ++l) {
+    const auto row = mask_.begin() + l * cols_;
+    const std::int64_t length = blocks_ != nullptr ? static_cast<std::int64_t>(blocks_->by_row().line(l).size())
+                                                   : std::count(row, row + cols_, 1);
+    facts.nnz += length;
+    facts.longest_row = std::max(facts.longest_row, length);
+    facts.shortest_row = l == head * lines ? length : std::min(facts.shortest_row, length);
+    facts.empty_rows += length == 0;
+  }
+  return facts;
+}
+
+Occupancy Survey::occupancy(std::int64_t head, std::int64_t max_rows, std::int64_t max_cols) const {
+  const auto divided = [](std::int64_t n, std::int64_t by) { return (n + by - 1) / by; };
+  Occupancy grid;
+  grid.cell = std::max({std::int64_t{1}, divided(rows_, max_rows), divided(cols_, max_cols)});
+  if (blocks_ != nullptr) {
+    const std::int64_t unit = std::gcd(blocks_->sizes().block_rows, blocks_->sizes().block_cols);
+    grid.cell = divided(grid.cell, unit) * unit;
+  }
+  grid.rows = divided(rows_, grid.cell);
+  grid.cols = divided(cols_, grid.cell);
+  grid.share.assign(static_cast<std::size_t>(grid.rows * grid.cols), 0.0);
+  if (blocks_ != nullptr) {
+    const auto& [heads, lines, cols, r, c] = blocks_->sizes();
+    for (std::int64_t i = 0; i < lines; ++i) {
+      for (const auto& entry : blocks_->by_row().line(head * lines + i)) {
+        add_area(grid, i * r, (i + 1) * r, entry.other * c, (entry.other + 1) * c);
+      }
+    }
+  } else {
+    for (std::int64_t y = 0; y < rows_; ++y) {
+      const auto row = mask_.begin() + (head * rows_ + y) * cols_;
+      for (std::int64_t x = 0; x < cols_; ++x) {
+        grid.share[static_cast<std::size_t>(y / grid.cell * grid.cols + x / grid.cell)] += row[x];
+      }
+    }
+  }
+  for (std::int64_t y = 0; y < grid.rows; ++y) {
+    const std::int64_t height = std::min(grid.cell, rows_ - y * grid.cell);
+    for (std::int64_t x = 0; x < grid.cols; ++x) {
+      const std::int64_t width = std::min(grid.cell, cols_ - x * grid.cell);
+      grid.share[static_cast<std::size_t>(y * grid.cols + x)] /= static_cast<double>(height * width);
+    }
+  }
+  return grid;
+}
+
+}  // namespace fretwork::cli

@@ -7,8 +7,18 @@ namespace fretwork {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-/// 16 bytes, of which the first `bytes` are read and the rest are zero. Past L1: tiles are reused from shared memory.
-__device__ __forceinline__ void copy_async_16(u32 shared, const void* global, int bytes) {
+/// 16 bytes, or zeros when not `inside`. Past L1: tiles are reused from shared memory.
+__device__ __forceinline__ void copy_async_16(u32 shared, const void* global, bool inside) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.eq.u32 p, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p;}" ::"r"(shared),
+      "l"(global), "r"(static_cast<u32>(inside))
+      : "memory");
+}
+
+/// 16 bytes, of which the first `bytes` are read and the rest are zero.
+__device__ __forceinline__ void copy_async_part(u32 shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
 }

@@ -26,32 +26,66 @@ struct Stage {
   __device__ __forceinline__ explicit Stage(u32 base) : left{base}, right{base + kLeftBytes} {}
 };
 
-/// Copies a tile of 128-byte-deep K for `Across` rows (or columns) of an operand. `source(across, k)` gives where the
-/// 16 bytes that begin there lie and how many of them count; a null pointer leaves the tile as it is.
+/// A line of a tile that a thread copies: `first` (below Step) is the thread's, `more` (a multiple of Step) is known to
+/// the compiler, so that most of an address is worked out once.
+template <int Step>
+struct Line {
+  int first, more;
+  template <int Size>
+  __device__ __forceinline__ int quotient() const {
+    return more / Size + (Size >= Step ? 0 : first / Size);
+  }
+  template <int Size>
+  __device__ __forceinline__ int remainder() const {
+    return more % Size + (Size >= Step ? first : first % Size);
+  }
+  __device__ __forceinline__ i64 times(int stride) const {
+    return static_cast<i64>(first) * stride + static_cast<i64>(more) * stride;
+  }
+  __device__ __forceinline__ int value() const { return first + more; }
+};
+
+/// Where the 16 bytes of a chunk lie, and how many of them count.
 struct Source {
-  const void* from;
+  const u8* from;
   int bytes;
 };
-template <typename T, int Across, bool KInner, int Line, typename From>
-__device__ __forceinline__ void copy_tile(shared_tile<Line> tile, const From& source) {
-  constexpr int kChunks = Line / 16;
+
+/// Copies a tile of 128 bytes of K for `Across` rows (or columns) of an operand. `source(line, inner)` finds the chunk
+/// that begins at entry `inner` of a line. `Partial`: chunks may count in part; else wholly or not at all.
+template <typename T, int Across, bool Partial, int Bytes, typename From>
+__device__ __forceinline__ void copy_tile(shared_tile<Bytes> tile, const From& source) {
+  constexpr int kChunks = Bytes / 16, kStep = kTileThreads / kChunks;
   constexpr int kEach = Across * kStageBytes / 16 / kTileThreads;
+  static_assert(kStep % 8 == 0);
+  const int first = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
+  Source s[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int n = static_cast<int>(threadIdx.x) + i * kTileThreads;
-    const int line = n / kChunks, chunk = n % kChunks, inner = chunk * chunk_of<T>;
-    const Source s = KInner ? source(line, inner) : source(inner, line);
-    if (s.from != nullptr) {
-      copy_async_16(tile.chunk(line, chunk), s.from, s.bytes);
+    s[i] = source(Line<kStep>{first, i * kStep}, chunk * chunk_of<T>);
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const u32 to = tile.chunk(i * kStep, first, chunk);
+    if constexpr (Partial) {
+      copy_async_part(to, s[i].from, s[i].bytes);
+    } else {
+      copy_async_16(to, s[i].from, s[i].bytes != 0);
     }
   }
 }
 
+/// A line's distance in bytes; the host sees to it that it fits.
+template <typename T>
+__device__ __forceinline__ int in_bytes(i64 stride) {
+  return static_cast<int>(stride) * static_cast<int>(sizeof(T));
+}
+
 /// Bytes of a chunk that begins at `at` of `size` entries.
 template <typename T>
-__device__ __forceinline__ int bytes_inside(i64 at, i64 size) {
-  const i64 left = (size - at) * static_cast<i64>(sizeof(T));
-  return left >= 16 ? 16 : left > 0 ? static_cast<int>(left) : 0;
+__device__ __forceinline__ int bytes_inside(int at, int size) {
+  const int left = (size - at) * static_cast<int>(sizeof(T));
+  return left >= 16 ? 16 : left > 0 ? left : 0;
 }
 
 /// How eight warps share a tile: Rows × Cols each, a warp's place.
@@ -169,7 +203,7 @@ __device__ __forceinline__ void store_tile(const warp_sums<Warp>& sums, const Wa
     }
   }
   __syncthreads();
-#pragma unroll 2
+#pragma unroll 1
   for (int n = static_cast<int>(threadIdx.x); n < kLines * kInner / kChunk; n += kTileThreads) {
     const int line = n / (kInner / kChunk), inner = n % (kInner / kChunk) * kChunk;
     const T* from = shared + line * kLine + inner;
@@ -223,50 +257,53 @@ __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ blo
     group = segment.group;
     const int h = place.head + group / p.grid.groups_per_head;
     const T* blocks = static_cast<const T*>(p.blocks.data) + place.z * p.blocks.z;
-    const T* dense = static_cast<const T*>(p.dense.data) + place.z * p.dense.z + h * p.dense.h;
-    const i64 block_line = LeftKInner ? p.blocks.row : p.blocks.col;
-    const i64 dense_line = RightKInner ? p.dense.col : p.dense.row;
+    const T* dense =
+        static_cast<const T*>(p.dense.data) + place.z * p.dense.z + h * p.dense.h + first_col * p.dense.col;
+    const int block_bytes = in_bytes<T>(p.blocks.block);
+    const int block_line = in_bytes<T>(LeftKInner ? p.blocks.row : p.blocks.col);
+    const int dense_line = in_bytes<T>(RightKInner ? p.dense.col : p.dense.row);
+    const int cols = p.free - first_col < Cols ? static_cast<int>(p.free - first_col) : Cols;
     const int total = (segment.last - segment.first + kSlices - 1) / kSlices * kParts * p.z_sum;
 
     // Steps arrive in shared memory `Stages` stages before the data they describe is asked for.
-    int told = 0, told_slot = 0, told_step = segment.first, told_part = 0;
-    const auto tell = [&] {
-      if (told < total && thread < kSlices * kStep) {
+    int told_step = segment.first, told_part = 0;
+    const auto tell = [&](int n, int slot) {
+      if (n < total && thread < kSlices * kStep) {
         const bool inside = told_step + thread / kStep < segment.last;
         const int* from = p.grid.steps + static_cast<i64>(told_step) * kStep + (inside ? thread : 0);
-        copy_async_4(shared_address(&steps[told_slot][thread]), from, inside ? 4 : 0);
+        copy_async_4(shared_address(&steps[slot][thread]), from, inside ? 4 : 0);
       }
-      ++told;
-      told_slot = told_slot + 1 == 2 * Stages ? 0 : told_slot + 1;
       if (++told_part == kParts) {
         told_part = 0;
         told_step = told_step + kSlices < segment.last ? told_step + kSlices : segment.first;
       }
     };
-    int asked = 0, asked_stage = 0, asked_slot = 0, asked_part = 0, asked_step = segment.first;
-    const auto ask = [&] {
-      if (asked < total) {
-        const StageT stage(shared_address(ring) + asked_stage * StageT::kBytes);
-        const int* step = steps[asked_slot];
-        copy_tile<T, kTileRows, LeftKInner>(stage.left, [&](int m, int k) {
-          const int block = step[k / kSliceDepth * kStep + 2 + m / Block];
-          const int y = m % Block, x = k % kSliceDepth + asked_part * kDepth;
-          const T* from =
-              blocks + (block - 1) * p.blocks.block + (LeftKInner ? y * block_line + x : x * block_line + y);
-          return Source{block != 0 ? from : nullptr, 16};
+    int asked_part = 0, asked_step = segment.first;
+    const auto ask = [&](int n, int place_in_ring, int slot) {
+      if (n < total) {
+        const StageT stage(shared_address(ring) + place_in_ring * StageT::kBytes);
+        const int* step = steps[slot];
+        const int part = asked_part * kDepth;
+        copy_tile<T, kTileRows, false>(stage.left, [&](const auto& line, int inner) {
+          // The line is a row and the chunk lies along K, or the reverse.
+          constexpr int kAcross = LeftKInner ? Block : kSliceDepth, kAlong = LeftKInner ? kSliceDepth : Block;
+          const int y = line.template quotient<kAcross>(), x = inner / kAlong;
+          const int block = step[(LeftKInner ? x : y) * kStep + 2 + (LeftKInner ? y : x)];
+          const T* from = blocks + inner % kAlong + (LeftKInner ? part : 0);
+          return Source{reinterpret_cast<const u8*>(from) + static_cast<i64>(block - 1) * block_bytes +
+                            static_cast<i64>(line.template remainder<kAcross>() + (LeftKInner ? 0 : part)) * block_line,
+                        block};
         });
-        copy_tile<T, Cols, RightKInner>(stage.right, [&](int n, int k) {
-          const int* s = step + k / kSliceDepth * kStep;
-          const i64 y = static_cast<i64>(s[0] - 1) * Block + k % kSliceDepth + asked_part * kDepth;
-          const i64 x = first_col + n;
-          const int bytes = RightKInner ? (x < p.free ? 16 : 0) : bytes_inside<T>(x, p.free);
-          const T* from = dense + s[1] * p.dense.h + (RightKInner ? x * dense_line + y : y * dense_line + x);
-          return Source{s[0] != 0 ? (bytes > 0 ? from : dense) : nullptr, bytes};
+        copy_tile<T, Cols, !RightKInner>(stage.right, [&](const auto& line, int inner) {
+          const int* s = step + (RightKInner ? inner / kSliceDepth : line.template quotient<kSliceDepth>()) * kStep;
+          const int k =
+              (s[0] - 1) * Block + part + (RightKInner ? inner % kSliceDepth : line.template remainder<kSliceDepth>());
+          const u8* from = reinterpret_cast<const u8*>(dense + s[1] * p.dense.h + (RightKInner ? k : inner));
+          const int bytes = RightKInner ? (line.value() < cols ? 16 : 0) : bytes_inside<T>(inner, cols);
+          return Source{from + (RightKInner ? line.times(dense_line) : static_cast<i64>(k) * dense_line),
+                        s[0] != 0 ? bytes : 0};
         });
       }
-      ++asked;
-      asked_stage = asked_stage + 1 == Stages ? 0 : asked_stage + 1;
-      asked_slot = asked_slot + 1 == 2 * Stages ? 0 : asked_slot + 1;
       if (++asked_part == kParts) {
         asked_part = 0;
         asked_step += kSlices;
@@ -280,34 +317,36 @@ __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ blo
 
 #pragma unroll 1
     for (int n = 0; n < Stages; ++n) {
-      tell();
+      tell(n, n);
     }
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();
-    int stage = 0, slot = 0;
+    int stage = 0, slot = 0;  // where stage n + Stages - 1 goes, and where its steps are
 #pragma unroll 1
     for (int n = 1 - Stages; n < total; ++n) {  // the first rounds only fill the ring
       if (n >= 0) {
         copy_async_wait<Stages - 2>();
         __syncthreads();
       }
-      ask();
-      tell();
+      ask(n + Stages - 1, stage, slot);
+      tell(n + 2 * Stages - 1, slot < Stages ? slot + Stages : slot - Stages);
       copy_async_commit();
+      stage = stage + 1 == Stages ? 0 : stage + 1;
+      slot = slot + 1 == 2 * Stages ? 0 : slot + 1;
       if (n < 0) {
         continue;
       }
+      // The ring's next place holds stage n.
       const StageT now(shared_address(ring) + stage * StageT::kBytes);
+      const int* step = steps[slot < Stages ? slot + Stages : slot - Stages];
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice) {
-        if (steps[slot][slice * kStep + 2 + warp.m / Block] != 0) {
+        if (step[slice * kStep + 2 + warp.m / Block] != 0) {
           multiply_stage<T, Products, LeftKInner, RightKInner, kSliceDepth>(sums, now, warp, slice * kSliceDepth,
                                                                             [](int, int) { return true; });
         }
       }
-      stage = stage + 1 == Stages ? 0 : stage + 1;
-      slot = slot + 1 == 2 * Stages ? 0 : slot + 1;
     }
     if (segment.partial >= 0) {
       store_partial<Warp>(sums, partial(segment.partial));
@@ -380,45 +419,45 @@ __global__ void __launch_bounds__(kTileThreads) sdd(const __grid_constant__ bloc
         mask |= (block != 0 ? 1u : 0u) << (i * (Warp::kCols / 16) + j);
       }
     }
-    const i64 depth_stages = (p.depth + kDepth - 1) / kDepth;
-    const i64 all = depth_stages * p.h_sum * p.z_sum;
+    const int depth_stages = static_cast<int>((p.depth + kDepth - 1) / kDepth);
+    const i64 all = static_cast<i64>(depth_stages) * p.h_sum * p.z_sum;
     const int piece = place.tile;
     const i64 begin = all * piece / p.pieces;
     const int total = static_cast<int>(all * (piece + 1) / p.pieces - begin);
-    const T* left_base = static_cast<const T*>(p.left.data) + place.z * p.left.z + h * p.left.h;
+    const T* left_base =
+        static_cast<const T*>(p.left.data) + place.z * p.left.z + h * p.left.h + first_row * p.left.row;
     const T* right_base = static_cast<const T*>(p.right.data) + place.z * p.right.z + h * p.right.h;
-    const i64 left_line = LeftKInner ? p.left.row : p.left.col;
-    const i64 right_line = RightKInner ? p.right.col : p.right.row;
+    const int left_line = in_bytes<T>(LeftKInner ? p.left.row : p.left.col);
+    const int right_line = in_bytes<T>(RightKInner ? p.right.col : p.right.row);
+    const int rows = p.rows - first_row;
 
-    const i64 per_z = depth_stages * p.h_sum;
-    int asked = 0, asked_stage = 0;
-    int z = total > 0 ? static_cast<int>(begin / per_z) : 0;
-    int head = total > 0 ? static_cast<int>(begin % per_z / depth_stages) : 0;
-    i64 depth = total > 0 ? begin % depth_stages * kDepth : 0;
-    const auto ask = [&] {
-      if (asked < total) {
-        const StageT stage(shared_address(ring) + asked_stage * StageT::kBytes);
-        const T* left = left_base + z * p.left.z + head * p.left.h;
-        const T* right = right_base + z * p.right.z + head * p.right.h;
-        copy_tile<T, kTileRows, LeftKInner>(stage.left, [&](int m, int k) {
-          const i64 y = first_row + m, x = depth + k;
-          const int bytes = LeftKInner ? bytes_inside<T>(x, p.depth) : x < p.depth ? 16 : 0;
-          const T* from = left + (LeftKInner ? y * left_line + x : x * left_line + y);
-          return Source{y < p.rows ? (bytes > 0 ? from : left) : nullptr, bytes};
+    // Stage `begin` + n covers K from `at`·kDepth of head `head` and batch `z`, all counted inside the sums.
+    int at = total > 0 ? static_cast<int>(begin % depth_stages) : 0;
+    int head = total > 0 ? static_cast<int>(begin / depth_stages % p.h_sum) : 0;
+    int z = total > 0 ? static_cast<int>(begin / depth_stages / p.h_sum) : 0;
+    const auto ask = [&](int n, int place_in_ring) {
+      if (n < total) {
+        const StageT stage(shared_address(ring) + place_in_ring * StageT::kBytes);
+        const i64 depth = static_cast<i64>(at) * kDepth;
+        const T* left = left_base + z * p.left.z + head * p.left.h + depth * p.left.col;
+        const T* right = right_base + z * p.right.z + head * p.right.h + depth * p.right.row;
+        const int k_left = at + 1 < depth_stages ? kDepth : static_cast<int>(p.depth - depth);
+        copy_tile<T, kTileRows, LeftKInner>(stage.left, [&](const auto& line, int inner) {
+          const bool inside = LeftKInner ? line.value() < rows : inner < rows && line.value() < k_left;
+          return Source{reinterpret_cast<const u8*>(left + inner) + line.times(left_line),
+                        inside ? (LeftKInner ? bytes_inside<T>(inner, k_left) : 16) : 0};
         });
-        copy_tile<T, Cols, RightKInner>(stage.right, [&](int n, int k) {
-          const int column = columns[n / Block];
-          const i64 y = depth + k, x = static_cast<i64>(column - 1) * Block + n % Block;
-          const int bytes = RightKInner ? bytes_inside<T>(y, p.depth) : y < p.depth ? 16 : 0;
-          const T* from = right + (RightKInner ? x * right_line + y : y * right_line + x);
-          return Source{column != 0 ? (bytes > 0 ? from : right) : nullptr, bytes};
+        copy_tile<T, Cols, RightKInner>(stage.right, [&](const auto& line, int inner) {
+          const int column = columns[RightKInner ? line.template quotient<Block>() : inner / Block];
+          const int n = (column - 1) * Block + (RightKInner ? line.template remainder<Block>() : inner % Block);
+          const u8* from = reinterpret_cast<const u8*>(right + (RightKInner ? inner : n));
+          const bool inside = column != 0 && (RightKInner || line.value() < k_left);
+          return Source{from + (RightKInner ? static_cast<i64>(n) * right_line : line.times(right_line)),
+                        inside ? (RightKInner ? bytes_inside<T>(inner, k_left) : 16) : 0};
         });
       }
-      ++asked;
-      asked_stage = asked_stage + 1 == Stages ? 0 : asked_stage + 1;
-      depth += kDepth;
-      if (depth >= p.depth) {
-        depth = 0;
+      if (++at == depth_stages) {
+        at = 0;
         if (++head == p.h_sum) {
           head = 0;
           ++z;
@@ -426,25 +465,23 @@ __global__ void __launch_bounds__(kTileThreads) sdd(const __grid_constant__ bloc
       }
     };
 
-    int stage = 0;
+    int stage = 0;  // where stage n + Stages - 1 goes
 #pragma unroll 1
     for (int n = 1 - Stages; n < total; ++n) {
       if (n >= 0) {
         copy_async_wait<Stages - 2>();
         __syncthreads();
       }
-      ask();
+      ask(n + Stages - 1, stage);
       copy_async_commit();
-      if (n < 0) {
+      stage = stage + 1 == Stages ? 0 : stage + 1;
+      if (n < 0 || mask == 0) {
         continue;
       }
       const StageT now(shared_address(ring) + stage * StageT::kBytes);
-      if (mask != 0) {
-        multiply_stage<T, Products, LeftKInner, RightKInner, kDepth>(sums, now, warp, 0, [&](int i, int j) {
-          return kOneBlock || (mask >> (i * (Warp::kCols / 16) + j) & 1) != 0;
-        });
-      }
-      stage = stage + 1 == Stages ? 0 : stage + 1;
+      multiply_stage<T, Products, LeftKInner, RightKInner, kDepth>(sums, now, warp, 0, [&](int i, int j) {
+        return kOneBlock || (mask >> (i * (Warp::kCols / 16) + j) & 1) != 0;
+      });
     }
     if (p.pieces > 1) {
       store_partial<Warp>(sums, partial(piece));

@@ -39,9 +39,7 @@ class BlockSparseLinear(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(layout, BlockLayout):
-            raise TypeError(
-                f"BlockSparseLinear: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}"
-            )
+            raise TypeError(f"BlockSparseLinear: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}")
         if layout.shape != (1, out_features, in_features):
             raise ValueError(
                 f"BlockSparseLinear: layout: expected one head of (out_features, in_features) = "

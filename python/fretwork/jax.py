@@ -184,7 +184,7 @@ def _matmul(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _matmul_forward(p: _Product, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _matmul_call(p, a, b), (a, b)
+    return _matmul(p, a, b), (a, b)
 
 
 def _matmul_backward(p: _Product, operands: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -474,7 +474,7 @@ def _copy(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> jax.Array:
 
 
 def _copy_forward(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> tuple[jax.Array, None]:
-    return _copy_call(op, layout, fill, x), None
+    return _copy(op, layout, fill, x), None
 
 
 def _copy_backward(op: str, layout: BlockLayout, fill: float, _: None, d: jax.Array) -> tuple[jax.Array]:

@@ -11,6 +11,7 @@ namespace {
 constexpr std::int64_t kMinBlock = 8, kMaxBlock = 128;
 /// A short text must not ask for unbounded memory.
 constexpr std::size_t kMostRandom = std::size_t{1} << 30;
+constexpr std::int64_t kMostLines = std::int64_t{1} << 26;
 constexpr std::string_view kDigits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 constexpr const char* kName = "BlockLayout";
 
@@ -22,15 +23,19 @@ std::size_t checked_count(const BlockLayout::Sizes& s) {
       throw Error(kName, "mask", std::string("at least 0 ") + names[n], std::to_string(lengths[n]));
     }
   }
+  // Also where no block is there, an index has a line per row and column.
+  if (std::max({s.heads, s.rows, s.cols}) > kMostLines || s.heads * std::max(s.rows, s.cols) > kMostLines) {
+    throw Error(kName, "mask", "at most 2^26 block rows and columns in all heads", shape_text(lengths) + " blocks");
+  }
   for (const std::int64_t b : {s.block_rows, s.block_cols}) {
     if (b < kMinBlock || b > kMaxBlock) {
       throw Error(kName, "block", "8 to 128", std::to_string(b));
     }
   }
   std::int64_t count = 1, elements = 1;
-  if (__builtin_mul_overflow(s.heads, s.rows, &count) || __builtin_mul_overflow(count, s.cols, &count) ||
+  if (__builtin_mul_overflow(s.heads * s.rows, s.cols, &count) ||
       __builtin_mul_overflow(count, s.block_rows * s.block_cols, &elements)) {
-    throw Error(kName, "mask", "fewer than 2^63 elements", shape_text(std::span(lengths)) + " blocks");
+    throw Error(kName, "mask", "fewer than 2^63 elements", shape_text(lengths) + " blocks");
   }
   return static_cast<std::size_t>(count);
 }

@@ -289,6 +289,7 @@ struct Case {
   Lay lay = Lay::plain;
   std::int64_t r = 16, c = 16, batch = 2;
   bool has_z = true;
+  std::shared_ptr<const BlockLayout> layout{};  ///< some_layout(r, c) unless given
 };
 
 Doubles mask_values(Random& random, const std::vector<std::int64_t>& sizes, int kind) {
@@ -310,7 +311,7 @@ std::vector<std::int64_t> four(std::vector<std::int64_t> sizes) {
 /// Forward and backward of one case, checked against the reference; every buffer is guarded.
 void check(const Case& c, Executor& executor = serial_executor()) {
   Random random;
-  const auto layout = some_layout(c.r, c.c);
+  const auto layout = c.layout != nullptr ? c.layout : some_layout(c.r, c.c);
   const Dense d(*layout, c.batch);
   Context context = Context::cpu(executor);
   std::vector<std::int64_t> shape = {c.batch, layout->nnz(), c.r, c.c};
@@ -419,6 +420,31 @@ TEST(BlockSoftmax, AnyStrides) {
   }
 }
 
+TEST(BlockSoftmax, LongLines) {
+  constexpr std::int64_t kCols = 200;
+  std::vector<std::uint8_t> mask(4 * kCols);
+  const std::int64_t lengths[] = {20, kCols, 1, 70};
+  for (std::size_t i = 0; i < 4; ++i) {
+    for (std::int64_t n = 0; n < lengths[i]; ++n) {
+      mask[i * kCols + static_cast<std::size_t>(n * 3 % kCols)] = 1;  // 3 and 200 have no common factor
+    }
+  }
+  for (const std::int64_t cols : {kCols, std::int64_t{40}}) {  // the second has lines of 20 and 40
+    std::vector<std::uint8_t> part;
+    for (std::size_t i = 0; i < 4; ++i) {
+      part.insert(part.end(), mask.begin() + static_cast<std::ptrdiff_t>(i * kCols),
+                  mask.begin() + static_cast<std::ptrdiff_t>(i * kCols) + cols);
+    }
+    const auto layout = BlockLayout::make({1, 4, cols, 8, 16}, part);
+    for (const DType dtype : kFloating) {
+      SCOPED_TRACE(name_of(dtype));
+      check({.dtype = dtype, .scale = 3.0, .r = 8, .c = 16, .batch = 1, .layout = layout});
+      check(
+          {.dtype = dtype, .extra_dtype = dtype, .rpe = {32, 16 * cols}, .key = 2, .r = 8, .c = 16, .layout = layout});
+    }
+  }
+}
+
 TEST(BlockSoftmax, WithoutZ) { check({.rpe = {3, 64, 48}, .key = 1, .batch = 1, .has_z = false}); }
 
 TEST(BlockSoftmax, ZeroSizes) {
@@ -453,6 +479,8 @@ TEST(BlockSoftmax, NanThatDoesNotCount) {
     for (std::size_t k = 0; k < rpe_x.size(); ++k) {
       if (d.mask[k] == 0) {
         rpe_x[k] = add_x[k] = kNan;
+      } else if (key_x[k % 48] == 0) {
+        add_x[k] = k % 2 == 0 ? kNan : kInf;
       }
     }
     Doubles x = random.normals(product(shape));

@@ -135,9 +135,7 @@ void print_json(const std::vector<Outcome>& outcomes, const std::string& arch) {
 
 void compile(const CompileOptions& options) {
   std::vector<Outcome> outcomes = listed(options);
-  if (!nvrtc::library().found) {  // else every kernel would say so
-    throw Error("compile", "NVRTC", "a library to compile with (pip install fretwork[cuda])", nvrtc::library().reason);
-  }
+  nvrtc::version();  // throws where there is none, else every kernel would say so
   compile_all(outcomes, options.arch);
   const auto count = [&](const auto& accept) { return std::count_if(outcomes.begin(), outcomes.end(), accept); };
   const auto failed = count([](const Outcome& o) { return !o.failure.empty(); });

@@ -5,6 +5,7 @@
 // stretches of it. A tile's sum is computed whole by one thread in a fixed order, so results do not depend on the
 // number of threads.
 #include <algorithm>
+#include <span>
 #include <vector>
 
 #include "ops/block_matmul/problem.h"
@@ -18,9 +19,14 @@ using simd::Tiles;
 
 /// Depth of a panel of sdd: 2048 × 48 fp32 leave room in a second-level cache of 1 MB.
 constexpr std::int64_t kDeepest = 2048;
+/// What the panels of a slab may take of a second-level cache, and how many there are at most.
+constexpr std::int64_t kSlabBytes = 3200 << 10, kMaxPanels = 16;
 /// Stretches per thread, and the least work worth one.
 constexpr std::int64_t kStretches = 4;
 constexpr double kLeastFlops = 2e6;
+constexpr bool kStream = true;
+/// Panels whose sums are stored together: whole cache lines of a 16-bit result.
+constexpr std::size_t kStoredPanels = 2;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -36,27 +42,58 @@ Buffers& thread_buffers() {
   return buffers;
 }
 
-/// Columns of a result, cut into slabs of 1 to kMaxVectors vectors, as even as they come.
-struct Slabs {
-  std::int64_t cols, lanes, vectors, count;
-  Slabs(std::int64_t cols, std::int64_t lanes)
-      : cols(cols), lanes(lanes), vectors(ceil_div(cols, lanes)), count(ceil_div(vectors, simd::kMaxVectors)) {}
-  std::int64_t first_vector(std::int64_t slab) const { return vectors * slab / count; }
+/// Columns of a result: panels of 1 to kMaxVectors vectors, and slabs of as many panels as a cache holds at full depth.
+class Slabs {
+ public:
+  Slabs(std::int64_t cols, std::int64_t depth, const Tiles& tiles)
+      : cols_(cols),
+        lanes_(tiles.lanes),
+        vectors_(ceil_div(cols, lanes_)),
+        panels_(ceil_div(vectors_, simd::kMaxVectors)) {
+    const std::int64_t panel_bytes = depth * simd::kMaxVectors * lanes_ * static_cast<std::int64_t>(tiles.element);
+    count_ =
+        ceil_div(panels_, std::clamp(kSlabBytes / std::max<std::int64_t>(panel_bytes, 1), std::int64_t{1}, kMaxPanels));
+  }
+  std::int64_t count() const { return count_; }
+  std::int64_t vectors() const { return vectors_; }
+  std::int64_t first_panel(std::int64_t slab) const { return panels_ * slab / count_; }
+  std::int64_t first_vector(std::int64_t panel) const { return vectors_ * panel / panels_; }
+
+  struct Panel {
+    std::int64_t first, last;     ///< columns of the result
+    std::int64_t vectors, width;  ///< and width of all of these
+  };
+  Panel panel(std::int64_t n) const {
+    const std::int64_t from = first_vector(n), to = first_vector(n + 1);
+    return {from * lanes_, std::min(to * lanes_, cols_), to - from, (to - from) * lanes_};
+  }
+
+ private:
+  std::int64_t cols_, lanes_, vectors_, panels_, count_;
 };
 
 struct Slab {
-  std::int64_t first, cols, vectors;
-  Slab(const Slabs& all, std::int64_t slab)
-      : first(all.first_vector(slab) * all.lanes),
-        cols(std::min(all.first_vector(slab + 1) * all.lanes, all.cols) - first),
-        vectors(all.first_vector(slab + 1) - all.first_vector(slab)) {}
+  std::vector<Slabs::Panel> panels;
+  std::int64_t first = 0, width = 0;
+  Slab(const Slabs& slabs, std::int64_t slab) {
+    for (std::int64_t n = slabs.first_panel(slab); n < slabs.first_panel(slab + 1); ++n) {
+      panels.push_back(slabs.panel(n));
+      width += panels.back().width;
+    }
+    first = panels.front().first;
+  }
 };
 
 /// What both kinds share: operands by batch, and a strip of the left operand in a form the multiplier reads.
 class Work {
  public:
   Work(const Problem& problem, const Tiles& tiles)
-      : p_(problem), tiles_(tiles), size_(static_cast<std::int64_t>(size_of(problem.dtype))) {}
+      : p_(problem),
+        tiles_(tiles),
+        size_(static_cast<std::int64_t>(size_of(problem.dtype))),
+        none_(problem.z_sum * problem.h_sum == 0),
+        h_sum_(std::max<std::int64_t>(1, problem.h_sum)),
+        phases_(std::max<std::int64_t>(1, problem.z_sum) * h_sum_) {}
 
  protected:
   std::byte* at(void* data, std::int64_t element) const { return static_cast<std::byte*>(data) + element * size_; }
@@ -73,7 +110,7 @@ class Work {
   /// How the strips of one tile are read.
   enum class Strip : std::uint8_t { as_is, as_rows, as_panel };
   Strip strip_form(const Place& left, std::int64_t rows, std::int64_t depth, bool near) const {
-    const bool full = rows == tiles_.rows, along = left.col_stride == 1 && depth % tiles_.group == 0;
+    const bool full = rows % tiles_.rows == 0, along = left.col_stride == 1 && depth % tiles_.group == 0;
     if (full && !tiles_.widens && (along || (tiles_.group == 1 && near))) {
       return Strip::as_is;
     }
@@ -101,9 +138,53 @@ class Work {
     return nullptr;
   }
 
+  /// The panels of a slab, one after the other, of `depth` rows of the right operand.
+  void pack_slab(const Slab& slab, const Place& right, std::int64_t depth, std::byte* to) const {
+    for (const auto& panel : slab.panels) {
+      const Place from{at(right.data, panel.first * right.col_stride), right.row_stride, right.col_stride};
+      tiles_.pack(from, depth, panel.last - panel.first, panel.width, to);
+      to += panel_bytes(depth, panel.width);
+    }
+  }
+
+  /// `rows` rows of the result, in strips one below the other, against all panels of a slab. `terms` holds the terms of
+  /// each strip in turn, beginning at the slab's first panel. Sums stay in `sums` over all phases, or when there is but
+  /// one, until the columns of a few panels are stored.
+  void multiply(const Slab& slab, simd::Product product, std::vector<simd::Term>& terms, std::int64_t rows,
+                std::byte* sums, bool one_phase, bool last, const Place& out) const {
+    const std::int64_t strips = ceil_div(rows, tiles_.rows);
+    product.count = static_cast<std::int64_t>(terms.size()) / strips;
+    for (std::size_t begin = 0; begin < slab.panels.size(); begin += kStoredPanels) {
+      const std::size_t end = std::min(begin + kStoredPanels, slab.panels.size());
+      const std::int64_t first = slab.panels[begin].first, cols = slab.panels[end - 1].last - first;
+      const std::int64_t width = slab.panels[end - 1].first + slab.panels[end - 1].width - first;
+      product.sum_stride = one_phase ? width : slab.width;
+      std::byte* const group = sums + (one_phase ? 0 : first - slab.first) * tiles_.sum;
+      for (std::size_t n = begin; n < end; ++n) {
+        const Slabs::Panel& panel = slab.panels[n];
+        for (std::int64_t strip = 0; strip < strips; ++strip) {
+          product.terms = terms.data() + strip * product.count;
+          product.sums = group + (strip * tiles_.rows * product.sum_stride + panel.first - first) * tiles_.sum;
+          tiles_.multiply[panel.vectors - 1](product);
+        }
+        const std::size_t bytes = panel_bytes(product.steps * tiles_.group, panel.width);
+        for (auto& term : terms) {
+          term.right = static_cast<const std::byte*>(term.right) + bytes;
+        }
+      }
+      if (last) {
+        tiles_.store(group, product.sum_stride, rows, cols,
+                     {at(out.data, first * out.col_stride), out.row_stride, out.col_stride}, kStream);
+      }
+    }
+  }
+
   const Problem& p_;
   const Tiles& tiles_;
   std::int64_t size_;
+  bool none_;            ///< no batch at all to sum: the result is zeros
+  std::int64_t h_sum_;   ///< at least 1
+  std::int64_t phases_;  ///< batches summed into a result, at least 1
 };
 
 /// A unit is a strip of rows of one block-row; its terms are the blocks of the row.
@@ -112,7 +193,7 @@ class Spmm : Work {
   Spmm(const Problem& problem, const Tiles& tiles)
       : Work(problem, tiles),
         index_(problem.transposed ? problem.layout->by_col() : problem.layout->by_row()),
-        slabs_(problem.out.cols, tiles.lanes) {
+        slabs_(problem.out.cols, problem.right.rows, tiles) {
     const BlockLayout::Sizes& s = problem.layout->sizes();
     lines_ = problem.transposed ? s.cols : s.rows;
     line_rows_ = problem.transposed ? s.block_cols : s.block_rows;
@@ -133,13 +214,14 @@ class Spmm : Work {
     for (; batch < last_batch && batch_first_[static_cast<std::size_t>(batch)] < end; ++batch) {
       const std::int64_t h = batch % p_.h_out, base = batch_first_[static_cast<std::size_t>(batch)];
       const std::int64_t column_cost = line_first(h, lines_) * strips_;
-      for (std::int64_t s = 0; s < slabs_.count; ++s) {
-        const std::int64_t first = base + column_cost * slabs_.first_vector(s);
-        const std::int64_t last = base + column_cost * slabs_.first_vector(s + 1);
+      for (std::int64_t s = 0; s < slabs_.count(); ++s) {
+        const std::int64_t from = slabs_.first_vector(slabs_.first_panel(s));
+        const std::int64_t vectors = slabs_.first_vector(slabs_.first_panel(s + 1)) - from;
+        const std::int64_t first = base + column_cost * from, last = first + column_cost * vectors;
         if (last > begin && first < end) {
-          const Slab slab(slabs_, s);
-          work(batch / p_.h_out, h, slab, unit_at(h, ceil_div(std::max(begin - first, std::int64_t{0}), slab.vectors)),
-               unit_at(h, ceil_div(std::min(end, last) - first, slab.vectors)));
+          work(batch / p_.h_out, h, Slab(slabs_, s),
+               unit_at(h, ceil_div(std::max(begin - first, std::int64_t{0}), vectors)),
+               unit_at(h, ceil_div(std::min(end, last) - first, vectors)));
         }
       }
     }
@@ -154,15 +236,18 @@ class Spmm : Work {
       for (std::int64_t l = 0; l < lines_; ++l) {
         std::int64_t cost = 1;
         for (std::int64_t s = 0; s < p_.h_sum; ++s) {
-          cost += p_.z_sum * static_cast<std::int64_t>(index_.line(head(h + s) * lines_ + l).size());
+          cost += p_.z_sum * static_cast<std::int64_t>(entries_of(h + s, l).size());
         }
         line_first_.push_back(line_first_.back() + cost);
       }
     }
     batch_first_.push_back(0);
     for (std::int64_t batch = 0; batch < p_.z_out * p_.h_out; ++batch) {
-      batch_first_.push_back(batch_first_.back() + line_first(batch % p_.h_out, lines_) * strips_ * slabs_.vectors);
+      batch_first_.push_back(batch_first_.back() + line_first(batch % p_.h_out, lines_) * strips_ * slabs_.vectors());
     }
+  }
+  std::span<const BlockIndex::Entry> entries_of(std::int64_t h, std::int64_t line) const {
+    return none_ ? std::span<const BlockIndex::Entry>{} : index_.line(head(h) * lines_ + line);
   }
   const std::int64_t* lines_of(std::int64_t h) const {
     const bool same = static_cast<std::int64_t>(line_first_.size()) == lines_ + 1;
@@ -180,57 +265,56 @@ class Spmm : Work {
 
   void work(std::int64_t z, std::int64_t h, const Slab& slab, std::int64_t begin, std::int64_t end) const {
     Buffers& buffers = thread_buffers();
-    const std::int64_t width = slab.vectors * tiles_.lanes, phases = p_.z_sum * p_.h_sum;
-    const std::size_t tile_bytes = static_cast<std::size_t>(tiles_.rows * width) * tiles_.sum;
-    const std::size_t panel_bytes = Work::panel_bytes(depth_, width);
-    std::byte* const panels = buffers.panel.need<std::byte>(panel_bytes * static_cast<std::size_t>(others_));
+    const std::size_t strip_sums = static_cast<std::size_t>(tiles_.rows * slab.width) * tiles_.sum;
+    const std::size_t slab_bytes = panel_bytes(depth_, slab.width);
+    std::byte* const packed = buffers.panel.need(slab_bytes * static_cast<std::size_t>(others_));
     std::byte* const sums =
-        buffers.sums.need<std::byte>(tile_bytes * static_cast<std::size_t>(phases > 1 ? end - begin : 1));
-    for (std::int64_t phase = 0; phase < phases; ++phase) {
-      const std::int64_t zb = z + phase / p_.h_sum, hb = h + phase % p_.h_sum;
+        buffers.sums.need(strip_sums * static_cast<std::size_t>(phases_ > 1 ? end - begin : strips_));
+    for (std::int64_t phase = 0; phase < phases_; ++phase) {
+      const std::int64_t zb = z + phase / h_sum_, hb = h + phase % h_sum_;
       buffers.packed.assign(static_cast<std::size_t>(others_), 0);
-      for (std::int64_t unit = begin; unit < end; ++unit) {
+      for (std::int64_t unit = begin, next = 0; unit < end; unit = next) {
         const std::int64_t line = unit / strips_, first_row = unit % strips_ * tiles_.rows;
-        const std::int64_t rows = std::min(tiles_.rows, line_rows_ - first_row);
-        const auto entries = index_.line(head(hb) * lines_ + line);
+        next = std::min((line + 1) * strips_, end);
+        const auto entries = entries_of(hb, line);
         for (const auto& entry : entries) {
           if (auto& done = buffers.packed[static_cast<std::size_t>(entry.other)]; done == 0) {
-            tiles_.pack(place(p_.right, zb, hb, entry.other * depth_, slab.first), depth_, slab.cols, width,
-                        panels + panel_bytes * static_cast<std::size_t>(entry.other));
+            pack_slab(slab, place(p_.right, zb, hb, entry.other * depth_, 0), depth_,
+                      packed + slab_bytes * static_cast<std::size_t>(entry.other));
             done = 1;
           }
         }
+        const std::int64_t rows = std::min((next - unit) * tiles_.rows, line_rows_ - first_row);
         simd::Product product;
-        product.sums = sums + (phases > 1 ? tile_bytes * static_cast<std::size_t>(unit - begin) : 0);
         product.add = phase > 0;
-        gather(buffers, entries, zb, first_row, rows, panels, panel_bytes, product);
-        tiles_.multiply[slab.vectors - 1](product);
-        if (phase == phases - 1) {
-          tiles_.store(product.sums, width, rows, slab.cols,
-                       place(p_.out, z, h, line * line_rows_ + first_row, slab.first));
-        }
+        gather(buffers, entries, zb, first_row, rows, packed, slab_bytes, product);
+        multiply(slab, product, buffers.terms, rows,
+                 sums + (phases_ > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phases_ == 1,
+                 phase == phases_ - 1, place(p_.out, z, h, line * line_rows_ + first_row, 0));
       }
     }
   }
 
-  /// The terms of one tile.
+  /// The terms of some rows of one line, strip by strip.
   void gather(Buffers& buffers, std::span<const BlockIndex::Entry> entries, std::int64_t z, std::int64_t first_row,
-              std::int64_t rows, const std::byte* panels, std::size_t panel_bytes, simd::Product& product) const {
-    const Strip form = strip_form({nullptr, row_stride_, depth_stride_}, rows, depth_, true);
-    const std::size_t strip_bytes = Work::panel_bytes(depth_, tiles_.rows);
-    std::byte* const strips =
-        form == Strip::as_is ? nullptr : buffers.strip.need<std::byte>(strip_bytes * entries.size());
-    buffers.terms.resize(entries.size());
-    for (std::size_t n = 0; n < entries.size(); ++n) {
-      const Place left{at(p_.sparse.data,
-                          z * p_.sparse.z_stride + entries[n].block * p_.sparse.block_stride + first_row * row_stride_),
-                       row_stride_, depth_stride_};
-      buffers.terms[n] = {strip(form, left, rows, depth_, strips + strip_bytes * n),
-                          panels + panel_bytes * static_cast<std::size_t>(entries[n].other)};
+              std::int64_t rows, const std::byte* packed, std::size_t slab_bytes, simd::Product& product) const {
+    const Place block{nullptr, row_stride_, depth_stride_};
+    const Strip form = strip_form(block, rows, depth_, true);
+    const std::size_t strip_bytes = panel_bytes(depth_, tiles_.rows);
+    const auto strips = static_cast<std::size_t>(ceil_div(rows, tiles_.rows));
+    std::byte* to = form == Strip::as_is ? nullptr : buffers.strip.need(strip_bytes * entries.size() * strips);
+    buffers.terms.clear();
+    for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+      for (const auto& [other, number] : entries) {
+        const Place left{at(p_.sparse.data,
+                            z * p_.sparse.z_stride + number * p_.sparse.block_stride + (first_row + row) * row_stride_),
+                         row_stride_, depth_stride_};
+        buffers.terms.push_back({strip(form, left, std::min(tiles_.rows, rows - row), depth_, to),
+                                 packed + slab_bytes * static_cast<std::size_t>(other)});
+        to += form == Strip::as_is ? 0 : strip_bytes;
+      }
     }
-    product.terms = buffers.terms.data();
-    product.count = static_cast<std::int64_t>(entries.size());
-    set_strides(form, {nullptr, row_stride_, depth_stride_}, depth_, product);
+    set_strides(form, block, depth_, product);
   }
 
   const BlockIndex& index_;
@@ -247,9 +331,10 @@ class Sdd : Work {
       : Work(problem, tiles),
         index_(problem.layout->by_col()),
         sizes_(problem.layout->sizes()),
-        slabs_(sizes_.block_cols, tiles.lanes),
         strips_(ceil_div(sizes_.block_rows, tiles.rows)),
-        pieces_(std::max<std::int64_t>(1, ceil_div(problem.left.cols, kDeepest))) {
+        depth_(none_ ? 0 : problem.left.cols),
+        pieces_(std::max<std::int64_t>(1, ceil_div(depth_, kDeepest))),
+        slabs_(sizes_.block_cols, std::min(depth_, kDeepest), tiles) {
     batch_first_.push_back(0);
     for (std::int64_t batch = 0; batch < problem.z_out * problem.h_out; ++batch) {
       const std::int64_t blocks = first_of(batch % problem.h_out, sizes_.cols) - first_of(batch % problem.h_out, 0);
@@ -259,8 +344,8 @@ class Sdd : Work {
 
   std::int64_t total() const { return batch_first_.back(); }
   double flops_per_unit() const {
-    return 2.0 * static_cast<double>(tiles_.rows * tiles_.lanes) * static_cast<double>(p_.left.cols) *
-           static_cast<double>(p_.z_sum * p_.h_sum);
+    return 2.0 * static_cast<double>(tiles_.rows * tiles_.lanes) * static_cast<double>(depth_) *
+           static_cast<double>(phases_);
   }
 
   void run(std::int64_t begin, std::int64_t end) const {
@@ -271,7 +356,7 @@ class Sdd : Work {
       for (std::int64_t column = 0; column < sizes_.cols; ++column) {
         const std::int64_t blocks = first_of(h, column + 1) - first_of(h, column), units = blocks * strips_;
         std::int64_t first = base + (first_of(h, column) - first_of(h, 0)) * column_units();
-        for (std::int64_t s = 0; s < slabs_.count; ++s, first += units) {
+        for (std::int64_t s = 0; s < slabs_.count(); ++s, first += units) {
           if (first + units > begin && first < end) {
             work(batch / p_.h_out, h, column, Slab(slabs_, s), std::max(begin - first, std::int64_t{0}),
                  std::min(end - first, units));
@@ -282,7 +367,7 @@ class Sdd : Work {
   }
 
  private:
-  std::int64_t column_units() const { return slabs_.count * strips_; }
+  std::int64_t column_units() const { return slabs_.count() * strips_; }
   std::int64_t first_of(std::int64_t h, std::int64_t column) const {
     return index_.first[static_cast<std::size_t>(head(h) * sizes_.cols + column)];
   }
@@ -291,46 +376,54 @@ class Sdd : Work {
             std::int64_t end) const {
     Buffers& buffers = thread_buffers();
     const auto entries = index_.line(head(h) * sizes_.cols + column);
-    const std::int64_t width = slab.vectors * tiles_.lanes, phases = p_.z_sum * p_.h_sum * pieces_;
-    const std::size_t tile_bytes = static_cast<std::size_t>(tiles_.rows * width) * tiles_.sum;
+    const std::int64_t phases = phases_ * pieces_;
+    const std::size_t strip_sums = static_cast<std::size_t>(tiles_.rows * slab.width) * tiles_.sum;
     std::byte* const sums =
-        buffers.sums.need<std::byte>(tile_bytes * static_cast<std::size_t>(phases > 1 ? end - begin : 1));
+        buffers.sums.need(strip_sums * static_cast<std::size_t>(phases > 1 ? end - begin : strips_));
     for (std::int64_t phase = 0; phase < phases; ++phase) {
       const std::int64_t batch = phase / pieces_, piece = phase % pieces_;
-      const std::int64_t zb = z + batch / p_.h_sum, hb = h + batch % p_.h_sum;
-      const std::int64_t k = p_.left.cols * piece / pieces_, depth = p_.left.cols * (piece + 1) / pieces_ - k;
-      std::byte* const panel = buffers.panel.need<std::byte>(panel_bytes(depth, width));
-      tiles_.pack(place(p_.right, zb, hb, k, column * sizes_.block_cols + slab.first), depth, slab.cols, width, panel);
-      for (std::int64_t unit = begin; unit < end; ++unit) {
+      const std::int64_t zb = z + batch / h_sum_, hb = h + batch % h_sum_;
+      const std::int64_t k = depth_ * piece / pieces_, depth = depth_ * (piece + 1) / pieces_ - k;
+      std::byte* const packed = buffers.panel.need(panel_bytes(depth, slab.width));
+      pack_slab(slab, place(p_.right, zb, hb, k, column * sizes_.block_cols), depth, packed);
+      for (std::int64_t unit = begin, next = 0; unit < end; unit = next) {
         const auto& [line, block] = entries[static_cast<std::size_t>(unit / strips_)];
         const std::int64_t first_row = unit % strips_ * tiles_.rows;
-        const std::int64_t rows = std::min(tiles_.rows, sizes_.block_rows - first_row);
-        const Place left = place(p_.left, zb, hb, line * sizes_.block_rows + first_row, k);
-        const Strip form = strip_form(left, rows, depth, false);
-        std::byte* const to = buffers.strip.need<std::byte>(panel_bytes(depth, tiles_.rows));
-        const simd::Term term{strip(form, left, rows, depth, to), panel};
+        next = std::min((unit / strips_ + 1) * strips_, end);
+        const std::int64_t rows = std::min((next - unit) * tiles_.rows, sizes_.block_rows - first_row);
         simd::Product product;
-        product.terms = &term;
-        product.count = 1;
-        product.sums = sums + (phases > 1 ? tile_bytes * static_cast<std::size_t>(unit - begin) : 0);
         product.add = phase > 0;
-        set_strides(form, left, depth, product);
-        tiles_.multiply[slab.vectors - 1](product);
-        if (phase == phases - 1) {
-          const Values& s = p_.sparse;
-          tiles_.store(product.sums, width, rows, slab.cols,
-                       {at(s.data, z * s.z_stride + block * s.block_stride + first_row * s.row_stride +
-                                       slab.first * s.col_stride),
-                        s.row_stride, s.col_stride});
-        }
+        gather(buffers, place(p_.left, zb, hb, line * sizes_.block_rows + first_row, k), rows, depth, packed, product);
+        const Values& s = p_.sparse;
+        multiply(slab, product, buffers.terms, rows,
+                 sums + (phases > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phases == 1,
+                 phase == phases - 1,
+                 {at(s.data, z * s.z_stride + block * s.block_stride + first_row * s.row_stride), s.row_stride,
+                  s.col_stride});
       }
     }
   }
 
+  /// The one term of each strip of some rows of one block.
+  void gather(Buffers& buffers, const Place& left, std::int64_t rows, std::int64_t depth, const std::byte* packed,
+              simd::Product& product) const {
+    const Strip form = strip_form(left, rows, depth, false);
+    const std::size_t strip_bytes = panel_bytes(depth, tiles_.rows);
+    std::byte* const to = buffers.strip.need(strip_bytes * static_cast<std::size_t>(strips_));
+    buffers.terms.clear();
+    for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+      const Place from{at(left.data, row * left.row_stride), left.row_stride, left.col_stride};
+      buffers.terms.push_back(
+          {strip(form, from, std::min(tiles_.rows, rows - row), depth, to + strip_bytes * (row / tiles_.rows)),
+           packed});
+    }
+    set_strides(form, left, depth, product);
+  }
+
   const BlockIndex& index_;
   const BlockLayout::Sizes& sizes_;
+  std::int64_t strips_, depth_, pieces_;
   Slabs slabs_;
-  std::int64_t strips_, pieces_;
   std::vector<std::int64_t> batch_first_;
 };
 

@@ -56,9 +56,9 @@ __device__ __forceinline__ void store_piece(const float (&d)[128], u32 to) {
   }
 }
 
-/// The sums of a warpgroup leave in four pieces of 64 columns through two buffers. `store(piece, buffer)` is called by
-/// one thread. The last stores are still on their way when this returns.
-template <typename T, bool kTransposed, typename Store>
+/// The sums of a warpgroup leave in kPieces pieces of 64 columns through two buffers. `store(piece, buffer)` is called
+/// by one thread. The last stores are still on their way when this returns.
+template <typename T, int kPieces, bool kTransposed, typename Store>
 __device__ __forceinline__ void store_tile(const float (&d)[128], u32 buffers, u32 barrier, Store store) {
   const bool leader = threadIdx.x % 128 == 0;
   const auto piece = [&]<int kPiece>() {
@@ -77,8 +77,10 @@ __device__ __forceinline__ void store_tile(const float (&d)[128], u32 buffers, u
   };
   piece.template operator()<0>();
   piece.template operator()<1>();
-  piece.template operator()<2>();
-  piece.template operator()<3>();
+  if constexpr (kPieces > 2) {
+    piece.template operator()<2>();
+    piece.template operator()<3>();
+  }
 }
 
 /// Sums of a segment that is only a part of its group, in the order threads hold them.
@@ -101,10 +103,11 @@ struct Barriers {
   u32 flags[kStages][4];
 };
 
-__device__ __forceinline__ void init_barriers(Barriers& barriers, u32 stages) {
+/// `fetchers` warps fill a stage.
+__device__ __forceinline__ void init_barriers(Barriers& barriers, u32 stages, u32 fetchers) {
   if (threadIdx.x == 0) {
     for (u32 s = 0; s < stages; ++s) {
-      mbarrier::init(shared_address(&barriers.full[s]), 1);
+      mbarrier::init(shared_address(&barriers.full[s]), fetchers);
       mbarrier::init(shared_address(&barriers.empty[s]), 8);  // warps of the two consumers
     }
     mbarrier::init_done();

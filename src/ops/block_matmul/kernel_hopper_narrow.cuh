@@ -14,63 +14,60 @@ struct Narrow {
   static constexpr u32 kStripBytes = kTileM * kBlock * 2, kBlockBytes = kBlock * kBlock * 2, kBlocksAt = 16384;
 };
 
-/// Fetches the stages of one tile; a whole warp, of which lane r reads the entry of block-row r and lane 0 copies.
+/// Fetches the stages of one tile. Issuing a copy takes about 150 cycles, so four warps share the work: warp w has a
+/// column (blocks of 16) or half the rows of one (32). Lane r reads the entry of block-row r; lane 0 copies.
 template <int kBlock, bool kDenseK>
 __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile& t, Barriers& barriers, u32 base,
                                              Ring<kStages>& ring) {
   using N = Narrow<kBlock>;
-  const int lane = static_cast<int>(threadIdx.x);
+  constexpr int kPerColumn = 4 / N::kColumns;  // warps
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int column = warp / kPerColumn, part = warp % kPerColumn;
+  constexpr u32 kAll = (1u << N::kRows) - 1, kHalf = (1u << N::kRows / 2) - 1;
+  const u32 mine = kPerColumn == 1 ? kAll : part == 0 ? kHalf : kAll & ~kHalf;
+  const int free = t.tile * kTileM;
   const auto entry = [&](int k) {  // lane kRows has the column
     const bool inside = k < t.segment.last && lane <= N::kRows;
     return inside ? __ldg(p.steps + static_cast<i64>(k) * p.stride + (lane == N::kRows ? 0 : lane + 1)) : -1;
   };
-  for (int part = 0; part < p.batches.z_sum * p.batches.h_sum; ++part) {
-    const int z = t.z + part / p.batches.h_sum, h = t.h + part % p.batches.h_sum;
-    const int sz = z * p.sparse_z, dz = z * p.dense_z, dh = h * p.dense_h, free = t.tile * kTileM;
-    int ahead[N::kColumns];
-#pragma unroll
-    for (int c = 0; c < N::kColumns; ++c) {
-      ahead[c] = entry(t.segment.first + c);
-    }
+  for (int sum = 0; sum < p.batches.z_sum * p.batches.h_sum; ++sum) {
+    const int z = t.z + sum / p.batches.h_sum, h = t.h + sum % p.batches.h_sum;
+    const int sz = z * p.sparse_z, dz = z * p.dense_z, dh = h * p.dense_h;
+    int ahead = entry(t.segment.first + column);
     for (int k = t.segment.first; k < t.segment.last; k += N::kColumns, ring.next()) {
-      int now[N::kColumns];
-      u32 masks[4] = {};
-      u32 bytes = 0;
-#pragma unroll
-      for (int c = 0; c < N::kColumns; ++c) {
-        now[c] = ahead[c];
-        ahead[c] = entry(k + N::kColumns + c);
-        masks[c] = __ballot_sync(~0u, now[c] >= 0 && lane < N::kRows);
-        bytes += masks[c] != 0 ? N::kStripBytes + __popc(masks[c]) * N::kBlockBytes : 0;
-      }
+      const int now = ahead;
+      ahead = entry(k + N::kColumns + column);
+      const u32 mask = __ballot_sync(~0u, now >= 0) & kAll;
+      const int row = __shfl_sync(~0u, now, N::kRows) * kBlock;
       const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * kStageBytes;
+      const u32 strip = at + column * N::kStripBytes;
+      const bool whole = kDenseK || kPerColumn == 1;  // one warp has the strip
+      const u32 strip_bytes = mask == 0 ? 0 : whole ? (part == 0 ? N::kStripBytes : 0) : N::kStripBytes / 2;
       mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
       if (lane == 0) {
-        *reinterpret_cast<uint4*>(barriers.flags[ring.stage]) = make_uint4(masks[0], masks[1], masks[2], masks[3]);
-        mbarrier::arrive_expect(full, bytes);
-      }
-#pragma unroll
-      for (int c = 0; c < N::kColumns; ++c) {
-        if (masks[c] == 0) {
-          continue;
-        }
-        const int row = __shfl_sync(~0u, now[c], N::kRows) * kBlock;
-        const u32 strip = at + c * N::kStripBytes;
-        if (lane == 0) {
+        barriers.flags[ring.stage][column] = mask;
+        mbarrier::arrive_expect(full, strip_bytes + __popc(mask & mine) * N::kBlockBytes);
+        if (mask != 0) {
           if constexpr (kDenseK) {
-            tma::load(strip, &p.dense, full, row, free, dh, dz);
+            if (part == 0) {
+              tma::load(strip, &p.dense, full, row, free, dh, dz);
+            }
           } else {
-            tma::load(strip, &p.dense, full, free, row, dh, dz);
-            tma::load(strip + N::kStripBytes / 2, &p.dense, full, free + 64, row, dh, dz);
+            if (whole || part == 0) {
+              tma::load(strip, &p.dense, full, free, row, dh, dz);
+            }
+            if (whole || part == 1) {
+              tma::load(strip + N::kStripBytes / 2, &p.dense, full, free + 64, row, dh, dz);
+            }
           }
         }
-        const u32 blocks = at + N::kBlocksAt + c * N::kRows * N::kBlockBytes;
-        for (u32 left = masks[c]; left != 0; left &= left - 1) {
-          const int r = __ffs(static_cast<int>(left)) - 1;
-          const int block = __shfl_sync(~0u, now[c], r);
-          if (lane == 0) {
-            tma::load(blocks + r * N::kBlockBytes, &p.sparse, full, 0, 0, block, sz);
-          }
+      }
+      const u32 blocks = at + N::kBlocksAt + column * N::kRows * N::kBlockBytes;
+      for (u32 left = mask & mine; left != 0; left &= left - 1) {
+        const int r = __ffs(static_cast<int>(left)) - 1;
+        const int block = __shfl_sync(~0u, now, r);
+        if (lane == 0) {
+          tma::load(blocks + r * N::kBlockBytes, &p.sparse, full, 0, 0, block, sz);
         }
       }
     }
@@ -146,18 +143,13 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_narrow(const __grid_constant
   extern __shared__ u8 raw[];
   __shared__ __align__(16) Barriers barriers;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, kStages);
+  init_barriers(barriers, kStages, 4);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if (threadIdx.x < 32) {
-      tma::prefetch(&p.sparse);
-      tma::prefetch(&p.dense);
-      tma::prefetch(&p.out);
-      Ring<kStages> ring(1);
-      for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
-        if (const int index = turn_tile(turn); index < p.total) {
-          narrow_fetch<kBlock, kDenseK>(p, spmm_tile(p, index), barriers, base, ring);
-        }
+    Ring<kStages> ring(1);
+    for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
+      if (const int index = turn_tile(turn); index < p.total) {
+        narrow_fetch<kBlock, kDenseK>(p, spmm_tile(p, index), barriers, base, ring);
       }
     }
   } else {
@@ -184,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_narrow(const __grid_constant
         continue;
       }
       const int free = t.tile * kTileM + static_cast<int>(warpgroup) * 64;
-      store_tile<T, !kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+      store_tile<T, 4, !kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
         const int row = t.place * kTileN + piece * 64;
         if (free < p.free) {
           kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);

@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(256) spmm_reduce(const __grid_constant__ Reduc
     }
     const int m = 16 * warp + lane / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane % 4 * 2 + i % 2;
     const i64 row = p.rows_first ? place * kTileM + m : place * kTileN + n;
-    const i64 free = p.rows_first ? tile * kTileN + n : tile * kTileM + m;
-    if (row < p.rows && free < p.free) {
+    const i64 free = p.rows_first ? tile * p.width + n : tile * kTileM + m;
+    if (row < p.rows && free < p.free && n < p.width) {
       out[row * p.row_stride + free * p.free_stride] = narrow<T>(sum);
     }
   }

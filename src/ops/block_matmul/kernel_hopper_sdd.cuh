@@ -27,40 +27,42 @@ __device__ __forceinline__ SddTile sdd_tile(const SddParams& p, int index) {
   return {{s.x, s.y, s.z, s.w}, s.x + batch % p.batches.heads, batch / p.batches.heads};
 }
 
+/// Fetches the stages of one tile. Each of four warps has a quarter of the right operand's 64-wide pieces, and the
+/// first ones the pieces of the left.
 template <int kBlock, bool kLeftK, bool kRightK>
 __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, Barriers& barriers, u32 base,
                                           Ring<Sdd<kBlock>::kStages>& ring) {
   using S = Sdd<kBlock>;
-  const int each = S::share(t.strip.count);
-  const u32 bytes = S::kLeftBytes + t.strip.count * S::kPieces * 8192;
-  int columns[kBlock == 64 ? 8 : 2];
+  constexpr int kMine = kBlock == 64 ? 2 : 1;
+  const int warp = static_cast<int>(threadIdx.x) / 32, each = S::share(t.strip.count);
+  const bool left = warp < S::kPieces;
+  int columns[kMine], slots[kMine], count = 0;
 #pragma unroll
-  for (int i = 0; i < (kBlock == 64 ? 8 : 2); ++i) {
-    columns[i] = i < t.strip.count ? __ldg(p.columns + t.strip.first + i) * kBlock : 0;
+  for (int i = 0; i < kMine; ++i) {
+    const int piece = warp + 4 * i, block = piece / S::kPieces;  // the i-th piece of every warp before the next
+    const bool there = block < t.strip.count;
+    columns[i] = there ? __ldg(p.columns + t.strip.first + block) * kBlock + piece % S::kPieces * 64 : 0;
+    slots[i] = kBlock == 64 && block >= each ? piece - each + 4 : piece;
+    count += there ? 1 : 0;
   }
-  for (int part = 0; part < p.batches.z_sum * p.batches.h_sum; ++part) {
-    const int z = t.z + part / p.batches.h_sum, h = t.h + part % p.batches.h_sum;
+  for (int sum = 0; sum < p.batches.z_sum * p.batches.h_sum; ++sum) {
+    const int z = t.z + sum / p.batches.h_sum, h = t.h + sum % p.batches.h_sum;
+    const int lh = h * p.left_h, lz = z * p.left_z, rh = h * p.right_h, rz = z * p.right_z;
     for (int k = 0; k < p.depth; k += 64, ring.next()) {
       mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
       const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * S::kStageBytes;
-      mbarrier::arrive_expect(full, bytes);
-#pragma unroll
-      for (int c = 0; c < S::kPieces; ++c) {
-        const int row = t.strip.row * kBlock + c * 64, lh = h * p.left_h, lz = z * p.left_z;
-        kLeftK ? tma::load(at + c * 8192, &p.left, full, k, row, lh, lz)
-               : tma::load(at + c * 8192, &p.left, full, row, k, lh, lz);
+      mbarrier::arrive_expect(full, (count + (left ? 1 : 0)) * 8192);
+      if (left) {
+        const int row = t.strip.row * kBlock + warp * 64;
+        kLeftK ? tma::load(at + warp * 8192, &p.left, full, k, row, lh, lz)
+               : tma::load(at + warp * 8192, &p.left, full, row, k, lh, lz);
       }
 #pragma unroll
-      for (int i = 0; i < (kBlock == 64 ? 8 : 2); ++i) {
-        const int slot = kBlock == 64 && i >= each ? i - each + 4 : i;
-#pragma unroll
-        for (int c = 0; c < S::kPieces; ++c) {
-          if (i < t.strip.count) {
-            const u32 to = at + S::kLeftBytes + (slot * S::kPieces + c) * 8192;
-            const int column = columns[i] + c * 64, rh = h * p.right_h, rz = z * p.right_z;
-            kRightK ? tma::load(to, &p.right, full, k, column, rh, rz)
-                    : tma::load(to, &p.right, full, column, k, rh, rz);
-          }
+      for (int i = 0; i < kMine; ++i) {
+        if (i < count) {
+          const u32 to = at + S::kLeftBytes + slots[i] * 8192;
+          kRightK ? tma::load(to, &p.right, full, k, columns[i], rh, rz)
+                  : tma::load(to, &p.right, full, columns[i], k, rh, rz);
         }
       }
     }
@@ -134,12 +136,10 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
   extern __shared__ u8 raw[];
   __shared__ Barriers barriers;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, S::kStages);
+  init_barriers(barriers, S::kStages, 4);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if (threadIdx.x == 0) {
-      tma::prefetch(&p.left);
-      tma::prefetch(&p.right);
+    if (threadIdx.x % 32 == 0) {
       Ring<S::kStages> ring(1);
       for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
         if (const int index = turn_tile(turn); index < p.total) {

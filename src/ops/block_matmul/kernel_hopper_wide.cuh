@@ -7,7 +7,7 @@
 namespace fretwork::block_matmul::hopper {
 
 /// Fetches the stages of one tile. Blocks of 64: each warpgroup has its own block-row, which may lack the column.
-template <bool kSparseK, bool kDenseK>
+template <int kWidth, bool kSparseK, bool kDenseK>
 __device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& t, Barriers& barriers, u32 base,
                                            Ring<kStages>& ring) {
   const bool small = p.block == 64;
@@ -21,7 +21,7 @@ __device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& 
         mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
         const u32 full = shared_address(&barriers.full[ring.stage]);
         barriers.flags[ring.stage][0] = (upper >= 0 ? 1u : 0u) | (lower >= 0 ? 2u : 0u);
-        mbarrier::arrive_expect(full, 32768 + (upper >= 0 ? 8192u : 0u) + (lower >= 0 ? 8192u : 0u));
+        mbarrier::arrive_expect(full, kWidth * 128 + (upper >= 0 ? 8192u : 0u) + (lower >= 0 ? 8192u : 0u));
         const u32 a = base + ring.stage * kStageBytes, b = a + 16384;
         const int below = small ? 0 : 64;
         if (upper >= 0) {
@@ -32,11 +32,11 @@ __device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& 
           kSparseK ? tma::load(a + 8192, &p.sparse, full, inner, below, lower, sz)
                    : tma::load(a + 8192, &p.sparse, full, below, inner, lower, sz);
         }
-        const int row = column * p.block + inner, free = t.tile * kTileN;
+        const int row = column * p.block + inner, free = t.tile * kWidth;
         if constexpr (kDenseK) {
           tma::load(b, &p.dense, full, row, free, dh, dz);
         } else {
-          for (int c = 0; c < 4; ++c) {
+          for (int c = 0; c < kWidth / 64; ++c) {
             tma::load(b + c * 8192, &p.dense, full, free + c * 64, row, dh, dz);
           }
         }
@@ -47,7 +47,7 @@ __device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& 
 
 /// Multiplies the stages of one tile. A stage that products in flight still read is released before a skip as well:
 /// a row without blocks for a whole ring would wait for itself otherwise.
-template <typename T, bool kSparseK, bool kDenseK>
+template <typename T, int kWidth, bool kSparseK, bool kDenseK>
 __device__ __forceinline__ void wide_multiply(float (&d)[128], int stages, Barriers& barriers, u32 base,
                                               Ring<kStages>& ring, int warpgroup) {
   using wgmma::Major;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void wide_multiply(float (&d)[128], int stages, Barri
       wgmma::fence();
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        wgmma::multiply<T, 256, kA, kB>(d, a + q * wgmma::kNextK<128, kA>, b + q * wgmma::kNextK<128, kB>);
+        wgmma::multiply<T, kWidth, kA, kB>(d, a + q * wgmma::kNextK<128, kA>, b + q * wgmma::kNextK<128, kB>);
       }
       wgmma::commit();
       wgmma::wait<1>();
@@ -81,14 +81,14 @@ __device__ __forceinline__ void wide_multiply(float (&d)[128], int stages, Barri
   release(empty, pending);
 }
 
-/// kSparseK: K is the unit axis of op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit
-/// axis.
-template <typename T, bool kSparseK, bool kDenseK, bool kRows>
+/// kWidth: a tile's share of the free dimension, 256, or 128 where there is no more. kSparseK: K is the unit axis of
+/// op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit axis.
+template <typename T, int kWidth, bool kSparseK, bool kDenseK, bool kRows>
 __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__ SpmmParams p) {
   extern __shared__ u8 raw[];
   __shared__ Barriers barriers;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, kStages);
+  init_barriers(barriers, kStages, 1);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x == 0) {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
       Ring<kStages> ring(1);
       for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
         if (const int index = turn_tile(turn); index < p.total) {
-          wide_fetch<kSparseK, kDenseK>(p, spmm_tile(p, index), barriers, base, ring);
+          wide_fetch<kWidth, kSparseK, kDenseK>(p, spmm_tile(p, index), barriers, base, ring);
         }
       }
     }
@@ -119,14 +119,14 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
         sum = 0.0f;
       }
       const int steps = (t.segment.last - t.segment.first) * p.batches.z_sum * p.batches.h_sum;
-      wide_multiply<T, kSparseK, kDenseK>(d, steps * (p.block / 64), barriers, base, ring, warpgroup);
+      wide_multiply<T, kWidth, kSparseK, kDenseK>(d, steps * (p.block / 64), barriers, base, ring, warpgroup);
       if (t.segment.partial >= 0) {
         store_partial(d, p.partials + static_cast<i64>(t.partial) * kPartialFloats);
         continue;
       }
       const int row = t.place * kTileM + warpgroup * 64;
-      store_tile<T, kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
-        const int free = t.tile * kTileN + piece * 64;
+      store_tile<T, kWidth / 64, kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+        const int free = t.tile * kWidth + piece * 64;
         if (free < p.free) {
           kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);
         }

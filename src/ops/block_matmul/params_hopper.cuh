@@ -46,6 +46,7 @@ struct ReduceParams {
   const Split* splits;
   int groups_per_head, tiles, heads, partial_count, split_count;
   int rows_first;  ///< 1: a tile is rows × free; 0: free × rows
+  int width;       ///< columns of a tile that count
   long long rows, free, row_stride, free_stride, h_stride, z_stride;
 };
 

@@ -1,14 +1,26 @@
-// Softmax and its gradient on the CPU: a row's runs are gathered into a scratch row, worked on there, and put back.
+// Softmax and its gradient on the CPU: a row's runs are gathered into a scratch row in fp32 (fp64 for float64), worked
+// on there with vectors, and put back. One source for every instruction set; the best is chosen once per call.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/block_softmax/cpu.cpp"
+#include <hwy/foreach_target.h>  // compiles what follows once per instruction set
+//
+#include <hwy/contrib/math/math-inl.h>
+#include <hwy/highway.h>
+
 #include <algorithm>
-#include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "core/half.h"
 #include "ops/block_softmax/problem.h"
 
-namespace fretwork::block_softmax_op::cpu {
+#ifndef FRETWORK_OPS_BLOCK_SOFTMAX_CPU  // what needs no vectors, once
+#define FRETWORK_OPS_BLOCK_SOFTMAX_CPU
+namespace fretwork::block_softmax_op {
 namespace {
+
+using Blocks = std::span<const BlockIndex::Entry>;
 
 /// One row inside a block row: batch, head, block row, row of the block.
 struct Row {
@@ -49,7 +61,7 @@ void store(void* data, DType dtype, std::int64_t at, Acc x) {
   }
 }
 
-/// Where the run of row `y` of packed block `block` begins.
+/// Where the run of the row in packed block `block` begins.
 std::int64_t start(const Packed& p, const Row& row, std::int64_t block) {
   return row.z * p.z + block * p.block + row.y * p.row;
 }
@@ -59,130 +71,9 @@ std::int64_t start(const Dense& d, const Row& row, const BlockLayout::Sizes& s, 
   return row.z * d.z + row.h * d.h + (row.i * s.block_rows + row.y) * d.row + column * s.block_cols * d.col;
 }
 
-template <typename Acc>
-void apply_mask(const Dense& mask, std::int64_t at, std::int64_t count, Acc* run) {
-  for (std::int64_t x = 0; mask.data != nullptr && x < count; ++x) {
-    const Acc m = load<Acc>(mask.data, mask.dtype, at + x * mask.col);
-    if (mask.mode == MaskMode::add) {
-      run[x] += m;
-    } else if (m == Acc{0}) {
-      run[x] = -std::numeric_limits<Acc>::infinity();
-    }
-  }
-}
-
-/// values·scale + extras of one row.
-template <typename Acc>
-void gather(const Problem& p, const Row& row, std::span<const BlockIndex::Entry> blocks, Acc* x) {
-  const auto& s = p.layout->sizes();
-  const auto scale = static_cast<Acc>(p.scale);
-  for (const auto& entry : blocks) {
-    const std::int64_t at = start(p.values, row, entry.block), rpe = start(p.rpe, row, s, entry.other);
-    for (std::int64_t k = 0; k < s.block_cols; ++k) {
-      x[k] = load<Acc>(p.values.data, p.dtype, at + k * p.values.col) * scale;
-      if (p.rpe.data != nullptr) {
-        x[k] += load<Acc>(p.rpe.data, p.rpe.dtype, rpe + k * p.rpe.col);
-      }
-    }
-    // What takes entries out comes last, so that nothing added there counts.
-    const bool key_last = p.key_padding.mode == MaskMode::mul;
-    for (const Dense* mask : {key_last ? &p.attn : &p.key_padding, key_last ? &p.key_padding : &p.attn}) {
-      apply_mask(*mask, start(*mask, row, s, entry.other), s.block_cols, x);
-    }
-    x += s.block_cols;
-  }
-}
-
-/// In place; a row with nothing left becomes zeros.
-template <typename Acc>
-void softmax_row(std::span<Acc> x) {
-  constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
-  Acc top = kNone, sum = 0;
-  for (const Acc v : x) {
-    top = std::max(top, v);
-  }
-  // A row of −inf alone must not subtract it from itself; NaN still shows through the sum.
-  top = top == kNone ? Acc{0} : top;
-  for (Acc& v : x) {
-    v = std::exp(v - top);
-    sum += v;
-  }
-  const Acc factor = sum == Acc{0} ? Acc{0} : Acc{1} / sum;
-  for (Acc& v : x) {
-    v *= factor;
-  }
-}
-
-template <typename Acc>
-void scatter(const Packed& to, DType dtype, const Row& row, std::span<const BlockIndex::Entry> blocks,
-             std::int64_t width, const Acc* x) {
-  for (const auto& entry : blocks) {
-    const std::int64_t at = start(to, row, entry.block);
-    for (std::int64_t k = 0; k < width; ++k) {
-      store(to.data, dtype, at + k * to.col, *x++);
-    }
-  }
-}
-
-template <typename Acc>
-void forward_lines(const Problem& p, std::int64_t begin, std::int64_t end) {
-  const auto& s = p.layout->sizes();
-  const std::int64_t lines = s.heads * s.rows;
-  std::vector<Acc> scratch(static_cast<std::size_t>(s.cols * s.block_cols));
-  for (std::int64_t n = begin; n < end; ++n) {
-    const std::int64_t line = n % lines;
-    const auto blocks = p.layout->by_row().line(line);
-    const std::span<Acc> x{scratch.data(), blocks.size() * static_cast<std::size_t>(s.block_cols)};
-    for (std::int64_t y = 0; y < s.block_rows && !blocks.empty(); ++y) {
-      const Row row{n / lines, line / s.rows, line % s.rows, y};
-      gather(p, row, blocks, x.data());
-      softmax_row(x);
-      scatter(p.out, p.dtype, row, blocks, s.block_cols, x.data());
-    }
-  }
-}
-
-/// Scratch of one thread: a row of out, of d_out (then of d), and a row of d_rpe.
-template <typename Acc>
-struct BackwardScratch {
-  std::vector<Acc> out, d, rpe;
-};
-
-/// Writes d_values of one row and adds its d into the row of d_rpe that it belongs to.
-template <typename Acc>
-void backward_row(const BackwardProblem& p, const Row& row, BackwardScratch<Acc>& scratch) {
-  const auto& s = p.layout->sizes();
-  const auto blocks = p.layout->by_row().line(row.h * s.rows + row.i);
-  const std::size_t count = blocks.size() * static_cast<std::size_t>(s.block_cols);
-  Acc dot = 0;
-  std::size_t n = 0;
-  for (const auto& entry : blocks) {
-    for (std::int64_t k = 0; k < s.block_cols; ++k, ++n) {
-      scratch.out[n] = load<Acc>(p.out.data, p.dtype, start(p.out, row, entry.block) + k * p.out.col);
-      scratch.d[n] = load<Acc>(p.d_out.data, p.dtype, start(p.d_out, row, entry.block) + k * p.d_out.col);
-      // Where nothing came out nothing counts, NaN upstream included.
-      dot += scratch.out[n] != Acc{0} ? scratch.out[n] * scratch.d[n] : Acc{0};
-    }
-  }
-  for (n = 0; n < count; ++n) {
-    scratch.d[n] = scratch.out[n] != Acc{0} ? scratch.out[n] * (scratch.d[n] - dot) : Acc{0};
-  }
-  n = 0;
-  for (const auto& entry : blocks) {
-    for (std::int64_t k = 0; p.d_rpe.data != nullptr && k < s.block_cols; ++k) {
-      scratch.rpe[p.rpe_sizes.cols == 1 ? 0 : static_cast<std::size_t>(entry.other * s.block_cols + k)] +=
-          scratch.d[n++];
-    }
-  }
-  for (n = 0; n < count; ++n) {
-    scratch.d[n] *= static_cast<Acc>(p.scale);
-  }
-  scatter(p.d_values, p.dtype, row, blocks, s.block_cols, scratch.d.data());
-}
-
-/// The rows that share one place of d_rpe. Without rpe each block row is one such group.
+/// How many groups of rows share a place of d_rpe, along each axis. Without rpe each block row is a group.
 struct Groups {
-  std::int64_t z, h, i;  ///< groups along each axis
+  std::int64_t z, h, i;
 };
 
 Groups groups(const BackwardProblem& p) {
@@ -198,6 +89,275 @@ std::pair<std::int64_t, std::int64_t> covered(std::int64_t g, std::int64_t count
   return count == size ? std::pair{g, g + 1} : std::pair{std::int64_t{0}, size};
 }
 
+/// Lines that make a piece of work worth a thread.
+std::int64_t grain(const BlockLayout& layout, std::int64_t tasks, std::int64_t batch) {
+  const auto& s = layout.sizes();
+  const std::int64_t elements = batch * layout.nnz() * s.block_rows * s.block_cols;
+  return std::max<std::int64_t>(1, (std::int64_t{1} << 15) * tasks / std::max<std::int64_t>(elements, 1));
+}
+
+}  // namespace
+}  // namespace fretwork::block_softmax_op
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace fretwork::block_softmax_op::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+template <typename Acc>
+using Tag = hn::ScalableTag<Acc>;
+
+/// True where the instruction set rounds fp32 to fp16 itself.
+constexpr bool kConvertsHalf = HWY_ARCH_ARM || (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2);
+
+/// Converts a run into the scratch row.
+template <typename Acc>
+void widen(const void* data, DType dtype, std::int64_t at, std::int64_t step, std::int64_t count, Acc* to) {
+  const Tag<Acc> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t n = 0;
+  if (step == 1 && dtype == (sizeof(Acc) == 8 ? DType::f64 : DType::f32)) {
+    std::copy_n(static_cast<const Acc*>(data) + at, count, to);
+    return;
+  }
+  if constexpr (sizeof(Acc) == 4) {
+    const auto* bits = static_cast<const std::uint16_t*>(data) + at;
+    const hn::Rebind<std::uint16_t, Tag<Acc>> d16;
+    if (step == 1 && dtype == DType::bf16) {
+      const hn::RebindToUnsigned<Tag<Acc>> du;
+      for (; n + lanes <= count; n += lanes) {
+        hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, bits + n)))), d, to + n);
+      }
+    } else if (kConvertsHalf && step == 1 && dtype == DType::f16) {
+      const hn::Rebind<hwy::float16_t, Tag<Acc>> dh;
+      for (; n + lanes <= count; n += lanes) {
+        hn::StoreU(hn::PromoteTo(d, hn::BitCast(dh, hn::LoadU(d16, bits + n))), d, to + n);
+      }
+    }
+  }
+  for (; n < count; ++n) {
+    to[n] = load<Acc>(data, dtype, at + n * step);
+  }
+}
+
+/// Rounds a run of the scratch row and stores it.
+template <typename Acc>
+void narrow(const Acc* from, std::int64_t count, void* data, DType dtype, std::int64_t at, std::int64_t step) {
+  const Tag<Acc> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t n = 0;
+  if (step == 1 && dtype == (sizeof(Acc) == 8 ? DType::f64 : DType::f32)) {
+    std::copy_n(from, count, static_cast<Acc*>(data) + at);
+    return;
+  }
+  if constexpr (sizeof(Acc) == 4) {
+    auto* bits = static_cast<std::uint16_t*>(data) + at;
+    const hn::Rebind<std::uint16_t, Tag<Acc>> d16;
+    if (step == 1 && dtype == DType::bf16) {
+      const hn::RebindToUnsigned<Tag<Acc>> du;
+      const hn::RebindToSigned<Tag<Acc>> di;
+      for (; n + lanes <= count; n += lanes) {
+        const auto x = hn::LoadU(d, from + n);
+        const auto u = hn::BitCast(du, x);
+        const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
+        const auto rounded = hn::Add(u, hn::Add(odd, hn::Set(du, 0x7fffu)));
+        const auto nan = hn::Or(u, hn::Set(du, 0x400000u));
+        const auto high = hn::ShiftRight<16>(hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(x)), nan, rounded));
+        hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, high)), d16, bits + n);
+      }
+    } else if (kConvertsHalf && step == 1 && dtype == DType::f16) {
+      const hn::Rebind<hwy::float16_t, Tag<Acc>> dh;
+      for (; n + lanes <= count; n += lanes) {
+        hn::StoreU(hn::BitCast(d16, hn::DemoteTo(dh, hn::LoadU(d, from + n))), d16, bits + n);
+      }
+    }
+  }
+  for (; n < count; ++n) {
+    store(data, dtype, at + n * step, from[n]);
+  }
+}
+
+template <typename Acc>
+void gather(const Packed& p, DType dtype, const Row& row, Blocks blocks, std::int64_t width, Acc* to) {
+  for (const auto& entry : blocks) {
+    widen(p.data, dtype, start(p, row, entry.block), p.col, width, to);
+    to += width;
+  }
+}
+
+template <typename Acc>
+void gather(const Dense& p, const Row& row, Blocks blocks, const BlockLayout::Sizes& s, Acc* to) {
+  for (const auto& entry : blocks) {
+    widen(p.data, p.dtype, start(p, row, s, entry.other), p.col, s.block_cols, to);
+    to += s.block_cols;
+  }
+}
+
+template <typename Acc>
+void scatter(const Acc* from, const Packed& p, DType dtype, const Row& row, Blocks blocks, std::int64_t width) {
+  for (const auto& entry : blocks) {
+    narrow(from, width, p.data, dtype, start(p, row, entry.block), p.col);
+    from += width;
+  }
+}
+
+/// A scratch row: rounded up to whole vectors, so that passes over it have no tails.
+template <typename Acc>
+class Scratch {
+ public:
+  explicit Scratch(const BlockLayout::Sizes& s)
+      : x_(static_cast<std::size_t>(s.cols * s.block_cols) + hn::MaxLanes(Tag<Acc>())) {}
+  /// Room for `count`, with `rest` behind it up to a whole vector.
+  Acc* row(std::size_t count, Acc rest) {
+    std::fill_n(x_.begin() + static_cast<std::ptrdiff_t>(count), whole(count) - count, rest);
+    return x_.data();
+  }
+  Acc* data() { return x_.data(); }
+  static std::size_t whole(std::size_t count) { return hwy::RoundUpTo(count, hn::Lanes(Tag<Acc>())); }
+
+ private:
+  std::vector<Acc> x_;
+};
+
+template <typename Acc>
+void apply(const Dense& mask, const Row& row, Blocks blocks, const BlockLayout::Sizes& s, Scratch<Acc>& extra, Acc* x) {
+  if (mask.data == nullptr) {
+    return;
+  }
+  const Tag<Acc> d;
+  const std::size_t count = blocks.size() * static_cast<std::size_t>(s.block_cols);
+  const Acc* const m = extra.row(count, Acc{0});
+  gather(mask, row, blocks, s, extra.data());
+  const auto gone = hn::Set(d, -std::numeric_limits<Acc>::infinity());
+  for (std::size_t n = 0; n < Scratch<Acc>::whole(count); n += hn::Lanes(d)) {
+    const auto v = hn::LoadU(d, x + n), e = hn::LoadU(d, m + n);
+    const auto masked = mask.mode == MaskMode::add ? hn::Add(v, e) : hn::IfThenElse(hn::Eq(e, hn::Zero(d)), gone, v);
+    hn::StoreU(masked, d, x + n);
+  }
+}
+
+/// In place over whole vectors; a row with nothing left becomes zeros.
+template <typename Acc>
+void softmax_row(Acc* x, std::size_t count) {
+  const Tag<Acc> d;
+  constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
+  auto tops = hn::Set(d, kNone);
+  for (std::size_t n = 0; n < count; n += hn::Lanes(d)) {
+    const auto v = hn::LoadU(d, x + n);
+    tops = hn::IfThenElse(hn::Gt(v, tops), v, tops);  // NaN is never greater
+  }
+  const Acc highest = hn::GetLane(hn::MaxOfLanes(d, tops));
+  // A row of −inf alone must not subtract it from itself; NaN still shows through the sum.
+  const auto top = hn::Set(d, highest == kNone ? Acc{0} : highest);
+  auto sums = hn::Zero(d);
+  for (std::size_t n = 0; n < count; n += hn::Lanes(d)) {
+    const auto v = hn::Sub(hn::LoadU(d, x + n), top);
+    const auto e = hn::IfThenElse(hn::IsNaN(v), v, hn::Exp(d, v));  // Exp alone makes NaN a zero
+    sums = hn::Add(sums, e);
+    hn::StoreU(e, d, x + n);
+  }
+  const Acc sum = hn::GetLane(hn::SumOfLanes(d, sums));
+  const auto factor = hn::Set(d, sum == Acc{0} ? Acc{0} : Acc{1} / sum);
+  for (std::size_t n = 0; n < count; n += hn::Lanes(d)) {
+    hn::StoreU(hn::Mul(hn::LoadU(d, x + n), factor), d, x + n);
+  }
+}
+
+template <typename Acc>
+void forward_row(const Problem& p, const Row& row, Blocks blocks, Scratch<Acc>& scratch, Scratch<Acc>& extra) {
+  const Tag<Acc> d;
+  const auto& s = p.layout->sizes();
+  const std::size_t count = blocks.size() * static_cast<std::size_t>(s.block_cols);
+  const std::size_t whole = Scratch<Acc>::whole(count);
+  Acc* const x = scratch.row(count, Acc{0});
+  gather(p.values, p.dtype, row, blocks, s.block_cols, x);
+  const auto scale = hn::Set(d, static_cast<Acc>(p.scale));
+  for (std::size_t n = 0; n < whole; n += hn::Lanes(d)) {
+    hn::StoreU(hn::Mul(hn::LoadU(d, x + n), scale), d, x + n);
+  }
+  apply(p.rpe, row, blocks, s, extra, x);
+  // What takes entries out comes last, so that nothing added there counts.
+  const bool key_last = p.key_padding.mode == MaskMode::mul;
+  apply(key_last ? p.attn : p.key_padding, row, blocks, s, extra, x);
+  apply(key_last ? p.key_padding : p.attn, row, blocks, s, extra, x);
+  scratch.row(count, -std::numeric_limits<Acc>::infinity());
+  softmax_row(x, whole);
+  scatter(x, p.out, p.dtype, row, blocks, s.block_cols);
+}
+
+template <typename Acc>
+void forward_lines(const Problem& p, std::int64_t begin, std::int64_t end) {
+  const auto& s = p.layout->sizes();
+  const std::int64_t lines = s.heads * s.rows;
+  Scratch<Acc> scratch(s), extra(s);
+  for (std::int64_t n = begin; n < end; ++n) {
+    const std::int64_t line = n % lines;
+    const Blocks blocks = p.layout->by_row().line(line);
+    for (std::int64_t y = 0; y < s.block_rows && !blocks.empty(); ++y) {
+      forward_row(p, {n / lines, line / s.rows, line % s.rows, y}, blocks, scratch, extra);
+    }
+  }
+}
+
+/// Scratch of one thread: a row of out, of d_out (then of d), and a row of d_rpe.
+template <typename Acc>
+struct BackwardScratch {
+  explicit BackwardScratch(const BlockLayout::Sizes& s)
+      : out(s), d(s), rpe(static_cast<std::size_t>(s.cols * s.block_cols) + 1) {}
+  Scratch<Acc> out, d;
+  std::vector<Acc> rpe;
+};
+
+/// d = out·(d_out − Σ out·d_out), in place of d_out. Where nothing came out nothing counts, NaN upstream included.
+template <typename Acc>
+void gradient_row(const Acc* out, Acc* d_out, std::size_t count) {
+  const Tag<Acc> d;
+  auto sums = hn::Zero(d);
+  for (std::size_t n = 0; n < count; n += hn::Lanes(d)) {
+    const auto o = hn::LoadU(d, out + n), g = hn::LoadU(d, d_out + n);
+    sums = hn::Add(sums, hn::IfThenElseZero(hn::Ne(o, hn::Zero(d)), hn::Mul(o, g)));
+  }
+  const auto dot = hn::Set(d, hn::GetLane(hn::SumOfLanes(d, sums)));
+  for (std::size_t n = 0; n < count; n += hn::Lanes(d)) {
+    const auto o = hn::LoadU(d, out + n), g = hn::LoadU(d, d_out + n);
+    hn::StoreU(hn::IfThenElseZero(hn::Ne(o, hn::Zero(d)), hn::Mul(o, hn::Sub(g, dot))), d, d_out + n);
+  }
+}
+
+/// Adds a row's d into the row of d_rpe that it belongs to.
+template <typename Acc>
+void add_to_rpe(const Acc* d, Blocks blocks, std::int64_t width, bool one_column, Acc* rpe) {
+  for (const auto& entry : blocks) {
+    Acc* const to = rpe + (one_column ? 0 : entry.other * width);
+    for (std::int64_t k = 0; k < width; ++k) {
+      to[one_column ? 0 : k] += *d++;
+    }
+  }
+}
+
+/// Writes d_values of one row and adds its d into d_rpe's.
+template <typename Acc>
+void backward_row(const BackwardProblem& p, const Row& row, BackwardScratch<Acc>& scratch) {
+  const Tag<Acc> tag;
+  const auto& s = p.layout->sizes();
+  const Blocks blocks = p.layout->by_row().line(row.h * s.rows + row.i);
+  const std::size_t count = blocks.size() * static_cast<std::size_t>(s.block_cols);
+  Acc* const out = scratch.out.row(count, Acc{0});
+  Acc* const d = scratch.d.row(count, Acc{0});
+  gather(p.out, p.dtype, row, blocks, s.block_cols, out);
+  gather(p.d_out, p.dtype, row, blocks, s.block_cols, d);
+  gradient_row(out, d, Scratch<Acc>::whole(count));
+  if (p.d_rpe.data != nullptr) {
+    add_to_rpe(d, blocks, s.block_cols, p.rpe_sizes.cols == 1, scratch.rpe.data());
+  }
+  const auto scale = hn::Set(tag, static_cast<Acc>(p.scale));
+  for (std::size_t n = 0; n < count; n += hn::Lanes(tag)) {
+    hn::StoreU(hn::Mul(hn::LoadU(tag, d + n), scale), tag, d + n);
+  }
+  scatter(d, p.d_values, p.dtype, row, blocks, s.block_cols);
+}
+
+/// One group of rows: all that sum into the same rows of d_rpe, in a fixed order.
 template <typename Acc>
 void backward_group(const BackwardProblem& p, const Groups& all, std::int64_t group, BackwardScratch<Acc>& scratch) {
   const auto& s = p.layout->sizes();
@@ -205,51 +365,73 @@ void backward_group(const BackwardProblem& p, const Groups& all, std::int64_t gr
   const auto [z0, z1] = covered(first.z, all.z, p.batch);
   const auto [h0, h1] = covered(first.h, all.h, s.heads);
   const auto [i0, i1] = covered(first.i, all.i, s.rows);
-  const bool rows_share = p.d_rpe.data != nullptr && p.rpe_sizes.rows == 1;
-  for (std::int64_t y = 0; y < (rows_share ? 1 : s.block_rows); ++y) {
-    std::fill(scratch.rpe.begin(), scratch.rpe.end(), Acc{0});
+  const bool rpe = p.d_rpe.data != nullptr, one_row = rpe && p.rpe_sizes.rows == 1;
+  for (std::int64_t y = 0; y < (one_row ? 1 : s.block_rows); ++y) {
+    if (rpe) {
+      std::fill(scratch.rpe.begin(), scratch.rpe.end(), Acc{0});
+    }
     for (std::int64_t z = z0; z < z1; ++z) {
       for (std::int64_t h = h0; h < h1; ++h) {
         for (std::int64_t i = i0; i < i1; ++i) {
-          for (std::int64_t yy = y; yy < (rows_share ? s.block_rows : y + 1); ++yy) {
-            backward_row(p, {z, h, i, yy}, scratch);
+          for (std::int64_t k = y; k < (one_row ? s.block_rows : y + 1); ++k) {
+            backward_row(p, {z, h, i, k}, scratch);
           }
         }
       }
     }
-    const std::int64_t at = start(p.d_rpe, {first.z, first.h, first.i, y}, s, 0);
-    for (std::int64_t k = 0; p.d_rpe.data != nullptr && k < p.rpe_sizes.cols; ++k) {
-      store(p.d_rpe.data, p.d_rpe.dtype, at + k * p.d_rpe.col, scratch.rpe[static_cast<std::size_t>(k)]);
+    if (rpe) {
+      narrow(scratch.rpe.data(), p.rpe_sizes.cols, p.d_rpe.data, p.d_rpe.dtype,
+             start(p.d_rpe, {first.z, first.h, first.i, y}, s, 0), p.d_rpe.col);
     }
   }
 }
 
 template <typename Acc>
 void backward_groups(const BackwardProblem& p, const Groups& all, std::int64_t begin, std::int64_t end) {
-  const auto& s = p.layout->sizes();
-  const auto width = static_cast<std::size_t>(s.cols * s.block_cols);
-  BackwardScratch<Acc> scratch{std::vector<Acc>(width), std::vector<Acc>(width), std::vector<Acc>(width + 1)};
+  BackwardScratch<Acc> scratch(p.layout->sizes());
   for (std::int64_t group = begin; group < end; ++group) {
     backward_group(p, all, group, scratch);
   }
 }
 
-}  // namespace
-
-void forward(const Problem& problem, Context& context) {
+void forward_any(const Problem& problem, Context& context) {
   const auto& s = problem.layout->sizes();
-  context.executor->parallel_for(problem.batch * s.heads * s.rows, 1, [&](std::int64_t begin, std::int64_t end) {
+  const std::int64_t tasks = problem.batch * s.heads * s.rows;
+  const auto body = [&](std::int64_t begin, std::int64_t end) {
     problem.dtype == DType::f64 ? forward_lines<double>(problem, begin, end)
                                 : forward_lines<float>(problem, begin, end);
-  });
+  };
+  context.executor->parallel_for(tasks, grain(*problem.layout, tasks, problem.batch), body);
 }
 
-void backward(const BackwardProblem& problem, Context& context) {
+void backward_any(const BackwardProblem& problem, Context& context) {
   const Groups all = groups(problem);
-  context.executor->parallel_for(all.z * all.h * all.i, 1, [&](std::int64_t begin, std::int64_t end) {
+  const std::int64_t tasks = all.z * all.h * all.i;
+  const auto body = [&](std::int64_t begin, std::int64_t end) {
     problem.dtype == DType::f64 ? backward_groups<double>(problem, all, begin, end)
                                 : backward_groups<float>(problem, all, begin, end);
-  });
+  };
+  context.executor->parallel_for(tasks, grain(*problem.layout, tasks, problem.batch), body);
 }
 
-}  // namespace fretwork::block_softmax_op::cpu
+}  // namespace fretwork::block_softmax_op::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fretwork::block_softmax_op {
+
+HWY_EXPORT(forward_any);
+HWY_EXPORT(backward_any);
+
+namespace cpu {
+
+void forward(const Problem& problem, Context& context) { HWY_DYNAMIC_DISPATCH(forward_any)(problem, context); }
+
+void backward(const BackwardProblem& problem, Context& context) {
+  HWY_DYNAMIC_DISPATCH(backward_any)(problem, context);
+}
+
+}  // namespace cpu
+
+}  // namespace fretwork::block_softmax_op
+#endif

@@ -273,26 +273,28 @@ void backward(const BackwardProblem& problem, Context& context) {
 
 namespace {
 
-/// The usual types and blocks at each number of warps, and some with extras; the rest is compiled when first asked for.
+/// The usual types and blocks, and some with extras; the rest is compiled when first asked for.
 std::vector<KernelSpec> list(const std::string& /*arch*/) {
   std::vector<KernelSpec> specs;
   Dense rpe, mask;
   rpe.data = mask.data = &rpe;  // only its being there matters
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     for (const int cols : {16, 32, 64, 128}) {
-      for (const int longest : {8, 32, 128}) {
-        specs.push_back(forward_spec(choose(dtype, cols, true, longest, 8), {}, {}, {}));
-        specs.push_back(backward_spec(choose(dtype, cols, true, longest / 2, kMostKeptBackward), false));
-      }
+      specs.push_back(forward_spec(choose(dtype, cols, true, 32, 8), {}, {}, {}));
+      specs.push_back(backward_spec(choose(dtype, cols, true, 16, kMostKeptBackward), false));
+    }
+    for (const int longest : {8, 128}) {
+      specs.push_back(forward_spec(choose(dtype, 32, true, longest, 8), {}, {}, {}));
     }
     rpe.dtype = mask.dtype = dtype;
+    mask.mode = MaskMode::mul;
     const Config config = choose(dtype, 32, true, 16, size_of(dtype) == 2 ? 4 : 8);
     specs.push_back(forward_spec(config, rpe, {}, {}));
     specs.push_back(forward_spec(config, rpe, mask, mask));
+    specs.push_back(forward_spec(choose(dtype, 32, false, 16, 8), {}, {}, {}));
     specs.push_back(backward_spec(choose(dtype, 32, true, 16, kMostKeptBackward), true));
     specs.push_back(rpe_spec(dtype, dtype, 1));
     specs.push_back(rpe_spec(dtype, dtype, 256));
-    specs.push_back(forward_spec(choose(dtype, 32, false, 16, 8), {}, {}, {}));
   }
   return specs;
 }

@@ -93,11 +93,16 @@ HWY_INLINE hn::Vec<D> LoadAs(D d, const In* from) {
   }
 }
 
-template <class D, typename Out>
+template <class D, typename V, typename T>
+HWY_INLINE void Write(D d, V v, T* to, bool stream) {
+  stream ? hn::Stream(v, d, to) : hn::StoreU(v, d, to);
+}
+
+template <bool kStream = false, class D, typename Out>
 HWY_INLINE void StoreAs(D d, hn::Vec<D> v, Out* to) {
   using T = hn::TFromD<D>;
   if constexpr (std::is_same_v<Out, T>) {
-    hn::StoreU(v, d, to);
+    Write(d, v, to, kStream);
   } else if constexpr (std::is_same_v<Out, Bf16>) {
     const hn::Rebind<std::uint32_t, D> du;
     const hn::Rebind<std::int32_t, D> di;
@@ -108,10 +113,10 @@ HWY_INLINE void StoreAs(D d, hn::Vec<D> v, Out* to) {
     const auto rounded = hn::ShiftRight<16>(hn::Add(word, hn::Add(odd, hn::Set(du, 0x7fffu))));
     const auto quiet = hn::Or(high, hn::Set(du, 0x40u));
     const auto bits = hn::IfThenElse(hn::RebindMask(du, hn::Ne(v, v)), quiet, rounded);
-    hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, bits)), d16, reinterpret_cast<std::uint16_t*>(to));
+    Write(d16, hn::DemoteTo(d16, hn::BitCast(di, bits)), reinterpret_cast<std::uint16_t*>(to), kStream);
   } else if constexpr (kHasHalf) {
     const hn::Rebind<hwy::float16_t, D> d16;
-    hn::StoreU(hn::DemoteTo(d16, v), d16, reinterpret_cast<hwy::float16_t*>(to));
+    Write(d16, hn::DemoteTo(d16, v), reinterpret_cast<hwy::float16_t*>(to), kStream);
   } else {
     HWY_ALIGN T wide[hn::MaxLanes(D())];
     hn::Store(v, d, wide);
@@ -204,9 +209,32 @@ void Pack(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t
   }
 }
 
+/// Copy() past the caches: whole vectors between aligned ends.
+template <typename T, typename Out>
+void Stream(const T* from, std::int64_t count, Out* out) {
+  const hn::ScalableTag<T> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  constexpr std::uintptr_t kLine = 64;
+  const auto ahead = static_cast<std::int64_t>((-reinterpret_cast<std::uintptr_t>(out) % kLine) / sizeof(Out));
+  const std::int64_t head = std::min(ahead, count);
+  Copy<T>(from, head, out);
+  std::int64_t n = head;
+  for (; n + kLanes <= count; n += kLanes) {
+    StoreAs<true>(d, hn::LoadU(d, from + n), out + n);
+  }
+  Copy<T>(from + n, count - n, out + n);
+}
+
 template <typename Out, typename T>
-void Store(const void* sums, std::int64_t width, std::int64_t rows, std::int64_t cols, const Place& to) {
-  Convert<T>(static_cast<const T*>(sums), width, 1, rows, cols, static_cast<Out*>(to.data), to.row_stride,
+void Store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols, const Place& to,
+           bool stream) {
+  if (stream && to.col_stride == 1) {
+    for (std::int64_t r = 0; r < rows; ++r) {
+      Stream(static_cast<const T*>(sums) + r * sum_stride, cols, static_cast<Out*>(to.data) + r * to.row_stride);
+    }
+    return;
+  }
+  Convert<T>(static_cast<const T*>(sums), sum_stride, 1, rows, cols, static_cast<Out*>(to.data), to.row_stride,
              to.col_stride);
 }
 
@@ -220,7 +248,7 @@ void Multiply(const Product& p) {
   V sum[kRows][kVectors];
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kVectors; ++v) {
-      sum[i][v] = p.add ? hn::LoadU(d, sums + i * kWidth + v * kLanes) : hn::Zero(d);
+      sum[i][v] = p.add ? hn::LoadU(d, sums + i * p.sum_stride + v * kLanes) : hn::Zero(d);
     }
   }
   const std::int64_t row = p.row_stride, step = p.step_stride;
@@ -242,7 +270,7 @@ void Multiply(const Product& p) {
   }
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kVectors; ++v) {
-      hn::StoreU(sum[i][v], d, sums + i * kWidth + v * kLanes);
+      hn::StoreU(sum[i][v], d, sums + i * p.sum_stride + v * kLanes);
     }
   }
 }

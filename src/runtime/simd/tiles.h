@@ -32,8 +32,9 @@ struct Product {
   std::int64_t steps = 0;  ///< depth of each term, in groups
   /// Distances on the left, in packed elements, from one row and from one step to the next.
   std::int64_t row_stride = 0, step_stride = 0;
-  void* sums = nullptr;  ///< rows × width, contiguous
-  bool add = false;      ///< start from what `sums` holds, not from zero
+  void* sums = nullptr;         ///< rows × width
+  std::int64_t sum_stride = 0;  ///< from one row of them to the next
+  bool add = false;             ///< start from what `sums` holds, not from zero
 };
 
 inline constexpr int kMaxVectors = 3;
@@ -51,7 +52,8 @@ struct Tiles {
   /// By number of vectors, less one.
   void (*multiply[kMaxVectors])(const Product& product);
   /// Rounds the first rows × cols sums to the element type, once, to nearest even.
-  void (*store)(const void* sums, std::int64_t width, std::int64_t rows, std::int64_t cols, const Place& to);
+  void (*store)(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols, const Place& to,
+                bool stream);
 };
 
 /// For f64, f32, f16 and bf16. Sums are f64 for f64 and f32 for the rest.
@@ -63,13 +65,12 @@ const Tiles* paired_bf16_tiles();
 /// Memory that grows and is never copied.
 class Scratch {
  public:
-  template <typename T>
-  T* need(std::size_t bytes) {
+  std::byte* need(std::size_t bytes) {
     if (bytes > size_) {
       size_ = bytes + bytes / 4;
       memory_.reset(static_cast<std::byte*>(::operator new(size_, kAlign)));
     }
-    return reinterpret_cast<T*>(memory_.get());
+    return memory_.get();
   }
 
  private:

@@ -28,7 +28,7 @@ FRETWORK_TARGET void multiply(const Product& p) {
   __m512 sum[kRows][kVectors];
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kVectors; ++v) {
-      sum[i][v] = p.add ? _mm512_loadu_ps(sums + i * kWidth + v * kLanes) : _mm512_setzero_ps();
+      sum[i][v] = p.add ? _mm512_loadu_ps(sums + i * p.sum_stride + v * kLanes) : _mm512_setzero_ps();
     }
   }
   const std::int64_t row = p.row_stride, step = p.step_stride;
@@ -52,7 +52,7 @@ FRETWORK_TARGET void multiply(const Product& p) {
   }
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kVectors; ++v) {
-      _mm512_storeu_ps(sums + i * kWidth + v * kLanes, sum[i][v]);
+      _mm512_storeu_ps(sums + i * p.sum_stride + v * kLanes, sum[i][v]);
     }
   }
 }
@@ -60,7 +60,13 @@ FRETWORK_TARGET void multiply(const Product& p) {
 /// out[j] = (upper[j], lower[j]) for j < cols, zeros up to width; `lower` may be null: zeros.
 FRETWORK_TARGET void interleave(const Bits* upper, const Bits* lower, std::int64_t cols, std::int64_t width,
                                 Pair* out) {
-  for (std::int64_t j = 0; j < width; j += kLanes) {
+  std::int64_t j = 0;
+  for (; j + kLanes <= cols && lower != nullptr; j += kLanes) {
+    const __m512i first = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(upper + j)));
+    const __m512i second = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(lower + j)));
+    _mm512_storeu_si512(out + j, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+  }
+  for (; j < width; j += kLanes) {
     const auto some = [](std::int64_t n, std::int64_t whole) {
       return static_cast<std::uint32_t>((std::uint64_t{1} << std::clamp<std::int64_t>(n, 0, whole)) - 1);
     };
@@ -136,28 +142,41 @@ FRETWORK_TARGET inline __m256i round16(__m512 v) {
   return _mm512_cvtepi32_epi16(bits);
 }
 
-FRETWORK_TARGET void store(const void* sums, std::int64_t width, std::int64_t rows, std::int64_t cols,
-                           const Place& to) {
+FRETWORK_TARGET void store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols,
+                           const Place& to, bool stream) {
   Bits* const out = static_cast<Bits*>(to.data);
   const float* const from = static_cast<const float*>(sums);
   if (to.col_stride == 1) {
     for (std::int64_t i = 0; i < rows; ++i) {
+      Bits* const line = out + i * to.row_stride;
+      if (stream && reinterpret_cast<std::uintptr_t>(line) % 32 == 0 && cols % kLanes == 0) {
+        for (std::int64_t j = 0; j < cols; j += kLanes) {
+          _mm256_stream_si256(reinterpret_cast<__m256i*>(line + j),
+                              round16(_mm512_loadu_ps(from + i * sum_stride + j)));
+        }
+        continue;
+      }
       for (std::int64_t j = 0; j < cols; j += kLanes) {
         const auto mask = static_cast<__mmask16>((1u << std::min(kLanes, cols - j)) - 1u);
-        _mm256_mask_storeu_epi16(out + i * to.row_stride + j, mask, round16(_mm512_loadu_ps(from + i * width + j)));
+        _mm256_mask_storeu_epi16(out + i * to.row_stride + j, mask,
+                                 round16(_mm512_loadu_ps(from + i * sum_stride + j)));
       }
     }
     return;
   }
-  alignas(64) Bits rounded[kRows][kMaxVectors * kLanes];
-  for (std::int64_t i = 0; i < rows; ++i) {
-    for (std::int64_t j = 0; j < width; j += kLanes) {
-      _mm256_store_si256(reinterpret_cast<__m256i*>(&rounded[i][j]), round16(_mm512_loadu_ps(from + i * width + j)));
-    }
-  }
-  for (std::int64_t j = 0; j < cols; ++j) {
-    for (std::int64_t i = 0; i < rows; ++i) {
-      out[i * to.row_stride + j * to.col_stride] = rounded[i][j];
+  for (std::int64_t first_row = 0; first_row < rows; first_row += kRows) {
+    for (std::int64_t first = 0; first < cols; first += kLanes) {
+      const std::int64_t height = std::min(kRows, rows - first_row);
+      alignas(64) Bits rounded[kRows][kLanes];
+      for (std::int64_t i = 0; i < height; ++i) {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(rounded[i]),
+                           round16(_mm512_loadu_ps(from + (first_row + i) * sum_stride + first)));
+      }
+      for (std::int64_t j = 0; j < std::min(kLanes, cols - first); ++j) {
+        for (std::int64_t i = 0; i < height; ++i) {
+          out[(first_row + i) * to.row_stride + (first + j) * to.col_stride] = rounded[i][j];
+        }
+      }
     }
   }
 }

@@ -1,0 +1,374 @@
+// The host side of the Hopper kernels: does the problem suit them, its plan, its tensor maps, the launch.
+#include "ops/block_matmul/cuda_hopper.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ops/block_matmul/params_hopper.cuh"
+#include "ops/block_matmul/plan.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+#include "runtime/plan_cache.h"
+
+namespace fretwork::block_matmul::hopper {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+static_assert(sizeof(Map) == sizeof(driver::TensorMap) && sizeof(Segment) == sizeof(SpmmPlan::Segment) &&
+              sizeof(Split) == sizeof(SpmmPlan::Split));
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+constexpr std::int64_t kUnit = 8;  // elements in the 16 bytes that strides must be a multiple of
+constexpr int kSpmmShared = 4 * 49152 + 32768 + 1024;
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+bool is_wide(std::int64_t block) { return block >= 64; }
+
+// ---------------------------------------------------------------------------------------------- which kernel
+
+KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest) {
+  const char* const type = dtype == DType::f16 ? "f16" : "bf16";
+  return {"ops/block_matmul/kernel_hopper_" + file + ".cuh",
+          "fretwork::block_matmul::hopper::" + kernel + "<fretwork::" + type + rest + ">"};
+}
+std::string number(int value) { return ", " + std::to_string(value); }
+std::string flag(bool value) { return value ? ", true" : ", false"; }
+
+/// `size` is the width of a wide tile or the block of a narrow one.
+KernelSpec spmm_instance(bool wide, DType dtype, int size, bool sparse_k, bool dense_k, bool rows) {
+  return instance(wide ? "wide" : "narrow", wide ? "spmm_wide" : "spmm_narrow", dtype,
+                  number(size) + flag(sparse_k) + flag(dense_k) + flag(rows));
+}
+KernelSpec sdd_instance(DType dtype, int block, bool left_k, bool right_k) {
+  return instance("sdd", "sdd", dtype, number(block) + flag(left_k) + flag(right_k));
+}
+KernelSpec reduce_instance(DType dtype) { return instance("reduce", "spmm_reduce", dtype, ""); }
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (arch != "sm_90a") {
+    return list;
+  }
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    list.push_back(reduce_instance(dtype));
+    for (int order = 0; order < 8; ++order) {
+      const bool a = (order & 1) != 0, b = (order & 2) != 0, rows = (order & 4) != 0;
+      for (const int size : {256, 128, 32, 16}) {
+        list.push_back(spmm_instance(size >= 128, dtype, size, a, b, rows));
+      }
+      if (!rows) {
+        list.push_back(sdd_instance(dtype, 64, a, b));
+        list.push_back(sdd_instance(dtype, 128, a, b));
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"block_matmul", list_kernels};
+
+// --------------------------------------------------------------------------------------------- tensor maps
+
+/// Four dimensions as the copy engine sees them: the unit axis, the other one, and two that are 1 where broadcast.
+struct View {
+  const void* data = nullptr;
+  bool last = true;  ///< the unit axis is the columns (or the K axis of a block)
+  std::array<std::int64_t, 4> sizes{}, strides{};
+
+  int moves(int dimension) const { return sizes[static_cast<std::size_t>(dimension)] > 1 ? 1 : 0; }
+  Map map(std::uint32_t unit, std::uint32_t other) const {
+    const std::uint32_t box[] = {unit, other, 1, 1};
+    std::uint64_t lengths[4], steps[3];
+    for (std::size_t d = 0; d < 4; ++d) {
+      lengths[d] = static_cast<std::uint64_t>(sizes[d]);
+    }
+    for (std::size_t d = 0; d < 3; ++d) {
+      steps[d] = static_cast<std::uint64_t>(strides[d + 1]) * 2;
+    }
+    const auto swizzle = unit == 64 ? driver::Swizzle::b128 : unit == 32 ? driver::Swizzle::b64 : driver::Swizzle::b32;
+    return std::bit_cast<Map>(driver::make_tensor_map(data, 2, lengths, steps, box, swizzle));
+  }
+};
+
+/// A view of rows × cols × two batch dimensions, if the copy engine can make one. A stride of 0 broadcasts.
+std::optional<View> make_view(const void* data, std::int64_t rows, std::int64_t cols, std::int64_t row_stride,
+                              std::int64_t col_stride, std::array<std::int64_t, 2> batch_sizes,
+                              std::array<std::int64_t, 2> batch_strides) {
+  const bool last = cols == 1 ? row_stride != 1 || rows == 1 : col_stride == 1;
+  if (!last && row_stride != 1 && rows != 1) {
+    return std::nullopt;
+  }
+  View view{data, last, {last ? cols : rows, last ? rows : cols, 1, 1}, {1, last ? row_stride : col_stride, 0, 0}};
+  for (std::size_t d = 0; d < 2; ++d) {
+    if (batch_strides[d] != 0) {
+      view.sizes[d + 2] = batch_sizes[d];
+    }
+    view.strides[d + 2] = batch_strides[d];
+  }
+  for (std::size_t d = 0; d < 4; ++d) {
+    if (d > 0 && view.sizes[d] == 1) {
+      view.strides[d] = kUnit;  // never used, but it must be a valid one
+    }
+    const bool stride = d == 0 || (view.strides[d] > 0 && view.strides[d] % kUnit == 0 && view.strides[d] < 1LL << 38);
+    if (view.sizes[d] < 1 || view.sizes[d] > kMost - 512 || !stride) {
+      return std::nullopt;
+    }
+  }
+  return data != nullptr && reinterpret_cast<std::uintptr_t>(data) % 16 == 0 ? std::optional(view) : std::nullopt;
+}
+
+std::optional<View> matrix_view(const Matrix& m, std::int64_t z, std::int64_t h) {
+  return make_view(m.data, m.rows, m.cols, m.row_stride, m.col_stride, {h, z}, {m.h_stride, m.z_stride});
+}
+
+/// Blocks of op(S): rows × K of each.
+std::optional<View> blocks_view(const Problem& p) {
+  const Values& v = p.sparse;
+  const std::int64_t block = p.layout->sizes().block_rows;
+  return make_view(v.data, block, block, p.transposed ? v.col_stride : v.row_stride,
+                   p.transposed ? v.row_stride : v.col_stride, {p.layout->nnz(), p.z_out * p.z_sum},
+                   {v.block_stride, v.z_stride});
+}
+
+// ------------------------------------------------------------------------------------------------------ plans
+
+struct DevicePlan {
+  driver::DeviceBuffer steps, segments, splits;  ///< sdd: block columns, strips, nothing
+  int segment_count = 0, split_count = 0, partial_count = 0, groups_per_head = 1, stride = 1;
+};
+
+/// What a plan depends on beside the layout.
+struct PlanKey {
+  int kind, transposed, device, parallel;
+};
+
+template <typename Item>
+driver::DeviceBuffer upload(int device, const std::vector<Item>& items) {
+  return driver::DeviceBuffer(device, items.data(), items.size() * sizeof(Item));
+}
+
+/// A group longer than its fair share of a machine that would otherwise idle is cut, but not below 1024 of K.
+SpmmPlan balanced_plan(const BlockLayout& layout, const PlanKey& key, int group_rows) {
+  SpmmPlan plan = make_spmm_plan(layout, key.transposed != 0, group_rows, 0);
+  const auto all = static_cast<std::int64_t>(plan.steps.size()) / (1 + group_rows);
+  const std::int64_t fair = ceil_div(all * key.parallel, driver::device_info(key.device).multiprocessors);
+  const std::int64_t longest = std::max(fair, 1024 / layout.sizes().block_rows);
+  const SpmmPlan::Segment& first = plan.segments.front();
+  return first.last - first.first > longest
+             ? make_spmm_plan(layout, key.transposed != 0, group_rows, static_cast<std::int32_t>(longest))
+             : plan;
+}
+
+DevicePlan make_spmm(const BlockLayout& layout, const PlanKey& key) {
+  const auto block = static_cast<int>(layout.sizes().block_rows);
+  const SpmmPlan plan = balanced_plan(layout, key, (is_wide(block) ? kTileM : kTileN) / block);
+  DevicePlan made;
+  made.steps = upload(key.device, plan.steps);
+  made.segments = upload(key.device, plan.segments);
+  made.splits = upload(key.device, plan.splits);
+  made.segment_count = static_cast<int>(plan.segments.size());
+  made.split_count = static_cast<int>(plan.splits.size());
+  made.partial_count = plan.partials;
+  made.groups_per_head = plan.groups_per_head;
+  made.stride = 1 + plan.group_rows;
+  return made;
+}
+
+/// Runs of blocks of each block-row, as equal as they can be; the costly ones first, otherwise in the layout's order.
+DevicePlan make_sdd(const BlockLayout& layout, const PlanKey& key) {
+  const int most = layout.sizes().block_rows == 64 ? 8 : 2;
+  std::vector<int> columns;
+  std::vector<Strip> strips;
+  for (std::int64_t line = 0; line < layout.heads() * layout.sizes().rows; ++line) {
+    const auto blocks = layout.by_row().line(line);
+    const auto count = static_cast<int>(blocks.size()), pieces = (count + most - 1) / most;
+    for (int piece = 0; piece < pieces; ++piece) {
+      const auto cut = [&](int n) { return static_cast<int>(static_cast<std::int64_t>(count) * n / pieces); };
+      const auto first = static_cast<int>(blocks[static_cast<std::size_t>(cut(piece))].block);
+      strips.push_back({static_cast<int>(line / layout.sizes().rows), static_cast<int>(line % layout.sizes().rows),
+                        first, cut(piece + 1) - cut(piece)});
+    }
+    for (const auto& entry : blocks) {
+      columns.push_back(static_cast<int>(entry.other));
+    }
+  }
+  std::stable_partition(strips.begin(), strips.end(), [&](const Strip& s) { return s.count > most / 2; });
+  DevicePlan made;
+  made.steps = upload(key.device, columns);
+  made.segments = upload(key.device, strips);
+  made.segment_count = static_cast<int>(strips.size());
+  return made;
+}
+
+std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, std::int64_t parallel, const Context& context) {
+  static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
+  // Only how full the machine is matters, so batch sizes share a plan.
+  const auto bucket = std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(parallel, 1, 1024)));
+  const PlanKey key{static_cast<int>(problem.kind), problem.transposed ? 1 : 0, context.device.index,
+                    problem.kind == Kind::spmm ? static_cast<int>(bucket) : 0};
+  std::string bytes(sizeof key, '\0');
+  std::memcpy(bytes.data(), &key, sizeof key);
+  bytes += problem.layout->key();
+  auto plan = cache.get(hash128(bytes), [&] {
+    return problem.kind == Kind::spmm ? make_spmm(*problem.layout, key) : make_sdd(*problem.layout, key);
+  });
+  if (driver::is_capturing(context.stream)) {
+    cache.pin(plan);
+  }
+  return plan;
+}
+
+// --------------------------------------------------------------------------------------------------- launches
+
+/// One segment stands for this many heads of the result.
+int heads_of(const Problem& p) { return p.layout->heads() == 1 ? static_cast<int>(p.h_out) : 1; }
+
+Batches batches_of(const Problem& p) { return {heads_of(p), static_cast<int>(p.z_sum), static_cast<int>(p.h_sum)}; }
+
+/// Segments that walk the free dimension together: as many as have blocks that stay in the cache meanwhile.
+int share_of(const Problem& p, int segments) {
+  constexpr std::int64_t kCache = 16 << 20;
+  const std::int64_t block = p.layout->sizes().block_rows;
+  const std::int64_t bytes = std::max<std::int64_t>(1, p.layout->nnz() * block * block * 2 / segments);
+  return static_cast<int>(std::clamp<std::int64_t>(kCache / bytes, 16, std::max(16, segments)));
+}
+
+bool run_spmm(const Problem& p, Context& context) {
+  const auto sparse = blocks_view(p);
+  const auto dense = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
+  const auto out = matrix_view(p.out, p.z_out, p.h_out);
+  if (!sparse || !dense || !out) {
+    return false;
+  }
+  const auto block = static_cast<int>(p.layout->sizes().block_rows);
+  const bool wide = is_wide(block);
+  const int width = wide && p.out.cols > 128 ? 256 : 128;
+  const std::int64_t tiles = ceil_div(p.out.cols, width), batches = p.z_out * heads_of(p);
+  const auto plan = find_plan(p, tiles * batches, context);
+  const std::int64_t total = plan->segment_count * tiles * batches;
+  if (total > kMost / 2 || plan->partial_count * tiles * batches > kMost) {
+    return false;
+  }
+  const Workspace partials(
+      context, static_cast<std::size_t>(plan->partial_count * tiles * batches) * kPartialFloats * sizeof(float));
+  const bool dense_k = !dense->last;
+  const auto unit = static_cast<std::uint32_t>(wide ? 64 : block), strip = static_cast<std::uint32_t>(width);
+  SpmmParams params{};
+  params.sparse = sparse->map(unit, unit);
+  params.dense = dense_k ? dense->map(unit, strip) : dense->map(64, unit);
+  params.out = out->map(64, 64);
+  params.steps = static_cast<const int*>(plan->steps.data());
+  params.segments = static_cast<const Segment*>(plan->segments.data());
+  params.partials = static_cast<float*>(partials.data());
+  params.block = block;
+  params.stride = plan->stride;
+  params.groups_per_head = plan->groups_per_head;
+  params.segment_count = plan->segment_count;
+  params.share = share_of(p, plan->segment_count);
+  params.tiles = static_cast<int>(tiles);
+  params.free = static_cast<int>(p.out.cols);
+  params.total = static_cast<int>(total);
+  params.partial_count = plan->partial_count;
+  params.batches = batches_of(p);
+  params.sparse_z = sparse->moves(3);
+  params.dense_h = dense->moves(2);
+  params.dense_z = dense->moves(3);
+
+  const int device = context.device.index;
+  get_kernel(spmm_instance(wide, p.dtype, wide ? width : block, sparse->last, dense_k, !out->last), device)
+      .launch(std::min<std::int64_t>(total, driver::device_info(device).multiprocessors), kThreads, kSpmmShared,
+              &params, context.stream);
+  if (plan->split_count > 0) {
+    const ReduceParams reduce{p.out.data,
+                              params.partials,
+                              static_cast<const Split*>(plan->splits.data()),
+                              plan->groups_per_head,
+                              params.tiles,
+                              params.batches.heads,
+                              plan->partial_count,
+                              plan->split_count,
+                              wide ? 1 : 0,
+                              wide ? width : kTileN,
+                              p.out.rows,
+                              p.out.cols,
+                              p.out.row_stride,
+                              p.out.col_stride,
+                              p.out.h_stride,
+                              p.out.z_stride};
+    get_kernel(reduce_instance(p.dtype), device)
+        .launch(plan->split_count * tiles * batches, 256, 0, &reduce, context.stream);
+  }
+  return true;
+}
+
+bool run_sdd(const Problem& p, Context& context) {
+  const auto block = static_cast<int>(p.layout->sizes().block_rows);
+  const Values& v = p.sparse;
+  const auto left = matrix_view(p.left, p.z_out * p.z_sum, p.h_out * p.h_sum);
+  const auto right = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
+  const bool out = v.data != nullptr && reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0 && v.col_stride == 1 &&
+                   v.row_stride % kUnit == 0 && v.block_stride % kUnit == 0 && v.z_stride % kUnit == 0 &&
+                   v.row_stride > 0 && v.row_stride <= kMost;
+  if (!left || !right || !out || !is_wide(block) || heads_of(p) != 1) {
+    return false;
+  }
+  const int device = context.device.index;
+  const auto plan = find_plan(p, 1, context);
+  const std::int64_t total = plan->segment_count * p.z_out;
+  const int multiprocessors = driver::device_info(device).multiprocessors;
+  // Few tiles of great depth leave most of the machine idle; the portable kernel cuts K for those.
+  if (total > kMost / 2 || (total * 4 <= multiprocessors && p.left.cols * p.z_sum * p.h_sum >= 2048)) {
+    return false;
+  }
+  SddParams params{};
+  params.left = left->map(64, 64);
+  params.right = right->map(64, 64);
+  params.out = v.data;
+  params.out_z = v.z_stride;
+  params.out_block = v.block_stride;
+  params.strips = static_cast<const Strip*>(plan->segments.data());
+  params.columns = static_cast<const int*>(plan->steps.data());
+  params.strip_count = plan->segment_count;
+  params.total = static_cast<int>(total);
+  params.out_row = static_cast<int>(v.row_stride);
+  params.depth = static_cast<int>(p.left.cols);
+  params.batches = batches_of(p);
+  params.left_h = left->moves(2);
+  params.left_z = left->moves(3);
+  params.right_h = right->moves(2);
+  params.right_z = right->moves(3);
+  const int shared = 1024 + (block == 64 ? 3 * 73728 : 4 * 49152);
+  get_kernel(sdd_instance(p.dtype, block, left->last, !right->last), device)
+      .launch(std::min<std::int64_t>(total, multiprocessors), kThreads, shared, &params, context.stream);
+  return true;
+}
+
+/// What both kinds need; everything else is a matter of strides.
+bool suits(const Problem& p, const Context& context) {
+  const auto& s = p.layout->sizes();
+  const bool block = s.block_rows == s.block_cols &&
+                     (s.block_rows == 16 || s.block_rows == 32 || s.block_rows == 64 || s.block_rows == 128);
+  const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
+  const bool work = p.layout->nnz() > 0 && p.z_out > 0 && p.h_out > 0 && p.z_sum > 0 && p.h_sum > 0 &&
+                    p.z_out * p.z_sum * p.h_out * p.h_sum <= kMost;
+  // Heads of a layout that add up would need steps of several heads in one tile.
+  const bool heads = p.layout->heads() == 1 || p.h_sum == 1;
+  return block && type && work && heads && driver::kernel_arch(context.device.index) == "sm_90a";
+}
+
+}  // namespace
+
+bool run(const Problem& problem, Context& context) {
+  if (!suits(problem, context)) {
+    return false;
+  }
+  return problem.kind == Kind::spmm ? run_spmm(problem, context) : run_sdd(problem, context);
+}
+
+}  // namespace fretwork::block_matmul::hopper

@@ -1,0 +1,276 @@
+// Block layouts and the text form of patterns.
+#include "fretwork/pattern.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <random>
+
+#include "fretwork/error.h"
+#include "pattern/text.h"
+
+namespace fretwork {
+namespace {
+
+using Mask = std::vector<std::uint8_t>;
+
+Mask random_mask(std::size_t count, double density, unsigned seed) {
+  std::mt19937 random(seed);
+  std::bernoulli_distribution there(density);
+  Mask mask(count);
+  for (auto& m : mask) {
+    m = there(random);
+  }
+  return mask;
+}
+
+const BlockLayout& as_layout(const PatternPtr& pattern) { return dynamic_cast<const BlockLayout&>(*pattern); }
+
+/// The error's text, or "no error".
+template <typename Body>
+std::string error_of(const Body& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+std::string parse_error(const std::string& text) {
+  return error_of([&] { parse_pattern(text); });
+}
+
+TEST(BlockLayout, TextRoundTrips) {
+  for (const auto& sizes : {BlockLayout::Sizes{1, 1, 1, 8, 8}, {3, 5, 7, 16, 32}, {2, 6, 6, 128, 128}}) {
+    for (const double density : {0.0, 0.3, 1.0}) {
+      const auto count = static_cast<std::size_t>(sizes.heads * sizes.rows * sizes.cols);
+      const auto layout = BlockLayout::make(sizes, random_mask(count, density, 7));
+      const PatternPtr again = parse_pattern(layout->text());
+      EXPECT_EQ(again->text(), layout->text());
+      EXPECT_EQ(again->nnz(), layout->nnz());
+      EXPECT_EQ(as_layout(again).sizes(), sizes);
+      EXPECT_EQ(parse_pattern(layout->key())->text(), layout->text());
+    }
+  }
+}
+
+TEST(BlockLayout, TextIsCanonical) {
+  const auto layout = BlockLayout::make({1, 2, 3, 16, 16}, Mask{1, 0, 1, 0, 1, 1});
+  EXPECT_EQ(layout->text(), "block((1,2,3),(16,16),~1)");
+  EXPECT_EQ(parse_pattern(" block( (1, 2,3,), 16 , ~1 ) ")->text(), layout->text());
+  EXPECT_EQ(parse_pattern("(block((1,2,3),(16,),~1))")->text(), layout->text());
+  EXPECT_NE(BlockLayout::make({1, 3, 2, 16, 16}, Mask{1, 0, 1, 0, 1, 1})->text(), layout->text());
+  EXPECT_NE(BlockLayout::make({1, 2, 3, 16, 16}, Mask{1, 0, 1, 0, 1, 0})->text(), layout->text());
+}
+
+TEST(BlockLayout, LongTextsHaveDigestKeys) {
+  const auto layout = BlockLayout::make({1, 64, 64, 16, 16}, random_mask(64 * 64, 0.5, 1));
+  EXPECT_LT(layout->key().size(), 48u);
+  EXPECT_TRUE(layout->key().starts_with("block@"));
+  EXPECT_EQ(parse_pattern(layout->key())->text(), layout->text());
+  EXPECT_EQ(parse_error("block@00000000000000000000000000000000"),
+            "Pattern.parse: text: expected the text of a pattern, or the digest of one made in this process, got "
+            "'block@00000000000000000000000000000000', which is unknown here");
+}
+
+TEST(BlockLayout, IndexesAgreeWithTheMask) {
+  const BlockLayout::Sizes sizes{3, 5, 4, 8, 16};
+  const Mask mask = random_mask(60, 0.4, 3);
+  const auto layout = BlockLayout::make(sizes, mask);
+  std::int64_t block = 0;
+  std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>> rows(15), cols(12);
+  for (std::int64_t h = 0; h < 3; ++h) {
+    EXPECT_EQ(layout->head_first(h), block);
+    for (std::int64_t i = 0; i < 5; ++i) {
+      for (std::int64_t j = 0; j < 4; ++j) {
+        if (mask[static_cast<std::size_t>((h * 5 + i) * 4 + j)] != 0) {
+          rows[static_cast<std::size_t>(h * 5 + i)].emplace_back(j, block);
+          cols[static_cast<std::size_t>(h * 4 + j)].emplace_back(i, block++);
+        }
+      }
+    }
+  }
+  EXPECT_EQ(layout->head_first(3), layout->nnz());
+  EXPECT_EQ(block, layout->nnz());
+  const auto check = [](const BlockIndex& index, const auto& expected) {
+    ASSERT_EQ(index.first.size(), expected.size() + 1);
+    for (std::size_t l = 0; l < expected.size(); ++l) {
+      const auto line = index.line(static_cast<std::int64_t>(l));
+      ASSERT_EQ(line.size(), expected[l].size());
+      for (std::size_t n = 0; n < line.size(); ++n) {
+        EXPECT_EQ(line[n].other, expected[l][n].first);
+        EXPECT_EQ(line[n].block, expected[l][n].second);
+      }
+    }
+  };
+  check(layout->by_row(), rows);
+  check(layout->by_col(), cols);
+}
+
+TEST(BlockLayout, MaskAndTranspose) {
+  const auto layout = BlockLayout::make({2, 3, 4, 8, 16}, random_mask(24, 0.5, 5));
+  EXPECT_EQ(std::vector(layout->shape().begin(), layout->shape().end()), (std::vector<std::int64_t>{2, 24, 64}));
+  Mask all(2 * 24 * 64, 7), turned(2 * 64 * 24, 7);
+  layout->mask(all);
+  const PatternPtr transposed = layout->transpose();
+  transposed->mask(turned);
+  std::int64_t ones = 0;
+  for (std::size_t h = 0; h < 2; ++h) {
+    for (std::size_t y = 0; y < 24; ++y) {
+      for (std::size_t x = 0; x < 64; ++x) {
+        const std::uint8_t here = all[(h * 24 + y) * 64 + x];
+        ones += here;
+        EXPECT_EQ(here, turned[(h * 64 + x) * 24 + y]);
+      }
+    }
+  }
+  EXPECT_EQ(ones, layout->nnz() * 8 * 16);
+  EXPECT_DOUBLE_EQ(layout->density(), static_cast<double>(ones) / (2 * 24 * 64));
+  EXPECT_EQ(as_layout(transposed).sizes(), (BlockLayout::Sizes{2, 4, 3, 16, 8}));
+  EXPECT_EQ(transposed->transpose()->text(), layout->text());
+}
+
+TEST(BlockLayout, EmptySizes) {
+  for (const auto& sizes : {BlockLayout::Sizes{0, 3, 3, 8, 8}, {1, 0, 3, 8, 8}, {2, 3, 0, 8, 8}}) {
+    const auto layout = BlockLayout::make(sizes, {});
+    EXPECT_EQ(layout->nnz(), 0);
+    EXPECT_EQ(layout->density(), 0.0);
+    EXPECT_EQ(parse_pattern(layout->text())->text(), layout->text());
+    EXPECT_EQ(layout->transpose()->transpose()->text(), layout->text());
+  }
+}
+
+TEST(BlockLayout, RefusesBadArguments) {
+  const auto make = [](const BlockLayout::Sizes& sizes, const Mask& mask) {
+    return error_of([&] { BlockLayout::make(sizes, mask); });
+  };
+  EXPECT_EQ(make({1, 1, 1, 4, 8}, {1}), "BlockLayout: block: expected 8 to 128, got 4");
+  EXPECT_EQ(make({1, 1, 1, 8, 129}, {1}), "BlockLayout: block: expected 8 to 128, got 129");
+  EXPECT_EQ(make({1, -1, 1, 8, 8}, {}), "BlockLayout: mask: expected at least 0 rows, got -1");
+  EXPECT_EQ(make({1, 2, 2, 8, 8}, {1, 0, 1}), "BlockLayout: mask: expected 4 entries, got 3");
+  EXPECT_EQ(make({1, 1, 2, 8, 8}, {1, 2}), "BlockLayout: mask: expected 0 or 1 everywhere, got 2");
+  constexpr std::int64_t kHuge = std::int64_t{1} << 62;
+  for (const auto& sizes : {BlockLayout::Sizes{kHuge, kHuge, kHuge, 8, 8}, {1, 0, kHuge, 8, 8}, {0, kHuge, 0, 8, 8}}) {
+    EXPECT_TRUE(make(sizes, {}).starts_with("BlockLayout: mask: expected at most 2^26 block rows")) << make(sizes, {});
+  }
+}
+
+TEST(Text, RefusesBadTexts) {
+  EXPECT_EQ(parse_error("block((1,2,3),(16,16),~A1)"), "block: bits: expected 1 characters, got 2");
+  EXPECT_EQ(parse_error("block((1,1,3),16,~I)"), "block: bits: expected zeros after the last block, got 'I'");
+  EXPECT_EQ(parse_error("block((1,2),16,~A)"), "block: grid: expected (heads, rows, columns), got 2 numbers");
+  EXPECT_EQ(parse_error("block((1,1,1),(8,8,8),~A)"), "block: block: expected one or two numbers, got 3");
+  EXPECT_EQ(parse_error("block((1,1,1),16)"),
+            "block: arguments: expected (heads,rows,cols), (r,c), ~bits, got 2 of them");
+  EXPECT_EQ(parse_error("nothing(1)"), "Pattern.parse: text: expected one of block, random_blocks, got 'nothing'");
+  for (const char* text :
+       {"", "block", "block(", "block((1,1,1),16,~A", "block((1,1,1),16,~A) x", "block((1,1,1) 16,~A)", "1", "()",
+        "block((1,1,99999999999999999999),16,~A)", "block((1,1,1),16,~A) |", "block(1..5)", "block(-)", "\xff\xfe",
+        "block((1,1,1),16,~\xff)"}) {
+    const std::string error = parse_error(text);
+    EXPECT_TRUE(error.starts_with("Pattern.parse: ")) << text << " → " << error;
+    EXPECT_NE(error.find(": expected "), error.npos) << error;
+    EXPECT_NE(error.find(", got "), error.npos) << error;
+  }
+}
+
+TEST(Text, NestingIsBounded) {
+  const auto nested = [](int levels) {
+    return std::string(static_cast<std::size_t>(levels), '(') + "block((1,1,1),16,~A)" +
+           std::string(static_cast<std::size_t>(levels), ')');
+  };
+  EXPECT_EQ(parse_pattern(nested(20))->text(), "block((1,1,1),(16,16),~A)");
+  EXPECT_NE(parse_error(nested(100)).find("at most 64 levels of nesting"), std::string::npos);
+  EXPECT_NE(parse_error(nested(1000000)).find("at most 64 levels of nesting"), std::string::npos);
+  EXPECT_NE(parse_error("block" + std::string(1000000, '(')).find("at most 64 levels"), std::string::npos);
+}
+
+TEST(RandomBlocks, IsReproducibleAndBounded) {
+  const auto a = random_blocks({2, 50, 60, 16, 16}, 0.25, 1);
+  EXPECT_EQ(a->text(), random_blocks({2, 50, 60, 16, 16}, 0.25, 1)->text());
+  EXPECT_NE(a->text(), random_blocks({2, 50, 60, 16, 16}, 0.25, 2)->text());
+  EXPECT_NEAR(a->density(), 0.25, 0.03);
+  EXPECT_EQ(random_blocks({1, 9, 9, 8, 8}, 0.0, 1)->nnz(), 0);
+  EXPECT_EQ(random_blocks({1, 9, 9, 8, 8}, 1.0, 1)->nnz(), 81);
+  // The same on every machine, so this text may not change.
+  EXPECT_EQ(parse_pattern("random_blocks((1,2,6),8,0.5,42)")->text(), "block((1,2,6),(8,8),~e1)");
+  EXPECT_EQ(parse_error("random_blocks((1,1,1),8,1.5,1)"), "random_blocks: density: expected 0 to 1, got 1.500000");
+  EXPECT_EQ(parse_error("random_blocks((1,32768,32769),8,0.0,1)"),
+            "random_blocks: grid: expected at most 2^30 blocks, got 1073774592");
+}
+
+/// Small random changes to a text that was good, or bytes from nowhere.
+std::string mutate(const std::vector<std::string>& good, std::mt19937& random) {
+  const auto below = [&](std::size_t n) { return std::uniform_int_distribution<std::size_t>(0, n - 1)(random); };
+  constexpr std::string_view kLikely = "(),~|&-.e+0123456789_abcABC @\n";
+  const auto character = [&] { return below(4) == 0 ? static_cast<char>(below(256)) : kLikely[below(kLikely.size())]; };
+  std::string text = below(8) == 0 ? std::string(below(64), ' ') : good[below(good.size())];
+  if (text.find_first_not_of(' ') == text.npos) {
+    std::generate(text.begin(), text.end(), character);
+  }
+  for (std::size_t change = below(6); change-- > 0 && !text.empty();) {
+    const std::size_t at = below(text.size());
+    switch (below(5)) {
+      case 0:
+        text[at] = character();
+        break;
+      case 1:
+        text.insert(at, 1, character());
+        break;
+      case 2:
+        text.erase(at, 1 + below(4));
+        break;
+      case 3:
+        text.insert(at, text.substr(below(text.size()), below(20)));
+        break;
+      default:
+        text.resize(at);
+    }
+  }
+  return text;
+}
+
+/// True when a random layout would have more than some thousand blocks: valid, but slow.
+bool is_large_random(const std::string& text) {
+  int digits = 0;
+  for (const char c : text) {
+    digits = c >= '0' && c <= '9' ? digits + 1 : 0;
+    if (digits > 2) {
+      return text.find("random") != text.npos;
+    }
+  }
+  return false;
+}
+
+TEST(Text, FuzzParsesOrThrowsError) {
+  const std::vector<std::string> good = {"block((1,2,3),(16,16),~1)",
+                                         "block((2,3,3),(8,128),~Aa-)",
+                                         "random_blocks((1,4,4),16,0.5,1)",
+                                         "block((1,1,1),8,~A) | block((1,1,1),8,~B) & random_blocks((1,1,1),8,.1,2)",
+                                         "(block((0,1,1),8,~))",
+                                         "block((1,1,1),8,~" + std::string(100, 'A') + ")",
+                                         "block@99aa06d3014798d86001c324468d497f"};
+  std::mt19937 random(20240229);
+  int parsed = 0, refused = 0;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  while (std::chrono::steady_clock::now() < end) {
+    const std::string text = mutate(good, random);
+    if (is_large_random(text)) {
+      continue;
+    }
+    try {
+      const PatternPtr pattern = parse_pattern(text);
+      EXPECT_EQ(parse_pattern(pattern->text())->text(), pattern->text()) << text;
+      ++parsed;
+    } catch (const Error& error) {
+      EXPECT_NE(std::string_view(error.what()).find(": expected "), std::string_view::npos) << error.what();
+      ++refused;
+    }
+  }
+  EXPECT_GT(parsed, 10);
+  EXPECT_GT(refused, 10);
+}
+
+}  // namespace
+}  // namespace fretwork

@@ -35,8 +35,13 @@ def drawn_mask(mode, boolean, *shape):
 
 @st.composite
 def problems(draw):
-    layout = some_layout(draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 5)),
-                         (draw(st.sampled_from([8, 16, 40])), draw(st.sampled_from([8, 16, 40]))), draw(st.floats(0, 1)))  # fmt: skip
+    layout = some_layout(
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 5)),
+        (draw(st.sampled_from([8, 16, 40])), draw(st.sampled_from([8, 16, 40]))),
+        draw(st.floats(0, 1)),
+    )
     z = draw(st.sampled_from([0, 1, 2, 3]))
     sizes = (z, *layout.shape)
     rpe = None
@@ -45,8 +50,21 @@ def problems(draw):
         rpe = torch.randn([draw(st.sampled_from([1, n])) for n in sizes[4 - rank :]])
     modes = draw(st.tuples(*(st.sampled_from(["add", "mul"]),) * 2))
     key_padding = drawn_mask(modes[0], draw(st.booleans()), z, sizes[3]) if draw(st.booleans()) else None
-    attn = drawn_mask(modes[1], draw(st.booleans()), *sizes[draw(st.sampled_from([1, 2])) :]) if draw(st.booleans()) else None  # fmt: skip
-    return layout, z, draw(st.sampled_from([1.0, -0.5, 0.0, 3.0])), rpe, key_padding, attn, modes, draw(st.integers(0, 3))
+    attn = (
+        drawn_mask(modes[1], draw(st.booleans()), *sizes[draw(st.sampled_from([1, 2])) :])
+        if draw(st.booleans())
+        else None
+    )
+    return (
+        layout,
+        z,
+        draw(st.sampled_from([1.0, -0.5, 0.0, 3.0])),
+        rpe,
+        key_padding,
+        attn,
+        modes,
+        draw(st.integers(0, 3)),
+    )
 
 
 @SETTINGS
@@ -62,7 +80,10 @@ def test_any_problem(problem, device):
     masks = [m if m is None else m.to(device, m.dtype if m.dtype == torch.bool else dtype) for m in (key_padding, attn)]
     got = fw.block_softmax(values, layout, scale, rpe, *masks, *modes)
     exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
-    plain = [m if m is None or m.dtype == torch.bool else m.cpu().double() for m in (t if t is None else t.cpu() for t in masks)]  # fmt: skip
+    plain = [
+        m if m is None or m.dtype == torch.bool else m.cpu().double()
+        for m in (t if t is None else t.cpu() for t in masks)
+    ]
     want = reference(exact[0], layout, scale, exact[1] if rpe is not None else None, *plain, modes)
     assert_close(got, want, dtype)
     upstream = torch.randn(want.shape).to(dtype)
@@ -103,10 +124,16 @@ def test_a_second_gradient_is_refused_clearly(device):
         torch.autograd.grad(gradient.sum(), values)
 
 
-@pytest.mark.parametrize("options, text", [
-    ({"scale": "big"}, "scale: expected a number, got str"), ({"attn_mask_mode": None}, "attn_mask_mode: expected"),
-    ({"rpe": 3.0}, "rpe: expected a torch.Tensor, got float"), ({"attn_mask": [[1]]}, "attn_mask: expected a torch"),
-    ({"key_padding_mask": torch.ones(1, 64).long()}, "key_padding_mask: expected .*, got int64")])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"scale": "big"}, "scale: expected a number, got str"),
+        ({"attn_mask_mode": None}, "attn_mask_mode: expected"),
+        ({"rpe": 3.0}, "rpe: expected a torch.Tensor, got float"),
+        ({"attn_mask": [[1]]}, "attn_mask: expected a torch"),
+        ({"key_padding_mask": torch.ones(1, 64).long()}, "key_padding_mask: expected .*, got int64"),
+    ],
+)
 def test_refused(options, text):
     layout = some_layout()
     with pytest.raises((TypeError, RuntimeError), match=f"^block_softmax: {text}"):

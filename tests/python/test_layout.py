@@ -33,7 +33,7 @@ def test_text_mask_and_transpose_agree(mask, r, c):
     assert layout.block_shape == (r, c) and layout.block == (r if r == c else (r, c))
     assert np.array_equal(layout.numpy_mask(), mask.repeat(r, 1).repeat(c, 2))
     assert fw.Pattern.parse(layout.text) == layout == pickle.loads(pickle.dumps(layout)) == copy.deepcopy(layout)
-    assert layout.T == fw.BlockLayout(mask.swapaxes(1, 2), (c, r)) and layout.T.T == layout
+    assert fw.BlockLayout(mask.swapaxes(1, 2), (c, r)) == layout.T and layout == layout.T.T
     assert hash(layout) == hash(fw.Pattern.parse(layout.text))
 
 
@@ -72,7 +72,7 @@ def test_refused(mask, block, text):
 
 @pytest.mark.parametrize("text", ["", "block", "block(", "block((1,1,1),(8,8),~)", "nothing(3)", "block@00", "\0", "✗"])
 def test_texts_that_are_no_pattern(text):
-    with pytest.raises(ValueError, match="expected .*, got "):
+    with pytest.raises(ValueError, match=r"expected .*, got "):
         fw.Pattern.parse(text)
     with pytest.raises(TypeError, match=r"Pattern.parse: text: expected a str, got bytes"):
         fw.Pattern.parse(text.encode())
@@ -133,5 +133,5 @@ def test_c_interface_refuses_what_python_never_sends():
 
 def test_a_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("FRETWORK_LIB_DIR", str(tmp_path))
-    with pytest.raises(ImportError, match="expected libfretwork.so in"):
+    with pytest.raises(ImportError, match=r"expected libfretwork\.so in"):
         _library.library_path("fretwork")

@@ -112,7 +112,7 @@ class Linear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
+        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         return ops.dds(rows, self.weight, self.layout).reshape(*x.shape[:-1], self.out_features)
 
 

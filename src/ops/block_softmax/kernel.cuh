@@ -208,10 +208,15 @@ __device__ __forceinline__ void apply(const SoftmaxDense& extra, i64 at, Acc (&x
   }
 }
 
+constexpr __host__ __device__ int cta_threads(int warps) { return warps == 1 ? 128 : 32 * warps; }
+/// CTAs that must fit on a multiprocessor together: 512 threads where a thread keeps sums, else (0) as the compiler
+/// finds.
+constexpr __host__ __device__ int cta_residents(int warps, bool sums) { return sums ? 512 / cta_threads(warps) : 0; }
+
 /// T values, C columns of a block, VECTOR: runs of 16 bytes are aligned (else single elements), K runs kept by a
 /// thread, WARPS on a line, then the kinds of the extras.
 template <typename T, int C, bool VECTOR, int K, int WARPS, typename Rpe, typename Key, typename Attn>
-__global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
+__global__ void __launch_bounds__(cta_threads(WARPS), cta_residents(WARPS, Rpe::kThere || Key::kThere || Attn::kThere))
     block_softmax(const __grid_constant__ SoftmaxParams p) {
   using Acc = accumulator_t<T>;
   using Place = place<T, C, VECTOR, WARPS>;
@@ -335,7 +340,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
 
 /// d_values = scale · out · (d_out − Σ out·d_out). DOTS: the sums are wanted too.
 template <typename T, int C, bool VECTOR, int K, int WARPS, bool DOTS>
-__global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
+__global__ void __launch_bounds__(cta_threads(WARPS))
     block_softmax_backward(const __grid_constant__ SoftmaxBackwardParams p) {
   using Acc = accumulator_t<T>;
   using Place = place<T, C, VECTOR, WARPS>;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "commands.h"
+#include "fretwork/error.h"
 #include "fretwork/executor_tbb.h"
 #include "machine.h"
 #include "runtime/kernels.h"
@@ -52,10 +53,14 @@ Json describe_cuda() {
 
 Json describe_nvrtc() {
   const nvrtc::Library& library = nvrtc::library();
-  if (!library.found) {
-    return {{"available", false}, {"reason", library.reason}};
+  try {
+    if (!library.path.empty()) {
+      return {{"available", true}, {"version", nvrtc::version()}, {"path", library.path}};
+    }
+  } catch (const Error& error) {  // it is there and does not open
+    return {{"available", false}, {"reason", error.what()}};
   }
-  return {{"available", true}, {"version", fmt::format("{}.{}", library.major, library.minor)}, {"path", library.path}};
+  return {{"available", false}, {"reason", library.reason}};
 }
 
 Json describe() {

@@ -115,20 +115,15 @@ void print_json(const Pattern& pattern, const Survey& survey) {
 }
 
 void print_picture(const Pattern& pattern, const Survey& survey, const ShowOptions& options) {
-  constexpr std::int64_t kMaxRows = 96;      // 48 lines
-  constexpr std::int64_t kBlockSquares = 4;  // small layouts are drawn small
-  const auto* layout = dynamic_cast<const BlockLayout*>(&pattern);
-  const std::int64_t block = layout != nullptr ? layout->sizes().block_rows : 1;
-  const std::int64_t width = (options.width > 0 ? options.width : terminal_width()) - 2;
-  const std::int64_t most =
-      layout != nullptr ? kBlockSquares * std::max(layout->sizes().rows, layout->sizes().cols) : width;
-  const Occupancy grid = survey.occupancy(options.head, std::min(most, kMaxRows),
-                                          std::clamp<std::int64_t>(most, 1, std::max<std::int64_t>(width, 1)));
+  constexpr std::int64_t kMaxRows = 96;  // 48 lines
+  const std::int64_t width = options.width > 0 ? options.width : terminal_width();
+  const Occupancy grid = survey.occupancy(options.head, kMaxRows, std::max<std::int64_t>(1, width - 2));
   fmt::print("{}", terminal_picture(grid, wants_colour()));
   if (survey.heads() > 1) {
     fmt::print("head {} of {}\n", options.head, survey.heads());
   }
-  if (grid.cell > block) {
+  const auto* layout = dynamic_cast<const BlockLayout*>(&pattern);
+  if (grid.cell > (layout != nullptr ? layout->sizes().block_rows : 1)) {
     fmt::print("shades: how full each square of {0} x {0} elements is\n", grid.cell);
   }
 }

@@ -12,17 +12,6 @@ namespace {
 
 constexpr std::int64_t kMaxMask = std::int64_t{1} << 30;
 
-/// The smallest size, no less than `cell`, that `unit` is a multiple of, or that is a multiple of `unit`.
-std::int64_t fit_to(std::int64_t cell, std::int64_t unit) {
-  if (cell > unit) {
-    return (cell + unit - 1) / unit * unit;
-  }
-  while (unit % cell != 0) {
-    ++cell;
-  }
-  return cell;
-}
-
 /// Adds the elements [y0, y1)×[x0, x1) to the squares they lie in.
 void add_area(Occupancy& grid, std::int64_t y0, std::int64_t y1, std::int64_t x0, std::int64_t x1) {
   const std::int64_t cell = grid.cell;
@@ -74,7 +63,8 @@ Occupancy Survey::occupancy(std::int64_t head, std::int64_t max_rows, std::int64
   Occupancy grid;
   grid.cell = std::max({std::int64_t{1}, divided(rows_, max_rows), divided(cols_, max_cols)});
   if (blocks_ != nullptr) {
-    grid.cell = fit_to(grid.cell, std::gcd(blocks_->sizes().block_rows, blocks_->sizes().block_cols));
+    const std::int64_t unit = std::gcd(blocks_->sizes().block_rows, blocks_->sizes().block_cols);
+    grid.cell = divided(grid.cell, unit) * unit;
   }
   grid.rows = divided(rows_, grid.cell);
   grid.cols = divided(cols_, grid.cell);

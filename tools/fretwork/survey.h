@@ -30,8 +30,7 @@ class Survey {
   std::int64_t rows() const { return rows_; }
   std::int64_t cols() const { return cols_; }
   HeadFacts facts(std::int64_t head) const;
-  /// The finest grid of at most max_rows×max_cols squares; where blocks are that large, no square is cut by their
-  /// edges.
+  /// The finest grid of at most max_rows×max_cols squares; a square of a block layout is a block or several.
   Occupancy occupancy(std::int64_t head, std::int64_t max_rows, std::int64_t max_cols) const;
 
  private:

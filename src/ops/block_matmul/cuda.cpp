@@ -331,10 +331,14 @@ Grid grid_of(const DevicePlan& plan, const Problem& problem, std::int64_t tiles)
 
 // ------------------------------------------------------------------------------------------------ operands
 
-/// True when `data` and the strides allow 16 bytes at a time.
-bool aligned(const void* data, int chunk, std::initializer_list<std::int64_t> strides) {
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 &&
-         std::all_of(strides.begin(), strides.end(), [&](std::int64_t s) { return s % chunk == 0; });
+/// True when `data` and the strides allow 16 bytes at a time. Inside a matrix kernels count bytes in 32 bits: `within`.
+bool aligned(const void* data, int chunk, std::initializer_list<std::int64_t> within,
+             std::initializer_list<std::int64_t> batch) {
+  constexpr std::int64_t kFarthest = std::numeric_limits<std::int32_t>::max() / 16;
+  const auto whole = [&](std::int64_t s) { return s % chunk == 0; };
+  const auto near = [&](std::int64_t s) { return whole(s) && std::abs(s / chunk) <= kFarthest; };
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && std::all_of(within.begin(), within.end(), near) &&
+         std::all_of(batch.begin(), batch.end(), whole);
 }
 
 /// Lines of the innermost dimension: `col` true when a row's entries are neighbours, and whether 16 bytes can be moved.
@@ -342,10 +346,10 @@ struct Order {
   bool col = true, chunks = false;
 };
 Order order_of(const MatrixArg& m, std::int64_t rows, std::int64_t cols, int chunk) {
-  if (m.col == 1 && aligned(m.data, chunk, {rows == 1 ? 0 : m.row, m.z, m.h})) {
+  if (m.col == 1 && aligned(m.data, chunk, {rows == 1 ? 0 : m.row}, {m.z, m.h})) {
     return {true, true};
   }
-  if (m.row == 1 && aligned(m.data, chunk, {cols == 1 ? 0 : m.col, m.z, m.h})) {
+  if (m.row == 1 && aligned(m.data, chunk, {cols == 1 ? 0 : m.col}, {m.z, m.h})) {
     return {false, true};
   }
   return {m.col == 1 || m.row != 1, false};
@@ -448,8 +452,8 @@ class BlocksInput {
  private:
   static bool readable(const BlocksArg& b, DType dtype) {
     const int chunk = 16 / static_cast<int>(size_of(dtype));
-    return (b.col == 1 && aligned(b.data, chunk, {b.z, b.block, b.row})) ||
-           (b.row == 1 && aligned(b.data, chunk, {b.z, b.block, b.col}));
+    return (b.col == 1 && aligned(b.data, chunk, {b.block, b.row}, {b.z})) ||
+           (b.row == 1 && aligned(b.data, chunk, {b.block, b.col}, {b.z}));
   }
   BlocksArg arg_;
   AlignedCopy copy_;
@@ -533,7 +537,7 @@ void run_sdd(const Problem& problem, const Config& config, Context& context) {
   params.left_k_inner = left.col_inner();
   params.right_k_inner = !right.col_inner();
   params.vector = params.blocks.col == 1 && shape.block_cols % chunk == 0 && shape.block_cols % 4 == 0 &&
-                  aligned(params.blocks.data, chunk, {params.blocks.z, params.blocks.block, params.blocks.row});
+                  aligned(params.blocks.data, chunk, {}, {params.blocks.z, params.blocks.block, params.blocks.row});
 
   const std::int64_t tile_floats = pieces > 1 ? kTileRows * config.tile : 0;
   const Workspace partials(

@@ -140,6 +140,7 @@ std::optional<View> blocks_view(const Problem& p) {
 
 struct DevicePlan {
   driver::DeviceBuffer steps, segments, splits;  ///< sdd: block columns, strips, nothing
+  driver::DeviceBuffer blocks;                   ///< sdd only
   int segment_count = 0, split_count = 0, partial_count = 0, groups_per_head = 1, stride = 1;
 };
 
@@ -180,29 +181,77 @@ DevicePlan make_spmm(const BlockLayout& layout, const PlanKey& key) {
   return made;
 }
 
-/// Runs of blocks of each block-row, as equal as they can be; the costly ones first, otherwise in the layout's order.
-DevicePlan make_sdd(const BlockLayout& layout, const PlanKey& key) {
-  const int most = layout.sizes().block_rows == 64 ? 8 : 2;
-  std::vector<int> columns;
-  std::vector<Strip> strips;
-  for (std::int64_t line = 0; line < layout.heads() * layout.sizes().rows; ++line) {
-    const auto blocks = layout.by_row().line(line);
-    const auto count = static_cast<int>(blocks.size()), pieces = (count + most - 1) / most;
-    for (int piece = 0; piece < pieces; ++piece) {
-      const auto cut = [&](int n) { return static_cast<int>(static_cast<std::int64_t>(count) * n / pieces); };
-      const auto first = static_cast<int>(blocks[static_cast<std::size_t>(cut(piece))].block);
-      strips.push_back({static_cast<int>(line / layout.sizes().rows), static_cast<int>(line % layout.sizes().rows),
-                        first, cut(piece + 1) - cut(piece)});
-    }
-    for (const auto& entry : blocks) {
-      columns.push_back(static_cast<int>(entry.other));
+/// The strips of an sdd and the entries they name.
+struct Strips {
+  int most;  ///< blocks of a strip
+  std::vector<Strip> items{};
+  std::vector<int> columns{}, blocks{};
+
+  using Entries = std::vector<BlockIndex::Entry>;
+  void add(const BlockIndex::Entry& entry) {
+    columns.push_back(static_cast<int>(entry.other));
+    blocks.push_back(static_cast<int>(entry.block));
+  }
+  /// Blocks of a row in full strips and one with the rest, which costs half where it is small.
+  void add_row(int line, const Entries& row) {
+    const auto count = static_cast<int>(row.size());
+    for (int first = 0; first < count; first += most) {
+      items.push_back({line, 0, static_cast<int>(blocks.size()), std::min(most, count - first)});
+      std::for_each(row.begin() + first, row.begin() + std::min(first + most, count), [&](const auto& e) { add(e); });
     }
   }
-  std::stable_partition(strips.begin(), strips.end(), [&](const Strip& s) { return s.count > most / 2; });
+  /// Columns that two rows share, four at a time: such a tile moves a third less. What is left goes row by row.
+  void add_rows(int line, const Entries& upper, const Entries& lower) {
+    Entries shared[2], rest[2];
+    for (std::size_t i = 0, j = 0; i < upper.size() || j < lower.size();) {
+      if (j == lower.size() || (i < upper.size() && upper[i].other < lower[j].other)) {
+        rest[0].push_back(upper[i++]);
+      } else if (i == upper.size() || lower[j].other < upper[i].other) {
+        rest[1].push_back(lower[j++]);
+      } else {
+        shared[0].push_back(upper[i++]);
+        shared[1].push_back(lower[j++]);
+      }
+    }
+    const std::size_t whole = shared[0].size() / 4 * 4;
+    for (std::size_t at = 0; at < whole; at += 4) {
+      items.push_back({line, 1, static_cast<int>(blocks.size()), 4});
+      for (const Entries& row : shared) {
+        std::for_each(row.begin() + static_cast<std::ptrdiff_t>(at), row.begin() + static_cast<std::ptrdiff_t>(at + 4),
+                      [&](const auto& entry) { add(entry); });
+      }
+    }
+    for (int r = 0; r < 2; ++r) {
+      rest[r].insert(rest[r].end(), shared[r].begin() + static_cast<std::ptrdiff_t>(whole), shared[r].end());
+      add_row(line + r, rest[r]);
+    }
+  }
+};
+
+/// The costly strips come first, otherwise they follow the layout.
+DevicePlan make_sdd(const BlockLayout& layout, const PlanKey& key) {
+  const bool small = layout.sizes().block_rows == 64;
+  const auto rows = static_cast<int>(layout.sizes().rows);
+  const auto entries = [&](int line) {
+    const auto row = layout.by_row().line(line);
+    return Strips::Entries(row.begin(), row.end());
+  };
+  Strips strips{small ? 8 : 2};
+  for (int line = 0; line < static_cast<int>(layout.heads()) * rows; ++line) {
+    if (small && line % rows + 1 < rows) {
+      strips.add_rows(line, entries(line), entries(line + 1));
+      ++line;
+    } else {
+      strips.add_row(line, entries(line));
+    }
+  }
+  std::stable_partition(strips.items.begin(), strips.items.end(),
+                        [&](const Strip& s) { return s.pair != 0 || s.count > strips.most / 2; });
   DevicePlan made;
-  made.steps = upload(key.device, columns);
-  made.segments = upload(key.device, strips);
-  made.segment_count = static_cast<int>(strips.size());
+  made.steps = upload(key.device, strips.columns);
+  made.blocks = upload(key.device, strips.blocks);
+  made.segments = upload(key.device, strips.items);
+  made.segment_count = static_cast<int>(strips.items.size());
   return made;
 }
 
@@ -335,7 +384,9 @@ bool run_sdd(const Problem& p, Context& context) {
   params.out_block = v.block_stride;
   params.strips = static_cast<const Strip*>(plan->segments.data());
   params.columns = static_cast<const int*>(plan->steps.data());
+  params.blocks = static_cast<const int*>(plan->blocks.data());
   params.strip_count = plan->segment_count;
+  params.rows = static_cast<int>(p.layout->sizes().rows);
   params.total = static_cast<int>(total);
   params.out_row = static_cast<int>(v.row_stride);
   params.depth = static_cast<int>(p.left.cols);

@@ -104,7 +104,7 @@ __device__ __forceinline__ void simple_accumulate(typename SimpleTile<T, Rows>::
     if (more) {
       load(slice);
     }
-#pragma unroll 4
+#pragma unroll 2
     for (int k = 0; k < kDepth; ++k) {
       Sum a[Rows], b[8];
 #pragma unroll
@@ -131,28 +131,38 @@ struct alignas(4 * sizeof(T) > 16 ? 16 : 4 * sizeof(T)) Four {
   T item[4];
 };
 
-/// Writes a thread's rows: four neighbours at once where `vector` says that they lie so. `at` gives nullptr outside.
-template <typename T, int Rows, typename At>
-__device__ __forceinline__ void simple_store(const accumulator_t<T> (&sum)[Rows][8], bool vector, const At& at) {
-  const int ty = static_cast<int>(threadIdx.x) / 16, tx = static_cast<int>(threadIdx.x) % 16;
+/// Writes a thread's rows: four neighbours at once where `vector` says that they lie so. `column(n)` gives where the
+/// tile's column n begins, or nullptr outside.
+template <typename T, int Rows, typename Column>
+__device__ __forceinline__ void simple_store(const accumulator_t<T> (&sum)[Rows][8], bool vector, int rows,
+                                             i64 row_stride, const Column& column) {
+  const int first = static_cast<int>(threadIdx.x) / 16 * Rows, tx = static_cast<int>(threadIdx.x) % 16;
 #pragma unroll
-  for (int r = 0; r < Rows; ++r) {
+  for (int half = 0; half < 2; ++half) {
+    const int col = tx * 4 + half * 64;
+    if (vector && column(col + 3) != nullptr) {
+      T* to = column(col) + first * row_stride;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = ty * Rows + r, col = tx * 4 + half * 64;
-      Four<T> four;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        four.item[c] = narrow<T>(sum[r][half * 4 + c]);
+      for (int r = 0; r < Rows; ++r, to += row_stride) {
+        const auto(&s)[8] = sum[r];
+        if (first + r < rows) {
+          *reinterpret_cast<Four<T>*>(to) = {narrow<T>(s[half * 4]), narrow<T>(s[half * 4 + 1]),
+                                             narrow<T>(s[half * 4 + 2]), narrow<T>(s[half * 4 + 3])};
+        }
       }
-      if (vector && at(row, col) != nullptr && at(row, col + 3) != nullptr) {
-        *reinterpret_cast<Four<T>*>(at(row, col)) = four;
+      continue;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      T* to = column(col + c);
+      if (to == nullptr) {
         continue;
       }
+      to += first * row_stride;
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (T* place = at(row, col + c)) {
-          *place = four.item[c];
+      for (int r = 0; r < Rows; ++r, to += row_stride) {
+        if (first + r < rows) {
+          *to = narrow<T>(sum[r][half * 4 + c]);
         }
       }
     }
@@ -219,9 +229,8 @@ __global__ void __launch_bounds__(128, sizeof(T) == 8 ? 2 : 3)
       {p.blocks.row, p.blocks.col, p.dense.row, p.dense.col, p.blocks_col_inner, !p.dense_free_inner, rows});
   T* out = static_cast<T*>(p.out.data) + place.z * p.out.z + h * p.out.h +
            (block_row * p.block_rows + first_row) * p.out.row + first_col * p.out.col;
-  simple_store<T, Rows>(sum, p.vector, [&](int row, int col) -> T* {
-    return row < rows && first_col + col < p.free ? out + row * p.out.row + col * p.out.col : nullptr;
-  });
+  simple_store<T, Rows>(sum, p.vector, rows, p.out.row,
+                        [&](int col) -> T* { return first_col + col < p.free ? out + col * p.out.col : nullptr; });
 }
 
 /// Blocks of one block-row, as many as fit 128 columns: an output tile of their rows (in pieces of 8·Rows).
@@ -280,10 +289,9 @@ __global__ void __launch_bounds__(128, sizeof(T) == 8 ? 2 : 3)
   simple_accumulate<T, Rows>(sum, shared, walk,
                              {p.left.row, p.left.col, p.right.row, p.right.col, p.left_k_inner, p.right_k_inner, rows});
   T* out = static_cast<T*>(p.blocks.data) + place.z * p.blocks.z + first_row * p.blocks.row;
-  simple_store<T, Rows>(sum, p.vector, [&](int row, int col) -> T* {
-    return row < rows && col / p.block_cols < count
-               ? out + (step(col)[2] - 1) * p.blocks.block + row * p.blocks.row + col % p.block_cols * p.blocks.col
-               : nullptr;
+  simple_store<T, Rows>(sum, p.vector, rows, p.blocks.row, [&](int col) -> T* {
+    return col / p.block_cols < count ? out + (step(col)[2] - 1) * p.blocks.block + col % p.block_cols * p.blocks.col
+                                      : nullptr;
   });
 }
 

@@ -51,9 +51,10 @@ struct ReduceParams {
   long long rows, free, row_stride, free_stride, h_stride, z_stride;
 };
 
-/// One tile of an sdd: up to `count` blocks that follow each other in a block-row.
+/// One tile of an sdd: `count` blocks of a block-row (head · rows + row), or with `pair` at the same `count` columns of
+/// that row and the next. Entries [first, first + count) name their columns and blocks; those of the next row follow.
 struct Strip {
-  int head, row, first, count;
+  int line, pair, first, count;
 };
 
 struct SddParams {
@@ -61,8 +62,8 @@ struct SddParams {
   void* out;
   long long out_z, out_block;  ///< strides in elements; rows of a block are out_row apart and contiguous
   const Strip* strips;
-  const int* columns;  ///< block column of each packed block
-  int strip_count, total, out_row, depth;
+  const int *columns, *blocks;
+  int strip_count, rows, total, out_row, depth;  ///< rows in blocks
   Batches batches;
   int left_z, left_h, right_z, right_h;
 };

@@ -11,6 +11,7 @@
 #define HWY_TARGET_INCLUDE "runtime/simd/tiles.cpp"
 #include <hwy/foreach_target.h>
 // After foreach_target.h.
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #ifndef FRETWORK_RUNTIME_SIMD_TILES_TYPES
@@ -52,6 +53,9 @@ template <typename T>
 constexpr std::int64_t kSquare = HWY_TARGET == HWY_SCALAR ? 1 : 16 / sizeof(T);
 /// Depth packed at a time, so that what is written scattered stays in the first-level cache.
 constexpr std::int64_t kPackDepth = 64;
+
+/// Rows fetched ahead while packing: each lies on a page of its own, which hardware does not foresee.
+constexpr std::int64_t kAhead = 8;
 
 template <typename T, typename In>
 T Widen(In value) {
@@ -174,6 +178,9 @@ void Convert(const In* from, std::int64_t from_row, std::int64_t from_col, std::
              Out* out, std::int64_t out_row, std::int64_t out_col) {
   if (from_col == 1 && out_col == 1) {
     for (std::int64_t r = 0; r < rows; ++r) {
+      for (std::int64_t c = 0; kAhead > 0 && c < cols; c += 64 / static_cast<std::int64_t>(sizeof(In))) {
+        hwy::Prefetch(from + (r + kAhead) * from_row + c);
+      }
       Copy<T>(from + r * from_row, cols, out + r * out_row);
     }
     return;
@@ -198,11 +205,11 @@ void Convert(const In* from, std::int64_t from_row, std::int64_t from_col, std::
 
 template <typename In, typename T>
 void Pack(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, void* out) {
+  const In* const first = static_cast<const In*>(from.data);
   for (std::int64_t k = 0; k < depth; k += kPackDepth) {
     const std::int64_t count = std::min(kPackDepth, depth - k);
     T* const panel = static_cast<T*>(out) + k * width;
-    Convert<T>(static_cast<const In*>(from.data) + k * from.row_stride, from.row_stride, from.col_stride, count, cols,
-               panel, width, 1);
+    Convert<T>(first + k * from.row_stride, from.row_stride, from.col_stride, count, cols, panel, width, 1);
     for (std::int64_t r = 0; cols < width && r < count; ++r) {
       std::fill(panel + r * width + cols, panel + (r + 1) * width, T{0});
     }

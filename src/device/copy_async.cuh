@@ -1,0 +1,39 @@
+// cp.async: global to shared memory without registers, in groups that are waited for in order.
+#pragma once
+
+#include "device/types.cuh"
+
+namespace fretwork {
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+/// 16 bytes, or zeros when not `inside`. Past L1: tiles are reused from shared memory.
+__device__ __forceinline__ void copy_async_16(u32 shared, const void* global, bool inside) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.eq.u32 p, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p;}" ::"r"(shared),
+      "l"(global), "r"(static_cast<u32>(inside))
+      : "memory");
+}
+
+/// 16 bytes, of which the first `bytes` are read and the rest are zero.
+__device__ __forceinline__ void copy_async_part(u32 shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+
+/// 4 bytes, or zero when `bytes` is 0.
+__device__ __forceinline__ void copy_async_4(u32 shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Waits until at most `Pending` of this thread's latest groups are unfinished.
+template <int Pending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+}  // namespace fretwork

@@ -1,0 +1,502 @@
+// The products on mma.sync and cp.async (sm_80 and later), square blocks of 16 to 128. A CTA owns an output tile of 128
+// rows; operands pass through a ring of stages in shared memory, each 128 bytes of K deep.
+#pragma once
+
+#include "device/tile.cuh"
+#include "ops/block_matmul/grid.cuh"
+#include "ops/block_matmul/params.h"
+
+namespace fretwork {
+
+inline constexpr int kTileRows = 128, kTileThreads = 256, kWarps = kTileThreads / 32, kStageBytes = 128;
+
+struct alignas(16) Chunk {
+  u32 word[4];
+};
+
+/// A stage: the left operand's tile, then the right one's. Lines are along K (K inner) or across it.
+template <typename T, int Cols, bool LeftKInner, bool RightKInner>
+struct Stage {
+  static constexpr int kDepth = kStageBytes / static_cast<int>(sizeof(T));
+  static constexpr int kLeftLine = LeftKInner ? kStageBytes : kTileRows * static_cast<int>(sizeof(T));
+  static constexpr int kRightLine = RightKInner ? kStageBytes : Cols * static_cast<int>(sizeof(T));
+  static constexpr int kLeftBytes = kTileRows * kStageBytes, kBytes = kLeftBytes + Cols * kStageBytes;
+  shared_tile<kLeftLine> left;
+  shared_tile<kRightLine> right;
+  __device__ __forceinline__ explicit Stage(u32 base) : left{base}, right{base + kLeftBytes} {}
+};
+
+/// A line of a tile that a thread copies: `first` (below Step) is the thread's, `more` (a multiple of Step) is known to
+/// the compiler, so that most of an address is worked out once.
+template <int Step>
+struct Line {
+  int first, more;
+  template <int Size>
+  __device__ __forceinline__ int quotient() const {
+    return more / Size + (Size >= Step ? 0 : first / Size);
+  }
+  template <int Size>
+  __device__ __forceinline__ int remainder() const {
+    return more % Size + (Size >= Step ? first : first % Size);
+  }
+  __device__ __forceinline__ i64 times(int stride) const {
+    return static_cast<i64>(first) * stride + static_cast<i64>(more) * stride;
+  }
+  __device__ __forceinline__ int value() const { return first + more; }
+};
+
+/// Where the 16 bytes of a chunk lie, and how many of them count.
+struct Source {
+  const u8* from;
+  int bytes;
+};
+
+/// Copies a tile of 128 bytes of K for `Across` rows (or columns) of an operand. `source(line, inner)` finds the chunk
+/// that begins at entry `inner` of a line. `Partial`: chunks may count in part; else wholly or not at all.
+template <typename T, int Across, bool Partial, int Bytes, typename From>
+__device__ __forceinline__ void copy_tile(shared_tile<Bytes> tile, const From& source) {
+  constexpr int kChunks = Bytes / 16, kStep = kTileThreads / kChunks;
+  constexpr int kEach = Across * kStageBytes / 16 / kTileThreads;
+  static_assert(kStep % 8 == 0);
+  const int first = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
+  Source s[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    s[i] = source(Line<kStep>{first, i * kStep}, chunk * chunk_of<T>);
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const u32 to = tile.chunk(i * kStep, first, chunk);
+    if constexpr (Partial) {
+      copy_async_part(to, s[i].from, s[i].bytes);
+    } else {
+      copy_async_16(to, s[i].from, s[i].bytes != 0);
+    }
+  }
+}
+
+/// A line's distance in bytes; the host sees to it that it fits.
+template <typename T>
+__device__ __forceinline__ int in_bytes(i64 stride) {
+  return static_cast<int>(stride) * static_cast<int>(sizeof(T));
+}
+
+/// Bytes of a chunk that begins at `at` of `size` entries.
+template <typename T>
+__device__ __forceinline__ int bytes_inside(int at, int size) {
+  const int left = (size - at) * static_cast<int>(sizeof(T));
+  return left >= 16 ? 16 : left > 0 ? left : 0;
+}
+
+/// How eight warps share a tile: Rows × Cols each, a warp's place.
+template <int Rows_, int Cols_, int TileCols>
+struct WarpTile {
+  static constexpr int kRows = Rows_, kCols = Cols_;
+  static_assert(kTileRows / kRows * (TileCols / kCols) == kWarps && kRows % 16 == 0 && kCols % 16 == 0);
+  int m, n;
+  __device__ __forceinline__ WarpTile() {
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+    m = warp % (kTileRows / kRows) * kRows;
+    n = warp / (kTileRows / kRows) * kCols;
+  }
+};
+
+template <typename Warp>
+using warp_sums = register_sums<Warp::kRows / 16, Warp::kCols / 8>;
+template <typename Warp>
+using warp_operands = register_operands<Warp::kRows / 16, Warp::kCols / 16>;
+
+template <typename T, bool LeftKInner, bool RightKInner, typename Warp, typename StageT>
+__device__ __forceinline__ void load_operands(warp_operands<Warp>& o, const StageT& stage, const Warp& warp, int k) {
+#pragma unroll
+  for (int i = 0; i < Warp::kRows / 16; ++i) {
+    load_left<T, LeftKInner>(o.left[i], stage.left, warp.m + i * 16, k);
+  }
+#pragma unroll
+  for (int j = 0; j < Warp::kCols / 16; ++j) {
+    load_right<T, RightKInner>(o.right[j], stage.right, warp.n + j * 16, k);
+  }
+}
+
+/// sums += [first, first + Depth) of the stage's K. `has(i, j)` says whether the 16×16 place (i, j) is wanted; a place
+/// that is not keeps what it has.
+template <typename T, int Products, bool LeftKInner, bool RightKInner, int Depth, typename Warp, typename StageT,
+          typename Has>
+__device__ __forceinline__ void multiply_stage(warp_sums<Warp>& sums, const StageT& stage, const Warp& warp, int first,
+                                               const Has& has) {
+  constexpr int kSteps = Depth / mma_depth<T>;
+  warp_operands<Warp> o[2];
+  load_operands<T, LeftKInner, RightKInner>(o[0], stage, warp, first);
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    if (s + 1 < kSteps) {
+      load_operands<T, LeftKInner, RightKInner>(o[(s + 1) % 2], stage, warp, first + (s + 1) * mma_depth<T>);
+    }
+    const auto& now = o[s % 2];
+#pragma unroll
+    for (int i = 0; i < Warp::kRows / 16; ++i) {
+#pragma unroll
+      for (int j = 0; j < Warp::kCols / 16; ++j) {
+        if (has(i, j)) {
+          multiply<T, Products>(sums.at[i][2 * j], now.left[i], now.right[j][0], now.right[j][1]);
+          multiply<T, Products>(sums.at[i][2 * j + 1], now.left[i], now.right[j][2], now.right[j][3]);
+        }
+      }
+    }
+  }
+}
+
+/// A partial tile holds sums in the order of threads' registers: written and read by the same places.
+template <typename Warp>
+__device__ __forceinline__ void store_partial(const warp_sums<Warp>& sums, float* partial) {
+#pragma unroll
+  for (int i = 0; i < Warp::kRows / 16; ++i) {
+#pragma unroll
+    for (int j = 0; j < Warp::kCols / 8; ++j) {
+      const float(&s)[4] = sums.at[i][j];
+      float4* to = reinterpret_cast<float4*>(partial) + (i * (Warp::kCols / 8) + j) * kTileThreads + threadIdx.x;
+      *to = float4{s[0], s[1], s[2], s[3]};
+    }
+  }
+}
+template <typename Warp>
+__device__ __forceinline__ void add_partial(warp_sums<Warp>& sums, const float* partial) {
+#pragma unroll
+  for (int i = 0; i < Warp::kRows / 16; ++i) {
+#pragma unroll
+    for (int j = 0; j < Warp::kCols / 8; ++j) {
+      float(&s)[4] = sums.at[i][j];
+      const float4 more =
+          reinterpret_cast<const float4*>(partial)[(i * (Warp::kCols / 8) + j) * kTileThreads + threadIdx.x];
+      s[0] += more.x, s[1] += more.y, s[2] += more.z, s[3] += more.w;
+    }
+  }
+}
+
+/// Rounds the sums into shared memory, then writes them 16 bytes at a time along rows (or columns, RowsInner) where
+/// `vector` allows. `at(m, n)` gives nullptr outside the result.
+template <typename T, int Cols, bool RowsInner, typename Warp, typename At>
+__device__ __forceinline__ void store_tile(const warp_sums<Warp>& sums, const Warp& warp, void* memory, bool vector,
+                                           const At& at) {
+  constexpr int kChunk = chunk_of<T>;
+  constexpr int kInner = RowsInner ? kTileRows : Cols, kLines = RowsInner ? Cols : kTileRows;
+  constexpr int kLine = kInner + kChunk;
+  T* shared = static_cast<T*>(memory);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int i = 0; i < Warp::kRows / 16; ++i) {
+#pragma unroll
+    for (int j = 0; j < Warp::kCols / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        const int m = warp.m + i * 16 + lane / 4 + e / 2 * 8, n = warp.n + j * 8 + lane % 4 * 2;
+        const float low = sums.at[i][j][e], high = sums.at[i][j][e + 1];
+        if constexpr (RowsInner) {
+          shared[n * kLine + m] = narrow<T>(low);
+          shared[(n + 1) * kLine + m] = narrow<T>(high);
+        } else if constexpr (sizeof(T) == 2) {
+          *reinterpret_cast<u32*>(shared + m * kLine + n) = narrow_pair<T>(low, high);
+        } else {
+          *reinterpret_cast<float2*>(shared + m * kLine + n) = float2{low, high};
+        }
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int n = static_cast<int>(threadIdx.x); n < kLines * kInner / kChunk; n += kTileThreads) {
+    const int line = n / (kInner / kChunk), inner = n % (kInner / kChunk) * kChunk;
+    const T* from = shared + line * kLine + inner;
+    const auto place = [&](int e) { return RowsInner ? at(inner + e, line) : at(line, inner + e); };
+    if (vector && place(kChunk - 1) != nullptr) {
+      *reinterpret_cast<Chunk*>(place(0)) = *reinterpret_cast<const Chunk*>(from);
+      continue;
+    }
+#pragma unroll 1
+    for (int e = 0; e < kChunk; ++e) {
+      if (T* to = place(e)) {
+        *to = from[e];
+      }
+    }
+  }
+}
+
+/// A group of 128 / Block block-rows of op(S) times Cols of the free dimension. A stage holds as many steps as its K
+/// has room for, or a part of one; a warp's rows lie in one block-row, and it multiplies where that row has the block.
+template <typename T, int Products, int Block, int Cols, int Stages, bool LeftKInner, bool RightKInner>
+__global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ block_matmul::SpmmParams p) {
+  using StageT = Stage<T, Cols, LeftKInner, RightKInner>;
+  constexpr int kDepth = StageT::kDepth;
+  constexpr int kSlices = Block < kDepth ? kDepth / Block : 1;  // steps in a stage
+  constexpr int kParts = Block > kDepth ? Block / kDepth : 1;   // stages in a step
+  constexpr int kSliceDepth = kDepth / kSlices;
+  constexpr int kBlockRows = kTileRows / Block, kStep = 2 + kBlockRows;
+  constexpr int kWarpRows = Block < 64 ? Block : 64;
+  using Warp = WarpTile<kWarpRows, Cols / (kWarps / (kTileRows / kWarpRows)), Cols>;
+  extern __shared__ __align__(1024) u8 ring[];
+  __shared__ int steps[2 * Stages][kSlices * kStep];
+
+  const GridPlace place = grid_place(p.grid, p.reduce ? p.grid.split_count : p.grid.segment_count);
+  const int thread = static_cast<int>(threadIdx.x);
+  const Warp warp;
+  warp_sums<Warp> sums = {};
+  const auto partial = [&](int n) {
+    return p.partials + ((place.batch * p.partial_count + n) * p.grid.tiles + place.tile) * (kTileRows * Cols);
+  };
+  const i64 first_col = static_cast<i64>(place.tile) * Cols;
+  int group;
+  if (p.reduce) {
+    const block_matmul::Split split = p.grid.splits[place.segment];
+    group = split.group;
+#pragma unroll 1
+    for (int n = 0; n < split.count; ++n) {
+      add_partial<Warp>(sums, partial(split.first + n));
+    }
+  } else {
+    const block_matmul::Segment segment = p.grid.segments[place.segment];
+    group = segment.group;
+    const int h = place.head + group / p.grid.groups_per_head;
+    const T* blocks = static_cast<const T*>(p.blocks.data) + place.z * p.blocks.z;
+    const T* dense =
+        static_cast<const T*>(p.dense.data) + place.z * p.dense.z + h * p.dense.h + first_col * p.dense.col;
+    const int block_bytes = in_bytes<T>(p.blocks.block);
+    const int block_line = in_bytes<T>(LeftKInner ? p.blocks.row : p.blocks.col);
+    const int dense_line = in_bytes<T>(RightKInner ? p.dense.col : p.dense.row);
+    const int cols = p.free - first_col < Cols ? static_cast<int>(p.free - first_col) : Cols;
+    const int total = (segment.last - segment.first + kSlices - 1) / kSlices * kParts * p.z_sum;
+
+    // Steps arrive in shared memory `Stages` stages before the data they describe is asked for.
+    int told_step = segment.first, told_part = 0;
+    const auto tell = [&](int n, int slot) {
+      if (n < total && thread < kSlices * kStep) {
+        const bool inside = told_step + thread / kStep < segment.last;
+        const int* from = p.grid.steps + static_cast<i64>(told_step) * kStep + (inside ? thread : 0);
+        copy_async_4(shared_address(&steps[slot][thread]), from, inside ? 4 : 0);
+      }
+      if (++told_part == kParts) {
+        told_part = 0;
+        told_step = told_step + kSlices < segment.last ? told_step + kSlices : segment.first;
+      }
+    };
+    int asked_part = 0, asked_step = segment.first;
+    const auto ask = [&](int n, int place_in_ring, int slot) {
+      if (n < total) {
+        const StageT stage(shared_address(ring) + place_in_ring * StageT::kBytes);
+        const int* step = steps[slot];
+        const int part = asked_part * kDepth;
+        copy_tile<T, kTileRows, false>(stage.left, [&](const auto& line, int inner) {
+          // The line is a row and the chunk lies along K, or the reverse.
+          constexpr int kAcross = LeftKInner ? Block : kSliceDepth, kAlong = LeftKInner ? kSliceDepth : Block;
+          const int y = line.template quotient<kAcross>(), x = inner / kAlong;
+          const int block = step[(LeftKInner ? x : y) * kStep + 2 + (LeftKInner ? y : x)];
+          const T* from = blocks + inner % kAlong + (LeftKInner ? part : 0);
+          return Source{reinterpret_cast<const u8*>(from) + static_cast<i64>(block - 1) * block_bytes +
+                            static_cast<i64>(line.template remainder<kAcross>() + (LeftKInner ? 0 : part)) * block_line,
+                        block};
+        });
+        copy_tile<T, Cols, !RightKInner>(stage.right, [&](const auto& line, int inner) {
+          const int* s = step + (RightKInner ? inner / kSliceDepth : line.template quotient<kSliceDepth>()) * kStep;
+          const int k =
+              (s[0] - 1) * Block + part + (RightKInner ? inner % kSliceDepth : line.template remainder<kSliceDepth>());
+          const u8* from = reinterpret_cast<const u8*>(dense + s[1] * p.dense.h + (RightKInner ? k : inner));
+          const int bytes = RightKInner ? (line.value() < cols ? 16 : 0) : bytes_inside<T>(inner, cols);
+          return Source{from + (RightKInner ? line.times(dense_line) : static_cast<i64>(k) * dense_line),
+                        s[0] != 0 ? bytes : 0};
+        });
+      }
+      if (++asked_part == kParts) {
+        asked_part = 0;
+        asked_step += kSlices;
+        if (asked_step >= segment.last) {
+          asked_step = segment.first;
+          blocks += p.blocks.z;
+          dense += p.dense.z;
+        }
+      }
+    };
+
+#pragma unroll 1
+    for (int n = 0; n < Stages; ++n) {
+      tell(n, n);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+    int stage = 0, slot = 0;  // where stage n + Stages - 1 goes, and where its steps are
+#pragma unroll 1
+    for (int n = 1 - Stages; n < total; ++n) {  // the first rounds only fill the ring
+      if (n >= 0) {
+        copy_async_wait<Stages - 2>();
+        __syncthreads();
+      }
+      ask(n + Stages - 1, stage, slot);
+      tell(n + 2 * Stages - 1, slot < Stages ? slot + Stages : slot - Stages);
+      copy_async_commit();
+      stage = stage + 1 == Stages ? 0 : stage + 1;
+      slot = slot + 1 == 2 * Stages ? 0 : slot + 1;
+      if (n < 0) {
+        continue;
+      }
+      // The ring's next place holds stage n.
+      const StageT now(shared_address(ring) + stage * StageT::kBytes);
+      const int* step = steps[slot < Stages ? slot + Stages : slot - Stages];
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) {
+        if (step[slice * kStep + 2 + warp.m / Block] != 0) {
+          multiply_stage<T, Products, LeftKInner, RightKInner, kSliceDepth>(sums, now, warp, slice * kSliceDepth,
+                                                                            [](int, int) { return true; });
+        }
+      }
+    }
+    if (segment.partial >= 0) {
+      store_partial<Warp>(sums, partial(segment.partial));
+      return;
+    }
+    copy_async_wait<0>();
+    __syncthreads();
+  }
+
+  const int h = place.head + group / p.grid.groups_per_head;
+  const int first_row = group % p.grid.groups_per_head * kTileRows;
+  T* out =
+      static_cast<T*>(p.out.data) + place.z * p.out.z + h * p.out.h + first_row * p.out.row + first_col * p.out.col;
+  const auto at = [&](int m, int n) -> T* {
+    return first_row + m < p.rows && first_col + n < p.free ? out + m * p.out.row + n * p.out.col : nullptr;
+  };
+  if (p.rows_inner) {
+    store_tile<T, Cols, true>(sums, warp, ring, p.vector, at);
+  } else {
+    store_tile<T, Cols, false>(sums, warp, ring, p.vector, at);
+  }
+}
+
+/// Blocks of 128 / Block block-rows, at up to Cols / Block of the union of their columns: A's rows and B's columns are
+/// read once for all of them; a warp multiplies the blocks that are there.
+template <typename T, int Products, int Block, int Cols, int Stages, bool LeftKInner, bool RightKInner>
+__global__ void __launch_bounds__(kTileThreads) sdd(const __grid_constant__ block_matmul::SddParams p) {
+  using StageT = Stage<T, Cols, LeftKInner, RightKInner>;
+  using Warp = WarpTile<64, Cols / 4, Cols>;
+  constexpr int kDepth = StageT::kDepth;
+  constexpr int kBlockRows = kTileRows / Block, kBlockCols = Cols / Block, kStep = 2 + kBlockRows;
+  extern __shared__ __align__(1024) u8 ring[];
+  __shared__ int columns[kBlockCols];              // block column + 1
+  __shared__ int blocks[kBlockRows * kBlockCols];  // packed block + 1
+
+  const GridPlace place = grid_place(p.grid);
+  const block_matmul::Segment segment = p.grid.segments[place.segment];
+  const int thread = static_cast<int>(threadIdx.x);
+  const int h = place.head + segment.group / p.grid.groups_per_head;
+  const int first_row = segment.group % p.grid.groups_per_head * kTileRows;
+  if (thread < kBlockCols) {
+    const int* step = p.grid.steps + static_cast<i64>(segment.first + thread) * kStep;
+    const bool inside = segment.first + thread < segment.last;
+    columns[thread] = inside ? step[0] : 0;
+    for (int r = 0; r < kBlockRows; ++r) {
+      blocks[r * kBlockCols + thread] = inside ? step[2 + r] : 0;
+    }
+  }
+  __syncthreads();
+  const Warp warp;
+  warp_sums<Warp> sums = {};
+  const auto partial = [&](int piece) {
+    return p.partials + ((place.batch * p.grid.segment_count + place.segment) * p.pieces + piece) * (kTileRows * Cols);
+  };
+
+  if (p.reduce) {
+#pragma unroll 1
+    for (int piece = 0; piece < p.pieces; ++piece) {
+      add_partial<Warp>(sums, partial(piece));
+    }
+  } else {
+    // The warp's blocks, one bit for each 16×16 place (or one for all where they lie in one block).
+    constexpr bool kOneBlock = Block >= 64 && Block >= Warp::kCols;
+    u32 mask = 0;
+#pragma unroll
+    for (int i = 0; i < Warp::kRows / 16; ++i) {
+#pragma unroll
+      for (int j = 0; j < Warp::kCols / 16; ++j) {
+        const int block = blocks[(warp.m + i * 16) / Block * kBlockCols + (warp.n + j * 16) / Block];
+        mask |= (block != 0 ? 1u : 0u) << (i * (Warp::kCols / 16) + j);
+      }
+    }
+    const int depth_stages = static_cast<int>((p.depth + kDepth - 1) / kDepth);
+    const i64 all = static_cast<i64>(depth_stages) * p.h_sum * p.z_sum;
+    const int piece = place.tile;
+    const i64 begin = all * piece / p.pieces;
+    const int total = static_cast<int>(all * (piece + 1) / p.pieces - begin);
+    const T* left_base =
+        static_cast<const T*>(p.left.data) + place.z * p.left.z + h * p.left.h + first_row * p.left.row;
+    const T* right_base = static_cast<const T*>(p.right.data) + place.z * p.right.z + h * p.right.h;
+    const int left_line = in_bytes<T>(LeftKInner ? p.left.row : p.left.col);
+    const int right_line = in_bytes<T>(RightKInner ? p.right.col : p.right.row);
+    const int rows = p.rows - first_row;
+
+    // Stage `begin` + n covers K from `at`·kDepth of head `head` and batch `z`, all counted inside the sums.
+    int at = total > 0 ? static_cast<int>(begin % depth_stages) : 0;
+    int head = total > 0 ? static_cast<int>(begin / depth_stages % p.h_sum) : 0;
+    int z = total > 0 ? static_cast<int>(begin / depth_stages / p.h_sum) : 0;
+    const auto ask = [&](int n, int place_in_ring) {
+      if (n < total) {
+        const StageT stage(shared_address(ring) + place_in_ring * StageT::kBytes);
+        const i64 depth = static_cast<i64>(at) * kDepth;
+        const T* left = left_base + z * p.left.z + head * p.left.h + depth * p.left.col;
+        const T* right = right_base + z * p.right.z + head * p.right.h + depth * p.right.row;
+        const int k_left = at + 1 < depth_stages ? kDepth : static_cast<int>(p.depth - depth);
+        copy_tile<T, kTileRows, LeftKInner>(stage.left, [&](const auto& line, int inner) {
+          const bool inside = LeftKInner ? line.value() < rows : inner < rows && line.value() < k_left;
+          return Source{reinterpret_cast<const u8*>(left + inner) + line.times(left_line),
+                        inside ? (LeftKInner ? bytes_inside<T>(inner, k_left) : 16) : 0};
+        });
+        copy_tile<T, Cols, RightKInner>(stage.right, [&](const auto& line, int inner) {
+          const int column = columns[RightKInner ? line.template quotient<Block>() : inner / Block];
+          const int n = (column - 1) * Block + (RightKInner ? line.template remainder<Block>() : inner % Block);
+          const u8* from = reinterpret_cast<const u8*>(right + (RightKInner ? inner : n));
+          const bool inside = column != 0 && (RightKInner || line.value() < k_left);
+          return Source{from + (RightKInner ? static_cast<i64>(n) * right_line : line.times(right_line)),
+                        inside ? (RightKInner ? bytes_inside<T>(inner, k_left) : 16) : 0};
+        });
+      }
+      if (++at == depth_stages) {
+        at = 0;
+        if (++head == p.h_sum) {
+          head = 0;
+          ++z;
+        }
+      }
+    };
+
+    int stage = 0;  // where stage n + Stages - 1 goes
+#pragma unroll 1
+    for (int n = 1 - Stages; n < total; ++n) {
+      if (n >= 0) {
+        copy_async_wait<Stages - 2>();
+        __syncthreads();
+      }
+      ask(n + Stages - 1, stage);
+      copy_async_commit();
+      stage = stage + 1 == Stages ? 0 : stage + 1;
+      if (n < 0 || mask == 0) {
+        continue;
+      }
+      const StageT now(shared_address(ring) + stage * StageT::kBytes);
+      multiply_stage<T, Products, LeftKInner, RightKInner, kDepth>(sums, now, warp, 0, [&](int i, int j) {
+        return kOneBlock || (mask >> (i * (Warp::kCols / 16) + j) & 1) != 0;
+      });
+    }
+    if (p.pieces > 1) {
+      store_partial<Warp>(sums, partial(piece));
+      return;
+    }
+    copy_async_wait<0>();
+    __syncthreads();
+  }
+
+  T* out = static_cast<T*>(p.blocks.data) + place.z * p.blocks.z;
+  store_tile<T, Cols, false>(sums, warp, ring, p.vector, [&](int m, int n) -> T* {
+    const int block = blocks[m / Block * kBlockCols + n / Block];
+    return block != 0 ? out + (block - 1) * p.blocks.block + m % Block * p.blocks.row + n % Block * p.blocks.col
+                      : nullptr;
+  });
+}
+
+}  // namespace fretwork

@@ -1,0 +1,317 @@
+"""The command-line program as a user runs it, and a C++ project on an installed copy."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+import zlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = Path(os.environ.get("FRETWORK_LIB_DIR") or ROOT / "build/release/lib")
+PROGRAM = LIBRARIES.parent / "bin" / "fretwork"
+LAYOUT = "random_blocks((1,64,64),32,0.1,0)"
+# Four heads of 2 x 3 blocks; the bits are row-major, six to a character: A none, B the first, -(62) all but the first.
+BITS = "block((4,2,3),(8,16),~AB-_)"
+
+pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason=f"the program is not built: {PROGRAM}")
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=300, **options)
+
+
+def ok(*arguments: str, **options) -> str:
+    done = run(*arguments, **options)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "FRETWORK_CACHE_DIR": str(tmp_path / "cache")}
+
+
+def test_version_and_help() -> None:
+    assert re.fullmatch(r"fretwork \d+\.\d+\.\d+\n", ok("--version"))
+    top = ok("--help")
+    for command in ("info", "show", "bench", "compile", "cache"):
+        assert command in top
+        assert "fretwork " + command in ok(command, "--help")
+    for command in (["show"], ["bench", "block"], ["compile"], ["cache"], ["info"]):
+        assert "Example" in ok(*command, "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "expected one of info, show, bench, compile, cache, got nothing"),
+        (["frob"], "got frob"),
+        (["info", "--frob"], "--frob"),
+        (["show"], "PATTERN is required"),
+        (["show", "frob(1)"], "Pattern.parse: text: expected one of block"),
+        (["show", "block((1,2"], "expected"),
+        (["show", "block((1,2,2),(4,4),~A)"], "block: expected 8 to 128, got 4"),
+        (["show", "random_blocks((1,4000000,4000000),32,0.1,0)"], "at most 2^30 blocks"),
+        (["show", LAYOUT, "--head", "1"], "--head: expected 0 to 0, got 1"),
+        (["show", LAYOUT, "--head", "-1"], "--head"),
+        (["bench"], "expected one of block"),
+        (["bench", "block", "--op", "frob"], "--op: expected dsd, dds, sdd or softmax, got frob"),
+        (["bench", "block", "--n", "100", "--block", "32"], "--n: expected a multiple"),
+        (["bench", "block", "--density", "1.5"], "--density"),
+        (["bench", "block", "--dtype", "int8"], "--dtype: expected float64"),
+        (["bench", "block", "--device", "tpu"], "--device: expected cpu or cuda:N, got tpu"),
+        (["bench", "block", "--rounds", "0"], "--rounds"),
+        (["compile"], "--arch is required"),
+        (["compile", "--arch", "hopper"], "--arch: expected an architecture"),
+        (["compile", "--arch", "sm_80", "--op", "frob"], "--op: expected one of"),
+        (["compile", "--arch", "sm_80", "--match", "frob"], "--match: expected a part of a kernel's name, got frob"),
+        (["cache", "frob"], "frob"),
+    ],
+)
+def test_bad_usage_is_one_line_and_2(arguments: list[str], says: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("fretwork: ")
+    assert says in done.stderr
+
+
+def test_failures_are_one_line_and_1(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "missing" / "file")
+    for arguments in (
+        ["show", LAYOUT, "--json", "--png", nowhere],
+        ["show", LAYOUT, "--json", "--svg", nowhere],
+        ["bench", "block", "--n", "64", "--block", "32", "--csv", nowhere],
+    ):
+        done = run(*arguments)
+        assert done.returncode == 1, arguments
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("fretwork: "), done.stderr
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([PROGRAM, "show", LAYOUT], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "standard output" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_failure() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"for n in $(seq 50); do '{PROGRAM}' show '{LAYOUT}'; done | head -n 1"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == "" and done.stdout.count("\n") == 1
+
+
+def test_info(own_cache: dict[str, str]) -> None:
+    text = ok("info", env=own_cache)
+    for part in ("fretwork", "CPU", "NVRTC", own_cache["FRETWORK_CACHE_DIR"]):
+        assert part in text
+    assert "CUDA" in text or "cuda:0" in text
+    facts = json.loads(ok("info", "--json", env=own_cache))
+    assert facts["cpu"]["threads"] >= 1 and facts["cpu"]["simd"]
+    assert facts["cache"]["files"] == 0 and facts["cache"]["limit"] > 0
+    assert f"FRETWORK_CACHE_DIR={own_cache['FRETWORK_CACHE_DIR']}" in facts["environment"]
+
+
+def test_show_facts() -> None:
+    facts = json.loads(ok("show", BITS, "--json"))
+    assert facts["shape"] == [4, 16, 48] and facts["block"] == [8, 16] and facts["text"] == BITS
+    assert facts["nnz"] == sum(head["nnz"] for head in facts["heads"]) == 12
+    assert facts["bytes_fp16"] == 2 * 12 * 8 * 16 and facts["density"] == 0.5
+    assert [head["nnz"] for head in facts["heads"]] == [0, 1, 5, 6]
+    assert facts["heads"][2] == {"nnz": 5, "shortest_row": 2, "longest_row": 3, "empty_rows": 0}
+    assert facts["heads"][1]["empty_rows"] == 1
+    text = ok("show", BITS)
+    assert "(4, 16, 48)" in text and "12 of 24 blocks" in text and "50 %" in text and BITS in text
+    assert ok("show", "-", input=BITS + "\n") == text
+
+
+def test_show_draws_the_head_that_was_asked_for() -> None:
+    def picture(head: str) -> list[str]:
+        return [line.strip("│") for line in ok("show", BITS, "--head", head).splitlines() if line.startswith("│")]
+
+    # A block of 8 x 16 is two squares side by side; two rows of squares share a line.
+    assert picture("0") == ["      "]
+    assert picture("1") == ["▀▀    "]
+    assert picture("2") == ["▄▄████"]
+    assert picture("3") == ["██████"]
+
+
+def test_show_scales_down_to_shades() -> None:
+    text = ok("show", "random_blocks((1,500,500),16,0.2,0)", "--width", "42")
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    assert len(rows[0]) <= 42 and set("".join(rows)) <= set("│ ░▒▓█") and "░" in text
+    assert "shades" in text
+
+
+def in_terminal(*arguments: str, **environment: str) -> str:
+    """What the program writes to a terminal of 60 columns."""
+    main, side = pty.openpty()
+    subprocess.run(["stty", "cols", "60", "rows", "40"], stdin=side, check=True)
+    variables = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    variables |= {"TERM": "xterm", **environment}
+    child = subprocess.Popen([PROGRAM, *arguments], stdout=side, stderr=side, env=variables)
+    os.close(side)
+    written = b""
+    while True:
+        try:
+            piece = os.read(main, 65536)
+        except OSError:  # the other side is closed
+            break
+        if not piece:
+            break
+        written += piece
+    os.close(main)
+    assert child.wait() == 0
+    return written.decode()
+
+
+def test_colours_only_in_a_terminal_that_wants_them() -> None:
+    coloured = in_terminal("show", LAYOUT)
+    assert "\033[38;5;" in coloured
+    plain = re.sub(r"\033\[[0-9;]*m", "", coloured)
+    assert max(len(line) for line in plain.splitlines() if line[:1] in "┌│└") <= 60
+    assert "\033" not in in_terminal("show", LAYOUT, NO_COLOR="1")
+    assert "\033" not in ok("show", LAYOUT)
+
+
+def test_progress_only_in_a_terminal() -> None:
+    case = ("bench", "block", "--n", "64", "--block", "32", "--density", "0.5", "--rounds", "1")
+    assert "0/1 dsd n=64" in in_terminal(*case)
+    ok(*case)  # nothing on standard error
+
+
+def read_png(file: Path) -> tuple[int, int, bytes]:
+    """Width, height and RGB pixels of a PNG whose rows all use one of the five filters."""
+    data = file.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    at, body = 8, b""
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        kind, chunk = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        if kind == b"IHDR":
+            width, height, depth, colour = struct.unpack(">IIBB", chunk[:10])
+            assert (depth, colour) == (8, 2)
+        body += chunk if kind == b"IDAT" else b""
+        at += 12 + length
+    raw, rows, above = zlib.decompress(body), [], bytes(3 * width)
+    for y in range(height):
+        line = raw[y * (3 * width + 1) : (y + 1) * (3 * width + 1)]
+        row = bytearray(line[1:])
+        for x in range(3 * width):
+            left, up, corner = (row[x - 3], above[x], above[x - 3]) if x >= 3 else (0, above[x], 0)
+            guess = left + up - corner
+            nearest = min((left, up, corner), key=lambda v: abs(guess - v))
+            row[x] = (row[x] + (0, left, up, (left + up) // 2, nearest)[line[0]]) % 256
+        above = bytes(row)
+        rows.append(above)
+    return width, height, b"".join(rows)
+
+
+def test_png_shows_the_blocks(tmp_path: Path) -> None:
+    file = tmp_path / "layout.png"
+    ok("show", BITS, "--head", "2", "--png", str(file))
+    width, height, pixels = read_png(file)
+    assert width == 3 * height  # 16 x 48 elements
+    colours = [
+        [pixels[3 * (y * width + x) :][:3] for x in range(width // 6, width, width // 3)]
+        for y in range(height // 4, height, height // 2)
+    ]
+    assert len({colours[0][1], colours[0][2], *colours[1]}) == 1  # the five blocks that are there
+    assert colours[0][0] != colours[0][1]
+    assert sum(colours[0][0]) > sum(colours[0][1])  # dark on light
+
+
+def test_svg_shows_the_blocks(tmp_path: Path) -> None:
+    file = tmp_path / "layout.svg"
+    ok("show", BITS, "--head", "2", "--svg", str(file))
+    tree = ET.parse(file).getroot()
+    assert tree.attrib["viewBox"] == "0 0 6 2"
+    (path,) = tree.findall("{http://www.w3.org/2000/svg}path")
+    assert path.attrib["d"] == "M2 0h4v1h-4zM0 1h6v1h-6z"
+
+
+def test_bench_measures_every_case(tmp_path: Path) -> None:
+    rows, whole = tmp_path / "rows.csv", tmp_path / "whole.json"
+    text = ok(
+        *("bench", "block", "--n", "64,128", "--block", "16,32", "--density", "0.5", "--op", "dsd,dds,sdd,softmax"),
+        *("--dtype", "bfloat16", "--threads", "2", "--rounds", "1", "--csv", str(rows), "--json", str(whole)),
+    )
+    assert "peak:" in text and "bfloat16" in text
+    with rows.open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 16
+    assert {row["op"] for row in table} == {"dsd", "dds", "sdd", "softmax"}
+    for row in table:
+        entries = int(row["nnz"]) * int(row["block"]) ** 2
+        work = 4 * entries if row["op"] == "softmax" else 2 * entries * int(row["n"])
+        assert float(row["rate"]) == pytest.approx(work / float(row["ms"]) / 1e6, rel=1e-3)
+        assert float(row["share"]) == pytest.approx(float(row["rate"]) / float(row["peak"]), rel=1e-2)
+        assert row["unit"] == ("GB/s" if row["op"] == "softmax" else "GFLOP/s")
+    summary = json.loads(whole.read_text())
+    assert summary["threads"] == 2 and summary["dtype"] == "bfloat16" and len(summary["rows"]) == 16
+
+
+def test_bench_of_an_empty_layout() -> None:
+    assert "0.0 GFLOP/s" in ok("bench", "block", "--n", "64", "--block", "32", "--density", "0", "--rounds", "1")
+
+
+def nvrtc_environment() -> dict[str, str]:
+    """Points the program at the NVRTC of this Python's packages, where it would not look by itself."""
+    for folder in sys.path:
+        for file in sorted(Path(folder).glob("nvidia/cu*/lib/libnvrtc.so.1?")):
+            return {"FRETWORK_NVRTC": str(file)}
+    return {}
+
+
+def test_compile_fills_the_cache(own_cache: dict[str, str]) -> None:
+    own_cache = {**nvrtc_environment(), **own_cache}
+    if not json.loads(ok("info", "--json", env=own_cache))["nvrtc"]["available"]:
+        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
+    command = ("compile", "--arch", "sm_80", "--op", "block_softmax", "--match", "rpe_backward<bf16")
+    first = json.loads(ok(*command, "--json", env=own_cache))
+    assert first["arch"] == "sm_80" and first["kernels"]
+    assert all(k["registers"] > 0 and not k["from_cache"] and k["error"] is None for k in first["kernels"])
+    assert {k["op"] for k in first["kernels"]} == {"block_softmax"}
+    assert all(k["from_cache"] for k in json.loads(ok(*command, "--json", env=own_cache))["kernels"])
+    count = len(first["kernels"])
+    assert f"{count} kernels for sm_80: 0 compiled, {count} from the cache" in ok(*command, env=own_cache)
+    assert re.search(rf"kernels +{count}\n", ok("cache", env=own_cache))
+    assert ok("cache", "clear", env=own_cache).startswith(f"removed {count} kernel")
+    assert re.search(r"kernels +0\n", ok("cache", env=own_cache))
+
+
+def test_compile_without_nvrtc_says_where_to_get_it(own_cache: dict[str, str]) -> None:
+    done = run("compile", "--arch", "sm_80", env={**own_cache, "FRETWORK_NVRTC": "/nowhere"})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "pip install" in done.stderr
+    assert "fretwork[cuda]" in ok("info", env={**own_cache, "FRETWORK_NVRTC": "/nowhere"})
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+def test_an_installed_copy_works(tmp_path: Path) -> None:
+    prefix, build = tmp_path / "prefix", tmp_path / "build"
+
+    def cmake(*arguments: object) -> None:
+        done = subprocess.run(["cmake", *map(str, arguments)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    cmake("--install", LIBRARIES.parent, "--prefix", prefix)
+    moved = tmp_path / "elsewhere"
+    prefix.rename(moved)  # nothing may remember where it was installed first
+    bare = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    version = subprocess.run([moved / "bin/fretwork", "--version"], capture_output=True, text=True, env=bare)
+    assert version.stdout == ok("--version")
+    cmake("-S", ROOT / "examples/cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={moved}", "-DCMAKE_BUILD_TYPE=Release")
+    cmake("--build", build)
+    product = subprocess.run([build / "product"], capture_output=True, text=True, env=bare)
+    assert product.returncode == 0 and "largest error" in product.stdout, product.stdout + product.stderr

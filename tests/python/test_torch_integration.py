@@ -181,10 +181,15 @@ def test_batched_gradients(device):
         out = fw.dsd(layout.pack(layout.unpack(scores)), v, layout) + fw.dsd(scores, shared, layout)
         leaves = (q, k, v, shared, rpe)
         upstream = torch.randn(3, *out.shape, device=device)
-        got = torch.autograd.grad(out, leaves, upstream, is_grads_batched=True, retain_graph=True)
-        each = [torch.autograd.grad(out, leaves, u, retain_graph=True) for u in upstream]
-        for one, other in zip(got, zip(*each, strict=True), strict=True):
-            assert_close(one, torch.stack(other).double(), torch.float32)
+
+        def gradients(u, out=out, leaves=leaves):
+            return torch.autograd.grad(out, leaves, u, retain_graph=True)
+
+        want = [torch.stack(parts).double() for parts in zip(*map(gradients, upstream), strict=True)]
+        legacy = torch.autograd.grad(out, leaves, upstream, is_grads_batched=True, retain_graph=True)
+        for got in (torch.func.vmap(gradients)(upstream), legacy):
+            for one, other in zip(got, want, strict=True):
+                assert_close(one, other, torch.float32)
 
 
 # Autocast, inference mode, threads, memory

@@ -25,6 +25,7 @@ constexpr const char* kPortable = "ops/block_matmul/kernel_portable.cuh";
 constexpr std::int64_t kTileRows = 128;  // rows of a tensor-core tile
 constexpr int kStageBytes = 128;         // bytes of K in a stage of the pipeline
 constexpr int kMetaBytes = 2048;         // room the kernels keep for steps, beside the ring
+// Shared memory of a CTA by architecture, for listing kernels where there is no device to ask.
 constexpr int kSharedSm80 = 163 * 1024, kSharedSm90 = 227 * 1024, kSharedOther = 99 * 1024;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -138,7 +139,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const char* bits : {"fretwork::u16", "float"}) {
     list.push_back({kSimple, std::string("fretwork::copy_aligned<") + bits + ">"});
   }
-  const int limit = arch.starts_with("sm_90") ? kSharedSm90 : arch == "sm_80" ? kSharedSm80 : kSharedOther;
+  const int limit = arch.starts_with("sm_9") || arch.starts_with("sm_10") ? kSharedSm90
+                    : arch == "sm_80" || arch == "sm_87"                  ? kSharedSm80
+                                                                          : kSharedOther;
   struct Variant {
     DType dtype;
     int products, tile;

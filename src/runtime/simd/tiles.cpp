@@ -192,6 +192,11 @@ void Convert(const In* from, std::int64_t from_row, std::int64_t from_col, std::
   const std::int64_t square_cols = turn_in || turn_out ? cols - cols % kSide : 0;
   for (std::int64_t c = 0; c < square_cols; c += kSide) {
     for (std::int64_t r = 0; r < square_rows; r += kSide) {
+      if (turn_in && r * static_cast<std::int64_t>(sizeof(In)) % 64 == 0) {
+        for (std::int64_t n = 2 * kSide; n < 3 * kSide; ++n) {
+          hwy::Prefetch(from + r * from_row + (c + n) * from_col);
+        }
+      }
       Transpose<T>(from + r * from_row + c * from_col, turn_in ? from_col : from_row, out + r * out_row + c * out_col,
                    turn_in ? out_row : out_col);
     }
@@ -232,12 +237,26 @@ void Stream(const T* from, std::int64_t count, Out* out) {
   Copy<T>(from + n, count - n, out + n);
 }
 
+/// Rows of a result that are turned at a time when it is contiguous along them.
+constexpr std::int64_t kTurnedRows = 128;
+
 template <typename Out, typename T>
 void Store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols, const Place& to,
            bool stream) {
   if (stream && to.col_stride == 1) {
     for (std::int64_t r = 0; r < rows; ++r) {
       Stream(static_cast<const T*>(sums) + r * sum_stride, cols, static_cast<Out*>(to.data) + r * to.row_stride);
+    }
+    return;
+  }
+  if (stream && to.row_stride == 1 && rows <= kTurnedRows) {
+    HWY_ALIGN T turned[kSquare<T> * kTurnedRows];
+    for (std::int64_t c = 0; c < cols; c += kSquare<T>) {
+      const std::int64_t count = std::min(kSquare<T>, cols - c);
+      Convert<T>(static_cast<const T*>(sums) + c, sum_stride, 1, rows, count, turned, 1, kTurnedRows);
+      for (std::int64_t n = 0; n < count; ++n) {
+        Stream(turned + n * kTurnedRows, rows, static_cast<Out*>(to.data) + (c + n) * to.col_stride);
+      }
     }
     return;
   }

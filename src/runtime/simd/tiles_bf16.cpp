@@ -18,6 +18,8 @@ namespace {
 constexpr std::int64_t kRows = 8, kLanes = 16, kGroup = 2;
 /// Pairs packed at a time, so that what is written scattered stays in the first-level cache.
 constexpr std::int64_t kPackPairs = 32;
+/// Rows of a result that are turned at a time when it is not contiguous along its columns.
+constexpr std::int64_t kTurnedRows = 128;
 /// Rows fetched ahead while packing: each lies on a page of its own, which hardware does not foresee.
 constexpr std::int64_t kAhead = 16;
 using Bits = std::uint16_t;
@@ -149,6 +151,25 @@ FRETWORK_TARGET inline __m256i round16(__m512 v) {
   return _mm512_cvtepi32_epi16(bits);
 }
 
+/// Four columns of `rows` sums, each to a row of its own. Reads whole vectors: sums come in multiples of kLanes.
+FRETWORK_TARGET void turn(const float* from, std::int64_t stride, std::int64_t rows, float* out) {
+  std::int64_t i = 0;
+  for (; i + 4 <= rows; i += 4) {
+    __m128 a = _mm_loadu_ps(from + i * stride), b = _mm_loadu_ps(from + (i + 1) * stride);
+    __m128 c = _mm_loadu_ps(from + (i + 2) * stride), d = _mm_loadu_ps(from + (i + 3) * stride);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_store_ps(out + i, a);
+    _mm_store_ps(out + kTurnedRows + i, b);
+    _mm_store_ps(out + 2 * kTurnedRows + i, c);
+    _mm_store_ps(out + 3 * kTurnedRows + i, d);
+  }
+  for (; i < rows; ++i) {
+    for (std::int64_t j = 0; j < 4; ++j) {
+      out[j * kTurnedRows + i] = from[i * stride + j];
+    }
+  }
+}
+
 /// No masked stores: they are slow with narrowing on some CPUs.
 FRETWORK_TARGET void store_row(const float* from, std::int64_t cols, Bits* out, bool stream) {
   const bool aligned = reinterpret_cast<std::uintptr_t>(out) % sizeof(__m256i) == 0;
@@ -175,17 +196,21 @@ FRETWORK_TARGET void store(const void* sums, std::int64_t sum_stride, std::int64
     }
     return;
   }
-  for (std::int64_t first_row = 0; first_row < rows; first_row += kRows) {
-    for (std::int64_t first = 0; first < cols; first += kLanes) {
-      const std::int64_t height = std::min(kRows, rows - first_row);
-      alignas(64) Bits rounded[kRows][kLanes];
-      for (std::int64_t i = 0; i < height; ++i) {
-        _mm256_store_si256(reinterpret_cast<__m256i*>(rounded[i]),
-                           round16(_mm512_loadu_ps(from + (first_row + i) * sum_stride + first)));
-      }
-      for (std::int64_t j = 0; j < std::min(kLanes, cols - first); ++j) {
-        for (std::int64_t i = 0; i < height; ++i) {
-          out[(first_row + i) * to.row_stride + (first + j) * to.col_stride] = rounded[i][j];
+  alignas(64) float turned[4 * kTurnedRows];
+  for (std::int64_t i = 0; i < rows; i += kTurnedRows) {
+    const std::int64_t height = std::min(kTurnedRows, rows - i);
+    for (std::int64_t j = 0; j < cols; j += 4) {
+      turn(from + i * sum_stride + j, sum_stride, height, turned);
+      for (std::int64_t n = 0; n < std::min<std::int64_t>(4, cols - j); ++n) {
+        Bits* const column = out + i * to.row_stride + (j + n) * to.col_stride;
+        if (to.row_stride == 1) {
+          store_row(turned + n * kTurnedRows, height, column, stream && height % 32 == 0);
+          continue;
+        }
+        alignas(64) Bits rounded[kTurnedRows];
+        store_row(turned + n * kTurnedRows, height, rounded, false);
+        for (std::int64_t r = 0; r < height; ++r) {
+          column[r * to.row_stride] = rounded[r];
         }
       }
     }

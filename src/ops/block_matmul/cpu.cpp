@@ -20,7 +20,7 @@ using simd::Tiles;
 /// Depth of a panel of sdd: 2048 × 48 fp32 leave room in a second-level cache of 1 MB.
 constexpr std::int64_t kDeepest = 2048;
 /// What the panels of a slab may take of a second-level cache, and how many there are at most.
-constexpr std::int64_t kSlabBytes = 3200 << 10, kMaxPanels = 16;
+constexpr std::int64_t kSlabBytes = 3200 << 10, kMaxPanels = 8;
 /// Stretches per thread, and the least work worth one.
 constexpr std::int64_t kStretches = 4;
 constexpr double kLeastFlops = 2e6;

@@ -279,6 +279,11 @@ void Multiply(const Product& p) {
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
     const T* left = static_cast<const T*>(term->left);
     const T* right = static_cast<const T*>(term->right);
+    // Blocks lie apart: fetch the beginning of the next one's rows.
+    const T* const next = static_cast<const T*>((term + (term + 1 != p.terms + p.count ? 1 : 0))->left);
+    for (int i = 0; i < kRows; ++i) {
+      hwy::Prefetch(next + i * row);
+    }
     for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       V b[kVectors];
       for (int v = 0; v < kVectors; ++v) {

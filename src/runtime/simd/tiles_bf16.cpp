@@ -37,6 +37,11 @@ FRETWORK_TARGET void multiply(const Product& p) {
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
     const Bits* left = static_cast<const Bits*>(term->left);
     const Pair* right = static_cast<const Pair*>(term->right);
+    // Blocks lie apart: fetch the beginning of the next one's rows.
+    const Bits* const next = static_cast<const Bits*>((term + (term + 1 != p.terms + p.count ? 1 : 0))->left);
+    for (int i = 0; i < kRows; ++i) {
+      _mm_prefetch(next + i * row, _MM_HINT_T0);
+    }
     for (const Pair* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       __m512bh b[kVectors];
       for (int v = 0; v < kVectors; ++v) {

@@ -497,6 +497,17 @@ TEST_P(BlockMatmul, DeepAndManyThreads) {
   check(c);
 }
 
+TEST_P(BlockMatmul, ResultsThatGoPastTheCaches) {
+  Case c;
+  c.sizes = is_sdd() ? BlockLayout::Sizes{1, 12, 12, 128, 128} : BlockLayout::Sizes{1, 8, 1, 128, 8};
+  if (std::get<0>(GetParam()) == Mode::dds) {
+    c.options.trans_b = true;
+  }
+  c.density = 0.99;
+  c.free = is_sdd() ? 3 : 2203;
+  check(c);
+}
+
 TEST_P(BlockMatmul, Anything) {
   std::mt19937_64 random(fresh_seed());
   const auto below = [&](std::int64_t n) {

@@ -5,6 +5,7 @@
 // stretches of it. A tile's sum is computed whole by one thread in a fixed order, so results do not depend on the
 // number of threads.
 #include <algorithm>
+#include <atomic>
 #include <span>
 #include <vector>
 
@@ -20,11 +21,12 @@ using simd::Tiles;
 /// Depth of a panel of sdd: 2048 × 48 fp32 leave room in a second-level cache of 1 MB.
 constexpr std::int64_t kDeepest = 2048;
 /// What the panels of a slab may take of a second-level cache, and how many there are at most.
-constexpr std::int64_t kSlabBytes = 3200 << 10, kMaxPanels = 16;
+constexpr std::int64_t kSlabBytes = 3200 << 10, kMaxPanels = 8;
 /// Stretches per thread, and the least work worth one.
 constexpr std::int64_t kStretches = 4;
 constexpr double kLeastFlops = 2e6;
-constexpr bool kStream = true;
+/// Results larger than this go past the caches, which they would only flush.
+constexpr std::int64_t kStreamedBytes = 4 << 20;
 /// Depth packed at once, if blocks allow: whole cache lines where the depth is contiguous.
 constexpr std::int64_t kPackedTogether = 64;
 /// Panels whose sums are stored together: whole cache lines of a 16-bit result.
@@ -96,7 +98,14 @@ class Work {
         size_(static_cast<std::int64_t>(size_of(problem.dtype))),
         none_(problem.z_sum * problem.h_sum == 0),
         h_sum_(std::max<std::int64_t>(1, problem.h_sum)),
-        phases_(std::max<std::int64_t>(1, problem.z_sum) * h_sum_) {}
+        phases_(std::max<std::int64_t>(1, problem.z_sum) * h_sum_) {
+    const BlockLayout& layout = *problem.layout;
+    const std::int64_t block = layout.sizes().block_rows * layout.sizes().block_cols;
+    stream_ =
+        size_ * problem.z_out *
+            (problem.kind == Kind::spmm ? problem.h_out * problem.out.rows * problem.out.cols : layout.nnz() * block) >
+        kStreamedBytes;
+  }
 
  protected:
   std::byte* at(void* data, std::int64_t element) const { return static_cast<std::byte*>(data) + element * size_; }
@@ -179,7 +188,7 @@ class Work {
       }
       if (last) {
         tiles_.store(group, product.sum_stride, rows, cols,
-                     {at(out.data, first * out.col_stride), out.row_stride, out.col_stride}, kStream);
+                     {at(out.data, first * out.col_stride), out.row_stride, out.col_stride}, stream_);
       }
     }
   }
@@ -187,6 +196,7 @@ class Work {
   const Problem& p_;
   const Tiles& tiles_;
   std::int64_t size_;
+  bool stream_;
   bool none_;            ///< no batch at all to sum: the result is zeros
   std::int64_t h_sum_;   ///< at least 1
   std::int64_t phases_;  ///< batches summed into a result, at least 1
@@ -449,6 +459,7 @@ void share(const Kind& work, Context& context) {
   const auto count = std::min(total, static_cast<std::int64_t>(std::clamp(worth, 1.0, most)));
   context.executor->parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
     work.run(total / count * begin + total % count * begin / count, total / count * end + total % count * end / count);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // for stores past the caches
   });
 }
 

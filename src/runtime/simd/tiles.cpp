@@ -54,9 +54,6 @@ constexpr std::int64_t kSquare = HWY_TARGET == HWY_SCALAR ? 1 : 16 / sizeof(T);
 /// Depth packed at a time, so that what is written scattered stays in the first-level cache.
 constexpr std::int64_t kPackDepth = 64;
 
-/// Rows fetched ahead while packing: each lies on a page of its own, which hardware does not foresee.
-constexpr std::int64_t kAhead = 8;
-
 template <typename T, typename In>
 T Widen(In value) {
   if constexpr (std::is_same_v<T, In>) {
@@ -178,8 +175,9 @@ void Convert(const In* from, std::int64_t from_row, std::int64_t from_col, std::
              Out* out, std::int64_t out_row, std::int64_t out_col) {
   if (from_col == 1 && out_col == 1) {
     for (std::int64_t r = 0; r < rows; ++r) {
-      for (std::int64_t c = 0; kAhead > 0 && c < cols; c += 64 / static_cast<std::int64_t>(sizeof(In))) {
-        hwy::Prefetch(from + (r + kAhead) * from_row + c);
+      // The next panel's part of the row: hardware does not foresee it, as each row may lie on a page of its own.
+      for (std::int64_t c = cols; c < 2 * cols; c += 64 / static_cast<std::int64_t>(sizeof(In))) {
+        hwy::Prefetch(from + r * from_row + c);
       }
       Copy<T>(from + r * from_row, cols, out + r * out_row);
     }
@@ -281,6 +279,11 @@ void Multiply(const Product& p) {
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
     const T* left = static_cast<const T*>(term->left);
     const T* right = static_cast<const T*>(term->right);
+    // Blocks lie apart: fetch the beginning of the next one's rows.
+    const T* const next = static_cast<const T*>((term + (term + 1 != p.terms + p.count ? 1 : 0))->left);
+    for (int i = 0; i < kRows; ++i) {
+      hwy::Prefetch(next + i * row);
+    }
     for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       V b[kVectors];
       for (int v = 0; v < kVectors; ++v) {

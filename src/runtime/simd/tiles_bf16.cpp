@@ -20,8 +20,6 @@ constexpr std::int64_t kRows = 8, kLanes = 16, kGroup = 2;
 constexpr std::int64_t kPackPairs = 32;
 /// Rows of a result that are turned at a time when it is not contiguous along its columns.
 constexpr std::int64_t kTurnedRows = 128;
-/// Rows fetched ahead while packing: each lies on a page of its own, which hardware does not foresee.
-constexpr std::int64_t kAhead = 16;
 using Bits = std::uint16_t;
 using Pair = std::uint32_t;
 
@@ -39,6 +37,11 @@ FRETWORK_TARGET void multiply(const Product& p) {
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
     const Bits* left = static_cast<const Bits*>(term->left);
     const Pair* right = static_cast<const Pair*>(term->right);
+    // Blocks lie apart: fetch the beginning of the next one's rows.
+    const Bits* const next = static_cast<const Bits*>((term + (term + 1 != p.terms + p.count ? 1 : 0))->left);
+    for (int i = 0; i < kRows; ++i) {
+      _mm_prefetch(next + i * row, _MM_HINT_T0);
+    }
     for (const Pair* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       __m512bh b[kVectors];
       for (int v = 0; v < kVectors; ++v) {
@@ -131,10 +134,10 @@ FRETWORK_TARGET void pack(const Place& from, std::int64_t depth, std::int64_t co
     }
     for (std::int64_t n = 0; n < count; n += kGroup) {
       const Bits* const upper = data + n * from.row_stride;
-      for (std::int64_t ahead = kAhead; ahead < kAhead + kGroup; ++ahead) {
-        for (std::int64_t j = 0; j < cols; j += 32) {
-          __builtin_prefetch(upper + ahead * from.row_stride + j);
-        }
+      // The next panel's part of these rows: hardware does not foresee it, as each row may lie on a page of its own.
+      for (std::int64_t j = 0; j < cols; j += 32) {
+        __builtin_prefetch(upper + cols + j);
+        __builtin_prefetch(upper + from.row_stride + cols + j);
       }
       interleave(upper, n + 1 < count ? upper + from.row_stride : nullptr, cols, width, panel + n / kGroup * width);
     }

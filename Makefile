@@ -9,6 +9,8 @@ BUILD_FLAGS := -DFRETWORK_TESTS=ON -DFRETWORK_TORCH=ON -DFRETWORK_JAX=ON -DPytho
 # The package runs from the source tree, on the libraries just built.
 export PYTHONPATH := $(CURDIR)/python
 export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib
+# The program knows no Python environment: tell it where NVRTC lies (a folder).
+export FRETWORK_NVRTC = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/lib))
 ACCEPT := $(wildcard ../shared/accept/test_block.py)
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cuh')
 

@@ -18,7 +18,7 @@ def product_table(rows: list[Row]) -> list[str]:
     unit = "TFLOP/s" if rows[0]["tflops"] > 5 else "GFLOP/s"
     factor = 1 if unit == "TFLOP/s" else 1000
     lines = [
-        f"| op | dtype | block | density | {unit} on non-zeros | torch BSR | torch dense | share of dense rate | "
+        f"| op | dtype | block | density | {unit} on non-zeros | torch BSR | dense rate of the run | share of it | "
         "× BSR | ms | as called | floor ms | error |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]

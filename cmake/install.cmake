@@ -30,6 +30,10 @@ if(TARGET fretwork_program)
   file(RELATIVE_PATH TO_LIBRARY /${CMAKE_INSTALL_BINDIR} /${LIBDIR})
   set_target_properties(fretwork_program PROPERTIES INSTALL_RPATH "$ORIGIN/${TO_LIBRARY}")
   install(TARGETS fretwork_program RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  if(DEFINED SKBUILD_SCRIPTS_DIR)
+    # The program needs its library at a fixed place, and a wheel's scripts are anywhere.
+    install(PROGRAMS tools/fretwork/launch.py DESTINATION ${SKBUILD_SCRIPTS_DIR} RENAME fretwork)
+  endif()
 endif()
 
 # The file behind a library's links goes in under the name that programs look for, its SONAME.

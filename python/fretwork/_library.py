@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def library_path(name: str) -> Path:
-    """The file of a library, such as "fretwork" or "fretwork_torch": $FRETWORK_LIB_DIR if set, else the package's own."""
+    """The file of a library, such as "fretwork_torch", in $FRETWORK_LIB_DIR if that is set, else in the package."""
     folder = os.environ.get("FRETWORK_LIB_DIR")
     path = Path(folder) if folder else Path(__file__).parent / "lib"
     file = path / f"lib{name}.so"

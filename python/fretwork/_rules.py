@@ -36,7 +36,7 @@ def _both(m: int, n: int) -> int:
 def product_shape(
     op: str, a: Shape, b: Shape, layout: BlockLayout, trans_a: bool, trans_b: bool, sum_z: bool, sum_h: bool
 ) -> list[int]:
-    """The result's shape: Z if an operand has it; H unless nothing has Z, the dense one is 2-D and the layout has one."""
+    """Z if an operand has it; H unless nothing has Z, the dense operand is 2-D and the layout has one head."""
     z = [1 if sum_z else _both(_size(a, -4), _size(b, -4))] if 4 in (len(a), len(b)) else []
     if op == "sdd":
         return [*z, layout.nnz, *layout.block_shape]
@@ -163,7 +163,9 @@ def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.key, ctx.scale, rpe = inputs[:4]
     ctx.rpe = "none"
     if rpe is not None and ctx.needs_input_grad[3]:
-        ctx.rpe = "".join("1" if n == 1 else letter for n, letter in zip(rpe.shape, "zhmn"[4 - rpe.dim() :], strict=True))
+        ctx.rpe = "".join(
+            "1" if n == 1 else letter for n, letter in zip(rpe.shape, "zhmn"[4 - rpe.dim() :], strict=True)
+        )
         ctx.rpe_dtype = rpe.dtype
     ctx.save_for_backward(output)
 

@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fretwork._library import library_path
-from fretwork.pattern import BlockLayout
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
+
+from fretwork._library import library_path
+from fretwork.pattern import BlockLayout
 
 __all__ = ["block_softmax", "dds", "dsd", "pack", "sdd", "unpack"]
 
@@ -190,7 +191,7 @@ def _matmul_forward(p: _Product, a: jax.Array, b: jax.Array) -> tuple[jax.Array,
 def _matmul_backward(p: _Product, operands: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two products: dA = dC·op(B)ᵀ and dB = op(A)ᵀ·dC, each transposed as its operand is."""
     a, b = operands
-    c_kind, a_kind, b_kind = p.mode
+    c_kind, a_kind, b_kind = tuple(p.mode)
 
     def product(like: jax.Array, mode: str, left: tuple[jax.Array, bool], right: tuple[jax.Array, bool]) -> jax.Array:
         (x, trans_x), (y, trans_y) = left, right
@@ -216,7 +217,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 def _default_precision() -> str:
     """JAX's own default lets a GPU round fp32 operands to tf32."""
-    setting = str(jax.config.jax_default_matmul_precision).lower()
+    setting = str(jax.config.jax_default_matmul_precision).lower()  # type: ignore[attr-defined]
     return "ieee" if setting in ("highest", "float32", "f32_f32_f32") else "tf32"
 
 
@@ -341,11 +342,11 @@ def _one_by_one(f: Callable[..., jax.Array], batched: list[bool], arguments: tup
     return jax.lax.map(step, tuple(x for many, x in zip(batched, arguments, strict=True) if many))
 
 
-def _softmax_gradients(p: _Softmax, out: jax.Array, d: jax.Array) -> list[jax.Array]:
+def _softmax_gradients(p: _Softmax, out: jax.Array, d: jax.Array) -> Sequence[jax.Array]:
     """Of the values, and of rpe where there is one."""
 
     @custom_vmap
-    def call(out: jax.Array, d: jax.Array) -> list[jax.Array]:
+    def call(out: jax.Array, d: jax.Array) -> Sequence[jax.Array]:
         shapes = [(out.shape, out.dtype), *([p.rpe] if p.rpe else [])]
         return jax.ffi.ffi_call("fretwork_softmax_backward", [jax.ShapeDtypeStruct(*s) for s in shapes])(
             out, d, layout=p.layout.key, scale=np.float64(p.scale)
@@ -487,10 +488,7 @@ _copy.defvjp(_copy_forward, _copy_backward)
 @functools.partial(jax.jit, static_argnums=(1,))
 def _pack(dense: jax.Array, layout: BlockLayout) -> jax.Array:
     _check_floating("pack", "dense", dense)
-    if dense.ndim not in ((2, 3, 4) if layout.heads == 1 else (3, 4)) or dense.shape[-3:] not in (
-        layout.shape,
-        layout.shape[1:],
-    ):
+    if _four(dense).shape[1:] != layout.shape:
         _fail("pack", "dense", f"{layout.shape} or (Z, {str(layout.shape)[1:]}", dense.shape)
     values = _copy("pack", layout, 0.0, _four(dense))
     return values if dense.ndim == 4 else values[0]

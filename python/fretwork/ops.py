@@ -144,10 +144,15 @@ def _key(op: str, layout: object) -> str:
 
 def _precision(op: str, name: object) -> str:
     if name is None:
-        return _PRECISION_OF_TORCH[torch.get_float32_matmul_precision()]
+        return _precision_of_torch()
     if name not in ("ieee", "tf32", "tf32x3"):
         raise RuntimeError(f"{op}: precision: expected None, ieee, tf32 or tf32x3, got {name!r}")
     return str(name)
+
+
+@torch.compiler.assume_constant_result  # a compiled graph is guarded on torch's setting anyway
+def _precision_of_torch() -> str:
+    return _PRECISION_OF_TORCH[torch.get_float32_matmul_precision()]
 
 
 def _number(op: str, argument: str, value: Any) -> float:

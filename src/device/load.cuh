@@ -30,10 +30,25 @@ struct run {
   }
 };
 
+/// What one access moves.
 template <int WORDS>
 struct alignas(4 * WORDS) word_group {
   u32 words[WORDS];
 };
+
+/// In one access, which the compiler would take apart where the words come from conversions.
+template <int WORDS>
+__device__ __forceinline__ void store_words(void* to, const u32* words) {
+  if constexpr (WORDS == 4) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+  } else if constexpr (WORDS == 2) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words[0]), "r"(words[1]) : "memory");
+  } else {
+    *static_cast<u32*>(to) = words[0];
+  }
+}
 
 /// `from` is aligned to the run's access.
 template <typename T, int N>
@@ -80,15 +95,10 @@ __device__ __forceinline__ void store_run(T* to, const Acc (&x)[N]) {
         r.words[w] = static_cast<u32>(static_cast<u64>(__double_as_longlong(x[w / 2])) >> 32 * (w % 2));
       }
     }
-    using Group = word_group<Run::kStep / 4>;
+    constexpr int kWords = Run::kStep / 4;
 #pragma unroll
     for (int g = 0; g < Run::kBytes / Run::kStep; ++g) {
-      Group group;
-#pragma unroll
-      for (int w = 0; w < Run::kStep / 4; ++w) {
-        group.words[w] = r.words[g * (Run::kStep / 4) + w];
-      }
-      reinterpret_cast<Group*>(to)[g] = group;
+      store_words<kWords>(reinterpret_cast<u32*>(to) + g * kWords, r.words + g * kWords);
     }
   }
 }

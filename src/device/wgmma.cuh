@@ -5,7 +5,7 @@
 
 namespace fretwork::wgmma {
 
-/// How a tile lies in shared memory. Its unit-stride axis is K (k_major) or the other one.
+/// How a tile lies in shared memory. Its unit-stride axis is K or the other one.
 enum class Major { k, mn };
 
 /// Descriptor of an operand whose rows of kRow bytes (128, 64 or 32) are swizzled as the copy engine does. K-major:
@@ -67,7 +67,7 @@ __device__ __forceinline__ void wait() {
                : __VA_ARGS__                                                                                          \
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(kRight == Major::mn ? 1 : 0))
 
-/// d[64 × N] += left[64 × 16] · right[16 × N], where N is 2·kRegisters and d's first register is kAt. Asynchronous.
+/// d[64 × kN] += left[64 × 16] · right[16 × kN]; the first of its kN / 2 registers is d[kAt]. Asynchronous.
 template <typename T, int kN, Major kLeft, Major kRight, int kAt = 0, int kSize>
 __device__ __forceinline__ void multiply(float (&d)[kSize], u64 left, u64 right) {
   static_assert(kAt + kN / 2 <= kSize);

@@ -53,7 +53,6 @@ static_assert(sizeof(LaunchConfig) == 56);
 struct Driver {
   void* library;
   Function<unsigned> init{library, "cuInit"};
-  Function<int*> driver_version{library, "cuDriverGetVersion"};
   Function<int, const char**> error_name{library, "cuGetErrorName"};
   Function<int, const char**> error_string{library, "cuGetErrorString"};
 

@@ -198,9 +198,6 @@ void bench(const BenchOptions& options) {
   const std::vector<BenchCase> cases = all_cases(options);
   const Device device = read_device(options.device);
   const DType dtype = read_dtype(options.dtype, device);
-  if (device.type == DeviceType::cuda && dtype == DType::f64) {
-    throw UsageError("bench: --dtype: expected float32, float16 or bfloat16 on CUDA, got float64");
-  }
   TbbExecutor executor(options.threads > 0 ? options.threads : tbb::task_arena::automatic);
   Bench runner(device, dtype, executor, options.rounds);
   Report report(options, device, dtype, device.type == DeviceType::cpu ? executor.concurrency() : 0);

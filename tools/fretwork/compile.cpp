@@ -19,7 +19,7 @@ namespace fretwork::cli {
 namespace {
 
 struct CompileOptions {
-  std::string arch;
+  std::string arch, match;
   std::vector<std::string> ops;
   bool no_spills = false, json = false;
 };
@@ -40,15 +40,25 @@ struct Outcome {
   static constexpr const char* kSerialised[] = {"C7510", "C7512", "C7513"};
 };
 
+/// Without the namespace that every one of them has.
+std::string short_name(const KernelSpec& spec) {
+  return std::regex_replace(spec.instance, std::regex("fretwork::"), "");
+}
+
 std::vector<Outcome> listed(const CompileOptions& options) {
   if (!std::regex_match(options.arch, std::regex("sm_[0-9]{2,3}[af]?"))) {
     throw UsageError("compile: --arch: expected an architecture such as sm_80 or sm_90a, got " + options.arch);
   }
+  const auto wanted = [&](const ListedKernel& kernel) {
+    const bool of_op =
+        options.ops.empty() || std::find(options.ops.begin(), options.ops.end(), kernel.op) != options.ops.end();
+    return of_op && short_name(kernel.spec).find(options.match) != std::string::npos;
+  };
   std::vector<Outcome> chosen;
   std::set<std::string> known;
   for (ListedKernel& kernel : all_kernels(options.arch)) {
     known.insert(kernel.op);
-    if (options.ops.empty() || std::find(options.ops.begin(), options.ops.end(), kernel.op) != options.ops.end()) {
+    if (wanted(kernel)) {
       chosen.push_back({std::move(kernel), {}, false, {}});
     }
   }
@@ -60,6 +70,12 @@ std::vector<Outcome> listed(const CompileOptions& options) {
       }
       throw UsageError(fmt::format("compile: --op: expected one of {}, got {}", names, op));
     }
+  }
+  if (known.empty()) {
+    throw UsageError("compile: --arch: expected one that there are kernels for (sm_80 and later), got " + options.arch);
+  }
+  if (chosen.empty()) {
+    throw UsageError("compile: --match: expected a part of a kernel's name, got " + options.match);
   }
   return chosen;
 }
@@ -88,11 +104,6 @@ void compile_all(std::vector<Outcome>& outcomes, const std::string& arch) {
         }
       },
       tbb::simple_partitioner{});
-}
-
-/// Without the namespace that every one of them has.
-std::string short_name(const KernelSpec& spec) {
-  return std::regex_replace(spec.instance, std::regex("fretwork::"), "");
 }
 
 void print_table(const std::vector<Outcome>& outcomes) {
@@ -141,14 +152,18 @@ void compile(const CompileOptions& options) {
   const auto failed = count([](const Outcome& o) { return !o.failure.empty(); });
   const auto spilling = count([](const Outcome& o) { return o.report.spill_bytes > 0; });
   const auto cached = count([](const Outcome& o) { return o.from_disk; });
+  std::set<std::string> failures;  // one cause may fail many
+  for (const Outcome& o : outcomes) {
+    if (!o.failure.empty()) {
+      failures.insert(o.failure);
+    }
+  }
   if (options.json) {
     print_json(outcomes, options.arch);
   } else {
     print_table(outcomes);
-    for (const Outcome& o : outcomes) {
-      if (!o.failure.empty()) {
-        fmt::print("\n{}\n", o.failure);
-      }
+    for (const std::string& failure : failures) {
+      fmt::print("\n{}\n", failure);
     }
     fmt::print("{} kernels for {}: {} compiled, {} from the cache, {} failed, {} with spills\n", outcomes.size(),
                options.arch, std::ssize(outcomes) - cached - failed, cached, failed, spilling);
@@ -169,13 +184,15 @@ void add_compile(CLI::App& app) {
       app.add_subcommand("compile", "Compile every kernel for an architecture into the cache; needs no GPU");
   command->add_option("--arch", options->arch, "The architecture: sm_80 and later, sm_90a for Hopper")->required();
   command->add_option("--op", options->ops, "Only the kernels of these ops")->delimiter(',');
+  command->add_option("--match", options->match, "Only kernels whose name contains this");
   command->add_flag("--no-spills", options->no_spills, "Exit with 1 if a kernel spills registers");
   command->add_flag("--json", options->json, "The table as JSON");
   command->footer(
       "Columns: registers per thread, bytes spilled, bytes of static shared memory, milliseconds to compile.\n"
       "Examples:\n"
       "  fretwork compile --arch sm_90a\n"
-      "  fretwork compile --arch sm_80 --op block_matmul --no-spills");
+      "  fretwork compile --arch sm_80 --op block_matmul --no-spills\n"
+      "  fretwork compile --arch sm_90a --match 'simple_spmm<bf16' --json");
   command->callback([options] { compile(*options); });
 }
 

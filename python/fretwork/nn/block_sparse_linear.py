@@ -39,9 +39,7 @@ class BlockSparseLinear(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(layout, BlockLayout):
-            raise TypeError(
-                f"BlockSparseLinear: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}"
-            )
+            raise TypeError(f"BlockSparseLinear: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}")
         if layout.shape != (1, out_features, in_features):
             raise ValueError(
                 f"BlockSparseLinear: layout: expected one head of (out_features, in_features) = "
@@ -89,7 +87,7 @@ class BlockSparseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise RuntimeError(f"BlockSparseLinear: x: expected (…, {self.in_features}), got {tuple(x.shape)}")
-        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features) if x.numel() else x.new_empty(0, self.in_features)
+        rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
         y = dds(rows, self.weight, self.layout, trans_b=True)
         if self.bias is not None:
             y = y + self.bias

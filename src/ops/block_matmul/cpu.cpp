@@ -25,6 +25,8 @@ constexpr std::int64_t kSlabBytes = 3200 << 10, kMaxPanels = 16;
 constexpr std::int64_t kStretches = 4;
 constexpr double kLeastFlops = 2e6;
 constexpr bool kStream = true;
+/// Depth packed at once, if blocks allow: whole cache lines where the depth is contiguous.
+constexpr std::int64_t kPackedTogether = 64;
 /// Panels whose sums are stored together: whole cache lines of a 16-bit result.
 constexpr std::size_t kStoredPanels = 2;
 
@@ -34,6 +36,7 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 struct Buffers {
   simd::Scratch panel, strip, sums;
   std::vector<simd::Term> terms;
+  std::vector<std::int64_t> depths;  ///< where in a panel each term begins
   std::vector<std::uint8_t> packed;
 };
 
@@ -138,20 +141,22 @@ class Work {
     return nullptr;
   }
 
-  /// The panels of a slab, one after the other, of `depth` rows of the right operand.
-  void pack_slab(const Slab& slab, const Place& right, std::int64_t depth, std::byte* to) const {
+  /// Rows [depth, depth + count) of the panels of a slab, which lie one after the other and are `deep` rows each.
+  void pack_slab(const Slab& slab, const Place& right, std::int64_t depth, std::int64_t count, std::int64_t deep,
+                 std::byte* packed) const {
     for (const auto& panel : slab.panels) {
       const Place from{at(right.data, panel.first * right.col_stride), right.row_stride, right.col_stride};
-      tiles_.pack(from, depth, panel.last - panel.first, panel.width, to);
-      to += panel_bytes(depth, panel.width);
+      tiles_.pack(from, count, panel.last - panel.first, panel.width, packed + panel_bytes(depth, panel.width));
+      packed += panel_bytes(deep, panel.width);
     }
   }
 
-  /// `rows` rows of the result, in strips one below the other, against all panels of a slab. `terms` holds the terms of
-  /// each strip in turn, beginning at the slab's first panel. Sums stay in `sums` over all phases, or when there is but
-  /// one, until the columns of a few panels are stored.
-  void multiply(const Slab& slab, simd::Product product, std::vector<simd::Term>& terms, std::int64_t rows,
-                std::byte* sums, bool one_phase, bool last, const Place& out) const {
+  /// `rows` rows of the result, in strips one below the other, against all panels of a slab, `deep` rows each.
+  /// `buffers` holds the terms of each strip in turn, less the panel they are for. Sums stay in `sums` over all phases,
+  /// or when there is but one, until the columns of a few panels are stored.
+  void multiply(const Slab& slab, const std::byte* packed, std::int64_t deep, simd::Product product, Buffers& buffers,
+                std::int64_t rows, std::byte* sums, bool one_phase, bool last, const Place& out) const {
+    auto& terms = buffers.terms;
     const std::int64_t strips = ceil_div(rows, tiles_.rows);
     product.count = static_cast<std::int64_t>(terms.size()) / strips;
     for (std::size_t begin = 0; begin < slab.panels.size(); begin += kStoredPanels) {
@@ -162,15 +167,15 @@ class Work {
       std::byte* const group = sums + (one_phase ? 0 : first - slab.first) * tiles_.sum;
       for (std::size_t n = begin; n < end; ++n) {
         const Slabs::Panel& panel = slab.panels[n];
+        for (std::size_t t = 0; t < terms.size(); ++t) {
+          terms[t].right = packed + panel_bytes(buffers.depths[t], panel.width);
+        }
         for (std::int64_t strip = 0; strip < strips; ++strip) {
           product.terms = terms.data() + strip * product.count;
           product.sums = group + (strip * tiles_.rows * product.sum_stride + panel.first - first) * tiles_.sum;
           tiles_.multiply[panel.vectors - 1](product);
         }
-        const std::size_t bytes = panel_bytes(product.steps * tiles_.group, panel.width);
-        for (auto& term : terms) {
-          term.right = static_cast<const std::byte*>(term.right) + bytes;
-        }
+        packed += panel_bytes(deep, panel.width);
       }
       if (last) {
         tiles_.store(group, product.sum_stride, rows, cols,
@@ -202,6 +207,7 @@ class Spmm : Work {
     row_stride_ = problem.transposed ? problem.sparse.col_stride : problem.sparse.row_stride;
     depth_stride_ = problem.transposed ? problem.sparse.row_stride : problem.sparse.col_stride;
     strips_ = ceil_div(line_rows_, tiles.rows);
+    together_ = depth_ % tiles.group == 0 ? std::max<std::int64_t>(1, kPackedTogether / depth_) : 1;
     weigh();
   }
 
@@ -266,29 +272,30 @@ class Spmm : Work {
   void work(std::int64_t z, std::int64_t h, const Slab& slab, std::int64_t begin, std::int64_t end) const {
     Buffers& buffers = thread_buffers();
     const std::size_t strip_sums = static_cast<std::size_t>(tiles_.rows * slab.width) * tiles_.sum;
-    const std::size_t slab_bytes = panel_bytes(depth_, slab.width);
-    std::byte* const packed = buffers.panel.need(slab_bytes * static_cast<std::size_t>(others_));
+    const std::int64_t deep = others_ * depth_padded(depth_);
+    std::byte* const packed = buffers.panel.need(panel_bytes(deep, slab.width));
     std::byte* const sums =
         buffers.sums.need(strip_sums * static_cast<std::size_t>(phases_ > 1 ? end - begin : strips_));
     for (std::int64_t phase = 0; phase < phases_; ++phase) {
       const std::int64_t zb = z + phase / h_sum_, hb = h + phase % h_sum_;
-      buffers.packed.assign(static_cast<std::size_t>(others_), 0);
+      buffers.packed.assign(static_cast<std::size_t>(ceil_div(others_, together_)), 0);
       for (std::int64_t unit = begin, next = 0; unit < end; unit = next) {
         const std::int64_t line = unit / strips_, first_row = unit % strips_ * tiles_.rows;
         next = std::min((line + 1) * strips_, end);
         const auto entries = entries_of(hb, line);
         for (const auto& entry : entries) {
-          if (auto& done = buffers.packed[static_cast<std::size_t>(entry.other)]; done == 0) {
-            pack_slab(slab, place(p_.right, zb, hb, entry.other * depth_, 0), depth_,
-                      packed + slab_bytes * static_cast<std::size_t>(entry.other));
+          const std::int64_t few = entry.other / together_, first = few * together_;
+          if (auto& done = buffers.packed[static_cast<std::size_t>(few)]; done == 0) {
+            pack_slab(slab, place(p_.right, zb, hb, first * depth_, 0), first * depth_padded(depth_),
+                      std::min(together_, others_ - first) * depth_, deep, packed);
             done = 1;
           }
         }
         const std::int64_t rows = std::min((next - unit) * tiles_.rows, line_rows_ - first_row);
         simd::Product product;
         product.add = phase > 0;
-        gather(buffers, entries, zb, first_row, rows, packed, slab_bytes, product);
-        multiply(slab, product, buffers.terms, rows,
+        gather(buffers, entries, zb, first_row, rows, product);
+        multiply(slab, packed, deep, product, buffers, rows,
                  sums + (phases_ > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phases_ == 1,
                  phase == phases_ - 1, place(p_.out, z, h, line * line_rows_ + first_row, 0));
       }
@@ -297,20 +304,21 @@ class Spmm : Work {
 
   /// The terms of some rows of one line, strip by strip.
   void gather(Buffers& buffers, std::span<const BlockIndex::Entry> entries, std::int64_t z, std::int64_t first_row,
-              std::int64_t rows, const std::byte* packed, std::size_t slab_bytes, simd::Product& product) const {
+              std::int64_t rows, simd::Product& product) const {
     const Place block{nullptr, row_stride_, depth_stride_};
     const Strip form = strip_form(block, rows, depth_, true);
     const std::size_t strip_bytes = panel_bytes(depth_, tiles_.rows);
     const auto strips = static_cast<std::size_t>(ceil_div(rows, tiles_.rows));
     std::byte* to = form == Strip::as_is ? nullptr : buffers.strip.need(strip_bytes * entries.size() * strips);
     buffers.terms.clear();
+    buffers.depths.clear();
     for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
       for (const auto& [other, number] : entries) {
         const Place left{at(p_.sparse.data,
                             z * p_.sparse.z_stride + number * p_.sparse.block_stride + (first_row + row) * row_stride_),
                          row_stride_, depth_stride_};
-        buffers.terms.push_back({strip(form, left, std::min(tiles_.rows, rows - row), depth_, to),
-                                 packed + slab_bytes * static_cast<std::size_t>(other)});
+        buffers.terms.push_back({strip(form, left, std::min(tiles_.rows, rows - row), depth_, to), nullptr});
+        buffers.depths.push_back(other * depth_padded(depth_));
         to += form == Strip::as_is ? 0 : strip_bytes;
       }
     }
@@ -320,6 +328,7 @@ class Spmm : Work {
   const BlockIndex& index_;
   Slabs slabs_;
   std::int64_t lines_, line_rows_, depth_, others_, row_stride_, depth_stride_, strips_;
+  std::int64_t together_;                  ///< neighbouring block-rows of the right operand packed at once
   std::vector<std::int64_t> line_first_;   ///< per different head: cost before each line
   std::vector<std::int64_t> batch_first_;  ///< cost before each batch
 };
@@ -385,7 +394,7 @@ class Sdd : Work {
       const std::int64_t zb = z + batch / h_sum_, hb = h + batch % h_sum_;
       const std::int64_t k = depth_ * piece / pieces_, depth = depth_ * (piece + 1) / pieces_ - k;
       std::byte* const packed = buffers.panel.need(panel_bytes(depth, slab.width));
-      pack_slab(slab, place(p_.right, zb, hb, k, column * sizes_.block_cols), depth, packed);
+      pack_slab(slab, place(p_.right, zb, hb, k, column * sizes_.block_cols), 0, depth, depth, packed);
       for (std::int64_t unit = begin, next = 0; unit < end; unit = next) {
         const auto& [line, block] = entries[static_cast<std::size_t>(unit / strips_)];
         const std::int64_t first_row = unit % strips_ * tiles_.rows;
@@ -393,9 +402,9 @@ class Sdd : Work {
         const std::int64_t rows = std::min((next - unit) * tiles_.rows, sizes_.block_rows - first_row);
         simd::Product product;
         product.add = phase > 0;
-        gather(buffers, place(p_.left, zb, hb, line * sizes_.block_rows + first_row, k), rows, depth, packed, product);
+        gather(buffers, place(p_.left, zb, hb, line * sizes_.block_rows + first_row, k), rows, depth, product);
         const Values& s = p_.sparse;
-        multiply(slab, product, buffers.terms, rows,
+        multiply(slab, packed, depth, product, buffers, rows,
                  sums + (phases > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phases == 1,
                  phase == phases - 1,
                  {at(s.data, z * s.z_stride + block * s.block_stride + first_row * s.row_stride), s.row_stride,
@@ -405,17 +414,19 @@ class Sdd : Work {
   }
 
   /// The one term of each strip of some rows of one block.
-  void gather(Buffers& buffers, const Place& left, std::int64_t rows, std::int64_t depth, const std::byte* packed,
+  void gather(Buffers& buffers, const Place& left, std::int64_t rows, std::int64_t depth,
               simd::Product& product) const {
     const Strip form = strip_form(left, rows, depth, false);
     const std::size_t strip_bytes = panel_bytes(depth, tiles_.rows);
     std::byte* const to = buffers.strip.need(strip_bytes * static_cast<std::size_t>(strips_));
     buffers.terms.clear();
+    buffers.depths.clear();
     for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
       const Place from{at(left.data, row * left.row_stride), left.row_stride, left.col_stride};
       buffers.terms.push_back(
           {strip(form, from, std::min(tiles_.rows, rows - row), depth, to + strip_bytes * (row / tiles_.rows)),
-           packed});
+           nullptr});
+      buffers.depths.push_back(0);
     }
     set_strides(form, left, depth, product);
   }

@@ -26,7 +26,7 @@ static_assert(sizeof(Map) == sizeof(driver::TensorMap) && sizeof(Segment) == siz
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 constexpr std::int64_t kUnit = 8;  // elements in the 16 bytes that strides must be a multiple of
-constexpr int kSpmmShared = 4 * 49152 + 32768 + 1024;
+constexpr int kWideShared = 4 * 49152 + 32768 + 1024, kNarrowShared = 4 * 49152 + 24576 + 1024;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 bool is_wide(std::int64_t block) { return block >= 64; }
@@ -140,6 +140,7 @@ std::optional<View> blocks_view(const Problem& p) {
 
 struct DevicePlan {
   driver::DeviceBuffer steps, segments, splits;  ///< sdd: block columns, strips, nothing
+  driver::DeviceBuffer blocks;                   ///< sdd only
   int segment_count = 0, split_count = 0, partial_count = 0, groups_per_head = 1, stride = 1;
 };
 
@@ -167,7 +168,7 @@ SpmmPlan balanced_plan(const BlockLayout& layout, const PlanKey& key, int group_
 
 DevicePlan make_spmm(const BlockLayout& layout, const PlanKey& key) {
   const auto block = static_cast<int>(layout.sizes().block_rows);
-  const SpmmPlan plan = balanced_plan(layout, key, (is_wide(block) ? kTileM : kTileN) / block);
+  const SpmmPlan plan = balanced_plan(layout, key, (is_wide(block) ? kTileM : kNarrow) / block);
   DevicePlan made;
   made.steps = upload(key.device, plan.steps);
   made.segments = upload(key.device, plan.segments);
@@ -180,29 +181,77 @@ DevicePlan make_spmm(const BlockLayout& layout, const PlanKey& key) {
   return made;
 }
 
-/// Runs of blocks of each block-row, as equal as they can be; the costly ones first, otherwise in the layout's order.
-DevicePlan make_sdd(const BlockLayout& layout, const PlanKey& key) {
-  const int most = layout.sizes().block_rows == 64 ? 8 : 2;
-  std::vector<int> columns;
-  std::vector<Strip> strips;
-  for (std::int64_t line = 0; line < layout.heads() * layout.sizes().rows; ++line) {
-    const auto blocks = layout.by_row().line(line);
-    const auto count = static_cast<int>(blocks.size()), pieces = (count + most - 1) / most;
-    for (int piece = 0; piece < pieces; ++piece) {
-      const auto cut = [&](int n) { return static_cast<int>(static_cast<std::int64_t>(count) * n / pieces); };
-      const auto first = static_cast<int>(blocks[static_cast<std::size_t>(cut(piece))].block);
-      strips.push_back({static_cast<int>(line / layout.sizes().rows), static_cast<int>(line % layout.sizes().rows),
-                        first, cut(piece + 1) - cut(piece)});
-    }
-    for (const auto& entry : blocks) {
-      columns.push_back(static_cast<int>(entry.other));
+/// The strips of an sdd and the entries they name.
+struct Strips {
+  int most;  ///< blocks of a strip
+  std::vector<Strip> items{};
+  std::vector<int> columns{}, blocks{};
+
+  using Entries = std::vector<BlockIndex::Entry>;
+  void add(const BlockIndex::Entry& entry) {
+    columns.push_back(static_cast<int>(entry.other));
+    blocks.push_back(static_cast<int>(entry.block));
+  }
+  /// Blocks of a row in full strips and one with the rest, which costs half where it is small.
+  void add_row(int line, const Entries& row) {
+    const auto count = static_cast<int>(row.size());
+    for (int first = 0; first < count; first += most) {
+      items.push_back({line, 0, static_cast<int>(blocks.size()), std::min(most, count - first)});
+      std::for_each(row.begin() + first, row.begin() + std::min(first + most, count), [&](const auto& e) { add(e); });
     }
   }
-  std::stable_partition(strips.begin(), strips.end(), [&](const Strip& s) { return s.count > most / 2; });
+  /// Columns that two rows share, four at a time: such a tile moves a third less. What is left goes row by row.
+  void add_rows(int line, const Entries& upper, const Entries& lower) {
+    Entries shared[2], rest[2];
+    for (std::size_t i = 0, j = 0; i < upper.size() || j < lower.size();) {
+      if (j == lower.size() || (i < upper.size() && upper[i].other < lower[j].other)) {
+        rest[0].push_back(upper[i++]);
+      } else if (i == upper.size() || lower[j].other < upper[i].other) {
+        rest[1].push_back(lower[j++]);
+      } else {
+        shared[0].push_back(upper[i++]);
+        shared[1].push_back(lower[j++]);
+      }
+    }
+    const std::size_t whole = shared[0].size() / 4 * 4;
+    for (std::size_t at = 0; at < whole; at += 4) {
+      items.push_back({line, 1, static_cast<int>(blocks.size()), 4});
+      for (const Entries& row : shared) {
+        std::for_each(row.begin() + static_cast<std::ptrdiff_t>(at), row.begin() + static_cast<std::ptrdiff_t>(at + 4),
+                      [&](const auto& entry) { add(entry); });
+      }
+    }
+    for (int r = 0; r < 2; ++r) {
+      rest[r].insert(rest[r].end(), shared[r].begin() + static_cast<std::ptrdiff_t>(whole), shared[r].end());
+      add_row(line + r, rest[r]);
+    }
+  }
+};
+
+/// The costly strips come first, otherwise they follow the layout.
+DevicePlan make_sdd(const BlockLayout& layout, const PlanKey& key) {
+  const bool small = layout.sizes().block_rows == 64;
+  const auto rows = static_cast<int>(layout.sizes().rows);
+  const auto entries = [&](int line) {
+    const auto row = layout.by_row().line(line);
+    return Strips::Entries(row.begin(), row.end());
+  };
+  Strips strips{small ? 8 : 2};
+  for (int line = 0; line < static_cast<int>(layout.heads()) * rows; ++line) {
+    if (small && line % rows + 1 < rows) {
+      strips.add_rows(line, entries(line), entries(line + 1));
+      ++line;
+    } else {
+      strips.add_row(line, entries(line));
+    }
+  }
+  std::stable_partition(strips.items.begin(), strips.items.end(),
+                        [&](const Strip& s) { return s.pair != 0 || s.count > strips.most / 2; });
   DevicePlan made;
-  made.steps = upload(key.device, columns);
-  made.segments = upload(key.device, strips);
-  made.segment_count = static_cast<int>(strips.size());
+  made.steps = upload(key.device, strips.columns);
+  made.blocks = upload(key.device, strips.blocks);
+  made.segments = upload(key.device, strips.items);
+  made.segment_count = static_cast<int>(strips.items.size());
   return made;
 }
 
@@ -248,15 +297,16 @@ bool run_spmm(const Problem& p, Context& context) {
   }
   const auto block = static_cast<int>(p.layout->sizes().block_rows);
   const bool wide = is_wide(block);
-  const int width = wide && p.out.cols > 128 ? 256 : 128;
+  const int width = !wide ? kNarrow : p.out.cols > 128 ? 256 : 128;
   const std::int64_t tiles = ceil_div(p.out.cols, width), batches = p.z_out * heads_of(p);
   const auto plan = find_plan(p, tiles * batches, context);
   const std::int64_t total = plan->segment_count * tiles * batches;
   if (total > kMost / 2 || plan->partial_count * tiles * batches > kMost) {
     return false;
   }
-  const Workspace partials(
-      context, static_cast<std::size_t>(plan->partial_count * tiles * batches) * kPartialFloats * sizeof(float));
+  const int consumers = (wide ? kThreads : kNarrowThreads) - 128;
+  const Workspace partials(context, static_cast<std::size_t>(plan->partial_count * tiles * batches) *
+                                        static_cast<std::size_t>(consumers * width / 2) * sizeof(float));
   const bool dense_k = !dense->last;
   const auto unit = static_cast<std::uint32_t>(wide ? 64 : block), strip = static_cast<std::uint32_t>(width);
   SpmmParams params{};
@@ -282,8 +332,8 @@ bool run_spmm(const Problem& p, Context& context) {
 
   const int device = context.device.index;
   get_kernel(spmm_instance(wide, p.dtype, wide ? width : block, sparse->last, dense_k, !out->last), device)
-      .launch(std::min<std::int64_t>(total, driver::device_info(device).multiprocessors), kThreads, kSpmmShared,
-              &params, context.stream);
+      .launch(std::min<std::int64_t>(total, driver::device_info(device).multiprocessors), consumers + 128,
+              wide ? kWideShared : kNarrowShared, &params, context.stream);
   if (plan->split_count > 0) {
     const ReduceParams reduce{p.out.data,
                               params.partials,
@@ -294,7 +344,7 @@ bool run_spmm(const Problem& p, Context& context) {
                               plan->partial_count,
                               plan->split_count,
                               wide ? 1 : 0,
-                              wide ? width : kTileN,
+                              width,
                               p.out.rows,
                               p.out.cols,
                               p.out.row_stride,
@@ -302,7 +352,7 @@ bool run_spmm(const Problem& p, Context& context) {
                               p.out.h_stride,
                               p.out.z_stride};
     get_kernel(reduce_instance(p.dtype), device)
-        .launch(plan->split_count * tiles * batches, 256, 0, &reduce, context.stream);
+        .launch(plan->split_count * tiles * batches, consumers, 0, &reduce, context.stream);
   }
   return true;
 }
@@ -334,7 +384,9 @@ bool run_sdd(const Problem& p, Context& context) {
   params.out_block = v.block_stride;
   params.strips = static_cast<const Strip*>(plan->segments.data());
   params.columns = static_cast<const int*>(plan->steps.data());
+  params.blocks = static_cast<const int*>(plan->blocks.data());
   params.strip_count = plan->segment_count;
+  params.rows = static_cast<int>(p.layout->sizes().rows);
   params.total = static_cast<int>(total);
   params.out_row = static_cast<int>(v.row_stride);
   params.depth = static_cast<int>(p.left.cols);

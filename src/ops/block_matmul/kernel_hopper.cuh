@@ -38,8 +38,8 @@ __device__ __forceinline__ SpmmTile spmm_tile(const SpmmParams& p, int index) {
 
 /// Sums of a warpgroup (kAt … kAt + 31 of a thread: 64 × 64) to 8 KB of shared memory as the copy engine swizzles rows
 /// of 128 bytes: rows first, or columns first.
-template <typename T, bool kTransposed, int kAt>
-__device__ __forceinline__ void store_piece(const float (&d)[128], u32 to) {
+template <typename T, bool kTransposed, int kAt, int kSize>
+__device__ __forceinline__ void store_piece(const float (&d)[kSize], u32 to) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
@@ -56,15 +56,15 @@ __device__ __forceinline__ void store_piece(const float (&d)[128], u32 to) {
   }
 }
 
-/// The sums of a warpgroup leave in kPieces pieces of 64 columns through two buffers. `store(piece, buffer)` is called
-/// by one thread. The last stores are still on their way when this returns.
-template <typename T, int kPieces, bool kTransposed, typename Store>
-__device__ __forceinline__ void store_tile(const float (&d)[128], u32 buffers, u32 barrier, Store store) {
-  const bool leader = threadIdx.x % 128 == 0;
-  const auto piece = [&]<int kPiece>() {
-    const u32 buffer = buffers + kPiece % 2 * kPieceBytes;
+/// The sums of a warpgroup leave in pieces of 64 columns through kBuffers buffers. `store(piece, buffer)` is called by
+/// one thread. The last stores are still on their way when this returns.
+template <typename T, bool kTransposed, int kBuffers, int kPiece = 0, int kSize, typename Store>
+__device__ __forceinline__ void store_tile(const float (&d)[kSize], u32 buffers, u32 barrier, Store store) {
+  if constexpr (kPiece < kSize / 32) {
+    const bool leader = threadIdx.x % 128 == 0;
+    const u32 buffer = buffers + kPiece % kBuffers * kPieceBytes;
     if (leader) {
-      tma::store_wait_read<1>();
+      tma::store_wait_read<kBuffers - 1>();
     }
     named_barrier(barrier, 128);
     store_piece<T, kTransposed, 32 * kPiece>(d, buffer);
@@ -74,20 +74,18 @@ __device__ __forceinline__ void store_tile(const float (&d)[128], u32 buffers, u
       store(kPiece, buffer);
       tma::store_commit();
     }
-  };
-  piece.template operator()<0>();
-  piece.template operator()<1>();
-  if constexpr (kPieces > 2) {
-    piece.template operator()<2>();
-    piece.template operator()<3>();
+    store_tile<T, kTransposed, kBuffers, kPiece + 1>(d, buffers, barrier, store);
   }
 }
 
 /// Sums of a segment that is only a part of its group, in the order threads hold them.
-__device__ __forceinline__ void store_partial(const float (&d)[128], float* to) {
+template <int kSize>
+__device__ __forceinline__ void store_partial(const float (&d)[kSize], float* partials, int index) {
+  const int consumers = static_cast<int>(blockDim.x) - 128;
+  float* to = partials + static_cast<i64>(index) * (kSize * consumers) + (threadIdx.x - 128);
 #pragma unroll
-  for (int i = 0; i < 128; ++i) {
-    to[i * 256 + static_cast<int>(threadIdx.x) - 128] = d[i];
+  for (int i = 0; i < kSize; ++i) {
+    to[i * consumers] = d[i];
   }
 }
 
@@ -103,12 +101,12 @@ struct Barriers {
   u32 flags[kStages][4];
 };
 
-/// `fetchers` warps fill a stage.
-__device__ __forceinline__ void init_barriers(Barriers& barriers, u32 stages, u32 fetchers) {
+/// `fetchers` warps fill a stage, `consumers` warps empty it.
+__device__ __forceinline__ void init_barriers(Barriers& barriers, u32 stages, u32 fetchers, u32 consumers) {
   if (threadIdx.x == 0) {
     for (u32 s = 0; s < stages; ++s) {
       mbarrier::init(shared_address(&barriers.full[s]), fetchers);
-      mbarrier::init(shared_address(&barriers.empty[s]), 8);  // warps of the two consumers
+      mbarrier::init(shared_address(&barriers.empty[s]), consumers);
     }
     mbarrier::init_done();
   }

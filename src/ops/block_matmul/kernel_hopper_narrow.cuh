@@ -1,5 +1,5 @@
 // op(S)·dense for blocks of 16 and 32 on Hopper: the free dimension is M, so that a block is the N side of one small
-// product and absent blocks cost nothing. A CTA holds 128 of the free dimension × 256 rows; the dense strip goes to
+// product and absent blocks cost nothing. A CTA holds 192 of the free dimension × 192 rows; the dense strip goes to
 // registers once per column and meets every block of that column.
 #pragma once
 
@@ -7,25 +7,28 @@
 
 namespace fretwork::block_matmul::hopper {
 
-/// A stage holds kColumns block columns, 64 of K: strips of the dense operand (16 KB), then room for every block.
+/// A stage holds kColumns block columns, 64 of K: strips of the dense operand (24 KB), then room for every block. Three
+/// warpgroups multiply: finding the blocks that are there is branches, which other warps hide.
 template <int kBlock>
 struct Narrow {
-  static constexpr int kRows = kTileN / kBlock, kColumns = 64 / kBlock, kLine = 2 * kBlock;
-  static constexpr u32 kStripBytes = kTileM * kBlock * 2, kBlockBytes = kBlock * kBlock * 2, kBlocksAt = 16384;
+  static constexpr int kRows = kNarrow / kBlock, kColumns = 64 / kBlock, kLine = 2 * kBlock;
+  static constexpr u32 kPartBytes = 64 * kBlock * 2, kStripBytes = 3 * kPartBytes, kBlockBytes = kBlock * kBlock * 2;
+  static constexpr u32 kStages = 4, kBlocksAt = 24576, kStageBytes = 49152;
+  using Ring = fretwork::Ring<kStages>;
 };
 
 /// Fetches the stages of one tile. Issuing a copy takes about 150 cycles, so four warps share the work: warp w has a
 /// column (blocks of 16) or half the rows of one (32). Lane r reads the entry of block-row r; lane 0 copies.
 template <int kBlock, bool kDenseK>
 __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile& t, Barriers& barriers, u32 base,
-                                             Ring<kStages>& ring) {
+                                             typename Narrow<kBlock>::Ring& ring) {
   using N = Narrow<kBlock>;
   constexpr int kPerColumn = 4 / N::kColumns;  // warps
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int column = warp / kPerColumn, part = warp % kPerColumn;
   constexpr u32 kAll = (1u << N::kRows) - 1, kHalf = (1u << N::kRows / 2) - 1;
   const u32 mine = kPerColumn == 1 ? kAll : part == 0 ? kHalf : kAll & ~kHalf;
-  const int free = t.tile * kTileM;
+  const int free = t.tile * kNarrow;
   const auto entry = [&](int k) {  // lane kRows has the column
     const bool inside = k < t.segment.last && lane <= N::kRows;
     return inside ? __ldg(p.steps + static_cast<i64>(k) * p.stride + (lane == N::kRows ? 0 : lane + 1)) : -1;
@@ -39,10 +42,11 @@ __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile
       ahead = entry(k + N::kColumns + column);
       const u32 mask = __ballot_sync(~0u, now >= 0) & kAll;
       const int row = __shfl_sync(~0u, now, N::kRows) * kBlock;
-      const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * kStageBytes;
+      const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * N::kStageBytes;
       const u32 strip = at + column * N::kStripBytes;
-      const bool whole = kDenseK || kPerColumn == 1;  // one warp has the strip
-      const u32 strip_bytes = mask == 0 ? 0 : whole ? (part == 0 ? N::kStripBytes : 0) : N::kStripBytes / 2;
+      // Of two warps with a column, the first has two thirds of the strip, or all of it where it is one box.
+      const int parts = kPerColumn == 1 || kDenseK ? 3 - 3 * part : 2 - part;
+      const u32 strip_bytes = mask == 0 ? 0 : parts * N::kPartBytes;
       mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
       if (lane == 0) {
         barriers.flags[ring.stage][column] = mask;
@@ -53,11 +57,9 @@ __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile
               tma::load(strip, &p.dense, full, row, free, dh, dz);
             }
           } else {
-            if (whole || part == 0) {
-              tma::load(strip, &p.dense, full, free, row, dh, dz);
-            }
-            if (whole || part == 1) {
-              tma::load(strip + N::kStripBytes / 2, &p.dense, full, free + 64, row, dh, dz);
+            for (int i = 0; i < parts; ++i) {
+              const int at_part = 2 * part + i;
+              tma::load(strip + at_part * N::kPartBytes, &p.dense, full, free + at_part * 64, row, dh, dz);
             }
           }
         }
@@ -86,38 +88,50 @@ __device__ __forceinline__ void narrow_strip(u32 (&a)[kBlock / 16][4], u32 strip
       wgmma::load_pieces(a[q], strip + tma::swizzled<kLine>(row * kLine + unit * 16));
     } else {
       const u32 row = 16 * q + lane / 16 * 8 + lane % 8, unit = 2 * warp + lane / 8 % 2;
-      const u32 half = strip + warpgroup * (Narrow<kBlock>::kStripBytes / 2);
+      const u32 half = strip + warpgroup * Narrow<kBlock>::kPartBytes;
       wgmma::load_pieces_transposed(a[q], half + tma::swizzled<128>(row * 128 + unit * 16));
     }
   }
 }
 
-/// Multiplies a strip with the blocks that are there, each into its own columns of the sums.
-template <typename T, int kBlock, bool kSparseK, int kRow = 0>
-__device__ __forceinline__ void narrow_blocks(float (&d)[128], const u32 (&a)[kBlock / 16][4], u32 mask, u64 blocks) {
+/// Multiplies a strip with a block, if it is there, into the block's own columns of the sums.
+template <typename T, int kBlock, bool kSparseK, int kRow>
+__device__ __forceinline__ void narrow_block(float (&d)[kNarrow / 2], const u32 (&a)[kBlock / 16][4], u32 mask,
+                                             u64 blocks) {
   using N = Narrow<kBlock>;
   constexpr wgmma::Major kB = kSparseK ? wgmma::Major::k : wgmma::Major::mn;
-  if constexpr (kRow < N::kRows) {
-    if ((mask >> kRow & 1) != 0) {
+  if ((mask >> kRow & 1) != 0) {
 #pragma unroll
-      for (int q = 0; q < kBlock / 16; ++q) {
-        const u64 b = blocks + (kRow * N::kBlockBytes >> 4) + q * wgmma::kNextK<N::kLine, kB>;
-        wgmma::multiply<T, kBlock, kB, kRow * kBlock / 2>(d, a[q], b);
-      }
+    for (int q = 0; q < kBlock / 16; ++q) {
+      const u64 b = blocks + (kRow * N::kBlockBytes >> 4) + q * wgmma::kNextK<N::kLine, kB>;
+      wgmma::multiply<T, kBlock, kB, kRow * kBlock / 2>(d, a[q], b);
     }
-    narrow_blocks<T, kBlock, kSparseK, kRow + 1>(d, a, mask, blocks);
+  }
+}
+
+/// All blocks of a column; three rows without one are passed over at once.
+template <typename T, int kBlock, bool kSparseK, int kRow = 0>
+__device__ __forceinline__ void narrow_blocks(float (&d)[kNarrow / 2], const u32 (&a)[kBlock / 16][4], u32 mask,
+                                              u64 blocks) {
+  if constexpr (kRow < Narrow<kBlock>::kRows) {
+    if ((mask >> kRow & 7) != 0) {
+      narrow_block<T, kBlock, kSparseK, kRow>(d, a, mask, blocks);
+      narrow_block<T, kBlock, kSparseK, kRow + 1>(d, a, mask, blocks);
+      narrow_block<T, kBlock, kSparseK, kRow + 2>(d, a, mask, blocks);
+    }
+    narrow_blocks<T, kBlock, kSparseK, kRow + 3>(d, a, mask, blocks);
   }
 }
 
 template <typename T, int kBlock, bool kSparseK, bool kDenseK>
-__device__ __forceinline__ void narrow_multiply(float (&d)[128], int stages, Barriers& barriers, u32 base,
-                                                Ring<kStages>& ring, u32 warpgroup) {
+__device__ __forceinline__ void narrow_multiply(float (&d)[kNarrow / 2], int stages, Barriers& barriers, u32 base,
+                                                typename Narrow<kBlock>::Ring& ring, u32 warpgroup) {
   using N = Narrow<kBlock>;
   for (int n = 0; n < stages; ++n, ring.next()) {
     mbarrier::wait(shared_address(&barriers.full[ring.stage]), ring.parity);
     const uint4 flags = *reinterpret_cast<const uint4*>(barriers.flags[ring.stage]);
     const u32 masks[4] = {flags.x, flags.y, flags.z, flags.w};
-    const u32 at = base + ring.stage * kStageBytes;
+    const u32 at = base + ring.stage * N::kStageBytes;
     u32 a[N::kColumns][kBlock / 16][4];
 #pragma unroll
     for (int c = 0; c < N::kColumns; ++c) {
@@ -138,32 +152,32 @@ __device__ __forceinline__ void narrow_multiply(float (&d)[128], int stages, Bar
 /// kSparseK: K is the unit axis of op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit
 /// axis.
 template <typename T, int kBlock, bool kSparseK, bool kDenseK, bool kRows>
-__global__ void __launch_bounds__(kThreads, 1) spmm_narrow(const __grid_constant__ SpmmParams p) {
+__global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_constant__ SpmmParams p) {
   using N = Narrow<kBlock>;
   extern __shared__ u8 raw[];
   __shared__ __align__(16) Barriers barriers;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, kStages, 4);
+  init_barriers(barriers, N::kStages, 4, 12);
   if (threadIdx.x < 128) {
-    fewer_registers<40>();
-    Ring<kStages> ring(1);
+    fewer_registers<48>();
+    typename N::Ring ring(1);
     for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
       if (const int index = turn_tile(turn); index < p.total) {
         narrow_fetch<kBlock, kDenseK>(p, spmm_tile(p, index), barriers, base, ring);
       }
     }
   } else {
-    more_registers<232>();
+    more_registers<152>();
     const u32 warpgroup = threadIdx.x / 128 - 1;
-    const u32 buffers = base + kStages * kStageBytes + warpgroup * 2 * kPieceBytes;
-    Ring<kStages> ring(0);
+    const u32 buffers = base + N::kStages * N::kStageBytes + warpgroup * kPieceBytes;
+    typename N::Ring ring(0);
     for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
       const int index = turn_tile(turn);
       if (index >= p.total) {
         continue;
       }
       const SpmmTile t = spmm_tile(p, index);
-      float d[128];
+      float d[kNarrow / 2];
 #pragma unroll
       for (float& sum : d) {
         sum = 0.0f;
@@ -172,12 +186,12 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_narrow(const __grid_constant
       const int stages = (steps + N::kColumns - 1) / N::kColumns * p.batches.z_sum * p.batches.h_sum;
       narrow_multiply<T, kBlock, kSparseK, kDenseK>(d, stages, barriers, base, ring, warpgroup);
       if (t.segment.partial >= 0) {
-        store_partial(d, p.partials + static_cast<i64>(t.partial) * kPartialFloats);
+        store_partial(d, p.partials, t.partial);
         continue;
       }
-      const int free = t.tile * kTileM + static_cast<int>(warpgroup) * 64;
-      store_tile<T, 4, !kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
-        const int row = t.place * kTileN + piece * 64;
+      const int free = t.tile * kNarrow + static_cast<int>(warpgroup) * 64;
+      store_tile<T, !kRows, 1>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+        const int row = t.place * kNarrow + piece * 64;
         if (free < p.free) {
           kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);
         }

@@ -6,27 +6,29 @@
 
 namespace fretwork::block_matmul::hopper {
 
-/// One CTA of 256 threads per (split, tile, batch); a thread adds the 128 sums that a thread of the product held.
+/// One CTA per (split, tile, batch), as many threads as multiplied; a thread adds the 128 sums that a thread of the
+/// product held.
 template <typename T>
-__global__ void __launch_bounds__(256) spmm_reduce(const __grid_constant__ ReduceParams p) {
+__global__ void __launch_bounds__(384) spmm_reduce(const __grid_constant__ ReduceParams p) {
   const int split_index = static_cast<int>(blockIdx.x) % p.split_count;
   const int rest = static_cast<int>(blockIdx.x) / p.split_count;
   const int tile = rest % p.tiles, batch = rest / p.tiles;
   const Split split = p.splits[split_index];
   const int place = split.group % p.groups_per_head, h = split.group / p.groups_per_head + batch % p.heads;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const float* from = p.partials + static_cast<i64>(rest) * p.partial_count * kPartialFloats +
-                      static_cast<i64>(split.first) * kPartialFloats + threadIdx.x;
+  const int threads = static_cast<int>(blockDim.x), sums = p.width / 2;
+  const float* from =
+      p.partials + (static_cast<i64>(rest) * p.partial_count + split.first) * (sums * threads) + threadIdx.x;
   T* out = static_cast<T*>(p.out) + h * p.h_stride + batch / p.heads * p.z_stride;
-  for (int i = 0; i < 128; ++i) {
+  for (int i = 0; i < sums; ++i) {
     float sum = 0.0f;
     for (int s = 0; s < split.count; ++s) {
-      sum += from[static_cast<i64>(s) * kPartialFloats + i * 256];
+      sum += from[static_cast<i64>(s) * (sums * threads) + i * threads];
     }
     const int m = 16 * warp + lane / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    const i64 row = p.rows_first ? place * kTileM + m : place * kTileN + n;
-    const i64 free = p.rows_first ? tile * p.width + n : tile * kTileM + m;
-    if (row < p.rows && free < p.free && n < p.width) {
+    const i64 row = p.rows_first ? place * kTileM + m : place * kNarrow + n;
+    const i64 free = p.rows_first ? tile * p.width + n : tile * kNarrow + m;
+    if (row < p.rows && free < p.free) {
       out[row * p.row_stride + free * p.free_stride] = narrow<T>(sum);
     }
   }

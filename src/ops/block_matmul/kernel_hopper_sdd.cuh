@@ -1,5 +1,6 @@
-// A·B at the blocks of a layout, blocks of 64 and 128, on Hopper. A tile is a run of blocks of one block-row: two of
-// 128, the row shared by both warpgroups' halves, or eight of 64, four for each warpgroup. Columns of B are gathered.
+// A·B at the blocks of a layout, blocks of 64 and 128, on Hopper. Columns of B are gathered for a tile: two blocks of
+// 128 in a row, half the row for each warpgroup; four columns that two rows of 64 share, a row for each; or eight
+// blocks of 64 in a row, four for each.
 #pragma once
 
 #include "ops/block_matmul/kernel_hopper.cuh"
@@ -11,20 +12,23 @@ struct Sdd {
   static constexpr u32 kStages = kBlock == 64 ? 3 : 4;
   static constexpr u32 kLeftBytes = kBlock * 128, kRightBytes = kBlock == 64 ? 65536 : 32768;
   static constexpr u32 kStageBytes = kLeftBytes + kRightBytes;
-  static constexpr int kPieces = kBlock / 64;  ///< 64-wide pieces of a block
-  /// Blocks of a strip that one warpgroup multiplies: all of them, or its half.
-  __device__ static __forceinline__ int share(int count) { return kBlock == 64 ? (count + 1) / 2 : count; }
+  static constexpr int kPieces = kBlock / 64;             ///< 64-wide pieces of a block
+  static constexpr u32 kNextRow = kLeftBytes + 7 * 8192;  ///< a pair leaves this slot of the right operand free
+  /// Columns of a strip that one warpgroup multiplies: all of them, or its half.
+  __device__ static __forceinline__ int share(const Strip& s) {
+    return kBlock == 64 && s.pair == 0 ? (s.count + 1) / 2 : s.count;
+  }
 };
 
 struct SddTile {
   Strip strip;
-  int h, z;
+  int row, h, z;
 };
 
 __device__ __forceinline__ SddTile sdd_tile(const SddParams& p, int index) {
   const int4 s = __ldg(reinterpret_cast<const int4*>(p.strips) + index % p.strip_count);
   const int batch = index / p.strip_count;
-  return {{s.x, s.y, s.z, s.w}, s.x + batch % p.batches.heads, batch / p.batches.heads};
+  return {{s.x, s.y, s.z, s.w}, s.x % p.rows, s.x / p.rows + batch % p.batches.heads, batch / p.batches.heads};
 }
 
 /// Fetches the stages of one tile. Each of four warps has a quarter of the right operand's 64-wide pieces, and the
@@ -34,8 +38,10 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
                                           Ring<Sdd<kBlock>::kStages>& ring) {
   using S = Sdd<kBlock>;
   constexpr int kMine = kBlock == 64 ? 2 : 1;
-  const int warp = static_cast<int>(threadIdx.x) / 32, each = S::share(t.strip.count);
-  const bool left = warp < S::kPieces;
+  const int warp = static_cast<int>(threadIdx.x) / 32, each = S::share(t.strip);
+  const bool left = warp < S::kPieces + t.strip.pair;
+  const int row = t.row * kBlock + warp * 64;
+  const u32 left_at = kBlock == 64 && warp == 1 ? S::kNextRow : warp * 8192;
   int columns[kMine], slots[kMine], count = 0;
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
@@ -53,9 +59,8 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
       const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * S::kStageBytes;
       mbarrier::arrive_expect(full, (count + (left ? 1 : 0)) * 8192);
       if (left) {
-        const int row = t.strip.row * kBlock + warp * 64;
-        kLeftK ? tma::load(at + warp * 8192, &p.left, full, k, row, lh, lz)
-               : tma::load(at + warp * 8192, &p.left, full, row, k, lh, lz);
+        kLeftK ? tma::load(at + left_at, &p.left, full, k, row, lh, lz)
+               : tma::load(at + left_at, &p.left, full, row, k, lh, lz);
       }
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
@@ -71,7 +76,7 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
 
 template <typename T, int kBlock, bool kLeftK, bool kRightK, int kN>
 __device__ __forceinline__ void sdd_multiply(float (&d)[128], int stages, Barriers& barriers, u32 base,
-                                             Ring<Sdd<kBlock>::kStages>& ring, int warpgroup) {
+                                             Ring<Sdd<kBlock>::kStages>& ring, u32 left_at, u32 right_at) {
   using S = Sdd<kBlock>;
   using wgmma::Major;
   constexpr Major kA = kLeftK ? Major::k : Major::mn, kB = kRightK ? Major::k : Major::mn;
@@ -79,9 +84,8 @@ __device__ __forceinline__ void sdd_multiply(float (&d)[128], int stages, Barrie
   int pending = -1;
   for (int n = 0; n < stages; ++n, ring.next()) {
     mbarrier::wait(shared_address(&barriers.full[ring.stage]), ring.parity);
-    const u32 left = base + ring.stage * S::kStageBytes + (kBlock == 128 ? warpgroup * 8192 : 0);
-    const u32 right = base + ring.stage * S::kStageBytes + S::kLeftBytes + (kBlock == 64 ? warpgroup * 32768 : 0);
-    const u64 a = wgmma::descriptor<128>(left, 8192), b = wgmma::descriptor<128>(right, 8192);
+    const u32 at = base + ring.stage * S::kStageBytes;
+    const u64 a = wgmma::descriptor<128>(at + left_at, 8192), b = wgmma::descriptor<128>(at + right_at, 8192);
     wgmma::fence();
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
@@ -136,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
   extern __shared__ u8 raw[];
   __shared__ Barriers barriers;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, S::kStages, 4);
+  init_barriers(barriers, S::kStages, 4, 8);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x % 32 == 0) {
@@ -158,24 +162,28 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
         continue;
       }
       const SddTile t = sdd_tile(p, index);
-      const int each = S::share(t.strip.count);
+      const int each = S::share(t.strip);
       float d[128];
 #pragma unroll
       for (float& sum : d) {
         sum = 0.0f;
       }
+      const bool halves = kBlock == 64 && t.strip.pair == 0;  // each warpgroup has its own columns
+      const u32 left_at = halves ? 0 : kBlock == 64 ? warpgroup * S::kNextRow : warpgroup * 8192;
+      const u32 right_at = S::kLeftBytes + (halves ? warpgroup * 32768 : 0);
       if (each * S::kPieces > 2) {
-        sdd_multiply<T, kBlock, kLeftK, kRightK, 256>(d, stages, barriers, base, ring, warpgroup);
+        sdd_multiply<T, kBlock, kLeftK, kRightK, 256>(d, stages, barriers, base, ring, left_at, right_at);
       } else {
-        sdd_multiply<T, kBlock, kLeftK, kRightK, 128>(d, stages, barriers, base, ring, warpgroup);
+        sdd_multiply<T, kBlock, kLeftK, kRightK, 128>(d, stages, barriers, base, ring, left_at, right_at);
       }
-      const int first = kBlock == 64 ? warpgroup * each : 0,
-                mine = kBlock == 64 ? min(each, t.strip.count - first) : each;
-      T* out = static_cast<T*>(p.out) + t.z * p.out_z + (t.strip.first + first) * p.out_block;
+      const int first = kBlock == 64 ? warpgroup * each : 0, mine = halves ? min(each, t.strip.count - first) : each;
+      const int* blocks = p.blocks + t.strip.first + first;
+      T* out = static_cast<T*>(p.out) + t.z * p.out_z;
       out += kBlock == 128 ? static_cast<i64>(warpgroup) * 64 * p.out_row : 0;
       const auto piece = [&]<int kPiece>() {
         if (kPiece / S::kPieces < mine) {
-          sdd_store<T, 32 * kPiece>(d, out + kPiece / S::kPieces * p.out_block + kPiece % S::kPieces * 64, p.out_row);
+          T* block = out + __ldg(blocks + kPiece / S::kPieces) * p.out_block;
+          sdd_store<T, 32 * kPiece>(d, block + kPiece % S::kPieces * 64, p.out_row);
         }
       };
       piece.template operator()<0>();

@@ -48,7 +48,7 @@ __device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& 
 /// Multiplies the stages of one tile. A stage that products in flight still read is released before a skip as well:
 /// a row without blocks for a whole ring would wait for itself otherwise.
 template <typename T, int kWidth, bool kSparseK, bool kDenseK>
-__device__ __forceinline__ void wide_multiply(float (&d)[128], int stages, Barriers& barriers, u32 base,
+__device__ __forceinline__ void wide_multiply(float (&d)[kWidth / 2], int stages, Barriers& barriers, u32 base,
                                               Ring<kStages>& ring, int warpgroup) {
   using wgmma::Major;
   constexpr Major kA = kSparseK ? Major::k : Major::mn, kB = kDenseK ? Major::k : Major::mn;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
   extern __shared__ u8 raw[];
   __shared__ Barriers barriers;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, kStages, 1);
+  init_barriers(barriers, kStages, 1, 8);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x == 0) {
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
         continue;
       }
       const SpmmTile t = spmm_tile(p, index);
-      float d[128];
+      float d[kWidth / 2];
 #pragma unroll
       for (float& sum : d) {
         sum = 0.0f;
@@ -121,11 +121,11 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
       const int steps = (t.segment.last - t.segment.first) * p.batches.z_sum * p.batches.h_sum;
       wide_multiply<T, kWidth, kSparseK, kDenseK>(d, steps * (p.block / 64), barriers, base, ring, warpgroup);
       if (t.segment.partial >= 0) {
-        store_partial(d, p.partials + static_cast<i64>(t.partial) * kPartialFloats);
+        store_partial(d, p.partials, t.partial);
         continue;
       }
       const int row = t.place * kTileM + warpgroup * 64;
-      store_tile<T, kWidth / 64, kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+      store_tile<T, kRows, 2>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
         const int free = t.tile * kWidth + piece * 64;
         if (free < p.free) {
           kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);

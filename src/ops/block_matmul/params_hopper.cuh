@@ -15,9 +15,10 @@ struct Split {
   int group, first, count;
 };
 
-/// A CTA computes 128 × 256 of the result at a time, and a thread holds 128 sums of it.
-inline constexpr int kTileM = 128, kTileN = 256, kThreads = 384;
-inline constexpr int kPartialFloats = kTileM * kTileN;
+/// A CTA computes 128 rows × 256 (or 128) of the free dimension at a time, or for small blocks 192 of the free
+/// dimension × 192 rows. Its first 128 threads fetch, the others multiply.
+inline constexpr int kTileM = 128, kTileN = 256, kNarrow = 192;
+inline constexpr int kThreads = 384, kNarrowThreads = 512;
 
 /// Batches: z counts results, and z_sum batches are added into each; one of them is 1. A dense or sparse operand that
 /// is broadcast along z or h has a 0 where others have a 1.
@@ -46,13 +47,14 @@ struct ReduceParams {
   const Split* splits;
   int groups_per_head, tiles, heads, partial_count, split_count;
   int rows_first;  ///< 1: a tile is rows × free; 0: free × rows
-  int width;       ///< columns of a tile that count
+  int width;       ///< columns of a tile
   long long rows, free, row_stride, free_stride, h_stride, z_stride;
 };
 
-/// One tile of an sdd: up to `count` blocks that follow each other in a block-row.
+/// One tile of an sdd: `count` blocks of a block-row (head · rows + row), or with `pair` at the same `count` columns of
+/// that row and the next. Entries [first, first + count) name their columns and blocks; those of the next row follow.
 struct Strip {
-  int head, row, first, count;
+  int line, pair, first, count;
 };
 
 struct SddParams {
@@ -60,8 +62,8 @@ struct SddParams {
   void* out;
   long long out_z, out_block;  ///< strides in elements; rows of a block are out_row apart and contiguous
   const Strip* strips;
-  const int* columns;  ///< block column of each packed block
-  int strip_count, total, out_row, depth;
+  const int *columns, *blocks;
+  int strip_count, rows, total, out_row, depth;  ///< rows in blocks
   Batches batches;
   int left_z, left_h, right_z, right_h;
 };

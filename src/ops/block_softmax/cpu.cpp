@@ -4,13 +4,13 @@
 #define HWY_TARGET_INCLUDE "ops/block_softmax/cpu.cpp"
 #include <hwy/foreach_target.h>  // compiles what follows once per instruction set
 //
+#include <hwy/aligned_allocator.h>
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
 #include <limits>
 #include <utility>
-#include <vector>
 
 #include "core/half.h"
 #include "ops/block_softmax/problem.h"
@@ -87,6 +87,12 @@ Groups groups(const BackwardProblem& p) {
 /// Half-open range of an axis that group `g` of `count` covers: one place, or all of them.
 std::pair<std::int64_t, std::int64_t> covered(std::int64_t g, std::int64_t count, std::int64_t size) {
   return count == size ? std::pair{g, g + 1} : std::pair{std::int64_t{0}, size};
+}
+
+/// Rows gathered at a time: many, so that memory is read in long pieces, but no more than the second cache holds.
+std::int64_t rows_at_once(const BlockLayout::Sizes& s) {
+  const std::int64_t width = std::max<std::int64_t>(s.cols * s.block_cols, 1);
+  return std::clamp<std::int64_t>((std::int64_t{1} << 16) / width, 8, 32);
 }
 
 /// Lines that make a piece of work worth a thread.
@@ -177,10 +183,15 @@ void narrow(const Acc* from, std::int64_t count, void* data, DType dtype, std::i
   }
 }
 
+/// The first `rows` rows from `row` on; row y goes to to[y·stride]. Block by block, as they lie in memory.
 template <typename Acc>
-void gather(const Packed& p, DType dtype, const Row& row, Blocks blocks, std::int64_t width, Acc* to) {
+void gather(const Packed& p, DType dtype, Row row, std::int64_t rows, Blocks blocks, std::int64_t width, Acc* to,
+            std::size_t stride) {
   for (const auto& entry : blocks) {
-    widen(p.data, dtype, start(p, row, entry.block), p.col, width, to);
+    const std::int64_t at = start(p, row, entry.block);
+    for (std::int64_t y = 0; y < rows; ++y) {
+      widen(p.data, dtype, at + y * p.row, p.col, width, to + static_cast<std::size_t>(y) * stride);
+    }
     to += width;
   }
 }
@@ -193,30 +204,35 @@ void gather(const Dense& p, const Row& row, Blocks blocks, const BlockLayout::Si
   }
 }
 
+/// The reverse of gather.
 template <typename Acc>
-void scatter(const Acc* from, const Packed& p, DType dtype, const Row& row, Blocks blocks, std::int64_t width) {
+void scatter(const Acc* from, std::size_t stride, const Packed& p, DType dtype, Row row, std::int64_t rows,
+             Blocks blocks, std::int64_t width) {
   for (const auto& entry : blocks) {
-    narrow(from, width, p.data, dtype, start(p, row, entry.block), p.col);
+    const std::int64_t at = start(p, row, entry.block);
+    for (std::int64_t y = 0; y < rows; ++y) {
+      narrow(from + static_cast<std::size_t>(y) * stride, width, p.data, dtype, at + y * p.row, p.col);
+    }
     from += width;
   }
 }
 
-/// A scratch row: rounded up to whole vectors, so that passes over it have no tails.
+/// Scratch rows, rounded up to whole vectors, so that passes over them have no tails.
 template <typename Acc>
 class Scratch {
  public:
-  explicit Scratch(const BlockLayout::Sizes& s)
-      : x_(static_cast<std::size_t>(s.cols * s.block_cols) + hn::MaxLanes(Tag<Acc>())) {}
-  /// Room for `count`, with `rest` behind it up to a whole vector.
-  Acc* row(std::size_t count, Acc rest) {
-    std::fill_n(x_.begin() + static_cast<std::ptrdiff_t>(count), whole(count) - count, rest);
-    return x_.data();
-  }
-  Acc* data() { return x_.data(); }
+  explicit Scratch(const BlockLayout::Sizes& s, std::int64_t rows = 1)
+      : x_(hwy::AllocateAligned<Acc>(stride(static_cast<std::size_t>(s.cols * s.block_cols)) *
+                                     static_cast<std::size_t>(rows))) {}
+  Acc* data() { return x_.get(); }
   static std::size_t whole(std::size_t count) { return hwy::RoundUpTo(count, hn::Lanes(Tag<Acc>())); }
+  /// From row to row: close together, and a vector more, as rows a power of two apart would share cache sets.
+  static std::size_t stride(std::size_t count) { return whole(count) + hn::Lanes(Tag<Acc>()); }
+  /// Sets what lies behind `count` up to a whole vector.
+  static void pad(Acc* row, std::size_t count, Acc rest) { std::fill(row + count, row + whole(count), rest); }
 
  private:
-  std::vector<Acc> x_;
+  hwy::AlignedFreeUniquePtr<Acc[]> x_;
 };
 
 template <typename Acc>
@@ -226,8 +242,8 @@ void apply(const Dense& mask, const Row& row, Blocks blocks, const BlockLayout::
   }
   const Tag<Acc> d;
   const std::size_t count = blocks.size() * static_cast<std::size_t>(s.block_cols);
-  const Acc* const m = extra.row(count, Acc{0});
-  gather(mask, row, blocks, s, extra.data());
+  Acc* const m = extra.data();
+  gather(mask, row, blocks, s, m);
   const auto gone = hn::Set(d, -std::numeric_limits<Acc>::infinity());
   for (std::size_t n = 0; n < Scratch<Acc>::whole(count); n += hn::Lanes(d)) {
     const auto v = hn::LoadU(d, x + n), e = hn::LoadU(d, m + n);
@@ -263,14 +279,13 @@ void softmax_row(Acc* x, std::size_t count) {
   }
 }
 
+/// The row in `x`, gathered, becomes its softmax.
 template <typename Acc>
-void forward_row(const Problem& p, const Row& row, Blocks blocks, Scratch<Acc>& scratch, Scratch<Acc>& extra) {
+void forward_row(const Problem& p, const Row& row, Blocks blocks, Acc* x, Scratch<Acc>& extra) {
   const Tag<Acc> d;
   const auto& s = p.layout->sizes();
   const std::size_t count = blocks.size() * static_cast<std::size_t>(s.block_cols);
   const std::size_t whole = Scratch<Acc>::whole(count);
-  Acc* const x = scratch.row(count, Acc{0});
-  gather(p.values, p.dtype, row, blocks, s.block_cols, x);
   const auto scale = hn::Set(d, static_cast<Acc>(p.scale));
   for (std::size_t n = 0; n < whole; n += hn::Lanes(d)) {
     hn::StoreU(hn::Mul(hn::LoadU(d, x + n), scale), d, x + n);
@@ -280,33 +295,46 @@ void forward_row(const Problem& p, const Row& row, Blocks blocks, Scratch<Acc>& 
   const bool key_last = p.key_padding.mode == MaskMode::mul;
   apply(key_last ? p.attn : p.key_padding, row, blocks, s, extra, x);
   apply(key_last ? p.key_padding : p.attn, row, blocks, s, extra, x);
-  scratch.row(count, -std::numeric_limits<Acc>::infinity());
+  Scratch<Acc>::pad(x, count, -std::numeric_limits<Acc>::infinity());
   softmax_row(x, whole);
-  scatter(x, p.out, p.dtype, row, blocks, s.block_cols);
 }
 
 template <typename Acc>
 void forward_lines(const Problem& p, std::int64_t begin, std::int64_t end) {
   const auto& s = p.layout->sizes();
   const std::int64_t lines = s.heads * s.rows;
-  Scratch<Acc> scratch(s), extra(s);
+  const std::int64_t most = rows_at_once(s);
+  Scratch<Acc> scratch(s, most), extra(s);
   for (std::int64_t n = begin; n < end; ++n) {
     const std::int64_t line = n % lines;
     const Blocks blocks = p.layout->by_row().line(line);
-    for (std::int64_t y = 0; y < s.block_rows && !blocks.empty(); ++y) {
-      forward_row(p, {n / lines, line / s.rows, line % s.rows, y}, blocks, scratch, extra);
+    const std::size_t stride = Scratch<Acc>::stride(blocks.size() * static_cast<std::size_t>(s.block_cols));
+    Row row{n / lines, line / s.rows, line % s.rows, 0};
+    for (; row.y < s.block_rows && !blocks.empty(); row.y += most) {
+      const std::int64_t rows = std::min(most, s.block_rows - row.y);
+      gather(p.values, p.dtype, row, rows, blocks, s.block_cols, scratch.data(), stride);
+      for (std::int64_t y = 0; y < rows; ++y) {
+        Acc* const x = scratch.data() + static_cast<std::size_t>(y) * stride;
+        forward_row(p, {row.z, row.h, row.i, row.y + y}, blocks, x, extra);
+      }
+      scatter(scratch.data(), stride, p.out, p.dtype, row, rows, blocks, s.block_cols);
     }
   }
 }
 
-/// Scratch of one thread: a row of out, of d_out (then of d), and a row of d_rpe.
+/// Scratch of one thread: rows of out, of d_out (then of d), and of d_rpe.
 template <typename Acc>
 struct BackwardScratch {
   explicit BackwardScratch(const BlockLayout::Sizes& s)
-      : out(s), d(s), rpe(static_cast<std::size_t>(s.cols * s.block_cols) + 1) {}
-  Scratch<Acc> out, d;
-  std::vector<Acc> rpe;
+      : out(s, rows_at_once(s)), d(s, rows_at_once(s)), rpe(s, rows_at_once(s)) {}
+  Scratch<Acc> out, d, rpe;
 };
+
+template <typename Acc>
+Acc* rpe_row(BackwardScratch<Acc>& scratch, const BlockLayout::Sizes& s, std::int64_t y) {
+  return scratch.rpe.data() +
+         static_cast<std::size_t>(y) * Scratch<Acc>::stride(static_cast<std::size_t>(s.cols * s.block_cols));
+}
 
 /// d = out·(d_out − Σ out·d_out), in place of d_out. Where nothing came out nothing counts, NaN upstream included.
 template <typename Acc>
@@ -335,26 +363,31 @@ void add_to_rpe(const Acc* d, Blocks blocks, std::int64_t width, bool one_column
   }
 }
 
-/// Writes d_values of one row and adds its d into d_rpe's.
+/// Writes d_values of `rows` rows and adds their d into d_rpe's, each into its own or all into the first.
 template <typename Acc>
-void backward_row(const BackwardProblem& p, const Row& row, BackwardScratch<Acc>& scratch) {
+void backward_rows(const BackwardProblem& p, const Row& row, std::int64_t rows, bool one_row,
+                   BackwardScratch<Acc>& scratch) {
   const Tag<Acc> tag;
   const auto& s = p.layout->sizes();
   const Blocks blocks = p.layout->by_row().line(row.h * s.rows + row.i);
   const std::size_t count = blocks.size() * static_cast<std::size_t>(s.block_cols);
-  Acc* const out = scratch.out.row(count, Acc{0});
-  Acc* const d = scratch.d.row(count, Acc{0});
-  gather(p.out, p.dtype, row, blocks, s.block_cols, out);
-  gather(p.d_out, p.dtype, row, blocks, s.block_cols, d);
-  gradient_row(out, d, Scratch<Acc>::whole(count));
-  if (p.d_rpe.data != nullptr) {
-    add_to_rpe(d, blocks, s.block_cols, p.rpe_sizes.cols == 1, scratch.rpe.data());
-  }
+  const std::size_t stride = Scratch<Acc>::stride(count);
+  gather(p.out, p.dtype, row, rows, blocks, s.block_cols, scratch.out.data(), stride);
+  gather(p.d_out, p.dtype, row, rows, blocks, s.block_cols, scratch.d.data(), stride);
   const auto scale = hn::Set(tag, static_cast<Acc>(p.scale));
-  for (std::size_t n = 0; n < count; n += hn::Lanes(tag)) {
-    hn::StoreU(hn::Mul(hn::LoadU(tag, d + n), scale), tag, d + n);
+  for (std::int64_t y = 0; y < rows; ++y) {
+    Acc* const out = scratch.out.data() + static_cast<std::size_t>(y) * stride;
+    Acc* const d = scratch.d.data() + static_cast<std::size_t>(y) * stride;
+    Scratch<Acc>::pad(out, count, Acc{0});
+    gradient_row(out, d, Scratch<Acc>::whole(count));
+    if (p.d_rpe.data != nullptr) {
+      add_to_rpe(d, blocks, s.block_cols, p.rpe_sizes.cols == 1, rpe_row(scratch, s, one_row ? 0 : y));
+    }
+    for (std::size_t n = 0; n < count; n += hn::Lanes(tag)) {
+      hn::StoreU(hn::Mul(hn::LoadU(tag, d + n), scale), tag, d + n);
+    }
   }
-  scatter(d, p.d_values, p.dtype, row, blocks, s.block_cols);
+  scatter(scratch.d.data(), stride, p.d_values, p.dtype, row, rows, blocks, s.block_cols);
 }
 
 /// One group of rows: all that sum into the same rows of d_rpe, in a fixed order.
@@ -366,23 +399,35 @@ void backward_group(const BackwardProblem& p, const Groups& all, std::int64_t gr
   const auto [h0, h1] = covered(first.h, all.h, s.heads);
   const auto [i0, i1] = covered(first.i, all.i, s.rows);
   const bool rpe = p.d_rpe.data != nullptr, one_row = rpe && p.rpe_sizes.rows == 1;
-  for (std::int64_t y = 0; y < (one_row ? 1 : s.block_rows); ++y) {
-    if (rpe) {
-      std::fill(scratch.rpe.begin(), scratch.rpe.end(), Acc{0});
+  const auto clear = [&](std::int64_t rows) { std::fill(rpe_row(scratch, s, 0), rpe_row(scratch, s, rows), Acc{0}); };
+  const auto write = [&](std::int64_t y, std::int64_t rows) {
+    for (std::int64_t k = 0; k < rows; ++k) {
+      narrow(rpe_row(scratch, s, k), p.rpe_sizes.cols, p.d_rpe.data, p.d_rpe.dtype,
+             start(p.d_rpe, {first.z, first.h, first.i, y + k}, s, 0), p.d_rpe.col);
+    }
+  };
+  if (one_row) {
+    clear(1);
+  }
+  const std::int64_t most = rows_at_once(s);
+  for (std::int64_t y = 0; y < s.block_rows; y += most) {
+    const std::int64_t rows = std::min(most, s.block_rows - y);
+    if (rpe && !one_row) {
+      clear(rows);
     }
     for (std::int64_t z = z0; z < z1; ++z) {
       for (std::int64_t h = h0; h < h1; ++h) {
         for (std::int64_t i = i0; i < i1; ++i) {
-          for (std::int64_t k = y; k < (one_row ? s.block_rows : y + 1); ++k) {
-            backward_row(p, {z, h, i, k}, scratch);
-          }
+          backward_rows(p, {z, h, i, y}, rows, one_row, scratch);
         }
       }
     }
-    if (rpe) {
-      narrow(scratch.rpe.data(), p.rpe_sizes.cols, p.d_rpe.data, p.d_rpe.dtype,
-             start(p.d_rpe, {first.z, first.h, first.i, y}, s, 0), p.d_rpe.col);
+    if (rpe && !one_row) {
+      write(y, rows);
     }
+  }
+  if (one_row) {
+    write(0, 1);
   }
 }
 

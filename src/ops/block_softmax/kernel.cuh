@@ -34,17 +34,58 @@ __device__ __forceinline__ Acc minus_infinity() {
   }
 }
 
-__device__ __forceinline__ float exponential(float x) {
+/// Exponents are counted in units of the fast instruction: powers of two for float, of e for double.
+template <typename Acc>
+inline constexpr Acc kUnit = sizeof(Acc) == 8 ? Acc(1) : Acc(1.4426950408889634);
+
+__device__ __forceinline__ float power(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ double power(double x) { return exp(x); }
+
+__device__ __forceinline__ float fused(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double fused(double a, double b, double c) { return fma(a, b, c); }
 
 /// −inf itself must not be subtracted from −inf; NaN still shows, as it enters the sum.
 template <typename Acc>
 __device__ __forceinline__ Acc safe(Acc top) {
   return top == minus_infinity<Acc>() ? Acc(0) : top;
+}
+
+/// The larger of each half; NaN loses to a number.
+template <typename T>
+__device__ __forceinline__ u32 max_pair(u32 a, u32 b) {
+  u32 c;
+  if constexpr (is_same<T, f16>) {
+    asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  } else {
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  }
+  return c;
+}
+
+/// The largest element of a run, or with `flip` (the sign's bit) the largest of the negated ones.
+template <typename T, int N, typename Acc>
+__device__ __forceinline__ Acc largest(const run<T, N>& r, u32 flip) {
+  if constexpr (sizeof(T) == 2 && run<T, N>::kWide) {
+    const u32 both = flip | flip >> 16;
+    u32 pair = r.words[0] ^ both;
+#pragma unroll
+    for (int w = 1; w < run<T, N>::kWords; ++w) {
+      pair = max_pair<T>(pair, r.words[w] ^ both);
+    }
+    return fmaxf(widen(T{static_cast<u16>(pair)}), widen(T{static_cast<u16>(pair >> 16)}));
+  } else {
+    Acc top = minus_infinity<Acc>();
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      const Acc x = static_cast<Acc>(widen(r.at(e)));
+      top = take_max{}(flip ? -x : x, top);
+    }
+    return top;
+  }
 }
 
 constexpr __host__ __device__ int power_of_two_from(int n) {
@@ -63,6 +104,7 @@ struct row_lanes {
   static constexpr int kLanes = kRuns >= 32 ? 32 : power_of_two_from(kRuns);  ///< lanes of a row
   static constexpr int kPieces = (kRuns + kLanes - 1) / kLanes;               ///< runs of a lane in one block
   static constexpr int kRows = 32 / kLanes;                                   ///< rows of a warp
+  static constexpr bool kFull = kLanes * kPieces * kRun == C;                 ///< every lane has a run in every piece
 };
 
 /// Where a thread stands: its row, its runs within a block, and its share of the line's steps. A step is one run.
@@ -96,10 +138,23 @@ struct place {
   __device__ __forceinline__ int column(int step) const {
     return (step % Lanes::kPieces * Lanes::kLanes + lane) * Lanes::kRun;
   }
-  __device__ __forceinline__ bool has(int step) const { return step < steps && column(step) < C; }
-  template <typename Packed>
-  __device__ __forceinline__ T* at(const Packed& p, int step) const {
-    return static_cast<T*>(p.data) + z * p.z + block(step) * p.block + y * p.row + column(step) * p.col;
+  __device__ __forceinline__ bool has(int step) const { return step < steps && (Lanes::kFull || column(step) < C); }
+
+  /// The thread's runs in a packed tensor.
+  struct runs {
+    T* first;
+    i64 block, piece;
+    __device__ __forceinline__ T* at(int step) const {
+      if constexpr (Lanes::kPieces == 1) {
+        return first + step * block;
+      } else {
+        return first + step / Lanes::kPieces * block + step % Lanes::kPieces * piece;
+      }
+    }
+  };
+  __device__ __forceinline__ runs of(const SoftmaxPacked& p) const {
+    return {static_cast<T*>(p.data) + z * p.z + line.first * p.block + y * p.row + lane * Lanes::kRun * p.col, p.block,
+            Lanes::kLanes * Lanes::kRun * p.col};
   }
 };
 
@@ -153,10 +208,15 @@ __device__ __forceinline__ void apply(const SoftmaxDense& extra, i64 at, Acc (&x
   }
 }
 
+constexpr __host__ __device__ int cta_threads(int warps) { return warps == 1 ? 128 : 32 * warps; }
+/// CTAs that must fit on a multiprocessor together: 512 threads where a thread keeps sums, else (0) as the compiler
+/// finds.
+constexpr __host__ __device__ int cta_residents(int warps, bool sums) { return sums ? 512 / cta_threads(warps) : 0; }
+
 /// T values, C columns of a block, VECTOR: runs of 16 bytes are aligned (else single elements), K runs kept by a
 /// thread, WARPS on a line, then the kinds of the extras.
 template <typename T, int C, bool VECTOR, int K, int WARPS, typename Rpe, typename Key, typename Attn>
-__global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
+__global__ void __launch_bounds__(cta_threads(WARPS), cta_residents(WARPS, Rpe::kThere || Key::kThere || Attn::kThere))
     block_softmax(const __grid_constant__ SoftmaxParams p) {
   using Acc = accumulator_t<T>;
   using Place = place<T, C, VECTOR, WARPS>;
@@ -165,11 +225,13 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
   constexpr bool kExtras = Rpe::kThere || Key::kThere || Attn::kThere;
   __shared__ Acc shared[WARPS * Lanes::kRows];
   const Place my(p.lines, p.tasks, p.batch, p.block_rows);
-  const Acc scale = static_cast<Acc>(p.scale);
+  const auto values = my.of(p.values), results = my.of(p.out);
 
-  // The runs as stored, or with extras the finished sums.
+  // The runs as stored, or with extras the finished sums. An entry's exponent is x·factor.
   run<T, kRun> stored[K];
   Acc summed[kExtras ? K : 1][kRun];
+  const Acc factor = (kExtras ? Acc(1) : static_cast<Acc>(p.scale)) * kUnit<Acc>;
+  const u32 flip = factor < Acc(0) ? 0x80000000u : 0u;
 
   const auto dense_at = [&](const SoftmaxDense& d, int step) {
     return my.z * d.z + my.line.head * d.h + (static_cast<i64>(my.line.row) * p.block_rows + my.y) * d.row +
@@ -179,7 +241,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (my.has(my.step(first + k))) {
-        stored[k] = load_run<T, kRun>(my.at(p.values, my.step(first + k)));
+        stored[k] = load_run<T, kRun>(values.at(my.step(first + k)));
       }
     }
     if constexpr (kExtras) {
@@ -189,7 +251,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
         if (my.has(step)) {
 #pragma unroll
           for (int e = 0; e < kRun; ++e) {
-            summed[k][e] = static_cast<Acc>(widen(stored[k].at(e))) * scale;
+            summed[k][e] = static_cast<Acc>(widen(stored[k].at(e))) * static_cast<Acc>(p.scale);
           }
           const auto extra = [&]<typename Kind>(Kind, const SoftmaxDense& d) {
             apply<Kind>(d, Kind::kThere ? dense_at(d, step) : 0, summed[k]);
@@ -210,11 +272,24 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     if constexpr (kExtras) {
       return summed[k][e];
     } else {
-      return static_cast<Acc>(widen(stored[k].at(e))) * scale;
+      return static_cast<Acc>(widen(stored[k].at(e)));
     }
   };
+  // The highest exponent of a run, without a product for each entry.
+  const auto highest = [&](int k) -> Acc {
+    Acc top = minus_infinity<Acc>();
+    if constexpr (kExtras) {
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) {
+        top = take_max{}(summed[k][e], top);
+      }
+    } else {
+      top = largest<T, kRun, Acc>(stored[k], flip);
+    }
+    return top == minus_infinity<Acc>() ? top : top * (flip ? -factor : factor);
+  };
 
-  // Each thread's own maximum, and its sum of exponentials relative to that.
+  // Each thread's own highest exponent, and its sum of powers relative to that.
   Acc top = minus_infinity<Acc>(), sum = 0;
   const bool fits = my.steps <= K * WARPS;
   for (int first = 0; my.step(first) < my.steps; first += K) {
@@ -223,29 +298,26 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (my.has(my.step(first + k))) {
-#pragma unroll
-        for (int e = 0; e < kRun; ++e) {
-          higher = take_max{}(element(k, e), higher);
-        }
+        higher = take_max{}(highest(k), higher);
       }
     }
     const Acc base = safe(higher);
-    sum *= exponential(top - base);
+    sum *= power(top - base);
     top = higher;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (my.has(my.step(first + k))) {
 #pragma unroll
         for (int e = 0; e < kRun; ++e) {
-          sum += exponential(element(k, e) - base);
+          sum += power(fused(element(k, e), factor, -base));
         }
       }
     }
   }
 
   const Acc base = safe(reduce_row<Lanes::kLanes, WARPS>(top, shared, take_max{}));
-  const Acc total = reduce_row<Lanes::kLanes, WARPS>(sum * exponential(top - base), shared, take_sum{});
-  const Acc factor = total == Acc(0) ? Acc(0) : Acc(1) / total;
+  const Acc total = reduce_row<Lanes::kLanes, WARPS>(sum * power(top - base), shared, take_sum{});
+  const Acc share = total == Acc(0) ? Acc(0) : Acc(1) / total;
 
   for (int first = 0; my.step(first) < my.steps; first += K) {
     if (!fits) {
@@ -258,9 +330,9 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
         Acc x[kRun];
 #pragma unroll
         for (int e = 0; e < kRun; ++e) {
-          x[e] = exponential(element(k, e) - base) * factor;
+          x[e] = power(fused(element(k, e), factor, -base)) * share;
         }
-        store_run<T, kRun>(my.at(p.out, step), x);
+        store_run<T, kRun>(results.at(step), x);
       }
     }
   }
@@ -268,7 +340,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
 
 /// d_values = scale · out · (d_out − Σ out·d_out). DOTS: the sums are wanted too.
 template <typename T, int C, bool VECTOR, int K, int WARPS, bool DOTS>
-__global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
+__global__ void __launch_bounds__(cta_threads(WARPS))
     block_softmax_backward(const __grid_constant__ SoftmaxBackwardParams p) {
   using Acc = accumulator_t<T>;
   using Place = place<T, C, VECTOR, WARPS>;
@@ -277,6 +349,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
   __shared__ Acc shared[WARPS * Lanes::kRows];
   const Place my(p.lines, p.tasks, p.batch, p.block_rows);
   const Acc scale = static_cast<Acc>(p.scale);
+  const auto outs = my.of(p.out), d_outs = my.of(p.d_out), results = my.of(p.d_values);
   run<T, kRun> out[K], d_out[K];
 
   const auto load = [&](int first) {
@@ -284,8 +357,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     for (int k = 0; k < K; ++k) {
       const int step = my.step(first + k);
       if (my.has(step)) {
-        out[k] = load_run<T, kRun>(my.at(p.out, step));
-        d_out[k] = load_run<T, kRun>(my.at(p.d_out, step));
+        out[k] = load_run<T, kRun>(outs.at(step));
+        d_out[k] = load_run<T, kRun>(d_outs.at(step));
       }
     }
   };
@@ -326,7 +399,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
           const Acc o = static_cast<Acc>(widen(out[k].at(e))), g = static_cast<Acc>(widen(d_out[k].at(e)));
           x[e] = o != Acc(0) ? scale * (o * (g - dot)) : Acc(0);
         }
-        store_run<T, kRun>(my.at(p.d_values, step), x);
+        store_run<T, kRun>(results.at(step), x);
       }
     }
   }

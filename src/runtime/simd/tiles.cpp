@@ -11,6 +11,7 @@
 #define HWY_TARGET_INCLUDE "runtime/simd/tiles.cpp"
 #include <hwy/foreach_target.h>
 // After foreach_target.h.
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #ifndef FRETWORK_RUNTIME_SIMD_TILES_TYPES
@@ -52,6 +53,9 @@ template <typename T>
 constexpr std::int64_t kSquare = HWY_TARGET == HWY_SCALAR ? 1 : 16 / sizeof(T);
 /// Depth packed at a time, so that what is written scattered stays in the first-level cache.
 constexpr std::int64_t kPackDepth = 64;
+
+/// Rows fetched ahead while packing: each lies on a page of its own, which hardware does not foresee.
+constexpr std::int64_t kAhead = 8;
 
 template <typename T, typename In>
 T Widen(In value) {
@@ -174,6 +178,9 @@ void Convert(const In* from, std::int64_t from_row, std::int64_t from_col, std::
              Out* out, std::int64_t out_row, std::int64_t out_col) {
   if (from_col == 1 && out_col == 1) {
     for (std::int64_t r = 0; r < rows; ++r) {
+      for (std::int64_t c = 0; kAhead > 0 && c < cols; c += 64 / static_cast<std::int64_t>(sizeof(In))) {
+        hwy::Prefetch(from + (r + kAhead) * from_row + c);
+      }
       Copy<T>(from + r * from_row, cols, out + r * out_row);
     }
     return;
@@ -185,6 +192,11 @@ void Convert(const In* from, std::int64_t from_row, std::int64_t from_col, std::
   const std::int64_t square_cols = turn_in || turn_out ? cols - cols % kSide : 0;
   for (std::int64_t c = 0; c < square_cols; c += kSide) {
     for (std::int64_t r = 0; r < square_rows; r += kSide) {
+      if (turn_in && r * static_cast<std::int64_t>(sizeof(In)) % 64 == 0) {
+        for (std::int64_t n = 2 * kSide; n < 3 * kSide; ++n) {
+          hwy::Prefetch(from + r * from_row + (c + n) * from_col);
+        }
+      }
       Transpose<T>(from + r * from_row + c * from_col, turn_in ? from_col : from_row, out + r * out_row + c * out_col,
                    turn_in ? out_row : out_col);
     }
@@ -198,11 +210,11 @@ void Convert(const In* from, std::int64_t from_row, std::int64_t from_col, std::
 
 template <typename In, typename T>
 void Pack(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, void* out) {
+  const In* const first = static_cast<const In*>(from.data);
   for (std::int64_t k = 0; k < depth; k += kPackDepth) {
     const std::int64_t count = std::min(kPackDepth, depth - k);
     T* const panel = static_cast<T*>(out) + k * width;
-    Convert<T>(static_cast<const In*>(from.data) + k * from.row_stride, from.row_stride, from.col_stride, count, cols,
-               panel, width, 1);
+    Convert<T>(first + k * from.row_stride, from.row_stride, from.col_stride, count, cols, panel, width, 1);
     for (std::int64_t r = 0; cols < width && r < count; ++r) {
       std::fill(panel + r * width + cols, panel + (r + 1) * width, T{0});
     }
@@ -225,12 +237,26 @@ void Stream(const T* from, std::int64_t count, Out* out) {
   Copy<T>(from + n, count - n, out + n);
 }
 
+/// Rows of a result that are turned at a time when it is contiguous along them.
+constexpr std::int64_t kTurnedRows = 128;
+
 template <typename Out, typename T>
 void Store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols, const Place& to,
            bool stream) {
   if (stream && to.col_stride == 1) {
     for (std::int64_t r = 0; r < rows; ++r) {
       Stream(static_cast<const T*>(sums) + r * sum_stride, cols, static_cast<Out*>(to.data) + r * to.row_stride);
+    }
+    return;
+  }
+  if (stream && to.row_stride == 1 && rows <= kTurnedRows) {
+    HWY_ALIGN T turned[kSquare<T> * kTurnedRows];
+    for (std::int64_t c = 0; c < cols; c += kSquare<T>) {
+      const std::int64_t count = std::min(kSquare<T>, cols - c);
+      Convert<T>(static_cast<const T*>(sums) + c, sum_stride, 1, rows, count, turned, 1, kTurnedRows);
+      for (std::int64_t n = 0; n < count; ++n) {
+        Stream(turned + n * kTurnedRows, rows, static_cast<Out*>(to.data) + (c + n) * to.col_stride);
+      }
     }
     return;
   }

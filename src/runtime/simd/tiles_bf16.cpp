@@ -18,6 +18,10 @@ namespace {
 constexpr std::int64_t kRows = 8, kLanes = 16, kGroup = 2;
 /// Pairs packed at a time, so that what is written scattered stays in the first-level cache.
 constexpr std::int64_t kPackPairs = 32;
+/// Rows of a result that are turned at a time when it is not contiguous along its columns.
+constexpr std::int64_t kTurnedRows = 128;
+/// Rows fetched ahead while packing: each lies on a page of its own, which hardware does not foresee.
+constexpr std::int64_t kAhead = 16;
 using Bits = std::uint16_t;
 using Pair = std::uint32_t;
 
@@ -127,6 +131,11 @@ FRETWORK_TARGET void pack(const Place& from, std::int64_t depth, std::int64_t co
     }
     for (std::int64_t n = 0; n < count; n += kGroup) {
       const Bits* const upper = data + n * from.row_stride;
+      for (std::int64_t ahead = kAhead; ahead < kAhead + kGroup; ++ahead) {
+        for (std::int64_t j = 0; j < cols; j += 32) {
+          __builtin_prefetch(upper + ahead * from.row_stride + j);
+        }
+      }
       interleave(upper, n + 1 < count ? upper + from.row_stride : nullptr, cols, width, panel + n / kGroup * width);
     }
   }
@@ -142,39 +151,66 @@ FRETWORK_TARGET inline __m256i round16(__m512 v) {
   return _mm512_cvtepi32_epi16(bits);
 }
 
+/// Four columns of `rows` sums, each to a row of its own. Reads whole vectors: sums come in multiples of kLanes.
+FRETWORK_TARGET void turn(const float* from, std::int64_t stride, std::int64_t rows, float* out) {
+  std::int64_t i = 0;
+  for (; i + 4 <= rows; i += 4) {
+    __m128 a = _mm_loadu_ps(from + i * stride), b = _mm_loadu_ps(from + (i + 1) * stride);
+    __m128 c = _mm_loadu_ps(from + (i + 2) * stride), d = _mm_loadu_ps(from + (i + 3) * stride);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_store_ps(out + i, a);
+    _mm_store_ps(out + kTurnedRows + i, b);
+    _mm_store_ps(out + 2 * kTurnedRows + i, c);
+    _mm_store_ps(out + 3 * kTurnedRows + i, d);
+  }
+  for (; i < rows; ++i) {
+    for (std::int64_t j = 0; j < 4; ++j) {
+      out[j * kTurnedRows + i] = from[i * stride + j];
+    }
+  }
+}
+
+/// No masked stores: they are slow with narrowing on some CPUs.
+FRETWORK_TARGET void store_row(const float* from, std::int64_t cols, Bits* out, bool stream) {
+  const bool aligned = reinterpret_cast<std::uintptr_t>(out) % sizeof(__m256i) == 0;
+  std::int64_t j = 0;
+  for (; j + kLanes <= cols; j += kLanes) {
+    const __m256i bits = round16(_mm512_loadu_ps(from + j));
+    __m256i* const to = reinterpret_cast<__m256i*>(out + j);
+    stream&& aligned ? _mm256_stream_si256(to, bits) : _mm256_storeu_si256(to, bits);
+  }
+  if (j < cols) {
+    alignas(32) Bits tail[kLanes];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(tail), round16(_mm512_loadu_ps(from + j)));
+    std::copy_n(tail, cols - j, out + j);
+  }
+}
+
 FRETWORK_TARGET void store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols,
                            const Place& to, bool stream) {
   Bits* const out = static_cast<Bits*>(to.data);
   const float* const from = static_cast<const float*>(sums);
   if (to.col_stride == 1) {
     for (std::int64_t i = 0; i < rows; ++i) {
-      Bits* const line = out + i * to.row_stride;
-      if (stream && reinterpret_cast<std::uintptr_t>(line) % 32 == 0 && cols % kLanes == 0) {
-        for (std::int64_t j = 0; j < cols; j += kLanes) {
-          _mm256_stream_si256(reinterpret_cast<__m256i*>(line + j),
-                              round16(_mm512_loadu_ps(from + i * sum_stride + j)));
-        }
-        continue;
-      }
-      for (std::int64_t j = 0; j < cols; j += kLanes) {
-        const auto mask = static_cast<__mmask16>((1u << std::min(kLanes, cols - j)) - 1u);
-        _mm256_mask_storeu_epi16(out + i * to.row_stride + j, mask,
-                                 round16(_mm512_loadu_ps(from + i * sum_stride + j)));
-      }
+      store_row(from + i * sum_stride, cols, out + i * to.row_stride, stream);
     }
     return;
   }
-  for (std::int64_t first_row = 0; first_row < rows; first_row += kRows) {
-    for (std::int64_t first = 0; first < cols; first += kLanes) {
-      const std::int64_t height = std::min(kRows, rows - first_row);
-      alignas(64) Bits rounded[kRows][kLanes];
-      for (std::int64_t i = 0; i < height; ++i) {
-        _mm256_store_si256(reinterpret_cast<__m256i*>(rounded[i]),
-                           round16(_mm512_loadu_ps(from + (first_row + i) * sum_stride + first)));
-      }
-      for (std::int64_t j = 0; j < std::min(kLanes, cols - first); ++j) {
-        for (std::int64_t i = 0; i < height; ++i) {
-          out[(first_row + i) * to.row_stride + (first + j) * to.col_stride] = rounded[i][j];
+  alignas(64) float turned[4 * kTurnedRows];
+  for (std::int64_t i = 0; i < rows; i += kTurnedRows) {
+    const std::int64_t height = std::min(kTurnedRows, rows - i);
+    for (std::int64_t j = 0; j < cols; j += 4) {
+      turn(from + i * sum_stride + j, sum_stride, height, turned);
+      for (std::int64_t n = 0; n < std::min<std::int64_t>(4, cols - j); ++n) {
+        Bits* const column = out + i * to.row_stride + (j + n) * to.col_stride;
+        if (to.row_stride == 1) {
+          store_row(turned + n * kTurnedRows, height, column, stream && height % 32 == 0);
+          continue;
+        }
+        alignas(64) Bits rounded[kTurnedRows];
+        store_row(turned + n * kTurnedRows, height, rounded, false);
+        for (std::int64_t r = 0; r < height; ++r) {
+          column[r * to.row_stride] = rounded[r];
         }
       }
     }

@@ -1,0 +1,140 @@
+"""block_softmax against a dense float64 softmax of the mask, its gradients, and its masks' dtypes."""
+
+import pytest
+import torch
+from conftest import assert_close, dense_of, dtypes_of, packed_of, some_layout
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fretwork as fw
+
+INF = float("inf")
+SETTINGS = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def reference(values, layout, scale, rpe, key_padding, attn, modes):
+    x = dense_of(values, layout) * scale
+    x = x if rpe is None else x + rpe
+    gone = ~layout.mask()
+    for mask, mode in zip((None if key_padding is None else key_padding[:, None, None], attn), modes, strict=True):
+        if mask is not None and mode == "add":
+            x = x + mask
+        elif mask is not None:
+            gone = gone | (mask == 0)
+    x = x.masked_fill(gone, -INF)
+    dead = (x == -INF).all(-1, keepdim=True)
+    return packed_of(x.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0), layout)
+
+
+def drawn_mask(mode, boolean, *shape):
+    if mode == "mul":
+        mask = torch.rand(shape) < 0.7
+        return mask if boolean else mask * 1.5
+    return torch.where(torch.rand(shape) < 0.2, -INF, torch.randn(shape))
+
+
+@st.composite
+def problems(draw):
+    layout = some_layout(
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 5)),
+        (draw(st.sampled_from([8, 16, 40])), draw(st.sampled_from([8, 16, 40]))),
+        draw(st.floats(0, 1)),
+    )
+    z = draw(st.sampled_from([0, 1, 2, 3]))
+    sizes = (z, *layout.shape)
+    rpe = None
+    if draw(st.booleans()):
+        rank = draw(st.integers(0, 4))
+        rpe = torch.randn([draw(st.sampled_from([1, n])) for n in sizes[4 - rank :]])
+    modes = draw(st.tuples(*(st.sampled_from(["add", "mul"]),) * 2))
+    key_padding = drawn_mask(modes[0], draw(st.booleans()), z, sizes[3]) if draw(st.booleans()) else None
+    attn = (
+        drawn_mask(modes[1], draw(st.booleans()), *sizes[draw(st.sampled_from([1, 2])) :])
+        if draw(st.booleans())
+        else None
+    )
+    return (
+        layout,
+        z,
+        draw(st.sampled_from([1.0, -0.5, 0.0, 3.0])),
+        rpe,
+        key_padding,
+        attn,
+        modes,
+        draw(st.integers(0, 3)),
+    )
+
+
+@SETTINGS
+@given(problem=problems())
+def test_any_problem(problem, device):
+    layout, z, scale, rpe, key_padding, attn, modes, kind = problem
+    dtype = dtypes_of(device)[kind % len(dtypes_of(device))]
+    values = torch.randn(z, layout.nnz, *layout.block_shape).to(device, dtype).requires_grad_()
+    leaves = [values]
+    if rpe is not None:
+        rpe = rpe.to(device, dtype).requires_grad_()
+        leaves.append(rpe)
+    masks = [m if m is None else m.to(device, m.dtype if m.dtype == torch.bool else dtype) for m in (key_padding, attn)]
+    got = fw.block_softmax(values, layout, scale, rpe, *masks, *modes)
+    exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    plain = [
+        m if m is None or m.dtype == torch.bool else m.cpu().double()
+        for m in (t if t is None else t.cpu() for t in masks)
+    ]
+    want = reference(exact[0], layout, scale, exact[1] if rpe is not None else None, *plain, modes)
+    assert_close(got, want, dtype)
+    upstream = torch.randn(want.shape).to(dtype)
+    gradients = torch.autograd.grad(got, leaves, upstream.to(device))
+    for gradient, t in zip(gradients, torch.autograd.grad(want, exact, upstream.double()), strict=True):
+        assert_close(gradient, t, dtype, "gradient", floor=1.0)  # that of a broadcast rpe cancels to nothing
+
+
+def test_rpe_of_another_dtype(device):
+    """A table of float32 parameters beside half-precision values keeps its own dtype."""
+    layout = some_layout()
+    values = torch.randn(1, layout.nnz, 16, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    rpe = torch.randn(layout.shape[1:], device=device, requires_grad=True)
+    out = fw.block_softmax(values, layout, rpe=rpe)
+    upstream = torch.randn(out.shape).bfloat16()
+    gradients = torch.autograd.grad(out, (values, rpe), upstream.to(device))
+    x, r = values.detach().cpu().double().requires_grad_(), rpe.detach().cpu().double().requires_grad_()
+    want = reference(x, layout, 1.0, r, None, None, ("add", "add"))
+    exact = torch.autograd.grad(want, (x, r), upstream.double())
+    assert_close(out, want, torch.bfloat16)
+    assert_close(gradients[0], exact[0], torch.bfloat16, "gradient of values")
+    assert gradients[1].dtype == torch.float32
+    assert_close(gradients[1].bfloat16(), exact[1], torch.bfloat16, "gradient of rpe")
+
+
+def test_only_rpe_requires_grad(device):
+    layout = some_layout()
+    rpe = torch.randn(1, 2, 48, 64, device=device, requires_grad=True)
+    fw.block_softmax(torch.randn(3, layout.nnz, 16, 16, device=device), layout, rpe=rpe).square().sum().backward()
+    assert rpe.grad is not None and rpe.grad.shape == rpe.shape and rpe.grad.abs().sum() > 0
+
+
+def test_a_second_gradient_is_refused_clearly(device):
+    layout = some_layout()
+    values = torch.randn(1, layout.nnz, 16, 16, device=device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(fw.block_softmax(values, layout).square().sum(), values, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"block_softmax: gradient: expected .*, got a second"):
+        torch.autograd.grad(gradient.sum(), values)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"scale": "big"}, "scale: expected a number, got str"),
+        ({"attn_mask_mode": None}, "attn_mask_mode: expected"),
+        ({"rpe": 3.0}, "rpe: expected a torch.Tensor, got float"),
+        ({"attn_mask": [[1]]}, "attn_mask: expected a torch"),
+        ({"key_padding_mask": torch.ones(1, 64).long()}, "key_padding_mask: expected .*, got int64"),
+    ],
+)
+def test_refused(options, text):
+    layout = some_layout()
+    with pytest.raises((TypeError, RuntimeError), match=f"^block_softmax: {text}"):
+        fw.block_softmax(torch.ones(1, layout.nnz, 16, 16), layout, **options)

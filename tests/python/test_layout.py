@@ -1,0 +1,137 @@
+"""Patterns as Python values: what constructors take and refuse, equality, text, pickling, masks."""
+
+import copy
+import ctypes
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fretwork as fw
+from fretwork import _library, pattern
+
+sides = st.sampled_from([8, 9, 16, 32, 100, 128])
+
+
+@st.composite
+def masks(draw):
+    shape = draw(st.tuples(*(st.integers(0, 5),) * 3))
+    bits = draw(st.lists(st.booleans(), min_size=int(np.prod(shape)), max_size=int(np.prod(shape))))
+    return np.array(bits, dtype=bool).reshape(shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(masks(), sides, sides)
+def test_text_mask_and_transpose_agree(mask, r, c):
+    layout = fw.BlockLayout(mask, (r, c))
+    assert layout.shape == (mask.shape[0], mask.shape[1] * r, mask.shape[2] * c)
+    assert layout.nnz == mask.sum() and layout.heads == mask.shape[0] and layout.blocks == mask.shape[1:]
+    assert layout.block_shape == (r, c) and layout.block == (r if r == c else (r, c))
+    assert np.array_equal(layout.numpy_mask(), mask.repeat(r, 1).repeat(c, 2))
+    assert fw.Pattern.parse(layout.text) == layout == pickle.loads(pickle.dumps(layout)) == copy.deepcopy(layout)
+    assert fw.BlockLayout(mask.swapaxes(1, 2), (c, r)) == layout.T and layout == layout.T.T
+    assert hash(layout) == hash(fw.Pattern.parse(layout.text))
+
+
+@pytest.mark.parametrize("convert", [
+    lambda m: m, lambda m: m.long(), lambda m: m.to(torch.uint8), lambda m: m.numpy(), lambda m: m.tolist(),
+    lambda m: m.int().tolist(), lambda m: m.mT.contiguous().mT, lambda m: m.numpy().astype(np.uint16)])  # fmt: skip
+def test_masks_of_many_kinds(convert):
+    mask = torch.rand(2, 3, 4) < 0.5
+    assert fw.BlockLayout(convert(mask), 16) == fw.BlockLayout(mask, 16)
+    assert fw.BlockLayout(convert(mask)[0], 16) == fw.BlockLayout(mask[:1], 16)
+
+
+def test_a_mask_is_copied():
+    mask = np.ones((1, 2, 2), dtype=np.uint8)
+    layout = fw.BlockLayout(mask, 8)
+    mask[:] = 0
+    assert layout.nnz == 4 and layout.numpy_mask().all()
+
+
+@pytest.mark.parametrize("mask, block, text", [
+    (torch.ones(2, 2), 16, "mask: expected a bool or integer dtype, got torch.float32"),
+    (np.ones((2, 2)), 16, "mask: expected a bool or integer dtype, got float64"),
+    (None, 16, "mask: expected a bool or integer dtype, got NoneType"),
+    ([[1, 0], [1]], 16, "mask: expected .*, got ragged lists"),
+    ([1, 0], 16, r"mask: expected \(heads, rows, cols\) or \(rows, cols\), got \(2,\)"),
+    ([[0, 2]], 16, "mask: expected 0 or 1 everywhere, got 2"),
+    ([[0, -1]], 16, "mask: expected 0 or 1 everywhere, got -1"),
+    ([[256]], 16, "mask: expected 0 or 1 everywhere, got 256"),
+    ([[1]], 7, "block: expected 8 to 128, got 7"),
+    ([[1]], True, r"block: expected an int or \(rows, cols\), got True"),
+    ([[1]], (8, 8, 8), r"block: expected an int or \(rows, cols\), got 3 numbers")])  # fmt: skip
+def test_refused(mask, block, text):
+    with pytest.raises((ValueError, TypeError), match=f"^BlockLayout: {text}"):
+        fw.BlockLayout(mask, block)
+
+
+@pytest.mark.parametrize("text", ["", "block", "block(", "block((1,1,1),(8,8),~)", "nothing(3)", "block@00", "\0", "✗"])
+def test_texts_that_are_no_pattern(text):
+    with pytest.raises(ValueError, match=r"expected .*, got "):
+        fw.Pattern.parse(text)
+    with pytest.raises(TypeError, match=r"Pattern.parse: text: expected a str, got bytes"):
+        fw.Pattern.parse(text.encode())
+
+
+def test_values_are_read_only():
+    layout = fw.BlockLayout([[1]], 8)
+    for name in ("nnz", "text", "_text", "other"):
+        with pytest.raises(AttributeError):
+            setattr(layout, name, 0)
+    with pytest.raises(AttributeError):
+        del layout._text
+    with pytest.raises(TypeError):
+        fw.Pattern()
+    assert layout != "block" and layout != fw.BlockLayout([[1]], 16) and layout in {layout}
+
+
+def test_large_layouts_cross_by_digest():
+    layout = fw.BlockLayout(torch.rand(2, 64, 64) < 0.3, 16)
+    assert "@" in layout.key and len(layout.key) < 64 < len(layout.text)
+    assert pattern.block_layout(layout.key) == layout
+    assert pickle.loads(pickle.dumps(layout)).key == layout.key
+
+
+def test_a_mask_too_large_to_make():
+    layout = fw.Pattern.parse("random_blocks((1, 300, 300), 128, 0.01, 1)")
+    with pytest.raises(ValueError, match=r"mask: pattern: expected at most 2\^30 elements, got 1474560000"):
+        layout.mask()
+
+
+def test_threads_make_and_read_patterns():
+    failures = []
+
+    def work(n):
+        try:
+            for k in range(50):
+                mask = np.random.default_rng(n * 100 + k).random((1, 8, 8)) < 0.5
+                layout = fw.BlockLayout(mask, 8)
+                assert np.array_equal(layout.T.T.numpy_mask(), mask.repeat(8, 1).repeat(8, 2))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_c_interface_refuses_what_python_never_sends():
+    core = _library.core()
+    sizes = (ctypes.c_int64 * 5)(2**40, 2**40, 1, 8, 8)
+    assert not core.fretwork_block_layout(sizes, None) and "BlockLayout: mask: expected" in _library.last_error()
+    with pattern._open(fw.BlockLayout([[1]], 8)) as handle:
+        assert core.fretwork_pattern_mask(handle, None, 3) == -1 and "expected 64, got 3" in _library.last_error()
+
+
+def test_a_missing_library_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("FRETWORK_LIB_DIR", str(tmp_path))
+    with pytest.raises(ImportError, match=r"expected libfretwork\.so in"):
+        _library.library_path("fretwork")

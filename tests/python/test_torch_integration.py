@@ -1,0 +1,323 @@
+"""The ops as torch sees them: opcheck, compile, export, vmap, autocast, inference mode, threads, memory, errors."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from conftest import assert_close, some_layout
+
+import fretwork as fw
+
+OPS = ["sdd", "dsd", "dds", "block_softmax", "block_softmax_backward", "block_pack", "block_unpack"]
+PRODUCTS = OPS[:3]
+each_op = pytest.mark.parametrize("op", OPS)
+each_product = pytest.mark.parametrize("op", PRODUCTS)
+
+
+def arguments(op, device, layout=None, dtype=torch.float32, grad=True, lead=(2, 2)):
+    """Arguments of torch.ops.fretwork.<op>."""
+    layout = layout or some_layout(2, 3, 2)
+    _, m, n = layout.shape
+    z = lead[:1] if len(lead) == 2 else ()
+
+    def tensor(*shape):
+        return torch.randn(shape, device=device, dtype=dtype, requires_grad=grad)
+
+    def values():
+        return tensor(*z, layout.nnz, *layout.block_shape)
+
+    tail = (layout.key, False, False, "ieee", False, False)
+    if op == "sdd":
+        return tensor(*lead, m, 5), tensor(*lead, 5, n), *tail
+    if op == "dsd":
+        return values(), tensor(*lead, n, 5), *tail
+    if op == "dds":
+        return tensor(*lead, 5, m), values(), *tail
+    if op == "block_softmax":
+        rpe = tensor(*z, 1, 1, n) if z else tensor(m, n)
+        return values(), layout.key, 0.5, rpe, None, torch.rand(m, n, device=device) < 0.8, "add", "mul"
+    if op == "block_softmax_backward":
+        with torch.no_grad():
+            return fw.block_softmax(values(), layout), values().detach(), layout.key, 0.5, "h1n"
+    if op == "block_pack":
+        return tensor(*lead, m, n), layout.key
+    return values(), layout.key, 2.0
+
+
+def call(op, *args):
+    return getattr(torch.ops.fretwork, op).default(*args)
+
+
+@each_op
+def test_opcheck(op, device):
+    packet = getattr(torch.ops.fretwork, op).default
+    torch.library.opcheck(packet, arguments(op, device))
+    torch.library.opcheck(packet, arguments(op, device, lead=(2,), grad=False))
+
+
+@pytest.mark.parametrize("trans", [(True, False), (False, True), (True, True)])
+@each_product
+def test_opcheck_of_every_transpose(op, trans, device):
+    layout = some_layout(1, 3, 3)
+    a, b, *_ = arguments(op, device, layout, lead=(1,))
+    a = a.detach().mT.contiguous().requires_grad_() if trans[0] and op != "dsd" else a
+    b = b.detach().mT.contiguous().requires_grad_() if trans[1] and op != "dds" else b
+    for sums in ((False, False), (True, True)):
+        rest = (layout.key, *trans, "ieee", *sums)
+        torch.library.opcheck(getattr(torch.ops.fretwork, op).default, (a, b, *rest))
+
+
+def attention(layout):
+    def function(q, k, v):
+        scores = fw.sdd(q, k, layout, trans_b=True)
+        return fw.dsd(fw.block_softmax(scores, layout, scale=0.3), v, layout)
+
+    return function
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend, device):
+    """Forward and backward in one graph each, also after the batch size changes; layouts of both key kinds."""
+    for layout in (some_layout(2, 3, 3), some_layout(2, 40, 40, 8)):
+        torch._dynamo.reset()
+        size = layout.shape[1]
+        compiled = torch.compile(attention(layout), fullgraph=True, backend=backend)
+        for z in (2, 3):
+            q, k, v = (torch.randn(z, 2, size, 8, device=device, requires_grad=True) for _ in range(3))
+            got, want = compiled(q, k, v), attention(layout)(q, k, v)
+            assert_close(got, want.double(), torch.float32)
+            upstream = torch.randn_like(want)
+            pairs = zip(
+                torch.autograd.grad(got, (q, k, v), upstream),
+                torch.autograd.grad(want, (q, k, v), upstream),
+                strict=True,
+            )
+            for one, other in pairs:
+                assert_close(one, other.double(), torch.float32, "gradient")
+
+
+def test_compiled_code_follows_the_layout_and_the_precision(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda a, b, layout: fw.sdd(a, b, layout), fullgraph=True, backend="aot_eager")
+    a, b = torch.randn(32, 5, device=device), torch.randn(5, 32, device=device)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for mask in ([[1, 0], [0, 1]], [[1, 1], [0, 1]]):
+            layout = fw.BlockLayout(mask, 16)
+            torch.set_float32_matmul_precision("high" if layout.nnz == 3 else "highest")
+            assert compiled(a, b, layout).shape == (layout.nnz, 16, 16)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_export_carries_the_whole_layout(tmp_path):
+    layout = some_layout(1, 30, 30, 8)
+    layer = fw.nn.BlockSparseLinear(240, 240, layout)
+    assert "@" in layout.key
+    x = torch.randn(4, 240)
+    program = torch.export.export(layer, (x,))
+    texts = [a for node in program.graph.nodes for a in node.args if isinstance(a, str) and a.startswith("block")]
+    assert texts == [layout.text]
+    torch.export.save(program, tmp_path / "layer.pt2")
+    assert torch.allclose(torch.export.load(tmp_path / "layer.pt2").module()(x), layer(x))
+
+
+# vmap
+
+
+@pytest.mark.parametrize(
+    "lead_a, lead_b", [((2, 2), (2, 2)), ((2,), (2,)), ((2, 2), (2,)), ((2,), (3, 2)), ((), (3, 2))]
+)
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0), (1, 0)])
+@each_product
+def test_vmap_of_products(op, dims, lead_a, lead_b, device):
+    """Any mix of mapped operands with and without Z and H gives what a loop gives."""
+    layout = some_layout(2, 3, 2)
+    lead_b = (lead_a[0], *lead_b[1:]) if len(lead_a) == len(lead_b) == 2 else lead_b
+
+    def operand(n, lead, dim):
+        t = arguments(op, device, layout, grad=False, lead=lead)[n]
+        return t if dim is None else torch.stack([t, 2 * t, -t], dim)
+
+    a, b = operand(0, lead_a, dims[0]), operand(1, lead_b, dims[1])
+    function = lambda x, y: getattr(fw, op)(x, y, layout)  # noqa: E731
+    got = torch.func.vmap(function, in_dims=dims)(a, b)
+    pick = lambda t, d, n: t if d is None else t.select(d, n)  # noqa: E731
+    want = torch.stack([function(pick(a, dims[0], n), pick(b, dims[1], n)) for n in range(3)])
+    assert_close(got, want.double(), torch.float32)
+
+
+def test_vmap_of_softmax_and_packing(device):
+    layout = some_layout(2, 3, 2)
+    _, m, n = layout.shape
+    values = torch.randn(3, 2, layout.nnz, 16, 16, device=device)
+    for rpe, attn, keys in (
+        (None, None, None),
+        (torch.randn(3, n, device=device), None, torch.randn(3, 2, n, device=device)),
+        (torch.randn(3, 2, 2, m, n, device=device), torch.randn(3, m, n, device=device), None),
+    ):
+        given = {k: v for k, v in {"rpe": rpe, "attn_mask": attn, "key_padding_mask": keys}.items() if v is not None}
+        function = lambda v, e: fw.block_softmax(v, layout, **e)  # noqa: E731
+        want = torch.stack([function(values[i], {k: e[i] for k, e in given.items()}) for i in range(3)])
+        assert_close(torch.func.vmap(function)(values, given), want.double(), torch.float32)
+    same = torch.func.vmap(lambda r: fw.block_softmax(values[0], layout, rpe=r))(torch.zeros(4, n, device=device))
+    assert_close(same, fw.block_softmax(values[0], layout).expand(4, *values[0].shape).double(), torch.float32)
+    dense = torch.func.vmap(layout.unpack)(values)
+    assert dense.shape == (3, 2, *layout.shape) and torch.equal(torch.func.vmap(layout.pack, 1, 1)(dense), values)
+    assert torch.equal(torch.func.vmap(layout.unpack)(values[:, 0]), dense[:, 0])
+    nested = torch.func.vmap(torch.func.vmap(layout.unpack))(values)
+    assert torch.equal(nested, dense)
+
+
+def test_batched_gradients(device):
+    """Several upstream gradients at once: the backward ops run under vmap."""
+    layout = some_layout(2, 3, 3)
+    for lead in ((2, 2), (2,)):
+        q, k, v = (torch.randn(*lead, 48, 8, device=device, requires_grad=True) for _ in range(3))
+        shared = torch.randn(48, 8, device=device, requires_grad=True)
+        rpe = torch.randn(2, 1, 48, device=device, requires_grad=True)
+        scores = fw.block_softmax(fw.sdd(q, k + shared, layout, trans_b=True), layout, rpe=rpe)
+        out = fw.dsd(layout.pack(layout.unpack(scores)), v, layout) + fw.dsd(scores, shared, layout)
+        leaves = (q, k, v, shared, rpe)
+        upstream = torch.randn(3, *out.shape, device=device)
+
+        def gradients(u, out=out, leaves=leaves):
+            return torch.autograd.grad(out, leaves, u, retain_graph=True)
+
+        want = [torch.stack(parts).double() for parts in zip(*map(gradients, upstream), strict=True)]
+        legacy = torch.autograd.grad(out, leaves, upstream, is_grads_batched=True, retain_graph=True)
+        for got in (torch.func.vmap(gradients)(upstream), legacy):
+            for one, other in zip(got, want, strict=True):
+                assert_close(one, other, torch.float32)
+
+
+# Autocast, inference mode, threads, memory
+
+
+@each_product
+def test_autocast_lowers_as_matmul_does(op, device):
+    a, b, *_ = arguments(op, device)
+    layout = some_layout(2, 3, 2)
+    a, b, *_ = arguments(op, device, layout)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = getattr(fw, op)(a, b.half(), layout)
+        assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert a.grad.dtype == torch.float32 and b.grad.dtype == torch.float32
+    want = getattr(fw, op)(a.detach().bfloat16(), b.detach().half().bfloat16(), layout)
+    assert torch.equal(out, want)
+    if device.type == "cpu":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert getattr(fw, op)(a.double(), b.double(), layout).dtype == torch.float64
+
+
+@each_op
+def test_inference_mode(op, device):
+    args = arguments(op, device)
+    want = call(op, *args)
+    with torch.inference_mode():
+        got = call(op, *args)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other) and one.is_inference() and not one.requires_grad
+
+
+@each_op
+def test_no_grad_for_inputs_that_need_none(op, device):
+    args = arguments(op, device, grad=False)
+    out = call(op, *args)
+    assert not (out[0] if isinstance(out, tuple) else out).requires_grad
+
+
+def test_threads_share_the_ops(device):
+    layout = some_layout(2, 8, 8)
+    a, b = torch.randn(2, 128, 24, device=device), torch.randn(2, 24, 128, device=device)
+    want, failures = fw.sdd(a, b, layout), []
+
+    def work():
+        try:
+            for _ in range(30):
+                assert torch.equal(fw.sdd(a, b, layout), want)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_failed_and_repeated_calls_leak_nothing():
+    """Every argument is given back, whether the op succeeds or throws: tensors by reference count, strings by size."""
+    layout = some_layout(1, 2, 2, 8)
+    values, b, wrong = torch.randn(layout.nnz, 8, 8), torch.randn(16, 4), torch.randn(17, 4)
+    long_name = "x" * 100_000
+
+    def resident():
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    def once():
+        fw.dsd(values, b, layout)
+        with pytest.raises(RuntimeError, match="dsd: b: expected"):
+            fw.dsd(values, wrong, layout)
+        with pytest.raises(RuntimeError, match="precision: expected"):
+            torch.ops.fretwork.dsd(values, b, layout.key, False, False, long_name, False, False)
+
+    counts = [t._use_count() for t in (values, b, wrong)]
+    for _ in range(20):
+        once()
+    before = resident()
+    for _ in range(200):
+        once()
+    assert [t._use_count() for t in (values, b, wrong)] == counts
+    assert resident() - before < 10e6  # one leaked name per round would be 20 MB
+
+
+# Errors
+
+
+@each_product
+def test_operands_that_are_refused(op, device):
+    layout = some_layout(2, 3, 2)
+    a, b, *_ = arguments(op, device, layout, grad=False)
+    function = getattr(fw, op)
+    bad = [
+        (None, b, layout),
+        (a, [1.0], layout),
+        (a, b, None),
+        (a, b, layout.mask()),
+        (a, b, layout.text),
+        (a, b, layout.T),
+        (a.long(), b.long(), layout),
+        (a.to(torch.complex64), b, layout),
+        (a, b.half(), layout),
+        (a[(None,) * 8], b, layout),
+        (a, b[(None,) * 8], layout),
+        (a.bool(), b.bool(), layout),
+        (a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), layout),
+        (a[0, 0, 0, 0], b, layout),
+    ]
+    for arguments_ in bad:
+        with pytest.raises((RuntimeError, TypeError), match=rf"^{op}: \w+: expected .+, got .+"):
+            function(*arguments_)
+    with pytest.raises(RuntimeError, match=rf"^{op}: precision: expected .*, got 'fast'"):
+        function(a, b, layout, precision="fast")
+
+
+def test_a_layout_text_that_is_none():
+    with pytest.raises(RuntimeError, match=r"expected .*, got "):
+        torch.ops.fretwork.block_pack(torch.ones(8, 8), "nonsense")
+
+
+@pytest.mark.parametrize("name", ["ieee", "tf32", "tf32x3", None])
+def test_precisions(name, device):
+    layout = some_layout(2, 3, 2)
+    a, b, *_ = arguments("sdd", device, layout, grad=False)
+    want = fw.sdd(a.double().cpu(), b.double().cpu(), layout)
+    got = fw.sdd(a, b, layout, precision=name)
+    tolerance = 2e-3 if name == "tf32" and device.type == "cuda" else 2e-5
+    assert (got.double().cpu() - want).abs().max() <= tolerance * want.abs().max()

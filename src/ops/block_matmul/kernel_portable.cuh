@@ -230,6 +230,7 @@ __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ blo
   constexpr int kSlices = Block < kDepth ? kDepth / Block : 1;  // steps in a stage
   constexpr int kParts = Block > kDepth ? Block / kDepth : 1;   // stages in a step
   constexpr int kSliceDepth = kDepth / kSlices;
+  constexpr int kPieces = kSlices > 1 ? kSlices : 2, kPieceDepth = kDepth / kPieces;  // of a stage's products
   constexpr int kBlockRows = kTileRows / Block, kStep = 2 + kBlockRows;
   constexpr int kWarpRows = Block < 64 ? Block : 64;
   using Warp = WarpTile<kWarpRows, Cols / (kWarps / (kTileRows / kWarpRows)), Cols>;
@@ -329,23 +330,31 @@ __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ blo
         copy_async_wait<Stages - 2>();
         __syncthreads();
       }
+      const int next = stage + 1 == Stages ? 0 : stage + 1;  // the ring's next place holds stage n
+      const int next_slot = slot + 1 == 2 * Stages ? 0 : slot + 1;
+      const StageT now(shared_address(ring) + next * StageT::kBytes);
+      const int* step = steps[next_slot < Stages ? next_slot + Stages : next_slot - Stages];
+      const auto multiply_piece = [&](int piece) {
+        if (step[piece * kPieceDepth / kSliceDepth * kStep + 2 + warp.m / Block] != 0) {
+          multiply_stage<T, Products, LeftKInner, RightKInner, kPieceDepth>(sums, now, warp, piece * kPieceDepth,
+                                                                            [](int, int) { return true; });
+        }
+      };
+      // Tensor cores are at work on the first piece while the copies are issued.
+      if (n >= 0) {
+        multiply_piece(0);
+      }
       ask(n + Stages - 1, stage, slot);
       tell(n + 2 * Stages - 1, slot < Stages ? slot + Stages : slot - Stages);
       copy_async_commit();
-      stage = stage + 1 == Stages ? 0 : stage + 1;
-      slot = slot + 1 == 2 * Stages ? 0 : slot + 1;
+      stage = next;
+      slot = next_slot;
       if (n < 0) {
         continue;
       }
-      // The ring's next place holds stage n.
-      const StageT now(shared_address(ring) + stage * StageT::kBytes);
-      const int* step = steps[slot < Stages ? slot + Stages : slot - Stages];
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
-        if (step[slice * kStep + 2 + warp.m / Block] != 0) {
-          multiply_stage<T, Products, LeftKInner, RightKInner, kSliceDepth>(sums, now, warp, slice * kSliceDepth,
-                                                                            [](int, int) { return true; });
-        }
+      for (int piece = 1; piece < kPieces; ++piece) {
+        multiply_piece(piece);
       }
     }
     if (segment.partial >= 0) {
@@ -472,16 +481,22 @@ __global__ void __launch_bounds__(kTileThreads) sdd(const __grid_constant__ bloc
         copy_async_wait<Stages - 2>();
         __syncthreads();
       }
+      const int next = stage + 1 == Stages ? 0 : stage + 1;  // the ring's next place holds stage n
+      const StageT now(shared_address(ring) + next * StageT::kBytes);
+      const auto multiply_half = [&](int half) {
+        multiply_stage<T, Products, LeftKInner, RightKInner, kDepth / 2>(
+            sums, now, warp, half * (kDepth / 2),
+            [&](int i, int j) { return kOneBlock || (mask >> (i * (Warp::kCols / 16) + j) & 1) != 0; });
+      };
+      if (n >= 0 && mask != 0) {
+        multiply_half(0);
+      }
       ask(n + Stages - 1, stage);
       copy_async_commit();
-      stage = stage + 1 == Stages ? 0 : stage + 1;
-      if (n < 0 || mask == 0) {
-        continue;
+      stage = next;
+      if (n >= 0 && mask != 0) {
+        multiply_half(1);
       }
-      const StageT now(shared_address(ring) + stage * StageT::kBytes);
-      multiply_stage<T, Products, LeftKInner, RightKInner, kDepth>(sums, now, warp, 0, [&](int i, int j) {
-        return kOneBlock || (mask >> (i * (Warp::kCols / 16) + j) & 1) != 0;
-      });
     }
     if (p.pieces > 1) {
       store_partial<Warp>(sums, partial(piece));

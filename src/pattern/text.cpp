@@ -260,9 +260,9 @@ class Memory {
     texts_.emplace(key, text);
   }
 
-  PatternPtr find(std::string_view key) {
+  PatternPtr find(const std::string& key) {
     const std::lock_guard lock(mutex_);
-    const auto found = recent_.find(std::string(key));
+    const auto found = recent_.find(key);
     if (found == recent_.end()) {
       return nullptr;
     }
@@ -270,9 +270,9 @@ class Memory {
     return found->second->second;
   }
 
-  void remember(std::string_view key, PatternPtr pattern) {
+  void remember(const std::string& key, PatternPtr pattern) {
     const std::lock_guard lock(mutex_);
-    if (recent_.contains(std::string(key))) {
+    if (recent_.contains(key)) {
       return;
     }
     order_.emplace_front(key, std::move(pattern));
@@ -320,27 +320,32 @@ PatternPtr make_pattern(const text::Call& call) {
   throw Error("Pattern.parse", "text", "one of " + known, "'" + call.name + "'");
 }
 
+/// The text itself, or "name@digest" for a long one.
+std::string key_of(std::string_view text) {
+  if (text.size() <= kLongText) {
+    return std::string(text);
+  }
+  return std::string(text.substr(0, text.find('('))) + "@" + hash128(text).hex();
+}
+
 }  // namespace
 
 void Pattern::name(std::string text) {
   text_ = std::move(text);
-  if (text_.size() <= kLongText) {
-    key_ = text_;
-    return;
+  key_ = key_of(text_);
+  if (key_ != text_) {
+    memory().keep(key_, text_);
   }
-  key_ = text_.substr(0, text_.find('(')) + "@" + hash128(text_).hex();
-  memory().keep(key_, text_);
 }
 
 PatternPtr parse_pattern(std::string_view text) {
-  if (PatternPtr known = memory().find(text)) {
+  const std::string key = key_of(text);
+  if (PatternPtr known = memory().find(key)) {
     return known;
   }
   const bool digest = text.find('@') != text.npos && text.find('(') == text.npos;
   PatternPtr pattern = make_pattern(text::parse(digest ? memory().text_behind(text) : text));
-  if (text.size() <= kLongText) {
-    memory().remember(text, pattern);
-  }
+  memory().remember(key, pattern);
   return pattern;
 }
 

@@ -196,6 +196,7 @@ Allocator& stream_allocator(int device, Handle stream) {
   const std::lock_guard lock(all.mutex);
   const auto [place, made] = all.allocators.try_emplace({device, stream}, device, stream);
   if (made) {
+    const RelaxedCapture relaxed;  // asking about a pool breaks a capture otherwise
     keep_workspace(state);
   }
   return place->second;

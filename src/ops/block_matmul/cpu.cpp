@@ -6,6 +6,7 @@
 // number of threads.
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <span>
 #include <vector>
 
@@ -50,14 +51,16 @@ Buffers& thread_buffers() {
 /// Columns of a result: panels of 1 to kMaxVectors vectors, and slabs of as many panels as a cache holds at full depth.
 class Slabs {
  public:
-  Slabs(std::int64_t cols, std::int64_t depth, const Tiles& tiles)
+  /// There are `share` slabs or a multiple of it, if there are panels enough.
+  Slabs(std::int64_t cols, std::int64_t depth, std::int64_t share, const Tiles& tiles)
       : cols_(cols),
         lanes_(tiles.lanes),
         vectors_(ceil_div(cols, lanes_)),
         panels_(ceil_div(vectors_, simd::kMaxVectors)) {
     const std::int64_t panel_bytes = depth * simd::kMaxVectors * lanes_ * static_cast<std::int64_t>(tiles.element);
-    count_ =
-        ceil_div(panels_, std::clamp(kSlabBytes / std::max<std::int64_t>(panel_bytes, 1), std::int64_t{1}, kMaxPanels));
+    const std::int64_t fit =
+        std::clamp(kSlabBytes / std::max<std::int64_t>(panel_bytes, 1), std::int64_t{1}, kMaxPanels);
+    count_ = std::min(panels_, ceil_div(ceil_div(panels_, fit), share) * share);
   }
   std::int64_t count() const { return count_; }
   std::int64_t vectors() const { return vectors_; }
@@ -205,10 +208,12 @@ class Work {
 /// A unit is a strip of rows of one block-row; its terms are the blocks of the row.
 class Spmm : Work {
  public:
-  Spmm(const Problem& problem, const Tiles& tiles)
+  Spmm(const Problem& problem, const Tiles& tiles, std::int64_t stretches)
       : Work(problem, tiles),
         index_(problem.transposed ? problem.layout->by_col() : problem.layout->by_row()),
-        slabs_(problem.out.cols, problem.right.rows, tiles) {
+        slabs_(problem.out.cols, problem.right.rows,
+               std::max<std::int64_t>(1, ceil_div(stretches, std::max<std::int64_t>(1, problem.z_out * problem.h_out))),
+               tiles) {
     const BlockLayout::Sizes& s = problem.layout->sizes();
     lines_ = problem.transposed ? s.cols : s.rows;
     line_rows_ = problem.transposed ? s.block_cols : s.block_rows;
@@ -223,6 +228,26 @@ class Spmm : Work {
 
   std::int64_t total() const { return batch_first_.back(); }
   double flops_per_unit() const { return 2.0 * static_cast<double>(tiles_.rows * tiles_.lanes * depth_); }
+
+  /// `at`, or the edge of a slab close to it: two stretches in one slab both pack it.
+  std::int64_t cut(std::int64_t at, std::int64_t stretch) const {
+    if (at >= total()) {
+      return total();
+    }
+    const auto batch = std::upper_bound(batch_first_.begin(), batch_first_.end(), at) - batch_first_.begin() - 1;
+    const std::int64_t base = batch_first_[static_cast<std::size_t>(batch)];
+    const std::int64_t column_cost = line_first(batch % p_.h_out, lines_) * strips_;
+    for (std::int64_t s = 0; s < slabs_.count(); ++s) {
+      const std::int64_t first = base + column_cost * slabs_.first_vector(slabs_.first_panel(s));
+      const std::int64_t last = base + column_cost * slabs_.first_vector(slabs_.first_panel(s + 1));
+      if (at < last) {
+        const std::int64_t near = last - first <= stretch + stretch / 4 ? last - first : stretch / 8;
+        const std::int64_t edge = at - first <= last - at ? first : last;
+        return std::abs(edge - at) <= near ? edge : at;
+      }
+    }
+    return at;
+  }
 
   void run(std::int64_t begin, std::int64_t end) const {
     const std::int64_t last_batch = static_cast<std::int64_t>(batch_first_.size()) - 1;
@@ -346,14 +371,14 @@ class Spmm : Work {
 /// A slab is some columns of one block column; a unit is a strip of rows of one of its blocks.
 class Sdd : Work {
  public:
-  Sdd(const Problem& problem, const Tiles& tiles)
+  Sdd(const Problem& problem, const Tiles& tiles, std::int64_t /*stretches*/)
       : Work(problem, tiles),
         index_(problem.layout->by_col()),
         sizes_(problem.layout->sizes()),
         strips_(ceil_div(sizes_.block_rows, tiles.rows)),
         depth_(none_ ? 0 : problem.left.cols),
         pieces_(std::max<std::int64_t>(1, ceil_div(depth_, kDeepest))),
-        slabs_(sizes_.block_cols, std::min(depth_, kDeepest), tiles) {
+        slabs_(sizes_.block_cols, std::min(depth_, kDeepest), 1, tiles) {
     batch_first_.push_back(0);
     for (std::int64_t batch = 0; batch < problem.z_out * problem.h_out; ++batch) {
       const std::int64_t blocks = first_of(batch % problem.h_out, sizes_.cols) - first_of(batch % problem.h_out, 0);
@@ -366,6 +391,8 @@ class Sdd : Work {
     return 2.0 * static_cast<double>(tiles_.rows * tiles_.lanes) * static_cast<double>(depth_) *
            static_cast<double>(phases_);
   }
+
+  std::int64_t cut(std::int64_t at, std::int64_t /*stretch*/) const { return at; }
 
   void run(std::int64_t begin, std::int64_t end) const {
     const std::int64_t last_batch = static_cast<std::int64_t>(batch_first_.size()) - 1;
@@ -448,6 +475,10 @@ class Sdd : Work {
   std::vector<std::int64_t> batch_first_;
 };
 
+std::int64_t most_stretches(const Context& context) {
+  return kStretches * std::max(context.executor->concurrency(), 1);
+}
+
 template <typename Kind>
 void share(const Kind& work, Context& context) {
   const std::int64_t total = work.total();
@@ -455,10 +486,13 @@ void share(const Kind& work, Context& context) {
     return;
   }
   const double worth = static_cast<double>(total) * work.flops_per_unit() / kLeastFlops;
-  const auto most = static_cast<double>(kStretches * std::max(context.executor->concurrency(), 1));
-  const auto count = std::min(total, static_cast<std::int64_t>(std::clamp(worth, 1.0, most)));
+  const auto count =
+      std::min(total, static_cast<std::int64_t>(std::clamp(worth, 1.0, static_cast<double>(most_stretches(context)))));
   context.executor->parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
-    work.run(total / count * begin + total % count * begin / count, total / count * end + total % count * end / count);
+    const auto cut = [&](std::int64_t n) {
+      return work.cut(total / count * n + total % count * n / count, total / count);
+    };
+    work.run(cut(begin), cut(end));
     std::atomic_thread_fence(std::memory_order_seq_cst);  // for stores past the caches
   });
 }
@@ -467,7 +501,9 @@ void share(const Kind& work, Context& context) {
 
 void run(const Problem& problem, Context& context) {
   const Tiles& tiles = simd::tiles(problem.dtype);
-  problem.kind == Kind::spmm ? share(Spmm(problem, tiles), context) : share(Sdd(problem, tiles), context);
+  const std::int64_t stretches = most_stretches(context);
+  problem.kind == Kind::spmm ? share(Spmm(problem, tiles, stretches), context)
+                             : share(Sdd(problem, tiles, stretches), context);
 }
 
 }  // namespace fretwork::block_matmul::cpu

@@ -14,7 +14,7 @@ export FRETWORK_NVRTC = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/python3*/si
 ACCEPT := $(wildcard ../shared/accept/test_block.py)
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cuh')
 
-.PHONY: help setup build demo test lint test-cpp test-kernels test-python test-sanitizers test-wheel gpu-test bench format clean
+.PHONY: help setup build demo test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench format clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -34,34 +34,35 @@ demo: build  ## show what Fretwork does on this machine
 	@$(BUILD)/bin/fretwork show 'random_blocks((1,32,32),64,0.15,7)'
 	@$(PY) examples/demo.py
 
-test: lint test-cpp test-kernels test-python test-sanitizers test-wheel  ## everything a machine without a GPU can check
+test: lint test-cpp test-python test-sanitizers test-wheel  ## everything a machine without a GPU can check
 	@echo "all checks passed"
 
 lint: setup
-	clang-format --dry-run --Werror $(CXX_FILES)
+	@clang-format --dry-run --Werror $(CXX_FILES)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(PY) scripts/check_includes.py
 
-test-cpp: build
-	ctest --test-dir $(BUILD) --output-on-failure -j2
+# Compiled kernels of the tests stay in the build folder, so that a second run compiles none.
+test-%: export FRETWORK_CACHE_DIR := $(CURDIR)/build/kernels
 
-test-kernels: build  # every instantiation, without a GPU; registers and spills are in the table
-	$(BUILD)/bin/fretwork compile --arch sm_80 --no-spills > build/kernels_sm_80.txt || { cat build/kernels_sm_80.txt; exit 1; }
-	$(BUILD)/bin/fretwork compile --arch sm_90a --no-spills > build/kernels_sm_90a.txt || { cat build/kernels_sm_90a.txt; exit 1; }
+test-cpp: build  # with every kernel instantiation compiled for sm_80 and sm_90a
+	ctest --preset release -j2
 
+test-python: export OMP_NUM_THREADS := 1
 test-python: build
 	$(PY) -m pytest -q -n 2 tests/python
 	$(if $(ACCEPT),$(PY) -m pytest -q -n 2 -p no:cacheprovider $(ACCEPT))
 
 test-sanitizers: setup
 	@for kind in asan tsan; do \
-	  [ -f build/$$kind/build.ninja ] || cmake --preset $$kind -DFRETWORK_TESTS=ON -DFRETWORK_TOOLS=OFF || exit 1; \
-	  cmake --build build/$$kind || exit 1; \
+	  [ -f build/$$kind/build.ninja ] || cmake --preset $$kind -DFRETWORK_TOOLS=OFF || exit 1; \
 	done
-	ctest --test-dir build/asan --output-on-failure -j2
-	ctest --test-dir build/tsan --output-on-failure -j2 -R runtime
+	@cmake --build build/asan
+	@cmake --build build/tsan --target runtime_cache_test runtime_plan_cache_test
+	ctest --preset asan -j2
+	ctest --preset tsan -j2 -R '^runtime_(cache|plan_cache)_test'
 
 test-wheel: build
 	$(PY) scripts/check_wheel.py

@@ -34,11 +34,11 @@ Row = dict[str, Any]
 
 def tensors(op: str, n: int, block: int, density: float, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """A layout and the operands of C = op(A)·op(B) at n×n×n, with the same matrix as a torch BSR tensor."""
-    generator = torch.Generator().manual_seed(block * 1000 + int(density * 100))
-    mask = torch.rand(1, n // block, n // block, generator=generator) < density
+    torch.manual_seed(block * 1000 + int(density * 100))
+    mask = torch.rand(1, n // block, n // block) < density
     layout = fw.BlockLayout(mask, block)
-    values = (torch.randn(layout.nnz, block, block, generator=generator) / 8).to(device, dtype)
-    dense = torch.randn(n, n, generator=generator).to(device, dtype)
+    values = (torch.randn(layout.nnz, block, block, device=device) / 8).to(dtype)
+    dense = torch.randn(n, n, device=device).to(dtype)
     cols = mask[0].nonzero()[:, 1]
     crow = torch.cat([torch.zeros(1, dtype=torch.long), mask[0].sum(1).cumsum(0)])
     bsr = torch.sparse_bsr_tensor(crow.to(device), cols.to(device), values, size=(n, n))
@@ -77,7 +77,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 @functools.cache
 def full_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
     """FLOP a millisecond of torch's dense product on random data: what a matrix without zeros would run at."""
-    a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2.0 * n**3 / medians({"dense": lambda: a @ b}, device)["dense"]
 
 
@@ -105,9 +105,10 @@ def measure_product(op: str, n: int, block: int, density: float, dtype: torch.dt
 
 def measure_softmax(n: int, block: int, density: float, dtype: torch.dtype, device: torch.device) -> Row:
     heads = 8
-    mask = torch.rand(heads, n // block, n // block, generator=torch.Generator().manual_seed(block)) < density
+    torch.manual_seed(block)
+    mask = torch.rand(heads, n // block, n // block) < density
     layout = fw.BlockLayout(mask, block)
-    values = torch.randn(2, layout.nnz, block, block, dtype=torch.float32).to(device, dtype)
+    values = torch.randn(2, layout.nnz, block, block, device=device).to(dtype)
     dense = torch.randn(2, heads, n, n, device=device, dtype=dtype)
     small = fw.BlockLayout(mask[:1], block)
     some = values[:1, : small.nnz]

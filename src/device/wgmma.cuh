@@ -161,5 +161,11 @@ __device__ __forceinline__ void store_pieces_transposed(u32 address, u32 a, u32 
                "r"(c), "r"(d)
                : "memory");
 }
+/// An 8×8 piece as a fragment has it (row lane/4, columns 2(lane%4) and the next), transposed.
+__device__ __forceinline__ u32 transposed_piece(u32 piece) {
+  u32 result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(piece));
+  return result;
+}
 
 }  // namespace fretwork::wgmma

@@ -5,9 +5,12 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/block_matmul/params_hopper.cuh"
@@ -46,8 +49,12 @@ KernelSpec spmm_instance(bool wide, DType dtype, int size, bool sparse_k, bool d
   return instance(wide ? "wide" : "narrow", wide ? "spmm_wide" : "spmm_narrow", dtype,
                   number(size) + flag(sparse_k) + flag(dense_k) + flag(rows));
 }
-KernelSpec sdd_instance(DType dtype, int block, bool left_k, bool right_k) {
-  return instance("sdd", "sdd", dtype, number(block) + flag(left_k) + flag(right_k));
+/// Columns of the right operand are gathered, which takes K as its unit axis to be fast. Where only the left one has
+/// that, the kernel computes Sᵀ = Bᵀ·Aᵀ.
+bool sdd_swaps(bool left_k, bool right_k) { return left_k && !right_k; }
+KernelSpec sdd_instance(DType dtype, bool left_k, bool right_k) {
+  const bool swaps = sdd_swaps(left_k, right_k);
+  return instance("sdd", "sdd", dtype, flag(swaps ? right_k : left_k) + flag(swaps ? left_k : right_k) + flag(swaps));
 }
 KernelSpec reduce_instance(DType dtype) { return instance("reduce", "spmm_reduce", dtype, ""); }
 
@@ -64,8 +71,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
         list.push_back(spmm_instance(size >= 128, dtype, size, a, b, rows));
       }
       if (!rows) {
-        list.push_back(sdd_instance(dtype, 64, a, b));
-        list.push_back(sdd_instance(dtype, 128, a, b));
+        list.push_back(sdd_instance(dtype, a, b));
       }
     }
   }
@@ -139,14 +145,15 @@ std::optional<View> blocks_view(const Problem& p) {
 // ------------------------------------------------------------------------------------------------------ plans
 
 struct DevicePlan {
-  driver::DeviceBuffer steps, segments, splits;  ///< sdd: block columns, strips, nothing
+  driver::DeviceBuffer steps, segments, splits;  ///< sdd: columns of slots, strips, nothing
   driver::DeviceBuffer blocks;                   ///< sdd only
   int segment_count = 0, split_count = 0, partial_count = 0, groups_per_head = 1, stride = 1;
+  bool pairs_only = false;  ///< sdd only
 };
 
-/// What a plan depends on beside the layout.
+/// What a plan depends on beside the layout. For an sdd, `transposed` says that it computes Sᵀ.
 struct PlanKey {
-  int kind, transposed, device, parallel;
+  int kind, transposed, device, parallel, slot;
 };
 
 template <typename Item>
@@ -181,86 +188,131 @@ DevicePlan make_spmm(const BlockLayout& layout, const PlanKey& key) {
   return made;
 }
 
+/// A slot that a line of 64 rows needs: its place, and the blocks at it as SddParams has them.
+struct Slot {
+  int column;
+  std::array<int, 8> blocks;
+};
+using Slots = std::vector<Slot>;
+
+/// Where blocks lie on lines and slots.
+struct SddGeometry {
+  const BlockIndex& index;
+  int block, slot, block_lines, block_columns;
+
+  int lines() const { return static_cast<int>(ceil_div(static_cast<std::int64_t>(block_lines) * block, 64)); }
+  int along_line() const { return std::max(64 / block, 1); }
+  int along_slot() const { return std::max(slot / block, 1); }
+  /// The slots of a line in the order of columns.
+  Slots slots(int head, int line) const {
+    const int first = line * 64 / block, last = std::min(first + along_line(), block_lines);
+    std::vector<int> place(static_cast<std::size_t>(ceil_div(static_cast<std::int64_t>(block_columns) * block, slot)),
+                           -1);
+    Slots found;
+    for (int row = first; row < last; ++row) {
+      for (const auto& entry : index.line(static_cast<std::int64_t>(head) * block_lines + row)) {
+        const auto other = static_cast<int>(entry.other);
+        for (int part = 0; part < block; part += slot) {  // a block of 128 is two slots
+          const int column = (other * block + part) / slot;
+          int& at = place[static_cast<std::size_t>(column)];
+          if (at < 0) {
+            at = static_cast<int>(found.size());
+            found.push_back({column, {-1, -1, -1, -1, -1, -1, -1, -1}});
+          }
+          const int cell = other % along_slot() * along_line() + row - first;
+          found[static_cast<std::size_t>(at)].blocks[static_cast<std::size_t>(cell)] = static_cast<int>(entry.block);
+        }
+      }
+    }
+    std::sort(found.begin(), found.end(), [](const Slot& a, const Slot& b) { return a.column < b.column; });
+    return found;
+  }
+};
+
 /// The strips of an sdd and the entries they name.
 struct Strips {
-  int most;  ///< blocks of a strip
+  int most;   ///< slots of a pair; a strip of one line has twice as many
+  int cells;  ///< blocks of an entry
   std::vector<Strip> items{};
   std::vector<int> columns{}, blocks{};
 
-  using Entries = std::vector<BlockIndex::Entry>;
-  void add(const BlockIndex::Entry& entry) {
-    columns.push_back(static_cast<int>(entry.other));
-    blocks.push_back(static_cast<int>(entry.block));
-  }
-  /// Blocks of a row in full strips and one with the rest, which costs half where it is small.
-  void add_row(int line, const Entries& row) {
-    const auto count = static_cast<int>(row.size());
-    for (int first = 0; first < count; first += most) {
-      items.push_back({line, 0, static_cast<int>(blocks.size()), std::min(most, count - first)});
-      std::for_each(row.begin() + first, row.begin() + std::min(first + most, count), [&](const auto& e) { add(e); });
+  void add_strip(int line, std::initializer_list<std::span<const Slot>> rows) {
+    items.push_back(
+        {line, rows.size() == 2 ? 1 : 0, static_cast<int>(columns.size()), static_cast<int>(rows.begin()->size())});
+    for (const auto& row : rows) {
+      for (const Slot& slot : row) {
+        columns.push_back(slot.column);
+        blocks.insert(blocks.end(), slot.blocks.begin(), slot.blocks.begin() + cells);
+      }
     }
   }
-  /// Columns that two rows share, four at a time: such a tile moves a third less. What is left goes row by row.
-  void add_rows(int line, const Entries& upper, const Entries& lower) {
-    Entries shared[2], rest[2];
+  /// A line in full strips and one with the rest, which costs less where it is small.
+  void add_line(int line, std::span<const Slot> row) {
+    for (const auto each = static_cast<std::size_t>(2 * most); !row.empty();) {
+      const std::size_t count = std::min(each, row.size());
+      add_strip(line, {row.first(count)});
+      row = row.subspan(count);
+    }
+  }
+  /// What two lines share goes in full pairs: such a tile moves a third less. What is left goes line by line, unless
+  /// that is nothing but the end of what they share.
+  void add_lines(int line, const Slots& upper, const Slots& lower) {
+    Slots shared[2], rest[2];
     for (std::size_t i = 0, j = 0; i < upper.size() || j < lower.size();) {
-      if (j == lower.size() || (i < upper.size() && upper[i].other < lower[j].other)) {
+      if (j == lower.size() || (i < upper.size() && upper[i].column < lower[j].column)) {
         rest[0].push_back(upper[i++]);
-      } else if (i == upper.size() || lower[j].other < upper[i].other) {
+      } else if (i == upper.size() || lower[j].column < upper[i].column) {
         rest[1].push_back(lower[j++]);
       } else {
         shared[0].push_back(upper[i++]);
         shared[1].push_back(lower[j++]);
       }
     }
-    const std::size_t whole = shared[0].size() / 4 * 4;
-    for (std::size_t at = 0; at < whole; at += 4) {
-      items.push_back({line, 1, static_cast<int>(blocks.size()), 4});
-      for (const Entries& row : shared) {
-        std::for_each(row.begin() + static_cast<std::ptrdiff_t>(at), row.begin() + static_cast<std::ptrdiff_t>(at + 4),
-                      [&](const auto& entry) { add(entry); });
-      }
+    const auto each = static_cast<std::size_t>(most), size = shared[0].size();
+    const std::size_t paired = rest[0].empty() && rest[1].empty() ? size : size / each * each;
+    for (std::size_t at = 0; at < paired; at += each) {
+      const std::size_t count = std::min(each, paired - at);
+      add_strip(line, {std::span(shared[0]).subspan(at, count), std::span(shared[1]).subspan(at, count)});
     }
     for (int r = 0; r < 2; ++r) {
-      rest[r].insert(rest[r].end(), shared[r].begin() + static_cast<std::ptrdiff_t>(whole), shared[r].end());
-      add_row(line + r, rest[r]);
+      rest[r].insert(rest[r].end(), shared[r].begin() + static_cast<std::ptrdiff_t>(paired), shared[r].end());
+      add_line(line + r, rest[r]);
     }
   }
 };
 
-/// The costly strips come first, otherwise they follow the layout.
+/// Strips that move most come first, otherwise they follow the layout.
 DevicePlan make_sdd(const BlockLayout& layout, const PlanKey& key) {
-  const bool small = layout.sizes().block_rows == 64;
-  const auto rows = static_cast<int>(layout.sizes().rows);
-  const auto entries = [&](int line) {
-    const auto row = layout.by_row().line(line);
-    return Strips::Entries(row.begin(), row.end());
-  };
-  Strips strips{small ? 8 : 2};
-  for (int line = 0; line < static_cast<int>(layout.heads()) * rows; ++line) {
-    if (small && line % rows + 1 < rows) {
-      strips.add_rows(line, entries(line), entries(line + 1));
-      ++line;
-    } else {
-      strips.add_row(line, entries(line));
+  const BlockLayout::Sizes& sizes = layout.sizes();
+  const bool swaps = key.transposed != 0;
+  const SddGeometry geometry{swaps ? layout.by_col() : layout.by_row(), static_cast<int>(sizes.block_rows), key.slot,
+                             static_cast<int>(swaps ? sizes.cols : sizes.rows),
+                             static_cast<int>(swaps ? sizes.rows : sizes.cols)};
+  Strips strips{256 / key.slot, geometry.along_line() * geometry.along_slot()};
+  for (int head = 0; head < static_cast<int>(layout.heads()); ++head) {
+    for (int line = 0; line < geometry.lines(); line += 2) {
+      const Slots upper = geometry.slots(head, line);
+      const int at = head * geometry.lines() + line;
+      line + 1 < geometry.lines() ? strips.add_lines(at, upper, geometry.slots(head, line + 1))
+                                  : strips.add_line(at, upper);
     }
   }
-  std::stable_partition(strips.items.begin(), strips.items.end(),
-                        [&](const Strip& s) { return s.pair != 0 || s.count > strips.most / 2; });
+  std::stable_sort(strips.items.begin(), strips.items.end(), [&](const Strip& a, const Strip& b) {
+    const auto moved = [&](const Strip& s) { return 64 * (1 + s.pair) + s.count * key.slot; };
+    return moved(a) > moved(b);
+  });
   DevicePlan made;
   made.steps = upload(key.device, strips.columns);
   made.blocks = upload(key.device, strips.blocks);
   made.segments = upload(key.device, strips.items);
   made.segment_count = static_cast<int>(strips.items.size());
+  made.groups_per_head = geometry.lines();
+  made.pairs_only = std::all_of(strips.items.begin(), strips.items.end(), [](const Strip& s) { return s.pair != 0; });
   return made;
 }
 
-std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, std::int64_t parallel, const Context& context) {
+std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, const PlanKey& key, const Context& context) {
   static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
-  // Only how full the machine is matters, so batch sizes share a plan.
-  const auto bucket = std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(parallel, 1, 1024)));
-  const PlanKey key{static_cast<int>(problem.kind), problem.transposed ? 1 : 0, context.device.index,
-                    problem.kind == Kind::spmm ? static_cast<int>(bucket) : 0};
   std::string bytes(sizeof key, '\0');
   std::memcpy(bytes.data(), &key, sizeof key);
   bytes += problem.layout->key();
@@ -299,7 +351,10 @@ bool run_spmm(const Problem& p, Context& context) {
   const bool wide = is_wide(block);
   const int width = !wide ? kNarrow : p.out.cols > 128 ? 256 : 128;
   const std::int64_t tiles = ceil_div(p.out.cols, width), batches = p.z_out * heads_of(p);
-  const auto plan = find_plan(p, tiles * batches, context);
+  // Only how full the machine is matters, so batch sizes share a plan.
+  const auto bucket = std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(tiles * batches, 1, 1024)));
+  const PlanKey key{static_cast<int>(p.kind), p.transposed ? 1 : 0, context.device.index, static_cast<int>(bucket), 0};
+  const auto plan = find_plan(p, key, context);
   const std::int64_t total = plan->segment_count * tiles * batches;
   if (total > kMost / 2 || plan->partial_count * tiles * batches > kMost) {
     return false;
@@ -360,25 +415,32 @@ bool run_spmm(const Problem& p, Context& context) {
 bool run_sdd(const Problem& p, Context& context) {
   const auto block = static_cast<int>(p.layout->sizes().block_rows);
   const Values& v = p.sparse;
-  const auto left = matrix_view(p.left, p.z_out * p.z_sum, p.h_out * p.h_sum);
-  const auto right = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
+  auto left = matrix_view(p.left, p.z_out * p.z_sum, p.h_out * p.h_sum);
+  auto right = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
   const bool out = v.data != nullptr && reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0 && v.col_stride == 1 &&
                    v.row_stride % kUnit == 0 && v.block_stride % kUnit == 0 && v.z_stride % kUnit == 0 &&
                    v.row_stride > 0 && v.row_stride <= kMost;
-  if (!left || !right || !out || !is_wide(block) || heads_of(p) != 1) {
+  if (!left || !right || !out || heads_of(p) != 1) {
     return false;
   }
-  const int device = context.device.index;
-  const auto plan = find_plan(p, 1, context);
+  const KernelSpec kernel = sdd_instance(p.dtype, left->last, !right->last);
+  const bool swaps = sdd_swaps(left->last, !right->last), gathered_k = left->last || !right->last;
+  if (swaps) {
+    std::swap(left, right);
+  }
+  // The copy engine is slow with rows of less than 64 bytes.
+  const int slot = std::clamp(block, gathered_k ? 16 : 32, 64), device = context.device.index;
+  const auto plan = find_plan(p, {static_cast<int>(p.kind), swaps ? 1 : 0, device, 0, slot}, context);
   const std::int64_t total = plan->segment_count * p.z_out;
   const int multiprocessors = driver::device_info(device).multiprocessors;
   // Few tiles of great depth leave most of the machine idle; the portable kernel cuts K for those.
   if (total > kMost / 2 || (total * 4 <= multiprocessors && p.left.cols * p.z_sum * p.h_sum >= 2048)) {
     return false;
   }
+  const auto box = static_cast<std::uint32_t>(slot);
   SddParams params{};
   params.left = left->map(64, 64);
-  params.right = right->map(64, 64);
+  params.right = gathered_k ? right->map(64, box) : right->map(box, 64);
   params.out = v.data;
   params.out_z = v.z_stride;
   params.out_block = v.block_stride;
@@ -386,18 +448,24 @@ bool run_sdd(const Problem& p, Context& context) {
   params.columns = static_cast<const int*>(plan->steps.data());
   params.blocks = static_cast<const int*>(plan->blocks.data());
   params.strip_count = plan->segment_count;
-  params.rows = static_cast<int>(p.layout->sizes().rows);
+  params.lines = plan->groups_per_head;
   params.total = static_cast<int>(total);
   params.out_row = static_cast<int>(v.row_stride);
   params.depth = static_cast<int>(p.left.cols);
+  params.block = block;
+  params.slot = slot;
+  params.block_bits = std::countr_zero(static_cast<unsigned>(block));
+  params.slot_bits = std::countr_zero(box);
+  params.stages = plan->pairs_only ? 4 : 3;
+  params.stage_bytes = plan->pairs_only ? 49152 : 73728;
   params.batches = batches_of(p);
   params.left_h = left->moves(2);
   params.left_z = left->moves(3);
   params.right_h = right->moves(2);
   params.right_z = right->moves(3);
-  const int shared = 1024 + (block == 64 ? 3 * 73728 : 4 * 49152);
-  get_kernel(sdd_instance(p.dtype, block, left->last, !right->last), device)
-      .launch(std::min<std::int64_t>(total, multiprocessors), kThreads, shared, &params, context.stream);
+  get_kernel(kernel, device)
+      .launch(std::min<std::int64_t>(total, multiprocessors), kThreads, 1024 + params.stages * params.stage_bytes,
+              &params, context.stream);
   return true;
 }
 

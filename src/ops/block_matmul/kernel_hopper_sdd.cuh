@@ -1,63 +1,60 @@
-// A·B at the blocks of a layout, blocks of 64 and 128, on Hopper. Columns of B are gathered for a tile: two blocks of
-// 128 in a row, half the row for each warpgroup; four columns that two rows of 64 share, a row for each; or eight
-// blocks of 64 in a row, four for each.
+// A·B at the blocks of a layout on Hopper. The left operand comes in lines of 64 rows; of the right one only those
+// columns are fetched that some block of a line needs, in slots of a block or more. A tile is 64 rows × 512 gathered
+// columns, half of them for each warpgroup, or where two lines need the same columns 128 × 256, a line for each.
+// Absent blocks that share a line and a slot with present ones are computed and not written.
 #pragma once
 
 #include "ops/block_matmul/kernel_hopper.cuh"
 
 namespace fretwork::block_matmul::hopper {
 
-template <int kBlock>
-struct Sdd {
-  static constexpr u32 kStages = kBlock == 64 ? 3 : 4;
-  static constexpr u32 kLeftBytes = kBlock * 128, kRightBytes = kBlock == 64 ? 65536 : 32768;
-  static constexpr u32 kStageBytes = kLeftBytes + kRightBytes;
-  static constexpr int kPieces = kBlock / 64;             ///< 64-wide pieces of a block
-  static constexpr u32 kNextRow = kLeftBytes + 7 * 8192;  ///< a pair leaves this slot of the right operand free
-  /// Columns of a strip that one warpgroup multiplies: all of them, or its half.
-  __device__ static __forceinline__ int share(const Strip& s) {
-    return kBlock == 64 && s.pair == 0 ? (s.count + 1) / 2 : s.count;
+/// A stage: 64 of K of the line, of the slots (32 KB for each warpgroup), and in a pair the next line after 32 KB.
+inline constexpr u32 kSlotsAt = 8192, kHalfBytes = 32768, kNextLineAt = kSlotsAt + kHalfBytes;
+inline constexpr int kMostSlots = 32;
+
+struct SddRing {
+  u32 parity, stage = 0;
+  __device__ __forceinline__ void next(const SddParams& p) {
+    if (++stage == static_cast<u32>(p.stages)) {
+      stage = 0;
+      parity ^= 1;
+    }
   }
 };
 
 struct SddTile {
   Strip strip;
-  int row, h, z;
+  int line, h, z;
+  /// Slots that a warpgroup multiplies: all of them, or its half.
+  __device__ __forceinline__ int share() const { return strip.pair != 0 ? strip.count : (strip.count + 1) / 2; }
 };
 
 __device__ __forceinline__ SddTile sdd_tile(const SddParams& p, int index) {
   const int4 s = __ldg(reinterpret_cast<const int4*>(p.strips) + index % p.strip_count);
-  const int batch = index / p.strip_count;
-  return {{s.x, s.y, s.z, s.w}, s.x % p.rows, s.x / p.rows + batch % p.batches.heads, batch / p.batches.heads};
+  return {{s.x, s.y, s.z, s.w}, s.x % p.lines, s.x / p.lines, index / p.strip_count};
 }
 
-/// Fetches the stages of one tile. Each of four warps has a quarter of the right operand's 64-wide pieces, and the
-/// first ones the pieces of the left.
-template <int kBlock, bool kLeftK, bool kRightK>
+/// Fetches the stages of one tile: each of four warps a quarter of the slots, and the last ones the lines.
+template <bool kLeftK, bool kRightK>
 __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, Barriers& barriers, u32 base,
-                                          Ring<Sdd<kBlock>::kStages>& ring) {
-  using S = Sdd<kBlock>;
-  constexpr int kMine = kBlock == 64 ? 2 : 1;
-  const int warp = static_cast<int>(threadIdx.x) / 32, each = S::share(t.strip);
-  const bool left = warp < S::kPieces + t.strip.pair;
-  const int row = t.row * kBlock + warp * 64;
-  const u32 left_at = kBlock == 64 && warp == 1 ? S::kNextRow : warp * 8192;
-  int columns[kMine], slots[kMine], count = 0;
+                                          SddRing& ring) {
+  constexpr int kMine = kMostSlots / 4;
+  const int warp = static_cast<int>(threadIdx.x) / 32, each = t.share(), slot_bytes = p.slot * 128;
+  const bool left = 3 - warp <= t.strip.pair;
+  const int row = (t.line + 3 - warp) * 64, count = (t.strip.count + 3 - warp) / 4;
+  const u32 left_at = warp == 3 ? 0 : kNextLineAt;
+  int columns[kMine];
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
-    const int piece = warp + 4 * i, block = piece / S::kPieces;  // the i-th piece of every warp before the next
-    const bool there = block < t.strip.count;
-    columns[i] = there ? __ldg(p.columns + t.strip.first + block) * kBlock + piece % S::kPieces * 64 : 0;
-    slots[i] = kBlock == 64 && block >= each ? piece - each + 4 : piece;
-    count += there ? 1 : 0;
+    columns[i] = i < count ? __ldg(p.columns + t.strip.first + warp + 4 * i) * p.slot : 0;
   }
   for (int sum = 0; sum < p.batches.z_sum * p.batches.h_sum; ++sum) {
     const int z = t.z + sum / p.batches.h_sum, h = t.h + sum % p.batches.h_sum;
     const int lh = h * p.left_h, lz = z * p.left_z, rh = h * p.right_h, rz = z * p.right_z;
-    for (int k = 0; k < p.depth; k += 64, ring.next()) {
+    for (int k = 0; k < p.depth; k += 64, ring.next(p)) {
       mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
-      const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * S::kStageBytes;
-      mbarrier::arrive_expect(full, (count + (left ? 1 : 0)) * 8192);
+      const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * p.stage_bytes;
+      mbarrier::arrive_expect(full, count * slot_bytes + (left ? 8192 : 0));
       if (left) {
         kLeftK ? tma::load(at + left_at, &p.left, full, k, row, lh, lz)
                : tma::load(at + left_at, &p.left, full, row, k, lh, lz);
@@ -65,7 +62,9 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
         if (i < count) {
-          const u32 to = at + S::kLeftBytes + slots[i] * 8192;
+          const int slot = warp + 4 * i;
+          const u32 half = slot < each ? 0 : kHalfBytes - each * slot_bytes;
+          const u32 to = at + kSlotsAt + half + slot * slot_bytes;
           kRightK ? tma::load(to, &p.right, full, k, columns[i], rh, rz)
                   : tma::load(to, &p.right, full, columns[i], k, rh, rz);
         }
@@ -74,22 +73,26 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
   }
 }
 
-template <typename T, int kBlock, bool kLeftK, bool kRightK, int kN>
-__device__ __forceinline__ void sdd_multiply(float (&d)[128], int stages, Barriers& barriers, u32 base,
-                                             Ring<Sdd<kBlock>::kStages>& ring, u32 left_at, u32 right_at) {
-  using S = Sdd<kBlock>;
+/// Slots without a copy in this tile hold old data, which goes to sums that are never written.
+template <typename T, bool kLeftK, bool kRightK, int kN>
+__device__ __forceinline__ void sdd_multiply(float (&d)[128], int stages, const SddParams& p, Barriers& barriers,
+                                             u32 base, SddRing& ring, u32 left_at, u32 right_at) {
   using wgmma::Major;
   constexpr Major kA = kLeftK ? Major::k : Major::mn, kB = kRightK ? Major::k : Major::mn;
+  const bool whole = kRightK || p.slot == 64;  // rows of 128 bytes, else of 64
+  const u64 next = whole ? wgmma::kNextK<128, kB> : wgmma::kNextK<64, kB>;
   const u32 empty = shared_address(barriers.empty);
   int pending = -1;
-  for (int n = 0; n < stages; ++n, ring.next()) {
+#pragma unroll 1  // copies of this loop gain nothing, and took two thirds of the compiler's time
+  for (int n = 0; n < stages; ++n, ring.next(p)) {
     mbarrier::wait(shared_address(&barriers.full[ring.stage]), ring.parity);
-    const u32 at = base + ring.stage * S::kStageBytes;
-    const u64 a = wgmma::descriptor<128>(at + left_at, 8192), b = wgmma::descriptor<128>(at + right_at, 8192);
+    const u32 at = base + ring.stage * p.stage_bytes;
+    const u64 a = wgmma::descriptor<128>(at + left_at, 8192);
+    const u64 b = whole ? wgmma::descriptor<128>(at + right_at, 8192) : wgmma::descriptor<64>(at + right_at, 4096);
     wgmma::fence();
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      wgmma::multiply<T, kN, kA, kB>(d, a + q * wgmma::kNextK<128, kA>, b + q * wgmma::kNextK<128, kB>);
+      wgmma::multiply<T, kN, kA, kB>(d, a + q * wgmma::kNextK<128, kA>, b + q * next);
     }
     wgmma::commit();
     wgmma::wait<1>();
@@ -116,38 +119,58 @@ __device__ __forceinline__ uint4 exchange(u32 a, u32 b, u32 c, u32 d) {
   return make_uint4(a, b, c, d);
 }
 
-/// Writes the 64 × 64 sums in registers kAt … kAt + 31; `to` is their first row, column 0.
-template <typename T, int kAt>
-__device__ __forceinline__ void sdd_store(const float (&d)[128], T* to, int row_stride) {
+/// Writes the sums of a warpgroup, `slots` of them from entry `first` on; `line` is theirs. kSwapped: the sums are
+/// those of Sᵀ, lines are columns of blocks.
+template <typename T, bool kSwapped>
+__device__ __forceinline__ void sdd_store(const float (&d)[128], const SddParams& p, T* out, int line, int first,
+                                          int slots) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int line_bits = max(6 - p.block_bits, 0), cell_bits = line_bits + max(p.slot_bits - p.block_bits, 0);
+  const int cell = p.block < 64 ? 16 * warp >> p.block_bits : 0;  // of this warp's 16 rows of the line
+  const int within = (64 * line + 16 * warp) & (p.block - 1);     // where they start in a block
+  const int* blocks = p.blocks + (static_cast<i64>(first) << cell_bits) + cell;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    T* row = to + static_cast<i64>(16 * warp + lane / 4 + 8 * half) * row_stride + lane % 4 * 8;
-#pragma unroll
-    for (int j = 0; j < 8; j += 4) {
-      const auto pair = [&](int run) {
-        return narrow_pair<T>(d[kAt + 4 * run + 2 * half], d[kAt + 4 * run + 2 * half + 1]);
-      };
-      *reinterpret_cast<uint4*>(row + 8 * j) = exchange(pair(j), pair(j + 1), pair(j + 2), pair(j + 3));
+  for (int i = 0; i < 16; ++i) {
+    const int column = kSwapped ? 16 * i + lane % 4 / 2 * 8 + lane / 4 : i / 2 * 32 + lane % 4 * 8;
+    const int slot = column >> p.slot_bits, in_slot = (column & (p.slot - 1)) >> p.block_bits;
+    const int block = slot < slots ? __ldg(blocks + (slot << cell_bits) + (in_slot << line_bits)) : -1;
+    if (__any_sync(~0u, block >= 0) == 0) {
+      continue;
+    }
+    const auto pair = [&](int at) { return narrow_pair<T>(d[at], d[at + 1]); };
+    uint4 run;
+    int row, col;
+    if constexpr (kSwapped) {
+      const auto turned = [&](int at) { return wgmma::transposed_piece(pair(at)); };
+      run = exchange(turned(8 * i), turned(8 * i + 2), turned(8 * i + 4), turned(8 * i + 6));
+      row = column & (p.block - 1);
+      col = within + lane % 2 * 8;
+    } else {
+      const int at = i / 2 * 16 + i % 2 * 2;
+      run = exchange(pair(at), pair(at + 4), pair(at + 8), pair(at + 12));
+      row = within + lane / 4 + i % 2 * 8;
+      col = column & (p.block - 1);
+    }
+    if (block >= 0) {
+      *reinterpret_cast<uint4*>(out + block * p.out_block + static_cast<i64>(row) * p.out_row + col) = run;
     }
   }
 }
 
-/// kLeftK, kRightK: K is the unit axis of that operand.
-template <typename T, int kBlock, bool kLeftK, bool kRightK>
+/// kLeftK, kRightK: K is the unit axis of that operand. kSwapped: left and right are those of Sᵀ = Bᵀ·Aᵀ.
+template <typename T, bool kLeftK, bool kRightK, bool kSwapped>
 __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddParams p) {
-  using S = Sdd<kBlock>;
   extern __shared__ u8 raw[];
   __shared__ Barriers barriers;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, S::kStages, 4, 8);
+  init_barriers(barriers, p.stages, 4, 8);
   if (threadIdx.x < 128) {
-    fewer_registers<40>();
+    fewer_registers<48>();
     if (threadIdx.x % 32 == 0) {
-      Ring<S::kStages> ring(1);
+      SddRing ring{1};
       for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
         if (const int index = turn_tile(turn); index < p.total) {
-          sdd_fetch<kBlock, kLeftK, kRightK>(p, sdd_tile(p, index), barriers, base, ring);
+          sdd_fetch<kLeftK, kRightK>(p, sdd_tile(p, index), barriers, base, ring);
         }
       }
     }
@@ -155,41 +178,29 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
     more_registers<232>();
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
     const int stages = (p.depth + 63) / 64 * p.batches.z_sum * p.batches.h_sum;
-    Ring<S::kStages> ring(0);
+    SddRing ring{0};
     for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
       const int index = turn_tile(turn);
       if (index >= p.total) {
         continue;
       }
       const SddTile t = sdd_tile(p, index);
-      const int each = S::share(t.strip);
+      const int each = t.share(), pair = t.strip.pair;
       float d[128];
 #pragma unroll
       for (float& sum : d) {
         sum = 0.0f;
       }
-      const bool halves = kBlock == 64 && t.strip.pair == 0;  // each warpgroup has its own columns
-      const u32 left_at = halves ? 0 : kBlock == 64 ? warpgroup * S::kNextRow : warpgroup * 8192;
-      const u32 right_at = S::kLeftBytes + (halves ? warpgroup * 32768 : 0);
-      if (each * S::kPieces > 2) {
-        sdd_multiply<T, kBlock, kLeftK, kRightK, 256>(d, stages, barriers, base, ring, left_at, right_at);
+      const u32 left_at = pair != 0 ? warpgroup * kNextLineAt : 0;
+      const u32 right_at = kSlotsAt + (pair != 0 ? 0 : warpgroup * kHalfBytes);
+      if (each * p.slot > 128) {
+        sdd_multiply<T, kLeftK, kRightK, 256>(d, stages, p, barriers, base, ring, left_at, right_at);
       } else {
-        sdd_multiply<T, kBlock, kLeftK, kRightK, 128>(d, stages, barriers, base, ring, left_at, right_at);
+        sdd_multiply<T, kLeftK, kRightK, 128>(d, stages, p, barriers, base, ring, left_at, right_at);
       }
-      const int first = kBlock == 64 ? warpgroup * each : 0, mine = halves ? min(each, t.strip.count - first) : each;
-      const int* blocks = p.blocks + t.strip.first + first;
       T* out = static_cast<T*>(p.out) + t.z * p.out_z;
-      out += kBlock == 128 ? static_cast<i64>(warpgroup) * 64 * p.out_row : 0;
-      const auto piece = [&]<int kPiece>() {
-        if (kPiece / S::kPieces < mine) {
-          T* block = out + __ldg(blocks + kPiece / S::kPieces) * p.out_block;
-          sdd_store<T, 32 * kPiece>(d, block + kPiece % S::kPieces * 64, p.out_row);
-        }
-      };
-      piece.template operator()<0>();
-      piece.template operator()<1>();
-      piece.template operator()<2>();
-      piece.template operator()<3>();
+      const int mine = pair != 0 || warpgroup == 0 ? each : t.strip.count - each;
+      sdd_store<T, kSwapped>(d, p, out, t.line + pair * warpgroup, t.strip.first + warpgroup * each, mine);
     }
   }
 }

@@ -51,8 +51,10 @@ struct ReduceParams {
   long long rows, free, row_stride, free_stride, h_stride, z_stride;
 };
 
-/// One tile of an sdd: `count` blocks of a block-row (head · rows + row), or with `pair` at the same `count` columns of
-/// that row and the next. Entries [first, first + count) name their columns and blocks; those of the next row follow.
+/// One tile of an sdd: 64 rows of the left operand (head · lines + line) and `count` slots of the right one, half of
+/// them for each warpgroup; or with `pair` that line and the next, one for each warpgroup, and slots that both
+/// multiply. Entries [first, first + count) say where the slots come from and which blocks they make; with `pair` those
+/// of the next line follow.
 struct Strip {
   int line, pair, first, count;
 };
@@ -62,8 +64,12 @@ struct SddParams {
   void* out;
   long long out_z, out_block;  ///< strides in elements; rows of a block are out_row apart and contiguous
   const Strip* strips;
-  const int *columns, *blocks;
-  int strip_count, rows, total, out_row, depth;  ///< rows in blocks
+  const int* columns;  ///< of the right operand, in slots
+  const int* blocks;   ///< for each entry: blocks along the slot × blocks along the line, −1 where there is none
+  int strip_count, lines, total, out_row, depth;
+  int block, slot;            ///< a slot is `slot` columns of the right operand
+  int block_bits, slot_bits;  ///< their logarithms
+  int stages, stage_bytes;    ///< of the ring
   Batches batches;
   int left_z, left_h, right_z, right_h;
 };

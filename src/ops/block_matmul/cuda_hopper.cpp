@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <initializer_list>
@@ -78,6 +79,35 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   return list;
 }
 const KernelList kKernels{"block_matmul", list_kernels};
+
+/// The kernel that `which` stands for: a call that finds it here builds no names.
+template <typename Spec>
+const Kernel& kernel(unsigned which, int device, const Spec& spec) {
+  constexpr std::size_t kDevices = 16, kWhich = 128;
+  static std::array<std::array<std::atomic<const Kernel*>, kWhich>, kDevices> known{};
+  if (static_cast<std::size_t>(device) >= kDevices) {
+    return get_kernel(spec(), device);
+  }
+  auto& place = known[static_cast<std::size_t>(device)][which];
+  const Kernel* found = place.load(std::memory_order_acquire);
+  if (found == nullptr) {
+    found = &get_kernel(spec(), device);
+    place.store(found, std::memory_order_release);
+  }
+  return *found;
+}
+const Kernel& spmm_kernel(DType dtype, int size, bool sparse_k, bool dense_k, bool rows, int device) {
+  const unsigned type = dtype == DType::f16 ? 0 : 1, place = size == 256 ? 0 : size == 128 ? 1 : size == 32 ? 2 : 3;
+  const unsigned which = type | place << 1 | unsigned{sparse_k} << 3 | unsigned{dense_k} << 4 | unsigned{rows} << 5;
+  return kernel(which, device, [&] { return spmm_instance(size >= 128, dtype, size, sparse_k, dense_k, rows); });
+}
+const Kernel& sdd_kernel(DType dtype, bool left_k, bool right_k, int device) {
+  const unsigned which = 64 | (dtype == DType::f16 ? 0u : 1u) | unsigned{left_k} << 1 | unsigned{right_k} << 2;
+  return kernel(which, device, [&] { return sdd_instance(dtype, left_k, right_k); });
+}
+const Kernel& reduce_kernel(DType dtype, int device) {
+  return kernel(dtype == DType::f16 ? 96 : 97, device, [&] { return reduce_instance(dtype); });
+}
 
 // --------------------------------------------------------------------------------------------- tensor maps
 
@@ -386,7 +416,7 @@ bool run_spmm(const Problem& p, Context& context) {
   params.dense_z = dense->moves(3);
 
   const int device = context.device.index;
-  get_kernel(spmm_instance(wide, p.dtype, wide ? width : block, sparse->last, dense_k, !out->last), device)
+  spmm_kernel(p.dtype, wide ? width : block, sparse->last, dense_k, !out->last, device)
       .launch(std::min<std::int64_t>(total, driver::device_info(device).multiprocessors), consumers + 128,
               wide ? kWideShared : kNarrowShared, &params, context.stream);
   if (plan->split_count > 0) {
@@ -406,8 +436,7 @@ bool run_spmm(const Problem& p, Context& context) {
                               p.out.col_stride,
                               p.out.h_stride,
                               p.out.z_stride};
-    get_kernel(reduce_instance(p.dtype), device)
-        .launch(plan->split_count * tiles * batches, consumers, 0, &reduce, context.stream);
+    reduce_kernel(p.dtype, device).launch(plan->split_count * tiles * batches, consumers, 0, &reduce, context.stream);
   }
   return true;
 }
@@ -423,8 +452,8 @@ bool run_sdd(const Problem& p, Context& context) {
   if (!left || !right || !out || heads_of(p) != 1) {
     return false;
   }
-  const KernelSpec kernel = sdd_instance(p.dtype, left->last, !right->last);
-  const bool swaps = sdd_swaps(left->last, !right->last), gathered_k = left->last || !right->last;
+  const bool left_k = left->last, right_k = !right->last, swaps = sdd_swaps(left_k, right_k);
+  const bool gathered_k = left_k || right_k;
   if (swaps) {
     std::swap(left, right);
   }
@@ -463,7 +492,7 @@ bool run_sdd(const Problem& p, Context& context) {
   params.left_z = left->moves(3);
   params.right_h = right->moves(2);
   params.right_z = right->moves(3);
-  get_kernel(kernel, device)
+  sdd_kernel(p.dtype, left_k, right_k, device)
       .launch(std::min<std::int64_t>(total, multiprocessors), kThreads, 1024 + params.stages * params.stage_bytes,
               &params, context.stream);
   return true;

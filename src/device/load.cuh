@@ -28,6 +28,20 @@ struct run {
       return (words[e / 4] >> 8 * (e % 4) & 0xffu) != 0;
     }
   }
+  /// Of floating-point elements.
+  __device__ __forceinline__ void negate() {
+    if constexpr (kWide) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        words[w] ^= sizeof(T) == 2 ? 0x80008000u : sizeof(T) == 4 || w % 2 == 1 ? 0x80000000u : 0u;
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        elements[e].bits ^= 0x8000u;  // only a 16-bit element is less than a word
+      }
+    }
+  }
 };
 
 /// What one access moves.
@@ -70,6 +84,23 @@ __device__ __forceinline__ run<T, N> load_run(const T* from) {
     for (int e = 0; e < N; ++e) {
       r.elements[e] = from[e];
     }
+  }
+  return r;
+}
+
+/// Same where `there`, else anything. 16 bytes take no branch, so that loads follow each other closely.
+template <typename T, int N>
+__device__ __forceinline__ run<T, N> load_run_if(bool there, const T* from) {
+  run<T, N> r;
+  if constexpr (run<T, N>::kBytes == 16) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.ne.u32 p, %5, 0;\n"
+        "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];}"
+        : "=r"(r.words[0]), "=r"(r.words[1]), "=r"(r.words[2]), "=r"(r.words[3])
+        : "l"(from), "r"(static_cast<u32>(there)));
+  } else if (there) {
+    r = load_run<T, N>(from);
   }
   return r;
 }

@@ -17,14 +17,21 @@ struct take_max {
   __device__ __forceinline__ double operator()(double a, double b) const { return fmax(a, b); }
 };
 
-/// Over groups of LANES neighbouring lanes (a power of two); every lane gets its group's result.
-template <int LANES, typename A, typename Op>
-__device__ __forceinline__ A reduce_lanes(A x, Op op) {
+/// Over the lanes whose numbers differ in no other bits than BITS; every lane gets its group's result.
+template <int BITS, typename A, typename Op>
+__device__ __forceinline__ A reduce_bits(A x, Op op) {
 #pragma unroll
-  for (int step = LANES / 2; step > 0; step /= 2) {
-    x = op(x, __shfl_xor_sync(0xffffffffu, x, step));
+  for (int bit = 16; bit > 0; bit /= 2) {
+    if (BITS & bit) {
+      x = op(x, __shfl_xor_sync(0xffffffffu, x, bit));
+    }
   }
   return x;
+}
+/// Over groups of LANES neighbouring lanes (a power of two).
+template <int LANES, typename A, typename Op>
+__device__ __forceinline__ A reduce_lanes(A x, Op op) {
+  return reduce_bits<LANES - 1>(x, op);
 }
 
 /// Over a block of 32·WARPS threads; every thread gets the result. All threads call it.

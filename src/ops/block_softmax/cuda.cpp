@@ -23,7 +23,7 @@ constexpr int kVector = 16;  // bytes of one access
 struct Plan {
   DeviceBuffer lines, columns;
   std::int64_t line_count = 0;
-  int longest = 0;
+  int length = 0;  ///< blocks of a line that threads are chosen for
 };
 
 /// The packed block of each place, for rpe's gradient.
@@ -34,6 +34,20 @@ struct RpePlan {
 template <typename T>
 DeviceBuffer upload(const std::vector<T>& host, int device) {
   return host.empty() ? DeviceBuffer() : DeviceBuffer(device, host.data(), host.size() * sizeof(T));
+}
+
+/// The length that threads are chosen for: a sixteenth of the blocks may be in longer lines, as a few long ones must
+/// not make threads idle in all others; but no line shall be more than 8 times as long, as it would end long after the
+/// rest.
+int usual_length(const std::vector<SoftmaxLine>& longest_first, std::int64_t blocks) {
+  std::int64_t longer = 0;
+  for (const SoftmaxLine& line : longest_first) {
+    longer += line.count;
+    if (longer > blocks / 16) {
+      return std::max(line.count, (longest_first.front().count + 7) / 8);
+    }
+  }
+  return 0;
 }
 
 Plan make_plan(const BlockLayout& layout, int device) {
@@ -55,7 +69,7 @@ Plan make_plan(const BlockLayout& layout, int device) {
   }
   std::stable_sort(lines.begin(), lines.end(), [](const auto& a, const auto& b) { return a.count > b.count; });
   return {upload(lines, device), upload(columns, device), static_cast<std::int64_t>(lines.size()),
-          lines.empty() ? 0 : lines.front().count};
+          usual_length(lines, layout.nnz())};
 }
 
 RpePlan make_rpe_plan(const BlockLayout& layout, int device) {
@@ -96,41 +110,67 @@ const char* type_name(DType dtype) {
   }
 }
 
-/// How a kernel is instantiated: what is kept in registers, and by how many warps.
+/// How a kernel is instantiated: what a thread keeps in registers, and how many share a row.
 struct Config {
   DType dtype;
-  int cols;       ///< of a block
-  bool vector;    ///< runs of 16 bytes
-  int kept;       ///< runs a thread keeps
-  int warps;      ///< on one line
-  int warp_rows;  ///< rows a warp takes
+  int cols;     ///< of a block
+  bool vector;  ///< runs of 16 bytes
+  int kept;     ///< runs a thread keeps
+  int lanes;    ///< of a warp, on one row
+  int warps;    ///< on one row
 
   int run() const { return vector ? kVector / static_cast<int>(size_of(dtype)) : 1; }
-  int threads() const { return warps == 1 ? 128 : 32 * warps; }
-  /// CTAs for so many lines of blocks of `rows` rows.
-  std::int64_t tasks(std::int64_t lines, std::int64_t batch, std::int64_t rows) const {
-    return lines * batch * ((rows + warp_rows - 1) / warp_rows);
+  int threads() const { return 32 * std::max(4, warps); }
+  std::int64_t grid(const SoftmaxTasks& tasks) const {
+    const int at_once = threads() / 32 / warps;
+    return (static_cast<std::int64_t>(tasks.count) + at_once - 1) / at_once;
   }
-  std::int64_t grid(std::int64_t tasks) const { return warps == 1 ? (tasks + 3) / 4 : tasks; }
   std::string text() const {
     return std::string(type_name(dtype)) + ", " + std::to_string(cols) + ", " + (vector ? "true" : "false") + ", " +
-           std::to_string(kept) + ", " + std::to_string(warps);
+           std::to_string(kept) + ", " + std::to_string(lanes) + ", " + std::to_string(warps);
   }
 };
 
-int power_of_two_from(int n) { return static_cast<int>(std::bit_ceil(static_cast<unsigned>(n))); }
+int power_of_two_from(std::int64_t n) { return static_cast<int>(std::bit_ceil(static_cast<std::uint64_t>(n))); }
 
-/// `most`: runs that a thread can keep without crowding others out of the register file.
-Config choose(DType dtype, std::int64_t cols, bool vector, int longest, int most) {
+constexpr int kMostKept = 12, kMostKeptBackward = 6;  // of two tensors
+constexpr int kPiece = 128;        // bytes of neighbouring rows that a warp reads from a block at least, if it can
+constexpr int kMostThreads = 512;  // on a row
+
+/// As few threads on a row as keep it in registers, since what a thread does besides its entries costs as much as some
+/// twenty of them. `most`: runs that a thread can keep without crowding others out of the register file.
+Config choose(DType dtype, std::int64_t rows, std::int64_t cols, bool vector, int length, int most) {
   Config config{dtype, static_cast<int>(cols), vector, 1, 1, 1};
   const int runs = (config.cols + config.run() - 1) / config.run();
-  const int lanes = std::min(32, power_of_two_from(runs));
-  const std::int64_t steps = static_cast<std::int64_t>(longest) * ((runs + lanes - 1) / lanes);
-  config.warp_rows = 32 / lanes;
-  config.warps = steps <= most ? 1 : steps <= 4 * most ? 4 : 16;
-  const std::int64_t share = (steps + config.warps - 1) / config.warps;
-  config.kept = static_cast<int>(std::min<std::int64_t>(most, power_of_two_from(static_cast<int>(share))));
+  const int block_lanes = std::min(32, power_of_two_from(runs));
+  const std::int64_t row_runs =
+      static_cast<std::int64_t>(length) * ((runs + block_lanes - 1) / block_lanes * block_lanes);
+  const int threads = std::clamp(power_of_two_from((row_runs + most - 1) / most), block_lanes, kMostThreads);
+  const int most_rows = std::min(32 / block_lanes, static_cast<int>(std::bit_floor(static_cast<std::uint64_t>(rows))));
+  const std::int64_t row_bytes = cols * static_cast<std::int64_t>(size_of(dtype));
+  const int piece_rows = std::min(most_rows, power_of_two_from((kPiece + row_bytes - 1) / row_bytes));
+  config.lanes = std::clamp(threads, 32 / most_rows, 32 / piece_rows);
+  config.lanes = std::max(config.lanes, threads / 16);
+  config.warps = std::max(1, threads / config.lanes);
+  const std::int64_t share = (row_runs + config.lanes * config.warps - 1) / (config.lanes * config.warps);
+  config.kept = static_cast<int>(std::min<std::int64_t>(most, (share + 1) / 2 * 2));  // even: half the kernels
   return config;
+}
+
+SoftmaxDivisor divisor(std::int64_t by) {
+  const int bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(by - 1)));
+  return {static_cast<unsigned>(by), static_cast<unsigned>((std::uint64_t{1} << (31 + bits)) / by + 1),
+          static_cast<unsigned>(31 + bits)};
+}
+
+SoftmaxTasks tasks(const Config& config, const Plan& plan, std::int64_t batch, std::int64_t block_rows) {
+  const std::int64_t warp_rows = 32 / config.lanes, row_groups = (block_rows + warp_rows - 1) / warp_rows;
+  const std::int64_t count = plan.line_count * batch * row_groups;
+  if (count > std::numeric_limits<int>::max()) {
+    throw Error("block_softmax", "values", "fewer than 2^31 groups of rows", std::to_string(count));
+  }
+  return {static_cast<unsigned>(count), static_cast<int>(block_rows), divisor(row_groups),
+          divisor(std::max<std::int64_t>(batch, 1))};
 }
 
 /// True when every place that `strides` reach is a multiple of `bytes`.
@@ -174,12 +214,11 @@ KernelSpec rpe_spec(DType dtype, DType rpe, int threads) {
                        ", " + std::to_string(threads) + ">"};
 }
 
-/// Without extras 16-bit runs stay packed; sums with extras need a register for each element.
+/// Sums with extras need a register for each element, all else stays packed as it came.
 int most_kept(const Problem& p) {
   const bool extras = p.rpe.data != nullptr || p.key_padding.data != nullptr || p.attn.data != nullptr;
-  return extras && size_of(p.dtype) == 2 ? 4 : 8;
+  return extras && size_of(p.dtype) == 2 ? 4 : extras || p.dtype == DType::f64 ? 8 : kMostKept;
 }
-constexpr int kMostKeptBackward = 4;  // of two tensors
 
 void rpe_backward(const BackwardProblem& p, const void* dots, Context& context) {
   const auto plan = plan_for<RpePlan>(*p.layout, context, make_rpe_plan);
@@ -219,7 +258,7 @@ void forward(const Problem& problem, Context& context) {
   const auto plan = plan_for<Plan>(*problem.layout, context, make_plan);
   const bool vector = takes_vectors(problem.values, problem.dtype, s.block_cols) &&
                       takes_vectors(problem.out, problem.dtype, s.block_cols);
-  const Config config = choose(problem.dtype, s.block_cols, vector, plan->longest, most_kept(problem));
+  const Config config = choose(problem.dtype, s.block_rows, s.block_cols, vector, plan->length, most_kept(problem));
   SoftmaxParams p{};
   p.lines = static_cast<const SoftmaxLine*>(plan->lines.data());
   p.columns = static_cast<const int*>(plan->columns.data());
@@ -229,9 +268,7 @@ void forward(const Problem& problem, Context& context) {
   p.key_padding = params(problem.key_padding, config.run());
   p.attn = params(problem.attn, config.run());
   p.scale = problem.scale;
-  p.tasks = config.tasks(plan->line_count, problem.batch, s.block_rows);
-  p.batch = problem.batch;
-  p.block_rows = static_cast<int>(s.block_rows);
+  p.tasks = tasks(config, *plan, problem.batch, s.block_rows);
   const Kernel& kernel =
       get_kernel(forward_spec(config, problem.rpe, problem.key_padding, problem.attn), context.device.index);
   kernel.launch(config.grid(p.tasks), config.threads(), 0, &p, context.stream);
@@ -249,7 +286,7 @@ void backward(const BackwardProblem& problem, Context& context) {
   for (const Packed* tensor : {&problem.out, &problem.d_out, &problem.d_values}) {
     vector = vector && takes_vectors(*tensor, problem.dtype, s.block_cols);
   }
-  const Config config = choose(problem.dtype, s.block_cols, vector, plan->longest, kMostKeptBackward);
+  const Config config = choose(problem.dtype, s.block_rows, s.block_cols, vector, plan->length, kMostKeptBackward);
   SoftmaxBackwardParams p{};
   p.lines = static_cast<const SoftmaxLine*>(plan->lines.data());
   p.out = params(problem.out);
@@ -257,12 +294,10 @@ void backward(const BackwardProblem& problem, Context& context) {
   p.d_values = params(problem.d_values);
   p.dots = workspace.data();
   p.scale = problem.scale;
-  p.tasks = config.tasks(plan->line_count, problem.batch, s.block_rows);
-  p.batch = problem.batch;
+  p.tasks = tasks(config, *plan, problem.batch, s.block_rows);
   p.heads = s.heads;
   p.rows = rows;
-  p.block_rows = static_cast<int>(s.block_rows);
-  if (p.tasks > 0) {
+  if (p.tasks.count > 0) {
     const Kernel& kernel = get_kernel(backward_spec(config, dots), context.device.index);
     kernel.launch(config.grid(p.tasks), config.threads(), 0, &p, context.stream);
   }
@@ -280,19 +315,19 @@ std::vector<KernelSpec> list(const std::string& /*arch*/) {
   rpe.data = mask.data = &rpe;  // only its being there matters
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     for (const int cols : {16, 32, 64, 128}) {
-      specs.push_back(forward_spec(choose(dtype, cols, true, 32, 8), {}, {}, {}));
-      specs.push_back(backward_spec(choose(dtype, cols, true, 16, kMostKeptBackward), false));
+      specs.push_back(forward_spec(choose(dtype, cols, cols, true, 32, kMostKept), {}, {}, {}));
+      specs.push_back(backward_spec(choose(dtype, cols, cols, true, 16, kMostKeptBackward), false));
     }
-    for (const int longest : {8, 128}) {
-      specs.push_back(forward_spec(choose(dtype, 32, true, longest, 8), {}, {}, {}));
+    for (const int length : {8, 128}) {
+      specs.push_back(forward_spec(choose(dtype, 32, 32, true, length, kMostKept), {}, {}, {}));
     }
     rpe.dtype = mask.dtype = dtype;
     mask.mode = MaskMode::mul;
-    const Config config = choose(dtype, 32, true, 16, size_of(dtype) == 2 ? 4 : 8);
+    const Config config = choose(dtype, 32, 32, true, 16, size_of(dtype) == 2 ? 4 : 8);
     specs.push_back(forward_spec(config, rpe, {}, {}));
     specs.push_back(forward_spec(config, rpe, mask, mask));
-    specs.push_back(forward_spec(choose(dtype, 32, false, 16, 8), {}, {}, {}));
-    specs.push_back(backward_spec(choose(dtype, 32, true, 16, kMostKeptBackward), true));
+    specs.push_back(forward_spec(choose(dtype, 32, 32, false, 16, kMostKept), {}, {}, {}));
+    specs.push_back(backward_spec(choose(dtype, 32, 32, true, 16, kMostKeptBackward), true));
     specs.push_back(rpe_spec(dtype, dtype, 1));
     specs.push_back(rpe_spec(dtype, dtype, 256));
   }

@@ -1,6 +1,7 @@
-// Softmax over packed block rows. A warp takes a few whole rows of a block row and walks its blocks: neighbouring lanes
-// hold neighbouring runs of 16 bytes, so a warp reads 512 bytes in one piece from each block. WARPS warps share the
-// blocks of a line. Each thread keeps up to K runs in registers; a line that fits is read once, a longer one twice.
+// Softmax over packed block rows. Neighbouring lanes hold neighbouring runs of 16 bytes: along a block's row, then of
+// the next rows, then of the same rows in the next blocks, so that LANES lanes of a warp share a row. So do WARPS
+// warps. Each thread keeps up to K runs in registers, so that what it does once for a row is shared by many entries; a
+// line that fits is read once, a longer one twice.
 #pragma once
 
 #include "device/load.cuh"
@@ -66,27 +67,34 @@ __device__ __forceinline__ u32 max_pair(u32 a, u32 b) {
   return c;
 }
 
-/// The largest element of a run, or with `flip` (the sign's bit) the largest of the negated ones.
+/// The largest element of some runs. 16-bit ones are compared as packed pairs and widened once, at the end.
 template <typename T, int N, typename Acc>
-__device__ __forceinline__ Acc largest(const run<T, N>& r, u32 flip) {
-  if constexpr (sizeof(T) == 2 && run<T, N>::kWide) {
-    const u32 both = flip | flip >> 16;
-    u32 pair = r.words[0] ^ both;
+struct peak {
+  static constexpr bool kPacked = sizeof(T) == 2 && run<T, N>::kWide;
+  Acc top = minus_infinity<Acc>();
+  u32 pair = is_same<T, f16> ? 0xfc00fc00u : 0xff80ff80u;  // −inf twice
+
+  __device__ __forceinline__ void add(const run<T, N>& r) {
+    if constexpr (kPacked) {
 #pragma unroll
-    for (int w = 1; w < run<T, N>::kWords; ++w) {
-      pair = max_pair<T>(pair, r.words[w] ^ both);
-    }
-    return fmaxf(widen(T{static_cast<u16>(pair)}), widen(T{static_cast<u16>(pair >> 16)}));
-  } else {
-    Acc top = minus_infinity<Acc>();
+      for (int w = 0; w < run<T, N>::kWords; ++w) {
+        pair = max_pair<T>(pair, r.words[w]);
+      }
+    } else {
 #pragma unroll
-    for (int e = 0; e < N; ++e) {
-      const Acc x = static_cast<Acc>(widen(r.at(e)));
-      top = take_max{}(flip ? -x : x, top);
+      for (int e = 0; e < N; ++e) {
+        top = take_max{}(static_cast<Acc>(widen(r.at(e))), top);
+      }
     }
-    return top;
   }
-}
+  __device__ __forceinline__ Acc value() const {
+    if constexpr (kPacked) {
+      return fmaxf(widen(T{static_cast<u16>(pair)}), widen(T{static_cast<u16>(pair >> 16)}));
+    } else {
+      return top;
+    }
+  }
+};
 
 constexpr __host__ __device__ int power_of_two_from(int n) {
   int p = 1;
@@ -96,88 +104,119 @@ constexpr __host__ __device__ int power_of_two_from(int n) {
   return p;
 }
 
-/// How a row of a block of C elements lies over lanes.
-template <typename T, int C, bool VECTOR>
-struct row_lanes {
+constexpr __host__ __device__ int cta_warps(int warps) { return warps < 4 ? 4 : warps; }
+
+/// Where a thread stands: its line and row, and its share of the row's runs. At a step each lane of a warp takes one
+/// run.
+template <typename T, int C, bool VECTOR, int LANES, int WARPS>
+struct place {
   static constexpr int kRun = VECTOR ? 16 / static_cast<int>(sizeof(T)) : 1;  ///< elements a lane takes at once
   static constexpr int kRuns = (C + kRun - 1) / kRun;
-  static constexpr int kLanes = kRuns >= 32 ? 32 : power_of_two_from(kRuns);  ///< lanes of a row
-  static constexpr int kPieces = (kRuns + kLanes - 1) / kLanes;               ///< runs of a lane in one block
-  static constexpr int kRows = 32 / kLanes;                                   ///< rows of a warp
-  static constexpr bool kFull = kLanes * kPieces * kRun == C;                 ///< every lane has a run in every piece
-};
+  static constexpr int kBlockLanes = kRuns >= 32 ? 32 : power_of_two_from(kRuns);  ///< lanes of a block's row
+  static constexpr int kPieces = (kRuns + kBlockLanes - 1) / kBlockLanes;          ///< steps over a block
+  static constexpr int kBlocks = LANES / kBlockLanes;                              ///< blocks that a step covers
+  static constexpr int kRows = 32 / LANES;                                         ///< rows of a warp
+  static constexpr int kGroups = cta_warps(WARPS) / WARPS;                         ///< tasks of a CTA
+  static constexpr int kRowBits = 31 & ~((kRows - 1) * kBlockLanes);               ///< of lanes that share a row
+  static constexpr bool kEven = kPieces == 1 || kBlockLanes * kPieces * kRun == C;
+  static_assert(LANES >= kBlockLanes && LANES <= 32);
 
-/// Where a thread stands: its row, its runs within a block, and its share of the line's steps. A step is one run.
-template <typename T, int C, bool VECTOR, int WARPS>
-struct place {
-  using Lanes = row_lanes<T, C, VECTOR>;
-  static constexpr int kGroups = WARPS == 1 ? 4 : 1;  ///< tasks of a CTA
-  i64 z;
   SoftmaxLine line;
-  int y, lane, member, steps;
-  bool inside;  ///< there is a row
+  int z, y, row, lane, sub, member;  ///< row: of the warp's; sub: of the blocks of a step
+  int steps;                         ///< of this thread
+  bool inside;                       ///< there is a row
 
-  __device__ __forceinline__ place(const SoftmaxLine* lines, i64 tasks, i64 batch, int block_rows) {
+  __device__ __forceinline__ place(const SoftmaxLine* lines, const SoftmaxTasks& tasks) {
     const int warp = threadIdx.x / 32;
-    const i64 task = static_cast<i64>(blockIdx.x) * kGroups + warp / WARPS;
-    const int row_groups = (block_rows + Lanes::kRows - 1) / Lanes::kRows;
-    const i64 per_line = batch * row_groups;
-    const bool there = task < tasks;
-    line = lines[there ? task / per_line : 0];
-    const int rest = static_cast<int>(task % row_groups);
-    z = task / row_groups % batch;
-    y = rest * Lanes::kRows + threadIdx.x % 32 / Lanes::kLanes;
-    lane = threadIdx.x % Lanes::kLanes;
+    const u32 task = blockIdx.x * kGroups + warp / WARPS;
+    const u32 row_group = divide(task, tasks.row_groups), batch = divide(row_group, tasks.batch);
+    const bool there = task < tasks.count;
+    line = lines[there ? batch : 0];
+    z = static_cast<int>(row_group - batch * tasks.batch.by);
+    lane = threadIdx.x % kBlockLanes;
+    row = threadIdx.x / kBlockLanes % kRows;
+    sub = threadIdx.x % 32 / (kBlockLanes * kRows);
+    y = static_cast<int>(task - row_group * tasks.row_groups.by) * kRows + row;
     member = warp % WARPS;
-    inside = there && y < block_rows;
-    steps = inside ? line.count * Lanes::kPieces : 0;
+    inside = there && y < tasks.block_rows;
+    const u32 all = static_cast<u32>(line.count - sub + kBlocks - 1) / kBlocks * kPieces;
+    steps = inside && lane * kRun < C ? static_cast<int>((all + WARPS - 1 - member) / WARPS) : 0;
   }
-  /// The thread's n-th step.
-  __device__ __forceinline__ int step(int n) const { return member + n * WARPS; }
-  __device__ __forceinline__ int block(int step) const { return line.first + step / Lanes::kPieces; }
-  __device__ __forceinline__ int column(int step) const {
-    return (step % Lanes::kPieces * Lanes::kLanes + lane) * Lanes::kRun;
+  /// One thread of each row and warp.
+  __device__ __forceinline__ bool leads() const { return (threadIdx.x & kRowBits) == 0; }
+  /// task < 2^31
+  static __device__ __forceinline__ u32 divide(u32 task, const SoftmaxDivisor& d) {
+    return static_cast<u32>(static_cast<u64>(task) * d.multiplier >> d.shift);
   }
-  __device__ __forceinline__ bool has(int step) const { return step < steps && (Lanes::kFull || column(step) < C); }
+  __device__ __forceinline__ int block(int n) const {
+    return line.first + (member + n * WARPS) / kPieces * kBlocks + sub;
+  }
+  __device__ __forceinline__ int column(int n) const {
+    return ((member + n * WARPS) % kPieces * kBlockLanes + lane) * kRun;
+  }
+  /// Whether the thread has a step first + k. Compared so that only `first` takes a register.
+  __device__ __forceinline__ bool has(int first, int k) const {
+    return k < steps - first && (kEven || column(first + k) < C);
+  }
 
   /// The thread's runs in a packed tensor.
   struct runs {
     T* first;
-    i64 block, piece;
-    __device__ __forceinline__ T* at(int step) const {
-      if constexpr (Lanes::kPieces == 1) {
-        return first + step * block;
+    i64 step, piece;
+    int member;
+    /// Of its n-th step.
+    __device__ __forceinline__ T* at(int n) const {
+      if constexpr (kPieces == 1) {
+        return first + n * step;
       } else {
-        return first + step / Lanes::kPieces * block + step % Lanes::kPieces * piece;
+        return first + (member + n * WARPS) / kPieces * step + (member + n * WARPS) % kPieces * piece;
+      }
+    }
+    /// From the place of step n − 1 to that of step n.
+    __device__ __forceinline__ void next(T*& place, int n) const {
+      if constexpr (kPieces == 1) {
+        place += step;
+      } else {
+        place = at(n);
       }
     }
   };
   __device__ __forceinline__ runs of(const SoftmaxPacked& p) const {
-    return {static_cast<T*>(p.data) + z * p.z + line.first * p.block + y * p.row + lane * Lanes::kRun * p.col, p.block,
-            Lanes::kLanes * Lanes::kRun * p.col};
+    const int block = line.first + sub + (kPieces == 1 ? member * kBlocks : 0);
+    T* first = static_cast<T*>(p.data) + z * p.z + block * p.block + y * p.row + lane * kRun * p.col;
+    i64 step = p.block * kBlocks * (kPieces == 1 ? WARPS : 1);
+    asm volatile("" : "+l"(first), "+l"(step));  // else the compiler does all of this again for every run
+    return {first, step, kBlockLanes * kRun * p.col, member};
   }
 };
 
-/// Over the lanes of a row and over the WARPS that share it. `shared` holds WARPS · rows; all threads call it.
-template <int LANES, int WARPS, typename A, typename Op>
-__device__ __forceinline__ A reduce_row(A x, A* shared, Op op) {
-  x = reduce_lanes<LANES>(x, op);
-  if constexpr (WARPS > 1) {
-    constexpr int kRows = 32 / LANES;
-    const int row = threadIdx.x % 32 / LANES;
-    __syncthreads();  // an earlier reduction may still be read
-    if (threadIdx.x % LANES == 0) {
-      shared[threadIdx.x / 32 * kRows + row] = x;
+/// What the warps that share a row tell each other, once.
+template <typename Place, int WARPS, typename Part>
+struct parts {
+  Part part[cta_warps(WARPS)][Place::kRows];
+
+  /// All threads call it.
+  __device__ __forceinline__ void put(const Place& my, const Part& mine) {
+    if (my.leads()) {
+      part[threadIdx.x / 32][my.row] = mine;
     }
     __syncthreads();
-    x = shared[row];
+  }
+  /// Every warp's part of this thread's row, in a fixed order.
+  template <typename F>
+  __device__ __forceinline__ void each(const Place& my, F f) const {
 #pragma unroll
-    for (int w = 1; w < WARPS; ++w) {
-      x = op(x, shared[w * kRows + row]);
+    for (int w = 0; w < WARPS; ++w) {
+      f(part[threadIdx.x / 32 / WARPS * WARPS + w][my.row]);
     }
   }
-  return x;
-}
+};
+
+/// A sum of powers relative to the highest exponent.
+template <typename Acc>
+struct tally {
+  Acc top, sum;
+};
 
 template <typename Kind, int N, typename Acc>
 __device__ __forceinline__ void apply(const SoftmaxDense& extra, i64 at, Acc (&x)[N]) {
@@ -208,53 +247,58 @@ __device__ __forceinline__ void apply(const SoftmaxDense& extra, i64 at, Acc (&x
   }
 }
 
-constexpr __host__ __device__ int cta_threads(int warps) { return warps == 1 ? 128 : 32 * warps; }
+constexpr __host__ __device__ int cta_threads(int warps) { return 32 * cta_warps(warps); }
 /// CTAs that must fit on a multiprocessor together: 512 threads where a thread keeps sums, else (0) as the compiler
 /// finds.
 constexpr __host__ __device__ int cta_residents(int warps, bool sums) { return sums ? 512 / cta_threads(warps) : 0; }
 
 /// T values, C columns of a block, VECTOR: runs of 16 bytes are aligned (else single elements), K runs kept by a
-/// thread, WARPS on a line, then the kinds of the extras.
-template <typename T, int C, bool VECTOR, int K, int WARPS, typename Rpe, typename Key, typename Attn>
+/// thread, LANES and WARPS on a row, then the kinds of the extras.
+template <typename T, int C, bool VECTOR, int K, int LANES, int WARPS, typename Rpe, typename Key, typename Attn>
 __global__ void __launch_bounds__(cta_threads(WARPS), cta_residents(WARPS, Rpe::kThere || Key::kThere || Attn::kThere))
     block_softmax(const __grid_constant__ SoftmaxParams p) {
   using Acc = accumulator_t<T>;
-  using Place = place<T, C, VECTOR, WARPS>;
-  using Lanes = typename Place::Lanes;
-  constexpr int kRun = Lanes::kRun;
+  using Place = place<T, C, VECTOR, LANES, WARPS>;
+  constexpr int kRun = Place::kRun;
   constexpr bool kExtras = Rpe::kThere || Key::kThere || Attn::kThere;
-  __shared__ Acc shared[WARPS * Lanes::kRows];
-  const Place my(p.lines, p.tasks, p.batch, p.block_rows);
+  const Place my(p.lines, p.tasks);
   const auto values = my.of(p.values), results = my.of(p.out);
 
-  // The runs as stored, or with extras the finished sums. An entry's exponent is x·factor.
+  // The runs as stored (negated where the scale is negative), or with extras the finished sums. An entry's exponent is
+  // x·factor, and the factor is not negative.
   run<T, kRun> stored[K];
   Acc summed[kExtras ? K : 1][kRun];
-  const Acc factor = (kExtras ? Acc(1) : static_cast<Acc>(p.scale)) * kUnit<Acc>;
-  const u32 flip = factor < Acc(0) ? 0x80000000u : 0u;
+  const Acc scale = static_cast<Acc>(p.scale);
+  const bool negate = !kExtras && scale < Acc(0);
+  const Acc factor = (kExtras ? Acc(1) : negate ? -scale : scale) * kUnit<Acc>;
 
-  const auto dense_at = [&](const SoftmaxDense& d, int step) {
-    return my.z * d.z + my.line.head * d.h + (static_cast<i64>(my.line.row) * p.block_rows + my.y) * d.row +
-           (static_cast<i64>(p.columns[my.block(step)]) * C + my.column(step)) * d.col;
+  const auto dense_at = [&](const SoftmaxDense& d, int n) {
+    return my.z * d.z + my.line.head * d.h + (static_cast<i64>(my.line.row) * p.tasks.block_rows + my.y) * d.row +
+           (static_cast<i64>(p.columns[my.block(n)]) * C + my.column(n)) * d.col;
   };
   const auto load = [&](int first) {
+    T* from = values.at(first);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      if (my.has(my.step(first + k))) {
-        stored[k] = load_run<T, kRun>(values.at(my.step(first + k)));
+      stored[k] = load_run_if<T, kRun>(my.has(first, k), from);
+      values.next(from, first + k + 1);
+    }
+    if (negate) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        stored[k].negate();
       }
     }
     if constexpr (kExtras) {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        const int step = my.step(first + k);
-        if (my.has(step)) {
+        if (my.has(first, k)) {
 #pragma unroll
           for (int e = 0; e < kRun; ++e) {
-            summed[k][e] = static_cast<Acc>(widen(stored[k].at(e))) * static_cast<Acc>(p.scale);
+            summed[k][e] = static_cast<Acc>(widen(stored[k].at(e))) * scale;
           }
           const auto extra = [&]<typename Kind>(Kind, const SoftmaxDense& d) {
-            apply<Kind>(d, Kind::kThere ? dense_at(d, step) : 0, summed[k]);
+            apply<Kind>(d, Kind::kThere ? dense_at(d, first + k) : 0, summed[k]);
           };
           extra(Rpe{}, p.rpe);
           if constexpr (Key::kMultiplies) {  // what takes entries out comes last, so that nothing added there counts
@@ -275,132 +319,153 @@ __global__ void __launch_bounds__(cta_threads(WARPS), cta_residents(WARPS, Rpe::
       return static_cast<Acc>(widen(stored[k].at(e)));
     }
   };
-  // The highest exponent of a run, without a product for each entry.
-  const auto highest = [&](int k) -> Acc {
-    Acc top = minus_infinity<Acc>();
-    if constexpr (kExtras) {
-#pragma unroll
-      for (int e = 0; e < kRun; ++e) {
-        top = take_max{}(summed[k][e], top);
-      }
-    } else {
-      top = largest<T, kRun, Acc>(stored[k], flip);
-    }
-    return top == minus_infinity<Acc>() ? top : top * (flip ? -factor : factor);
-  };
-
-  // Each thread's own highest exponent, and its sum of powers relative to that.
-  Acc top = minus_infinity<Acc>(), sum = 0;
-  const bool fits = my.steps <= K * WARPS;
-  for (int first = 0; my.step(first) < my.steps; first += K) {
-    load(first);
-    Acc higher = top;
+  // The highest exponent of the kept runs.
+  const auto highest = [&](int first) -> Acc {
+    peak<T, kRun, Acc> largest;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      if (my.has(my.step(first + k))) {
-        higher = take_max{}(highest(k), higher);
+      if (my.has(first, k)) {
+        if constexpr (kExtras) {
+#pragma unroll
+          for (int e = 0; e < kRun; ++e) {
+            largest.top = take_max{}(summed[k][e], largest.top);
+          }
+        } else {
+          largest.add(stored[k]);
+        }
       }
     }
-    const Acc base = safe(higher);
+    const Acc top = kExtras ? largest.top : largest.value();
+    return top == minus_infinity<Acc>() ? top : top * factor;
+  };
+
+  // Each thread's own tally.
+  Acc top = minus_infinity<Acc>(), sum = 0;
+  const bool fits = my.steps <= K;
+  for (int first = 0; first < my.steps; first += K) {
+    load(first);
+    const Acc higher = take_max{}(highest(first), top), base = safe(higher);
+    Acc odd = 0;  // two chains of additions, as one would wait for itself
     sum *= power(top - base);
     top = higher;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      if (my.has(my.step(first + k))) {
+      if (my.has(first, k)) {
 #pragma unroll
         for (int e = 0; e < kRun; ++e) {
-          sum += power(fused(element(k, e), factor, -base));
+          (e % 2 == 0 ? sum : odd) += power(fused(element(k, e), factor, -base));
         }
       }
     }
+    sum += odd;
   }
 
-  const Acc base = safe(reduce_row<Lanes::kLanes, WARPS>(top, shared, take_max{}));
-  const Acc total = reduce_row<Lanes::kLanes, WARPS>(sum * power(top - base), shared, take_sum{});
-  const Acc share = total == Acc(0) ? Acc(0) : Acc(1) / total;
+  // The row's: over lanes, then over warps.
+  Acc base = reduce_bits<Place::kRowBits>(top, take_max{});
+  sum = reduce_bits<Place::kRowBits>(sum * power(top - safe(base)), take_sum{});
+  if constexpr (WARPS > 1) {
+    __shared__ parts<Place, WARPS, tally<Acc>> shared;
+    tally<Acc> all{minus_infinity<Acc>(), 0};
+    shared.put(my, {base, sum});
+    shared.each(my, [&](const tally<Acc>& part) { all.top = take_max{}(part.top, all.top); });
+    shared.each(my, [&](const tally<Acc>& part) { all.sum += part.sum * power(part.top - safe(all.top)); });
+    base = all.top;
+    sum = all.sum;
+  }
+  base = safe(base);
+  const Acc share = sum == Acc(0) ? Acc(0) : Acc(1) / sum;
 
-  for (int first = 0; my.step(first) < my.steps; first += K) {
+  for (int first = 0; first < my.steps; first += K) {
     if (!fits) {
       load(first);
     }
+    T* to = results.at(first);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      const int step = my.step(first + k);
-      if (my.has(step)) {
+      if (my.has(first, k)) {
         Acc x[kRun];
 #pragma unroll
         for (int e = 0; e < kRun; ++e) {
           x[e] = power(fused(element(k, e), factor, -base)) * share;
         }
-        store_run<T, kRun>(results.at(step), x);
+        store_run<T, kRun>(to, x);
       }
+      results.next(to, first + k + 1);
     }
   }
 }
 
 /// d_values = scale · out · (d_out − Σ out·d_out). DOTS: the sums are wanted too.
-template <typename T, int C, bool VECTOR, int K, int WARPS, bool DOTS>
+template <typename T, int C, bool VECTOR, int K, int LANES, int WARPS, bool DOTS>
 __global__ void __launch_bounds__(cta_threads(WARPS))
     block_softmax_backward(const __grid_constant__ SoftmaxBackwardParams p) {
   using Acc = accumulator_t<T>;
-  using Place = place<T, C, VECTOR, WARPS>;
-  using Lanes = typename Place::Lanes;
-  constexpr int kRun = Lanes::kRun;
-  __shared__ Acc shared[WARPS * Lanes::kRows];
-  const Place my(p.lines, p.tasks, p.batch, p.block_rows);
+  using Place = place<T, C, VECTOR, LANES, WARPS>;
+  constexpr int kRun = Place::kRun;
+  const Place my(p.lines, p.tasks);
   const Acc scale = static_cast<Acc>(p.scale);
   const auto outs = my.of(p.out), d_outs = my.of(p.d_out), results = my.of(p.d_values);
   run<T, kRun> out[K], d_out[K];
 
   const auto load = [&](int first) {
+    T *from_out = outs.at(first), *from_d_out = d_outs.at(first);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      const int step = my.step(first + k);
-      if (my.has(step)) {
-        out[k] = load_run<T, kRun>(outs.at(step));
-        d_out[k] = load_run<T, kRun>(d_outs.at(step));
-      }
+      out[k] = load_run_if<T, kRun>(my.has(first, k), from_out);
+      d_out[k] = load_run_if<T, kRun>(my.has(first, k), from_d_out);
+      outs.next(from_out, first + k + 1);
+      d_outs.next(from_d_out, first + k + 1);
     }
   };
 
   Acc dot = 0;
-  const bool fits = my.steps <= K * WARPS;
-  for (int first = 0; my.step(first) < my.steps; first += K) {
+  const bool fits = my.steps <= K;
+  for (int first = 0; first < my.steps; first += K) {
     load(first);
+    Acc odd = 0;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      if (my.has(my.step(first + k))) {
+      if (my.has(first, k)) {
 #pragma unroll
         for (int e = 0; e < kRun; ++e) {
           const Acc o = static_cast<Acc>(widen(out[k].at(e))), g = static_cast<Acc>(widen(d_out[k].at(e)));
-          dot += o != Acc(0) ? o * g : Acc(0);  // where nothing came out nothing counts, NaN upstream included
+          (e % 2 == 0 ? dot : odd) += o != Acc(0) ? o * g : Acc(0);  // nothing out, nothing counts: not even NaN
         }
       }
     }
+    dot += odd;
   }
-  dot = reduce_row<Lanes::kLanes, WARPS>(dot, shared, take_sum{});
+  dot = reduce_bits<Place::kRowBits>(dot, take_sum{});
+  if constexpr (WARPS > 1) {
+    __shared__ parts<Place, WARPS, Acc> shared;
+    const Acc mine = dot;
+    dot = 0;
+    shared.put(my, mine);
+    shared.each(my, [&](const Acc& part) { dot += part; });
+  }
   if constexpr (DOTS) {
-    if (my.inside && my.lane == 0 && my.member == 0) {
-      const i64 row = static_cast<i64>(my.line.row) * p.block_rows + my.y;
+    if (my.inside && my.member == 0 && my.leads()) {
+      const i64 row = static_cast<i64>(my.line.row) * p.tasks.block_rows + my.y;
       static_cast<Acc*>(p.dots)[(my.z * p.heads + my.line.head) * p.rows + row] = dot;
     }
   }
-  for (int first = 0; my.step(first) < my.steps; first += K) {
+  for (int first = 0; first < my.steps; first += K) {
     if (!fits) {
       load(first);
     }
+    T* to = results.at(first);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      const int step = my.step(first + k);
-      if (my.has(step)) {
+      if (my.has(first, k)) {
         Acc x[kRun];
 #pragma unroll
         for (int e = 0; e < kRun; ++e) {
           const Acc o = static_cast<Acc>(widen(out[k].at(e))), g = static_cast<Acc>(widen(d_out[k].at(e)));
           x[e] = o != Acc(0) ? scale * (o * (g - dot)) : Acc(0);
         }
-        store_run<T, kRun>(results.at(step), x);
+        store_run<T, kRun>(to, x);
       }
+      results.next(to, first + k + 1);
     }
   }
 }

@@ -4,7 +4,7 @@
 namespace fretwork {
 
 /// One block row of one head: blocks [first, first + count) of the packed order.
-struct SoftmaxLine {
+struct alignas(16) SoftmaxLine {
   int first, count, head, row;
 };
 
@@ -20,15 +20,25 @@ struct SoftmaxDense {
   int vector;
 };
 
+/// n / by = n · multiplier >> shift for n < 2^31.
+struct SoftmaxDivisor {
+  unsigned by, multiplier, shift;
+};
+
 /// One task is a warp's rows of a line of a batch.
+struct SoftmaxTasks {
+  unsigned count;
+  int block_rows;
+  SoftmaxDivisor row_groups, batch;  ///< a block row's groups of rows
+};
+
 struct SoftmaxParams {
   const SoftmaxLine* lines;
   const int* columns;  ///< block column of each packed block
   SoftmaxPacked values, out;
   SoftmaxDense rpe, key_padding, attn;
   double scale;
-  long long tasks, batch;
-  int block_rows;
+  SoftmaxTasks tasks;
 };
 
 struct SoftmaxBackwardParams {
@@ -36,8 +46,8 @@ struct SoftmaxBackwardParams {
   SoftmaxPacked out, d_out, d_values;
   void* dots;  ///< Σ out·d_out of each row of (Z,H,M), where rpe's gradient needs it
   double scale;
-  long long tasks, batch, heads, rows;  ///< rows in elements
-  int block_rows;
+  long long heads, rows;  ///< rows in elements
+  SoftmaxTasks tasks;
 };
 
 /// rpe's gradient: sizes of the result, and of what is summed into each of its elements.

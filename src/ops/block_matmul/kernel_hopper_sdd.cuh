@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
   init_barriers(barriers, p.stages, 4, 8);
   if (threadIdx.x < 128) {
-    fewer_registers<48>();
+    fewer_registers<56>();  // 128 · 56 + 256 · 224 is what the CTA has: asking for more waits for ever
     if (threadIdx.x % 32 == 0) {
       SddRing ring{1};
       for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
       }
     }
   } else {
-    more_registers<232>();
+    more_registers<224>();
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
     const int stages = (p.depth + 63) / 64 * p.batches.z_sum * p.batches.h_sum;
     SddRing ring{0};

@@ -133,7 +133,7 @@ struct Config {
 
 int power_of_two_from(std::int64_t n) { return static_cast<int>(std::bit_ceil(static_cast<std::uint64_t>(n))); }
 
-constexpr int kMostKept = 12, kMostKeptBackward = 6;  // of two tensors
+constexpr int kMostKept = 12, kMostKeptBackward = 8;  // of two tensors
 constexpr int kPiece = 128;        // bytes of neighbouring rows that a warp reads from a block at least, if it can
 constexpr int kMostThreads = 512;  // on a row
 

@@ -103,7 +103,7 @@ def test_side_stream():
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("precision, tolerance", [("ieee", 1e-6), ("tf32", 2e-3), ("tf32x3", 5e-6)])
+@pytest.mark.parametrize("precision, tolerance", [("ieee", 1e-6), ("tf32", 2e-3), ("tf32x3", 2e-5)])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_float32_precisions(block, precision, tolerance):
     layout, values, _, b = operands(block, free=72, dtype=torch.float32)

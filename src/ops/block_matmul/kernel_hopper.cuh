@@ -91,6 +91,7 @@ __device__ __forceinline__ void store_partial(const float (&d)[kSize], float* pa
 
 /// Every warp says for itself that it is done with a stage: a warpgroup's warps may be apart when they skip one.
 __device__ __forceinline__ void release(u32 empty, int stage) {
+  __syncwarp();  // one lane speaks for all, so all must be done
   if (threadIdx.x % 32 == 0 && stage >= 0) {
     mbarrier::arrive(empty + 8 * stage);
   }

@@ -147,15 +147,17 @@ class Work {
     const std::size_t shift = strip_bytes * terms.size();
     std::byte* const to = buffers.strip.need(shift * static_cast<std::size_t>(ceil_div(rows, tiles_.rows)));
     for (std::size_t n = 0; n < terms.size(); ++n) {
-      const auto* const data = static_cast<const std::byte*>(terms[n].left);
-      terms[n].left = to + n * strip_bytes;
+      std::byte* const strip = to + n * strip_bytes;
+      void* const data = const_cast<void*>(terms[n].left);
+      terms[n].left = strip;
+      if (form == Strip::as_panel) {
+        tiles_.pack({data, left.col_stride, left.row_stride}, depth, rows, tiles_.rows, strip,
+                    static_cast<std::int64_t>(shift));
+        continue;
+      }
       for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
-        void* const from = const_cast<std::byte*>(data) + row * left.row_stride * size_;
-        std::byte* const strip = to + static_cast<std::size_t>(row / tiles_.rows) * shift + n * strip_bytes;
-        const std::int64_t height = std::min(tiles_.rows, rows - row);
-        form == Strip::as_rows
-            ? tiles_.pack({from, left.row_stride, left.col_stride}, height, depth, depth, strip, 0)
-            : tiles_.pack({from, left.col_stride, left.row_stride}, depth, height, tiles_.rows, strip, 0);
+        tiles_.pack({at(data, row * left.row_stride), left.row_stride, left.col_stride}, tiles_.rows, depth, depth,
+                    strip + static_cast<std::size_t>(row / tiles_.rows) * shift, 0);
       }
     }
     return static_cast<std::int64_t>(shift / tiles_.element);

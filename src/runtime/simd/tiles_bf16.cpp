@@ -20,8 +20,6 @@ constexpr std::int64_t kRows = 8, kLanes = 16, kVectors = 2, kGroup = 2;
 constexpr std::int64_t kPackPairs = 32;
 /// Rows of a result that are turned at a time when it is not contiguous along its columns.
 constexpr std::int64_t kTurnedRows = 128;
-/// Elements in a cache line.
-constexpr std::int64_t kLine = 32;
 using Bits = std::uint16_t;
 using Pair = std::uint32_t;
 
@@ -86,30 +84,26 @@ FRETWORK_TARGET void multiply(const Product& p) {
   }
 }
 
+/// Takes words 0, 32, 1, 33, … of two vectors, or the other half of them.
+FRETWORK_TARGET inline __m512i interleaved(__m512i upper, __m512i lower, int half) {
+  const __m512i n = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i from = _mm512_add_epi32(_mm512_or_si512(n, _mm512_slli_epi32(n, 16)),
+                                        _mm512_set1_epi32((32 << 16) + half * (kLanes << 16 | kLanes)));
+  return _mm512_permutex2var_epi16(upper, from, lower);
+}
+
 /// out[j] = (upper[j], lower[j]) for j < cols, zeros up to width; `lower` may be null: zeros.
-FRETWORK_TARGET inline void interleave(const Bits* upper, const Bits* lower, std::int64_t cols, std::int64_t width,
-                                       Pair* out) {
-  // Words 0, 32, 1, 33, … of two vectors, and the other half of them.
-  const __m512i step = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const __m512i low =
-      _mm512_add_epi32(_mm512_mullo_epi32(step, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(32 << 16));
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(0x100010));
-  std::int64_t j = 0;
-  for (; j + 2 * kLanes <= cols && lower != nullptr; j += 2 * kLanes) {
-    const __m512i first = _mm512_loadu_si512(upper + j), second = _mm512_loadu_si512(lower + j);
-    _mm512_storeu_si512(out + j, _mm512_permutex2var_epi16(first, low, second));
-    _mm512_storeu_si512(out + j + kLanes, _mm512_permutex2var_epi16(first, high, second));
-  }
-  for (; j < width; j += kLanes) {
-    const auto some = [](std::int64_t n, std::int64_t whole) {
-      return static_cast<std::uint32_t>((std::uint64_t{1} << std::clamp<std::int64_t>(n, 0, whole)) - 1);
-    };
-    const auto read = static_cast<__mmask16>(some(cols - j, kLanes));
-    const auto write = static_cast<__mmask16>(some(width - j, kLanes));
+FRETWORK_TARGET void interleave(const Bits* upper, const Bits* lower, std::int64_t cols, std::int64_t width,
+                                Pair* out) {
+  const auto some = [](std::int64_t n) {
+    return static_cast<__mmask16>((std::uint32_t{1} << std::clamp<std::int64_t>(n, 0, kLanes)) - 1);
+  };
+  for (std::int64_t j = 0; j < width; j += kLanes) {
+    const __mmask16 read = some(cols - j);
     const __m512i first = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(read, upper + j));
     const __m512i second =
         lower == nullptr ? _mm512_setzero_si512() : _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(read, lower + j));
-    _mm512_mask_storeu_epi32(out + j, write, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+    _mm512_mask_storeu_epi32(out + j, some(width - j), _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
   }
 }
 
@@ -152,15 +146,27 @@ FRETWORK_TARGET void pack_columns(const Bits* from, const Place& place, std::int
 
 FRETWORK_TARGET void pack_rows(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, Pair* out,
                                std::int64_t apart) {
+  constexpr std::int64_t kWhole = 2 * kLanes;
+  const std::int64_t ahead = kRowsAhead * from.row_stride;
   for (std::int64_t k = 0; k < depth; k += kGroup, out += width) {
     const Bits* const upper = static_cast<const Bits*>(from.data) + k * from.row_stride;
     const Bits* const lower = k + 1 < depth ? upper + from.row_stride : nullptr;
     Pair* panel = out;
-    for (std::int64_t j = 0; j < cols; j += width, panel += apart) {
-      for (std::int64_t n = j; n < std::min(j + width, cols); n += kLine) {
-        __builtin_prefetch(upper + kRowsAhead * from.row_stride + n);
-        __builtin_prefetch(upper + (kRowsAhead + 1) * from.row_stride + n);
-      }
+    std::int64_t j = 0;
+    for (; j + kWhole <= cols && width == kWhole && lower != nullptr; j += kWhole, panel += apart) {
+      __builtin_prefetch(upper + ahead + j);
+      __builtin_prefetch(lower + ahead + j);
+      const __m512i first = _mm512_loadu_si512(upper + j), second = _mm512_loadu_si512(lower + j);
+      _mm512_storeu_si512(panel, interleaved(first, second, 0));
+      _mm512_storeu_si512(panel + kLanes, interleaved(first, second, 1));
+    }
+    for (; j + kRows <= cols && width == kRows && lower != nullptr; j += kRows, panel += apart) {
+      const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(upper + j));
+      const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(lower + j));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(panel), _mm_unpacklo_epi16(first, second));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(panel + 4), _mm_unpackhi_epi16(first, second));
+    }
+    for (; j < cols; j += width, panel += apart) {
       interleave(upper + j, lower != nullptr ? lower + j : nullptr, std::min(width, cols - j), width, panel);
     }
   }

@@ -51,15 +51,17 @@ FRETWORK_TARGET void multiply(const Product& p) {
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
     const Bits* left = static_cast<const Bits*>(term->left) + p.shift;
     const Pair* right = static_cast<const Pair*>(p.right) + term->depth / kGroup * kWidth;
-    // Blocks lie apart: fetch the beginning of the next one's rows.
-    const Bits* const next = static_cast<const Bits*>((term + (term + 1 != p.terms + p.count ? 1 : 0))->left) + p.shift;
+    // Blocks lie apart: fetch the beginning of the next one's rows at once, and its part of the panel step by step.
+    const Term& next = term[term + 1 != p.terms + p.count ? 1 : 0];
     for (int i = 0; i < kRows; ++i) {
-      _mm_prefetch(next + i * row, _MM_HINT_T0);
+      _mm_prefetch(static_cast<const Bits*>(next.left) + p.shift + i * row, _MM_HINT_T0);
     }
+    const std::int64_t ahead = (next.depth - term->depth) / kGroup * kWidth;
     for (const Pair* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       __m512bh b[kWide];
       for (int v = 0; v < kWide; ++v) {
         b[v] = (__m512bh)_mm512_loadu_si512(right + v * kLanes);
+        _mm_prefetch(right + ahead + v * kLanes, _MM_HINT_T0);
       }
       for (int i = 0; i < kRows; ++i) {
         int pair;
@@ -88,7 +90,7 @@ FRETWORK_TARGET void multiply(const Product& p) {
 FRETWORK_TARGET inline __m512i interleaved(__m512i upper, __m512i lower, int half) {
   const __m512i n = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512i from = _mm512_add_epi32(_mm512_or_si512(n, _mm512_slli_epi32(n, 16)),
-                                        _mm512_set1_epi32((32 << 16) + half * (kLanes << 16 | kLanes)));
+                                        _mm512_set1_epi32((32 << 16) + half * (16 << 16 | 16)));
   return _mm512_permutex2var_epi16(upper, from, lower);
 }
 

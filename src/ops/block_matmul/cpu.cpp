@@ -28,11 +28,13 @@ constexpr std::int64_t kStretches = 4;
 constexpr double kLeastFlops = 2e6;
 /// Results larger than this go past the caches, which they would only flush.
 constexpr std::int64_t kStreamedBytes = 4 << 20;
-constexpr std::uintptr_t kLine = 64;
 /// Depth packed at once, if blocks allow: whole cache lines where the depth is contiguous.
 constexpr std::int64_t kPackedTogether = 64;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// Whether bytes are whole cache lines.
+bool lines(std::intptr_t bytes) { return bytes % 64 == 0; }
 
 /// What a thread needs to work on tiles, kept between calls.
 struct Buffers {
@@ -184,14 +186,14 @@ class Work {
                 std::int64_t rows, std::byte* sums, bool last, const Place& out) const {
     const bool one_phase = last && !product.add;
     product.out_stride = out.row_stride;
-    product.stream = stream_ && out.row_stride * size_ % kLine == 0;
     for (const Slabs::Panel& panel : slab.panels) {
       const std::int64_t cols = panel.last - panel.first;
       const Place to{at(out.data, panel.first * out.col_stride), out.row_stride, out.col_stride};
       std::byte* const panel_sums = sums + (one_phase ? 0 : panel.first - slab.first) * tiles_.sum;
       product.sum_stride = one_phase ? panel.width : slab.width;
       const bool whole = last && out.col_stride == 1 && rows % tiles_.rows == 0 && cols == panel.width;
-      product.stream &= reinterpret_cast<std::uintptr_t>(to.data) % kLine == 0;
+      product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(to.data)) && lines(out.row_stride * size_) &&
+                       lines(panel.width * size_);
       product.right = packed;
       for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
         product.shift = row / tiles_.rows * shift;

@@ -284,6 +284,7 @@ void Store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::in
              to.col_stride);
 }
 
+/// The loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <typename Out, typename T, int kVectors>
 void Multiply(const Product& p) {
   const hn::ScalableTag<T> d;
@@ -292,7 +293,9 @@ void Multiply(const Product& p) {
   constexpr std::int64_t kWidth = kVectors * kLanes;
   T* const sums = static_cast<T*>(p.sums);
   V sum[kRows][kVectors];
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       sum[i][v] = p.add ? hn::LoadU(d, sums + i * p.sum_stride + v * kLanes) : hn::Zero(d);
     }
@@ -301,34 +304,51 @@ void Multiply(const Product& p) {
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
     const T* left = static_cast<const T*>(term->left) + p.shift;
     const T* right = static_cast<const T*>(p.right) + term->depth * kWidth;
-    // Blocks lie apart: fetch the beginning of the next one's rows.
-    const T* const next = static_cast<const T*>((term + (term + 1 != p.terms + p.count ? 1 : 0))->left) + p.shift;
+    // Blocks lie apart: fetch the beginning of the next one's rows at once, and its part of the panel step by step.
+    const Term& next = term[term + 1 != p.terms + p.count ? 1 : 0];
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      hwy::Prefetch(next + i * row);
+      hwy::Prefetch(static_cast<const T*>(next.left) + p.shift + i * row);
     }
+    const std::int64_t ahead = (next.depth - term->depth) * kWidth;
     for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       V b[kVectors];
+#pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         b[v] = hn::LoadU(d, right + v * kLanes);
+        hwy::Prefetch(right + ahead + v * kLanes);
       }
+#pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const V a = hn::Set(d, left[i * row]);
+#pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           sum[i][v] = hn::MulAdd(a, b[v], sum[i][v]);
         }
       }
     }
   }
-  for (int i = 0; i < kRows && p.out != nullptr; ++i) {
-    Out* const to = static_cast<Out*>(p.out) + i * p.out_stride;
-    for (int v = 0; v < kVectors; ++v) {
-      p.stream ? StoreAs<true>(d, sum[i][v], to + v * kLanes) : StoreAs(d, sum[i][v], to + v * kLanes);
+  const auto write = [&]<bool kStream>() HWY_ATTR {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        StoreAs<kStream>(d, sum[i][v], static_cast<Out*>(p.out) + i * p.out_stride + v * kLanes);
+      }
     }
-  }
-  for (int i = 0; i < kRows && p.out == nullptr; ++i) {
-    for (int v = 0; v < kVectors; ++v) {
-      hn::StoreU(sum[i][v], d, sums + i * p.sum_stride + v * kLanes);
+  };
+  if (p.out == nullptr) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        hn::StoreU(sum[i][v], d, sums + i * p.sum_stride + v * kLanes);
+      }
     }
+  } else if (p.stream) {
+    write.template operator()<true>();
+  } else {
+    write.template operator()<false>();
   }
 }
 

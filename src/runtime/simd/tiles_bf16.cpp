@@ -37,12 +37,15 @@ FRETWORK_TARGET inline void write_row(const __m512* sum, Bits* to, bool stream) 
   }
 }
 
+/// The loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <int kWide>
 FRETWORK_TARGET void multiply(const Product& p) {
   constexpr std::int64_t kWidth = kWide * kLanes;
   float* const sums = static_cast<float*>(p.sums);
   __m512 sum[kRows][kWide];
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
     for (int v = 0; v < kWide; ++v) {
       sum[i][v] = p.add ? _mm512_loadu_ps(sums + i * p.sum_stride + v * kLanes) : _mm512_setzero_ps();
     }
@@ -53,20 +56,24 @@ FRETWORK_TARGET void multiply(const Product& p) {
     const Pair* right = static_cast<const Pair*>(p.right) + term->depth / kGroup * kWidth;
     // Blocks lie apart: fetch the beginning of the next one's rows at once, and its part of the panel step by step.
     const Term& next = term[term + 1 != p.terms + p.count ? 1 : 0];
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       _mm_prefetch(static_cast<const Bits*>(next.left) + p.shift + i * row, _MM_HINT_T0);
     }
     const std::int64_t ahead = (next.depth - term->depth) / kGroup * kWidth;
     for (const Pair* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       __m512bh b[kWide];
+#pragma GCC unroll 8
       for (int v = 0; v < kWide; ++v) {
         b[v] = (__m512bh)_mm512_loadu_si512(right + v * kLanes);
         _mm_prefetch(right + ahead + v * kLanes, _MM_HINT_T0);
       }
+#pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         int pair;
         std::memcpy(&pair, left + i * row, sizeof pair);
         const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 8
         for (int v = 0; v < kWide; ++v) {
           sum[i][v] = _mm512_dpbf16_ps(sum[i][v], a, b[v]);
         }
@@ -74,12 +81,15 @@ FRETWORK_TARGET void multiply(const Product& p) {
     }
   }
   if (p.out != nullptr) {
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       write_row<kWide>(sum[i], static_cast<Bits*>(p.out) + i * p.out_stride, p.stream);
     }
     return;
   }
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
     for (int v = 0; v < kWide; ++v) {
       _mm512_storeu_ps(sums + i * p.sum_stride + v * kLanes, sum[i][v]);
     }

@@ -5,8 +5,8 @@
 // stretches of it. A tile's sum is computed whole by one thread in a fixed order, so results do not depend on the
 // number of threads.
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
+#include <iterator>
 #include <span>
 #include <vector>
 
@@ -30,16 +30,16 @@ constexpr double kLeastFlops = 2e6;
 constexpr std::int64_t kStreamedBytes = 4 << 20;
 /// Depth packed at once, if blocks allow: whole cache lines where the depth is contiguous.
 constexpr std::int64_t kPackedTogether = 64;
-/// Panels whose sums are stored together: whole cache lines of a 16-bit result.
-constexpr std::size_t kStoredPanels = 2;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// Whether bytes are whole cache lines.
+bool lines(std::intptr_t bytes) { return bytes % 64 == 0; }
 
 /// What a thread needs to work on tiles, kept between calls.
 struct Buffers {
   simd::Scratch panel, strip, sums;
   std::vector<simd::Term> terms;
-  std::vector<std::int64_t> depths;  ///< where in a panel each term begins
   std::vector<std::uint8_t> packed;
 };
 
@@ -48,16 +48,13 @@ Buffers& thread_buffers() {
   return buffers;
 }
 
-/// Columns of a result: panels of 1 to kMaxVectors vectors, and slabs of as many panels as a cache holds at full depth.
+/// Columns of a result: panels of a few vectors, and slabs of as many panels as a cache holds at full depth.
 class Slabs {
  public:
   /// There are `share` slabs or a multiple of it, if there are panels enough.
   Slabs(std::int64_t cols, std::int64_t depth, std::int64_t share, const Tiles& tiles)
-      : cols_(cols),
-        lanes_(tiles.lanes),
-        vectors_(ceil_div(cols, lanes_)),
-        panels_(ceil_div(vectors_, simd::kMaxVectors)) {
-    const std::int64_t panel_bytes = depth * simd::kMaxVectors * lanes_ * static_cast<std::int64_t>(tiles.element);
+      : cols_(cols), lanes_(tiles.lanes), vectors_(ceil_div(cols, lanes_)), panels_(ceil_div(vectors_, tiles.vectors)) {
+    const std::int64_t panel_bytes = depth * tiles.vectors * lanes_ * static_cast<std::int64_t>(tiles.element);
     const std::int64_t fit =
         std::clamp(kSlabBytes / std::max<std::int64_t>(panel_bytes, 1), std::int64_t{1}, kMaxPanels);
     count_ = std::min(panels_, ceil_div(ceil_div(panels_, fit), share) * share);
@@ -138,61 +135,76 @@ class Work {
                           : form == Strip::as_rows ? 1
                                                    : tiles_.group * tiles_.rows;
   }
-  /// The strip in that form; packed ones go to `to`.
-  const void* strip(Strip form, const Place& left, std::int64_t rows, std::int64_t depth, std::byte* to) const {
-    switch (form) {
-      case Strip::as_is:
-        return left.data;
-      case Strip::as_rows:
-        tiles_.pack(left, rows, depth, depth, to);
-        return to;
-      case Strip::as_panel:
-        tiles_.pack({left.data, left.col_stride, left.row_stride}, depth, rows, tiles_.rows, to);
-        return to;
+  /// Points the terms of a product, which are `rows` rows as they lie in memory, to a form the multiplier reads.
+  /// Returns how far the left sides of the next strip lie behind those of the first.
+  std::int64_t form_strips(Strip form, const Place& left, std::int64_t rows, std::int64_t depth, Buffers& buffers,
+                           simd::Product& product) const {
+    auto& terms = buffers.terms;
+    product.terms = terms.data();
+    product.count = static_cast<std::int64_t>(terms.size());
+    if (form == Strip::as_is) {
+      return tiles_.rows * left.row_stride;
     }
-    return nullptr;
+    const std::size_t strip_bytes = panel_bytes(depth, tiles_.rows);
+    const std::size_t shift = strip_bytes * terms.size();
+    std::byte* const to = buffers.strip.need(shift * static_cast<std::size_t>(ceil_div(rows, tiles_.rows)));
+    for (std::size_t n = 0; n < terms.size(); ++n) {
+      std::byte* const strip = to + n * strip_bytes;
+      void* const data = const_cast<void*>(terms[n].left);
+      terms[n].left = strip;
+      if (form == Strip::as_panel) {
+        tiles_.pack({data, left.col_stride, left.row_stride}, depth, rows, tiles_.rows, strip,
+                    static_cast<std::int64_t>(shift));
+        continue;
+      }
+      for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+        tiles_.pack({at(data, row * left.row_stride), left.row_stride, left.col_stride}, tiles_.rows, depth, depth,
+                    strip + static_cast<std::size_t>(row / tiles_.rows) * shift, 0);
+      }
+    }
+    return static_cast<std::int64_t>(shift / tiles_.element);
   }
 
   /// Rows [depth, depth + count) of the panels of a slab, which lie one after the other and are `deep` rows each.
   void pack_slab(const Slab& slab, const Place& right, std::int64_t depth, std::int64_t count, std::int64_t deep,
                  std::byte* packed) const {
-    for (const auto& panel : slab.panels) {
-      const Place from{at(right.data, panel.first * right.col_stride), right.row_stride, right.col_stride};
-      tiles_.pack(from, count, panel.last - panel.first, panel.width, packed + panel_bytes(depth, panel.width));
-      packed += panel_bytes(deep, panel.width);
+    // Panels of one width together, as rows of `right` go on from one to the next.
+    for (auto first = slab.panels.begin(), next = first; first != slab.panels.end(); first = next) {
+      next = std::find_if(first, slab.panels.end(), [&](const auto& panel) { return panel.width != first->width; });
+      const Place from{at(right.data, first->first * right.col_stride), right.row_stride, right.col_stride};
+      const auto apart = static_cast<std::int64_t>(panel_bytes(deep, first->width));
+      tiles_.pack(from, count, std::prev(next)->last - first->first, first->width,
+                  packed + panel_bytes(depth, first->width), apart);
+      packed += apart * (next - first);
     }
   }
 
-  /// `rows` rows of the result, in strips one below the other, against all panels of a slab, `deep` rows each.
-  /// `buffers` holds the terms of each strip in turn, less the panel they are for. Sums stay in `sums` over all phases,
-  /// or when there is but one, until the columns of a few panels are stored.
-  void multiply(const Slab& slab, const std::byte* packed, std::int64_t deep, simd::Product product, Buffers& buffers,
-                std::int64_t rows, std::byte* sums, bool one_phase, bool last, const Place& out) const {
-    auto& terms = buffers.terms;
-    const std::int64_t strips = ceil_div(rows, tiles_.rows);
-    product.count = static_cast<std::int64_t>(terms.size()) / strips;
-    for (std::size_t begin = 0; begin < slab.panels.size(); begin += kStoredPanels) {
-      const std::size_t end = std::min(begin + kStoredPanels, slab.panels.size());
-      const std::int64_t first = slab.panels[begin].first, cols = slab.panels[end - 1].last - first;
-      const std::int64_t width = slab.panels[end - 1].first + slab.panels[end - 1].width - first;
-      product.sum_stride = one_phase ? width : slab.width;
-      std::byte* const group = sums + (one_phase ? 0 : first - slab.first) * tiles_.sum;
-      for (std::size_t n = begin; n < end; ++n) {
-        const Slabs::Panel& panel = slab.panels[n];
-        for (std::size_t t = 0; t < terms.size(); ++t) {
-          terms[t].right = packed + panel_bytes(buffers.depths[t], panel.width);
-        }
-        for (std::int64_t strip = 0; strip < strips; ++strip) {
-          product.terms = terms.data() + strip * product.count;
-          product.sums = group + (strip * tiles_.rows * product.sum_stride + panel.first - first) * tiles_.sum;
-          tiles_.multiply[panel.vectors - 1](product);
-        }
-        packed += panel_bytes(deep, panel.width);
+  /// `rows` rows of the result, in strips one below the other, against all panels of a slab, `deep` rows each. The
+  /// left sides of a strip lie `shift` behind those of the strip above. Sums stay in `sums` over all phases, or when
+  /// there is but one, until the columns of a panel are stored.
+  void multiply(const Slab& slab, const std::byte* packed, std::int64_t deep, simd::Product product, std::int64_t shift,
+                std::int64_t rows, std::byte* sums, bool last, const Place& out) const {
+    const bool one_phase = last && !product.add;
+    product.out_stride = out.row_stride;
+    for (const Slabs::Panel& panel : slab.panels) {
+      const std::int64_t cols = panel.last - panel.first;
+      const Place to{at(out.data, panel.first * out.col_stride), out.row_stride, out.col_stride};
+      std::byte* const panel_sums = sums + (one_phase ? 0 : panel.first - slab.first) * tiles_.sum;
+      product.sum_stride = one_phase ? panel.width : slab.width;
+      const bool whole = last && out.col_stride == 1 && rows % tiles_.rows == 0 && cols == panel.width;
+      product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(to.data)) && lines(out.row_stride * size_) &&
+                       lines(panel.width * size_);
+      product.right = packed;
+      for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+        product.shift = row / tiles_.rows * shift;
+        product.sums = panel_sums + row * product.sum_stride * tiles_.sum;
+        product.out = whole ? at(to.data, row * to.row_stride) : nullptr;
+        tiles_.multiply[panel.vectors - 1](product);
       }
-      if (last) {
-        tiles_.store(group, product.sum_stride, rows, cols,
-                     {at(out.data, first * out.col_stride), out.row_stride, out.col_stride}, stream_);
+      if (last && !whole) {
+        tiles_.store(panel_sums, product.sum_stride, rows, cols, to, stream_);
       }
+      packed += panel_bytes(deep, panel.width);
     }
   }
 
@@ -329,35 +341,25 @@ class Spmm : Work {
         const std::int64_t rows = std::min((next - unit) * tiles_.rows, line_rows_ - first_row);
         simd::Product product;
         product.add = phase > 0;
-        gather(buffers, entries, zb, first_row, rows, product);
-        multiply(slab, packed, deep, product, buffers, rows,
-                 sums + (phases_ > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phases_ == 1,
-                 phase == phases_ - 1, place(p_.out, z, h, line * line_rows_ + first_row, 0));
+        const std::int64_t shift = gather(buffers, entries, zb, first_row, rows, product);
+        multiply(slab, packed, deep, product, shift, rows,
+                 sums + (phases_ > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phase == phases_ - 1,
+                 place(p_.out, z, h, line * line_rows_ + first_row, 0));
       }
     }
   }
 
-  /// The terms of some rows of one line, strip by strip.
-  void gather(Buffers& buffers, std::span<const BlockIndex::Entry> entries, std::int64_t z, std::int64_t first_row,
-              std::int64_t rows, simd::Product& product) const {
-    const Place block{nullptr, row_stride_, depth_stride_};
+  /// The terms of the first strip of some rows of one line; returns how far those of the next lie behind.
+  std::int64_t gather(Buffers& buffers, std::span<const BlockIndex::Entry> entries, std::int64_t z,
+                      std::int64_t first_row, std::int64_t rows, simd::Product& product) const {
+    const Place block{at(p_.sparse.data, z * p_.sparse.z_stride + first_row * row_stride_), row_stride_, depth_stride_};
     const Strip form = strip_form(block, rows, depth_, true);
-    const std::size_t strip_bytes = panel_bytes(depth_, tiles_.rows);
-    const auto strips = static_cast<std::size_t>(ceil_div(rows, tiles_.rows));
-    std::byte* to = form == Strip::as_is ? nullptr : buffers.strip.need(strip_bytes * entries.size() * strips);
     buffers.terms.clear();
-    buffers.depths.clear();
-    for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
-      for (const auto& [other, number] : entries) {
-        const Place left{at(p_.sparse.data,
-                            z * p_.sparse.z_stride + number * p_.sparse.block_stride + (first_row + row) * row_stride_),
-                         row_stride_, depth_stride_};
-        buffers.terms.push_back({strip(form, left, std::min(tiles_.rows, rows - row), depth_, to), nullptr});
-        buffers.depths.push_back(other * depth_padded(depth_));
-        to += form == Strip::as_is ? 0 : strip_bytes;
-      }
+    for (const auto& [other, number] : entries) {
+      buffers.terms.push_back({at(block.data, number * p_.sparse.block_stride), other * depth_padded(depth_)});
     }
     set_strides(form, block, depth_, product);
+    return form_strips(form, block, rows, depth_, buffers, product);
   }
 
   const BlockIndex& index_;
@@ -439,33 +441,18 @@ class Sdd : Work {
         const std::int64_t rows = std::min((next - unit) * tiles_.rows, sizes_.block_rows - first_row);
         simd::Product product;
         product.add = phase > 0;
-        gather(buffers, place(p_.left, zb, hb, line * sizes_.block_rows + first_row, k), rows, depth, product);
+        const Place left = place(p_.left, zb, hb, line * sizes_.block_rows + first_row, k);
+        const Strip form = strip_form(left, rows, depth, false);
+        buffers.terms.assign(1, {left.data, 0});
+        set_strides(form, left, depth, product);
+        const std::int64_t shift = form_strips(form, left, rows, depth, buffers, product);
         const Values& s = p_.sparse;
-        multiply(slab, packed, depth, product, buffers, rows,
-                 sums + (phases > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phases == 1,
-                 phase == phases - 1,
+        multiply(slab, packed, depth, product, shift, rows,
+                 sums + (phases > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phase == phases - 1,
                  {at(s.data, z * s.z_stride + block * s.block_stride + first_row * s.row_stride), s.row_stride,
                   s.col_stride});
       }
     }
-  }
-
-  /// The one term of each strip of some rows of one block.
-  void gather(Buffers& buffers, const Place& left, std::int64_t rows, std::int64_t depth,
-              simd::Product& product) const {
-    const Strip form = strip_form(left, rows, depth, false);
-    const std::size_t strip_bytes = panel_bytes(depth, tiles_.rows);
-    std::byte* const to = buffers.strip.need(strip_bytes * static_cast<std::size_t>(strips_));
-    buffers.terms.clear();
-    buffers.depths.clear();
-    for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
-      const Place from{at(left.data, row * left.row_stride), left.row_stride, left.col_stride};
-      buffers.terms.push_back(
-          {strip(form, from, std::min(tiles_.rows, rows - row), depth, to + strip_bytes * (row / tiles_.rows)),
-           nullptr});
-      buffers.depths.push_back(0);
-    }
-    set_strides(form, left, depth, product);
   }
 
   const BlockIndex& index_;
@@ -493,7 +480,7 @@ void share(const Kind& work, Context& context) {
       return work.cut(total / count * n + total % count * n / count, total / count);
     };
     work.run(cut(begin), cut(end));
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // for stores past the caches
+    simd::finish_streams();
   });
 }
 

@@ -175,10 +175,6 @@ void Convert(const In* from, std::int64_t from_row, std::int64_t from_col, std::
              Out* out, std::int64_t out_row, std::int64_t out_col) {
   if (from_col == 1 && out_col == 1) {
     for (std::int64_t r = 0; r < rows; ++r) {
-      // The next panel's part of the row: hardware does not foresee it, as each row may lie on a page of its own.
-      for (std::int64_t c = cols; c < 2 * cols; c += 64 / static_cast<std::int64_t>(sizeof(In))) {
-        hwy::Prefetch(from + r * from_row + c);
-      }
       Copy<T>(from + r * from_row, cols, out + r * out_row);
     }
     return;
@@ -207,14 +203,40 @@ void Convert(const In* from, std::int64_t from_row, std::int64_t from_col, std::
 }
 
 template <typename In, typename T>
-void Pack(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, void* out) {
-  const In* const first = static_cast<const In*>(from.data);
-  for (std::int64_t k = 0; k < depth; k += kPackDepth) {
-    const std::int64_t count = std::min(kPackDepth, depth - k);
-    T* const panel = static_cast<T*>(out) + k * width;
-    Convert<T>(first + k * from.row_stride, from.row_stride, from.col_stride, count, cols, panel, width, 1);
-    for (std::int64_t r = 0; cols < width && r < count; ++r) {
-      std::fill(panel + r * width + cols, panel + (r + 1) * width, T{0});
+void PackRows(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, T* out,
+              std::int64_t apart) {
+  for (std::int64_t k = 0; k < depth; ++k, out += width) {
+    const In* const row = static_cast<const In*>(from.data) + k * from.row_stride;
+    T* panel = out;
+    for (std::int64_t j = 0; j < cols; j += width, panel += apart) {
+      const std::int64_t count = std::min(width, cols - j);
+      for (std::int64_t n = 0; n < count; n += 64 / static_cast<std::int64_t>(sizeof(In))) {
+        hwy::Prefetch(row + kRowsAhead * from.row_stride + j + n);
+      }
+      Copy<T>(row + j, count, panel);
+      std::fill(panel + count, panel + width, T{0});
+    }
+  }
+}
+
+template <typename In, typename T>
+void Pack(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, void* out, std::int64_t apart) {
+  const std::int64_t elements_apart = apart / static_cast<std::int64_t>(sizeof(T));
+  T* panel = static_cast<T*>(out);
+  if (from.col_stride == 1) {
+    PackRows<In>(from, depth, cols, width, panel, elements_apart);
+    return;
+  }
+  for (std::int64_t j = 0; j < cols; j += width, panel += elements_apart) {
+    const std::int64_t panel_cols = std::min(width, cols - j);
+    for (std::int64_t k = 0; k < depth; k += kPackDepth) {
+      const std::int64_t count = std::min(kPackDepth, depth - k);
+      T* const to = panel + k * width;
+      Convert<T>(static_cast<const In*>(from.data) + k * from.row_stride + j * from.col_stride, from.row_stride,
+                 from.col_stride, count, panel_cols, to, width, 1);
+      for (std::int64_t r = 0; panel_cols < width && r < count; ++r) {
+        std::fill(to + r * width + panel_cols, to + (r + 1) * width, T{0});
+      }
     }
   }
 }
@@ -262,7 +284,8 @@ void Store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::in
              to.col_stride);
 }
 
-template <typename T, int kVectors>
+/// The loops over sums are unrolled early, or GCC would pass the sums through memory.
+template <typename Out, typename T, int kVectors>
 void Multiply(const Product& p) {
   const hn::ScalableTag<T> d;
   using V = hn::Vec<decltype(d)>;
@@ -270,37 +293,62 @@ void Multiply(const Product& p) {
   constexpr std::int64_t kWidth = kVectors * kLanes;
   T* const sums = static_cast<T*>(p.sums);
   V sum[kRows][kVectors];
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       sum[i][v] = p.add ? hn::LoadU(d, sums + i * p.sum_stride + v * kLanes) : hn::Zero(d);
     }
   }
   const std::int64_t row = p.row_stride, step = p.step_stride;
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
-    const T* left = static_cast<const T*>(term->left);
-    const T* right = static_cast<const T*>(term->right);
-    // Blocks lie apart: fetch the beginning of the next one's rows.
-    const T* const next = static_cast<const T*>((term + (term + 1 != p.terms + p.count ? 1 : 0))->left);
+    const T* left = static_cast<const T*>(term->left) + p.shift;
+    const T* right = static_cast<const T*>(p.right) + term->depth * kWidth;
+    // Blocks lie apart: fetch the beginning of the next one's rows at once, and its part of the panel step by step.
+    const Term& next = term[term + 1 != p.terms + p.count ? 1 : 0];
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      hwy::Prefetch(next + i * row);
+      hwy::Prefetch(static_cast<const T*>(next.left) + p.shift + i * row);
     }
+    const std::int64_t ahead = (next.depth - term->depth) * kWidth;
     for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       V b[kVectors];
+#pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         b[v] = hn::LoadU(d, right + v * kLanes);
+        hwy::Prefetch(right + ahead + v * kLanes);
       }
+#pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const V a = hn::Set(d, left[i * row]);
+#pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           sum[i][v] = hn::MulAdd(a, b[v], sum[i][v]);
         }
       }
     }
   }
-  for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kVectors; ++v) {
-      hn::StoreU(sum[i][v], d, sums + i * p.sum_stride + v * kLanes);
+  const auto write = [&]<bool kStream>() HWY_ATTR {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        StoreAs<kStream>(d, sum[i][v], static_cast<Out*>(p.out) + i * p.out_stride + v * kLanes);
+      }
     }
+  };
+  if (p.out == nullptr) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        hn::StoreU(sum[i][v], d, sums + i * p.sum_stride + v * kLanes);
+      }
+    }
+  } else if (p.stream) {
+    write.template operator()<true>();
+  } else {
+    write.template operator()<false>();
   }
 }
 
@@ -308,12 +356,13 @@ template <typename In, typename T>
 constexpr Tiles Table() {
   return {kRows,
           static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<T>())),
+          kRows == 8 && sizeof(In) == 2 ? 2 : kMaxVectors,
           1,
           sizeof(T),
           sizeof(T),
           !std::is_same_v<In, T>,
           &Pack<In, T>,
-          {&Multiply<T, 1>, &Multiply<T, 2>, &Multiply<T, 3>},
+          {&Multiply<In, T, 1>, &Multiply<In, T, 2>, &Multiply<In, T, 3>},
           &Store<In, T>};
 }
 
@@ -329,6 +378,8 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace fretwork::simd {
 HWY_EXPORT(For);
+
+void finish_streams() { hwy::FlushStream(); }
 
 const Tiles& tiles(DType dtype) {
   if (dtype == DType::bf16) {

@@ -22,33 +22,43 @@ struct Place {
 };
 
 struct Term {
-  const void* left;   ///< rows × depth
-  const void* right;  ///< a panel of depth × width
+  const void* left;    ///< rows × depth
+  std::int64_t depth;  ///< where it begins in the panel
 };
 
 struct Product {
   const Term* terms = nullptr;
-  std::int64_t count = 0;  ///< of terms
-  std::int64_t steps = 0;  ///< depth of each term, in groups
+  std::int64_t count = 0;       ///< of terms
+  std::int64_t steps = 0;       ///< depth of each term, in groups
+  const void* right = nullptr;  ///< the panel
   /// Distances on the left, in packed elements, from one row and from one step to the next.
   std::int64_t row_stride = 0, step_stride = 0;
+  std::int64_t shift = 0;       ///< to be added to `left` of each term
   void* sums = nullptr;         ///< rows × width
   std::int64_t sum_stride = 0;  ///< from one row of them to the next
   bool add = false;             ///< start from what `sums` holds, not from zero
+  /// If set, the sums go here instead: rounded once, in whole rows, `out_stride` elements apart; past the caches if
+  /// `stream`, and then rows begin at cache lines.
+  void* out = nullptr;
+  std::int64_t out_stride = 0;
+  bool stream = false;
 };
 
 inline constexpr int kMaxVectors = 3;
 
 struct Tiles {
-  std::int64_t rows;    ///< of a tile
-  std::int64_t lanes;   ///< columns in a vector; a panel is 1 to kMaxVectors of them wide
-  std::int64_t group;   ///< neighbours in depth that lie together in a panel: 1, or 2 where products come in pairs
-  std::size_t element;  ///< bytes of a packed element
-  std::size_t sum;      ///< bytes of a sum
-  bool widens;          ///< packed elements are wider than those in memory, so the left side must be packed too
+  std::int64_t rows;     ///< of a tile
+  std::int64_t lanes;    ///< columns in a vector
+  std::int64_t vectors;  ///< in the widest panel: kMaxVectors, or 2 if a row of a result is then whole cache lines
+  std::int64_t group;    ///< neighbours in depth that lie together in a panel: 1, or 2 where products come in pairs
+  std::size_t element;   ///< bytes of a packed element
+  std::size_t sum;       ///< bytes of a sum
+  bool widens;           ///< packed elements are wider than those in memory, so the left side must be packed too
 
-  /// out[k / group][j][k % group] = from(k, j) for k < depth, j < cols; zeros up to a whole group and up to `width`.
-  void (*pack)(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, void* out);
+  /// out[k / group][j][k % group] = from(k, j) for k < depth, j < width; zeros up to a whole group and where j ≥ cols.
+  /// Columns from `width` on go to further panels, each `apart` bytes behind the one before.
+  void (*pack)(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, void* out,
+               std::int64_t apart);
   /// By number of vectors, less one.
   void (*multiply[kMaxVectors])(const Product& product);
   /// Rounds the first rows × cols sums to the element type, once, to nearest even.
@@ -58,6 +68,12 @@ struct Tiles {
 
 /// For f64, f32, f16 and bf16. Sums are f64 for f64 and f32 for the rest.
 const Tiles& tiles(DType dtype);
+
+/// Rows fetched ahead of those being packed: each may lie on a page of its own, which hardware does not foresee.
+inline constexpr std::int64_t kRowsAhead = 8;
+
+/// Makes what this thread stored past the caches visible before anything it does later.
+void finish_streams();
 
 /// bf16 products in pairs where the CPU has them (AVX512-BF16), else null. tiles() asks.
 const Tiles* paired_bf16_tiles();

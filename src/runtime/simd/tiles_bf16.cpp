@@ -15,7 +15,7 @@
 namespace fretwork::simd {
 namespace {
 
-constexpr std::int64_t kRows = 8, kLanes = 16, kGroup = 2;
+constexpr std::int64_t kRows = 8, kLanes = 16, kVectors = 2, kGroup = 2;
 /// Pairs packed at a time, so that what is written scattered stays in the first-level cache.
 constexpr std::int64_t kPackPairs = 32;
 /// Rows of a result that are turned at a time when it is not contiguous along its columns.
@@ -23,66 +23,99 @@ constexpr std::int64_t kTurnedRows = 128;
 using Bits = std::uint16_t;
 using Pair = std::uint32_t;
 
-template <int kVectors>
+/// Sums of paired products are never denormal, which this would flush.
+FRETWORK_TARGET inline __m512i round32(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+FRETWORK_TARGET inline __m256i round16(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+
+template <int kWide>
+FRETWORK_TARGET inline void write_row(const __m512* sum, Bits* to, bool stream) {
+  if constexpr (kWide == 1) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), round16(sum[0]));
+  } else {
+    const __m512i bits = round32(sum[0], sum[1]);
+    stream ? _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits) : _mm512_storeu_si512(to, bits);
+  }
+}
+
+/// The loops over sums are unrolled early, or GCC would pass the sums through memory.
+template <int kWide>
 FRETWORK_TARGET void multiply(const Product& p) {
-  constexpr std::int64_t kWidth = kVectors * kLanes;
+  constexpr std::int64_t kWidth = kWide * kLanes;
   float* const sums = static_cast<float*>(p.sums);
-  __m512 sum[kRows][kVectors];
+  __m512 sum[kRows][kWide];
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kWide; ++v) {
       sum[i][v] = p.add ? _mm512_loadu_ps(sums + i * p.sum_stride + v * kLanes) : _mm512_setzero_ps();
     }
   }
   const std::int64_t row = p.row_stride, step = p.step_stride;
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
-    const Bits* left = static_cast<const Bits*>(term->left);
-    const Pair* right = static_cast<const Pair*>(term->right);
-    // Blocks lie apart: fetch the beginning of the next one's rows.
-    const Bits* const next = static_cast<const Bits*>((term + (term + 1 != p.terms + p.count ? 1 : 0))->left);
+    const Bits* left = static_cast<const Bits*>(term->left) + p.shift;
+    const Pair* right = static_cast<const Pair*>(p.right) + term->depth / kGroup * kWidth;
+    // Blocks lie apart: fetch the beginning of the next one's rows at once, and its part of the panel step by step.
+    const Term& next = term[term + 1 != p.terms + p.count ? 1 : 0];
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      _mm_prefetch(next + i * row, _MM_HINT_T0);
+      _mm_prefetch(static_cast<const Bits*>(next.left) + p.shift + i * row, _MM_HINT_T0);
     }
+    const std::int64_t ahead = (next.depth - term->depth) / kGroup * kWidth;
     for (const Pair* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
-      __m512bh b[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
+      __m512bh b[kWide];
+#pragma GCC unroll 8
+      for (int v = 0; v < kWide; ++v) {
         b[v] = (__m512bh)_mm512_loadu_si512(right + v * kLanes);
+        _mm_prefetch(right + ahead + v * kLanes, _MM_HINT_T0);
       }
+#pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         int pair;
         std::memcpy(&pair, left + i * row, sizeof pair);
         const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
-        for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 8
+        for (int v = 0; v < kWide; ++v) {
           sum[i][v] = _mm512_dpbf16_ps(sum[i][v], a, b[v]);
         }
       }
     }
   }
+  if (p.out != nullptr) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      write_row<kWide>(sum[i], static_cast<Bits*>(p.out) + i * p.out_stride, p.stream);
+    }
+    return;
+  }
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kWide; ++v) {
       _mm512_storeu_ps(sums + i * p.sum_stride + v * kLanes, sum[i][v]);
     }
   }
 }
 
+/// Takes words 0, 32, 1, 33, … of two vectors, or the other half of them.
+FRETWORK_TARGET inline __m512i interleaved(__m512i upper, __m512i lower, int half) {
+  const __m512i n = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i from = _mm512_add_epi32(_mm512_or_si512(n, _mm512_slli_epi32(n, 16)),
+                                        _mm512_set1_epi32((32 << 16) + half * (16 << 16 | 16)));
+  return _mm512_permutex2var_epi16(upper, from, lower);
+}
+
 /// out[j] = (upper[j], lower[j]) for j < cols, zeros up to width; `lower` may be null: zeros.
 FRETWORK_TARGET void interleave(const Bits* upper, const Bits* lower, std::int64_t cols, std::int64_t width,
                                 Pair* out) {
-  std::int64_t j = 0;
-  for (; j + kLanes <= cols && lower != nullptr; j += kLanes) {
-    const __m512i first = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(upper + j)));
-    const __m512i second = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(lower + j)));
-    _mm512_storeu_si512(out + j, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
-  }
-  for (; j < width; j += kLanes) {
-    const auto some = [](std::int64_t n, std::int64_t whole) {
-      return static_cast<std::uint32_t>((std::uint64_t{1} << std::clamp<std::int64_t>(n, 0, whole)) - 1);
-    };
-    const auto read = static_cast<__mmask16>(some(cols - j, kLanes));
-    const auto write = static_cast<__mmask16>(some(width - j, kLanes));
+  const auto some = [](std::int64_t n) {
+    return static_cast<__mmask16>((std::uint32_t{1} << std::clamp<std::int64_t>(n, 0, kLanes)) - 1);
+  };
+  for (std::int64_t j = 0; j < width; j += kLanes) {
+    const __mmask16 read = some(cols - j);
     const __m512i first = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(read, upper + j));
     const __m512i second =
         lower == nullptr ? _mm512_setzero_si512() : _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(read, lower + j));
-    _mm512_mask_storeu_epi32(out + j, write, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+    _mm512_mask_storeu_epi32(out + j, some(width - j), _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
   }
 }
 
@@ -123,35 +156,49 @@ FRETWORK_TARGET void pack_columns(const Bits* from, const Place& place, std::int
   }
 }
 
-FRETWORK_TARGET void pack(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, void* out) {
-  for (std::int64_t k = 0; k < depth; k += kPackPairs * kGroup) {
-    const std::int64_t count = std::min(kPackPairs * kGroup, depth - k);
-    const Bits* const data = static_cast<const Bits*>(from.data) + k * from.row_stride;
-    Pair* const panel = static_cast<Pair*>(out) + k / kGroup * width;
-    if (from.col_stride != 1) {
-      pack_columns(data, from, count, cols, width, panel);
-      continue;
+FRETWORK_TARGET void pack_rows(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, Pair* out,
+                               std::int64_t apart) {
+  constexpr std::int64_t kWhole = 2 * kLanes;
+  const std::int64_t ahead = kRowsAhead * from.row_stride;
+  for (std::int64_t k = 0; k < depth; k += kGroup, out += width) {
+    const Bits* const upper = static_cast<const Bits*>(from.data) + k * from.row_stride;
+    const Bits* const lower = k + 1 < depth ? upper + from.row_stride : nullptr;
+    Pair* panel = out;
+    std::int64_t j = 0;
+    for (; j + kWhole <= cols && width == kWhole && lower != nullptr; j += kWhole, panel += apart) {
+      __builtin_prefetch(upper + ahead + j);
+      __builtin_prefetch(lower + ahead + j);
+      const __m512i first = _mm512_loadu_si512(upper + j), second = _mm512_loadu_si512(lower + j);
+      _mm512_storeu_si512(panel, interleaved(first, second, 0));
+      _mm512_storeu_si512(panel + kLanes, interleaved(first, second, 1));
     }
-    for (std::int64_t n = 0; n < count; n += kGroup) {
-      const Bits* const upper = data + n * from.row_stride;
-      // The next panel's part of these rows: hardware does not foresee it, as each row may lie on a page of its own.
-      for (std::int64_t j = 0; j < cols; j += 32) {
-        __builtin_prefetch(upper + cols + j);
-        __builtin_prefetch(upper + from.row_stride + cols + j);
-      }
-      interleave(upper, n + 1 < count ? upper + from.row_stride : nullptr, cols, width, panel + n / kGroup * width);
+    for (; j + kRows <= cols && width == kRows && lower != nullptr; j += kRows, panel += apart) {
+      const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(upper + j));
+      const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(lower + j));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(panel), _mm_unpacklo_epi16(first, second));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(panel + 4), _mm_unpackhi_epi16(first, second));
+    }
+    for (; j < cols; j += width, panel += apart) {
+      interleave(upper + j, lower != nullptr ? lower + j : nullptr, std::min(width, cols - j), width, panel);
     }
   }
 }
 
-/// vcvtneps2bf16 would flush denormals; integers round them right.
-FRETWORK_TARGET inline __m256i round16(__m512 v) {
-  const __m512i word = _mm512_castps_si512(v), high = _mm512_srli_epi32(word, 16);
-  const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
-  const __m512i near = _mm512_add_epi32(word, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  const __m512i bits = _mm512_mask_or_epi32(_mm512_srli_epi32(near, 16), nan, high, _mm512_set1_epi32(0x40));
-  return _mm512_cvtepi32_epi16(bits);
+FRETWORK_TARGET void pack(const Place& from, std::int64_t depth, std::int64_t cols, std::int64_t width, void* out,
+                          std::int64_t apart) {
+  const std::int64_t pairs_apart = apart / static_cast<std::int64_t>(sizeof(Pair));
+  Pair* panel = static_cast<Pair*>(out);
+  if (from.col_stride == 1) {
+    pack_rows(from, depth, cols, width, panel, pairs_apart);
+    return;
+  }
+  for (std::int64_t j = 0; j < cols; j += width, panel += pairs_apart) {
+    for (std::int64_t k = 0; k < depth; k += kPackPairs * kGroup) {
+      pack_columns(static_cast<const Bits*>(from.data) + k * from.row_stride + j * from.col_stride, from,
+                   std::min(kPackPairs * kGroup, depth - k), std::min(width, cols - j), width,
+                   panel + k / kGroup * width);
+    }
+  }
 }
 
 /// Four columns of `rows` sums, each to a row of its own. Reads whole vectors: sums come in multiples of kLanes.
@@ -223,9 +270,8 @@ FRETWORK_TARGET void store(const void* sums, std::int64_t sum_stride, std::int64
 }  // namespace
 
 const Tiles* paired_bf16_tiles() {
-  static constexpr Tiles table{kRows,         kLanes, kGroup, sizeof(Bits),
-                               sizeof(float), false,  &pack,  {&multiply<1>, &multiply<2>, &multiply<3>},
-                               &store};
+  static constexpr Tiles table{
+      kRows, kLanes, kVectors, kGroup, sizeof(Bits), sizeof(float), false, &pack, {&multiply<1>, &multiply<2>}, &store};
   static const bool supported = __builtin_cpu_supports("avx512bf16") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
                                 __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
   return supported ? &table : nullptr;

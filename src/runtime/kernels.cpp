@@ -148,6 +148,23 @@ Listers& listers() {
 
 }  // namespace
 
+const char* device_type(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return "double";
+    case DType::f32:
+      return "float";
+    case DType::f16:
+      return "fretwork::f16";
+    case DType::bf16:
+      return "fretwork::bf16";
+    case DType::boolean:
+      return "bool";
+    default:
+      throw Error("kernel", "dtype", "one that device code has", name_of(dtype));
+  }
+}
+
 CompiledKernel compile_kernel(const KernelSpec& spec, const std::string& arch) {
   const std::string program = program_of(spec);
   const std::vector<std::string> options = options_for(arch);

@@ -21,6 +21,9 @@ struct KernelSpec {
   bool operator==(const KernelSpec&) const = default;
 };
 
+/// The type that stands for `dtype` in a kernel's template arguments.
+const char* device_type(DType dtype);
+
 /// What the compiler says of a kernel.
 struct KernelReport {
   int registers = 0, spill_bytes = 0, stack_bytes = 0, static_shared_bytes = 0;

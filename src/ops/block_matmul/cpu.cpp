@@ -31,8 +31,6 @@ constexpr std::int64_t kStreamedBytes = 4 << 20;
 /// Depth packed at once, if blocks allow: whole cache lines where the depth is contiguous.
 constexpr std::int64_t kPackedTogether = 64;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 /// Whether bytes are whole cache lines.
 bool lines(std::intptr_t bytes) { return bytes % 64 == 0; }
 

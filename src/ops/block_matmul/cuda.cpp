@@ -28,8 +28,6 @@ constexpr int kMetaBytes = 2048;         // room the kernels keep for steps, bes
 // Shared memory of a CTA by architecture, for listing kernels where there is no device to ask.
 constexpr int kSharedSm80 = 163 * 1024, kSharedSm90 = 227 * 1024, kSharedOther = 99 * 1024;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 /// Which kernel, and the sizes its plan and launch depend on.
 struct Config {
   bool tensor_cores = false;
@@ -41,19 +39,6 @@ struct Config {
   int threads = 128;
   int shared_bytes = 0;
 };
-
-const char* type_name(DType dtype) {
-  switch (dtype) {
-    case DType::f64:
-      return "double";
-    case DType::f16:
-      return "fretwork::f16";
-    case DType::bf16:
-      return "fretwork::bf16";
-    default:
-      return "float";
-  }
-}
 
 Config simple_config(std::int64_t block_rows) {
   Config config;
@@ -121,9 +106,9 @@ KernelSpec instance(Kind kind, DType dtype, int block, const Config& c, bool lef
   const std::string op = kind == Kind::spmm ? "spmm" : "sdd";
   const auto n = [](int v) { return ", " + std::to_string(v); };
   if (!c.tensor_cores) {
-    return {kSimple, "fretwork::simple_" + op + "<" + type_name(dtype) + n(c.rows) + ">"};
+    return {kSimple, "fretwork::simple_" + op + "<" + device_type(dtype) + n(c.rows) + ">"};
   }
-  return {kPortable, "fretwork::" + op + "<" + type_name(dtype) + n(c.products) + n(block) + n(c.tile) + n(c.stages) +
+  return {kPortable, "fretwork::" + op + "<" + device_type(dtype) + n(c.products) + n(block) + n(c.tile) + n(c.stages) +
                          n(left_k_inner) + n(right_k_inner) + ">"};
 }
 

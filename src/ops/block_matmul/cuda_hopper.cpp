@@ -32,15 +32,13 @@ constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 constexpr std::int64_t kUnit = 8;  // elements in the 16 bytes that strides must be a multiple of
 constexpr int kWideShared = 4 * 49152 + 32768 + 1024, kNarrowShared = 4 * 49152 + 24576 + 1024;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 bool is_wide(std::int64_t block) { return block >= 64; }
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
 KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest) {
-  const char* const type = dtype == DType::f16 ? "f16" : "bf16";
   return {"ops/block_matmul/kernel_hopper_" + file + ".cuh",
-          "fretwork::block_matmul::hopper::" + kernel + "<fretwork::" + type + rest + ">"};
+          "fretwork::block_matmul::hopper::" + kernel + "<" + device_type(dtype) + rest + ">"};
 }
 std::string number(int value) { return ", " + std::to_string(value); }
 std::string flag(bool value) { return value ? ", true" : ", false"; }

@@ -95,21 +95,6 @@ std::shared_ptr<const P> plan_for(const BlockLayout& layout, Context& context, P
   return plan;
 }
 
-const char* type_name(DType dtype) {
-  switch (dtype) {
-    case DType::f64:
-      return "double";
-    case DType::f32:
-      return "float";
-    case DType::f16:
-      return "fretwork::f16";
-    case DType::bf16:
-      return "fretwork::bf16";
-    default:
-      return "bool";
-  }
-}
-
 /// How a kernel is instantiated: what a thread keeps in registers, and how many share a row.
 struct Config {
   DType dtype;
@@ -126,7 +111,7 @@ struct Config {
     return (static_cast<std::int64_t>(tasks.count) + at_once - 1) / at_once;
   }
   std::string text() const {
-    return std::string(type_name(dtype)) + ", " + std::to_string(cols) + ", " + (vector ? "true" : "false") + ", " +
+    return std::string(device_type(dtype)) + ", " + std::to_string(cols) + ", " + (vector ? "true" : "false") + ", " +
            std::to_string(kept) + ", " + std::to_string(lanes) + ", " + std::to_string(warps);
   }
 };
@@ -197,7 +182,8 @@ std::string kind_name(const Dense& d) {
   if (d.data == nullptr) {
     return "fretwork::none";
   }
-  return std::string(d.mode == MaskMode::add ? "fretwork::adds<" : "fretwork::multiplies<") + type_name(d.dtype) + ">";
+  return std::string(d.mode == MaskMode::add ? "fretwork::adds<" : "fretwork::multiplies<") + device_type(d.dtype) +
+         ">";
 }
 
 KernelSpec forward_spec(const Config& config, const Dense& rpe, const Dense& key_padding, const Dense& attn) {
@@ -210,7 +196,7 @@ KernelSpec backward_spec(const Config& config, bool dots) {
 }
 
 KernelSpec rpe_spec(DType dtype, DType rpe, int threads) {
-  return {kSource, std::string("fretwork::block_softmax_rpe_backward<") + type_name(dtype) + ", " + type_name(rpe) +
+  return {kSource, std::string("fretwork::block_softmax_rpe_backward<") + device_type(dtype) + ", " + device_type(rpe) +
                        ", " + std::to_string(threads) + ">"};
 }
 

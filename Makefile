@@ -12,7 +12,7 @@ export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib
 # The program knows no Python environment: tell it where NVRTC lies (a folder).
 export FRETWORK_NVRTC = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/lib))
 ACCEPT := $(wildcard ../shared/accept/test_block.py)
-CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cuh')
+CXX_FILES = $(shell find include src bindings tools tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
 .PHONY: help setup build demo test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench format clean
 
@@ -38,7 +38,7 @@ test: lint test-cpp test-python test-sanitizers test-wheel  ## everything a mach
 	@echo "all checks passed"
 
 lint: setup
-	@clang-format --dry-run --Werror $(CXX_FILES)
+	@$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -74,7 +74,7 @@ bench: build  ## compare with torch on this machine; results go to bench/results
 	$(PY) bench/compare_block.py
 
 format: setup  ## format C++ and Python
-	clang-format -i $(CXX_FILES)
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 

@@ -1,5 +1,5 @@
 // XLA FFI handlers, one per op and platform: buffers become views, XLA's threads, stream and memory become the context.
-// The pattern arrives as its key in the attribute "layout".
+// The pattern arrives as its text in the attribute "layout", so that an exported program carries it.
 #include <string>
 
 #include "executor.h"

@@ -108,13 +108,16 @@ fretwork::Device device_of(const Tensor& tensor) {
   return {cuda ? fretwork::DeviceType::cuda : fretwork::DeviceType::cpu, cuda ? tensor.get_device_index() : 0};
 }
 
+constexpr const char* kFloating = "float64, float32, float16 or bfloat16";
+constexpr const char* kFloatingOrBool = "float64, float32, float16, bfloat16 or bool";
+
 /// The tensor as the core sees it; `op` and `argument` name it in errors.
-fretwork::TensorView view(const char* op, const char* argument, const Tensor& tensor) {
+fretwork::TensorView view(const char* op, const char* argument, const Tensor& tensor, const char* dtypes = kFloating) {
   const std::int32_t code = dtype_code(tensor);
   const auto& codes = dtype_codes();
   const auto known = std::find_if(codes.begin(), codes.end(), [&](const auto& c) { return c.code == code; });
   if (known == codes.end()) {
-    throw fretwork::Error(op, argument, "float64, float32, float16 or bfloat16", foreign_dtype_name(code));
+    throw fretwork::Error(op, argument, dtypes, foreign_dtype_name(code));
   }
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   if (sizes.size() > fretwork::kMaxRank) {
@@ -321,7 +324,7 @@ void block_softmax(StableIValue* stack, std::uint64_t, std::uint64_t) {
   fretwork::TensorView views[3];
   for (int n = 0; n < 3; ++n) {
     if (extras[n].has_value()) {
-      views[n] = view(kOp, names[n], *extras[n]);
+      views[n] = view(kOp, names[n], *extras[n], n == 0 ? kFloating : kFloatingOrBool);
       *places[n] = &views[n];
     }
   }

@@ -31,14 +31,17 @@ class Allocator {
   virtual void release(void* memory, std::size_t bytes) noexcept = 0;
 };
 
+/// Cache-line aligned memory of this machine.
+Allocator& host_allocator();
+
 /// How fp32 products run on a GPU: exact, rounded to tf32, or in three tf32 products (nearly exact).
 enum class Precision : std::uint8_t { ieee, tf32, tf32x3 };
 
 struct Context {
   Device device{};
   void* stream = nullptr;  ///< a CUstream when device is CUDA
-  Allocator* allocator = nullptr;
-  Executor* executor = nullptr;
+  Allocator* allocator = &host_allocator();
+  Executor* executor = &serial_executor();
   Precision precision = Precision::ieee;
 
   static Context cpu(Executor& executor = serial_executor());

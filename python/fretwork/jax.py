@@ -166,7 +166,7 @@ def _matmul_call(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct(p.shape(a, b), a.dtype)
         options = {"trans_a": p.trans_a, "trans_b": p.trans_b, "sum_z": p.sum_z, "sum_h": p.sum_h}
         return jax.ffi.ffi_call("fretwork_matmul", result)(
-            a, b, mode=p.mode, layout=p.layout.key, precision=p.precision, **options
+            a, b, mode=p.mode, layout=p.layout.text, precision=p.precision, **options
         )
 
     @call.def_vmap
@@ -315,7 +315,7 @@ def _softmax_call(p: _Softmax, values: jax.Array, *extras: jax.Array) -> jax.Arr
     def call(values: jax.Array, *extras: jax.Array) -> jax.Array:
         modes = {"key_padding_mask_mode": p.key_padding_mask_mode, "attn_mask_mode": p.attn_mask_mode}
         return jax.ffi.ffi_call("fretwork_softmax", jax.ShapeDtypeStruct(values.shape, values.dtype))(
-            values, *extras, layout=p.layout.key, scale=np.float64(p.scale), extras=p.extras, **modes
+            values, *extras, layout=p.layout.text, scale=np.float64(p.scale), extras=p.extras, **modes
         )
 
     @call.def_vmap
@@ -349,7 +349,7 @@ def _softmax_gradients(p: _Softmax, out: jax.Array, d: jax.Array) -> Sequence[ja
     def call(out: jax.Array, d: jax.Array) -> Sequence[jax.Array]:
         shapes = [(out.shape, out.dtype), *([p.rpe] if p.rpe else [])]
         return jax.ffi.ffi_call("fretwork_softmax_backward", [jax.ShapeDtypeStruct(*s) for s in shapes])(
-            out, d, layout=p.layout.key, scale=np.float64(p.scale)
+            out, d, layout=p.layout.text, scale=np.float64(p.scale)
         )
 
     @call.def_vmap
@@ -459,7 +459,7 @@ def _copy_call(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> jax.A
         shape = _packed_shape(layout) if op == "pack" else layout.shape
         options = {} if op == "pack" else {"fill": np.float64(fill)}
         result = jax.ShapeDtypeStruct((x.shape[0], *shape), x.dtype)
-        return jax.ffi.ffi_call(f"fretwork_{op}", result)(x, layout=layout.key, **options)
+        return jax.ffi.ffi_call(f"fretwork_{op}", result)(x, layout=layout.text, **options)
 
     @call.def_vmap
     def _(size: int, batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:

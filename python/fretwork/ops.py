@@ -152,7 +152,10 @@ def _precision(op: str, name: object) -> str:
 
 @torch.compiler.assume_constant_result  # a compiled graph is guarded on torch's setting anyway
 def _precision_of_torch() -> str:
-    return _PRECISION_OF_TORCH[torch.get_float32_matmul_precision()]
+    try:
+        return _PRECISION_OF_TORCH[torch.get_float32_matmul_precision()]
+    except RuntimeError:  # the user has set torch.backends.cuda.matmul.fp32_precision, and torch answers one way only
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _number(op: str, argument: str, value: Any) -> float:

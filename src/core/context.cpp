@@ -17,7 +17,6 @@ class SerialExecutor final : public Executor {
   }
 };
 
-/// Cache-line aligned host memory.
 class HostAllocator final : public Allocator {
  public:
   void* allocate(std::size_t bytes) override { return ::operator new(bytes, kAlign); }
@@ -34,10 +33,13 @@ Executor& serial_executor() {
   return executor;
 }
 
-Context Context::cpu(Executor& executor) {
+Allocator& host_allocator() {
   static HostAllocator allocator;
+  return allocator;
+}
+
+Context Context::cpu(Executor& executor) {
   Context context;
-  context.allocator = &allocator;
   context.executor = &executor;
   return context;
 }

@@ -62,6 +62,9 @@ TensorView::TensorView(void* data, DType dtype, std::span<const std::int64_t> si
   if (sizes.size() > kMaxRank) {
     throw Error("TensorView", "sizes", "at most 8 dimensions", std::to_string(sizes.size()));
   }
+  if (std::any_of(sizes.begin(), sizes.end(), [](std::int64_t n) { return n < 0; })) {
+    throw Error("TensorView", "sizes", "none below 0", shape_text(sizes));
+  }
   std::copy(sizes.begin(), sizes.end(), this->sizes.begin());
   std::int64_t stride = 1;
   for (std::size_t d = sizes.size(); d-- > 0;) {

@@ -275,9 +275,11 @@ class Memory {
     if (recent_.contains(key)) {
       return;
     }
+    stored_ += pattern->nnz();
     order_.emplace_front(key, std::move(pattern));
     recent_.emplace(key, order_.begin());
-    if (order_.size() > kRecent) {
+    while (order_.size() > 1 && (order_.size() > kRecent || stored_ > kStored)) {
+      stored_ -= order_.back().second->nnz();
       recent_.erase(order_.back().first);
       order_.pop_back();
     }
@@ -294,11 +296,13 @@ class Memory {
   }
 
  private:
-  static constexpr std::size_t kRecent = 256;
+  static constexpr std::size_t kRecent = 256;         // patterns,
+  static constexpr std::int64_t kStored = 8'000'000;  // and what they store together, some 32 bytes each
   using Order = std::list<std::pair<std::string, PatternPtr>>;
   std::mutex mutex_;
   std::unordered_map<std::string, std::string> texts_;
   Order order_;
+  std::int64_t stored_ = 0;
   std::unordered_map<std::string, Order::iterator> recent_;
 };
 

@@ -140,5 +140,14 @@ TEST(Contexts, CpuWorkspaceIsAligned) {
   EXPECT_EQ(context.executor, &serial_executor());
 }
 
+TEST(Views, RefuseNegativeSizes) { EXPECT_THROW(TensorView(nullptr, DType::f32, {64, -10}), Error); }
+
+TEST(Contexts, WorkAsTheyAreMade) {
+  Context context;
+  ASSERT_NE(context.executor, nullptr);
+  const Workspace space(context, 100);
+  EXPECT_NE(space.data(), nullptr);
+}
+
 }  // namespace
 }  // namespace fretwork

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <filesystem>
 #include <fstream>
 #include <mutex>
 #include <thread>
@@ -79,6 +80,13 @@ TEST(EmbeddedSources, AreTheFiles) {
     std::ifstream file(std::string(FRETWORK_SOURCE_DIR "/src/") + source.name, std::ios::binary);
     const std::string text{std::istreambuf_iterator<char>(file), {}};
     EXPECT_EQ(text, source.text) << source.name;
+  }
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(FRETWORK_SOURCE_DIR "/src")) {
+    const std::string name = std::filesystem::relative(entry.path(), FRETWORK_SOURCE_DIR "/src").string();
+    const auto& all = embedded_sources();
+    EXPECT_TRUE(entry.path().extension() != ".cuh" ||
+                std::any_of(all.begin(), all.end(), [&](const auto& source) { return source.name == name; }))
+        << name << " is not embedded";
   }
 }
 

@@ -157,3 +157,14 @@ def test_products_chain(device):
     )
     for one, other in pairs:
         assert_close(one, other, torch.float32, "gradient")
+
+
+@pytest.mark.parametrize("op", ["dsd", "dds"])
+def test_no_heads_at_all(op, device):
+    """A one-head layout serves any number of heads, none too; the gradient of what none used is zero."""
+    layout = fw.BlockLayout([[1, 0], [1, 1]], 8)
+    values = torch.randn(3, 8, 8, device=device, requires_grad=True)
+    dense = torch.randn(2, 0, 16, 5, device=device)
+    out = fw.dsd(values, dense, layout) if op == "dsd" else fw.dds(dense.mT, values, layout)
+    out.sum().backward()
+    assert out.shape == ((2, 0, 16, 5) if op == "dsd" else (2, 0, 5, 16)) and not values.grad.any()

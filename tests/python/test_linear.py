@@ -112,3 +112,9 @@ def test_refused_inputs():
         layer(torch.ones(5, 97))
     with pytest.raises(RuntimeError, match=r"^dds: values: expected float16 like a, got float32"):
         layer(torch.ones(5, 96).half())
+
+
+def test_autocast_decides_the_dtype(device):
+    layer = fw.nn.BlockSparseLinear(64, 48, some_layout(1, 3, 4), device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert layer(torch.randn(5, 64, device=device)).dtype == torch.bfloat16

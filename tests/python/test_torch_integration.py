@@ -1,6 +1,8 @@
 """The ops as torch sees them: opcheck, compile, export, vmap, autocast, inference mode, threads, memory, errors."""
 
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -15,7 +17,7 @@ each_op = pytest.mark.parametrize("op", OPS)
 each_product = pytest.mark.parametrize("op", PRODUCTS)
 
 
-def arguments(op, device, layout=None, dtype=torch.float32, grad=True, lead=(2, 2)):
+def arguments(op, device, layout=None, dtype=torch.float32, grad=True, lead=(2, 2), free=5):
     """Arguments of torch.ops.fretwork.<op>."""
     layout = layout or some_layout(2, 3, 2)
     _, m, n = layout.shape
@@ -29,11 +31,11 @@ def arguments(op, device, layout=None, dtype=torch.float32, grad=True, lead=(2, 
 
     tail = (layout.key, False, False, "ieee", False, False)
     if op == "sdd":
-        return tensor(*lead, m, 5), tensor(*lead, 5, n), *tail
+        return tensor(*lead, m, free), tensor(*lead, free, n), *tail
     if op == "dsd":
-        return values(), tensor(*lead, n, 5), *tail
+        return values(), tensor(*lead, n, free), *tail
     if op == "dds":
-        return tensor(*lead, 5, m), values(), *tail
+        return tensor(*lead, free, m), values(), *tail
     if op == "block_softmax":
         rpe = tensor(*z, 1, 1, n) if z else tensor(m, n)
         return values(), layout.key, 0.5, rpe, None, torch.rand(m, n, device=device) < 0.8, "add", "mul"
@@ -99,7 +101,13 @@ def test_compile(backend, device):
 
 def test_compiled_code_follows_the_layout_and_the_precision(device):
     torch._dynamo.reset()
-    compiled = torch.compile(lambda a, b, layout: fw.sdd(a, b, layout), fullgraph=True, backend="aot_eager")
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(a for node in graph.graph.nodes for a in node.args if a in ("ieee", "tf32", "tf32x3"))
+        return graph
+
+    compiled = torch.compile(lambda a, b, layout: fw.sdd(a, b, layout), fullgraph=True, backend=backend)
     a, b = torch.randn(32, 5, device=device), torch.randn(5, 32, device=device)
     before = torch.get_float32_matmul_precision()
     try:
@@ -107,8 +115,22 @@ def test_compiled_code_follows_the_layout_and_the_precision(device):
             layout = fw.BlockLayout(mask, 16)
             torch.set_float32_matmul_precision("high" if layout.nnz == 3 else "highest")
             assert compiled(a, b, layout).shape == (layout.nnz, 16, 16)
+        assert seen == ["ieee", "tf32"]
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_either_way_of_setting_torch_precision():
+    """torch refuses the old question once the new setting was used; the ops must not."""
+    code = """
+import torch, fretwork as fw
+from fretwork import ops
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+layout = fw.BlockLayout([[1]], 16)
+fw.dsd(torch.ones(1, 16, 16), torch.ones(16, 3), layout)
+assert ops._precision_of_torch() == "tf32"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_export_carries_the_whole_layout(tmp_path):
@@ -252,7 +274,7 @@ def test_threads_share_the_ops(device):
 @each_op
 def test_the_number_of_threads_changes_nothing(op):
     """Large enough for several of torch's threads, which share the work as they get free."""
-    args = arguments(op, torch.device("cpu"), some_layout(2, 24, 24), grad=False)
+    args = arguments(op, torch.device("cpu"), some_layout(2, 24, 24), grad=False, free=200)
     want = call(op, *args)
     before = torch.get_num_threads()
     try:

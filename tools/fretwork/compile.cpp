@@ -46,8 +46,8 @@ std::string short_name(const KernelSpec& spec) {
 }
 
 std::vector<Outcome> listed(const CompileOptions& options) {
-  if (!std::regex_match(options.arch, std::regex("sm_[0-9]{2,3}[af]?"))) {
-    throw UsageError("compile: --arch: expected an architecture such as sm_80 or sm_90a, got " + options.arch);
+  if (!std::regex_match(options.arch, std::regex("sm_([89][0-9]|1[0-9]{2})[af]?"))) {
+    throw UsageError("compile: --arch: expected an architecture from sm_80 on, such as sm_90a, got " + options.arch);
   }
   const auto wanted = [&](const ListedKernel& kernel) {
     const bool of_op =

@@ -90,7 +90,7 @@ class BlockSparseLinear(nn.Module):
         rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
         y = dds(rows, self.weight, self.layout, trans_b=True)
         if self.bias is not None:
-            y = y + self.bias
+            y = y + self.bias.to(y.dtype)  # which autocast may have chosen
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

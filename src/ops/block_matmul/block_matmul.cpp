@@ -127,7 +127,8 @@ Result check_sdd(const Check& check, const TensorView& a, const TensorView& b) {
   check.heads({"b", b}, packed);
   Result result;
   result.z = check.broadcast({"a", a}, {"b", b}, -4, "batches");
-  result.h = std::max(check.layout().heads(), check.broadcast({"a", a}, {"b", b}, -3, "heads"));
+  const std::int64_t heads = check.broadcast({"a", a}, {"b", b}, -3, "heads");
+  result.h = check.layout().heads() == 1 ? heads : check.layout().heads();
   if (a.rank == 4 || b.rank == 4) {
     result.shape.push_back(sum_z ? 1 : result.z);
   }

@@ -543,6 +543,12 @@ void run_sdd(const Problem& problem, const Config& config, Context& context) {
 }  // namespace
 
 void cuda::run(const Problem& problem, Context& context) {
+  for (const Matrix& m : {problem.left, problem.right, problem.out}) {
+    if (std::max(m.rows, m.cols) > std::numeric_limits<std::int32_t>::max()) {
+      throw Error("block_matmul", "size", "at most 2147483647 rows and columns on a GPU",
+                  std::to_string(std::max(m.rows, m.cols)));
+    }
+  }
   const driver::DeviceScope scope(context.device.index);
   if (hopper::run(problem, context)) {
     return;

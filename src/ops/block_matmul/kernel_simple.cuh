@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 8 ? 2 : 3)
         h = 0;
         ++z;
       }
-      if (p.depth == 0 || z == p.z_sum) {
+      if (p.depth == 0 || p.h_sum == 0 || z == p.z_sum) {
         return false;
       }
       slice.left = left + z * p.left.z + h * p.left.h + k * p.left.col;

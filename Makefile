@@ -10,7 +10,7 @@ BUILD_FLAGS := -DFRETWORK_TESTS=ON -DFRETWORK_TORCH=ON -DFRETWORK_JAX=ON -DPytho
 export PYTHONPATH := $(CURDIR)/python
 export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib
 # The program knows no Python environment: tell it where NVRTC lies (a folder).
-export FRETWORK_NVRTC = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/lib))
+export FRETWORK_NVRTC = $(shell ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/lib 2>/dev/null | head -1)
 ACCEPT := $(wildcard ../shared/accept/test_block.py)
 CXX_FILES = $(shell find include src bindings tools tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
@@ -47,6 +47,7 @@ lint: setup
 # Compiled kernels of the tests stay in the build folder, so that a second run compiles none.
 test-%: export FRETWORK_CACHE_DIR := $(CURDIR)/build/kernels
 
+test-cpp: export FRETWORK_NEEDS_NVRTC := 1
 test-cpp: build  # with every kernel instantiation compiled for sm_80 and sm_90a
 	ctest --preset release -j2
 

@@ -72,14 +72,14 @@ def readme_table(gpu: list[Row], cpu: list[Row]) -> str:
     lines = []
     for title, rows, dtype, unit, factor in (
         ("H200, fp16, n = 8192, TFLOP/s", gpu, "float16", "cuBLAS", 1),
-        ("2 CPU cores, fp32, n = 2048, GFLOP/s", cpu, "float32", "torch dense", 1000),
+        ("2 CPU cores, fp32, n = 2048, GFLOP/s", cpu, "float32", "torch", 1000),
     ):
         chosen = [r for r in rows if r["op"] == "dsd" and r["dtype"] == dtype and r["arch"] == "auto"]
         if not chosen:
             continue
         densities = sorted({r["density"] for r in chosen}, reverse=True)
         rate = sorted(r["dense_tflops"] for r in chosen)[len(chosen) // 2] * factor
-        lines += [f"| {title}; {unit} {rate:.0f} | " + " | ".join(f"density {d}" for d in densities) + " |"]
+        lines += [f"| {title} (dense {unit} {rate:.0f}) | " + " | ".join(f"density {d}" for d in densities) + " |"]
         lines += ["|---" * (len(densities) + 1) + "|"]
         for block in sorted({r["block"] for r in chosen}, reverse=True):
             cells = []

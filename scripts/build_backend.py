@@ -26,5 +26,5 @@ def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) 
     if not (site / "torch/include/torch/csrc/stable/library.h").exists():
         needed.append("torch==2.13.0")
     if not (site / "jaxlib/include/xla/ffi/api/ffi.h").exists():
-        needed.append("jaxlib")
+        needed.append("jaxlib>=0.6")
     return needed

@@ -99,7 +99,8 @@ def block_softmax(
     """Softmax of values·scale + rpe + masks over the stored entries of each row; a row with nothing left gives zeros.
 
     `rpe` broadcasts to (Z, H, M, N), `key_padding_mask` is (Z, N), `attn_mask` (M, N) or (H, M, N). Mode "add" adds the
-    mask, "mul" turns its zeros into −inf and leaves the rest. Gradients go to values and rpe, not to the masks.
+    mask (numbers), "mul" turns its zeros (or False) into −inf and leaves the rest. Gradients go to values and rpe, not
+    to the masks.
 
     >>> import torch, fretwork as fw
     >>> layout = fw.BlockLayout([[1, 0, 1]], block=8)

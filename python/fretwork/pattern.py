@@ -217,7 +217,7 @@ def _mask_bits(mask: Any) -> np.ndarray:
     if hasattr(mask, "detach"):  # a torch tensor; NumPy cannot read one that lives on a GPU
         mask = mask.detach().cpu()
         if mask.is_floating_point() or mask.is_complex():
-            raise TypeError(f"BlockLayout: mask: expected a bool or integer dtype, got {mask.dtype}")
+            raise TypeError(f"BlockLayout: mask: expected a bool or integer dtype (try .bool()), got {mask.dtype}")
     try:
         array = np.asarray(mask)
     except ValueError:

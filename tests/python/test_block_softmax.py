@@ -138,3 +138,12 @@ def test_refused(options, text):
     layout = some_layout()
     with pytest.raises((TypeError, RuntimeError), match=f"^block_softmax: {text}"):
         fw.block_softmax(torch.ones(1, layout.nnz, 16, 16), layout, **options)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_a_bool_mask_is_not_added(name, device):
+    """It would count True as 1; those who pass one mean what stays."""
+    layout = fw.BlockLayout([[1, 1]], 8)
+    mask = torch.ones((1, 16) if name == "key_padding_mask" else (8, 16), dtype=torch.bool, device=device)
+    with pytest.raises(RuntimeError, match=rf"block_softmax: {name}: expected numbers to add.*, got bool"):
+        fw.block_softmax(torch.zeros(1, 2, 8, 8, device=device), layout, **{name: mask})

@@ -12,7 +12,8 @@ from fretwork.pattern import BlockLayout
 class BlockSparseLinear(nn.Module):
     """y = x Wᵀ + bias, where W (out_features, in_features) has the blocks of `layout` (one head) and nothing else.
 
-    `weight` holds the packed blocks, (nnz, rows, cols). Drop-in for `torch.nn.Linear`.
+    `weight` holds the packed blocks, (nnz, rows, cols). Drop-in for `torch.nn.Linear`. A state_dict holds the parameters
+    only: keep `layout.text` beside it, and make the layer that loads it with `fw.Pattern.parse(text)`.
 
     >>> import torch, fretwork as fw
     >>> layer = fw.nn.BlockSparseLinear(64, 32, fw.BlockLayout([[1, 0, 0, 1], [0, 1, 0, 0]], block=16))
@@ -72,6 +73,8 @@ class BlockSparseLinear(nn.Module):
         >>> torch.allclose(layer(x), dense(x), atol=1e-5)
         True
         """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"BlockSparseLinear: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         weight, bias = linear.weight, linear.bias
         # Made on "meta", so that no random numbers are drawn for weights that are replaced at once.
         layer = cls(linear.in_features, linear.out_features, layout, bias is not None, "meta", weight.dtype)

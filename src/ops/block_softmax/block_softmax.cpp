@@ -77,7 +77,10 @@ Dense check_rpe(const char* op, const char* argument, const TensorView& t, const
   return {t.data, t.dtype, t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1), MaskMode::add};
 }
 
-void check_mask(const char* argument, const TensorView& t, const Context& context) {
+void check_mask(const char* argument, const TensorView& t, MaskMode mode, const Context& context) {
+  if (t.dtype == DType::boolean && mode == MaskMode::add) {
+    throw Error(kForward, argument, "numbers to add, or mode \"mul\" for a mask of what stays", "bool");
+  }
   if (!is_floating(t.dtype) && t.dtype != DType::boolean) {
     throw Error(kForward, argument, "bool, float64, float32, float16 or bfloat16", name_of(t.dtype));
   }
@@ -91,7 +94,7 @@ Dense check_key_padding(const TensorView& t, const BlockLayout& layout, std::int
     throw Error(kForward, "key_padding_mask", "shape " + shape_text(std::vector{batch, full[3]}),
                 shape_text(t.shape()));
   }
-  check_mask("key_padding_mask", t, context);
+  check_mask("key_padding_mask", t, mode, context);
   return {t.data, t.dtype, t.stride(0), 0, 0, t.stride(1), mode};
 }
 
@@ -104,7 +107,7 @@ Dense check_attn_mask(const TensorView& t, const BlockLayout& layout, MaskMode m
                     shape_text(std::vector{full[1], full[2], full[3]}),
                 shape_text(t.shape()));
   }
-  check_mask("attn_mask", t, context);
+  check_mask("attn_mask", t, mode, context);
   return {t.data, t.dtype, 0, t.stride(-3), t.stride(-2), t.stride(-1), mode};
 }
 

@@ -12,7 +12,7 @@ from fretwork.pattern import BlockLayout
 class BlockSparseLinear(nn.Module):
     """y = x Wᵀ + bias, where W (out_features, in_features) has the blocks of `layout` (one head) and nothing else.
 
-    `weight` holds the packed blocks, (nnz, rows, cols). Drop-in for `torch.nn.Linear`. A state_dict holds the parameters
+    `weight` holds the packed blocks, (nnz, rows, cols). Drop-in for `torch.nn.Linear`. A state_dict holds parameters
     only: keep `layout.text` beside it, and make the layer that loads it with `fw.Pattern.parse(text)`.
 
     >>> import torch, fretwork as fw

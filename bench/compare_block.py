@@ -220,7 +220,7 @@ def main() -> None:
     folder = options.out / ("h200" if "H200" in facts["device"] else "gpu" if gpu else "cpu")
     try:
         for op in numbers(options.ops, str):
-            if op == "host":
+            if op == "host" and gpu:  # on a CPU the product itself is host time
                 for row in measure_host(device):
                     keep(row)
             elif op == "first" and gpu:

@@ -54,7 +54,7 @@ def test_a_mask_is_copied():
 
 
 @pytest.mark.parametrize("mask, block, text", [
-    (torch.ones(2, 2), 16, "mask: expected a bool or integer dtype, got torch.float32"),
+    (torch.ones(2, 2), 16, r"mask: expected a bool or integer dtype \(try \.bool\(\)\), got torch.float32"),
     (np.ones((2, 2)), 16, "mask: expected a bool or integer dtype, got float64"),
     (None, 16, "mask: expected a bool or integer dtype, got NoneType"),
     ([[1, 0], [1]], 16, "mask: expected .*, got ragged lists"),

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "error_text.h"
 #include "fretwork/fretwork.h"
 
 namespace fretwork {
@@ -154,26 +155,16 @@ TEST(BlockPack, EmptyLayoutFills) {
   EXPECT_EQ(dense.get(127), 0x7f80u);
 }
 
-template <typename F>
-std::string message(const F& f) {
-  try {
-    f();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 TEST(BlockPack, BadCalls) {
   const auto layout = some_layout(16, 16);  // (2, 48, 32), 6 blocks
   Context context = Context::cpu();
   const auto pack = [&](DType dtype, std::vector<std::int64_t> sizes) {
     Buffer dense(dtype, std::move(sizes), 0), values(DType::f32, {1, layout->nnz(), 16, 16}, 0);
-    return message([&] { block_pack(dense.view, *layout, values.view, context); });
+    return error_of([&] { block_pack(dense.view, *layout, values.view, context); });
   };
   const auto unpack = [&](std::vector<std::int64_t> sizes) {
     Buffer values(DType::f32, std::move(sizes), 0), dense(DType::f32, {1, 2, 48, 32}, 0);
-    return message([&] { block_unpack(values.view, *layout, 0.0, dense.view, context); });
+    return error_of([&] { block_unpack(values.view, *layout, 0.0, dense.view, context); });
   };
   EXPECT_EQ(pack(DType::f32, {1, 2, 32, 48}),
             "pack: dense: expected shape (Z, 2, 48, 32) or (2, 48, 32), got (1, 2, 32, 48)");

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "error_text.h"
 #include "fretwork/fretwork.h"
 
 namespace fretwork {
@@ -525,16 +526,6 @@ TEST(BlockSoftmax, InfiniteAndLargeValues) {
   }
 }
 
-template <typename F>
-std::string message(const F& f) {
-  try {
-    f();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 TEST(BlockSoftmax, BadCalls) {
   const auto layout = some_layout(16, 16);  // 17 blocks, (3, 64, 48)
   Context context = Context::cpu();
@@ -542,7 +533,7 @@ TEST(BlockSoftmax, BadCalls) {
   const std::string n = std::to_string(nnz);
   Tensor values(DType::f32, {1, nnz, 16, 16}), out(DType::f32, {1, nnz, 16, 16});
   const auto call = [&](const TensorView& v, const SoftmaxOptions& options = {}) {
-    return message([&] { block_softmax(v, *layout, out.view(), context, options); });
+    return error_of([&] { block_softmax(v, *layout, out.view(), context, options); });
   };
   Tensor dense(DType::f32, {1, 3, 64, 48}), more(DType::f32, {1, nnz + 1, 16, 16}), whole(DType::i8, {1, nnz, 16, 16});
   EXPECT_EQ(call(dense.view()),
@@ -564,7 +555,7 @@ TEST(BlockSoftmax, BadCalls) {
   EXPECT_EQ(call(elsewhere), "block_softmax: values: expected a tensor on cpu, got one on cuda:1");
   Tensor half(DType::f16, {1, nnz, 16, 16});
   EXPECT_EQ(
-      message([&] { block_softmax_backward(values.view(), half.view(), *layout, 1.0, out.view(), nullptr, context); }),
+      error_of([&] { block_softmax_backward(values.view(), half.view(), *layout, 1.0, out.view(), nullptr, context); }),
       "block_softmax_backward: d_out: expected float32, got float16");
 }
 

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <random>
 
+#include "error_text.h"
 #include "fretwork/error.h"
 #include "pattern/text.h"
 
@@ -25,17 +26,6 @@ Mask random_mask(std::size_t count, double density, unsigned seed) {
 }
 
 const BlockLayout& as_layout(const PatternPtr& pattern) { return dynamic_cast<const BlockLayout&>(*pattern); }
-
-/// The error's text, or "no error".
-template <typename Body>
-std::string error_of(const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 std::string parse_error(const std::string& text) {
   return error_of([&] { parse_pattern(text); });

@@ -1,5 +1,6 @@
 // XLA FFI handlers, one per op and platform: buffers become views, XLA's threads, stream and memory become the context.
 // The pattern arrives as its text in the attribute "layout", so that an exported program carries it.
+#include <cstdint>
 #include <string>
 
 #include "executor.h"
@@ -145,16 +146,18 @@ class ScratchMemory final : public fretwork::Allocator {
  public:
   explicit ScratchMemory(ffi::ScratchAllocator& scratch) : scratch_(scratch) {}
   void* allocate(std::size_t bytes) override {
-    const auto memory = scratch_.Allocate(bytes, kAlign);
+    const auto memory = scratch_.Allocate(bytes + kAlign, kXlaAlign);
     if (!memory) {
       throw Error("fretwork.jax", "workspace", std::to_string(bytes) + " bytes from XLA", "none");
     }
-    return *memory;
+    const auto address = reinterpret_cast<std::uintptr_t>(*memory);
+    return static_cast<std::byte*>(*memory) + (kAlign - address % kAlign) % kAlign;
   }
   void release(void* /*memory*/, std::size_t /*bytes*/) noexcept override {}
 
  private:
-  static constexpr std::size_t kAlign = 64;  // the most that XLA lets a caller ask for
+  static constexpr std::size_t kXlaAlign = 16;  // the most that XLA lets a caller ask for
+  static constexpr std::size_t kAlign = 256;    // what kernels and copy engines expect of an allocation
   ffi::ScratchAllocator& scratch_;
 };
 

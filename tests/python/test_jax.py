@@ -304,7 +304,12 @@ def test_many_threads_at_once(rng):
     f = jax.jit(lambda v, x: [function(v * s, x) for s in scales])  # independent, so XLA may run them side by side
     f(values, dense)
     results = {}
-    threads = [threading.Thread(target=lambda n=n: results.update({n: f(values, dense)})) for n in range(6)]
+
+    def call(n):
+        with jax.default_matmul_precision("highest"):  # the fixture's setting holds only in its own thread
+            results[n] = f(values, dense)
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(6)]
     for t in threads:
         t.start()
     for t in threads:

@@ -58,7 +58,9 @@ __device__ __forceinline__ void wide_multiply(float (&d)[kWidth / 2], int stages
   for (int n = 0; n < stages; ++n, ring.next()) {
     mbarrier::wait(shared_address(&barriers.full[ring.stage]), ring.parity);
     const int stage = static_cast<int>(ring.stage);
-    const bool present = (barriers.flags[stage][0] >> warpgroup & 1) != 0;
+    // The lane that releases a stage is the one that reads its flags.
+    const u32 flags = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? barriers.flags[stage][0] : 0u, 0);
+    const bool present = (flags >> warpgroup & 1) != 0;
     if (present) {
       const u32 at = base + ring.stage * kStageBytes;
       const u64 a = wgmma::descriptor<128>(at + warpgroup * 8192, 8192), b = wgmma::descriptor<128>(at + 16384, 8192);

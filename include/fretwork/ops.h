@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "fretwork/context.h"
@@ -58,5 +59,37 @@ void block_softmax_backward(const TensorView& out, const TensorView& d_out, cons
 void block_pack(const TensorView& dense, const BlockLayout& layout, const TensorView& values, Context& context);
 void block_unpack(const TensorView& values, const BlockLayout& layout, double fill, const TensorView& dense,
                   Context& context);
+
+/// What a product applies to its sums; gelu is the exact one.
+enum class Activation : std::uint8_t { none, relu, gelu, silu };
+
+struct KsmmOptions {
+  const TensorView* bias = nullptr;  ///< (out features)
+  Activation activation = Activation::none;
+};
+
+/// out = activation(x·Kᵀ + bias) for the Kronecker factor K with weights w (a,b,c,d). x (batch, a·c·d), out (batch,
+/// a·b·d), any strides: features that stand before the batch in memory are a transposed view. The gradient of x is the
+/// same product with w.transpose(1, 2).
+void ksmm(const TensorView& x, const TensorView& w, const TensorView& out, Context& context,
+          const KsmmOptions& options = {});
+/// The gradients of w and, where given, of bias: d_w[i,j,k,l] = Σ_n d_out[n,(i,j,l)]·x[n,(i,k,l)], d_bias = Σ_n d_out.
+void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const TensorView& d_w, const TensorView* d_bias,
+                          Context& context);
+/// One factor after another, weights[0] first; bias and activation after the last.
+void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const TensorView& out, Context& context,
+                const KsmmOptions& options = {});
+
+/// w (a,b,c,d) as a matrix (a·b·d, a·c·d), and back. from_dense gives the place (row·columns + column) of the first
+/// non-zero that the pattern does not hold, or −1, in *outside: on a GPU, where it is device memory, when the stream
+/// gets there.
+void kronecker_to_dense(const TensorView& w, const TensorView& dense, Context& context);
+void kronecker_from_dense(const TensorView& dense, const TensorView& w, std::int64_t* outside, Context& context);
+
+/// The weights (f64, contiguous, on the CPU, in order of application) whose product is near `dense` (rows × cols,
+/// row-major): the nearest for one and two factors, within (L − 1) times the least error for L. Gives the relative
+/// error in the Frobenius norm, 0 for a zero matrix.
+double kronecker_project(std::span<const double> dense, std::int64_t rows, std::int64_t cols,
+                         std::span<const KroneckerPattern::Sizes> patterns, std::span<std::vector<double>> weights);
 
 }  // namespace fretwork

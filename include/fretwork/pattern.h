@@ -94,4 +94,38 @@ class BlockLayout final : public Pattern {
 /// A random layout with about `density` of its blocks, the same for the same seed everywhere.
 std::shared_ptr<const BlockLayout> random_blocks(const BlockLayout::Sizes& sizes, double density, std::uint64_t seed);
 
+/// The support I_a ⊗ 1_{b×c} ⊗ I_d of one Kronecker factor: weight (i, j, k, l) stands at row (i·b + j)·d + l, column
+/// (i·c + k)·d + l.
+class KroneckerPattern final : public Pattern {
+ public:
+  struct Sizes {
+    std::int64_t a, b, c, d;
+    bool operator==(const Sizes&) const = default;
+  };
+
+  /// All sizes at least 1, and fewer than 2^63 elements; throws Error otherwise.
+  static std::shared_ptr<const KroneckerPattern> make(const Sizes& sizes);
+
+  const Sizes& sizes() const { return sizes_; }
+  std::int64_t rows() const { return sizes_.a * sizes_.b * sizes_.d; }
+  std::int64_t cols() const { return sizes_.a * sizes_.c * sizes_.d; }
+
+  double density() const override;
+  PatternPtr transpose() const override;
+  void mask(std::span<std::uint8_t> out) const override;
+
+ private:
+  explicit KroneckerPattern(const Sizes& sizes);
+  Sizes sizes_;
+};
+
+/// Whether left·right is a Kronecker pattern again whose every entry is one sum of the same length, so that a dense
+/// matrix has a best approximation of that form; and that pattern. product throws Error where they do not chain.
+bool chainable(const KroneckerPattern::Sizes& left, const KroneckerPattern::Sizes& right);
+KroneckerPattern::Sizes product(const KroneckerPattern::Sizes& left, const KroneckerPattern::Sizes& right);
+/// The patterns, in order of application, of a Monarch matrix and of a dyadic butterfly (n a power of two).
+std::vector<KroneckerPattern::Sizes> monarch(std::int64_t out_features, std::int64_t in_features, std::int64_t p,
+                                             std::int64_t q);
+std::vector<KroneckerPattern::Sizes> butterfly(std::int64_t n);
+
 }  // namespace fretwork

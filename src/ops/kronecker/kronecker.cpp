@@ -1,0 +1,155 @@
+// What the Kronecker products accept, the form they are brought to, and which backend runs them.
+#include <algorithm>
+#include <string>
+
+#include "fretwork/error.h"
+#include "ops/kronecker/problem.h"
+
+namespace fretwork {
+namespace kronecker {
+namespace {
+
+/// An argument with the name its caller knows it by.
+struct Argument {
+  const char* name;
+  const TensorView& view;
+};
+
+void check_like(const char* op, const Argument& given, const Argument& like) {
+  if (given.view.dtype != like.view.dtype) {
+    throw Error(op, given.name, std::string(name_of(like.view.dtype)) + " like " + like.name,
+                name_of(given.view.dtype));
+  }
+  if (given.view.device != like.view.device) {
+    throw Error(op, given.name, name_of(like.view.device) + " like " + like.name, name_of(given.view.device));
+  }
+}
+
+void check_floating(const char* op, const Argument& a) {
+  if (!is_floating(a.view.dtype)) {
+    throw Error(op, a.name, "float64, float32, float16 or bfloat16", name_of(a.view.dtype));
+  }
+}
+
+void check_context(const char* op, const Argument& a, const Context& context) {
+  if (a.view.device != context.device) {
+    throw Error(op, "context", name_of(a.view.device) + " like " + a.name, name_of(context.device));
+  }
+}
+
+void check_shape(const char* op, const Argument& a, std::initializer_list<std::int64_t> shape) {
+  if (!std::equal(shape.begin(), shape.end(), a.view.shape().begin(), a.view.shape().end())) {
+    throw Error(op, a.name, shape_text({shape.begin(), shape.size()}), shape_text(a.view.shape()));
+  }
+}
+
+Sizes check_weights(const char* op, const Argument& w) {
+  if (w.view.rank != 4 || std::ranges::any_of(w.view.shape(), [](std::int64_t n) { return n < 1; })) {
+    throw Error(op, w.name, "(a, b, c, d), each at least 1", shape_text(w.view.shape()));
+  }
+  const Sizes s{w.view.size(0), w.view.size(1), w.view.size(2), w.view.size(3)};
+  KroneckerPattern::make(s);  // refuses more elements than 64 bits count
+  return s;
+}
+
+Matrix matrix(const TensorView& v) {
+  // A size of 1 has stride 1, which is as good as any.
+  return {v.data, v.size(0) == 1 ? 1 : v.stride(0), v.size(1) == 1 ? 1 : v.stride(1)};
+}
+
+Weights weights(const TensorView& w) { return {w.data, w.stride(0), w.stride(1), w.stride(2), w.stride(3)}; }
+
+Problem check(const char* op, const Argument& x, const Argument& w, const TensorView& out, const KsmmOptions& options,
+              const Context& context) {
+  check_floating(op, x);
+  check_like(op, w, x);
+  const Sizes s = check_weights(op, w);
+  if (x.view.rank != 2 || x.view.size(1) != s.a * s.c * s.d) {
+    throw Error(op, x.name, "(batch, a·c·d = " + std::to_string(s.a * s.c * s.d) + ")", shape_text(x.view.shape()));
+  }
+  const std::int64_t features = s.a * s.b * s.d;
+  check_shape(op, {"out", out}, {x.view.size(0), features});
+  check_like(op, {"out", out}, x);
+  check_context(op, x, context);
+  Problem problem{s,           x.view.size(0),  x.view.dtype, matrix(x.view),
+                  matrix(out), weights(w.view), {},           options.activation};
+  if (options.bias != nullptr) {
+    check_shape(op, {"bias", *options.bias}, {features});
+    check_like(op, {"bias", *options.bias}, x);
+    problem.bias = {options.bias->data, options.bias->stride(0)};
+  }
+  return problem;
+}
+
+void run(const Problem& problem, Context& context) {
+  if (problem.batch > 0) {
+    context.device.type == DeviceType::cuda ? cuda::run(problem, context) : cpu::run(problem, context);
+  }
+}
+
+}  // namespace
+}  // namespace kronecker
+
+using namespace kronecker;
+
+void ksmm(const TensorView& x, const TensorView& w, const TensorView& out, Context& context,
+          const KsmmOptions& options) {
+  run(check("ksmm", {"x", x}, {"w", w}, out, options, context), context);
+}
+
+void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const TensorView& d_w, const TensorView* d_bias,
+                          Context& context) {
+  constexpr const char* kOp = "ksmm_backward_weight";
+  check_floating(kOp, {"x", x});
+  check_like(kOp, {"d_out", d_out}, {"x", x});
+  check_like(kOp, {"d_w", d_w}, {"x", x});
+  const Sizes s = check_weights(kOp, {"d_w", d_w});
+  check_shape(kOp, {"x", x}, {x.size(0), s.a * s.c * s.d});
+  check_shape(kOp, {"d_out", d_out}, {x.size(0), s.a * s.b * s.d});
+  check_context(kOp, {"x", x}, context);
+  WeightProblem problem{s, x.size(0), x.dtype, matrix(x), matrix(d_out), weights(d_w), {}};
+  if (d_bias != nullptr) {
+    check_shape(kOp, {"d_bias", *d_bias}, {s.a * s.b * s.d});
+    check_like(kOp, {"d_bias", *d_bias}, {"x", x});
+    problem.d_bias = {d_bias->data, d_bias->stride(0)};
+  }
+  context.device.type == DeviceType::cuda ? cuda::run(problem, context) : cpu::run(problem, context);
+}
+
+void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const TensorView& out, Context& context,
+                const KsmmOptions& options) {
+  constexpr const char* kOp = "ksmm_chain";
+  if (weights.empty()) {
+    throw Error(kOp, "weights", "at least one", "none");
+  }
+  std::int64_t features = x.size(-1), widest = 0;
+  for (std::size_t n = 0; n < weights.size(); ++n) {
+    const std::string name = "weights[" + std::to_string(n) + "]";
+    check_like(kOp, {name.c_str(), weights[n]}, {"x", x});
+    const Sizes s = check_weights(kOp, {name.c_str(), weights[n]});
+    if (s.a * s.c * s.d != features) {
+      throw Error(kOp, name, std::to_string(features) + " in features (a·c·d), as come before it",
+                  std::to_string(s.a * s.c * s.d) + " of " + shape_text(weights[n].shape()));
+    }
+    features = s.a * s.b * s.d;
+    widest = n + 1 < weights.size() ? std::max(widest, features) : widest;
+  }
+  // Two buffers take turns. Features stand before the batch in memory exactly when they do in x.
+  const std::int64_t batch = x.size(0);
+  const bool last = x.stride(0) == 1 && x.stride(1) != 1;
+  const std::size_t bytes = static_cast<std::size_t>(batch * widest) * size_of(x.dtype);
+  const Workspace one(context, weights.size() > 1 ? bytes : 0), two(context, weights.size() > 2 ? bytes : 0);
+  TensorView from = x;
+  for (std::size_t n = 0; n < weights.size(); ++n) {
+    const TensorView& w = weights[n];
+    const std::int64_t to_features = w.size(0) * w.size(1) * w.size(3);
+    const bool end = n + 1 == weights.size();
+    const std::int64_t sizes[] = {batch, to_features}, strides[] = {last ? 1 : to_features, last ? batch : 1};
+    const TensorView to = end ? out : TensorView((n % 2 == 0 ? one : two).data(), x.dtype, sizes, strides, x.device);
+    const std::string name = "weights[" + std::to_string(n) + "]";
+    run(check(kOp, {"x", from}, {name.c_str(), w}, to, end ? options : KsmmOptions{}, context), context);
+    from = to;
+  }
+}
+
+}  // namespace fretwork

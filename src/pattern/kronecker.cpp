@@ -1,0 +1,106 @@
+// Kronecker patterns: kronecker(a,b,c,d), what they are, and which of them chain.
+#include <algorithm>
+#include <bit>
+
+#include "fretwork/error.h"
+#include "fretwork/tensor.h"
+#include "pattern/text.h"
+
+namespace fretwork {
+namespace {
+
+using Sizes = KroneckerPattern::Sizes;
+
+std::string text_of(const Sizes& s) {
+  const auto n = [](std::int64_t v) { return std::to_string(v); };
+  return "(" + n(s.a) + "," + n(s.b) + "," + n(s.c) + "," + n(s.d) + ")";
+}
+
+const text::Family kFamily{"kronecker", [](const text::Call& call) -> PatternPtr {
+                             text::expect_arguments(call, 4, "a, b, c, d");
+                             return KroneckerPattern::make({text::integer(call, 0, "a"), text::integer(call, 1, "b"),
+                                                            text::integer(call, 2, "c"), text::integer(call, 3, "d")});
+                           }};
+
+}  // namespace
+
+KroneckerPattern::KroneckerPattern(const Sizes& sizes) : sizes_(sizes) {
+  shape_ = {rows(), cols()};
+  nnz_ = sizes.a * sizes.b * sizes.c * sizes.d;
+  name("kronecker" + text_of(sizes));
+}
+
+std::shared_ptr<const KroneckerPattern> KroneckerPattern::make(const Sizes& s) {
+  const std::int64_t all[] = {s.a, s.b, s.c, s.d};
+  const char* const names[] = {"a", "b", "c", "d"};
+  for (int n = 0; n < 4; ++n) {
+    if (all[n] < 1) {
+      throw Error("KroneckerPattern", names[n], "at least 1", std::to_string(all[n]));
+    }
+  }
+  std::int64_t rows = 1, cols = 1, elements = 1;
+  if (__builtin_mul_overflow(s.a, s.b, &rows) || __builtin_mul_overflow(rows, s.d, &rows) ||
+      __builtin_mul_overflow(s.a, s.c, &cols) || __builtin_mul_overflow(cols, s.d, &cols) ||
+      __builtin_mul_overflow(rows, cols, &elements)) {
+    throw Error("KroneckerPattern", "sizes", "fewer than 2^63 elements", text_of(s));
+  }
+  return std::shared_ptr<const KroneckerPattern>(new KroneckerPattern(s));
+}
+
+double KroneckerPattern::density() const {
+  return 1.0 / (static_cast<double>(sizes_.a) * static_cast<double>(sizes_.d));
+}
+
+PatternPtr KroneckerPattern::transpose() const { return make({sizes_.a, sizes_.c, sizes_.b, sizes_.d}); }
+
+void KroneckerPattern::mask(std::span<std::uint8_t> out) const {
+  const auto& [a, b, c, d] = sizes_;
+  std::fill(out.begin(), out.end(), std::uint8_t{0});
+  for (std::int64_t row = 0; row < rows(); ++row) {
+    const std::int64_t first = row * cols() + row / (b * d) * c * d + row % d;
+    for (std::int64_t k = 0; k < c; ++k) {
+      out[static_cast<std::size_t>(first + k * d)] = 1;
+    }
+  }
+}
+
+bool chainable(const Sizes& left, const Sizes& right) {
+  return left.a * left.c * left.d == right.a * right.b * right.d && right.a % left.a == 0 && left.d % right.d == 0 &&
+         left.a * left.c % right.a == 0 && right.b * right.d % left.d == 0;
+}
+
+Sizes product(const Sizes& left, const Sizes& right) {
+  if (!chainable(left, right)) {
+    throw Error(
+        "product", "patterns",
+        "chainable ones: left a·c·d = right a·b·d, right a a multiple of left a that divides left a·c, left d a "
+        "multiple of right d that divides right b·d",
+        text_of(left) + " and " + text_of(right));
+  }
+  return {left.a, left.b * left.d / right.d, right.a * right.c / left.a, right.d};
+}
+
+std::vector<Sizes> monarch(std::int64_t out_features, std::int64_t in_features, std::int64_t p, std::int64_t q) {
+  const auto check = [](const char* name, std::int64_t n, const char* of_name, std::int64_t of) {
+    if (n < 1 || of < 1 || of % n != 0) {
+      throw Error("monarch", name, std::string("a divisor of ") + of_name + " = " + std::to_string(of),
+                  std::to_string(n));
+    }
+  };
+  check("p", p, "out_features", out_features);
+  check("q", q, "in_features", in_features);
+  return {{q, out_features / p, in_features / q, 1}, {1, p, q, out_features / p}};
+}
+
+std::vector<Sizes> butterfly(std::int64_t n) {
+  if (n < 2 || !std::has_single_bit(static_cast<std::uint64_t>(n))) {
+    throw Error("butterfly", "n", "a power of two from 2 on", std::to_string(n));
+  }
+  std::vector<Sizes> patterns;
+  for (std::int64_t d = 1; d < n; d *= 2) {
+    patterns.push_back({n / (2 * d), 2, 2, d});
+  }
+  return patterns;
+}
+
+}  // namespace fretwork

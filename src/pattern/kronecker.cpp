@@ -12,8 +12,11 @@ namespace {
 using Sizes = KroneckerPattern::Sizes;
 
 std::string text_of(const Sizes& s) {
-  const auto n = [](std::int64_t v) { return std::to_string(v); };
-  return "(" + n(s.a) + "," + n(s.b) + "," + n(s.c) + "," + n(s.d) + ")";
+  std::string text;
+  for (const std::int64_t n : {s.a, s.b, s.c, s.d}) {
+    text += (text.empty() ? '(' : ',') + std::to_string(n);
+  }
+  return text + ')';
 }
 
 const text::Family kFamily{"kronecker", [](const text::Call& call) -> PatternPtr {
@@ -78,6 +81,35 @@ Sizes product(const Sizes& left, const Sizes& right) {
         text_of(left) + " and " + text_of(right));
   }
   return {left.a, left.b * left.d / right.d, right.a * right.c / left.a, right.d};
+}
+
+std::shared_ptr<const BlockLayout> to_block_layout(const KroneckerPattern& pattern) {
+  constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
+  const auto& [a, b, c, d] = pattern.sizes();
+  // The largest block side that divides n, or 0.
+  const auto side = [](std::int64_t n) {
+    constexpr std::int64_t kLeast = 8, kMost = 128;
+    std::int64_t block = n < kMost ? n : kMost;
+    while (block >= kLeast && n % block != 0) {
+      --block;
+    }
+    return block >= kLeast ? block : 0;
+  };
+  const std::int64_t r = side(b), s = side(c);
+  if (d != 1 || r == 0 || s == 0) {
+    throw Error("to_block_layout", "pattern", "d = 1, and b and c with divisors from 8 to 128",
+                text_of(pattern.sizes()));
+  }
+  const std::int64_t rows = b / r, cols = c / s;
+  std::int64_t blocks = 0;
+  if (__builtin_mul_overflow(a * rows, a * cols, &blocks) || blocks > kMostBlocks) {
+    throw Error("to_block_layout", "pattern", "at most 2^30 blocks", text_of(pattern.sizes()));
+  }
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(blocks));
+  for (std::int64_t line = 0; line < a * rows; ++line) {
+    std::fill_n(mask.begin() + (line * a + line / rows) * cols, cols, std::uint8_t{1});
+  }
+  return BlockLayout::make({1, a * rows, a * cols, r, s}, mask);
 }
 
 std::vector<Sizes> monarch(std::int64_t out_features, std::int64_t in_features, std::int64_t p, std::int64_t q) {

@@ -87,9 +87,10 @@ void kronecker_to_dense(const TensorView& w, const TensorView& dense, Context& c
 void kronecker_from_dense(const TensorView& dense, const TensorView& w, std::int64_t* outside, Context& context);
 
 /// The weights (f64, contiguous, on the CPU, in order of application) whose product is near `dense` (rows × cols,
-/// row-major): the nearest for one and two factors, within (L − 1) times the least error for L. Gives the relative
-/// error in the Frobenius norm, 0 for a zero matrix.
+/// row-major): the nearest for one and two factors, within √(L − 1) times the least error for L. The factors have equal
+/// norms. Gives the relative error in the Frobenius norm, 0 for a zero matrix.
 double kronecker_project(std::span<const double> dense, std::int64_t rows, std::int64_t cols,
-                         std::span<const KroneckerPattern::Sizes> patterns, std::span<std::vector<double>> weights);
+                         std::span<const KroneckerPattern::Sizes> patterns, std::span<std::vector<double>> weights,
+                         Executor& executor = serial_executor());
 
 }  // namespace fretwork

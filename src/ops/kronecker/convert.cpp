@@ -1,0 +1,141 @@
+// Weights to a dense matrix and back: what the copies accept, the CPU's loops, and which backend runs them.
+#include "ops/kronecker/convert.h"
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+
+#include "fretwork/error.h"
+#include "fretwork/ops.h"
+
+namespace fretwork {
+namespace kronecker {
+namespace {
+
+/// Also a NaN, an infinity and a subnormal are something; −0 is nothing.
+template <typename T>
+bool is_something(T bits) {
+  return static_cast<T>(bits << 1) != 0;
+}
+
+template <typename T>
+void row_to_dense(const ConvertProblem& p, std::int64_t row) {
+  const auto& [a, b, c, d] = p.sizes;
+  const std::int64_t i = row / (b * d), j = row / d % b, l = row % d;
+  T* const dense = static_cast<T*>(p.dense.data) + row * p.dense.row;
+  const T* const w = static_cast<const T*>(p.w.data) + i * p.w.a + j * p.w.b + l * p.w.d;
+  for (std::int64_t col = 0; col < a * c * d; ++col) {
+    dense[col * p.dense.col] = T{0};
+  }
+  for (std::int64_t k = 0; k < c; ++k) {
+    dense[((i * c + k) * d + l) * p.dense.col] = w[k * p.w.c];
+  }
+}
+
+/// Gives the first column of a non-zero that the pattern does not hold, or −1.
+template <typename T>
+std::int64_t row_from_dense(const ConvertProblem& p, std::int64_t row) {
+  const auto& [a, b, c, d] = p.sizes;
+  const std::int64_t i = row / (b * d), j = row / d % b, l = row % d;
+  const T* const dense = static_cast<const T*>(p.dense.data) + row * p.dense.row;
+  T* const w = static_cast<T*>(p.w.data) + i * p.w.a + j * p.w.b + l * p.w.d;
+  for (std::int64_t k = 0; k < c; ++k) {
+    w[k * p.w.c] = dense[((i * c + k) * d + l) * p.dense.col];
+  }
+  const std::int64_t first = i * c * d, last = first + c * d;
+  for (std::int64_t col = 0; col < a * c * d; ++col) {
+    if (is_something(dense[col * p.dense.col]) && (col < first || col >= last || col % d != l)) {
+      return col;
+    }
+  }
+  return -1;
+}
+
+template <typename T>
+void run_as(const ConvertProblem& p, Context& context) {
+  const std::int64_t rows = p.sizes.a * p.sizes.b * p.sizes.d, cols = p.sizes.a * p.sizes.c * p.sizes.d;
+  const std::int64_t grain = std::max<std::int64_t>(1, 4096 / cols);
+  if (p.to_dense) {
+    context.executor->parallel_for(rows, grain, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t row = begin; row < end; ++row) {
+        row_to_dense<T>(p, row);
+      }
+    });
+    return;
+  }
+  std::atomic<std::int64_t> least = rows * cols;
+  context.executor->parallel_for(rows, grain, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      if (const std::int64_t col = row_from_dense<T>(p, row); col >= 0) {
+        const std::int64_t at = row * cols + col;
+        for (std::int64_t now = least; at < now && !least.compare_exchange_weak(now, at);) {
+        }
+      }
+    }
+  });
+  *p.outside = least < rows * cols ? least.load() : -1;
+}
+
+void run(const ConvertProblem& p, Context& context) {
+  if (context.device.type == DeviceType::cuda) {
+    return cuda::convert(p, context);
+  }
+  switch (p.element_bytes) {
+    case 2:
+      return run_as<std::uint16_t>(p, context);
+    case 4:
+      return run_as<std::uint32_t>(p, context);
+    default:
+      return run_as<std::uint64_t>(p, context);
+  }
+}
+
+/// `dense` and `w` of the same dtype, where the context is, of sizes that fit.
+ConvertProblem check(const char* op, const TensorView& w, const TensorView& dense, bool to_dense,
+                     const Context& context) {
+  const TensorView& from = to_dense ? w : dense;
+  const TensorView& to = to_dense ? dense : w;
+  const char* const from_name = to_dense ? "w" : "dense";
+  const char* const to_name = to_dense ? "dense" : "w";
+  if (!is_floating(from.dtype)) {
+    throw Error(op, from_name, "float64, float32, float16 or bfloat16", name_of(from.dtype));
+  }
+  if (w.rank != 4 || std::ranges::any_of(w.shape(), [](std::int64_t n) { return n < 1; })) {
+    throw Error(op, "w", "(a, b, c, d), each at least 1", shape_text(w.shape()));
+  }
+  const Sizes s{w.size(0), w.size(1), w.size(2), w.size(3)};
+  const auto pattern = KroneckerPattern::make(s);  // refuses more elements than 64 bits count
+  if (!std::ranges::equal(dense.shape(), pattern->shape())) {
+    throw Error(op, "dense", shape_text(pattern->shape()) + " for " + pattern->text(), shape_text(dense.shape()));
+  }
+  if (to.dtype != from.dtype) {
+    throw Error(op, to_name, name_of(from.dtype), name_of(to.dtype));
+  }
+  for (const auto& [name, view] : {std::pair{from_name, &from}, std::pair{to_name, &to}}) {
+    if (view->device != context.device) {
+      throw Error(op, name, "a tensor on " + name_of(context.device), "one on " + name_of(view->device));
+    }
+  }
+  ConvertProblem problem;
+  problem.sizes = s;
+  problem.element_bytes = static_cast<int>(size_of(from.dtype));
+  problem.to_dense = to_dense;
+  problem.w = {w.data, w.stride(0), w.stride(1), w.stride(2), w.stride(3)};
+  problem.dense = {dense.data, dense.stride(0), dense.stride(1)};
+  return problem;
+}
+
+}  // namespace
+}  // namespace kronecker
+
+void kronecker_to_dense(const TensorView& w, const TensorView& dense, Context& context) {
+  kronecker::run(kronecker::check("to_dense", w, dense, true, context), context);
+}
+
+void kronecker_from_dense(const TensorView& dense, const TensorView& w, std::int64_t* outside, Context& context) {
+  kronecker::ConvertProblem problem = kronecker::check("from_dense", w, dense, false, context);
+  problem.outside = outside;
+  kronecker::run(problem, context);
+}
+
+}  // namespace fretwork

@@ -1,12 +1,16 @@
 // The C interface: patterns behind opaque handles, exceptions turned into texts at the border.
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <numeric>
 #include <string>
+#include <vector>
 
 #include "fretwork/c.h"
 #include "fretwork/error.h"
+#include "fretwork/ops.h"
 #include "fretwork/pattern.h"
+#include "fretwork/tensor.h"
 
 struct fretwork_pattern {
   fretwork::PatternPtr is;
@@ -35,6 +39,33 @@ fretwork_pattern* handle(fretwork::PatternPtr pattern) {
 
 constexpr fretwork_pattern* kNone = nullptr;
 
+using KroneckerSizes = fretwork::KroneckerPattern::Sizes;
+
+/// Checked, so that no product of the numbers overflows.
+KroneckerSizes kronecker_sizes(const int64_t sizes[4]) {
+  return fretwork::KroneckerPattern::make({sizes[0], sizes[1], sizes[2], sizes[3]})->sizes();
+}
+
+const fretwork::KroneckerPattern& as_kronecker(const fretwork_pattern* pattern) {
+  const auto* is = dynamic_cast<const fretwork::KroneckerPattern*>(pattern->is.get());
+  if (is == nullptr) {
+    throw fretwork::Error("KroneckerPattern", "text", "a Kronecker pattern", pattern->is->text());
+  }
+  return *is;
+}
+
+int64_t* write_sizes(const KroneckerSizes& s, int64_t* out) {
+  const int64_t all[] = {s.a, s.b, s.c, s.d};
+  return std::copy(std::begin(all), std::end(all), out);
+}
+
+int write_all(const std::vector<KroneckerSizes>& patterns, int64_t* out) {
+  for (const KroneckerSizes& s : patterns) {
+    out = write_sizes(s, out);
+  }
+  return static_cast<int>(patterns.size());
+}
+
 }  // namespace
 
 const char* fretwork_error() { return last_error.c_str(); }
@@ -51,6 +82,12 @@ fretwork_pattern* fretwork_block_layout(const int64_t sizes[5], const uint8_t* m
                          !__builtin_mul_overflow(count, sizes[2], &count) && count >= 0;
     return handle(fretwork::BlockLayout::make({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]},
                                               {mask, static_cast<std::size_t>(counted ? count : 0)}));
+  });
+}
+
+fretwork_pattern* fretwork_kronecker_pattern(const int64_t sizes[4]) {
+  return guarded(kNone, [&] {
+    return handle(fretwork::KroneckerPattern::make({sizes[0], sizes[1], sizes[2], sizes[3]}));
   });
 }
 
@@ -88,6 +125,57 @@ int fretwork_block_layout_sizes(const fretwork_pattern* pattern, int64_t sizes[5
     const auto& s = layout->sizes();
     const std::int64_t all[] = {s.heads, s.rows, s.cols, s.block_rows, s.block_cols};
     std::copy(std::begin(all), std::end(all), sizes);
+    return 0;
+  });
+}
+
+int fretwork_kronecker_sizes(const fretwork_pattern* pattern, int64_t sizes[4]) {
+  return guarded(-1, [&] {
+    write_sizes(as_kronecker(pattern).sizes(), sizes);
+    return 0;
+  });
+}
+
+fretwork_pattern* fretwork_kronecker_block_layout(const fretwork_pattern* pattern) {
+  return guarded(kNone, [&] { return handle(fretwork::to_block_layout(as_kronecker(pattern))); });
+}
+
+int fretwork_kronecker_chainable(const int64_t left[4], const int64_t right[4]) {
+  return guarded(-1, [&] { return fretwork::chainable(kronecker_sizes(left), kronecker_sizes(right)) ? 1 : 0; });
+}
+
+int fretwork_kronecker_product(const int64_t left[4], const int64_t right[4], int64_t out[4]) {
+  return guarded(-1, [&] {
+    write_sizes(fretwork::product(kronecker_sizes(left), kronecker_sizes(right)), out);
+    return 0;
+  });
+}
+
+int fretwork_kronecker_monarch(int64_t out_features, int64_t in_features, int64_t p, int64_t q, int64_t* patterns) {
+  return guarded(-1, [&] { return write_all(fretwork::monarch(out_features, in_features, p, q), patterns); });
+}
+
+int fretwork_kronecker_butterfly(int64_t n, int64_t* patterns) {
+  return guarded(-1, [&] { return write_all(fretwork::butterfly(n), patterns); });
+}
+
+int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, const int64_t* patterns, int count,
+                               double* const* weights, double* error) {
+  return guarded(-1, [&] {
+    std::vector<KroneckerSizes> sizes;
+    for (int n = 0; n < count; ++n) {
+      sizes.push_back(kronecker_sizes(patterns + 4 * n));
+    }
+    std::int64_t elements = 0;
+    if (rows < 0 || cols < 0 || __builtin_mul_overflow(rows, cols, &elements)) {
+      const std::int64_t given[] = {rows, cols};
+      throw fretwork::Error("project", "dense", "fewer than 2^63 elements", fretwork::shape_text(given));
+    }
+    std::vector<std::vector<double>> made(sizes.size());
+    *error = fretwork::kronecker_project({dense, static_cast<std::size_t>(elements)}, rows, cols, sizes, made);
+    for (std::size_t n = 0; n < made.size(); ++n) {
+      std::copy(made[n].begin(), made[n].end(), weights[n]);
+    }
     return 0;
   });
 }

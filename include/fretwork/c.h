@@ -1,5 +1,5 @@
-/* Patterns for callers that speak C, such as Python's ctypes. Every function that can fail gives null (or a negative
- * number) and leaves its text in fretwork_error(). */
+/* Patterns, and what is done with them alone, for callers that speak C, such as Python's ctypes. Every function that
+ * can fail gives null (or a negative number) and leaves its text in fretwork_error(). */
 #pragma once
 
 #include <stddef.h>
@@ -19,6 +19,8 @@ const char* fretwork_error(void);
 fretwork_pattern* fretwork_pattern_parse(const char* text, size_t length);
 /* A block layout; sizes are (heads, rows, cols, block_rows, block_cols), mask holds heads·rows·cols bytes, 0 or 1. */
 fretwork_pattern* fretwork_block_layout(const int64_t sizes[5], const uint8_t* mask);
+/* A Kronecker pattern; sizes are (a, b, c, d). */
+fretwork_pattern* fretwork_kronecker_pattern(const int64_t sizes[4]);
 fretwork_pattern* fretwork_pattern_transpose(const fretwork_pattern* pattern);
 void fretwork_pattern_free(fretwork_pattern* pattern);
 
@@ -33,6 +35,21 @@ double fretwork_pattern_density(const fretwork_pattern* pattern);
 int fretwork_pattern_mask(const fretwork_pattern* pattern, uint8_t* out, int64_t count);
 /* Writes (heads, rows, cols, block_rows, block_cols); −1 when the pattern is no block layout. */
 int fretwork_block_layout_sizes(const fretwork_pattern* pattern, int64_t sizes[5]);
+
+/* Writes (a, b, c, d); −1 when the pattern is no Kronecker pattern. */
+int fretwork_kronecker_sizes(const fretwork_pattern* pattern, int64_t sizes[4]);
+/* The same pattern as a block layout, or null. */
+fretwork_pattern* fretwork_kronecker_block_layout(const fretwork_pattern* pattern);
+/* 1 where left·right is a chain, 0 where it is not, −1 when one is no pattern; and the pattern of the product. */
+int fretwork_kronecker_chainable(const int64_t left[4], const int64_t right[4]);
+int fretwork_kronecker_product(const int64_t left[4], const int64_t right[4], int64_t out[4]);
+/* Write (a, b, c, d) of each pattern in order of application and give their number: 2, and at most 62. */
+int fretwork_kronecker_monarch(int64_t out_features, int64_t in_features, int64_t p, int64_t q, int64_t* patterns);
+int fretwork_kronecker_butterfly(int64_t n, int64_t* patterns);
+/* The weights whose product is near `dense` (rows × cols, row-major). `patterns` holds `count` times (a, b, c, d) in
+ * order of application, weights[n] has room for a·b·c·d of pattern n. */
+int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, const int64_t* patterns, int count,
+                               double* const* weights, double* error);
 
 #ifdef __cplusplus
 }

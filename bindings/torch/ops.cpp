@@ -51,6 +51,7 @@ class Arguments {
   Text text() { return Text(*next_++); }
   bool flag() { return take<bool>(); }
   double number() { return take<double>(); }
+  std::int64_t integer() { return take<std::int64_t>(); }
 
  private:
   template <typename T>
@@ -414,6 +415,32 @@ void block_unpack(StableIValue* stack, std::uint64_t, std::uint64_t) {
   stack[0] = torch::stable::detail::from(dense);
 }
 
+void kronecker_to_dense(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "to_dense";
+  const Tensor w = Arguments(stack).tensor();
+  const fretwork::TensorView input = view(kOp, "w", w);
+  const Tensor dense = empty_like(fretwork::kronecker_to_dense_shape(input), w);
+  Call call(w);
+  fretwork::kronecker_to_dense(input, view(kOp, "dense", dense), call.context());
+  stack[0] = torch::stable::detail::from(dense);
+}
+
+void kronecker_from_dense(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "from_dense";
+  Arguments arguments(stack);
+  const Tensor dense = arguments.tensor();
+  const std::int64_t a = arguments.integer(), b = arguments.integer(), c = arguments.integer(), d = arguments.integer();
+
+  const fretwork::TensorView input = view(kOp, "dense", dense);
+  const Tensor w = empty_like(fretwork::kronecker_from_dense_shape(input, {a, b, c, d}), dense);
+  const Tensor outside = empty({}, aoti_torch_dtype_int64(), dense);
+  Call call(dense);
+  fretwork::kronecker_from_dense(input, view(kOp, "w", w), static_cast<std::int64_t*>(outside.mutable_data_ptr()),
+                                 call.context());
+  stack[0] = torch::stable::detail::from(w);
+  stack[1] = torch::stable::detail::from(outside);
+}
+
 /// Allocates a result and does nothing: what a call costs before an op does any work.
 void nothing(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor x = Arguments(stack).tensor();
@@ -430,6 +457,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("block_softmax_backward", &block_softmax_backward);
   m.impl("block_pack", &block_pack);
   m.impl("block_unpack", &block_unpack);
+  m.impl("kronecker_to_dense", &kronecker_to_dense);
+  m.impl("kronecker_from_dense", &kronecker_from_dense);
   m.impl("_nothing", &nothing);
 }
 
@@ -451,6 +480,8 @@ STABLE_TORCH_LIBRARY(fretwork, m) {
   m.def("block_softmax_backward(Tensor out, Tensor d_out, str layout, float scale, str rpe) -> (Tensor, Tensor)");
   m.def("block_pack(Tensor dense, str layout) -> Tensor");
   m.def("block_unpack(Tensor values, str layout, float fill) -> Tensor");
+  m.def("kronecker_to_dense(Tensor w) -> Tensor");
+  m.def("kronecker_from_dense(Tensor dense, int a, int b, int c, int d) -> (Tensor w, Tensor outside)");
   m.def("_nothing(Tensor x) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }

@@ -85,6 +85,9 @@ void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const 
 /// gets there.
 void kronecker_to_dense(const TensorView& w, const TensorView& dense, Context& context);
 void kronecker_from_dense(const TensorView& dense, const TensorView& w, std::int64_t* outside, Context& context);
+/// The shapes of their results, after all checks that need no data.
+std::vector<std::int64_t> kronecker_to_dense_shape(const TensorView& w);
+std::vector<std::int64_t> kronecker_from_dense_shape(const TensorView& dense, const KroneckerPattern::Sizes& sizes);
 
 /// The weights (f64, contiguous, on the CPU, in order of application) whose product is near `dense` (rows × cols,
 /// row-major): the nearest for one and two factors, within √(L − 1) times the least error for L. The factors have equal

@@ -123,8 +123,8 @@ class KroneckerPattern final : public Pattern {
 /// matrix has a best approximation of that form; and that pattern. product throws Error where they do not chain.
 bool chainable(const KroneckerPattern::Sizes& left, const KroneckerPattern::Sizes& right);
 KroneckerPattern::Sizes product(const KroneckerPattern::Sizes& left, const KroneckerPattern::Sizes& right);
-/// The same pattern as whole blocks, the largest that fit. Throws Error unless d is 1 and b and c have divisors that are
-/// sides of a block.
+/// The same pattern as whole blocks, the largest that fit. Throws Error unless d is 1 and b and c have divisors that
+/// are sides of a block.
 std::shared_ptr<const BlockLayout> to_block_layout(const KroneckerPattern& pattern);
 /// The patterns, in order of application, of a Monarch matrix and of a dyadic butterfly (n a power of two).
 std::vector<KroneckerPattern::Sizes> monarch(std::int64_t out_features, std::int64_t in_features, std::int64_t p,

@@ -9,13 +9,13 @@
 
 import importlib.util
 
-from fretwork.pattern import BlockLayout, Pattern
+from fretwork.pattern import BlockLayout, KroneckerPattern, Pattern
 
-__all__ = ["BlockLayout", "Pattern"]
+__all__ = ["BlockLayout", "KroneckerPattern", "Pattern"]
 __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
-    from fretwork import nn
+    from fretwork import kronecker, nn
     from fretwork.ops import block_softmax, dds, dsd, sdd
 
-    __all__ += ["block_softmax", "dds", "dsd", "nn", "sdd"]
+    __all__ += ["block_softmax", "dds", "dsd", "kronecker", "nn", "sdd"]

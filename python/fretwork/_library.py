@@ -29,6 +29,7 @@ Handle = ctypes._Pointer
 
 _POINTER = ctypes.POINTER(_Handle)
 _INT64S = ctypes.POINTER(ctypes.c_int64)
+_POINTERS, _DOUBLE = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_double)
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "error": (ctypes.c_char_p, []),
     "pattern_parse": (_POINTER, [ctypes.c_char_p, ctypes.c_size_t]),
@@ -43,6 +44,17 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "pattern_density": (ctypes.c_double, [_POINTER]),
     "pattern_mask": (ctypes.c_int, [_POINTER, ctypes.c_void_p, ctypes.c_int64]),
     "block_layout_sizes": (ctypes.c_int, [_POINTER, _INT64S]),
+    "kronecker_pattern": (_POINTER, [_INT64S]),
+    "kronecker_sizes": (ctypes.c_int, [_POINTER, _INT64S]),
+    "kronecker_block_layout": (_POINTER, [_POINTER]),
+    "kronecker_chainable": (ctypes.c_int, [_INT64S, _INT64S]),
+    "kronecker_product": (ctypes.c_int, [_INT64S, _INT64S, _INT64S]),
+    "kronecker_monarch": (ctypes.c_int, [ctypes.c_int64] * 4 + [_INT64S]),
+    "kronecker_butterfly": (ctypes.c_int, [ctypes.c_int64, _INT64S]),
+    "kronecker_project": (
+        ctypes.c_int,
+        [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, _INT64S, ctypes.c_int, _POINTERS, _DOUBLE],
+    ),
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import operator
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -212,6 +214,124 @@ class BlockLayout(Pattern):
         )
 
 
+class KroneckerPattern(Pattern):
+    """The support I_a ⊗ 1_{b×c} ⊗ I_d of one Kronecker factor.
+
+    Its weights are (a, b, c, d): w[i, j, k, l] stands at row (i·b + j)·d + l, column (i·c + k)·d + l.
+
+    >>> p = KroneckerPattern(2, 3, 4, 5)
+    >>> p.shape, p.weight_shape, p.nnz, p.density
+    ((30, 40), (2, 3, 4, 5), 120, 0.1)
+    >>> p.T
+    KroneckerPattern(2, 4, 3, 5)
+    >>> KroneckerPattern(1, 2, 2, 2).mask().int().tolist()
+    [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
+    """
+
+    __slots__ = ("_sizes",)
+    _sizes: tuple[int, int, int, int]
+
+    def __init__(self, a: int, b: int, c: int, d: int) -> None:
+        sizes = [whole_number("KroneckerPattern", name, n) for name, n in zip("abcd", (a, b, c, d), strict=True)]
+        with owned(core().fretwork_kronecker_pattern((ctypes.c_int64 * 4)(*sizes))) as handle:
+            _fill(self, handle)
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        """(a, b, c, d)."""
+        return self._sizes
+
+    @property
+    def T(self) -> KroneckerPattern:
+        """The pattern (a, c, b, d) of the transposed matrix; its weights are w.transpose(1, 2)."""
+        turned = super().T
+        assert isinstance(turned, KroneckerPattern)
+        return turned
+
+    def chainable(self, right: KroneckerPattern) -> bool:
+        """Whether self·right is a chain: a Kronecker pattern again, onto which a dense matrix can be projected.
+
+        With r = a·c / right.a it needs a·c·d = right.a·right.b·right.d, right.a a multiple of a, d a multiple of
+        right.d, and r whole on both sides.
+
+        >>> KroneckerPattern(1, 3, 5, 4).chainable(KroneckerPattern(5, 4, 4, 1))
+        True
+        >>> KroneckerPattern(5, 4, 4, 1).chainable(KroneckerPattern(1, 4, 5, 5))
+        False
+        """
+        _check_kronecker("chainable", right)
+        return core().fretwork_kronecker_chainable(_int64s(self._sizes), _int64s(right._sizes)) == 1
+
+    def product(self, right: KroneckerPattern) -> KroneckerPattern:
+        """The pattern of the matrix self·right; ValueError where they do not chain.
+
+        >>> KroneckerPattern(1, 3, 5, 4).product(KroneckerPattern(5, 4, 4, 1))
+        KroneckerPattern(1, 12, 20, 1)
+        """
+        _check_kronecker("product", right)
+        out = (ctypes.c_int64 * 4)()
+        if core().fretwork_kronecker_product(_int64s(self._sizes), _int64s(right._sizes), out) != 0:
+            raise ValueError(last_error())
+        return KroneckerPattern(*out)
+
+    def to_block_layout(self) -> BlockLayout:
+        """The same pattern as a one-head block layout of the largest blocks that fit.
+
+        ValueError unless d is 1 and b and c have divisors from 8 to 128.
+
+        >>> KroneckerPattern(2, 16, 192, 1).to_block_layout()
+        BlockLayout(heads=1, blocks=(2, 4), block=(16, 96), nnz=4, density=0.5)
+        """
+        with _open(self) as handle:
+            layout = _from_handle(core().fretwork_kronecker_block_layout(handle))
+        assert isinstance(layout, BlockLayout)
+        return layout
+
+    def __repr__(self) -> str:
+        return f"KroneckerPattern{self._sizes}"
+
+
+def whole_number(op: str, argument: str, value: Any) -> int:
+    """A Python int of 64 bits from anything that counts as an integer."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(type(value), "__index__"):
+        raise TypeError(f"{op}: {argument}: expected an int, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:  # such as a tensor that is no integer
+        raise TypeError(f"{op}: {argument}: expected an int, got {value!r}") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{op}: {argument}: expected a number of 64 bits, got {number}")
+    return number
+
+
+def kronecker_patterns(op: str, patterns: Any) -> list[KroneckerPattern]:
+    """A list of Kronecker patterns from patterns and tuples (a, b, c, d); errors begin with `op` and say which."""
+    if isinstance(patterns, (Pattern, str)) or not isinstance(patterns, Iterable):
+        raise TypeError(f"{op}: patterns: expected a sequence of KroneckerPattern, got {type(patterns).__name__}")
+    made = []
+    for n, p in enumerate(patterns):
+        if isinstance(p, KroneckerPattern):
+            made.append(p)
+            continue
+        if isinstance(p, (Pattern, str)) or not isinstance(p, Sequence) or len(p) != 4:
+            raise TypeError(f"{op}: patterns[{n}]: expected a KroneckerPattern or (a, b, c, d), got {p!r}")
+        try:
+            made.append(KroneckerPattern(*p))
+        except (TypeError, ValueError) as error:
+            detail = str(error).removeprefix("KroneckerPattern: ")
+            raise type(error)(f"{op}: patterns[{n}]: {detail}") from None
+    return made
+
+
+def _check_kronecker(op: str, right: object) -> None:
+    if not isinstance(right, KroneckerPattern):
+        raise TypeError(f"{op}: right: expected a KroneckerPattern, got {type(right).__name__}")
+
+
+def _int64s(numbers: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
 def _mask_bits(mask: Any) -> np.ndarray:
     """A contiguous uint8 copy of a mask, (heads, rows, cols), every entry 0 or 1."""
     if hasattr(mask, "detach"):  # a torch tensor; NumPy cannot read one that lives on a GPU
@@ -265,6 +385,10 @@ def _fill(pattern: Pattern, handle: Any) -> Pattern:
         sizes = (ctypes.c_int64 * 5)()
         c.fretwork_block_layout_sizes(handle, sizes)
         facts["_grid"], facts["_block"] = tuple(sizes[:3]), tuple(sizes[3:])
+    if isinstance(pattern, KroneckerPattern):
+        four = (ctypes.c_int64 * 4)()
+        c.fretwork_kronecker_sizes(handle, four)
+        facts["_sizes"] = tuple(four)
     for name, value in facts.items():
         object.__setattr__(pattern, name, value)
     return pattern
@@ -277,7 +401,7 @@ def _from_handle(handle: Any) -> Pattern:
 
 
 # The class of each family, by the name its canonical text begins with.
-_FAMILIES: dict[bytes, type[Pattern]] = {b"block": BlockLayout}
+_FAMILIES: dict[bytes, type[Pattern]] = {b"block": BlockLayout, b"kronecker": KroneckerPattern}
 
 
 @functools.lru_cache(maxsize=256)

@@ -90,36 +90,43 @@ void run(const ConvertProblem& p, Context& context) {
   }
 }
 
-/// `dense` and `w` of the same dtype, where the context is, of sizes that fit.
-ConvertProblem check(const char* op, const TensorView& w, const TensorView& dense, bool to_dense,
-                     const Context& context) {
-  const TensorView& from = to_dense ? w : dense;
-  const TensorView& to = to_dense ? dense : w;
-  const char* const from_name = to_dense ? "w" : "dense";
-  const char* const to_name = to_dense ? "dense" : "w";
-  if (!is_floating(from.dtype)) {
-    throw Error(op, from_name, "float64, float32, float16 or bfloat16", name_of(from.dtype));
+void check_floating(const char* op, const char* name, const TensorView& view) {
+  if (!is_floating(view.dtype)) {
+    throw Error(op, name, "float64, float32, float16 or bfloat16", name_of(view.dtype));
   }
+}
+
+/// The pattern that weights have; it refuses more elements than 64 bits count.
+std::shared_ptr<const KroneckerPattern> pattern_of(const char* op, const TensorView& w) {
   if (w.rank != 4 || std::ranges::any_of(w.shape(), [](std::int64_t n) { return n < 1; })) {
     throw Error(op, "w", "(a, b, c, d), each at least 1", shape_text(w.shape()));
   }
-  const Sizes s{w.size(0), w.size(1), w.size(2), w.size(3)};
-  const auto pattern = KroneckerPattern::make(s);  // refuses more elements than 64 bits count
-  if (!std::ranges::equal(dense.shape(), pattern->shape())) {
-    throw Error(op, "dense", shape_text(pattern->shape()) + " for " + pattern->text(), shape_text(dense.shape()));
+  return KroneckerPattern::make({w.size(0), w.size(1), w.size(2), w.size(3)});
+}
+
+void check_dense(const char* op, const TensorView& dense, const KroneckerPattern& pattern) {
+  if (!std::ranges::equal(dense.shape(), pattern.shape())) {
+    throw Error(op, "dense", shape_text(pattern.shape()) + " for " + pattern.text(), shape_text(dense.shape()));
   }
+}
+
+/// Of two tensors that fit each other, the one that is written.
+void check_result(const char* op, const char* name, const TensorView& to, const TensorView& from) {
   if (to.dtype != from.dtype) {
-    throw Error(op, to_name, name_of(from.dtype), name_of(to.dtype));
+    throw Error(op, name, name_of(from.dtype), name_of(to.dtype));
   }
-  for (const auto& [name, view] : {std::pair{from_name, &from}, std::pair{to_name, &to}}) {
-    if (view->device != context.device) {
-      throw Error(op, name, "a tensor on " + name_of(context.device), "one on " + name_of(view->device));
-    }
+  if (to.device != from.device) {
+    throw Error(op, name, name_of(from.device), name_of(to.device));
+  }
+}
+
+ConvertProblem make_problem(const char* op, const TensorView& w, const TensorView& dense, const Context& context) {
+  if (w.device != context.device) {
+    throw Error(op, "context", name_of(w.device), name_of(context.device));
   }
   ConvertProblem problem;
-  problem.sizes = s;
-  problem.element_bytes = static_cast<int>(size_of(from.dtype));
-  problem.to_dense = to_dense;
+  problem.sizes = {w.size(0), w.size(1), w.size(2), w.size(3)};
+  problem.element_bytes = static_cast<int>(size_of(w.dtype));
   problem.w = {w.data, w.stride(0), w.stride(1), w.stride(2), w.stride(3)};
   problem.dense = {dense.data, dense.stride(0), dense.stride(1)};
   return problem;
@@ -128,12 +135,34 @@ ConvertProblem check(const char* op, const TensorView& w, const TensorView& dens
 }  // namespace
 }  // namespace kronecker
 
+std::vector<std::int64_t> kronecker_to_dense_shape(const TensorView& w) {
+  kronecker::check_floating("to_dense", "w", w);
+  const auto pattern = kronecker::pattern_of("to_dense", w);
+  return {pattern->rows(), pattern->cols()};
+}
+
+std::vector<std::int64_t> kronecker_from_dense_shape(const TensorView& dense, const KroneckerPattern::Sizes& sizes) {
+  kronecker::check_floating("from_dense", "dense", dense);
+  kronecker::check_dense("from_dense", dense, *KroneckerPattern::make(sizes));
+  return {sizes.a, sizes.b, sizes.c, sizes.d};
+}
+
 void kronecker_to_dense(const TensorView& w, const TensorView& dense, Context& context) {
-  kronecker::run(kronecker::check("to_dense", w, dense, true, context), context);
+  constexpr const char* kOp = "to_dense";
+  kronecker::check_floating(kOp, "w", w);
+  kronecker::check_dense(kOp, dense, *kronecker::pattern_of(kOp, w));
+  kronecker::check_result(kOp, "dense", dense, w);
+  kronecker::ConvertProblem problem = kronecker::make_problem(kOp, w, dense, context);
+  problem.to_dense = true;
+  kronecker::run(problem, context);
 }
 
 void kronecker_from_dense(const TensorView& dense, const TensorView& w, std::int64_t* outside, Context& context) {
-  kronecker::ConvertProblem problem = kronecker::check("from_dense", w, dense, false, context);
+  constexpr const char* kOp = "from_dense";
+  kronecker::check_floating(kOp, "dense", dense);
+  kronecker::check_dense(kOp, dense, *kronecker::pattern_of(kOp, w));
+  kronecker::check_result(kOp, "w", w, dense);
+  kronecker::ConvertProblem problem = kronecker::make_problem(kOp, w, dense, context);
   problem.outside = outside;
   kronecker::run(problem, context);
 }

@@ -1,0 +1,121 @@
+"""Kronecker factors beside their products: dense matrices, projections, and the patterns of well-known chains.
+
+Lists of patterns and weights are in order of application: the first stands right-most in the matrix product.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fretwork import _rules_kronecker_convert as _convert_rules
+from fretwork._library import core, last_error
+from fretwork.pattern import KroneckerPattern, kronecker_patterns, whole_number
+
+__all__ = ["butterfly", "from_dense", "monarch", "project", "to_dense"]
+
+_to_dense, _from_dense = _convert_rules.to_dense, _convert_rules.from_dense
+
+
+def to_dense(w: Tensor) -> Tensor:
+    """The matrix (a·b·d, a·c·d) of a factor with weights w (a, b, c, d). Differentiable.
+
+    >>> import torch, fretwork as fw
+    >>> fw.kronecker.to_dense(torch.tensor([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 2, 2))
+    tensor([[1., 0., 3., 0.],
+            [0., 2., 0., 4.]])
+    """
+    _check_tensor("to_dense", "w", w)
+    return _to_dense(w)
+
+
+def from_dense(dense: Tensor, pattern: KroneckerPattern) -> Tensor:
+    """The weights (a, b, c, d) of a matrix that has nothing outside the pattern; RuntimeError where it has.
+
+    The check waits for the GPU where the matrix is on one. Differentiable.
+
+    >>> import torch, fretwork as fw
+    >>> w = torch.randn(2, 3, 4, 5)
+    >>> torch.equal(fw.kronecker.from_dense(fw.kronecker.to_dense(w), fw.KroneckerPattern(2, 3, 4, 5)), w)
+    True
+    """
+    _check_tensor("from_dense", "dense", dense)
+    (pattern,) = kronecker_patterns("from_dense", [pattern])
+    w, outside = _from_dense(dense, *pattern.weight_shape)
+    if (place := int(outside.item())) >= 0:
+        row, col = divmod(place, pattern.shape[1])
+        value = dense[row, col].item()
+        raise RuntimeError(f"from_dense: dense: expected zero outside {pattern.text}, got {value} at ({row}, {col})")
+    return w
+
+
+def project(W: Tensor, patterns: Sequence[KroneckerPattern]) -> tuple[list[Tensor], float]:
+    """Weights whose product is near W (out, in), and its relative error in the Frobenius norm.
+
+    The nearest there is for one and two patterns; for L of them the error is at most √(L − 1) times the least. Each
+    pattern must be `chainable` with the product of those applied before it. Computed in float64 on the CPU; the weights
+    have W's dtype and device, and the error is that before they are rounded to it. Factors have equal norms. Not
+    differentiable.
+
+    >>> import torch, fretwork as fw
+    >>> W = torch.ones(12, 20, dtype=torch.float64)
+    >>> weights, error = fw.kronecker.project(W, fw.kronecker.monarch(12, 20, 3, 5))
+    >>> [tuple(w.shape) for w in weights], error < 1e-12
+    ([(5, 4, 4, 1), (1, 3, 5, 4)], True)
+    """
+    _check_tensor("project", "W", W)
+    if not W.is_floating_point() or W.dim() != 2:
+        raise RuntimeError(f"project: W: expected a floating (out, in) matrix, got {W.dtype} {tuple(W.shape)}")
+    chain = kronecker_patterns("project", patterns)
+    dense = W.detach().to("cpu", torch.float64).contiguous()
+    weights = [torch.empty(p.weight_shape, dtype=torch.float64) for p in chain]
+    error = ctypes.c_double()
+    status = core().fretwork_kronecker_project(
+        dense.data_ptr(),
+        *dense.shape,
+        (ctypes.c_int64 * (4 * len(chain)))(*(n for p in chain for n in p.weight_shape)),
+        len(chain),
+        (ctypes.c_void_p * len(chain))(*(w.data_ptr() for w in weights)),
+        error,
+    )
+    if status != 0:
+        raise RuntimeError(last_error())
+    return [w.to(W.device, W.dtype) for w in weights], error.value
+
+
+def monarch(out_features: int, in_features: int, p: int, q: int) -> list[KroneckerPattern]:
+    """The two patterns of a Monarch matrix (out, in): q blocks of out/p × in/q, then out/p interleaved ones of p × q.
+
+    p divides out_features and q divides in_features.
+
+    >>> import fretwork as fw
+    >>> fw.kronecker.monarch(12, 20, 3, 5)
+    [KroneckerPattern(5, 4, 4, 1), KroneckerPattern(1, 3, 5, 4)]
+    """
+    names = ("out_features", "in_features", "p", "q")
+    numbers = [whole_number("monarch", n, v) for n, v in zip(names, (out_features, in_features, p, q), strict=True)]
+    room = (ctypes.c_int64 * 8)()
+    return _patterns(core().fretwork_kronecker_monarch(*numbers, room), room)
+
+
+def butterfly(n: int) -> list[KroneckerPattern]:
+    """The log2(n) patterns of a dyadic butterfly (n, n), n a power of two from 2 on.
+
+    >>> import fretwork as fw
+    >>> fw.kronecker.butterfly(8)
+    [KroneckerPattern(4, 2, 2, 1), KroneckerPattern(2, 2, 2, 2), KroneckerPattern(1, 2, 2, 4)]
+    """
+    room = (ctypes.c_int64 * (4 * 62))()
+    return _patterns(core().fretwork_kronecker_butterfly(whole_number("butterfly", "n", n), room), room)
+
+
+def _patterns(count: int, room: Sequence[int]) -> list[KroneckerPattern]:
+    if count < 0:
+        raise ValueError(last_error())
+    return [KroneckerPattern(*room[4 * n : 4 * n + 4]) for n in range(count)]
+
+
+def _check_tensor(op: str, argument: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {argument}: expected a torch.Tensor, got {type(value).__name__}")

@@ -1,4 +1,4 @@
-// Block layouts and the text form of patterns.
+// Block layouts, Kronecker patterns and the text form of patterns.
 #include "fretwork/pattern.h"
 
 #include <gtest/gtest.h>
@@ -146,6 +146,157 @@ TEST(BlockLayout, RefusesBadArguments) {
   }
 }
 
+using Sizes = KroneckerPattern::Sizes;
+
+/// The definition, index by index.
+Mask kronecker_mask(const Sizes& s) {
+  const std::int64_t cols = s.a * s.c * s.d;
+  Mask mask(static_cast<std::size_t>(s.a * s.b * s.d * cols));
+  for (std::int64_t n = 0; n < s.a * s.b * s.c * s.d; ++n) {
+    const std::int64_t l = n % s.d, k = n / s.d % s.c, j = n / s.d / s.c % s.b, i = n / s.d / s.c / s.b;
+    mask[static_cast<std::size_t>((i * s.b * s.d + j * s.d + l) * cols + i * s.c * s.d + k * s.d + l)] = 1;
+  }
+  return mask;
+}
+
+Mask mask_of(const Pattern& pattern) {
+  std::int64_t count = 1;
+  for (const std::int64_t n : pattern.shape()) {
+    count *= n;
+  }
+  Mask mask(static_cast<std::size_t>(count));
+  pattern.mask(mask);
+  return mask;
+}
+
+/// Every pattern whose sizes are at most `most`.
+std::vector<Sizes> all_kroneckers(std::int64_t most) {
+  std::vector<Sizes> all;
+  for (std::int64_t n = 0; n < most * most * most * most; ++n) {
+    all.push_back({1 + n % most, 1 + n / most % most, 1 + n / most / most % most, 1 + n / most / most / most});
+  }
+  return all;
+}
+
+TEST(Kronecker, IsAValueWithTheDefinitionsMask) {
+  for (const Sizes& s : all_kroneckers(4)) {
+    const auto p = KroneckerPattern::make(s);
+    const Mask mask = mask_of(*p);
+    EXPECT_EQ(mask, kronecker_mask(s)) << p->text();
+    EXPECT_EQ(p->nnz(), std::count(mask.begin(), mask.end(), 1));
+    EXPECT_DOUBLE_EQ(p->density(), static_cast<double>(p->nnz()) / static_cast<double>(mask.size()));
+    const PatternPtr again = parse_pattern(p->text()), turned = p->transpose();
+    EXPECT_EQ(dynamic_cast<const KroneckerPattern&>(*again).sizes(), s);
+    EXPECT_EQ(turned->text(), KroneckerPattern::make({s.a, s.c, s.b, s.d})->text());
+    const Mask other = mask_of(*turned);
+    for (std::int64_t n = 0; n < std::ssize(mask); ++n) {
+      ASSERT_EQ(mask[static_cast<std::size_t>(n)],
+                other[static_cast<std::size_t>(n % p->cols() * p->rows() + n / p->cols())]);
+    }
+  }
+  EXPECT_EQ(parse_pattern(" kronecker( 2,3, 4,5)")->text(), "kronecker(2,3,4,5)");
+}
+
+TEST(Kronecker, RefusesBadSizes) {
+  const std::int64_t large = std::int64_t{1} << 31;
+  const auto error = [](const Sizes& s) { return error_of([&] { KroneckerPattern::make(s); }); };
+  EXPECT_EQ(error({0, 1, 1, 1}), "KroneckerPattern: a: expected at least 1, got 0");
+  EXPECT_EQ(error({1, 1, -3, 1}), "KroneckerPattern: c: expected at least 1, got -3");
+  EXPECT_NE(error({large, large, large, large}).find("fewer than 2^63 elements"), std::string::npos);
+  EXPECT_NE(error({2, large, large, 1}).find("fewer than 2^63 elements"), std::string::npos);
+  EXPECT_EQ(error({1, large, large / 2, 1}), "no error");
+  EXPECT_EQ(parse_error("kronecker(1,2,3)"), "kronecker: arguments: expected a, b, c, d, got 3 of them");
+  EXPECT_EQ(parse_error("kronecker(1,2,3,0)"), "KroneckerPattern: d: expected at least 1, got 0");
+  EXPECT_TRUE(parse_error("kronecker(1,2,3,(4,5))").starts_with("kronecker: d: expected "));
+  EXPECT_NE(parse_error("kronecker(99999999999999999999,1,1,1)"), "no error");
+}
+
+/// The number of terms of each entry of the product of two masks.
+std::vector<int> terms(const Sizes& left, const Sizes& right) {
+  const Mask x = kronecker_mask(left), y = kronecker_mask(right);
+  const std::int64_t rows = left.a * left.b * left.d, inner = left.a * left.c * left.d,
+                     cols = right.a * right.c * right.d;
+  std::vector<int> sums(static_cast<std::size_t>(rows * cols));
+  for (std::int64_t n = 0; n < rows * inner; ++n) {
+    for (std::int64_t col = 0; x[static_cast<std::size_t>(n)] != 0 && col < cols; ++col) {
+      sums[static_cast<std::size_t>(n / inner * cols + col)] += y[static_cast<std::size_t>(n % inner * cols + col)];
+    }
+  }
+  return sums;
+}
+
+TEST(Kronecker, ChainRulesAgreeWithMasks) {
+  const auto all = all_kroneckers(4);
+  int chains = 0;
+  for (const Sizes& left : all) {
+    for (const Sizes& right : all) {
+      if (!chainable(left, right)) {
+        EXPECT_NE(error_of([&] { product(left, right); }).find("product: patterns: expected chainable ones"),
+                  std::string::npos);
+        continue;
+      }
+      ++chains;
+      // Every entry of the product is a sum of r terms, and they stand where the product's pattern says.
+      const Mask mask = kronecker_mask(product(left, right));
+      const std::vector<int> sums = terms(left, right);
+      const auto rank = static_cast<int>(left.a * left.c / right.a);
+      ASSERT_EQ(mask.size(), sums.size());
+      for (std::size_t n = 0; n < mask.size(); ++n) {
+        ASSERT_EQ(sums[n], mask[n] * rank) << n;
+      }
+    }
+  }
+  EXPECT_GT(chains, 500);
+}
+
+TEST(Kronecker, WhatDoesNotChainIsNoBlockwiseProduct) {
+  // Equal inner sizes alone are not enough: each of these breaks one rule.
+  for (const auto& [left, right] : std::vector<std::pair<Sizes, Sizes>>{{{2, 1, 2, 3}, {3, 2, 1, 2}},     // a
+                                                                        {{1, 1, 3, 2}, {1, 2, 1, 3}},     // d
+                                                                        {{1, 2, 3, 2}, {2, 3, 2, 1}}}) {  // the rank
+    ASSERT_EQ(left.a * left.c * left.d, right.a * right.b * right.d);
+    EXPECT_FALSE(chainable(left, right));
+  }
+  EXPECT_FALSE(chainable({1, 2, 3, 1}, {1, 2, 2, 1}));
+}
+
+TEST(Kronecker, OneMatrixOfBlocksIsABlockLayout) {
+  for (const Sizes& s : {Sizes{3, 8, 16, 1}, {1, 128, 128, 1}, {2, 136, 192, 1}, {2, 256, 11, 1}, {5, 9, 300, 1}}) {
+    const auto p = KroneckerPattern::make(s);
+    const auto layout = to_block_layout(*p);
+    EXPECT_EQ(layout->heads(), 1);
+    EXPECT_EQ(mask_of(*layout), mask_of(*p)) << p->text() << " as " << layout->text();
+  }
+  EXPECT_EQ(to_block_layout(*KroneckerPattern::make({2, 136, 192, 1}))->sizes(), (BlockLayout::Sizes{1, 4, 4, 68, 96}));
+  for (const Sizes& s : {Sizes{1, 8, 8, 2}, {1, 7, 8, 1}, {1, 8, 131, 1}, {std::int64_t{1} << 20, 8, 8, 1}}) {
+    EXPECT_TRUE(
+        error_of([&] { to_block_layout(*KroneckerPattern::make(s)); }).starts_with("to_block_layout: pattern: "));
+  }
+}
+
+TEST(Kronecker, WellKnownChainsAreFullMatrices) {
+  std::vector<std::vector<Sizes>> chains = {monarch(12, 20, 3, 5), monarch(12, 20, 12, 1), monarch(7, 5, 1, 5)};
+  for (const std::int64_t n : {2, 4, 32}) {
+    chains.push_back(butterfly(n));
+  }
+  for (const auto& chain : chains) {
+    Sizes whole = chain[0];
+    for (std::size_t n = 1; n < chain.size(); ++n) {
+      EXPECT_EQ(chain[n].a * chain[n].c / whole.a, 1);
+      whole = product(chain[n], whole);
+    }
+    EXPECT_EQ(whole.a, 1);
+    EXPECT_EQ(whole.d, 1);
+  }
+  EXPECT_EQ(chains[0], (std::vector<Sizes>{{5, 4, 4, 1}, {1, 3, 5, 4}}));
+  EXPECT_EQ(butterfly(8), (std::vector<Sizes>{{4, 2, 2, 1}, {2, 2, 2, 2}, {1, 2, 2, 4}}));
+  EXPECT_EQ(butterfly(std::int64_t{1} << 62).size(), 62u);
+  EXPECT_EQ(error_of([] { monarch(12, 20, 5, 5); }), "monarch: p: expected a divisor of out_features = 12, got 5");
+  for (const std::int64_t n : {std::int64_t{0}, std::int64_t{1}, std::int64_t{12}, std::int64_t{-8}}) {
+    EXPECT_TRUE(error_of([&] { butterfly(n); }).starts_with("butterfly: n: expected a power of two")) << n;
+  }
+}
+
 TEST(Text, RefusesBadTexts) {
   EXPECT_EQ(parse_error("block((1,2,3),(16,16),~A1)"), "block: bits: expected 1 characters, got 2");
   EXPECT_EQ(parse_error("block((1,1,3),16,~I)"), "block: bits: expected zeros after the last block, got 'I'");
@@ -153,7 +304,8 @@ TEST(Text, RefusesBadTexts) {
   EXPECT_EQ(parse_error("block((1,1,1),(8,8,8),~A)"), "block: block: expected one or two numbers, got 3");
   EXPECT_EQ(parse_error("block((1,1,1),16)"),
             "block: arguments: expected (heads,rows,cols), (r,c), ~bits, got 2 of them");
-  EXPECT_EQ(parse_error("nothing(1)"), "Pattern.parse: text: expected one of block, random_blocks, got 'nothing'");
+  EXPECT_EQ(parse_error("nothing(1)"),
+            "Pattern.parse: text: expected one of block, kronecker, random_blocks, got 'nothing'");
   for (const char* text :
        {"", "block", "block(", "block((1,1,1),16,~A", "block((1,1,1),16,~A) x", "block((1,1,1) 16,~A)", "1", "()",
         "block((1,1,99999999999999999999),16,~A)", "block((1,1,1),16,~A) |", "block(1..5)", "block(-)", "\xff\xfe",
@@ -239,6 +391,7 @@ TEST(Text, FuzzParsesOrThrowsError) {
                                          "random_blocks((1,4,4),16,0.5,1)",
                                          "block((1,1,1),8,~A) | block((1,1,1),8,~B) & random_blocks((1,1,1),8,.1,2)",
                                          "(block((0,1,1),8,~))",
+                                         "kronecker(2,16,16,4)",
                                          "block((1,1,1),8,~" + std::string(100, 'A') + ")",
                                          "block@99aa06d3014798d86001c324468d497f"};
   std::mt19937 random(20240229);

@@ -63,6 +63,8 @@ def test_version_and_help() -> None:
         (["show", "block((1,2"], "expected"),
         (["show", "block((1,2,2),(4,4),~A)"], "block: expected 8 to 128, got 4"),
         (["show", "random_blocks((1,4000000,4000000),32,0.1,0)"], "at most 2^30 blocks"),
+        (["show", "kronecker(2,0,3,4)"], "KroneckerPattern: b: expected at least 1, got 0"),
+        (["show", "kronecker(2,3)"], "expected a, b, c, d, got 2 of them"),
         (["show", LAYOUT, "--head", "1"], "--head: expected 0 to 0, got 1"),
         (["show", LAYOUT, "--head", "-1"], "--head"),
         (["bench"], "expected one of block"),
@@ -144,6 +146,20 @@ def test_show_draws_the_head_that_was_asked_for() -> None:
     assert picture("1") == ["▀▀    "]
     assert picture("2") == ["▄▄████"]
     assert picture("3") == ["██████"]
+
+
+def test_show_a_kronecker_factor() -> None:
+    facts = json.loads(ok("show", "kronecker(2, 16, 16, 4)", "--json"))
+    assert facts["shape"] == [128, 128] and facts["weight_shape"] == [2, 16, 16, 4]
+    assert facts["nnz"] == 2048 and facts["density"] == 0.125 and facts["text"] == "kronecker(2,16,16,4)"
+    assert facts["heads"] == [{"nnz": 2048, "shortest_row": 16, "longest_row": 16, "empty_rows": 0}]
+    text = ok("show", "kronecker(2,16,16,4)")
+    assert "2 on the diagonal, each 4 interleaved ones of 16 x 16" in text and "16 elements in each, 4 apart" in text
+    small = [line.strip("│") for line in ok("show", "kronecker(2,1,2,2)").splitlines() if line.startswith("│")]
+    assert small == ["▀▄▀▄    ", "    ▀▄▀▄"]
+    # Squares of 128, not of 71: the 8 blocks of 512 are crisp.
+    large = [line.strip("│") for line in ok("show", "kronecker(8,64,64,8)", "--width", "60").splitlines() if "│" in line]
+    assert large == [" " * 4 * (n // 2) + "▒▒▒▒" + " " * 4 * (7 - n // 2) for n in range(16)]
 
 
 def test_show_scales_down_to_shades() -> None:

@@ -75,6 +75,13 @@ void print_facts(const Pattern& pattern, const Survey& survey) {
     line("blocks", fmt::format("{} x {} of {} x {}, {} head{}", s.rows, s.cols, s.block_rows, s.block_cols, s.heads,
                                s.heads == 1 ? "" : "s"));
   }
+  const auto* kronecker = dynamic_cast<const KroneckerPattern*>(&pattern);
+  if (kronecker != nullptr) {
+    const auto& [a, b, c, d] = kronecker->sizes();
+    line("factor", d == 1 ? fmt::format("{} of {} x {} on the diagonal", a, b, c)
+                          : fmt::format("{} on the diagonal, each {} interleaved ones of {} x {}", a, d, b, c));
+    line("rows", fmt::format("{} elements in each, {} apart", count_text(c), d));
+  }
   const std::int64_t all = survey.heads() * survey.rows() * survey.cols() / elements;
   line("nnz", fmt::format("{} of {} {}", count_text(pattern.nnz()), count_text(all), unit));
   line("density", fmt::format("{:.4g} %", 100 * pattern.density()));
@@ -82,7 +89,7 @@ void print_facts(const Pattern& pattern, const Survey& survey) {
   const double dense = 2.0 * static_cast<double>(survey.heads()) * static_cast<double>(survey.rows()) *
                        static_cast<double>(survey.cols());
   line("fp16", fmt::format("{} stored, {} if dense", bytes_text(stored), bytes_text(dense)));
-  for (std::int64_t h = 0; h < std::min(survey.heads(), kHeadsListed); ++h) {
+  for (std::int64_t h = 0; kronecker == nullptr && h < std::min(survey.heads(), kHeadsListed); ++h) {
     line(fmt::format("head {}", h).c_str(), head_line(survey.facts(h), unit));
   }
   if (survey.heads() > kHeadsListed) {
@@ -103,6 +110,10 @@ void print_json(const Pattern& pattern, const Survey& survey) {
                                  {"text", pattern.text()}};
   if (const auto* layout = dynamic_cast<const BlockLayout*>(&pattern)) {
     json["block"] = {layout->sizes().block_rows, layout->sizes().block_cols};
+  }
+  if (const auto* kronecker = dynamic_cast<const KroneckerPattern*>(&pattern)) {
+    const auto& [a, b, c, d] = kronecker->sizes();
+    json["weight_shape"] = {a, b, c, d};
   }
   for (std::int64_t h = 0; h < survey.heads(); ++h) {
     const HeadFacts facts = survey.facts(h);
@@ -171,9 +182,11 @@ void add_show(CLI::App& app) {
       "Patterns:\n"
       "  random_blocks((heads,rows,cols),block,density,seed)   a random block layout, the same for the same seed\n"
       "  block((heads,rows,cols),(r,c),~bits)                  a block layout as its .text has it\n"
+      "  kronecker(a,b,c,d)                                    one Kronecker factor, I_a x 1_(b,c) x I_d\n"
       "Examples:\n"
       "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
       "  fretwork show 'random_blocks((4,32,32),(16,64),0.25,7)' --head 3 --png layout.png\n"
+      "  fretwork show 'kronecker(2,16,16,4)'\n"
       "  fretwork show - --json < layout.txt\n"
       "Colours need a terminal; setting NO_COLOR turns them off.");
   command->callback([options] { show(*options); });

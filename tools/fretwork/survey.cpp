@@ -24,9 +24,20 @@ void add_area(Occupancy& grid, std::int64_t y0, std::int64_t y1, std::int64_t x0
   }
 }
 
+/// The least size from `cell` on that a block's side is a multiple of, or that is one of the side, if it is near.
+std::int64_t aligned_cell(std::int64_t cell, std::int64_t side) {
+  for (std::int64_t near = cell; near < 2 * cell; ++near) {
+    if (side % near == 0 || near % side == 0) {
+      return near;
+    }
+  }
+  return cell;
+}
+
 }  // namespace
 
-Survey::Survey(const Pattern& pattern) : blocks_(dynamic_cast<const BlockLayout*>(&pattern)) {
+Survey::Survey(const Pattern& pattern)
+    : blocks_(dynamic_cast<const BlockLayout*>(&pattern)), kronecker_(dynamic_cast<const KroneckerPattern*>(&pattern)) {
   const auto shape = pattern.shape();
   if (shape.size() < 2) {
     throw Error("show", "pattern", "a matrix", std::to_string(shape.size()) + " dimensions");
@@ -65,6 +76,10 @@ Occupancy Survey::occupancy(std::int64_t head, std::int64_t max_rows, std::int64
   if (blocks_ != nullptr) {
     const std::int64_t unit = std::gcd(blocks_->sizes().block_rows, blocks_->sizes().block_cols);
     grid.cell = divided(grid.cell, unit) * unit;
+  }
+  if (kronecker_ != nullptr) {
+    const auto& s = kronecker_->sizes();
+    grid.cell = aligned_cell(grid.cell, std::gcd(s.b, s.c) * s.d);
   }
   grid.rows = divided(rows_, grid.cell);
   grid.cols = divided(cols_, grid.cell);

@@ -30,11 +30,13 @@ class Survey {
   std::int64_t rows() const { return rows_; }
   std::int64_t cols() const { return cols_; }
   HeadFacts facts(std::int64_t head) const;
-  /// The finest grid of at most max_rows×max_cols squares; a square of a block layout is a block or several.
+  /// The finest grid of at most max_rows×max_cols squares; a square of a block layout is a block or several,
+  /// and the blocks of a Kronecker factor begin with a square where that costs little.
   Occupancy occupancy(std::int64_t head, std::int64_t max_rows, std::int64_t max_cols) const;
 
  private:
   const BlockLayout* blocks_ = nullptr;
+  const KroneckerPattern* kronecker_ = nullptr;
   std::int64_t heads_ = 1, rows_ = 1, cols_ = 1;
   std::vector<std::uint8_t> mask_;
 };

@@ -110,7 +110,7 @@ def butterfly(n: int) -> list[KroneckerPattern]:
     return _patterns(core().fretwork_kronecker_butterfly(whole_number("butterfly", "n", n), room), room)
 
 
-def _patterns(count: int, room: Sequence[int]) -> list[KroneckerPattern]:
+def _patterns(count: int, room: ctypes.Array[ctypes.c_int64]) -> list[KroneckerPattern]:
     if count < 0:
         raise ValueError(last_error())
     return [KroneckerPattern(*room[4 * n : 4 * n + 4]) for n in range(count)]

@@ -158,7 +158,9 @@ def test_show_a_kronecker_factor() -> None:
     small = [line.strip("│") for line in ok("show", "kronecker(2,1,2,2)").splitlines() if line.startswith("│")]
     assert small == ["▀▄▀▄    ", "    ▀▄▀▄"]
     # Squares of 128, not of 71: the 8 blocks of 512 are crisp.
-    large = [line.strip("│") for line in ok("show", "kronecker(8,64,64,8)", "--width", "60").splitlines() if "│" in line]
+    large = [
+        line.strip("│") for line in ok("show", "kronecker(8,64,64,8)", "--width", "60").splitlines() if "│" in line
+    ]
     assert large == [" " * 4 * (n // 2) + "▒▒▒▒" + " " * 4 * (7 - n // 2) for n in range(16)]
 
 

@@ -100,8 +100,8 @@ def test_the_c_interface_refuses_other_patterns():
 
 @settings(max_examples=30, deadline=None)
 @given(sizes, st.permutations(range(4)), st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]))
-def test_any_strides(abcd, order, dtype):
-    w = torch.randn([abcd[n] for n in order]).to(dtype).permute(*np.argsort(order).tolist())
+def test_any_strides(device, abcd, order, dtype):
+    w = torch.randn([abcd[n] for n in order]).to(device, dtype).permute(*np.argsort(order).tolist())
     dense = fw.kronecker.to_dense(w)
     assert torch.equal(dense, dense_of(w))
     turned = torch.stack([dense, torch.full_like(dense, math.nan)], -1).mT.contiguous().mT[..., 0]

@@ -25,7 +25,7 @@ class KSLinear(nn.Module):
     >>> import torch, fretwork as fw
     >>> layer = fw.nn.KSLinear([(6, 4, 5, 1), (1, 8, 6, 4)])
     >>> layer
-    KSLinear(in_features=30, out_features=32, patterns=[(6, 4, 5, 1), (1, 8, 6, 4)], bias=True, algo=auto, bs_last=False)
+    KSLinear(in_features=30, out_features=32, patterns=[(6, 4, 5, 1), (1, 8, 6, 4)], bias=True, algo=auto)
     >>> layer(torch.randn(5, 30)).shape, layer.to_dense().shape
     (torch.Size([5, 32]), torch.Size([32, 30]))
     """
@@ -124,7 +124,7 @@ class KSLinear(nn.Module):
         patterns = ", ".join(str(tuple(p.weight_shape)) for p in self.patterns)
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, patterns=[{patterns}], "
-            f"bias={self.bias is not None}, algo={self.algo}, bs_last={self.bs_last}"
+            f"bias={self.bias is not None}, algo={self.algo}" + (", bs_last=True" if self.bs_last else "")
         )
 
     def __repr__(self) -> str:

@@ -150,8 +150,8 @@ def ksmm(
     """y = activation(K x + bias) for the Kronecker factor K with weights w (a, b, c, d), whose support is I ⊗ 1 ⊗ I.
 
     y[…, (i, j, l)] = Σ_k w[i, j, k, l]·x[…, (i, k, l)]. x is (…, a·c·d) and y (…, a·b·d); with `bs_last` features come
-    first, (a·c·d, …) and (a·b·d, …). `activation` is None, "relu", "gelu" (with erf) or "silu". `algo` is "kernel", which is
-    this library's, one of torch's ways "bmm", "bsr", "einsum", "dense", "sparse", or "auto". `precision` as for `sdd`.
+    first, (a·c·d, …) and (a·b·d, …). `activation` is None, "relu", "gelu" (with erf) or "silu". `algo` is "kernel", the
+    library's own, one of torch's ways "bmm", "bsr", "einsum", "dense", "sparse", or "auto". `precision` as for `sdd`.
 
     >>> import torch, fretwork as fw
     >>> w = torch.ones(2, 3, 4, 5)

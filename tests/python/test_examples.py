@@ -11,6 +11,8 @@ MODULES = [
     "fretwork.pattern",
     "fretwork.ops",
     "fretwork.nn.block_sparse_linear",
+    "fretwork.nn.ks_linear",
+    "fretwork.compat.ksmm",
     "fretwork.compat.torch_blocksparse",
 ]
 

@@ -35,7 +35,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: b
     batch, features = reversed(x.shape) if bs_last else x.shape
     _check(features == a * c * d, "ksmm", "x", f"a·c·d = {a * c * d} features", features)
     if bias is not None:
-        _check(tuple(bias.shape) == (a * b * d,), "ksmm", "bias", f"({a * b * d})", tuple(bias.shape))
+        _check(tuple(bias.shape) == (a * b * d,), "ksmm", "bias", f"{(a * b * d,)}", tuple(bias.shape))
     return x.new_empty((a * b * d, batch) if bs_last else (batch, a * b * d))
 
 
@@ -66,6 +66,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     )
 
 
+def _silu_backward(d_out: Tensor, sums: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _aten.silu_backward(d_out, sums)
+    slope = sums.sigmoid()  # torch's own has no derivative
+    return d_out * slope * (1 + sums * (1 - slope))
+
+
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     x, w, bias, out = ctx.saved_tensors
     layout = (ctx.bs_last, ctx.precision)
@@ -73,7 +80,7 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         d_out = _aten.threshold_backward(d_out, out, 0)
     elif ctx.activation != "none":
         sums = _ksmm(x, w, bias, "none", *layout)
-        d_out = (_aten.gelu_backward if ctx.activation == "gelu" else _aten.silu_backward)(d_out, sums)
+        d_out = (_aten.gelu_backward if ctx.activation == "gelu" else _silu_backward)(d_out, sums)
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     d_x = _ksmm(d_out, w.transpose(1, 2), None, "none", *layout) if needs_x else None
     d_w = d_bias = None

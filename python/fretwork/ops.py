@@ -277,7 +277,7 @@ def _check_factors(op: str, x: Tensor, factors: dict[str, Tensor], bs_last: bool
     if bias is not None:
         _check_like(op, "bias", bias, x)
         if tuple(bias.shape) != (features,):
-            raise RuntimeError(f"{op}: bias: expected ({features}), got {tuple(bias.shape)}")
+            raise RuntimeError(f"{op}: bias: expected {(features,)}, got {tuple(bias.shape)}")
 
 
 def _check_like(op: str, argument: str, value: Tensor, x: Tensor) -> None:

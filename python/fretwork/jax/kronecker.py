@@ -157,7 +157,7 @@ def _check_factors(op: str, x: jax.Array, factors: Sequence[jax.Array], bias: ja
     if bias is not None and bias.dtype != x.dtype:
         fail(op, "bias", f"{x.dtype} like x", bias.dtype)
     if bias is not None and bias.shape != (features,):
-        fail(op, "bias", f"({features})", bias.shape)
+        fail(op, "bias", (features,), bias.shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -1,5 +1,6 @@
 """A linear layer whose weight is a product of Kronecker-sparse factors."""
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Union
@@ -121,7 +122,7 @@ class KSLinear(nn.Module):
         return ops.ksmm_chain(x, list(self.weights), self.bs_last, self.bias, algo=self.algo)
 
     def extra_repr(self) -> str:
-        patterns = ", ".join(str(tuple(p.weight_shape)) for p in self.patterns)
+        patterns = ", ".join(str(p.weight_shape) for p in self.patterns)
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, patterns=[{patterns}], "
             f"bias={self.bias is not None}, algo={self.algo}" + (", bs_last=True" if self.bs_last else "")
@@ -133,26 +134,17 @@ class KSLinear(nn.Module):
 
 def _chain(patterns: Patterns) -> "list[KroneckerPattern]":
     """Patterns that fit one after another."""
-    from fretwork.pattern import KroneckerPattern
+    from fretwork.pattern import kronecker_patterns
 
-    chain: list[KroneckerPattern] = []
-    for n, given in enumerate(patterns):
-        if isinstance(given, KroneckerPattern):
-            pattern = given
-        elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 4:
-            pattern = KroneckerPattern(*given)
-        else:
-            raise TypeError(
-                f"KSLinear: patterns[{n}]: expected a fretwork.KroneckerPattern or (a, b, c, d), got {given!r}"
-            )
-        if chain and pattern.shape[1] != chain[-1].shape[0]:
-            raise ValueError(
-                f"KSLinear: patterns[{n}]: expected {chain[-1].shape[0]} in features (a·c·d), as come before it, "
-                f"got {pattern.shape[1]} of {tuple(pattern.weight_shape)}"
-            )
-        chain.append(pattern)
+    chain = kronecker_patterns("KSLinear", patterns)
     if not chain:
         raise ValueError("KSLinear: patterns: expected at least one, got none")
+    for n, (before, pattern) in enumerate(itertools.pairwise(chain), start=1):
+        if pattern.shape[1] != before.shape[0]:
+            raise ValueError(
+                f"KSLinear: patterns[{n}]: expected {before.shape[0]} in features (a·c·d), as come before it, "
+                f"got {pattern.shape[1]} of {pattern.weight_shape}"
+            )
     return chain
 
 
@@ -162,10 +154,8 @@ def _of_patterns(weights: Sequence[Tensor], patterns: "list[KroneckerPattern]") 
     for n, (w, p) in enumerate(zip(weights, patterns, strict=True)):
         if not isinstance(w, Tensor):
             raise TypeError(f"KSLinear: weights[{n}]: expected a torch.Tensor, got {type(w).__name__}")
-        if tuple(w.shape) != tuple(p.weight_shape):
-            raise ValueError(
-                f"KSLinear: weights[{n}]: expected {tuple(p.weight_shape)} of its pattern, got {tuple(w.shape)}"
-            )
+        if tuple(w.shape) != p.weight_shape:
+            raise ValueError(f"KSLinear: weights[{n}]: expected {p.weight_shape} of its pattern, got {tuple(w.shape)}")
         if (w.dtype, w.device) != (weights[0].dtype, weights[0].device):
             raise ValueError(
                 f"KSLinear: weights[{n}]: expected {weights[0].dtype} on {weights[0].device} like weights[0], "

@@ -41,11 +41,9 @@ def test_as_the_dense_layer(bs_last, bias, lead, device):
         got = layer(x)
         assert_close(got, want, dtype)
         assert_close(layer.to_dense(), matrix, dtype)
-        upstream = torch.randn(want.shape).to(dtype)
-        assert_close(
-            *(torch.autograd.grad(y, t, u)[0] for y, t, u in ((got, x, upstream.to(device)), (want, x64, upstream.double()))),
-            dtype,
-        )  # fmt: skip
+        upstream = torch.randn(want.shape, dtype=torch.float64)
+        (d_x,), (exact,) = torch.autograd.grad(got, x, upstream.to(got)), torch.autograd.grad(want, x64, upstream)
+        assert_close(d_x, exact, dtype, "gradient of x")
 
 
 def test_shapes_names_and_words():
@@ -127,14 +125,14 @@ def test_in_a_compiled_model(device):
 
 @pytest.mark.parametrize("change, text", [
     ({"patterns": []}, "patterns: expected at least one, got none"),
-    ({"patterns": [(6, 4, 5, 1), (1, 8, 6, 5)]}, r"patterns\[1\]: expected 24 in features .*, got 30 of \(1, 8, 6, 5\)"),
+    ({"patterns": [(6, 4, 5, 1), (1, 8, 6, 5)]}, r"patterns\[1\]: expected 24 in features .*, got 30 of"),
     ({"patterns": [(6, 4, 5)]}, r"patterns\[0\]: expected a KroneckerPattern or \(a, b, c, d\), got \(6, 4, 5\)"),
     ({"patterns": [(6, 0, 5, 1)]}, r"patterns\[0\]: .*expected .*, got 0"),
     ({"algo": "fast"}, "algo: expected kernel, .* or auto, got 'fast'"),
     ({"weights": [torch.zeros(6, 4, 5, 1)]}, "weights: expected 2, one for each pattern, got 1"),
     ({"weights": [torch.zeros(6, 4, 5, 1), torch.zeros(1, 6, 8, 4)]}, r"weights\[1\]: expected \(1, 8, 6, 4\) of its"),
     ({"weights": [torch.zeros(6, 4, 5, 1), None]}, r"weights\[1\]: expected a torch.Tensor, got NoneType"),
-    ({"weights": [torch.zeros(6, 4, 5, 1), torch.zeros(1, 8, 6, 4).half()]}, r"weights\[1\]: expected torch.float32 on"),
+    ({"weights": [torch.zeros(6, 4, 5, 1), torch.zeros(1, 8, 6, 4).half()]}, r"weights\[1\]: expected torch.float32"),
 ])  # fmt: skip
 def test_refused(change, text):
     with pytest.raises((TypeError, ValueError), match=f"^KSLinear: {text}"):

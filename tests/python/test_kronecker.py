@@ -41,11 +41,12 @@ def compare(function, exact, inputs, dtype):
     wide = [t.detach().cpu().double().requires_grad_() for t in inputs]
     before = [t.detach().clone() for t in inputs]
     got, want = function(*inputs), exact(*wide)
-    assert_close(got, want, dtype)
+    # Terms have unit size: where a lone sum happens to vanish, its error is still measured against them.
+    assert_close(got, want, dtype, floor=1.0)
     upstream = torch.randn(want.shape).to(dtype)
     gradients = torch.autograd.grad(got, inputs, upstream.to(got.device))
     for n, (one, other) in enumerate(zip(gradients, torch.autograd.grad(want, wide, upstream.double()), strict=True)):
-        assert_close(one, other, dtype, f"gradient of input {n}")
+        assert_close(one, other, dtype, f"gradient of input {n}", floor=1.0)
     assert all(torch.equal(t, b) for t, b in zip(inputs, before, strict=True))
 
 
@@ -65,7 +66,7 @@ STRIDES = [
 @given(st.data())
 def test_any_problem(device, data):
     a, b, c, d = (data.draw(sizes) for _ in range(4))
-    batch = tuple(data.draw(st.lists(st.integers(0, 9), max_size=3)))
+    batch = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
     bs_last, dtype = data.draw(st.booleans()), data.draw(st.sampled_from(dtypes_of(device)))
     activation = data.draw(st.sampled_from([None, "gelu", "silu"]))
     inputs = tensors([(a, b, c, d)], batch, device, dtype, bs_last)[: data.draw(st.sampled_from([2, 3]))]

@@ -122,6 +122,41 @@ void unpack(Call& call) {
   fretwork::block_unpack(call.in(0), *call.layout(), call.attribute<double>("fill"), call.out(0), call.context);
 }
 
+/// Batch × features as the core sees it: batch last is a transposed view.
+TensorView batch_view(TensorView view, bool last) {
+  if (last) {
+    std::swap(view.sizes[0], view.sizes[1]);
+    std::swap(view.strides[0], view.strides[1]);
+  }
+  return view;
+}
+
+fretwork::Activation activation_of(std::string_view name) {
+  return name == "relu"   ? fretwork::Activation::relu
+         : name == "gelu" ? fretwork::Activation::gelu
+         : name == "silu" ? fretwork::Activation::silu
+                          : fretwork::Activation::none;
+}
+
+/// Inputs: x, w and, when there are three, the bias.
+void ksmm(Call& call) {
+  const bool last = call.attribute<bool>("bs_last"), with_bias = call.args.size() > 2;
+  call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
+  const TensorView bias = with_bias ? call.in(2) : TensorView{};
+  const fretwork::KsmmOptions options{.bias = with_bias ? &bias : nullptr,
+                                      .activation = activation_of(call.attribute<std::string_view>("activation"))};
+  fretwork::ksmm(batch_view(call.in(0), last), call.in(1), batch_view(call.out(0), last), call.context, options);
+}
+
+/// Inputs: x and the gradient of the result. Outputs: the gradients of w and of the bias.
+void ksmm_backward_weight(Call& call) {
+  const bool last = call.attribute<bool>("bs_last");
+  call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
+  const TensorView d_bias = call.out(1);
+  fretwork::ksmm_backward_weight(batch_view(call.in(0), last), batch_view(call.in(1), last), call.out(0), &d_bias,
+                                 call.context);
+}
+
 using Op = void (*)(Call&);
 
 ffi::Error run(Op op, Call call) {
@@ -197,3 +232,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_pack_cpu, on_cpu<pack>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_pack_cuda, on_cuda<pack>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_unpack_cpu, on_cpu<unpack>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_unpack_cuda, on_cuda<unpack>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_cpu, on_cpu<ksmm>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_cuda, on_cuda<ksmm>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_backward_weight_cpu, on_cpu<ksmm_backward_weight>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_backward_weight_cuda, on_cuda<ksmm_backward_weight>, cuda_call());

@@ -299,6 +299,80 @@ void dds(StableIValue* stack, std::uint64_t, std::uint64_t) {
   product(stack, {"dds", "a", "values", &fretwork::dds_shape, &fretwork::dds});
 }
 
+fretwork::Activation activation_named(std::string_view name) {
+  using fretwork::Activation;
+  const std::pair<std::string_view, Activation> known[] = {
+      {"none", Activation::none}, {"relu", Activation::relu}, {"gelu", Activation::gelu}, {"silu", Activation::silu}};
+  for (const auto& [word, activation] : known) {
+    if (word == name) {
+      return activation;
+    }
+  }
+  throw fretwork::Error("ksmm", "activation", "none, relu, gelu or silu", std::string(name));
+}
+
+/// Batch × features as the core sees it: batch last is a transposed view.
+fretwork::TensorView batch_view(const char* op, const char* argument, const Tensor& tensor, bool last) {
+  fretwork::TensorView v = view(op, argument, tensor);
+  if (v.rank != 2) {
+    throw fretwork::Error(op, argument, "2 dimensions, batch and features", fretwork::shape_text(v.shape()));
+  }
+  if (last) {
+    std::swap(v.sizes[0], v.sizes[1]);
+    std::swap(v.strides[0], v.strides[1]);
+  }
+  return v;
+}
+
+void ksmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "ksmm";
+  Arguments arguments(stack);
+  const Tensor x = arguments.tensor(), w = arguments.tensor();
+  const std::optional<Tensor> bias = arguments.optional_tensor();
+  const Text activation = arguments.text();
+  const bool last = arguments.flag();
+  const Text precision = arguments.text();
+
+  const fretwork::TensorView input = batch_view(kOp, "x", x, last), weight = view(kOp, "w", w);
+  fretwork::KsmmOptions options{.bias = nullptr, .activation = activation_named(activation.view())};
+  const fretwork::TensorView bias_view = bias.has_value() ? view(kOp, "bias", *bias) : fretwork::TensorView{};
+  if (bias.has_value()) {
+    options.bias = &bias_view;
+  }
+  // A weight of another rank gives some shape; the core refuses it before it looks at the result.
+  const std::int64_t batch = input.size(0), features = weight.size(0) * weight.size(1) * weight.size(3);
+  const Tensor out = empty_like(last ? std::array{features, batch} : std::array{batch, features}, x);
+  Call call(x);
+  call.context().precision = precision_named(kOp, precision.view());
+  fretwork::ksmm(input, weight, batch_view(kOp, "out", out, last), call.context(), options);
+  stack[0] = torch::stable::detail::from(out);
+}
+
+/// b and c follow from a, d and the features. Without `bias` its gradient is empty.
+void ksmm_backward_weight(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "ksmm_backward_weight";
+  Arguments arguments(stack);
+  const Tensor x = arguments.tensor(), d_out = arguments.tensor();
+  const std::int64_t a = arguments.integer(), d = arguments.integer();
+  const bool last = arguments.flag();
+  const Text precision = arguments.text();
+  const bool bias = arguments.flag();
+
+  const fretwork::TensorView input = batch_view(kOp, "x", x, last), upstream = batch_view(kOp, "d_out", d_out, last);
+  if (a < 1 || d < 1) {
+    throw fretwork::Error(kOp, "a and d", "at least 1", std::to_string(a) + " and " + std::to_string(d));
+  }
+  const std::int64_t features = upstream.size(1);
+  const Tensor d_w = empty_like(std::array{a, features / a / d, input.size(1) / a / d, d}, x);
+  const Tensor d_bias = empty_like(std::array{bias ? features : 0}, x);
+  const fretwork::TensorView d_bias_view = view(kOp, "d_bias", d_bias);
+  Call call(x);
+  call.context().precision = precision_named(kOp, precision.view());
+  fretwork::ksmm_backward_weight(input, upstream, view(kOp, "d_w", d_w), bias ? &d_bias_view : nullptr, call.context());
+  stack[0] = torch::stable::detail::from(d_w);
+  stack[1] = torch::stable::detail::from(d_bias);
+}
+
 fretwork::MaskMode mask_mode(const char* argument, std::string_view name) {
   if (name != "add" && name != "mul") {
     throw fretwork::Error("block_softmax", argument, "\"add\" or \"mul\"", "\"" + std::string(name) + "\"");
@@ -453,6 +527,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("sdd", &sdd);
   m.impl("dsd", &dsd);
   m.impl("dds", &dds);
+  m.impl("ksmm", &ksmm);
+  m.impl("ksmm_backward_weight", &ksmm_backward_weight);
   m.impl("block_softmax", &block_softmax);
   m.impl("block_softmax_backward", &block_softmax_backward);
   m.impl("block_pack", &block_pack);
@@ -474,6 +550,10 @@ STABLE_TORCH_LIBRARY(fretwork, m) {
   m.def(
       "dds(Tensor a, Tensor values, str layout, bool trans_a, bool trans_b, str precision, bool sum_z, bool sum_h) -> "
       "Tensor");
+  m.def("ksmm(Tensor x, Tensor w, Tensor? bias, str activation, bool bs_last, str precision) -> Tensor");
+  m.def(
+      "ksmm_backward_weight(Tensor x, Tensor d_out, SymInt a, SymInt d, bool bs_last, str precision, bool bias) -> "
+      "(Tensor, Tensor)");
   m.def(
       "block_softmax(Tensor values, str layout, float scale, Tensor? rpe, Tensor? key_padding_mask, Tensor? attn_mask, "
       "str key_padding_mask_mode, str attn_mask_mode) -> Tensor");

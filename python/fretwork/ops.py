@@ -1,16 +1,20 @@
-"""The block-sparse ops on torch tensors. A thin door: shapes, errors and arithmetic are the core's business."""
+"""The ops on torch tensors. A thin door: shapes, errors and arithmetic are the core's business."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fretwork import _ksmm_peers as peers
 from fretwork import _rules as _rules  # loads the library and registers gradients, fakes, vmap and autocast
+from fretwork import _rules_kronecker as _rules_kronecker
 from fretwork.pattern import BlockLayout
 
 _ops = torch.ops.fretwork
 _sdd, _dsd, _dds = _ops.sdd.default, _ops.dsd.default, _ops.dds.default
 _softmax, _pack, _unpack = _ops.block_softmax.default, _ops.block_pack.default, _ops.block_unpack.default
+_ksmm = _ops.ksmm.default
 
 # What torch.set_float32_matmul_precision asks for, as the GPU has it.
 _PRECISION_OF_TORCH = {"highest": "ieee", "high": "tf32", "medium": "tf32"}
@@ -129,6 +133,162 @@ def unpack(values: Tensor, layout: BlockLayout, fill: float = 0.0) -> Tensor:
     """See `BlockLayout.unpack`."""
     _check_tensor("unpack", "values", values)
     return _unpack(values, _key("unpack", layout), _number("unpack", "fill", fill))
+
+
+ALGOS = ("kernel", *peers.PEERS, "auto")
+
+
+def ksmm(
+    x: Tensor,
+    w: Tensor,
+    bs_last: bool = False,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    algo: str = "auto",
+    precision: str | None = None,
+) -> Tensor:
+    """y = activation(K x + bias) for the Kronecker factor K with weights w (a, b, c, d), whose support is I ⊗ 1 ⊗ I.
+
+    y[…, (i, j, l)] = Σ_k w[i, j, k, l]·x[…, (i, k, l)]. x is (…, a·c·d) and y (…, a·b·d); with `bs_last` features come
+    first, (a·c·d, …) and (a·b·d, …). `activation` is None, "relu", "gelu" (with erf) or "silu". `algo` is "kernel", the
+    library's own, one of torch's ways "bmm", "bsr", "einsum", "dense", "sparse", or "auto". `precision` as for `sdd`.
+
+    >>> import torch, fretwork as fw
+    >>> w = torch.ones(2, 3, 4, 5)
+    >>> fw.ksmm(torch.ones(7, 40), w).shape, fw.ksmm(torch.ones(40, 7, 6), w, bs_last=True).shape
+    (torch.Size([7, 30]), torch.Size([30, 7, 6]))
+    >>> fw.ksmm(torch.ones(40), w, bias=torch.arange(30.0) - 30, activation="relu").tolist()[24:]
+    [0.0, 0.0, 0.0, 1.0, 2.0, 3.0]
+    """
+    _check_tensor("ksmm", "w", w)
+    return _apply_factors("ksmm", x, {"w": w}, bs_last, bias, activation, algo, precision)
+
+
+def ksmm_chain(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bs_last: bool = False,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    algo: str = "auto",
+) -> Tensor:
+    """One Kronecker factor after another, weights[0] first; bias and activation after the last. See `ksmm`.
+
+    >>> import torch, fretwork as fw
+    >>> x, first, second = torch.randn(5, 30), torch.randn(6, 4, 5, 1), torch.randn(1, 8, 6, 4)
+    >>> y = fw.ksmm_chain(x, [first, second], activation="silu")
+    >>> torch.equal(y, fw.ksmm(fw.ksmm(x, first), second, activation="silu"))
+    True
+    """
+    factors = {f"weights[{n}]": w for n, w in enumerate(weights)}
+    if not factors:
+        raise RuntimeError("ksmm_chain: weights: expected at least one, got none")
+    for name, w in factors.items():
+        _check_tensor("ksmm_chain", name, w)
+    return _apply_factors("ksmm_chain", x, factors, bs_last, bias, activation, algo, None)
+
+
+def _apply_factors(
+    op: str,
+    x: Tensor,
+    factors: dict[str, Tensor],
+    bs_last: bool,
+    bias: Tensor | None,
+    activation: str | None,
+    algo: str,
+    precision: str | None,
+) -> Tensor:
+    _check_tensor(op, "x", x)
+    if bias is not None:
+        _check_tensor(op, "bias", bias)
+    if activation not in (None, "relu", "gelu", "silu"):
+        raise RuntimeError(f"{op}: activation: expected None, relu, gelu or silu, got {activation!r}")
+    if algo not in ALGOS:
+        raise RuntimeError(f"{op}: algo: expected {', '.join(ALGOS[:-1])} or auto, got {algo!r}")
+    if precision is not None and algo in peers.PEERS:
+        raise NotImplementedError(
+            f"{op}: precision: expected None with the algo {algo}, got {precision!r}; "
+            "torch's own products follow torch.set_float32_matmul_precision"
+        )
+    x, factors, bias = _as_autocast_has_it(x, factors, bias)
+    _check_factors(op, x, factors, bs_last, bias)
+    if bs_last:
+        y = x if x.dim() == 2 else x.flatten(1) if x.dim() > 2 else x[:, None]
+    else:
+        y = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
+    *inner, last = factors.values()
+    name = _precision(op, precision)
+    for w in inner:
+        y = _product(algo, y, w, None, "none", bs_last, name)
+    y = _product(algo, y, last, bias, activation or "none", bs_last, name)
+    if x.dim() == 2:
+        return y
+    return y.reshape(y.shape[0], *x.shape[1:]) if bs_last else y.reshape(*x.shape[:-1], y.shape[1])
+
+
+def _product(
+    algo: str, x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str
+) -> Tensor:
+    algo = _chosen(x, w, bs_last) if algo == "auto" else algo
+    if algo == "kernel":
+        return _ksmm(x, w, bias, activation, bool(bs_last), precision)
+    if not _autocasts(x):
+        return peers.run(algo, x, w, bias, activation, bool(bs_last))
+    with torch.autocast(x.device.type, enabled=False):  # which has had its say
+        return peers.run(algo, x, w, bias, activation, bool(bs_last))
+
+
+def _chosen(x: Tensor, w: Tensor, bs_last: bool) -> str:
+    """What "auto" runs: the kernel, unless a peer is known to be faster."""
+    return "kernel"
+
+
+def _autocasts(x: Tensor) -> bool:
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
+def _as_autocast_has_it(
+    x: Tensor, factors: dict[str, Tensor], bias: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    if not _autocasts(x):
+        return x, factors, bias
+    dtype, lowered = torch.get_autocast_dtype(x.device.type), _rules._lowered
+    factors = {name: lowered(w, dtype) for name, w in factors.items()}
+    return lowered(x, dtype), factors, None if bias is None else lowered(bias, dtype)
+
+
+def _check_factors(op: str, x: Tensor, factors: dict[str, Tensor], bs_last: bool, bias: Tensor | None) -> None:
+    if x.dim() == 0:
+        raise RuntimeError(f"{op}: x: expected {'(features, …)' if bs_last else '(…, features)'}, got ()")
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise RuntimeError(f"{op}: x: expected float64, float32, float16 or bfloat16, got {_name(x.dtype)}")
+    features = x.shape[0 if bs_last else -1]
+    for name, w in factors.items():
+        _check_like(op, name, w, x)
+        if w.dim() != 4 or 0 in w.shape:
+            raise RuntimeError(f"{op}: {name}: expected (a, b, c, d), each at least 1, got {tuple(w.shape)}")
+        a, b, c, d = w.shape
+        if a * c * d != features:
+            raise RuntimeError(
+                f"{op}: {name}: expected {features} in features (a·c·d), as come before it, "
+                f"got {a * c * d} of {tuple(w.shape)}"
+            )
+        features = a * b * d
+    if bias is not None:
+        _check_like(op, "bias", bias, x)
+        if tuple(bias.shape) != (features,):
+            raise RuntimeError(f"{op}: bias: expected {(features,)}, got {tuple(bias.shape)}")
+
+
+def _check_like(op: str, argument: str, value: Tensor, x: Tensor) -> None:
+    if value.dtype != x.dtype:
+        raise RuntimeError(f"{op}: {argument}: expected {_name(x.dtype)} like x, got {_name(value.dtype)}")
+    if value.device != x.device:
+        raise RuntimeError(f"{op}: {argument}: expected {x.device} like x, got {value.device}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_tensor(op: str, argument: str, value: object) -> None:

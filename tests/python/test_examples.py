@@ -16,6 +16,8 @@ MODULES = [
     "fretwork.ops",
     "fretwork.kronecker",
     "fretwork.nn.block_sparse_linear",
+    "fretwork.nn.ks_linear",
+    "fretwork.compat.ksmm",
     "fretwork.compat.torch_blocksparse",
 ]
 

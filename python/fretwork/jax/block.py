@@ -1,24 +1,10 @@
-"""Block-sparse products and softmax on JAX arrays: under jit, grad and vmap, on CPU and CUDA.
-
-The functions are those of `fretwork` itself; a layout is a constant of the trace, like any static argument.
-
->>> import jax
->>> import jax.numpy as jnp
->>> import fretwork as fw
->>> import fretwork.jax as fwj
->>> layout = fw.BlockLayout([[1, 0], [1, 1]], block=16)
->>> weight = jnp.ones((layout.nnz, 16, 16))
->>> loss = jax.jit(lambda w, x: fwj.dsd(w, x, layout).sum())
->>> jax.grad(loss)(weight, jnp.ones((32, 5))).shape
-(3, 16, 16)
-"""
+"""Block-sparse products, softmax and packing on JAX arrays."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,41 +12,16 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from fretwork._library import library_path
+from fretwork.jax._handlers import check_floating as _check_floating
+from fretwork.jax._handlers import check_precision as _check_precision
+from fretwork.jax._handlers import default_precision as _default_precision
+from fretwork.jax._handlers import fail as _fail
 from fretwork.pattern import BlockLayout
-
-__all__ = ["block_softmax", "dds", "dsd", "pack", "sdd", "unpack"]
-
-_FLOATING = ("float64", "float32", "float16", "bfloat16")
-_PRECISIONS = ("ieee", "tf32", "tf32x3")
-
-
-def _register() -> None:
-    library = ctypes.CDLL(str(library_path("fretwork_jax")))
-    for op in ("matmul", "softmax", "softmax_backward", "pack", "unpack"):
-        for platform in ("cpu", "CUDA"):
-            handler = getattr(library, f"fretwork_{op}_{platform.lower()}")
-            jax.ffi.register_ffi_target(f"fretwork_{op}", jax.ffi.pycapsule(handler), platform=platform)
-
-
-_register()
-
-
-# Checks. They follow the core's, which would only speak when the compiled program runs.
-
-
-def _fail(op: str, argument: str, expected: object, got: object) -> NoReturn:
-    raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
 
 
 def _check_layout(op: str, layout: object) -> None:
     if not isinstance(layout, BlockLayout):
         raise TypeError(f"{op}: layout: expected a BlockLayout, got {type(layout).__name__}")
-
-
-def _check_floating(op: str, argument: str, x: jax.Array, more: tuple[str, ...] = ()) -> None:
-    if x.dtype.name not in (*_FLOATING, *more):
-        _fail(op, argument, ", ".join((*more, *_FLOATING[:-1])) + " or bfloat16", x.dtype.name)
 
 
 def _packed_shape(layout: BlockLayout) -> tuple[int, int, int]:
@@ -215,12 +176,6 @@ def _matmul_backward(p: _Product, operands: tuple[jax.Array, jax.Array], d: jax.
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _default_precision() -> str:
-    """JAX's own default lets a GPU round fp32 operands to tf32."""
-    setting = str(jax.config.jax_default_matmul_precision).lower()  # type: ignore[attr-defined]
-    return "ieee" if setting in ("highest", "float32", "f32_f32_f32") else "tf32"
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _product(
     mode: str, layout: BlockLayout, trans_a: bool, trans_b: bool, precision: str | None, a: jax.Array, b: jax.Array
@@ -238,8 +193,7 @@ def _call_product(
     mode: str, a: ArrayLike, b: ArrayLike, layout: BlockLayout, trans_a: bool, trans_b: bool, precision: str | None
 ) -> jax.Array:
     _check_layout(mode, layout)
-    if precision is not None and precision not in _PRECISIONS:
-        _fail(mode, "precision", "None, 'ieee', 'tf32' or 'tf32x3'", repr(precision))
+    _check_precision(mode, precision)
     return _product(mode, layout, bool(trans_a), bool(trans_b), precision, jnp.asarray(a), jnp.asarray(b))
 
 

@@ -1,0 +1,121 @@
+"""The product of a Kronecker factor in torch's own ops: what `fretwork.ksmm` is measured against, and may be asked for.
+
+Each takes x (batch, features), or (features, batch) where batch is last, and gives its result likewise. fp32 follows
+`torch.set_float32_matmul_precision`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _bmm(x: Tensor, w: Tensor, bs_last: bool) -> Tensor:
+    a, b, c, d = w.shape
+    n = x.shape[int(bs_last)]
+    if bs_last:
+        columns = _gathered(x, a, c, d).reshape(a * d, c, n)
+        return _scattered(torch.bmm(w.permute(0, 3, 1, 2).reshape(a * d, b, c), columns), a, b, d)
+    rows = x.reshape(n, a, c, d).permute(1, 3, 0, 2).reshape(a * d, n, c)
+    y = torch.bmm(rows, w.permute(0, 3, 2, 1).reshape(a * d, c, b))
+    return y.reshape(a, d, n, b).permute(2, 0, 3, 1).reshape(n, a * b * d)
+
+
+def _einsum(x: Tensor, w: Tensor, bs_last: bool) -> Tensor:
+    a, b, c, d = w.shape
+    if bs_last:
+        return torch.einsum("ijkl,ikln->ijln", w, x.reshape(a, c, d, x.shape[1])).reshape(a * b * d, x.shape[1])
+    return torch.einsum("nikl,ijkl->nijl", x.reshape(x.shape[0], a, c, d), w).reshape(x.shape[0], a * b * d)
+
+
+def _dense(x: Tensor, w: Tensor, bs_last: bool) -> Tensor:
+    a, b, c, d = w.shape
+    diagonals = torch.diag_embed(torch.diag_embed(w).movedim(0, -1))  # (b, c, d, d, a, a)
+    matrix = diagonals.permute(4, 0, 2, 5, 1, 3).reshape(a * b * d, a * c * d)
+    return matrix @ x if bs_last else F.linear(x, matrix)
+
+
+class _SparseProduct(torch.autograd.Function):
+    """y = K x by one of torch's sparse formats, whose own gradients are missing or pass through a dense matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.product = product
+        return product(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, w = ctx.saved_tensors
+        a, b, c, d = w.shape
+        d_x = _SparseProduct.apply(d_y, w.transpose(1, 2), ctx.product) if ctx.needs_input_grad[0] else None
+        d_w = None
+        if ctx.needs_input_grad[1]:
+            d_w = torch.einsum("ijln,ikln->ijkl", d_y.reshape(a, b, d, -1), x.reshape(a, c, d, -1))
+        return d_x, d_w, None
+
+
+def _csr_product(x: Tensor, w: Tensor) -> Tensor:
+    a, b, c, d = w.shape
+    wide = torch.promote_types(x.dtype, torch.float32)  # 16 bits exist on some devices only
+    i, _, l, k = torch.meshgrid(*(torch.arange(n, device=x.device) for n in (a, b, d, c)), indexing="ij")
+    rows = torch.arange(a * b * d + 1, device=x.device) * c
+    values = w.transpose(2, 3).reshape(-1).to(wide)
+    matrix = torch.sparse_csr_tensor(
+        rows, ((i * c + k) * d + l).reshape(-1), values, (a * b * d, a * c * d), check_invariants=False
+    )
+    return (matrix @ x.to(wide)).to(x.dtype)
+
+
+def _bsr_product(x: Tensor, w: Tensor) -> Tensor:
+    """On rows and columns in the order (i, l, j), where the factor is block-diagonal."""
+    a, b, c, d = w.shape
+    on_gpu = x.is_cuda
+    wide = x.dtype if on_gpu else torch.promote_types(x.dtype, torch.float32)
+    p, q = (b, c) if on_gpu else 2 * (math.gcd(b, c),)  # the CPU's are square and of 32 or 64 bits
+    blocks = w.permute(0, 3, 1, 2).reshape(a * d, b // p, p, c // q, q).transpose(2, 3).reshape(-1, p, q).to(wide)
+    starts = torch.arange(a * d * b // p + 1, device=x.device) * (c // q)
+    columns = torch.arange(a * d * c // q, device=x.device).reshape(a * d, 1, c // q).expand(-1, b // p, -1)
+    matrix = torch.sparse_bsr_tensor(
+        starts, columns.reshape(-1), blocks, (a * d * b, a * d * c), check_invariants=False
+    )
+    return _scattered(matrix @ _gathered(x, a, c, d).to(wide), a, b, d).to(x.dtype)
+
+
+def _gathered(x: Tensor, a: int, c: int, d: int) -> Tensor:
+    """Rows (i, k, l) in the order (i, l, k)."""
+    return x.reshape(a, c, d, x.shape[1]).transpose(1, 2).reshape(a * d * c, x.shape[1])
+
+
+def _scattered(y: Tensor, a: int, b: int, d: int) -> Tensor:
+    """Rows (i, l, j) in the order (i, j, l)."""
+    return y.reshape(a, d, b, y.shape[-1]).transpose(1, 2).reshape(a * b * d, y.shape[-1])
+
+
+def _sparse(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor, bool], Tensor]:
+    def run(x: Tensor, w: Tensor, bs_last: bool) -> Tensor:
+        return _SparseProduct.apply(x, w, product) if bs_last else _SparseProduct.apply(x.T, w, product).T
+
+    return run
+
+
+_PRODUCTS: dict[str, Callable[[Tensor, Tensor, bool], Tensor]] = {
+    "bmm": _bmm,
+    "bsr": _sparse(_bsr_product),
+    "einsum": _einsum,
+    "dense": _dense,
+    "sparse": _sparse(_csr_product),
+}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+PEERS = tuple(_PRODUCTS)
+
+
+def run(algo: str, x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool) -> Tensor:
+    """activation(product + bias) by the peer called `algo`."""
+    y = _PRODUCTS[algo](x, w, bs_last)
+    if bias is not None:
+        y = y + (bias[:, None] if bs_last else bias)
+    return y if activation == "none" else _ACTIVATIONS[activation](y)

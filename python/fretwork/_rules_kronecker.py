@@ -1,0 +1,162 @@
+"""What torch needs of the Kronecker products beyond running them: result shapes, gradients, vmap and autocast."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fretwork._rules import _library, _lowered  # which loads the library
+
+_ops = torch.ops.fretwork
+_ksmm, _backward_weight = _ops.ksmm.default, _ops.ksmm_backward_weight.default
+_aten = torch.ops.aten
+
+
+def _check(right: bool, op: str, argument: str, expected: str, got: object) -> None:
+    if not right:
+        raise RuntimeError(f"{op}: {argument}: expected {expected}, got {got}")
+
+
+def _check_like(op: str, x: Tensor, others: dict[str, Tensor | None]) -> None:
+    for name, t in others.items():
+        if t is not None:
+            _check(t.dtype == x.dtype, op, name, f"{x.dtype} like x", t.dtype)
+
+
+# Shapes, as the core has them. x is (batch, features), or (features, batch) where batch is last.
+
+
+@torch.library.register_fake("fretwork::ksmm")
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str) -> Tensor:
+    _check_like("ksmm", x, {"w": w, "bias": bias})
+    _check(w.dim() == 4, "ksmm", "w", "(a, b, c, d)", tuple(w.shape))
+    _check(x.dim() == 2, "ksmm", "x", "2 dimensions, batch and features", tuple(x.shape))
+    a, b, c, d = w.shape
+    batch, features = reversed(x.shape) if bs_last else x.shape
+    _check(features == a * c * d, "ksmm", "x", f"a·c·d = {a * c * d} features", features)
+    if bias is not None:
+        _check(tuple(bias.shape) == (a * b * d,), "ksmm", "bias", f"{(a * b * d,)}", tuple(bias.shape))
+    return x.new_empty((a * b * d, batch) if bs_last else (batch, a * b * d))
+
+
+@torch.library.register_fake("fretwork::ksmm_backward_weight")
+def _backward_weight_fake(
+    x: Tensor, d_out: Tensor, a: int, d: int, bs_last: bool, precision: str, bias: bool
+) -> tuple[Tensor, Tensor]:
+    op = "ksmm_backward_weight"
+    _check_like(op, x, {"d_out": d_out})
+    _check(x.dim() == 2 == d_out.dim(), op, "x and d_out", "2 dimensions", (tuple(x.shape), tuple(d_out.shape)))
+    (batch, c), (d_batch, b) = (reversed(t.shape) if bs_last else t.shape for t in (x, d_out))
+    _check(batch == d_batch, op, "d_out", f"a batch of {batch}", d_batch)
+    return x.new_empty(a, b // (a * d), c // (a * d), d), x.new_empty(b if bias else 0)
+
+
+# Gradients
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, bias, ctx.activation, ctx.bs_last, ctx.precision = inputs
+    ctx.a, ctx.d = w.shape[0], w.shape[3]
+    again = ctx.activation in ("gelu", "silu")  # the sums before these are computed again
+    ctx.save_for_backward(
+        x if ctx.needs_input_grad[1] or again else None,
+        w if ctx.needs_input_grad[0] or again else None,
+        bias if again else None,
+        output if ctx.activation == "relu" else None,
+    )
+
+
+def _silu_backward(d_out: Tensor, sums: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _aten.silu_backward(d_out, sums)
+    slope = sums.sigmoid()  # torch's own has no derivative
+    return d_out * slope * (1 + sums * (1 - slope))
+
+
+def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    x, w, bias, out = ctx.saved_tensors
+    layout = (ctx.bs_last, ctx.precision)
+    if ctx.activation == "relu":
+        d_out = _aten.threshold_backward(d_out, out, 0)
+    elif ctx.activation != "none":
+        sums = _ksmm(x, w, bias, "none", *layout)
+        d_out = (_aten.gelu_backward if ctx.activation == "gelu" else _silu_backward)(d_out, sums)
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    d_x = _ksmm(d_out, w.transpose(1, 2), None, "none", *layout) if needs_x else None
+    d_w = d_bias = None
+    if needs_w:
+        d_w, d_bias = _backward_weight(x, d_out, ctx.a, ctx.d, *layout, needs_bias)
+    elif needs_bias:
+        d_bias = d_out.sum(1 if ctx.bs_last else 0)
+    return d_x, d_w, d_bias if needs_bias else None, None, None, None
+
+
+def _backward_weight_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, d_out, _, _, ctx.bs_last, ctx.precision, ctx.bias = inputs
+    ctx.save_for_backward(x, d_out)
+
+
+def _backward_weight_gradient(ctx: Any, g_w: Tensor, g_bias: Tensor) -> tuple[Tensor | None, ...]:
+    """d_w is linear in x and in d_out; with g_w in the place of w its gradients are the product and its transpose."""
+    x, d_out = ctx.saved_tensors
+    layout = ("none", ctx.bs_last, ctx.precision)
+    g_x = _ksmm(d_out, g_w.transpose(1, 2), None, *layout) if ctx.needs_input_grad[0] else None
+    g_out = _ksmm(x, g_w, g_bias if ctx.bias else None, *layout) if ctx.needs_input_grad[1] else None
+    return g_x, g_out, None, None, None, None, None
+
+
+# vmap
+
+
+def _mapped(tensor: Tensor, dim: int | None, size: int, to: int) -> Tensor:
+    """With the mapped dimension at `to`, merged with the next."""
+    if dim is None:
+        tensor = tensor.unsqueeze(to)
+        return tensor.expand(*tensor.shape[:to], size, *tensor.shape[to + 1 :]).flatten(to, to + 1)
+    return tensor.movedim(dim, to).flatten(to, to + 1)
+
+
+def _split(tensor: Tensor, size: int, dim: int) -> Tensor:
+    return tensor.reshape(*tensor.shape[:dim], size, tensor.shape[dim] // size, *tensor.shape[dim + 1 :])
+
+
+def _vmap(
+    info: Any, in_dims: tuple[Any, ...], x: Tensor, w: Tensor, bias: Tensor | None, activation: str, last: bool, p: str
+) -> tuple[Tensor, int]:
+    x_dim, w_dim, bias_dim, size = *in_dims[:3], info.batch_size
+    axis = int(last)
+    if w_dim is not None or bias_dim is not None:
+        # Each has a factor of its own. They stand one after another on a longer diagonal: size·a instead of a.
+        axis = 1 - axis
+        w = _mapped(w, w_dim, size, 0)
+        bias = None if bias is None else _mapped(bias, bias_dim, size, 0)
+    return _split(_ksmm(_mapped(x, x_dim, size, axis), w, bias, activation, last, p), size, axis), axis
+
+
+def _backward_weight_vmap(
+    info: Any, in_dims: tuple[Any, ...], x: Tensor, d_out: Tensor, a: int, d: int, last: bool, p: str, bias: bool
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    size, features = info.batch_size, 1 - int(last)
+    x, d_out = _mapped(x, in_dims[0], size, features), _mapped(d_out, in_dims[1], size, features)
+    d_w, d_bias = _backward_weight(x, d_out, size * a, d, last, p, bias)
+    return (_split(d_w, size, 0), _split(d_bias, size, 0) if bias else d_bias.new_empty(size, 0)), (0, 0)
+
+
+# Autocast
+
+
+def _autocast(x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        return _ksmm(_lowered(x, dtype), _lowered(w, dtype), None if bias is None else _lowered(bias, dtype), *rest)
+
+
+torch.library.register_autograd("fretwork::ksmm", _gradient, setup_context=_setup)
+torch.library.register_autograd(
+    "fretwork::ksmm_backward_weight", _backward_weight_gradient, setup_context=_backward_weight_setup
+)
+torch.library.register_vmap("fretwork::ksmm", _vmap)
+torch.library.register_vmap("fretwork::ksmm_backward_weight", _backward_weight_vmap)
+for _device in ("CPU", "CUDA"):
+    _library.impl("ksmm", _autocast, f"Autocast{_device}")

@@ -1,0 +1,45 @@
+"""The library's handlers, made known to XLA, and what the functions that call them share."""
+
+import ctypes
+from typing import NoReturn
+
+import jax
+
+from fretwork._library import library_path
+
+_FLOATING = ("float64", "float32", "float16", "bfloat16")
+_OPS = ("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_backward_weight")
+
+
+def _register() -> None:
+    library = ctypes.CDLL(str(library_path("fretwork_jax")))
+    for op in _OPS:
+        for platform in ("cpu", "CUDA"):
+            handler = getattr(library, f"fretwork_{op}_{platform.lower()}")
+            jax.ffi.register_ffi_target(f"fretwork_{op}", jax.ffi.pycapsule(handler), platform=platform)
+
+
+_register()
+
+
+# Checks. They follow the core's, which would only speak when the compiled program runs.
+
+
+def fail(op: str, argument: str, expected: object, got: object) -> NoReturn:
+    raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
+
+
+def check_floating(op: str, argument: str, x: jax.Array, more: tuple[str, ...] = ()) -> None:
+    if x.dtype.name not in (*_FLOATING, *more):
+        fail(op, argument, ", ".join((*more, *_FLOATING[:-1])) + " or bfloat16", x.dtype.name)
+
+
+def check_precision(op: str, precision: object) -> None:
+    if precision not in (None, "ieee", "tf32", "tf32x3"):
+        fail(op, "precision", "None, 'ieee', 'tf32' or 'tf32x3'", repr(precision))
+
+
+def default_precision() -> str:
+    """JAX's own default lets a GPU round fp32 operands to tf32."""
+    setting = str(jax.config.jax_default_matmul_precision).lower()  # type: ignore[attr-defined]
+    return "ieee" if setting in ("highest", "float32", "f32_f32_f32") else "tf32"

@@ -1,0 +1,237 @@
+"""Products of Kronecker factors on JAX arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.typing import ArrayLike
+
+from fretwork.jax._handlers import check_floating, check_precision, default_precision, fail
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+}
+
+
+class _Product(NamedTuple):
+    """What a product is, besides its operands. x is (batch, features), or (features, batch) where batch is last."""
+
+    bs_last: bool
+    activation: str
+    precision: str
+
+    @property
+    def batch(self) -> int:
+        """The axis of x and y that counts the batch."""
+        return int(self.bs_last)
+
+    @property
+    def plain(self) -> _Product:
+        return self._replace(activation="none")
+
+
+def _mapped(x: jax.Array, batched: bool, size: int, axis: int) -> jax.Array:
+    """The mapped dimension, which comes first, moved to `axis` and merged with the one there."""
+    many = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+    many = jnp.moveaxis(many, 0, axis)
+    return many.reshape(*many.shape[:axis], many.shape[axis] * many.shape[axis + 1], *many.shape[axis + 2 :])
+
+
+def _split(x: jax.Array, size: int, axis: int) -> jax.Array:
+    """The inverse."""
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _ksmm_call(p: _Product, x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax.Array:
+    @custom_vmap
+    def call(x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax.Array:
+        a, b, _, d = w.shape
+        shape = (a * b * d, x.shape[1]) if p.bs_last else (x.shape[0], a * b * d)
+        return jax.ffi.ffi_call("fretwork_ksmm", jax.ShapeDtypeStruct(shape, x.dtype))(
+            x, w, *bias, activation=p.activation, bs_last=p.bs_last, precision=p.precision
+        )
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], x: jax.Array, w: jax.Array, *bias: jax.Array) -> tuple[jax.Array, bool]:
+        axis, factor = p.batch, (w, *bias)
+        if any(batched[1:]):
+            # Each has a factor of its own. They stand one after another on a longer diagonal: size·a instead of a.
+            axis = 1 - axis
+            factor = tuple(_mapped(t, many, size, 0) for t, many in zip(factor, batched[1:], strict=True))
+        return _split(_ksmm_call(p, _mapped(x, batched[0], size, axis), *factor), size, axis), True
+
+    return call(x, w, *bias)
+
+
+def _weight_call(p: _Product, a: int, d: int, x: jax.Array, d_y: jax.Array) -> Sequence[jax.Array]:
+    """The gradients of w and of the bias."""
+
+    @custom_vmap
+    def call(x: jax.Array, d_y: jax.Array) -> Sequence[jax.Array]:
+        features = 1 - p.batch
+        b, c = (t.shape[features] // (a * d) for t in (d_y, x))
+        results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((a, b, c, d), (a * b * d,))]
+        return jax.ffi.ffi_call("fretwork_ksmm_backward_weight", results)(
+            x, d_y, bs_last=p.bs_last, precision=p.precision
+        )
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], x: jax.Array, d_y: jax.Array) -> tuple[list[jax.Array], list[bool]]:
+        beside = (_mapped(t, many, size, 1 - p.batch) for t, many in zip((x, d_y), batched, strict=True))
+        return [_split(t, size, 0) for t in _weight_call(p, size * a, d, *beside)], [True, True]
+
+    return call(x, d_y)
+
+
+# Gradients. Each formula is made of functions that have one, so that a gradient can be differentiated again.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ksmm(p: _Product, x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax.Array:
+    return _ksmm_call(p, x, w, *bias)
+
+
+def _ksmm_forward(p: _Product, x: jax.Array, w: jax.Array, *bias: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _ksmm(p, x, w, *bias), (x, w, *bias)
+
+
+def _ksmm_backward(p: _Product, operands: tuple[jax.Array, ...], d_y: jax.Array) -> tuple[jax.Array, ...]:
+    x, w, *bias = operands
+    if p.activation != "none":
+        sums = _ksmm(p.plain, *operands)  # once more; its derivative in fp32 at least
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        _, pull = jax.vjp(_ACTIVATIONS[p.activation], sums.astype(wide))
+        d_y = pull(d_y.astype(wide))[0].astype(x.dtype)
+    d_w, d_bias = _weight(p.plain, w.shape[0], w.shape[3], x, d_y)
+    return _ksmm(p.plain, d_y, w.swapaxes(1, 2)), d_w, *([d_bias] if bias else [])
+
+
+_ksmm.defvjp(_ksmm_forward, _ksmm_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _weight(p: _Product, a: int, d: int, x: jax.Array, d_y: jax.Array) -> Sequence[jax.Array]:
+    return _weight_call(p, a, d, x, d_y)
+
+
+def _weight_forward(
+    p: _Product, a: int, d: int, x: jax.Array, d_y: jax.Array
+) -> tuple[Sequence[jax.Array], tuple[jax.Array, jax.Array]]:
+    return _weight(p, a, d, x, d_y), (x, d_y)
+
+
+def _weight_backward(
+    p: _Product, a: int, d: int, operands: tuple[jax.Array, jax.Array], g: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """d_w is linear in x and in d_y; with g in the place of w its gradients are the product and its transpose."""
+    x, d_y = operands
+    g_w, g_bias = g
+    return _ksmm(p, d_y, g_w.swapaxes(1, 2)), _ksmm(p, x, g_w, g_bias)
+
+
+_weight.defvjp(_weight_forward, _weight_backward)
+
+
+def _check_factors(op: str, x: jax.Array, factors: Sequence[jax.Array], bias: jax.Array | None, bs_last: bool) -> None:
+    check_floating(op, "x", x)
+    if x.ndim == 0:
+        fail(op, "x", "(features, …)" if bs_last else "(…, features)", "()")
+    features = x.shape[0 if bs_last else -1]
+    for n, w in enumerate(factors):
+        name = "w" if op == "ksmm" else f"weights[{n}]"
+        if w.dtype != x.dtype:
+            fail(op, name, f"{x.dtype} like x", w.dtype)
+        if w.ndim != 4 or 0 in w.shape:
+            fail(op, name, "(a, b, c, d), each at least 1", w.shape)
+        a, b, c, d = w.shape
+        if a * c * d != features:
+            fail(op, name, f"{features} in features (a·c·d), as come before it", f"{a * c * d} of {w.shape}")
+        features = a * b * d
+    if bias is not None and bias.dtype != x.dtype:
+        fail(op, "bias", f"{x.dtype} like x", bias.dtype)
+    if bias is not None and bias.shape != (features,):
+        fail(op, "bias", (features,), bias.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _apply_factors(
+    op: str,
+    bs_last: bool,
+    activation: str | None,
+    precision: str | None,
+    x: jax.Array,
+    factors: Sequence[jax.Array],
+    bias: jax.Array | None,
+) -> jax.Array:
+    _check_factors(op, x, factors, bias, bs_last)
+    p = _Product(bs_last, activation or "none", precision or default_precision())
+    batch = x.shape[1:] if bs_last else x.shape[:-1]
+    count = functools.reduce(lambda m, n: m * n, batch, 1)
+    y = x.reshape(x.shape[0], count) if bs_last else x.reshape(count, x.shape[-1])
+    *inner, last = factors
+    for w in inner:
+        y = _ksmm(p.plain, y, w)
+    y = _ksmm(p, y, last, *([] if bias is None else [bias]))
+    return y.reshape(y.shape[0], *batch) if bs_last else y.reshape(*batch, y.shape[1])
+
+
+def _call(
+    op: str,
+    x: ArrayLike,
+    factors: Sequence[ArrayLike],
+    bs_last: bool,
+    bias: ArrayLike | None,
+    activation: str | None,
+    precision: str | None,
+) -> jax.Array:
+    if activation is not None and activation not in _ACTIVATIONS:
+        fail(op, "activation", "None, 'relu', 'gelu' or 'silu'", repr(activation))
+    check_precision(op, precision)
+    arrays = [jnp.asarray(w) for w in factors]
+    return _apply_factors(
+        op, bool(bs_last), activation, precision, jnp.asarray(x), arrays, None if bias is None else jnp.asarray(bias)
+    )
+
+
+def ksmm(
+    x: ArrayLike,
+    w: ArrayLike,
+    bs_last: bool = False,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
+    precision: str | None = None,
+) -> jax.Array:
+    """y = activation(K x + bias) for the Kronecker factor K with weights w (a, b, c, d), whose support is I ⊗ 1 ⊗ I.
+
+    x is (…, a·c·d) and y (…, a·b·d); with `bs_last` features come first. `activation` is None, "relu", "gelu" (with
+    erf) or "silu"; `precision` is that of `sdd`.
+
+    >>> ksmm(jnp.ones((7, 40)), jnp.ones((2, 3, 4, 5))).shape
+    (7, 30)
+    """
+    return _call("ksmm", x, [w], bs_last, bias, activation, precision)
+
+
+def ksmm_chain(
+    x: ArrayLike,
+    weights: Sequence[ArrayLike],
+    bs_last: bool = False,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
+    precision: str | None = None,
+) -> jax.Array:
+    """One Kronecker factor after another, weights[0] first; bias and activation after the last.
+
+    >>> ksmm_chain(jnp.ones((7, 30)), [jnp.ones((6, 4, 5, 1)), jnp.ones((1, 8, 6, 4))])[0, 0].item()
+    30.0
+    """
+    if len(weights) == 0:
+        fail("ksmm_chain", "weights", "at least one", "none")
+    return _call("ksmm_chain", x, weights, bs_last, bias, activation, precision)

@@ -1,0 +1,170 @@
+"""A linear layer whose weight is a product of Kronecker-sparse factors."""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Union
+
+import torch
+from torch import Tensor, nn
+
+from fretwork import ops
+
+if TYPE_CHECKING:
+    from fretwork.pattern import KroneckerPattern
+
+Patterns = Iterable[Union["KroneckerPattern", Sequence[int]]]
+
+
+class KSLinear(nn.Module):
+    """y = x Wᵀ + bias, where W is the product of factors with the given patterns; patterns[0] is applied first.
+
+    A pattern is a `fw.KroneckerPattern` or its (a, b, c, d). `weights` has a parameter of that shape for each. Drop-in
+    for `torch.nn.Linear`, and with `bs_last` for features that come first, x (in_features, …). `algo` is that of
+    `fw.ksmm`. `weights` given at the start are taken as they are, and dtype and device follow them.
+
+    >>> import torch, fretwork as fw
+    >>> layer = fw.nn.KSLinear([(6, 4, 5, 1), (1, 8, 6, 4)])
+    >>> layer
+    KSLinear(in_features=30, out_features=32, patterns=[(6, 4, 5, 1), (1, 8, 6, 4)], bias=True, algo=auto)
+    >>> layer(torch.randn(5, 30)).shape, layer.to_dense().shape
+    (torch.Size([5, 32]), torch.Size([32, 30]))
+    """
+
+    in_features: int
+    out_features: int
+    patterns: "list[KroneckerPattern]"
+    weights: nn.ParameterList
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        patterns: Patterns,
+        weights: Sequence[Tensor] | None = None,
+        bias: bool = True,
+        algo: str = "auto",
+        dtype: torch.dtype | None = None,
+        bs_last: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.patterns = _chain(patterns)
+        self.in_features, self.out_features = self.patterns[0].shape[1], self.patterns[-1].shape[0]
+        if algo not in ops.ALGOS:
+            raise ValueError(f"KSLinear: algo: expected {', '.join(ops.ALGOS[:-1])} or auto, got {algo!r}")
+        self.algo, self.bs_last = algo, bool(bs_last)
+        if weights is None:
+            shapes = [p.weight_shape for p in self.patterns]
+            self.weights = nn.ParameterList(torch.empty(shape, device=device, dtype=dtype) for shape in shapes)
+        else:
+            self.weights = nn.ParameterList(_parameter(w, dtype, device) for w in _of_patterns(weights, self.patterns))
+        first = self.weights[0]
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.out_features, device=first.device, dtype=first.dtype))
+        else:
+            self.register_parameter("bias", None)
+        if weights is None:
+            self.reset_parameters()
+        else:
+            self._reset_bias()
+
+    def reset_parameters(self) -> None:
+        """Uniform, each factor by its own fan-in c and the bias by that of the layer."""
+        for w in self.weights:
+            bound = 1 / math.sqrt(w.shape[2])
+            nn.init.uniform_(w, -bound, bound)
+        self._reset_bias()
+
+    def _reset_bias(self) -> None:
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    @classmethod
+    def from_dense(cls, linear: nn.Linear, patterns: Patterns) -> "KSLinear":
+        """A layer near a dense one: its weight is `fw.kronecker.project` of the dense weight, its bias the same.
+
+        >>> import torch, fretwork as fw
+        >>> dense = torch.nn.Linear(20, 12)
+        >>> layer = fw.nn.KSLinear.from_dense(dense, fw.kronecker.monarch(12, 20, 3, 5))
+        >>> bool((layer.to_dense() - dense.weight).norm() < dense.weight.norm())
+        True
+        """
+        from fretwork.kronecker import project
+
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"KSLinear: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
+        weight, bias = linear.weight, linear.bias
+        chain = _chain(patterns)
+        weights, _ = project(weight.detach(), chain)
+        layer = cls(chain, weights, bias=False, dtype=weight.dtype, device=weight.device)
+        layer.weights.requires_grad_(weight.requires_grad)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+        return layer.train(linear.training)
+
+    def to_dense(self) -> Tensor:
+        """The product of the factors as an (out_features, in_features) tensor."""
+        from fretwork.kronecker import to_dense
+
+        first, *rest = self.weights
+        return ops.ksmm_chain(to_dense(first), rest, bs_last=True) if rest else to_dense(first)
+
+    def plan(self) -> str:
+        """How the layer runs, in one line."""
+        ways = ["kernel" if self.algo == "auto" else self.algo] * len(self.patterns)
+        return ", then ".join(f"{p.text} by {way}" for p, way in zip(self.patterns, ways, strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() < 1 or x.shape[0 if self.bs_last else -1] != self.in_features:
+            expected = f"({self.in_features}, …)" if self.bs_last else f"(…, {self.in_features})"
+            raise RuntimeError(f"KSLinear: x: expected {expected}, got {tuple(x.shape)}")
+        return ops.ksmm_chain(x, list(self.weights), self.bs_last, self.bias, algo=self.algo)
+
+    def extra_repr(self) -> str:
+        patterns = ", ".join(str(p.weight_shape) for p in self.patterns)
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, patterns=[{patterns}], "
+            f"bias={self.bias is not None}, algo={self.algo}" + (", bs_last=True" if self.bs_last else "")
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"  # without the list of parameters, which says it again
+
+
+def _chain(patterns: Patterns) -> "list[KroneckerPattern]":
+    """Patterns that fit one after another."""
+    from fretwork.pattern import kronecker_patterns
+
+    chain = kronecker_patterns("KSLinear", patterns)
+    if not chain:
+        raise ValueError("KSLinear: patterns: expected at least one, got none")
+    for n, (before, pattern) in enumerate(itertools.pairwise(chain), start=1):
+        if pattern.shape[1] != before.shape[0]:
+            raise ValueError(
+                f"KSLinear: patterns[{n}]: expected {before.shape[0]} in features (a·c·d), as come before it, "
+                f"got {pattern.shape[1]} of {pattern.weight_shape}"
+            )
+    return chain
+
+
+def _of_patterns(weights: Sequence[Tensor], patterns: "list[KroneckerPattern]") -> list[Tensor]:
+    if len(weights) != len(patterns):
+        raise ValueError(f"KSLinear: weights: expected {len(patterns)}, one for each pattern, got {len(weights)}")
+    for n, (w, p) in enumerate(zip(weights, patterns, strict=True)):
+        if not isinstance(w, Tensor):
+            raise TypeError(f"KSLinear: weights[{n}]: expected a torch.Tensor, got {type(w).__name__}")
+        if tuple(w.shape) != p.weight_shape:
+            raise ValueError(f"KSLinear: weights[{n}]: expected {p.weight_shape} of its pattern, got {tuple(w.shape)}")
+        if (w.dtype, w.device) != (weights[0].dtype, weights[0].device):
+            raise ValueError(
+                f"KSLinear: weights[{n}]: expected {weights[0].dtype} on {weights[0].device} like weights[0], "
+                f"got {w.dtype} on {w.device}"
+            )
+    return list(weights)
+
+
+def _parameter(w: Tensor, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
+    """A parameter stays the one it is, so that layers can share it."""
+    moved = w.to(device=w.device if device is None else device, dtype=dtype or w.dtype)
+    return w if moved is w and isinstance(w, nn.Parameter) else nn.Parameter(moved.detach())

@@ -1,0 +1,160 @@
+"""KSLinear beside torch.nn.Linear: values, gradients, initial weights, state, projection, errors; and KSMM's own."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import assert_close, dtypes_of
+
+import fretwork as fw
+from fretwork.compat import ksmm
+
+PATTERNS = [(6, 4, 5, 1), (1, 8, 6, 4)]  # 30 -> 24 -> 32
+
+
+def product(layer):
+    """The float64 matrix, from the definition of a factor alone."""
+    matrix = torch.eye(layer.in_features, dtype=torch.float64)
+    for w in layer.weights:
+        a, b, c, d = w.shape
+        factor = torch.zeros(a, b, d, a, c, d, dtype=torch.float64)
+        for i in range(a):
+            for l in range(d):
+                factor[i, :, l, i, :, l] = w[i, :, :, l].detach().cpu().double()
+        matrix = factor.reshape(a * b * d, a * c * d) @ matrix
+    return matrix
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (7,), (3, 5), (0,), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bs_last", [False, True], ids=["first", "last"])
+def test_as_the_dense_layer(bs_last, bias, lead, device):
+    for dtype in (d for d in dtypes_of(device) if d.itemsize > 2):
+        layer = fw.nn.KSLinear(PATTERNS, bias=bias, dtype=dtype, bs_last=bs_last, device=device)
+        x = torch.randn(30, *lead).to(device, dtype) if bs_last else torch.randn(*lead, 30).to(device, dtype)
+        x.requires_grad_()
+        x64, matrix = x.detach().cpu().double().requires_grad_(), product(layer)
+        rows = x64.movedim(0, -1) if bs_last else x64
+        want = torch.nn.functional.linear(rows, matrix, layer.bias.detach().cpu().double() if bias else None)
+        want = want.movedim(-1, 0) if bs_last else want
+        got = layer(x)
+        assert_close(got, want, dtype)
+        assert_close(layer.to_dense(), matrix, dtype)
+        upstream = torch.randn(want.shape, dtype=torch.float64)
+        (d_x,), (exact,) = torch.autograd.grad(got, x, upstream.to(got)), torch.autograd.grad(want, x64, upstream)
+        assert_close(d_x, exact, dtype, "gradient of x")
+
+
+def test_shapes_names_and_words():
+    layer = fw.nn.KSLinear([fw.KroneckerPattern(*p) for p in PATTERNS])
+    assert [(n, tuple(p.shape)) for n, p in layer.named_parameters()] == [
+        ("bias", (32,)),
+        ("weights.0", PATTERNS[0]),
+        ("weights.1", PATTERNS[1]),
+    ]
+    assert layer.patterns == [fw.KroneckerPattern(*p) for p in PATTERNS]
+    assert "bs_last" not in repr(layer) and "bs_last=True" in repr(fw.nn.KSLinear(PATTERNS, bs_last=True))
+    assert "kronecker(6,4,5,1)" in layer.plan() and "\n" not in layer.plan()
+    meta = fw.nn.KSLinear(PATTERNS, device="meta")
+    assert meta(torch.empty(5, 30, device="meta")).shape == (5, 32) and meta.to_dense().shape == (32, 30)
+
+
+def test_initial_weights():
+    layer = fw.nn.KSLinear([(2, 30, 50, 10), (1, 20, 600, 1)])
+    for values, fan_in in [(layer.weights[0], 50), (layer.weights[1], 600), (layer.bias, 1000)]:
+        bound = fan_in**-0.5
+        assert 0.8 * bound < values.abs().max() <= bound
+    before = [p.clone() for p in layer.parameters()]
+    layer.reset_parameters()
+    assert not any(torch.equal(b, p) for b, p in zip(before, layer.parameters(), strict=True))
+
+
+def test_given_weights():
+    weights = [torch.randn(p, dtype=torch.float64) for p in PATTERNS]
+    layer = fw.nn.KSLinear(PATTERNS, weights)
+    assert all(p.dtype == torch.float64 for p in layer.parameters())
+    assert all(torch.equal(w, p) for w, p in zip(weights, layer.weights, strict=True))
+    shared = fw.nn.KSLinear(PATTERNS, list(layer.weights))
+    assert all(w is p for w, p in zip(layer.weights, shared.weights, strict=True))
+    assert all(p.dtype == torch.float16 for p in fw.nn.KSLinear(PATTERNS, weights, dtype=torch.float16).parameters())
+
+
+def test_state_copies_and_moves(device):
+    layer = fw.nn.KSLinear(PATTERNS, device=device)
+    x = torch.randn(5, 30, device=device)
+    loaded = fw.nn.KSLinear(PATTERNS, device=device)
+    loaded.load_state_dict(layer.state_dict())
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        assert other.patterns == layer.patterns and torch.equal(other(x), layer(x))
+        with torch.no_grad():
+            other.weights[0].zero_()
+        assert not torch.equal(other(x), layer(x))
+    assert layer.half().weights[1].dtype == torch.float16
+
+
+def test_from_dense_keeps_what_the_dense_layer_was(device):
+    dense = torch.nn.Linear(20, 12, device=device).eval()
+    dense.weight.requires_grad_(False)
+    layer = fw.nn.KSLinear.from_dense(dense, fw.kronecker.monarch(12, 20, 3, 5))
+    assert not layer.training and layer.bias.requires_grad and layer.weights[0].device == dense.weight.device
+    assert not any(w.requires_grad for w in layer.weights)
+    _, error = fw.kronecker.project(dense.weight, layer.patterns)
+    difference = (layer.to_dense() - dense.weight).norm() / dense.weight.norm()
+    assert abs(float(difference) - float(error)) < 1e-5
+    with torch.no_grad():
+        layer.bias.add_(1)
+    assert not torch.equal(layer.bias, dense.bias)
+    bare = fw.nn.KSLinear.from_dense(torch.nn.Linear(20, 12, bias=False).double(), [(5, 4, 4, 1), (1, 3, 5, 4)])
+    assert bare.bias is None and bare.weights[0].dtype == torch.float64
+
+
+def test_in_a_compiled_model(device):
+    layer = fw.nn.KSLinear(PATTERNS, device=device)
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(layer, torch.nn.ReLU(), torch.nn.Linear(32, 3, device=device))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for rows in (4, 9):  # the second makes the batch symbolic
+        x = torch.randn(rows, 30, device=device)
+        assert_close(compiled(x), model(x).double(), torch.float32)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            assert_close(compiled(x), model(x).double(), torch.bfloat16)
+    compiled(x).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("change, text", [
+    ({"patterns": []}, "patterns: expected at least one, got none"),
+    ({"patterns": [(6, 4, 5, 1), (1, 8, 6, 5)]}, r"patterns\[1\]: expected 24 in features .*, got 30 of"),
+    ({"patterns": [(6, 4, 5)]}, r"patterns\[0\]: expected a KroneckerPattern or \(a, b, c, d\), got \(6, 4, 5\)"),
+    ({"patterns": [(6, 0, 5, 1)]}, r"patterns\[0\]: .*expected .*, got 0"),
+    ({"algo": "fast"}, "algo: expected kernel, .* or auto, got 'fast'"),
+    ({"weights": [torch.zeros(6, 4, 5, 1)]}, "weights: expected 2, one for each pattern, got 1"),
+    ({"weights": [torch.zeros(6, 4, 5, 1), torch.zeros(1, 6, 8, 4)]}, r"weights\[1\]: expected \(1, 8, 6, 4\) of its"),
+    ({"weights": [torch.zeros(6, 4, 5, 1), None]}, r"weights\[1\]: expected a torch.Tensor, got NoneType"),
+    ({"weights": [torch.zeros(6, 4, 5, 1), torch.zeros(1, 8, 6, 4).half()]}, r"weights\[1\]: expected torch.float32"),
+])  # fmt: skip
+def test_refused(change, text):
+    with pytest.raises((TypeError, ValueError), match=f"^KSLinear: {text}"):
+        fw.nn.KSLinear(**({"patterns": PATTERNS} | change))
+
+
+def test_refused_inputs():
+    layer = fw.nn.KSLinear(PATTERNS)
+    with pytest.raises(RuntimeError, match=r"^KSLinear: x: expected \(…, 30\), got \(5, 31\)"):
+        layer(torch.ones(5, 31))
+    with pytest.raises(RuntimeError, match=r"^KSLinear: x: expected \(30, …\), got \(5, 30\)"):
+        fw.nn.KSLinear(PATTERNS, bs_last=True)(torch.ones(5, 30))
+    with pytest.raises(RuntimeError, match=r"^ksmm_chain: weights\[0\]: expected float16 like x, got float32"):
+        layer(torch.ones(5, 30).half())
+    with pytest.raises(TypeError, match=r"^KSLinear: linear: expected a torch.nn.Linear, got Identity"):
+        fw.nn.KSLinear.from_dense(torch.nn.Identity(), PATTERNS)
+
+
+def test_the_original_layer(device):
+    layer = ksmm.KSLinear(PATTERNS)
+    assert layer.algo == "dense" and all(p.dtype == torch.float16 for p in layer.parameters())
+    for algo in ("dense", "kernel", "bmm"):
+        layer = ksmm.KSLinear(PATTERNS, None, False, algo, torch.float32, True, str(device))
+        x = torch.randn(30, 2, 5, device=device)
+        assert_close(layer(x), torch.einsum("oi,inm->onm", product(layer), x.cpu().double()), torch.float32)

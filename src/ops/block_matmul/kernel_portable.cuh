@@ -118,13 +118,14 @@ __device__ __forceinline__ void load_operands(warp_operands<Warp>& o, const Stag
   }
 }
 
-/// sums += [first, first + Depth) of the stage's K. `has(i, j)` says whether the 16×16 place (i, j) is wanted; a place
-/// that is not keeps what it has.
-template <typename T, int Products, bool LeftKInner, bool RightKInner, int Depth, typename Warp, typename StageT,
-          typename Has>
+/// sums += [first, first + Depth) of the stage's K. `mask` has a bit for each 16×16 place of the warp: where it is 0
+/// the sums stay as they are. `All`: every place is wanted.
+template <typename T, int Products, bool LeftKInner, bool RightKInner, int Depth, bool All, typename Warp,
+          typename StageT>
 __device__ __forceinline__ void multiply_stage(warp_sums<Warp>& sums, const StageT& stage, const Warp& warp, int first,
-                                               const Has& has) {
-  constexpr int kSteps = Depth / mma_depth<T>;
+                                               u32 mask) {
+  constexpr int kSteps = Depth / mma_depth<T>, kAcross = Warp::kCols / 16;
+  using Operand = mma_operand<T, Products>;
   warp_operands<Warp> o[2];
   load_operands<T, LeftKInner, RightKInner>(o[0], stage, warp, first);
 #pragma unroll
@@ -133,13 +134,29 @@ __device__ __forceinline__ void multiply_stage(warp_sums<Warp>& sums, const Stag
       load_operands<T, LeftKInner, RightKInner>(o[(s + 1) % 2], stage, warp, first + (s + 1) * mma_depth<T>);
     }
     const auto& now = o[s % 2];
+    // Operands are rounded as seldom as the places that are wanted allow.
+    Operand right[kAcross];
+    if constexpr (All) {
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+        right[j].set(now.right[j]);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < Warp::kRows / 16; ++i) {
+      if (!All && Operand::kRounds && (mask >> i * kAcross & ((1u << kAcross) - 1)) == 0) {
+        continue;
+      }
+      Operand left;
+      left.set(now.left[i]);
 #pragma unroll
-      for (int j = 0; j < Warp::kCols / 16; ++j) {
-        if (has(i, j)) {
-          multiply<T, Products>(sums.at[i][2 * j], now.left[i], now.right[j][0], now.right[j][1]);
-          multiply<T, Products>(sums.at[i][2 * j + 1], now.left[i], now.right[j][2], now.right[j][3]);
+      for (int j = 0; j < kAcross; ++j) {
+        if (All || (mask >> (i * kAcross + j) & 1) != 0) {
+          if constexpr (!All) {
+            right[j].set(now.right[j]);
+          }
+          multiply(sums.at[i][2 * j], left, right[j], 0);
+          multiply(sums.at[i][2 * j + 1], left, right[j], 2);
         }
       }
     }
@@ -344,8 +361,8 @@ __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ blo
       const int* step = steps[next_slot < Stages ? next_slot + Stages : next_slot - Stages];
       const auto multiply_piece = [&](int piece) {
         if (step[piece * kPieceDepth / kSliceDepth * kStep + 2 + warp.m / Block] != 0) {
-          multiply_stage<T, Products, LeftKInner, RightKInner, kPieceDepth>(sums, now, warp, piece * kPieceDepth,
-                                                                            [](int, int) { return true; });
+          multiply_stage<T, Products, LeftKInner, RightKInner, kPieceDepth, true>(sums, now, warp, piece * kPieceDepth,
+                                                                                  ~0u);
         }
       };
       // Tensor cores are at work on the first piece while the copies are issued.
@@ -490,9 +507,8 @@ __global__ void __launch_bounds__(kTileThreads) sdd(const __grid_constant__ bloc
       const int next = stage + 1 == Stages ? 0 : stage + 1;  // the ring's next place holds stage n
       const StageT now(shared_address(ring) + next * StageT::kBytes);
       const auto multiply_half = [&](int half) {
-        multiply_stage<T, Products, LeftKInner, RightKInner, kDepth / 2>(
-            sums, now, warp, half * (kDepth / 2),
-            [&](int i, int j) { return kOneBlock || (mask >> (i * (Warp::kCols / 16) + j) & 1) != 0; });
+        multiply_stage<T, Products, LeftKInner, RightKInner, kDepth / 2, kOneBlock>(sums, now, warp,
+                                                                                    half * (kDepth / 2), mask);
       };
       if (n >= 0 && mask != 0) {
         multiply_half(0);

@@ -270,7 +270,6 @@ __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ blo
     return p.partials + ((place.batch * p.partial_count + n) * p.grid.tiles + place.tile) * (kTileRows * Cols);
   };
   const i64 first_col = static_cast<i64>(place.tile) * Cols;
-  const int cols = p.free - first_col < Cols ? static_cast<int>(p.free - first_col) : Cols;
   int group;
   if (p.reduce) {
     const block_matmul::Split split = p.grid.splits[place.segment];
@@ -289,6 +288,7 @@ __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ blo
     const int block_bytes = in_bytes<T>(p.blocks.block);
     const int block_line = in_bytes<T>(LeftKInner ? p.blocks.row : p.blocks.col);
     const int dense_line = in_bytes<T>(RightKInner ? p.dense.col : p.dense.row);
+    const int cols = p.free - first_col < Cols ? static_cast<int>(p.free - first_col) : Cols;
     const int total = (segment.last - segment.first + kSlices - 1) / kSlices * kParts * p.z_sum;
 
     // Steps arrive in shared memory `Stages` stages before the data they describe is asked for.
@@ -394,11 +394,12 @@ __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ blo
   const int first_row = group % p.grid.groups_per_head * kTileRows;
   T* out =
       static_cast<T*>(p.out.data) + place.z * p.out.z + h * p.out.h + first_row * p.out.row + first_col * p.out.col;
-  const int lines = RowsInner ? cols : p.rows - first_row, inners = RowsInner ? p.rows - first_row : cols;
   const i64 line_step = RowsInner ? p.out.col : p.out.row, step = RowsInner ? p.out.row : p.out.col;
   store_tile<T, Cols, RowsInner>(sums, warp, ring, p.vector, [&](int line, int inner) {
-    const int left = line < lines ? inners - inner : 0;
-    return Target<T>{out + line * line_step + inner * step, left < chunk_of<T> ? left : chunk_of<T>, step};
+    const i64 m = first_row + (RowsInner ? inner : line), n = first_col + (RowsInner ? line : inner);
+    const i64 left = m < p.rows && n < p.free ? (RowsInner ? p.rows - m : p.free - n) : 0;
+    return Target<T>{out + line * line_step + inner * step, static_cast<int>(left < chunk_of<T> ? left : chunk_of<T>),
+                     step};
   });
 }
 

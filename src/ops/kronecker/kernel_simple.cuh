@@ -40,7 +40,7 @@ struct Place {
 
 /// Deltas: 1, 2, 4 or 8 neighbouring δ of a CTA; it then has 8 / Deltas tiles of rows.
 template <typename T, typename Out, int Deltas>
-__global__ void __launch_bounds__(kWarps * 32) product_simple(const __grid_constant__ SimpleParams p) {
+__global__ void __launch_bounds__(kWarps * 32) product_simple(const __grid_constant__ ProductParams p) {
   using Sum = accumulator_t<T>;
   constexpr int kRows = kTile * kWarps / Deltas;
   extern __shared__ __align__(16) u8 raw[];
@@ -130,6 +130,17 @@ __global__ void __launch_bounds__(kWarps * 32) product_simple(const __grid_const
       }
       to[at.delta * p.out.l + at.line * p.out.line + at.entry * p.out.entry] = narrow<Out>(activate(v, p.activation));
     }
+  }
+}
+
+/// Weights as a·d matrices in lines along k. Threads follow what is written.
+template <typename T>
+__global__ void __launch_bounds__(256) pack_weights(const __grid_constant__ PackParams p) {
+  for (i64 n = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; n < p.count; n += static_cast<i64>(gridDim.x) * 256) {
+    const i64 k = n % p.line, j = n / p.line % p.b, l = n / (p.line * p.b) % p.d, i = n / (p.line * p.b * p.d);
+    const T* const from = static_cast<const T*>(p.from);
+    static_cast<T*>(p.to)[n] =
+        k < p.c ? from[i * p.strides[0] + l * p.strides[1] + j * p.strides[2] + k * p.strides[3]] : T{};
   }
 }
 

@@ -1,19 +1,19 @@
-// What the simple kernels are launched with; shared by host and device.
+// What the simple and the portable kernels are launched with; shared by host and device.
 #pragma once
 
 namespace fretwork::kronecker {
 
 /// Strides in elements of an operand of a·d products: from one i, one l, one line and one entry of a line to the next.
 /// `fast` is the innermost of its axes: 0 for l, 1 for line, 2 for entry.
-struct SimpleOperand {
+struct ProductOperand {
   void* data;
   long long i, l, line, entry;
   int fast;
 };
 
 /// out[i,l][row, col] = activation(Σ_t left[i,l][row, t]·right[i,l][col, t] + bias[i,l][col]).
-struct SimpleParams {
-  SimpleOperand left, right, out;
+struct ProductParams {
+  ProductOperand left, right, out;
   const void* bias;
   long long bias_i, bias_l, bias_col;
   long long rows, cols, depth, a, d;
@@ -21,6 +21,15 @@ struct SimpleParams {
   long long pieces, piece;  ///< of the depth: their number, and the length of each
   long long out_piece;      ///< from the result of one piece to that of the next
   int activation;           ///< as fretwork::Activation counts
+  bool vector;              ///< 16 bytes of the result can be written at once along its innermost axis
+};
+
+/// to[i][l][j][k] = from[i,j,k,l], each line of c padded to `line` elements.
+struct PackParams {
+  const void* from;
+  void* to;
+  long long strides[4];  ///< of i, l, j, k
+  long long d, b, c, line, count;
 };
 
 /// to[feature] = Σ_n from[n, feature], over a piece of the batch.

@@ -13,11 +13,9 @@ import argparse
 import functools
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,11 @@ from typing import Any
 import torch
 
 import fretwork as fw
+from rows import RESULTS, Row, folder, machine, numbers, store
 from timing import as_called, host_microseconds, medians
 
-RESULTS = Path(__file__).resolve().parent / "results"
+IDENTITY = ("op", "n", "block", "density", "dtype", "arch", "kind", "cache", "call")
 BANDWIDTH = 4.3e12  # bytes a second a device-to-device copy reaches on the H200
-Row = dict[str, Any]
 
 
 def tensors(op: str, n: int, block: int, density: float, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -163,38 +161,6 @@ def measure_first_calls() -> list[Row]:
     return rows
 
 
-def machine(device: torch.device) -> Row:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return {
-        "device": name, "fretwork": fw.__version__, "torch": torch.__version__, "python": platform.python_version(),
-        "threads": torch.get_num_threads(), "arch": os.environ.get("FRETWORK_ARCH", "auto"),
-        "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def identity(row: Row) -> tuple[Any, ...]:
-    return tuple(row.get(k) for k in ("op", "n", "block", "density", "dtype", "arch", "kind", "cache", "call"))
-
-
-def store(path: Path, rows: list[Row]) -> None:
-    """Newer rows replace older ones of the same case."""
-    old = json.loads(path.read_text()) if path.exists() else []
-    kept = {identity(r): r for r in [*old, *rows]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept.values()) + "\n]\n")
-
-
-def numbers(text: str, kind: type) -> list[Any]:
-    return [kind(x) for x in text.split(",") if x]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -217,7 +183,6 @@ def main() -> None:
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
         print(json.dumps(shown), flush=True)
 
-    folder = options.out / ("h200" if "H200" in facts["device"] else "gpu" if gpu else "cpu")
     try:
         for op in numbers(options.ops, str):
             if op == "host" and gpu:  # on a CPU the product itself is host time
@@ -234,7 +199,7 @@ def main() -> None:
                             with torch.inference_mode():
                                 keep(measure_softmax(*args) if op == "softmax" else measure_product(op, *args))
     finally:
-        store(folder / "block.json", rows)
+        store(folder(options.out, facts) / "block.json", rows, IDENTITY)
 
 
 if __name__ == "__main__":

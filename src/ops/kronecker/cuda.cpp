@@ -1,10 +1,253 @@
-// The products on a GPU.
+// The products on a GPU: the fastest ways are asked in turn; what none takes runs on the portable kernel where 16-byte
+// copies can follow the operands, and on the simple one everywhere else.
+#include "ops/kronecker/cuda.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <string>
+
 #include "fretwork/error.h"
-#include "ops/kronecker/problem.h"
+#include "ops/kronecker/params.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
 
-namespace fretwork::kronecker::cuda {
+namespace fretwork::kronecker {
+namespace {
 
-void run(const Problem& /*problem*/, Context& /*context*/) { throw Error("ksmm", "device", "cpu", "cuda"); }
-void run(const WeightProblem& /*problem*/, Context& /*context*/) { throw Error("ksmm", "device", "cpu", "cuda"); }
+namespace driver = fretwork::cuda;
 
-}  // namespace fretwork::kronecker::cuda
+constexpr const char* kSimple = "ops/kronecker/kernel_simple.cuh";
+constexpr const char* kPortable = "ops/kronecker/kernel_portable.cuh";
+constexpr std::int64_t kRows = 128, kStages = 3, kStageDepth = 128;      // as the portable kernel has them
+constexpr std::int64_t kTile = 32, kWarps = 8, kDepth = 16, kLine = 36;  // as the simple kernel has them
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+const char* sum_type(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
+std::size_t sum_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
+
+KernelSpec simple_spec(DType dtype, bool sums, int deltas) {
+  return {kSimple, std::string("fretwork::kronecker::product_simple<") + device_type(dtype) + ", " +
+                       (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(deltas) + ">"};
+}
+/// `products` is 3 for tf32x3; `left`, `right`: depth is the operand's inner direction.
+KernelSpec portable_spec(DType dtype, bool sums, int products, int cols, bool left, bool right) {
+  const auto flag = [](bool f) { return f ? ", true" : ", false"; };
+  return {kPortable, std::string("fretwork::kronecker::product_portable<") + device_type(dtype) + ", " +
+                         (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(products) + ", " +
+                         std::to_string(cols) + ", " + std::to_string(kStages) + flag(left) + flag(right) + ">"};
+}
+KernelSpec spec(const char* name, DType dtype) {
+  return {kSimple, std::string("fretwork::kronecker::") + name + "<" + device_type(dtype) + ">"};
+}
+
+/// An operand of a·d products. `fast` is the axis with the least distance between neighbours.
+ProductOperand operand(void* data, std::int64_t i, std::int64_t l, std::int64_t line, std::int64_t entry, bool has_l) {
+  const auto near = [](std::int64_t stride) {
+    return stride == 0 ? std::numeric_limits<std::int64_t>::max() : std::abs(stride);
+  };
+  const bool l_first = has_l && near(l) < near(line) && near(l) < near(entry);
+  return {data, i, l, line, entry, l_first ? 0 : near(line) <= near(entry) ? 1 : 2};
+}
+
+/// x or y as an operand whose lines are batch rows and whose entries are the features of one δ.
+ProductOperand matrix_operand(const Matrix& m, std::int64_t width, std::int64_t d, bool batch_is_entry) {
+  const std::int64_t across = d * m.feature;
+  return operand(m.data, width * across, m.feature, batch_is_entry ? across : m.batch,
+                 batch_is_entry ? m.batch : across, d > 1);
+}
+
+/// 16-byte copies can follow the operand: it has an inner direction, and every line begins at 16 bytes.
+bool in_lines(const ProductOperand& o, DType dtype) {
+  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(dtype));
+  const std::int64_t across = o.entry == 1 ? o.line : o.entry;
+  return (o.entry == 1 || o.line == 1) && across % chunk == 0 && o.i % chunk == 0 && o.l % chunk == 0 &&
+         reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0;
+}
+
+bool tensor_cores(const ProductParams& p, DType dtype, const Context& context) {
+  const bool type =
+      dtype == DType::f16 || dtype == DType::bf16 || (dtype == DType::f32 && context.precision != Precision::ieee);
+  return type && driver::device_info(context.device.index).arch >= 80 && in_lines(p.left, dtype) &&
+         in_lines(p.right, dtype);
+}
+
+void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context) {
+  const int cols = p.cols > 64 ? 128 : 64;
+  p.row_tiles = ceil_div(p.rows, kRows);
+  p.col_tiles = ceil_div(p.cols, cols);
+  p.vector = in_lines(p.out, sums ? DType::f32 : dtype);
+  const std::int64_t bytes = std::max(kStages * kStageDepth * (kRows + cols), 4 * kRows * (cols + 1));
+  const int products = dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
+  const KernelSpec wanted = portable_spec(dtype, sums, products, cols, p.left.entry == 1, p.right.entry == 1);
+  get_kernel(wanted, context.device.index)
+      .launch(p.pieces * p.row_tiles * p.a * p.d * p.col_tiles, 256, static_cast<int>(bytes), &p, context.stream);
+}
+
+void launch_simple(ProductParams& p, DType dtype, bool sums, Context& context) {
+  // One δ at a time where memory runs along something else anyway.
+  const bool along_l = p.left.fast == 0 || p.out.fast == 0;
+  const auto deltas = along_l ? std::bit_ceil(static_cast<std::uint64_t>(std::min<std::int64_t>(p.d, kWarps))) : 1;
+  p.l_groups = ceil_div(p.d, static_cast<std::int64_t>(deltas));
+  p.row_tiles = ceil_div(p.rows, kTile * kWarps / static_cast<std::int64_t>(deltas));
+  p.col_tiles = ceil_div(p.cols, kTile);
+  const std::size_t bytes = std::max(2 * kWarps * kDepth * kLine, kWarps * kTile * (kTile + 1)) * sum_bytes(dtype);
+  get_kernel(simple_spec(dtype, sums, static_cast<int>(deltas)), context.device.index)
+      .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, kWarps * 32, static_cast<int>(bytes), &p,
+              context.stream);
+}
+
+void launch(ProductParams& p, DType dtype, bool sums, Context& context) {
+  tensor_cores(p, dtype, context) ? launch_portable(p, dtype, sums, context) : launch_simple(p, dtype, sums, context);
+}
+
+/// The weights as an operand whose lines are outputs and whose entries are inputs.
+ProductOperand weight_operand(const Problem& problem) {
+  const Weights& w = problem.w;
+  return operand(w.data, w.a, w.d, w.b, w.c, problem.sizes.d > 1);
+}
+
+void run_here(const Problem& problem, Context& context) {
+  const auto& [a, b, c, d] = problem.sizes;
+  ProductParams p{};
+  p.left = matrix_operand(problem.x, c, d, false);
+  p.right = weight_operand(problem);
+  p.out = matrix_operand(problem.y, b, d, false);
+  p.bias = problem.bias.data;
+  p.bias_i = b * d * problem.bias.stride;
+  p.bias_l = problem.bias.stride;
+  p.bias_col = d * problem.bias.stride;
+  p.rows = problem.batch;
+  p.cols = b;
+  p.depth = p.piece = c;
+  p.a = a;
+  p.d = d;
+  p.pieces = 1;
+  p.activation = static_cast<int>(problem.activation);
+
+  // Weights that lie otherwise are brought into lines when x already does.
+  ProductParams lined = p;
+  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(problem.dtype)), line = ceil_div(c, chunk) * chunk;
+  lined.right = {nullptr, d * b * line, b * line, line, 1, 2};
+  const bool pack = !in_lines(p.right, problem.dtype) && tensor_cores(lined, problem.dtype, context);
+  const std::int64_t count = a * d * b * line;
+  const Workspace packed(context, pack ? static_cast<std::size_t>(count) * size_of(problem.dtype) : 0);
+  if (pack) {
+    const Weights& w = problem.w;
+    const PackParams q{w.data, packed.data(), {w.a, w.d, w.b, w.c}, d, b, c, line, count};
+    get_kernel(spec("pack_weights", problem.dtype), context.device.index)
+        .launch(std::min<std::int64_t>(ceil_div(count, 256), 1 << 16), 256, 0, &q, context.stream);
+    p = lined;
+    p.right.data = packed.data();
+  }
+  launch(p, problem.dtype, false, context);
+}
+
+/// Pieces of the batch that fill the machine `tiles` at a time, none shorter than 256.
+std::int64_t pieces_of(std::int64_t batch, std::int64_t tiles, int multiprocessors) {
+  return std::clamp<std::int64_t>(std::min(ceil_div(2 * multiprocessors, tiles), batch / 256), 1, 256);
+}
+
+void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
+                const std::int64_t (&strides)[4], Context& context) {
+  PieceSumParams p{from, pieces, sizes[0] * sizes[1] * sizes[2] * sizes[3], to, {}, {}};
+  std::copy(std::begin(sizes), std::end(sizes), p.sizes);
+  std::copy(std::begin(strides), std::end(strides), p.strides);
+  get_kernel(spec("sum_pieces", dtype), context.device.index)
+      .launch(std::min<std::int64_t>(ceil_div(p.count, 256), 1 << 16), 256, 0, &p, context.stream);
+}
+
+void run_here(const WeightProblem& problem, Context& context) {
+  const auto& [a, b, c, d] = problem.sizes;
+  const std::int64_t count = a * b * c * d;
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const std::int64_t tiles = a * d * ceil_div(b, kTile) * ceil_div(c, kTile);
+  ProductParams p{};
+  p.left = matrix_operand(problem.d_y, b, d, true);
+  p.right = matrix_operand(problem.x, c, d, true);
+  p.rows = b;
+  p.cols = c;
+  p.depth = problem.batch;
+  p.a = a;
+  p.d = d;
+  p.pieces = pieces_of(problem.batch, tiles, multiprocessors);
+  p.piece = ceil_div(std::max<std::int64_t>(problem.batch, 1), p.pieces * kDepth) * kDepth;
+  p.out_piece = count;
+  const Workspace sums(context, static_cast<std::size_t>(p.pieces * count) * sum_bytes(problem.dtype));
+  const Weights& w = problem.d_w;
+  if (const bool matrices = tensor_cores(p, problem.dtype, context); matrices || d == 1) {
+    p.out = operand(sums.data(), d * b * c, b * c, c, 1, false);
+    launch(p, problem.dtype, true, context);
+    sum_pieces(sums.data(), p.pieces, problem.dtype, w.data, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
+  } else {
+    p.out = operand(sums.data(), b * c * d, 1, c * d, d, true);
+    launch(p, problem.dtype, true, context);
+    sum_pieces(sums.data(), p.pieces, problem.dtype, w.data, {a, b, c, d}, {w.a, w.b, w.c, w.d}, context);
+  }
+}
+
+void sum_batch(const WeightProblem& problem, Context& context) {
+  const auto& [a, b, c, d] = problem.sizes;
+  const std::int64_t features = a * b * d, groups = ceil_div(features, 32);
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const std::int64_t pieces = pieces_of(problem.batch, groups, multiprocessors);
+  const Workspace sums(context, static_cast<std::size_t>(pieces * features) * sum_bytes(problem.dtype));
+  const BatchSumParams p{
+      problem.d_y.data, problem.d_y.batch, problem.d_y.feature,
+      problem.batch,    features,          ceil_div(std::max<std::int64_t>(problem.batch, 1), pieces),
+      sums.data()};
+  get_kernel(spec("sum_batch", problem.dtype), context.device.index)
+      .launch(groups * pieces, 256, 0, &p, context.stream);
+  sum_pieces(sums.data(), pieces, problem.dtype, problem.d_bias.data, {1, 1, 1, features},
+             {0, 0, 0, problem.d_bias.stride}, context);
+}
+
+std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+  std::vector<KernelSpec> list;
+  for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
+    for (const int deltas : {1, 2, 4, 8}) {
+      list.push_back(simple_spec(dtype, false, deltas));
+      if (dtype == DType::f16 || dtype == DType::bf16) {
+        list.push_back(simple_spec(dtype, true, deltas));
+      }
+    }
+    for (const char* const name : {"pack_weights", "sum_batch", "sum_pieces"}) {
+      list.push_back(spec(name, dtype));
+    }
+  }
+  for (const auto& [dtype, products] : {std::pair{DType::f16, 1}, {DType::bf16, 1}, {DType::f32, 1}, {DType::f32, 3}}) {
+    for (const int cols : {64, 128}) {
+      for (int order = 0; order < 4; ++order) {
+        for (const bool sums : {false, true}) {
+          if (!sums || dtype != DType::f32) {
+            list.push_back(portable_spec(dtype, sums, products, cols, (order & 1) != 0, (order & 2) != 0));
+          }
+        }
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker", list_kernels};
+
+}  // namespace
+
+void cuda::run(const Problem& problem, Context& context) {
+  const driver::DeviceScope scope(context.device.index);
+  if (!hopper::run(problem, context) && !strided::run(problem, context)) {
+    run_here(problem, context);
+  }
+}
+
+void cuda::run(const WeightProblem& problem, Context& context) {
+  const driver::DeviceScope scope(context.device.index);
+  if (!hopper::run(problem, context) && !strided::run(problem, context)) {
+    run_here(problem, context);
+  }
+  if (problem.d_bias.data != nullptr) {
+    sum_batch(problem, context);
+  }
+}
+
+}  // namespace fretwork::kronecker

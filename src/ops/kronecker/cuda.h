@@ -1,4 +1,5 @@
-// The ways a GPU runs a Kronecker product. Each way says whether it took the problem; cuda.cpp asks them in turn.
+// The faster ways a GPU runs a Kronecker product. Each says whether it took the problem; cuda.cpp asks them in turn and
+// runs what none takes.
 #pragma once
 
 #include "ops/kronecker/problem.h"
@@ -17,11 +18,5 @@ namespace strided {
 bool run(const Problem& problem, Context& context);
 bool run(const WeightProblem& problem, Context& context);
 }  // namespace strided
-
-/// Tensor cores on sm_80 and later where a row of features (d = 1) or of the batch (batch last) is contiguous.
-namespace portable {
-bool run(const Problem& problem, Context& context);
-bool run(const WeightProblem& problem, Context& context);
-}  // namespace portable
 
 }  // namespace fretwork::kronecker

@@ -1,5 +1,6 @@
 // What the Kronecker products accept, the form they are brought to, and which backend runs them.
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "fretwork/error.h"
@@ -52,9 +53,11 @@ Sizes check_weights(const char* op, const Argument& w) {
   return s;
 }
 
+/// A size of 1 has any stride; it gets one that suits: neighbouring features, a batch row at a round distance.
 Matrix matrix(const TensorView& v) {
-  // A size of 1 has stride 1, which is as good as any.
-  return {v.data, v.size(0) == 1 ? 1 : v.stride(0), v.size(1) == 1 ? 1 : v.stride(1)};
+  const std::int64_t feature = v.size(1) == 1 ? 1 : v.stride(1);
+  const std::int64_t round = (v.size(1) * std::abs(feature) + 63) / 64 * 64;
+  return {v.data, v.size(0) == 1 ? round : v.stride(0), feature};
 }
 
 Weights weights(const TensorView& w) { return {w.data, w.stride(0), w.stride(1), w.stride(2), w.stride(3)}; }

@@ -1,0 +1,224 @@
+"""Fretwork's Kronecker products beside every other way to compute them, on the same data in one run.
+
+    python bench/compare_kronecker.py                               # the sample grid, on a GPU if there is one
+    python bench/compare_kronecker.py --grid paper --algos kernel   # every pattern of the paper, ours only
+
+Rows go to bench/results/<device>/kronecker.json, losing ones too. The floor of a row is its bytes (x, w and y once) at
+the copy rate of the run or its FLOPs at the dense rate of the run, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fretwork as fw
+from rows import RESULTS, Row, folder, machine, numbers, store
+from timing import as_called, medians
+
+IDENTITY = ("pattern", "batch", "layout", "dtype", "precision", "arch", "part")
+PEERS = ("bmm", "einsum", "bsr", "dense", "sparse")
+FACTS = [(1, 768, 192, 2), (6, 64, 64, 1), (1, 192, 48, 2), (4, 64, 64, 4), (1, 128, 128, 16), (1, 64, 64, 64),
+         (128, 64, 64, 1), (1, 1024, 1024, 4), (16, 256, 256, 4), (4, 64, 64, 16)]  # fmt: skip
+A = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+BC = ((48, 48), (48, 192), (64, 64), (96, 96), (96, 384), (128, 128), (192, 48), (192, 192), (192, 768), (256, 256),
+      (384, 96), (384, 384), (512, 512), (768, 192), (768, 768), (1024, 1024))  # fmt: skip
+D = (4, 16, 64)
+Pattern = tuple[int, int, int, int]
+
+
+def paper(batch: int = 25088) -> list[Pattern]:
+    """The paper's grid, less what does not fit 31 bits there."""
+    patterns = [(a, b, c, d) for a in A for b, c in BC for d in D]
+    return [p for p in patterns if batch * p[0] * max(p[1], p[2]) * p[3] < 2**31 - 1 and math.prod(p) < 2**31 - 1]
+
+
+def sample() -> list[Pattern]:
+    """The patterns of the team's table and 30 more, the same in every run."""
+    return FACTS + random.Random(4).sample([p for p in paper() if p not in FACTS], 30)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a millisecond of a large copy, read and written."""
+    x = torch.empty(1 << (29 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.numel() / medians({"copy": lambda: y.copy_(x)}, device)["copy"]
+
+
+def dense_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP a millisecond of torch's dense product."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2.0 * n**3 / medians({"dense": lambda: a @ b}, device)["dense"]
+
+
+def inputs(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    a, _, c, d = p
+    size = (a * c * d, batch) if last else (batch, a * c * d)
+    x = torch.randn(size, device=device, dtype=torch.float32 if device.type == "cpu" else dtype).to(dtype)
+    return x, (torch.randn(p, device=device) / math.sqrt(c)).to(dtype)
+
+
+def error_of(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, last: bool) -> float:
+    """Of some rows, against float64."""
+    rows = min(y.shape[1 if last else 0], 64)
+    some, got = (x[:, -rows:].T, y[:, -rows:].T) if last else (x[-rows:], y[-rows:])
+    a, _, c, d = w.shape
+    want = torch.einsum("nikl,ijkl->nijl", some.reshape(rows, a, c, d).double(), w.double()).reshape(rows, -1)
+    return ((got.double() - want).abs().max() / want.abs().max()).item()
+
+
+def too_much(algo: str, p: Pattern, batch: int, rate: float) -> str | None:
+    """Why a peer is left out of a row, if it is; the reason goes into the row."""
+    a, b, c, d = p
+    if algo in ("dense", "bsr", "sparse") and a * b * d * a * c * d > 2**31:
+        return "the dense matrix has more than 2^31 elements"
+    if algo == "dense" and 2.0 * batch * a * b * d * a * c * d / rate > 50:
+        return "more than 50 ms at the dense rate"
+    return None
+
+
+def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torch.device, algos: list[str],
+            rates: tuple[float, float], seconds: float) -> Row:  # fmt: skip
+    a, b, _, d = p
+    x, w = inputs(p, batch, last, dtype, device)
+    left_out = {algo: why for algo in algos if (why := too_much(algo, p, batch, rates[1]))}
+    calls: dict[str, Any] = {}
+    once: dict[str, float] = {}
+    for algo in (algo for algo in algos if algo not in left_out):
+        call = lambda algo=algo: fw.ksmm(x, w, bs_last=last, algo=algo)  # noqa: E731
+        try:
+            y = call()
+        except (RuntimeError, NotImplementedError) as error:
+            left_out[algo] = str(error).splitlines()[0][:120]
+            continue
+        if algo == "kernel":
+            error_now = error_of(x, w, y, last)
+        if algo in ("bsr", "sparse") and (ms_now := as_called(call, device, 1)) > 20:
+            once[algo] = ms_now  # far behind: one time is enough
+        else:
+            calls[algo] = call
+    ms = medians(calls, device, seconds=seconds) | once
+    flops, moved = 2.0 * batch * math.prod(p), (x.numel() + w.numel() + batch * a * b * d) * x.element_size()
+    return {
+        "part": "forward", "pattern": p, "batch": batch, "layout": "last" if last else "first", "dtype": str(dtype)[6:],
+        "precision": torch.get_float32_matmul_precision() if dtype == torch.float32 else None,
+        "ms": ms, "as_called_ms": as_called(calls["kernel"], device, 10), "left_out": left_out,
+        "floor_ms": max(flops / rates[1], moved / rates[0]), "error": error_now,
+    }  # fmt: skip
+
+
+def measure_backward(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torch.device,
+                     seconds: float) -> Row:  # fmt: skip
+    x, w = inputs(p, batch, last, dtype, device)
+    bias = torch.zeros(p[0] * p[1] * p[3], device=device, dtype=dtype)
+    leaves = [t.requires_grad_() for t in (x, w, bias)]
+    y = fw.ksmm(x, w, last, bias, algo="kernel")
+    dy = torch.randn_like(y)
+    ms = medians({
+        "forward": lambda: fw.ksmm(x, w, last, bias, algo="kernel"),
+        "backward": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True),
+    }, device, seconds=seconds)  # fmt: skip
+    return {
+        "part": "backward", "pattern": p, "batch": batch, "layout": "last" if last else "first",
+        "dtype": str(dtype)[6:], "ms": ms, "ratio": ms["backward"] / ms["forward"],
+    }  # fmt: skip
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def summary(rows: list[Row]) -> None:
+    """Geometric means over the rows of each kind, to stderr."""
+
+    def kind(r: Row) -> tuple[str, ...]:
+        many = "d > 1" if r["pattern"][3] > 1 else "d = 1"
+        return r["dtype"], r["precision"] or "", f"batch {r['layout']} {r['batch']}", many
+
+    forward = [r for r in rows if r["part"] == "forward"]
+    for each in sorted({kind(r) for r in forward}):
+        of = [r for r in forward if kind(r) == each]
+        floor = geomean([r["ms"]["kernel"] / r["floor_ms"] for r in of])
+        peers = [
+            min(v for k, v in r["ms"].items() if k != "kernel") / r["ms"]["kernel"] for r in of if len(r["ms"]) > 1
+        ]
+        print(f"{' '.join(each)}: {len(of)} patterns, time / floor {floor:.2f}, best peer / ours "
+              f"{geomean(peers):.2f} (least {min(peers, default=math.nan):.2f})", file=sys.stderr)  # fmt: skip
+    if ratios := [r["ratio"] for r in rows if r["part"] == "backward"]:
+        print(f"backward / forward: {geomean(ratios):.2f} (most {max(ratios):.2f})", file=sys.stderr)
+
+
+def write_csv(path: Path, rows: list[Row]) -> None:
+    """One line per pattern and algorithm, with the column names that users of KSMM know."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["batch_size", "a", "b", "c", "d", "layout", "dtype", "precision", "algo", "ms"])
+        for r in (r for r in rows if r["part"] == "forward"):
+            for algo, ms in r["ms"].items():
+                writer.writerow([r["batch"], *r["pattern"], r["layout"], r["dtype"], r["precision"], algo, ms])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--grid", choices=("facts", "sample", "paper"), default="sample")
+    parser.add_argument("--batch", default="", help="25088 on a GPU, 2048 on a CPU; several with commas")
+    parser.add_argument("--dtypes", default="", help="float16,bfloat16,float32 on a GPU, float32 on a CPU")
+    parser.add_argument("--precisions", default="high", help="highest (ieee), high (tf32); of float32 on a GPU")
+    parser.add_argument("--layouts", default="first,last")
+    parser.add_argument("--algos", default=",".join(("kernel", *PEERS)))
+    parser.add_argument("--backward", action="store_true", help="time the gradients too")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of measuring for a row")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    gpu = device.type == "cuda"
+    patterns = {"facts": lambda: FACTS, "sample": sample, "paper": paper}[options.grid]()
+    facts, rows = machine(device), []
+    copies = copy_rate(device)
+
+    def keep(row: Row) -> None:
+        rows.append({**facts, **row})
+        times = " ".join(f"{k} {v:.4f}" for k, v in row["ms"].items())
+        floor = (
+            f"floor {row['floor_ms']:.4f} error {row['error']:.0e}"
+            if "floor_ms" in row
+            else f"ratio {row['ratio']:.2f}"
+        )
+        print(json.dumps(row["pattern"]), row["batch"], row["layout"], row["dtype"], times, floor, flush=True)
+
+    try:
+        for dtype in (
+            getattr(torch, d)
+            for d in numbers(options.dtypes or ("float16,bfloat16,float32" if gpu else "float32"), str)
+        ):
+            for precision in numbers(options.precisions, str) if gpu and dtype == torch.float32 else ["highest"]:
+                torch.set_float32_matmul_precision(precision)
+                rates = (copies, dense_rate(dtype, device))
+                for batch in numbers(options.batch or ("25088" if gpu else "2048"), int):
+                    for p in patterns:
+                        for layout in numbers(options.layouts, str):
+                            args = (p, batch, layout == "last", dtype, device)
+                            with torch.inference_mode():
+                                keep(measure(*args, numbers(options.algos, str), rates, options.seconds))
+                            if options.backward:
+                                keep(measure_backward(*args, options.seconds))
+    finally:
+        store(folder(options.out, facts) / "kronecker.json", rows, IDENTITY)
+        if options.csv:
+            write_csv(options.csv, rows)
+        summary(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ __device__ __forceinline__ u32 load_shared_32(u32 address) {
 
 /// d += a·b: 16×8 with 32 bytes of K (16 of a 16-bit type, 8 of tf32).
 template <typename T>
-__device__ __forceinline__ void mma_sync(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+__device__ __forceinline__ void mma_sync(float (&d)[4], const u32* a, u32 b0, u32 b1) {
   if constexpr (is_same<T, f16>) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -51,9 +51,9 @@ __device__ __forceinline__ u32 to_tf32(u32 x) {
   return r;
 }
 
-/// What to_tf32 left out, itself as a tf32.
+/// What to_tf32 left out, cut to a tf32: it is small enough that rounding it would not be seen.
 __device__ __forceinline__ u32 tf32_rest(u32 x, u32 rounded) {
-  return to_tf32(__float_as_uint(__uint_as_float(x) - __uint_as_float(rounded)));
+  return __float_as_uint(__uint_as_float(x) - __uint_as_float(rounded)) & 0xffffe000u;
 }
 
 }  // namespace fretwork

@@ -79,29 +79,37 @@ struct register_sums {
   float at[Rows][Cols][4];
 };
 
-/// sums(i, j) += left(i)·right(j), j counting eights. `Products` 3 adds what tf32 rounding leaves out (lo·hi + hi·lo).
+/// A fragment as mma.sync takes it. Of 16-bit types: as loaded.
 template <typename T, int Products>
-__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (sizeof(T) == 2) {
-    mma_sync<T>(sum, a, b0, b1);
-  } else {
-    u32 high[4];
+struct mma_operand {
+  static constexpr bool kRounds = false, kRest = false;
+  const u32* high;
+  __device__ __forceinline__ void set(const u32 (&loaded)[4]) { high = loaded; }
+};
+
+/// In tf32: rounded. `Products` 3 keeps what rounding leaves out as well.
+template <int Products>
+struct mma_operand<float, Products> {
+  static constexpr bool kRounds = true, kRest = Products == 3;
+  u32 high[4], rest[4];
+  __device__ __forceinline__ void set(const u32 (&loaded)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      high[e] = to_tf32(a[e]);
+      high[e] = to_tf32(loaded[e]);
+      rest[e] = kRest ? tf32_rest(loaded[e], high[e]) : 0;
     }
-    const u32 b0_high = to_tf32(b0), b1_high = to_tf32(b1);
-    if constexpr (Products == 3) {
-      u32 low[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        low[e] = tf32_rest(a[e], high[e]);
-      }
-      mma_sync<T>(sum, low, b0_high, b1_high);
-      mma_sync<T>(sum, high, tf32_rest(b0, b0_high), tf32_rest(b1, b1_high));
-    }
-    mma_sync<T>(sum, high, b0_high, b1_high);
   }
+};
+
+/// sum += a·b, where b's eight columns are those of its words `first` and `first` + 1.
+template <typename T, int Products>
+__device__ __forceinline__ void multiply(float (&sum)[4], const mma_operand<T, Products>& a,
+                                         const mma_operand<T, Products>& b, int first) {
+  if constexpr (mma_operand<T, Products>::kRest) {
+    mma_sync<T>(sum, a.rest, b.high[first], b.high[first + 1]);
+    mma_sync<T>(sum, a.high, b.rest[first], b.rest[first + 1]);
+  }
+  mma_sync<T>(sum, a.high, b.high[first], b.high[first + 1]);
 }
 
 }  // namespace fretwork

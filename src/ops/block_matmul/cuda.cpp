@@ -101,15 +101,21 @@ Config choose(const Problem& problem, Precision precision, const driver::DeviceI
                             device.shared_per_block);
 }
 
-/// Names an instantiation. The last two say whether K runs along lines of the operand in memory.
-KernelSpec instance(Kind kind, DType dtype, int block, const Config& c, bool left_k_inner, bool right_k_inner) {
+/// How operands and the result lie in memory: what runs along their lines.
+struct Lines {
+  bool left_k, right_k;
+  bool out_rows;  ///< spmm only
+};
+
+/// Names an instantiation.
+KernelSpec instance(Kind kind, DType dtype, int block, const Config& c, const Lines& lines) {
   const std::string op = kind == Kind::spmm ? "spmm" : "sdd";
   const auto n = [](int v) { return ", " + std::to_string(v); };
   if (!c.tensor_cores) {
     return {kSimple, "fretwork::simple_" + op + "<" + device_type(dtype) + n(c.rows) + ">"};
   }
   return {kPortable, "fretwork::" + op + "<" + device_type(dtype) + n(c.products) + n(block) + n(c.tile) + n(c.stages) +
-                         n(left_k_inner) + n(right_k_inner) + ">"};
+                         n(lines.left_k) + n(lines.right_k) + (kind == Kind::spmm ? n(lines.out_rows) : "") + ">"};
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -117,7 +123,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const Kind kind : {Kind::spmm, Kind::sdd}) {
     for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
       for (const std::int64_t block_rows : {8, 16, 32, 64}) {
-        list.push_back(instance(kind, dtype, 0, simple_config(block_rows), false, false));
+        list.push_back(instance(kind, dtype, 0, simple_config(block_rows), {}));
       }
     }
   }
@@ -135,10 +141,12 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
        {Variant{DType::f16, 1, 128}, Variant{DType::f16, 1, 256}, Variant{DType::bf16, 1, 128},
         Variant{DType::bf16, 1, 256}, Variant{DType::f32, 1, 128}, Variant{DType::f32, 3, 128}}) {
     for (const int block : {16, 32, 64, 128}) {
-      for (int order = 0; order < 4; ++order) {
-        for (const Kind kind : {Kind::spmm, Kind::sdd}) {
-          list.push_back(instance(kind, dtype, block, tensor_core_config(block, tile, products, limit),
-                                  (order & 1) != 0, (order & 2) != 0));
+      const Config config = tensor_core_config(block, tile, products, limit);
+      for (int order = 0; order < 8; ++order) {
+        const Lines lines{(order & 1) != 0, (order & 2) != 0, (order & 4) != 0};
+        list.push_back(instance(Kind::spmm, dtype, block, config, lines));
+        if (!lines.out_rows) {
+          list.push_back(instance(Kind::sdd, dtype, block, config, lines));
         }
       }
     }
@@ -217,7 +225,8 @@ void cut(Steps& steps, int longest, bool partials, std::vector<Segment>& segment
 struct PlanKey {
   Kind kind;
   DType dtype;
-  bool transposed, left_k_inner, right_k_inner, tensor_cores;
+  Lines lines;
+  bool transposed, tensor_cores;
   std::uint8_t products, stages;
   int tile, rows, device, parallel;
   std::int64_t h_sum;
@@ -261,14 +270,13 @@ DevicePlan make_plan(const Problem& problem, const Config& config, const PlanKey
   made.split_count = static_cast<int>(splits.size());
   made.partial_count = splits.empty() ? 0 : splits.back().first + splits.back().count;
   made.groups_per_head = std::max(1, plan.groups_per_head);
-  made.kernel = &get_kernel(instance(problem.kind, problem.dtype, static_cast<int>(shape.block_rows), config,
-                                     key.left_k_inner, key.right_k_inner),
-                            key.device);
+  made.kernel = &get_kernel(
+      instance(problem.kind, problem.dtype, static_cast<int>(shape.block_rows), config, key.lines), key.device);
   return made;
 }
 
 std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, const Config& config, const Context& context,
-                                            bool left_k_inner, bool right_k_inner, std::int64_t parallel) {
+                                            const Lines& lines, std::int64_t parallel) {
   static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
   const std::string& layout = problem.layout->key();
   PlanKey key;
@@ -276,8 +284,7 @@ std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, const Config
   key.kind = problem.kind;
   key.dtype = problem.dtype;
   key.transposed = problem.transposed;
-  key.left_k_inner = config.tensor_cores && left_k_inner;
-  key.right_k_inner = config.tensor_cores && right_k_inner;
+  key.lines = config.tensor_cores ? lines : Lines{};
   key.tensor_cores = config.tensor_cores;
   key.products = static_cast<std::uint8_t>(config.products);
   key.stages = static_cast<std::uint8_t>(config.stages);
@@ -457,13 +464,16 @@ void run_spmm(const Problem& problem, const Config& config, Context& context) {
   const std::int64_t batches = problem.z_out * grid_heads(problem);
   const std::int64_t pieces = config.tensor_cores ? 1 : ceil_div(shape.block_rows, 8 * config.rows);
   const std::int64_t tiles = ceil_div(problem.out.cols, config.tile) * pieces;
-  const auto plan = find_plan(problem, config, context, blocks.col_inner(), !dense.col_inner(), batches * tiles);
+  const MatrixArg out = matrix_arg(problem.out);
+  const Order order = order_of(out, problem.out.rows, problem.out.cols, chunk);
+  const auto plan =
+      find_plan(problem, config, context, {blocks.col_inner(), !dense.col_inner(), !order.col}, batches * tiles);
 
   SpmmParams params{};
   params.grid = grid_of(*plan, problem, tiles);
   params.blocks = blocks.arg();
   params.dense = dense.arg();
-  params.out = matrix_arg(problem.out);
+  params.out = out;
   params.free = problem.out.cols;
   params.rows = static_cast<int>(problem.out.rows);
   params.z_sum = static_cast<int>(problem.z_sum);
@@ -472,8 +482,6 @@ void run_spmm(const Problem& problem, const Config& config, Context& context) {
   params.block_cols = static_cast<int>(shape.block_cols);
   params.dense_free_inner = dense.col_inner();
   params.blocks_col_inner = blocks.col_inner();
-  const Order order = order_of(params.out, problem.out.rows, problem.out.cols, chunk);
-  params.rows_inner = !order.col;
   params.vector = order.chunks && (config.tensor_cores || order.col);
 
   const std::int64_t tile_floats = kTileRows * config.tile;
@@ -504,7 +512,7 @@ void run_sdd(const Problem& problem, const Config& config, Context& context) {
   const int chunk = 16 / static_cast<int>(size_of(problem.dtype));
   const DenseInput left(problem, problem.left, config, context);
   const DenseInput right(problem, problem.right, config, context);
-  const auto plan = find_plan(problem, config, context, left.col_inner(), !right.col_inner(), 1);
+  const auto plan = find_plan(problem, config, context, {left.col_inner(), !right.col_inner(), false}, 1);
   const std::int64_t batches = problem.z_out * grid_heads(problem);
   const std::int64_t row_pieces = config.tensor_cores ? 1 : ceil_div(shape.block_rows, 8 * config.rows);
   const std::int64_t pieces = sdd_pieces(problem, config, batches * plan->segment_count,

@@ -79,13 +79,12 @@ __device__ __forceinline__ void store_tile(const float (&d)[kSize], u32 buffers,
 }
 
 /// Sums of a segment that is only a part of its group, in the order threads hold them.
-template <int kSize>
+template <int kConsumers, int kSize>
 __device__ __forceinline__ void store_partial(const float (&d)[kSize], float* partials, int index) {
-  const int consumers = static_cast<int>(blockDim.x) - 128;
-  float* to = partials + static_cast<i64>(index) * (kSize * consumers) + (threadIdx.x - 128);
+  float* to = partials + static_cast<i64>(index) * (kSize * kConsumers) + (threadIdx.x - 128);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    to[i * consumers] = d[i];
+    to[i * kConsumers] = d[i];
   }
 }
 

@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_co
       const int stages = (steps + N::kColumns - 1) / N::kColumns * p.batches.z_sum * p.batches.h_sum;
       narrow_multiply<T, kBlock, kSparseK, kDenseK>(d, stages, barriers, base, ring, warpgroup);
       if (t.segment.partial >= 0) {
-        store_partial(d, p.partials, t.partial);
+        store_partial<kNarrowThreads - 128>(d, p.partials, t.partial);
         continue;
       }
       const int free = t.tile * kNarrow + static_cast<int>(warpgroup) * 64;

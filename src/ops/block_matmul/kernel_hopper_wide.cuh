@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
       const int steps = (t.segment.last - t.segment.first) * p.batches.z_sum * p.batches.h_sum;
       wide_multiply<T, kWidth, kSparseK, kDenseK>(d, steps * (p.block / 64), barriers, base, ring, warpgroup);
       if (t.segment.partial >= 0) {
-        store_partial(d, p.partials, t.partial);
+        store_partial<kThreads - 128>(d, p.partials, t.partial);
         continue;
       }
       const int row = t.place * kTileM + warpgroup * 64;

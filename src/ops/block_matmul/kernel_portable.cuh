@@ -118,13 +118,14 @@ __device__ __forceinline__ void load_operands(warp_operands<Warp>& o, const Stag
   }
 }
 
-/// sums += [first, first + Depth) of the stage's K. `has(i, j)` says whether the 16×16 place (i, j) is wanted; a place
-/// that is not keeps what it has.
-template <typename T, int Products, bool LeftKInner, bool RightKInner, int Depth, typename Warp, typename StageT,
-          typename Has>
+/// sums += [first, first + Depth) of the stage's K. `mask` has a bit for each 16×16 place of the warp: where it is 0
+/// the sums stay as they are. `All`: every place is wanted.
+template <typename T, int Products, bool LeftKInner, bool RightKInner, int Depth, bool All, typename Warp,
+          typename StageT>
 __device__ __forceinline__ void multiply_stage(warp_sums<Warp>& sums, const StageT& stage, const Warp& warp, int first,
-                                               const Has& has) {
-  constexpr int kSteps = Depth / mma_depth<T>;
+                                               u32 mask) {
+  constexpr int kSteps = Depth / mma_depth<T>, kAcross = Warp::kCols / 16;
+  using Operand = mma_operand<T, Products>;
   warp_operands<Warp> o[2];
   load_operands<T, LeftKInner, RightKInner>(o[0], stage, warp, first);
 #pragma unroll
@@ -133,13 +134,29 @@ __device__ __forceinline__ void multiply_stage(warp_sums<Warp>& sums, const Stag
       load_operands<T, LeftKInner, RightKInner>(o[(s + 1) % 2], stage, warp, first + (s + 1) * mma_depth<T>);
     }
     const auto& now = o[s % 2];
+    // Operands are rounded as seldom as the places that are wanted allow.
+    Operand right[kAcross];
+    if constexpr (All) {
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+        right[j].set(now.right[j]);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < Warp::kRows / 16; ++i) {
+      if (!All && Operand::kRounds && (mask >> i * kAcross & ((1u << kAcross) - 1)) == 0) {
+        continue;
+      }
+      Operand left;
+      left.set(now.left[i]);
 #pragma unroll
-      for (int j = 0; j < Warp::kCols / 16; ++j) {
-        if (has(i, j)) {
-          multiply<T, Products>(sums.at[i][2 * j], now.left[i], now.right[j][0], now.right[j][1]);
-          multiply<T, Products>(sums.at[i][2 * j + 1], now.left[i], now.right[j][2], now.right[j][3]);
+      for (int j = 0; j < kAcross; ++j) {
+        if (All || (mask >> (i * kAcross + j) & 1) != 0) {
+          if constexpr (!All) {
+            right[j].set(now.right[j]);
+          }
+          multiply(sums.at[i][2 * j], left, right[j], 0);
+          multiply(sums.at[i][2 * j + 1], left, right[j], 2);
         }
       }
     }
@@ -173,57 +190,65 @@ __device__ __forceinline__ void add_partial(warp_sums<Warp>& sums, const float* 
   }
 }
 
+/// Where the entries of a chunk of the result go: the first `count` of them, `step` apart.
+template <typename T>
+struct Target {
+  T* to;
+  int count;
+  i64 step;
+};
+
 /// Rounds the sums into shared memory, then writes them 16 bytes at a time along rows (or columns, RowsInner) where
-/// `vector` allows. `at(m, n)` gives nullptr outside the result.
-template <typename T, int Cols, bool RowsInner, typename Warp, typename At>
+/// `vector` allows. `target(line, inner)` finds the place of the chunk that begins at entry `inner` of a line.
+template <typename T, int Cols, bool RowsInner, typename Warp, typename Find>
 __device__ __forceinline__ void store_tile(const warp_sums<Warp>& sums, const Warp& warp, void* memory, bool vector,
-                                           const At& at) {
+                                           const Find& target) {
   constexpr int kChunk = chunk_of<T>;
   constexpr int kInner = RowsInner ? kTileRows : Cols, kLines = RowsInner ? Cols : kTileRows;
   constexpr int kLine = kInner + kChunk;
   T* shared = static_cast<T*>(memory);
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int m = warp.m + lane / 4, n = warp.n + lane % 4 * 2;
+  T* mine = shared + (RowsInner ? n * kLine + m : m * kLine + n);
 #pragma unroll
   for (int i = 0; i < Warp::kRows / 16; ++i) {
 #pragma unroll
     for (int j = 0; j < Warp::kCols / 8; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; e += 2) {
-        const int m = warp.m + i * 16 + lane / 4 + e / 2 * 8, n = warp.n + j * 8 + lane % 4 * 2;
         const float low = sums.at[i][j][e], high = sums.at[i][j][e + 1];
+        T* to = mine + (RowsInner ? j * 8 * kLine + i * 16 + e * 4 : (i * 16 + e * 4) * kLine + j * 8);
         if constexpr (RowsInner) {
-          shared[n * kLine + m] = narrow<T>(low);
-          shared[(n + 1) * kLine + m] = narrow<T>(high);
+          to[0] = narrow<T>(low);
+          to[kLine] = narrow<T>(high);
         } else if constexpr (sizeof(T) == 2) {
-          *reinterpret_cast<u32*>(shared + m * kLine + n) = narrow_pair<T>(low, high);
+          *reinterpret_cast<u32*>(to) = narrow_pair<T>(low, high);
         } else {
-          *reinterpret_cast<float2*>(shared + m * kLine + n) = float2{low, high};
+          *reinterpret_cast<float2*>(to) = float2{low, high};
         }
       }
     }
   }
   __syncthreads();
 #pragma unroll 1
-  for (int n = static_cast<int>(threadIdx.x); n < kLines * kInner / kChunk; n += kTileThreads) {
-    const int line = n / (kInner / kChunk), inner = n % (kInner / kChunk) * kChunk;
+  for (int c = static_cast<int>(threadIdx.x); c < kLines * kInner / kChunk; c += kTileThreads) {
+    const int line = c / (kInner / kChunk), inner = c % (kInner / kChunk) * kChunk;
     const T* from = shared + line * kLine + inner;
-    const auto place = [&](int e) { return RowsInner ? at(inner + e, line) : at(line, inner + e); };
-    if (vector && place(kChunk - 1) != nullptr) {
-      *reinterpret_cast<Chunk*>(place(0)) = *reinterpret_cast<const Chunk*>(from);
+    const Target<T> place = target(line, inner);
+    if (vector && place.count == kChunk) {
+      *reinterpret_cast<Chunk*>(place.to) = *reinterpret_cast<const Chunk*>(from);
       continue;
     }
 #pragma unroll 1
-    for (int e = 0; e < kChunk; ++e) {
-      if (T* to = place(e)) {
-        *to = from[e];
-      }
+    for (int e = 0; e < place.count; ++e) {
+      place.to[e * place.step] = from[e];
     }
   }
 }
 
 /// A group of 128 / Block block-rows of op(S) times Cols of the free dimension. A stage holds as many steps as its K
 /// has room for, or a part of one; a warp's rows lie in one block-row, and it multiplies where that row has the block.
-template <typename T, int Products, int Block, int Cols, int Stages, bool LeftKInner, bool RightKInner>
+template <typename T, int Products, int Block, int Cols, int Stages, bool LeftKInner, bool RightKInner, bool RowsInner>
 __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ block_matmul::SpmmParams p) {
   using StageT = Stage<T, Cols, LeftKInner, RightKInner>;
   constexpr int kDepth = StageT::kDepth;
@@ -336,8 +361,8 @@ __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ blo
       const int* step = steps[next_slot < Stages ? next_slot + Stages : next_slot - Stages];
       const auto multiply_piece = [&](int piece) {
         if (step[piece * kPieceDepth / kSliceDepth * kStep + 2 + warp.m / Block] != 0) {
-          multiply_stage<T, Products, LeftKInner, RightKInner, kPieceDepth>(sums, now, warp, piece * kPieceDepth,
-                                                                            [](int, int) { return true; });
+          multiply_stage<T, Products, LeftKInner, RightKInner, kPieceDepth, true>(sums, now, warp, piece * kPieceDepth,
+                                                                                  ~0u);
         }
       };
       // Tensor cores are at work on the first piece while the copies are issued.
@@ -369,14 +394,13 @@ __global__ void __launch_bounds__(kTileThreads) spmm(const __grid_constant__ blo
   const int first_row = group % p.grid.groups_per_head * kTileRows;
   T* out =
       static_cast<T*>(p.out.data) + place.z * p.out.z + h * p.out.h + first_row * p.out.row + first_col * p.out.col;
-  const auto at = [&](int m, int n) -> T* {
-    return first_row + m < p.rows && first_col + n < p.free ? out + m * p.out.row + n * p.out.col : nullptr;
-  };
-  if (p.rows_inner) {
-    store_tile<T, Cols, true>(sums, warp, ring, p.vector, at);
-  } else {
-    store_tile<T, Cols, false>(sums, warp, ring, p.vector, at);
-  }
+  const i64 line_step = RowsInner ? p.out.col : p.out.row, step = RowsInner ? p.out.row : p.out.col;
+  store_tile<T, Cols, RowsInner>(sums, warp, ring, p.vector, [&](int line, int inner) {
+    const i64 m = first_row + (RowsInner ? inner : line), n = first_col + (RowsInner ? line : inner);
+    const i64 left = m < p.rows && n < p.free ? (RowsInner ? p.rows - m : p.free - n) : 0;
+    return Target<T>{out + line * line_step + inner * step, static_cast<int>(left < chunk_of<T> ? left : chunk_of<T>),
+                     step};
+  });
 }
 
 /// Blocks of 128 / Block block-rows, at up to Cols / Block of the union of their columns: A's rows and B's columns are
@@ -484,9 +508,8 @@ __global__ void __launch_bounds__(kTileThreads) sdd(const __grid_constant__ bloc
       const int next = stage + 1 == Stages ? 0 : stage + 1;  // the ring's next place holds stage n
       const StageT now(shared_address(ring) + next * StageT::kBytes);
       const auto multiply_half = [&](int half) {
-        multiply_stage<T, Products, LeftKInner, RightKInner, kDepth / 2>(
-            sums, now, warp, half * (kDepth / 2),
-            [&](int i, int j) { return kOneBlock || (mask >> (i * (Warp::kCols / 16) + j) & 1) != 0; });
+        multiply_stage<T, Products, LeftKInner, RightKInner, kDepth / 2, kOneBlock>(sums, now, warp,
+                                                                                    half * (kDepth / 2), mask);
       };
       if (n >= 0 && mask != 0) {
         multiply_half(0);
@@ -507,10 +530,10 @@ __global__ void __launch_bounds__(kTileThreads) sdd(const __grid_constant__ bloc
   }
 
   T* out = static_cast<T*>(p.blocks.data) + place.z * p.blocks.z;
-  store_tile<T, Cols, false>(sums, warp, ring, p.vector, [&](int m, int n) -> T* {
+  store_tile<T, Cols, false>(sums, warp, ring, p.vector, [&](int m, int n) {
     const int block = blocks[m / Block * kBlockCols + n / Block];
-    return block != 0 ? out + (block - 1) * p.blocks.block + m % Block * p.blocks.row + n % Block * p.blocks.col
-                      : nullptr;
+    return Target<T>{out + (block - 1) * p.blocks.block + m % Block * p.blocks.row + n % Block * p.blocks.col,
+                     block != 0 ? chunk_of<T> : 0, p.blocks.col};
   });
 }
 

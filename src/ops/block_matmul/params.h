@@ -47,8 +47,8 @@ struct SpmmParams {
   int z_sum, partial_count;
   int block_rows, block_cols;  ///< of op(S)
   bool dense_free_inner, blocks_col_inner;
-  bool rows_inner, vector;  ///< how the result is stored: direction of a line, 16 bytes at a time
-  bool reduce;              ///< add up partial tiles instead of multiplying
+  bool vector;  ///< the result is stored 16 bytes at a time
+  bool reduce;  ///< add up partial tiles instead of multiplying
 };
 
 struct SddParams {

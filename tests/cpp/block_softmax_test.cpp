@@ -5,11 +5,14 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "core/half.h"
 #include "error_text.h"
 #include "fretwork/fretwork.h"
+#include "ops/block_softmax/problem.h"
+#include "runtime/kernels.h"
 
 namespace fretwork {
 namespace {
@@ -522,6 +525,40 @@ TEST(BlockSoftmax, InfiniteAndLargeValues) {
       EXPECT_EQ(got[16 + k], k == 3 ? 1.0 : 0.0);
       EXPECT_TRUE(std::isnan(got[24 + k]));
       EXPECT_NEAR(got[32 + k], 1.0 / 16, 1e-3);
+    }
+  }
+}
+
+TEST(BlockSoftmax, EveryKernelIsListed) {
+  std::set<std::string> listed;
+  for (const ListedKernel& kernel : all_kernels("sm_80")) {
+    listed.insert(kernel.spec.instance);
+  }
+  using namespace block_softmax_op;
+  std::mt19937 random(7);
+  const auto one_of = [&](std::int64_t first, std::int64_t last) {
+    return std::uniform_int_distribution(first, last)(random);
+  };
+  // Only types, strides and whether data is aligned matter; nothing is read.
+  const auto at = [&] { return reinterpret_cast<void*>(one_of(0, 7) == 0 ? 0x1002 : 0x1000); };
+  for (int n = 0; n < 3000; ++n) {
+    const auto size = [&] { return one_of(0, 1) == 0 ? std::int64_t{8} << one_of(0, 4) : one_of(8, 128); };
+    const auto layout = random_blocks({1, 1, 1, size(), size()}, 1.0, 1);
+    const std::int64_t cols = layout->sizes().block_cols, rows = layout->sizes().block_rows;
+    const auto packed = [&]() -> Packed { return {at(), rows * cols, rows * cols, cols, 1}; };
+    const auto extra = [&](MaskMode mode) -> block_softmax_op::Dense {
+      const bool boolean = mode == MaskMode::mul && one_of(0, 1) == 0;
+      return {
+          one_of(0, 1) == 0 ? nullptr : at(), boolean ? DType::boolean : kFloating[one_of(0, 3)], 0, 0, cols, 1, mode};
+    };
+    Problem problem{kFloating[one_of(0, 3)], layout.get(), 1, 1.0, packed(), packed(), extra(MaskMode::add), {}, {}};
+    problem.key_padding = extra(one_of(0, 1) == 0 ? MaskMode::add : MaskMode::mul);
+    problem.attn = extra(one_of(0, 1) == 0 ? MaskMode::add : MaskMode::mul);
+    const BackwardProblem backward{problem.dtype, layout.get(), 1, 1.0, packed(), packed(), packed(), {}, {}};
+    const int length = static_cast<int>(std::exp2(static_cast<double>(one_of(0, 1400)) / 100));
+    const auto kernel = [&](const auto& any) { return block_softmax_op::cuda::kernel_name(any, length); };
+    for (const std::string& name : {kernel(problem), kernel(backward)}) {
+      EXPECT_TRUE(listed.contains(name)) << name;
     }
   }
 }

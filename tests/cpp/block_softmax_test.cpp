@@ -573,9 +573,9 @@ TEST(BlockSoftmax, BadCalls) {
     return error_of([&] { block_softmax(v, *layout, out.view(), context, options); });
   };
   Tensor dense(DType::f32, {1, 3, 64, 48}), more(DType::f32, {1, nnz + 1, 16, 16}), whole(DType::i8, {1, nnz, 16, 16});
-  EXPECT_EQ(call(dense.view()),
-            "block_softmax: values: expected shape (Z, " + n + ", 16, 16) or (" + n + ", 16, 16), got (1, 3, 64, 48)");
-  EXPECT_NE(call(more.view()).find("block_softmax: values: expected shape"), std::string::npos);
+  EXPECT_EQ(call(dense.view()), "block_softmax: values: expected packed blocks (" + n + ", 16, 16) or (Z, " + n +
+                                    ", 16, 16), got (1, 3, 64, 48)");
+  EXPECT_NE(call(more.view()).find("block_softmax: values: expected packed blocks"), std::string::npos);
   EXPECT_EQ(call(whole.view()), "block_softmax: values: expected float64, float32, float16 or bfloat16, got int8");
   Tensor bad_rpe(DType::f32, {1, 3, 48, 64}), bad_heads(DType::f32, {2, 64, 48}), whole_rpe(DType::i8, {64, 48});
   EXPECT_EQ(call(values.view(), {.rpe = &bad_rpe.view()}),

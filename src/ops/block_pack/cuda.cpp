@@ -7,6 +7,7 @@
 #include "fretwork/error.h"
 #include "ops/block_pack/params.h"
 #include "ops/block_pack/problem.h"
+#include "pattern/checks.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
 
@@ -28,10 +29,8 @@ Plan make_plan(const BlockLayout& layout, int device) {
     throw Error("pack", "layout", "fewer than 2^31 blocks", std::to_string(layout.nnz()));
   }
   std::vector<PackBlock> blocks;
-  std::vector<int> block_at(static_cast<std::size_t>(s.heads * s.rows * s.cols), -1);
   for (std::int64_t l = 0; l < s.heads * s.rows; ++l) {
     for (const auto& entry : layout.by_row().line(l)) {
-      block_at[static_cast<std::size_t>(l * s.cols + entry.other)] = static_cast<int>(entry.block);
       blocks.push_back({static_cast<int>(l / s.rows), static_cast<int>(l % s.rows), static_cast<int>(entry.other)});
     }
   }
@@ -39,6 +38,7 @@ Plan make_plan(const BlockLayout& layout, int device) {
   if (!blocks.empty()) {
     plan.blocks = DeviceBuffer(device, blocks.data(), blocks.size() * sizeof(PackBlock));
   }
+  const std::vector<int> block_at = block_grid(layout);
   plan.block_at = DeviceBuffer(device, block_at.data(), block_at.size() * sizeof(int));
   return plan;
 }

@@ -10,6 +10,7 @@
 #include "fretwork/error.h"
 #include "ops/block_softmax/params.h"
 #include "ops/block_softmax/problem.h"
+#include "pattern/checks.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
 
@@ -74,16 +75,7 @@ Plan make_plan(const BlockLayout& layout, int device) {
           usual_length(lines, layout.nnz())};
 }
 
-RpePlan make_rpe_plan(const BlockLayout& layout, int device) {
-  const auto& s = layout.sizes();
-  std::vector<int> block_at(static_cast<std::size_t>(s.heads * s.rows * s.cols), -1);
-  for (std::int64_t l = 0; l < s.heads * s.rows; ++l) {
-    for (const auto& entry : layout.by_row().line(l)) {
-      block_at[static_cast<std::size_t>(l * s.cols + entry.other)] = static_cast<int>(entry.block);
-    }
-  }
-  return {upload(block_at, device)};
-}
+RpePlan make_rpe_plan(const BlockLayout& layout, int device) { return {upload(block_grid(layout), device)}; }
 
 /// The cached plan of a layout on the context's device, kept for good once a graph refers to it.
 template <typename P>

@@ -27,6 +27,7 @@ class Check {
 
   void pair(const Argument& first, const Argument& second) const {
     check_floating(op_, first.name, first.view);
+    check_floating(op_, second.name, second.view);
     if (second.view.dtype != first.view.dtype) {
       fail(second.name, std::string(name_of(first.view.dtype)) + " like " + first.name, name_of(second.view.dtype));
     }

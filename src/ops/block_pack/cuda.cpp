@@ -21,6 +21,7 @@ constexpr int kVector = 16, kUnitsPerBlock = 1024;  // bytes of the wide unit; u
 /// The layout on the device, in both directions.
 struct Plan {
   DeviceBuffer blocks, block_at;
+  std::size_t bytes() const { return blocks.bytes() + block_at.bytes(); }
 };
 
 Plan make_plan(const BlockLayout& layout, int device) {

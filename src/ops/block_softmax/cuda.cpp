@@ -27,11 +27,13 @@ struct Plan {
   DeviceBuffer lines, columns;
   std::int64_t line_count = 0;
   int length = 0;  ///< blocks of a line that threads are chosen for
+  std::size_t bytes() const { return lines.bytes() + columns.bytes(); }
 };
 
 /// The packed block of each place, for rpe's gradient.
 struct RpePlan {
   DeviceBuffer block_at;
+  std::size_t bytes() const { return block_at.bytes(); }
 };
 
 template <typename T>

@@ -406,6 +406,21 @@ def test_tracing_refuses_what_the_core_refuses(number):
         assert message(function, *fake[0], **fake[1]) == want
 
 
+def test_forward_mode_is_refused_and_not_dropped():
+    layout = some_layout(1, 2, 2)
+    x = torch.randn(32, 4)
+    values = torch.randn(layout.nnz, 16, 16)
+    calls = {
+        "dsd: b": (lambda t: fw.dsd(values, t, layout), x),
+        "dsd: values": (lambda t: fw.dsd(t, x, layout), values),
+        "block_softmax: values": (lambda t: fw.block_softmax(t, layout), values),
+        "unpack: values": (layout.unpack, values),
+    }
+    for name, (function, at) in calls.items():
+        with pytest.raises(NotImplementedError, match=f"^{name}: expected a tensor without a tangent, got"):
+            torch.func.jvp(function, (at,), (at,))
+
+
 def test_a_layout_text_that_is_none():
     with pytest.raises(RuntimeError, match=r"expected .*, got "):
         torch.ops.fretwork.block_pack(torch.ones(8, 8), "nonsense")

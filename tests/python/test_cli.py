@@ -302,21 +302,31 @@ def test_compile_without_nvrtc_says_where_to_get_it(own_cache: dict[str, str]) -
     assert "fretwork[cuda]" in ok("info", env={**own_cache, "FRETWORK_NVRTC": "/nowhere"})
 
 
+def cmake(*arguments: object) -> None:
+    done = subprocess.run(["cmake", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def build_example(prefix: Path, build: Path) -> None:
+    """The project of examples/cpp on the package at `prefix` works."""
+    cmake("-S", ROOT / "examples/cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Release")
+    cmake("--build", build)
+    bare = {"PATH": os.environ["PATH"]}
+    product = subprocess.run([build / "product"], capture_output=True, text=True, env=bare)
+    assert product.returncode == 0 and "largest error" in product.stdout, product.stdout + product.stderr
+
+
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 def test_an_installed_copy_works(tmp_path: Path) -> None:
-    prefix, build = tmp_path / "prefix", tmp_path / "build"
-
-    def cmake(*arguments: object) -> None:
-        done = subprocess.run(["cmake", *map(str, arguments)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-
+    prefix, moved = tmp_path / "prefix", tmp_path / "elsewhere"
     cmake("--install", LIBRARIES.parent, "--prefix", prefix)
-    moved = tmp_path / "elsewhere"
     prefix.rename(moved)  # nothing may remember where it was installed first
     bare = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     version = subprocess.run([moved / "bin/fretwork", "--version"], capture_output=True, text=True, env=bare)
     assert version.stdout == ok("--version")
-    cmake("-S", ROOT / "examples/cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={moved}", "-DCMAKE_BUILD_TYPE=Release")
-    cmake("--build", build)
-    product = subprocess.run([build / "product"], capture_output=True, text=True, env=bare)
-    assert product.returncode == 0 and "largest error" in product.stdout, product.stdout + product.stderr
+    build_example(moved, tmp_path / "build")
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+def test_the_build_folder_is_a_package(tmp_path: Path) -> None:
+    build_example(LIBRARIES.parent, tmp_path / "build")

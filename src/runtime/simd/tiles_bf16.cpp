@@ -37,6 +37,19 @@ FRETWORK_TARGET inline void write_row(const __m512* sum, Bits* to, bool stream) 
   }
 }
 
+/// Rows [0, 8) of the left side as two pointers and two distances: more would not fit the integer registers, and GCC
+/// would keep the rest in vector registers, in the way of the products.
+struct Left {
+  const Bits *low, *high;
+  Left(const void* first, std::int64_t row) : low(static_cast<const Bits*>(first)), high(low + kRows / 2 * row) {
+    asm("" : "+r"(high));
+  }
+  const Bits* at(int i, std::int64_t row, std::int64_t row3) const {
+    const Bits* const half = i < kRows / 2 ? low : high;
+    return i % 4 == 3 ? half + row3 : half + i % 4 * row;
+  }
+};
+
 /// The loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <int kWide>
 FRETWORK_TARGET void multiply(const Product& p) {
@@ -51,17 +64,22 @@ FRETWORK_TARGET void multiply(const Product& p) {
     }
   }
   const std::int64_t row = p.row_stride, step = p.step_stride;
+  std::int64_t row3 = 3 * row;
+  asm("" : "+r"(row3));
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
-    const Bits* left = static_cast<const Bits*>(term->left) + p.shift;
-    const Pair* right = static_cast<const Pair*>(p.right) + term->depth / kGroup * kWidth;
+    // Read what `p` holds again: kept, it would take vector registers too, and pass through the pipes of the products.
+    asm volatile("" ::: "memory");
+    Left left(static_cast<const Bits*>(term->left) + p.shift, row);
+    const Pair* right = static_cast<const Pair*>(p.right) + term->depth * (kWidth / kGroup);
     // Blocks lie apart: fetch the beginning of the next one's rows at once, and its part of the panel step by step.
     const Term& next = term[term + 1 != p.terms + p.count ? 1 : 0];
+    const Left next_left(static_cast<const Bits*>(next.left) + p.shift, row);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      _mm_prefetch(static_cast<const Bits*>(next.left) + p.shift + i * row, _MM_HINT_T0);
+      _mm_prefetch(next_left.at(i, row, row3), _MM_HINT_T0);
     }
-    const std::int64_t ahead = (next.depth - term->depth) / kGroup * kWidth;
-    for (const Pair* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
+    const std::int64_t ahead = (next.depth - term->depth) * (kWidth / kGroup);
+    for (const Pair* const end = right + p.steps * kWidth; right != end; right += kWidth) {
       __m512bh b[kWide];
 #pragma GCC unroll 8
       for (int v = 0; v < kWide; ++v) {
@@ -71,19 +89,24 @@ FRETWORK_TARGET void multiply(const Product& p) {
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         int pair;
-        std::memcpy(&pair, left + i * row, sizeof pair);
+        std::memcpy(&pair, left.at(i, row, row3), sizeof pair);
         const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 8
         for (int v = 0; v < kWide; ++v) {
           sum[i][v] = _mm512_dpbf16_ps(sum[i][v], a, b[v]);
         }
       }
+      left.low += step;
+      left.high += step;
     }
   }
-  if (p.out != nullptr) {
+  Bits* const out = static_cast<Bits*>(p.out);
+  const std::int64_t out_stride = p.out_stride;
+  const bool stream = p.stream;
+  if (out != nullptr) {
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      write_row<kWide>(sum[i], static_cast<Bits*>(p.out) + i * p.out_stride, p.stream);
+      write_row<kWide>(sum[i], out + i * out_stride, stream);
     }
     return;
   }

@@ -89,13 +89,14 @@ FRETWORK_TARGET void multiply(const Product& p) {
   const std::int64_t row = p.row_stride, step = p.step_stride;
   std::int64_t row3 = 3 * row;
   asm("" : "+r"(row3));
-  for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
+  const Term* const last = p.terms + p.count;
+  for (const Term* term = p.terms; term != last; ++term) {
     // Read what `p` holds again: kept, it would take vector registers too, and pass through the pipes of the products.
     asm volatile("" ::: "memory");
     Left left(static_cast<const Bits*>(term->left) + p.shift, row, row3);
     Pair* right = static_cast<Pair*>(p.right) + term->depth * (kWidth / kGroup);
     // Blocks lie apart: fetch the beginning of the next one's rows at once, and its part of the panel step by step.
-    const Term& next = term[term + 1 != p.terms + p.count ? 1 : 0];
+    const Term& next = term[term + 1 != last ? 1 : 0];
     const Left next_left(static_cast<const Bits*>(next.left) + p.shift, row, row3);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {

@@ -14,6 +14,8 @@ set(PACKAGE_DIR ${LIBDIR}/cmake/fretwork)
 install(TARGETS fretwork EXPORT fretworkTargets LIBRARY DESTINATION ${LIBDIR})
 install(DIRECTORY include/fretwork DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(EXPORT fretworkTargets NAMESPACE fretwork:: DESTINATION ${PACKAGE_DIR})
+# So that find_package also works on the build folder.
+export(EXPORT fretworkTargets NAMESPACE fretwork:: FILE ${PROJECT_BINARY_DIR}/fretworkTargets.cmake)
 configure_package_config_file(cmake/fretworkConfig.cmake.in ${PROJECT_BINARY_DIR}/fretworkConfig.cmake
                               INSTALL_DESTINATION ${PACKAGE_DIR})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/fretworkConfigVersion.cmake COMPATIBILITY SameMinorVersion)

@@ -110,7 +110,7 @@ fretwork::Device device_of(const Tensor& tensor) {
 }
 
 constexpr const char* kFloating = "float64, float32, float16 or bfloat16";
-constexpr const char* kFloatingOrBool = "float64, float32, float16, bfloat16 or bool";
+constexpr const char* kFloatingOrBool = "bool, float64, float32, float16 or bfloat16";
 
 /// The tensor as the core sees it; `op` and `argument` name it in errors.
 fretwork::TensorView view(const char* op, const char* argument, const Tensor& tensor, const char* dtypes = kFloating) {

@@ -1,12 +1,16 @@
 """What torch needs of the ops beyond running them: result shapes for tracing, gradients, vmap and autocast."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fretwork import _shapes
 from fretwork._library import library_path
+from fretwork._shapes import Operand, Shape, product_shape
+from fretwork._shapes import both as _both
+from fretwork._shapes import size as _size
 from fretwork.pattern import BlockLayout, block_layout
 
 torch.ops.load_library(str(library_path("fretwork_torch")))
@@ -14,39 +18,13 @@ _ops = torch.ops.fretwork
 # Registrations last as long as the object that made them.
 _library = torch.library.Library("fretwork", "IMPL")
 
-Shape = Sequence[int]
-
-# Which tensor of y = op(a)·op(b) is packed.
+# Which tensor of y = op(a)·op(b) is packed, and what its callers call a and b.
 _PACKED = {"sdd": "y", "dsd": "a", "dds": "b"}
+_NAMES = {"sdd": ("a", "b"), "dsd": ("values", "b"), "dds": ("a", "values")}
 
 
-def _size(shape: Shape, d: int) -> int:
-    """The size of dimension `d`, counted from the end; 1 where it is missing."""
-    return shape[d] if len(shape) >= -d else 1
-
-
-def _both(m: int, n: int) -> int:
-    """What two sizes broadcast to."""
-    return n if m == 1 else m
-
-
-# Shapes, as the core has them
-
-
-def product_shape(
-    op: str, a: Shape, b: Shape, layout: BlockLayout, trans_a: bool, trans_b: bool, sum_z: bool, sum_h: bool
-) -> list[int]:
-    """Z if an operand has it; H unless nothing has Z, the dense operand is 2-D and the layout has one head."""
-    z = [1 if sum_z else _both(_size(a, -4), _size(b, -4))] if 4 in (len(a), len(b)) else []
-    if op == "sdd":
-        return [*z, layout.nnz, *layout.block_shape]
-    dense, trans_dense, trans_sparse = (b, trans_b, trans_a) if op == "dsd" else (a, trans_a, trans_b)
-    free = dense[-2] if trans_dense == (op == "dsd") else dense[-1]
-    _, rows, cols = layout.shape
-    kept = cols if trans_sparse == (op == "dsd") else rows
-    heads = _size(dense, -3) if layout.heads == 1 else layout.heads
-    h = [1 if sum_h else heads] if z or len(dense) > 2 or layout.heads > 1 else []
-    return [*z, *h, *((kept, free) if op == "dsd" else (free, kept))]
+def _operand(name: str, tensor: Tensor) -> Operand:
+    return Operand(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device))
 
 
 def _batched(like: Tensor, *sizes: int) -> list[int]:
@@ -66,7 +44,9 @@ def _register_product(op: str) -> None:
     call: Callable[..., Tensor] = getattr(_ops, op).default
 
     def fake(a: Tensor, b: Tensor, key: str, trans_a: bool, trans_b: bool, _: str, sum_z: bool, sum_h: bool) -> Tensor:
-        return a.new_empty(product_shape(op, a.shape, b.shape, block_layout(key), trans_a, trans_b, sum_z, sum_h))
+        layout, (first, second) = block_layout(key), _NAMES[op]
+        _shapes.check_product(op, _operand(first, a), _operand(second, b), layout, trans_a, trans_b, sum_h)
+        return a.new_empty(product_shape(op, a.shape, b.shape, layout, trans_a, trans_b, sum_z, sum_h))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, ctx.key, ctx.trans_a, ctx.trans_b, ctx.precision, _, _ = inputs
@@ -149,7 +129,18 @@ for _op in _PACKED:
 
 
 @torch.library.register_fake("fretwork::block_softmax")
-def _softmax_fake(values: Tensor, key: str, *_: Any) -> Tensor:
+def _softmax_fake(
+    values: Tensor,
+    key: str,
+    scale: float,
+    rpe: Tensor | None,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    *modes: str,
+) -> Tensor:
+    given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+    extras = [_operand(name, tensor) for name, tensor in given.items() if tensor is not None]
+    _shapes.check_softmax(_operand("values", values), block_layout(key), extras, *modes)
     return values.new_empty(values.shape)
 
 
@@ -235,12 +226,15 @@ torch.library.register_vmap("fretwork::block_softmax_backward", _softmax_backwar
 @torch.library.register_fake("fretwork::block_pack")
 def _pack_fake(dense: Tensor, key: str) -> Tensor:
     layout = block_layout(key)
-    return dense.new_empty(_batched(dense, layout.nnz, *layout.block_shape))
+    _shapes.check_pack(_operand("dense", dense), layout)
+    return dense.new_empty(_batched(dense, *_shapes.packed_shape(layout)))
 
 
 @torch.library.register_fake("fretwork::block_unpack")
 def _unpack_fake(values: Tensor, key: str, fill: float) -> Tensor:
-    return values.new_empty(_batched(values, *block_layout(key).shape))
+    layout = block_layout(key)
+    _shapes.check_unpack(_operand("values", values), layout)
+    return values.new_empty(_batched(values, *layout.shape))
 
 
 def _pack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

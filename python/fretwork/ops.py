@@ -1,10 +1,14 @@
-"""The ops on torch tensors. A thin door: shapes, errors and arithmetic are the core's business."""
+"""The ops on torch tensors. A thin door: shapes, errors and arithmetic are the core's business.
+
+Reverse mode through autograd; `torch.func.grad` and forward mode (jvp) raise, see docs/block-sparsity.md.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fretwork import _ksmm_peers as peers
 from fretwork import _rules as _rules  # loads the library and registers gradients, fakes, vmap and autocast
@@ -294,6 +298,15 @@ def _name(dtype: torch.dtype) -> str:
 def _check_tensor(op: str, argument: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {argument}: expected a torch.Tensor, got {type(value).__name__}")
+    # Torch would drop a tangent without a word.
+    if (
+        not torch.compiler.is_compiling()
+        and forward_ad._current_level >= 0
+        and forward_ad.unpack_dual(value).tangent is not None
+    ):
+        raise NotImplementedError(
+            f"{op}: {argument}: expected a tensor without a tangent, got one of forward mode; use torch.autograd.grad"
+        )
 
 
 def _key(op: str, layout: object) -> str:

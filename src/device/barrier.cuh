@@ -5,10 +5,6 @@
 
 namespace fretwork {
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
 namespace mbarrier {
 
 __device__ __forceinline__ void init(u32 barrier, u32 arrivals) {

@@ -5,8 +5,6 @@
 
 namespace fretwork {
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-
 /// 16 bytes, or zeros when not `inside`. Past L1: tiles are reused from shared memory.
 __device__ __forceinline__ void copy_async_16(u32 shared, const void* global, bool inside) {
   asm volatile(

@@ -59,6 +59,8 @@ __device__ __forceinline__ T narrow(From x) {
   }
 }
 
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
 /// Two neighbours in one register, `low` first in memory.
 template <typename T>
 __device__ __forceinline__ u32 narrow_pair(float low, float high) {

@@ -1,5 +1,7 @@
 // Block layouts: block((heads,rows,cols),(r,c),~bits), bits row-major, six to a character.
 #include <algorithm>
+#include <array>
+#include <charconv>
 
 #include "fretwork/error.h"
 #include "fretwork/tensor.h"
@@ -54,7 +56,7 @@ std::string pack_bits(std::span<const std::uint8_t> mask) {
 
 std::vector<std::uint8_t> unpack_bits(const std::string& digits, std::size_t count) {
   if (digits.size() != (count + 5) / 6) {
-    throw Error("block", "bits", std::to_string((count + 5) / 6) + " characters", std::to_string(digits.size()));
+    throw Error("block", "bits", std::to_string((count + 5) / 6) + " of them", std::to_string(digits.size()));
   }
   std::vector<std::uint8_t> mask(count);
   for (std::size_t n = 0; n < digits.size(); ++n) {
@@ -184,7 +186,9 @@ void BlockLayout::mask(std::span<std::uint8_t> out) const {
 
 std::shared_ptr<const BlockLayout> random_blocks(const BlockLayout::Sizes& sizes, double density, std::uint64_t seed) {
   if (!(density >= 0.0 && density <= 1.0)) {
-    throw Error("random_blocks", "density", "0 to 1", std::to_string(density));
+    std::array<char, 32> digits;
+    char* const end = std::to_chars(digits.data(), digits.data() + digits.size(), density).ptr;
+    throw Error("random_blocks", "density", "0 to 1", std::string(digits.data(), end));
   }
   const std::size_t count = checked_count(sizes);
   if (count > kMostRandom) {

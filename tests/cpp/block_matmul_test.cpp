@@ -5,11 +5,13 @@
 #include <cmath>
 #include <cstring>
 #include <iostream>
+#include <map>
 #include <random>
 #include <thread>
 #include <tuple>
 
 #include "fretwork/fretwork.h"
+#include "ops/block_matmul/plan.h"
 
 namespace fretwork {
 namespace {
@@ -556,6 +558,47 @@ TEST(BlockMatmulRounding, OnceToNearestEven) {
   dsd(values.view, dense.view, *layout, out.view, context);
   EXPECT_EQ(out.get({3, 0}), 1.0);
   EXPECT_EQ(out.get({3, 1}), 1.0 + 0x1p-6);
+}
+
+/// Every block is in one step, and two columns 2n and 2n + 1 that a group needs are one pair of its segment.
+TEST(BlockMatmulPlan, PairsStayTogether) {
+  using block_matmul::SpmmPlan;
+  constexpr std::int64_t kLines = 29, kColumns = 37;
+  constexpr std::int32_t kGroup = 3;
+  std::mt19937 random(5);
+  for (const double density : {0.02, 0.2, 0.5, 1.0}) {
+    std::vector<std::uint8_t> mask(kLines * kColumns);
+    for (auto& bit : mask) {
+      bit = std::bernoulli_distribution(density)(random) ? 1 : 0;
+    }
+    const auto layout = BlockLayout::make({1, kLines, kColumns, 16, 16}, mask);
+    for (const std::int32_t longest : {0, 7}) {
+      const SpmmPlan plan =
+          block_matmul::make_spmm_plan(*layout, false, kGroup, longest, block_matmul::StepOrder::pairs);
+      std::map<std::pair<int, int>, std::pair<const SpmmPlan::Segment*, int>> places;  // of a group's columns
+      std::int64_t blocks = 0;
+      for (const auto& segment : plan.segments) {
+        for (std::int32_t k = segment.first; k < segment.last; ++k) {
+          const std::int32_t* step = &plan.steps[static_cast<std::size_t>(k * (1 + kGroup))];
+          EXPECT_TRUE(places.insert({{segment.group, step[0]}, {&segment, k - segment.first}}).second);
+          for (std::int32_t r = 0; r < kGroup; ++r) {
+            const std::int64_t line = segment.group * kGroup + r;
+            const bool there = line < kLines && mask[static_cast<std::size_t>(line * kColumns + step[0])] != 0;
+            EXPECT_EQ(step[1 + r] >= 0, there);
+            blocks += there ? 1 : 0;
+          }
+        }
+      }
+      EXPECT_EQ(blocks, layout->nnz());
+      for (const auto& [what, place] : places) {
+        const auto partner = places.find({what.first, what.second ^ 1});
+        if (partner != places.end()) {
+          EXPECT_EQ(partner->second.first, place.first);
+          EXPECT_EQ(partner->second.second, place.second ^ 1);
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -5,11 +5,14 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "core/half.h"
 #include "error_text.h"
 #include "fretwork/fretwork.h"
+#include "ops/block_softmax/problem.h"
+#include "runtime/kernels.h"
 
 namespace fretwork {
 namespace {
@@ -526,6 +529,40 @@ TEST(BlockSoftmax, InfiniteAndLargeValues) {
   }
 }
 
+TEST(BlockSoftmax, EveryKernelIsListed) {
+  std::set<std::string> listed;
+  for (const ListedKernel& kernel : all_kernels("sm_80")) {
+    listed.insert(kernel.spec.instance);
+  }
+  using namespace block_softmax_op;
+  std::mt19937 random(7);
+  const auto one_of = [&](std::int64_t first, std::int64_t last) {
+    return std::uniform_int_distribution(first, last)(random);
+  };
+  // Only types, strides and whether data is aligned matter; nothing is read.
+  const auto at = [&] { return reinterpret_cast<void*>(one_of(0, 7) == 0 ? 0x1002 : 0x1000); };
+  for (int n = 0; n < 3000; ++n) {
+    const auto size = [&] { return one_of(0, 1) == 0 ? std::int64_t{8} << one_of(0, 4) : one_of(8, 128); };
+    const auto layout = random_blocks({1, 1, 1, size(), size()}, 1.0, 1);
+    const std::int64_t cols = layout->sizes().block_cols, rows = layout->sizes().block_rows;
+    const auto packed = [&]() -> Packed { return {at(), rows * cols, rows * cols, cols, 1}; };
+    const auto extra = [&](MaskMode mode) -> block_softmax_op::Dense {
+      const bool boolean = mode == MaskMode::mul && one_of(0, 1) == 0;
+      return {
+          one_of(0, 1) == 0 ? nullptr : at(), boolean ? DType::boolean : kFloating[one_of(0, 3)], 0, 0, cols, 1, mode};
+    };
+    Problem problem{kFloating[one_of(0, 3)], layout.get(), 1, 1.0, packed(), packed(), extra(MaskMode::add), {}, {}};
+    problem.key_padding = extra(one_of(0, 1) == 0 ? MaskMode::add : MaskMode::mul);
+    problem.attn = extra(one_of(0, 1) == 0 ? MaskMode::add : MaskMode::mul);
+    const BackwardProblem backward{problem.dtype, layout.get(), 1, 1.0, packed(), packed(), packed(), {}, {}};
+    const int length = static_cast<int>(std::exp2(static_cast<double>(one_of(0, 1400)) / 100));
+    const auto kernel = [&](const auto& any) { return block_softmax_op::cuda::kernel_name(any, length); };
+    for (const std::string& name : {kernel(problem), kernel(backward)}) {
+      EXPECT_TRUE(listed.contains(name)) << name;
+    }
+  }
+}
+
 TEST(BlockSoftmax, BadCalls) {
   const auto layout = some_layout(16, 16);  // 17 blocks, (3, 64, 48)
   Context context = Context::cpu();
@@ -536,9 +573,9 @@ TEST(BlockSoftmax, BadCalls) {
     return error_of([&] { block_softmax(v, *layout, out.view(), context, options); });
   };
   Tensor dense(DType::f32, {1, 3, 64, 48}), more(DType::f32, {1, nnz + 1, 16, 16}), whole(DType::i8, {1, nnz, 16, 16});
-  EXPECT_EQ(call(dense.view()),
-            "block_softmax: values: expected shape (Z, " + n + ", 16, 16) or (" + n + ", 16, 16), got (1, 3, 64, 48)");
-  EXPECT_NE(call(more.view()).find("block_softmax: values: expected shape"), std::string::npos);
+  EXPECT_EQ(call(dense.view()), "block_softmax: values: expected packed blocks (" + n + ", 16, 16) or (Z, " + n +
+                                    ", 16, 16), got (1, 3, 64, 48)");
+  EXPECT_NE(call(more.view()).find("block_softmax: values: expected packed blocks"), std::string::npos);
   EXPECT_EQ(call(whole.view()), "block_softmax: values: expected float64, float32, float16 or bfloat16, got int8");
   Tensor bad_rpe(DType::f32, {1, 3, 48, 64}), bad_heads(DType::f32, {2, 64, 48}), whole_rpe(DType::i8, {64, 48});
   EXPECT_EQ(call(values.view(), {.rpe = &bad_rpe.view()}),

@@ -298,7 +298,7 @@ TEST(Kronecker, WellKnownChainsAreFullMatrices) {
 }
 
 TEST(Text, RefusesBadTexts) {
-  EXPECT_EQ(parse_error("block((1,2,3),(16,16),~A1)"), "block: bits: expected 1 characters, got 2");
+  EXPECT_EQ(parse_error("block((1,2,3),(16,16),~A1)"), "block: bits: expected 1 of them, got 2");
   EXPECT_EQ(parse_error("block((1,1,3),16,~I)"), "block: bits: expected zeros after the last block, got 'I'");
   EXPECT_EQ(parse_error("block((1,2),16,~A)"), "block: grid: expected (heads, rows, columns), got 2 numbers");
   EXPECT_EQ(parse_error("block((1,1,1),(8,8,8),~A)"), "block: block: expected one or two numbers, got 3");
@@ -337,7 +337,7 @@ TEST(RandomBlocks, IsReproducibleAndBounded) {
   EXPECT_EQ(random_blocks({1, 9, 9, 8, 8}, 1.0, 1)->nnz(), 81);
   // The same on every machine, so this text may not change.
   EXPECT_EQ(parse_pattern("random_blocks((1,2,6),8,0.5,42)")->text(), "block((1,2,6),(8,8),~e1)");
-  EXPECT_EQ(parse_error("random_blocks((1,1,1),8,1.5,1)"), "random_blocks: density: expected 0 to 1, got 1.500000");
+  EXPECT_EQ(parse_error("random_blocks((1,1,1),8,1.5,1)"), "random_blocks: density: expected 0 to 1, got 1.5");
   EXPECT_EQ(parse_error("random_blocks((1,32768,32769),8,0.0,1)"),
             "random_blocks: grid: expected at most 2^30 blocks, got 1073774592");
 }

@@ -55,6 +55,31 @@ TEST(PlanCache, LeastRecentlyUsedGoesFirst) {
   EXPECT_EQ(alive, 3);
 }
 
+TEST(PlanCache, IsBoundedInBytes) {
+  struct Sized {
+    std::size_t size;
+    std::size_t bytes() const { return size; }
+  };
+  int made = 0;
+  PlanCache<Sized> cache(100, 1000);
+  const auto touch = [&](int n, std::size_t size) {
+    const int before = made;
+    cache.get(key(n), [&] { return ++made, Sized{size}; });
+    return made == before;  // was there
+  };
+  touch(1, 400), touch(2, 400), touch(3, 200);
+  EXPECT_TRUE(touch(1, 400));  // exactly full
+  touch(4, 500);               // 2 and 3 go, as 2 alone is not enough
+  EXPECT_TRUE(touch(1, 400));
+  EXPECT_FALSE(touch(2, 50));
+  EXPECT_FALSE(touch(3, 50));
+  touch(5, 5000);  // all others go; it stays until the next
+  EXPECT_TRUE(touch(5, 5000));
+  EXPECT_FALSE(touch(1, 400));
+  EXPECT_FALSE(touch(5, 10));
+  EXPECT_TRUE(touch(1, 400));  // what went is not counted
+}
+
 TEST(PlanCache, UsersAndPinsKeepAPlanAlive) {
   std::atomic<int> alive = 0;
   PlanCache<Plan> cache(1);

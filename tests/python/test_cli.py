@@ -58,23 +58,28 @@ def test_version_and_help() -> None:
         ([], "expected one of info, show, bench, compile, cache, got nothing"),
         (["frob"], "got frob"),
         (["info", "--frob"], "--frob"),
-        (["show"], "PATTERN is required"),
-        (["show", "frob(1)"], "Pattern.parse: text: expected one of block"),
+        (["show"], "PATTERN: expected a value, got nothing"),
+        (["show", "frob"], "show: PATTERN: expected one such as random_blocks((1,64,64),32,0.1,0), or -"),
+        (["show", "frob(1)"], "show: PATTERN: expected one of block"),
+        (["show", "random_blocks((1,4,4),16,1.5,0)"], "density: expected 0 to 1, got 1.5 "),
+        (["show", LAYOUT, "--png"], "--png: expected a value, got nothing"),
+        (["show", LAYOUT, LAYOUT], "expected nothing more, got '"),
+        (["show", LAYOUT, "--head", "one"], "--head: expected a number, got 'one'"),
         (["show", "block((1,2"], "expected"),
         (["show", "block((1,2,2),(4,4),~A)"], "block: expected 8 to 128, got 4"),
         (["show", "random_blocks((1,4000000,4000000),32,0.1,0)"], "at most 2^30 blocks"),
         (["show", "kronecker(2,0,3,4)"], "KroneckerPattern: b: expected at least 1, got 0"),
         (["show", "kronecker(2,3)"], "expected a, b, c, d, got 2 of them"),
-        (["show", LAYOUT, "--head", "1"], "--head: expected 0 to 0, got 1"),
+        (["show", LAYOUT, "--head", "1"], "--head: expected 0, got 1"),
         (["show", LAYOUT, "--head", "-1"], "--head"),
         (["bench"], "expected one of block"),
         (["bench", "block", "--op", "frob"], "--op: expected dsd, dds, sdd or softmax, got frob"),
         (["bench", "block", "--n", "100", "--block", "32"], "--n: expected a multiple"),
-        (["bench", "block", "--density", "1.5"], "--density"),
+        (["bench", "block", "--density", "1.5"], "--density: expected 0 to 1, got '1.5'"),
         (["bench", "block", "--dtype", "int8"], "--dtype: expected float64"),
         (["bench", "block", "--device", "tpu"], "--device: expected cpu or cuda:N, got tpu"),
         (["bench", "block", "--rounds", "0"], "--rounds"),
-        (["compile"], "--arch is required"),
+        (["compile"], "--arch: expected a value, got nothing"),
         (["compile", "--arch", "hopper"], "--arch: expected an architecture"),
         (["compile", "--arch", "sm_80", "--op", "frob"], "--op: expected one of"),
         (["compile", "--arch", "sm_80", "--match", "frob"], "--match: expected a part of a kernel's name, got frob"),
@@ -237,7 +242,7 @@ def read_png(file: Path) -> tuple[int, int, bytes]:
 
 def test_png_shows_the_blocks(tmp_path: Path) -> None:
     file = tmp_path / "layout.png"
-    ok("show", BITS, "--head", "2", "--png", str(file))
+    assert ok("show", BITS, "--head", "2", "--png", str(file)).endswith(f"wrote {file}\n")
     width, height, pixels = read_png(file)
     assert width == 3 * height  # 16 x 48 elements
     colours = [
@@ -315,21 +320,31 @@ def test_compile_without_nvrtc_says_where_to_get_it(own_cache: dict[str, str]) -
     assert "fretwork[cuda]" in ok("info", env={**own_cache, "FRETWORK_NVRTC": "/nowhere"})
 
 
+def cmake(*arguments: object) -> None:
+    done = subprocess.run(["cmake", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def build_example(prefix: Path, build: Path) -> None:
+    """The project of examples/cpp on the package at `prefix` works."""
+    cmake("-S", ROOT / "examples/cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Release")
+    cmake("--build", build)
+    bare = {"PATH": os.environ["PATH"]}
+    product = subprocess.run([build / "product"], capture_output=True, text=True, env=bare)
+    assert product.returncode == 0 and "largest error" in product.stdout, product.stdout + product.stderr
+
+
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 def test_an_installed_copy_works(tmp_path: Path) -> None:
-    prefix, build = tmp_path / "prefix", tmp_path / "build"
-
-    def cmake(*arguments: object) -> None:
-        done = subprocess.run(["cmake", *map(str, arguments)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-
+    prefix, moved = tmp_path / "prefix", tmp_path / "elsewhere"
     cmake("--install", LIBRARIES.parent, "--prefix", prefix)
-    moved = tmp_path / "elsewhere"
     prefix.rename(moved)  # nothing may remember where it was installed first
     bare = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     version = subprocess.run([moved / "bin/fretwork", "--version"], capture_output=True, text=True, env=bare)
     assert version.stdout == ok("--version")
-    cmake("-S", ROOT / "examples/cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={moved}", "-DCMAKE_BUILD_TYPE=Release")
-    cmake("--build", build)
-    product = subprocess.run([build / "product"], capture_output=True, text=True, env=bare)
-    assert product.returncode == 0 and "largest error" in product.stdout, product.stdout + product.stderr
+    build_example(moved, tmp_path / "build")
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+def test_the_build_folder_is_a_package(tmp_path: Path) -> None:
+    build_example(LIBRARIES.parent, tmp_path / "build")

@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other test processes use the same GPU
 jax = pytest.importorskip("jax")
@@ -56,7 +57,7 @@ def rng():
     return np.random.default_rng(seed)
 
 
-def rejects(op, error=ValueError):
+def rejects(op, error=RuntimeError):
     return pytest.raises(error, match=rf"^{op}: .+: expected .+, got .")
 
 
@@ -491,6 +492,24 @@ def test_bad_softmax(options):
     values = options.pop("values", jnp.ones(PACKED))
     with rejects("block_softmax"):
         fj.block_softmax(values, fw.BlockLayout(SPARSE, 16), **options)
+
+
+def test_the_words_are_those_of_torch():
+    layout = fw.BlockLayout(SPARSE, 16)
+    calls = [
+        ("sdd", [(48, 5), (6, 32)]),
+        ("dsd", [(1, 11, 16, 8), (32, 4)]),
+        ("dds", [(2, 4, 47), PACKED]),
+        ("block_softmax", [(11, 16, 8)]),
+        ("pack", [(1, 3, 48, 31)]),
+        ("unpack", [(11, 16, 8)]),
+    ]
+    for op, shapes in calls:
+        with pytest.raises(RuntimeError) as ours:
+            getattr(fj, op)(*map(jnp.ones, shapes), layout)
+        with pytest.raises(RuntimeError) as torchs:
+            getattr(fw.ops, op)(*map(torch.ones, shapes), layout)
+        assert str(ours.value) == str(torchs.value)
 
 
 @pytest.mark.parametrize("op, shape", [("pack", (1, 2, 32, 48)), ("pack", (1, 3, 48, 32)), ("pack", (48, 32))])

@@ -1,4 +1,4 @@
-"""The README's examples run as written."""
+"""The examples of the README and the docs run as written."""
 
 import os
 import re
@@ -13,8 +13,8 @@ LIBRARIES = Path(os.environ.get("FRETWORK_LIB_DIR", ROOT / "build/release/lib"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def examples(language: str) -> list[str]:
-    return [code for kind, code in FENCE.findall((ROOT / "README.md").read_text()) if kind == language]
+def examples(language: str, file: str = "README.md") -> list[str]:
+    return [code for kind, code in FENCE.findall((ROOT / file).read_text()) if kind == language]
 
 
 def test_there_is_one_for_each_front_door():
@@ -25,6 +25,15 @@ def test_there_is_one_for_each_front_door():
 def test_python(code):
     pytest.importorskip("jax") if "jax" in code else None
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_docs_have_examples():
+    assert len(examples("python", "docs/block-sparsity.md")) == 2
+
+
+@pytest.mark.parametrize("code", examples("python", "docs/block-sparsity.md"), ids=["attention", "pruned"])
+def test_docs(code):
+    exec(compile(code, "docs/block-sparsity.md", "exec"), {})
 
 
 def test_cpp(tmp_path):

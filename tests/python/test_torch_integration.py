@@ -1,6 +1,8 @@
 """The ops as torch sees them: opcheck, compile, export, vmap, autocast, inference mode, threads, memory, errors."""
 
+import functools
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -8,6 +10,8 @@ import threading
 import pytest
 import torch
 from conftest import assert_close, some_layout
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 import fretwork as fw
 
@@ -344,6 +348,77 @@ def test_operands_that_are_refused(op, device):
             function(*arguments_)
     with pytest.raises(RuntimeError, match=rf"^{op}: precision: expected .*, got 'fast'"):
         function(a, b, layout, precision="fast")
+
+
+def message(function, *arguments, **options):
+    with pytest.raises(RuntimeError) as caught:
+        function(*arguments, **options)
+    return str(caught.value).splitlines()[0]
+
+
+BAD_PRODUCTS = {  # heads 2, 48 by 32
+    "sdd": [((2, 48, 5), (2, 6, 32)), ((2, 47, 5), (2, 5, 32)), ((3, 48, 5), (5, 32)), ((48, 5), (5,))],
+    "dsd": [((5, 16, 16), (32, 4)), ((6, 16, 16), (31, 4)), ((2, 6, 16, 16), (3, 2, 32, 4)), ((6, 16, 16), (3, 32, 4))],
+    "dds": [((4, 48), (5, 16, 16)), ((4, 32), (6, 16, 16)), ((3, 1, 4, 48), (2, 6, 16, 16)), ((48,), (6, 16, 16))],
+}
+BAD_EXTRAS = [
+    {"rpe": torch.ones(3, 1, 1)},
+    {"rpe": torch.ones(1, 1, 1, 48, 32)},
+    {"rpe": torch.ones(32, dtype=torch.int64)},
+    {"key_padding_mask": torch.ones(32)},
+    {"key_padding_mask": torch.ones(3, 32)},
+    {"key_padding_mask": torch.ones(1, 32, dtype=torch.bool)},
+    {"attn_mask": torch.ones(1, 48, 32)},
+    {"attn_mask": torch.ones(48, 32, dtype=torch.int8), "attn_mask_mode": "mul"},
+]
+
+
+def bad_calls():
+    """Every op with tensors that it refuses."""
+    layout = fw.BlockLayout(torch.tensor([[[1, 0]] * 3, [[0, 1]] * 3]), 16)
+    for op, shapes in BAD_PRODUCTS.items():
+        for a, b in shapes:
+            yield getattr(fw, op), (torch.ones(a), torch.ones(b), layout), {}
+        a, b = BAD_PRODUCTS[op][0]
+        yield getattr(fw, op), (torch.ones(a), torch.ones(b).half(), layout), {}
+        yield getattr(fw, op), (torch.ones(a).int(), torch.ones(b), layout), {}
+        yield getattr(fw, op), (torch.ones(a), torch.ones(b).bool(), layout), {}
+    for extras in BAD_EXTRAS:
+        yield fw.block_softmax, (torch.ones(6, 16, 16), layout), extras
+    yield fw.block_softmax, (torch.ones(6, 16), layout), {}
+    yield fw.block_softmax, (torch.ones(6, 16, 16).int(), layout), {}
+    yield layout.pack, (torch.ones(48, 32),), {}
+    yield layout.pack, (torch.ones(2, 48, 32).int(),), {}
+    yield fw.BlockLayout([[1, 1]] * 3, 16).pack, (torch.ones(48, 33),), {}
+    yield layout.unpack, (torch.ones(1, 1, 6, 16, 16),), {}
+
+
+@pytest.mark.parametrize("number", range(sum(1 for _ in bad_calls())))
+def test_tracing_refuses_what_the_core_refuses(number):
+    """With the same words, on meta tensors and on fake ones."""
+    function, arguments_, options = next(itertools.islice(bad_calls(), number, None))
+    want = message(function, *arguments_, **options)
+    move = functools.partial(pytree.tree_map_only, torch.Tensor)
+    meta = move(lambda t: t.to("meta"), (arguments_, options))
+    assert message(function, *meta[0], **meta[1]) == want
+    with FakeTensorMode() as mode:
+        fake = move(mode.from_tensor, (arguments_, options))
+        assert message(function, *fake[0], **fake[1]) == want
+
+
+def test_forward_mode_is_refused_and_not_dropped():
+    layout = some_layout(1, 2, 2)
+    x = torch.randn(32, 4)
+    values = torch.randn(layout.nnz, 16, 16)
+    calls = {
+        "dsd: b": (lambda t: fw.dsd(values, t, layout), x),
+        "dsd: values": (lambda t: fw.dsd(t, x, layout), values),
+        "block_softmax: values": (lambda t: fw.block_softmax(t, layout), values),
+        "unpack: values": (layout.unpack, values),
+    }
+    for name, (function, at) in calls.items():
+        with pytest.raises(NotImplementedError, match=f"^{name}: expected a tensor without a tangent, got"):
+            torch.func.jvp(function, (at,), (at,))
 
 
 def test_a_layout_text_that_is_none():

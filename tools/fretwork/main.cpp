@@ -7,7 +7,9 @@
 #include <cstdio>
 #include <cstring>
 #include <new>
+#include <regex>
 #include <string>
+#include <utility>
 
 #include "commands.h"
 #include "fretwork/error.h"
@@ -45,14 +47,30 @@ std::string expected_command(const CLI::App& command) {
   return fmt::format("expected one of {}, got {}", names, extra.empty() ? "nothing" : extra.front());
 }
 
+/// The parser's message in the words of all others: "--n: expected 8 to 128, got 7".
+std::string in_our_words(std::string text) {
+  static const std::pair<std::regex, const char*> kWords[] = {
+      {std::regex(R"((.*): Value (.*) not in range (.*))"), "$1: expected $3, got '$2'"},
+      {std::regex(R"((\d)\.0+\b)"), "$1"},  // the bounds of a range
+      {std::regex(R"((.*): 1 required .* missing)"), "$1: expected a value, got nothing"},
+      {std::regex(R"((.*) is required)"), "$1: expected a value, got nothing"},
+      {std::regex(R"(Could not convert: (.*) = (.*))"), "$1: expected a number, got '$2'"},
+      {std::regex(R"(The following arguments? (was|were) not expected: (.*))"), "expected nothing more, got '$2'"}};
+  for (const auto& [theirs, ours] : kWords) {
+    text = std::regex_replace(text, theirs, ours);
+  }
+  return text;
+}
+
 int explain(const CLI::App& app, const CLI::ParseError& error) {
   if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) {
     return app.exit(error);  // --help and --version
   }
   const CLI::App& command = typed_command(app);
   const bool no_command = command.get_require_subcommand_min() > 0;
-  return complain(kBadUsage, fmt::format("{} (try: {} --help)", no_command ? expected_command(command) : error.what(),
-                                         full_name(command)));
+  return complain(
+      kBadUsage, fmt::format("{} (try: {} --help)", no_command ? expected_command(command) : in_our_words(error.what()),
+                             full_name(command)));
 }
 
 int run(int argc, char** argv) {

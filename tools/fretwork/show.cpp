@@ -25,16 +25,29 @@ struct ShowOptions {
   bool json = false;
 };
 
+std::string shortened(const std::string& text, std::size_t most) {
+  return text.size() <= most ? text
+                             : fmt::format("{}… ({} characters)", text.substr(0, most), count_text(std::ssize(text)));
+}
+
 /// A text that is no pattern is the user's mistake. Standard input is for texts longer than an argument may be.
 PatternPtr read_pattern(std::string text) {
   if (text == "-") {
     text.assign(std::istreambuf_iterator<char>(std::cin), {});
     text.erase(text.find_last_not_of(" \t\r\n") + 1);
   }
+  if (text.find('(') == text.npos) {
+    throw UsageError(
+        fmt::format("show: PATTERN: expected one such as random_blocks((1,64,64),32,0.1,0), or - for standard input, "
+                    "got '{}' (try: fretwork show --help)",
+                    shortened(text, 60)));
+  }
   try {
     return parse_pattern(text);
   } catch (const Error& error) {
-    throw UsageError(error.what());
+    const std::string why = error.what(), parser = "Pattern.parse: text: ";  // the library's name for the argument
+    throw UsageError(fmt::format("show: PATTERN: {} (try: fretwork show --help)",
+                                 why.starts_with(parser) ? why.substr(parser.size()) : why));
   }
 }
 
@@ -51,11 +64,6 @@ Units units_of(const Pattern& pattern) {
 }
 
 std::string kind_of(const Pattern& pattern) { return pattern.text().substr(0, pattern.text().find('(')); }
-
-std::string shortened(const std::string& text, std::size_t most) {
-  return text.size() <= most ? text
-                             : fmt::format("{}… ({} characters)", text.substr(0, most), count_text(std::ssize(text)));
-}
 
 std::string head_line(const HeadFacts& facts, const char* unit) {
   const auto empty =
@@ -143,7 +151,8 @@ void show(const ShowOptions& options) {
   const PatternPtr pattern = read_pattern(options.pattern);
   const Survey survey(*pattern);
   if (options.head < 0 || options.head >= std::max<std::int64_t>(survey.heads(), 1)) {
-    throw UsageError(fmt::format("show: --head: expected 0 to {}, got {}", survey.heads() - 1, options.head));
+    throw UsageError(fmt::format("show: --head: expected {}, got {}",
+                                 survey.heads() > 1 ? fmt::format("0 to {}", survey.heads() - 1) : "0", options.head));
   }
   const bool empty = survey.heads() * survey.rows() * survey.cols() == 0;
   if (options.json) {
@@ -157,11 +166,18 @@ void show(const ShowOptions& options) {
   if (empty && !(options.png.empty() && options.svg.empty())) {
     throw Error("show", "pattern", "at least one element to draw", shape_text(pattern->shape()));
   }
+  const auto written = [&](const std::string& file) {
+    if (!options.json) {
+      fmt::print("wrote {}\n", file);
+    }
+  };
   if (!options.png.empty()) {
     write_png(survey.occupancy(options.head, 1024, 1024), options.png);
+    written(options.png);
   }
   if (!options.svg.empty()) {
     write_svg(survey.occupancy(options.head, 256, 256), shortened(pattern->text(), 120), options.svg);
+    written(options.svg);
   }
 }
 

@@ -1,11 +1,11 @@
 """The library's handlers, made known to XLA, and what the functions that call them share."""
 
 import ctypes
-from typing import NoReturn
 
 import jax
 
 from fretwork._library import library_path
+from fretwork._shapes import fail
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 _OPS = ("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_backward_weight")
@@ -25,18 +25,14 @@ _register()
 # Checks. They follow the core's, which would only speak when the compiled program runs.
 
 
-def fail(op: str, argument: str, expected: object, got: object) -> NoReturn:
-    raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
-
-
-def check_floating(op: str, argument: str, x: jax.Array, more: tuple[str, ...] = ()) -> None:
-    if x.dtype.name not in (*_FLOATING, *more):
-        fail(op, argument, ", ".join((*more, *_FLOATING[:-1])) + " or bfloat16", x.dtype.name)
+def check_floating(op: str, argument: str, x: jax.Array) -> None:
+    if x.dtype.name not in _FLOATING:
+        fail(op, argument, ", ".join(_FLOATING[:-1]) + " or bfloat16", x.dtype.name)
 
 
 def check_precision(op: str, precision: object) -> None:
     if precision not in (None, "ieee", "tf32", "tf32x3"):
-        fail(op, "precision", "None, 'ieee', 'tf32' or 'tf32x3'", repr(precision))
+        fail(op, "precision", "None, ieee, tf32 or tf32x3", repr(precision))
 
 
 def default_precision() -> str:

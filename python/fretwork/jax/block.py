@@ -12,30 +12,20 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from fretwork.jax._handlers import check_floating as _check_floating
+from fretwork import _shapes
+from fretwork._shapes import Operand, both
 from fretwork.jax._handlers import check_precision as _check_precision
 from fretwork.jax._handlers import default_precision as _default_precision
-from fretwork.jax._handlers import fail as _fail
 from fretwork.pattern import BlockLayout
+
+
+def _operand(name: str, x: jax.Array) -> Operand:
+    return Operand(name, x.shape, x.dtype.name)
 
 
 def _check_layout(op: str, layout: object) -> None:
     if not isinstance(layout, BlockLayout):
-        raise TypeError(f"{op}: layout: expected a BlockLayout, got {type(layout).__name__}")
-
-
-def _packed_shape(layout: BlockLayout) -> tuple[int, int, int]:
-    return layout.nnz, *layout.block_shape
-
-
-def _check_packed(op: str, x: jax.Array, layout: BlockLayout) -> None:
-    shape = _packed_shape(layout)
-    if x.ndim not in (3, 4) or x.shape[-3:] != shape:
-        _fail(op, "values", f"packed blocks {shape} or (Z, {str(shape)[1:]}", x.shape)
-
-
-def _broadcast(m: int, n: int) -> int:
-    return n if m == 1 else m
+        raise TypeError(f"{op}: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}")
 
 
 def _four(x: jax.Array) -> jax.Array:
@@ -57,55 +47,9 @@ class _Product(NamedTuple):
     sum_z: bool = False
     sum_h: bool = False
 
-    def heads(self, a: jax.Array, b: jax.Array) -> int:
-        if self.layout.heads != 1:
-            return self.layout.heads
-        return functools.reduce(
-            _broadcast, (x.shape[1] for x, kind in zip((a, b), self.mode[1:], strict=True) if kind == "d")
-        )
-
     def shape(self, a: jax.Array, b: jax.Array) -> tuple[int, ...]:
-        z = 1 if self.sum_z else _broadcast(a.shape[0], b.shape[0])
-        if self.mode[0] == "s":
-            return z, *_packed_shape(self.layout)
-        (rows, _), (_, cols) = self.matrices(a, b)
-        return z, 1 if self.sum_h else self.heads(a, b), rows, cols
-
-    def matrices(self, a: jax.Array, b: jax.Array) -> list[tuple[int, int]]:
-        """Rows and columns of op(A) and op(B)."""
-        sizes = [
-            self.layout.shape[-2:] if kind == "s" else x.shape[-2:]
-            for x, kind in zip((a, b), self.mode[1:], strict=True)
-        ]
-        turned = (self.trans_a, self.trans_b)
-        return [(cols, rows) if t else (rows, cols) for (rows, cols), t in zip(sizes, turned, strict=True)]
-
-
-def _check_product(p: _Product, a: jax.Array, b: jax.Array) -> None:
-    names = ["values" if kind == "s" else name for name, kind in zip("ab", p.mode[1:], strict=True)]
-    own = p.layout.heads
-    for name, x in zip(names, (a, b), strict=True):
-        _check_floating(p.mode, name, x)
-        if name == "values":
-            _check_packed(p.mode, x, p.layout)
-        elif not 2 <= x.ndim <= 4:
-            _fail(p.mode, name, "2 to 4 dimensions, (Z, H, rows, columns)", x.shape)
-        elif x.ndim > 2 and x.shape[-3] not in (1, own) and (own != 1 or p.mode == "sdd"):
-            _fail(p.mode, name, "1 head" if own == 1 else f"1 or {own} heads", x.shape)
-    if a.dtype != b.dtype:
-        _fail(p.mode, names[1], f"{a.dtype} like {names[0]}", b.dtype)
-    (rows, k), (k_b, cols) = p.matrices(a, b)
-    if k != k_b:
-        which, other = ("a", names[1]) if p.mode == "dds" else ("b", names[0])
-        _fail(
-            p.mode, which, f"{k_b if which == 'a' else k} to contract, as {other} has", (a if which == "a" else b).shape
-        )
-    if p.mode == "sdd" and (rows, cols) != tuple(p.layout.shape[-2:]):
-        which = "a" if rows != p.layout.shape[-2] else "b"
-        _fail(p.mode, which, f"a product of {tuple(p.layout.shape[-2:])} like the layout", f"one of {(rows, cols)}")
-    z_a, z_b = (x.shape[0] if x.ndim == 4 else 1 for x in (a, b))
-    if z_a != z_b and 1 not in (z_a, z_b):
-        _fail(p.mode, names[1], f"{z_a} or 1 batches, as {names[0]} has {z_a}", b.shape)
+        turned, summed = (self.trans_a, self.trans_b), (self.sum_z, self.sum_h)
+        return tuple(_shapes.product_shape(self.mode, a.shape, b.shape, self.layout, *turned, *summed))
 
 
 def _fold(x: jax.Array, batched: bool, size: int, z: int) -> jax.Array:
@@ -132,7 +76,7 @@ def _matmul_call(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
 
     @call.def_vmap
     def _(size: int, batched: list[bool], a: jax.Array, b: jax.Array) -> tuple[jax.Array, bool]:
-        z = _broadcast(*(x.shape[1 if many else 0] for x, many in zip((a, b), batched, strict=True)))
+        z = both(*(x.shape[1 if many else 0] for x, many in zip((a, b), batched, strict=True)))
         folded = (_fold(x, many, size, z) for x, many in zip((a, b), batched, strict=True))
         out = _unfold(_matmul_call(p._replace(sum_z=False), *folded), size, z)
         return out.sum(axis=1, keepdims=True) if p.sum_z else out, True
@@ -158,8 +102,8 @@ def _matmul_backward(p: _Product, operands: tuple[jax.Array, jax.Array], d: jax.
         (x, trans_x), (y, trans_y) = left, right
         q = _Product(mode, p.layout, trans_x, trans_y, p.precision)
         heads = p.layout.heads if mode[0] == "s" else like.shape[1]
-        sum_z = like.shape[0] == 1 and _broadcast(x.shape[0], y.shape[0]) != 1
-        q = q._replace(sum_z=sum_z, sum_h=heads == 1 and q.heads(x, y) != 1)
+        sum_z = like.shape[0] == 1 and both(x.shape[0], y.shape[0]) != 1
+        q = q._replace(sum_z=sum_z, sum_h=heads == 1 and _shapes.heads(mode, x.shape, y.shape, p.layout) != 1)
         return jnp.broadcast_to(_matmul(q, x, y), like.shape)
 
     if p.trans_a:
@@ -181,12 +125,9 @@ def _product(
     mode: str, layout: BlockLayout, trans_a: bool, trans_b: bool, precision: str | None, a: jax.Array, b: jax.Array
 ) -> jax.Array:
     p = _Product(mode, layout, trans_a, trans_b, precision or _default_precision())
-    _check_product(p, a, b)
-    out = _matmul(p, _four(a), _four(b))
-    if 4 in (a.ndim, b.ndim):
-        return out
-    dense = b if mode == "dsd" else a
-    return out[0] if mode == "sdd" or dense.ndim > 2 or layout.heads != 1 else out[0, 0]
+    first, second = ("values" if kind == "s" else name for name, kind in zip("ab", mode[1:], strict=True))
+    _shapes.check_product(mode, _operand(first, a), _operand(second, b), layout, trans_a, trans_b)
+    return _matmul(p, _four(a), _four(b)).reshape(p.shape(a, b))
 
 
 def _call_product(
@@ -338,23 +279,6 @@ def _softmax_backward(p: _Softmax, out: jax.Array, d: jax.Array) -> tuple[jax.Ar
 _softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
-def _check_softmax(layout: BlockLayout, values: jax.Array, extras: dict[str, jax.Array]) -> None:
-    op = "block_softmax"
-    _check_floating(op, "values", values)
-    _check_packed(op, values, layout)
-    heads, m, n = layout.shape
-    full = (values.shape[0] if values.ndim == 4 else 1, heads, m, n)
-    for name, x in extras.items():
-        _check_floating(op, name, x, () if name == "rpe" else ("bool",))
-        if name == "rpe":
-            if x.ndim > 4 or any(have not in (1, want) for have, want in zip(x.shape[::-1], full[::-1], strict=False)):
-                _fail(op, name, f"a shape that broadcasts to {full}", x.shape)
-            continue
-        shapes = [(full[0], n)] if name == "key_padding_mask" else [(m, n), (heads, m, n)]
-        if x.shape not in shapes:
-            _fail(op, name, "shape " + " or ".join(map(str, shapes)), x.shape)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _checked_softmax(
     layout: BlockLayout,
@@ -364,7 +288,8 @@ def _checked_softmax(
     values: jax.Array,
     extras: dict[str, jax.Array],
 ) -> jax.Array:
-    _check_softmax(layout, values, extras)
+    operands = [_operand(name, x) for name, x in extras.items()]
+    _shapes.check_softmax(_operand("values", values), layout, operands, key_padding_mask_mode, attn_mask_mode)
     ordered = {name: extras[name] for name in ("rpe", "key_padding_mask", "attn_mask") if name in extras}
     rpe = None
     if "rpe" in ordered:
@@ -398,7 +323,7 @@ def block_softmax(
     _check_layout(op, layout)
     for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
         if mode not in ("add", "mul"):
-            _fail(op, name, "'add' or 'mul'", repr(mode))
+            _shapes.fail(op, name, '"add" or "mul"', repr(mode))
     given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
     extras = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
     return _checked_softmax(layout, float(scale), key_padding_mask_mode, attn_mask_mode, jnp.asarray(values), extras)
@@ -410,7 +335,7 @@ def block_softmax(
 def _copy_call(op: str, layout: BlockLayout, fill: float, x: jax.Array) -> jax.Array:
     @custom_vmap
     def call(x: jax.Array) -> jax.Array:
-        shape = _packed_shape(layout) if op == "pack" else layout.shape
+        shape = _shapes.packed_shape(layout) if op == "pack" else layout.shape
         options = {} if op == "pack" else {"fill": np.float64(fill)}
         result = jax.ShapeDtypeStruct((x.shape[0], *shape), x.dtype)
         return jax.ffi.ffi_call(f"fretwork_{op}", result)(x, layout=layout.text, **options)
@@ -441,9 +366,7 @@ _copy.defvjp(_copy_forward, _copy_backward)
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def _pack(dense: jax.Array, layout: BlockLayout) -> jax.Array:
-    _check_floating("pack", "dense", dense)
-    if _four(dense).shape[1:] != layout.shape:
-        _fail("pack", "dense", f"{layout.shape} or (Z, {str(layout.shape)[1:]}", dense.shape)
+    _shapes.check_pack(_operand("dense", dense), layout)
     values = _copy("pack", layout, 0.0, _four(dense))
     return values if dense.ndim == 4 else values[0]
 
@@ -462,8 +385,7 @@ def pack(dense: ArrayLike, layout: BlockLayout) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _unpack(values: jax.Array, layout: BlockLayout, fill: float) -> jax.Array:
-    _check_floating("unpack", "values", values)
-    _check_packed("unpack", values, layout)
+    _shapes.check_unpack(_operand("values", values), layout)
     dense = _copy("unpack", layout, fill, _four(values))
     return dense if values.ndim == 4 else dense[0]
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from fretwork.jax._handlers import check_floating, check_precision, default_precision, fail
+from fretwork._shapes import fail
+from fretwork.jax._handlers import check_floating, check_precision, default_precision
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,

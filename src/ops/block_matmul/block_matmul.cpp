@@ -5,6 +5,7 @@
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
 #include "ops/block_matmul/problem.h"
+#include "pattern/checks.h"
 
 namespace fretwork {
 namespace block_matmul {
@@ -25,9 +26,8 @@ class Check {
       : op_(op), layout_(layout), options_(options) {}
 
   void pair(const Argument& first, const Argument& second) const {
-    if (!is_floating(first.view.dtype)) {
-      fail(first.name, "float64, float32, float16 or bfloat16", name_of(first.view.dtype));
-    }
+    check_floating(op_, first.name, first.view);
+    check_floating(op_, second.name, second.view);
     if (second.view.dtype != first.view.dtype) {
       fail(second.name, std::string(name_of(first.view.dtype)) + " like " + first.name, name_of(second.view.dtype));
     }
@@ -36,15 +36,7 @@ class Check {
     }
   }
 
-  void values(const TensorView& v) const {
-    const auto& s = layout_.sizes();
-    const bool shaped = (v.rank == 3 || v.rank == 4) && v.size(-3) == layout_.nnz() && v.size(-2) == s.block_rows &&
-                        v.size(-1) == s.block_cols;
-    if (!shaped) {
-      const std::string blocks = text(layout_.nnz()) + ", " + text(s.block_rows) + ", " + text(s.block_cols) + ")";
-      fail("values", "packed blocks (" + blocks + " or (Z, " + blocks, shape_text(v.shape()));
-    }
-  }
+  void values(const TensorView& v) const { check_packed(op_, "values", v, layout_); }
 
   /// A dense operand whose last two sizes, as stored, are given; −1 leaves one open.
   void dense(const Argument& a, std::int64_t rows, std::int64_t cols) const {

@@ -31,6 +31,9 @@ constexpr std::int64_t kStreamedBytes = 4 << 20;
 /// Depth packed at once, if blocks allow: whole cache lines where the depth is contiguous.
 constexpr std::int64_t kPackedTogether = 64;
 
+/// Depth of a line up to which its tiles pack: a longer one asks memory for too much at once.
+constexpr std::int64_t kPackedBehind = 384;
+
 /// Whether bytes are whole cache lines.
 bool lines(std::intptr_t bytes) { return bytes % 64 == 0; }
 
@@ -39,6 +42,8 @@ struct Buffers {
   simd::Scratch panel, strip, sums;
   std::vector<simd::Term> terms;
   std::vector<std::uint8_t> packed;
+  /// Rows of the right operand that this line packs, and those of the line after: the first of each block.
+  std::vector<const void*> raw, next_raw;
 };
 
 Buffers& thread_buffers() {
@@ -85,6 +90,7 @@ struct Slab {
     }
     first = panels.front().first;
   }
+  bool whole() const { return panels.back().last - first == width; }  ///< no panel is wider than its columns
 };
 
 /// What both kinds share: operands by batch, and a strip of the left operand in a form the multiplier reads.
@@ -177,11 +183,23 @@ class Work {
     }
   }
 
+  /// Fetches the columns of a panel that are packed next: of all rows a share that goes with one strip, so that memory
+  /// works evenly behind the products. Inline, as GCC would otherwise find that it does nothing.
+  [[gnu::always_inline]] void fetch(std::span<const void* const> raw, std::int64_t column, const simd::Product& product,
+                                    std::int64_t row, std::int64_t rows) const {
+    const std::int64_t depth = product.steps * tiles_.group;
+    for (const void* const data : raw) {
+      for (std::int64_t k = depth * row / rows; k < depth * std::min(row + tiles_.rows, rows) / rows; ++k) {
+        __builtin_prefetch(static_cast<const std::byte*>(data) + (k * product.raw_stride + column) * size_, 0, 2);
+      }
+    }
+  }
+
   /// `rows` rows of the result, in strips one below the other, against all panels of a slab, `deep` rows each. The
   /// left sides of a strip lie `shift` behind those of the strip above. Sums stay in `sums` over all phases, or when
   /// there is but one, until the columns of a panel are stored.
-  void multiply(const Slab& slab, const std::byte* packed, std::int64_t deep, simd::Product product, std::int64_t shift,
-                std::int64_t rows, std::byte* sums, bool last, const Place& out) const {
+  void multiply(const Slab& slab, std::byte* packed, std::int64_t deep, simd::Product product, std::int64_t shift,
+                std::int64_t rows, std::byte* sums, bool last, const Place& out, const Buffers& buffers) const {
     const bool one_phase = last && !product.add;
     product.out_stride = out.row_stride;
     for (const Slabs::Panel& panel : slab.panels) {
@@ -193,7 +211,11 @@ class Work {
       product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(to.data)) && lines(out.row_stride * size_) &&
                        lines(panel.width * size_);
       product.right = packed;
+      product.raw_shift = panel.first;
+      const bool more = &panel != &slab.panels.back();
       for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+        product.packs = row == 0;
+        fetch(more ? buffers.raw : buffers.next_raw, more ? panel.last : slab.first, product, row, rows);
         product.shift = row / tiles_.rows * shift;
         product.sums = panel_sums + row * product.sum_stride * tiles_.sum;
         product.out = whole ? at(to.data, row * to.row_stride) : nullptr;
@@ -319,30 +341,71 @@ class Spmm : Work {
     const std::size_t strip_sums = static_cast<std::size_t>(tiles_.rows * slab.width) * tiles_.sum;
     const std::int64_t deep = others_ * depth_padded(depth_);
     std::byte* const packed = buffers.panel.need(panel_bytes(deep, slab.width));
+    const bool can_pack = tiles_.packs && p_.right.col_stride == 1 && depth_ % tiles_.group == 0 && slab.whole();
+    const auto packs = [&](std::span<const BlockIndex::Entry> entries) {
+      return can_pack && std::ssize(entries) * depth_ <= kPackedBehind;
+    };
     std::byte* const sums =
         buffers.sums.need(strip_sums * static_cast<std::size_t>(phases_ > 1 ? end - begin : strips_));
     for (std::int64_t phase = 0; phase < phases_; ++phase) {
       const std::int64_t zb = z + phase / h_sum_, hb = h + phase % h_sum_;
-      buffers.packed.assign(static_cast<std::size_t>(ceil_div(others_, together_)), 0);
+      buffers.packed.assign(static_cast<std::size_t>(others_), 0);
       for (std::int64_t unit = begin, next = 0; unit < end; unit = next) {
         const std::int64_t line = unit / strips_, first_row = unit % strips_ * tiles_.rows;
         next = std::min((line + 1) * strips_, end);
         const auto entries = entries_of(hb, line);
-        for (const auto& entry : entries) {
-          const std::int64_t few = entry.other / together_, first = few * together_;
-          if (auto& done = buffers.packed[static_cast<std::size_t>(few)]; done == 0) {
-            pack_slab(slab, place(p_.right, zb, hb, first * depth_, 0), first * depth_padded(depth_),
-                      std::min(together_, others_ - first) * depth_, deep, packed);
-            done = 1;
-          }
+        if (!packs(entries)) {
+          pack_rows(slab, entries, zb, hb, deep, buffers.packed, packed);
         }
         const std::int64_t rows = std::min((next - unit) * tiles_.rows, line_rows_ - first_row);
         simd::Product product;
         product.add = phase > 0;
         const std::int64_t shift = gather(buffers, entries, zb, first_row, rows, product);
+        product.raw_stride = p_.right.row_stride;
+        mark_raw(entries, zb, hb, buffers);
+        const auto later = next < end ? entries_of(hb, line + 1) : entries;
+        list_raw(packs(later) ? later : entries, zb, hb, buffers.packed, buffers.next_raw);
         multiply(slab, packed, deep, product, shift, rows,
                  sums + (phases_ > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phase == phases_ - 1,
-                 place(p_.out, z, h, line * line_rows_ + first_row, 0));
+                 place(p_.out, z, h, line * line_rows_ + first_row, 0), buffers);
+      }
+    }
+    buffers.raw.clear();
+    buffers.next_raw.clear();
+  }
+
+  /// Packs the rows that some blocks are the first to need, and their neighbours.
+  void pack_rows(const Slab& slab, std::span<const BlockIndex::Entry> entries, std::int64_t z, std::int64_t h,
+                 std::int64_t deep, std::vector<std::uint8_t>& done, std::byte* packed) const {
+    for (const auto& entry : entries) {
+      if (done[static_cast<std::size_t>(entry.other)] == 0) {
+        const std::int64_t first = entry.other / together_ * together_, count = std::min(together_, others_ - first);
+        pack_slab(slab, place(p_.right, z, h, first * depth_, 0), first * depth_padded(depth_), count * depth_, deep,
+                  packed);
+        std::fill_n(done.begin() + first, count, std::uint8_t{1});
+      }
+    }
+  }
+
+  /// Where the rows lie that some blocks are the first to need.
+  void list_raw(std::span<const BlockIndex::Entry> entries, std::int64_t z, std::int64_t h,
+                const std::vector<std::uint8_t>& done, std::vector<const void*>& raw) const {
+    raw.clear();
+    for (const auto& entry : entries) {
+      if (done[static_cast<std::size_t>(entry.other)] == 0) {
+        raw.push_back(place(p_.right, z, h, entry.other * depth_, 0).data);
+      }
+    }
+  }
+
+  /// Leaves the packing of what some blocks are the first to need to the tiles.
+  void mark_raw(std::span<const BlockIndex::Entry> entries, std::int64_t z, std::int64_t h, Buffers& buffers) const {
+    list_raw(entries, z, h, buffers.packed, buffers.raw);
+    auto raw = buffers.raw.begin();
+    for (std::size_t n = 0; n < entries.size(); ++n) {
+      if (auto& done = buffers.packed[static_cast<std::size_t>(entries[n].other)]; done == 0) {
+        buffers.terms[n].raw = *raw++;
+        done = 1;
       }
     }
   }
@@ -354,7 +417,7 @@ class Spmm : Work {
     const Strip form = strip_form(block, rows, depth_, true);
     buffers.terms.clear();
     for (const auto& [other, number] : entries) {
-      buffers.terms.push_back({at(block.data, number * p_.sparse.block_stride), other * depth_padded(depth_)});
+      buffers.terms.push_back({at(block.data, number * p_.sparse.block_stride), other * depth_padded(depth_), nullptr});
     }
     set_strides(form, block, depth_, product);
     return form_strips(form, block, rows, depth_, buffers, product);
@@ -441,14 +504,15 @@ class Sdd : Work {
         product.add = phase > 0;
         const Place left = place(p_.left, zb, hb, line * sizes_.block_rows + first_row, k);
         const Strip form = strip_form(left, rows, depth, false);
-        buffers.terms.assign(1, {left.data, 0});
+        buffers.terms.assign(1, {left.data, 0, nullptr});
         set_strides(form, left, depth, product);
         const std::int64_t shift = form_strips(form, left, rows, depth, buffers, product);
         const Values& s = p_.sparse;
         multiply(slab, packed, depth, product, shift, rows,
                  sums + (phases > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phase == phases - 1,
                  {at(s.data, z * s.z_stride + block * s.block_stride + first_row * s.row_stride), s.row_stride,
-                  s.col_stride});
+                  s.col_stride},
+                 buffers);
       }
     }
   }

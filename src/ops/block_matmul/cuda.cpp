@@ -162,6 +162,7 @@ struct DevicePlan {
   driver::DeviceBuffer segments, steps, splits;
   int segment_count = 0, split_count = 0, partial_count = 0, groups_per_head = 1;
   const Kernel* kernel = nullptr;
+  std::size_t bytes() const { return segments.bytes() + steps.bytes() + splits.bytes(); }
 };
 
 /// Steps as the kernels read them, per group of the result.

@@ -191,13 +191,14 @@ driver::DeviceBuffer upload(int device, const std::vector<Item>& items) {
 
 /// A group longer than its fair share of a machine that would otherwise idle is cut, but not below 1024 of K.
 SpmmPlan balanced_plan(const BlockLayout& layout, const PlanKey& key, int group_rows) {
-  SpmmPlan plan = make_spmm_plan(layout, key.transposed != 0, group_rows, 0);
+  const StepOrder order = is_wide(layout.sizes().block_rows) ? StepOrder::columns : StepOrder::pairs;
+  SpmmPlan plan = make_spmm_plan(layout, key.transposed != 0, group_rows, 0, order);
   const auto all = static_cast<std::int64_t>(plan.steps.size()) / (1 + group_rows);
   const std::int64_t fair = ceil_div(all * key.parallel, driver::device_info(key.device).multiprocessors);
   const std::int64_t longest = std::max(fair, 1024 / layout.sizes().block_rows);
   const SpmmPlan::Segment& first = plan.segments.front();
   return first.last - first.first > longest
-             ? make_spmm_plan(layout, key.transposed != 0, group_rows, static_cast<std::int32_t>(longest))
+             ? make_spmm_plan(layout, key.transposed != 0, group_rows, static_cast<std::int32_t>(longest), order)
              : plan;
 }
 
@@ -395,6 +396,9 @@ bool run_spmm(const Problem& p, Context& context) {
   SpmmParams params{};
   params.sparse = sparse->map(unit, unit);
   params.dense = dense_k ? dense->map(unit, strip) : dense->map(64, unit);
+  if (!wide) {
+    params.pair = dense_k ? dense->map(2 * unit, strip) : dense->map(64, 2 * unit);
+  }
   params.out = out->map(64, 64);
   params.steps = static_cast<const int*>(plan->steps.data());
   params.segments = static_cast<const Segment*>(plan->segments.data());

@@ -7,89 +7,96 @@
 
 namespace fretwork::block_matmul::hopper {
 
-/// A stage holds kColumns block columns, 64 of K: strips of the dense operand (24 KB), then room for every block. Three
-/// warpgroups multiply: finding the blocks that are there is branches, which other warps hide.
+/// A stage holds kColumns block columns, 64 of K: strips of the dense operand (24 KB), then room for every block. Two
+/// strips that are neighbours come in boxes of both: the copy engine takes a row of 64 bytes in little more time than
+/// one of 32, and half the boxes of a dense operand along the free dimension. Three warpgroups multiply: finding the
+/// blocks that are there is branches, which other warps hide.
 template <int kBlock>
 struct Narrow {
   static constexpr int kRows = kNarrow / kBlock, kColumns = 64 / kBlock, kLine = 2 * kBlock;
   static constexpr u32 kPartBytes = 64 * kBlock * 2, kStripBytes = 3 * kPartBytes, kBlockBytes = kBlock * kBlock * 2;
   static constexpr u32 kStages = 4, kBlocksAt = 24576, kStageBytes = 49152;
+  static constexpr u32 kPaired = 1u << 31;  ///< beside a column's mask
   using Ring = fretwork::Ring<kStages>;
 };
 
-/// Fetches the stages of one tile. Issuing a copy takes about 150 cycles, so four warps share the work: warp w has a
-/// column (blocks of 16) or half the rows of one (32). Lane r reads the entry of block-row r; lane 0 copies.
+/// Fetches the stages of one tile. Issuing copies takes time, so four warps share the work: warp w has a column (blocks
+/// of 16) or half the rows of one (32). Lane r reads the entry of block-row r and copies that block; lane 0 copies the
+/// strip.
 template <int kBlock, bool kDenseK>
 __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile& t, Barriers& barriers, u32 base,
                                              typename Narrow<kBlock>::Ring& ring) {
   using N = Narrow<kBlock>;
-  constexpr int kPerColumn = 4 / N::kColumns;  // warps
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  constexpr int kPerColumn = 4 / N::kColumns, kBoxes = kDenseK ? 1 : 3;  // warps of a column, boxes of a strip
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // so the compiler knows it is uniform
   const int column = warp / kPerColumn, part = warp % kPerColumn;
-  constexpr u32 kAll = (1u << N::kRows) - 1, kHalf = (1u << N::kRows / 2) - 1;
-  const u32 mine = kPerColumn == 1 ? kAll : part == 0 ? kHalf : kAll & ~kHalf;
+  constexpr u32 kAll = (1u << N::kRows) - 1, kFirst = (1u << N::kRows / kPerColumn) - 1;
+  const u32 mine = kFirst << part * (N::kRows / kPerColumn);
   const int free = t.tile * kNarrow;
-  const auto entry = [&](int k) {  // lane kRows has the column
-    const bool inside = k < t.segment.last && lane <= N::kRows;
-    return inside ? __ldg(p.steps + static_cast<i64>(k) * p.stride + (lane == N::kRows ? 0 : lane + 1)) : -1;
+  const auto entry = [&](int first) {  // lane kRows has the column, the next one that of the other of two
+    const int k = first + (lane == N::kRows + 1 ? column ^ 1 : column);
+    const bool inside = k < t.segment.last && lane <= N::kRows + 1;
+    return inside ? __ldg(p.steps + static_cast<i64>(k) * p.stride + (lane >= N::kRows ? 0 : lane + 1)) : -1;
   };
   for (int sum = 0; sum < p.batches.z_sum * p.batches.h_sum; ++sum) {
     const int z = t.z + sum / p.batches.h_sum, h = t.h + sum % p.batches.h_sum;
     const int sz = z * p.sparse_z, dz = z * p.dense_z, dh = h * p.dense_h;
-    int ahead = entry(t.segment.first + column);
+    int ahead = entry(t.segment.first), later = entry(t.segment.first + N::kColumns);
     for (int k = t.segment.first; k < t.segment.last; k += N::kColumns, ring.next()) {
       const int now = ahead;
-      ahead = entry(k + N::kColumns + column);
+      ahead = later;
+      later = entry(k + 2 * N::kColumns);  // a stage may take less time than this
       const u32 mask = __ballot_sync(~0u, now >= 0) & kAll;
-      const int row = __shfl_sync(~0u, now, N::kRows) * kBlock;
+      const int own = __shfl_sync(~0u, now, N::kRows), other = __shfl_sync(~0u, now, N::kRows + 1);
+      const int paired = mask != 0 && other >= 0 && other - own == 1 - 2 * (column & 1) ? 1 : 0;
       const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * N::kStageBytes;
-      const u32 strip = at + column * N::kStripBytes;
-      // Of two warps with a column, the first has two thirds of the strip, or all of it where it is one box.
-      const int parts = kPerColumn == 1 || kDenseK ? 3 - 3 * part : 2 - part;
-      const u32 strip_bytes = mask == 0 ? 0 : parts * N::kPartBytes;
+      // The warps of a column, or of two, take turns with the boxes of the strip.
+      const int log_sharers = kPerColumn / 2 + paired, sharers = 1 << log_sharers, turn = warp & (sharers - 1);
+      const int row = (paired != 0 ? min(own, other) : own) * kBlock;
+      const u32 strip = at + (column & ~paired) * N::kStripBytes, box_bytes = N::kStripBytes / kBoxes << paired;
+      const int count = mask == 0 ? 0 : (kBoxes - 1 - turn + sharers) >> log_sharers;
       mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
       if (lane == 0) {
-        barriers.flags[ring.stage][column] = mask;
-        mbarrier::arrive_expect(full, strip_bytes + __popc(mask & mine) * N::kBlockBytes);
-        if (mask != 0) {
-          if constexpr (kDenseK) {
-            if (part == 0) {
-              tma::load(strip, &p.dense, full, row, free, dh, dz);
-            }
-          } else {
-            for (int i = 0; i < parts; ++i) {
-              const int at_part = 2 * part + i;
-              tma::load(strip + at_part * N::kPartBytes, &p.dense, full, free + at_part * 64, row, dh, dz);
-            }
+        barriers.flags[ring.stage][column] = mask | (paired != 0 ? N::kPaired : 0);
+        mbarrier::arrive_expect(full, count * box_bytes + __popc(mask & mine) * N::kBlockBytes);
+        const Map* const map = paired != 0 ? &p.pair : &p.dense;
+#pragma unroll
+        for (int i = 0; i < kBoxes; ++i) {
+          if (mask != 0 && (i & (sharers - 1)) == turn) {
+            kDenseK ? tma::load(strip, map, full, row, free, dh, dz)
+                    : tma::load(strip + i * box_bytes, map, full, free + i * 64, row, dh, dz);
           }
         }
       }
-      const u32 blocks = at + N::kBlocksAt + column * N::kRows * N::kBlockBytes;
-      for (u32 left = mask & mine; left != 0; left &= left - 1) {
-        const int r = __ffs(static_cast<int>(left)) - 1;
-        const int block = __shfl_sync(~0u, now, r);
-        if (lane == 0) {
-          tma::load(blocks + r * N::kBlockBytes, &p.sparse, full, 0, 0, block, sz);
-        }
+      __syncwarp();
+      if (now >= 0 && (mine >> lane & 1) != 0) {
+        const u32 block = at + N::kBlocksAt + (column * N::kRows + lane) * N::kBlockBytes;
+        tma::load(block, &p.sparse, full, 0, 0, now, sz);
       }
     }
   }
 }
 
-/// The 64 × kBlock part of a strip that a warpgroup multiplies, as fragments.
-template <int kBlock, bool kDenseK>
-__device__ __forceinline__ void narrow_strip(u32 (&a)[kBlock / 16][4], u32 strip, u32 warpgroup) {
-  constexpr int kLine = Narrow<kBlock>::kLine;
+/// The 64 × kBlock part of a strip that a warpgroup multiplies, as fragments. `strips` are those of two columns, in one
+/// box or apart.
+template <int kBlock, bool kDenseK, int kSecond>
+__device__ __forceinline__ void narrow_strip(u32 (&a)[kBlock / 16][4], u32 strips, bool paired, u32 warpgroup) {
+  using N = Narrow<kBlock>;
+  constexpr int kLine = N::kLine;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
 #pragma unroll
   for (int q = 0; q < kBlock / 16; ++q) {
     if constexpr (kDenseK) {
       const u32 row = 64 * warpgroup + 16 * warp + lane / 8 % 2 * 8 + lane % 8, unit = 2 * q + lane / 16;
-      wgmma::load_pieces(a[q], strip + tma::swizzled<kLine>(row * kLine + unit * 16));
+      const u32 alone = kSecond * N::kStripBytes + tma::swizzled<kLine>(row * kLine + unit * 16);
+      const u32 both = tma::swizzled<2 * kLine>(row * (2 * kLine) + kSecond * kLine + unit * 16);
+      wgmma::load_pieces(a[q], strips + (paired ? both : alone));
     } else {
       const u32 row = 16 * q + lane / 16 * 8 + lane % 8, unit = 2 * warp + lane / 8 % 2;
-      const u32 half = strip + warpgroup * Narrow<kBlock>::kPartBytes;
-      wgmma::load_pieces_transposed(a[q], half + tma::swizzled<128>(row * 128 + unit * 16));
+      const u32 alone = kSecond * N::kStripBytes + warpgroup * N::kPartBytes;
+      const u32 both = (2 * warpgroup + kSecond) * N::kPartBytes;
+      wgmma::load_pieces_transposed(a[q], strips + (paired ? both : alone) + tma::swizzled<128>(row * 128 + unit * 16));
     }
   }
 }
@@ -134,8 +141,11 @@ __device__ __forceinline__ void narrow_multiply(float (&d)[kNarrow / 2], int sta
     const u32 at = base + ring.stage * N::kStageBytes;
     u32 a[N::kColumns][kBlock / 16][4];
 #pragma unroll
-    for (int c = 0; c < N::kColumns; ++c) {
-      narrow_strip<kBlock, kDenseK>(a[c], at + c * N::kStripBytes, warpgroup);
+    for (int c = 0; c < N::kColumns; c += 2) {
+      const bool paired = (masks[c] & N::kPaired) != 0;
+      const u32 strips = at + c * N::kStripBytes;
+      narrow_strip<kBlock, kDenseK, 0>(a[c], strips, paired, warpgroup);
+      narrow_strip<kBlock, kDenseK, 1>(a[c + 1], strips, paired, warpgroup);
     }
     wgmma::fence();
 #pragma unroll

@@ -30,7 +30,8 @@ struct Batches {
 struct SpmmParams {
   Map sparse;  ///< (unit axis, other axis of a block, packed block, z)
   Map dense;   ///< (unit axis, other axis, h, z)
-  Map out;     ///< the same
+  Map pair;    ///< the same with the strips of two neighbouring block columns in a box; small blocks only
+  Map out;     ///< (unit axis, other axis, h, z)
   const int* steps;
   const Segment* segments;
   float* partials;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 #include "fretwork/error.h"
 
@@ -38,9 +39,41 @@ void append_steps(const BlockIndex& index, std::int64_t line, std::int64_t rows,
   }
 }
 
+/// Puts the steps from `first` on in the order of pairs. A column whose partner is not there waits for the next such
+/// column, so that nothing else is far from its place.
+void pair_steps(std::int32_t first, std::int32_t stride, std::vector<std::int32_t>& steps) {
+  const auto begin = static_cast<std::size_t>(first) * static_cast<std::size_t>(stride);
+  const auto width = static_cast<std::size_t>(stride);
+  const std::vector<std::int32_t> from(steps.begin() + static_cast<std::ptrdiff_t>(begin), steps.end());
+  std::size_t to = begin;
+  const auto append = [&](std::size_t at) {
+    std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(at), width, steps.begin() + static_cast<std::ptrdiff_t>(to));
+    to += width;
+  };
+  std::optional<std::size_t> waiting;
+  for (std::size_t at = 0; at < from.size(); at += width) {
+    const std::size_t next = at + width;
+    if (from[at] % 2 == 0 && next < from.size() && from[next] == from[at] + 1) {
+      append(at);
+      append(next);
+      at = next;
+    } else if (waiting) {
+      append(*waiting);
+      append(at);
+      waiting.reset();
+    } else {
+      waiting = at;
+    }
+  }
+  if (waiting) {
+    append(*waiting);
+  }
+}
+
 }  // namespace
 
-SpmmPlan make_spmm_plan(const BlockLayout& layout, bool transposed, std::int32_t group_rows, std::int32_t longest) {
+SpmmPlan make_spmm_plan(const BlockLayout& layout, bool transposed, std::int32_t group_rows, std::int32_t longest,
+                        StepOrder order) {
   const BlockIndex& index = transposed ? layout.by_col() : layout.by_row();
   const std::int64_t lines = transposed ? layout.sizes().cols : layout.sizes().rows;
   if (layout.nnz() > std::numeric_limits<std::int32_t>::max() / (1 + group_rows) ||
@@ -58,6 +91,9 @@ SpmmPlan make_spmm_plan(const BlockLayout& layout, bool transposed, std::int32_t
     const auto first = static_cast<std::int32_t>(plan.steps.size() / static_cast<std::size_t>(stride));
     append_steps(index, line, std::min<std::int64_t>(group_rows, lines - row), stride, plan.steps);
     const auto last = static_cast<std::int32_t>(plan.steps.size() / static_cast<std::size_t>(stride));
+    if (order == StepOrder::pairs) {
+      pair_steps(first, stride, plan.steps);
+    }
     const std::int32_t count = last - first;
     const std::int32_t pieces = longest > 0 ? std::max(1, (count + longest - 1) / longest) : 1;
     if (pieces == 1) {
@@ -67,7 +103,8 @@ SpmmPlan make_spmm_plan(const BlockLayout& layout, bool transposed, std::int32_t
     plan.splits.push_back({group, plan.partials, pieces});
     for (std::int32_t p = 0; p < pieces; ++p) {
       const auto cut = [&](std::int32_t n) {
-        return first + static_cast<std::int32_t>(static_cast<std::int64_t>(count) * n / pieces);
+        const auto at = static_cast<std::int32_t>(static_cast<std::int64_t>(count) * n / pieces);
+        return first + (order == StepOrder::pairs && n < pieces ? at / 2 * 2 : at);
       };
       plan.segments.push_back({group, cut(p), cut(p + 1), plan.partials++});
     }

@@ -30,7 +30,11 @@ struct SpmmPlan {
   std::int32_t partials = 0;
 };
 
-/// `longest`: a group with more steps than this is cut into equal segments no longer than it (0: never).
-SpmmPlan make_spmm_plan(const BlockLayout& layout, bool transposed, std::int32_t group_rows, std::int32_t longest);
+/// Steps follow the columns, or go by `pairs`: those of columns 2n and 2n + 1 of a group that needs both lie together
+/// at an even place of every segment, and the rest two by two among them. `longest`: a group with more steps than this
+/// is cut into equal segments of about as many (0: never).
+enum class StepOrder : std::uint8_t { columns, pairs };
+SpmmPlan make_spmm_plan(const BlockLayout& layout, bool transposed, std::int32_t group_rows, std::int32_t longest,
+                        StepOrder order = StepOrder::columns);
 
 }  // namespace fretwork::block_matmul

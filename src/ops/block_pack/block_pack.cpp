@@ -6,31 +6,12 @@
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
 #include "ops/block_pack/problem.h"
+#include "pattern/checks.h"
 
 namespace fretwork {
 namespace {
 
 using block_pack_op::Problem;
-
-void check_floating(const char* op, const char* argument, const TensorView& tensor) {
-  if (!is_floating(tensor.dtype)) {
-    throw Error(op, argument, "float64, float32, float16 or bfloat16", name_of(tensor.dtype));
-  }
-}
-
-void check_device(const char* op, const char* argument, const TensorView& tensor, const Context& context) {
-  if (tensor.device != context.device) {
-    throw Error(op, argument, "a tensor on " + name_of(context.device), "one on " + name_of(tensor.device));
-  }
-}
-
-std::string sizes_text(std::initializer_list<std::int64_t> sizes) {
-  std::string text;
-  for (const std::int64_t n : sizes) {
-    text += (text.empty() ? "" : ", ") + std::to_string(n);
-  }
-  return text;
-}
 
 void check_dense_shape(const char* op, const TensorView& dense, const BlockLayout& layout) {
   const auto& s = layout.sizes();
@@ -39,20 +20,9 @@ void check_dense_shape(const char* op, const TensorView& dense, const BlockLayou
   const bool right = (matrix || dense.rank == 3 || dense.rank == 4) && dense.size(-1) == cols &&
                      dense.size(-2) == rows && (matrix || dense.size(-3) == s.heads);
   if (!right) {
-    const std::string all = sizes_text({s.heads, rows, cols}) + ")";
-    throw Error(op, "dense",
-                "shape (Z, " + all + " or (" + all + (s.heads == 1 ? " or (" + sizes_text({rows, cols}) + ")" : ""),
-                shape_text(dense.shape()));
-  }
-}
-
-void check_values_shape(const char* op, const TensorView& values, const BlockLayout& layout) {
-  const auto& s = layout.sizes();
-  const bool right = (values.rank == 3 || values.rank == 4) && values.size(-3) == layout.nnz() &&
-                     values.size(-2) == s.block_rows && values.size(-1) == s.block_cols;
-  if (!right) {
-    const std::string blocks = sizes_text({layout.nnz(), s.block_rows, s.block_cols}) + ")";
-    throw Error(op, "values", "shape (Z, " + blocks + " or (" + blocks, shape_text(values.shape()));
+    const std::string all = shape_text(std::vector{s.heads, rows, cols});
+    const std::string one = s.heads == 1 ? shape_text(std::vector{rows, cols}) + ", " : "";
+    throw Error(op, "dense", "shape " + one + all + " or (Z, " + all.substr(1), shape_text(dense.shape()));
   }
 }
 
@@ -76,10 +46,10 @@ Problem check(const char* op, const TensorView& dense, const TensorView& values,
   const TensorView& to = unpack ? dense : values;
   const char* const from_name = unpack ? "values" : "dense";
   const char* const to_name = unpack ? "dense" : "values";
-  unpack ? check_values_shape(op, values, layout) : check_dense_shape(op, dense, layout);
+  unpack ? void(check_packed(op, "values", values, layout)) : check_dense_shape(op, dense, layout);
   check_floating(op, from_name, from);
   check_device(op, from_name, from, context);
-  unpack ? check_dense_shape(op, dense, layout) : check_values_shape(op, values, layout);
+  unpack ? check_dense_shape(op, dense, layout) : void(check_packed(op, "values", values, layout));
   if (to.dtype != from.dtype) {
     throw Error(op, to_name, name_of(from.dtype), name_of(to.dtype));
   }

@@ -7,6 +7,7 @@
 #include "fretwork/error.h"
 #include "ops/block_pack/params.h"
 #include "ops/block_pack/problem.h"
+#include "pattern/checks.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
 
@@ -20,6 +21,7 @@ constexpr int kVector = 16, kUnitsPerBlock = 1024;  // bytes of the wide unit; u
 /// The layout on the device, in both directions.
 struct Plan {
   DeviceBuffer blocks, block_at;
+  std::size_t bytes() const { return blocks.bytes() + block_at.bytes(); }
 };
 
 Plan make_plan(const BlockLayout& layout, int device) {
@@ -28,10 +30,8 @@ Plan make_plan(const BlockLayout& layout, int device) {
     throw Error("pack", "layout", "fewer than 2^31 blocks", std::to_string(layout.nnz()));
   }
   std::vector<PackBlock> blocks;
-  std::vector<int> block_at(static_cast<std::size_t>(s.heads * s.rows * s.cols), -1);
   for (std::int64_t l = 0; l < s.heads * s.rows; ++l) {
     for (const auto& entry : layout.by_row().line(l)) {
-      block_at[static_cast<std::size_t>(l * s.cols + entry.other)] = static_cast<int>(entry.block);
       blocks.push_back({static_cast<int>(l / s.rows), static_cast<int>(l % s.rows), static_cast<int>(entry.other)});
     }
   }
@@ -39,6 +39,7 @@ Plan make_plan(const BlockLayout& layout, int device) {
   if (!blocks.empty()) {
     plan.blocks = DeviceBuffer(device, blocks.data(), blocks.size() * sizeof(PackBlock));
   }
+  const std::vector<int> block_at = block_grid(layout);
   plan.block_at = DeviceBuffer(device, block_at.data(), block_at.size() * sizeof(int));
   return plan;
 }

@@ -4,6 +4,7 @@
 
 #include "fretwork/error.h"
 #include "ops/block_softmax/problem.h"
+#include "pattern/checks.h"
 
 namespace fretwork {
 namespace {
@@ -15,32 +16,6 @@ using block_softmax_op::Problem;
 
 constexpr const char* kForward = "block_softmax";
 constexpr const char* kBackward = "block_softmax_backward";
-constexpr const char* kFloating = "float64, float32, float16 or bfloat16";
-
-void check_device(const char* op, const char* argument, const TensorView& tensor, const Context& context) {
-  if (tensor.device != context.device) {
-    throw Error(op, argument, "a tensor on " + name_of(context.device), "one on " + name_of(tensor.device));
-  }
-}
-
-void check_floating(const char* op, const char* argument, const TensorView& tensor) {
-  if (!is_floating(tensor.dtype)) {
-    throw Error(op, argument, kFloating, name_of(tensor.dtype));
-  }
-}
-
-/// The batch of packed values of `layout`, 1 where they have no Z.
-std::int64_t check_packed(const char* op, const char* argument, const TensorView& tensor, const BlockLayout& layout) {
-  const auto& s = layout.sizes();
-  const bool right = (tensor.rank == 3 || tensor.rank == 4) && tensor.size(-3) == layout.nnz() &&
-                     tensor.size(-2) == s.block_rows && tensor.size(-1) == s.block_cols;
-  if (!right) {
-    const std::string blocks =
-        std::to_string(layout.nnz()) + ", " + std::to_string(s.block_rows) + ", " + std::to_string(s.block_cols) + ")";
-    throw Error(op, argument, "shape (Z, " + blocks + " or (" + blocks, shape_text(tensor.shape()));
-  }
-  return tensor.size(-4);
-}
 
 /// A tensor that must look like `like`, which has passed its checks.
 void check_same(const char* op, const char* argument, const TensorView& tensor, const TensorView& like,

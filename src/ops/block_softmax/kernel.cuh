@@ -1,7 +1,7 @@
 // Softmax over packed block rows. Neighbouring lanes hold neighbouring runs of 16 bytes: along a block's row, then of
-// the next rows, then of the same rows in the next blocks, so that LANES lanes of a warp share a row. So do WARPS
-// warps. Each thread keeps up to K runs in registers, so that what it does once for a row is shared by many entries; a
-// line that fits is read once, a longer one twice.
+// the next rows, then of the same rows in the next blocks, so that LANES lanes of a warp share a row. So do
+// several warps. Each thread keeps up to K runs in registers, so that what it does once for a row is shared by many
+// entries; a line that fits is read once, a longer one twice.
 #pragma once
 
 #include "device/load.cuh"
@@ -10,21 +10,6 @@
 #include "ops/block_softmax/params.h"
 
 namespace fretwork {
-
-/// What an extra is: absent, added, or a mask whose zeros take an entry out.
-struct none {
-  static constexpr bool kThere = false, kMultiplies = false;
-};
-template <typename T>
-struct adds {
-  using type = T;
-  static constexpr bool kThere = true, kMultiplies = false;
-};
-template <typename T>
-struct multiplies {
-  using type = T;
-  static constexpr bool kThere = true, kMultiplies = true;
-};
 
 template <typename Acc>
 __device__ __forceinline__ Acc minus_infinity() {
@@ -96,52 +81,44 @@ struct peak {
   }
 };
 
-constexpr __host__ __device__ int power_of_two_from(int n) {
-  int p = 1;
-  while (p < n) {
-    p *= 2;
-  }
-  return p;
-}
-
-constexpr __host__ __device__ int cta_warps(int warps) { return warps < 4 ? 4 : warps; }
+inline constexpr int kMostWarps = 16;  // on a row
 
 /// Where a thread stands: its line and row, and its share of the row's runs. At a step each lane of a warp takes one
-/// run.
-template <typename T, int C, bool VECTOR, int LANES, int WARPS>
+/// run of RUN elements, BLOCK_LANES lanes a block's row. Runs of more than one element cover a block's row in one step.
+template <typename T, int RUN, int BLOCK_LANES, int LANES>
 struct place {
-  static constexpr int kRun = VECTOR ? 16 / static_cast<int>(sizeof(T)) : 1;  ///< elements a lane takes at once
-  static constexpr int kRuns = (C + kRun - 1) / kRun;
-  static constexpr int kBlockLanes = kRuns >= 32 ? 32 : power_of_two_from(kRuns);  ///< lanes of a block's row
-  static constexpr int kPieces = (kRuns + kBlockLanes - 1) / kBlockLanes;          ///< steps over a block
-  static constexpr int kBlocks = LANES / kBlockLanes;                              ///< blocks that a step covers
-  static constexpr int kRows = 32 / LANES;                                         ///< rows of a warp
-  static constexpr int kGroups = cta_warps(WARPS) / WARPS;                         ///< tasks of a CTA
-  static constexpr int kRowBits = 31 & ~((kRows - 1) * kBlockLanes);               ///< of lanes that share a row
-  static constexpr bool kEven = kPieces == 1 || kBlockLanes * kPieces * kRun == C;
-  static_assert(LANES >= kBlockLanes && LANES <= 32);
+  static constexpr int kBlocks = LANES / BLOCK_LANES;                 ///< blocks that a step covers
+  static constexpr int kRows = 32 / LANES;                            ///< rows of a warp
+  static constexpr int kRowBits = 31 & ~((kRows - 1) * BLOCK_LANES);  ///< of lanes that share a row
+  static constexpr bool kShared = LANES >= 4;                         ///< several warps may share a row
+  static_assert(LANES >= BLOCK_LANES && LANES <= 32);
 
   SoftmaxLine line;
   int z, y, row, lane, sub, member;  ///< row: of the warp's; sub: of the blocks of a step
   int steps;                         ///< of this thread
+  int cols, warps;                   ///< of a block; on a row
   bool inside;                       ///< there is a row
 
   __device__ __forceinline__ place(const SoftmaxLine* lines, const SoftmaxTasks& tasks) {
-    const int warp = threadIdx.x / 32;
-    const u32 task = blockIdx.x * kGroups + warp / WARPS;
+    const int warp = threadIdx.x / 32, bits = kShared ? tasks.warp_bits : 0;
+    const u32 task = blockIdx.x * (blockDim.x / 32 >> bits) + (warp >> bits);
     const u32 row_group = divide(task, tasks.row_groups), batch = divide(row_group, tasks.batch);
     const bool there = task < tasks.count;
     line = lines[there ? batch : 0];
     z = static_cast<int>(row_group - batch * tasks.batch.by);
-    lane = threadIdx.x % kBlockLanes;
-    row = threadIdx.x / kBlockLanes % kRows;
-    sub = threadIdx.x % 32 / (kBlockLanes * kRows);
+    lane = threadIdx.x % BLOCK_LANES;
+    row = threadIdx.x / BLOCK_LANES % kRows;
+    sub = threadIdx.x % 32 / (BLOCK_LANES * kRows);
     y = static_cast<int>(task - row_group * tasks.row_groups.by) * kRows + row;
-    member = warp % WARPS;
+    cols = tasks.block_cols;
+    warps = 1 << bits;
+    member = warp & (warps - 1);
     inside = there && y < tasks.block_rows;
-    const u32 all = static_cast<u32>(line.count - sub + kBlocks - 1) / kBlocks * kPieces;
-    steps = inside && lane * kRun < C ? static_cast<int>((all + WARPS - 1 - member) / WARPS) : 0;
+    const int all = (line.count - sub + kBlocks - 1) / kBlocks * pieces();
+    steps = inside && lane * RUN < cols ? (all + warps - 1 - member) >> bits : 0;
   }
+  /// Steps over a block.
+  __device__ __forceinline__ int pieces() const { return RUN > 1 ? 1 : (cols + BLOCK_LANES - 1) / BLOCK_LANES; }
   /// One thread of each row and warp.
   __device__ __forceinline__ bool leads() const { return (threadIdx.x & kRowBits) == 0; }
   /// task < 2^31
@@ -149,32 +126,32 @@ struct place {
     return static_cast<u32>(static_cast<u64>(task) * d.multiplier >> d.shift);
   }
   __device__ __forceinline__ int block(int n) const {
-    return line.first + (member + n * WARPS) / kPieces * kBlocks + sub;
+    return line.first + (member + n * warps) / pieces() * kBlocks + sub;
   }
   __device__ __forceinline__ int column(int n) const {
-    return ((member + n * WARPS) % kPieces * kBlockLanes + lane) * kRun;
+    return ((member + n * warps) % pieces() * BLOCK_LANES + lane) * RUN;
   }
   /// Whether the thread has a step first + k. Compared so that only `first` takes a register.
   __device__ __forceinline__ bool has(int first, int k) const {
-    return k < steps - first && (kEven || column(first + k) < C);
+    return k < steps - first && (RUN > 1 || column(first + k) < cols);
   }
 
   /// The thread's runs in a packed tensor.
   struct runs {
     T* first;
     i64 step, piece;
-    int member;
+    int member, warps, pieces;
     /// Of its n-th step.
     __device__ __forceinline__ T* at(int n) const {
-      if constexpr (kPieces == 1) {
+      if constexpr (RUN > 1) {
         return first + n * step;
       } else {
-        return first + (member + n * WARPS) / kPieces * step + (member + n * WARPS) % kPieces * piece;
+        return first + (member + n * warps) / pieces * step + (member + n * warps) % pieces * piece;
       }
     }
     /// From the place of step n − 1 to that of step n.
     __device__ __forceinline__ void next(T*& place, int n) const {
-      if constexpr (kPieces == 1) {
+      if constexpr (RUN > 1) {
         place += step;
       } else {
         place = at(n);
@@ -182,18 +159,18 @@ struct place {
     }
   };
   __device__ __forceinline__ runs of(const SoftmaxPacked& p) const {
-    const int block = line.first + sub + (kPieces == 1 ? member * kBlocks : 0);
-    T* first = static_cast<T*>(p.data) + z * p.z + block * p.block + y * p.row + lane * kRun * p.col;
-    i64 step = p.block * kBlocks * (kPieces == 1 ? WARPS : 1);
+    const int block = line.first + sub + (RUN > 1 ? member * kBlocks : 0);
+    T* first = static_cast<T*>(p.data) + z * p.z + block * p.block + y * p.row + lane * RUN * p.col;
+    i64 step = p.block * kBlocks * (RUN > 1 ? warps : 1);
     asm volatile("" : "+l"(first), "+l"(step));  // else the compiler does all of this again for every run
-    return {first, step, kBlockLanes * kRun * p.col, member};
+    return {first, step, BLOCK_LANES * p.col, member, warps, pieces()};
   }
 };
 
 /// What the warps that share a row tell each other, once.
-template <typename Place, int WARPS, typename Part>
+template <typename Place, typename Part>
 struct parts {
-  Part part[cta_warps(WARPS)][Place::kRows];
+  Part part[kMostWarps][Place::kRows];
 
   /// All threads call it.
   __device__ __forceinline__ void put(const Place& my, const Part& mine) {
@@ -205,9 +182,9 @@ struct parts {
   /// Every warp's part of this thread's row, in a fixed order.
   template <typename F>
   __device__ __forceinline__ void each(const Place& my, F f) const {
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      f(part[threadIdx.x / 32 / WARPS * WARPS + w][my.row]);
+#pragma unroll 4
+    for (int w = 0; w < my.warps; ++w) {
+      f(part[threadIdx.x / 32 - my.member + w][my.row]);
     }
   }
 };
@@ -218,69 +195,65 @@ struct tally {
   Acc top, sum;
 };
 
-template <typename Kind, int N, typename Acc>
-__device__ __forceinline__ void apply(const SoftmaxDense& extra, i64 at, Acc (&x)[N]) {
-  if constexpr (Kind::kThere) {
-    using X = typename Kind::type;
-    const X* const from = static_cast<const X*>(extra.data) + at;
-    Acc m[N];
-    if (extra.vector) {
-      const auto r = load_run<X, N>(from);
-#pragma unroll
-      for (int e = 0; e < N; ++e) {
-        m[e] = static_cast<Acc>(widen(r.at(e)));
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < N; ++e) {
-        m[e] = static_cast<Acc>(widen(from[e * extra.col]));
-      }
-    }
-#pragma unroll
-    for (int e = 0; e < N; ++e) {
-      if constexpr (Kind::kMultiplies) {
-        x[e] = m[e] == Acc(0) ? minus_infinity<Acc>() : x[e];
-      } else {
-        x[e] += m[e];
-      }
-    }
+/// Calls f with a pointer to no element of the type.
+template <typename F>
+__device__ __forceinline__ void with_type(SoftmaxType type, F f) {
+  switch (type) {
+    case SoftmaxType::f64:
+      return f(static_cast<double*>(nullptr));
+    case SoftmaxType::f32:
+      return f(static_cast<float*>(nullptr));
+    case SoftmaxType::f16:
+      return f(static_cast<f16*>(nullptr));
+    case SoftmaxType::bf16:
+      return f(static_cast<bf16*>(nullptr));
+    case SoftmaxType::boolean:
+      return f(static_cast<bool*>(nullptr));
   }
 }
 
-constexpr __host__ __device__ int cta_threads(int warps) { return 32 * cta_warps(warps); }
-/// CTAs that must fit on a multiprocessor together: 512 threads where a thread keeps sums, else (0) as the compiler
-/// finds.
-constexpr __host__ __device__ int cta_residents(int warps, bool sums) { return sums ? 512 / cta_threads(warps) : 0; }
-
-/// T values, C columns of a block, VECTOR: runs of 16 bytes are aligned (else single elements), K runs kept by a
-/// thread, LANES and WARPS on a row, then the kinds of the extras.
-template <typename T, int C, bool VECTOR, int K, int LANES, int WARPS, typename Rpe, typename Key, typename Attn>
-__global__ void __launch_bounds__(cta_threads(WARPS), cta_residents(WARPS, Rpe::kThere || Key::kThere || Attn::kThere))
+/// T values; RUN elements (16 bytes, or one where something is not aligned) that a lane takes at once; BLOCK_LANES
+/// lanes on a block's row; K runs kept by a thread; LANES of a warp on a row; at most THREADS in a CTA.
+template <typename T, int RUN, int BLOCK_LANES, int K, int LANES, int THREADS, SoftmaxExtras EXTRAS>
+__global__ void __launch_bounds__(THREADS, EXTRAS == SoftmaxExtras::none && sizeof(T) < 8 ? 0 : 512 / THREADS)
     block_softmax(const __grid_constant__ SoftmaxParams p) {
   using Acc = accumulator_t<T>;
-  using Place = place<T, C, VECTOR, LANES, WARPS>;
-  constexpr int kRun = Place::kRun;
-  constexpr bool kExtras = Rpe::kThere || Key::kThere || Attn::kThere;
+  using Place = place<T, RUN, BLOCK_LANES, LANES>;
+  constexpr bool kExtras = EXTRAS != SoftmaxExtras::none;
   const Place my(p.lines, p.tasks);
   const auto values = my.of(p.values), results = my.of(p.out);
 
   // The runs as stored (negated where the scale is negative), or with extras the finished sums. An entry's exponent is
   // x·factor, and the factor is not negative.
-  run<T, kRun> stored[K];
-  Acc summed[kExtras ? K : 1][kRun];
+  run<T, RUN> stored[K];
+  Acc summed[kExtras ? K : 1][RUN];
   const Acc scale = static_cast<Acc>(p.scale);
   const bool negate = !kExtras && scale < Acc(0);
   const Acc factor = (kExtras ? Acc(1) : negate ? -scale : scale) * kUnit<Acc>;
 
-  const auto dense_at = [&](const SoftmaxDense& d, int n) {
-    return my.z * d.z + my.line.head * d.h + (static_cast<i64>(my.line.row) * p.tasks.block_rows + my.y) * d.row +
-           (static_cast<i64>(p.columns[my.block(n)]) * C + my.column(n)) * d.col;
+  // Adds an extra of type X to the kept runs, or takes entries out.
+  [[maybe_unused]] const auto extend = [&]<typename X>(const SoftmaxDense& d, int first, X*) {
+    const i64 row = static_cast<i64>(my.line.row) * p.tasks.block_rows + my.y;
+    const i64 start = my.z * d.z + my.line.head * d.h + row * d.row;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (my.has(first, k)) {
+        const i64 column = static_cast<i64>(p.columns[my.block(first + k)]) * my.cols + my.column(first + k);
+        const auto r = load_run<X, RUN>(static_cast<const X*>(d.data) + start + column * d.col);
+#pragma unroll
+        for (int e = 0; e < RUN; ++e) {
+          const Acc m = static_cast<Acc>(widen(r.at(e)));
+          Acc& x = summed[k][e];
+          x = !d.multiplies ? x + m : m == Acc(0) ? minus_infinity<Acc>() : x;
+        }
+      }
+    }
   };
   const auto load = [&](int first) {
     T* from = values.at(first);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      stored[k] = load_run_if<T, kRun>(my.has(first, k), from);
+      stored[k] = load_run_if<T, RUN>(my.has(first, k), from);
       values.next(from, first + k + 1);
     }
     if (negate) {
@@ -292,22 +265,17 @@ __global__ void __launch_bounds__(cta_threads(WARPS), cta_residents(WARPS, Rpe::
     if constexpr (kExtras) {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        if (my.has(first, k)) {
 #pragma unroll
-          for (int e = 0; e < kRun; ++e) {
-            summed[k][e] = static_cast<Acc>(widen(stored[k].at(e))) * scale;
-          }
-          const auto extra = [&]<typename Kind>(Kind, const SoftmaxDense& d) {
-            apply<Kind>(d, Kind::kThere ? dense_at(d, first + k) : 0, summed[k]);
-          };
-          extra(Rpe{}, p.rpe);
-          if constexpr (Key::kMultiplies) {  // what takes entries out comes last, so that nothing added there counts
-            extra(Attn{}, p.attn);
-            extra(Key{}, p.key_padding);
-          } else {
-            extra(Key{}, p.key_padding);
-            extra(Attn{}, p.attn);
-          }
+        for (int e = 0; e < RUN; ++e) {
+          summed[k][e] = static_cast<Acc>(widen(stored[k].at(e))) * scale;
+        }
+      }
+#pragma unroll 1
+      for (int n = 0; n < p.extra_count; ++n) {
+        if constexpr (EXTRAS == SoftmaxExtras::same) {
+          extend(p.extras[n], first, static_cast<T*>(nullptr));
+        } else {
+          with_type(p.extras[n].type, [&](auto* type) { extend(p.extras[n], first, type); });
         }
       }
     }
@@ -321,13 +289,13 @@ __global__ void __launch_bounds__(cta_threads(WARPS), cta_residents(WARPS, Rpe::
   };
   // The highest exponent of the kept runs.
   const auto highest = [&](int first) -> Acc {
-    peak<T, kRun, Acc> largest;
+    peak<T, RUN, Acc> largest;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (my.has(first, k)) {
         if constexpr (kExtras) {
 #pragma unroll
-          for (int e = 0; e < kRun; ++e) {
+          for (int e = 0; e < RUN; ++e) {
             largest.top = take_max{}(summed[k][e], largest.top);
           }
         } else {
@@ -352,7 +320,7 @@ __global__ void __launch_bounds__(cta_threads(WARPS), cta_residents(WARPS, Rpe::
     for (int k = 0; k < K; ++k) {
       if (my.has(first, k)) {
 #pragma unroll
-        for (int e = 0; e < kRun; ++e) {
+        for (int e = 0; e < RUN; ++e) {
           (e % 2 == 0 ? sum : odd) += power(fused(element(k, e), factor, -base));
         }
       }
@@ -363,14 +331,16 @@ __global__ void __launch_bounds__(cta_threads(WARPS), cta_residents(WARPS, Rpe::
   // The row's: over lanes, then over warps.
   Acc base = reduce_bits<Place::kRowBits>(top, take_max{});
   sum = reduce_bits<Place::kRowBits>(sum * power(top - safe(base)), take_sum{});
-  if constexpr (WARPS > 1) {
-    __shared__ parts<Place, WARPS, tally<Acc>> shared;
-    tally<Acc> all{minus_infinity<Acc>(), 0};
-    shared.put(my, {base, sum});
-    shared.each(my, [&](const tally<Acc>& part) { all.top = take_max{}(part.top, all.top); });
-    shared.each(my, [&](const tally<Acc>& part) { all.sum += part.sum * power(part.top - safe(all.top)); });
-    base = all.top;
-    sum = all.sum;
+  if constexpr (Place::kShared) {
+    __shared__ parts<Place, tally<Acc>> shared;
+    if (my.warps > 1) {
+      tally<Acc> all{minus_infinity<Acc>(), 0};
+      shared.put(my, {base, sum});
+      shared.each(my, [&](const tally<Acc>& part) { all.top = take_max{}(part.top, all.top); });
+      shared.each(my, [&](const tally<Acc>& part) { all.sum += part.sum * power(part.top - safe(all.top)); });
+      base = all.top;
+      sum = all.sum;
+    }
   }
   base = safe(base);
   const Acc share = sum == Acc(0) ? Acc(0) : Acc(1) / sum;
@@ -383,36 +353,34 @@ __global__ void __launch_bounds__(cta_threads(WARPS), cta_residents(WARPS, Rpe::
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (my.has(first, k)) {
-        Acc x[kRun];
+        Acc x[RUN];
 #pragma unroll
-        for (int e = 0; e < kRun; ++e) {
+        for (int e = 0; e < RUN; ++e) {
           x[e] = power(fused(element(k, e), factor, -base)) * share;
         }
-        store_run<T, kRun>(to, x);
+        store_run<T, RUN>(to, x);
       }
       results.next(to, first + k + 1);
     }
   }
 }
 
-/// d_values = scale · out · (d_out − Σ out·d_out). DOTS: the sums are wanted too.
-template <typename T, int C, bool VECTOR, int K, int LANES, int WARPS, bool DOTS>
-__global__ void __launch_bounds__(cta_threads(WARPS))
-    block_softmax_backward(const __grid_constant__ SoftmaxBackwardParams p) {
+/// d_values = scale · out · (d_out − Σ out·d_out).
+template <typename T, int RUN, int BLOCK_LANES, int K, int LANES, int THREADS>
+__global__ void __launch_bounds__(THREADS) block_softmax_backward(const __grid_constant__ SoftmaxBackwardParams p) {
   using Acc = accumulator_t<T>;
-  using Place = place<T, C, VECTOR, LANES, WARPS>;
-  constexpr int kRun = Place::kRun;
+  using Place = place<T, RUN, BLOCK_LANES, LANES>;
   const Place my(p.lines, p.tasks);
   const Acc scale = static_cast<Acc>(p.scale);
   const auto outs = my.of(p.out), d_outs = my.of(p.d_out), results = my.of(p.d_values);
-  run<T, kRun> out[K], d_out[K];
+  run<T, RUN> out[K], d_out[K];
 
   const auto load = [&](int first) {
     T *from_out = outs.at(first), *from_d_out = d_outs.at(first);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      out[k] = load_run_if<T, kRun>(my.has(first, k), from_out);
-      d_out[k] = load_run_if<T, kRun>(my.has(first, k), from_d_out);
+      out[k] = load_run_if<T, RUN>(my.has(first, k), from_out);
+      d_out[k] = load_run_if<T, RUN>(my.has(first, k), from_d_out);
       outs.next(from_out, first + k + 1);
       d_outs.next(from_d_out, first + k + 1);
     }
@@ -427,7 +395,7 @@ __global__ void __launch_bounds__(cta_threads(WARPS))
     for (int k = 0; k < K; ++k) {
       if (my.has(first, k)) {
 #pragma unroll
-        for (int e = 0; e < kRun; ++e) {
+        for (int e = 0; e < RUN; ++e) {
           const Acc o = static_cast<Acc>(widen(out[k].at(e))), g = static_cast<Acc>(widen(d_out[k].at(e)));
           (e % 2 == 0 ? dot : odd) += o != Acc(0) ? o * g : Acc(0);  // nothing out, nothing counts: not even NaN
         }
@@ -436,18 +404,18 @@ __global__ void __launch_bounds__(cta_threads(WARPS))
     dot += odd;
   }
   dot = reduce_bits<Place::kRowBits>(dot, take_sum{});
-  if constexpr (WARPS > 1) {
-    __shared__ parts<Place, WARPS, Acc> shared;
-    const Acc mine = dot;
-    dot = 0;
-    shared.put(my, mine);
-    shared.each(my, [&](const Acc& part) { dot += part; });
-  }
-  if constexpr (DOTS) {
-    if (my.inside && my.member == 0 && my.leads()) {
-      const i64 row = static_cast<i64>(my.line.row) * p.tasks.block_rows + my.y;
-      static_cast<Acc*>(p.dots)[(my.z * p.heads + my.line.head) * p.rows + row] = dot;
+  if constexpr (Place::kShared) {
+    __shared__ parts<Place, Acc> shared;
+    if (my.warps > 1) {
+      const Acc mine = dot;
+      dot = 0;
+      shared.put(my, mine);
+      shared.each(my, [&](const Acc& part) { dot += part; });
     }
+  }
+  if (p.dots != nullptr && my.inside && my.member == 0 && my.leads()) {
+    const i64 row = static_cast<i64>(my.line.row) * p.tasks.block_rows + my.y;
+    static_cast<Acc*>(p.dots)[(my.z * p.heads + my.line.head) * p.rows + row] = dot;
   }
   for (int first = 0; first < my.steps; first += K) {
     if (!fits) {
@@ -457,22 +425,22 @@ __global__ void __launch_bounds__(cta_threads(WARPS))
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (my.has(first, k)) {
-        Acc x[kRun];
+        Acc x[RUN];
 #pragma unroll
-        for (int e = 0; e < kRun; ++e) {
+        for (int e = 0; e < RUN; ++e) {
           const Acc o = static_cast<Acc>(widen(out[k].at(e))), g = static_cast<Acc>(widen(d_out[k].at(e)));
           x[e] = o != Acc(0) ? scale * (o * (g - dot)) : Acc(0);
         }
-        store_run<T, kRun>(to, x);
+        store_run<T, RUN>(to, x);
       }
       results.next(to, first + k + 1);
     }
   }
 }
 
-/// rpe's gradient of type R. THREADS threads sum into each element, in a fixed order: 1 where only z and h are
+/// rpe's gradient. THREADS threads sum into each element, in a fixed order: 1 where only z and h are
 /// broadcast, a CTA of 256 where rows or columns are.
-template <typename T, typename R, int THREADS>
+template <typename T, int THREADS>
 __global__ void __launch_bounds__(256) block_softmax_rpe_backward(const __grid_constant__ SoftmaxRpeParams p) {
   using Acc = accumulator_t<T>;
   const i64 element = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) / THREADS;
@@ -506,8 +474,8 @@ __global__ void __launch_bounds__(256) block_softmax_rpe_backward(const __grid_c
     sum = reduce_block<THREADS / 32>(sum, take_sum{});
   }
   if (threadIdx.x % THREADS == 0) {
-    static_cast<R*>(p.d_rpe.data)[z0 * p.d_rpe.z + h0 * p.d_rpe.h + m0 * p.d_rpe.row + n0 * p.d_rpe.col] =
-        narrow<R>(sum);
+    const i64 at = z0 * p.d_rpe.z + h0 * p.d_rpe.h + m0 * p.d_rpe.row + n0 * p.d_rpe.col;
+    with_type(p.d_rpe.type, [&]<typename R>(R*) { static_cast<R*>(p.d_rpe.data)[at] = narrow<R>(sum); });
   }
 }
 

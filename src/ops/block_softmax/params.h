@@ -13,11 +13,18 @@ struct SoftmaxPacked {
   long long z, block, row, col;
 };
 
-/// An extra; `vector` says that whole runs of it may be read at once.
+/// Element types that are told apart at run time.
+enum class SoftmaxType { f64, f32, f16, bf16, boolean };
+
+/// What is added or takes entries out, as a kernel is compiled for: nothing, tensors of the values' type, or of any.
+enum class SoftmaxExtras { none, same, mixed };
+
+/// An extra, or rpe's gradient.
 struct SoftmaxDense {
   void* data;
   long long z, h, row, col;
-  int vector;
+  SoftmaxType type;
+  bool multiplies;  ///< its zeros take entries out; else it is added
 };
 
 /// n / by = n · multiplier >> shift for n < 2^31.
@@ -28,7 +35,8 @@ struct SoftmaxDivisor {
 /// One task is a warp's rows of a line of a batch.
 struct SoftmaxTasks {
   unsigned count;
-  int block_rows;
+  int block_rows, block_cols;
+  int warp_bits;                     ///< 2^warp_bits warps share a row
   SoftmaxDivisor row_groups, batch;  ///< a block row's groups of rows
 };
 
@@ -36,7 +44,8 @@ struct SoftmaxParams {
   const SoftmaxLine* lines;
   const int* columns;  ///< block column of each packed block
   SoftmaxPacked values, out;
-  SoftmaxDense rpe, key_padding, attn;
+  SoftmaxDense extras[3];  ///< those that take entries out come last, so that nothing added there counts
+  int extra_count;
   double scale;
   SoftmaxTasks tasks;
 };
@@ -44,7 +53,7 @@ struct SoftmaxParams {
 struct SoftmaxBackwardParams {
   const SoftmaxLine* lines;
   SoftmaxPacked out, d_out, d_values;
-  void* dots;  ///< Σ out·d_out of each row of (Z,H,M), where rpe's gradient needs it
+  void* dots;  ///< Σ out·d_out of each row of (Z,H,M), where rpe's gradient needs it, else null
   double scale;
   long long heads, rows;  ///< rows in elements
   SoftmaxTasks tasks;

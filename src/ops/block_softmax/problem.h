@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "fretwork/context.h"
 #include "fretwork/ops.h"
@@ -54,6 +55,9 @@ void backward(const BackwardProblem& problem, Context& context);
 namespace cuda {
 void forward(const Problem& problem, Context& context);
 void backward(const BackwardProblem& problem, Context& context);
+/// The kernel that a problem takes where rows are `length` blocks long.
+std::string kernel_name(const Problem& problem, int length);
+std::string kernel_name(const BackwardProblem& problem, int length);
 }  // namespace cuda
 
 }  // namespace fretwork::block_softmax_op

@@ -361,6 +361,7 @@ constexpr Tiles Table() {
           sizeof(T),
           sizeof(T),
           !std::is_same_v<In, T>,
+          false,
           &Pack<In, T>,
           {&Multiply<In, T, 1>, &Multiply<In, T, 2>, &Multiply<In, T, 3>},
           &Store<In, T>};

@@ -24,13 +24,18 @@ struct Place {
 struct Term {
   const void* left;    ///< rows × depth
   std::int64_t depth;  ///< where it begins in the panel
+  /// If set, that part of the panel is not packed yet: its first row as it lies in memory.
+  const void* raw = nullptr;
 };
 
 struct Product {
   const Term* terms = nullptr;
-  std::int64_t count = 0;       ///< of terms
-  std::int64_t steps = 0;       ///< depth of each term, in groups
-  const void* right = nullptr;  ///< the panel
+  std::int64_t count = 0;  ///< of terms
+  std::int64_t steps = 0;  ///< depth of each term, in groups
+  void* right = nullptr;   ///< the panel
+  bool packs = false;      ///< raw terms are packed while they are multiplied; otherwise they were
+  /// From one raw row to the next, and from its beginning to the columns of this panel, which are contiguous.
+  std::int64_t raw_stride = 0, raw_shift = 0;
   /// Distances on the left, in packed elements, from one row and from one step to the next.
   std::int64_t row_stride = 0, step_stride = 0;
   std::int64_t shift = 0;       ///< to be added to `left` of each term
@@ -54,6 +59,7 @@ struct Tiles {
   std::size_t element;   ///< bytes of a packed element
   std::size_t sum;       ///< bytes of a sum
   bool widens;           ///< packed elements are wider than those in memory, so the left side must be packed too
+  bool packs;            ///< `multiply` knows raw terms
 
   /// out[k / group][j][k % group] = from(k, j) for k < depth, j < width; zeros up to a whole group and where j ≥ cols.
   /// Columns from `width` on go to further panels, each `apart` bytes behind the one before.

@@ -37,6 +37,42 @@ FRETWORK_TARGET inline void write_row(const __m512* sum, Bits* to, bool stream) 
   }
 }
 
+/// Takes words 0, 32, 1, 33, … of two vectors, or the other half of them.
+FRETWORK_TARGET inline __m512i interleaved(__m512i upper, __m512i lower, int half) {
+  const __m512i n = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i from = _mm512_add_epi32(_mm512_or_si512(n, _mm512_slli_epi32(n, 16)),
+                                        _mm512_set1_epi32((32 << 16) + half * (16 << 16 | 16)));
+  return _mm512_permutex2var_epi16(upper, from, lower);
+}
+
+/// The pairs of two rows of a panel.
+template <int kWide>
+FRETWORK_TARGET inline void pair_up(const Bits* upper, const Bits* lower, __m512i* pairs) {
+  if constexpr (kWide == 1) {
+    const __m512i first = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(upper)));
+    const __m512i second = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(lower)));
+    pairs[0] = _mm512_or_si512(first, _mm512_slli_epi32(second, 16));
+  } else {
+    const __m512i first = _mm512_loadu_si512(upper), second = _mm512_loadu_si512(lower);
+    pairs[0] = interleaved(first, second, 0);
+    pairs[1] = interleaved(first, second, 1);
+  }
+}
+
+/// Rows [0, 8) of the left side as two pointers and two distances: more would not fit the integer registers, and GCC
+/// would keep the rest in vector registers, in the way of the products.
+struct Left {
+  const Bits *low, *high;
+  Left(const Bits* first, std::int64_t row, std::int64_t row3) : low(first), high(first + row3) {
+    asm("" : "+r"(high));
+    high += row;
+  }
+  const Bits* at(int i, std::int64_t row, std::int64_t row3) const {
+    const Bits* const half = i < kRows / 2 ? low : high;
+    return i % 4 == 3 ? half + row3 : half + i % 4 * row;
+  }
+};
+
 /// The loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <int kWide>
 FRETWORK_TARGET void multiply(const Product& p) {
@@ -51,39 +87,66 @@ FRETWORK_TARGET void multiply(const Product& p) {
     }
   }
   const std::int64_t row = p.row_stride, step = p.step_stride;
-  for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
-    const Bits* left = static_cast<const Bits*>(term->left) + p.shift;
-    const Pair* right = static_cast<const Pair*>(p.right) + term->depth / kGroup * kWidth;
+  std::int64_t row3 = 3 * row;
+  asm("" : "+r"(row3));
+  const Term* const last = p.terms + p.count;
+  for (const Term* term = p.terms; term != last; ++term) {
+    // Read what `p` holds again: kept, it would take vector registers too, and pass through the pipes of the products.
+    asm volatile("" ::: "memory");
+    Left left(static_cast<const Bits*>(term->left) + p.shift, row, row3);
+    Pair* right = static_cast<Pair*>(p.right) + term->depth * (kWidth / kGroup);
     // Blocks lie apart: fetch the beginning of the next one's rows at once, and its part of the panel step by step.
-    const Term& next = term[term + 1 != p.terms + p.count ? 1 : 0];
+    const Term& next = term[term + 1 != last ? 1 : 0];
+    const Left next_left(static_cast<const Bits*>(next.left) + p.shift, row, row3);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      _mm_prefetch(static_cast<const Bits*>(next.left) + p.shift + i * row, _MM_HINT_T0);
+      _mm_prefetch(next_left.at(i, row, row3), _MM_HINT_T0);
     }
-    const std::int64_t ahead = (next.depth - term->depth) / kGroup * kWidth;
-    for (const Pair* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
-      __m512bh b[kWide];
-#pragma GCC unroll 8
-      for (int v = 0; v < kWide; ++v) {
-        b[v] = (__m512bh)_mm512_loadu_si512(right + v * kLanes);
-        _mm_prefetch(right + ahead + v * kLanes, _MM_HINT_T0);
-      }
+    const auto add = [&](const __m512i* pairs) FRETWORK_TARGET {
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         int pair;
-        std::memcpy(&pair, left + i * row, sizeof pair);
+        std::memcpy(&pair, left.at(i, row, row3), sizeof pair);
         const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 8
         for (int v = 0; v < kWide; ++v) {
-          sum[i][v] = _mm512_dpbf16_ps(sum[i][v], a, b[v]);
+          sum[i][v] = _mm512_dpbf16_ps(sum[i][v], a, (__m512bh)pairs[v]);
         }
       }
+      left.low += step;
+      left.high += step;
+    };
+    Pair* const end = right + p.steps * kWidth;
+    __m512i pairs[kWide];
+    if (p.packs && term->raw != nullptr) {
+      const Bits* upper = static_cast<const Bits*>(term->raw) + p.raw_shift;
+      for (const std::int64_t stride = p.raw_stride; right != end; right += kWidth, upper += kGroup * stride) {
+        pair_up<kWide>(upper, upper + stride, pairs);
+#pragma GCC unroll 8
+        for (int v = 0; v < kWide; ++v) {
+          _mm512_storeu_si512(right + v * kLanes, pairs[v]);
+        }
+        add(pairs);
+      }
+      continue;
+    }
+    const std::int64_t ahead = (next.depth - term->depth) * (kWidth / kGroup);
+    for (; right != end; right += kWidth) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kWide; ++v) {
+        pairs[v] = _mm512_loadu_si512(right + v * kLanes);
+        _mm_prefetch(right + ahead + v * kLanes, _MM_HINT_T0);
+      }
+      add(pairs);
     }
   }
-  if (p.out != nullptr) {
+  Bits* const out = static_cast<Bits*>(p.out);
+  const std::int64_t out_stride = p.out_stride;
+  const bool stream = p.stream;
+  if (out != nullptr) {
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      write_row<kWide>(sum[i], static_cast<Bits*>(p.out) + i * p.out_stride, p.stream);
+      write_row<kWide>(sum[i], out + i * out_stride, stream);
     }
     return;
   }
@@ -94,14 +157,6 @@ FRETWORK_TARGET void multiply(const Product& p) {
       _mm512_storeu_ps(sums + i * p.sum_stride + v * kLanes, sum[i][v]);
     }
   }
-}
-
-/// Takes words 0, 32, 1, 33, … of two vectors, or the other half of them.
-FRETWORK_TARGET inline __m512i interleaved(__m512i upper, __m512i lower, int half) {
-  const __m512i n = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const __m512i from = _mm512_add_epi32(_mm512_or_si512(n, _mm512_slli_epi32(n, 16)),
-                                        _mm512_set1_epi32((32 << 16) + half * (16 << 16 | 16)));
-  return _mm512_permutex2var_epi16(upper, from, lower);
 }
 
 /// out[j] = (upper[j], lower[j]) for j < cols, zeros up to width; `lower` may be null: zeros.
@@ -270,8 +325,9 @@ FRETWORK_TARGET void store(const void* sums, std::int64_t sum_stride, std::int64
 }  // namespace
 
 const Tiles* paired_bf16_tiles() {
-  static constexpr Tiles table{
-      kRows, kLanes, kVectors, kGroup, sizeof(Bits), sizeof(float), false, &pack, {&multiply<1>, &multiply<2>}, &store};
+  static constexpr Tiles table{kRows,         kLanes, kVectors, kGroup, sizeof(Bits),
+                               sizeof(float), false,  true,     &pack,  {&multiply<1>, &multiply<2>},
+                               &store};
   static const bool supported = __builtin_cpu_supports("avx512bf16") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
                                 __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
   return supported ? &table : nullptr;

@@ -1,0 +1,182 @@
+"""What the ops accept and what shapes they give, told from shapes and type names alone.
+
+These are the core's own rules, for tracers, where no core runs; torch's fakes and the JAX functions share them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from fretwork.pattern import BlockLayout
+
+Shape = Sequence[int]
+
+_FLOATING = ("float64", "float32", "float16", "bfloat16")
+
+
+class Operand(NamedTuple):
+    """A tensor as a check sees it; the device only where it is known."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str = ""
+
+
+def fail(op: str, argument: str, expected: object, got: object) -> NoReturn:
+    raise RuntimeError(f"{op}: {argument}: expected {expected}, got {got}")
+
+
+def size(shape: Shape, d: int) -> int:
+    """The size of dimension `d`, counted from the end; 1 where it is missing."""
+    return shape[d] if len(shape) >= -d else 1
+
+
+def both(m: int, n: int) -> int:
+    """What two sizes broadcast to."""
+    return n if m == 1 else m
+
+
+def packed_shape(layout: BlockLayout) -> tuple[int, int, int]:
+    return layout.nnz, *layout.block_shape
+
+
+def _check_floating(op: str, x: Operand) -> None:
+    if x.dtype not in _FLOATING:
+        fail(op, x.name, "float64, float32, float16 or bfloat16", x.dtype)
+
+
+def _check_packed(op: str, x: Operand, layout: BlockLayout) -> None:
+    shape = packed_shape(layout)
+    if len(x.shape) not in (3, 4) or x.shape[-3:] != shape:
+        fail(op, x.name, f"packed blocks {shape} or (Z, {str(shape)[1:]}", x.shape)
+
+
+def _check_device(op: str, x: Operand, like: Operand) -> None:
+    if x.device != like.device:
+        fail(op, x.name, f"a tensor on {like.device}", f"one on {x.device}")
+
+
+# The three products, y = op(a)·op(b). Which of them is packed, the op's name says.
+
+
+def heads(op: str, a: Shape, b: Shape, layout: BlockLayout) -> int:
+    """Of the product, before any sum."""
+    if layout.heads != 1:
+        return layout.heads
+    return both(size(a, -3), size(b, -3)) if op == "sdd" else size(b if op == "dsd" else a, -3)
+
+
+def product_shape(
+    op: str, a: Shape, b: Shape, layout: BlockLayout, trans_a: bool, trans_b: bool, sum_z: bool, sum_h: bool
+) -> list[int]:
+    """Z if an operand has it; H unless nothing has Z, the dense operand is 2-D and the layout has one head."""
+    z = [1 if sum_z else both(size(a, -4), size(b, -4))] if 4 in (len(a), len(b)) else []
+    if op == "sdd":
+        return [*z, *packed_shape(layout)]
+    dense, trans_dense, trans_sparse = (b, trans_b, trans_a) if op == "dsd" else (a, trans_a, trans_b)
+    free = dense[-2] if trans_dense == (op == "dsd") else dense[-1]
+    _, rows, cols = layout.shape
+    kept = cols if trans_sparse == (op == "dsd") else rows
+    h = [1 if sum_h else heads(op, a, b, layout)] if z or len(dense) > 2 or layout.heads > 1 else []
+    return [*z, *h, *((kept, free) if op == "dsd" else (free, kept))]
+
+
+def check_product(
+    op: str, a: Operand, b: Operand, layout: BlockLayout, trans_a: bool, trans_b: bool, sum_h: bool = False
+) -> None:
+    _check_floating(op, a)
+    _check_floating(op, b)
+    if a.dtype != b.dtype:
+        fail(op, b.name, f"{a.dtype} like {a.name}", b.dtype)
+    if a.device != b.device:
+        fail(op, b.name, f"{a.device} like {a.name}", b.device)
+    _, rows, cols = layout.shape
+    if op == "sdd":
+        _check_dense(op, a, None if trans_a else rows, rows if trans_a else None)
+        k = a.shape[-2] if trans_a else a.shape[-1]
+        _check_dense(op, b, cols if trans_b else k, k if trans_b else cols)
+        _check_heads(op, a, layout, packed=not sum_h)
+        _check_heads(op, b, layout, packed=not sum_h)
+        _check_broadcast(op, a, b, -4, "batches")
+        _check_broadcast(op, a, b, -3, "heads")
+        return
+    first = op == "dsd"  # the sparse operand contracts its columns there, its rows where it stands second
+    values, dense, trans_sparse, trans_dense = (a, b, trans_a, trans_b) if first else (b, a, trans_b, trans_a)
+    contracted = rows if trans_sparse == first else cols
+    _check_packed(op, values, layout)
+    if trans_dense == first:
+        _check_dense(op, dense, None, contracted)
+    else:
+        _check_dense(op, dense, contracted, None)
+    _check_heads(op, dense, layout, packed=False)
+    _check_broadcast(op, a, b, -4, "batches")
+
+
+def _check_dense(op: str, x: Operand, rows: int | None, cols: int | None) -> None:
+    if not 2 <= len(x.shape) <= 4:
+        fail(op, x.name, "2 to 4 dimensions, (Z, H, rows, columns)", x.shape)
+    if any(want is not None and have != want for want, have in zip((rows, cols), x.shape[-2:], strict=True)):
+        m, n = ("any" if want is None else want for want in (rows, cols))
+        fail(op, x.name, f"(…, {m}, {n})", x.shape)
+
+
+def _check_heads(op: str, x: Operand, layout: BlockLayout, packed: bool) -> None:
+    """A one-head layout serves any number unless the result is packed."""
+    own = layout.heads
+    if (own != 1 or packed) and size(x.shape, -3) not in (1, own):
+        fail(op, x.name, "1 head" if own == 1 else f"1 or {own} heads", x.shape)
+
+
+def _check_broadcast(op: str, a: Operand, b: Operand, d: int, what: str) -> None:
+    m, n = size(a.shape, d), size(b.shape, d)
+    if m != n and m != 1 and n != 1:
+        fail(op, b.name, f"{m} or 1 {what}, as {a.name} has {m}", b.shape)
+
+
+# Softmax and packing
+
+
+def check_softmax(
+    values: Operand, layout: BlockLayout, extras: Sequence[Operand], key_padding_mask_mode: str, attn_mask_mode: str
+) -> None:
+    """Of the extras those that are there, by their names."""
+    op = "block_softmax"
+    _check_packed(op, values, layout)
+    _check_floating(op, values)
+    all_heads, m, n = layout.shape
+    full = (size(values.shape, -4), all_heads, m, n)
+    for x in extras:
+        if x.name == "rpe":
+            _check_floating(op, x)
+            pairs = zip(x.shape[::-1], full[::-1], strict=False)
+            if len(x.shape) > 4 or any(have != 1 and have != want for have, want in pairs):
+                fail(op, x.name, f"a shape that broadcasts to {full}", x.shape)
+        elif x.name == "key_padding_mask":
+            _check_mask(x, [(full[0], n)], key_padding_mask_mode)
+        else:
+            _check_mask(x, [(m, n), (all_heads, m, n)], attn_mask_mode)
+        _check_device(op, x, values)
+
+
+def _check_mask(x: Operand, shapes: list[tuple[int, ...]], mode: str) -> None:
+    op = "block_softmax"
+    if x.shape not in shapes:
+        fail(op, x.name, "shape " + " or ".join(map(str, shapes)), x.shape)
+    if x.dtype == "bool" and mode == "add":
+        fail(op, x.name, 'numbers to add, or mode "mul" for a mask of what stays', "bool")
+    if x.dtype not in (*_FLOATING, "bool"):
+        fail(op, x.name, "bool, float64, float32, float16 or bfloat16", x.dtype)
+
+
+def check_pack(dense: Operand, layout: BlockLayout) -> None:
+    shape = layout.shape
+    matrix = layout.heads == 1 and len(dense.shape) == 2
+    if not (2 if matrix else 3) <= len(dense.shape) <= 4 or dense.shape[-3:] != (shape[1:] if matrix else shape):
+        one = f"{shape[1:]}, " if layout.heads == 1 else ""
+        fail("pack", dense.name, f"shape {one}{shape} or (Z, {str(shape)[1:]}", dense.shape)
+    _check_floating("pack", dense)
+
+
+def check_unpack(values: Operand, layout: BlockLayout) -> None:
+    _check_packed("unpack", values, layout)
+    _check_floating("unpack", values)

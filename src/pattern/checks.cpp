@@ -1,0 +1,44 @@
+// What ops ask of tensors in the same way.
+#include "pattern/checks.h"
+
+#include <string>
+
+#include "fretwork/error.h"
+
+namespace fretwork {
+
+void check_floating(const char* op, const char* argument, const TensorView& tensor) {
+  if (!is_floating(tensor.dtype)) {
+    throw Error(op, argument, "float64, float32, float16 or bfloat16", name_of(tensor.dtype));
+  }
+}
+
+void check_device(const char* op, const char* argument, const TensorView& tensor, const Context& context) {
+  if (tensor.device != context.device) {
+    throw Error(op, argument, "a tensor on " + name_of(context.device), "one on " + name_of(tensor.device));
+  }
+}
+
+std::int64_t check_packed(const char* op, const char* argument, const TensorView& tensor, const BlockLayout& layout) {
+  const auto& s = layout.sizes();
+  const bool right = (tensor.rank == 3 || tensor.rank == 4) && tensor.size(-3) == layout.nnz() &&
+                     tensor.size(-2) == s.block_rows && tensor.size(-1) == s.block_cols;
+  if (!right) {
+    const std::string blocks = shape_text(std::vector{layout.nnz(), s.block_rows, s.block_cols});
+    throw Error(op, argument, "packed blocks " + blocks + " or (Z, " + blocks.substr(1), shape_text(tensor.shape()));
+  }
+  return tensor.size(-4);
+}
+
+std::vector<int> block_grid(const BlockLayout& layout) {
+  const auto& s = layout.sizes();
+  std::vector<int> grid(static_cast<std::size_t>(s.heads * s.rows * s.cols), -1);
+  for (std::int64_t l = 0; l < s.heads * s.rows; ++l) {
+    for (const auto& entry : layout.by_row().line(l)) {
+      grid[static_cast<std::size_t>(l * s.cols + entry.other)] = static_cast<int>(entry.block);
+    }
+  }
+  return grid;
+}
+
+}  // namespace fretwork

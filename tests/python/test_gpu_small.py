@@ -1,0 +1,40 @@
+"""The reduced set for compute-sanitizer covers what it says, runs, and stays small."""
+
+import itertools
+
+import gpu_small
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fretwork.pattern import block_layout
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fretwork":
+            self.calls.append((function._opname, args))
+        return function(*args, **(kwargs or {}))
+
+
+def test_covers_everything_in_few_launches():
+    with Recorder() as recorder:
+        gpu_small.main("cpu")
+    names, flags = ("sdd", "dsd", "dds"), (False, True)
+    products = [(op, args) for op, args in recorder.calls if op in names]
+    assert {(op, args[3], args[4]) for op, args in products} == set(itertools.product(names, flags, flags))
+    kinds = {(op, args[0].dtype, args[5] if args[0].dtype == torch.float32 else None) for op, args in products}
+    assert kinds == {(op, *kind) for op in names for kind in gpu_small.KINDS}
+    assert {block_layout(args[2]).block for _, args in products} == set(gpu_small.BLOCKS)
+    assert any(block_layout(args[2]).shape[2] > 1024 for _, args in products)
+    softmax = [args for op, args in recorder.calls if op == "block_softmax"]
+    assert {(args[6], args[7]) for args in softmax if args[4] is not None} == {("add", "mul"), ("mul", "add")}
+    gradients = [args for op, args in recorder.calls if op == "block_softmax_backward"]
+    assert {args[4] for args in gradients} == {"hmn", "n"}
+    assert {args[0].dtype for args in gradients} == {torch.float16, torch.bfloat16, torch.float32}
+    # A split row is two launches, and so is softmax's gradient with that of rpe.
+    split = sum(block_layout(args[2]).shape[2] > 1024 for _, args in products)
+    assert len(recorder.calls) + split + len(gradients) <= 110

@@ -73,12 +73,16 @@ def _csr_product(x: Tensor, w: Tensor) -> Tensor:
 def _bsr_product(x: Tensor, w: Tensor) -> Tensor:
     """On rows and columns in the order (i, l, j), where the factor is block-diagonal."""
     a, b, c, d = w.shape
-    on_gpu = x.is_cuda
-    wide = x.dtype if on_gpu else torch.promote_types(x.dtype, torch.float32)
-    p, q = (b, c) if on_gpu else 2 * (math.gcd(b, c),)  # the CPU's are square and of 32 or 64 bits
-    blocks = w.permute(0, 3, 1, 2).reshape(a * d, b // p, p, c // q, q).transpose(2, 3).reshape(-1, p, q).to(wide)
-    starts = torch.arange(a * d * b // p + 1, device=x.device) * (c // q)
-    columns = torch.arange(a * d * c // q, device=x.device).reshape(a * d, 1, c // q).expand(-1, b // p, -1)
+    p = math.gcd(b, c)  # torch's blocks are square
+    if p == 1:
+        return _csr_product(x, w)
+    # 16 bits run on a GPU, in blocks of 16, 32, 64, …
+    narrow = x.is_cuda and p % 16 == 0
+    p = p & -p if narrow else p
+    wide = x.dtype if narrow else torch.promote_types(x.dtype, torch.float32)
+    blocks = w.permute(0, 3, 1, 2).reshape(a * d, b // p, p, c // p, p).transpose(2, 3).reshape(-1, p, p).to(wide)
+    starts = torch.arange(a * d * b // p + 1, device=x.device) * (c // p)
+    columns = torch.arange(a * d * c // p, device=x.device).reshape(a * d, 1, c // p).expand(-1, b // p, -1)
     matrix = torch.sparse_bsr_tensor(
         starts, columns.reshape(-1), blocks, (a * d * b, a * d * c), check_invariants=False
     )

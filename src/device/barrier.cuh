@@ -49,6 +49,26 @@ struct Ring {
   }
 };
 
+/// Makes the barriers of a ring, which `fetchers` arrivals fill and `consumers` arrivals empty. All threads call it.
+__device__ __forceinline__ void init_ring(u64* full, u64* empty, u32 stages, u32 fetchers, u32 consumers) {
+  if (threadIdx.x == 0) {
+    for (u32 s = 0; s < stages; ++s) {
+      mbarrier::init(shared_address(full + s), fetchers);
+      mbarrier::init(shared_address(empty + s), consumers);
+    }
+    mbarrier::init_done();
+  }
+  __syncthreads();
+}
+
+/// Every warp says for itself that it is done with a stage: a warpgroup's warps may be apart when they skip one.
+__device__ __forceinline__ void release(u32 empty, int stage) {
+  __syncwarp();  // one lane speaks for all, so all must be done
+  if (threadIdx.x % 32 == 0 && stage >= 0) {
+    mbarrier::arrive(empty + 8 * stage);
+  }
+}
+
 /// Joins `threads` threads of a CTA at barrier `id` (1…15; 0 is the CTA's own).
 __device__ __forceinline__ void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

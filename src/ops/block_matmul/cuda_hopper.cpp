@@ -19,17 +19,16 @@
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
+#include "runtime/tensor_map.h"
 
 namespace fretwork::block_matmul::hopper {
 namespace {
 
 namespace driver = fretwork::cuda;
 
-static_assert(sizeof(Map) == sizeof(driver::TensorMap) && sizeof(Segment) == sizeof(SpmmPlan::Segment) &&
-              sizeof(Split) == sizeof(SpmmPlan::Split));
+static_assert(sizeof(Segment) == sizeof(SpmmPlan::Segment) && sizeof(Split) == sizeof(SpmmPlan::Split));
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-constexpr std::int64_t kUnit = 8;  // elements in the 16 bytes that strides must be a multiple of
 constexpr int kWideShared = 4 * 49152 + 32768 + 1024, kNarrowShared = 4 * 49152 + 24576 + 1024;
 
 bool is_wide(std::int64_t block) { return block >= 64; }
@@ -109,25 +108,11 @@ const Kernel& reduce_kernel(DType dtype, int device) {
 
 // --------------------------------------------------------------------------------------------- tensor maps
 
-/// Four dimensions as the copy engine sees them: the unit axis, the other one, and two that are 1 where broadcast.
-struct View {
-  const void* data = nullptr;
+/// The unit axis, the other one, and two that are 1 where broadcast.
+struct View : TiledView {
   bool last = true;  ///< the unit axis is the columns (or the K axis of a block)
-  std::array<std::int64_t, 4> sizes{}, strides{};
 
   int moves(int dimension) const { return sizes[static_cast<std::size_t>(dimension)] > 1 ? 1 : 0; }
-  Map map(std::uint32_t unit, std::uint32_t other) const {
-    const std::uint32_t box[] = {unit, other, 1, 1};
-    std::uint64_t lengths[4], steps[3];
-    for (std::size_t d = 0; d < 4; ++d) {
-      lengths[d] = static_cast<std::uint64_t>(sizes[d]);
-    }
-    for (std::size_t d = 0; d < 3; ++d) {
-      steps[d] = static_cast<std::uint64_t>(strides[d + 1]) * 2;
-    }
-    const auto swizzle = unit == 64 ? driver::Swizzle::b128 : unit == 32 ? driver::Swizzle::b64 : driver::Swizzle::b32;
-    return std::bit_cast<Map>(driver::make_tensor_map(data, 2, lengths, steps, box, swizzle));
-  }
 };
 
 /// A view of rows × cols × two batch dimensions, if the copy engine can make one. A stride of 0 broadcasts.
@@ -138,23 +123,10 @@ std::optional<View> make_view(const void* data, std::int64_t rows, std::int64_t 
   if (!last && row_stride != 1 && rows != 1) {
     return std::nullopt;
   }
-  View view{data, last, {last ? cols : rows, last ? rows : cols, 1, 1}, {1, last ? row_stride : col_stride, 0, 0}};
-  for (std::size_t d = 0; d < 2; ++d) {
-    if (batch_strides[d] != 0) {
-      view.sizes[d + 2] = batch_sizes[d];
-    }
-    view.strides[d + 2] = batch_strides[d];
-  }
-  for (std::size_t d = 0; d < 4; ++d) {
-    if (d > 0 && view.sizes[d] == 1) {
-      view.strides[d] = kUnit;  // never used, but it must be a valid one
-    }
-    const bool stride = d == 0 || (view.strides[d] > 0 && view.strides[d] % kUnit == 0 && view.strides[d] < 1LL << 38);
-    if (view.sizes[d] < 1 || view.sizes[d] > kMost - 512 || !stride) {
-      return std::nullopt;
-    }
-  }
-  return data != nullptr && reinterpret_cast<std::uintptr_t>(data) % 16 == 0 ? std::optional(view) : std::nullopt;
+  const auto size = [&](std::size_t d) { return batch_strides[d] != 0 ? batch_sizes[d] : 1; };
+  const auto view = make_tiled_view(data, {last ? cols : rows, last ? rows : cols, size(0), size(1)},
+                                    {1, last ? row_stride : col_stride, batch_strides[0], batch_strides[1]});
+  return view ? std::optional(View{*view, last}) : std::nullopt;
 }
 
 std::optional<View> matrix_view(const Matrix& m, std::int64_t z, std::int64_t h) {
@@ -445,7 +417,7 @@ bool run_sdd(const Problem& p, Context& context) {
   auto left = matrix_view(p.left, p.z_out * p.z_sum, p.h_out * p.h_sum);
   auto right = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
   const bool out = v.data != nullptr && reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0 && v.col_stride == 1 &&
-                   v.row_stride % kUnit == 0 && v.block_stride % kUnit == 0 && v.z_stride % kUnit == 0 &&
+                   v.row_stride % kMapUnit == 0 && v.block_stride % kMapUnit == 0 && v.z_stride % kMapUnit == 0 &&
                    v.row_stride > 0 && v.row_stride <= kMost;
   if (!left || !right || !out || heads_of(p) != 1) {
     return false;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <bit>
 #include <cstring>
 #include <initializer_list>
@@ -77,33 +76,19 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"block_matmul", list_kernels};
 
-/// The kernel that `which` stands for: a call that finds it here builds no names.
-template <typename Spec>
-const Kernel& kernel(unsigned which, int device, const Spec& spec) {
-  constexpr std::size_t kDevices = 16, kWhich = 128;
-  static std::array<std::array<std::atomic<const Kernel*>, kWhich>, kDevices> known{};
-  if (static_cast<std::size_t>(device) >= kDevices) {
-    return get_kernel(spec(), device);
-  }
-  auto& place = known[static_cast<std::size_t>(device)][which];
-  const Kernel* found = place.load(std::memory_order_acquire);
-  if (found == nullptr) {
-    found = &get_kernel(spec(), device);
-    place.store(found, std::memory_order_release);
-  }
-  return *found;
-}
+constinit KernelTable<128> kernels;
+
 const Kernel& spmm_kernel(DType dtype, int size, bool sparse_k, bool dense_k, bool rows, int device) {
   const unsigned type = dtype == DType::f16 ? 0 : 1, place = size == 256 ? 0 : size == 128 ? 1 : size == 32 ? 2 : 3;
   const unsigned which = type | place << 1 | unsigned{sparse_k} << 3 | unsigned{dense_k} << 4 | unsigned{rows} << 5;
-  return kernel(which, device, [&] { return spmm_instance(size >= 128, dtype, size, sparse_k, dense_k, rows); });
+  return kernels.get(which, device, [&] { return spmm_instance(size >= 128, dtype, size, sparse_k, dense_k, rows); });
 }
 const Kernel& sdd_kernel(DType dtype, bool left_k, bool right_k, int device) {
   const unsigned which = 64 | (dtype == DType::f16 ? 0u : 1u) | unsigned{left_k} << 1 | unsigned{right_k} << 2;
-  return kernel(which, device, [&] { return sdd_instance(dtype, left_k, right_k); });
+  return kernels.get(which, device, [&] { return sdd_instance(dtype, left_k, right_k); });
 }
 const Kernel& reduce_kernel(DType dtype, int device) {
-  return kernel(dtype == DType::f16 ? 96 : 97, device, [&] { return reduce_instance(dtype); });
+  return kernels.get(dtype == DType::f16 ? 96 : 97, device, [&] { return reduce_instance(dtype); });
 }
 
 // --------------------------------------------------------------------------------------------- tensor maps

@@ -5,8 +5,7 @@
 
 namespace fretwork::kronecker {
 
-/// TMA and wgmma on sm_90a, 16-bit types: batch last; batch first with d = 1; batch first with a small d, whose
-/// (b·d × c·d) blocks are multiplied as dense ones.
+/// TMA and wgmma on sm_90a, 16-bit types: batch last, and batch first with d = 1.
 namespace hopper {
 bool run(const Problem& problem, Context& context);
 bool run(const WeightProblem& problem, Context& context);

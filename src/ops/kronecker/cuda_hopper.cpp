@@ -19,11 +19,12 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr int kWidths[] = {64, 128, 192, 256};
-constexpr std::int64_t kStep = 64;  // of the depth
+constexpr std::int64_t kStep = 64;                                     // of the depth
 static_assert(shared_bytes(256) + 2 * 256 * 2 + 4 * 16 <= 227 << 10);  // with the bias and barriers of the product
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
+Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
@@ -260,13 +261,14 @@ bool run(const Problem& p, Context& context) {
   params.activation = static_cast<int>(p.activation);
   params.batch = narrowed(p.batch);
   params.b = narrowed(s.b);
-  params.d = narrowed(s.d);
-  params.row_tiles = narrowed(row_tiles);
-  params.col_tiles = narrowed(col_tiles);
   params.steps = narrowed(ceil_div(s.c, kStep));
   params.total = narrowed(row_tiles * col_tiles * products);
-  params.products = narrowed(products);
-  params.share = narrowed(std::min<std::int64_t>(row_tiles, last && col_tiles == 1 ? 64 : 16));
+  params.d = divisor(s.d);
+  params.col_tiles = divisor(col_tiles);
+  const std::int64_t share = std::min<std::int64_t>(row_tiles, last && col_tiles == 1 ? 64 : 16);
+  params.share = divisor(share);
+  params.tail = divisor(std::max<std::int64_t>(row_tiles % share, 1));
+  params.group = divisor(share * col_tiles * products);
   product_kernel(p.dtype, width, last, matrices.unit_is_k(), device)
       .launch(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
   return true;

@@ -7,20 +7,17 @@
 
 namespace fretwork::kronecker::hopper {
 
-/// `share` tiles of the batch go through all products and columns before the next ones: they stay in the cache for
-/// them, and CTAs that run together read neighbours.
+/// A group of tiles of the batch goes through all products and columns before the next: it stays in the cache for
+/// them, and CTAs that run together read neighbours. A tile may be so short that real divisions would take its time.
 template <int kWidth>
 __device__ __forceinline__ Tile product_tile(const ProductParams& p, int index) {
-  const int per_group = p.share * p.col_tiles * p.products;
-  const int group = index / per_group, in_group = index % per_group;
-  const int rows = min(p.share, p.row_tiles - group * p.share);
-  const int rest = in_group / rows, product = rest / p.col_tiles;
-  return {(group * p.share + in_group % rows) * kRows,
-          rest % p.col_tiles * kWidth,
-          product % p.d,
-          product / p.d,
-          0,
-          p.steps};
+  const int group = p.group.quotient(index), in_group = index - group * static_cast<int>(p.group.divisor);
+  const bool whole = (group + 1) * static_cast<int>(p.group.divisor) <= p.total;
+  const Divisor& rows = whole ? p.share : p.tail;
+  const int rest = rows.quotient(in_group), row = in_group - rest * static_cast<int>(rows.divisor);
+  const int product = p.col_tiles.quotient(rest), col = rest - product * static_cast<int>(p.col_tiles.divisor);
+  const int i = p.d.quotient(product), l = product - i * static_cast<int>(p.d.divisor);
+  return {(group * static_cast<int>(p.share.divisor) + row) * kRows, col * kWidth, l, i, 0, p.steps};
 }
 
 /// The bias of a tile's columns on its way to shared memory: thread t of a warpgroup carries columns t and t + 128.
@@ -33,7 +30,7 @@ struct Bias {
     for (int n = 0; n * 128 < kWidth; ++n) {
       const int j = t.col + n * 128 + static_cast<int>(threadIdx.x % 128);
       const bool there = p.bias != nullptr && n * 128 + threadIdx.x % 128 < kWidth && j < p.b;
-      const i64 at = (static_cast<i64>(t.i) * p.b + j) * p.d + t.l;
+      const i64 at = (static_cast<i64>(t.i) * p.b + j) * p.d.divisor + t.l;
       carried[n] = there ? static_cast<const T*>(p.bias)[at * p.bias_stride] : T{0};
     }
   }

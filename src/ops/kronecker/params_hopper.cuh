@@ -1,6 +1,7 @@
 // What the Hopper kernels of the Kronecker products are launched with. Host and device share it: plain data.
 #pragma once
 
+#include "device/divide.cuh"
 #include "device/tensor_map.cuh"
 
 namespace fretwork::kronecker::hopper {
@@ -23,10 +24,10 @@ struct ProductParams {
   const void* bias;
   long long bias_stride;
   int activation;  ///< as fretwork::Activation counts
-  int batch, b, d;
-  int row_tiles, col_tiles, steps, total;
-  int products;  ///< a·d
-  int share;     ///< this many tiles of the batch walk all weights together
+  int batch, b, steps, total;
+  Divisor d, col_tiles;
+  Divisor share, tail;  ///< this many tiles of the batch go through all weights together; the rest do at the end
+  Divisor group;        ///< tiles of such a walk
 };
 
 /// Partial sums are matrices of b rows, `line` floats apart: c weights, then the row's sum of d_y.

@@ -29,13 +29,15 @@ __device__ __forceinline__ void store_piece(const float (&d)[kSize], u32 to) {
   }
 }
 
-/// The sums of a warpgroup leave in pieces of 64 columns through kBuffers buffers. `store(piece, buffer)` is called by
-/// one thread. The last stores are still on their way when this returns.
+/// The sums of a warpgroup leave in pieces of 64 columns through kBuffers buffers, which take turns: `turn` counts the
+/// pieces of earlier tiles, and matters where tiles are no multiple of kBuffers pieces. `store(piece, buffer)` is
+/// called by one thread. The last stores are still on their way when this returns.
 template <typename T, bool kTransposed, int kBuffers, int kPiece = 0, int kSize, typename Store>
-__device__ __forceinline__ void store_tile(const float (&d)[kSize], u32 buffers, u32 barrier, Store store) {
+__device__ __forceinline__ void store_tile(const float (&d)[kSize], u32 buffers, u32 barrier, Store store,
+                                           u32 turn = 0) {
   if constexpr (kPiece < kSize / 32) {
     const bool leader = threadIdx.x % 128 == 0;
-    const u32 buffer = buffers + kPiece % kBuffers * kPieceBytes;
+    const u32 buffer = buffers + (turn + kPiece) % kBuffers * kPieceBytes;
     if (leader) {
       tma::store_wait_read<kBuffers - 1>();
     }
@@ -47,7 +49,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[kSize], u32 buffers,
       store(kPiece, buffer);
       tma::store_commit();
     }
-    store_tile<T, kTransposed, kBuffers, kPiece + 1>(d, buffers, barrier, store);
+    store_tile<T, kTransposed, kBuffers, kPiece + 1>(d, buffers, barrier, store, turn);
   }
 }
 

@@ -424,7 +424,7 @@ TEST_F(KroneckerCuda, EmptyBatchHasZeroGradients) {
 std::vector<Case> all_cases() {
   using enum Activation;
   std::vector<Case> cases = hopper_cases();
-  for (const DType dtype : {DType::f16, DType::bf16, DType::f32, DType::f64}) {
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     for (const bool last : {false, true}) {
       for (const Index batch : {1, 7, 129, 1024}) {
         cases.push_back({{2, 48, 64, 4}, batch, last, dtype, relu, true});
@@ -479,20 +479,23 @@ TEST_F(KroneckerCuda, RepeatsItself) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";
   }
-  const Case c{{1, 64, 128, 5}, 5000, true, DType::bf16, Activation::gelu, true};
-  Forward f(c);
-  Backward b(c);
-  std::vector<unsigned char> first[3];
-  for (int n = 0; n < 200; ++n) {
-    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_));
-    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_));
-    f.y.download();
-    b.d_w.download();
-    b.d_bias.download();
-    if (n == 0) {
-      first[0] = f.y.host.bytes, first[1] = b.d_w.host.bytes, first[2] = b.d_bias.host.bytes;
+  // Several tiles to a CTA, with one and with three pieces to store, so that tiles meet in the buffers.
+  for (const Index b : {64, 192}) {
+    const Case c{{1, b, 128, 5}, 20000, true, DType::bf16, Activation::gelu, true};
+    Forward forward(c);
+    Backward backward(c);
+    std::vector<unsigned char> first[3];
+    for (int n = 0; n < 100; ++n) {
+      ASSERT_TRUE(kronecker::hopper::run(forward.problem(), context_));
+      ASSERT_TRUE(kronecker::hopper::run(backward.problem(), context_));
+      int at = 0;
+      for (Tensor* t : {&forward.y, &backward.d_w, &backward.d_bias}) {
+        t->download();
+        first[at] = n == 0 ? t->host.bytes : first[at];
+        ASSERT_EQ(t->host.bytes == first[at], true) << c.text() << ": run " << n << ", result " << at;
+        ++at;
+      }
     }
-    ASSERT_TRUE(f.y.host.bytes == first[0] && b.d_w.host.bytes == first[1] && b.d_bias.host.bytes == first[2]) << n;
   }
 }
 

@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
     const u32 buffers = base + S::kCount * S::kBytes + warpgroup * 2 * kPieceBytes;
     typename S::Ring ring(0);
+    u32 turn = 0;  // pieces stored so far
     for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
       const Tile t = product_tile<kWidth>(p, index);
       const Bias<T, kWidth> carried(p, t);  // read while the products run
@@ -99,12 +100,14 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       }
       activate(d, p.activation);
       const int row = t.row + warpgroup * 64;
-      store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+      const auto store = [&](int piece, u32 buffer) {
         const int col = t.col + piece * 64;
         if (col < p.b && row < p.batch) {
           kLast ? tma::store(&p.y, buffer, row, col, t.l, t.i) : tma::store(&p.y, buffer, col, row, t.l, t.i);
         }
-      });
+      };
+      store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, store, turn);
+      turn += kWidth / 64;
     }
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();

@@ -77,6 +77,13 @@ __device__ __forceinline__ void named_barrier(u32 id, u32 threads) {
 /// Ordinary writes to shared memory before this are seen by the copy engine and the tensor cores after a barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+/// The next kernel on the stream, if launched behind this one, may start once every CTA has said so or ended.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+/// Returns when the kernel that this one was launched behind has ended and its writes are seen.
+__device__ __forceinline__ void wait_for_earlier_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 /// Moves registers between the warpgroups of a CTA; each role is one branch of a single if/else.
 template <u32 kCount>
 __device__ __forceinline__ void fewer_registers() {

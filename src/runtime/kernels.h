@@ -14,6 +14,10 @@
 
 namespace fretwork {
 
+namespace cuda {
+struct LaunchAttribute;
+}
+
 /// One kernel: the embedded file that defines it and the name expression that instantiates it, such as
 /// {"ops/block_matmul/kernel_portable.cuh", "fretwork::spmm<fretwork::f16, 128, 128>"}.
 struct KernelSpec {
@@ -58,12 +62,18 @@ class Kernel {
   /// Same with clusters of CTAs.
   void launch_clusters(std::int64_t grid, int cluster, int threads, int shared_bytes, const void* params,
                        cuda::Handle stream) const;
+  /// Same, but the kernel may start while the one before it on the stream ends: before it reads what that one wrote, it
+  /// waits itself (wait_for_earlier_kernel). sm_90 and later. Plain while the stream is captured.
+  void launch_behind(std::int64_t grid, int threads, int shared_bytes, const void* params, cuda::Handle stream) const;
   const KernelReport& report() const { return report_; }
   /// Resident CTAs per multiprocessor at these sizes.
   int occupancy(int threads, int shared_bytes) const;
 
  private:
   void allow_shared(int bytes) const;
+  /// `attribute` may be null.
+  void launch_with(cuda::LaunchAttribute* attribute, std::int64_t grid, int threads, int shared_bytes,
+                   const void* params, cuda::Handle stream) const;
   cuda::Handle function_ = nullptr;
   KernelReport report_;
   std::string name_;

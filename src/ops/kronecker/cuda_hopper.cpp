@@ -269,8 +269,9 @@ bool run(const Problem& p, Context& context) {
   params.share = divisor(share);
   params.tail = divisor(std::max<std::int64_t>(row_tiles % share, 1));
   params.group = divisor(share * col_tiles * products);
-  product_kernel(p.dtype, width, last, matrices.unit_is_k(), device)
-      .launch(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
+  const Kernel& kernel = product_kernel(p.dtype, width, last, matrices.unit_is_k(), device);
+  const auto launch = matrices.bytes() > 0 ? &Kernel::launch_behind : &Kernel::launch;
+  (kernel.*launch)(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
   return true;
 }
 

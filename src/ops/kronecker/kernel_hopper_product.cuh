@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       tma::prefetch(&p.x);
       tma::prefetch(&p.weights);
       tma::prefetch(&p.y);
+      wait_for_earlier_kernel();  // which packs the weights
       typename S::Ring ring(1);
       for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
         fetch<kWidth, !kLast, kWeightsK>(&p.x, &p.weights, product_tile<kWidth>(p, index), stages, base, ring);

@@ -2,6 +2,7 @@
 // to each other, so a CTA turns a piece around in shared memory.
 #pragma once
 
+#include "device/barrier.cuh"
 #include "device/types.cuh"
 #include "ops/kronecker/params_hopper.cuh"
 
@@ -22,6 +23,7 @@ __global__ void __launch_bounds__(kPackThreads) pack(const __grid_constant__ Pac
   __shared__ Bits turned[kPackElements + 2 * 32];
   const Piece piece = piece_of(p.wide, p.deep, p.wide_tiles, p.deep_tiles);
   const int wide = min(p.wide, p.p * p.q - piece.at), deep = min(p.deep, p.d - piece.l), pitch = p.wide + 2;
+  let_next_kernel_start();
   const Bits* from = static_cast<const Bits*>(p.from) + piece.i * p.stride_i + piece.l * p.stride_l;
 #pragma unroll 8
   for (int n = static_cast<int>(threadIdx.x); n < wide * deep; n += kPackThreads) {

@@ -45,6 +45,26 @@ struct Ring {
   }
 };
 
+/// Makes the barriers of a ring, which `fetchers` arrivals fill and `consumers` arrivals empty. All threads call it.
+__device__ __forceinline__ void init_ring(u64* full, u64* empty, u32 stages, u32 fetchers, u32 consumers) {
+  if (threadIdx.x == 0) {
+    for (u32 s = 0; s < stages; ++s) {
+      mbarrier::init(shared_address(full + s), fetchers);
+      mbarrier::init(shared_address(empty + s), consumers);
+    }
+    mbarrier::init_done();
+  }
+  __syncthreads();
+}
+
+/// Every warp says for itself that it is done with a stage: a warpgroup's warps may be apart when they skip one.
+__device__ __forceinline__ void release(u32 empty, int stage) {
+  __syncwarp();  // one lane speaks for all, so all must be done
+  if (threadIdx.x % 32 == 0 && stage >= 0) {
+    mbarrier::arrive(empty + 8 * stage);
+  }
+}
+
 /// Joins `threads` threads of a CTA at barrier `id` (1…15; 0 is the CTA's own).
 __device__ __forceinline__ void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -52,6 +72,13 @@ __device__ __forceinline__ void named_barrier(u32 id, u32 threads) {
 
 /// Ordinary writes to shared memory before this are seen by the copy engine and the tensor cores after a barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/// The next kernel on the stream, if launched behind this one, may start once every CTA has said so or ended.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+/// Returns when the kernel that this one was launched behind has ended and its writes are seen.
+__device__ __forceinline__ void wait_for_earlier_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 /// Moves registers between the warpgroups of a CTA; each role is one branch of a single if/else.
 template <u32 kCount>

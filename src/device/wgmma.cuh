@@ -32,10 +32,12 @@ __device__ __forceinline__ void wait() {
 // The accumulator of m64nN: row 16·warp + lane/4 (+8), columns 8j + 2(lane%4); registers 4j, 4j+1 hold the row, 4j+2,
 // 4j+3 the row 8 below. An asm statement must spell its registers; these lists do nothing else.
 
+#define FRETWORK_F4(o) "+f"(d[(o)]), "+f"(d[(o) + 1]), "+f"(d[(o) + 2]), "+f"(d[(o) + 3])
 #define FRETWORK_F8(o)                                                                                    \
   "+f"(d[(o)]), "+f"(d[(o) + 1]), "+f"(d[(o) + 2]), "+f"(d[(o) + 3]), "+f"(d[(o) + 4]), "+f"(d[(o) + 5]), \
       "+f"(d[(o) + 6]), "+f"(d[(o) + 7])
 #define FRETWORK_F32(o) FRETWORK_F8(o), FRETWORK_F8((o) + 8), FRETWORK_F8((o) + 16), FRETWORK_F8((o) + 24)
+#define FRETWORK_ACC4 "%0, %1, %2, %3"
 #define FRETWORK_ACC8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FRETWORK_ACC16 \
   FRETWORK_ACC8        \
@@ -47,10 +49,12 @@ __device__ __forceinline__ void wait() {
   FRETWORK_ACC32                                                                     \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FRETWORK_ACC96                                                               \
+  FRETWORK_ACC64                                                                     \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define FRETWORK_ACC128                                                                          \
-  FRETWORK_ACC64                                                                                 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  FRETWORK_ACC96                                                                                 \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
@@ -71,7 +75,13 @@ __device__ __forceinline__ void wait() {
 template <typename T, int kN, Major kLeft, Major kRight, int kAt = 0, int kSize>
 __device__ __forceinline__ void multiply(float (&d)[kSize], u64 left, u64 right) {
   static_assert(kAt + kN / 2 <= kSize);
-  if constexpr (kN == 64) {
+  if constexpr (kN == 8) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_SS("f16", "8", FRETWORK_ACC4, "%4", "%5", "%6", "%7", FRETWORK_F4(kAt));
+    } else {
+      FRETWORK_WGMMA_SS("bf16", "8", FRETWORK_ACC4, "%4", "%5", "%6", "%7", FRETWORK_F4(kAt));
+    }
+  } else if constexpr (kN == 64) {
     if constexpr (is_same<T, f16>) {
       FRETWORK_WGMMA_SS("f16", "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", FRETWORK_F32(kAt));
     } else {
@@ -84,6 +94,14 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], u64 left, u64 right)
     } else {
       FRETWORK_WGMMA_SS("bf16", "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32));
+    }
+  } else if constexpr (kN == 192) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_SS("f16", "192", FRETWORK_ACC96, "%96", "%97", "%98", "%99", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64));
+    } else {
+      FRETWORK_WGMMA_SS("bf16", "192", FRETWORK_ACC96, "%96", "%97", "%98", "%99", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64));
     }
   } else if constexpr (kN == 256) {
     if constexpr (is_same<T, f16>) {
@@ -130,12 +148,15 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], const u32 (&left)[4]
 
 #undef FRETWORK_WGMMA_SS
 #undef FRETWORK_WGMMA_RS
+#undef FRETWORK_F4
 #undef FRETWORK_F8
 #undef FRETWORK_F32
+#undef FRETWORK_ACC4
 #undef FRETWORK_ACC8
 #undef FRETWORK_ACC16
 #undef FRETWORK_ACC32
 #undef FRETWORK_ACC64
+#undef FRETWORK_ACC96
 #undef FRETWORK_ACC128
 
 /// Four 8×8 pieces to or from shared memory; lanes 8i … 8i+7 give the addresses of the rows of piece i.

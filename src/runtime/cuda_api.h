@@ -34,7 +34,7 @@ class Function {
   int (*call_)(Arguments...);
 };
 
-/// A CUlaunchAttribute that holds cluster dimensions, and a CUlaunchConfig.
+/// A CUlaunchAttribute that holds cluster dimensions or, in x, a number; and a CUlaunchConfig.
 struct LaunchAttribute {
   std::uint32_t id, pad;
   std::uint32_t x, y, z;

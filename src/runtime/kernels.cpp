@@ -211,12 +211,25 @@ void Kernel::allow_shared(int bytes) const {
 }
 
 void Kernel::launch(std::int64_t grid, int threads, int shared_bytes, const void* params, cuda::Handle stream) const {
-  launch_clusters(grid, 1, threads, shared_bytes, params, stream);
+  launch_with(nullptr, grid, threads, shared_bytes, params, stream);
 }
 
 void Kernel::launch_clusters(std::int64_t grid, int cluster, int threads, int shared_bytes, const void* params,
                              cuda::Handle stream) const {
   constexpr std::uint32_t kClusterDimension = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+  cuda::LaunchAttribute attribute{kClusterDimension, 0, static_cast<std::uint32_t>(cluster), 1, 1, {}};
+  launch_with(cluster > 1 ? &attribute : nullptr, grid, threads, shared_bytes, params, stream);
+}
+
+void Kernel::launch_behind(std::int64_t grid, int threads, int shared_bytes, const void* params,
+                           cuda::Handle stream) const {
+  constexpr std::uint32_t kProgrammaticSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+  cuda::LaunchAttribute attribute{kProgrammaticSerialization, 0, 1, 0, 0, {}};
+  launch_with(cuda::is_capturing(stream) ? nullptr : &attribute, grid, threads, shared_bytes, params, stream);
+}
+
+void Kernel::launch_with(cuda::LaunchAttribute* attribute, std::int64_t grid, int threads, int shared_bytes,
+                         const void* params, cuda::Handle stream) const {
   if (grid == 0) {
     return;
   }
@@ -228,12 +241,11 @@ void Kernel::launch_clusters(std::int64_t grid, int cluster, int threads, int sh
   const auto width = static_cast<unsigned>(threads);
   const auto shared = static_cast<unsigned>(shared_bytes);
   void* arguments[] = {const_cast<void*>(params)};
-  if (cluster <= 1) {
+  if (attribute == nullptr) {
     cuda::driver().launch(function_, blocks, 1, 1, width, 1, 1, shared, stream, arguments, nullptr);
     return;
   }
-  cuda::LaunchAttribute attribute{kClusterDimension, 0, static_cast<std::uint32_t>(cluster), 1, 1, {}};
-  const cuda::LaunchConfig config{{blocks, 1, 1}, {width, 1, 1}, shared, stream, &attribute, 1};
+  const cuda::LaunchConfig config{{blocks, 1, 1}, {width, 1, 1}, shared, stream, attribute, 1};
   cuda::driver().launch_config(&config, function_, arguments, nullptr);
 }
 

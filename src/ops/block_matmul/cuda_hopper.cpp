@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <bit>
 #include <cstring>
 #include <initializer_list>
@@ -19,17 +18,16 @@
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
+#include "runtime/tensor_map.h"
 
 namespace fretwork::block_matmul::hopper {
 namespace {
 
 namespace driver = fretwork::cuda;
 
-static_assert(sizeof(Map) == sizeof(driver::TensorMap) && sizeof(Segment) == sizeof(SpmmPlan::Segment) &&
-              sizeof(Split) == sizeof(SpmmPlan::Split));
+static_assert(sizeof(Segment) == sizeof(SpmmPlan::Segment) && sizeof(Split) == sizeof(SpmmPlan::Split));
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-constexpr std::int64_t kUnit = 8;  // elements in the 16 bytes that strides must be a multiple of
 constexpr int kWideShared = 4 * 49152 + 32768 + 1024, kNarrowShared = 4 * 49152 + 24576 + 1024;
 
 bool is_wide(std::int64_t block) { return block >= 64; }
@@ -78,56 +76,28 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"block_matmul", list_kernels};
 
-/// The kernel that `which` stands for: a call that finds it here builds no names.
-template <typename Spec>
-const Kernel& kernel(unsigned which, int device, const Spec& spec) {
-  constexpr std::size_t kDevices = 16, kWhich = 128;
-  static std::array<std::array<std::atomic<const Kernel*>, kWhich>, kDevices> known{};
-  if (static_cast<std::size_t>(device) >= kDevices) {
-    return get_kernel(spec(), device);
-  }
-  auto& place = known[static_cast<std::size_t>(device)][which];
-  const Kernel* found = place.load(std::memory_order_acquire);
-  if (found == nullptr) {
-    found = &get_kernel(spec(), device);
-    place.store(found, std::memory_order_release);
-  }
-  return *found;
-}
+constinit KernelTable<128> kernels;
+
 const Kernel& spmm_kernel(DType dtype, int size, bool sparse_k, bool dense_k, bool rows, int device) {
   const unsigned type = dtype == DType::f16 ? 0 : 1, place = size == 256 ? 0 : size == 128 ? 1 : size == 32 ? 2 : 3;
   const unsigned which = type | place << 1 | unsigned{sparse_k} << 3 | unsigned{dense_k} << 4 | unsigned{rows} << 5;
-  return kernel(which, device, [&] { return spmm_instance(size >= 128, dtype, size, sparse_k, dense_k, rows); });
+  return kernels.get(which, device, [&] { return spmm_instance(size >= 128, dtype, size, sparse_k, dense_k, rows); });
 }
 const Kernel& sdd_kernel(DType dtype, bool left_k, bool right_k, int device) {
   const unsigned which = 64 | (dtype == DType::f16 ? 0u : 1u) | unsigned{left_k} << 1 | unsigned{right_k} << 2;
-  return kernel(which, device, [&] { return sdd_instance(dtype, left_k, right_k); });
+  return kernels.get(which, device, [&] { return sdd_instance(dtype, left_k, right_k); });
 }
 const Kernel& reduce_kernel(DType dtype, int device) {
-  return kernel(dtype == DType::f16 ? 96 : 97, device, [&] { return reduce_instance(dtype); });
+  return kernels.get(dtype == DType::f16 ? 96 : 97, device, [&] { return reduce_instance(dtype); });
 }
 
 // --------------------------------------------------------------------------------------------- tensor maps
 
-/// Four dimensions as the copy engine sees them: the unit axis, the other one, and two that are 1 where broadcast.
-struct View {
-  const void* data = nullptr;
+/// The unit axis, the other one, and two that are 1 where broadcast.
+struct View : TiledView {
   bool last = true;  ///< the unit axis is the columns (or the K axis of a block)
-  std::array<std::int64_t, 4> sizes{}, strides{};
 
   int moves(int dimension) const { return sizes[static_cast<std::size_t>(dimension)] > 1 ? 1 : 0; }
-  Map map(std::uint32_t unit, std::uint32_t other) const {
-    const std::uint32_t box[] = {unit, other, 1, 1};
-    std::uint64_t lengths[4], steps[3];
-    for (std::size_t d = 0; d < 4; ++d) {
-      lengths[d] = static_cast<std::uint64_t>(sizes[d]);
-    }
-    for (std::size_t d = 0; d < 3; ++d) {
-      steps[d] = static_cast<std::uint64_t>(strides[d + 1]) * 2;
-    }
-    const auto swizzle = unit == 64 ? driver::Swizzle::b128 : unit == 32 ? driver::Swizzle::b64 : driver::Swizzle::b32;
-    return std::bit_cast<Map>(driver::make_tensor_map(data, 2, lengths, steps, box, swizzle));
-  }
 };
 
 /// A view of rows × cols × two batch dimensions, if the copy engine can make one. A stride of 0 broadcasts.
@@ -138,23 +108,10 @@ std::optional<View> make_view(const void* data, std::int64_t rows, std::int64_t 
   if (!last && row_stride != 1 && rows != 1) {
     return std::nullopt;
   }
-  View view{data, last, {last ? cols : rows, last ? rows : cols, 1, 1}, {1, last ? row_stride : col_stride, 0, 0}};
-  for (std::size_t d = 0; d < 2; ++d) {
-    if (batch_strides[d] != 0) {
-      view.sizes[d + 2] = batch_sizes[d];
-    }
-    view.strides[d + 2] = batch_strides[d];
-  }
-  for (std::size_t d = 0; d < 4; ++d) {
-    if (d > 0 && view.sizes[d] == 1) {
-      view.strides[d] = kUnit;  // never used, but it must be a valid one
-    }
-    const bool stride = d == 0 || (view.strides[d] > 0 && view.strides[d] % kUnit == 0 && view.strides[d] < 1LL << 38);
-    if (view.sizes[d] < 1 || view.sizes[d] > kMost - 512 || !stride) {
-      return std::nullopt;
-    }
-  }
-  return data != nullptr && reinterpret_cast<std::uintptr_t>(data) % 16 == 0 ? std::optional(view) : std::nullopt;
+  const auto size = [&](std::size_t d) { return batch_strides[d] != 0 ? batch_sizes[d] : 1; };
+  const auto view = make_tiled_view(data, {last ? cols : rows, last ? rows : cols, size(0), size(1)},
+                                    {1, last ? row_stride : col_stride, batch_strides[0], batch_strides[1]});
+  return view ? std::optional(View{*view, last}) : std::nullopt;
 }
 
 std::optional<View> matrix_view(const Matrix& m, std::int64_t z, std::int64_t h) {
@@ -449,7 +406,7 @@ bool run_sdd(const Problem& p, Context& context) {
   auto left = matrix_view(p.left, p.z_out * p.z_sum, p.h_out * p.h_sum);
   auto right = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
   const bool out = v.data != nullptr && reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0 && v.col_stride == 1 &&
-                   v.row_stride % kUnit == 0 && v.block_stride % kUnit == 0 && v.z_stride % kUnit == 0 &&
+                   v.row_stride % kMapUnit == 0 && v.block_stride % kMapUnit == 0 && v.z_stride % kMapUnit == 0 &&
                    v.row_stride > 0 && v.row_stride <= kMost;
   if (!left || !right || !out || heads_of(p) != 1) {
     return false;

@@ -1,11 +1,9 @@
 // What the Hopper kernels of the block products are launched with. Host and device share it, so it holds plain data.
 #pragma once
 
-namespace fretwork::block_matmul::hopper {
+#include "device/tensor_map.cuh"
 
-struct alignas(64) Map {
-  unsigned long long opaque[16];
-};
+namespace fretwork::block_matmul::hopper {
 
 /// As in SpmmPlan.
 struct Segment {

@@ -242,9 +242,10 @@ void cuda::run(const Problem& problem, Context& context) {
 
 void cuda::run(const WeightProblem& problem, Context& context) {
   const driver::DeviceScope scope(context.device.index);
-  if (!hopper::run(problem, context) && !strided::run(problem, context)) {
-    run_here(problem, context);
+  if (hopper::run(problem, context) || strided::run(problem, context)) {
+    return;
   }
+  run_here(problem, context);
   if (problem.d_bias.data != nullptr) {
     sum_batch(problem, context);
   }

@@ -1,13 +1,12 @@
 // The faster ways a GPU runs a Kronecker product. Each says whether it took the problem; cuda.cpp asks them in turn and
-// runs what none takes.
+// runs what none takes. A way that takes a gradient gives that of the bias as well.
 #pragma once
 
 #include "ops/kronecker/problem.h"
 
 namespace fretwork::kronecker {
 
-/// TMA and wgmma on sm_90a, 16-bit types: batch last; batch first with d = 1; batch first with a small d, whose
-/// (b·d × c·d) blocks are multiplied as dense ones.
+/// TMA and wgmma on sm_90a, 16-bit types: batch last, and batch first with d = 1.
 namespace hopper {
 bool run(const Problem& problem, Context& context);
 bool run(const WeightProblem& problem, Context& context);

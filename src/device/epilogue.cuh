@@ -1,0 +1,56 @@
+// The way of a warpgroup's sums out of registers: through shared memory, then by the copy engine.
+#pragma once
+
+#include "device/barrier.cuh"
+#include "device/tma.cuh"
+#include "device/wgmma.cuh"
+
+namespace fretwork {
+
+inline constexpr u32 kPieceBytes = 8192;
+
+/// Sums of a warpgroup (kAt … kAt + 31 of a thread: 64 × 64) to 8 KB of shared memory as the copy engine swizzles rows
+/// of 128 bytes: rows first, or columns first.
+template <typename T, bool kTransposed, int kAt, int kSize>
+__device__ __forceinline__ void store_piece(const float (&d)[kSize], u32 to) {
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    const int at = kAt + 4 * j;
+    const u32 a = narrow_pair<T>(d[at], d[at + 1]), b = narrow_pair<T>(d[at + 2], d[at + 3]);
+    const u32 c = narrow_pair<T>(d[at + 4], d[at + 5]), e = narrow_pair<T>(d[at + 6], d[at + 7]);
+    if constexpr (kTransposed) {
+      const u32 row = 8 * (j + lane / 16) + lane % 8, unit = 2 * warp + lane / 8 % 2;
+      wgmma::store_pieces_transposed(to + tma::swizzled<128>(row * 128 + unit * 16), a, b, c, e);
+    } else {
+      const u32 row = 16 * warp + lane / 8 % 2 * 8 + lane % 8, unit = j + lane / 16;
+      wgmma::store_pieces(to + tma::swizzled<128>(row * 128 + unit * 16), a, b, c, e);
+    }
+  }
+}
+
+/// The sums of a warpgroup leave in pieces of 64 columns through kBuffers buffers, which take turns: `turn` counts the
+/// pieces of earlier tiles, and matters where tiles are no multiple of kBuffers pieces. `store(piece, buffer)` is
+/// called by one thread. The last stores are still on their way when this returns.
+template <typename T, bool kTransposed, int kBuffers, int kPiece = 0, int kSize, typename Store>
+__device__ __forceinline__ void store_tile(const float (&d)[kSize], u32 buffers, u32 barrier, Store store,
+                                           u32 turn = 0) {
+  if constexpr (kPiece < kSize / 32) {
+    const bool leader = threadIdx.x % 128 == 0;
+    const u32 buffer = buffers + (turn + kPiece) % kBuffers * kPieceBytes;
+    if (leader) {
+      tma::store_wait_read<kBuffers - 1>();
+    }
+    named_barrier(barrier, 128);
+    store_piece<T, kTransposed, 32 * kPiece>(d, buffer);
+    fence_async_proxy();
+    named_barrier(barrier, 128);
+    if (leader) {
+      store(kPiece, buffer);
+      tma::store_commit();
+    }
+    store_tile<T, kTransposed, kBuffers, kPiece + 1>(d, buffers, barrier, store, turn);
+  }
+}
+
+}  // namespace fretwork

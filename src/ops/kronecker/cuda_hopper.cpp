@@ -1,0 +1,319 @@
+// The host side of the Hopper kernels: does the problem suit them, its tensor maps, the launches.
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ops/kronecker/cuda.h"
+#include "ops/kronecker/params_hopper.cuh"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+#include "runtime/tensor_map.h"
+
+namespace fretwork::kronecker::hopper {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
+constexpr int kWidths[] = {64, 128, 192, 256};
+constexpr std::int64_t kStep = 64;                                     // of the depth
+static_assert(shared_bytes(256) + 2 * 256 * 2 + 4 * 16 <= 227 << 10);  // with the bias and barriers of the product
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+int narrowed(std::int64_t value) { return static_cast<int>(value); }
+Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
+
+// ---------------------------------------------------------------------------------------------- which kernel
+
+KernelSpec instance(const std::string& file, const std::string& kernel, const std::string& arguments) {
+  return {"ops/kronecker/kernel_" + file + ".cuh", "fretwork::kronecker::hopper::" + kernel + "<" + arguments + ">"};
+}
+std::string sized(DType dtype, int width, bool last) {
+  return std::string(device_type(dtype)) + ", " + std::to_string(width) + (last ? ", true" : ", false");
+}
+KernelSpec product_instance(DType dtype, int width, bool last, bool weights_k) {
+  return instance("hopper_product", "product", sized(dtype, width, last) + (weights_k ? ", true" : ", false"));
+}
+KernelSpec gradient_instance(DType dtype, int width, bool last) {
+  return instance("hopper_gradient", "gradient", sized(dtype, width, last));
+}
+KernelSpec pack_instance() { return instance("pack", "pack", "fretwork::u16"); }
+KernelSpec unpack_instance(DType dtype) { return instance("pack", "unpack", device_type(dtype)); }
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (arch != "sm_90a") {
+    return list;
+  }
+  list.push_back(pack_instance());
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    list.push_back(unpack_instance(dtype));
+    for (const int width : kWidths) {
+      for (const bool last : {false, true}) {
+        list.push_back(gradient_instance(dtype, width, last));
+        list.push_back(product_instance(dtype, width, last, false));
+        list.push_back(product_instance(dtype, width, last, true));
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker", list_kernels};
+
+constinit KernelTable<67> kernels;
+
+std::size_t place(DType dtype, int width, bool last) {
+  return (dtype == DType::f16 ? 0u : 1u) | (last ? 2u : 0u) | static_cast<std::size_t>(width / 64 - 1) << 2;
+}
+const Kernel& product_kernel(DType dtype, int width, bool last, bool weights_k, int device) {
+  return kernels.get(place(dtype, width, last) + (weights_k ? 16 : 0), device,
+                     [&] { return product_instance(dtype, width, last, weights_k); });
+}
+const Kernel& gradient_kernel(DType dtype, int width, bool last, int device) {
+  return kernels.get(32 + place(dtype, width, last), device, [&] { return gradient_instance(dtype, width, last); });
+}
+const Kernel& pack_kernel(int device) { return kernels.get(64, device, pack_instance); }
+const Kernel& unpack_kernel(DType dtype, int device) {
+  return kernels.get(dtype == DType::f16 ? 65 : 66, device, [&] { return unpack_instance(dtype); });
+}
+
+// ----------------------------------------------------------------------------------------------------- views
+
+/// The batch and `features` of each (i, l), with the batch or the features as the unit axis.
+std::optional<TiledView> matrix_view(const Matrix& m, bool last, std::int64_t batch, std::int64_t features,
+                                     const Sizes& s) {
+  const std::int64_t next = s.d * m.feature, block = features * next;
+  return last ? make_tiled_view(m.data, {batch, features, s.d, s.a}, {m.batch, next, m.feature, block})
+              : make_tiled_view(m.data, {features, batch, s.d, s.a}, {next, m.batch, m.feature, block});
+}
+
+/// With boxes that make `rows` lines of an operand: one box where the unit axis is the depth.
+Map operand_map(const TiledView& view, bool unit_is_depth, int rows) {
+  return view.map(64, unit_is_depth ? static_cast<std::uint32_t>(rows) : 64);
+}
+
+/// x and y (or d_y), if they are in the same layout and it is one of ours.
+struct Layout {
+  bool last;
+  TiledView x, y;
+};
+std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s) {
+  for (const bool last : {false, true}) {
+    const auto from = matrix_view(x, last, batch, s.c, s), to = matrix_view(y, last, batch, s.b, s);
+    if (from && to) {
+      return Layout{last, *from, *to};
+    }
+  }
+  return std::nullopt;
+}
+
+/// What both problems need. A tile of tiny blocks moves too little to be worth its barriers.
+bool suits(const Sizes& s, std::int64_t batch, DType dtype, const Context& context) {
+  const bool type = dtype == DType::f16 || dtype == DType::bf16;
+  const bool sizes = s.b + s.c >= 32 && s.b < kMost / s.c && batch < kMost && s.a < kMost / s.d;
+  return type && sizes && driver::kernel_arch(context.device.index) == "sm_90a";
+}
+
+// --------------------------------------------------------------------------------------------------- weights
+
+/// How far a CTA reaches along l and along a matrix when it moves `elements`.
+struct Reach {
+  int wide, deep, wide_tiles, deep_tiles;
+  Reach(std::int64_t matrix, std::int64_t d, int elements)
+      : wide(0), deep(narrowed(std::min<std::int64_t>(d, 32))), wide_tiles(0), deep_tiles(narrowed(ceil_div(d, deep))) {
+    wide = elements / deep;
+    wide_tiles = narrowed(ceil_div(matrix, wide));
+  }
+  std::int64_t grid(std::int64_t a) const { return a * wide_tiles * deep_tiles; }
+};
+
+/// Weights as a·d matrices: as they are where the copy engine can read them, else packed into `space`.
+class Matrices {
+ public:
+  Matrices(const Weights& w, const Sizes& s)
+      : w_(w),
+        s_(s),
+        k_(s.c == 1 || s.b == 1 || std::llabs(w.c) <= std::llabs(w.b)),
+        lines_(k_ ? s.b : s.c),
+        line_(k_ ? s.c : s.b),
+        pitch_(ceil_div(line_, kMapUnit) * kMapUnit) {
+    if (s.d == 1) {
+      direct_ = make_tiled_view(w.data, {line_, lines_, 1, s.a}, {k_ ? w.c : w.b, k_ ? w.b : w.c, 0, w.a});
+    }
+  }
+  /// k is the unit axis.
+  bool unit_is_k() const { return k_; }
+  std::size_t bytes() const {
+    return direct_ ? 0 : static_cast<std::size_t>(s_.a * s_.d * lines_ * pitch_) * sizeof(std::uint16_t);
+  }
+  TiledView view(const Workspace& space, const Context& context) const {
+    if (direct_) {
+      return *direct_;
+    }
+    const Reach reach(lines_ * line_, s_.d, kPackElements);
+    const PackParams params{
+        w_.data,          space.data(),    w_.a,           k_ ? w_.b : w_.c, k_ ? w_.c : w_.b, w_.d,
+        narrowed(lines_), narrowed(line_), narrowed(s_.d), narrowed(pitch_), reach.wide,       reach.deep,
+        reach.wide_tiles, reach.deep_tiles};
+    pack_kernel(context.device.index).launch(reach.grid(s_.a), kPackThreads, 0, &params, context.stream);
+    const std::int64_t matrix = lines_ * pitch_;
+    return *make_tiled_view(space.data(), {line_, lines_, s_.d, s_.a}, {1, pitch_, matrix, matrix * s_.d});
+  }
+
+ private:
+  const Weights& w_;
+  const Sizes& s_;
+  bool k_;
+  std::int64_t lines_, line_, pitch_;
+  std::optional<TiledView> direct_;
+};
+
+// -------------------------------------------------------------------------------------------------- launches
+
+/// The width whose tiles take the least time: a tile costs its columns and, to fetch the batch again, 64 more.
+int product_width(const Problem& p, int multiprocessors) {
+  const std::int64_t others = ceil_div(p.batch, kRows) * p.sizes.a * p.sizes.d;
+  const auto cost = [&](int width) {
+    return ceil_div(others * ceil_div(p.sizes.b, width), multiprocessors) * (width + 64);
+  };
+  return *std::min_element(std::begin(kWidths), std::end(kWidths), [&](int a, int b) { return cost(a) < cost(b); });
+}
+
+/// How the batch of a gradient is cut.
+struct Parts {
+  std::int64_t count, steps;  ///< of them, and in each
+};
+/// As many as keep the machine busy; each costs filling a ring and moving its partial sums.
+Parts gradient_parts(std::int64_t tiles, std::int64_t steps, std::int64_t sums, int width, int multiprocessors) {
+  Parts best{1, steps};
+  std::int64_t least = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t most =
+      std::min(steps, 1 + 4 * multiprocessors / std::min<std::int64_t>(tiles, 4 * multiprocessors));
+  for (std::int64_t wanted = 1; wanted <= most; ++wanted) {
+    const std::int64_t each = ceil_div(steps, wanted), count = ceil_div(steps, each);
+    const std::int64_t turns = ceil_div(tiles * count, multiprocessors);
+    const std::int64_t cost = turns * (each + 4) * stage_bytes(width) + count * sums * 8 / multiprocessors;
+    if (cost < least) {
+      least = cost;
+      best = {count, each};
+    }
+  }
+  return best;
+}
+
+int gradient_width(std::int64_t c) {
+  const auto cost = [&](int width) { return ceil_div(c, width) * (width + kRows); };
+  return *std::min_element(std::begin(kWidths), std::end(kWidths), [&](int a, int b) { return cost(a) < cost(b); });
+}
+
+/// Adds the parts at `sums` into d_w and d_bias; with no parts these become zeros.
+void unpack(const WeightProblem& p, const Workspace& sums, int line, std::int64_t parts, const Context& context) {
+  const Sizes& s = p.sizes;
+  const Reach reach(s.b * (s.c + (p.d_bias.data != nullptr ? 1 : 0)), s.d, kUnpackElements);
+  const UnpackParams params{static_cast<const float*>(sums.data()),
+                            p.d_w.data,
+                            p.d_bias.data,
+                            p.d_w.a,
+                            p.d_w.b,
+                            p.d_w.c,
+                            p.d_w.d,
+                            p.d_bias.stride,
+                            narrowed(s.b),
+                            narrowed(s.c),
+                            narrowed(s.d),
+                            line,
+                            narrowed(parts),
+                            narrowed(s.a * s.d),
+                            reach.wide,
+                            reach.deep,
+                            reach.wide_tiles,
+                            reach.deep_tiles};
+  unpack_kernel(p.dtype, context.device.index).launch(reach.grid(s.a), kPackThreads, 0, &params, context.stream);
+}
+
+}  // namespace
+
+bool run(const Problem& p, Context& context) {
+  const Sizes& s = p.sizes;
+  if (!suits(s, p.batch, p.dtype, context)) {
+    return false;
+  }
+  const auto layout = layout_of(p.x, p.y, p.batch, s);
+  const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
+  const int width = product_width(p, multiprocessors);
+  const std::int64_t row_tiles = ceil_div(p.batch, kRows), col_tiles = ceil_div(s.b, width);
+  const std::int64_t products = s.a * s.d;
+  if (!layout || row_tiles > kMost / (col_tiles * products)) {
+    return false;
+  }
+  const bool last = layout->last;
+  const Matrices matrices(p.w, s);
+  const Workspace space(context, matrices.bytes());
+  ProductParams params{};
+  params.x = operand_map(layout->x, !last, kRows);
+  params.weights = operand_map(matrices.view(space, context), matrices.unit_is_k(), width);
+  params.y = layout->y.map(64, 64);
+  params.bias = p.bias.data;
+  params.bias_stride = p.bias.stride;
+  params.activation = static_cast<int>(p.activation);
+  params.batch = narrowed(p.batch);
+  params.b = narrowed(s.b);
+  params.steps = narrowed(ceil_div(s.c, kStep));
+  params.total = narrowed(row_tiles * col_tiles * products);
+  params.d = divisor(s.d);
+  params.col_tiles = divisor(col_tiles);
+  const std::int64_t share = std::min<std::int64_t>(row_tiles, last && col_tiles == 1 ? 64 : 16);
+  params.share = divisor(share);
+  params.tail = divisor(std::max<std::int64_t>(row_tiles % share, 1));
+  params.group = divisor(share * col_tiles * products);
+  const Kernel& kernel = product_kernel(p.dtype, width, last, matrices.unit_is_k(), device);
+  const auto launch = matrices.bytes() > 0 ? &Kernel::launch_behind : &Kernel::launch;
+  (kernel.*launch)(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
+  return true;
+}
+
+bool run(const WeightProblem& p, Context& context) {
+  const Sizes& s = p.sizes;
+  if (!suits(s, p.batch, p.dtype, context)) {
+    return false;
+  }
+  if (p.batch == 0) {
+    unpack(p, Workspace(context, 0), 0, 0, context);
+    return true;
+  }
+  const auto layout = layout_of(p.x, p.d_y, p.batch, s);
+  const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
+  const int width = gradient_width(s.c);
+  const std::int64_t row_tiles = ceil_div(s.b, kRows), col_tiles = ceil_div(s.c, width), products = s.a * s.d;
+  const std::int64_t tiles = row_tiles * col_tiles * products, line = ceil_div(s.c + 1, 4) * 4;
+  if (!layout || tiles > kMost / 256) {
+    return false;
+  }
+  const std::int64_t sums = products * s.b * line;
+  const Parts parts = gradient_parts(tiles, ceil_div(p.batch, kStep), sums, width, multiprocessors);
+  const Workspace space(context, static_cast<std::size_t>(parts.count * sums) * sizeof(float));
+  GradientParams params{};
+  params.d_y = operand_map(layout->y, layout->last, kRows);
+  params.x = operand_map(layout->x, layout->last, width);
+  params.partials = static_cast<float*>(space.data());
+  params.b = narrowed(s.b);
+  params.c = narrowed(s.c);
+  params.d = narrowed(s.d);
+  params.line = narrowed(line);
+  params.row_tiles = narrowed(row_tiles);
+  params.col_tiles = narrowed(col_tiles);
+  params.steps = narrowed(ceil_div(p.batch, kStep));
+  params.total = narrowed(tiles * parts.count);
+  params.products = narrowed(products);
+  params.steps_per_part = narrowed(parts.steps);
+  params.with_sums = p.d_bias.data != nullptr ? 1 : 0;
+  gradient_kernel(p.dtype, width, layout->last, device)
+      .launch(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
+  unpack(p, space, params.line, parts.count, context);
+  return true;
+}
+
+}  // namespace fretwork::kronecker::hopper

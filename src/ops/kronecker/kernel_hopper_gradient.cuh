@@ -1,0 +1,98 @@
+// The gradient of the weights on Hopper as a·d products: rows are a factor's b, columns its c, depth the batch, cut
+// into parts whose sums go to workspace. The sums of d_y over the batch, which is the bias's gradient, come along.
+#pragma once
+
+#include "ops/kronecker/kernel_hopper.cuh"
+
+namespace fretwork::kronecker::hopper {
+
+/// The tiles of a product read the same rows of the batch, so they run together.
+template <int kWidth>
+__device__ __forceinline__ Tile gradient_tile(const GradientParams& p, int index) {
+  const int tile = index % (p.row_tiles * p.col_tiles), rest = index / (p.row_tiles * p.col_tiles);
+  const int product = rest % p.products, first = rest / p.products * p.steps_per_part;
+  return {tile / p.col_tiles * kRows,
+          tile % p.col_tiles * kWidth,
+          product % p.d,
+          product / p.d,
+          first,
+          min(first + p.steps_per_part, p.steps)};
+}
+
+/// Sums of a warpgroup to the partial matrix at `to`.
+template <int kWidth>
+__device__ __forceinline__ void store_sums(const float (&d)[kWidth / 2], const GradientParams& p, const Tile& t,
+                                           float* to) {
+  const int thread = static_cast<int>(threadIdx.x) - 128;
+  const int row = t.row + thread / 32 * 16 + thread % 32 / 4, col = t.col + thread % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half < p.b) {
+      float* line = to + static_cast<i64>(row + 8 * half) * p.line + col;
+#pragma unroll
+      for (int j = 0; j < kWidth / 8; ++j) {
+        const float low = d[4 * j + 2 * half], high = d[4 * j + 2 * half + 1];
+        if (col + 8 * j + 1 < p.c) {
+          *reinterpret_cast<float2*>(line + 8 * j) = make_float2(low, high);
+        } else if (col + 8 * j < p.c) {
+          line[8 * j] = low;
+        }
+      }
+    }
+  }
+}
+
+/// kLast: the batch is the unit axis of d_y and x, else the features.
+template <typename T, int kWidth, bool kLast>
+__global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ GradientParams p) {
+  using S = Stages<kWidth>;
+  extern __shared__ u8 raw[];
+  __shared__ S stages;
+  const u32 shared = shared_address(raw), base = (shared + 1023) & ~1023u;
+  constexpr u32 kOnes = S::kCount * S::kBytes;
+  if (threadIdx.x < 256) {  // 8 × 64 ones
+    const u32 one = narrow<T>(1.0f).bits;
+    *reinterpret_cast<u32*>(raw + (base - shared) + kOnes + threadIdx.x * 4) = one << 16 | one;
+    fence_async_proxy();
+  }
+  init_ring(stages.full, stages.empty, S::kCount, 1, 8);
+  if (threadIdx.x < 128) {
+    fewer_registers<40>();
+    if (threadIdx.x == 0) {
+      tma::prefetch(&p.d_y);
+      tma::prefetch(&p.x);
+      typename S::Ring ring(1);
+      for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
+        fetch<kWidth, kLast, kLast>(&p.d_y, &p.x, gradient_tile<kWidth>(p, index), stages, base, ring);
+      }
+    }
+  } else {
+    more_registers<232>();
+    typename S::Ring ring(0);
+    for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
+      const Tile t = gradient_tile<kWidth>(p, index);
+      float d[kWidth / 2], sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+      for (float& sum : d) {
+        sum = 0.0f;
+      }
+      float* to = p.partials + static_cast<i64>(index / (p.row_tiles * p.col_tiles)) * p.b * p.line;
+      if (p.with_sums != 0 && t.col == 0) {
+        multiply<T, kWidth, kLast, kLast, true>(d, sums, t.last - t.first, stages, base, ring, base + kOnes);
+        const int thread = static_cast<int>(threadIdx.x) - 128;
+        const int row = t.row + thread / 32 * 16 + thread % 32 / 4;
+        if (thread % 4 == 0 && row < p.b) {
+          to[static_cast<i64>(row) * p.line + p.c] = sums[0];
+        }
+        if (thread % 4 == 0 && row + 8 < p.b) {
+          to[static_cast<i64>(row + 8) * p.line + p.c] = sums[2];
+        }
+      } else {
+        multiply<T, kWidth, kLast, kLast, false>(d, sums, t.last - t.first, stages, base, ring, 0);
+      }
+      store_sums<kWidth>(d, p, t, to);
+    }
+  }
+}
+
+}  // namespace fretwork::kronecker::hopper

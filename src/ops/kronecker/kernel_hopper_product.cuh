@@ -1,0 +1,119 @@
+// y = activation(x·Kᵀ + bias) on Hopper as a·d products: rows are the batch, columns a factor's b, depth its c.
+#pragma once
+
+#include "device/activation.cuh"
+#include "device/epilogue.cuh"
+#include "ops/kronecker/kernel_hopper.cuh"
+
+namespace fretwork::kronecker::hopper {
+
+/// A group of tiles of the batch goes through all products and columns before the next: it stays in the cache for
+/// them, and CTAs that run together read neighbours. A tile may be so short that real divisions would take its time.
+template <int kWidth>
+__device__ __forceinline__ Tile product_tile(const ProductParams& p, int index) {
+  const int group = p.group.quotient(index), in_group = index - group * static_cast<int>(p.group.divisor);
+  const bool whole = (group + 1) * static_cast<int>(p.group.divisor) <= p.total;
+  const Divisor& rows = whole ? p.share : p.tail;
+  const int rest = rows.quotient(in_group), row = in_group - rest * static_cast<int>(rows.divisor);
+  const int product = p.col_tiles.quotient(rest), col = rest - product * static_cast<int>(p.col_tiles.divisor);
+  const int i = p.d.quotient(product), l = product - i * static_cast<int>(p.d.divisor);
+  return {(group * static_cast<int>(p.share.divisor) + row) * kRows, col * kWidth, l, i, 0, p.steps};
+}
+
+/// The bias of a tile's columns on its way to shared memory: thread t of a warpgroup carries columns t and t + 128.
+template <typename T, int kWidth>
+struct Bias {
+  T carried[kWidth > 128 ? 2 : 1];
+
+  __device__ __forceinline__ Bias(const ProductParams& p, const Tile& t) {
+#pragma unroll
+    for (int n = 0; n * 128 < kWidth; ++n) {
+      const int j = t.col + n * 128 + static_cast<int>(threadIdx.x % 128);
+      const bool there = p.bias != nullptr && n * 128 + threadIdx.x % 128 < kWidth && j < p.b;
+      const i64 at = (static_cast<i64>(t.i) * p.b + j) * p.d.divisor + t.l;
+      carried[n] = there ? static_cast<const T*>(p.bias)[at * p.bias_stride] : T{0};
+    }
+  }
+  __device__ __forceinline__ void store(T (&to)[kWidth]) const {
+#pragma unroll
+    for (int n = 0; n * 128 < kWidth; ++n) {
+      if (const u32 at = n * 128 + threadIdx.x % 128; at < kWidth) {
+        to[at] = carried[n];
+      }
+    }
+  }
+};
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void add_columns(float (&d)[kWidth / 2], const T (&bias)[kWidth]) {
+#pragma unroll
+  for (int j = 0; j < kWidth / 8; ++j) {
+    const u32 pair = *reinterpret_cast<const u32*>(&bias[8 * j + threadIdx.x % 4 * 2]);
+    const float low = widen(T{static_cast<u16>(pair)}), high = widen(T{static_cast<u16>(pair >> 16)});
+    d[4 * j] += low;
+    d[4 * j + 1] += high;
+    d[4 * j + 2] += low;
+    d[4 * j + 3] += high;
+  }
+}
+
+/// kLast: the batch is the unit axis of x and y, else the features. kWeightsK: k is the unit axis of the weights, else
+/// j.
+template <typename T, int kWidth, bool kLast, bool kWeightsK>
+__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductParams p) {
+  using S = Stages<kWidth>;
+  extern __shared__ u8 raw[];
+  __shared__ S stages;
+  __shared__ alignas(16) T bias[2][kWidth];
+  const u32 base = (shared_address(raw) + 1023) & ~1023u;
+  init_ring(stages.full, stages.empty, S::kCount, 1, 8);
+  if (threadIdx.x < 128) {
+    fewer_registers<40>();
+    if (threadIdx.x == 0) {
+      tma::prefetch(&p.x);
+      tma::prefetch(&p.weights);
+      tma::prefetch(&p.y);
+      wait_for_earlier_kernel();  // which packs the weights
+      typename S::Ring ring(1);
+      for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
+        fetch<kWidth, !kLast, kWeightsK>(&p.x, &p.weights, product_tile<kWidth>(p, index), stages, base, ring);
+      }
+    }
+  } else {
+    more_registers<232>();
+    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+    const u32 buffers = base + S::kCount * S::kBytes + warpgroup * 2 * kPieceBytes;
+    typename S::Ring ring(0);
+    u32 turn = 0;  // pieces stored so far
+    for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
+      const Tile t = product_tile<kWidth>(p, index);
+      const Bias<T, kWidth> carried(p, t);  // read while the products run
+      float d[kWidth / 2], unused[4];
+#pragma unroll
+      for (float& sum : d) {
+        sum = 0.0f;
+      }
+      multiply<T, kWidth, !kLast, kWeightsK, false>(d, unused, p.steps, stages, base, ring, 0);
+      if (p.bias != nullptr) {
+        carried.store(bias[warpgroup]);
+        named_barrier(1 + warpgroup, 128);
+        add_columns<T, kWidth>(d, bias[warpgroup]);
+      }
+      activate(d, p.activation);
+      const int row = t.row + warpgroup * 64;
+      const auto store = [&](int piece, u32 buffer) {
+        const int col = t.col + piece * 64;
+        if (col < p.b && row < p.batch) {
+          kLast ? tma::store(&p.y, buffer, row, col, t.l, t.i) : tma::store(&p.y, buffer, col, row, t.l, t.i);
+        }
+      };
+      store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, store, turn);
+      turn += kWidth / 64;
+    }
+    if (threadIdx.x % 128 == 0) {
+      tma::store_wait();
+    }
+  }
+}
+
+}  // namespace fretwork::kronecker::hopper

@@ -1,0 +1,68 @@
+// What the Hopper kernels of the Kronecker products are launched with. Host and device share it: plain data.
+#pragma once
+
+#include "device/divide.cuh"
+#include "device/tensor_map.cuh"
+
+namespace fretwork::kronecker::hopper {
+
+/// A CTA computes 128 rows × `width` columns (64, 128, 192 or 256) at a time, 64 of the depth per stage of a ring. Its
+/// first 128 threads fetch, the others multiply.
+inline constexpr int kRows = 128, kThreads = 384;
+inline constexpr int kStagingBytes = 32768;  ///< where results wait for the copy engine
+
+constexpr int stage_bytes(int width) { return (kRows + width) * 128; }
+/// As many as fit, for the memory's sake, but eight are enough.
+constexpr int stages(int width) { return 196608 / stage_bytes(width) < 8 ? 196608 / stage_bytes(width) : 8; }
+constexpr int shared_bytes(int width) { return stages(width) * stage_bytes(width) + kStagingBytes + 1024; }
+
+/// Maps have four dimensions: the unit axis, the other axis of a matrix, l, i.
+struct ProductParams {
+  Map x;        ///< batch × k
+  Map weights;  ///< j × k
+  Map y;        ///< batch × j
+  const void* bias;
+  long long bias_stride;
+  int activation;  ///< as fretwork::Activation counts
+  int batch, b, steps, total;
+  Divisor d, col_tiles;
+  Divisor share, tail;  ///< this many tiles of the batch go through all weights together; the rest do at the end
+  Divisor group;        ///< tiles of such a walk
+};
+
+/// Partial sums are matrices of b rows, `line` floats apart: c weights, then the row's sum of d_y.
+struct GradientParams {
+  Map d_y;  ///< j × batch
+  Map x;    ///< k × batch
+  float* partials;
+  int b, c, d, line;
+  int row_tiles, col_tiles, steps, total;
+  int products;
+  int steps_per_part;
+  int with_sums;  ///< 1 where d_bias is wanted
+};
+
+/// Weights to matrices: to[i·d + l][p][q] = from[i, p, q, l], lines of q `line` elements apart. A CTA moves `wide` of
+/// the p·q × `deep` of l.
+struct PackParams {
+  const void* from;
+  void* to;
+  long long stride_i, stride_p, stride_q, stride_l;
+  int p, q, d, line;
+  int wide, deep, wide_tiles, deep_tiles;
+};
+
+/// The way back, adding `parts` of fp32 sums; column c of row j is the sum that goes to d_bias.
+struct UnpackParams {
+  const float* from;
+  void* to;
+  void* bias;  ///< or null
+  long long stride_i, stride_j, stride_k, stride_l, bias_stride;
+  int b, c, d, line, parts, products;
+  int wide, deep, wide_tiles, deep_tiles;
+};
+
+/// Elements of a CTA's share in packing and unpacking.
+inline constexpr int kPackThreads = 256, kPackElements = 4096, kUnpackElements = 1024;
+
+}  // namespace fretwork::kronecker::hopper

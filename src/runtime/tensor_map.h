@@ -1,0 +1,28 @@
+// Tensors of 16-bit elements as the copy engine sees them.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "device/tensor_map.cuh"
+
+namespace fretwork {
+
+/// Elements in the 16 bytes that strides and addresses must be a multiple of.
+inline constexpr std::int64_t kMapUnit = 8;
+
+/// Four dimensions, the one with stride 1 first; strides in elements.
+struct TiledView {
+  const void* data = nullptr;
+  std::array<std::int64_t, 4> sizes{}, strides{};
+
+  /// With boxes of unit × other elements; rows of 64, 32 or 16 elements are swizzled.
+  Map map(std::uint32_t unit, std::uint32_t other) const;
+};
+
+/// The view, if the copy engine can move it. The strides of dimensions of size 1 do not matter.
+std::optional<TiledView> make_tiled_view(const void* data, const std::array<std::int64_t, 4>& sizes,
+                                         const std::array<std::int64_t, 4>& strides);
+
+}  // namespace fretwork

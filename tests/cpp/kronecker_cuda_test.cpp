@@ -1,0 +1,604 @@
+// The Kronecker products on a real GPU against float64 on the host. Skipped where there is none. With FRETWORK_TIME=1
+// also prints how long known patterns take.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "core/half.h"
+#include "device/divide.cuh"
+#include "fretwork/error.h"
+#include "ops/kronecker/cuda.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+#include "runtime/nvrtc.h"
+
+namespace fretwork {
+namespace {
+
+using kronecker::Sizes;
+using Index = std::int64_t;
+
+/// Elements of a type on the host.
+struct Elements {
+  DType dtype;
+  std::vector<unsigned char> bytes;
+
+  Elements(DType type, Index count) : dtype(type), bytes(static_cast<std::size_t>(count) * size_of(type)) {}
+  Index count() const { return static_cast<Index>(bytes.size() / size_of(dtype)); }
+  template <typename T>
+  T* as() {
+    return reinterpret_cast<T*>(bytes.data());
+  }
+  double get(Index at) const {
+    auto* const self = const_cast<Elements*>(this);
+    switch (dtype) {
+      case DType::f64:
+        return self->as<double>()[at];
+      case DType::f32:
+        return self->as<float>()[at];
+      case DType::f16:
+        return float_from_f16(self->as<std::uint16_t>()[at]);
+      default:
+        return float_from_bf16(self->as<std::uint16_t>()[at]);
+    }
+  }
+  void set(Index at, double value) {
+    switch (dtype) {
+      case DType::f64:
+        as<double>()[at] = value;
+        break;
+      case DType::f32:
+        as<float>()[at] = static_cast<float>(value);
+        break;
+      case DType::f16:
+        as<std::uint16_t>()[at] = f16_from_float(static_cast<float>(value));
+        break;
+      default:
+        as<std::uint16_t>()[at] = bf16_from_float(static_cast<float>(value));
+    }
+  }
+  void randomise(unsigned seed) {
+    std::mt19937 random(seed);
+    std::uniform_real_distribution<float> numbers(-1.0f, 1.0f);
+    for (Index n = 0; n < count(); ++n) {
+      set(n, numbers(random));
+    }
+  }
+};
+
+/// A tensor on the host and on the device, with strides.
+struct Tensor {
+  Elements host;
+  cuda::DeviceBuffer device;
+  TensorView view;
+
+  Tensor(DType dtype, std::vector<Index> sizes, std::vector<Index> strides) : host(dtype, extent(sizes, strides)) {
+    view = TensorView(nullptr, dtype, sizes, strides, {DeviceType::cuda, 0});
+  }
+  static Index extent(const std::vector<Index>& sizes, const std::vector<Index>& strides) {
+    Index last = 0;
+    for (std::size_t d = 0; d < sizes.size(); ++d) {
+      last += std::max<Index>(sizes[d] - 1, 0) * strides[d];
+    }
+    return last + 1;
+  }
+  void upload() {
+    device = cuda::DeviceBuffer(0, host.bytes.data(), host.bytes.size());
+    view.data = device.data();
+  }
+  void download() {
+    cuda::copy_to_host(host.bytes.data(), device.data(), host.bytes.size(), nullptr);
+    cuda::synchronize(nullptr);
+  }
+};
+
+/// How weights lie in memory.
+enum class Order { plain, transposed, padded };
+
+struct Case {
+  Sizes sizes;
+  Index batch;
+  bool last;
+  DType dtype = DType::f16;
+  Activation activation = Activation::none;
+  bool bias = false;
+  Order order = Order::plain;
+  Index pad = 0;  ///< added to the outer stride of x and y
+
+  std::string text() const {
+    std::ostringstream text;
+    text << '(' << sizes.a << ',' << sizes.b << ',' << sizes.c << ',' << sizes.d << ") batch " << batch
+         << (last ? " last " : " first ") << name_of(dtype) << " activation " << static_cast<int>(activation)
+         << (bias ? " bias" : "") << " order " << static_cast<int>(order) << " pad " << pad;
+    return text.str();
+  }
+};
+
+Tensor matrix(const Case& c, Index features) {
+  return {c.dtype,
+          {c.batch, features},
+          c.last ? std::vector<Index>{1, c.batch + c.pad} : std::vector<Index>{features + c.pad, 1}};
+}
+Tensor weights(const Case& c) {
+  const auto [a, b, k, d] = c.sizes;
+  switch (c.order) {
+    case Order::plain:
+      return {c.dtype, {a, b, k, d}, {b * k * d, k * d, d, 1}};
+    case Order::transposed:
+      return {c.dtype, {a, b, k, d}, {b * k * d, d, b * d, 1}};
+    default:
+      return {c.dtype, {a, b, k, d}, {(b + 1) * (k * d * 2 + 3), k * d * 2 + 3, d * 2, 2}};
+  }
+}
+
+double activated(Activation activation, double v) {
+  switch (activation) {
+    case Activation::relu:
+      return v < 0 ? 0.0 : v;
+    case Activation::gelu:
+      return 0.5 * v * (1 + std::erf(v / std::sqrt(2.0)));
+    case Activation::silu:
+      return v / (1 + std::exp(-v));
+    default:
+      return v;
+  }
+}
+
+/// Half a unit in the last place, relative.
+double unit(DType dtype) {
+  return dtype == DType::f16 ? 1.0 / 2048 : dtype == DType::bf16 ? 1.0 / 256 : dtype == DType::f32 ? 6e-8 : 1e-16;
+}
+
+kronecker::Matrix matrix_of(const TensorView& v) {
+  return {v.data, v.size(0) == 1 ? 1 : v.stride(0), v.size(1) == 1 ? 1 : v.stride(1)};
+}
+kronecker::Weights weights_of(const TensorView& v) {
+  return {v.data, v.stride(0), v.stride(1), v.stride(2), v.stride(3)};
+}
+Sizes sizes_of(const TensorView& w) { return {w.size(0), w.size(1), w.size(2), w.size(3)}; }
+kronecker::Vector vector_of(const TensorView* v) {
+  return v != nullptr ? kronecker::Vector{v->data, v->stride(0)} : kronecker::Vector{};
+}
+kronecker::Problem problem_of(const TensorView& x, const TensorView& w, const TensorView& y,
+                              const KsmmOptions& options) {
+  return {sizes_of(w),       x.size(0), x.dtype, matrix_of(x), matrix_of(y), weights_of(w), vector_of(options.bias),
+          options.activation};
+}
+kronecker::WeightProblem problem_of(const TensorView& x, const TensorView& d_y, const TensorView& d_w,
+                                    const TensorView* d_bias) {
+  return {sizes_of(d_w), x.size(0), x.dtype, matrix_of(x), matrix_of(d_y), weights_of(d_w), vector_of(d_bias)};
+}
+
+/// x, w, bias and y of a case, and the comparison of what a run left in y.
+struct Forward {
+  Case c;
+  Tensor x, w, y, bias;
+
+  explicit Forward(const Case& which)
+      : c(which),
+        x(matrix(c, c.sizes.a * c.sizes.c * c.sizes.d)),
+        w(weights(c)),
+        y(matrix(c, c.sizes.a * c.sizes.b * c.sizes.d)),
+        bias(c.dtype, {c.sizes.a * c.sizes.b * c.sizes.d}, {1}) {
+    x.host.randomise(1);
+    w.host.randomise(2);
+    bias.host.randomise(3);
+    std::fill(y.host.bytes.begin(), y.host.bytes.end(), 0xff);  // NaN in every type
+    upload();
+  }
+  void upload() {
+    for (Tensor* t : {&x, &w, &y, &bias}) {
+      t->upload();
+    }
+  }
+  KsmmOptions options() const { return {c.bias ? &bias.view : nullptr, c.activation}; }
+  kronecker::Problem problem() const { return problem_of(x.view, w.view, y.view, options()); }
+  void run_public(Context& context) const { ksmm(x.view, w.view, y.view, context, options()); }
+  /// The sum before the activation, and what it may be off by.
+  std::pair<double, double> sum(Index n, Index f) const {
+    const Sizes& s = c.sizes;
+    const Index i = f / (s.b * s.d), j = f / s.d % s.b, l = f % s.d;
+    double total = c.bias ? bias.host.get(f) : 0.0, magnitude = std::abs(total);
+    for (Index k = 0; k < s.c; ++k) {
+      const auto& ws = w.view.strides;
+      const double term = w.host.get(i * ws[0] + j * ws[1] + k * ws[2] + l * ws[3]) *
+                          x.host.get(n * x.view.strides[0] + ((i * s.c + k) * s.d + l) * x.view.strides[1]);
+      total += term;
+      magnitude += std::abs(term);
+    }
+    return {total, magnitude * (c.dtype == DType::f64 ? 1e-14 : 1e-6)};
+  }
+  /// Compares some rows of the batch, the first and the last among them; and no gap of y was written.
+  void check() {
+    y.download();
+    const Index features = y.view.size(1), step = std::max<Index>(1, c.batch / 40);
+    int wrong = 0;
+    const auto row = [&](Index n) {
+      for (Index f = 0; f < features && wrong < 5; ++f) {
+        const auto [before, slack] = sum(n, f);
+        const double want = activated(c.activation, before);
+        const double got = y.host.get(n * y.view.strides[0] + f * y.view.strides[1]);
+        const double most = 1.01 * unit(c.dtype) * std::abs(want) + 2 * slack + 1e-7;
+        if (!(std::abs(got - want) <= most)) {
+          ++wrong;
+          ADD_FAILURE() << c.text() << ": y[" << n << ", " << f << "] is " << got << ", not " << want;
+        }
+      }
+    };
+    for (Index n = 0; n < c.batch && wrong < 5; n += step) {
+      row(n);
+    }
+    row(c.batch - 1);
+    const Index inner = c.last ? c.batch : features, pitch = inner + c.pad;
+    for (Index at = 0; at < y.host.count() && c.pad > 0 && wrong < 5; ++at) {
+      if (at % pitch >= inner && !std::isnan(y.host.get(at))) {
+        ++wrong;
+        ADD_FAILURE() << c.text() << ": the gap at " << at << " was written";
+      }
+    }
+  }
+};
+
+struct Backward {
+  Case c;
+  Tensor x, d_y, d_w, d_bias;
+
+  explicit Backward(const Case& which)
+      : c(which),
+        x(matrix(c, c.sizes.a * c.sizes.c * c.sizes.d)),
+        d_y(matrix(c, c.sizes.a * c.sizes.b * c.sizes.d)),
+        d_w(weights(c)),
+        d_bias(c.dtype, {c.sizes.a * c.sizes.b * c.sizes.d}, {1}) {
+    x.host.randomise(4);
+    d_y.host.randomise(5);
+    for (Tensor* t : {&d_w, &d_bias}) {
+      std::fill(t->host.bytes.begin(), t->host.bytes.end(), 0xff);
+    }
+    for (Tensor* t : {&x, &d_y, &d_w, &d_bias}) {
+      t->upload();
+    }
+  }
+  const TensorView* sums() const { return c.bias ? &d_bias.view : nullptr; }
+  kronecker::WeightProblem problem() const { return problem_of(x.view, d_y.view, d_w.view, sums()); }
+  void run_public(Context& context) const { ksmm_backward_weight(x.view, d_y.view, d_w.view, sums(), context); }
+  void check() {
+    d_w.download();
+    d_bias.download();
+    const Sizes& s = c.sizes;
+    const Index all = s.a * s.b * s.c * s.d, step = std::max<Index>(1, all * c.batch / 20'000'000) | 1;
+    int wrong = 0;
+    const auto close = [&](double got, double want, double magnitude, const char* what, Index at) {
+      const double most = 1.01 * unit(c.dtype) * std::abs(want) + 2e-6 * magnitude + 1e-7;
+      if (!(std::abs(got - want) <= most) && ++wrong < 5) {
+        ADD_FAILURE() << c.text() << ": " << what << "[" << at << "] is " << got << ", not " << want;
+      }
+    };
+    const auto out = [&](Index n, Index f) { return d_y.host.get(n * d_y.view.strides[0] + f * d_y.view.strides[1]); };
+    for (Index e = 0; e < all; e += step) {
+      const Index l = e % s.d, k = e / s.d % s.c, j = e / (s.d * s.c) % s.b, i = e / (s.d * s.c * s.b);
+      double sum = 0, magnitude = 0;
+      for (Index n = 0; n < c.batch; ++n) {
+        const double term = out(n, (i * s.b + j) * s.d + l) *
+                            x.host.get(n * x.view.strides[0] + ((i * s.c + k) * s.d + l) * x.view.strides[1]);
+        sum += term;
+        magnitude += std::abs(term);
+      }
+      const auto& ws = d_w.view.strides;
+      close(d_w.host.get(i * ws[0] + j * ws[1] + k * ws[2] + l * ws[3]), sum, magnitude, "d_w", e);
+    }
+    for (Index f = 0; c.bias && f < s.a * s.b * s.d; ++f) {
+      double sum = 0, magnitude = 0;
+      for (Index n = 0; n < c.batch; ++n) {
+        sum += out(n, f);
+        magnitude += std::abs(out(n, f));
+      }
+      close(d_bias.host.get(f), sum, magnitude, "d_bias", f);
+    }
+  }
+};
+
+TEST(Divisor, DividesExactly) {
+  constexpr int kMost = std::numeric_limits<int>::max();
+  for (const int by : {1, 2, 3, 5, 7, 12, 64, 196, 641, 65535, 65536, 65537, 1 << 30, kMost - 1, kMost}) {
+    const Divisor divisor(static_cast<unsigned>(by));
+    for (const std::int64_t around : {std::int64_t{0}, std::int64_t{by}, kMost / by / 2 * std::int64_t{by},
+                                      kMost / by * std::int64_t{by}, std::int64_t{kMost}}) {
+      for (std::int64_t n = std::max<std::int64_t>(around - 2, 0); n <= std::min<std::int64_t>(around + 2, kMost);
+           ++n) {
+        ASSERT_EQ(divisor.quotient(static_cast<int>(n)), n / by) << n << " / " << by;
+      }
+    }
+  }
+}
+
+class KroneckerCuda : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!cuda::available()) {
+      GTEST_SKIP() << cuda::unavailable_reason();
+    }
+    if (nvrtc::library().path.empty()) {
+      GTEST_SKIP() << "no NVRTC: " << nvrtc::library().reason;
+    }
+    scope_ = std::make_unique<cuda::DeviceScope>(0);
+    context_ = Context::cuda(0);
+  }
+  bool hopper() const { return cuda::kernel_arch(0) == "sm_90a"; }
+  std::unique_ptr<cuda::DeviceScope> scope_;
+  Context context_;
+};
+
+/// Problems that the Hopper kernels take: every width, tails of all sizes, both layouts and orders of weights.
+std::vector<Case> hopper_cases() {
+  using enum Activation;
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const bool last : {false, true}) {
+      const Index d = last ? 3 : 1;
+      cases.insert(cases.end(), {
+                                    {{1, 64, 64, 1}, 128, last, dtype},
+                                    {{2, 64, 64, d}, 264, last, dtype, none, true},
+                                    {{3, 48, 40, d}, 136, last, dtype, relu, true},
+                                    {{2, 96, 72, d}, 200, last, dtype, gelu, true, Order::transposed},
+                                    {{1, 192, 200, d}, 1000, last, dtype, silu, true, Order::padded},
+                                    {{2, 256, 128, d}, 8, last, dtype, none, true, Order::transposed},
+                                    {{1, 520, 1032, d}, 392, last, dtype, gelu, false},
+                                    {{5, 16, 264, d}, 72, last, dtype, silu, true, Order::plain, 24},
+                                    {{1, 1024, 64, d}, 4096, last, dtype, none, true, Order::padded, 8},
+                                });
+    }
+    cases.push_back({{1, 128, 128, 16}, 1024, true, dtype, gelu, true});
+    cases.push_back({{2, 33, 17, 5}, 64, true, dtype, relu, true, Order::padded});
+    cases.push_back({{1, 31, 77, 40}, 1608, true, dtype, none, true, Order::transposed, 8});
+    cases.push_back({{1, 41, 33, 1}, 5, false, dtype, none, true, Order::plain, 7});  // lines are 40 and 48 apart
+    cases.push_back({{4, 384, 96, 2}, 25088, true, dtype});
+    cases.push_back({{6, 64, 64, 1}, 25089, false, dtype, none, true});
+    cases.push_back({{1, 64, 64, 1}, 1, false, dtype, relu, true});
+  }
+  return cases;
+}
+
+TEST_F(KroneckerCuda, HopperProducts) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (const Case& c : hopper_cases()) {
+    Forward f(c);
+    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_)) << c.text();
+    f.check();
+  }
+}
+
+TEST_F(KroneckerCuda, HopperWeightGradients) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (Case c : hopper_cases()) {
+    c.batch = c.batch > 5000 ? 5000 + (c.last ? 8 : 1) : c.batch;
+    Backward b(c);
+    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_)) << c.text();
+    b.check();
+  }
+}
+
+TEST_F(KroneckerCuda, HopperLeavesWhatItCannotCopy) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (const Case& c :
+       std::initializer_list<Case>{{{1, 64, 64, 1}, 129, true},   // odd lines
+                                   {{2, 64, 60, 1}, 128, false},  // blocks that are no multiple of 16 bytes
+                                   {{1, 64, 64, 2}, 128, false},  // batch first, d > 1
+                                   {{1, 4, 4, 64}, 128, true},    // too little in a tile
+                                   {{1, 64, 64, 1}, 128, false, DType::f32}}) {  // not 16 bit
+    EXPECT_FALSE(kronecker::hopper::run(Forward(c).problem(), context_)) << c.text();
+    EXPECT_FALSE(kronecker::hopper::run(Backward(c).problem(), context_)) << c.text();
+  }
+}
+
+TEST_F(KroneckerCuda, EmptyBatchHasZeroGradients) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  Backward b({{2, 64, 48, 3}, 8, true, DType::f16, Activation::none, true});
+  kronecker::WeightProblem problem = b.problem();
+  problem.batch = 0;
+  ASSERT_TRUE(kronecker::hopper::run(problem, context_));
+  for (Tensor* t : {&b.d_w, &b.d_bias}) {
+    t->download();
+    EXPECT_TRUE(std::ranges::all_of(t->host.bytes, [](unsigned char byte) { return byte == 0; }));
+  }
+}
+
+/// Through the public function, as it chooses: everything above, and what other ways take.
+std::vector<Case> all_cases() {
+  using enum Activation;
+  std::vector<Case> cases = hopper_cases();
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    for (const bool last : {false, true}) {
+      for (const Index batch : {1, 7, 129, 1024}) {
+        cases.push_back({{2, 48, 64, 4}, batch, last, dtype, relu, true});
+        cases.push_back({{1, 64, 64, 16}, batch, last, dtype, none, true, Order::transposed});
+        cases.push_back({{1, 33, 65, 7}, batch, last, dtype, gelu, true, Order::padded, 3});
+        cases.push_back({{8, 2, 2, 8}, batch, last, dtype, silu, false});
+        cases.push_back({{3, 17, 5, 1}, batch, last, dtype, none, true});
+      }
+    }
+  }
+  return cases;
+}
+
+TEST_F(KroneckerCuda, PublicProducts) {
+  for (const Case& c : all_cases()) {
+    Forward f(c);
+    f.run_public(context_);
+    f.check();
+  }
+}
+
+TEST_F(KroneckerCuda, PublicWeightGradients) {
+  for (Case c : all_cases()) {
+    c.batch = std::min<Index>(c.batch, 5000);
+    Backward b(c);
+    b.run_public(context_);
+    b.check();
+  }
+}
+
+TEST_F(KroneckerCuda, NanStaysWithItsOwn) {
+  for (const Case& c : std::initializer_list<Case>{{{2, 64, 72, 3}, 200, true}, {{2, 64, 72, 1}, 200, false}}) {
+    Forward f(c);
+    const Index n = 131, k = 70, i = 0, l = c.sizes.d - 1;  // in the last, partial step of the depth
+    f.x.host.set(n * f.x.view.strides[0] + ((i * c.sizes.c + k) * c.sizes.d + l) * f.x.view.strides[1],
+                 std::numeric_limits<double>::quiet_NaN());
+    f.upload();
+    if (!hopper() || !kronecker::hopper::run(f.problem(), context_)) {
+      f.run_public(context_);
+    }
+    f.y.download();
+    for (Index at = 0, features = f.y.view.size(1); at < c.batch * features; ++at) {
+      const Index row = at / features, feature = at % features;
+      const bool hit = row == n && feature / (c.sizes.b * c.sizes.d) == i && feature % c.sizes.d == l;
+      const double got = f.y.host.get(row * f.y.view.strides[0] + feature * f.y.view.strides[1]);
+      ASSERT_EQ(std::isnan(got), hit) << c.text() << ": y[" << row << ", " << feature << "]";
+    }
+  }
+}
+
+TEST_F(KroneckerCuda, RepeatsItself) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  // Several tiles to a CTA, with one and with three pieces to store, so that tiles meet in the buffers.
+  for (const Index b : {64, 192}) {
+    const Case c{{1, b, 128, 5}, 20000, true, DType::bf16, Activation::gelu, true};
+    Forward forward(c);
+    Backward backward(c);
+    std::vector<unsigned char> first[3];
+    for (int n = 0; n < 100; ++n) {
+      ASSERT_TRUE(kronecker::hopper::run(forward.problem(), context_));
+      ASSERT_TRUE(kronecker::hopper::run(backward.problem(), context_));
+      int at = 0;
+      for (Tensor* t : {&forward.y, &backward.d_w, &backward.d_bias}) {
+        t->download();
+        first[at] = n == 0 ? t->host.bytes : first[at];
+        ASSERT_EQ(t->host.bytes == first[at], true) << c.text() << ": run " << n << ", result " << at;
+        ++at;
+      }
+    }
+  }
+}
+
+/// The median time of `work` with a cold cache.
+template <typename Work>
+double milliseconds(Context& context, const Work& work) {
+  constexpr std::size_t kFlush = std::size_t{256} << 20;
+  const Workspace flush(context, kFlush);
+  cuda::Timer timer;
+  std::vector<float> times;
+  for (int n = 0; n < 18; ++n) {
+    cuda::fill_zero(flush.data(), kFlush, context.stream);
+    timer.start(context.stream);
+    work();
+    const float time = timer.stop(context.stream);
+    if (n >= 3) {
+      times.push_back(time);
+    }
+  }
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  return times[times.size() / 2];
+}
+
+/// A large tensor of random numbers that repeat.
+void fill_repeating(Tensor& t) {
+  Elements some(t.host.dtype, 1 << 20);
+  some.randomise(7);
+  for (std::size_t at = 0; at < t.host.bytes.size(); at += some.bytes.size()) {
+    std::memcpy(t.host.bytes.data() + at, some.bytes.data(), std::min(some.bytes.size(), t.host.bytes.size() - at));
+  }
+  t.upload();
+}
+
+/// As the library chooses on Hopper; says whether a Hopper kernel took it.
+bool multiply(const TensorView& x, const TensorView& w, const TensorView& y, const KsmmOptions& options,
+              Context& context) {
+  if (cuda::kernel_arch(0) == "sm_90a" && kronecker::hopper::run(problem_of(x, w, y, options), context)) {
+    return true;
+  }
+  ksmm(x, w, y, context, options);
+  return false;
+}
+bool weight_gradient(const TensorView& x, const TensorView& d_y, const TensorView& d_w, const TensorView& d_bias,
+                     Context& context) {
+  if (cuda::kernel_arch(0) == "sm_90a" && kronecker::hopper::run(problem_of(x, d_y, d_w, &d_bias), context)) {
+    return true;
+  }
+  ksmm_backward_weight(x, d_y, d_w, &d_bias, context);
+  return false;
+}
+
+/// One line: the floor, then the times of the forward product, dx, and dw with db, and each by its floor.
+void print_times(const Case& c, Context& context) {
+  const Sizes& s = c.sizes;
+  Tensor x = matrix(c, s.a * s.c * s.d), y = matrix(c, s.a * s.b * s.d), w = weights(c);
+  Tensor bias(c.dtype, {s.a * s.b * s.d}, {1});
+  for (Tensor* t : {&x, &y, &w, &bias}) {
+    fill_repeating(*t);
+  }
+  TensorView turned = w.view;
+  std::swap(turned.sizes[1], turned.sizes[2]);
+  std::swap(turned.strides[1], turned.strides[2]);
+  const double bytes = 2.0 * static_cast<double>(x.host.count() + y.host.count() + w.host.count());
+  const double operations = 2.0 * static_cast<double>(c.batch * s.a * s.b * s.c * s.d);
+  const double floor = std::max(bytes / 4.3e9, operations / 750e9);
+  bool ours = false;
+  const double forward = milliseconds(context, [&] { ours = multiply(x.view, w.view, y.view, {&bias.view}, context); });
+  const double dx = milliseconds(context, [&] { multiply(y.view, turned, x.view, {}, context); });
+  const double dw = milliseconds(context, [&] { weight_gradient(x.view, y.view, w.view, bias.view, context); });
+  std::ostringstream pattern;
+  pattern << '(' << s.a << ',' << s.b << ',' << s.c << ',' << s.d << ')';
+  std::printf("%-17s %6d %-5s floor %.4f  forward %.4f %5.2f  dx %.4f %5.2f  dw+db %.4f %5.2f  %s\n",
+              pattern.str().c_str(), static_cast<int>(c.batch), c.last ? "last" : "first", floor, forward,
+              forward / floor, dx, dx / floor, dw, dw / floor, ours ? "hopper" : "other");
+  std::fflush(stdout);
+}
+
+TEST_F(KroneckerCuda, Times) {
+  if (const char* asked = std::getenv("FRETWORK_TIME"); asked == nullptr || *asked != '1') {
+    GTEST_SKIP() << "FRETWORK_TIME is not 1";
+  }
+  for (const Index batch : {25088, 196, 16}) {
+    for (const Sizes& s : std::initializer_list<Sizes>{{1, 768, 192, 2},
+                                                       {6, 64, 64, 1},
+                                                       {1, 192, 48, 2},
+                                                       {4, 64, 64, 4},
+                                                       {1, 128, 128, 16},
+                                                       {1, 64, 64, 64},
+                                                       {128, 64, 64, 1},
+                                                       {1, 1024, 1024, 4},
+                                                       {16, 256, 256, 4},
+                                                       {1, 1024, 1024, 1}}) {
+      for (const bool last : {false, true}) {
+        const Case c{s, batch, last, DType::f16, Activation::none, true};
+        try {
+          print_times(c, context_);
+        } catch (const Error& error) {
+          std::printf("%s: %s\n", c.text().c_str(), error.what());
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fretwork

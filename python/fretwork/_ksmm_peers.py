@@ -74,13 +74,12 @@ def _bsr_product(x: Tensor, w: Tensor) -> Tensor:
     """On rows and columns in the order (i, l, j), where the factor is block-diagonal."""
     a, b, c, d = w.shape
     p = math.gcd(b, c)  # torch's blocks are square
+    if x.is_cuda:
+        p = p & -p if p % 16 == 0 else 1  # and 16, 32, 64, … on a GPU, where 16 bits run as they are
     if p == 1:
         return _csr_product(x, w)
-    # 16 bits run on a GPU, in blocks of 16, 32, 64, …
-    narrow = x.is_cuda and p % 16 == 0
-    p = p & -p if narrow else p
-    wide = x.dtype if narrow else torch.promote_types(x.dtype, torch.float32)
-    blocks = w.permute(0, 3, 1, 2).reshape(a * d, b // p, p, c // p, p).transpose(2, 3).reshape(-1, p, p).to(wide)
+    wide = x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+    blocks = w.permute(0, 3, 1, 2).reshape(a * d, b // p, p, c // p, p).transpose(2, 3).reshape(-1, p, p).to(wide).contiguous()
     starts = torch.arange(a * d * b // p + 1, device=x.device) * (c // p)
     columns = torch.arange(a * d * c // p, device=x.device).reshape(a * d, 1, c // p).expand(-1, b // p, -1)
     matrix = torch.sparse_bsr_tensor(

@@ -17,6 +17,9 @@ struct TiledView {
   const void* data = nullptr;
   std::array<std::int64_t, 4> sizes{}, strides{};
 
+  /// Stores are clipped to whole units of 16 bytes, so that a line must end with one; loads stop at the last element.
+  bool can_be_written() const { return sizes[0] % kMapUnit == 0; }
+
   /// With boxes of unit × other elements; rows of 64, 32 or 16 elements are swizzled.
   Map map(std::uint32_t unit, std::uint32_t other) const;
 };

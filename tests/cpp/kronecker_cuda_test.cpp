@@ -374,8 +374,11 @@ TEST_F(KroneckerCuda, HopperProducts) {
   }
   for (const Case& c : hopper_cases()) {
     Forward f(c);
-    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_)) << c.text();
-    f.check();
+    const bool whole = (c.last ? c.batch : c.sizes.b) % 8 == 0;  // lines of y in units of 16 bytes
+    ASSERT_EQ(kronecker::hopper::run(f.problem(), context_), whole) << c.text();
+    if (whole) {
+      f.check();
+    }
   }
 }
 

@@ -330,7 +330,7 @@ bool run_spmm(const Problem& p, Context& context) {
   const auto sparse = blocks_view(p);
   const auto dense = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
   const auto out = matrix_view(p.out, p.z_out, p.h_out);
-  if (!sparse || !dense || !out) {
+  if (!sparse || !dense || !out || !out->can_be_written()) {
     return false;
   }
   const auto block = static_cast<int>(p.layout->sizes().block_rows);

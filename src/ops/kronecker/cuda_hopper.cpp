@@ -246,7 +246,7 @@ bool run(const Problem& p, Context& context) {
   const int width = product_width(p, multiprocessors);
   const std::int64_t row_tiles = ceil_div(p.batch, kRows), col_tiles = ceil_div(s.b, width);
   const std::int64_t products = s.a * s.d;
-  if (!layout || row_tiles > kMost / (col_tiles * products)) {
+  if (!layout || !layout->y.can_be_written() || row_tiles > kMost / (col_tiles * products)) {
     return false;
   }
   const bool last = layout->last;

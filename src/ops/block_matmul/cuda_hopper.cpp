@@ -134,6 +134,7 @@ struct DevicePlan {
   driver::DeviceBuffer blocks;                   ///< sdd only
   int segment_count = 0, split_count = 0, partial_count = 0, groups_per_head = 1, stride = 1;
   bool pairs_only = false;  ///< sdd only
+  std::size_t bytes() const { return steps.bytes() + segments.bytes() + splits.bytes() + blocks.bytes(); }
 };
 
 /// What a plan depends on beside the layout. For an sdd, `transposed` says that it computes Sᵀ.

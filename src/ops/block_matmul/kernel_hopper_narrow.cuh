@@ -155,7 +155,7 @@ __device__ __forceinline__ void narrow_multiply(float (&d)[kNarrow / 2], int sta
     }
     wgmma::commit();
     wgmma::wait<0>();
-    release(shared_address(barriers.empty), static_cast<int>(ring.stage));
+    mbarrier::arrive(shared_address(&barriers.empty[ring.stage]));  // every lane for itself: each has read the flags
   }
 }
 
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_co
   extern __shared__ u8 raw[];
   __shared__ __align__(16) Barriers barriers;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_barriers(barriers, N::kStages, 4, 12);
+  init_barriers(barriers, N::kStages, 4, 12 * 32);
   if (threadIdx.x < 128) {
     fewer_registers<48>();
     typename N::Ring ring(1);

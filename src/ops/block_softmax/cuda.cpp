@@ -167,8 +167,8 @@ Config choose(DType dtype, std::int64_t rows, std::int64_t cols, const Family& f
   const int piece_rows = std::min(most_rows, power_of_two_from((kPiece + row_bytes - 1) / row_bytes));
   config.lanes = std::max(std::clamp(threads, 32 / most_rows, 32 / piece_rows), threads / 16);
   config.warps = std::max(1, threads / config.lanes);
-  if (config.warps <= 4) {
-    if (family.extras == SoftmaxExtras::none) {  // sums fill the register file either way
+  if (config.warps <= 8) {
+    if (config.warps <= 4 && family.extras == SoftmaxExtras::none) {  // sums fill the register file either way
       config.most_threads = kFewThreads;
     }
     const std::int64_t on_row = config.lanes * config.warps, share = (row_runs + on_row - 1) / on_row;

@@ -1,0 +1,237 @@
+// Batch first with d > 1 on the tensor cores: which δ stay together, what stays on chip, and the launches.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ops/kronecker/cuda.h"
+#include "ops/kronecker/params_strided.cuh"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::kronecker::strided {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr const char* kProduct = "ops/kronecker/kernel_strided.cuh";
+constexpr const char* kPack = "ops/kronecker/kernel_strided_pack.cuh";
+
+std::int64_t ceil_div(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
+
+/// The tiles there are kernels for, those of whole 32-byte sectors first. Rows are 16·wm.
+std::vector<Tile> product_tiles(int size) {
+  if (size == 2) {
+    return {{2, 16, 2}, {2, 16, 4}, {2, 8, 4}, {2, 8, 8}, {2, 4, 4}, {2, 4, 8}, {2, 2, 8}};
+  }
+  return {{4, 8, 4}, {4, 8, 8}, {4, 4, 4}, {4, 4, 8}, {4, 2, 8}};
+}
+
+std::string arguments(DType dtype, const Tile& tile) {
+  return std::string(device_type(dtype)) + ", " + std::to_string(tile.v);
+}
+
+KernelSpec pack_kernel(DType dtype, const Tile& tile) {
+  return {kPack, "fretwork::strided_pack<" + arguments(dtype, tile) + ">"};
+}
+
+KernelSpec product_kernel(DType dtype, int products, const Tile& tile) {
+  return {kProduct, "fretwork::strided_product<" + std::string(device_type(dtype)) + ", " + std::to_string(products) +
+                        ", " + std::to_string(tile.v) + ", " + std::to_string(tile.wm) + ">"};
+}
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (arch < "sm_80" && arch.size() == 5) {
+    return list;
+  }
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    for (const Tile& tile : product_tiles(static_cast<int>(size_of(dtype)))) {
+      for (const int products : {1, 3}) {
+        if (products == 1 || dtype == DType::f32) {
+          list.push_back(product_kernel(dtype, products, tile));
+        }
+      }
+      if (std::find(list.begin(), list.end(), pack_kernel(dtype, tile)) == list.end()) {
+        list.push_back(pack_kernel(dtype, tile));
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker_strided", list_kernels};
+
+/// 3 for tf32x3, 1 for the other types with tensor cores here, else 0.
+int products_of(DType dtype, Precision precision) {
+  if (dtype == DType::f32) {
+    return precision == Precision::tf32 ? 1 : precision == Precision::tf32x3 ? 3 : 0;
+  }
+  return dtype == DType::f16 || dtype == DType::bf16 ? 1 : 0;
+}
+
+bool small_enough(const Sizes& s) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 64;
+  return s.b * s.d <= kMost && s.c * s.d <= kMost && s.a * s.d * std::max(s.b, s.c) <= kMost * 16;
+}
+
+/// Whether rows and features lie so that `bytes` can be moved at once from every multiple of `bytes`.
+bool moves(const Matrix& m, std::int64_t batch, int size, int bytes) {
+  return m.feature == 1 && reinterpret_cast<std::uintptr_t>(m.data) % static_cast<unsigned>(bytes) == 0 &&
+         (batch == 1 || m.batch * size % bytes == 0);
+}
+
+/// Whether the δ groups of `tile` can be moved: d holds whole groups, and they are aligned.
+bool fits(const Tile& tile, std::int64_t d, std::int64_t batch, const Matrix& one, const Matrix& other) {
+  const int bytes = std::min(16, tile.v * tile.size);
+  return d % tile.v == 0 && moves(one, batch, tile.size, bytes) && moves(other, batch, tile.size, bytes);
+}
+
+/// With fewer δ than a chunk holds: whether `count` neighbouring columns of `lines` can be moved together.
+bool flat(const Tile& tile, const Sizes& s, std::int64_t columns, std::int64_t batch, const Matrix& m, int bytes) {
+  return s.d == tile.v && moves(m, batch, tile.size, bytes) && (s.a == 1 || columns * s.d * tile.size % bytes == 0);
+}
+
+/// L2 moves sectors of 32 bytes: how many times more than is asked for.
+double sectors(const Tile& tile, std::int64_t d) {
+  return d == tile.v ? 1.0 : std::max(1.0, 32.0 / (tile.v * tile.size));
+}
+
+struct Plan {
+  Tile tile{};
+  int columns = 0, slab = 0, slabs = 0, stages = 0, ring = 0;
+  bool resident = false;
+  double cost = 0;  ///< bytes through L2 per row of the batch and δ
+  std::int64_t w_bytes() const { return static_cast<std::int64_t>(stages) * w_stage(); }
+  std::int64_t w_stage() const { return static_cast<std::int64_t>(tile.steps()) * tile.v * slab * 32; }
+  std::int64_t shared() const { return resident ? w_bytes() + ring * tile.stage() : ring * (tile.stage() + w_stage()); }
+};
+
+std::optional<Plan> plan_for(const Tile& tile, const Sizes& s, std::int64_t shared_limit) {
+  Plan plan;
+  plan.tile = tile;
+  const std::int64_t slabs = ceil_div(s.b, tile.width());
+  plan.columns = static_cast<int>(ceil_div(ceil_div(ceil_div(s.b, slabs), tile.wn()), tile.unit())) * tile.unit();
+  plan.slab = plan.columns * tile.wn();
+  plan.slabs = static_cast<int>(ceil_div(s.b, plan.slab));
+  plan.stages = static_cast<int>(ceil_div(s.c, tile.steps() * tile.depth()));
+  const auto find_ring = [&](bool resident) {
+    plan.resident = resident;
+    for (plan.ring = 4; plan.ring >= 2; --plan.ring) {
+      if (plan.shared() <= shared_limit) {
+        return true;
+      }
+    }
+    return false;
+  };
+  if (!find_ring(true) && !find_ring(false)) {
+    return std::nullopt;
+  }
+  const double again = plan.resident ? 0 : double(plan.slabs) * plan.slab / tile.rows();
+  plan.cost = tile.size * ((double(plan.slabs) * s.c + s.b) * sectors(tile, s.d) + again * s.c);
+  return plan;
+}
+
+/// Pieces of the batch: enough CTAs for the machine, whole waves where it matters. `before` is what a CTA moves before
+/// its first tile.
+std::int64_t pieces_of(std::int64_t groups, std::int64_t tiles, std::int64_t multiprocessors, double tile_bytes,
+                       double before) {
+  const std::int64_t most = std::min(tiles, std::max<std::int64_t>(1, 8 * multiprocessors / groups));
+  std::int64_t best = 1;
+  double least = std::numeric_limits<double>::max();
+  for (std::int64_t pieces = 1; pieces <= most; ++pieces) {
+    const double waves = double(ceil_div(groups * pieces, multiprocessors));
+    const double cost = waves * (double(ceil_div(tiles, pieces)) * tile_bytes + before);
+    if (cost < least) {
+      least = cost;
+      best = pieces;
+    }
+  }
+  return best;
+}
+
+void pack(const Problem& problem, const Plan& plan, void* to, Context& context) {
+  const Sizes& s = problem.sizes;
+  PackParams params{};
+  params.from = problem.w.data;
+  params.to = to;
+  params.stride_a = problem.w.a;
+  params.stride_b = problem.w.b;
+  params.stride_c = problem.w.c;
+  params.stride_d = problem.w.d;
+  params.steps = plan.stages * plan.tile.steps();
+  params.rows = s.a * (s.d / plan.tile.v) * plan.slabs * params.steps * plan.slab;
+  params.b = static_cast<int>(s.b);
+  params.c = static_cast<int>(s.c);
+  params.d = static_cast<int>(s.d);
+  params.slab = plan.slab;
+  params.slabs = plan.slabs;
+  get_kernel(pack_kernel(problem.dtype, plan.tile), context.device.index)
+      .launch(ceil_div(2 * params.rows, kThreads), kThreads, 0, &params, context.stream);
+}
+
+}  // namespace
+
+bool run(const Problem& problem, Context& context) {
+  const Sizes& s = problem.sizes;
+  const driver::DeviceInfo& device = driver::device_info(context.device.index);
+  const int size = static_cast<int>(size_of(problem.dtype));
+  const int products = products_of(problem.dtype, context.precision);
+  if (device.arch < 80 || products == 0 || s.d < 2 || !small_enough(s) ||
+      std::abs(problem.bias.stride) * s.a * s.b * s.d > std::numeric_limits<std::int32_t>::max()) {
+    return false;
+  }
+  std::optional<Plan> best;
+  for (const Tile& tile : product_tiles(size)) {
+    if (fits(tile, s.d, problem.batch, problem.x, problem.y)) {
+      const auto plan = plan_for(tile, s, device.shared_per_block);
+      if (plan && (!best || plan->cost < best->cost)) {
+        best = plan;
+      }
+    }
+  }
+  if (!best) {
+    return false;
+  }
+  const Plan& plan = *best;
+  const Tile& tile = plan.tile;
+  const std::int64_t groups = s.a * (s.d / tile.v) * plan.slabs;
+  const std::int64_t tiles = ceil_div(problem.batch, tile.rows());
+  const Workspace packed(context, static_cast<std::size_t>(groups * plan.w_bytes()));
+  pack(problem, plan, packed.data(), context);
+
+  ProductParams params{};
+  params.x = problem.x.data;
+  params.y = problem.y.data;
+  params.w = packed.data();
+  params.bias = problem.bias.data;
+  params.batch = problem.batch;
+  params.x_stride = problem.x.batch;
+  params.y_stride = problem.y.batch;
+  params.bias_stride = static_cast<int>(problem.bias.stride);
+  params.b = static_cast<int>(s.b);
+  params.c = static_cast<int>(s.c);
+  params.d = static_cast<int>(s.d);
+  params.columns = plan.columns;
+  params.slab = plan.slab;
+  params.slabs = plan.slabs;
+  params.stages = plan.stages;
+  params.groups = static_cast<int>(groups);
+  params.pieces =
+      static_cast<int>(pieces_of(groups, tiles, device.multiprocessors, plan.cost * tile.rows() * tile.v / plan.slabs,
+                                 64 * 1024.0 + (plan.resident ? double(plan.w_bytes()) : 0.0)));
+  params.ring = plan.ring;
+  params.activation = static_cast<int>(problem.activation);
+  params.finish = problem.bias.data != nullptr || problem.activation != Activation::none;
+  params.resident = plan.resident;
+  params.x_flat = flat(tile, s, s.c, problem.batch, problem.x, 16);
+  params.y_flat = flat(tile, s, s.b, problem.batch, problem.y, 2 * tile.v * tile.size);
+  get_kernel(product_kernel(problem.dtype, products, tile), context.device.index)
+      .launch(groups * params.pieces, kThreads, static_cast<int>(plan.shared()), &params, context.stream);
+  return true;
+}
+
+bool run(const WeightProblem& /*problem*/, Context& /*context*/) { return false; }
+
+}  // namespace fretwork::kronecker::strided

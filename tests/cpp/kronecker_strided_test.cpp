@@ -192,6 +192,61 @@ void check_product(const Case& c, std::int64_t most_rows = 1 << 20) {
   }
 }
 
+void check_gradient(const Case& c) {
+  const auto& [a, b, k_size, d] = c.sizes;
+  std::mt19937 random(1);
+  const std::int64_t in = a * k_size * d, out = a * b * d, x_stride = in + c.gap, y_stride = out + c.gap;
+  Array x = random_rows(c, in, random), dy = random_rows(c, out, random);
+  Array dw(c.dtype, static_cast<std::size_t>(a * b * k_size * d)), bias(c.dtype, static_cast<std::size_t>(out));
+  dw.fill(std::nan(""));
+  bias.fill(std::nan(""));
+  WeightProblem problem{c.sizes, c.batch, c.dtype, {x.upload(), x_stride, 1}, {dy.upload(), y_stride, 1}, {}, {}};
+  problem.d_w = c.transposed ? Weights{dw.upload(), b * k_size * d, d, b * d, 1}
+                             : Weights{dw.upload(), b * k_size * d, k_size * d, d, 1};
+  if (c.bias) {
+    problem.d_bias = {bias.upload(), 1};
+  }
+  Context context = Context::cuda(0);
+  context.precision = c.precision;
+  ASSERT_TRUE(strided::run(problem, context)) << text(c);
+  dw.download();
+  if (c.bias) {
+    bias.download();
+  }
+  const auto at = [](const Array& rows, std::int64_t n, std::int64_t stride, std::int64_t feature) {
+    return rows.get(static_cast<std::size_t>(n * stride + feature));
+  };
+  for (std::int64_t i = 0; i < a; ++i) {
+    for (std::int64_t j = 0; j < b; ++j) {
+      for (std::int64_t l = 0; l < d; ++l) {
+        const std::int64_t feature = (i * b + j) * d + l;
+        for (std::int64_t k = 0; k < k_size; ++k) {
+          double sum = 0, magnitude = 0;
+          for (std::int64_t n = 0; n < c.batch; ++n) {
+            const double product = at(dy, n, y_stride, feature) * at(x, n, x_stride, (i * k_size + k) * d + l);
+            sum += product;
+            magnitude += std::abs(product);
+          }
+          const std::int64_t place = i * problem.d_w.a + j * problem.d_w.b + k * problem.d_w.c + l;
+          ASSERT_NEAR(dw.get(static_cast<std::size_t>(place)), sum, tolerance(c, sum, magnitude))
+              << text(c) << " at i " << i << " j " << j << " k " << k << " l " << l;
+        }
+        if (c.bias) {
+          double sum = 0, magnitude = 0;
+          for (std::int64_t n = 0; n < c.batch; ++n) {
+            sum += at(dy, n, y_stride, feature);
+            magnitude += std::abs(at(dy, n, y_stride, feature));
+          }
+          Case exact = c;
+          exact.precision = Precision::tf32x3;  // no product, so no rounding to tf32
+          ASSERT_NEAR(bias.get(static_cast<std::size_t>(feature)), sum, tolerance(exact, sum, magnitude))
+              << text(c) << ", bias at " << feature;
+        }
+      }
+    }
+  }
+}
+
 TEST_F(Strided, EveryGroupOfNeighbours) {
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     for (const std::int64_t d : {2, 4, 6, 8, 12, 16, 24, 32}) {
@@ -240,6 +295,28 @@ TEST_F(Strided, StridedWeightsAndRows) {
 TEST_F(Strided, ThreeProductsAreNearlyExact) {
   for (const std::int64_t d : {2, 4, 8, 16}) {
     check_product({{1, 64, 64, d}, 64, DType::f32, Precision::tf32x3});
+  }
+}
+
+TEST_F(Strided, GradientOfEveryGroup) {
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    for (const std::int64_t d : {2, 4, 6, 8, 12, 16, 24, 32}) {
+      check_gradient({{2, 24, 20, d}, 150, dtype, Precision::tf32, Activation::none, true});
+    }
+  }
+  for (const std::int64_t d : {2, 4, 8}) {
+    check_gradient({{1, 33, 40, d}, 150, DType::f32, Precision::tf32x3, Activation::none, true});
+  }
+}
+
+TEST_F(Strided, GradientOfOddSizes) {
+  for (const Sizes& s : {Sizes{1, 1, 1, 16}, Sizes{3, 5, 7, 4}, Sizes{3, 5, 7, 2}, Sizes{1, 65, 70, 16},
+                         Sizes{1, 70, 129, 4}, Sizes{2, 131, 9, 2}, Sizes{1, 20, 130, 2}, Sizes{1, 70, 65, 8}}) {
+    for (const std::int64_t batch : {0, 1, 45}) {
+      check_gradient({s, batch, DType::f16, Precision::tf32, Activation::none, true});
+    }
+    check_gradient({s, 33, DType::f32, Precision::tf32, Activation::none, false, true, 2});
+    check_gradient({s, 33, DType::bf16, Precision::tf32, Activation::none, true, true, 8});
   }
 }
 

@@ -18,6 +18,7 @@ namespace driver = fretwork::cuda;
 
 constexpr const char* kProduct = "ops/kronecker/kernel_strided.cuh";
 constexpr const char* kPack = "ops/kronecker/kernel_strided_pack.cuh";
+constexpr const char* kWeight = "ops/kronecker/kernel_strided_weight.cuh";
 
 std::int64_t ceil_div(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
 
@@ -29,17 +30,29 @@ std::vector<Tile> product_tiles(int size) {
   return {{4, 8, 4}, {4, 8, 8}, {4, 4, 4}, {4, 4, 8}, {4, 2, 8}};
 }
 
-std::string arguments(DType dtype, const Tile& tile) {
-  return std::string(device_type(dtype)) + ", " + std::to_string(tile.v);
+std::vector<Tile> weight_tiles(int size) {
+  if (size == 2) {
+    return {{2, 16, 2}, {2, 8, 4}, {2, 4, 4}, {2, 2, 8}};
+  }
+  return {{4, 8, 4}, {4, 4, 4}, {4, 2, 8}};
 }
 
 KernelSpec pack_kernel(DType dtype, const Tile& tile) {
-  return {kPack, "fretwork::strided_pack<" + arguments(dtype, tile) + ">"};
+  return {kPack, std::string("fretwork::strided_pack<") + device_type(dtype) + ", " + std::to_string(tile.v) + ">"};
 }
 
+std::string arguments(DType dtype, int products, const Tile& tile) {
+  return std::string("<") + device_type(dtype) + ", " + std::to_string(products) + ", " + std::to_string(tile.v) +
+         ", " + std::to_string(tile.wm) + ">";
+}
 KernelSpec product_kernel(DType dtype, int products, const Tile& tile) {
-  return {kProduct, "fretwork::strided_product<" + std::string(device_type(dtype)) + ", " + std::to_string(products) +
-                        ", " + std::to_string(tile.v) + ", " + std::to_string(tile.wm) + ">"};
+  return {kProduct, "fretwork::strided_product" + arguments(dtype, products, tile)};
+}
+KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
+  return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile)};
+}
+KernelSpec reduce_kernel(DType dtype) {
+  return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ">"};
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -48,16 +61,19 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     return list;
   }
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
-    for (const Tile& tile : product_tiles(static_cast<int>(size_of(dtype)))) {
-      for (const int products : {1, 3}) {
-        if (products == 1 || dtype == DType::f32) {
-          list.push_back(product_kernel(dtype, products, tile));
-        }
+    const int size = static_cast<int>(size_of(dtype));
+    for (const int products : dtype == DType::f32 ? std::vector{1, 3} : std::vector{1}) {
+      for (const Tile& tile : product_tiles(size)) {
+        list.push_back(product_kernel(dtype, products, tile));
       }
-      if (std::find(list.begin(), list.end(), pack_kernel(dtype, tile)) == list.end()) {
-        list.push_back(pack_kernel(dtype, tile));
+      for (const Tile& tile : weight_tiles(size)) {
+        list.push_back(weight_kernel(dtype, products, tile));
       }
     }
+    for (const Tile& tile : weight_tiles(size)) {  // one of each V
+      list.push_back(pack_kernel(dtype, tile));
+    }
+    list.push_back(reduce_kernel(dtype));
   }
   return list;
 }
@@ -129,7 +145,7 @@ std::optional<Plan> plan_for(const Tile& tile, const Sizes& s, std::int64_t shar
     return std::nullopt;
   }
   const double again = plan.resident ? 0 : double(plan.slabs) * plan.slab / tile.rows();
-  plan.cost = tile.size * ((double(plan.slabs) * s.c + s.b) * sectors(tile, s.d) + again * s.c);
+  plan.cost = tile.size * (double(plan.slabs * s.c + s.b) * sectors(tile, s.d) + again * double(s.c));
   return plan;
 }
 
@@ -232,6 +248,71 @@ bool run(const Problem& problem, Context& context) {
   return true;
 }
 
-bool run(const WeightProblem& /*problem*/, Context& /*context*/) { return false; }
+bool run(const WeightProblem& problem, Context& context) {
+  const Sizes& s = problem.sizes;
+  const driver::DeviceInfo& device = driver::device_info(context.device.index);
+  const int products = products_of(problem.dtype, context.precision);
+  if (device.arch < 80 || products == 0 || s.d < 2 || !small_enough(s)) {
+    return false;
+  }
+  std::optional<Tile> best;
+  double least = 0;
+  for (const Tile& tile : weight_tiles(static_cast<int>(size_of(problem.dtype)))) {
+    if (fits(tile, s.d, problem.batch, problem.x, problem.d_y) && 2 * tile.batch_stage() <= device.shared_per_block) {
+      const double cost = double(ceil_div(s.b, tile.rows()) * s.c + ceil_div(s.c, tile.width()) * s.b);
+      if (!best || cost * sectors(tile, s.d) < least) {
+        best = tile;
+        least = cost * sectors(tile, s.d);
+      }
+    }
+  }
+  if (!best) {
+    return false;
+  }
+  const Tile& tile = *best;
+  WeightParams params{};
+  params.x = problem.x.data;
+  params.dy = problem.d_y.data;
+  params.batch = problem.batch;
+  params.x_stride = problem.x.batch;
+  params.dy_stride = problem.d_y.batch;
+  params.weights = s.a * s.b * s.c * s.d;
+  params.features = s.a * s.b * s.d;
+  params.b = static_cast<int>(s.b);
+  params.c = static_cast<int>(s.c);
+  params.d = static_cast<int>(s.d);
+  params.slabs_b = static_cast<int>(ceil_div(s.b, tile.rows()));
+  params.slabs_c = static_cast<int>(ceil_div(s.c, tile.width()));
+  params.groups = static_cast<int>(s.a * (s.d / tile.v) * params.slabs_b * params.slabs_c);
+  const double partial = 2.0 * sizeof(float) * tile.v * tile.rows() * tile.width();  // written, and read again
+  params.pieces =
+      static_cast<int>(pieces_of(params.groups, std::max<std::int64_t>(1, ceil_div(problem.batch, tile.batch_rows())),
+                                 device.multiprocessors, tile.batch_stage(), 64 * 1024.0 + partial));
+  params.ring = static_cast<int>(std::clamp<std::int64_t>(device.shared_per_block / tile.batch_stage(), 2, 4));
+  params.x_flat = flat(tile, s, s.c, problem.batch, problem.x, 16);
+  params.dy_flat = flat(tile, s, s.b, problem.batch, problem.d_y, 16);
+
+  const bool bias = problem.d_bias.data != nullptr;
+  const Workspace partials(context, static_cast<std::size_t>(params.pieces * params.weights) * sizeof(float));
+  const Workspace bias_partials(context,
+                                bias ? static_cast<std::size_t>(params.pieces * params.features) * sizeof(float) : 0);
+  params.partials = static_cast<float*>(partials.data());
+  params.bias_partials = static_cast<float*>(bias_partials.data());
+  get_kernel(weight_kernel(problem.dtype, products, tile), context.device.index)
+      .launch(std::int64_t{params.groups} * params.pieces, kThreads, params.ring * tile.batch_stage(), &params,
+              context.stream);
+
+  const auto reduce = [&](const ReduceParams& sum) {
+    get_kernel(reduce_kernel(problem.dtype), context.device.index)
+        .launch(ceil_div(sum.count, kThreads), kThreads, 0, &sum, context.stream);
+  };
+  const Weights& w = problem.d_w;
+  reduce({params.partials, w.data, params.weights, params.pieces, w.a, w.b, w.c, w.d, params.b, params.c, params.d});
+  if (bias) {
+    reduce({params.bias_partials, problem.d_bias.data, params.features, params.pieces, 0, 0, 0, problem.d_bias.stride,
+            1, 1, static_cast<int>(params.features)});
+  }
+  return true;
+}
 
 }  // namespace fretwork::kronecker::strided

@@ -20,6 +20,9 @@ struct Tile {
   constexpr int steps() const { return rows() * v <= 256 ? 2 : 1; }
   constexpr int line() const { return steps() * 2 * v; }  ///< chunks of x per row and stage
   constexpr int stage() const { return rows() * line() * 16; }
+  /// The gradient of the weights: rows are j, columns k, and a stage is a few rows of the batch of both operands.
+  constexpr int batch_rows() const { return v * size <= 8 ? 2 * depth() : depth(); }
+  constexpr int batch_stage() const { return batch_rows() * (rows() + width()) * v * size; }
 };
 
 /// Weights in the order the product reads: [i][δ / V][slab][step of K][δ % V][column][32 bytes of K], the two chunks of

@@ -202,7 +202,7 @@ bool run(const Problem& problem, Context& context) {
   for (const Tile& tile : product_tiles(size)) {
     if (fits(tile, s.d, problem.batch, problem.x, problem.y)) {
       const auto plan = plan_for(tile, s, device.shared_per_block);
-      if (plan && (!best || plan->cost < best->cost)) {
+      if (plan && (!best || plan->cost <= best->cost)) {
         best = plan;
       }
     }

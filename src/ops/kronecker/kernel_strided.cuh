@@ -35,12 +35,12 @@ __device__ __forceinline__ float activate(float v, int kind) {
 template <typename T, int V>
 __device__ __forceinline__ u32 x_swizzle(u32 n, u32 q) {
   constexpr int kChunk = chunk_of<T>;
-  if constexpr (V < kChunk || (V == kChunk && sizeof(T) == 4)) {
-    return (n & 1) << 2;
-  } else if constexpr (V > kChunk && sizeof(T) == 2) {
+  if constexpr (V > kChunk && sizeof(T) == 2) {
     return (q >> 3 & 1) | (n & 1) << 1;
-  } else {
+  } else if constexpr (sizeof(T) == 2 ? 2 * V >= kChunk : V > kChunk) {
     return n & 1;
+  } else {
+    return (n & 1) << 2;
   }
 }
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_left(u32 (&a)[V < chunk_of<T> ? V : chunk_o
   constexpr u32 kParts = V > kChunk ? V / kChunk : 1;
   // The chunk of a load is the lane's own bits and constant ones, which XOR into different bits.
   const u32 t = lane % 4;
-  const u32 own = sizeof(T) == 2 && V >= kChunk ? 2 * t * kParts : t * kParts;
+  const u32 own = sizeof(T) == 2 && 2 * V >= kChunk ? 2 * t * kParts : t * kParts;
   const u32 first = own ^ x_swizzle<T, V>(row, own);
   const auto at = [&](u32 half_row, u32 chunk) {
     return load_quad(line + half_row * 8 * Pitch + ((first ^ (chunk & 7)) << 4) + (chunk & ~7u) * 16);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_left(u32 (&a)[V < chunk_of<T> ? V : chunk_o
     } else if constexpr (sizeof(T) == 2 && 2 * V == kChunk) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const quad both = at(u, 8 * step + 4 * h);
+        const quad both = at(u, 8 * step + h);
 #pragma unroll
         for (int e = 0; e < kMany; ++e) {
           a[e][2 * h + u] = pair_halves(both.word[e / 2], both.word[2 + e / 2], e % 2);

@@ -12,8 +12,8 @@ namespace fretwork {
 /// the lane that loaded them.
 template <typename T, int V>
 __device__ __forceinline__ int strided_slot_k(int slot) {
-  if constexpr (4 * V == chunk_of<T>) {
-    return slot % 8 / 2 * 4 + slot / 8 * 2 + slot % 2;  // 16-bit: slots 2t, 2t+1, 2t+8, 2t+9 are 4t … 4t+3
+  if constexpr (sizeof(T) == 2 && V < chunk_of<T>) {
+    return slot % 8 / 2 * 4 + slot / 8 * 2 + slot % 2;  // slots 2t, 2t+1, 2t+8, 2t+9 are 4t … 4t+3
   } else if constexpr (sizeof(T) == 4 && 2 * V == chunk_of<T>) {
     return slot % 4 * 2 + slot / 4;  // tf32: slots t, t+4 are 2t, 2t+1
   } else {

@@ -1,13 +1,10 @@
 // Barriers in shared memory, named barriers and the roles of warps: how producers and consumers of a pipeline meet.
 #pragma once
 
+#include "device/copy_async.cuh"
 #include "device/types.cuh"
 
 namespace fretwork {
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
 
 namespace mbarrier {
 

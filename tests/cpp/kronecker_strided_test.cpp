@@ -273,6 +273,16 @@ TEST_F(Strided, WeightsThatDoNotFitOnChip) {
   check_product({{1, 100, 300, 8}, 70, DType::f32});
 }
 
+TEST_F(Strided, FactorsThatClustersShare) {
+  check_product({{1, 128, 128, 16}, 200, DType::f16});
+  check_product({{1, 256, 256, 16}, 300, DType::f16});
+  check_product({{2, 250, 203, 32}, 70, DType::bf16, Precision::tf32, Activation::gelu, true, true, 8});
+  check_product({{1, 300, 302, 4}, 333, DType::f16});
+  check_product({{1, 32, 512, 16}, 600, DType::f16});
+  check_product({{3, 270, 300, 4}, 140, DType::f16, Precision::tf32, Activation::relu, true, true, 8});
+  check_product({{2, 257, 258, 4}, 1, DType::bf16, Precision::tf32, Activation::none, true});
+}
+
 TEST_F(Strided, ActivationsAndBias) {
   for (const Activation activation : {Activation::none, Activation::relu, Activation::gelu, Activation::silu}) {
     for (const std::int64_t d : {2, 4, 8, 16}) {

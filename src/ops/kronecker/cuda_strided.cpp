@@ -1,6 +1,8 @@
 // Batch first with d > 1 on the tensor cores: which δ stay together, what stays on chip, and the launches.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <string>
@@ -17,6 +19,7 @@ namespace {
 namespace driver = fretwork::cuda;
 
 constexpr const char* kProduct = "ops/kronecker/kernel_strided.cuh";
+constexpr const char* kCluster = "ops/kronecker/kernel_strided_cluster.cuh";
 constexpr const char* kPack = "ops/kronecker/kernel_strided_pack.cuh";
 constexpr const char* kWeight = "ops/kronecker/kernel_strided_weight.cuh";
 
@@ -37,8 +40,8 @@ std::vector<Tile> weight_tiles(int size) {
   return {{4, 8, 4}, {4, 4, 4}, {4, 2, 8}};
 }
 
-KernelSpec pack_kernel(DType dtype, const Tile& tile) {
-  return {kPack, std::string("fretwork::strided_pack<") + device_type(dtype) + ", " + std::to_string(tile.v) + ">"};
+KernelSpec pack_kernel(DType dtype, int deltas) {
+  return {kPack, std::string("fretwork::strided_pack<") + device_type(dtype) + ", " + std::to_string(deltas) + ">"};
 }
 
 std::string arguments(DType dtype, int products, const Tile& tile) {
@@ -47,6 +50,9 @@ std::string arguments(DType dtype, int products, const Tile& tile) {
 }
 KernelSpec product_kernel(DType dtype, int products, const Tile& tile) {
   return {kProduct, "fretwork::strided_product" + arguments(dtype, products, tile)};
+}
+KernelSpec cluster_kernel(DType dtype, int v) {
+  return {kCluster, std::string("fretwork::strided_cluster<") + device_type(dtype) + ", " + std::to_string(v) + ">"};
 }
 KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
   return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile)};
@@ -71,9 +77,14 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       }
     }
     for (const Tile& tile : weight_tiles(size)) {  // one of each V
-      list.push_back(pack_kernel(dtype, tile));
+      list.push_back(pack_kernel(dtype, tile.v));
     }
     list.push_back(reduce_kernel(dtype));
+    for (const int v : {8, 4}) {
+      if (arch == "sm_90a" && size == 2) {
+        list.push_back(cluster_kernel(dtype, v));
+      }
+    }
   }
   return list;
 }
@@ -167,7 +178,8 @@ std::int64_t pieces_of(std::int64_t groups, std::int64_t tiles, std::int64_t mul
   return best;
 }
 
-void pack(const Problem& problem, const Plan& plan, void* to, Context& context) {
+/// Brings the weights into the order of PackParams, in groups of `deltas` δ.
+void pack(const Problem& problem, int deltas, int slab, int slabs, int steps, void* to, Context& context) {
   const Sizes& s = problem.sizes;
   PackParams params{};
   params.from = problem.w.data;
@@ -176,15 +188,141 @@ void pack(const Problem& problem, const Plan& plan, void* to, Context& context) 
   params.stride_b = problem.w.b;
   params.stride_c = problem.w.c;
   params.stride_d = problem.w.d;
-  params.steps = plan.stages * plan.tile.steps();
-  params.rows = s.a * (s.d / plan.tile.v) * plan.slabs * params.steps * plan.slab;
+  params.rows = s.a * (s.d / deltas) * slabs * steps * slab;
   params.b = static_cast<int>(s.b);
   params.c = static_cast<int>(s.c);
   params.d = static_cast<int>(s.d);
-  params.slab = plan.slab;
-  params.slabs = plan.slabs;
-  get_kernel(pack_kernel(problem.dtype, plan.tile), context.device.index)
+  params.slab = slab;
+  params.slabs = slabs;
+  params.steps = steps;
+  get_kernel(pack_kernel(problem.dtype, deltas), context.device.index)
       .launch(ceil_div(2 * params.rows, kThreads), kThreads, 0, &params, context.stream);
+}
+
+/// What both kinds of product kernel are told of the problem.
+ProductParams product_params(const Problem& problem, const void* packed) {
+  const Sizes& s = problem.sizes;
+  ProductParams params{};
+  params.x = problem.x.data;
+  params.y = problem.y.data;
+  params.w = packed;
+  params.bias = problem.bias.data;
+  params.batch = problem.batch;
+  params.x_stride = problem.x.batch;
+  params.y_stride = problem.y.batch;
+  params.bias_stride = static_cast<int>(problem.bias.stride);
+  params.b = static_cast<int>(s.b);
+  params.c = static_cast<int>(s.c);
+  params.d = static_cast<int>(s.d);
+  params.activation = static_cast<int>(problem.activation);
+  params.finish = problem.bias.data != nullptr || problem.activation != Activation::none;
+  return params;
+}
+
+// Per SM and clock: bytes of memory and of L2, and operations that mma.sync and wgmma reach here.
+constexpr double kMemoryRate = 18, kL2Rate = 24, kMmaRate = 1300, kWgmmaRate = 2600;
+
+/// Clocks of an SM per row of the batch and δ, at best: what memory, L2 and the tensor cores need.
+double clocks(const Sizes& s, double l2_bytes, double columns, double rate) {
+  const double memory = 2.0 * double(s.b + s.c) / kMemoryRate;
+  return std::max({memory, l2_bytes / kL2Rate, 2.0 * columns * double(s.c) / rate});
+}
+
+struct ClusterPlan {
+  ClusterTile tile{};
+  int rows = 1, columns = 1;  ///< of CTAs
+  int across = 1;             ///< clusters along b
+  double l2_bytes = 0, clocks = 0;
+};
+
+/// The cluster that L2 has least to do for; a larger one must pay.
+ClusterPlan plan_cluster(const Sizes& s, int v) {
+  ClusterPlan best;
+  best.clocks = std::numeric_limits<double>::max();
+  const ClusterTile tile{v};
+  for (const int size : {1, 2, 4, 8}) {
+    for (int columns = 1; columns <= size; columns *= 2) {
+      ClusterPlan plan{tile, size / columns, columns, 1, 0, 0};
+      plan.across = static_cast<int>(ceil_div(s.b, std::int64_t{columns} * tile.columns()));
+      const double wide = double(plan.across) * columns * tile.columns();
+      plan.l2_bytes = 2.0 * (double(plan.across * s.c + s.b) + wide * double(s.c) / (double(plan.rows) * tile.rows()));
+      plan.clocks = clocks(s, plan.l2_bytes, wide, kWgmmaRate);
+      if (plan.clocks < 0.97 * best.clocks) {
+        best = plan;
+      }
+    }
+  }
+  return best;
+}
+
+/// 8 or 4 where clusters can take the problem, else 0.
+int cluster_v(const Problem& problem, const Context& context) {
+  const Sizes& s = problem.sizes;
+  if (size_of(problem.dtype) != 2 || driver::kernel_arch(context.device.index) != "sm_90a" ||
+      problem.batch > std::numeric_limits<std::int32_t>::max() / 2 || problem.x.batch <= 0 || problem.y.batch <= 0 || !moves(problem.x, problem.batch, 2, 16) ||
+      !moves(problem.y, problem.batch, 2, 16)) {
+    return 0;
+  }
+  return s.d % 16 == 0 ? 8 : s.d == 4 && (s.a == 1 || s.c % 2 == 0) ? 4 : 0;
+}
+
+Map make_map(const Matrix& m, std::int64_t batch, std::initializer_list<std::uint64_t> inner,
+             std::initializer_list<std::uint32_t> box, driver::Swizzle swizzle) {
+  std::vector<std::uint64_t> sizes(inner), strides;
+  std::uint64_t bytes = 2;
+  for (const std::uint64_t size : inner) {
+    bytes *= size;
+    strides.push_back((bytes + 15) / 16 * 16);  // only a dimension of one factor is rounded
+  }
+  sizes.push_back(static_cast<std::uint64_t>(batch));
+  strides.back() = batch == 1 ? strides.back() : static_cast<std::uint64_t>(m.batch) * 2;
+  const driver::TensorMap made = driver::make_tensor_map(m.data, 2, sizes, strides, {box.begin(), box.size()}, swizzle);
+  Map map;
+  static_assert(sizeof map == sizeof made);
+  std::memcpy(&map, &made, sizeof map);
+  return map;
+}
+
+void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& context) {
+  const Sizes& s = problem.sizes;
+  const ClusterTile& tile = plan.tile;
+  const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
+  const auto u32 = [](int n) { return static_cast<std::uint32_t>(n); };
+  const int slabs = plan.across * plan.columns;
+  const int stages = static_cast<int>(ceil_div(s.c, 16 * tile.steps()));
+  const std::int64_t blocks = s.a * (s.d / tile.deltas());
+  const std::int64_t group_bytes = std::int64_t{stages} * ClusterTile::kStageW;
+  const Workspace packed(context, static_cast<std::size_t>(blocks * slabs * group_bytes));
+  pack(problem, tile.deltas(), tile.columns(), slabs, stages * tile.steps(), packed.data(), context);
+
+  ClusterParams params{};
+  params.product = product_params(problem, packed.data());
+  params.product.columns = tile.columns();
+  params.product.slab = tile.columns();
+  params.product.slabs = slabs;
+  params.product.stages = stages;
+  params.cluster_rows = plan.rows;
+  params.cluster_columns = plan.columns;
+  if (tile.v == 8) {
+    params.x = make_map(problem.x, problem.batch, {u64(s.d), u64(s.c), u64(s.a)},
+                        {16, 16, 1, u32(tile.rows() / plan.columns)}, driver::Swizzle::b32);
+    params.y = make_map(problem.y, problem.batch, {u64(s.d), u64(s.b), u64(s.a)}, {16, 8, 1, u32(tile.rows())},
+                        driver::Swizzle::b32);
+  } else {
+    params.x = make_map(problem.x, problem.batch, {u64(s.c * s.d), u64(s.a)}, {64, 1, u32(tile.rows() / plan.columns)},
+                        driver::Swizzle::b128);
+    params.product.y_flat = s.a == 1 || s.b % 2 == 0;
+  }
+  const int size = plan.rows * plan.columns;
+  const std::int64_t groups = blocks * plan.across, height = std::int64_t{plan.rows} * tile.rows();
+  params.product.groups = static_cast<int>(groups);
+  params.product.pieces =
+      static_cast<int>(pieces_of(groups, ceil_div(problem.batch, height),
+                                 std::max(1, driver::device_info(context.device.index).multiprocessors / size),
+                                 plan.l2_bytes * tile.rows() * tile.deltas() / slabs, 128 * 1024.0));
+  get_kernel(cluster_kernel(problem.dtype, tile.v), context.device.index)
+      .launch_clusters(groups * params.product.pieces * size, size, ClusterTile::kThreads, tile.shared(), &params,
+                       context.stream);
 }
 
 }  // namespace
@@ -210,25 +348,21 @@ bool run(const Problem& problem, Context& context) {
   if (!best) {
     return false;
   }
+  if (const int v = cluster_v(problem, context); v != 0) {
+    const ClusterPlan cluster = plan_cluster(s, v);
+    const double alone = clocks(s, best->cost, double(best->slabs) * best->slab, kMmaRate);
+    if (cluster.clocks < 0.9 * alone) {
+      run_clusters(problem, cluster, context);
+      return true;
+    }
+  }
   const Plan& plan = *best;
   const Tile& tile = plan.tile;
   const std::int64_t groups = s.a * (s.d / tile.v) * plan.slabs;
   const std::int64_t tiles = ceil_div(problem.batch, tile.rows());
   const Workspace packed(context, static_cast<std::size_t>(groups * plan.w_bytes()));
-  pack(problem, plan, packed.data(), context);
-
-  ProductParams params{};
-  params.x = problem.x.data;
-  params.y = problem.y.data;
-  params.w = packed.data();
-  params.bias = problem.bias.data;
-  params.batch = problem.batch;
-  params.x_stride = problem.x.batch;
-  params.y_stride = problem.y.batch;
-  params.bias_stride = static_cast<int>(problem.bias.stride);
-  params.b = static_cast<int>(s.b);
-  params.c = static_cast<int>(s.c);
-  params.d = static_cast<int>(s.d);
+  pack(problem, tile.v, plan.slab, plan.slabs, plan.stages * tile.steps(), packed.data(), context);
+  ProductParams params = product_params(problem, packed.data());
   params.columns = plan.columns;
   params.slab = plan.slab;
   params.slabs = plan.slabs;
@@ -238,8 +372,6 @@ bool run(const Problem& problem, Context& context) {
       static_cast<int>(pieces_of(groups, tiles, device.multiprocessors, plan.cost * tile.rows() * tile.v / plan.slabs,
                                  64 * 1024.0 + (plan.resident ? double(plan.w_bytes()) : 0.0)));
   params.ring = plan.ring;
-  params.activation = static_cast<int>(problem.activation);
-  params.finish = problem.bias.data != nullptr || problem.activation != Activation::none;
   params.resident = plan.resident;
   params.x_flat = flat(tile, s, s.c, problem.batch, problem.x, 16);
   params.y_flat = flat(tile, s, s.b, problem.batch, problem.y, 2 * tile.v * tile.size);

@@ -54,6 +54,31 @@ struct ProductParams {
   bool x_flat, y_flat;  ///< with V < chunk: neighbours along K or j are moved together
 };
 
+/// Hopper: two warpgroups of 64 rows × 256/V columns × V δ. V = 8: they share rows and columns and take 8 δ each of 16;
+/// V = 4: they share columns and δ, where d = 4 is all of a factor.
+struct ClusterTile {
+  int v;
+  static constexpr int kThreads = 384, kRing = 4, kStageX = 32768, kStageW = 16384, kStaging = 16384;
+  constexpr int deltas() const { return v == 8 ? 16 : 4; }
+  constexpr int rows() const { return v == 8 ? 64 : 128; }
+  constexpr int columns() const { return 256 / v; }
+  constexpr int steps() const { return v == 8 ? 1 : 2; }  ///< of K, 16 each, in a stage
+  constexpr int shared() const { return 1024 + kRing * (kStageX + kStageW) + (v == 8 ? 2 * kStaging : 0); }
+};
+
+struct alignas(64) Map {
+  unsigned long long opaque[16];
+};
+
+/// A cluster of rows × columns CTAs: those of a row share x, those of a column share weights. In `product`, slabs
+/// counts all CTAs along b, groups and pieces count clusters, and columns is one CTA's.
+struct ClusterParams {
+  Map x;  ///< (δ, k, i, n), or with V = 4 (k·δ, i, n)
+  Map y;  ///< (δ, j, i, n), V = 8 only
+  ProductParams product;
+  int cluster_rows, cluster_columns;
+};
+
 /// d_w: rows of the products are j, columns k, and K is the batch.
 struct WeightParams {
   const void* x;

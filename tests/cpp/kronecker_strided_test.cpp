@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/half.h"
-#include "ops/kronecker/cuda.h"
+#include "ops/kronecker/cuda_strided.h"
 #include "runtime/cuda_driver.h"
 
 namespace fretwork::kronecker {
@@ -141,7 +141,7 @@ Array random_rows(const Case& c, std::int64_t features, std::mt19937& random) {
   return rows;
 }
 
-void check_product(const Case& c, std::int64_t most_rows = 1 << 20) {
+void check_product(const Case& c, strided::Way way = strided::Way::best) {
   const auto& [a, b, k_size, d] = c.sizes;
   std::mt19937 random(1);
   const std::int64_t in = a * k_size * d, out = a * b * d, x_stride = in + c.gap, y_stride = out + c.gap;
@@ -161,11 +161,10 @@ void check_product(const Case& c, std::int64_t most_rows = 1 << 20) {
   }
   Context context = Context::cuda(0);
   context.precision = c.precision;
-  ASSERT_TRUE(strided::run(problem, context)) << text(c);
+  ASSERT_TRUE(strided::run(problem, context, way)) << text(c);
   y.download();
 
-  const std::int64_t from = std::max<std::int64_t>(0, c.batch - most_rows);
-  for (std::int64_t n = from; n < c.batch; ++n) {
+  for (std::int64_t n = 0; n < c.batch; ++n) {
     for (std::int64_t i = 0; i < a; ++i) {
       for (std::int64_t j = 0; j < b; ++j) {
         for (std::int64_t l = 0; l < d; ++l) {
@@ -273,14 +272,25 @@ TEST_F(Strided, WeightsThatDoNotFitOnChip) {
   check_product({{1, 100, 300, 8}, 70, DType::f32});
 }
 
-TEST_F(Strided, FactorsThatClustersShare) {
-  check_product({{1, 128, 128, 16}, 200, DType::f16});
-  check_product({{1, 256, 256, 16}, 300, DType::f16});
-  check_product({{2, 250, 203, 32}, 70, DType::bf16, Precision::tf32, Activation::gelu, true, true, 8});
-  check_product({{1, 300, 302, 4}, 333, DType::f16});
-  check_product({{1, 32, 512, 16}, 600, DType::f16});
-  check_product({{3, 270, 300, 4}, 140, DType::f16, Precision::tf32, Activation::relu, true, true, 8});
-  check_product({{2, 257, 258, 4}, 1, DType::bf16, Precision::tf32, Activation::none, true});
+TEST_F(Strided, Clusters) {
+  if (driver::kernel_arch(0) != "sm_90a") {
+    GTEST_SKIP() << "clusters are for sm_90a";
+  }
+  const std::vector<Case> cases = {
+      {{1, 64, 64, 64}, 700},
+      {{1, 128, 128, 16}, 200},
+      {{1, 256, 256, 16}, 300},
+      {{2, 250, 203, 32}, 70, DType::bf16, Precision::tf32, Activation::gelu, true, true, 8},
+      {{1, 300, 302, 4}, 333},
+      {{3, 270, 300, 4}, 140, DType::f16, Precision::tf32, Activation::relu, true, true, 8},
+      {{2, 257, 258, 4}, 1, DType::bf16, Precision::tf32, Activation::silu, true},
+      {{1, 32, 512, 16}, 600},
+      {{3, 5, 7, 16}, 65, DType::bf16, Precision::tf32, Activation::none, true},
+      {{2, 33, 6, 4}, 129},
+  };
+  for (const Case& c : cases) {
+    check_product(c, strided::Way::clusters);
+  }
 }
 
 TEST_F(Strided, ActivationsAndBias) {
@@ -408,14 +418,19 @@ TEST_F(Strided, Times) {
       const double flops = 2.0 * double(kBatch) * double(nnz) * (dtype == DType::f32 ? 2.0 : 1.0);
       const double floor = std::max(bytes / kCopy, flops / kFlops);
       bool taken = true;
-      const double product = median_ms(9, zeros, flush, [&] { taken &= strided::run(problem, context); });
-      EXPECT_TRUE(taken);
-      taken = true;
+      const auto time = [&](strided::Way way) {
+        return strided::run(problem, context, way)
+                   ? median_ms(9, zeros, flush, [&] { strided::run(problem, context, way); })
+                   : std::nan("");
+      };
+      const double product = time(strided::Way::best), alone = time(strided::Way::alone),
+                   clusters = time(strided::Way::clusters);
       const double weight = median_ms(9, zeros, flush, [&] { taken &= strided::run(gradient, context); });
       std::printf(
-          "%s (%ld,%ld,%ld,%ld): product %.4f ms, floor %.4f, ratio %.2f; d_w and d_bias %.4f ms, ratio %.2f%s\n",
-          name_of(dtype), s.a, s.b, s.c, s.d, product, floor, product / floor, weight, weight / floor,
-          taken ? "" : " (not taken)");
+          "%s (%ld,%ld,%ld,%ld): product %.4f ms, floor %.4f, ratio %.2f (alone %.2f, clusters %.2f); d_w and d_bias "
+          "%.4f ms, ratio %.2f%s\n",
+          name_of(dtype), s.a, s.b, s.c, s.d, product, floor, product / floor, alone / floor, clusters / floor, weight,
+          weight / floor, taken ? "" : " (not taken)");
       log_product += std::log(product / floor);
       log_weight += std::log(weight / floor);
     }

@@ -1,4 +1,6 @@
 // Batch first with d > 1 on the tensor cores: which δ stay together, what stays on chip, and the launches.
+#include "ops/kronecker/cuda_strided.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -8,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "ops/kronecker/cuda.h"
 #include "ops/kronecker/params_strided.cuh"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -144,8 +145,9 @@ std::optional<Plan> plan_for(const Tile& tile, const Sizes& s, std::int64_t shar
   plan.slabs = static_cast<int>(ceil_div(s.b, plan.slab));
   plan.stages = static_cast<int>(ceil_div(s.c, tile.steps() * tile.depth()));
   const auto find_ring = [&](bool resident) {
+    constexpr int kInFlight = 32 * 1024;  // bytes that hide memory's latency
     plan.resident = resident;
-    for (plan.ring = 4; plan.ring >= 2; --plan.ring) {
+    for (plan.ring = 4; plan.ring >= 2 && (!resident || (plan.ring - 1) * tile.stage() >= kInFlight); --plan.ring) {
       if (plan.shared() <= shared_limit) {
         return true;
       }
@@ -259,8 +261,8 @@ ClusterPlan plan_cluster(const Sizes& s, int v) {
 int cluster_v(const Problem& problem, const Context& context) {
   const Sizes& s = problem.sizes;
   if (size_of(problem.dtype) != 2 || driver::kernel_arch(context.device.index) != "sm_90a" ||
-      problem.batch > std::numeric_limits<std::int32_t>::max() / 2 || problem.x.batch <= 0 || problem.y.batch <= 0 || !moves(problem.x, problem.batch, 2, 16) ||
-      !moves(problem.y, problem.batch, 2, 16)) {
+      problem.batch > std::numeric_limits<std::int32_t>::max() / 2 || problem.x.batch <= 0 || problem.y.batch <= 0 ||
+      !moves(problem.x, problem.batch, 2, 16) || !moves(problem.y, problem.batch, 2, 16)) {
     return 0;
   }
   return s.d % 16 == 0 ? 8 : s.d == 4 && (s.a == 1 || s.c % 2 == 0) ? 4 : 0;
@@ -327,7 +329,7 @@ void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& cont
 
 }  // namespace
 
-bool run(const Problem& problem, Context& context) {
+bool run(const Problem& problem, Context& context, Way way) {
   const Sizes& s = problem.sizes;
   const driver::DeviceInfo& device = driver::device_info(context.device.index);
   const int size = static_cast<int>(size_of(problem.dtype));
@@ -348,13 +350,17 @@ bool run(const Problem& problem, Context& context) {
   if (!best) {
     return false;
   }
-  if (const int v = cluster_v(problem, context); v != 0) {
+  if (const int v = cluster_v(problem, context); v != 0 && way != Way::alone) {
     const ClusterPlan cluster = plan_cluster(s, v);
+    // The same clocks are easier kept by the copy engine, except where rows are long runs anyway.
     const double alone = clocks(s, best->cost, double(best->slabs) * best->slab, kMmaRate);
-    if (cluster.clocks < 0.9 * alone) {
+    if (way == Way::clusters || cluster.clocks <= (v == 8 ? 1.0 : 0.9) * alone) {
       run_clusters(problem, cluster, context);
       return true;
     }
+  }
+  if (way == Way::clusters) {
+    return false;
   }
   const Plan& plan = *best;
   const Tile& tile = plan.tile;
@@ -379,6 +385,8 @@ bool run(const Problem& problem, Context& context) {
       .launch(groups * params.pieces, kThreads, static_cast<int>(plan.shared()), &params, context.stream);
   return true;
 }
+
+bool run(const Problem& problem, Context& context) { return run(problem, context, Way::best); }
 
 bool run(const WeightProblem& problem, Context& context) {
   const Sizes& s = problem.sizes;

@@ -6,8 +6,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/kronecker/params_strided.cuh"
@@ -197,6 +200,10 @@ void pack(const Problem& problem, int deltas, int slab, int slabs, int steps, vo
   params.slab = slab;
   params.slabs = slabs;
   params.steps = steps;
+  const int size = static_cast<int>(size_of(problem.dtype)), bytes = std::min(16, deltas * size);
+  const auto whole = [&](std::int64_t stride) { return stride * size % bytes == 0; };
+  params.vector = problem.w.d == 1 && whole(problem.w.a) && whole(problem.w.b) && whole(problem.w.c) &&
+                  reinterpret_cast<std::uintptr_t>(problem.w.data) % static_cast<unsigned>(bytes) == 0;
   get_kernel(pack_kernel(problem.dtype, deltas), context.device.index)
       .launch(ceil_div(2 * params.rows, kThreads), kThreads, 0, &params, context.stream);
 }
@@ -285,6 +292,18 @@ Map make_map(const Matrix& m, std::int64_t batch, std::initializer_list<std::uin
   return map;
 }
 
+/// Clusters that run at once: fewer than there are multiprocessors for, as a cluster stays within a part of the chip.
+std::int64_t resident_clusters(const Kernel& kernel, int size, int shared) {
+  static std::mutex mutex;
+  static std::map<std::pair<const Kernel*, int>, int> known;
+  const std::lock_guard lock(mutex);
+  const auto [place, fresh] = known.try_emplace({&kernel, size}, 1);
+  if (fresh) {
+    place->second = std::max(1, kernel.active_clusters(size, ClusterTile::kThreads, shared));
+  }
+  return place->second;
+}
+
 void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& context) {
   const Sizes& s = problem.sizes;
   const ClusterTile& tile = plan.tile;
@@ -317,14 +336,13 @@ void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& cont
   }
   const int size = plan.rows * plan.columns;
   const std::int64_t groups = blocks * plan.across, height = std::int64_t{plan.rows} * tile.rows();
+  const Kernel& kernel = get_kernel(cluster_kernel(problem.dtype, tile.v), context.device.index);
   params.product.groups = static_cast<int>(groups);
-  params.product.pieces =
-      static_cast<int>(pieces_of(groups, ceil_div(problem.batch, height),
-                                 std::max(1, driver::device_info(context.device.index).multiprocessors / size),
-                                 plan.l2_bytes * tile.rows() * tile.deltas() / slabs, 128 * 1024.0));
-  get_kernel(cluster_kernel(problem.dtype, tile.v), context.device.index)
-      .launch_clusters(groups * params.product.pieces * size, size, ClusterTile::kThreads, tile.shared(), &params,
-                       context.stream);
+  params.product.pieces = static_cast<int>(
+      pieces_of(groups, ceil_div(problem.batch, height), resident_clusters(kernel, size, tile.shared()),
+                plan.l2_bytes * tile.rows() * tile.deltas() / slabs, 128 * 1024.0));
+  kernel.launch_clusters(groups * params.product.pieces * size, size, ClusterTile::kThreads, tile.shared(), &params,
+                         context.stream);
 }
 
 }  // namespace

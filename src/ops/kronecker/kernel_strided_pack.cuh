@@ -55,9 +55,22 @@ __global__ void __launch_bounds__(256) strided_pack(const __grid_constant__ kron
   for (int s = 0; s < kChunk; ++s) {
     const int k = step * 2 * kChunk + strided_slot_k<T, V>(half * kChunk + s);
     const bool inside = j < p.b && k < p.c;
+    const T* here = from + k * p.stride_c;
+    constexpr int kMany = V < kChunk ? V : kChunk;
 #pragma unroll
-    for (int e = 0; e < V; ++e) {
-      values[e][s] = inside ? from[k * p.stride_c + e * p.stride_d] : T{};
+    for (int e = 0; e < V; e += kMany) {
+      if (inside && p.vector) {
+        const auto many = load_run<T, kMany>(here + e);
+#pragma unroll
+        for (int m = 0; m < kMany; ++m) {
+          values[e + m][s] = many.at(m);
+        }
+      } else {
+#pragma unroll
+        for (int m = 0; m < kMany; ++m) {
+          values[e + m][s] = inside ? here[(e + m) * p.stride_d] : T{};
+        }
+      }
     }
   }
   u8* to = static_cast<u8*>(p.to) + ((above * V) * p.slab + place) * 32 + (half ^ (place >> 2 & 1)) * 16;

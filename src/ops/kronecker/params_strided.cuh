@@ -34,6 +34,7 @@ struct PackParams {
   long long rows;  ///< i · δ groups · slabs · steps · slab: one per (…, step, column)
   int b, c, d;
   int slab, slabs, steps;
+  bool vector;  ///< neighbouring δ can be loaded together
 };
 
 struct ProductParams {

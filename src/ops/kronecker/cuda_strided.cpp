@@ -30,9 +30,12 @@ constexpr const char* kWeight = "ops/kronecker/kernel_strided_weight.cuh";
 std::int64_t ceil_div(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
 
 /// The tiles there are kernels for, those of whole 32-byte sectors first. Rows are 16·wm.
-std::vector<Tile> product_tiles(int size) {
+std::vector<Tile> product_tiles(int size, int products) {
   if (size == 2) {
     return {{2, 16, 2}, {2, 16, 4}, {2, 8, 4}, {2, 8, 8}, {2, 4, 4}, {2, 4, 8}, {2, 2, 8}};
+  }
+  if (products == 3) {  // the halves of tf32x3 need the registers that a taller tile of 8 would
+    return {{4, 8, 4}, {4, 4, 4}, {4, 4, 8}, {4, 2, 8}};
   }
   return {{4, 8, 4}, {4, 8, 8}, {4, 4, 4}, {4, 4, 8}, {4, 2, 8}};
 }
@@ -73,7 +76,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     const int size = static_cast<int>(size_of(dtype));
     for (const int products : dtype == DType::f32 ? std::vector{1, 3} : std::vector{1}) {
-      for (const Tile& tile : product_tiles(size)) {
+      for (const Tile& tile : product_tiles(size, products)) {
         list.push_back(product_kernel(dtype, products, tile));
       }
       for (const Tile& tile : weight_tiles(size)) {
@@ -357,7 +360,7 @@ bool run(const Problem& problem, Context& context, Way way) {
     return false;
   }
   std::optional<Plan> best;
-  for (const Tile& tile : product_tiles(size)) {
+  for (const Tile& tile : product_tiles(size, products)) {
     if (fits(tile, s.d, problem.batch, problem.x, problem.y)) {
       const auto plan = plan_for(tile, s, device.shared_per_block);
       if (plan && (!best || plan->cost <= best->cost)) {

@@ -42,7 +42,7 @@ struct Gradient {
     const int q = static_cast<int>(threadIdx.x) % Line, row = static_cast<int>(threadIdx.x) / Line;
     const int column = chunk_k<T, V>(q);
     const T* chunk = from + static_cast<i64>(column) * d + chunk_delta<T, V>(q);
-#pragma unroll 2
+#pragma unroll(V < 4 ? 1 : 2)
     for (int n = row; n < kRows; n += kStep) {
       const bool inside = n < rows && column < count;
       copy_chunk<T, V>(to + n * (Line * 16) + ((q ^ batch_swizzle<T, V>(n)) << 4), inside ? chunk + n * stride : from,
@@ -142,7 +142,7 @@ struct Gradient {
     for (int w = 0; w < kWords; ++w) {
       const u32 word = threadIdx.x + w * kThreads;
       if (word < kLeftLine * 4) {
-#pragma unroll 4
+#pragma unroll 2
         for (int n = 0; n < kRows; ++n) {
           const u32 two =
               load_shared_32(left + n * (kLeftLine * 16) + ((word / 4 ^ batch_swizzle<T, V>(n)) << 4) + word % 4 * 4);
@@ -186,6 +186,7 @@ struct Gradient {
         for (int e = 0; e < 2; ++e) {
           const int k = 8 * (q / kSub * kSub) + (2 * t + e) * kSub + q % kSub;
           if (j < rows && k < columns) {
+            float* place = line + k * p.d;
 #pragma unroll
             for (int l = 0; l < V; l += kWide) {
               u32 words[kWide];
@@ -193,7 +194,7 @@ struct Gradient {
               for (int w = 0; w < kWide; ++w) {
                 words[w] = __float_as_uint(sums[l + w][q][2 * u + e]);
               }
-              store_words<kWide>(line + k * p.d + l, words);
+              store_words<kWide>(place + l, words);
             }
           }
         }

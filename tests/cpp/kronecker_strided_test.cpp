@@ -47,6 +47,7 @@ class Array {
     return dtype_ == DType::f16 ? float_from_f16(half) : float_from_bf16(half);
   }
   std::size_t size() const { return bytes_.size() / size_of(dtype_); }
+  const std::vector<unsigned char>& bytes() const { return bytes_; }
   void fill(double value) {
     for (std::size_t n = 0; n < size(); ++n) {
       set(n, value);
@@ -340,6 +341,25 @@ TEST_F(Strided, GradientOfOddSizes) {
   }
 }
 
+TEST_F(Strided, GradientRepeatsBitForBit) {
+  std::mt19937 random(1);
+  Array x(DType::bf16, 3000 * 256), dy(DType::bf16, 3000 * 320);
+  fill_random(x, random);
+  fill_random(dy, random);
+  WeightProblem problem{
+      {1, 20, 16, 16}, 3000, DType::bf16, {x.upload(), 256, 1}, {dy.upload(), 320, 1}, {nullptr, 5120, 256, 16, 1}, {}};
+  Context context = Context::cuda(0);
+  std::vector<unsigned char> first;
+  for (int n = 0; n < 3; ++n) {
+    Array dw(DType::bf16, 5120);
+    problem.d_w.data = dw.upload();
+    ASSERT_TRUE(strided::run(problem, context));
+    dw.download();
+    first = n == 0 ? dw.bytes() : first;
+    EXPECT_EQ(dw.bytes(), first);
+  }
+}
+
 TEST_F(Strided, LeavesOthersToOthers) {
   Array x(DType::f16, 4096), w(DType::f16, 4096), y(DType::f16, 4096);
   Problem problem{{1, 4, 4, 4}, 4, DType::f16, {x.upload(), 16, 1}, {y.upload(), 16, 1}, {w.upload(), 64, 16, 4, 1},
@@ -379,6 +399,7 @@ TEST_F(Strided, Times) {
   if (std::getenv("FRETWORK_TIME") == nullptr) {
     GTEST_SKIP() << "FRETWORK_TIME=1 prints times";
   }
+  std::mt19937 random(1);
   constexpr std::int64_t kBatch = 25088;
   constexpr double kCopy = 4.3e9, kFlops = 7.5e11;  // bytes, and dense fp16 operations, per ms
   const std::vector<unsigned char> zeros(std::size_t{256} << 20);
@@ -393,7 +414,13 @@ TEST_F(Strided, Times) {
       const std::int64_t in = s.a * s.c * s.d, out = s.a * s.b * s.d, nnz = s.a * s.b * s.c * s.d;
       const std::size_t size = size_of(dtype);
       const auto buffer = [&](std::int64_t count) {
-        const std::vector<unsigned char> host(static_cast<std::size_t>(count) * size);
+        // Zeros would cost less power than data does.
+        Array some(dtype, 1 << 16);
+        fill_random(some, random);
+        std::vector<unsigned char> host(static_cast<std::size_t>(count) * size);
+        for (std::size_t at = 0; at < host.size(); at += some.bytes().size()) {
+          std::memcpy(host.data() + at, some.bytes().data(), std::min(some.bytes().size(), host.size() - at));
+        }
         return driver::DeviceBuffer(0, host.data(), host.size());
       };
       const driver::DeviceBuffer x = buffer(kBatch * in), y = buffer(kBatch * out), w = buffer(nnz), bias = buffer(out);

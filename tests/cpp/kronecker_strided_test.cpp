@@ -192,7 +192,7 @@ void check_product(const Case& c, strided::Way way = strided::Way::best) {
   }
 }
 
-void check_gradient(const Case& c) {
+void check_gradient(const Case& c, strided::Way way = strided::Way::best) {
   const auto& [a, b, k_size, d] = c.sizes;
   std::mt19937 random(1);
   const std::int64_t in = a * k_size * d, out = a * b * d, x_stride = in + c.gap, y_stride = out + c.gap;
@@ -208,7 +208,7 @@ void check_gradient(const Case& c) {
   }
   Context context = Context::cuda(0);
   context.precision = c.precision;
-  ASSERT_TRUE(strided::run(problem, context)) << text(c);
+  ASSERT_TRUE(strided::run(problem, context, way)) << text(c);
   dw.download();
   if (c.bias) {
     bias.download();
@@ -341,6 +341,22 @@ TEST_F(Strided, GradientOfOddSizes) {
   }
 }
 
+TEST_F(Strided, GradientInClusters) {
+  if (driver::kernel_arch(0) != "sm_90a") {
+    GTEST_SKIP() << "clusters are for sm_90a";
+  }
+  const std::vector<Case> cases = {
+      {{1, 64, 64, 16}, 300, DType::f16, Precision::tf32, Activation::none, true},
+      {{1, 256, 128, 16}, 100, DType::bf16, Precision::tf32, Activation::none, true},
+      {{2, 130, 70, 32}, 37, DType::f16, Precision::tf32, Activation::none, true, true, 8},
+      {{1, 32, 256, 16}, 65, DType::f16},
+      {{3, 5, 7, 16}, 1, DType::bf16, Precision::tf32, Activation::none, true},
+  };
+  for (const Case& c : cases) {
+    check_gradient(c, strided::Way::clusters);
+  }
+}
+
 TEST_F(Strided, GradientRepeatsBitForBit) {
   std::mt19937 random(1);
   Array x(DType::bf16, 3000 * 256), dy(DType::bf16, 3000 * 320);
@@ -444,20 +460,20 @@ TEST_F(Strided, Times) {
       const double bytes = double(kBatch * (in + out) + nnz) * double(size);
       const double flops = 2.0 * double(kBatch) * double(nnz) * (dtype == DType::f32 ? 2.0 : 1.0);
       const double floor = std::max(bytes / kCopy, flops / kFlops);
-      bool taken = true;
-      const auto time = [&](strided::Way way) {
-        return strided::run(problem, context, way)
-                   ? median_ms(9, zeros, flush, [&] { strided::run(problem, context, way); })
-                   : std::nan("");
+      const auto time = [&](const auto& work, strided::Way way) {
+        return strided::run(work, context, way) ? median_ms(9, zeros, flush, [&] { strided::run(work, context, way); })
+                                                : std::nan("");
       };
-      const double product = time(strided::Way::best), alone = time(strided::Way::alone),
-                   clusters = time(strided::Way::clusters);
-      const double weight = median_ms(9, zeros, flush, [&] { taken &= strided::run(gradient, context); });
+      using enum strided::Way;
+      const double product = time(problem, best), weight = time(gradient, best);
       std::printf(
-          "%s (%ld,%ld,%ld,%ld): product %.4f ms, floor %.4f, ratio %.2f (alone %.2f, clusters %.2f); d_w and d_bias "
-          "%.4f ms, ratio %.2f%s\n",
-          name_of(dtype), s.a, s.b, s.c, s.d, product, floor, product / floor, alone / floor, clusters / floor, weight,
-          weight / floor, taken ? "" : " (not taken)");
+          "%s (%ld,%ld,%ld,%ld): floor %.4f ms; product %.4f ms, ratio %.2f (alone %.2f, clusters %.2f); d_w and "
+          "d_bias "
+          "%.4f ms, ratio %.2f (alone %.2f, clusters %.2f)\n",
+          name_of(dtype), s.a, s.b, s.c, s.d, floor, product, product / floor, time(problem, alone) / floor,
+          time(problem, clusters) / floor, weight, weight / floor, time(gradient, alone) / floor,
+          time(gradient, clusters) / floor);
+      std::fflush(stdout);
       log_product += std::log(product / floor);
       log_weight += std::log(weight / floor);
     }

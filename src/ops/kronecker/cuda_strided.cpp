@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,7 @@ namespace driver = fretwork::cuda;
 
 constexpr const char* kProduct = "ops/kronecker/kernel_strided.cuh";
 constexpr const char* kCluster = "ops/kronecker/kernel_strided_cluster.cuh";
+constexpr const char* kClusterWeight = "ops/kronecker/kernel_strided_cluster_weight.cuh";
 constexpr const char* kPack = "ops/kronecker/kernel_strided_pack.cuh";
 constexpr const char* kWeight = "ops/kronecker/kernel_strided_weight.cuh";
 
@@ -64,6 +66,9 @@ KernelSpec cluster_kernel(DType dtype, int v) {
 KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
   return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile)};
 }
+KernelSpec cluster_weight_kernel(DType dtype) {
+  return {kClusterWeight, std::string("fretwork::strided_cluster_weight<") + device_type(dtype) + ">"};
+}
 KernelSpec reduce_kernel(DType dtype) {
   return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ">"};
 }
@@ -87,10 +92,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       list.push_back(pack_kernel(dtype, tile.v));
     }
     list.push_back(reduce_kernel(dtype));
-    for (const int v : {8, 4}) {
-      if (arch == "sm_90a" && size == 2) {
-        list.push_back(cluster_kernel(dtype, v));
-      }
+    if (arch == "sm_90a" && size == 2) {
+      list.push_back(cluster_kernel(dtype, 8));
+      list.push_back(cluster_kernel(dtype, 4));
+      list.push_back(cluster_weight_kernel(dtype));
     }
   }
   return list;
@@ -267,17 +272,32 @@ ClusterPlan plan_cluster(const Sizes& s, int v) {
   return best;
 }
 
-/// 8 or 4 where clusters can take the problem, else 0.
+/// Whether the copy engine can fetch rows of both operands for clusters.
+bool clusters_fit(DType dtype, std::int64_t batch, const Matrix& one, const Matrix& other, const Context& context) {
+  return size_of(dtype) == 2 && driver::kernel_arch(context.device.index) == "sm_90a" && batch > 0 &&
+         batch <= std::numeric_limits<std::int32_t>::max() / 2 && one.batch > 0 && other.batch > 0 &&
+         moves(one, batch, 2, 16) && moves(other, batch, 2, 16);
+}
+
+/// 8 or 4 where clusters can take the product, else 0.
 int cluster_v(const Problem& problem, const Context& context) {
   const Sizes& s = problem.sizes;
-  if (size_of(problem.dtype) != 2 || driver::kernel_arch(context.device.index) != "sm_90a" ||
-      problem.batch > std::numeric_limits<std::int32_t>::max() / 2 || problem.x.batch <= 0 || problem.y.batch <= 0 ||
-      !moves(problem.x, problem.batch, 2, 16) || !moves(problem.y, problem.batch, 2, 16)) {
+  if (!clusters_fit(problem.dtype, problem.batch, problem.x, problem.y, context)) {
     return 0;
   }
   return s.d % 16 == 0 ? 8 : s.d == 4 && (s.a == 1 || s.c % 2 == 0) ? 4 : 0;
 }
 
+Map encoded(const Matrix& m, std::span<const std::uint64_t> sizes, std::span<const std::uint64_t> strides,
+            std::initializer_list<std::uint32_t> box, driver::Swizzle swizzle) {
+  const driver::TensorMap made = driver::make_tensor_map(m.data, 2, sizes, strides, {box.begin(), box.size()}, swizzle);
+  Map map;
+  static_assert(sizeof map == sizeof made);
+  std::memcpy(&map, &made, sizeof map);
+  return map;
+}
+
+/// `inner` and then the batch.
 Map make_map(const Matrix& m, std::int64_t batch, std::initializer_list<std::uint64_t> inner,
              std::initializer_list<std::uint32_t> box, driver::Swizzle swizzle) {
   std::vector<std::uint64_t> sizes(inner), strides;
@@ -288,11 +308,15 @@ Map make_map(const Matrix& m, std::int64_t batch, std::initializer_list<std::uin
   }
   sizes.push_back(static_cast<std::uint64_t>(batch));
   strides.back() = batch == 1 ? strides.back() : static_cast<std::uint64_t>(m.batch) * 2;
-  const driver::TensorMap made = driver::make_tensor_map(m.data, 2, sizes, strides, {box.begin(), box.size()}, swizzle);
-  Map map;
-  static_assert(sizeof map == sizeof made);
-  std::memcpy(&map, &made, sizeof map);
-  return map;
+  return encoded(m, sizes, strides, box, swizzle);
+}
+
+/// (δ, n, column, i), in boxes of 16 δ × 16 n × `columns`.
+Map make_batch_map(const Matrix& m, std::int64_t batch, const Sizes& s, std::int64_t count, int columns) {
+  const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
+  const std::uint64_t sizes[] = {u64(s.d), u64(batch), u64(count), u64(s.a)};
+  const std::uint64_t strides[] = {batch == 1 ? 32 : u64(m.batch) * 2, u64(s.d) * 2, u64(count * s.d) * 2};
+  return encoded(m, sizes, strides, {16, 16, static_cast<std::uint32_t>(columns), 1}, driver::Swizzle::b32);
 }
 
 /// Clusters that run at once: fewer than there are multiprocessors for, as a cluster stays within a part of the chip.
@@ -346,6 +370,73 @@ void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& cont
                 plan.l2_bytes * tile.rows() * tile.deltas() / slabs, 128 * 1024.0));
   kernel.launch_clusters(groups * params.product.pieces * size, size, ClusterTile::kThreads, tile.shared(), &params,
                          context.stream);
+}
+
+/// Columns that L2 carries per row of the batch and δ, sectors counted whole.
+double weight_columns(const Tile& tile, const Sizes& s) {
+  return double(ceil_div(s.b, tile.rows()) * s.c + ceil_div(s.c, tile.width()) * s.b) * sectors(tile, s.d);
+}
+
+std::optional<Tile> plan_weight(const WeightProblem& problem, int shared_limit) {
+  const Sizes& s = problem.sizes;
+  std::optional<Tile> best;
+  for (const Tile& tile : weight_tiles(static_cast<int>(size_of(problem.dtype)))) {
+    if (fits(tile, s.d, problem.batch, problem.x, problem.d_y) && 2 * tile.batch_stage() <= shared_limit &&
+        (!best || weight_columns(tile, s) < weight_columns(*best, s))) {
+      best = tile;
+    }
+  }
+  return best;
+}
+
+ClusterPlan plan_weight_cluster(const Sizes& s) {
+  ClusterPlan best;
+  best.clocks = std::numeric_limits<double>::max();
+  for (const int size : {1, 2, 4, 8}) {
+    for (int columns = 1; columns <= size; columns *= 2) {
+      ClusterPlan plan{ClusterTile{8}, size / columns, columns, 1, 0, 0};
+      const std::int64_t high = ceil_div(s.b, 64 * plan.rows), wide = ceil_div(s.c, 32 * columns);
+      plan.l2_bytes = 2.0 * double(high * s.c + wide * s.b);
+      const double padded = double(high * 64 * plan.rows) * double(wide * 32 * columns) / double(s.c);
+      plan.clocks = clocks(s, plan.l2_bytes, padded, kMmaRate);
+      if (plan.clocks < 0.97 * best.clocks) {
+        best = plan;
+      }
+    }
+  }
+  return best;
+}
+
+WeightParams weight_params(const WeightProblem& problem) {
+  const Sizes& s = problem.sizes;
+  WeightParams params{};
+  params.x = problem.x.data;
+  params.dy = problem.d_y.data;
+  params.batch = problem.batch;
+  params.x_stride = problem.x.batch;
+  params.dy_stride = problem.d_y.batch;
+  params.weights = s.a * s.b * s.c * s.d;
+  params.features = s.a * s.b * s.d;
+  params.b = static_cast<int>(s.b);
+  params.c = static_cast<int>(s.c);
+  params.d = static_cast<int>(s.d);
+  return params;
+}
+
+int ring_of(const Tile& tile, int shared_limit) { return std::clamp(shared_limit / tile.batch_stage(), 2, 4); }
+
+/// Adds the pieces of d_w and, where wanted, of d_bias.
+void reduce(const WeightProblem& problem, const WeightParams& params, Context& context) {
+  const auto add = [&](const ReduceParams& sum) {
+    get_kernel(reduce_kernel(problem.dtype), context.device.index)
+        .launch(ceil_div(sum.count, kThreads), kThreads, 0, &sum, context.stream);
+  };
+  const Weights& w = problem.d_w;
+  add({params.partials, w.data, params.weights, params.pieces, w.a, w.b, w.c, w.d, params.b, params.c, params.d});
+  if (params.bias_partials != nullptr) {
+    add({params.bias_partials, problem.d_bias.data, params.features, params.pieces, 0, 0, 0, problem.d_bias.stride, 1,
+         1, static_cast<int>(params.features)});
+  }
 }
 
 }  // namespace
@@ -409,49 +500,43 @@ bool run(const Problem& problem, Context& context, Way way) {
 
 bool run(const Problem& problem, Context& context) { return run(problem, context, Way::best); }
 
-bool run(const WeightProblem& problem, Context& context) {
+bool run(const WeightProblem& problem, Context& context, Way way) {
   const Sizes& s = problem.sizes;
   const driver::DeviceInfo& device = driver::device_info(context.device.index);
   const int products = products_of(problem.dtype, context.precision);
   if (device.arch < 80 || products == 0 || s.d < 2 || !small_enough(s)) {
     return false;
   }
-  std::optional<Tile> best;
-  double least = 0;
-  for (const Tile& tile : weight_tiles(static_cast<int>(size_of(problem.dtype)))) {
-    if (fits(tile, s.d, problem.batch, problem.x, problem.d_y) && 2 * tile.batch_stage() <= device.shared_per_block) {
-      const double cost = double(ceil_div(s.b, tile.rows()) * s.c + ceil_div(s.c, tile.width()) * s.b);
-      if (!best || cost * sectors(tile, s.d) < least) {
-        best = tile;
-        least = cost * sectors(tile, s.d);
-      }
-    }
-  }
-  if (!best) {
+  const std::optional<Tile> tile = plan_weight(problem, device.shared_per_block);
+  if (!tile) {
     return false;
   }
-  const Tile& tile = *best;
-  WeightParams params{};
-  params.x = problem.x.data;
-  params.dy = problem.d_y.data;
-  params.batch = problem.batch;
-  params.x_stride = problem.x.batch;
-  params.dy_stride = problem.d_y.batch;
-  params.weights = s.a * s.b * s.c * s.d;
-  params.features = s.a * s.b * s.d;
-  params.b = static_cast<int>(s.b);
-  params.c = static_cast<int>(s.c);
-  params.d = static_cast<int>(s.d);
-  params.slabs_b = static_cast<int>(ceil_div(s.b, tile.rows()));
-  params.slabs_c = static_cast<int>(ceil_div(s.c, tile.width()));
-  params.groups = static_cast<int>(s.a * (s.d / tile.v) * params.slabs_b * params.slabs_c);
-  const double partial = 2.0 * sizeof(float) * tile.v * tile.rows() * tile.width();  // written, and read again
-  params.pieces =
-      static_cast<int>(pieces_of(params.groups, std::max<std::int64_t>(1, ceil_div(problem.batch, tile.batch_rows())),
-                                 device.multiprocessors, tile.batch_stage(), 64 * 1024.0 + partial));
-  params.ring = static_cast<int>(std::clamp<std::int64_t>(device.shared_per_block / tile.batch_stage(), 2, 4));
-  params.x_flat = flat(tile, s, s.c, problem.batch, problem.x, 16);
-  params.dy_flat = flat(tile, s, s.b, problem.batch, problem.d_y, 16);
+  WeightParams params = weight_params(problem);
+  const bool fit = s.d % 16 == 0 && clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, context);
+  const ClusterPlan cluster = plan_weight_cluster(s);
+  const double alone = clocks(s, double(size_of(problem.dtype)) * weight_columns(*tile, s), double(s.b), kMmaRate);
+  const bool clusters = fit && way != Way::alone && (way == Way::clusters || cluster.clocks < 0.9 * alone);
+  if (way == Way::clusters && !clusters) {
+    return false;
+  }
+  const int size = cluster.rows * cluster.columns;
+  const std::int64_t blocks = s.a * (s.d / (clusters ? 16 : tile->v));
+  params.slabs_b = static_cast<int>(ceil_div(s.b, clusters ? 64 * cluster.rows : tile->rows()));
+  params.slabs_c = static_cast<int>(ceil_div(s.c, clusters ? 32 * cluster.columns : tile->width()));
+  params.groups = static_cast<int>(blocks * params.slabs_b * params.slabs_c);
+  constexpr double kPartial = 2.0 * sizeof(float) * 32768;  // sums of a CTA, written and read again
+  const Kernel& kernel =
+      get_kernel(clusters ? cluster_weight_kernel(problem.dtype) : weight_kernel(problem.dtype, products, *tile),
+                 context.device.index);
+  const int depth = clusters ? 16 : tile->batch_rows();
+  const int stage = clusters ? ClusterTile::kStageX + ClusterTile::kStageW : tile->batch_stage();
+  const int shared = clusters ? ClusterTile{4}.shared() : ring_of(*tile, device.shared_per_block) * stage;
+  params.ring = shared / stage;
+  params.pieces = static_cast<int>(pieces_of(
+      params.groups, std::max<std::int64_t>(1, ceil_div(problem.batch, depth)),
+      clusters ? resident_clusters(kernel, size, shared) : device.multiprocessors, stage, 64 * 1024.0 + kPartial));
+  params.x_flat = flat(*tile, s, s.c, problem.batch, problem.x, 16);
+  params.dy_flat = flat(*tile, s, s.b, problem.batch, problem.d_y, 16);
 
   const bool bias = problem.d_bias.data != nullptr;
   const Workspace partials(context, static_cast<std::size_t>(params.pieces * params.weights) * sizeof(float));
@@ -459,21 +544,19 @@ bool run(const WeightProblem& problem, Context& context) {
                                 bias ? static_cast<std::size_t>(params.pieces * params.features) * sizeof(float) : 0);
   params.partials = static_cast<float*>(partials.data());
   params.bias_partials = static_cast<float*>(bias_partials.data());
-  get_kernel(weight_kernel(problem.dtype, products, tile), context.device.index)
-      .launch(std::int64_t{params.groups} * params.pieces, kThreads, params.ring * tile.batch_stage(), &params,
-              context.stream);
-
-  const auto reduce = [&](const ReduceParams& sum) {
-    get_kernel(reduce_kernel(problem.dtype), context.device.index)
-        .launch(ceil_div(sum.count, kThreads), kThreads, 0, &sum, context.stream);
-  };
-  const Weights& w = problem.d_w;
-  reduce({params.partials, w.data, params.weights, params.pieces, w.a, w.b, w.c, w.d, params.b, params.c, params.d});
-  if (bias) {
-    reduce({params.bias_partials, problem.d_bias.data, params.features, params.pieces, 0, 0, 0, problem.d_bias.stride,
-            1, 1, static_cast<int>(params.features)});
+  const std::int64_t grid = std::int64_t{params.groups} * params.pieces;
+  if (clusters) {
+    const ClusterWeightParams shared_params{make_batch_map(problem.x, problem.batch, s, s.c, 32 / cluster.rows),
+                                            make_batch_map(problem.d_y, problem.batch, s, s.b, 64 / cluster.columns),
+                                            params, cluster.rows, cluster.columns};
+    kernel.launch_clusters(grid * size, size, ClusterTile::kThreads, shared, &shared_params, context.stream);
+  } else {
+    kernel.launch(grid, kThreads, shared, &params, context.stream);
   }
+  reduce(problem, params, context);
   return true;
 }
+
+bool run(const WeightProblem& problem, Context& context) { return run(problem, context, Way::best); }
 
 }  // namespace fretwork::kronecker::strided

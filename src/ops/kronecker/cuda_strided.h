@@ -10,5 +10,6 @@ enum class Way { best, alone, clusters };
 
 /// False when the problem, or this way of it, is not for here.
 bool run(const Problem& problem, Context& context, Way way);
+bool run(const WeightProblem& problem, Context& context, Way way);
 
 }  // namespace fretwork::kronecker::strided

@@ -91,6 +91,10 @@ struct ClusterPlace {
     const i64 height = static_cast<i64>(rows) * tile.rows(), tiles = (p.product.batch + height - 1) / height;
     first = tiles * piece / p.product.pieces;
     last = tiles * (piece + 1) / p.product.pieces;
+    set_masks(rows, columns);
+  }
+  __device__ __forceinline__ ClusterPlace() {}
+  __device__ __forceinline__ void set_masks(int rows, int columns) {
     row_mask = static_cast<u16>(((1 << columns) - 1) << (row * columns));
     u32 mask = 0;
     for (int r = 0; r < rows; ++r) {
@@ -98,9 +102,14 @@ struct ClusterPlace {
     }
     column_mask = static_cast<u16>(mask);
   }
-  /// The rank that lane `lane` tells of a free stage: those whose copies arrive here, this CTA among them.
-  __device__ __forceinline__ int sender(int lane, int columns) const {
-    return lane < columns ? row * columns + lane : (lane - columns + (lane - columns >= row)) * columns + column;
+  /// A warp tells those whose copies arrive here, this CTA among them, that a stage is free.
+  __device__ __forceinline__ void release(u32 empty, int rows, int columns) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32, other = lane - columns;
+    __syncwarp();
+    if (lane < rows + columns - 1) {
+      arrive_at(empty,
+                static_cast<u32>(lane < columns ? row * columns + lane : (other + (other >= row)) * columns + column));
+    }
   }
 };
 
@@ -188,12 +197,8 @@ struct ClusterWork {
   static __device__ __forceinline__ void multiply_tile(const ClusterParams& p, const ClusterPlace& place,
                                                        typename Work::Sums& sums, u32 base, Barriers& barriers,
                                                        Slots& slots, int group) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     const auto release = [&](u32 slot) {
-      __syncwarp();
-      if (lane < p.cluster_rows + p.cluster_columns - 1) {
-        arrive_at(shared_address(&barriers.empty[slot]), static_cast<u32>(place.sender(lane, p.cluster_columns)));
-      }
+      place.release(shared_address(&barriers.empty[slot]), p.cluster_rows, p.cluster_columns);
     };
     u32 held = 0;
 #pragma unroll 1
@@ -294,6 +299,20 @@ struct ClusterWork {
   }
 };
 
+/// Makes a CTA's barriers, and lets the cluster see them.
+template <typename Barriers>
+__device__ __forceinline__ void init_cluster(Barriers& barriers, int rows, int columns) {
+  if (threadIdx.x == 0) {
+    for (int n = 0; n < ClusterTile::kRing; ++n) {
+      mbarrier::init(shared_address(&barriers.full[n]), 1);
+      mbarrier::init(shared_address(&barriers.empty[n]), 8 * (rows + columns - 1));
+    }
+    mbarrier::init_done();
+  }
+  __syncthreads();
+  cluster_sync();
+}
+
 }  // namespace kronecker::strided
 
 /// Clusters: group (slabs of columns fastest, then δ, then i) and piece of the batch.
@@ -305,15 +324,7 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
   __shared__ __align__(16) typename Work::Barriers barriers;
   const u32 base = (shared_address(shared) + 1023) & ~1023u;
   const kronecker::strided::ClusterPlace place(p, Work::kTile);
-  if (threadIdx.x == 0) {
-    for (int n = 0; n < kronecker::strided::ClusterTile::kRing; ++n) {
-      mbarrier::init(shared_address(&barriers.full[n]), 1);
-      mbarrier::init(shared_address(&barriers.empty[n]), 8 * (p.cluster_rows + p.cluster_columns - 1));
-    }
-    mbarrier::init_done();
-  }
-  __syncthreads();
-  kronecker::strided::cluster_sync();
+  kronecker::strided::init_cluster(barriers, p.cluster_rows, p.cluster_columns);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x == 0) {

@@ -95,6 +95,14 @@ struct WeightParams {
   bool x_flat, dy_flat;
 };
 
+/// Hopper: a CTA sums 64 j × 32 k × 16 δ; the CTAs of a cluster's row share d_y, those of a column share x. In `weight`
+/// slabs and groups count clusters. Both maps are (δ, n, j or k, i).
+struct ClusterWeightParams {
+  Map x, dy;
+  WeightParams weight;
+  int cluster_rows, cluster_columns;
+};
+
 struct ReduceParams {
   const float* partials;
   void* to;

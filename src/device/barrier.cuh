@@ -1,6 +1,7 @@
 // Barriers in shared memory, named barriers and the roles of warps: how producers and consumers of a pipeline meet.
 #pragma once
 
+#include "device/copy_async.cuh"
 #include "device/types.cuh"
 
 namespace fretwork {

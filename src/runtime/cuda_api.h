@@ -91,6 +91,7 @@ struct Driver {
   Function<Handle*, Handle, const char*> module_function{library, "cuModuleGetFunction"};
   Function<Handle, int, int> function_set{library, "cuFuncSetAttribute"};
   Function<int*, Handle, int, std::size_t> occupancy{library, "cuOccupancyMaxActiveBlocksPerMultiprocessor"};
+  Function<int*, Handle, const LaunchConfig*> active_clusters{library, "cuOccupancyMaxActiveClusters"};
   Function<Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**, void**> launch{
       library, "cuLaunchKernel"};
   Function<const LaunchConfig*, Handle, void**, void**> launch_config{library, "cuLaunchKernelEx"};

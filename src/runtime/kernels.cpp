@@ -214,9 +214,12 @@ void Kernel::launch(std::int64_t grid, int threads, int shared_bytes, const void
   launch_with(nullptr, grid, threads, shared_bytes, params, stream);
 }
 
+namespace {
+constexpr std::uint32_t kClusterDimension = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+}
+
 void Kernel::launch_clusters(std::int64_t grid, int cluster, int threads, int shared_bytes, const void* params,
                              cuda::Handle stream) const {
-  constexpr std::uint32_t kClusterDimension = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
   cuda::LaunchAttribute attribute{kClusterDimension, 0, static_cast<std::uint32_t>(cluster), 1, 1, {}};
   launch_with(cluster > 1 ? &attribute : nullptr, grid, threads, shared_bytes, params, stream);
 }
@@ -254,6 +257,20 @@ int Kernel::occupancy(int threads, int shared_bytes) const {
   int blocks = 0;
   cuda::driver().occupancy(&blocks, function_, threads, static_cast<std::size_t>(shared_bytes));
   return blocks;
+}
+
+int Kernel::active_clusters(int cluster, int threads, int shared_bytes) const {
+  allow_shared(shared_bytes);
+  cuda::LaunchAttribute attribute{kClusterDimension, 0, static_cast<std::uint32_t>(cluster), 1, 1, {}};
+  const cuda::LaunchConfig config{{static_cast<unsigned>(cluster), 1, 1},
+                                  {static_cast<unsigned>(threads), 1, 1},
+                                  static_cast<unsigned>(shared_bytes),
+                                  nullptr,
+                                  &attribute,
+                                  1};
+  int clusters = 0;
+  cuda::driver().active_clusters(&clusters, function_, &config);
+  return clusters;
 }
 
 const Kernel& get_kernel(const KernelSpec& spec, int device) {

@@ -68,6 +68,8 @@ class Kernel {
   const KernelReport& report() const { return report_; }
   /// Resident CTAs per multiprocessor at these sizes.
   int occupancy(int threads, int shared_bytes) const;
+  /// Resident clusters on the whole device at these sizes.
+  int active_clusters(int cluster, int threads, int shared_bytes) const;
 
  private:
   void allow_shared(int bytes) const;

@@ -1,0 +1,562 @@
+// Batch first with d > 1 on the tensor cores: which δ stay together, what stays on chip, and the launches.
+#include "ops/kronecker/cuda_strided.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ops/kronecker/params_strided.cuh"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::kronecker::strided {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr const char* kProduct = "ops/kronecker/kernel_strided.cuh";
+constexpr const char* kCluster = "ops/kronecker/kernel_strided_cluster.cuh";
+constexpr const char* kClusterWeight = "ops/kronecker/kernel_strided_cluster_weight.cuh";
+constexpr const char* kPack = "ops/kronecker/kernel_strided_pack.cuh";
+constexpr const char* kWeight = "ops/kronecker/kernel_strided_weight.cuh";
+
+std::int64_t ceil_div(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
+
+/// The tiles there are kernels for, those of whole 32-byte sectors first. Rows are 16·wm.
+std::vector<Tile> product_tiles(int size, int products) {
+  if (size == 2) {
+    return {{2, 16, 2}, {2, 16, 4}, {2, 8, 4}, {2, 8, 8}, {2, 4, 4}, {2, 4, 8}, {2, 2, 8}};
+  }
+  if (products == 3) {  // the halves of tf32x3 need the registers that a taller tile of 8 would
+    return {{4, 8, 4}, {4, 4, 4}, {4, 4, 8}, {4, 2, 8}};
+  }
+  return {{4, 8, 4}, {4, 8, 8}, {4, 4, 4}, {4, 4, 8}, {4, 2, 8}};
+}
+
+std::vector<Tile> weight_tiles(int size) {
+  if (size == 2) {
+    return {{2, 16, 2}, {2, 8, 4}, {2, 4, 4}, {2, 2, 8}};
+  }
+  return {{4, 8, 4}, {4, 4, 4}, {4, 2, 8}};
+}
+
+KernelSpec pack_kernel(DType dtype, int deltas) {
+  return {kPack, std::string("fretwork::strided_pack<") + device_type(dtype) + ", " + std::to_string(deltas) + ">"};
+}
+
+std::string arguments(DType dtype, int products, const Tile& tile) {
+  return std::string("<") + device_type(dtype) + ", " + std::to_string(products) + ", " + std::to_string(tile.v) +
+         ", " + std::to_string(tile.wm) + ">";
+}
+KernelSpec product_kernel(DType dtype, int products, const Tile& tile) {
+  return {kProduct, "fretwork::strided_product" + arguments(dtype, products, tile)};
+}
+KernelSpec cluster_kernel(DType dtype, int v) {
+  return {kCluster, std::string("fretwork::strided_cluster<") + device_type(dtype) + ", " + std::to_string(v) + ">"};
+}
+KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
+  return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile)};
+}
+KernelSpec cluster_weight_kernel(DType dtype) {
+  return {kClusterWeight, std::string("fretwork::strided_cluster_weight<") + device_type(dtype) + ">"};
+}
+KernelSpec reduce_kernel(DType dtype) {
+  return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ">"};
+}
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (arch < "sm_80" && arch.size() == 5) {
+    return list;
+  }
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    const int size = static_cast<int>(size_of(dtype));
+    for (const int products : dtype == DType::f32 ? std::vector{1, 3} : std::vector{1}) {
+      for (const Tile& tile : product_tiles(size, products)) {
+        list.push_back(product_kernel(dtype, products, tile));
+      }
+      for (const Tile& tile : weight_tiles(size)) {
+        list.push_back(weight_kernel(dtype, products, tile));
+      }
+    }
+    for (const Tile& tile : weight_tiles(size)) {  // one of each V
+      list.push_back(pack_kernel(dtype, tile.v));
+    }
+    list.push_back(reduce_kernel(dtype));
+    if (arch == "sm_90a" && size == 2) {
+      list.push_back(cluster_kernel(dtype, 8));
+      list.push_back(cluster_kernel(dtype, 4));
+      list.push_back(cluster_weight_kernel(dtype));
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker_strided", list_kernels};
+
+/// 3 for tf32x3, 1 for the other types with tensor cores here, else 0.
+int products_of(DType dtype, Precision precision) {
+  if (dtype == DType::f32) {
+    return precision == Precision::tf32 ? 1 : precision == Precision::tf32x3 ? 3 : 0;
+  }
+  return dtype == DType::f16 || dtype == DType::bf16 ? 1 : 0;
+}
+
+bool small_enough(const Sizes& s) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 64;
+  return s.b * s.d <= kMost && s.c * s.d <= kMost && s.a * s.d * std::max(s.b, s.c) <= kMost * 16;
+}
+
+/// Whether rows and features lie so that `bytes` can be moved at once from every multiple of `bytes`.
+bool moves(const Matrix& m, std::int64_t batch, int size, int bytes) {
+  return m.feature == 1 && reinterpret_cast<std::uintptr_t>(m.data) % static_cast<unsigned>(bytes) == 0 &&
+         (batch == 1 || m.batch * size % bytes == 0);
+}
+
+/// Whether the δ groups of `tile` can be moved: d holds whole groups, and they are aligned.
+bool fits(const Tile& tile, std::int64_t d, std::int64_t batch, const Matrix& one, const Matrix& other) {
+  const int bytes = std::min(16, tile.v * tile.size);
+  return d % tile.v == 0 && moves(one, batch, tile.size, bytes) && moves(other, batch, tile.size, bytes);
+}
+
+/// With fewer δ than a chunk holds: whether `count` neighbouring columns of `lines` can be moved together.
+bool flat(const Tile& tile, const Sizes& s, std::int64_t columns, std::int64_t batch, const Matrix& m, int bytes) {
+  return s.d == tile.v && moves(m, batch, tile.size, bytes) && (s.a == 1 || columns * s.d * tile.size % bytes == 0);
+}
+
+/// L2 moves sectors of 32 bytes: how many times more than is asked for.
+double sectors(const Tile& tile, std::int64_t d) {
+  return d == tile.v ? 1.0 : std::max(1.0, 32.0 / (tile.v * tile.size));
+}
+
+struct Plan {
+  Tile tile{};
+  int columns = 0, slab = 0, slabs = 0, stages = 0, ring = 0;
+  bool resident = false;
+  double cost = 0;  ///< bytes through L2 per row of the batch and δ
+  std::int64_t w_bytes() const { return static_cast<std::int64_t>(stages) * w_stage(); }
+  std::int64_t w_stage() const { return static_cast<std::int64_t>(tile.steps()) * tile.v * slab * 32; }
+  std::int64_t shared() const { return resident ? w_bytes() + ring * tile.stage() : ring * (tile.stage() + w_stage()); }
+};
+
+std::optional<Plan> plan_for(const Tile& tile, const Sizes& s, std::int64_t shared_limit) {
+  Plan plan;
+  plan.tile = tile;
+  const std::int64_t slabs = ceil_div(s.b, tile.width());
+  plan.columns = static_cast<int>(ceil_div(ceil_div(ceil_div(s.b, slabs), tile.wn()), tile.unit())) * tile.unit();
+  plan.slab = plan.columns * tile.wn();
+  plan.slabs = static_cast<int>(ceil_div(s.b, plan.slab));
+  plan.stages = static_cast<int>(ceil_div(s.c, tile.steps() * tile.depth()));
+  const auto find_ring = [&](bool resident) {
+    constexpr int kInFlight = 32 * 1024;  // bytes that hide memory's latency
+    plan.resident = resident;
+    for (plan.ring = 4; plan.ring >= 2 && (!resident || (plan.ring - 1) * tile.stage() >= kInFlight); --plan.ring) {
+      if (plan.shared() <= shared_limit) {
+        return true;
+      }
+    }
+    return false;
+  };
+  if (!find_ring(true) && !find_ring(false)) {
+    return std::nullopt;
+  }
+  const double again = plan.resident ? 0 : double(plan.slabs) * plan.slab / tile.rows();
+  plan.cost = tile.size * (double(plan.slabs * s.c + s.b) * sectors(tile, s.d) + again * double(s.c));
+  return plan;
+}
+
+/// Pieces of the batch: enough CTAs for the machine, whole waves where it matters. `before` is what a CTA moves before
+/// its first tile.
+std::int64_t pieces_of(std::int64_t groups, std::int64_t tiles, std::int64_t multiprocessors, double tile_bytes,
+                       double before) {
+  const std::int64_t most = std::min(tiles, std::max<std::int64_t>(1, 8 * multiprocessors / groups));
+  std::int64_t best = 1;
+  double least = std::numeric_limits<double>::max();
+  for (std::int64_t pieces = 1; pieces <= most; ++pieces) {
+    const double waves = double(ceil_div(groups * pieces, multiprocessors));
+    const double cost = waves * (double(ceil_div(tiles, pieces)) * tile_bytes + before);
+    if (cost < least) {
+      least = cost;
+      best = pieces;
+    }
+  }
+  return best;
+}
+
+/// Brings the weights into the order of PackParams, in groups of `deltas` δ.
+void pack(const Problem& problem, int deltas, int slab, int slabs, int steps, void* to, Context& context) {
+  const Sizes& s = problem.sizes;
+  PackParams params{};
+  params.from = problem.w.data;
+  params.to = to;
+  params.stride_a = problem.w.a;
+  params.stride_b = problem.w.b;
+  params.stride_c = problem.w.c;
+  params.stride_d = problem.w.d;
+  params.rows = s.a * (s.d / deltas) * slabs * steps * slab;
+  params.b = static_cast<int>(s.b);
+  params.c = static_cast<int>(s.c);
+  params.d = static_cast<int>(s.d);
+  params.slab = slab;
+  params.slabs = slabs;
+  params.steps = steps;
+  const int size = static_cast<int>(size_of(problem.dtype)), bytes = std::min(16, deltas * size);
+  const auto whole = [&](std::int64_t stride) { return stride * size % bytes == 0; };
+  params.vector = problem.w.d == 1 && whole(problem.w.a) && whole(problem.w.b) && whole(problem.w.c) &&
+                  reinterpret_cast<std::uintptr_t>(problem.w.data) % static_cast<unsigned>(bytes) == 0;
+  get_kernel(pack_kernel(problem.dtype, deltas), context.device.index)
+      .launch(ceil_div(2 * params.rows, kThreads), kThreads, 0, &params, context.stream);
+}
+
+/// What both kinds of product kernel are told of the problem.
+ProductParams product_params(const Problem& problem, const void* packed) {
+  const Sizes& s = problem.sizes;
+  ProductParams params{};
+  params.x = problem.x.data;
+  params.y = problem.y.data;
+  params.w = packed;
+  params.bias = problem.bias.data;
+  params.batch = problem.batch;
+  params.x_stride = problem.x.batch;
+  params.y_stride = problem.y.batch;
+  params.bias_stride = static_cast<int>(problem.bias.stride);
+  params.b = static_cast<int>(s.b);
+  params.c = static_cast<int>(s.c);
+  params.d = static_cast<int>(s.d);
+  params.activation = static_cast<int>(problem.activation);
+  params.finish = problem.bias.data != nullptr || problem.activation != Activation::none;
+  return params;
+}
+
+// Per SM and clock: bytes of memory and of L2, and operations that mma.sync and wgmma reach here.
+constexpr double kMemoryRate = 18, kL2Rate = 24, kMmaRate = 1300, kWgmmaRate = 2600;
+
+/// Clocks of an SM per row of the batch and δ, at best: what memory, L2 and the tensor cores need.
+double clocks(const Sizes& s, double l2_bytes, double columns, double rate) {
+  const double memory = 2.0 * double(s.b + s.c) / kMemoryRate;
+  return std::max({memory, l2_bytes / kL2Rate, 2.0 * columns * double(s.c) / rate});
+}
+
+struct ClusterPlan {
+  ClusterTile tile{};
+  int rows = 1, columns = 1;  ///< of CTAs
+  int across = 1;             ///< clusters along b
+  double l2_bytes = 0, clocks = 0;
+};
+
+/// The cluster that L2 has least to do for; a larger one must pay.
+ClusterPlan plan_cluster(const Sizes& s, int v) {
+  ClusterPlan best;
+  best.clocks = std::numeric_limits<double>::max();
+  const ClusterTile tile{v};
+  for (const int size : {1, 2, 4, 8}) {
+    for (int columns = 1; columns <= size; columns *= 2) {
+      ClusterPlan plan{tile, size / columns, columns, 1, 0, 0};
+      plan.across = static_cast<int>(ceil_div(s.b, std::int64_t{columns} * tile.columns()));
+      const double wide = double(plan.across) * columns * tile.columns();
+      plan.l2_bytes = 2.0 * (double(plan.across * s.c + s.b) + wide * double(s.c) / (double(plan.rows) * tile.rows()));
+      plan.clocks = clocks(s, plan.l2_bytes, wide, kWgmmaRate);
+      if (plan.clocks < 0.97 * best.clocks) {
+        best = plan;
+      }
+    }
+  }
+  return best;
+}
+
+/// Whether the copy engine can fetch rows of both operands for clusters.
+bool clusters_fit(DType dtype, std::int64_t batch, const Matrix& one, const Matrix& other, const Context& context) {
+  return size_of(dtype) == 2 && driver::kernel_arch(context.device.index) == "sm_90a" && batch > 0 &&
+         batch <= std::numeric_limits<std::int32_t>::max() / 2 && one.batch > 0 && other.batch > 0 &&
+         moves(one, batch, 2, 16) && moves(other, batch, 2, 16);
+}
+
+/// 8 or 4 where clusters can take the product, else 0.
+int cluster_v(const Problem& problem, const Context& context) {
+  const Sizes& s = problem.sizes;
+  if (!clusters_fit(problem.dtype, problem.batch, problem.x, problem.y, context)) {
+    return 0;
+  }
+  return s.d % 16 == 0 ? 8 : s.d == 4 && (s.a == 1 || s.c % 2 == 0) ? 4 : 0;
+}
+
+Map encoded(const Matrix& m, std::span<const std::uint64_t> sizes, std::span<const std::uint64_t> strides,
+            std::initializer_list<std::uint32_t> box, driver::Swizzle swizzle) {
+  const driver::TensorMap made = driver::make_tensor_map(m.data, 2, sizes, strides, {box.begin(), box.size()}, swizzle);
+  Map map;
+  static_assert(sizeof map == sizeof made);
+  std::memcpy(&map, &made, sizeof map);
+  return map;
+}
+
+/// `inner` and then the batch.
+Map make_map(const Matrix& m, std::int64_t batch, std::initializer_list<std::uint64_t> inner,
+             std::initializer_list<std::uint32_t> box, driver::Swizzle swizzle) {
+  std::vector<std::uint64_t> sizes(inner), strides;
+  std::uint64_t bytes = 2;
+  for (const std::uint64_t size : inner) {
+    bytes *= size;
+    strides.push_back((bytes + 15) / 16 * 16);  // only a dimension of one factor is rounded
+  }
+  sizes.push_back(static_cast<std::uint64_t>(batch));
+  strides.back() = batch == 1 ? strides.back() : static_cast<std::uint64_t>(m.batch) * 2;
+  return encoded(m, sizes, strides, box, swizzle);
+}
+
+/// (δ, n, column, i), in boxes of 16 δ × 16 n × `columns`.
+Map make_batch_map(const Matrix& m, std::int64_t batch, const Sizes& s, std::int64_t count, int columns) {
+  const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
+  const std::uint64_t sizes[] = {u64(s.d), u64(batch), u64(count), u64(s.a)};
+  const std::uint64_t strides[] = {batch == 1 ? 32 : u64(m.batch) * 2, u64(s.d) * 2, u64(count * s.d) * 2};
+  return encoded(m, sizes, strides, {16, 16, static_cast<std::uint32_t>(columns), 1}, driver::Swizzle::b32);
+}
+
+/// Clusters that run at once: fewer than there are multiprocessors for, as a cluster stays within a part of the chip.
+std::int64_t resident_clusters(const Kernel& kernel, int size, int shared) {
+  static std::mutex mutex;
+  static std::map<std::pair<const Kernel*, int>, int> known;
+  const std::lock_guard lock(mutex);
+  const auto [place, fresh] = known.try_emplace({&kernel, size}, 1);
+  if (fresh) {
+    place->second = std::max(1, kernel.active_clusters(size, ClusterTile::kThreads, shared));
+  }
+  return place->second;
+}
+
+void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& context) {
+  const Sizes& s = problem.sizes;
+  const ClusterTile& tile = plan.tile;
+  const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
+  const auto u32 = [](int n) { return static_cast<std::uint32_t>(n); };
+  const int slabs = plan.across * plan.columns;
+  const int stages = static_cast<int>(ceil_div(s.c, 16 * tile.steps()));
+  const std::int64_t blocks = s.a * (s.d / tile.deltas());
+  const std::int64_t group_bytes = std::int64_t{stages} * ClusterTile::kStageW;
+  const Workspace packed(context, static_cast<std::size_t>(blocks * slabs * group_bytes));
+  pack(problem, tile.deltas(), tile.columns(), slabs, stages * tile.steps(), packed.data(), context);
+
+  ClusterParams params{};
+  params.product = product_params(problem, packed.data());
+  params.product.columns = tile.columns();
+  params.product.slab = tile.columns();
+  params.product.slabs = slabs;
+  params.product.stages = stages;
+  params.cluster_rows = plan.rows;
+  params.cluster_columns = plan.columns;
+  if (tile.v == 8) {
+    params.x = make_map(problem.x, problem.batch, {u64(s.d), u64(s.c), u64(s.a)},
+                        {16, 16, 1, u32(tile.rows() / plan.columns)}, driver::Swizzle::b32);
+    params.y = make_map(problem.y, problem.batch, {u64(s.d), u64(s.b), u64(s.a)}, {16, 8, 1, u32(tile.rows())},
+                        driver::Swizzle::b32);
+  } else {
+    params.x = make_map(problem.x, problem.batch, {u64(s.c * s.d), u64(s.a)}, {64, 1, u32(tile.rows() / plan.columns)},
+                        driver::Swizzle::b128);
+    params.product.y_flat = s.a == 1 || s.b % 2 == 0;
+  }
+  const int size = plan.rows * plan.columns;
+  const std::int64_t groups = blocks * plan.across, height = std::int64_t{plan.rows} * tile.rows();
+  const Kernel& kernel = get_kernel(cluster_kernel(problem.dtype, tile.v), context.device.index);
+  params.product.groups = static_cast<int>(groups);
+  params.product.pieces = static_cast<int>(
+      pieces_of(groups, ceil_div(problem.batch, height), resident_clusters(kernel, size, tile.shared()),
+                plan.l2_bytes * tile.rows() * tile.deltas() / slabs, 128 * 1024.0));
+  kernel.launch_clusters(groups * params.product.pieces * size, size, ClusterTile::kThreads, tile.shared(), &params,
+                         context.stream);
+}
+
+/// Columns that L2 carries per row of the batch and δ, sectors counted whole.
+double weight_columns(const Tile& tile, const Sizes& s) {
+  return double(ceil_div(s.b, tile.rows()) * s.c + ceil_div(s.c, tile.width()) * s.b) * sectors(tile, s.d);
+}
+
+std::optional<Tile> plan_weight(const WeightProblem& problem, int shared_limit) {
+  const Sizes& s = problem.sizes;
+  std::optional<Tile> best;
+  for (const Tile& tile : weight_tiles(static_cast<int>(size_of(problem.dtype)))) {
+    if (fits(tile, s.d, problem.batch, problem.x, problem.d_y) && 2 * tile.batch_stage() <= shared_limit &&
+        (!best || weight_columns(tile, s) < weight_columns(*best, s))) {
+      best = tile;
+    }
+  }
+  return best;
+}
+
+ClusterPlan plan_weight_cluster(const Sizes& s) {
+  ClusterPlan best;
+  best.clocks = std::numeric_limits<double>::max();
+  for (const int size : {1, 2, 4, 8}) {
+    for (int columns = 1; columns <= size; columns *= 2) {
+      ClusterPlan plan{ClusterTile{8}, size / columns, columns, 1, 0, 0};
+      const std::int64_t high = ceil_div(s.b, 64 * plan.rows), wide = ceil_div(s.c, 32 * columns);
+      plan.l2_bytes = 2.0 * double(high * s.c + wide * s.b);
+      const double padded = double(high * 64 * plan.rows) * double(wide * 32 * columns) / double(s.c);
+      plan.clocks = clocks(s, plan.l2_bytes, padded, kMmaRate);
+      if (plan.clocks < 0.97 * best.clocks) {
+        best = plan;
+      }
+    }
+  }
+  return best;
+}
+
+WeightParams weight_params(const WeightProblem& problem) {
+  const Sizes& s = problem.sizes;
+  WeightParams params{};
+  params.x = problem.x.data;
+  params.dy = problem.d_y.data;
+  params.batch = problem.batch;
+  params.x_stride = problem.x.batch;
+  params.dy_stride = problem.d_y.batch;
+  params.weights = s.a * s.b * s.c * s.d;
+  params.features = s.a * s.b * s.d;
+  params.b = static_cast<int>(s.b);
+  params.c = static_cast<int>(s.c);
+  params.d = static_cast<int>(s.d);
+  return params;
+}
+
+int ring_of(const Tile& tile, int shared_limit) { return std::clamp(shared_limit / tile.batch_stage(), 2, 4); }
+
+/// Adds the pieces of d_w and, where wanted, of d_bias.
+void reduce(const WeightProblem& problem, const WeightParams& params, Context& context) {
+  const auto add = [&](const ReduceParams& sum) {
+    get_kernel(reduce_kernel(problem.dtype), context.device.index)
+        .launch(ceil_div(sum.count, kThreads), kThreads, 0, &sum, context.stream);
+  };
+  const Weights& w = problem.d_w;
+  add({params.partials, w.data, params.weights, params.pieces, w.a, w.b, w.c, w.d, params.b, params.c, params.d});
+  if (params.bias_partials != nullptr) {
+    add({params.bias_partials, problem.d_bias.data, params.features, params.pieces, 0, 0, 0, problem.d_bias.stride, 1,
+         1, static_cast<int>(params.features)});
+  }
+}
+
+}  // namespace
+
+bool run(const Problem& problem, Context& context, Way way) {
+  const Sizes& s = problem.sizes;
+  const driver::DeviceInfo& device = driver::device_info(context.device.index);
+  const int size = static_cast<int>(size_of(problem.dtype));
+  const int products = products_of(problem.dtype, context.precision);
+  if (device.arch < 80 || products == 0 || s.d < 2 || !small_enough(s) ||
+      std::abs(problem.bias.stride) * s.a * s.b * s.d > std::numeric_limits<std::int32_t>::max()) {
+    return false;
+  }
+  std::optional<Plan> best;
+  for (const Tile& tile : product_tiles(size, products)) {
+    if (fits(tile, s.d, problem.batch, problem.x, problem.y)) {
+      const auto plan = plan_for(tile, s, device.shared_per_block);
+      if (plan && (!best || plan->cost <= best->cost)) {
+        best = plan;
+      }
+    }
+  }
+  if (!best) {
+    return false;
+  }
+  if (const int v = cluster_v(problem, context); v != 0 && way != Way::alone) {
+    const ClusterPlan cluster = plan_cluster(s, v);
+    // The same clocks are easier kept by the copy engine, except where rows are long runs anyway.
+    const double alone = clocks(s, best->cost, double(best->slabs) * best->slab, kMmaRate);
+    if (way == Way::clusters || cluster.clocks <= (v == 8 ? 1.0 : 0.9) * alone) {
+      run_clusters(problem, cluster, context);
+      return true;
+    }
+  }
+  if (way == Way::clusters) {
+    return false;
+  }
+  const Plan& plan = *best;
+  const Tile& tile = plan.tile;
+  const std::int64_t groups = s.a * (s.d / tile.v) * plan.slabs;
+  const std::int64_t tiles = ceil_div(problem.batch, tile.rows());
+  const Workspace packed(context, static_cast<std::size_t>(groups * plan.w_bytes()));
+  pack(problem, tile.v, plan.slab, plan.slabs, plan.stages * tile.steps(), packed.data(), context);
+  ProductParams params = product_params(problem, packed.data());
+  params.columns = plan.columns;
+  params.slab = plan.slab;
+  params.slabs = plan.slabs;
+  params.stages = plan.stages;
+  params.groups = static_cast<int>(groups);
+  params.pieces =
+      static_cast<int>(pieces_of(groups, tiles, device.multiprocessors, plan.cost * tile.rows() * tile.v / plan.slabs,
+                                 64 * 1024.0 + (plan.resident ? double(plan.w_bytes()) : 0.0)));
+  params.ring = plan.ring;
+  params.resident = plan.resident;
+  params.x_flat = flat(tile, s, s.c, problem.batch, problem.x, 16);
+  params.y_flat = flat(tile, s, s.b, problem.batch, problem.y, 2 * tile.v * tile.size);
+  get_kernel(product_kernel(problem.dtype, products, tile), context.device.index)
+      .launch(groups * params.pieces, kThreads, static_cast<int>(plan.shared()), &params, context.stream);
+  return true;
+}
+
+bool run(const Problem& problem, Context& context) { return run(problem, context, Way::best); }
+
+bool run(const WeightProblem& problem, Context& context, Way way) {
+  const Sizes& s = problem.sizes;
+  const driver::DeviceInfo& device = driver::device_info(context.device.index);
+  const int products = products_of(problem.dtype, context.precision);
+  if (device.arch < 80 || products == 0 || s.d < 2 || !small_enough(s)) {
+    return false;
+  }
+  const std::optional<Tile> tile = plan_weight(problem, device.shared_per_block);
+  if (!tile) {
+    return false;
+  }
+  WeightParams params = weight_params(problem);
+  const bool fit = s.d % 16 == 0 && clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, context);
+  const ClusterPlan cluster = plan_weight_cluster(s);
+  const double alone = clocks(s, double(size_of(problem.dtype)) * weight_columns(*tile, s), double(s.b), kMmaRate);
+  const bool clusters = fit && way != Way::alone && (way == Way::clusters || cluster.clocks < 0.9 * alone);
+  if (way == Way::clusters && !clusters) {
+    return false;
+  }
+  const int size = cluster.rows * cluster.columns;
+  const std::int64_t blocks = s.a * (s.d / (clusters ? 16 : tile->v));
+  params.slabs_b = static_cast<int>(ceil_div(s.b, clusters ? 64 * cluster.rows : tile->rows()));
+  params.slabs_c = static_cast<int>(ceil_div(s.c, clusters ? 32 * cluster.columns : tile->width()));
+  params.groups = static_cast<int>(blocks * params.slabs_b * params.slabs_c);
+  constexpr double kPartial = 2.0 * sizeof(float) * 32768;  // sums of a CTA, written and read again
+  const Kernel& kernel =
+      get_kernel(clusters ? cluster_weight_kernel(problem.dtype) : weight_kernel(problem.dtype, products, *tile),
+                 context.device.index);
+  const int depth = clusters ? 16 : tile->batch_rows();
+  const int stage = clusters ? ClusterTile::kStageX + ClusterTile::kStageW : tile->batch_stage();
+  const int shared = clusters ? ClusterTile{4}.shared() : ring_of(*tile, device.shared_per_block) * stage;
+  params.ring = shared / stage;
+  params.pieces = static_cast<int>(pieces_of(
+      params.groups, std::max<std::int64_t>(1, ceil_div(problem.batch, depth)),
+      clusters ? resident_clusters(kernel, size, shared) : device.multiprocessors, stage, 64 * 1024.0 + kPartial));
+  params.x_flat = flat(*tile, s, s.c, problem.batch, problem.x, 16);
+  params.dy_flat = flat(*tile, s, s.b, problem.batch, problem.d_y, 16);
+
+  const bool bias = problem.d_bias.data != nullptr;
+  const Workspace partials(context, static_cast<std::size_t>(params.pieces * params.weights) * sizeof(float));
+  const Workspace bias_partials(context,
+                                bias ? static_cast<std::size_t>(params.pieces * params.features) * sizeof(float) : 0);
+  params.partials = static_cast<float*>(partials.data());
+  params.bias_partials = static_cast<float*>(bias_partials.data());
+  const std::int64_t grid = std::int64_t{params.groups} * params.pieces;
+  if (clusters) {
+    const ClusterWeightParams shared_params{make_batch_map(problem.x, problem.batch, s, s.c, 32 / cluster.rows),
+                                            make_batch_map(problem.d_y, problem.batch, s, s.b, 64 / cluster.columns),
+                                            params, cluster.rows, cluster.columns};
+    kernel.launch_clusters(grid * size, size, ClusterTile::kThreads, shared, &shared_params, context.stream);
+  } else {
+    kernel.launch(grid, kThreads, shared, &params, context.stream);
+  }
+  reduce(problem, params, context);
+  return true;
+}
+
+bool run(const WeightProblem& problem, Context& context) { return run(problem, context, Way::best); }
+
+}  // namespace fretwork::kronecker::strided

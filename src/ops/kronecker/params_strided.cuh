@@ -1,0 +1,114 @@
+// What the kernels for neighbouring δ are launched with, and the sizes of their tiles. Host and device share it.
+#pragma once
+
+namespace fretwork::kronecker::strided {
+
+inline constexpr int kThreads = 256;
+
+/// A CTA takes V neighbouring δ, 16·WM rows and up to 256/V·WN columns of each of their V products; WM·WN = 8 warps
+/// hold 128 sums per lane. Sizes in elements of `size` bytes; memory moves in chunks of 16 bytes.
+struct Tile {
+  int size, v, wm;
+  constexpr int chunk() const { return 16 / size; }       ///< elements of a chunk
+  constexpr int depth() const { return 32 / size; }       ///< of K in one mma
+  constexpr int columns() const { return 256 / v; }       ///< of a warp
+  constexpr int unit() const { return v < 4 ? 32 : 16; }  ///< columns that are skipped or not
+  constexpr int wn() const { return 8 / wm; }
+  constexpr int rows() const { return 16 * wm; }
+  constexpr int width() const { return columns() * wn(); }
+  /// mma steps of K in a stage, which then holds 16 KB of x, or 32.
+  constexpr int steps() const { return rows() * v <= 256 ? 2 : 1; }
+  constexpr int line() const { return steps() * 2 * v; }  ///< chunks of x per row and stage
+  constexpr int stage() const { return rows() * line() * 16; }
+  /// The gradient of the weights: rows are j, columns k, and a stage is a few rows of the batch of both operands.
+  constexpr int batch_rows() const { return v * size <= 8 ? 2 * depth() : depth(); }
+  constexpr int batch_stage() const { return batch_rows() * (rows() + width()) * v * size; }
+};
+
+/// Weights in the order the product reads: [i][δ / V][slab][step of K][δ % V][column][32 bytes of K], the two chunks of
+/// a column exchanged in every other four columns; zero outside b and c.
+struct PackParams {
+  const void* from;
+  void* to;
+  long long stride_a, stride_b, stride_c, stride_d;
+  long long rows;  ///< i · δ groups · slabs · steps · slab: one per (…, step, column)
+  int b, c, d;
+  int slab, slabs, steps;
+  bool vector;  ///< neighbouring δ can be loaded together
+};
+
+struct ProductParams {
+  const void* x;
+  void* y;
+  const void* w;     ///< packed
+  const void* bias;  ///< or null
+  long long batch, x_stride, y_stride;
+  int bias_stride;  ///< any feature's offset fits 32 bits
+  int b, c, d;
+  int columns, slab, slabs;  ///< columns of a warp and of a CTA, and CTAs along b
+  int stages;                ///< of K in a tile
+  int groups, pieces;        ///< CTAs: groups (slab fastest, then δ, then i) · pieces of the batch
+  int ring;                  ///< stages on chip: 2, 3 or 4
+  int activation;
+  bool finish;          ///< there is a bias or an activation
+  bool resident;        ///< the CTA's weights stay on chip
+  bool x_flat, y_flat;  ///< with V < chunk: neighbours along K or j are moved together
+};
+
+/// Hopper: two warpgroups of 64 rows × 256/V columns × V δ. V = 8: they share rows and columns and take 8 δ each of 16;
+/// V = 4: they share columns and δ, where d = 4 is all of a factor.
+struct ClusterTile {
+  int v;
+  static constexpr int kThreads = 384, kRing = 4, kStageX = 32768, kStageW = 16384, kStaging = 16384;
+  constexpr int deltas() const { return v == 8 ? 16 : 4; }
+  constexpr int rows() const { return v == 8 ? 64 : 128; }
+  constexpr int columns() const { return 256 / v; }
+  constexpr int steps() const { return v == 8 ? 1 : 2; }  ///< of K, 16 each, in a stage
+  constexpr int shared() const { return 1024 + kRing * (kStageX + kStageW) + (v == 8 ? 2 * kStaging : 0); }
+};
+
+struct alignas(64) Map {
+  unsigned long long opaque[16];
+};
+
+/// A cluster of rows × columns CTAs: those of a row share x, those of a column share weights. In `product`, slabs
+/// counts all CTAs along b, groups and pieces count clusters, and columns is one CTA's.
+struct ClusterParams {
+  Map x;  ///< (δ, k, i, n), or with V = 4 (k·δ, i, n)
+  Map y;  ///< (δ, j, i, n), V = 8 only
+  ProductParams product;
+  int cluster_rows, cluster_columns;
+};
+
+/// d_w: rows of the products are j, columns k, and K is the batch.
+struct WeightParams {
+  const void* x;
+  const void* dy;
+  float* partials;       ///< [piece][i][j][k][δ]
+  float* bias_partials;  ///< [piece][i][j][δ], or null
+  long long batch, x_stride, dy_stride;
+  long long weights, features;  ///< a·b·c·d, a·b·d
+  int b, c, d;
+  int slabs_b, slabs_c;
+  int groups, pieces;
+  int ring;
+  bool x_flat, dy_flat;
+};
+
+/// Hopper: a CTA sums 64 j × 32 k × 16 δ; the CTAs of a cluster's row share d_y, those of a column share x. In `weight`
+/// slabs and groups count clusters. Both maps are (δ, n, j or k, i).
+struct ClusterWeightParams {
+  Map x, dy;
+  WeightParams weight;
+  int cluster_rows, cluster_columns;
+};
+
+struct ReduceParams {
+  const float* partials;
+  void* to;
+  long long count, pieces;
+  long long stride_a, stride_b, stride_c, stride_d;
+  int b, c, d;
+};
+
+}  // namespace fretwork::kronecker::strided

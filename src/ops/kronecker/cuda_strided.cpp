@@ -100,7 +100,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   }
   return list;
 }
-const KernelList kKernels{"kronecker_strided", list_kernels};
+const KernelList kKernels{"kronecker", list_kernels};
 
 /// 3 for tf32x3, 1 for the other types with tensor cores here, else 0.
 int products_of(DType dtype, Precision precision) {

@@ -40,7 +40,7 @@ struct Place {
 
 /// Deltas: 1, 2, 4 or 8 neighbouring δ of a CTA; it then has 8 / Deltas tiles of rows.
 template <typename T, typename Out, int Deltas>
-__global__ void __launch_bounds__(kWarps * 32) product_simple(const __grid_constant__ ProductParams p) {
+__global__ void __launch_bounds__(kWarps * 32, 1) product_simple(const __grid_constant__ ProductParams p) {
   using Sum = accumulator_t<T>;
   constexpr int kRows = kTile * kWarps / Deltas;
   extern __shared__ __align__(16) u8 raw[];

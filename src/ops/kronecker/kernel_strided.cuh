@@ -163,6 +163,11 @@ struct Product {
       for (int part = 0; part < kParts; ++part) {
         u32 a[kMany][4];
         load_left<T, V, kPitch>(a, line, g, lane, step, part);
+        mma_operand<T, Products> left[kMany];
+#pragma unroll
+        for (int e = 0; e < kMany; ++e) {
+          left[e].set(a[e]);
+        }
 #pragma unroll
         for (int block = 0; block < kTile.columns() / 16; block += kUnit) {
           if (block * 16 < columns) {
@@ -172,8 +177,10 @@ struct Product {
               for (int n = block; n < block + kUnit; ++n) {
                 u32 b[4];
                 ldmatrix(b, right + ((step * V + part * kMany + e) * slab + n * 16) * 32);
-                multiply<T, Products>(sums[part * kMany + e][2 * n], a[e], b[0], b[1]);
-                multiply<T, Products>(sums[part * kMany + e][2 * n + 1], a[e], b[2], b[3]);
+                mma_operand<T, Products> both;
+                both.set(b);
+                multiply(sums[part * kMany + e][2 * n], left[e], both, 0);
+                multiply(sums[part * kMany + e][2 * n + 1], left[e], both, 2);
               }
             }
           }

@@ -65,8 +65,8 @@ struct ClusterGradient {
       }
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        multiply<T, 1>(sums[e][q], a[e], __byte_perm(first[0].word[e / 2], second[0].word[e / 2], e % 2 ? high : low),
-                       __byte_perm(first[1].word[e / 2], second[1].word[e / 2], e % 2 ? high : low));
+        mma_sync<T>(sums[e][q], a[e], __byte_perm(first[0].word[e / 2], second[0].word[e / 2], e % 2 ? high : low),
+                    __byte_perm(first[1].word[e / 2], second[1].word[e / 2], e % 2 ? high : low));
       }
     }
   }

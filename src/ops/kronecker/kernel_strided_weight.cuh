@@ -109,6 +109,11 @@ struct Gradient {
       for (int part = 0; part < kParts; ++part) {
         u32 a[kMany][4];
         load_left(a, left, row, n, part);
+        mma_operand<T, Products> rows[kMany];
+#pragma unroll
+        for (int e = 0; e < kMany; ++e) {
+          rows[e].set(a[e]);
+        }
 #pragma unroll
         for (int q = 0; q < kBlocks; q += kSub) {
           if (8 * q < columns) {
@@ -123,9 +128,11 @@ struct Gradient {
             for (int sub = 0; sub < kSub; ++sub) {
 #pragma unroll
               for (int e = 0; e < kMany; ++e) {
-                multiply<T, Products>(sums[part * kMany + e][q + sub], a[e],
-                                      element<T>(raw[0][0], raw[0][1], sub * V + e),
-                                      element<T>(raw[1][0], raw[1][1], sub * V + e));
+                const u32 b[4] = {element<T>(raw[0][0], raw[0][1], sub * V + e),
+                                  element<T>(raw[1][0], raw[1][1], sub * V + e), 0, 0};
+                mma_operand<T, Products> eight;
+                eight.set(b);
+                multiply(sums[part * kMany + e][q + sub], rows[e], eight, 0);
               }
             }
           }

@@ -364,6 +364,11 @@ std::vector<Case> hopper_cases() {
     cases.push_back({{4, 384, 96, 2}, 25088, true, dtype});
     cases.push_back({{6, 64, 64, 1}, 25089, false, dtype, none, true});
     cases.push_back({{1, 64, 64, 1}, 1, false, dtype, relu, true});
+    // Batch first with blocks so large that regrouping pays.
+    cases.push_back({{1, 256, 256, 16}, 3000, false, dtype, gelu, true});
+    cases.push_back({{2, 768, 512, 4}, 1500, false, dtype, none, true, Order::transposed});
+    cases.push_back({{1, 512, 520, 2}, 4001, false, dtype, relu, true, Order::plain, 8});
+    cases.push_back({{1, 192, 192, 24}, 6000, false, dtype, silu, true, Order::padded});
   }
   return cases;
 }

@@ -19,6 +19,7 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr int kWidths[] = {64, 128, 192, 256};
+constexpr std::size_t kMostRegrouped = std::size_t{4} << 30;           // bytes of workspace
 constexpr std::int64_t kStep = 64;                                     // of the depth
 static_assert(shared_bytes(256) + 2 * 256 * 2 + 4 * 16 <= 227 << 10);  // with the bias and barriers of the product
 
@@ -41,6 +42,9 @@ KernelSpec gradient_instance(DType dtype, int width, bool last) {
   return instance("hopper_gradient", "gradient", sized(dtype, width, last));
 }
 KernelSpec pack_instance() { return instance("pack", "pack", "fretwork::u16"); }
+KernelSpec regroup_instance(int deltas, bool back) {
+  return instance("regroup", "regroup", std::to_string(deltas) + (back ? ", true" : ", false"));
+}
 KernelSpec unpack_instance(DType dtype) { return instance("pack", "unpack", device_type(dtype)); }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -49,6 +53,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     return list;
   }
   list.push_back(pack_instance());
+  for (const int deltas : {2, 4, 8}) {
+    list.push_back(regroup_instance(deltas, false));
+    list.push_back(regroup_instance(deltas, true));
+  }
   for (const DType dtype : {DType::f16, DType::bf16}) {
     list.push_back(unpack_instance(dtype));
     for (const int width : kWidths) {
@@ -63,7 +71,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-constinit KernelTable<67> kernels;
+constinit KernelTable<73> kernels;
 
 std::size_t place(DType dtype, int width, bool last) {
   return (dtype == DType::f16 ? 0u : 1u) | (last ? 2u : 0u) | static_cast<std::size_t>(width / 64 - 1) << 2;
@@ -171,6 +179,56 @@ class Matrices {
   std::optional<TiledView> direct_;
 };
 
+// -------------------------------------------------------------------------------------------------- regrouping
+
+/// Batch first with d > 1: rows can be brought into a form with the features of one δ together, where the products of
+/// d = 1 take them, and back. Three passes over memory instead of one, which pays for large blocks.
+bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s) {
+  const bool groups = s.d % 8 == 0 || s.d == 4 || s.d == 2;
+  return groups && m.feature == 1 && width % 8 == 0 && m.batch % kMapUnit == 0 &&
+         reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0 && s.a * width * s.d * batch / 16 < kMost;
+}
+
+/// Seconds per row of the batch and δ, from times on an H200: a pass over x and y, and what each way reaches. Kernels
+/// that keep neighbouring δ together are bound by shared memory and L2.
+struct Estimate {
+  double pass, flops;
+  Estimate(const Sizes& s) : pass(2.0 * double(s.b + s.c) / 4.3e12), flops(2.0 * double(s.b) * double(s.c)) {}
+  bool product_regroups(std::int64_t d, std::int64_t count) const {
+    const double strided = std::max(1.75 * pass, flops / (d == 4 ? 200e12 : d == 2 ? 145e12 : 85e12));
+    return 2.35 * pass + std::max(1.25 * pass, flops / 640e12) + 6e-6 / double(count) < strided;
+  }
+  bool gradient_regroups(std::int64_t d, std::int64_t count) const {
+    const double strided = std::max((d < 8 ? 3.6 : 2.35) * pass, flops / (d < 8 ? 80e12 : 60e12));
+    return 2.35 * pass + std::max(1.3 * pass, flops / 550e12) + 6e-6 / double(count) < strided;
+  }
+};
+
+/// Regrouped rows: `width` features of each (i, l), contiguous.
+std::optional<TiledView> grouped_view(void* data, std::int64_t width, std::int64_t batch, const Sizes& s) {
+  return make_tiled_view(data, {width, batch, s.d, s.a}, {1, s.a * s.d * width, width, s.d * width});
+}
+
+void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, bool back,
+             const Context& context) {
+  const int deltas = narrowed(std::min<std::int64_t>(s.d, 8)), device = context.device.index;
+  RegroupParams params{};
+  params.strided = m.data;
+  params.grouped = grouped;
+  params.strided_row = m.batch;
+  params.width = narrowed(width);
+  params.d = narrowed(s.d);
+  params.pitch = narrowed(width);
+  params.total = narrowed(batch * s.a * (s.d / deltas) * (width / 8));
+  params.groups = divisor(s.d / deltas);
+  params.eights = divisor(width / 8);
+  params.a = divisor(s.a);
+  kernels
+      .get(67 + static_cast<std::size_t>(deltas / 4) * 2 + (back ? 1 : 0), device,
+           [&] { return regroup_instance(deltas, back); })
+      .launch(ceil_div(params.total, kRegroupThreads), kRegroupThreads, 0, &params, context.stream);
+}
+
 // -------------------------------------------------------------------------------------------------- launches
 
 /// The width whose tiles take the least time: a tile costs its columns and, to fetch the batch again, 64 more.
@@ -234,28 +292,16 @@ void unpack(const WeightProblem& p, const Workspace& sums, int line, std::int64_
   unpack_kernel(p.dtype, context.device.index).launch(reach.grid(s.a), kPackThreads, 0, &params, context.stream);
 }
 
-}  // namespace
-
-bool run(const Problem& p, Context& context) {
+/// `behind`: the weights are being packed by the kernel before.
+void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
+                    Context& context) {
   const Sizes& s = p.sizes;
-  if (!suits(s, p.batch, p.dtype, context)) {
-    return false;
-  }
-  const auto layout = layout_of(p.x, p.y, p.batch, s);
   const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
-  const int width = product_width(p, multiprocessors);
-  const std::int64_t row_tiles = ceil_div(p.batch, kRows), col_tiles = ceil_div(s.b, width);
-  const std::int64_t products = s.a * s.d;
-  if (!layout || !layout->y.can_be_written() || row_tiles > kMost / (col_tiles * products)) {
-    return false;
-  }
-  const bool last = layout->last;
-  const Matrices matrices(p.w, s);
-  const Workspace space(context, matrices.bytes());
+  const std::int64_t row_tiles = ceil_div(p.batch, kRows), col_tiles = ceil_div(s.b, width), products = s.a * s.d;
   ProductParams params{};
-  params.x = operand_map(layout->x, !last, kRows);
-  params.weights = operand_map(matrices.view(space, context), matrices.unit_is_k(), width);
-  params.y = layout->y.map(64, 64);
+  params.x = operand_map(layout.x, !layout.last, kRows);
+  params.weights = weights;
+  params.y = layout.y.map(64, 64);
   params.bias = p.bias.data;
   params.bias_stride = p.bias.stride;
   params.activation = static_cast<int>(p.activation);
@@ -265,14 +311,59 @@ bool run(const Problem& p, Context& context) {
   params.total = narrowed(row_tiles * col_tiles * products);
   params.d = divisor(s.d);
   params.col_tiles = divisor(col_tiles);
-  const std::int64_t share = std::min<std::int64_t>(row_tiles, last && col_tiles == 1 ? 64 : 16);
+  const std::int64_t share = std::min<std::int64_t>(row_tiles, layout.last && col_tiles == 1 ? 64 : 16);
   params.share = divisor(share);
   params.tail = divisor(std::max<std::int64_t>(row_tiles % share, 1));
   params.group = divisor(share * col_tiles * products);
-  const Kernel& kernel = product_kernel(p.dtype, width, last, matrices.unit_is_k(), device);
-  const auto launch = matrices.bytes() > 0 ? &Kernel::launch_behind : &Kernel::launch;
+  const Kernel& kernel = product_kernel(p.dtype, width, layout.last, weights_k, device);
+  const auto launch = behind ? &Kernel::launch_behind : &Kernel::launch;
   (kernel.*launch)(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
-  return true;
+}
+
+/// A part of the batch at a time, which bounds the workspace.
+void run_regrouped(const Problem& p, const Matrices& matrices, int width, Context& context) {
+  constexpr std::int64_t kBytes = std::int64_t{256} << 20;
+  const Sizes& s = p.sizes;
+  const std::int64_t row = s.a * s.d * (s.b + s.c) * 2;
+  const std::int64_t most = std::min(p.batch, std::max<std::int64_t>(kBytes / row / kRows, 1) * kRows);
+  const Workspace space(context, matrices.bytes());
+  const Workspace rows(context, static_cast<std::size_t>(most * row));
+  const Map weights = operand_map(matrices.view(space, context), matrices.unit_is_k(), width);
+  for (std::int64_t first = 0; first < p.batch; first += most) {
+    Problem part = p;
+    part.batch = std::min(most, p.batch - first);
+    part.x.data = static_cast<std::uint16_t*>(p.x.data) + first * p.x.batch;
+    part.y.data = static_cast<std::uint16_t*>(p.y.data) + first * p.y.batch;
+    void* const x = rows.data();
+    void* const y = static_cast<std::byte*>(rows.data()) + part.batch * s.a * s.d * s.c * 2;
+    regroup(part.x, x, s.c, part.batch, s, false, context);
+    const Layout layout{false, *grouped_view(x, s.c, part.batch, s), *grouped_view(y, s.b, part.batch, s)};
+    launch_product(part, layout, weights, matrices.unit_is_k(), width, false, context);
+    regroup(part.y, y, s.b, part.batch, s, true, context);
+  }
+}
+
+}  // namespace
+
+bool run(const Problem& p, Context& context) {
+  const Sizes& s = p.sizes;
+  if (!suits(s, p.batch, p.dtype, context)) {
+    return false;
+  }
+  const int width = product_width(p, driver::device_info(context.device.index).multiprocessors);
+  if (ceil_div(p.batch, kRows) > kMost / (ceil_div(s.b, width) * s.a * s.d)) {
+    return false;
+  }
+  const Matrices matrices(p.w, s);
+  if (const auto layout = layout_of(p.x, p.y, p.batch, s); layout && layout->y.can_be_written()) {
+    const Workspace space(context, matrices.bytes());
+    const Map weights = operand_map(matrices.view(space, context), matrices.unit_is_k(), width);
+    launch_product(p, *layout, weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
+    return true;
+  }
+  const bool possible = s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.y, s.b, p.batch, s);
+  return possible && Estimate(s).product_regroups(s.d, p.batch * s.a * s.d) &&
+         (run_regrouped(p, matrices, width, context), true);
 }
 
 bool run(const WeightProblem& p, Context& context) {
@@ -284,7 +375,18 @@ bool run(const WeightProblem& p, Context& context) {
     unpack(p, Workspace(context, 0), 0, 0, context);
     return true;
   }
-  const auto layout = layout_of(p.x, p.d_y, p.batch, s);
+  const auto bytes = [&](std::int64_t features) {
+    return static_cast<std::size_t>(p.batch * s.a * s.d * features) * sizeof(std::uint16_t);
+  };
+  auto layout = layout_of(p.x, p.d_y, p.batch, s);
+  const bool regrouped = !layout && s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.d_y, s.b, p.batch, s) &&
+                         bytes(s.b + s.c) <= kMostRegrouped && Estimate(s).gradient_regroups(s.d, p.batch * s.a * s.d);
+  const Workspace x(context, regrouped ? bytes(s.c) : 0), d_y(context, regrouped ? bytes(s.b) : 0);
+  if (regrouped) {
+    regroup(p.x, x.data(), s.c, p.batch, s, false, context);
+    regroup(p.d_y, d_y.data(), s.b, p.batch, s, false, context);
+    layout = Layout{false, *grouped_view(x.data(), s.c, p.batch, s), *grouped_view(d_y.data(), s.b, p.batch, s)};
+  }
   const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
   const int width = gradient_width(s.c);
   const std::int64_t row_tiles = ceil_div(s.b, kRows), col_tiles = ceil_div(s.c, width), products = s.a * s.d;

@@ -62,6 +62,15 @@ struct UnpackParams {
   int wide, deep, wide_tiles, deep_tiles;
 };
 
+/// Rows of `width` features a block, strided by d, beside the same with the features of one δ together.
+struct RegroupParams {
+  void *strided, *grouped;
+  long long strided_row;
+  int width, d, pitch, total;
+  Divisor groups, eights, a;  ///< of δ and of features in a block; blocks in a row
+};
+inline constexpr int kRegroupThreads = 256;
+
 /// Elements of a CTA's share in packing and unpacking.
 inline constexpr int kPackThreads = 256, kPackElements = 4096, kUnpackElements = 1024;
 

@@ -8,6 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 Row = dict[str, Any]
+PRECISIONS = {"highest": "ieee", "high": "tf32"}
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -67,6 +68,37 @@ def section(title: str, rows: list[Row]) -> list[str]:
     return lines
 
 
+def kronecker_section(rows: list[Row]) -> list[str]:
+    """One line per pattern and layout: ours, the floor, and the fastest of torch's ways that ran."""
+    lines = [f"## Kronecker products, {rows[0]['device']}", ""]
+    forward = [r for r in rows if r["part"] == "forward"]
+    lines += [
+        "| pattern | batch | layout | dtype | ms | as called | floor ms | time ÷ floor | best peer ms | × best peer | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in forward:
+        ours = r["ms"]["kernel"]
+        name, peer = min(((k, v) for k, v in r["ms"].items() if k != "kernel"), key=lambda x: x[1], default=("", None))
+        lines.append(
+            f"| {tuple(r['pattern'])} | {r['batch']} | {r['layout']} | "
+            f"{r['dtype']} {PRECISIONS.get(r['precision'], '')} | "
+            f"**{ours:.4f}** | {r['as_called_ms']:.4f} | {r['floor_ms']:.4f} | {ours / r['floor_ms']:.2f} | "
+            f"{number(peer, 4)} {name} | {number(peer and peer / ours, 2)} | {r['error']:.0e} |"
+        )
+    if backward := [r for r in rows if r["part"] == "backward"]:
+        lines += [
+            *("", "Gradients of x, w and bias together, through autograd (host time included):", ""),
+            "| pattern | batch | layout | dtype | forward ms | backward ms | ratio |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for r in backward:
+            lines.append(
+                f"| {tuple(r['pattern'])} | {r['batch']} | {r['layout']} | {r['dtype']} | {r['ms']['forward']:.4f} | "
+                f"{r['ms']['backward']:.4f} | {r['ratio']:.2f} |"
+            )
+    return [*lines, ""]
+
+
 def readme_table(gpu: list[Row], cpu: list[Row]) -> str:
     """dsd beside torch's dense product and BSR: one line per block, the densities across."""
     lines = []
@@ -98,6 +130,8 @@ def main() -> None:
     for path in sorted((ROOT / "bench/results").glob("*/block.json"), reverse=True):
         rows = json.loads(path.read_text())
         lines += section(rows[0]["device"], rows)
+    for path in sorted((ROOT / "bench/results").glob("*/kronecker.json"), reverse=True):
+        lines += kronecker_section(json.loads(path.read_text()))
     (ROOT / "docs/benchmarks.md").write_text("\n".join(lines).rstrip() + "\n")
 
     def results(name: str) -> list[Row]:

@@ -27,13 +27,12 @@ def test_python(code):
     exec(compile(code, "README.md", "exec"), {})
 
 
-def test_docs_have_examples():
-    assert len(examples("python", "docs/block-sparsity.md")) == 2
-
-
-@pytest.mark.parametrize("code", examples("python", "docs/block-sparsity.md"), ids=["attention", "pruned"])
-def test_docs(code):
-    exec(compile(code, "docs/block-sparsity.md", "exec"), {})
+@pytest.mark.parametrize("file", ["docs/block-sparsity.md", "docs/kronecker.md"])
+def test_docs(file):
+    codes = examples("python", file)
+    assert len(codes) == 2
+    for code in codes:
+        exec(compile(code, file, "exec"), {})
 
 
 def test_cpp(tmp_path):

@@ -73,7 +73,7 @@ def kronecker_section(rows: list[Row]) -> list[str]:
     lines = [f"## Kronecker products, {rows[0]['device']}", ""]
     forward = [r for r in rows if r["part"] == "forward"]
     lines += [
-        "| pattern | batch | layout | dtype | ms | as called | floor ms | time ÷ floor | best peer ms | × best peer | error |",
+        "| pattern | batch | layout | dtype | ms | as called | floor ms | time ÷ floor | best peer ms | × it | error |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in forward:

@@ -79,7 +79,8 @@ def _bsr_product(x: Tensor, w: Tensor) -> Tensor:
     if p == 1:
         return _csr_product(x, w)
     wide = x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
-    blocks = w.permute(0, 3, 1, 2).reshape(a * d, b // p, p, c // p, p).transpose(2, 3).reshape(-1, p, p).to(wide).contiguous()
+    blocks = w.permute(0, 3, 1, 2).reshape(a * d, b // p, p, c // p, p).transpose(2, 3)
+    blocks = blocks.reshape(-1, p, p).to(wide).contiguous()
     starts = torch.arange(a * d * b // p + 1, device=x.device) * (c // p)
     columns = torch.arange(a * d * c // p, device=x.device).reshape(a * d, 1, c // p).expand(-1, b // p, -1)
     matrix = torch.sparse_bsr_tensor(

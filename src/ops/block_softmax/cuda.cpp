@@ -130,14 +130,16 @@ struct Family {
 /// How many runs a thread may keep without crowding others out of the register file, in rising order: few, as each is a
 /// kernel. Sums with extras need a register for each element, all else stays packed as it came.
 std::span<const int> kept_choices(DType dtype, const Family& family) {
-  static constexpr int kForward[] = {4, 8, 10, 12}, kBackward[] = {4, 6, 8}, kSums[] = {4, 8}, kMixed[] = {2};
+  static constexpr int kForward[] = {4, 8, 12}, kNarrow[] = {4, 8, 10, 12}, kBackward[] = {4, 6, 8}, kSums[] = {4, 8},
+                       kMixed[] = {2};
   if (!family.aligned) {
     return std::span(kSums).first(family.extras == SoftmaxExtras::none ? 2 : 1).last(1);
   }
   if (family.backward) {
     return kBackward;
   }
-  return family.extras == SoftmaxExtras::none   ? std::span<const int>(kForward)
+  return family.extras == SoftmaxExtras::none
+             ? (size_of(dtype) == 2 ? std::span<const int>(kNarrow) : std::span<const int>(kForward))
          : family.extras == SoftmaxExtras::same ? std::span(kSums).first(size_of(dtype) == 2 ? 1 : 2)
                                                 : std::span<const int>(kMixed);
 }
@@ -172,7 +174,9 @@ Config choose(DType dtype, std::int64_t rows, std::int64_t cols, const Family& f
       config.most_threads = kFewThreads;
     }
     const std::int64_t on_row = config.lanes * config.warps, share = (row_runs + on_row - 1) / on_row;
-    const auto enough = std::lower_bound(kept.begin(), kept.end(), share);
+    // Of the kernels for many threads, which are few, only the last choices.
+    const auto first = config.warps <= 4 ? kept.begin() : kept.end() - std::min<std::ptrdiff_t>(2, std::ssize(kept));
+    const auto enough = std::lower_bound(first, kept.end(), share);
     config.kept = enough == kept.end() ? kept.back() : *enough;
   }
   return config;

@@ -74,12 +74,12 @@ bool tensor_cores(const ProductParams& p, DType dtype, const Context& context) {
 }
 
 void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context) {
-  const int cols = p.cols > 64 ? 128 : 64;
+  const int products = dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
+  const int cols = p.cols > 64 && products == 1 ? 128 : 64;
   p.row_tiles = ceil_div(p.rows, kRows);
   p.col_tiles = ceil_div(p.cols, cols);
   p.vector = in_lines(p.out, sums ? DType::f32 : dtype);
   const std::int64_t bytes = std::max(kStages * kStageDepth * (kRows + cols), 4 * kRows * (cols + 1));
-  const int products = dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
   const KernelSpec wanted = portable_spec(dtype, sums, products, cols, p.left.entry == 1, p.right.entry == 1);
   get_kernel(wanted, context.device.index)
       .launch(p.pieces * p.row_tiles * p.a * p.d * p.col_tiles, 256, static_cast<int>(bytes), &p, context.stream);
@@ -218,11 +218,11 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   }
   for (const auto& [dtype, products] : {std::pair{DType::f16, 1}, {DType::bf16, 1}, {DType::f32, 1}, {DType::f32, 3}}) {
     for (const int cols : {64, 128}) {
-      for (int order = 0; order < 4; ++order) {
-        for (const bool sums : {false, true}) {
-          if (!sums || dtype != DType::f32) {
-            list.push_back(portable_spec(dtype, sums, products, cols, (order & 1) != 0, (order & 2) != 0));
-          }
+      for (int order = 0; order < 4 && (products == 1 || cols == 64); ++order) {
+        const bool left = (order & 1) != 0, right = (order & 2) != 0;
+        list.push_back(portable_spec(dtype, false, products, cols, left, right));
+        if (left == right && dtype != DType::f32) {  // gradients: both run along the batch, or both across it
+          list.push_back(portable_spec(dtype, true, products, cols, left, right));
         }
       }
     }

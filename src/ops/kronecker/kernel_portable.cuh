@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_product(const ProductParams& p, const floa
 
 /// LeftDepth, RightDepth: depth is the operand's inner direction. Products: 3 for tf32x3.
 template <typename T, typename Out, int Products, int Cols, int Stages, bool LeftDepth, bool RightDepth>
-__global__ void __launch_bounds__(kThreads) product_portable(const __grid_constant__ ProductParams p) {
+__global__ void __launch_bounds__(kThreads, 1) product_portable(const __grid_constant__ ProductParams p) {
   using Left = StageOperand<T, kRows, LeftDepth>;
   using Right = StageOperand<T, Cols, RightDepth>;
   constexpr int kStageBytes = Left::kBytes + Right::kBytes, kStep = Left::kDepth, kWarpCols = Cols / 2;

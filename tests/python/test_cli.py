@@ -362,6 +362,8 @@ def test_bench_kronecker_reads_files(tmp_path: Path) -> None:
     assert listed("--grid", str(file)) == [(1, 64, 64, 64), (6, 64, 64, 1)]
     file.write_text("batch_size a b c d TILEX ms\n25088 4 48 192 16 32 0.5\n")
     assert listed("--grid", str(file)) == [(4, 48, 192, 16)]
+    file.write_text("note,d,c,b,a\n,4,3,2,1\n")
+    assert listed("--grid", str(file)) == [(1, 2, 3, 4)]
     small_bench("--patterns", "2,3,4,5", "--csv", str(file))
     assert listed("--grid", str(file)) == [(2, 3, 4, 5)]
     file.write_text("1,64,64,64\n1,64,64\n")

@@ -1,10 +1,13 @@
 // `fretwork bench kronecker`: how near to the machine's limits Kronecker-sparse products are.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <iterator>
 #include <memory>
+#include <utility>
 
 #include "bench.h"
 #include "commands.h"
@@ -12,6 +15,7 @@
 #include "kronecker_case.h"
 #include "kronecker_grid.h"
 #include "machine.h"
+#include "runtime/cuda_driver.h"
 #include "terminal.h"
 
 namespace fretwork::cli {

@@ -8,8 +8,7 @@
 #include <charconv>
 #include <cstring>
 #include <fstream>
-#include <iterator>
-#include <string_view>
+#include <utility>
 
 #include "commands.h"
 #include "fretwork/error.h"

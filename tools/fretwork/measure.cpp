@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 namespace fretwork::cli {
 namespace {
@@ -137,8 +138,8 @@ Times Stopwatch::cold(const std::function<void()>& call) {
     return warm(call);
   }
   if (flush_.data() == nullptr) {
-    const std::size_t most = std::size_t{256} << 20;
-    flush_ = cuda::DeviceBuffer(device_.index, nullptr, std::max(most, 4 * cuda::device_info(device_.index).l2));
+    const std::size_t least = std::size_t{256} << 20;
+    flush_ = cuda::DeviceBuffer(device_.index, nullptr, std::max(least, 4 * cuda::device_info(device_.index).l2));
   }
   round_of(device_, call, 1);
   round_of(device_, call, 1);

@@ -75,6 +75,7 @@ struct Driver {
   Function<Handle, int, void*> pool_set{library, "cuMemPoolSetAttribute"};
   Function<DevicePtr, const void*, std::size_t, Handle> copy_to_device{library, "cuMemcpyHtoDAsync_v2"};
   Function<void*, DevicePtr, std::size_t, Handle> copy_to_host{library, "cuMemcpyDtoHAsync_v2"};
+  Function<DevicePtr, DevicePtr, std::size_t, Handle> copy_on_device{library, "cuMemcpyDtoDAsync_v2"};
   Function<DevicePtr, unsigned char, std::size_t, Handle> fill{library, "cuMemsetD8Async"};
 
   Function<Handle*, unsigned> stream_create{library, "cuStreamCreate"};

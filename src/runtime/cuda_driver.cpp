@@ -283,6 +283,9 @@ DeviceBuffer::DeviceBuffer(int device, const void* host, std::size_t bytes) : de
   DevicePtr memory = 0;
   driver().mem_alloc(&memory, bytes);
   data_ = pointer(memory);
+  if (host == nullptr) {
+    return;
+  }
   try {
     driver().copy_to_device(memory, host, bytes, stream);
     driver().stream_synchronize(stream);
@@ -321,6 +324,10 @@ void copy_to_device(void* device, const void* host, std::size_t bytes, Handle st
 
 void copy_to_host(void* host, const void* device, std::size_t bytes, Handle stream) {
   driver().copy_to_host(host, address(device), bytes, stream);
+}
+
+void copy_on_device(void* to, const void* from, std::size_t bytes, Handle stream) {
+  driver().copy_on_device(address(to), address(from), bytes, stream);
 }
 
 void fill_zero(void* device, std::size_t bytes, Handle stream) { driver().fill(address(device), 0, bytes, stream); }

@@ -64,6 +64,7 @@ TensorMap make_tensor_map(const void* data, int element_bytes, std::span<const s
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;
+  /// Holds what `host` does, or anything when that is null.
   DeviceBuffer(int device, const void* host, std::size_t bytes);
   ~DeviceBuffer();
   DeviceBuffer(DeviceBuffer&& other) noexcept;
@@ -77,9 +78,10 @@ class DeviceBuffer {
   std::size_t bytes_ = 0;
 };
 
-/// The four below work on the current device (DeviceScope).
+/// The five below work on the current device (DeviceScope).
 void copy_to_device(void* device, const void* host, std::size_t bytes, Handle stream);
 void copy_to_host(void* host, const void* device, std::size_t bytes, Handle stream);
+void copy_on_device(void* to, const void* from, std::size_t bytes, Handle stream);
 void fill_zero(void* device, std::size_t bytes, Handle stream);
 void synchronize(Handle stream);
 /// True while the stream is being captured into a graph: plans used then must outlive the graph.

@@ -48,7 +48,7 @@ def test_version_and_help() -> None:
     for command in ("info", "show", "bench", "compile", "cache"):
         assert command in top
         assert "fretwork " + command in ok(command, "--help")
-    for command in (["show"], ["bench", "block"], ["compile"], ["cache"], ["info"]):
+    for command in (["show"], ["bench", "block"], ["bench", "kronecker"], ["compile"], ["cache"], ["info"]):
         assert "Example" in ok(*command, "--help")
 
 
@@ -72,13 +72,29 @@ def test_version_and_help() -> None:
         (["show", "kronecker(2,3)"], "expected a, b, c, d, got 2 of them"),
         (["show", LAYOUT, "--head", "1"], "--head: expected 0, got 1"),
         (["show", LAYOUT, "--head", "-1"], "--head"),
-        (["bench"], "expected one of block"),
+        (["bench"], "expected one of block, kronecker, got nothing"),
         (["bench", "block", "--op", "frob"], "--op: expected dsd, dds, sdd or softmax, got frob"),
         (["bench", "block", "--n", "100", "--block", "32"], "--n: expected a multiple"),
         (["bench", "block", "--density", "1.5"], "--density: expected 0 to 1, got '1.5'"),
         (["bench", "block", "--dtype", "int8"], "--dtype: expected float64"),
         (["bench", "block", "--device", "tpu"], "--device: expected cpu or cuda:N, got tpu"),
         (["bench", "block", "--rounds", "0"], "--rounds"),
+        (["bench", "kronecker", "--grid", "frob"], "--grid: expected facts, sample, paper or a file, got frob"),
+        (["bench", "kronecker", "--grid", "facts", "--patterns", "1,2,3,4"], "--grid: expected without --patterns"),
+        (["bench", "kronecker", "--grid", os.devnull], "/dev/null: expected at least one pattern, got none"),
+        (["bench", "kronecker", "--patterns", "1,64,64"], "--patterns: expected a,b,c,d, four whole numbers, got '1,6"),
+        (["bench", "kronecker", "--patterns", "1,2,3,4;1,2,3,4,5"], "four whole numbers, got '1,2,3,4,5'"),
+        (["bench", "kronecker", "--patterns", "1,2,3,4x"], "four whole numbers, got '1,2,3,4x'"),
+        (
+            ["bench", "kronecker", "--patterns", "1,2,0,4"],
+            "--patterns: KroneckerPattern: c: expected at least 1, got 0",
+        ),
+        (["bench", "kronecker", "--patterns", "9999999999,9999999999,1,1"], "--patterns: KroneckerPattern"),
+        (["bench", "kronecker", "--batch", "0"], "--batch: expected 1 to"),
+        (["bench", "kronecker", "--dtype", "fp8"], "--dtype: expected float64"),
+        (["bench", "kronecker", "--precision", "fp19"], "--precision: expected ieee, tf32 or tf32x3, got fp19"),
+        (["bench", "kronecker", "--device", "cpu", "--precision", "tf32"], "got tf32 for float32 on cpu"),
+        (["bench", "kronecker", "--device", "tpu"], "--device: expected cpu or cuda:N, got tpu"),
         (["compile"], "--arch: expected a value, got nothing"),
         (["compile", "--arch", "hopper"], "--arch: expected an architecture"),
         (["compile", "--arch", "sm_80", "--op", "frob"], "--op: expected one of"),
@@ -100,6 +116,9 @@ def test_failures_are_one_line_and_1(tmp_path: Path) -> None:
         ["show", LAYOUT, "--json", "--png", nowhere],
         ["show", LAYOUT, "--json", "--svg", nowhere],
         ["bench", "block", "--n", "64", "--block", "32", "--csv", nowhere],
+        ["bench", "kronecker", "--patterns", "1,8,8,2", "--json", nowhere],
+        ["bench", "kronecker", "--grid", str(tmp_path)],
+        ["bench", "kronecker", "--device", "cpu", "--patterns", "1,64,64,64", "--batch", "99999999999"],
     ):
         done = run(*arguments)
         assert done.returncode == 1, arguments
@@ -211,6 +230,9 @@ def test_progress_only_in_a_terminal() -> None:
     case = ("bench", "block", "--n", "64", "--block", "32", "--density", "0.5", "--rounds", "1")
     assert "0/1 dsd n=64" in in_terminal(*case)
     ok(*case)  # nothing on standard error
+    kronecker = ("bench", "kronecker", "--patterns", "1,8,8,2;2,8,8,1", "--batch", "16", "--rounds", "1")
+    shown = in_terminal(*kronecker)
+    assert "0/2 copy and dense" in shown and "1/2 (2,8,8,1)" in shown
 
 
 def read_png(file: Path) -> tuple[int, int, bytes]:
@@ -286,6 +308,75 @@ def test_bench_measures_every_case(tmp_path: Path) -> None:
 
 def test_bench_of_an_empty_layout() -> None:
     assert "0.0 GFLOP/s" in ok("bench", "block", "--n", "64", "--block", "32", "--density", "0", "--rounds", "1")
+
+
+def small_bench(*arguments: str) -> str:
+    return ok("bench", "kronecker", "--device", "cpu", "--threads", "2", "--rounds", "2", "--batch", "48", *arguments)
+
+
+def test_bench_kronecker_measures_every_pattern(tmp_path: Path) -> None:
+    rows, whole = tmp_path / "rows.csv", tmp_path / "whole.json"
+    text = small_bench(*("--patterns", "2,8,16,4; 3,8,8,1", "--backward", "--bs-last", "--dtype", "bf16"),
+                       *("--csv", str(rows), "--json", str(whole)))  # fmt: skip
+    assert "bfloat16, batch 48 (last)" in text and "backward / forward: geometric mean" in text
+    assert re.search(r"^\(2,8,16,4\) +\d", text, re.MULTILINE) and "d > 1" in text and "d = 1" in text
+    with rows.open() as file:
+        reader = csv.DictReader(file)
+        table = list(reader)
+        assert list(reader.fieldnames or [])[:5] == ["batch_size", "a", "b", "c", "d"]
+    assert [[int(row[name]) for name in ("batch_size", "a", "b", "c", "d")] for row in table] == [
+        [48, 2, 8, 16, 4],
+        [48, 3, 8, 8, 1],
+    ]
+    rates = json.loads(whole.read_text())
+    for row in table:
+        a, b, c, d = (int(row[name]) for name in "abcd")
+        ms, moved, flops = float(row["ms"]), 2 * (48 * a * d * (b + c) + a * b * c * d), 2 * 48 * a * b * c * d
+        assert float(row["gb_per_s"]) == pytest.approx(moved / ms / 1e6, rel=1e-3)
+        assert float(row["gflop_per_s"]) == pytest.approx(flops / ms / 1e6, rel=1e-3)
+        floor = max(moved / rates["copy_gb_per_s"], flops / rates["dense_gflop_per_s"]) / 1e6
+        assert float(row["floor_ms"]) == pytest.approx(floor, rel=1e-3)
+        assert float(row["over_floor"]) == pytest.approx(ms / floor, rel=1e-3)
+        assert float(row["std"]) >= 0 and float(row["backward_ms"]) > 0
+        assert (row["layout"], row["dtype"], row["device"], row["threads"]) == ("last", "bfloat16", "cpu", "2")
+    assert [row["pattern"] for row in rates["rows"]] == [[2, 8, 16, 4], [3, 8, 8, 1]]
+    assert rates["batch"] == 48 and rates["threads"] == 2 and rates["rows"][0]["backward_ms"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bfloat16"])
+def test_bench_kronecker_of_every_type(dtype: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    small_bench("--patterns", "1,8,8,3", "--dtype", dtype, "--csv", str(file))
+    (row,) = csv.DictReader(file.read_text().splitlines())
+    assert row["dtype"] == dtype.replace("fp", "float") and row["layout"] == "first" and row["backward_ms"] == ""
+    assert row["precision"] == ("ieee" if dtype == "fp32" else "")
+
+
+def listed(*arguments: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, line.split(","))) for line in ok("bench", "kronecker", "--list", *arguments).splitlines()]
+
+
+def test_bench_kronecker_reads_files(tmp_path: Path) -> None:
+    file = tmp_path / "patterns"
+    file.write_text("# two of them\n1, 64,64, 64\n\n  6 64\t64 1 # contiguous\r\n1,64,64,64\n")
+    assert listed("--grid", str(file)) == [(1, 64, 64, 64), (6, 64, 64, 1)]
+    file.write_text("batch_size a b c d TILEX ms\n25088 4 48 192 16 32 0.5\n")
+    assert listed("--grid", str(file)) == [(4, 48, 192, 16)]
+    file.write_text("note,d,c,b,a\n,4,3,2,1\n")
+    assert listed("--grid", str(file)) == [(1, 2, 3, 4)]
+    small_bench("--patterns", "2,3,4,5", "--csv", str(file))
+    assert listed("--grid", str(file)) == [(2, 3, 4, 5)]
+    file.write_text("1,64,64,64\n1,64,64\n")
+    done = run("bench", "kronecker", "--grid", str(file))
+    assert done.returncode == 2 and f"{file}:2: expected a,b,c,d" in done.stderr
+
+
+def test_bench_kronecker_has_the_grids_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    script = pytest.importorskip("compare_kronecker")
+    assert listed() == listed("--grid", "facts") == script.FACTS
+    assert listed("--grid", "sample") == script.sample()
+    assert listed("--grid", "paper") == script.paper()
 
 
 def nvrtc_environment() -> dict[str, str]:

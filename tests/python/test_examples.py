@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,37 @@ def test_everything_public_has_an_example():
     assert not without
 
 
-def test_monarch_project(capsys):
-    runpy.run_path(str(EXAMPLES / "monarch_project.py"), run_name="__main__")
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+@pytest.fixture
+def printed(capsys, monkeypatch):
+    """What an example prints, line by line, run with the given arguments."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_monarch_project(printed):
+    rows = [line.split() for line in printed("monarch_project.py")[2:]]
     errors = {(row[0], " ".join(row[1:-3])): float(row[-1]) for row in rows}
     assert len(errors) == 12 and all(0.5 < e < 1 for (name, _), e in errors.items() if name == "random")
     assert all(e < 1e-12 for (name, _), e in errors.items() if name == "hadamard")
+
+
+def test_quickstart_kronecker(printed):
+    dense, sparse = (
+        line.split() for line in printed("quickstart_kronecker.py", "--batch", "16", "--device", "cpu")[-2:]
+    )
+    assert dense[:2] == ["nn.Linear", "591,360"] and sparse[:2] == ["KSLinear", "321,024"]
+    for row in (dense, sparse):
+        assert all(float(ms) > 0 for ms in row[2:4]) and all(float(error) < 1e-5 for error in row[4:])
+
+
+def test_vit_block(printed):
+    arguments = ("--images", "4", "--tokens", "8", "--steps", "6", "--device", "cpu")
+    rows = {line.split()[0]: line.split()[1:] for line in printed("vit_block.py", *arguments)[-2:]}
+    assert {name: row[0] for name, row in rows.items()} == {"dense": "1,181,568", "kronecker": "640,896"}
+    for _, _, ms, first, last in rows.values():
+        assert float(ms) > 0 and float(last) < float(first)

@@ -1,13 +1,11 @@
-// One measurement of a block-sparse operator: data, warm-up, rounds, median.
+// One measurement of a block-sparse operator.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string_view>
 
-#include "fretwork/context.h"
-#include "fretwork/tensor.h"
+#include "measure.h"
 
 namespace fretwork::cli {
 
@@ -30,21 +28,8 @@ struct Measurement {
   double rate = 0;  ///< on the non-zeros, in the op's unit
 };
 
-class Bench {
- public:
-  Bench(Device device, DType dtype, Executor& executor, int rounds)
-      : device_(device), dtype_(dtype), executor_(executor), rounds_(rounds) {}
-  Measurement measure(const BenchCase& one) const;
-
- private:
-  /// Milliseconds per call of one round of `calls`.
-  double round(const std::function<void()>& call, int calls) const;
-  double median(const std::function<void()>& call) const;
-
-  Device device_;
-  DType dtype_;
-  Executor& executor_;
-  int rounds_;
-};
+Measurement measure(const BenchCase& one, DType dtype, const Stopwatch& clock);
+/// GFLOP/s of the dense product, every block being there: the machine's peak as this library reaches it.
+double dense_rate(std::int64_t n, DType dtype, const Stopwatch& clock);
 
 }  // namespace fretwork::cli

@@ -3,6 +3,7 @@
 
 #include <hwy/targets.h>
 #include <sys/utsname.h>
+#include <unistd.h>
 
 #include <fstream>
 
@@ -22,6 +23,10 @@ std::string cpu_model() {
 std::string simd_target() {
   const std::int64_t usable = hwy::SupportedTargets() & HWY_TARGETS;
   return hwy::TargetName(usable & -usable);  // the best has the lowest bit
+}
+
+double memory_bytes() {
+  return static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
 }
 
 }  // namespace fretwork::cli

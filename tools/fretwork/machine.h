@@ -9,5 +9,7 @@ namespace fretwork::cli {
 std::string cpu_model();
 /// The instruction set that Highway chooses here, "AVX3".
 std::string simd_target();
+/// Of main memory.
+double memory_bytes();
 
 }  // namespace fretwork::cli

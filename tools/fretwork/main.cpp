@@ -55,7 +55,8 @@ std::string in_our_words(std::string text) {
       {std::regex(R"((.*): 1 required .* missing)"), "$1: expected a value, got nothing"},
       {std::regex(R"((.*) is required)"), "$1: expected a value, got nothing"},
       {std::regex(R"(Could not convert: (.*) = (.*))"), "$1: expected a number, got '$2'"},
-      {std::regex(R"(The following arguments? (was|were) not expected: (.*))"), "expected nothing more, got '$2'"}};
+      {std::regex(R"(The following arguments? (was|were) not expected: (.*))"), "expected nothing more, got '$2'"},
+      {std::regex(R"((.*) excludes (.*))"), "$1: expected without $2, got both"}};
   for (const auto& [theirs, ours] : kWords) {
     text = std::regex_replace(text, theirs, ours);
   }
@@ -74,13 +75,15 @@ int explain(const CLI::App& app, const CLI::ParseError& error) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Regular sparsity for deep learning: block layouts and the operators on them.", "fretwork");
+  CLI::App app("Regular sparsity for deep learning: block layouts, Kronecker factors and the operators on them.",
+               "fretwork");
   app.set_version_flag("--version", std::string("fretwork ") + FRETWORK_VERSION);
   app.footer(
       "Examples:\n"
       "  fretwork info\n"
       "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
       "  fretwork bench block --n 2048 --block 32,64 --density 0.5,0.1\n"
+      "  fretwork bench kronecker --patterns '6,64,64,1;1,768,192,2' --backward\n"
       "  fretwork compile --arch sm_90a\n"
       "Exit codes: 0 done, 1 something failed, 2 bad usage. `fretwork COMMAND --help` says more.");
   app.require_subcommand(1);

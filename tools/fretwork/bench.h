@@ -1,0 +1,52 @@
+// What the suites of `fretwork bench` share: options, the machine they run on, and the files their rows go to.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "fretwork/executor_tbb.h"
+#include "fretwork/tensor.h"
+
+namespace fretwork::cli {
+
+struct RunOptions {
+  std::string dtype, device, csv, json;
+  int threads = 0, rounds = 7;
+};
+/// `device` says in the help what is used when none is given.
+void add_run_options(CLI::App& command, RunOptions& options, const char* device);
+
+/// One run of a suite. Files are opened before the work starts.
+class Run {
+ public:
+  /// Throws UsageError on a bad option.
+  explicit Run(const RunOptions& options);
+
+  Device device() const { return device_; }
+  DType dtype() const { return dtype_; }
+  int rounds() const { return options_.rounds; }
+  Executor& executor() { return executor_; }
+  /// 0 on a GPU.
+  int threads() const { return device_.type == DeviceType::cpu ? executor_.concurrency() : 0; }
+  /// As a person would name it.
+  std::string machine() const;
+
+  /// Writes a line of the CSV at once, so that a run that is stopped leaves what it has measured.
+  void csv(const std::string& line);
+  /// Writes the JSON: the machine, what the suite adds, and the rows.
+  void finish(const nlohmann::ordered_json& suite, const nlohmann::ordered_json& rows);
+
+ private:
+  RunOptions options_;
+  Device device_;
+  DType dtype_;
+  TbbExecutor executor_;
+  std::ofstream csv_, json_;
+};
+
+void add_bench_block(CLI::App& bench);
+void add_bench_kronecker(CLI::App& bench);
+
+}  // namespace fretwork::cli

@@ -1,0 +1,152 @@
+// `fretwork bench block`: how fast the block-sparse operators are on this machine.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <optional>
+
+#include "bench.h"
+#include "bench_case.h"
+#include "commands.h"
+#include "terminal.h"
+
+namespace fretwork::cli {
+namespace {
+
+struct BenchOptions {
+  std::vector<std::int64_t> sizes = {2048}, blocks = {16, 32, 64, 128};
+  std::vector<double> densities = {0.5, 0.25, 0.1, 0.05};
+  std::vector<std::string> ops = {"dsd"};
+  RunOptions run;
+};
+
+/// What was asked for, checked, in the order it is measured.
+std::vector<BenchCase> all_cases(const BenchOptions& options) {
+  std::vector<BenchCase> cases;
+  for (const std::string& op : options.ops) {
+    const std::optional<BenchOp> known = bench_op(op);
+    if (!known) {
+      throw UsageError("bench: --op: expected dsd, dds, sdd or softmax, got " + op);
+    }
+    for (const std::int64_t n : options.sizes) {
+      for (const std::int64_t block : options.blocks) {
+        if (n % block != 0) {
+          throw UsageError(
+              fmt::format("bench: --n: expected a multiple of every block, got {} with block {}", n, block));
+        }
+        for (const double density : options.densities) {
+          cases.push_back({*known, n, block, density});
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+/// The dense stand-in for a case: every block there, and blocks as large as fit.
+BenchCase dense_case(const BenchCase& one) {
+  std::int64_t block = 128;
+  while (one.n % block != 0) {
+    --block;
+  }
+  return {one.op, one.n, std::max(block, one.block), 1.0};
+}
+
+struct Row {
+  BenchCase one;
+  Measurement measured;
+  double peak = 0;  ///< the dense stand-in's rate
+};
+
+class Report {
+ public:
+  explicit Report(Run& run) : run_(run) {}
+
+  void header() {
+    fmt::print("{}, {}, median of {} rounds\n", run_.machine(), name_of(run_.dtype()), run_.rounds());
+    fmt::print("peak: the same op with every block there (density 1, largest block), measured in this run\n");
+    fmt::print("{:<8} {:>6} {:>5} {:>8} {:>8} {:>10} {:>17} {:>8}\n", "op", "n", "block", "density", "blocks", "ms",
+               "rate", "of peak");
+    run_.csv("device,dtype,threads,op,n,block,density,nnz,ms,rate,unit,peak,share");
+  }
+
+  void add(const Row& row) {
+    const auto& [one, measured, peak] = row;
+    fmt::print("{:<8} {:>6} {:>5} {:>8.4g} {:>8} {:>10.3f} {:>9.1f} {:<7} {:>6.1f} %\n", name_of(one.op), one.n,
+               one.block, one.density, measured.nnz, measured.ms, measured.rate, unit_of(one.op),
+               100 * measured.rate / peak);
+    std::fflush(stdout);
+    run_.csv(fmt::format("{},{},{},{},{},{},{},{},{:.6g},{:.6g},{},{:.6g},{:.4f}", name_of(run_.device()),
+                         name_of(run_.dtype()), run_.threads(), name_of(one.op), one.n, one.block, one.density,
+                         measured.nnz, measured.ms, measured.rate, unit_of(one.op), peak, measured.rate / peak));
+    rows_.push_back({{"op", name_of(one.op)},
+                     {"n", one.n},
+                     {"block", one.block},
+                     {"density", one.density},
+                     {"nnz", measured.nnz},
+                     {"ms", measured.ms},
+                     {"rate", measured.rate},
+                     {"unit", unit_of(one.op)},
+                     {"peak", peak},
+                     {"share", measured.rate / peak}});
+  }
+
+  void finish() { run_.finish(nlohmann::ordered_json::object(), rows_); }
+
+ private:
+  Run& run_;
+  nlohmann::ordered_json rows_ = nlohmann::ordered_json::array();
+};
+
+void bench(const BenchOptions& options) {
+  const std::vector<BenchCase> cases = all_cases(options);
+  Run run(options.run);
+  const Stopwatch clock(run.device(), run.executor(), run.rounds());
+  Report report(run);
+  report.header();
+  Progress progress(static_cast<int>(cases.size()));
+  std::optional<BenchCase> dense;
+  double peak = 0;
+  for (const BenchCase& one : cases) {
+    progress.show(fmt::format("{} n={} block={} density={:.4g}", name_of(one.op), one.n, one.block, one.density));
+    if (!dense || dense->op != one.op || dense->n != one.n) {
+      dense = dense_case(one);
+      peak = measure(*dense, run.dtype(), clock).rate;
+    }
+    const Measurement measured = measure(one, run.dtype(), clock);
+    progress.hide();
+    report.add({one, measured, peak});
+    progress.advance();
+  }
+  report.finish();
+}
+
+}  // namespace
+
+void add_bench_block(CLI::App& bench_command) {
+  const auto options = std::make_shared<BenchOptions>();
+  options->run.device = "cpu";
+  CLI::App* const command = bench_command.add_subcommand("block", "Block-sparse products and softmax, n x n");
+  command->add_option("--n", options->sizes, "Sizes of the square matrices (2048)")
+      ->delimiter(',')
+      ->check(CLI::Range(8, 1 << 20).description(""));
+  command->add_option("--block", options->blocks, "Blocks, 8 to 128 (16,32,64,128)")
+      ->delimiter(',')
+      ->check(CLI::Range(8, 128).description(""));
+  command->add_option("--density", options->densities, "Shares of blocks that are there (0.5,0.25,0.1,0.05)")
+      ->delimiter(',')
+      ->check(CLI::Range(0.0, 1.0).description(""));
+  command->add_option("--op", options->ops, "dsd, dds, sdd, softmax (dsd)")->delimiter(',');
+  add_run_options(*command, options->run, "cpu");
+  command->footer(
+      "Lists are written with commas. The rate counts non-zeros only: GFLOP/s of products, GB/s read and written of\n"
+      "softmax. It is set against the same op with every block there, so 100 % means that zeros cost nothing.\n"
+      "Examples:\n"
+      "  fretwork bench block\n"
+      "  fretwork bench block --n 1024,4096 --block 64 --density 0.1 --op dsd,sdd --csv block.csv\n"
+      "  fretwork bench block --device cuda:0 --n 8192 --dtype bfloat16");
+  command->callback([options] { bench(*options); });
+}
+
+}  // namespace fretwork::cli

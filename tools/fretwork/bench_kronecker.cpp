@@ -1,0 +1,224 @@
+// `fretwork bench kronecker`: how near to the machine's limits Kronecker-sparse products are.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <iterator>
+#include <memory>
+#include <utility>
+
+#include "bench.h"
+#include "commands.h"
+#include "fretwork/error.h"
+#include "kronecker_case.h"
+#include "kronecker_grid.h"
+#include "machine.h"
+#include "runtime/cuda_driver.h"
+#include "terminal.h"
+
+namespace fretwork::cli {
+namespace {
+
+struct KroneckerOptions {
+  std::string grid = "facts", patterns, precision = "ieee";
+  std::int64_t batch = 0;
+  bool bs_last = false, backward = false, list = false;
+  RunOptions run;
+};
+
+Patterns chosen_patterns(const KroneckerOptions& options) {
+  if (!options.patterns.empty()) {
+    return parse_patterns(options.patterns, "--patterns");
+  }
+  if (const auto grid = named_grid(options.grid)) {
+    return *grid;
+  }
+  if (!std::filesystem::exists(options.grid)) {
+    throw UsageError("bench: --grid: expected facts, sample, paper or a file, got " + options.grid);
+  }
+  return read_patterns(options.grid);
+}
+
+Precision read_precision(const std::string& text, const Run& run) {
+  constexpr const char* kNames[] = {"ieee", "tf32", "tf32x3"};
+  const auto found = std::find(std::begin(kNames), std::end(kNames), text);
+  if (found == std::end(kNames)) {
+    throw UsageError("bench: --precision: expected ieee, tf32 or tf32x3, got " + text);
+  }
+  const auto precision = static_cast<Precision>(found - kNames);
+  const bool has_choice = run.dtype() == DType::f32 && run.device().type == DeviceType::cuda;
+  if (precision != Precision::ieee && !has_choice) {
+    throw UsageError(fmt::format("bench: --precision: expected ieee, {} being for float32 on CUDA, got {} for {} on {}",
+                                 text, text, name_of(run.dtype()), name_of(run.device())));
+  }
+  return precision;
+}
+
+/// What was asked for, seen to fit before hours are spent.
+std::vector<KroneckerCase> all_cases(const KroneckerOptions& options, const Patterns& patterns, const Run& run) {
+  const bool gpu = run.device().type == DeviceType::cuda;
+  const double have = gpu ? static_cast<double>(cuda::device_info(run.device().index).memory) : memory_bytes();
+  std::vector<KroneckerCase> cases;
+  for (const auto& pattern : patterns) {
+    const std::int64_t batch = options.batch > 0 ? options.batch : gpu ? 25088 : 2048;
+    cases.push_back({pattern, batch, options.bs_last, options.backward});
+    if (const double need = memory_of(cases.back(), run.dtype()); need > have) {
+      throw Error(fmt::format("bench: {} at batch {}: needs {}, {} has {} (try a smaller --batch)", text_of(pattern),
+                              batch, bytes_text(need), name_of(run.device()), bytes_text(have)));
+    }
+  }
+  return cases;
+}
+
+/// A geometric mean that grows.
+class Mean {
+ public:
+  void add(double value) {
+    logs_ += std::log(value);
+    ++count_;
+  }
+  int count() const { return count_; }
+  double value() const { return std::exp(logs_ / count_); }
+
+ private:
+  double logs_ = 0;
+  int count_ = 0;
+};
+
+class Report {
+ public:
+  Report(Run& run, const KroneckerOptions& options, const Rates& rates) : run_(run), options_(options), rates_(rates) {}
+
+  void header(std::int64_t batch) {
+    fmt::print("{}, {}{}, batch {} ({}), median of {} rounds\n", run_.machine(), name_of(run_.dtype()),
+               precision().empty() ? "" : " " + precision(), batch, layout(), run_.rounds());
+    fmt::print(
+        "floor: x, w and y moved once at {:.0f} GB/s, or the FLOPs at {:.0f} GFLOP/s (copy and dense product\n"
+        "of this run), whichever takes longer\n",
+        rates_.copy * 1e-6, rates_.dense * 1e-6);
+    fmt::print("{:<20} {:>10} {:>9} {:>8} {:>9} {:>10} {:>7}", "pattern", "ms", "std", "GB/s", "GFLOP/s", "floor ms",
+               "/floor");
+    fmt::print("{}\n", options_.backward ? fmt::format(" {:>11} {:>9}", "backward ms", "/forward") : "");
+    std::fflush(stdout);
+    run_.csv(
+        "batch_size,a,b,c,d,layout,dtype,precision,ms,std,gb_per_s,gflop_per_s,floor_ms,over_floor,backward_ms,"
+        "backward_std,device,threads");
+  }
+
+  void add(const KroneckerCase& one, const KroneckerTimes& times) {
+    const auto& [a, b, c, d] = one.pattern;
+    const auto& [ms, std] = times.forward;
+    const double gbs = bytes_of(one, run_.dtype()) / ms * 1e-6, gflops = flops_of(one) / ms * 1e-6;
+    const double floor = floor_of(one, run_.dtype(), rates_);
+    fmt::print("{:<20} {:>10.4f} {:>9.4f} {:>8.1f} {:>9.1f} {:>10.4f} {:>7.2f}", text_of(one.pattern), ms, std, gbs,
+               gflops, floor, ms / floor);
+    std::string backward = ",";
+    nlohmann::ordered_json row = {{"pattern", {a, b, c, d}},
+                                  {"ms", ms},
+                                  {"std", std},
+                                  {"gb_per_s", gbs},
+                                  {"gflop_per_s", gflops},
+                                  {"floor_ms", floor},
+                                  {"over_floor", ms / floor}};
+    if (times.backward) {
+      fmt::print(" {:>11.4f} {:>9.2f}", times.backward->ms, times.backward->ms / ms);
+      backward = fmt::format("{:.6g},{:.3g}", times.backward->ms, times.backward->std);
+      row.update({{"backward_ms", times.backward->ms}, {"backward_std", times.backward->std}});
+      backward_.add(times.backward->ms / ms);
+    }
+    fmt::print("\n");
+    std::fflush(stdout);
+    run_.csv(fmt::format("{},{},{},{},{},{},{},{},{:.6g},{:.3g},{:.6g},{:.6g},{:.6g},{:.4f},{},{},{}", one.batch, a, b,
+                         c, d, layout(), name_of(run_.dtype()), precision(), ms, std, gbs, gflops, floor, ms / floor,
+                         backward, name_of(run_.device()), run_.threads()));
+    rows_.push_back(std::move(row));
+    (d > 1 ? strided_ : contiguous_).add(ms / floor);
+  }
+
+  void finish(std::int64_t batch) {
+    for (const auto& [what, mean] : {std::pair("time / floor, d > 1", strided_),
+                                     {"time / floor, d = 1", contiguous_},
+                                     {"backward / forward", backward_}}) {
+      if (mean.count() > 0) {
+        fmt::print("{}: geometric mean {:.2f} of {}\n", what, mean.value(), mean.count());
+      }
+    }
+    run_.finish({{"batch", batch},
+                 {"layout", layout()},
+                 {"precision", precision()},
+                 {"copy_gb_per_s", rates_.copy * 1e-6},
+                 {"dense_gflop_per_s", rates_.dense * 1e-6}},
+                rows_);
+  }
+
+ private:
+  const char* layout() const { return options_.bs_last ? "last" : "first"; }
+  /// Only float32 has a choice.
+  std::string precision() const { return run_.dtype() == DType::f32 ? options_.precision : ""; }
+
+  Run& run_;
+  const KroneckerOptions& options_;
+  Rates rates_;
+  Mean strided_, contiguous_, backward_;
+  nlohmann::ordered_json rows_ = nlohmann::ordered_json::array();
+};
+
+void bench(const KroneckerOptions& options) {
+  const Patterns patterns = chosen_patterns(options);
+  if (options.list) {
+    for (const auto& [a, b, c, d] : patterns) {
+      fmt::print("{},{},{},{}\n", a, b, c, d);
+    }
+    return;
+  }
+  Run run(options.run);
+  Stopwatch clock(run.device(), run.executor(), run.rounds(), read_precision(options.precision, run));
+  const std::vector<KroneckerCase> cases = all_cases(options, patterns, run);
+  Progress progress(static_cast<int>(cases.size()));
+  progress.show("copy and dense product");
+  Report report(run, options, measure_rates(run.dtype(), clock));
+  progress.hide();
+  report.header(cases.front().batch);
+  for (const KroneckerCase& one : cases) {
+    progress.show(text_of(one.pattern));
+    const KroneckerTimes times = measure(one, run.dtype(), clock);
+    progress.hide();
+    report.add(one, times);
+    progress.advance();
+  }
+  report.finish(cases.front().batch);
+}
+
+}  // namespace
+
+void add_bench_kronecker(CLI::App& bench_command) {
+  const auto options = std::make_shared<KroneckerOptions>();
+  CLI::App* const command =
+      bench_command.add_subcommand("kronecker", "Kronecker-sparse products, patterns (a,b,c,d), and their gradients");
+  auto* const grid = command->add_option("--grid", options->grid, "facts, sample, paper or a file of patterns (facts)");
+  command->add_option("--patterns", options->patterns, "Patterns instead of a grid: \"1,64,64,64;6,64,64,1\"")
+      ->excludes(grid);
+  command->add_option("--batch", options->batch, "Rows of x (25088 on CUDA, 2048 on a CPU)")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40).description(""));
+  command->add_flag("--bs-last", options->bs_last, "Features before the batch in memory");
+  command->add_flag("--backward", options->backward, "Time the gradients of x, w and bias too");
+  command->add_option("--precision", options->precision, "Of float32 on CUDA: ieee, tf32, tf32x3 (ieee)");
+  add_run_options(*command, options->run, "cuda:0 if there is one, else cpu");
+  command->add_flag("--list", options->list, "Print the patterns and measure nothing");
+  command->footer(
+      "facts: 10 patterns of different kinds. sample: these and 30 drawn evenly from the paper's. paper: all 376 of "
+      "the\n"
+      "KSMM paper's grid. A file has a pattern a line, a,b,c,d, or is a table with columns a, b, c and d, such as "
+      "--csv\n"
+      "writes. GB/s counts x, w and y once, GFLOP/s the non-zeros; on CUDA the L2 cache is flushed before each call.\n"
+      "Rows reach the CSV as they are measured: a run that is interrupted keeps them.\n"
+      "Examples:\n"
+      "  fretwork bench kronecker\n"
+      "  fretwork bench kronecker --patterns '6,64,64,1;1,768,192,2' --batch 4096 --backward\n"
+      "  fretwork bench kronecker --grid paper --dtype bf16 --bs-last --csv paper.csv");
+  command->callback([options] { bench(*options); });
+}
+
+}  // namespace fretwork::cli

@@ -1,0 +1,89 @@
+// Operands in either layout, the product and its gradients.
+#include "kronecker_case.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "bench_case.h"
+#include "fretwork/ops.h"
+
+namespace fretwork::cli {
+namespace {
+
+double elements(std::int64_t batch, std::int64_t features) {
+  return static_cast<double>(batch) * static_cast<double>(features);
+}
+
+std::int64_t inputs_of(const KroneckerPattern::Sizes& p) { return p.a * p.c * p.d; }
+std::int64_t outputs_of(const KroneckerPattern::Sizes& p) { return p.a * p.b * p.d; }
+double weights_of(const KroneckerPattern::Sizes& p) { return elements(p.a * p.b, p.c * p.d); }
+
+TensorView swapped(TensorView view, std::size_t first, std::size_t second) {
+  std::swap(view.sizes[first], view.sizes[second]);
+  std::swap(view.strides[first], view.strides[second]);
+  return view;
+}
+
+/// (batch, features) in the case's layout.
+class Batch {
+ public:
+  Batch(const KroneckerCase& one, std::int64_t features, DType dtype, Device device)
+      : data_(one.bs_last ? Data(device, dtype, {features, one.batch}) : Data(device, dtype, {one.batch, features})),
+        view_(one.bs_last ? swapped(data_.view(), 0, 1) : data_.view()) {}
+  const TensorView& view() const { return view_; }
+
+ private:
+  Data data_;
+  TensorView view_;
+};
+
+}  // namespace
+
+std::string text_of(const KroneckerPattern::Sizes& p) { return fmt::format("({},{},{},{})", p.a, p.b, p.c, p.d); }
+
+double flops_of(const KroneckerCase& one) { return 2 * static_cast<double>(one.batch) * weights_of(one.pattern); }
+
+double bytes_of(const KroneckerCase& one, DType dtype) {
+  const auto& p = one.pattern;
+  return static_cast<double>(size_of(dtype)) *
+         (elements(one.batch, inputs_of(p)) + elements(one.batch, outputs_of(p)) + weights_of(p));
+}
+
+double memory_of(const KroneckerCase& one, DType dtype) {
+  return (one.backward ? 2 : 1) * bytes_of(one, dtype);  // a gradient is as large as what it is of
+}
+
+KroneckerTimes measure(const KroneckerCase& one, DType dtype, Stopwatch& clock) {
+  Context context = clock.context();
+  const Device device = clock.device();
+  const auto& p = one.pattern;
+  const Batch x(one, inputs_of(p), dtype, device);
+  const Data w(device, dtype, {p.a, p.b, p.c, p.d});
+  KroneckerTimes times;
+  {
+    const Batch y(one, outputs_of(p), dtype, device);
+    times.forward = clock.cold([&] { ksmm(x.view(), w.view(), y.view(), context); });
+  }
+  if (one.backward) {
+    const Batch d_y(one, outputs_of(p), dtype, device), d_x(one, inputs_of(p), dtype, device);
+    const Data d_w(device, dtype, {p.a, p.b, p.c, p.d}), d_bias(device, dtype, {outputs_of(p)});
+    times.backward = clock.cold([&] {
+      ksmm(d_y.view(), swapped(w.view(), 1, 2), d_x.view(), context);
+      ksmm_backward_weight(x.view(), d_y.view(), d_w.view(), &d_bias.view(), context);
+    });
+  }
+  return times;
+}
+
+Rates measure_rates(DType dtype, Stopwatch& clock) {
+  const std::int64_t n = clock.device().type == DeviceType::cuda ? 8192 : 1024;
+  return {clock.copy_rate(), dense_rate(n, dtype, clock) * 1e6};
+}
+
+double floor_of(const KroneckerCase& one, DType dtype, const Rates& rates) {
+  return std::max(bytes_of(one, dtype) / rates.copy, flops_of(one) / rates.dense);
+}
+
+}  // namespace fretwork::cli

@@ -1,0 +1,22 @@
+// The patterns that Kronecker products are measured on: the grids by name, and those that a user writes.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fretwork/pattern.h"
+
+namespace fretwork::cli {
+
+using Patterns = std::vector<KroneckerPattern::Sizes>;
+
+/// "facts", "sample" or "paper"; nothing for another name.
+std::optional<Patterns> named_grid(const std::string& name);
+/// "1,64,64,64;4,64,64,4". `option` is named in the UsageError that a bad one throws.
+Patterns parse_patterns(const std::string& text, const char* option);
+/// A pattern a line, its numbers apart by commas or blanks, or a table with columns a, b, c and d; each pattern once.
+/// Throws Error when it cannot be read and UsageError, with the line, on what is no pattern.
+Patterns read_patterns(const std::string& file);
+
+}  // namespace fretwork::cli

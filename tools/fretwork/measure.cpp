@@ -1,0 +1,171 @@
+// Random numbers, clocks, and the copy that others are held against.
+#include "measure.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+namespace fretwork::cli {
+namespace {
+
+/// Random numbers of magnitude 0.5 to 1 in any type: an exponent, and sign and mantissa from the generator.
+template <typename Bits>
+void fill_bits(std::vector<std::byte>& bytes, Bits exponent, Bits random_bits) {
+  std::uint64_t state = 1;
+  for (std::size_t at = 0; at < bytes.size(); at += sizeof(Bits)) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    const std::uint64_t mixed = state ^ (state >> 33);
+    const auto value = static_cast<Bits>((static_cast<Bits>(mixed) & random_bits) | exponent);
+    std::memcpy(bytes.data() + at, &value, sizeof value);
+  }
+}
+
+std::vector<std::byte> random_bytes(DType dtype, std::size_t count) {
+  std::vector<std::byte> bytes(count);
+  switch (dtype) {
+    case DType::f64:
+      fill_bits<std::uint64_t>(bytes, 0x3fe0'0000'0000'0000, 0x800f'ffff'ffff'ffff);
+      break;
+    case DType::f32:
+      fill_bits<std::uint32_t>(bytes, 0x3f00'0000, 0x807f'ffff);
+      break;
+    case DType::f16:
+      fill_bits<std::uint16_t>(bytes, 0x3800, 0x83ff);
+      break;
+    default:
+      fill_bits<std::uint16_t>(bytes, 0x3f00, 0x807f);
+  }
+  return bytes;
+}
+
+/// Copies the first `have` of `bytes` over the rest: `copy(to, from, count)`, twice as much each time.
+template <typename Copy>
+void repeat(std::byte* data, std::size_t have, std::size_t bytes, const Copy& copy) {
+  for (; have < bytes; have *= 2) {
+    copy(data + have, data, std::min(have, bytes - have));
+  }
+}
+
+double milliseconds(std::chrono::steady_clock::duration time) {
+  return std::chrono::duration<double, std::milli>(time).count();
+}
+
+/// Milliseconds per call of one round of `calls`.
+double round_of(Device device, const std::function<void()>& call, int calls) {
+  if (device.type == DeviceType::cuda) {
+    cuda::Timer timer;
+    timer.start(nullptr);
+    for (int n = 0; n < calls; ++n) {
+      call();
+    }
+    return static_cast<double>(timer.stop(nullptr)) / calls;
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  for (int n = 0; n < calls; ++n) {
+    call();
+  }
+  return milliseconds(std::chrono::steady_clock::now() - begin) / calls;
+}
+
+Times times_of(std::vector<double> rounds) {
+  const auto count = static_cast<double>(rounds.size());
+  const double mean = std::accumulate(rounds.begin(), rounds.end(), 0.0) / count;
+  double squares = 0;
+  for (const double ms : rounds) {
+    squares += (ms - mean) * (ms - mean);
+  }
+  const auto middle = rounds.begin() + std::ssize(rounds) / 2;
+  std::nth_element(rounds.begin(), middle, rounds.end());
+  return {*middle, std::sqrt(squares / count)};
+}
+
+}  // namespace
+
+Data::Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes)
+    : view_(nullptr, dtype, sizes, device) {
+  constexpr std::size_t kDrawn = 64 << 20;  // more is the same again: gigabytes would take longer than the work
+  const std::size_t bytes = static_cast<std::size_t>(view_.elements()) * size_of(dtype);
+  host_ = random_bytes(dtype, std::min(bytes, kDrawn));
+  const std::size_t drawn = host_.size();
+  if (device.type == DeviceType::cuda) {
+    on_device_ = cuda::DeviceBuffer(device.index, nullptr, bytes);
+    view_.data = on_device_.data();
+    if (bytes > 0) {
+      const cuda::DeviceScope scope(device.index);
+      cuda::copy_to_device(view_.data, host_.data(), drawn, nullptr);
+      repeat(static_cast<std::byte*>(view_.data), drawn, bytes,
+             [](void* to, const void* from, std::size_t n) { cuda::copy_on_device(to, from, n, nullptr); });
+      cuda::synchronize(nullptr);
+    }
+    host_ = {};
+  } else {
+    host_.resize(bytes);
+    repeat(host_.data(), drawn, bytes, [](void* to, const void* from, std::size_t n) { std::memcpy(to, from, n); });
+    view_.data = host_.data();
+  }
+}
+
+Stopwatch::Stopwatch(Device device, Executor& executor, int rounds, Precision precision)
+    : device_(device), executor_(executor), rounds_(rounds), precision_(precision) {
+  if (device.type == DeviceType::cuda) {
+    scope_.emplace(device.index);
+  }
+}
+
+Context Stopwatch::context() const {
+  Context context = device_.type == DeviceType::cuda ? Context::cuda(device_.index) : Context::cpu(executor_);
+  context.precision = precision_;
+  return context;
+}
+
+Times Stopwatch::warm(const std::function<void()>& call) const {
+  constexpr double kRoundMs = 5;  // long enough for the clock and for a GPU's queue to fill
+  round_of(device_, call, 1);     // makes plans and kernels
+  const double once = round_of(device_, call, 1);
+  const int calls = static_cast<int>(std::clamp(std::ceil(kRoundMs / std::max(once, 1e-3)), 1.0, 1000.0));
+  std::vector<double> rounds;
+  for (int n = 0; n < rounds_; ++n) {
+    rounds.push_back(round_of(device_, call, calls));
+  }
+  return times_of(std::move(rounds));
+}
+
+Times Stopwatch::cold(const std::function<void()>& call) {
+  if (device_.type == DeviceType::cpu) {
+    return warm(call);
+  }
+  if (flush_.data() == nullptr) {
+    const std::size_t least = std::size_t{256} << 20;
+    flush_ = cuda::DeviceBuffer(device_.index, nullptr, std::max(least, 4 * cuda::device_info(device_.index).l2));
+  }
+  round_of(device_, call, 1);
+  round_of(device_, call, 1);
+  std::vector<double> rounds;
+  for (int n = 0; n < rounds_; ++n) {
+    // The clock starts behind the flush, which also gives the launch the time to get ready.
+    cuda::fill_zero(flush_.data(), flush_.bytes(), nullptr);
+    rounds.push_back(round_of(device_, call, 1));
+  }
+  return times_of(std::move(rounds));
+}
+
+double Stopwatch::copy_rate() {
+  const bool gpu = device_.type == DeviceType::cuda;
+  const std::int64_t bytes = std::int64_t{1} << (gpu ? 29 : 26);
+  const Data from(device_, DType::f64, {bytes / 8}), to(device_, DType::f64, {bytes / 8});
+  const Times times = cold([&] {
+    if (gpu) {
+      return cuda::copy_on_device(to.view().data, from.view().data, static_cast<std::size_t>(bytes), nullptr);
+    }
+    executor_.parallel_for(bytes, 1 << 20, [&](std::int64_t begin, std::int64_t end) {
+      std::memcpy(static_cast<std::byte*>(to.view().data) + begin,
+                  static_cast<const std::byte*>(from.view().data) + begin, static_cast<std::size_t>(end - begin));
+    });
+  });
+  return 2 * static_cast<double>(bytes) / times.ms;
+}
+
+}  // namespace fretwork::cli

@@ -1,0 +1,58 @@
+// What every measurement needs: data of any type on any device, and the time of calls on either clock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "fretwork/context.h"
+#include "runtime/cuda_driver.h"
+
+namespace fretwork::cli {
+
+/// A tensor of random numbers, row-major, where an op runs.
+class Data {
+ public:
+  Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes);
+  const TensorView& view() const { return view_; }
+
+ private:
+  TensorView view_;
+  std::vector<std::byte> host_;
+  cuda::DeviceBuffer on_device_;
+};
+
+/// Of one call, over the rounds.
+struct Times {
+  double ms = 0;   ///< the median
+  double std = 0;  ///< the standard deviation
+};
+
+/// Takes the time of calls on one device, which is the current one while this lives.
+class Stopwatch {
+ public:
+  Stopwatch(Device device, Executor& executor, int rounds, Precision precision = Precision::ieee);
+
+  Device device() const { return device_; }
+  /// For the calls.
+  Context context() const;
+  /// Rounds of some milliseconds, in which calls follow one another and find in the caches what the last one left.
+  Times warm(const std::function<void()>& call) const;
+  /// On a GPU every call finds the L2 cache flushed; a CPU's caches are left as they are.
+  Times cold(const std::function<void()>& call);
+  /// Bytes a millisecond, read and written, of a large copy.
+  double copy_rate();
+
+ private:
+  Device device_;
+  Executor& executor_;
+  int rounds_;
+  Precision precision_;
+  std::optional<cuda::DeviceScope> scope_;
+  cuda::DeviceBuffer flush_;
+};
+
+}  // namespace fretwork::cli

@@ -9,7 +9,7 @@ namespace fretwork::kronecker::cpu {
 namespace {
 
 /// Elements of a row of the left side that are multiplied at a time: 8 such rows leave room in a first-level cache.
-constexpr std::int64_t kLeftRow = 768;
+constexpr std::int64_t kLeftRow = 1024;
 /// Packed weights that a strip of x meets: they leave room in a second-level cache of 1 MB.
 constexpr std::int64_t kBlockElements = 128 << 10;
 /// Batch rows, and batch columns, that a thread works on at a time.

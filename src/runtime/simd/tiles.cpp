@@ -310,6 +310,18 @@ HWY_INLINE hn::Vec<D> Repeat(D d, const T* run) {
   }
 }
 
+/// Holds a run in a register: GCC would load it again for each product, more than a CPU can.
+template <int kRun, class V>
+HWY_INLINE void KeepLoaded(V& v) {
+#if HWY_ARCH_X86 && HWY_TARGET != HWY_SCALAR
+  if constexpr (kRun > 1) {
+    asm("" : "+v"(v.raw));
+  }
+#else
+  (void)v;
+#endif
+}
+
 /// The loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <typename Out, typename T, int kVectors, int kRun = 1>
 void Multiply(const Product& p) {
@@ -346,7 +358,8 @@ void Multiply(const Product& p) {
       }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
-        const V a = Repeat<kRun>(d, left + i * row);
+        V a = Repeat<kRun>(d, left + i * row);
+        KeepLoaded<kRun>(a);
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           sum[i][v] = hn::MulAdd(a, b[v], sum[i][v]);

@@ -126,8 +126,8 @@ class BatchFirst : Work {
       const std::int64_t k = piece * part.depth.each, depth = part.depth.size(piece);
       for (std::int64_t row = first_row; row < last_row; row += tiles_.rows) {
         const std::int64_t rows = std::min(tiles_.rows, last_row - row);
-        packing_.left(packing_.at(x(i), row, k, part.chunk.first), rows, std::min(depth, s_.c - k), part.chunk, left);
-        const Packing::Strip strip = packing_.strip(std::min(depth, s_.c - k), part.chunk);
+        const Packing::Strip strip = packing_.left(packing_.at(x(i), row, k, part.chunk.first), rows,
+                                                   std::min(depth, s_.c - k), part.chunk, left);
         const simd::Term term{left, 0, nullptr};
         simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
         product.row_stride = strip.row;

@@ -114,15 +114,19 @@ class Packing {
   /// out[k][j·run + l] = from(k, j, l): one panel of columns, with zeros where there are none.
   void right(const Operand& from, std::int64_t depth, const Chunk& chunk, const Columns::Panel& panel,
              std::byte* out) const;
-  /// Rows of the left side, `step` elements from one place in depth to the next.
+  /// How a tile of rows of the left side is packed: row by row, or all rows of each place in depth together.
   struct Strip {
-    std::int64_t row, step;
+    bool together;
+    std::int64_t row, step;  ///< elements from one row, and from one step, to the next
   };
-  Strip strip(std::int64_t depth, const Chunk& chunk) const {
-    return tiles_.group > 1 ? Strip{tiles_.group, tiles_.group * tiles_.rows} : Strip{depth * chunk.run(), chunk.run()};
+  Strip strip(const Operand& from, std::int64_t depth, const Chunk& chunk) const {
+    const std::int64_t run = chunk.run();
+    const bool together = tiles_.group > 1 || (chunk.full() && from.row == run * from.delta);
+    return together ? Strip{true, run * tiles_.group, run * tiles_.group * tiles_.rows}
+                    : Strip{false, depth * run, run};
   }
-  /// out(i, k, l) = from(i, k, l) for a tile of rows, of which `rows` exist, in the form of strip().
-  void left(const Operand& from, std::int64_t rows, std::int64_t depth, const Chunk& chunk, std::byte* out) const;
+  /// out(i, k, l) = from(i, k, l) for a tile of rows, of which `rows` exist.
+  Strip left(const Operand& from, std::int64_t rows, std::int64_t depth, const Chunk& chunk, std::byte* out) const;
   /// to(i, j, l) = sums[i][j·run + l], rounded.
   void store(const std::byte* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols, const Chunk& chunk,
              const Operand& to, bool stream) const;
@@ -141,5 +145,8 @@ struct Finish {
   Activation activation = Activation::none;
 };
 void finish(const Finish& what, DType dtype);
+
+/// to[j] += Σ_i from[i][j], or to[i] += Σ_j from[i][j] if `along`; all of the type of sums.
+void add_up(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to, DType dtype);
 
 }  // namespace fretwork::kronecker::cpu

@@ -1,4 +1,4 @@
-// Bias and activation of sums in a cache, on vectors; compiled once per instruction set.
+// Bias and activation of sums, and sums for a bias' gradient, on vectors in a cache; compiled once per instruction set.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/kronecker/cpu_finish.cpp"
 #include <hwy/foreach_target.h>
@@ -97,6 +97,46 @@ void FinishAs(const Finish& what) {
   }
 }
 
+template <typename T>
+void AddUp(const T* from, std::int64_t rows, std::int64_t cols, bool along, T* to) {
+  const hn::ScalableTag<T> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  const std::int64_t whole = cols - cols % kLanes;
+  if (along) {
+    for (std::int64_t i = 0; i < rows; ++i, from += cols) {
+      auto sum = hn::Zero(d);
+      for (std::int64_t j = 0; j < whole; j += kLanes) {
+        sum = hn::Add(sum, hn::LoadU(d, from + j));
+      }
+      T rest = hn::GetLane(hn::SumOfLanes(d, sum));
+      for (std::int64_t j = whole; j < cols; ++j) {
+        rest += from[j];
+      }
+      to[i] += rest;
+    }
+    return;
+  }
+  for (std::int64_t j = 0; j < whole; j += kLanes) {
+    auto sum = hn::LoadU(d, to + j);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      sum = hn::Add(sum, hn::LoadU(d, from + i * cols + j));
+    }
+    hn::StoreU(sum, d, to + j);
+  }
+  for (std::int64_t j = whole; j < cols; ++j) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      to[j] += from[i * cols + j];
+    }
+  }
+}
+
+void AddUpFloat(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to) {
+  AddUp(static_cast<const float*>(from), rows, cols, along, static_cast<float*>(to));
+}
+void AddUpDouble(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to) {
+  AddUp(static_cast<const double*>(from), rows, cols, along, static_cast<double*>(to));
+}
+
 void FinishFloat(const Finish& what) { FinishAs<float>(what); }
 void FinishDouble(const Finish& what) { FinishAs<double>(what); }
 
@@ -107,9 +147,16 @@ HWY_AFTER_NAMESPACE();
 namespace fretwork::kronecker::cpu {
 HWY_EXPORT(FinishFloat);
 HWY_EXPORT(FinishDouble);
+HWY_EXPORT(AddUpFloat);
+HWY_EXPORT(AddUpDouble);
 
 void finish(const Finish& what, DType dtype) {
   dtype == DType::f64 ? HWY_DYNAMIC_DISPATCH(FinishDouble)(what) : HWY_DYNAMIC_DISPATCH(FinishFloat)(what);
+}
+
+void add_up(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to, DType dtype) {
+  dtype == DType::f64 ? HWY_DYNAMIC_DISPATCH(AddUpDouble)(from, rows, cols, along, to)
+                      : HWY_DYNAMIC_DISPATCH(AddUpFloat)(from, rows, cols, along, to);
 }
 
 }  // namespace fretwork::kronecker::cpu

@@ -20,23 +20,27 @@ void Packing::right(const Operand& from, std::int64_t depth, const Chunk& chunk,
   }
 }
 
-void Packing::left(const Operand& from, std::int64_t rows, std::int64_t depth, const Chunk& chunk,
-                   std::byte* out) const {
-  if (tiles_.group > 1) {
-    tiles_.pack({from.data, from.col, from.row}, depth, rows, tiles_.rows, out, 0);
-    return;
+Packing::Strip Packing::left(const Operand& from, std::int64_t rows, std::int64_t depth, const Chunk& chunk,
+                             std::byte* out) const {
+  const Strip form = strip(from, depth, chunk);
+  const std::int64_t run = chunk.run();
+  if (form.together) {
+    const bool pairs = tiles_.group > 1;
+    tiles_.pack({from.data, from.col, pairs ? from.row : from.delta}, depth, rows * run, tiles_.rows * run, out, 0);
+    return form;
   }
-  const std::size_t row_bytes = bytes(depth * chunk.run());
-  if (chunk.full() && from.col == chunk.run() * from.delta) {
-    tiles_.pack({from.data, from.row, from.delta}, rows, depth * chunk.run(), depth * chunk.run(), out, 0);
+  const std::size_t row_bytes = bytes(form.row);
+  if (chunk.full() && from.col == run * from.delta) {
+    tiles_.pack({from.data, from.row, from.delta}, rows, form.row, form.row, out, 0);
   } else {
     for (std::int64_t i = 0; i < rows; ++i) {
-      tiles_.pack({at(from.data, i * from.row), from.col, from.delta}, depth, chunk.count, chunk.run(),
+      tiles_.pack({at(from.data, i * from.row), from.col, from.delta}, depth, chunk.count, run,
                   out + static_cast<std::size_t>(i) * row_bytes, 0);
     }
   }
   std::memset(out + static_cast<std::size_t>(rows) * row_bytes, 0,
               static_cast<std::size_t>(tiles_.rows - rows) * row_bytes);
+  return form;
 }
 
 void Packing::store(const std::byte* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols,

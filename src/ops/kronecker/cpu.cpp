@@ -5,6 +5,10 @@
 // depend on the number of threads.
 #include "ops/kronecker/cpu.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace fretwork::kronecker::cpu {
 namespace {
 
@@ -14,8 +18,13 @@ constexpr std::int64_t kLeftRow = 1024;
 constexpr std::int64_t kBlockElements = 128 << 10;
 /// Batch rows, and batch columns, that a thread works on at a time.
 constexpr std::int64_t kBlockRows = 256, kBlockCols = 192;
+/// Elements of x up to which what follows is not foreseen by hardware.
+constexpr std::int64_t kShortRow = 128;
+constexpr std::int64_t kLine = 64;
 /// Depth of a panel of x at most.
 constexpr std::int64_t kPanelDepth = 256;
+/// Bytes of a page, and of a result that is worth a word about pages.
+constexpr std::int64_t kPage = 4096, kFreshBytes = 8 << 20;
 /// Pieces of work per thread, if there are as many.
 constexpr std::int64_t kPieces = 4;
 
@@ -30,8 +39,8 @@ class Work {
         depth_(packing_.padded(s_.c)),
         wanted_(kPieces * std::max(context.executor->concurrency(), 1)),
         finishes_(problem.bias.data != nullptr || problem.activation != Activation::none),
-        stream_(problem.batch * s_.a * s_.b * s_.d * static_cast<std::int64_t>(size_of(problem.dtype)) >
-                kStreamedBytes) {}
+        far_(problem.batch * s_.a * s_.c * s_.d * size() > kStreamedBytes),
+        stream_(problem.batch * s_.a * s_.b * s_.d * size() > kStreamedBytes) {}
 
  protected:
   /// x of diagonal block i by (n, k, l), y by (n, j, l), w by (k, j, l).
@@ -48,15 +57,16 @@ class Work {
     const std::int64_t first = (i * s_.b + panel.first) * s_.d + chunk.first, step = p_.bias.stride;
     sums_packing_.right({packing_.at(p_.bias.data, first * step), 0, s_.d * step, step}, 1, chunk, panel, out);
   }
+  std::int64_t size() const { return static_cast<std::int64_t>(size_of(p_.dtype)); }
   std::byte* sum_at(std::byte* sums, std::int64_t n) const { return sums + n * static_cast<std::int64_t>(tiles_.sum); }
 
   const Problem& p_;
   const Sizes& s_;
   const Tiles& tiles_;
   Packing packing_, sums_packing_;
-  std::int64_t depth_;   ///< of packed weights
-  std::int64_t wanted_;  ///< pieces of work
-  bool finishes_, stream_;
+  std::int64_t depth_;            ///< of packed weights
+  std::int64_t wanted_;           ///< pieces of work
+  bool finishes_, far_, stream_;  ///< there is a bias or activation; x does not fit caches; nor does y
 };
 
 /// Rows are the batch; columns are output features, with their δ on neighbouring lanes.
@@ -114,6 +124,7 @@ class BatchFirst : Work {
     Buffers& buffers = Buffers::of_thread();
     std::byte* const left = buffers.left.need(packing_.bytes(tiles_.rows * part.depth.each * part.chunk.run()));
     const bool once = part.depth.pieces() == 1;
+    const bool fetches = far_ && (s_.d > part.chunk.run() || part.depth.each * part.chunk.run() <= kShortRow);
     // The bias, one tile's sums, and if they are computed piece by piece, all sums.
     std::byte* const bias = buffers.sums.need(
         tiles_.sum * static_cast<std::size_t>(lanes + tiles_.rows * lanes + (once ? 0 : rows_.each * lanes)));
@@ -133,7 +144,11 @@ class BatchFirst : Work {
         product.row_stride = strip.row;
         product.step_stride = strip.step;
         product.add = piece > 0;
+        const Operand next = packing_.at(x(i), row + tiles_.rows, k, part.chunk.first);
         for (std::int64_t n = first; n < last; ++n) {
+          if (fetches && row + 2 * tiles_.rows <= last_row) {
+            fetch(next, depth, part.chunk, n - first, last - first);
+          }
           const Columns::Panel panel = part.columns.panel(n);
           const std::int64_t lane_here = panel.first_vector * tiles_.lanes - lane;
           product.right = packed + packing_.bytes(place(i, part, panel, k));
@@ -167,6 +182,19 @@ class BatchFirst : Work {
   std::int64_t count() const { return static_cast<std::int64_t>(parts_.size()); }
   std::int64_t place(std::int64_t i, const Part& part, const Columns::Panel& panel, std::int64_t k) const {
     return i * stride_ + part.offset + panel.first_vector * tiles_.lanes * depth_ + k * panel.width;
+  }
+  /// Fetches a share of the tile of x that is packed next. Inline, as GCC would otherwise find that it does nothing.
+  [[gnu::always_inline]] void fetch(const Operand& from, std::int64_t depth, const Chunk& chunk, std::int64_t share,
+                                    std::int64_t shares) const {
+    const bool along = from.col == chunk.run();
+    for (std::int64_t row = tiles_.rows * share / shares; row < tiles_.rows * (share + 1) / shares; ++row) {
+      const auto* const data = static_cast<const std::byte*>(packing_.at(from.data, row * from.row));
+      for (std::int64_t k = 0; k < (along ? 1 : depth); ++k) {
+        for (std::int64_t byte = 0; byte < (along ? depth : 1) * chunk.run() * size(); byte += kLine) {
+          __builtin_prefetch(data + k * from.col * size() + byte, 0, 2);
+        }
+      }
+    }
   }
   /// Whether a tile's vectors lie in memory as they do in registers; says how.
   bool to_memory(const Chunk& chunk, const Columns::Panel& panel, const Operand& to, simd::Product& product) const {
@@ -236,12 +264,21 @@ class BatchLast : Work {
     for (std::int64_t piece = 0; piece < pieces_.pieces(); ++piece) {
       const std::int64_t k = piece * pieces_.each, depth = pieces_.size(piece);
       const Operand from = packing_.at(x(i), first_col, k, l);
+      // Panels of one width together, so that rows of x are read on and on.
+      for (std::int64_t n = 0, same = 1; n < columns.panels(); n += same) {
+        const Columns::Panel panel = columns.panel(n);
+        std::int64_t count = panel.count;
+        for (same = 1; n + same < columns.panels() && columns.panel(n + same).width == panel.width; ++same) {
+          count += columns.panel(n + same).count;
+        }
+        tiles_.pack({packing_.at(from.data, panel.first * from.row), from.col, from.row}, std::min(depth, s_.c - k),
+                    count, panel.width, right + packing_.bytes(depth * panel.first_vector * tiles_.lanes),
+                    static_cast<std::int64_t>(packing_.bytes(depth * panel.width)));
+      }
       for (std::int64_t n = 0; n < columns.panels(); ++n) {
         const Columns::Panel panel = columns.panel(n);
         const std::int64_t lane = panel.first_vector * tiles_.lanes;
         std::byte* const to = right + packing_.bytes(depth * lane);
-        packing_.right({packing_.at(from.data, panel.first * from.row), from.col, from.row, 0},
-                       std::min(depth, s_.c - k), one, panel, to);
         simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = to};
         product.row_stride = tiles_.group;
         product.step_stride = tiles_.group * tiles_.rows;
@@ -284,6 +321,23 @@ class BatchLast : Work {
   Split strips_, cols_, pieces_;
 };
 
+/// A large result often lies in fresh memory, whose pages the system provides one by one as they are first written:
+/// that takes longer than the product. Ask for large pages instead; memory in use already stays as it is.
+void ask_for_large_pages([[maybe_unused]] const Problem& p) {
+#if defined(__linux__)
+  const auto extent = [](std::int64_t count, std::int64_t stride) { return (count - 1) * stride; };
+  const std::int64_t rows = extent(p.batch, p.y.batch), cols = extent(p.sizes.a * p.sizes.b * p.sizes.d, p.y.feature);
+  const auto size = static_cast<std::int64_t>(size_of(p.dtype));
+  const auto data = reinterpret_cast<std::intptr_t>(p.y.data);
+  const std::intptr_t first = data + (std::min<std::int64_t>(rows, 0) + std::min<std::int64_t>(cols, 0)) * size;
+  const std::intptr_t last = data + (std::max<std::int64_t>(rows, 0) + std::max<std::int64_t>(cols, 0) + 1) * size;
+  const std::intptr_t begin = divide_up(first, kPage) * kPage;
+  if (last - begin >= kFreshBytes) {
+    madvise(reinterpret_cast<void*>(begin), static_cast<std::size_t>(last - begin), MADV_HUGEPAGE);
+  }
+#endif
+}
+
 template <typename Kind>
 void run_as(const Problem& problem, Context& context) {
   const Kind work(problem, context);
@@ -305,6 +359,7 @@ void run_as(const Problem& problem, Context& context) {
 }  // namespace
 
 void run(const Problem& problem, Context& context) {
+  ask_for_large_pages(problem);
   const bool last = problem.batch > 1 && problem.x.batch == 1 && problem.y.batch == 1;
   last ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
 }

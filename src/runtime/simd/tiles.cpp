@@ -53,8 +53,6 @@ constexpr bool kHasHalf = HWY_TARGET < HWY_SSE4 || HWY_ARCH_ARM_A64;
 /// Elements in 128 bits: the side of the squares that are transposed in registers.
 template <typename T>
 constexpr std::int64_t kSquare = HWY_TARGET == HWY_SCALAR ? 1 : 16 / sizeof(T);
-/// Steps of a lone term's panel that are fetched ahead.
-constexpr std::int64_t kStepsAhead = 4;
 /// Depth packed at a time, so that what is written scattered stays in the first-level cache.
 constexpr std::int64_t kPackDepth = 64;
 
@@ -350,7 +348,7 @@ void Multiply(const Product& p) {
     for (int i = 0; i < kRows; ++i) {
       hwy::Prefetch(static_cast<const T*>(next.left) + p.shift + i * row);
     }
-    const std::int64_t ahead = (p.count == 1 ? kStepsAhead : next.depth - term->depth) * kWidth;
+    const std::int64_t ahead = (next.depth - term->depth) * kWidth;
     for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       V b[kVectors];
 #pragma GCC unroll 8

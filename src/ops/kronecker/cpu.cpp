@@ -38,9 +38,10 @@ class Work {
         sums_packing_(problem.dtype, simd::widened_tiles(problem.dtype)),
         depth_(packing_.padded(s_.c)),
         wanted_(kPieces * std::max(context.executor->concurrency(), 1)),
+        size_(static_cast<std::int64_t>(size_of(problem.dtype))),
         finishes_(problem.bias.data != nullptr || problem.activation != Activation::none),
-        far_(problem.batch * s_.a * s_.c * s_.d * size() > kStreamedBytes),
-        stream_(problem.batch * s_.a * s_.b * s_.d * size() > kStreamedBytes) {}
+        far_(problem.batch * s_.a * s_.c * s_.d * size_ > kStreamedBytes),
+        stream_(problem.batch * s_.a * s_.b * s_.d * size_ > kStreamedBytes) {}
 
  protected:
   /// x of diagonal block i by (n, k, l), y by (n, j, l), w by (k, j, l).
@@ -57,7 +58,6 @@ class Work {
     const std::int64_t first = (i * s_.b + panel.first) * s_.d + chunk.first, step = p_.bias.stride;
     sums_packing_.right({packing_.at(p_.bias.data, first * step), 0, s_.d * step, step}, 1, chunk, panel, out);
   }
-  std::int64_t size() const { return static_cast<std::int64_t>(size_of(p_.dtype)); }
   std::byte* sum_at(std::byte* sums, std::int64_t n) const { return sums + n * static_cast<std::int64_t>(tiles_.sum); }
 
   const Problem& p_;
@@ -66,6 +66,7 @@ class Work {
   Packing packing_, sums_packing_;
   std::int64_t depth_;            ///< of packed weights
   std::int64_t wanted_;           ///< pieces of work
+  std::int64_t size_;             ///< bytes of an element
   bool finishes_, far_, stream_;  ///< there is a bias or activation; x does not fit caches; nor does y
 };
 
@@ -187,13 +188,11 @@ class BatchFirst : Work {
   [[gnu::always_inline]] void fetch(const Operand& from, std::int64_t depth, const Chunk& chunk, std::int64_t share,
                                     std::int64_t shares) const {
     const bool along = from.col == chunk.run();
-    for (std::int64_t row = tiles_.rows * share / shares; row < tiles_.rows * (share + 1) / shares; ++row) {
-      const auto* const data = static_cast<const std::byte*>(packing_.at(from.data, row * from.row));
-      for (std::int64_t k = 0; k < (along ? 1 : depth); ++k) {
-        for (std::int64_t byte = 0; byte < (along ? depth : 1) * chunk.run() * size(); byte += kLine) {
-          __builtin_prefetch(data + k * from.col * size() + byte, 0, 2);
-        }
-      }
+    const std::int64_t step = along ? kLine : from.col * size_;
+    const std::int64_t steps = along ? divide_up(depth * from.col * size_, kLine) : depth, all = tiles_.rows * steps;
+    for (std::int64_t n = all * share / shares; n < all * (share + 1) / shares; ++n) {
+      const auto* const row = static_cast<const std::byte*>(from.data) + n / steps * from.row * size_;
+      __builtin_prefetch(row + n % steps * step, 0, 2);
     }
   }
   /// Whether a tile's vectors lie in memory as they do in registers; says how.
@@ -203,11 +202,10 @@ class BatchFirst : Work {
       return false;
     }
     const auto lines = [&](std::intptr_t bytes) { return bytes % 64 == 0; };
-    const auto size = static_cast<std::int64_t>(size_of(p_.dtype));
     product.out_stride = to.row;
     product.vector_stride = vector ? to.col : 0;
-    product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(to.data)) && lines(to.row * size) &&
-                     lines(to.col * size * tiles_.lanes / chunk.run()) && lines(tiles_.lanes * size);
+    product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(to.data)) && lines(to.row * size_) &&
+                     lines(to.col * size_ * tiles_.lanes / chunk.run()) && lines(tiles_.lanes * size_);
     return true;
   }
 
@@ -297,11 +295,10 @@ class BatchLast : Work {
           const bool direct =
               whole && !finishes_ && height == tiles_.rows && panel.count == panel.width && out.row == 1;
           const auto lines = [&](std::intptr_t bytes) { return bytes % 64 == 0; };
-          const auto size = static_cast<std::int64_t>(size_of(p_.dtype));
           product.out = direct ? place.data : nullptr;
           product.out_stride = out.col;
-          product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(place.data)) && lines(out.col * size) &&
-                           lines(panel.width * size);
+          product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(place.data)) && lines(out.col * size_) &&
+                           lines(panel.width * size_);
           tiles_.multiply[panel.vectors - 1](product);
           if (whole && !direct) {
             if (finishes_) {

@@ -25,6 +25,8 @@ constexpr std::int64_t kLine = 64;
 constexpr std::int64_t kPanelDepth = 256;
 /// Bytes of a page, and of a result that is worth a word about pages.
 constexpr std::int64_t kPage = 4096, kFreshBytes = 8 << 20;
+/// A batch for which weights are not worth packing, if the CPU can read them where they are.
+constexpr std::int64_t kSmallBatch = 256;
 /// Pieces of work per thread, if there are as many.
 constexpr std::int64_t kPieces = 4;
 
@@ -222,7 +224,8 @@ class BatchLast : Work {
         strips_{divide_up(s_.b, tiles_.rows), divide_up(s_.b, tiles_.rows)},
         cols_{problem.batch,
               std::max(kBlockCols / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
-        pieces_(even(depth_, kPanelDepth, tiles_.group)) {
+        pieces_(even(depth_, kPanelDepth, tiles_.group)),
+        as_is_(problem.batch <= kSmallBatch && can_be_left(problem, tiles_)) {
     const auto few = [&] { return jobs() < wanted_; };
     while (few() && cols_.each > tiles_.lanes * tiles_.vectors) {
       cols_.each -= tiles_.lanes * tiles_.vectors;
@@ -232,8 +235,13 @@ class BatchLast : Work {
     }
   }
 
-  std::size_t weight_bytes() const { return packing_.bytes(s_.a * s_.d * stride()); }
-  std::int64_t weight_jobs() const { return s_.a * s_.d; }
+  /// Whether weights can be read where they are.
+  static bool can_be_left(const Problem& problem, const Tiles& tiles) {
+    return problem.w.c == 1 && !tiles.widens && problem.sizes.b % tiles.rows == 0 && problem.sizes.c % tiles.group == 0;
+  }
+
+  std::size_t weight_bytes() const { return as_is_ ? 0 : packing_.bytes(s_.a * s_.d * stride()); }
+  std::int64_t weight_jobs() const { return as_is_ ? 0 : s_.a * s_.d; }
   void pack_weights(std::int64_t job, std::byte* packed) const {
     const Operand from = packing_.at(w(job / s_.d), 0, 0, job % s_.d);
     tiles_.pack({from.data, from.row, from.col}, s_.c, s_.b, tiles_.rows, packed + packing_.bytes(job * stride()),
@@ -278,17 +286,15 @@ class BatchLast : Work {
         const std::int64_t lane = panel.first_vector * tiles_.lanes;
         std::byte* const to = right + packing_.bytes(depth * lane);
         simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = to};
-        product.row_stride = tiles_.group;
-        product.step_stride = tiles_.group * tiles_.rows;
+        product.row_stride = as_is_ ? p_.w.b : tiles_.group;
+        product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
         product.add = piece > 0;
         product.sum_stride = once ? panel.width : columns.lanes();
         const bool whole = piece + 1 == pieces_.pieces();
         const Operand out = packing_.at(y(i), first_col + panel.first, 0, l);
         for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
           const std::int64_t height = std::min(tiles_.rows, rows - row);
-          const std::int64_t strip = first_strip + row / tiles_.rows;
-          const simd::Term term{
-              packed + packing_.bytes(group * stride() + strip * depth_ * tiles_.rows + k * tiles_.rows), 0, nullptr};
+          const simd::Term term{left(packed, group, first_row + row, k), 0, nullptr};
           product.terms = &term;
           product.sums = sum_at(sums, once ? 0 : row * columns.lanes() + lane);
           const Place place{packing_.at(out.data, (first_row + row) * out.col), out.col, out.row};
@@ -315,7 +321,14 @@ class BatchLast : Work {
 
  private:
   std::int64_t stride() const { return strips_.count * tiles_.rows * depth_; }
+  /// A strip of weights from depth k on.
+  const void* left(std::byte* packed, std::int64_t group, std::int64_t row, std::int64_t k) const {
+    return as_is_ ? packing_.at(w(group / s_.d), k, row, group % s_.d).data
+                  : packed + packing_.bytes(group * stride() + row * depth_ + k * tiles_.rows);
+  }
+
   Split strips_, cols_, pieces_;
+  bool as_is_;
 };
 
 /// A large result often lies in fresh memory, whose pages the system provides one by one as they are first written:
@@ -337,28 +350,41 @@ void ask_for_large_pages([[maybe_unused]] const Problem& p) {
 
 template <typename Kind>
 void run_as(const Problem& problem, Context& context) {
+  const Sizes& s = problem.sizes;
   const Kind work(problem, context);
   const Workspace workspace(context, work.weight_bytes());
   std::byte* const packed = static_cast<std::byte*>(workspace.data());
-  context.executor->parallel_for(work.weight_jobs(), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t job = begin; job < end; ++job) {
-      work.pack_weights(job, packed);
-    }
-  });
-  context.executor->parallel_for(work.jobs(), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t job = begin; job < end; ++job) {
-      work.multiply(job, packed);
-    }
-    simd::finish_streams();
-  });
+  const double weights = static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d);
+  if (const std::int64_t jobs = work.weight_jobs(); jobs > 0) {
+    context.executor->parallel_for(jobs, grain(jobs, 16 * weights), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t job = begin; job < end; ++job) {
+        work.pack_weights(job, packed);
+      }
+    });
+  }
+  const double operations = 2 * weights * static_cast<double>(std::max<std::int64_t>(problem.batch, 8));
+  context.executor->parallel_for(work.jobs(), grain(work.jobs(), operations),
+                                 [&](std::int64_t begin, std::int64_t end) {
+                                   for (std::int64_t job = begin; job < end; ++job) {
+                                     work.multiply(job, packed);
+                                   }
+                                   simd::finish_streams();
+                                 });
+}
+
+/// Whether the batch goes on lanes: where it is contiguous, and where turning x and y is less work than turning w.
+bool batch_on_lanes(const Problem& p) {
+  const auto& s = p.sizes;
+  const bool last = p.batch > 1 && p.x.batch == 1 && p.y.batch == 1;
+  const bool small = p.batch <= std::max<std::int64_t>(8, s.b * s.c / (s.b + s.c)) && p.batch <= kSmallBatch;
+  return last || (s.d == 1 && small && BatchLast::can_be_left(p, simd::tiles(p.dtype)));
 }
 
 }  // namespace
 
 void run(const Problem& problem, Context& context) {
   ask_for_large_pages(problem);
-  const bool last = problem.batch > 1 && problem.x.batch == 1 && problem.y.batch == 1;
-  last ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
+  batch_on_lanes(problem) ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
 }
 
 }  // namespace fretwork::kronecker::cpu

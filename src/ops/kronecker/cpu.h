@@ -32,6 +32,13 @@ inline Split even(std::int64_t count, std::int64_t most, std::int64_t unit) {
   return {count, divide_up(divide_up(count, divide_up(count, most)), unit) * unit};
 }
 
+/// How many of `jobs` are worth a thread, if all of them take `operations`.
+inline std::int64_t grain(std::int64_t jobs, double operations) {
+  constexpr double kLeast = 1e6;
+  return static_cast<std::int64_t>(std::clamp(static_cast<double>(jobs) * kLeast / operations, 1.0,
+                                              static_cast<double>(std::max<std::int64_t>(jobs, 1))));
+}
+
 /// Neighbouring δ that share a vector: `count` of them in a run of 2ʳ lanes.
 struct Chunk {
   std::int64_t first, count;

@@ -173,7 +173,9 @@ void add_bias(const WeightProblem& p, bool last, Context& context) {
   const Tiles& tiles = simd::widened_tiles(p.dtype);
   const Packing packing(p.dtype, tiles);
   const std::int64_t features = p.sizes.a * p.sizes.b * p.sizes.d, width = 64;
-  context.executor->parallel_for(divide_up(features, width), 1, [&](std::int64_t begin, std::int64_t end) {
+  const std::int64_t jobs = divide_up(features, width);
+  const double operations = 4 * static_cast<double>(features) * static_cast<double>(p.batch + 1);
+  context.executor->parallel_for(jobs, grain(jobs, operations), [&](std::int64_t begin, std::int64_t end) {
     Buffers& buffers = Buffers::of_thread();
     std::byte* const packed = buffers.right.need(packing.bytes(kDepth * width));
     std::byte* const sums = buffers.sums.need(packing.bytes(width));
@@ -204,17 +206,22 @@ void run(const WeightProblem& problem, Context& context) {
   const std::int64_t jobs = work.jobs(), pieces = work.pieces();
   const Workspace workspace(context, work.bytes());
   std::byte* const partial = static_cast<std::byte*>(workspace.data());
-  context.executor->parallel_for(jobs * pieces, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t n = begin; n < end; ++n) {
-      work.multiply(n / pieces, n % pieces, partial);
-    }
-  });
+  const Sizes& s = problem.sizes;
+  const double weights = static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d);
+  const double operations = 2 * weights * static_cast<double>(std::max<std::int64_t>(problem.batch, 8));
+  context.executor->parallel_for(jobs * pieces, grain(jobs * pieces, operations),
+                                 [&](std::int64_t begin, std::int64_t end) {
+                                   for (std::int64_t n = begin; n < end; ++n) {
+                                     work.multiply(n / pieces, n % pieces, partial);
+                                   }
+                                 });
   if (partial != nullptr) {
-    context.executor->parallel_for(jobs, 1, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t job = begin; job < end; ++job) {
-        work.add_pieces(job, partial);
-      }
-    });
+    context.executor->parallel_for(jobs, grain(jobs, weights * static_cast<double>(pieces)),
+                                   [&](std::int64_t begin, std::int64_t end) {
+                                     for (std::int64_t job = begin; job < end; ++job) {
+                                       work.add_pieces(job, partial);
+                                     }
+                                   });
   }
   if (problem.d_bias.data != nullptr) {
     add_bias(problem, last, context);

@@ -214,10 +214,10 @@ void check_gradient(const Case& t, Executor& executor) {
 constexpr DType kTypes[] = {DType::f64, DType::f32, DType::f16, DType::bf16};
 constexpr Order kOrders[] = {Order::first, Order::last, Order::apart, Order::backwards};
 /// Runs of every length, whole and padded; panels and strips with rests; depths of one and several pieces.
-constexpr Sizes kSizes[] = {{1, 1, 1, 1},   {2, 3, 4, 5},   {3, 17, 9, 1},   {1, 49, 33, 2}, {2, 25, 7, 3},
-                            {1, 13, 21, 4}, {2, 9, 5, 6},   {1, 7, 11, 7},   {1, 5, 3, 8},   {1, 3, 10, 9},
-                            {1, 6, 5, 11},  {1, 4, 6, 12},  {1, 5, 70, 16},  {2, 3, 5, 24},  {1, 4, 3, 35},
-                            {1, 2, 2, 64},  {1, 8, 530, 2}, {1, 3, 1030, 1}, {2, 16, 6, 1},  {1, 24, 300, 1}};
+constexpr Sizes kSizes[] = {
+    {1, 1, 1, 1},  {2, 3, 4, 5},  {3, 17, 9, 1},  {1, 49, 33, 2},  {2, 25, 7, 3}, {1, 13, 21, 4}, {2, 9, 5, 6},
+    {1, 7, 11, 7}, {1, 5, 3, 8},  {1, 3, 10, 9},  {1, 6, 5, 11},   {1, 4, 6, 12}, {1, 5, 70, 16}, {2, 3, 5, 24},
+    {1, 4, 3, 35}, {1, 2, 2, 64}, {1, 8, 530, 2}, {1, 3, 1030, 1}, {2, 16, 6, 1}, {1, 6, 5, 32},  {1, 24, 300, 1}};
 
 TEST(KroneckerCpu, ProductInEveryTypeAndLayout) {
   TbbExecutor threads;

@@ -27,6 +27,8 @@ constexpr std::int64_t kPanelDepth = 256;
 constexpr std::int64_t kPage = 4096, kFreshBytes = 8 << 20;
 /// A batch for which weights are not worth packing, if the CPU can read them where they are.
 constexpr std::int64_t kSmallBatch = 256;
+/// Batch rows that are few, and weights that a thread takes for them at a time.
+constexpr std::int64_t kFewRows = 8, kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
 constexpr std::int64_t kPieces = 4;
 
@@ -331,6 +333,52 @@ class BatchLast : Work {
   bool as_is_;
 };
 
+/// A few batch rows: weights stream by once, as they lie in memory, each row (k, l) against those of x.
+class FewRows : Work {
+ public:
+  FewRows(const Problem& problem, Context& context)
+      : Work(problem, simd::widened_tiles(problem.dtype), context),
+        rows_(even(s_.b, std::clamp<std::int64_t>(kFewElements / (s_.c * s_.d), 4, s_.b), 4)),
+        lanes_(divide_up(rows_.each * s_.d, tiles_.lanes) * tiles_.lanes) {}
+
+  static bool fits(const Problem& p) {
+    const std::int64_t d = p.sizes.d, lanes = simd::widened_tiles(p.dtype).lanes;
+    return p.batch <= kFewRows && (p.dtype == DType::f32 || p.dtype == DType::f64) && (p.w.d == 1 || d == 1) &&
+           p.w.c == d && p.x.feature == 1 && (d % lanes == 0 || (d < lanes && (d & (d - 1)) == 0));
+  }
+
+  std::size_t weight_bytes() const { return 0; }
+  std::int64_t weight_jobs() const { return 0; }
+  void pack_weights(std::int64_t /*job*/, std::byte* /*packed*/) const {}
+
+  std::int64_t jobs() const { return s_.a * rows_.pieces(); }
+  void multiply(std::int64_t job, std::byte* /*packed*/) const {
+    const std::int64_t i = job / rows_.pieces(), j = job % rows_.pieces() * rows_.each;
+    const std::int64_t rows = rows_.size(job % rows_.pieces()), cols = rows * s_.d;
+    std::byte* const bias =
+        Buffers::of_thread().sums.need(tiles_.sum * static_cast<std::size_t>(lanes_ * (1 + p_.batch)));
+    std::byte* const sums = sum_at(bias, lanes_);
+    dots({packing_.at(w(i), 0, j, 0).data, x(i).data, p_.w.b, p_.x.batch, rows, p_.batch, s_.c, s_.d, sums, lanes_},
+         p_.dtype);
+    if (finishes_) {
+      const bool biased = p_.bias.data != nullptr;
+      if (biased) {
+        tiles_.pack({packing_.at(p_.bias.data, (i * s_.b + j) * s_.d * p_.bias.stride), 0, p_.bias.stride}, 1, cols,
+                    lanes_, bias, 0);
+      }
+      finish({sums, lanes_, p_.batch, divide_up(cols, tiles_.lanes) * tiles_.lanes, nullptr, biased ? bias : nullptr,
+              p_.activation},
+             p_.dtype);
+    }
+    const Operand to = packing_.at(y(i), 0, j, 0);
+    tiles_.store(sums, lanes_, p_.batch, cols, {to.data, to.row, to.delta}, false);
+  }
+
+ private:
+  Split rows_;
+  std::int64_t lanes_;
+};
+
 /// A large result often lies in fresh memory, whose pages the system provides one by one as they are first written:
 /// that takes longer than the product. Ask for large pages instead; memory in use already stays as it is.
 void ask_for_large_pages([[maybe_unused]] const Problem& p) {
@@ -384,6 +432,10 @@ bool batch_on_lanes(const Problem& p) {
 
 void run(const Problem& problem, Context& context) {
   ask_for_large_pages(problem);
+  if (FewRows::fits(problem)) {
+    run_as<FewRows>(problem, context);
+    return;
+  }
   batch_on_lanes(problem) ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
 }
 

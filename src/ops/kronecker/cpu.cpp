@@ -1,97 +1,442 @@
-// The products on the CPU, plainly: one output feature of one batch row at a time.
-#include <cmath>
+// The product on the CPU. Batch first, lanes hold output features (j, l) as they lie in memory: no δ is ever sorted
+// out, since a run of x over l is repeated along a vector by the load itself. Batch last, lanes hold the batch.
+//
+// Weights are packed once, for all threads. A sum is computed whole by one thread in a fixed order, so results do not
+// depend on the number of threads.
+#include "ops/kronecker/cpu.h"
 
-#include "core/half.h"
-#include "ops/kronecker/problem.h"
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace fretwork::kronecker::cpu {
 namespace {
 
-double read(const void* data, DType dtype, std::int64_t at) {
-  switch (dtype) {
-    case DType::f64:
-      return static_cast<const double*>(data)[at];
-    case DType::f32:
-      return static_cast<const float*>(data)[at];
-    case DType::f16:
-      return float_from_f16(static_cast<const std::uint16_t*>(data)[at]);
-    default:
-      return float_from_bf16(static_cast<const std::uint16_t*>(data)[at]);
+/// Elements of a row of the left side that are multiplied at a time: 8 such rows leave room in a first-level cache.
+constexpr std::int64_t kLeftRow = 1024;
+/// Packed weights that a strip of x meets: they leave room in a second-level cache of 1 MB.
+constexpr std::int64_t kBlockElements = 128 << 10;
+/// Batch rows, and batch columns, that a thread works on at a time.
+constexpr std::int64_t kBlockRows = 256, kBlockCols = 192;
+/// Elements of x up to which what follows is not foreseen by hardware.
+constexpr std::int64_t kShortRow = 128;
+constexpr std::int64_t kLine = 64;
+/// Depth of a panel of x at most.
+constexpr std::int64_t kPanelDepth = 256;
+/// Bytes of a page, and of a result that is worth a word about pages.
+constexpr std::int64_t kPage = 4096, kFreshBytes = 8 << 20;
+/// A batch for which weights are not worth packing, if the CPU can read them where they are.
+constexpr std::int64_t kSmallBatch = 256;
+/// Batch rows that are few, and weights that a thread takes for them at a time.
+constexpr std::int64_t kFewRows = 8, kFewElements = 32 << 10;
+/// Pieces of work per thread, if there are as many.
+constexpr std::int64_t kPieces = 4;
+
+class Work {
+ public:
+  Work(const Problem& problem, const Tiles& tiles, Context& context)
+      : p_(problem),
+        s_(problem.sizes),
+        tiles_(tiles),
+        packing_(problem.dtype, tiles),
+        sums_packing_(problem.dtype, simd::widened_tiles(problem.dtype)),
+        depth_(packing_.padded(s_.c)),
+        wanted_(kPieces * std::max(context.executor->concurrency(), 1)),
+        size_(static_cast<std::int64_t>(size_of(problem.dtype))),
+        finishes_(problem.bias.data != nullptr || problem.activation != Activation::none),
+        far_(problem.batch * s_.a * s_.c * s_.d * size_ > kStreamedBytes),
+        stream_(problem.batch * s_.a * s_.b * s_.d * size_ > kStreamedBytes) {}
+
+ protected:
+  /// x of diagonal block i by (n, k, l), y by (n, j, l), w by (k, j, l).
+  Operand x(std::int64_t i) const {
+    return {packing_.at(p_.x.data, i * s_.c * s_.d * p_.x.feature), p_.x.batch, s_.d * p_.x.feature, p_.x.feature};
   }
+  Operand y(std::int64_t i) const {
+    return {packing_.at(p_.y.data, i * s_.b * s_.d * p_.y.feature), p_.y.batch, s_.d * p_.y.feature, p_.y.feature};
+  }
+  Operand w(std::int64_t i) const { return {packing_.at(p_.w.data, i * p_.w.a), p_.w.c, p_.w.b, p_.w.d}; }
+
+  /// The bias on the lanes of a panel, of the type of sums.
+  void pack_bias(std::int64_t i, const Chunk& chunk, const Columns::Panel& panel, std::byte* out) const {
+    const std::int64_t first = (i * s_.b + panel.first) * s_.d + chunk.first, step = p_.bias.stride;
+    sums_packing_.right({packing_.at(p_.bias.data, first * step), 0, s_.d * step, step}, 1, chunk, panel, out);
+  }
+  std::byte* sum_at(std::byte* sums, std::int64_t n) const { return sums + n * static_cast<std::int64_t>(tiles_.sum); }
+
+  const Problem& p_;
+  const Sizes& s_;
+  const Tiles& tiles_;
+  Packing packing_, sums_packing_;
+  std::int64_t depth_;            ///< of packed weights
+  std::int64_t wanted_;           ///< pieces of work
+  std::int64_t size_;             ///< bytes of an element
+  bool finishes_, far_, stream_;  ///< there is a bias or activation; x does not fit caches; nor does y
+};
+
+/// Rows are the batch; columns are output features, with their δ on neighbouring lanes.
+class BatchFirst : Work {
+ public:
+  BatchFirst(const Problem& problem, Context& context)
+      : Work(problem, problem.sizes.d == 1 ? simd::tiles(problem.dtype) : simd::widened_tiles(problem.dtype), context),
+        rows_{problem.batch, std::min(kBlockRows, divide_up(problem.batch, tiles_.rows) * tiles_.rows)} {
+    std::int64_t offset = 0;
+    for (const Chunk& chunk : chunks(s_.d, tiles_.lanes)) {
+      const Columns columns(s_.b, chunk.run(), tiles_);
+      const Split depth = even(depth_, std::max<std::int64_t>(1, kLeftRow / chunk.run()), tiles_.group);
+      parts_.push_back({chunk, columns, depth, offset});
+      blocks_ = std::max(blocks_, divide_up(columns.lanes() * depth.each, kBlockElements));
+      panels_ = std::max(panels_, columns.panels());
+      offset += depth_ * columns.lanes();
+    }
+    stride_ = offset;
+    // Few diagonal blocks: more and smaller pieces, first of the batch, then of features.
+    const auto few = [&] { return jobs() < wanted_; };
+    while (few() && rows_.each > 4 * tiles_.rows) {
+      rows_.each = divide_up(rows_.each / 2, tiles_.rows) * tiles_.rows;
+    }
+    while (few() && blocks_ < panels_) {
+      ++blocks_;
+    }
+  }
+
+  std::size_t weight_bytes() const { return packing_.bytes(s_.a * stride_); }
+  std::int64_t weight_jobs() const { return s_.a * count() * panels_; }
+  void pack_weights(std::int64_t job, std::byte* packed) const {
+    const std::int64_t i = job / panels_ / count();
+    const Part& part = parts_[static_cast<std::size_t>(job / panels_ % count())];
+    if (job % panels_ < part.columns.panels()) {
+      const Columns::Panel panel = part.columns.panel(job % panels_);
+      packing_.right(packing_.at(w(i), 0, panel.first, part.chunk.first), s_.c, part.chunk, panel,
+                     packed + packing_.bytes(place(i, part, panel, 0)));
+    }
+  }
+
+  std::int64_t jobs() const { return rows_.pieces() * s_.a * count() * blocks_; }
+  void multiply(std::int64_t job, std::byte* packed) const {
+    const std::int64_t block = job % blocks_, i = job / blocks_ / count() % s_.a;
+    const Part& part = parts_[static_cast<std::size_t>(job / blocks_ % count())];
+    const std::int64_t first_row = job / blocks_ / count() / s_.a * rows_.each;
+    const std::int64_t last_row = std::min(first_row + rows_.each, p_.batch);
+    const std::int64_t panels = part.columns.panels();
+    const std::int64_t first = panels * block / blocks_, last = panels * (block + 1) / blocks_;
+    if (first == last) {
+      return;
+    }
+    const std::int64_t lane = part.columns.panel(first).first_vector * tiles_.lanes;
+    const std::int64_t lanes =
+        part.columns.panel(last - 1).first_vector * tiles_.lanes + part.columns.panel(last - 1).width - lane;
+    Buffers& buffers = Buffers::of_thread();
+    std::byte* const left = buffers.left.need(packing_.bytes(tiles_.rows * part.depth.each * part.chunk.run()));
+    const bool once = part.depth.pieces() == 1;
+    const bool fetches = far_ && (s_.d > part.chunk.run() || part.depth.each * part.chunk.run() <= kShortRow);
+    // The bias, one tile's sums, and if they are computed piece by piece, all sums.
+    std::byte* const bias = buffers.sums.need(
+        tiles_.sum * static_cast<std::size_t>(lanes + tiles_.rows * lanes + (once ? 0 : rows_.each * lanes)));
+    std::byte* const sums = sum_at(bias, lanes);
+    for (std::int64_t n = first; n < last && p_.bias.data != nullptr; ++n) {
+      const Columns::Panel panel = part.columns.panel(n);
+      pack_bias(i, part.chunk, panel, sum_at(bias, panel.first_vector * tiles_.lanes - lane));
+    }
+    for (std::int64_t piece = 0; piece < part.depth.pieces(); ++piece) {
+      const std::int64_t k = piece * part.depth.each, depth = part.depth.size(piece);
+      for (std::int64_t row = first_row; row < last_row; row += tiles_.rows) {
+        const std::int64_t rows = std::min(tiles_.rows, last_row - row);
+        const Packing::Strip strip = packing_.left(packing_.at(x(i), row, k, part.chunk.first), rows,
+                                                   std::min(depth, s_.c - k), part.chunk, left);
+        const simd::Term term{left, 0, nullptr};
+        simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
+        product.row_stride = strip.row;
+        product.step_stride = strip.step;
+        product.add = piece > 0;
+        const Operand next = packing_.at(x(i), row + tiles_.rows, k, part.chunk.first);
+        for (std::int64_t n = first; n < last; ++n) {
+          if (fetches && row + 2 * tiles_.rows <= last_row) {
+            fetch(next, depth, part.chunk, n - first, last - first);
+          }
+          const Columns::Panel panel = part.columns.panel(n);
+          const std::int64_t lane_here = panel.first_vector * tiles_.lanes - lane;
+          product.right = packed + packing_.bytes(place(i, part, panel, k));
+          product.sum_stride = once ? panel.width : lanes;
+          product.sums = sum_at(sums, once ? 0 : (row - first_row) * lanes + lane_here);
+          const bool whole = piece + 1 == part.depth.pieces();
+          const Operand to = packing_.at(y(i), row, panel.first, part.chunk.first);
+          const bool direct = whole && !finishes_ && rows == tiles_.rows && to_memory(part.chunk, panel, to, product);
+          product.out = direct ? to.data : nullptr;
+          (tiles_.group > 1 ? tiles_.multiply : tiles_.multiply_runs[part.chunk.log])[panel.vectors - 1](product);
+          if (whole && !direct) {
+            if (finishes_) {
+              const void* const col_bias = p_.bias.data != nullptr ? sum_at(bias, lane_here) : nullptr;
+              finish({product.sums, product.sum_stride, rows, panel.width, nullptr, col_bias, p_.activation}, p_.dtype);
+            }
+            packing_.store(static_cast<const std::byte*>(product.sums), product.sum_stride, rows, panel.count,
+                           part.chunk, to, stream_);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  struct Part {
+    Chunk chunk;
+    Columns columns;
+    Split depth;
+    std::int64_t offset;  ///< of its packed weights
+  };
+  std::int64_t count() const { return static_cast<std::int64_t>(parts_.size()); }
+  std::int64_t place(std::int64_t i, const Part& part, const Columns::Panel& panel, std::int64_t k) const {
+    return i * stride_ + part.offset + panel.first_vector * tiles_.lanes * depth_ + k * panel.width;
+  }
+  /// Fetches a share of the tile of x that is packed next. Inline, as GCC would otherwise find that it does nothing.
+  [[gnu::always_inline]] void fetch(const Operand& from, std::int64_t depth, const Chunk& chunk, std::int64_t share,
+                                    std::int64_t shares) const {
+    const bool along = from.col == chunk.run();
+    const std::int64_t step = along ? kLine : from.col * size_;
+    const std::int64_t steps = along ? divide_up(depth * from.col * size_, kLine) : depth, all = tiles_.rows * steps;
+    for (std::int64_t n = all * share / shares; n < all * (share + 1) / shares; ++n) {
+      const auto* const row = static_cast<const std::byte*>(from.data) + n / steps * from.row * size_;
+      __builtin_prefetch(row + n % steps * step, 0, 2);
+    }
+  }
+  /// Whether a tile's vectors lie in memory as they do in registers; says how.
+  bool to_memory(const Chunk& chunk, const Columns::Panel& panel, const Operand& to, simd::Product& product) const {
+    const bool vector = chunk.run() == tiles_.lanes, neighbours = to.col == chunk.run();
+    if (to.delta != 1 || !chunk.full() || panel.count * chunk.run() != panel.width || (!vector && !neighbours)) {
+      return false;
+    }
+    const auto lines = [&](std::intptr_t bytes) { return bytes % 64 == 0; };
+    product.out_stride = to.row;
+    product.vector_stride = vector ? to.col : 0;
+    product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(to.data)) && lines(to.row * size_) &&
+                     lines(to.col * size_ * tiles_.lanes / chunk.run()) && lines(tiles_.lanes * size_);
+    return true;
+  }
+
+  std::vector<Part> parts_;
+  Split rows_;
+  std::int64_t blocks_ = 1, panels_ = 1, stride_ = 0;
+};
+
+/// Rows are output features of one δ; columns are the batch.
+class BatchLast : Work {
+ public:
+  BatchLast(const Problem& problem, Context& context)
+      : Work(problem, simd::tiles(problem.dtype), context),
+        strips_{divide_up(s_.b, tiles_.rows), divide_up(s_.b, tiles_.rows)},
+        cols_{problem.batch,
+              std::max(kBlockCols / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
+        pieces_(even(depth_, kPanelDepth, tiles_.group)),
+        as_is_(problem.batch <= kSmallBatch && can_be_left(problem, tiles_)) {
+    const auto few = [&] { return jobs() < wanted_; };
+    while (few() && cols_.each > tiles_.lanes * tiles_.vectors) {
+      cols_.each -= tiles_.lanes * tiles_.vectors;
+    }
+    while (few() && strips_.each > 1) {
+      strips_.each = divide_up(strips_.each, 2);
+    }
+  }
+
+  /// Whether weights can be read where they are.
+  static bool can_be_left(const Problem& problem, const Tiles& tiles) {
+    return problem.w.c == 1 && !tiles.widens && problem.sizes.b % tiles.rows == 0 && problem.sizes.c % tiles.group == 0;
+  }
+
+  std::size_t weight_bytes() const { return as_is_ ? 0 : packing_.bytes(s_.a * s_.d * stride()); }
+  std::int64_t weight_jobs() const { return as_is_ ? 0 : s_.a * s_.d; }
+  void pack_weights(std::int64_t job, std::byte* packed) const {
+    const Operand from = packing_.at(w(job / s_.d), 0, 0, job % s_.d);
+    tiles_.pack({from.data, from.row, from.col}, s_.c, s_.b, tiles_.rows, packed + packing_.bytes(job * stride()),
+                static_cast<std::int64_t>(packing_.bytes(depth_ * tiles_.rows)));
+  }
+
+  std::int64_t jobs() const { return s_.a * s_.d * cols_.pieces() * strips_.pieces(); }
+  void multiply(std::int64_t job, std::byte* packed) const {
+    const std::int64_t group = job / strips_.pieces() / cols_.pieces(), i = group / s_.d, l = group % s_.d;
+    const std::int64_t first_col = job / strips_.pieces() % cols_.pieces() * cols_.each;
+    const std::int64_t first_strip = job % strips_.pieces() * strips_.each;
+    const std::int64_t first_row = first_strip * tiles_.rows;
+    const std::int64_t rows = std::min(strips_.each * tiles_.rows, s_.b - first_row);
+    const Chunk one{l, 1, 0};
+    const Columns columns(std::min(cols_.each, p_.batch - first_col), 1, tiles_);
+    Buffers& buffers = Buffers::of_thread();
+    const bool once = pieces_.pieces() == 1;
+    const std::int64_t padded_rows = divide_up(rows, tiles_.rows) * tiles_.rows;
+    std::byte* const bias =
+        buffers.sums.need(tiles_.sum * static_cast<std::size_t>(padded_rows * (1 + columns.lanes())));
+    std::byte* const sums = sum_at(bias, padded_rows);
+    if (p_.bias.data != nullptr) {
+      pack_bias(i, one, {first_row, rows, 0, 0, padded_rows}, bias);
+    }
+    std::byte* const right = buffers.right.need(packing_.bytes(pieces_.each * columns.lanes()));
+    for (std::int64_t piece = 0; piece < pieces_.pieces(); ++piece) {
+      const std::int64_t k = piece * pieces_.each, depth = pieces_.size(piece);
+      const Operand from = packing_.at(x(i), first_col, k, l);
+      // Panels of one width together, so that rows of x are read on and on.
+      for (std::int64_t n = 0, same = 1; n < columns.panels(); n += same) {
+        const Columns::Panel panel = columns.panel(n);
+        std::int64_t count = panel.count;
+        for (same = 1; n + same < columns.panels() && columns.panel(n + same).width == panel.width; ++same) {
+          count += columns.panel(n + same).count;
+        }
+        tiles_.pack({packing_.at(from.data, panel.first * from.row), from.col, from.row}, std::min(depth, s_.c - k),
+                    count, panel.width, right + packing_.bytes(depth * panel.first_vector * tiles_.lanes),
+                    static_cast<std::int64_t>(packing_.bytes(depth * panel.width)));
+      }
+      for (std::int64_t n = 0; n < columns.panels(); ++n) {
+        const Columns::Panel panel = columns.panel(n);
+        const std::int64_t lane = panel.first_vector * tiles_.lanes;
+        std::byte* const to = right + packing_.bytes(depth * lane);
+        simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = to};
+        product.row_stride = as_is_ ? p_.w.b : tiles_.group;
+        product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
+        product.add = piece > 0;
+        product.sum_stride = once ? panel.width : columns.lanes();
+        const bool whole = piece + 1 == pieces_.pieces();
+        const Operand out = packing_.at(y(i), first_col + panel.first, 0, l);
+        for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+          const std::int64_t height = std::min(tiles_.rows, rows - row);
+          const simd::Term term{left(packed, group, first_row + row, k), 0, nullptr};
+          product.terms = &term;
+          product.sums = sum_at(sums, once ? 0 : row * columns.lanes() + lane);
+          const Place place{packing_.at(out.data, (first_row + row) * out.col), out.col, out.row};
+          const bool direct =
+              whole && !finishes_ && height == tiles_.rows && panel.count == panel.width && out.row == 1;
+          const auto lines = [&](std::intptr_t bytes) { return bytes % 64 == 0; };
+          product.out = direct ? place.data : nullptr;
+          product.out_stride = out.col;
+          product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(place.data)) && lines(out.col * size_) &&
+                           lines(panel.width * size_);
+          tiles_.multiply[panel.vectors - 1](product);
+          if (whole && !direct) {
+            if (finishes_) {
+              const void* const row_bias = p_.bias.data != nullptr ? sum_at(bias, row) : nullptr;
+              finish({product.sums, product.sum_stride, height, panel.width, row_bias, nullptr, p_.activation},
+                     p_.dtype);
+            }
+            tiles_.store(product.sums, product.sum_stride, height, panel.count, place, stream_);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  std::int64_t stride() const { return strips_.count * tiles_.rows * depth_; }
+  /// A strip of weights from depth k on.
+  const void* left(std::byte* packed, std::int64_t group, std::int64_t row, std::int64_t k) const {
+    return as_is_ ? packing_.at(w(group / s_.d), k, row, group % s_.d).data
+                  : packed + packing_.bytes(group * stride() + row * depth_ + k * tiles_.rows);
+  }
+
+  Split strips_, cols_, pieces_;
+  bool as_is_;
+};
+
+/// A few batch rows: weights stream by once, as they lie in memory, each row (k, l) against those of x.
+class FewRows : Work {
+ public:
+  FewRows(const Problem& problem, Context& context)
+      : Work(problem, simd::widened_tiles(problem.dtype), context),
+        rows_(even(s_.b, std::clamp<std::int64_t>(kFewElements / (s_.c * s_.d), 4, s_.b), 4)),
+        lanes_(divide_up(rows_.each * s_.d, tiles_.lanes) * tiles_.lanes) {}
+
+  static bool fits(const Problem& p) {
+    const std::int64_t d = p.sizes.d, lanes = simd::widened_tiles(p.dtype).lanes;
+    return p.batch <= kFewRows && (p.dtype == DType::f32 || p.dtype == DType::f64) && (p.w.d == 1 || d == 1) &&
+           p.w.c == d && p.x.feature == 1 && (d % lanes == 0 || (d < lanes && (d & (d - 1)) == 0));
+  }
+
+  std::size_t weight_bytes() const { return 0; }
+  std::int64_t weight_jobs() const { return 0; }
+  void pack_weights(std::int64_t /*job*/, std::byte* /*packed*/) const {}
+
+  std::int64_t jobs() const { return s_.a * rows_.pieces(); }
+  void multiply(std::int64_t job, std::byte* /*packed*/) const {
+    const std::int64_t i = job / rows_.pieces(), j = job % rows_.pieces() * rows_.each;
+    const std::int64_t rows = rows_.size(job % rows_.pieces()), cols = rows * s_.d;
+    std::byte* const bias =
+        Buffers::of_thread().sums.need(tiles_.sum * static_cast<std::size_t>(lanes_ * (1 + p_.batch)));
+    std::byte* const sums = sum_at(bias, lanes_);
+    dots({packing_.at(w(i), 0, j, 0).data, x(i).data, p_.w.b, p_.x.batch, rows, p_.batch, s_.c, s_.d, sums, lanes_},
+         p_.dtype);
+    if (finishes_) {
+      const bool biased = p_.bias.data != nullptr;
+      if (biased) {
+        tiles_.pack({packing_.at(p_.bias.data, (i * s_.b + j) * s_.d * p_.bias.stride), 0, p_.bias.stride}, 1, cols,
+                    lanes_, bias, 0);
+      }
+      finish({sums, lanes_, p_.batch, divide_up(cols, tiles_.lanes) * tiles_.lanes, nullptr, biased ? bias : nullptr,
+              p_.activation},
+             p_.dtype);
+    }
+    const Operand to = packing_.at(y(i), 0, j, 0);
+    tiles_.store(sums, lanes_, p_.batch, cols, {to.data, to.row, to.delta}, false);
+  }
+
+ private:
+  Split rows_;
+  std::int64_t lanes_;
+};
+
+/// A large result often lies in fresh memory, whose pages the system provides one by one as they are first written:
+/// that takes longer than the product. Ask for large pages instead; memory in use already stays as it is.
+void ask_for_large_pages([[maybe_unused]] const Problem& p) {
+#if defined(__linux__)
+  const auto extent = [](std::int64_t count, std::int64_t stride) { return (count - 1) * stride; };
+  const std::int64_t rows = extent(p.batch, p.y.batch), cols = extent(p.sizes.a * p.sizes.b * p.sizes.d, p.y.feature);
+  const auto size = static_cast<std::int64_t>(size_of(p.dtype));
+  const auto data = reinterpret_cast<std::intptr_t>(p.y.data);
+  const std::intptr_t first = data + (std::min<std::int64_t>(rows, 0) + std::min<std::int64_t>(cols, 0)) * size;
+  const std::intptr_t last = data + (std::max<std::int64_t>(rows, 0) + std::max<std::int64_t>(cols, 0) + 1) * size;
+  const std::intptr_t begin = divide_up(first, kPage) * kPage;
+  if (last - begin >= kFreshBytes) {
+    madvise(reinterpret_cast<void*>(begin), static_cast<std::size_t>(last - begin), MADV_HUGEPAGE);
+  }
+#endif
 }
 
-void write(void* data, DType dtype, std::int64_t at, double value) {
-  switch (dtype) {
-    case DType::f64:
-      static_cast<double*>(data)[at] = value;
-      break;
-    case DType::f32:
-      static_cast<float*>(data)[at] = static_cast<float>(value);
-      break;
-    case DType::f16:
-      static_cast<std::uint16_t*>(data)[at] = f16_from_float(static_cast<float>(value));
-      break;
-    default:
-      static_cast<std::uint16_t*>(data)[at] = bf16_from_float(static_cast<float>(value));
+template <typename Kind>
+void run_as(const Problem& problem, Context& context) {
+  const Sizes& s = problem.sizes;
+  const Kind work(problem, context);
+  const Workspace workspace(context, work.weight_bytes());
+  std::byte* const packed = static_cast<std::byte*>(workspace.data());
+  const double weights = static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d);
+  if (const std::int64_t jobs = work.weight_jobs(); jobs > 0) {
+    context.executor->parallel_for(jobs, grain(jobs, 16 * weights), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t job = begin; job < end; ++job) {
+        work.pack_weights(job, packed);
+      }
+    });
   }
+  const double operations = 2 * weights * static_cast<double>(std::max<std::int64_t>(problem.batch, 8));
+  context.executor->parallel_for(work.jobs(), grain(work.jobs(), operations),
+                                 [&](std::int64_t begin, std::int64_t end) {
+                                   for (std::int64_t job = begin; job < end; ++job) {
+                                     work.multiply(job, packed);
+                                   }
+                                   simd::finish_streams();
+                                 });
 }
 
-double activated(Activation activation, double v) {
-  switch (activation) {
-    case Activation::relu:
-      return v > 0 ? v : v == v ? 0.0 : v;
-    case Activation::gelu:
-      return 0.5 * v * (1 + std::erf(v * 0.70710678118654752440));
-    case Activation::silu:
-      return v / (1 + std::exp(-v));
-    default:
-      return v;
-  }
+/// Whether the batch goes on lanes: where it is contiguous, and where turning x and y is less work than turning w.
+bool batch_on_lanes(const Problem& p) {
+  const auto& s = p.sizes;
+  const bool last = p.batch > 1 && p.x.batch == 1 && p.y.batch == 1;
+  const bool small = p.batch <= std::max<std::int64_t>(8, s.b * s.c / (s.b + s.c)) && p.batch <= kSmallBatch;
+  return last || (s.d == 1 && small && BatchLast::can_be_left(p, simd::tiles(p.dtype)));
 }
 
 }  // namespace
 
-void run(const Problem& p, Context& context) {
-  context.executor->parallel_for(p.batch, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t n = begin; n < end; ++n) {
-      for (std::int64_t f = 0; f < p.sizes.a * p.sizes.b * p.sizes.d; ++f) {
-        const std::int64_t i = f / (p.sizes.b * p.sizes.d), j = f / p.sizes.d % p.sizes.b, l = f % p.sizes.d;
-        double sum = p.bias.data != nullptr ? read(p.bias.data, p.dtype, f * p.bias.stride) : 0.0;
-        for (std::int64_t k = 0; k < p.sizes.c; ++k) {
-          sum += read(p.w.data, p.dtype, i * p.w.a + j * p.w.b + k * p.w.c + l * p.w.d) *
-                 read(p.x.data, p.dtype, n * p.x.batch + ((i * p.sizes.c + k) * p.sizes.d + l) * p.x.feature);
-        }
-        write(p.y.data, p.dtype, n * p.y.batch + f * p.y.feature, activated(p.activation, sum));
-      }
-    }
-  });
-}
-
-void run(const WeightProblem& p, Context& context) {
-  const auto s = p.sizes;
-  context.executor->parallel_for(s.a * s.b, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t ij = begin; ij < end; ++ij) {
-      const std::int64_t i = ij / s.b, j = ij % s.b;
-      for (std::int64_t l = 0; l < s.d; ++l) {
-        const std::int64_t out = (i * s.b + j) * s.d + l;
-        double total = 0;
-        for (std::int64_t n = 0; n < p.batch; ++n) {
-          total += read(p.d_y.data, p.dtype, n * p.d_y.batch + out * p.d_y.feature);
-        }
-        if (p.d_bias.data != nullptr) {
-          write(p.d_bias.data, p.dtype, out * p.d_bias.stride, total);
-        }
-        for (std::int64_t k = 0; k < s.c; ++k) {
-          double sum = 0;
-          for (std::int64_t n = 0; n < p.batch; ++n) {
-            sum += read(p.d_y.data, p.dtype, n * p.d_y.batch + out * p.d_y.feature) *
-                   read(p.x.data, p.dtype, n * p.x.batch + ((i * s.c + k) * s.d + l) * p.x.feature);
-          }
-          write(p.d_w.data, p.dtype, i * p.d_w.a + j * p.d_w.b + k * p.d_w.c + l * p.d_w.d, sum);
-        }
-      }
-    }
-  });
+void run(const Problem& problem, Context& context) {
+  ask_for_large_pages(problem);
+  if (FewRows::fits(problem)) {
+    run_as<FewRows>(problem, context);
+    return;
+  }
+  batch_on_lanes(problem) ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
 }
 
 }  // namespace fretwork::kronecker::cpu

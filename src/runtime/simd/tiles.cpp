@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <type_traits>
+#include <utility>
 
 // Accumulators are arrays of vectors, which types of unknown size do not allow. The other two would add nothing here.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3 | HWY_AVX3_DL)
@@ -284,8 +286,44 @@ void Store(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::in
              to.col_stride);
 }
 
+/// A vector of copies of a run of elements: as a rule one instruction of the load unit.
+template <int kRun, class D, typename T>
+HWY_INLINE hn::Vec<D> Repeat(D d, const T* run) {
+  if constexpr (kRun == 1) {
+    return hn::Set(d, *run);
+  } else if constexpr (kRun == hn::MaxLanes(D())) {
+    return hn::LoadU(d, run);
+  } else if constexpr (kRun * sizeof(T) == 16) {
+    return hn::LoadDup128(d, run);
+  } else if constexpr (kRun * sizeof(T) == 8) {
+    double both;
+    std::memcpy(&both, run, sizeof both);
+    return hn::BitCast(d, hn::Set(hn::Repartition<double, D>(), both));
+  } else {
+#if HWY_TARGET == HWY_AVX3
+    if constexpr (sizeof(T) == 4) {
+      return hn::Vec<D>{_mm512_broadcast_f32x8(_mm256_loadu_ps(run))};
+    } else {
+      return hn::Vec<D>{_mm512_broadcast_f64x4(_mm256_loadu_pd(run))};
+    }
+#endif
+  }
+}
+
+/// Holds a run in a register: GCC would load it again for each product, more than a CPU can.
+template <int kRun, class V>
+HWY_INLINE void KeepLoaded(V& v) {
+#if HWY_ARCH_X86 && HWY_TARGET != HWY_SCALAR
+  if constexpr (kRun > 1) {
+    asm("" : "+v"(v.raw));
+  }
+#else
+  (void)v;
+#endif
+}
+
 /// The loops over sums are unrolled early, or GCC would pass the sums through memory.
-template <typename Out, typename T, int kVectors>
+template <typename Out, typename T, int kVectors, int kRun = 1>
 void Multiply(const Product& p) {
   const hn::ScalableTag<T> d;
   using V = hn::Vec<decltype(d)>;
@@ -320,7 +358,8 @@ void Multiply(const Product& p) {
       }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
-        const V a = hn::Set(d, left[i * row]);
+        V a = Repeat<kRun>(d, left + i * row);
+        KeepLoaded<kRun>(a);
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           sum[i][v] = hn::MulAdd(a, b[v], sum[i][v]);
@@ -328,12 +367,13 @@ void Multiply(const Product& p) {
       }
     }
   }
+  const std::int64_t apart = p.vector_stride != 0 ? p.vector_stride : kLanes;
   const auto write = [&]<bool kStream>() HWY_ATTR {
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        StoreAs<kStream>(d, sum[i][v], static_cast<Out*>(p.out) + i * p.out_stride + v * kLanes);
+        StoreAs<kStream>(d, sum[i][v], static_cast<Out*>(p.out) + i * p.out_stride + v * apart);
       }
     }
   };
@@ -352,19 +392,39 @@ void Multiply(const Product& p) {
   }
 }
 
+using Multiplier = void (*)(const Product&);
+
+template <typename In, typename T, int kVectors, int kRun>
+constexpr Multiplier WithRuns() {
+  if constexpr (kRun <= hn::MaxLanes(hn::ScalableTag<T>())) {
+    return &Multiply<In, T, kVectors, kRun>;
+  } else {
+    return nullptr;
+  }
+}
+
 template <typename In, typename T>
 constexpr Tiles Table() {
-  return {kRows,
-          static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<T>())),
-          kRows == 8 && sizeof(In) == 2 ? 2 : kMaxVectors,
-          1,
-          sizeof(T),
-          sizeof(T),
-          !std::is_same_v<In, T>,
-          false,
-          &Pack<In, T>,
-          {&Multiply<In, T, 1>, &Multiply<In, T, 2>, &Multiply<In, T, 3>},
-          &Store<In, T>};
+  Tiles table{kRows,
+              static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<T>())),
+              kRows == 8 && sizeof(In) == 2 ? 2 : kMaxVectors,
+              1,
+              sizeof(T),
+              sizeof(T),
+              !std::is_same_v<In, T>,
+              false,
+              &Pack<In, T>,
+              {&Multiply<In, T, 1>, &Multiply<In, T, 2>, &Multiply<In, T, 3>},
+              {},
+              &Store<In, T>};
+  const auto fill = [&]<int... kLog>(std::integer_sequence<int, kLog...>) {
+    ((table.multiply_runs[kLog][0] = WithRuns<In, T, 1, 1 << kLog>(),
+      table.multiply_runs[kLog][1] = WithRuns<In, T, 2, 1 << kLog>(),
+      table.multiply_runs[kLog][2] = WithRuns<In, T, 3, 1 << kLog>()),
+     ...);
+  };
+  fill(std::make_integer_sequence<int, kRuns>());
+  return table;
 }
 
 const Tiles* For(DType dtype) {
@@ -388,8 +448,10 @@ const Tiles& tiles(DType dtype) {
       return *paired;
     }
   }
-  return *HWY_DYNAMIC_DISPATCH(For)(dtype);
+  return widened_tiles(dtype);
 }
+
+const Tiles& widened_tiles(DType dtype) { return *HWY_DYNAMIC_DISPATCH(For)(dtype); }
 
 }  // namespace fretwork::simd
 #endif

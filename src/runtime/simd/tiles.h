@@ -46,10 +46,13 @@ struct Product {
   /// `stream`, and then rows begin at cache lines.
   void* out = nullptr;
   std::int64_t out_stride = 0;
+  std::int64_t vector_stride = 0;  ///< from one vector of such a row to the next, where they are not neighbours
   bool stream = false;
 };
 
 inline constexpr int kMaxVectors = 3;
+/// Runs on the left have 1, 2, 4, … elements, at most a vector.
+inline constexpr int kRuns = 5;
 
 struct Tiles {
   std::int64_t rows;     ///< of a tile
@@ -67,6 +70,10 @@ struct Tiles {
                std::int64_t apart);
   /// By number of vectors, less one.
   void (*multiply[kMaxVectors])(const Product& product);
+  /// The same where each place on the left holds a run of 2ʳ neighbours, used for the columns with the same j mod 2ʳ:
+  ///   sums[i][j] += Σ_k left[i][k][j mod 2ʳ] · right[k][j].
+  /// By r; null where a run is longer than a vector, and where products come in pairs.
+  void (*multiply_runs[kRuns][kMaxVectors])(const Product& product);
   /// Rounds the first rows × cols sums to the element type, once, to nearest even.
   void (*store)(const void* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols, const Place& to,
                 bool stream);
@@ -74,6 +81,8 @@ struct Tiles {
 
 /// For f64, f32, f16 and bf16. Sums are f64 for f64 and f32 for the rest.
 const Tiles& tiles(DType dtype);
+/// The same, but never in pairs: packed elements are like sums.
+const Tiles& widened_tiles(DType dtype);
 
 /// Rows fetched ahead of those being packed: each may lie on a page of its own, which hardware does not foresee.
 inline constexpr std::int64_t kRowsAhead = 8;

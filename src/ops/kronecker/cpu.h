@@ -1,0 +1,169 @@
+// What the CPU's products and gradients share: how δ and columns are laid on vector lanes, and how operands are packed.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "ops/kronecker/problem.h"
+#include "runtime/simd/tiles.h"
+
+namespace fretwork::kronecker::cpu {
+
+using simd::Place;
+using simd::Tiles;
+
+constexpr std::int64_t divide_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
+
+/// Results larger than this go past the caches, which they would only flush.
+constexpr std::int64_t kStreamedBytes = 4 << 20;
+
+/// [0, count) in pieces of equal size but the last.
+struct Split {
+  std::int64_t count, each;
+  std::int64_t pieces() const { return divide_up(count, each); }
+  std::int64_t size(std::int64_t n) const { return std::min(each, count - n * each); }
+};
+
+/// `count` in pieces of at most `most`, alike, in multiples of `unit`.
+inline Split even(std::int64_t count, std::int64_t most, std::int64_t unit) {
+  return {count, divide_up(divide_up(count, divide_up(count, most)), unit) * unit};
+}
+
+/// How many of `jobs` are worth a thread, if all of them take `operations`.
+inline std::int64_t grain(std::int64_t jobs, double operations) {
+  constexpr double kLeast = 1e6;
+  return static_cast<std::int64_t>(std::clamp(static_cast<double>(jobs) * kLeast / operations, 1.0,
+                                              static_cast<double>(std::max<std::int64_t>(jobs, 1))));
+}
+
+/// Neighbouring δ that share a vector: `count` of them in a run of 2ʳ lanes.
+struct Chunk {
+  std::int64_t first, count;
+  int log;
+  std::int64_t run() const { return std::int64_t{1} << log; }
+  bool full() const { return count == run(); }
+};
+
+/// All δ in chunks of at most `longest` lanes, few of which stay empty.
+inline std::vector<Chunk> chunks(std::int64_t d, std::int64_t longest) {
+  std::vector<Chunk> all;
+  for (std::int64_t first = 0; first < d;) {
+    const std::int64_t left = std::min(d - first, longest);
+    int log = 0;
+    while (std::int64_t{1} << log < left) {
+      ++log;
+    }
+    if (left * 10 < (std::int64_t{1} << log) * 7) {
+      --log;
+    }
+    all.push_back({first, std::min(left, std::int64_t{1} << log), log});
+    first += all.back().count;
+  }
+  return all;
+}
+
+/// Columns of a result, each a run of lanes, in vectors, and these in panels as wide as a tile.
+class Columns {
+ public:
+  struct Panel {
+    std::int64_t first, count;           ///< columns
+    std::int64_t first_vector, vectors;  ///< and their place
+    std::int64_t width;                  ///< in lanes
+  };
+  Columns(std::int64_t count, std::int64_t run, const Tiles& tiles)
+      : count_(count),
+        lanes_(tiles.lanes),
+        in_vector_(tiles.lanes / run),
+        vectors_(divide_up(count, in_vector_)),
+        panels_(divide_up(vectors_, tiles.vectors)) {}
+  std::int64_t panels() const { return panels_; }
+  std::int64_t lanes() const { return vectors_ * lanes_; }
+  Panel panel(std::int64_t n) const {
+    const std::int64_t from = vectors_ * n / panels_, to = vectors_ * (n + 1) / panels_;
+    return {from * in_vector_, std::min(to * in_vector_, count_) - from * in_vector_, from, to - from,
+            (to - from) * lanes_};
+  }
+
+ private:
+  std::int64_t count_, lanes_, in_vector_, vectors_, panels_;
+};
+
+/// An operand of one product per δ, as its caller has it: strides from one row, column and δ to the next.
+struct Operand {
+  void* data = nullptr;
+  std::int64_t row = 0, col = 0, delta = 0;
+};
+
+/// What a thread needs to work on tiles, kept between calls.
+struct Buffers {
+  simd::Scratch left, right, sums;
+  static Buffers& of_thread() {
+    thread_local Buffers buffers;
+    return buffers;
+  }
+};
+
+/// Packs and stores for one element type.
+class Packing {
+ public:
+  Packing(DType dtype, const Tiles& tiles) : tiles_(tiles), size_(static_cast<std::int64_t>(size_of(dtype))) {}
+
+  void* at(void* data, std::int64_t element) const { return static_cast<std::byte*>(data) + element * size_; }
+  Operand at(const Operand& o, std::int64_t row, std::int64_t col, std::int64_t delta) const {
+    return {at(o.data, row * o.row + col * o.col + delta * o.delta), o.row, o.col, o.delta};
+  }
+  std::int64_t padded(std::int64_t depth) const { return divide_up(depth, tiles_.group) * tiles_.group; }
+  std::size_t bytes(std::int64_t elements) const { return static_cast<std::size_t>(elements) * tiles_.element; }
+
+  /// out[k][j·run + l] = from(k, j, l): one panel of columns, with zeros where there are none.
+  void right(const Operand& from, std::int64_t depth, const Chunk& chunk, const Columns::Panel& panel,
+             std::byte* out) const;
+  /// How a tile of rows of the left side is packed: row by row, or all rows of each place in depth together.
+  struct Strip {
+    bool together;
+    std::int64_t row, step;  ///< elements from one row, and from one step, to the next
+  };
+  Strip strip(const Operand& from, std::int64_t depth, const Chunk& chunk) const {
+    const std::int64_t run = chunk.run();
+    const bool together = tiles_.group > 1 || (chunk.full() && from.row == run * from.delta);
+    return together ? Strip{true, run * tiles_.group, run * tiles_.group * tiles_.rows}
+                    : Strip{false, depth * run, run};
+  }
+  /// out(i, k, l) = from(i, k, l) for a tile of rows, of which `rows` exist.
+  Strip left(const Operand& from, std::int64_t rows, std::int64_t depth, const Chunk& chunk, std::byte* out) const;
+  /// to(i, j, l) = sums[i][j·run + l], rounded.
+  void store(const std::byte* sums, std::int64_t sum_stride, std::int64_t rows, std::int64_t cols, const Chunk& chunk,
+             const Operand& to, bool stream) const;
+
+ private:
+  const Tiles& tiles_;
+  std::int64_t size_;
+};
+
+/// sums = activation(sums + bias): a bias for each row, or for each column, or none.
+struct Finish {
+  void* sums;
+  std::int64_t stride, rows, cols;  ///< columns are whole vectors
+  const void* row_bias = nullptr;   ///< of the type of the sums
+  const void* col_bias = nullptr;
+  Activation activation = Activation::none;
+};
+void finish(const Finish& what, DType dtype);
+
+/// sums[n][j·d + l] = Σ_k w[j][k·d + l] · x[n][k·d + l] for f32 and f64, where d is a power of two or whole vectors.
+struct Dots {
+  const void *w, *x;
+  std::int64_t w_stride, x_stride;  ///< from one row to the next
+  std::int64_t rows, batch, depth, d;
+  void* sums;
+  std::int64_t sum_stride;
+};
+void dots(const Dots& what, DType dtype);
+
+/// to[j] += Σ_i from[i][j], or to[i] += Σ_j from[i][j] if `along`; all of the type of sums.
+void add_up(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to, DType dtype);
+
+}  // namespace fretwork::kronecker::cpu

@@ -1,0 +1,294 @@
+// What the CPU's products do on vectors beside tiles: bias and activation, sums for a bias' gradient, and the products
+// of a few batch rows. Compiled once per instruction set.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/kronecker/cpu_vectors.cpp"
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include <hwy/contrib/math/math-inl.h>
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "ops/kronecker/cpu.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fretwork::kronecker::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+struct Same {
+  template <class D, class V>
+  HWY_INLINE V operator()(D, V v) const {
+    return v;
+  }
+};
+
+struct Relu {
+  template <class D, class V>
+  HWY_INLINE V operator()(D d, V v) const {
+    return hn::IfThenZeroElse(hn::Le(v, hn::Zero(d)), v);
+  }
+};
+
+struct Silu {
+  template <class D, class V>
+  HWY_INLINE V operator()(D d, V v) const {
+    if constexpr (sizeof(hn::TFromD<D>) == 8) {
+      return hn::Div(v, hn::Add(hn::Set(d, 1.0), hn::Exp(d, hn::Min(hn::Set(d, 706.0), hn::Neg(v)))));
+    } else {
+      // 104 is as far as Exp goes, and infinity by then. In this order the minimum of a NaN is one.
+      return hn::Div(v, hn::Add(hn::Set(d, 1.0f), hn::Exp(d, hn::Min(hn::Set(d, 104.0f), hn::Neg(v)))));
+    }
+  }
+};
+
+/// v·Φ(v) with Φ(−√2·z) = erfc(z) / 2, and erfc(z) = exp(−z²)·t·P(t) for z ≥ 0 and t = 1 / (1 + 0.4·z). P is fitted to
+/// a relative error of 6e-8 on [0, 10].
+struct Gelu {
+  template <class D, class V>
+  HWY_INLINE V operator()(D d, V v) const {
+    using T = hn::TFromD<D>;
+    if constexpr (sizeof(T) == 8) {
+      HWY_ALIGN T each[hn::MaxLanes(D())];
+      hn::Store(v, d, each);
+      for (T& x : each) {
+        x = 0.5 * x * std::erfc(-x * 0.70710678118654752440);
+      }
+      return hn::Load(d, each);
+    } else {
+      constexpr float kFit[] = {-0.14031141f, 0.083972313f, 0.087980156f, 0.079746432f,
+                                0.19339714f,  0.20188667f,  0.22644323f,  0.22563422f};
+      const V one = hn::Set(d, 1.0f), z = hn::Mul(hn::Abs(v), hn::Set(d, 0.70710678f));
+      const V t = hn::Div(one, hn::MulAdd(hn::Set(d, 0.4f), z, one));
+      V sum = hn::Set(d, 0.041251308f);
+      for (const float c : kFit) {
+        sum = hn::MulAdd(sum, t, hn::Set(d, c));
+      }
+      const V half = hn::Mul(hn::Set(d, 0.5f), hn::Mul(hn::Mul(sum, t), hn::Exp(d, hn::Neg(hn::Mul(z, z)))));
+      return hn::Mul(v, hn::IfThenElse(hn::Lt(v, hn::Zero(d)), half, hn::Sub(one, half)));
+    }
+  }
+};
+
+template <typename T, class F>
+void Each(const Finish& w, F activated) {
+  const hn::ScalableTag<T> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  for (std::int64_t i = 0; i < w.rows; ++i) {
+    T* const row = static_cast<T*>(w.sums) + i * w.stride;
+    const T* const bias = static_cast<const T*>(w.col_bias);
+    const auto row_bias = hn::Set(d, w.row_bias != nullptr ? static_cast<const T*>(w.row_bias)[i] : T{0});
+    for (std::int64_t j = 0; j < w.cols; j += kLanes) {
+      const auto sum = hn::Add(hn::LoadU(d, row + j), bias != nullptr ? hn::LoadU(d, bias + j) : row_bias);
+      hn::StoreU(activated(d, sum), d, row + j);
+    }
+  }
+}
+
+template <typename T>
+void FinishAs(const Finish& what) {
+  switch (what.activation) {
+    case Activation::relu:
+      return Each<T>(what, Relu());
+    case Activation::gelu:
+      return Each<T>(what, Gelu());
+    case Activation::silu:
+      return Each<T>(what, Silu());
+    default:
+      return Each<T>(what, Same());
+  }
+}
+
+template <typename T>
+void AddUp(const T* from, std::int64_t rows, std::int64_t cols, bool along, T* to) {
+  const hn::ScalableTag<T> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  const std::int64_t whole = cols - cols % kLanes;
+  if (along) {
+    for (std::int64_t i = 0; i < rows; ++i, from += cols) {
+      auto sum = hn::Zero(d);
+      for (std::int64_t j = 0; j < whole; j += kLanes) {
+        sum = hn::Add(sum, hn::LoadU(d, from + j));
+      }
+      T rest = hn::GetLane(hn::SumOfLanes(d, sum));
+      for (std::int64_t j = whole; j < cols; ++j) {
+        rest += from[j];
+      }
+      to[i] += rest;
+    }
+    return;
+  }
+  for (std::int64_t j = 0; j < whole; j += kLanes) {
+    auto sum = hn::LoadU(d, to + j);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      sum = hn::Add(sum, hn::LoadU(d, from + i * cols + j));
+    }
+    hn::StoreU(sum, d, to + j);
+  }
+  for (std::int64_t j = whole; j < cols; ++j) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      to[j] += from[i * cols + j];
+    }
+  }
+}
+
+/// The sum of a vector's parts of 128 bits.
+template <class D>
+HWY_INLINE auto Folded(D d, hn::Vec<D> v) {
+#if HWY_TARGET != HWY_SCALAR
+  if constexpr (hn::MaxLanes(D()) * sizeof(hn::TFromD<D>) > 16) {
+    const hn::Half<D> half;
+    return Folded(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  } else
+#endif
+  {
+    (void)d;
+    return v;
+  }
+}
+
+/// to[i] = the sum of the lanes of sum[i], for four vectors of floats.
+template <class D>
+HWY_INLINE void StoreFour(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec<D> e, float* to) {
+#if HWY_TARGET == HWY_SCALAR
+  to[0] = hn::GetLane(a), to[1] = hn::GetLane(b), to[2] = hn::GetLane(c), to[3] = hn::GetLane(e);
+  (void)d;
+#else
+  const hn::Repartition<double, D> wide;
+  const auto ab = hn::BitCast(wide, hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b)));
+  const auto ce = hn::BitCast(wide, hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e)));
+  const auto all =
+      hn::Add(hn::BitCast(d, hn::InterleaveLower(wide, ab, ce)), hn::BitCast(d, hn::InterleaveUpper(wide, ab, ce)));
+  hn::StoreU(Folded(d, all), hn::CappedTag<float, 4>(), to);
+#endif
+}
+
+/// Some rows of weights against some batch rows. Weights lie as (k, l), and so does x: where δ are fewer than lanes,
+/// each lane adds up every so many k of one δ, and lanes of the same δ are added in the end.
+template <typename T, int kRows, int kBatch>
+void Dot(const Dots& p, std::int64_t row, std::int64_t first) {
+  const hn::ScalableTag<T> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  const T* const w = static_cast<const T*>(p.w) + row * p.w_stride;
+  const T* const x = static_cast<const T*>(p.x) + first * p.x_stride;
+  const std::int64_t run = std::min(p.d, kLanes), step = std::max(p.d, kLanes), end = p.depth * p.d;
+  for (std::int64_t l = 0; l < p.d; l += run) {
+    hn::Vec<decltype(d)> sum[kRows][kBatch];
+    for (auto& of_row : sum) {
+      for (auto& v : of_row) {
+        v = hn::Zero(d);
+      }
+    }
+    std::int64_t at = l;
+    for (; at + kLanes <= end; at += step) {
+      for (int i = 0; i < kRows; ++i) {
+        const auto weights = hn::LoadU(d, w + i * p.w_stride + at);
+        for (int n = 0; n < kBatch; ++n) {
+          sum[i][n] = hn::MulAdd(weights, hn::LoadU(d, x + n * p.x_stride + at), sum[i][n]);
+        }
+      }
+    }
+    if constexpr (kRows == 4 && sizeof(T) == 4) {
+      if (p.d == 1 && at == end) {
+        for (int n = 0; n < kBatch; ++n) {
+          StoreFour(d, sum[0][n], sum[1][n], sum[2][n], sum[3][n],
+                    static_cast<T*>(p.sums) + (first + n) * p.sum_stride + row);
+        }
+        return;
+      }
+    }
+    for (int i = 0; i < kRows; ++i) {
+      for (int n = 0; n < kBatch; ++n) {
+        T* const to = static_cast<T*>(p.sums) + (first + n) * p.sum_stride + (row + i) * p.d + l;
+        if (run == kLanes) {
+          hn::StoreU(sum[i][n], d, to);
+          continue;
+        }
+        HWY_ALIGN T lanes[kLanes];
+        std::int64_t count = kLanes;
+        if (at == end && run * static_cast<std::int64_t>(sizeof(T)) <= 16) {
+          const auto folded = Folded(d, sum[i][n]);
+          hn::StoreU(folded, hn::DFromV<decltype(folded)>(), lanes);
+          count = std::min(count, static_cast<std::int64_t>(16 / sizeof(T)));
+        } else {
+          hn::Store(sum[i][n], d, lanes);
+        }
+        for (std::int64_t k = at; k < end; ++k) {
+          lanes[k - at] += w[i * p.w_stride + k] * x[n * p.x_stride + k];
+        }
+        for (std::int64_t half = count / 2; half >= run; half /= 2) {
+          for (std::int64_t m = 0; m < half; ++m) {
+            lanes[m] += lanes[m + half];
+          }
+        }
+        std::copy_n(lanes, run, to);
+      }
+    }
+  }
+}
+
+template <typename T, int kBatch>
+void DotRows(const Dots& p, std::int64_t first) {
+  std::int64_t row = 0;
+  for (; row + 4 <= p.rows; row += 4) {
+    Dot<T, 4, kBatch>(p, row, first);
+  }
+  for (; row < p.rows; ++row) {
+    Dot<T, 1, kBatch>(p, row, first);
+  }
+}
+
+template <typename T>
+void DotAll(const Dots& p) {
+  std::int64_t n = 0;
+  for (; n + 4 <= p.batch; n += 4) {
+    DotRows<T, 4>(p, n);
+  }
+  for (; n + 2 <= p.batch; n += 2) {
+    DotRows<T, 2>(p, n);
+  }
+  if (n < p.batch) {
+    DotRows<T, 1>(p, n);
+  }
+}
+
+void DotsFloat(const Dots& p) { DotAll<float>(p); }
+void DotsDouble(const Dots& p) { DotAll<double>(p); }
+
+void AddUpFloat(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to) {
+  AddUp(static_cast<const float*>(from), rows, cols, along, static_cast<float*>(to));
+}
+void AddUpDouble(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to) {
+  AddUp(static_cast<const double*>(from), rows, cols, along, static_cast<double*>(to));
+}
+
+void FinishFloat(const Finish& what) { FinishAs<float>(what); }
+void FinishDouble(const Finish& what) { FinishAs<double>(what); }
+
+}  // namespace fretwork::kronecker::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fretwork::kronecker::cpu {
+HWY_EXPORT(FinishFloat);
+HWY_EXPORT(FinishDouble);
+HWY_EXPORT(DotsFloat);
+HWY_EXPORT(DotsDouble);
+HWY_EXPORT(AddUpFloat);
+HWY_EXPORT(AddUpDouble);
+
+void finish(const Finish& what, DType dtype) {
+  dtype == DType::f64 ? HWY_DYNAMIC_DISPATCH(FinishDouble)(what) : HWY_DYNAMIC_DISPATCH(FinishFloat)(what);
+}
+
+void dots(const Dots& what, DType dtype) {
+  dtype == DType::f64 ? HWY_DYNAMIC_DISPATCH(DotsDouble)(what) : HWY_DYNAMIC_DISPATCH(DotsFloat)(what);
+}
+
+void add_up(const void* from, std::int64_t rows, std::int64_t cols, bool along, void* to, DType dtype) {
+  dtype == DType::f64 ? HWY_DYNAMIC_DISPATCH(AddUpDouble)(from, rows, cols, along, to)
+                      : HWY_DYNAMIC_DISPATCH(AddUpFloat)(from, rows, cols, along, to);
+}
+
+}  // namespace fretwork::kronecker::cpu
+#endif

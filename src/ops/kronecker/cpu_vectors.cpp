@@ -216,9 +216,11 @@ void Dot(const Dots& p, std::int64_t row, std::int64_t first) {
         for (std::int64_t k = at; k < end; ++k) {
           lanes[k - at] += w[i * p.w_stride + k] * x[n * p.x_stride + k];
         }
-        for (std::int64_t half = count / 2; half >= run; half /= 2) {
-          for (std::int64_t m = 0; m < half; ++m) {
-            lanes[m] += lanes[m + half];
+        if constexpr (kLanes > 1) {
+          for (std::int64_t half = count / 2; half >= run; half /= 2) {
+            for (std::int64_t m = 0; m < half; ++m) {
+              lanes[m] += lanes[m + half];
+            }
           }
         }
         std::copy_n(lanes, run, to);

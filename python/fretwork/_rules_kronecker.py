@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fretwork._rules import _library, _lowered  # which loads the library
+from fretwork._shapes import fail
 
 _ops = torch.ops.fretwork
 _ksmm, _backward_weight = _ops.ksmm.default, _ops.ksmm_backward_weight.default
@@ -14,7 +15,7 @@ _aten = torch.ops.aten
 
 def _check(right: bool, op: str, argument: str, expected: str, got: object) -> None:
     if not right:
-        raise RuntimeError(f"{op}: {argument}: expected {expected}, got {got}")
+        fail(op, argument, expected, got)
 
 
 def _check_like(op: str, x: Tensor, others: dict[str, Tensor | None]) -> None:

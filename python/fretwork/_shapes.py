@@ -40,7 +40,7 @@ def packed_shape(layout: BlockLayout) -> tuple[int, int, int]:
     return layout.nnz, *layout.block_shape
 
 
-def _check_floating(op: str, x: Operand) -> None:
+def check_floating(op: str, x: Operand) -> None:
     if x.dtype not in _FLOATING:
         fail(op, x.name, "float64, float32, float16 or bfloat16", x.dtype)
 
@@ -84,8 +84,8 @@ def product_shape(
 def check_product(
     op: str, a: Operand, b: Operand, layout: BlockLayout, trans_a: bool, trans_b: bool, sum_h: bool = False
 ) -> None:
-    _check_floating(op, a)
-    _check_floating(op, b)
+    check_floating(op, a)
+    check_floating(op, b)
     if a.dtype != b.dtype:
         fail(op, b.name, f"{a.dtype} like {a.name}", b.dtype)
     if a.device != b.device:
@@ -142,12 +142,12 @@ def check_softmax(
     """Of the extras those that are there, by their names."""
     op = "block_softmax"
     _check_packed(op, values, layout)
-    _check_floating(op, values)
+    check_floating(op, values)
     all_heads, m, n = layout.shape
     full = (size(values.shape, -4), all_heads, m, n)
     for x in extras:
         if x.name == "rpe":
-            _check_floating(op, x)
+            check_floating(op, x)
             pairs = zip(x.shape[::-1], full[::-1], strict=False)
             if len(x.shape) > 4 or any(have != 1 and have != want for have, want in pairs):
                 fail(op, x.name, f"a shape that broadcasts to {full}", x.shape)
@@ -174,9 +174,9 @@ def check_pack(dense: Operand, layout: BlockLayout) -> None:
     if not (2 if matrix else 3) <= len(dense.shape) <= 4 or dense.shape[-3:] != (shape[1:] if matrix else shape):
         one = f"{shape[1:]}, " if layout.heads == 1 else ""
         fail("pack", dense.name, f"shape {one}{shape} or (Z, {str(shape)[1:]}", dense.shape)
-    _check_floating("pack", dense)
+    check_floating("pack", dense)
 
 
 def check_unpack(values: Operand, layout: BlockLayout) -> None:
     _check_packed("unpack", values, layout)
-    _check_floating("unpack", values)
+    check_floating("unpack", values)

@@ -5,9 +5,8 @@ import ctypes
 import jax
 
 from fretwork._library import library_path
-from fretwork._shapes import fail
+from fretwork._shapes import Operand, fail
 
-_FLOATING = ("float64", "float32", "float16", "bfloat16")
 _OPS = ("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_backward_weight")
 
 
@@ -25,9 +24,9 @@ _register()
 # Checks. They follow the core's, which would only speak when the compiled program runs.
 
 
-def check_floating(op: str, argument: str, x: jax.Array) -> None:
-    if x.dtype.name not in _FLOATING:
-        fail(op, argument, ", ".join(_FLOATING[:-1]) + " or bfloat16", x.dtype.name)
+def operand(name: str, x: jax.Array) -> Operand:
+    """An array as the checks see it."""
+    return Operand(name, x.shape, x.dtype.name)
 
 
 def check_precision(op: str, precision: object) -> None:

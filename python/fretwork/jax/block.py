@@ -13,14 +13,11 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from fretwork import _shapes
-from fretwork._shapes import Operand, both
+from fretwork._shapes import both
 from fretwork.jax._handlers import check_precision as _check_precision
 from fretwork.jax._handlers import default_precision as _default_precision
+from fretwork.jax._handlers import operand as _operand
 from fretwork.pattern import BlockLayout
-
-
-def _operand(name: str, x: jax.Array) -> Operand:
-    return Operand(name, x.shape, x.dtype.name)
 
 
 def _check_layout(op: str, layout: object) -> None:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from fretwork._shapes import fail
-from fretwork.jax._handlers import check_floating, check_precision, default_precision
+from fretwork._shapes import check_floating, fail
+from fretwork.jax._handlers import check_precision, default_precision, operand
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -141,7 +141,7 @@ _weight.defvjp(_weight_forward, _weight_backward)
 
 
 def _check_factors(op: str, x: jax.Array, factors: Sequence[jax.Array], bias: jax.Array | None, bs_last: bool) -> None:
-    check_floating(op, "x", x)
+    check_floating(op, operand("x", x))
     if x.ndim == 0:
         fail(op, "x", "(features, …)" if bs_last else "(…, features)", "()")
     features = x.shape[0 if bs_last else -1]

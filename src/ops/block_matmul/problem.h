@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "core/divide.h"
 #include "fretwork/context.h"
 #include "fretwork/pattern.h"
 
@@ -23,8 +24,6 @@ struct Values {
   void* data = nullptr;
   std::int64_t z_stride = 0, block_stride = 0, row_stride = 0, col_stride = 0;
 };
-
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 enum class Kind : std::uint8_t { spmm, sdd };
 

@@ -7,6 +7,7 @@
 
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
+#include "pattern/checks.h"
 
 namespace fretwork {
 namespace kronecker {
@@ -90,20 +91,6 @@ void run(const ConvertProblem& p, Context& context) {
   }
 }
 
-void check_floating(const char* op, const char* name, const TensorView& view) {
-  if (!is_floating(view.dtype)) {
-    throw Error(op, name, "float64, float32, float16 or bfloat16", name_of(view.dtype));
-  }
-}
-
-/// The pattern that weights have; it refuses more elements than 64 bits count.
-std::shared_ptr<const KroneckerPattern> pattern_of(const char* op, const TensorView& w) {
-  if (w.rank != 4 || std::ranges::any_of(w.shape(), [](std::int64_t n) { return n < 1; })) {
-    throw Error(op, "w", "(a, b, c, d), each at least 1", shape_text(w.shape()));
-  }
-  return KroneckerPattern::make({w.size(0), w.size(1), w.size(2), w.size(3)});
-}
-
 void check_dense(const char* op, const TensorView& dense, const KroneckerPattern& pattern) {
   if (!std::ranges::equal(dense.shape(), pattern.shape())) {
     throw Error(op, "dense", shape_text(pattern.shape()) + " for " + pattern.text(), shape_text(dense.shape()));
@@ -136,21 +123,21 @@ ConvertProblem make_problem(const char* op, const TensorView& w, const TensorVie
 }  // namespace kronecker
 
 std::vector<std::int64_t> kronecker_to_dense_shape(const TensorView& w) {
-  kronecker::check_floating("to_dense", "w", w);
-  const auto pattern = kronecker::pattern_of("to_dense", w);
+  check_floating("to_dense", "w", w);
+  const auto pattern = KroneckerPattern::make(kronecker::check_weights("to_dense", "w", w));
   return {pattern->rows(), pattern->cols()};
 }
 
 std::vector<std::int64_t> kronecker_from_dense_shape(const TensorView& dense, const KroneckerPattern::Sizes& sizes) {
-  kronecker::check_floating("from_dense", "dense", dense);
+  check_floating("from_dense", "dense", dense);
   kronecker::check_dense("from_dense", dense, *KroneckerPattern::make(sizes));
   return {sizes.a, sizes.b, sizes.c, sizes.d};
 }
 
 void kronecker_to_dense(const TensorView& w, const TensorView& dense, Context& context) {
   constexpr const char* kOp = "to_dense";
-  kronecker::check_floating(kOp, "w", w);
-  kronecker::check_dense(kOp, dense, *kronecker::pattern_of(kOp, w));
+  check_floating(kOp, "w", w);
+  kronecker::check_dense(kOp, dense, *KroneckerPattern::make(kronecker::check_weights(kOp, "w", w)));
   kronecker::check_result(kOp, "dense", dense, w);
   kronecker::ConvertProblem problem = kronecker::make_problem(kOp, w, dense, context);
   problem.to_dense = true;
@@ -159,8 +146,8 @@ void kronecker_to_dense(const TensorView& w, const TensorView& dense, Context& c
 
 void kronecker_from_dense(const TensorView& dense, const TensorView& w, std::int64_t* outside, Context& context) {
   constexpr const char* kOp = "from_dense";
-  kronecker::check_floating(kOp, "dense", dense);
-  kronecker::check_dense(kOp, dense, *kronecker::pattern_of(kOp, w));
+  check_floating(kOp, "dense", dense);
+  kronecker::check_dense(kOp, dense, *KroneckerPattern::make(kronecker::check_weights(kOp, "w", w)));
   kronecker::check_result(kOp, "w", w, dense);
   kronecker::ConvertProblem problem = kronecker::make_problem(kOp, w, dense, context);
   problem.outside = outside;

@@ -79,13 +79,13 @@ class BatchFirst : Work {
  public:
   BatchFirst(const Problem& problem, Context& context)
       : Work(problem, problem.sizes.d == 1 ? simd::tiles(problem.dtype) : simd::widened_tiles(problem.dtype), context),
-        rows_{problem.batch, std::min(kBlockRows, divide_up(problem.batch, tiles_.rows) * tiles_.rows)} {
+        rows_{problem.batch, std::min(kBlockRows, ceil_div(problem.batch, tiles_.rows) * tiles_.rows)} {
     std::int64_t offset = 0;
     for (const Chunk& chunk : chunks(s_.d, tiles_.lanes)) {
       const Columns columns(s_.b, chunk.run(), tiles_);
       const Split depth = even(depth_, std::max<std::int64_t>(1, kLeftRow / chunk.run()), tiles_.group);
       parts_.push_back({chunk, columns, depth, offset});
-      blocks_ = std::max(blocks_, divide_up(columns.lanes() * depth.each, kBlockElements));
+      blocks_ = std::max(blocks_, ceil_div(columns.lanes() * depth.each, kBlockElements));
       panels_ = std::max(panels_, columns.panels());
       offset += depth_ * columns.lanes();
     }
@@ -93,7 +93,7 @@ class BatchFirst : Work {
     // Few diagonal blocks: more and smaller pieces, first of the batch, then of features.
     const auto few = [&] { return jobs() < wanted_; };
     while (few() && rows_.each > 4 * tiles_.rows) {
-      rows_.each = divide_up(rows_.each / 2, tiles_.rows) * tiles_.rows;
+      rows_.each = ceil_div(rows_.each / 2, tiles_.rows) * tiles_.rows;
     }
     while (few() && blocks_ < panels_) {
       ++blocks_;
@@ -193,7 +193,7 @@ class BatchFirst : Work {
                                     std::int64_t shares) const {
     const bool along = from.col == chunk.run();
     const std::int64_t step = along ? kLine : from.col * size_;
-    const std::int64_t steps = along ? divide_up(depth * from.col * size_, kLine) : depth, all = tiles_.rows * steps;
+    const std::int64_t steps = along ? ceil_div(depth * from.col * size_, kLine) : depth, all = tiles_.rows * steps;
     for (std::int64_t n = all * share / shares; n < all * (share + 1) / shares; ++n) {
       const auto* const row = static_cast<const std::byte*>(from.data) + n / steps * from.row * size_;
       __builtin_prefetch(row + n % steps * step, 0, 2);
@@ -223,7 +223,7 @@ class BatchLast : Work {
  public:
   BatchLast(const Problem& problem, Context& context)
       : Work(problem, simd::tiles(problem.dtype), context),
-        strips_{divide_up(s_.b, tiles_.rows), divide_up(s_.b, tiles_.rows)},
+        strips_{ceil_div(s_.b, tiles_.rows), ceil_div(s_.b, tiles_.rows)},
         cols_{problem.batch,
               std::max(kBlockCols / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
         pieces_(even(depth_, kPanelDepth, tiles_.group)),
@@ -233,7 +233,7 @@ class BatchLast : Work {
       cols_.each -= tiles_.lanes * tiles_.vectors;
     }
     while (few() && strips_.each > 1) {
-      strips_.each = divide_up(strips_.each, 2);
+      strips_.each = ceil_div(strips_.each, 2);
     }
   }
 
@@ -261,7 +261,7 @@ class BatchLast : Work {
     const Columns columns(std::min(cols_.each, p_.batch - first_col), 1, tiles_);
     Buffers& buffers = Buffers::of_thread();
     const bool once = pieces_.pieces() == 1;
-    const std::int64_t padded_rows = divide_up(rows, tiles_.rows) * tiles_.rows;
+    const std::int64_t padded_rows = ceil_div(rows, tiles_.rows) * tiles_.rows;
     std::byte* const bias =
         buffers.sums.need(tiles_.sum * static_cast<std::size_t>(padded_rows * (1 + columns.lanes())));
     std::byte* const sums = sum_at(bias, padded_rows);
@@ -339,7 +339,7 @@ class FewRows : Work {
   FewRows(const Problem& problem, Context& context)
       : Work(problem, simd::widened_tiles(problem.dtype), context),
         rows_(even(s_.b, std::clamp<std::int64_t>(kFewElements / (s_.c * s_.d), 4, s_.b), 4)),
-        lanes_(divide_up(rows_.each * s_.d, tiles_.lanes) * tiles_.lanes) {}
+        lanes_(ceil_div(rows_.each * s_.d, tiles_.lanes) * tiles_.lanes) {}
 
   static bool fits(const Problem& p) {
     const std::int64_t d = p.sizes.d, lanes = simd::widened_tiles(p.dtype).lanes;
@@ -366,7 +366,7 @@ class FewRows : Work {
         tiles_.pack({packing_.at(p_.bias.data, (i * s_.b + j) * s_.d * p_.bias.stride), 0, p_.bias.stride}, 1, cols,
                     lanes_, bias, 0);
       }
-      finish({sums, lanes_, p_.batch, divide_up(cols, tiles_.lanes) * tiles_.lanes, nullptr, biased ? bias : nullptr,
+      finish({sums, lanes_, p_.batch, ceil_div(cols, tiles_.lanes) * tiles_.lanes, nullptr, biased ? bias : nullptr,
               p_.activation},
              p_.dtype);
     }
@@ -389,7 +389,7 @@ void ask_for_large_pages([[maybe_unused]] const Problem& p) {
   const auto data = reinterpret_cast<std::intptr_t>(p.y.data);
   const std::intptr_t first = data + (std::min<std::int64_t>(rows, 0) + std::min<std::int64_t>(cols, 0)) * size;
   const std::intptr_t last = data + (std::max<std::int64_t>(rows, 0) + std::max<std::int64_t>(cols, 0) + 1) * size;
-  const std::intptr_t begin = divide_up(first, kPage) * kPage;
+  const std::intptr_t begin = ceil_div(first, kPage) * kPage;
   if (last - begin >= kFreshBytes) {
     madvise(reinterpret_cast<void*>(begin), static_cast<std::size_t>(last - begin), MADV_HUGEPAGE);
   }

@@ -15,21 +15,19 @@ namespace fretwork::kronecker::cpu {
 using simd::Place;
 using simd::Tiles;
 
-constexpr std::int64_t divide_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
-
 /// Results larger than this go past the caches, which they would only flush.
 constexpr std::int64_t kStreamedBytes = 4 << 20;
 
 /// [0, count) in pieces of equal size but the last.
 struct Split {
   std::int64_t count, each;
-  std::int64_t pieces() const { return divide_up(count, each); }
+  std::int64_t pieces() const { return ceil_div(count, each); }
   std::int64_t size(std::int64_t n) const { return std::min(each, count - n * each); }
 };
 
 /// `count` in pieces of at most `most`, alike, in multiples of `unit`.
 inline Split even(std::int64_t count, std::int64_t most, std::int64_t unit) {
-  return {count, divide_up(divide_up(count, divide_up(count, most)), unit) * unit};
+  return {count, ceil_div(ceil_div(count, ceil_div(count, most)), unit) * unit};
 }
 
 /// How many of `jobs` are worth a thread, if all of them take `operations`.
@@ -77,8 +75,8 @@ class Columns {
       : count_(count),
         lanes_(tiles.lanes),
         in_vector_(tiles.lanes / run),
-        vectors_(divide_up(count, in_vector_)),
-        panels_(divide_up(vectors_, tiles.vectors)) {}
+        vectors_(ceil_div(count, in_vector_)),
+        panels_(ceil_div(vectors_, tiles.vectors)) {}
   std::int64_t panels() const { return panels_; }
   std::int64_t lanes() const { return vectors_ * lanes_; }
   Panel panel(std::int64_t n) const {
@@ -115,7 +113,7 @@ class Packing {
   Operand at(const Operand& o, std::int64_t row, std::int64_t col, std::int64_t delta) const {
     return {at(o.data, row * o.row + col * o.col + delta * o.delta), o.row, o.col, o.delta};
   }
-  std::int64_t padded(std::int64_t depth) const { return divide_up(depth, tiles_.group) * tiles_.group; }
+  std::int64_t padded(std::int64_t depth) const { return ceil_div(depth, tiles_.group) * tiles_.group; }
   std::size_t bytes(std::int64_t elements) const { return static_cast<std::size_t>(elements) * tiles_.element; }
 
   /// out[k][j·run + l] = from(k, j, l): one panel of columns, with zeros where there are none.

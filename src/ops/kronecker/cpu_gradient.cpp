@@ -27,15 +27,15 @@ class WeightWork {
         rows_(even(s_.b, kBlockRows, tiles_.rows)) {
     for (const Chunk& chunk : chunks(s_.d, last ? 1 : tiles_.lanes)) {
       parts_.push_back({chunk, Columns(s_.c, chunk.run(), tiles_)});
-      blocks_ = std::max(blocks_, divide_up(parts_.back().columns.lanes(), kBlockLanes));
+      blocks_ = std::max(blocks_, ceil_div(parts_.back().columns.lanes(), kBlockLanes));
     }
     for (const Part& part : parts_) {
-      lanes_ = std::max(lanes_, divide_up(part.columns.panels(), blocks_) * tiles_.vectors * tiles_.lanes);
+      lanes_ = std::max(lanes_, ceil_div(part.columns.panels(), blocks_) * tiles_.vectors * tiles_.lanes);
     }
     const std::int64_t most =
         std::clamp(kBlocks / jobs(), std::int64_t{1}, std::max<std::int64_t>(p_.batch / kLeastPiece, 1));
     batch_ =
-        even(std::max<std::int64_t>(p_.batch, 1), divide_up(std::max<std::int64_t>(p_.batch, 1), most), tiles_.group);
+        even(std::max<std::int64_t>(p_.batch, 1), ceil_div(std::max<std::int64_t>(p_.batch, 1), most), tiles_.group);
   }
 
   /// Blocks of the result; and the pieces of the batch for each.
@@ -173,7 +173,7 @@ void add_bias(const WeightProblem& p, bool last, Context& context) {
   const Tiles& tiles = simd::widened_tiles(p.dtype);
   const Packing packing(p.dtype, tiles);
   const std::int64_t features = p.sizes.a * p.sizes.b * p.sizes.d, width = 64;
-  const std::int64_t jobs = divide_up(features, width);
+  const std::int64_t jobs = ceil_div(features, width);
   const double operations = 4 * static_cast<double>(features) * static_cast<double>(p.batch + 1);
   context.executor->parallel_for(jobs, grain(jobs, operations), [&](std::int64_t begin, std::int64_t end) {
     Buffers& buffers = Buffers::of_thread();

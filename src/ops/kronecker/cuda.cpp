@@ -22,8 +22,6 @@ constexpr const char* kPortable = "ops/kronecker/kernel_portable.cuh";
 constexpr std::int64_t kRows = 128, kStages = 3, kStageDepth = 128;      // as the portable kernel has them
 constexpr std::int64_t kTile = 32, kWarps = 8, kDepth = 16, kLine = 36;  // as the simple kernel has them
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 const char* sum_type(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
 std::size_t sum_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 

@@ -23,7 +23,6 @@ constexpr std::size_t kMostRegrouped = std::size_t{4} << 30;           // bytes 
 constexpr std::int64_t kStep = 64;                                     // of the depth
 static_assert(shared_bytes(256) + 2 * 256 * 2 + 4 * 16 <= 227 << 10);  // with the bias and barriers of the product
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
 Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
 

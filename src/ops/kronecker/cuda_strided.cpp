@@ -29,8 +29,6 @@ constexpr const char* kClusterWeight = "ops/kronecker/kernel_strided_cluster_wei
 constexpr const char* kPack = "ops/kronecker/kernel_strided_pack.cuh";
 constexpr const char* kWeight = "ops/kronecker/kernel_strided_weight.cuh";
 
-std::int64_t ceil_div(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
-
 /// The tiles there are kernels for, those of whole 32-byte sectors first. Rows are 16·wm.
 std::vector<Tile> product_tiles(int size, int products) {
   if (size == 2) {

@@ -5,6 +5,7 @@
 
 #include "fretwork/error.h"
 #include "ops/kronecker/problem.h"
+#include "pattern/checks.h"
 
 namespace fretwork {
 namespace kronecker {
@@ -26,12 +27,6 @@ void check_like(const char* op, const Argument& given, const Argument& like) {
   }
 }
 
-void check_floating(const char* op, const Argument& a) {
-  if (!is_floating(a.view.dtype)) {
-    throw Error(op, a.name, "float64, float32, float16 or bfloat16", name_of(a.view.dtype));
-  }
-}
-
 void check_context(const char* op, const Argument& a, const Context& context) {
   if (a.view.device != context.device) {
     throw Error(op, "context", name_of(a.view.device) + " like " + a.name, name_of(context.device));
@@ -42,15 +37,6 @@ void check_shape(const char* op, const Argument& a, std::initializer_list<std::i
   if (!std::equal(shape.begin(), shape.end(), a.view.shape().begin(), a.view.shape().end())) {
     throw Error(op, a.name, shape_text({shape.begin(), shape.size()}), shape_text(a.view.shape()));
   }
-}
-
-Sizes check_weights(const char* op, const Argument& w) {
-  if (w.view.rank != 4 || std::ranges::any_of(w.view.shape(), [](std::int64_t n) { return n < 1; })) {
-    throw Error(op, w.name, "(a, b, c, d), each at least 1", shape_text(w.view.shape()));
-  }
-  const Sizes s{w.view.size(0), w.view.size(1), w.view.size(2), w.view.size(3)};
-  KroneckerPattern::make(s);  // refuses more elements than 64 bits count
-  return s;
 }
 
 /// A size of 1 has any stride; it gets one that suits: neighbouring features, a batch row at a round distance.
@@ -64,9 +50,9 @@ Weights weights(const TensorView& w) { return {w.data, w.stride(0), w.stride(1),
 
 Problem check(const char* op, const Argument& x, const Argument& w, const TensorView& out, const KsmmOptions& options,
               const Context& context) {
-  check_floating(op, x);
+  check_floating(op, x.name, x.view);
   check_like(op, w, x);
-  const Sizes s = check_weights(op, w);
+  const Sizes s = check_weights(op, w.name, w.view);
   if (x.view.rank != 2 || x.view.size(1) != s.a * s.c * s.d) {
     throw Error(op, x.name, "(batch, a·c·d = " + std::to_string(s.a * s.c * s.d) + ")", shape_text(x.view.shape()));
   }
@@ -91,6 +77,16 @@ void run(const Problem& problem, Context& context) {
 }
 
 }  // namespace
+
+Sizes check_weights(const char* op, const char* argument, const TensorView& w) {
+  if (w.rank != 4 || std::ranges::any_of(w.shape(), [](std::int64_t n) { return n < 1; })) {
+    throw Error(op, argument, "(a, b, c, d), each at least 1", shape_text(w.shape()));
+  }
+  const Sizes s{w.size(0), w.size(1), w.size(2), w.size(3)};
+  KroneckerPattern::make(s);  // refuses more elements than 64 bits count
+  return s;
+}
+
 }  // namespace kronecker
 
 using namespace kronecker;
@@ -103,10 +99,10 @@ void ksmm(const TensorView& x, const TensorView& w, const TensorView& out, Conte
 void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const TensorView& d_w, const TensorView* d_bias,
                           Context& context) {
   constexpr const char* kOp = "ksmm_backward_weight";
-  check_floating(kOp, {"x", x});
+  check_floating(kOp, "x", x);
   check_like(kOp, {"d_out", d_out}, {"x", x});
   check_like(kOp, {"d_w", d_w}, {"x", x});
-  const Sizes s = check_weights(kOp, {"d_w", d_w});
+  const Sizes s = check_weights(kOp, "d_w", d_w);
   check_shape(kOp, {"x", x}, {x.size(0), s.a * s.c * s.d});
   check_shape(kOp, {"d_out", d_out}, {x.size(0), s.a * s.b * s.d});
   check_context(kOp, {"x", x}, context);
@@ -129,7 +125,7 @@ void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const 
   for (std::size_t n = 0; n < weights.size(); ++n) {
     const std::string name = "weights[" + std::to_string(n) + "]";
     check_like(kOp, {name.c_str(), weights[n]}, {"x", x});
-    const Sizes s = check_weights(kOp, {name.c_str(), weights[n]});
+    const Sizes s = check_weights(kOp, name.c_str(), weights[n]);
     if (s.a * s.c * s.d != features) {
       throw Error(kOp, name, std::to_string(features) + " in features (a·c·d), as come before it",
                   std::to_string(s.a * s.c * s.d) + " of " + shape_text(weights[n].shape()));

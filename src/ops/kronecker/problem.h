@@ -3,12 +3,16 @@
 
 #include <cstdint>
 
+#include "core/divide.h"
 #include "fretwork/context.h"
 #include "fretwork/ops.h"
 
 namespace fretwork::kronecker {
 
 using Sizes = KroneckerPattern::Sizes;
+
+/// The pattern that weights have; throws Error where they have none.
+Sizes check_weights(const char* op, const char* argument, const TensorView& w);
 
 /// Batch × features; strides in elements. Batch first has feature == 1, batch last has batch == 1.
 struct Matrix {

@@ -119,10 +119,11 @@ __device__ __forceinline__ void pack_words(u32* words, const float (&sums)[V][Bl
   }
 }
 
-template <typename T, int V, int WM>
+/// A warp has `Columns` of each of V products.
+template <typename T, int V, int WM, int Columns = 256 / V>
 struct Product {
   static constexpr Tile kTile{static_cast<int>(sizeof(T)), V, WM};
-  static constexpr int kChunk = chunk_of<T>, kBlocks = kTile.columns() / 8;
+  static constexpr int kChunk = chunk_of<T>, kBlocks = Columns / 8;
   static constexpr int kPitch = kTile.line() * 16;
   using Sums = float[V][kBlocks][4];
 

@@ -239,7 +239,6 @@ ProductParams product_params(const Problem& problem, const void* packed) {
   params.c = static_cast<int>(s.c);
   params.d = static_cast<int>(s.d);
   params.activation = static_cast<int>(problem.activation);
-  params.finish = problem.bias.data != nullptr || problem.activation != Activation::none;
   return params;
 }
 

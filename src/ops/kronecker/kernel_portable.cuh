@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_product(const ProductParams& p, const floa
     for (int e = 0; e < kRun; ++e) {
       const int r = row + (by_row ? 0 : e), c = col + (by_row ? e : 0);
       v[e] = tile[r * Line + c] + (p.bias != nullptr && e < count ? widen(bias[c * p.bias_col]) : 0.0f);
-      v[e] = activate(v[e], p.activation);
+      v[e] = activate_exactly(v[e], p.activation);
     }
     Out* const at = to + row * p.out.line + col * p.out.entry;
     if (p.vector && count == kRun) {

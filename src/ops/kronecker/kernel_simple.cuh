@@ -2,26 +2,13 @@
 // a CTA has eight, for as many neighbouring δ as there are up to eight, so that what lies together is read together.
 #pragma once
 
+#include "device/activation.cuh"
 #include "device/types.cuh"
 #include "ops/kronecker/params.h"
 
 namespace fretwork::kronecker {
 
 inline constexpr int kTile = 32, kWarps = 8, kDepth = 16, kLine = kTile + 4;
-
-template <typename Sum>
-__device__ __forceinline__ Sum activate(Sum v, int activation) {
-  switch (activation) {
-    case 1:
-      return v > 0 || v != v ? v : Sum{0};
-    case 2:
-      return Sum{0.5} * v * (Sum{1} + erf(v * Sum{0.70710678118654752440}));
-    case 3:
-      return v / (Sum{1} + exp(-v));
-    default:
-      return v;
-  }
-}
 
 /// Where entry n of a block of Lines × Deltas × Entries stands, in the order that memory has.
 template <int Lines, int Deltas, int Entries>
@@ -128,7 +115,8 @@ __global__ void __launch_bounds__(kWarps * 32, 1) product_simple(const __grid_co
         v += widen(
             static_cast<const T*>(p.bias)[i * p.bias_i + (l0 + at.delta) * p.bias_l + (col0 + at.entry) * p.bias_col]);
       }
-      to[at.delta * p.out.l + at.line * p.out.line + at.entry * p.out.entry] = narrow<Out>(activate(v, p.activation));
+      to[at.delta * p.out.l + at.line * p.out.line + at.entry * p.out.entry] =
+          narrow<Out>(activate_exactly(v, p.activation));
     }
   }
 }

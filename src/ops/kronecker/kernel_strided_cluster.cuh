@@ -288,19 +288,19 @@ struct ClusterWork {
     Slots slots(0);
 #pragma unroll 1
     for (i64 index = first; index < p.items; index += by) {
-      typename Work::Sums sums = {};
-      multiply_tile(p, seat, sums, base, barriers, slots, group);
       const ClusterItem item(p, seat, kTile, index);
-      const int column = item.slab * kColumns, columns = min(kColumns, p.product.b - column);
+      const int column = item.slab * kColumns, columns = min(kColumns, p.product.b - column);  // may be negative
+      const i64 out = (static_cast<i64>(item.i) * p.product.b + column) * p.product.d + item.l;
+      const i64 own = V == 8 ? group * 8 : 0;
+      const T* bias = static_cast<const T*>(p.product.bias);
+      typename Work::Sums sums;
+      Work::start(p.product, sums, bias == nullptr ? nullptr : bias + (out + own) * p.product.bias_stride, columns);
+      multiply_tile(p, seat, sums, base, barriers, slots, group);
       if (columns <= 0) {
         continue;
       }
-      const i64 out = (static_cast<i64>(item.i) * p.product.b + column) * p.product.d + item.l;
-      if (p.product.finish) {
-        const T* bias = static_cast<const T*>(p.product.bias);
-        Work::finish(p.product, sums,
-                     bias == nullptr ? nullptr : bias + (out + (V == 8 ? group * 8 : 0)) * p.product.bias_stride,
-                     columns);
+      if (p.product.activation != 0) {
+        Work::finish(sums, p.product.activation);
       }
       if constexpr (V == 8) {
         store_halves(p, item, sums, base + kTile.ring() * kStage, columns, group);

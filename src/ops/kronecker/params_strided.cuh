@@ -51,7 +51,6 @@ struct ProductParams {
   int groups, pieces;        ///< CTAs: groups (slab fastest, then δ, then i) · pieces of the batch
   int ring;                  ///< stages on chip: 2, 3 or 4
   int activation;
-  bool finish;          ///< there is a bias or an activation
   bool resident;        ///< the CTA's weights stay on chip
   bool x_flat, y_flat;  ///< with V < chunk: neighbours along K or j are moved together
 };

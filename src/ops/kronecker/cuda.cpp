@@ -233,7 +233,10 @@ const KernelList kKernels{"kronecker", list_kernels};
 
 void cuda::run(const Problem& problem, Context& context) {
   const driver::DeviceScope scope(context.device.index);
-  if (!hopper::run(problem, context) && !strided::run(problem, context)) {
+  if (few::pays(problem, context) && few::run(problem, context)) {
+    return;
+  }
+  if (!hopper::run(problem, context) && !strided::run(problem, context) && !few::run(problem, context)) {
     run_here(problem, context);
   }
 }

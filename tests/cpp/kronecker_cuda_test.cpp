@@ -469,12 +469,18 @@ std::vector<Case> few_cases() {
           cases.push_back({{3, 20, 36, 1}, batch, last, dtype, silu, true, order});
           cases.push_back({{1, 24, 40, 6}, batch, last, dtype, none, false, order, 1});
         }
-        cases.push_back({{1, 64, 64, 64}, batch, last, dtype, none, true});
-        cases.push_back({{1, 40, 24, 200}, batch, last, dtype, gelu, true, Order::transposed, 8});
         cases.push_back({{1, 7, 3000, 2}, batch, last, dtype, none, true});  // x in several pieces
         cases.push_back({{5, 1, 1, 3}, batch, last, dtype, relu, true});
         cases.push_back({{1, 1, 400, 1}, batch, last, dtype, none, true, Order::transposed});
         cases.push_back({{2, 260, 1, 1}, batch, last, dtype, none, false});
+      }
+      for (const Index batch : {1, 9, 31}) {  // with 2, 4 and 8 neighbouring l to a lane
+        cases.push_back({{1, 64, 64, 64}, batch, last, dtype, none, true});
+        cases.push_back({{10, 20, 40, 16}, batch, last, dtype, relu, false, Order::plain, 1});
+        cases.push_back({{3, 130, 100, 24}, batch, last, dtype, none, true, Order::transposed, 4});
+        cases.push_back({{1, 40, 24, 200}, batch, last, dtype, gelu, true, Order::transposed, 8});
+        cases.push_back({{24, 64, 33, 64}, std::min<Index>(batch, 17), last, dtype, silu, true});
+        cases.push_back({{128, 64, 16, 16}, batch, last, dtype, none, true, Order::transposed, 8});
       }
       cases.push_back({{16, 256, 256, 4}, 5, last, dtype, none, true});
       cases.push_back({{1, 768, 192, 2}, 16, last, dtype, gelu, true, Order::transposed});

@@ -92,6 +92,16 @@ __device__ __forceinline__ void fetch_x(const Params& p, const Place& at, int lo
   }
 }
 
+/// A sum becomes element (n, j, l) of the CTA's share of the result.
+template <typename T>
+__device__ __forceinline__ void finish(const Params& p, const Place& at, int n, int j, int l, float sum) {
+  const i64 feature = (at.i * p.b + at.j0 + j) * p.d + at.l0 + l;
+  if (p.bias != nullptr) {
+    sum += widen(static_cast<const T*>(p.bias)[feature * p.bias_stride]);
+  }
+  static_cast<T*>(p.y)[(at.n0 + n) * p.y_batch + feature * p.y_feature] = narrow<T>(activate(sum, p.activation));
+}
+
 /// The sums of all threads, [n][sum][thread], become rows of the result: added up over k, bias, activation.
 template <typename T, Axis axis, int V>
 __device__ __forceinline__ void store_sums(const Params& p, const Place& at, int rows, const float* parts) {
@@ -117,11 +127,7 @@ __device__ __forceinline__ void store_sums(const Params& p, const Place& at, int
     for (int k = 0; k < 1 << p.log_k; ++k) {
       total += from[k * between];
     }
-    const i64 feature = (at.i * p.b + at.j0 + j) * p.d + at.l0 + l;
-    if (p.bias != nullptr) {
-      total += widen(static_cast<const T*>(p.bias)[feature * p.bias_stride]);
-    }
-    static_cast<T*>(p.y)[(at.n0 + n) * p.y_batch + feature * p.y_feature] = narrow<T>(activate(total, p.activation));
+    finish<T>(p, at, n, j, l, total);
   }
 }
 

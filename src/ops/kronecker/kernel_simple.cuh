@@ -121,17 +121,6 @@ __global__ void __launch_bounds__(kWarps * 32, 1) product_simple(const __grid_co
   }
 }
 
-/// Weights as a·d matrices in lines along k. Threads follow what is written.
-template <typename T>
-__global__ void __launch_bounds__(256) pack_weights(const __grid_constant__ PackParams p) {
-  for (i64 n = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; n < p.count; n += static_cast<i64>(gridDim.x) * 256) {
-    const i64 k = n % p.line, j = n / p.line % p.b, l = n / (p.line * p.b) % p.d, i = n / (p.line * p.b * p.d);
-    const T* const from = static_cast<const T*>(p.from);
-    static_cast<T*>(p.to)[n] =
-        k < p.c ? from[i * p.strides[0] + l * p.strides[1] + j * p.strides[2] + k * p.strides[3]] : T{};
-  }
-}
-
 /// 32 features of a piece of the batch. Lanes follow what is contiguous.
 template <typename T>
 __global__ void __launch_bounds__(256) sum_batch(const __grid_constant__ BatchSumParams p) {

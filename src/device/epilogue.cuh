@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/barrier.cuh"
+#include "device/tf32.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
@@ -29,20 +30,25 @@ __device__ __forceinline__ void store_piece(const float (&d)[kSize], u32 to) {
   }
 }
 
-/// The sums of a warpgroup leave in pieces of 64 columns through kBuffers buffers, which take turns: `turn` counts the
-/// pieces of earlier tiles, and matters where tiles are no multiple of kBuffers pieces. `store(piece, buffer)` is
-/// called by one thread. The last stores are still on their way when this returns.
+/// The sums of a warpgroup leave in pieces of 64 columns (32 of fp32, whose rows are tf32's) through kBuffers buffers,
+/// which take turns: `turn` counts the pieces of earlier tiles, and matters where tiles are no multiple of kBuffers
+/// pieces. `store(piece, buffer)` is called by one thread. The last stores are still on their way when this returns.
 template <typename T, bool kTransposed, int kBuffers, int kPiece = 0, int kSize, typename Store>
 __device__ __forceinline__ void store_tile(const float (&d)[kSize], u32 buffers, u32 barrier, Store store,
                                            u32 turn = 0) {
-  if constexpr (kPiece < kSize / 32) {
+  constexpr int kSums = 64 / sizeof(T);  // of a thread in a piece
+  if constexpr (kPiece < kSize / kSums) {
     const bool leader = threadIdx.x % 128 == 0;
     const u32 buffer = buffers + (turn + kPiece) % kBuffers * kPieceBytes;
     if (leader) {
       tma::store_wait_read<kBuffers - 1>();
     }
     named_barrier(barrier, 128);
-    store_piece<T, kTransposed, 32 * kPiece>(d, buffer);
+    if constexpr (is_same<T, float>) {
+      tf32::store_piece<kTransposed, kSums * kPiece>(d, buffer);
+    } else {
+      store_piece<T, kTransposed, kSums * kPiece>(d, buffer);
+    }
     fence_async_proxy();
     named_barrier(barrier, 128);
     if (leader) {

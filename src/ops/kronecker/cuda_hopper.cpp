@@ -20,8 +20,7 @@ namespace driver = fretwork::cuda;
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr int kWidths[] = {64, 128, 192, 256};
 constexpr std::size_t kMostRegrouped = std::size_t{4} << 30;           // bytes of workspace
-constexpr std::int64_t kStep = 64;                                     // of the depth
-static_assert(shared_bytes(256) + 2 * 256 * 2 + 4 * 16 <= 227 << 10);  // with the bias and barriers of the product
+static_assert(shared_bytes(256) + 2 * 256 * 4 + 4 * 16 <= 227 << 10);  // with the bias and barriers of the product
 
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
 Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
@@ -40,7 +39,9 @@ KernelSpec product_instance(DType dtype, int width, bool last, bool weights_k) {
 KernelSpec gradient_instance(DType dtype, int width, bool last) {
   return instance("hopper_gradient", "gradient", sized(dtype, width, last));
 }
-KernelSpec pack_instance() { return instance("pack", "pack", "fretwork::u16"); }
+KernelSpec pack_instance(DType dtype) {
+  return instance("pack", "pack", dtype == DType::f32 ? device_type(dtype) : "fretwork::u16");
+}
 KernelSpec regroup_instance(int deltas, bool back) {
   return instance("regroup", "regroup", std::to_string(deltas) + (back ? ", true" : ", false"));
 }
@@ -51,18 +52,23 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   if (arch != "sm_90a") {
     return list;
   }
-  list.push_back(pack_instance());
+  list.push_back(pack_instance(DType::f16));
+  list.push_back(pack_instance(DType::f32));
   for (const int deltas : {2, 4, 8}) {
     list.push_back(regroup_instance(deltas, false));
     list.push_back(regroup_instance(deltas, true));
   }
-  for (const DType dtype : {DType::f16, DType::bf16}) {
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     list.push_back(unpack_instance(dtype));
     for (const int width : kWidths) {
       for (const bool last : {false, true}) {
-        list.push_back(gradient_instance(dtype, width, last));
-        list.push_back(product_instance(dtype, width, last, false));
         list.push_back(product_instance(dtype, width, last, true));
+        if (dtype != DType::f32) {
+          list.push_back(product_instance(dtype, width, last, false));
+        }
+        if (dtype != DType::f32 || last) {
+          list.push_back(gradient_instance(dtype, width, last));
+        }
       }
     }
   }
@@ -70,36 +76,44 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-constinit KernelTable<73> kernels;
+constinit KernelTable<83> kernels;
 
+std::size_t place(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 std::size_t place(DType dtype, int width, bool last) {
-  return (dtype == DType::f16 ? 0u : 1u) | (last ? 2u : 0u) | static_cast<std::size_t>(width / 64 - 1) << 2;
+  return place(dtype) * 8 + (last ? 4 : 0) + static_cast<std::size_t>(width / 64 - 1);
 }
 const Kernel& product_kernel(DType dtype, int width, bool last, bool weights_k, int device) {
-  return kernels.get(place(dtype, width, last) + (weights_k ? 16 : 0), device,
+  return kernels.get(place(dtype, width, last) + (weights_k ? 24 : 0), device,
                      [&] { return product_instance(dtype, width, last, weights_k); });
 }
 const Kernel& gradient_kernel(DType dtype, int width, bool last, int device) {
-  return kernels.get(32 + place(dtype, width, last), device, [&] { return gradient_instance(dtype, width, last); });
+  return kernels.get(48 + place(dtype, width, last), device, [&] { return gradient_instance(dtype, width, last); });
 }
-const Kernel& pack_kernel(int device) { return kernels.get(64, device, pack_instance); }
+const Kernel& pack_kernel(DType dtype, int device) {
+  return kernels.get(dtype == DType::f32 ? 73 : 72, device, [&] { return pack_instance(dtype); });
+}
 const Kernel& unpack_kernel(DType dtype, int device) {
-  return kernels.get(dtype == DType::f16 ? 65 : 66, device, [&] { return unpack_instance(dtype); });
+  return kernels.get(74 + place(dtype), device, [&] { return unpack_instance(dtype); });
 }
 
 // ----------------------------------------------------------------------------------------------------- views
 
+int bytes_of(DType dtype) { return static_cast<int>(size_of(dtype)); }
+/// Elements in the 128 bytes of a line of shared memory: the depth of a step.
+std::int64_t line_of(DType dtype) { return 128 / bytes_of(dtype); }
+
 /// The batch and `features` of each (i, l), with the batch or the features as the unit axis.
 std::optional<TiledView> matrix_view(const Matrix& m, bool last, std::int64_t batch, std::int64_t features,
-                                     const Sizes& s) {
+                                     const Sizes& s, int bytes) {
   const std::int64_t next = s.d * m.feature, block = features * next;
-  return last ? make_tiled_view(m.data, {batch, features, s.d, s.a}, {m.batch, next, m.feature, block})
-              : make_tiled_view(m.data, {features, batch, s.d, s.a}, {next, m.batch, m.feature, block});
+  return last ? make_tiled_view(m.data, {batch, features, s.d, s.a}, {m.batch, next, m.feature, block}, bytes)
+              : make_tiled_view(m.data, {features, batch, s.d, s.a}, {next, m.batch, m.feature, block}, bytes);
 }
 
 /// With boxes that make `rows` lines of an operand: one box where the unit axis is the depth.
 Map operand_map(const TiledView& view, bool unit_is_depth, int rows) {
-  return view.map(64, unit_is_depth ? static_cast<std::uint32_t>(rows) : 64);
+  const int line = 128 / view.element_bytes;
+  return view.map(static_cast<std::uint32_t>(line), static_cast<std::uint32_t>(unit_is_depth ? rows : line));
 }
 
 /// x and y (or d_y), if they are in the same layout and it is one of ours.
@@ -107,9 +121,10 @@ struct Layout {
   bool last;
   TiledView x, y;
 };
-std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s) {
+std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s, DType dtype) {
   for (const bool last : {false, true}) {
-    const auto from = matrix_view(x, last, batch, s.c, s), to = matrix_view(y, last, batch, s.b, s);
+    const int bytes = bytes_of(dtype);
+    const auto from = matrix_view(x, last, batch, s.c, s, bytes), to = matrix_view(y, last, batch, s.b, s, bytes);
     if (from && to) {
       return Layout{last, *from, *to};
     }
@@ -119,7 +134,8 @@ std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t b
 
 /// What both problems need. A tile of tiny blocks moves too little to be worth its barriers.
 bool suits(const Sizes& s, std::int64_t batch, DType dtype, const Context& context) {
-  const bool type = dtype == DType::f16 || dtype == DType::bf16;
+  const bool type =
+      dtype == DType::f16 || dtype == DType::bf16 || (dtype == DType::f32 && context.precision == Precision::tf32);
   const bool sizes = s.b + s.c >= 32 && s.b < kMost / s.c && batch < kMost && s.a < kMost / s.d;
   return type && sizes && driver::kernel_arch(context.device.index) == "sm_90a";
 }
@@ -129,51 +145,59 @@ bool suits(const Sizes& s, std::int64_t batch, DType dtype, const Context& conte
 /// How far a CTA reaches along l and along a matrix when it moves `elements`.
 struct Reach {
   int wide, deep, wide_tiles, deep_tiles;
-  Reach(std::int64_t matrix, std::int64_t d, int elements)
+  /// `whole`: what the reach along a matrix is a multiple of.
+  Reach(std::int64_t matrix, std::int64_t d, int elements, std::int64_t whole = 1)
       : wide(0), deep(narrowed(std::min<std::int64_t>(d, 32))), wide_tiles(0), deep_tiles(narrowed(ceil_div(d, deep))) {
-    wide = elements / deep;
+    wide = narrowed(elements / deep / whole * whole);
     wide_tiles = narrowed(ceil_div(matrix, wide));
   }
   std::int64_t grid(std::int64_t a) const { return a * wide_tiles * deep_tiles; }
 };
 
-/// Weights as a·d matrices: as they are where the copy engine can read them, else packed into `space`.
+/// Weights as a·d matrices: as they are where the copy engine can read them, else packed into `space`. tf32 needs k as
+/// the unit axis; packing rounds to it.
 class Matrices {
  public:
-  Matrices(const Weights& w, const Sizes& s)
+  Matrices(const Weights& w, const Sizes& s, DType dtype)
       : w_(w),
         s_(s),
-        k_(s.c == 1 || s.b == 1 || std::llabs(w.c) <= std::llabs(w.b)),
+        dtype_(dtype),
+        near_k_(s.c == 1 || s.b == 1 || std::llabs(w.c) <= std::llabs(w.b)),
+        k_(near_k_ || dtype == DType::f32),
         lines_(k_ ? s.b : s.c),
         line_(k_ ? s.c : s.b),
         pitch_(ceil_div(line_, kMapUnit) * kMapUnit) {
     if (s.d == 1) {
-      direct_ = make_tiled_view(w.data, {line_, lines_, 1, s.a}, {k_ ? w.c : w.b, k_ ? w.b : w.c, 0, w.a});
+      direct_ =
+          make_tiled_view(w.data, {line_, lines_, 1, s.a}, {k_ ? w.c : w.b, k_ ? w.b : w.c, 0, w.a}, bytes_of(dtype));
     }
   }
   /// k is the unit axis.
   bool unit_is_k() const { return k_; }
   std::size_t bytes() const {
-    return direct_ ? 0 : static_cast<std::size_t>(s_.a * s_.d * lines_ * pitch_) * sizeof(std::uint16_t);
+    return direct_ ? 0 : static_cast<std::size_t>(s_.a * s_.d * lines_ * pitch_) * size_of(dtype_);
   }
   TiledView view(const Workspace& space, const Context& context) const {
     if (direct_) {
       return *direct_;
     }
-    const Reach reach(lines_ * line_, s_.d, kPackElements);
+    const bool by_rows = k_ != near_k_ && s_.d < 8 && line_ >= kPackLine && line_ * s_.d <= kPackElements;
+    const Reach reach(lines_ * line_, s_.d, kPackElements, by_rows ? line_ : 1);
     const PackParams params{
-        w_.data,          space.data(),    w_.a,           k_ ? w_.b : w_.c, k_ ? w_.c : w_.b, w_.d,
-        narrowed(lines_), narrowed(line_), narrowed(s_.d), narrowed(pitch_), reach.wide,       reach.deep,
-        reach.wide_tiles, reach.deep_tiles};
-    pack_kernel(context.device.index).launch(reach.grid(s_.a), kPackThreads, 0, &params, context.stream);
+        w_.data,          space.data(),     w_.a,           k_ ? w_.b : w_.c, k_ ? w_.c : w_.b, w_.d,
+        narrowed(lines_), narrowed(line_),  narrowed(s_.d), narrowed(pitch_), reach.wide,       reach.deep,
+        reach.wide_tiles, reach.deep_tiles, by_rows ? 1 : 0};
+    pack_kernel(dtype_, context.device.index).launch(reach.grid(s_.a), kPackThreads, 0, &params, context.stream);
     const std::int64_t matrix = lines_ * pitch_;
-    return *make_tiled_view(space.data(), {line_, lines_, s_.d, s_.a}, {1, pitch_, matrix, matrix * s_.d});
+    return *make_tiled_view(space.data(), {line_, lines_, s_.d, s_.a}, {1, pitch_, matrix, matrix * s_.d},
+                            bytes_of(dtype_));
   }
 
  private:
   const Weights& w_;
   const Sizes& s_;
-  bool k_;
+  DType dtype_;
+  bool near_k_, k_;
   std::int64_t lines_, line_, pitch_;
   std::optional<TiledView> direct_;
 };
@@ -223,7 +247,7 @@ void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t ba
   params.eights = divisor(width / 8);
   params.a = divisor(s.a);
   kernels
-      .get(67 + static_cast<std::size_t>(deltas / 4) * 2 + (back ? 1 : 0), device,
+      .get(77 + static_cast<std::size_t>(deltas / 4) * 2 + (back ? 1 : 0), device,
            [&] { return regroup_instance(deltas, back); })
       .launch(ceil_div(params.total, kRegroupThreads), kRegroupThreads, 0, &params, context.stream);
 }
@@ -300,13 +324,13 @@ void launch_product(const Problem& p, const Layout& layout, const Map& weights, 
   ProductParams params{};
   params.x = operand_map(layout.x, !layout.last, kRows);
   params.weights = weights;
-  params.y = layout.y.map(64, 64);
+  params.y = operand_map(layout.y, !layout.last, 64);
   params.bias = p.bias.data;
   params.bias_stride = p.bias.stride;
   params.activation = static_cast<int>(p.activation);
   params.batch = narrowed(p.batch);
   params.b = narrowed(s.b);
-  params.steps = narrowed(ceil_div(s.c, kStep));
+  params.steps = narrowed(ceil_div(s.c, line_of(p.dtype)));
   params.total = narrowed(row_tiles * col_tiles * products);
   params.d = divisor(s.d);
   params.col_tiles = divisor(col_tiles);
@@ -353,14 +377,15 @@ bool run(const Problem& p, Context& context) {
   if (ceil_div(p.batch, kRows) > kMost / (ceil_div(s.b, width) * s.a * s.d)) {
     return false;
   }
-  const Matrices matrices(p.w, s);
-  if (const auto layout = layout_of(p.x, p.y, p.batch, s); layout && layout->y.can_be_written()) {
+  const Matrices matrices(p.w, s, p.dtype);
+  if (const auto layout = layout_of(p.x, p.y, p.batch, s, p.dtype); layout && layout->y.can_be_written()) {
     const Workspace space(context, matrices.bytes());
     const Map weights = operand_map(matrices.view(space, context), matrices.unit_is_k(), width);
     launch_product(p, *layout, weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
     return true;
   }
-  const bool possible = s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.y, s.b, p.batch, s);
+  const bool possible =
+      p.dtype != DType::f32 && s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.y, s.b, p.batch, s);
   return possible && Estimate(s).product_regroups(s.d, p.batch * s.a * s.d) &&
          (run_regrouped(p, matrices, width, context), true);
 }
@@ -377,7 +402,10 @@ bool run(const WeightProblem& p, Context& context) {
   const auto bytes = [&](std::int64_t features) {
     return static_cast<std::size_t>(p.batch * s.a * s.d * features) * sizeof(std::uint16_t);
   };
-  auto layout = layout_of(p.x, p.d_y, p.batch, s);
+  auto layout = layout_of(p.x, p.d_y, p.batch, s, p.dtype);
+  if (p.dtype == DType::f32 && !(layout && layout->last)) {
+    return false;  // tf32 needs the batch as the unit axis
+  }
   const bool regrouped = !layout && s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.d_y, s.b, p.batch, s) &&
                          bytes(s.b + s.c) <= kMostRegrouped && Estimate(s).gradient_regroups(s.d, p.batch * s.a * s.d);
   const Workspace x(context, regrouped ? bytes(s.c) : 0), d_y(context, regrouped ? bytes(s.b) : 0);
@@ -393,8 +421,8 @@ bool run(const WeightProblem& p, Context& context) {
   if (!layout || tiles > kMost / 256) {
     return false;
   }
-  const std::int64_t sums = products * s.b * line;
-  const Parts parts = gradient_parts(tiles, ceil_div(p.batch, kStep), sums, width, multiprocessors);
+  const std::int64_t sums = products * s.b * line, steps = ceil_div(p.batch, line_of(p.dtype));
+  const Parts parts = gradient_parts(tiles, steps, sums, width, multiprocessors);
   const Workspace space(context, static_cast<std::size_t>(parts.count * sums) * sizeof(float));
   GradientParams params{};
   params.d_y = operand_map(layout->y, layout->last, kRows);
@@ -406,7 +434,7 @@ bool run(const WeightProblem& p, Context& context) {
   params.line = narrowed(line);
   params.row_tiles = narrowed(row_tiles);
   params.col_tiles = narrowed(col_tiles);
-  params.steps = narrowed(ceil_div(p.batch, kStep));
+  params.steps = narrowed(steps);
   params.total = narrowed(tiles * parts.count);
   params.products = narrowed(products);
   params.steps_per_part = narrowed(parts.steps);

@@ -1,8 +1,9 @@
-// What the Hopper kernels of the Kronecker products have in common: a ring of stages that one thread fills with 64 of
-// the depth of both operands, and the loop of products over it.
+// What the Hopper kernels of the Kronecker products have in common: a ring of stages that one thread fills with 128
+// bytes of the depth of both operands, and the loop of products over it.
 #pragma once
 
 #include "device/barrier.cuh"
+#include "device/tf32.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/kronecker/params_hopper.cuh"
@@ -10,6 +11,10 @@
 namespace fretwork::kronecker::hopper {
 
 inline constexpr u32 kLeftBytes = kRows * 128;
+
+/// Elements of T in the 128 bytes of a line: the depth of a stage.
+template <typename T>
+inline constexpr int kLine = 128 / static_cast<int>(sizeof(T));
 
 /// The stages of a CTA whose tiles are kWidth wide.
 template <int kWidth>
@@ -19,26 +24,26 @@ struct Stages {
   u64 full[kCount], empty[kCount];
 };
 
-/// A tile: rows from `row`, columns from `col`, depth in steps of 64 from `first` to `last`.
+/// A tile: rows from `row`, columns from `col`, depth in steps of 128 bytes from `first` to `last`.
 struct Tile {
   int row, col, l, i, first, last;
 };
 
-/// kLines rows of an operand × 64 of its depth. With K as the unit axis it is one box, else boxes of 64 rows.
-template <bool kK, int kLines>
+/// kLines rows of an operand × a step of its depth. With K as the unit axis it is one box, else boxes of as many rows.
+template <typename T, bool kK, int kLines>
 __device__ __forceinline__ void fetch_operand(u32 to, const Map* map, u32 full, int row, int depth, const Tile& t) {
   if constexpr (kK) {
     tma::load(to, map, full, depth, row, t.l, t.i);
   } else {
 #pragma unroll
-    for (int at = 0; at < kLines; at += 64) {
+    for (int at = 0; at < kLines; at += kLine<T>) {
       tma::load(to + at * 128, map, full, row + at, depth, t.l, t.i);
     }
   }
 }
 
 /// One thread fetches the stages of a tile.
-template <int kWidth, bool kLeftK, bool kRightK>
+template <typename T, int kWidth, bool kLeftK, bool kRightK>
 __device__ __forceinline__ void fetch(const Map* left, const Map* right, const Tile& t, Stages<kWidth>& stages,
                                       u32 base, typename Stages<kWidth>::Ring& ring) {
   using S = Stages<kWidth>;
@@ -46,16 +51,27 @@ __device__ __forceinline__ void fetch(const Map* left, const Map* right, const T
     mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
     const u32 full = shared_address(&stages.full[ring.stage]), to = base + ring.stage * S::kBytes;
     mbarrier::arrive_expect(full, S::kBytes);
-    fetch_operand<kLeftK, kRows>(to, left, full, t.row, step * 64, t);
-    fetch_operand<kRightK, kWidth>(to + kLeftBytes, right, full, t.col, step * 64, t);
+    fetch_operand<T, kLeftK, kRows>(to, left, full, t.row, step * kLine<T>, t);
+    fetch_operand<T, kRightK, kWidth>(to + kLeftBytes, right, full, t.col, step * kLine<T>, t);
+  }
+}
+
+/// The row of a warpgroup's 64 that a lane's sums lie in, and the one of its other half.
+template <typename T, bool kLeftK>
+__device__ __forceinline__ int row_of(u32 half) {
+  if constexpr (is_same<T, float>) {
+    return static_cast<int>(tf32::row_of<kLeftK>(half));
+  } else {
+    return static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * half);
   }
 }
 
 /// A warpgroup multiplies the stages of a tile, 64 rows × kWidth. kSums: `sums` gets the rows' sums of the left
 /// operand, multiplied by the 8 × 64 ones at `ones`.
 template <typename T, int kWidth, bool kLeftK, bool kRightK, bool kSums>
-__device__ __forceinline__ void multiply(float (&d)[kWidth / 2], float (&sums)[4], int steps, Stages<kWidth>& stages,
-                                         u32 base, typename Stages<kWidth>::Ring& ring, u32 ones) {
+requires(sizeof(T) == 2) __device__ __forceinline__
+    void multiply(float (&d)[kWidth / 2], float (&sums)[4], int steps, Stages<kWidth>& stages, u32 base,
+                  typename Stages<kWidth>::Ring& ring, u32 ones) {
   using wgmma::Major;
   constexpr Major kA = kLeftK ? Major::k : Major::mn, kB = kRightK ? Major::k : Major::mn;
   const u32 empty = shared_address(stages.empty), warpgroup = threadIdx.x / 128 - 1;
@@ -82,6 +98,62 @@ __device__ __forceinline__ void multiply(float (&d)[kWidth / 2], float (&sums)[4
   }
   wgmma::wait<0>();
   release(empty, pending);
+}
+
+/// The same in tf32: the left operand is rounded in registers, and `sums` adds it up unrounded. That of the next stage
+/// is read while products run, into other registers, as theirs must not change.
+template <typename T, int kWidth, bool kLeftK, bool kRightK, bool kSums>
+requires(is_same<T, float>&& kRightK) __device__ __forceinline__
+    void multiply(float (&d)[kWidth / 2], float (&sums)[4], int steps, Stages<kWidth>& stages, u32 base,
+                  typename Stages<kWidth>::Ring& ring, u32 /*ones*/) {
+  const u32 empty = shared_address(stages.empty), warpgroup = threadIdx.x / 128 - 1;
+  const tf32::LeftReader<kLeftK> reader;
+  u32 a[2][4][4];
+  int pending = -1;  // the stage that products in flight still read
+#pragma unroll 1
+  for (int n = 0; n < steps; n += 2) {
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+      if (n + turn < steps) {
+        mbarrier::wait(shared_address(&stages.full[ring.stage]), ring.parity);
+        const u32 at = base + ring.stage * Stages<kWidth>::kBytes;
+#pragma unroll
+        for (u32 q = 0; q < 4; ++q) {
+          reader.load(a[turn][q], at + warpgroup * 8192, q);
+        }
+#pragma unroll
+        for (u32 q = 0; q < 4; ++q) {
+#pragma unroll
+          for (u32 e = 0; e < 4; ++e) {
+            if constexpr (kSums) {
+              sums[e % 2 * 2] += __uint_as_float(a[turn][q][e]);
+            }
+            a[turn][q][e] = to_tf32(a[turn][q][e]);
+          }
+        }
+        const u64 b = wgmma::descriptor<128>(at + kLeftBytes);
+        wgmma::fence();
+#pragma unroll
+        for (u32 q = 0; q < 4; ++q) {
+          wgmma::multiply_tf32<kWidth>(d, a[turn][q], b + q * wgmma::kNextK<128, wgmma::Major::k>);
+        }
+        wgmma::commit();
+        wgmma::wait<1>();
+        release(empty, pending);
+        pending = static_cast<int>(ring.stage);
+        ring.next();
+      }
+    }
+  }
+  wgmma::wait<0>();
+  release(empty, pending);
+  if constexpr (kSums) {
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+      sums[e] += __shfl_xor_sync(~0u, sums[e], 1);
+      sums[e] += __shfl_xor_sync(~0u, sums[e], 2);
+    }
+  }
 }
 
 }  // namespace fretwork::kronecker::hopper

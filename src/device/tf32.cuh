@@ -1,0 +1,94 @@
+// tf32 between swizzled tiles and registers on Hopper, where wgmma takes 32-bit operands from shared memory K-major
+// only: the left operand goes through registers, which also rounds it, and sums go back to staged tiles.
+#pragma once
+
+#include "device/mma.cuh"
+#include "device/tma.cuh"
+#include "device/types.cuh"
+
+namespace fretwork::tf32 {
+
+/// Which of a warpgroup's 64 rows a lane's fragments and sums lie in: rows lane / 4 and lane / 4 + 8 of a warp's 16 are
+/// these two. Any order is right as long as both keep to it; this one meets no bank conflict where lines of the tiles
+/// run along K and along columns (kLeftK), or along the rows.
+template <bool kLeftK>
+__device__ __forceinline__ u32 row_of(u32 half) {
+  const u32 g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32 % 4;
+  if constexpr (kLeftK) {
+    return 16 * warp + 8 * half + g % 4 * 2 + g / 4;
+  } else {
+    return warp / 2 * 32 + g / 4 * 16 + warp % 2 * 8 + 4 * half + g % 4;
+  }
+}
+
+/// Reads fragments of 64 rows × 32 of K: one box of 64 lines, 32 of K each, or two of 32 lines, 32 rows each.
+template <bool kLeftK>
+struct LeftReader {
+  u32 offset[kLeftK ? 1 : 4];
+
+  __device__ __forceinline__ LeftReader() {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    if constexpr (kLeftK) {
+      const u32 line = lane % 4 * 2 + lane / 4 % 2;  // as row_of has it
+      offset[0] = tma::swizzled<128>((16 * warp + lane / 8 % 2 * 8 + line) * 128 + lane / 16 * 16);
+    } else {
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) {
+        const u32 row = row_of<false>(e % 2), k = lane % 4 + e / 2 * 4;
+        offset[e] = row / 32 * 4096 + tma::swizzled<128>(k * 128 + row % 32 * 4);
+      }
+    }
+  }
+  /// Eight of K from 8·q, as they lie in memory.
+  __device__ __forceinline__ void load(u32 (&a)[4], u32 tile, u32 q) const {
+    if constexpr (kLeftK) {
+      ldmatrix(a, tile + (offset[0] ^ q << 5));
+    } else {
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) {
+        a[e] = load_shared_32(tile + offset[e] + q * 1024);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void store_shared(u32 to, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 to, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(first), "f"(second) : "memory");
+}
+
+/// Sums of a warpgroup (kAt … kAt + 15 of a thread: 64 × 32) to 8 KB of shared memory as the copy engine swizzles rows
+/// of 128 bytes: 64 rows of 32 columns, or (kTransposed) two boxes of 32 columns, 32 rows each.
+template <bool kTransposed, int kAt, int kSize>
+__device__ __forceinline__ void store_piece(const float (&d)[kSize], u32 to) {
+  const u32 t = threadIdx.x % 4;
+  if constexpr (kTransposed) {
+    const bool swap = t >= 2;  // lanes that would meet in a bank store the other half first
+    const u32 row = row_of<false>(0), other = swap ? 16 : 0;
+    const u32 line = to + row / 32 * 4096 + 2 * t * 128, unit = row % 32 * 4;
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) {
+#pragma unroll
+      for (u32 e = 0; e < 2; ++e) {
+        const float low = d[kAt + 4 * j + e], high = d[kAt + 4 * j + 2 + e];
+        const u32 at = line + (8 * j + e) * 128 + (unit ^ (2 * t + e) << 4);
+        store_shared(at ^ other, swap ? high : low);
+        store_shared(at ^ other ^ 16, swap ? low : high);
+      }
+    }
+  } else {
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      const u32 row = row_of<true>(half);
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) {
+        store_shared(to + tma::swizzled<128>(row * 128 + 32 * j + 8 * t), d[kAt + 4 * j + 2 * half],
+                     d[kAt + 4 * j + 2 * half + 1]);
+      }
+    }
+  }
+}
+
+}  // namespace fretwork::tf32

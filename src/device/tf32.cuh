@@ -52,6 +52,27 @@ struct LeftReader {
   }
 };
 
+/// A warp turns a box of 32 lines of 32 around in place, so that lines become columns, and rounds it.
+__device__ __forceinline__ void turn_box(u32 box) {
+  const u32 lane = threadIdx.x % 32, to = box + tma::swizzled<128>(lane * 128);
+  u32 line[32];
+#pragma unroll
+  for (u32 r = 0; r < 8; ++r) {
+    const u32 from = box + r * 128 + (lane * 4 ^ r << 4);
+#pragma unroll
+    for (u32 n = r; n < 32; n += 8) {
+      line[n] = load_shared_32(from + (n - r) * 128);
+    }
+  }
+  __syncwarp();  // all of it is in registers
+#pragma unroll
+  for (u32 n = 0; n < 32; n += 4) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to ^ n << 2), "r"(to_tf32(line[n])),
+                 "r"(to_tf32(line[n + 1])), "r"(to_tf32(line[n + 2])), "r"(to_tf32(line[n + 3]))
+                 : "memory");
+  }
+}
+
 __device__ __forceinline__ void store_shared(u32 to, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }

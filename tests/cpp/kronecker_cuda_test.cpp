@@ -456,11 +456,8 @@ TEST_F(KroneckerCuda, HopperWeightGradients) {
   for (Case c : hopper_cases()) {
     c.batch = c.batch > 5000 ? 5000 + (c.last ? 8 : 1) : c.batch;
     Backward b(c);
-    const bool taken = kronecker::hopper::run(b.problem(), context_for(c));
-    ASSERT_EQ(taken, c.dtype != DType::f32 || c.last) << c.text();
-    if (taken) {
-      b.check();
-    }
+    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c))) << c.text();
+    b.check();
   }
 }
 

@@ -6,7 +6,7 @@
 
 namespace fretwork::kronecker {
 
-/// TMA and wgmma on sm_90a, 16-bit types: batch last, and batch first with d = 1.
+/// TMA and wgmma on sm_90a, 16-bit types and tf32: batch last, and batch first with d = 1.
 namespace hopper {
 bool run(const Problem& problem, Context& context);
 bool run(const WeightProblem& problem, Context& context);

@@ -63,11 +63,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     for (const int width : kWidths) {
       for (const bool last : {false, true}) {
         list.push_back(product_instance(dtype, width, last, true));
+        list.push_back(gradient_instance(dtype, width, last));
         if (dtype != DType::f32) {
           list.push_back(product_instance(dtype, width, last, false));
-        }
-        if (dtype != DType::f32 || last) {
-          list.push_back(gradient_instance(dtype, width, last));
         }
       }
     }
@@ -403,11 +401,9 @@ bool run(const WeightProblem& p, Context& context) {
     return static_cast<std::size_t>(p.batch * s.a * s.d * features) * sizeof(std::uint16_t);
   };
   auto layout = layout_of(p.x, p.d_y, p.batch, s, p.dtype);
-  if (p.dtype == DType::f32 && !(layout && layout->last)) {
-    return false;  // tf32 needs the batch as the unit axis
-  }
-  const bool regrouped = !layout && s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.d_y, s.b, p.batch, s) &&
-                         bytes(s.b + s.c) <= kMostRegrouped && Estimate(s).gradient_regroups(s.d, p.batch * s.a * s.d);
+  const bool regrouped = p.dtype != DType::f32 && !layout && s.d > 1 && regroups(p.x, s.c, p.batch, s) &&
+                         regroups(p.d_y, s.b, p.batch, s) && bytes(s.b + s.c) <= kMostRegrouped &&
+                         Estimate(s).gradient_regroups(s.d, p.batch * s.a * s.d);
   const Workspace x(context, regrouped ? bytes(s.c) : 0), d_y(context, regrouped ? bytes(s.b) : 0);
   if (regrouped) {
     regroup(p.x, x.data(), s.c, p.batch, s, false, context);

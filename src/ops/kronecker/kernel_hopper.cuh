@@ -10,7 +10,7 @@
 
 namespace fretwork::kronecker::hopper {
 
-inline constexpr u32 kLeftBytes = kRows * 128;
+inline constexpr u32 kLeftBytes = kRows * 128, kTurningWarps = 3;
 
 /// Elements of T in the 128 bytes of a line: the depth of a stage.
 template <typename T>
@@ -66,12 +66,11 @@ __device__ __forceinline__ int row_of(u32 half) {
   }
 }
 
-/// A warpgroup multiplies the stages of a tile, 64 rows × kWidth. kSums: `sums` gets the rows' sums of the left
-/// operand, multiplied by the 8 × 64 ones at `ones`.
+/// A warpgroup multiplies the stages of a tile, 64 rows × kWidth, of 16-bit types. kSums: `sums` gets the rows' sums of
+/// the left operand, multiplied by the 8 × 64 ones at `ones`.
 template <typename T, int kWidth, bool kLeftK, bool kRightK, bool kSums>
-requires(sizeof(T) == 2) __device__ __forceinline__
-    void multiply(float (&d)[kWidth / 2], float (&sums)[4], int steps, Stages<kWidth>& stages, u32 base,
-                  typename Stages<kWidth>::Ring& ring, u32 ones) {
+__device__ __forceinline__ void multiply_16(float (&d)[kWidth / 2], float (&sums)[4], int steps, Stages<kWidth>& stages,
+                                            u32 base, typename Stages<kWidth>::Ring& ring, u32 ones) {
   using wgmma::Major;
   constexpr Major kA = kLeftK ? Major::k : Major::mn, kB = kRightK ? Major::k : Major::mn;
   const u32 empty = shared_address(stages.empty), warpgroup = threadIdx.x / 128 - 1;
@@ -101,11 +100,12 @@ requires(sizeof(T) == 2) __device__ __forceinline__
 }
 
 /// The same in tf32: the left operand is rounded in registers, and `sums` adds it up unrounded. That of the next stage
-/// is read while products run, into other registers, as theirs must not change.
-template <typename T, int kWidth, bool kLeftK, bool kRightK, bool kSums>
-requires(is_same<T, float>&& kRightK) __device__ __forceinline__
-    void multiply(float (&d)[kWidth / 2], float (&sums)[4], int steps, Stages<kWidth>& stages, u32 base,
-                  typename Stages<kWidth>::Ring& ring, u32 /*ones*/) {
+/// is read while products run, into other registers, as theirs must not change. Where K is not the unit axis of the
+/// right operand, barriers at `turned` say when a stage's has been turned around.
+template <int kWidth, bool kLeftK, bool kRightK, bool kSums>
+__device__ __forceinline__ void multiply_tf32(float (&d)[kWidth / 2], float (&sums)[4], int steps,
+                                              Stages<kWidth>& stages, u32 base, typename Stages<kWidth>::Ring& ring,
+                                              u32 turned) {
   const u32 empty = shared_address(stages.empty), warpgroup = threadIdx.x / 128 - 1;
   const tf32::LeftReader<kLeftK> reader;
   u32 a[2][4][4];
@@ -131,6 +131,9 @@ requires(is_same<T, float>&& kRightK) __device__ __forceinline__
             a[turn][q][e] = to_tf32(a[turn][q][e]);
           }
         }
+        if constexpr (!kRightK) {
+          mbarrier::wait(turned + 8 * ring.stage, ring.parity);
+        }
         const u64 b = wgmma::descriptor<128>(at + kLeftBytes);
         wgmma::fence();
 #pragma unroll
@@ -153,6 +156,37 @@ requires(is_same<T, float>&& kRightK) __device__ __forceinline__
       sums[e] += __shfl_xor_sync(~0u, sums[e], 1);
       sums[e] += __shfl_xor_sync(~0u, sums[e], 2);
     }
+  }
+}
+
+/// Warps 1 to 3 turn the right operand of `steps` stages around, from lines along columns to lines along the depth.
+template <int kWidth>
+__device__ __forceinline__ void turn_right(int steps, Stages<kWidth>& stages, u32 base, u32 turned) {
+  typename Stages<kWidth>::Ring ring(0);
+#pragma unroll 1
+  for (int n = 0; n < steps; ++n, ring.next()) {
+    mbarrier::wait(shared_address(&stages.full[ring.stage]), ring.parity);
+    const u32 right = base + ring.stage * Stages<kWidth>::kBytes + kLeftBytes;
+#pragma unroll 1
+    for (u32 box = threadIdx.x / 32 - 1; box < kWidth / 32; box += kTurningWarps) {
+      tf32::turn_box(right + box * 4096);
+    }
+    fence_async_proxy();  // wgmma reads what was written here
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      mbarrier::arrive(turned + 8 * ring.stage);
+    }
+  }
+}
+
+/// As the type has it; `extra` is `ones` or `turned`.
+template <typename T, int kWidth, bool kLeftK, bool kRightK, bool kSums>
+__device__ __forceinline__ void multiply(float (&d)[kWidth / 2], float (&sums)[4], int steps, Stages<kWidth>& stages,
+                                         u32 base, typename Stages<kWidth>::Ring& ring, u32 extra) {
+  if constexpr (is_same<T, float>) {
+    multiply_tf32<kWidth, kLeftK, kRightK, kSums>(d, sums, steps, stages, base, ring, extra);
+  } else {
+    multiply_16<T, kWidth, kLeftK, kRightK, kSums>(d, sums, steps, stages, base, ring, extra);
   }
 }
 

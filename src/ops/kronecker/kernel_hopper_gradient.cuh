@@ -49,6 +49,8 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
   __shared__ S stages;
   const u32 shared = shared_address(raw), base = (shared + 1023) & ~1023u;
   constexpr u32 kOnes = S::kCount * S::kBytes;
+  constexpr bool kTurns = is_same<T, float> && !kLast;  // tf32 has the depth as the unit axis
+  __shared__ u64 turned[S::kCount];
   if constexpr (sizeof(T) == 2) {
     if (threadIdx.x < 256) {  // 8 × 64 ones
       const u32 one = narrow<T>(1.0f).bits;
@@ -56,9 +58,14 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
       fence_async_proxy();
     }
   }
+  if (kTurns && threadIdx.x == 0) {
+    for (u64& barrier : turned) {
+      mbarrier::init(shared_address(&barrier), kTurningWarps);
+    }
+  }
   init_ring(stages.full, stages.empty, S::kCount, 1, 8);
   if (threadIdx.x < 128) {
-    fewer_registers<40>();
+    fewer_registers<kTurns ? 56 : 40>();
     if (threadIdx.x == 0) {
       tma::prefetch(&p.d_y);
       tma::prefetch(&p.x);
@@ -66,9 +73,17 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
       for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
         fetch<T, kWidth, kLast, kLast>(&p.d_y, &p.x, gradient_tile<kWidth>(p, index), stages, base, ring);
       }
+    } else if (kTurns && threadIdx.x >= 32) {
+      int steps = 0;  // of all tiles
+      for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
+        const Tile t = gradient_tile<kWidth>(p, index);
+        steps += t.last - t.first;
+      }
+      turn_right<kWidth>(steps, stages, base, shared_address(turned));
     }
   } else {
-    more_registers<232>();
+    more_registers<kTurns ? 224 : 232>();
+    const u32 extra = kTurns ? shared_address(turned) : base + kOnes;
     typename S::Ring ring(0);
     const int above = static_cast<int>(threadIdx.x) / 128 * 64 - 64;  // rows of the warpgroup before
     for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
@@ -81,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
       }
       float* to = p.partials + static_cast<i64>(index / (p.row_tiles * p.col_tiles)) * p.b * p.line;
       if (p.with_sums != 0 && t.col == 0) {
-        multiply<T, kWidth, kLast, kLast, true>(d, sums, t.last - t.first, stages, base, ring, base + kOnes);
+        multiply<T, kWidth, kLast, kLast, true>(d, sums, t.last - t.first, stages, base, ring, extra);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (threadIdx.x % 4 == 0 && rows[half] < p.b) {
@@ -89,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
           }
         }
       } else {
-        multiply<T, kWidth, kLast, kLast, false>(d, sums, t.last - t.first, stages, base, ring, 0);
+        multiply<T, kWidth, kLast, kLast, false>(d, sums, t.last - t.first, stages, base, ring, extra);
       }
       store_sums<kWidth>(d, p, t, rows, to);
     }

@@ -39,14 +39,54 @@ struct LeftReader {
       }
     }
   }
-  /// Eight of K from 8·q, as they lie in memory.
-  __device__ __forceinline__ void load(u32 (&a)[4], u32 tile, u32 q) const {
-    if constexpr (kLeftK) {
-      ldmatrix(a, tile + (offset[0] ^ q << 5));
-    } else {
+  /// Fragment q is that of eight of K from 8·q, as they lie in memory.
+  __device__ __forceinline__ void load(u32 (&a)[4][4], u32 tile) const {
 #pragma unroll
-      for (u32 e = 0; e < 4; ++e) {
-        a[e] = load_shared_32(tile + offset[e] + q * 1024);
+    for (u32 q = 0; q < 4; ++q) {
+      if constexpr (kLeftK) {
+        ldmatrix(a[q], tile + (offset[0] ^ q << 5));
+      } else {
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) {
+          a[q][e] = load_shared_32(tile + offset[e] + q * 1024);
+        }
+      }
+    }
+  }
+};
+
+/// The same for rows whose 32 numbers are those of kDeltas (2 or 4) products by turns: one load of a lane serves the
+/// fragments of all.
+template <int kDeltas>
+struct InterleavedReader {
+  u32 offset[2];  ///< of a lane's two rows
+
+  static __device__ __forceinline__ u32 row_of(u32 half) {
+    const u32 g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32 % 4;
+    return 16 * warp + 8 * half + (kDeltas == 4 ? g % 2 * 4 + g / 2 : g % 4 * 2 + g / 4);
+  }
+  __device__ __forceinline__ InterleavedReader() {
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      offset[half] = tma::swizzled<128>(row_of(half) * 128 + threadIdx.x % 4 * (4 * kDeltas));
+    }
+  }
+  /// Fragment n is that of product n % kDeltas and eight of K from n / kDeltas · 8.
+  __device__ __forceinline__ void load(u32 (&a)[4][4], u32 tile) const {
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) {
+      const u32 at = tile + offset[e % 2];  // the tile is aligned, so that bits can be switched
+      if constexpr (kDeltas == 4) {
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(a[0][e]), "=r"(a[1][e]), "=r"(a[2][e]), "=r"(a[3][e])
+                     : "r"(at ^ e / 2 << 6));
+      } else {
+#pragma unroll
+        for (u32 q = 0; q < 2; ++q) {
+          asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                       : "=r"(a[2 * q][e]), "=r"(a[2 * q + 1][e])
+                       : "r"(at ^ e / 2 << 5 ^ q << 6));
+        }
       }
     }
   }
@@ -78,6 +118,11 @@ __device__ __forceinline__ void store_shared(u32 to, float value) {
 }
 __device__ __forceinline__ void store_shared(u32 to, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(first), "f"(second) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 to, float first, float second, float third, float fourth) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(first), "f"(second), "f"(third), "f"(fourth)
+               : "memory");
 }
 
 /// Sums of a warpgroup (kAt … kAt + 15 of a thread: 64 × 32) to 8 KB of shared memory as the copy engine swizzles rows

@@ -10,8 +10,8 @@ namespace fretwork {
 
 static_assert(sizeof(Map) == sizeof(cuda::TensorMap));
 
-Map TiledView::map(std::uint32_t unit, std::uint32_t other) const {
-  const std::uint32_t box[] = {unit, other, 1, 1};
+Map TiledView::map(std::uint32_t unit, std::uint32_t other, std::uint32_t third) const {
+  const std::uint32_t box[] = {unit, other, third, 1};
   std::uint64_t lengths[4], steps[3];
   for (std::size_t d = 0; d < 4; ++d) {
     lengths[d] = static_cast<std::uint64_t>(sizes[d]);

@@ -21,8 +21,8 @@ struct TiledView {
   /// Stores are clipped to whole units of 16 bytes, so that a line must end with one; loads stop at the last element.
   bool can_be_written() const { return sizes[0] * element_bytes % 16 == 0; }
 
-  /// With boxes of unit × other elements; rows of 128, 64 or 32 bytes are swizzled.
-  Map map(std::uint32_t unit, std::uint32_t other) const;
+  /// With boxes of unit × other × third elements; rows of 128, 64 or 32 bytes are swizzled.
+  Map map(std::uint32_t unit, std::uint32_t other, std::uint32_t third = 1) const;
 };
 
 /// The view, if the copy engine can move it. The strides of dimensions of size 1 do not matter.

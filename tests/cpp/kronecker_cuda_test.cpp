@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <random>
@@ -449,6 +450,40 @@ TEST_F(KroneckerCuda, HopperProducts) {
   }
 }
 
+/// tf32, batch first, d = 2 and 4.
+std::vector<Case> interleaved_cases() {
+  using enum Activation;
+  std::vector<Case> cases = {
+      {{1, 64, 64, 4}, 128, false},
+      {{1, 64, 64, 2}, 1, false, DType::f32, none, true},
+      {{3, 36, 44, 4}, 133, false, DType::f32, relu, true, Order::transposed, 4},
+      {{2, 100, 20, 2}, 77, false, DType::f32, gelu, true, Order::padded},
+      {{1, 302, 18, 2}, 1000, false, DType::f32, silu, true, Order::plain, 8},
+      {{1, 5, 60, 4}, 9, false, DType::f32, none, true, Order::padded},
+      {{2, 768, 192, 2}, 5000, false, DType::f32, silu, true},
+      {{1, 40, 1033, 4}, 300, false, DType::f32, none, true, Order::transposed},
+      {{5, 130, 68, 4}, 25089, false, DType::f32, none, true},
+      {{1, 96, 200, 4}, 520, false, DType::f32, none, true},
+  };
+  for (Case& c : cases) {
+    c.dtype = DType::f32;
+    c.tf32 = Tf32::exact;
+  }
+  cases.back().tf32 = Tf32::rounding;
+  return cases;
+}
+
+TEST_F(KroneckerCuda, InterleavedProducts) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (const Case& c : interleaved_cases()) {
+    Forward f(c);
+    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c))) << c.text();
+    f.check();
+  }
+}
+
 TEST_F(KroneckerCuda, HopperWeightGradients) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";
@@ -500,6 +535,7 @@ TEST_F(KroneckerCuda, EmptyBatchHasZeroGradients) {
 std::vector<Case> all_cases() {
   using enum Activation;
   std::vector<Case> cases = hopper_cases();
+  std::ranges::copy(interleaved_cases(), std::back_inserter(cases));
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     for (const bool last : {false, true}) {
       for (const Index batch : {1, 7, 129, 1024}) {
@@ -533,9 +569,8 @@ TEST_F(KroneckerCuda, PublicWeightGradients) {
 
 TEST_F(KroneckerCuda, NanStaysWithItsOwn) {
   std::vector<Case> cases = {{{2, 64, 72, 3}, 200, true}, {{2, 64, 72, 1}, 200, false}};
-  for (int n = 0; n < 2; ++n) {
-    cases.push_back(cases[static_cast<std::size_t>(n)]);
-    cases.back().dtype = DType::f32;
+  for (const auto& [d, last] : {std::pair{3, true}, {1, false}, {2, false}, {4, false}}) {
+    cases.push_back({{2, 64, 72, d}, 200, last, DType::f32});
     cases.back().tf32 = Tf32::exact;
   }
   for (const Case& c : cases) {

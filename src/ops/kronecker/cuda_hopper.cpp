@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,8 +20,11 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr int kWidths[] = {64, 128, 192, 256};
-constexpr std::size_t kMostRegrouped = std::size_t{4} << 30;           // bytes of workspace
-static_assert(shared_bytes(256) + 2 * 256 * 4 + 4 * 16 <= 227 << 10);  // with the bias and barriers of the product
+constexpr std::size_t kMostRegrouped = std::size_t{4} << 30;  // bytes of workspace
+constexpr bool fits(int width, int columns) {                 // with the bias and barriers of a product
+  return shared_bytes(width) + 2 * columns * 4 + stages(width) * 16 <= 227 << 10;
+}
+static_assert(fits(64, 4 * 64) && fits(128, 2 * 128) && fits(192, 192) && fits(256, 256));
 
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
 Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
@@ -39,6 +43,9 @@ KernelSpec product_instance(DType dtype, int width, bool last, bool weights_k) {
 KernelSpec gradient_instance(DType dtype, int width, bool last) {
   return instance("hopper_gradient", "gradient", sized(dtype, width, last));
 }
+KernelSpec interleaved_instance(int deltas, int width) {
+  return instance("hopper_interleaved", "product_interleaved", std::to_string(deltas) + ", " + std::to_string(width));
+}
 KernelSpec pack_instance(DType dtype) {
   return instance("pack", "pack", dtype == DType::f32 ? device_type(dtype) : "fretwork::u16");
 }
@@ -54,6 +61,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   }
   list.push_back(pack_instance(DType::f16));
   list.push_back(pack_instance(DType::f32));
+  list.push_back(interleaved_instance(2, 64));
+  list.push_back(interleaved_instance(2, 128));
+  list.push_back(interleaved_instance(4, 64));
   for (const int deltas : {2, 4, 8}) {
     list.push_back(regroup_instance(deltas, false));
     list.push_back(regroup_instance(deltas, true));
@@ -74,7 +84,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-constinit KernelTable<83> kernels;
+constinit KernelTable<86> kernels;
 
 std::size_t place(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 std::size_t place(DType dtype, int width, bool last) {
@@ -86,6 +96,12 @@ const Kernel& product_kernel(DType dtype, int width, bool last, bool weights_k, 
 }
 const Kernel& gradient_kernel(DType dtype, int width, bool last, int device) {
   return kernels.get(48 + place(dtype, width, last), device, [&] { return gradient_instance(dtype, width, last); });
+}
+const Kernel& interleaved_kernel(int deltas, int width, int device) {
+  return kernels.get(deltas == 4    ? 85
+                     : width == 128 ? 84
+                                    : 83,
+                     device, [&] { return interleaved_instance(deltas, width); });
 }
 const Kernel& pack_kernel(DType dtype, int device) {
   return kernels.get(dtype == DType::f32 ? 73 : 72, device, [&] { return pack_instance(dtype); });
@@ -112,6 +128,12 @@ std::optional<TiledView> matrix_view(const Matrix& m, bool last, std::int64_t ba
 Map operand_map(const TiledView& view, bool unit_is_depth, int rows) {
   const int line = 128 / view.element_bytes;
   return view.map(static_cast<std::uint32_t>(line), static_cast<std::uint32_t>(unit_is_depth ? rows : line));
+}
+
+/// Batch first: rows of a block's neighbours (feature, l), as they lie in memory.
+std::optional<TiledView> row_view(const Matrix& m, std::int64_t batch, std::int64_t features, const Sizes& s) {
+  const std::int64_t width = features * s.d;
+  return make_tiled_view(m.data, {width, batch, 1, s.a}, {m.feature, m.batch, 0, width}, bytes_of(DType::f32));
 }
 
 /// x and y (or d_y), if they are in the same layout and it is one of ours.
@@ -253,12 +275,12 @@ void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t ba
 // -------------------------------------------------------------------------------------------------- launches
 
 /// The width whose tiles take the least time: a tile costs its columns and, to fetch the batch again, 64 more.
-int product_width(const Problem& p, int multiprocessors) {
-  const std::int64_t others = ceil_div(p.batch, kRows) * p.sizes.a * p.sizes.d;
+int product_width(const Problem& p, std::int64_t products, std::span<const int> widths, int multiprocessors) {
+  const std::int64_t others = ceil_div(p.batch, kRows) * products;
   const auto cost = [&](int width) {
     return ceil_div(others * ceil_div(p.sizes.b, width), multiprocessors) * (width + 64);
   };
-  return *std::min_element(std::begin(kWidths), std::end(kWidths), [&](int a, int b) { return cost(a) < cost(b); });
+  return *std::ranges::min_element(widths, {}, cost);
 }
 
 /// How the batch of a gradient is cut.
@@ -313,16 +335,11 @@ void unpack(const WeightProblem& p, const Workspace& sums, int line, std::int64_
   unpack_kernel(p.dtype, context.device.index).launch(reach.grid(s.a), kPackThreads, 0, &params, context.stream);
 }
 
-/// `behind`: the weights are being packed by the kernel before.
-void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
-                    Context& context) {
-  const Sizes& s = p.sizes;
-  const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
+/// All but the maps, for a·d products of b × c. At most `share` tiles of the batch go through all weights together.
+ProductParams product_params(const Problem& p, const Sizes& s, int width, std::int64_t share) {
   const std::int64_t row_tiles = ceil_div(p.batch, kRows), col_tiles = ceil_div(s.b, width), products = s.a * s.d;
+  share = std::min(share, row_tiles);
   ProductParams params{};
-  params.x = operand_map(layout.x, !layout.last, kRows);
-  params.weights = weights;
-  params.y = operand_map(layout.y, !layout.last, 64);
   params.bias = p.bias.data;
   params.bias_stride = p.bias.stride;
   params.activation = static_cast<int>(p.activation);
@@ -332,13 +349,45 @@ void launch_product(const Problem& p, const Layout& layout, const Map& weights, 
   params.total = narrowed(row_tiles * col_tiles * products);
   params.d = divisor(s.d);
   params.col_tiles = divisor(col_tiles);
-  const std::int64_t share = std::min<std::int64_t>(row_tiles, layout.last && col_tiles == 1 ? 64 : 16);
   params.share = divisor(share);
   params.tail = divisor(std::max<std::int64_t>(row_tiles % share, 1));
   params.group = divisor(share * col_tiles * products);
-  const Kernel& kernel = product_kernel(p.dtype, width, layout.last, weights_k, device);
-  const auto launch = behind ? &Kernel::launch_behind : &Kernel::launch;
-  (kernel.*launch)(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
+  return params;
+}
+
+/// `behind`: the weights are being packed by the kernel before.
+void launch(const Kernel& kernel, const ProductParams& params, int width, bool behind, const Context& context) {
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const auto how = behind ? &Kernel::launch_behind : &Kernel::launch;
+  (kernel.*how)(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
+}
+
+void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
+                    Context& context) {
+  ProductParams params = product_params(p, p.sizes, width, layout.last && p.sizes.b <= width ? 64 : 16);
+  params.x = operand_map(layout.x, !layout.last, kRows);
+  params.weights = weights;
+  params.y = operand_map(layout.y, !layout.last, 64);
+  launch(product_kernel(p.dtype, width, layout.last, weights_k, context.device.index), params, width, behind, context);
+}
+
+/// tf32, batch first with d = 2 or 4: the δ of a block stay together. False when rows do not lie so.
+bool run_interleaved(const Problem& p, const Matrices& matrices, int multiprocessors, Context& context) {
+  constexpr int kTwo[] = {64, 128}, kFour[] = {64};  // columns: the sums of all δ must fit into registers
+  const Sizes& s = p.sizes;
+  const auto x = row_view(p.x, p.batch, s.c, s), y = row_view(p.y, p.batch, s.b, s);
+  if ((s.d != 2 && s.d != 4) || !x || !y || !y->can_be_written()) {
+    return false;
+  }
+  const int deltas = narrowed(s.d);
+  const int width = product_width(p, s.a, deltas == 2 ? std::span<const int>(kTwo) : kFour, multiprocessors);
+  const Workspace space(context, matrices.bytes());
+  ProductParams params = product_params(p, {s.a, s.b * s.d, s.c * s.d, 1}, width * deltas, 16);
+  params.x = operand_map(*x, true, kRows);
+  params.weights = matrices.view(space, context).map(32 / deltas, width, deltas);
+  params.y = operand_map(*y, true, 64);
+  launch(interleaved_kernel(deltas, width, context.device.index), params, width, true, context);
+  return true;
 }
 
 /// A part of the batch at a time, which bounds the workspace.
@@ -371,7 +420,8 @@ bool run(const Problem& p, Context& context) {
   if (!suits(s, p.batch, p.dtype, context)) {
     return false;
   }
-  const int width = product_width(p, driver::device_info(context.device.index).multiprocessors);
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const int width = product_width(p, s.a * s.d, kWidths, multiprocessors);
   if (ceil_div(p.batch, kRows) > kMost / (ceil_div(s.b, width) * s.a * s.d)) {
     return false;
   }
@@ -382,8 +432,10 @@ bool run(const Problem& p, Context& context) {
     launch_product(p, *layout, weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
     return true;
   }
-  const bool possible =
-      p.dtype != DType::f32 && s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.y, s.b, p.batch, s);
+  if (p.dtype == DType::f32) {
+    return run_interleaved(p, matrices, multiprocessors, context);
+  }
+  const bool possible = s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.y, s.b, p.batch, s);
   return possible && Estimate(s).product_regroups(s.d, p.batch * s.a * s.d) &&
          (run_regrouped(p, matrices, width, context), true);
 }

@@ -99,15 +99,17 @@ __device__ __forceinline__ void multiply_16(float (&d)[kWidth / 2], float (&sums
   release(empty, pending);
 }
 
-/// The same in tf32: the left operand is rounded in registers, and `sums` adds it up unrounded. That of the next stage
-/// is read while products run, into other registers, as theirs must not change. Where K is not the unit axis of the
-/// right operand, barriers at `turned` say when a stage's has been turned around.
-template <int kWidth, bool kLeftK, bool kRightK, bool kSums>
-__device__ __forceinline__ void multiply_tf32(float (&d)[kWidth / 2], float (&sums)[4], int steps,
+/// The same in tf32: `Reader` reads fragments of the left operand, which are rounded in registers; `sums` adds them up
+/// unrounded. Those of the next stage are read while products run, into other registers, as theirs must not change. A
+/// stage holds the depth of kDeltas products at once, d[l] of each. kTurned: barriers at `turned` say when the right
+/// operand of a stage has been turned around.
+template <typename Reader, int kDeltas, int kWidth, bool kTurned, bool kSums>
+__device__ __forceinline__ void multiply_tf32(float (&d)[kDeltas][kWidth / 2], float (&sums)[4], int steps,
                                               Stages<kWidth>& stages, u32 base, typename Stages<kWidth>::Ring& ring,
                                               u32 turned) {
+  constexpr int kRow = 128 / kDeltas;  // bytes of a line of the right operand
   const u32 empty = shared_address(stages.empty), warpgroup = threadIdx.x / 128 - 1;
-  const tf32::LeftReader<kLeftK> reader;
+  const Reader reader;
   u32 a[2][4][4];
   int pending = -1;  // the stage that products in flight still read
 #pragma unroll 1
@@ -117,10 +119,7 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kWidth / 2], float (&su
       if (n + turn < steps) {
         mbarrier::wait(shared_address(&stages.full[ring.stage]), ring.parity);
         const u32 at = base + ring.stage * Stages<kWidth>::kBytes;
-#pragma unroll
-        for (u32 q = 0; q < 4; ++q) {
-          reader.load(a[turn][q], at + warpgroup * 8192, q);
-        }
+        reader.load(a[turn], at + warpgroup * 8192);
 #pragma unroll
         for (u32 q = 0; q < 4; ++q) {
 #pragma unroll
@@ -131,14 +130,15 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kWidth / 2], float (&su
             a[turn][q][e] = to_tf32(a[turn][q][e]);
           }
         }
-        if constexpr (!kRightK) {
+        if constexpr (kTurned) {
           mbarrier::wait(turned + 8 * ring.stage, ring.parity);
         }
-        const u64 b = wgmma::descriptor<128>(at + kLeftBytes);
         wgmma::fence();
 #pragma unroll
         for (u32 q = 0; q < 4; ++q) {
-          wgmma::multiply_tf32<kWidth>(d, a[turn][q], b + q * wgmma::kNextK<128, wgmma::Major::k>);
+          const u64 b = wgmma::descriptor<kRow>(at + kLeftBytes + q % kDeltas * (kWidth * kRow));
+          wgmma::multiply_tf32<kWidth>(d[q % kDeltas], a[turn][q],
+                                       b + q / kDeltas * wgmma::kNextK<kRow, wgmma::Major::k>);
         }
         wgmma::commit();
         wgmma::wait<1>();
@@ -184,7 +184,8 @@ template <typename T, int kWidth, bool kLeftK, bool kRightK, bool kSums>
 __device__ __forceinline__ void multiply(float (&d)[kWidth / 2], float (&sums)[4], int steps, Stages<kWidth>& stages,
                                          u32 base, typename Stages<kWidth>::Ring& ring, u32 extra) {
   if constexpr (is_same<T, float>) {
-    multiply_tf32<kWidth, kLeftK, kRightK, kSums>(d, sums, steps, stages, base, ring, extra);
+    multiply_tf32<tf32::LeftReader<kLeftK>, 1, kWidth, !kRightK, kSums>(reinterpret_cast<float(&)[1][kWidth / 2]>(d),
+                                                                        sums, steps, stages, base, ring, extra);
   } else {
     multiply_16<T, kWidth, kLeftK, kRightK, kSums>(d, sums, steps, stages, base, ring, extra);
   }

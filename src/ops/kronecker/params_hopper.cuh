@@ -14,8 +14,8 @@ inline constexpr int kStagingBytes = 32768;  ///< where results wait for the cop
 constexpr int stage_bytes(int width) { return (kRows + width) * 128; }
 /// As many as fit, for the memory's sake, but eight are enough.
 constexpr int stages(int width) { return 196608 / stage_bytes(width) < 8 ? 196608 / stage_bytes(width) : 8; }
-/// The ring begins at a multiple of 1024 bytes, after 64 or more of barriers.
-constexpr int shared_bytes(int width) { return stages(width) * stage_bytes(width) + kStagingBytes + 1024 - 64; }
+/// The ring begins at a multiple of 1024 bytes, after two barriers for each stage.
+constexpr int shared_bytes(int width) { return stages(width) * (stage_bytes(width) - 16) + kStagingBytes + 1024; }
 
 /// Maps have four dimensions: the unit axis, the other axis of a matrix, l, i.
 struct ProductParams {

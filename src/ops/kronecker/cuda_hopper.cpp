@@ -49,8 +49,9 @@ KernelSpec interleaved_instance(int deltas, int width) {
 KernelSpec pack_instance(DType dtype) {
   return instance("pack", "pack", dtype == DType::f32 ? device_type(dtype) : "fretwork::u16");
 }
-KernelSpec regroup_instance(int deltas, bool back) {
-  return instance("regroup", "regroup", std::to_string(deltas) + (back ? ", true" : ", false"));
+KernelSpec regroup_instance(int bytes, int deltas, bool back) {
+  const std::string bits = bytes == 2 ? "fretwork::u16, " : "fretwork::u32, ";
+  return instance("regroup", "regroup", bits + std::to_string(deltas) + (back ? ", true" : ", false"));
 }
 KernelSpec unpack_instance(DType dtype) { return instance("pack", "unpack", device_type(dtype)); }
 
@@ -64,9 +65,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   list.push_back(interleaved_instance(2, 64));
   list.push_back(interleaved_instance(2, 128));
   list.push_back(interleaved_instance(4, 64));
-  for (const int deltas : {2, 4, 8}) {
-    list.push_back(regroup_instance(deltas, false));
-    list.push_back(regroup_instance(deltas, true));
+  for (const auto& [bytes, deltas] : {std::pair{2, 2}, {2, 4}, {2, 8}, {4, 2}, {4, 4}}) {
+    list.push_back(regroup_instance(bytes, deltas, false));
+    list.push_back(regroup_instance(bytes, deltas, true));
   }
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     list.push_back(unpack_instance(dtype));
@@ -84,7 +85,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-constinit KernelTable<86> kernels;
+constinit KernelTable<90> kernels;
 
 std::size_t place(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 std::size_t place(DType dtype, int width, bool last) {
@@ -226,35 +227,55 @@ class Matrices {
 
 /// Batch first with d > 1: rows can be brought into a form with the features of one δ together, where the products of
 /// d = 1 take them, and back. Three passes over memory instead of one, which pays for large blocks.
-bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s) {
-  const bool groups = s.d % 8 == 0 || s.d == 4 || s.d == 2;
-  return groups && m.feature == 1 && width % 8 == 0 && m.batch % kMapUnit == 0 &&
+bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
+  const std::int64_t unit = 16 / bytes;
+  const bool groups = s.d % unit == 0 || s.d == 4 || s.d == 2;
+  return groups && m.feature == 1 && width % 8 == 0 && m.batch % unit == 0 &&
          reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0 && s.a * width * s.d * batch / 16 < kMost;
 }
 
 /// Seconds per row of the batch and δ, from times on an H200: a pass over x and y, and what each way reaches. Kernels
 /// that keep neighbouring δ together are bound by shared memory and L2.
 struct Estimate {
-  double pass, flops;
-  Estimate(const Sizes& s) : pass(2.0 * double(s.b + s.c) / 4.3e12), flops(2.0 * double(s.b) * double(s.c)) {}
-  bool product_regroups(std::int64_t d, std::int64_t count) const {
-    const double strided = std::max(1.75 * pass, flops / (d == 4 ? 200e12 : d == 2 ? 145e12 : 85e12));
-    return 2.35 * pass + std::max(1.25 * pass, flops / 640e12) + 6e-6 / double(count) < strided;
+  Sizes s;
+  bool tf32;
+  double pass, flops, start;
+  Estimate(const Sizes& sizes, DType dtype, std::int64_t batch)
+      : s(sizes),
+        tf32(dtype == DType::f32),
+        pass(bytes_of(dtype) * double(s.b + s.c) / 4.3e12),
+        flops(2.0 * double(s.b) * double(s.c)),
+        start(6e-6 / double(batch * s.a * s.d)) {}
+
+  double strided_product() const {
+    const double reached = s.d == 4 ? 200e12 : s.d == 2 ? 145e12 : 85e12;
+    return tf32 ? std::max(1.7 * pass, flops / (s.d < 8 ? 48e12 : 33e12)) : std::max(1.75 * pass, flops / reached);
   }
-  bool gradient_regroups(std::int64_t d, std::int64_t count) const {
-    const double strided = std::max((d < 8 ? 3.6 : 2.35) * pass, flops / (d < 8 ? 80e12 : 60e12));
-    return 2.35 * pass + std::max(1.3 * pass, flops / 550e12) + 6e-6 / double(count) < strided;
+  /// Columns of `width` read x and, for each 128 rows, the weights again, from L2.
+  double interleaved_product(int width) const {
+    const double columns = double(ceil_div(s.b, width)) * double(s.c) * (1.0 + width / 128.0);
+    return std::max({1.35 * pass, 4.0 * (columns + double(s.b)) / 5e12, flops / 300e12});
+  }
+  double regrouped_product() const {
+    return 2.35 * pass + std::max(1.25 * pass, flops / (tf32 ? 320e12 : 640e12)) + start;
+  }
+  double strided_gradient() const {
+    return tf32 ? std::max((s.d < 8 ? 6.5 : 2.9) * pass, flops / 25e12)
+                : std::max((s.d < 8 ? 3.6 : 2.35) * pass, flops / (s.d < 8 ? 80e12 : 60e12));
+  }
+  double regrouped_gradient() const {
+    return 2.35 * pass + std::max(1.3 * pass, flops / (tf32 ? 280e12 : 550e12)) + start;
   }
 };
 
 /// Regrouped rows: `width` features of each (i, l), contiguous.
-std::optional<TiledView> grouped_view(void* data, std::int64_t width, std::int64_t batch, const Sizes& s) {
-  return make_tiled_view(data, {width, batch, s.d, s.a}, {1, s.a * s.d * width, width, s.d * width});
+std::optional<TiledView> grouped_view(void* data, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
+  return make_tiled_view(data, {width, batch, s.d, s.a}, {1, s.a * s.d * width, width, s.d * width}, bytes);
 }
 
-void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, bool back,
-             const Context& context) {
-  const int deltas = narrowed(std::min<std::int64_t>(s.d, 8)), device = context.device.index;
+void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
+             bool back, const Context& context) {
+  const int deltas = narrowed(std::min<std::int64_t>(s.d, 16 / bytes)), device = context.device.index;
   RegroupParams params{};
   params.strided = m.data;
   params.grouped = grouped;
@@ -267,8 +288,8 @@ void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t ba
   params.eights = divisor(width / 8);
   params.a = divisor(s.a);
   kernels
-      .get(77 + static_cast<std::size_t>(deltas / 4) * 2 + (back ? 1 : 0), device,
-           [&] { return regroup_instance(deltas, back); })
+      .get((bytes == 2 ? 77 : 86) + static_cast<std::size_t>(deltas / 4) * 2 + (back ? 1 : 0), device,
+           [&] { return regroup_instance(bytes, deltas, back); })
       .launch(ceil_div(params.total, kRegroupThreads), kRegroupThreads, 0, &params, context.stream);
 }
 
@@ -371,30 +392,40 @@ void launch_product(const Problem& p, const Layout& layout, const Map& weights, 
   launch(product_kernel(p.dtype, width, layout.last, weights_k, context.device.index), params, width, behind, context);
 }
 
-/// tf32, batch first with d = 2 or 4: the δ of a block stay together. False when rows do not lie so.
-bool run_interleaved(const Problem& p, const Matrices& matrices, int multiprocessors, Context& context) {
+/// tf32, batch first with d = 2 or 4: the δ of a block stay together. Nothing where rows do not lie so.
+struct Interleaved {
+  TiledView x, y;
+  int deltas, width;
+};
+std::optional<Interleaved> interleaved(const Problem& p, int multiprocessors) {
   constexpr int kTwo[] = {64, 128}, kFour[] = {64};  // columns: the sums of all δ must fit into registers
   const Sizes& s = p.sizes;
   const auto x = row_view(p.x, p.batch, s.c, s), y = row_view(p.y, p.batch, s.b, s);
-  if ((s.d != 2 && s.d != 4) || !x || !y || !y->can_be_written()) {
-    return false;
+  if (p.dtype != DType::f32 || (s.d != 2 && s.d != 4) || !x || !y || !y->can_be_written()) {
+    return std::nullopt;
   }
-  const int deltas = narrowed(s.d);
-  const int width = product_width(p, s.a, deltas == 2 ? std::span<const int>(kTwo) : kFour, multiprocessors);
+  const int width = product_width(p, s.a, s.d == 2 ? std::span<const int>(kTwo) : kFour, multiprocessors);
+  return Interleaved{*x, *y, narrowed(s.d), width};
+}
+void run_interleaved(const Problem& p, const Interleaved& rows, const Matrices& matrices, Context& context) {
+  const auto& [x, y, deltas, width] = rows;
+  const Sizes& s = p.sizes;
   const Workspace space(context, matrices.bytes());
   ProductParams params = product_params(p, {s.a, s.b * s.d, s.c * s.d, 1}, width * deltas, 16);
-  params.x = operand_map(*x, true, kRows);
-  params.weights = matrices.view(space, context).map(32 / deltas, width, deltas);
-  params.y = operand_map(*y, true, 64);
+  params.x = operand_map(x, true, kRows);
+  params.weights = matrices.view(space, context)
+                       .map(static_cast<std::uint32_t>(32 / deltas), static_cast<std::uint32_t>(width),
+                            static_cast<std::uint32_t>(deltas));
+  params.y = operand_map(y, true, 64);
   launch(interleaved_kernel(deltas, width, context.device.index), params, width, true, context);
-  return true;
 }
 
 /// A part of the batch at a time, which bounds the workspace.
 void run_regrouped(const Problem& p, const Matrices& matrices, int width, Context& context) {
   constexpr std::int64_t kBytes = std::int64_t{256} << 20;
   const Sizes& s = p.sizes;
-  const std::int64_t row = s.a * s.d * (s.b + s.c) * 2;
+  const int bytes = bytes_of(p.dtype);
+  const std::int64_t row = s.a * s.d * (s.b + s.c) * bytes;
   const std::int64_t most = std::min(p.batch, std::max<std::int64_t>(kBytes / row / kRows, 1) * kRows);
   const Workspace space(context, matrices.bytes());
   const Workspace rows(context, static_cast<std::size_t>(most * row));
@@ -402,14 +433,15 @@ void run_regrouped(const Problem& p, const Matrices& matrices, int width, Contex
   for (std::int64_t first = 0; first < p.batch; first += most) {
     Problem part = p;
     part.batch = std::min(most, p.batch - first);
-    part.x.data = static_cast<std::uint16_t*>(p.x.data) + first * p.x.batch;
-    part.y.data = static_cast<std::uint16_t*>(p.y.data) + first * p.y.batch;
+    part.x.data = static_cast<std::byte*>(p.x.data) + first * p.x.batch * bytes;
+    part.y.data = static_cast<std::byte*>(p.y.data) + first * p.y.batch * bytes;
     void* const x = rows.data();
-    void* const y = static_cast<std::byte*>(rows.data()) + part.batch * s.a * s.d * s.c * 2;
-    regroup(part.x, x, s.c, part.batch, s, false, context);
-    const Layout layout{false, *grouped_view(x, s.c, part.batch, s), *grouped_view(y, s.b, part.batch, s)};
+    void* const y = static_cast<std::byte*>(rows.data()) + part.batch * s.a * s.d * s.c * bytes;
+    regroup(part.x, x, s.c, part.batch, s, bytes, false, context);
+    const Layout layout{false, *grouped_view(x, s.c, part.batch, s, bytes),
+                        *grouped_view(y, s.b, part.batch, s, bytes)};
     launch_product(part, layout, weights, matrices.unit_is_k(), width, false, context);
-    regroup(part.y, y, s.b, part.batch, s, true, context);
+    regroup(part.y, y, s.b, part.batch, s, bytes, true, context);
   }
 }
 
@@ -432,12 +464,22 @@ bool run(const Problem& p, Context& context) {
     launch_product(p, *layout, weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
     return true;
   }
-  if (p.dtype == DType::f32) {
-    return run_interleaved(p, matrices, multiprocessors, context);
+  if (s.d == 1) {
+    return false;
   }
-  const bool possible = s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.y, s.b, p.batch, s);
-  return possible && Estimate(s).product_regroups(s.d, p.batch * s.a * s.d) &&
-         (run_regrouped(p, matrices, width, context), true);
+  const int bytes = bytes_of(p.dtype);
+  const Estimate times(s, p.dtype, p.batch);
+  const auto rows = interleaved(p, multiprocessors);
+  const double other = rows ? times.interleaved_product(rows->width) : times.strided_product();
+  if (regroups(p.x, s.c, p.batch, s, bytes) && regroups(p.y, s.b, p.batch, s, bytes) &&
+      times.regrouped_product() < other) {
+    run_regrouped(p, matrices, width, context);
+    return true;
+  }
+  if (rows) {
+    run_interleaved(p, *rows, matrices, context);
+  }
+  return rows.has_value();
 }
 
 bool run(const WeightProblem& p, Context& context) {
@@ -450,17 +492,20 @@ bool run(const WeightProblem& p, Context& context) {
     return true;
   }
   const auto bytes = [&](std::int64_t features) {
-    return static_cast<std::size_t>(p.batch * s.a * s.d * features) * sizeof(std::uint16_t);
+    return static_cast<std::size_t>(p.batch * s.a * s.d * features) * size_of(p.dtype);
   };
   auto layout = layout_of(p.x, p.d_y, p.batch, s, p.dtype);
-  const bool regrouped = p.dtype != DType::f32 && !layout && s.d > 1 && regroups(p.x, s.c, p.batch, s) &&
-                         regroups(p.d_y, s.b, p.batch, s) && bytes(s.b + s.c) <= kMostRegrouped &&
-                         Estimate(s).gradient_regroups(s.d, p.batch * s.a * s.d);
+  const int size = bytes_of(p.dtype);
+  const Estimate times(s, p.dtype, p.batch);
+  const bool regrouped = !layout && s.d > 1 && regroups(p.x, s.c, p.batch, s, size) &&
+                         regroups(p.d_y, s.b, p.batch, s, size) && bytes(s.b + s.c) <= kMostRegrouped &&
+                         times.regrouped_gradient() < times.strided_gradient();
   const Workspace x(context, regrouped ? bytes(s.c) : 0), d_y(context, regrouped ? bytes(s.b) : 0);
   if (regrouped) {
-    regroup(p.x, x.data(), s.c, p.batch, s, false, context);
-    regroup(p.d_y, d_y.data(), s.b, p.batch, s, false, context);
-    layout = Layout{false, *grouped_view(x.data(), s.c, p.batch, s), *grouped_view(d_y.data(), s.b, p.batch, s)};
+    regroup(p.x, x.data(), s.c, p.batch, s, size, false, context);
+    regroup(p.d_y, d_y.data(), s.b, p.batch, s, size, false, context);
+    layout =
+        Layout{false, *grouped_view(x.data(), s.c, p.batch, s, size), *grouped_view(d_y.data(), s.b, p.batch, s, size)};
   }
   const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
   const int width = gradient_width(s.c);

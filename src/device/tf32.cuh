@@ -92,13 +92,45 @@ struct InterleavedReader {
   }
 };
 
-/// A warp turns a box of 32 lines of 32 around in place, so that lines become columns, and rounds it.
+/// The same where lines run along the rows, which are interleaved: 16 or 8 of them in boxes of 32 lines.
+template <int kDeltas>
+struct InterleavedRowReader {
+  u32 offset;
+
+  static __device__ __forceinline__ u32 row_of(u32 half) {
+    const u32 g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32 % 4;
+    return 16 * warp + (kDeltas == 4 ? 8 * half + g % 2 * 4 + g / 2 : g / 2 % 2 * 8 + 4 * half + g / 4 * 2 + g % 2);
+  }
+  __device__ __forceinline__ InterleavedRowReader() {
+    const u32 at = row_of(0) * (4 * kDeltas);
+    offset = at / 128 * 4096 + tma::swizzled<128>(threadIdx.x % 4 * 128 + at % 128);
+  }
+  /// Fragments of all products, eight of K from 8·q.
+  __device__ __forceinline__ void load(u32 (&a)[kDeltas][4], u32 tile, u32 q) const {
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) {
+      const u32 k = tile + q * 1024 + (offset ^ e / 2 << 6) + e / 2 * 512;  // four lines on, other units are switched
+      if constexpr (kDeltas == 4) {
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(a[0][e]), "=r"(a[1][e]), "=r"(a[2][e]), "=r"(a[3][e])
+                     : "r"(k + e % 2 * 4096));
+      } else {
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a[0][e]), "=r"(a[1][e]) : "r"(k ^ e % 2 << 5));
+      }
+    }
+  }
+};
+
+/// A warp turns a box of 32 lines of 32 around in place, so that columns become lines, and rounds it. Where columns are
+/// those of kDeltas products by turns, eight lines of one follow eight of the one before.
+template <int kDeltas>
 __device__ __forceinline__ void turn_box(u32 box) {
   const u32 lane = threadIdx.x % 32, to = box + tma::swizzled<128>(lane * 128);
+  const u32 column = (lane / 8 / kDeltas * 8 + lane % 8) * kDeltas + lane / 8 % kDeltas;
   u32 line[32];
 #pragma unroll
   for (u32 r = 0; r < 8; ++r) {
-    const u32 from = box + r * 128 + (lane * 4 ^ r << 4);
+    const u32 from = box + r * 128 + (column * 4 ^ r << 4);
 #pragma unroll
     for (u32 n = r; n < 32; n += 8) {
       line[n] = load_shared_32(from + (n - r) * 128);

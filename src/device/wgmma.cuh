@@ -10,12 +10,13 @@ enum class Major { k, mn };
 
 /// Descriptor of an operand whose rows of kRow bytes (128, 64 or 32) are swizzled as the copy engine does. K-major:
 /// rows run along M or N, and the next 16 of K are 32 bytes on. MN-major: rows run along K, `chunk` bytes separate
-/// neighbouring kRow-wide pieces of M or N, and the next 16 of K are 16 rows on.
+/// neighbouring kRow-wide pieces of M or N, and the next 16 of K are 16 rows on. `eight` bytes separate groups of eight
+/// rows.
 template <int kRow>
-__device__ __forceinline__ u64 descriptor(u32 address, u32 chunk = 16) {
+__device__ __forceinline__ u64 descriptor(u32 address, u32 chunk = 16, u32 eight = 8 * kRow) {
   constexpr u64 kLayout = kRow == 128 ? 1 : kRow == 64 ? 2 : 3;
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(chunk >> 4) << 16 |
-         static_cast<u64>(8 * kRow >> 4) << 32 | kLayout << 62;
+         static_cast<u64>(eight >> 4) << 32 | kLayout << 62;
 }
 /// What to add to a descriptor for the next 16 of K.
 template <int kRow, Major kMajor>

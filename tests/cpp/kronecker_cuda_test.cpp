@@ -497,6 +497,18 @@ TEST_F(KroneckerCuda, HopperWeightGradients) {
   }
 }
 
+TEST_F(KroneckerCuda, InterleavedWeightGradients) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (Case c : interleaved_cases()) {
+    c.batch = std::min<Index>(c.batch, 5000);
+    Backward b(c);
+    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c))) << c.text();
+    b.check();
+  }
+}
+
 TEST_F(KroneckerCuda, HopperLeavesWhatItCannotCopy) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";

@@ -46,6 +46,9 @@ KernelSpec gradient_instance(DType dtype, int width, bool last) {
 KernelSpec interleaved_instance(int deltas, int width) {
   return instance("hopper_interleaved", "product_interleaved", std::to_string(deltas) + ", " + std::to_string(width));
 }
+KernelSpec interleaved_gradient_instance(int deltas) {
+  return instance("hopper_interleaved_gradient", "gradient_interleaved", std::to_string(deltas));
+}
 KernelSpec pack_instance(DType dtype) {
   return instance("pack", "pack", dtype == DType::f32 ? device_type(dtype) : "fretwork::u16");
 }
@@ -65,6 +68,8 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   list.push_back(interleaved_instance(2, 64));
   list.push_back(interleaved_instance(2, 128));
   list.push_back(interleaved_instance(4, 64));
+  list.push_back(interleaved_gradient_instance(2));
+  list.push_back(interleaved_gradient_instance(4));
   for (const auto& [bytes, deltas] : {std::pair{2, 2}, {2, 4}, {2, 8}, {4, 2}, {4, 4}}) {
     list.push_back(regroup_instance(bytes, deltas, false));
     list.push_back(regroup_instance(bytes, deltas, true));
@@ -85,7 +90,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-constinit KernelTable<90> kernels;
+constinit KernelTable<92> kernels;
 
 std::size_t place(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 std::size_t place(DType dtype, int width, bool last) {
@@ -103,6 +108,9 @@ const Kernel& interleaved_kernel(int deltas, int width, int device) {
                      : width == 128 ? 84
                                     : 83,
                      device, [&] { return interleaved_instance(deltas, width); });
+}
+const Kernel& interleaved_gradient_kernel(int deltas, int device) {
+  return kernels.get(deltas == 4 ? 91 : 90, device, [&] { return interleaved_gradient_instance(deltas); });
 }
 const Kernel& pack_kernel(DType dtype, int device) {
   return kernels.get(dtype == DType::f32 ? 73 : 72, device, [&] { return pack_instance(dtype); });
@@ -263,6 +271,11 @@ struct Estimate {
     return tf32 ? std::max((s.d < 8 ? 6.5 : 2.9) * pass, flops / 25e12)
                 : std::max((s.d < 8 ? 3.6 : 2.35) * pass, flops / (s.d < 8 ? 80e12 : 60e12));
   }
+  /// Tiles of 128 × `width` read both operands again for each other's, from L2.
+  double interleaved_gradient(std::int64_t width) const {
+    const double read = double(s.b * ceil_div(s.c, width) + s.c * ceil_div(s.b, kRows));
+    return std::max({1.6 * pass, 4.0 * read / 5e12, flops / 240e12});
+  }
   double regrouped_gradient() const {
     return 2.35 * pass + std::max(1.3 * pass, flops / (tf32 ? 280e12 : 550e12)) + start;
   }
@@ -309,7 +322,7 @@ struct Parts {
   std::int64_t count, steps;  ///< of them, and in each
 };
 /// As many as keep the machine busy; each costs filling a ring and moving its partial sums.
-Parts gradient_parts(std::int64_t tiles, std::int64_t steps, std::int64_t sums, int width, int multiprocessors) {
+Parts gradient_parts(std::int64_t tiles, std::int64_t steps, std::int64_t sums, int stage, int multiprocessors) {
   Parts best{1, steps};
   std::int64_t least = std::numeric_limits<std::int64_t>::max();
   const std::int64_t most =
@@ -317,7 +330,7 @@ Parts gradient_parts(std::int64_t tiles, std::int64_t steps, std::int64_t sums, 
   for (std::int64_t wanted = 1; wanted <= most; ++wanted) {
     const std::int64_t each = ceil_div(steps, wanted), count = ceil_div(steps, each);
     const std::int64_t turns = ceil_div(tiles * count, multiprocessors);
-    const std::int64_t cost = turns * (each + 4) * stage_bytes(width) + count * sums * 8 / multiprocessors;
+    const std::int64_t cost = turns * (each + 4) * stage + count * sums * 8 / multiprocessors;
     if (cost < least) {
       least = cost;
       best = {count, each};
@@ -445,6 +458,99 @@ void run_regrouped(const Problem& p, const Matrices& matrices, int width, Contex
   }
 }
 
+/// A launch of a gradient kernel: tiles of kRows × width of `deltas` products at once.
+struct GradientLaunch {
+  const Kernel& kernel;
+  Map d_y, x;
+  int width, deltas, stage_bytes, shared_bytes;
+};
+/// Cuts the batch into parts and adds up their sums.
+void launch_gradient(const WeightProblem& p, const GradientLaunch& how, Context& context) {
+  const Sizes& s = p.sizes;
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const std::int64_t row_tiles = ceil_div(s.b, kRows), col_tiles = ceil_div(s.c, how.width);
+  const std::int64_t products = s.a * s.d / how.deltas, tiles = row_tiles * col_tiles * products;
+  const std::int64_t line = ceil_div(s.c + 1, 4) * 4, sums = s.a * s.d * s.b * line;
+  const std::int64_t steps = ceil_div(p.batch, line_of(p.dtype));
+  const Parts parts = gradient_parts(tiles, steps, sums, how.stage_bytes, multiprocessors);
+  const Workspace space(context, static_cast<std::size_t>(parts.count * sums) * sizeof(float));
+  GradientParams params{};
+  params.d_y = how.d_y;
+  params.x = how.x;
+  params.partials = static_cast<float*>(space.data());
+  params.b = narrowed(s.b);
+  params.c = narrowed(s.c);
+  params.d = narrowed(s.d / how.deltas);
+  params.line = narrowed(line);
+  params.row_tiles = narrowed(row_tiles);
+  params.col_tiles = narrowed(col_tiles);
+  params.steps = narrowed(steps);
+  params.total = narrowed(tiles * parts.count);
+  params.products = narrowed(products);
+  params.steps_per_part = narrowed(parts.steps);
+  params.with_sums = p.d_bias.data != nullptr ? 1 : 0;
+  how.kernel.launch(std::min(params.total, multiprocessors), kThreads, how.shared_bytes, &params, context.stream);
+  unpack(p, space, params.line, parts.count, context);
+}
+
+void run_gradient(const WeightProblem& p, const Layout& layout, Context& context) {
+  const int width = gradient_width(p.sizes.c);
+  launch_gradient(
+      p,
+      {gradient_kernel(p.dtype, width, layout.last, context.device.index), operand_map(layout.y, layout.last, kRows),
+       operand_map(layout.x, layout.last, width), width, 1, stage_bytes(width), shared_bytes(width)},
+      context);
+}
+
+/// What a pass of its own would regroup, and does not take too much workspace.
+bool can_regroup(const WeightProblem& p) {
+  const Sizes& s = p.sizes;
+  const int size = bytes_of(p.dtype);
+  return regroups(p.x, s.c, p.batch, s, size) && regroups(p.d_y, s.b, p.batch, s, size) &&
+         static_cast<std::size_t>(p.batch * s.a * s.d * (s.b + s.c) * size) <= kMostRegrouped;
+}
+
+/// False where rows do not lie so, or another way is faster.
+bool run_interleaved(const WeightProblem& p, Context& context) {
+  const Sizes& s = p.sizes;
+  const auto x = row_view(p.x, p.batch, s.c, s), d_y = row_view(p.d_y, p.batch, s.b, s);
+  if (p.dtype != DType::f32 || (s.d != 2 && s.d != 4) || !x || !d_y) {
+    return false;
+  }
+  const int deltas = narrowed(s.d), width = 256 / deltas;
+  const Estimate times(s, p.dtype, p.batch);
+  const double other = can_regroup(p) ? times.regrouped_gradient() : times.strided_gradient();
+  if (times.interleaved_gradient(width) > std::min(other, times.strided_gradient())) {
+    return false;
+  }
+  launch_gradient(
+      p,
+      {interleaved_gradient_kernel(deltas, context.device.index), operand_map(*d_y, false, kRows),
+       operand_map(*x, false, width), width, deltas, interleaved_stage_bytes(deltas), interleaved_shared_bytes(deltas)},
+      context);
+  return true;
+}
+
+/// False where rows cannot be regrouped, or it does not pay.
+bool run_regrouped(const WeightProblem& p, Context& context) {
+  const Sizes& s = p.sizes;
+  const int size = bytes_of(p.dtype);
+  const auto bytes = [&](std::int64_t features) {
+    return static_cast<std::size_t>(p.batch * s.a * s.d * features) * size_of(p.dtype);
+  };
+  const Estimate times(s, p.dtype, p.batch);
+  if (!can_regroup(p) || times.regrouped_gradient() >= times.strided_gradient()) {
+    return false;
+  }
+  const Workspace x(context, bytes(s.c)), d_y(context, bytes(s.b));
+  regroup(p.x, x.data(), s.c, p.batch, s, size, false, context);
+  regroup(p.d_y, d_y.data(), s.b, p.batch, s, size, false, context);
+  const Layout layout{false, *grouped_view(x.data(), s.c, p.batch, s, size),
+                      *grouped_view(d_y.data(), s.b, p.batch, s, size)};
+  run_gradient(p, layout, context);
+  return true;
+}
+
 }  // namespace
 
 bool run(const Problem& p, Context& context) {
@@ -484,58 +590,18 @@ bool run(const Problem& p, Context& context) {
 
 bool run(const WeightProblem& p, Context& context) {
   const Sizes& s = p.sizes;
-  if (!suits(s, p.batch, p.dtype, context)) {
+  if (!suits(s, p.batch, p.dtype, context) || s.a * s.d > kMost / 256 / (ceil_div(s.b, kRows) * ceil_div(s.c, 64))) {
     return false;
   }
   if (p.batch == 0) {
     unpack(p, Workspace(context, 0), 0, 0, context);
     return true;
   }
-  const auto bytes = [&](std::int64_t features) {
-    return static_cast<std::size_t>(p.batch * s.a * s.d * features) * size_of(p.dtype);
-  };
-  auto layout = layout_of(p.x, p.d_y, p.batch, s, p.dtype);
-  const int size = bytes_of(p.dtype);
-  const Estimate times(s, p.dtype, p.batch);
-  const bool regrouped = !layout && s.d > 1 && regroups(p.x, s.c, p.batch, s, size) &&
-                         regroups(p.d_y, s.b, p.batch, s, size) && bytes(s.b + s.c) <= kMostRegrouped &&
-                         times.regrouped_gradient() < times.strided_gradient();
-  const Workspace x(context, regrouped ? bytes(s.c) : 0), d_y(context, regrouped ? bytes(s.b) : 0);
-  if (regrouped) {
-    regroup(p.x, x.data(), s.c, p.batch, s, size, false, context);
-    regroup(p.d_y, d_y.data(), s.b, p.batch, s, size, false, context);
-    layout =
-        Layout{false, *grouped_view(x.data(), s.c, p.batch, s, size), *grouped_view(d_y.data(), s.b, p.batch, s, size)};
+  if (const auto layout = layout_of(p.x, p.d_y, p.batch, s, p.dtype)) {
+    run_gradient(p, *layout, context);
+    return true;
   }
-  const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
-  const int width = gradient_width(s.c);
-  const std::int64_t row_tiles = ceil_div(s.b, kRows), col_tiles = ceil_div(s.c, width), products = s.a * s.d;
-  const std::int64_t tiles = row_tiles * col_tiles * products, line = ceil_div(s.c + 1, 4) * 4;
-  if (!layout || tiles > kMost / 256) {
-    return false;
-  }
-  const std::int64_t sums = products * s.b * line, steps = ceil_div(p.batch, line_of(p.dtype));
-  const Parts parts = gradient_parts(tiles, steps, sums, width, multiprocessors);
-  const Workspace space(context, static_cast<std::size_t>(parts.count * sums) * sizeof(float));
-  GradientParams params{};
-  params.d_y = operand_map(layout->y, layout->last, kRows);
-  params.x = operand_map(layout->x, layout->last, width);
-  params.partials = static_cast<float*>(space.data());
-  params.b = narrowed(s.b);
-  params.c = narrowed(s.c);
-  params.d = narrowed(s.d);
-  params.line = narrowed(line);
-  params.row_tiles = narrowed(row_tiles);
-  params.col_tiles = narrowed(col_tiles);
-  params.steps = narrowed(steps);
-  params.total = narrowed(tiles * parts.count);
-  params.products = narrowed(products);
-  params.steps_per_part = narrowed(parts.steps);
-  params.with_sums = p.d_bias.data != nullptr ? 1 : 0;
-  gradient_kernel(p.dtype, width, layout->last, device)
-      .launch(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
-  unpack(p, space, params.line, parts.count, context);
-  return true;
+  return s.d > 1 && (run_interleaved(p, context) || run_regrouped(p, context));
 }
 
 }  // namespace fretwork::kronecker::hopper

@@ -169,7 +169,7 @@ __device__ __forceinline__ void turn_right(int steps, Stages<kWidth>& stages, u3
     const u32 right = base + ring.stage * Stages<kWidth>::kBytes + kLeftBytes;
 #pragma unroll 1
     for (u32 box = threadIdx.x / 32 - 1; box < kWidth / 32; box += kTurningWarps) {
-      tf32::turn_box(right + box * 4096);
+      tf32::turn_box<1>(right + box * 4096);
     }
     fence_async_proxy();  // wgmma reads what was written here
     __syncwarp();

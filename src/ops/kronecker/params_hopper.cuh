@@ -17,6 +17,13 @@ constexpr int stages(int width) { return 196608 / stage_bytes(width) < 8 ? 19660
 /// The ring begins at a multiple of 1024 bytes, after two barriers for each stage.
 constexpr int shared_bytes(int width) { return stages(width) * (stage_bytes(width) - 16) + kStagingBytes + 1024; }
 
+/// The same of gradients that add up `deltas` (2 or 4) products at once.
+constexpr int interleaved_stage_bytes(int deltas) { return (kRows * deltas + 256) * 128; }
+constexpr int interleaved_stages(int deltas) { return deltas == 4 ? 2 : 3; }
+constexpr int interleaved_shared_bytes(int deltas) {
+  return interleaved_stages(deltas) * interleaved_stage_bytes(deltas) + 1024;
+}
+
 /// Maps have four dimensions: the unit axis, the other axis of a matrix, l, i.
 struct ProductParams {
   Map x;        ///< batch × k

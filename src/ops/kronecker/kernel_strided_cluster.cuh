@@ -9,6 +9,7 @@
 #pragma once
 
 #include "device/barrier.cuh"
+#include "device/cluster.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/kronecker/kernel_strided.cuh"
@@ -16,32 +17,6 @@
 namespace fretwork {
 namespace kronecker::strided {
 
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-/// Arrives at the barrier that lies at `barrier` in CTA `rank` of the cluster.
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-  asm volatile(
-      "{.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-/// As mbarrier::wait, and sees what other CTAs did before they arrived.
-__device__ __forceinline__ void wait_cluster(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finish;\nbra again;\nfinish:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 /// Boxes and bytes to the same place in every CTA of `mask`, counted by the barrier at the same place.
 __device__ __forceinline__ void load_shared_box(u32 to, const void* map, u32 barrier, int x, int y, int z, u16 mask) {
   asm volatile(

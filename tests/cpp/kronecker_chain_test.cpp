@@ -51,7 +51,7 @@ TEST(ChainPlan, LooksAtEveryPair) {
 }
 
 TEST(ChainPlan, RefusesUnknownTargets) {
-  EXPECT_EQ(error_text([] { ksmm_chain_plan({}, "tpu"); }),
+  EXPECT_EQ(error_of([] { ksmm_chain_plan({}, "tpu"); }),
             "ksmm_chain: arch: expected cpu or an architecture such as sm_90a, got tpu");
 }
 

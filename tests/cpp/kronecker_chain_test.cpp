@@ -67,7 +67,7 @@ TEST(ChainPlan, DividesTheWorkWhole) {
             continue;
           }
           ++valid;
-          EXPECT_LE(m->shared() + 256, chain::Monarch::kShared);
+          EXPECT_LE(m->shared(), chain::Monarch::kShared);
           EXPECT_EQ(m->words() * 2, std::int64_t{q} * s * r + std::int64_t{p} * q * s) << q << " " << r << " " << s;
         }
       }

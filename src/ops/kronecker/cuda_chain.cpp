@@ -32,10 +32,11 @@ KernelSpec pack_instance(const Monarch& m) {
   return {"ops/kronecker/kernel_chain_pack.cuh", "fretwork::kronecker::chain::pack<" + numbers(m) + ">"};
 }
 
-/// With the number of CTAs that swap results.
+/// With CTAs that swap results, where there is room for it.
 Monarch exchanging(Monarch m, int exchange) {
-  m.exchange = exchange > 0 ? std::min(exchange, m.ranks) : std::min(m.ranks, 2);
-  return m;
+  Monarch with = m;
+  with.exchange = std::min(m.ranks, exchange > 0 ? exchange : 2);
+  return with.valid() ? with : m;
 }
 
 /// Kernels are made for the sizes of a layer; these are the Monarch matrices of 1024, 2048 and 4096 features.

@@ -392,9 +392,10 @@ struct Fused {
 template <typename T, int kQ, int kR, int kS, int kP, int kRanks, int kExchange>
 __global__ void __launch_bounds__(Monarch::kThreads, 1) fused(const __grid_constant__ FusedParams p) {
   using Work = Fused<T, kQ, kR, kS, kP, kRanks, kExchange>;
-  extern __shared__ __align__(128) u8 shared[];
-  __shared__ __align__(16) typename Work::Barriers barriers;
-  Work work(p, (shared_address(shared) + 1023) & ~1023u, barriers);
+  extern __shared__ __align__(1024) u8 shared[];  // as swizzled rows need it
+  constexpr int kRings = Work::kMonarch.shared() - Monarch::kBarriers;
+  static_assert(sizeof(typename Work::Barriers) <= Monarch::kBarriers && kRings % 8 == 0);
+  Work work(p, shared_address(shared), *reinterpret_cast<typename Work::Barriers*>(shared + kRings));
   work.load_bias(p);
   work.init();
   const int warp = static_cast<int>(threadIdx.x) / 32;

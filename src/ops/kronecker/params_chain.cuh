@@ -14,7 +14,7 @@ struct Monarch {
   static constexpr int kRows = 16;
   static constexpr int kWarps = 8;  ///< of each factor
   static constexpr int kThreads = 2 * kWarps * 32;
-  static constexpr int kShared = 227 * 1024;
+  static constexpr int kShared = 227 * 1024, kBarriers = 256;
   static constexpr int kMostWords = 64;  ///< registers of a thread that hold weights
 
   constexpr int blocks() const { return q / ranks; }
@@ -52,14 +52,14 @@ struct Monarch {
   constexpr int bias_bytes() const { return 2 * p * deltas(); }
   constexpr int middle_slot() const { return (ranks > 1 ? 2 : 1) * middle_bytes(); }
   constexpr int y_slots_bytes() const { return (exchange > 1 ? 4 : 2) * y_bytes(); }
-  constexpr int room() const { return kShared - 1024 - 256 - bias_bytes() - y_slots_bytes(); }
+  constexpr int room() const { return kShared - kBarriers - bias_bytes() - y_slots_bytes(); }
   constexpr int middle_slots() const { return room() >= 3 * middle_slot() + 3 * x_bytes() ? 3 : 2; }
   constexpr int x_slots() const {
     const int fit = (room() - middle_slots() * middle_slot()) / x_bytes();
     return fit < 8 ? fit : 8;
   }
   constexpr int shared() const {
-    return 1024 + x_slots() * x_bytes() + middle_slots() * middle_slot() + y_slots_bytes() + bias_bytes();
+    return x_slots() * x_bytes() + middle_slots() * middle_slot() + y_slots_bytes() + bias_bytes() + kBarriers;
   }
 
   /// Whether the kernel can be made like this. The copy engine takes 64 features at a time, 8 neighbouring i or l are

@@ -46,13 +46,16 @@ TEST(ChainPlan, SaysWhatRunsAlone) {
 
 TEST(ChainPlan, LooksAtEveryPair) {
   std::vector<Sizes> three = monarch(4096, 4096, 64, 64);
-  three.insert(three.begin(), Sizes{1, 4096, 8, 1});
+  three.insert(three.begin(), Sizes{1, 4096, 32, 1});
   EXPECT_EQ(ksmm_chain_plan(three, "sm_90a"), (Lines{"0: hopper", "1+2: fused, clusters of 8, 16 rows"}));
 }
 
 TEST(ChainPlan, RefusesUnknownTargets) {
   EXPECT_EQ(error_of([] { ksmm_chain_plan({}, "tpu"); }),
-            "ksmm_chain: arch: expected cpu or an architecture such as sm_90a, got tpu");
+            "plan: arch: expected cpu, a GPU such as cuda:0, or an architecture such as sm_90a, got tpu");
+  const std::vector<Sizes> apart = {{2, 3, 4, 1}, {1, 2, 5, 1}};
+  EXPECT_EQ(error_of([&] { ksmm_chain_plan(apart, "cpu"); }),
+            "plan: patterns[1]: expected 6 in features (a·c·d), as come before it, got 5");
 }
 
 /// Every way of dividing the work fits in shared memory and covers all of it.

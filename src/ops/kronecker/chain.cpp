@@ -1,7 +1,10 @@
 // The planner of chains, and how it says what it plans.
 #include "ops/kronecker/chain.h"
 
+#include <algorithm>
+
 #include "fretwork/error.h"
+#include "runtime/cuda_driver.h"
 
 namespace fretwork {
 namespace kronecker::chain {
@@ -20,11 +23,28 @@ const char* way(const Sizes& s, const Target& target) {
   return !target.last && s.d % 2 == 0 && target.dtype != DType::f64 ? "strided" : "portable";
 }
 
-void check(const Target& target) {
-  const std::string& arch = target.arch;
-  const bool sm = arch.size() > 4 && arch.starts_with("sm_") && arch[3] >= '0' && arch[3] <= '9';
-  if (arch != "cpu" && !sm) {
-    throw Error("ksmm_chain", "arch", "cpu or an architecture such as sm_90a", arch);
+/// "cuda:1" as the architecture that this GPU's kernels are chosen by.
+std::string named_arch(const std::string& arch) {
+  const auto number = [&](std::size_t from) {
+    return arch.size() > from && arch.size() < from + 4 && arch[from] >= '0' && arch[from] <= '9';
+  };
+  if (arch.starts_with("cuda:") && number(5)) {
+    return fretwork::cuda::kernel_arch(std::stoi(arch.substr(5)));
+  }
+  if (arch != "cpu" && !(arch.starts_with("sm_") && number(3))) {
+    throw Error("plan", "arch", "cpu, a GPU such as cuda:0, or an architecture such as sm_90a", arch);
+  }
+  return arch;
+}
+
+void check(std::span<const Sizes> patterns) {
+  for (std::size_t n = 1; n < patterns.size(); ++n) {
+    const Sizes &before = patterns[n - 1], &s = patterns[n];
+    if (before.a * before.b * before.d != s.a * s.c * s.d) {
+      throw Error("plan", "patterns[" + std::to_string(n) + "]",
+                  std::to_string(before.a * before.b * before.d) + " in features (a·c·d), as come before it",
+                  std::to_string(s.a * s.c * s.d));
+    }
   }
 }
 
@@ -47,7 +67,6 @@ std::optional<Monarch> fuse(const Sizes& first, const Sizes& second) {
 }
 
 std::vector<Step> plan(std::span<const Sizes> factors, const Target& target) {
-  check(target);
   const bool fused = target.arch == "sm_90a" && half(target.dtype) && !target.last;
   std::vector<Step> steps;
   for (std::size_t n = 0; n < factors.size(); n += steps.back().count) {
@@ -62,7 +81,8 @@ std::vector<Step> plan(std::span<const Sizes> factors, const Target& target) {
 std::vector<std::string> ksmm_chain_plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch,
                                          DType dtype, bool last) {
   using namespace kronecker::chain;
-  const Target target{arch, dtype, last};
+  check(patterns);
+  const Target target{named_arch(arch), dtype, last};
   std::vector<std::string> lines;
   for (const Step& step : plan(patterns, target)) {
     const std::string first = std::to_string(step.first);

@@ -393,6 +393,9 @@ template <typename T, int kQ, int kR, int kS, int kP, int kRanks, int kExchange>
 __global__ void __launch_bounds__(Monarch::kThreads, 1) fused(const __grid_constant__ FusedParams p) {
   using Work = Fused<T, kQ, kR, kS, kP, kRanks, kExchange>;
   extern __shared__ __align__(1024) u8 shared[];  // as swizzled rows need it
+  if (shared_address(shared) % 1024 != 0) {
+    __trap();
+  }
   constexpr int kRings = Work::kMonarch.shared() - Monarch::kBarriers;
   static_assert(sizeof(typename Work::Barriers) <= Monarch::kBarriers && kRings % 8 == 0);
   Work work(p, shared_address(shared), *reinterpret_cast<typename Work::Barriers*>(shared + kRings));

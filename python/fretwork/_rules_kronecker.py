@@ -122,8 +122,9 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 def _chain_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weights, bias, ctx.activation, ctx.bs_last, ctx.precision = inputs
     ctx.again = ctx.activation in ("gelu", "silu")  # the sums before these are computed again, as is the middle
+    needs_w = ctx.needs_input_grad[1 : 1 + len(weights)]  # flat here, and a list of its own in the backward pass
     ctx.save_for_backward(
-        x if any(ctx.needs_input_grad[1]) or ctx.again else None,
+        x if any(needs_w) or ctx.again else None,
         bias if ctx.again else None,
         output if ctx.activation == "relu" else None,
         *weights,

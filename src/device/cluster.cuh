@@ -22,6 +22,15 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
       "r"(rank)
       : "memory");
 }
+/// The same for one that has only read: it holds back no writes, so that none need to have arrived anywhere.
+__device__ __forceinline__ void arrive_read_at(u32 barrier, u32 rank) {
+  asm volatile(
+      "{.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
 /// As mbarrier::wait, and sees what other CTAs did before they arrived.
 __device__ __forceinline__ void wait_cluster(u32 barrier, u32 parity) {
   asm volatile(

@@ -113,7 +113,7 @@ void cuda::run(const Problem& first, const Problem& second, Context& context, in
   params.activation = static_cast<int>(second.activation);
   const Kernel& kernel = get_kernel(fused_instance(m, first.dtype), device);
   const std::int64_t clusters = std::min(resident_clusters(kernel, m), ceil_div(first.batch, Monarch::kRows));
-  kernel.launch_clusters(clusters * m.ranks, m.ranks, Monarch::kThreads, m.shared(), &params, context.stream);
+  kernel.launch_clusters(clusters * m.ranks, m.ranks, Monarch::kThreads, m.shared(), &params, context.stream, true);
 }
 
 }  // namespace fretwork::kronecker::chain

@@ -157,9 +157,6 @@ struct Fused {
   __device__ __forceinline__ void run_first(const FusedParams& p, int warp) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     Products<T, kR, kFirst.pairs, kFirst.columns> products;
-    products.load(static_cast<const u32*>(p.weights) + (rank * Monarch::kWarps + warp) * (32 * products.kWords));
-    const int pair = kFirst.first_pair(warp), column = kFirst.first_column(warp);
-    const u32 row = lane % 16, key = (lane / 16 ^ row % 8) << 4, feature = 2 * pair * kR;
     const bool fetches = threadIdx.x == kFetcher;
     if (fetches) {
       tma::prefetch(&p.x);
@@ -167,6 +164,10 @@ struct Fused {
         fetch(p, first_tile + n * tile_step, n);
       }
     }
+    wait_for_earlier_kernel();  // which packs the weights
+    products.load(static_cast<const u32*>(p.weights) + (rank * Monarch::kWarps + warp) * (32 * products.kWords));
+    const int pair = kFirst.first_pair(warp), column = kFirst.first_column(warp);
+    const u32 row = lane % 16, key = (lane / 16 ^ row % 8) << 4, feature = 2 * pair * kR;
     Ring<kX> from(0);
     Ring<kMiddle> to(1);
 #pragma unroll 1
@@ -184,7 +185,7 @@ struct Fused {
             ldmatrix(a, rows + f / 64 * (kRows * 128) + (f % 64 * 2 ^ key));
           });
           if (n == 0 && group == 0) {
-            wait_cluster(shared_address(&barriers.middle_empty[to.stage]), to.parity);
+            mbarrier::wait(shared_address(&barriers.middle_empty[to.stage]), to.parity);
           }
           store_middle(sums, sent, pair + n, column / 8 + group * kFirst.tiles(), g, t);
         }
@@ -236,6 +237,7 @@ struct Fused {
   __device__ __forceinline__ void run_second(const FusedParams& p, int warp) {
     const u32 lane = threadIdx.x % 32;
     Products<T, kQ, kSecond.pairs, kSecond.columns> products;
+    wait_for_earlier_kernel();
     products.load(static_cast<const u32*>(p.weights) + 32 * Monarch::kWarps * kRanks * kMonarch.first_words() +
                   (rank * Monarch::kWarps + warp) * (32 * products.kWords));
     const int pair = kSecond.first_pair(warp), column = kSecond.first_column(warp);
@@ -251,7 +253,7 @@ struct Fused {
       if (kRanks > 1 && warp == 0 && lane == 0) {
         mbarrier::arrive_expect(full, kMonarch.middle_bytes());
       }
-      wait_cluster(full, from.parity);
+      mbarrier::wait(full, from.parity);
 #pragma unroll
       for (int n = 0; n < kSecond.pairs; ++n) {
 #pragma unroll
@@ -265,7 +267,7 @@ struct Fused {
             release_at(shared_address(&barriers.middle_empty[from.stage]), 0, kRanks);
           }
           if (kExchange > 1 && n == 0 && group == 0) {
-            wait_cluster(shared_address(&barriers.y_empty[to.stage]), to.parity);
+            mbarrier::wait(shared_address(&barriers.y_empty[to.stage]), to.parity);
           }
           finish(p, sums, pair + n, column / 8 + group * kSecond.tiles());
           store_y(sums, written, pair + n, column / 8 + group * kSecond.tiles());
@@ -291,7 +293,7 @@ struct Fused {
   __device__ __forceinline__ void release_at(u32 barrier, u32 first, u32 count) const {
     __syncwarp();
     if (const u32 lane = threadIdx.x % 32; lane < count) {
-      arrive_at(barrier, first + lane);
+      arrive_read_at(barrier, first + lane);
     }
   }
 
@@ -350,7 +352,7 @@ struct Fused {
     }
   }
   __device__ __forceinline__ void store_received(const FusedParams& p, i64 tile, u32 stage, u32 parity) {
-    wait_cluster(shared_address(&barriers.y_full[stage]), parity);
+    mbarrier::wait(shared_address(&barriers.y_full[stage]), parity);
     store_rows(p, tile, y_received + stage * kMonarch.y_bytes());
     release_at(shared_address(&barriers.y_empty[stage]), rank / kExchange * kExchange, kExchange);
   }

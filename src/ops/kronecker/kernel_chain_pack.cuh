@@ -1,7 +1,7 @@
 // The weights of two factors, brought into the order in which the threads of the fused kernel hold them.
 #pragma once
 
-#include "device/types.cuh"
+#include "device/barrier.cuh"
 #include "ops/kronecker/params_chain.cuh"
 
 namespace fretwork::kronecker::chain {
@@ -27,6 +27,7 @@ template <int kQ, int kR, int kS, int kP, int kRanks>
 __global__ void __launch_bounds__(kPackThreads) pack(const __grid_constant__ PackParams p) {
   constexpr Monarch kMonarch{kQ, kR, kS, kP, kRanks, 1};
   constexpr int kFirst = 32 * Monarch::kWarps * kRanks * kMonarch.first_words();
+  let_next_kernel_start();
   const int at = static_cast<int>(blockIdx.x * kPackThreads + threadIdx.x);
   if (at >= kMonarch.words()) {
     return;

@@ -64,7 +64,10 @@ def test_version_and_help() -> None:
         (["show", "random_blocks((1,4,4),16,1.5,0)"], "density: expected 0 to 1, got 1.5 "),
         (["show", LAYOUT, "--png"], "--png: expected a value, got nothing"),
         (["show", LAYOUT, LAYOUT], "show: PATTERN: expected several of Kronecker factors only, got "),
-        (["show", "kronecker(2,3,4,1)", "kronecker(1,2,6,1)", "--svg", "x"], "PATTERN: expected one to draw, got several"),
+        (
+            ["show", "kronecker(2,3,4,1)", "kronecker(1,2,6,1)", "--svg", "x"],
+            "PATTERN: expected one to draw, got several",
+        ),
         (["show", "kronecker(2,3,4,1)", "kronecker(1,2,5,1)"], "plan: patterns[1]: expected 6 in features"),
         (["show", LAYOUT, "--head", "one"], "--head: expected a number, got 'one'"),
         (["show", "block((1,2"], "expected"),

@@ -158,9 +158,9 @@ def test_plan():
     last = fw.nn.KSLinear(patterns, dtype=torch.bfloat16, device="meta", bs_last=True)
     assert last.plan("sm_90a") == "0: hopper\n1: hopper"
     assert fw.nn.KSLinear(patterns, algo="einsum", device="meta").plan("sm_90a") == "0: einsum\n1: einsum"
-    with pytest.raises(ValueError, match="^plan: arch: expected cpu, a GPU such as cuda:0, or an arch.*, got tpu"):
+    with pytest.raises(ValueError, match=r"^plan: arch: expected cpu, a GPU such as cuda:0, or an arch.*, got tpu"):
         layer.plan("tpu")
-    with pytest.raises(ValueError, match="^plan: dtype: expected float64, .*, got int8"):
+    with pytest.raises(ValueError, match=r"^plan: dtype: expected float64, .*, got int8"):
         fw.kronecker.plan(patterns, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"^plan: patterns\[1\]: expected 12 in features"):
         fw.kronecker.plan([fw.KroneckerPattern(2, 6, 5, 1), fw.KroneckerPattern(1, 2, 3, 1)])

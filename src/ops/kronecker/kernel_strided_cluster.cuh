@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
     more_registers<232>();
     Work::consume(p, place, base, barriers);
   }
-  kronecker::strided::cluster_sync();  // others may still copy into this CTA, or tell it of free stages
+  cluster_sync();  // others may still copy into this CTA, or tell it of free stages
 }
 
 }  // namespace fretwork

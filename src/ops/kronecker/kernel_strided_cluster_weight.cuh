@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
   const u32 base = (shared_address(shared) + 1023) & ~1023u;
   const kronecker::strided::WeightParams& w = p.weight;
   kronecker::strided::ClusterPlace place;
-  const int rank = static_cast<int>(kronecker::strided::cluster_rank());
+  const int rank = static_cast<int>(cluster_rank());
   const int cluster = static_cast<int>(blockIdx.x) / (p.cluster_rows * p.cluster_columns);
   const int group = cluster % w.groups, piece = cluster / w.groups;
   const int block = group / w.slabs_c / w.slabs_b, deltas = w.d / 16;
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
     more_registers<232>();
     Work::consume(p, place, j, k, piece, base, barriers);
   }
-  kronecker::strided::cluster_sync();
+  cluster_sync();
 }
 
 }  // namespace fretwork

@@ -54,6 +54,16 @@ const fretwork::KroneckerPattern& as_kronecker(const fretwork_pattern* pattern) 
   return *is;
 }
 
+fretwork::DType floating_named(const std::string& name) {
+  using fretwork::DType;
+  for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
+    if (name == fretwork::name_of(dtype)) {
+      return dtype;
+    }
+  }
+  throw fretwork::Error("plan", "dtype", "float64, float32, float16 or bfloat16", name);
+}
+
 int64_t* write_sizes(const KroneckerSizes& s, int64_t* out) {
   const int64_t all[] = {s.a, s.b, s.c, s.d};
   return std::copy(std::begin(all), std::end(all), out);
@@ -157,6 +167,24 @@ int fretwork_kronecker_monarch(int64_t out_features, int64_t in_features, int64_
 
 int fretwork_kronecker_butterfly(int64_t n, int64_t* patterns) {
   return guarded(-1, [&] { return write_all(fretwork::butterfly(n), patterns); });
+}
+
+int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch, const char* dtype, int bs_last,
+                            char* text, size_t size) {
+  return guarded(-1, [&] {
+    std::vector<KroneckerSizes> sizes;
+    for (int n = 0; n < count; ++n) {
+      sizes.push_back(kronecker_sizes(patterns + 4 * n));
+    }
+    std::string lines;
+    for (const std::string& line : fretwork::ksmm_chain_plan(sizes, arch, floating_named(dtype), bs_last != 0)) {
+      lines += (lines.empty() ? "" : "\n") + line;
+    }
+    if (size > 0) {
+      text[lines.copy(text, size - 1)] = '\0';
+    }
+    return static_cast<int>(lines.size());
+  });
 }
 
 int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, const int64_t* patterns, int count,

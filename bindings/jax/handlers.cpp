@@ -148,6 +148,25 @@ void ksmm(Call& call) {
   fretwork::ksmm(batch_view(call.in(0), last), call.in(1), batch_view(call.out(0), last), call.context, options);
 }
 
+/// Inputs: x, the weights in order of application and, when the last has one dimension, the bias.
+void ksmm_chain(Call& call) {
+  const bool last = call.attribute<bool>("bs_last");
+  call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
+  std::vector<TensorView> weights;
+  for (std::size_t n = 1; n < call.args.size(); ++n) {
+    weights.push_back(call.in(n));
+  }
+  fretwork::KsmmOptions options{.bias = nullptr,
+                                .activation = activation_of(call.attribute<std::string_view>("activation"))};
+  TensorView bias;
+  if (!weights.empty() && weights.back().rank == 1) {
+    bias = weights.back();
+    weights.pop_back();
+    options.bias = &bias;
+  }
+  fretwork::ksmm_chain(batch_view(call.in(0), last), weights, batch_view(call.out(0), last), call.context, options);
+}
+
 /// Inputs: x and the gradient of the result. Outputs: the gradients of w and of the bias.
 void ksmm_backward_weight(Call& call) {
   const bool last = call.attribute<bool>("bs_last");
@@ -234,5 +253,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_unpack_cpu, on_cpu<unpack>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_unpack_cuda, on_cuda<unpack>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_cpu, on_cpu<ksmm>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_cuda, on_cuda<ksmm>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_chain_cpu, on_cpu<ksmm_chain>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_chain_cuda, on_cuda<ksmm_chain>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_backward_weight_cpu, on_cpu<ksmm_backward_weight>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_backward_weight_cuda, on_cuda<ksmm_backward_weight>, cuda_call());

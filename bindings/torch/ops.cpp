@@ -48,6 +48,7 @@ class Arguments {
   explicit Arguments(const StableIValue* stack) : next_(stack) {}
   Tensor tensor() { return take<Tensor>(); }
   std::optional<Tensor> optional_tensor() { return take<std::optional<Tensor>>(); }
+  std::vector<Tensor> tensors() { return take<std::vector<Tensor>>(); }
   Text text() { return Text(*next_++); }
   bool flag() { return take<bool>(); }
   double number() { return take<double>(); }
@@ -299,7 +300,7 @@ void dds(StableIValue* stack, std::uint64_t, std::uint64_t) {
   product(stack, {"dds", "a", "values", &fretwork::dds_shape, &fretwork::dds});
 }
 
-fretwork::Activation activation_named(std::string_view name) {
+fretwork::Activation activation_named(const char* op, std::string_view name) {
   using fretwork::Activation;
   const std::pair<std::string_view, Activation> known[] = {
       {"none", Activation::none}, {"relu", Activation::relu}, {"gelu", Activation::gelu}, {"silu", Activation::silu}};
@@ -308,7 +309,7 @@ fretwork::Activation activation_named(std::string_view name) {
       return activation;
     }
   }
-  throw fretwork::Error("ksmm", "activation", "none, relu, gelu or silu", std::string(name));
+  throw fretwork::Error(op, "activation", "none, relu, gelu or silu", std::string(name));
 }
 
 /// Batch × features as the core sees it: batch last is a transposed view.
@@ -334,7 +335,7 @@ void ksmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Text precision = arguments.text();
 
   const fretwork::TensorView input = batch_view(kOp, "x", x, last), weight = view(kOp, "w", w);
-  fretwork::KsmmOptions options{.bias = nullptr, .activation = activation_named(activation.view())};
+  fretwork::KsmmOptions options{.bias = nullptr, .activation = activation_named(kOp, activation.view())};
   const fretwork::TensorView bias_view = bias.has_value() ? view(kOp, "bias", *bias) : fretwork::TensorView{};
   if (bias.has_value()) {
     options.bias = &bias_view;
@@ -345,6 +346,36 @@ void ksmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Call call(x);
   call.context().precision = precision_named(kOp, precision.view());
   fretwork::ksmm(input, weight, batch_view(kOp, "out", out, last), call.context(), options);
+  stack[0] = torch::stable::detail::from(out);
+}
+
+void ksmm_chain(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "ksmm_chain";
+  Arguments arguments(stack);
+  const Tensor x = arguments.tensor();
+  const std::vector<Tensor> weights = arguments.tensors();
+  const std::optional<Tensor> bias = arguments.optional_tensor();
+  const Text activation = arguments.text();
+  const bool last = arguments.flag();
+  const Text precision = arguments.text();
+
+  const fretwork::TensorView input = batch_view(kOp, "x", x, last);
+  std::vector<fretwork::TensorView> factors;
+  for (const Tensor& w : weights) {
+    factors.push_back(view(kOp, ("weights[" + std::to_string(factors.size()) + "]").c_str(), w));
+  }
+  fretwork::KsmmOptions options{.bias = nullptr, .activation = activation_named(kOp, activation.view())};
+  const fretwork::TensorView bias_view = bias.has_value() ? view(kOp, "bias", *bias) : fretwork::TensorView{};
+  if (bias.has_value()) {
+    options.bias = &bias_view;
+  }
+  // As for ksmm: bad weights give some shape, and are refused before it matters.
+  const fretwork::TensorView end = factors.empty() ? fretwork::TensorView{} : factors.back();
+  const std::int64_t batch = input.size(0), features = end.size(0) * end.size(1) * end.size(3);
+  const Tensor out = empty_like(last ? std::array{features, batch} : std::array{batch, features}, x);
+  Call call(x);
+  call.context().precision = precision_named(kOp, precision.view());
+  fretwork::ksmm_chain(input, factors, batch_view(kOp, "out", out, last), call.context(), options);
   stack[0] = torch::stable::detail::from(out);
 }
 
@@ -528,6 +559,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("dsd", &dsd);
   m.impl("dds", &dds);
   m.impl("ksmm", &ksmm);
+  m.impl("ksmm_chain", &ksmm_chain);
   m.impl("ksmm_backward_weight", &ksmm_backward_weight);
   m.impl("block_softmax", &block_softmax);
   m.impl("block_softmax_backward", &block_softmax_backward);
@@ -551,6 +583,7 @@ STABLE_TORCH_LIBRARY(fretwork, m) {
       "dds(Tensor a, Tensor values, str layout, bool trans_a, bool trans_b, str precision, bool sum_z, bool sum_h) -> "
       "Tensor");
   m.def("ksmm(Tensor x, Tensor w, Tensor? bias, str activation, bool bs_last, str precision) -> Tensor");
+  m.def("ksmm_chain(Tensor x, Tensor[] weights, Tensor? bias, str activation, bool bs_last, str precision) -> Tensor");
   m.def(
       "ksmm_backward_weight(Tensor x, Tensor d_out, SymInt a, SymInt d, bool bs_last, str precision, bool bias) -> "
       "(Tensor, Tensor)");

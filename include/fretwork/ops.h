@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "fretwork/context.h"
@@ -79,6 +80,11 @@ void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const Te
 /// One factor after another, weights[0] first; bias and activation after the last.
 void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const TensorView& out, Context& context,
                 const KsmmOptions& options = {});
+/// How ksmm_chain runs factors of these patterns, one line for each step: "0+1: fused, clusters of 8, 16 rows", "2:
+/// strided". `arch` is "cpu", an architecture such as "sm_90a", of which none needs to be there, or a GPU, "cuda:0".
+/// Operands are taken to be contiguous.
+std::vector<std::string> ksmm_chain_plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch,
+                                         DType dtype = DType::f16, bool last = false);
 
 /// w (a,b,c,d) as a matrix (a·b·d, a·c·d), and back. from_dense gives the place (row·columns + column) of the first
 /// non-zero that the pattern does not hold, or −1, in *outside: on a GPU, where it is device memory, when the stream

@@ -51,6 +51,10 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "kronecker_product": (ctypes.c_int, [_INT64S, _INT64S, _INT64S]),
     "kronecker_monarch": (ctypes.c_int, [ctypes.c_int64] * 4 + [_INT64S]),
     "kronecker_butterfly": (ctypes.c_int, [ctypes.c_int64, _INT64S]),
+    "kronecker_plan": (
+        ctypes.c_int,
+        [_INT64S, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t],
+    ),
     "kronecker_project": (
         ctypes.c_int,
         [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, _INT64S, ctypes.c_int, _POINTERS, _DOUBLE],

@@ -1,5 +1,6 @@
 """What torch needs of the Kronecker products beyond running them: result shapes, gradients, vmap and autocast."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from fretwork._shapes import fail
 
 _ops = torch.ops.fretwork
 _ksmm, _backward_weight = _ops.ksmm.default, _ops.ksmm_backward_weight.default
+_chain = _ops.ksmm_chain.default
 _aten = torch.ops.aten
 
 
@@ -38,6 +40,26 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: b
     if bias is not None:
         _check(tuple(bias.shape) == (a * b * d,), "ksmm", "bias", f"{(a * b * d,)}", tuple(bias.shape))
     return x.new_empty((a * b * d, batch) if bs_last else (batch, a * b * d))
+
+
+@torch.library.register_fake("fretwork::ksmm_chain")
+def _chain_fake(
+    x: Tensor, weights: list[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
+) -> Tensor:
+    op = "ksmm_chain"
+    factors = {f"weights[{n}]": w for n, w in enumerate(weights)}
+    _check(len(weights) > 0, op, "weights", "at least one", "none")
+    _check_like(op, x, {**factors, "bias": bias})
+    _check(x.dim() == 2, op, "x", "2 dimensions, batch and features", tuple(x.shape))
+    batch, features = reversed(x.shape) if bs_last else x.shape
+    for name, w in factors.items():
+        _check(w.dim() == 4, op, name, "(a, b, c, d)", tuple(w.shape))
+        a, b, c, d = w.shape
+        _check(features == a * c * d, op, name, f"{features} in features (a·c·d)", a * c * d)
+        features = a * b * d
+    if bias is not None:
+        _check(tuple(bias.shape) == (features,), op, "bias", f"{(features,)}", tuple(bias.shape))
+    return x.new_empty((features, batch) if bs_last else (batch, features))
 
 
 @torch.library.register_fake("fretwork::ksmm_backward_weight")
@@ -74,14 +96,19 @@ def _silu_backward(d_out: Tensor, sums: Tensor) -> Tensor:
     return d_out * slope * (1 + sums * (1 - slope))
 
 
+def _before_activation(activation: str, d_out: Tensor, out: Tensor, sums: Callable[[], Tensor]) -> Tensor:
+    """The gradient of the sums that the activation was applied to; `out` is saved where it says enough."""
+    if activation == "none":
+        return d_out
+    if activation == "relu":
+        return _aten.threshold_backward(d_out, out, 0)
+    return (_aten.gelu_backward if activation == "gelu" else _silu_backward)(d_out, sums())
+
+
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     x, w, bias, out = ctx.saved_tensors
     layout = (ctx.bs_last, ctx.precision)
-    if ctx.activation == "relu":
-        d_out = _aten.threshold_backward(d_out, out, 0)
-    elif ctx.activation != "none":
-        sums = _ksmm(x, w, bias, "none", *layout)
-        d_out = (_aten.gelu_backward if ctx.activation == "gelu" else _silu_backward)(d_out, sums)
+    d_out = _before_activation(ctx.activation, d_out, out, lambda: _ksmm(x, w, bias, "none", *layout))
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     d_x = _ksmm(d_out, w.transpose(1, 2), None, "none", *layout) if needs_x else None
     d_w = d_bias = None
@@ -90,6 +117,47 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     elif needs_bias:
         d_bias = d_out.sum(1 if ctx.bs_last else 0)
     return d_x, d_w, d_bias if needs_bias else None, None, None, None
+
+
+def _chain_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights, bias, ctx.activation, ctx.bs_last, ctx.precision = inputs
+    ctx.again = ctx.activation in ("gelu", "silu")  # the sums before these are computed again, as is the middle
+    needs_w = ctx.needs_input_grad[1 : 1 + len(weights)]  # flat here, and a list of its own in the backward pass
+    ctx.save_for_backward(
+        x if any(needs_w) or ctx.again else None,
+        bias if ctx.again else None,
+        output if ctx.activation == "relu" else None,
+        *weights,
+    )
+
+
+def _chain_gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+    """Nothing between the factors is saved: a fused chain never writes it, and here it is computed as far as needed."""
+    x, bias, out, *weights = ctx.saved_tensors
+    layout = (ctx.bs_last, ctx.precision)
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    end = len(weights) - 1
+    last = end if ctx.again else max((n for n, needs in enumerate(needs_w) if needs), default=0)
+    before = [x]  # what comes into each factor
+    for w in weights[:last]:
+        before.append(_ksmm(before[-1], w, None, "none", *layout))
+    d_y = _before_activation(
+        ctx.activation, d_out, out, lambda: _ksmm(before[end], weights[end], bias, "none", *layout)
+    )
+    d_bias = None
+    if needs_bias and not needs_w[end]:
+        d_bias = d_y.sum(1 if ctx.bs_last else 0)
+    d_weights: list[Tensor | None] = [None] * len(weights)
+    for n in range(end, -1, -1):
+        w = weights[n]
+        if needs_w[n]:
+            with_bias = n == end and needs_bias
+            d_weights[n], sums = _backward_weight(before[n], d_y, w.shape[0], w.shape[3], *layout, with_bias)
+            d_bias = sums if with_bias else d_bias
+        if not (needs_x or any(needs_w[:n])):
+            break
+        d_y = _ksmm(d_y, w.transpose(1, 2), None, "none", *layout)
+    return d_y if needs_x else None, d_weights, d_bias, None, None, None
 
 
 def _backward_weight_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -134,6 +202,25 @@ def _vmap(
     return _split(_ksmm(_mapped(x, x_dim, size, axis), w, bias, activation, last, p), size, axis), axis
 
 
+def _chain_vmap(
+    info: Any,
+    dims: tuple[Any, ...],
+    x: Tensor,
+    weights: list[Tensor],
+    bias: Tensor | None,
+    act: str,
+    last: bool,
+    p: str,
+) -> tuple[Tensor, int]:
+    x_dim, w_dims, bias_dim = dims[:3]
+    size, axis = info.batch_size, int(last)
+    if bias_dim is None and all(dim is None for dim in w_dims):
+        return _split(_chain(_mapped(x, x_dim, size, axis), weights, bias, act, last, p), size, axis), axis
+    for w, w_dim in zip(weights[:-1], w_dims[:-1], strict=True):
+        x, x_dim = _vmap(info, (x_dim, w_dim, None), x, w, None, "none", last, p)
+    return _vmap(info, (x_dim, w_dims[-1], bias_dim), x, weights[-1], bias, act, last, p)
+
+
 def _backward_weight_vmap(
     info: Any, in_dims: tuple[Any, ...], x: Tensor, d_out: Tensor, a: int, d: int, last: bool, p: str, bias: bool
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
@@ -153,11 +240,22 @@ def _autocast(x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         return _ksmm(_lowered(x, dtype), _lowered(w, dtype), None if bias is None else _lowered(bias, dtype), *rest)
 
 
+def _chain_autocast(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> Tensor:
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        lowered = [_lowered(w, dtype) for w in weights]
+        return _chain(_lowered(x, dtype), lowered, None if bias is None else _lowered(bias, dtype), *rest)
+
+
 torch.library.register_autograd("fretwork::ksmm", _gradient, setup_context=_setup)
+torch.library.register_autograd("fretwork::ksmm_chain", _chain_gradient, setup_context=_chain_setup)
 torch.library.register_autograd(
     "fretwork::ksmm_backward_weight", _backward_weight_gradient, setup_context=_backward_weight_setup
 )
 torch.library.register_vmap("fretwork::ksmm", _vmap)
+torch.library.register_vmap("fretwork::ksmm_chain", _chain_vmap)
 torch.library.register_vmap("fretwork::ksmm_backward_weight", _backward_weight_vmap)
 for _device in ("CPU", "CUDA"):
     _library.impl("ksmm", _autocast, f"Autocast{_device}")
+    _library.impl("ksmm_chain", _chain_autocast, f"Autocast{_device}")

@@ -13,7 +13,7 @@ from fretwork import _rules_kronecker_convert as _convert_rules
 from fretwork._library import core, last_error
 from fretwork.pattern import KroneckerPattern, kronecker_patterns, whole_number
 
-__all__ = ["butterfly", "from_dense", "monarch", "project", "to_dense"]
+__all__ = ["butterfly", "from_dense", "monarch", "plan", "project", "to_dense"]
 
 _to_dense, _from_dense = _convert_rules.to_dense, _convert_rules.from_dense
 
@@ -82,6 +82,30 @@ def project(W: Tensor, patterns: Sequence[KroneckerPattern]) -> tuple[list[Tenso
     if status != 0:
         raise RuntimeError(last_error())
     return [w.to(W.device, W.dtype) for w in weights], error.value
+
+
+def plan(
+    patterns: Sequence[KroneckerPattern],
+    arch: str = "cpu",
+    dtype: torch.dtype = torch.float16,
+    bs_last: bool = False,
+) -> str:
+    """How `fw.ksmm_chain` runs factors of these patterns, a line for each step.
+
+    `arch` is "cpu", a GPU such as "cuda:0", or an architecture such as "sm_90a", which need not be there. Operands are
+    taken to be contiguous.
+
+    >>> import fretwork as fw
+    >>> print(fw.kronecker.plan(fw.kronecker.monarch(1024, 1024, 32, 32), "sm_90a"))
+    0+1: fused, 16 rows
+    """
+    chain = kronecker_patterns("plan", patterns)
+    numbers = (ctypes.c_int64 * (4 * len(chain)))(*(n for p in chain for n in p.weight_shape))
+    room = ctypes.create_string_buffer(64 * len(chain) + 1)
+    name = str(dtype).removeprefix("torch.").encode()
+    if core().fretwork_kronecker_plan(numbers, len(chain), arch.encode(), name, int(bs_last), room, len(room)) < 0:
+        raise ValueError(last_error())
+    return room.value.decode()
 
 
 def monarch(out_features: int, in_features: int, p: int, q: int) -> list[KroneckerPattern]:

@@ -18,7 +18,7 @@ from fretwork.pattern import BlockLayout
 _ops = torch.ops.fretwork
 _sdd, _dsd, _dds = _ops.sdd.default, _ops.dsd.default, _ops.dds.default
 _softmax, _pack, _unpack = _ops.block_softmax.default, _ops.block_pack.default, _ops.block_unpack.default
-_ksmm = _ops.ksmm.default
+_ksmm, _chain = _ops.ksmm.default, _ops.ksmm_chain.default
 
 # What torch.set_float32_matmul_precision asks for, as the GPU has it.
 _PRECISION_OF_TORCH = {"highest": "ieee", "high": "tf32", "medium": "tf32"}
@@ -224,11 +224,14 @@ def _apply_factors(
         y = x if x.dim() == 2 else x.flatten(1) if x.dim() > 2 else x[:, None]
     else:
         y = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
-    *inner, last = factors.values()
     name = _precision(op, precision)
-    for w in inner:
-        y = _product(algo, y, w, None, "none", bs_last, name)
-    y = _product(algo, y, last, bias, activation or "none", bs_last, name)
+    weights = list(factors.values())
+    if len(weights) > 1 and all(_way(algo, y, w, bs_last) == "kernel" for w in weights):
+        y = _chain(y, weights, bias, activation or "none", bool(bs_last), name)
+    else:
+        for w in weights[:-1]:
+            y = _product(algo, y, w, None, "none", bs_last, name)
+        y = _product(algo, y, weights[-1], bias, activation or "none", bs_last, name)
     if x.dim() == 2:
         return y
     return y.reshape(y.shape[0], *x.shape[1:]) if bs_last else y.reshape(*x.shape[:-1], y.shape[1])
@@ -237,13 +240,17 @@ def _apply_factors(
 def _product(
     algo: str, x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str
 ) -> Tensor:
-    algo = _chosen(x, w, bs_last) if algo == "auto" else algo
+    algo = _way(algo, x, w, bs_last)
     if algo == "kernel":
         return _ksmm(x, w, bias, activation, bool(bs_last), precision)
     if not _autocasts(x):
         return peers.run(algo, x, w, bias, activation, bool(bs_last))
     with torch.autocast(x.device.type, enabled=False):  # which has had its say
         return peers.run(algo, x, w, bias, activation, bool(bs_last))
+
+
+def _way(algo: str, x: Tensor, w: Tensor, bs_last: bool) -> str:
+    return _chosen(x, w, bs_last) if algo == "auto" else algo
 
 
 def _chosen(x: Tensor, w: Tensor, bs_last: bool) -> str:

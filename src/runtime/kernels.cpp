@@ -211,27 +211,33 @@ void Kernel::allow_shared(int bytes) const {
 }
 
 void Kernel::launch(std::int64_t grid, int threads, int shared_bytes, const void* params, cuda::Handle stream) const {
-  launch_with(nullptr, grid, threads, shared_bytes, params, stream);
+  launch_with({}, grid, threads, shared_bytes, params, stream);
 }
 
 namespace {
-constexpr std::uint32_t kClusterDimension = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-}
+constexpr std::uint32_t kClusterDimension = 4;           // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr std::uint32_t kProgrammaticSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+}  // namespace
 
 void Kernel::launch_clusters(std::int64_t grid, int cluster, int threads, int shared_bytes, const void* params,
-                             cuda::Handle stream) const {
-  cuda::LaunchAttribute attribute{kClusterDimension, 0, static_cast<std::uint32_t>(cluster), 1, 1, {}};
-  launch_with(cluster > 1 ? &attribute : nullptr, grid, threads, shared_bytes, params, stream);
+                             cuda::Handle stream, bool behind) const {
+  cuda::LaunchAttribute attributes[2];
+  std::size_t count = 0;
+  if (cluster > 1) {
+    attributes[count++] = {kClusterDimension, 0, static_cast<std::uint32_t>(cluster), 1, 1, {}};
+  }
+  if (behind && !cuda::is_capturing(stream)) {
+    attributes[count++] = {kProgrammaticSerialization, 0, 1, 0, 0, {}};
+  }
+  launch_with({attributes, count}, grid, threads, shared_bytes, params, stream);
 }
 
 void Kernel::launch_behind(std::int64_t grid, int threads, int shared_bytes, const void* params,
                            cuda::Handle stream) const {
-  constexpr std::uint32_t kProgrammaticSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-  cuda::LaunchAttribute attribute{kProgrammaticSerialization, 0, 1, 0, 0, {}};
-  launch_with(cuda::is_capturing(stream) ? nullptr : &attribute, grid, threads, shared_bytes, params, stream);
+  launch_clusters(grid, 1, threads, shared_bytes, params, stream, true);
 }
 
-void Kernel::launch_with(cuda::LaunchAttribute* attribute, std::int64_t grid, int threads, int shared_bytes,
+void Kernel::launch_with(std::span<cuda::LaunchAttribute> attributes, std::int64_t grid, int threads, int shared_bytes,
                          const void* params, cuda::Handle stream) const {
   if (grid == 0) {
     return;
@@ -244,11 +250,12 @@ void Kernel::launch_with(cuda::LaunchAttribute* attribute, std::int64_t grid, in
   const auto width = static_cast<unsigned>(threads);
   const auto shared = static_cast<unsigned>(shared_bytes);
   void* arguments[] = {const_cast<void*>(params)};
-  if (attribute == nullptr) {
+  if (attributes.empty()) {
     cuda::driver().launch(function_, blocks, 1, 1, width, 1, 1, shared, stream, arguments, nullptr);
     return;
   }
-  const cuda::LaunchConfig config{{blocks, 1, 1}, {width, 1, 1}, shared, stream, attribute, 1};
+  const cuda::LaunchConfig config{{blocks, 1, 1}, {width, 1, 1},     shared,
+                                  stream,         attributes.data(), static_cast<std::uint32_t>(attributes.size())};
   cuda::driver().launch_config(&config, function_, arguments, nullptr);
 }
 

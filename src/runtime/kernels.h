@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -59,9 +60,9 @@ class Kernel {
 
   /// One parameter block, passed by value (const __grid_constant__ Params). Asynchronous on `stream`.
   void launch(std::int64_t grid, int threads, int shared_bytes, const void* params, cuda::Handle stream) const;
-  /// Same with clusters of CTAs.
+  /// Same with clusters of CTAs; `behind` as launch_behind has it.
   void launch_clusters(std::int64_t grid, int cluster, int threads, int shared_bytes, const void* params,
-                       cuda::Handle stream) const;
+                       cuda::Handle stream, bool behind = false) const;
   /// Same, but the kernel may start while the one before it on the stream ends: before it reads what that one wrote, it
   /// waits itself (wait_for_earlier_kernel). sm_90 and later. Plain while the stream is captured.
   void launch_behind(std::int64_t grid, int threads, int shared_bytes, const void* params, cuda::Handle stream) const;
@@ -73,8 +74,7 @@ class Kernel {
 
  private:
   void allow_shared(int bytes) const;
-  /// `attribute` may be null.
-  void launch_with(cuda::LaunchAttribute* attribute, std::int64_t grid, int threads, int shared_bytes,
+  void launch_with(std::span<cuda::LaunchAttribute> attributes, std::int64_t grid, int threads, int shared_bytes,
                    const void* params, cuda::Handle stream) const;
   cuda::Handle function_ = nullptr;
   KernelReport report_;

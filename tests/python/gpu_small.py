@@ -92,9 +92,17 @@ def kronecker(device):
             fw.ksmm(few, w.detach(), bs_last, bias.detach(), None, "kernel", precision)
 
 
+def chains(device: str) -> None:
+    """Monarch matrices that one CTA, a cluster of four and one of eight fuse, over several turns of every ring."""
+    for sizes, batch in (((1024, 1024, 32, 32), 99), ((2048, 2048, 32, 32), 99), ((4096, 4096, 64, 64), 2100)):
+        first, second = (tensor(device, torch.float16, *p.weight_shape) for p in fw.kronecker.monarch(*sizes))
+        bias = tensor(device, torch.float16, sizes[0])
+        fw.ksmm_chain(tensor(device, torch.float16, batch, sizes[1]), [first, second], bias=bias, activation="relu")
+
+
 def main(device: str = "cuda") -> None:
     torch.manual_seed(0)
-    for part in (products, long_rows, softmax, packing, kronecker):
+    for part in (products, long_rows, softmax, packing, kronecker, chains):
         part(device)
     if device == "cuda":
         torch.cuda.synchronize()

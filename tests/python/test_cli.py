@@ -63,7 +63,12 @@ def test_version_and_help() -> None:
         (["show", "frob(1)"], "show: PATTERN: expected one of block"),
         (["show", "random_blocks((1,4,4),16,1.5,0)"], "density: expected 0 to 1, got 1.5 "),
         (["show", LAYOUT, "--png"], "--png: expected a value, got nothing"),
-        (["show", LAYOUT, LAYOUT], "expected nothing more, got '"),
+        (["show", LAYOUT, LAYOUT], "show: PATTERN: expected several of Kronecker factors only, got "),
+        (
+            ["show", "kronecker(2,3,4,1)", "kronecker(1,2,6,1)", "--svg", "x"],
+            "PATTERN: expected one to draw, got several",
+        ),
+        (["show", "kronecker(2,3,4,1)", "kronecker(1,2,5,1)"], "plan: patterns[1]: expected 6 in features"),
         (["show", LAYOUT, "--head", "one"], "--head: expected a number, got 'one'"),
         (["show", "block((1,2"], "expected"),
         (["show", "block((1,2,2),(4,4),~A)"], "block: expected 8 to 128, got 4"),
@@ -187,6 +192,16 @@ def test_show_a_kronecker_factor() -> None:
         line.strip("│") for line in ok("show", "kronecker(8,64,64,8)", "--width", "60").splitlines() if "│" in line
     ]
     assert large == [" " * 4 * (n // 2) + "▒▒▒▒" + " " * 4 * (7 - n // 2) for n in range(16)]
+
+
+def test_show_a_chain() -> None:
+    factors = ("kronecker(64,64,64,1)", "kronecker(1,64,64,64)")
+    facts = json.loads(ok("show", *factors, "--json"))
+    assert facts["shape"] == [4096, 4096] and facts["weights"] == 2 * 64**3
+    assert facts["plan"]["sm_90a"] == ["0+1: fused, clusters of 8, 16 rows"]
+    assert facts["plan"]["cpu"] == ["0: cpu", "1: cpu"]
+    text = ok("show", *factors)
+    assert "chain of 2" in text and "sm_80    0: portable; 1: strided" in text and "1.0 MiB stored, 32.0 MiB" in text
 
 
 def test_show_scales_down_to_shades() -> None:

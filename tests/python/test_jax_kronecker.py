@@ -135,6 +135,18 @@ def test_vmap(axes, bs_last, rng):
         assert_close(got, want, "float32", "gradient inside vmap")
 
 
+@pytest.mark.parametrize("axes", [(0, None, None), (1, 0, None), (None, None, 0)], ids=str)
+def test_vmap_of_a_chain(axes, rng):
+    patterns = [(2, 3, 4, 1), (1, 5, 2, 3)]
+    inputs = []
+    for t, axis in zip(arrays(rng, patterns, (5,))[:-1], axes, strict=True):
+        many = jnp.asarray(rng.standard_normal((3, *t.shape)), t.dtype)
+        inputs.append(t if axis is None else jnp.moveaxis(many, 0, axis))
+    function = lambda x, *weights: fj.ksmm_chain(x, weights, activation="gelu")  # noqa: E731
+    exact = lambda x, *weights: reference(x, *weights, activation="gelu")  # noqa: E731
+    check(jax.vmap(function, axes), jax.vmap(exact, axes), inputs, rng)
+
+
 def test_nested_vmap(rng):
     x, w, _ = (jnp.asarray(rng.standard_normal((3, 2, *t.shape)), "float32") for t in arrays(rng, [(2, 3, 4, 2)], (5,)))
     check(jax.vmap(jax.vmap(fj.ksmm)), jax.vmap(jax.vmap(reference)), [x, w], rng)

@@ -1,5 +1,6 @@
 // `fretwork show`: the facts of a pattern and a picture of it.
 #include <fmt/core.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <iostream>
@@ -9,6 +10,7 @@
 
 #include "commands.h"
 #include "fretwork/error.h"
+#include "fretwork/ops.h"
 #include "fretwork/tensor.h"
 #include "picture.h"
 #include "survey.h"
@@ -17,8 +19,11 @@
 namespace fretwork::cli {
 namespace {
 
+/// What a chain's plan is shown for.
+constexpr const char* kPlanned[] = {"sm_90a", "sm_80", "cpu"};
+
 struct ShowOptions {
-  std::string pattern;
+  std::vector<std::string> patterns;
   std::int64_t head = 0;
   int width = 0;
   std::string png, svg;
@@ -147,8 +152,58 @@ void print_picture(const Pattern& pattern, const Survey& survey, const ShowOptio
   }
 }
 
+/// Several Kronecker factors, in order of application: what they make together, and how it would run.
+void show_chain(const ShowOptions& options) {
+  if (!options.png.empty() || !options.svg.empty()) {
+    throw UsageError("show: PATTERN: expected one to draw, got several");
+  }
+  std::vector<KroneckerPattern::Sizes> chain;
+  std::int64_t nnz = 0;
+  std::string factors;
+  for (const std::string& text : options.patterns) {
+    const PatternPtr pattern = read_pattern(text);
+    const auto* kronecker = dynamic_cast<const KroneckerPattern*>(pattern.get());
+    if (kronecker == nullptr) {
+      throw UsageError("show: PATTERN: expected several of Kronecker factors only, got " + shortened(text, 60));
+    }
+    chain.push_back(kronecker->sizes());
+    nnz += kronecker->nnz();
+    factors += (factors.empty() ? "" : ", then ") + kronecker->text();
+  }
+  std::vector<std::vector<std::string>> plans;
+  try {
+    for (const char* const arch : kPlanned) {
+      plans.push_back(ksmm_chain_plan(chain, arch));
+    }
+  } catch (const Error& error) {
+    throw UsageError("show: PATTERN: " + std::string(error.what()));
+  }
+  const auto &first = chain.front(), &last = chain.back();
+  const std::int64_t shape[] = {last.a * last.b * last.d, first.a * first.c * first.d};
+  if (options.json) {
+    nlohmann::ordered_json json = {{"kind", "chain"}, {"shape", shape}, {"weights", nnz}};
+    for (std::size_t n = 0; n < plans.size(); ++n) {
+      json["plan"][kPlanned[n]] = plans[n];
+    }
+    fmt::print("{}\n", json.dump(2));
+    return;
+  }
+  const auto line = [](const char* name, const std::string& value) { fmt::print("{:<9}{}\n", name, value); };
+  const double stored = static_cast<double>(nnz), dense = static_cast<double>(shape[0]) * static_cast<double>(shape[1]);
+  line("kind", fmt::format("chain of {}", chain.size()));
+  line("shape", shape_text(shape));
+  line("factors", factors);
+  line("fp16", fmt::format("{} stored, {} if dense", bytes_text(2 * stored), bytes_text(2 * dense)));
+  for (std::size_t n = 0; n < plans.size(); ++n) {
+    line(kPlanned[n], fmt::format("{}", fmt::join(plans[n], "; ")));
+  }
+}
+
 void show(const ShowOptions& options) {
-  const PatternPtr pattern = read_pattern(options.pattern);
+  if (options.patterns.size() > 1) {
+    return show_chain(options);
+  }
+  const PatternPtr pattern = read_pattern(options.patterns.front());
   const Survey survey(*pattern);
   if (options.head < 0 || options.head >= std::max<std::int64_t>(survey.heads(), 1)) {
     throw UsageError(fmt::format("show: --head: expected {}, got {}",
@@ -186,7 +241,10 @@ void show(const ShowOptions& options) {
 void add_show(CLI::App& app) {
   const auto options = std::make_shared<ShowOptions>();
   CLI::App* const command = app.add_subcommand("show", "Facts and a picture of a pattern");
-  command->add_option("PATTERN", options->pattern, "The pattern's text, or - to read it from standard input")
+  command
+      ->add_option(
+          "PATTERN", options->patterns,
+          "The pattern's text, or - to read it from standard input; several for a chain, the first applied first")
       ->required();
   command->add_option("--head", options->head, "Which head to draw (0)");
   command->add_option("--width", options->width, "Columns of the picture, 3 to 1000 (the terminal's)")
@@ -203,6 +261,7 @@ void add_show(CLI::App& app) {
       "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
       "  fretwork show 'random_blocks((4,32,32),(16,64),0.25,7)' --head 3 --png layout.png\n"
       "  fretwork show 'kronecker(2,16,16,4)'\n"
+      "  fretwork show 'kronecker(64,64,64,1)' 'kronecker(1,64,64,64)'\n"
       "  fretwork show - --json < layout.txt\n"
       "Colours need a terminal; setting NO_COLOR turns them off.");
   command->callback([options] { show(*options); });

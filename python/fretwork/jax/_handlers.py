@@ -7,7 +7,7 @@ import jax
 from fretwork._library import library_path
 from fretwork._shapes import Operand, fail
 
-_OPS = ("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_backward_weight")
+_OPS = ("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_chain", "ksmm_backward_weight")
 
 
 def _register() -> None:

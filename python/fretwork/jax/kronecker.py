@@ -140,6 +140,54 @@ def _weight_backward(
 _weight.defvjp(_weight_forward, _weight_backward)
 
 
+# Chains. `count` of the operands after x are weights; the bias may follow.
+
+
+def _walk(p: _Product, count: int, x: jax.Array, *operands: jax.Array) -> jax.Array:
+    """Factor by factor: what a chain is, and what its gradients come from."""
+    for w in operands[: count - 1]:
+        x = _ksmm(p.plain, x, w)
+    return _ksmm(p, x, *operands[count - 1 :])
+
+
+def _chain_call(p: _Product, count: int, x: jax.Array, *operands: jax.Array) -> jax.Array:
+    @custom_vmap
+    def call(x: jax.Array, *operands: jax.Array) -> jax.Array:
+        a, b, _, d = operands[count - 1].shape
+        shape = (a * b * d, x.shape[1]) if p.bs_last else (x.shape[0], a * b * d)
+        return jax.ffi.ffi_call("fretwork_ksmm_chain", jax.ShapeDtypeStruct(shape, x.dtype))(
+            x, *operands, activation=p.activation, bs_last=p.bs_last, precision=p.precision
+        )
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, bool]:
+        if any(batched[1:]):
+            walk = functools.partial(_walk, p, count)
+            return jax.vmap(walk, in_axes=tuple(0 if many else None for many in batched))(x, *operands), True
+        return _split(_chain_call(p, count, _mapped(x, batched[0], size, p.batch), *operands), size, p.batch), True
+
+    return call(x, *operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _chain(p: _Product, count: int, x: jax.Array, *operands: jax.Array) -> jax.Array:
+    return _chain_call(p, count, x, *operands)
+
+
+def _chain_forward(
+    p: _Product, count: int, x: jax.Array, *operands: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _chain(p, count, x, *operands), (x, *operands)
+
+
+def _chain_backward(p: _Product, count: int, operands: tuple[jax.Array, ...], d_y: jax.Array) -> tuple[jax.Array, ...]:
+    """What lies between the factors is computed again: a fused chain never had it."""
+    return jax.vjp(functools.partial(_walk, p, count), *operands)[1](d_y)
+
+
+_chain.defvjp(_chain_forward, _chain_backward)
+
+
 def _check_factors(op: str, x: jax.Array, factors: Sequence[jax.Array], bias: jax.Array | None, bs_last: bool) -> None:
     check_floating(op, operand("x", x))
     if x.ndim == 0:
@@ -176,10 +224,8 @@ def _apply_factors(
     batch = x.shape[1:] if bs_last else x.shape[:-1]
     count = functools.reduce(lambda m, n: m * n, batch, 1)
     y = x.reshape(x.shape[0], count) if bs_last else x.reshape(count, x.shape[-1])
-    *inner, last = factors
-    for w in inner:
-        y = _ksmm(p.plain, y, w)
-    y = _ksmm(p, y, last, *([] if bias is None else [bias]))
+    operands = [*factors] if bias is None else [*factors, bias]
+    y = _ksmm(p, y, *operands) if len(factors) == 1 else _chain(p, len(factors), y, *operands)
     return y.reshape(y.shape[0], *batch) if bs_last else y.reshape(*batch, y.shape[1])
 
 

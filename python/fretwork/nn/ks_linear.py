@@ -110,10 +110,26 @@ class KSLinear(nn.Module):
         first, *rest = self.weights
         return ops.ksmm_chain(to_dense(first), rest, bs_last=True) if rest else to_dense(first)
 
-    def plan(self) -> str:
-        """How the layer runs, in one line."""
-        ways = ["kernel" if self.algo == "auto" else self.algo] * len(self.patterns)
-        return ", then ".join(f"{p.text} by {way}" for p, way in zip(self.patterns, ways, strict=True))
+    def plan(self, arch: str | None = None) -> str:
+        """How the layer runs, a line for each step; factors are counted from 0 in order of application.
+
+        `arch` is that of a GPU, such as "sm_90a", whether there is one or not, or "cpu"; without it, of the layer.
+
+        >>> import torch, fretwork as fw
+        >>> layer = fw.nn.KSLinear(fw.kronecker.monarch(4096, 4096, 64, 64), dtype=torch.float16, device="meta")
+        >>> print(layer.plan("sm_90a"))
+        0+1: fused, clusters of 8, 16 rows
+        >>> print(layer.plan("cpu"))
+        0: cpu
+        1: cpu
+        """
+        from fretwork.kronecker import plan
+
+        if self.algo not in ("auto", "kernel"):
+            return "\n".join(f"{n}: {self.algo}" for n in range(len(self.patterns)))
+        weight = self.weights[0]
+        here = f"cuda:{weight.device.index or 0}" if weight.is_cuda else "cpu"
+        return plan(self.patterns, here if arch is None else arch, weight.dtype, self.bs_last)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() < 1 or x.shape[0 if self.bs_last else -1] != self.in_features:

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "device/barrier.cuh"
+#include "device/cluster.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/kronecker/kernel_strided.cuh"
@@ -16,24 +17,6 @@
 namespace fretwork {
 namespace kronecker::strided {
 
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-/// Arrives at the barrier that lies at `barrier` in CTA `rank` of the cluster. Releasing at the cluster's scope would
-/// wait for every store to global memory that is under way (MEMBAR.ALL.GPU); what was read needs no such fence.
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-  asm volatile(
-      "{.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
 /// Boxes and bytes to the same place in every CTA of `mask`, counted by the barrier at the same place.
 __device__ __forceinline__ void load_shared_box(u32 to, const void* map, u32 barrier, int x, int y, int z, u16 mask) {
   asm volatile(
@@ -348,7 +331,7 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
     more_registers<232>();
     Work::consume(p, seat, first, by, base, barriers);
   }
-  kronecker::strided::cluster_sync();  // others may still copy into this CTA, or tell it of free stages
+  cluster_sync();  // others may still copy into this CTA, or tell it of free stages
 }
 
 }  // namespace fretwork

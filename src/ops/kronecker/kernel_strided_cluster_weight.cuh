@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
     more_registers<232>();
     Work::consume(p, seat, part, base, barriers);
   }
-  kronecker::strided::cluster_sync();
+  cluster_sync();
 }
 
 }  // namespace fretwork

@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string>
+#include <vector>
 
 #include "fretwork/error.h"
+#include "ops/kronecker/chain.h"
 #include "ops/kronecker/problem.h"
 #include "pattern/checks.h"
 
@@ -115,39 +117,65 @@ void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const Te
   context.device.type == DeviceType::cuda ? cuda::run(problem, context) : cpu::run(problem, context);
 }
 
-void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const TensorView& out, Context& context,
-                const KsmmOptions& options) {
+namespace {
+
+/// One problem for each factor. What lies between two of them has no memory yet.
+std::vector<Problem> check_chain(const TensorView& x, std::span<const TensorView> weights, const TensorView& out,
+                                 const KsmmOptions& options, const Context& context) {
   constexpr const char* kOp = "ksmm_chain";
   if (weights.empty()) {
     throw Error(kOp, "weights", "at least one", "none");
   }
-  std::int64_t features = x.size(-1), widest = 0;
+  // Features stand before the batch in memory exactly when they do in x.
+  const bool last = x.stride(0) == 1 && x.stride(1) != 1;
+  std::vector<Problem> problems;
+  TensorView from = x;
   for (std::size_t n = 0; n < weights.size(); ++n) {
     const std::string name = "weights[" + std::to_string(n) + "]";
     check_like(kOp, {name.c_str(), weights[n]}, {"x", x});
     const Sizes s = check_weights(kOp, name.c_str(), weights[n]);
-    if (s.a * s.c * s.d != features) {
-      throw Error(kOp, name, std::to_string(features) + " in features (a·c·d), as come before it",
+    if (s.a * s.c * s.d != from.size(-1)) {
+      throw Error(kOp, name, std::to_string(from.size(-1)) + " in features (a·c·d), as come before it",
                   std::to_string(s.a * s.c * s.d) + " of " + shape_text(weights[n].shape()));
     }
-    features = s.a * s.b * s.d;
-    widest = n + 1 < weights.size() ? std::max(widest, features) : widest;
-  }
-  // Two buffers take turns. Features stand before the batch in memory exactly when they do in x.
-  const std::int64_t batch = x.size(0);
-  const bool last = x.stride(0) == 1 && x.stride(1) != 1;
-  const std::size_t bytes = static_cast<std::size_t>(batch * widest) * size_of(x.dtype);
-  const Workspace one(context, weights.size() > 1 ? bytes : 0), two(context, weights.size() > 2 ? bytes : 0);
-  TensorView from = x;
-  for (std::size_t n = 0; n < weights.size(); ++n) {
-    const TensorView& w = weights[n];
-    const std::int64_t to_features = w.size(0) * w.size(1) * w.size(3);
+    const std::int64_t sizes[] = {x.size(0), s.a * s.b * s.d}, strides[] = {last ? 1 : sizes[1], last ? sizes[0] : 1};
     const bool end = n + 1 == weights.size();
-    const std::int64_t sizes[] = {batch, to_features}, strides[] = {last ? 1 : to_features, last ? batch : 1};
-    const TensorView to = end ? out : TensorView((n % 2 == 0 ? one : two).data(), x.dtype, sizes, strides, x.device);
-    const std::string name = "weights[" + std::to_string(n) + "]";
-    run(check(kOp, {"x", from}, {name.c_str(), w}, to, end ? options : KsmmOptions{}, context), context);
+    const TensorView to = end ? out : TensorView(nullptr, x.dtype, sizes, strides, x.device);
+    problems.push_back(check(kOp, {"x", from}, {name.c_str(), weights[n]}, to, end ? options : KsmmOptions{}, context));
     from = to;
+  }
+  return problems;
+}
+
+}  // namespace
+
+void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const TensorView& out, Context& context,
+                const KsmmOptions& options) {
+  std::vector<Problem> problems = check_chain(x, weights, out, options, context);
+  if (x.size(0) == 0) {
+    return;
+  }
+  // Steps end after `ends[n]` factors. Two buffers take turns between them.
+  std::vector<std::size_t> ends;
+  std::int64_t widest = 0;
+  for (std::size_t n = 0; n < problems.size(); n = ends.back()) {
+    const bool two = n + 1 < problems.size() && context.device.type == DeviceType::cuda &&
+                     chain::cuda::fuses(problems[n], problems[n + 1], context);
+    ends.push_back(n + (two ? 2 : 1));
+    const Sizes& s = problems[ends.back() - 1].sizes;
+    widest = ends.back() < problems.size() ? std::max(widest, s.a * s.b * s.d) : widest;
+  }
+  const std::size_t bytes = static_cast<std::size_t>(x.size(0) * widest) * size_of(x.dtype);
+  const Workspace one(context, bytes), two(context, ends.size() > 2 ? bytes : 0);
+  for (std::size_t n = 0, begin = 0; n < ends.size(); begin = ends[n++]) {
+    if (n + 1 < ends.size()) {
+      problems[ends[n] - 1].y.data = problems[ends[n]].x.data = (n % 2 == 0 ? one : two).data();
+    }
+    if (ends[n] - begin == 2) {
+      chain::cuda::run(problems[begin], problems[begin + 1], context);
+    } else {
+      run(problems[begin], context);
+    }
   }
 }
 

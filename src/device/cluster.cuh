@@ -1,0 +1,38 @@
+// CTAs of a cluster: who they are, how they meet, and how one reaches the shared memory of another.
+#pragma once
+
+#include "device/types.cuh"
+
+namespace fretwork {
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+/// Arrives at the barrier that lies at `barrier` in CTA `rank` of the cluster. Releasing at the cluster's scope would
+/// wait for every store to global memory that is under way (MEMBAR.ALL.GPU); what was read needs no such fence.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+  asm volatile(
+      "{.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+/// Bytes from this CTA's shared memory to `to` in CTA `rank`, counted by the barrier that lies at `barrier` there. What
+/// ordinary stores wrote needs fence_async_proxy first.
+__device__ __forceinline__ void copy_to_rank(u32 to, u32 from, int bytes, u32 barrier, u32 rank) {
+  asm volatile(
+      "{.reg .b32 place, counter;\n"
+      "mapa.shared::cluster.u32 place, %0, %4;\n"
+      "mapa.shared::cluster.u32 counter, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [place], [%1], %2, [counter];}" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
+}  // namespace fretwork

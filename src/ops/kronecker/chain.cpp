@@ -1,0 +1,101 @@
+// The planner of chains, and how it says what it plans.
+#include "ops/kronecker/chain.h"
+
+#include <algorithm>
+
+#include "fretwork/error.h"
+#include "runtime/cuda_driver.h"
+
+namespace fretwork {
+namespace kronecker::chain {
+namespace {
+
+bool half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
+
+/// Which kernel runs one factor, for words only: backends look at strides and sizes as well.
+const char* way(const Sizes& s, const Target& target) {
+  if (target.arch == "cpu") {
+    return "cpu";
+  }
+  if (target.arch == "sm_90a" && half(target.dtype) && (target.last || s.d == 1) && s.b + s.c >= 32) {
+    return "hopper";
+  }
+  return !target.last && s.d % 2 == 0 && target.dtype != DType::f64 ? "strided" : "portable";
+}
+
+/// "cuda:1" as the architecture that this GPU's kernels are chosen by.
+std::string named_arch(const std::string& arch) {
+  const auto number = [&](std::size_t from) {
+    return arch.size() > from && arch.size() < from + 4 && arch[from] >= '0' && arch[from] <= '9';
+  };
+  if (arch.starts_with("cuda:") && number(5)) {
+    return fretwork::cuda::kernel_arch(std::stoi(arch.substr(5)));
+  }
+  if (arch != "cpu" && !(arch.starts_with("sm_") && number(3))) {
+    throw Error("plan", "arch", "cpu, a GPU such as cuda:0, or an architecture such as sm_90a", arch);
+  }
+  return arch;
+}
+
+void check(std::span<const Sizes> patterns) {
+  for (std::size_t n = 1; n < patterns.size(); ++n) {
+    const Sizes &before = patterns[n - 1], &s = patterns[n];
+    if (before.a * before.b * before.d != s.a * s.c * s.d) {
+      throw Error("plan", "patterns[" + std::to_string(n) + "]",
+                  std::to_string(before.a * before.b * before.d) + " in features (a·c·d), as come before it",
+                  std::to_string(s.a * s.c * s.d));
+    }
+  }
+}
+
+}  // namespace
+
+std::optional<Monarch> fuse(const Sizes& first, const Sizes& second) {
+  constexpr std::int64_t kMost = 1 << 12;
+  const bool monarch = first.d == 1 && second.a == 1 && second.c == first.a && second.d == first.b;
+  if (!monarch || std::max({first.a, first.b, first.c, second.b}) > kMost) {
+    return std::nullopt;
+  }
+  const auto n = [](std::int64_t size) { return static_cast<int>(size); };
+  for (const int ranks : {1, 2, 4, 8}) {
+    const Monarch m{n(first.a), n(first.c), n(first.b), n(second.b), ranks, 1};
+    if (m.valid()) {
+      return m;
+    }
+  }
+  return std::nullopt;
+}
+
+std::vector<Step> plan(std::span<const Sizes> factors, const Target& target) {
+  const bool fused = target.arch == "sm_90a" && half(target.dtype) && !target.last;
+  std::vector<Step> steps;
+  for (std::size_t n = 0; n < factors.size(); n += steps.back().count) {
+    const bool two = fused && n + 1 < factors.size() && fuse(factors[n], factors[n + 1]);
+    steps.push_back({n, two ? 2u : 1u});
+  }
+  return steps;
+}
+
+}  // namespace kronecker::chain
+
+std::vector<std::string> ksmm_chain_plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch,
+                                         DType dtype, bool last) {
+  using namespace kronecker::chain;
+  check(patterns);
+  const Target target{named_arch(arch), dtype, last};
+  std::vector<std::string> lines;
+  for (const Step& step : plan(patterns, target)) {
+    const std::string first = std::to_string(step.first);
+    if (step.count == 1) {
+      lines.push_back(first + ": " + way(patterns[step.first], target));
+      continue;
+    }
+    const Monarch m = *fuse(patterns[step.first], patterns[step.first + 1]);
+    const std::string cluster = m.ranks > 1 ? ", clusters of " + std::to_string(m.ranks) : "";
+    lines.push_back(first + "+" + std::to_string(step.first + 1) + ": fused" + cluster + ", " +
+                    std::to_string(Monarch::kRows) + " rows");
+  }
+  return lines;
+}
+
+}  // namespace fretwork

@@ -1,0 +1,38 @@
+// Chains of Kronecker factors: which neighbours run as one kernel, and the kernel that does.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "ops/kronecker/params_chain.cuh"
+#include "ops/kronecker/problem.h"
+
+namespace fretwork::kronecker::chain {
+
+/// How the fused kernel divides two factors, with the fewest CTAs in a cluster; nothing where it cannot take them.
+std::optional<Monarch> fuse(const Sizes& first, const Sizes& second);
+
+/// What a chain runs on, as far as its plan depends on it.
+struct Target {
+  std::string arch;  ///< "sm_90a", "sm_80", …, or "cpu"
+  DType dtype = DType::f16;
+  bool last = false;  ///< the batch is the unit axis of x and y
+};
+
+/// Neighbours that run as one: a factor by itself, or two that are fused.
+struct Step {
+  std::size_t first, count;
+};
+/// With operands as contiguous and aligned as they can be.
+std::vector<Step> plan(std::span<const Sizes> factors, const Target& target);
+
+namespace cuda {
+/// Whether `first` and then `second`, which reads what `first` writes, can be one kernel: the middle never exists.
+bool fuses(const Problem& first, const Problem& second, const Context& context);
+/// Runs two that can. `exchange` CTAs swap results before they are stored; 0 takes the best number.
+void run(const Problem& first, const Problem& second, Context& context, int exchange = 0);
+}  // namespace cuda
+
+}  // namespace fretwork::kronecker::chain

@@ -1,0 +1,119 @@
+// The host side of the kernel that fuses two factors: does the problem suit it, its tensor map, the launches.
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "ops/kronecker/chain.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::kronecker::chain {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
+
+std::string numbers(const Monarch& m) {
+  std::string text;
+  for (const int n : {m.q, m.r, m.s, m.p, m.ranks}) {
+    text += (text.empty() ? "" : ", ") + std::to_string(n);
+  }
+  return text;
+}
+KernelSpec fused_instance(const Monarch& m, DType dtype) {
+  return {"ops/kronecker/kernel_chain.cuh", std::string("fretwork::kronecker::chain::fused<") + device_type(dtype) +
+                                                ", " + numbers(m) + ", " + std::to_string(m.exchange) + ">"};
+}
+KernelSpec pack_instance(const Monarch& m) {
+  return {"ops/kronecker/kernel_chain_pack.cuh", "fretwork::kronecker::chain::pack<" + numbers(m) + ">"};
+}
+
+/// With CTAs that swap results, where there is room for it.
+Monarch exchanging(Monarch m, int exchange) {
+  Monarch with = m;
+  with.exchange = std::min(m.ranks, exchange > 0 ? exchange : 2);
+  return with.valid() ? with : m;
+}
+
+/// Kernels are made for the sizes of a layer; these are the Monarch matrices of 1024, 2048 and 4096 features.
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (arch != "sm_90a") {
+    return list;
+  }
+  for (const auto& [first, second] : {std::pair{Sizes{32, 32, 32, 1}, Sizes{1, 32, 32, 32}},
+                                      {Sizes{32, 64, 64, 1}, Sizes{1, 32, 32, 64}},
+                                      {Sizes{64, 64, 64, 1}, Sizes{1, 64, 64, 64}}}) {
+    const Monarch m = exchanging(*fuse(first, second), 0);
+    list.push_back(pack_instance(m));
+    list.push_back(fused_instance(m, DType::f16));
+    list.push_back(fused_instance(m, DType::bf16));
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker", list_kernels};
+
+/// Rows of neighbouring features that begin at 16 bytes.
+bool in_rows(const Matrix& m) {
+  return m.feature == 1 && m.batch > 0 && m.batch % 8 == 0 && m.batch < std::int64_t{1} << 38 &&
+         reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0;
+}
+
+/// In boxes of 16 rows × what a CTA takes of the features.
+Map x_map(const Problem& problem, const Monarch& m) {
+  const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
+  const std::uint64_t sizes[] = {64, u64(problem.batch), u64(std::int64_t{m.q} * m.r / 64)};
+  const std::uint64_t strides[] = {u64(problem.x.batch) * 2, 128};
+  const std::uint32_t box[] = {64, Monarch::kRows, static_cast<std::uint32_t>(m.features() / 64)};
+  return std::bit_cast<Map>(driver::make_tensor_map(problem.x.data, 2, sizes, strides, box, driver::Swizzle::b128));
+}
+
+/// Clusters that run at once.
+std::int64_t resident_clusters(const Kernel& kernel, const Monarch& m) {
+  static std::mutex mutex;
+  static std::map<const Kernel*, int> known;
+  const std::lock_guard lock(mutex);
+  const auto [place, fresh] = known.try_emplace(&kernel, 1);
+  if (fresh) {
+    place->second = std::max(1, kernel.active_clusters(m.ranks, Monarch::kThreads, m.shared()));
+  }
+  return place->second;
+}
+
+}  // namespace
+
+bool cuda::fuses(const Problem& first, const Problem& second, const Context& context) {
+  const bool type = first.dtype == DType::f16 || first.dtype == DType::bf16;
+  return type && first.batch < kMost && in_rows(first.x) && in_rows(second.y) &&
+         fuse(first.sizes, second.sizes).has_value() && driver::kernel_arch(context.device.index) == "sm_90a";
+}
+
+void cuda::run(const Problem& first, const Problem& second, Context& context, int exchange) {
+  const driver::DeviceScope scope(context.device.index);
+  const Monarch m = exchanging(*fuse(first.sizes, second.sizes), exchange);
+  const int device = context.device.index;
+  const Workspace packed(context, static_cast<std::size_t>(m.words()) * sizeof(std::uint32_t));
+  const PackParams pack{first.w.data, second.w.data, packed.data(), first.w.a, first.w.b,
+                        first.w.c,    second.w.b,    second.w.c,    second.w.d};
+  get_kernel(pack_instance(m), device)
+      .launch(ceil_div(std::int64_t{m.words()}, kPackThreads), kPackThreads, 0, &pack, context.stream);
+
+  FusedParams params{};
+  params.x = x_map(first, m);
+  params.weights = packed.data();
+  params.y = second.y.data;
+  params.bias = second.bias.data;
+  params.batch = first.batch;
+  params.y_stride = second.y.batch;
+  params.bias_stride = second.bias.stride;
+  params.activation = static_cast<int>(second.activation);
+  const Kernel& kernel = get_kernel(fused_instance(m, first.dtype), device);
+  const std::int64_t clusters = std::min(resident_clusters(kernel, m), ceil_div(first.batch, Monarch::kRows));
+  kernel.launch_clusters(clusters * m.ranks, m.ranks, Monarch::kThreads, m.shared(), &params, context.stream, true);
+}
+
+}  // namespace fretwork::kronecker::chain

@@ -15,6 +15,7 @@
 #include "machine.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"
+#include "runtime/tuned.h"
 #include "terminal.h"
 
 namespace fretwork::cli {
@@ -66,7 +67,7 @@ Json describe_nvrtc() {
 Json describe() {
   const disk_cache::State cache = disk_cache::state();
   return {{"version", FRETWORK_VERSION},
-          {"cpu", {{"model", cpu_model()}, {"threads", TbbExecutor().concurrency()}, {"simd", simd_target()}}},
+          {"cpu", {{"model", device_name({})}, {"threads", TbbExecutor().concurrency()}, {"simd", simd_target()}}},
           {"cuda", describe_cuda()},
           {"nvrtc", describe_nvrtc()},
           {"cache",
@@ -117,6 +118,7 @@ void add_info(CLI::App& app) {
       "Settings:\n"
       "  FRETWORK_CACHE_DIR    where compiled kernels are kept\n"
       "  FRETWORK_CACHE_LIMIT  MiB of them to keep (512)\n"
+      "  FRETWORK_TUNE_DIR     where tables of `fretwork tune` are kept\n"
       "  FRETWORK_NVRTC        the NVRTC library to use, or its folder\n"
       "  FRETWORK_ARCH         compile for this architecture (sm_80: the portable kernels, also on Hopper)\n"
       "Example:\n"

@@ -8,6 +8,8 @@
 #include <string>
 
 #include "fretwork/error.h"
+#include "ops/kronecker/choice.h"
+#include "ops/kronecker/cuda_strided.h"
 #include "ops/kronecker/params.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -106,7 +108,8 @@ ProductOperand weight_operand(const Problem& problem) {
   return operand(w.data, w.a, w.d, w.b, w.c, problem.sizes.d > 1);
 }
 
-void run_here(const Problem& problem, Context& context) {
+/// One of the two, or the portable one where it can: then always true.
+bool run_here(const Problem& problem, Context& context, Route route = Route::best) {
   const auto& [a, b, c, d] = problem.sizes;
   ProductParams p{};
   p.left = matrix_operand(problem.x, c, d, false);
@@ -128,7 +131,8 @@ void run_here(const Problem& problem, Context& context) {
   ProductParams lined = p;
   const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(problem.dtype)), line = ceil_div(c, chunk) * chunk;
   lined.right = {nullptr, d * b * line, b * line, line, 1, 2};
-  const bool pack = !in_lines(p.right, problem.dtype) && tensor_cores(lined, problem.dtype, context);
+  const bool pack =
+      route != Route::simple && !in_lines(p.right, problem.dtype) && tensor_cores(lined, problem.dtype, context);
   const std::int64_t count = a * d * b * line;
   const Workspace packed(context, pack ? static_cast<std::size_t>(count) * size_of(problem.dtype) : 0);
   if (pack) {
@@ -139,7 +143,11 @@ void run_here(const Problem& problem, Context& context) {
     p = lined;
     p.right.data = packed.data();
   }
-  launch(p, problem.dtype, false, context);
+  if (route == Route::portable && !tensor_cores(p, problem.dtype, context)) {
+    return false;
+  }
+  route == Route::simple ? launch_simple(p, problem.dtype, false, context) : launch(p, problem.dtype, false, context);
+  return true;
 }
 
 /// Pieces of the batch that fill the machine `tiles` at a time, none shorter than 256.
@@ -236,6 +244,38 @@ void cuda::run(const Problem& problem, Context& context) {
   if (!hopper::run(problem, context) && !strided::run(problem, context)) {
     run_here(problem, context);
   }
+}
+
+bool cuda::run(const Problem& problem, Context& context, const Choice& choice) {
+  const driver::DeviceScope scope(context.device.index);
+  switch (choice.route) {
+    case Route::hopper:
+      return hopper::run(problem, context, hopper::Form::direct, choice.first);
+    case Route::regroup:
+      return hopper::run(problem, context, hopper::Form::regrouped, choice.first);
+    case Route::strided:
+      return strided::run(problem, context, strided::Way::alone, {choice.first, choice.second});
+    case Route::cluster:
+      return strided::run(problem, context, strided::Way::clusters);
+    case Route::portable:
+    case Route::simple:
+      return run_here(problem, context, choice.route);
+    default:
+      return false;
+  }
+}
+
+std::vector<Choice> cuda::candidates(const Problem& problem, const Context& context) {
+  std::vector<Choice> list;
+  for (const int width : hopper::widths()) {
+    list.push_back({Route::hopper, width});
+    list.push_back({Route::regroup, width});
+  }
+  for (const auto& [v, wm] : strided::shapes(problem.dtype, context.precision)) {
+    list.push_back({Route::strided, v, wm});
+  }
+  list.insert(list.end(), {{Route::cluster}, {Route::portable}, {Route::simple}});
+  return list;
 }
 
 void cuda::run(const WeightProblem& problem, Context& context) {

@@ -344,24 +344,31 @@ void run_regrouped(const Problem& p, const Matrices& matrices, int width, Contex
 
 }  // namespace
 
-bool run(const Problem& p, Context& context) {
+std::span<const int> widths() { return kWidths; }
+
+bool run(const Problem& p, Context& context) { return run(p, context, Form::best); }
+
+bool run(const Problem& p, Context& context, Form form, int wanted) {
   const Sizes& s = p.sizes;
-  if (!suits(s, p.batch, p.dtype, context)) {
+  const bool known = wanted == 0 || std::ranges::find(kWidths, wanted) != std::end(kWidths);
+  if (!known || !suits(s, p.batch, p.dtype, context)) {
     return false;
   }
-  const int width = product_width(p, driver::device_info(context.device.index).multiprocessors);
+  const int width = wanted > 0 ? wanted : product_width(p, driver::device_info(context.device.index).multiprocessors);
   if (ceil_div(p.batch, kRows) > kMost / (ceil_div(s.b, width) * s.a * s.d)) {
     return false;
   }
   const Matrices matrices(p.w, s);
-  if (const auto layout = layout_of(p.x, p.y, p.batch, s); layout && layout->y.can_be_written()) {
+  const auto layout = form != Form::regrouped ? layout_of(p.x, p.y, p.batch, s) : std::nullopt;
+  if (layout && layout->y.can_be_written()) {
     const Workspace space(context, matrices.bytes());
     const Map weights = operand_map(matrices.view(space, context), matrices.unit_is_k(), width);
     launch_product(p, *layout, weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
     return true;
   }
-  const bool possible = s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.y, s.b, p.batch, s);
-  return possible && Estimate(s).product_regroups(s.d, p.batch * s.a * s.d) &&
+  const bool possible =
+      form != Form::direct && s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.y, s.b, p.batch, s);
+  return possible && (form == Form::regrouped || Estimate(s).product_regroups(s.d, p.batch * s.a * s.d)) &&
          (run_regrouped(p, matrices, width, context), true);
 }
 

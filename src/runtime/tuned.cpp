@@ -215,7 +215,7 @@ std::vector<TunedSource> read_tuned_sources(const std::filesystem::path& folder)
     }
   };
   for (const EmbeddedTable& shipped : embedded_tables()) {
-    add(shipped.name, [&] { return TunedTable::parse(shipped.text); });
+    add(std::string("library: ") + shipped.name, [&] { return TunedTable::parse(shipped.text); });
   }
   std::vector<std::filesystem::path> files;
   std::error_code ignored;  // no folder, no tables

@@ -108,7 +108,7 @@ ProductOperand weight_operand(const Problem& problem) {
   return operand(w.data, w.a, w.d, w.b, w.c, problem.sizes.d > 1);
 }
 
-/// One of the two, or the portable one where it can: then always true.
+/// By the kernel of that route, or the better of the two. False where the portable one cannot.
 bool run_here(const Problem& problem, Context& context, Route route = Route::best) {
   const auto& [a, b, c, d] = problem.sizes;
   ProductParams p{};
@@ -126,13 +126,16 @@ bool run_here(const Problem& problem, Context& context, Route route = Route::bes
   p.d = d;
   p.pieces = 1;
   p.activation = static_cast<int>(problem.activation);
+  if (route == Route::simple) {
+    launch_simple(p, problem.dtype, false, context);
+    return true;
+  }
 
   // Weights that lie otherwise are brought into lines when x already does.
   ProductParams lined = p;
   const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(problem.dtype)), line = ceil_div(c, chunk) * chunk;
   lined.right = {nullptr, d * b * line, b * line, line, 1, 2};
-  const bool pack =
-      route != Route::simple && !in_lines(p.right, problem.dtype) && tensor_cores(lined, problem.dtype, context);
+  const bool pack = !in_lines(p.right, problem.dtype) && tensor_cores(lined, problem.dtype, context);
   const std::int64_t count = a * d * b * line;
   const Workspace packed(context, pack ? static_cast<std::size_t>(count) * size_of(problem.dtype) : 0);
   if (pack) {
@@ -146,7 +149,7 @@ bool run_here(const Problem& problem, Context& context, Route route = Route::bes
   if (route == Route::portable && !tensor_cores(p, problem.dtype, context)) {
     return false;
   }
-  route == Route::simple ? launch_simple(p, problem.dtype, false, context) : launch(p, problem.dtype, false, context);
+  launch(p, problem.dtype, false, context);
   return true;
 }
 

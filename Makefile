@@ -46,6 +46,8 @@ lint: setup
 
 # Compiled kernels of the tests stay in the build folder, so that a second run compiles none.
 test-%: export FRETWORK_CACHE_DIR := $(CURDIR)/build/kernels
+# What the user has tuned is not what is tested.
+test-%: export FRETWORK_TUNE_DIR := $(CURDIR)/build/no-tables
 
 test-cpp: export FRETWORK_NEEDS_NVRTC := 1
 test-cpp: build  # with every kernel instantiation compiled for sm_80 and sm_90a

@@ -65,8 +65,10 @@ def test_tunes_and_the_op_reads_it(folder: Path, tmp_path: Path) -> None:
     with (tmp_path / "rows.csv").open() as lines:
         reader = csv.DictReader(lines)
         table = list(reader)
-        assert list(reader.fieldnames or [])[:9] == "batch_size a b c d configuration ms std mse".split()
+        assert " ".join(reader.fieldnames or []).startswith("batch_size a b c d configuration ms std mse ")
     assert [row["configuration"] for row in table] == [row["choice"] for row in found.values()]
+
+    assert json.loads(ok("info", "--json"))["tables"][-1] == str(file) and str(file) in ok("info")
 
     # What a call takes, and why. The row counts for batches up to the next power of two, in this layout and type.
     change(file, "2,8,16,4 float32 first 64", choice="rows:64")

@@ -64,6 +64,15 @@ Json describe_nvrtc() {
   return {{"available", false}, {"reason", library.reason}};
 }
 
+/// Of `fretwork tune`, as ops look them up.
+std::vector<std::string> tables() {
+  std::vector<std::string> names;
+  for (const TunedSource& source : tuned_sources()) {
+    names.push_back(source.name);
+  }
+  return names;
+}
+
 Json describe() {
   const disk_cache::State cache = disk_cache::state();
   return {{"version", FRETWORK_VERSION},
@@ -72,6 +81,7 @@ Json describe() {
           {"nvrtc", describe_nvrtc()},
           {"cache",
            {{"folder", cache.folder.string()}, {"files", cache.files}, {"bytes", cache.bytes}, {"limit", cache.limit}}},
+          {"tables", tables()},
           {"environment", settings()}};
 }
 
@@ -102,9 +112,11 @@ void print(const Json& info) {
   line("cache", folder.empty() ? "none: compiled kernels are not kept"
                                : fmt::format("{}: {} kernels, {} of at most {}", folder, cache["files"].get<int>(),
                                              size(cache["bytes"]), size(cache["limit"])));
-  std::string_view name = "settings";
-  for (const Json& setting : info["environment"]) {
-    line(std::exchange(name, ""), text(setting));
+  for (const auto& [title, list] : {std::pair("tables", "tables"), {"settings", "environment"}}) {
+    std::string_view name = title;
+    for (const Json& one : info[list]) {
+      line(std::exchange(name, ""), text(one));
+    }
   }
 }
 

@@ -10,12 +10,12 @@ namespace fretwork::kronecker::strided {
 /// CTAs on their own (sm_80 and later), clusters of them (sm_90a, 16-bit types), or the one that should be faster.
 enum class Way { best, alone, clusters };
 
-/// Neighbouring δ of a CTA, and its warps along the batch; zeros for those that should be fastest.
+/// Alone: neighbouring δ, and warps along the batch. Clusters: rows and columns of CTAs. Zeros: what should be fastest.
 struct Shape {
-  int v = 0, wm = 0;
+  int first = 0, second = 0;
 };
-/// Those there are.
-std::vector<Shape> shapes(DType dtype, Precision precision);
+/// Those there are of a way.
+std::vector<Shape> shapes(Way way, DType dtype, Precision precision);
 
 /// False when the problem, or this way of it, is not for here.
 bool run(const Problem& problem, Context& context, Way way, Shape shape = {});

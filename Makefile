@@ -63,9 +63,9 @@ test-sanitizers: setup
 	  [ -f build/$$kind/build.ninja ] || cmake --preset $$kind -DFRETWORK_TOOLS=OFF || exit 1; \
 	done
 	@cmake --build build/asan
-	@cmake --build build/tsan --target runtime_cache_test runtime_plan_cache_test
+	@cmake --build build/tsan --target runtime_cache_test runtime_plan_cache_test runtime_tuner_test
 	ctest --preset asan -j2
-	ctest --preset tsan -j2 -R '^runtime_(cache|plan_cache)_test'
+	ctest --preset tsan -j2 -R '^runtime_(cache|plan_cache|tuner)_test'
 
 test-wheel: build
 	$(PY) scripts/check_wheel.py

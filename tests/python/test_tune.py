@@ -128,7 +128,7 @@ def test_stopped_and_resumed(folder: Path, tmp_path: Path, how: signal.Signals) 
         assert child.returncode == -how
     else:
         assert child.returncode == 130 and said.count("\n") == 1
-        assert f"interrupted: {len(kept)} of {count} are in {file}; --resume" in said
+        assert f"interrupted: {len(kept)} of {count} are done and in {file}; --resume" in said
         the_table(folder)
 
     first = "1,8,16,4 float32 first 64"
@@ -177,6 +177,7 @@ def test_bad_tables_are_ignored_with_one_line(folder: Path) -> None:
     # A choice of a GPU is known here and not for this problem: the op does without.
     file.write_text(re.sub(r'"choice": "[^"]*"', '"choice": "hopper:128"', good))
     assert "hopper:128" in ok("tune", "kronecker", "--patterns", "2,8,16,4", *TWO, "--show")
+    assert " best " in ok("tune", "kronecker", "--patterns", "2,8,16,4", *TWO, "--compare")
     ok(*call)
     # Nor does a run write over what it does not understand.
     file.write_text("{}")

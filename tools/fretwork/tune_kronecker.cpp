@@ -60,6 +60,9 @@ std::vector<Choice> read_choices(const std::string& text) {
 class Gain {
  public:
   void add(const std::string& pattern, const TunedRow& row) {
+    if (row.heuristic_ms == 0) {
+      return;  // its result was wrong
+    }
     const double gain = row.heuristic_ms / row.ms;
     mean_.add(gain);
     if (gain > largest_) {
@@ -134,10 +137,11 @@ std::vector<Candidate> candidates_of(KroneckerContest& contest, const std::vecto
   return list;
 }
 
-/// Null where it did not run.
-const Finish* named(const std::vector<Finish>& finishes, const Choice& choice) {
-  const auto found = std::ranges::find(finishes, kronecker::text_of(choice), &Finish::name);
-  return found != finishes.end() && !found->rounds.empty() ? &*found : nullptr;
+/// What a call that the tables answer with `choice` runs as: the heuristic, which stands first, where it cannot.
+const Finish* ran_as(const std::vector<Finish>& finishes, const Choice& choice) {
+  const auto named = std::ranges::find(finishes, kronecker::text_of(choice), &Finish::name);
+  const Finish& one = named != finishes.end() && !named->rounds.empty() ? *named : finishes.front();
+  return one.rounds.empty() ? nullptr : &one;
 }
 
 class Suite {
@@ -161,11 +165,11 @@ class Suite {
     if (options_.show) {
       return show(cases_, run_.dtype(), clock_.context());
     }
-    const std::string device = device_name(run_.device());
-    const std::filesystem::path file =
-        options_.out.empty() ? usual_table(kOp, device) : std::filesystem::path(options_.out);
+    std::filesystem::path file = options_.out;
     std::optional<TuningFile> table;
     if (!options_.compare) {
+      const std::string device = device_name(run_.device());
+      file = options_.out.empty() ? usual_table(kOp, device) : file;
       table.emplace(file, device, kOp);
     }
     const std::atomic<bool>& stopped = stopped_by_user();
@@ -178,8 +182,8 @@ class Suite {
       const std::optional<TunedRow> row = row_for(one, table, stopped);
       progress.hide();
       if (!row) {
-        throw Interrupted(fmt::format("tune: interrupted: {} of {} are in {}; --resume goes on from there", done,
-                                      cases_.size(), file.string()));
+        throw Interrupted(fmt::format("tune: interrupted: {} of {} are done{}", done, cases_.size(),
+                                      table ? " and in " + file.string() + "; --resume goes on from there" : ""));
       }
       report.add(one, *row);
       progress.advance();
@@ -207,7 +211,7 @@ class Suite {
       return std::nullopt;
     }
     const TunedRow row =
-        row_of(problem, one.batch, *finishes, options_.compare ? named(*finishes, now) : winner_of(*finishes, race_));
+        row_of(problem, one.batch, *finishes, options_.compare ? ran_as(*finishes, now) : winner_of(*finishes, race_));
     if (table) {
       table->add(problem, row);
     }

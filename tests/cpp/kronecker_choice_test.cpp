@@ -18,15 +18,15 @@ namespace {
 namespace driver = fretwork::cuda;
 
 TEST(Choice, IsItsText) {
-  for (const char* const text : {"best", "hopper:128", "regroup:64", "strided:16x4", "cluster:2x4", "portable",
-                                 "simple", "rows:256", "lanes:192", "few"}) {
+  for (const char* const text : {"best", "hopper:128", "regroup:64", "strided:16x4", "cluster", "portable", "simple",
+                                 "rows:256", "lanes:192", "few"}) {
     const auto choice = parse_choice(text);
     ASSERT_TRUE(choice) << text;
     EXPECT_EQ(text_of(*choice), text);
   }
   for (const char* const text :
        {"", "frob", "hopper", "hopper:", "hopper:x", "hopper:0", "hopper:-64", "hopper:64x2", "strided:16",
-        "strided:16x", "cluster", "simple:1", "rows:1.5", " best", "rows:99999999999"}) {
+        "strided:16x", "cluster:2x4", "simple:1", "rows:1.5", " best", "rows:99999999999"}) {
     EXPECT_FALSE(parse_choice(text)) << text;
   }
 }
@@ -254,7 +254,6 @@ TEST(CudaChoices, UnknownSizesAreRefused) {
   EXPECT_TRUE(product.result({Route::hopper, 100}).empty());
   EXPECT_TRUE(product.result({Route::regroup, 100}).empty());
   EXPECT_TRUE(product.result({Route::strided, 3, 4}).empty());
-  EXPECT_TRUE(product.result({Route::cluster, 3, 3}).empty());
   EXPECT_TRUE(product.result({Route::rows, 64}).empty());
 }
 

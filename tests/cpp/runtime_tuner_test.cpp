@@ -243,8 +243,9 @@ TEST(TunedChoices, LaterTablesCountAndUnknownOnesAreIgnoredWithOneWarning) {
   sources() = {{"shipped", table({{"1", "10"}, {"2", "20"}})},
                {"user", table({{"2", "21"}, {"3", "31"}})},
                {"newer", table({{"1", "99"}, {"2", "fast"}, {"3", "also unknown"}})}};
-  TunedChoices<int, int> choices(
-      "numbers", number, number, +[]() -> const std::vector<TunedSource>& { return sources(); });
+  using Choices = TunedChoices<int, int>;
+  const auto read = []() -> const std::vector<TunedSource>& { return sources(); };
+  static Choices& choices = *std::make_unique<Choices>("numbers", number, number, read).release();
   testing::internal::CaptureStderr();
   std::vector<std::thread> threads;
   for (int n = 0; n < 4; ++n) {

@@ -16,8 +16,7 @@ namespace fretwork::kronecker {
 enum class Route : std::uint8_t { best, hopper, regroup, strided, cluster, portable, simple, rows, lanes, few };
 
 /// A way to run a product: "best", "hopper:128" (a tile's columns), "strided:16x4" (neighbouring δ, warps along the
-/// batch), "cluster:2x4" (CTAs along the batch and along b), "rows:256" and "lanes:192" (batch rows that a thread takes
-/// at a time), "few".
+/// batch), "cluster", "rows:256" and "lanes:192" (batch rows that a thread takes at a time), "few".
 struct Choice {
   Route route = Route::best;
   int first = 0, second = 0;

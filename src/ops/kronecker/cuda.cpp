@@ -259,7 +259,7 @@ bool cuda::run(const Problem& problem, Context& context, const Choice& choice) {
     case Route::strided:
       return strided::run(problem, context, strided::Way::alone, {choice.first, choice.second});
     case Route::cluster:
-      return strided::run(problem, context, strided::Way::clusters, {choice.first, choice.second});
+      return strided::run(problem, context, strided::Way::clusters);
     case Route::portable:
     case Route::simple:
       return run_here(problem, context, choice.route);
@@ -274,14 +274,10 @@ std::vector<Choice> cuda::candidates(const Problem& problem, const Context& cont
     list.push_back({Route::hopper, width});
     list.push_back({Route::regroup, width});
   }
-  const auto add = [&](Route route, strided::Way way) {
-    for (const auto& [first, second] : strided::shapes(way, problem.dtype, context.precision)) {
-      list.push_back({route, first, second});
-    }
-  };
-  add(Route::strided, strided::Way::alone);
-  add(Route::cluster, strided::Way::clusters);
-  list.insert(list.end(), {{Route::portable}, {Route::simple}});
+  for (const auto& [v, wm] : strided::shapes(problem.dtype, context.precision)) {
+    list.push_back({Route::strided, v, wm});
+  }
+  list.insert(list.end(), {{Route::cluster}, {Route::portable}, {Route::simple}});
   return list;
 }
 

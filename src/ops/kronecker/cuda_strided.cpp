@@ -250,9 +250,10 @@ struct ClusterPlan {
   double l2_bytes = 0, clocks = 0;
 };
 
-/// The cluster that L2 has least to do for, of one shape or of all; a larger one must pay. Nothing for no such shape.
-std::optional<ClusterPlan> plan_cluster(const Sizes& s, int v, Shape shape) {
-  std::optional<ClusterPlan> best;
+/// The cluster that L2 has least to do for; a larger one must pay.
+ClusterPlan plan_cluster(const Sizes& s, int v) {
+  ClusterPlan best;
+  best.clocks = std::numeric_limits<double>::max();
   const ClusterTile tile{v};
   for (const int size : {1, 2, 4, 8}) {
     for (int columns = 1; columns <= size; columns *= 2) {
@@ -261,8 +262,7 @@ std::optional<ClusterPlan> plan_cluster(const Sizes& s, int v, Shape shape) {
       const double wide = double(plan.across) * columns * tile.columns();
       plan.l2_bytes = 2.0 * (double(plan.across * s.c + s.b) + wide * double(s.c) / (double(plan.rows) * tile.rows()));
       plan.clocks = clocks(s, plan.l2_bytes, wide, kWgmmaRate);
-      const bool wanted = shape.first == 0 || (shape.first == plan.rows && shape.second == columns);
-      if (wanted && (!best || plan.clocks < 0.97 * best->clocks)) {
+      if (plan.clocks < 0.97 * best.clocks) {
         best = plan;
       }
     }
@@ -439,10 +439,7 @@ void reduce(const WeightProblem& problem, const WeightParams& params, Context& c
 
 }  // namespace
 
-std::vector<Shape> shapes(Way way, DType dtype, Precision precision) {
-  if (way == Way::clusters) {
-    return {{1, 1}, {2, 1}, {1, 2}, {4, 1}, {2, 2}, {1, 4}, {8, 1}, {4, 2}, {2, 4}, {1, 8}};
-  }
+std::vector<Shape> shapes(DType dtype, Precision precision) {
   std::vector<Shape> list;
   if (const int products = products_of(dtype, precision); products > 0) {
     for (const Tile& tile : product_tiles(static_cast<int>(size_of(dtype)), products)) {
@@ -463,7 +460,7 @@ bool run(const Problem& problem, Context& context, Way way, Shape shape) {
   }
   std::optional<Plan> best;
   for (const Tile& tile : product_tiles(size, products)) {
-    const bool wanted = way != Way::alone || shape.first == 0 || (shape.first == tile.v && shape.second == tile.wm);
+    const bool wanted = shape.v == 0 || (shape.v == tile.v && shape.wm == tile.wm);
     if (wanted && fits(tile, s.d, problem.batch, problem.x, problem.y)) {
       const auto plan = plan_for(tile, s, device.shared_per_block);
       if (plan && (!best || plan->cost <= best->cost)) {
@@ -477,8 +474,8 @@ bool run(const Problem& problem, Context& context, Way way, Shape shape) {
   if (const int v = cluster_v(problem, context); v != 0 && way != Way::alone) {
     // On an H200 clusters were faster or as fast wherever d is 4, and slower wherever it is a multiple of 16.
     if (way == Way::clusters || v == 4) {
-      const auto plan = plan_cluster(s, v, shape);
-      return plan && (run_clusters(problem, *plan, context), true);
+      run_clusters(problem, plan_cluster(s, v), context);
+      return true;
     }
   }
   if (way == Way::clusters) {

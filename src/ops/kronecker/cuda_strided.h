@@ -10,12 +10,12 @@ namespace fretwork::kronecker::strided {
 /// CTAs on their own (sm_80 and later), clusters of them (sm_90a, 16-bit types), or the one that should be faster.
 enum class Way { best, alone, clusters };
 
-/// Alone: neighbouring δ, and warps along the batch. Clusters: rows and columns of CTAs. Zeros: what should be fastest.
+/// Of CTAs on their own: neighbouring δ, and warps along the batch. Zeros for those that should be fastest.
 struct Shape {
-  int first = 0, second = 0;
+  int v = 0, wm = 0;
 };
-/// Those there are of a way.
-std::vector<Shape> shapes(Way way, DType dtype, Precision precision);
+/// Those there are.
+std::vector<Shape> shapes(DType dtype, Precision precision);
 
 /// False when the problem, or this way of it, is not for here.
 bool run(const Problem& problem, Context& context, Way way, Shape shape = {});

@@ -46,6 +46,8 @@ lint: setup
 
 # Compiled kernels of the tests stay in the build folder, so that a second run compiles none.
 test-%: export FRETWORK_CACHE_DIR := $(CURDIR)/build/kernels
+# What the user has tuned is not what is tested.
+test-%: export FRETWORK_TUNE_DIR := $(CURDIR)/build/no-tables
 
 test-cpp: export FRETWORK_NEEDS_NVRTC := 1
 test-cpp: build  # with every kernel instantiation compiled for sm_80 and sm_90a
@@ -61,9 +63,9 @@ test-sanitizers: setup
 	  [ -f build/$$kind/build.ninja ] || cmake --preset $$kind -DFRETWORK_TOOLS=OFF || exit 1; \
 	done
 	@cmake --build build/asan
-	@cmake --build build/tsan --target runtime_cache_test runtime_plan_cache_test
+	@cmake --build build/tsan --target runtime_cache_test runtime_plan_cache_test runtime_tuner_test
 	ctest --preset asan -j2
-	ctest --preset tsan -j2 -R '^runtime_(cache|plan_cache)_test'
+	ctest --preset tsan -j2 -R '^runtime_(cache|plan_cache|tuner)_test'
 
 test-wheel: build
 	$(PY) scripts/check_wheel.py

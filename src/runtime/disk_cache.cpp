@@ -18,12 +18,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
-#include <mutex>
-#include <set>
 #include <type_traits>
 #include <utility>
 
 #include "core/hash.h"
+#include "core/warn.h"
 
 namespace fretwork::disk_cache {
 namespace {
@@ -35,15 +34,7 @@ constexpr std::size_t kDigits = 32;
 constexpr std::int64_t kStaleSeconds = 600;  // a write takes milliseconds
 constexpr off_t kLargestFile = off_t{1} << 30;
 
-/// Each line once per process: a folder that cannot be used says so once.
-void warn(const std::string& line) {
-  static std::mutex& mutex = *std::make_unique<std::mutex>().release();
-  static auto& said = *std::make_unique<std::set<std::string>>().release();
-  const std::lock_guard lock(mutex);
-  if (said.insert(line).second) {
-    std::fprintf(stderr, "fretwork: kernel cache: %s\n", line.c_str());
-  }
-}
+void warn(const std::string& line) { warn_once("kernel cache: " + line); }
 
 class File {
  public:

@@ -45,7 +45,7 @@ def own_cache(tmp_path: Path) -> dict[str, str]:
 def test_version_and_help() -> None:
     assert re.fullmatch(r"fretwork \d+\.\d+\.\d+\n", ok("--version"))
     top = ok("--help")
-    for command in ("info", "show", "bench", "compile", "cache"):
+    for command in ("info", "show", "bench", "tune", "compile", "cache"):
         assert command in top
         assert "fretwork " + command in ok(command, "--help")
     for command in (["show"], ["bench", "block"], ["bench", "kronecker"], ["compile"], ["cache"], ["info"]):
@@ -55,7 +55,7 @@ def test_version_and_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "expected one of info, show, bench, compile, cache, got nothing"),
+        ([], "expected one of info, show, bench, tune, compile, cache, got nothing"),
         (["frob"], "got frob"),
         (["info", "--frob"], "--frob"),
         (["show"], "PATTERN: expected a value, got nothing"),

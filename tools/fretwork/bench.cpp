@@ -3,20 +3,24 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "commands.h"
 #include "fretwork/error.h"
 #include "machine.h"
 #include "runtime/cuda_driver.h"
+#include "runtime/tuned.h"
 
 namespace fretwork::cli {
 namespace {
 
 /// Without a name, the first GPU if there is one.
-Device read_device(const std::string& text) {
+Device read_device(const RunOptions& options) {
+  const std::string& text = options.device;
   if (text.empty() && cuda::available()) {
     return {DeviceType::cuda, 0};
   }
@@ -27,20 +31,21 @@ Device read_device(const std::string& text) {
   const std::string number = text.starts_with("cuda:") ? text.substr(5) : text == "cuda" ? "0" : "";
   const bool fits = !number.empty() && number.size() < 4 && number.find_first_not_of("0123456789") == number.npos;
   if (!fits) {
-    throw UsageError("bench: --device: expected cpu or cuda:N, got " + text);
+    throw UsageError(fmt::format("{}: --device: expected cpu or cuda:N, got {}", options.command, text));
   }
   index = std::stoi(number);
   if (!cuda::available()) {
-    throw Error("bench: --device " + text + ": " + cuda::unavailable_reason());
+    throw Error(fmt::format("{}: --device {}: {}", options.command, text, cuda::unavailable_reason()));
   }
   if (index >= cuda::device_count()) {
-    throw UsageError(
-        fmt::format("bench: --device: expected cuda:0 to cuda:{}, got {}", cuda::device_count() - 1, text));
+    throw UsageError(fmt::format("{}: --device: expected cuda:0 to cuda:{}, got {}", options.command,
+                                 cuda::device_count() - 1, text));
   }
   return {DeviceType::cuda, index};
 }
 
-DType read_dtype(const std::string& text, Device device) {
+DType read_dtype(const RunOptions& options, Device device) {
+  const std::string& text = options.dtype;
   if (text.empty()) {
     return device.type == DeviceType::cpu ? DType::f32 : DType::f16;
   }
@@ -51,60 +56,85 @@ DType read_dtype(const std::string& text, Device device) {
       return dtype;
     }
   }
-  throw UsageError("bench: --dtype: expected float64, float32, float16 or bfloat16 (fp64, fp32, fp16, bf16), got " +
-                   text);
+  throw UsageError(
+      fmt::format("{}: --dtype: expected float64, float32, float16 or bfloat16 (fp64, fp32, fp16, bf16), got {}",
+                  options.command, text));
 }
 
-std::ofstream open_file(const std::string& name) {
+Error cannot_write(const RunOptions& options, const std::string& name) {
+  return Error(fmt::format("{}: {}: cannot be written: {}", options.command, name, std::strerror(errno)));
+}
+
+std::ofstream open_file(const RunOptions& options, const std::string& name) {
   std::ofstream file;
   if (!name.empty()) {
     file.open(name);
     if (!file) {
-      throw Error("bench: " + name + ": cannot be written: " + std::strerror(errno));
+      throw cannot_write(options, name);
     }
   }
   return file;
 }
 
-void flush_file(std::ofstream& file, const std::string& name) {
+void flush_file(std::ofstream& file, const RunOptions& options, const std::string& name) {
   file.flush();
   if (!file) {
-    throw Error("bench: " + name + ": cannot be written: " + std::strerror(errno));
+    throw cannot_write(options, name);
   }
 }
 
 }  // namespace
 
-void add_run_options(CLI::App& command, RunOptions& options, const char* device) {
+void add_machine_options(CLI::App& command, RunOptions& options, const char* device, const char* rounds) {
   command.add_option("--dtype", options.dtype,
                      "float64, float32, float16, bfloat16, or fp64 … bf16 (float32; on CUDA float16)");
   command.add_option("--device", options.device, fmt::format("cpu or cuda:N ({})", device));
   command.add_option("--threads", options.threads, "Threads on the CPU (all)")
       ->check(CLI::Range(1, 4096).description(""));
-  command.add_option("--rounds", options.rounds, "Rounds, of which the median counts (7)")
+  command.add_option("--rounds", options.rounds, fmt::format("Rounds, of which the median counts ({})", rounds))
       ->check(CLI::Range(1, 10000).description(""));
+}
+
+void add_run_options(CLI::App& command, RunOptions& options, const char* device) {
+  add_machine_options(command, options, device);
   command.add_option("--csv", options.csv, "Write the rows to this file");
   command.add_option("--json", options.json, "Write the rows, with the machine, to this file");
 }
 
 Run::Run(const RunOptions& options)
     : options_(options),
-      device_(read_device(options.device)),
-      dtype_(read_dtype(options.dtype, device_)),
+      device_(read_device(options)),
+      dtype_(read_dtype(options, device_)),
       executor_(options.threads > 0 ? options.threads : tbb::task_arena::automatic),
-      csv_(open_file(options.csv)),
-      json_(open_file(options.json)) {}
+      csv_(open_file(options, options.csv)),
+      json_(open_file(options, options.json)) {}
 
 std::string Run::machine() const {
   return device_.type == DeviceType::cpu
-             ? fmt::format("{}, {} thread{}, {}", cpu_model(), threads(), threads() == 1 ? "" : "s", simd_target())
+             ? fmt::format("{}, {} thread{}, {}", device_name(device_), threads(), threads() == 1 ? "" : "s",
+                           simd_target())
              : fmt::format("{} ({})", cuda::device_info(device_.index).name, cuda::kernel_arch(device_.index));
+}
+
+Precision Run::precision(const std::string& text) const {
+  constexpr const char* kNames[] = {"ieee", "tf32", "tf32x3"};
+  const auto found = std::find(std::begin(kNames), std::end(kNames), text);
+  if (found == std::end(kNames)) {
+    throw UsageError(fmt::format("{}: --precision: expected ieee, tf32 or tf32x3, got {}", options_.command, text));
+  }
+  const auto precision = static_cast<Precision>(found - kNames);
+  const bool has_choice = dtype_ == DType::f32 && device_.type == DeviceType::cuda;
+  if (precision != Precision::ieee && !has_choice) {
+    throw UsageError(fmt::format("{}: --precision: expected ieee, {} being for float32 on CUDA, got {} for {} on {}",
+                                 options_.command, text, text, name_of(dtype_), name_of(device_)));
+  }
+  return precision;
 }
 
 void Run::csv(const std::string& line) {
   if (!options_.csv.empty()) {
     csv_ << line << '\n';
-    flush_file(csv_, options_.csv);
+    flush_file(csv_, options_, options_.csv);
   }
 }
 
@@ -117,7 +147,7 @@ void Run::finish(const nlohmann::ordered_json& suite, const nlohmann::ordered_js
   all.update(suite);
   all["rows"] = rows;
   json_ << all.dump(2) << '\n';
-  flush_file(json_, options_.json);
+  flush_file(json_, options_, options_.json);
 }
 
 void add_bench(CLI::App& app) {

@@ -1,4 +1,4 @@
-// What the suites of `fretwork bench` share: options, the machine they run on, and the files their rows go to.
+// What the suites of `fretwork bench` and `tune` share: options, the machine they run on, and the files of their rows.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -6,16 +6,20 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "fretwork/context.h"
 #include "fretwork/executor_tbb.h"
 #include "fretwork/tensor.h"
 
 namespace fretwork::cli {
 
 struct RunOptions {
+  const char* command = "bench";  ///< as messages name it
   std::string dtype, device, csv, json;
   int threads = 0, rounds = 7;
 };
-/// `device` says in the help what is used when none is given.
+/// `device` and `rounds` say in the help what is used when none is given.
+void add_machine_options(CLI::App& command, RunOptions& options, const char* device, const char* rounds = "7");
+/// These, and the files.
 void add_run_options(CLI::App& command, RunOptions& options, const char* device);
 
 /// One run of a suite. Files are opened before the work starts.
@@ -32,6 +36,8 @@ class Run {
   int threads() const { return device_.type == DeviceType::cpu ? executor_.concurrency() : 0; }
   /// As a person would name it.
   std::string machine() const;
+  /// Of --precision. Throws UsageError on one that this type and device have not.
+  Precision precision(const std::string& text) const;
 
   /// Writes a line of the CSV at once, so that a run that is stopped leaves what it has measured.
   void csv(const std::string& line);

@@ -1,21 +1,15 @@
 // `fretwork bench kronecker`: how near to the machine's limits Kronecker-sparse products are.
 #include <fmt/core.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <iterator>
 #include <memory>
 #include <utility>
 
 #include "bench.h"
 #include "commands.h"
-#include "fretwork/error.h"
 #include "kronecker_case.h"
 #include "kronecker_grid.h"
-#include "machine.h"
-#include "runtime/cuda_driver.h"
 #include "terminal.h"
 
 namespace fretwork::cli {
@@ -30,7 +24,7 @@ struct KroneckerOptions {
 
 Patterns chosen_patterns(const KroneckerOptions& options) {
   if (!options.patterns.empty()) {
-    return parse_patterns(options.patterns, "--patterns");
+    return parse_patterns(options.patterns, "bench: --patterns");
   }
   if (const auto grid = named_grid(options.grid)) {
     return *grid;
@@ -38,22 +32,7 @@ Patterns chosen_patterns(const KroneckerOptions& options) {
   if (!std::filesystem::exists(options.grid)) {
     throw UsageError("bench: --grid: expected facts, sample, paper or a file, got " + options.grid);
   }
-  return read_patterns(options.grid);
-}
-
-Precision read_precision(const std::string& text, const Run& run) {
-  constexpr const char* kNames[] = {"ieee", "tf32", "tf32x3"};
-  const auto found = std::find(std::begin(kNames), std::end(kNames), text);
-  if (found == std::end(kNames)) {
-    throw UsageError("bench: --precision: expected ieee, tf32 or tf32x3, got " + text);
-  }
-  const auto precision = static_cast<Precision>(found - kNames);
-  const bool has_choice = run.dtype() == DType::f32 && run.device().type == DeviceType::cuda;
-  if (precision != Precision::ieee && !has_choice) {
-    throw UsageError(fmt::format("bench: --precision: expected ieee, {} being for float32 on CUDA, got {} for {} on {}",
-                                 text, text, name_of(run.dtype()), name_of(run.device())));
-  }
-  return precision;
+  return read_patterns(options.grid, "bench");
 }
 
 /// Whether the dense product is to be timed too.
@@ -78,34 +57,14 @@ std::optional<KroneckerCase> dense_case(const KroneckerCase& one, const Rates& r
 
 /// What was asked for, seen to fit before hours are spent.
 std::vector<KroneckerCase> all_cases(const KroneckerOptions& options, const Patterns& patterns, const Run& run) {
-  const bool gpu = run.device().type == DeviceType::cuda;
-  const double have = gpu ? static_cast<double>(cuda::device_info(run.device().index).memory) : memory_bytes();
   std::vector<KroneckerCase> cases;
   for (const auto& pattern : patterns) {
-    const std::int64_t batch = options.batch > 0 ? options.batch : gpu ? 25088 : 2048;
-    cases.push_back({pattern, batch, options.bs_last, options.backward});
-    if (const double need = memory_of(cases.back(), run.dtype()); need > have) {
-      throw Error(fmt::format("bench: {} at batch {}: needs {}, {} has {} (try a smaller --batch)", text_of(pattern),
-                              batch, bytes_text(need), name_of(run.device()), bytes_text(have)));
-    }
+    cases.push_back(
+        {pattern, options.batch > 0 ? options.batch : usual_batch(run.device()), options.bs_last, options.backward});
+    check_fits(cases.back(), run.dtype(), run.device(), "bench");
   }
   return cases;
 }
-
-/// A geometric mean that grows.
-class Mean {
- public:
-  void add(double value) {
-    logs_ += std::log(value);
-    ++count_;
-  }
-  int count() const { return count_; }
-  double value() const { return std::exp(logs_ / count_); }
-
- private:
-  double logs_ = 0;
-  int count_ = 0;
-};
 
 class Report {
  public:
@@ -201,7 +160,7 @@ void bench(const KroneckerOptions& options) {
     return;
   }
   Run run(options.run);
-  Stopwatch clock(run.device(), run.executor(), run.rounds(), read_precision(options.precision, run));
+  Stopwatch clock(run.device(), run.executor(), run.rounds(), run.precision(options.precision));
   const std::vector<KroneckerCase> cases = all_cases(options, patterns, run);
   Progress progress(static_cast<int>(cases.size()));
   progress.show("copy and dense product");

@@ -12,9 +12,16 @@ class UsageError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// The user stopped it: exit code 130, as shells have it.
+class Interrupted : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 void add_info(CLI::App& app);
 void add_show(CLI::App& app);
 void add_bench(CLI::App& app);
+void add_tune(CLI::App& app);
 void add_compile(CLI::App& app);
 void add_cache(CLI::App& app);
 

@@ -15,6 +15,7 @@
 #include "machine.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"
+#include "runtime/tuned.h"
 #include "terminal.h"
 
 namespace fretwork::cli {
@@ -63,14 +64,24 @@ Json describe_nvrtc() {
   return {{"available", false}, {"reason", library.reason}};
 }
 
+/// Of `fretwork tune`, as ops look them up.
+std::vector<std::string> tables() {
+  std::vector<std::string> names;
+  for (const TunedSource& source : tuned_sources()) {
+    names.push_back(source.name);
+  }
+  return names;
+}
+
 Json describe() {
   const disk_cache::State cache = disk_cache::state();
   return {{"version", FRETWORK_VERSION},
-          {"cpu", {{"model", cpu_model()}, {"threads", TbbExecutor().concurrency()}, {"simd", simd_target()}}},
+          {"cpu", {{"model", device_name({})}, {"threads", TbbExecutor().concurrency()}, {"simd", simd_target()}}},
           {"cuda", describe_cuda()},
           {"nvrtc", describe_nvrtc()},
           {"cache",
            {{"folder", cache.folder.string()}, {"files", cache.files}, {"bytes", cache.bytes}, {"limit", cache.limit}}},
+          {"tables", tables()},
           {"environment", settings()}};
 }
 
@@ -101,9 +112,11 @@ void print(const Json& info) {
   line("cache", folder.empty() ? "none: compiled kernels are not kept"
                                : fmt::format("{}: {} kernels, {} of at most {}", folder, cache["files"].get<int>(),
                                              size(cache["bytes"]), size(cache["limit"])));
-  std::string_view name = "settings";
-  for (const Json& setting : info["environment"]) {
-    line(std::exchange(name, ""), text(setting));
+  for (const auto& [title, list] : {std::pair("tables", "tables"), {"settings", "environment"}}) {
+    std::string_view name = title;
+    for (const Json& one : info[list]) {
+      line(std::exchange(name, ""), text(one));
+    }
   }
 }
 
@@ -117,6 +130,7 @@ void add_info(CLI::App& app) {
       "Settings:\n"
       "  FRETWORK_CACHE_DIR    where compiled kernels are kept\n"
       "  FRETWORK_CACHE_LIMIT  MiB of them to keep (512)\n"
+      "  FRETWORK_TUNE_DIR     where tables of `fretwork tune` are kept\n"
       "  FRETWORK_NVRTC        the NVRTC library to use, or its folder\n"
       "  FRETWORK_ARCH         compile for this architecture (sm_80: the portable kernels, also on Hopper)\n"
       "Example:\n"

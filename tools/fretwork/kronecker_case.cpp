@@ -4,10 +4,14 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "bench_case.h"
+#include "fretwork/error.h"
 #include "fretwork/ops.h"
+#include "machine.h"
+#include "terminal.h"
 
 namespace fretwork::cli {
 namespace {
@@ -26,12 +30,19 @@ TensorView swapped(TensorView view, std::size_t first, std::size_t second) {
   return view;
 }
 
-/// (batch, features) in the case's layout.
+/// (batch, features) in the case's layout, as yet without data.
+TensorView batch_view(const KroneckerCase& one, std::int64_t features, DType dtype, Device device) {
+  return one.bs_last ? swapped(TensorView(nullptr, dtype, {features, one.batch}, device), 0, 1)
+                     : TensorView(nullptr, dtype, {one.batch, features}, device);
+}
+
+/// The same with random numbers.
 class Batch {
  public:
   Batch(const KroneckerCase& one, std::int64_t features, DType dtype, Device device)
-      : data_(one.bs_last ? Data(device, dtype, {features, one.batch}) : Data(device, dtype, {one.batch, features})),
-        view_(one.bs_last ? swapped(data_.view(), 0, 1) : data_.view()) {}
+      : data_(device, dtype, {one.batch, features}), view_(batch_view(one, features, dtype, device)) {
+    view_.data = data_.view().data;
+  }
   const TensorView& view() const { return view_; }
 
  private:
@@ -54,6 +65,29 @@ double bytes_of(const KroneckerCase& one, DType dtype) {
 double memory_of(const KroneckerCase& one, DType dtype) {
   return (one.backward ? 2 : 1) * bytes_of(one, dtype);  // a gradient is as large as what it is of
 }
+
+std::int64_t usual_batch(Device device) { return device.type == DeviceType::cuda ? 25088 : 2048; }
+
+void check_fits(const KroneckerCase& one, DType dtype, Device device, const char* command) {
+  const bool gpu = device.type == DeviceType::cuda;
+  const double have = gpu ? static_cast<double>(cuda::device_info(device.index).memory) : memory_bytes();
+  if (const double need = memory_of(one, dtype); need > have) {
+    throw Error(fmt::format("{}: {} at batch {}: needs {}, {} has {} (try a smaller --batch)", command,
+                            text_of(one.pattern), one.batch, bytes_text(need), name_of(device), bytes_text(have)));
+  }
+}
+
+KroneckerViews::KroneckerViews(const KroneckerCase& one, DType dtype, Device device)
+    : x(batch_view(one, inputs_of(one.pattern), dtype, device)),
+      w(nullptr, dtype, {one.pattern.a, one.pattern.b, one.pattern.c, one.pattern.d}, device),
+      y(batch_view(one, outputs_of(one.pattern), dtype, device)) {}
+
+void Mean::add(double value) {
+  logs_ += std::log(value);
+  ++count_;
+}
+
+double Mean::value() const { return std::exp(logs_ / count_); }
 
 KroneckerTimes measure(const KroneckerCase& one, DType dtype, Stopwatch& clock) {
   Context context = clock.context();

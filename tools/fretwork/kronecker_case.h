@@ -24,6 +24,29 @@ double bytes_of(const KroneckerCase& one, DType dtype);
 /// What a measurement allocates.
 double memory_of(const KroneckerCase& one, DType dtype);
 
+/// Rows of x where nobody says how many.
+std::int64_t usual_batch(Device device);
+/// Throws Error, which `command` begins, when the device has less memory than a measurement allocates.
+void check_fits(const KroneckerCase& one, DType dtype, Device device, const char* command);
+
+/// (batch, features) or weights, as yet without data.
+struct KroneckerViews {
+  TensorView x, w, y;
+  KroneckerViews(const KroneckerCase& one, DType dtype, Device device);
+};
+
+/// A geometric mean that grows.
+class Mean {
+ public:
+  void add(double value);
+  int count() const { return count_; }
+  double value() const;
+
+ private:
+  double logs_ = 0;
+  int count_ = 0;
+};
+
 struct KroneckerTimes {
   Times forward;
   std::optional<Times> backward;

@@ -87,7 +87,7 @@ Sizes sizes_of(const std::vector<std::string>& found, const std::vector<std::siz
   for (std::size_t n = 0; n < 4; ++n) {
     const auto number = columns[n] < found.size() ? whole_number(found[columns[n]]) : std::nullopt;
     if (!number) {
-      throw UsageError(fmt::format("bench: {}: expected a,b,c,d, four whole numbers, got '{}'", where, text));
+      throw UsageError(fmt::format("{}: expected a,b,c,d, four whole numbers, got '{}'", where, text));
     }
     numbers[n] = *number;
   }
@@ -95,7 +95,7 @@ Sizes sizes_of(const std::vector<std::string>& found, const std::vector<std::siz
   try {
     KroneckerPattern::make(sizes);
   } catch (const Error& error) {
-    throw UsageError(fmt::format("bench: {}: {}", where, error.what()));
+    throw UsageError(fmt::format("{}: {}", where, error.what()));
   }
   return sizes;
 }
@@ -133,27 +133,27 @@ std::optional<Patterns> named_grid(const std::string& name) {
   return name == "paper" ? std::optional(paper()) : std::nullopt;
 }
 
-Patterns parse_patterns(const std::string& text, const char* option) {
+Patterns parse_patterns(const std::string& text, const char* where) {
   Patterns patterns;
   for (std::size_t begin = 0; begin <= text.size();) {
     const std::size_t end = std::min(text.find(';', begin), text.size());
     const std::string one = text.substr(begin, end - begin);
     begin = end + 1;
     if (!cells(one).empty() || patterns.empty()) {  // a last semicolon is no mistake
-      patterns.push_back(plain_sizes(one, option));
+      patterns.push_back(plain_sizes(one, where));
     }
   }
   return patterns;
 }
 
-Patterns read_patterns(const std::string& file) {
+Patterns read_patterns(const std::string& file, const char* command) {
   std::ifstream lines(file);
   Patterns patterns;
   std::vector<std::size_t> columns;
   int number = 0;
   bool first = true;
   for (std::string line; std::getline(lines, line);) {
-    const std::string where = fmt::format("{}:{}", file, ++number);
+    const std::string where = fmt::format("{}: {}:{}", command, file, ++number);
     const auto found = cells(line);
     if (found.empty()) {
       continue;
@@ -170,10 +170,10 @@ Patterns read_patterns(const std::string& file) {
     }
   }
   if (!lines.eof() || lines.bad()) {
-    throw Error(fmt::format("bench: {}: cannot be read: {}", file, std::strerror(errno)));
+    throw Error(fmt::format("{}: {}: cannot be read: {}", command, file, std::strerror(errno)));
   }
   if (patterns.empty()) {
-    throw UsageError(fmt::format("bench: {}: expected at least one pattern, got none", file));
+    throw UsageError(fmt::format("{}: {}: expected at least one pattern, got none", command, file));
   }
   return patterns;
 }

@@ -17,7 +17,7 @@
 namespace fretwork::cli {
 namespace {
 
-constexpr int kFailed = 1, kBadUsage = 2;
+constexpr int kFailed = 1, kBadUsage = 2, kInterrupted = 130;
 
 int complain(int code, std::string text) {
   std::replace(text.begin(), text.end(), '\n', ' ');
@@ -56,7 +56,8 @@ std::string in_our_words(std::string text) {
       {std::regex(R"((.*) is required)"), "$1: expected a value, got nothing"},
       {std::regex(R"(Could not convert: (.*) = (.*))"), "$1: expected a number, got '$2'"},
       {std::regex(R"(The following arguments? (was|were) not expected: (.*))"), "expected nothing more, got '$2'"},
-      {std::regex(R"((.*) excludes (.*))"), "$1: expected without $2, got both"}};
+      {std::regex(R"((.*) excludes (.*))"), "$1: expected without $2, got both"},
+      {std::regex(R"((.*) requires (.*))"), "$1: expected with $2, got it alone"}};
   for (const auto& [theirs, ours] : kWords) {
     text = std::regex_replace(text, theirs, ours);
   }
@@ -84,12 +85,14 @@ int run(int argc, char** argv) {
       "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
       "  fretwork bench block --n 2048 --block 32,64 --density 0.5,0.1\n"
       "  fretwork bench kronecker --patterns '6,64,64,1;1,768,192,2' --backward\n"
+      "  fretwork tune kronecker\n"
       "  fretwork compile --arch sm_90a\n"
-      "Exit codes: 0 done, 1 something failed, 2 bad usage. `fretwork COMMAND --help` says more.");
+      "Exit codes: 0 done, 1 something failed, 2 bad usage, 130 interrupted. `fretwork COMMAND --help` says more.");
   app.require_subcommand(1);
   add_info(app);
   add_show(app);
   add_bench(app);
+  add_tune(app);
   add_compile(app);
   add_cache(app);
   try {
@@ -115,6 +118,8 @@ int main(int argc, char** argv) {
     return code;
   } catch (const UsageError& error) {
     return complain(kBadUsage, error.what());
+  } catch (const Interrupted& error) {
+    return complain(kInterrupted, error.what());
   } catch (const std::bad_alloc&) {
     return complain(kFailed, "not enough memory");
   } catch (const std::exception& error) {

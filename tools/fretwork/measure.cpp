@@ -5,8 +5,9 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <utility>
+
+#include "core/half.h"
 
 namespace fretwork::cli {
 namespace {
@@ -70,16 +71,22 @@ double round_of(Device device, const std::function<void()>& call, int calls) {
   return milliseconds(std::chrono::steady_clock::now() - begin) / calls;
 }
 
-Times times_of(std::vector<double> rounds) {
-  const auto count = static_cast<double>(rounds.size());
-  const double mean = std::accumulate(rounds.begin(), rounds.end(), 0.0) / count;
-  double squares = 0;
-  for (const double ms : rounds) {
-    squares += (ms - mean) * (ms - mean);
+/// Elements of any type as numbers.
+double number_at(const std::vector<std::byte>& bytes, DType dtype, std::size_t at) {
+  const auto as = [&]<typename T>(T value) {
+    std::memcpy(&value, bytes.data() + at * sizeof value, sizeof value);
+    return value;
+  };
+  switch (dtype) {
+    case DType::f64:
+      return as(double{});
+    case DType::f32:
+      return as(float{});
+    case DType::f16:
+      return float_from_f16(as(std::uint16_t{}));
+    default:
+      return float_from_bf16(as(std::uint16_t{}));
   }
-  const auto middle = rounds.begin() + std::ssize(rounds) / 2;
-  std::nth_element(rounds.begin(), middle, rounds.end());
-  return {*middle, std::sqrt(squares / count)};
 }
 
 }  // namespace
@@ -88,23 +95,56 @@ Data::Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes
     : view_(nullptr, dtype, sizes, device) {
   constexpr std::size_t kDrawn = 64 << 20;  // more is the same again: gigabytes would take longer than the work
   const std::size_t bytes = static_cast<std::size_t>(view_.elements()) * size_of(dtype);
-  host_ = random_bytes(dtype, std::min(bytes, kDrawn));
-  const std::size_t drawn = host_.size();
+  drawn_ = random_bytes(dtype, std::min(bytes, kDrawn));
+  const std::size_t drawn = drawn_.size();
   if (device.type == DeviceType::cuda) {
     on_device_ = cuda::DeviceBuffer(device.index, nullptr, bytes);
     view_.data = on_device_.data();
     if (bytes > 0) {
       const cuda::DeviceScope scope(device.index);
-      cuda::copy_to_device(view_.data, host_.data(), drawn, nullptr);
+      cuda::copy_to_device(view_.data, drawn_.data(), drawn, nullptr);
       repeat(static_cast<std::byte*>(view_.data), drawn, bytes,
              [](void* to, const void* from, std::size_t n) { cuda::copy_on_device(to, from, n, nullptr); });
       cuda::synchronize(nullptr);
     }
-    host_ = {};
   } else {
+    host_ = drawn_;
     host_.resize(bytes);
     repeat(host_.data(), drawn, bytes, [](void* to, const void* from, std::size_t n) { std::memcpy(to, from, n); });
     view_.data = host_.data();
+  }
+}
+
+double Data::drawn(std::int64_t at) const {
+  const std::size_t count = drawn_.size() / size_of(view_.dtype);
+  return number_at(drawn_, view_.dtype, static_cast<std::size_t>(at) % count);
+}
+
+std::vector<double> Data::read(std::int64_t at, std::int64_t count) const {
+  const std::size_t size = size_of(view_.dtype);
+  std::vector<std::byte> bytes(static_cast<std::size_t>(count) * size);
+  const auto* const from = static_cast<const std::byte*>(view_.data) + static_cast<std::size_t>(at) * size;
+  if (view_.device.type == DeviceType::cuda) {
+    const cuda::DeviceScope scope(view_.device.index);
+    cuda::copy_to_host(bytes.data(), from, bytes.size(), nullptr);
+    cuda::synchronize(nullptr);
+  } else {
+    std::memcpy(bytes.data(), from, bytes.size());
+  }
+  std::vector<double> numbers;
+  for (std::size_t n = 0; n < static_cast<std::size_t>(count); ++n) {
+    numbers.push_back(number_at(bytes, view_.dtype, n));
+  }
+  return numbers;
+}
+
+void Data::clear() {
+  const std::size_t bytes = static_cast<std::size_t>(view_.elements()) * size_of(view_.dtype);
+  if (view_.device.type == DeviceType::cuda) {
+    const cuda::DeviceScope scope(view_.device.index);
+    cuda::fill_zero(view_.data, bytes, nullptr);
+  } else {
+    std::memset(view_.data, 0, bytes);
   }
 }
 
@@ -121,11 +161,15 @@ Context Stopwatch::context() const {
   return context;
 }
 
-Times Stopwatch::warm(const std::function<void()>& call) const {
+int Stopwatch::calls_for(const std::function<void()>& call) const {
   constexpr double kRoundMs = 5;  // long enough for the clock and for a GPU's queue to fill
   round_of(device_, call, 1);     // makes plans and kernels
   const double once = round_of(device_, call, 1);
-  const int calls = static_cast<int>(std::clamp(std::ceil(kRoundMs / std::max(once, 1e-3)), 1.0, 1000.0));
+  return static_cast<int>(std::clamp(std::ceil(kRoundMs / std::max(once, 1e-3)), 1.0, 1000.0));
+}
+
+Times Stopwatch::warm(const std::function<void()>& call) const {
+  const int calls = calls_for(call);
   std::vector<double> rounds;
   for (int n = 0; n < rounds_; ++n) {
     rounds.push_back(round_of(device_, call, calls));
@@ -133,21 +177,24 @@ Times Stopwatch::warm(const std::function<void()>& call) const {
   return times_of(std::move(rounds));
 }
 
-Times Stopwatch::cold(const std::function<void()>& call) {
+double Stopwatch::cold_round(const std::function<void()>& call, int calls) {
   if (device_.type == DeviceType::cpu) {
-    return warm(call);
+    return round_of(device_, call, calls);
   }
   if (flush_.data() == nullptr) {
     const std::size_t least = std::size_t{256} << 20;
     flush_ = cuda::DeviceBuffer(device_.index, nullptr, std::max(least, 4 * cuda::device_info(device_.index).l2));
   }
-  round_of(device_, call, 1);
-  round_of(device_, call, 1);
+  // The clock starts behind the flush, which also gives the launch the time to get ready.
+  cuda::fill_zero(flush_.data(), flush_.bytes(), nullptr);
+  return round_of(device_, call, 1);
+}
+
+Times Stopwatch::cold(const std::function<void()>& call) {
+  const int calls = calls_for(call);
   std::vector<double> rounds;
   for (int n = 0; n < rounds_; ++n) {
-    // The clock starts behind the flush, which also gives the launch the time to get ready.
-    cuda::fill_zero(flush_.data(), flush_.bytes(), nullptr);
-    rounds.push_back(round_of(device_, call, 1));
+    rounds.push_back(cold_round(call, calls));
   }
   return times_of(std::move(rounds));
 }

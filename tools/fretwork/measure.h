@@ -10,6 +10,7 @@
 
 #include "fretwork/context.h"
 #include "runtime/cuda_driver.h"
+#include "runtime/tuner.h"
 
 namespace fretwork::cli {
 
@@ -18,17 +19,17 @@ class Data {
  public:
   Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes);
   const TensorView& view() const { return view_; }
+  /// The random number at a place in memory, whatever was written over it since.
+  double drawn(std::int64_t at) const;
+  /// `count` elements from a place in memory on, as they are now.
+  std::vector<double> read(std::int64_t at, std::int64_t count) const;
+  /// Zeros everywhere.
+  void clear();
 
  private:
   TensorView view_;
-  std::vector<std::byte> host_;
+  std::vector<std::byte> drawn_, host_;
   cuda::DeviceBuffer on_device_;
-};
-
-/// Of one call, over the rounds.
-struct Times {
-  double ms = 0;   ///< the median
-  double std = 0;  ///< the standard deviation
 };
 
 /// Takes the time of calls on one device, which is the current one while this lives.
@@ -43,6 +44,9 @@ class Stopwatch {
   Times warm(const std::function<void()>& call) const;
   /// On a GPU every call finds the L2 cache flushed; a CPU's caches are left as they are.
   Times cold(const std::function<void()>& call);
+  /// One such round: how many calls it takes, and milliseconds per call.
+  int calls_for(const std::function<void()>& call) const;
+  double cold_round(const std::function<void()>& call, int calls);
   /// Bytes a millisecond, read and written, of a large copy.
   double copy_rate();
 

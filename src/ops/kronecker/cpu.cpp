@@ -5,6 +5,8 @@
 // depend on the number of threads.
 #include "ops/kronecker/cpu.h"
 
+#include "ops/kronecker/choice.h"
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -77,9 +79,10 @@ class Work {
 /// Rows are the batch; columns are output features, with their δ on neighbouring lanes.
 class BatchFirst : Work {
  public:
-  BatchFirst(const Problem& problem, Context& context)
+  /// A thread takes up to `most` batch rows at a time.
+  BatchFirst(const Problem& problem, Context& context, std::int64_t most = kBlockRows)
       : Work(problem, problem.sizes.d == 1 ? simd::tiles(problem.dtype) : simd::widened_tiles(problem.dtype), context),
-        rows_{problem.batch, std::min(kBlockRows, ceil_div(problem.batch, tiles_.rows) * tiles_.rows)} {
+        rows_{problem.batch, ceil_div(std::min(most, problem.batch), tiles_.rows) * tiles_.rows} {
     std::int64_t offset = 0;
     for (const Chunk& chunk : chunks(s_.d, tiles_.lanes)) {
       const Columns columns(s_.b, chunk.run(), tiles_);
@@ -221,11 +224,12 @@ class BatchFirst : Work {
 /// Rows are output features of one δ; columns are the batch.
 class BatchLast : Work {
  public:
-  BatchLast(const Problem& problem, Context& context)
+  /// A thread takes up to `most` batch columns at a time.
+  BatchLast(const Problem& problem, Context& context, std::int64_t most = kBlockCols)
       : Work(problem, simd::tiles(problem.dtype), context),
         strips_{ceil_div(s_.b, tiles_.rows), ceil_div(s_.b, tiles_.rows)},
         cols_{problem.batch,
-              std::max(kBlockCols / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
+              std::max(most / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
         pieces_(even(depth_, kPanelDepth, tiles_.group)),
         as_is_(problem.batch <= kSmallBatch && can_be_left(problem, tiles_)) {
     const auto few = [&] { return jobs() < wanted_; };
@@ -396,10 +400,10 @@ void ask_for_large_pages([[maybe_unused]] const Problem& p) {
 #endif
 }
 
-template <typename Kind>
-void run_as(const Problem& problem, Context& context) {
+template <typename Kind, typename... Most>
+void run_as(const Problem& problem, Context& context, Most... most) {
   const Sizes& s = problem.sizes;
-  const Kind work(problem, context);
+  const Kind work(problem, context, most...);
   const Workspace workspace(context, work.weight_bytes());
   std::byte* const packed = static_cast<std::byte*>(workspace.data());
   const double weights = static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d);
@@ -437,6 +441,35 @@ void run(const Problem& problem, Context& context) {
     return;
   }
   batch_on_lanes(problem) ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
+}
+
+bool run(const Problem& problem, Context& context, const Choice& choice) {
+  switch (choice.route) {
+    case Route::rows:
+      ask_for_large_pages(problem);
+      run_as<BatchFirst>(problem, context, choice.first);
+      return true;
+    case Route::lanes:
+      ask_for_large_pages(problem);
+      run_as<BatchLast>(problem, context, choice.first);
+      return true;
+    case Route::few:
+      return FewRows::fits(problem) && (run_as<FewRows>(problem, context), true);
+    default:
+      return false;
+  }
+}
+
+std::vector<Choice> candidates(const Problem& problem) {
+  std::vector<Choice> list;
+  for (const int factor : {1, 2, 4, 8}) {
+    list.push_back({Route::rows, static_cast<int>(kBlockRows) * factor / 4});
+    list.push_back({Route::lanes, static_cast<int>(kBlockCols) * factor / 2});
+  }
+  if (FewRows::fits(problem)) {
+    list.push_back({Route::few});
+  }
+  return list;
 }
 
 }  // namespace fretwork::kronecker::cpu

@@ -8,6 +8,8 @@
 #include <string>
 
 #include "fretwork/error.h"
+#include "ops/kronecker/choice.h"
+#include "ops/kronecker/cuda_strided.h"
 #include "ops/kronecker/params.h"
 #include "ops/kronecker/params_hopper.cuh"
 #include "runtime/cuda_driver.h"
@@ -149,7 +151,8 @@ void pack(const Problem& problem, std::int64_t line, void* to, Context& context)
       .launch(a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
 }
 
-void run_here(const Problem& problem, Context& context) {
+/// By the kernel of that route, or the better of the two. False where the portable one cannot.
+bool run_here(const Problem& problem, Context& context, Route route = Route::best) {
   const auto& [a, b, c, d] = problem.sizes;
   ProductParams p{};
   p.left = matrix_operand(problem.x, problem.sizes, c, false);
@@ -166,6 +169,10 @@ void run_here(const Problem& problem, Context& context) {
   p.d = d;
   p.pieces = 1;
   p.activation = static_cast<int>(problem.activation);
+  if (route == Route::simple) {
+    launch_simple(p, problem.dtype, false, context);
+    return true;
+  }
 
   // Weights that lie otherwise are brought into lines when x already does.
   ProductParams lined = p;
@@ -179,7 +186,11 @@ void run_here(const Problem& problem, Context& context) {
     p = lined;
     p.right.data = packed.data();
   }
+  if (route == Route::portable && !tensor_cores(p, problem.dtype, context)) {
+    return false;
+  }
   launch(p, problem.dtype, false, context);
+  return true;
 }
 
 /// Pieces of the batch that fill the machine `tiles` at a time, none shorter than 256.
@@ -282,6 +293,40 @@ void cuda::run(const Problem& problem, Context& context) {
   if (!hopper::run(problem, context) && !strided::run(problem, context) && !few::run(problem, context)) {
     run_here(problem, context);
   }
+}
+
+bool cuda::run(const Problem& problem, Context& context, const Choice& choice) {
+  const driver::DeviceScope scope(context.device.index);
+  switch (choice.route) {
+    case Route::hopper:
+      return hopper::run(problem, context, hopper::Form::direct, choice.first);
+    case Route::regroup:
+      return hopper::run(problem, context, hopper::Form::regrouped, choice.first);
+    case Route::strided:
+      return strided::run(problem, context, strided::Way::alone, {choice.first, choice.second});
+    case Route::cluster:
+      return strided::run(problem, context, strided::Way::clusters);
+    case Route::portable:
+    case Route::simple:
+      return run_here(problem, context, choice.route);
+    case Route::few:
+      return few::run(problem, context);
+    default:
+      return false;
+  }
+}
+
+std::vector<Choice> cuda::candidates(const Problem& problem, const Context& context) {
+  std::vector<Choice> list;
+  for (const int width : hopper::widths()) {
+    list.push_back({Route::hopper, width});
+    list.push_back({Route::regroup, width});
+  }
+  for (const auto& [v, wm] : strided::shapes(problem.dtype, context.precision)) {
+    list.push_back({Route::strided, v, wm});
+  }
+  list.insert(list.end(), {{Route::cluster}, {Route::few}, {Route::portable}, {Route::simple}});
+  return list;
 }
 
 void cuda::run(const WeightProblem& problem, Context& context) {

@@ -2,6 +2,8 @@
 // runs what none takes. A way that takes a gradient gives that of the bias as well.
 #pragma once
 
+#include <span>
+
 #include "ops/kronecker/problem.h"
 
 namespace fretwork::kronecker {
@@ -10,6 +12,11 @@ namespace fretwork::kronecker {
 /// the features of one δ together pays.
 namespace hopper {
 bool run(const Problem& problem, Context& context);
+/// As the operands lie, regrouped, or the one of them that should be fastest, if another way should not be.
+enum class Form { best, direct, regrouped };
+/// In tiles of `width` columns, one of widths(), or 0 for what should be fastest.
+bool run(const Problem& problem, Context& context, Form form, int width = 0);
+std::span<const int> widths();
 bool run(const WeightProblem& problem, Context& context);
 }  // namespace hopper
 

@@ -553,18 +553,24 @@ bool run_regrouped(const WeightProblem& p, Context& context) {
 
 }  // namespace
 
-bool run(const Problem& p, Context& context) {
+std::span<const int> widths() { return kWidths; }
+
+bool run(const Problem& p, Context& context) { return run(p, context, Form::best); }
+
+bool run(const Problem& p, Context& context, Form form, int wanted) {
   const Sizes& s = p.sizes;
-  if (!suits(s, p.batch, p.dtype, context)) {
+  const bool known = wanted == 0 || std::ranges::find(kWidths, wanted) != std::end(kWidths);
+  if (!known || !suits(s, p.batch, p.dtype, context)) {
     return false;
   }
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
-  const int width = product_width(p, s.a * s.d, kWidths, multiprocessors);
+  const int width = wanted > 0 ? wanted : product_width(p, s.a * s.d, kWidths, multiprocessors);
   if (ceil_div(p.batch, kRows) > kMost / (ceil_div(s.b, width) * s.a * s.d)) {
     return false;
   }
   const Matrices matrices(p.w, s, p.dtype);
-  if (const auto layout = layout_of(p.x, p.y, p.batch, s, p.dtype); layout && layout->y.can_be_written()) {
+  const auto layout = form != Form::regrouped ? layout_of(p.x, p.y, p.batch, s, p.dtype) : std::nullopt;
+  if (layout && layout->y.can_be_written()) {
     const Workspace space(context, matrices.bytes());
     const Map weights = operand_map(matrices.view(space, context), matrices.unit_is_k(), width);
     launch_product(p, *layout, weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
@@ -577,15 +583,16 @@ bool run(const Problem& p, Context& context) {
   const Estimate times(s, p.dtype, p.batch);
   const auto rows = interleaved(p, multiprocessors);
   const double other = rows ? times.interleaved_product(rows->width) : times.strided_product();
-  if (regroups(p.x, s.c, p.batch, s, bytes) && regroups(p.y, s.b, p.batch, s, bytes) &&
-      times.regrouped_product() < other) {
+  if (form != Form::direct && regroups(p.x, s.c, p.batch, s, bytes) && regroups(p.y, s.b, p.batch, s, bytes) &&
+      (form == Form::regrouped || times.regrouped_product() < other)) {
     run_regrouped(p, matrices, width, context);
     return true;
   }
-  if (rows) {
-    run_interleaved(p, *rows, matrices, context);
+  if (!rows || form == Form::regrouped) {
+    return false;
   }
-  return rows.has_value();
+  run_interleaved(p, *rows, matrices, context);
+  return true;
 }
 
 bool run(const WeightProblem& p, Context& context) {

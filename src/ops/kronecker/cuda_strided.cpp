@@ -445,7 +445,17 @@ void reduce(const WeightProblem& problem, const WeightParams& params, Context& c
 
 }  // namespace
 
-bool run(const Problem& problem, Context& context, Way way) {
+std::vector<Shape> shapes(DType dtype, Precision precision) {
+  std::vector<Shape> list;
+  if (const int products = products_of(dtype, precision); products > 0) {
+    for (const Tile& tile : product_tiles(static_cast<int>(size_of(dtype)), products)) {
+      list.push_back({tile.v, tile.wm});
+    }
+  }
+  return list;
+}
+
+bool run(const Problem& problem, Context& context, Way way, Shape shape) {
   const Sizes& s = problem.sizes;
   const driver::DeviceInfo& device = driver::device_info(context.device.index);
   const int size = static_cast<int>(size_of(problem.dtype));
@@ -456,7 +466,8 @@ bool run(const Problem& problem, Context& context, Way way) {
   }
   std::optional<Plan> best;
   for (const Tile& tile : product_tiles(size, products)) {
-    if (fits(tile, s.d, problem.batch, problem.x, problem.y)) {
+    const bool wanted = shape.v == 0 || (shape.v == tile.v && shape.wm == tile.wm);
+    if (wanted && fits(tile, s.d, problem.batch, problem.x, problem.y)) {
       const auto plan = plan_for(tile, s, device.shared_per_block);
       if (plan && (!best || plan->cost <= best->cost)) {
         best = plan;

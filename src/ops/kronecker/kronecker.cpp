@@ -6,6 +6,7 @@
 
 #include "fretwork/error.h"
 #include "ops/kronecker/chain.h"
+#include "ops/kronecker/choice.h"
 #include "ops/kronecker/problem.h"
 #include "pattern/checks.h"
 
@@ -72,9 +73,10 @@ Problem check(const char* op, const Argument& x, const Argument& w, const Tensor
   return problem;
 }
 
+/// The way that a table names, or the one that needs none: also where this problem's strides are not for the former.
 void run(const Problem& problem, Context& context) {
-  if (problem.batch > 0) {
-    context.device.type == DeviceType::cuda ? cuda::run(problem, context) : cpu::run(problem, context);
+  if (problem.batch > 0 && !run(problem, context, chosen(problem, context).choice)) {
+    run(problem, context, Choice{});
   }
 }
 
@@ -89,13 +91,18 @@ Sizes check_weights(const char* op, const char* argument, const TensorView& w) {
   return s;
 }
 
+Problem make_problem(const TensorView& x, const TensorView& w, const TensorView& out, const Context& context,
+                     const KsmmOptions& options) {
+  return check("ksmm", {"x", x}, {"w", w}, out, options, context);
+}
+
 }  // namespace kronecker
 
 using namespace kronecker;
 
 void ksmm(const TensorView& x, const TensorView& w, const TensorView& out, Context& context,
           const KsmmOptions& options) {
-  run(check("ksmm", {"x", x}, {"w", w}, out, options, context), context);
+  run(make_problem(x, w, out, context, options), context);
 }
 
 void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const TensorView& d_w, const TensorView* d_bias,

@@ -1,0 +1,88 @@
+// How a product is run: the ways there are, which one the tables name for a problem, and running it one way.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ops/kronecker/problem.h"
+
+namespace fretwork::kronecker {
+
+/// `best` leaves it to the backend, which needs no table. Then those of a GPU, and those of a CPU.
+enum class Route : std::uint8_t { best, hopper, regroup, strided, cluster, portable, simple, rows, lanes, few };
+
+/// A way to run a product: "best", "hopper:128" (a tile's columns), "strided:16x4" (neighbouring δ, warps along the
+/// batch), "cluster", "rows:256" and "lanes:192" (batch rows that a thread takes at a time), "few".
+struct Choice {
+  Route route = Route::best;
+  int first = 0, second = 0;
+  bool operator==(const Choice&) const = default;
+};
+std::string text_of(const Choice& choice);
+/// Nothing for what is no choice.
+std::optional<Choice> parse_choice(std::string_view text);
+
+/// Problems that share a choice: one pattern, type and layout, and batches up to the next power of two.
+struct Bucket {
+  Sizes sizes{};
+  DType dtype = DType::f32;
+  Precision precision = Precision::ieee;
+  bool last = false;
+  int batch_log = 0;
+  bool operator==(const Bucket&) const = default;
+};
+/// Nothing for strides of neither layout, which are not tuned.
+std::optional<Bucket> bucket_of(const Problem& problem, const Context& context);
+/// "1,64,64,64 float16 first 16384", or "float32:tf32".
+std::string text_of(const Bucket& bucket);
+std::optional<Bucket> parse_bucket(std::string_view text);
+
+/// The call as the backends see it, checked. Throws Error.
+Problem make_problem(const TensorView& x, const TensorView& w, const TensorView& out, const Context& context,
+                     const KsmmOptions& options = {});
+
+/// Every choice that might take such a problem.
+std::vector<Choice> candidates(const Problem& problem, const Context& context);
+
+/// What a call takes, and the table that says so; `best` and "heuristic" where none does.
+struct Chosen {
+  Choice choice;
+  std::string_view source = "heuristic";
+};
+Chosen chosen(const Problem& problem, const Context& context);
+
+/// False, with nothing done, when this way is not for this problem. The batch is not empty.
+bool run(const Problem& problem, Context& context, const Choice& choice);
+
+/// Every choice but `best`.
+namespace cpu {
+bool run(const Problem& problem, Context& context, const Choice& choice);
+std::vector<Choice> candidates(const Problem& problem);
+}  // namespace cpu
+namespace cuda {
+bool run(const Problem& problem, Context& context, const Choice& choice);
+std::vector<Choice> candidates(const Problem& problem, const Context& context);
+}  // namespace cuda
+
+}  // namespace fretwork::kronecker
+
+template <>
+struct std::hash<fretwork::kronecker::Bucket> {
+  std::size_t operator()(const fretwork::kronecker::Bucket& b) const noexcept {
+    std::uint64_t mixed = 0;
+    const auto add = [&](std::uint64_t n) {
+      mixed = (mixed ^ n) * 0x9e37'79b9'7f4a'7c15;
+      mixed ^= mixed >> 32;
+    };
+    for (const std::int64_t n : {b.sizes.a, b.sizes.b, b.sizes.c, b.sizes.d}) {
+      add(static_cast<std::uint64_t>(n));
+    }
+    add(static_cast<std::uint64_t>(b.dtype) << 24 | static_cast<std::uint64_t>(b.precision) << 16 |
+        (b.last ? 256u : 0u) | static_cast<std::uint64_t>(b.batch_log));
+    return mixed;
+  }
+};

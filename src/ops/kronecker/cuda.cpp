@@ -8,6 +8,7 @@
 #include <string>
 
 #include "fretwork/error.h"
+#include "ops/kronecker/cuda_ieee.h"
 #include "ops/kronecker/params.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -233,7 +234,7 @@ const KernelList kKernels{"kronecker", list_kernels};
 
 void cuda::run(const Problem& problem, Context& context) {
   const driver::DeviceScope scope(context.device.index);
-  if (!hopper::run(problem, context) && !strided::run(problem, context)) {
+  if (!hopper::run(problem, context) && !strided::run(problem, context) && !ieee::run(problem, context)) {
     run_here(problem, context);
   }
 }
@@ -243,7 +244,9 @@ void cuda::run(const WeightProblem& problem, Context& context) {
   if (hopper::run(problem, context) || strided::run(problem, context)) {
     return;
   }
-  run_here(problem, context);
+  if (!ieee::run(problem, context)) {
+    run_here(problem, context);
+  }
   if (problem.d_bias.data != nullptr) {
     sum_batch(problem, context);
   }

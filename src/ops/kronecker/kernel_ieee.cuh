@@ -1,0 +1,211 @@
+// Exact fp32 products on FFMA where the operands lie in lines: along the depth, or along rows and columns. A thread has
+// 8 × 4·Quads sums, a warp 64 × 16·Quads; a ring of stages is filled ahead. sm_80 and later.
+#pragma once
+
+#include "device/load.cuh"
+#include "ops/kronecker/kernel_ieee_tile.cuh"
+
+namespace fretwork::kronecker::ieee {
+
+inline constexpr int kStep = kLineStep, kStages = kLineStages;
+
+/// One operand's share of a stage: Lines lines of rows (or columns) × kStep of depth. In shared memory as in global
+/// memory, so that nothing is turned around: depth is the inner direction (DepthInner), or the lines are.
+template <int Lines, int Threads, bool DepthInner>
+struct Operand {
+  static constexpr int kInner = DepthInner ? kStep : Lines, kOuter = DepthInner ? Lines : kStep;
+  static constexpr int kWords = line_words(Lines, DepthInner), kPitch = kWords / kOuter;
+
+  const float* from;  ///< line 0, depth 0
+  i64 stride;         ///< from one copied line to the next
+  int lines;          ///< that exist, of Lines
+  bool wide;          ///< 16 bytes can be copied at once
+
+  __device__ __forceinline__ Operand(const ProductOperand& o, bool wide_copies, i64 i, i64 l, i64 first, i64 count)
+      : from(static_cast<const float*>(o.data) + i * o.i + l * o.l + first * o.line),
+        stride(DepthInner ? o.line : o.entry),
+        lines(static_cast<int>(min(static_cast<i64>(Lines), count - first))),
+        wide(wide_copies) {}
+
+  /// Depth [t, end) of up to kStep; what does not exist is zero.
+  __device__ __forceinline__ void fetch(u32 to, i64 t, i64 end) const {
+    const int depth = static_cast<int>(min(static_cast<i64>(kStep), end - t));
+    const float* const first = from + (DepthInner ? t : t * stride);
+    wide ? copy<4>(to, first, depth) : copy<1>(to, first, depth);
+  }
+  /// Four lines (columns) of one depth, or four of depth of one line, from `line` and `t`.
+  static __device__ __forceinline__ const float* at(const float* stage, int line, int t) {
+    return stage + (DepthInner ? line * kPitch + t : t * kPitch + line);
+  }
+
+ private:
+  template <int Run>
+  __device__ __forceinline__ void copy(u32 to, const float* first, int depth) const {
+    constexpr int kRuns = kInner / Run;
+    const int outer = DepthInner ? lines : depth, inner = DepthInner ? depth : lines;
+#pragma unroll(Run == 4 ? 8 : 1)
+    for (int s = 0; s < (kOuter * kRuns + Threads - 1) / Threads; ++s) {
+      const int n = s * Threads + static_cast<int>(threadIdx.x);
+      if (kOuter * kRuns % Threads != 0 && n >= kOuter * kRuns) {
+        break;
+      }
+      const int line = n / kRuns, at = n % kRuns * Run;
+      const int left = min(Run, inner - at) * 4;
+      const bool there = line < outer && left > 0;
+      const float* const source = there ? first + line * stride + at : from;
+      if constexpr (Run == 4) {
+        copy_async_part(to + 4 * (line * kPitch + at), source, there ? left : 0);
+      } else {
+        copy_async_4(to + 4 * (line * kPitch + at), source, there ? left : 0);
+      }
+    }
+  }
+};
+
+/// The way out of a thread's sums, 8 × Cols at row(r), col(c) of a tile with `rows` × `cols` that exist. Runs of four
+/// leave straight from registers where the host found that they can (p.vector): along columns where RowMajor, else
+/// along rows. Everything else, activations too, takes a way through shared memory in a rolled loop, in two halves.
+template <int TileRows, int TileCols, int Cols, bool RowMajor, typename Row, typename Col>
+__device__ __forceinline__ void store(const ProductParams& p, float (&sum)[8][Cols], float* to, const float* bias,
+                                      int rows, int cols, float* tile, Row row, Col col) {
+  if (p.vector) {
+#pragma unroll
+    for (int c = 0; c < Cols; ++c) {
+      const float b = bias != nullptr && col(c) < cols ? bias[col(c) * p.bias_col] : 0.0f;
+#pragma unroll
+      for (int r = 0; r < 8; ++r) {
+        sum[r][c] += b;
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < 8; m += RowMajor ? 1 : 4) {
+#pragma unroll
+      for (int n = 0; n < Cols; n += RowMajor ? 4 : 1) {
+        if (row(m) < rows && col(n) < cols) {
+          float four[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            four[e] = RowMajor ? sum[m][n + e] : sum[m + e][n];
+          }
+          store_run<float, 4>(to + (RowMajor ? row(m) * p.out.line + col(n) : row(m) + col(n) * p.out.entry), four);
+        }
+      }
+    }
+    return;
+  }
+  constexpr int kLine = TileCols + 1;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // of every 64 rows
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+#pragma unroll
+      for (int c = 0; c < Cols; ++c) {
+        const int at = row(4 * half + r);
+        tile[(at / 64 * 32 + at % 32) * kLine + col(c)] = sum[4 * half + r][c];
+      }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int n = static_cast<int>(threadIdx.x); n < TileRows / 2 * TileCols; n += static_cast<int>(blockDim.x)) {
+      const int s = p.out.fast == 1 ? n % (TileRows / 2) : n / TileCols;
+      const int c = p.out.fast == 1 ? n / (TileRows / 2) : n % TileCols, r = s / 32 * 64 + half * 32 + s % 32;
+      if (r < rows && c < cols) {
+        const float v = tile[s * kLine + c] + (bias != nullptr ? bias[c * p.bias_col] : 0.0f);
+        to[r * p.out.line + c * p.out.entry] = activate(v, p.activation);
+      }
+    }
+  }
+}
+
+/// WarpRows × WarpCols warps. LeftDepth, RightDepth: depth is the operand's inner direction.
+template <int Quads, int WarpRows, int WarpCols, bool LeftDepth, bool RightDepth>
+__global__ void __launch_bounds__(32 * WarpRows * WarpCols, 8 / (WarpRows * WarpCols))
+    product_ieee(const __grid_constant__ Params p) {
+  constexpr int kThreads = 32 * WarpRows * WarpCols, kCols = 4 * Quads;  // the latter of a thread
+  using Left = Operand<64 * WarpRows, kThreads, LeftDepth>;
+  using Right = Operand<16 * Quads * WarpCols, kThreads, RightDepth>;
+  constexpr int kStageWords = Left::kWords + Right::kWords;
+  // Where depth is inner, a load brings that many of it.
+  constexpr int kDeep = RightDepth ? 2 : 4;
+  extern __shared__ __align__(128) float stages[];
+
+  i64 index = blockIdx.x;
+  const i64 col0 = index % p.col_tiles * (16 * Quads * WarpCols);
+  index /= p.col_tiles;
+  const i64 l = index % p.d;
+  index /= p.d;
+  const i64 i = index % p.a;
+  index /= p.a;
+  const i64 row0 = index % p.row_tiles * (64 * WarpRows), piece = index / p.row_tiles;
+  const i64 begin = piece * p.piece, end = min(p.depth, begin + p.piece);
+  const int steps = end > begin ? static_cast<int>((end - begin + kStep - 1) / kStep) : 0;
+  const Left left(p.left, p.left_wide, i, l, row0, p.rows);
+  const Right right(p.right, p.right_wide, i, l, col0, p.cols);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int m0 = warp % WarpRows * 64, n0 = warp / WarpRows * 16 * Quads;
+  // A lane's rows and columns, so that lanes read neighbours.
+  const auto row = [&](int r) { return m0 + (LeftDepth ? lane % 8 + 8 * r : lane % 8 * 4 + r / 4 * 32 + r % 4); };
+  const auto col = [&](int c) { return n0 + (RightDepth ? lane / 8 + 4 * c : lane / 8 * 4 + c / 4 * 16 + c % 4); };
+
+  const u32 base = shared_address(stages);
+  const auto fetch = [&](int step) {
+    if (step < steps) {
+      const u32 at = base + static_cast<u32>(step % kStages) * (4 * kStageWords);
+      left.fetch(at, begin + static_cast<i64>(step) * kStep, end);
+      right.fetch(at + 4 * Left::kWords, begin + static_cast<i64>(step) * kStep, end);
+    }
+    copy_async_commit();
+  };
+  float sum[8][kCols] = {};
+  for (int s = 0; s < kStages - 1; ++s) {
+    fetch(s);
+  }
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    fetch(step + kStages - 1);
+    const float* const left_stage = stages + step % kStages * kStageWords;
+    const float* const right_stage = left_stage + Left::kWords;
+#pragma unroll 2
+    for (int t0 = 0; t0 < kStep; t0 += kDeep) {
+      float a[LeftDepth ? kDeep : 1][8], b[RightDepth ? kDeep : 1][kCols];
+      if constexpr (LeftDepth) {
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+          load_across<kDeep>(a, r, Left::at(left_stage, row(r), t0));
+        }
+      }
+      if constexpr (RightDepth) {
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+          load_across<kDeep>(b, c, Right::at(right_stage, col(c), t0));
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kDeep; ++t) {
+        if constexpr (!LeftDepth) {
+          load_along<8, 32>(a[0], Left::at(left_stage, row(0), t0 + t));
+        }
+        if constexpr (!RightDepth) {
+          load_along<kCols, 16>(b[0], Right::at(right_stage, col(0), t0 + t));
+        }
+        multiply_add(sum, a[LeftDepth ? t : 0], b[RightDepth ? t : 0]);
+      }
+    }
+  }
+  copy_async_wait<0>();
+  __syncthreads();
+
+  float* const to = static_cast<float*>(p.out.data) + piece * p.out_piece + i * p.out.i + l * p.out.l +
+                    row0 * p.out.line + col0 * p.out.entry;
+  const float* const bias =
+      p.bias == nullptr ? nullptr : static_cast<const float*>(p.bias) + i * p.bias_i + l * p.bias_l + col0 * p.bias_col;
+  const auto most = [](i64 left, int tile) { return static_cast<int>(min(left, static_cast<i64>(tile))); };
+  store<64 * WarpRows, 16 * Quads * WarpCols, kCols, LeftDepth>(p, sum, to, bias, most(p.rows - row0, 64 * WarpRows),
+                                                                most(p.cols - col0, 16 * Quads * WarpCols), stages, row,
+                                                                col);
+}
+
+}  // namespace fretwork::kronecker::ieee

@@ -1,0 +1,40 @@
+// What the exact fp32 kernels are launched with; shared by host and device.
+#pragma once
+
+#include "ops/kronecker/params.h"
+
+namespace fretwork::kronecker::ieee {
+
+/// `vector`: results leave in runs along the innermost axis, and no activation follows.
+struct Params : ProductParams {
+  bool left_wide, right_wide;  ///< 16 bytes of the operand can be copied at once
+};
+
+/// Tiles of product_ieee: 64·warp_rows × 16·quads·warp_cols.
+struct LineTile {
+  int quads, warp_rows, warp_cols;
+  constexpr int rows() const { return 64 * warp_rows; }
+  constexpr int cols() const { return 16 * quads * warp_cols; }
+  constexpr int threads() const { return 32 * warp_rows * warp_cols; }
+};
+inline constexpr int kLineStep = 16, kLineStages = 3;
+
+/// Words of one operand in a stage: depth inner with a gap, so that 8 lines of 16 bytes fall into different banks.
+constexpr int line_words(int lines, bool depth_inner) { return lines * (depth_inner ? kLineStep + 4 : kLineStep); }
+
+/// Tiles of deltas_ieee: v neighbouring δ, e of them to a thread; 64·warps/v rows × 4·c·e columns.
+struct DeltaTile {
+  int v, e, c, warps;
+  constexpr int rows() const { return 64 * warps / v; }
+  constexpr int cols() const { return 4 * c * e; }
+  constexpr int threads() const { return 32 * warps; }
+};
+inline constexpr int kDeltaStages = 3;
+constexpr int delta_step(int v) { return v == 8 ? 4 : 8; }
+/// Words from one line of a stage to the next, so that neighbouring lines fall into different banks.
+constexpr int delta_pitch(int v) { return delta_step(v) * v + (v == 8 ? 8 : 4); }
+constexpr int delta_words(int lines, int v, bool depth_inner) {
+  return depth_inner ? lines * delta_pitch(v) : lines * delta_step(v) * v;
+}
+
+}  // namespace fretwork::kronecker::ieee

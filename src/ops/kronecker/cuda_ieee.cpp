@@ -53,13 +53,13 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     }
   }
   for (const int v : {8, 4, 2}) {
-    for (const int warps : {4, 8}) {
-      for (const int c : {kDeltaColumns, kDeltaColumns * 3 / 4}) {
-        list.push_back(delta_kernel({v, kDeltasOfThread, c, warps}, true));
-        if (warps == 4) {
-          list.push_back(delta_kernel({v, kDeltasOfThread, c, warps}, false));
+    for (const int c : {16, 12}) {
+      for (const int warps : {4, 8}) {
+        for (const int e : {1, 2}) {
+          list.push_back(delta_kernel({v, e, c / e, warps}, true));
         }
       }
+      list.push_back(delta_kernel({v, Shape{}.deltas, c / Shape{}.deltas, 4}, false));
     }
   }
   return list;
@@ -154,12 +154,12 @@ bool along_deltas(const Matrix& m, std::int64_t batch) {
   return m.feature == 1 && (batch == 1 || m.batch % 4 == 0) && reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0;
 }
 
-DeltaTile delta_tile(int v, std::int64_t cols, int warps) {
+DeltaTile delta_tile(int v, std::int64_t cols, const Shape& shape) {
   const bool narrow = ceil_div(cols, 48) * 48 < ceil_div(cols, 64) * 64;
-  return {v, kDeltasOfThread, narrow ? kDeltaColumns * 3 / 4 : kDeltaColumns, warps};
+  return {v, shape.deltas, (narrow ? 12 : 16) / shape.deltas, shape.warps};
 }
 
-void run_deltas(const Problem& problem, int v, int warps, Context& context) {
+void run_deltas(const Problem& problem, int v, const Shape& shape, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
   const Weights& w = problem.w;
   Params p = product_params(problem);
@@ -174,7 +174,7 @@ void run_deltas(const Problem& problem, int v, int warps, Context& context) {
   }
   p.vector = p.activation == 0 && p.out.l == 1 && p.out.line % 2 == 0 && p.out.entry % 2 == 0 &&
              reinterpret_cast<std::uintptr_t>(p.out.data) % 8 == 0;
-  launch(p, delta_tile(v, b, warps), true, context);
+  launch(p, delta_tile(v, b, shape), true, context);
 }
 
 void run_lines(const Problem& problem, bool depth_inner, Context& context) {
@@ -222,14 +222,14 @@ void sum_pieces(const Params& p, const void* from, const Weights& w, const std::
 
 }  // namespace
 
-bool run(const Problem& problem, Context& context, int warps) {
+bool run(const Problem& problem, Context& context, const Shape& shape) {
   if (!here(problem.dtype, context)) {
     return false;
   }
   const auto& [a, b, c, d] = problem.sizes;
   const int v = deltas_of(d, b, c);
   if (v > 0 && along_deltas(problem.x, problem.batch)) {
-    run_deltas(problem, v, warps, context);
+    run_deltas(problem, v, shape, context);
     return true;
   }
   const bool first = d == 1 && problem.x.feature == 1;
@@ -261,7 +261,7 @@ bool run(const WeightProblem& problem, Context& context) {
   p.d = d;
   p.out_piece = a * b * c * d;
   const LineTile& lines = choose(kWeightLines, b, c);
-  const DeltaTile neighbours = delta_tile(v, c, 4);
+  const DeltaTile neighbours = delta_tile(v, c, {});
   const std::int64_t tiles = deltas ? a * (d / v) * ceil_div(b, neighbours.rows()) * ceil_div(c, neighbours.cols())
                                     : a * d * ceil_div(b, lines.rows()) * ceil_div(c, lines.cols());
   const std::int64_t slots = driver::device_info(context.device.index).multiprocessors * std::int64_t{256} /

@@ -5,11 +5,13 @@
 
 namespace fretwork::kronecker::ieee {
 
-/// A thread of the strided kernel has kDeltasOfThread neighbouring δ and 8 × kDeltaColumns sums of each.
-inline constexpr int kDeltasOfThread = 1, kDeltaColumns = 16;
+/// CTAs of the strided kernel: 4 or 8 warps, 1 or 2 neighbouring δ to a thread.
+struct Shape {
+  int warps = 4, deltas = 2;
+};
 
-/// False when the problem is not for here. `warps`: of a CTA of the strided kernel, 4 or 8.
-bool run(const Problem& problem, Context& context, int warps = 4);
+/// False when the problem is not for here.
+bool run(const Problem& problem, Context& context, const Shape& shape = {});
 /// Leaves the gradient of the bias to the caller.
 bool run(const WeightProblem& problem, Context& context);
 

@@ -13,52 +13,28 @@ inline constexpr int kStep = kLineStep, kStages = kLineStages;
 /// memory, so that nothing is turned around: depth is the inner direction (DepthInner), or the lines are.
 template <int Lines, int Threads, bool DepthInner>
 struct Operand {
+  static constexpr int kWords = line_words(Lines, DepthInner);
   static constexpr int kInner = DepthInner ? kStep : Lines, kOuter = DepthInner ? Lines : kStep;
-  static constexpr int kWords = line_words(Lines, DepthInner), kPitch = kWords / kOuter;
+  static constexpr int kPitch = kWords / kOuter;
 
-  const float* from;  ///< line 0, depth 0
-  i64 stride;         ///< from one copied line to the next
-  int lines;          ///< that exist, of Lines
-  bool wide;          ///< 16 bytes can be copied at once
+  Copies<kOuter, kInner, kPitch, Threads, false> copies;
+  int lines;  ///< that exist, of Lines
+  bool wide;  ///< 16 bytes can be copied at once
 
-  __device__ __forceinline__ Operand(const ProductOperand& o, bool wide_copies, i64 i, i64 l, i64 first, i64 count)
-      : from(static_cast<const float*>(o.data) + i * o.i + l * o.l + first * o.line),
-        stride(DepthInner ? o.line : o.entry),
+  __device__ __forceinline__ Operand(const ProductOperand& o, bool wide_copies, i64 i, i64 l, i64 first, i64 count,
+                                     i64 begin)
+      : copies(static_cast<const float*>(o.data) + i * o.i + l * o.l + first * o.line + begin * o.entry,
+               DepthInner ? o.line : o.entry, 4, 4, kStep * o.entry),
         lines(static_cast<int>(min(static_cast<i64>(Lines), count - first))),
         wide(wide_copies) {}
 
-  /// Depth [t, end) of up to kStep; what does not exist is zero.
-  __device__ __forceinline__ void fetch(u32 to, i64 t, i64 end) const {
-    const int depth = static_cast<int>(min(static_cast<i64>(kStep), end - t));
-    const float* const first = from + (DepthInner ? t : t * stride);
-    wide ? copy<4>(to, first, depth) : copy<1>(to, first, depth);
+  /// The next `depth`, up to kStep; what does not exist is zero.
+  __device__ __forceinline__ void fetch(u32 to, int depth) {
+    const int outers = DepthInner ? lines : depth, inners = DepthInner ? depth : lines;
+    wide ? copies.fetch(to, outers, inners) : copies.fetch_words(to, outers, inners);
   }
-  /// Four lines (columns) of one depth, or four of depth of one line, from `line` and `t`.
   static __device__ __forceinline__ const float* at(const float* stage, int line, int t) {
     return stage + (DepthInner ? line * kPitch + t : t * kPitch + line);
-  }
-
- private:
-  template <int Run>
-  __device__ __forceinline__ void copy(u32 to, const float* first, int depth) const {
-    constexpr int kRuns = kInner / Run;
-    const int outer = DepthInner ? lines : depth, inner = DepthInner ? depth : lines;
-#pragma unroll(Run == 4 ? 8 : 1)
-    for (int s = 0; s < (kOuter * kRuns + Threads - 1) / Threads; ++s) {
-      const int n = s * Threads + static_cast<int>(threadIdx.x);
-      if (kOuter * kRuns % Threads != 0 && n >= kOuter * kRuns) {
-        break;
-      }
-      const int line = n / kRuns, at = n % kRuns * Run;
-      const int left = min(Run, inner - at) * 4;
-      const bool there = line < outer && left > 0;
-      const float* const source = there ? first + line * stride + at : from;
-      if constexpr (Run == 4) {
-        copy_async_part(to + 4 * (line * kPitch + at), source, there ? left : 0);
-      } else {
-        copy_async_4(to + 4 * (line * kPitch + at), source, there ? left : 0);
-      }
-    }
   }
 };
 
@@ -140,33 +116,32 @@ __global__ void __launch_bounds__(32 * WarpRows * WarpCols, 8 / (WarpRows * Warp
   const i64 row0 = index % p.row_tiles * (64 * WarpRows), piece = index / p.row_tiles;
   const i64 begin = piece * p.piece, end = min(p.depth, begin + p.piece);
   const int steps = end > begin ? static_cast<int>((end - begin + kStep - 1) / kStep) : 0;
-  const Left left(p.left, p.left_wide, i, l, row0, p.rows);
-  const Right right(p.right, p.right_wide, i, l, col0, p.cols);
+  Left left(p.left, p.left_wide, i, l, row0, p.rows, begin);
+  Right right(p.right, p.right_wide, i, l, col0, p.cols, begin);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int m0 = warp % WarpRows * 64, n0 = warp / WarpRows * 16 * Quads;
   // A lane's rows and columns, so that lanes read neighbours.
   const auto row = [&](int r) { return m0 + (LeftDepth ? lane % 8 + 8 * r : lane % 8 * 4 + r / 4 * 32 + r % 4); };
   const auto col = [&](int c) { return n0 + (RightDepth ? lane / 8 + 4 * c : lane / 8 * 4 + c / 4 * 16 + c % 4); };
 
-  const u32 base = shared_address(stages);
-  const auto fetch = [&](int step) {
-    if (step < steps) {
-      const u32 at = base + static_cast<u32>(step % kStages) * (4 * kStageWords);
-      left.fetch(at, begin + static_cast<i64>(step) * kStep, end);
-      right.fetch(at + 4 * Left::kWords, begin + static_cast<i64>(step) * kStep, end);
+  Ring<kStages, kStageWords> ring(stages, end - begin, kStep);
+  const auto fetch = [&] {
+    if (const int depth = ring.next_depth(); depth > 0) {
+      left.fetch(ring.fill, depth);
+      right.fetch(ring.fill + 4 * Left::kWords, depth);
     }
-    copy_async_commit();
+    ring.filled();
   };
   float sum[8][kCols] = {};
   for (int s = 0; s < kStages - 1; ++s) {
-    fetch(s);
+    fetch();
   }
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
-    fetch(step + kStages - 1);
-    const float* const left_stage = stages + step % kStages * kStageWords;
+    fetch();
+    const float* const left_stage = ring.use;
     const float* const right_stage = left_stage + Left::kWords;
 #pragma unroll 2
     for (int t0 = 0; t0 < kStep; t0 += kDeep) {
@@ -194,6 +169,7 @@ __global__ void __launch_bounds__(32 * WarpRows * WarpCols, 8 / (WarpRows * Warp
         multiply_add(sum, a[LeftDepth ? t : 0], b[RightDepth ? t : 0]);
       }
     }
+    ring.used();
   }
   copy_async_wait<0>();
   __syncthreads();

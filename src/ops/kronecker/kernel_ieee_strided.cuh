@@ -10,41 +10,28 @@ namespace fretwork::kronecker::ieee {
 /// depth inside lines (DepthInner), or lines inside depth.
 template <int Lines, int V, int Threads, bool DepthInner>
 struct DeltaOperand {
-  static constexpr int kStep = delta_step(V), kInner = DepthInner ? kStep : Lines, kOuter = DepthInner ? Lines : kStep;
-  static constexpr int kWords = delta_words(Lines, V, DepthInner), kPitch = kWords / kOuter;
+  static constexpr int kWords = delta_words(Lines, V, DepthInner);
+  static constexpr int kInner = DepthInner ? kDeltaStep : Lines, kOuter = DepthInner ? Lines : kDeltaStep;
+  static constexpr int kPitch = kWords / kOuter;
 
-  const float* from;  ///< line 0, depth 0, first δ
-  i64 outer, inner;   ///< strides
-  int lines;          ///< that exist, of Lines
+  Copies<kOuter, kInner * V, kPitch, Threads, V >= 4> copies;
+  int lines;  ///< that exist, of Lines
 
-  __device__ __forceinline__ DeltaOperand(const ProductOperand& o, i64 i, i64 l, i64 first, i64 count)
-      : from(static_cast<const float*>(o.data) + i * o.i + l * o.l + first * o.line),
-        outer(DepthInner ? o.line : o.entry),
-        inner(DepthInner ? o.entry : o.line),
+  __device__ __forceinline__ DeltaOperand(const ProductOperand& o, i64 i, i64 l, i64 first, i64 count, i64 begin)
+      : copies(static_cast<const float*>(o.data) + i * o.i + l * o.l + first * o.line + begin * o.entry,
+               DepthInner ? o.line : o.entry, (DepthInner ? o.entry : o.line) * kRun / V, kRun, kDeltaStep * o.entry),
         lines(static_cast<int>(min(static_cast<i64>(Lines), count - first))) {}
 
-  /// Depth [t, end) of up to kStep; what does not exist is zero.
-  __device__ __forceinline__ void fetch(u32 to, i64 t, i64 end) const {
-    constexpr int kChunks = kInner * V / 4, kCopies = (kOuter * kChunks + Threads - 1) / Threads;
-    const int depth = static_cast<int>(min(static_cast<i64>(kStep), end - t));
-    const int outers = DepthInner ? lines : depth, inners = DepthInner ? depth : lines;
-    const float* const first = from + t * (DepthInner ? inner : outer);
-#pragma unroll
-    for (int s = 0; s < kCopies; ++s) {
-      const int n = s * Threads + static_cast<int>(threadIdx.x);
-      if (kOuter * kChunks % Threads != 0 && n >= kOuter * kChunks) {
-        break;
-      }
-      const int o = n / kChunks, at = n % kChunks * 4;
-      const int bytes = V < 4 ? min(16, (inners - at / V) * V * 4) : at / V < inners ? 16 : 0;
-      const bool there = o < outers && bytes > 0;
-      copy_async_part(to + 4 * (o * kPitch + at), there ? first + o * outer + at / V * inner + at % V : from,
-                      there ? bytes : 0);
-    }
+  /// The next `depth`, up to kDeltaStep; what does not exist is zero.
+  __device__ __forceinline__ void fetch(u32 to, int depth) {
+    copies.fetch(to, DepthInner ? lines : depth, (DepthInner ? depth : lines) * V);
   }
   static __device__ __forceinline__ const float* at(const float* stage, int line, int t) {
     return stage + (DepthInner ? line * kPitch + t * V : t * kPitch + line * V);
   }
+
+ private:
+  static constexpr int kRun = V < 4 ? 4 : V;  // where V is less, a copy takes several neighbours, which lie together
 };
 
 /// V neighbouring δ to a CTA, E of them to a thread, which has 8 × C sums for each. Tiles are 64·Warps/V rows × 4·C·E
@@ -57,7 +44,7 @@ __global__ void __launch_bounds__(32 * Warps, 8 / Warps) deltas_ieee(const __gri
   using Left = DeltaOperand<kRows, V, 32 * Warps, DepthInner>;
   using Right = DeltaOperand<kCols, V, 32 * Warps, DepthInner>;
   static_assert(Warps / kWarpCols * 8 * kLaneRows == kRows);
-  constexpr int kStageWords = Left::kWords + Right::kWords, kStep = Left::kStep;
+  constexpr int kStageWords = Left::kWords + Right::kWords;
   extern __shared__ __align__(128) float stages[];
 
   i64 index = blockIdx.x;
@@ -69,36 +56,35 @@ __global__ void __launch_bounds__(32 * Warps, 8 / Warps) deltas_ieee(const __gri
   index /= p.a;
   const i64 row0 = index % p.row_tiles * kRows, piece = index / p.row_tiles;
   const i64 begin = piece * p.piece, end = min(p.depth, begin + p.piece);
-  const int steps = end > begin ? static_cast<int>((end - begin + kStep - 1) / kStep) : 0;
-  const Left left(p.left, i, l, row0, p.rows);
-  const Right right(p.right, i, l, col0, p.cols);
+  const int steps = end > begin ? static_cast<int>((end - begin + kDeltaStep - 1) / kDeltaStep) : 0;
+  Left left(p.left, i, l, row0, p.rows, begin);
+  Right right(p.right, i, l, col0, p.cols, begin);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int delta = lane % kDeltaLanes * E,
             first_col = warp % kWarpCols * C * kLaneCols + lane / kDeltaLanes % kLaneCols;
   const int first_row = warp / kWarpCols * 8 * kLaneRows + lane / (kDeltaLanes * kLaneCols);
 
-  const u32 base = shared_address(stages);
-  const auto fetch = [&](int step) {
-    if (step < steps) {
-      const u32 at = base + static_cast<u32>(step % kDeltaStages) * (4 * kStageWords);
-      left.fetch(at, begin + static_cast<i64>(step) * kStep, end);
-      right.fetch(at + 4 * Left::kWords, begin + static_cast<i64>(step) * kStep, end);
+  Ring<kDeltaStages, kStageWords> ring(stages, end - begin, kDeltaStep);
+  const auto fetch = [&] {
+    if (const int depth = ring.next_depth(); depth > 0) {
+      left.fetch(ring.fill, depth);
+      right.fetch(ring.fill + 4 * Left::kWords, depth);
     }
-    copy_async_commit();
+    ring.filled();
   };
   float sum[E][8][C] = {};
   for (int s = 0; s < kDeltaStages - 1; ++s) {
-    fetch(s);
+    fetch();
   }
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<kDeltaStages - 2>();
     __syncthreads();
-    fetch(step + kDeltaStages - 1);
-    const float* const left_stage = stages + step % kDeltaStages * kStageWords + delta;
+    fetch();
+    const float* const left_stage = ring.use + delta;
     const float* const right_stage = left_stage + Left::kWords;
 #pragma unroll 4
-    for (int t = 0; t < kStep; ++t) {
+    for (int t = 0; t < kDeltaStep; ++t) {
       float a[E][8], b[E][C];
 #pragma unroll
       for (int r = 0; r < 8; ++r) {
@@ -113,6 +99,7 @@ __global__ void __launch_bounds__(32 * Warps, 8 / Warps) deltas_ieee(const __gri
         multiply_add(sum[e], a[e], b[e]);
       }
     }
+    ring.used();
   }
   copy_async_wait<0>();
   __syncthreads();

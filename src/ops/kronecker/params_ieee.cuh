@@ -29,12 +29,11 @@ struct DeltaTile {
   constexpr int cols() const { return 4 * c * e; }
   constexpr int threads() const { return 32 * warps; }
 };
-inline constexpr int kDeltaStages = 3;
-constexpr int delta_step(int v) { return v == 8 ? 4 : 8; }
-/// Words from one line of a stage to the next, so that neighbouring lines fall into different banks.
-constexpr int delta_pitch(int v) { return delta_step(v) * v + (v == 8 ? 8 : 4); }
+inline constexpr int kDeltaStep = 8, kDeltaStages = 3;
+
+/// Words of one operand in a stage: depth inner with a gap, so that neighbouring lines fall into different banks.
 constexpr int delta_words(int lines, int v, bool depth_inner) {
-  return depth_inner ? lines * delta_pitch(v) : lines * delta_step(v) * v;
+  return lines * (kDeltaStep * v + (!depth_inner ? 0 : v == 8 ? 8 : 4));
 }
 
 }  // namespace fretwork::kronecker::ieee

@@ -480,6 +480,8 @@ std::vector<Case> ieee_cases() {
                                  {{2, 192, 192, d}, 100, last, f32, silu, true, Order::padded, 8},
                                  {{1, 200, 258, d}, 1, last, f32, none, true}});
     }
+    cases.push_back({{1, 256, 256, 1}, 300, last, f32});  // the largest tiles of the gradient
+    cases.push_back({{1, 256, 192, 1}, 300, last, f32});
     for (const Index d : {Index{1}, last ? Index{5} : Index{1}}) {
       cases.insert(cases.end(), {{{3, 65, 33, d}, 131, last, f32, none, true},
                                  {{1, 7, 5, d}, 1000, last, f32, gelu, true, Order::padded, 3},

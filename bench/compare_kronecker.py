@@ -1,10 +1,17 @@
 """Fretwork's Kronecker products beside every other way to compute them, on the same data in one run.
 
     python bench/compare_kronecker.py                               # the sample grid, on a GPU if there is one
-    python bench/compare_kronecker.py --grid paper --algos kernel   # every pattern of the paper, ours only
+    python bench/compare_kronecker.py --batch 1,16,196              # small batches
+    python bench/compare_kronecker.py --grid paper                  # all of the paper, in under 25 minutes on an H200
+    python bench/compare_kronecker.py --grid paper --part 2/4       # the second quarter of it
 
-Rows go to bench/results/<device>/kronecker.json, losing ones too. The floor of a row is its bytes (x, w and y once) at
-the copy rate of the run or its FLOPs at the dense rate of the run, whichever takes longer.
+Rows go to bench/results/<device>/kronecker.json (kronecker_paper.json for the paper's grid) and, as a table, to the
+.csv beside it, losing ones too. The floor of a row is its bytes (x, w and y once) at the copy rate of the run or its
+FLOPs at the dense rate of the run, whichever takes longer.
+
+The paper's grid has 376 patterns in both layouts, in fp16, bf16, and fp32 as ieee and as tf32: 3008 rows. Ours runs in
+each; bmm and einsum in every 4th pattern, dense, bsr and sparse in every 16th, and none of them in a row that comes
+later than its share of --minutes. What a row leaves out stands in it with the reason.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import json
 import math
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +34,7 @@ from timing import as_called, medians
 
 IDENTITY = ("pattern", "batch", "layout", "dtype", "precision", "arch", "part")
 PEERS = ("bmm", "einsum", "bsr", "dense", "sparse")
+SLOW = ("bsr", "dense", "sparse")
 FACTS = [(1, 768, 192, 2), (6, 64, 64, 1), (1, 192, 48, 2), (4, 64, 64, 4), (1, 128, 128, 16), (1, 64, 64, 64),
          (128, 64, 64, 1), (1, 1024, 1024, 4), (16, 256, 256, 4), (4, 64, 64, 16)]  # fmt: skip
 A = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -76,6 +85,18 @@ def error_of(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, last: bool) -> f
     return ((got.double() - want).abs().max() / want.abs().max()).item()
 
 
+def sampled(number: int, algos: list[str], every: int, slow_every: int, late: bool) -> dict[str, str]:
+    """The peers that pattern `number` of a grid goes without, and why."""
+    left_out = {}
+    for algo in (algo for algo in algos if algo != "kernel"):
+        step = max(every, slow_every) if algo in SLOW else every
+        if number % step:
+            left_out[algo] = f"measured in every {step}th pattern"
+        elif late:
+            left_out[algo] = "out of time"
+    return left_out
+
+
 def too_much(algo: str, p: Pattern, batch: int, rate: float) -> str | None:
     """Why a peer is left out of a row, if it is; the reason goes into the row."""
     a, b, c, d = p
@@ -87,10 +108,10 @@ def too_much(algo: str, p: Pattern, batch: int, rate: float) -> str | None:
 
 
 def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torch.device, algos: list[str],
-            rates: tuple[float, float], seconds: float) -> Row:  # fmt: skip
+            rates: tuple[float, float], seconds: float, left_out: dict[str, str]) -> Row:  # fmt: skip
     a, b, _, d = p
     x, w = inputs(p, batch, last, dtype, device)
-    left_out = {algo: why for algo in algos if (why := too_much(algo, p, batch, rates[1]))}
+    left_out = {algo: why for algo in algos if (why := too_much(algo, p, batch, rates[1]))} | left_out
     calls: dict[str, Any] = {}
     once: dict[str, float] = {}
     for algo in (algo for algo in algos if algo not in left_out):
@@ -102,7 +123,8 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
             continue
         if algo == "kernel":
             error_now = error_of(x, w, y, last)
-        if algo in ("bsr", "sparse") and (ms_now := as_called(call, device, 1)) > 20:
+        del y
+        if algo != "kernel" and (ms_now := as_called(call, device, 1)) > (20 if algo in SLOW else 200):
             once[algo] = ms_now  # far behind: one time is enough
         else:
             calls[algo] = call
@@ -111,7 +133,8 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
     return {
         "part": "forward", "pattern": p, "batch": batch, "layout": "last" if last else "first", "dtype": str(dtype)[6:],
         "precision": torch.get_float32_matmul_precision() if dtype == torch.float32 else None,
-        "ms": ms, "as_called_ms": as_called(calls["kernel"], device, 10), "left_out": left_out,
+        "ms": ms, "as_called_ms": as_called(calls["kernel"], device, 10 if ms["kernel"] < 5 else 2),
+        "left_out": left_out,
         "floor_ms": max(flops / rates[1], moved / rates[0]), "error": error_now,
     }  # fmt: skip
 
@@ -158,13 +181,36 @@ def summary(rows: list[Row]) -> None:
 
 
 def write_csv(path: Path, rows: list[Row]) -> None:
-    """One line per pattern and algorithm, with the column names that users of KSMM know."""
+    """One line per pattern and algorithm, in the columns that users of KSMM know; why, where there is no time."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["batch_size", "a", "b", "c", "d", "layout", "dtype", "precision", "algo", "ms"])
+        writer.writerow(
+            ["batch_size", "a", "b", "c", "d", "layout", "dtype", "precision", "algo", "ms", "floor_ms", "why"]
+        )
         for r in (r for r in rows if r["part"] == "forward"):
+            case = [r["batch"], *r["pattern"], r["layout"], r["dtype"], r["precision"] or ""]
             for algo, ms in r["ms"].items():
-                writer.writerow([r["batch"], *r["pattern"], r["layout"], r["dtype"], r["precision"], algo, ms])
+                writer.writerow([*case, algo, f"{ms:.6g}", f"{r['floor_ms']:.6g}", ""])
+            for algo, why in r["left_out"].items():
+                writer.writerow([*case, algo, "", f"{r['floor_ms']:.6g}", why])
+
+
+def part_of(text: str, patterns: list[Pattern]) -> list[tuple[int, Pattern]]:
+    """Part k of n, "k/n", of a grid, its patterns with their numbers."""
+    k, n = (int(t) for t in text.split("/"))
+    if not 1 <= k <= n:
+        raise SystemExit(f"--part: expected 1/N to N/N, got {text}")
+    return list(enumerate(patterns))[len(patterns) * (k - 1) // n : len(patterns) * k // n]
+
+
+def kinds(options: argparse.Namespace, gpu: bool) -> list[tuple[torch.dtype, str]]:
+    """Types, fp32 in each precision."""
+    names = numbers(options.dtypes or ("float16,bfloat16,float32" if gpu else "float32"), str)
+    return [
+        (getattr(torch, name), precision)
+        for name in names
+        for precision in (numbers(options.precisions, str) if gpu and name == "float32" else ["highest"])
+    ]
 
 
 def main() -> None:
@@ -173,19 +219,35 @@ def main() -> None:
     parser.add_argument("--grid", choices=("facts", "sample", "paper"), default="sample")
     parser.add_argument("--batch", default="", help="25088 on a GPU, 2048 on a CPU; several with commas")
     parser.add_argument("--dtypes", default="", help="float16,bfloat16,float32 on a GPU, float32 on a CPU")
-    parser.add_argument("--precisions", default="high", help="highest (ieee), high (tf32); of float32 on a GPU")
+    parser.add_argument("--precisions", default="highest,high", help="highest (ieee), high (tf32); of float32 on a GPU")
     parser.add_argument("--layouts", default="first,last")
     parser.add_argument("--algos", default=",".join(("kernel", *PEERS)))
     parser.add_argument("--backward", action="store_true", help="time the gradients too")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of measuring for a row")
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--seconds", type=float, help="of measuring for a row (0.5; 0.1 of the paper's grid)")
+    parser.add_argument(
+        "--minutes", type=float, help="that peers may make the whole run last (no limit; 23 of the paper's)"
+    )
+    parser.add_argument("--peers-every", type=int, help="n: peers in every n-th pattern (1; 4 of the paper's grid)")
+    parser.add_argument("--slow-every", type=int, help="the same for dense, bsr and sparse (1; 16 of the paper's grid)")
+    parser.add_argument("--part", default="1/1", help="k/n: part k of n of the grid")
+    parser.add_argument("--csv", type=Path, help="the table, if not beside the rows")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     device = torch.device(options.device)
     gpu = device.type == "cuda"
-    patterns = {"facts": lambda: FACTS, "sample": sample, "paper": paper}[options.grid]()
-    facts, rows = machine(device), []
-    copies = copy_rate(device)
+    whole = options.grid == "paper"
+    grid = part_of(options.part, {"facts": lambda: FACTS, "sample": sample, "paper": paper}[options.grid]())
+    parts = int(options.part.split("/")[1])
+    algos, layouts = numbers(options.algos, str), numbers(options.layouts, str)
+    batches = numbers(options.batch or ("25088" if gpu else "2048"), int)
+    seconds = options.seconds if options.seconds is not None else 0.1 if whole else 0.5
+    minutes = options.minutes if options.minutes is not None else 23.0 / parts if whole else math.inf
+    every, slow_every = (options.peers_every or (4 if whole else 1)), (options.slow_every or (16 if whole else 1))
+    cases = [(kind, batch, case, layout) for kind in kinds(options, gpu) for batch in batches for case in grid
+             for layout in layouts]  # fmt: skip
+    began, rows, facts = time.perf_counter(), [], machine(device)
+    copies, rates = copy_rate(device), {}
+    print(f"{len(cases)} rows of {len(grid)} patterns", file=sys.stderr)
 
     def keep(row: Row) -> None:
         rows.append({**facts, **row})
@@ -197,27 +259,24 @@ def main() -> None:
         )
         print(json.dumps(row["pattern"]), row["batch"], row["layout"], row["dtype"], times, floor, flush=True)
 
+    path = folder(options.out, facts) / ("kronecker_paper.json" if whole else "kronecker.json")
     try:
-        for dtype in (
-            getattr(torch, d)
-            for d in numbers(options.dtypes or ("float16,bfloat16,float32" if gpu else "float32"), str)
-        ):
-            for precision in numbers(options.precisions, str) if gpu and dtype == torch.float32 else ["highest"]:
-                torch.set_float32_matmul_precision(precision)
-                rates = (copies, dense_rate(dtype, device))
-                for batch in numbers(options.batch or ("25088" if gpu else "2048"), int):
-                    for p in patterns:
-                        for layout in numbers(options.layouts, str):
-                            args = (p, batch, layout == "last", dtype, device)
-                            with torch.inference_mode():
-                                keep(measure(*args, numbers(options.algos, str), rates, options.seconds))
-                            if options.backward:
-                                keep(measure_backward(*args, options.seconds))
+        for done, ((dtype, precision), batch, (number, p), layout) in enumerate(cases):
+            torch.set_float32_matmul_precision(precision)
+            if (dtype, precision) not in rates:
+                rates[dtype, precision] = dense_rate(dtype, device)
+            late = time.perf_counter() - began > 10 + (done + 1) / len(cases) * 60 * minutes
+            left_out = sampled(number, algos, every, slow_every, late)
+            args = (p, batch, layout == "last", dtype, device)
+            with torch.inference_mode():
+                keep(measure(*args, algos, (copies, rates[dtype, precision]), seconds, left_out))
+            if options.backward:
+                keep(measure_backward(*args, seconds))
     finally:
-        store(folder(options.out, facts) / "kronecker.json", rows, IDENTITY)
-        if options.csv:
-            write_csv(options.csv, rows)
+        store(path, rows, IDENTITY)
+        write_csv(options.csv or path.with_suffix(".csv"), json.loads(path.read_text()))
         summary(rows)
+        print(f"{len(rows)} rows in {(time.perf_counter() - began) / 60:.1f} minutes", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,27 @@
-// What a product with 16-bit results applies to its sums. NaN stays NaN.
+// What a product applies to its sums: exactly, or to the precision of 16-bit results. NaN stays NaN. Kinds are numbered
+// as fretwork::Activation counts.
 #pragma once
 
 #include "device/types.cuh"
 
 namespace fretwork {
 
-/// v·Φ(v). With a = |v| and t = 1/(1 + 0.27·a), Φ(−a) = t·2^(P(t) − a²·log₂(e)/2). P is a minimax fit: the relative
-/// error is below 1e-5, in the far tail too, where 1 + erf(·) would have cancelled.
+template <typename Sum>
+__device__ __forceinline__ Sum activate_exactly(Sum v, int kind) {
+  switch (kind) {
+    case 1:
+      return v > 0 || v != v ? v : Sum{0};
+    case 2:
+      return Sum{0.5} * v * (Sum{1} + erf(v * Sum{0.70710678118654752440}));
+    case 3:
+      return v / (Sum{1} + exp(-v));
+    default:
+      return v;
+  }
+}
+
+/// v·Φ(v) for 16-bit results. With a = |v| and t = 1/(1 + 0.27·a), Φ(−a) = t·2^(P(t) − a²·log₂(e)/2). P is a minimax
+/// fit: the relative error is below 1e-5, in the far tail too, where 1 + erf(·) would have cancelled.
 __device__ __forceinline__ float gelu(float v) {
   const float a = fabsf(v);
   float t, power;
@@ -22,7 +37,7 @@ __device__ __forceinline__ float gelu(float v) {
   return v * (v > 0.0f ? 1.0f - below : below);
 }
 
-/// Applies activation number `kind` (as fretwork::Activation counts) to all of d.
+/// All of d, for 16-bit results.
 template <int kSize>
 __device__ __forceinline__ void activate(float (&d)[kSize], int kind) {
   if (kind == 1) {

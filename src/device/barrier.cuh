@@ -74,9 +74,12 @@ __device__ __forceinline__ void named_barrier(u32 id, u32 threads) {
 /// Ordinary writes to shared memory before this are seen by the copy engine and the tensor cores after a barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/// The next kernel on the stream, if launched behind this one, may start once every CTA has said so or ended.
+/// The next kernel on the stream, if launched behind this one, may start once every CTA has said so or ended. Nothing
+/// before sm_90, where none is.
 __device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 /// Returns when the kernel that this one was launched behind has ended and its writes are seen.
 __device__ __forceinline__ void wait_for_earlier_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

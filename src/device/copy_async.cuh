@@ -21,6 +21,13 @@ __device__ __forceinline__ void copy_async_part(u32 shared, const void* global, 
                : "memory");
 }
 
+/// kSize (4 or 8) bytes, of which the first `bytes` are read and the rest are zero.
+template <int kSize>
+__device__ __forceinline__ void copy_async_small(u32 shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(kSize), "r"(bytes)
+               : "memory");
+}
+
 /// 4 bytes, or zero when `bytes` is 0.
 __device__ __forceinline__ void copy_async_4(u32 shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");

@@ -42,9 +42,18 @@ __device__ __forceinline__ void wait() {
 #define FRETWORK_ACC16 \
   FRETWORK_ACC8        \
   ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define FRETWORK_ACC12 \
+  FRETWORK_ACC8        \
+  ", %8, %9, %10, %11"
+#define FRETWORK_ACC24 \
+  FRETWORK_ACC16       \
+  ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define FRETWORK_ACC32 \
   FRETWORK_ACC16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FRETWORK_ACC48 \
+  FRETWORK_ACC32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define FRETWORK_ACC64                                                               \
   FRETWORK_ACC32                                                                     \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
@@ -127,6 +136,30 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], const u32 (&left)[4]
     } else {
       FRETWORK_WGMMA_RS("bf16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", FRETWORK_F8(kAt));
     }
+  } else if constexpr (kN == 24) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_RS("f16", "24", FRETWORK_ACC12, "%12, %13, %14, %15", "%16", "%17", FRETWORK_F8(kAt),
+                        FRETWORK_F4(kAt + 8));
+    } else {
+      FRETWORK_WGMMA_RS("bf16", "24", FRETWORK_ACC12, "%12, %13, %14, %15", "%16", "%17", FRETWORK_F8(kAt),
+                        FRETWORK_F4(kAt + 8));
+    }
+  } else if constexpr (kN == 48) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_RS("f16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", FRETWORK_F8(kAt),
+                        FRETWORK_F8(kAt + 8), FRETWORK_F8(kAt + 16));
+    } else {
+      FRETWORK_WGMMA_RS("bf16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", FRETWORK_F8(kAt),
+                        FRETWORK_F8(kAt + 8), FRETWORK_F8(kAt + 16));
+    }
+  } else if constexpr (kN == 96) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_RS("f16", "96", FRETWORK_ACC48, "%48, %49, %50, %51", "%52", "%53", FRETWORK_F32(kAt),
+                        FRETWORK_F8(kAt + 32), FRETWORK_F8(kAt + 40));
+    } else {
+      FRETWORK_WGMMA_RS("bf16", "96", FRETWORK_ACC48, "%48, %49, %50, %51", "%52", "%53", FRETWORK_F32(kAt),
+                        FRETWORK_F8(kAt + 32), FRETWORK_F8(kAt + 40));
+    }
   } else if constexpr (kN == 32) {
     if constexpr (is_same<T, f16>) {
       FRETWORK_WGMMA_RS("f16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", FRETWORK_F8(kAt),
@@ -140,6 +173,14 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], const u32 (&left)[4]
       FRETWORK_WGMMA_RS("f16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", FRETWORK_F32(kAt));
     } else {
       FRETWORK_WGMMA_RS("bf16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", FRETWORK_F32(kAt));
+    }
+  } else if constexpr (kN == 128) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_RS("f16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32));
+    } else {
+      FRETWORK_WGMMA_RS("bf16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32));
     }
   } else {
     static_assert(kN == 64, "a width without an instruction here");
@@ -155,6 +196,9 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], const u32 (&left)[4]
 #undef FRETWORK_ACC8
 #undef FRETWORK_ACC16
 #undef FRETWORK_ACC32
+#undef FRETWORK_ACC12
+#undef FRETWORK_ACC24
+#undef FRETWORK_ACC48
 #undef FRETWORK_ACC64
 #undef FRETWORK_ACC96
 #undef FRETWORK_ACC128

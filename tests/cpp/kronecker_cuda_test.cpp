@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -104,7 +105,7 @@ struct Tensor {
 };
 
 /// How weights lie in memory.
-enum class Order { plain, transposed, padded };
+enum class Order { plain, transposed, padded, matrices };
 
 struct Case {
   Sizes sizes;
@@ -137,6 +138,8 @@ Tensor weights(const Case& c) {
       return {c.dtype, {a, b, k, d}, {b * k * d, k * d, d, 1}};
     case Order::transposed:
       return {c.dtype, {a, b, k, d}, {b * k * d, d, b * d, 1}};
+    case Order::matrices:
+      return {c.dtype, {a, b, k, d}, {d * b * k, k, 1, b * k}};
     default:
       return {c.dtype, {a, b, k, d}, {(b + 1) * (k * d * 2 + 3), k * d * 2 + 3, d * 2, 2}};
   }
@@ -200,6 +203,31 @@ struct Forward {
   void upload() {
     for (Tensor* t : {&x, &w, &y, &bias}) {
       t->upload();
+    }
+  }
+  /// NaN wherever x and w have no element, and behind y room that nobody may write to.
+  void poison() {
+    for (Tensor* t : {&x, &w}) {
+      const Elements kept = t->host;
+      std::fill(t->host.bytes.begin(), t->host.bytes.end(), 0xff);
+      const auto& [n0, n1, n2, n3, s0, s1, s2, s3] = four_axes(t->view);
+      for (Index e = 0; e < n0 * n1 * n2 * n3; ++e) {
+        const Index at = e / (n1 * n2 * n3) * s0 + e / (n2 * n3) % n1 * s1 + e / n3 % n2 * s2 + e % n3 * s3;
+        t->host.set(at, kept.get(at));
+      }
+    }
+    y.host.bytes.resize(y.host.bytes.size() + kGuard * size_of(c.dtype), 0xff);
+    upload();
+  }
+  static constexpr Index kGuard = 64;
+  static std::array<Index, 8> four_axes(const TensorView& v) {
+    return v.rank == 4 ? std::array<Index, 8>{v.size(0),   v.size(1),   v.size(2),   v.size(3),
+                                              v.stride(0), v.stride(1), v.stride(2), v.stride(3)}
+                       : std::array<Index, 8>{1, 1, v.size(0), v.size(1), 0, 0, v.stride(0), v.stride(1)};
+  }
+  void check_guard() const {
+    for (Index at = y.host.count() - kGuard; at < y.host.count(); ++at) {
+      ASSERT_TRUE(std::isnan(y.host.get(at))) << c.text() << ": wrote behind y";
     }
   }
   KsmmOptions options() const { return {c.bias ? &bias.view : nullptr, c.activation}; }
@@ -429,13 +457,76 @@ TEST_F(KroneckerCuda, EmptyBatchHasZeroGradients) {
   }
 }
 
+/// Every axis along which a few rows' weights are read, in vectors of each length, with tails of all kinds.
+std::vector<Case> few_cases() {
+  using enum Activation;
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    for (const bool last : {false, true}) {
+      for (const Index batch : {1, 2, 3, 7, 8, 9, 16, 31, 32}) {
+        for (const Order order : {Order::plain, Order::transposed, Order::padded, Order::matrices}) {
+          cases.push_back({{2, 33, 20, 4}, batch, last, dtype, relu, true, order, 4});
+          cases.push_back({{1, 9, 65, 7}, batch, last, dtype, gelu, true, order, 3});
+          cases.push_back({{3, 20, 36, 1}, batch, last, dtype, silu, true, order});
+          cases.push_back({{1, 24, 40, 6}, batch, last, dtype, none, false, order, 1});
+        }
+        cases.push_back({{1, 7, 3000, 2}, batch, last, dtype, none, true});  // x in several pieces
+        cases.push_back({{5, 1, 1, 3}, batch, last, dtype, relu, true});
+        cases.push_back({{1, 1, 400, 1}, batch, last, dtype, none, true, Order::transposed});
+        cases.push_back({{2, 260, 1, 1}, batch, last, dtype, none, false});
+      }
+      for (const Index batch : {1, 9, 31}) {  // with 2, 4 and 8 neighbouring l to a lane
+        cases.push_back({{1, 64, 64, 64}, batch, last, dtype, none, true});
+        cases.push_back({{10, 20, 40, 16}, batch, last, dtype, relu, false, Order::plain, 1});
+        cases.push_back({{3, 130, 100, 24}, batch, last, dtype, none, true, Order::transposed, 4});
+        cases.push_back({{1, 40, 24, 200}, batch, last, dtype, gelu, true, Order::transposed, 8});
+        cases.push_back({{24, 64, 33, 64}, std::min<Index>(batch, 17), last, dtype, silu, true});
+        cases.push_back({{128, 64, 16, 16}, batch, last, dtype, none, true, Order::transposed, 8});
+      }
+      cases.push_back({{16, 256, 256, 4}, 5, last, dtype, none, true});
+      cases.push_back({{1, 768, 192, 2}, 16, last, dtype, gelu, true, Order::transposed});
+    }
+  }
+  return cases;
+}
+
+TEST_F(KroneckerCuda, FewRows) {
+  for (const Case& c : few_cases()) {
+    Forward f(c);
+    f.poison();
+    ASSERT_TRUE(kronecker::few::run(f.problem(), context_)) << c.text();
+    f.check();
+    f.check_guard();
+  }
+}
+
+TEST_F(KroneckerCuda, FewRowsLeaveTheRest) {
+  for (const Case& c : std::initializer_list<Case>{{{2, 8, 8, 4}, 33, false}, {{2, 8, 8, 4}, 4, false, DType::f64}}) {
+    EXPECT_FALSE(kronecker::few::run(Forward(c).problem(), context_)) << c.text();
+  }
+}
+
+TEST_F(KroneckerCuda, FewRowsRepeatThemselves) {
+  for (const bool last : {false, true}) {
+    const Case c{{1, 96, 384, 16}, 13, last, DType::bf16, Activation::gelu, true};
+    Forward f(c);
+    std::vector<unsigned char> first;
+    for (int n = 0; n < 100; ++n) {
+      ASSERT_TRUE(kronecker::few::run(f.problem(), context_));
+      f.y.download();
+      first = n == 0 ? f.y.host.bytes : first;
+      ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
+    }
+  }
+}
+
 /// Through the public function, as it chooses: everything above, and what other ways take.
 std::vector<Case> all_cases() {
   using enum Activation;
   std::vector<Case> cases = hopper_cases();
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     for (const bool last : {false, true}) {
-      for (const Index batch : {1, 7, 129, 1024}) {
+      for (const Index batch : {1, 7, 16, 32, 33, 129, 196, 1024}) {
         cases.push_back({{2, 48, 64, 4}, batch, last, dtype, relu, true});
         cases.push_back({{1, 64, 64, 16}, batch, last, dtype, none, true, Order::transposed});
         cases.push_back({{1, 33, 65, 7}, batch, last, dtype, gelu, true, Order::padded, 3});
@@ -562,17 +653,19 @@ TEST_F(KroneckerCuda, IeeeLeavesWhatItCannotCopy) {
 TEST_F(KroneckerCuda, NanStaysWithItsOwn) {
   for (const Case& c : std::initializer_list<Case>{{{2, 64, 72, 3}, 200, true},
                                                    {{2, 64, 72, 1}, 200, false},
+                                                   {{2, 64, 72, 3}, 11, true},
+                                                   {{2, 64, 72, 4}, 11, false},
                                                    {{2, 64, 72, 3}, 200, true, DType::f32},
                                                    {{2, 64, 72, 1}, 200, false, DType::f32},
                                                    {{2, 64, 71, 4}, 200, false, DType::f32},
                                                    {{2, 64, 72, 2}, 200, false, DType::f32},
                                                    {{2, 64, 73, 8}, 200, false, DType::f32}}) {
     Forward f(c);
-    const Index n = 131, k = 70, i = 0, l = c.sizes.d - 1;  // in the last, partial step of the depth
+    const Index n = c.batch * 2 / 3, k = 70, i = 0, l = c.sizes.d - 1;  // in the last, partial step of the depth
     f.x.host.set(n * f.x.view.strides[0] + ((i * c.sizes.c + k) * c.sizes.d + l) * f.x.view.strides[1],
                  std::numeric_limits<double>::quiet_NaN());
     f.upload();
-    if (!hopper() || !kronecker::hopper::run(f.problem(), context_)) {
+    if (c.batch < 100 || !hopper() || !kronecker::hopper::run(f.problem(), context_)) {
       f.run_public(context_);
     }
     f.y.download();
@@ -730,7 +823,7 @@ TEST_F(KroneckerCuda, Times) {
   if (const char* asked = std::getenv("FRETWORK_TIME"); asked == nullptr || *asked != '1') {
     GTEST_SKIP() << "FRETWORK_TIME is not 1";
   }
-  for (const Index batch : {25088, 196, 16}) {
+  for (const Index batch : {25088, 196, 16, 1}) {
     for (const Sizes& s : std::initializer_list<Sizes>{{1, 768, 192, 2},
                                                        {6, 64, 64, 1},
                                                        {1, 192, 48, 2},

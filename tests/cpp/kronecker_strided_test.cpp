@@ -288,6 +288,15 @@ TEST_F(Strided, Clusters) {
       {{1, 32, 512, 16}, 600},
       {{3, 5, 7, 16}, 65, DType::bf16, Precision::tf32, Activation::none, true},
       {{2, 33, 6, 4}, 129},
+      {{1, 96, 96, 16}, 333},
+      {{2, 48, 50, 16}, 70, DType::bf16, Precision::tf32, Activation::gelu, true, true, 8},
+      {{1, 40, 33, 48}, 130},
+      {{2, 96, 98, 4}, 140, DType::f16, Precision::tf32, Activation::none, true},
+      {{1, 300, 304, 2}, 333},
+      {{3, 272, 300, 2}, 140, DType::f16, Precision::tf32, Activation::relu, true, true, 8},
+      {{2, 257, 260, 2}, 1, DType::bf16, Precision::tf32, Activation::silu, true},
+      {{1, 8, 4, 2}, 65},
+      {{1, 192, 20, 2}, 260},
   };
   for (const Case& c : cases) {
     check_product(c, strided::Way::clusters);

@@ -91,6 +91,7 @@ def test_version_and_help() -> None:
         ),
         (["bench", "kronecker", "--patterns", "9999999999,9999999999,1,1"], "--patterns: KroneckerPattern"),
         (["bench", "kronecker", "--batch", "0"], "--batch: expected 1 to"),
+        (["bench", "kronecker", "--algos", "kernel,bmm"], "--algos: expected kernel or kernel,dense"),
         (["bench", "kronecker", "--dtype", "fp8"], "--dtype: expected float64"),
         (["bench", "kronecker", "--precision", "fp19"], "--precision: expected ieee, tf32 or tf32x3, got fp19"),
         (["bench", "kronecker", "--device", "cpu", "--precision", "tf32"], "got tf32 for float32 on cpu"),
@@ -350,6 +351,15 @@ def test_bench_kronecker_of_every_type(dtype: str, tmp_path: Path) -> None:
     (row,) = csv.DictReader(file.read_text().splitlines())
     assert row["dtype"] == dtype.replace("fp", "float") and row["layout"] == "first" and row["backward_ms"] == ""
     assert row["precision"] == ("ieee" if dtype == "fp32" else "")
+
+
+def test_bench_kronecker_beside_dense(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    # The dense layer of the second has 2^32 entries.
+    text = small_bench("--patterns", "1,8,8,3;256,1,1,256", "--algos", "kernel,dense", "--csv", str(file))
+    assert "too large" in text
+    small, large = csv.DictReader(file.read_text().splitlines())
+    assert float(small["dense_ms"]) > 0 and large["dense_ms"] == ""
 
 
 def listed(*arguments: str) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ namespace fretwork::cli {
 namespace {
 
 struct KroneckerOptions {
-  std::string grid = "facts", patterns, precision = "ieee";
+  std::string grid = "facts", patterns, precision = "ieee", algos = "kernel";
   std::int64_t batch = 0;
   bool bs_last = false, backward = false, list = false;
   RunOptions run;
@@ -54,6 +54,26 @@ Precision read_precision(const std::string& text, const Run& run) {
                                  text, text, name_of(run.dtype()), name_of(run.device())));
   }
   return precision;
+}
+
+/// Whether the dense product is to be timed too.
+bool with_dense(const std::string& algos) {
+  if (algos != "kernel" && algos != "kernel,dense") {
+    throw UsageError("bench: --algos: expected kernel or kernel,dense (bench/compare_kronecker.py has torch's), got " +
+                     algos);
+  }
+  return algos != "kernel";
+}
+
+/// The same layer without zeros left out, if that takes a bearable time.
+std::optional<KroneckerCase> dense_case(const KroneckerCase& one, const Rates& rates) {
+  const auto& [a, b, c, d] = one.pattern;
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  if (a * b * d > kMost / (a * c * d)) {
+    return std::nullopt;
+  }
+  const KroneckerCase dense{{1, a * b * d, a * c * d, 1}, one.batch, one.bs_last, false};
+  return flops_of(dense) / rates.dense > 200 ? std::nullopt : std::optional(dense);
 }
 
 /// What was asked for, seen to fit before hours are spent.
@@ -100,14 +120,15 @@ class Report {
         rates_.copy * 1e-6, rates_.dense * 1e-6);
     fmt::print("{:<20} {:>10} {:>9} {:>8} {:>9} {:>10} {:>7}", "pattern", "ms", "std", "GB/s", "GFLOP/s", "floor ms",
                "/floor");
-    fmt::print("{}\n", options_.backward ? fmt::format(" {:>11} {:>9}", "backward ms", "/forward") : "");
+    fmt::print("{}", options_.backward ? fmt::format(" {:>11} {:>9}", "backward ms", "/forward") : "");
+    fmt::print("{}\n", with_dense(options_.algos) ? fmt::format(" {:>10}", "dense ms") : "");
     std::fflush(stdout);
     run_.csv(
         "batch_size,a,b,c,d,layout,dtype,precision,ms,std,gb_per_s,gflop_per_s,floor_ms,over_floor,backward_ms,"
-        "backward_std,device,threads");
+        "backward_std,device,threads,dense_ms");
   }
 
-  void add(const KroneckerCase& one, const KroneckerTimes& times) {
+  void add(const KroneckerCase& one, const KroneckerTimes& times, const std::optional<Times>& dense) {
     const auto& [a, b, c, d] = one.pattern;
     const auto& [ms, std] = times.forward;
     const double gbs = bytes_of(one, run_.dtype()) / ms * 1e-6, gflops = flops_of(one) / ms * 1e-6;
@@ -128,11 +149,16 @@ class Report {
       row.update({{"backward_ms", times.backward->ms}, {"backward_std", times.backward->std}});
       backward_.add(times.backward->ms / ms);
     }
+    if (with_dense(options_.algos)) {
+      fmt::print(" {:>10}", dense ? fmt::format("{:.4f}", dense->ms) : "too large");
+      row["dense_ms"] = dense ? nlohmann::ordered_json(dense->ms) : nlohmann::ordered_json(nullptr);
+    }
     fmt::print("\n");
     std::fflush(stdout);
-    run_.csv(fmt::format("{},{},{},{},{},{},{},{},{:.6g},{:.3g},{:.6g},{:.6g},{:.6g},{:.4f},{},{},{}", one.batch, a, b,
-                         c, d, layout(), name_of(run_.dtype()), precision(), ms, std, gbs, gflops, floor, ms / floor,
-                         backward, name_of(run_.device()), run_.threads()));
+    run_.csv(fmt::format("{},{},{},{},{},{},{},{},{:.6g},{:.3g},{:.6g},{:.6g},{:.6g},{:.4f},{},{},{},{}", one.batch, a,
+                         b, c, d, layout(), name_of(run_.dtype()), precision(), ms, std, gbs, gflops, floor, ms / floor,
+                         backward, name_of(run_.device()), run_.threads(),
+                         dense ? fmt::format("{:.6g}", dense->ms) : ""));
     rows_.push_back(std::move(row));
     (d > 1 ? strided_ : contiguous_).add(ms / floor);
   }
@@ -167,6 +193,7 @@ class Report {
 
 void bench(const KroneckerOptions& options) {
   const Patterns patterns = chosen_patterns(options);
+  with_dense(options.algos);  // a wrong name is said at once
   if (options.list) {
     for (const auto& [a, b, c, d] : patterns) {
       fmt::print("{},{},{},{}\n", a, b, c, d);
@@ -178,14 +205,19 @@ void bench(const KroneckerOptions& options) {
   const std::vector<KroneckerCase> cases = all_cases(options, patterns, run);
   Progress progress(static_cast<int>(cases.size()));
   progress.show("copy and dense product");
-  Report report(run, options, measure_rates(run.dtype(), clock));
+  const Rates rates = measure_rates(run.dtype(), clock);
+  Report report(run, options, rates);
   progress.hide();
   report.header(cases.front().batch);
   for (const KroneckerCase& one : cases) {
     progress.show(text_of(one.pattern));
     const KroneckerTimes times = measure(one, run.dtype(), clock);
+    std::optional<Times> dense;
+    if (const auto same = with_dense(options.algos) ? dense_case(one, rates) : std::nullopt) {
+      dense = measure(*same, run.dtype(), clock).forward;
+    }
     progress.hide();
-    report.add(one, times);
+    report.add(one, times, dense);
     progress.advance();
   }
   report.finish(cases.front().batch);
@@ -205,6 +237,7 @@ void add_bench_kronecker(CLI::App& bench_command) {
   command->add_flag("--bs-last", options->bs_last, "Features before the batch in memory");
   command->add_flag("--backward", options->backward, "Time the gradients of x, w and bias too");
   command->add_option("--precision", options->precision, "Of float32 on CUDA: ieee, tf32, tf32x3 (ieee)");
+  command->add_option("--algos", options->algos, "kernel, or kernel,dense: the same layer without zeros left out too");
   add_run_options(*command, options->run, "cuda:0 if there is one, else cpu");
   command->add_flag("--list", options->list, "Print the patterns and measure nothing");
   command->footer(

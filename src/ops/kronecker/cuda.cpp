@@ -1,5 +1,5 @@
-// The products on a GPU: the fastest ways are asked in turn; what none takes runs on the portable kernel where 16-byte
-// copies can follow the operands, and on the simple one everywhere else.
+// The products on a GPU: the fastest ways are asked in turn; what none takes runs on the portable kernel where both
+// operands lie in lines, and on the simple one everywhere else.
 #include "ops/kronecker/cuda.h"
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include "fretwork/error.h"
 #include "ops/kronecker/cuda_ieee.h"
 #include "ops/kronecker/params.h"
+#include "ops/kronecker/params_hopper.cuh"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -22,6 +23,8 @@ constexpr const char* kSimple = "ops/kronecker/kernel_simple.cuh";
 constexpr const char* kPortable = "ops/kronecker/kernel_portable.cuh";
 constexpr std::int64_t kRows = 128, kStages = 3, kStageDepth = 128;      // as the portable kernel has them
 constexpr std::int64_t kTile = 32, kWarps = 8, kDepth = 16, kLine = 36;  // as the simple kernel has them
+
+constexpr std::int64_t kMostPacked = std::numeric_limits<std::int32_t>::max() / 2;
 
 const char* sum_type(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
 std::size_t sum_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
@@ -37,6 +40,10 @@ KernelSpec portable_spec(DType dtype, bool sums, int products, int cols, bool le
                          (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(products) + ", " +
                          std::to_string(cols) + ", " + std::to_string(kStages) + flag(left) + flag(right) + ">"};
 }
+KernelSpec pack_spec(DType dtype) {
+  return {"ops/kronecker/kernel_pack.cuh",
+          std::string("fretwork::kronecker::hopper::pack<fretwork::u") + (size_of(dtype) == 2 ? "16>" : "32>")};
+}
 KernelSpec spec(const char* name, DType dtype) {
   return {kSimple, std::string("fretwork::kronecker::") + name + "<" + device_type(dtype) + ">"};
 }
@@ -47,29 +54,36 @@ ProductOperand operand(void* data, std::int64_t i, std::int64_t l, std::int64_t 
     return stride == 0 ? std::numeric_limits<std::int64_t>::max() : std::abs(stride);
   };
   const bool l_first = has_l && near(l) < near(line) && near(l) < near(entry);
-  return {data, i, l, line, entry, l_first ? 0 : near(line) <= near(entry) ? 1 : 2};
+  return {data, i, l, line, entry, l_first ? 0 : near(line) <= near(entry) ? 1 : 2, 0};
 }
 
-/// x or y as an operand whose lines are batch rows and whose entries are the features of one δ.
-ProductOperand matrix_operand(const Matrix& m, std::int64_t width, std::int64_t d, bool batch_is_entry) {
-  const std::int64_t across = d * m.feature;
-  return operand(m.data, width * across, m.feature, batch_is_entry ? across : m.batch,
-                 batch_is_entry ? m.batch : across, d > 1);
+/// x or y as an operand whose lines are batch rows and whose entries are the features of one δ. Steps that nobody takes
+/// are zero, so that they spoil no alignment.
+ProductOperand matrix_operand(const Matrix& m, const Sizes& s, std::int64_t width, bool batch_is_entry) {
+  const std::int64_t across = s.d * m.feature;
+  return operand(m.data, s.a > 1 ? width * across : 0, s.d > 1 ? m.feature : 0, batch_is_entry ? across : m.batch,
+                 batch_is_entry ? m.batch : across, s.d > 1);
 }
 
-/// 16-byte copies can follow the operand: it has an inner direction, and every line begins at 16 bytes.
-bool in_lines(const ProductOperand& o, DType dtype) {
-  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(dtype));
+/// Bytes, up to 16, that can be copied at once along the operand's lines: each begins at a multiple of them. 0 where it
+/// has no inner direction.
+int unit_of(const ProductOperand& o, DType dtype) {
+  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  if (o.entry != 1 && o.line != 1) {
+    return 0;
+  }
   const std::int64_t across = o.entry == 1 ? o.line : o.entry;
-  return (o.entry == 1 || o.line == 1) && across % chunk == 0 && o.i % chunk == 0 && o.l % chunk == 0 &&
-         reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0;
+  const auto bytes = static_cast<std::uint64_t>((across | o.i | o.l) * size) | reinterpret_cast<std::uintptr_t>(o.data);
+  return 1 << std::min(std::countr_zero(bytes), 4);
 }
 
 bool tensor_cores(const ProductParams& p, DType dtype, const Context& context) {
   const bool type =
       dtype == DType::f16 || dtype == DType::bf16 || (dtype == DType::f32 && context.precision != Precision::ieee);
-  return type && driver::device_info(context.device.index).arch >= 80 && in_lines(p.left, dtype) &&
-         in_lines(p.right, dtype);
+  const int unit = std::min(unit_of(p.left, dtype), unit_of(p.right, dtype));
+  // Small copies are only worth it where tiles are well filled.
+  return type && driver::device_info(context.device.index).arch >= 80 &&
+         (unit == 16 || (unit > 0 && std::min({p.rows, p.cols, p.depth}) >= 16));
 }
 
 void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context) {
@@ -77,7 +91,9 @@ void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context)
   const int cols = p.cols > 64 && products == 1 ? 128 : 64;
   p.row_tiles = ceil_div(p.rows, kRows);
   p.col_tiles = ceil_div(p.cols, cols);
-  p.vector = in_lines(p.out, sums ? DType::f32 : dtype);
+  p.left.unit = unit_of(p.left, dtype);
+  p.right.unit = unit_of(p.right, dtype);
+  p.vector = unit_of(p.out, sums ? DType::f32 : dtype) == 16;
   const std::int64_t bytes = std::max(kStages * kStageDepth * (kRows + cols), 4 * kRows * (cols + 1));
   const KernelSpec wanted = portable_spec(dtype, sums, products, cols, p.left.entry == 1, p.right.entry == 1);
   get_kernel(wanted, context.device.index)
@@ -104,15 +120,41 @@ void launch(ProductParams& p, DType dtype, bool sums, Context& context) {
 /// The weights as an operand whose lines are outputs and whose entries are inputs.
 ProductOperand weight_operand(const Problem& problem) {
   const Weights& w = problem.w;
-  return operand(w.data, w.a, w.d, w.b, w.c, problem.sizes.d > 1);
+  const Sizes& s = problem.sizes;
+  return operand(w.data, s.a > 1 ? w.a : 0, s.d > 1 ? w.d : 0, w.b, w.c, s.d > 1);
+}
+
+/// Weights as a·d matrices in lines of k, `line` elements apart.
+void pack(const Problem& problem, std::int64_t line, void* to, Context& context) {
+  const auto& [a, b, c, d] = problem.sizes;
+  const std::int64_t deep = std::min<std::int64_t>(d, 32), wide = hopper::kPackElements / deep;
+  const std::int64_t wide_tiles = ceil_div(b * c, wide), deep_tiles = ceil_div(d, deep);
+  const auto narrowed = [](std::int64_t n) { return static_cast<int>(n); };
+  const Weights& w = problem.w;
+  const hopper::PackParams params{w.data,
+                                  to,
+                                  w.a,
+                                  w.b,
+                                  w.c,
+                                  w.d,
+                                  narrowed(b),
+                                  narrowed(c),
+                                  narrowed(d),
+                                  narrowed(line),
+                                  narrowed(wide),
+                                  narrowed(deep),
+                                  narrowed(wide_tiles),
+                                  narrowed(deep_tiles)};
+  get_kernel(pack_spec(problem.dtype), context.device.index)
+      .launch(a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
 }
 
 void run_here(const Problem& problem, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
   ProductParams p{};
-  p.left = matrix_operand(problem.x, c, d, false);
+  p.left = matrix_operand(problem.x, problem.sizes, c, false);
   p.right = weight_operand(problem);
-  p.out = matrix_operand(problem.y, b, d, false);
+  p.out = matrix_operand(problem.y, problem.sizes, b, false);
   p.bias = problem.bias.data;
   p.bias_i = b * d * problem.bias.stride;
   p.bias_l = problem.bias.stride;
@@ -128,15 +170,12 @@ void run_here(const Problem& problem, Context& context) {
   // Weights that lie otherwise are brought into lines when x already does.
   ProductParams lined = p;
   const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(problem.dtype)), line = ceil_div(c, chunk) * chunk;
-  lined.right = {nullptr, d * b * line, b * line, line, 1, 2};
-  const bool pack = !in_lines(p.right, problem.dtype) && tensor_cores(lined, problem.dtype, context);
-  const std::int64_t count = a * d * b * line;
-  const Workspace packed(context, pack ? static_cast<std::size_t>(count) * size_of(problem.dtype) : 0);
-  if (pack) {
-    const Weights& w = problem.w;
-    const PackParams q{w.data, packed.data(), {w.a, w.d, w.b, w.c}, d, b, c, line, count};
-    get_kernel(spec("pack_weights", problem.dtype), context.device.index)
-        .launch(std::min<std::int64_t>(ceil_div(count, 256), 1 << 16), 256, 0, &q, context.stream);
+  lined.right = {nullptr, d * b * line, b * line, line, 1, 2, 0};
+  const bool pack_first = unit_of(p.right, problem.dtype) < 4 && b * line < kMostPacked && a * d < kMostPacked &&
+                          tensor_cores(lined, problem.dtype, context);
+  const Workspace packed(context, pack_first ? static_cast<std::size_t>(a * d * b * line) * size_of(problem.dtype) : 0);
+  if (pack_first) {
+    pack(problem, line, packed.data(), context);
     p = lined;
     p.right.data = packed.data();
   }
@@ -163,8 +202,8 @@ void run_here(const WeightProblem& problem, Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
   const std::int64_t tiles = a * d * ceil_div(b, kTile) * ceil_div(c, kTile);
   ProductParams p{};
-  p.left = matrix_operand(problem.d_y, b, d, true);
-  p.right = matrix_operand(problem.x, c, d, true);
+  p.left = matrix_operand(problem.d_y, problem.sizes, b, true);
+  p.right = matrix_operand(problem.x, problem.sizes, c, true);
   p.rows = b;
   p.cols = c;
   p.depth = problem.batch;
@@ -202,8 +241,11 @@ void sum_batch(const WeightProblem& problem, Context& context) {
              {0, 0, 0, problem.d_bias.stride}, context);
 }
 
-std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
-  std::vector<KernelSpec> list;
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list{pack_spec(DType::f32)};
+  if (arch != "sm_90a") {  // where the Hopper kernels list it
+    list.push_back(pack_spec(DType::f16));
+  }
   for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
     for (const int deltas : {1, 2, 4, 8}) {
       list.push_back(simple_spec(dtype, false, deltas));
@@ -211,7 +253,7 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
         list.push_back(simple_spec(dtype, true, deltas));
       }
     }
-    for (const char* const name : {"pack_weights", "sum_batch", "sum_pieces"}) {
+    for (const char* const name : {"sum_batch", "sum_pieces"}) {
       list.push_back(spec(name, dtype));
     }
   }
@@ -234,7 +276,11 @@ const KernelList kKernels{"kronecker", list_kernels};
 
 void cuda::run(const Problem& problem, Context& context) {
   const driver::DeviceScope scope(context.device.index);
-  if (!hopper::run(problem, context) && !strided::run(problem, context) && !ieee::run(problem, context)) {
+  if (few::pays(problem, context) && few::run(problem, context)) {
+    return;
+  }
+  if (!hopper::run(problem, context) && !strided::run(problem, context) && !few::run(problem, context) &&
+      !ieee::run(problem, context)) {
     run_here(problem, context);
   }
 }

@@ -18,4 +18,12 @@ bool run(const Problem& problem, Context& context);
 bool run(const WeightProblem& problem, Context& context);
 }  // namespace strided
 
+/// Up to 32 batch rows, any strides: one pass over the weights as they lie. Products only.
+namespace few {
+inline constexpr std::int64_t kMostRows = 32;
+/// Whether this is the fastest way, not merely one.
+bool pays(const Problem& problem, const Context& context);
+bool run(const Problem& problem, Context& context);
+}  // namespace few
+
 }  // namespace fretwork::kronecker

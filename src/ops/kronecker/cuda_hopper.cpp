@@ -194,7 +194,7 @@ struct Estimate {
   double pass, flops;
   Estimate(const Sizes& s) : pass(2.0 * double(s.b + s.c) / 4.3e12), flops(2.0 * double(s.b) * double(s.c)) {}
   bool product_regroups(std::int64_t d, std::int64_t count) const {
-    const double strided = std::max(1.75 * pass, flops / (d == 4 ? 200e12 : d == 2 ? 145e12 : 85e12));
+    const double strided = std::max(1.5 * pass, flops / (d <= 4 ? 360e12 : d == 16 ? 235e12 : 115e12));
     return 2.35 * pass + std::max(1.25 * pass, flops / 640e12) + 6e-6 / double(count) < strided;
   }
   bool gradient_regroups(std::int64_t d, std::int64_t count) const {

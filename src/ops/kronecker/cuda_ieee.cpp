@@ -7,6 +7,8 @@
 #include <span>
 #include <string>
 
+#include "ops/kronecker/params.h"
+#include "ops/kronecker/params_hopper.cuh"
 #include "ops/kronecker/params_ieee.cuh"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -18,7 +20,6 @@ namespace driver = fretwork::cuda;
 
 constexpr const char* kLines = "ops/kronecker/kernel_ieee.cuh";
 constexpr const char* kDeltas = "ops/kronecker/kernel_ieee_strided.cuh";
-constexpr const char* kSimple = "ops/kronecker/kernel_simple.cuh";
 
 constexpr LineTile kProductLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 4, 1}, {3, 4, 1}};
 constexpr LineTile kWeightLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 1, 1}, {3, 1, 1}};
@@ -33,15 +34,19 @@ KernelSpec delta_kernel(const DeltaTile& t, bool depth_inner) {
   return {kDeltas, "fretwork::kronecker::ieee::deltas_ieee<" + std::to_string(t.v) + ", " + std::to_string(t.e) + ", " +
                        std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">"};
 }
-KernelSpec simple_kernel(const char* name) {
-  return {kSimple, std::string("fretwork::kronecker::") + name + "<float>"};
+KernelSpec order_kernel() { return {kDeltas, "fretwork::kronecker::ieee::order_weights"}; }
+// As cuda.cpp lists them.
+KernelSpec pack_kernel() {
+  return {"ops/kronecker/kernel_pack.cuh", "fretwork::kronecker::hopper::pack<fretwork::u32>"};
 }
+KernelSpec sum_kernel() { return {"ops/kronecker/kernel_simple.cuh", "fretwork::kronecker::sum_pieces<float>"}; }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   if (arch < "sm_80" && arch.size() == 5) {
     return list;
   }
+  list.push_back(order_kernel());
   for (const LineTile& t : kProductLines) {
     list.push_back(line_kernel(t, false, false));
     list.push_back(line_kernel(t, true, false));
@@ -66,33 +71,35 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-bool here(DType dtype, const Context& context) {
-  return dtype == DType::f32 && context.precision == Precision::ieee &&
-         driver::device_info(context.device.index).arch >= 80;
+bool here(DType dtype, const Sizes& s, const Context& context) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;  // packing counts in 32 bits
+  return dtype == DType::f32 && s.b * s.c < kMost && s.d < kMost && s.a < kMost &&
+         context.precision == Precision::ieee && driver::device_info(context.device.index).arch >= 80;
 }
 
 /// Every line of an operand whose inner stride is 1 begins at 16 bytes.
-bool wide(const ProductOperand& o, const ProductParams& p) {
+bool wide(const ProductOperand& o) {
   const std::int64_t across = o.entry == 1 ? o.line : o.entry;
-  return across % 4 == 0 && (p.a == 1 || o.i % 4 == 0) && (p.d == 1 || o.l % 4 == 0) &&
-         reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0;
+  return (across | o.i | o.l) % 4 == 0 && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0;
 }
 
-ProductOperand operand(const Matrix& m, std::int64_t width, std::int64_t d, bool batch_is_entry) {
-  const std::int64_t across = d * m.feature;
+/// Lines are batch rows, or features where the batch is the depth. Steps that nobody takes are zero.
+ProductOperand operand(const Matrix& m, const Sizes& s, std::int64_t width, bool batch_is_entry) {
+  const std::int64_t across = s.d * m.feature;
   return {m.data,
-          width * across,
-          m.feature,
+          s.a > 1 ? width * across : 0,
+          s.d > 1 ? m.feature : 0,
           batch_is_entry ? across : m.batch,
           batch_is_entry ? m.batch : across,
-          (m.batch == 1) != batch_is_entry ? 1 : 2};
+          (m.batch == 1) != batch_is_entry ? 1 : 2,
+          0};
 }
 
-Params product_params(const Problem& problem) {
+ProductParams product_params(const Problem& problem) {
   const auto& [a, b, c, d] = problem.sizes;
-  Params p{};
-  p.left = operand(problem.x, c, d, false);
-  p.out = operand(problem.y, b, d, false);
+  ProductParams p{};
+  p.left = operand(problem.x, problem.sizes, c, false);
+  p.out = operand(problem.y, problem.sizes, b, false);
   p.bias = problem.bias.data;
   p.bias_i = b * d * problem.bias.stride;
   p.bias_l = problem.bias.stride;
@@ -116,11 +123,11 @@ const LineTile& choose(std::span<const LineTile> tiles, std::int64_t rows, std::
   return *std::ranges::min_element(tiles, {}, cost);
 }
 
-void launch(Params& p, const LineTile& t, bool left_depth, bool right_depth, Context& context) {
+void launch(ProductParams& p, const LineTile& t, bool left_depth, bool right_depth, Context& context) {
   p.row_tiles = ceil_div(p.rows, t.rows());
   p.col_tiles = ceil_div(p.cols, t.cols());
-  p.left_wide = wide(p.left, p);
-  p.right_wide = wide(p.right, p);
+  p.left.unit = wide(p.left) ? 16 : 4;
+  p.right.unit = wide(p.right) ? 16 : 4;
   const int ring = kLineStages * (line_words(t.rows(), left_depth) + line_words(t.cols(), right_depth));
   const int half = t.rows() / 2 * (t.cols() + 1);  // of the tile, on its way out
   get_kernel(line_kernel(t, left_depth, right_depth), context.device.index)
@@ -128,7 +135,7 @@ void launch(Params& p, const LineTile& t, bool left_depth, bool right_depth, Con
               context.stream);
 }
 
-void launch(Params& p, const DeltaTile& t, bool depth_inner, Context& context) {
+void launch(ProductParams& p, const DeltaTile& t, bool depth_inner, Context& context) {
   p.l_groups = p.d / t.v;
   p.row_tiles = ceil_div(p.rows, t.rows());
   p.col_tiles = ceil_div(p.cols, t.cols());
@@ -137,13 +144,29 @@ void launch(Params& p, const DeltaTile& t, bool depth_inner, Context& context) {
       .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, t.threads(), 4 * words, &p, context.stream);
 }
 
-/// to[i][p][q][r] of the weights in any order of their last three axes, `line` elements for each r.
-void pack(const float* from, float* to, const std::int64_t (&sizes)[4], const std::int64_t (&strides)[4],
-          std::int64_t line, Context& context) {
-  PackParams q{from, to, {}, sizes[1], sizes[2], sizes[3], line, sizes[0] * sizes[1] * sizes[2] * line};
-  std::copy(std::begin(strides), std::end(strides), q.strides);
-  get_kernel(simple_kernel("pack_weights"), context.device.index)
-      .launch(std::min<std::int64_t>(ceil_div(q.count, 256), 1 << 16), 256, 0, &q, context.stream);
+/// The weights as a·d matrices in lines of outputs, the order that lanes read them in, `line` apart.
+void pack(const Problem& problem, std::int64_t line, void* to, Context& context) {
+  const auto& [a, b, c, d] = problem.sizes;
+  const std::int64_t deep = std::min<std::int64_t>(d, 32), wide_part = hopper::kPackElements / deep;
+  const std::int64_t wide_tiles = ceil_div(b * c, wide_part), deep_tiles = ceil_div(d, deep);
+  const auto narrowed = [](std::int64_t n) { return static_cast<int>(n); };
+  const Weights& w = problem.w;
+  const hopper::PackParams params{w.data,
+                                  to,
+                                  w.a,
+                                  w.c,
+                                  w.b,
+                                  w.d,
+                                  narrowed(c),
+                                  narrowed(b),
+                                  narrowed(d),
+                                  narrowed(line),
+                                  narrowed(wide_part),
+                                  narrowed(deep),
+                                  narrowed(wide_tiles),
+                                  narrowed(deep_tiles)};
+  get_kernel(pack_kernel(), context.device.index)
+      .launch(a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
 }
 
 /// Neighbouring δ that a CTA takes, or 0: what lies between them must be copied in 16 bytes.
@@ -162,15 +185,22 @@ DeltaTile delta_tile(int v, std::int64_t cols, const Shape& shape) {
 void run_deltas(const Problem& problem, int v, const Shape& shape, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
   const Weights& w = problem.w;
-  Params p = product_params(problem);
+  ProductParams p = product_params(problem);
   const bool plain = w.d == 1 && w.c == d && w.b % 4 == 0 && (a == 1 || w.a % 4 == 0) &&
                      reinterpret_cast<std::uintptr_t>(w.data) % 16 == 0;
   const Workspace packed(context, plain ? 0 : static_cast<std::size_t>(a * b * c * d) * 4);
-  p.right = {w.data, w.a, 1, w.b, d, 0};
+  p.right = {w.data, w.a, 1, w.b, d, 0, 0};
   if (!plain) {
-    pack(static_cast<const float*>(w.data), static_cast<float*>(packed.data()), {a, b, c, d}, {w.a, w.b, w.c, w.d}, d,
-         context);
-    p.right = {packed.data(), b * c * d, 1, c * d, d, 0};
+    const OrderParams q{static_cast<const float*>(w.data),
+                        static_cast<float*>(packed.data()),
+                        {w.a, w.b, w.c, w.d},
+                        b,
+                        c,
+                        d,
+                        a * b * c * d};
+    get_kernel(order_kernel(), context.device.index)
+        .launch(std::min<std::int64_t>(ceil_div(q.count, 256), 1 << 16), 256, 0, &q, context.stream);
+    p.right = {packed.data(), b * c * d, 1, c * d, d, 0, 0};
   }
   p.vector = p.activation == 0 && p.out.l == 1 && p.out.line % 2 == 0 && p.out.entry % 2 == 0 &&
              reinterpret_cast<std::uintptr_t>(p.out.data) % 8 == 0;
@@ -180,18 +210,17 @@ void run_deltas(const Problem& problem, int v, const Shape& shape, Context& cont
 void run_lines(const Problem& problem, bool depth_inner, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
   const Weights& w = problem.w;
-  Params p = product_params(problem);
+  ProductParams p = product_params(problem);
   const std::int64_t line = ceil_div(b, 4) * 4;
-  p.right = {w.data, w.a, w.d, w.b, w.c, 1};
-  const bool plain = w.b == 1 && wide(p.right, p);
+  p.right = {w.data, a > 1 ? w.a : 0, d > 1 ? w.d : 0, w.b, w.c, 1, 0};
+  const bool plain = w.b == 1 && wide(p.right);
   const Workspace packed(context, plain ? 0 : static_cast<std::size_t>(a * d * c * line) * 4);
-  if (!plain) {  // to lines of outputs, the order that lanes read them in
-    pack(static_cast<const float*>(w.data), static_cast<float*>(packed.data()), {a, d, c, b}, {w.a, w.d, w.c, w.b},
-         line, context);
-    p.right = {packed.data(), d * c * line, c * line, 1, line, 1};
+  if (!plain) {
+    pack(problem, line, packed.data(), context);
+    p.right = {packed.data(), d * c * line, c * line, 1, line, 1, 0};
   }
   // Runs of four never cross the end of what exists.
-  p.vector = p.activation == 0 && wide(p.out, p) &&
+  p.vector = p.activation == 0 && wide(p.out) &&
              (depth_inner ? p.out.entry == 1 && p.cols % 4 == 0 : p.out.line == 1 && p.rows % 4 == 0);
   launch(p, choose(kProductLines, p.rows, p.cols), depth_inner, false, context);
 }
@@ -211,19 +240,19 @@ std::int64_t pieces_of(std::int64_t batch, std::int64_t tiles, std::int64_t slot
 }
 
 /// `strides` and `sizes` of the gradient in the order that the sums have.
-void sum_pieces(const Params& p, const void* from, const Weights& w, const std::int64_t (&sizes)[4],
+void sum_pieces(const ProductParams& p, const void* from, const Weights& w, const std::int64_t (&sizes)[4],
                 const std::int64_t (&strides)[4], Context& context) {
   PieceSumParams q{from, p.pieces, p.out_piece, w.data, {}, {}};
   std::copy(std::begin(sizes), std::end(sizes), q.sizes);
   std::copy(std::begin(strides), std::end(strides), q.strides);
-  get_kernel(simple_kernel("sum_pieces"), context.device.index)
+  get_kernel(sum_kernel(), context.device.index)
       .launch(std::min<std::int64_t>(ceil_div(q.count, 256), 1 << 16), 256, 0, &q, context.stream);
 }
 
 }  // namespace
 
 bool run(const Problem& problem, Context& context, const Shape& shape) {
-  if (!here(problem.dtype, context)) {
+  if (!here(problem.dtype, problem.sizes, context)) {
     return false;
   }
   const auto& [a, b, c, d] = problem.sizes;
@@ -241,7 +270,7 @@ bool run(const Problem& problem, Context& context, const Shape& shape) {
 }
 
 bool run(const WeightProblem& problem, Context& context) {
-  if (!here(problem.dtype, context)) {
+  if (!here(problem.dtype, problem.sizes, context)) {
     return false;
   }
   const auto& [a, b, c, d] = problem.sizes;
@@ -251,9 +280,9 @@ bool run(const WeightProblem& problem, Context& context) {
   if (!deltas && !first && (problem.x.batch != 1 || problem.d_y.batch != 1)) {
     return false;
   }
-  Params p{};
-  p.left = operand(problem.d_y, b, d, true);
-  p.right = operand(problem.x, c, d, true);
+  ProductParams p{};
+  p.left = operand(problem.d_y, problem.sizes, b, true);
+  p.right = operand(problem.x, problem.sizes, c, true);
   p.rows = b;
   p.cols = c;
   p.depth = problem.batch;
@@ -271,12 +300,12 @@ bool run(const WeightProblem& problem, Context& context) {
   const Workspace sums(context, static_cast<std::size_t>(p.pieces * p.out_piece) * 4);
   const Weights& w = problem.d_w;
   if (deltas) {
-    p.out = {sums.data(), b * c * d, 1, c * d, d, 0};
+    p.out = {sums.data(), b * c * d, 1, c * d, d, 0, 0};
     p.vector = true;
     launch(p, neighbours, false, context);
     sum_pieces(p, sums.data(), w, {a, b, c, d}, {w.a, w.b, w.c, w.d}, context);
   } else {
-    p.out = {sums.data(), d * b * c, b * c, c, 1, 2};
+    p.out = {sums.data(), d * b * c, b * c, c, 1, 2, 0};
     launch(p, lines, !first, !first, context);
     sum_pieces(p, sums.data(), w, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
   }

@@ -58,8 +58,10 @@ std::string arguments(DType dtype, int products, const Tile& tile) {
 KernelSpec product_kernel(DType dtype, int products, const Tile& tile) {
   return {kProduct, "fretwork::strided_product" + arguments(dtype, products, tile)};
 }
-KernelSpec cluster_kernel(DType dtype, int v) {
-  return {kCluster, std::string("fretwork::strided_cluster<") + device_type(dtype) + ", " + std::to_string(v) + ">"};
+/// `flat`: d is 16.
+KernelSpec cluster_kernel(DType dtype, const ClusterTile& tile, bool flat) {
+  return {kCluster, std::string("fretwork::strided_cluster<") + device_type(dtype) + ", " + std::to_string(tile.v) +
+                        ", " + std::to_string(tile.columns) + (flat ? ", true>" : ", false>")};
 }
 KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
   return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile)};
@@ -91,8 +93,14 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     }
     list.push_back(reduce_kernel(dtype));
     if (arch == "sm_90a" && size == 2) {
-      list.push_back(cluster_kernel(dtype, 8));
-      list.push_back(cluster_kernel(dtype, 4));
+      for (const int v : {8, 4, 2}) {
+        for (const int most : {256, 192}) {
+          list.push_back(cluster_kernel(dtype, {v, most / v}, false));
+        }
+      }
+      for (const int columns : {32, 24}) {
+        list.push_back(cluster_kernel(dtype, {8, columns}, true));
+      }
       list.push_back(cluster_weight_kernel(dtype));
     }
   }
@@ -190,7 +198,7 @@ std::int64_t pieces_of(std::int64_t groups, std::int64_t tiles, std::int64_t mul
 }
 
 /// Brings the weights into the order of PackParams, in groups of `deltas` δ.
-void pack(const Problem& problem, int deltas, int slab, int slabs, int steps, void* to, Context& context) {
+void pack(const Problem& problem, int deltas, int slab, int slabs, int steps, bool turned, void* to, Context& context) {
   const Sizes& s = problem.sizes;
   PackParams params{};
   params.from = problem.w.data;
@@ -206,6 +214,7 @@ void pack(const Problem& problem, int deltas, int slab, int slabs, int steps, vo
   params.slab = slab;
   params.slabs = slabs;
   params.steps = steps;
+  params.turned = turned;
   const int size = static_cast<int>(size_of(problem.dtype)), bytes = std::min(16, deltas * size);
   const auto whole = [&](std::int64_t stride) { return stride * size % bytes == 0; };
   params.vector = problem.w.d == 1 && whole(problem.w.a) && whole(problem.w.b) && whole(problem.w.c) &&
@@ -230,44 +239,33 @@ ProductParams product_params(const Problem& problem, const void* packed) {
   params.c = static_cast<int>(s.c);
   params.d = static_cast<int>(s.d);
   params.activation = static_cast<int>(problem.activation);
-  params.finish = problem.bias.data != nullptr || problem.activation != Activation::none;
   return params;
-}
-
-// Per SM and clock: bytes of memory and of L2, and operations that mma.sync and wgmma reach here.
-constexpr double kMemoryRate = 18, kL2Rate = 24, kMmaRate = 1300, kWgmmaRate = 2600;
-
-/// Clocks of an SM per row of the batch and δ, at best: what memory, L2 and the tensor cores need.
-double clocks(const Sizes& s, double l2_bytes, double columns, double rate) {
-  const double memory = 2.0 * double(s.b + s.c) / kMemoryRate;
-  return std::max({memory, l2_bytes / kL2Rate, 2.0 * columns * double(s.c) / rate});
 }
 
 struct ClusterPlan {
   ClusterTile tile{};
   int rows = 1, columns = 1;  ///< of CTAs
   int across = 1;             ///< clusters along b
-  double l2_bytes = 0, clocks = 0;
 };
 
 /// The cluster that L2 has least to do for; a larger one must pay.
-ClusterPlan plan_cluster(const Sizes& s, int v) {
-  ClusterPlan best;
-  best.clocks = std::numeric_limits<double>::max();
-  const ClusterTile tile{v};
-  for (const int size : {1, 2, 4, 8}) {
-    for (int columns = 1; columns <= size; columns *= 2) {
-      ClusterPlan plan{tile, size / columns, columns, 1, 0, 0};
-      plan.across = static_cast<int>(ceil_div(s.b, std::int64_t{columns} * tile.columns()));
-      const double wide = double(plan.across) * columns * tile.columns();
-      plan.l2_bytes = 2.0 * (double(plan.across * s.c + s.b) + wide * double(s.c) / (double(plan.rows) * tile.rows()));
-      plan.clocks = clocks(s, plan.l2_bytes, wide, kWgmmaRate);
-      if (plan.clocks < 0.97 * best.clocks) {
-        best = plan;
-      }
-    }
+/// By times on an H200. Where d is all of a CTA's δ (`flat`), the copy engine fetches whole lines, and CTAs need not
+/// share more than two can; elsewhere each piece of 32 bytes should serve as many as possible.
+ClusterPlan plan_cluster(const Sizes& s, int v, bool flat) {
+  const auto padded = [&](int columns) { return ceil_div(s.b, columns) * columns; };
+  ClusterPlan plan;
+  if (flat) {
+    const bool narrow = 5 * padded(192 / v) < 4 * padded(256 / v);
+    plan.tile = {v, (narrow ? 192 : 256) / v};
+    const std::int64_t slabs = ceil_div(s.b, plan.tile.columns);
+    plan.columns = slabs == 2 || (slabs % 2 == 0 && s.c >= 768) ? 2 : 1;
+  } else {
+    plan.tile = {v, s.b <= 96 ? 24 : 32};
+    plan.rows = 2;
+    plan.columns = 4;
   }
-  return best;
+  plan.across = static_cast<int>(ceil_div(s.b, plan.columns * plan.tile.columns));
+  return plan;
 }
 
 /// Whether the copy engine can fetch rows of both operands for clusters.
@@ -277,13 +275,14 @@ bool clusters_fit(DType dtype, std::int64_t batch, const Matrix& one, const Matr
          moves(one, batch, 2, 16) && moves(other, batch, 2, 16);
 }
 
-/// 8 or 4 where clusters can take the product, else 0.
+/// The V with which clusters can take the product, else 0.
 int cluster_v(const Problem& problem, const Context& context) {
   const Sizes& s = problem.sizes;
   if (!clusters_fit(problem.dtype, problem.batch, problem.x, problem.y, context)) {
     return 0;
   }
-  return s.d % 16 == 0 ? 8 : s.d == 4 && (s.a == 1 || s.c % 2 == 0) ? 4 : 0;
+  const bool flat = s.a == 1 || s.c * s.d % 8 == 0;
+  return s.d % 16 == 0 ? 8 : (s.d == 4 || s.d == 2) && flat ? static_cast<int>(s.d) : 0;
 }
 
 Map encoded(const Matrix& m, std::span<const std::uint64_t> sizes, std::span<const std::uint64_t> strides,
@@ -337,37 +336,40 @@ void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& cont
   const int slabs = plan.across * plan.columns;
   const int stages = static_cast<int>(ceil_div(s.c, 16 * tile.steps()));
   const std::int64_t blocks = s.a * (s.d / tile.deltas());
-  const std::int64_t group_bytes = std::int64_t{stages} * ClusterTile::kStageW;
+  const std::int64_t group_bytes = std::int64_t{stages} * tile.stage_w();
+  const bool flat = s.d == tile.deltas();  // all δ of a k lie together
   const Workspace packed(context, static_cast<std::size_t>(blocks * slabs * group_bytes));
-  pack(problem, tile.deltas(), tile.columns(), slabs, stages * tile.steps(), packed.data(), context);
+  pack(problem, tile.deltas(), tile.columns, slabs, stages * tile.steps(), flat && tile.v == 8, packed.data(), context);
 
   ClusterParams params{};
   params.product = product_params(problem, packed.data());
-  params.product.columns = tile.columns();
-  params.product.slab = tile.columns();
+  params.product.columns = tile.columns;
+  params.product.slab = tile.columns;
   params.product.slabs = slabs;
   params.product.stages = stages;
   params.cluster_rows = plan.rows;
   params.cluster_columns = plan.columns;
+  const std::uint32_t rows = u32(tile.rows() / plan.columns);
+  if (flat) {
+    const int line = tile.v == 2 ? 32 : 64;  // elements
+    params.x = make_map(problem.x, problem.batch, {u64(s.c * s.d), u64(s.a)}, {u32(line), 1, rows},
+                        line == 64 ? driver::Swizzle::b128 : driver::Swizzle::b64);
+  } else {
+    params.x =
+        make_map(problem.x, problem.batch, {u64(s.d), u64(s.c), u64(s.a)}, {16, 16, 1, rows}, driver::Swizzle::b32);
+  }
   if (tile.v == 8) {
-    params.x = make_map(problem.x, problem.batch, {u64(s.d), u64(s.c), u64(s.a)},
-                        {16, 16, 1, u32(tile.rows() / plan.columns)}, driver::Swizzle::b32);
     params.y = make_map(problem.y, problem.batch, {u64(s.d), u64(s.b), u64(s.a)}, {16, 8, 1, u32(tile.rows())},
                         driver::Swizzle::b32);
-  } else {
-    params.x = make_map(problem.x, problem.batch, {u64(s.c * s.d), u64(s.a)}, {64, 1, u32(tile.rows() / plan.columns)},
-                        driver::Swizzle::b128);
-    params.product.y_flat = s.a == 1 || s.b % 2 == 0;
   }
+  params.product.y_flat = s.a == 1 || s.b % 2 == 0;
   const int size = plan.rows * plan.columns;
-  const std::int64_t groups = blocks * plan.across, height = std::int64_t{plan.rows} * tile.rows();
-  const Kernel& kernel = get_kernel(cluster_kernel(problem.dtype, tile.v), context.device.index);
+  const std::int64_t groups = blocks * plan.across;
+  const Kernel& kernel = get_kernel(cluster_kernel(problem.dtype, tile, flat && tile.v == 8), context.device.index);
   params.product.groups = static_cast<int>(groups);
-  params.product.pieces = static_cast<int>(
-      pieces_of(groups, ceil_div(problem.batch, height), resident_clusters(kernel, size, tile.shared()),
-                plan.l2_bytes * tile.rows() * tile.deltas() / slabs, 128 * 1024.0));
-  kernel.launch_clusters(groups * params.product.pieces * size, size, ClusterTile::kThreads, tile.shared(), &params,
-                         context.stream);
+  params.items = groups * ceil_div(problem.batch, std::int64_t{plan.rows} * tile.rows());
+  const std::int64_t clusters = std::min<std::int64_t>(params.items, resident_clusters(kernel, size, tile.shared()));
+  kernel.launch_clusters(clusters * size, size, ClusterTile::kThreads, tile.shared(), &params, context.stream);
 }
 
 /// Columns that L2 carries per row of the batch and δ, sectors counted whole.
@@ -387,18 +389,22 @@ std::optional<Tile> plan_weight(const WeightProblem& problem, int shared_limit) 
   return best;
 }
 
+constexpr ClusterTile kGradientTile{8, 32};
+
+/// The shape that needs the fewest clocks of an SM per row of the batch and δ, at best: memory moves 18 bytes in one,
+/// L2 24, and the tensor cores do 1300 operations.
 ClusterPlan plan_weight_cluster(const Sizes& s) {
   ClusterPlan best;
-  best.clocks = std::numeric_limits<double>::max();
+  double least = std::numeric_limits<double>::max();
   for (const int size : {1, 2, 4, 8}) {
     for (int columns = 1; columns <= size; columns *= 2) {
-      ClusterPlan plan{ClusterTile{8}, size / columns, columns, 1, 0, 0};
-      const std::int64_t high = ceil_div(s.b, 64 * plan.rows), wide = ceil_div(s.c, 32 * columns);
-      plan.l2_bytes = 2.0 * double(high * s.c + wide * s.b);
-      const double padded = double(high * 64 * plan.rows) * double(wide * 32 * columns) / double(s.c);
-      plan.clocks = clocks(s, plan.l2_bytes, padded, kMmaRate);
-      if (plan.clocks < 0.97 * best.clocks) {
-        best = plan;
+      const int rows = size / columns;
+      const std::int64_t high = ceil_div(s.b, 64 * rows), wide = ceil_div(s.c, 32 * columns);
+      const double memory = 2.0 * double(s.b + s.c) / 18, l2 = 2.0 * double(high * s.c + wide * s.b) / 24;
+      const double clocks = std::max({memory, l2, 2.0 * double(high * 64 * rows * wide * 32 * columns) / 1300});
+      if (clocks < 0.97 * least) {
+        least = clocks;
+        best = {kGradientTile, rows, columns, 1};
       }
     }
   }
@@ -461,9 +467,9 @@ bool run(const Problem& problem, Context& context, Way way) {
     return false;
   }
   if (const int v = cluster_v(problem, context); v != 0 && way != Way::alone) {
-    // On an H200 clusters were faster or as fast wherever d is 4, and slower wherever it is a multiple of 16.
-    if (way == Way::clusters || v == 4) {
-      run_clusters(problem, plan_cluster(s, v), context);
+    const bool flat = s.d == ClusterTile{v, 0}.deltas();
+    if (way == Way::clusters || flat || s.b > 64) {  // as measured on an H200
+      run_clusters(problem, plan_cluster(s, v, flat), context);
       return true;
     }
   }
@@ -475,7 +481,7 @@ bool run(const Problem& problem, Context& context, Way way) {
   const std::int64_t groups = s.a * (s.d / tile.v) * plan.slabs;
   const std::int64_t tiles = ceil_div(problem.batch, tile.rows());
   const Workspace packed(context, static_cast<std::size_t>(groups * plan.w_bytes()));
-  pack(problem, tile.v, plan.slab, plan.slabs, plan.stages * tile.steps(), packed.data(), context);
+  pack(problem, tile.v, plan.slab, plan.slabs, plan.stages * tile.steps(), false, packed.data(), context);
   ProductParams params = product_params(problem, packed.data());
   params.columns = plan.columns;
   params.slab = plan.slab;
@@ -525,8 +531,8 @@ bool run(const WeightProblem& problem, Context& context, Way way) {
       get_kernel(clusters ? cluster_weight_kernel(problem.dtype) : weight_kernel(problem.dtype, products, *tile),
                  context.device.index);
   const int depth = clusters ? 16 : tile->batch_rows();
-  const int stage = clusters ? ClusterTile::kStageX + ClusterTile::kStageW : tile->batch_stage();
-  const int shared = clusters ? ClusterTile{4}.shared() : ring_of(*tile, device.shared_per_block) * stage;
+  const int stage = clusters ? kGradientTile.stage_x() + kGradientTile.stage_w() : tile->batch_stage();
+  const int shared = clusters ? 1024 + kGradientTile.ring() * stage : ring_of(*tile, device.shared_per_block) * stage;
   params.ring = shared / stage;
   params.pieces = static_cast<int>(pieces_of(
       params.groups, std::max<std::int64_t>(1, ceil_div(problem.batch, depth)),

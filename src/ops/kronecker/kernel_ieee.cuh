@@ -21,12 +21,11 @@ struct Operand {
   int lines;  ///< that exist, of Lines
   bool wide;  ///< 16 bytes can be copied at once
 
-  __device__ __forceinline__ Operand(const ProductOperand& o, bool wide_copies, i64 i, i64 l, i64 first, i64 count,
-                                     i64 begin)
+  __device__ __forceinline__ Operand(const ProductOperand& o, i64 i, i64 l, i64 first, i64 count, i64 begin)
       : copies(static_cast<const float*>(o.data) + i * o.i + l * o.l + first * o.line + begin * o.entry,
                DepthInner ? o.line : o.entry, 4, 4, kStep * o.entry),
         lines(static_cast<int>(min(static_cast<i64>(Lines), count - first))),
-        wide(wide_copies) {}
+        wide(o.unit == 16) {}
 
   /// The next `depth`, up to kStep; what does not exist is zero.
   __device__ __forceinline__ void fetch(u32 to, int depth) {
@@ -88,7 +87,7 @@ __device__ __forceinline__ void store(const ProductParams& p, float (&sum)[8][Co
       const int c = p.out.fast == 1 ? n / (TileRows / 2) : n % TileCols, r = s / 32 * 64 + half * 32 + s % 32;
       if (r < rows && c < cols) {
         const float v = tile[s * kLine + c] + (bias != nullptr ? bias[c * p.bias_col] : 0.0f);
-        to[r * p.out.line + c * p.out.entry] = activate(v, p.activation);
+        to[r * p.out.line + c * p.out.entry] = activate_exactly(v, p.activation);
       }
     }
   }
@@ -97,7 +96,7 @@ __device__ __forceinline__ void store(const ProductParams& p, float (&sum)[8][Co
 /// WarpRows × WarpCols warps. LeftDepth, RightDepth: depth is the operand's inner direction.
 template <int Quads, int WarpRows, int WarpCols, bool LeftDepth, bool RightDepth>
 __global__ void __launch_bounds__(32 * WarpRows * WarpCols, 8 / (WarpRows * WarpCols))
-    product_ieee(const __grid_constant__ Params p) {
+    product_ieee(const __grid_constant__ ProductParams p) {
   constexpr int kThreads = 32 * WarpRows * WarpCols, kCols = 4 * Quads;  // the latter of a thread
   using Left = Operand<64 * WarpRows, kThreads, LeftDepth>;
   using Right = Operand<16 * Quads * WarpCols, kThreads, RightDepth>;
@@ -116,8 +115,8 @@ __global__ void __launch_bounds__(32 * WarpRows * WarpCols, 8 / (WarpRows * Warp
   const i64 row0 = index % p.row_tiles * (64 * WarpRows), piece = index / p.row_tiles;
   const i64 begin = piece * p.piece, end = min(p.depth, begin + p.piece);
   const int steps = end > begin ? static_cast<int>((end - begin + kStep - 1) / kStep) : 0;
-  Left left(p.left, p.left_wide, i, l, row0, p.rows, begin);
-  Right right(p.right, p.right_wide, i, l, col0, p.cols, begin);
+  Left left(p.left, i, l, row0, p.rows, begin);
+  Right right(p.right, i, l, col0, p.cols, begin);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int m0 = warp % WarpRows * 64, n0 = warp / WarpRows * 16 * Quads;
   // A lane's rows and columns, so that lanes read neighbours.

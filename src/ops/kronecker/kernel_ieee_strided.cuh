@@ -37,7 +37,7 @@ struct DeltaOperand {
 /// V neighbouring δ to a CTA, E of them to a thread, which has 8 × C sums for each. Tiles are 64·Warps/V rows × 4·C·E
 /// columns. DepthInner: the product; else the gradient of the weights, whose depth is the batch.
 template <int V, int E, int C, int Warps, bool DepthInner>
-__global__ void __launch_bounds__(32 * Warps, 8 / Warps) deltas_ieee(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(32 * Warps, 8 / Warps) deltas_ieee(const __grid_constant__ ProductParams p) {
   constexpr int kDeltaLanes = V / E, kOthers = 32 / kDeltaLanes;
   constexpr int kLaneRows = kOthers == 32 ? 8 : kOthers == 4 ? 2 : 4, kLaneCols = kOthers / kLaneRows;
   constexpr int kRows = 64 * Warps / V, kCols = 4 * C * E, kWarpCols = kCols / (C * kLaneCols);
@@ -148,9 +148,17 @@ __global__ void __launch_bounds__(32 * Warps, 8 / Warps) deltas_ieee(const __gri
       if (there(r, c)) {
         const float v =
             slots[n * 32 * Warps] + (p.bias == nullptr ? 0.0f : bias[c * kLaneCols * p.bias_col + e * p.bias_l]);
-        at(r, c)[e * p.out.l] = activate(v, p.activation);
+        at(r, c)[e * p.out.l] = activate_exactly(v, p.activation);
       }
     }
+  }
+}
+
+/// Weights in the order that DeltaOperand reads. Threads follow what is written.
+__global__ void __launch_bounds__(256) order_weights(const __grid_constant__ OrderParams p) {
+  for (i64 n = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; n < p.count; n += static_cast<i64>(gridDim.x) * 256) {
+    const i64 l = n % p.d, k = n / p.d % p.c, j = n / (p.d * p.c) % p.b, i = n / (p.d * p.c * p.b);
+    p.to[n] = p.from[i * p.strides[0] + j * p.strides[1] + k * p.strides[2] + l * p.strides[3]];
   }
 }
 

@@ -1,9 +1,10 @@
 // What the exact fp32 kernels share: a thread's operands out of shared memory, its multiplications, and activations.
 #pragma once
 
+#include "device/activation.cuh"
 #include "device/copy_async.cuh"
 #include "device/types.cuh"
-#include "ops/kronecker/kernel_simple.cuh"
+#include "ops/kronecker/params.h"
 #include "ops/kronecker/params_ieee.cuh"
 
 namespace fretwork::kronecker::ieee {

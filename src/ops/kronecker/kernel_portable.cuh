@@ -1,5 +1,5 @@
-// Products on the tensor cores of sm_80 and later, where both operands lie in lines that 16-byte copies follow: along
-// the depth, or along rows and columns. A CTA makes 128 × Cols sums; a ring of stages is filled ahead.
+// Products on the tensor cores of sm_80 and later, where both operands lie in lines: along the depth, or along rows and
+// columns. A CTA makes 128 × Cols sums; a ring of stages is filled ahead, 16 bytes at a time where lines allow.
 #pragma once
 
 #include "device/load.cuh"
@@ -10,6 +10,33 @@
 namespace fretwork::kronecker {
 
 inline constexpr int kRows = 128, kThreads = 256, kStageDepth = 128;  // the last in bytes
+
+/// 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero, in copies of `unit`: 8, 4, or
+/// single 16-bit elements, which pass through registers.
+__device__ __forceinline__ void copy_in_units(u32 to, const void* from, int bytes, int unit) {
+  const u8* const at = static_cast<const u8*>(from);
+  const auto left = [&](int first, int most) { return min(most, max(0, bytes - first)); };
+  if (unit == 8) {
+    copy_async_small<8>(to, at, left(0, 8));
+    copy_async_small<8>(to + 8, bytes > 8 ? at + 8 : at, left(8, 8));
+  } else if (unit == 4) {
+#pragma unroll
+    for (int n = 0; n < 16; n += 4) {
+      copy_async_small<4>(to + n, bytes > n ? at + n : at, left(n, 4));
+    }
+  } else {
+    u32 words[4] = {};
+#pragma unroll
+    for (int n = 0; n < 16; n += 2) {
+      if (n < bytes) {
+        words[n / 4] |= static_cast<u32>(*reinterpret_cast<const u16*>(at + n)) << (n % 4 * 8);
+      }
+    }
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+  }
+}
 
 /// One operand's share of a stage, Lines lines of rows (or columns) × kStageDepth bytes of depth. Depth is the inner
 /// direction in memory (DepthInner), or the lines are.
@@ -23,11 +50,13 @@ struct StageOperand {
   const T* from;  ///< line 0, depth 0
   i64 stride;     ///< from one copied line to the next, in elements
   int lines;      ///< that exist, of Lines
+  int unit;       ///< bytes of one copy
 
   __device__ __forceinline__ StageOperand(const ProductOperand& o, i64 i, i64 l, i64 first, i64 count)
       : from(static_cast<const T*>(o.data) + i * o.i + l * o.l + first * o.line),
         stride(DepthInner ? o.line : o.entry),
-        lines(static_cast<int>(min(static_cast<i64>(Lines), count - first))) {}
+        lines(static_cast<int>(min(static_cast<i64>(Lines), count - first))),
+        unit(o.unit) {}
 
   /// Depth [t, end) of up to kDepth; what does not exist is zero.
   __device__ __forceinline__ void fetch(u32 to, i64 t, i64 end) const {
@@ -36,23 +65,32 @@ struct StageOperand {
     const int depth = static_cast<int>(min(static_cast<i64>(kDepth), end - t));
     const int outer = DepthInner ? lines : depth, inner = DepthInner ? depth : lines;
     const T* const first = from + (DepthInner ? t : t * stride);
-#pragma unroll
-    for (int n = static_cast<int>(threadIdx.x); n < kBytes / 16; n += kThreads) {
+    const auto copy = [&](int n, const auto& chunk_of_line) {
       const int line = n / kChunks, chunk = n % kChunks;
       const int left = min(kElements, inner - chunk * kElements) * static_cast<int>(sizeof(T));
       const bool there = line < outer && left > 0;
-      copy_async_part(tile.chunk(line, chunk), there ? first + line * stride + chunk * kElements : from,
-                      there ? left : 0);
+      chunk_of_line(tile.chunk(line, chunk), there ? first + line * stride + chunk * kElements : from,
+                    there ? left : 0);
+    };
+    if (unit == 16) {
+#pragma unroll
+      for (int n = static_cast<int>(threadIdx.x); n < kBytes / 16; n += kThreads) {
+        copy(n, copy_async_part);
+      }
+    } else {
+#pragma unroll 1
+      for (int n = static_cast<int>(threadIdx.x); n < kBytes / 16; n += kThreads) {
+        copy(n, [&](u32 to, const T* at, int bytes) { copy_in_units(to, at, bytes, unit); });
+      }
     }
   }
 };
 
 /// A tile of sums in shared memory, Line floats to a row, becomes the result: bias, activation, one rounding. Threads
-/// follow the innermost axis of the result, 16 bytes each where `p.vector`.
-template <typename T, typename Out, int Cols, int Line>
+/// follow the innermost axis of the result, with kRun neighbours each.
+template <typename T, typename Out, int Cols, int Line, int kRun>
 __device__ __forceinline__ void store_product(const ProductParams& p, const float* tile, i64 i, i64 l, i64 row0,
                                               i64 col0, i64 piece) {
-  constexpr int kRun = chunk_of<Out>;
   const bool by_row = p.out.entry == 1;  // else a column's rows are neighbours, or nothing is
   const int rows = static_cast<int>(min(static_cast<i64>(kRows), p.rows - row0));
   const int cols = static_cast<int>(min(static_cast<i64>(Cols), p.cols - col0));
@@ -73,10 +111,10 @@ __device__ __forceinline__ void store_product(const ProductParams& p, const floa
     for (int e = 0; e < kRun; ++e) {
       const int r = row + (by_row ? 0 : e), c = col + (by_row ? e : 0);
       v[e] = tile[r * Line + c] + (p.bias != nullptr && e < count ? widen(bias[c * p.bias_col]) : 0.0f);
-      v[e] = activate(v[e], p.activation);
+      v[e] = activate_exactly(v[e], p.activation);
     }
     Out* const at = to + row * p.out.line + col * p.out.entry;
-    if (p.vector && count == kRun) {
+    if (kRun > 1 && count == kRun) {
       store_run<Out, kRun>(at, v);
     } else {
 #pragma unroll
@@ -174,7 +212,11 @@ __global__ void __launch_bounds__(kThreads, 1) product_portable(const __grid_con
     }
   }
   __syncthreads();
-  store_product<T, Out, Cols, kLine>(p, tile, i, l, row0, col0, piece);
+  if (p.vector) {
+    store_product<T, Out, Cols, kLine, chunk_of<Out>>(p, tile, i, l, row0, col0, piece);
+  } else {
+    store_product<T, Out, Cols, kLine, 1>(p, tile, i, l, row0, col0, piece);
+  }
 }
 
 }  // namespace fretwork::kronecker

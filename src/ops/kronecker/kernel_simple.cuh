@@ -2,26 +2,13 @@
 // a CTA has eight, for as many neighbouring δ as there are up to eight, so that what lies together is read together.
 #pragma once
 
+#include "device/activation.cuh"
 #include "device/types.cuh"
 #include "ops/kronecker/params.h"
 
 namespace fretwork::kronecker {
 
 inline constexpr int kTile = 32, kWarps = 8, kDepth = 16, kLine = kTile + 4;
-
-template <typename Sum>
-__device__ __forceinline__ Sum activate(Sum v, int activation) {
-  switch (activation) {
-    case 1:
-      return v > 0 || v != v ? v : Sum{0};
-    case 2:
-      return Sum{0.5} * v * (Sum{1} + erf(v * Sum{0.70710678118654752440}));
-    case 3:
-      return v / (Sum{1} + exp(-v));
-    default:
-      return v;
-  }
-}
 
 /// Where entry n of a block of Lines × Deltas × Entries stands, in the order that memory has.
 template <int Lines, int Deltas, int Entries>
@@ -128,19 +115,9 @@ __global__ void __launch_bounds__(kWarps * 32, 1) product_simple(const __grid_co
         v += widen(
             static_cast<const T*>(p.bias)[i * p.bias_i + (l0 + at.delta) * p.bias_l + (col0 + at.entry) * p.bias_col]);
       }
-      to[at.delta * p.out.l + at.line * p.out.line + at.entry * p.out.entry] = narrow<Out>(activate(v, p.activation));
+      to[at.delta * p.out.l + at.line * p.out.line + at.entry * p.out.entry] =
+          narrow<Out>(activate_exactly(v, p.activation));
     }
-  }
-}
-
-/// Weights as a·d matrices in lines along k. Threads follow what is written.
-template <typename T>
-__global__ void __launch_bounds__(256) pack_weights(const __grid_constant__ PackParams p) {
-  for (i64 n = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; n < p.count; n += static_cast<i64>(gridDim.x) * 256) {
-    const i64 k = n % p.line, j = n / p.line % p.b, l = n / (p.line * p.b) % p.d, i = n / (p.line * p.b * p.d);
-    const T* const from = static_cast<const T*>(p.from);
-    static_cast<T*>(p.to)[n] =
-        k < p.c ? from[i * p.strides[0] + l * p.strides[1] + j * p.strides[2] + k * p.strides[3]] : T{};
   }
 }
 

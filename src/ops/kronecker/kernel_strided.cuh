@@ -9,26 +9,11 @@
 // per slab of columns; otherwise they come again with every tile of rows and L2 (24 bytes per clock) is the limit.
 #pragma once
 
+#include "device/activation.cuh"
 #include "ops/kronecker/kernel_strided_tile.cuh"
 
 namespace fretwork {
 namespace kronecker::strided {
-
-/// 1 relu, 2 gelu, 3 silu. erf is a polynomial in 1 / (1 + 0.33|z|) times exp(−z²), 1.5e-7 near (Abramowitz and Stegun
-/// 7.1.26), shorter than the library's.
-__device__ __forceinline__ float activate(float v, int kind) {
-  if (kind == 1) {
-    return v < 0.0f ? 0.0f : v;
-  }
-  if (kind == 2) {
-    const float z = fabsf(v) * 0.70710678f, r = __fdividef(1.0f, 1.0f + 0.3275911f * z);
-    const float tail =
-        r * (0.254829592f + r * (-0.284496736f + r * (1.421413741f + r * (-1.453152027f + r * 1.061405429f)))) *
-        __expf(-z * z);
-    return 0.5f * v * (v < 0.0f ? tail : 2.0f - tail);
-  }
-  return kind == 3 ? __fdividef(v, 1.0f + __expf(-v)) : v;
-}
 
 /// Where chunk `q` of row `n` of a stage lies, XORed to q: the eight lanes that load together (two rows, four k) then
 /// meet eight different 16-byte banks.
@@ -119,10 +104,11 @@ __device__ __forceinline__ void pack_words(u32* words, const float (&sums)[V][Bl
   }
 }
 
-template <typename T, int V, int WM>
+/// A warp has `Columns` of each of V products.
+template <typename T, int V, int WM, int Columns = 256 / V>
 struct Product {
   static constexpr Tile kTile{static_cast<int>(sizeof(T)), V, WM};
-  static constexpr int kChunk = chunk_of<T>, kBlocks = kTile.columns() / 8;
+  static constexpr int kChunk = chunk_of<T>, kBlocks = Columns / 8;
   static constexpr int kPitch = kTile.line() * 16;
   using Sums = float[V][kBlocks][4];
 
@@ -192,47 +178,47 @@ struct Product {
   /// Column of y, inside a block of eight, of a lane's sum e (0 or 1).
   static __device__ __forceinline__ int column_of(int t, int e) { return V >= kChunk ? 4 * e + t : 2 * t + e; }
 
-  /// Adds the bias, which points to (i, j 0 of the warp, δ 0), and activates: a quarter of the sums at a time, which
-  /// then move on in a circle, so that the code is a quarter as long.
-  static __device__ __forceinline__ void finish(const ProductParams& p, Sums& sums, const T* bias, int columns) {
-    constexpr int kDeltas = V >= 4 ? V / 4 : V, kSome = V >= 4 ? kBlocks : kBlocks / 4;
+  /// Sums begin with the bias, which points to (i, j 0 of the warp, δ 0), if there is one: its loads are under way
+  /// before the products need them.
+  static __device__ __forceinline__ void start(const ProductParams& p, Sums& sums, const T* bias, int columns) {
     const int t = static_cast<int>(threadIdx.x) % 4;
+    int stride = p.bias_stride;
+    asm volatile("" : "+r"(stride));  // the places are not worth registers between tiles
+#pragma unroll
+    for (int q = 0; q < kBlocks; ++q) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int j = 8 * q + column_of(t, e);
+#pragma unroll
+        for (int l = 0; l < V; ++l) {
+          const bool there = bias != nullptr && j < columns;
+          sums[l][q][e] = sums[l][q][2 + e] = there ? widen(bias[(j * p.d + l) * stride]) : 0.0f;
+        }
+      }
+    }
+  }
+
+  /// Activates a quarter of the sums at a time, which then move on in a circle, so that the code is a quarter as long.
+  static __device__ __forceinline__ void finish(Sums& sums, int activation) {
+    constexpr int kAll = V * kBlocks * 4, kSome = kAll / 4;
+    float(&all)[kAll] = reinterpret_cast<float(&)[kAll]>(sums);
 #pragma unroll 1
     for (int quarter = 0; quarter < 4; ++quarter) {
+      if constexpr (sizeof(T) == 2) {
+        activate(reinterpret_cast<float(&)[kSome]>(sums), activation);
+      } else {
 #pragma unroll
-      for (int q = 0; q < kSome; ++q) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int j = 8 * (V >= 4 ? q : quarter * kSome + q) + column_of(t, e);
-          const int from = (j * p.d + (V >= 4 ? quarter * kDeltas : 0)) * p.bias_stride;
-#pragma unroll
-          for (int l = 0; l < kDeltas; ++l) {
-            const float add = bias != nullptr && j < columns ? widen(bias[from + l * p.bias_stride]) : 0.0f;
-            sums[l][q][e] = activate(sums[l][q][e] + add, p.activation);
-            sums[l][q][2 + e] = activate(sums[l][q][2 + e] + add, p.activation);
-          }
-        }
-      }
-      Sums moved;
-#pragma unroll
-      for (int l = 0; l < V; ++l) {
-#pragma unroll
-        for (int q = 0; q < kBlocks; ++q) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) {
-            moved[l][q][r] = V >= 4 ? sums[(l + kDeltas) % V][q][r] : sums[l][(q + kSome) % kBlocks][r];
-          }
+        for (int n = 0; n < kSome; ++n) {
+          all[n] = activate_exactly(all[n], activation);
         }
       }
 #pragma unroll
-      for (int l = 0; l < V; ++l) {
-#pragma unroll
-        for (int q = 0; q < kBlocks; ++q) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) {
-            sums[l][q][r] = moved[l][q][r];
-          }
-        }
+      for (int n = 0; n < kSome; ++n) {  // four exchange places
+        const float first = all[n];
+        all[n] = all[n + kSome];
+        all[n + kSome] = all[n + 2 * kSome];
+        all[n + 2 * kSome] = all[n + 3 * kSome];
+        all[n + 3 * kSome] = first;
       }
     }
   }
@@ -327,6 +313,8 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
   const T* x = static_cast<const T*>(p.x) + static_cast<i64>(i) * p.c * p.d + l;
   const i64 out = (static_cast<i64>(i) * p.b + column) * p.d + l;
 
+  const T* bias = p.bias == nullptr ? nullptr : static_cast<const T*>(p.bias) + out * p.bias_stride;
+
   const int w_stage = kTile.steps() * V * p.slab * 32;
   const u8* w = static_cast<const u8*>(p.w) + static_cast<i64>(group) * p.stages * w_stage;
   const u32 base = shared_address(shared);
@@ -363,7 +351,8 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
   int slot = 0;
 #pragma unroll 1
   for (i64 tile = first; tile < last; ++tile) {
-    typename Work::Sums sums = {};
+    typename Work::Sums sums;
+    Work::start(p, sums, bias, columns);
 #pragma unroll 1
     for (int stage = 0; stage < p.stages; ++stage) {
       kronecker::strided::wait_ring(p.ring);
@@ -377,9 +366,8 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
       slot = slot + 1 == p.ring ? 0 : slot + 1;
     }
     if (columns > 0) {
-      if (p.finish) {
-        const T* bias = static_cast<const T*>(p.bias);
-        Work::finish(p, sums, bias == nullptr ? nullptr : bias + out * p.bias_stride, columns);
+      if (p.activation != 0) {
+        Work::finish(sums, p.activation);
       }
       const i64 n = tile * kTile.rows() + row;
       Work::store(p, sums, static_cast<T*>(p.y) + n * p.y_stride + out, p.batch - n, columns);

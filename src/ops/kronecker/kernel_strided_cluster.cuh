@@ -24,22 +24,14 @@ __device__ __forceinline__ u32 cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-/// Arrives at the barrier that lies at `barrier` in CTA `rank` of the cluster.
+/// Arrives at the barrier that lies at `barrier` in CTA `rank` of the cluster. Releasing at the cluster's scope would
+/// wait for every store to global memory that is under way (MEMBAR.ALL.GPU); what was read needs no such fence.
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
   asm volatile(
       "{.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
       "r"(rank)
-      : "memory");
-}
-/// As mbarrier::wait, and sees what other CTAs did before they arrived.
-__device__ __forceinline__ void wait_cluster(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finish;\nbra again;\nfinish:\n}" ::"r"(barrier),
-      "r"(parity)
       : "memory");
 }
 /// Boxes and bytes to the same place in every CTA of `mask`, counted by the barrier at the same place.
@@ -71,30 +63,16 @@ __device__ __forceinline__ void store_quad(u32 address, const u32 (&words)[4]) {
                : "memory");
 }
 
-/// Where a CTA stands and what it works on.
-struct ClusterPlace {
-  int row, column;  ///< in the cluster
-  int i, l, slab;   ///< factor, first δ, slab of columns
-  i64 first, last;  ///< tiles of the cluster
+/// Where a CTA stands in its cluster, and whom its copies reach.
+struct ClusterSeat {
+  int rows, columns;  ///< of the cluster
+  int row, column;
   u16 row_mask, column_mask;
 
-  __device__ __forceinline__ ClusterPlace(const ClusterParams& p, ClusterTile tile) {
-    const int rank = static_cast<int>(cluster_rank()), rows = p.cluster_rows, columns = p.cluster_columns;
+  __device__ __forceinline__ ClusterSeat(int of_rows, int of_columns) : rows(of_rows), columns(of_columns) {
+    const int rank = static_cast<int>(cluster_rank());
     row = rank / columns;
     column = rank % columns;
-    const int cluster = static_cast<int>(blockIdx.x) / (rows * columns);
-    const int group = cluster % p.product.groups, piece = cluster / p.product.groups;
-    const int across = p.product.slabs / columns, block = group / across, deltas = p.product.d / tile.deltas();
-    slab = group % across * columns + column;
-    i = block / deltas;
-    l = block % deltas * tile.deltas();
-    const i64 height = static_cast<i64>(rows) * tile.rows(), tiles = (p.product.batch + height - 1) / height;
-    first = tiles * piece / p.product.pieces;
-    last = tiles * (piece + 1) / p.product.pieces;
-    set_masks(rows, columns);
-  }
-  __device__ __forceinline__ ClusterPlace() {}
-  __device__ __forceinline__ void set_masks(int rows, int columns) {
     row_mask = static_cast<u16>(((1 << columns) - 1) << (row * columns));
     u32 mask = 0;
     for (int r = 0; r < rows; ++r) {
@@ -103,7 +81,7 @@ struct ClusterPlace {
     column_mask = static_cast<u16>(mask);
   }
   /// A warp tells those whose copies arrive here, this CTA among them, that a stage is free.
-  __device__ __forceinline__ void release(u32 empty, int rows, int columns) const {
+  __device__ __forceinline__ void release(u32 empty) const {
     const int lane = static_cast<int>(threadIdx.x) % 32, other = lane - columns;
     __syncwarp();
     if (lane < rows + columns - 1) {
@@ -113,80 +91,113 @@ struct ClusterPlace {
   }
 };
 
-template <typename T, int V>
+/// What a CTA works on: factor, first δ, slab of columns, and its first row. Clusters that run together take the same
+/// rows, whose lines of memory several δ share.
+struct ClusterItem {
+  int i, l, slab;
+  i64 n;
+
+  __device__ __forceinline__ ClusterItem(const ClusterParams& p, const ClusterSeat& seat, ClusterTile tile, i64 index) {
+    const int group = static_cast<int>(index % p.product.groups), across = p.product.slabs / seat.columns;
+    const int block = group / across, deltas = p.product.d / tile.deltas();
+    slab = group % across * seat.columns + seat.column;
+    i = block / deltas;
+    l = block % deltas * tile.deltas();
+    n = (index / p.product.groups * seat.rows + seat.row) * tile.rows();
+  }
+};
+
+/// kFlat: d is 16, so that four k of all δ are 128 neighbouring bytes.
+template <typename T, int V, int Columns = 256 / V, bool kFlat = false>
 struct ClusterWork {
-  static constexpr ClusterTile kTile{V};
-  using Work = Product<T, V, 4>;
-  static constexpr int kColumns = kTile.columns();
-  static constexpr int kStage = ClusterTile::kStageX + ClusterTile::kStageW;
+  static constexpr ClusterTile kTile{V, Columns};
+  using Work = Product<T, V, 4, Columns>;
+  static constexpr int kColumns = Columns, kStage = kTile.stage_x() + kTile.stage_w();
+  /// Bytes of a row of x that lie together in shared memory, and boxes of them in a stage.
+  static constexpr int kLine = V == 8 ? (kFlat ? 128 : 32) : 32 * V, kBoxes = kTile.stage_x() / (kTile.rows() * kLine);
   struct Barriers {
-    u64 full[ClusterTile::kRing], empty[ClusterTile::kRing];
+    u64 full[kTile.ring()], empty[kTile.ring()];
   };
-  using Slots = Ring<ClusterTile::kRing>;
+  using Slots = Ring<kTile.ring()>;
 
   /// One thread: this CTA's share of its row's x and of its column's weights, for all of them.
-  static __device__ __forceinline__ void produce(const ClusterParams& p, const ClusterPlace& place, u32 base,
-                                                 Barriers& barriers) {
-    const int rows = kTile.rows() / p.cluster_columns, w_bytes = ClusterTile::kStageW / p.cluster_rows;
+  static __device__ __forceinline__ void produce(const ClusterParams& p, const ClusterSeat& seat, i64 first, i64 by,
+                                                 u32 base, Barriers& barriers) {
+    const int rows = kTile.rows() / seat.columns, w_bytes = kTile.stage_w() / seat.rows;
     const int deltas = p.product.d / kTile.deltas();
-    const i64 group = (static_cast<i64>(place.i) * deltas + place.l / kTile.deltas()) * p.product.slabs + place.slab;
-    const u8* w =
-        static_cast<const u8*>(p.product.w) + group * p.product.stages * ClusterTile::kStageW + place.row * w_bytes;
     Slots slots(1);
 #pragma unroll 1
-    for (i64 tile = place.first; tile < place.last; ++tile) {
-      const int n = static_cast<int>((tile * p.cluster_rows + place.row) * kTile.rows()) + place.column * rows;
+    for (i64 index = first; index < p.items; index += by) {
+      const ClusterItem item(p, seat, kTile, index);
+      const int n = static_cast<int>(item.n) + seat.column * rows;
+      const i64 group = (static_cast<i64>(item.i) * deltas + item.l / kTile.deltas()) * p.product.slabs + item.slab;
+      const u8* w =
+          static_cast<const u8*>(p.product.w) + group * p.product.stages * kTile.stage_w() + seat.row * w_bytes;
 #pragma unroll 1
       for (int stage = 0; stage < p.product.stages; ++stage, slots.next()) {
         const u32 at = base + slots.stage * kStage, full = shared_address(&barriers.full[slots.stage]);
-        wait_cluster(shared_address(&barriers.empty[slots.stage]), slots.parity);
+        mbarrier::wait(shared_address(&barriers.empty[slots.stage]), slots.parity);
         mbarrier::arrive_expect(full, kStage);
-        if constexpr (V == 8) {
-          load_shared_box(at + place.column * rows * 512, &p.x, full, place.l, stage * 16, place.i, n, place.row_mask);
+        if constexpr (V == 8 && !kFlat) {
+          load_shared_box(at + seat.column * rows * 512, &p.x, full, item.l, stage * 16, item.i, n, seat.row_mask);
         } else {
 #pragma unroll
-          for (int step = 0; step < 2; ++step) {
-            load_shared_box(at + step * 16384 + place.column * rows * 128, &p.x, full, (stage * 32 + step * 16) * 4,
-                            place.i, n, place.row_mask);
+          for (int box = 0; box < kBoxes; ++box) {
+            load_shared_box(at + (box * kTile.rows() + seat.column * rows) * kLine, &p.x, full,
+                            (stage * kBoxes + box) * (kLine / 2), item.i, n, seat.row_mask);
           }
         }
-        load_shared_bytes(at + ClusterTile::kStageX + place.row * w_bytes,
-                          w + static_cast<i64>(stage) * ClusterTile::kStageW, w_bytes, full, place.column_mask);
+        load_shared_bytes(at + kTile.stage_x() + seat.row * w_bytes, w + static_cast<i64>(stage) * kTile.stage_w(),
+                          w_bytes, full, seat.column_mask);
       }
     }
   }
 
-  /// The chunks of a warp's 16 rows and 16 of K: x lies as the copy engine swizzles it, in rows of 32 bytes (one k, 16
-  /// δ) or 128 (16 k, 4 δ). With V = 8, lanes of odd rows load k + 1 before k, so that eight lanes meet eight banks.
+  /// The chunks of a warp's 16 rows and 16 of K, as the copy engine swizzles them. Eight lanes that load together meet
+  /// eight banks: with V = 8, lanes of odd rows load k + 1 before k; flat, lane t loads its four k in the order o ^ t,
+  /// which the weights follow.
   static __device__ __forceinline__ void load_chunks(quad (&raw)[V], u32 x, int group, int step) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
+    for (u32 u = 0; u < 2; ++u) {
+      const u32 row = 16 * warp + g + 8 * u;
+      if constexpr (V == 8 && kFlat) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if constexpr (V == 8) {
-          const u32 at = x + (16 * warp + g + 8 * u) * 512 + (2 * t + (g & 1)) * 32 + h * 256 +
-                         ((static_cast<u32>(group) ^ t >> 1) << 4);
+        for (u32 o = 0; o < 4; ++o) {
+          raw[4 * u + o] = load_quad(x + t * 8192 + row * 128 + (((2 * (o ^ t) + static_cast<u32>(group)) ^ g) << 4));
+        }
+      } else if constexpr (V == 8) {
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) {
+          const u32 at = x + row * 512 + (2 * t + (g & 1)) * 32 + h * 256 + ((static_cast<u32>(group) ^ t >> 1) << 4);
           raw[4 * u + 2 * h] = load_quad(at);
           raw[4 * u + 2 * h + 1] = load_quad(at ^ 32);
+        }
+      } else {
+        const u32 line = x + (step * kTile.rows() + 64 * group + row) * kLine;
+        if constexpr (V == 4) {
+          raw[2 * u] = load_quad(line + (((2 * t) ^ g) << 4));
+          raw[2 * u + 1] = load_quad(line + (((2 * t + 1) ^ g) << 4));
         } else {
-          raw[2 * u + h] =
-              load_quad(x + step * 16384 + (64 * group + 16 * warp + g + 8 * u) * 128 + (((2 * t + h) ^ g) << 4));
+          raw[u] = load_quad(line + ((t ^ g >> 1) << 4));
         }
       }
     }
   }
   static __device__ __forceinline__ void pair_chunks(u32 (&a)[V][4], const quad (&raw)[V]) {
-    const bool odd = threadIdx.x % 8 >= 4;  // the lane's row
-    const u32 low = V == 8 && odd ? 0x1054 : 0x5410, high = V == 8 && odd ? 0x3276 : 0x7632;
+    const bool turned = V == 8 && !kFlat && threadIdx.x % 8 >= 4;  // odd rows
+    const u32 low = turned ? 0x1054 : 0x5410, high = turned ? 0x3276 : 0x7632;
 #pragma unroll
     for (int e = 0; e < V; ++e) {
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const u32 first = V == 8 ? raw[(4 * u + 2 * h) % V].word[e / 2] : raw[2 * u + h].word[e / 2];
-          const u32 second = V == 8 ? raw[(4 * u + 2 * h + 1) % V].word[e / 2] : raw[2 * u + h].word[(2 + e / 2) % 4];
+          // V = 8: a chunk is one k; V = 4: two; V = 2: four, of which h takes a half.
+          const quad& one = raw[V == 8 ? (4 * u + 2 * h) % V : V == 4 ? (2 * u + h) % V : u];
+          const quad& other = V == 8 ? raw[(4 * u + 2 * h + 1) % V] : one;
+          const u32 first = one.word[(V == 2 ? 2 * h : e / 2) % 4];
+          const u32 second = other.word[(V == 8 ? e / 2 : V == 4 ? 2 + e / 2 : 2 * h + 1) % 4];
           a[e][2 * h + u] = __byte_perm(first, second, e % 2 ? high : low);
         }
       }
@@ -194,12 +205,10 @@ struct ClusterWork {
   }
 
   /// One tile's sums. A stage is free once the products that read it are done, which is when the next begin.
-  static __device__ __forceinline__ void multiply_tile(const ClusterParams& p, const ClusterPlace& place,
+  static __device__ __forceinline__ void multiply_tile(const ClusterParams& p, const ClusterSeat& seat,
                                                        typename Work::Sums& sums, u32 base, Barriers& barriers,
                                                        Slots& slots, int group) {
-    const auto release = [&](u32 slot) {
-      place.release(shared_address(&barriers.empty[slot]), p.cluster_rows, p.cluster_columns);
-    };
+    const auto release = [&](u32 slot) { seat.release(shared_address(&barriers.empty[slot])); };
     u32 held = 0;
 #pragma unroll 1
     for (int stage = 0; stage < p.product.stages; ++stage, slots.next()) {
@@ -215,7 +224,7 @@ struct ClusterWork {
         }
         u32 a[V][4];
         pair_chunks(a, raw);
-        const u32 w = at + ClusterTile::kStageX + (V == 8 ? group * 8 : step * 4) * (kColumns * 32);
+        const u32 w = at + kTile.stage_x() + (V == 8 ? group * 8 : step * V) * (kColumns * 32);
         wgmma::fence();
 #pragma unroll
         for (int e = 0; e < V; ++e) {
@@ -231,8 +240,8 @@ struct ClusterWork {
   }
 
   /// V = 8: the two halves of 16 δ meet in shared memory, eight columns at a time, and leave in rows of 32 bytes.
-  static __device__ __forceinline__ void store_halves(const ClusterParams& p, const ClusterPlace& place,
-                                                      const typename Work::Sums& sums, u32 staging, int n, int columns,
+  static __device__ __forceinline__ void store_halves(const ClusterParams& p, const ClusterItem& item,
+                                                      const typename Work::Sums& sums, u32 staging, int columns,
                                                       int group) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
     const bool one = threadIdx.x == 128;
@@ -248,47 +257,55 @@ struct ClusterWork {
       named_barrier(1, 256);
 #pragma unroll
       for (u32 u = 0; u < 2; ++u) {
+        u32 words[2][4];
+        pack_words<T>(words[0], sums, 0, 4, q, 2 * u);
+        pack_words<T>(words[1], sums, 0, 4, q, 2 * u + 1);
 #pragma unroll
-        for (u32 e = 0; e < 2; ++e) {
-          u32 words[4];
-          pack_words<T>(words, sums, 0, 4, q, 2 * u + e);
+        for (u32 turn = 0; turn < 2; ++turn) {
+          const u32 e =
+              turn ^ (g & 1);  // lanes of odd rows take the second four columns first: eight lanes, eight banks
+          u32 some[4];
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            some[w] = e != 0 ? words[1][w] : words[0][w];
+          }
           store_quad(buffer + ((16 * warp + g + 8 * u) * 8 + 4 * e + t) * 32 + ((static_cast<u32>(group) ^ e) << 4),
-                     words);
+                     some);
         }
       }
       fence_async_proxy();
       named_barrier(1, 256);
       if (one) {
-        tma::store(&p.y, buffer, place.l, place.slab * kColumns + 8 * q, place.i, n);
+        tma::store(&p.y, buffer, item.l, item.slab * kColumns + 8 * q, item.i, static_cast<int>(item.n));
         tma::store_commit();
       }
     }
   }
 
-  static __device__ __forceinline__ void consume(const ClusterParams& p, const ClusterPlace& place, u32 base,
-                                                 Barriers& barriers) {
+  static __device__ __forceinline__ void consume(const ClusterParams& p, const ClusterSeat& seat, i64 first, i64 by,
+                                                 u32 base, Barriers& barriers) {
     const int group = static_cast<int>(threadIdx.x) / 128 - 1, warp = static_cast<int>(threadIdx.x) / 32 % 4;
-    const int column = place.slab * kColumns, columns = min(kColumns, p.product.b - column);  // may be negative
-    const i64 out = (static_cast<i64>(place.i) * p.product.b + column) * p.product.d + place.l;
     Slots slots(0);
 #pragma unroll 1
-    for (i64 tile = place.first; tile < place.last; ++tile) {
-      typename Work::Sums sums = {};
-      multiply_tile(p, place, sums, base, barriers, slots, group);
+    for (i64 index = first; index < p.items; index += by) {
+      const ClusterItem item(p, seat, kTile, index);
+      const int column = item.slab * kColumns, columns = min(kColumns, p.product.b - column);  // may be negative
+      const i64 out = (static_cast<i64>(item.i) * p.product.b + column) * p.product.d + item.l;
+      const i64 own = V == 8 ? group * 8 : 0;
+      const T* bias = static_cast<const T*>(p.product.bias);
+      typename Work::Sums sums;
+      Work::start(p.product, sums, bias == nullptr ? nullptr : bias + (out + own) * p.product.bias_stride, columns);
+      multiply_tile(p, seat, sums, base, barriers, slots, group);
       if (columns <= 0) {
         continue;
       }
-      if (p.product.finish) {
-        const T* bias = static_cast<const T*>(p.product.bias);
-        Work::finish(p.product, sums,
-                     bias == nullptr ? nullptr : bias + (out + (V == 8 ? group * 8 : 0)) * p.product.bias_stride,
-                     columns);
+      if (p.product.activation != 0) {
+        Work::finish(sums, p.product.activation);
       }
-      const i64 n = (tile * p.cluster_rows + place.row) * kTile.rows();
       if constexpr (V == 8) {
-        store_halves(p, place, sums, base + ClusterTile::kRing * kStage, static_cast<int>(n), columns, group);
+        store_halves(p, item, sums, base + kTile.ring() * kStage, columns, group);
       } else {
-        const i64 row = n + 64 * group + 16 * warp;
+        const i64 row = item.n + 64 * group + 16 * warp;
         Work::store(p.product, sums, static_cast<T*>(p.product.y) + row * p.product.y_stride + out,
                     p.product.batch - row, columns);
       }
@@ -302,39 +319,34 @@ struct ClusterWork {
 /// Makes a CTA's barriers, and lets the cluster see them.
 template <typename Barriers>
 __device__ __forceinline__ void init_cluster(Barriers& barriers, int rows, int columns) {
-  if (threadIdx.x == 0) {
-    for (int n = 0; n < ClusterTile::kRing; ++n) {
-      mbarrier::init(shared_address(&barriers.full[n]), 1);
-      mbarrier::init(shared_address(&barriers.empty[n]), 8 * (rows + columns - 1));
-    }
-    mbarrier::init_done();
-  }
-  __syncthreads();
+  init_ring(barriers.full, barriers.empty, sizeof barriers.full / sizeof(u64), 1, 8 * (rows + columns - 1));
   cluster_sync();
 }
 
 }  // namespace kronecker::strided
 
-/// Clusters: group (slabs of columns fastest, then δ, then i) and piece of the batch.
-template <typename T, int V>
+/// Clusters take the items in turn: slabs of columns fastest, then δ, then i, then rows.
+template <typename T, int V, int Columns, bool kFlat>
 __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
     strided_cluster(const __grid_constant__ kronecker::strided::ClusterParams p) {
-  using Work = kronecker::strided::ClusterWork<T, V>;
+  using Work = kronecker::strided::ClusterWork<T, V, Columns, kFlat>;
   extern __shared__ __align__(128) u8 shared[];
   __shared__ __align__(16) typename Work::Barriers barriers;
   const u32 base = (shared_address(shared) + 1023) & ~1023u;
-  const kronecker::strided::ClusterPlace place(p, Work::kTile);
-  kronecker::strided::init_cluster(barriers, p.cluster_rows, p.cluster_columns);
+  const kronecker::strided::ClusterSeat seat(p.cluster_rows, p.cluster_columns);
+  const u32 size = static_cast<u32>(seat.rows * seat.columns);
+  const i64 first = blockIdx.x / size, by = gridDim.x / size;
+  kronecker::strided::init_cluster(barriers, seat.rows, seat.columns);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x == 0) {
       tma::prefetch(&p.x);
-      Work::produce(p, place, base, barriers);
+      Work::produce(p, seat, first, by, base, barriers);
     }
     __syncwarp();
   } else {
     more_registers<232>();
-    Work::consume(p, place, base, barriers);
+    Work::consume(p, seat, first, by, base, barriers);
   }
   kronecker::strided::cluster_sync();  // others may still copy into this CTA, or tell it of free stages
 }

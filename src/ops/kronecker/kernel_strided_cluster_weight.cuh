@@ -17,20 +17,26 @@ struct ClusterGradient {
   using Alone = Gradient<T, 8, 4>;    ///< sums and how they are stored
   static constexpr int kRows = 64, kColumns = 32, kDepth = 16;
 
-  static __device__ __forceinline__ void produce(const ClusterWeightParams& p, const ClusterPlace& place, int j, int k,
-                                                 u32 base, typename Product::Barriers& barriers) {
-    const int rows = kRows / p.cluster_columns, columns = kColumns / p.cluster_rows;
+  /// What a CTA works on: first j, k and δ of factor i, and a piece of the batch.
+  struct Part {
+    int i, l, j, k, piece;
+    i64 first, last;  ///< stages
+  };
+
+  static __device__ __forceinline__ void produce(const ClusterWeightParams& p, const ClusterSeat& seat,
+                                                 const Part& part, u32 base, typename Product::Barriers& barriers) {
+    const int rows = kRows / seat.columns, columns = kColumns / seat.rows;
     typename Product::Slots slots(1);
 #pragma unroll 1
-    for (i64 stage = place.first; stage < place.last; ++stage, slots.next()) {
+    for (i64 stage = part.first; stage < part.last; ++stage, slots.next()) {
       const u32 at = base + slots.stage * Product::kStage, full = shared_address(&barriers.full[slots.stage]);
       const int n = static_cast<int>(stage) * kDepth;
-      wait_cluster(shared_address(&barriers.empty[slots.stage]), slots.parity);
+      mbarrier::wait(shared_address(&barriers.empty[slots.stage]), slots.parity);
       mbarrier::arrive_expect(full, Product::kStage);
-      load_shared_box(at + place.column * rows * 512, &p.dy, full, place.l, n, j + place.column * rows, place.i,
-                      place.row_mask);
-      load_shared_box(at + ClusterTile::kStageX + place.row * columns * 512, &p.x, full, place.l, n,
-                      k + place.row * columns, place.i, place.column_mask);
+      load_shared_box(at + seat.column * rows * 512, &p.dy, full, part.l, n, part.j + seat.column * rows, part.i,
+                      seat.row_mask);
+      load_shared_box(at + Product::kTile.stage_x() + seat.row * columns * 512, &p.x, full, part.l, n,
+                      part.k + seat.row * columns, part.i, seat.column_mask);
     }
   }
 
@@ -54,7 +60,7 @@ struct ClusterGradient {
     const bool odd = g % 2 != 0;
     const u32 low = odd ? 0x1054 : 0x5410, high = odd ? 0x3276 : 0x7632;
     const u32 line =
-        at + ClusterTile::kStageX + g * 512 + (2 * t + (g & 1)) * 32 + ((static_cast<u32>(group) ^ t >> 1) << 4);
+        at + Product::kTile.stage_x() + g * 512 + (2 * t + (g & 1)) * 32 + ((static_cast<u32>(group) ^ t >> 1) << 4);
 #pragma unroll
     for (int q = 0; q < kColumns / 8; ++q) {
       quad first[2], second[2];
@@ -71,9 +77,10 @@ struct ClusterGradient {
     }
   }
 
-  static __device__ __forceinline__ void consume(const ClusterWeightParams& p, const ClusterPlace& place, int j, int k,
-                                                 int piece, u32 base, typename Product::Barriers& barriers) {
+  static __device__ __forceinline__ void consume(const ClusterWeightParams& p, const ClusterSeat& seat,
+                                                 const Part& part, u32 base, typename Product::Barriers& barriers) {
     const WeightParams& w = p.weight;
+    const int j = part.j, k = part.k;
     const int group = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
     const int row = j + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
     const bool with_bias = w.bias_partials != nullptr && k == 0;
@@ -81,14 +88,14 @@ struct ClusterGradient {
     float bias[2][8] = {};
     typename Product::Slots slots(0);
 #pragma unroll 1
-    for (i64 stage = place.first; stage < place.last; ++stage, slots.next()) {
+    for (i64 stage = part.first; stage < part.last; ++stage, slots.next()) {
       mbarrier::wait(shared_address(&barriers.full[slots.stage]), slots.parity);
       add_stage(sums, bias, with_bias, base + slots.stage * Product::kStage, group);
-      place.release(shared_address(&barriers.empty[slots.stage]), p.cluster_rows, p.cluster_columns);
+      seat.release(shared_address(&barriers.empty[slots.stage]));
     }
-    const i64 feature = (static_cast<i64>(place.i) * w.b + row) * w.d + place.l + group * 8;
-    const i64 at = ((static_cast<i64>(place.i) * w.b + row) * w.c + k) * w.d + place.l + group * 8;
-    Alone::store(w, sums, w.partials + piece * w.weights + at, w.b - row, w.c - k);
+    const i64 feature = (static_cast<i64>(part.i) * w.b + row) * w.d + part.l + group * 8;
+    const i64 at = ((static_cast<i64>(part.i) * w.b + row) * w.c + k) * w.d + part.l + group * 8;
+    Alone::store(w, sums, w.partials + part.piece * w.weights + at, w.b - row, w.c - k);
     if (with_bias) {
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
@@ -99,7 +106,7 @@ struct ClusterGradient {
           sum += __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(sum), 2));
           const int line = lane / 4 + 8 * u;
           if (lane % 4 == 0 && row + line < w.b) {
-            w.bias_partials[piece * w.features + feature + static_cast<i64>(line) * w.d + e] = sum;
+            w.bias_partials[part.piece * w.features + feature + static_cast<i64>(line) * w.d + e] = sum;
           }
         }
       }
@@ -118,32 +125,29 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
   __shared__ __align__(16) typename Work::Product::Barriers barriers;
   const u32 base = (shared_address(shared) + 1023) & ~1023u;
   const kronecker::strided::WeightParams& w = p.weight;
-  kronecker::strided::ClusterPlace place;
-  const int rank = static_cast<int>(kronecker::strided::cluster_rank());
+  const kronecker::strided::ClusterSeat seat(p.cluster_rows, p.cluster_columns);
   const int cluster = static_cast<int>(blockIdx.x) / (p.cluster_rows * p.cluster_columns);
   const int group = cluster % w.groups, piece = cluster / w.groups;
   const int block = group / w.slabs_c / w.slabs_b, deltas = w.d / 16;
-  place.row = rank / p.cluster_columns;
-  place.column = rank % p.cluster_columns;
-  place.i = block / deltas;
-  place.l = block % deltas * 16;
-  place.set_masks(p.cluster_rows, p.cluster_columns);
   const i64 stages = (w.batch + Work::kDepth - 1) / Work::kDepth;
-  place.first = stages * piece / w.pieces;
-  place.last = stages * (piece + 1) / w.pieces;
-  const int j = (group / w.slabs_c % w.slabs_b * p.cluster_rows + place.row) * Work::kRows;
-  const int k = (group % w.slabs_c * p.cluster_columns + place.column) * Work::kColumns;
+  const typename Work::Part part{block / deltas,
+                                 block % deltas * 16,
+                                 (group / w.slabs_c % w.slabs_b * p.cluster_rows + seat.row) * Work::kRows,
+                                 (group % w.slabs_c * p.cluster_columns + seat.column) * Work::kColumns,
+                                 piece,
+                                 stages * piece / w.pieces,
+                                 stages * (piece + 1) / w.pieces};
 
   kronecker::strided::init_cluster(barriers, p.cluster_rows, p.cluster_columns);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x == 0) {
-      Work::produce(p, place, j, k, base, barriers);
+      Work::produce(p, seat, part, base, barriers);
     }
     __syncwarp();
   } else {
     more_registers<232>();
-    Work::consume(p, place, j, k, piece, base, barriers);
+    Work::consume(p, seat, part, base, barriers);
   }
   kronecker::strided::cluster_sync();
 }

@@ -11,7 +11,11 @@ namespace fretwork {
 /// Which k of a step the fragments' place `slot` means: with few δ a lane's chunk holds several k, and they all serve
 /// the lane that loaded them.
 template <typename T, int V>
-__device__ __forceinline__ int strided_slot_k(int slot) {
+__device__ __forceinline__ int strided_slot_k(int slot, bool turned) {
+  if (turned) {
+    const int t = slot % 8 / 2;
+    return 4 * t + ((slot / 8 * 2 + slot % 2) ^ t);
+  }
   if constexpr (sizeof(T) == 2 && V < chunk_of<T>) {
     return slot % 8 / 2 * 4 + slot / 8 * 2 + slot % 2;  // slots 2t, 2t+1, 2t+8, 2t+9 are 4t … 4t+3
   } else if constexpr (sizeof(T) == 4 && 2 * V == chunk_of<T>) {
@@ -53,7 +57,7 @@ __global__ void __launch_bounds__(256) strided_pack(const __grid_constant__ kron
   T values[V][kChunk];
 #pragma unroll
   for (int s = 0; s < kChunk; ++s) {
-    const int k = step * 2 * kChunk + strided_slot_k<T, V>(half * kChunk + s);
+    const int k = step * 2 * kChunk + strided_slot_k<T, V>(half * kChunk + s, p.turned);
     const bool inside = j < p.b && k < p.c;
     const T* here = from + k * p.stride_c;
     constexpr int kMany = V < kChunk ? V : kChunk;

@@ -9,6 +9,7 @@ struct ProductOperand {
   void* data;
   long long i, l, line, entry;
   int fast;
+  int unit;  ///< bytes that can be copied at once along its lines, 16 at most
 };
 
 /// out[i,l][row, col] = activation(Σ_t left[i,l][row, t]·right[i,l][col, t] + bias[i,l][col]).
@@ -22,14 +23,6 @@ struct ProductParams {
   long long out_piece;      ///< from the result of one piece to that of the next
   int activation;           ///< as fretwork::Activation counts
   bool vector;              ///< 16 bytes of the result can be written at once along its innermost axis
-};
-
-/// to[i][l][j][k] = from[i,j,k,l], each line of c padded to `line` elements.
-struct PackParams {
-  const void* from;
-  void* to;
-  long long strides[4];  ///< of i, l, j, k
-  long long d, b, c, line, count;
 };
 
 /// to[feature] = Σ_n from[n, feature], over a piece of the batch.

@@ -5,9 +5,11 @@
 
 namespace fretwork::kronecker::ieee {
 
-/// `vector`: results leave in runs along the innermost axis, and no activation follows.
-struct Params : ProductParams {
-  bool left_wide, right_wide;  ///< 16 bytes of the operand can be copied at once
+/// to[i][j][k][l] = from[i,j,k,l], in order and without gaps.
+struct OrderParams {
+  const float* from;
+  float* to;
+  long long strides[4], b, c, d, count;
 };
 
 /// Tiles of product_ieee: 64·warp_rows × 16·quads·warp_cols.

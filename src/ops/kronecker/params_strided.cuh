@@ -35,6 +35,7 @@ struct PackParams {
   int b, c, d;
   int slab, slabs, steps;
   bool vector;  ///< neighbouring δ can be loaded together
+  bool turned;  ///< as the flat loads of clusters with V = 8 have k
 };
 
 struct ProductParams {
@@ -50,21 +51,22 @@ struct ProductParams {
   int groups, pieces;        ///< CTAs: groups (slab fastest, then δ, then i) · pieces of the batch
   int ring;                  ///< stages on chip: 2, 3 or 4
   int activation;
-  bool finish;          ///< there is a bias or an activation
   bool resident;        ///< the CTA's weights stay on chip
   bool x_flat, y_flat;  ///< with V < chunk: neighbours along K or j are moved together
 };
 
-/// Hopper: two warpgroups of 64 rows × 256/V columns × V δ. V = 8: they share rows and columns and take 8 δ each of 16;
-/// V = 4: they share columns and δ, where d = 4 is all of a factor.
+/// Hopper: two warpgroups of 64 rows × `columns` × V δ. V = 8: they share rows and columns and take 8 δ each of 16;
+/// V = 4 and 2: they share columns and δ, where d = V is all of a factor. 256/V columns, or three quarters of that.
 struct ClusterTile {
-  int v;
-  static constexpr int kThreads = 384, kRing = 4, kStageX = 32768, kStageW = 16384, kStaging = 16384;
-  constexpr int deltas() const { return v == 8 ? 16 : 4; }
+  int v, columns;
+  static constexpr int kThreads = 384, kStaging = 16384;
+  constexpr int deltas() const { return v == 8 ? 16 : v; }
   constexpr int rows() const { return v == 8 ? 64 : 128; }
-  constexpr int columns() const { return 256 / v; }
   constexpr int steps() const { return v == 8 ? 1 : 2; }  ///< of K, 16 each, in a stage
-  constexpr int shared() const { return 1024 + kRing * (kStageX + kStageW) + (v == 8 ? 2 * kStaging : 0); }
+  constexpr int stage_x() const { return rows() * deltas() * steps() * 32; }
+  constexpr int stage_w() const { return columns * deltas() * steps() * 32; }
+  constexpr int ring() const { return v == 2 ? 6 : 4; }
+  constexpr int shared() const { return 1024 + ring() * (stage_x() + stage_w()) + (v == 8 ? 2 * kStaging : 0); }
 };
 
 struct alignas(64) Map {
@@ -72,11 +74,12 @@ struct alignas(64) Map {
 };
 
 /// A cluster of rows × columns CTAs: those of a row share x, those of a column share weights. In `product`, slabs
-/// counts all CTAs along b, groups and pieces count clusters, and columns is one CTA's.
+/// counts all CTAs along b, and groups the clusters that a set of rows takes.
 struct ClusterParams {
-  Map x;  ///< (δ, k, i, n), or with V = 4 (k·δ, i, n)
+  Map x;  ///< (δ, k, i, n), or where d is the δ of a CTA (k·δ, i, n)
   Map y;  ///< (δ, j, i, n), V = 8 only
   ProductParams product;
+  long long items;  ///< groups · sets of rows
   int cluster_rows, cluster_columns;
 };
 

@@ -1,0 +1,177 @@
+"""Random Kronecker products against the `dense` algo in float64, on the device itself.
+
+    python tests/python/soak_kronecker.py [--count 20000] [--seed S] [--device cuda] [--seconds 0]
+
+Draws (a, b, c, d), batch, layout, type, precision, strides, bias and activation; every fourth problem is differentiated
+too. What no product reads is NaN. Errors stay on the device and are looked at once per few hundred problems, so that
+nothing waits for the GPU. The seed of the run and the number of a problem repeat it: --seed S --only N.
+"""
+
+import argparse
+import math
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import fretwork as fw
+
+KINDS = [
+    (torch.float16, None),
+    (torch.bfloat16, None),
+    (torch.float32, "ieee"),
+    (torch.float32, "tf32"),
+    (torch.float32, "tf32x3"),
+]
+# Rounding of a result, and what a sum may be off by for each of its terms, which are below 1.
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
+TERM = {None: 3e-7, "ieee": 3e-7, "tf32": 1.1e-3, "tf32x3": 1e-6}
+MOST_DENSE, MOST_WEIGHTS = 1 << 20, 1 << 18
+
+
+@dataclass
+class Problem:
+    number: int
+    sizes: tuple[int, int, int, int]
+    batch: int
+    bs_last: bool
+    dtype: torch.dtype
+    precision: str | None
+    x_strides: str
+    w_strides: str
+    bias: bool
+    activation: str | None
+    backward: bool
+
+
+def draw(number: int, seed: int) -> Problem:
+    random_ = random.Random(f"{seed} {number}")
+
+    def size(most: int) -> int:
+        """Small sizes, round ones and those beside them."""
+        near = 2 ** random_.randint(0, most.bit_length() - 1) * random_.choice((1, 1, 3)) + random_.choice((0, 0, 0, 1))
+        return random_.choice((random_.randint(1, most), min(near, most)))
+
+    while True:
+        a, b, c, d = size(12), size(200), size(200), size(64)
+        if a * b * d * a * c * d <= MOST_DENSE and a * b * c * d <= MOST_WEIGHTS:
+            break
+    dtype, precision = random_.choice(KINDS)
+    batch = random_.choice((1, random_.randint(0, 40), random_.randint(2, 300), 8 * random_.randint(1, 60)))
+    strides = ("plain", "plain", "padded", "offset", "turned", "every second")
+    backward = number % 4 == 0
+    # Where a sum next to zero falls on the other side, relu's gradient is another: it is left to exact tests.
+    activations = (None, None, "gelu", "silu") if backward else (None, None, "relu", "gelu", "silu")
+    return Problem(
+        number, (a, b, c, d), batch, random_.random() < 0.5, dtype, precision, random_.choice(strides),
+        random_.choice((*strides, "matrices")), random_.random() < 0.5, random_.choice(activations), backward,
+    )  # fmt: skip
+
+
+def laid_out(t: Tensor, how: str) -> Tensor:
+    """The same numbers with other strides; NaN between them."""
+    nan = float("nan")
+    if how == "padded":
+        return torch.nn.functional.pad(t, (0, 8), value=nan)[..., :-8]
+    if how == "offset":
+        return torch.nn.functional.pad(t, (1, 2), value=nan)[..., 1:-2]
+    if how == "turned":  # the weights of a gradient, or the other layout of x
+        return t.transpose(-3, -2).contiguous().transpose(-3, -2) if t.dim() == 4 else t.T.contiguous().T
+    if how == "every second":
+        return torch.stack([t, torch.full_like(t, nan)], -1).flatten(-2)[..., ::2]
+    if how == "matrices":
+        return t.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    return t
+
+
+def excess(got: Tensor, want: Tensor, problem: Problem, terms: int, scale: float = 1.0) -> Tensor:
+    """By how much the worst element is beyond what rounding explains; above 1 is wrong, and so is NaN."""
+    slack = scale * TERM[problem.precision] * (0.5 * terms + 4 * math.sqrt(terms) + 1) + 1e-6
+    allowed = (ROUNDING[problem.dtype] * 1.05 + 3e-5) * want.abs() + 1.2 * slack
+    return ((got.double() - want).abs() / allowed).nan_to_num(math.inf).amax() if got.numel() else want.new_zeros(())
+
+
+def run(problem: Problem, seed: int, device: torch.device) -> Tensor:
+    """The excess of the result, and of the gradients where they are asked for."""
+    torch.manual_seed(seed * 1_000_003 + problem.number)
+    a, b, c, d = problem.sizes
+    shape = (problem.batch, a * c * d)
+    x, w = (torch.rand(s, device=device) * 2 - 1 for s in (shape[::-1] if problem.bs_last else shape, problem.sizes))
+    bias = torch.rand(a * b * d, device=device) * 2 - 1 if problem.bias else None
+    inputs = [None if t is None else t.to(problem.dtype) for t in (x, w, bias)]
+    wide = [None if t is None else t.double() for t in inputs]
+    inputs[0], inputs[1] = laid_out(inputs[0], problem.x_strides), laid_out(inputs[1], problem.w_strides)
+    leaves = [(t.requires_grad_(), e.requires_grad_()) for t, e in zip(inputs, wide, strict=True)
+              if t is not None and problem.backward]  # fmt: skip
+    rest = (problem.activation,)
+    got = fw.ksmm(inputs[0], inputs[1], problem.bs_last, inputs[2], *rest, "kernel", problem.precision)
+    want = fw.ksmm(wide[0], wide[1], problem.bs_last, wide[2], *rest, "dense")
+    assert got.shape == want.shape and got.dtype == problem.dtype, problem
+    worst = [excess(got.detach(), want.detach(), problem, c)]
+    if problem.backward:
+        upstream = torch.rand(want.shape, device=device).to(problem.dtype)
+        ours = torch.autograd.grad(got, [t for t, _ in leaves], upstream)
+        exact = torch.autograd.grad(want, [e for _, e in leaves], upstream.double())
+        # An activation's slope meets sums that are off already: the depth of both products counts.
+        for one, other, terms in zip(ours, exact, (b, problem.batch, problem.batch), strict=False):
+            worst.append(excess_of_gradient(one, other, problem, terms + c))
+    return torch.stack(worst).amax()
+
+
+def excess_of_gradient(got: Tensor, want: Tensor, problem: Problem, terms: int) -> Tensor:
+    """Gradients pass a rounding to the type in the middle, where an activation has one of its own."""
+    scale = 1.0 if problem.activation is None else 1.0 + 6 * ROUNDING[problem.dtype] / TERM[problem.precision]
+    return excess(got, want, problem, terms, scale)
+
+
+def soak(count: int, seed: int, device: torch.device, seconds: float = 0.0) -> int:
+    """Problems done; AssertionError names those that are wrong."""
+    began, done = time.perf_counter(), 0
+    pending: list[tuple[Problem, Tensor]] = []
+    for number in range(count):
+        problem = draw(number, seed)
+        pending.append((problem, run(problem, seed, device)))
+        done += 1
+        if len(pending) == 400 or number == count - 1:
+            check(pending, seed)
+            pending = []
+            print(f"\r{done} of {count}, {time.perf_counter() - began:.0f} s", end="", file=sys.stderr, flush=True)
+            if seconds and time.perf_counter() - began > seconds:
+                break
+    print(file=sys.stderr)
+    return done
+
+
+def check(pending: list[tuple[Problem, Tensor]], seed: int) -> None:
+    beyond = torch.stack([e for _, e in pending]).cpu()
+    wrong = [f"{pending[n][0]} by {beyond[n]:.3g}" for n in (beyond > 1).nonzero().flatten().tolist()]
+    assert not wrong, f"seed {seed}: {len(wrong)} wrong, among them\n" + "\n".join(wrong[:5])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=20000)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    parser.add_argument("--only", type=int, help="this problem of the seed alone")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop after as many, if not 0")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    print(f"seed {options.seed}")
+    if options.only is not None:
+        problem = draw(options.only, options.seed)
+        print(problem, "excess", float(run(problem, options.seed, device)))
+        return
+    began = time.perf_counter()
+    done = soak(options.count, options.seed, device, options.seconds)
+    print(f"{done} problems agree with float64, {time.perf_counter() - began:.0f} s")
+    if done < options.count:
+        sys.exit(f"only {done} of {options.count} in {options.seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/barrier.cuh"
+#include "device/tf32.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
@@ -29,26 +30,41 @@ __device__ __forceinline__ void store_piece(const float (&d)[kSize], u32 to) {
   }
 }
 
-/// The sums of a warpgroup leave in pieces of 64 columns through kBuffers buffers, which take turns: `turn` counts the
-/// pieces of earlier tiles, and matters where tiles are no multiple of kBuffers pieces. `store(piece, buffer)` is
-/// called by one thread. The last stores are still on their way when this returns.
+/// A piece of a warpgroup's sums leaves through the buffer whose turn it is: all threads `write(buffer)`, then one
+/// calls `store(buffer)`, which is still on its way when this returns.
+template <int kBuffers, typename Write, typename Store>
+__device__ __forceinline__ void store_in_turn(u32 turn, u32 buffers, u32 barrier, Write write, Store store) {
+  const bool leader = threadIdx.x % 128 == 0;
+  const u32 buffer = buffers + turn % kBuffers * kPieceBytes;
+  if (leader) {
+    tma::store_wait_read<kBuffers - 1>();
+  }
+  named_barrier(barrier, 128);
+  write(buffer);
+  fence_async_proxy();
+  named_barrier(barrier, 128);
+  if (leader) {
+    store(buffer);
+    tma::store_commit();
+  }
+}
+
+/// The sums of a warpgroup leave in pieces of 64 columns (32 of fp32, whose rows are tf32's) through kBuffers buffers,
+/// which take turns: `turn` counts the pieces of earlier tiles, and matters where tiles are no multiple of kBuffers
+/// pieces. `store(piece, buffer)` is called by one thread. The last stores are still on their way when this returns.
 template <typename T, bool kTransposed, int kBuffers, int kPiece = 0, int kSize, typename Store>
 __device__ __forceinline__ void store_tile(const float (&d)[kSize], u32 buffers, u32 barrier, Store store,
                                            u32 turn = 0) {
-  if constexpr (kPiece < kSize / 32) {
-    const bool leader = threadIdx.x % 128 == 0;
-    const u32 buffer = buffers + (turn + kPiece) % kBuffers * kPieceBytes;
-    if (leader) {
-      tma::store_wait_read<kBuffers - 1>();
-    }
-    named_barrier(barrier, 128);
-    store_piece<T, kTransposed, 32 * kPiece>(d, buffer);
-    fence_async_proxy();
-    named_barrier(barrier, 128);
-    if (leader) {
-      store(kPiece, buffer);
-      tma::store_commit();
-    }
+  constexpr int kSums = 64 / sizeof(T);  // of a thread in a piece
+  if constexpr (kPiece < kSize / kSums) {
+    const auto write = [&](u32 buffer) {
+      if constexpr (is_same<T, float>) {
+        tf32::store_piece<kTransposed, kSums * kPiece>(d, buffer);
+      } else {
+        store_piece<T, kTransposed, kSums * kPiece>(d, buffer);
+      }
+    };
+    store_in_turn<kBuffers>(turn + kPiece, buffers, barrier, write, [&](u32 buffer) { store(kPiece, buffer); });
     store_tile<T, kTransposed, kBuffers, kPiece + 1>(d, buffers, barrier, store, turn);
   }
 }

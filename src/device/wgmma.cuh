@@ -10,12 +10,13 @@ enum class Major { k, mn };
 
 /// Descriptor of an operand whose rows of kRow bytes (128, 64 or 32) are swizzled as the copy engine does. K-major:
 /// rows run along M or N, and the next 16 of K are 32 bytes on. MN-major: rows run along K, `chunk` bytes separate
-/// neighbouring kRow-wide pieces of M or N, and the next 16 of K are 16 rows on.
+/// neighbouring kRow-wide pieces of M or N, and the next 16 of K are 16 rows on. `eight` bytes separate groups of eight
+/// rows.
 template <int kRow>
-__device__ __forceinline__ u64 descriptor(u32 address, u32 chunk = 16) {
+__device__ __forceinline__ u64 descriptor(u32 address, u32 chunk = 16, u32 eight = 8 * kRow) {
   constexpr u64 kLayout = kRow == 128 ? 1 : kRow == 64 ? 2 : 3;
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(chunk >> 4) << 16 |
-         static_cast<u64>(8 * kRow >> 4) << 32 | kLayout << 62;
+         static_cast<u64>(eight >> 4) << 32 | kLayout << 62;
 }
 /// What to add to a descriptor for the next 16 of K.
 template <int kRow, Major kMajor>
@@ -187,8 +188,33 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], const u32 (&left)[4]
   }
 }
 
+// tf32: the left operand from registers, the right one K-major, the only major there is.
+#define FRETWORK_WGMMA_TF32(n, acc, a, b, ...)                                                                        \
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32 {" acc \
+               "}, {" a "}, " b ", p, 1, 1;\n}"                                                                       \
+               : __VA_ARGS__                                                                                          \
+               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right))
+
+/// d[64 × kN] += left[64 × 8] · right[8 × kN] in tf32, where the lowest 13 bits of what `right` describes do not count.
+template <int kN>
+__device__ __forceinline__ void multiply_tf32(float (&d)[kN / 2], const u32 (&left)[4], u64 right) {
+  if constexpr (kN == 64) {
+    FRETWORK_WGMMA_TF32("64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", FRETWORK_F32(0));
+  } else if constexpr (kN == 128) {
+    FRETWORK_WGMMA_TF32("128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", FRETWORK_F32(0), FRETWORK_F32(32));
+  } else if constexpr (kN == 192) {
+    FRETWORK_WGMMA_TF32("192", FRETWORK_ACC96, "%96, %97, %98, %99", "%100", FRETWORK_F32(0), FRETWORK_F32(32),
+                        FRETWORK_F32(64));
+  } else {
+    static_assert(kN == 256, "a width without an instruction here");
+    FRETWORK_WGMMA_TF32("256", FRETWORK_ACC128, "%128, %129, %130, %131", "%132", FRETWORK_F32(0), FRETWORK_F32(32),
+                        FRETWORK_F32(64), FRETWORK_F32(96));
+  }
+}
+
 #undef FRETWORK_WGMMA_SS
 #undef FRETWORK_WGMMA_RS
+#undef FRETWORK_WGMMA_TF32
 #undef FRETWORK_F4
 #undef FRETWORK_F8
 #undef FRETWORK_F32

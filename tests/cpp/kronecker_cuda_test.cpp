@@ -1,5 +1,5 @@
 // The Kronecker products on a real GPU against float64 on the host. Skipped where there is none. With FRETWORK_TIME=1
-// also prints how long known patterns take.
+// (or tf32) also prints how long known patterns take in fp16 (or tf32).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <random>
@@ -69,11 +70,13 @@ struct Elements {
         as<std::uint16_t>()[at] = bf16_from_float(static_cast<float>(value));
     }
   }
-  void randomise(unsigned seed) {
+  /// `coarse`: with no more digits than tf32 holds.
+  void randomise(unsigned seed, bool coarse = false) {
     std::mt19937 random(seed);
     std::uniform_real_distribution<float> numbers(-1.0f, 1.0f);
     for (Index n = 0; n < count(); ++n) {
-      set(n, numbers(random));
+      const float number = numbers(random);
+      set(n, coarse ? float_from_f16(f16_from_float(number)) : number);
     }
   }
 };
@@ -94,6 +97,26 @@ struct Tensor {
     }
     return last + 1;
   }
+  /// NaN wherever no element lies.
+  void spoil_gaps() {
+    std::vector<bool> used(static_cast<std::size_t>(host.count()));
+    Index all = 1;
+    for (const Index size : view.shape()) {
+      all *= size;
+    }
+    for (Index n = 0; n < all; ++n) {
+      Index at = 0, rest = n;
+      for (int d = view.rank; d-- > 0; rest /= view.size(d)) {
+        at += rest % view.size(d) * view.stride(d);
+      }
+      used[static_cast<std::size_t>(at)] = true;
+    }
+    for (Index at = 0; at < host.count(); ++at) {
+      if (!used[static_cast<std::size_t>(at)]) {
+        host.set(at, std::numeric_limits<double>::quiet_NaN());
+      }
+    }
+  }
   void upload() {
     device = cuda::DeviceBuffer(0, host.bytes.data(), host.bytes.size());
     view.data = device.data();
@@ -107,6 +130,9 @@ struct Tensor {
 /// How weights lie in memory.
 enum class Order { plain, transposed, padded, matrices };
 
+/// Whether fp32 is multiplied in tf32: numbers that this leaves as they are, or any.
+enum class Tf32 { no, exact, rounding };
+
 struct Case {
   Sizes sizes;
   Index batch;
@@ -116,12 +142,19 @@ struct Case {
   bool bias = false;
   Order order = Order::plain;
   Index pad = 0;  ///< added to the outer stride of x and y
+  Tf32 tf32 = Tf32::no;
 
+  bool coarse() const { return tf32 == Tf32::exact; }
+  bool gaps() const { return pad > 0 || order == Order::padded; }
+  /// How far a product may be off, relative to its magnitude: sums are rounded, and perhaps factors, one of them by
+  /// leaving digits out.
+  double slack() const { return dtype == DType::f64 ? 1e-14 : tf32 == Tf32::rounding ? 1.5e-3 : 1e-6; }
   std::string text() const {
     std::ostringstream text;
     text << '(' << sizes.a << ',' << sizes.b << ',' << sizes.c << ',' << sizes.d << ") batch " << batch
          << (last ? " last " : " first ") << name_of(dtype) << " activation " << static_cast<int>(activation)
-         << (bias ? " bias" : "") << " order " << static_cast<int>(order) << " pad " << pad;
+         << (bias ? " bias" : "") << " order " << static_cast<int>(order) << " pad " << pad << " tf32 "
+         << static_cast<int>(tf32);
     return text.str();
   }
 };
@@ -194,9 +227,14 @@ struct Forward {
         w(weights(c)),
         y(matrix(c, c.sizes.a * c.sizes.b * c.sizes.d)),
         bias(c.dtype, {c.sizes.a * c.sizes.b * c.sizes.d}, {1}) {
-    x.host.randomise(1);
-    w.host.randomise(2);
+    x.host.randomise(1, c.coarse());
+    w.host.randomise(2, c.coarse());
     bias.host.randomise(3);
+    for (Tensor* t : {&x, &w}) {
+      if (c.gaps()) {
+        t->spoil_gaps();
+      }
+    }
     std::fill(y.host.bytes.begin(), y.host.bytes.end(), 0xff);  // NaN in every type
     upload();
   }
@@ -207,24 +245,12 @@ struct Forward {
   }
   /// NaN wherever x and w have no element, and behind y room that nobody may write to.
   void poison() {
-    for (Tensor* t : {&x, &w}) {
-      const Elements kept = t->host;
-      std::fill(t->host.bytes.begin(), t->host.bytes.end(), 0xff);
-      const auto& [n0, n1, n2, n3, s0, s1, s2, s3] = four_axes(t->view);
-      for (Index e = 0; e < n0 * n1 * n2 * n3; ++e) {
-        const Index at = e / (n1 * n2 * n3) * s0 + e / (n2 * n3) % n1 * s1 + e / n3 % n2 * s2 + e % n3 * s3;
-        t->host.set(at, kept.get(at));
-      }
-    }
+    x.spoil_gaps();
+    w.spoil_gaps();
     y.host.bytes.resize(y.host.bytes.size() + kGuard * size_of(c.dtype), 0xff);
     upload();
   }
   static constexpr Index kGuard = 64;
-  static std::array<Index, 8> four_axes(const TensorView& v) {
-    return v.rank == 4 ? std::array<Index, 8>{v.size(0),   v.size(1),   v.size(2),   v.size(3),
-                                              v.stride(0), v.stride(1), v.stride(2), v.stride(3)}
-                       : std::array<Index, 8>{1, 1, v.size(0), v.size(1), 0, 0, v.stride(0), v.stride(1)};
-  }
   void check_guard() const {
     for (Index at = y.host.count() - kGuard; at < y.host.count(); ++at) {
       ASSERT_TRUE(std::isnan(y.host.get(at))) << c.text() << ": wrote behind y";
@@ -245,7 +271,7 @@ struct Forward {
       total += term;
       magnitude += std::abs(term);
     }
-    return {total, magnitude * (c.dtype == DType::f64 ? 1e-14 : 1e-6)};
+    return {total, magnitude * c.slack()};
   }
   /// Compares some rows of the batch, the first and the last among them; and no gap of y was written.
   void check() {
@@ -257,7 +283,8 @@ struct Forward {
         const auto [before, slack] = sum(n, f);
         const double want = activated(c.activation, before);
         const double got = y.host.get(n * y.view.strides[0] + f * y.view.strides[1]);
-        const double most = 1.01 * unit(c.dtype) * std::abs(want) + 2 * slack + 1e-7;
+        const double applied = c.tf32 != Tf32::no ? 3e-5 : 0.0;  // activations are as good as 16-bit results need
+        const double most = (1.01 * unit(c.dtype) + applied) * std::abs(want) + 2 * slack + 1e-7;
         if (!(std::abs(got - want) <= most)) {
           ++wrong;
           ADD_FAILURE() << c.text() << ": y[" << n << ", " << f << "] is " << got << ", not " << want;
@@ -288,8 +315,13 @@ struct Backward {
         d_y(matrix(c, c.sizes.a * c.sizes.b * c.sizes.d)),
         d_w(weights(c)),
         d_bias(c.dtype, {c.sizes.a * c.sizes.b * c.sizes.d}, {1}) {
-    x.host.randomise(4);
-    d_y.host.randomise(5);
+    x.host.randomise(4, c.coarse());
+    d_y.host.randomise(5, c.coarse());
+    for (Tensor* t : {&x, &d_y}) {
+      if (c.gaps()) {
+        t->spoil_gaps();
+      }
+    }
     for (Tensor* t : {&d_w, &d_bias}) {
       std::fill(t->host.bytes.begin(), t->host.bytes.end(), 0xff);
     }
@@ -306,8 +338,8 @@ struct Backward {
     const Sizes& s = c.sizes;
     const Index all = s.a * s.b * s.c * s.d, step = std::max<Index>(1, all * c.batch / 20'000'000) | 1;
     int wrong = 0;
-    const auto close = [&](double got, double want, double magnitude, const char* what, Index at) {
-      const double most = 1.01 * unit(c.dtype) * std::abs(want) + 2e-6 * magnitude + 1e-7;
+    const auto close = [&](double got, double want, double slack, const char* what, Index at) {
+      const double most = 1.01 * unit(c.dtype) * std::abs(want) + 2 * slack + 1e-7;
       if (!(std::abs(got - want) <= most) && ++wrong < 5) {
         ADD_FAILURE() << c.text() << ": " << what << "[" << at << "] is " << got << ", not " << want;
       }
@@ -323,7 +355,7 @@ struct Backward {
         magnitude += std::abs(term);
       }
       const auto& ws = d_w.view.strides;
-      close(d_w.host.get(i * ws[0] + j * ws[1] + k * ws[2] + l * ws[3]), sum, magnitude, "d_w", e);
+      close(d_w.host.get(i * ws[0] + j * ws[1] + k * ws[2] + l * ws[3]), sum, magnitude * c.slack(), "d_w", e);
     }
     for (Index f = 0; c.bias && f < s.a * s.b * s.d; ++f) {
       double sum = 0, magnitude = 0;
@@ -331,7 +363,7 @@ struct Backward {
         sum += out(n, f);
         magnitude += std::abs(out(n, f));
       }
-      close(d_bias.host.get(f), sum, magnitude, "d_bias", f);
+      close(d_bias.host.get(f), sum, magnitude * 1e-6, "d_bias", f);  // which no factor is rounded for
     }
   }
 };
@@ -363,6 +395,11 @@ class KroneckerCuda : public testing::Test {
     context_ = Context::cuda(0);
   }
   bool hopper() const { return cuda::kernel_arch(0) == "sm_90a"; }
+  /// In the case's precision.
+  Context& context_for(const Case& c) {
+    context_.precision = c.tf32 == Tf32::no ? Precision::ieee : Precision::tf32;
+    return context_;
+  }
   std::unique_ptr<cuda::DeviceScope> scope_;
   Context context_;
 };
@@ -371,7 +408,8 @@ class KroneckerCuda : public testing::Test {
 std::vector<Case> hopper_cases() {
   using enum Activation;
   std::vector<Case> cases;
-  for (const DType dtype : {DType::f16, DType::bf16}) {
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    const std::size_t first = cases.size();
     for (const bool last : {false, true}) {
       const Index d = last ? 3 : 1;
       cases.insert(cases.end(), {
@@ -393,11 +431,28 @@ std::vector<Case> hopper_cases() {
     cases.push_back({{4, 384, 96, 2}, 25088, true, dtype});
     cases.push_back({{6, 64, 64, 1}, 25089, false, dtype, none, true});
     cases.push_back({{1, 64, 64, 1}, 1, false, dtype, relu, true});
+    if (dtype == DType::f32) {
+      for (const bool last : {false, true}) {
+        cases.push_back({{3, 36, 44, 1}, 132, last, dtype, relu, true, Order::transposed, 4});
+        cases.push_back({{1, 300, 1500, 1}, 260, last, dtype, none, true, Order::transposed});
+        cases.push_back({{2, 200, 96, 1}, 1000, last, dtype, none, true});
+      }
+      cases.push_back({{2, 20, 36, 7}, 1004, true, dtype, silu, true, Order::transposed, 12});
+    }
     // Batch first with blocks so large that regrouping pays.
-    cases.push_back({{1, 256, 256, 16}, 3000, false, dtype, gelu, true});
-    cases.push_back({{2, 768, 512, 4}, 1500, false, dtype, none, true, Order::transposed});
-    cases.push_back({{1, 512, 520, 2}, 4001, false, dtype, relu, true, Order::plain, 8});
-    cases.push_back({{1, 192, 192, 24}, 6000, false, dtype, silu, true, Order::padded});
+    if (dtype == DType::f32) {
+      cases.push_back({{1, 256, 256, 16}, 3000, false, dtype, gelu, true});
+      cases.push_back({{2, 768, 512, 4}, 1500, false, dtype, none, true, Order::transposed});
+      cases.push_back({{1, 512, 520, 2}, 4001, false, dtype, relu, true, Order::plain, 8});
+    } else {
+      cases.push_back({{1, 640, 640, 16}, 801, false, dtype, gelu, true, Order::plain, 8});
+    }
+    cases.push_back({{1, 256, 256, 24}, 2000, false, dtype, silu, true, Order::padded});
+    if (dtype == DType::f32) {
+      std::for_each(cases.begin() + static_cast<Index>(first), cases.end(), [](Case& c) { c.tf32 = Tf32::exact; });
+      cases.push_back({{2, 96, 200, 1}, 520, false, dtype, none, true, Order::plain, 0, Tf32::rounding});
+      cases.push_back({{2, 96, 200, 3}, 520, true, dtype, none, true, Order::plain, 0, Tf32::rounding});
+    }
   }
   return cases;
 }
@@ -408,11 +463,46 @@ TEST_F(KroneckerCuda, HopperProducts) {
   }
   for (const Case& c : hopper_cases()) {
     Forward f(c);
-    const bool whole = (c.last ? c.batch : c.sizes.b) % 8 == 0;  // lines of y in units of 16 bytes
-    ASSERT_EQ(kronecker::hopper::run(f.problem(), context_), whole) << c.text();
+    const Index lines = (c.last ? c.batch : c.sizes.b) * static_cast<Index>(size_of(c.dtype));
+    const bool whole = lines % 16 == 0;  // of y
+    ASSERT_EQ(kronecker::hopper::run(f.problem(), context_for(c)), whole) << c.text();
     if (whole) {
       f.check();
     }
+  }
+}
+
+/// tf32, batch first, d = 2 and 4.
+std::vector<Case> interleaved_cases() {
+  using enum Activation;
+  std::vector<Case> cases = {
+      {{1, 64, 64, 4}, 128, false},
+      {{1, 64, 64, 2}, 1, false, DType::f32, none, true},
+      {{3, 36, 44, 4}, 133, false, DType::f32, relu, true, Order::transposed, 4},
+      {{2, 100, 20, 2}, 77, false, DType::f32, gelu, true, Order::padded},
+      {{1, 302, 18, 2}, 1000, false, DType::f32, silu, true, Order::plain, 8},
+      {{1, 5, 60, 4}, 9, false, DType::f32, none, true, Order::padded},
+      {{2, 768, 192, 2}, 5000, false, DType::f32, silu, true},
+      {{1, 40, 1033, 4}, 300, false, DType::f32, none, true, Order::transposed},
+      {{5, 130, 68, 4}, 25089, false, DType::f32, none, true},
+      {{1, 96, 200, 4}, 520, false, DType::f32, none, true},
+  };
+  for (Case& c : cases) {
+    c.dtype = DType::f32;
+    c.tf32 = Tf32::exact;
+  }
+  cases.back().tf32 = Tf32::rounding;
+  return cases;
+}
+
+TEST_F(KroneckerCuda, InterleavedProducts) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (const Case& c : interleaved_cases()) {
+    Forward f(c);
+    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c))) << c.text();
+    f.check();
   }
 }
 
@@ -423,7 +513,19 @@ TEST_F(KroneckerCuda, HopperWeightGradients) {
   for (Case c : hopper_cases()) {
     c.batch = c.batch > 5000 ? 5000 + (c.last ? 8 : 1) : c.batch;
     Backward b(c);
-    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_)) << c.text();
+    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c))) << c.text();
+    b.check();
+  }
+}
+
+TEST_F(KroneckerCuda, InterleavedWeightGradients) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (Case c : interleaved_cases()) {
+    c.batch = std::min<Index>(c.batch, 5000);
+    Backward b(c);
+    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c))) << c.text();
     b.check();
   }
 }
@@ -432,12 +534,15 @@ TEST_F(KroneckerCuda, HopperLeavesWhatItCannotCopy) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";
   }
-  for (const Case& c :
-       std::initializer_list<Case>{{{1, 64, 64, 1}, 129, true},   // odd lines
-                                   {{2, 64, 60, 1}, 128, false},  // blocks that are no multiple of 16 bytes
-                                   {{1, 64, 64, 2}, 128, false},  // batch first, d > 1
-                                   {{1, 4, 4, 64}, 128, true},    // too little in a tile
-                                   {{1, 64, 64, 1}, 128, false, DType::f32}}) {  // not 16 bit
+  for (const Case& c : std::initializer_list<Case>{
+           {{1, 64, 64, 1}, 129, true},               // odd lines
+           {{2, 64, 60, 1}, 128, false},              // blocks that are no multiple of 16 bytes
+           {{1, 64, 64, 2}, 128, false},              // batch first, d > 1
+           {{1, 4, 4, 64}, 128, true},                // too little in a tile
+           {{1, 64, 64, 1}, 128, false, DType::f32},  // ieee
+           {{1, 64, 64, 1}, 128, true, DType::f32},
+           {{1, 64, 64, 1}, 130, true, DType::f32, Activation::none, false, Order::plain, 0, Tf32::exact}}) {
+    context_for(c);
     EXPECT_FALSE(kronecker::hopper::run(Forward(c).problem(), context_)) << c.text();
     EXPECT_FALSE(kronecker::hopper::run(Backward(c).problem(), context_)) << c.text();
   }
@@ -447,13 +552,16 @@ TEST_F(KroneckerCuda, EmptyBatchHasZeroGradients) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";
   }
-  Backward b({{2, 64, 48, 3}, 8, true, DType::f16, Activation::none, true});
-  kronecker::WeightProblem problem = b.problem();
-  problem.batch = 0;
-  ASSERT_TRUE(kronecker::hopper::run(problem, context_));
-  for (Tensor* t : {&b.d_w, &b.d_bias}) {
-    t->download();
-    EXPECT_TRUE(std::ranges::all_of(t->host.bytes, [](unsigned char byte) { return byte == 0; }));
+  for (const DType dtype : {DType::f16, DType::f32}) {
+    const Case c{{2, 64, 48, 3}, 8, true, dtype, Activation::none, true, Order::plain, 0, Tf32::exact};
+    Backward b(c);
+    kronecker::WeightProblem problem = b.problem();
+    problem.batch = 0;
+    ASSERT_TRUE(kronecker::hopper::run(problem, context_for(c)));
+    for (Tensor* t : {&b.d_w, &b.d_bias}) {
+      t->download();
+      EXPECT_TRUE(std::ranges::all_of(t->host.bytes, [](unsigned char byte) { return byte == 0; }));
+    }
   }
 }
 
@@ -524,6 +632,7 @@ TEST_F(KroneckerCuda, FewRowsRepeatThemselves) {
 std::vector<Case> all_cases() {
   using enum Activation;
   std::vector<Case> cases = hopper_cases();
+  std::ranges::copy(interleaved_cases(), std::back_inserter(cases));
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     for (const bool last : {false, true}) {
       for (const Index batch : {1, 7, 16, 32, 33, 129, 196, 1024}) {
@@ -541,7 +650,7 @@ std::vector<Case> all_cases() {
 TEST_F(KroneckerCuda, PublicProducts) {
   for (const Case& c : all_cases()) {
     Forward f(c);
-    f.run_public(context_);
+    f.run_public(context_for(c));
     f.check();
   }
 }
@@ -550,7 +659,7 @@ TEST_F(KroneckerCuda, PublicWeightGradients) {
   for (Case c : all_cases()) {
     c.batch = std::min<Index>(c.batch, 5000);
     Backward b(c);
-    b.run_public(context_);
+    b.run_public(context_for(c));
     b.check();
   }
 }
@@ -639,8 +748,8 @@ TEST_F(KroneckerCuda, IeeeLeavesWhatItCannotCopy) {
            {{1, 64, 64, 3}, 128, false, DType::f32},  // δ in no run of 16 bytes
            {{1, 64, 64, 4}, 128, false, DType::f16},  // not fp32
            {{1, 64, 63, 2}, 128, false, DType::f32},  // odd blocks of two δ
-           {{1, 64, 64, 4}, 128, false, DType::f32, Activation::none, false, Order::plain, 2}}) {  // lines that begin
-                                                                                                   // between 16 bytes
+           // Lines that begin between multiples of 16 bytes.
+           {{1, 64, 64, 4}, 128, false, DType::f32, Activation::none, false, Order::plain, 2}}) {
     EXPECT_FALSE(kronecker::ieee::run(Forward(c).problem(), context_)) << c.text();
     EXPECT_FALSE(kronecker::ieee::run(Backward(c).problem(), context_)) << c.text();
   }
@@ -651,22 +760,26 @@ TEST_F(KroneckerCuda, IeeeLeavesWhatItCannotCopy) {
 }
 
 TEST_F(KroneckerCuda, NanStaysWithItsOwn) {
-  for (const Case& c : std::initializer_list<Case>{{{2, 64, 72, 3}, 200, true},
-                                                   {{2, 64, 72, 1}, 200, false},
-                                                   {{2, 64, 72, 3}, 11, true},
-                                                   {{2, 64, 72, 4}, 11, false},
-                                                   {{2, 64, 72, 3}, 200, true, DType::f32},
-                                                   {{2, 64, 72, 1}, 200, false, DType::f32},
-                                                   {{2, 64, 71, 4}, 200, false, DType::f32},
-                                                   {{2, 64, 72, 2}, 200, false, DType::f32},
-                                                   {{2, 64, 73, 8}, 200, false, DType::f32}}) {
+  std::vector<Case> cases = {{{2, 64, 72, 3}, 200, true},
+                             {{2, 64, 72, 1}, 200, false},
+                             {{2, 64, 72, 3}, 11, true},
+                             {{2, 64, 72, 4}, 11, false}};
+  for (const auto& [d, last] : {std::pair{3, true}, {1, false}, {2, false}, {4, false}}) {
+    cases.push_back({{2, 64, 72, d}, 200, last, DType::f32});
+    cases.back().tf32 = Tf32::exact;
+  }
+  for (const auto& [depth, d] : {std::pair{72, 1}, {71, 1}, {74, 2}, {71, 4}, {73, 8}}) {
+    cases.push_back({{2, 64, depth, d}, 200, false, DType::f32});
+  }
+  cases.push_back({{2, 64, 71, 3}, 200, true, DType::f32});
+  for (const Case& c : cases) {
     Forward f(c);
     const Index n = c.batch * 2 / 3, k = 70, i = 0, l = c.sizes.d - 1;  // in the last, partial step of the depth
     f.x.host.set(n * f.x.view.strides[0] + ((i * c.sizes.c + k) * c.sizes.d + l) * f.x.view.strides[1],
                  std::numeric_limits<double>::quiet_NaN());
     f.upload();
-    if (c.batch < 100 || !hopper() || !kronecker::hopper::run(f.problem(), context_)) {
-      f.run_public(context_);
+    if (c.batch < 100 || !hopper() || !kronecker::hopper::run(f.problem(), context_for(c))) {
+      f.run_public(context_for(c));
     }
     f.y.download();
     for (Index at = 0, features = f.y.view.size(1); at < c.batch * features; ++at) {
@@ -683,14 +796,22 @@ TEST_F(KroneckerCuda, RepeatsItself) {
     GTEST_SKIP() << "not Hopper";
   }
   // Several tiles to a CTA, with one and with three pieces to store, so that tiles meet in the buffers.
-  for (const Index b : {64, 192}) {
-    const Case c{{1, b, 128, 5}, 20000, true, DType::bf16, Activation::gelu, true};
+  for (const auto& [b, dtype] : {std::pair{64, DType::bf16}, {192, DType::bf16}, {64, DType::f32}, {160, DType::f32}}) {
+    const Case c{{1, b, 128, 5},
+                 20000,
+                 true,
+                 dtype,
+                 Activation::gelu,
+                 true,
+                 Order::plain,
+                 0,
+                 dtype == DType::f32 ? Tf32::rounding : Tf32::no};
     Forward forward(c);
     Backward backward(c);
     std::vector<unsigned char> first[3];
-    for (int n = 0; n < 100; ++n) {
-      ASSERT_TRUE(kronecker::hopper::run(forward.problem(), context_));
-      ASSERT_TRUE(kronecker::hopper::run(backward.problem(), context_));
+    for (int n = 0; n < (dtype == DType::f32 ? 30 : 100); ++n) {
+      ASSERT_TRUE(kronecker::hopper::run(forward.problem(), context_for(c)));
+      ASSERT_TRUE(kronecker::hopper::run(backward.problem(), context_for(c)));
       int at = 0;
       for (Tensor* t : {&forward.y, &backward.d_w, &backward.d_bias}) {
         t->download();
@@ -761,9 +882,9 @@ void print_times(const Case& c, Context& context) {
   TensorView turned = w.view;
   std::swap(turned.sizes[1], turned.sizes[2]);
   std::swap(turned.strides[1], turned.strides[2]);
-  const double bytes = 2.0 * static_cast<double>(x.host.count() + y.host.count() + w.host.count());
+  const double bytes = static_cast<double>(x.host.bytes.size() + y.host.bytes.size() + w.host.bytes.size());
   const double operations = 2.0 * static_cast<double>(c.batch * s.a * s.b * s.c * s.d);
-  const double floor = std::max(bytes / 4.3e9, operations / 750e9);
+  const double floor = std::max(bytes / 4.3e9, operations / (c.dtype == DType::f32 ? 375e9 : 750e9));
   bool ours = false;
   const double forward = milliseconds(context, [&] { ours = multiply(x.view, w.view, y.view, {&bias.view}, context); });
   const double dx = milliseconds(context, [&] { multiply(y.view, turned, x.view, {}, context); });
@@ -820,8 +941,10 @@ TEST_F(KroneckerCuda, IeeeTimes) {
 }
 
 TEST_F(KroneckerCuda, Times) {
-  if (const char* asked = std::getenv("FRETWORK_TIME"); asked == nullptr || *asked != '1') {
-    GTEST_SKIP() << "FRETWORK_TIME is not 1";
+  const char* const asked = std::getenv("FRETWORK_TIME");
+  const bool tf32 = asked != nullptr && std::string(asked) == "tf32";
+  if (!tf32 && (asked == nullptr || *asked != '1')) {
+    GTEST_SKIP() << "FRETWORK_TIME is not 1 or tf32";
   }
   for (const Index batch : {25088, 196, 16, 1}) {
     for (const Sizes& s : std::initializer_list<Sizes>{{1, 768, 192, 2},
@@ -835,9 +958,10 @@ TEST_F(KroneckerCuda, Times) {
                                                        {16, 256, 256, 4},
                                                        {1, 1024, 1024, 1}}) {
       for (const bool last : {false, true}) {
-        const Case c{s, batch, last, DType::f16, Activation::none, true};
+        const Case c{s,    batch,        last, tf32 ? DType::f32 : DType::f16,  Activation::none,
+                     true, Order::plain, 0,    tf32 ? Tf32::rounding : Tf32::no};
         try {
-          print_times(c, context_);
+          print_times(c, context_for(c));
         } catch (const Error& error) {
           std::printf("%s: %s\n", c.text().c_str(), error.what());
         }

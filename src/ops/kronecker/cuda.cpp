@@ -144,7 +144,8 @@ void pack(const Problem& problem, std::int64_t line, void* to, Context& context)
                                   narrowed(wide),
                                   narrowed(deep),
                                   narrowed(wide_tiles),
-                                  narrowed(deep_tiles)};
+                                  narrowed(deep_tiles),
+                                  0};
   get_kernel(pack_spec(problem.dtype), context.device.index)
       .launch(a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
 }

@@ -6,7 +6,8 @@
 
 namespace fretwork::kronecker {
 
-/// TMA and wgmma on sm_90a, 16-bit types: batch last, and batch first with d = 1.
+/// TMA and wgmma on sm_90a, 16-bit types and tf32: batch last, and batch first with d = 1 or where another way to bring
+/// the features of one δ together pays.
 namespace hopper {
 bool run(const Problem& problem, Context& context);
 bool run(const WeightProblem& problem, Context& context);

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,9 +20,11 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr int kWidths[] = {64, 128, 192, 256};
-constexpr std::size_t kMostRegrouped = std::size_t{4} << 30;           // bytes of workspace
-constexpr std::int64_t kStep = 64;                                     // of the depth
-static_assert(shared_bytes(256) + 2 * 256 * 2 + 4 * 16 <= 227 << 10);  // with the bias and barriers of the product
+constexpr std::size_t kMostRegrouped = std::size_t{4} << 30;  // bytes of workspace
+constexpr bool fits(int width, int columns) {                 // with the bias and barriers of a product
+  return shared_bytes(width) + 2 * columns * 4 + stages(width) * 16 <= 227 << 10;
+}
+static_assert(fits(64, 4 * 64) && fits(128, 2 * 128) && fits(192, 192) && fits(256, 256));
 
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
 Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
@@ -40,9 +43,18 @@ KernelSpec product_instance(DType dtype, int width, bool last, bool weights_k) {
 KernelSpec gradient_instance(DType dtype, int width, bool last) {
   return instance("hopper_gradient", "gradient", sized(dtype, width, last));
 }
-KernelSpec pack_instance() { return instance("pack", "pack", "fretwork::u16"); }
-KernelSpec regroup_instance(int deltas, bool back) {
-  return instance("regroup", "regroup", std::to_string(deltas) + (back ? ", true" : ", false"));
+KernelSpec interleaved_instance(int deltas, int width) {
+  return instance("hopper_interleaved", "product_interleaved", std::to_string(deltas) + ", " + std::to_string(width));
+}
+KernelSpec interleaved_gradient_instance(int deltas) {
+  return instance("hopper_interleaved_gradient", "gradient_interleaved", std::to_string(deltas));
+}
+KernelSpec pack_instance(DType dtype) {
+  return instance("pack", "pack", dtype == DType::f32 ? device_type(dtype) : "fretwork::u16");
+}
+KernelSpec regroup_instance(int bytes, int deltas, bool back) {
+  const std::string bits = bytes == 2 ? "fretwork::u16, " : "fretwork::u32, ";
+  return instance("regroup", "regroup", bits + std::to_string(deltas) + (back ? ", true" : ", false"));
 }
 KernelSpec unpack_instance(DType dtype) { return instance("pack", "unpack", device_type(dtype)); }
 
@@ -51,18 +63,26 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   if (arch != "sm_90a") {
     return list;
   }
-  list.push_back(pack_instance());
-  for (const int deltas : {2, 4, 8}) {
-    list.push_back(regroup_instance(deltas, false));
-    list.push_back(regroup_instance(deltas, true));
+  list.push_back(pack_instance(DType::f16));
+  list.push_back(pack_instance(DType::f32));
+  list.push_back(interleaved_instance(2, 64));
+  list.push_back(interleaved_instance(2, 128));
+  list.push_back(interleaved_instance(4, 64));
+  list.push_back(interleaved_gradient_instance(2));
+  list.push_back(interleaved_gradient_instance(4));
+  for (const auto& [bytes, deltas] : {std::pair{2, 2}, {2, 4}, {2, 8}, {4, 2}, {4, 4}}) {
+    list.push_back(regroup_instance(bytes, deltas, false));
+    list.push_back(regroup_instance(bytes, deltas, true));
   }
-  for (const DType dtype : {DType::f16, DType::bf16}) {
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     list.push_back(unpack_instance(dtype));
     for (const int width : kWidths) {
       for (const bool last : {false, true}) {
-        list.push_back(gradient_instance(dtype, width, last));
-        list.push_back(product_instance(dtype, width, last, false));
         list.push_back(product_instance(dtype, width, last, true));
+        list.push_back(gradient_instance(dtype, width, last));
+        if (dtype != DType::f32) {
+          list.push_back(product_instance(dtype, width, last, false));
+        }
       }
     }
   }
@@ -70,36 +90,59 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-constinit KernelTable<73> kernels;
+constinit KernelTable<92> kernels;
 
+std::size_t place(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 std::size_t place(DType dtype, int width, bool last) {
-  return (dtype == DType::f16 ? 0u : 1u) | (last ? 2u : 0u) | static_cast<std::size_t>(width / 64 - 1) << 2;
+  return place(dtype) * 8 + (last ? 4 : 0) + static_cast<std::size_t>(width / 64 - 1);
 }
 const Kernel& product_kernel(DType dtype, int width, bool last, bool weights_k, int device) {
-  return kernels.get(place(dtype, width, last) + (weights_k ? 16 : 0), device,
+  return kernels.get(place(dtype, width, last) + (weights_k ? 24 : 0), device,
                      [&] { return product_instance(dtype, width, last, weights_k); });
 }
 const Kernel& gradient_kernel(DType dtype, int width, bool last, int device) {
-  return kernels.get(32 + place(dtype, width, last), device, [&] { return gradient_instance(dtype, width, last); });
+  return kernels.get(48 + place(dtype, width, last), device, [&] { return gradient_instance(dtype, width, last); });
 }
-const Kernel& pack_kernel(int device) { return kernels.get(64, device, pack_instance); }
+const Kernel& interleaved_kernel(int deltas, int width, int device) {
+  return kernels.get(deltas == 4    ? 85
+                     : width == 128 ? 84
+                                    : 83,
+                     device, [&] { return interleaved_instance(deltas, width); });
+}
+const Kernel& interleaved_gradient_kernel(int deltas, int device) {
+  return kernels.get(deltas == 4 ? 91 : 90, device, [&] { return interleaved_gradient_instance(deltas); });
+}
+const Kernel& pack_kernel(DType dtype, int device) {
+  return kernels.get(dtype == DType::f32 ? 73 : 72, device, [&] { return pack_instance(dtype); });
+}
 const Kernel& unpack_kernel(DType dtype, int device) {
-  return kernels.get(dtype == DType::f16 ? 65 : 66, device, [&] { return unpack_instance(dtype); });
+  return kernels.get(74 + place(dtype), device, [&] { return unpack_instance(dtype); });
 }
 
 // ----------------------------------------------------------------------------------------------------- views
 
+int bytes_of(DType dtype) { return static_cast<int>(size_of(dtype)); }
+/// Elements in the 128 bytes of a line of shared memory: the depth of a step.
+std::int64_t line_of(DType dtype) { return 128 / bytes_of(dtype); }
+
 /// The batch and `features` of each (i, l), with the batch or the features as the unit axis.
 std::optional<TiledView> matrix_view(const Matrix& m, bool last, std::int64_t batch, std::int64_t features,
-                                     const Sizes& s) {
+                                     const Sizes& s, int bytes) {
   const std::int64_t next = s.d * m.feature, block = features * next;
-  return last ? make_tiled_view(m.data, {batch, features, s.d, s.a}, {m.batch, next, m.feature, block})
-              : make_tiled_view(m.data, {features, batch, s.d, s.a}, {next, m.batch, m.feature, block});
+  return last ? make_tiled_view(m.data, {batch, features, s.d, s.a}, {m.batch, next, m.feature, block}, bytes)
+              : make_tiled_view(m.data, {features, batch, s.d, s.a}, {next, m.batch, m.feature, block}, bytes);
 }
 
 /// With boxes that make `rows` lines of an operand: one box where the unit axis is the depth.
 Map operand_map(const TiledView& view, bool unit_is_depth, int rows) {
-  return view.map(64, unit_is_depth ? static_cast<std::uint32_t>(rows) : 64);
+  const int line = 128 / view.element_bytes;
+  return view.map(static_cast<std::uint32_t>(line), static_cast<std::uint32_t>(unit_is_depth ? rows : line));
+}
+
+/// Batch first: rows of a block's neighbours (feature, l), as they lie in memory.
+std::optional<TiledView> row_view(const Matrix& m, std::int64_t batch, std::int64_t features, const Sizes& s) {
+  const std::int64_t width = features * s.d;
+  return make_tiled_view(m.data, {width, batch, 1, s.a}, {m.feature, m.batch, 0, width}, bytes_of(DType::f32));
 }
 
 /// x and y (or d_y), if they are in the same layout and it is one of ours.
@@ -107,9 +150,10 @@ struct Layout {
   bool last;
   TiledView x, y;
 };
-std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s) {
+std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s, DType dtype) {
   for (const bool last : {false, true}) {
-    const auto from = matrix_view(x, last, batch, s.c, s), to = matrix_view(y, last, batch, s.b, s);
+    const int bytes = bytes_of(dtype);
+    const auto from = matrix_view(x, last, batch, s.c, s, bytes), to = matrix_view(y, last, batch, s.b, s, bytes);
     if (from && to) {
       return Layout{last, *from, *to};
     }
@@ -119,7 +163,8 @@ std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t b
 
 /// What both problems need. A tile of tiny blocks moves too little to be worth its barriers.
 bool suits(const Sizes& s, std::int64_t batch, DType dtype, const Context& context) {
-  const bool type = dtype == DType::f16 || dtype == DType::bf16;
+  const bool type =
+      dtype == DType::f16 || dtype == DType::bf16 || (dtype == DType::f32 && context.precision == Precision::tf32);
   const bool sizes = s.b + s.c >= 32 && s.b < kMost / s.c && batch < kMost && s.a < kMost / s.d;
   return type && sizes && driver::kernel_arch(context.device.index) == "sm_90a";
 }
@@ -129,51 +174,59 @@ bool suits(const Sizes& s, std::int64_t batch, DType dtype, const Context& conte
 /// How far a CTA reaches along l and along a matrix when it moves `elements`.
 struct Reach {
   int wide, deep, wide_tiles, deep_tiles;
-  Reach(std::int64_t matrix, std::int64_t d, int elements)
+  /// `whole`: what the reach along a matrix is a multiple of.
+  Reach(std::int64_t matrix, std::int64_t d, int elements, std::int64_t whole = 1)
       : wide(0), deep(narrowed(std::min<std::int64_t>(d, 32))), wide_tiles(0), deep_tiles(narrowed(ceil_div(d, deep))) {
-    wide = elements / deep;
+    wide = narrowed(elements / deep / whole * whole);
     wide_tiles = narrowed(ceil_div(matrix, wide));
   }
   std::int64_t grid(std::int64_t a) const { return a * wide_tiles * deep_tiles; }
 };
 
-/// Weights as a·d matrices: as they are where the copy engine can read them, else packed into `space`.
+/// Weights as a·d matrices: as they are where the copy engine can read them, else packed into `space`. tf32 needs k as
+/// the unit axis; packing rounds to it.
 class Matrices {
  public:
-  Matrices(const Weights& w, const Sizes& s)
+  Matrices(const Weights& w, const Sizes& s, DType dtype)
       : w_(w),
         s_(s),
-        k_(s.c == 1 || s.b == 1 || std::llabs(w.c) <= std::llabs(w.b)),
+        dtype_(dtype),
+        near_k_(s.c == 1 || s.b == 1 || std::llabs(w.c) <= std::llabs(w.b)),
+        k_(near_k_ || dtype == DType::f32),
         lines_(k_ ? s.b : s.c),
         line_(k_ ? s.c : s.b),
         pitch_(ceil_div(line_, kMapUnit) * kMapUnit) {
     if (s.d == 1) {
-      direct_ = make_tiled_view(w.data, {line_, lines_, 1, s.a}, {k_ ? w.c : w.b, k_ ? w.b : w.c, 0, w.a});
+      direct_ =
+          make_tiled_view(w.data, {line_, lines_, 1, s.a}, {k_ ? w.c : w.b, k_ ? w.b : w.c, 0, w.a}, bytes_of(dtype));
     }
   }
   /// k is the unit axis.
   bool unit_is_k() const { return k_; }
   std::size_t bytes() const {
-    return direct_ ? 0 : static_cast<std::size_t>(s_.a * s_.d * lines_ * pitch_) * sizeof(std::uint16_t);
+    return direct_ ? 0 : static_cast<std::size_t>(s_.a * s_.d * lines_ * pitch_) * size_of(dtype_);
   }
   TiledView view(const Workspace& space, const Context& context) const {
     if (direct_) {
       return *direct_;
     }
-    const Reach reach(lines_ * line_, s_.d, kPackElements);
+    const bool by_rows = k_ != near_k_ && s_.d < 8 && line_ >= kPackLine && line_ * s_.d <= kPackElements;
+    const Reach reach(lines_ * line_, s_.d, kPackElements, by_rows ? line_ : 1);
     const PackParams params{
-        w_.data,          space.data(),    w_.a,           k_ ? w_.b : w_.c, k_ ? w_.c : w_.b, w_.d,
-        narrowed(lines_), narrowed(line_), narrowed(s_.d), narrowed(pitch_), reach.wide,       reach.deep,
-        reach.wide_tiles, reach.deep_tiles};
-    pack_kernel(context.device.index).launch(reach.grid(s_.a), kPackThreads, 0, &params, context.stream);
+        w_.data,          space.data(),     w_.a,           k_ ? w_.b : w_.c, k_ ? w_.c : w_.b, w_.d,
+        narrowed(lines_), narrowed(line_),  narrowed(s_.d), narrowed(pitch_), reach.wide,       reach.deep,
+        reach.wide_tiles, reach.deep_tiles, by_rows ? 1 : 0};
+    pack_kernel(dtype_, context.device.index).launch(reach.grid(s_.a), kPackThreads, 0, &params, context.stream);
     const std::int64_t matrix = lines_ * pitch_;
-    return *make_tiled_view(space.data(), {line_, lines_, s_.d, s_.a}, {1, pitch_, matrix, matrix * s_.d});
+    return *make_tiled_view(space.data(), {line_, lines_, s_.d, s_.a}, {1, pitch_, matrix, matrix * s_.d},
+                            bytes_of(dtype_));
   }
 
  private:
   const Weights& w_;
   const Sizes& s_;
-  bool k_;
+  DType dtype_;
+  bool near_k_, k_;
   std::int64_t lines_, line_, pitch_;
   std::optional<TiledView> direct_;
 };
@@ -182,35 +235,60 @@ class Matrices {
 
 /// Batch first with d > 1: rows can be brought into a form with the features of one δ together, where the products of
 /// d = 1 take them, and back. Three passes over memory instead of one, which pays for large blocks.
-bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s) {
-  const bool groups = s.d % 8 == 0 || s.d == 4 || s.d == 2;
-  return groups && m.feature == 1 && width % 8 == 0 && m.batch % kMapUnit == 0 &&
+bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
+  const std::int64_t unit = 16 / bytes;
+  const bool groups = s.d % unit == 0 || s.d == 4 || s.d == 2;
+  return groups && m.feature == 1 && width % 8 == 0 && m.batch % unit == 0 &&
          reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0 && s.a * width * s.d * batch / 16 < kMost;
 }
 
 /// Seconds per row of the batch and δ, from times on an H200: a pass over x and y, and what each way reaches. Kernels
 /// that keep neighbouring δ together are bound by shared memory and L2.
 struct Estimate {
-  double pass, flops;
-  Estimate(const Sizes& s) : pass(2.0 * double(s.b + s.c) / 4.3e12), flops(2.0 * double(s.b) * double(s.c)) {}
-  bool product_regroups(std::int64_t d, std::int64_t count) const {
-    const double strided = std::max(1.5 * pass, flops / (d <= 4 ? 360e12 : d == 16 ? 235e12 : 115e12));
-    return 2.35 * pass + std::max(1.25 * pass, flops / 640e12) + 6e-6 / double(count) < strided;
+  Sizes s;
+  bool tf32;
+  double pass, flops, start;
+  Estimate(const Sizes& sizes, DType dtype, std::int64_t batch)
+      : s(sizes),
+        tf32(dtype == DType::f32),
+        pass(bytes_of(dtype) * double(s.b + s.c) / 4.3e12),
+        flops(2.0 * double(s.b) * double(s.c)),
+        start(6e-6 / double(batch * s.a * s.d)) {}
+
+  double strided_product() const {
+    const double reached = s.d <= 4 ? 450e12 : s.d == 16 ? 235e12 : 115e12;
+    return tf32 ? std::max(1.7 * pass, flops / (s.d < 8 ? 48e12 : 33e12)) : std::max(1.5 * pass, flops / reached);
   }
-  bool gradient_regroups(std::int64_t d, std::int64_t count) const {
-    const double strided = std::max((d < 8 ? 3.6 : 2.35) * pass, flops / (d < 8 ? 80e12 : 60e12));
-    return 2.35 * pass + std::max(1.3 * pass, flops / 550e12) + 6e-6 / double(count) < strided;
+  /// Columns of `width` read x and, for each 128 rows, the weights again, from L2.
+  double interleaved_product(int width) const {
+    const double columns = double(ceil_div(s.b, width)) * double(s.c) * (1.0 + width / 128.0);
+    return std::max({1.35 * pass, 4.0 * (columns + double(s.b)) / 5e12, flops / 300e12});
+  }
+  double regrouped_product() const {
+    return 2.35 * pass + std::max(1.25 * pass, flops / (tf32 ? 320e12 : 640e12)) + start;
+  }
+  double strided_gradient() const {
+    return tf32 ? std::max((s.d < 8 ? 6.5 : 2.9) * pass, flops / 25e12)
+                : std::max((s.d < 8 ? 3.6 : 2.35) * pass, flops / (s.d < 8 ? 80e12 : 60e12));
+  }
+  /// Tiles of 128 × `width` read both operands again for each other's, from L2.
+  double interleaved_gradient(std::int64_t width) const {
+    const double read = double(s.b * ceil_div(s.c, width) + s.c * ceil_div(s.b, kRows));
+    return std::max({1.6 * pass, 4.0 * read / 5e12, flops / 240e12});
+  }
+  double regrouped_gradient() const {
+    return 2.35 * pass + std::max(1.3 * pass, flops / (tf32 ? 280e12 : 550e12)) + start;
   }
 };
 
 /// Regrouped rows: `width` features of each (i, l), contiguous.
-std::optional<TiledView> grouped_view(void* data, std::int64_t width, std::int64_t batch, const Sizes& s) {
-  return make_tiled_view(data, {width, batch, s.d, s.a}, {1, s.a * s.d * width, width, s.d * width});
+std::optional<TiledView> grouped_view(void* data, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
+  return make_tiled_view(data, {width, batch, s.d, s.a}, {1, s.a * s.d * width, width, s.d * width}, bytes);
 }
 
-void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, bool back,
-             const Context& context) {
-  const int deltas = narrowed(std::min<std::int64_t>(s.d, 8)), device = context.device.index;
+void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
+             bool back, const Context& context) {
+  const int deltas = narrowed(std::min<std::int64_t>(s.d, 16 / bytes)), device = context.device.index;
   RegroupParams params{};
   params.strided = m.data;
   params.grouped = grouped;
@@ -223,20 +301,20 @@ void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t ba
   params.eights = divisor(width / 8);
   params.a = divisor(s.a);
   kernels
-      .get(67 + static_cast<std::size_t>(deltas / 4) * 2 + (back ? 1 : 0), device,
-           [&] { return regroup_instance(deltas, back); })
+      .get((bytes == 2 ? 77 : 86) + static_cast<std::size_t>(deltas / 4) * 2 + (back ? 1 : 0), device,
+           [&] { return regroup_instance(bytes, deltas, back); })
       .launch(ceil_div(params.total, kRegroupThreads), kRegroupThreads, 0, &params, context.stream);
 }
 
 // -------------------------------------------------------------------------------------------------- launches
 
 /// The width whose tiles take the least time: a tile costs its columns and, to fetch the batch again, 64 more.
-int product_width(const Problem& p, int multiprocessors) {
-  const std::int64_t others = ceil_div(p.batch, kRows) * p.sizes.a * p.sizes.d;
+int product_width(const Problem& p, std::int64_t products, std::span<const int> widths, int multiprocessors) {
+  const std::int64_t others = ceil_div(p.batch, kRows) * products;
   const auto cost = [&](int width) {
     return ceil_div(others * ceil_div(p.sizes.b, width), multiprocessors) * (width + 64);
   };
-  return *std::min_element(std::begin(kWidths), std::end(kWidths), [&](int a, int b) { return cost(a) < cost(b); });
+  return *std::ranges::min_element(widths, {}, cost);
 }
 
 /// How the batch of a gradient is cut.
@@ -244,7 +322,7 @@ struct Parts {
   std::int64_t count, steps;  ///< of them, and in each
 };
 /// As many as keep the machine busy; each costs filling a ring and moving its partial sums.
-Parts gradient_parts(std::int64_t tiles, std::int64_t steps, std::int64_t sums, int width, int multiprocessors) {
+Parts gradient_parts(std::int64_t tiles, std::int64_t steps, std::int64_t sums, int stage, int multiprocessors) {
   Parts best{1, steps};
   std::int64_t least = std::numeric_limits<std::int64_t>::max();
   const std::int64_t most =
@@ -252,7 +330,7 @@ Parts gradient_parts(std::int64_t tiles, std::int64_t steps, std::int64_t sums, 
   for (std::int64_t wanted = 1; wanted <= most; ++wanted) {
     const std::int64_t each = ceil_div(steps, wanted), count = ceil_div(steps, each);
     const std::int64_t turns = ceil_div(tiles * count, multiprocessors);
-    const std::int64_t cost = turns * (each + 4) * stage_bytes(width) + count * sums * 8 / multiprocessors;
+    const std::int64_t cost = turns * (each + 4) * stage + count * sums * 8 / multiprocessors;
     if (cost < least) {
       least = cost;
       best = {count, each};
@@ -291,39 +369,76 @@ void unpack(const WeightProblem& p, const Workspace& sums, int line, std::int64_
   unpack_kernel(p.dtype, context.device.index).launch(reach.grid(s.a), kPackThreads, 0, &params, context.stream);
 }
 
-/// `behind`: the weights are being packed by the kernel before.
-void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
-                    Context& context) {
-  const Sizes& s = p.sizes;
-  const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
+/// All but the maps, for a·d products of b × c. At most `share` tiles of the batch go through all weights together.
+ProductParams product_params(const Problem& p, const Sizes& s, int width, std::int64_t share) {
   const std::int64_t row_tiles = ceil_div(p.batch, kRows), col_tiles = ceil_div(s.b, width), products = s.a * s.d;
+  share = std::min(share, row_tiles);
   ProductParams params{};
-  params.x = operand_map(layout.x, !layout.last, kRows);
-  params.weights = weights;
-  params.y = layout.y.map(64, 64);
   params.bias = p.bias.data;
   params.bias_stride = p.bias.stride;
   params.activation = static_cast<int>(p.activation);
   params.batch = narrowed(p.batch);
   params.b = narrowed(s.b);
-  params.steps = narrowed(ceil_div(s.c, kStep));
+  params.steps = narrowed(ceil_div(s.c, line_of(p.dtype)));
   params.total = narrowed(row_tiles * col_tiles * products);
   params.d = divisor(s.d);
   params.col_tiles = divisor(col_tiles);
-  const std::int64_t share = std::min<std::int64_t>(row_tiles, layout.last && col_tiles == 1 ? 64 : 16);
   params.share = divisor(share);
   params.tail = divisor(std::max<std::int64_t>(row_tiles % share, 1));
   params.group = divisor(share * col_tiles * products);
-  const Kernel& kernel = product_kernel(p.dtype, width, layout.last, weights_k, device);
-  const auto launch = behind ? &Kernel::launch_behind : &Kernel::launch;
-  (kernel.*launch)(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
+  return params;
+}
+
+/// `behind`: the weights are being packed by the kernel before.
+void launch(const Kernel& kernel, const ProductParams& params, int width, bool behind, const Context& context) {
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const auto how = behind ? &Kernel::launch_behind : &Kernel::launch;
+  (kernel.*how)(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
+}
+
+void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
+                    Context& context) {
+  ProductParams params = product_params(p, p.sizes, width, layout.last && p.sizes.b <= width ? 64 : 16);
+  params.x = operand_map(layout.x, !layout.last, kRows);
+  params.weights = weights;
+  params.y = operand_map(layout.y, !layout.last, 64);
+  launch(product_kernel(p.dtype, width, layout.last, weights_k, context.device.index), params, width, behind, context);
+}
+
+/// tf32, batch first with d = 2 or 4: the δ of a block stay together. Nothing where rows do not lie so.
+struct Interleaved {
+  TiledView x, y;
+  int deltas, width;
+};
+std::optional<Interleaved> interleaved(const Problem& p, int multiprocessors) {
+  constexpr int kTwo[] = {64, 128}, kFour[] = {64};  // columns: the sums of all δ must fit into registers
+  const Sizes& s = p.sizes;
+  const auto x = row_view(p.x, p.batch, s.c, s), y = row_view(p.y, p.batch, s.b, s);
+  if (p.dtype != DType::f32 || (s.d != 2 && s.d != 4) || !x || !y || !y->can_be_written()) {
+    return std::nullopt;
+  }
+  const int width = product_width(p, s.a, s.d == 2 ? std::span<const int>(kTwo) : kFour, multiprocessors);
+  return Interleaved{*x, *y, narrowed(s.d), width};
+}
+void run_interleaved(const Problem& p, const Interleaved& rows, const Matrices& matrices, Context& context) {
+  const auto& [x, y, deltas, width] = rows;
+  const Sizes& s = p.sizes;
+  const Workspace space(context, matrices.bytes());
+  ProductParams params = product_params(p, {s.a, s.b * s.d, s.c * s.d, 1}, width * deltas, 16);
+  params.x = operand_map(x, true, kRows);
+  params.weights = matrices.view(space, context)
+                       .map(static_cast<std::uint32_t>(32 / deltas), static_cast<std::uint32_t>(width),
+                            static_cast<std::uint32_t>(deltas));
+  params.y = operand_map(y, true, 64);
+  launch(interleaved_kernel(deltas, width, context.device.index), params, width, true, context);
 }
 
 /// A part of the batch at a time, which bounds the workspace.
 void run_regrouped(const Problem& p, const Matrices& matrices, int width, Context& context) {
   constexpr std::int64_t kBytes = std::int64_t{256} << 20;
   const Sizes& s = p.sizes;
-  const std::int64_t row = s.a * s.d * (s.b + s.c) * 2;
+  const int bytes = bytes_of(p.dtype);
+  const std::int64_t row = s.a * s.d * (s.b + s.c) * bytes;
   const std::int64_t most = std::min(p.batch, std::max<std::int64_t>(kBytes / row / kRows, 1) * kRows);
   const Workspace space(context, matrices.bytes());
   const Workspace rows(context, static_cast<std::size_t>(most * row));
@@ -331,15 +446,109 @@ void run_regrouped(const Problem& p, const Matrices& matrices, int width, Contex
   for (std::int64_t first = 0; first < p.batch; first += most) {
     Problem part = p;
     part.batch = std::min(most, p.batch - first);
-    part.x.data = static_cast<std::uint16_t*>(p.x.data) + first * p.x.batch;
-    part.y.data = static_cast<std::uint16_t*>(p.y.data) + first * p.y.batch;
+    part.x.data = static_cast<std::byte*>(p.x.data) + first * p.x.batch * bytes;
+    part.y.data = static_cast<std::byte*>(p.y.data) + first * p.y.batch * bytes;
     void* const x = rows.data();
-    void* const y = static_cast<std::byte*>(rows.data()) + part.batch * s.a * s.d * s.c * 2;
-    regroup(part.x, x, s.c, part.batch, s, false, context);
-    const Layout layout{false, *grouped_view(x, s.c, part.batch, s), *grouped_view(y, s.b, part.batch, s)};
+    void* const y = static_cast<std::byte*>(rows.data()) + part.batch * s.a * s.d * s.c * bytes;
+    regroup(part.x, x, s.c, part.batch, s, bytes, false, context);
+    const Layout layout{false, *grouped_view(x, s.c, part.batch, s, bytes),
+                        *grouped_view(y, s.b, part.batch, s, bytes)};
     launch_product(part, layout, weights, matrices.unit_is_k(), width, false, context);
-    regroup(part.y, y, s.b, part.batch, s, true, context);
+    regroup(part.y, y, s.b, part.batch, s, bytes, true, context);
   }
+}
+
+/// A launch of a gradient kernel: tiles of kRows × width of `deltas` products at once.
+struct GradientLaunch {
+  const Kernel& kernel;
+  Map d_y, x;
+  int width, deltas, stage_bytes, shared_bytes;
+};
+/// Cuts the batch into parts and adds up their sums.
+void launch_gradient(const WeightProblem& p, const GradientLaunch& how, Context& context) {
+  const Sizes& s = p.sizes;
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const std::int64_t row_tiles = ceil_div(s.b, kRows), col_tiles = ceil_div(s.c, how.width);
+  const std::int64_t products = s.a * s.d / how.deltas, tiles = row_tiles * col_tiles * products;
+  const std::int64_t line = ceil_div(s.c + 1, 4) * 4, sums = s.a * s.d * s.b * line;
+  const std::int64_t steps = ceil_div(p.batch, line_of(p.dtype));
+  const Parts parts = gradient_parts(tiles, steps, sums, how.stage_bytes, multiprocessors);
+  const Workspace space(context, static_cast<std::size_t>(parts.count * sums) * sizeof(float));
+  GradientParams params{};
+  params.d_y = how.d_y;
+  params.x = how.x;
+  params.partials = static_cast<float*>(space.data());
+  params.b = narrowed(s.b);
+  params.c = narrowed(s.c);
+  params.d = narrowed(s.d / how.deltas);
+  params.line = narrowed(line);
+  params.row_tiles = narrowed(row_tiles);
+  params.col_tiles = narrowed(col_tiles);
+  params.steps = narrowed(steps);
+  params.total = narrowed(tiles * parts.count);
+  params.products = narrowed(products);
+  params.steps_per_part = narrowed(parts.steps);
+  params.with_sums = p.d_bias.data != nullptr ? 1 : 0;
+  how.kernel.launch(std::min(params.total, multiprocessors), kThreads, how.shared_bytes, &params, context.stream);
+  unpack(p, space, params.line, parts.count, context);
+}
+
+void run_gradient(const WeightProblem& p, const Layout& layout, Context& context) {
+  const int width = gradient_width(p.sizes.c);
+  launch_gradient(
+      p,
+      {gradient_kernel(p.dtype, width, layout.last, context.device.index), operand_map(layout.y, layout.last, kRows),
+       operand_map(layout.x, layout.last, width), width, 1, stage_bytes(width), shared_bytes(width)},
+      context);
+}
+
+/// What a pass of its own would regroup, and does not take too much workspace.
+bool can_regroup(const WeightProblem& p) {
+  const Sizes& s = p.sizes;
+  const int size = bytes_of(p.dtype);
+  return regroups(p.x, s.c, p.batch, s, size) && regroups(p.d_y, s.b, p.batch, s, size) &&
+         static_cast<std::size_t>(p.batch * s.a * s.d * (s.b + s.c) * size) <= kMostRegrouped;
+}
+
+/// False where rows do not lie so, or another way is faster.
+bool run_interleaved(const WeightProblem& p, Context& context) {
+  const Sizes& s = p.sizes;
+  const auto x = row_view(p.x, p.batch, s.c, s), d_y = row_view(p.d_y, p.batch, s.b, s);
+  if (p.dtype != DType::f32 || (s.d != 2 && s.d != 4) || !x || !d_y) {
+    return false;
+  }
+  const int deltas = narrowed(s.d), width = 256 / deltas;
+  const Estimate times(s, p.dtype, p.batch);
+  const double other = can_regroup(p) ? times.regrouped_gradient() : times.strided_gradient();
+  if (times.interleaved_gradient(width) > std::min(other, times.strided_gradient())) {
+    return false;
+  }
+  launch_gradient(
+      p,
+      {interleaved_gradient_kernel(deltas, context.device.index), operand_map(*d_y, false, kRows),
+       operand_map(*x, false, width), width, deltas, interleaved_stage_bytes(deltas), interleaved_shared_bytes(deltas)},
+      context);
+  return true;
+}
+
+/// False where rows cannot be regrouped, or it does not pay.
+bool run_regrouped(const WeightProblem& p, Context& context) {
+  const Sizes& s = p.sizes;
+  const int size = bytes_of(p.dtype);
+  const auto bytes = [&](std::int64_t features) {
+    return static_cast<std::size_t>(p.batch * s.a * s.d * features) * size_of(p.dtype);
+  };
+  const Estimate times(s, p.dtype, p.batch);
+  if (!can_regroup(p) || times.regrouped_gradient() >= times.strided_gradient()) {
+    return false;
+  }
+  const Workspace x(context, bytes(s.c)), d_y(context, bytes(s.b));
+  regroup(p.x, x.data(), s.c, p.batch, s, size, false, context);
+  regroup(p.d_y, d_y.data(), s.b, p.batch, s, size, false, context);
+  const Layout layout{false, *grouped_view(x.data(), s.c, p.batch, s, size),
+                      *grouped_view(d_y.data(), s.b, p.batch, s, size)};
+  run_gradient(p, layout, context);
+  return true;
 }
 
 }  // namespace
@@ -349,72 +558,50 @@ bool run(const Problem& p, Context& context) {
   if (!suits(s, p.batch, p.dtype, context)) {
     return false;
   }
-  const int width = product_width(p, driver::device_info(context.device.index).multiprocessors);
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const int width = product_width(p, s.a * s.d, kWidths, multiprocessors);
   if (ceil_div(p.batch, kRows) > kMost / (ceil_div(s.b, width) * s.a * s.d)) {
     return false;
   }
-  const Matrices matrices(p.w, s);
-  if (const auto layout = layout_of(p.x, p.y, p.batch, s); layout && layout->y.can_be_written()) {
+  const Matrices matrices(p.w, s, p.dtype);
+  if (const auto layout = layout_of(p.x, p.y, p.batch, s, p.dtype); layout && layout->y.can_be_written()) {
     const Workspace space(context, matrices.bytes());
     const Map weights = operand_map(matrices.view(space, context), matrices.unit_is_k(), width);
     launch_product(p, *layout, weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
     return true;
   }
-  const bool possible = s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.y, s.b, p.batch, s);
-  return possible && Estimate(s).product_regroups(s.d, p.batch * s.a * s.d) &&
-         (run_regrouped(p, matrices, width, context), true);
+  if (s.d == 1) {
+    return false;
+  }
+  const int bytes = bytes_of(p.dtype);
+  const Estimate times(s, p.dtype, p.batch);
+  const auto rows = interleaved(p, multiprocessors);
+  const double other = rows ? times.interleaved_product(rows->width) : times.strided_product();
+  if (regroups(p.x, s.c, p.batch, s, bytes) && regroups(p.y, s.b, p.batch, s, bytes) &&
+      times.regrouped_product() < other) {
+    run_regrouped(p, matrices, width, context);
+    return true;
+  }
+  if (rows) {
+    run_interleaved(p, *rows, matrices, context);
+  }
+  return rows.has_value();
 }
 
 bool run(const WeightProblem& p, Context& context) {
   const Sizes& s = p.sizes;
-  if (!suits(s, p.batch, p.dtype, context)) {
+  if (!suits(s, p.batch, p.dtype, context) || s.a * s.d > kMost / 256 / (ceil_div(s.b, kRows) * ceil_div(s.c, 64))) {
     return false;
   }
   if (p.batch == 0) {
     unpack(p, Workspace(context, 0), 0, 0, context);
     return true;
   }
-  const auto bytes = [&](std::int64_t features) {
-    return static_cast<std::size_t>(p.batch * s.a * s.d * features) * sizeof(std::uint16_t);
-  };
-  auto layout = layout_of(p.x, p.d_y, p.batch, s);
-  const bool regrouped = !layout && s.d > 1 && regroups(p.x, s.c, p.batch, s) && regroups(p.d_y, s.b, p.batch, s) &&
-                         bytes(s.b + s.c) <= kMostRegrouped && Estimate(s).gradient_regroups(s.d, p.batch * s.a * s.d);
-  const Workspace x(context, regrouped ? bytes(s.c) : 0), d_y(context, regrouped ? bytes(s.b) : 0);
-  if (regrouped) {
-    regroup(p.x, x.data(), s.c, p.batch, s, false, context);
-    regroup(p.d_y, d_y.data(), s.b, p.batch, s, false, context);
-    layout = Layout{false, *grouped_view(x.data(), s.c, p.batch, s), *grouped_view(d_y.data(), s.b, p.batch, s)};
+  if (const auto layout = layout_of(p.x, p.d_y, p.batch, s, p.dtype)) {
+    run_gradient(p, *layout, context);
+    return true;
   }
-  const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
-  const int width = gradient_width(s.c);
-  const std::int64_t row_tiles = ceil_div(s.b, kRows), col_tiles = ceil_div(s.c, width), products = s.a * s.d;
-  const std::int64_t tiles = row_tiles * col_tiles * products, line = ceil_div(s.c + 1, 4) * 4;
-  if (!layout || tiles > kMost / 256) {
-    return false;
-  }
-  const std::int64_t sums = products * s.b * line;
-  const Parts parts = gradient_parts(tiles, ceil_div(p.batch, kStep), sums, width, multiprocessors);
-  const Workspace space(context, static_cast<std::size_t>(parts.count * sums) * sizeof(float));
-  GradientParams params{};
-  params.d_y = operand_map(layout->y, layout->last, kRows);
-  params.x = operand_map(layout->x, layout->last, width);
-  params.partials = static_cast<float*>(space.data());
-  params.b = narrowed(s.b);
-  params.c = narrowed(s.c);
-  params.d = narrowed(s.d);
-  params.line = narrowed(line);
-  params.row_tiles = narrowed(row_tiles);
-  params.col_tiles = narrowed(col_tiles);
-  params.steps = narrowed(ceil_div(p.batch, kStep));
-  params.total = narrowed(tiles * parts.count);
-  params.products = narrowed(products);
-  params.steps_per_part = narrowed(parts.steps);
-  params.with_sums = p.d_bias.data != nullptr ? 1 : 0;
-  gradient_kernel(p.dtype, width, layout->last, device)
-      .launch(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
-  unpack(p, space, params.line, parts.count, context);
-  return true;
+  return s.d > 1 && (run_interleaved(p, context) || run_regrouped(p, context));
 }
 
 }  // namespace fretwork::kronecker::hopper

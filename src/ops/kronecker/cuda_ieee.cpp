@@ -8,7 +8,6 @@
 #include <string>
 
 #include "ops/kronecker/params.h"
-#include "ops/kronecker/params_hopper.cuh"
 #include "ops/kronecker/params_ieee.cuh"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -34,11 +33,7 @@ KernelSpec delta_kernel(const DeltaTile& t, bool depth_inner) {
   return {kDeltas, "fretwork::kronecker::ieee::deltas_ieee<" + std::to_string(t.v) + ", " + std::to_string(t.e) + ", " +
                        std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">"};
 }
-KernelSpec order_kernel() { return {kDeltas, "fretwork::kronecker::ieee::order_weights"}; }
-// As cuda.cpp lists them.
-KernelSpec pack_kernel() {
-  return {"ops/kronecker/kernel_pack.cuh", "fretwork::kronecker::hopper::pack<fretwork::u32>"};
-}
+KernelSpec order_kernel() { return {kLines, "fretwork::kronecker::ieee::order_weights"}; }
 KernelSpec sum_kernel() { return {"ops/kronecker/kernel_simple.cuh", "fretwork::kronecker::sum_pieces<float>"}; }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -72,9 +67,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 const KernelList kKernels{"kronecker", list_kernels};
 
 bool here(DType dtype, const Sizes& s, const Context& context) {
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;  // packing counts in 32 bits
-  return dtype == DType::f32 && s.b * s.c < kMost && s.d < kMost && s.a < kMost &&
-         context.precision == Precision::ieee && driver::device_info(context.device.index).arch >= 80;
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();  // weights are ordered in 32 bits
+  return dtype == DType::f32 && s.a * s.c * s.d * (s.b + 3) < kMost && context.precision == Precision::ieee &&
+         driver::device_info(context.device.index).arch >= 80;
 }
 
 /// Every line of an operand whose inner stride is 1 begins at 16 bytes.
@@ -144,29 +139,15 @@ void launch(ProductParams& p, const DeltaTile& t, bool depth_inner, Context& con
       .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, t.threads(), 4 * words, &p, context.stream);
 }
 
-/// The weights as a·d matrices in lines of outputs, the order that lanes read them in, `line` apart.
-void pack(const Problem& problem, std::int64_t line, void* to, Context& context) {
-  const auto& [a, b, c, d] = problem.sizes;
-  const std::int64_t deep = std::min<std::int64_t>(d, 32), wide_part = hopper::kPackElements / deep;
-  const std::int64_t wide_tiles = ceil_div(b * c, wide_part), deep_tiles = ceil_div(d, deep);
-  const auto narrowed = [](std::int64_t n) { return static_cast<int>(n); };
-  const Weights& w = problem.w;
-  const hopper::PackParams params{w.data,
-                                  to,
-                                  w.a,
-                                  w.c,
-                                  w.b,
-                                  w.d,
-                                  narrowed(c),
-                                  narrowed(b),
-                                  narrowed(d),
-                                  narrowed(line),
-                                  narrowed(wide_part),
-                                  narrowed(deep),
-                                  narrowed(wide_tiles),
-                                  narrowed(deep_tiles)};
-  get_kernel(pack_kernel(), context.device.index)
-      .launch(a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
+/// Sizes and strides of the weights' axes in the order that they are wanted in.
+void order(const Weights& w, void* to, const std::int64_t (&sizes)[4], const std::int64_t (&strides)[4],
+           std::int64_t line, Context& context) {
+  OrderParams p{static_cast<const float*>(w.data), static_cast<float*>(to), {}, {}, static_cast<unsigned>(line), 0};
+  std::copy(std::begin(strides), std::end(strides), p.strides);
+  std::transform(std::begin(sizes), std::end(sizes), p.sizes, [](auto n) { return static_cast<unsigned>(n); });
+  p.count = static_cast<unsigned>(sizes[0] * sizes[1] * sizes[2] * line);
+  get_kernel(order_kernel(), context.device.index)
+      .launch(std::min<std::int64_t>(ceil_div(p.count, 256), 1 << 16), 256, 0, &p, context.stream);
 }
 
 /// Neighbouring δ that a CTA takes, or 0: what lies between them must be copied in 16 bytes.
@@ -191,15 +172,7 @@ void run_deltas(const Problem& problem, int v, const Shape& shape, Context& cont
   const Workspace packed(context, plain ? 0 : static_cast<std::size_t>(a * b * c * d) * 4);
   p.right = {w.data, w.a, 1, w.b, d, 0, 0};
   if (!plain) {
-    const OrderParams q{static_cast<const float*>(w.data),
-                        static_cast<float*>(packed.data()),
-                        {w.a, w.b, w.c, w.d},
-                        b,
-                        c,
-                        d,
-                        a * b * c * d};
-    get_kernel(order_kernel(), context.device.index)
-        .launch(std::min<std::int64_t>(ceil_div(q.count, 256), 1 << 16), 256, 0, &q, context.stream);
+    order(w, packed.data(), {a, b, c, d}, {w.a, w.b, w.c, w.d}, d, context);
     p.right = {packed.data(), b * c * d, 1, c * d, d, 0, 0};
   }
   p.vector = p.activation == 0 && p.out.l == 1 && p.out.line % 2 == 0 && p.out.entry % 2 == 0 &&
@@ -216,7 +189,7 @@ void run_lines(const Problem& problem, bool depth_inner, Context& context) {
   const bool plain = w.b == 1 && wide(p.right);
   const Workspace packed(context, plain ? 0 : static_cast<std::size_t>(a * d * c * line) * 4);
   if (!plain) {
-    pack(problem, line, packed.data(), context);
+    order(w, packed.data(), {a, d, c, b}, {w.a, w.d, w.c, w.b}, line, context);  // lanes read along the outputs
     p.right = {packed.data(), d * c * line, c * line, 1, line, 1, 0};
   }
   // Runs of four never cross the end of what exists.

@@ -99,7 +99,7 @@ __device__ __forceinline__ void finish(const Params& p, const Place& at, int n, 
   if (p.bias != nullptr) {
     sum += widen(static_cast<const T*>(p.bias)[feature * p.bias_stride]);
   }
-  static_cast<T*>(p.y)[(at.n0 + n) * p.y_batch + feature * p.y_feature] = narrow<T>(activate(sum, p.activation));
+  static_cast<T*>(p.y)[(at.n0 + n) * p.y_batch + feature * p.y_feature] = narrow<T>(activate_exactly(sum, p.activation));
 }
 
 /// The sums of all threads, [n][sum][thread], become rows of the result: added up over k, bias, activation.

@@ -22,13 +22,12 @@ __device__ __forceinline__ Tile gradient_tile(const GradientParams& p, int index
 /// Sums of a warpgroup to the partial matrix at `to`.
 template <int kWidth>
 __device__ __forceinline__ void store_sums(const float (&d)[kWidth / 2], const GradientParams& p, const Tile& t,
-                                           float* to) {
-  const int thread = static_cast<int>(threadIdx.x) - 128;
-  const int row = t.row + thread / 32 * 16 + thread % 32 / 4, col = t.col + thread % 4 * 2;
+                                           const int (&rows)[2], float* to) {
+  const int col = t.col + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (row + 8 * half < p.b) {
-      float* line = to + static_cast<i64>(row + 8 * half) * p.line + col;
+    if (rows[half] < p.b) {
+      float* line = to + static_cast<i64>(rows[half]) * p.line + col;
 #pragma unroll
       for (int j = 0; j < kWidth / 8; ++j) {
         const float low = d[4 * j + 2 * half], high = d[4 * j + 2 * half + 1];
@@ -50,27 +49,46 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
   __shared__ S stages;
   const u32 shared = shared_address(raw), base = (shared + 1023) & ~1023u;
   constexpr u32 kOnes = S::kCount * S::kBytes;
-  if (threadIdx.x < 256) {  // 8 × 64 ones
-    const u32 one = narrow<T>(1.0f).bits;
-    *reinterpret_cast<u32*>(raw + (base - shared) + kOnes + threadIdx.x * 4) = one << 16 | one;
-    fence_async_proxy();
+  constexpr bool kTurns = is_same<T, float> && !kLast;  // tf32 has the depth as the unit axis
+  __shared__ u64 turned[S::kCount];
+  if constexpr (sizeof(T) == 2) {
+    if (threadIdx.x < 256) {  // 8 × 64 ones
+      const u32 one = narrow<T>(1.0f).bits;
+      *reinterpret_cast<u32*>(raw + (base - shared) + kOnes + threadIdx.x * 4) = one << 16 | one;
+      fence_async_proxy();
+    }
+  }
+  if (kTurns && threadIdx.x == 0) {
+    for (u64& barrier : turned) {
+      mbarrier::init(shared_address(&barrier), kTurningWarps);
+    }
   }
   init_ring(stages.full, stages.empty, S::kCount, 1, 8);
   if (threadIdx.x < 128) {
-    fewer_registers<40>();
+    fewer_registers<kTurns ? 56 : 40>();
     if (threadIdx.x == 0) {
       tma::prefetch(&p.d_y);
       tma::prefetch(&p.x);
       typename S::Ring ring(1);
       for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
-        fetch<kWidth, kLast, kLast>(&p.d_y, &p.x, gradient_tile<kWidth>(p, index), stages, base, ring);
+        fetch<T, kWidth, kLast, kLast>(&p.d_y, &p.x, gradient_tile<kWidth>(p, index), stages, base, ring);
       }
+    } else if (kTurns && threadIdx.x >= 32) {
+      int steps = 0;  // of all tiles
+      for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
+        const Tile t = gradient_tile<kWidth>(p, index);
+        steps += t.last - t.first;
+      }
+      turn_right<kWidth>(steps, stages, base, shared_address(turned));
     }
   } else {
-    more_registers<232>();
+    more_registers<kTurns ? 224 : 232>();
+    const u32 extra = kTurns ? shared_address(turned) : base + kOnes;
     typename S::Ring ring(0);
+    const int above = static_cast<int>(threadIdx.x) / 128 * 64 - 64;  // rows of the warpgroup before
     for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
       const Tile t = gradient_tile<kWidth>(p, index);
+      const int rows[2] = {t.row + above + row_of<T, kLast>(0), t.row + above + row_of<T, kLast>(1)};
       float d[kWidth / 2], sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
       for (float& sum : d) {
@@ -78,19 +96,17 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
       }
       float* to = p.partials + static_cast<i64>(index / (p.row_tiles * p.col_tiles)) * p.b * p.line;
       if (p.with_sums != 0 && t.col == 0) {
-        multiply<T, kWidth, kLast, kLast, true>(d, sums, t.last - t.first, stages, base, ring, base + kOnes);
-        const int thread = static_cast<int>(threadIdx.x) - 128;
-        const int row = t.row + thread / 32 * 16 + thread % 32 / 4;
-        if (thread % 4 == 0 && row < p.b) {
-          to[static_cast<i64>(row) * p.line + p.c] = sums[0];
-        }
-        if (thread % 4 == 0 && row + 8 < p.b) {
-          to[static_cast<i64>(row + 8) * p.line + p.c] = sums[2];
+        multiply<T, kWidth, kLast, kLast, true>(d, sums, t.last - t.first, stages, base, ring, extra);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (threadIdx.x % 4 == 0 && rows[half] < p.b) {
+            to[static_cast<i64>(rows[half]) * p.line + p.c] = sums[2 * half];
+          }
         }
       } else {
-        multiply<T, kWidth, kLast, kLast, false>(d, sums, t.last - t.first, stages, base, ring, 0);
+        multiply<T, kWidth, kLast, kLast, false>(d, sums, t.last - t.first, stages, base, ring, extra);
       }
-      store_sums<kWidth>(d, p, t, to);
+      store_sums<kWidth>(d, p, t, rows, to);
     }
   }
 }

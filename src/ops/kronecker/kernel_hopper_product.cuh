@@ -3,6 +3,7 @@
 
 #include "device/activation.cuh"
 #include "device/epilogue.cuh"
+#include "device/load.cuh"
 #include "ops/kronecker/kernel_hopper.cuh"
 
 namespace fretwork::kronecker::hopper {
@@ -48,8 +49,8 @@ template <typename T, int kWidth>
 __device__ __forceinline__ void add_columns(float (&d)[kWidth / 2], const T (&bias)[kWidth]) {
 #pragma unroll
   for (int j = 0; j < kWidth / 8; ++j) {
-    const u32 pair = *reinterpret_cast<const u32*>(&bias[8 * j + threadIdx.x % 4 * 2]);
-    const float low = widen(T{static_cast<u16>(pair)}), high = widen(T{static_cast<u16>(pair >> 16)});
+    const run<T, 2> pair = load_run<T, 2>(&bias[8 * j + threadIdx.x % 4 * 2]);
+    const float low = widen(pair.at(0)), high = widen(pair.at(1));
     d[4 * j] += low;
     d[4 * j + 1] += high;
     d[4 * j + 2] += low;
@@ -58,7 +59,7 @@ __device__ __forceinline__ void add_columns(float (&d)[kWidth / 2], const T (&bi
 }
 
 /// kLast: the batch is the unit axis of x and y, else the features. kWeightsK: k is the unit axis of the weights, else
-/// j.
+/// j, which tf32 (T is float) has no instruction for.
 template <typename T, int kWidth, bool kLast, bool kWeightsK>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductParams p) {
   using S = Stages<kWidth>;
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       wait_for_earlier_kernel();  // which packs the weights
       typename S::Ring ring(1);
       for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
-        fetch<kWidth, !kLast, kWeightsK>(&p.x, &p.weights, product_tile<kWidth>(p, index), stages, base, ring);
+        fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, product_tile<kWidth>(p, index), stages, base, ring);
       }
     }
   } else {
@@ -102,13 +103,18 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       activate(d, p.activation);
       const int row = t.row + warpgroup * 64;
       const auto store = [&](int piece, u32 buffer) {
-        const int col = t.col + piece * 64;
+        const int col = t.col + piece * kLine<T>;
         if (col < p.b && row < p.batch) {
           kLast ? tma::store(&p.y, buffer, row, col, t.l, t.i) : tma::store(&p.y, buffer, col, row, t.l, t.i);
         }
+        if constexpr (kLast && kLine<T> < 64) {  // the other 32 rows
+          if (col < p.b && row + 32 < p.batch) {
+            tma::store(&p.y, buffer + kPieceBytes / 2, row + 32, col, t.l, t.i);
+          }
+        }
       };
       store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, store, turn);
-      turn += kWidth / 64;
+      turn += kWidth / kLine<T>;
     }
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();

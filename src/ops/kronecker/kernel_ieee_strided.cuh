@@ -154,12 +154,4 @@ __global__ void __launch_bounds__(32 * Warps, 8 / Warps) deltas_ieee(const __gri
   }
 }
 
-/// Weights in the order that DeltaOperand reads. Threads follow what is written.
-__global__ void __launch_bounds__(256) order_weights(const __grid_constant__ OrderParams p) {
-  for (i64 n = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; n < p.count; n += static_cast<i64>(gridDim.x) * 256) {
-    const i64 l = n % p.d, k = n / p.d % p.c, j = n / (p.d * p.c) % p.b, i = n / (p.d * p.c * p.b);
-    p.to[n] = p.from[i * p.strides[0] + j * p.strides[1] + k * p.strides[2] + l * p.strides[3]];
-  }
-}
-
 }  // namespace fretwork::kronecker::ieee

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/barrier.cuh"
+#include "device/mma.cuh"
 #include "device/types.cuh"
 #include "ops/kronecker/params_hopper.cuh"
 
@@ -18,24 +19,37 @@ __device__ __forceinline__ Piece piece_of(int wide, int deep, int wide_tiles, in
   return {tile * wide, rest % deep_tiles * deep, rest / deep_tiles};
 }
 
+/// fp32 weights are multiplied in tf32.
+template <typename Bits>
+__device__ __forceinline__ Bits rounded(Bits x) {
+  if constexpr (is_same<Bits, float>) {
+    return __uint_as_float(to_tf32(__float_as_uint(x)));
+  } else {
+    return x;
+  }
+}
+
 template <typename Bits>
 __global__ void __launch_bounds__(kPackThreads) pack(const __grid_constant__ PackParams p) {
-  __shared__ Bits turned[kPackElements + 2 * 32];
+  constexpr int kPad = 4 / sizeof(Bits);
+  __shared__ Bits turned[kPackElements + kPackElements / kPackLine * kPad + kPad * 32];
   const Piece piece = piece_of(p.wide, p.deep, p.wide_tiles, p.deep_tiles);
-  const int wide = min(p.wide, p.p * p.q - piece.at), deep = min(p.deep, p.d - piece.l), pitch = p.wide + 2;
+  const int wide = min(p.wide, p.p * p.q - piece.at), deep = min(p.deep, p.d - piece.l);
+  const int rows = p.by_rows != 0 ? wide / p.q : 1, pitch = p.wide + (p.by_rows != 0 ? p.wide / p.q : 1) * kPad;
   let_next_kernel_start();
   const Bits* from = static_cast<const Bits*>(p.from) + piece.i * p.stride_i + piece.l * p.stride_l;
 #pragma unroll 8
   for (int n = static_cast<int>(threadIdx.x); n < wide * deep; n += kPackThreads) {
-    const int l = n % deep, at = piece.at + n / deep;
-    turned[l * pitch + n / deep] = from[at / p.q * p.stride_p + at % p.q * p.stride_q + l * p.stride_l];
+    const int l = n % deep, row = n / deep % rows, col = n / deep / rows, at = piece.at + row * p.q + col;
+    turned[l * pitch + row * (p.q + kPad) + col] =
+        rounded(from[at / p.q * p.stride_p + at % p.q * p.stride_q + l * p.stride_l]);
   }
   __syncthreads();
   Bits* to = static_cast<Bits*>(p.to) + (static_cast<i64>(piece.i) * p.d + piece.l) * p.p * p.line;
 #pragma unroll 8
   for (int n = static_cast<int>(threadIdx.x); n < wide * deep; n += kPackThreads) {
-    const int l = n / wide, at = piece.at + n % wide;
-    to[(static_cast<i64>(l) * p.p + at / p.q) * p.line + at % p.q] = turned[l * pitch + n % wide];
+    const int l = n / wide, at = piece.at + n % wide, pads = p.by_rows != 0 ? n % wide / p.q : 0;
+    to[(static_cast<i64>(l) * p.p + at / p.q) * p.line + at % p.q] = turned[l * pitch + n % wide + pads * kPad];
   }
 }
 

@@ -2,24 +2,50 @@
 // turns eight features of L neighbouring δ around in registers; both sides move 16 bytes at a time.
 #pragma once
 
+#include "device/load.cuh"
 #include "device/types.cuh"
 #include "ops/kronecker/params_hopper.cuh"
 
 namespace fretwork::kronecker::hopper {
 
-struct alignas(16) Chunk {
-  u32 word[4];
-};
-
-/// Element e (0 or 1) of two words, as a word.
-__device__ __forceinline__ u32 pair_of(u32 first, u32 second, int e) {
-  return __byte_perm(first, second, e != 0 ? 0x7632 : 0x5410);
+/// Words in units of 16 bytes, which memory is aligned to.
+template <int kWords>
+__device__ __forceinline__ void load_units(u32* to, const void* from) {
+#pragma unroll
+  for (int q = 0; q < kWords / 4; ++q) {
+    reinterpret_cast<word_group<4>*>(to)[q] = static_cast<const word_group<4>*>(from)[q];
+  }
+}
+template <int kWords>
+__device__ __forceinline__ void store_units(void* to, const u32* from) {
+#pragma unroll
+  for (int q = 0; q < kWords / 4; ++q) {
+    store_words<4>(static_cast<u32*>(to) + 4 * q, from + 4 * q);
+  }
 }
 
-/// L: 8, or d where that is 2 or 4. Strided rows are features, `d` elements apart; grouped rows are δ, `pitch` apart.
-template <int L, bool Back>
+/// `to`[column] = column of `from`, as arrays of Bits held in words.
+template <typename Bits, int kRows, int kColumns>
+__device__ __forceinline__ void turn(u32 (&to)[kColumns][kRows * sizeof(Bits) / 4],
+                                     const u32 (&from)[kRows][kColumns * sizeof(Bits) / 4]) {
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int w = 0; w < static_cast<int>(kRows * sizeof(Bits) / 4); ++w) {
+      if constexpr (sizeof(Bits) == 4) {
+        to[c][w] = from[w][c];
+      } else {
+        to[c][w] = __byte_perm(from[2 * w][c / 2], from[2 * w + 1][c / 2], c % 2 != 0 ? 0x7632 : 0x5410);
+      }
+    }
+  }
+}
+
+/// L: the δ of 16 bytes, or d where that is less. Strided rows are features, `d` elements apart; grouped rows are δ,
+/// `pitch` apart.
+template <typename Bits, int L, bool Back>
 __global__ void __launch_bounds__(kRegroupThreads) regroup(const __grid_constant__ RegroupParams p) {
-  constexpr int kWords = L / 2;  // of a strided row
+  constexpr int kRow = L * sizeof(Bits) / 4, kLine = 2 * sizeof(Bits);  // words
   const int index = static_cast<int>(blockIdx.x) * kRegroupThreads + static_cast<int>(threadIdx.x);
   if (index >= p.total) {
     return;
@@ -28,52 +54,39 @@ __global__ void __launch_bounds__(kRegroupThreads) regroup(const __grid_constant
   const int rest = p.groups.quotient(index), l = (index - rest * static_cast<int>(p.groups.divisor)) * L;
   const int block = p.eights.quotient(rest), k = (rest - block * static_cast<int>(p.eights.divisor)) * 8;
   const int n = p.a.quotient(block), i = block - n * static_cast<int>(p.a.divisor);
-  u16* const strided = static_cast<u16*>(p.strided) + n * p.strided_row + (static_cast<i64>(i) * p.width + k) * p.d + l;
-  u16* const grouped = static_cast<u16*>(p.grouped) + ((static_cast<i64>(n) * p.a.divisor + i) * p.d + l) * p.pitch + k;
-  u32 rows[8][kWords];  // of features
-  u32 lines[L][4];      // of δ
+  Bits* const strided =
+      static_cast<Bits*>(p.strided) + n * p.strided_row + (static_cast<i64>(i) * p.width + k) * p.d + l;
+  Bits* const grouped =
+      static_cast<Bits*>(p.grouped) + ((static_cast<i64>(n) * p.a.divisor + i) * p.d + l) * p.pitch + k;
+  alignas(16) u32 rows[8][kRow];    // of features
+  alignas(16) u32 lines[L][kLine];  // of δ
   if constexpr (!Back) {
-    if constexpr (L == 8) {
+    if constexpr (kRow == 4) {
 #pragma unroll
       for (int r = 0; r < 8; ++r) {
-        *reinterpret_cast<Chunk*>(rows[r]) = *reinterpret_cast<const Chunk*>(strided + static_cast<i64>(r) * p.d);
+        load_units<kRow>(rows[r], strided + static_cast<i64>(r) * p.d);
       }
     } else {
-#pragma unroll
-      for (int q = 0; q < L; ++q) {
-        reinterpret_cast<Chunk*>(rows)[q] = reinterpret_cast<const Chunk*>(strided)[q];
-      }
+      load_units<8 * kRow>(rows[0], strided);
     }
+    turn<Bits, 8, L>(lines, rows);
 #pragma unroll
     for (int e = 0; e < L; ++e) {
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        lines[e][q] = pair_of(rows[2 * q][e / 2], rows[2 * q + 1][e / 2], e % 2);
-      }
-      *reinterpret_cast<Chunk*>(grouped + static_cast<i64>(e) * p.pitch) = *reinterpret_cast<const Chunk*>(lines[e]);
+      store_units<kLine>(grouped + static_cast<i64>(e) * p.pitch, lines[e]);
     }
   } else {
 #pragma unroll
     for (int e = 0; e < L; ++e) {
-      *reinterpret_cast<Chunk*>(lines[e]) = *reinterpret_cast<const Chunk*>(grouped + static_cast<i64>(e) * p.pitch);
+      load_units<kLine>(lines[e], grouped + static_cast<i64>(e) * p.pitch);
     }
-#pragma unroll
-    for (int r = 0; r < 8; ++r) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        rows[r][w] = pair_of(lines[2 * w][r / 2], lines[2 * w + 1][r / 2], r % 2);
-      }
-    }
-    if constexpr (L == 8) {
+    turn<Bits, L, 8>(rows, lines);
+    if constexpr (kRow == 4) {
 #pragma unroll
       for (int r = 0; r < 8; ++r) {
-        *reinterpret_cast<Chunk*>(strided + static_cast<i64>(r) * p.d) = *reinterpret_cast<const Chunk*>(rows[r]);
+        store_units<kRow>(strided + static_cast<i64>(r) * p.d, rows[r]);
       }
     } else {
-#pragma unroll
-      for (int q = 0; q < L; ++q) {
-        reinterpret_cast<Chunk*>(strided)[q] = reinterpret_cast<const Chunk*>(rows)[q];
-      }
+      store_units<8 * kRow>(strided, rows[0]);
     }
   }
 }

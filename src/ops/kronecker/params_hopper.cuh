@@ -6,15 +6,23 @@
 
 namespace fretwork::kronecker::hopper {
 
-/// A CTA computes 128 rows × `width` columns (64, 128, 192 or 256) at a time, 64 of the depth per stage of a ring. Its
-/// first 128 threads fetch, the others multiply.
+/// A CTA computes 128 rows × `width` columns (64, 128, 192 or 256) at a time, 128 bytes of the depth per stage of a
+/// ring. Its first 128 threads fetch, the others multiply.
 inline constexpr int kRows = 128, kThreads = 384;
 inline constexpr int kStagingBytes = 32768;  ///< where results wait for the copy engine
 
 constexpr int stage_bytes(int width) { return (kRows + width) * 128; }
 /// As many as fit, for the memory's sake, but eight are enough.
 constexpr int stages(int width) { return 196608 / stage_bytes(width) < 8 ? 196608 / stage_bytes(width) : 8; }
-constexpr int shared_bytes(int width) { return stages(width) * stage_bytes(width) + kStagingBytes + 1024; }
+/// The ring begins at a multiple of 1024 bytes, after two barriers for each stage.
+constexpr int shared_bytes(int width) { return stages(width) * (stage_bytes(width) - 16) + kStagingBytes + 1024; }
+
+/// The same of gradients that add up `deltas` (2 or 4) products at once.
+constexpr int interleaved_stage_bytes(int deltas) { return (kRows * deltas + 256) * 128; }
+constexpr int interleaved_stages(int deltas) { return deltas == 4 ? 2 : 3; }
+constexpr int interleaved_shared_bytes(int deltas) {
+  return interleaved_stages(deltas) * interleaved_stage_bytes(deltas) + 1024;
+}
 
 /// Maps have four dimensions: the unit axis, the other axis of a matrix, l, i.
 struct ProductParams {
@@ -43,13 +51,13 @@ struct GradientParams {
 };
 
 /// Weights to matrices: to[i·d + l][p][q] = from[i, p, q, l], lines of q `line` elements apart. A CTA moves `wide` of
-/// the p·q × `deep` of l.
+/// the p·q × `deep` of l. by_rows: neighbours in memory lie along p, and `wide` is whole lines.
 struct PackParams {
   const void* from;
   void* to;
   long long stride_i, stride_p, stride_q, stride_l;
   int p, q, d, line;
-  int wide, deep, wide_tiles, deep_tiles;
+  int wide, deep, wide_tiles, deep_tiles, by_rows;
 };
 
 /// The way back, adding `parts` of fp32 sums; column c of row j is the sum that goes to d_bias.
@@ -73,5 +81,6 @@ inline constexpr int kRegroupThreads = 256;
 
 /// Elements of a CTA's share in packing and unpacking.
 inline constexpr int kPackThreads = 256, kPackElements = 4096, kUnpackElements = 1024;
+inline constexpr int kPackLine = 16;  ///< the least line that is packed by rows
 
 }  // namespace fretwork::kronecker::hopper

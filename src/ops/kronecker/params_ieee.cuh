@@ -5,11 +5,12 @@
 
 namespace fretwork::kronecker::ieee {
 
-/// to[i][j][k][l] = from[i,j,k,l], in order and without gaps.
+/// Weights in the order that a kernel reads: the four axes from the outermost, lines of the last `line` elements apart.
 struct OrderParams {
   const float* from;
   float* to;
-  long long strides[4], b, c, d, count;
+  long long strides[4];
+  unsigned sizes[4], line, count;
 };
 
 /// Tiles of product_ieee: 64·warp_rows × 16·quads·warp_cols.

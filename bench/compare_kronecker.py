@@ -30,7 +30,7 @@ import torch
 
 import fretwork as fw
 from rows import RESULTS, Row, folder, machine, numbers, store
-from timing import as_called, medians
+from timing import Call, as_called, graphed, medians
 
 IDENTITY = ("pattern", "batch", "layout", "dtype", "precision", "arch", "part")
 PEERS = ("bmm", "einsum", "bsr", "dense", "sparse")
@@ -146,10 +146,13 @@ def measure_backward(p: Pattern, batch: int, last: bool, dtype: torch.dtype, dev
     leaves = [t.requires_grad_() for t in (x, w, bias)]
     y = fw.ksmm(x, w, last, bias, algo="kernel")
     dy = torch.randn_like(y)
-    ms = medians({
+    calls: dict[str, Call] = {
         "forward": lambda: fw.ksmm(x, w, last, bias, algo="kernel"),
         "backward": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True),
-    }, device, seconds=seconds)  # fmt: skip
+    }
+    if device.type == "cuda":  # autograd's host time is not the question
+        calls = {name: graphed(call) for name, call in calls.items()}
+    ms = medians(calls, device, seconds=seconds)
     return {
         "part": "backward", "pattern": p, "batch": batch, "layout": "last" if last else "first",
         "dtype": str(dtype)[6:], "ms": ms, "ratio": ms["backward"] / ms["forward"],

@@ -40,6 +40,19 @@ def as_called(call: Call, device: torch.device, count: int = 20) -> float:
     return (time.perf_counter() - began) / count * 1e3
 
 
+def graphed(call: Call) -> Call:
+    """The same work as one CUDA graph, so that the host's time for its kernels does not count."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def host_microseconds(call: Call, count: int = 2000) -> float:
     """Host time of one call: the best of several loops, since nothing but interference makes it longer."""
     best = float("inf")

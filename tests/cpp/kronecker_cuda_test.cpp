@@ -663,6 +663,83 @@ TEST_F(KroneckerCuda, PublicWeightGradients) {
   }
 }
 
+/// Problems that the exact fp32 kernels take: every tile, tails of rows, columns and depth, lines that 16-byte copies
+/// cannot follow, every number of neighbouring δ.
+std::vector<Case> ieee_cases() {
+  using enum Activation;
+  constexpr DType f32 = DType::f32;
+  std::vector<Case> cases;
+  for (const bool last : {false, true}) {
+    for (const Index d : {1, 2, 4, 8, 12, 24}) {
+      cases.insert(cases.end(), {{{1, 128, 64, d}, 256, last, f32},
+                                 {{2, 64, 66, d}, 300, last, f32, none, true, Order::transposed},
+                                 {{2, 48, 40, d}, 517, last, f32, relu, true},
+                                 {{3, 96, 34, d}, 129, last, f32, gelu, true, Order::padded},
+                                 {{1, 130, 18, d}, 260, last, f32, none, true, Order::plain, 4},
+                                 {{2, 192, 192, d}, 100, last, f32, silu, true, Order::padded, 8},
+                                 {{1, 200, 258, d}, 1, last, f32, none, true}});
+    }
+    cases.push_back({{1, 256, 256, 1}, 300, last, f32});  // the largest tiles of the gradient
+    cases.push_back({{1, 256, 192, 1}, 300, last, f32});
+    for (const Index d : {Index{1}, last ? Index{5} : Index{1}}) {
+      cases.insert(cases.end(), {{{3, 65, 33, d}, 131, last, f32, none, true},
+                                 {{1, 7, 5, d}, 1000, last, f32, gelu, true, Order::padded, 3},
+                                 {{2, 99, 1, d}, 77, last, f32, none, false, Order::transposed, 1},
+                                 {{1, 1, 50, d}, 1030, last, f32, relu, true, Order::plain, 6}});
+    }
+  }
+  return cases;
+}
+
+TEST_F(KroneckerCuda, IeeeProducts) {
+  for (const Case& c : ieee_cases()) {
+    Forward f(c);
+    ASSERT_TRUE(kronecker::ieee::run(f.problem(), context_)) << c.text();
+    f.check();
+  }
+}
+
+TEST_F(KroneckerCuda, IeeeWeightGradients) {
+  for (Case c : ieee_cases()) {
+    c.bias = false;  // is not summed here
+    Backward b(c);
+    ASSERT_TRUE(kronecker::ieee::run(b.problem(), context_)) << c.text();
+    b.check();
+  }
+}
+
+TEST_F(KroneckerCuda, IeeeGradientsInPiecesRepeat) {
+  for (const Case& c : std::initializer_list<Case>{{{1, 64, 48, 1}, 9001, false, DType::f32},
+                                                   {{1, 64, 48, 1}, 9001, true, DType::f32},
+                                                   {{1, 48, 64, 8}, 9001, false, DType::f32}}) {
+    Backward b(c);
+    std::vector<unsigned char> first;
+    for (int n = 0; n < 20; ++n) {
+      ASSERT_TRUE(kronecker::ieee::run(b.problem(), context_));
+      b.d_w.download();
+      first = n == 0 ? b.d_w.host.bytes : first;
+      ASSERT_TRUE(b.d_w.host.bytes == first) << c.text() << ": run " << n;
+    }
+    b.check();
+  }
+}
+
+TEST_F(KroneckerCuda, IeeeLeavesWhatItCannotCopy) {
+  for (const Case& c : std::initializer_list<Case>{
+           {{1, 64, 64, 3}, 128, false, DType::f32},  // δ in no run of 16 bytes
+           {{1, 64, 64, 4}, 128, false, DType::f16},  // not fp32
+           {{1, 64, 63, 2}, 128, false, DType::f32},  // odd blocks of two δ
+           // Lines that begin between multiples of 16 bytes.
+           {{1, 64, 64, 4}, 128, false, DType::f32, Activation::none, false, Order::plain, 2}}) {
+    EXPECT_FALSE(kronecker::ieee::run(Forward(c).problem(), context_)) << c.text();
+    EXPECT_FALSE(kronecker::ieee::run(Backward(c).problem(), context_)) << c.text();
+  }
+  context_.precision = Precision::tf32;
+  const Case c{{1, 64, 64, 4}, 128, false, DType::f32};
+  EXPECT_FALSE(kronecker::ieee::run(Forward(c).problem(), context_));
+  EXPECT_FALSE(kronecker::ieee::run(Backward(c).problem(), context_));
+}
+
 TEST_F(KroneckerCuda, NanStaysWithItsOwn) {
   std::vector<Case> cases = {{{2, 64, 72, 3}, 200, true},
                              {{2, 64, 72, 1}, 200, false},
@@ -672,6 +749,10 @@ TEST_F(KroneckerCuda, NanStaysWithItsOwn) {
     cases.push_back({{2, 64, 72, d}, 200, last, DType::f32});
     cases.back().tf32 = Tf32::exact;
   }
+  for (const auto& [depth, d] : {std::pair{72, 1}, {71, 1}, {74, 2}, {71, 4}, {73, 8}}) {
+    cases.push_back({{2, 64, depth, d}, 200, false, DType::f32});
+  }
+  cases.push_back({{2, 64, 71, 3}, 200, true, DType::f32});
   for (const Case& c : cases) {
     Forward f(c);
     const Index n = c.batch * 2 / 3, k = 70, i = 0, l = c.sizes.d - 1;  // in the last, partial step of the depth
@@ -795,6 +876,46 @@ void print_times(const Case& c, Context& context) {
               pattern.str().c_str(), static_cast<int>(c.batch), c.last ? "last" : "first", floor, forward,
               forward / floor, dx, dx / floor, dw, dw / floor, ours ? "hopper" : "other");
   std::fflush(stdout);
+}
+
+/// Of exact fp32 and its gradient of the weights: time, rate and share of the floor (50 TFLOP/s, 4.3 TB/s).
+void print_ieee_times(const Case& c, Context& context) {
+  const Sizes& s = c.sizes;
+  Tensor x = matrix(c, s.a * s.c * s.d), y = matrix(c, s.a * s.b * s.d), w = weights(c);
+  for (Tensor* t : {&x, &y, &w}) {
+    fill_repeating(*t);
+  }
+  const double bytes = 4.0 * static_cast<double>(x.host.count() + y.host.count() + w.host.count());
+  const double operations = 2.0 * static_cast<double>(c.batch * s.a * s.b * s.c * s.d);
+  const double floor = std::max(bytes / 4.3e9, operations / 50e9);
+  std::printf("%-45s floor %.4f", c.text().substr(0, 45).c_str(), floor);
+  const double ms =
+      milliseconds(context, [&] { kronecker::ieee::run(problem_of(x.view, w.view, y.view, KsmmOptions{}), context); });
+  std::printf("  %.4f %5.2f %4.1f TF", ms, ms / floor, operations / ms / 1e9);
+  const double dw =
+      milliseconds(context, [&] { kronecker::ieee::run(problem_of(x.view, y.view, w.view, nullptr), context); });
+  std::printf("  dw %.4f %5.2f\n", dw, dw / floor);
+  std::fflush(stdout);
+}
+
+TEST_F(KroneckerCuda, IeeeTimes) {
+  if (const char* asked = std::getenv("FRETWORK_TIME"); asked == nullptr || *asked != '1') {
+    GTEST_SKIP() << "FRETWORK_TIME is not 1";
+  }
+  for (const bool last : {false, true}) {
+    for (const Sizes& s : std::initializer_list<Sizes>{{1, 768, 192, 2},
+                                                       {6, 64, 64, 1},
+                                                       {1, 192, 48, 2},
+                                                       {4, 64, 64, 4},
+                                                       {1, 48, 48, 64},
+                                                       {1, 128, 128, 16},
+                                                       {1, 64, 64, 64},
+                                                       {1, 1024, 1024, 4},
+                                                       {4, 256, 256, 16},
+                                                       {1, 1024, 1024, 1}}) {
+      print_ieee_times({s, 25088, last, DType::f32}, context_);
+    }
+  }
 }
 
 TEST_F(KroneckerCuda, Times) {

@@ -290,7 +290,8 @@ void cuda::run(const Problem& problem, Context& context) {
   if (few::pays(problem, context) && few::run(problem, context)) {
     return;
   }
-  if (!hopper::run(problem, context) && !strided::run(problem, context) && !few::run(problem, context)) {
+  if (!hopper::run(problem, context) && !strided::run(problem, context) && !few::run(problem, context) &&
+      !ieee::run(problem, context)) {
     run_here(problem, context);
   }
 }
@@ -334,7 +335,9 @@ void cuda::run(const WeightProblem& problem, Context& context) {
   if (hopper::run(problem, context) || strided::run(problem, context)) {
     return;
   }
-  run_here(problem, context);
+  if (!ieee::run(problem, context)) {
+    run_here(problem, context);
+  }
   if (problem.d_bias.data != nullptr) {
     sum_batch(problem, context);
   }

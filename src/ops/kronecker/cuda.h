@@ -34,4 +34,10 @@ bool pays(const Problem& problem, const Context& context);
 bool run(const Problem& problem, Context& context);
 }  // namespace few
 
+/// Exact fp32 in large tiles on FFMA (sm_80 and later). Leaves the gradient of the bias to the caller.
+namespace ieee {
+bool run(const Problem& problem, Context& context);
+bool run(const WeightProblem& problem, Context& context);
+}  // namespace ieee
+
 }  // namespace fretwork::kronecker

@@ -239,6 +239,8 @@ ProductParams product_params(const Problem& problem, const void* packed) {
   params.c = static_cast<int>(s.c);
   params.d = static_cast<int>(s.d);
   params.activation = static_cast<int>(problem.activation);
+  params.bias_vector = problem.bias.data != nullptr && problem.bias.stride == 1 &&
+                       reinterpret_cast<std::uintptr_t>(problem.bias.data) % 16 == 0;
   return params;
 }
 
@@ -369,7 +371,7 @@ void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& cont
   params.product.groups = static_cast<int>(groups);
   params.items = groups * ceil_div(problem.batch, std::int64_t{plan.rows} * tile.rows());
   const std::int64_t clusters = std::min<std::int64_t>(params.items, resident_clusters(kernel, size, tile.shared()));
-  kernel.launch_clusters(clusters * size, size, ClusterTile::kThreads, tile.shared(), &params, context.stream);
+  kernel.launch_clusters(clusters * size, size, ClusterTile::kThreads, tile.shared(), &params, context.stream, true);
 }
 
 /// Columns that L2 carries per row of the batch and δ, sectors counted whole.

@@ -179,22 +179,48 @@ struct Product {
   static __device__ __forceinline__ int column_of(int t, int e) { return V >= kChunk ? 4 * e + t : 2 * t + e; }
 
   /// Sums begin with the bias, which points to (i, j 0 of the warp, δ 0), if there is one: its loads are under way
-  /// before the products need them.
+  /// before the products need them. Columns that are not wanted load from where there certainly is something.
   static __device__ __forceinline__ void start(const ProductParams& p, Sums& sums, const T* bias, int columns) {
+    constexpr int kMany = V < kChunk ? V : kChunk;
     const int t = static_cast<int>(threadIdx.x) % 4;
     int stride = p.bias_stride;
     asm volatile("" : "+r"(stride));  // the places are not worth registers between tiles
+    const auto fill = [&](const auto& load) {
 #pragma unroll
-    for (int q = 0; q < kBlocks; ++q) {
+      for (int q = 0; q < kBlocks; ++q) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int j = 8 * q + column_of(t, e);
+        for (int e = 0; e < 2; ++e) {
+          const int j = 8 * q + column_of(t, e);
+          const T* from = j < columns ? bias + j * p.d * stride : static_cast<const T*>(p.bias);
 #pragma unroll
-        for (int l = 0; l < V; ++l) {
-          const bool there = bias != nullptr && j < columns;
-          sums[l][q][e] = sums[l][q][2 + e] = there ? widen(bias[(j * p.d + l) * stride]) : 0.0f;
+          for (int part = 0; part < V; part += kMany) {
+            float add[kMany] = {};
+            load(add, from + part * stride);
+#pragma unroll
+            for (int l = 0; l < kMany; ++l) {
+              sums[part + l][q][e] = sums[part + l][q][2 + e] = j < columns ? add[l] : 0.0f;
+            }
+          }
         }
       }
+    };
+    if (p.bias_vector) {
+      fill([](float(&add)[kMany], const T* from) {
+        const auto some = load_run<T, kMany>(from);
+#pragma unroll
+        for (int l = 0; l < kMany; ++l) {
+          add[l] = widen(some.at(l));
+        }
+      });
+    } else if (bias != nullptr) {
+      fill([&](float(&add)[kMany], const T* from) {
+#pragma unroll
+        for (int l = 0; l < kMany; ++l) {
+          add[l] = widen(from[l * stride]);
+        }
+      });
+    } else {
+      fill([](float(&)[kMany], const T*) {});
     }
   }
 

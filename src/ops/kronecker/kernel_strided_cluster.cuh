@@ -324,6 +324,7 @@ __global__ void __launch_bounds__(kronecker::strided::ClusterTile::kThreads, 1)
     fewer_registers<40>();
     if (threadIdx.x == 0) {
       tma::prefetch(&p.x);
+      wait_for_earlier_kernel();  // which packs the weights
       Work::produce(p, seat, first, by, base, barriers);
     }
     __syncwarp();

@@ -1,6 +1,7 @@
 // Brings weights of any strides into the order in which kernel_strided.cuh reads them.
 #pragma once
 
+#include "device/barrier.cuh"
 #include "device/load.cuh"
 #include "device/tile.cuh"
 #include "device/types.cuh"
@@ -36,6 +37,7 @@ __device__ __forceinline__ int strided_column(int f) {
 template <typename T, int V>
 __global__ void __launch_bounds__(256) strided_pack(const __grid_constant__ kronecker::strided::PackParams p) {
   constexpr int kChunk = chunk_of<T>;
+  let_next_kernel_start();
   const i64 item = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
   if (item >= 2 * p.rows) {
     return;

@@ -52,6 +52,7 @@ struct ProductParams {
   int ring;                  ///< stages on chip: 2, 3 or 4
   int activation;
   bool resident;        ///< the CTA's weights stay on chip
+  bool bias_vector;     ///< there is a bias, and its neighbouring δ can be loaded together
   bool x_flat, y_flat;  ///< with V < chunk: neighbours along K or j are moved together
 };
 

@@ -30,7 +30,7 @@ import torch
 
 import fretwork as fw
 from rows import RESULTS, Row, folder, machine, numbers, store
-from timing import Call, as_called, graphed, medians
+from timing import as_called, graphed, medians
 
 IDENTITY = ("pattern", "batch", "layout", "dtype", "precision", "arch", "part")
 PEERS = ("bmm", "einsum", "bsr", "dense", "sparse")
@@ -144,14 +144,23 @@ def measure_backward(p: Pattern, batch: int, last: bool, dtype: torch.dtype, dev
     x, w = inputs(p, batch, last, dtype, device)
     bias = torch.zeros(p[0] * p[1] * p[3], device=device, dtype=dtype)
     leaves = [t.requires_grad_() for t in (x, w, bias)]
-    y = fw.ksmm(x, w, last, bias, algo="kernel")
-    dy = torch.randn_like(y)
-    calls: dict[str, Call] = {
-        "forward": lambda: fw.ksmm(x, w, last, bias, algo="kernel"),
-        "backward": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True),
-    }
+    dy = torch.randn_like(fw.ksmm(x, w, last, bias, algo="kernel"))
+
+    def forward() -> torch.Tensor:
+        return fw.ksmm(x, w, last, bias, algo="kernel")
+
     if device.type == "cuda":  # autograd's host time is not the question
-        calls = {name: graphed(call) for name, call in calls.items()}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            y = forward()
+        calls = {
+            "forward": graphed(forward, stream),
+            "backward": graphed(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True), stream),
+        }
+    else:
+        y = forward()
+        calls = {"forward": forward, "backward": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)}
     ms = medians(calls, device, seconds=seconds)
     return {
         "part": "backward", "pattern": p, "batch": batch, "layout": "last" if last else "first",

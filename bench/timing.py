@@ -40,15 +40,16 @@ def as_called(call: Call, device: torch.device, count: int = 20) -> float:
     return (time.perf_counter() - began) / count * 1e3
 
 
-def graphed(call: Call) -> Call:
-    """The same work as one CUDA graph, so that the host's time for its kernels does not count."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+def graphed(call: Call, stream: torch.cuda.Stream) -> Call:
+    """The same work as one CUDA graph, so that the host's time for its kernels does not count.
+
+    `stream` is where autograd saw the forward pass.
+    """
+    with torch.cuda.stream(stream):
         call()
-    torch.cuda.current_stream().wait_stream(side)
+    stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         call()
     return graph.replay
 

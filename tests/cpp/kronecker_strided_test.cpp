@@ -360,6 +360,13 @@ TEST_F(Strided, GradientInClusters) {
       {{2, 130, 70, 32}, 37, DType::f16, Precision::tf32, Activation::none, true, true, 8},
       {{1, 32, 256, 16}, 65, DType::f16},
       {{3, 5, 7, 16}, 1, DType::bf16, Precision::tf32, Activation::none, true},
+      // d = 2 and 4 read rows as they lie, without clusters.
+      {{1, 130, 70, 4}, 333, DType::f16, Precision::tf32, Activation::none, true},
+      {{3, 34, 36, 4}, 1, DType::bf16, Precision::tf32, Activation::none, true},
+      {{2, 260, 66, 4}, 100, DType::f16, Precision::tf32, Activation::none, true, true, 8},
+      {{2, 260, 132, 2}, 500, DType::bf16, Precision::tf32, Activation::none, true, true, 8},
+      {{1, 8, 8, 2}, 31, DType::f16},
+      {{1, 36, 300, 2}, 1000, DType::f16, Precision::tf32, Activation::none, true},
   };
   for (const Case& c : cases) {
     check_gradient(c, strided::Way::clusters);

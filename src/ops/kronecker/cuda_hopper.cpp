@@ -269,7 +269,7 @@ struct Estimate {
   }
   double strided_gradient() const {
     return tf32 ? std::max((s.d < 8 ? 6.5 : 2.9) * pass, flops / 25e12)
-                : std::max((s.d < 8 ? 3.6 : 2.35) * pass, flops / (s.d < 8 ? 80e12 : 60e12));
+                : std::max((s.d < 8 ? 1.8 : 2.35) * pass, flops / (s.d < 8 ? 200e12 : 60e12));
   }
   /// Tiles of 128 × `width` read both operands again for each other's, from L2.
   double interleaved_gradient(std::int64_t width) const {

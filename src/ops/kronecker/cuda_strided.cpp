@@ -28,6 +28,7 @@ constexpr const char* kCluster = "ops/kronecker/kernel_strided_cluster.cuh";
 constexpr const char* kClusterWeight = "ops/kronecker/kernel_strided_cluster_weight.cuh";
 constexpr const char* kPack = "ops/kronecker/kernel_strided_pack.cuh";
 constexpr const char* kWeight = "ops/kronecker/kernel_strided_weight.cuh";
+constexpr const char* kFlatWeight = "ops/kronecker/kernel_strided_flat_weight.cuh";
 
 /// The tiles there are kernels for, those of whole 32-byte sectors first. Rows are 16·wm.
 std::vector<Tile> product_tiles(int size, int products) {
@@ -69,6 +70,10 @@ KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
 KernelSpec cluster_weight_kernel(DType dtype) {
   return {kClusterWeight, std::string("fretwork::strided_cluster_weight<") + device_type(dtype) + ">"};
 }
+KernelSpec flat_weight_kernel(DType dtype, int v) {
+  return {kFlatWeight,
+          std::string("fretwork::strided_flat_weight<") + device_type(dtype) + ", " + std::to_string(v) + ">"};
+}
 KernelSpec reduce_kernel(DType dtype) {
   return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ">"};
 }
@@ -102,6 +107,8 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
         list.push_back(cluster_kernel(dtype, {8, columns}, true));
       }
       list.push_back(cluster_weight_kernel(dtype));
+      list.push_back(flat_weight_kernel(dtype, 4));
+      list.push_back(flat_weight_kernel(dtype, 2));
     }
   }
   return list;
@@ -429,6 +436,20 @@ WeightParams weight_params(const WeightProblem& problem) {
   return params;
 }
 
+/// Room for the pieces of d_w and, where wanted, of d_bias.
+struct Partials {
+  Workspace weights, bias;
+  Partials(const WeightProblem& problem, WeightParams& params, Context& context)
+      : weights(context, static_cast<std::size_t>(params.pieces * params.weights) * sizeof(float)),
+        bias(context, problem.d_bias.data != nullptr
+                          ? static_cast<std::size_t>(params.pieces * params.features) * sizeof(float)
+                          : 0) {
+    params.partials = static_cast<float*>(weights.data());
+    params.bias_partials = static_cast<float*>(bias.data());
+  }
+};
+constexpr double kPartial = 2.0 * sizeof(float) * 32768;  // sums of a CTA, written and read again
+
 int ring_of(const Tile& tile, int shared_limit) { return std::clamp(shared_limit / tile.batch_stage(), 2, 4); }
 
 /// Adds the pieces of d_w and, where wanted, of d_bias.
@@ -443,6 +464,34 @@ void reduce(const WeightProblem& problem, const WeightParams& params, Context& c
     add({params.bias_partials, problem.d_bias.data, params.features, params.pieces, 0, 0, 0, problem.d_bias.stride, 1,
          1, static_cast<int>(params.features)});
   }
+}
+
+/// Whether rows of both operands can be read as they lie, all δ of a column together.
+bool flat_fits(const WeightProblem& problem, const Context& context) {
+  const Sizes& s = problem.sizes;
+  return (s.d == 2 || s.d == 4) && (s.a == 1 || (s.b * s.d % 8 == 0 && s.c * s.d % 8 == 0)) &&
+         clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, context);
+}
+
+void run_flat(const WeightProblem& problem, Context& context) {
+  const Sizes& s = problem.sizes;
+  const FlatTile tile{static_cast<int>(s.d)};
+  const auto map = [&](const Matrix& m, std::int64_t columns) {
+    return make_map(m, problem.batch, {static_cast<std::uint64_t>(columns * s.d), static_cast<std::uint64_t>(s.a)},
+                    {64, 1, FlatTile::kDepth}, driver::Swizzle::b128);
+  };
+  FlatWeightParams params{map(problem.x, s.c), map(problem.d_y, s.b), weight_params(problem)};
+  WeightParams& weight = params.weight;
+  weight.slabs_b = static_cast<int>(ceil_div(s.b, tile.rows()));
+  weight.slabs_c = static_cast<int>(ceil_div(s.c, tile.columns()));
+  weight.groups = static_cast<int>(s.a * weight.slabs_b * weight.slabs_c);
+  weight.pieces = static_cast<int>(pieces_of(weight.groups, ceil_div(problem.batch, FlatTile::kDepth),
+                                             driver::device_info(context.device.index).multiprocessors, tile.stage(),
+                                             64 * 1024.0 + kPartial));
+  const Partials partials(problem, weight, context);
+  get_kernel(flat_weight_kernel(problem.dtype, tile.v), context.device.index)
+      .launch(std::int64_t{weight.groups} * weight.pieces, FlatTile::kThreads, tile.shared(), &params, context.stream);
+  reduce(problem, weight, context);
 }
 
 }  // namespace
@@ -526,6 +575,10 @@ bool run(const WeightProblem& problem, Context& context, Way way) {
   if (!tile) {
     return false;
   }
+  if (way != Way::alone && flat_fits(problem, context)) {
+    run_flat(problem, context);
+    return true;
+  }
   WeightParams params = weight_params(problem);
   const bool fit = s.d % 16 == 0 && clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, context);
   const ClusterPlan cluster = plan_weight_cluster(s);
@@ -539,7 +592,6 @@ bool run(const WeightProblem& problem, Context& context, Way way) {
   params.slabs_b = static_cast<int>(ceil_div(s.b, clusters ? 64 * cluster.rows : tile->rows()));
   params.slabs_c = static_cast<int>(ceil_div(s.c, clusters ? 32 * cluster.columns : tile->width()));
   params.groups = static_cast<int>(blocks * params.slabs_b * params.slabs_c);
-  constexpr double kPartial = 2.0 * sizeof(float) * 32768;  // sums of a CTA, written and read again
   const Kernel& kernel =
       get_kernel(clusters ? cluster_weight_kernel(problem.dtype) : weight_kernel(problem.dtype, products, *tile),
                  context.device.index);
@@ -553,12 +605,7 @@ bool run(const WeightProblem& problem, Context& context, Way way) {
   params.x_flat = flat(*tile, s, s.c, problem.batch, problem.x, 16);
   params.dy_flat = flat(*tile, s, s.b, problem.batch, problem.d_y, 16);
 
-  const bool bias = problem.d_bias.data != nullptr;
-  const Workspace partials(context, static_cast<std::size_t>(params.pieces * params.weights) * sizeof(float));
-  const Workspace bias_partials(context,
-                                bias ? static_cast<std::size_t>(params.pieces * params.features) * sizeof(float) : 0);
-  params.partials = static_cast<float*>(partials.data());
-  params.bias_partials = static_cast<float*>(bias_partials.data());
+  const Partials partials(problem, params, context);
   const std::int64_t grid = std::int64_t{params.groups} * params.pieces;
   if (clusters) {
     const ClusterWeightParams shared_params{make_batch_map(problem.x, problem.batch, s, s.c, 32 / cluster.rows),

@@ -107,6 +107,27 @@ struct ClusterWeightParams {
   int cluster_rows, cluster_columns;
 };
 
+/// Hopper, d = V = 2 or 4: eight warps, four along j and two along k, sum 128 j × 256/V k × V δ. Memory moves in lines
+/// of 128 bytes, 64/V columns of all δ, `kDepth` rows of the batch at a time.
+struct FlatTile {
+  int v;
+  static constexpr int kThreads = 384, kDepth = 32, kLine = kDepth * 128;  ///< bytes of a line in a stage
+  constexpr int left_lines() const { return v == 4 ? 2 : 1; }              ///< of a warp: 32 j
+  constexpr int right_lines() const { return 2; }
+  constexpr int all_left() const { return 4 * left_lines(); }
+  constexpr int all_right() const { return 2 * right_lines(); }
+  constexpr int rows() const { return all_left() * 64 / v; }
+  constexpr int columns() const { return all_right() * 64 / v; }
+  constexpr int stage() const { return (all_left() + all_right()) * kLine; }
+  constexpr int ring() const { return v == 4 ? 4 : 6; }
+  constexpr int shared() const { return 1024 + ring() * stage(); }
+};
+
+struct FlatWeightParams {
+  Map x, dy;  ///< (k or j · δ, i, n)
+  WeightParams weight;
+};
+
 struct ReduceParams {
   const float* partials;
   void* to;

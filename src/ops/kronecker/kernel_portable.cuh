@@ -86,50 +86,112 @@ struct StageOperand {
   }
 };
 
-/// A tile of sums in shared memory, Line floats to a row, becomes the result: bias, activation, one rounding. Threads
-/// follow the innermost axis of the result, with kRun neighbours each.
-template <typename T, typename Out, int Cols, int Line, int kRun>
-__device__ __forceinline__ void store_product(const ProductParams& p, const float* tile, i64 i, i64 l, i64 row0,
-                                              i64 col0, i64 piece) {
-  const bool by_row = p.out.entry == 1;  // else a column's rows are neighbours, or nothing is
-  const int rows = static_cast<int>(min(static_cast<i64>(kRows), p.rows - row0));
-  const int cols = static_cast<int>(min(static_cast<i64>(Cols), p.cols - col0));
-  Out* const to = static_cast<Out*>(p.out.data) + piece * p.out_piece + i * p.out.i + l * p.out.l + row0 * p.out.line +
-                  col0 * p.out.entry;
-  const T* const bias =
-      static_cast<const T*>(p.bias) + (p.bias == nullptr ? 0 : i * p.bias_i + l * p.bias_l + col0 * p.bias_col);
-#pragma unroll 1
-  for (int n = static_cast<int>(threadIdx.x); n < kRows * Cols / kRun; n += kThreads) {
-    const int row = by_row ? n / (Cols / kRun) : n % (kRows / kRun) * kRun;
-    const int col = by_row ? n % (Cols / kRun) * kRun : n / (kRows / kRun);
-    const int count = min(kRun, by_row ? cols - col : rows - row);
-    if (row >= rows || col >= cols) {
-      continue;
-    }
-    float v[kRun];
+/// A tile of sums in shared memory becomes the result: bias, activation, one rounding. Threads follow the innermost
+/// axis of the result, with kRun neighbours each: columns of a row (kByRow), or rows of a column. The tile lies so that
+/// neither its writers nor these readers meet in a bank.
+template <typename T, typename Out, int Cols, bool kByRow>
+struct SumTile {
+  static constexpr int kLine = kByRow ? Cols + 1 : kRows + 4;  // floats
+  float* at;
+
+  static __device__ __forceinline__ int place(int row, int col) {
+    return kByRow ? row * kLine + col : col * kLine + row;
+  }
+
+  /// Neighbours along the innermost axis; `from` is a multiple of kRun.
+  template <int kRun>
+  __device__ __forceinline__ void load(float (&to)[kRun], int from) const {
+    constexpr int kWords = !kByRow && kRun % 4 == 0 ? 4 : 1;
 #pragma unroll
-    for (int e = 0; e < kRun; ++e) {
-      const int r = row + (by_row ? 0 : e), c = col + (by_row ? e : 0);
-      v[e] = tile[r * Line + c] + (p.bias != nullptr && e < count ? widen(bias[c * p.bias_col]) : 0.0f);
-      v[e] = activate_exactly(v[e], p.activation);
+    for (int e = 0; e < kRun; e += kWords) {
+      const auto group = *reinterpret_cast<const word_group<kWords>*>(at + from + e);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        to[e + w] = __uint_as_float(group.words[w]);
+      }
     }
-    Out* const at = to + row * p.out.line + col * p.out.entry;
-    if (kRun > 1 && count == kRun) {
-      store_run<Out, kRun>(at, v);
-    } else {
+  }
+
+  template <int kRun>
+  __device__ __forceinline__ void store(const ProductParams& p, i64 i, i64 l, i64 row0, i64 col0, i64 piece) const {
+    constexpr int kRuns = (kByRow ? Cols : kRows) / kRun;  // along the innermost axis
+    const int rows = static_cast<int>(min(static_cast<i64>(kRows), p.rows - row0));
+    const int cols = static_cast<int>(min(static_cast<i64>(Cols), p.cols - col0));
+    Out* const to = static_cast<Out*>(p.out.data) + piece * p.out_piece + i * p.out.i + l * p.out.l +
+                    row0 * p.out.line + col0 * p.out.entry;
+    const T* const bias =
+        static_cast<const T*>(p.bias) + (p.bias == nullptr ? 0 : i * p.bias_i + l * p.bias_l + col0 * p.bias_col);
+#pragma unroll 1
+    for (int n = static_cast<int>(threadIdx.x); n < kRows * Cols / kRun; n += kThreads) {
+      const int outer = n / kRuns, inner = n % kRuns * kRun;
+      const int row = kByRow ? outer : inner, col = kByRow ? inner : outer;
+      const int count = min(kRun, kByRow ? cols - col : rows - row);
+      if (row >= rows || col >= cols) {
+        continue;
+      }
+      float v[kRun], add = p.bias != nullptr ? widen(bias[col * p.bias_col]) : 0.0f;
+      load(v, place(row, col));
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
-        if (e < count) {
-          at[e * (by_row ? p.out.entry : p.out.line)] = narrow<Out>(v[e]);
+        if (kByRow && e > 0 && e < count && p.bias != nullptr) {
+          add = widen(bias[(col + e) * p.bias_col]);
+        }
+        v[e] = activate_exactly(v[e] + add, p.activation);
+      }
+      Out* const here = to + row * p.out.line + col * p.out.entry;
+      if (kRun > 1 && count == kRun) {
+        store_run<Out, kRun>(here, v);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) {
+          if (e < count) {
+            here[e * (kByRow ? p.out.entry : p.out.line)] = narrow<Out>(v[e]);
+          }
         }
       }
     }
   }
+};
+
+/// The sums of all warps, through shared memory, so that threads write in the order of memory.
+template <typename T, typename Out, int Cols, bool kByRow>
+__device__ __forceinline__ void store_sums(const ProductParams& p, const register_sums<2, Cols / 16>& sums, float* raw,
+                                           i64 i, i64 l, i64 row0, i64 col0, i64 piece) {
+  using Tile = SumTile<T, Out, Cols, kByRow>;
+  const Tile tile{raw};
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int m0 = warp % 4 * 32, n0 = warp / 4 * (Cols / 2);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int c = 0; c < Cols / 16; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = m0 + 16 * r + lane / 4 + e / 2 * 8, col = n0 + 8 * c + lane % 4 * 2 + e % 2;
+        raw[Tile::place(row, col)] = sums.at[r][c][e];
+      }
+    }
+  }
+  __syncthreads();
+  constexpr int kChunk = chunk_of<Out>;
+  if (p.out.unit == 16) {
+    tile.template store<kChunk>(p, i, l, row0, col0, piece);
+  } else if (!kByRow && p.out.unit == 8) {
+    tile.template store<kChunk / 2>(p, i, l, row0, col0, piece);
+  } else {
+    tile.template store<1>(p, i, l, row0, col0, piece);
+  }
 }
+
+/// Two CTAs share an SM, so that one stores while the other multiplies; large tiles of tf32 would not leave them enough
+/// registers.
+template <typename T, int Cols>
+inline constexpr int kResident = sizeof(T) == 2 || Cols == 64 ? 2 : 1;
 
 /// LeftDepth, RightDepth: depth is the operand's inner direction. Products: 3 for tf32x3.
 template <typename T, typename Out, int Products, int Cols, int Stages, bool LeftDepth, bool RightDepth>
-__global__ void __launch_bounds__(kThreads, 1) product_portable(const __grid_constant__ ProductParams p) {
+__global__ void __launch_bounds__(kThreads, kResident<T, Cols>)
+    product_portable(const __grid_constant__ ProductParams p) {
   using Left = StageOperand<T, kRows, LeftDepth>;
   using Right = StageOperand<T, Cols, RightDepth>;
   constexpr int kStageBytes = Left::kBytes + Right::kBytes, kStep = Left::kDepth, kWarpCols = Cols / 2;
@@ -148,8 +210,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_portable(const __grid_con
   const int steps = end > begin ? static_cast<int>((end - begin + kStep - 1) / kStep) : 0;
   const Left left(p.left, i, l, row0, p.rows);
   const Right right(p.right, i, l, col0, p.cols);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int m0 = warp % 4 * 32, n0 = warp / 4 * kWarpCols;
+  const int warp = static_cast<int>(threadIdx.x) / 32, m0 = warp % 4 * 32, n0 = warp / 4 * kWarpCols;
 
   const auto fetch = [&](int step) {
     if (step < steps) {
@@ -197,25 +258,11 @@ __global__ void __launch_bounds__(kThreads, 1) product_portable(const __grid_con
   copy_async_wait<0>();
   __syncthreads();
 
-  // Through shared memory, so that threads write in the order of memory.
-  constexpr int kLine = Cols + 1;
   float* const tile = reinterpret_cast<float*>(raw);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int c = 0; c < kWarpCols / 8; ++c) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = m0 + 16 * r + lane / 4 + e / 2 * 8, col = n0 + 8 * c + lane % 4 * 2 + e % 2;
-        tile[row * kLine + col] = sums.at[r][c][e];
-      }
-    }
-  }
-  __syncthreads();
-  if (p.vector) {
-    store_product<T, Out, Cols, kLine, chunk_of<Out>>(p, tile, i, l, row0, col0, piece);
-  } else {
-    store_product<T, Out, Cols, kLine, 1>(p, tile, i, l, row0, col0, piece);
+  if (p.out.entry == 1) {
+    store_sums<T, Out, Cols, true>(p, sums, tile, i, l, row0, col0, piece);
+  } else {  // a column's rows are neighbours, or nothing is
+    store_sums<T, Out, Cols, false>(p, sums, tile, i, l, row0, col0, piece);
   }
 }
 

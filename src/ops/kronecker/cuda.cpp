@@ -83,9 +83,20 @@ bool tensor_cores(const ProductParams& p, DType dtype, const Context& context) {
          (unit == 16 || (unit > 0 && std::min({p.rows, p.cols, p.depth}) >= 16));
 }
 
+/// The width of tiles whose turns, two CTAs to an SM, take the least time: a tile costs its columns and, to fetch the
+/// rows again, 64 more.
+int portable_cols(const ProductParams& p, int multiprocessors) {
+  const std::int64_t others = p.pieces * ceil_div(p.rows, kRows) * p.a * p.d;
+  const auto cost = [&](int cols) {
+    return ceil_div(others * ceil_div(p.cols, cols), std::int64_t{2} * multiprocessors) * (cols + 64);
+  };
+  return cost(64) < cost(128) ? 64 : 128;
+}
+
 void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context) {
   const int products = dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
-  const int cols = p.cols > 64 && products == 1 ? 128 : 64;
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const int cols = p.cols > 64 && products == 1 ? portable_cols(p, multiprocessors) : 64;
   p.row_tiles = ceil_div(p.rows, kRows);
   p.col_tiles = ceil_div(p.cols, cols);
   p.left.unit = unit_of(p.left, dtype);

@@ -11,15 +11,18 @@ namespace fretwork::kronecker {
 
 inline constexpr int kRows = 128, kThreads = 256, kStageDepth = 128;  // the last in bytes
 
-/// 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero, in copies of `unit`: 8, 4, or
-/// single 16-bit elements, which pass through registers.
+/// 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero, as two halves.
+__device__ __forceinline__ void copy_halves(u32 to, const void* from, int bytes) {
+  const u8* const at = static_cast<const u8*>(from);
+  copy_async_small<8>(to, at, min(8, bytes));
+  copy_async_small<8>(to + 8, bytes > 8 ? at + 8 : at, max(0, bytes - 8));
+}
+
+/// The same in copies of `unit`: 4, or single 16-bit elements, which pass through registers.
 __device__ __forceinline__ void copy_in_units(u32 to, const void* from, int bytes, int unit) {
   const u8* const at = static_cast<const u8*>(from);
   const auto left = [&](int first, int most) { return min(most, max(0, bytes - first)); };
-  if (unit == 8) {
-    copy_async_small<8>(to, at, left(0, 8));
-    copy_async_small<8>(to + 8, bytes > 8 ? at + 8 : at, left(8, 8));
-  } else if (unit == 4) {
+  if (unit == 4) {
 #pragma unroll
     for (int n = 0; n < 16; n += 4) {
       copy_async_small<4>(to + n, bytes > n ? at + n : at, left(n, 4));
@@ -60,28 +63,33 @@ struct StageOperand {
 
   /// Depth [t, end) of up to kDepth; what does not exist is zero.
   __device__ __forceinline__ void fetch(u32 to, i64 t, i64 end) const {
-    constexpr int kChunks = kLineBytes / 16, kElements = chunk_of<T>;
+    if (unit == 16) {
+      fetch_chunks<true>(to, t, end, copy_async_part);
+    } else if (unit == 8) {
+      fetch_chunks<true>(to, t, end, copy_halves);
+    } else {
+      fetch_chunks<false>(to, t, end,
+                          [&](u32 chunk, const T* at, int bytes) { copy_in_units(chunk, at, bytes, unit); });
+    }
+  }
+
+ private:
+  /// A thread copies the same chunk of several lines.
+  template <bool kUnroll, typename Copy>
+  __device__ __forceinline__ void fetch_chunks(u32 to, i64 t, i64 end, const Copy& copy) const {
+    constexpr int kChunks = kLineBytes / 16, kElements = chunk_of<T>, kBetween = kThreads / kChunks;
+    constexpr int kCopies = kBytes / 16 / kThreads;
+    static_assert(kThreads % kChunks == 0 && kCopies * kThreads * 16 == kBytes);
     const Tile tile{to};
     const int depth = static_cast<int>(min(static_cast<i64>(kDepth), end - t));
     const int outer = DepthInner ? lines : depth, inner = DepthInner ? depth : lines;
-    const T* const first = from + (DepthInner ? t : t * stride);
-    const auto copy = [&](int n, const auto& chunk_of_line) {
-      const int line = n / kChunks, chunk = n % kChunks;
-      const int left = min(kElements, inner - chunk * kElements) * static_cast<int>(sizeof(T));
-      const bool there = line < outer && left > 0;
-      chunk_of_line(tile.chunk(line, chunk), there ? first + line * stride + chunk * kElements : from,
-                    there ? left : 0);
-    };
-    if (unit == 16) {
-#pragma unroll
-      for (int n = static_cast<int>(threadIdx.x); n < kBytes / 16; n += kThreads) {
-        copy(n, copy_async_part);
-      }
-    } else {
-#pragma unroll 1
-      for (int n = static_cast<int>(threadIdx.x); n < kBytes / 16; n += kThreads) {
-        copy(n, [&](u32 to, const T* at, int bytes) { copy_in_units(to, at, bytes, unit); });
-      }
+    const int line = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
+    const int bytes = min(kElements, inner - chunk * kElements) * static_cast<int>(sizeof(T));
+    const T* const first = from + (DepthInner ? t : t * stride) + line * stride + chunk * kElements;
+#pragma unroll(kUnroll ? kCopies : 1)
+    for (int n = 0; n < kCopies; ++n) {
+      const bool there = line + n * kBetween < outer && bytes > 0;
+      copy(tile.chunk(line + n * kBetween, chunk), there ? first + n * kBetween * stride : from, there ? bytes : 0);
     }
   }
 };

@@ -320,8 +320,8 @@ void run_threads(const Problem& p, Context& context) {
 }  // namespace
 
 bool pays(const Problem& p, const Context& context) {
-  // Batch last, so many weights are sooner packed and multiplied: more rows than eight are fetched again for every
-  // tile.
+  // Batch last, so many weights should sooner be packed and multiplied (reckoned): more than eight rows are fetched
+  // again for every tile of outputs.
   constexpr std::int64_t kManyWeights = 32 << 20;  // bytes
   const Sizes& s = p.sizes;
   if (p.batch > 8 && p.x.batch == 1 && p.y.batch == 1 &&

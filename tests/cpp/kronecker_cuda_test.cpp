@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +21,7 @@
 #include "device/divide.cuh"
 #include "fretwork/error.h"
 #include "ops/kronecker/cuda.h"
+#include "ops/kronecker/cuda_pack.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"
@@ -299,6 +301,53 @@ struct Forward {
       if (at % pitch >= inner && !std::isnan(y.host.get(at))) {
         ++wrong;
         ADD_FAILURE() << c.text() << ": the gap at " << at << " was written";
+      }
+    }
+  }
+};
+
+/// Weights of a case and room for their matrices, with lines longer than they need to be.
+struct Packing {
+  Case c;
+  bool along_k, tf32;
+  Index lines, entries, pitch;
+  Tensor w, to;
+
+  Packing(const Case& which, bool k, bool rounded)
+      : c(which),
+        along_k(k),
+        tf32(rounded),
+        lines(k ? c.sizes.b : c.sizes.c),
+        entries(k ? c.sizes.c : c.sizes.b),
+        pitch((entries + 7) / 8 * 8 + 8),
+        w(weights(c)),
+        to(c.dtype, {c.sizes.a * c.sizes.d, lines, pitch}, {lines * pitch, pitch, 1}) {
+    w.host.randomise(6);
+    w.upload();
+    std::fill(to.host.bytes.begin(), to.host.bytes.end(), 0xff);
+    to.upload();
+  }
+  /// A rounded number keeps eleven digits, and is as near as they allow.
+  bool right(double got, double want) const {
+    const bool cut = !tf32 || (std::bit_cast<std::uint32_t>(static_cast<float>(got)) & 0x1fffu) == 0;
+    return cut && std::abs(got - want) <= (tf32 ? std::abs(want) / 2048 : 0.0);
+  }
+  void check(Context& context) {
+    kronecker::pack(weights_of(w.view), c.sizes, c.dtype, {along_k, pitch, tf32}, to.device.data(), context);
+    to.download();
+    const auto& ws = w.view.strides;
+    for (Index at = 0; at < to.host.count(); ++at) {
+      const Index entry = at % pitch, line = at / pitch % lines, product = at / pitch / lines;
+      const Index i = product / c.sizes.d, l = product % c.sizes.d, j = along_k ? line : entry,
+                  k = along_k ? entry : line;
+      const double got = to.host.get(at);
+      if (entry >= entries) {
+        ASSERT_TRUE(std::isnan(got)) << c.text() << ": wrote behind line " << line << " of product " << product;
+      } else {
+        const double want = w.host.get(i * ws[0] + j * ws[1] + k * ws[2] + l * ws[3]);
+        ASSERT_TRUE(right(got, want)) << c.text() << (along_k ? " along k" : " along j") << (tf32 ? " tf32" : "")
+                                      << ": [" << product << "][" << line << "][" << entry << "] is " << got << ", not "
+                                      << want;
       }
     }
   }
@@ -627,13 +676,41 @@ TEST_F(KroneckerCuda, FewRowsRepeatThemselves) {
   }
 }
 
+/// Every way weights can lie, with and without what lets them be packed in registers.
+TEST_F(KroneckerCuda, PackedWeights) {
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::f16, DType::f32}) {
+    for (const Order order : {Order::plain, Order::transposed, Order::padded, Order::matrices}) {
+      for (const Index d : {1, 2, 3, 4, 8, 16, 20, 24, 64}) {
+        cases.push_back({{3, 24, 40, d}, 1, false, dtype, Activation::none, false, order});
+        cases.push_back({{2, 33, 16, d}, 1, false, dtype, Activation::none, false, order});
+        cases.push_back({{1, 8, 1, d}, 1, false, dtype, Activation::none, false, order});
+      }
+    }
+  }
+  for (const Case& c : cases) {
+    for (const bool along_k : {false, true}) {
+      for (const bool tf32 : {false, true}) {
+        if (!tf32 || c.dtype == DType::f32) {
+          Packing(c, along_k, tf32).check(context_);
+        }
+      }
+    }
+  }
+}
+
 /// Through the public function, as it chooses: everything above, and what other ways take.
 std::vector<Case> all_cases() {
   using enum Activation;
   std::vector<Case> cases = hopper_cases();
   std::ranges::copy(interleaved_cases(), std::back_inserter(cases));
+  cases.push_back({{1, 4096, 512, 8}, 16, true, DType::f16, none, true});  // too many weights for the way of few rows
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     for (const bool last : {false, true}) {
+      for (const Index batch : {34, 35, 36, 130, 132, 196, 200, 333}) {  // lines at multiples of 2, 4, 8 and 16 bytes
+        cases.push_back({{2, 48, 80, 4}, batch, last, dtype, relu, true, Order::transposed});
+        cases.push_back({{1, 132, 96, 16}, batch, last, dtype, gelu, true});
+      }
       for (const Index batch : {1, 7, 16, 32, 33, 129, 196, 1024}) {
         cases.push_back({{2, 48, 64, 4}, batch, last, dtype, relu, true});
         cases.push_back({{1, 64, 64, 16}, batch, last, dtype, none, true, Order::transposed});

@@ -9,9 +9,9 @@
 
 #include "fretwork/error.h"
 #include "ops/kronecker/choice.h"
+#include "ops/kronecker/cuda_pack.h"
 #include "ops/kronecker/cuda_strided.h"
 #include "ops/kronecker/params.h"
-#include "ops/kronecker/params_hopper.cuh"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -40,10 +40,6 @@ KernelSpec portable_spec(DType dtype, bool sums, int products, int cols, bool le
   return {kPortable, std::string("fretwork::kronecker::product_portable<") + device_type(dtype) + ", " +
                          (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(products) + ", " +
                          std::to_string(cols) + ", " + std::to_string(kStages) + flag(left) + flag(right) + ">"};
-}
-KernelSpec pack_spec(DType dtype) {
-  return {"ops/kronecker/kernel_pack.cuh",
-          std::string("fretwork::kronecker::hopper::pack<fretwork::u") + (size_of(dtype) == 2 ? "16>" : "32>")};
 }
 KernelSpec spec(const char* name, DType dtype) {
   return {kSimple, std::string("fretwork::kronecker::") + name + "<" + device_type(dtype) + ">"};
@@ -87,15 +83,26 @@ bool tensor_cores(const ProductParams& p, DType dtype, const Context& context) {
          (unit == 16 || (unit > 0 && std::min({p.rows, p.cols, p.depth}) >= 16));
 }
 
+/// The width of tiles whose turns, two CTAs to an SM, take the least time: a tile costs its columns and, to fetch the
+/// rows again, 64 more.
+int portable_cols(const ProductParams& p, int multiprocessors) {
+  const std::int64_t others = p.pieces * ceil_div(p.rows, kRows) * p.a * p.d;
+  const auto cost = [&](int cols) {
+    return ceil_div(others * ceil_div(p.cols, cols), std::int64_t{2} * multiprocessors) * (cols + 64);
+  };
+  return cost(64) < cost(128) ? 64 : 128;
+}
+
 void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context) {
   const int products = dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
-  const int cols = p.cols > 64 && products == 1 ? 128 : 64;
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const int cols = p.cols > 64 && products == 1 ? portable_cols(p, multiprocessors) : 64;
   p.row_tiles = ceil_div(p.rows, kRows);
   p.col_tiles = ceil_div(p.cols, cols);
   p.left.unit = unit_of(p.left, dtype);
   p.right.unit = unit_of(p.right, dtype);
-  p.vector = unit_of(p.out, sums ? DType::f32 : dtype) == 16;
-  const std::int64_t bytes = std::max(kStages * kStageDepth * (kRows + cols), 4 * kRows * (cols + 1));
+  p.out.unit = unit_of(p.out, sums ? DType::f32 : dtype);
+  const std::int64_t bytes = std::max(kStages * kStageDepth * (kRows + cols), 4 * (kRows + 4) * (cols + 1));
   const KernelSpec wanted = portable_spec(dtype, sums, products, cols, p.left.entry == 1, p.right.entry == 1);
   get_kernel(wanted, context.device.index)
       .launch(p.pieces * p.row_tiles * p.a * p.d * p.col_tiles, 256, static_cast<int>(bytes), &p, context.stream);
@@ -125,32 +132,6 @@ ProductOperand weight_operand(const Problem& problem) {
   return operand(w.data, s.a > 1 ? w.a : 0, s.d > 1 ? w.d : 0, w.b, w.c, s.d > 1);
 }
 
-/// Weights as a·d matrices in lines of k, `line` elements apart.
-void pack(const Problem& problem, std::int64_t line, void* to, Context& context) {
-  const auto& [a, b, c, d] = problem.sizes;
-  const std::int64_t deep = std::min<std::int64_t>(d, 32), wide = hopper::kPackElements / deep;
-  const std::int64_t wide_tiles = ceil_div(b * c, wide), deep_tiles = ceil_div(d, deep);
-  const auto narrowed = [](std::int64_t n) { return static_cast<int>(n); };
-  const Weights& w = problem.w;
-  const hopper::PackParams params{w.data,
-                                  to,
-                                  w.a,
-                                  w.b,
-                                  w.c,
-                                  w.d,
-                                  narrowed(b),
-                                  narrowed(c),
-                                  narrowed(d),
-                                  narrowed(line),
-                                  narrowed(wide),
-                                  narrowed(deep),
-                                  narrowed(wide_tiles),
-                                  narrowed(deep_tiles),
-                                  0};
-  get_kernel(pack_spec(problem.dtype), context.device.index)
-      .launch(a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
-}
-
 /// By the kernel of that route, or the better of the two. False where the portable one cannot.
 bool run_here(const Problem& problem, Context& context, Route route = Route::best) {
   const auto& [a, b, c, d] = problem.sizes;
@@ -174,15 +155,17 @@ bool run_here(const Problem& problem, Context& context, Route route = Route::bes
     return true;
   }
 
-  // Weights that lie otherwise are brought into lines when x already does.
+  // Weights that lie otherwise are brought into lines, of the nearer neighbours, when x already lies so.
   ProductParams lined = p;
-  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(problem.dtype)), line = ceil_div(c, chunk) * chunk;
-  lined.right = {nullptr, d * b * line, b * line, line, 1, 2, 0};
-  const bool pack_first = unit_of(p.right, problem.dtype) < 4 && b * line < kMostPacked && a * d < kMostPacked &&
+  const bool along_k = std::abs(problem.w.c) <= std::abs(problem.w.b);
+  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(problem.dtype));
+  const std::int64_t pitch = ceil_div(along_k ? c : b, chunk) * chunk, matrix = (along_k ? b : c) * pitch;
+  lined.right = {nullptr, d * matrix, matrix, along_k ? pitch : 1, along_k ? 1 : pitch, along_k ? 2 : 1, 0};
+  const bool pack_first = unit_of(p.right, problem.dtype) < 4 && matrix < kMostPacked && a * d < kMostPacked &&
                           tensor_cores(lined, problem.dtype, context);
-  const Workspace packed(context, pack_first ? static_cast<std::size_t>(a * d * b * line) * size_of(problem.dtype) : 0);
+  const Workspace packed(context, pack_first ? static_cast<std::size_t>(a * d * matrix) * size_of(problem.dtype) : 0);
   if (pack_first) {
-    pack(problem, line, packed.data(), context);
+    pack(problem.w, problem.sizes, problem.dtype, {along_k, pitch}, packed.data(), context);
     p = lined;
     p.right.data = packed.data();
   }
@@ -252,11 +235,8 @@ void sum_batch(const WeightProblem& problem, Context& context) {
              {0, 0, 0, problem.d_bias.stride}, context);
 }
 
-std::vector<KernelSpec> list_kernels(const std::string& arch) {
-  std::vector<KernelSpec> list{pack_spec(DType::f32)};
-  if (arch != "sm_90a") {  // where the Hopper kernels list it
-    list.push_back(pack_spec(DType::f16));
-  }
+std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+  std::vector<KernelSpec> list;
   for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
     for (const int deltas : {1, 2, 4, 8}) {
       list.push_back(simple_spec(dtype, false, deltas));

@@ -206,6 +206,12 @@ bool x_vectors(const Problem& p, std::int64_t tile_l, std::int64_t step, bool se
          (p.batch == 1 || p.x.batch % 4 == 0);
 }
 
+/// Four rows of x can be read at once: batch last, and none of them is missing.
+bool x_rows(const Problem& p) {
+  return p.x.batch == 1 && p.batch % 4 == 0 && p.x.feature % 4 == 0 &&
+         reinterpret_cast<std::uintptr_t>(p.x.data) % (4 * size_of(p.dtype)) == 0;
+}
+
 /// What both kinds of kernel are told of the problem and of how it is spread over `rows` at a time.
 template <typename AnySpread>
 Params fill(const Problem& p, const AnySpread& spread, int rows) {
@@ -285,6 +291,7 @@ void run_tiles(const Problem& p, std::size_t which, Context& context) {
   params.chunk = static_cast<int>(steps * spread.step);
   params.pitch = tile_pitch(static_cast<int>(spread.tile_l));
   params.x_vector = x_vectors(p, spread.tile_l, spread.step, false);
+  params.x_rows = x_rows(p);
   const std::int64_t x = params.chunk / 16 * rows * 4 * params.pitch * 2, sums = rows * kTileThreads * v / 2 * 4;
   launch(params, p, std::size(kKinds) + which, std::max(x, sums), context);
 }
@@ -313,6 +320,14 @@ void run_threads(const Problem& p, Context& context) {
 }  // namespace
 
 bool pays(const Problem& p, const Context& context) {
+  // Batch last, so many weights should sooner be packed and multiplied (reckoned): more than eight rows are fetched
+  // again for every tile of outputs.
+  constexpr std::int64_t kManyWeights = 32 << 20;  // bytes
+  const Sizes& s = p.sizes;
+  if (p.batch > 8 && p.x.batch == 1 && p.y.batch == 1 &&
+      s.a * s.b * s.c * s.d >= kManyWeights / static_cast<std::int64_t>(size_of(p.dtype))) {
+    return false;
+  }
   // The tensor cores keep up with memory. FFMA does with eight rows, and with sixteen it is still faster than packing
   // weights, which d = 1 does not need; exact fp32 has nothing faster.
   if (p.batch > kMostRows || tiles_fit(p, 2, context)) {

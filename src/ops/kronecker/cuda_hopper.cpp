@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ops/kronecker/cuda.h"
+#include "ops/kronecker/cuda_pack.h"
 #include "ops/kronecker/params_hopper.cuh"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -49,13 +50,6 @@ KernelSpec interleaved_instance(int deltas, int width) {
 KernelSpec interleaved_gradient_instance(int deltas) {
   return instance("hopper_interleaved_gradient", "gradient_interleaved", std::to_string(deltas));
 }
-KernelSpec pack_instance(DType dtype) {
-  return instance("pack", "pack", dtype == DType::f32 ? device_type(dtype) : "fretwork::u16");
-}
-KernelSpec regroup_instance(int bytes, int deltas, bool back) {
-  const std::string bits = bytes == 2 ? "fretwork::u16, " : "fretwork::u32, ";
-  return instance("regroup", "regroup", bits + std::to_string(deltas) + (back ? ", true" : ", false"));
-}
 KernelSpec unpack_instance(DType dtype) { return instance("pack", "unpack", device_type(dtype)); }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -63,17 +57,11 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   if (arch != "sm_90a") {
     return list;
   }
-  list.push_back(pack_instance(DType::f16));
-  list.push_back(pack_instance(DType::f32));
   list.push_back(interleaved_instance(2, 64));
   list.push_back(interleaved_instance(2, 128));
   list.push_back(interleaved_instance(4, 64));
   list.push_back(interleaved_gradient_instance(2));
   list.push_back(interleaved_gradient_instance(4));
-  for (const auto& [bytes, deltas] : {std::pair{2, 2}, {2, 4}, {2, 8}, {4, 2}, {4, 4}}) {
-    list.push_back(regroup_instance(bytes, deltas, false));
-    list.push_back(regroup_instance(bytes, deltas, true));
-  }
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     list.push_back(unpack_instance(dtype));
     for (const int width : kWidths) {
@@ -90,7 +78,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-constinit KernelTable<92> kernels;
+constinit KernelTable<80> kernels;
 
 std::size_t place(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 std::size_t place(DType dtype, int width, bool last) {
@@ -104,19 +92,16 @@ const Kernel& gradient_kernel(DType dtype, int width, bool last, int device) {
   return kernels.get(48 + place(dtype, width, last), device, [&] { return gradient_instance(dtype, width, last); });
 }
 const Kernel& interleaved_kernel(int deltas, int width, int device) {
-  return kernels.get(deltas == 4    ? 85
-                     : width == 128 ? 84
-                                    : 83,
+  return kernels.get(deltas == 4    ? 77
+                     : width == 128 ? 76
+                                    : 75,
                      device, [&] { return interleaved_instance(deltas, width); });
 }
 const Kernel& interleaved_gradient_kernel(int deltas, int device) {
-  return kernels.get(deltas == 4 ? 91 : 90, device, [&] { return interleaved_gradient_instance(deltas); });
-}
-const Kernel& pack_kernel(DType dtype, int device) {
-  return kernels.get(dtype == DType::f32 ? 73 : 72, device, [&] { return pack_instance(dtype); });
+  return kernels.get(deltas == 4 ? 79 : 78, device, [&] { return interleaved_gradient_instance(deltas); });
 }
 const Kernel& unpack_kernel(DType dtype, int device) {
-  return kernels.get(74 + place(dtype), device, [&] { return unpack_instance(dtype); });
+  return kernels.get(72 + place(dtype), device, [&] { return unpack_instance(dtype); });
 }
 
 // ----------------------------------------------------------------------------------------------------- views
@@ -171,18 +156,6 @@ bool suits(const Sizes& s, std::int64_t batch, DType dtype, const Context& conte
 
 // --------------------------------------------------------------------------------------------------- weights
 
-/// How far a CTA reaches along l and along a matrix when it moves `elements`.
-struct Reach {
-  int wide, deep, wide_tiles, deep_tiles;
-  /// `whole`: what the reach along a matrix is a multiple of.
-  Reach(std::int64_t matrix, std::int64_t d, int elements, std::int64_t whole = 1)
-      : wide(0), deep(narrowed(std::min<std::int64_t>(d, 32))), wide_tiles(0), deep_tiles(narrowed(ceil_div(d, deep))) {
-    wide = narrowed(elements / deep / whole * whole);
-    wide_tiles = narrowed(ceil_div(matrix, wide));
-  }
-  std::int64_t grid(std::int64_t a) const { return a * wide_tiles * deep_tiles; }
-};
-
 /// Weights as a·d matrices: as they are where the copy engine can read them, else packed into `space`. tf32 needs k as
 /// the unit axis; packing rounds to it.
 class Matrices {
@@ -191,8 +164,7 @@ class Matrices {
       : w_(w),
         s_(s),
         dtype_(dtype),
-        near_k_(s.c == 1 || s.b == 1 || std::llabs(w.c) <= std::llabs(w.b)),
-        k_(near_k_ || dtype == DType::f32),
+        k_(s.c == 1 || s.b == 1 || std::llabs(w.c) <= std::llabs(w.b) || dtype == DType::f32),
         lines_(k_ ? s.b : s.c),
         line_(k_ ? s.c : s.b),
         pitch_(ceil_div(line_, kMapUnit) * kMapUnit) {
@@ -210,13 +182,7 @@ class Matrices {
     if (direct_) {
       return *direct_;
     }
-    const bool by_rows = k_ != near_k_ && s_.d < 8 && line_ >= kPackLine && line_ * s_.d <= kPackElements;
-    const Reach reach(lines_ * line_, s_.d, kPackElements, by_rows ? line_ : 1);
-    const PackParams params{
-        w_.data,          space.data(),     w_.a,           k_ ? w_.b : w_.c, k_ ? w_.c : w_.b, w_.d,
-        narrowed(lines_), narrowed(line_),  narrowed(s_.d), narrowed(pitch_), reach.wide,       reach.deep,
-        reach.wide_tiles, reach.deep_tiles, by_rows ? 1 : 0};
-    pack_kernel(dtype_, context.device.index).launch(reach.grid(s_.a), kPackThreads, 0, &params, context.stream);
+    pack(w_, s_, dtype_, {k_, pitch_, dtype_ == DType::f32}, space.data(), context);
     const std::int64_t matrix = lines_ * pitch_;
     return *make_tiled_view(space.data(), {line_, lines_, s_.d, s_.a}, {1, pitch_, matrix, matrix * s_.d},
                             bytes_of(dtype_));
@@ -226,7 +192,7 @@ class Matrices {
   const Weights& w_;
   const Sizes& s_;
   DType dtype_;
-  bool near_k_, k_;
+  bool k_;
   std::int64_t lines_, line_, pitch_;
   std::optional<TiledView> direct_;
 };
@@ -288,22 +254,21 @@ std::optional<TiledView> grouped_view(void* data, std::int64_t width, std::int64
 
 void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
              bool back, const Context& context) {
-  const int deltas = narrowed(std::min<std::int64_t>(s.d, 16 / bytes)), device = context.device.index;
+  const std::int64_t groups = s.d / std::min<std::int64_t>(s.d, 16 / bytes);
   RegroupParams params{};
   params.strided = m.data;
-  params.grouped = grouped;
   params.strided_row = m.batch;
-  params.width = narrowed(width);
+  params.strided_block = width * s.d;
+  params.grouped = grouped;
+  params.grouped_row = s.a * s.d * width;
+  params.grouped_block = s.d * width;
+  params.grouped_delta = width;
   params.d = narrowed(s.d);
-  params.pitch = narrowed(width);
-  params.total = narrowed(batch * s.a * (s.d / deltas) * (width / 8));
-  params.groups = divisor(s.d / deltas);
+  params.total = narrowed(batch * s.a * groups * (width / 8));
+  params.groups = divisor(groups);
   params.eights = divisor(width / 8);
   params.a = divisor(s.a);
-  kernels
-      .get((bytes == 2 ? 77 : 86) + static_cast<std::size_t>(deltas / 4) * 2 + (back ? 1 : 0), device,
-           [&] { return regroup_instance(bytes, deltas, back); })
-      .launch(ceil_div(params.total, kRegroupThreads), kRegroupThreads, 0, &params, context.stream);
+  kronecker::regroup(params, bytes, back, context);
 }
 
 // -------------------------------------------------------------------------------------------------- launches
@@ -347,7 +312,9 @@ int gradient_width(std::int64_t c) {
 /// Adds the parts at `sums` into d_w and d_bias; with no parts these become zeros.
 void unpack(const WeightProblem& p, const Workspace& sums, int line, std::int64_t parts, const Context& context) {
   const Sizes& s = p.sizes;
-  const Reach reach(s.b * (s.c + (p.d_bias.data != nullptr ? 1 : 0)), s.d, kUnpackElements);
+  const std::int64_t cols = s.c + (p.d_bias.data != nullptr ? 1 : 0), deep = std::min<std::int64_t>(s.d, 32);
+  const std::int64_t wide = kUnpackElements / deep;
+  const std::int64_t wide_tiles = ceil_div(s.b * cols, wide), deep_tiles = ceil_div(s.d, deep);
   const UnpackParams params{static_cast<const float*>(sums.data()),
                             p.d_w.data,
                             p.d_bias.data,
@@ -362,11 +329,12 @@ void unpack(const WeightProblem& p, const Workspace& sums, int line, std::int64_
                             line,
                             narrowed(parts),
                             narrowed(s.a * s.d),
-                            reach.wide,
-                            reach.deep,
-                            reach.wide_tiles,
-                            reach.deep_tiles};
-  unpack_kernel(p.dtype, context.device.index).launch(reach.grid(s.a), kPackThreads, 0, &params, context.stream);
+                            narrowed(wide),
+                            narrowed(deep),
+                            narrowed(wide_tiles),
+                            narrowed(deep_tiles)};
+  unpack_kernel(p.dtype, context.device.index)
+      .launch(s.a * wide_tiles * deep_tiles, kPackThreads, 0, &params, context.stream);
 }
 
 /// All but the maps, for a·d products of b × c. At most `share` tiles of the batch go through all weights together.

@@ -54,6 +54,29 @@ __device__ __forceinline__ void fetch_tile_x(const Params& p, const Place& at, i
     }
     return;
   }
+  if (p.x_rows) {  // four rows at a time, threads along l: what they write then meets in few banks
+    constexpr int kFours = kRowsHere / 4;
+#pragma unroll 2
+    for (int e = thread; e < (count * kFours * kLanesK) << log_tile; e += kTileThreads) {
+      const int l = e & ((1 << log_tile) - 1), other = e >> log_tile, n = other % kFours * 4;
+      const int q = other / kFours % kLanesK, step = other / (kFours * kLanesK), k = k0 + step * 16 + q;
+      word_group<2> found[4] = {};
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        if (n < rows && k + 4 * t < p.c && at.l0 + l < p.d) {
+          found[t] = *reinterpret_cast<const word_group<2>*>(
+              from + n + (static_cast<i64>(k + 4 * t) * p.d + at.l0 + l) * p.x_feature);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const word_group<2> two{pair_of(found[0].words[i / 2], found[1].words[i / 2], i % 2),
+                                pair_of(found[2].words[i / 2], found[3].words[i / 2], i % 2)};
+        *reinterpret_cast<word_group<2>*>(to + ((step * kRowsHere + n + i) * kLanesK + q) * p.pitch + l * 4) = two;
+      }
+    }
+    return;
+  }
   const bool rows_inner = p.x_batch == 1;
 #pragma unroll 2
   for (int e = thread; e < (count * kRowsHere * kLanesK) << log_tile; e += kTileThreads) {

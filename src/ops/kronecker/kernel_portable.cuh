@@ -11,15 +11,18 @@ namespace fretwork::kronecker {
 
 inline constexpr int kRows = 128, kThreads = 256, kStageDepth = 128;  // the last in bytes
 
-/// 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero, in copies of `unit`: 8, 4, or
-/// single 16-bit elements, which pass through registers.
+/// 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero, as two halves.
+__device__ __forceinline__ void copy_halves(u32 to, const void* from, int bytes) {
+  const u8* const at = static_cast<const u8*>(from);
+  copy_async_small<8>(to, at, min(8, bytes));
+  copy_async_small<8>(to + 8, bytes > 8 ? at + 8 : at, max(0, bytes - 8));
+}
+
+/// The same in copies of `unit`: 4, or single 16-bit elements, which pass through registers.
 __device__ __forceinline__ void copy_in_units(u32 to, const void* from, int bytes, int unit) {
   const u8* const at = static_cast<const u8*>(from);
   const auto left = [&](int first, int most) { return min(most, max(0, bytes - first)); };
-  if (unit == 8) {
-    copy_async_small<8>(to, at, left(0, 8));
-    copy_async_small<8>(to + 8, bytes > 8 ? at + 8 : at, left(8, 8));
-  } else if (unit == 4) {
+  if (unit == 4) {
 #pragma unroll
     for (int n = 0; n < 16; n += 4) {
       copy_async_small<4>(to + n, bytes > n ? at + n : at, left(n, 4));
@@ -60,76 +63,143 @@ struct StageOperand {
 
   /// Depth [t, end) of up to kDepth; what does not exist is zero.
   __device__ __forceinline__ void fetch(u32 to, i64 t, i64 end) const {
-    constexpr int kChunks = kLineBytes / 16, kElements = chunk_of<T>;
+    if (unit == 16) {
+      fetch_chunks<true>(to, t, end, copy_async_part);
+    } else if (unit == 8) {
+      fetch_chunks<true>(to, t, end, copy_halves);
+    } else {
+      fetch_chunks<false>(to, t, end,
+                          [&](u32 chunk, const T* at, int bytes) { copy_in_units(chunk, at, bytes, unit); });
+    }
+  }
+
+ private:
+  /// A thread copies the same chunk of several lines.
+  template <bool kUnroll, typename Copy>
+  __device__ __forceinline__ void fetch_chunks(u32 to, i64 t, i64 end, const Copy& copy) const {
+    constexpr int kChunks = kLineBytes / 16, kElements = chunk_of<T>, kBetween = kThreads / kChunks;
+    constexpr int kCopies = kBytes / 16 / kThreads;
+    static_assert(kThreads % kChunks == 0 && kCopies * kThreads * 16 == kBytes);
     const Tile tile{to};
     const int depth = static_cast<int>(min(static_cast<i64>(kDepth), end - t));
     const int outer = DepthInner ? lines : depth, inner = DepthInner ? depth : lines;
-    const T* const first = from + (DepthInner ? t : t * stride);
-    const auto copy = [&](int n, const auto& chunk_of_line) {
-      const int line = n / kChunks, chunk = n % kChunks;
-      const int left = min(kElements, inner - chunk * kElements) * static_cast<int>(sizeof(T));
-      const bool there = line < outer && left > 0;
-      chunk_of_line(tile.chunk(line, chunk), there ? first + line * stride + chunk * kElements : from,
-                    there ? left : 0);
-    };
-    if (unit == 16) {
+    const int line = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
+    const int bytes = min(kElements, inner - chunk * kElements) * static_cast<int>(sizeof(T));
+    const T* const first = from + (DepthInner ? t : t * stride) + line * stride + chunk * kElements;
+#pragma unroll(kUnroll ? kCopies : 1)
+    for (int n = 0; n < kCopies; ++n) {
+      const bool there = line + n * kBetween < outer && bytes > 0;
+      copy(tile.chunk(line + n * kBetween, chunk), there ? first + n * kBetween * stride : from, there ? bytes : 0);
+    }
+  }
+};
+
+/// A tile of sums in shared memory becomes the result: bias, activation, one rounding. Threads follow the innermost
+/// axis of the result, with kRun neighbours each: columns of a row (kByRow), or rows of a column. The tile lies so that
+/// neither its writers nor these readers meet in a bank.
+template <typename T, typename Out, int Cols, bool kByRow>
+struct SumTile {
+  static constexpr int kLine = kByRow ? Cols + 1 : kRows + 4;  // floats
+  float* at;
+
+  static __device__ __forceinline__ int place(int row, int col) {
+    return kByRow ? row * kLine + col : col * kLine + row;
+  }
+
+  /// Neighbours along the innermost axis; `from` is a multiple of kRun.
+  template <int kRun>
+  __device__ __forceinline__ void load(float (&to)[kRun], int from) const {
+    constexpr int kWords = !kByRow && kRun % 4 == 0 ? 4 : 1;
 #pragma unroll
-      for (int n = static_cast<int>(threadIdx.x); n < kBytes / 16; n += kThreads) {
-        copy(n, copy_async_part);
+    for (int e = 0; e < kRun; e += kWords) {
+      const auto group = *reinterpret_cast<const word_group<kWords>*>(at + from + e);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        to[e + w] = __uint_as_float(group.words[w]);
       }
-    } else {
+    }
+  }
+
+  template <int kRun>
+  __device__ __forceinline__ void store(const ProductParams& p, i64 i, i64 l, i64 row0, i64 col0, i64 piece) const {
+    constexpr int kRuns = (kByRow ? Cols : kRows) / kRun;  // along the innermost axis
+    const int rows = static_cast<int>(min(static_cast<i64>(kRows), p.rows - row0));
+    const int cols = static_cast<int>(min(static_cast<i64>(Cols), p.cols - col0));
+    Out* const to = static_cast<Out*>(p.out.data) + piece * p.out_piece + i * p.out.i + l * p.out.l +
+                    row0 * p.out.line + col0 * p.out.entry;
+    const T* const bias =
+        static_cast<const T*>(p.bias) + (p.bias == nullptr ? 0 : i * p.bias_i + l * p.bias_l + col0 * p.bias_col);
 #pragma unroll 1
-      for (int n = static_cast<int>(threadIdx.x); n < kBytes / 16; n += kThreads) {
-        copy(n, [&](u32 to, const T* at, int bytes) { copy_in_units(to, at, bytes, unit); });
+    for (int n = static_cast<int>(threadIdx.x); n < kRows * Cols / kRun; n += kThreads) {
+      const int outer = n / kRuns, inner = n % kRuns * kRun;
+      const int row = kByRow ? outer : inner, col = kByRow ? inner : outer;
+      const int count = min(kRun, kByRow ? cols - col : rows - row);
+      if (row >= rows || col >= cols) {
+        continue;
+      }
+      float v[kRun], add = p.bias != nullptr ? widen(bias[col * p.bias_col]) : 0.0f;
+      load(v, place(row, col));
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) {
+        if (kByRow && e > 0 && e < count && p.bias != nullptr) {
+          add = widen(bias[(col + e) * p.bias_col]);
+        }
+        v[e] = activate_exactly(v[e] + add, p.activation);
+      }
+      Out* const here = to + row * p.out.line + col * p.out.entry;
+      if (kRun > 1 && count == kRun) {
+        store_run<Out, kRun>(here, v);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) {
+          if (e < count) {
+            here[e * (kByRow ? p.out.entry : p.out.line)] = narrow<Out>(v[e]);
+          }
+        }
       }
     }
   }
 };
 
-/// A tile of sums in shared memory, Line floats to a row, becomes the result: bias, activation, one rounding. Threads
-/// follow the innermost axis of the result, with kRun neighbours each.
-template <typename T, typename Out, int Cols, int Line, int kRun>
-__device__ __forceinline__ void store_product(const ProductParams& p, const float* tile, i64 i, i64 l, i64 row0,
-                                              i64 col0, i64 piece) {
-  const bool by_row = p.out.entry == 1;  // else a column's rows are neighbours, or nothing is
-  const int rows = static_cast<int>(min(static_cast<i64>(kRows), p.rows - row0));
-  const int cols = static_cast<int>(min(static_cast<i64>(Cols), p.cols - col0));
-  Out* const to = static_cast<Out*>(p.out.data) + piece * p.out_piece + i * p.out.i + l * p.out.l + row0 * p.out.line +
-                  col0 * p.out.entry;
-  const T* const bias =
-      static_cast<const T*>(p.bias) + (p.bias == nullptr ? 0 : i * p.bias_i + l * p.bias_l + col0 * p.bias_col);
-#pragma unroll 1
-  for (int n = static_cast<int>(threadIdx.x); n < kRows * Cols / kRun; n += kThreads) {
-    const int row = by_row ? n / (Cols / kRun) : n % (kRows / kRun) * kRun;
-    const int col = by_row ? n % (Cols / kRun) * kRun : n / (kRows / kRun);
-    const int count = min(kRun, by_row ? cols - col : rows - row);
-    if (row >= rows || col >= cols) {
-      continue;
-    }
-    float v[kRun];
+/// The sums of all warps, through shared memory, so that threads write in the order of memory.
+template <typename T, typename Out, int Cols, bool kByRow>
+__device__ __forceinline__ void store_sums(const ProductParams& p, const register_sums<2, Cols / 16>& sums, float* raw,
+                                           i64 i, i64 l, i64 row0, i64 col0, i64 piece) {
+  using Tile = SumTile<T, Out, Cols, kByRow>;
+  const Tile tile{raw};
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int m0 = warp % 4 * 32, n0 = warp / 4 * (Cols / 2);
 #pragma unroll
-    for (int e = 0; e < kRun; ++e) {
-      const int r = row + (by_row ? 0 : e), c = col + (by_row ? e : 0);
-      v[e] = tile[r * Line + c] + (p.bias != nullptr && e < count ? widen(bias[c * p.bias_col]) : 0.0f);
-      v[e] = activate_exactly(v[e], p.activation);
-    }
-    Out* const at = to + row * p.out.line + col * p.out.entry;
-    if (kRun > 1 && count == kRun) {
-      store_run<Out, kRun>(at, v);
-    } else {
+  for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int e = 0; e < kRun; ++e) {
-        if (e < count) {
-          at[e * (by_row ? p.out.entry : p.out.line)] = narrow<Out>(v[e]);
-        }
+    for (int c = 0; c < Cols / 16; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = m0 + 16 * r + lane / 4 + e / 2 * 8, col = n0 + 8 * c + lane % 4 * 2 + e % 2;
+        raw[Tile::place(row, col)] = sums.at[r][c][e];
       }
     }
   }
+  __syncthreads();
+  constexpr int kChunk = chunk_of<Out>;
+  if (p.out.unit == 16) {
+    tile.template store<kChunk>(p, i, l, row0, col0, piece);
+  } else if (!kByRow && p.out.unit == 8) {
+    tile.template store<kChunk / 2>(p, i, l, row0, col0, piece);
+  } else {
+    tile.template store<1>(p, i, l, row0, col0, piece);
+  }
 }
+
+/// Two CTAs share an SM, so that one stores while the other multiplies; large tiles of tf32 would not leave them enough
+/// registers.
+template <typename T, int Cols>
+inline constexpr int kResident = sizeof(T) == 2 || Cols == 64 ? 2 : 1;
 
 /// LeftDepth, RightDepth: depth is the operand's inner direction. Products: 3 for tf32x3.
 template <typename T, typename Out, int Products, int Cols, int Stages, bool LeftDepth, bool RightDepth>
-__global__ void __launch_bounds__(kThreads, 1) product_portable(const __grid_constant__ ProductParams p) {
+__global__ void __launch_bounds__(kThreads, kResident<T, Cols>)
+    product_portable(const __grid_constant__ ProductParams p) {
   using Left = StageOperand<T, kRows, LeftDepth>;
   using Right = StageOperand<T, Cols, RightDepth>;
   constexpr int kStageBytes = Left::kBytes + Right::kBytes, kStep = Left::kDepth, kWarpCols = Cols / 2;
@@ -148,8 +218,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_portable(const __grid_con
   const int steps = end > begin ? static_cast<int>((end - begin + kStep - 1) / kStep) : 0;
   const Left left(p.left, i, l, row0, p.rows);
   const Right right(p.right, i, l, col0, p.cols);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int m0 = warp % 4 * 32, n0 = warp / 4 * kWarpCols;
+  const int warp = static_cast<int>(threadIdx.x) / 32, m0 = warp % 4 * 32, n0 = warp / 4 * kWarpCols;
 
   const auto fetch = [&](int step) {
     if (step < steps) {
@@ -197,25 +266,11 @@ __global__ void __launch_bounds__(kThreads, 1) product_portable(const __grid_con
   copy_async_wait<0>();
   __syncthreads();
 
-  // Through shared memory, so that threads write in the order of memory.
-  constexpr int kLine = Cols + 1;
   float* const tile = reinterpret_cast<float*>(raw);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int c = 0; c < kWarpCols / 8; ++c) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = m0 + 16 * r + lane / 4 + e / 2 * 8, col = n0 + 8 * c + lane % 4 * 2 + e % 2;
-        tile[row * kLine + col] = sums.at[r][c][e];
-      }
-    }
-  }
-  __syncthreads();
-  if (p.vector) {
-    store_product<T, Out, Cols, kLine, chunk_of<Out>>(p, tile, i, l, row0, col0, piece);
-  } else {
-    store_product<T, Out, Cols, kLine, 1>(p, tile, i, l, row0, col0, piece);
+  if (p.out.entry == 1) {
+    store_sums<T, Out, Cols, true>(p, sums, tile, i, l, row0, col0, piece);
+  } else {  // a column's rows are neighbours, or nothing is
+    store_sums<T, Out, Cols, false>(p, sums, tile, i, l, row0, col0, piece);
   }
 }
 

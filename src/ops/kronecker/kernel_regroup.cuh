@@ -1,8 +1,10 @@
-// Rows of x or y with neighbouring δ, [k][l], to rows with neighbouring features of one δ, [l][k], and back. A thread
-// turns eight features of L neighbouring δ around in registers; both sides move 16 bytes at a time.
+// Rows of x, y or weights with neighbouring δ, [k][l], to rows with neighbouring features of one δ, [l][k], and back. A
+// thread turns eight features of L neighbouring δ around in registers; both sides move 16 bytes at a time.
 #pragma once
 
+#include "device/barrier.cuh"
 #include "device/load.cuh"
+#include "device/mma.cuh"
 #include "device/types.cuh"
 #include "ops/kronecker/params_hopper.cuh"
 
@@ -24,6 +26,17 @@ __device__ __forceinline__ void store_units(void* to, const u32* from) {
   }
 }
 
+template <int kRows, int kWords>
+__device__ __forceinline__ void round_words(u32 (&rows)[kRows][kWords]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      rows[r][w] = to_tf32(rows[r][w]);
+    }
+  }
+}
+
 /// `to`[column] = column of `from`, as arrays of Bits held in words.
 template <typename Bits, int kRows, int kColumns>
 __device__ __forceinline__ void turn(u32 (&to)[kColumns][kRows * sizeof(Bits) / 4],
@@ -41,11 +54,11 @@ __device__ __forceinline__ void turn(u32 (&to)[kColumns][kRows * sizeof(Bits) / 
   }
 }
 
-/// L: the δ of 16 bytes, or d where that is less. Strided rows are features, `d` elements apart; grouped rows are δ,
-/// `pitch` apart.
+/// L: the δ of 16 bytes, or d where that is less. Strided features are `d` elements apart; grouped ones are neighbours.
 template <typename Bits, int L, bool Back>
 __global__ void __launch_bounds__(kRegroupThreads) regroup(const __grid_constant__ RegroupParams p) {
   constexpr int kRow = L * sizeof(Bits) / 4, kLine = 2 * sizeof(Bits);  // words
+  let_next_kernel_start();
   const int index = static_cast<int>(blockIdx.x) * kRegroupThreads + static_cast<int>(threadIdx.x);
   if (index >= p.total) {
     return;
@@ -55,9 +68,9 @@ __global__ void __launch_bounds__(kRegroupThreads) regroup(const __grid_constant
   const int block = p.eights.quotient(rest), k = (rest - block * static_cast<int>(p.eights.divisor)) * 8;
   const int n = p.a.quotient(block), i = block - n * static_cast<int>(p.a.divisor);
   Bits* const strided =
-      static_cast<Bits*>(p.strided) + n * p.strided_row + (static_cast<i64>(i) * p.width + k) * p.d + l;
+      static_cast<Bits*>(p.strided) + n * p.strided_row + i * p.strided_block + static_cast<i64>(k) * p.d + l;
   Bits* const grouped =
-      static_cast<Bits*>(p.grouped) + ((static_cast<i64>(n) * p.a.divisor + i) * p.d + l) * p.pitch + k;
+      static_cast<Bits*>(p.grouped) + n * p.grouped_row + i * p.grouped_block + l * p.grouped_delta + k;
   alignas(16) u32 rows[8][kRow];    // of features
   alignas(16) u32 lines[L][kLine];  // of δ
   if constexpr (!Back) {
@@ -69,15 +82,20 @@ __global__ void __launch_bounds__(kRegroupThreads) regroup(const __grid_constant
     } else {
       load_units<8 * kRow>(rows[0], strided);
     }
+    if constexpr (sizeof(Bits) == 4) {
+      if (p.tf32) {
+        round_words(rows);
+      }
+    }
     turn<Bits, 8, L>(lines, rows);
 #pragma unroll
     for (int e = 0; e < L; ++e) {
-      store_units<kLine>(grouped + static_cast<i64>(e) * p.pitch, lines[e]);
+      store_units<kLine>(grouped + e * p.grouped_delta, lines[e]);
     }
   } else {
 #pragma unroll
     for (int e = 0; e < L; ++e) {
-      load_units<kLine>(lines[e], grouped + static_cast<i64>(e) * p.pitch);
+      load_units<kLine>(lines[e], grouped + e * p.grouped_delta);
     }
     turn<Bits, L, 8>(rows, lines);
     if constexpr (kRow == 4) {

@@ -9,7 +9,7 @@ struct ProductOperand {
   void* data;
   long long i, l, line, entry;
   int fast;
-  int unit;  ///< bytes that can be copied at once along its lines, 16 at most
+  int unit;  ///< bytes that can be moved at once along its lines, 16 at most
 };
 
 /// out[i,l][row, col] = activation(Σ_t left[i,l][row, t]·right[i,l][col, t] + bias[i,l][col]).

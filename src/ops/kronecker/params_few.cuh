@@ -31,7 +31,8 @@ struct Params {
   int chunk, pitch;  ///< k that x is fetched for at once, and elements from one line of it to the next
   int activation;
   bool k_next;    ///< threads along k stand before those along j
-  bool x_vector;  ///< four neighbours of x can be read at once
+  bool x_vector;  ///< four neighbouring features of x can be read at once
+  bool x_rows;    ///< or four neighbouring rows, on the tensor cores
 };
 
 }  // namespace fretwork::kronecker::few

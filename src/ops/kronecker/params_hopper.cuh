@@ -70,12 +70,14 @@ struct UnpackParams {
   int wide, deep, wide_tiles, deep_tiles;
 };
 
-/// Rows of `width` features a block, strided by d, beside the same with the features of one δ together.
+/// Rows of blocks of features, strided by d, beside the same with the features of one δ together.
 struct RegroupParams {
   void *strided, *grouped;
-  long long strided_row;
-  int width, d, pitch, total;
+  long long strided_row, strided_block;                 ///< from one row and one block to the next
+  long long grouped_row, grouped_block, grouped_delta;  ///< and from one δ
+  int d, total;
   Divisor groups, eights, a;  ///< of δ and of features in a block; blocks in a row
+  bool tf32;                  ///< fp32 is rounded to it on the way to `grouped`
 };
 inline constexpr int kRegroupThreads = 256;
 

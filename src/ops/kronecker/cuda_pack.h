@@ -1,0 +1,23 @@
+// Weights and rows of neighbouring δ brought into lines of one δ each, on a GPU.
+#pragma once
+
+#include "ops/kronecker/params_hopper.cuh"
+#include "ops/kronecker/problem.h"
+
+namespace fretwork::kronecker {
+
+/// How the a·d matrices of packed weights lie: entries of a line are k, else j, and lines are `pitch` elements apart.
+struct Lines {
+  bool along_k = true;
+  std::int64_t pitch = 0;  ///< a multiple of 16 bytes
+  bool tf32 = false;       ///< fp32 is rounded to it
+};
+
+/// to[i·d + l][line][entry]; what lies between lines is not written. `to` is aligned to 16 bytes. The next kernel may
+/// be launched behind this.
+void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context);
+
+/// Launches kernel_regroup.cuh for elements of `bytes`.
+void regroup(const hopper::RegroupParams& params, int bytes, bool back, const Context& context);
+
+}  // namespace fretwork::kronecker

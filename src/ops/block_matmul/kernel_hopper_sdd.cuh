@@ -34,11 +34,10 @@ __device__ __forceinline__ SddTile sdd_tile(const SddParams& p, int index) {
   return {{s.x, s.y, s.z, s.w}, s.x % p.lines, s.x / p.lines, index / p.strip_count};
 }
 
-/// Fetches the stages of one tile: each of four warps a quarter of the slots, and the last ones the lines. `back`: from
-/// the end of K, which the tiles before have left in the cache.
+/// Fetches the stages of one tile: each of four warps a quarter of the slots, and the last ones the lines.
 template <bool kLeftK, bool kRightK>
 __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, Barriers& barriers, u32 base,
-                                          SddRing& ring, bool back) {
+                                          SddRing& ring) {
   constexpr int kMine = kMostSlots / 4;
   const int warp = static_cast<int>(threadIdx.x) / 32, each = t.share(), slot_bytes = p.slot * 128;
   const bool left = 3 - warp <= t.strip.pair;
@@ -52,9 +51,7 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
   for (int sum = 0; sum < p.batches.z_sum * p.batches.h_sum; ++sum) {
     const int z = t.z + sum / p.batches.h_sum, h = t.h + sum % p.batches.h_sum;
     const int lh = h * p.left_h, lz = z * p.left_z, rh = h * p.right_h, rz = z * p.right_z;
-    const int end = (p.depth - 1) / 64 * 64;
-    for (int done = 0; done < p.depth; done += 64, ring.next(p)) {
-      const int k = back ? end - done : done;
+    for (int k = 0; k < p.depth; k += 64, ring.next(p)) {
       mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
       const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * p.stage_bytes;
       mbarrier::arrive_expect(full, count * slot_bytes + (left ? 8192 : 0));
@@ -173,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
       SddRing ring{1};
       for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
         if (const int index = turn_tile(turn); index < p.total) {
-          sdd_fetch<kLeftK, kRightK>(p, sdd_tile(p, index), barriers, base, ring, turn % 2 != 0);
+          sdd_fetch<kLeftK, kRightK>(p, sdd_tile(p, index), barriers, base, ring);
         }
       }
     }

@@ -218,10 +218,8 @@ struct SddGeometry {
 
 /// The strips of an sdd and the entries they name.
 struct Strips {
-  int most;    ///< slots of a pair
-  int cells;   ///< blocks of an entry
-  int alone;   ///< slots of a strip of one line: at most twice as many as of a pair
-  bool alike;  ///< strips of a line are of about one size, not full ones and a rest
+  int most;   ///< slots of a pair; a strip of one line has twice as many
+  int cells;  ///< blocks of an entry
   std::vector<Strip> items{};
   std::vector<int> columns{}, blocks{};
 
@@ -235,10 +233,10 @@ struct Strips {
       }
     }
   }
+  /// A line in full strips and one with the rest, which costs less where it is small.
   void add_line(int line, std::span<const Slot> row) {
-    const auto each = static_cast<std::size_t>(alone);
-    for (std::size_t left = (row.size() + each - 1) / each; left > 0; --left) {
-      const std::size_t count = alike ? row.size() / left : std::min(each, row.size());
+    for (const auto each = static_cast<std::size_t>(2 * most); !row.empty();) {
+      const std::size_t count = std::min(each, row.size());
       add_strip(line, {row.first(count)});
       row = row.subspan(count);
     }
@@ -270,23 +268,15 @@ struct Strips {
   }
 };
 
-/// How much a strip moves, in elements per K.
-int moved(const Strip& strip, int slot) { return 64 * (1 + strip.pair) + strip.count * slot; }
-
-/// What the busiest CTA moves when strips are dealt as turn_tile does.
-int longest_share(const Strips& strips, int slot, int multiprocessors) {
-  const auto ctas = static_cast<std::size_t>(multiprocessors);
-  std::vector<int> shares(ctas, 0);
-  for (std::size_t n = 0; n < strips.items.size(); ++n) {
-    const std::size_t place = n % ctas;
-    shares[n / ctas % 2 == 0 ? place : ctas - 1 - place] += moved(strips.items[n], slot);
-  }
-  return *std::max_element(shares.begin(), shares.end());
-}
-
-Strips cut_strips(const SddGeometry& geometry, std::int64_t heads, int alone, bool alike) {
-  Strips strips{256 / geometry.slot, geometry.along_line() * geometry.along_slot(), alone, alike};
-  for (int head = 0; head < static_cast<int>(heads); ++head) {
+/// Strips that move most come first, otherwise they follow the layout.
+DevicePlan make_sdd(const BlockLayout& layout, const PlanKey& key) {
+  const BlockLayout::Sizes& sizes = layout.sizes();
+  const bool swaps = key.transposed != 0;
+  const SddGeometry geometry{swaps ? layout.by_col() : layout.by_row(), static_cast<int>(sizes.block_rows), key.slot,
+                             static_cast<int>(swaps ? sizes.cols : sizes.rows),
+                             static_cast<int>(swaps ? sizes.rows : sizes.cols)};
+  Strips strips{256 / key.slot, geometry.along_line() * geometry.along_slot()};
+  for (int head = 0; head < static_cast<int>(layout.heads()); ++head) {
     for (int line = 0; line < geometry.lines(); line += 2) {
       const Slots upper = geometry.slots(head, line);
       const int at = head * geometry.lines() + line;
@@ -294,39 +284,10 @@ Strips cut_strips(const SddGeometry& geometry, std::int64_t heads, int alone, bo
                                   : strips.add_line(at, upper);
     }
   }
-  // Those that move most come first, otherwise they follow the layout.
-  std::stable_sort(strips.items.begin(), strips.items.end(),
-                   [&](const Strip& a, const Strip& b) { return moved(a, geometry.slot) > moved(b, geometry.slot); });
-  return strips;
-}
-
-/// Few strips for many multiprocessors leave some idle while others finish: then the cut that ends first is sought.
-Strips best_strips(const SddGeometry& geometry, std::int64_t heads, int multiprocessors) {
-  const int full = 512 / geometry.slot;
-  Strips best = cut_strips(geometry, heads, full, false);
-  if (best.items.empty() || best.items.size() > 8 * static_cast<std::size_t>(multiprocessors)) {
-    return best;
-  }
-  int least = longest_share(best, geometry.slot, multiprocessors);
-  for (int alone = full; alone > full / 2; alone -= full / 8) {
-    for (const bool alike : {false, true}) {
-      Strips strips = cut_strips(geometry, heads, alone, alike);
-      if (const int longest = longest_share(strips, geometry.slot, multiprocessors); longest < least) {
-        least = longest;
-        best = std::move(strips);
-      }
-    }
-  }
-  return best;
-}
-
-DevicePlan make_sdd(const BlockLayout& layout, const PlanKey& key) {
-  const BlockLayout::Sizes& sizes = layout.sizes();
-  const bool swaps = key.transposed != 0;
-  const SddGeometry geometry{swaps ? layout.by_col() : layout.by_row(), static_cast<int>(sizes.block_rows), key.slot,
-                             static_cast<int>(swaps ? sizes.cols : sizes.rows),
-                             static_cast<int>(swaps ? sizes.rows : sizes.cols)};
-  const Strips strips = best_strips(geometry, layout.heads(), driver::device_info(key.device).multiprocessors);
+  std::stable_sort(strips.items.begin(), strips.items.end(), [&](const Strip& a, const Strip& b) {
+    const auto moved = [&](const Strip& s) { return 64 * (1 + s.pair) + s.count * key.slot; };
+    return moved(a) > moved(b);
+  });
   DevicePlan made;
   made.steps = upload(key.device, strips.columns);
   made.blocks = upload(key.device, strips.blocks);

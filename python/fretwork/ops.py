@@ -140,6 +140,9 @@ def unpack(values: Tensor, layout: BlockLayout, fill: float = 0.0) -> Tensor:
 
 
 ALGOS = ("kernel", *peers.PEERS, "auto")
+# "auto" is the kernel: each peer moves x, w or y more than once, and "dense" writes its matrix at every call, so that
+# it loses even where a dense layer is bound by memory alone.
+OURS = ("kernel", "auto")
 
 
 def ksmm(
@@ -226,7 +229,7 @@ def _apply_factors(
         y = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
     name = _precision(op, precision)
     weights = list(factors.values())
-    if len(weights) > 1 and all(_way(algo, y, w, bs_last) == "kernel" for w in weights):
+    if len(weights) > 1 and algo in OURS:
         y = _chain(y, weights, bias, activation or "none", bool(bs_last), name)
     else:
         for w in weights[:-1]:
@@ -240,23 +243,12 @@ def _apply_factors(
 def _product(
     algo: str, x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str
 ) -> Tensor:
-    algo = _way(algo, x, w, bs_last)
-    if algo == "kernel":
+    if algo in OURS:
         return _ksmm(x, w, bias, activation, bool(bs_last), precision)
     if not _autocasts(x):
         return peers.run(algo, x, w, bias, activation, bool(bs_last))
     with torch.autocast(x.device.type, enabled=False):  # which has had its say
         return peers.run(algo, x, w, bias, activation, bool(bs_last))
-
-
-def _way(algo: str, x: Tensor, w: Tensor, bs_last: bool) -> str:
-    return _chosen(x, w, bs_last) if algo == "auto" else algo
-
-
-def _chosen(x: Tensor, w: Tensor, bs_last: bool) -> str:
-    """What "auto" runs: the kernel, as no peer is known to be faster. Each of them moves x, w or y more than once, and
-    "dense" writes its matrix at every call, so that it loses even where a dense layer is bound by memory alone."""
-    return "kernel"
 
 
 def _autocasts(x: Tensor) -> bool:

@@ -36,7 +36,7 @@ TEST(ChainPlan, FusesMonarchs) {
 
 TEST(ChainPlan, SaysWhatRunsAlone) {
   const std::vector<Sizes> square = monarch(4096, 4096, 64, 64);
-  EXPECT_EQ(ksmm_chain_plan(square, "sm_90a", DType::f32), (Lines{"0: portable", "1: strided"}));
+  EXPECT_EQ(ksmm_chain_plan(square, "sm_90a", DType::f32), (Lines{"0: fp32", "1: fp32"}));
   EXPECT_EQ(ksmm_chain_plan(square, "sm_90a", DType::f16, true), (Lines{"0: hopper", "1: hopper"}));
   EXPECT_EQ(ksmm_chain_plan(square, "sm_80"), (Lines{"0: portable", "1: strided"}));
   EXPECT_EQ(ksmm_chain_plan(square, "cpu"), (Lines{"0: cpu", "1: cpu"}));

@@ -125,7 +125,7 @@ class KSLinear(nn.Module):
         """
         from fretwork.kronecker import plan
 
-        if self.algo not in ("auto", "kernel"):
+        if self.algo not in ops.OURS:
             return "\n".join(f"{n}: {self.algo}" for n in range(len(self.patterns)))
         weight = self.weights[0]
         here = f"cuda:{weight.device.index or 0}" if weight.is_cuda else "cpu"

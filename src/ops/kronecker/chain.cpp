@@ -17,6 +17,9 @@ const char* way(const Sizes& s, const Target& target) {
   if (target.arch == "cpu") {
     return "cpu";
   }
+  if (target.dtype == DType::f32) {
+    return "fp32";  // by the precision: on FFMA, or on the tensor cores
+  }
   if (target.arch == "sm_90a" && half(target.dtype) && (target.last || s.d == 1) && s.b + s.c >= 32) {
     return "hopper";
   }

@@ -342,7 +342,8 @@ class FewRows : Work {
  public:
   FewRows(const Problem& problem, Context& context)
       : Work(problem, simd::widened_tiles(problem.dtype), context),
-        rows_(even(s_.b, std::clamp<std::int64_t>(kFewElements / (s_.c * s_.d), 4, s_.b), 4)),
+        rows_(
+            even(s_.b, std::clamp<std::int64_t>(kFewElements / (s_.c * s_.d), 4, std::max<std::int64_t>(s_.b, 4)), 4)),
         lanes_(ceil_div(rows_.each * s_.d, tiles_.lanes) * tiles_.lanes) {}
 
   static bool fits(const Problem& p) {

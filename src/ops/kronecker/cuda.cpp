@@ -194,7 +194,6 @@ void run_here(const WeightProblem& problem, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
   const std::int64_t count = a * b * c * d;
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
-  const std::int64_t tiles = a * d * ceil_div(b, kTile) * ceil_div(c, kTile);
   ProductParams p{};
   p.left = matrix_operand(problem.d_y, problem.sizes, b, true);
   p.right = matrix_operand(problem.x, problem.sizes, c, true);
@@ -203,12 +202,15 @@ void run_here(const WeightProblem& problem, Context& context) {
   p.depth = problem.batch;
   p.a = a;
   p.d = d;
+  const bool matrices = tensor_cores(p, problem.dtype, context);
+  const std::int64_t tiles =
+      a * d * (matrices ? ceil_div(b, kRows) * ceil_div(c, 128) : ceil_div(b, kTile) * ceil_div(c, kTile));
   p.pieces = pieces_of(problem.batch, tiles, multiprocessors);
   p.piece = ceil_div(std::max<std::int64_t>(problem.batch, 1), p.pieces * kDepth) * kDepth;
   p.out_piece = count;
   const Workspace sums(context, static_cast<std::size_t>(p.pieces * count) * sum_bytes(problem.dtype));
   const Weights& w = problem.d_w;
-  if (const bool matrices = tensor_cores(p, problem.dtype, context); matrices || d == 1) {
+  if (matrices || d == 1) {
     p.out = operand(sums.data(), d * b * c, b * c, c, 1, false);
     launch(p, problem.dtype, true, context);
     sum_pieces(sums.data(), p.pieces, problem.dtype, w.data, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
@@ -253,7 +255,7 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
       for (int order = 0; order < 4 && (products == 1 || cols == 64); ++order) {
         const bool left = (order & 1) != 0, right = (order & 2) != 0;
         list.push_back(portable_spec(dtype, false, products, cols, left, right));
-        if (left == right && dtype != DType::f32) {  // gradients: both run along the batch, or both across it
+        if (dtype != DType::f32) {  // gradients
           list.push_back(portable_spec(dtype, true, products, cols, left, right));
         }
       }

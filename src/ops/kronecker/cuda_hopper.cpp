@@ -556,7 +556,7 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
     run_regrouped(p, matrices, width, context);
     return true;
   }
-  if (!rows || form == Form::regrouped) {
+  if (!rows || form == Form::regrouped || wanted > 0) {  // which has widths of its own
     return false;
   }
   run_interleaved(p, *rows, matrices, context);

@@ -140,7 +140,7 @@ bool fits(const Tile& tile, std::int64_t d, std::int64_t batch, const Matrix& on
   return d % tile.v == 0 && moves(one, batch, tile.size, bytes) && moves(other, batch, tile.size, bytes);
 }
 
-/// With fewer δ than a chunk holds: whether `count` neighbouring columns of `lines` can be moved together.
+/// With fewer δ than a chunk holds: whether neighbouring columns of m can be moved together.
 bool flat(const Tile& tile, const Sizes& s, std::int64_t columns, std::int64_t batch, const Matrix& m, int bytes) {
   return s.d == tile.v && moves(m, batch, tile.size, bytes) && (s.a == 1 || columns * s.d * tile.size % bytes == 0);
 }
@@ -257,7 +257,6 @@ struct ClusterPlan {
   int across = 1;             ///< clusters along b
 };
 
-/// The cluster that L2 has least to do for; a larger one must pay.
 /// By times on an H200. Where d is all of a CTA's δ (`flat`), the copy engine fetches whole lines, and CTAs need not
 /// share more than two can; elsewhere each piece of 32 bytes should serve as many as possible.
 ClusterPlan plan_cluster(const Sizes& s, int v, bool flat) {

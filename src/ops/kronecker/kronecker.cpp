@@ -163,10 +163,11 @@ void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const 
     return;
   }
   // Steps end after `ends[n]` factors. Two buffers take turns between them.
+  constexpr std::int64_t kFew = 32;  // rows for which every factor reads its weights once, without packing them
   std::vector<std::size_t> ends;
   std::int64_t widest = 0;
   for (std::size_t n = 0; n < problems.size(); n = ends.back()) {
-    const bool two = n + 1 < problems.size() && context.device.type == DeviceType::cuda &&
+    const bool two = n + 1 < problems.size() && context.device.type == DeviceType::cuda && x.size(0) > kFew &&
                      chain::cuda::fuses(problems[n], problems[n + 1], context);
     ends.push_back(n + (two ? 2 : 1));
     const Sizes& s = problems[ends.back() - 1].sizes;

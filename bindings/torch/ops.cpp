@@ -325,6 +325,17 @@ fretwork::TensorView batch_view(const char* op, const char* argument, const Tens
   return v;
 }
 
+/// What a Kronecker product does to its sums, with the view of the bias that the options point to.
+struct Finish {
+  fretwork::TensorView bias;
+  fretwork::KsmmOptions options;
+  Finish(const char* op, const std::optional<Tensor>& given, std::string_view activation)
+      : bias(given.has_value() ? view(op, "bias", *given) : fretwork::TensorView{}),
+        options{.bias = given.has_value() ? &bias : nullptr, .activation = activation_named(op, activation)} {}
+  Finish(const Finish&) = delete;
+  Finish& operator=(const Finish&) = delete;
+};
+
 void ksmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
   constexpr const char* kOp = "ksmm";
   Arguments arguments(stack);
@@ -335,17 +346,13 @@ void ksmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Text precision = arguments.text();
 
   const fretwork::TensorView input = batch_view(kOp, "x", x, last), weight = view(kOp, "w", w);
-  fretwork::KsmmOptions options{.bias = nullptr, .activation = activation_named(kOp, activation.view())};
-  const fretwork::TensorView bias_view = bias.has_value() ? view(kOp, "bias", *bias) : fretwork::TensorView{};
-  if (bias.has_value()) {
-    options.bias = &bias_view;
-  }
+  const Finish finish(kOp, bias, activation.view());
   // A weight of another rank gives some shape; the core refuses it before it looks at the result.
   const std::int64_t batch = input.size(0), features = weight.size(0) * weight.size(1) * weight.size(3);
   const Tensor out = empty_like(last ? std::array{features, batch} : std::array{batch, features}, x);
   Call call(x);
   call.context().precision = precision_named(kOp, precision.view());
-  fretwork::ksmm(input, weight, batch_view(kOp, "out", out, last), call.context(), options);
+  fretwork::ksmm(input, weight, batch_view(kOp, "out", out, last), call.context(), finish.options);
   stack[0] = torch::stable::detail::from(out);
 }
 
@@ -364,18 +371,14 @@ void ksmm_chain(StableIValue* stack, std::uint64_t, std::uint64_t) {
   for (const Tensor& w : weights) {
     factors.push_back(view(kOp, ("weights[" + std::to_string(factors.size()) + "]").c_str(), w));
   }
-  fretwork::KsmmOptions options{.bias = nullptr, .activation = activation_named(kOp, activation.view())};
-  const fretwork::TensorView bias_view = bias.has_value() ? view(kOp, "bias", *bias) : fretwork::TensorView{};
-  if (bias.has_value()) {
-    options.bias = &bias_view;
-  }
+  const Finish finish(kOp, bias, activation.view());
   // As for ksmm: bad weights give some shape, and are refused before it matters.
   const fretwork::TensorView end = factors.empty() ? fretwork::TensorView{} : factors.back();
   const std::int64_t batch = input.size(0), features = end.size(0) * end.size(1) * end.size(3);
   const Tensor out = empty_like(last ? std::array{features, batch} : std::array{batch, features}, x);
   Call call(x);
   call.context().precision = precision_named(kOp, precision.view());
-  fretwork::ksmm_chain(input, factors, batch_view(kOp, "out", out, last), call.context(), options);
+  fretwork::ksmm_chain(input, factors, batch_view(kOp, "out", out, last), call.context(), finish.options);
   stack[0] = torch::stable::detail::from(out);
 }
 

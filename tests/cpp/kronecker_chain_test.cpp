@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "activated.h"
 #include "core/half.h"
 #include "error_text.h"
 #include "ops/kronecker/chain.h"
@@ -142,20 +143,6 @@ std::string text(const Case& c) {
          std::to_string(c.gap) + " exchange " + std::to_string(c.exchange);
 }
 
-double activated(double v, Activation activation) {
-  switch (activation) {
-    case Activation::relu:
-      return std::max(v, 0.0);
-    case Activation::gelu:
-      return 0.5 * v * (1 + std::erf(v / std::sqrt(2.0)));
-    case Activation::silu:
-      return v / (1 + std::exp(-v));
-    case Activation::none:
-      break;
-  }
-  return v;
-}
-
 /// The operands of a case, uploaded.
 struct Operands {
   Array x, w1, w2, bias, y;
@@ -222,7 +209,7 @@ void check_row(const Case& c, const Operands& o, std::int64_t n) {
       }
       const std::int64_t feature = j * c.s + l;
       sum += c.bias ? o.bias.get(count(feature)) : 0;
-      const double want = activated(sum, c.activation), got = o.y.get(count(n * o.y_stride + feature));
+      const double want = activated(c.activation, sum), got = o.y.get(count(n * o.y_stride + feature));
       // The middle is rounded once, and so is the result; no activation is steeper than 1.13.
       ASSERT_NEAR(got, want, rounding * (0.5 * magnitude + 2 * std::abs(want)) + 1e-4)
           << text(c) << " at n " << n << " j " << j << " l " << l;

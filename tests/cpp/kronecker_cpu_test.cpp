@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "activated.h"
 #include "core/half.h"
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
@@ -123,19 +124,6 @@ struct Case {
   bool bias = false;
   Activation activation = Activation::none;
 };
-
-double activated(Activation activation, double v) {
-  switch (activation) {
-    case Activation::relu:
-      return v > 0 ? v : 0;
-    case Activation::gelu:
-      return 0.5 * v * std::erfc(-v * 0.70710678118654752440);
-    case Activation::silu:
-      return v / (1 + std::exp(-v));
-    default:
-      return v;
-  }
-}
 
 double tolerance(DType dtype) {
   return dtype == DType::f64 ? 1e-12 : dtype == DType::f32 ? 4e-6 : dtype == DType::f16 ? 2e-3 : 1.6e-2;

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "activated.h"
 #include "core/half.h"
 #include "device/divide.cuh"
 #include "fretwork/error.h"
@@ -176,19 +177,6 @@ Tensor weights(const Case& c) {
       return {c.dtype, {a, b, k, d}, {d * b * k, k, 1, b * k}};
     default:
       return {c.dtype, {a, b, k, d}, {(b + 1) * (k * d * 2 + 3), k * d * 2 + 3, d * 2, 2}};
-  }
-}
-
-double activated(Activation activation, double v) {
-  switch (activation) {
-    case Activation::relu:
-      return v < 0 ? 0.0 : v;
-    case Activation::gelu:
-      return 0.5 * v * (1 + std::erf(v / std::sqrt(2.0)));
-    case Activation::silu:
-      return v / (1 + std::exp(-v));
-    default:
-      return v;
   }
 }
 

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "activated.h"
 #include "core/half.h"
 #include "ops/kronecker/cuda_strided.h"
 #include "runtime/cuda_driver.h"
@@ -86,20 +87,6 @@ std::string text(const Case& c) {
          std::to_string(static_cast<int>(c.precision)) + " activation " +
          std::to_string(static_cast<int>(c.activation)) + (c.bias ? " bias" : "") +
          (c.transposed ? " transposed" : "") + " gap " + std::to_string(c.gap);
-}
-
-double activated(double v, Activation activation) {
-  switch (activation) {
-    case Activation::relu:
-      return std::max(v, 0.0);
-    case Activation::gelu:
-      return 0.5 * v * (1 + std::erf(v / std::sqrt(2.0)));
-    case Activation::silu:
-      return v / (1 + std::exp(-v));
-    case Activation::none:
-      break;
-  }
-  return v;
 }
 
 /// Of a sum of products with absolute sum `magnitude`, rounded to the type once.
@@ -179,7 +166,7 @@ void check_product(const Case& c, strided::Way way = strided::Way::best) {
           }
           const std::int64_t feature = (i * b + j) * d + l;
           sum += c.bias ? bias.get(static_cast<std::size_t>(feature)) : 0;
-          const double want = activated(sum, c.activation);
+          const double want = activated(c.activation, sum);
           const double got = y.get(static_cast<std::size_t>(n * y_stride + feature));
           ASSERT_NEAR(got, want, tolerance(c, want, magnitude))
               << text(c) << " at n " << n << " i " << i << " j " << j << " l " << l;

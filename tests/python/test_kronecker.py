@@ -222,11 +222,15 @@ def test_export(tmp_path):
 @both_layouts
 @pytest.mark.parametrize("dims", [(0, None, None), (1, 0, None), (None, 2, 0), (None, None, 0), (1, 4, 0)], ids=str)
 def test_vmap(dims, bs_last, device):
+    function = lambda x, w, b: fw.ksmm(x, w, bs_last, b, "silu")  # noqa: E731
+    check_vmap(function, tensors([(2, 3, 4, 2)], (5,), device, bs_last=bs_last, grad=False), dims)
+
+
+def check_vmap(function, operands, dims):
     """Values and gradients are those of a loop, whatever is mapped."""
     inputs = []
-    for t, dim in zip(tensors([(2, 3, 4, 2)], (5,), device, bs_last=bs_last, grad=False), dims, strict=True):
+    for t, dim in zip(operands, dims, strict=True):
         inputs.append((t if dim is None else torch.stack([t, 2 * t, -t], dim)).requires_grad_())
-    function = lambda x, w, b: fw.ksmm(x, w, bs_last, b, "silu")  # noqa: E731
     pick = lambda n: [t if d is None else t.select(d, n) for t, d in zip(inputs, dims, strict=True)]  # noqa: E731
     want = torch.stack([function(*pick(n)) for n in range(3)])
     got = torch.func.vmap(function, dims)(*inputs)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from conftest import assert_close
-from test_kronecker import ACTIVATIONS, both_layouts, compare, reference, tensors
+from test_kronecker import ACTIVATIONS, both_layouts, check_vmap, compare, reference, tensors
 
 import fretwork as fw
 
@@ -63,20 +63,8 @@ def test_opcheck(bias, bs_last, device):
 @pytest.mark.parametrize("dims", [(0, None, None, None), (1, 0, None, None), (None, None, 2, 0), (None, 1, 0, None),
                                   (None, None, None, 0), (1, 4, 1, 0)], ids=str)  # fmt: skip
 def test_vmap(dims, bs_last, device):
-    """Values and gradients are those of a loop, whatever is mapped."""
-    inputs = []
-    patterns = [(2, 3, 4, 1), (1, 5, 2, 3)]
-    for t, dim in zip(tensors(patterns, (5,), device, bs_last=bs_last, grad=False), dims, strict=True):
-        inputs.append((t if dim is None else torch.stack([t, 2 * t, -t], dim)).requires_grad_())
     function = lambda x, v, w, b: fw.ksmm_chain(x, [v, w], bs_last, b, "silu")  # noqa: E731
-    pick = lambda n: [t if d is None else t.select(d, n) for t, d in zip(inputs, dims, strict=True)]  # noqa: E731
-    want = torch.stack([function(*pick(n)) for n in range(3)])
-    got = torch.func.vmap(function, dims)(*inputs)
-    assert_close(got, want.double(), torch.float32)
-    upstream = torch.randn_like(want)
-    gradients = (torch.autograd.grad(y, inputs, upstream) for y in (got, want))
-    for one, other in zip(*gradients, strict=True):
-        assert_close(one, other.double(), torch.float32, "gradient")
+    check_vmap(function, tensors([(2, 3, 4, 1), (1, 5, 2, 3)], (5,), device, bs_last=bs_last, grad=False), dims)
 
 
 def test_batched_gradients(device):

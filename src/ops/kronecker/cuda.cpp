@@ -181,15 +181,6 @@ std::int64_t pieces_of(std::int64_t batch, std::int64_t tiles, int multiprocesso
   return std::clamp<std::int64_t>(std::min(ceil_div(2 * multiprocessors, tiles), batch / 256), 1, 256);
 }
 
-void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
-                const std::int64_t (&strides)[4], Context& context) {
-  PieceSumParams p{from, pieces, sizes[0] * sizes[1] * sizes[2] * sizes[3], to, {}, {}};
-  std::copy(std::begin(sizes), std::end(sizes), p.sizes);
-  std::copy(std::begin(strides), std::end(strides), p.strides);
-  get_kernel(spec("sum_pieces", dtype), context.device.index)
-      .launch(std::min<std::int64_t>(ceil_div(p.count, 256), 1 << 16), 256, 0, &p, context.stream);
-}
-
 void run_here(const WeightProblem& problem, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
   const std::int64_t count = a * b * c * d;
@@ -266,6 +257,15 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
 const KernelList kKernels{"kronecker", list_kernels};
 
 }  // namespace
+
+void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
+                const std::int64_t (&strides)[4], Context& context) {
+  PieceSumParams p{from, pieces, sizes[0] * sizes[1] * sizes[2] * sizes[3], to, {}, {}};
+  std::copy(std::begin(sizes), std::end(sizes), p.sizes);
+  std::copy(std::begin(strides), std::end(strides), p.strides);
+  get_kernel(spec("sum_pieces", dtype), context.device.index)
+      .launch(std::min<std::int64_t>(ceil_div(p.count, 256), 1 << 16), 256, 0, &p, context.stream);
+}
 
 void cuda::run(const Problem& problem, Context& context) {
   const driver::DeviceScope scope(context.device.index);

@@ -40,4 +40,8 @@ bool run(const Problem& problem, Context& context);
 bool run(const WeightProblem& problem, Context& context);
 }  // namespace ieee
 
+/// Adds `pieces` of fp32 (or fp64) sums of `sizes`, which follow each other at `from`, into the strided `to`.
+void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
+                const std::int64_t (&strides)[4], Context& context);
+
 }  // namespace fretwork::kronecker

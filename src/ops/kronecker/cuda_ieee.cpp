@@ -33,7 +33,6 @@ KernelSpec delta_kernel(const DeltaTile& t, bool depth_inner) {
                        std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">"};
 }
 KernelSpec order_kernel() { return {kLines, "fretwork::kronecker::ieee::order_weights"}; }
-KernelSpec sum_kernel() { return {"ops/kronecker/kernel_simple.cuh", "fretwork::kronecker::sum_pieces<float>"}; }
 
 constexpr int kNeighbours = 2;  // δ of a thread
 
@@ -209,16 +208,6 @@ std::int64_t pieces_of(std::int64_t batch, std::int64_t tiles, std::int64_t slot
   return best;
 }
 
-/// `strides` and `sizes` of the gradient in the order that the sums have.
-void sum_pieces(const ProductParams& p, const void* from, const Weights& w, const std::int64_t (&sizes)[4],
-                const std::int64_t (&strides)[4], Context& context) {
-  PieceSumParams q{from, p.pieces, p.out_piece, w.data, {}, {}};
-  std::copy(std::begin(sizes), std::end(sizes), q.sizes);
-  std::copy(std::begin(strides), std::end(strides), q.strides);
-  get_kernel(sum_kernel(), context.device.index)
-      .launch(std::min<std::int64_t>(ceil_div(q.count, 256), 1 << 16), 256, 0, &q, context.stream);
-}
-
 }  // namespace
 
 bool run(const Problem& problem, Context& context) {
@@ -273,11 +262,11 @@ bool run(const WeightProblem& problem, Context& context) {
     p.out = {sums.data(), b * c * d, 1, c * d, d, 0, 0};
     p.vector = true;
     launch(p, neighbours, false, context);
-    sum_pieces(p, sums.data(), w, {a, b, c, d}, {w.a, w.b, w.c, w.d}, context);
+    sum_pieces(sums.data(), p.pieces, DType::f32, w.data, {a, b, c, d}, {w.a, w.b, w.c, w.d}, context);
   } else {
     p.out = {sums.data(), d * b * c, b * c, c, 1, 2, 0};
     launch(p, lines, !first, !first, context);
-    sum_pieces(p, sums.data(), w, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
+    sum_pieces(sums.data(), p.pieces, DType::f32, w.data, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
   }
   return true;
 }

@@ -131,4 +131,36 @@ std::vector<KroneckerPattern::Sizes> monarch(std::int64_t out_features, std::int
                                              std::int64_t q);
 std::vector<KroneckerPattern::Sizes> butterfly(std::int64_t n);
 
+struct PartGroup;
+
+/// Every row's columns are a few affine progressions: windows, strides, grids, documents, and unions and intersections
+/// of them. Made by the functions of fretwork/patterns.h and by parse_pattern.
+class RegularPattern final : public Pattern {
+ public:
+  /// What a row holds, as one progression: columns start + t·stride, 0 ≤ t < count.
+  struct Progression {
+    std::int64_t start, stride, count;
+  };
+
+  std::int64_t rows() const { return shape_[0]; }
+  std::int64_t cols() const { return shape_[1]; }
+  bool contains(std::int64_t row, std::int64_t col) const;
+  /// One progression for each row. Throws Error that names the first row that is not one.
+  std::vector<Progression> acsr() const;
+  /// What was recognised, one line for each kind of part.
+  std::string describe() const;
+  /// Disjoint parts whose union this is (pattern/regular.h).
+  const std::vector<PartGroup>& groups() const { return groups_; }
+
+  ~RegularPattern() override;
+  double density() const override;
+  PatternPtr transpose() const override;
+  void mask(std::span<std::uint8_t> out) const override;
+
+ private:
+  friend struct RegularMaker;
+  RegularPattern();
+  std::vector<PartGroup> groups_;
+};
+
 }  // namespace fretwork

@@ -1,0 +1,35 @@
+// Random bits as a function of where they are used: dropout looks the same to every tiling, forward and backward, and
+// to the CPU, which includes this file too.
+#pragma once
+
+namespace fretwork {
+
+#ifdef __CUDACC__
+#define FRETWORK_HOST_DEVICE __device__ __forceinline__
+#else
+#define FRETWORK_HOST_DEVICE inline
+#endif
+
+/// Every bit of the result depends on every bit of x.
+FRETWORK_HOST_DEVICE unsigned mix_bits(unsigned x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+/// What the elements of one row of one (batch, head) share.
+FRETWORK_HOST_DEVICE unsigned random_row(long long seed, long long batch_head, long long row) {
+  unsigned h = mix_bits(static_cast<unsigned>(seed) + 0x9e3779b9u);
+  h = mix_bits(h ^ static_cast<unsigned>(static_cast<unsigned long long>(seed) >> 32));
+  h = mix_bits(h + static_cast<unsigned>(batch_head) * 0x85ebca6bu);
+  return mix_bits(h ^ static_cast<unsigned>(row) * 0xc2b2ae35u);
+}
+
+/// 32 random bits for the element at `col`. It is kept iff they are at least `threshold` = ⌊rate · 2^32⌋.
+FRETWORK_HOST_DEVICE unsigned random_bits(unsigned row_state, long long col) {
+  return mix_bits(row_state + static_cast<unsigned>(col) * 0x27d4eb2fu);
+}
+
+}  // namespace fretwork

@@ -1,0 +1,67 @@
+// Attention after all checks: what both backends receive.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "fretwork/context.h"
+#include "fretwork/pattern.h"
+
+namespace fretwork::attention_op {
+
+/// (batch, head, row, column); strides in elements. Absent when data is null.
+struct Operand {
+  void* data = nullptr;
+  std::int64_t batch = 0, head = 0, row = 0, col = 0;
+};
+
+/// Added to the scores after scale and softcap; a stride is 0 where it is broadcast. Absent when data is null.
+struct Bias {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t batch = 0, head = 0, row = 0, col = 0;
+};
+
+/// Which probabilities are dropped: a function of (*seed, batch, head, row, column) alone (device/random.cuh), so that
+/// every tiling and both backends drop the same. Kept ones are divided by 1 − rate.
+struct Dropout {
+  double rate = 0;                     ///< 0: none
+  const std::int64_t* seed = nullptr;  ///< on the context's device
+};
+
+struct Problem {
+  DType dtype = DType::f32;
+  std::int64_t batch = 0, heads = 0, kv_heads = 0;  ///< query head h uses key head h / (heads / kv_heads)
+  std::int64_t rows = 0, cols = 0;                  ///< queries, keys
+  std::int64_t depth = 0, value_depth = 0;
+  /// One for all heads, or one for each query head. Equal ones are the same object.
+  std::vector<std::shared_ptr<const RegularPattern>> patterns;
+  double scale = 1, softcap = 0;  ///< softcap 0: none
+  Operand q, k, v;
+  Operand o;    ///< forward: the result; backward: as it was
+  Operand lse;  ///< (batch, head, row), col unused, f32 (f64 where dtype is): natural logarithm
+  Bias bias;
+  Operand slopes;  ///< ALiBi: f32, by head only: −slope·|row + cols − rows − col| is added. Absent when data is null
+  Dropout dropout;
+};
+
+/// Gradients; absent ones (data null) are not wanted. d_lse may be absent: then it is zero.
+struct BackwardProblem {
+  Problem forward;
+  Operand d_o, d_lse;     ///< given
+  Operand d_q, d_k, d_v;  ///< of the forward's dtype; every element is written
+  Bias d_bias;            ///< of the bias's shape: strides 0 where it is broadcast, and summed over there
+  std::int64_t bias_sizes[4] = {1, 1, 1, 1};
+};
+
+namespace cpu {
+void forward(const Problem& problem, Context& context);
+void backward(const BackwardProblem& problem, Context& context);
+}  // namespace cpu
+namespace cuda {
+void forward(const Problem& problem, Context& context);
+void backward(const BackwardProblem& problem, Context& context);
+}  // namespace cuda
+
+}  // namespace fretwork::attention_op

@@ -23,6 +23,13 @@ struct Words4 {
     w[a] = when ? second : first;
     w[b] = when ? first : second;
   }
+  /// Word n goes to place n ^ key % 4.
+  __device__ __forceinline__ void unswizzle(u32 key) {
+    swap(0, 1, key % 2 != 0);
+    swap(2, 3, key % 2 != 0);
+    swap(0, 2, key / 2 % 2 != 0);
+    swap(1, 3, key / 2 % 2 != 0);
+  }
 };
 __device__ __forceinline__ Words4 load_words(u32 address) {
   Words4 v;
@@ -94,7 +101,9 @@ struct Fused {
   static constexpr int kRow = kP * kDeltas * 2;        // bytes of a row of the result in a slot
   static constexpr int kKeep = kRows / kExchange;      // rows of the result that a CTA stores
   static constexpr Monarch::Share kFirst = kMonarch.first(), kSecond = kMonarch.second();
-  static constexpr u32 kFetcher = 32 * (Monarch::kWarps - 1);
+  static constexpr int kPart = kKeep * kRow;          // bytes of the result that one CTA sends another
+  static constexpr u32 kHalf = 32 * Monarch::kWarps;  // threads of a factor
+  static constexpr u32 kFetcher = kHalf - 32;
   static constexpr u32 kFirstBarrier = 1, kSecondBarrier = 2;  // named barriers of the two halves
 
   struct Barriers {
@@ -128,12 +137,12 @@ struct Fused {
         mbarrier::init(shared_address(&barriers.x_full[n]), 1);
       }
       for (int n = 0; n < kMiddle; ++n) {
-        mbarrier::init(shared_address(&barriers.middle_full[n]), 1);
-        mbarrier::init(shared_address(&barriers.middle_empty[n]), Monarch::kWarps * kRanks);
+        mbarrier::init(shared_address(&barriers.middle_full[n]), kHalf + (kRanks > 1 ? 1 : 0));
+        mbarrier::init(shared_address(&barriers.middle_empty[n]), kHalf + Monarch::kWarps * (kRanks - 1));
       }
       for (int n = 0; n < 2; ++n) {
         mbarrier::init(shared_address(&barriers.y_full[n]), 1);
-        mbarrier::init(shared_address(&barriers.y_empty[n]), Monarch::kWarps * kExchange);
+        mbarrier::init(shared_address(&barriers.y_empty[n]), Monarch::kWarps * (kExchange > 1 ? kExchange - 1 : 1));
       }
       mbarrier::init_done();
     }
@@ -173,7 +182,7 @@ struct Fused {
 #pragma unroll 1
     for (i64 tile = first_tile; tile < tiles; tile += tile_step, from.next(), to.next()) {
       const u32 rows = x + from.stage * kMonarch.x_bytes() + row * 128;
-      const u32 sent = send + to.stage * kMonarch.middle_bytes();
+      const u32 sent = send + to.stage * kMonarch.middle_bytes(), kept = middle + to.stage * kMonarch.middle_bytes();
       mbarrier::wait(shared_address(&barriers.x_full[from.stage]), from.parity);
 #pragma unroll
       for (int n = 0; n < kFirst.pairs; ++n) {
@@ -187,29 +196,32 @@ struct Fused {
           if (n == 0 && group == 0) {
             mbarrier::wait(shared_address(&barriers.middle_empty[to.stage]), to.parity);
           }
-          store_middle(sums, sent, pair + n, column / 8 + group * kFirst.tiles(), g, t);
+          store_middle(sums, sent, kept, pair + n, column / 8 + group * kFirst.tiles(), g, t);
         }
       }
+      mbarrier::arrive(shared_address(&barriers.middle_full[to.stage]));  // every lane for what it kept
       if constexpr (kRanks > 1) {
         fence_async_proxy();
       }
-      named_barrier(kFirstBarrier, Monarch::kWarps * 32);  // x has been read, and the middle written
+      named_barrier(kFirstBarrier, kHalf);  // x has been read, and the middle written
       if (fetches) {
         fetch(p, tile + kX * tile_step, from.stage);
       }
-      if (lane == 0) {
-        publish(sent, to.stage, warp);
+      if (lane == 0 && 0 < warp && warp < kRanks) {
+        send_middle(sent, to.stage, (rank + warp) % kRanks);
       }
     }
   }
 
-  /// [rank][8 blocks][row][l][8 i]: pairs of i are words. Chunks of 16 bytes are swizzled by the row, words by l.
-  __device__ __forceinline__ void store_middle(const float (&sums)[2][kFirst.tiles()][4], u32 to, int pair, int tile,
-                                               u32 g, u32 t) const {
-    const u32 lane = to + pair / 4 * kOctet + g * (kDeltas * 16) + ((pair % 4 ^ t) << 2);
+  /// [rank][8 blocks][row][l][8 i]: pairs of i are words. Chunks of 16 bytes are swizzled by the row, words by l. What
+  /// this CTA keeps goes where it would arrive: a CTA may not copy to itself.
+  __device__ __forceinline__ void store_middle(const float (&sums)[2][kFirst.tiles()][4], u32 sent, u32 kept, int pair,
+                                               int tile, u32 g, u32 t) const {
+    const u32 lane = pair / 4 * kOctet + g * (kDeltas * 16) + ((pair % 4 ^ t) << 2);
 #pragma unroll
     for (int n = 0; n < kFirst.tiles(); ++n) {
-      const u32 place = lane + (tile + n) / (kDeltas / 8) * kPiece + (tile + n) % (kDeltas / 8) * 128;
+      const u32 other = (tile + n) / (kDeltas / 8);
+      const u32 place = (other == rank ? kept : sent) + lane + other * kPiece + (tile + n) % (kDeltas / 8) * 128;
 #pragma unroll
       for (u32 e = 0; e < 2; ++e) {
         const u32 chunk = place + ((2 * t + e ^ g) << 4);
@@ -219,18 +231,10 @@ struct Fused {
     }
   }
 
-  /// One thread of each warp: a slot of the middle is written, off it goes.
-  __device__ __forceinline__ void publish(u32 sent, u32 stage, int warp) const {
-    const u32 full = shared_address(&barriers.middle_full[stage]);
-    if constexpr (kRanks > 1) {
-      const u32 other = (rank + warp) % kRanks;
-      if (warp < kRanks) {
-        copy_to_rank(middle + stage * kMonarch.middle_bytes() + rank * kPiece, sent + other * kPiece, kPiece, full,
-                     other);
-      }
-    } else if (warp == 0) {
-      mbarrier::arrive(full);
-    }
+  /// One thread: the part of a slot that another CTA multiplies.
+  __device__ __forceinline__ void send_middle(u32 sent, u32 stage, u32 other) const {
+    copy_to_rank(middle + stage * kMonarch.middle_bytes() + rank * kPiece, sent + other * kPiece, kPiece,
+                 shared_address(&barriers.middle_full[stage]), other);
   }
 
   /// The second factor.
@@ -249,9 +253,9 @@ struct Fused {
     for (i64 tile = first_tile; tile < tiles; tile += tile_step, from.next(), to.next()) {
       const u32 full = shared_address(&barriers.middle_full[from.stage]);
       const u32 rows = middle + from.stage * kMonarch.middle_bytes() + place;
-      const u32 written = y + to.stage * kMonarch.y_bytes();
+      const u32 written = y + to.stage * kMonarch.y_bytes(), kept = y_received + to.stage * kMonarch.y_bytes();
       if (kRanks > 1 && warp == 0 && lane == 0) {
-        mbarrier::arrive_expect(full, kMonarch.middle_bytes());
+        mbarrier::arrive_expect(full, kMonarch.middle_bytes() - kPiece);
       }
       mbarrier::wait(full, from.parity);
 #pragma unroll
@@ -264,23 +268,29 @@ struct Fused {
             ldmatrix(a, rows + 2 * step * kOctet + ((l ^ row % 8) << 4));
           });
           if (n == kSecond.pairs - 1 && group == kSecond.groups() - 1) {
-            release_at(shared_address(&barriers.middle_empty[from.stage]), 0, kRanks);
+            const u32 empty = shared_address(&barriers.middle_empty[from.stage]);
+            mbarrier::arrive(empty);  // every lane for itself
+            release_at_others<kRanks>(empty, 0);
           }
           if (kExchange > 1 && n == 0 && group == 0) {
             mbarrier::wait(shared_address(&barriers.y_empty[to.stage]), to.parity);
           }
           finish(p, sums, pair + n, column / 8 + group * kSecond.tiles());
-          store_y(sums, written, pair + n, column / 8 + group * kSecond.tiles());
+          store_y(sums, written, kept, pair + n, column / 8 + group * kSecond.tiles());
         }
       }
       if constexpr (kExchange > 1) {
-        swap_y(written, to.stage, warp);
+        fence_async_proxy();
         if (earlier >= 0) {
           store_received(p, earlier, to.stage ^ 1, to.parity ^ to.stage);
         }
+        named_barrier(kSecondBarrier, kHalf);  // the earlier tile's rows have been read, and this one's written
+        if (lane == 0 && warp < kExchange) {
+          swap_y(written, to.stage, warp);
+        }
         earlier = tile;
       } else {
-        named_barrier(kSecondBarrier, Monarch::kWarps * 32);
+        named_barrier(kSecondBarrier, kHalf);
         store_rows(p, tile, written);
       }
     }
@@ -289,11 +299,14 @@ struct Fused {
     }
   }
 
-  /// A warp is done with a slot, and says so to `count` CTAs.
-  __device__ __forceinline__ void release_at(u32 barrier, u32 first, u32 count) const {
-    __syncwarp();
-    if (const u32 lane = threadIdx.x % 32; lane < count) {
-      arrive_at(barrier, first + lane);
+  /// A warp is done with a slot, and says so to the other CTAs among the kCount from `first` on.
+  template <int kCount>
+  __device__ __forceinline__ void release_at_others(u32 barrier, u32 first) const {
+    if constexpr (kCount > 1) {
+      __syncwarp();
+      if (const u32 lane = threadIdx.x % 32; lane < kCount && first + lane != rank) {
+        arrive_at(barrier, first + lane);
+      }
     }
   }
 
@@ -319,62 +332,76 @@ struct Fused {
     }
   }
 
-  /// [row][j][l]: pairs of l are words. Chunks of 16 bytes are swizzled by the row, words by j.
-  __device__ __forceinline__ void store_y(const float (&sums)[2][kSecond.tiles()][4], u32 to, int pair,
+  /// Rows that lie in the parts of several CTAs are read together, so their chunks must differ by the CTA as well.
+  static __device__ __forceinline__ u32 key(u32 row, u32 part) {
+    constexpr int kWide = kDeltas / 8, kSpread = kWide >= 8 ? 0 : kExchange * kWide <= 8 ? 8 / kExchange : kWide;
+    return (row ^ part * kSpread) % 8;
+  }
+
+  /// [row][j][l]: pairs of l are words. Chunks of 16 bytes are swizzled by the row, words by j. Rows that this CTA
+  /// keeps go where they would arrive.
+  __device__ __forceinline__ void store_y(const float (&sums)[2][kSecond.tiles()][4], u32 sent, u32 kept, int pair,
                                           int tile) const {
-    const u32 g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const u32 lane = to + g * kRow + ((pair % 4 ^ t) << 2);
+    const u32 g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, own = rank % kExchange;
+    const u32 lane = g * kRow + ((pair % 4 ^ t) << 2), swizzle = key(g, own);
+    const u32 upper = (g / kKeep == own ? kept : sent) + lane;
+    const u32 lower = ((g + 8) / kKeep == own ? kept : sent) + lane + 8 * kRow;
 #pragma unroll
     for (int n = 0; n < kSecond.tiles(); ++n) {
 #pragma unroll
       for (u32 e = 0; e < 2; ++e) {
         const u32 chunk = (8 * (tile + n) + 2 * t + e) * (kDeltas / 8) + pair / 4;
-        const u32 at = lane + ((chunk ^ g) << 4);
-        store_word(at, narrow_pair<T>(sums[0][n][e], sums[1][n][e]));
-        store_word(at + 8 * kRow, narrow_pair<T>(sums[0][n][2 + e], sums[1][n][2 + e]));
+        const u32 at = (chunk ^ swizzle) << 4;
+        store_word(upper + at, narrow_pair<T>(sums[0][n][e], sums[1][n][e]));
+        store_word(lower + at, narrow_pair<T>(sums[0][n][2 + e], sums[1][n][2 + e]));
       }
     }
   }
 
-  /// Rows to the CTAs that store them: each of a group keeps its share of the rows, and gets them from all.
-  __device__ __forceinline__ void swap_y(u32 written, u32 stage, int warp) {
-    fence_async_proxy();
-    named_barrier(kSecondBarrier, Monarch::kWarps * 32);
-    if (warp < kExchange && threadIdx.x % 32 == 0) {
-      constexpr int kPart = kKeep * kRow;
-      const u32 own = rank % kExchange, other = (own + warp) % kExchange;
-      const u32 full = shared_address(&barriers.y_full[stage]);
-      if (warp == 0) {
-        mbarrier::arrive_expect(full, kMonarch.y_bytes());
-      }
-      copy_to_rank(y_received + stage * kMonarch.y_bytes() + own * kPart, written + other * kPart, kPart, full,
+  /// One thread of each warp: rows to the CTAs that store them. Each of a group keeps its share of the rows, and gets
+  /// them from all.
+  __device__ __forceinline__ void swap_y(u32 sent, u32 stage, int warp) const {
+    const u32 own = rank % kExchange, other = (own + warp) % kExchange;
+    const u32 full = shared_address(&barriers.y_full[stage]);
+    if (warp == 0) {
+      mbarrier::arrive_expect(full, kMonarch.y_bytes() - kPart);
+    } else {
+      copy_to_rank(y_received + stage * kMonarch.y_bytes() + own * kPart, sent + other * kPart, kPart, full,
                    rank - own + other);
     }
   }
   __device__ __forceinline__ void store_received(const FusedParams& p, i64 tile, u32 stage, u32 parity) {
     mbarrier::wait(shared_address(&barriers.y_full[stage]), parity);
     store_rows(p, tile, y_received + stage * kMonarch.y_bytes());
-    release_at(shared_address(&barriers.y_empty[stage]), rank / kExchange * kExchange, kExchange);
+    release_at_others<kExchange>(shared_address(&barriers.y_empty[stage]), rank / kExchange * kExchange);
   }
 
   /// The rows that this CTA keeps, from [CTA of the group][row][j][l] to memory: 16 bytes of every CTA side by side.
+  /// Several loads are under way before the first store.
   __device__ __forceinline__ void store_rows(const FusedParams& p, i64 tile, u32 from) const {
-    constexpr int kWide = kDeltas / 8, kChunks = kP * kWide, kAll = kRows * kChunks;
-    const u32 own = rank % kExchange;
+    constexpr int kWide = kDeltas / 8, kChunks = kP * kWide, kAll = kRows * kChunks, kStep = kHalf;
+    constexpr int kTurns = (kAll + kStep - 1) / kStep, kTogether = kTurns % 4 == 0 ? 4 : kTurns % 2 == 0 ? 2 : 1;
+    const u32 own = rank % kExchange, thread = threadIdx.x % kHalf;
 #pragma unroll
-    for (int n = 0; n < (kAll + Monarch::kWarps * 32 - 1) / (Monarch::kWarps * 32); ++n) {
-      const u32 at = n * (Monarch::kWarps * 32) + threadIdx.x % (Monarch::kWarps * 32);
-      const u32 part = at / kWide % kExchange, j = at / (kWide * kExchange) % kP, r = at / (kChunks * kExchange);
-      const u32 row = own * kKeep + r, chunk = j * kWide + at % kWide;
-      const i64 line = tile * kRows + row;
-      if (at < kAll && line < p.batch) {
-        Words4 v = load_words(from + (part * kKeep + r) * kRow + ((chunk ^ row % 8) << 4));
-        v.swap(0, 1, j / 2 % 2 != 0);
-        v.swap(2, 3, j / 2 % 2 != 0);
-        v.swap(0, 2, j / 4 % 2 != 0);
-        v.swap(1, 3, j / 4 % 2 != 0);
-        const u32 l = (rank - own + part) * kDeltas + at % kWide * 8;
-        store_global(static_cast<T*>(p.y) + line * p.y_stride + (j * kS + l), v);
+    for (int first = 0; first < kTurns; first += kTogether) {
+      Words4 words[kTogether];
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        const u32 at = min((first + n) * kHalf + thread, static_cast<u32>(kAll - 1));
+        const u32 part = at / kWide % kExchange, j = at / (kWide * kExchange) % kP, r = at / (kChunks * kExchange);
+        const u32 chunk = j * kWide + at % kWide ^ key(own * kKeep + r, part);
+        words[n] = load_words(from + (part * kKeep + r) * kRow + (chunk << 4));
+      }
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        const u32 at = (first + n) * kHalf + thread;
+        const u32 part = at / kWide % kExchange, j = at / (kWide * kExchange) % kP, r = at / (kChunks * kExchange);
+        const i64 line = tile * kRows + own * kKeep + r;
+        if (at < kAll && line < p.batch) {
+          const u32 l = (rank - own + part) * kDeltas + at % kWide * 8;
+          words[n].unswizzle(j / 2);
+          store_global(static_cast<T*>(p.y) + line * p.y_stride + (j * kS + l), words[n]);
+        }
       }
     }
   }

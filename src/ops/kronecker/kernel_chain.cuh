@@ -45,9 +45,9 @@ __device__ __forceinline__ void store_global(void* to, const Words4& v) {
 }
 
 /// The products of one factor that a warp has: pairs (of i, or of l) × columns, with their weights.
-template <typename T, int kDepth, int kPairs, int kColumns>
+template <typename T, int kDepth, int kPairs, int kColumns, int kMost>
 struct Products {
-  static constexpr Monarch::Share kShare{kPairs, kColumns, 1};
+  static constexpr Monarch::Share kShare{kPairs, kColumns, 1, kMost};
   static constexpr int kTiles = kShare.tiles(), kGroups = kShare.groups(), kSteps = kDepth / 16;
   static constexpr int kWords = kShare.words(kDepth);
   using Sums = float[2][kTiles][4];
@@ -90,9 +90,9 @@ struct Products {
   }
 };
 
-template <typename T, int kQ, int kR, int kS, int kP, int kRanks, int kExchange>
+template <typename T, int kQ, int kR, int kS, int kP, int kRanks, int kExchange, int kWarps>
 struct Fused {
-  static constexpr Monarch kMonarch{kQ, kR, kS, kP, kRanks, kExchange};
+  static constexpr Monarch kMonarch{kQ, kR, kS, kP, kRanks, kExchange, kWarps};
   static_assert(kMonarch.valid());
   static constexpr int kRows = Monarch::kRows, kBlocks = kMonarch.blocks(), kDeltas = kMonarch.deltas();
   static constexpr int kX = kMonarch.x_slots(), kMiddle = kMonarch.middle_slots();
@@ -101,8 +101,8 @@ struct Fused {
   static constexpr int kRow = kP * kDeltas * 2;        // bytes of a row of the result in a slot
   static constexpr int kKeep = kRows / kExchange;      // rows of the result that a CTA stores
   static constexpr Monarch::Share kFirst = kMonarch.first(), kSecond = kMonarch.second();
-  static constexpr int kPart = kKeep * kRow;          // bytes of the result that one CTA sends another
-  static constexpr u32 kHalf = 32 * Monarch::kWarps;  // threads of a factor
+  static constexpr int kPart = kKeep * kRow;  // bytes of the result that one CTA sends another
+  static constexpr u32 kHalf = 32 * kWarps;   // threads of a factor
   static constexpr u32 kFetcher = kHalf - 32;
   static constexpr u32 kFirstBarrier = 1, kSecondBarrier = 2;  // named barriers of the two halves
 
@@ -115,7 +115,7 @@ struct Fused {
   // Where things lie in shared memory, and what this CTA works on.
   u32 x, send, middle, y, y_received, bias;
   u32 rank;
-  i64 first_tile, tile_step, tiles;
+  int first_tile, tile_step, tiles;
   Barriers& barriers;
 
   __device__ __forceinline__ Fused(const FusedParams& p, u32 base, Barriers& b) : barriers(b) {
@@ -126,9 +126,9 @@ struct Fused {
     y_received = kExchange > 1 ? y + 2 * kMonarch.y_bytes() : y;
     bias = y + kMonarch.y_slots_bytes();
     rank = kRanks > 1 ? cluster_rank() : 0;
-    first_tile = blockIdx.x / kRanks;
-    tile_step = gridDim.x / kRanks;
-    tiles = (p.batch + kRows - 1) / kRows;
+    first_tile = static_cast<int>(blockIdx.x / kRanks);
+    tile_step = static_cast<int>(gridDim.x / kRanks);
+    tiles = static_cast<int>((p.batch + kRows - 1) / kRows);
   }
 
   __device__ __forceinline__ void init() {
@@ -138,11 +138,11 @@ struct Fused {
       }
       for (int n = 0; n < kMiddle; ++n) {
         mbarrier::init(shared_address(&barriers.middle_full[n]), kHalf + (kRanks > 1 ? 1 : 0));
-        mbarrier::init(shared_address(&barriers.middle_empty[n]), kHalf + Monarch::kWarps * (kRanks - 1));
+        mbarrier::init(shared_address(&barriers.middle_empty[n]), kHalf + kWarps * (kRanks - 1));
       }
       for (int n = 0; n < 2; ++n) {
         mbarrier::init(shared_address(&barriers.y_full[n]), 1);
-        mbarrier::init(shared_address(&barriers.y_empty[n]), Monarch::kWarps * (kExchange > 1 ? kExchange - 1 : 1));
+        mbarrier::init(shared_address(&barriers.y_empty[n]), kWarps * (kExchange > 1 ? kExchange - 1 : 1));
       }
       mbarrier::init_done();
     }
@@ -153,11 +153,11 @@ struct Fused {
   }
 
   /// One thread: x of this CTA's blocks to a free slot.
-  __device__ __forceinline__ void fetch(const FusedParams& p, i64 tile, u32 stage) const {
+  __device__ __forceinline__ void fetch(const FusedParams& p, int tile, u32 stage) const {
     if (tile < tiles) {
       const u32 full = shared_address(&barriers.x_full[stage]);
       mbarrier::arrive_expect(full, kMonarch.x_bytes());
-      tma::load(x + stage * kMonarch.x_bytes(), &p.x, full, 0, static_cast<int>(tile * kRows),
+      tma::load(x + stage * kMonarch.x_bytes(), &p.x, full, 0, tile * kRows,
                 static_cast<int>(rank) * (kMonarch.features() / 64));
     }
   }
@@ -165,22 +165,22 @@ struct Fused {
   /// The first factor. x lies in pieces of 64 features, rows of 128 bytes that the copy engine swizzled.
   __device__ __forceinline__ void run_first(const FusedParams& p, int warp) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    Products<T, kR, kFirst.pairs, kFirst.columns> products;
+    Products<T, kR, kFirst.pairs, kFirst.columns, kFirst.most> products;
     const bool fetches = threadIdx.x == kFetcher;
     if (fetches) {
       tma::prefetch(&p.x);
-      for (u32 n = 0; n < kX; ++n) {
+      for (int n = 0; n < kX; ++n) {
         fetch(p, first_tile + n * tile_step, n);
       }
     }
     wait_for_earlier_kernel();  // which packs the weights
-    products.load(static_cast<const u32*>(p.weights) + (rank * Monarch::kWarps + warp) * (32 * products.kWords));
+    products.load(static_cast<const u32*>(p.weights) + (rank * kWarps + warp) * (32 * products.kWords));
     const int pair = kFirst.first_pair(warp), column = kFirst.first_column(warp);
     const u32 row = lane % 16, key = (lane / 16 ^ row % 8) << 4, feature = 2 * pair * kR;
     Ring<kX> from(0);
     Ring<kMiddle> to(1);
 #pragma unroll 1
-    for (i64 tile = first_tile; tile < tiles; tile += tile_step, from.next(), to.next()) {
+    for (int tile = first_tile; tile < tiles; tile += tile_step, from.next(), to.next()) {
       const u32 rows = x + from.stage * kMonarch.x_bytes() + row * 128;
       const u32 sent = send + to.stage * kMonarch.middle_bytes(), kept = middle + to.stage * kMonarch.middle_bytes();
       mbarrier::wait(shared_address(&barriers.x_full[from.stage]), from.parity);
@@ -207,8 +207,13 @@ struct Fused {
       if (fetches) {
         fetch(p, tile + kX * tile_step, from.stage);
       }
-      if (lane == 0 && 0 < warp && warp < kRanks) {
-        send_middle(sent, to.stage, (rank + warp) % kRanks);
+      if (lane == 0) {
+#pragma unroll
+        for (int n = 0; n < kRanks; n += kWarps) {
+          if (0 < n + warp && n + warp < kRanks) {
+            send_middle(sent, to.stage, (rank + n + warp) % kRanks);
+          }
+        }
       }
     }
   }
@@ -240,17 +245,17 @@ struct Fused {
   /// The second factor.
   __device__ __forceinline__ void run_second(const FusedParams& p, int warp) {
     const u32 lane = threadIdx.x % 32;
-    Products<T, kQ, kSecond.pairs, kSecond.columns> products;
+    Products<T, kQ, kSecond.pairs, kSecond.columns, kSecond.most> products;
     wait_for_earlier_kernel();
-    products.load(static_cast<const u32*>(p.weights) + 32 * Monarch::kWarps * kRanks * kMonarch.first_words() +
-                  (rank * Monarch::kWarps + warp) * (32 * products.kWords));
+    products.load(static_cast<const u32*>(p.weights) + 32 * kWarps * kRanks * kMonarch.first_words() +
+                  (rank * kWarps + warp) * (32 * products.kWords));
     const int pair = kSecond.first_pair(warp), column = kSecond.first_column(warp);
     const u32 row = lane % 16, place = lane / 16 * kOctet + row * (kDeltas * 16);
     Ring<kMiddle> from(0);
     Ring<2> to(1);
-    i64 earlier = -1;
+    int earlier = -1;
 #pragma unroll 1
-    for (i64 tile = first_tile; tile < tiles; tile += tile_step, from.next(), to.next()) {
+    for (int tile = first_tile; tile < tiles; tile += tile_step, from.next(), to.next()) {
       const u32 full = shared_address(&barriers.middle_full[from.stage]);
       const u32 rows = middle + from.stage * kMonarch.middle_bytes() + place;
       const u32 written = y + to.stage * kMonarch.y_bytes(), kept = y_received + to.stage * kMonarch.y_bytes();
@@ -285,7 +290,7 @@ struct Fused {
           store_received(p, earlier, to.stage ^ 1, to.parity ^ to.stage);
         }
         named_barrier(kSecondBarrier, kHalf);  // the earlier tile's rows have been read, and this one's written
-        if (lane == 0 && warp < kExchange) {
+        if (lane == 0) {
           swap_y(written, to.stage, warp);
         }
         earlier = tile;
@@ -361,16 +366,20 @@ struct Fused {
   /// One thread of each warp: rows to the CTAs that store them. Each of a group keeps its share of the rows, and gets
   /// them from all.
   __device__ __forceinline__ void swap_y(u32 sent, u32 stage, int warp) const {
-    const u32 own = rank % kExchange, other = (own + warp) % kExchange;
-    const u32 full = shared_address(&barriers.y_full[stage]);
+    const u32 own = rank % kExchange, full = shared_address(&barriers.y_full[stage]);
     if (warp == 0) {
       mbarrier::arrive_expect(full, kMonarch.y_bytes() - kPart);
-    } else {
-      copy_to_rank(y_received + stage * kMonarch.y_bytes() + own * kPart, sent + other * kPart, kPart, full,
-                   rank - own + other);
+    }
+#pragma unroll
+    for (int n = 0; n < kExchange; n += kWarps) {
+      if (0 < n + warp && n + warp < kExchange) {
+        const u32 other = (own + n + warp) % kExchange;
+        copy_to_rank(y_received + stage * kMonarch.y_bytes() + own * kPart, sent + other * kPart, kPart, full,
+                     rank - own + other);
+      }
     }
   }
-  __device__ __forceinline__ void store_received(const FusedParams& p, i64 tile, u32 stage, u32 parity) {
+  __device__ __forceinline__ void store_received(const FusedParams& p, int tile, u32 stage, u32 parity) {
     mbarrier::wait(shared_address(&barriers.y_full[stage]), parity);
     store_rows(p, tile, y_received + stage * kMonarch.y_bytes());
     release_at_others<kExchange>(shared_address(&barriers.y_empty[stage]), rank / kExchange * kExchange);
@@ -378,7 +387,7 @@ struct Fused {
 
   /// The rows that this CTA keeps, from [CTA of the group][row][j][l] to memory: 16 bytes of every CTA side by side.
   /// Several loads are under way before the first store.
-  __device__ __forceinline__ void store_rows(const FusedParams& p, i64 tile, u32 from) const {
+  __device__ __forceinline__ void store_rows(const FusedParams& p, int tile, u32 from) const {
     constexpr int kWide = kDeltas / 8, kChunks = kP * kWide, kAll = kRows * kChunks, kStep = kHalf;
     constexpr int kTurns = (kAll + kStep - 1) / kStep, kTogether = kTurns % 4 == 0 ? 4 : kTurns % 2 == 0 ? 2 : 1;
     const u32 own = rank % kExchange, thread = threadIdx.x % kHalf;
@@ -396,7 +405,7 @@ struct Fused {
       for (int n = 0; n < kTogether; ++n) {
         const u32 at = (first + n) * kHalf + thread;
         const u32 part = at / kWide % kExchange, j = at / (kWide * kExchange) % kP, r = at / (kChunks * kExchange);
-        const i64 line = tile * kRows + own * kKeep + r;
+        const i64 line = tile * kRows + static_cast<int>(own * kKeep + r);
         if (at < kAll && line < p.batch) {
           const u32 l = (rank - own + part) * kDeltas + at % kWide * 8;
           words[n].unswizzle(j / 2);
@@ -409,7 +418,7 @@ struct Fused {
   /// All threads: the bias of this CTA's results, [j][l].
   __device__ __forceinline__ void load_bias(const FusedParams& p) const {
     if (p.bias != nullptr) {
-      for (u32 n = threadIdx.x; n < kP * kDeltas / 2; n += Monarch::kThreads) {
+      for (u32 n = threadIdx.x; n < kP * kDeltas / 2; n += kMonarch.threads()) {
         const u32 j = 2 * n / kDeltas, l = rank * kDeltas + 2 * n % kDeltas;
         const T* from = static_cast<const T*>(p.bias) + static_cast<i64>(j * kS + l) * p.bias_stride;
         store_word(bias + 4 * n, from[0].bits | static_cast<u32>(from[p.bias_stride].bits) << 16);
@@ -418,9 +427,9 @@ struct Fused {
   }
 };
 
-template <typename T, int kQ, int kR, int kS, int kP, int kRanks, int kExchange>
-__global__ void __launch_bounds__(Monarch::kThreads, 1) fused(const __grid_constant__ FusedParams p) {
-  using Work = Fused<T, kQ, kR, kS, kP, kRanks, kExchange>;
+template <typename T, int kQ, int kR, int kS, int kP, int kRanks, int kExchange, int kWarps>
+__global__ void __launch_bounds__(64 * kWarps, 1) fused(const __grid_constant__ FusedParams p) {
+  using Work = Fused<T, kQ, kR, kS, kP, kRanks, kExchange, kWarps>;
   extern __shared__ __align__(1024) u8 shared[];  // as swizzled rows need it
   if (shared_address(shared) % 1024 != 0) {
     __trap();
@@ -431,10 +440,10 @@ __global__ void __launch_bounds__(Monarch::kThreads, 1) fused(const __grid_const
   work.load_bias(p);
   work.init();
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  if (warp < Monarch::kWarps) {
+  if (warp < kWarps) {
     work.run_first(p, warp);
   } else {
-    work.run_second(p, warp - Monarch::kWarps);
+    work.run_second(p, warp - kWarps);
   }
   if constexpr (kRanks > 1) {
     cluster_sync();  // others may still copy into this CTA, or tell it of free slots

@@ -141,7 +141,7 @@ std::string text(const Case& c) {
   return "q " + std::to_string(c.q) + " r " + std::to_string(c.r) + " s " + std::to_string(c.s) + " p " +
          std::to_string(c.p) + " batch " + std::to_string(c.batch) + " " + name_of(c.dtype) + " gap " +
          std::to_string(c.gap) + " exchange " + std::to_string(c.arrangement.exchange) + " warps " +
-         std::to_string(c.arrangement.warps);
+         std::to_string(c.arrangement.first_warps) + " " + std::to_string(c.arrangement.second_warps);
 }
 
 /// The operands of a case, uploaded.
@@ -252,13 +252,15 @@ class ChainFused : public testing::Test {
 
 TEST_F(ChainFused, OneTile) { check({64, 64, 64, 64, 16}); }
 
+constexpr std::pair<int, int> kWarps[] = {{8, 8}, {4, 8}, {4, 4}};
+
 TEST_F(ChainFused, EveryArrangement) {
-  for (const int warps : {8, 4}) {
+  for (const auto& [first, second] : kWarps) {
     for (const int exchange : {1, 2, 4, 8}) {
-      check({64, 64, 64, 64, 100, DType::f16, true, Activation::none, 0, false, {exchange, warps}});
-      check({32, 64, 64, 32, 100, DType::bf16, true, Activation::relu, 8, true, {exchange, warps}}, 20);
+      check({64, 64, 64, 64, 100, DType::f16, true, Activation::none, 0, false, {exchange, first, second}});
+      check({32, 64, 64, 32, 100, DType::bf16, true, Activation::relu, 8, true, {exchange, first, second}}, 20);
     }
-    check({32, 32, 32, 32, 100, DType::f16, true, Activation::none, 0, false, {1, warps}});
+    check({32, 32, 32, 32, 100, DType::f16, true, Activation::none, 0, false, {1, first, second}});
   }
 }
 
@@ -271,8 +273,8 @@ TEST_F(ChainFused, OddBatches) {
 
 TEST_F(ChainFused, ManyTilesOfEveryCluster) {
   for (const int exchange : {1, 2, 4, 8}) {
-    for (const int warps : {8, 4}) {
-      check({64, 64, 64, 64, 25089, DType::f16, false, Activation::none, 0, false, {exchange, warps}}, 40);
+    for (const auto& [first, second] : kWarps) {
+      check({64, 64, 64, 64, 25089, DType::f16, false, Activation::none, 0, false, {exchange, first, second}}, 40);
     }
   }
   check({32, 64, 64, 32, 25089, DType::bf16}, 40);
@@ -384,9 +386,10 @@ TEST_F(ChainFused, Time) {
     std::printf("%s: floor at 4.3 TB/s %.4f, copy of x %.4f, separate %.4f ms\n", text(c).c_str(), floor, copied,
                 separate);
     for (int exchange = 1; exchange <= chain::fuse(o.first.sizes, o.second.sizes)->ranks; exchange *= 2) {
-      for (const int warps : {8, 4}) {
-        const double fused = time_of([&] { chain::cuda::run(o.first, o.second, context, {exchange, warps}); });
-        std::printf("  fused, exchange %d, %d warps: %.4f ms, %.2f of the floor\n", exchange, warps, fused,
+      for (const auto& [first, second] : kWarps) {
+        const chain::cuda::Arrangement arrangement{exchange, first, second};
+        const double fused = time_of([&] { chain::cuda::run(o.first, o.second, context, arrangement); });
+        std::printf("  fused, exchange %d, %d + %d warps: %.4f ms, %.2f of the floor\n", exchange, first, second, fused,
                     fused / floor);
       }
     }

@@ -19,26 +19,25 @@ constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 
 std::string numbers(const Monarch& m) {
   std::string text;
-  for (const int n : {m.q, m.r, m.s, m.p, m.ranks}) {
+  for (const int n : {m.q, m.r, m.s, m.p, m.ranks, m.first_warps, m.second_warps}) {
     text += (text.empty() ? "" : ", ") + std::to_string(n);
   }
   return text;
 }
 KernelSpec fused_instance(const Monarch& m, DType dtype) {
   return {"ops/kronecker/kernel_chain.cuh", std::string("fretwork::kronecker::chain::fused<") + device_type(dtype) +
-                                                ", " + numbers(m) + ", " + std::to_string(m.exchange) + ", " +
-                                                std::to_string(m.warps) + ">"};
+                                                ", " + numbers(m) + ", " + std::to_string(m.exchange) + ">"};
 }
 KernelSpec pack_instance(const Monarch& m) {
-  return {"ops/kronecker/kernel_chain_pack.cuh",
-          "fretwork::kronecker::chain::pack<" + numbers(m) + ", " + std::to_string(m.warps) + ">"};
+  return {"ops/kronecker/kernel_chain_pack.cuh", "fretwork::kronecker::chain::pack<" + numbers(m) + ">"};
 }
 
 /// With CTAs that swap results, where there is room for it: groups of four were the fastest on an H200.
 Monarch arranged(const Monarch& m, const cuda::Arrangement& a) {
   Monarch with = m;
   with.exchange = std::min(m.ranks, a.exchange > 0 ? a.exchange : 4);
-  with.warps = a.warps > 0 ? a.warps : m.warps;
+  with.first_warps = a.first_warps;
+  with.second_warps = a.second_warps;
   return with.valid() ? with : m;
 }
 

@@ -90,9 +90,9 @@ struct Products {
   }
 };
 
-template <typename T, int kQ, int kR, int kS, int kP, int kRanks, int kExchange, int kWarps>
+template <typename T, int kQ, int kR, int kS, int kP, int kRanks, int kFirstWarps, int kSecondWarps, int kExchange>
 struct Fused {
-  static constexpr Monarch kMonarch{kQ, kR, kS, kP, kRanks, kExchange, kWarps};
+  static constexpr Monarch kMonarch{kQ, kR, kS, kP, kRanks, kExchange, kFirstWarps, kSecondWarps};
   static_assert(kMonarch.valid());
   static constexpr int kRows = Monarch::kRows, kBlocks = kMonarch.blocks(), kDeltas = kMonarch.deltas();
   static constexpr int kX = kMonarch.x_slots(), kMiddle = kMonarch.middle_slots();
@@ -102,8 +102,8 @@ struct Fused {
   static constexpr int kKeep = kRows / kExchange;      // rows of the result that a CTA stores
   static constexpr Monarch::Share kFirst = kMonarch.first(), kSecond = kMonarch.second();
   static constexpr int kPart = kKeep * kRow;  // bytes of the result that one CTA sends another
-  static constexpr u32 kHalf = 32 * kWarps;   // threads of a factor
-  static constexpr u32 kFetcher = kHalf - 32;
+  static constexpr u32 kFirstThreads = 32 * kFirstWarps, kSecondThreads = 32 * kSecondWarps;
+  static constexpr u32 kFetcher = kFirstThreads - 32;
   static constexpr u32 kFirstBarrier = 1, kSecondBarrier = 2;  // named barriers of the two halves
 
   struct Barriers {
@@ -137,12 +137,12 @@ struct Fused {
         mbarrier::init(shared_address(&barriers.x_full[n]), 1);
       }
       for (int n = 0; n < kMiddle; ++n) {
-        mbarrier::init(shared_address(&barriers.middle_full[n]), kHalf + (kRanks > 1 ? 1 : 0));
-        mbarrier::init(shared_address(&barriers.middle_empty[n]), kHalf + kWarps * (kRanks - 1));
+        mbarrier::init(shared_address(&barriers.middle_full[n]), kFirstThreads + (kRanks > 1 ? 1 : 0));
+        mbarrier::init(shared_address(&barriers.middle_empty[n]), kSecondThreads + kSecondWarps * (kRanks - 1));
       }
       for (int n = 0; n < 2; ++n) {
         mbarrier::init(shared_address(&barriers.y_full[n]), 1);
-        mbarrier::init(shared_address(&barriers.y_empty[n]), kWarps * (kExchange > 1 ? kExchange - 1 : 1));
+        mbarrier::init(shared_address(&barriers.y_empty[n]), kSecondWarps * (kExchange > 1 ? kExchange - 1 : 1));
       }
       mbarrier::init_done();
     }
@@ -174,7 +174,7 @@ struct Fused {
       }
     }
     wait_for_earlier_kernel();  // which packs the weights
-    products.load(static_cast<const u32*>(p.weights) + (rank * kWarps + warp) * (32 * products.kWords));
+    products.load(static_cast<const u32*>(p.weights) + (rank * kFirstWarps + warp) * (32 * products.kWords));
     const int pair = kFirst.first_pair(warp), column = kFirst.first_column(warp);
     const u32 row = lane % 16, key = (lane / 16 ^ row % 8) << 4, feature = 2 * pair * kR;
     Ring<kX> from(0);
@@ -203,13 +203,13 @@ struct Fused {
       if constexpr (kRanks > 1) {
         fence_async_proxy();
       }
-      named_barrier(kFirstBarrier, kHalf);  // x has been read, and the middle written
+      named_barrier(kFirstBarrier, kFirstThreads);  // x has been read, and the middle written
       if (fetches) {
         fetch(p, tile + kX * tile_step, from.stage);
       }
       if (lane == 0) {
 #pragma unroll
-        for (int n = 0; n < kRanks; n += kWarps) {
+        for (int n = 0; n < kRanks; n += kFirstWarps) {
           if (0 < n + warp && n + warp < kRanks) {
             send_middle(sent, to.stage, (rank + n + warp) % kRanks);
           }
@@ -247,8 +247,8 @@ struct Fused {
     const u32 lane = threadIdx.x % 32;
     Products<T, kQ, kSecond.pairs, kSecond.columns, kSecond.most> products;
     wait_for_earlier_kernel();
-    products.load(static_cast<const u32*>(p.weights) + 32 * kWarps * kRanks * kMonarch.first_words() +
-                  (rank * kWarps + warp) * (32 * products.kWords));
+    products.load(static_cast<const u32*>(p.weights) + 32 * kFirstWarps * kRanks * kMonarch.first_words() +
+                  (rank * kSecondWarps + warp) * (32 * products.kWords));
     const int pair = kSecond.first_pair(warp), column = kSecond.first_column(warp);
     const u32 row = lane % 16, place = lane / 16 * kOctet + row * (kDeltas * 16);
     Ring<kMiddle> from(0);
@@ -289,13 +289,14 @@ struct Fused {
         if (earlier >= 0) {
           store_received(p, earlier, to.stage ^ 1, to.parity ^ to.stage);
         }
-        named_barrier(kSecondBarrier, kHalf);  // the earlier tile's rows have been read, and this one's written
+        named_barrier(kSecondBarrier,
+                      kSecondThreads);  // the earlier tile's rows have been read, and this one's written
         if (lane == 0) {
           swap_y(written, to.stage, warp);
         }
         earlier = tile;
       } else {
-        named_barrier(kSecondBarrier, kHalf);
+        named_barrier(kSecondBarrier, kSecondThreads);
         store_rows(p, tile, written);
       }
     }
@@ -371,7 +372,7 @@ struct Fused {
       mbarrier::arrive_expect(full, kMonarch.y_bytes() - kPart);
     }
 #pragma unroll
-    for (int n = 0; n < kExchange; n += kWarps) {
+    for (int n = 0; n < kExchange; n += kSecondWarps) {
       if (0 < n + warp && n + warp < kExchange) {
         const u32 other = (own + n + warp) % kExchange;
         copy_to_rank(y_received + stage * kMonarch.y_bytes() + own * kPart, sent + other * kPart, kPart, full,
@@ -388,22 +389,22 @@ struct Fused {
   /// The rows that this CTA keeps, from [CTA of the group][row][j][l] to memory: 16 bytes of every CTA side by side.
   /// Several loads are under way before the first store.
   __device__ __forceinline__ void store_rows(const FusedParams& p, int tile, u32 from) const {
-    constexpr int kWide = kDeltas / 8, kChunks = kP * kWide, kAll = kRows * kChunks, kStep = kHalf;
+    constexpr int kWide = kDeltas / 8, kChunks = kP * kWide, kAll = kRows * kChunks, kStep = kSecondThreads;
     constexpr int kTurns = (kAll + kStep - 1) / kStep, kTogether = kTurns % 4 == 0 ? 4 : kTurns % 2 == 0 ? 2 : 1;
-    const u32 own = rank % kExchange, thread = threadIdx.x % kHalf;
+    const u32 own = rank % kExchange, thread = threadIdx.x - kFirstThreads;
 #pragma unroll
     for (int first = 0; first < kTurns; first += kTogether) {
       Words4 words[kTogether];
 #pragma unroll
       for (int n = 0; n < kTogether; ++n) {
-        const u32 at = min((first + n) * kHalf + thread, static_cast<u32>(kAll - 1));
+        const u32 at = min((first + n) * kSecondThreads + thread, static_cast<u32>(kAll - 1));
         const u32 part = at / kWide % kExchange, j = at / (kWide * kExchange) % kP, r = at / (kChunks * kExchange);
         const u32 chunk = j * kWide + at % kWide ^ key(own * kKeep + r, part);
         words[n] = load_words(from + (part * kKeep + r) * kRow + (chunk << 4));
       }
 #pragma unroll
       for (int n = 0; n < kTogether; ++n) {
-        const u32 at = (first + n) * kHalf + thread;
+        const u32 at = (first + n) * kSecondThreads + thread;
         const u32 part = at / kWide % kExchange, j = at / (kWide * kExchange) % kP, r = at / (kChunks * kExchange);
         const i64 line = tile * kRows + static_cast<int>(own * kKeep + r);
         if (at < kAll && line < p.batch) {
@@ -427,9 +428,9 @@ struct Fused {
   }
 };
 
-template <typename T, int kQ, int kR, int kS, int kP, int kRanks, int kExchange, int kWarps>
-__global__ void __launch_bounds__(64 * kWarps, 1) fused(const __grid_constant__ FusedParams p) {
-  using Work = Fused<T, kQ, kR, kS, kP, kRanks, kExchange, kWarps>;
+template <typename T, int kQ, int kR, int kS, int kP, int kRanks, int kFirstWarps, int kSecondWarps, int kExchange>
+__global__ void __launch_bounds__(32 * (kFirstWarps + kSecondWarps), 1) fused(const __grid_constant__ FusedParams p) {
+  using Work = Fused<T, kQ, kR, kS, kP, kRanks, kFirstWarps, kSecondWarps, kExchange>;
   extern __shared__ __align__(1024) u8 shared[];  // as swizzled rows need it
   if (shared_address(shared) % 1024 != 0) {
     __trap();
@@ -440,10 +441,18 @@ __global__ void __launch_bounds__(64 * kWarps, 1) fused(const __grid_constant__ 
   work.load_bias(p);
   work.init();
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  if (warp < kWarps) {
+  // Unequal halves: a thread of the smaller one holds twice the weights, and gets registers of the other's.
+  constexpr u32 kMore = 232, kFewer = 136;
+  if (warp < kFirstWarps) {
+    if constexpr (kFirstWarps != kSecondWarps) {
+      kFirstWarps < kSecondWarps ? more_registers<kMore>() : fewer_registers<kFewer>();
+    }
     work.run_first(p, warp);
   } else {
-    work.run_second(p, warp - kWarps);
+    if constexpr (kFirstWarps != kSecondWarps) {
+      kFirstWarps < kSecondWarps ? fewer_registers<kFewer>() : more_registers<kMore>();
+    }
+    work.run_second(p, warp - kFirstWarps);
   }
   if constexpr (kRanks > 1) {
     cluster_sync();  // others may still copy into this CTA, or tell it of free slots

@@ -7,20 +7,20 @@ namespace fretwork::kronecker::chain {
 
 /// A factor (q, s, r, 1), then a factor (1, p, q, s), by a cluster of `ranks` CTAs. A CTA keeps the weights of q /
 /// ranks blocks of the first and of s / ranks δ of the second, and takes the rows of the batch 16 at a time. Groups of
-/// `exchange` CTAs swap results, so that each stores wider pieces of fewer rows. `warps` multiply each factor: 8, or 4
-/// that hold twice the weights and read what they multiply half as often.
+/// `exchange` CTAs swap results, so that each stores wider pieces of fewer rows. 8 warps multiply
+/// each factor, or 4 that hold twice the weights and read what they multiply half as often.
 struct Monarch {
   int q, r, s, p, ranks, exchange;
-  int warps = 8;
+  int first_warps = 8, second_warps = 8;
 
   static constexpr int kRows = 16;
+  static constexpr int kMostWords = 8 * 64;  ///< of a factor's weights that are in a CTA's registers, by the lane
   static constexpr int kShared = 227 * 1024, kBarriers = 256;
 
   constexpr int blocks() const { return q / ranks; }
   constexpr int deltas() const { return s / ranks; }
   constexpr int features() const { return blocks() * r; }
-  constexpr int threads() const { return 2 * warps * 32; }
-  constexpr int most_words() const { return 512 / warps; }  ///< registers of a thread that hold weights
+  constexpr int threads() const { return 32 * (first_warps + second_warps); }
 
   /// Warps divide the pairs of a factor's products among themselves, and where these are few, also the columns.
   struct Share {
@@ -39,21 +39,23 @@ struct Monarch {
     constexpr int first_pair(int warp) const { return warp / warps * pairs; }
     constexpr int first_column(int warp) const { return warp % warps * columns; }
   };
-  constexpr Share share(int products, int columns) const {
+  static constexpr Share share(int products, int columns, int warps) {
     const int pairs = products / 2, most = 32 / warps;
     return pairs >= warps ? Share{pairs / warps, columns, 1, most}
                           : Share{1, columns / (warps / pairs), warps / pairs, most};
   }
-  constexpr bool shares(int products, int columns) const {
+  static constexpr bool shares(int products, int columns, int warps) {
     const int pairs = products / 2;
     return pairs > 0 && (pairs % warps == 0 || (warps % pairs == 0 && columns % (8 * warps / pairs) == 0));
   }
-  constexpr Share first() const { return share(blocks(), s); }
-  constexpr Share second() const { return share(deltas(), p); }
+  constexpr Share first() const { return share(blocks(), s, first_warps); }
+  constexpr Share second() const { return share(deltas(), p, second_warps); }
   constexpr int first_words() const { return first().words(r); }
   constexpr int second_words() const { return second().words(q); }
   /// 32-bit words of packed weights.
-  constexpr long long words() const { return 32LL * warps * ranks * (first_words() + second_words()); }
+  constexpr long long words() const {
+    return 32LL * ranks * (first_warps * first_words() + second_warps * second_words());
+  }
 
   // A slot of each ring. Where the cluster is one CTA the middle needs no sending, and likewise the result.
   constexpr int x_bytes() const { return 2 * kRows * features(); }
@@ -76,8 +78,9 @@ struct Monarch {
   /// the 16 bytes that matrices load by.
   constexpr bool valid() const {
     return q % (8 * ranks) == 0 && s % (8 * ranks) == 0 && q % 16 == 0 && r % 16 == 0 && p % 8 == 0 &&
-           features() % 64 == 0 && features() / 64 <= 256 && p * deltas() % 64 == 0 && shares(blocks(), s) &&
-           shares(deltas(), p) && first_words() <= most_words() && second_words() <= most_words() && x_slots() >= 2 &&
+           features() % 64 == 0 && features() / 64 <= 256 && p * deltas() % 64 == 0 &&
+           shares(blocks(), s, first_warps) && shares(deltas(), p, second_warps) &&
+           first_words() * first_warps <= kMostWords && second_words() * second_warps <= kMostWords && x_slots() >= 2 &&
            ranks % exchange == 0 && kRows % exchange == 0;
   }
 };

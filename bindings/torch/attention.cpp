@@ -1,22 +1,9 @@
-// torch.ops.fretwork's attention over regular patterns and its gradient.
+// torch.ops.fretwork's attention over regular patterns and its gradient, and SPLAT's operators.
 #include "call.h"
 
 namespace {
 
 using namespace fretwork_torch;  // NOLINT: what every op here is made of
-
-/// Patterns cross as their keys, one on each line.
-std::vector<fretwork::PatternPtr> patterns_of(std::string_view keys) {
-  std::vector<fretwork::PatternPtr> patterns;
-  for (std::size_t begin = 0; begin <= keys.size();) {
-    const std::size_t end = std::min(keys.find('\n', begin), keys.size());
-    const std::string_view key = keys.substr(begin, end - begin);
-    const bool again = begin > 0 && key == keys.substr(0, keys.find('\n'));  // often all are the same
-    patterns.push_back(again ? patterns.front() : fretwork::parse_pattern(key));
-    begin = end + 1;
-  }
-  return patterns;
-}
 
 /// The arguments that forward and backward share, in the order of their schemas.
 struct Features {
@@ -40,7 +27,7 @@ struct Features {
 /// The same as the core has them.
 struct Options {
   Options(const char* op, const Features& f, const Tensor& q)
-      : patterns(patterns_of(f.patterns.view())),
+      : patterns(fretwork::parse_patterns(f.patterns.view())),
         bias(f.bias.has_value() ? view(op, "bias", *f.bias) : fretwork::TensorView{}),
         slopes(f.slopes.has_value() ? view(op, "slopes", *f.slopes) : fretwork::TensorView{}) {
     options.scale = f.scale;
@@ -130,9 +117,86 @@ void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   }
 }
 
+/// One of SPLAT's three products: its name, what its operands are called, and the core's function.
+struct Product {
+  const char *op, *first, *second;
+  decltype(&fretwork::r_spmm) run;
+};
+
+/// `sizes` are the result's, of the two operands; operands of another rank give some, which the core refuses.
+template <typename Sizes>
+void product(StableIValue* stack, const Product& p, const Sizes& sizes) {
+  Arguments arguments(stack);
+  const Tensor a = arguments.tensor(), b = arguments.tensor();
+  const Text key = arguments.text();
+  const fretwork::PatternPtr pattern = fretwork::parse_pattern(key.view());
+  const fretwork::TensorView first = view(p.op, p.first, a), second = view(p.op, p.second, b);
+  const Tensor out = empty_like(sizes(first, second, pattern, arguments), a);
+  Call call(a);
+  p.run(first, second, pattern, view(p.op, "out", out), call.context());
+  stack[0] = torch::stable::detail::from(out);
+}
+
+using Sizes4 = std::array<std::int64_t, 4>;
+using fretwork::PatternPtr, fretwork::TensorView;
+
+void r_sddmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  product(stack, {"r_sddmm", "q", "k", &fretwork::r_sddmm},
+          [](const TensorView& q, const TensorView&, const PatternPtr& pattern, Arguments&) {
+            return Sizes4{q.size(0), q.size(1), q.size(2), fretwork::r_width(pattern, "r_sddmm")};
+          });
+}
+
+void r_spmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  product(stack, {"r_spmm", "x", "v", &fretwork::r_spmm},
+          [](const TensorView& x, const TensorView& v, const PatternPtr&, Arguments&) {
+            return Sizes4{x.size(0), x.size(1), x.size(2), v.size(3)};
+          });
+}
+
+/// The number of heads of the result is told.
+void r_spmm_transposed(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  product(stack, {"r_spmm_transposed", "x", "y", &fretwork::r_spmm_transposed},
+          [](const TensorView& x, const TensorView& y, const PatternPtr& pattern, Arguments& arguments) {
+            return Sizes4{x.size(0), arguments.integer(), pattern->shape().back(), y.size(3)};
+          });
+}
+
+void r_softmax(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "r_softmax";
+  Arguments arguments(stack);
+  const Tensor x = arguments.tensor();
+  const Text key = arguments.text();
+  const double scale = arguments.number();
+  const TensorView scores = view(kOp, "x", x);
+  const Tensor out = empty_like(scores.shape(), x);
+  Call call(x);
+  fretwork::r_softmax(scores, fretwork::parse_pattern(key.view()), scale, view(kOp, "out", out), call.context());
+  stack[0] = torch::stable::detail::from(out);
+}
+
+void r_softmax_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "r_softmax_backward";
+  Arguments arguments(stack);
+  const Tensor out = arguments.tensor(), d_out = arguments.tensor();
+  const Text key = arguments.text();
+  const double scale = arguments.number();
+  const TensorView weights = view(kOp, "out", out);
+  const Tensor d_x = empty_like(weights.shape(), out);
+  Call call(out);
+  fretwork::r_softmax_backward(weights, view(kOp, "d_out", d_out), fretwork::parse_pattern(key.view()), scale,
+                               view(kOp, "d_x", d_x), call.context());
+  stack[0] = torch::stable::detail::from(d_x);
+}
+
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("attention", &attention);
   m.impl("attention_backward", &attention_backward);
+  m.impl("r_sddmm", &r_sddmm);
+  m.impl("r_softmax", &r_softmax);
+  m.impl("r_softmax_backward", &r_softmax_backward);
+  m.impl("r_spmm", &r_spmm);
+  m.impl("r_spmm_transposed", &r_spmm_transposed);
 }
 
 }  // namespace
@@ -146,6 +210,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
       "patterns, float? scale, Tensor? bias, Tensor? slopes, float softcap, float dropout_p, Tensor? seed, str "
       "precision, bool needs_q, bool needs_k, bool needs_v, bool needs_bias) -> (Tensor d_q, Tensor d_k, Tensor d_v, "
       "Tensor d_bias)");
+  m.def("r_sddmm(Tensor q, Tensor k, str pattern) -> Tensor");
+  m.def("r_softmax(Tensor x, str pattern, float scale) -> Tensor");
+  m.def("r_softmax_backward(Tensor out, Tensor d_out, str pattern, float scale) -> Tensor");
+  m.def("r_spmm(Tensor x, Tensor v, str pattern) -> Tensor");
+  m.def("r_spmm_transposed(Tensor x, Tensor y, str pattern, SymInt heads) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CUDA, m) { implement(m); }

@@ -140,7 +140,9 @@ void attention_backward(const TensorView& q, const TensorView& k, const TensorVi
 /// SPLAT's operators, on patterns whose every row is one progression (RegularPattern::acsr). Scores are stored side by
 /// side, (B,H,Sq,W), W the entries of the longest row: entry t of row i is key start[i] + t·stride[i]. What lies beyond
 /// a row's count is written as zero and never read. Heads of k and v are shared as in attention.
-std::int64_t r_width(const PatternPtr& pattern);
+///
+/// W. An error names `op`.
+std::int64_t r_width(const PatternPtr& pattern, const char* op = "r_width");
 /// out = q·kᵀ at the entries. q (B,Hq,Sq,D), k (B,Hk,Sk,D), out (B,Hq,Sq,W).
 void r_sddmm(const TensorView& q, const TensorView& k, const PatternPtr& pattern, const TensorView& out,
              Context& context);

@@ -6,7 +6,7 @@ These are the core's own rules, for tracers, where no core runs; torch's fakes a
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from fretwork.pattern import BlockLayout, Pattern
+from fretwork.pattern import BlockLayout, Pattern, row_width
 
 Shape = Sequence[int]
 
@@ -245,3 +245,52 @@ def check_patterns(op: str, patterns: Sequence[Pattern], heads: int, rows: int, 
             fail(op, "pattern", f"shape {(rows, cols)}, queries and keys", p.shape[-2:])
         if len(p.shape) > 2 and p.shape[0] != 1:
             fail(op, "pattern", "a regular pattern, a block layout of one head or a Kronecker pattern", p.text)
+
+
+# SPLAT's operators
+
+
+def check_r_sddmm(q: Operand, k: Operand, pattern: Pattern) -> int:
+    """Gives the width of the result."""
+    op = "r_sddmm"
+    width = row_width(pattern, op)
+    rows, cols = pattern.shape[-2:]
+    _check_four(op, q, "(B, Hq, Sq, D)")
+    batch, heads, _, depth = q.shape
+    if q.shape[2] != rows:
+        fail(op, q.name, f"shape {(batch, heads, rows, depth)}", q.shape)
+    _check_shared(op, k, q, (batch, heads, cols), depth)
+    return width
+
+
+def check_r_spmm(x: Operand, v: Operand, pattern: Pattern) -> None:
+    check_r_softmax(x, pattern, "r_spmm")
+    _check_shared("r_spmm", v, x, (x.shape[0], x.shape[1], pattern.shape[-1]))
+
+
+def check_r_softmax(x: Operand, pattern: Pattern, op: str = "r_softmax") -> None:
+    width = row_width(pattern, op)
+    _check_four(op, x, "(B, Hq, Sq, W)")
+    want = (*x.shape[:2], pattern.shape[-2], width)
+    if x.shape != want:
+        fail(op, x.name, f"shape {want}", x.shape)
+
+
+def _check_four(op: str, x: Operand, expected: str) -> None:
+    check_floating(op, x)
+    if len(x.shape) != 4:
+        fail(op, x.name, f"4 dimensions {expected}", x.shape)
+
+
+def _check_shared(op: str, x: Operand, like: Operand, sizes: tuple[int, int, int], depth: int | None = None) -> None:
+    """Keys or values, whose heads may serve several of the queries'."""
+    batch, heads, cols = sizes
+    _check_four(op, x, "(B, Hk, Sk, D)")
+    if x.dtype != like.dtype:
+        fail(op, x.name, like.dtype, x.dtype)
+    _check_device(op, x, like)
+    own = x.shape[1]
+    if x.shape[0] != batch or x.shape[2] != cols or (depth is not None and x.shape[3] != depth):
+        fail(op, x.name, f"shape {(batch, own, cols, x.shape[3] if depth is None else depth)}", x.shape)
+    if heads != 0 if own == 0 else heads % own != 0:
+        fail(op, x.name, f"a number of heads that divides {heads}", x.shape)

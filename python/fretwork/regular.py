@@ -109,3 +109,56 @@ def _keys(op: str, pattern: object) -> str:
         if not isinstance(p, Pattern):
             raise TypeError(f"{op}: pattern[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
     return "\n".join(p._text if exporting else p._key for p in pattern)
+
+
+_r_sddmm, _r_spmm = torch.ops.fretwork.r_sddmm.default, torch.ops.fretwork.r_spmm.default
+_r_softmax = torch.ops.fretwork.r_softmax.default
+
+
+def r_sddmm(q: Tensor, k: Tensor, pattern: Pattern) -> Tensor:
+    """The scores q kᵀ that a pattern holds, side by side: (B, Hq, Sq, W), W the entries of the longest row.
+
+    Every row of the pattern is one progression, `start, stride, count = pattern.acsr()`: entry t of row i is the score
+    of key start[i] + t · stride[i], and zero from count[i] on. q is (B, Hq, Sq, D), k (B, Hk, Sk, D), heads shared as
+    in `attention`.
+
+    >>> import torch, fretwork as fw
+    >>> pattern = fw.patterns.sliding_window(6, 2, 0)
+    >>> fw.r_sddmm(torch.ones(1, 1, 6, 4), torch.arange(6.0)[:, None].expand(1, 1, 6, 4), pattern)[0, 0].tolist()[:3]
+    [[0.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 4.0, 8.0]]
+    """
+    _check_tensor("r_sddmm", "q", q)
+    _check_tensor("r_sddmm", "k", k)
+    return _r_sddmm(q, k, _one_key("r_sddmm", pattern))
+
+
+def r_softmax(x: Tensor, pattern: Pattern, scale: float = 1.0) -> Tensor:
+    """Softmax of scale · x over the entries of each row, as `r_sddmm` stores them; zeros beyond.
+
+    >>> import torch, fretwork as fw
+    >>> fw.r_softmax(torch.zeros(1, 1, 4, 2), fw.patterns.sliding_window(4, 1, 0))[0, 0].tolist()[:2]
+    [[1.0, 0.0], [0.5, 0.5]]
+    """
+    _check_tensor("r_softmax", "x", x)
+    return _r_softmax(x, _one_key("r_softmax", pattern), _number("r_softmax", "scale", scale))
+
+
+def r_spmm(x: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    """x v for weights x (B, Hq, Sq, W) as `r_sddmm` stores them; v is (B, Hk, Sk, Dv), the result (B, Hq, Sq, Dv).
+
+    >>> import torch, fretwork as fw
+    >>> p = fw.patterns.dilated(40, 3, 4)
+    >>> q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    >>> o = fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, p), p, scale=0.25), v, p)
+    >>> torch.allclose(o, fw.attention(q, k, v, p), atol=1e-5)
+    True
+    """
+    _check_tensor("r_spmm", "x", x)
+    _check_tensor("r_spmm", "v", v)
+    return _r_spmm(x, v, _one_key("r_spmm", pattern))
+
+
+def _one_key(op: str, pattern: object) -> str:
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"{op}: pattern: expected a fretwork.Pattern, got {type(pattern).__name__}")
+    return _keys(op, pattern)

@@ -327,10 +327,10 @@ Results reference(const Case& c, const Inputs& in, Index seed) {
 }
 
 /// The problem on the device with its results, run forward and backward.
-struct Run {
+struct Outcome {
   Tensor o, lse, d_q, d_k, d_v, d_bias;
 
-  Run(const Case& c, Inputs& in, Index seed) {
+  Outcome(const Case& c, Inputs& in, Index seed) {
     o = Tensor(c.dtype, in.d_o.sizes(), c.lay);
     lse = Tensor(DType::f32, {c.batch, c.heads, in.rows, 1});
     d_q = Tensor(c.dtype, in.q.sizes(), c.lay);
@@ -422,7 +422,7 @@ void check(const Case& c, const std::string& name) {
   const Index seed = 0x1234567890abcdef;
   Inputs in(c);
   const Results want = reference(c, in, seed);
-  const Run got(c, in, seed);
+  const Outcome got(c, in, seed);
   const double tolerance = c.dtype == DType::f32 ? 2e-5 : c.dtype == DType::f16 ? 4e-3 : 2.5e-2;
   expect_near("o", got.o, want.o, tolerance);
   expect_near("lse", got.lse, want.lse, c.dtype == DType::f32 ? 1e-5 : 1e-4);
@@ -587,9 +587,9 @@ TEST_F(AttentionCuda, IsTheSameEveryTime) {
   Case c{.patterns = {patterns::longformer(patterns::Seq(500), 40, std::vector<Index>{0, 100})}, .heads = 8};
   c.kv_heads = 2;
   Inputs in(c);
-  const Run first(c, in, 1);
+  const Outcome first(c, in, 1);
   for (int n = 0; n < 20; ++n) {
-    const Run again(c, in, 1);
+    const Outcome again(c, in, 1);
     EXPECT_EQ(first.o.bytes(), again.o.bytes());
     EXPECT_EQ(first.lse.bytes(), again.lse.bytes());
     EXPECT_EQ(first.d_q.bytes(), again.d_q.bytes());

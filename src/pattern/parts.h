@@ -84,7 +84,7 @@ void fretwork::parts::for_each_row(const View& view, const Part& part, const Vis
   columns.extent.fill(1);
   columns.stride.fill(0);
   const auto down = [&](const auto& self, int axis, std::int64_t row, std::int64_t first) -> void {
-    if (axis == view.axes) {
+    if (axis == view.axes || axis == kMaxAxes) {  // the second for the compiler, which unrolls this
       columns.first = first - view.col_shift;
       visit(row - view.row_shift, static_cast<const Columns&>(columns));
       return;

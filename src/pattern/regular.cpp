@@ -99,42 +99,6 @@ PartGroup shared(const PartGroup& a, const PartGroup& b) {
   return both;
 }
 
-/// Dense things stay whole and strided ones give way: fewer axes first, then more elements.
-Groups unite(const Groups& a, const Groups& b) {
-  struct Source {
-    PartGroup group;
-    bool second;
-  };
-  std::vector<Source> sources;
-  for (const PartGroup& group : a) {
-    sources.push_back({group, false});
-  }
-  for (const PartGroup& group : b) {
-    sources.push_back({group, true});
-  }
-  std::stable_sort(sources.begin(), sources.end(), [](const Source& x, const Source& y) {
-    return x.group.view.axes != y.group.view.axes ? x.group.view.axes < y.group.view.axes
-                                                  : count(x.group) > count(y.group);
-  });
-  Groups taken[2], all;
-  for (Source& source : sources) {
-    PartGroup left = difference(std::move(source.group), taken[source.second ? 0 : 1]);
-    taken[source.second ? 1 : 0].push_back(left);
-    all.push_back(std::move(left));
-  }
-  return all;
-}
-
-Groups intersect(const Groups& a, const Groups& b) {
-  Groups all;
-  for (const PartGroup& x : a) {
-    for (const PartGroup& y : b) {
-      all.push_back(shared(x, y));
-    }
-  }
-  return all;
-}
-
 /// The operands that stand between `symbol` outside all brackets; the text itself if it does not occur.
 std::vector<std::string> operands(const std::string& text, char symbol) {
   std::vector<std::string> all(1);
@@ -344,12 +308,11 @@ std::string RegularPattern::describe() const {
 }
 
 RegularPtr patterns::unite(const PatternPtr& a, const PatternPtr& b) {
-  return combined("union", a, b, '|', [](const Groups& x, const Groups& y) { return fretwork::unite(x, y); });
+  return combined("union", a, b, '|', parts::unite);
 }
 
 RegularPtr patterns::intersect(const PatternPtr& a, const PatternPtr& b) {
-  return combined("intersection", a, b, '&',
-                  [](const Groups& x, const Groups& y) { return fretwork::intersect(x, y); });
+  return combined("intersection", a, b, '&', parts::intersect);
 }
 
 RegularPtr as_regular(const PatternPtr& pattern) {
@@ -367,6 +330,42 @@ RegularPtr as_regular(const PatternPtr& pattern) {
   }
   throw Error("as_regular", "pattern", "a regular pattern, a block layout or a Kronecker pattern",
               pattern ? pattern->text() : "nothing");
+}
+
+/// Dense things stay whole and strided ones give way: fewer axes first, then more elements.
+Groups parts::unite(const Groups& a, const Groups& b) {
+  struct Source {
+    PartGroup group;
+    bool second;
+  };
+  std::vector<Source> sources;
+  for (const PartGroup& group : a) {
+    sources.push_back({group, false});
+  }
+  for (const PartGroup& group : b) {
+    sources.push_back({group, true});
+  }
+  std::stable_sort(sources.begin(), sources.end(), [](const Source& x, const Source& y) {
+    return x.group.view.axes != y.group.view.axes ? x.group.view.axes < y.group.view.axes
+                                                  : count(x.group) > count(y.group);
+  });
+  Groups taken[2], all;
+  for (Source& source : sources) {
+    PartGroup left = difference(std::move(source.group), taken[source.second ? 0 : 1]);
+    taken[source.second ? 1 : 0].push_back(left);
+    all.push_back(std::move(left));
+  }
+  return all;
+}
+
+Groups parts::intersect(const Groups& a, const Groups& b) {
+  Groups all;
+  for (const PartGroup& x : a) {
+    for (const PartGroup& y : b) {
+      all.push_back(shared(x, y));
+    }
+  }
+  return all;
 }
 
 std::vector<Part> parts::from_runs(const std::vector<Run>& runs) {

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MODULES = [
     "fretwork",
     "fretwork.pattern",
+    "fretwork.patterns",
     "fretwork.ops",
     "fretwork.kronecker",
     "fretwork.nn.block_sparse_linear",

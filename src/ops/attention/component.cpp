@@ -164,8 +164,8 @@ Grid make_grid(const View& view, const Side& side, int run_axis, std::int64_t sh
 /// Which column intervals a part meets from each of its row intervals, on one axis.
 class Reaches {
  public:
-  Reaches(const AxisRange& part, const Cuts& rows, const Cuts& cols, Numbers& meetings)
-      : part_(part), rows_(rows), cols_(cols), meetings_(meetings) {
+  Reaches(const AxisRange& part, const Cuts& rows, const Cuts& cols, const std::vector<int>& own, Numbers& meetings)
+      : part_(part), rows_(rows), cols_(cols), own_(own), meetings_(meetings) {
     first_row_ =
         static_cast<int>(std::upper_bound(rows.end.begin(), rows.end.end(), part.row_begin) - rows.end.begin());
     const int stop =
@@ -193,8 +193,10 @@ class Reaches {
     if (first > last || begin >= end) {
       return;
     }
-    const auto after = [](const std::vector<std::int64_t>& x, std::int64_t value) {  // the first with x > value
-      return static_cast<int>(std::upper_bound(x.begin(), x.end(), value) - x.begin());
+    const int from_col = own_.empty() ? 0 : own_[static_cast<std::size_t>(i)];
+    const int to_col = own_.empty() ? cols_.size() : own_[static_cast<std::size_t>(i) + 1];
+    const auto after = [&](const std::vector<std::int64_t>& x, std::int64_t value) {  // the first with x > value
+      return static_cast<int>(std::upper_bound(x.begin() + from_col, x.begin() + to_col, value) - x.begin());
     };
     const int met = after(cols_.end, begin), stop = after(cols_.begin, end - 1);
     // Those that every row of the interval meets wholly.
@@ -239,6 +241,7 @@ class Reaches {
   const AxisRange part_;
   const Cuts& rows_;
   const Cuts& cols_;
+  const std::vector<int>& own_;
   Numbers& meetings_;
   int first_row_ = 0;
   std::vector<int> first_;
@@ -266,7 +269,8 @@ class Maker {
       reaches_.emplace_back();
       for (int k = 0; k < in_.view.axes; ++k) {
         reaches_.back().emplace_back(part[static_cast<std::size_t>(k)], in_.row.cuts[static_cast<std::size_t>(k)],
-                                     in_.col.cuts[static_cast<std::size_t>(k)], meetings_);
+                                     in_.col.cuts[static_cast<std::size_t>(k)],
+                                     in_.col.own[static_cast<std::size_t>(k)], meetings_);
       }
     }
     same_shape_until();

@@ -21,6 +21,9 @@ struct Cuts {
 struct Side {
   std::array<int, kMaxAxes> extent{};
   std::array<Cuts, kMaxAxes> cuts;
+  /// Columns only, where not empty: row interval i has the intervals [own[i], own[i + 1]) to itself; they rise within
+  /// those, and different rows' may overlap.
+  std::array<std::vector<int>, kMaxAxes> own;
   int free_axis = 0;  ///< the one where tiles may be cut short by the sequence's ends
 };
 

@@ -24,6 +24,15 @@ std::int64_t cols_of(const AxisRange& a) { return a.col_end - a.col_begin; }
 std::int64_t width_of(const AxisRange& a) { return std::min(cols_of(a), a.high - a.low + 1); }
 std::int64_t up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+/// At least as many as a part's elements, and of that order.
+double size_of(const Part& part, int axes) {
+  double product = 1;
+  for (int k = 0; k < axes; ++k) {
+    product *= static_cast<double>(rows_of(part[k])) * static_cast<double>(width_of(part[k]));
+  }
+  return product;
+}
+
 /// The columns that rows [first, last] of a part reach; empty if begin ≥ end.
 struct Reached {
   std::int64_t begin, end;
@@ -161,10 +170,7 @@ class Chooser {
     constexpr std::size_t kLargest = 6, kOthers = 6;
     std::vector<std::pair<double, std::size_t>> sizes(parts.size());
     for (std::size_t p = 0; p < parts.size(); ++p) {
-      sizes[p] = {-1, p};
-      for (int k = 0; k < axes_; ++k) {
-        sizes[p].first *= static_cast<double>(rows_of(parts[p][k])) * static_cast<double>(width_of(parts[p][k]));
-      }
+      sizes[p] = {-size_of(parts[p], axes_), p};
     }
     const std::size_t largest = std::min(parts.size(), kLargest);
     std::partial_sort(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(largest), sizes.end());
@@ -385,6 +391,13 @@ class Cutter {
       : a_(a), own_(choice.own), row_line_(a.view, a.view.row_shift, rows), col_line_(a.view, a.view.col_shift, cols) {
     a_.row.extent = choice.row;
     a_.col.extent = choice.col;
+    double most = 0;
+    for (const Part& part : a_.parts) {
+      if (const double size = size_of(part, a_.view.axes); size > most) {
+        most = size;
+        largest_ = part;
+      }
+    }
     a_.row.free_axis = free_axis(choice.row, true);
     a_.col.free_axis = free_axis(choice.col, false);
   }
@@ -415,11 +428,12 @@ class Cutter {
     const AxisRange all = hull(a_.parts, k);
     const int row_extent = a_.row.extent[k], col_extent = a_.col.extent[k];
     const auto forced = [&](const Line& line, const Side& side) {
-      return side.extent[k] > 1 && k != side.free_axis ? forced_cuts(line, k) : std::vector<std::int64_t>();
+      return side.extent[k] > 1 && k != side.free_axis ? Ends(line).forced_cuts(k) : std::vector<std::int64_t>();
     };
     const std::vector<std::int64_t> row_walls = forced(row_line_, a_.row), col_walls = forced(col_line_, a_.col);
     const auto [row_begin, row_end] = row_line_.range(k);
     best_ = std::numeric_limits<double>::max();
+    reach_elsewhere_ = reach_elsewhere(k);
     const auto rows_from = [&](std::int64_t origin, std::span<const std::int64_t> wished) {
       return with_origin(row_begin, row_end, origin, row_extent, row_walls, wished);
     };
@@ -433,17 +447,17 @@ class Cutter {
       rows.push_back(rows_from(all.row_begin, row_edges));
     }
     for (const Cuts& row : rows) {
-      if (own_[k]) {
-        Cuts cols;
-        std::vector<int> first;
-        cut_own(a_.parts, k, row, col_extent, col_walls, cols, first);
-        consider(k, row, cols, first);
-      }
       for (const std::int64_t origin : col_origins(k, all, row)) {
         consider(k, row, with_origin(all.col_begin, all.col_end, origin, col_extent, col_walls, {}), {});
       }
       if (wishes && col_extent > 1) {
         consider(k, row, with_origin(all.col_begin, all.col_end, all.col_begin, col_extent, col_walls, col_edges), {});
+      }
+      if (own_[k]) {
+        Cuts cols;
+        std::vector<int> first;
+        cut_own(a_.parts, k, row, col_extent, col_walls, cols, first);
+        consider(k, row, cols, first);
       }
     }
   }
@@ -453,7 +467,7 @@ class Cutter {
     const int extent = a_.col.extent[k];
     std::vector<std::int64_t> found{all.col_begin};
     if (extent > 1) {
-      const AxisRange& part = a_.parts[0][k];
+      const AxisRange& part = largest_[k];
       const std::int64_t at = row.begin.size() > 1 ? row.begin[1] : row.begin[0];
       for (const std::int64_t edge : {at + part.high, at + part.low}) {
         const std::int64_t off = ((edge - all.col_begin) % extent + extent) % extent;
@@ -478,53 +492,62 @@ class Cutter {
   }
 
   void consider(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
-    double sum = 0;
-    const std::size_t step = std::max<std::size_t>(1, a_.parts.size() / 64);
-    for (std::size_t p = 0; p < a_.parts.size(); p += step) {
-      const AxisRange& part = a_.parts[p][k];
-      double weight = static_cast<double>(step);
-      for (int other = 0; other < a_.view.axes; ++other) {
-        weight *= other == k ? 1
-                             : static_cast<double>(up(rows_of(a_.parts[p][other]), a_.row.extent[other])) *
-                                   static_cast<double>(up(width_of(a_.parts[p][other]), a_.col.extent[other]));
-      }
-      sum += weight * count(part, rows, cols, own);
-    }
-    double tiles = rows.size();
-    for (int other = 0; other < a_.view.axes; ++other) {
-      tiles *= other == k ? 1 : static_cast<double>(up(rows_of(hull(a_.parts, other)), a_.row.extent[other]));
-    }
-    if (sum + tiles < best_ * 0.999) {
-      best_ = sum + tiles;
+    const double now = count(k, rows, cols, own) * reach_elsewhere_ + rows.size();
+    if (now < best_ * 0.99) {
+      best_ = now;
       a_.row.cuts[k] = rows;
       a_.col.cuts[k] = cols;
       a_.col.own[k] = own;
     }
   }
 
-  static double count(const AxisRange& part, const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
-    constexpr std::ptrdiff_t kSamples = 32;
-    const auto first = std::upper_bound(rows.end.begin(), rows.end.end(), part.row_begin) - rows.end.begin();
-    const auto last = std::lower_bound(rows.begin.begin(), rows.begin.end(), part.row_end) - rows.begin.begin();
-    const std::ptrdiff_t samples = std::min(last - first, kSamples);
-    std::ptrdiff_t sum = 0;
-    for (std::ptrdiff_t n = 0; n < samples; ++n) {
-      const auto i = static_cast<std::size_t>(first + (2 * n + 1) * (last - first) / (2 * samples));
-      const Reached now = reached(part, rows.begin[i], rows.end[i] - 1);
-      if (now.begin < now.end) {
-        const auto from = own.empty() ? 0 : own[i], to = own.empty() ? cols.size() : own[i + 1];
-        sum += std::lower_bound(cols.begin.begin() + from, cols.begin.begin() + to, now.end) - cols.begin.begin();
-        sum -= std::upper_bound(cols.end.begin() + from, cols.end.begin() + to, now.begin) - cols.end.begin();
+  /// Pairs of intervals that some part meets, from a sample of the rows.
+  double count(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own) const {
+    const std::int64_t most = a_.parts.size() > 2000 ? 64 : 256;
+    const std::int64_t samples = std::min<std::int64_t>(rows.size(), most);
+    std::int64_t sum = 0;
+    std::vector<std::pair<std::ptrdiff_t, std::ptrdiff_t>> met;
+    for (std::int64_t n = 0; n < samples; ++n) {
+      const auto i = static_cast<std::size_t>((2 * n + 1) * rows.size() / (2 * samples));
+      const auto from = own.empty() ? 0 : own[i], to = own.empty() ? cols.size() : own[i + 1];
+      met.clear();
+      for (const Part& part : a_.parts) {
+        if (part[k].row_begin >= rows.end[i] || part[k].row_end <= rows.begin[i]) {
+          continue;
+        }
+        if (const Reached now = reached(part[k], rows.begin[i], rows.end[i] - 1); now.begin < now.end) {
+          met.emplace_back(
+              std::upper_bound(cols.end.begin() + from, cols.end.begin() + to, now.begin) - cols.end.begin(),
+              std::lower_bound(cols.begin.begin() + from, cols.begin.begin() + to, now.end) - cols.begin.begin());
+        }
+      }
+      std::sort(met.begin(), met.end());
+      std::ptrdiff_t done = 0;
+      for (const auto& [first, last] : met) {
+        sum += std::max<std::ptrdiff_t>(0, last - std::max(done, first));
+        done = std::max(done, last);
       }
     }
-    return samples == 0 ? 0
-                        : static_cast<double>(sum) * static_cast<double>(last - first) / static_cast<double>(samples);
+    return static_cast<double>(sum) * rows.size() / static_cast<double>(samples);
+  }
+
+  /// How many columns' intervals a row tile meets on the other axes.
+  double reach_elsewhere(int axis) const {
+    double product = 1;
+    for (int k = 0; k < a_.view.axes; ++k) {
+      if (k != axis) {
+        const AxisPairs now = axis_pairs(largest_[k], hull(a_.parts, k), a_.row.extent[k], a_.col.extent[k]);
+        product *= (own_[k] ? now.own : now.grid) / static_cast<double>(up(rows_of(largest_[k]), a_.row.extent[k]));
+      }
+    }
+    return product;
   }
 
   Arrangement& a_;
   std::array<bool, kMaxAxes> own_;
   Line row_line_, col_line_;
-  double best_ = 0;
+  Part largest_{};
+  double best_ = 0, reach_elsewhere_ = 1;
 };
 
 /// The axis along which row tiles meet the longest intervals of column tiles.

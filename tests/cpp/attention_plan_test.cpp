@@ -437,6 +437,56 @@ Case longnet(int64_t n, int64_t segment, int64_t rate, int64_t head) {
   return {"longnet", n, n, {inside(view_of({segment, rate, 1}), n, n, part_of({band(0, 0), kAny, same}))}};
 }
 
+Case bigbird(Random& random, int64_t n, int64_t block, int64_t many) {
+  Case c{"bigbird", n, n, {{View{}, {}}}};
+  std::vector<Part>& parts = c.groups[0].parts;
+  const int64_t blocks = n / block;
+  for (int64_t i = 0; i < blocks; ++i) {
+    std::vector<int64_t> cols{0};
+    for (int64_t j = std::max<int64_t>(0, i - 1); j <= std::min(blocks - 1, i + 1); ++j) {
+      cols.push_back(j);
+    }
+    for (int64_t r = 0; r < many; ++r) {
+      cols.push_back(pick(random, 0, blocks - 1));
+    }
+    std::sort(cols.begin(), cols.end());
+    cols.erase(std::unique(cols.begin(), cols.end()), cols.end());
+    for (const int64_t j : cols) {
+      parts.push_back(part_of({{i * block, (i + 1) * block, j * block, (j + 1) * block, -kFar, kFar}}));
+    }
+  }
+  return c;
+}
+/// Columns that all later rows see, and diagonals; those of the columns are cut where the diagonals are.
+Case vertical_slash(Random& random, int64_t n, int64_t verticals, int64_t slashes, int64_t window_length) {
+  Case c{"vertical_slash", n, n, {{View{}, {}}}};
+  std::vector<int64_t> back{-1};  // distances of the slashes, a window first
+  c.groups[0].parts.push_back(part_of({{0, n, 0, n, 1 - window_length, 0}}));
+  for (int64_t s = 0; s < slashes; ++s) {
+    const int64_t far = pick(random, window_length, n - 1);
+    if (std::find(back.begin(), back.end(), far) == back.end()) {
+      back.push_back(far);
+      c.groups[0].parts.push_back(part_of({{far, n, 0, n - far, -far, -far}}));
+    }
+  }
+  std::sort(back.begin(), back.end());
+  std::vector<int64_t> cols(verticals);
+  std::generate(cols.begin(), cols.end(), [&] { return pick(random, 0, n - window_length - 1); });
+  std::sort(cols.begin(), cols.end());
+  cols.erase(std::unique(cols.begin(), cols.end()), cols.end());
+  for (const int64_t j : cols) {
+    int64_t from = j + window_length;
+    for (std::size_t s = 1; s <= back.size(); ++s) {
+      const int64_t to = s < back.size() ? std::min(n, j + back[s]) : n;
+      if (from < to) {
+        c.groups[0].parts.push_back(part_of({{from, to, j, j + 1, -kFar, kFar}}));
+      }
+      from = to + 1;
+    }
+  }
+  return c;
+}
+
 TEST(Plan, OfNothing) {
   for (const TileShape& shape : kShapes) {
     check({"nothing", 300, 70, {}}, shape);
@@ -463,6 +513,8 @@ TEST(Plan, OfNamedPatterns) {
     std::vector<int64_t> lengths(pick(random, 1, 12));
     std::generate(lengths.begin(), lengths.end(), [&] { return pick(random, 1, 100); });
     check(documents(lengths, n % 2 == 0), shape);
+    check(bigbird(random, 12 * 24, 24, 2), shape);
+    check(vertical_slash(random, rows + 20, 5, 3, 10), shape);
     const int64_t rate = pick(random, 1, 9);
     check(longnet(rows, rate * pick(random, 1, 30), rate, pick(random, 0, rate - 1)), shape);
     if (HasFailure()) {
@@ -543,7 +595,8 @@ TEST(Plan, OfLongPatterns) {
           dilated(n - 77, n - 5, -512, 512, 6), strided(n, n, stride), strided(n - 3, n, stride - 1), strided(n, n, 16),
           fixed(n, stride, 8), fixed(n, 64, 4), block_local(n, n, 1024, 0), block_local(n, n, 1000, 1),
           block_local(n, n, 48, 1), documents(lengths(200, 2000), true), documents(lengths(20, 200), false),
-          neighborhood(side, side, 13), longnet(n, 2048, 4, 1)}) {
+          neighborhood(side, side, 13), longnet(n, 2048, 4, 1), bigbird(random, n, 64, 3),
+          vertical_slash(random, n, n < 100000 ? 500 : 50, n < 100000 ? 50 : 5, 128)}) {
       report(c, kShapes[0]);
       report(c, kShapes[1], true);
     }

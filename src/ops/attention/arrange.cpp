@@ -16,6 +16,8 @@ using Extents = std::array<int, kMaxAxes>;
 
 // A component of its own costs another pass over its rows and a merge: it must be worth that.
 constexpr double kWorthSplitting = 1.25;
+// Tiles that end where parts end need fewer different masks.
+constexpr double kTidy = 0.95;
 // Column tiles of their own for each row interval are worth their memory only where there are few.
 constexpr double kMostOwnTiles = 40;
 
@@ -434,12 +436,13 @@ class Cutter {
     const auto [row_begin, row_end] = row_line_.range(k);
     best_ = std::numeric_limits<double>::max();
     reach_elsewhere_ = reach_elsewhere(k);
+    find_shares(k);
     const auto rows_from = [&](std::int64_t origin, std::span<const std::int64_t> wished) {
       return with_origin(row_begin, row_end, origin, row_extent, row_walls, wished);
     };
-    std::vector<Cuts> rows{rows_from(all.row_begin, {})};
+    std::vector<Cuts> rows{rows_from(row_begin, {})};
     if (row_extent > 1 && (all.row_begin - row_begin) % row_extent != 0) {
-      rows.push_back(rows_from(row_begin, {}));
+      rows.push_back(rows_from(all.row_begin, {}));
     }
     const std::vector<std::int64_t> row_edges = edges(a_.parts, k, true), col_edges = edges(a_.parts, k, false);
     const bool wishes = row_extent > 1 && (row_edges.size() > 2 || col_edges.size() > 2);
@@ -451,7 +454,8 @@ class Cutter {
         consider(k, row, with_origin(all.col_begin, all.col_end, origin, col_extent, col_walls, {}), {});
       }
       if (wishes && col_extent > 1) {
-        consider(k, row, with_origin(all.col_begin, all.col_end, all.col_begin, col_extent, col_walls, col_edges), {});
+        consider(k, row, with_origin(all.col_begin, all.col_end, all.col_begin, col_extent, col_walls, col_edges), {},
+                 kTidy);
       }
       if (own_[k]) {
         Cuts cols;
@@ -491,9 +495,9 @@ class Cutter {
     return cut(begin, end, extent, forced, wished);
   }
 
-  void consider(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
-    const double now = count(k, rows, cols, own) * reach_elsewhere_ + rows.size();
-    if (now < best_ * 0.99) {
+  /// `preference` below 1 takes these cuts even where they need a little more.
+  void consider(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own, double preference = 1) {
+    if (const double now = preference * cost(k, rows, cols, own); now < best_ * 0.99) {
       best_ = now;
       a_.row.cuts[k] = rows;
       a_.col.cuts[k] = cols;
@@ -501,34 +505,56 @@ class Cutter {
     }
   }
 
-  /// Pairs of intervals that some part meets, from a sample of the rows.
-  double count(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own) const {
+  /// Pairs of intervals that some part meets and row intervals, from a sample of the rows; each as often as the parts
+  /// have tiles on the other axes.
+  double cost(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
     const std::int64_t most = a_.parts.size() > 2000 ? 64 : 256;
     const std::int64_t samples = std::min<std::int64_t>(rows.size(), most);
-    std::int64_t sum = 0;
-    std::vector<std::pair<std::ptrdiff_t, std::ptrdiff_t>> met;
+    double sum = 0;
     for (std::int64_t n = 0; n < samples; ++n) {
       const auto i = static_cast<std::size_t>((2 * n + 1) * rows.size() / (2 * samples));
       const auto from = own.empty() ? 0 : own[i], to = own.empty() ? cols.size() : own[i + 1];
-      met.clear();
-      for (const Part& part : a_.parts) {
-        if (part[k].row_begin >= rows.end[i] || part[k].row_end <= rows.begin[i]) {
+      met_.clear();
+      double share = 0;
+      for (std::size_t p = 0; p < a_.parts.size(); ++p) {
+        const AxisRange& part = a_.parts[p][k];
+        if (part.row_begin >= rows.end[i] || part.row_end <= rows.begin[i]) {
           continue;
         }
-        if (const Reached now = reached(part[k], rows.begin[i], rows.end[i] - 1); now.begin < now.end) {
-          met.emplace_back(
+        if (const Reached now = reached(part, rows.begin[i], rows.end[i] - 1); now.begin < now.end) {
+          share += share_[p];
+          met_.emplace_back(
               std::upper_bound(cols.end.begin() + from, cols.end.begin() + to, now.begin) - cols.end.begin(),
               std::lower_bound(cols.begin.begin() + from, cols.begin.begin() + to, now.end) - cols.begin.begin());
         }
       }
-      std::sort(met.begin(), met.end());
-      std::ptrdiff_t done = 0;
-      for (const auto& [first, last] : met) {
-        sum += std::max<std::ptrdiff_t>(0, last - std::max(done, first));
-        done = std::max(done, last);
+      sum += std::min(1.0, share) * (1 + reach_elsewhere_ * static_cast<double>(covered()));
+    }
+    return sum * rows.size() / static_cast<double>(samples);
+  }
+
+  /// How many intervals those of met_ cover.
+  std::ptrdiff_t covered() {
+    std::sort(met_.begin(), met_.end());
+    std::ptrdiff_t done = 0, sum = 0;
+    for (const auto& [first, last] : met_) {
+      sum += std::max<std::ptrdiff_t>(0, last - std::max(done, first));
+      done = std::max(done, last);
+    }
+    return sum;
+  }
+
+  /// Of the row tiles on the other axes, the share that a part has.
+  void find_shares(int axis) {
+    share_.assign(a_.parts.size(), 1);
+    for (int k = 0; k < a_.view.axes; ++k) {
+      if (k != axis) {
+        const double all = static_cast<double>(up(rows_of(hull(a_.parts, k)), a_.row.extent[k]));
+        for (std::size_t p = 0; p < a_.parts.size(); ++p) {
+          share_[p] *= static_cast<double>(up(rows_of(a_.parts[p][k]), a_.row.extent[k])) / all;
+        }
       }
     }
-    return static_cast<double>(sum) * rows.size() / static_cast<double>(samples);
   }
 
   /// How many columns' intervals a row tile meets on the other axes.
@@ -548,6 +574,8 @@ class Cutter {
   Line row_line_, col_line_;
   Part largest_{};
   double best_ = 0, reach_elsewhere_ = 1;
+  std::vector<double> share_;
+  std::vector<std::pair<std::ptrdiff_t, std::ptrdiff_t>> met_;
 };
 
 /// The axis along which row tiles meet the longest intervals of column tiles.

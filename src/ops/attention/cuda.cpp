@@ -504,6 +504,9 @@ void bias_gradient(const Given& given, Context& context) {
 
   const Sizes made{sizes.batch, sizes.heads, both ? p.rows : sizes.rows, sizes.cols};
   const std::size_t bytes = static_cast<std::size_t>(made.batch * made.heads * made.rows * made.cols) * 4;
+  if (bytes == 0) {
+    return;
+  }
   const Workspace space(context, bytes);
   driver::fill_zero(space.data(), bytes, context.stream);
   const Operand at = contiguous(space.data(), made, made.cols);
@@ -547,7 +550,7 @@ void bias_gradient(const Given& given, Context& context) {
   const CopyParams copy = copy_params(space.data(), at, out.data, out, made);
   if (!both) {
     run_copy(copy, DType::f32, b.d_bias.dtype, context);
-  } else if (made.batch * made.heads > 0) {
+  } else {
     get_kernel(sum_spec(b.d_bias.dtype), context.device.index)
         .launch(made.batch * made.heads * made.cols, 256, 0, &copy, context.stream);
   }

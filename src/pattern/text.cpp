@@ -1,6 +1,7 @@
 // Grammar, families and the memory of recent patterns.
 #include "pattern/text.h"
 
+#include <algorithm>
 #include <charconv>
 #include <list>
 #include <map>
@@ -9,12 +10,14 @@
 
 #include "core/hash.h"
 #include "fretwork/error.h"
+#include "pattern/regular.h"
 
 namespace fretwork {
 namespace text {
 namespace {
 
 constexpr int kMaxDepth = 64;
+constexpr std::string_view kDigits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 
 bool starts_name(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
@@ -57,34 +60,69 @@ class Parser {
     if (depth > kMaxDepth) {
       fail("at most 64 levels of nesting");
     }
+    Call call;
     if (take('(')) {
-      Call call = expression(depth + 1);
+      call = expression(depth + 1);
       need(')');
-      return call;
+    } else {
+      call = plain(depth);
     }
+    while (take('.')) {
+      need('T');
+      call = Call{"transpose", {Value{std::move(call)}}};
+    }
+    return call;
+  }
+
+  Call plain(int depth) {
     skip();
     if (at_ >= text_.size() || !starts_name(text_[at_])) {
       fail("a pattern's name");
     }
     Call call{std::string(name_token()), {}};
     need('(');
-    call.arguments = list(depth + 1);
+    list(depth + 1, ')', [&] {
+      std::string keyword = keyword_token();
+      if (!call.keywords.empty() && keyword.empty()) {
+        fail("a keyword, as the one before");
+      }
+      if (!keyword.empty()) {
+        call.keywords.push_back(std::move(keyword));
+      }
+      call.arguments.push_back(value(depth + 1));
+    });
     return call;
   }
 
-  // Arguments up to the closing parenthesis, which it takes.
-  std::vector<Value> list(int depth) {
-    std::vector<Value> values;
-    while (!take(')')) {
-      if (!values.empty()) {
+  // Items up to the closing bracket, which it takes.
+  template <typename Item>
+  void list(int depth, char close, const Item& item) {
+    if (depth > kMaxDepth) {
+      fail("at most 64 levels of nesting");
+    }
+    for (bool first = true; !take(close); first = false) {
+      if (!first) {
         need(',');
-        if (take(')')) {
+        if (take(close)) {
           break;  // a trailing comma, as in (16,)
         }
       }
-      values.push_back(value(depth));
+      item();
     }
-    return values;
+  }
+
+  // The word before a '=', or nothing taken.
+  std::string keyword_token() {
+    skip();
+    const std::size_t before = at_;
+    if (at_ < text_.size() && starts_name(text_[at_])) {
+      std::string name(name_token());
+      if (take('=')) {
+        return name;
+      }
+      at_ = before;
+    }
+    return {};
   }
 
   Value value(int depth) {
@@ -93,9 +131,11 @@ class Parser {
     }
     skip();
     const char c = at_ < text_.size() ? text_[at_] : '\0';
-    if (c == '(') {
+    if (c == '(' || c == '[') {
       ++at_;
-      return {Tuple(list(depth + 1))};
+      Tuple values;
+      list(depth + 1, c == '(' ? ')' : ']', [&] { values.push_back(value(depth + 1)); });
+      return {std::move(values)};
     }
     if (c == '~') {
       ++at_;
@@ -239,9 +279,85 @@ std::vector<std::int64_t> integers(const Call& call, std::size_t position, const
 }
 
 void expect_arguments(const Call& call, std::size_t count, const char* form) {
+  if (!call.keywords.empty()) {
+    throw Error(call.name, call.keywords.front(), "no keyword", "one");
+  }
   if (call.arguments.size() != count) {
     throw Error(call.name, "arguments", form, std::to_string(call.arguments.size()) + " of them");
   }
+}
+
+std::string pack_bits(std::span<const std::uint8_t> mask) {
+  std::string digits((mask.size() + 5) / 6, 'A');
+  for (std::size_t n = 0; n < digits.size(); ++n) {
+    std::size_t six = 0;
+    for (std::size_t bit = 0; bit < 6 && 6 * n + bit < mask.size(); ++bit) {
+      six |= static_cast<std::size_t>(mask[6 * n + bit]) << bit;
+    }
+    digits[n] = kDigits[six];
+  }
+  return digits;
+}
+
+std::vector<std::uint8_t> bits(const Call& call, std::size_t position, const char* argument, std::size_t count) {
+  const std::string& digits = word(call, position, argument);
+  if (digits.size() != (count + 5) / 6) {
+    throw Error(call.name, argument, std::to_string((count + 5) / 6) + " of them", std::to_string(digits.size()));
+  }
+  std::vector<std::uint8_t> mask(count);
+  for (std::size_t n = 0; n < digits.size(); ++n) {
+    const std::size_t six = kDigits.find(digits[n]);
+    const std::size_t used = std::min<std::size_t>(6, count - 6 * n);
+    if (six >> used != 0) {
+      throw Error(call.name, argument, "the digits of 6 bits, and zeros after the last",
+                  std::string("'") + digits[n] + "'");
+    }
+    for (std::size_t bit = 0; bit < used; ++bit) {
+      mask[6 * n + bit] = static_cast<std::uint8_t>(six >> bit & 1);
+    }
+  }
+  return mask;
+}
+
+Call ordered(const Call& call, std::initializer_list<const char*> names) {
+  const std::size_t plain = call.arguments.size() - call.keywords.size();
+  if (plain > names.size()) {
+    throw Error(call.name, "arguments", "at most " + std::to_string(names.size()), std::to_string(plain));
+  }
+  Call all{call.name, std::vector<Value>(names.size(), Value{std::string("None")})};
+  std::copy_n(call.arguments.begin(), plain, all.arguments.begin());
+  std::vector<bool> given(names.size());
+  std::fill_n(given.begin(), plain, true);
+  for (std::size_t n = 0; n < call.keywords.size(); ++n) {
+    const std::string& keyword = call.keywords[n];
+    const auto place = static_cast<std::size_t>(std::find(names.begin(), names.end(), keyword) - names.begin());
+    if (place == names.size()) {
+      throw Error(call.name, keyword, "a known keyword", "this");
+    }
+    if (given[place]) {
+      throw Error(call.name, keyword, "one value", "two");
+    }
+    given[place] = true;
+    all.arguments[place] = call.arguments[plain + n];
+  }
+  return all;
+}
+
+bool is_none(const Call& call, std::size_t position) {
+  const auto* value = argument_if<std::string>(call, position);
+  return value != nullptr && *value == "None";
+}
+
+PatternPtr make(const Call& call) {
+  const auto family = families().find(call.name);
+  if (family != families().end()) {
+    return family->second(call);
+  }
+  std::string known;
+  for (const auto& [name, maker] : families()) {
+    known += (known.empty() ? "" : ", ") + name;
+  }
+  throw Error("Pattern.parse", "text", "one of " + known, "'" + call.name + "'");
 }
 
 }  // namespace text
@@ -250,6 +366,20 @@ namespace {
 
 /// Keys this long or shorter are the text itself.
 constexpr std::size_t kLongText = 128;
+
+/// What remembering a pattern costs, in units of some 32 bytes.
+std::int64_t weight(const Pattern& pattern) {
+  const auto* regular = dynamic_cast<const RegularPattern*>(&pattern);
+  if (regular == nullptr) {
+    return pattern.nnz();
+  }
+  constexpr std::int64_t kPart = sizeof(Part) / 32;
+  std::int64_t all = 0;
+  for (const PartGroup& group : regular->groups()) {
+    all += static_cast<std::int64_t>(group.parts.size()) * kPart;
+  }
+  return all;
+}
 
 /// Texts behind digests, for as long as the process lives (a compiled graph may outlast the pattern it was made with),
 /// and the most recently used patterns.
@@ -275,11 +405,11 @@ class Memory {
     if (recent_.contains(key)) {
       return;
     }
-    stored_ += pattern->nnz();
+    stored_ += weight(*pattern);
     order_.emplace_front(key, std::move(pattern));
     recent_.emplace(key, order_.begin());
     while (order_.size() > 1 && (order_.size() > kRecent || stored_ > kStored)) {
-      stored_ -= order_.back().second->nnz();
+      stored_ -= weight(*order_.back().second);
       recent_.erase(order_.back().first);
       order_.pop_back();
     }
@@ -312,18 +442,6 @@ Memory& memory() {
   return the;
 }
 
-PatternPtr make_pattern(const text::Call& call) {
-  const auto family = text::families().find(call.name);
-  if (family != text::families().end()) {
-    return family->second(call);
-  }
-  std::string known;
-  for (const auto& [name, maker] : text::families()) {
-    known += (known.empty() ? "" : ", ") + name;
-  }
-  throw Error("Pattern.parse", "text", "one of " + known, "'" + call.name + "'");
-}
-
 /// The text itself, or "name@digest" for a long one.
 std::string key_of(std::string_view text) {
   if (text.size() <= kLongText) {
@@ -348,9 +466,21 @@ PatternPtr parse_pattern(std::string_view text) {
     return known;
   }
   const bool digest = text.find('@') != text.npos && text.find('(') == text.npos;
-  PatternPtr pattern = make_pattern(text::parse(digest ? memory().text_behind(text) : text));
+  PatternPtr pattern = text::make(text::parse(digest ? memory().text_behind(text) : text));
   memory().remember(key, pattern);
   return pattern;
+}
+
+std::vector<PatternPtr> parse_patterns(std::string_view lines) {
+  std::vector<PatternPtr> patterns;
+  const std::string_view first = lines.substr(0, lines.find('\n'));
+  for (std::size_t begin = 0; begin <= lines.size();) {
+    const std::size_t end = std::min(lines.find('\n', begin), lines.size());
+    const std::string_view line = lines.substr(begin, end - begin);
+    patterns.push_back(!patterns.empty() && line == first ? patterns.front() : parse_pattern(line));  // often all equal
+    begin = end + 1;
+  }
+  return patterns;
 }
 
 }  // namespace fretwork

@@ -1,8 +1,9 @@
-// The text form of patterns: name(argument, …). A family joins by registering a maker under its name; the grammar
-// knows no family. Arguments are integers, decimals, words (~bits, names), tuples, and other patterns; `|` and `&`
-// between patterns become calls of "union" and "intersection".
+// The text form of patterns: name(argument, …, keyword=argument). A family joins by registering a maker under its name;
+// the grammar knows no family. Arguments are integers, decimals, words (~bits, names), tuples in () or [], and other
+// patterns; `|`, `&` and `.T` become calls of "union", "intersection" and "transpose".
 #pragma once
 
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -18,6 +19,7 @@ using Tuple = std::vector<Value>;
 struct Call {
   std::string name;
   std::vector<Value> arguments;
+  std::vector<std::string> keywords = {};  ///< the names of the last of the arguments
 };
 
 struct Value {
@@ -34,12 +36,23 @@ struct Family {
   Family(const char* name, Maker maker);
 };
 
+/// The pattern that a call describes.
+PatternPtr make(const Call& call);
+
 /// What a maker reads its arguments with: throws Error "name: argument: expected …, got …" on another kind.
 std::int64_t integer(const Call& call, std::size_t position, const char* argument);
 double number(const Call& call, std::size_t position, const char* argument);
 const std::string& word(const Call& call, std::size_t position, const char* argument);
 /// A tuple of integers; a single integer counts as a tuple of one.
 std::vector<std::int64_t> integers(const Call& call, std::size_t position, const char* argument);
+/// `count` zeros and ones from a word of bits, six to a character; and the word for them.
+std::vector<std::uint8_t> bits(const Call& call, std::size_t position, const char* argument, std::size_t count);
+std::string pack_bits(std::span<const std::uint8_t> mask);
 void expect_arguments(const Call& call, std::size_t count, const char* form);
+/// The same call with its keywords put in their places: one argument for each of `names`, the word None where none is
+/// given. Throws Error on keywords that are not among the names, on two for one, and on too many.
+Call ordered(const Call& call, std::initializer_list<const char*> names);
+/// Whether an argument is the word None.
+bool is_none(const Call& call, std::size_t position);
 
 }  // namespace fretwork::text

@@ -1,0 +1,429 @@
+// The arithmetic of parts.
+#include "pattern/parts.h"
+
+#include <tuple>
+
+namespace fretwork::parts {
+namespace {
+
+/// Σ max(0, r + k) over 0 ≤ r < rows.
+Wide ramp(Wide rows, Wide k) {
+  if (k >= 0) {
+    return rows * k + rows * (rows - 1) / 2;
+  }
+  const Wide reached = rows + k;
+  return reached > 0 ? reached * (reached - 1) / 2 : 0;
+}
+
+/// Pairs of the ranges' digits whose difference is at most `high`.
+Wide pairs_up_to(const AxisRange& range, std::int64_t high) {
+  const Wide k = Wide{high} + range.row_begin - range.col_begin + 1;
+  const Wide rows = Wide{range.row_end} - range.row_begin, cols = Wide{range.col_end} - range.col_begin;
+  return ramp(rows, k) - ramp(rows, k - cols);
+}
+
+/// A digit and the one below it, both as ranges.
+struct Piece {
+  std::int64_t high_begin, high_end, low_begin, low_end;
+};
+
+/// The numbers x = q·radix + m of [begin, end): by q (head, body, tail), or by m (classes of two lengths).
+std::vector<Piece> cut(std::int64_t begin, std::int64_t end, std::int64_t radix, bool by_low) {
+  std::vector<Piece> pieces;
+  const auto add = [&](std::int64_t hb, std::int64_t he, std::int64_t lb, std::int64_t le) {
+    if (hb < he && lb < le) {
+      pieces.push_back({hb, he, lb, le});
+    }
+  };
+  const std::int64_t first = floor_div(begin, radix), at = begin - first * radix;
+  const std::int64_t last = floor_div(end, radix), to = end - last * radix;
+  if (by_low) {
+    // Class m holds q from first + (m < at) up to last + (m < to).
+    const std::int64_t near = std::min(at, to), far = std::max(at, to);
+    add(first + 1, last + 1, 0, near);
+    add(first + (far == at), last + (far == to && far != at), near, far);
+    add(first, last, far, radix);
+  } else if (first == last) {
+    add(first, first + 1, at, to);
+  } else {
+    const std::int64_t body = first + (at > 0);
+    add(first, body, at, radix);
+    add(body, last, 0, radix);
+    add(last, last + 1, 0, to);
+  }
+  return pieces;
+}
+
+/// The differences d = radix·dq + dm of [low, high], |dm| < radix, as (dq, dm) ranges; their ends belong to them.
+std::vector<Piece> cut_differences(std::int64_t low, std::int64_t high, std::int64_t radix) {
+  const std::int64_t a = floor_div(low, radix), b = low - a * radix;
+  const std::int64_t c = floor_div(high, radix), d = high - c * radix;
+  // dq = a has dm ≥ b, dq = a + 1 has dm ≥ b − radix, more have any; dq = c + 1 has dm ≤ d − radix, dq = c dm ≤ d.
+  const auto least = [&](std::int64_t q) { return q == a ? b : q == a + 1 ? b - radix : -radix; };
+  const auto most = [&](std::int64_t q) { return q == c + 1 ? d - radix : q == c ? d : radix; };
+  std::vector<Piece> pieces;
+  const auto add = [&](std::int64_t from, std::int64_t to) {
+    if (from <= to && least(from) <= most(from)) {
+      pieces.push_back({from, to, least(from), most(from)});
+    }
+  };
+  if (c + 1 - a < 5) {
+    for (std::int64_t q = a; q <= c + 1; ++q) {
+      add(q, q);
+    }
+  } else {
+    // Where the end is the multiple itself its neighbour has every dm too.
+    const std::int64_t from = a + (b == 0 ? 1 : 2), to = c - (d == radix - 1 ? 0 : 1);
+    for (std::int64_t q = a; q < from; ++q) {
+      add(q, q);
+    }
+    pieces.push_back({from, to, -radix, radix});
+    for (std::int64_t q = to + 1; q <= c + 1; ++q) {
+      add(q, q);
+    }
+  }
+  return pieces;
+}
+
+using AxisPair = std::array<AxisRange, 2>;
+
+/// An axis counted x = q·radix + m, as tight pairs of ranges for q and m.
+std::vector<AxisPair> split(const AxisRange& x, std::int64_t radix) {
+  std::vector<AxisPair> pairs;
+  const auto differences = cut_differences(x.low, x.high, radix);
+  const auto cols = cut(x.col_begin, x.col_end, radix, false);
+  for (const Piece& r : cut(x.row_begin, x.row_end, radix, false)) {
+    for (const Piece& c : cols) {
+      for (const Piece& d : differences) {
+        AxisPair pair{AxisRange{r.high_begin, r.high_end, c.high_begin, c.high_end, d.high_begin, d.high_end},
+                      AxisRange{r.low_begin, r.low_end, c.low_begin, c.low_end, d.low_begin, d.low_end}};
+        if (tighten(pair[0]) && tighten(pair[1])) {
+          pairs.push_back(pair);
+        }
+      }
+    }
+  }
+  return pairs;
+}
+
+/// One side of a part: [begin, end) on each axis.
+using Side = std::array<std::array<std::int64_t, 2>, kMaxAxes>;
+
+/// The positions [begin, end) as boxes of digits. An axis whose next one is a class (a single difference) is cut by
+/// class, so that each keeps its run whole; others are cut into head, body and tail.
+void cut_sides(const View& view, const Part& wanted, int axis, std::int64_t begin, std::int64_t end, Side side,
+               std::vector<Side>& out) {
+  const auto at = static_cast<std::size_t>(axis);
+  if (axis + 1 == view.axes) {
+    if (begin < end) {
+      side[at] = {begin, end};
+      out.push_back(side);
+    }
+    return;
+  }
+  const bool by_low = wanted[at + 1].low == wanted[at + 1].high && wanted[at].low != wanted[at].high;
+  for (const Piece& piece : cut(begin, end, view.strides[at], by_low)) {
+    side[at] = {piece.high_begin, piece.high_end};
+    cut_sides(view, wanted, axis + 1, piece.low_begin, piece.low_end, side, out);
+  }
+}
+
+auto key(const AxisRange& a) { return std::tie(a.row_begin, a.col_begin, a.row_end, a.col_end, a.low, a.high); }
+
+/// Merges along one axis parts that are equal on the others and neighbours in order.
+void merge_along(std::vector<Part>& parts, std::size_t axis, std::size_t axes) {
+  const auto compare_others = [&](const Part& a, const Part& b) {
+    for (std::size_t k = 0; k < axes; ++k) {
+      if (k != axis && !(a[k] == b[k])) {
+        return key(a[k]) < key(b[k]) ? -1 : 1;
+      }
+    }
+    return 0;
+  };
+  std::sort(parts.begin(), parts.end(), [&](const Part& a, const Part& b) {
+    const int others = compare_others(a, b);
+    return others != 0 ? others < 0 : key(a[axis]) < key(b[axis]);
+  });
+  std::size_t kept = 0;
+  for (std::size_t n = 1; n < parts.size(); ++n) {
+    if (compare_others(parts[kept], parts[n]) == 0) {
+      if (const auto both = join(parts[kept][axis], parts[n][axis])) {
+        parts[kept][axis] = *both;
+        continue;
+      }
+    }
+    parts[++kept] = parts[n];
+  }
+  parts.resize(std::min(parts.size(), kept + 1));
+}
+
+/// The group's parts counted from other shifts; strides[0] divides the changes.
+std::vector<Part> shifted(const PartGroup& group, std::int64_t row_shift, std::int64_t col_shift) {
+  const std::int64_t unit = group.view.strides[0];
+  const std::int64_t row = (row_shift - group.view.row_shift) / unit, col = (col_shift - group.view.col_shift) / unit;
+  std::vector<Part> moved = group.parts;
+  for (Part& p : moved) {
+    AxisRange& a = p[0];
+    a = {a.row_begin + row, a.row_end + row, a.col_begin + col, a.col_end + col, a.low + col - row, a.high + col - row};
+  }
+  return moved;
+}
+
+}  // namespace
+
+std::int64_t floor_div(std::int64_t a, std::int64_t b) { return a / b - (a % b < 0 ? 1 : 0); }
+std::int64_t floor_mod(std::int64_t a, std::int64_t b) { return a - floor_div(a, b) * b; }
+
+AxisRange meet(const AxisRange& a, const AxisRange& b) {
+  return {std::max(a.row_begin, b.row_begin), std::min(a.row_end, b.row_end), std::max(a.col_begin, b.col_begin),
+          std::min(a.col_end, b.col_end),     std::max(a.low, b.low),         std::min(a.high, b.high)};
+}
+
+View flat_view(std::int64_t row_shift, std::int64_t col_shift) {
+  View view;
+  view.row_shift = row_shift;
+  view.col_shift = col_shift;
+  return view;
+}
+
+View residue_view(std::int64_t stride, std::int64_t row_shift, std::int64_t col_shift) {
+  View view = flat_view(row_shift, col_shift);
+  if (stride > 1) {
+    view.axes = 2;
+    view.strides = {stride, 1};
+  }
+  return view;
+}
+
+Part part(std::initializer_list<AxisRange> axes) {
+  Part p{};
+  std::copy(axes.begin(), axes.end(), p.begin());
+  return p;
+}
+
+bool tighten(AxisRange& a) {
+  a.low = std::max(a.low, a.col_begin - (a.row_end - 1));
+  a.high = std::min(a.high, a.col_end - 1 - a.row_begin);
+  a.row_begin = std::max(a.row_begin, a.col_begin - a.high);
+  a.row_end = std::min(a.row_end, a.col_end - a.low);
+  a.col_begin = std::max(a.col_begin, a.row_begin + a.low);
+  a.col_end = std::min(a.col_end, a.row_end + a.high);
+  return a.row_begin < a.row_end && a.col_begin < a.col_end && a.low <= a.high;
+}
+
+bool tighten(Part& part, int axes) {
+  for (int k = 0; k < axes; ++k) {
+    if (!tighten(part[static_cast<std::size_t>(k)])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Wide count(const AxisRange& range) { return pairs_up_to(range, range.high) - pairs_up_to(range, range.low - 1); }
+
+Wide count(const Part& part, int axes) {
+  Wide all = 1;
+  for (int k = 0; k < axes; ++k) {
+    all *= count(part[static_cast<std::size_t>(k)]);
+  }
+  return all;
+}
+
+Wide count(const PartGroup& group) {
+  Wide all = 0;
+  for (const Part& p : group.parts) {
+    all += count(p, group.view.axes);
+  }
+  return all;
+}
+
+std::optional<AxisRange> join(const AxisRange& a, const AxisRange& b) {
+  AxisRange both{std::min(a.row_begin, b.row_begin), std::max(a.row_end, b.row_end), std::min(a.col_begin, b.col_begin),
+                 std::max(a.col_end, b.col_end),     std::min(a.low, b.low),         std::max(a.high, b.high)};
+  if (count(both) != count(a) + count(b)) {
+    return std::nullopt;
+  }
+  return both;
+}
+
+std::optional<Part> meet(const Part& a, const Part& b, int axes) {
+  Part both{};
+  for (int k = 0; k < axes; ++k) {
+    const auto at = static_cast<std::size_t>(k);
+    both[at] = meet(a[at], b[at]);
+    if (!tighten(both[at])) {
+      return std::nullopt;
+    }
+  }
+  return both;
+}
+
+void subtract(const Part& a, const Part& b, int axes, std::vector<Part>& out) {
+  if (!meet(a, b, axes)) {
+    out.push_back(a);
+    return;
+  }
+  // One of b's conditions after the other: what fails it goes out, what holds goes on.
+  Part rest = a;
+  for (int k = 0; k < axes; ++k) {
+    const auto at = static_cast<std::size_t>(k);
+    const auto fails = [&](AxisRange other) {
+      if (Part piece = rest; tighten(other)) {
+        piece[at] = other;
+        out.push_back(piece);
+      }
+    };
+    AxisRange& r = rest[at];
+    const AxisRange& c = b[at];
+    const auto each = [&](auto member, std::int64_t end, auto opposite, std::int64_t outside, bool cuts) {
+      if (cuts) {
+        AxisRange other = r;
+        other.*opposite = outside;
+        fails(other);
+        r.*member = end;
+        tighten(r);
+      }
+    };
+    each(&AxisRange::low, c.low, &AxisRange::high, c.low - 1, c.low > r.low);
+    each(&AxisRange::high, c.high, &AxisRange::low, c.high + 1, c.high < r.high);
+    each(&AxisRange::row_begin, c.row_begin, &AxisRange::row_end, c.row_begin, c.row_begin > r.row_begin);
+    each(&AxisRange::row_end, c.row_end, &AxisRange::row_begin, c.row_end, c.row_end < r.row_end);
+    each(&AxisRange::col_begin, c.col_begin, &AxisRange::col_end, c.col_begin, c.col_begin > r.col_begin);
+    each(&AxisRange::col_end, c.col_end, &AxisRange::col_begin, c.col_end, c.col_end < r.col_end);
+  }
+}
+
+std::vector<Part> subtract(std::vector<Part> from, const std::vector<Part>& others, int axes) {
+  std::vector<Part> next;
+  for (const Part& other : others) {
+    next.clear();
+    for (const Part& p : from) {
+      subtract(p, other, axes, next);
+    }
+    from.swap(next);
+  }
+  return from;
+}
+
+void merge(std::vector<Part>& parts, int axes) {
+  for (std::size_t before = parts.size() + 1; parts.size() < before && parts.size() > 1;) {
+    before = parts.size();
+    for (int k = axes - 1; k >= 0; --k) {
+      merge_along(parts, static_cast<std::size_t>(k), static_cast<std::size_t>(axes));
+    }
+  }
+}
+
+void clip(const View& view, const Part& wanted, std::int64_t rows, std::int64_t cols, std::vector<Part>& out) {
+  std::vector<Side> row_sides, col_sides;
+  cut_sides(view, wanted, 0, view.row_shift, view.row_shift + rows, {}, row_sides);
+  cut_sides(view, wanted, 0, view.col_shift, view.col_shift + cols, {}, col_sides);
+  for (const Side& r : row_sides) {
+    for (const Side& c : col_sides) {
+      Part inside{};
+      for (std::size_t k = 0; k < static_cast<std::size_t>(view.axes); ++k) {
+        inside[k] = between(r[k][0], r[k][1], c[k][0], c[k][1]);
+      }
+      if (const auto both = meet(inside, wanted, view.axes)) {
+        out.push_back(*both);
+      }
+    }
+  }
+}
+
+std::optional<View> common_view(const View& a, const View& b) {
+  const auto fits = [](const View& from, const View& to) {
+    return (from.row_shift - to.row_shift) % from.strides[0] == 0 &&
+           (from.col_shift - to.col_shift) % from.strides[0] == 0;
+  };
+  if (a == b) {
+    return a;
+  }
+  View view;
+  if (!fits(a, b) && !fits(b, a)) {
+    return std::nullopt;
+  }
+  const View& shifts = fits(a, b) ? b : a;
+  view.row_shift = shifts.row_shift;
+  view.col_shift = shifts.col_shift;
+  std::vector<std::int64_t> strides(a.strides.begin(), a.strides.begin() + a.axes);
+  strides.insert(strides.end(), b.strides.begin(), b.strides.begin() + b.axes);
+  std::sort(strides.begin(), strides.end(), std::greater<>());
+  strides.erase(std::unique(strides.begin(), strides.end()), strides.end());
+  if (strides.size() > kMaxAxes) {
+    return std::nullopt;
+  }
+  for (std::size_t k = 1; k < strides.size(); ++k) {
+    if (strides[k - 1] % strides[k] != 0) {
+      return std::nullopt;
+    }
+  }
+  view.axes = static_cast<int>(strides.size());
+  std::copy(strides.begin(), strides.end(), view.strides.begin());
+  return view;
+}
+
+std::vector<Part> refined(const PartGroup& group, const View& finer) {
+  std::vector<Part> now = shifted(group, finer.row_shift, finer.col_shift), next;
+  // The axis that ends with a stride of the group is cut again at each of the finer strides above it.
+  int old = 0;
+  for (int k = 0; k < finer.axes; ++k) {
+    const auto at = static_cast<std::size_t>(k);
+    const std::int64_t unit = group.view.strides[static_cast<std::size_t>(old)];
+    if (finer.strides[at] == unit) {
+      ++old;
+      continue;
+    }
+    next.clear();
+    for (const Part& p : now) {
+      for (const auto& [high, low] : split(p[at], finer.strides[at] / unit)) {
+        Part cut{};
+        std::copy(p.begin(), p.begin() + k, cut.begin());
+        std::copy(p.begin() + k + 1, p.end() - 1, cut.begin() + k + 2);
+        cut[at] = high;
+        cut[at + 1] = low;
+        next.push_back(cut);
+      }
+    }
+    now.swap(next);
+  }
+  return now;
+}
+
+PartGroup transposed(const PartGroup& group) {
+  PartGroup turned = group;
+  std::swap(turned.view.row_shift, turned.view.col_shift);
+  for (Part& p : turned.parts) {
+    for (int k = 0; k < group.view.axes; ++k) {
+      AxisRange& a = p[static_cast<std::size_t>(k)];
+      a = {a.col_begin, a.col_end, a.row_begin, a.row_end, -a.high, -a.low};
+    }
+  }
+  return turned;
+}
+
+bool contains(const PartGroup& group, std::int64_t row, std::int64_t col) {
+  const View& view = group.view;
+  const auto digits = [&](std::int64_t x) {
+    std::array<std::int64_t, kMaxAxes> all{};
+    for (std::size_t k = 0; k < static_cast<std::size_t>(view.axes); ++k) {
+      all[k] = floor_div(x, view.strides[k]);
+      x -= all[k] * view.strides[k];
+    }
+    return all;
+  };
+  const auto r = digits(row + view.row_shift), c = digits(col + view.col_shift);
+  return std::any_of(group.parts.begin(), group.parts.end(), [&](const Part& p) {
+    for (std::size_t k = 0; k < static_cast<std::size_t>(view.axes); ++k) {
+      const AxisRange& a = p[k];
+      if (r[k] < a.row_begin || r[k] >= a.row_end || c[k] < a.col_begin || c[k] >= a.col_end || c[k] - r[k] < a.low ||
+          c[k] - r[k] > a.high) {
+        return false;
+      }
+    }
+    return true;
+  });
+}
+
+}  // namespace fretwork::parts

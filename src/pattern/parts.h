@@ -1,0 +1,102 @@
+// The arithmetic of parts: counting, meeting, taking away, and counting the same part in another view. Exact, on ends
+// alone: nothing here looks at elements one by one except for_each_row.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "pattern/regular.h"
+
+namespace fretwork::parts {
+
+/// Farther than any digit or difference that a check lets in.
+inline constexpr std::int64_t kFar = std::int64_t{1} << 52;
+
+using Wide = __int128;
+
+/// No constraint at all.
+inline constexpr AxisRange kAnywhere{-kFar, kFar, -kFar, kFar, -2 * kFar, 2 * kFar};
+/// Digits whose difference, column − row, is in [low, high].
+constexpr AxisRange differing(std::int64_t low, std::int64_t high) { return {-kFar, kFar, -kFar, kFar, low, high}; }
+/// Row digits in [row_begin, row_end) beside column digits in [col_begin, col_end).
+constexpr AxisRange between(std::int64_t row_begin, std::int64_t row_end, std::int64_t col_begin,
+                            std::int64_t col_end) {
+  return {row_begin, row_end, col_begin, col_end, -2 * kFar, 2 * kFar};
+}
+AxisRange meet(const AxisRange& a, const AxisRange& b);
+
+std::int64_t floor_div(std::int64_t a, std::int64_t b);
+/// Never negative for b > 0.
+std::int64_t floor_mod(std::int64_t a, std::int64_t b);
+
+/// Plain order, and the classes modulo `stride` (plain order too where that is 1).
+View flat_view(std::int64_t row_shift = 0, std::int64_t col_shift = 0);
+View residue_view(std::int64_t stride, std::int64_t row_shift = 0, std::int64_t col_shift = 0);
+/// A part from what its axes say.
+Part part(std::initializer_list<AxisRange> axes);
+
+/// Makes the ends tight; false where nothing is left.
+bool tighten(AxisRange& range);
+bool tighten(Part& part, int axes);
+/// Elements, of tight ranges.
+Wide count(const AxisRange& range);
+Wide count(const Part& part, int axes);
+Wide count(const PartGroup& group);
+
+/// The union of two disjoint ranges, where that is a range.
+std::optional<AxisRange> join(const AxisRange& a, const AxisRange& b);
+/// Two parts of one view: what they share; and what the first has alone, in disjoint parts put behind `out`.
+std::optional<Part> meet(const Part& a, const Part& b, int axes);
+void subtract(const Part& a, const Part& b, int axes, std::vector<Part>& out);
+/// What `from` has and none of `others` (of the same view) has.
+std::vector<Part> subtract(std::vector<Part> from, const std::vector<Part>& others, int axes);
+/// Puts neighbours together where their union is a part again. Parts must be disjoint.
+void merge(std::vector<Part>& parts, int axes);
+
+/// The elements of rows × cols that satisfy `wanted`, as tight parts behind `out`.
+void clip(const View& view, const Part& wanted, std::int64_t rows, std::int64_t cols, std::vector<Part>& out);
+
+/// A view in which parts of both can be counted, if there is one; and the parts of a group in such a view.
+std::optional<View> common_view(const View& a, const View& b);
+std::vector<Part> refined(const PartGroup& group, const View& finer);
+
+PartGroup transposed(const PartGroup& group);
+bool contains(const PartGroup& group, std::int64_t row, std::int64_t col);
+
+/// The columns that a row has in one part: first + Σ u_k·stride[k], 0 ≤ u_k < extent[k] (extent 1 on unused axes).
+struct Columns {
+  std::int64_t first;
+  std::array<std::int64_t, kMaxAxes> extent, stride;
+};
+
+/// Calls visit(row, columns) for each row of a part.
+template <typename Visit>
+void for_each_row(const View& view, const Part& part, const Visit& visit);
+
+}  // namespace fretwork::parts
+
+// For each digit of the row on each axis in turn: the columns are then intervals of digits.
+template <typename Visit>
+void fretwork::parts::for_each_row(const View& view, const Part& part, const Visit& visit) {
+  Columns columns;
+  columns.extent.fill(1);
+  columns.stride.fill(0);
+  const auto down = [&](const auto& self, int axis, std::int64_t row, std::int64_t first) -> void {
+    if (axis == view.axes || axis == kMaxAxes) {  // the second for the compiler, which unrolls this
+      columns.first = first - view.col_shift;
+      visit(row - view.row_shift, static_cast<const Columns&>(columns));
+      return;
+    }
+    const AxisRange& r = part[static_cast<std::size_t>(axis)];
+    const std::int64_t stride = view.strides[static_cast<std::size_t>(axis)];
+    for (std::int64_t d = r.row_begin; d < r.row_end; ++d) {
+      const std::int64_t begin = std::max(r.col_begin, d + r.low), end = std::min(r.col_end, d + r.high + 1);
+      columns.extent[static_cast<std::size_t>(axis)] = end - begin;
+      columns.stride[static_cast<std::size_t>(axis)] = stride;
+      self(self, axis + 1, row + d * stride, first + begin * stride);
+    }
+  };
+  down(down, 0, 0, 0);
+}

@@ -1,0 +1,411 @@
+// Regular patterns: what they say of themselves, and how they unite, meet and turn.
+#include <map>
+#include <numeric>
+
+#include "fretwork/error.h"
+#include "fretwork/tensor.h"
+#include "pattern/regular_maker.h"
+#include "pattern/text.h"
+
+namespace fretwork {
+namespace {
+
+using parts::count;
+using parts::meet;
+using parts::Run;
+using parts::Wide;
+using patterns::RegularPtr;
+using Groups = std::vector<PartGroup>;
+
+/// Where views do not agree, at most so many elements are listed.
+constexpr Wide kMostListed = Wide{1} << 28;
+constexpr std::size_t kMostRuns = std::size_t{1} << 25;
+
+/// The elements of a group for which keep(row, col) holds, as flat parts.
+template <typename Keep>
+PartGroup listed(const char* op, const PartGroup& group, const Keep& keep) {
+  if (count(group) > kMostListed) {
+    throw Error(
+        op, "patterns",
+        "views whose strides divide each other (they are then compared by their ends), or at most 2^28 elements "
+        "to compare one by one",
+        std::to_string(static_cast<std::int64_t>(count(group))) + " elements");
+  }
+  std::vector<Run> runs;
+  for (const Part& part : group.parts) {
+    parts::for_each_row(group.view, part, [&](std::int64_t row, const parts::Columns& columns) {
+      const auto down = [&](const auto& self, std::size_t axis, std::int64_t first) -> void {
+        if (axis < kMaxAxes) {
+          for (std::int64_t n = 0; n < columns.extent[axis]; ++n) {
+            self(self, axis + 1, first + n * columns.stride[axis]);
+          }
+        } else if (keep(row, first)) {
+          if (!runs.empty() && runs.back().row == row && runs.back().end == first) {
+            ++runs.back().end;
+          } else {
+            runs.push_back({row, first, first + 1});
+          }
+        }
+      };
+      down(down, 0, columns.first);
+    });
+    if (runs.size() > kMostRuns) {
+      throw Error(op, "patterns", "views whose strides divide each other, or at most 2^25 runs of elements", "more");
+    }
+  }
+  std::sort(runs.begin(), runs.end(),
+            [](const Run& a, const Run& b) { return std::tie(a.row, a.begin) < std::tie(b.row, b.begin); });
+  return {parts::flat_view(), parts::from_runs(runs)};
+}
+
+/// What `group` has and `others` have not.
+PartGroup difference(PartGroup group, const Groups& others) {
+  for (const PartGroup& other : others) {
+    if (const auto view = parts::common_view(group.view, other.view)) {
+      const std::vector<Part> away = parts::refined(other, *view);
+      std::vector<Part> refined = parts::refined(group, *view);
+      // Where nothing is shared the coarser form stays.
+      const bool touched = std::any_of(refined.begin(), refined.end(), [&](const Part& a) {
+        return std::any_of(away.begin(), away.end(), [&](const Part& b) { return meet(a, b, view->axes).has_value(); });
+      });
+      if (touched) {
+        group = {*view, parts::subtract(std::move(refined), away, view->axes)};
+        parts::merge(group.parts, view->axes);
+      }
+    } else {
+      group = listed("union", group, [&](std::int64_t i, std::int64_t j) { return !parts::contains(other, i, j); });
+    }
+  }
+  return group;
+}
+
+/// What two groups share.
+PartGroup shared(const PartGroup& a, const PartGroup& b) {
+  const auto view = parts::common_view(a.view, b.view);
+  if (!view) {
+    const bool first = count(a) <= count(b);
+    return listed("intersection", first ? a : b,
+                  [&](std::int64_t i, std::int64_t j) { return parts::contains(first ? b : a, i, j); });
+  }
+  PartGroup both{*view, {}};
+  const std::vector<Part> right = parts::refined(b, *view);
+  for (const Part& p : parts::refined(a, *view)) {
+    for (const Part& q : right) {
+      if (const auto common = meet(p, q, view->axes)) {
+        both.parts.push_back(*common);
+      }
+    }
+  }
+  return both;
+}
+
+/// The operands that stand between `symbol` outside all brackets; the text itself if it does not occur.
+std::vector<std::string> operands(const std::string& text, char symbol) {
+  std::vector<std::string> all(1);
+  int depth = 0;
+  for (const char c : text) {
+    depth += (c == '(') - (c == ')');
+    if (depth == 0 && c == symbol) {
+      all.emplace_back();
+    } else {
+      all.back() += c;
+    }
+  }
+  return all;
+}
+
+bool is_compound(const std::string& text) { return operands(text, '|').size() + operands(text, '&').size() > 2; }
+
+/// The canonical text of a|b or a&b: each operand once, in the order of their texts.
+std::string combined_text(const std::string& a, const std::string& b, char symbol) {
+  std::vector<std::string> all;
+  for (const std::string* side : {&a, &b}) {
+    // An intersection's operands that are unions stand in brackets already; a whole union needs them.
+    const bool bracket = symbol == '&' && operands(*side, '|').size() > 1;
+    for (std::string& text : bracket ? std::vector{"(" + *side + ")"} : operands(*side, symbol)) {
+      all.push_back(std::move(text));
+    }
+  }
+  std::sort(all.begin(), all.end());
+  all.erase(std::unique(all.begin(), all.end()), all.end());
+  std::string text;
+  for (const std::string& one : all) {
+    text += (text.empty() ? "" : std::string(1, symbol)) + one;
+  }
+  // (a|b)&(a|b) is a|b.
+  return all.size() == 1 && text.front() == '(' && text.back() == ')' ? text.substr(1, text.size() - 2) : text;
+}
+
+/// Two transpositions cancel.
+std::string turned_text(const std::string& text) {
+  if (is_compound(text)) {
+    return "(" + text + ").T";
+  }
+  if (!text.ends_with(".T")) {
+    return text + ".T";
+  }
+  const std::string inner = text.substr(0, text.size() - 2);
+  return inner.front() == '(' ? inner.substr(1, inner.size() - 2) : inner;
+}
+
+template <typename Combine>
+RegularPtr combined(const char* op, const PatternPtr& left, const PatternPtr& right, char symbol,
+                    const Combine& combine) {
+  const RegularPtr a = as_regular(left), b = as_regular(right);
+  if (a->rows() != b->rows() || a->cols() != b->cols()) {
+    throw Error(op, "patterns", "equal shapes", shape_text(a->shape()) + " and " + shape_text(b->shape()));
+  }
+  if (a->text() == b->text()) {
+    return a;
+  }
+  return RegularMaker::make(combined_text(a->text(), b->text(), symbol), a->rows(), a->cols(),
+                            combine(a->groups(), b->groups()));
+}
+
+/// A chain of | or &, folded from the left.
+template <typename Combine>
+PatternPtr folded(const text::Call& call, const Combine& combine) {
+  PatternPtr all;
+  for (const text::Value& value : call.arguments) {
+    const auto* one = std::get_if<text::Call>(&value.is);
+    if (one == nullptr || !call.keywords.empty()) {
+      throw Error(call.name, "arguments", "patterns", "something else");
+    }
+    const PatternPtr next = text::make(*one);
+    all = all ? PatternPtr(combine(all, next)) : next;
+  }
+  if (!all) {
+    throw Error(call.name, "arguments", "at least one pattern", "none");
+  }
+  return all;
+}
+
+const text::Family kUnion{"union", [](const text::Call& call) { return folded(call, patterns::unite); }};
+const text::Family kIntersection{"intersection",
+                                 [](const text::Call& call) { return folded(call, patterns::intersect); }};
+const text::Family kTranspose{"transpose", [](const text::Call& call) {
+                                text::expect_arguments(call, 1, "a pattern");
+                                return folded(call, patterns::unite)->transpose();
+                              }};
+
+}  // namespace
+
+RegularPattern::RegularPattern() = default;
+RegularPattern::~RegularPattern() = default;
+
+RegularPtr RegularMaker::make(std::string text, std::int64_t rows, std::int64_t cols, Groups groups) {
+  const std::shared_ptr<RegularPattern> made(new RegularPattern);
+  made->shape_ = {rows, cols};
+  Groups& all = made->groups_;
+  for (PartGroup& group : groups) {
+    const auto same = std::find_if(all.begin(), all.end(), [&](const PartGroup& g) { return g.view == group.view; });
+    if (same != all.end()) {
+      same->parts.insert(same->parts.end(), group.parts.begin(), group.parts.end());
+    } else if (!group.parts.empty()) {
+      all.push_back(std::move(group));
+    }
+  }
+  Wide nnz = 0;
+  for (PartGroup& group : all) {
+    parts::merge(group.parts, group.view.axes);
+    nnz += count(group);
+  }
+  made->nnz_ = static_cast<std::int64_t>(nnz);
+  made->name(std::move(text));
+  return made;
+}
+
+double RegularPattern::density() const {
+  const double all = static_cast<double>(rows()) * static_cast<double>(cols());
+  return all > 0 ? static_cast<double>(nnz_) / all : 0.0;
+}
+
+PatternPtr RegularPattern::transpose() const {
+  Groups turned;
+  for (const PartGroup& group : groups_) {
+    turned.push_back(parts::transposed(group));
+  }
+  return RegularMaker::make(turned_text(text()), cols(), rows(), std::move(turned));
+}
+
+bool RegularPattern::contains(std::int64_t row, std::int64_t col) const {
+  return std::any_of(groups_.begin(), groups_.end(),
+                     [&](const PartGroup& group) { return parts::contains(group, row, col); });
+}
+
+void RegularPattern::mask(std::span<std::uint8_t> out) const {
+  std::fill(out.begin(), out.end(), std::uint8_t{0});
+  for (const PartGroup& group : groups_) {
+    for (const Part& part : group.parts) {
+      parts::for_each_row(group.view, part, [&](std::int64_t row, const parts::Columns& columns) {
+        const auto down = [&](const auto& self, std::size_t axis, std::int64_t at) -> void {
+          if (axis == kMaxAxes) {
+            out[static_cast<std::size_t>(at)] = 1;
+            return;
+          }
+          for (std::int64_t n = 0; n < columns.extent[axis]; ++n) {
+            self(self, axis + 1, at + n * columns.stride[axis]);
+          }
+        };
+        down(down, 0, row * cols() + columns.first);
+      });
+    }
+  }
+}
+
+std::vector<RegularPattern::Progression> RegularPattern::acsr() const {
+  // A set of n columns is one progression iff its span is (n − 1) times the common divisor of all differences.
+  struct Row {
+    std::int64_t first = 0, last = 0, count = 0, divisor = 0;
+  };
+  std::vector<Row> all(static_cast<std::size_t>(rows()));
+  for (const PartGroup& group : groups_) {
+    for (const Part& part : group.parts) {
+      parts::for_each_row(group.view, part, [&](std::int64_t i, const parts::Columns& columns) {
+        std::int64_t count = 1, last = columns.first, divisor = 0;
+        for (std::size_t k = 0; k < kMaxAxes; ++k) {
+          count *= columns.extent[k];
+          last += (columns.extent[k] - 1) * columns.stride[k];
+          divisor = columns.extent[k] > 1 ? std::gcd(divisor, columns.stride[k]) : divisor;
+        }
+        Row& row = all[static_cast<std::size_t>(i)];
+        if (row.count == 0) {
+          row = {columns.first, last, count, divisor};
+          return;
+        }
+        row.divisor = std::gcd(std::gcd(row.divisor, divisor), columns.first - row.first);
+        row = {std::min(row.first, columns.first), std::max(row.last, last), row.count + count, row.divisor};
+      });
+    }
+  }
+  std::vector<Progression> progressions;
+  progressions.reserve(all.size());
+  for (const Row& row : all) {
+    const std::int64_t stride = std::max<std::int64_t>(row.divisor, 1);
+    if (row.count > 0 && row.last - row.first != (row.count - 1) * stride) {
+      throw Error("acsr", "pattern", "rows that are one progression each",
+                  "row " + std::to_string(progressions.size()) + ", whose " + std::to_string(row.count) +
+                      " columns are not one");
+    }
+    progressions.push_back({row.first, stride, row.count});
+  }
+  return progressions;
+}
+
+std::string RegularPattern::describe() const {
+  std::string text = this->text().size() > 120 ? key() : this->text();
+  text += ": " + std::to_string(rows()) + "×" + std::to_string(cols()) + ", " + std::to_string(nnz_) + " elements\n";
+  for (const PartGroup& group : groups_) {
+    std::string strides;
+    for (int k = 0; k < group.view.axes; ++k) {
+      strides += (k == 0 ? "" : ",") + std::to_string(group.view.strides[static_cast<std::size_t>(k)]);
+    }
+    const auto elements = static_cast<std::int64_t>(count(group));
+    text += "strides (" + strides + "): " + std::to_string(group.parts.size()) + " parts, " + std::to_string(elements) +
+            " elements\n";
+  }
+  return text;
+}
+
+RegularPtr patterns::unite(const PatternPtr& a, const PatternPtr& b) {
+  return combined("union", a, b, '|', parts::unite);
+}
+
+RegularPtr patterns::intersect(const PatternPtr& a, const PatternPtr& b) {
+  return combined("intersection", a, b, '&', parts::intersect);
+}
+
+RegularPtr as_regular(const PatternPtr& pattern) {
+  if (auto regular = std::dynamic_pointer_cast<const RegularPattern>(pattern)) {
+    return regular;
+  }
+  if (const auto* layout = dynamic_cast<const BlockLayout*>(pattern.get())) {
+    if (layout->heads() != 1) {
+      throw Error("as_regular", "pattern", "a layout of one head", std::to_string(layout->heads()));
+    }
+    return patterns::from_layout(*layout);
+  }
+  if (const auto* kronecker = dynamic_cast<const KroneckerPattern*>(pattern.get())) {
+    return patterns::from_kronecker(*kronecker);
+  }
+  throw Error("as_regular", "pattern", "a regular pattern, a block layout or a Kronecker pattern",
+              pattern ? pattern->text() : "nothing");
+}
+
+/// Dense things stay whole and strided ones give way: fewer axes first, then more elements.
+Groups parts::unite(const Groups& a, const Groups& b) {
+  struct Source {
+    PartGroup group;
+    bool second;
+  };
+  std::vector<Source> sources;
+  for (const PartGroup& group : a) {
+    sources.push_back({group, false});
+  }
+  for (const PartGroup& group : b) {
+    sources.push_back({group, true});
+  }
+  std::stable_sort(sources.begin(), sources.end(), [](const Source& x, const Source& y) {
+    return x.group.view.axes != y.group.view.axes ? x.group.view.axes < y.group.view.axes
+                                                  : count(x.group) > count(y.group);
+  });
+  Groups taken[2], all;
+  for (Source& source : sources) {
+    PartGroup left = difference(std::move(source.group), taken[source.second ? 0 : 1]);
+    taken[source.second ? 1 : 0].push_back(left);
+    all.push_back(std::move(left));
+  }
+  return all;
+}
+
+Groups parts::intersect(const Groups& a, const Groups& b) {
+  Groups all;
+  for (const PartGroup& x : a) {
+    for (const PartGroup& y : b) {
+      all.push_back(shared(x, y));
+    }
+  }
+  return all;
+}
+
+std::vector<Part> parts::from_runs(const std::vector<Run>& runs) {
+  std::vector<Part> all;
+  std::vector<std::size_t> open, now;  // parts that the row before, and this one, touched, by column
+  std::int64_t last_row = -1;
+  std::size_t next = 0;
+  for (const Run& run : runs) {
+    if (run.row != last_row) {
+      open = run.row == last_row + 1 ? std::move(now) : std::vector<std::size_t>{};
+      now.clear();
+      next = 0;
+      last_row = run.row;
+    }
+    AxisRange row{run.row, run.row + 1, run.begin, run.end, run.begin - run.row, run.end - 1 - run.row};
+    // The first part of the row before that this run continues; what ended left of it can serve no later run.
+    bool grown = false;
+    for (std::size_t n = next; n < open.size() && !grown; ++n) {
+      AxisRange& part = all[open[n]][0];
+      const std::int64_t begin = std::max(part.col_begin, run.row - 1 + part.low);
+      const std::int64_t end = std::min(part.col_end, run.row + part.high);
+      if (begin > run.end) {
+        break;
+      }
+      if (end < run.begin - 1) {
+        continue;
+      }
+      if (const auto both = join(part, row)) {
+        part = *both;
+        now.push_back(open[n]);
+        next = n + 1;
+        grown = true;
+      }
+    }
+    if (!grown) {
+      now.push_back(all.size());
+      all.push_back(parts::part({row}));
+    }
+  }
+  return all;
+}
+
+}  // namespace fretwork

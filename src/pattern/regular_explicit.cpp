@@ -1,0 +1,217 @@
+// Regular patterns that carry their data: masks, block layouts, Kronecker patterns, and progressions row by row.
+#include <map>
+
+#include "fretwork/tensor.h"
+#include "pattern/regular_text.h"
+
+namespace fretwork::patterns {
+namespace {
+
+using parts::between;
+using parts::part;
+using parts::tighten;
+using text::Call;
+using text::Family;
+
+/// One head of a layout, in a layout of its own.
+std::shared_ptr<const BlockLayout> head_of(const BlockLayout& layout, std::int64_t head) {
+  if (head < 0 || head >= layout.heads()) {
+    throw Error("from_layout", "head", "0 to " + std::to_string(layout.heads() - 1), std::to_string(head));
+  }
+  BlockLayout::Sizes sizes = layout.sizes();
+  sizes.heads = 1;
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(sizes.rows * sizes.cols));
+  for (std::int64_t i = 0; i < sizes.rows; ++i) {
+    for (const BlockIndex::Entry& entry : layout.by_row().line(head * sizes.rows + i)) {
+      mask[static_cast<std::size_t>(i * sizes.cols + entry.other)] = 1;
+    }
+  }
+  return BlockLayout::make(sizes, mask);
+}
+
+/// The blocks of a layout's one head, as runs of block columns.
+std::vector<parts::Run> block_runs(const BlockLayout& layout) {
+  std::vector<parts::Run> runs;
+  for (std::int64_t i = 0; i < layout.sizes().rows; ++i) {
+    for (const BlockIndex::Entry& entry : layout.by_row().line(i)) {
+      if (!runs.empty() && runs.back().row == i && runs.back().end == entry.other) {
+        ++runs.back().end;
+      } else {
+        runs.push_back({i, entry.other, entry.other + 1});
+      }
+    }
+  }
+  return runs;
+}
+
+const Call& pattern_argument(const Call& call, std::size_t position, const char* argument, const char* expected) {
+  const auto* inner = std::get_if<Call>(&call.arguments[position].is);
+  if (inner == nullptr) {
+    throw Error(call.name, argument, expected, "something else");
+  }
+  return *inner;
+}
+
+/// Runs of ones in a row-major matrix of bytes.
+std::vector<parts::Run> mask_runs(std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> mask) {
+  std::vector<parts::Run> runs;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    const auto begin = mask.begin() + i * cols, end = begin + cols;
+    for (auto at = std::find(begin, end, 1); at != end;) {
+      const auto stop = std::find(at, end, 0);
+      runs.push_back({i, at - begin, stop - begin});
+      at = std::find(stop, end, 1);
+    }
+  }
+  return runs;
+}
+
+void check_progression(std::size_t row, std::int64_t start, std::int64_t stride, std::int64_t count,
+                       std::int64_t cols) {
+  const std::string where = " in row " + std::to_string(row);
+  if (count < 0) {
+    throw Error("acsr", "count", "at least 0", std::to_string(count) + where);
+  }
+  if (count > 1 && stride < 1) {
+    throw Error("acsr", "stride", "at least 1", std::to_string(stride) + where);
+  }
+  std::int64_t last = start;
+  if (count > 0 && (start < 0 ||
+                    (count > 1 && (__builtin_mul_overflow(count - 1, stride, &last) ||
+                                   __builtin_add_overflow(start, last, &last))) ||
+                    last >= cols)) {
+    throw Error("acsr", "start", "columns from 0 to " + std::to_string(cols - 1),
+                std::to_string(start) + where + ", with stride " + std::to_string(stride) + " and count " +
+                    std::to_string(count));
+  }
+}
+
+}  // namespace
+
+RegularPtr from_mask(std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> mask) {
+  check_sizes("from_mask", rows, cols);
+  if (mask.size() != static_cast<std::size_t>(rows * cols)) {
+    throw Error("from_mask", "mask", std::to_string(rows * cols) + " entries", std::to_string(mask.size()));
+  }
+  if (const auto bad = std::find_if(mask.begin(), mask.end(), [](std::uint8_t m) { return m > 1; });
+      bad != mask.end()) {
+    throw Error("from_mask", "mask", "0 or 1 everywhere", std::to_string(*bad));
+  }
+  const std::array<std::int64_t, 2> shape{rows, cols};
+  return RegularMaker::make(Writer("from_mask").add(shape).add("~" + text::pack_bits(mask)).done(), rows, cols,
+                            {{parts::flat_view(), parts::from_runs(mask_runs(rows, cols, mask))}});
+}
+
+RegularPtr acsr(std::span<const std::int64_t> start, std::span<const std::int64_t> stride,
+                std::span<const std::int64_t> count, std::int64_t cols) {
+  if (start.size() != stride.size() || start.size() != count.size()) {
+    throw Error(
+        "acsr", "start, stride and count", "equal lengths",
+        std::to_string(start.size()) + ", " + std::to_string(stride.size()) + " and " + std::to_string(count.size()));
+  }
+  const auto rows = static_cast<std::int64_t>(start.size());
+  check_sizes("acsr", rows, cols);
+  std::vector<std::int64_t> starts(start.begin(), start.end()), strides(stride.begin(), stride.end());
+  std::vector<parts::Run> runs;
+  std::map<std::int64_t, PartGroup> classes;
+  for (std::size_t n = 0; n < start.size(); ++n) {
+    check_progression(n, start[n], stride[n], count[n], cols);
+    starts[n] = count[n] > 0 ? start[n] : 0;
+    const std::int64_t step = strides[n] = count[n] > 1 ? stride[n] : 1, row = static_cast<std::int64_t>(n);
+    if (count[n] == 0) {
+      continue;
+    }
+    if (step == 1) {
+      runs.push_back({row, start[n], start[n] + count[n]});
+      continue;
+    }
+    const std::int64_t first = start[n] / step, at = start[n] % step;
+    Part p = part({between(row / step, row / step + 1, first, first + count[n]),
+                   between(row % step, row % step + 1, at, at + 1)});
+    tighten(p, 2);
+    PartGroup& group = classes[step];
+    group.view = parts::residue_view(step);
+    group.parts.push_back(p);
+  }
+  std::vector<PartGroup> groups{{parts::flat_view(), parts::from_runs(runs)}};
+  for (auto& [step, group] : classes) {
+    groups.push_back(std::move(group));
+  }
+  return RegularMaker::make(Writer("acsr").add(starts).add(strides).add(count).add(cols).done(), rows, cols,
+                            std::move(groups));
+}
+
+RegularPtr from_layout(const BlockLayout& layout, std::int64_t head) {
+  const auto one = head_of(layout, head);
+  const auto& [heads, rows, cols, r, c] = one->sizes();
+  PartGroup group;
+  if (r == c) {  // blocks have digits of their own
+    group = {parts::residue_view(r), parts::from_runs(block_runs(*one))};
+    for (Part& p : group.parts) {
+      p[1] = between(0, r, 0, c);
+      tighten(p[1]);
+    }
+  } else {
+    group.view = parts::flat_view();
+    for (const parts::Run& run : block_runs(*one)) {
+      AxisRange box = between(run.row * r, (run.row + 1) * r, run.begin * c, run.end * c);
+      tighten(box);
+      group.parts.push_back(part({box}));
+    }
+  }
+  return RegularMaker::make(Writer("from_layout").add(one->text()).done(), rows * r, cols * c, {std::move(group)});
+}
+
+RegularPtr from_kronecker(const KroneckerPattern& pattern) {
+  const auto& [a, b, c, d] = pattern.sizes();
+  check_sizes("from_kronecker", pattern.rows(), pattern.cols());
+  PartGroup group{parts::residue_view(d), {}};
+  for (std::int64_t i = 0; i < a; ++i) {
+    Part p = part({between(i * b, (i + 1) * b, i * c, (i + 1) * c), d > 1 ? AxisRange{0, d, 0, d, 0, 0} : AxisRange{}});
+    tighten(p[0]);
+    group.parts.push_back(p);
+  }
+  return RegularMaker::make(Writer("from_kronecker").add(pattern.text()).done(), pattern.rows(), pattern.cols(),
+                            {std::move(group)});
+}
+
+namespace {
+
+const Family kFromMask{"from_mask", [](const Call& given) -> PatternPtr {
+                         const Call call = ordered(given, {"shape", "bits"});
+                         const auto shape = read_list(call, 0, "shape");
+                         if (shape.size() != 2) {
+                           throw Error(call.name, "shape", "(rows, cols)", std::to_string(shape.size()) + " numbers");
+                         }
+                         check_sizes("from_mask", shape[0], shape[1]);
+                         return from_mask(shape[0], shape[1],
+                                          bits(call, 1, "bits", static_cast<std::size_t>(shape[0] * shape[1])));
+                       }};
+const Family kAcsr{"acsr", [](const Call& given) -> PatternPtr {
+                     const Call call = ordered(given, {"start", "stride", "count", "cols"});
+                     return acsr(read_list(call, 0, "start"), read_list(call, 1, "stride"), read_list(call, 2, "count"),
+                                 integer(call, 3, "cols"));
+                   }};
+const Family kFromLayout{"from_layout", [](const Call& given) -> PatternPtr {
+                           const Call call = ordered(given, {"layout", "head"});
+                           constexpr const char* kExpected = "a block layout";
+                           const PatternPtr inner = make(pattern_argument(call, 0, "layout", kExpected));
+                           const auto* layout = dynamic_cast<const BlockLayout*>(inner.get());
+                           if (layout == nullptr) {
+                             throw Error(call.name, "layout", kExpected, inner->text());
+                           }
+                           return from_layout(*layout, read_or(call, 1, "head", 0));
+                         }};
+const Family kFromKronecker{"from_kronecker", [](const Call& given) -> PatternPtr {
+                              const Call call = ordered(given, {"pattern"});
+                              constexpr const char* kExpected = "a Kronecker pattern";
+                              const PatternPtr inner = make(pattern_argument(call, 0, "pattern", kExpected));
+                              const auto* kronecker = dynamic_cast<const KroneckerPattern*>(inner.get());
+                              if (kronecker == nullptr) {
+                                throw Error(call.name, "pattern", kExpected, inner->text());
+                              }
+                              return from_kronecker(*kronecker);
+                            }};
+
+}  // namespace
+}  // namespace fretwork::patterns

@@ -612,7 +612,9 @@ void forward(const Problem& problem, Context& context) {
 void backward(const BackwardProblem& problem, Context& context) {
   check(problem.forward);
   const driver::DeviceScope scope(context.device.index);
-  // Here too.
+  if (hopper::backward(problem, context)) {
+    return;
+  }
   const Given given(problem, context);
   if (problem.d_q.data != nullptr) {
     query_gradient(given, context);

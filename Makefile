@@ -6,6 +6,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BUILD := build/release
 BUILD_FLAGS := -DFRETWORK_TESTS=ON -DFRETWORK_TORCH=ON -DFRETWORK_JAX=ON -DPython_EXECUTABLE=$(CURDIR)/$(PY)
+# The same compiler under the same name, and paths as seen from the build folder: ccache gives the wheel what was built.
+export CXX
+export CCACHE_BASEDIR := $(CURDIR)
 # The package runs from the source tree, on the libraries just built.
 export PYTHONPATH := $(CURDIR)/python
 export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib

@@ -1,6 +1,4 @@
 // Batch first with d > 1 on the tensor cores: which δ stay together, what stays on chip, and the launches.
-#include "ops/kronecker/cuda_strided.h"
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -14,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "ops/kronecker/cuda.h"
 #include "ops/kronecker/params_strided.cuh"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"

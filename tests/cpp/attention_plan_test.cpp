@@ -532,6 +532,73 @@ TEST(Plan, OfRandomParts) {
   }
 }
 
+std::shared_ptr<const RegularPattern> regular(const std::string& text) { return as_regular(parse_pattern(text)); }
+
+TEST(Plan, OfTexts) {
+  int n = 0;
+  for (const std::string text : {"full(333)",
+                                 "full((7,270))",
+                                 "causal(329)",
+                                 "causal((5,170))",
+                                 "causal((170,40))",
+                                 "causal((140,270),offset=3)",
+                                 "sliding_window(300,7,3)",
+                                 "sliding_window((140,290),None,0)",
+                                 "dilated(270,30,4)",
+                                 "dilated((133,265),20,5,causal=True)",
+                                 "strided(300,8)",
+                                 "strided((130,297),7)",
+                                 "strided(264,16,offset=-5)",
+                                 "fixed(300,8,2)",
+                                 "fixed((130,271),10,3)",
+                                 "longformer(330,6,(0,1,77))",
+                                 "longformer((140,290),5,(0,160,289))",
+                                 "bigbird(328,16,1,1,2)",
+                                 "bigbird((150,300),16,0,2,1)",
+                                 "block_local(300,16)",
+                                 "block_local((140,275),8,2)",
+                                 "swin(16,20,4)",
+                                 "swin(16,20,4,2)",
+                                 "swin(16,22,(3,4),(1,3))",
+                                 "axial(17,19)",
+                                 "neighborhood((340,),7)",
+                                 "neighborhood((331,),5,3)",
+                                 "neighborhood((19,22),5)",
+                                 "neighborhood((21,18),(3,5),(3,2),(False,True))",
+                                 "neighborhood((5,8,9),3)",
+                                 "neighborhood((6,8,7),(3,3,3),2)",
+                                 "sliding_tile((18,22),4,3)",
+                                 "sliding_tile((337,),8,3)",
+                                 "sliding_tile((6,7,9),2,(1,3,1))",
+                                 "longnet(296,(8,32),(1,4))",
+                                 "longnet((160,296),(16,48),(2,3),head=5)",
+                                 "document((5,1,140,20,133))",
+                                 "document((133,134),causal=True)",
+                                 "prefix_lm(270,120)",
+                                 "sinks(300,4,16)",
+                                 "sinks((120,290),2,9)",
+                                 "vertical_slash(280,(0,3,150),(0,1,117))",
+                                 "band(260,-16,3,5)",
+                                 "sliding_window(290,9,2) | strided(290,6)",
+                                 "sliding_window(290,9,2) & strided(290,6)",
+                                 "(sliding_window(290,30,2) | strided(290,6)) & document((140,150))",
+                                 "strided(290,6) & longformer(290,3,(0,50))"}) {
+    const auto pattern = regular(text);
+    ASSERT_NE(pattern, nullptr) << text;
+    for (const TileShape& shape : {kShapes[n % 4], kShapes[(n + 1) % 4]}) {
+      const std::string name = text + " in " + std::to_string(shape.rows) + "x" + std::to_string(shape.cols);
+      std::vector<std::uint8_t> mask(pattern->rows() * pattern->cols()), turned(mask.size());
+      pattern->mask(mask);
+      pattern->transpose()->mask(turned);
+      const auto made = plan(*pattern, shape);
+      EXPECT_EQ(made, plan(*regular(text), shape)) << "remembered";
+      Checker(mask, *made, name).check();
+      Checker(turned, *transposed_plan(*pattern, shape), name + " transposed").check();
+    }
+    ++n;
+  }
+}
+
 /// Prints what a plan came to; times are not asserted, machines differ.
 void report(const Case& c, const TileShape& shape, bool turned = false) {
   const std::vector<PartGroup> groups = turned ? transposed(c.groups) : c.groups;
@@ -576,6 +643,50 @@ void report(const Case& c, const TileShape& shape, bool turned = false) {
     std::printf("   rows%s | cols%s | %zu row tiles, %zu col tiles, %zu runs, %ld pairs (%ld whole)%s\n",
                 text(k.row_order).c_str(), text(k.col_order).c_str(), k.row_tiles.size(), k.col_tiles.size(),
                 k.runs.size(), static_cast<long>(k.pairs), static_cast<long>(full), k.covers_rows ? ", covers" : "");
+  }
+}
+
+TEST(Plan, OfLongTexts) {
+  for (const std::string text : {"full(16384)",
+                                 "causal(16384)",
+                                 "sliding_window(16384,512,512)",
+                                 "sliding_window(16384,60,60)",
+                                 "block_local(16384,1024)",
+                                 "longformer(16384,512,(0,1,2,3,4,5,6,7))",
+                                 "dilated(16384,128,4)",
+                                 "strided(16384,128)",
+                                 "strided(16384,8)",
+                                 "neighborhood((128,128),13)",
+                                 "neighborhood((128,128),7,4)",
+                                 "neighborhood((16,32,32),(5,7,7))",
+                                 "neighborhood((16,32,32),(3,5,5),2)",
+                                 "sliding_tile((16,32,32),(4,8,8),3)",
+                                 "sliding_tile((48,80,80),(6,8,8),3)",
+                                 "swin(128,128,8,4)",
+                                 "swin(56,56,7,3)",
+                                 "axial(128,128)",
+                                 "fixed(16384,128,8)",
+                                 "bigbird(16384,64,1,2,3)",
+                                 "longnet(16384,(2048,4096,8192),(1,2,4))",
+                                 "prefix_lm(16384,1000)",
+                                 "sinks(16384,4,1024)",
+                                 "sinks((1,65536),4,4096)",
+                                 "sinks((16,65536),4,4096)",
+                                 "vertical_slash(16384,(0,1,2,3,500,900,1777,4000),(0,1,2,3,64,1000))",
+                                 "strided(1048576,1024)",
+                                 "sliding_window(1048576,512,512)",
+                                 "neighborhood((1024,1024),13)",
+                                 "dilated(1048576,512,4)",
+                                 "sinks(1048576,4,4096)"}) {
+    const auto pattern = regular(text);
+    Case c{text, pattern->rows(), pattern->cols(), pattern->groups()};
+    std::size_t parts = 0;
+    for (const PartGroup& group : c.groups) {
+      parts += group.parts.size();
+    }
+    c.name += " (" + std::to_string(c.groups.size()) + " groups, " + std::to_string(parts) + " parts)";
+    report(c, kShapes[0]);
+    report(c, kShapes[1], true);
   }
 }
 

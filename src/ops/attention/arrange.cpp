@@ -16,8 +16,11 @@ using Extents = std::array<int, kMaxAxes>;
 
 // A component of its own costs another pass over its rows and a merge: it must be worth that.
 constexpr double kWorthSplitting = 1.25;
-// Tiles that end where parts end need fewer different masks.
+// Tiles that end where parts end need fewer different masks, which matters where there are many parts.
 constexpr double kTidy = 0.95;
+constexpr std::size_t kManyParts = 16;
+// An axis with more different ranges than this is not looked at as a whole.
+constexpr std::size_t kMostRanges = 8;
 // Column tiles of their own for each row interval are worth their memory only where there are few.
 constexpr double kMostOwnTiles = 40;
 
@@ -57,27 +60,53 @@ AxisRange hull(std::span<const Part> parts, int axis) {
   return all;
 }
 
-/// Tile pairs of one part on one axis: in a grid of columns, and where each row interval has columns of its own.
+/// Tile pairs on one axis: in a grid of columns, and where each row interval has columns of its own.
 struct AxisPairs {
   double grid, own;
 };
-AxisPairs axis_pairs(const AxisRange& part, const AxisRange& all, int row_extent, int col_extent) {
+
+/// Those that some of these parts meet, from a sample of the rows.
+AxisPairs axis_pairs(std::span<const AxisRange> parts, std::int64_t row_origin, std::int64_t col_origin, int row_extent,
+                     int col_extent) {
   constexpr std::int64_t kSamples = 13;
-  const std::int64_t first = (part.row_begin - all.row_begin) / row_extent;
-  const std::int64_t count = (part.row_end - 1 - all.row_begin) / row_extent - first + 1;
+  std::int64_t row_begin = parts[0].row_begin, row_end = parts[0].row_end;
+  for (const AxisRange& part : parts) {
+    row_begin = std::min(row_begin, part.row_begin);
+    row_end = std::max(row_end, part.row_end);
+  }
+  const std::int64_t first = (row_begin - row_origin) / row_extent;
+  const std::int64_t count = (row_end - 1 - row_origin) / row_extent - first + 1;
   const std::int64_t samples = std::min(count, kSamples);
   std::int64_t grid = 0, own = 0;
+  std::vector<Reached> met;
   for (std::int64_t n = 0; n < samples; ++n) {
-    const std::int64_t from = all.row_begin + (first + (2 * n + 1) * count / (2 * samples)) * row_extent;
-    const Reached cols = reached(part, from, from + row_extent - 1);
-    if (cols.begin < cols.end) {
-      const std::int64_t begin = cols.begin - all.col_begin, end = cols.end - all.col_begin;
-      grid += (end - 1) / col_extent - begin / col_extent + 1;
-      own += up(end - begin, col_extent);
+    const std::int64_t from = row_origin + (first + (2 * n + 1) * count / (2 * samples)) * row_extent;
+    met.clear();
+    for (const AxisRange& part : parts) {
+      if (const Reached cols = reached(part, from, from + row_extent - 1); cols.begin < cols.end) {
+        met.push_back({cols.begin - col_origin, cols.end - col_origin});
+      }
+    }
+    std::sort(met.begin(), met.end(), [](const Reached& x, const Reached& y) { return x.begin < y.begin; });
+    std::int64_t grid_done = 0, own_done = 0;
+    for (const Reached& now : met) {
+      const std::int64_t last = (now.end - 1) / col_extent + 1;
+      grid += std::max<std::int64_t>(0, last - std::max(grid_done, now.begin / col_extent));
+      grid_done = std::max(grid_done, last);
+      const std::int64_t tiles = up(std::max<std::int64_t>(0, now.end - std::max(own_done, now.begin)), col_extent);
+      own += tiles;
+      own_done = std::max(own_done, std::max(own_done, now.begin) + tiles * col_extent);
     }
   }
   const double scale = static_cast<double>(count) / static_cast<double>(samples);
   return {static_cast<double>(grid) * scale, static_cast<double>(own) * scale};
+}
+
+/// One part, with cuts that begin where the hull does or where the part does.
+AxisPairs axis_pairs(const AxisRange& part, const AxisRange& all, int row_extent, int col_extent) {
+  const AxisPairs a = axis_pairs({&part, 1}, all.row_begin, all.col_begin, row_extent, col_extent);
+  const AxisPairs b = axis_pairs({&part, 1}, part.row_begin, part.col_begin, row_extent, col_extent);
+  return {std::min(a.grid, b.grid), std::min(a.own, b.own)};
 }
 
 struct Choice {
@@ -94,7 +123,8 @@ class Chooser {
       hulls_[k] = hull(parts, k);
     }
     sample(parts);
-    seen_.resize(sample_.size() * static_cast<std::size_t>(axes_));
+    find_ranges(parts);
+    seen_.resize((sample_.size() + 1) * static_cast<std::size_t>(axes_));
   }
 
   Choice choose() {
@@ -153,6 +183,14 @@ class Chooser {
       }
       sum += product;
     }
+    if (product_) {  // two bounds: parts that share tiles are counted twice by one, what is in no part by the other
+      double product = 1;
+      for (int k = 0; k < axes_; ++k) {
+        const AxisPairs now = pairs(sample_.size(), k, row[k], col[k]);
+        product *= made.own[k] ? now.own : now.grid;
+      }
+      sum = std::min(sum, product);
+    }
     made.cost = sum * (places(col) < shape_.cols ? 1.03 : 1) + tiles;
     return made;
   }
@@ -202,10 +240,10 @@ class Chooser {
     if (axes_ <= 3) {
       add(up(whole, 2));
       add(up(whole, 3));
-      const std::int64_t reach = rows == nullptr ? 0 : (*rows)[axis] + width_of(sample_[0][axis]) - 1;
-      for (int pieces = 1; pieces <= 6 && reach > 0; ++pieces) {
-        add(up(reach, pieces));
-      }
+    }
+    const std::int64_t width = width_of(sample_[0][axis]);
+    for (int pieces = 1; pieces <= (axes_ <= 3 ? 6 : 3) && rows != nullptr && width > 1; ++pieces) {
+      add(up((*rows)[axis] + width - 1, pieces));
     }
     std::sort(found.begin(), found.end());
     found.erase(std::unique(found.begin(), found.end()), found.end());
@@ -244,15 +282,34 @@ class Chooser {
     }
   }
 
-  const AxisPairs& pairs(std::size_t part, int axis, int row, int col) {
+  /// The different ranges of each axis: a grid's parts are products of a few of them.
+  void find_ranges(std::span<const Part> parts) {
+    for (int k = 0; k < axes_ && product_; ++k) {
+      for (const Part& part : parts) {
+        if (std::find(ranges_[k].begin(), ranges_[k].end(), part[k]) == ranges_[k].end()) {
+          ranges_[k].push_back(part[k]);
+          if (ranges_[k].size() > kMostRanges) {
+            product_ = false;
+            return;
+          }
+        }
+      }
+    }
+  }
+
+  /// Of a part of the sample, or (part = how many there are) of all ranges together.
+  AxisPairs pairs(std::size_t part, int axis, int row, int col) {
     auto& seen = seen_[part * static_cast<std::size_t>(axes_) + static_cast<std::size_t>(axis)];
     for (const auto& [key, value] : seen) {
       if (key == (row << 12 | col)) {
         return value;
       }
     }
-    seen.emplace_back(row << 12 | col, axis_pairs(sample_[part][axis], hulls_[axis], row, col));
-    return seen.back().second;
+    const AxisRange& all = hulls_[axis];
+    const AxisPairs now = part < sample_.size() ? axis_pairs(sample_[part][axis], all, row, col)
+                                                : axis_pairs(ranges_[axis], all.row_begin, all.col_begin, row, col);
+    seen.emplace_back(row << 12 | col, now);
+    return now;
   }
 
   void improve(const Extents& row, const Extents& col, Choice& best) {
@@ -266,6 +323,8 @@ class Chooser {
   std::array<AxisRange, kMaxAxes> hulls_{};
   std::vector<Part> sample_;
   std::vector<double> weight_;
+  std::array<std::vector<AxisRange>, kMaxAxes> ranges_;
+  bool product_ = true;
   std::vector<std::vector<std::pair<int, AxisPairs>>> seen_;
 };
 
@@ -437,6 +496,7 @@ class Cutter {
     best_ = std::numeric_limits<double>::max();
     reach_elsewhere_ = reach_elsewhere(k);
     find_shares(k);
+    order_parts(k);
     const auto rows_from = [&](std::int64_t origin, std::span<const std::int64_t> wished) {
       return with_origin(row_begin, row_end, origin, row_extent, row_walls, wished);
     };
@@ -450,12 +510,13 @@ class Cutter {
       rows.push_back(rows_from(all.row_begin, row_edges));
     }
     for (const Cuts& row : rows) {
+      const bool tidy = wishes && &row == &rows.back();
       for (const std::int64_t origin : col_origins(k, all, row)) {
         consider(k, row, with_origin(all.col_begin, all.col_end, origin, col_extent, col_walls, {}), {});
       }
       if (wishes && col_extent > 1) {
         consider(k, row, with_origin(all.col_begin, all.col_end, all.col_begin, col_extent, col_walls, col_edges), {},
-                 kTidy);
+                 tidy && a_.parts.size() > kManyParts ? kTidy : 1);
       }
       if (own_[k]) {
         Cuts cols;
@@ -508,17 +569,19 @@ class Cutter {
   /// Pairs of intervals that some part meets and row intervals, from a sample of the rows; each as often as the parts
   /// have tiles on the other axes.
   double cost(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
-    const std::int64_t most = a_.parts.size() > 2000 ? 64 : 256;
-    const std::int64_t samples = std::min<std::int64_t>(rows.size(), most);
+    const std::int64_t samples = std::min<std::int64_t>(rows.size(), 256);
     double sum = 0;
     for (std::int64_t n = 0; n < samples; ++n) {
       const auto i = static_cast<std::size_t>((2 * n + 1) * rows.size() / (2 * samples));
       const auto from = own.empty() ? 0 : own[i], to = own.empty() ? cols.size() : own[i + 1];
       met_.clear();
       double share = 0;
-      for (std::size_t p = 0; p < a_.parts.size(); ++p) {
+      auto at = std::lower_bound(order_.begin(), order_.end(), rows.end[i],
+                                 [](const Ordered& x, std::int64_t end) { return x.row_begin < end; });
+      while (at != order_.begin() && (at - 1)->latest_end > rows.begin[i]) {
+        const std::size_t p = (--at)->part;
         const AxisRange& part = a_.parts[p][k];
-        if (part.row_begin >= rows.end[i] || part.row_end <= rows.begin[i]) {
+        if (part.row_end <= rows.begin[i]) {
           continue;
         }
         if (const Reached now = reached(part, rows.begin[i], rows.end[i] - 1); now.begin < now.end) {
@@ -542,6 +605,23 @@ class Cutter {
       done = std::max(done, last);
     }
     return sum;
+  }
+
+  /// Parts by where their rows begin, each with the latest end so far.
+  struct Ordered {
+    std::int64_t row_begin, latest_end;
+    std::size_t part;
+  };
+  void order_parts(int axis) {
+    order_.clear();
+    for (std::size_t p = 0; p < a_.parts.size(); ++p) {
+      order_.push_back({a_.parts[p][axis].row_begin, a_.parts[p][axis].row_end, p});
+    }
+    std::sort(order_.begin(), order_.end(),
+              [](const Ordered& x, const Ordered& y) { return x.row_begin < y.row_begin; });
+    for (std::size_t n = 1; n < order_.size(); ++n) {
+      order_[n].latest_end = std::max(order_[n].latest_end, order_[n - 1].latest_end);
+    }
   }
 
   /// Of the row tiles on the other axes, the share that a part has.
@@ -575,6 +655,7 @@ class Cutter {
   Part largest_{};
   double best_ = 0, reach_elsewhere_ = 1;
   std::vector<double> share_;
+  std::vector<Ordered> order_;
   std::vector<std::pair<std::ptrdiff_t, std::ptrdiff_t>> met_;
 };
 

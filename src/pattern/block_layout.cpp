@@ -14,7 +14,6 @@ constexpr std::int64_t kMinBlock = 8, kMaxBlock = 128;
 /// A short text must not ask for unbounded memory.
 constexpr std::size_t kMostRandom = std::size_t{1} << 30;
 constexpr std::int64_t kMostLines = std::int64_t{1} << 26;
-constexpr std::string_view kDigits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 constexpr const char* kName = "BlockLayout";
 
 std::size_t checked_count(const BlockLayout::Sizes& s) {
@@ -42,36 +41,6 @@ std::size_t checked_count(const BlockLayout::Sizes& s) {
   return static_cast<std::size_t>(count);
 }
 
-std::string pack_bits(std::span<const std::uint8_t> mask) {
-  std::string digits((mask.size() + 5) / 6, 'A');
-  for (std::size_t n = 0; n < digits.size(); ++n) {
-    std::size_t six = 0;
-    for (std::size_t bit = 0; bit < 6 && 6 * n + bit < mask.size(); ++bit) {
-      six |= static_cast<std::size_t>(mask[6 * n + bit]) << bit;
-    }
-    digits[n] = kDigits[six];
-  }
-  return digits;
-}
-
-std::vector<std::uint8_t> unpack_bits(const std::string& digits, std::size_t count) {
-  if (digits.size() != (count + 5) / 6) {
-    throw Error("block", "bits", std::to_string((count + 5) / 6) + " of them", std::to_string(digits.size()));
-  }
-  std::vector<std::uint8_t> mask(count);
-  for (std::size_t n = 0; n < digits.size(); ++n) {
-    const std::size_t six = kDigits.find(digits[n]);
-    const std::size_t used = std::min<std::size_t>(6, count - 6 * n);
-    if (six >> used != 0) {
-      throw Error("block", "bits", "zeros after the last block", std::string("'") + digits[n] + "'");
-    }
-    for (std::size_t bit = 0; bit < used; ++bit) {
-      mask[6 * n + bit] = static_cast<std::uint8_t>(six >> bit & 1);
-    }
-  }
-  return mask;
-}
-
 BlockLayout::Sizes read_sizes(const text::Call& call) {
   const auto grid = text::integers(call, 0, "grid");
   const auto block = text::integers(call, 1, "block");
@@ -89,8 +58,7 @@ BlockLayout::Sizes read_sizes(const text::Call& call) {
 const text::Family kBlock{"block", [](const text::Call& call) -> PatternPtr {
                             text::expect_arguments(call, 3, "(heads,rows,cols), (r,c), ~bits");
                             const BlockLayout::Sizes sizes = read_sizes(call);
-                            return BlockLayout::make(sizes,
-                                                     unpack_bits(text::word(call, 2, "bits"), checked_count(sizes)));
+                            return BlockLayout::make(sizes, text::bits(call, 2, "bits", checked_count(sizes)));
                           }};
 
 const text::Family kRandom{"random_blocks", [](const text::Call& call) -> PatternPtr {
@@ -140,8 +108,8 @@ BlockLayout::BlockLayout(const Sizes& sizes, std::span<const std::uint8_t> mask)
     }
   }
   const auto n = [](std::int64_t v) { return std::to_string(v); };
-  name("block((" + n(heads) + "," + n(rows) + "," + n(cols) + "),(" + n(r) + "," + n(c) + "),~" + pack_bits(mask) +
-       ")");
+  name("block((" + n(heads) + "," + n(rows) + "," + n(cols) + "),(" + n(r) + "," + n(c) + "),~" +
+       text::pack_bits(mask) + ")");
 }
 
 std::shared_ptr<const BlockLayout> BlockLayout::make(const Sizes& sizes, std::span<const std::uint8_t> mask) {

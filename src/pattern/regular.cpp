@@ -62,15 +62,17 @@ PartGroup listed(const char* op, const PartGroup& group, const Keep& keep) {
 PartGroup difference(PartGroup group, const Groups& others) {
   for (const PartGroup& other : others) {
     if (const auto view = parts::common_view(group.view, other.view)) {
-      const std::vector<Part> away = parts::refined(other, *view);
-      std::vector<Part> refined = parts::refined(group, *view);
+      const parts::RowIndex away(parts::refined(other, *view));
+      const std::vector<Part> refined = parts::refined(group, *view);
       // Where nothing is shared the coarser form stays.
       const bool touched = std::any_of(refined.begin(), refined.end(), [&](const Part& a) {
-        return std::any_of(away.begin(), away.end(), [&](const Part& b) { return meet(a, b, view->axes).has_value(); });
+        const auto near = away.near(a[0]);
+        return std::any_of(near.begin(), near.end(), [&](const Part& b) { return meet(a, b, view->axes).has_value(); });
       });
       if (touched) {
-        group = {*view, parts::subtract(std::move(refined), away, view->axes)};
+        group = {*view, parts::subtract(refined, away, view->axes)};
         parts::merge(group.parts, view->axes);
+        parts::check_parts("union", static_cast<Wide>(group.parts.size()));
       }
     } else {
       group = listed("union", group, [&](std::int64_t i, std::int64_t j) { return !parts::contains(other, i, j); });
@@ -88,51 +90,16 @@ PartGroup shared(const PartGroup& a, const PartGroup& b) {
                   [&](std::int64_t i, std::int64_t j) { return parts::contains(first ? b : a, i, j); });
   }
   PartGroup both{*view, {}};
-  const std::vector<Part> right = parts::refined(b, *view);
+  const parts::RowIndex right(parts::refined(b, *view));
   for (const Part& p : parts::refined(a, *view)) {
-    for (const Part& q : right) {
+    for (const Part& q : right.near(p[0])) {
       if (const auto common = meet(p, q, view->axes)) {
         both.parts.push_back(*common);
       }
     }
+    parts::check_parts("intersection", static_cast<Wide>(both.parts.size()));
   }
   return both;
-}
-
-/// Dense things stay whole and strided ones give way: fewer axes first, then more elements.
-Groups unite(const Groups& a, const Groups& b) {
-  struct Source {
-    PartGroup group;
-    bool second;
-  };
-  std::vector<Source> sources;
-  for (const PartGroup& group : a) {
-    sources.push_back({group, false});
-  }
-  for (const PartGroup& group : b) {
-    sources.push_back({group, true});
-  }
-  std::stable_sort(sources.begin(), sources.end(), [](const Source& x, const Source& y) {
-    return x.group.view.axes != y.group.view.axes ? x.group.view.axes < y.group.view.axes
-                                                  : count(x.group) > count(y.group);
-  });
-  Groups taken[2], all;
-  for (Source& source : sources) {
-    PartGroup left = difference(std::move(source.group), taken[source.second ? 0 : 1]);
-    taken[source.second ? 1 : 0].push_back(left);
-    all.push_back(std::move(left));
-  }
-  return all;
-}
-
-Groups intersect(const Groups& a, const Groups& b) {
-  Groups all;
-  for (const PartGroup& x : a) {
-    for (const PartGroup& y : b) {
-      all.push_back(shared(x, y));
-    }
-  }
-  return all;
 }
 
 /// The operands that stand between `symbol` outside all brackets; the text itself if it does not occur.
@@ -234,6 +201,10 @@ RegularPtr RegularMaker::make(std::string text, std::int64_t rows, std::int64_t 
   made->shape_ = {rows, cols};
   Groups& all = made->groups_;
   for (PartGroup& group : groups) {
+    if (group.view.axes == 1) {  // plain order is one view, wherever it is counted from
+      const auto flat = std::find_if(all.begin(), all.end(), [](const PartGroup& g) { return g.view.axes == 1; });
+      group = flat == all.end() ? group : PartGroup{flat->view, parts::refined(group, flat->view)};
+    }
     const auto same = std::find_if(all.begin(), all.end(), [&](const PartGroup& g) { return g.view == group.view; });
     if (same != all.end()) {
       same->parts.insert(same->parts.end(), group.parts.begin(), group.parts.end());
@@ -344,12 +315,11 @@ std::string RegularPattern::describe() const {
 }
 
 RegularPtr patterns::unite(const PatternPtr& a, const PatternPtr& b) {
-  return combined("union", a, b, '|', [](const Groups& x, const Groups& y) { return fretwork::unite(x, y); });
+  return combined("union", a, b, '|', parts::unite);
 }
 
 RegularPtr patterns::intersect(const PatternPtr& a, const PatternPtr& b) {
-  return combined("intersection", a, b, '&',
-                  [](const Groups& x, const Groups& y) { return fretwork::intersect(x, y); });
+  return combined("intersection", a, b, '&', parts::intersect);
 }
 
 RegularPtr as_regular(const PatternPtr& pattern) {
@@ -367,6 +337,42 @@ RegularPtr as_regular(const PatternPtr& pattern) {
   }
   throw Error("as_regular", "pattern", "a regular pattern, a block layout or a Kronecker pattern",
               pattern ? pattern->text() : "nothing");
+}
+
+/// Dense things stay whole and strided ones give way: fewer axes first, then more elements.
+Groups parts::unite(const Groups& a, const Groups& b) {
+  struct Source {
+    PartGroup group;
+    bool second;
+  };
+  std::vector<Source> sources;
+  for (const PartGroup& group : a) {
+    sources.push_back({group, false});
+  }
+  for (const PartGroup& group : b) {
+    sources.push_back({group, true});
+  }
+  std::stable_sort(sources.begin(), sources.end(), [](const Source& x, const Source& y) {
+    return x.group.view.axes != y.group.view.axes ? x.group.view.axes < y.group.view.axes
+                                                  : count(x.group) > count(y.group);
+  });
+  Groups taken[2], all;
+  for (Source& source : sources) {
+    PartGroup left = difference(std::move(source.group), taken[source.second ? 0 : 1]);
+    taken[source.second ? 1 : 0].push_back(left);
+    all.push_back(std::move(left));
+  }
+  return all;
+}
+
+Groups parts::intersect(const Groups& a, const Groups& b) {
+  Groups all;
+  for (const PartGroup& x : a) {
+    for (const PartGroup& y : b) {
+      all.push_back(shared(x, y));
+    }
+  }
+  return all;
 }
 
 std::vector<Part> parts::from_runs(const std::vector<Run>& runs) {

@@ -1,4 +1,6 @@
 // Regular patterns that carry their data: masks, block layouts, Kronecker patterns, and progressions row by row.
+#include <map>
+
 #include "fretwork/tensor.h"
 #include "pattern/regular_text.h"
 
@@ -50,7 +52,167 @@ const Call& pattern_argument(const Call& call, std::size_t position, const char*
   return *inner;
 }
 
+/// Runs of ones in a row-major matrix of bytes.
+std::vector<parts::Run> mask_runs(std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> mask) {
+  std::vector<parts::Run> runs;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    const auto begin = mask.begin() + i * cols, end = begin + cols;
+    for (auto at = std::find(begin, end, 1); at != end;) {
+      const auto stop = std::find(at, end, 0);
+      runs.push_back({i, at - begin, stop - begin});
+      at = std::find(stop, end, 1);
+    }
+  }
+  return runs;
+}
+
+/// The numbers that occur most often, at most `most` of them.
+std::vector<std::int64_t> frequent(const std::map<std::int64_t, std::int64_t>& counts, std::size_t most) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> all;
+  for (const auto& [value, count] : counts) {
+    all.emplace_back(-count, value);
+  }
+  std::sort(all.begin(), all.end());
+  all.resize(std::min(all.size(), most));
+  std::vector<std::int64_t> values;
+  std::transform(all.begin(), all.end(), std::back_inserter(values), [](const auto& pair) { return pair.second; });
+  return values;
+}
+
+/// Distances at which a mask may repeat: between runs of a row, and between the first rows of parts.
+std::vector<std::int64_t> periods(const std::vector<parts::Run>& runs, const std::vector<Part>& flat) {
+  std::map<std::int64_t, std::int64_t> along, down;
+  for (std::size_t n = 1; n < runs.size(); ++n) {
+    if (runs[n].row == runs[n - 1].row) {
+      ++along[runs[n].begin - runs[n - 1].begin];
+    }
+  }
+  for (std::size_t n = 1; n < flat.size(); ++n) {
+    ++down[std::abs(flat[n][0].row_begin - flat[n - 1][0].row_begin)];
+  }
+  std::vector<std::int64_t> all = frequent(along, 4);
+  for (const std::int64_t period : frequent(down, 4)) {
+    all.push_back(period);
+  }
+  std::erase_if(all, [](std::int64_t period) { return period < 2; });
+  return all;
+}
+
+/// The same parts with those counted modulo `period` that are narrower than `least`; differences there begin at zero.
+std::vector<PartGroup> counted(const std::vector<Part>& flat, std::int64_t period, std::int64_t least) {
+  PartGroup wide{parts::flat_view(), {}}, narrow{parts::flat_view(), {}};
+  std::map<std::int64_t, std::int64_t> residues;
+  for (const Part& p : flat) {
+    const bool is_wide = p[0].high - p[0].low + 1 >= least;
+    (is_wide ? wide : narrow).parts.push_back(p);
+    if (!is_wide && p[0].high - p[0].low < period) {
+      residues[parts::floor_mod(p[0].low, period)] += p[0].row_end - p[0].row_begin;
+    }
+  }
+  const auto first = frequent(residues, 1);
+  const bool single = !first.empty() && residues.size() == 1;
+  const View view = parts::residue_view(period, single ? first.front() : 0);
+  narrow = {view, parts::refined(narrow, view)};
+  parts::merge(narrow.parts, view.axes);
+  return {std::move(wide), std::move(narrow)};
+}
+
+/// What a mask's flat parts are when counted in the best of a few periods.
+std::vector<PartGroup> arranged(std::vector<Part> flat, const std::vector<parts::Run>& runs) {
+  constexpr std::size_t kFew = 4, kMany = std::size_t{1} << 18;
+  parts::merge(flat, 1);
+  std::vector<PartGroup> best{{parts::flat_view(), flat}};
+  if (flat.size() <= kFew || flat.size() > kMany) {
+    return best;
+  }
+  std::size_t fewest = flat.size() * 2 / 3;  // a little less is not worth another order
+  for (const std::int64_t period : periods(runs, flat)) {
+    for (const std::int64_t least : {period, parts::kFar}) {
+      std::vector<PartGroup> groups = counted(flat, period, least);
+      if (const std::size_t parts = groups[0].parts.size() + groups[1].parts.size(); parts < fewest) {
+        fewest = parts;
+        best = std::move(groups);
+      }
+    }
+  }
+  return best;
+}
+
+void check_progression(std::size_t row, std::int64_t start, std::int64_t stride, std::int64_t count,
+                       std::int64_t cols) {
+  const std::string where = " in row " + std::to_string(row);
+  if (count < 0) {
+    throw Error("acsr", "count", "at least 0", std::to_string(count) + where);
+  }
+  if (count > 1 && stride < 1) {
+    throw Error("acsr", "stride", "at least 1", std::to_string(stride) + where);
+  }
+  std::int64_t last = start;
+  if (count > 0 && (start < 0 ||
+                    (count > 1 && (__builtin_mul_overflow(count - 1, stride, &last) ||
+                                   __builtin_add_overflow(start, last, &last))) ||
+                    last >= cols)) {
+    throw Error("acsr", "start", "columns from 0 to " + std::to_string(cols - 1),
+                std::to_string(start) + where + ", with stride " + std::to_string(stride) + " and count " +
+                    std::to_string(count));
+  }
+}
+
 }  // namespace
+
+RegularPtr from_mask(std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> mask) {
+  check_sizes("from_mask", rows, cols);
+  if (mask.size() != static_cast<std::size_t>(rows * cols)) {
+    throw Error("from_mask", "mask", std::to_string(rows * cols) + " entries", std::to_string(mask.size()));
+  }
+  if (const auto bad = std::find_if(mask.begin(), mask.end(), [](std::uint8_t m) { return m > 1; });
+      bad != mask.end()) {
+    throw Error("from_mask", "mask", "0 or 1 everywhere", std::to_string(*bad));
+  }
+  const std::array<std::int64_t, 2> shape{rows, cols};
+  const std::vector<parts::Run> runs = mask_runs(rows, cols, mask);
+  return RegularMaker::make(Writer("from_mask").add(shape).add("~" + text::pack_bits(mask)).done(), rows, cols,
+                            arranged(parts::from_runs(runs), runs));
+}
+
+RegularPtr acsr(std::span<const std::int64_t> start, std::span<const std::int64_t> stride,
+                std::span<const std::int64_t> count, std::int64_t cols) {
+  if (start.size() != stride.size() || start.size() != count.size()) {
+    throw Error(
+        "acsr", "start, stride and count", "equal lengths",
+        std::to_string(start.size()) + ", " + std::to_string(stride.size()) + " and " + std::to_string(count.size()));
+  }
+  const auto rows = static_cast<std::int64_t>(start.size());
+  check_sizes("acsr", rows, cols);
+  std::vector<std::int64_t> starts(start.begin(), start.end()), strides(stride.begin(), stride.end());
+  std::vector<parts::Run> runs;
+  std::map<std::int64_t, PartGroup> classes;
+  for (std::size_t n = 0; n < start.size(); ++n) {
+    check_progression(n, start[n], stride[n], count[n], cols);
+    starts[n] = count[n] > 0 ? start[n] : 0;
+    const std::int64_t step = strides[n] = count[n] > 1 ? stride[n] : 1, row = static_cast<std::int64_t>(n);
+    if (count[n] == 0) {
+      continue;
+    }
+    if (step == 1) {
+      runs.push_back({row, start[n], start[n] + count[n]});
+      continue;
+    }
+    const std::int64_t first = start[n] / step, at = start[n] % step;
+    Part p = part({between(row / step, row / step + 1, first, first + count[n]),
+                   between(row % step, row % step + 1, at, at + 1)});
+    tighten(p, 2);
+    PartGroup& group = classes[step];
+    group.view = parts::residue_view(step);
+    group.parts.push_back(p);
+  }
+  std::vector<PartGroup> groups{{parts::flat_view(), parts::from_runs(runs)}};
+  for (auto& [step, group] : classes) {
+    groups.push_back(std::move(group));
+  }
+  return RegularMaker::make(Writer("acsr").add(starts).add(strides).add(count).add(cols).done(), rows, cols,
+                            std::move(groups));
+}
 
 RegularPtr from_layout(const BlockLayout& layout, std::int64_t head) {
   const auto one = head_of(layout, head);
@@ -76,6 +238,7 @@ RegularPtr from_layout(const BlockLayout& layout, std::int64_t head) {
 RegularPtr from_kronecker(const KroneckerPattern& pattern) {
   const auto& [a, b, c, d] = pattern.sizes();
   check_sizes("from_kronecker", pattern.rows(), pattern.cols());
+  parts::check_parts("from_kronecker", a);
   PartGroup group{parts::residue_view(d), {}};
   for (std::int64_t i = 0; i < a; ++i) {
     Part p = part({between(i * b, (i + 1) * b, i * c, (i + 1) * c), d > 1 ? AxisRange{0, d, 0, d, 0, 0} : AxisRange{}});
@@ -88,6 +251,21 @@ RegularPtr from_kronecker(const KroneckerPattern& pattern) {
 
 namespace {
 
+const Family kFromMask{"from_mask", [](const Call& given) -> PatternPtr {
+                         const Call call = ordered(given, {"shape", "bits"});
+                         const auto shape = read_list(call, 0, "shape");
+                         if (shape.size() != 2) {
+                           throw Error(call.name, "shape", "(rows, cols)", std::to_string(shape.size()) + " numbers");
+                         }
+                         check_sizes("from_mask", shape[0], shape[1]);
+                         return from_mask(shape[0], shape[1],
+                                          bits(call, 1, "bits", static_cast<std::size_t>(shape[0] * shape[1])));
+                       }};
+const Family kAcsr{"acsr", [](const Call& given) -> PatternPtr {
+                     const Call call = ordered(given, {"start", "stride", "count", "cols"});
+                     return acsr(read_list(call, 0, "start"), read_list(call, 1, "stride"), read_list(call, 2, "count"),
+                                 integer(call, 3, "cols"));
+                   }};
 const Family kFromLayout{"from_layout", [](const Call& given) -> PatternPtr {
                            const Call call = ordered(given, {"layout", "head"});
                            constexpr const char* kExpected = "a block layout";

@@ -17,6 +17,10 @@ struct RegularMaker {
 
 namespace parts {
 
+/// What is in either, and in both, disjoint if the groups of each are.
+std::vector<PartGroup> unite(const std::vector<PartGroup>& a, const std::vector<PartGroup>& b);
+std::vector<PartGroup> intersect(const std::vector<PartGroup>& a, const std::vector<PartGroup>& b);
+
 /// Elements as runs of a row, for where views do not agree.
 struct Run {
   std::int64_t row, begin, end;

@@ -1,4 +1,6 @@
 // The named patterns on sequences: what each allows, as disjoint parts from its rule.
+#include <set>
+
 #include "pattern/regular_text.h"
 
 namespace fretwork::patterns {
@@ -14,6 +16,7 @@ using parts::kFar;
 using parts::part;
 using parts::residue_view;
 using parts::tighten;
+using parts::Wide;
 using text::Call;
 using text::Family;
 
@@ -32,6 +35,25 @@ std::vector<Range> ranges(const std::vector<std::int64_t>& sorted) {
     }
   }
   return all;
+}
+
+/// splitmix64: the same numbers on every machine.
+std::uint64_t next_random(std::uint64_t& state) {
+  std::uint64_t x = state += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+/// `count` different numbers of [0, end), sorted; all of them where there are no more.
+std::vector<std::int64_t> draw(std::int64_t count, std::int64_t end, std::uint64_t state) {
+  std::set<std::int64_t> drawn;
+  for (std::int64_t n = end - std::min(count, end); n < end; ++n) {
+    const auto wide = static_cast<unsigned __int128>(next_random(state)) * static_cast<std::uint64_t>(n + 1);
+    const auto x = static_cast<std::int64_t>(wide >> 64);
+    drawn.insert(drawn.contains(x) ? n : x);
+  }
+  return {drawn.begin(), drawn.end()};
 }
 
 /// What lies between the ranges, far ends included.
@@ -123,6 +145,7 @@ RegularPtr longformer(const Seq& seq, std::int64_t window, std::span<const std::
       checked_set("longformer", "globals", globals, std::max(seq.cols, seq.rows + std::max<std::int64_t>(offset, 0)));
   const std::int64_t reach = bounded(window);
   const std::vector<Range> taken = ranges(set);
+  parts::check_parts("longformer", Wide(taken.size()) * taken.size());
   // The window stays whole; global columns lose it, and global rows lose both.
   std::vector<Part> all{part({differing(-reach, reach)})};
   const auto outside = [&](const AxisRange& box) {
@@ -138,6 +161,80 @@ RegularPtr longformer(const Seq& seq, std::int64_t window, std::span<const std::
     }
   }
   return make(Writer("longformer").add(seq).add(window).add(set).offset(seq).done(), seq, {{flat_view(offset), all}});
+}
+
+RegularPtr bigbird(const Seq& seq, std::int64_t block, std::int64_t window, std::int64_t globals, std::int64_t random,
+                   std::uint64_t seed) {
+  constexpr const char* kOp = "bigbird";
+  const std::int64_t offset = checked_offset(kOp, seq);
+  check_least(kOp, "block", block, 1);
+  check_least(kOp, "window", window, 0);
+  check_least(kOp, "globals", globals, 0);
+  check_least(kOp, "random", random, 0);
+  const std::int64_t side = bounded(block), reach = bounded(window), first = bounded(globals);
+  Wanted wanted{residue_view(side, offset), {}};
+  const auto add = [&](const AxisRange& blocks) { wanted.parts.push_back(part({blocks, kAnywhere})); };
+  add(differing(-reach, reach));
+  for (const Range& far : {Range{-kFar, -reach - 1}, Range{reach + 1, kFar}}) {
+    add(with_difference(between(-kFar, kFar, 0, first), far.begin, far.end));
+    add(with_difference(between(-kFar, first, first, kFar), far.begin, far.end));
+  }
+  // For each block row beyond the globals, among [first, blocks) without [P − reach, P + reach].
+  const std::int64_t blocks = floor_div(seq.cols + side - 1, side), end = floor_div(offset + seq.rows - 1, side) + 1;
+  const std::int64_t begin = std::max(first, floor_div(offset, side));
+  const std::int64_t most = std::min(random, std::max<std::int64_t>(blocks - first, 0));
+  parts::check_parts(kOp, Wide{most} * std::max<std::int64_t>(end - begin, 0));
+  for (std::int64_t row = begin; most > 0 && row < end; ++row) {
+    const std::int64_t from = std::clamp(row - reach, first, blocks), to = std::clamp(row + reach + 1, first, blocks);
+    std::uint64_t state = seed ^ (static_cast<std::uint64_t>(row) * 0xd1342543de82ef95);
+    next_random(state);
+    std::vector<std::int64_t> drawn = draw(most, blocks - first - (to - from), state);
+    for (std::int64_t& x : drawn) {
+      x += first;
+      x += x >= from ? to - from : 0;
+    }
+    for (const Range& c : ranges(drawn)) {
+      add(between(row, row + 1, c.begin, c.end));
+    }
+  }
+  return make(Writer(kOp)
+                  .add(seq)
+                  .add(block)
+                  .add(window)
+                  .add(globals)
+                  .add(random)
+                  .keyword("seed", static_cast<std::int64_t>(seed), 0)
+                  .offset(seq)
+                  .done(),
+              seq, {wanted});
+}
+
+RegularPtr longnet(const Seq& seq, std::span<const std::int64_t> segments, std::span<const std::int64_t> rates,
+                   std::int64_t head) {
+  constexpr const char* kOp = "longnet";
+  const std::int64_t offset = checked_offset(kOp, seq);
+  if (segments.size() != rates.size()) {
+    throw Error(kOp, "rates", "as many as segments = " + std::to_string(segments.size()), std::to_string(rates.size()));
+  }
+  check_least(kOp, "head", head, 0);
+  std::vector<PartGroup> all;
+  for (std::size_t n = 0; n < segments.size(); ++n) {
+    check_least(kOp, "segments", segments[n], 1);
+    check_least(kOp, "rates", rates[n], 1);
+    const std::int64_t segment = bounded(segments[n]), rate = bounded(rates[n]), at = head % rate;
+    Wanted wanted{residue_view(rate, offset), {}};
+    // Segments that hold both queries and keys; in each, ranks of the class from the first not before its beginning.
+    const std::int64_t low = floor_div(std::max<std::int64_t>(offset, 0), segment);
+    const std::int64_t high = floor_div(std::min(offset + seq.rows, seq.cols) - 1, segment);
+    parts::check_parts(kOp, Wide{high} - low);
+    for (std::int64_t s = low; s <= high; ++s) {
+      const std::int64_t begin = -floor_div(at - s * segment, rate), end = -floor_div(at - (s + 1) * segment, rate);
+      wanted.parts.push_back(part({between(begin, end, begin, end), between(at, at + 1, at, at + 1)}));
+    }
+    all = parts::unite(all, clipped(seq, {wanted}));
+  }
+  return RegularMaker::make(Writer(kOp).add(seq).add(segments).add(rates).keyword("head", head, 0).offset(seq).done(),
+                            seq.rows, seq.cols, std::move(all));
 }
 
 RegularPtr block_local(const Seq& seq, std::int64_t block, std::int64_t previous) {
@@ -174,11 +271,13 @@ RegularPtr vertical_slash(const Seq& seq, std::span<const std::int64_t> vertical
   const auto columns = checked_set(kOp, "vertical", vertical, seq.cols);
   const auto distances = checked_set(kOp, "slash", slash, kLargest);
   const std::vector<Range> bands = ranges(distances);
+  const std::vector<Range> lines = ranges(columns);
+  parts::check_parts(kOp, Wide(lines.size()) * (bands.size() + 1));
   std::vector<Part> all;
   for (const Range& d : bands) {
     all.push_back(part({differing(1 - d.end, -d.begin)}));
   }
-  for (const Range& c : ranges(columns)) {
+  for (const Range& c : lines) {
     for (const Range& d : gaps(bands)) {
       all.push_back(part(
           {with_difference(between(-kFar, kFar, c.begin, c.end), 1 - d.end, -std::max<std::int64_t>(d.begin, 0))}));
@@ -255,6 +354,18 @@ const Family kLongformer{"longformer", [](const Call& given) -> PatternPtr {
                            return longformer(read_seq(call, 3), integer(call, 1, "window"),
                                              read_list(call, 2, "globals"));
                          }};
+const Family kBigbird{
+    "bigbird", [](const Call& given) -> PatternPtr {
+      const Call call = ordered(given, {"seq", "block", "window", "globals", "random", "seed", "offset"});
+      return bigbird(read_seq(call, 6), integer(call, 1, "block"), integer(call, 2, "window"),
+                     integer(call, 3, "globals"), integer(call, 4, "random"),
+                     static_cast<std::uint64_t>(read_or(call, 5, "seed", 0)));
+    }};
+const Family kLongnet{"longnet", [](const Call& given) -> PatternPtr {
+                        const Call call = ordered(given, {"seq", "segments", "rates", "head", "offset"});
+                        return longnet(read_seq(call, 4), read_list(call, 1, "segments"), read_list(call, 2, "rates"),
+                                       read_or(call, 3, "head", 0));
+                      }};
 const Family kBlockLocal{"block_local", [](const Call& given) -> PatternPtr {
                            const Call call = ordered(given, {"seq", "block", "previous", "offset"});
                            return block_local(read_seq(call, 3), integer(call, 1, "block"),

@@ -73,7 +73,7 @@ std::vector<std::int64_t> checked_set(const char* op, const char* argument, std:
   return sorted;
 }
 
-RegularPtr make(std::string text, const Seq& seq, const std::vector<Wanted>& wanted) {
+std::vector<PartGroup> clipped(const Seq& seq, const std::vector<Wanted>& wanted) {
   std::vector<PartGroup> groups;
   for (const Wanted& one : wanted) {
     PartGroup group{one.view, {}};
@@ -82,7 +82,11 @@ RegularPtr make(std::string text, const Seq& seq, const std::vector<Wanted>& wan
     }
     groups.push_back(std::move(group));
   }
-  return RegularMaker::make(std::move(text), seq.rows, seq.cols, std::move(groups));
+  return groups;
+}
+
+RegularPtr make(std::string text, const Seq& seq, const std::vector<Wanted>& wanted) {
+  return RegularMaker::make(std::move(text), seq.rows, seq.cols, clipped(seq, wanted));
 }
 
 Seq read_seq(const text::Call& call, std::size_t offset_position) {
@@ -102,14 +106,32 @@ std::int64_t read_or(const text::Call& call, std::size_t position, const char* a
 }
 
 bool read_flag(const text::Call& call, std::size_t position, const char* argument) {
+  const auto flags = read_flags(call, position, argument);
+  if (flags.size() != 1) {
+    throw Error(call.name, argument, "True or False", "a tuple");
+  }
+  return flags.front() != 0;
+}
+
+std::vector<std::int64_t> read_flags(const text::Call& call, std::size_t position, const char* argument) {
+  const auto flag = [&](const text::Value& value) -> std::int64_t {
+    const auto* word = std::get_if<std::string>(&value.is);
+    if (word == nullptr || (*word != "True" && *word != "False")) {
+      throw Error(call.name, argument, "True or False", word != nullptr ? *word : "something else");
+    }
+    return *word == "True";
+  };
   if (text::is_none(call, position)) {
-    return false;
+    return {0};
   }
-  const std::string& word = text::word(call, position, argument);
-  if (word != "True" && word != "False") {
-    throw Error(call.name, argument, "True or False", word);
+  const text::Value& value = call.arguments.at(position);
+  std::vector<std::int64_t> flags;
+  if (const auto* tuple = std::get_if<text::Tuple>(&value.is)) {
+    std::transform(tuple->begin(), tuple->end(), std::back_inserter(flags), flag);
+  } else {
+    flags.push_back(flag(value));
   }
-  return word == "True";
+  return flags;
 }
 
 std::vector<std::int64_t> read_list(const text::Call& call, std::size_t position, const char* argument) {

@@ -27,6 +27,7 @@ class Writer {
     return value == unless ? *this : put(name, std::to_string(value));
   }
   Writer& keyword(const char* name, bool value) { return value ? put(name, "True") : *this; }
+  Writer& keyword(const char* name, const std::string& value) { return put(name, value); }
   Writer& keyword(const char* name, std::span<const std::int64_t> values, std::int64_t unless);
   /// The last: a sequence's offset, unless it is the usual one.
   Writer& offset(const Seq& seq);
@@ -49,11 +50,13 @@ std::vector<std::int64_t> checked_set(const char* op, const char* argument, std:
 /// A window, stride or the like as far as it can matter.
 inline std::int64_t bounded(std::int64_t value) { return std::clamp(value, -4 * kLargest, 4 * kLargest); }
 
-/// The pattern of what satisfies any of `wanted`, disjoint by their nature, in one view or several.
+/// Conditions in one view that no element satisfies twice.
 struct Wanted {
   View view;
   std::vector<Part> parts;
 };
+/// What satisfies any of `wanted`, disjoint by their nature, inside the sequence; and the pattern of it.
+std::vector<PartGroup> clipped(const Seq& seq, const std::vector<Wanted>& wanted);
 RegularPtr make(std::string text, const Seq& seq, const std::vector<Wanted>& wanted);
 
 /// Arguments of a call whose places were ordered.
@@ -61,6 +64,8 @@ Seq read_seq(const text::Call& call, std::size_t offset_position);
 Optional read_optional(const text::Call& call, std::size_t position, const char* argument);
 std::int64_t read_or(const text::Call& call, std::size_t position, const char* argument, std::int64_t otherwise);
 bool read_flag(const text::Call& call, std::size_t position, const char* argument);
+/// 0 and 1 for a flag, or for each of a tuple of them.
+std::vector<std::int64_t> read_flags(const text::Call& call, std::size_t position, const char* argument);
 std::vector<std::int64_t> read_list(const text::Call& call, std::size_t position, const char* argument);
 
 }  // namespace fretwork::patterns

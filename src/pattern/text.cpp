@@ -17,6 +17,7 @@ namespace text {
 namespace {
 
 constexpr int kMaxDepth = 64;
+constexpr std::string_view kDigits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 
 bool starts_name(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
@@ -286,6 +287,38 @@ void expect_arguments(const Call& call, std::size_t count, const char* form) {
   }
 }
 
+std::string pack_bits(std::span<const std::uint8_t> mask) {
+  std::string digits((mask.size() + 5) / 6, 'A');
+  for (std::size_t n = 0; n < digits.size(); ++n) {
+    std::size_t six = 0;
+    for (std::size_t bit = 0; bit < 6 && 6 * n + bit < mask.size(); ++bit) {
+      six |= static_cast<std::size_t>(mask[6 * n + bit]) << bit;
+    }
+    digits[n] = kDigits[six];
+  }
+  return digits;
+}
+
+std::vector<std::uint8_t> bits(const Call& call, std::size_t position, const char* argument, std::size_t count) {
+  const std::string& digits = word(call, position, argument);
+  if (digits.size() != (count + 5) / 6) {
+    throw Error(call.name, argument, std::to_string((count + 5) / 6) + " of them", std::to_string(digits.size()));
+  }
+  std::vector<std::uint8_t> mask(count);
+  for (std::size_t n = 0; n < digits.size(); ++n) {
+    const std::size_t six = kDigits.find(digits[n]);
+    const std::size_t used = std::min<std::size_t>(6, count - 6 * n);
+    if (six >> used != 0) {
+      throw Error(call.name, argument, "the digits of 6 bits, and zeros after the last",
+                  std::string("'") + digits[n] + "'");
+    }
+    for (std::size_t bit = 0; bit < used; ++bit) {
+      mask[6 * n + bit] = static_cast<std::uint8_t>(six >> bit & 1);
+    }
+  }
+  return mask;
+}
+
 Call ordered(const Call& call, std::initializer_list<const char*> names) {
   const std::size_t plain = call.arguments.size() - call.keywords.size();
   if (plain > names.size()) {
@@ -436,6 +469,18 @@ PatternPtr parse_pattern(std::string_view text) {
   PatternPtr pattern = text::make(text::parse(digest ? memory().text_behind(text) : text));
   memory().remember(key, pattern);
   return pattern;
+}
+
+std::vector<PatternPtr> parse_patterns(std::string_view lines) {
+  std::vector<PatternPtr> patterns;
+  const std::string_view first = lines.substr(0, lines.find('\n'));
+  for (std::size_t begin = 0; begin <= lines.size();) {
+    const std::size_t end = std::min(lines.find('\n', begin), lines.size());
+    const std::string_view line = lines.substr(begin, end - begin);
+    patterns.push_back(!patterns.empty() && line == first ? patterns.front() : parse_pattern(line));  // often all equal
+    begin = end + 1;
+  }
+  return patterns;
 }
 
 }  // namespace fretwork

@@ -45,6 +45,9 @@ double number(const Call& call, std::size_t position, const char* argument);
 const std::string& word(const Call& call, std::size_t position, const char* argument);
 /// A tuple of integers; a single integer counts as a tuple of one.
 std::vector<std::int64_t> integers(const Call& call, std::size_t position, const char* argument);
+/// `count` zeros and ones from a word of bits, six to a character; and the word for them.
+std::vector<std::uint8_t> bits(const Call& call, std::size_t position, const char* argument, std::size_t count);
+std::string pack_bits(std::span<const std::uint8_t> mask);
 void expect_arguments(const Call& call, std::size_t count, const char* form);
 /// The same call with its keywords put in their places: one argument for each of `names`, the word None where none is
 /// given. Throws Error on keywords that are not among the names, on two for one, and on too many.

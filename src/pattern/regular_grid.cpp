@@ -1,0 +1,307 @@
+// The named patterns on grids: a rule for each axis, and their product. An axis may be counted in two digits, such as
+// the tile and the place in it, or the rank in a residue class and the class.
+#include "fretwork/tensor.h"
+#include "pattern/regular_text.h"
+
+namespace fretwork::patterns {
+namespace {
+
+using parts::between;
+using parts::differing;
+using parts::kAnywhere;
+using parts::kFar;
+using parts::part;
+using parts::tighten;
+using text::Call;
+using text::Family;
+
+/// What meets on one axis of a grid: how a coordinate is counted, and disjoint parts in these digits.
+struct GridAxis {
+  std::int64_t length;
+  std::vector<std::int64_t> units;  ///< none where there is one coordinate only
+  std::vector<Part> parts;
+
+  GridAxis(std::int64_t axis_length, std::vector<std::int64_t> digit_units)
+      : length(axis_length), units(axis_length == 1 ? std::vector<std::int64_t>{} : std::move(digit_units)) {}
+
+  /// Adds a part where something is left of it. An axis of one coordinate needs to know only whether it is there.
+  void add(Part p) {
+    if (length == 1) {
+      parts.assign(1, Part{});
+    } else if (tighten(p, static_cast<int>(units.size()))) {
+      parts.push_back(p);
+    }
+  }
+};
+
+/// What meets on every axis.
+RegularPtr product(const char* op, std::string text, std::vector<GridAxis> axes) {
+  PartGroup group{{}, {Part{}}};
+  std::int64_t size = 1;
+  for (const GridAxis& axis : axes) {
+    if (__builtin_mul_overflow(size, axis.length, &size)) {
+      throw Error(op, "shape", "at most 2^48 positions", "more");
+    }
+  }
+  check_sizes(op, size, size);
+  if (std::all_of(axes.begin(), axes.end(), [](const GridAxis& axis) { return axis.units.empty(); })) {
+    const bool there = std::all_of(axes.begin(), axes.end(), [](const GridAxis& axis) { return !axis.parts.empty(); });
+    group.parts = {part({AxisRange{0, 1, 0, 1, 0, 0}})};
+    group.parts.resize(there ? 1 : 0);
+    return RegularMaker::make(std::move(text), size, size, {std::move(group)});
+  }
+  std::int64_t rest = size;
+  int used = 0;
+  for (GridAxis& axis : axes) {
+    const int digits = static_cast<int>(axis.units.size());
+    rest = axis.length > 0 ? rest / axis.length : 0;
+    for (int k = 0; k < digits; ++k) {
+      group.view.strides[static_cast<std::size_t>(used + k)] = axis.units[static_cast<std::size_t>(k)] * rest;
+    }
+    parts::merge(axis.parts, digits);
+    parts::check_parts(op, parts::Wide(group.parts.size()) * axis.parts.size());
+    std::vector<Part> next;
+    for (const Part& before : group.parts) {
+      for (const Part& here : axis.parts) {
+        next.push_back(before);
+        std::copy_n(here.begin(), digits, next.back().begin() + used);
+      }
+    }
+    group.parts = std::move(next);
+    used += digits;
+  }
+  group.view.axes = used;
+  return RegularMaker::make(std::move(text), size, size, {std::move(group)});
+}
+
+/// The window of each rank of a class, as rows × columns of ranks: the interior, and the clamped ends.
+std::vector<AxisRange> ranks(std::int64_t length, std::int64_t window, bool causal) {
+  if (causal) {
+    return {parts::meet(between(0, length, 0, length), differing(1 - window, 0))};
+  }
+  const std::int64_t left = window / 2, right = window - 1 - left;
+  return {parts::meet(between(left, length - right, 0, length), differing(-left, right)), between(0, left, 0, window),
+          between(length - right, length, length - window, length)};
+}
+
+GridAxis neighborhood_axis(std::int64_t length, std::int64_t window, std::int64_t dilation, bool causal) {
+  const std::int64_t shortest = std::max<std::int64_t>(length / dilation, length > 0 ? 1 : 0);
+  if (window > shortest) {
+    throw Error("neighborhood", "window", "at most " + std::to_string(shortest) + ", the shortest residue class",
+                std::to_string(window));
+  }
+  if (dilation == 1 || dilation >= length) {
+    GridAxis axis(length, {1});
+    const bool alone = dilation > 1;
+    for (const AxisRange& range : alone ? std::vector{parts::meet(between(0, length, 0, length), differing(0, 0))}
+                                        : ranks(length, window, causal)) {
+      axis.add(part({range}));
+    }
+    return axis;
+  }
+  GridAxis axis(length, {dilation, 1});
+  const std::int64_t longer = length % dilation;
+  const auto classes = [&](std::int64_t begin, std::int64_t end, std::int64_t members) {
+    for (const AxisRange& range : ranks(members, window, causal)) {
+      axis.add(part({range, {begin, end, begin, end, 0, 0}}));
+    }
+  };
+  classes(0, longer, length / dilation + 1);
+  classes(longer, dilation, length / dilation);
+  return axis;
+}
+
+/// Adds what `tiles` says of tile coordinates, where the last tile of an axis may be cut.
+void add_tiles(GridAxis& axis, std::int64_t tile, const AxisRange& tiles) {
+  const std::int64_t whole = axis.length / tile, left = axis.length % tile;
+  const std::int64_t starts[] = {0, whole}, ends[] = {whole, whole + 1}, inside[] = {tile, left};
+  for (int r = 0; r < 2; ++r) {
+    for (int c = 0; c < 2; ++c) {
+      axis.add(part(
+          {parts::meet(tiles, between(starts[r], ends[r], starts[c], ends[c])), between(0, inside[r], 0, inside[c])}));
+    }
+  }
+}
+
+GridAxis tile_axis(std::int64_t length, std::int64_t tile, std::int64_t window) {
+  const std::int64_t tiles = length / tile + (length % tile != 0);
+  if (window > tiles) {
+    throw Error("sliding_tile", "window", "at most " + std::to_string(tiles) + " tiles", std::to_string(window));
+  }
+  if (tile >= length) {
+    GridAxis axis(length, {1});
+    axis.add(part({between(0, length, 0, length)}));
+    return axis;
+  }
+  GridAxis axis(length, tile == 1 ? std::vector<std::int64_t>{1} : std::vector<std::int64_t>{tile, 1});
+  for (const AxisRange& range : ranks(tiles, window, false)) {
+    if (tile == 1) {
+      axis.add(part({range}));
+    } else {
+      add_tiles(axis, tile, range);
+    }
+  }
+  return axis;
+}
+
+GridAxis swin_axis(std::int64_t length, std::int64_t window, std::int64_t shift) {
+  if (shift == 0 && window > 1 && window < length) {  // windows have digits of their own
+    GridAxis axis(length, {window, 1});
+    add_tiles(axis, window, differing(0, 0));
+    return axis;
+  }
+  GridAxis axis(length, {1});
+  const auto add = [&](std::int64_t begin, std::int64_t end) { axis.add(part({between(begin, end, begin, end)})); };
+  if (window >= length) {
+    add(0, std::min(shift, length));
+    add(std::min(shift, length), length);
+    return axis;
+  }
+  parts::check_parts("swin", length / window);
+  // Windows start at the shift; what lies before it belongs to the end of the axis, and its windows start there.
+  for (std::int64_t at = 0; at < length;) {
+    const std::int64_t turned = at < shift ? at - shift + length : at - shift;
+    const std::int64_t end = std::min(at + window - turned % window, at < shift ? shift : length);
+    add(at, end);
+    at = end;
+  }
+  return axis;
+}
+
+/// One number for each axis, from one for all or from as many.
+std::vector<std::int64_t> per_axis(const char* op, const char* argument, Axes values, std::size_t axes,
+                                   std::int64_t least) {
+  if (values.size() != 1 && values.size() != axes) {
+    throw Error(op, argument, "one number or " + std::to_string(axes), std::to_string(values.size()));
+  }
+  std::vector<std::int64_t> all(axes);
+  for (std::size_t k = 0; k < axes; ++k) {
+    all[k] = values[values.size() == 1 ? 0 : k];
+    check_least(op, argument, all[k], least);
+  }
+  return all;
+}
+
+void check_shape(const char* op, Axes shape) {
+  if (shape.empty() || shape.size() > 3) {
+    throw Error(op, "shape", "one to three axes", std::to_string(shape.size()));
+  }
+  for (const std::int64_t n : shape) {
+    if (n < 0 || n > kLargest) {
+      throw Error(op, "shape", "lengths from 0 to 2^48", std::to_string(n));
+    }
+  }
+}
+
+/// One number stands for equal ones.
+void add_per_axis(Writer& writer, const std::vector<std::int64_t>& values) {
+  const bool same = std::all_of(values.begin(), values.end(), [&](std::int64_t v) { return v == values.front(); });
+  same ? writer.add(values.front()) : writer.add(values);
+}
+
+}  // namespace
+
+RegularPtr swin(std::int64_t height, std::int64_t width, Axes window, Axes shift) {
+  const std::array<std::int64_t, 2> shape{height, width};
+  check_shape("swin", shape);
+  const auto sides = per_axis("swin", "window", window, 2, 1), shifts = per_axis("swin", "shift", shift, 2, 0);
+  std::vector<GridAxis> axes;
+  for (std::size_t k = 0; k < 2; ++k) {
+    if (shifts[k] >= sides[k]) {
+      throw Error("swin", "shift", "less than window = " + std::to_string(sides[k]), std::to_string(shifts[k]));
+    }
+    axes.push_back(swin_axis(shape[k], sides[k], shifts[k]));
+  }
+  Writer text("swin");
+  text.add(height).add(width);
+  add_per_axis(text, sides);
+  return product("swin", text.keyword("shift", shifts, 0).done(), std::move(axes));
+}
+
+RegularPtr axial(std::int64_t height, std::int64_t width) {
+  const std::array<std::int64_t, 2> shape{height, width};
+  check_shape("axial", shape);
+  std::string text = Writer("axial").add(height).add(width).done();
+  std::int64_t size = 0;
+  if (__builtin_mul_overflow(height, width, &size)) {
+    throw Error("axial", "shape", "at most 2^48 positions", shape_text(shape));
+  }
+  check_sizes("axial", size, size);
+  if (height <= 1 || width <= 1) {
+    return make(std::move(text), size, {{parts::flat_view(), {part({kAnywhere})}}});
+  }
+  return make(std::move(text), size,
+              {{parts::residue_view(width),
+                {part({differing(0, 0), kAnywhere}), part({differing(-kFar, -1), differing(0, 0)}),
+                 part({differing(1, kFar), differing(0, 0)})}}});
+}
+
+RegularPtr neighborhood(Axes shape, Axes window, Axes dilation, Axes causal) {
+  constexpr const char* kOp = "neighborhood";
+  check_shape(kOp, shape);
+  const auto windows = per_axis(kOp, "window", window, shape.size(), 1);
+  const auto dilations = per_axis(kOp, "dilation", dilation, shape.size(), 1);
+  const auto flags = per_axis(kOp, "causal", causal, shape.size(), 0);
+  std::vector<GridAxis> axes;
+  for (std::size_t k = 0; k < shape.size(); ++k) {
+    axes.push_back(neighborhood_axis(shape[k], windows[k], dilations[k], flags[k] != 0));
+  }
+  Writer text(kOp);
+  text.add(shape);
+  add_per_axis(text, windows);
+  text.keyword("dilation", dilations, 1);
+  if (std::any_of(flags.begin(), flags.end(), [](std::int64_t f) { return f != 0; })) {
+    std::string words;
+    for (const std::int64_t f : flags) {
+      words += (words.empty() ? "(" : ",") + std::string(f != 0 ? "True" : "False");
+    }
+    text.keyword("causal", words + (flags.size() == 1 ? ",)" : ")"));
+  }
+  return product(kOp, text.done(), std::move(axes));
+}
+
+RegularPtr sliding_tile(Axes shape, Axes tile, Axes window) {
+  constexpr const char* kOp = "sliding_tile";
+  check_shape(kOp, shape);
+  const auto tiles = per_axis(kOp, "tile", tile, shape.size(), 1);
+  const auto windows = per_axis(kOp, "window", window, shape.size(), 1);
+  std::vector<GridAxis> axes;
+  for (std::size_t k = 0; k < shape.size(); ++k) {
+    axes.push_back(tile_axis(shape[k], tiles[k], windows[k]));
+  }
+  Writer text(kOp);
+  text.add(shape);
+  add_per_axis(text, tiles);
+  add_per_axis(text, windows);
+  return product(kOp, text.done(), std::move(axes));
+}
+
+namespace {
+
+std::vector<std::int64_t> list_or(const Call& call, std::size_t position, const char* argument,
+                                  std::int64_t otherwise) {
+  return text::is_none(call, position) ? std::vector{otherwise} : read_list(call, position, argument);
+}
+
+const Family kSwin{"swin", [](const Call& given) -> PatternPtr {
+                     const Call call = ordered(given, {"height", "width", "window", "shift"});
+                     return swin(integer(call, 0, "height"), integer(call, 1, "width"), read_list(call, 2, "window"),
+                                 list_or(call, 3, "shift", 0));
+                   }};
+const Family kAxial{"axial", [](const Call& given) -> PatternPtr {
+                      const Call call = ordered(given, {"height", "width"});
+                      return axial(integer(call, 0, "height"), integer(call, 1, "width"));
+                    }};
+const Family kNeighborhood{"neighborhood", [](const Call& given) -> PatternPtr {
+                             const Call call = ordered(given, {"shape", "window", "dilation", "causal"});
+                             return neighborhood(read_list(call, 0, "shape"), read_list(call, 1, "window"),
+                                                 list_or(call, 2, "dilation", 1), read_flags(call, 3, "causal"));
+                           }};
+const Family kSlidingTile{"sliding_tile", [](const Call& given) -> PatternPtr {
+                            const Call call = ordered(given, {"shape", "tile", "window"});
+                            return sliding_tile(read_list(call, 0, "shape"), read_list(call, 1, "tile"),
+                                                read_list(call, 2, "window"));
+                          }};
+
+}  // namespace
+}  // namespace fretwork::patterns

@@ -142,6 +142,7 @@ class Backward {
   struct Pass {
     bool transposed;
     const Layer<Acc>& layer;
+    Packing<Acc>& packing;
     const Acc *turned, *turned_gradients;  ///< for the scores, and for the gradients of the probabilities
     const Acc *lines, *gradient_lines;     ///< for the first target, and for the second
     const Acc *lse, *delta;                ///< by place, where rows are keys
@@ -248,9 +249,10 @@ class Backward {
     Acc* const turned_keys = memory.take<Acc>(places * p_.depth);
     Acc* const turned_values = memory.take<Acc>(places * p_.value_depth);
     Acc* const keys = target.first.wanted() ? memory.take<Acc>(places * keys_.padded()) : nullptr;
-    layer.columns.pack(machine_, p_.dtype, slices, {p_.k, keys_, turned_keys, keys},
-                       {p_.v, values_, turned_values, nullptr}, context);
-    run({false, layer, turned_keys, turned_values, keys, nullptr, nullptr, nullptr, nullptr}, units, target, context);
+    Packing<Acc> packing(layer, machine_, p_.dtype, slices, {p_.k, keys_, turned_keys, keys},
+                         {p_.v, values_, turned_values, nullptr}, context);
+    run({false, layer, packing, turned_keys, turned_values, keys, nullptr, nullptr, nullptr, nullptr}, units, target,
+        context);
   }
 
   void key_gradients(const std::deque<Layers>& all, std::int64_t first, std::int64_t last, Context& context,
@@ -291,8 +293,8 @@ class Backward {
     Acc* const turned_gradients = memory.take<Acc>(places * p_.value_depth);
     Acc* const queries = target.first.wanted() ? memory.take<Acc>(places * keys_.padded()) : nullptr;
     Acc* const gradients = target.second.wanted() ? memory.take<Acc>(places * values_.padded()) : nullptr;
-    layer.columns.pack(machine_, p_.dtype, heads, {p_.q, keys_, turned_queries, queries},
-                       {b_.d_o, values_, turned_gradients, gradients}, context);
+    Packing<Acc> packing(layer, machine_, p_.dtype, heads, {p_.q, keys_, turned_queries, queries},
+                         {b_.d_o, values_, turned_gradients, gradients}, context);
     Acc* const lse = memory.take<Acc>(places);
     Acc* const delta = memory.take<Acc>(places);
     unsigned* const states = layer.scores.dropped() ? memory.take<unsigned>(places) : nullptr;
@@ -308,7 +310,7 @@ class Backward {
         }
       }
     });
-    run({true, layer, turned_queries, turned_gradients, queries, gradients, lse, delta, states}, units, target,
+    run({true, layer, packing, turned_queries, turned_gradients, queries, gradients, lse, delta, states}, units, target,
         context);
   }
 
@@ -371,6 +373,7 @@ class Backward {
                         p_.value_depth);
         loaded = &member;
       }
+      pass.packing.need(tile, member.columns);
       const std::int64_t places = pass.layer.columns.places(), before = member.columns * places;
       const auto row_tokens = std::span<const std::int64_t>(tokens).first(static_cast<std::size_t>(side));
       walk(component, tile, row_tokens, [&](const Strip& s) {

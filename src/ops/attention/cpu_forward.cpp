@@ -72,15 +72,17 @@ class Forward {
       const std::int64_t places = std::ssize(slices) * layer.columns.places();
       Acc* const keys = packed.take<Acc>(places * p_.depth);
       Acc* const values = packed.take<Acc>(places * values_.padded());
-      layer.columns.pack(machine_, p_.dtype, slices, {p_.k, keys_, keys, nullptr}, {p_.v, values_, nullptr, values},
-                         context);
+      Packing<Acc> packing(layer, machine_, p_.dtype, slices, {p_.k, keys_, keys, nullptr},
+                           {p_.v, values_, nullptr, values}, context);
       const bool final = whole && &layer == &layers.back();
       const Task task{layer, keys, values, &layer != &layers.front() ? &state : nullptr, final ? nullptr : &state};
       const TileShape& shape = layer.plan.shape;
       const double flops =
           2.0 * static_cast<double>(shape.rows * shape.cols) * static_cast<double>(p_.depth + p_.value_depth);
       share(layer.component, std::ssize(queries), flops, context, [&](std::int64_t unit, std::int64_t tile) {
-        run(task, queries[static_cast<std::size_t>(unit)], unit, tile);
+        const Query& query = queries[static_cast<std::size_t>(unit)];
+        packing.need(tile, query.slice);
+        run(task, query, unit, tile);
       });
     }
     if (!whole) {

@@ -14,6 +14,8 @@ namespace {
 /// Stretches per thread, and the least work worth one.
 constexpr std::int64_t kStretches = 4;
 constexpr double kLeastFlops = 2e6;
+/// Rows fetched ahead of those being gathered.
+constexpr std::size_t kRowsAhead = 6;
 /// What a tile of rows costs beside its pairs, in quarters of a pair.
 constexpr std::int64_t kPairCost = 4;
 
@@ -229,13 +231,20 @@ Buffers& thread_buffers() {
 template <typename Acc>
 void Machine<Acc>::gather(const Operand& from, DType dtype, Head head, std::span<const std::int64_t> tokens,
                           std::int64_t depth, Acc factor, Acc* to, std::int64_t stride) const {
-  for (const std::int64_t token : tokens) {
-    if (token < 0) {
+  const auto bytes = depth * static_cast<std::int64_t>(size_of(dtype));
+  for (std::size_t n = 0; n < tokens.size(); ++n, to += stride) {
+    // Rows of a class lie apart, each perhaps on a page of its own.
+    if (from.col == 1 && n + kRowsAhead < tokens.size() && tokens[n + kRowsAhead] >= 0) {
+      const auto* const ahead = static_cast<const std::byte*>(row_of(from, dtype, head, tokens[n + kRowsAhead]));
+      for (std::int64_t at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(ahead + at);
+      }
+    }
+    if (tokens[n] < 0) {
       std::fill_n(to, depth, Acc{0});
     } else {
-      rows.widen(row_of(from, dtype, head, token), dtype, from.col, depth, factor, to);
+      rows.widen(row_of(from, dtype, head, tokens[n]), dtype, from.col, depth, factor, to);
     }
-    to += stride;
   }
 }
 
@@ -255,7 +264,7 @@ void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int
     for (std::int64_t n = 0; n < piece.end - piece.begin; n += width(), panel += width() * depth) {
       product.right = const_cast<Acc*>(panel);
       product.sums = scores + piece.at + n;
-      tiles.multiply[1](product);
+      tiles.multiply[vectors() - 1](product);
     }
   }
 }
@@ -305,7 +314,7 @@ void Columns<Acc>::pack(const Machine<Acc>& machine, DType dtype, Head head, std
   simd::Place place{row_of(from, dtype, head, of.base), order.stride[2] * from.row, from.col};
   std::int64_t count = of.count[2];
   if (of.used >= 0 || of.count[0] * of.count[1] != 1 || size_of(dtype) != sizeof(Acc)) {
-    Acc* const wide = need<Acc>(thread_buffers().left, side_ * depth);
+    Acc* const wide = need<Acc>(thread_buffers().wide, side_ * depth);
     machine.gather(from, dtype, head, {tokens_.data() + first, static_cast<std::size_t>(side_)}, depth, 1, wide, depth);
     place = {wide, depth, 1};
     count = side_;
@@ -325,18 +334,48 @@ void Columns<Acc>::pack(const Machine<Acc>& machine, DType dtype, Head head, std
 }
 
 template <typename Acc>
-void Columns<Acc>::pack(const Machine<Acc>& machine, DType dtype, std::span<const Head> heads, const Packed& first,
-                        const Packed& second, Context& context) const {
-  const std::int64_t tiles = places() / side_;
-  const std::int64_t grain =
-      std::max<std::int64_t>(1, (std::int64_t{1} << 16) / (side_ * (first.split.depth() + second.split.depth())));
-  context.executor->parallel_for(std::ssize(heads) * tiles, grain, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t n = begin; n < end; ++n) {
-      const Head head = heads[static_cast<std::size_t>(n / tiles)];
-      pack(machine, dtype, head, n % tiles, n / tiles, first);
-      pack(machine, dtype, head, n % tiles, n / tiles, second);
+Packing<Acc>::Packing(const Layer<Acc>& layer, const Machine<Acc>& machine, DType dtype, std::span<const Head> heads,
+                      const Packed& first, const Packed& second, Context& context)
+    : layer_(layer),
+      machine_(machine),
+      dtype_(dtype),
+      heads_(heads),
+      first_(first),
+      second_(second),
+      tiles_(std::ssize(layer.component.col_tiles)) {
+  const std::int64_t count = std::ssize(heads) * tiles_;
+  if (context.executor->concurrency() <= 1) {
+    done_.resize(static_cast<std::size_t>(count));
+    return;
+  }
+  const std::int64_t size = layer.plan.shape.cols * (first.split.depth() + second.split.depth());
+  context.executor->parallel_for(count, std::max<std::int64_t>(1, (std::int64_t{1} << 16) / size),
+                                 [&](std::int64_t begin, std::int64_t end) {
+                                   for (std::int64_t n = begin; n < end; ++n) {
+                                     pack(n % tiles_, n / tiles_);
+                                   }
+                                 });
+}
+
+template <typename Acc>
+void Packing<Acc>::pack(std::int64_t tile, std::int64_t h) const {
+  const Head head = heads_[static_cast<std::size_t>(h)];
+  layer_.columns.pack(machine_, dtype_, head, tile, h, first_);
+  layer_.columns.pack(machine_, dtype_, head, tile, h, second_);
+}
+
+template <typename Acc>
+void Packing<Acc>::need(std::int64_t row_tile, std::int64_t h) {
+  const auto first = layer_.component.first.begin() + row_tile;
+  for (std::int64_t r = first[0]; r < first[1] && !done_.empty(); ++r) {
+    const Run& run = layer_.component.runs[static_cast<std::size_t>(r)];
+    for (std::int64_t tile = run.first; tile < run.first + run.count; ++tile) {
+      if (auto& done = done_[static_cast<std::size_t>(h * tiles_ + tile)]; done == 0) {
+        pack(tile, h);
+        done = 1;
+      }
     }
-  });
+  }
 }
 
 template <typename Acc>
@@ -456,6 +495,8 @@ template struct Machine<float>;
 template struct Machine<double>;
 template class Columns<float>;
 template class Columns<double>;
+template class Packing<float>;
+template class Packing<double>;
 template class Scores<float>;
 template class Scores<double>;
 

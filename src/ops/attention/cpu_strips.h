@@ -151,7 +151,9 @@ struct Machine {
   const simd::Tiles& tiles = simd::tiles(sizeof(Acc) == 8 ? DType::f64 : DType::f32);
   const Rows<Acc>& rows = row_functions<Acc>();
 
-  std::int64_t width() const { return 2 * tiles.lanes; }
+  /// Vectors in a turned panel: as few as keep enough sums in flight, since strips look at whole panels.
+  std::int64_t vectors() const { return tiles.rows >= 8 ? 1 : 2; }
+  std::int64_t width() const { return vectors() * tiles.lanes; }
 
   /// to[n] = factor · the row of token n, zeros where there is none; rows `stride` apart.
   void gather(const Operand& from, DType dtype, Head head, std::span<const std::int64_t> tokens, std::int64_t depth,
@@ -180,14 +182,11 @@ class Columns {
     const Split& split;
     Acc *turned, *lines;
   };
-  /// Packs the rows of some heads of two operands.
-  void pack(const Machine<Acc>& machine, DType dtype, std::span<const Head> heads, const Packed& first,
-            const Packed& second, Context& context) const;
-
- private:
+  /// Packs the rows of one tile, which go to the h-th head's place.
   void pack(const Machine<Acc>& machine, DType dtype, Head head, std::int64_t tile, std::int64_t h,
             const Packed& packed) const;
 
+ private:
   const Component& component_;
   std::int64_t side_;
   std::vector<std::int64_t> tokens_;
@@ -236,9 +235,32 @@ struct Layer {
   Layer(const Layer&) = delete;
 };
 
+/// The columns of some heads, packed from two operands: all at once where there are threads to share that, else each
+/// tile when a tile of rows first needs it, so that it is still near.
+template <typename Acc>
+class Packing {
+ public:
+  using Packed = typename Columns<Acc>::Packed;
+  Packing(const Layer<Acc>& layer, const Machine<Acc>& machine, DType dtype, std::span<const Head> heads,
+          const Packed& first, const Packed& second, Context& context);
+  /// Call it before the columns of head h are looked at from a tile of rows.
+  void need(std::int64_t row_tile, std::int64_t h);
+
+ private:
+  void pack(std::int64_t tile, std::int64_t h) const;
+
+  const Layer<Acc>& layer_;
+  const Machine<Acc>& machine_;
+  DType dtype_;
+  std::span<const Head> heads_;
+  Packed first_, second_;
+  std::int64_t tiles_;
+  std::vector<std::uint8_t> done_;  ///< empty if all are
+};
+
 /// Memory of one thread, kept between calls.
 struct Buffers {
-  simd::Scratch left, more_left, scores, gradients, slopes, row, sums, more_sums, statistics;
+  simd::Scratch wide, left, more_left, scores, gradients, slopes, row, sums, more_sums, statistics;
   std::vector<std::int64_t> tokens;
 };
 Buffers& thread_buffers();

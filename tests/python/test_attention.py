@@ -1,4 +1,4 @@
-"""fw.attention and SPLAT's operators: any pattern, size, head count, dtype and stride against float64, and torch's features."""
+"""fw.attention and SPLAT's operators against float64: any pattern, size, heads, dtype and strides; torch's features."""
 
 import functools
 
@@ -130,7 +130,10 @@ def test_any_union(device, data):
     pattern = draw(regular(rows, cols))
     dims = draw(st.integers(1, 40)), draw(st.integers(1, 40))
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    qkv = [strided(t.detach(), draw(HOW)).requires_grad_() for t in inputs(device, dtype, pattern, batch, (heads, kv_heads), dims)]
+    qkv = [
+        strided(t.detach(), draw(HOW)).requires_grad_()
+        for t in inputs(device, dtype, pattern, batch, (heads, kv_heads), dims)
+    ]
     bias = None
     if draw(st.booleans()):
         full = [batch, heads, rows, cols]
@@ -183,7 +186,11 @@ def test_gradient_of_lse_alone(device):
     qkv = inputs(device, torch.float32, pattern)
     exact = [wide(t) for t in qkv]
     lse, want = fw.attention(*qkv, pattern, return_lse=True)[1], dense(*exact, pattern.mask())[1]
-    for x, y in zip(torch.autograd.grad(lse.square().sum(), qkv[:2]), torch.autograd.grad(want.square().sum(), exact[:2]), strict=True):
+    for x, y in zip(
+        torch.autograd.grad(lse.square().sum(), qkv[:2]),
+        torch.autograd.grad(want.square().sum(), exact[:2]),
+        strict=True,
+    ):
         compare(x, y, torch.float32, "gradient", 2)
 
 
@@ -275,7 +282,9 @@ def test_inference_mode_and_no_grad(device):
 @pytest.mark.parametrize("feature", ["plain", "bias", "own bias", "own slopes", "shared keys"])
 def test_vmap(device, feature):
     pattern = parse("strided(40, 5)")
-    many = [torch.stack([t.detach(), t.detach().flip(0), 2 * t.detach()], 1) for t in inputs(device, torch.float32, pattern)]
+    many = [
+        torch.stack([t.detach(), t.detach().flip(0), 2 * t.detach()], 1) for t in inputs(device, torch.float32, pattern)
+    ]
     dims = [1, 1, 1, None]
     extra = None
     if feature == "bias":
@@ -411,7 +420,9 @@ def test_bad_python_values(device):
     with pytest.raises(ValueError, match="alibi: slopes"):
         fw.alibi(torch.ones(2, 2))
     two_heads = fw.BlockLayout(torch.ones(2, 1, 1), block=9)
-    with pytest.raises(RuntimeError, match="attention: pattern: expected a regular pattern, a block layout of one head"):
+    with pytest.raises(
+        RuntimeError, match="attention: pattern: expected a regular pattern, a block layout of one head"
+    ):
         fw.attention(q, k, v, two_heads)
 
 
@@ -442,7 +453,9 @@ def test_operators(device, text, heads, how):
     index, there = indices(pattern)
     group = heads[0] // heads[1]
     for dtype in dtypes_of(device):
-        q, k, v = (strided(t.detach(), how).requires_grad_() for t in inputs(device, dtype, pattern, 2, heads, (40, 17)))
+        q, k, v = (
+            strided(t.detach(), how).requires_grad_() for t in inputs(device, dtype, pattern, 2, heads, (40, 17))
+        )
         x = torch.randn(2, heads[0], *index.shape, device=device).to(dtype).masked_fill(~there.to(device), torch.nan)
         x = strided(x, how).requires_grad_()
 
@@ -469,7 +482,9 @@ def test_operators(device, text, heads, how):
             compare(got, want, dtype, "result")
             weight = torch.randn(got.shape, device=device).to(dtype)
             gradients = torch.autograd.grad(got, tensors, weight)
-            for n, (a, b) in enumerate(zip(gradients, torch.autograd.grad(want, exact, weight.double().cpu()), strict=True)):
+            for n, (a, b) in enumerate(
+                zip(gradients, torch.autograd.grad(want, exact, weight.double().cpu()), strict=True)
+            ):
                 compare(a, b, dtype, f"gradient {n}", 2)
 
 
@@ -517,5 +532,5 @@ def test_bad_operators(device, fake):
                 continue
             with pytest.raises(RuntimeError, match=words):
                 call()
-    with pytest.raises(TypeError, match="r_softmax: pattern: expected a fretwork.Pattern, got int"):
+    with pytest.raises(TypeError, match=r"r_softmax: pattern: expected a fretwork.Pattern, got int"):
         fw.r_softmax(x, 3)

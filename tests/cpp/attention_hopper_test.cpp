@@ -1,0 +1,652 @@
+// Attention's Hopper kernels on a real GPU against float64 on the host, over plans made here element by element.
+// Skipped where there is no Hopper GPU. With FRETWORK_TIME=1 also prints how long known patterns take.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/half.h"
+#include "ops/attention/cuda_hopper.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/nvrtc.h"
+
+namespace fretwork::attention_op {
+namespace {
+
+namespace driver = fretwork::cuda;
+using Index = std::int64_t;
+using Predicate = std::function<bool(Index, Index)>;
+
+// ------------------------------------------------------------------------------------------------------ plans
+
+/// How a side is cut into tiles: plain, by residue classes, or in patches of a grid.
+struct Tiling {
+  Index residues = 1;
+  Index height = 0, width = 0, patch_height = 0, patch_width = 0;
+};
+
+struct Tiles {
+  Order order;
+  std::vector<Tile> tiles;
+};
+
+Tiles cut(const Tiling& tiling, Index size, int side) {
+  Tiles made;
+  if (tiling.height > 0) {
+    made.order = {{1, static_cast<int>(tiling.patch_height), static_cast<int>(tiling.patch_width)},
+                  {0, tiling.width, 1}};
+    for (Index y = 0; y < tiling.height; y += tiling.patch_height) {
+      for (Index x = 0; x < tiling.width; x += tiling.patch_width) {
+        made.tiles.push_back({y * tiling.width + x,
+                              {1, static_cast<int>(std::min(tiling.patch_height, tiling.height - y)),
+                               static_cast<int>(std::min(tiling.patch_width, tiling.width - x))},
+                              -1});
+      }
+    }
+    return made;
+  }
+  const Index r = tiling.residues;
+  made.order = {{1, 1, side}, {0, 0, r}};
+  for (Index c = 0; c < std::min(r, size); ++c) {
+    const Index count = (size - c + r - 1) / r;
+    for (Index t = 0; t < count; t += side) {
+      made.tiles.push_back({c + t * r, {1, 1, static_cast<int>(std::min<Index>(side, count - t))}, -1});
+    }
+  }
+  return made;
+}
+
+/// Tokens of a tile's places, −1 where there is none.
+std::vector<Index> tokens_of(const Order& order, const Tile& tile, int side) {
+  std::vector<Index> tokens(static_cast<std::size_t>(side), -1);
+  for (int u0 = 0; u0 < tile.count[0]; ++u0) {
+    for (int u1 = 0; u1 < tile.count[1]; ++u1) {
+      for (int u2 = 0; u2 < tile.count[2]; ++u2) {
+        tokens[static_cast<std::size_t>((u0 * order.extent[1] + u1) * order.extent[2] + u2)] =
+            tile.base + u0 * order.stride[0] + u1 * order.stride[1] + u2 * order.stride[2];
+      }
+    }
+  }
+  return tokens;
+}
+
+/// A part of a pattern that is tiled in one way; parts are disjoint.
+struct Layer {
+  Predicate has;
+  Tiling rows{}, cols{};
+};
+
+struct Pattern {
+  std::string name;
+  Index rows, cols;
+  std::vector<Layer> layers;
+
+  bool has(Index i, Index j) const {
+    return std::any_of(layers.begin(), layers.end(), [&](const Layer& layer) { return layer.has(i, j); });
+  }
+  Pattern transposed() const {
+    Pattern other{name, cols, rows, {}};
+    for (const Layer& layer : layers) {
+      other.layers.push_back({[has = layer.has](Index i, Index j) { return has(j, i); }, layer.cols, layer.rows});
+    }
+    return other;
+  }
+};
+
+/// Makes plans by looking at every element.
+class Planner {
+ public:
+  Planner(const Pattern& pattern, const TileShape& shape) : pattern_(pattern) {
+    plan_.shape = shape;
+    plan_.rows = pattern.rows;
+    plan_.cols = pattern.cols;
+    for (const Layer& layer : pattern.layers) {
+      add(layer);
+    }
+    std::stable_sort(plan_.components.begin(), plan_.components.end(),
+                     [](const Component& a, const Component& b) { return a.pairs > b.pairs; });
+  }
+  /// Marks the columns that nothing uses.
+  Planner& mark_unused() {
+    std::vector<bool> used(static_cast<std::size_t>(pattern_.cols));
+    for (Index i = 0; i < pattern_.rows; ++i) {
+      for (Index j = 0; j < pattern_.cols; ++j) {
+        used[static_cast<std::size_t>(j)] = used[static_cast<std::size_t>(j)] || pattern_.has(i, j);
+      }
+    }
+    const int words = std::max(plan_.shape.rows, plan_.shape.cols) / 32;
+    for (Component& component : plan_.components) {
+      for (Tile& tile : component.col_tiles) {
+        std::vector<std::uint32_t> bits(static_cast<std::size_t>(words));
+        bool all = true;
+        const auto tokens = tokens_of(component.col_order, tile, plan_.shape.cols);
+        for (std::size_t n = 0; n < tokens.size(); ++n) {
+          const bool is = tokens[n] >= 0 && used[static_cast<std::size_t>(tokens[n])];
+          bits[n / 32] |= is ? 1u << n % 32 : 0;
+          all = all && (is || tokens[n] < 0);
+        }
+        if (!all) {
+          tile.used = static_cast<int>(plan_.used.size());
+          plan_.used.insert(plan_.used.end(), bits.begin(), bits.end());
+        }
+      }
+    }
+    return *this;
+  }
+  std::shared_ptr<const Plan> get() const { return std::make_shared<const Plan>(plan_); }
+
+ private:
+  void add(const Layer& layer) {
+    const auto [rows, cols] = plan_.shape;
+    Component made;
+    Tiles row = cut(layer.rows, pattern_.rows, rows), col = cut(layer.cols, pattern_.cols, cols);
+    made.row_order = row.order;
+    made.col_order = col.order;
+    made.row_tiles = row.tiles;
+    made.col_tiles = col.tiles;
+    made.covers_rows = true;
+    made.first.push_back(0);
+    for (const Tile& r : row.tiles) {
+      const auto is = tokens_of(row.order, r, rows);
+      std::vector<Run> masked, whole;
+      for (std::size_t c = 0; c < col.tiles.size(); ++c) {
+        const auto mask = classify(layer.has, is, tokens_of(col.order, col.tiles[c], cols));
+        if (mask) {
+          std::vector<Run>& list = *mask < 0 ? whole : masked;
+          if (!list.empty() && list.back().mask == *mask &&
+              list.back().first + list.back().count == static_cast<int>(c)) {
+            ++list.back().count;
+          } else {
+            list.push_back({static_cast<int>(c), 1, *mask});
+          }
+          ++made.pairs;
+        }
+      }
+      made.runs.insert(made.runs.end(), masked.begin(), masked.end());
+      made.runs.insert(made.runs.end(), whole.begin(), whole.end());
+      made.first.push_back(static_cast<Index>(made.runs.size()));
+    }
+    plan_.components.push_back(std::move(made));
+  }
+
+  /// A mask's index, −1 where every element is there, nothing where none is.
+  std::optional<int> classify(const Predicate& has, const std::vector<Index>& rows, const std::vector<Index>& cols) {
+    std::vector<std::uint32_t> bits(rows.size() * cols.size() / 32);
+    std::size_t count = 0;
+    int low = 1 << 20, high = -(1 << 20), limit = 0;
+    for (std::size_t m = 0; m < rows.size(); ++m) {
+      for (std::size_t n = 0; n < cols.size(); ++n) {
+        if (rows[m] >= 0 && cols[n] >= 0 && has(rows[m], cols[n])) {
+          const std::size_t at = m * cols.size() + n;
+          bits[at / 32] |= 1u << at % 32;
+          ++count;
+          const int difference = static_cast<int>(n) - static_cast<int>(m);
+          low = std::min(low, difference);
+          high = std::max(high, difference);
+          limit = std::max(limit, static_cast<int>(n) + 1);
+        }
+      }
+    }
+    if (count == 0) {
+      return std::nullopt;
+    }
+    if (count == rows.size() * cols.size()) {
+      return -1;
+    }
+    bool band = true;
+    for (std::size_t m = 0; m < rows.size() && band; ++m) {
+      for (std::size_t n = 0; n < cols.size() && rows[m] >= 0; ++n) {
+        const int difference = static_cast<int>(n) - static_cast<int>(m);
+        const bool there = difference >= low && difference <= high && static_cast<int>(n) < limit;
+        const std::size_t at = m * cols.size() + n;
+        band = band && there == ((bits[at / 32] >> at % 32 & 1) != 0);
+      }
+    }
+    return band ? find({low, high, limit, -1}) : find_bits(bits);
+  }
+  int find(const Mask& mask) {
+    const auto same = [&](const Mask& m) {
+      return m.low == mask.low && m.high == mask.high && m.limit == mask.limit && m.bits == mask.bits;
+    };
+    const auto found = std::find_if(plan_.masks.begin(), plan_.masks.end(), same);
+    if (found != plan_.masks.end()) {
+      return static_cast<int>(found - plan_.masks.begin());
+    }
+    plan_.masks.push_back(mask);
+    return static_cast<int>(plan_.masks.size()) - 1;
+  }
+  int find_bits(const std::vector<std::uint32_t>& bits) {
+    const auto [place, fresh] = known_.try_emplace(bits, static_cast<int>(plan_.bits.size()));
+    if (fresh) {
+      plan_.bits.insert(plan_.bits.end(), bits.begin(), bits.end());
+    }
+    return find({0, 0, 0, place->second});
+  }
+
+  const Pattern& pattern_;
+  Plan plan_;
+  std::map<std::vector<std::uint32_t>, int> known_;
+};
+
+constexpr Index kFar = 1 << 30;
+
+Predicate band(Index low, Index high) {
+  return [=](Index i, Index j) { return j - i >= low && j - i <= high; };
+}
+Predicate class_band(Index r, Index low, Index high) {
+  return [=](Index i, Index j) { return i % r == j % r && j / r - i / r >= low && j / r - i / r <= high; };
+}
+
+Pattern full(Index rows, Index cols) { return {"full", rows, cols, {{band(-kFar, kFar)}}}; }
+Pattern causal(Index s) { return {"causal", s, s, {{band(-kFar, 0)}}}; }
+Pattern window(Index s, Index w) { return {"window", s, s, {{band(-w, w)}}}; }
+Pattern dilated(Index s, Index r, Index w) {
+  return {"dilated", s, s, {{class_band(r, -w, w), {r, 0, 0, 0, 0}, {r, 0, 0, 0, 0}}}};
+}
+/// The last `stride` keys, and those a multiple of it before.
+Pattern strided(Index s, Index stride) {
+  return {"strided",
+          s,
+          s,
+          {{band(1 - stride, 0)}, {class_band(stride, -kFar, -1), {stride, 0, 0, 0, 0}, {stride, 0, 0, 0, 0}}}};
+}
+Pattern neighbourhood(Index height, Index width, Index window, Index patch_height, Index patch_width) {
+  const auto near = [window](Index i, Index j, Index n) {
+    const Index begin = std::clamp<Index>(i - window / 2, 0, n - window);
+    return j >= begin && j < begin + window;
+  };
+  const Tiling tiling{1, height, width, patch_height, patch_width};
+  return {"neighbourhood",
+          height * width,
+          height * width,
+          {{[=](Index i, Index j) { return near(i / width, j / width, height) && near(i % width, j % width, width); },
+            tiling, tiling}}};
+}
+Pattern documents(const std::vector<Index>& lengths) {
+  std::vector<int> of;
+  for (std::size_t d = 0; d < lengths.size(); ++d) {
+    of.insert(of.end(), static_cast<std::size_t>(lengths[d]), static_cast<int>(d));
+  }
+  const auto size = static_cast<Index>(of.size());
+  return {"documents", size, size, {{[of](Index i, Index j) {
+            return j <= i && of[static_cast<std::size_t>(i)] == of[static_cast<std::size_t>(j)];
+          }}}};
+}
+Pattern longformer(Index s, Index w, Index globals) {
+  return {"longformer", s, s, {{[=](Index i, Index j) { return std::abs(i - j) <= w || i < globals || j < globals; }}}};
+}
+/// Rows and keys of one class only: the others are empty or unused.
+Pattern one_class(Index s, Index r, Index head) {
+  return {"one class", s, s, {{[=](Index i, Index j) { return i % r == head && j % r == head && j <= i; }}}};
+}
+
+// ------------------------------------------------------------------------------------------------------- data
+
+float widen(DType dtype, std::uint16_t bits) {
+  return dtype == DType::f16 ? float_from_f16(bits) : float_from_bf16(bits);
+}
+std::uint16_t narrow(DType dtype, float x) { return dtype == DType::f16 ? f16_from_float(x) : bf16_from_float(x); }
+
+/// (batch, heads, tokens, depth) on both sides, heads before tokens or after them.
+struct Tensor {
+  Index batch, heads, tokens, depth;
+  bool tokens_first;
+  std::vector<std::uint16_t> host;
+  driver::DeviceBuffer device;
+
+  Tensor(Index b, Index h, Index s, Index d, bool first)
+      : batch(b), heads(h), tokens(s), depth(d), tokens_first(first), host(static_cast<std::size_t>(b * h * s * d)) {}
+  Index row_stride() const { return tokens_first ? heads * depth : depth; }
+  Index head_stride() const { return tokens_first ? depth : tokens * depth; }
+  std::uint16_t* row(Index b, Index h, Index s) {
+    return host.data() + b * heads * tokens * depth + h * head_stride() + s * row_stride();
+  }
+  Operand operand() const { return {device.data(), heads * tokens * depth, head_stride(), row_stride(), 1}; }
+  void upload() { device = driver::DeviceBuffer(0, host.data(), host.size() * 2); }
+  void download() {
+    driver::copy_to_host(host.data(), device.data(), host.size() * 2, nullptr);
+    driver::synchronize(nullptr);
+  }
+  void randomise(DType dtype, unsigned seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> numbers;
+    for (std::uint16_t& bits : host) {
+      bits = narrow(dtype, numbers(random));
+    }
+  }
+  void fill(std::uint16_t bits) { std::fill(host.begin(), host.end(), bits); }
+};
+
+constexpr std::uint16_t kNan = 0x7fff;  // in both types
+
+struct Sizes {
+  DType dtype = DType::bf16;
+  Index batch = 1, heads = 2, kv_heads = 2, depth = 128;
+  bool tokens_first = false;
+  double scale = 0.1;
+};
+
+struct Data {
+  Pattern pattern;
+  Sizes sizes;
+  Tensor q, k, v, o;
+  std::vector<float> lse;
+  driver::DeviceBuffer lse_device;
+
+  Data(const Pattern& p, const Sizes& z)
+      : pattern(p),
+        sizes(z),
+        q(z.batch, z.heads, p.rows, z.depth, z.tokens_first),
+        k(z.batch, z.kv_heads, p.cols, z.depth, z.tokens_first),
+        v(z.batch, z.kv_heads, p.cols, z.depth, z.tokens_first),
+        o(z.batch, z.heads, p.rows, z.depth, z.tokens_first),
+        lse(static_cast<std::size_t>(z.batch * z.heads * p.rows), std::numeric_limits<float>::quiet_NaN()) {
+    q.randomise(z.dtype, 1);
+    k.randomise(z.dtype, 2);
+    v.randomise(z.dtype, 3);
+    o.fill(kNan);
+  }
+  /// NaN in keys and values that nothing uses.
+  void spoil_unused() {
+    for (Index j = 0; j < pattern.cols; ++j) {
+      bool used = false;
+      for (Index i = 0; i < pattern.rows && !used; ++i) {
+        used = pattern.has(i, j);
+      }
+      for (Index b = 0; b < sizes.batch && !used; ++b) {
+        for (Index h = 0; h < sizes.kv_heads; ++h) {
+          std::fill_n(k.row(b, h, j), sizes.depth, kNan);
+          std::fill_n(v.row(b, h, j), sizes.depth, kNan);
+        }
+      }
+    }
+  }
+  void upload() {
+    for (Tensor* t : {&q, &k, &v, &o}) {
+      t->upload();
+    }
+    lse_device = driver::DeviceBuffer(0, lse.data(), lse.size() * sizeof(float));
+  }
+  Problem problem() const {
+    Problem p;
+    p.dtype = sizes.dtype;
+    p.batch = sizes.batch;
+    p.heads = sizes.heads;
+    p.kv_heads = sizes.kv_heads;
+    p.rows = pattern.rows;
+    p.cols = pattern.cols;
+    p.depth = p.value_depth = sizes.depth;
+    p.scale = sizes.scale;
+    p.q = q.operand();
+    p.k = k.operand();
+    p.v = v.operand();
+    p.o = o.operand();
+    p.lse = {lse_device.data(), sizes.heads * pattern.rows, pattern.rows, 1, 1};
+    return p;
+  }
+};
+
+bool is_hopper() {
+  return driver::available() && nvrtc::library().reason.empty() && driver::kernel_arch(0) == "sm_90a";
+}
+
+class AttentionHopper : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!is_hopper()) {
+      GTEST_SKIP() << "no Hopper GPU: " << driver::unavailable_reason();
+    }
+  }
+};
+
+/// Rows to look at: the first and last ones, and some between.
+std::set<Index> sampled(Index rows) {
+  std::set<Index> some{0, 1, 63, 64, 127, 128, rows / 2, rows - 2, rows - 1};
+  for (Index n = 5; n < rows; n += std::max<Index>(rows / 24, 1) + 1) {
+    some.insert(n);
+  }
+  some.erase(some.lower_bound(rows), some.end());
+  some.erase(some.begin(), some.lower_bound(0));
+  return some;
+}
+
+struct Row {
+  std::vector<Index> keys;
+  std::vector<double> scores;
+  double lse = -std::numeric_limits<double>::infinity();
+};
+
+Row row_of(Data& s, Index b, Index h, Index i) {
+  Row row;
+  const Index kv = h / (s.sizes.heads / s.sizes.kv_heads);
+  const std::uint16_t* q = s.q.row(b, h, i);
+  double most = row.lse, sum = 0;
+  for (Index j = 0; j < s.pattern.cols; ++j) {
+    if (s.pattern.has(i, j)) {
+      const std::uint16_t* k = s.k.row(b, kv, j);
+      double dot = 0;
+      for (Index d = 0; d < s.sizes.depth; ++d) {
+        dot += static_cast<double>(widen(s.sizes.dtype, q[d])) * widen(s.sizes.dtype, k[d]);
+      }
+      row.keys.push_back(j);
+      row.scores.push_back(dot * s.sizes.scale);
+      most = std::max(most, row.scores.back());
+    }
+  }
+  for (const double score : row.scores) {
+    sum += std::exp(score - most);
+  }
+  row.lse = row.keys.empty() ? row.lse : most + std::log(sum);
+  return row;
+}
+
+void expect_forward(Data& s) {
+  s.o.download();
+  driver::copy_to_host(s.lse.data(), s.lse_device.data(), s.lse.size() * sizeof(float), nullptr);
+  driver::synchronize(nullptr);
+  const double tolerance = s.sizes.dtype == DType::f16 ? 0.004 : 0.025;
+  double worst = 0, worst_lse = 0;
+  for (Index b = 0; b < s.sizes.batch; ++b) {
+    for (Index h = 0; h < s.sizes.heads; ++h) {
+      const Index kv = h / (s.sizes.heads / s.sizes.kv_heads);
+      for (const Index i : sampled(s.pattern.rows)) {
+        const Row row = row_of(s, b, h, i);
+        const float lse = s.lse[static_cast<std::size_t>((b * s.sizes.heads + h) * s.pattern.rows + i)];
+        if (row.keys.empty()) {
+          ASSERT_EQ(lse, -std::numeric_limits<float>::infinity()) << s.pattern.name << " row " << i;
+        } else {
+          ASSERT_NEAR(lse, row.lse, 2e-3) << s.pattern.name << " batch " << b << " head " << h << " row " << i;
+          worst_lse = std::max(worst_lse, std::abs(lse - row.lse));
+        }
+        for (Index d = 0; d < s.sizes.depth; ++d) {
+          double want = 0;
+          for (std::size_t n = 0; n < row.keys.size(); ++n) {
+            want += std::exp(row.scores[n] - row.lse) * widen(s.sizes.dtype, s.v.row(b, kv, row.keys[n])[d]);
+          }
+          const float got = widen(s.sizes.dtype, s.o.row(b, h, i)[d]);
+          ASSERT_NEAR(got, want, tolerance)
+              << s.pattern.name << " batch " << b << " head " << h << " row " << i << " column " << d;
+          worst = std::max(worst, std::abs(got - want));
+        }
+      }
+    }
+  }
+  std::printf("%-14s rows %5lld cols %5lld depth %3lld: o %.5f lse %.6f\n", s.pattern.name.c_str(),
+              static_cast<long long>(s.pattern.rows), static_cast<long long>(s.pattern.cols),
+              static_cast<long long>(s.sizes.depth), worst, worst_lse);
+}
+
+void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = false) {
+  Data s(pattern, sizes);
+  if (spoil) {
+    s.spoil_unused();
+  }
+  s.upload();
+  Context context = Context::cuda(0);
+  const driver::DeviceScope scope(0);
+  Planner planner(pattern, hopper::kForwardShape);
+  planner.mark_unused();
+  ASSERT_TRUE(hopper::forward(s.problem(), {planner.get()}, context));
+  expect_forward(s);
+}
+
+std::vector<Pattern> patterns() {
+  return {full(512, 512),
+          full(300, 700),
+          causal(1000),
+          window(1111, 200),
+          dilated(2048, 4, 100),
+          dilated(1501, 4, 60),
+          dilated(777, 3, 300),
+          strided(2048, 128),
+          strided(1900, 64),
+          strided(1030, 100),
+          neighbourhood(32, 32, 13, 8, 16),
+          neighbourhood(37, 45, 7, 8, 16),
+          neighbourhood(33, 29, 9, 11, 11),
+          documents({100, 300, 17, 1, 260, 500}),
+          longformer(1024, 100, 64),
+          full(1, 1),
+          causal(64)};
+}
+
+// ------------------------------------------------------------------------------------------------------- tests
+
+TEST_F(AttentionHopper, ForwardAgreesWithFloat64) {
+  for (const Pattern& pattern : patterns()) {
+    check_forward(pattern, {});
+  }
+}
+
+TEST_F(AttentionHopper, ForwardOfEveryKind) {
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const Index depth : {64, 128}) {
+      for (const bool tokens_first : {false, true}) {
+        check_forward(causal(700), {dtype, 2, 4, 2, depth, tokens_first, 0.125});
+        check_forward(strided(900, 64), {dtype, 2, 6, 1, depth, tokens_first, 0.125});
+      }
+    }
+  }
+}
+
+TEST_F(AttentionHopper, UnusedKeysMayBeNan) {
+  check_forward(one_class(600, 4, 1), {}, true);
+  Pattern late = window(640, 100);  // queries are the last rows only
+  late.rows = 64;
+  late.layers[0].has = band(400, 500);
+  check_forward(late, {}, true);
+}
+
+TEST_F(AttentionHopper, HeadsMayDiffer) {
+  const Pattern one = causal(500), two = window(500, 40);
+  Data s(one, {DType::bf16, 2, 4, 2, 128, false, 0.1});
+  s.upload();
+  Context context = Context::cuda(0);
+  const driver::DeviceScope scope(0);
+  const auto a = Planner(one, hopper::kForwardShape).get(), b = Planner(two, hopper::kForwardShape).get();
+  ASSERT_TRUE(hopper::forward(s.problem(), {a, b, b, a}, context));
+  Predicate which[] = {one.layers[0].has, two.layers[0].has};
+  Data reference(one, s.sizes);
+  s.o.download();
+  for (Index h = 0; h < 4; ++h) {
+    reference.pattern.layers[0].has = which[h == 1 || h == 2 ? 1 : 0];
+    for (const Index i : sampled(500)) {
+      const Row row = row_of(reference, 1, h, i);
+      for (const Index d : {0, 77}) {
+        double want = 0;
+        for (std::size_t n = 0; n < row.keys.size(); ++n) {
+          want += std::exp(row.scores[n] - row.lse) * widen(DType::bf16, reference.v.row(1, h / 2, row.keys[n])[d]);
+        }
+        ASSERT_NEAR(widen(DType::bf16, s.o.row(1, h, i)[d]), want, 0.025) << "head " << h << " row " << i;
+      }
+    }
+  }
+}
+
+TEST_F(AttentionHopper, RepeatsBitForBit) {
+  Data s(strided(2048, 128), {DType::bf16, 1, 16, 16, 128, false, 0.1});
+  s.upload();
+  Context context = Context::cuda(0);
+  const driver::DeviceScope scope(0);
+  const hopper::Plans plans{Planner(s.pattern, hopper::kForwardShape).get()};
+  ASSERT_TRUE(hopper::forward(s.problem(), plans, context));
+  s.o.download();
+  const auto first = s.o.host;
+  for (int n = 0; n < 200; ++n) {
+    ASSERT_TRUE(hopper::forward(s.problem(), plans, context));
+  }
+  s.o.download();
+  EXPECT_TRUE(first == s.o.host);
+}
+
+// ------------------------------------------------------------------------------------------------------- times
+
+Index elements_of(const Pattern& p) {
+  Index count = 0;
+  for (Index i = 0; i < p.rows; ++i) {
+    for (Index j = 0; j < p.cols; ++j) {
+      count += p.has(i, j) ? 1 : 0;
+    }
+  }
+  return count;
+}
+
+/// Median milliseconds, the cache flushed before each call.
+template <typename Call>
+float median(Call call) {
+  const std::size_t bytes = std::size_t{256} << 20;
+  const driver::DeviceBuffer flush(0, nullptr, bytes);
+  driver::Timer timer;
+  std::vector<float> times;
+  for (int n = 0; n < 12; ++n) {
+    driver::fill_zero(flush.data(), bytes, nullptr);
+    timer.start(nullptr);
+    call();
+    times.push_back(timer.stop(nullptr));
+  }
+  std::sort(times.begin() + 2, times.end());
+  return times[7];
+}
+
+TEST_F(AttentionHopper, Times) {
+  if (const char* wanted = std::getenv("FRETWORK_TIME"); wanted == nullptr || *wanted != '1') {
+    GTEST_SKIP() << "FRETWORK_TIME is not 1";
+  }
+  const Index s = 16384;
+  for (const Pattern& pattern :
+       {full(s, s), causal(s), window(s, 512), dilated(s, 4, 128), dilated(s, 4, 512), strided(s, 128),
+        neighbourhood(128, 128, 13, 8, 16), neighbourhood(128, 128, 13, 16, 8), longformer(s, 512, 64)}) {
+    const double elements = static_cast<double>(elements_of(pattern));
+    const hopper::Plans plans{Planner(pattern, hopper::kForwardShape).get()};
+    for (const Index depth : {128, 64}) {
+      Data setup(pattern, {DType::bf16, 1, 16, 16, depth, false, 1 / std::sqrt(static_cast<double>(depth))});
+      setup.upload();
+      Context context = Context::cuda(0);
+      const driver::DeviceScope scope(0);
+      const float ms = median([&] { ASSERT_TRUE(hopper::forward(setup.problem(), plans, context)); });
+      Index pairs = 0;
+      for (const Component& component : plans[0]->components) {
+        pairs += component.pairs;
+      }
+      std::printf("%-14s depth %3lld forward %.4f ms, %.0f TFLOP/s on elements, %.0f on tiles\n", pattern.name.c_str(),
+                  static_cast<long long>(depth), ms, 64.0 * elements * static_cast<double>(depth) / ms / 1e9,
+                  64.0 * static_cast<double>(pairs * 16384 * depth) / ms / 1e9);
+      std::fflush(stdout);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fretwork::attention_op

@@ -3,6 +3,8 @@
 
 #include <tuple>
 
+#include "fretwork/error.h"
+
 namespace fretwork::parts {
 namespace {
 
@@ -171,6 +173,12 @@ std::vector<Part> shifted(const PartGroup& group, std::int64_t row_shift, std::i
 
 }  // namespace
 
+void check_parts(const char* op, Wide parts) {
+  if (parts > kMostParts) {
+    throw Error(op, "pattern", "at most 2^22 parts", "more");
+  }
+}
+
 std::int64_t floor_div(std::int64_t a, std::int64_t b) { return a / b - (a % b < 0 ? 1 : 0); }
 std::int64_t floor_mod(std::int64_t a, std::int64_t b) { return a - floor_div(a, b) * b; }
 
@@ -294,16 +302,37 @@ void subtract(const Part& a, const Part& b, int axes, std::vector<Part>& out) {
   }
 }
 
-std::vector<Part> subtract(std::vector<Part> from, const std::vector<Part>& others, int axes) {
-  std::vector<Part> next;
-  for (const Part& other : others) {
-    next.clear();
-    for (const Part& p : from) {
-      subtract(p, other, axes, next);
-    }
-    from.swap(next);
+RowIndex::RowIndex(std::vector<Part> parts) : parts_(std::move(parts)) {
+  std::sort(parts_.begin(), parts_.end(), [](const Part& a, const Part& b) { return a[0].row_begin < b[0].row_begin; });
+  std::int64_t reached = -kFar;
+  for (const Part& p : parts_) {
+    reached_.push_back(reached = std::max(reached, p[0].row_end));
   }
-  return from;
+}
+
+std::span<const Part> RowIndex::near(const AxisRange& range) const {
+  const auto first = std::upper_bound(reached_.begin(), reached_.end(), range.row_begin) - reached_.begin();
+  const auto last = std::lower_bound(parts_.begin(), parts_.end(), range.row_end,
+                                     [](const Part& p, std::int64_t row) { return p[0].row_begin < row; }) -
+                    parts_.begin();
+  return std::span(parts_).subspan(static_cast<std::size_t>(std::min(first, last)),
+                                   static_cast<std::size_t>(std::max<std::ptrdiff_t>(last - first, 0)));
+}
+
+std::vector<Part> subtract(const std::vector<Part>& from, const RowIndex& others, int axes) {
+  std::vector<Part> all, left, next;
+  for (const Part& part : from) {
+    left.assign(1, part);
+    for (const Part& other : others.near(part[0])) {
+      next.clear();
+      for (const Part& p : left) {
+        subtract(p, other, axes, next);
+      }
+      left.swap(next);
+    }
+    all.insert(all.end(), left.begin(), left.end());
+  }
+  return all;
 }
 
 void merge(std::vector<Part>& parts, int axes) {

@@ -62,15 +62,17 @@ PartGroup listed(const char* op, const PartGroup& group, const Keep& keep) {
 PartGroup difference(PartGroup group, const Groups& others) {
   for (const PartGroup& other : others) {
     if (const auto view = parts::common_view(group.view, other.view)) {
-      const std::vector<Part> away = parts::refined(other, *view);
-      std::vector<Part> refined = parts::refined(group, *view);
+      const parts::RowIndex away(parts::refined(other, *view));
+      const std::vector<Part> refined = parts::refined(group, *view);
       // Where nothing is shared the coarser form stays.
       const bool touched = std::any_of(refined.begin(), refined.end(), [&](const Part& a) {
-        return std::any_of(away.begin(), away.end(), [&](const Part& b) { return meet(a, b, view->axes).has_value(); });
+        const auto near = away.near(a[0]);
+        return std::any_of(near.begin(), near.end(), [&](const Part& b) { return meet(a, b, view->axes).has_value(); });
       });
       if (touched) {
-        group = {*view, parts::subtract(std::move(refined), away, view->axes)};
+        group = {*view, parts::subtract(refined, away, view->axes)};
         parts::merge(group.parts, view->axes);
+        parts::check_parts("union", static_cast<Wide>(group.parts.size()));
       }
     } else {
       group = listed("union", group, [&](std::int64_t i, std::int64_t j) { return !parts::contains(other, i, j); });
@@ -88,13 +90,14 @@ PartGroup shared(const PartGroup& a, const PartGroup& b) {
                   [&](std::int64_t i, std::int64_t j) { return parts::contains(first ? b : a, i, j); });
   }
   PartGroup both{*view, {}};
-  const std::vector<Part> right = parts::refined(b, *view);
+  const parts::RowIndex right(parts::refined(b, *view));
   for (const Part& p : parts::refined(a, *view)) {
-    for (const Part& q : right) {
+    for (const Part& q : right.near(p[0])) {
       if (const auto common = meet(p, q, view->axes)) {
         both.parts.push_back(*common);
       }
     }
+    parts::check_parts("intersection", static_cast<Wide>(both.parts.size()));
   }
   return both;
 }
@@ -198,6 +201,10 @@ RegularPtr RegularMaker::make(std::string text, std::int64_t rows, std::int64_t 
   made->shape_ = {rows, cols};
   Groups& all = made->groups_;
   for (PartGroup& group : groups) {
+    if (group.view.axes == 1) {  // plain order is one view, wherever it is counted from
+      const auto flat = std::find_if(all.begin(), all.end(), [](const PartGroup& g) { return g.view.axes == 1; });
+      group = flat == all.end() ? group : PartGroup{flat->view, parts::refined(group, flat->view)};
+    }
     const auto same = std::find_if(all.begin(), all.end(), [&](const PartGroup& g) { return g.view == group.view; });
     if (same != all.end()) {
       same->parts.insert(same->parts.end(), group.parts.begin(), group.parts.end());

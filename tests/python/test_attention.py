@@ -177,7 +177,7 @@ def test_all_dropped(device):
     qkv = inputs(device, torch.float32, pattern)
     o, lse = fw.attention(*qkv, pattern, dropout_p=1.0, return_lse=True)
     assert not o.any() and torch.equal(lse, fw.attention(*qkv, pattern, return_lse=True)[1])
-    assert not any(g.any() for g in torch.autograd.grad(o.sum(), qkv))
+    assert not any(g.any() for g in torch.autograd.grad(o.sum(), qkv, retain_graph=True))
     assert torch.autograd.grad(lse[..., 1:].sum(), qkv[0])[0].any()
 
 
@@ -419,7 +419,7 @@ def test_bad_python_values(device):
             fw.attention(**(dict(q=q, k=k, v=v, pattern=pattern) | bad))
     with pytest.raises(ValueError, match="alibi: slopes"):
         fw.alibi(torch.ones(2, 2))
-    two_heads = fw.BlockLayout(torch.ones(2, 1, 1), block=9)
+    two_heads = fw.BlockLayout(torch.ones(2, 1, 1).bool(), block=9)
     with pytest.raises(
         RuntimeError, match="attention: pattern: expected a regular pattern, a block layout of one head"
     ):

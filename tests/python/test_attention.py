@@ -1,6 +1,7 @@
 """fw.attention and SPLAT's operators against float64: any pattern, size, heads, dtype and strides; torch's features."""
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def inputs(device, dtype, pattern, batch=2, heads=(4, 2), dims=(16, 24)):
     return [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
 
 
-def compare(got, want, dtype, what, factor=1.0):
+def compare(got, want, dtype, what, factor=1.0, floor=1e-3):
     """Like assert_close, but rows without keys have lse −inf."""
     got, want = got.detach().double().cpu(), want.detach()
     assert got.shape == want.shape, what
@@ -52,7 +53,7 @@ def compare(got, want, dtype, what, factor=1.0):
     assert torch.equal(got[empty], want[empty]), what
     rest = want[~empty]
     if rest.numel():
-        error = (got[~empty] - rest).abs().max().item() / max(rest.abs().max().item(), 1e-3)
+        error = (got[~empty] - rest).abs().max().item() / max(rest.abs().max().item(), floor)
         tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
         assert error <= factor * tolerance, f"{what}: error {error:.2e}"  # false for NaN too
 
@@ -78,7 +79,12 @@ def check(pattern, qkv, bias=None, **options):
     gradients = torch.autograd.grad(o, tensors, weight)
     for n, (x, y) in enumerate(zip(gradients, torch.autograd.grad(want, exact, weight.double().cpu()), strict=True)):
         assert x.dtype == tensors[n].dtype
-        compare(x, y, dtype, f"gradient {n}", 2)
+        # Where a query has one key, or a bias is the same for all of them, the terms of a gradient cancel, and what is
+        # left is their rounding.
+        floor = (
+            (1.0 if n < 3 else max(1.0, (o[..., 0].numel() * mask.shape[-1] / x.numel()) ** 0.5)) if x.numel() else 1
+        )
+        compare(x, y, torch.float32 if dtype == torch.float64 != x.dtype else dtype, f"gradient {n}", 2, floor)
 
 
 # Random patterns
@@ -86,23 +92,35 @@ def check(pattern, qkv, bias=None, **options):
 
 @st.composite
 def regular(draw, rows, cols):
-    """A union or intersection of a few bands, windows and strides."""
-    seq = f"({rows},{cols})"
-    number = functools.partial(lambda low, high: draw(st.integers(low, high)))
-    terms = []
-    for _ in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from(["band", "sliding_window", "dilated", "strided", "causal", "document"]))
+    """A union or intersection of a few bands, windows, strides and others, some of them turned."""
+
+    def number(low, high):
+        return draw(st.integers(low, high))
+
+    def term(seq, cols):
+        kind = draw(st.sampled_from(["band", "window", "dilated", "strided", "fixed", "local", "sinks", "longformer"]))
         if kind == "band":
-            terms.append(f"band({seq},{number(-40, 20)},{number(1, 7)},{number(0, 9)})")
-        elif kind == "sliding_window":
-            terms.append(f"sliding_window({seq},{number(0, 20)},{number(0, 20)})")
-        elif kind == "dilated":
-            terms.append(f"dilated({seq},{number(0, 5)},{number(1, 6)})")
-        elif kind == "strided":
-            terms.append(f"strided({seq},{number(1, 9)})")
-        else:
-            terms.append(f"causal({seq})")
-    return parse(draw(st.sampled_from([" | ", " & "])).join(terms))
+            return f"band({seq},{number(-40, 20)},{number(1, 7)},{number(0, 9)})"
+        if kind == "window":
+            return f"sliding_window({seq},{number(0, 20)},{number(0, 20)})"
+        if kind == "dilated":
+            return f"dilated({seq},{number(0, 5)},{number(1, 6)})"
+        if kind == "strided":
+            return f"strided({seq},{number(1, 9)})"
+        if kind == "fixed":
+            return f"fixed({seq},{number(3, 9)},{number(0, 3)})"
+        if kind == "local":
+            return f"block_local({seq},{number(1, 20)},{number(0, 2)})"
+        if kind == "sinks":
+            return f"sinks({seq},{number(0, 3)},{number(0, 9)})"
+        return f"longformer({seq},{number(0, 5)},({number(0, cols - 1)},))"
+
+    terms = []
+    for _ in range(number(1, 3)):
+        turned = draw(st.booleans())
+        pattern = parse(term(f"({cols},{rows})", rows) if turned else term(f"({rows},{cols})", cols))
+        terms.append(pattern.T if turned else pattern)
+    return functools.reduce(operator.or_ if draw(st.booleans()) else operator.and_, terms)
 
 
 def strided(tensor, how):
@@ -119,7 +137,7 @@ def strided(tensor, how):
 HOW = st.sampled_from(["plain", "transposed", "sliced", "turned"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_union(device, data):
     draw = data.draw

@@ -7,6 +7,7 @@ import fretwork as fw
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
 
 import fretwork.jax as fwj  # noqa: E402
 
@@ -135,7 +136,7 @@ def test_operators(text):
         strict=True,
     ):
         assert jnp.allclose(x[1], y, atol=1e-4)
-    jax.test_util.check_grads(lambda q, k: fwj.r_sddmm(q, k, pattern), arrays[:2], order=2, modes=["rev"], rtol=0.05)
+    check_grads(lambda q, k: fwj.r_sddmm(q, k, pattern), arrays[:2], order=2, modes=["rev"], rtol=0.05)
 
 
 def test_bad_calls():

@@ -2,8 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
+#include <ctime>
 #include <functional>
 #include <random>
 #include <string>
@@ -437,6 +437,56 @@ Case longnet(int64_t n, int64_t segment, int64_t rate, int64_t head) {
   return {"longnet", n, n, {inside(view_of({segment, rate, 1}), n, n, part_of({band(0, 0), kAny, same}))}};
 }
 
+Case bigbird(Random& random, int64_t n, int64_t block, int64_t many) {
+  Case c{"bigbird", n, n, {{View{}, {}}}};
+  std::vector<Part>& parts = c.groups[0].parts;
+  const int64_t blocks = n / block;
+  for (int64_t i = 0; i < blocks; ++i) {
+    std::vector<int64_t> cols{0};
+    for (int64_t j = std::max<int64_t>(0, i - 1); j <= std::min(blocks - 1, i + 1); ++j) {
+      cols.push_back(j);
+    }
+    for (int64_t r = 0; r < many; ++r) {
+      cols.push_back(pick(random, 0, blocks - 1));
+    }
+    std::sort(cols.begin(), cols.end());
+    cols.erase(std::unique(cols.begin(), cols.end()), cols.end());
+    for (const int64_t j : cols) {
+      parts.push_back(part_of({{i * block, (i + 1) * block, j * block, (j + 1) * block, -kFar, kFar}}));
+    }
+  }
+  return c;
+}
+/// Columns that all later rows see, and diagonals; those of the columns are cut where the diagonals are.
+Case vertical_slash(Random& random, int64_t n, int64_t verticals, int64_t slashes, int64_t window_length) {
+  Case c{"vertical_slash", n, n, {{View{}, {}}}};
+  std::vector<int64_t> back{-1};  // distances of the slashes, a window first
+  c.groups[0].parts.push_back(part_of({{0, n, 0, n, 1 - window_length, 0}}));
+  for (int64_t s = 0; s < slashes; ++s) {
+    const int64_t far = pick(random, window_length, n - 1);
+    if (std::find(back.begin(), back.end(), far) == back.end()) {
+      back.push_back(far);
+      c.groups[0].parts.push_back(part_of({{far, n, 0, n - far, -far, -far}}));
+    }
+  }
+  std::sort(back.begin(), back.end());
+  std::vector<int64_t> cols(verticals);
+  std::generate(cols.begin(), cols.end(), [&] { return pick(random, 0, n - window_length - 1); });
+  std::sort(cols.begin(), cols.end());
+  cols.erase(std::unique(cols.begin(), cols.end()), cols.end());
+  for (const int64_t j : cols) {
+    int64_t from = j + window_length;
+    for (std::size_t s = 1; s <= back.size(); ++s) {
+      const int64_t to = s < back.size() ? std::min(n, j + back[s]) : n;
+      if (from < to) {
+        c.groups[0].parts.push_back(part_of({{from, to, j, j + 1, -kFar, kFar}}));
+      }
+      from = to + 1;
+    }
+  }
+  return c;
+}
+
 TEST(Plan, OfNothing) {
   for (const TileShape& shape : kShapes) {
     check({"nothing", 300, 70, {}}, shape);
@@ -463,6 +513,8 @@ TEST(Plan, OfNamedPatterns) {
     std::vector<int64_t> lengths(pick(random, 1, 12));
     std::generate(lengths.begin(), lengths.end(), [&] { return pick(random, 1, 100); });
     check(documents(lengths, n % 2 == 0), shape);
+    check(bigbird(random, 12 * 24, 24, 2), shape);
+    check(vertical_slash(random, rows + 20, 5, 3, 10), shape);
     const int64_t rate = pick(random, 1, 9);
     check(longnet(rows, rate * pick(random, 1, 30), rate, pick(random, 0, rate - 1)), shape);
     if (HasFailure()) {
@@ -477,6 +529,77 @@ TEST(Plan, OfRandomParts) {
     Case c = random_case(random);
     c.name += " " + std::to_string(n);
     check(c, kShapes[n % 4]);
+  }
+}
+
+/// Prints what a plan came to; times are not asserted, machines differ.
+void report(const Case& c, const TileShape& shape, bool turned = false) {
+  const std::vector<PartGroup> groups = turned ? transposed(c.groups) : c.groups;
+  double best = 1e9;
+  Plan plan;
+  for (int n = 0; n < 3; ++n) {
+    const std::clock_t begin = std::clock();
+    plan = plan_parts(turned ? c.cols : c.rows, turned ? c.rows : c.cols, groups, shape);
+    best = std::min(best, static_cast<double>(std::clock() - begin) * 1e3 / CLOCKS_PER_SEC);
+  }
+  double elements = 0;
+  for (const PartGroup& group : groups) {
+    for (const Part& part : group.parts) {
+      double product = 1;
+      for (int k = 0; k < group.view.axes; ++k) {
+        const AxisRange& a = part[k];
+        double sum = 0;
+        for (int64_t r = a.row_begin; r < a.row_end; ++r) {
+          sum += static_cast<double>(std::min(a.col_end - 1, r + a.high) - std::max(a.col_begin, r + a.low) + 1);
+        }
+        product *= sum;
+      }
+      elements += product;
+    }
+  }
+  std::printf("%s%s %ldx%ld in %dx%d: %.2f ms, %zu KB, %zu masks, %zu bits, ideal %.0f pairs\n", c.name.c_str(),
+              turned ? ".T" : "", static_cast<long>(plan.rows), static_cast<long>(plan.cols), shape.rows, shape.cols,
+              best, plan.bytes() / 1024, plan.masks.size(), plan.bits.size() * 32 / shape.rows / shape.cols,
+              elements / shape.rows / shape.cols);
+  for (const Component& k : plan.components) {
+    const auto text = [](const Order& o) {
+      std::string made;
+      for (int n = 0; n < kTileAxes; ++n) {
+        made += o.extent[n] == 1 ? "" : " " + std::to_string(o.extent[n]) + "*" + std::to_string(o.stride[n]);
+      }
+      return made;
+    };
+    std::int64_t full = 0;
+    for (const Run& run : k.runs) {
+      full += run.mask < 0 ? run.count : 0;
+    }
+    std::printf("   rows%s | cols%s | %zu row tiles, %zu col tiles, %zu runs, %ld pairs (%ld whole)%s\n",
+                text(k.row_order).c_str(), text(k.col_order).c_str(), k.row_tiles.size(), k.col_tiles.size(),
+                k.runs.size(), static_cast<long>(k.pairs), static_cast<long>(full), k.covers_rows ? ", covers" : "");
+  }
+}
+
+TEST(Plan, OfLongPatterns) {
+  Random random(3);
+  for (const int64_t n : {int64_t{1} << 14, int64_t{1} << 20}) {
+    const int64_t side = n == 1 << 14 ? 128 : 1024, stride = side;
+    const auto lengths = [&](int64_t low, int64_t high) {
+      std::vector<int64_t> made;
+      for (int64_t left = n; left > 0; left -= made.back()) {
+        made.push_back(std::min(left, pick(random, low, high)));
+      }
+      return made;
+    };
+    for (const Case& c :
+         {window(n, n, -kFar, 0), window(n, n, -512, 512), window(n - 1000, n, -1023, 0), dilated(n, n, -128, 128, 4),
+          dilated(n - 77, n - 5, -512, 512, 6), strided(n, n, stride), strided(n - 3, n, stride - 1), strided(n, n, 16),
+          fixed(n, stride, 8), fixed(n, 64, 4), block_local(n, n, 1024, 0), block_local(n, n, 1000, 1),
+          block_local(n, n, 48, 1), documents(lengths(200, 2000), true), documents(lengths(20, 200), false),
+          neighborhood(side, side, 13), longnet(n, 2048, 4, 1), bigbird(random, n, 64, 3),
+          vertical_slash(random, n, n < 100000 ? 500 : 50, n < 100000 ? 50 : 5, 128)}) {
+      report(c, kShapes[0]);
+      report(c, kShapes[1], true);
+    }
   }
 }
 

@@ -81,12 +81,41 @@ std::vector<Query> queries_of(const Problem& problem, const HeadSet& set, std::i
   return queries;
 }
 
-std::int64_t most_places(const Plan& plan) {
-  std::size_t tiles = 0;
+std::vector<const Component*> in_order(const Plan& plan) {
+  std::vector<const Component*> components;
   for (const Component& component : plan.components) {
-    tiles = std::max(tiles, component.col_tiles.size());
+    components.push_back(&component);
   }
-  return static_cast<std::int64_t>(tiles) * plan.shape.cols;
+  const auto whole = std::ranges::find_if(components, [](const Component* c) { return c->covers_rows; });
+  if (whole != components.end()) {
+    std::rotate(whole, whole + 1, components.end());
+  }
+  return components;
+}
+
+void for_slices(std::int64_t slices, std::int64_t bytes, bool together, Context& context, const SliceBody& body) {
+  if (slices == 0) {
+    return;
+  }
+  const std::int64_t threads = std::max(context.executor->concurrency(), 1);
+  const std::int64_t teams = slices % threads == 0 ? threads : std::min(slices, kStretches * threads);
+  const bool enough = slices % threads == 0 || slices >= kStretches * threads;
+  if (together || !enough || teams * bytes > kPackedBytes) {
+    const std::int64_t step = std::clamp<std::int64_t>(kPackedBytes / std::max<std::int64_t>(bytes, 1), 1, slices);
+    const Workspace memory(context, static_cast<std::size_t>(step * bytes));
+    for (std::int64_t first = 0; first < slices; first += step) {
+      body(first, std::min(first + step, slices), context, memory.data());
+    }
+    return;
+  }
+  const Workspace memory(context, static_cast<std::size_t>(teams * bytes));
+  context.executor->parallel_for(teams, 1, [&](std::int64_t begin, std::int64_t end) {
+    Context alone = context;
+    alone.executor = &serial_executor();
+    for (std::int64_t slice = slices * begin / teams; slice < slices * end / teams; ++slice) {
+      body(slice, slice + 1, alone, static_cast<std::byte*>(memory.data()) + begin * bytes);
+    }
+  });
 }
 
 void tokens_of(const Order& order, const Tile& tile, std::int64_t side, const std::uint32_t* used,
@@ -254,7 +283,9 @@ void Machine<Acc>::multiply_lines(const Strip& strip, const Acc* scores, std::in
 
 template <typename Acc>
 Columns<Acc>::Columns(const Plan& plan, const Component& component)
-    : side_(plan.shape.cols), tokens_(component.col_tiles.size() * static_cast<std::size_t>(side_)) {
+    : component_(component),
+      side_(plan.shape.cols),
+      tokens_(component.col_tiles.size() * static_cast<std::size_t>(side_)) {
   for (std::size_t t = 0; t < component.col_tiles.size(); ++t) {
     const Tile& tile = component.col_tiles[t];
     tokens_of(component.col_order, tile, side_, tile.used < 0 ? nullptr : plan.used.data() + tile.used,
@@ -263,26 +294,47 @@ Columns<Acc>::Columns(const Plan& plan, const Component& component)
 }
 
 template <typename Acc>
-void Columns<Acc>::pack(const Machine<Acc>& machine, const Operand& from, DType dtype, std::span<const Head> heads,
-                        const Split& split, Acc factor, Acc* turned, Acc* lines, Context& context) const {
-  const std::int64_t tiles = places() / side_, depth = split.depth(), width = machine.width();
-  const auto size = static_cast<std::int64_t>(sizeof(Acc));
-  const std::int64_t grain = std::max<std::int64_t>(1, (std::int64_t{1} << 17) / (side_ * depth));
-  context.executor->parallel_for(std::ssize(heads) * tiles, grain, [&](std::int64_t begin, std::int64_t end) {
+void Columns<Acc>::pack(const Machine<Acc>& machine, DType dtype, Head head, std::int64_t tile, std::int64_t h,
+                        const Packed& packed) const {
+  const Operand& from = packed.from;
+  const Split& split = packed.split;
+  const std::int64_t depth = split.depth(), width = machine.width(), first = tile * side_;
+  const Order& order = component_.col_order;
+  const Tile& of = component_.col_tiles[static_cast<std::size_t>(tile)];
+  // Rows at even distances are read where they are. Nobody looks at places that are not inside.
+  simd::Place place{row_of(from, dtype, head, of.base), order.stride[2] * from.row, from.col};
+  std::int64_t count = of.count[2];
+  if (of.used >= 0 || of.count[0] * of.count[1] != 1 || size_of(dtype) != sizeof(Acc)) {
     Acc* const wide = need<Acc>(thread_buffers().left, side_ * depth);
+    machine.gather(from, dtype, head, {tokens_.data() + first, static_cast<std::size_t>(side_)}, depth, 1, wide, depth);
+    place = {wide, depth, 1};
+    count = side_;
+  }
+  if (packed.turned != nullptr) {
+    machine.tiles.pack({place.data, place.col_stride, place.row_stride}, depth, count, width,
+                       packed.turned + (h * places() + first) * depth,
+                       depth * width * static_cast<std::int64_t>(sizeof(Acc)));
+  }
+  for (std::int64_t p = 0; packed.lines != nullptr && p < split.panels(); ++p) {
+    const std::int64_t lanes = split.vectors(p) * machine.tiles.lanes;
+    machine.tiles.pack(
+        {static_cast<Acc*>(place.data) + split.first(p) * place.col_stride, place.row_stride, place.col_stride}, count,
+        std::min(lanes, depth - split.first(p)), lanes,
+        packed.lines + places() * (h * split.padded() + split.first(p)) + first * lanes, 0);
+  }
+}
+
+template <typename Acc>
+void Columns<Acc>::pack(const Machine<Acc>& machine, DType dtype, std::span<const Head> heads, const Packed& first,
+                        const Packed& second, Context& context) const {
+  const std::int64_t tiles = places() / side_;
+  const std::int64_t grain =
+      std::max<std::int64_t>(1, (std::int64_t{1} << 16) / (side_ * (first.split.depth() + second.split.depth())));
+  context.executor->parallel_for(std::ssize(heads) * tiles, grain, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t n = begin; n < end; ++n) {
-      const std::int64_t h = n / tiles, first = n % tiles * side_;
-      machine.gather(from, dtype, heads[static_cast<std::size_t>(h)],
-                     {tokens_.data() + first, static_cast<std::size_t>(side_)}, depth, factor, wide, depth);
-      if (turned != nullptr) {
-        machine.tiles.pack({wide, 1, depth}, depth, side_, width, turned + (h * places() + first) * depth,
-                           depth * width * size);
-      }
-      for (std::int64_t p = 0; lines != nullptr && p < split.panels(); ++p) {
-        const std::int64_t lanes = split.vectors(p) * machine.tiles.lanes;
-        machine.tiles.pack({wide + split.first(p), depth, 1}, side_, std::min(lanes, depth - split.first(p)), lanes,
-                           lines + places() * (h * split.padded() + split.first(p)) + first * lanes, 0);
-      }
+      const Head head = heads[static_cast<std::size_t>(n / tiles)];
+      pack(machine, dtype, head, n % tiles, n / tiles, first);
+      pack(machine, dtype, head, n % tiles, n / tiles, second);
     }
   });
 }

@@ -20,6 +20,33 @@ inline constexpr std::int64_t kMostColumns = 512;
 /// What packed operands may take, unless one head alone takes more.
 inline constexpr std::int64_t kPackedBytes = 256 << 20;
 
+/// Workspace that is handed out piece by piece.
+class Memory {
+ public:
+  Memory(void* data) : next_(static_cast<std::byte*>(data)) {}
+  template <typename T>
+  T* take(std::int64_t count) {
+    T* const here = reinterpret_cast<T*>(next_);
+    next_ += bytes<T>(count);
+    return here;
+  }
+  /// What `count` elements take of it.
+  template <typename T>
+  static std::int64_t bytes(std::int64_t count) {
+    return ceil_div(count * static_cast<std::int64_t>(sizeof(T)), 64) * 64;
+  }
+
+ private:
+  std::byte* next_;
+};
+
+/// Calls body(first, last, context, memory) on ranges that cover [0, slices), each with `bytes` for each of its slices.
+/// Slices are key heads of a batch. Where there are enough of them each thread takes some, one by one, so that what
+/// belongs to a slice stays in its caches; else, or if `together`, all threads work on each range, and ranges do not
+/// depend on the number of threads.
+using SliceBody = std::function<void(std::int64_t first, std::int64_t last, Context& context, Memory memory)>;
+void for_slices(std::int64_t slices, std::int64_t bytes, bool together, Context& context, const SliceBody& body);
+
 /// Heads that share a plan.
 struct HeadSet {
   const Plan* plan;
@@ -41,8 +68,12 @@ struct Query {
 /// The key heads [first, last) of all batches, and the query heads of a set that use them.
 std::vector<Head> key_heads(const Problem& problem, std::int64_t first, std::int64_t last);
 std::vector<Query> queries_of(const Problem& problem, const HeadSet& set, std::int64_t first, std::int64_t last);
-/// Places of the component with the most columns.
-std::int64_t most_places(const Plan& plan);
+/// The components of a plan, one that holds every row last, if there is one: its rows are then final.
+std::vector<const Component*> in_order(const Plan& plan);
+/// Whether the last of them holds every row.
+inline bool ends_whole(const std::vector<const Component*>& components) {
+  return !components.empty() && components.back()->covers_rows;
+}
 
 /// The tokens of a tile's places, −1 where they are outside or, if `used` is given, unused.
 void tokens_of(const Order& order, const Tile& tile, std::int64_t side, const std::uint32_t* used,
@@ -142,12 +173,22 @@ class Columns {
   std::int64_t places() const { return static_cast<std::int64_t>(tokens_.size()); }
   const std::int64_t* tokens() const { return tokens_.data(); }
 
-  /// Packs the rows of some heads: `turned` (depth × places in panels of the machine's width), `lines` (places × depth
-  /// in panels of the split), either may be null. Heads lie places·depth and places·padded apart.
-  void pack(const Machine<Acc>& machine, const Operand& from, DType dtype, std::span<const Head> heads,
-            const Split& split, Acc factor, Acc* turned, Acc* lines, Context& context) const;
+  /// An operand to pack: `turned` (depth × places in panels of the machine's width), `lines` (places × depth in panels
+  /// of the split); either may be null. Heads lie places·depth and places·padded apart.
+  struct Packed {
+    const Operand& from;
+    const Split& split;
+    Acc *turned, *lines;
+  };
+  /// Packs the rows of some heads of two operands.
+  void pack(const Machine<Acc>& machine, DType dtype, std::span<const Head> heads, const Packed& first,
+            const Packed& second, Context& context) const;
 
  private:
+  void pack(const Machine<Acc>& machine, DType dtype, Head head, std::int64_t tile, std::int64_t h,
+            const Packed& packed) const;
+
+  const Component& component_;
   std::int64_t side_;
   std::vector<std::int64_t> tokens_;
 };
@@ -180,6 +221,19 @@ class Scores {
   bool transposed_;
   const Machine<Acc>& machine_;
   std::vector<Acc> positions_;  ///< for ALiBi
+};
+
+/// One component with what is known about its columns.
+template <typename Acc>
+struct Layer {
+  const Plan& plan;
+  const Component& component;
+  Columns<Acc> columns;
+  Scores<Acc> scores;
+
+  Layer(const Problem& problem, const Plan& of, const Component& this_one, bool transposed, const Machine<Acc>& machine)
+      : plan(of), component(this_one), columns(of, this_one), scores(problem, of, columns, transposed, machine) {}
+  Layer(const Layer&) = delete;
 };
 
 /// Memory of one thread, kept between calls.

@@ -10,6 +10,7 @@
 
 #include "core/divide.h"
 #include "fretwork/error.h"
+#include "ops/attention/cuda_hopper.h"
 #include "ops/attention/device_plan.h"
 #include "ops/attention/params.h"
 #include "ops/attention/plan.h"
@@ -503,6 +504,9 @@ void bias_gradient(const Given& given, Context& context) {
 
   const Sizes made{sizes.batch, sizes.heads, both ? p.rows : sizes.rows, sizes.cols};
   const std::size_t bytes = static_cast<std::size_t>(made.batch * made.heads * made.rows * made.cols) * 4;
+  if (bytes == 0) {
+    return;
+  }
   const Workspace space(context, bytes);
   driver::fill_zero(space.data(), bytes, context.stream);
   const Operand at = contiguous(space.data(), made, made.cols);
@@ -546,7 +550,7 @@ void bias_gradient(const Given& given, Context& context) {
   const CopyParams copy = copy_params(space.data(), at, out.data, out, made);
   if (!both) {
     run_copy(copy, DType::f32, b.d_bias.dtype, context);
-  } else if (made.batch * made.heads > 0) {
+  } else {
     get_kernel(sum_spec(b.d_bias.dtype), context.device.index)
         .launch(made.batch * made.heads * made.cols, 256, 0, &copy, context.stream);
   }
@@ -562,7 +566,9 @@ void forward(const Problem& problem, Context& context) {
     return;
   }
   const driver::DeviceScope scope(context.device.index);
-  // Here a class of kernels for a newer architecture (driver::kernel_arch) may take the problem and return.
+  if (hopper::forward(problem, context)) {
+    return;
+  }
   const Problem& p = problem;
   const Config config = config_for(Make::forward, p);
   const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
@@ -606,7 +612,9 @@ void forward(const Problem& problem, Context& context) {
 void backward(const BackwardProblem& problem, Context& context) {
   check(problem.forward);
   const driver::DeviceScope scope(context.device.index);
-  // Here too.
+  if (hopper::backward(problem, context)) {
+    return;
+  }
   const Given given(problem, context);
   if (problem.d_q.data != nullptr) {
     query_gradient(given, context);

@@ -14,7 +14,7 @@ struct ForwardShared {
   static constexpr int kStages = kDepth == 64 ? 4 : 2;
   static constexpr u32 kHalf = 128 * 128, kTile = kDepth / 64 * kHalf;  ///< bytes
   u64 q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  int4 items[2][2], steps[kStages];
+  int4 items[2], steps[kStages];
   int used[kStages];
 };
 
@@ -31,24 +31,22 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
   const int end = __ldg(walk.share + blockIdx.x + 1);
   for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i, items.next()) {
     const int4 item = record(walk.items, i);
-    const int4 place = record(walk.row_tiles, 2 * item.x), facts = record(walk.row_tiles, 2 * item.x + 1);
+    const int4 place = record(walk.row_tiles, item.x);
     const int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1);
     mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
     const u32 q_full = shared_address(&shared.q_full[items.stage]);
-    shared.items[items.stage][0] = {item.w, item.y, item.z, facts.x};
-    shared.items[items.stage][1] = {walk.rows.extent[0] - place.y, walk.rows.extent[1] - place.z,
-                                    walk.rows.extent[2] - place.w, 0};
+    shared.items[items.stage] = {item.w, item.y, item.z, item.x};
     mbarrier::arrive_expect(q_full, row_bytes);
     fetch<kHalves>(p.q, q + items.stage * S::kTile, S::kHalf, q_full, place, item.y, item.z);
     const int kv_head = (p.head0 + item.z) / p.group;
     for (int r = first; r < last; ++r) {
-      const int4 run = record(walk.runs, 2 * r), rest = record(walk.runs, 2 * r + 1);
+      const int4 run = record(walk.runs, 2 * r);
       for (int n = 0; n < run.y; ++n, ring.next()) {
-        const int4 tile = record(walk.col_tiles, 2 * (run.x + n));
+        const int4 tile = record(walk.col_tiles, run.x + n);
         mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
         const u32 k_full = shared_address(&shared.k_full[ring.stage]);
-        shared.steps[ring.stage] = {run.z, run.w, rest.x, rest.y};
-        shared.used[ring.stage] = record(walk.col_tiles, 2 * (run.x + n) + 1).y;
+        shared.steps[ring.stage] = mask_of(walk, r);
+        shared.used[ring.stage] = word(walk.col_used, run.x + n);
         mbarrier::arrive_expect(k_full, col_bytes);
         fetch<kHalves>(p.k, k + ring.stage * S::kTile, S::kHalf, k_full, tile, item.y, kv_head);
         mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
@@ -59,7 +57,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
     }
   }
   mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
-  shared.items[items.stage][0] = {-1, 0, 0, 0};
+  shared.items[items.stage] = {-1, 0, 0, 0};
   mbarrier::arrive(shared_address(&shared.q_full[items.stage]));
 }
 
@@ -95,26 +93,24 @@ struct RunningRows {
 /// Rounds the rows of a warp and stores them through its share of `buffer`, and their log-sum-exps. With `merge` they
 /// join what is there.
 template <typename T, int kDepth>
-__device__ __forceinline__ void store_rows(const ForwardParams& p, const ItemNote& item, float (&o)[kDepth / 2],
+__device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& item, int own, float (&o)[kDepth / 2],
                                            RunningRows& rows, u32 buffer, u32 half) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
-  const int own = token_of(p.walk.rows, item, warpgroup * 64 + warp * 16 + lane % 16);
-  T* const out = static_cast<T*>(p.o.data) + item.batch * p.o.batch + (p.head0 + item.head) * p.o.head;
-  float* const out_lse =
-      static_cast<float*>(p.lse.data) + item.batch * p.lse.batch + (p.head0 + item.head) * p.lse.head;
+  T* const out = static_cast<T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
+  float* const out_lse = static_cast<float*>(p.lse.data) + item.y * p.lse.batch + (p.head0 + item.z) * p.lse.head;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+    float share = sum == 0.0f ? 0.0f : reciprocal(sum);
     float lse = sum == 0.0f ? -infinity() : rows.most[h] * p.scale + log2_fast(sum);
     const int token = __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h);
     if (p.merge != 0 && token >= 0) {
       const float old = out_lse[token * p.lse.row] * kLog2e, most = fmaxf(old, lse);
       const float a = most == -infinity() ? 0.0f : exp2_fast(old - most);
       const float b = most == -infinity() ? 0.0f : exp2_fast(lse - most);
-      const float all = most == -infinity() ? 1.0f : 1.0f / (a + b), keep = a * all;
+      const float all = most == -infinity() ? 1.0f : reciprocal(a + b), keep = a * all;
       share *= b * all;
       lse = most == -infinity() ? most : most + log2_fast(a + b);
       const u32* const from = reinterpret_cast<const u32*>(out + token * p.o.row) + lane % 4;
@@ -173,11 +169,12 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
   Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
   for (;; items.next()) {
     mbarrier::wait(shared_address(&shared.q_full[items.stage]), items.parity);
-    const int4 note = read_note(shared.items[items.stage][0]), inside = read_note(shared.items[items.stage][1]);
+    const int4 note = read_note(shared.items[items.stage]);
     if (note.x < 0) {
       break;
     }
     const u32 own = q + items.stage * S::kTile;
+    const int token = own_token(p.walk, note.w, warpgroup);
     float o[kDepth / 2], s[kCols / 2];
     u32 probabilities[kCols / 16][4];
     RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
@@ -190,7 +187,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
       if constexpr (kGeneral) {
         if (used >= 0) {
-          clear_unused<kDepth / 64, kCols>(v + behind.stage * S::kTile, p.walk.used + used, 1 + warpgroup);
+          clear_unused<kDepth / 64, kCols>(v + behind.stage * S::kTile, p.walk.used + used);
+          join_cleared(1 + warpgroup);
         }
       }
       wgmma::fence();
@@ -245,8 +243,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       behind.next();
     }
     named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-    store_rows<T, kDepth>(p, {note.x, note.y, note.z, note.w, {inside.x, inside.y, inside.z}, inside.w}, o, rows, own,
-                          S::kHalf);
+    store_rows<T, kDepth>(p, note, token, o, rows, own, S::kHalf);
     fence_async_proxy();  // the next q comes by the copy engine
     release(shared_address(shared.q_empty), static_cast<int>(items.stage));
   }
@@ -265,7 +262,7 @@ __global__ void __launch_bounds__(256) fill(const __grid_constant__ FillParams p
     const u32 zeros[4] = {0, 0, 0, 0};
     store_words<4>(out + 8 * n, zeros);
   }
-  if (threadIdx.x % 32 == 0) {
+  if (threadIdx.x % 32 == 0 && p.lse.data != nullptr) {
     static_cast<float*>(p.lse.data)[batch * p.lse.batch + head * p.lse.head + row * p.lse.row] = -infinity();
   }
 }

@@ -120,6 +120,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
     now = next;
   }
 
+  copy_async_wait<0>();
   const float kept = Extras ? p.score.kept : 1.0f;
 #pragma unroll
   for (int i = 0; i < kFrags; ++i) {

@@ -173,6 +173,7 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
     next = later;
     stage ^= 1;
   }
+  copy_async_wait<0>();
 
   if constexpr (First) {
     store_gradient<T, Depth>(d_first, p.d_first, item, tables.token, warp_row, p.depth, p.score.scale, p.add);

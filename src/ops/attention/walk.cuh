@@ -251,7 +251,7 @@ template <typename T, int Depth, int Cols, int Threads, typename Tile>
 __device__ __forceinline__ void copy_columns(const Tile& tile, const u8* from, int row_bytes, int depth,
                                              const Step& step, const Place (&places)[Cols], const u32* used) {
   if (step.mask < 0) {
-    copy_lines<T, Depth, Cols, Threads, 64>(tile, from, row_bytes, depth,
+    copy_lines<T, Depth, Cols, Threads, 4>(tile, from, row_bytes, depth,
                                             [&](int n) { return step.tile.base + places[n].offset; });
     return;
   }

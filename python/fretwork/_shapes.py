@@ -186,16 +186,15 @@ def check_unpack(values: Operand, layout: BlockLayout) -> None:
 
 
 def check_attention(
-    q: Operand,
-    k: Operand,
-    v: Operand,
+    operands: Sequence[Operand],
     patterns: Sequence[Pattern],
     extras: Sequence[Operand],
     softcap: float,
     dropout_p: float,
 ) -> None:
-    """`patterns`: one, or one for each head; of bias and slopes those that are there, by their names."""
+    """q, k and v; one pattern, or one for each head; of bias and slopes those that are there, by their names."""
     op = "attention"
+    q, k, v = operands
     if len(q.shape) != 4:
         fail(op, "q", "4 dimensions (B, Hq, Sq, D)", q.shape)
     check_floating(op, q)

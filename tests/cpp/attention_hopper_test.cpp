@@ -11,6 +11,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <set>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "fretwork/patterns.h"
 #include "ops/attention/cuda_hopper.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/nvrtc.h"
@@ -790,16 +792,6 @@ TEST_F(AttentionHopper, RepeatsBitForBit) {
 
 // ------------------------------------------------------------------------------------------------------- times
 
-Index elements_of(const Pattern& p) {
-  Index count = 0;
-  for (Index i = 0; i < p.rows; ++i) {
-    for (Index j = 0; j < p.cols; ++j) {
-      count += p.has(i, j) ? 1 : 0;
-    }
-  }
-  return count;
-}
-
 /// Median milliseconds, the cache flushed before each call.
 template <typename Call>
 float median(Call call) {
@@ -817,37 +809,68 @@ float median(Call call) {
   return times[7];
 }
 
+/// Patterns as the planner sees them.
+std::vector<std::pair<std::string, patterns::RegularPtr>> known_patterns(Index s) {
+  const Index grid[] = {128, 128}, side[] = {13}, one[] = {1}, zero[] = {0};
+  std::vector<Index> globals(64);
+  std::iota(globals.begin(), globals.end(), 0);
+  return {{"full", patterns::full(s)},
+          {"causal", patterns::causal(s)},
+          {"window", patterns::sliding_window(s, 512, 512)},
+          {"block local", patterns::block_local(s, 1024)},
+          {"longformer", patterns::longformer(s, 512, globals)},
+          {"dilated", patterns::dilated(s, 512, 4)},
+          {"strided", patterns::strided(s, 128)},
+          {"neighbourhood", patterns::neighborhood(grid, side, one, zero)}};
+}
+
+/// What the plans of known patterns are made of, on any machine.
+TEST(AttentionHopperPlans, AreListed) {
+  for (const auto& [name, pattern] : known_patterns(16384)) {
+    for (const TileShape& shape : {hopper::kForwardShape, hopper::kBackwardShape}) {
+      const auto made = plan(*pattern, shape);
+      std::printf("%-14s %d x %d: %zu masks of bits,", name.c_str(), shape.rows, shape.cols,
+                  made->bits.size() * 32 / static_cast<std::size_t>(shape.rows * shape.cols));
+      for (const Component& c : made->components) {
+        std::printf(" [%zu tiles of %dx%dx%d, %zu of %dx%dx%d, %zu runs, %lld pairs%s]", c.row_tiles.size(),
+                    c.row_order.extent[0], c.row_order.extent[1], c.row_order.extent[2], c.col_tiles.size(),
+                    c.col_order.extent[0], c.col_order.extent[1], c.col_order.extent[2], c.runs.size(),
+                    static_cast<long long>(c.pairs), c.covers_rows ? "" : ", some rows");
+      }
+      std::printf("\n");
+      EXPECT_FALSE(made->components.empty());
+    }
+  }
+}
+
 TEST_F(AttentionHopper, Times) {
   if (const char* wanted = std::getenv("FRETWORK_TIME"); wanted == nullptr || *wanted != '1') {
     GTEST_SKIP() << "FRETWORK_TIME is not 1";
   }
   const Index s = 16384;
-  for (const Pattern& pattern :
-       {full(s, s), causal(s), window(s, 512), dilated(s, 4, 128), dilated(s, 4, 512), strided(s, 128),
-        neighbourhood(128, 128, 13, 8, 16), neighbourhood(128, 128, 13, 16, 8), longformer(s, 512, 64)}) {
-    const double elements = static_cast<double>(elements_of(pattern));
-    const hopper::Plans plans{Planner(pattern, hopper::kForwardShape).get()};
-    const Pattern other = pattern.transposed();
-    const hopper::Plans rows{Planner(pattern, hopper::kBackwardShape).get()};
-    const hopper::Plans cols{Planner(other, hopper::kBackwardShape).get()};
-    for (const Index depth : {128, 64}) {
-      Data setup(pattern, {DType::bf16, 1, 16, 16, depth, false, 1 / std::sqrt(static_cast<double>(depth))});
-      setup.upload();
-      Context context = Context::cuda(0);
-      const driver::DeviceScope scope(0);
-      const float ms = median([&] { ASSERT_TRUE(hopper::forward(setup.problem(), plans, context)); });
-      Index pairs = 0;
-      for (const Component& component : plans[0]->components) {
-        pairs += component.pairs;
-      }
-      std::printf("%-14s depth %3lld forward %.4f ms, %.0f TFLOP/s on elements, %.0f on tiles\n", pattern.name.c_str(),
-                  static_cast<long long>(depth), ms, 64.0 * elements * static_cast<double>(depth) / ms / 1e9,
-                  64.0 * static_cast<double>(pairs * 16384 * depth) / ms / 1e9);
-      Gradients g(setup, false);
-      g.upload();
-      const float back = median([&] { ASSERT_TRUE(hopper::backward(g.problem(setup), rows, cols, context)); });
-      std::printf("%-14s depth %3lld backward %.4f ms, %.0f TFLOP/s on elements\n", pattern.name.c_str(),
-                  static_cast<long long>(depth), back, 160.0 * elements * static_cast<double>(depth) / back / 1e9);
+  for (const Index depth : {128, 64}) {
+    Data data(full(s, s), {DType::bf16, 1, 16, 16, depth, false, 1 / std::sqrt(static_cast<double>(depth))});
+    Gradients g(data, false);
+    data.upload();
+    g.upload();
+    Context context = Context::cuda(0);
+    const driver::DeviceScope scope(0);
+    for (const auto& [name, pattern] : known_patterns(s)) {
+      BackwardProblem problem = g.problem(data);
+      problem.forward.patterns = {pattern};
+      const double work = 64e-9 * static_cast<double>(pattern->nnz()) * static_cast<double>(depth);
+      const auto time = [&](const char* what, double flops, std::initializer_list<int> trials, const auto& call) {
+        std::printf("%-14s depth %3lld %s ms (TFLOP/s on elements), trials:", name.c_str(),
+                    static_cast<long long>(depth), what);
+        for (const int trial : trials) {
+          setenv("FRETWORK_TRIAL", std::to_string(trial).c_str(), 1);
+          const float ms = median(call);
+          std::printf(" %d: %.4f (%.0f)", trial, ms, flops / ms);
+        }
+        std::printf("\n");
+      };
+      time("forward", work, {0, 1, 2, 3, 4, 5, 6, 7}, [&] { ASSERT_TRUE(hopper::forward(problem.forward, context)); });
+      time("backward", 2.5 * work, {0, 4}, [&] { ASSERT_TRUE(hopper::backward(problem, context)); });
       std::fflush(stdout);
     }
   }

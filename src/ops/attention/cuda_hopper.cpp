@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <initializer_list>
 #include <limits>
 #include <numeric>
@@ -33,12 +34,17 @@ KernelSpec instance(const std::string& file, const std::string& kernel, DType dt
   return {"ops/attention/kernel_hopper_" + file + ".cuh",
           "fretwork::attention_op::hopper::" + kernel + "<" + device_type(dtype) + rest + ">"};
 }
-KernelSpec forward_instance(DType dtype, int depth, bool general) {
-  return instance("forward", "forward", dtype, ", " + std::to_string(depth) + (general ? ", true" : ", false"));
+std::string flag(bool value) { return value ? ", true" : ", false"; }
+KernelSpec forward_instance(DType dtype, int depth, bool general, bool held) {
+  return instance("forward", "forward", dtype, ", " + std::to_string(depth) + flag(general) + flag(held));
 }
-KernelSpec backward_instance(DType dtype, int depth, bool keys, bool general) {
+KernelSpec backward_instance(DType dtype, int depth, bool keys, bool general, bool held) {
   return instance("backward", keys ? "backward_keys" : "backward_queries", dtype,
-                  ", " + std::to_string(depth) + (general ? ", true" : ", false"));
+                  ", " + std::to_string(depth) + flag(general) + (keys ? "" : flag(held)));
+}
+int trial() {
+  const char* const number = std::getenv("FRETWORK_TRIAL");
+  return number != nullptr ? std::atoi(number) : 0;
 }
 KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype, ""); }
 KernelSpec statistics_instance(DType dtype) { return instance("backward", "statistics", dtype, ""); }
@@ -53,9 +59,11 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(statistics_instance(dtype));
     for (const int depth : {64, 128}) {
       for (const bool general : {false, true}) {
-        list.push_back(forward_instance(dtype, depth, general));
-        list.push_back(backward_instance(dtype, depth, true, general));
-        list.push_back(backward_instance(dtype, depth, false, general));
+        for (const bool held : {false, true}) {
+          list.push_back(forward_instance(dtype, depth, general, held));
+          list.push_back(backward_instance(dtype, depth, false, general, held));
+        }
+        list.push_back(backward_instance(dtype, depth, true, general, false));
       }
     }
   }
@@ -63,17 +71,20 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<32> kernels;
+constinit KernelTable<64> kernels;
 
 unsigned number_of(DType dtype, int depth, bool general) {
   return (dtype == DType::f16 ? 0u : 1u) | (depth == 64 ? 0u : 2u) | unsigned{general} << 2;
 }
 const Kernel& forward_kernel(DType dtype, int depth, bool general, int device) {
-  return kernels.get(number_of(dtype, depth, general), device, [&] { return forward_instance(dtype, depth, general); });
+  const bool held = (trial() & 4) != 0;
+  return kernels.get(number_of(dtype, depth, general) + (held ? 32 : 0), device,
+                     [&] { return forward_instance(dtype, depth, general, held); });
 }
 const Kernel& backward_kernel(DType dtype, int depth, bool keys, bool general, int device) {
-  return kernels.get((keys ? 8u : 16u) + number_of(dtype, depth, general), device,
-                     [&] { return backward_instance(dtype, depth, keys, general); });
+  const bool held = !keys && (trial() & 4) != 0;
+  return kernels.get((keys ? 8u : 16u) + number_of(dtype, depth, general) + (held ? 32 : 0), device,
+                     [&] { return backward_instance(dtype, depth, keys, general, held); });
 }
 const Kernel& fill_kernel(DType dtype, int device) {
   return kernels.get(24 + number_of(dtype, 64, false), device, [&] { return fill_instance(dtype); });
@@ -468,6 +479,7 @@ std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, c
   params.head0 = static_cast<int>(range.first);
   params.merge = at > 0 || prepared.fill ? 1 : 0;
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
+  params.variant = trial();
   return Launch{&forward_kernel(p.dtype, static_cast<int>(p.depth), c.general, device), prepared.schedules[at].grid,
                 params};
 }

@@ -185,6 +185,36 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kCols / 2], u32 left,
   }
 }
 
+/// A warp's 16 of the warpgroup's 64 rows at `tile`, as left operands in registers.
+template <int kDepth>
+struct HeldRows {
+  u32 pieces[kDepth / 16][4];
+
+  __device__ __forceinline__ void load(u32 tile, u32 half) {
+    const u32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, unit = threadIdx.x % 32 / 16;
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      wgmma::load_pieces(pieces[k], tile + k / 4 * half + tma::swizzled<128>(row * 128 + (k % 4 * 2 + unit) * 16));
+    }
+  }
+};
+
+/// The same scores with the left side held in registers.
+template <typename T, int kDepth, int kCols>
+__device__ __forceinline__ void multiply_scores(float (&s)[kCols / 2], const HeldRows<kDepth>& left, u32 right,
+                                                u32 right_half) {
+  using wgmma::Major;
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    const u64 b = wgmma::descriptor<128>(right + k / 4 * right_half) + k % 4 * wgmma::kNextK<128, Major::k>;
+    if (k == 0) {
+      wgmma::multiply<T, kCols, Major::k, 0, false>(s, left.pieces[k], b);
+    } else {
+      wgmma::multiply<T, kCols, Major::k>(s, left.pieces[k], b);
+    }
+  }
+}
+
 /// d += left · right, where `left` is 64 × kCols in registers as pairs and `right` kCols rows of kDepth columns.
 template <typename T, int kDepth, int kCols>
 __device__ __forceinline__ void multiply_values(float (&d)[kDepth / 2], const u32 (&left)[kCols / 16][4], u32 right,

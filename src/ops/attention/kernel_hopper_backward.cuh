@@ -283,8 +283,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
   }
 }
 
-/// kGeneral: there are masks of bits, or keys that nothing uses.
-template <typename T, int kDepth, bool kGeneral>
+/// kGeneral: there are masks of bits, or keys that nothing uses. kHeld: rows are read from shared memory once.
+template <typename T, int kDepth, bool kGeneral, bool kHeld>
 __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_constant__ BackwardParams p) {
   using S = BackwardShared<kDepth>;
   extern __shared__ u8 raw[];
@@ -321,6 +321,11 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
     for (float& sum : dq) {
       sum = 0.0f;
     }
+    HeldRows<kDepth> q_rows, d_o_rows;
+    if constexpr (kHeld) {
+      q_rows.load(q, S::kRowHalf);
+      d_o_rows.load(d_o, S::kRowHalf);
+    }
     int pending = -1;  // the stage that products in flight still read
 #pragma unroll 1
     for (int n = 0; n < note.x; ++n, ring.next()) {
@@ -339,9 +344,17 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
         }
       }
       wgmma::fence();
-      multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
+      if constexpr (kHeld) {
+        multiply_scores<T, kDepth, kStream>(s, q_rows, k, S::kColHalf);
+      } else {
+        multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
+      }
       wgmma::commit();
-      multiply_scores<T, kDepth, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
+      if constexpr (kHeld) {
+        multiply_scores<T, kDepth, kStream>(dp, d_o_rows, v, S::kColHalf);
+      } else {
+        multiply_scores<T, kDepth, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
+      }
       wgmma::commit();
       wgmma::wait<1>();
       release(empty, pending);

@@ -67,7 +67,7 @@ struct RunningRows {
 
   /// Turns scores into exponents relative to the new largest, and gives what older ones must be multiplied by.
   template <int kSize>
-  __device__ __forceinline__ void add(float (&s)[kSize], float scale, float (&correction)[2]) {
+  __device__ __forceinline__ void add(float (&s)[kSize], float scale, float (&correction)[2], bool lazy) {
     float now[2] = {most[0], most[1]}, offset[2];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -77,8 +77,11 @@ struct RunningRows {
     for (int h = 0; h < 2; ++h) {
       now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
       now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+      if (lazy && (now[h] - most[h]) * scale <= 8.0f) {  // no number grows beyond 2^8
+        now[h] = most[h];
+      }
       offset[h] = now[h] == -infinity() ? 0.0f : now[h] * scale;
-      correction[h] = exp2_fast(most[h] * scale - offset[h]);
+      correction[h] = most[h] == now[h] ? 1.0f : exp2_fast(most[h] * scale - offset[h]);
       most[h] = now[h];
       sum[h] *= correction[h];
     }
@@ -140,8 +143,8 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& i
   });
 }
 
-/// kGeneral: there are masks of bits, or keys that nothing uses.
-template <typename T, int kDepth, bool kGeneral>
+/// kGeneral: there are masks of bits, or keys that nothing uses. kHeld: q is read from shared memory once.
+template <typename T, int kDepth, bool kGeneral, bool kHeld>
 __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
   using S = ForwardShared<kDepth>;
   extern __shared__ u8 raw[];
@@ -165,6 +168,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
   const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
   const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
+  if ((p.variant & 1) != 0 && warpgroup == 1) {
+    named_arrive(3, 256);
+  }
   Ring<2> items(0);
   Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
   for (;; items.next()) {
@@ -175,6 +181,10 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     }
     const u32 own = q + items.stage * S::kTile;
     const int token = own_token(p.walk, note.w, warpgroup);
+    HeldRows<kDepth> q_rows;
+    if constexpr (kHeld) {
+      q_rows.load(own + warpgroup * 8192, S::kHalf);
+    }
     float o[kDepth / 2], s[kCols / 2];
     u32 probabilities[kCols / 16][4];
     RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
@@ -199,8 +209,15 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     for (int n = 0; n < note.x; ++n, ring.next()) {
       mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
       const int4 mask = read_note(shared.steps[ring.stage]);
+      if ((p.variant & 1) != 0) {
+        named_barrier(3 + warpgroup, 256);
+      }
       wgmma::fence();
-      multiply_scores<T, kDepth, kCols>(s, own + warpgroup * 8192, S::kHalf, k + ring.stage * S::kTile, S::kHalf);
+      if constexpr (kHeld) {
+        multiply_scores<T, kDepth, kCols>(s, q_rows, k + ring.stage * S::kTile, S::kHalf);
+      } else {
+        multiply_scores<T, kDepth, kCols>(s, own + warpgroup * 8192, S::kHalf, k + ring.stage * S::kTile, S::kHalf);
+      }
       wgmma::commit();
       RowBits<kCols / 32> bits;
       int used_now = -1;
@@ -212,8 +229,14 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       }
       if (n > 0) {
         add_values();
+        if ((p.variant & 1) != 0) {
+          named_arrive(4 - warpgroup, 256);
+        }
         wgmma::wait<1>();
       } else {
+        if ((p.variant & 1) != 0) {
+          named_arrive(4 - warpgroup, 256);
+        }
         wgmma::wait<0>();
       }
       release(k_empty, static_cast<int>(ring.stage));
@@ -223,14 +246,16 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
         cut_band(s, mask, row, -infinity());
       }
       float correction[2];
-      rows.add(s, p.scale, correction);
+      rows.add(s, p.scale, correction, (p.variant & 2) != 0);
       if (n > 0) {
         wgmma::wait<0>();
         release(v_empty, static_cast<int>(behind.stage));
         behind.next();
+        if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-        for (int i = 0; i < kDepth / 2; ++i) {
-          o[i] *= correction[i / 2 % 2];
+          for (int i = 0; i < kDepth / 2; ++i) {
+            o[i] *= correction[i / 2 % 2];
+          }
         }
       }
       pack<T>(probabilities, s);

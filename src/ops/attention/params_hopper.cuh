@@ -61,6 +61,7 @@ struct ForwardParams {
   int head0;    ///< the first head of o and lse, and where q begins
   int merge;    ///< 1: o and lse hold what earlier components gave
   float scale;  ///< times log2(e)
+  int variant;  ///< for trials: 1 warpgroups take turns, 2 corrections are lazy
 };
 
 /// Gradients of keys and values (rows are keys, columns queries) or of queries (the other way round).

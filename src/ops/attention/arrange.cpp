@@ -128,8 +128,9 @@ class Chooser {
   }
 
   Choice choose() {
-    Choice best;
+    const std::size_t most = axes_ > 3 ? 3 : 1;  // where there are many axes the search may end in a poor place
     const std::vector<Extents> rows = list(true, nullptr);
+    std::vector<Choice> starts;
     for (const Extents& row : rows) {
       Extents col = row;
       for (int k = 0; k < axes_; ++k) {
@@ -139,21 +140,22 @@ class Chooser {
         int& longest = *std::max_element(col.begin(), col.end());
         longest = (longest + 1) / 2;
       }
-      improve(row, col, best);
+      starts.push_back(rate(row, col));
     }
-    if (axes_ == 1) {
-      improve({std::min<int>(shape_.rows, clamp(rows_of(hulls_[0])))},
-              {std::min<int>(shape_.cols, clamp(cols_of(hulls_[0])))}, best);
-      return best;
-    }
-    for (double before = 2 * best.cost; best.cost < before * 0.98;) {
-      before = best.cost;
-      for (const Extents& col : list(false, &best.row)) {
-        improve(best.row, col, best);
+    std::stable_sort(starts.begin(), starts.end(), [](const Choice& a, const Choice& b) { return a.cost < b.cost; });
+    Choice best;
+    for (std::size_t n = 0; n < std::min(most, starts.size()); ++n) {
+      Choice now = starts[n];
+      for (double before = 2 * now.cost; now.cost < before * 0.98;) {
+        before = now.cost;
+        for (const Extents& col : list(false, &now.row)) {
+          improve(now.row, col, now);
+        }
+        for (const Extents& row : rows) {
+          improve(row, now.col, now);
+        }
       }
-      for (const Extents& row : rows) {
-        improve(row, best.col, best);
-      }
+      best = now.cost < best.cost * 0.999 ? now : best;
     }
     return best;
   }
@@ -162,11 +164,12 @@ class Chooser {
   Choice rate(const Extents& row, const Extents& col) {
     Choice made{row, col, {}, 0};
     std::array<double, kMaxAxes> grid{}, own{};
+    std::array<std::array<AxisPairs, kMaxAxes>, kLargest + kOthers> found;
     for (std::size_t p = 0; p < sample_.size(); ++p) {
       for (int k = 0; k < axes_; ++k) {
-        const AxisPairs now = pairs(p, k, row[k], col[k]);
-        grid[k] += weight_[p] * now.grid;
-        own[k] += weight_[p] * now.own;
+        found[p][k] = pairs(p, k, row[k], col[k]);
+        grid[k] += weight_[p] * found[p][k].grid;
+        own[k] += weight_[p] * found[p][k].own;
       }
     }
     double tiles = 1, sum = 0;
@@ -178,8 +181,7 @@ class Chooser {
     for (std::size_t p = 0; p < sample_.size(); ++p) {
       double product = weight_[p];
       for (int k = 0; k < axes_; ++k) {
-        const AxisPairs now = pairs(p, k, row[k], col[k]);
-        product *= made.own[k] ? now.own : now.grid;
+        product *= made.own[k] ? found[p][k].own : found[p][k].grid;
       }
       sum += product;
     }
@@ -192,11 +194,13 @@ class Chooser {
       sum = std::min(sum, product);
     }
     made.cost = sum * (places(col) < shape_.cols ? 1.03 : 1) + tiles;
+    for (int k = 0; k + 1 < axes_; ++k) {  // of equals the one whose places follow each other most
+      made.cost *= 1 + 0.0005 * (std::log2(row[k]) + std::log2(col[k]));
+    }
     return made;
   }
 
  private:
-  static int clamp(std::int64_t length) { return static_cast<int>(std::min<std::int64_t>(length, 1 << 20)); }
   static int places(const Extents& extent) {
     int product = 1;
     for (const int e : extent) {
@@ -207,7 +211,6 @@ class Chooser {
 
   /// The largest parts, and some of the others in their stead.
   void sample(std::span<const Part> parts) {
-    constexpr std::size_t kLargest = 6, kOthers = 6;
     std::vector<std::pair<double, std::size_t>> sizes(parts.size());
     for (std::size_t p = 0; p < parts.size(); ++p) {
       sizes[p] = {-size_of(parts[p], axes_), p};
@@ -298,17 +301,29 @@ class Chooser {
   }
 
   /// Of a part of the sample, or (part = how many there are) of all ranges together.
-  AxisPairs pairs(std::size_t part, int axis, int row, int col) {
-    auto& seen = seen_[part * static_cast<std::size_t>(axes_) + static_cast<std::size_t>(axis)];
-    for (const auto& [key, value] : seen) {
-      if (key == (row << 12 | col)) {
-        return value;
+  const AxisPairs& pairs(std::size_t part, int axis, int row, int col) {
+    const auto number = [](std::vector<int>& known, int extent) {
+      const auto at = std::find(known.begin(), known.end(), extent);
+      if (at == known.end()) {
+        known.push_back(extent);
+        return known.size() - 1;
       }
+      return static_cast<std::size_t>(at - known.begin());
+    };
+    const std::size_t i = number(known_rows_[axis], row), j = number(known_cols_[axis], col);
+    auto& seen = seen_[part * static_cast<std::size_t>(axes_) + static_cast<std::size_t>(axis)];
+    if (seen.size() <= i) {
+      seen.resize(i + 1);
     }
-    const AxisRange& all = hulls_[axis];
-    const AxisPairs now = part < sample_.size() ? axis_pairs(sample_[part][axis], all, row, col)
-                                                : axis_pairs(ranges_[axis], all.row_begin, all.col_begin, row, col);
-    seen.emplace_back(row << 12 | col, now);
+    if (seen[i].size() <= j) {
+      seen[i].resize(j + 8, {-1, -1});
+    }
+    AxisPairs& now = seen[i][j];
+    if (now.grid < 0) {
+      const AxisRange& all = hulls_[axis];
+      now = part < sample_.size() ? axis_pairs(sample_[part][axis], all, row, col)
+                                  : axis_pairs(ranges_[axis], all.row_begin, all.col_begin, row, col);
+    }
     return now;
   }
 
@@ -318,6 +333,7 @@ class Chooser {
     }
   }
 
+  static constexpr std::size_t kLargest = 4, kOthers = 4;
   int axes_;
   TileShape shape_;
   std::array<AxisRange, kMaxAxes> hulls_{};
@@ -325,7 +341,8 @@ class Chooser {
   std::vector<double> weight_;
   std::array<std::vector<AxisRange>, kMaxAxes> ranges_;
   bool product_ = true;
-  std::vector<std::vector<std::pair<int, AxisPairs>>> seen_;
+  std::array<std::vector<int>, kMaxAxes> known_rows_, known_cols_;  ///< extents asked for so far
+  std::vector<std::vector<std::vector<AxisPairs>>> seen_;           ///< by part and axis, row extent, column extent
 };
 
 struct Cluster {

@@ -381,6 +381,7 @@ BAD = [
     (dict(q=(4, 16, 8)), "q: expected 4 dimensions (B, Hq, Sq, D), got (4, 16, 8)"),
     (dict(q=(2, 4, 16, 9)), "k: expected (2, Hk, Sk, 9), got (2, 2, 16, 8)"),
     (dict(q=(2, 3, 16, 8)), "k: expected a number of heads that divides the 3 of q, got (2, 2, 16, 8)"),
+    (dict(q=(2, 0, 16, 8)), "k: expected a number of heads that divides the 0 of q, got (2, 2, 16, 8)"),
     (dict(v=(2, 2, 15, 8)), "v: expected (2, 2, 16, Dv), got (2, 2, 15, 8)"),
     (dict(v=(2, 2, 16, 0)), "v: expected a last dimension of"),
     (dict(bias=(3, 16, 16)), "bias: expected a shape that broadcasts to (2, 4, 16, 16), got (3, 16, 16)"),

@@ -258,3 +258,7 @@ int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, 
     return 0;
   });
 }
+
+int64_t fretwork_pattern_width(const fretwork_pattern* pattern, const char* op) {
+  return guarded(int64_t{-1}, [&] { return fretwork::r_width(pattern->is, op); });
+}

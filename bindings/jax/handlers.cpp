@@ -1,5 +1,5 @@
 // XLA FFI handlers, one per op and platform: buffers become views, XLA's threads, stream and memory become the context.
-// The pattern arrives as its text in the attribute "layout", so that an exported program carries it.
+// Patterns arrive as their texts in an attribute, so that an exported program carries them.
 #include <cstdint>
 #include <string>
 
@@ -40,6 +40,9 @@ struct Call {
   TensorView in(std::size_t n) const { return view(unwrap(args.get<ffi::AnyBuffer>(n))); }
   TensorView out(std::size_t n) const { return view(*unwrap(rets.get<ffi::AnyBuffer>(n))); }
 
+  /// An input whose type is no matter.
+  const void* memory(std::size_t n) const { return unwrap(args.get<ffi::AnyBuffer>(n)).untyped_data(); }
+
   template <typename T>
   T attribute(std::string_view name) const {
     return unwrap(attributes.get<T>(name));
@@ -53,6 +56,8 @@ struct Call {
     }
     return found;
   }
+
+  fretwork::PatternPtr pattern() const { return fretwork::parse_pattern(attribute<std::string_view>("pattern")); }
 
  private:
   template <typename T>
@@ -176,6 +181,67 @@ void ksmm_backward_weight(Call& call) {
                                  call.context);
 }
 
+/// Options of attention from the attributes and the inputs from `first` on: those of bias, slopes and dropout's seed
+/// (64 bits in any type) that the attribute "extras" names by b, s and d.
+class AttentionCall {
+ public:
+  AttentionCall(Call& call, std::size_t first) {
+    patterns = fretwork::parse_patterns(call.attribute<std::string_view>("patterns"));
+    options.scale = call.attribute<double>("scale");
+    options.softcap = call.attribute<double>("softcap");
+    options.dropout = call.attribute<double>("dropout_p");
+    for (const char kind : call.attribute<std::string_view>("extras")) {
+      if (kind == 'd') {
+        options.dropout_seed = static_cast<const std::int64_t*>(call.memory(first++));
+      } else {
+        TensorView& place = kind == 'b' ? bias_ : slopes_;
+        place = call.in(first++);
+        (kind == 'b' ? options.bias : options.slopes) = &place;
+      }
+    }
+    call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
+  }
+  AttentionCall(const AttentionCall&) = delete;
+  AttentionCall& operator=(const AttentionCall&) = delete;
+  std::vector<fretwork::PatternPtr> patterns;
+  fretwork::AttentionOptions options;
+
+ private:
+  TensorView bias_, slopes_;
+};
+
+/// Inputs: q, k, v and the extras. Outputs: o and lse.
+void attention(Call& call) {
+  const AttentionCall own(call, 3);
+  const TensorView lse = call.out(1);
+  fretwork::attention(call.in(0), call.in(1), call.in(2), own.patterns, call.out(0), &lse, call.context, own.options);
+}
+
+/// Inputs: q, k, v, o, lse, d_o, d_lse and the extras. Outputs: the gradients of q, k, v and, when there are four,
+/// bias.
+void attention_backward(Call& call) {
+  const AttentionCall own(call, 7);
+  const bool with_bias = call.rets.size() > 3;
+  const TensorView d_lse = call.in(6), d_q = call.out(0), d_k = call.out(1), d_v = call.out(2),
+                   d_bias = with_bias ? call.out(3) : TensorView{};
+  fretwork::attention_backward(call.in(0), call.in(1), call.in(2), own.patterns, call.in(3), call.in(4), call.in(5),
+                               &d_lse, {.q = &d_q, .k = &d_k, .v = &d_v, .bias = with_bias ? &d_bias : nullptr},
+                               call.context, own.options);
+}
+
+void r_sddmm(Call& call) { fretwork::r_sddmm(call.in(0), call.in(1), call.pattern(), call.out(0), call.context); }
+void r_spmm(Call& call) { fretwork::r_spmm(call.in(0), call.in(1), call.pattern(), call.out(0), call.context); }
+void r_spmm_transposed(Call& call) {
+  fretwork::r_spmm_transposed(call.in(0), call.in(1), call.pattern(), call.out(0), call.context);
+}
+void r_softmax(Call& call) {
+  fretwork::r_softmax(call.in(0), call.pattern(), call.attribute<double>("scale"), call.out(0), call.context);
+}
+void r_softmax_backward(Call& call) {
+  fretwork::r_softmax_backward(call.in(0), call.in(1), call.pattern(), call.attribute<double>("scale"), call.out(0),
+                               call.context);
+}
+
 using Op = void (*)(Call&);
 
 ffi::Error run(Op op, Call call) {
@@ -257,3 +323,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_chain_cpu, on_cpu<ksmm_chain>, cpu_c
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_chain_cuda, on_cuda<ksmm_chain>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_backward_weight_cpu, on_cpu<ksmm_backward_weight>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_backward_weight_cuda, on_cuda<ksmm_backward_weight>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_attention_cpu, on_cpu<attention>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_attention_cuda, on_cuda<attention>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_attention_backward_cpu, on_cpu<attention_backward>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_attention_backward_cuda, on_cuda<attention_backward>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_sddmm_cpu, on_cpu<r_sddmm>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_sddmm_cuda, on_cuda<r_sddmm>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_spmm_cpu, on_cpu<r_spmm>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_spmm_cuda, on_cuda<r_spmm>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_spmm_transposed_cpu, on_cpu<r_spmm_transposed>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_spmm_transposed_cuda, on_cuda<r_spmm_transposed>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_cpu, on_cpu<r_softmax>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_cuda, on_cuda<r_softmax>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_backward_cpu, on_cpu<r_softmax_backward>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_backward_cuda, on_cuda<r_softmax_backward>, cuda_call());

@@ -70,6 +70,9 @@ int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch
  * order of application, weights[n] has room for a·b·c·d of pattern n. */
 int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, const int64_t* patterns, int count,
                                double* const* weights, double* error);
+/* Entries of the longest row of a pattern whose every row is one progression; -1 where that is not so, with an error
+ * that names `op`. */
+int64_t fretwork_pattern_width(const fretwork_pattern* pattern, const char* op);
 
 #ifdef __cplusplus
 }

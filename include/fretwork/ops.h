@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -101,5 +102,61 @@ std::vector<std::int64_t> kronecker_from_dense_shape(const TensorView& dense, co
 double kronecker_project(std::span<const double> dense, std::int64_t rows, std::int64_t cols,
                          std::span<const KroneckerPattern::Sizes> patterns, std::span<std::vector<double>> weights,
                          Executor& executor = serial_executor());
+
+/// Options of attention; a null pointer is something that is not there.
+struct AttentionOptions {
+  std::optional<double> scale;                 ///< of the scores; 1/√D unless given
+  double softcap = 0;                          ///< c > 0 turns a score s into c·tanh(s/c)
+  const TensorView* bias = nullptr;            ///< broadcasts to (B,Hq,Sq,Sk); added after scale and softcap
+  const TensorView* slopes = nullptr;          ///< ALiBi, f32 (Hq): −slope·|p − j| is added, p = i + Sk − Sq
+  double dropout = 0;                          ///< rate, 0 ≤ rate < 1; needs a seed
+  const std::int64_t* dropout_seed = nullptr;  ///< one number on the context's device
+};
+
+/// out = softmax(scale·q·kᵀ + …)·v over the keys that each query's pattern holds, and lse, its natural log-sum-exp. q
+/// (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv), Hq a multiple of Hk: query head h uses key head h / (Hq/Hk). `patterns`
+/// is one for all heads or one for each query head, regular or a block layout of one head or a Kronecker pattern. out
+/// (B,Hq,Sq,Dv); lse, which may be null, (B,Hq,Sq) of f32 (f64 for f64). A query without keys gives 0 and −inf.
+void attention(const TensorView& q, const TensorView& k, const TensorView& v, std::span<const PatternPtr> patterns,
+               const TensorView& out, const TensorView* lse, Context& context, const AttentionOptions& options = {});
+inline void attention(const TensorView& q, const TensorView& k, const TensorView& v, const PatternPtr& pattern,
+                      const TensorView& out, const TensorView* lse, Context& context,
+                      const AttentionOptions& options = {}) {
+  attention(q, k, v, std::span(&pattern, 1), out, lse, context, options);
+}
+
+/// Where attention's gradients go; a null pointer is one that is not wanted. Each has the shape and dtype of what it is
+/// the gradient of.
+struct AttentionGradients {
+  const TensorView *q = nullptr, *k = nullptr, *v = nullptr, *bias = nullptr;
+};
+
+/// The gradients, from those of out and lse (null: zero). Patterns and options are the forward's, as are out and lse.
+void attention_backward(const TensorView& q, const TensorView& k, const TensorView& v,
+                        std::span<const PatternPtr> patterns, const TensorView& out, const TensorView& lse,
+                        const TensorView& d_out, const TensorView* d_lse, const AttentionGradients& gradients,
+                        Context& context, const AttentionOptions& options = {});
+
+/// SPLAT's operators, on patterns whose every row is one progression (RegularPattern::acsr). Scores are stored side by
+/// side, (B,H,Sq,W), W the entries of the longest row: entry t of row i is key start[i] + t·stride[i]. What lies beyond
+/// a row's count is written as zero and never read. Heads of k and v are shared as in attention.
+///
+/// W. An error names `op`.
+std::int64_t r_width(const PatternPtr& pattern, const char* op = "r_width");
+/// out = q·kᵀ at the entries. q (B,Hq,Sq,D), k (B,Hk,Sk,D), out (B,Hq,Sq,W).
+void r_sddmm(const TensorView& q, const TensorView& k, const PatternPtr& pattern, const TensorView& out,
+             Context& context);
+/// out = x·v. x (B,Hq,Sq,W), v (B,Hk,Sk,D), out (B,Hq,Sq,D). The gradient of q in r_sddmm is r_spmm of that of its
+/// result and k; the gradient of x here is r_sddmm of that of the result and v.
+void r_spmm(const TensorView& x, const TensorView& v, const PatternPtr& pattern, const TensorView& out,
+            Context& context);
+/// out = xᵀ·y, summed over the query heads that share one of out's. x (B,Hq,Sq,W), y (B,Hq,Sq,D), out (B,Hk,Sk,D): the
+/// gradient of k and v in the two above.
+void r_spmm_transposed(const TensorView& x, const TensorView& y, const PatternPtr& pattern, const TensorView& out,
+                       Context& context);
+/// out = softmax of scale·x over the entries of each row; and its gradient, d_x = scale·out·(d_out − Σ out·d_out).
+void r_softmax(const TensorView& x, const PatternPtr& pattern, double scale, const TensorView& out, Context& context);
+void r_softmax_backward(const TensorView& out, const TensorView& d_out, const PatternPtr& pattern, double scale,
+                        const TensorView& d_x, Context& context);
 
 }  // namespace fretwork

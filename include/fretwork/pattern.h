@@ -44,6 +44,8 @@ class Pattern {
 
 /// The pattern that a text or key describes. Throws Error on a text that is not one. Recent ones are remembered.
 PatternPtr parse_pattern(std::string_view text);
+/// Several, one on each line.
+std::vector<PatternPtr> parse_patterns(std::string_view lines);
 
 /// The non-zero blocks of one direction: line l of head h holds entries [first[h·lines + l], first[h·lines + l + 1]).
 struct BlockIndex {

@@ -6,7 +6,7 @@ These are the core's own rules, for tracers, where no core runs; torch's fakes a
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from fretwork.pattern import BlockLayout
+from fretwork.pattern import BlockLayout, Pattern, row_width
 
 Shape = Sequence[int]
 
@@ -180,3 +180,116 @@ def check_pack(dense: Operand, layout: BlockLayout) -> None:
 def check_unpack(values: Operand, layout: BlockLayout) -> None:
     _check_packed("unpack", values, layout)
     check_floating("unpack", values)
+
+
+# Attention
+
+
+def check_attention(
+    operands: Sequence[Operand],
+    patterns: Sequence[Pattern],
+    extras: Sequence[Operand],
+    softcap: float,
+    dropout_p: float,
+) -> None:
+    """q, k and v; one pattern, or one for each head; of bias and slopes those that are there, by their names."""
+    op = "attention"
+    q, k, v = operands
+    if len(q.shape) != 4:
+        fail(op, "q", "4 dimensions (B, Hq, Sq, D)", q.shape)
+    check_floating(op, q)
+    for x in (k, v):
+        if x.dtype != q.dtype:
+            fail(op, x.name, f"{q.dtype} like q", x.dtype)
+        _check_device(op, x, q)
+    batch, heads, rows, depth = q.shape
+    if len(k.shape) != 4 or k.shape[0] != batch or k.shape[3] != depth:
+        fail(op, "k", f"({batch}, Hk, Sk, {depth})", k.shape)
+    _, kv_heads, cols, _ = k.shape
+    if heads != 0 if kv_heads == 0 else heads % kv_heads != 0:
+        fail(op, "k", f"a number of heads that divides the {heads} of q", k.shape)
+    if len(v.shape) != 4 or v.shape[:3] != k.shape[:3]:
+        fail(op, "v", f"({batch}, {kv_heads}, {cols}, Dv)", v.shape)
+    for x in (q, v):
+        if x.shape[3] < 1:
+            fail(op, x.name, "a last dimension of at least 1", x.shape)
+    check_patterns(op, patterns, heads, rows, cols)
+    for x in extras:
+        if x.name == "slopes":
+            if x.shape != (heads,):
+                fail(op, x.name, f"shape {(heads,)}", x.shape)
+        else:
+            _check_bias(op, x, q, (batch, heads, rows, cols))
+        _check_device(op, x, q)
+    if not 0 <= softcap < float("inf"):
+        fail(op, "softcap", "0 (none) or a positive number", softcap)
+    if not 0 <= dropout_p <= 1:
+        fail(op, "dropout_p", "0 to 1", dropout_p)
+
+
+def _check_bias(op: str, x: Operand, q: Operand, full: tuple[int, ...]) -> None:
+    if x.dtype not in (q.dtype, "float32"):
+        fail(op, x.name, "float32 like q" if q.dtype == "float32" else f"{q.dtype} like q or float32", x.dtype)
+    pairs = zip(x.shape[::-1], full[::-1], strict=False)
+    if len(x.shape) > 4 or any(have != 1 and have != want for have, want in pairs):
+        fail(op, x.name, f"a shape that broadcasts to {full}", x.shape)
+
+
+def check_patterns(op: str, patterns: Sequence[Pattern], heads: int, rows: int, cols: int) -> None:
+    """A block layout has a dimension of heads, of which attention takes one."""
+    if len(patterns) not in (1, heads):
+        fail(op, "pattern", f"1 or {heads}, one for each query head", len(patterns))
+    for p in patterns:
+        if p.shape[-2:] != (rows, cols):
+            fail(op, "pattern", f"shape {(rows, cols)}, queries and keys", p.shape[-2:])
+        if len(p.shape) > 2 and p.shape[0] != 1:
+            fail(op, "pattern", "a regular pattern, a block layout of one head or a Kronecker pattern", p.text)
+
+
+# SPLAT's operators
+
+
+def check_r_sddmm(q: Operand, k: Operand, pattern: Pattern) -> int:
+    """Gives the width of the result."""
+    op = "r_sddmm"
+    width = row_width(pattern, op)
+    rows, cols = pattern.shape[-2:]
+    _check_four(op, q, "(B, Hq, Sq, D)")
+    batch, heads, _, depth = q.shape
+    if q.shape[2] != rows:
+        fail(op, q.name, f"shape {(batch, heads, rows, depth)}", q.shape)
+    _check_shared(op, k, q, (batch, heads, cols), depth)
+    return width
+
+
+def check_r_spmm(x: Operand, v: Operand, pattern: Pattern) -> None:
+    check_r_softmax(x, pattern, "r_spmm")
+    _check_shared("r_spmm", v, x, (x.shape[0], x.shape[1], pattern.shape[-1]))
+
+
+def check_r_softmax(x: Operand, pattern: Pattern, op: str = "r_softmax") -> None:
+    width = row_width(pattern, op)
+    _check_four(op, x, "(B, Hq, Sq, W)")
+    want = (*x.shape[:2], pattern.shape[-2], width)
+    if x.shape != want:
+        fail(op, x.name, f"shape {want}", x.shape)
+
+
+def _check_four(op: str, x: Operand, expected: str) -> None:
+    check_floating(op, x)
+    if len(x.shape) != 4:
+        fail(op, x.name, f"4 dimensions {expected}", x.shape)
+
+
+def _check_shared(op: str, x: Operand, like: Operand, sizes: tuple[int, int, int], depth: int | None = None) -> None:
+    """Keys or values, whose heads may serve several of the queries'."""
+    batch, heads, cols = sizes
+    _check_four(op, x, "(B, Hk, Sk, D)")
+    if x.dtype != like.dtype:
+        fail(op, x.name, like.dtype, x.dtype)
+    _check_device(op, x, like)
+    own = x.shape[1]
+    if x.shape[0] != batch or x.shape[2] != cols or (depth is not None and x.shape[3] != depth):
+        fail(op, x.name, f"shape {(batch, own, cols, x.shape[3] if depth is None else depth)}", x.shape)
+    if heads != 0 if own == 0 else heads % own != 0:
+        fail(op, x.name, f"a number of heads that divides {heads}", x.shape)

@@ -497,3 +497,13 @@ def block_layout(key: str) -> BlockLayout:
     if not isinstance(layout, BlockLayout):
         raise RuntimeError(f"fretwork: layout: expected a block layout, got {key}")
     return layout
+
+
+@functools.lru_cache(maxsize=256)
+def row_width(pattern: Pattern, op: str) -> int:
+    """Entries of the longest row of a pattern whose every row is one progression; else an error that names `op`."""
+    with _open(pattern) as handle:
+        width = core().fretwork_pattern_width(handle, op.encode())
+    if width < 0:
+        raise RuntimeError(last_error())
+    return width

@@ -69,56 +69,59 @@ __device__ __forceinline__ void wait() {
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // Both operands from shared memory.
-#define FRETWORK_WGMMA_SS(type, n, acc, a, b, ta, tb, ...)                                                            \
-  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
-               " {" acc "}, " a ", " b ", p, 1, 1, " ta ", " tb ";\n}"                                                \
-               : __VA_ARGS__                                                                                          \
-               : "l"(left), "l"(right), "n"(kLeft == Major::mn ? 1 : 0), "n"(kRight == Major::mn ? 1 : 0))
+#define FRETWORK_WGMMA_SS(type, n, acc, a, b, ta, tb, add, ...)                                                    \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type \
+               "." type " {" acc "}, " a ", " b ", p, 1, 1, " ta ", " tb ";\n}"                                    \
+               : __VA_ARGS__                                                                                       \
+               : "l"(left), "l"(right), "n"(kLeft == Major::mn ? 1 : 0), "n"(kRight == Major::mn ? 1 : 0),         \
+                 "n"(kAdd ? 1 : 0))
 // The left operand from registers.
-#define FRETWORK_WGMMA_RS(type, n, acc, a, b, tb, ...)                                                                \
-  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
-               " {" acc "}, {" a "}, " b ", p, 1, 1, " tb ";\n}"                                                      \
-               : __VA_ARGS__                                                                                          \
-               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(kRight == Major::mn ? 1 : 0))
+#define FRETWORK_WGMMA_RS(type, n, acc, a, b, tb, add, ...)                                                            \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type     \
+               "." type " {" acc "}, {" a "}, " b ", p, 1, 1, " tb ";\n}"                                              \
+               : __VA_ARGS__                                                                                           \
+               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(kRight == Major::mn ? 1 : 0), \
+                 "n"(kAdd ? 1 : 0))
 
-/// d[64 × kN] += left[64 × 16] · right[16 × kN]; the first of its kN / 2 registers is d[kAt]. Asynchronous.
-template <typename T, int kN, Major kLeft, Major kRight, int kAt = 0, int kSize>
+/// d[64 × kN] += left[64 × 16] · right[16 × kN]; the first of its kN / 2 registers is d[kAt]. Without kAdd, d is what
+/// it was no longer. Asynchronous.
+template <typename T, int kN, Major kLeft, Major kRight, int kAt = 0, bool kAdd = true, int kSize>
 __device__ __forceinline__ void multiply(float (&d)[kSize], u64 left, u64 right) {
   static_assert(kAt + kN / 2 <= kSize);
   if constexpr (kN == 8) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_SS("f16", "8", FRETWORK_ACC4, "%4", "%5", "%6", "%7", FRETWORK_F4(kAt));
+      FRETWORK_WGMMA_SS("f16", "8", FRETWORK_ACC4, "%4", "%5", "%6", "%7", "%8", FRETWORK_F4(kAt));
     } else {
-      FRETWORK_WGMMA_SS("bf16", "8", FRETWORK_ACC4, "%4", "%5", "%6", "%7", FRETWORK_F4(kAt));
+      FRETWORK_WGMMA_SS("bf16", "8", FRETWORK_ACC4, "%4", "%5", "%6", "%7", "%8", FRETWORK_F4(kAt));
     }
   } else if constexpr (kN == 64) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_SS("f16", "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", FRETWORK_F32(kAt));
+      FRETWORK_WGMMA_SS("f16", "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", "%36", FRETWORK_F32(kAt));
     } else {
-      FRETWORK_WGMMA_SS("bf16", "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", FRETWORK_F32(kAt));
+      FRETWORK_WGMMA_SS("bf16", "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", "%36", FRETWORK_F32(kAt));
     }
   } else if constexpr (kN == 128) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_SS("f16", "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_SS("f16", "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", "%68", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32));
     } else {
-      FRETWORK_WGMMA_SS("bf16", "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_SS("bf16", "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", "%68", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32));
     }
   } else if constexpr (kN == 192) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_SS("f16", "192", FRETWORK_ACC96, "%96", "%97", "%98", "%99", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_SS("f16", "192", FRETWORK_ACC96, "%96", "%97", "%98", "%99", "%100", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64));
     } else {
-      FRETWORK_WGMMA_SS("bf16", "192", FRETWORK_ACC96, "%96", "%97", "%98", "%99", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_SS("bf16", "192", FRETWORK_ACC96, "%96", "%97", "%98", "%99", "%100", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64));
     }
   } else if constexpr (kN == 256) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_SS("f16", "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_SS("f16", "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", "%132", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64), FRETWORK_F32(kAt + 96));
     } else {
-      FRETWORK_WGMMA_SS("bf16", "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_SS("bf16", "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", "%132", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64), FRETWORK_F32(kAt + 96));
     }
   } else {
@@ -128,59 +131,59 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], u64 left, u64 right)
 
 /// The same with `left` in registers: the four fragments that ldmatrix gives for 16 rows × 16 of K of each warp. They
 /// must stay untouched until the product has completed.
-template <typename T, int kN, Major kRight, int kAt = 0, int kSize>
+template <typename T, int kN, Major kRight, int kAt = 0, bool kAdd = true, int kSize>
 __device__ __forceinline__ void multiply(float (&d)[kSize], const u32 (&left)[4], u64 right) {
   static_assert(kAt + kN / 2 <= kSize);
   if constexpr (kN == 16) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", FRETWORK_F8(kAt));
+      FRETWORK_WGMMA_RS("f16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", "%14", FRETWORK_F8(kAt));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", FRETWORK_F8(kAt));
+      FRETWORK_WGMMA_RS("bf16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", "%14", FRETWORK_F8(kAt));
     }
   } else if constexpr (kN == 24) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "24", FRETWORK_ACC12, "%12, %13, %14, %15", "%16", "%17", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("f16", "24", FRETWORK_ACC12, "%12, %13, %14, %15", "%16", "%17", "%18", FRETWORK_F8(kAt),
                         FRETWORK_F4(kAt + 8));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "24", FRETWORK_ACC12, "%12, %13, %14, %15", "%16", "%17", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("bf16", "24", FRETWORK_ACC12, "%12, %13, %14, %15", "%16", "%17", "%18", FRETWORK_F8(kAt),
                         FRETWORK_F4(kAt + 8));
     }
   } else if constexpr (kN == 48) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("f16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", "%30", FRETWORK_F8(kAt),
                         FRETWORK_F8(kAt + 8), FRETWORK_F8(kAt + 16));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("bf16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", "%30", FRETWORK_F8(kAt),
                         FRETWORK_F8(kAt + 8), FRETWORK_F8(kAt + 16));
     }
   } else if constexpr (kN == 96) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "96", FRETWORK_ACC48, "%48, %49, %50, %51", "%52", "%53", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_RS("f16", "96", FRETWORK_ACC48, "%48, %49, %50, %51", "%52", "%53", "%54", FRETWORK_F32(kAt),
                         FRETWORK_F8(kAt + 32), FRETWORK_F8(kAt + 40));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "96", FRETWORK_ACC48, "%48, %49, %50, %51", "%52", "%53", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_RS("bf16", "96", FRETWORK_ACC48, "%48, %49, %50, %51", "%52", "%53", "%54", FRETWORK_F32(kAt),
                         FRETWORK_F8(kAt + 32), FRETWORK_F8(kAt + 40));
     }
   } else if constexpr (kN == 32) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("f16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", "%22", FRETWORK_F8(kAt),
                         FRETWORK_F8(kAt + 8));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("bf16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", "%22", FRETWORK_F8(kAt),
                         FRETWORK_F8(kAt + 8));
     }
   } else if constexpr (kN == 64) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", FRETWORK_F32(kAt));
+      FRETWORK_WGMMA_RS("f16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", "%38", FRETWORK_F32(kAt));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", FRETWORK_F32(kAt));
+      FRETWORK_WGMMA_RS("bf16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", "%38", FRETWORK_F32(kAt));
     }
   } else if constexpr (kN == 128) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_RS("f16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", "%70", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_RS("bf16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", "%70", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32));
     }
   } else {

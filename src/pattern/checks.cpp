@@ -1,9 +1,12 @@
 // What ops ask of tensors in the same way.
 #include "pattern/checks.h"
 
+#include <list>
+#include <mutex>
 #include <string>
 
 #include "fretwork/error.h"
+#include "pattern/regular.h"
 
 namespace fretwork {
 
@@ -28,6 +31,34 @@ std::int64_t check_packed(const char* op, const char* argument, const TensorView
     throw Error(op, argument, "packed blocks " + blocks + " or (Z, " + blocks.substr(1), shape_text(tensor.shape()));
   }
   return tensor.size(-4);
+}
+
+std::shared_ptr<const RegularPattern> check_regular(const char* op, const PatternPtr& pattern) {
+  if (auto regular = std::dynamic_pointer_cast<const RegularPattern>(pattern)) {
+    return regular;
+  }
+  constexpr const char* kExpected = "a regular pattern, a block layout of one head or a Kronecker pattern";
+  if (pattern == nullptr) {
+    throw Error(op, "pattern", kExpected, "none");
+  }
+  constexpr std::size_t kRemembered = 32;
+  static std::mutex mutex;
+  static std::list<std::pair<std::string, std::shared_ptr<const RegularPattern>>> recent;
+  const std::lock_guard lock(mutex);
+  for (const auto& [text, converted] : recent) {
+    if (text == pattern->text()) {
+      return converted;
+    }
+  }
+  try {
+    recent.emplace_front(pattern->text(), as_regular(pattern));
+  } catch (const Error&) {
+    throw Error(op, "pattern", kExpected, pattern->text());
+  }
+  if (recent.size() > kRemembered) {
+    recent.pop_back();
+  }
+  return recent.front().second;
 }
 
 std::vector<int> block_grid(const BlockLayout& layout) {

@@ -471,4 +471,16 @@ PatternPtr parse_pattern(std::string_view text) {
   return pattern;
 }
 
+std::vector<PatternPtr> parse_patterns(std::string_view lines) {
+  std::vector<PatternPtr> patterns;
+  const std::string_view first = lines.substr(0, lines.find('\n'));
+  for (std::size_t begin = 0; begin <= lines.size();) {
+    const std::size_t end = std::min(lines.find('\n', begin), lines.size());
+    const std::string_view line = lines.substr(begin, end - begin);
+    patterns.push_back(!patterns.empty() && line == first ? patterns.front() : parse_pattern(line));  // often all equal
+    begin = end + 1;
+  }
+  return patterns;
+}
+
 }  // namespace fretwork

@@ -59,6 +59,8 @@ TEST(ChainPlan, RefusesUnknownTargets) {
             "plan: patterns[1]: expected 6 in features (a·c·d), as come before it, got 5");
 }
 
+constexpr std::pair<int, int> kWarps[] = {{8, 8}, {4, 8}, {4, 4}};
+
 /// Every way of dividing the work fits in shared memory and covers all of it.
 TEST(ChainPlan, DividesTheWorkWhole) {
   int valid = 0;
@@ -66,18 +68,24 @@ TEST(ChainPlan, DividesTheWorkWhole) {
     for (const int r : {16, 32, 64, 96, 128}) {
       for (const int s : {8, 16, 32, 48, 64, 128}) {
         for (const int p : {8, 16, 32, 40, 64, 128}) {
-          const auto m = chain::fuse({q, s, r, 1}, {1, p, q, s});
+          auto m = chain::fuse({q, s, r, 1}, {1, p, q, s});
           if (!m) {
             continue;
           }
-          ++valid;
-          EXPECT_LE(m->shared(), chain::Monarch::kShared);
-          EXPECT_EQ(m->words() * 2, std::int64_t{q} * s * r + std::int64_t{p} * q * s) << q << " " << r << " " << s;
+          for (const auto& [first, second] : kWarps) {
+            m->first_warps = first;
+            m->second_warps = second;
+            if (m->valid()) {
+              ++valid;
+              EXPECT_LE(m->shared(), chain::Monarch::kShared);
+              EXPECT_EQ(m->words() * 2, std::int64_t{q} * s * r + std::int64_t{p} * q * s) << q << " " << r << " " << s;
+            }
+          }
         }
       }
     }
   }
-  EXPECT_GT(valid, 100);
+  EXPECT_GT(valid, 300);
 }
 
 // ------------------------------------------------------------------------------------------------------ on a GPU
@@ -134,13 +142,14 @@ struct Case {
   Activation activation = Activation::none;
   std::int64_t gap = 0;  ///< elements between the rows of x and y
   bool transposed = false;
-  int exchange = 0;
+  chain::cuda::Arrangement arrangement = {};
 };
 
 std::string text(const Case& c) {
   return "q " + std::to_string(c.q) + " r " + std::to_string(c.r) + " s " + std::to_string(c.s) + " p " +
          std::to_string(c.p) + " batch " + std::to_string(c.batch) + " " + name_of(c.dtype) + " gap " +
-         std::to_string(c.gap) + " exchange " + std::to_string(c.exchange);
+         std::to_string(c.gap) + " exchange " + std::to_string(c.arrangement.exchange) + " warps " +
+         std::to_string(c.arrangement.first_warps) + " " + std::to_string(c.arrangement.second_warps);
 }
 
 /// The operands of a case, uploaded.
@@ -235,7 +244,7 @@ class ChainFused : public testing::Test {
     Operands o(c);
     Context context = Context::cuda(0);
     ASSERT_TRUE(chain::cuda::fuses(o.first, o.second, context)) << text(c);
-    chain::cuda::run(o.first, o.second, context, c.exchange);
+    chain::cuda::run(o.first, o.second, context, c.arrangement);
     o.y.download();
     ASSERT_TRUE(o.y.guards_untouched()) << text(c);
     for (std::int64_t n = 0; n < c.batch; n += rows == 0 ? 1 : std::max<std::int64_t>(1, c.batch / rows)) {
@@ -251,9 +260,13 @@ class ChainFused : public testing::Test {
 
 TEST_F(ChainFused, OneTile) { check({64, 64, 64, 64, 16}); }
 
-TEST_F(ChainFused, EveryExchange) {
-  for (const int exchange : {1, 2, 4, 8}) {
-    check({64, 64, 64, 64, 100, DType::f16, true, Activation::none, 0, false, exchange});
+TEST_F(ChainFused, EveryArrangement) {
+  for (const auto& [first, second] : kWarps) {
+    for (const int exchange : {1, 2, 4, 8}) {
+      check({64, 64, 64, 64, 100, DType::f16, true, Activation::none, 0, false, {exchange, first, second}});
+      check({32, 64, 64, 32, 100, DType::bf16, true, Activation::relu, 8, true, {exchange, first, second}}, 20);
+    }
+    check({32, 32, 32, 32, 100, DType::f16, true, Activation::none, 0, false, {1, first, second}});
   }
 }
 
@@ -266,8 +279,11 @@ TEST_F(ChainFused, OddBatches) {
 
 TEST_F(ChainFused, ManyTilesOfEveryCluster) {
   for (const int exchange : {1, 2, 4, 8}) {
-    check({64, 64, 64, 64, 25089, DType::f16, false, Activation::none, 0, false, exchange}, 40);
+    for (const auto& [first, second] : kWarps) {
+      check({64, 64, 64, 64, 4001, DType::f16, false, Activation::none, 0, false, {exchange, first, second}}, 40);
+    }
   }
+  check({64, 64, 64, 64, 25089}, 40);
   check({32, 64, 64, 32, 25089, DType::bf16}, 40);
   check({32, 32, 32, 32, 25089}, 40);
 }
@@ -377,8 +393,12 @@ TEST_F(ChainFused, Time) {
     std::printf("%s: floor at 4.3 TB/s %.4f, copy of x %.4f, separate %.4f ms\n", text(c).c_str(), floor, copied,
                 separate);
     for (int exchange = 1; exchange <= chain::fuse(o.first.sizes, o.second.sizes)->ranks; exchange *= 2) {
-      const double fused = time_of([&] { chain::cuda::run(o.first, o.second, context, exchange); });
-      std::printf("  fused, exchange %d: %.4f ms, %.2f of the floor\n", exchange, fused, fused / floor);
+      for (const auto& [first, second] : kWarps) {
+        const chain::cuda::Arrangement arrangement{exchange, first, second};
+        const double fused = time_of([&] { chain::cuda::run(o.first, o.second, context, arrangement); });
+        std::printf("  fused, exchange %d, %d + %d warps: %.4f ms, %.2f of the floor\n", exchange, first, second, fused,
+                    fused / floor);
+      }
     }
   }
 }

@@ -15,5 +15,7 @@ The functions are those of `fretwork` itself; a layout is a constant of the trac
 
 from fretwork.jax.block import block_softmax, dds, dsd, pack, sdd, unpack
 from fretwork.jax.kronecker import ksmm, ksmm_chain
+from fretwork.jax.regular import alibi, attention, r_sddmm, r_softmax, r_spmm
 
-__all__ = ["block_softmax", "dds", "dsd", "ksmm", "ksmm_chain", "pack", "sdd", "unpack"]
+__all__ = ["alibi", "attention", "block_softmax", "dds", "dsd", "ksmm", "ksmm_chain", "pack", "sdd", "unpack"]
+__all__ += ["r_sddmm", "r_softmax", "r_spmm"]

@@ -31,7 +31,8 @@ struct Order {
 };
 
 /// One tile. Coordinate u_k is inside the sequence iff u_k < count[k] (count[k] ≤ extent[k]); `used` < 0 says that
-/// every inside place has an element somewhere in the pattern, else it is the index of the tile's bits in Plan::used.
+/// every inside place has an element somewhere in the pattern, else the bit of place n is bit n % 32 of word used + n /
+/// 32 in Plan::used.
 struct Tile {
   std::int64_t base;
   std::array<int, kTileAxes> count;

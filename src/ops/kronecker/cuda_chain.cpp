@@ -19,7 +19,7 @@ constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 
 std::string numbers(const Monarch& m) {
   std::string text;
-  for (const int n : {m.q, m.r, m.s, m.p, m.ranks}) {
+  for (const int n : {m.q, m.r, m.s, m.p, m.ranks, m.first_warps, m.second_warps}) {
     text += (text.empty() ? "" : ", ") + std::to_string(n);
   }
   return text;
@@ -32,10 +32,13 @@ KernelSpec pack_instance(const Monarch& m) {
   return {"ops/kronecker/kernel_chain_pack.cuh", "fretwork::kronecker::chain::pack<" + numbers(m) + ">"};
 }
 
-/// With CTAs that swap results, where there is room for it: groups of four were the fastest on an H200.
-Monarch exchanging(Monarch m, int exchange) {
+/// With CTAs that swap results, where there is room for it: pairs of CTAs, and the fewest warps, each with more of the
+/// weights, were the fastest on an H200.
+Monarch arranged(const Monarch& m, const cuda::Arrangement& a) {
   Monarch with = m;
-  with.exchange = std::min(m.ranks, exchange > 0 ? exchange : 4);
+  with.exchange = std::min(m.ranks, a.exchange > 0 ? a.exchange : 2);
+  with.first_warps = a.first_warps > 0 ? a.first_warps : 4;
+  with.second_warps = a.second_warps > 0 ? a.second_warps : m.ranks == 8 ? 4 : 8;
   return with.valid() ? with : m;
 }
 
@@ -48,7 +51,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const auto& [first, second] : {std::pair{Sizes{32, 32, 32, 1}, Sizes{1, 32, 32, 32}},
                                       {Sizes{32, 64, 64, 1}, Sizes{1, 32, 32, 64}},
                                       {Sizes{64, 64, 64, 1}, Sizes{1, 64, 64, 64}}}) {
-    const Monarch m = exchanging(*fuse(first, second), 0);
+    const Monarch m = arranged(*fuse(first, second), {});
     list.push_back(pack_instance(m));
     list.push_back(fused_instance(m, DType::f16));
     list.push_back(fused_instance(m, DType::bf16));
@@ -79,7 +82,7 @@ std::int64_t resident_clusters(const Kernel& kernel, const Monarch& m) {
   const std::lock_guard lock(mutex);
   const auto [place, fresh] = known.try_emplace(&kernel, 1);
   if (fresh) {
-    place->second = std::max(1, kernel.active_clusters(m.ranks, Monarch::kThreads, m.shared()));
+    place->second = std::max(1, kernel.active_clusters(m.ranks, m.threads(), m.shared()));
   }
   return place->second;
 }
@@ -92,9 +95,9 @@ bool cuda::fuses(const Problem& first, const Problem& second, const Context& con
          fuse(first.sizes, second.sizes).has_value() && driver::kernel_arch(context.device.index) == "sm_90a";
 }
 
-void cuda::run(const Problem& first, const Problem& second, Context& context, int exchange) {
+void cuda::run(const Problem& first, const Problem& second, Context& context, const Arrangement& arrangement) {
   const driver::DeviceScope scope(context.device.index);
-  const Monarch m = exchanging(*fuse(first.sizes, second.sizes), exchange);
+  const Monarch m = arranged(*fuse(first.sizes, second.sizes), arrangement);
   const int device = context.device.index;
   const Workspace packed(context, static_cast<std::size_t>(m.words()) * sizeof(std::uint32_t));
   const PackParams pack{first.w.data, second.w.data, packed.data(), first.w.a, first.w.b,
@@ -113,7 +116,7 @@ void cuda::run(const Problem& first, const Problem& second, Context& context, in
   params.activation = static_cast<int>(second.activation);
   const Kernel& kernel = get_kernel(fused_instance(m, first.dtype), device);
   const std::int64_t clusters = std::min(resident_clusters(kernel, m), ceil_div(first.batch, Monarch::kRows));
-  kernel.launch_clusters(clusters * m.ranks, m.ranks, Monarch::kThreads, m.shared(), &params, context.stream, true);
+  kernel.launch_clusters(clusters * m.ranks, m.ranks, m.threads(), m.shared(), &params, context.stream, true);
 }
 
 }  // namespace fretwork::kronecker::chain

@@ -7,43 +7,55 @@ namespace fretwork::kronecker::chain {
 
 /// A factor (q, s, r, 1), then a factor (1, p, q, s), by a cluster of `ranks` CTAs. A CTA keeps the weights of q /
 /// ranks blocks of the first and of s / ranks δ of the second, and takes the rows of the batch 16 at a time. Groups of
-/// `exchange` CTAs swap results, so that each stores wider pieces of fewer rows.
+/// `exchange` CTAs swap results, so that each stores wider pieces of fewer rows. 8 warps multiply
+/// each factor, or 4 that hold twice the weights and read what they multiply half as often.
 struct Monarch {
   int q, r, s, p, ranks, exchange;
+  int first_warps = 8, second_warps = 8;
 
   static constexpr int kRows = 16;
-  static constexpr int kWarps = 8;  ///< of each factor
-  static constexpr int kThreads = 2 * kWarps * 32;
+  static constexpr int kMostWords = 8 * 64;  ///< of a factor's weights that are in a CTA's registers, by the lane
   static constexpr int kShared = 227 * 1024, kBarriers = 256;
-  static constexpr int kMostWords = 64;  ///< registers of a thread that hold weights
 
   constexpr int blocks() const { return q / ranks; }
   constexpr int deltas() const { return s / ranks; }
   constexpr int features() const { return blocks() * r; }
+  constexpr int threads() const { return 32 * (first_warps + second_warps); }
 
   /// Warps divide the pairs of a factor's products among themselves, and where these are few, also the columns.
   struct Share {
-    int pairs, columns, warps;  ///< of one warp; and warps that share a pair
-    constexpr int tiles() const { return columns % 32 == 0 ? 4 : columns % 16 == 0 ? 2 : 1; }  ///< 8 columns each
+    int pairs, columns;  ///< of one warp
+    int warps;           ///< that share a pair
+    int most;            ///< tiles of 8 columns whose sums a warp has at once
+    constexpr int tiles() const {
+      int n = most;
+      while (columns % (8 * n) != 0) {
+        n /= 2;
+      }
+      return n;
+    }
     constexpr int groups() const { return columns / 8 / tiles(); }
     constexpr int words(int depth) const { return pairs * 2 * (depth / 16) * (columns / 8) * 2; }
     constexpr int first_pair(int warp) const { return warp / warps * pairs; }
     constexpr int first_column(int warp) const { return warp % warps * columns; }
   };
-  static constexpr Share share(int products, int columns) {
-    const int pairs = products / 2;
-    return pairs >= kWarps ? Share{pairs / kWarps, columns, 1} : Share{1, columns / (kWarps / pairs), kWarps / pairs};
+  static constexpr Share share(int products, int columns, int warps) {
+    const int pairs = products / 2, most = 32 / warps;
+    return pairs >= warps ? Share{pairs / warps, columns, 1, most}
+                          : Share{1, columns / (warps / pairs), warps / pairs, most};
   }
-  static constexpr bool shares(int products, int columns) {
+  static constexpr bool shares(int products, int columns, int warps) {
     const int pairs = products / 2;
-    return pairs > 0 && (pairs % kWarps == 0 || (kWarps % pairs == 0 && columns % (8 * kWarps / pairs) == 0));
+    return pairs > 0 && (pairs % warps == 0 || (warps % pairs == 0 && columns % (8 * warps / pairs) == 0));
   }
-  constexpr Share first() const { return share(blocks(), s); }
-  constexpr Share second() const { return share(deltas(), p); }
+  constexpr Share first() const { return share(blocks(), s, first_warps); }
+  constexpr Share second() const { return share(deltas(), p, second_warps); }
   constexpr int first_words() const { return first().words(r); }
   constexpr int second_words() const { return second().words(q); }
   /// 32-bit words of packed weights.
-  constexpr long long words() const { return 32LL * kWarps * ranks * (first_words() + second_words()); }
+  constexpr long long words() const {
+    return 32LL * ranks * (first_warps * first_words() + second_warps * second_words());
+  }
 
   // A slot of each ring. Where the cluster is one CTA the middle needs no sending, and likewise the result.
   constexpr int x_bytes() const { return 2 * kRows * features(); }
@@ -66,8 +78,9 @@ struct Monarch {
   /// the 16 bytes that matrices load by.
   constexpr bool valid() const {
     return q % (8 * ranks) == 0 && s % (8 * ranks) == 0 && q % 16 == 0 && r % 16 == 0 && p % 8 == 0 &&
-           features() % 64 == 0 && features() / 64 <= 256 && p * deltas() % 64 == 0 && shares(blocks(), s) &&
-           shares(deltas(), p) && first_words() <= kMostWords && second_words() <= kMostWords && x_slots() >= 2 &&
+           features() % 64 == 0 && features() / 64 <= 256 && p * deltas() % 64 == 0 &&
+           shares(blocks(), s, first_warps) && shares(deltas(), p, second_warps) &&
+           first_words() * first_warps <= kMostWords && second_words() * second_warps <= kMostWords && x_slots() >= 2 &&
            ranks % exchange == 0 && kRows % exchange == 0;
   }
 };

@@ -1,0 +1,220 @@
+// torch.ops.fretwork's attention over regular patterns and its gradient, and SPLAT's operators.
+#include "call.h"
+
+namespace {
+
+using namespace fretwork_torch;  // NOLINT: what every op here is made of
+
+/// The arguments that forward and backward share, in the order of their schemas.
+struct Features {
+  explicit Features(Arguments& arguments)
+      : patterns(arguments.text()),
+        scale(arguments.optional_number()),
+        bias(arguments.optional_tensor()),
+        slopes(arguments.optional_tensor()),
+        softcap(arguments.number()),
+        dropout(arguments.number()),
+        seed(arguments.optional_tensor()),
+        precision(arguments.text()) {}
+  Text patterns;
+  std::optional<double> scale;
+  std::optional<Tensor> bias, slopes;
+  double softcap, dropout;
+  std::optional<Tensor> seed;
+  Text precision;
+};
+
+/// The same as the core has them.
+struct Options {
+  Options(const char* op, const Features& f, const Tensor& q)
+      : patterns(fretwork::parse_patterns(f.patterns.view())),
+        bias(f.bias.has_value() ? view(op, "bias", *f.bias) : fretwork::TensorView{}),
+        slopes(f.slopes.has_value() ? view(op, "slopes", *f.slopes) : fretwork::TensorView{}) {
+    options.scale = f.scale;
+    options.softcap = f.softcap;
+    options.bias = f.bias.has_value() ? &bias : nullptr;
+    options.slopes = f.slopes.has_value() ? &slopes : nullptr;
+    options.dropout = f.dropout;
+    if (f.seed.has_value()) {
+      const bool right =
+          dtype_code(*f.seed) == aoti_torch_dtype_int64() && f.seed->numel() == 1 && device_of(*f.seed) == device_of(q);
+      if (!right) {
+        throw fretwork::Error(op, "seed", "one int64 on the device of q", "something else");
+      }
+      options.dropout_seed = static_cast<const std::int64_t*>(f.seed->const_data_ptr());
+    }
+  }
+  Options(const Options&) = delete;
+  Options& operator=(const Options&) = delete;
+  std::vector<fretwork::PatternPtr> patterns;
+  fretwork::TensorView bias, slopes;
+  fretwork::AttentionOptions options;
+};
+
+void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "attention";
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  const Features features(arguments);
+
+  const Options options(kOp, features, q);
+  const fretwork::TensorView queries = view(kOp, "q", q), keys = view(kOp, "k", k), values = view(kOp, "v", v);
+  // Operands of another rank give some shape; the core refuses them before it looks at the result.
+  const std::int64_t sizes[] = {queries.size(0), queries.size(1), queries.size(2), values.size(3)};
+  const Tensor out = empty_like(sizes, q);
+  const bool wide = queries.dtype == fretwork::DType::f64;
+  const Tensor lse =
+      empty(std::span(sizes).first(3), wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), q);
+  const fretwork::TensorView lse_view = view(kOp, "lse", lse);
+  Call call(q);
+  call.context().precision = precision_named(kOp, features.precision.view());
+  fretwork::attention(queries, keys, values, options.patterns, view(kOp, "out", out), &lse_view, call.context(),
+                      options.options);
+  stack[0] = torch::stable::detail::from(out);
+  stack[1] = torch::stable::detail::from(lse);
+}
+
+/// A gradient that goes where the core is told, or stays empty when it is not wanted.
+struct Gradient {
+  Gradient(const char* argument, const Tensor& of, bool wanted)
+      : tensor(wanted ? empty_like(sizes_of(of), of) : empty_like(std::array<std::int64_t, 1>{0}, of)),
+        seen(view("attention_backward", argument, tensor)),
+        place(wanted ? &seen : nullptr) {}
+  Gradient(const Gradient&) = delete;
+  Gradient& operator=(const Gradient&) = delete;
+  static std::vector<std::int64_t> sizes_of(const Tensor& of) {
+    const auto sizes = of.sizes();
+    return {sizes.begin(), sizes.end()};
+  }
+  Tensor tensor;
+  fretwork::TensorView seen;
+  const fretwork::TensorView* place;
+};
+
+void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "attention_backward";
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor(), out = arguments.tensor(),
+               lse = arguments.tensor(), d_out = arguments.tensor();
+  const std::optional<Tensor> d_lse = arguments.optional_tensor();
+  const Features features(arguments);
+  const bool needs_q = arguments.flag(), needs_k = arguments.flag(), needs_v = arguments.flag(),
+             needs_bias = arguments.flag() && features.bias.has_value();
+
+  const Options options(kOp, features, q);
+  const fretwork::TensorView d_lse_view = d_lse.has_value() ? view(kOp, "d_lse", *d_lse) : fretwork::TensorView{};
+  const Gradient d_q("d_q", q, needs_q), d_k("d_k", k, needs_k), d_v("d_v", v, needs_v),
+      d_bias("d_bias", features.bias.value_or(q), needs_bias);
+  Call call(q);
+  call.context().precision = precision_named(kOp, features.precision.view());
+  fretwork::attention_backward(
+      view(kOp, "q", q), view(kOp, "k", k), view(kOp, "v", v), options.patterns, view(kOp, "out", out),
+      view(kOp, "lse", lse), view(kOp, "d_out", d_out), d_lse.has_value() ? &d_lse_view : nullptr,
+      {.q = d_q.place, .k = d_k.place, .v = d_v.place, .bias = d_bias.place}, call.context(), options.options);
+  const Tensor results[] = {d_q.tensor, d_k.tensor, d_v.tensor, d_bias.tensor};
+  for (std::size_t n = 0; n < std::size(results); ++n) {
+    stack[n] = torch::stable::detail::from(results[n]);
+  }
+}
+
+/// One of SPLAT's three products: its name, what its operands are called, and the core's function.
+struct Product {
+  const char *op, *first, *second;
+  decltype(&fretwork::r_spmm) run;
+};
+
+/// `sizes` are the result's, of the two operands; operands of another rank give some, which the core refuses.
+template <typename Sizes>
+void product(StableIValue* stack, const Product& p, const Sizes& sizes) {
+  Arguments arguments(stack);
+  const Tensor a = arguments.tensor(), b = arguments.tensor();
+  const Text key = arguments.text();
+  const fretwork::PatternPtr pattern = fretwork::parse_pattern(key.view());
+  const fretwork::TensorView first = view(p.op, p.first, a), second = view(p.op, p.second, b);
+  const Tensor out = empty_like(sizes(first, second, pattern, arguments), a);
+  Call call(a);
+  p.run(first, second, pattern, view(p.op, "out", out), call.context());
+  stack[0] = torch::stable::detail::from(out);
+}
+
+using Sizes4 = std::array<std::int64_t, 4>;
+using fretwork::PatternPtr, fretwork::TensorView;
+
+void r_sddmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  product(stack, {"r_sddmm", "q", "k", &fretwork::r_sddmm},
+          [](const TensorView& q, const TensorView&, const PatternPtr& pattern, Arguments&) {
+            return Sizes4{q.size(0), q.size(1), q.size(2), fretwork::r_width(pattern, "r_sddmm")};
+          });
+}
+
+void r_spmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  product(stack, {"r_spmm", "x", "v", &fretwork::r_spmm},
+          [](const TensorView& x, const TensorView& v, const PatternPtr&, Arguments&) {
+            return Sizes4{x.size(0), x.size(1), x.size(2), v.size(3)};
+          });
+}
+
+/// The number of heads of the result is told.
+void r_spmm_transposed(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  product(stack, {"r_spmm_transposed", "x", "y", &fretwork::r_spmm_transposed},
+          [](const TensorView& x, const TensorView& y, const PatternPtr& pattern, Arguments& arguments) {
+            return Sizes4{x.size(0), arguments.integer(), pattern->shape().back(), y.size(3)};
+          });
+}
+
+void r_softmax(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "r_softmax";
+  Arguments arguments(stack);
+  const Tensor x = arguments.tensor();
+  const Text key = arguments.text();
+  const double scale = arguments.number();
+  const TensorView scores = view(kOp, "x", x);
+  const Tensor out = empty_like(scores.shape(), x);
+  Call call(x);
+  fretwork::r_softmax(scores, fretwork::parse_pattern(key.view()), scale, view(kOp, "out", out), call.context());
+  stack[0] = torch::stable::detail::from(out);
+}
+
+void r_softmax_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "r_softmax_backward";
+  Arguments arguments(stack);
+  const Tensor out = arguments.tensor(), d_out = arguments.tensor();
+  const Text key = arguments.text();
+  const double scale = arguments.number();
+  const TensorView weights = view(kOp, "out", out);
+  const Tensor d_x = empty_like(weights.shape(), out);
+  Call call(out);
+  fretwork::r_softmax_backward(weights, view(kOp, "d_out", d_out), fretwork::parse_pattern(key.view()), scale,
+                               view(kOp, "d_x", d_x), call.context());
+  stack[0] = torch::stable::detail::from(d_x);
+}
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("attention", &attention);
+  m.impl("attention_backward", &attention_backward);
+  m.impl("r_sddmm", &r_sddmm);
+  m.impl("r_softmax", &r_softmax);
+  m.impl("r_softmax_backward", &r_softmax_backward);
+  m.impl("r_spmm", &r_spmm);
+  m.impl("r_spmm_transposed", &r_spmm_transposed);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, str patterns, float? scale, Tensor? bias, Tensor? slopes, float "
+      "softcap, float dropout_p, Tensor? seed, str precision) -> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, str "
+      "patterns, float? scale, Tensor? bias, Tensor? slopes, float softcap, float dropout_p, Tensor? seed, str "
+      "precision, bool needs_q, bool needs_k, bool needs_v, bool needs_bias) -> (Tensor d_q, Tensor d_k, Tensor d_v, "
+      "Tensor d_bias)");
+  m.def("r_sddmm(Tensor q, Tensor k, str pattern) -> Tensor");
+  m.def("r_softmax(Tensor x, str pattern, float scale) -> Tensor");
+  m.def("r_softmax_backward(Tensor out, Tensor d_out, str pattern, float scale) -> Tensor");
+  m.def("r_spmm(Tensor x, Tensor v, str pattern) -> Tensor");
+  m.def("r_spmm_transposed(Tensor x, Tensor y, str pattern, SymInt heads) -> Tensor");
+}
+STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fretwork, CUDA, m) { implement(m); }

@@ -1,0 +1,384 @@
+"""Attention over regular patterns, and SPLAT's operators, on JAX arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.typing import ArrayLike
+
+from fretwork import _shapes
+from fretwork._shapes import fail
+from fretwork.jax._handlers import check_precision, default_precision, operand
+from fretwork.pattern import Pattern, row_width
+
+
+class _Attention(NamedTuple):
+    """What attention is, besides q, k, v and the extras that follow them."""
+
+    patterns: tuple[Pattern, ...]
+    scale: float
+    softcap: float
+    dropout_p: float
+    precision: str
+    extras: str  # which of bias (4 dimensions), slopes and dropout's seed there are, as "b", "s", "d"
+
+    def options(self) -> dict[str, Any]:
+        numbers = {"scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p}
+        return {
+            "patterns": "\n".join(p.text for p in self.patterns),
+            "precision": self.precision,
+            "extras": self.extras,
+            **{name: np.float64(number) for name, number in numbers.items()},
+        }
+
+    def alone(self, batched: Sequence[bool]) -> bool:
+        """Whether the elements of a vmap have something of their own that a batch shares; the extras come last."""
+        own = dict(zip(self.extras, batched[len(batched) - len(self.extras) :], strict=True))
+        return "d" in own or own.get("s", False)
+
+
+def _wide(dtype: Any) -> Any:
+    """Of lse."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _fold(x: jax.Array, batched: bool, size: int) -> jax.Array:
+    """A mapped dimension becomes part of the batch."""
+    many = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+    return many.reshape(size * many.shape[1], *many.shape[2:])
+
+
+def _fold_bias(bias: jax.Array, batched: bool, size: int, batch: int) -> jax.Array:
+    many = bias if batched else bias[None]
+    return jnp.broadcast_to(many, (size, batch, *many.shape[2:])).reshape(size * batch, *many.shape[2:])
+
+
+def _one_by_one(f: Callable[..., Any], batched: Sequence[bool], arguments: tuple[jax.Array, ...]) -> Any:
+    def step(mapped: tuple[jax.Array, ...]) -> Any:
+        rest = iter(mapped)
+        return f(*(next(rest) if many else x for many, x in zip(batched, arguments, strict=True)))
+
+    return jax.lax.map(step, tuple(x for many, x in zip(batched, arguments, strict=True) if many))
+
+
+def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
+    """o and lse of q, k, v and the extras."""
+
+    @custom_vmap
+    def call(*arguments: jax.Array) -> Sequence[jax.Array]:
+        q, _, v = arguments[:3]
+        results = [
+            jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:3], _wide(q.dtype)),
+        ]
+        return jax.ffi.ffi_call("fretwork_attention", results)(*arguments, **p.options())
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:
+        if p.alone(batched):
+            return _one_by_one(functools.partial(_attention_call, p), batched, arguments), [True, True]
+        batch = arguments[0].shape[1 if batched[0] else 0]
+        folded = [_fold(x, many, size) for x, many in zip(arguments[:3], batched, strict=False)]
+        for kind, many, x in zip(p.extras, batched[3:], arguments[3:], strict=True):
+            same = kind == "s" or (not many and x.shape[0] == 1)
+            folded.append(x if same else _fold_bias(x, many, size, batch))
+        return [x.reshape(size, batch, *x.shape[1:]) for x in _attention_call(p, *folded)], [True, True]
+
+    return call(*arguments)
+
+
+def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
+    """The gradients of q, k, v and bias, of q, k, v, o, lse, d_o, d_lse and the extras."""
+
+    @custom_vmap
+    def call(*arguments: jax.Array) -> Sequence[jax.Array]:
+        like = [*arguments[:3], *(arguments[7:8] if "b" in p.extras else [])]
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
+        return jax.ffi.ffi_call("fretwork_attention_backward", results)(*arguments, **p.options())
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:
+        count = 4 if "b" in p.extras else 3
+        if p.alone(batched):
+            return _one_by_one(functools.partial(_gradient_call, p), batched, arguments), [True] * count
+        batch = arguments[0].shape[1 if batched[0] else 0]
+        folded = [_fold(x, many, size) for x, many in zip(arguments[:7], batched, strict=False)]
+        for kind, many, x in zip(p.extras, batched[7:], arguments[7:], strict=True):
+            folded.append(x if kind == "s" else _fold_bias(x, many, size, batch))
+        found = [x.reshape(size, batch, *x.shape[1:]) for x in _gradient_call(p, *folded)]
+        if count == 4 and arguments[7].shape[1 if batched[7] else 0] != batch:
+            found[3] = found[3].sum(axis=1, keepdims=True)
+        return found, [True] * count
+
+    return call(*arguments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
+    return _attention_call(p, *arguments)
+
+
+def _attention_forward(p: _Attention, *arguments: jax.Array) -> tuple[Sequence[jax.Array], tuple[jax.Array, ...]]:
+    results = _attention_call(p, *arguments)
+    return results, (*arguments, *results)
+
+
+def _attention_backward(
+    p: _Attention, saved: tuple[jax.Array, ...], d: Sequence[jax.Array]
+) -> tuple[jax.Array | None, ...]:
+    q, k, v, *extras, o, lse = saved
+    gradients = _gradient_call(p, q, k, v, o, lse, *d, *extras)
+    return *gradients, *(None for kind in p.extras if kind != "b")
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+class alibi:
+    """A bias of −slope · |p − j| for each head, as `fretwork.alibi`.
+
+    >>> alibi(jnp.ones(4)).slopes.shape
+    (4,)
+    """
+
+    __slots__ = ("slopes",)
+    slopes: jax.Array
+
+    def __init__(self, slopes: ArrayLike) -> None:
+        self.slopes = jnp.asarray(slopes, dtype=jnp.float32)
+        if self.slopes.ndim != 1:
+            raise ValueError(f"alibi: slopes: expected (Hq,), one for each query head, got {self.slopes.shape}")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _checked_attention(
+    patterns: tuple[Pattern, ...],
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    precision: str | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    extras: dict[str, jax.Array],
+) -> Sequence[jax.Array]:
+    known = [operand(name, extras[name]) for name in ("bias", "slopes") if name in extras]
+    operands = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
+    _shapes.check_attention(operands, patterns, known, softcap, dropout_p)
+    ordered = {name: extras[name] for name in ("bias", "slopes", "dropout") if name in extras}
+    if "bias" in ordered:
+        bias = ordered["bias"]
+        ordered["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    p = _Attention(
+        patterns,
+        float(q.shape[-1] ** -0.5) if scale is None else scale,
+        softcap,
+        dropout_p if dropout_p < 1 else 0.0,
+        precision or default_precision(),
+        "".join(name[0] for name in ordered),
+    )
+    o, lse = _attention(p, q, k, v, *ordered.values())
+    return o if dropout_p < 1 else jnp.where(False, o, 0), lse
+
+
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    pattern: Pattern | Sequence[Pattern],
+    scale: float | None = None,
+    bias: ArrayLike | alibi | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    *,
+    dropout_key: jax.Array | None = None,
+    precision: str | None = None,
+) -> Any:
+    """Attention in which a query sees the keys that `pattern` holds; arguments as `fretwork.attention` has them.
+
+    q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), Hq a multiple of Hk. `bias` broadcasts to (B, Hq, Sq, Sk)
+    or is `alibi(slopes)`. Dropout takes a key of `jax.random`. With `return_lse` the result is (o, lse).
+
+    >>> import fretwork as fw
+    >>> q = k = v = jnp.ones((1, 2, 50, 16))
+    >>> attention(q, k, v, fw.Pattern.parse("strided(50, 8)")).shape
+    (1, 2, 50, 16)
+    """
+    op = "attention"
+    check_precision(op, precision)
+    extras: dict[str, jax.Array] = {}
+    if isinstance(bias, alibi):
+        extras["slopes"] = bias.slopes
+    elif bias is not None:
+        extras["bias"] = jnp.asarray(bias)
+    if not 0 <= dropout_p <= 1:
+        fail(op, "dropout_p", "0 to 1", dropout_p)
+    if 0 < dropout_p < 1:
+        if dropout_key is None:
+            fail(op, "dropout_key", "a key of jax.random where there is dropout", None)
+        extras["dropout"] = jax.random.bits(dropout_key, (2,), jnp.uint32)  # the 64 bits of a seed
+    patterns = (pattern,) if isinstance(pattern, Pattern) else _sequence(op, pattern)
+    numbers = (None if scale is None else float(scale), float(softcap), float(dropout_p))
+    arrays = (jnp.asarray(x) for x in (q, k, v))
+    o, lse = _checked_attention(patterns, *numbers, precision, *arrays, extras)
+    return (o, lse) if return_lse else o
+
+
+def _sequence(op: str, patterns: object) -> tuple[Pattern, ...]:
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence) or len(patterns) == 0:
+        raise TypeError(
+            f"{op}: pattern: expected a fretwork.Pattern or a sequence of them, got {type(patterns).__name__}"
+        )
+    for n, p in enumerate(patterns):
+        if not isinstance(p, Pattern):
+            raise TypeError(f"{op}: pattern[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
+    return tuple(patterns)
+
+
+# SPLAT's operators. x[i, t] = a[i] · b[column] ties three arrays; each product gives one from the other two, so that
+# the gradients of each are the other two.
+
+
+class _Product(NamedTuple):
+    """Which product; `heads` of the transposed one's result."""
+
+    op: str
+    pattern: Pattern
+    heads: int = 0
+
+    def shape(self, a: jax.Array, b: jax.Array) -> tuple[int, ...]:
+        if self.op == "r_sddmm":
+            return *a.shape[:3], row_width(self.pattern, self.op)
+        if self.op == "r_spmm":
+            return *a.shape[:3], b.shape[3]
+        return a.shape[0], self.heads, self.pattern.shape[-1], b.shape[3]
+
+
+def _folded(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The call under vmap: mapped dimensions become part of the batch."""
+    mapped = custom_vmap(call)
+
+    @mapped.def_vmap
+    def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[jax.Array, bool]:
+        batch = arguments[0].shape[1 if batched[0] else 0]
+        folded = (_fold(x, many, size) for x, many in zip(arguments, batched, strict=True))
+        result = _folded(call)(*folded)
+        return result.reshape(size, batch, *result.shape[1:]), True
+
+    return mapped
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
+    def call(a: jax.Array, b: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct(p.shape(a, b), a.dtype)
+        return jax.ffi.ffi_call(f"fretwork_{p.op}", result)(a, b, pattern=p.pattern.text)
+
+    return _folded(call)(a, b)
+
+
+def _product_forward(p: _Product, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(p, a, b), (a, b)
+
+
+def _product_backward(p: _Product, operands: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    a, b = operands
+    sddmm, spmm = _Product("r_sddmm", p.pattern), _Product("r_spmm", p.pattern)
+    transposed = _Product("r_spmm_transposed", p.pattern, b.shape[1])
+    if p.op == "r_sddmm":
+        return _product(spmm, d, b), _product(transposed, d, a)
+    if p.op == "r_spmm":
+        return _product(sddmm, d, b), _product(transposed, a, d)
+    return _product(sddmm, b, d), _product(spmm, a, d)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _softmax(pattern: Pattern, scale: float, x: jax.Array) -> jax.Array:
+    def call(x: jax.Array) -> jax.Array:
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ffi.ffi_call("fretwork_r_softmax", result)(x, pattern=pattern.text, scale=np.float64(scale))
+
+    return _folded(call)(x)
+
+
+def _softmax_forward(pattern: Pattern, scale: float, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    out = _softmax(pattern, scale, x)
+    return out, out
+
+
+def _softmax_backward(pattern: Pattern, scale: float, out: jax.Array, d: jax.Array) -> tuple[jax.Array]:
+    def call(out: jax.Array, d: jax.Array) -> jax.Array:
+        result, options = jax.ShapeDtypeStruct(out.shape, out.dtype), {"scale": np.float64(scale)}
+        return jax.ffi.ffi_call("fretwork_r_softmax_backward", result)(out, d, pattern=pattern.text, **options)
+
+    return (_folded(call)(out, d),)
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def _check_pattern(op: str, pattern: object) -> None:
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"{op}: pattern: expected a fretwork.Pattern, got {type(pattern).__name__}")
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def _checked_sddmm(pattern: Pattern, q: jax.Array, k: jax.Array) -> jax.Array:
+    _shapes.check_r_sddmm(operand("q", q), operand("k", k), pattern)
+    return _product(_Product("r_sddmm", pattern), q, k)
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def _checked_spmm(pattern: Pattern, x: jax.Array, v: jax.Array) -> jax.Array:
+    _shapes.check_r_spmm(operand("x", x), operand("v", v), pattern)
+    return _product(_Product("r_spmm", pattern), x, v)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _checked_softmax(pattern: Pattern, scale: float, x: jax.Array) -> jax.Array:
+    _shapes.check_r_softmax(operand("x", x), pattern)
+    return _softmax(pattern, scale, x)
+
+
+def r_sddmm(q: ArrayLike, k: ArrayLike, pattern: Pattern) -> jax.Array:
+    """The scores q kᵀ that a pattern holds, (B, Hq, Sq, W); see `fretwork.r_sddmm`.
+
+    >>> import fretwork as fw
+    >>> r_sddmm(jnp.ones((1, 2, 9, 4)), jnp.ones((1, 2, 9, 4)), fw.Pattern.parse("sliding_window(9, 2, 0)")).shape
+    (1, 2, 9, 3)
+    """
+    _check_pattern("r_sddmm", pattern)
+    return _checked_sddmm(pattern, jnp.asarray(q), jnp.asarray(k))
+
+
+def r_softmax(x: ArrayLike, pattern: Pattern, scale: float = 1.0) -> jax.Array:
+    """Softmax of scale · x over the entries of each row; see `fretwork.r_softmax`.
+
+    >>> import fretwork as fw
+    >>> r_softmax(jnp.zeros((1, 1, 9, 3)), fw.Pattern.parse("sliding_window(9, 2, 0)"))[0, 0, 1].tolist()
+    [0.5, 0.5, 0.0]
+    """
+    _check_pattern("r_softmax", pattern)
+    return _checked_softmax(pattern, float(scale), jnp.asarray(x))
+
+
+def r_spmm(x: ArrayLike, v: ArrayLike, pattern: Pattern) -> jax.Array:
+    """x v for weights x as `r_sddmm` stores them; see `fretwork.r_spmm`.
+
+    >>> import fretwork as fw
+    >>> pattern = fw.Pattern.parse("sliding_window(9, 2, 0)")
+    >>> r_spmm(jnp.ones((1, 1, 9, 3)), jnp.ones((1, 1, 9, 4)), pattern)[0, 0, :3, 0].tolist()
+    [1.0, 2.0, 3.0]
+    """
+    _check_pattern("r_spmm", pattern)
+    return _checked_spmm(pattern, jnp.asarray(x), jnp.asarray(v))

@@ -1,0 +1,165 @@
+"""Attention over regular patterns on torch tensors. A thin door, like `fretwork.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fretwork import _rules_regular as _rules_regular  # registers gradients, fakes, vmap and autocast
+from fretwork.ops import _check_tensor, _number, _precision
+from fretwork.pattern import Pattern
+
+_attention = torch.ops.fretwork.attention.default
+
+
+class alibi:
+    """A bias of −slope · |p − j| for each head, p = i + Sk − Sq the query's position and j the key's. No gradient.
+
+    >>> import torch, fretwork as fw
+    >>> q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    >>> slopes = torch.tensor([0.5, 0.25])
+    >>> distance = (torch.arange(5)[:, None] + 4 - torch.arange(9)).abs()
+    >>> pattern = fw.patterns.causal((5, 9))
+    >>> o = fw.attention(q, k, v, pattern, bias=fw.alibi(slopes))
+    >>> torch.allclose(o, fw.attention(q, k, v, pattern, bias=-slopes[:, None, None] * distance), atol=1e-5)
+    True
+    """
+
+    __slots__ = ("slopes",)
+    slopes: Tensor
+
+    def __init__(self, slopes: Tensor) -> None:
+        if not isinstance(slopes, Tensor):
+            raise TypeError(f"alibi: slopes: expected a torch.Tensor, got {type(slopes).__name__}")
+        if slopes.dim() != 1:
+            raise ValueError(f"alibi: slopes: expected (Hq,), one for each query head, got {tuple(slopes.shape)}")
+        self.slopes = slopes
+
+    def __repr__(self) -> str:
+        return f"alibi({self.slopes!r})"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    scale: float | None = None,
+    bias: Tensor | alibi | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    *,
+    precision: str | None = None,
+) -> Any:
+    """Attention in which a query sees the keys that `pattern` holds.
+
+    o = dropout(softmax(softcap(scale · q kᵀ) + bias)) v. q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) and o
+    (B, Hq, Sq, Dv); Hq is a multiple of Hk, and query head h uses key head h // (Hq/Hk). `pattern` is one for all
+    heads or a sequence of Hq, (Sq, Sk) each: of `fw.patterns`, a `BlockLayout` of one head or a `KroneckerPattern`.
+    `scale` is 1/√D unless given. `bias` broadcasts to (B, Hq, Sq, Sk), or is `fw.alibi(slopes)`. A softcap c > 0 turns
+    a score s into c · tanh(s/c). Dropout follows `torch.manual_seed`. With `return_lse` the result is (o, lse), lse
+    (B, Hq, Sq) the natural log-sum-exp of each query's scores. A query without keys gives zeros and −inf. `precision`
+    is that of `fw.sdd`.
+
+    >>> import torch, fretwork as fw
+    >>> q, k, v = (torch.randn(1, 2, 100, 16, requires_grad=True) for _ in range(3))
+    >>> o = fw.attention(q, k, v, fw.patterns.strided(100, 8))
+    >>> o.sum().backward()
+    >>> o.shape, q.grad.shape
+    (torch.Size([1, 2, 100, 16]), torch.Size([1, 2, 100, 16]))
+    """
+    op = "attention"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(op, name, tensor)
+    slopes = None
+    if isinstance(bias, alibi):
+        slopes = bias.slopes.detach().float()
+        bias = None
+    elif bias is not None:
+        _check_tensor(op, "bias", bias)
+    keys = _keys(op, pattern)
+    if scale is not None:
+        scale = _number(op, "scale", scale)
+    rate = _number(op, "dropout_p", dropout_p)
+    if not 0 <= rate <= 1:
+        raise RuntimeError(f"{op}: dropout_p: expected 0 to 1, got {dropout_p}")
+    seed = None
+    if 0 < rate < 1:  # drawn where it is used: no copy, no wait
+        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
+    cap = _number(op, "softcap", softcap)
+    p = rate if rate < 1 else 0.0
+    o, lse = _attention(q, k, v, keys, scale, bias, slopes, cap, p, seed, _precision(op, precision))
+    if rate == 1:
+        o = torch.where(torch.zeros_like(o, dtype=torch.bool), o, 0)  # all dropped; zero gradients
+    return (o, lse) if return_lse else o
+
+
+def _keys(op: str, pattern: object) -> str:
+    """What stands for the patterns inside an op, one on each line; a graph that may be saved gets the whole texts."""
+    exporting = torch.compiler.is_exporting()
+    if isinstance(pattern, Pattern):
+        return pattern._text if exporting else pattern._key
+    if isinstance(pattern, str) or not isinstance(pattern, Sequence) or len(pattern) == 0:
+        got = "an empty sequence" if isinstance(pattern, Sequence) and not pattern else type(pattern).__name__
+        raise TypeError(f"{op}: pattern: expected a fretwork.Pattern or a sequence of them, got {got}")
+    for n, p in enumerate(pattern):
+        if not isinstance(p, Pattern):
+            raise TypeError(f"{op}: pattern[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
+    return "\n".join(p._text if exporting else p._key for p in pattern)
+
+
+_r_sddmm, _r_spmm = torch.ops.fretwork.r_sddmm.default, torch.ops.fretwork.r_spmm.default
+_r_softmax = torch.ops.fretwork.r_softmax.default
+
+
+def r_sddmm(q: Tensor, k: Tensor, pattern: Pattern) -> Tensor:
+    """The scores q kᵀ that a pattern holds, side by side: (B, Hq, Sq, W), W the entries of the longest row.
+
+    Every row of the pattern is one progression, `start, stride, count = pattern.acsr()`: entry t of row i is the score
+    of key start[i] + t · stride[i], and zero from count[i] on. q is (B, Hq, Sq, D), k (B, Hk, Sk, D), heads shared as
+    in `attention`.
+
+    >>> import torch, fretwork as fw
+    >>> pattern = fw.patterns.sliding_window(6, 2, 0)
+    >>> fw.r_sddmm(torch.ones(1, 1, 6, 4), torch.arange(6.0)[:, None].expand(1, 1, 6, 4), pattern)[0, 0].tolist()[:3]
+    [[0.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 4.0, 8.0]]
+    """
+    _check_tensor("r_sddmm", "q", q)
+    _check_tensor("r_sddmm", "k", k)
+    return _r_sddmm(q, k, _one_key("r_sddmm", pattern))
+
+
+def r_softmax(x: Tensor, pattern: Pattern, scale: float = 1.0) -> Tensor:
+    """Softmax of scale · x over the entries of each row, as `r_sddmm` stores them; zeros beyond.
+
+    >>> import torch, fretwork as fw
+    >>> fw.r_softmax(torch.zeros(1, 1, 4, 2), fw.patterns.sliding_window(4, 1, 0))[0, 0].tolist()[:2]
+    [[1.0, 0.0], [0.5, 0.5]]
+    """
+    _check_tensor("r_softmax", "x", x)
+    return _r_softmax(x, _one_key("r_softmax", pattern), _number("r_softmax", "scale", scale))
+
+
+def r_spmm(x: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    """x v for weights x (B, Hq, Sq, W) as `r_sddmm` stores them; v is (B, Hk, Sk, Dv), the result (B, Hq, Sq, Dv).
+
+    >>> import torch, fretwork as fw
+    >>> p = fw.patterns.dilated(40, 3, 4)
+    >>> q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    >>> o = fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, p), p, scale=0.25), v, p)
+    >>> torch.allclose(o, fw.attention(q, k, v, p), atol=1e-5)
+    True
+    """
+    _check_tensor("r_spmm", "x", x)
+    _check_tensor("r_spmm", "v", v)
+    return _r_spmm(x, v, _one_key("r_spmm", pattern))
+
+
+def _one_key(op: str, pattern: object) -> str:
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"{op}: pattern: expected a fretwork.Pattern, got {type(pattern).__name__}")
+    return _keys(op, pattern)

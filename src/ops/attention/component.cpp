@@ -1,0 +1,636 @@
+// Runs by end points: on each axis a part meets an interval of column intervals, all but a few of them in the same way;
+// a tile pair is a product of such meetings. Its mask is drawn once for each different product.
+#include "ops/attention/component.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <string_view>
+
+namespace fretwork::attention_op {
+
+int Numbers::of(std::uint64_t value) {
+  if (values_.size() * 2 >= slots_.size()) {
+    grow();
+  }
+  const std::size_t mask = slots_.size() - 1;
+  for (std::size_t at = (value * 0x9E3779B97F4A7C15u) >> 20 & mask;; at = (at + 1) & mask) {
+    if (slots_[at] < 0) {
+      slots_[at] = static_cast<std::int32_t>(values_.size());
+      values_.push_back(value);
+      return slots_[at];
+    }
+    if (values_[static_cast<std::size_t>(slots_[at])] == value) {
+      return slots_[at];
+    }
+  }
+}
+
+void Numbers::grow() {
+  const std::vector<std::uint64_t> old = std::exchange(values_, {});
+  slots_.assign(std::max<std::size_t>(64, slots_.size() * 4), -1);
+  for (const std::uint64_t value : old) {
+    of(value);
+  }
+}
+
+namespace {
+
+std::uint64_t pair_of(int a, int b) {
+  return static_cast<std::uint64_t>(static_cast<std::uint32_t>(a)) << 32 | static_cast<std::uint32_t>(b);
+}
+
+// How a part meets one pair of intervals on one axis, counted from their begins: rows [row_begin, row_end), columns
+// [col_begin, col_end), column − row in [low, high]. Ends and bounds that do not matter are the largest there are, so
+// that alike meetings are equal.
+struct Meeting {
+  static constexpr int kEnd = 1023, kLow = -1024, kHigh = 1023;
+  int row_begin = 0, row_end = kEnd, col_begin = 0, col_end = kEnd, low = kLow, high = kHigh;
+
+  std::uint64_t pack() const {
+    std::uint64_t packed = 0;
+    for (const int x : {row_begin, row_end, col_begin, col_end}) {
+      packed = packed << 10 | static_cast<std::uint64_t>(x);
+    }
+    return (packed << 12 | static_cast<std::uint64_t>(low + 1024)) << 12 | static_cast<std::uint64_t>(high + 1024);
+  }
+  static Meeting unpack(std::uint64_t packed) {
+    const auto field = [&](int shift, int bits) { return static_cast<int>(packed >> shift & ((1u << bits) - 1)); };
+    return {field(54, 10), field(44, 10), field(34, 10), field(24, 10), field(12, 12) - 1024, field(0, 12) - 1024};
+  }
+};
+
+/// Column intervals [first, last) that are met in the same way.
+struct Reach {
+  std::int32_t first, last, meeting;
+};
+
+/// One side's tiles. Numbers rise with the digits, the run axis's fastest.
+struct Grid {
+  std::vector<Tile> tiles;
+  std::vector<int> shape;                   ///< of each tile: a number that stands for what of it is inside
+  std::vector<std::int32_t> number;         ///< by place in the product of the intervals; −1: not in the sequence
+  std::array<std::int64_t, kMaxAxes> step;  ///< of an axis in that product
+  std::vector<Inside> shapes;
+  Order order;
+};
+
+std::uint64_t pack(const Inside& inside, const Side& side, int axes) {
+  std::uint64_t packed = 0;  // at most three axes are longer than one
+  for (int k = 0; k < axes; ++k) {
+    if (side.extent[k] > 1) {
+      packed = packed << 20 | static_cast<std::uint64_t>(inside.begin[k] << 10 | inside.end[k]);
+    }
+  }
+  return packed;
+}
+
+Order order_of(const View& view, const Side& side) {
+  Order order;
+  int at = kTileAxes;
+  for (int k = view.axes - 1; k >= 0; --k) {
+    if (side.extent[k] > 1) {
+      --at;
+      order.extent[static_cast<std::size_t>(at)] = side.extent[k];
+      order.stride[static_cast<std::size_t>(at)] = view.strides[k];
+    }
+  }
+  return order;
+}
+
+Tile tile_of(const View& view, const Side& side, std::int64_t shift, std::span<const std::int64_t> begin,
+             const Inside& inside) {
+  Tile tile{-shift, {1, 1, 1}, -1};
+  int at = kTileAxes;
+  for (int k = view.axes - 1; k >= 0; --k) {
+    tile.base += (begin[k] + inside.begin[k]) * view.strides[k];
+    if (side.extent[k] > 1) {
+      tile.count[static_cast<std::size_t>(--at)] = inside.end[k] - inside.begin[k];
+    }
+  }
+  return tile;
+}
+
+Grid make_grid(const View& view, const Side& side, int run_axis, std::int64_t shift, std::int64_t length) {
+  const Ends ends(Line(view, shift, length));
+  Grid grid;
+  grid.order = order_of(view, side);
+  std::array<int, kMaxAxes> axes{};
+  for (int k = 0, n = 0; k < view.axes; ++k) {
+    if (k != run_axis) {
+      axes[n++] = k;
+    }
+  }
+  axes[view.axes - 1] = run_axis;
+  std::int64_t total = 1;
+  for (int n = view.axes - 1; n >= 0; --n) {
+    grid.step[axes[n]] = total;
+    total *= side.cuts[axes[n]].size();
+  }
+  grid.number.assign(static_cast<std::size_t>(total), -1);
+  Numbers shapes;
+  std::array<int, kMaxAxes> at{};
+  std::array<std::int64_t, kMaxAxes> begin{}, end{};
+  for (int k = 0; k < view.axes && total > 0; ++k) {
+    begin[k] = side.cuts[k].begin[0];
+    end[k] = side.cuts[k].end[0];
+  }
+  for (std::int64_t place = 0; place < total; ++place) {
+    Inside inside;
+    if (ends.clip(side.free_axis, begin, end, inside)) {
+      const int shape = shapes.of(pack(inside, side, view.axes));
+      if (shape == static_cast<int>(grid.shapes.size())) {
+        grid.shapes.push_back(inside);
+      }
+      grid.number[static_cast<std::size_t>(place)] = static_cast<std::int32_t>(grid.tiles.size());
+      grid.tiles.push_back(tile_of(view, side, shift, begin, inside));
+      grid.shape.push_back(shape);
+    }
+    for (int n = view.axes - 1; n >= 0; --n) {
+      const int k = axes[n];
+      at[k] = at[k] + 1 == side.cuts[k].size() ? 0 : at[k] + 1;
+      begin[k] = side.cuts[k].begin[static_cast<std::size_t>(at[k])];
+      end[k] = side.cuts[k].end[static_cast<std::size_t>(at[k])];
+      if (at[k] != 0) {
+        break;
+      }
+    }
+  }
+  return grid;
+}
+
+/// Which column intervals a part meets from each of its row intervals, on one axis.
+class Reaches {
+ public:
+  Reaches(const AxisRange& part, const Cuts& rows, const Cuts& cols, const std::vector<int>& own, Numbers& meetings)
+      : part_(part), rows_(rows), cols_(cols), own_(own), meetings_(meetings) {
+    first_row_ =
+        static_cast<int>(std::upper_bound(rows.end.begin(), rows.end.end(), part.row_begin) - rows.end.begin());
+    const int stop =
+        static_cast<int>(std::lower_bound(rows.begin.begin(), rows.begin.end(), part.row_end) - rows.begin.begin());
+    if (first_row_ < stop && own.empty()) {
+      met_ = stop_ = whole_ = broken_ = first_col(part.row_begin);
+    }
+    first_.push_back(0);
+    for (int i = first_row_; i < stop; ++i) {
+      add(i);
+      first_.push_back(static_cast<int>(found_.size()));
+    }
+  }
+  int first_row() const { return first_row_; }
+  int last_row() const { return first_row_ + static_cast<int>(first_.size()) - 1; }
+  std::span<const Reach> of(int row) const {
+    const auto i = static_cast<std::size_t>(row - first_row_);
+    return std::span(found_).subspan(static_cast<std::size_t>(first_[i]),
+                                     static_cast<std::size_t>(first_[i + 1] - first_[i]));
+  }
+
+ private:
+  /// The first interval that rows from here on can meet.
+  int first_col(std::int64_t row) const {
+    const std::int64_t begin = std::max(part_.col_begin, row + part_.low);
+    return static_cast<int>(std::upper_bound(cols_.end.begin(), cols_.end.end(), begin) - cols_.end.begin());
+  }
+  void add(int i) {
+    const std::int64_t from = rows_.begin[static_cast<std::size_t>(i)], to = rows_.end[static_cast<std::size_t>(i)];
+    const std::int64_t first = std::max(from, part_.row_begin), last = std::min(to, part_.row_end) - 1;
+    const std::int64_t begin = std::max(part_.col_begin, first + part_.low);
+    const std::int64_t end = std::min(part_.col_end, last + part_.high + 1);
+    if (first > last || begin >= end) {
+      return;
+    }
+    const int from_col = own_.empty() ? 0 : own_[static_cast<std::size_t>(i)];
+    const int to_col = own_.empty() ? cols_.size() : own_[static_cast<std::size_t>(i) + 1];
+    const auto after = [&](int& at, const std::vector<std::int64_t>& x, std::int64_t value) {  // the first x > value
+      at = std::max(at, from_col);  // it never falls from one row to the next
+      while (at < to_col && x[static_cast<std::size_t>(at)] <= value) {
+        ++at;
+      }
+      return at;
+    };
+    const int met = after(met_, cols_.end, begin), stop = after(stop_, cols_.begin, end - 1);
+    // Those that every row of the interval meets wholly.
+    const int whole = after(whole_, cols_.begin, std::max(part_.col_begin, last + part_.low) - 1);
+    const int broken = after(broken_, cols_.end, std::min(part_.col_end, first + part_.high + 1));
+    Meeting rows;
+    rows.row_begin = static_cast<int>(first - from);
+    rows.row_end = last + 1 == to ? Meeting::kEnd : static_cast<int>(last + 1 - from);
+    for (int j = met; j < stop; ++j) {
+      if (j >= whole && j < broken) {
+        const int until = std::min(stop, broken);
+        push(j, until, rows);
+        j = until - 1;
+      } else {
+        push(j, j + 1, meet(rows, first, last, from, j));
+      }
+    }
+  }
+  Meeting meet(Meeting made, std::int64_t first, std::int64_t last, std::int64_t from, int j) const {
+    const std::int64_t begin = cols_.begin[static_cast<std::size_t>(j)], end = cols_.end[static_cast<std::size_t>(j)];
+    const std::int64_t left = std::max(begin, part_.col_begin), right = std::min(end, part_.col_end) - 1;
+    made.col_begin = static_cast<int>(left - begin);
+    made.col_end = right + 1 == end ? Meeting::kEnd : static_cast<int>(right + 1 - begin);
+    if (part_.low > left - last) {
+      made.low = static_cast<int>(part_.low + from - begin);
+    }
+    if (part_.high < right - first) {
+      made.high = static_cast<int>(part_.high + from - begin);
+    }
+    return made;
+  }
+  void push(int first, int last, const Meeting& meeting) {
+    const int number = meetings_.of(meeting.pack());
+    if (static_cast<int>(found_.size()) > first_.back() && found_.back().meeting == number &&
+        found_.back().last == first) {
+      found_.back().last = last;
+    } else {
+      found_.push_back({first, last, number});
+    }
+  }
+
+  const AxisRange part_;
+  const Cuts& rows_;
+  const Cuts& cols_;
+  const std::vector<int>& own_;
+  Numbers& meetings_;
+  int first_row_ = 0;
+  int met_ = 0, stop_ = 0, whole_ = 0, broken_ = 0;
+  std::vector<int> first_;
+  std::vector<Reach> found_;
+};
+
+void set_range(std::uint32_t* words, int begin, int end) {
+  for (int n = begin; n < end;) {
+    const int stop = std::min(end, (n | 31) + 1);
+    const std::uint32_t bits = stop - n == 32 ? ~0u : ((1u << (stop - n)) - 1) << (n & 31);
+    words[n / 32] |= bits;
+    n = stop;
+  }
+}
+
+class Maker {
+ public:
+  Maker(const Arrangement& arrangement, Plan& plan, Masks& masks)
+      : in_(arrangement),
+        plan_(plan),
+        masks_(masks),
+        rows_(make_grid(in_.view, in_.row, in_.run_axis, in_.view.row_shift, plan.rows)),
+        cols_(make_grid(in_.view, in_.col, in_.run_axis, in_.view.col_shift, plan.cols)) {
+    for (const Part& part : in_.parts) {
+      reaches_.emplace_back();
+      for (int k = 0; k < in_.view.axes; ++k) {
+        reaches_.back().emplace_back(part[static_cast<std::size_t>(k)], in_.row.cuts[static_cast<std::size_t>(k)],
+                                     in_.col.cuts[static_cast<std::size_t>(k)],
+                                     in_.col.own[static_cast<std::size_t>(k)], meetings_);
+      }
+    }
+    same_shape_until();
+  }
+
+  Component make(bool cover) {
+    Component made;
+    made.row_order = rows_.order;
+    made.col_order = cols_.order;
+    sort_parts();
+    std::array<int, kMaxAxes> at{};
+    std::vector<bool> met;
+    std::vector<std::int64_t> first{0};
+    for (std::size_t place = 0; place < rows_.number.size(); ++place) {
+      if (const int tile = rows_.number[place]; tile >= 0) {
+        collect(at);
+        met.push_back(!found_.empty());
+        emit(rows_.shape[static_cast<std::size_t>(tile)], made);
+        first.push_back(static_cast<std::int64_t>(made.runs.size()));
+      }
+      advance(at);
+    }
+    keep_rows(met, first, cover, made);
+    keep_cols(made);
+    return made;
+  }
+
+ private:
+  /// Column tiles [first, last) and the pieces of parts that lie on them.
+  struct Found {
+    std::int32_t first, last, piece;
+  };
+
+  void same_shape_until() {
+    const auto n = static_cast<int>(cols_.tiles.size());
+    until_.resize(static_cast<std::size_t>(n));
+    for (int t = n - 1; t >= 0; --t) {
+      const auto u = static_cast<std::size_t>(t);
+      until_[u] = t + 1 < n && cols_.shape[u] == cols_.shape[u + 1] ? until_[u + 1] : t + 1;
+    }
+  }
+
+  /// By the row intervals of the axis that has most of them.
+  void sort_parts() {
+    for (int k = 1; k < in_.view.axes; ++k) {
+      if (in_.row.cuts[static_cast<std::size_t>(k)].size() >
+          in_.row.cuts[static_cast<std::size_t>(sorted_axis_)].size()) {
+        sorted_axis_ = k;
+      }
+    }
+    const auto k = static_cast<std::size_t>(sorted_axis_);
+    by_row_first_.resize(static_cast<std::size_t>(in_.row.cuts[k].size()) + 1);
+    const auto visit = [&](const auto& act) {
+      for (std::size_t p = 0; p < reaches_.size(); ++p) {
+        for (int i = reaches_[p][k].first_row(); i < reaches_[p][k].last_row(); ++i) {
+          act(static_cast<std::size_t>(i), static_cast<int>(p));
+        }
+      }
+    };
+    visit([&](std::size_t i, int) { ++by_row_first_[i]; });
+    std::partial_sum(by_row_first_.begin(), by_row_first_.end(), by_row_first_.begin());
+    by_row_.resize(by_row_first_.back());
+    visit([&](std::size_t i, int p) { by_row_[--by_row_first_[i]] = p; });
+  }
+
+  void advance(std::array<int, kMaxAxes>& at) const {
+    const auto bump = [&](int k) {
+      const auto u = static_cast<std::size_t>(k);
+      at[u] = at[u] + 1 == in_.row.cuts[u].size() ? 0 : at[u] + 1;
+      return at[u] != 0;
+    };
+    if (bump(in_.run_axis)) {
+      return;
+    }
+    for (int k = in_.view.axes - 1; k >= 0; --k) {
+      if (k != in_.run_axis && bump(k)) {
+        return;
+      }
+    }
+  }
+
+  void collect(const std::array<int, kMaxAxes>& at) {
+    found_.clear();
+    const auto row = static_cast<std::size_t>(at[static_cast<std::size_t>(sorted_axis_)]);
+    for (std::size_t n = by_row_first_[row]; n < by_row_first_[row + 1]; ++n) {
+      const int p = by_row_[n];
+      const std::vector<Reaches>& axes = reaches_[static_cast<std::size_t>(p)];
+      bool active = true;
+      for (int k = 0; k < in_.view.axes && active; ++k) {
+        const int i = at[static_cast<std::size_t>(k)];
+        active = i >= axes[static_cast<std::size_t>(k)].first_row() && i < axes[static_cast<std::size_t>(k)].last_row();
+      }
+      if (active) {
+        expand(axes, at, 0, 0, 0);
+      }
+    }
+  }
+
+  /// The products of a part's meetings on the axes from k on; the run axis comes last.
+  void expand(const std::vector<Reaches>& axes, const std::array<int, kMaxAxes>& at, int k, std::int64_t place,
+              int piece) {
+    if (k == in_.view.axes) {
+      for (const Reach& reach : of(axes, at, in_.run_axis)) {
+        const std::int32_t first = cols_.number[static_cast<std::size_t>(place + reach.first)];
+        found_.push_back({first, first + reach.last - reach.first, pieces_.of(pair_of(piece, reach.meeting))});
+      }
+      return;
+    }
+    if (k == in_.run_axis) {
+      expand(axes, at, k + 1, place, piece);
+      return;
+    }
+    for (const Reach& reach : of(axes, at, k)) {
+      const int longer = 1 + pieces_.of(pair_of(piece, reach.meeting));
+      for (int j = reach.first; j < reach.last; ++j) {
+        expand(axes, at, k + 1, place + j * cols_.step[static_cast<std::size_t>(k)], longer);
+      }
+    }
+  }
+  static std::span<const Reach> of(const std::vector<Reaches>& axes, const std::array<int, kMaxAxes>& at, int k) {
+    return axes[static_cast<std::size_t>(k)].of(at[static_cast<std::size_t>(k)]);
+  }
+
+  /// Turns what was found for a row tile into runs: pieces that lie on the same column tiles share their mask.
+  void emit(int row_shape, Component& made) {
+    const auto begin = static_cast<std::ptrdiff_t>(made.runs.size());
+    same_row_ = false;
+    std::sort(found_.begin(), found_.end(), [](const Found& a, const Found& b) { return a.first < b.first; });
+    std::vector<Found>& live = live_;
+    live.clear();
+    std::size_t next = 0;
+    std::int32_t now = 0;
+    while (next < found_.size() || !live.empty()) {
+      if (live.empty()) {
+        now = found_[next].first;
+      }
+      while (next < found_.size() && found_[next].first == now) {
+        live.push_back(found_[next++]);
+      }
+      std::int32_t stop = next < found_.size() ? found_[next].first : std::numeric_limits<std::int32_t>::max();
+      for (const Found& piece : live) {
+        stop = std::min(stop, piece.last);
+      }
+      add_runs(now, stop, list_of(live), row_shape, made.runs);
+      std::erase_if(live, [&](const Found& piece) { return piece.last == stop; });
+      now = stop;
+    }
+    for (auto run = made.runs.begin() + begin; run != made.runs.end(); ++run) {
+      made.pairs += run->count;
+    }
+    std::stable_partition(made.runs.begin() + begin, made.runs.end(), [](const Run& run) { return run.mask >= 0; });
+  }
+
+  int list_of(std::vector<Found>& live) {
+    std::sort(live.begin(), live.end(), [](const Found& a, const Found& b) { return a.piece < b.piece; });
+    int list = 0;
+    for (const Found& piece : live) {
+      list = 1 + lists_.of(pair_of(list, piece.piece));
+    }
+    return list;
+  }
+
+  void add_runs(std::int32_t first, std::int32_t last, int list, int row_shape, std::vector<Run>& runs) {
+    while (first < last) {
+      const std::int32_t stop = std::min(last, until_[static_cast<std::size_t>(first)]);
+      const int mask = mask_of(list, row_shape, cols_.shape[static_cast<std::size_t>(first)]);
+      if (!runs.empty() && same_row_ && runs.back().mask == mask && runs.back().first + runs.back().count == first) {
+        runs.back().count += stop - first;
+      } else {
+        runs.push_back({first, stop - first, mask});
+      }
+      same_row_ = true;
+      first = stop;
+    }
+  }
+
+  int mask_of(int list, int row_shape, int col_shape) {
+    const int shapes = shape_pairs_.of(pair_of(row_shape, col_shape));
+    const int known = mask_keys_.of(pair_of(list, shapes));
+    if (known == static_cast<int>(mask_index_.size())) {
+      mask_index_.push_back(draw(list, rows_.shapes[static_cast<std::size_t>(row_shape)],
+                                 cols_.shapes[static_cast<std::size_t>(col_shape)]));
+    }
+    return mask_index_[static_cast<std::size_t>(known)];
+  }
+
+  /// The axes of a tile, outermost first, padded with axes of length one.
+  std::array<int, kTileAxes> tile_axes(const Side& side) const {
+    std::array<int, kTileAxes> axes{-1, -1, -1};
+    int at = kTileAxes;
+    for (int k = in_.view.axes - 1; k >= 0; --k) {
+      if (side.extent[static_cast<std::size_t>(k)] > 1) {
+        axes[static_cast<std::size_t>(--at)] = k;
+      }
+    }
+    return axes;
+  }
+
+  int draw(int list, const Inside& row, const Inside& col) {
+    bits_.assign(static_cast<std::size_t>(plan_.shape.rows * plan_.shape.cols / 32), 0);
+    std::vector<bool> inside(static_cast<std::size_t>(plan_.shape.rows));
+    for (; list != 0; list = static_cast<int>(lists_.value(list - 1) >> 32)) {
+      std::array<Meeting, kMaxAxes> met;
+      int piece = static_cast<int>(lists_.value(list - 1) & 0xFFFFFFFFu) + 1;
+      const auto take = [&](int k) {
+        met[static_cast<std::size_t>(k)] =
+            Meeting::unpack(meetings_.value(static_cast<int>(pieces_.value(piece - 1) & 0xFFFFFFFFu)));
+        piece = static_cast<int>(pieces_.value(piece - 1) >> 32);
+      };
+      take(in_.run_axis);
+      for (int k = in_.view.axes - 1; k >= 0; --k) {
+        if (k != in_.run_axis) {
+          take(k);
+        }
+      }
+      draw_piece(met, row, col, inside);
+    }
+    int prefix = 1;  // columns that are inside without a gap: counted from the innermost axis on, while it is whole
+    bool whole = true;
+    for (int k = in_.view.axes - 1; k >= 0 && whole; --k) {
+      const auto u = static_cast<std::size_t>(k);
+      if (in_.col.extent[u] > 1) {
+        prefix *= col.end[u] - col.begin[u];
+        whole = col.end[u] - col.begin[u] == in_.col.extent[u];
+      }
+    }
+    return masks_.add(bits_, inside, prefix);
+  }
+
+  void draw_piece(const std::array<Meeting, kMaxAxes>& met, const Inside& row, const Inside& col,
+                  std::vector<bool>& inside) {
+    const std::array<int, kTileAxes> axes = tile_axes(in_.row);
+    std::array<int, kTileAxes> size{1, 1, 1};
+    for (int n = 0; n < kTileAxes; ++n) {
+      if (const int k = axes[static_cast<std::size_t>(n)]; k >= 0) {
+        size[static_cast<std::size_t>(n)] =
+            row.end[static_cast<std::size_t>(k)] - row.begin[static_cast<std::size_t>(k)];
+      }
+    }
+    std::array<int, kMaxAxes> digit{};
+    for (int a = 0; a < size[0]; ++a) {
+      for (int b = 0; b < size[1]; ++b) {
+        for (int c = 0; c < size[2]; ++c) {
+          const std::array<int, kTileAxes> at{a, b, c};
+          for (int n = 0; n < kTileAxes; ++n) {
+            if (const int k = axes[static_cast<std::size_t>(n)]; k >= 0) {
+              digit[static_cast<std::size_t>(k)] =
+                  row.begin[static_cast<std::size_t>(k)] + at[static_cast<std::size_t>(n)];
+            }
+          }
+          const int m = (a * rows_.order.extent[1] + b) * rows_.order.extent[2] + c;
+          inside[static_cast<std::size_t>(m)] = true;
+          draw_row(met, digit, col, bits_.data() + m * (plan_.shape.cols / 32));
+        }
+      }
+    }
+  }
+
+  void draw_row(const std::array<Meeting, kMaxAxes>& met, const std::array<int, kMaxAxes>& digit, const Inside& col,
+                std::uint32_t* words) const {
+    std::array<int, kTileAxes> begin{0, 0, 0}, end{1, 1, 1};
+    int at = kTileAxes;
+    for (int k = in_.view.axes - 1; k >= 0; --k) {
+      const auto u = static_cast<std::size_t>(k);
+      const Meeting& m = met[u];
+      const int d = digit[u];
+      if (d < m.row_begin || d >= m.row_end) {
+        return;
+      }
+      const int from = std::max({m.col_begin, col.begin[u], m.low == Meeting::kLow ? 0 : d + m.low});
+      const int to = std::min({m.col_end, col.end[u], m.high == Meeting::kHigh ? Meeting::kEnd : d + m.high + 1});
+      if (from >= to) {
+        return;
+      }
+      if (in_.col.extent[u] > 1) {
+        --at;
+        begin[static_cast<std::size_t>(at)] = from - col.begin[u];
+        end[static_cast<std::size_t>(at)] = to - col.begin[u];
+      }
+    }
+    for (int a = begin[0]; a < end[0]; ++a) {
+      for (int b = begin[1]; b < end[1]; ++b) {
+        const int line = (a * cols_.order.extent[1] + b) * cols_.order.extent[2];
+        set_range(words, line + begin[2], line + end[2]);
+      }
+    }
+  }
+
+  static std::int64_t places(const std::vector<Tile>& tiles) {
+    return std::accumulate(tiles.begin(), tiles.end(), std::int64_t{0}, [](std::int64_t sum, const Tile& tile) {
+      return sum + std::int64_t{tile.count[0]} * tile.count[1] * tile.count[2];
+    });
+  }
+
+  void keep_rows(const std::vector<bool>& met, const std::vector<std::int64_t>& first, bool cover, Component& made) {
+    const auto used = static_cast<std::size_t>(std::count(met.begin(), met.end(), true));
+    const bool all = used == met.size() || (cover && met.size() - used <= 4 + used / 4);
+    made.covers_rows = all && places(rows_.tiles) == plan_.rows;
+    made.first = {0};
+    for (std::size_t t = 0; t < met.size(); ++t) {
+      if (all || met[t]) {
+        made.row_tiles.push_back(rows_.tiles[t]);
+        made.first.push_back(first[t + 1]);
+      }
+    }
+  }
+
+  /// Leaves out column tiles that no run has.
+  void keep_cols(Component& made) const {
+    std::vector<std::int32_t> change(cols_.tiles.size() + 1);
+    for (const Run& run : made.runs) {
+      ++change[static_cast<std::size_t>(run.first)];
+      --change[static_cast<std::size_t>(run.first + run.count)];
+    }
+    std::int32_t open = 0;
+    for (std::size_t t = 0; t < cols_.tiles.size(); ++t) {
+      open += change[t];
+      change[t] = static_cast<std::int32_t>(made.col_tiles.size());
+      if (open > 0) {
+        made.col_tiles.push_back(cols_.tiles[t]);
+      }
+    }
+    for (Run& run : made.runs) {
+      run.first = change[static_cast<std::size_t>(run.first)];
+    }
+  }
+
+  const Arrangement& in_;
+  Plan& plan_;
+  Masks& masks_;
+  Grid rows_, cols_;
+  Numbers meetings_, pieces_, lists_, shape_pairs_, mask_keys_;
+  std::vector<int> mask_index_;
+  std::vector<std::vector<Reaches>> reaches_;  ///< by part and axis
+  std::vector<std::int32_t> until_;            ///< the first tile after this one that has another shape
+  std::vector<std::size_t> by_row_first_;      ///< parts that meet an interval of the sorted axis
+  std::vector<int> by_row_;
+  int sorted_axis_ = 0;
+  bool same_row_ = false;
+  std::vector<Found> found_, live_;
+  std::vector<std::uint32_t> bits_;
+};
+
+}  // namespace
+
+Component make_component(const Arrangement& arrangement, Plan& plan, Masks& masks, bool cover) {
+  return Maker(arrangement, plan, masks).make(cover);
+}
+
+}  // namespace fretwork::attention_op

@@ -1,0 +1,343 @@
+// The functions of cpu_rows.h on Highway: compiled once per instruction set, chosen at run time.
+#include "ops/attention/cpu_rows.h"
+
+// As for the tiles, whose vectors these rows are made of.
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3 | HWY_AVX3_DL)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/attention/cpu_rows.cpp"
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include <hwy/contrib/math/math-inl.h>
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/half.h"
+#include "device/random.cuh"
+
+#ifndef FRETWORK_OPS_ATTENTION_CPU_ROWS
+#define FRETWORK_OPS_ATTENTION_CPU_ROWS
+namespace fretwork::attention_op::cpu {
+namespace {
+
+template <typename Acc>
+Acc load(const void* data, DType dtype, std::int64_t at) {
+  switch (dtype) {
+    case DType::f64:
+      return static_cast<Acc>(static_cast<const double*>(data)[at]);
+    case DType::f32:
+      return static_cast<Acc>(static_cast<const float*>(data)[at]);
+    case DType::f16:
+      return static_cast<Acc>(float_from_f16(static_cast<const std::uint16_t*>(data)[at]));
+    default:
+      return static_cast<Acc>(float_from_bf16(static_cast<const std::uint16_t*>(data)[at]));
+  }
+}
+
+template <typename Acc>
+void store(void* data, DType dtype, std::int64_t at, Acc x) {
+  switch (dtype) {
+    case DType::f64:
+      static_cast<double*>(data)[at] = static_cast<double>(x);
+      break;
+    case DType::f32:
+      static_cast<float*>(data)[at] = static_cast<float>(x);
+      break;
+    case DType::f16:
+      static_cast<std::uint16_t*>(data)[at] = f16_from_float(static_cast<float>(x));
+      break;
+    default:
+      static_cast<std::uint16_t*>(data)[at] = bf16_from_float(static_cast<float>(x));
+  }
+}
+
+template <typename Acc>
+constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
+
+}  // namespace
+}  // namespace fretwork::attention_op::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace fretwork::attention_op::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+template <typename Acc>
+using Tag = hn::ScalableTag<Acc>;
+template <typename Acc>
+using V = hn::Vec<Tag<Acc>>;
+template <typename Acc>
+constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(Tag<Acc>()));
+/// True where the instruction set rounds fp32 to fp16 itself.
+constexpr bool kConvertsHalf = HWY_TARGET < HWY_SSE4 || HWY_ARCH_ARM_A64;
+
+template <typename Acc>
+void Widen(const void* data, DType dtype, std::int64_t step, std::int64_t count, Acc factor, Acc* to) {
+  const Tag<Acc> d;
+  const auto times = hn::Set(d, factor);
+  std::int64_t n = 0;
+  if (step == 1 && dtype == (sizeof(Acc) == 8 ? DType::f64 : DType::f32)) {
+    for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
+      hn::StoreU(hn::Mul(times, hn::LoadU(d, static_cast<const Acc*>(data) + n)), d, to + n);
+    }
+  }
+  if constexpr (sizeof(Acc) == 4) {
+    const auto* bits = static_cast<const std::uint16_t*>(data);
+    const hn::Rebind<std::uint16_t, Tag<Acc>> d16;
+    if (step == 1 && dtype == DType::bf16) {
+      const hn::RebindToUnsigned<Tag<Acc>> du;
+      for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
+        const auto wide = hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, bits + n))));
+        hn::StoreU(hn::Mul(times, wide), d, to + n);
+      }
+    } else if (kConvertsHalf && step == 1 && dtype == DType::f16) {
+      const hn::Rebind<hwy::float16_t, Tag<Acc>> dh;
+      for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
+        hn::StoreU(hn::Mul(times, hn::PromoteTo(d, hn::BitCast(dh, hn::LoadU(d16, bits + n)))), d, to + n);
+      }
+    }
+  }
+  for (; n < count; ++n) {
+    to[n] = factor * load<Acc>(data, dtype, n * step);
+  }
+}
+
+template <typename Acc>
+void Narrow(const Acc* from, std::int64_t count, Acc factor, void* data, DType dtype, std::int64_t step) {
+  const Tag<Acc> d;
+  const auto times = hn::Set(d, factor);
+  std::int64_t n = 0;
+  if (step == 1 && dtype == (sizeof(Acc) == 8 ? DType::f64 : DType::f32)) {
+    for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
+      hn::StoreU(hn::Mul(times, hn::LoadU(d, from + n)), d, static_cast<Acc*>(data) + n);
+    }
+  }
+  if constexpr (sizeof(Acc) == 4) {
+    auto* bits = static_cast<std::uint16_t*>(data);
+    const hn::Rebind<std::uint16_t, Tag<Acc>> d16;
+    if (step == 1 && dtype == DType::bf16) {
+      const hn::RebindToUnsigned<Tag<Acc>> du;
+      const hn::RebindToSigned<Tag<Acc>> di;
+      for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
+        const auto x = hn::Mul(times, hn::LoadU(d, from + n));
+        const auto u = hn::BitCast(du, x);
+        const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
+        const auto rounded = hn::Add(u, hn::Add(odd, hn::Set(du, 0x7fffu)));
+        const auto nan = hn::Or(u, hn::Set(du, 0x400000u));
+        const auto high = hn::ShiftRight<16>(hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(x)), nan, rounded));
+        hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, high)), d16, bits + n);
+      }
+    } else if (kConvertsHalf && step == 1 && dtype == DType::f16) {
+      const hn::Rebind<hwy::float16_t, Tag<Acc>> dh;
+      for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
+        hn::StoreU(hn::BitCast(d16, hn::DemoteTo(dh, hn::Mul(times, hn::LoadU(d, from + n)))), d16, bits + n);
+      }
+    }
+  }
+  for (; n < count; ++n) {
+    store(data, dtype, n * step, factor * from[n]);
+  }
+}
+
+template <typename Acc>
+void Scale(Acc* x, std::int64_t count, Acc factor) {
+  const Tag<Acc> d;
+  const auto times = hn::Set(d, factor);
+  for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
+    hn::StoreU(hn::Mul(times, hn::LoadU(d, x + n)), d, x + n);
+  }
+}
+
+template <typename Acc>
+void Add(Acc* x, const Acc* y, std::int64_t count) {
+  const Tag<Acc> d;
+  for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
+    hn::StoreU(hn::Add(hn::LoadU(d, x + n), hn::LoadU(d, y + n)), d, x + n);
+  }
+}
+
+template <typename Acc>
+void Multiply(Acc* x, const Acc* y, std::int64_t count) {
+  const Tag<Acc> d;
+  for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
+    hn::StoreU(hn::Mul(hn::LoadU(d, x + n), hn::LoadU(d, y + n)), d, x + n);
+  }
+}
+
+template <typename Acc>
+void Select(Acc* x, const std::uint32_t* words, std::int64_t count) {
+  const Tag<Acc> d;
+  for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
+    // As bytes with something behind them, which is what a mask is loaded from.
+    const std::uint64_t bits = words[n / 32] >> n % 32;
+    const auto there = hn::LoadMaskBits(d, reinterpret_cast<const std::uint8_t*>(&bits));
+    hn::StoreU(hn::IfThenElse(there, hn::LoadU(d, x + n), hn::Set(d, kNone<Acc>)), d, x + n);
+  }
+}
+
+template <typename Acc>
+void Cap(Acc* x, std::int64_t count, Acc cap, Acc* slope) {
+  const Tag<Acc> d;
+  const auto inverse = hn::Set(d, 1 / cap), times = hn::Set(d, cap), one = hn::Set(d, Acc{1});
+  for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
+    const auto v = hn::Mul(hn::LoadU(d, x + n), inverse);
+    const auto t = hn::IfThenElse(hn::IsNaN(v), v, hn::Tanh(d, v));
+    hn::StoreU(hn::Mul(times, t), d, x + n);
+    if (slope != nullptr) {
+      hn::StoreU(hn::NegMulAdd(t, t, one), d, slope + n);
+    }
+  }
+}
+
+template <typename Acc>
+void Alibi(Acc* x, std::int64_t count, const Acc* positions, Acc position, Acc slope) {
+  const Tag<Acc> d;
+  const auto at = hn::Set(d, position), times = hn::Set(d, slope);
+  for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
+    const auto distance = hn::Abs(hn::Sub(at, hn::LoadU(d, positions + n)));
+    hn::StoreU(hn::NegMulAdd(times, distance, hn::LoadU(d, x + n)), d, x + n);
+  }
+}
+
+template <typename Acc>
+void KeepColumns(unsigned state, const std::int64_t* tokens, std::int64_t count, std::uint64_t threshold, Acc factor,
+                 Acc* keep) {
+  for (std::int64_t n = 0; n < count; ++n) {
+    keep[n] = random_bits(state, tokens[n]) >= threshold ? factor : Acc{0};
+  }
+}
+
+template <typename Acc>
+void KeepRows(const unsigned* states, std::int64_t token, std::int64_t count, std::uint64_t threshold, Acc factor,
+              Acc* keep) {
+  for (std::int64_t n = 0; n < count; ++n) {
+    keep[n] = random_bits(states[n], token) >= threshold ? factor : Acc{0};
+  }
+}
+
+/// A NaN stays one, as it does not with Highway's alone. For fp32 eˣ = 2ⁿ·(1 + r + r²·Q(r)) with x = n·ln 2 + r; Q is
+/// fitted to a relative error of 3e-9. Results below the normal numbers are zeros.
+template <typename Acc>
+HWY_INLINE V<Acc> Exp(V<Acc> x) {
+  const Tag<Acc> d;
+  if constexpr (sizeof(Acc) == 8) {
+    return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
+  } else {
+    const hn::RebindToSigned<Tag<Acc>> di;
+    const auto below = hn::Lt(x, hn::Set(d, -87.3f));
+    x = hn::Min(hn::Set(d, 88.0f), x);  // in this order the minimum of a NaN is one
+    const auto n = hn::NearestInt(hn::Mul(x, hn::Set(d, 1.44269504f)));
+    const auto whole = hn::ConvertTo(d, n);
+    const auto r = hn::NegMulAdd(whole, hn::Set(d, 1.42860677e-6f), hn::NegMulAdd(whole, hn::Set(d, 0.693145752f), x));
+    constexpr float kFit[] = {0.00836874545f, 0.041668389f, 0.166665211f, 0.49999994f, 1.0f, 1.0f};
+    auto sum = hn::Set(d, 0.00138145394f);
+    for (const float c : kFit) {
+      sum = hn::MulAdd(sum, r, hn::Set(d, c));
+    }
+    const auto power = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(n, hn::Set(di, 127))));
+    return hn::IfThenZeroElse(below, hn::Mul(sum, power));
+  }
+}
+
+template <typename Acc>
+Acc Dot(const Acc* x, const Acc* y, std::int64_t count) {
+  const Tag<Acc> d;
+  auto sum = hn::Zero(d);
+  std::int64_t n = 0;
+  for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
+    sum = hn::MulAdd(hn::LoadU(d, x + n), hn::LoadU(d, y + n), sum);
+  }
+  Acc rest = hn::GetLane(hn::SumOfLanes(d, sum));
+  for (; n < count; ++n) {
+    rest += x[n] * y[n];
+  }
+  return rest;
+}
+
+template <typename Acc>
+void Soften(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc* tops, Acc* sums, Acc* factors) {
+  const Tag<Acc> d;
+  for (std::int64_t r = 0; r < rows; ++r, x += stride) {
+    auto highest = hn::Set(d, tops[r]);
+    for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
+      const auto v = hn::LoadU(d, x + n);
+      highest = hn::IfThenElse(hn::Gt(v, highest), v, highest);  // NaN is never greater
+    }
+    const Acc top = hn::GetLane(hn::MaxOfLanes(d, highest));
+    // A row of −inf alone must not subtract it from itself; NaN still shows through the sum.
+    const auto base = hn::Set(d, top == kNone<Acc> ? Acc{0} : top);
+    auto sum = hn::Zero(d);
+    for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
+      const auto e = Exp<Acc>(hn::Sub(hn::LoadU(d, x + n), base));
+      sum = hn::Add(sum, e);
+      hn::StoreU(e, d, x + n);
+    }
+    factors[r] = tops[r] == top ? Acc{1} : std::exp(tops[r] - top);
+    sums[r] = sums[r] * factors[r] + hn::GetLane(hn::SumOfLanes(d, sum));
+    tops[r] = top;
+  }
+}
+
+template <bool kByColumn, typename Acc>
+void GradientOf(const GradientRow<Acc>& row) {
+  const Tag<Acc> d;
+  auto lse = hn::Set(d, *row.lse), delta = hn::Set(d, *row.delta);
+  for (std::int64_t n = 0; n < row.count; n += kLanes<Acc>) {
+    if constexpr (kByColumn) {
+      lse = hn::LoadU(d, row.lse + n);
+      delta = hn::LoadU(d, row.delta + n);
+    }
+    auto p = Exp<Acc>(hn::Sub(hn::LoadU(d, row.scores + n), lse));
+    auto g = hn::LoadU(d, row.gradients + n);
+    const auto nothing = hn::Eq(p, hn::Zero(d));
+    if (row.keep != nullptr) {
+      g = hn::Mul(g, hn::LoadU(d, row.keep + n));
+    }
+    g = hn::Mul(p, hn::Sub(g, delta));
+    if (row.slope != nullptr) {
+      g = hn::Mul(g, hn::LoadU(d, row.slope + n));
+    }
+    if (row.keep != nullptr) {
+      p = hn::Mul(p, hn::LoadU(d, row.keep + n));
+    }
+    hn::StoreU(p, d, row.scores + n);
+    // Where nothing came out nothing counts, NaN upstream included.
+    hn::StoreU(hn::IfThenZeroElse(nothing, g), d, row.gradients + n);
+  }
+}
+
+template <typename Acc>
+void Gradient(const GradientRow<Acc>& row) {
+  row.by_column ? GradientOf<true>(row) : GradientOf<false>(row);
+}
+
+template <typename Acc>
+constexpr Rows<Acc> kTable{&Widen<Acc>,    &Narrow<Acc>, &Dot<Acc>,     &Scale<Acc>, &Add<Acc>,
+                           &Multiply<Acc>, &Select<Acc>, &Cap<Acc>,     &Alibi<Acc>, &KeepColumns<Acc>,
+                           &KeepRows<Acc>, &Soften<Acc>, &Gradient<Acc>};
+
+const Rows<float>* Floats() { return &kTable<float>; }
+const Rows<double>* Doubles() { return &kTable<double>; }
+
+}  // namespace fretwork::attention_op::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fretwork::attention_op::cpu {
+HWY_EXPORT(Floats);
+HWY_EXPORT(Doubles);
+
+template <>
+const Rows<float>& row_functions<float>() {
+  return *HWY_DYNAMIC_DISPATCH(Floats)();
+}
+
+template <>
+const Rows<double>& row_functions<double>() {
+  return *HWY_DYNAMIC_DISPATCH(Doubles)();
+}
+
+}  // namespace fretwork::attention_op::cpu
+#endif

@@ -1,0 +1,279 @@
+// How the CPU walks a plan. The columns of a component are packed once, in the order of its tiles; a task takes a tile
+// of rows through them strip by strip (as many rows as the tile multiplier has), looking only at the columns that some
+// row of the strip meets.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "core/divide.h"
+#include "ops/attention/cpu.h"
+#include "ops/attention/cpu_rows.h"
+#include "runtime/simd/tiles.h"
+
+namespace fretwork::attention_op::cpu {
+
+/// Columns whose scores a strip holds at a time: with eight rows of fp32 half of a first-level cache.
+inline constexpr std::int64_t kMostColumns = 512;
+/// What packed operands may take, unless one head alone takes more.
+inline constexpr std::int64_t kPackedBytes = 256 << 20;
+
+/// Workspace that is handed out piece by piece.
+class Memory {
+ public:
+  Memory(void* data) : next_(static_cast<std::byte*>(data)) {}
+  template <typename T>
+  T* take(std::int64_t count) {
+    T* const here = reinterpret_cast<T*>(next_);
+    next_ += bytes<T>(count);
+    return here;
+  }
+  /// What `count` elements take of it.
+  template <typename T>
+  static std::int64_t bytes(std::int64_t count) {
+    return ceil_div(count * static_cast<std::int64_t>(sizeof(T)), 64) * 64;
+  }
+
+ private:
+  std::byte* next_;
+};
+
+/// Calls body(first, last, context, memory) on ranges that cover [0, slices), each with `bytes` for each of its slices.
+/// Slices are key heads of a batch. Where there are enough of them each thread takes some, one by one, so that what
+/// belongs to a slice stays in its caches; else, or if `together`, all threads work on each range, and ranges do not
+/// depend on the number of threads.
+using SliceBody = std::function<void(std::int64_t first, std::int64_t last, Context& context, Memory memory)>;
+void for_slices(std::int64_t slices, std::int64_t bytes, bool together, Context& context, const SliceBody& body);
+
+/// Heads that share a plan.
+struct HeadSet {
+  const Plan* plan;
+  std::vector<std::int64_t> heads;
+};
+std::vector<HeadSet> head_sets(Plans plans, std::int64_t heads);
+
+struct Head {
+  std::int64_t batch, head;
+  bool operator==(const Head&) const = default;
+};
+
+/// A query head, and which of some key heads it uses.
+struct Query {
+  Head head;
+  std::int64_t slice;
+};
+
+/// The key heads [first, last) of all batches, and the query heads of a set that use them.
+std::vector<Head> key_heads(const Problem& problem, std::int64_t first, std::int64_t last);
+std::vector<Query> queries_of(const Problem& problem, const HeadSet& set, std::int64_t first, std::int64_t last);
+/// The components of a plan, one that holds every row last, if there is one: its rows are then final.
+std::vector<const Component*> in_order(const Plan& plan);
+/// Whether the last of them holds every row.
+inline bool ends_whole(const std::vector<const Component*>& components) {
+  return !components.empty() && components.back()->covers_rows;
+}
+
+/// The tokens of a tile's places, −1 where they are outside or, if `used` is given, unused.
+void tokens_of(const Order& order, const Tile& tile, std::int64_t side, const std::uint32_t* used,
+               std::int64_t* tokens);
+
+/// Columns [begin, end) of one column tile, whose scores stand from `at` on. Whole panels.
+struct Piece {
+  std::int64_t place, at, begin, end;
+  std::int32_t mask;
+};
+
+/// Neighbouring columns that some row of a strip meets.
+struct Span {
+  std::int64_t place, at, length;
+};
+
+struct Strip {
+  std::int64_t first, rows;  ///< places of the row tile
+  std::vector<Piece> pieces;
+  std::vector<Span> spans;
+  std::int64_t length;  ///< of all pieces
+};
+
+/// Calls body(strip) for each strip of a row tile and each stretch of its columns, in order of columns. Strips whose
+/// rows all have tokens < 0 are left out.
+class Walk {
+ public:
+  /// `width` columns are a panel; scores are `columns` wide at most.
+  Walk(const Plan& plan, std::int64_t strip_rows, std::int64_t width)
+      : plan_(plan), strip_rows_(strip_rows), width_(width) {}
+  static std::int64_t most_columns(const Plan& plan) {
+    return std::max<std::int64_t>(kMostColumns / plan.shape.cols, 1) * plan.shape.cols;
+  }
+  void operator()(const Component& component, std::int64_t tile, std::span<const std::int64_t> tokens,
+                  const std::function<void(const Strip&)>& body);
+
+ private:
+  struct Segment {
+    std::int64_t tile;
+    std::int32_t mask;
+  };
+  void fill(Strip& strip, std::span<const Segment> segments) const;
+
+  const Plan& plan_;
+  std::int64_t strip_rows_, width_;
+  std::vector<Segment> segments_;
+  Strip strip_;
+};
+
+/// Calls body(unit, row tile) for each of `units` units of work over a component, in stretches of similar work.
+void share(const Component& component, std::int64_t units, double flops_per_pair, Context& context,
+           const std::function<void(std::int64_t, std::int64_t)>& body);
+
+/// Features in panels of a few vectors.
+class Split {
+ public:
+  Split(std::int64_t depth, const simd::Tiles& tiles)
+      : depth_(depth),
+        lanes_(tiles.lanes),
+        vectors_(ceil_div(depth, lanes_)),
+        panels_(ceil_div(vectors_, tiles.vectors)) {}
+  std::int64_t depth() const { return depth_; }
+  std::int64_t padded() const { return vectors_ * lanes_; }
+  std::int64_t panels() const { return panels_; }
+  std::int64_t vectors(std::int64_t p) const { return vectors_ * (p + 1) / panels_ - vectors_ * p / panels_; }
+  std::int64_t first(std::int64_t p) const { return vectors_ * p / panels_ * lanes_; }
+
+ private:
+  std::int64_t depth_, lanes_, vectors_, panels_;
+};
+
+/// The tables for one type of sums, and the products of strips.
+template <typename Acc>
+struct Machine {
+  const simd::Tiles& tiles = simd::tiles(sizeof(Acc) == 8 ? DType::f64 : DType::f32);
+  const Rows<Acc>& rows = row_functions<Acc>();
+
+  /// Vectors in a turned panel: as few as keep enough sums in flight, since strips look at whole panels.
+  std::int64_t vectors() const { return tiles.rows >= 8 ? 1 : 2; }
+  std::int64_t width() const { return vectors() * tiles.lanes; }
+
+  /// to[n] = factor · the row of token n, zeros where there is none; rows `stride` apart.
+  void gather(const Operand& from, DType dtype, Head head, std::span<const std::int64_t> tokens, std::int64_t depth,
+              Acc factor, Acc* to, std::int64_t stride) const;
+
+  /// scores = left · turned: `left` is the first row of the strip.
+  void multiply_turned(const Strip& strip, const Acc* left, std::int64_t depth, const Acc* turned, Acc* scores,
+                       std::int64_t stride) const;
+  /// sums += scores · lines.
+  void multiply_lines(const Strip& strip, const Acc* scores, std::int64_t stride, const Acc* lines, std::int64_t places,
+                      const Split& split, Acc* sums) const;
+};
+
+/// The columns of a component: which tokens they are, and operands packed in their order.
+template <typename Acc>
+class Columns {
+ public:
+  Columns(const Plan& plan, const Component& component);
+  std::int64_t places() const { return static_cast<std::int64_t>(tokens_.size()); }
+  const std::int64_t* tokens() const { return tokens_.data(); }
+
+  /// An operand to pack: `turned` (depth × places in panels of the machine's width), `lines` (places × depth in panels
+  /// of the split); either may be null. Heads lie places·depth and places·padded apart.
+  struct Packed {
+    const Operand& from;
+    const Split& split;
+    Acc *turned, *lines;
+  };
+  /// Packs the rows of one tile, which go to the h-th head's place.
+  void pack(const Machine<Acc>& machine, DType dtype, Head head, std::int64_t tile, std::int64_t h,
+            const Packed& packed) const;
+
+ private:
+  const Component& component_;
+  std::int64_t side_;
+  std::vector<std::int64_t> tokens_;
+};
+
+/// What is done to scores before the softmax, and which are kept after it. `transposed`: rows are keys.
+template <typename Acc>
+class Scores {
+ public:
+  Scores(const Problem& problem, const Plan& plan, const Columns<Acc>& columns, bool transposed,
+         const Machine<Acc>& machine);
+
+  bool capped() const { return p_.softcap != 0; }
+  bool dropped() const { return p_.dropout.rate > 0; }
+  /// Softcap, bias, ALiBi, then −inf where there is no element. `slopes`, if set, gets the cap's derivative. `tokens`
+  /// are those of the strip's rows. `scratch` holds a row.
+  void adjust(const Strip& strip, Head head, const std::int64_t* tokens, Acc* scores, std::int64_t stride, Acc* slopes,
+              Acc* scratch) const;
+  /// What each of the strip's columns is multiplied by in a row. `states`, needed where rows are keys, are random_row
+  /// of each place.
+  void keep(const Strip& strip, Head head, std::int64_t token, const unsigned* states, Acc* factors) const;
+  unsigned state(Head head, std::int64_t row) const;
+
+ private:
+  void add_bias(const Strip& strip, Head head, std::int64_t token, Acc* row, Acc* scratch) const;
+  void mask(const Strip& strip, std::int64_t n, Acc* row) const;
+
+  const Problem& p_;
+  const Plan& plan_;
+  const Columns<Acc>& columns_;
+  bool transposed_;
+  const Machine<Acc>& machine_;
+  std::vector<Acc> positions_;  ///< for ALiBi
+};
+
+/// One component with what is known about its columns.
+template <typename Acc>
+struct Layer {
+  const Plan& plan;
+  const Component& component;
+  Columns<Acc> columns;
+  Scores<Acc> scores;
+
+  Layer(const Problem& problem, const Plan& of, const Component& this_one, bool transposed, const Machine<Acc>& machine)
+      : plan(of), component(this_one), columns(of, this_one), scores(problem, of, columns, transposed, machine) {}
+  Layer(const Layer&) = delete;
+};
+
+/// The columns of some heads, packed from two operands: all at once where there are threads to share that, else each
+/// tile when a tile of rows first needs it, so that it is still near.
+template <typename Acc>
+class Packing {
+ public:
+  using Packed = typename Columns<Acc>::Packed;
+  Packing(const Layer<Acc>& layer, const Machine<Acc>& machine, DType dtype, std::span<const Head> heads,
+          const Packed& first, const Packed& second, Context& context);
+  /// Call it before the columns of head h are looked at from a tile of rows.
+  void need(std::int64_t row_tile, std::int64_t h);
+
+ private:
+  void pack(std::int64_t tile, std::int64_t h) const;
+
+  const Layer<Acc>& layer_;
+  const Machine<Acc>& machine_;
+  DType dtype_;
+  std::span<const Head> heads_;
+  Packed first_, second_;
+  std::int64_t tiles_;
+  std::vector<std::uint8_t> done_;  ///< empty if all are
+};
+
+/// Memory of one thread, kept between calls.
+struct Buffers {
+  simd::Scratch wide, left, more_left, scores, gradients, slopes, row, sums, more_sums, statistics;
+  std::vector<std::int64_t> tokens;
+};
+Buffers& thread_buffers();
+
+template <typename Acc>
+Acc* need(simd::Scratch& scratch, std::int64_t count) {
+  return reinterpret_cast<Acc*>(scratch.need(static_cast<std::size_t>(count) * sizeof(Acc)));
+}
+
+/// Where the row of a token begins.
+inline void* row_of(const Operand& o, DType dtype, Head head, std::int64_t token) {
+  return static_cast<std::byte*>(o.data) +
+         (head.batch * o.batch + head.head * o.head + token * o.row) * static_cast<std::int64_t>(size_of(dtype));
+}
+
+}  // namespace fretwork::attention_op::cpu

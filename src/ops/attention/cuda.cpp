@@ -1,0 +1,632 @@
+// Attention on a GPU: choose a kernel, find the plan, bring operands to a readable form, launch once for each
+// component.
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/divide.h"
+#include "fretwork/error.h"
+#include "ops/attention/cuda_hopper.h"
+#include "ops/attention/device_plan.h"
+#include "ops/attention/params.h"
+#include "ops/attention/plan.h"
+#include "ops/attention/problem.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::attention_op {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr const char* kForwardSource = "ops/attention/kernel_portable.cuh";
+constexpr const char* kBackwardSource = "ops/attention/kernel_portable_backward.cuh";
+constexpr const char* kSimpleSource = "ops/attention/kernel_simple.cuh";
+constexpr const char* kRowsSource = "ops/attention/kernel_rows.cuh";
+constexpr int kDepths[] = {32, 64, 96, 128, 192, 256};  // of 16-bit kernels
+constexpr int kSimpleDepths[] = {64, 128, 256};
+
+// -------------------------------------------------------------------------------------------------- kernels
+
+/// What a kernel makes; d_keys and d_values apart where a row is deep.
+enum class Make { forward, d_queries, d_keys_values, d_keys, d_values };
+
+/// Which kernel, and its sizes.
+struct Config {
+  Make make;
+  DType dtype;
+  int depth;
+  bool extras;
+
+  bool simple() const { return dtype == DType::f32; }
+  KernelShape shape() const {
+    return simple()                ? simple_shape(depth, make == Make::forward ? 3 : 4)
+           : make == Make::forward ? forward_shape(depth, extras)
+                                   : backward_shape(depth, extras);
+  }
+  TileShape tile() const { return {shape().rows, shape().cols}; }
+  std::size_t number() const {
+    std::size_t n = 0;
+    while (kDepths[n] != depth) {
+      ++n;
+    }
+    n = n * 5 + static_cast<std::size_t>(make);
+    return (n * 2 + extras) * 3 + (dtype == DType::f32 ? 0 : dtype == DType::f16 ? 1 : 2);
+  }
+  KernelSpec spec() const {
+    const std::string size = std::to_string(depth);
+    if (simple()) {
+      return make == Make::forward ? KernelSpec{kSimpleSource, "fretwork::simple_forward<" + size + ">"}
+                                   : KernelSpec{kSimpleSource, "fretwork::simple_backward<" + size +
+                                                                   (make == Make::d_queries ? ", false>" : ", true>")};
+    }
+    const std::string begin = std::string(device_type(dtype)) + ", " + size, end = extras ? ", true>" : ", false>";
+    const char* const which = make == Make::d_queries       ? ", false, true, false"
+                              : make == Make::d_keys_values ? ", true, true, true"
+                              : make == Make::d_keys        ? ", true, true, false"
+                                                            : ", true, false, true";
+    return make == Make::forward ? KernelSpec{kForwardSource, "fretwork::attention_forward<" + begin + end}
+                                 : KernelSpec{kBackwardSource, "fretwork::attention_backward<" + begin + which + end};
+  }
+  const Kernel& kernel(int device) const {
+    static KernelTable<std::size(kDepths) * 5 * 2 * 3> table;
+    return table.get(number(), device, [&] { return spec(); });
+  }
+};
+
+/// The smallest depth that a kernel is made for.
+template <std::size_t N>
+int depth_for(const int (&depths)[N], std::int64_t depth) {
+  const int* const found = std::lower_bound(std::begin(depths), std::end(depths), depth);
+  if (found == std::end(depths)) {
+    throw Error("attention", "q", "head sizes up to " + std::to_string(depths[N - 1]), std::to_string(depth));
+  }
+  return *found;
+}
+
+/// Whether more than a positive scale is done to scores.
+bool has_extras(const Problem& p) {
+  return p.softcap > 0 || p.bias.data != nullptr || p.slopes.data != nullptr || p.dropout.rate > 0 || !(p.scale > 0);
+}
+
+Config config_for(Make make, const Problem& p) {
+  const std::int64_t deepest = std::max(p.depth, p.value_depth);
+  const bool simple = p.dtype == DType::f32;
+  return {make, p.dtype, simple ? depth_for(kSimpleDepths, deepest) : depth_for(kDepths, deepest),
+          simple || has_extras(p)};
+}
+
+KernelSpec bias_spec(DType dtype, int depth, bool keys, bool row_sums) {
+  return {kSimpleSource, std::string("fretwork::bias_gradient<") + device_type(dtype) + ", " + std::to_string(depth) +
+                             (keys ? ", true" : ", false") + (row_sums ? ", true>" : ", false>")};
+}
+KernelSpec stats_spec(DType dtype) {
+  return {kRowsSource, std::string("fretwork::attention_stats<") + device_type(dtype) + ">"};
+}
+KernelSpec copy_spec(DType from, DType to) {
+  return {kRowsSource, std::string("fretwork::attention_copy<") + device_type(from) + ", " + device_type(to) + ">"};
+}
+KernelSpec sum_spec(DType to) { return {kRowsSource, std::string("fretwork::attention_sum<") + device_type(to) + ">"}; }
+
+std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+  std::vector<KernelSpec> list;
+  for (const int depth : kSimpleDepths) {
+    for (const Make make : {Make::forward, Make::d_queries, Make::d_keys_values}) {
+      list.push_back(Config{make, DType::f32, depth, true}.spec());
+    }
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      list.push_back(bias_spec(dtype, depth, false, false));
+      list.push_back(bias_spec(dtype, depth, false, true));
+      list.push_back(bias_spec(dtype, depth, true, true));
+    }
+  }
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const int depth : kDepths) {
+      for (const bool extras : {false, true}) {
+        const auto add = [&](Make make) { list.push_back(Config{make, dtype, depth, extras}.spec()); };
+        add(Make::forward);
+        add(Make::d_queries);
+        if (depth <= 128) {
+          add(Make::d_keys_values);
+        } else {
+          add(Make::d_keys);
+          add(Make::d_values);
+        }
+      }
+    }
+  }
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    list.push_back(stats_spec(dtype));
+    list.push_back(copy_spec(dtype, dtype));
+    if (dtype != DType::f32) {
+      list.push_back(copy_spec(DType::f32, dtype));
+    }
+    list.push_back(sum_spec(dtype));
+  }
+  return list;
+}
+const KernelList kKernels{"attention", list_kernels};
+
+// ------------------------------------------------------------------------------------------------- operands
+
+void run_copy(const CopyParams& params, DType from, DType to, Context& context) {
+  const std::int64_t count = params.sizes[0] * params.sizes[1] * params.sizes[2] * params.sizes[3];
+  if (count > 0) {
+    get_kernel(copy_spec(from, to), context.device.index)
+        .launch(std::min<std::int64_t>(ceil_div(count, 256), 1 << 16), 256, 0, &params, context.stream);
+  }
+}
+
+/// Sizes of an operand with a matrix for each (batch, head).
+struct Sizes {
+  std::int64_t batch, heads, rows, cols;
+};
+
+CopyParams copy_params(const void* from, const Operand& at, void* to, const Operand& to_at, const Sizes& s) {
+  return {from,
+          to,
+          {s.batch, s.heads, s.rows, s.cols},
+          {at.batch, at.head, at.row, at.col},
+          {to_at.batch, to_at.head, to_at.row, to_at.col},
+          0.0f};
+}
+
+void fill(const Operand& out, const Sizes& sizes, DType dtype, float value, Context& context) {
+  CopyParams params = copy_params(nullptr, {}, out.data, out, sizes);
+  params.value = value;
+  run_copy(params, dtype, dtype, context);
+}
+
+/// Row after row, each `line` elements long.
+Operand contiguous(void* data, const Sizes& s, std::int64_t line) {
+  return {data, s.heads * s.rows * line, s.rows * line, line, 1};
+}
+
+/// An operand as the kernels read it: itself, or an aligned copy for the length of a call.
+class Input {
+ public:
+  Input(const Operand& of, const Sizes& sizes, DType dtype, Context& context)
+      : line_(ceil_div(sizes.cols, chunk(dtype)) * chunk(dtype)),
+        space_(context,
+               readable(of, sizes, dtype)
+                   ? 0
+                   : static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * line_) * size_of(dtype)) {
+    Operand at = of;
+    if (space_.data() != nullptr) {
+      at = contiguous(space_.data(), sizes, line_);
+      run_copy(copy_params(of.data, of, at.data, at, sizes), dtype, dtype, context);
+    }
+    arg_ = {at.data, at.batch, at.head, static_cast<int>(at.row * static_cast<std::int64_t>(size_of(dtype)))};
+  }
+  const InputArg& arg() const { return arg_; }
+
+ private:
+  static std::int64_t chunk(DType dtype) { return 16 / static_cast<std::int64_t>(size_of(dtype)); }
+  /// Kernels read 16 bytes at a time and count a row's bytes in 32 bits.
+  static bool readable(const Operand& of, const Sizes& sizes, DType dtype) {
+    const auto whole = [&](std::int64_t stride) { return stride % chunk(dtype) == 0; };
+    return (of.col == 1 || sizes.cols == 1) && whole(of.row) && whole(of.head) && whole(of.batch) &&
+           reinterpret_cast<std::uintptr_t>(of.data) % 16 == 0 &&
+           std::abs(of.row) <= std::numeric_limits<int>::max() / static_cast<std::int64_t>(size_of(dtype));
+  }
+
+  std::int64_t line_;
+  Workspace space_;
+  InputArg arg_{};
+};
+
+OutputArg output_arg(const Operand& out, DType dtype) {
+  const auto even = [](std::int64_t stride) { return stride % 2 == 0; };
+  const bool pairs = out.col == 1 && even(out.row) && even(out.head) && even(out.batch) &&
+                     reinterpret_cast<std::uintptr_t>(out.data) % (2 * size_of(dtype)) == 0;
+  return {out.data, out.batch, out.head, out.row, out.col, pairs};
+}
+
+ScoreArg score_arg(const Problem& p) {
+  ScoreArg arg{};
+  arg.scale = static_cast<float>(p.scale);
+  arg.softcap = static_cast<float>(p.softcap);
+  arg.bias = p.bias.data;
+  arg.bias_batch = p.bias.batch;
+  arg.bias_head = p.bias.head;
+  arg.bias_row = p.bias.row;
+  arg.bias_col = p.bias.col;
+  arg.bias_type = p.bias.dtype == DType::f16    ? BiasType::f16
+                  : p.bias.dtype == DType::bf16 ? BiasType::bf16
+                                                : BiasType::f32;
+  arg.slopes = static_cast<const float*>(p.slopes.data);
+  arg.slope_stride = p.slopes.head;
+  arg.distance = static_cast<int>(p.cols - p.rows);
+  arg.seed = reinterpret_cast<const long long*>(p.dropout.seed);
+  arg.threshold = static_cast<unsigned>(std::min(std::floor(p.dropout.rate * 0x1p32), 0x1p32 - 1));
+  arg.kept = p.dropout.rate > 0 ? static_cast<float>(1 / (1 - p.dropout.rate)) : 1.0f;
+  return arg;
+}
+
+void check(const Problem& p) {
+  if (p.dtype == DType::f64) {
+    throw Error("attention", "q", "float32, float16 or bfloat16 on a GPU", name_of(p.dtype));
+  }
+  if (p.bias.data != nullptr && p.bias.dtype == DType::f64) {
+    throw Error("attention", "bias", "float32, float16 or bfloat16 on a GPU", name_of(p.bias.dtype));
+  }
+  constexpr std::int64_t kMost = std::numeric_limits<int>::max();
+  if (p.rows > kMost || p.cols > kMost || p.batch * p.heads > kMost) {
+    throw Error("attention", "q", "sizes below 2^31", std::to_string(std::max({p.rows, p.cols, p.batch * p.heads})));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- heads
+
+/// The heads of one pattern.
+struct HeadSet {
+  const RegularPattern* pattern;
+  std::vector<int> heads;  ///< empty: all
+};
+
+std::vector<HeadSet> head_sets(const Problem& p) {
+  const bool one = std::all_of(p.patterns.begin(), p.patterns.end(), [&](const auto& q) { return q == p.patterns[0]; });
+  if (one) {
+    return {{p.patterns.front().get(), {}}};
+  }
+  std::vector<HeadSet> sets;
+  for (std::size_t h = 0; h < p.patterns.size(); ++h) {
+    auto found =
+        std::find_if(sets.begin(), sets.end(), [&](const HeadSet& s) { return s.pattern == p.patterns[h].get(); });
+    if (found == sets.end()) {
+      found = sets.insert(sets.end(), HeadSet{p.patterns[h].get(), {}});
+    }
+    found->heads.push_back(static_cast<int>(h));
+  }
+  return sets;
+}
+
+/// A set's heads on the device; with `by_key_head`, gathered under the key heads that they share.
+struct DeviceHeads {
+  HeadsArg arg{};
+  std::shared_ptr<const DeviceNumbers> heads, groups;
+
+  DeviceHeads(const Problem& p, const HeadSet& set, bool by_key_head, Context& context) {
+    const int ratio = static_cast<int>(p.heads / p.kv_heads);
+    arg = {nullptr,
+           nullptr,
+           static_cast<int>(by_key_head ? p.kv_heads : p.heads),
+           static_cast<int>(p.batch),
+           ratio,
+           static_cast<int>(p.heads)};
+    if (set.heads.empty()) {
+      return;
+    }
+    heads = device_numbers(set.heads, context);
+    arg.heads = heads->data();
+    arg.count = static_cast<int>(set.heads.size());
+    if (by_key_head) {
+      std::vector<int> list;
+      for (std::size_t n = 0; n < set.heads.size(); ++n) {
+        const int key_head = set.heads[n] / ratio;
+        if (list.empty() || list[list.size() - 3] != key_head) {
+          list.insert(list.end(), {key_head, static_cast<int>(n), 0});
+        }
+        ++list.back();
+      }
+      groups = device_numbers(list, context);
+      arg.groups = groups->data();
+      arg.count = static_cast<int>(list.size() / 3);
+    }
+  }
+};
+
+/// A set with its plan and heads, ready to launch.
+struct Prepared {
+  std::shared_ptr<const DevicePlan> plan;
+  DeviceHeads heads;
+
+  std::int64_t grid(const ComponentArg& component) const {
+    return static_cast<std::int64_t>(component.row_tile_count) * heads.arg.batch * heads.arg.count;
+  }
+};
+
+std::vector<Prepared> prepare(const Problem& p, const TileShape& tile, bool keys, Context& context) {
+  std::vector<Prepared> all;
+  for (const HeadSet& set : head_sets(p)) {
+    all.push_back({device_plan(*set.pattern, tile, keys, context), DeviceHeads(p, set, keys, context)});
+  }
+  return all;
+}
+
+bool all_cover(const std::vector<Prepared>& sets) {
+  return std::all_of(sets.begin(), sets.end(), [](const Prepared& s) { return s.plan->covers_rows; });
+}
+bool one_component_each(const std::vector<Prepared>& sets) {
+  return std::all_of(sets.begin(), sets.end(), [](const Prepared& s) { return s.plan->components.size() <= 1; });
+}
+
+// ------------------------------------------------------------------------------------------------- gradients
+
+/// What the gradients of a call read.
+struct Given {
+  const BackwardProblem& problem;
+  Input q, k, v, d_o;
+  Workspace stats;
+
+  Given(const BackwardProblem& b, Context& context)
+      : problem(b),
+        q(b.forward.q, {b.forward.batch, b.forward.heads, b.forward.rows, b.forward.depth}, b.forward.dtype, context),
+        k(b.forward.k, {b.forward.batch, b.forward.kv_heads, b.forward.cols, b.forward.depth}, b.forward.dtype,
+          context),
+        v(b.forward.v, {b.forward.batch, b.forward.kv_heads, b.forward.cols, b.forward.value_depth}, b.forward.dtype,
+          context),
+        d_o(b.d_o, {b.forward.batch, b.forward.heads, b.forward.rows, b.forward.value_depth}, b.forward.dtype, context),
+        stats(context,
+              static_cast<std::size_t>(b.forward.batch * b.forward.heads * b.forward.rows) * sizeof(RowStats)) {
+    const Problem& p = b.forward;
+    StatsParams params{};
+    params.o = output_arg(p.o, p.dtype);
+    params.d_o = output_arg(b.d_o, p.dtype);
+    params.lse = output_arg(p.lse, DType::f32);
+    params.d_lse = output_arg(b.d_lse, DType::f32);
+    params.stats = static_cast<RowStats*>(stats.data());
+    params.rows = p.rows;
+    params.all_rows = p.batch * p.heads * p.rows;
+    params.heads = static_cast<int>(p.heads);
+    params.value_depth = static_cast<int>(p.value_depth);
+    if (params.all_rows > 0) {
+      get_kernel(stats_spec(p.dtype), context.device.index)
+          .launch(ceil_div(params.all_rows, 8), 256, 0, &params, context.stream);
+    }
+  }
+};
+
+/// Where a gradient is made: in place, or in float where several launches add to it.
+class Target {
+ public:
+  Target(const Operand& out, const Sizes& sizes, DType dtype, bool adds, bool zero_first, Context& context)
+      : out_(out),
+        sizes_(sizes),
+        dtype_(dtype),
+        context_(context),
+        space_(context, out.data != nullptr && adds && dtype != DType::f32
+                            ? static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * sizes.cols) * 4
+                            : 0) {
+    if (space_.data() != nullptr) {
+      driver::fill_zero(space_.data(),
+                        static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * sizes.cols) * 4,
+                        context.stream);
+    } else if (out.data != nullptr && (adds || zero_first)) {
+      fill(out, sizes, dtype, 0.0f, context);
+    }
+  }
+  OutputArg arg() const {
+    return space_.data() != nullptr ? output_arg(contiguous(space_.data(), sizes_, sizes_.cols), DType::f32)
+                                    : output_arg(out_, dtype_);
+  }
+  /// After the last launch.
+  void finish() {
+    if (space_.data() != nullptr) {
+      run_copy(copy_params(space_.data(), contiguous(nullptr, sizes_, sizes_.cols), out_.data, out_, sizes_),
+               DType::f32, dtype_, context_);
+    }
+  }
+
+ private:
+  Operand out_;
+  Sizes sizes_;
+  DType dtype_;
+  Context& context_;
+  Workspace space_;
+};
+
+BackwardParams backward_params(const Given& given) {
+  const Problem& p = given.problem.forward;
+  BackwardParams params{};
+  params.score = score_arg(p);
+  params.stats = static_cast<const RowStats*>(given.stats.data());
+  params.queries = static_cast<int>(p.rows);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  return params;
+}
+
+void launch_all(const Config& config, const std::vector<Prepared>& sets, BackwardParams& params, Context& context) {
+  const Kernel& kernel = config.kernel(context.device.index);
+  const KernelShape shape = config.shape();
+  for (const Prepared& set : sets) {
+    params.heads = set.heads.arg;
+    for (const ComponentArg& component : set.plan->components) {
+      params.plan = component;
+      if (const std::int64_t grid = set.grid(component); grid > 0) {
+        kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
+      }
+    }
+  }
+}
+
+void query_gradient(const Given& given, Context& context) {
+  const Problem& p = given.problem.forward;
+  const Config config = config_for(Make::d_queries, p);
+  const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
+  BackwardParams params = backward_params(given);
+  params.first = given.q.arg();
+  params.second = given.d_o.arg();
+  params.other_first = given.k.arg();
+  params.other_second = given.v.arg();
+  params.add = !one_component_each(sets);
+  Target d_q(given.problem.d_q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, params.add, !all_cover(sets), context);
+  params.d_first = d_q.arg();
+  launch_all(config, sets, params, context);
+  d_q.finish();
+}
+
+void key_gradients(const Given& given, Context& context) {
+  const BackwardProblem& b = given.problem;
+  const Problem& p = b.forward;
+  Config config = config_for(Make::d_keys_values, p);
+  const std::vector<Prepared> sets = prepare(p, config.tile(), true, context);
+  BackwardParams params = backward_params(given);
+  params.first = given.k.arg();
+  params.second = given.v.arg();
+  params.other_first = given.q.arg();
+  params.other_second = given.d_o.arg();
+  params.add = !one_component_each(sets) || (sets.size() > 1 && p.heads != p.kv_heads);
+  const bool zero_first = !all_cover(sets);
+  Target d_k(b.d_k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, params.add, zero_first, context);
+  Target d_v(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, params.add, zero_first, context);
+  params.d_first = d_k.arg();
+  params.d_second = d_v.arg();
+  if (config.simple() || config.depth <= 128) {
+    launch_all(config, sets, params, context);
+  } else {
+    for (const auto& [make, wanted] : {std::pair{Make::d_keys, b.d_k.data}, std::pair{Make::d_values, b.d_v.data}}) {
+      config.make = make;
+      if (wanted != nullptr) {
+        launch_all(config, sets, params, context);
+      }
+    }
+  }
+  d_k.finish();
+  d_v.finish();
+}
+
+/// A bias that is not broadcast along rows or columns gets each element's sum; else the plan whose rows remain is
+/// walked and its columns are summed, and what remains of a bias broadcast along both is one more sum.
+void bias_gradient(const Given& given, Context& context) {
+  const BackwardProblem& b = given.problem;
+  const Problem& p = b.forward;
+  const Sizes sizes{b.bias_sizes[0], b.bias_sizes[1], b.bias_sizes[2], b.bias_sizes[3]};
+  const bool one_row = sizes.rows != p.rows, one_col = sizes.cols != p.cols;
+  const bool keys = one_row && !one_col, row_sums = one_row || one_col, both = one_row && one_col;
+  const int depth = depth_for(kSimpleDepths, std::max(p.depth, p.value_depth));
+  const KernelShape shape = simple_shape(depth, 4);
+
+  const Sizes made{sizes.batch, sizes.heads, both ? p.rows : sizes.rows, sizes.cols};
+  const std::size_t bytes = static_cast<std::size_t>(made.batch * made.heads * made.rows * made.cols) * 4;
+  if (bytes == 0) {
+    return;
+  }
+  const Workspace space(context, bytes);
+  driver::fill_zero(space.data(), bytes, context.stream);
+  const Operand at = contiguous(space.data(), made, made.cols);
+  const Operand out{b.d_bias.data, b.d_bias.batch, b.d_bias.head, b.d_bias.row, b.d_bias.col};
+
+  BiasGradientParams params{};
+  params.score = score_arg(p);
+  params.first = keys ? given.k.arg() : given.q.arg();
+  params.second = keys ? given.v.arg() : given.d_o.arg();
+  params.other_first = keys ? given.q.arg() : given.k.arg();
+  params.other_second = keys ? given.d_o.arg() : given.v.arg();
+  params.stats = static_cast<const RowStats*>(given.stats.data());
+  params.out = static_cast<float*>(space.data());
+  params.out_batch = at.batch;
+  params.out_head = at.head;
+  params.out_row = at.row;
+  params.out_col = at.col;
+  params.batch = static_cast<int>(p.batch);
+  params.all = static_cast<int>(p.heads);
+  params.ratio = static_cast<int>(p.heads / p.kv_heads);
+  params.queries = static_cast<int>(p.rows);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  params.sum_batch = sizes.batch != p.batch;
+  params.sum_heads = sizes.heads != p.heads;
+  const Kernel& kernel = get_kernel(bias_spec(p.dtype, depth, keys, row_sums), context.device.index);
+  for (const HeadSet& set : head_sets(p)) {
+    const auto plan = device_plan(*set.pattern, {shape.rows, shape.cols}, keys, context);
+    const DeviceHeads heads(p, set, false, context);
+    params.heads = heads.arg.heads;
+    params.head_count = heads.arg.count;
+    for (const ComponentArg& component : plan->components) {
+      params.plan = component;
+      const std::int64_t grid = static_cast<std::int64_t>(component.row_tile_count) * (params.sum_batch ? 1 : p.batch) *
+                                (params.sum_heads ? 1 : params.head_count);
+      if (grid > 0) {
+        kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
+      }
+    }
+  }
+  const CopyParams copy = copy_params(space.data(), at, out.data, out, made);
+  if (!both) {
+    run_copy(copy, DType::f32, b.d_bias.dtype, context);
+  } else {
+    get_kernel(sum_spec(b.d_bias.dtype), context.device.index)
+        .launch(made.batch * made.heads * made.cols, 256, 0, &copy, context.stream);
+  }
+}
+
+}  // namespace
+
+namespace cuda {
+
+void forward(const Problem& problem, Context& context) {
+  check(problem);
+  if (problem.batch * problem.heads * problem.rows == 0) {
+    return;
+  }
+  const driver::DeviceScope scope(context.device.index);
+  if (hopper::forward(problem, context)) {
+    return;
+  }
+  const Problem& p = problem;
+  const Config config = config_for(Make::forward, p);
+  const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
+  const Input q(p.q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, context);
+  const Input k(p.k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, context);
+  const Input v(p.v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, context);
+  const bool fills = !all_cover(sets), merges = fills || !one_component_each(sets);
+  const Sizes lse_sizes{p.batch, p.heads, p.rows, 1};
+  const Workspace own_lse(context, merges && p.lse.data == nullptr
+                                       ? static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(float)
+                                       : 0);
+  const Operand lse = own_lse.data() != nullptr ? contiguous(own_lse.data(), lse_sizes, 1) : p.lse;
+  if (fills) {
+    fill(p.o, {p.batch, p.heads, p.rows, p.value_depth}, p.dtype, 0.0f, context);
+    fill(lse, lse_sizes, DType::f32, -std::numeric_limits<float>::infinity(), context);
+  }
+  ForwardParams params{};
+  params.score = score_arg(p);
+  params.q = q.arg();
+  params.k = k.arg();
+  params.v = v.arg();
+  params.o = output_arg(p.o, p.dtype);
+  params.lse = output_arg(lse, DType::f32);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  const Kernel& kernel = config.kernel(context.device.index);
+  const KernelShape shape = config.shape();
+  for (const Prepared& set : sets) {
+    params.heads = set.heads.arg;
+    params.merge = fills;
+    for (const ComponentArg& component : set.plan->components) {
+      params.plan = component;
+      if (const std::int64_t grid = set.grid(component); grid > 0) {
+        kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
+      }
+      params.merge = true;
+    }
+  }
+}
+
+void backward(const BackwardProblem& problem, Context& context) {
+  check(problem.forward);
+  const driver::DeviceScope scope(context.device.index);
+  if (hopper::backward(problem, context)) {
+    return;
+  }
+  const Given given(problem, context);
+  if (problem.d_q.data != nullptr) {
+    query_gradient(given, context);
+  }
+  if (problem.d_k.data != nullptr || problem.d_v.data != nullptr) {
+    key_gradients(given, context);
+  }
+  if (problem.d_bias.data != nullptr) {
+    bias_gradient(given, context);
+  }
+}
+
+}  // namespace cuda
+
+}  // namespace fretwork::attention_op

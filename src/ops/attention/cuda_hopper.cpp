@@ -1,0 +1,699 @@
+// The host side of the Hopper kernels of attention: does the problem suit them, plans on the device, who does what, the
+// tensor maps, the launches.
+#include "ops/attention/cuda_hopper.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+#include <initializer_list>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <queue>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "core/divide.h"
+#include "ops/attention/params_hopper.cuh"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+#include "runtime/plan_cache.h"
+
+namespace fretwork::attention_op::hopper {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+
+// ---------------------------------------------------------------------------------------------- which kernel
+
+KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest) {
+  return {"ops/attention/kernel_hopper_" + file + ".cuh",
+          "fretwork::attention_op::hopper::" + kernel + "<" + device_type(dtype) + rest + ">"};
+}
+std::string flag(bool value) { return value ? ", true" : ", false"; }
+KernelSpec forward_instance(DType dtype, int depth, bool general, bool held) {
+  return instance("forward", "forward", dtype, ", " + std::to_string(depth) + flag(general) + flag(held));
+}
+KernelSpec backward_instance(DType dtype, int depth, bool keys, bool general, bool held) {
+  return instance("backward", keys ? "backward_keys" : "backward_queries", dtype,
+                  ", " + std::to_string(depth) + flag(general) + (keys ? "" : flag(held)));
+}
+int trial() {
+  const char* const number = std::getenv("FRETWORK_TRIAL");
+  return number != nullptr ? std::atoi(number) : 0;
+}
+KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype, ""); }
+KernelSpec statistics_instance(DType dtype) { return instance("backward", "statistics", dtype, ""); }
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (arch != "sm_90a") {
+    return list;
+  }
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    list.push_back(fill_instance(dtype));
+    list.push_back(statistics_instance(dtype));
+    for (const int depth : {64, 128}) {
+      for (const bool general : {false, true}) {
+        for (const bool held : {false, true}) {
+          list.push_back(forward_instance(dtype, depth, general, held));
+          list.push_back(backward_instance(dtype, depth, false, general, held));
+        }
+        list.push_back(backward_instance(dtype, depth, true, general, false));
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"attention", list_kernels};
+
+constinit KernelTable<64> kernels;
+
+unsigned number_of(DType dtype, int depth, bool general) {
+  return (dtype == DType::f16 ? 0u : 1u) | (depth == 64 ? 0u : 2u) | unsigned{general} << 2;
+}
+const Kernel& forward_kernel(DType dtype, int depth, bool general, int device) {
+  const bool held = (trial() & 4) != 0;
+  return kernels.get(number_of(dtype, depth, general) + (held ? 32 : 0), device,
+                     [&] { return forward_instance(dtype, depth, general, held); });
+}
+const Kernel& backward_kernel(DType dtype, int depth, bool keys, bool general, int device) {
+  const bool held = !keys && (trial() & 4) != 0;
+  return kernels.get((keys ? 8u : 16u) + number_of(dtype, depth, general) + (held ? 32 : 0), device,
+                     [&] { return backward_instance(dtype, depth, keys, general, held); });
+}
+const Kernel& fill_kernel(DType dtype, int device) {
+  return kernels.get(24 + number_of(dtype, 64, false), device, [&] { return fill_instance(dtype); });
+}
+const Kernel& statistics_kernel(DType dtype, int device) {
+  return kernels.get(28 + number_of(dtype, 64, false), device, [&] { return statistics_instance(dtype); });
+}
+
+/// Bytes for what ForwardShared and BackwardShared describe.
+int forward_shared(int depth) { return 1024 + (2 + (depth == 64 ? 8 : 4)) * 256 * depth; }
+int backward_shared(int depth) { return 1024 + 4 * 256 * depth + (depth == 64 ? 8 : 6) * 128 * depth; }
+
+// ------------------------------------------------------------------------------------------ plans on the device
+
+template <typename Value>
+driver::DeviceBuffer upload(int device, const std::vector<Value>& values) {
+  return driver::DeviceBuffer(device, values.data(), values.size() * sizeof(Value));
+}
+
+/// Tiles of one side: where the copy engine finds them. `shift` tokens before the operand is where it counts from, so
+/// that a tile which is cut may start later on its axes and still never at a negative place.
+struct Side {
+  Order order;
+  std::int64_t shift = 0;
+  driver::DeviceBuffer tiles, tokens, used;
+
+  int places() const { return order.extent[0] * order.extent[1] * order.extent[2]; }
+  std::size_t bytes() const { return tiles.bytes() + tokens.bytes() + used.bytes(); }
+};
+
+std::int64_t cut_of(const Order& order, const Tile& tile) {
+  std::int64_t tokens = 0;
+  for (std::size_t k = 0; k < kTileAxes; ++k) {
+    tokens += (order.extent[k] - tile.count[k]) * order.stride[k];
+  }
+  return tokens;
+}
+
+/// The token of each place of a tile; the others stay as they are.
+void write_tokens(const Order& order, const Tile& tile, int* tokens) {
+  for (int u0 = 0; u0 < tile.count[0]; ++u0) {
+    for (int u1 = 0; u1 < tile.count[1]; ++u1) {
+      int* const line = tokens + (u0 * order.extent[1] + u1) * order.extent[2];
+      const std::int64_t base = tile.base + u0 * order.stride[0] + u1 * order.stride[1];
+      for (int u2 = 0; u2 < tile.count[2]; ++u2) {
+        line[u2] = static_cast<int>(base + u2 * order.stride[2]);
+      }
+    }
+  }
+}
+
+/// `places` a tile has room for.
+Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, int device) {
+  Side side{order, 0, {}, {}, {}};
+  for (const Tile& tile : tiles) {
+    side.shift = std::max(side.shift, cut_of(order, tile));
+  }
+  std::vector<Place> boxes;
+  std::vector<int> tokens(tiles.size() * static_cast<std::size_t>(places), -1), used;
+  for (const Tile& tile : tiles) {
+    Place box{static_cast<int>(tile.base - cut_of(order, tile) + side.shift), {}};
+    for (std::size_t k = 0; k < kTileAxes; ++k) {
+      box.skip[k] = order.extent[k] - tile.count[k];
+    }
+    write_tokens(order, tile, tokens.data() + boxes.size() * static_cast<std::size_t>(places));
+    boxes.push_back(box);
+    used.push_back(tile.used);
+  }
+  side.tiles = upload(device, boxes);
+  side.tokens = upload(device, tokens);
+  side.used = upload(device, used);
+  return side;
+}
+
+struct DeviceComponent {
+  Side rows, cols;
+  driver::DeviceBuffer first, runs;
+  std::vector<int> steps;  ///< of each row tile
+  bool general = false;    ///< has masks of bits, or columns that nothing uses
+  bool covers_rows = false;
+};
+
+struct DevicePlan {
+  std::shared_ptr<const Plan> plan;  ///< kept, so that its address stays its own
+  std::vector<DeviceComponent> components;
+  driver::DeviceBuffer bits, used;
+
+  std::size_t bytes() const {
+    std::size_t all = bits.bytes() + used.bytes();
+    for (const DeviceComponent& c : components) {
+      all += c.rows.bytes() + c.cols.bytes() + c.first.bytes() + c.runs.bytes();
+    }
+    return all;
+  }
+};
+
+RunOf run_of(const Run& run, const Plan& plan) {
+  RunOf made{run.first, run.count, {}, kWhole, 0, 0, 0};
+  if (run.mask >= 0) {
+    const Mask& mask = plan.masks[static_cast<std::size_t>(run.mask)];
+    const int side = plan.shape.rows + plan.shape.cols;  // beyond it a bound says nothing, and sums could overflow
+    made.kind = mask.bits >= 0 ? mask.bits : kBand;
+    made.low = std::clamp(mask.low, -side, side);
+    made.high = std::clamp(mask.high, -side, side);
+    made.limit = std::clamp(mask.limit, 0, side);
+  }
+  return made;
+}
+
+DeviceComponent make_component(const Component& component, const Plan& plan, int device) {
+  DeviceComponent made;
+  made.rows = make_side(component.row_order, component.row_tiles, plan.shape.rows, device);
+  made.cols = make_side(component.col_order, component.col_tiles, plan.shape.cols, device);
+  made.covers_rows = component.covers_rows;
+  std::vector<int> first(component.first.begin(), component.first.end());
+  std::vector<RunOf> runs;
+  runs.reserve(component.runs.size());
+  for (const Run& run : component.runs) {
+    runs.push_back(run_of(run, plan));
+    made.general = made.general || runs.back().kind >= 0;
+  }
+  for (const Tile& tile : component.col_tiles) {
+    made.general = made.general || tile.used >= 0;
+  }
+  for (std::size_t t = 0; t + 1 < first.size(); ++t) {
+    const auto begin = component.runs.begin() + first[t], end = component.runs.begin() + first[t + 1];
+    made.steps.push_back(std::accumulate(begin, end, 0, [](int sum, const Run& run) { return sum + run.count; }));
+  }
+  made.first = upload(device, first);
+  made.runs = upload(device, runs);
+  return made;
+}
+
+/// All that kernels count in 32 bits.
+bool fits(const Plan& plan) {
+  const auto small = [](const Order& order) {
+    return std::all_of(order.stride.begin(), order.stride.end(), [](std::int64_t s) { return s < kMost / 256; });
+  };
+  return plan.rows < kMost / 4 && plan.cols < kMost / 4 &&
+         std::all_of(plan.components.begin(), plan.components.end(), [&](const Component& c) {
+           const std::size_t most = std::max({c.runs.size(), c.row_tiles.size() * 64, c.col_tiles.size() * 64});
+           return small(c.row_order) && small(c.col_order) && static_cast<std::int64_t>(most) < kMost / 2;
+         });
+}
+
+DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
+  DevicePlan made;
+  made.plan = plan;
+  for (const Component& component : plan->components) {
+    made.components.push_back(make_component(component, *plan, device));
+  }
+  made.bits = upload(device, plan->bits);
+  made.used = upload(device, plan->used);
+  return made;
+}
+
+// ---------------------------------------------------------------------------------------------- who does what
+
+/// Pairs of batch and head, and how many of them run through their tiles together because their operands fit the cache.
+struct Pairs {
+  int batch, heads, together;
+};
+
+struct Schedule {
+  driver::DeviceBuffer items, share;
+  int grid = 0;
+  std::size_t bytes() const { return items.bytes() + share.bytes(); }
+};
+
+/// Longest tiles first, each to the CTA that has least to do so far: what a queue would do, without one. `repeat` is
+/// how often a step is done; `empty` says whether tiles without steps have work to do as well.
+Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device) {
+  constexpr std::int64_t kOverhead = 1;  // of an item, in steps
+  std::vector<int> order(component.steps.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto steps = [&](int tile) { return component.steps[static_cast<std::size_t>(tile)]; };
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return steps(a) > steps(b); });
+  if (!empty) {
+    while (!order.empty() && steps(order.back()) == 0) {
+      order.pop_back();
+    }
+  }
+  const std::int64_t all = static_cast<std::int64_t>(pairs.batch) * pairs.heads, count = all * std::ssize(order);
+  const auto grid = static_cast<int>(std::min<std::int64_t>(driver::device_info(device).multiprocessors, count));
+  std::vector<std::vector<Item>> lists(static_cast<std::size_t>(grid));
+  using Load = std::pair<std::int64_t, int>;
+  std::priority_queue<Load, std::vector<Load>, std::greater<>> least;
+  for (int c = 0; c < grid; ++c) {
+    least.emplace(0, c);
+  }
+  for (std::int64_t begin = 0; begin < all; begin += pairs.together) {
+    for (const int tile : order) {
+      for (std::int64_t n = begin; n < std::min(all, begin + pairs.together); ++n) {
+        auto [load, c] = least.top();
+        least.pop();
+        lists[static_cast<std::size_t>(c)].push_back(
+            {tile, static_cast<int>(n / pairs.heads), static_cast<int>(n % pairs.heads), steps(tile) * repeat});
+        least.emplace(load + kOverhead + static_cast<std::int64_t>(steps(tile)) * repeat, c);
+      }
+    }
+  }
+  std::vector<Item> items;
+  std::vector<int> share{0};
+  for (const auto& list : lists) {
+    items.insert(items.end(), list.begin(), list.end());
+    share.push_back(static_cast<int>(items.size()));
+  }
+  return {upload(device, items), upload(device, share), grid};
+}
+
+/// A plan and the schedules of its components for some number of heads.
+struct Prepared {
+  std::shared_ptr<const DevicePlan> plan;
+  std::vector<Schedule> schedules;
+  bool fill = false;  ///< rows may be reached by no component
+
+  std::size_t bytes() const {
+    std::size_t all = 0;
+    for (const Schedule& s : schedules) {
+      all += s.bytes();
+    }
+    return all;
+  }
+};
+
+Hash128 hash_of(const Plan* plan, std::initializer_list<std::int64_t> rest) {
+  std::string bytes;
+  const auto add = [&](const auto& value) { bytes.append(reinterpret_cast<const char*>(&value), sizeof value); };
+  add(plan);
+  std::for_each(rest.begin(), rest.end(), add);
+  return hash128(bytes);
+}
+
+std::shared_ptr<const DevicePlan> find_plan(const std::shared_ptr<const Plan>& plan, int device) {
+  static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
+  return cache.get(hash_of(plan.get(), {device}), [&] { return make_plan(plan, device); });
+}
+
+std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan, const Pairs& pairs, int repeat,
+                                        const Context& context) {
+  static PlanCache<Prepared>& cache = *std::make_unique<PlanCache<Prepared>>().release();
+  const int device = context.device.index;
+  const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, repeat, device});
+  auto prepared = cache.get(key, [&] {
+    Prepared made{find_plan(plan, device), {}, plan->components.empty() || !plan->components[0].covers_rows};
+    for (const DeviceComponent& component : made.plan->components) {
+      const bool first = made.schedules.empty() && !made.fill;
+      made.schedules.push_back(make_schedule(component, pairs, repeat, first, device));
+    }
+    return made;
+  });
+  if (driver::is_capturing(context.stream)) {
+    cache.pin(prepared);
+  }
+  return prepared;
+}
+
+// ----------------------------------------------------------------------------------------------- the operands
+
+/// True when rows can be moved 16 bytes at a time.
+bool movable(const Operand& x) {
+  return x.data != nullptr && reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 && x.col == 1 && x.row > 0 &&
+         x.row % 8 == 0 && x.head >= 0 && x.head % 8 == 0 && x.batch >= 0 && x.batch % 8 == 0;
+}
+
+Operand from_head(Operand x, std::int64_t head, std::int64_t bytes) {
+  x.data = static_cast<char*>(x.data) + head * x.head * bytes;
+  return x;
+}
+
+/// `sizes`: batch, heads, tokens.
+std::optional<Source> make_source(const Operand& x, const std::array<std::int64_t, 3>& sizes, std::int64_t depth,
+                                  const Side& side) {
+  const std::int64_t unit =
+      std::gcd(x.row, std::gcd(sizes[1] > 1 ? x.head : 0, sizes[0] > 1 ? x.batch : 0));  // in elements
+  const std::int64_t batch = sizes[0] > 1 ? x.batch / unit : 0, head = sizes[1] > 1 ? x.head / unit : 0;
+  const std::int64_t row = x.row / unit;
+  const std::int64_t places = (sizes[0] - 1) * batch + (sizes[1] - 1) * head + (sizes[2] + side.shift - 1) * row + 1;
+  if (places > kMost || x.row >= (1LL << 38) / 256) {
+    return std::nullopt;
+  }
+  std::vector<std::uint64_t> lengths{static_cast<std::uint64_t>(depth)}, steps;
+  std::vector<std::uint32_t> box{64};
+  const bool three = side.order.extent[0] > 1;
+  for (std::size_t k = kTileAxes; k-- > (three ? 0u : 1u);) {
+    const int extent = side.order.extent[k];
+    const std::int64_t stride = extent > 1 ? side.order.stride[k] * x.row : unit;  // of one place it does not matter
+    if (stride <= 0 || stride >= 1LL << 38) {
+      return std::nullopt;
+    }
+    lengths.push_back(static_cast<std::uint64_t>(extent));
+    box.push_back(static_cast<std::uint32_t>(extent));
+    steps.push_back(static_cast<std::uint64_t>(2 * stride));
+  }
+  lengths.push_back(static_cast<std::uint64_t>(places));
+  box.push_back(1);
+  steps.push_back(static_cast<std::uint64_t>(2 * unit));
+  const auto begin = reinterpret_cast<std::uintptr_t>(x.data) - static_cast<std::uintptr_t>(2 * side.shift * x.row);
+  Source source{};
+  source.map = std::bit_cast<Map>(
+      driver::make_tensor_map(reinterpret_cast<const void*>(begin), 2, lengths, steps, box, driver::Swizzle::b128));
+  source.batch = static_cast<int>(batch);
+  source.head = static_cast<int>(head);
+  source.row = static_cast<int>(row);
+  source.axes = three ? 3 : 2;
+  return source;
+}
+
+Lines lines_of(const Operand& x) { return {x.data, x.batch, x.head, x.row}; }
+
+Walk walk_of(const DevicePlan& plan, const DeviceComponent& c, const Schedule& schedule) {
+  Walk walk{};
+  walk.row_tiles = static_cast<const Place*>(c.rows.tiles.data());
+  walk.col_tiles = static_cast<const Place*>(c.cols.tiles.data());
+  walk.first = static_cast<const int*>(c.first.data());
+  walk.runs = static_cast<const RunOf*>(c.runs.data());
+  walk.row_tokens = static_cast<const int*>(c.rows.tokens.data());
+  walk.col_tokens = static_cast<const int*>(c.cols.tokens.data());
+  walk.col_used = static_cast<const int*>(c.cols.used.data());
+  walk.bits = static_cast<const unsigned*>(plan.bits.data());
+  walk.used = static_cast<const unsigned*>(plan.used.data());
+  walk.items = static_cast<const Item*>(schedule.items.data());
+  walk.share = static_cast<const int*>(schedule.share.data());
+  walk.row_places = c.rows.places();
+  walk.col_places = c.cols.places();
+  return walk;
+}
+
+/// Heads [first, first + count) have the same plan.
+struct HeadRange {
+  std::int64_t first, count;
+  std::shared_ptr<const Plan> plan;
+};
+
+std::vector<HeadRange> ranges_of(const Plans& plans, std::int64_t heads) {
+  std::vector<HeadRange> ranges;
+  for (std::size_t h = 0; h < plans.size(); ++h) {
+    if (ranges.empty() || ranges.back().plan != plans[h]) {
+      ranges.push_back({static_cast<std::int64_t>(h), 0, plans[h]});
+    }
+    ++ranges.back().count;
+  }
+  if (plans.size() == 1) {
+    ranges[0].count = heads;
+  }
+  return ranges;
+}
+
+/// What both directions need; everything else is a matter of strides and plans.
+bool suits(const Problem& p, const Context& context) {
+  const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
+  const bool size = (p.depth == 64 || p.depth == 128) && p.value_depth == p.depth && p.batch > 0 && p.heads > 0 &&
+                    p.kv_heads > 0 && p.rows > 0 && p.cols > 0 && p.batch * p.heads < kMost;
+  const bool plain = p.softcap == 0 && p.bias.data == nullptr && p.slopes.data == nullptr && p.dropout.rate == 0;
+  return type && size && plain && p.scale > 0 && std::isfinite(p.scale) && movable(p.q) && movable(p.k) &&
+         movable(p.v) && movable(p.o) && driver::kernel_arch(context.device.index) == "sm_90a";
+}
+
+/// Heads whose keys and values fit the cache together, in whole groups of those that share them.
+int together(const Problem& p) {
+  constexpr std::int64_t kCache = 24 << 20;
+  const std::int64_t bytes = 2 * p.cols * (p.depth + p.value_depth);
+  return static_cast<int>(
+      std::min(p.batch * p.heads, std::max<std::int64_t>(1, kCache / bytes) * (p.heads / p.kv_heads)));
+}
+
+// ------------------------------------------------------------------------------------------------- forward
+
+struct Launch {
+  const Kernel* kernel;
+  int grid;
+  ForwardParams params;
+};
+
+std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared, std::size_t at,
+                                     int device) {
+  const DeviceComponent& c = prepared.plan->components[at];
+  const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count, p.rows}, p.depth, c.rows);
+  const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.cols);
+  const auto v = make_source(p.v, {p.batch, p.kv_heads, p.cols}, p.value_depth, c.cols);
+  if (!q || !k || !v) {
+    return std::nullopt;
+  }
+  ForwardParams params{};
+  params.q = *q;
+  params.k = *k;
+  params.v = *v;
+  params.walk = walk_of(*prepared.plan, c, prepared.schedules[at]);
+  params.o = lines_of(p.o);
+  params.lse = lines_of(p.lse);
+  params.group = static_cast<int>(p.heads / p.kv_heads);
+  params.head0 = static_cast<int>(range.first);
+  params.merge = at > 0 || prepared.fill ? 1 : 0;
+  params.scale = static_cast<float>(p.scale * 1.4426950408889634);
+  params.variant = trial();
+  return Launch{&forward_kernel(p.dtype, static_cast<int>(p.depth), c.general, device), prepared.schedules[at].grid,
+                params};
+}
+
+/// Zeros in all rows of x, and −∞ in lse where there is one.
+void launch_fill(DType dtype, const Operand& x, const Operand& lse, const std::array<std::int64_t, 3>& sizes,
+                 std::int64_t depth, Context& context) {
+  FillParams params{};
+  params.o = lines_of(x);
+  params.lse = lines_of(lse);
+  params.rows = sizes[0] * sizes[1] * sizes[2];
+  params.per_head = static_cast<int>(sizes[2]);
+  params.heads = static_cast<int>(sizes[1]);
+  params.depth = static_cast<int>(depth);
+  fill_kernel(dtype, context.device.index).launch(ceil_div(params.rows, 8), 256, 0, &params, context.stream);
+}
+
+// ------------------------------------------------------------------------------------------------- backward
+
+struct BackwardLaunch {
+  const Kernel* kernel;
+  int grid;
+  BackwardParams params;
+};
+
+/// Heads [first, first + count) of queries, and the key heads they use.
+struct Heads {
+  std::int64_t first, count, kv_first, kv_count;
+};
+
+void launch_statistics(const BackwardProblem& b, float* stats, Context& context) {
+  const Problem& p = b.forward;
+  StatsParams params{};
+  params.o = lines_of(p.o);
+  params.d_o = lines_of(b.d_o);
+  params.lse = lines_of(p.lse);
+  params.d_lse = lines_of(b.d_lse);
+  params.stats = stats;
+  params.rows = p.batch * p.heads * p.rows;
+  params.per_head = static_cast<int>(p.rows);
+  params.heads = static_cast<int>(p.heads);
+  params.depth = static_cast<int>(p.depth);
+  statistics_kernel(p.dtype, context.device.index)
+      .launch(ceil_div(params.rows * p.depth / 8, 256), 256, 0, &params, context.stream);
+}
+
+/// The gradients of keys and values, or of queries, from one component.
+std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
+                                              std::size_t at, bool keys, const float* stats, int device) {
+  const Problem& p = b.forward;
+  const DeviceComponent& c = prepared.plan->components[at];
+  const Side &queries_side = keys ? c.cols : c.rows, &keys_side = keys ? c.rows : c.cols;
+  const std::array<std::int64_t, 3> sizes{p.batch, heads.count, p.rows}, kv_sizes{p.batch, heads.kv_count, p.cols};
+  const auto q = make_source(from_head(p.q, heads.first, 2), sizes, p.depth, queries_side);
+  const auto d_o = make_source(from_head(b.d_o, heads.first, 2), sizes, p.value_depth, queries_side);
+  const auto k = make_source(from_head(p.k, heads.kv_first, 2), kv_sizes, p.depth, keys_side);
+  const auto v = make_source(from_head(p.v, heads.kv_first, 2), kv_sizes, p.value_depth, keys_side);
+  if (!q || !d_o || !k || !v) {
+    return std::nullopt;
+  }
+  BackwardParams params{};
+  params.rows[0] = keys ? *k : *q;
+  params.rows[1] = keys ? *v : *d_o;
+  params.cols[0] = keys ? *q : *k;
+  params.cols[1] = keys ? *d_o : *v;
+  params.walk = walk_of(*prepared.plan, c, prepared.schedules[at]);
+  params.out[0] = lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
+  params.out[1] = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
+  params.stats = stats + 2 * heads.first * p.rows;
+  params.stats_batch = static_cast<int>(p.heads * p.rows);
+  params.stats_head = static_cast<int>(p.rows);
+  params.group = static_cast<int>(p.heads / p.kv_heads);
+  params.add = at > 0 || prepared.fill ? 1 : 0;
+  params.scale = static_cast<float>(p.scale);
+  params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
+  return BackwardLaunch{&backward_kernel(p.dtype, static_cast<int>(p.depth), keys, c.general, device),
+                        prepared.schedules[at].grid, params};
+}
+
+/// A gradient that is to be zero before anything is added to it.
+struct Zeros {
+  Operand x;
+  std::array<std::int64_t, 3> sizes;
+};
+
+/// What one direction of one range of heads launches; false where it cannot.
+bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, const float* stats,
+                  std::vector<std::shared_ptr<const Prepared>>& kept, std::vector<BackwardLaunch>& launches,
+                  std::vector<Zeros>& zeros, const Context& context) {
+  const Problem& p = b.forward;
+  const std::int64_t group = p.heads / p.kv_heads;
+  const Heads heads{range.first, range.count, range.first / group, range.count / group};
+  const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(keys ? heads.kv_count : heads.count),
+                    keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p)};
+  const auto prepared = kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, context));
+  if (prepared->fill && keys) {
+    zeros.push_back({from_head(b.d_k, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}});
+    zeros.push_back({from_head(b.d_v, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}});
+  } else if (prepared->fill) {
+    zeros.push_back({from_head(b.d_q, heads.first, 2), {p.batch, heads.count, p.rows}});
+  }
+  for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
+    const auto launch = backward_launch(b, heads, *prepared, at, keys, stats, context.device.index);
+    if (!launch) {
+      return false;
+    }
+    launches.push_back(*launch);
+  }
+  return true;
+}
+
+}  // namespace
+
+bool forward(const Problem& problem, const Plans& plans, Context& context) {
+  if (!suits(problem, context) ||
+      !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan); })) {
+    return false;
+  }
+  Problem p = problem;
+  const Workspace lse(context, p.lse.data == nullptr ? static_cast<std::size_t>(p.batch * p.heads * p.rows) * 4 : 0);
+  if (lse.data() != nullptr) {
+    p.lse = {lse.data(), p.heads * p.rows, p.rows, 1, 1};
+  }
+  const int device = context.device.index;
+  std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
+  std::vector<Launch> launches;
+  std::vector<HeadRange> fills;
+  for (const HeadRange& range : ranges_of(plans, p.heads)) {
+    const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p)};
+    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, context));
+    if (prepared->fill) {
+      fills.push_back(range);
+    }
+    for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
+      const auto launch = forward_launch(p, range, *prepared, at, device);
+      if (!launch) {
+        return false;
+      }
+      launches.push_back(*launch);
+    }
+  }
+  for (const HeadRange& range : fills) {
+    launch_fill(p.dtype, from_head(p.o, range.first, 2), from_head(p.lse, range.first, 4),
+                {p.batch, range.count, p.rows}, p.value_depth, context);
+  }
+  for (const Launch& launch : launches) {
+    launch.kernel->launch(launch.grid, kThreads, forward_shared(static_cast<int>(p.depth)), &launch.params,
+                          context.stream);
+  }
+  return true;
+}
+
+bool forward(const Problem& problem, Context& context) {
+  if (!suits(problem, context)) {
+    return false;
+  }
+  Plans plans;
+  for (const auto& pattern : problem.patterns) {
+    plans.push_back(plan(*pattern, kForwardShape));
+  }
+  return forward(problem, plans, context);
+}
+
+bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context) {
+  const Problem& p = problem.forward;
+  const auto fit = [](const auto& plan) { return fits(*plan); };
+  const std::int64_t group = p.heads / std::max<std::int64_t>(p.kv_heads, 1);
+  const auto ranges = ranges_of(plans, p.heads), kv_ranges = ranges_of(transposed, p.heads);
+  // Heads that share keys are added up by one CTA, so they must share a plan as well.
+  const auto whole = [&](const HeadRange& r) { return r.first % group == 0 && r.count % group == 0; };
+  const bool wants_keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
+  if (!suits(p, context) || !movable(problem.d_o) || p.lse.data == nullptr || problem.d_bias.data != nullptr ||
+      (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
+      (problem.d_q.data != nullptr && !movable(problem.d_q)) || p.batch * p.heads * p.rows >= kMost ||
+      !std::all_of(plans.begin(), plans.end(), fit) || !std::all_of(transposed.begin(), transposed.end(), fit) ||
+      !std::all_of(ranges.begin(), ranges.end(), whole) || !std::all_of(kv_ranges.begin(), kv_ranges.end(), whole)) {
+    return false;
+  }
+  const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * 2 * sizeof(float));
+  auto* const numbers = static_cast<float*>(stats.data());
+  std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
+  std::vector<BackwardLaunch> launches;
+  std::vector<Zeros> zeros;
+  for (const HeadRange& range : wants_keys ? kv_ranges : std::vector<HeadRange>{}) {
+    if (!add_launches(problem, range, true, numbers, kept, launches, zeros, context)) {
+      return false;
+    }
+  }
+  for (const HeadRange& range : problem.d_q.data != nullptr ? ranges : std::vector<HeadRange>{}) {
+    if (!add_launches(problem, range, false, numbers, kept, launches, zeros, context)) {
+      return false;
+    }
+  }
+  launch_statistics(problem, numbers, context);
+  for (const Zeros& zero : zeros) {
+    launch_fill(p.dtype, zero.x, {}, zero.sizes, p.depth, context);
+  }
+  for (const BackwardLaunch& launch : launches) {
+    launch.kernel->launch(launch.grid, kThreads, backward_shared(static_cast<int>(p.depth)), &launch.params,
+                          context.stream);
+  }
+  return true;
+}
+
+bool backward(const BackwardProblem& problem, Context& context) {
+  if (!suits(problem.forward, context)) {
+    return false;
+  }
+  Plans plans, transposed;
+  for (const auto& pattern : problem.forward.patterns) {
+    plans.push_back(plan(*pattern, kBackwardShape));
+    transposed.push_back(transposed_plan(*pattern, kBackwardShape));
+  }
+  return backward(problem, plans, transposed, context);
+}
+
+}  // namespace fretwork::attention_op::hopper

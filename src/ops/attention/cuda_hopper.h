@@ -1,0 +1,25 @@
+// Attention on Hopper's own instructions, for the problems that suit them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "ops/attention/plan.h"
+#include "ops/attention/problem.h"
+
+namespace fretwork::attention_op::hopper {
+
+/// Runs it and returns true, or returns false, having done nothing, where it does not apply: not an sm_90a kernel
+/// architecture, not a 16-bit type, a depth other than 64 or 128, depths that differ, a bias, softcap, ALiBi or
+/// dropout, a scale that is not positive, or operands that the copy engine cannot read (columns next to each other, the
+/// other strides multiples of 16 bytes, 16-byte aligned). The device is current.
+bool forward(const Problem& problem, Context& context);
+bool backward(const BackwardProblem& problem, Context& context);
+
+/// The same over given plans, one for each of the problem's patterns, which are not looked at.
+inline constexpr TileShape kForwardShape{128, 128}, kBackwardShape{128, 64};
+using Plans = std::vector<std::shared_ptr<const Plan>>;
+bool forward(const Problem& problem, const Plans& plans, Context& context);
+bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context);
+
+}  // namespace fretwork::attention_op::hopper

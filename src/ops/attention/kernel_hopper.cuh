@@ -1,0 +1,263 @@
+// What the Hopper kernels of attention have in common: how tiles are fetched and how masks cut scores.
+#pragma once
+
+#include "device/barrier.cuh"
+#include "device/epilogue.cuh"
+#include "device/load.cuh"
+#include "device/tma.cuh"
+#include "device/wgmma.cuh"
+#include "ops/attention/params_hopper.cuh"
+
+namespace fretwork::attention_op::hopper {
+
+inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// Loads of plan data, where they stand: those who fetch have few registers and read again rather than remember.
+__device__ __forceinline__ int4 record(const void* from, int index) {
+  int4 r;
+  asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(static_cast<const int4*>(from) + index));
+  return r;
+}
+__device__ __forceinline__ int word(const int* from, int index) {
+  int r;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(r) : "l"(from + index));
+  return r;
+}
+
+/// The mask of a run: kind, low, high, limit.
+__device__ __forceinline__ int4 mask_of(const Walk& walk, int run) { return record(walk.runs, 2 * run + 1); }
+
+// Those who fetch leave notes for the others. Of an item: steps (−1: nothing is left), batch, head, row tile. Of a
+// step: kind, low, high and limit of its mask.
+
+/// A note as lane 0 reads it, which is the lane that releases its place.
+__device__ __forceinline__ int4 read_note(const int4& note) {
+  int4 n = threadIdx.x % 32 == 0 ? note : int4{0, 0, 0, 0};
+  n.x = __shfl_sync(0xffffffffu, n.x, 0);
+  n.y = __shfl_sync(0xffffffffu, n.y, 0);
+  n.z = __shfl_sync(0xffffffffu, n.z, 0);
+  n.w = __shfl_sync(0xffffffffu, n.w, 0);
+  return n;
+}
+
+/// A tile of kHalves × 64 columns to `to`, each half in `half` bytes; `full` counts them.
+template <int kHalves>
+__device__ __forceinline__ void fetch(const Source& source, u32 to, u32 half, u32 full, const int4& tile, int batch,
+                                      int head) {
+  const int at = batch * source.batch + head * source.head + tile.x * source.row;
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    if (source.axes == 2) {
+      tma::load(to + h * half, &source.map, full, 64 * h, tile.w, tile.z, at);
+    } else {
+      tma::load(to + h * half, &source.map, full, 64 * h, tile.w, tile.z, tile.y, at);
+    }
+  }
+}
+
+/// Zeros in the rows from `places` on of `count` tiles' halves that lie one after the other: the copy engine never
+/// writes those. All threads of the CTA call it, and a barrier of the CTA must follow.
+__device__ __forceinline__ void clear_unplaced(u32 tiles, int count, int rows, int places) {
+  const int chunks = (rows - places) * 8;
+  for (int n = static_cast<int>(threadIdx.x); n < count * chunks; n += static_cast<int>(blockDim.x)) {
+    const u32 to = tiles + (n / chunks) * rows * 128 + places * 128 + n % chunks * 16;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+  }
+  if (chunks > 0) {
+    fence_async_proxy();
+  }
+}
+
+/// Zeros in the rows of a fetched tile that nothing in the pattern uses: they may hold NaN. The threads of a warpgroup
+/// call it together, then join_cleared; the other warpgroup may do the same.
+template <int kHalves, int kTileRows>
+__device__ __forceinline__ void clear_unused(u32 tile, const u32* used) {
+  const u32 row = threadIdx.x % 128;
+  if (row < kTileRows && (__ldg(used + row / 32) >> row % 32 & 1) == 0) {
+#pragma unroll
+    for (int n = 0; n < kHalves * 8; ++n) {
+      const u32 to = tile + n / 8 * (kTileRows * 128) + row * 128 + n % 8 * 16;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+    }
+  }
+}
+__device__ __forceinline__ void join_cleared(u32 barrier) {
+  fence_async_proxy();
+  named_barrier(barrier, 128);
+}
+
+/// Replaces the scores outside a band. A thread has rows `row` and `row` + 8 of the tile, as the accumulator lies.
+template <int kSize>
+__device__ __forceinline__ void cut_band(float (&s)[kSize], const int4& note, int row, float outside) {
+  const int shift = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int low = note.y + row + 8 * h - shift, high = min(note.z + row + 8 * h, note.w - 1) - shift;
+#pragma unroll
+    for (int n = 0; n < kSize / 2; ++n) {
+      const int col = n / 2 * 8 + n % 2, at = n / 2 * 4 + 2 * h + n % 2;
+      s[at] = col < low || col > high ? outside : s[at];
+    }
+  }
+}
+
+/// Brings the bits of a thread's two rows near, for those who have no registers for them yet.
+template <int kWords>
+__device__ __forceinline__ void prefetch_bits(const u32* mask, int row) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(mask + row * kWords));
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(mask + (row + 8) * kWords));
+}
+
+/// The bits of a thread's two rows.
+template <int kWords>
+struct RowBits {
+  u32 words[2][kWords];
+
+  __device__ __forceinline__ void load(const u32* mask, int row) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const u32* from = mask + (row + 8 * h) * kWords;
+      if constexpr (kWords == 4) {
+        const int4 four = record(from, 0);
+        words[h][0] = four.x, words[h][1] = four.y, words[h][2] = four.z, words[h][3] = four.w;
+      } else {
+        const int2 two = __ldg(reinterpret_cast<const int2*>(from));
+        words[h][0] = two.x, words[h][1] = two.y;
+      }
+    }
+  }
+  __device__ __forceinline__ void cut(float (&s)[kWords * 16], float outside) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const u32 word = words[h][w] >> threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          float& score = s[(w * 4 + n / 2) * 4 + 2 * h + n % 2];
+          score = (word & 1u << (n / 2 * 8 + n % 2)) != 0 ? score : outside;
+        }
+      }
+    }
+  }
+};
+
+/// The token of the row (lane % 16 of the warp's 16) that a lane answers for, or −1.
+__device__ __forceinline__ int own_token(const Walk& walk, int tile, int warpgroup) {
+  return __ldg(walk.row_tokens + tile * kRows + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16);
+}
+
+/// s = left · rightᵀ: 64 rows of a tile and kCols rows of another, both with columns as their unit axis in halves of
+/// 64. `left_half` and `right_half` bytes separate the halves.
+template <typename T, int kDepth, int kCols>
+__device__ __forceinline__ void multiply_scores(float (&s)[kCols / 2], u32 left, u32 left_half, u32 right,
+                                                u32 right_half) {
+  using wgmma::Major;
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    const u64 a = wgmma::descriptor<128>(left + k / 4 * left_half) + k % 4 * wgmma::kNextK<128, Major::k>;
+    const u64 b = wgmma::descriptor<128>(right + k / 4 * right_half) + k % 4 * wgmma::kNextK<128, Major::k>;
+    if (k == 0) {
+      wgmma::multiply<T, kCols, Major::k, Major::k, 0, false>(s, a, b);
+    } else {
+      wgmma::multiply<T, kCols, Major::k, Major::k>(s, a, b);
+    }
+  }
+}
+
+/// A warp's 16 of the warpgroup's 64 rows at `tile`, as left operands in registers.
+template <int kDepth>
+struct HeldRows {
+  u32 pieces[kDepth / 16][4];
+
+  __device__ __forceinline__ void load(u32 tile, u32 half) {
+    const u32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, unit = threadIdx.x % 32 / 16;
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      wgmma::load_pieces(pieces[k], tile + k / 4 * half + tma::swizzled<128>(row * 128 + (k % 4 * 2 + unit) * 16));
+    }
+  }
+};
+
+/// The same scores with the left side held in registers.
+template <typename T, int kDepth, int kCols>
+__device__ __forceinline__ void multiply_scores(float (&s)[kCols / 2], const HeldRows<kDepth>& left, u32 right,
+                                                u32 right_half) {
+  using wgmma::Major;
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    const u64 b = wgmma::descriptor<128>(right + k / 4 * right_half) + k % 4 * wgmma::kNextK<128, Major::k>;
+    if (k == 0) {
+      wgmma::multiply<T, kCols, Major::k, 0, false>(s, left.pieces[k], b);
+    } else {
+      wgmma::multiply<T, kCols, Major::k>(s, left.pieces[k], b);
+    }
+  }
+}
+
+/// d += left · right, where `left` is 64 × kCols in registers as pairs and `right` kCols rows of kDepth columns.
+template <typename T, int kDepth, int kCols>
+__device__ __forceinline__ void multiply_values(float (&d)[kDepth / 2], const u32 (&left)[kCols / 16][4], u32 right,
+                                                u32 right_half) {
+  using wgmma::Major;
+  const u64 b = wgmma::descriptor<128>(right, right_half);
+#pragma unroll
+  for (int k = 0; k < kCols / 16; ++k) {
+    wgmma::multiply<T, kDepth, Major::mn>(d, left[k], b + k * wgmma::kNextK<128, Major::mn>);
+  }
+}
+
+/// The accumulator's numbers as the left operand of the next product.
+template <typename T, int kSize>
+__device__ __forceinline__ void pack(u32 (&to)[kSize / 8][4], const float (&s)[kSize]) {
+#pragma unroll
+  for (int n = 0; n < kSize / 2; ++n) {
+    to[n / 4][n % 4] = narrow_pair<T>(s[2 * n], s[2 * n + 1]);
+  }
+}
+
+/// A warp's 16 rows of sums, rounded, through its rows of `buffer` (64 rows of 128 bytes for each half, `half` bytes
+/// apart): write(row of the warp, column, 16 bytes) then sees whole lines. The rows must be free.
+template <typename T, int kDepth, int kHalf = 0, typename Write>
+__device__ __forceinline__ void store_through(const float (&d)[kDepth / 2], u32 buffer, u32 half, Write write) {
+  store_piece<T, false, 32 * kHalf>(d, buffer + kHalf * half);
+  if constexpr (kHalf + 1 < kDepth / 64) {
+    store_through<T, kDepth, kHalf + 1>(d, buffer, half, write);
+  }
+  if constexpr (kHalf == 0) {
+    __syncwarp();
+    const u32 lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
+#pragma unroll
+    for (int n = 0; n < kDepth / 16; ++n) {
+      const u32 piece = n / 4, row = n % 4 * 4 + lane / 8, unit = lane % 8;
+      u32 words[4];
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "r"(buffer + piece * half + tma::swizzled<128>((first + row) * 128 + unit * 16))
+                   : "memory");
+      write(static_cast<int>(row), static_cast<int>(piece * 64 + unit * 8), words);
+    }
+  }
+}
+
+}  // namespace fretwork::attention_op::hopper

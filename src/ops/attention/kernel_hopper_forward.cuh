@@ -1,0 +1,295 @@
+// o = softmax(scale·q·kᵀ) · v over a component of a plan, and its log-sum-exp. One thread fetches: 128 rows of q for an
+// item, then 128 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are on
+// their way through the tensor cores while those of the step before meet v, and probabilities never leave registers.
+#pragma once
+
+#include "ops/attention/kernel_hopper.cuh"
+
+namespace fretwork::attention_op::hopper {
+
+inline constexpr int kCols = 128;
+
+template <int kDepth>
+struct ForwardShared {
+  static constexpr int kStages = kDepth == 64 ? 4 : 2;
+  static constexpr u32 kHalf = 128 * 128, kTile = kDepth / 64 * kHalf;  ///< bytes
+  u64 q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  int4 items[2], steps[kStages];
+  int used[kStages];
+};
+
+/// Fetches everything this CTA needs, in the order in which it is used.
+template <int kDepth>
+__device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth>& shared, u32 q, u32 k,
+                                              u32 v) {
+  using S = ForwardShared<kDepth>;
+  constexpr int kHalves = kDepth / 64;
+  const Walk& walk = p.walk;
+  Ring<2> items(1);
+  Ring<S::kStages> ring(1);
+  const u32 row_bytes = kHalves * 128 * walk.row_places, col_bytes = kHalves * 128 * walk.col_places;
+  const int end = __ldg(walk.share + blockIdx.x + 1);
+  for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i, items.next()) {
+    const int4 item = record(walk.items, i);
+    const int4 place = record(walk.row_tiles, item.x);
+    const int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1);
+    mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
+    const u32 q_full = shared_address(&shared.q_full[items.stage]);
+    shared.items[items.stage] = {item.w, item.y, item.z, item.x};
+    mbarrier::arrive_expect(q_full, row_bytes);
+    fetch<kHalves>(p.q, q + items.stage * S::kTile, S::kHalf, q_full, place, item.y, item.z);
+    const int kv_head = (p.head0 + item.z) / p.group;
+    for (int r = first; r < last; ++r) {
+      const int4 run = record(walk.runs, 2 * r);
+      for (int n = 0; n < run.y; ++n, ring.next()) {
+        const int4 tile = record(walk.col_tiles, run.x + n);
+        mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
+        const u32 k_full = shared_address(&shared.k_full[ring.stage]);
+        shared.steps[ring.stage] = mask_of(walk, r);
+        shared.used[ring.stage] = word(walk.col_used, run.x + n);
+        mbarrier::arrive_expect(k_full, col_bytes);
+        fetch<kHalves>(p.k, k + ring.stage * S::kTile, S::kHalf, k_full, tile, item.y, kv_head);
+        mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
+        const u32 v_full = shared_address(&shared.v_full[ring.stage]);
+        mbarrier::arrive_expect(v_full, col_bytes);
+        fetch<kHalves>(p.v, v + ring.stage * S::kTile, S::kHalf, v_full, tile, item.y, kv_head);
+      }
+    }
+  }
+  mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
+  shared.items[items.stage] = {-1, 0, 0, 0};
+  mbarrier::arrive(shared_address(&shared.q_full[items.stage]));
+}
+
+/// The softmax of a thread's two rows so far: largest score, and the sum of exponents relative to it.
+struct RunningRows {
+  float most[2], sum[2];
+
+  /// Turns scores into exponents relative to the new largest, and gives what older ones must be multiplied by.
+  template <int kSize>
+  __device__ __forceinline__ void add(float (&s)[kSize], float scale, float (&correction)[2], bool lazy) {
+    float now[2] = {most[0], most[1]}, offset[2];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      now[i / 2 % 2] = fmaxf(now[i / 2 % 2], s[i]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
+      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+      if (lazy && (now[h] - most[h]) * scale <= 8.0f) {  // no number grows beyond 2^8
+        now[h] = most[h];
+      }
+      offset[h] = now[h] == -infinity() ? 0.0f : now[h] * scale;
+      correction[h] = most[h] == now[h] ? 1.0f : exp2_fast(most[h] * scale - offset[h]);
+      most[h] = now[h];
+      sum[h] *= correction[h];
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      s[i] = exp2_fast(s[i] * scale - offset[i / 2 % 2]);
+      sum[i / 2 % 2] += s[i];
+    }
+  }
+};
+
+/// Rounds the rows of a warp and stores them through its share of `buffer`, and their log-sum-exps. With `merge` they
+/// join what is there.
+template <typename T, int kDepth>
+__device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& item, int own, float (&o)[kDepth / 2],
+                                           RunningRows& rows, u32 buffer, u32 half) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+  T* const out = static_cast<T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
+  float* const out_lse = static_cast<float*>(p.lse.data) + item.y * p.lse.batch + (p.head0 + item.z) * p.lse.head;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    float share = sum == 0.0f ? 0.0f : reciprocal(sum);
+    float lse = sum == 0.0f ? -infinity() : rows.most[h] * p.scale + log2_fast(sum);
+    const int token = __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h);
+    if (p.merge != 0 && token >= 0) {
+      const float old = out_lse[token * p.lse.row] * kLog2e, most = fmaxf(old, lse);
+      const float a = most == -infinity() ? 0.0f : exp2_fast(old - most);
+      const float b = most == -infinity() ? 0.0f : exp2_fast(lse - most);
+      const float all = most == -infinity() ? 1.0f : reciprocal(a + b), keep = a * all;
+      share *= b * all;
+      lse = most == -infinity() ? most : most + log2_fast(a + b);
+      const u32* const from = reinterpret_cast<const u32*>(out + token * p.o.row) + lane % 4;
+#pragma unroll
+      for (int j = 0; j < kDepth / 8; ++j) {
+        const u32 pair = from[4 * j];
+        o[4 * j + 2 * h] = o[4 * j + 2 * h] * share + keep * widen(T{static_cast<u16>(pair)});
+        o[4 * j + 2 * h + 1] = o[4 * j + 2 * h + 1] * share + keep * widen(T{static_cast<u16>(pair >> 16)});
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kDepth / 8; ++j) {
+        o[4 * j + 2 * h] *= share;
+        o[4 * j + 2 * h + 1] *= share;
+      }
+    }
+    __syncwarp();  // the quad has read the old lse
+    if (lane % 4 == 0 && token >= 0) {
+      out_lse[token * p.lse.row] = lse * kLn2;
+    }
+  }
+  store_through<T, kDepth>(o, buffer + warpgroup * 8192, half, [&](int row, int col, const u32(&words)[4]) {
+    const int token = __shfl_sync(0xffffffffu, own, row);
+    if (token >= 0) {
+      store_words<4>(out + token * p.o.row + col, words);
+    }
+  });
+}
+
+/// kGeneral: there are masks of bits, or keys that nothing uses. kHeld: q is read from shared memory once.
+template <typename T, int kDepth, bool kGeneral, bool kHeld>
+__global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
+  using S = ForwardShared<kDepth>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  const u32 q = (shared_address(raw) + 1023) & ~1023u, k = q + 2 * S::kTile, v = k + S::kStages * S::kTile;
+  clear_unplaced(k, 2 * S::kStages * (kDepth / 64), kCols, p.walk.col_places);
+  init_ring(shared.q_full, shared.q_empty, 2, 1, 8);
+  init_ring(shared.k_full, shared.k_empty, S::kStages, 1, 8);
+  init_ring(shared.v_full, shared.v_empty, S::kStages, 1, 8);
+  if (threadIdx.x < 128) {
+    fewer_registers<24>();
+    if (threadIdx.x == 0) {
+      tma::prefetch(&p.q.map);
+      tma::prefetch(&p.k.map);
+      tma::prefetch(&p.v.map);
+      forward_fetch<kDepth>(p, shared, q, k, v);
+    }
+    return;
+  }
+  more_registers<240>();
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+  const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+  const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
+  if ((p.variant & 1) != 0 && warpgroup == 1) {
+    named_arrive(3, 256);
+  }
+  Ring<2> items(0);
+  Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
+  for (;; items.next()) {
+    mbarrier::wait(shared_address(&shared.q_full[items.stage]), items.parity);
+    const int4 note = read_note(shared.items[items.stage]);
+    if (note.x < 0) {
+      break;
+    }
+    const u32 own = q + items.stage * S::kTile;
+    const int token = own_token(p.walk, note.w, warpgroup);
+    HeldRows<kDepth> q_rows;
+    if constexpr (kHeld) {
+      q_rows.load(own + warpgroup * 8192, S::kHalf);
+    }
+    float o[kDepth / 2], s[kCols / 2];
+    u32 probabilities[kCols / 16][4];
+    RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
+#pragma unroll
+    for (float& sum : o) {
+      sum = 0.0f;
+    }
+    int used = -1;
+    const auto add_values = [&] {
+      mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
+      if constexpr (kGeneral) {
+        if (used >= 0) {
+          clear_unused<kDepth / 64, kCols>(v + behind.stage * S::kTile, p.walk.used + used);
+          join_cleared(1 + warpgroup);
+        }
+      }
+      wgmma::fence();
+      multiply_values<T, kDepth, kCols>(o, probabilities, v + behind.stage * S::kTile, S::kHalf);
+      wgmma::commit();
+    };
+#pragma unroll 1
+    for (int n = 0; n < note.x; ++n, ring.next()) {
+      mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
+      const int4 mask = read_note(shared.steps[ring.stage]);
+      if ((p.variant & 1) != 0) {
+        named_barrier(3 + warpgroup, 256);
+      }
+      wgmma::fence();
+      if constexpr (kHeld) {
+        multiply_scores<T, kDepth, kCols>(s, q_rows, k + ring.stage * S::kTile, S::kHalf);
+      } else {
+        multiply_scores<T, kDepth, kCols>(s, own + warpgroup * 8192, S::kHalf, k + ring.stage * S::kTile, S::kHalf);
+      }
+      wgmma::commit();
+      RowBits<kCols / 32> bits;
+      int used_now = -1;
+      if constexpr (kGeneral) {
+        used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
+        if (mask.x >= 0) {
+          bits.load(p.walk.bits + mask.x, row);
+        }
+      }
+      if (n > 0) {
+        add_values();
+        if ((p.variant & 1) != 0) {
+          named_arrive(4 - warpgroup, 256);
+        }
+        wgmma::wait<1>();
+      } else {
+        if ((p.variant & 1) != 0) {
+          named_arrive(4 - warpgroup, 256);
+        }
+        wgmma::wait<0>();
+      }
+      release(k_empty, static_cast<int>(ring.stage));
+      if (kGeneral && mask.x >= 0) {
+        bits.cut(s, -infinity());
+      } else if (mask.x == kBand) {
+        cut_band(s, mask, row, -infinity());
+      }
+      float correction[2];
+      rows.add(s, p.scale, correction, (p.variant & 2) != 0);
+      if (n > 0) {
+        wgmma::wait<0>();
+        release(v_empty, static_cast<int>(behind.stage));
+        behind.next();
+        if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+          for (int i = 0; i < kDepth / 2; ++i) {
+            o[i] *= correction[i / 2 % 2];
+          }
+        }
+      }
+      pack<T>(probabilities, s);
+      used = used_now;
+    }
+    if (note.x > 0) {
+      add_values();
+      wgmma::wait<0>();
+      release(v_empty, static_cast<int>(behind.stage));
+      behind.next();
+    }
+    named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
+    store_rows<T, kDepth>(p, note, token, o, rows, own, S::kHalf);
+    fence_async_proxy();  // the next q comes by the copy engine
+    release(shared_address(shared.q_empty), static_cast<int>(items.stage));
+  }
+}
+
+/// o = 0 and lse = −∞, one warp for each row.
+template <typename T>
+__global__ void __launch_bounds__(256) fill(const __grid_constant__ FillParams p) {
+  const i64 index = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
+  if (index >= p.rows) {
+    return;
+  }
+  const i64 pair = index / p.per_head, row = index % p.per_head, batch = pair / p.heads, head = pair % p.heads;
+  T* const out = static_cast<T*>(p.o.data) + batch * p.o.batch + head * p.o.head + row * p.o.row;
+  for (u32 n = threadIdx.x % 32; n < p.depth / 8; n += 32) {
+    const u32 zeros[4] = {0, 0, 0, 0};
+    store_words<4>(out + 8 * n, zeros);
+  }
+  if (threadIdx.x % 32 == 0 && p.lse.data != nullptr) {
+    static_cast<float*>(p.lse.data)[batch * p.lse.batch + head * p.lse.head + row * p.lse.row] = -infinity();
+  }
+}
+
+}  // namespace fretwork::attention_op::hopper

@@ -1,0 +1,147 @@
+// Attention on mma.sync and cp.async (sm_80 and later), 16-bit types. A CTA owns 128 queries; keys and values pass
+// through one tile each: while one is multiplied the other is on its way.
+#pragma once
+
+#include "ops/attention/products.cuh"
+#include "ops/attention/walk.cuh"
+
+namespace fretwork {
+
+template <typename T, int Depth, bool Extras>
+__global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras).warps)
+    attention_forward(const __grid_constant__ attention_op::ForwardParams p) {
+  constexpr auto kShape = attention_op::forward_shape(Depth, Extras);
+  constexpr int kRows = kShape.rows, kCols = kShape.cols, kThreads = 32 * kShape.warps;
+  constexpr int kFrags = kRows / 16 / kShape.warps, kLine = attention_op::line_bytes(Depth);
+  extern __shared__ __align__(1024) u8 memory[];
+  __shared__ Tables<kRows, kCols> tables;
+
+  const Item item = item_of(p.plan, p.heads, false);
+  const int key_head = item.head / p.heads.ratio;
+  const u8* keys = head_of<T>(p.k, item.batch, key_head);
+  const u8* values = head_of<T>(p.v, item.batch, key_head);
+  const shared_tile<kLine> q{shared_address(memory)}, k{q.base + kRows * kLine}, v{k.base + kCols * kLine};
+  tables.fill(p.plan, item.tile);
+  __syncthreads();
+
+  const auto ask = [&](const auto& tile, const u8* from, int row_bytes, int depth, const Step& step) {
+    copy_columns<T, Depth, kCols, kThreads>(tile, from, row_bytes, depth, step, tables.place, p.plan.used);
+  };
+  copy_lines<T, Depth, kRows, kThreads, 4>(q, head_of<T>(p.q, item.batch, item.head), p.q.row, p.depth,
+                                           [&](int n) { return tables.token[n]; });
+  Walk<false> walk(p.plan, item.tile, 1);
+  Step now = walk.take();
+  if (now.there()) {
+    ask(k, keys, p.k.row, p.depth, now);
+  }
+  copy_async_commit();
+
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_row = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) * (16 * kFrags);
+  const auto row_of = [&](int i, int half) { return warp_row + 16 * i + 8 * half + lane / 4; };
+  const auto q_at = fragments_across(q, warp_row), v_at = fragments_across(v, 0);
+  const auto k_at = fragments_along(k);
+  const Score<Extras> score = score_of<Extras>(p.score, item.batch, item.head, p.heads.all);
+  register_sums<kFrags, Depth / 8> out = {};
+  float top[kFrags][2], total[kFrags][2];
+#pragma unroll
+  for (int i = 0; i < kFrags; ++i) {
+    top[i][0] = top[i][1] = -infinity();
+    total[i][0] = total[i][1] = 0.0f;
+  }
+
+#pragma unroll 1
+  while (now.there()) {
+    copy_async_wait<0>();
+    __syncthreads();  // the keys are here, and the values before are done with
+    ask(v, values, p.v.row, p.value_depth, now);
+    copy_async_commit();
+    const Step next = walk.take();
+    register_sums<kFrags, kCols / 8> s = {};
+    multiply_lines<T, Depth, kFrags, kCols>(s, q_at, k_at);
+    copy_async_wait<0>();
+    __syncthreads();  // the values are here, and the keys are done with
+    if (next.there()) {
+      ask(k, keys, p.k.row, p.depth, next);
+    }
+    copy_async_commit();
+
+    if constexpr (Extras) {
+      const MaskWords<kFrags, kCols> there(p.plan, now.mask, warp_row);
+      each_score(s, [&](int i, int half, int j, int e, float& x) {
+        const int token = tables.token[row_of(i, half)];
+        const int col = now.tile.base + tables.place[8 * j + lane % 4 * 2 + e].offset;
+        float slope;
+        x = token >= 0 && there(i, half, j, e) ? score.prepare(x, token, col, slope) : -infinity();
+      });
+    } else if (now.mask >= 0) {
+      apply_mask<kFrags, kCols>(s, p.plan, now.mask, warp_row);
+    }
+#pragma unroll
+    for (int i = 0; i < kFrags; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float high = top[i][half];
+#pragma unroll
+        for (int j = 0; j < kCols / 8; ++j) {
+          high = fmaxf(high, fmaxf(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]));
+        }
+        high = reduce_lanes<4>(high, take_max{});
+        const float from = (high == -infinity() ? 0.0f : high) * score.factor;
+        const float shrink = exp2_fast(top[i][half] * score.factor - from);
+        top[i][half] = high;
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kCols / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s.at[i][j][2 * half + e];
+            x = exp2_fast(x * score.factor - from);
+            sum += x;
+          }
+        }
+        total[i][half] = total[i][half] * shrink + sum;
+#pragma unroll
+        for (int j = 0; j < Depth / 8; ++j) {
+          out.at[i][j][2 * half] *= shrink;
+          out.at[i][j][2 * half + 1] *= shrink;
+        }
+      }
+    }
+    if constexpr (Extras) {
+      if (p.score.threshold != 0) {
+        each_score(s, [&](int i, int half, int j, int e, float& x) {
+          const int col = now.tile.base + tables.place[8 * j + lane % 4 * 2 + e].offset;
+          x = score.keeps(tables.token[row_of(i, half)], col) ? x : 0.0f;
+        });
+      }
+    }
+    multiply_sums<T, Depth, kFrags, kCols>(out, s, v_at);
+    now = next;
+  }
+
+  copy_async_wait<0>();
+  const float kept = Extras ? p.score.kept : 1.0f;
+#pragma unroll
+  for (int i = 0; i < kFrags; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = reduce_lanes<4>(total[i][half], take_sum{});
+      const float share = sum == 0.0f ? 0.0f : kept / sum;
+      const float lse = sum == 0.0f ? -infinity() : (top[i][half] * score.factor + log2f(sum)) * kLn2;
+      const Merge merge(p, item, tables.token[row_of(i, half)], lse);
+      if (merge.writes) {
+#pragma unroll
+        for (int j = 0; j < Depth / 8; ++j) {
+          merge.store<T>(p, 8 * j + lane % 4 * 2, out.at[i][j][2 * half] * share, out.at[i][j][2 * half + 1] * share);
+        }
+      }
+      __syncwarp();
+      if (lane % 4 == 0) {
+        merge.store_lse();
+      }
+    }
+  }
+}
+
+}  // namespace fretwork

@@ -1,0 +1,187 @@
+// Gradients of attention on mma.sync and cp.async (sm_80 and later), 16-bit types. A CTA owns a tile of queries and
+// meets their keys, or owns keys and meets their queries: the same loop, as either side reads two matrices (Q and dO, K
+// and V), scores are the product of the first ones, their gradients come from the product of the second ones, and each
+// gradient is a product with the other side's matrix.
+#pragma once
+
+#include "ops/attention/products.cuh"
+#include "ops/attention/walk.cuh"
+
+namespace fretwork {
+
+/// Writes a lane's part of a gradient, or adds it to what is there in float.
+template <typename T, int Depth>
+__device__ __forceinline__ void store_gradient(const register_sums<1, Depth / 8>& sums, const OutputArg& out,
+                                               const Item& item, const int* tokens, int warp_row, int depth,
+                                               float factor, bool add) {
+  if (out.data == nullptr) {
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int token = tokens[warp_row + 8 * half + lane / 4];
+    if (token < 0) {
+      continue;
+    }
+    const i64 at = item.batch * out.batch + item.head * out.head + token * out.row;
+#pragma unroll
+    for (int j = 0; j < Depth / 8; ++j) {
+      const int col = 8 * j + lane % 4 * 2;
+      float low = sums.at[0][j][2 * half] * factor, high = sums.at[0][j][2 * half + 1] * factor;
+      if (add) {
+        float* row = static_cast<float*>(out.data) + at;
+        float old_low, old_high;
+        load_two<float>(row, out, col, depth, old_low, old_high);
+        store_two<float>(row, out, col, depth, low + old_low, high + old_high);
+      } else {
+        store_two<T>(static_cast<T*>(out.data) + at, out, col, depth, low, high);
+      }
+    }
+  }
+}
+
+/// Keys: the rows are keys. First, Second: which gradients of the rows' two matrices are made; queries have the first.
+template <typename T, int Depth, bool Keys, bool First, bool Second, bool Extras>
+__global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extras).warps)
+    attention_backward(const __grid_constant__ attention_op::BackwardParams p) {
+  constexpr auto kShape = attention_op::backward_shape(Depth, Extras);
+  constexpr int kRows = kShape.rows, kCols = kShape.cols, kThreads = 32 * kShape.warps;
+  constexpr int kLine = attention_op::line_bytes(Depth), kTileBytes = kCols * kLine;
+  extern __shared__ __align__(1024) u8 memory[];
+  __shared__ Tables<kRows, kCols> tables;
+  __shared__ __align__(8) RowStats stats[Keys ? 2 : 1][Keys ? kCols : kRows];
+
+  const Item item = item_of(p.plan, p.heads, Keys);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const shared_tile<kLine> first{shared_address(memory)}, second{first.base + kRows * kLine};
+  const u32 ring = second.base + kRows * kLine;
+  tables.fill(p.plan, item.tile);
+  __syncthreads();
+
+  const auto member_head = [&](int member) {
+    if constexpr (!Keys) {
+      return item.head;
+    }
+    const int n = item.first_member + member;
+    return p.heads.heads != nullptr ? p.heads.heads[n] : n;
+  };
+  const auto stats_of = [&](int head) {
+    return p.stats + (static_cast<i64>(item.batch) * p.heads.all + head) * p.queries;
+  };
+  const auto ask = [&](const Step& step, int stage) {
+    const int head = Keys ? member_head(step.member) : item.head / p.heads.ratio;
+    const shared_tile<kLine> a{ring + stage * 2 * kTileBytes}, b{a.base + kTileBytes};
+    copy_columns<T, Depth, kCols, kThreads>(a, head_of<T>(p.other_first, item.batch, head), p.other_first.row, p.depth,
+                                            step, tables.place, p.plan.used);
+    copy_columns<T, Depth, kCols, kThreads>(b, head_of<T>(p.other_second, item.batch, head), p.other_second.row,
+                                            p.value_depth, step, tables.place, p.plan.used);
+    if constexpr (Keys) {
+      if (thread < kCols) {
+        const Place place = tables.place[thread];
+        const bool read = is_inside(step.tile.inside, place.at);
+        copy_async_small<8>(shared_address(&stats[stage][thread]),
+                            stats_of(head) + (read ? step.tile.base + place.offset : 0), read ? 8 : 0);
+      }
+    }
+  };
+
+  const auto row_token = [&](int n) { return tables.token[n]; };
+  copy_lines<T, Depth, kRows, kThreads, 4>(first, head_of<T>(p.first, item.batch, item.head), p.first.row, p.depth,
+                                           row_token);
+  copy_lines<T, Depth, kRows, kThreads, 4>(second, head_of<T>(p.second, item.batch, item.head), p.second.row,
+                                           p.value_depth, row_token);
+  if constexpr (!Keys) {
+    for (int n = thread; n < kRows; n += kThreads) {
+      stats[0][n] = tables.token[n] >= 0 ? stats_of(item.head)[tables.token[n]] : RowStats{infinity(), 0.0f};
+    }
+  }
+  Walk<Keys> walk(p.plan, item.tile, item.member_count);
+  Step now = walk.take();
+  if (now.there()) {
+    ask(now, 0);
+  }
+  copy_async_commit();
+  Step next = walk.take();
+
+  const int warp_row = __shfl_sync(~0u, thread / 32, 0) * 16;
+  register_sums<1, First ? Depth / 8 : 1> d_first = {};
+  register_sums<1, Second ? Depth / 8 : 1> d_second = {};
+  const auto first_at = fragments_across(first, warp_row), across = fragments_across(shared_tile<kLine>{ring}, 0);
+  const auto along = fragments_along(shared_tile<kLine>{ring});
+  int stage = 0;
+#pragma unroll 1
+  while (now.there()) {
+    copy_async_wait<0>();
+    __syncthreads();  // this stage is here, and the other is done with
+    if (next.there()) {
+      ask(next, stage ^ 1);
+    }
+    copy_async_commit();
+    const Step later = walk.take();
+    const u32 here = static_cast<u32>(stage) * 2 * kTileBytes;
+
+    register_sums<1, kCols / 8> s = {}, g = {};  // scores and their gradients
+    multiply_lines<T, Depth, 1, kCols>(s, first_at, along + here);
+    if constexpr (First) {
+      multiply_lines<T, Depth, 1, kCols>(g, first_at + kRows * kLine, along + (here + kTileBytes));
+    }
+    const auto stat = [&](int half, int j, int e) {
+      return Keys ? stats[stage][8 * j + lane % 4 * 2 + e] : stats[0][warp_row + 8 * half + lane / 4];
+    };
+    const auto score = score_of<Extras>(p.score, item.batch, member_head(now.member), p.heads.all);
+    if constexpr (Extras) {
+      const MaskWords<1, kCols> there(p.plan, now.mask, warp_row);
+      each_score(s, [&](int i, int half, int j, int e, float& x) {
+        float& gradient = g.at[i][j][2 * half + e];
+        const int row = tables.token[warp_row + 8 * half + lane / 4];
+        const int col = now.tile.base + tables.place[8 * j + lane % 4 * 2 + e].offset;
+        const int query = Keys ? col : row, key = Keys ? row : col;
+        if (row >= 0 && there(i, half, j, e)) {
+          const RowStats of = stat(half, j, e);
+          float slope;
+          const float share = exp2_fast(score.prepare(x, query, key, slope) - of.lse);
+          const bool keeps = score.keeps(query, key);
+          gradient = share * ((keeps ? gradient * p.score.kept : 0.0f) - of.delta) * slope;
+          x = keeps ? share : 0.0f;
+        } else {
+          x = gradient = 0.0f;
+        }
+      });
+    } else {
+      each_score(s, [&](int i, int half, int j, int e, float& x) {
+        const RowStats of = stat(half, j, e);
+        x = exp2_fast(x * score.factor - of.lse);
+        g.at[i][j][2 * half + e] = x * (g.at[i][j][2 * half + e] - of.delta);
+      });
+      if (now.mask >= 0) {
+        const MaskWords<1, kCols> there(p.plan, now.mask, warp_row);
+        each_score(s, [&](int i, int half, int j, int e, float& x) {
+          const bool is = there(i, half, j, e);
+          x = is ? x : 0.0f;
+          g.at[i][j][2 * half + e] = is ? g.at[i][j][2 * half + e] : 0.0f;
+        });
+      }
+    }
+    if constexpr (Second) {
+      multiply_sums<T, Depth, 1, kCols>(d_second, s, across + (here + kTileBytes));
+    }
+    if constexpr (First) {
+      multiply_sums<T, Depth, 1, kCols>(d_first, g, across + here);
+    }
+    now = next;
+    next = later;
+    stage ^= 1;
+  }
+  copy_async_wait<0>();
+
+  if constexpr (First) {
+    store_gradient<T, Depth>(d_first, p.d_first, item, tables.token, warp_row, p.depth, p.score.scale, p.add);
+  }
+  if constexpr (Second) {
+    store_gradient<T, Depth>(d_second, p.d_second, item, tables.token, warp_row, p.value_depth,
+                             Extras ? p.score.kept : 1.0f, p.add);
+  }
+}
+
+}  // namespace fretwork

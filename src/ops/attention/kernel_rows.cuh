@@ -1,0 +1,71 @@
+// What goes before and after attention's products: statistics of the rows, copies, fills and sums of lines.
+#pragma once
+
+#include "device/reduce.cuh"
+#include "ops/attention/params.h"
+#include "ops/attention/walk.cuh"
+
+namespace fretwork {
+
+/// A warp for each query.
+template <typename T>
+__global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ attention_op::StatsParams p) {
+  const i64 at = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
+  if (at >= p.all_rows) {
+    return;
+  }
+  const i64 set = at / p.rows, row = at - set * p.rows, batch = set / p.heads, head = set - batch * p.heads;
+  const auto place = [&](const OutputArg& of) { return batch * of.batch + head * of.head + row * of.row; };
+  const T* const o = static_cast<const T*>(p.o.data) + place(p.o);
+  const T* const d_o = static_cast<const T*>(p.d_o.data) + place(p.d_o);
+  float sum = 0.0f;
+  for (int col = static_cast<int>(threadIdx.x) % 32; col < p.value_depth; col += 32) {
+    sum += widen(o[col * p.o.col]) * widen(d_o[col * p.d_o.col]);
+  }
+  sum = reduce_lanes<32>(sum, take_sum{});
+  if (threadIdx.x % 32 == 0) {
+    const float lse = static_cast<const float*>(p.lse.data)[place(p.lse)];
+    const float given = p.d_lse.data != nullptr ? static_cast<const float*>(p.d_lse.data)[place(p.d_lse)] : 0.0f;
+    p.stats[at] = {lse == -infinity() ? infinity() : lse * kLog2E, sum - given};
+  }
+}
+
+/// Moves elements between places of any strides, rounding to To.
+template <typename From, typename To>
+__global__ void __launch_bounds__(256) attention_copy(const __grid_constant__ attention_op::CopyParams p) {
+  const i64 count = p.sizes[0] * p.sizes[1] * p.sizes[2] * p.sizes[3];
+  for (i64 n = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; n < count; n += static_cast<i64>(gridDim.x) * 256) {
+    i64 left = n, from = 0, to = 0;
+#pragma unroll
+    for (int d = 3; d >= 0; --d) {
+      const i64 line = left / p.sizes[d], at = left - line * p.sizes[d];
+      from += at * p.from_strides[d];
+      to += at * p.to_strides[d];
+      left = line;
+    }
+    static_cast<To*>(p.to)[to] =
+        narrow<To>(p.from != nullptr ? widen(static_cast<const From*>(p.from)[from]) : p.value);
+  }
+}
+
+/// Sums over the third dimension; a CTA for each line. The result's stride there is not looked at.
+template <typename To>
+__global__ void __launch_bounds__(256) attention_sum(const __grid_constant__ attention_op::CopyParams p) {
+  i64 left = blockIdx.x, from = 0, to = 0;
+  for (const int d : {3, 1, 0}) {
+    const i64 at = left % p.sizes[d];
+    left /= p.sizes[d];
+    from += at * p.from_strides[d];
+    to += at * p.to_strides[d];
+  }
+  float sum = 0.0f;
+  for (i64 n = threadIdx.x; n < p.sizes[2]; n += 256) {
+    sum += static_cast<const float*>(p.from)[from + n * p.from_strides[2]];
+  }
+  sum = reduce_block<8>(sum, take_sum{});
+  if (threadIdx.x == 0) {
+    static_cast<To*>(p.to)[to] = narrow<To>(sum);
+  }
+}
+
+}  // namespace fretwork

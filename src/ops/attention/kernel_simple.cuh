@@ -1,0 +1,428 @@
+// Attention and its gradients in exact float products, for float inputs; and the bias's gradient for all types. A CTA
+// of 16 × 16 threads owns a square tile: thread (y, x) has the rows y + 16·i and the columns x + 16·j of the scores.
+#pragma once
+
+#include "device/load.cuh"
+#include "ops/attention/walk.cuh"
+
+namespace fretwork {
+
+template <int Depth>
+struct SimpleShape {
+  static constexpr int kSide = attention_op::simple_shape(Depth, 1).rows, kEach = kSide / 16, kThreads = 256;
+  static constexpr int kLine = Depth + 4, kScoreLine = kSide + 4;  // as simple_shape counts them
+  static constexpr int kTile = kSide * kLine;                      // floats
+};
+
+/// A thread's entries of a tile of scores.
+template <int Depth>
+using simple_scores = float[SimpleShape<Depth>::kEach][SimpleShape<Depth>::kEach];
+/// A thread's entries of a tile of results: columns 4·x + 64·c + e of its rows.
+template <int Depth>
+using simple_sums = float[SimpleShape<Depth>::kEach][Depth / 64][4];
+
+/// Brings lines to shared memory as floats, zero from `depth` on; `row_of(n)` as for copy_lines.
+template <typename T, int Depth, typename RowOf>
+__device__ __forceinline__ void fill_lines(float* tile, const u8* from, int row_bytes, int depth, const RowOf& row_of) {
+  using Shape = SimpleShape<Depth>;
+  constexpr int kChunks = Depth / chunk_of<T>;
+#pragma unroll 2
+  for (int n = static_cast<int>(threadIdx.x); n < Shape::kSide * kChunks; n += Shape::kThreads) {
+    const int row = n / kChunks, col = n % kChunks * chunk_of<T>, token = row_of(row);
+    float* to = tile + row * Shape::kLine + col;
+    const T* source = reinterpret_cast<const T*>(from + static_cast<i64>(token) * row_bytes) + col;
+    if (token >= 0 && col + chunk_of<T> <= depth) {
+      const auto loaded = load_run<T, chunk_of<T>>(source);
+#pragma unroll
+      for (int e = 0; e < chunk_of<T>; ++e) {
+        to[e] = widen(loaded.at(e));
+      }
+    } else {
+      for (int e = 0; e < chunk_of<T>; ++e) {
+        to[e] = token >= 0 && col + e < depth ? widen(source[e]) : 0.0f;
+      }
+    }
+  }
+}
+
+/// A step's column tile likewise.
+template <typename T, int Depth, int Cols>
+__device__ __forceinline__ void fill_columns(float* tile, const u8* from, int row_bytes, int depth, const Step& step,
+                                             const Place (&places)[Cols], const u32* used) {
+  fill_lines<T, Depth>(tile, from, row_bytes, depth, [&](int n) {
+    const Place place = places[n];
+    bool read = is_inside(step.tile.inside, place.at);
+    if (step.tile.used >= 0) {
+      read = read && (used[step.tile.used + n / 32] >> (n & 31) & 1) != 0;
+    }
+    return read ? step.tile.base + place.offset : -1;
+  });
+}
+
+__device__ __forceinline__ float4 four_at(const float* at) { return *reinterpret_cast<const float4*>(at); }
+
+/// sums = left·rightᵀ of two tiles of lines.
+template <int Depth>
+__device__ __forceinline__ void dot_lines(simple_scores<Depth>& sums, const float* left, const float* right) {
+  using Shape = SimpleShape<Depth>;
+  const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
+#pragma unroll
+  for (int i = 0; i < Shape::kEach; ++i) {
+#pragma unroll
+    for (int j = 0; j < Shape::kEach; ++j) {
+      sums[i][j] = 0.0f;
+    }
+  }
+#pragma unroll 2
+  for (int d = 0; d < Depth; d += 4) {
+    float4 a[Shape::kEach], b[Shape::kEach];
+#pragma unroll
+    for (int i = 0; i < Shape::kEach; ++i) {
+      a[i] = four_at(left + (y + 16 * i) * Shape::kLine + d);
+      b[i] = four_at(right + (x + 16 * i) * Shape::kLine + d);
+    }
+#pragma unroll
+    for (int i = 0; i < Shape::kEach; ++i) {
+#pragma unroll
+      for (int j = 0; j < Shape::kEach; ++j) {
+        sums[i][j] += a[i].x * b[j].x;
+        sums[i][j] += a[i].y * b[j].y;
+        sums[i][j] += a[i].z * b[j].z;
+        sums[i][j] += a[i].w * b[j].w;
+      }
+    }
+  }
+}
+
+/// sums += scores·lines, the scores of all threads passing through `exchange`.
+template <int Depth>
+__device__ __forceinline__ void add_lines(simple_sums<Depth>& sums, const simple_scores<Depth>& scores, float* exchange,
+                                          const float* lines) {
+  using Shape = SimpleShape<Depth>;
+  const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
+  __syncthreads();  // an earlier exchange may still be read
+#pragma unroll
+  for (int i = 0; i < Shape::kEach; ++i) {
+#pragma unroll
+    for (int j = 0; j < Shape::kEach; ++j) {
+      exchange[(y + 16 * i) * Shape::kScoreLine + x + 16 * j] = scores[i][j];
+    }
+  }
+  __syncthreads();
+#pragma unroll 2
+  for (int k = 0; k < Shape::kSide; ++k) {
+    float w[Shape::kEach];
+#pragma unroll
+    for (int i = 0; i < Shape::kEach; ++i) {
+      w[i] = exchange[(y + 16 * i) * Shape::kScoreLine + k];
+    }
+#pragma unroll
+    for (int c = 0; c < Depth / 64; ++c) {
+      const float4 v = four_at(lines + k * Shape::kLine + 4 * x + 64 * c);
+#pragma unroll
+      for (int i = 0; i < Shape::kEach; ++i) {
+        sums[i][c][0] += w[i] * v.x;
+        sums[i][c][1] += w[i] * v.y;
+        sums[i][c][2] += w[i] * v.z;
+        sums[i][c][3] += w[i] * v.w;
+      }
+    }
+  }
+}
+
+/// Calls f(i, j, whether the element is there) for a thread's scores.
+template <int Depth, typename F>
+__device__ __forceinline__ void each_simple(const ComponentArg& plan, int which, const F& f) {
+  using Shape = SimpleShape<Depth>;
+  const MaskArg mask = which >= 0 ? plan.masks[which] : MaskArg{-4096, 4096, Shape::kSide, -1};
+  const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
+#pragma unroll
+  for (int i = 0; i < Shape::kEach; ++i) {
+    u32 words[Shape::kSide / 32];
+#pragma unroll
+    for (int w = 0; w < Shape::kSide / 32; ++w) {
+      words[w] = mask_word<Shape::kSide>(mask, plan.bits, y + 16 * i, w);
+    }
+#pragma unroll
+    for (int j = 0; j < Shape::kEach; ++j) {
+      f(i, j, (words[j / 2] >> (x + 16 * (j % 2)) & 1) != 0);
+    }
+  }
+}
+
+template <int Depth>
+__global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ attention_op::ForwardParams p) {
+  using Shape = SimpleShape<Depth>;
+  constexpr int kSide = Shape::kSide, kEach = Shape::kEach;
+  extern __shared__ __align__(16) float lines[];
+  __shared__ Tables<kSide, kSide> tables;
+  float *const q = lines, *const k = q + Shape::kTile, *const v = k + Shape::kTile, *const exchange = v + Shape::kTile;
+
+  const Item item = item_of(p.plan, p.heads, false);
+  const int key_head = item.head / p.heads.ratio;
+  const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
+  tables.fill(p.plan, item.tile);
+  __syncthreads();
+  fill_lines<float, Depth>(q, head_of<float>(p.q, item.batch, item.head), p.q.row, p.depth,
+                           [&](int n) { return tables.token[n]; });
+  const Score<true> score(p.score, item.batch, item.head, p.heads.all);
+  simple_sums<Depth> out = {};
+  float top[kEach], total[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    top[i] = -infinity();
+    total[i] = 0.0f;
+  }
+  Walk<false> walk(p.plan, item.tile, 1);
+#pragma unroll 1
+  for (Step now = walk.take(); now.there(); now = walk.take()) {
+    __syncthreads();
+    fill_columns<float, Depth>(k, head_of<float>(p.k, item.batch, key_head), p.k.row, p.depth, now, tables.place,
+                               p.plan.used);
+    fill_columns<float, Depth>(v, head_of<float>(p.v, item.batch, key_head), p.v.row, p.value_depth, now, tables.place,
+                               p.plan.used);
+    __syncthreads();
+    simple_scores<Depth> s;
+    dot_lines<Depth>(s, q, k);
+    each_simple<Depth>(p.plan, now.mask, [&](int i, int j, bool there) {
+      const int row = tables.token[y + 16 * i], col = now.tile.base + tables.place[x + 16 * j].offset;
+      float slope;
+      s[i][j] = row >= 0 && there ? score.prepare(s[i][j], row, col, slope) : -infinity();
+    });
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      float high = top[i];
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        high = fmaxf(high, s[i][j]);
+      }
+      high = reduce_lanes<16>(high, take_max{});
+      const float from = high == -infinity() ? 0.0f : high, shrink = exp2_fast(top[i] - from);
+      top[i] = high;
+      total[i] *= shrink;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        s[i][j] = exp2_fast(s[i][j] - from);
+        total[i] += s[i][j];
+        if (!score.keeps(tables.token[y + 16 * i], now.tile.base + tables.place[x + 16 * j].offset)) {
+          s[i][j] = 0.0f;
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < Depth / 64; ++c) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          out[i][c][e] *= shrink;
+        }
+      }
+    }
+    add_lines<Depth>(out, s, exchange, v);
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const float sum = reduce_lanes<16>(total[i], take_sum{});
+    const Merge merge(p, item, tables.token[y + 16 * i], sum == 0.0f ? -infinity() : (top[i] + log2f(sum)) * kLn2);
+    if (merge.writes) {
+      const float share = sum == 0.0f ? 0.0f : p.score.kept / sum;
+#pragma unroll
+      for (int c = 0; c < Depth / 64; ++c) {
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+          merge.store<float>(p, 4 * x + 64 * c + e, out[i][c][e] * share, out[i][c][e + 1] * share);
+        }
+      }
+    }
+    __syncwarp();
+    if (x == 0) {
+      merge.store_lse();
+    }
+  }
+}
+
+/// What a score's gradient is made of, for kernels that own queries or keys.
+template <int Depth>
+__device__ __forceinline__ void simple_gradients(simple_scores<Depth>& s, simple_scores<Depth>& g,
+                                                 const ComponentArg& plan, const Step& now, const Score<true>& score,
+                                                 const RowStats* stats, bool keys, bool through_cap, const int* tokens,
+                                                 const Place* places) {
+  const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
+  each_simple<Depth>(plan, now.mask, [&](int i, int j, bool there) {
+    const int row = tokens[y + 16 * i], col = now.tile.base + places[x + 16 * j].offset;
+    const int query = keys ? col : row, key = keys ? row : col;
+    if (row >= 0 && there) {
+      const RowStats of = stats[query];
+      float slope;
+      const float share = exp2_fast(score.prepare(s[i][j], query, key, slope) - of.lse);
+      const bool keeps = score.keeps(query, key);
+      g[i][j] = share * ((keeps ? g[i][j] * score.arg.kept : 0.0f) - of.delta) * (through_cap ? slope : 1.0f);
+      s[i][j] = keeps ? share : 0.0f;
+    } else {
+      s[i][j] = g[i][j] = 0.0f;
+    }
+  });
+}
+
+template <int Depth>
+__device__ __forceinline__ void store_simple(const simple_sums<Depth>& sums, const OutputArg& out, const Item& item,
+                                             const int* tokens, int depth, float factor, bool add) {
+  if (out.data == nullptr) {
+    return;
+  }
+  const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
+#pragma unroll
+  for (int i = 0; i < SimpleShape<Depth>::kEach; ++i) {
+    const int token = tokens[y + 16 * i];
+    if (token < 0) {
+      continue;
+    }
+    float* row = static_cast<float*>(out.data) + item.batch * out.batch + item.head * out.head + token * out.row;
+#pragma unroll
+    for (int c = 0; c < Depth / 64; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        const int col = 4 * x + 64 * c + e;
+        float low = 0.0f, high = 0.0f;
+        if (add) {
+          load_two<float>(row, out, col, depth, low, high);
+        }
+        store_two<float>(row, out, col, depth, low + sums[i][c][e] * factor, high + sums[i][c][e + 1] * factor);
+      }
+    }
+  }
+}
+
+/// As attention_backward: Keys says whose gradients these are.
+template <int Depth, bool Keys>
+__global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ attention_op::BackwardParams p) {
+  using Shape = SimpleShape<Depth>;
+  constexpr int kSide = Shape::kSide;
+  extern __shared__ __align__(16) float lines[];
+  __shared__ Tables<kSide, kSide> tables;
+  float *const first = lines, *const second = first + Shape::kTile, *const a = second + Shape::kTile,
+               *const b = a + Shape::kTile, *const exchange = b + Shape::kTile;
+
+  const Item item = item_of(p.plan, p.heads, Keys);
+  tables.fill(p.plan, item.tile);
+  __syncthreads();
+  const auto row_token = [&](int n) { return tables.token[n]; };
+  fill_lines<float, Depth>(first, head_of<float>(p.first, item.batch, item.head), p.first.row, p.depth, row_token);
+  fill_lines<float, Depth>(second, head_of<float>(p.second, item.batch, item.head), p.second.row, p.value_depth,
+                           row_token);
+  simple_sums<Depth> d_first = {};
+  float d_second[Keys ? Shape::kEach : 1][Depth / 64][4] = {};
+  Walk<Keys> walk(p.plan, item.tile, item.member_count);
+#pragma unroll 1
+  for (Step now = walk.take(); now.there(); now = walk.take()) {
+    const int member = item.first_member + now.member;
+    const int query_head = !Keys ? item.head : p.heads.heads != nullptr ? p.heads.heads[member] : member;
+    const int other_head = Keys ? query_head : item.head / p.heads.ratio;
+    __syncthreads();
+    fill_columns<float, Depth>(a, head_of<float>(p.other_first, item.batch, other_head), p.other_first.row, p.depth,
+                               now, tables.place, p.plan.used);
+    fill_columns<float, Depth>(b, head_of<float>(p.other_second, item.batch, other_head), p.other_second.row,
+                               p.value_depth, now, tables.place, p.plan.used);
+    __syncthreads();
+    simple_scores<Depth> s, g;
+    dot_lines<Depth>(s, first, a);
+    dot_lines<Depth>(g, second, b);
+    const Score<true> score(p.score, item.batch, query_head, p.heads.all);
+    simple_gradients<Depth>(s, g, p.plan, now, score,
+                            p.stats + (static_cast<i64>(item.batch) * p.heads.all + query_head) * p.queries, Keys, true,
+                            tables.token, tables.place);
+    if constexpr (Keys) {
+      add_lines<Depth>(d_second, s, exchange, b);
+    }
+    add_lines<Depth>(d_first, g, exchange, a);
+  }
+  store_simple<Depth>(d_first, p.d_first, item, tables.token, p.depth, p.score.scale, p.add);
+  if constexpr (Keys) {
+    store_simple<Depth>(d_second, p.d_second, item, tables.token, p.value_depth, p.score.kept, p.add);
+  }
+}
+
+/// The gradient of the bias for the row tile of one (batch, head) of the bias, summed over those it is broadcast to.
+/// RowSums: over the tile's columns too. A CTA for each (batch, head, row tile).
+template <typename T, int Depth, bool Keys, bool RowSums>
+__global__ void __launch_bounds__(256) bias_gradient(const __grid_constant__ attention_op::BiasGradientParams p) {
+  using Shape = SimpleShape<Depth>;
+  constexpr int kSide = Shape::kSide, kEach = Shape::kEach;
+  extern __shared__ __align__(16) float lines[];
+  __shared__ Tables<kSide, kSide> tables;
+  float *const first = lines, *const second = first + Shape::kTile, *const a = second + Shape::kTile,
+               *const b = a + Shape::kTile;
+
+  const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
+  const u32 tiles = static_cast<u32>(p.plan.row_tile_count), set = blockIdx.x / tiles;
+  const int tile = p.plan.by_work[blockIdx.x - set * tiles];
+  const u32 head_sets = p.sum_heads ? 1u : static_cast<u32>(p.head_count);
+  const int batch_set = static_cast<int>(set / head_sets), head_set = static_cast<int>(set % head_sets);
+  const auto head_at = [&](int n) { return p.heads != nullptr ? p.heads[n] : n; };
+  const int batch_begin = p.sum_batch ? 0 : batch_set, batch_end = p.sum_batch ? p.batch : batch_set + 1;
+  const int head_begin = p.sum_heads ? 0 : head_set, head_end = p.sum_heads ? p.head_count : head_set + 1;
+  float* const out =
+      p.out + (p.sum_batch ? 0 : batch_set * p.out_batch) + (p.sum_heads ? 0 : head_at(head_set) * p.out_head);
+  tables.fill(p.plan, tile);
+  simple_scores<Depth> sum = {};
+  Walk<false> walk(p.plan, tile, 1);
+#pragma unroll 1
+  for (Step now = walk.take(); now.there(); now = walk.take()) {
+#pragma unroll 1
+    for (int batch = batch_begin; batch < batch_end; ++batch) {
+#pragma unroll 1
+      for (int n = head_begin; n < head_end; ++n) {
+        const int head = head_at(n), key_head = head / p.ratio;
+        const int row_head = Keys ? key_head : head, col_head = Keys ? head : key_head;
+        __syncthreads();
+        const auto row_token = [&](int m) { return tables.token[m]; };
+        fill_lines<T, Depth>(first, head_of<T>(p.first, batch, row_head), p.first.row, p.depth, row_token);
+        fill_lines<T, Depth>(second, head_of<T>(p.second, batch, row_head), p.second.row, p.value_depth, row_token);
+        fill_columns<T, Depth>(a, head_of<T>(p.other_first, batch, col_head), p.other_first.row, p.depth, now,
+                               tables.place, p.plan.used);
+        fill_columns<T, Depth>(b, head_of<T>(p.other_second, batch, col_head), p.other_second.row, p.value_depth, now,
+                               tables.place, p.plan.used);
+        __syncthreads();
+        simple_scores<Depth> s, g;
+        dot_lines<Depth>(s, first, a);
+        dot_lines<Depth>(g, second, b);
+        const Score<true> score(p.score, batch, head, p.all);
+        simple_gradients<Depth>(s, g, p.plan, now, score,
+                                p.stats + (static_cast<i64>(batch) * p.all + head) * p.queries, Keys, false,
+                                tables.token, tables.place);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+          for (int j = 0; j < kEach; ++j) {
+            sum[i][j] += g[i][j];
+          }
+        }
+      }
+    }
+    if constexpr (!RowSums) {
+      each_simple<Depth>(p.plan, now.mask, [&](int i, int j, bool there) {
+        const int row = tables.token[y + 16 * i], col = now.tile.base + tables.place[x + 16 * j].offset;
+        if (row >= 0 && there) {
+          out[row * p.out_row + col * p.out_col] += sum[i][j];
+        }
+        sum[i][j] = 0.0f;
+      });
+    }
+  }
+  if constexpr (RowSums) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      float all = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        all += sum[i][j];
+      }
+      all = reduce_lanes<16>(all, take_sum{});
+      __syncthreads();
+      const int row = tables.token[y + 16 * i];
+      if (x == 0 && row >= 0) {
+        out[row * (Keys ? p.out_col : p.out_row)] += all;
+      }
+    }
+  }
+}
+
+}  // namespace fretwork

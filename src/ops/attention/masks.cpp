@@ -1,0 +1,98 @@
+// The masks of a plan: bands where they are enough, else bits, each kept once.
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <optional>
+#include <string_view>
+
+#include "ops/attention/component.h"
+
+namespace fretwork::attention_op {
+
+namespace {
+
+constexpr int kNone = 1 << 20;  // a bound that no tile reaches
+
+struct Interval {
+  int begin, end;
+};
+
+/// The set bits of a row, if they follow each other.
+std::optional<Interval> interval(std::span<const std::uint32_t> words) {
+  Interval found{0, 0};
+  int count = 0;
+  for (std::size_t w = 0; w < words.size(); ++w) {
+    if (words[w] != 0) {
+      const int at = static_cast<int>(w) * 32;
+      found.begin = count == 0 ? at + std::countr_zero(words[w]) : found.begin;
+      found.end = at + 32 - std::countl_zero(words[w]);
+      count += std::popcount(words[w]);
+    }
+  }
+  return count == found.end - found.begin ? std::optional(found) : std::nullopt;
+}
+
+/// The band with this limit that has these rows, if there is one.
+std::optional<Mask> band(const std::vector<Interval>& rows, const std::vector<bool>& inside, int limit) {
+  Mask mask{-kNone, kNone, limit};
+  for (int m = 0; m < static_cast<int>(rows.size()); ++m) {
+    const Interval& row = rows[static_cast<std::size_t>(m)];
+    if (inside[static_cast<std::size_t>(m)] && row.begin < row.end) {
+      mask.low = row.begin > 0 ? row.begin - m : mask.low;
+      mask.high = row.end < limit ? row.end - 1 - m : mask.high;
+    }
+  }
+  for (int m = 0; m < static_cast<int>(rows.size()); ++m) {
+    const Interval& row = rows[static_cast<std::size_t>(m)];
+    const int begin = std::max(0, m + mask.low), end = std::min(limit, m + mask.high + 1);
+    const bool same = begin < end ? row.begin == begin && row.end == end : row.begin == row.end;
+    if (inside[static_cast<std::size_t>(m)] && !same) {
+      return std::nullopt;
+    }
+  }
+  return mask;
+}
+
+}  // namespace
+
+int Masks::add(std::span<const std::uint32_t> bits, const std::vector<bool>& inside, int prefix) {
+  const auto words = static_cast<std::size_t>(plan_.shape.cols / 32);
+  std::vector<Interval> rows(inside.size());
+  bool intervals = true;
+  for (std::size_t m = 0; m < rows.size() && intervals; ++m) {
+    const auto row = interval(bits.subspan(m * words, words));
+    intervals = row.has_value();
+    rows[m] = row.value_or(Interval{0, 0});
+  }
+  if (intervals) {
+    int longest = 0;
+    for (const Interval& row : rows) {
+      longest = std::max(longest, row.end);
+    }
+    for (const int limit : {prefix, std::min(prefix, longest)}) {
+      if (const auto mask = band(rows, inside, limit)) {
+        const bool whole = mask->low == -kNone && mask->high == kNone && limit == plan_.shape.cols;
+        return whole ? -1 : add(*mask);
+      }
+    }
+  }
+  const auto* const bytes = reinterpret_cast<const char*>(bits.data());
+  const auto [known, added] =
+      bits_.try_emplace(hash128({bytes, bits.size_bytes()}), static_cast<int>(plan_.bits.size()));
+  if (added) {
+    plan_.bits.insert(plan_.bits.end(), bits.begin(), bits.end());
+  }
+  return add({-kNone, kNone, plan_.shape.cols, known->second});
+}
+
+int Masks::add(const Mask& mask) {
+  const std::int32_t fields[] = {mask.low, mask.high, mask.limit, mask.bits};
+  const auto key = hash128({reinterpret_cast<const char*>(fields), sizeof fields});
+  const auto [known, added] = known_.try_emplace(key, static_cast<int>(plan_.masks.size()));
+  if (added) {
+    plan_.masks.push_back(mask);
+  }
+  return known->second;
+}
+
+}  // namespace fretwork::attention_op

@@ -1,0 +1,203 @@
+// Plans: their components, which places are used, and the ones that were made before.
+#include "ops/attention/plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <string>
+
+#include "ops/attention/component.h"
+#include "runtime/plan_cache.h"
+
+namespace fretwork::attention_op {
+
+namespace {
+
+/// One bit for each position of a side: whether some element has it.
+class Used {
+ public:
+  Used(std::int64_t length, std::span<const PartGroup> groups, bool row)
+      : length_(length), words_(static_cast<std::size_t>((length + 63) / 64)) {
+    std::int64_t most = 0;  // no use in counting again before there can be enough
+    for (const PartGroup& group : groups) {
+      for (const Part& part : group.parts) {
+        most += add(group.view, part, row);
+        if (most >= length_) {
+          most = count();
+          all_ = most == length_;
+        }
+        if (all_) {
+          return;
+        }
+      }
+    }
+    all_ = length_ == 0;
+  }
+  bool all() const { return all_; }
+  bool operator[](std::int64_t at) const { return (words_[static_cast<std::size_t>(at / 64)] >> (at & 63) & 1) != 0; }
+
+ private:
+  std::int64_t count() const {
+    std::int64_t sum = 0;
+    for (const std::uint64_t word : words_) {
+      sum += std::popcount(word);
+    }
+    return sum;
+  }
+
+  std::int64_t add(const View& view, const Part& part, bool row) {
+    std::array<std::int64_t, kMaxAxes> at{};
+    std::int64_t places = 1, base = row ? -view.row_shift : -view.col_shift;
+    const auto begin = [&](std::size_t k) { return row ? part[k].row_begin : part[k].col_begin; };
+    const auto size = [&](std::size_t k) { return (row ? part[k].row_end : part[k].col_end) - begin(k); };
+    const auto last = static_cast<std::size_t>(view.axes - 1);
+    for (std::size_t k = 0; k <= last; ++k) {
+      base += begin(k) * view.strides[k];
+      places *= size(k);
+    }
+    for (std::int64_t line = places / size(last); line > 0; --line) {
+      std::int64_t from = base;
+      for (std::size_t k = 0; k < last; ++k) {
+        from += at[k] * view.strides[k];
+      }
+      set(from, from + size(last));
+      for (std::size_t k = last; k-- > 0;) {
+        at[k] = at[k] + 1 == size(k) ? 0 : at[k] + 1;
+        if (at[k] != 0) {
+          break;
+        }
+      }
+    }
+    return places;
+  }
+
+  void set(std::int64_t begin, std::int64_t end) {
+    while (begin < end) {
+      const std::int64_t stop = std::min(end, (begin | 63) + 1);
+      const std::uint64_t bits = stop - begin == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << (stop - begin)) - 1;
+      words_[static_cast<std::size_t>(begin / 64)] |= bits << (begin & 63);
+      begin = stop;
+    }
+  }
+
+  std::int64_t length_;
+  std::vector<std::uint64_t> words_;
+  bool all_ = false;
+};
+
+void mark(const Used& used, const Order& order, Plan& plan, Tile& tile, bool& all) {
+  std::vector<std::uint32_t> bits(static_cast<std::size_t>(std::max(plan.shape.rows, plan.shape.cols) / 32));
+  bool whole = true;
+  for (int a = 0; a < tile.count[0]; ++a) {
+    for (int b = 0; b < tile.count[1]; ++b) {
+      for (int c = 0; c < tile.count[2]; ++c) {
+        const bool is = used[tile.base + a * order.stride[0] + b * order.stride[1] + c * order.stride[2]];
+        const int n = (a * order.extent[1] + b) * order.extent[2] + c;
+        bits[static_cast<std::size_t>(n / 32)] |= static_cast<std::uint32_t>(is) << (n & 31);
+        whole = whole && is;
+      }
+    }
+  }
+  if (!whole) {
+    all = false;
+    tile.used = static_cast<int>(plan.used.size());
+    plan.used.insert(plan.used.end(), bits.begin(), bits.end());
+  }
+}
+
+/// Plain order, no runs: what is left of a plan where nothing is there.
+Component empty_component(const Plan& plan) {
+  Component made;
+  made.row_order = {{1, 1, plan.shape.rows}, {0, 0, 1}};
+  made.col_order = {{1, 1, plan.shape.cols}, {0, 0, 1}};
+  made.first = {0};
+  for (std::int64_t at = 0; at < plan.rows; at += plan.shape.rows) {
+    made.row_tiles.push_back(
+        {at, {1, 1, static_cast<int>(std::min<std::int64_t>(plan.shape.rows, plan.rows - at))}, -1});
+    made.first.push_back(0);
+  }
+  made.covers_rows = true;
+  return made;
+}
+
+std::shared_ptr<const Plan> find_plan(const RegularPattern& pattern, const TileShape& shape, bool transpose) {
+  static PlanCache<Plan>& cache = *std::make_unique<PlanCache<Plan>>().release();
+  const std::string key =
+      std::to_string(shape.rows) + (transpose ? "t" : "x") + std::to_string(shape.cols) + " " + pattern.text();
+  return cache.get(hash128(key), [&] {
+    const std::vector<PartGroup>& groups = pattern.groups();
+    return transpose ? plan_parts(pattern.cols(), pattern.rows(), transposed(groups), shape)
+                     : plan_parts(pattern.rows(), pattern.cols(), groups, shape);
+  });
+}
+
+template <typename T>
+std::size_t size_of(const std::vector<T>& x) {
+  return x.capacity() * sizeof(T);
+}
+
+}  // namespace
+
+std::size_t Plan::bytes() const {
+  std::size_t sum = sizeof(Plan) + size_of(masks) + size_of(bits) + size_of(used) + size_of(components);
+  for (const Component& c : components) {
+    sum += size_of(c.row_tiles) + size_of(c.col_tiles) + size_of(c.first) + size_of(c.runs);
+  }
+  return sum;
+}
+
+Plan plan_parts(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups, const TileShape& shape) {
+  Plan made;
+  made.shape = shape;
+  made.rows = rows;
+  made.cols = cols;
+  Masks masks(made);
+  if (rows > 0 && cols > 0) {
+    for (const Arrangement& arrangement : arrange(rows, cols, groups, shape)) {
+      made.components.push_back(make_component(arrangement, made, masks, true));
+    }
+  }
+  if (made.components.empty() && rows > 0) {
+    made.components.push_back(empty_component(made));
+  }
+  std::stable_sort(made.components.begin(), made.components.end(),
+                   [](const Component& a, const Component& b) { return a.pairs > b.pairs; });
+  const Used used_rows(rows, groups, true), used_cols(cols, groups, false);
+  made.all_rows_used = made.all_cols_used = true;
+  for (Component& c : made.components) {
+    for (std::size_t t = 0; t < c.row_tiles.size() && !used_rows.all(); ++t) {
+      mark(used_rows, c.row_order, made, c.row_tiles[t], made.all_rows_used);
+    }
+    for (std::size_t t = 0; t < c.col_tiles.size() && !used_cols.all(); ++t) {
+      mark(used_cols, c.col_order, made, c.col_tiles[t], made.all_cols_used);
+    }
+  }
+  return made;
+}
+
+std::vector<PartGroup> transposed(std::span<const PartGroup> groups) {
+  std::vector<PartGroup> made(groups.begin(), groups.end());
+  for (PartGroup& group : made) {
+    std::swap(group.view.row_shift, group.view.col_shift);
+    for (Part& part : group.parts) {
+      part = tightened(part, group.view.axes);
+      for (int k = 0; k < group.view.axes; ++k) {
+        AxisRange& axis = part[static_cast<std::size_t>(k)];
+        std::swap(axis.row_begin, axis.col_begin);
+        std::swap(axis.row_end, axis.col_end);
+        axis.low = -std::exchange(axis.high, -axis.low);
+      }
+    }
+  }
+  return made;
+}
+
+std::shared_ptr<const Plan> plan(const RegularPattern& pattern, const TileShape& shape) {
+  return find_plan(pattern, shape, false);
+}
+
+std::shared_ptr<const Plan> transposed_plan(const RegularPattern& pattern, const TileShape& shape) {
+  return find_plan(pattern, shape, true);
+}
+
+}  // namespace fretwork::attention_op

@@ -1,0 +1,168 @@
+// Tiles of scores on mma.sync: the products that make and use them, and which entries are there.
+#pragma once
+
+#include "device/tile.cuh"
+#include "ops/attention/walk.cuh"
+
+namespace fretwork {
+
+/// Where a lane reads fragments of a tile: 16 lines, and the four places in 128 bytes that 16 entries can begin at. All
+/// else is a distance that the compiler knows.
+template <int Bytes>
+struct Fragments {
+  u32 at[4];
+
+  __device__ __forceinline__ Fragments(shared_tile<Bytes> tile, u32 line, u32 half) {
+#pragma unroll
+    for (u32 c = 0; c < 4; ++c) {
+      at[c] = tile.chunk(line, 2 * c + half);
+    }
+  }
+  __device__ __forceinline__ u32 operator()(int line, int entry) const {
+    return at[entry / 16 % 4] + static_cast<u32>(entry / 64 * 128 + line * Bytes);
+  }
+  /// The same in a tile `bytes` further on.
+  __device__ __forceinline__ Fragments operator+(u32 bytes) const {
+    Fragments moved = *this;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      moved.at[c] += bytes;
+    }
+    return moved;
+  }
+};
+/// Of a left operand with K along its lines, and of a right operand with K across them; rows from `row`.
+template <int Bytes>
+__device__ __forceinline__ Fragments<Bytes> fragments_across(shared_tile<Bytes> tile, int row) {
+  const u32 lane = threadIdx.x % 32;
+  return Fragments<Bytes>(tile, static_cast<u32>(row) + lane % 16, lane / 16);
+}
+/// Of a right operand with K along its lines.
+template <int Bytes>
+__device__ __forceinline__ Fragments<Bytes> fragments_along(shared_tile<Bytes> tile) {
+  const u32 lane = threadIdx.x % 32;
+  return Fragments<Bytes>(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+/// sums += left·rightᵀ, both tiles' lines along K.
+template <typename T, int Depth, int Frags, int Cols, int Bytes>
+__device__ __forceinline__ void multiply_lines(register_sums<Frags, Cols / 8>& sums, const Fragments<Bytes>& left,
+                                               const Fragments<Bytes>& right) {
+#pragma unroll
+  for (int k = 0; k < Depth; k += 16) {
+    u32 a[Frags][4];
+#pragma unroll
+    for (int i = 0; i < Frags; ++i) {
+      ldmatrix(a[i], left(16 * i, k));
+    }
+#pragma unroll
+    for (int n = 0; n < Cols; n += 16) {
+      u32 b[4];
+      ldmatrix(b, right(n, k));
+#pragma unroll
+      for (int i = 0; i < Frags; ++i) {
+        mma_sync<T>(sums.at[i][n / 8], a[i], b[0], b[1]);
+        mma_sync<T>(sums.at[i][n / 8 + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+/// sums += left·right: left is what an earlier product left in registers, right's lines run across K.
+template <typename T, int Depth, int Frags, int Cols, int Bytes>
+__device__ __forceinline__ void multiply_sums(register_sums<Frags, Depth / 8>& sums,
+                                              const register_sums<Frags, Cols / 8>& left,
+                                              const Fragments<Bytes>& right) {
+#pragma unroll
+  for (int k = 0; k < Cols; k += 16) {
+    u32 a[Frags][4];
+#pragma unroll
+    for (int i = 0; i < Frags; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float* from = left.at[i][k / 8 + e / 2] + e % 2 * 2;
+        a[i][e] = narrow_pair<T>(from[0], from[1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < Depth; n += 16) {
+      u32 b[4];
+      ldmatrix_trans(b, right(k, n));
+#pragma unroll
+      for (int i = 0; i < Frags; ++i) {
+        mma_sync<T>(sums.at[i][n / 8], a[i], b[0], b[1]);
+        mma_sync<T>(sums.at[i][n / 8 + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+/// Calls f(fragment, half, j, e, entry) for the entries of a lane.
+template <int Frags, int Cols, typename F>
+__device__ __forceinline__ void each_score(register_sums<Frags, Cols>& s, const F& f) {
+#pragma unroll
+  for (int i = 0; i < Frags; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < Cols; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          f(i, half, j, e, s.at[i][j][2 * half + e]);
+        }
+      }
+    }
+  }
+}
+
+/// Which of a lane's entries a mask has: a word for 32 columns of each of its rows, shifted to the lane's columns.
+template <int Frags, int Cols>
+struct MaskWords {
+  u32 word[Frags][2][Cols / 32];
+
+  /// All of them where `which` is −1.
+  __device__ __forceinline__ MaskWords(const ComponentArg& plan, int which, int warp_row) {
+    const MaskArg mask = which >= 0 ? plan.masks[which] : MaskArg{-Cols * 64, Cols * 64, Cols, -1};
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < Frags; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int w = 0; w < Cols / 32; ++w) {
+          word[i][half][w] =
+              mask_word<Cols>(mask, plan.bits, warp_row + 16 * i + 8 * half + lane / 4, w) >> (lane % 4 * 2);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ bool operator()(int i, int half, int j, int e) const {
+    return (word[i][half][j / 4] >> (j % 4 * 8 + e) & 1) != 0;
+  }
+};
+
+/// Takes out the scores that a mask does not have. Word by word: registers are few.
+template <int Frags, int Cols>
+__device__ __forceinline__ void apply_mask(register_sums<Frags, Cols / 8>& s, const ComponentArg& plan, int which,
+                                           int warp_row) {
+  const MaskArg mask = plan.masks[which];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int i = 0; i < Frags; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int w = 0; w < Cols / 32; ++w) {
+        const int row = warp_row + 16 * i + 8 * half + lane / 4;
+        const u32 word = mask_word<Cols>(mask, plan.bits, row, w) >> (lane % 4 * 2);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          float& x = s.at[i][4 * w + n / 2][2 * half + n % 2];
+          x = (word >> (n / 2 * 8 + n % 2) & 1) != 0 ? x : -infinity();
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fretwork

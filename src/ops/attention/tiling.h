@@ -1,0 +1,98 @@
+// How a plan's tiles are cut: each axis of a view into intervals of digits, tiles being their products.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "ops/attention/plan.h"
+#include "pattern/regular.h"
+
+namespace fretwork::attention_op {
+
+/// Disjoint half-open intervals of digits, rising.
+struct Cuts {
+  std::vector<std::int64_t> begin, end;
+  int size() const { return static_cast<int>(begin.size()); }
+};
+
+/// One side of the tile pairs. An axis whose extent is 1 is not in the tile: each digit is a class of its own.
+struct Side {
+  std::array<int, kMaxAxes> extent{};
+  std::array<Cuts, kMaxAxes> cuts;
+  /// Columns only, where not empty: row interval i has the intervals [own[i], own[i + 1]) to itself; they rise within
+  /// those, and different rows' may overlap.
+  std::array<std::vector<int>, kMaxAxes> own;
+  int free_axis = 0;  ///< the one where tiles may be cut short by the sequence's ends
+};
+
+/// Parts of one view that share their tiles.
+struct Arrangement {
+  View view;
+  std::vector<Part> parts;
+  Side row, col;
+  int run_axis = 0;  ///< tiles that follow each other along it have consecutive numbers
+};
+
+/// Positions as a side's digits see them: those of [first, last) that the view can count.
+struct Line {
+  int axes;
+  std::array<std::int64_t, kMaxAxes> strides;
+  std::int64_t first, last;
+
+  Line(const View& view, std::int64_t shift, std::int64_t length)
+      : axes(view.axes), strides(view.strides), first(shift), last(shift + length) {}
+  std::array<std::int64_t, kMaxAxes> digits(std::int64_t position) const;
+  /// Which digits of an axis there are.
+  std::pair<std::int64_t, std::int64_t> range(int axis) const;
+};
+
+/// [begin, end) in intervals of at most `extent`, none of which goes past a forced cut, nor past the last of the wished
+/// ones that it could reach.
+Cuts cut(std::int64_t begin, std::int64_t end, int extent, std::span<const std::int64_t> forced,
+         std::span<const std::int64_t> wished);
+
+/// What of a box of digits is inside, as offsets from the box's begin.
+struct Inside {
+  std::array<int, kMaxAxes> begin, end;
+};
+
+/// Where the positions that a view counts end.
+class Ends {
+ public:
+  explicit Ends(const Line& line);
+  /// The inside of a box: again a box, given the cuts above. False if nothing is inside.
+  bool clip(int free_axis, std::span<const std::int64_t> begin, std::span<const std::int64_t> end,
+            Inside& inside) const;
+  /// Every tile is a box of positions: digits that must stand alone on an axis so that what lies outside the sequence
+  /// is cut off by the free axis only.
+  std::vector<std::int64_t> forced_cuts(int axis) const;
+
+ private:
+  /// A number by its digits from axis `first` on; those after `last` are zero.
+  struct Bound {
+    int first, last;
+    std::array<std::int64_t, kMaxAxes> digits;
+  };
+  static Bound bound(const Line& line, int first, std::int64_t value);
+  static int compare(const Bound& limit, int from, int to, std::span<const std::int64_t> begin,
+                     std::span<const std::int64_t> end);
+  int axes_;
+  Bound low_;
+  std::vector<Bound> high_;  ///< the sequence's end, and of each axis whose stride is no multiple of the next one's
+};
+
+/// The same part, with the bounds of bands that no pair of digits reaches moved to where they matter.
+Part tightened(Part part, int axes);
+
+/// How the parts of a pattern are arranged in tiles.
+std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups,
+                                 const TileShape& shape);
+
+/// The plan of disjoint parts.
+Plan plan_parts(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups, const TileShape& shape);
+/// The same with rows and columns exchanged.
+std::vector<PartGroup> transposed(std::span<const PartGroup> groups);
+
+}  // namespace fretwork::attention_op

@@ -1,0 +1,342 @@
+// What the kernels of attention share: which tile a CTA has, how it walks the columns that meet it, which elements are
+// there, and what is done to a score.
+#pragma once
+
+#include "device/copy_async.cuh"
+#include "device/random.cuh"
+#include "device/reduce.cuh"
+#include "device/tile.cuh"
+#include "device/types.cuh"
+#include "ops/attention/params.h"
+
+namespace fretwork {
+
+using attention_op::BiasType;
+using attention_op::ComponentArg;
+using attention_op::HeadsArg;
+using attention_op::InputArg;
+using attention_op::kInside;
+using attention_op::MaskArg;
+using attention_op::OrderArg;
+using attention_op::OutputArg;
+using attention_op::RowStats;
+using attention_op::RunArg;
+using attention_op::ScoreArg;
+using attention_op::TileArg;
+
+inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// The lowest n bits, 0 ≤ n ≤ 32.
+__device__ __forceinline__ u32 low_bits(int n) {
+  u32 power;
+  asm("shl.b32 %0, 1, %1;" : "=r"(power) : "r"(n));  // 0 for n = 32
+  return power - 1;
+}
+
+/// A place of a tile: tokens from the tile's base, and coordinates packed as TileArg::inside wants them.
+struct Place {
+  int offset;
+  u32 at;
+};
+__device__ __forceinline__ Place place_of(const OrderArg& order, int n) {
+  const int line = n / order.extent[2], u2 = n - line * order.extent[2];
+  const int u0 = line / order.extent[1], u1 = line - u0 * order.extent[1];
+  if (u0 >= order.extent[0]) {
+    return {0, 511u << 20};
+  }
+  return {u0 * order.stride[0] + u1 * order.stride[1] + u2 * order.stride[2],
+          static_cast<u32>(u0) | static_cast<u32>(u1) << 10 | static_cast<u32>(u2) << 20};
+}
+__device__ __forceinline__ bool is_inside(u32 inside, u32 at) { return (inside - at & kInside) == kInside; }
+
+/// The rows of a CTA: a tile of one (batch, head).
+struct Item {
+  int tile, batch;
+  int head;                        ///< of the rows: a query head, or a key head
+  int first_member, member_count;  ///< the key head's query heads
+};
+/// CTAs that run together share a head's keys where lengths allow.
+__device__ __forceinline__ Item item_of(const ComponentArg& plan, const HeadsArg& heads, bool rows_are_keys) {
+  const u32 sets = static_cast<u32>(heads.batch) * static_cast<u32>(heads.count);
+  const u32 early = static_cast<u32>(plan.long_tiles) * sets;
+  u32 set, tile;
+  if (blockIdx.x < early) {
+    tile = blockIdx.x / sets;
+    set = blockIdx.x - tile * sets;
+  } else {
+    const u32 rest = blockIdx.x - early, tiles = static_cast<u32>(plan.row_tile_count - plan.long_tiles);
+    set = rest / tiles;
+    tile = static_cast<u32>(plan.long_tiles) + rest - set * tiles;
+  }
+  Item item;
+  item.tile = plan.by_work[tile];
+  item.batch = static_cast<int>(set / static_cast<u32>(heads.count));
+  const int n = static_cast<int>(set) - item.batch * heads.count;
+  if (rows_are_keys) {
+    item.head = heads.groups != nullptr ? heads.groups[3 * n] : n;
+    item.first_member = heads.groups != nullptr ? heads.groups[3 * n + 1] : n * heads.ratio;
+    item.member_count = heads.groups != nullptr ? heads.groups[3 * n + 2] : heads.ratio;
+  } else {
+    item.head = heads.heads != nullptr ? heads.heads[n] : n;
+    item.first_member = item.head;
+    item.member_count = 1;
+  }
+  return item;
+}
+
+/// A column tile to meet: under which mask, and (where keys are the rows) of which query head.
+struct Step {
+  TileArg tile;
+  int mask = -2;  ///< −1: whole; −2: there is no step
+  int member = 0;
+  __device__ __forceinline__ bool there() const { return mask > -2; }
+};
+
+/// Gives the steps of a row tile, with Members once for each of them.
+template <bool Members>
+class Walk {
+ public:
+  __device__ __forceinline__ Walk(const ComponentArg& plan, int row_tile, int members)
+      : plan_(plan), begin_(plan.first[row_tile]), end_(plan.first[row_tile + 1]), run_(begin_), members_(members) {}
+
+  __device__ __forceinline__ Step take() {
+    Step step;
+    if (tile_ == last_) {
+      if (Members && run_ == end_ && begin_ != end_ && member_ + 1 < members_) {
+        run_ = begin_;
+        ++member_;
+      }
+      if (run_ == end_) {
+        return step;
+      }
+      const RunArg run = plan_.runs[run_++];
+      tile_ = run.first;
+      last_ = run.first + run.count;
+      mask_ = run.mask;
+    }
+    step.tile = plan_.col_tiles[tile_++];
+    step.mask = mask_;
+    step.member = Members ? member_ : 0;
+    return step;
+  }
+
+ private:
+  const ComponentArg& plan_;
+  int begin_, end_, run_, members_, member_ = 0, tile_ = 0, last_ = 0, mask_ = -1;
+};
+
+/// Word w of row m of a mask: bit n stands for column 32·w + n.
+template <int Cols>
+__device__ __forceinline__ u32 mask_word(const MaskArg& mask, const u32* bits, int m, int w) {
+  if (mask.bits >= 0) {
+    return bits[mask.bits + m * (Cols / 32) + w];
+  }
+  const int low = mask.low + m - 32 * w, high = min(mask.high + m + 1, mask.limit) - 32 * w;
+  return low_bits(min(max(high, 0), 32)) & ~low_bits(min(max(low, 0), 32));
+}
+
+/// Everything about an element of the scores beside its product. `Extras` false: scale only.
+template <bool Extras>
+struct Score {
+  float factor;  ///< of the product, so that exponents are of 2
+};
+template <>
+struct Score<true> {
+  float factor;  ///< 1: `prepare` multiplies
+  const ScoreArg& arg;
+  i64 bias_at;
+  float slope;
+  i64 batch_head;
+  i64 seed;
+
+  __device__ __forceinline__ Score(const ScoreArg& score, int batch, int head, int heads)
+      : factor(1.0f),
+        arg(score),
+        bias_at(batch * score.bias_batch + head * score.bias_head),
+        slope(score.slopes != nullptr ? score.slopes[head * score.slope_stride] : 0.0f),
+        batch_head(static_cast<i64>(batch) * heads + head),
+        seed(score.threshold != 0 ? *score.seed : 0) {}
+
+  __device__ __forceinline__ float bias(int row, int col) const {
+    const i64 at = bias_at + row * arg.bias_row + col * arg.bias_col;
+    return arg.bias_type == BiasType::f32   ? static_cast<const float*>(arg.bias)[at]
+           : arg.bias_type == BiasType::f16 ? widen(static_cast<const f16*>(arg.bias)[at])
+                                            : widen(static_cast<const bf16*>(arg.bias)[at]);
+  }
+  /// The score from the product, times log2 e; `slope_of_cap` is softcap's derivative there.
+  __device__ __forceinline__ float prepare(float product, int row, int col, float& slope_of_cap) const {
+    float x = product * arg.scale;
+    slope_of_cap = 1.0f;
+    if (arg.softcap > 0.0f) {
+      const float t = tanhf(x / arg.softcap);
+      slope_of_cap = 1.0f - t * t;
+      x = arg.softcap * t;
+    }
+    if (arg.bias != nullptr) {
+      x += bias(row, col);
+    }
+    x -= slope * static_cast<float>(abs(row + arg.distance - col));
+    return x * kLog2E;
+  }
+  __device__ __forceinline__ bool keeps(int row, int col) const {
+    return arg.threshold == 0 || random_bits(random_row(seed, batch_head, row), col) >= arg.threshold;
+  }
+};
+
+template <bool Extras>
+__device__ __forceinline__ Score<Extras> score_of(const ScoreArg& arg, int batch, int head, int heads) {
+  if constexpr (Extras) {
+    return Score<true>(arg, batch, head, heads);
+  } else {
+    return Score<false>{arg.scale * kLog2E};
+  }
+}
+
+/// Tables that a CTA makes once: its rows' tokens (−1 where there is none) and the places of a column tile.
+template <int Rows, int Cols>
+struct Tables {
+  int token[Rows];
+  Place place[Cols];
+
+  __device__ __forceinline__ void fill(const ComponentArg& plan, int row_tile) {
+    const TileArg tile = plan.row_tiles[row_tile];
+    for (int n = static_cast<int>(threadIdx.x); n < Rows; n += static_cast<int>(blockDim.x)) {
+      const Place at = place_of(plan.row_order, n);
+      token[n] = is_inside(tile.inside, at.at) ? tile.base + at.offset : -1;
+    }
+    for (int n = static_cast<int>(threadIdx.x); n < Cols; n += static_cast<int>(blockDim.x)) {
+      place[n] = place_of(plan.col_order, n);
+    }
+  }
+};
+
+/// The first row of a (batch, head), for rows that are counted in bytes.
+template <typename T>
+__device__ __forceinline__ const u8* head_of(const InputArg& input, int batch, int head) {
+  return reinterpret_cast<const u8*>(static_cast<const T*>(input.data) + batch * input.batch + head * input.head);
+}
+
+/// Copies Rows lines of `depth` entries, each Depth entries long in the tile and zero from `depth` on.
+/// `row_of(n)` gives line n's token, or −1 for a line of zeros. Unroll 1 where it has much to ask.
+template <typename T, int Depth, int Rows, int Threads, int Unroll, typename Tile, typename RowOf>
+__device__ __forceinline__ void copy_lines(const Tile& tile, const u8* from, int row_bytes, int depth,
+                                           const RowOf& row_of) {
+  constexpr int kChunks = Depth / chunk_of<T>;
+  constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32, kStep = Threads / kLanes;
+  static_assert(Rows % kStep == 0);
+  const int first = static_cast<int>(threadIdx.x) / kLanes, chunk = static_cast<int>(threadIdx.x) % kLanes;
+  if (kChunks < kLanes && chunk >= kChunks) {
+    return;
+  }
+  const int whole = min(max((depth - chunk * chunk_of<T>)*static_cast<int>(sizeof(T)), 0), 16);
+  from += whole > 0 ? chunk * 16 : 0;
+#pragma unroll(Unroll)
+  for (int i = 0; i < Rows / kStep; ++i) {
+    const int token = row_of(first + i * kStep), bytes = token < 0 ? 0 : whole;
+    const u32 to = kStep % 8 == 0 ? tile.chunk(i * kStep, first, chunk) : tile.chunk(first + i * kStep, chunk);
+    copy_async_part(to, from + static_cast<i64>(max(token, 0)) * row_bytes, bytes);
+  }
+}
+
+/// Copies a step's column tile. Those under no mask are whole: nothing is asked of their places.
+template <typename T, int Depth, int Cols, int Threads, typename Tile>
+__device__ __forceinline__ void copy_columns(const Tile& tile, const u8* from, int row_bytes, int depth,
+                                             const Step& step, const Place (&places)[Cols], const u32* used) {
+  if (step.mask < 0) {
+    copy_lines<T, Depth, Cols, Threads, 4>(tile, from, row_bytes, depth,
+                                            [&](int n) { return step.tile.base + places[n].offset; });
+    return;
+  }
+  copy_lines<T, Depth, Cols, Threads, 1>(tile, from, row_bytes, depth, [&](int n) {
+    const Place place = places[n];
+    bool read = is_inside(step.tile.inside, place.at);
+    if (step.tile.used >= 0) {
+      read = read && (used[step.tile.used + n / 32] >> (n & 31) & 1) != 0;
+    }
+    return read ? step.tile.base + place.offset : -1;
+  });
+}
+
+/// Two neighbours of a row, `col` the first of them, as far as they are inside.
+template <typename T>
+__device__ __forceinline__ void store_two(T* row, const OutputArg& out, int col, int depth, float low, float high) {
+  if (out.pairs && col + 1 < depth) {
+    if constexpr (sizeof(T) == 2) {
+      *reinterpret_cast<u32*>(row + col) = narrow_pair<T>(low, high);
+    } else {
+      *reinterpret_cast<float2*>(row + col) = {low, high};
+    }
+    return;
+  }
+  if (col < depth) {
+    row[col * out.col] = narrow<T>(low);
+  }
+  if (col + 1 < depth) {
+    row[(col + 1) * out.col] = narrow<T>(high);
+  }
+}
+template <typename T>
+__device__ __forceinline__ void load_two(const T* row, const OutputArg& out, int col, int depth, float& low,
+                                         float& high) {
+  low = col < depth ? widen(row[col * out.col]) : 0.0f;
+  high = col + 1 < depth ? widen(row[(col + 1) * out.col]) : 0.0f;
+}
+
+/// How a row's result joins what the components before gave it, by the log-sum-exp.
+struct Merge {
+  bool writes;                       ///< false: the row has nothing new, or is not there
+  float before = 0.0f, here = 1.0f;  ///< shares of the old result and of the new one
+  float lse;
+  i64 row;  ///< of o, in elements
+  float* lse_at;
+
+  __device__ __forceinline__ Merge(const attention_op::ForwardParams& p, const Item& item, int token, float lse_here)
+      : writes(token >= 0),
+        lse(lse_here),
+        row(item.batch * p.o.batch + item.head * p.o.head + token * p.o.row),
+        lse_at(static_cast<float*>(p.lse.data) + item.batch * p.lse.batch + item.head * p.lse.head +
+               token * p.lse.row) {
+    if (p.lse.data == nullptr) {
+      lse_at = nullptr;
+    }
+    if (!writes || !p.merge) {
+      return;
+    }
+    const float old = *lse_at;
+    writes = lse != -infinity();
+    if (writes && old != -infinity()) {
+      const float high = fmaxf(old, lse), both = high + logf(expf(old - high) + expf(lse - high));
+      before = expf(old - both);
+      here = expf(lse - both);
+      lse = both;
+    }
+  }
+  /// Two neighbours of the result, `col` the first of them.
+  template <typename T>
+  __device__ __forceinline__ void store(const attention_op::ForwardParams& p, int col, float low, float high) const {
+    T* const to = static_cast<T*>(p.o.data) + row;
+    if (before > 0.0f) {
+      float old_low, old_high;
+      load_two<T>(to, p.o, col, p.value_depth, old_low, old_high);
+      low = low * here + old_low * before;
+      high = high * here + old_high * before;
+    }
+    store_two<T>(to, p.o, col, p.value_depth, low, high);
+  }
+  /// By one thread, after all that share the row have made theirs.
+  __device__ __forceinline__ void store_lse() const {
+    if (writes && lse_at != nullptr) {
+      *lse_at = lse;
+    }
+  }
+};
+
+}  // namespace fretwork

@@ -1,0 +1,225 @@
+// SPLAT's operators: a warp for each row or column, lanes on neighbouring elements of an operand, so that every access
+// is whole. Sums are fp32 in a fixed order.
+#pragma once
+
+#include "device/reduce.cuh"
+#include "device/types.cuh"
+#include "ops/regular/params.h"
+
+namespace fretwork {
+
+inline constexpr int kRegularThreads = 256;
+
+template <typename T>
+__device__ __forceinline__ T* regular_line(const RegularOperand& o, i64 batch, i64 head, i64 row) {
+  return static_cast<T*>(o.data) + batch * o.batch + head * o.head + row * o.row;
+}
+
+/// Lane l gets the sum of all lanes' x[l].
+template <int BIT = 16>
+__device__ __forceinline__ float sum_across(float (&x)[32]) {
+  const bool upper = (threadIdx.x & BIT) != 0;
+#pragma unroll
+  for (int u = 0; u < BIT; ++u) {
+    const float kept = upper ? x[u + BIT] : x[u], sent = upper ? x[u] : x[u + BIT];
+    x[u] = kept + __shfl_xor_sync(0xffffffffu, sent, BIT);
+  }
+  if constexpr (BIT > 1) {
+    return sum_across<BIT / 2>(x);
+  } else {
+    return x[0];
+  }
+}
+
+/// The warp's line and its piece of the depth.
+struct regular_task {
+  int batch, head, line, chunk;
+  __device__ __forceinline__ regular_task(u32 n, int chunks, int lines, int heads) {
+    const u32 l = n / chunks, h = l / lines, z = h / heads;
+    chunk = static_cast<int>(n - l * chunks);
+    line = static_cast<int>(l - h * lines);
+    head = static_cast<int>(h - z * heads);
+    batch = static_cast<int>(z);
+  }
+};
+
+/// x[i, t] = by_row[i] · by_col[column]; a lane holds its elements' part of 32 entries, which then change places.
+template <typename T>
+__global__ void __launch_bounds__(kRegularThreads) regular_values(const __grid_constant__ RegularParams p) {
+  const u32 n = blockIdx.x * (kRegularThreads / 32) + threadIdx.x / 32;
+  if (n >= p.tasks) {
+    return;
+  }
+  const int lane = threadIdx.x % 32;
+  const regular_task my(n, 1, p.row_count, p.heads);
+  const RegularLine line = p.rows[my.line];
+  const T* const left = regular_line<const T>(p.by_row, my.batch, my.head, my.line);
+  const T* const right = regular_line<const T>(p.by_col, my.batch, my.head / p.group, line.start);
+  T* const out = regular_line<T>(p.values, my.batch, my.head, my.line);
+  const i64 step = line.stride * p.by_col.row;
+  for (int first = 0; first < p.width; first += 32) {
+    const int there = line.count - first;  // entries from here on, maybe none
+    float part[32];
+#pragma unroll
+    for (int u = 0; u < 32; ++u) {
+      part[u] = 0;
+    }
+    for (int e = there > 0 ? lane : p.depth; e < p.depth; e += 32) {
+      const float x = widen(left[e * p.by_row.col]);
+      const T* const from = right + first * step + e * p.by_col.col;
+#pragma unroll
+      for (int u = 0; u < 32; ++u) {
+        if (u < there) {
+          part[u] = fmaf(x, static_cast<float>(widen(from[u * step])), part[u]);
+        }
+      }
+    }
+    const float sum = sum_across(part);
+    if (first + lane < p.width) {
+      out[(first + lane) * p.values.col] = narrow<T>(lane < there ? sum : 0.0f);
+    }
+  }
+}
+
+/// 32·N neighbouring elements of a sum of rows, N for each lane.
+template <typename T, int N>
+struct regular_sum {
+  float sums[N];
+  int first, depth;  ///< the lane's first element, and where they end
+
+  __device__ __forceinline__ regular_sum(int chunk, int d) : first(chunk * 32 * N + threadIdx.x % 32), depth(d) {
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      sums[e] = 0;
+    }
+  }
+  __device__ __forceinline__ void add(float factor, const T* row, i64 col) {
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      if (first + 32 * e < depth) {
+        sums[e] = fmaf(factor, static_cast<float>(widen(row[(first + 32 * e) * col])), sums[e]);
+      }
+    }
+  }
+  __device__ __forceinline__ void store(T* row, i64 col) const {
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      if (first + 32 * e < depth) {
+        row[(first + 32 * e) * col] = narrow<T>(sums[e]);
+      }
+    }
+  }
+};
+
+/// by_row[i] = Σ_t x[i, t]·by_col[column].
+template <typename T, int N>
+__global__ void __launch_bounds__(kRegularThreads, 3) regular_by_row(const __grid_constant__ RegularParams p) {
+  const u32 n = blockIdx.x * (kRegularThreads / 32) + threadIdx.x / 32;
+  if (n >= p.tasks) {
+    return;
+  }
+  const int lane = threadIdx.x % 32;
+  const regular_task my(n, p.chunks, p.row_count, p.heads);
+  const RegularLine line = p.rows[my.line];
+  const T* const values = regular_line<const T>(p.values, my.batch, my.head, my.line);
+  const T* right = regular_line<const T>(p.by_col, my.batch, my.head / p.group, line.start);
+  const i64 step = line.stride * p.by_col.row;
+  regular_sum<T, N> sum(my.chunk, p.depth);
+  for (int first = 0; first < line.count; first += 32) {
+    const int many = min(32, line.count - first);
+    const float x = lane < many ? static_cast<float>(widen(values[(first + lane) * p.values.col])) : 0.0f;
+#pragma unroll 4
+    for (int u = 0; u < many; ++u) {
+      sum.add(__shfl_sync(0xffffffffu, x, u), right, p.by_col.col);
+      right += step;
+    }
+  }
+  sum.store(regular_line<T>(p.by_row, my.batch, my.head, my.line), p.by_row.col);
+}
+
+/// by_col[j] = Σ x[i, t]·by_row[i] over the entries of column j and the heads that share it.
+template <typename T, int N>
+__global__ void __launch_bounds__(kRegularThreads, 3) regular_by_col(const __grid_constant__ RegularParams p) {
+  const u32 n = blockIdx.x * (kRegularThreads / 32) + threadIdx.x / 32;
+  if (n >= p.tasks) {
+    return;
+  }
+  const int lane = threadIdx.x % 32;
+  const regular_task my(n, p.chunks, p.col_count, p.heads / p.group);
+  const RegularLine column = p.columns[my.line];
+  regular_sum<T, N> sum(my.chunk, p.depth);
+  for (int head = my.head * p.group; head < (my.head + 1) * p.group; ++head) {
+    const T* const left = regular_line<const T>(p.by_row, my.batch, head, 0);
+    for (int first = 0; first < column.count; first += 32) {
+      const int many = min(32, column.count - first);
+      int row = 0;
+      float x = 0;
+      if (lane < many) {
+        const int at = column.start + (first + lane) * column.stride;
+        row = p.list == nullptr ? at : p.list[at];
+        const RegularLine line = p.rows[row];
+        const int t = (my.line - line.start) / line.stride;
+        x = widen(regular_line<const T>(p.values, my.batch, head, row)[t * p.values.col]);
+      }
+#pragma unroll 4
+      for (int u = 0; u < many; ++u) {
+        const int r = __shfl_sync(0xffffffffu, row, u);
+        sum.add(__shfl_sync(0xffffffffu, x, u), left + r * p.by_row.row, p.by_row.col);
+      }
+    }
+  }
+  sum.store(regular_line<T>(p.by_col, my.batch, my.head, my.line), p.by_col.col);
+}
+
+/// out = softmax of scale·in over a row's entries; a CTA of 32·WARPS threads for each row.
+template <typename T, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) regular_softmax(const __grid_constant__ RegularSoftmaxParams p) {
+  const regular_task my(blockIdx.x, 1, p.row_count, p.heads);
+  const int count = p.rows[my.line].count;
+  const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
+  T* const out = regular_line<T>(p.out, my.batch, my.head, my.line);
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto score = [&](int t) { return p.scale * static_cast<float>(widen(in[t * p.in.col])); };
+  float top = __int_as_float(static_cast<int>(0xff800000u)), sum = 0;
+  for (int t = thread; t < count; t += 32 * WARPS) {
+    top = fmaxf(top, score(t));  // NaN loses, and shows in the sum
+  }
+  top = reduce_block<WARPS>(top, take_max{});
+  // A row of −inf alone must not subtract it from itself.
+  top = top == __int_as_float(static_cast<int>(0xff800000u)) ? 0.0f : top;
+  for (int t = thread; t < count; t += 32 * WARPS) {
+    sum += expf(score(t) - top);
+  }
+  sum = reduce_block<WARPS>(sum, take_sum{});
+  const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+  for (int t = thread; t < p.width; t += 32 * WARPS) {
+    out[t * p.out.col] = narrow<T>(t < count ? expf(score(t) - top) * share : 0.0f);
+  }
+}
+
+/// d_in = scale·out·(d_out − Σ out·d_out); `in` is the softmax here. Where nothing came out nothing counts.
+template <typename T, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) regular_softmax_backward(const __grid_constant__ RegularSoftmaxParams p) {
+  const regular_task my(blockIdx.x, 1, p.row_count, p.heads);
+  const int count = p.rows[my.line].count;
+  const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
+  const T* const upstream = regular_line<const T>(p.d_out, my.batch, my.head, my.line);
+  T* const out = regular_line<T>(p.out, my.batch, my.head, my.line);
+  const int thread = static_cast<int>(threadIdx.x);
+  float dot = 0;
+  for (int t = thread; t < count; t += 32 * WARPS) {
+    const float x = widen(in[t * p.in.col]), d = widen(upstream[t * p.d_out.col]);
+    dot += x != 0.0f ? x * d : 0.0f;
+  }
+  dot = reduce_block<WARPS>(dot, take_sum{});
+  for (int t = thread; t < p.width; t += 32 * WARPS) {
+    float result = 0;
+    if (t < count) {
+      const float x = widen(in[t * p.in.col]), d = widen(upstream[t * p.d_out.col]);
+      result = x != 0.0f ? p.scale * (x * (d - dot)) : 0.0f;
+    }
+    out[t * p.out.col] = narrow<T>(result);
+  }
+}
+
+}  // namespace fretwork

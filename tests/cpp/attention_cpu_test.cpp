@@ -1,0 +1,825 @@
+// Attention on the CPU against float64 from the mask alone: every feature and dtype, odd sizes, plans made here by
+// looking at each element.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "core/half.h"
+#include "device/random.cuh"
+#include "fretwork/executor_tbb.h"
+#include "fretwork/fretwork.h"
+#include "ops/attention/cpu.h"
+
+namespace fretwork::attention_op {
+namespace {
+
+using Index = std::int64_t;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// A (batch, head, row, column) tensor in a buffer of 0xff bytes (NaN): reading or writing beside its elements shows.
+class Tensor {
+ public:
+  /// `layout`: 0 row-major, 1 columns apart and rows padded, 2 heads innermost but one (batch, row, head, column).
+  Tensor(DType dtype, std::array<Index, 4> sizes, int layout) : dtype_(dtype), sizes_(sizes) {
+    const std::array<int, 4> order = layout == 2 ? std::array{3, 1, 2, 0} : std::array{3, 2, 1, 0};
+    Index step = layout == 1 ? 2 : 1;
+    for (const int axis : order) {
+      strides_[static_cast<std::size_t>(axis)] = step;
+      step = step * sizes[static_cast<std::size_t>(axis)] + (layout == 1 ? 3 : 0);
+    }
+    bytes_.assign(static_cast<std::size_t>(step + 2 * kMargin) * size_of(dtype), 0xff);
+  }
+  void* data() { return bytes_.data() + kMargin * size_of(dtype_); }
+  Operand operand() { return {data(), strides_[0], strides_[1], strides_[2], strides_[3]}; }
+  Bias bias() {
+    const auto stride = [&](std::size_t axis) { return sizes_[axis] == 1 ? 0 : strides_[axis]; };
+    return {data(), dtype_, stride(0), stride(1), stride(2), stride(3)};
+  }
+  const std::array<Index, 4>& sizes() const { return sizes_; }
+
+  double get(Index b, Index h, Index i, Index j) {
+    void* const p = at(b, h, i, j);
+    switch (dtype_) {
+      case DType::f64:
+        return *static_cast<double*>(p);
+      case DType::f32:
+        return static_cast<double>(*static_cast<float*>(p));
+      case DType::f16:
+        return static_cast<double>(float_from_f16(*static_cast<std::uint16_t*>(p)));
+      default:
+        return static_cast<double>(float_from_bf16(*static_cast<std::uint16_t*>(p)));
+    }
+  }
+  /// The same where sizes of 1 are broadcast.
+  double wide(Index b, Index h, Index i, Index j) {
+    return get(b % sizes_[0], h % sizes_[1], sizes_[2] == 1 ? 0 : i, sizes_[3] == 1 ? 0 : j);
+  }
+  void set(Index b, Index h, Index i, Index j, double value) {
+    void* const p = at(b, h, i, j);
+    switch (dtype_) {
+      case DType::f64:
+        *static_cast<double*>(p) = value;
+        break;
+      case DType::f32:
+        *static_cast<float*>(p) = static_cast<float>(value);
+        break;
+      case DType::f16:
+        *static_cast<std::uint16_t*>(p) = f16_from_float(static_cast<float>(value));
+        break;
+      default:
+        *static_cast<std::uint16_t*>(p) = bf16_from_float(static_cast<float>(value));
+    }
+  }
+  template <class F>
+  void each(F f) const {
+    for (Index b = 0; b < sizes_[0]; ++b) {
+      for (Index h = 0; h < sizes_[1]; ++h) {
+        for (Index i = 0; i < sizes_[2]; ++i) {
+          for (Index j = 0; j < sizes_[3]; ++j) {
+            f(b, h, i, j);
+          }
+        }
+      }
+    }
+  }
+  Tensor& randomise(std::mt19937& random, double scale = 1) {
+    std::normal_distribution<double> numbers(0, scale);
+    each([&](Index b, Index h, Index i, Index j) { set(b, h, i, j, numbers(random)); });
+    return *this;
+  }
+  bool spoiled() {
+    std::vector<unsigned char> rest = bytes_;
+    const auto size = static_cast<Index>(size_of(dtype_));
+    each([&](Index b, Index h, Index i, Index j) {
+      std::fill_n(rest.begin() + (static_cast<unsigned char*>(at(b, h, i, j)) - bytes_.data()), size, 0xff);
+    });
+    return std::ranges::any_of(rest, [](unsigned char byte) { return byte != 0xff; });
+  }
+  bool same_bytes(const Tensor& other) const { return bytes_ == other.bytes_; }
+
+ private:
+  static constexpr std::size_t kMargin = 16;
+  void* at(Index b, Index h, Index i, Index j) {
+    const Index offset = b * strides_[0] + h * strides_[1] + i * strides_[2] + j * strides_[3];
+    return static_cast<unsigned char*>(data()) + offset * static_cast<Index>(size_of(dtype_));
+  }
+  DType dtype_;
+  std::array<Index, 4> sizes_, strides_{};
+  std::vector<unsigned char> bytes_;
+};
+
+struct Pattern2 {
+  Index rows, cols;
+  std::vector<std::uint8_t> there;
+  bool operator()(Index i, Index j) const { return there[static_cast<std::size_t>(i * cols + j)] != 0; }
+  template <class F>
+  static Pattern2 of(Index rows, Index cols, F f) {
+    Pattern2 p{rows, cols, {}};
+    for (Index i = 0; i < rows; ++i) {
+      for (Index j = 0; j < cols; ++j) {
+        p.there.push_back(f(i, j) ? 1 : 0);
+      }
+    }
+    return p;
+  }
+  Pattern2 transposed() const {
+    return of(cols, rows, [&](Index i, Index j) { return (*this)(j, i); });
+  }
+};
+
+/// How the tokens of a side are cut into tiles: plainly, in residue classes, or in patches of a grid.
+struct Cut {
+  enum Kind { plain, residues, patches } kind = plain;
+  Index by = 1;  ///< modulus, or width of the grid
+};
+
+void cut_side(const Cut& cut, Index tokens, int side, Order& order, std::vector<Tile>& tiles) {
+  if (cut.kind == Cut::patches) {
+    const int width = side >= 64 ? 8 : 4, height = side / width;
+    order = {{1, height, width}, {0, cut.by, 1}};
+    for (Index y = 0; y * cut.by < tokens; y += height) {
+      for (Index x = 0; x < cut.by; x += width) {
+        const Index high = std::min<Index>(height, (tokens - y * cut.by) / cut.by);
+        tiles.push_back(
+            {y * cut.by + x, {1, static_cast<int>(high), static_cast<int>(std::min<Index>(width, cut.by - x))}, -1});
+      }
+    }
+    return;
+  }
+  order = {{1, 1, side}, {0, 0, cut.by}};
+  for (Index c = 0; c < cut.by; ++c) {
+    for (Index first = c; first < tokens; first += side * cut.by) {
+      const Index count = std::min<Index>(side, (tokens - first + cut.by - 1) / cut.by);
+      tiles.push_back({first, {1, 1, static_cast<int>(count)}, -1});
+    }
+  }
+}
+
+std::vector<Index> tile_tokens(const Order& order, const Tile& tile, int side) {
+  std::vector<Index> tokens(static_cast<std::size_t>(side), -1);
+  for (int n = 0; n < order.extent[0] * order.extent[1] * order.extent[2]; ++n) {
+    const int u2 = n % order.extent[2], u1 = n / order.extent[2] % order.extent[1],
+              u0 = n / order.extent[2] / order.extent[1];
+    if (u0 < tile.count[0] && u1 < tile.count[1] && u2 < tile.count[2]) {
+      tokens[static_cast<std::size_t>(n)] =
+          tile.base + u0 * order.stride[0] + u1 * order.stride[1] + u2 * order.stride[2];
+    }
+  }
+  return tokens;
+}
+
+/// Looks at each element. Components take turns by (row + column) where there are several.
+class Planner {
+ public:
+  Planner(const Pattern2& pattern, TileShape shape, const std::vector<Cut>& cuts, bool drop_empty_rows)
+      : p_(pattern), cuts_(cuts), drop_(drop_empty_rows) {
+    plan_.shape = shape;
+    plan_.rows = pattern.rows;
+    plan_.cols = pattern.cols;
+    plan_.all_rows_used = plan_.all_cols_used = true;
+    for (std::size_t c = 0; c < cuts.size(); ++c) {
+      component(c);
+    }
+  }
+  std::shared_ptr<const Plan> plan() const { return std::make_shared<Plan>(plan_); }
+
+ private:
+  bool mine(std::size_t c, Index i, Index j) const {
+    return i >= 0 && j >= 0 && p_(i, j) && static_cast<std::size_t>((i / 5 + j) % std::ssize(cuts_)) == c;
+  }
+  void component(std::size_t c) {
+    Component out;
+    cut_side(cuts_[c], p_.rows, plan_.shape.rows, out.row_order, out.row_tiles);
+    cut_side(cuts_[c], p_.cols, plan_.shape.cols, out.col_order, out.col_tiles);
+    mark(out.row_order, out.row_tiles, plan_.shape.rows, true);
+    mark(out.col_order, out.col_tiles, plan_.shape.cols, false);
+    out.first.push_back(0);
+    std::vector<Tile> kept;
+    for (const Tile& row_tile : out.row_tiles) {
+      std::vector<Run> masked, whole;
+      for (std::size_t t = 0; t < out.col_tiles.size(); ++t) {
+        pair(c, out, row_tile, static_cast<int>(t), masked, whole);
+      }
+      if (drop_ && masked.empty() && whole.empty()) {
+        continue;
+      }
+      kept.push_back(row_tile);
+      for (const auto& runs : {masked, whole}) {
+        for (const Run& run : runs) {
+          out.runs.push_back(run);
+          out.pairs += run.count;
+        }
+      }
+      out.first.push_back(std::ssize(out.runs));
+    }
+    out.covers_rows = kept.size() == out.row_tiles.size();
+    out.row_tiles = kept;
+    plan_.components.push_back(out);
+  }
+  void mark(const Order& order, std::vector<Tile>& tiles, int side, bool rows) {
+    const int words = std::max(plan_.shape.rows, plan_.shape.cols) / 32;
+    for (Tile& tile : tiles) {
+      std::vector<std::uint32_t> bits(static_cast<std::size_t>(words));
+      bool all = true;
+      const auto tokens = tile_tokens(order, tile, side);
+      for (std::size_t n = 0; n < tokens.size(); ++n) {
+        if (tokens[n] >= 0) {
+          bool used = false;
+          for (Index other = 0; other < (rows ? p_.cols : p_.rows); ++other) {
+            used = used || (rows ? p_(tokens[n], other) : p_(other, tokens[n]));
+          }
+          all = all && used;
+          bits[n / 32] |= static_cast<std::uint32_t>(used) << n % 32;
+        }
+      }
+      if (!all) {
+        tile.used = static_cast<int>(std::ssize(plan_.used));
+        plan_.used.insert(plan_.used.end(), bits.begin(), bits.end());
+        (rows ? plan_.all_rows_used : plan_.all_cols_used) = false;
+      }
+    }
+  }
+  static void push(std::vector<Run>& runs, int tile, int mask) {
+    if (!runs.empty() && runs.back().first + runs.back().count == tile && runs.back().mask == mask) {
+      ++runs.back().count;
+    } else {
+      runs.push_back({tile, 1, mask});
+    }
+  }
+  void pair(std::size_t c, const Component& out, const Tile& row_tile, int t, std::vector<Run>& masked,
+            std::vector<Run>& whole) {
+    const auto rows = tile_tokens(out.row_order, row_tile, plan_.shape.rows);
+    const auto cols = tile_tokens(out.col_order, out.col_tiles[static_cast<std::size_t>(t)], plan_.shape.cols);
+    const int height = plan_.shape.rows, width = plan_.shape.cols;
+    std::vector<std::uint32_t> bits(static_cast<std::size_t>(height * width / 32));
+    Mask band{height + width, -height - width, 0, -1};
+    bool none = true, all = true;
+    for (int m = 0; m < height; ++m) {
+      for (int n = 0; n < width; ++n) {
+        const bool there = mine(c, rows[static_cast<std::size_t>(m)], cols[static_cast<std::size_t>(n)]);
+        none = none && !there;
+        all = all && (there || rows[static_cast<std::size_t>(m)] < 0);
+        if (there) {
+          bits[static_cast<std::size_t>((m * width + n) / 32)] |= 1u << n % 32;
+          band = {std::min(band.low, n - m), std::max(band.high, n - m), std::max(band.limit, n + 1), -1};
+        }
+      }
+    }
+    if (none) {
+      return;
+    }
+    if (all) {
+      push(whole, t, -1);
+      return;
+    }
+    bool banded = true;
+    for (int m = 0; m < height; ++m) {
+      for (int n = 0; n < width; ++n) {
+        const bool in_band = band.low <= n - m && n - m <= band.high && n < band.limit;
+        const bool there = (bits[static_cast<std::size_t>((m * width + n) / 32)] >> n % 32 & 1u) != 0;
+        banded = banded && (there == in_band || rows[static_cast<std::size_t>(m)] < 0);
+      }
+    }
+    if (!banded) {
+      auto& number = known_[bits];
+      if (number == 0) {
+        number = static_cast<int>(plan_.bits.size()) + 1;
+        plan_.bits.insert(plan_.bits.end(), bits.begin(), bits.end());
+      }
+      band = {0, 0, 0, number - 1};
+    }
+    plan_.masks.push_back(band);
+    push(masked, t, static_cast<int>(plan_.masks.size()) - 1);
+  }
+
+  const Pattern2& p_;
+  const std::vector<Cut>& cuts_;
+  bool drop_;
+  Plan plan_;
+  std::map<std::vector<std::uint32_t>, int> known_;
+};
+
+struct Case {
+  DType dtype = DType::f32;
+  Index batch = 1, heads = 2, kv_heads = 1, rows = 70, cols = 90, depth = 24, value_depth = 20;
+  std::vector<Pattern2> patterns;  ///< one, or one for each head
+  TileShape shape{64, 64}, transposed_shape{32, 64};
+  std::vector<Cut> cuts{Cut{}};
+  bool drop_empty_rows = false;
+  double scale = 0.3, softcap = 0, dropout = 0, size = 1;
+  std::array<Index, 4> bias{0, 0, 0, 0};  ///< none
+  DType bias_dtype = DType::f32;
+  bool slopes = false, d_lse = false;
+  int layout = 0;
+  bool poison = false;  ///< NaN in keys and queries that are not used
+};
+
+struct Tensors {
+  Tensor q, k, v, d_o, d_lse, bias, slopes;
+  Tensor o, lse, d_q, d_k, d_v, d_bias;
+  Index seed = 0x123456789abcdef;
+};
+
+DType statistics(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
+
+Tensors make(const Case& c, std::mt19937& random) {
+  const auto bias = c.bias[0] == 0 ? std::array<Index, 4>{1, 1, 1, 1} : c.bias;
+  const auto t = [&](Index h, Index n, Index d) { return Tensor(c.dtype, {c.batch, h, n, d}, c.layout); };
+  const auto s = [&] { return Tensor(statistics(c.dtype), {c.batch, c.heads, c.rows, 1}, c.layout); };
+  Tensors x{t(c.heads, c.rows, c.depth),
+            t(c.kv_heads, c.cols, c.depth),
+            t(c.kv_heads, c.cols, c.value_depth),
+            t(c.heads, c.rows, c.value_depth),
+            s(),
+            Tensor(c.bias_dtype, bias, c.layout),
+            Tensor(DType::f32, {1, c.heads, 1, 1}, 0),
+            t(c.heads, c.rows, c.value_depth),
+            s(),
+            t(c.heads, c.rows, c.depth),
+            t(c.kv_heads, c.cols, c.depth),
+            t(c.kv_heads, c.cols, c.value_depth),
+            Tensor(c.bias_dtype, bias, c.layout)};
+  x.q.randomise(random, c.size);
+  x.k.randomise(random);
+  x.v.randomise(random);
+  x.d_o.randomise(random);
+  x.d_lse.randomise(random);
+  x.bias.randomise(random);
+  x.slopes.randomise(random, 0.1);
+  return x;
+}
+
+BackwardProblem problem_of(const Case& c, Tensors& x) {
+  BackwardProblem b;
+  Problem& p = b.forward;
+  p.dtype = c.dtype;
+  p.batch = c.batch;
+  p.heads = c.heads;
+  p.kv_heads = c.kv_heads;
+  p.rows = c.rows;
+  p.cols = c.cols;
+  p.depth = c.depth;
+  p.value_depth = c.value_depth;
+  p.scale = c.scale;
+  p.softcap = c.softcap;
+  p.q = x.q.operand();
+  p.k = x.k.operand();
+  p.v = x.v.operand();
+  p.o = x.o.operand();
+  p.lse = x.lse.operand();
+  if (c.bias[0] != 0) {
+    p.bias = x.bias.bias();
+    b.d_bias = x.d_bias.bias();
+    std::ranges::copy(c.bias, b.bias_sizes);
+  }
+  if (c.slopes) {
+    p.slopes = x.slopes.operand();
+  }
+  p.dropout = {c.dropout, &x.seed};
+  b.d_o = x.d_o.operand();
+  if (c.d_lse) {
+    b.d_lse = x.d_lse.operand();
+  }
+  b.d_q = x.d_q.operand();
+  b.d_k = x.d_k.operand();
+  b.d_v = x.d_v.operand();
+  return b;
+}
+
+using Numbers = std::vector<double>;
+
+/// Forward and backward in float64, element by element of the mask.
+struct Reference {
+  Numbers o, lse, d_q, d_k, d_v, d_bias;
+
+  Reference(const Case& c, Tensors& x)
+      : o(count(c.batch, c.heads, c.rows, c.value_depth)),
+        lse(count(c.batch, c.heads, c.rows, 1)),
+        d_q(count(c.batch, c.heads, c.rows, c.depth)),
+        d_k(count(c.batch, c.kv_heads, c.cols, c.depth)),
+        d_v(count(c.batch, c.kv_heads, c.cols, c.value_depth)),
+        d_bias(count(x.bias.sizes()[0], x.bias.sizes()[1], x.bias.sizes()[2], x.bias.sizes()[3])) {
+    for (Index b = 0; b < c.batch; ++b) {
+      for (Index h = 0; h < c.heads; ++h) {
+        for (Index i = 0; i < c.rows; ++i) {
+          row(c, x, b, h, i);
+        }
+      }
+    }
+  }
+  static std::size_t count(Index a, Index b, Index c, Index d) { return static_cast<std::size_t>(a * b * c * d); }
+
+  void row(const Case& c, Tensors& x, Index b, Index h, Index i) {
+    const Pattern2& pattern = c.patterns[c.patterns.size() == 1 ? 0 : static_cast<std::size_t>(h)];
+    const Index kv = h / (c.heads / c.kv_heads);
+    Numbers s(static_cast<std::size_t>(c.cols), -kInfinity), slope(s.size(), 1), keep(s.size(), 1), p(s.size());
+    double top = -kInfinity;
+    for (Index j = 0; j < c.cols; ++j) {
+      if (!pattern(i, j)) {
+        continue;
+      }
+      double sum = 0;
+      for (Index d = 0; d < c.depth; ++d) {
+        sum += x.q.get(b, h, i, d) * x.k.get(b, kv, j, d);
+      }
+      sum *= c.scale;
+      const auto n = static_cast<std::size_t>(j);
+      if (c.softcap != 0) {
+        const double t = std::tanh(sum / c.softcap);
+        sum = c.softcap * t;
+        slope[n] = 1 - t * t;
+      }
+      if (c.bias[0] != 0) {
+        sum += x.bias.wide(b, h, i, j);
+      }
+      if (c.slopes) {
+        sum -= x.slopes.get(0, h, 0, 0) * std::abs(static_cast<double>(i + c.cols - c.rows - j));
+      }
+      if (c.dropout > 0) {
+        const auto threshold = static_cast<std::uint64_t>(c.dropout * 0x1p32);
+        const bool kept = random_bits(random_row(x.seed, b * c.heads + h, i), j) >= threshold;
+        keep[n] = kept ? 1 / (1 - c.dropout) : 0;
+      }
+      s[n] = sum;
+      top = std::max(top, sum);
+    }
+    double& log_sum = lse[static_cast<std::size_t>((b * c.heads + h) * c.rows + i)];
+    log_sum = -kInfinity;
+    if (top == -kInfinity) {
+      return;
+    }
+    double total = 0;
+    for (const double sum : s) {
+      total += std::exp(sum - top);
+    }
+    log_sum = top + std::log(total);
+    double delta = c.d_lse ? -x.d_lse.get(b, h, i, 0) : 0;
+    Numbers d_p(s.size());
+    for (Index j = 0; j < c.cols; ++j) {
+      const auto n = static_cast<std::size_t>(j);
+      if (!pattern(i, j)) {
+        continue;
+      }
+      p[n] = std::exp(s[n] - log_sum);
+      for (Index d = 0; d < c.value_depth; ++d) {
+        o[at((b * c.heads + h) * c.rows + i, c.value_depth, d)] += p[n] * keep[n] * x.v.get(b, kv, j, d);
+        d_p[n] += keep[n] * x.d_o.get(b, h, i, d) * x.v.get(b, kv, j, d);
+        d_v[at((b * c.kv_heads + kv) * c.cols + j, c.value_depth, d)] += p[n] * keep[n] * x.d_o.get(b, h, i, d);
+      }
+      delta += p[n] * d_p[n];
+    }
+    const auto& bias = x.bias.sizes();
+    for (Index j = 0; j < c.cols; ++j) {
+      const auto n = static_cast<std::size_t>(j);
+      if (!pattern(i, j)) {
+        continue;
+      }
+      const double g = p[n] * (d_p[n] - delta), d_s = g * slope[n] * c.scale;
+      d_bias[static_cast<std::size_t>(((b % bias[0] * bias[1] + h % bias[1]) * bias[2] + (bias[2] == 1 ? 0 : i)) *
+                                          bias[3] +
+                                      (bias[3] == 1 ? 0 : j))] += g;
+      for (Index d = 0; d < c.depth; ++d) {
+        d_q[at((b * c.heads + h) * c.rows + i, c.depth, d)] += d_s * x.k.get(b, kv, j, d);
+        d_k[at((b * c.kv_heads + kv) * c.cols + j, c.depth, d)] += d_s * x.q.get(b, h, i, d);
+      }
+    }
+  }
+  static std::size_t at(Index row, Index width, Index d) { return static_cast<std::size_t>(row * width + d); }
+};
+
+double tolerance(DType dtype) {
+  return dtype == DType::f64 ? 1e-11 : dtype == DType::f32 ? 2e-5 : dtype == DType::f16 ? 4e-3 : 3e-2;
+}
+
+void expect_close(Tensor& got, const Numbers& expected, double allowed, const char* what) {
+  double largest = 1;
+  for (const double e : expected) {
+    largest = std::isfinite(e) ? std::max(largest, std::abs(e)) : largest;
+  }
+  std::size_t n = 0, wrong = 0;
+  got.each([&](Index b, Index h, Index i, Index j) {
+    const double e = expected[n++], g = got.get(b, h, i, j);
+    const bool right = std::isinf(e) ? g == e : std::abs(g - e) <= allowed * largest;
+    if (!right && wrong++ < 3) {
+      ADD_FAILURE() << what << " (" << b << ", " << h << ", " << i << ", " << j << "): " << g << ", not " << e;
+    }
+  });
+  EXPECT_EQ(wrong, 0u) << what;
+  EXPECT_FALSE(got.spoiled()) << what << ": bytes beside the elements were written";
+}
+
+struct Planned {
+  std::vector<std::shared_ptr<const Plan>> forward, transposed;
+};
+
+Planned plans_of(const Case& c) {
+  Planned plans;
+  for (const Pattern2& pattern : c.patterns) {
+    const Pattern2 turned = pattern.transposed();
+    plans.forward.push_back(Planner(pattern, c.shape, c.cuts, c.drop_empty_rows).plan());
+    plans.transposed.push_back(Planner(turned, c.transposed_shape, c.cuts, c.drop_empty_rows).plan());
+  }
+  return plans;
+}
+
+void run(const Case& c, Tensors& x, Executor& executor) {
+  const Planned plans = plans_of(c);
+  Context context = Context::cpu(executor);
+  const BackwardProblem b = problem_of(c, x);
+  cpu::forward(b.forward, plans.forward, context);
+  cpu::backward(b, plans.forward, plans.transposed, context);
+}
+
+/// NaN in the keys, values, queries and gradients that no element of any head uses.
+void poison(const Case& c, Tensors& x) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto pattern = [&](Index h) -> const Pattern2& {
+    return c.patterns[c.patterns.size() == 1 ? 0 : static_cast<std::size_t>(h)];
+  };
+  x.q.each([&](Index b, Index h, Index i, Index d) {
+    bool used = false;
+    for (Index j = 0; j < c.cols; ++j) {
+      used = used || pattern(h)(i, j);
+    }
+    if (!used) {
+      x.q.set(b, h, i, d, nan);
+      x.d_o.set(b, h, i, d % c.value_depth, d % 2 == 0 ? nan : kInfinity);
+    }
+  });
+  x.k.each([&](Index b, Index kv, Index j, Index d) {
+    bool used = false;
+    for (Index h = 0; h < c.heads; ++h) {
+      for (Index i = 0; i < c.rows && h / (c.heads / c.kv_heads) == kv; ++i) {
+        used = used || pattern(h)(i, j);
+      }
+    }
+    if (!used) {
+      x.k.set(b, kv, j, d, nan);
+      x.v.set(b, kv, j, d % c.value_depth, d % 2 == 0 ? nan : kInfinity);
+    }
+  });
+}
+
+void check(const Case& c, unsigned seed = 1) {
+  std::mt19937 random(seed);
+  Tensors x = make(c, random);
+  if (c.poison) {
+    poison(c, x);
+  }
+  const Reference expected(c, x);
+  run(c, x, serial_executor());
+  const double allowed = tolerance(c.dtype);
+  expect_close(x.o, expected.o, allowed, "o");
+  expect_close(x.lse, expected.lse, std::min(allowed, 1e-5), "lse");
+  expect_close(x.d_q, expected.d_q, 2 * allowed, "d_q");
+  expect_close(x.d_k, expected.d_k, 2 * allowed, "d_k");
+  expect_close(x.d_v, expected.d_v, 2 * allowed, "d_v");
+  if (c.bias[0] != 0) {
+    expect_close(x.d_bias, expected.d_bias, 2 * std::max(allowed, tolerance(c.bias_dtype)), "d_bias");
+  }
+}
+
+Pattern2 window(Index rows, Index cols, Index left, Index right) {
+  return Pattern2::of(rows, cols, [=](Index i, Index j) {
+    const Index d = j - (i + cols - rows);
+    return -left <= d && d <= right;
+  });
+}
+Pattern2 full(Index rows, Index cols) {
+  return Pattern2::of(rows, cols, [](Index, Index) { return true; });
+}
+Pattern2 dilated(Index rows, Index cols, Index left, Index by) {
+  return Pattern2::of(rows, cols, [=](Index i, Index j) { return std::abs(i - j) <= left * by && (i - j) % by == 0; });
+}
+/// Random elements; some rows and columns have none.
+Pattern2 random_pattern(Index rows, Index cols, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<bool> row(static_cast<std::size_t>(rows)), col(static_cast<std::size_t>(cols));
+  for (auto&& x : row) {
+    x = random() % 5 != 0;
+  }
+  for (auto&& x : col) {
+    x = random() % 5 != 0;
+  }
+  return Pattern2::of(rows, cols, [&](Index i, Index j) {
+    return row[static_cast<std::size_t>(i)] && col[static_cast<std::size_t>(j)] && random() % 3 == 0;
+  });
+}
+
+Case with(Pattern2 pattern) {
+  Case c;
+  c.rows = pattern.rows;
+  c.cols = pattern.cols;
+  c.patterns = {std::move(pattern)};
+  return c;
+}
+
+TEST(AttentionCpu, Dtypes) {
+  for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
+    for (int layout = 0; layout < 3; ++layout) {
+      SCOPED_TRACE(std::string(name_of(dtype)) + " layout " + std::to_string(layout));
+      Case c = with(window(100, 131, 20, 9));
+      c.dtype = dtype;
+      c.layout = layout;
+      check(c);
+    }
+  }
+}
+
+TEST(AttentionCpu, Depths) {
+  for (const auto& [depth, value_depth] : {std::pair<Index, Index>{1, 1}, {7, 65}, {64, 3}, {80, 96}, {128, 256}}) {
+    for (const DType dtype : {DType::f64, DType::f32}) {
+      SCOPED_TRACE(std::to_string(depth) + ", " + std::to_string(value_depth));
+      Case c = with(window(67, 67, 12, 0));
+      c.dtype = dtype;
+      c.depth = depth;
+      c.value_depth = value_depth;
+      check(c);
+    }
+  }
+}
+
+TEST(AttentionCpu, Sizes) {
+  for (const auto& [rows, cols] : {std::pair<Index, Index>{1, 1}, {1, 200}, {200, 1}, {5, 33}, {64, 128}, {129, 63}}) {
+    for (const TileShape shape : {TileShape{64, 64}, TileShape{32, 32}, TileShape{128, 64}}) {
+      SCOPED_TRACE(std::to_string(rows) + " × " + std::to_string(cols));
+      Case c = with(full(rows, cols));
+      c.shape = c.transposed_shape = shape;
+      check(c);
+      c.patterns = {random_pattern(rows, cols, 3)};
+      c.poison = true;
+      check(c);
+    }
+  }
+}
+
+TEST(AttentionCpu, LongRows) {  // more columns than scores are held at a time, larger ones coming later
+  Case c = with(full(9, 1500));
+  c.kv_heads = 2;
+  c.size = 5;
+  check(c);
+  c = with(full(1500, 9));
+  check(c);
+}
+
+TEST(AttentionCpu, Heads) {
+  Case c = with(random_pattern(60, 75, 5));
+  c.batch = 2;
+  c.heads = 6;
+  for (const Index kv_heads : {1, 2, 3, 6}) {
+    c.kv_heads = kv_heads;
+    c.patterns.resize(1);
+    check(c);
+    c.patterns.clear();
+    for (unsigned h = 0; h < 6; ++h) {
+      c.patterns.push_back(h % 2 == 0 ? random_pattern(60, 75, h) : window(60, 75, h, h));
+    }
+    c.poison = true;
+    check(c);
+  }
+}
+
+TEST(AttentionCpu, Orders) {
+  for (const bool drop : {false, true}) {
+    for (const TileShape shape : {TileShape{64, 64}, TileShape{32, 32}}) {
+      Case c = with(dilated(150, 150, 6, 4));
+      c.shape = c.transposed_shape = shape;
+      c.drop_empty_rows = drop;
+      c.cuts = {{Cut::residues, 4}};
+      check(c);
+      c.cuts = {{Cut::plain, 1}, {Cut::residues, 4}};
+      check(c);
+      c = with(Pattern2::of(150, 150, [](Index i, Index j) {  // a grid of 15 × 10
+        return std::abs(i / 10 - j / 10) <= 2 && std::abs(i % 10 - j % 10) <= 1;
+      }));
+      c.shape = c.transposed_shape = shape;
+      c.drop_empty_rows = drop;
+      c.cuts = {{Cut::patches, 10}};
+      check(c);
+      c = with(random_pattern(150, 100, 9));
+      c.drop_empty_rows = drop;
+      c.cuts = {{Cut::patches, 10}, {Cut::residues, 3}, {Cut::plain, 1}};
+      c.poison = true;
+      check(c);
+    }
+  }
+}
+
+TEST(AttentionCpu, EmptyRows) {
+  for (const bool drop : {false, true}) {
+    Case c = with(Pattern2::of(90, 80, [](Index i, Index j) { return i % 7 != 3 && i < 64 && j < i; }));
+    c.drop_empty_rows = drop;
+    c.poison = true;
+    c.d_lse = true;
+    check(c);
+    c.patterns = {Pattern2::of(90, 80, [](Index, Index) { return false; })};
+    check(c);
+  }
+  Case c = with(full(40, 0));
+  check(c);
+}
+
+TEST(AttentionCpu, UsedElsewhere) {  // an empty row stays zeros beside a row whose values are not finite
+  Case c = with(Pattern2::of(8, 8, [](Index i, Index) { return i == 3; }));
+  c.heads = 1;
+  std::mt19937 random(2);
+  Tensors x = make(c, random);
+  x.v.set(0, 0, 5, 0, kInfinity);
+  run(c, x, serial_executor());
+  x.o.each([&](Index, Index, Index i, Index d) {
+    if (i != 3) {
+      EXPECT_EQ(x.o.get(0, 0, i, d), 0);
+    }
+  });
+  EXPECT_EQ(x.o.get(0, 0, 3, 0), kInfinity);
+}
+
+TEST(AttentionCpu, NotANumber) {  // and a NaN that is used is seen
+  Case c = with(window(40, 40, 3, 3));
+  c.heads = 1;
+  std::mt19937 random(2);
+  Tensors x = make(c, random);
+  x.k.set(0, 0, 20, 0, std::numeric_limits<double>::quiet_NaN());
+  run(c, x, serial_executor());
+  for (Index i = 0; i < 40; ++i) {
+    EXPECT_EQ(std::isnan(x.o.get(0, 0, i, 0)), std::abs(i - 20) <= 3) << i;
+    EXPECT_EQ(std::isnan(x.lse.get(0, 0, i, 0)), std::abs(i - 20) <= 3) << i;
+  }
+}
+
+TEST(AttentionCpu, Features) {
+  for (const DType dtype : {DType::f64, DType::f32, DType::bf16}) {
+    for (int features = 0; features < 16; ++features) {
+      SCOPED_TRACE(std::string(name_of(dtype)) + " features " + std::to_string(features));
+      Case c = with(random_pattern(70, 90, 4));
+      c.dtype = dtype;
+      c.cuts = {{Cut::plain, 1}, {Cut::residues, 2}};
+      c.poison = true;
+      c.softcap = (features & 1) != 0 ? 1.5 : 0;
+      c.slopes = (features & 2) != 0;
+      c.dropout = (features & 4) != 0 ? 0.3 : 0;
+      c.d_lse = (features & 8) != 0;
+      check(c);
+    }
+  }
+}
+
+TEST(AttentionCpu, Bias) {
+  for (const DType dtype : {DType::f64, DType::f32, DType::f16}) {
+    for (int sizes = 0; sizes < 16; ++sizes) {
+      for (int heads = 0; heads < 2; ++heads) {
+        SCOPED_TRACE(std::string(name_of(dtype)) + " sizes " + std::to_string(sizes));
+        Case c = with(random_pattern(41, 70, 4));
+        c.dtype = c.bias_dtype = dtype;
+        c.batch = 2;
+        c.layout = sizes % 3;
+        c.softcap = 2;
+        c.dropout = 0.2;
+        c.bias = {(sizes & 1) != 0 ? 2 : 1, (sizes & 2) != 0 ? 2 : 1, (sizes & 4) != 0 ? 41 : 1,
+                  (sizes & 8) != 0 ? 70 : 1};
+        if (heads != 0) {
+          c.patterns.push_back(window(41, 70, 5, 6));
+          c.cuts = {{Cut::plain, 1}, {Cut::residues, 5}};
+        }
+        check(c);
+      }
+    }
+  }
+}
+
+TEST(AttentionCpu, Threads) {
+  Case c = with(dilated(300, 300, 20, 3));
+  c.batch = 2;
+  c.heads = 4;
+  c.kv_heads = 2;
+  c.cuts = {{Cut::residues, 3}, {Cut::plain, 1}};
+  c.bias = {1, 1, 300, 300};
+  c.dropout = 0.1;
+  std::mt19937 random(3), again(3);
+  Tensors one = make(c, random), more = make(c, again);
+  TbbExecutor executor(3);
+  run(c, one, serial_executor());
+  run(c, more, executor);
+  EXPECT_TRUE(one.o.same_bytes(more.o) && one.lse.same_bytes(more.lse));
+  EXPECT_TRUE(one.d_q.same_bytes(more.d_q) && one.d_k.same_bytes(more.d_k) && one.d_v.same_bytes(more.d_v));
+  EXPECT_TRUE(one.d_bias.same_bytes(more.d_bias));
+}
+
+TEST(AttentionCpu, LargeScores) {
+  Case c = with(window(70, 70, 20, 20));
+  c.size = 1e4;
+  std::mt19937 random(3);
+  Tensors x = make(c, random);
+  run(c, x, serial_executor());
+  const Reference expected(c, x);
+  expect_close(x.o, expected.o, 5e-3, "o");
+}
+
+}  // namespace
+}  // namespace fretwork::attention_op

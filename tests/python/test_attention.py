@@ -1,0 +1,554 @@
+"""fw.attention and SPLAT's operators against float64: any pattern, size, heads, dtype and strides; torch's features."""
+
+import functools
+import operator
+
+import pytest
+import torch
+from conftest import assert_close, dtypes_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+import fretwork as fw
+
+parse = fw.Pattern.parse
+
+
+def softmax(s):
+    """Softmax and log-sum-exp of rows that may be empty."""
+    top = torch.nn.functional.pad(s.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True)
+    top = top.where(top.isfinite(), 0.0)
+    weight = torch.exp(s - top)
+    total = weight.sum(-1, keepdim=True)
+    safe = total.where(total > 0, 1.0)
+    return weight / safe, (safe.log() + top).where(total > 0, -torch.inf).squeeze(-1)
+
+
+def dense(q, k, v, mask, scale=None, bias=None, softcap=0.0):
+    """The definition, in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    weight, lse = softmax((s if bias is None else s + bias).masked_fill(~mask, -torch.inf))
+    return weight @ v, lse
+
+
+def wide(t):
+    return t.detach().double().cpu().requires_grad_()
+
+
+def inputs(device, dtype, pattern, batch=2, heads=(4, 2), dims=(16, 24)):
+    rows, cols = pattern.shape[-2:]
+    shapes = [(batch, heads[0], rows, dims[0]), (batch, heads[1], cols, dims[0]), (batch, heads[1], cols, dims[1])]
+    return [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
+
+
+def compare(got, want, dtype, what, factor=1.0, floor=1e-3):
+    """Like assert_close, but rows without keys have lse −inf."""
+    got, want = got.detach().double().cpu(), want.detach()
+    assert got.shape == want.shape, what
+    empty = want.isinf()
+    assert torch.equal(got[empty], want[empty]), what
+    rest = want[~empty]
+    if rest.numel():
+        error = (got[~empty] - rest).abs().max().item() / max(rest.abs().max().item(), floor)
+        tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        assert error <= factor * tolerance, f"{what}: error {error:.2e}"  # false for NaN too
+
+
+def check(pattern, qkv, bias=None, **options):
+    """Results and gradients against the definition."""
+    dtype = qkv[0].dtype
+    patterns = pattern if isinstance(pattern, list) else [pattern]
+    mask = torch.stack([p.mask().squeeze(0) if p.mask().dim() == 3 else p.mask() for p in patterns])
+    tensors = [*qkv, bias] if torch.is_tensor(bias) else [*qkv]
+    o, lse = fw.attention(*qkv, pattern, bias=bias, return_lse=True, **options)
+    exact = [wide(t) for t in tensors]
+    slopes = exact[3] if torch.is_tensor(bias) else None
+    if isinstance(bias, fw.alibi):
+        rows, cols = mask.shape[-2:]
+        distance = (torch.arange(rows)[:, None] + cols - rows - torch.arange(cols)).abs()
+        slopes = -bias.slopes.double().cpu()[:, None, None] * distance
+    want, want_lse = dense(*exact[:3], mask, bias=slopes, **options)
+    assert o.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    compare(o, want, dtype, "o")
+    compare(lse, want_lse, torch.float32, "lse", 5 if dtype.itemsize > 2 else 50)
+    weight = torch.randn(o.shape, device=o.device).to(dtype)
+    gradients = torch.autograd.grad(o, tensors, weight)
+    for n, (x, y) in enumerate(zip(gradients, torch.autograd.grad(want, exact, weight.double().cpu()), strict=True)):
+        assert x.dtype == tensors[n].dtype
+        # Where a query has one key, or a bias is the same for all of them, the terms of a gradient cancel, and what is
+        # left is their rounding.
+        floor = (
+            (1.0 if n < 3 else max(1.0, (o[..., 0].numel() * mask.shape[-1] / x.numel()) ** 0.5)) if x.numel() else 1
+        )
+        compare(x, y, torch.float32 if dtype == torch.float64 != x.dtype else dtype, f"gradient {n}", 2, floor)
+
+
+# Random patterns
+
+
+@st.composite
+def regular(draw, rows, cols):
+    """A union or intersection of a few bands, windows, strides and others, some of them turned."""
+
+    def number(low, high):
+        return draw(st.integers(low, high))
+
+    def term(seq, cols):
+        kind = draw(st.sampled_from(["band", "window", "dilated", "strided", "fixed", "local", "sinks", "longformer"]))
+        if kind == "band":
+            return f"band({seq},{number(-40, 20)},{number(1, 7)},{number(0, 9)})"
+        if kind == "window":
+            return f"sliding_window({seq},{number(0, 20)},{number(0, 20)})"
+        if kind == "dilated":
+            return f"dilated({seq},{number(0, 5)},{number(1, 6)})"
+        if kind == "strided":
+            return f"strided({seq},{number(1, 9)})"
+        if kind == "fixed":
+            return f"fixed({seq},{number(3, 9)},{number(0, 3)})"
+        if kind == "local":
+            return f"block_local({seq},{number(1, 20)},{number(0, 2)})"
+        if kind == "sinks":
+            return f"sinks({seq},{number(0, 3)},{number(0, 9)})"
+        return f"longformer({seq},{number(0, 5)},({number(0, cols - 1)},))"
+
+    terms = []
+    for _ in range(number(1, 3)):
+        turned = draw(st.booleans())
+        pattern = parse(term(f"({cols},{rows})", rows) if turned else term(f"({rows},{cols})", cols))
+        terms.append(pattern.T if turned else pattern)
+    return functools.reduce(operator.or_ if draw(st.booleans()) else operator.and_, terms)
+
+
+def strided(tensor, how):
+    """The same numbers with other strides."""
+    if how == "transposed":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "sliced":
+        return torch.stack([tensor, torch.full_like(tensor, torch.nan)], -1)[..., 0]
+    if how == "turned":
+        return tensor.mT.contiguous().mT
+    return tensor
+
+
+HOW = st.sampled_from(["plain", "transposed", "sliced", "turned"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_union(device, data):
+    draw = data.draw
+    dtype = draw(st.sampled_from(dtypes_of(device)))
+    rows, cols = draw(st.integers(1, 70)), draw(st.integers(1, 70))
+    kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    heads, batch = kv_heads * group, draw(st.integers(1, 2))
+    pattern = draw(regular(rows, cols))
+    dims = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    qkv = [
+        strided(t.detach(), draw(HOW)).requires_grad_()
+        for t in inputs(device, dtype, pattern, batch, (heads, kv_heads), dims)
+    ]
+    bias = None
+    if draw(st.booleans()):
+        full = [batch, heads, rows, cols]
+        shape = [draw(st.sampled_from([1, n])) for n in full][draw(st.integers(0, 4)) :]
+        bias = torch.randn(shape, device=device).to(draw(st.sampled_from([dtype, torch.float32]))).requires_grad_()
+    check(pattern, qkv, bias, scale=draw(st.sampled_from([None, 0.3])), softcap=draw(st.sampled_from([0.0, 2.0])))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 1), (6, 3), (5, 5)])
+def test_heads_with_patterns(device, heads):
+    """One each, some equal; and alibi."""
+    texts = ["causal(50)", "strided(50, 7)", "band(50, -3, 2, 9)", "causal(50)", "document((20, 30))", "full(50)"]
+    patterns = [parse(t) for t in texts[: heads[0]]]
+    slopes = torch.rand(heads[0], device=device)
+    check(patterns, inputs(device, torch.float32, patterns[0], 2, heads), fw.alibi(slopes))
+    check([patterns[0]] * heads[0], inputs(device, torch.float32, patterns[0], 2, heads))
+
+
+def test_layouts_and_kronecker(device):
+    layout, factor = fw.BlockLayout([[1, 0, 1], [0, 1, 1]], block=16), fw.KroneckerPattern(2, 8, 12, 3)
+    for pattern in (layout, factor):
+        check(pattern, inputs(device, torch.float32, pattern))
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0), (0, 0, 0, 0)])
+def test_nothing_there(device, sizes):
+    batch, heads, rows, cols = sizes
+    pattern = parse(f"full(({rows},{cols}))")
+    qkv = inputs(device, torch.float32, pattern, batch, (heads, heads))
+    bias = torch.ones(rows, cols, device=device, requires_grad=True)
+    o, lse = fw.attention(*qkv, pattern, bias=bias, return_lse=True)
+    assert o.shape == (batch, heads, rows, 24) and not o.any()
+    assert (lse == -torch.inf).all() or cols
+    for gradient, t in zip(torch.autograd.grad(o.sum(), [*qkv, bias]), [*qkv, bias], strict=True):
+        assert gradient.shape == t.shape and (cols or not gradient.any())
+        assert batch * heads or not gradient.any()
+
+
+def test_all_dropped(device):
+    pattern = parse("causal(20)")
+    qkv = inputs(device, torch.float32, pattern)
+    o, lse = fw.attention(*qkv, pattern, dropout_p=1.0, return_lse=True)
+    assert not o.any() and torch.equal(lse, fw.attention(*qkv, pattern, return_lse=True)[1])
+    assert not any(g.any() for g in torch.autograd.grad(o.sum(), qkv, retain_graph=True))
+    assert torch.autograd.grad(lse[..., 1:].sum(), qkv[0])[0].any()
+
+
+def test_gradient_of_lse_alone(device):
+    pattern = parse("strided(40, 5)")
+    qkv = inputs(device, torch.float32, pattern)
+    exact = [wide(t) for t in qkv]
+    lse, want = fw.attention(*qkv, pattern, return_lse=True)[1], dense(*exact, pattern.mask())[1]
+    for x, y in zip(
+        torch.autograd.grad(lse.square().sum(), qkv[:2]),
+        torch.autograd.grad(want.square().sum(), exact[:2]),
+        strict=True,
+    ):
+        compare(x, y, torch.float32, "gradient", 2)
+
+
+# torch's features
+
+
+def op_arguments(device, dropout=0.0, bias=True, dtype=torch.float32):
+    pattern = parse("strided((20, 30), 4)")
+    qkv = inputs(device, dtype, pattern, dims=(8, 8))
+    extra = torch.randn(4, 1, 30, device=device, requires_grad=True) if bias else None
+    slopes = None if bias else torch.rand(4, device=device)
+    seed = torch.tensor(7, device=device) if dropout else None
+    return (*qkv, pattern.key, None, extra, slopes, 0.0, dropout, seed, "ieee")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck(device, dropout, bias):
+    arguments = op_arguments(device, dropout, bias)
+    torch.library.opcheck(torch.ops.fretwork.attention.default, arguments)
+    q, k, v, *rest = (t.detach() if torch.is_tensor(t) else t for t in arguments)
+    o, lse = torch.ops.fretwork.attention.default(q, k, v, *rest)
+    for wanted in ((True,) * 4, (False, True, False, False)):
+        call = (q, k, v, o, lse, torch.randn_like(o), torch.randn_like(lse), *rest, *wanted)
+        torch.library.opcheck(torch.ops.fretwork.attention_backward.default, call)
+
+
+def test_opcheck_operators(device):
+    ops, pattern = torch.ops.fretwork, parse("dilated((30, 40), 3, 4)")
+    q, k, v = inputs(device, torch.float32, pattern)
+    x = torch.randn(2, 4, 30, 7, device=device, requires_grad=True)
+    y = torch.randn(2, 4, 30, 24, device=device, requires_grad=True)
+    torch.library.opcheck(ops.r_sddmm.default, (q, k, pattern.key))
+    torch.library.opcheck(ops.r_spmm.default, (x, v, pattern.key))
+    torch.library.opcheck(ops.r_spmm_transposed.default, (x, y, pattern.key, 2))
+    torch.library.opcheck(ops.r_softmax.default, (x, pattern.key, 0.5))
+    plain = [t.detach() for t in (x, torch.randn_like(x))]
+    torch.library.opcheck(ops.r_softmax_backward.default, (*plain, pattern.key, 0.5))
+
+
+@pytest.mark.parametrize("feature", ["plain", "bias", "alibi", "heads", "dropout"])
+def test_compile(device, feature):
+    patterns = [parse("strided(40, 5)"), parse("causal(40)")] * 2
+    pattern = patterns if feature == "heads" else patterns[0]
+    slopes = torch.rand(4, device=device)
+    extra = torch.randn(40, 40, device=device)
+
+    def call(q, k, v):
+        bias = fw.alibi(slopes) if feature == "alibi" else extra if feature == "bias" else None
+        o, lse = fw.attention(q, k, v, pattern, bias=bias, return_lse=True, dropout_p=0.5 * (feature == "dropout"))
+        return o * 2, lse
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch in (2, 3):
+        qkv = inputs(device, torch.float32, patterns[0], batch)
+        torch.manual_seed(5)
+        got = compiled(*qkv)
+        torch.manual_seed(5)
+        want = call(*qkv)
+        assert all(map(torch.equal, got, want))
+        weight = torch.randn_like(want[0])
+        for x, y in zip(*(torch.autograd.grad(r[0], qkv, weight) for r in (got, want)), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_autocast(device):
+    pattern = parse("strided(40, 5)")
+    qkv = inputs(device, torch.float32, pattern)
+    bias = torch.randn(40, 40, device=device, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        o, lse = fw.attention(*qkv, pattern, bias=bias, return_lse=True)
+        x = fw.r_sddmm(*qkv[:2], parse("dilated(40, 2, 3)"))
+    assert o.dtype == x.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    want = dense(*map(wide, qkv), pattern.mask(), bias=wide(bias))[0]
+    compare(o, want, torch.bfloat16, "o")
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(o.float().sum(), [*qkv, bias]))
+
+
+def test_inference_mode_and_no_grad(device):
+    pattern = parse("strided(40, 5)")
+    qkv = inputs(device, torch.float32, pattern)
+    want = fw.attention(*qkv, pattern)
+    with torch.inference_mode():
+        assert torch.equal(fw.attention(*qkv, pattern), want)
+    with torch.no_grad():
+        assert torch.equal(fw.attention(*qkv, pattern), want)
+
+
+@pytest.mark.parametrize("feature", ["plain", "bias", "own bias", "own slopes", "shared keys"])
+def test_vmap(device, feature):
+    pattern = parse("strided(40, 5)")
+    many = [
+        torch.stack([t.detach(), t.detach().flip(0), 2 * t.detach()], 1) for t in inputs(device, torch.float32, pattern)
+    ]
+    dims = [1, 1, 1, None]
+    extra = None
+    if feature == "bias":
+        extra = torch.randn(4, 1, 40, device=device)
+    elif feature == "own bias":
+        extra, dims[3] = torch.randn(2, 1, 40, 40, 3, device=device), 4
+    elif feature == "own slopes":
+        extra, dims[3] = torch.rand(3, 4, device=device), 0
+    elif feature == "shared keys":
+        many[1], dims[1] = many[1][:, 0], None
+
+    def call(q, k, v, extra):
+        bias = fw.alibi(extra) if feature == "own slopes" else extra
+        return fw.attention(q, k, v, pattern, bias=bias)
+
+    got = torch.vmap(call, tuple(dims))(*many, extra)
+    for n in range(3):
+        one = [t if d is None else t.select(d, n) for t, d in zip((*many, extra), dims, strict=True)]
+        assert_close(got[n], call(*one).double(), torch.float32)
+
+
+def test_vmap_of_dropout(device):
+    pattern = parse("full(30)")
+    q, k, v = (t.detach() for t in inputs(device, torch.float32, pattern))
+    stacked = q.expand(2, *q.shape)
+
+    def call(q):
+        return fw.attention(q, k, v, pattern, dropout_p=0.5)
+
+    same = torch.vmap(call, randomness="same")(stacked)
+    different = torch.vmap(call, randomness="different")(stacked)
+    assert torch.equal(same[0], same[1]) and not torch.equal(different[0], different[1])
+
+
+def test_batched_gradients(device):
+    pattern = parse("strided(20, 5)")
+    qkv = inputs(device, torch.float32, pattern)
+    o = fw.attention(*qkv, pattern)
+    weights = torch.randn(3, *o.shape, device=device)
+    got = torch.autograd.grad(o, qkv, weights, is_grads_batched=True, retain_graph=True)
+    for n in range(3):
+        for x, y in zip(got, torch.autograd.grad(o, qkv, weights[n], retain_graph=True), strict=True):
+            assert_close(x[n], y.double(), torch.float32)
+
+
+def test_second_derivative_is_refused(device):
+    pattern = parse("causal(9)")
+    qkv = inputs(device, torch.float32, pattern)
+    (first,) = torch.autograd.grad(fw.attention(*qkv, pattern).sum(), qkv[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="attention: gradient"):
+        first.sum().backward()
+
+
+def test_cuda_graph(device):
+    if device.type != "cuda":
+        pytest.skip("graphs are a GPU's")
+    pattern, progression = parse("strided(200, 16)"), parse("dilated(200, 3, 4)")
+    q, k, v = (t.detach() for t in inputs(device, torch.bfloat16, pattern, heads=(2, 2), dims=(64, 64)))
+
+    def call():
+        o = fw.attention(q, k, v, pattern)
+        return o, fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, progression), progression), v, progression)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    assert all(map(torch.equal, captured, call()))
+
+
+# Bad calls: the core and a tracer refuse the same things with the same words
+
+BAD = [
+    (dict(q=(4, 16, 8)), "q: expected 4 dimensions (B, Hq, Sq, D), got (4, 16, 8)"),
+    (dict(q=(2, 4, 16, 9)), "k: expected (2, Hk, Sk, 9), got (2, 2, 16, 8)"),
+    (dict(q=(2, 3, 16, 8)), "k: expected a number of heads that divides the 3 of q, got (2, 2, 16, 8)"),
+    (dict(v=(2, 2, 15, 8)), "v: expected (2, 2, 16, Dv), got (2, 2, 15, 8)"),
+    (dict(v=(2, 2, 16, 0)), "v: expected a last dimension of"),
+    (dict(bias=(3, 16, 16)), "bias: expected a shape that broadcasts to (2, 4, 16, 16), got (3, 16, 16)"),
+    (dict(pattern="causal(17)"), "pattern: expected shape (16, 16), queries and keys, got (17, 17)"),
+    (dict(heads=2), "pattern: expected 1 or 4, one for each query head, got 2"),
+    (dict(slopes=3), "slopes: expected shape (4,), got (3,)"),
+    (dict(softcap=-1.0), "softcap: expected 0 (none) or a positive number, got -1.0"),
+    (dict(dtypes=dict(k=torch.float64)), "k: expected float32 like q, got float64"),
+    (dict(dtypes=dict(bias=torch.float64), bias=(16, 16)), "bias: expected float32 like q, got float64"),
+    (dict(dtypes=dict(q=torch.int32)), "q: expected float64, float32, float16 or bfloat16, got int32"),
+]
+
+
+@pytest.mark.parametrize("bad, words", BAD, ids=[words.split(":")[0] for _, words in BAD])
+@pytest.mark.parametrize("fake", [False, True], ids=["core", "tracer"])
+def test_bad_call(device, bad, words, fake):
+    call = dict(q=(2, 4, 16, 8), k=(2, 2, 16, 8), v=(2, 2, 16, 8), pattern="causal(16)") | bad
+    dtypes = call.pop("dtypes", {})
+    pattern = parse(call.pop("pattern"))
+    if "heads" in call:
+        pattern = [pattern] * call.pop("heads")
+    slopes = call.pop("slopes", None)
+
+    def run():
+        for name in {"q", "k", "v", "bias"} & call.keys():
+            call[name] = torch.ones(call[name], device=device).to(dtypes.get(name, torch.float32))
+        if slopes:
+            call["bias"] = fw.alibi(torch.ones(slopes, device=device))
+        return fw.attention(pattern=pattern, **call)
+
+    with pytest.raises(RuntimeError) as error:
+        if fake:
+            with FakeTensorMode():
+                run()
+        else:
+            run()
+    assert f"attention: {words}".rstrip("0") in str(error.value)
+
+
+def test_bad_python_values(device):
+    pattern = parse("causal(9)")
+    q, k, v = inputs(device, torch.float32, pattern)
+    for bad, words in [
+        (dict(pattern=9), "attention: pattern: expected a fretwork.Pattern or a sequence of them, got int"),
+        (dict(pattern="causal(9)"), "attention: pattern: expected a fretwork.Pattern or a sequence of them, got str"),
+        (dict(pattern=[pattern, 9]), r"attention: pattern\[1\]: expected a fretwork.Pattern, got int"),
+        (dict(pattern=[]), "attention: pattern: expected .*, got an empty sequence"),
+        (dict(scale="x"), "attention: scale: expected a number"),
+        (dict(bias=3.0), "attention: bias: expected a torch.Tensor, got float"),
+        (dict(dropout_p=1.5), "attention: dropout_p: expected 0 to 1, got 1.5"),
+        (dict(precision="odd"), "attention: precision: expected None, ieee"),
+    ]:
+        with pytest.raises((TypeError, RuntimeError), match=words):
+            fw.attention(**(dict(q=q, k=k, v=v, pattern=pattern) | bad))
+    with pytest.raises(ValueError, match="alibi: slopes"):
+        fw.alibi(torch.ones(2, 2))
+    two_heads = fw.BlockLayout(torch.ones(2, 1, 1).bool(), block=9)
+    with pytest.raises(
+        RuntimeError, match="attention: pattern: expected a regular pattern, a block layout of one head"
+    ):
+        fw.attention(q, k, v, two_heads)
+
+
+# SPLAT's operators
+
+PROGRESSIONS = [
+    "causal((37, 50))",
+    "dilated(45, 3, 4)",
+    "band((30, 64), -10, 2, 4)",
+    "acsr((3,0,9,1,2),(2,1,1,4,3),(3,0,1,3,2),10)",  # columns are no progressions
+    "full((3, 90))",
+]
+
+
+def indices(pattern):
+    """The column of each entry, and which entries there are, from the mask."""
+    mask = pattern.mask()
+    width = int(mask.sum(1).max()) if mask.numel() else 0
+    order = torch.argsort((~mask).long(), dim=1, stable=True)[:, :width]
+    return order, torch.arange(width) < mask.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("text", PROGRESSIONS)
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2), (3, 1)])
+@pytest.mark.parametrize("how", ["plain", "sliced", "turned"])
+def test_operators(device, text, heads, how):
+    pattern = parse(text)
+    index, there = indices(pattern)
+    group = heads[0] // heads[1]
+    for dtype in dtypes_of(device):
+        q, k, v = (
+            strided(t.detach(), how).requires_grad_() for t in inputs(device, dtype, pattern, 2, heads, (40, 17))
+        )
+        x = torch.randn(2, heads[0], *index.shape, device=device).to(dtype).masked_fill(~there.to(device), torch.nan)
+        x = strided(x, how).requires_grad_()
+
+        def matrix(x):
+            full = torch.zeros(*x.shape[:3], pattern.shape[1], dtype=torch.float64)
+            return full.scatter_add(-1, index.expand(x.shape), x.masked_fill(~there, 0))
+
+        def shared(t):
+            return t.repeat_interleave(group, 1)
+
+        def scores(q, k):
+            return (q @ shared(k).mT).gather(-1, index.expand(2, heads[0], -1, -1)).masked_fill(~there, 0)
+
+        def weights(x):
+            return softmax((0.5 * x).masked_fill(~there, -torch.inf))[0]
+
+        for op, definition, tensors in [
+            (lambda q, k: fw.r_sddmm(q, k, pattern), scores, (q, k)),
+            (lambda x: fw.r_softmax(x, pattern, 0.5), weights, (x,)),
+            (lambda x, v: fw.r_spmm(x, v, pattern), lambda x, v: matrix(x) @ shared(v), (x, v)),
+        ]:
+            got, exact = op(*tensors), [wide(t) for t in tensors]
+            want = definition(*exact)
+            compare(got, want, dtype, "result")
+            weight = torch.randn(got.shape, device=device).to(dtype)
+            gradients = torch.autograd.grad(got, tensors, weight)
+            for n, (a, b) in enumerate(
+                zip(gradients, torch.autograd.grad(want, exact, weight.double().cpu()), strict=True)
+            ):
+                compare(a, b, dtype, f"gradient {n}", 2)
+
+
+def test_operators_differentiate_twice():
+    pattern = parse("dilated((6, 9), 1, 2)")
+    q, k, v = inputs(torch.device("cpu"), torch.float64, pattern, 1, (2, 1), (3, 2))
+    x = fw.r_sddmm(q, k, pattern).detach().requires_grad_()
+    for op, arguments in [(fw.r_sddmm, (q, k)), (fw.r_spmm, (x, v))]:
+        assert torch.autograd.gradcheck(lambda *t, op=op: op(*t, pattern), arguments)
+        assert torch.autograd.gradgradcheck(lambda *t, op=op: op(*t, pattern), arguments)
+    assert torch.autograd.gradcheck(lambda x: fw.r_softmax(x, pattern), x)
+    with pytest.raises(NotImplementedError, match="r_softmax: gradient"):
+        torch.autograd.grad(torch.autograd.grad(fw.r_softmax(x, pattern).sum(), x, create_graph=True)[0].sum(), x)
+
+
+def test_operators_under_vmap_and_compile(device):
+    pattern = parse("dilated((30, 40), 3, 4)")
+    q, k, v = (t.detach() for t in inputs(device, torch.float32, pattern))
+
+    def call(q, k, v):
+        return fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, pattern), pattern, 0.25), v, pattern)
+
+    want = call(q, k, v)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), want)
+    many = torch.vmap(call, (0, None, 0))(torch.stack([q, q.flip(0)]), k, torch.stack([v, v]))
+    assert torch.equal(many[0], want) and torch.equal(many[1], call(q.flip(0), k, v))
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["core", "tracer"])
+def test_bad_operators(device, fake):
+    pattern, odd = parse("dilated(20, 2, 3)"), parse("longformer(20,2,(9,))")
+    with FakeTensorMode() if fake else torch.no_grad():
+        q, k = torch.ones(1, 4, 20, 8, device=device), torch.ones(1, 2, 20, 8, device=device)
+        x = torch.ones(1, 4, 20, 5, device=device)
+        for call, words in [
+            (lambda: fw.r_sddmm(q, k, odd), "r_sddmm: pattern: expected"),
+            (lambda: fw.r_sddmm(q[:, :3], k, pattern), "r_sddmm: k: expected a number of heads that divides 3"),
+            (lambda: fw.r_sddmm(q, k[..., :7], pattern), r"r_sddmm: k: expected shape \(1, 2, 20, 8\)"),
+            (lambda: fw.r_sddmm(q.double(), k, pattern), "r_sddmm: k: expected float64, got float32"),
+            (lambda: fw.r_softmax(x[..., :4], pattern), r"r_softmax: x: expected shape \(1, 4, 20, 5\)"),
+            (lambda: fw.r_spmm(x, k[:, :, :19], pattern), r"r_spmm: v: expected shape \(1, 2, 20, 8\)"),
+        ]:
+            if device.type == "cuda" and "float64" in words:
+                continue
+            with pytest.raises(RuntimeError, match=words):
+                call()
+    with pytest.raises(TypeError, match=r"r_softmax: pattern: expected a fretwork.Pattern, got int"):
+        fw.r_softmax(x, 3)

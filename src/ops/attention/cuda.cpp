@@ -219,10 +219,12 @@ class Input {
 };
 
 OutputArg output_arg(const Operand& out, DType dtype) {
-  const auto even = [](std::int64_t stride) { return stride % 2 == 0; };
-  const bool pairs = out.col == 1 && even(out.row) && even(out.head) && even(out.batch) &&
-                     reinterpret_cast<std::uintptr_t>(out.data) % (2 * size_of(dtype)) == 0;
-  return {out.data, out.batch, out.head, out.row, out.col, pairs};
+  const auto whole = [&](std::int64_t stride) {
+    return stride % (16 / static_cast<std::int64_t>(size_of(dtype))) == 0;
+  };
+  const bool vector = out.col == 1 && whole(out.row) && whole(out.head) && whole(out.batch) &&
+                      reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0;
+  return {out.data, out.batch, out.head, out.row, out.col, vector};
 }
 
 ScoreArg score_arg(const Problem& p) {

@@ -557,6 +557,21 @@ void bias_gradient(const Given& given, Context& context) {
   }
 }
 
+/// All gradients where there is not a score.
+void fill_zeros(const BackwardProblem& b, Context& context) {
+  const Problem& p = b.forward;
+  const auto zero = [&](const Operand& out, const Sizes& sizes, DType dtype) {
+    if (out.data != nullptr) {
+      fill(out, sizes, dtype, 0.0f, context);
+    }
+  };
+  zero(b.d_q, {p.batch, p.heads, p.rows, p.depth}, p.dtype);
+  zero(b.d_k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype);
+  zero(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype);
+  zero({b.d_bias.data, b.d_bias.batch, b.d_bias.head, b.d_bias.row, b.d_bias.col},
+       {b.bias_sizes[0], b.bias_sizes[1], b.bias_sizes[2], b.bias_sizes[3]}, b.d_bias.dtype);
+}
+
 }  // namespace
 
 namespace cuda {
@@ -611,6 +626,11 @@ void forward(const Problem& problem, Context& context) {
 void backward(const BackwardProblem& problem, Context& context) {
   check(problem.forward);
   const driver::DeviceScope scope(context.device.index);
+  const Problem& p = problem.forward;
+  if (p.batch * p.heads * p.rows * p.cols == 0) {
+    fill_zeros(problem, context);
+    return;
+  }
   // Here too.
   const Given given(problem, context);
   if (problem.d_q.data != nullptr) {

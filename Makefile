@@ -6,6 +6,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BUILD := build/release
 BUILD_FLAGS := -DFRETWORK_TESTS=ON -DFRETWORK_TORCH=ON -DFRETWORK_JAX=ON -DPython_EXECUTABLE=$(CURDIR)/$(PY)
+# The same compiler under the same name, and paths as seen from the build folder: ccache gives the wheel what was built.
+export CXX
+export CCACHE_BASEDIR := $(CURDIR)
 # The package runs from the source tree, on the libraries just built.
 export PYTHONPATH := $(CURDIR)/python
 export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib
@@ -34,7 +37,11 @@ demo: build  ## show what Fretwork does on this machine
 	@$(BUILD)/bin/fretwork show 'random_blocks((1,32,32),64,0.15,7)'
 	@$(PY) examples/demo.py
 
-test: lint test-cpp test-python test-sanitizers test-wheel  ## everything a machine without a GPU can check
+# What uses one core runs beside what uses all.
+test: setup  ## everything a machine without a GPU can check
+	@$(MAKE) --no-print-directory -j2 lint build
+	@$(MAKE) --no-print-directory test-cpp test-python
+	@$(MAKE) --no-print-directory -j2 test-sanitizers test-wheel
 	@echo "all checks passed"
 
 lint: setup
@@ -50,7 +57,7 @@ test-%: export FRETWORK_CACHE_DIR := $(CURDIR)/build/kernels
 test-%: export FRETWORK_TUNE_DIR := $(CURDIR)/build/no-tables
 
 test-cpp: export FRETWORK_NEEDS_NVRTC := 1
-test-cpp: build  # with every kernel instantiation compiled for sm_80 and sm_90a
+test-cpp: build  # compiles every kernel, for sm_80 or sm_90a; for both where FRETWORK_ALL_KERNELS is set
 	ctest --preset release -j2
 
 test-python: export OMP_NUM_THREADS := 1

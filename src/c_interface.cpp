@@ -10,7 +10,9 @@
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
 #include "fretwork/pattern.h"
+#include "fretwork/patterns.h"
 #include "fretwork/tensor.h"
+#include "pattern/regular.h"
 
 struct fretwork_pattern {
   fretwork::PatternPtr is;
@@ -136,6 +138,55 @@ int fretwork_block_layout_sizes(const fretwork_pattern* pattern, int64_t sizes[5
     const std::int64_t all[] = {s.heads, s.rows, s.cols, s.block_rows, s.block_cols};
     std::copy(std::begin(all), std::end(all), sizes);
     return 0;
+  });
+}
+
+fretwork_pattern* fretwork_pattern_from_mask(int64_t rows, int64_t cols, const uint8_t* mask) {
+  return guarded(kNone, [&] {
+    std::int64_t all = 0;
+    const bool counted = rows >= 0 && cols >= 0 && !__builtin_mul_overflow(rows, cols, &all);
+    return handle(fretwork::patterns::from_mask(rows, cols, {mask, static_cast<std::size_t>(counted ? all : 0)}));
+  });
+}
+
+fretwork_pattern* fretwork_pattern_from_acsr(const int64_t* start, const int64_t* stride, const int64_t* count,
+                                             int64_t rows, int64_t cols) {
+  return guarded(kNone, [&] {
+    const auto n = static_cast<std::size_t>(std::max<int64_t>(rows, 0));
+    return handle(fretwork::patterns::acsr({start, n}, {stride, n}, {count, n}, cols));
+  });
+}
+
+fretwork_pattern* fretwork_pattern_union(const fretwork_pattern* left, const fretwork_pattern* right) {
+  return guarded(kNone, [&] { return handle(fretwork::patterns::unite(left->is, right->is)); });
+}
+
+fretwork_pattern* fretwork_pattern_intersection(const fretwork_pattern* left, const fretwork_pattern* right) {
+  return guarded(kNone, [&] { return handle(fretwork::patterns::intersect(left->is, right->is)); });
+}
+
+int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int64_t col) {
+  return guarded(-1, [&] { return fretwork::as_regular(pattern->is)->contains(row, col) ? 1 : 0; });
+}
+
+int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64_t* stride, int64_t* count) {
+  return guarded(-1, [&] {
+    for (const auto& row : fretwork::as_regular(pattern->is)->acsr()) {
+      *start++ = row.start;
+      *stride++ = row.stride;
+      *count++ = row.count;
+    }
+    return 0;
+  });
+}
+
+int64_t fretwork_pattern_describe(const fretwork_pattern* pattern, char* text, size_t size) {
+  return guarded(int64_t{-1}, [&] {
+    const std::string lines = fretwork::as_regular(pattern->is)->describe();
+    if (size > 0) {
+      text[lines.copy(text, size - 1)] = '\0';
+    }
+    return static_cast<int64_t>(lines.size());
   });
 }
 

@@ -1,5 +1,5 @@
 // XLA FFI handlers, one per op and platform: buffers become views, XLA's threads, stream and memory become the context.
-// Patterns arrive as their texts in an attribute, so that an exported program carries it.
+// Patterns arrive as their texts in an attribute, so that an exported program carries them.
 #include <cstdint>
 #include <string>
 

@@ -36,6 +36,21 @@ int fretwork_pattern_mask(const fretwork_pattern* pattern, uint8_t* out, int64_t
 /* Writes (heads, rows, cols, block_rows, block_cols); −1 when the pattern is no block layout. */
 int fretwork_block_layout_sizes(const fretwork_pattern* pattern, int64_t sizes[5]);
 
+/* Regular patterns. What `rows` × `cols` bytes say, each 0 or 1; and one progression for each of `rows` rows. */
+fretwork_pattern* fretwork_pattern_from_mask(int64_t rows, int64_t cols, const uint8_t* mask);
+fretwork_pattern* fretwork_pattern_from_acsr(const int64_t* start, const int64_t* stride, const int64_t* count,
+                                             int64_t rows, int64_t cols);
+/* What is in either pattern, or in both. Block layouts of one head and Kronecker patterns count as regular here and
+ * below. */
+fretwork_pattern* fretwork_pattern_union(const fretwork_pattern* left, const fretwork_pattern* right);
+fretwork_pattern* fretwork_pattern_intersection(const fretwork_pattern* left, const fretwork_pattern* right);
+/* Whether an element is there: 1, 0, or −1 where the pattern is not regular. */
+int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int64_t col);
+/* Writes a progression for each row; −1 when a row is not one. */
+int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64_t* stride, int64_t* count);
+/* What was recognised, in `text` of `size` bytes; gives the length without the end, whether it fits or not. */
+int64_t fretwork_pattern_describe(const fretwork_pattern* pattern, char* text, size_t size);
+
 /* Writes (a, b, c, d); −1 when the pattern is no Kronecker pattern. */
 int fretwork_kronecker_sizes(const fretwork_pattern* pattern, int64_t sizes[4]);
 /* The same pattern as a block layout, or null. */

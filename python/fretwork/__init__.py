@@ -9,9 +9,10 @@
 
 import importlib.util
 
+from fretwork import patterns
 from fretwork.pattern import BlockLayout, KroneckerPattern, Pattern
 
-__all__ = ["BlockLayout", "KroneckerPattern", "Pattern"]
+__all__ = ["BlockLayout", "KroneckerPattern", "Pattern", "patterns"]
 __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch

@@ -38,7 +38,7 @@ def _attention_fake(
     given = {"bias": bias, "slopes": slopes}
     extras = [_operand(name, t) for name, t in given.items() if t is not None]
     operands = [_operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
-    _shapes.check_attention(*operands, _patterns(patterns), extras, softcap, dropout_p)
+    _shapes.check_attention(operands, _patterns(patterns), extras, softcap, dropout_p)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
 
 
@@ -110,7 +110,11 @@ def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
     q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision = arguments
     size = info.batch_size
     # Samples have dropout and slopes of their own: a batch of one call would not.
-    alone = seed is not None or in_dims[6] is not None or any(t.dim() != (4 if d is None else 5) for t, d in zip((q, k, v), in_dims, strict=False))
+    alone = (
+        seed is not None
+        or in_dims[6] is not None
+        or any(t.dim() != (4 if d is None else 5) for t, d in zip((q, k, v), in_dims, strict=False))
+    )
     if alone or size == 0:
         return _each(_attention, info, in_dims, arguments)
     batch = _sample(q, in_dims[0])[0]

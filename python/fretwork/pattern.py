@@ -107,6 +107,83 @@ class Pattern:
                 raise ValueError(last_error())
         return mask
 
+    def __or__(self, other: Pattern) -> Pattern:
+        """What is in either. Block layouts of one head and Kronecker patterns may join.
+
+        >>> p = Pattern.parse("sliding_window(64, 4, 0)") | Pattern.parse("strided(64, 16)")
+        >>> p.text, p.nnz
+        ('sliding_window(64,4,0)|strided(64,16)', 1000)
+        """
+        return self._combined(other, core().fretwork_pattern_union)
+
+    def __and__(self, other: Pattern) -> Pattern:
+        """What is in both.
+
+        >>> (Pattern.parse("causal(64)") & Pattern.parse("document((24, 40))")).density
+        0.2734375
+        """
+        return self._combined(other, core().fretwork_pattern_intersection)
+
+    def _combined(self, other: Pattern, combine: Any) -> Pattern:
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        with _open(self) as left, _open(other) as right:
+            return _from_handle(combine(left, right))
+
+    def contains(self, row: int, col: int) -> bool:
+        """Whether query `row` may see key `col`.
+
+        >>> Pattern.parse("strided(4096, 128)").contains(1000, 1000 - 3 * 128)
+        True
+        """
+        with _open(self) as handle:
+            place = whole_number("contains", "row", row), whole_number("contains", "col", col)
+            found = core().fretwork_pattern_contains(handle, *place)
+        if found < 0:
+            raise ValueError(last_error())
+        return found == 1
+
+    def acsr(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(start, stride, count) of each row: its keys are start + t·stride, 0 ≤ t < count. int64.
+
+        ValueError, naming the first row that is not one progression, where there is such a row.
+
+        >>> [x.tolist() for x in Pattern.parse("dilated(5, 1, 2)").acsr()]
+        [[0, 1, 0, 1, 2], [2, 2, 2, 2, 2], [2, 2, 3, 2, 2]]
+        """
+        import torch
+
+        start, stride, count = (torch.from_numpy(x) for x in self.numpy_acsr())
+        return start, stride, count
+
+    def numpy_acsr(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same as NumPy arrays.
+
+        >>> Pattern.parse("causal(3)").numpy_acsr()[2].tolist()
+        [1, 2, 3]
+        """
+        start, stride, count = np.empty((3, self._shape[-2]), dtype=np.int64)
+        with _open(self) as handle:
+            if core().fretwork_pattern_acsr(handle, start.ctypes.data, stride.ctypes.data, count.ctypes.data) != 0:
+                raise ValueError(last_error())
+        return start, stride, count
+
+    def describe(self) -> str:
+        """What was recognised, a line for each kind of part.
+
+        >>> print(Pattern.parse("strided(1024, 32)").describe().splitlines()[0])
+        strided(1024,32): 1024×1024, 48144 elements
+        """
+        with _open(self) as handle:
+            room = ctypes.create_string_buffer(1 << 12)
+            length = core().fretwork_pattern_describe(handle, room, len(room))
+            if length >= len(room):
+                room = ctypes.create_string_buffer(length + 1)
+                core().fretwork_pattern_describe(handle, room, len(room))
+        if length < 0:
+            raise ValueError(last_error())
+        return room.value.decode()
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__}: {name}: expected no assignment (patterns are immutable), got one")
 
@@ -135,7 +212,7 @@ class Pattern:
 class BlockLayout(Pattern):
     """Whole blocks that are there or not, one layout per head.
 
-    `mask` is (heads, rows, cols) or (rows, cols) in blocks, 0/1 of any integer or bool dtype: a torch tensor on any
+    `mask` is (heads, rows, cols) or (rows, cols) in blocks, 0/1 of any bool or real dtype: a torch tensor on any
     device, an array or nested lists. `block` is 8 to 128, or (rows, cols).
 
     >>> import torch
@@ -332,25 +409,29 @@ def _int64s(numbers: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
+def zeros_and_ones(op: str, argument: str, value: Any) -> np.ndarray:
+    """A contiguous uint8 copy of anything that holds 0 and 1 only: a torch tensor on any device, an array, lists."""
+    if hasattr(value, "detach"):  # NumPy cannot read a tensor that lives on a GPU, or bfloat16
+        value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() else value
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{op}: {argument}: expected rows of equal lengths, got ragged lists") from None
+    if array.dtype.kind not in "biuf":
+        got = type(value).__name__ if array.dtype.kind == "O" else array.dtype
+        raise TypeError(f"{op}: {argument}: expected a bool or integer dtype, got {got}")
+    if array.dtype.kind != "b" and (wrong := array[(array != 0) & (array != 1)]).size:
+        raise ValueError(f"{op}: {argument}: expected 0 or 1 everywhere, got {wrong.flat[0]}")
+    return np.array(array, dtype=np.uint8, order="C")
+
+
 def _mask_bits(mask: Any) -> np.ndarray:
     """A contiguous uint8 copy of a mask, (heads, rows, cols), every entry 0 or 1."""
-    if hasattr(mask, "detach"):  # a torch tensor; NumPy cannot read one that lives on a GPU
-        mask = mask.detach().cpu()
-        if mask.is_floating_point() or mask.is_complex():
-            raise TypeError(f"BlockLayout: mask: expected a bool or integer dtype (try .bool()), got {mask.dtype}")
-    try:
-        array = np.asarray(mask)
-    except ValueError:
-        raise ValueError("BlockLayout: mask: expected (heads, rows, cols) or (rows, cols), got ragged lists") from None
-    if array.dtype.kind not in "biu":
-        got = type(mask).__name__ if array.dtype.kind == "O" else array.dtype
-        raise TypeError(f"BlockLayout: mask: expected a bool or integer dtype, got {got}")
+    array = zeros_and_ones("BlockLayout", "mask", mask)
     if array.ndim not in (2, 3):
         raise ValueError(f"BlockLayout: mask: expected (heads, rows, cols) or (rows, cols), got {array.shape}")
-    wrong = array[(array != 0) & (array != 1)]
-    if wrong.size:
-        raise ValueError(f"BlockLayout: mask: expected 0 or 1 everywhere, got {wrong.flat[0]}")
-    return np.array(array if array.ndim == 3 else array[None], dtype=np.uint8, order="C")
+    return array if array.ndim == 3 else array[None]
 
 
 def _block_sides(block: Any) -> tuple[int, int]:

@@ -77,7 +77,8 @@ def attention(
         _check_tensor(op, name, tensor)
     slopes = None
     if isinstance(bias, alibi):
-        bias, slopes = None, bias.slopes.detach().float()
+        slopes = bias.slopes.detach().float()
+        bias = None
     elif bias is not None:
         _check_tensor(op, "bias", bias)
     keys = _keys(op, pattern)

@@ -76,11 +76,12 @@ __device__ __forceinline__ void wait() {
                : "l"(left), "l"(right), "n"(kLeft == Major::mn ? 1 : 0), "n"(kRight == Major::mn ? 1 : 0),         \
                  "n"(kAdd ? 1 : 0))
 // The left operand from registers.
-#define FRETWORK_WGMMA_RS(type, n, acc, a, b, tb, ...)                                                                \
-  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
-               " {" acc "}, {" a "}, " b ", p, 1, 1, " tb ";\n}"                                                      \
-               : __VA_ARGS__                                                                                          \
-               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(kRight == Major::mn ? 1 : 0))
+#define FRETWORK_WGMMA_RS(type, n, acc, a, b, tb, add, ...)                                                            \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type     \
+               "." type " {" acc "}, {" a "}, " b ", p, 1, 1, " tb ";\n}"                                              \
+               : __VA_ARGS__                                                                                           \
+               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(kRight == Major::mn ? 1 : 0), \
+                 "n"(kAdd ? 1 : 0))
 
 /// d[64 × kN] += left[64 × 16] · right[16 × kN]; the first of its kN / 2 registers is d[kAt]. Without kAdd, d is what
 /// it was no longer. Asynchronous.
@@ -130,59 +131,59 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], u64 left, u64 right)
 
 /// The same with `left` in registers: the four fragments that ldmatrix gives for 16 rows × 16 of K of each warp. They
 /// must stay untouched until the product has completed.
-template <typename T, int kN, Major kRight, int kAt = 0, int kSize>
+template <typename T, int kN, Major kRight, int kAt = 0, bool kAdd = true, int kSize>
 __device__ __forceinline__ void multiply(float (&d)[kSize], const u32 (&left)[4], u64 right) {
   static_assert(kAt + kN / 2 <= kSize);
   if constexpr (kN == 16) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", FRETWORK_F8(kAt));
+      FRETWORK_WGMMA_RS("f16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", "%14", FRETWORK_F8(kAt));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", FRETWORK_F8(kAt));
+      FRETWORK_WGMMA_RS("bf16", "16", FRETWORK_ACC8, "%8, %9, %10, %11", "%12", "%13", "%14", FRETWORK_F8(kAt));
     }
   } else if constexpr (kN == 24) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "24", FRETWORK_ACC12, "%12, %13, %14, %15", "%16", "%17", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("f16", "24", FRETWORK_ACC12, "%12, %13, %14, %15", "%16", "%17", "%18", FRETWORK_F8(kAt),
                         FRETWORK_F4(kAt + 8));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "24", FRETWORK_ACC12, "%12, %13, %14, %15", "%16", "%17", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("bf16", "24", FRETWORK_ACC12, "%12, %13, %14, %15", "%16", "%17", "%18", FRETWORK_F8(kAt),
                         FRETWORK_F4(kAt + 8));
     }
   } else if constexpr (kN == 48) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("f16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", "%30", FRETWORK_F8(kAt),
                         FRETWORK_F8(kAt + 8), FRETWORK_F8(kAt + 16));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("bf16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", "%30", FRETWORK_F8(kAt),
                         FRETWORK_F8(kAt + 8), FRETWORK_F8(kAt + 16));
     }
   } else if constexpr (kN == 96) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "96", FRETWORK_ACC48, "%48, %49, %50, %51", "%52", "%53", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_RS("f16", "96", FRETWORK_ACC48, "%48, %49, %50, %51", "%52", "%53", "%54", FRETWORK_F32(kAt),
                         FRETWORK_F8(kAt + 32), FRETWORK_F8(kAt + 40));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "96", FRETWORK_ACC48, "%48, %49, %50, %51", "%52", "%53", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_RS("bf16", "96", FRETWORK_ACC48, "%48, %49, %50, %51", "%52", "%53", "%54", FRETWORK_F32(kAt),
                         FRETWORK_F8(kAt + 32), FRETWORK_F8(kAt + 40));
     }
   } else if constexpr (kN == 32) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("f16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", "%22", FRETWORK_F8(kAt),
                         FRETWORK_F8(kAt + 8));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", FRETWORK_F8(kAt),
+      FRETWORK_WGMMA_RS("bf16", "32", FRETWORK_ACC16, "%16, %17, %18, %19", "%20", "%21", "%22", FRETWORK_F8(kAt),
                         FRETWORK_F8(kAt + 8));
     }
   } else if constexpr (kN == 64) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", FRETWORK_F32(kAt));
+      FRETWORK_WGMMA_RS("f16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", "%38", FRETWORK_F32(kAt));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", FRETWORK_F32(kAt));
+      FRETWORK_WGMMA_RS("bf16", "64", FRETWORK_ACC32, "%32, %33, %34, %35", "%36", "%37", "%38", FRETWORK_F32(kAt));
     }
   } else if constexpr (kN == 128) {
     if constexpr (is_same<T, f16>) {
-      FRETWORK_WGMMA_RS("f16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_RS("f16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", "%70", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32));
     } else {
-      FRETWORK_WGMMA_RS("bf16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", FRETWORK_F32(kAt),
+      FRETWORK_WGMMA_RS("bf16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", "%70", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32));
     }
   } else {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <initializer_list>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "pattern/regular.h"
@@ -15,6 +16,10 @@ namespace fretwork::parts {
 inline constexpr std::int64_t kFar = std::int64_t{1} << 52;
 
 using Wide = __int128;
+
+/// A short text must not ask for unbounded memory: more parts than this, some gigabyte, are refused.
+inline constexpr std::int64_t kMostParts = std::int64_t{1} << 22;
+void check_parts(const char* op, Wide parts);
 
 /// No constraint at all.
 inline constexpr AxisRange kAnywhere{-kFar, kFar, -kFar, kFar, -2 * kFar, 2 * kFar};
@@ -50,18 +55,32 @@ std::optional<AxisRange> join(const AxisRange& a, const AxisRange& b);
 /// Two parts of one view: what they share; and what the first has alone, in disjoint parts put behind `out`.
 std::optional<Part> meet(const Part& a, const Part& b, int axes);
 void subtract(const Part& a, const Part& b, int axes, std::vector<Part>& out);
+/// Finds parts that may meet another, by their rows on the first axis.
+class RowIndex {
+ public:
+  explicit RowIndex(std::vector<Part> parts);
+  /// The parts from the first to the last whose rows may touch those of `range`; a few in between may not.
+  std::span<const Part> near(const AxisRange& range) const;
+  const std::vector<Part>& parts() const { return parts_; }
+
+ private:
+  std::vector<Part> parts_;            ///< by row_begin
+  std::vector<std::int64_t> reached_;  ///< the largest row_end so far
+};
 /// What `from` has and none of `others` (of the same view) has.
-std::vector<Part> subtract(std::vector<Part> from, const std::vector<Part>& others, int axes);
+std::vector<Part> subtract(const std::vector<Part>& from, const RowIndex& others, int axes);
 /// Puts neighbours together where their union is a part again. Parts must be disjoint.
 void merge(std::vector<Part>& parts, int axes);
 
-/// The elements of rows × cols that satisfy `wanted`, as tight parts behind `out`.
-void clip(const View& view, const Part& wanted, std::int64_t rows, std::int64_t cols, std::vector<Part>& out);
+/// The elements of rows × cols that satisfy one of `wanted`, as tight parts.
+std::vector<Part> clipped(const View& view, const std::vector<Part>& wanted, std::int64_t rows, std::int64_t cols);
 
 /// A view in which parts of both can be counted, if there is one; and the parts of a group in such a view.
 std::optional<View> common_view(const View& a, const View& b);
 std::vector<Part> refined(const PartGroup& group, const View& finer);
 
+/// The rows, columns and differences, in the matrix's own numbers, that a part does not leave.
+AxisRange hull(const View& view, const Part& part);
 PartGroup transposed(const PartGroup& group);
 bool contains(const PartGroup& group, std::int64_t row, std::int64_t col);
 

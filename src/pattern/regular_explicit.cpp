@@ -66,6 +66,78 @@ std::vector<parts::Run> mask_runs(std::int64_t rows, std::int64_t cols, std::spa
   return runs;
 }
 
+/// The numbers that occur most often, at most `most` of them.
+std::vector<std::int64_t> frequent(const std::map<std::int64_t, std::int64_t>& counts, std::size_t most) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> all;
+  for (const auto& [value, count] : counts) {
+    all.emplace_back(-count, value);
+  }
+  std::sort(all.begin(), all.end());
+  all.resize(std::min(all.size(), most));
+  std::vector<std::int64_t> values;
+  std::transform(all.begin(), all.end(), std::back_inserter(values), [](const auto& pair) { return pair.second; });
+  return values;
+}
+
+/// Distances at which a mask may repeat: between runs of a row, and between the first rows of parts.
+std::vector<std::int64_t> periods(const std::vector<parts::Run>& runs, const std::vector<Part>& flat) {
+  std::map<std::int64_t, std::int64_t> along, down;
+  for (std::size_t n = 1; n < runs.size(); ++n) {
+    if (runs[n].row == runs[n - 1].row) {
+      ++along[runs[n].begin - runs[n - 1].begin];
+    }
+  }
+  for (std::size_t n = 1; n < flat.size(); ++n) {
+    ++down[std::abs(flat[n][0].row_begin - flat[n - 1][0].row_begin)];
+  }
+  std::vector<std::int64_t> all = frequent(along, 4);
+  for (const std::int64_t period : frequent(down, 4)) {
+    all.push_back(period);
+  }
+  std::erase_if(all, [](std::int64_t period) { return period < 2; });
+  return all;
+}
+
+/// The same parts with those counted modulo `period` that are narrower than `least`; differences there begin at zero.
+std::vector<PartGroup> counted(const std::vector<Part>& flat, std::int64_t period, std::int64_t least) {
+  PartGroup wide{parts::flat_view(), {}}, narrow{parts::flat_view(), {}};
+  std::map<std::int64_t, std::int64_t> residues;
+  for (const Part& p : flat) {
+    const bool is_wide = p[0].high - p[0].low + 1 >= least;
+    (is_wide ? wide : narrow).parts.push_back(p);
+    if (!is_wide && p[0].high - p[0].low < period) {
+      residues[parts::floor_mod(p[0].low, period)] += p[0].row_end - p[0].row_begin;
+    }
+  }
+  const auto first = frequent(residues, 1);
+  const bool single = !first.empty() && residues.size() == 1;
+  const View view = parts::residue_view(period, single ? first.front() : 0);
+  narrow = {view, parts::refined(narrow, view)};
+  parts::merge(narrow.parts, view.axes);
+  return {std::move(wide), std::move(narrow)};
+}
+
+/// What a mask's flat parts are when counted in the best of a few periods.
+std::vector<PartGroup> arranged(std::vector<Part> flat, const std::vector<parts::Run>& runs) {
+  constexpr std::size_t kFew = 4, kMany = std::size_t{1} << 18;
+  parts::merge(flat, 1);
+  std::vector<PartGroup> best{{parts::flat_view(), flat}};
+  if (flat.size() <= kFew || flat.size() > kMany) {
+    return best;
+  }
+  std::size_t fewest = flat.size() * 2 / 3;  // a little less is not worth another order
+  for (const std::int64_t period : periods(runs, flat)) {
+    for (const std::int64_t least : {period, parts::kFar}) {
+      std::vector<PartGroup> groups = counted(flat, period, least);
+      if (const std::size_t parts = groups[0].parts.size() + groups[1].parts.size(); parts < fewest) {
+        fewest = parts;
+        best = std::move(groups);
+      }
+    }
+  }
+  return best;
+}
+
 void check_progression(std::size_t row, std::int64_t start, std::int64_t stride, std::int64_t count,
                        std::int64_t cols) {
   const std::string where = " in row " + std::to_string(row);
@@ -98,8 +170,9 @@ RegularPtr from_mask(std::int64_t rows, std::int64_t cols, std::span<const std::
     throw Error("from_mask", "mask", "0 or 1 everywhere", std::to_string(*bad));
   }
   const std::array<std::int64_t, 2> shape{rows, cols};
+  const std::vector<parts::Run> runs = mask_runs(rows, cols, mask);
   return RegularMaker::make(Writer("from_mask").add(shape).add("~" + text::pack_bits(mask)).done(), rows, cols,
-                            {{parts::flat_view(), parts::from_runs(mask_runs(rows, cols, mask))}});
+                            arranged(parts::from_runs(runs), runs));
 }
 
 RegularPtr acsr(std::span<const std::int64_t> start, std::span<const std::int64_t> stride,
@@ -165,6 +238,7 @@ RegularPtr from_layout(const BlockLayout& layout, std::int64_t head) {
 RegularPtr from_kronecker(const KroneckerPattern& pattern) {
   const auto& [a, b, c, d] = pattern.sizes();
   check_sizes("from_kronecker", pattern.rows(), pattern.cols());
+  parts::check_parts("from_kronecker", a);
   PartGroup group{parts::residue_view(d), {}};
   for (std::int64_t i = 0; i < a; ++i) {
     Part p = part({between(i * b, (i + 1) * b, i * c, (i + 1) * c), d > 1 ? AxisRange{0, d, 0, d, 0, 0} : AxisRange{}});

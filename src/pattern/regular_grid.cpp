@@ -59,6 +59,7 @@ RegularPtr product(const char* op, std::string text, std::vector<GridAxis> axes)
       group.view.strides[static_cast<std::size_t>(used + k)] = axis.units[static_cast<std::size_t>(k)] * rest;
     }
     parts::merge(axis.parts, digits);
+    parts::check_parts(op, parts::Wide(group.parts.size()) * axis.parts.size());
     std::vector<Part> next;
     for (const Part& before : group.parts) {
       for (const Part& here : axis.parts) {
@@ -156,6 +157,7 @@ GridAxis swin_axis(std::int64_t length, std::int64_t window, std::int64_t shift)
     add(std::min(shift, length), length);
     return axis;
   }
+  parts::check_parts("swin", length / window);
   // Windows start at the shift; what lies before it belongs to the end of the axis, and its windows start there.
   for (std::int64_t at = 0; at < length;) {
     const std::int64_t turned = at < shift ? at - shift + length : at - shift;

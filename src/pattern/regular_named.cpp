@@ -16,6 +16,7 @@ using parts::kFar;
 using parts::part;
 using parts::residue_view;
 using parts::tighten;
+using parts::Wide;
 using text::Call;
 using text::Family;
 
@@ -144,6 +145,7 @@ RegularPtr longformer(const Seq& seq, std::int64_t window, std::span<const std::
       checked_set("longformer", "globals", globals, std::max(seq.cols, seq.rows + std::max<std::int64_t>(offset, 0)));
   const std::int64_t reach = bounded(window);
   const std::vector<Range> taken = ranges(set);
+  parts::check_parts("longformer", Wide(taken.size()) * taken.size());
   // The window stays whole; global columns lose it, and global rows lose both.
   std::vector<Part> all{part({differing(-reach, reach)})};
   const auto outside = [&](const AxisRange& box) {
@@ -179,11 +181,14 @@ RegularPtr bigbird(const Seq& seq, std::int64_t block, std::int64_t window, std:
   }
   // For each block row beyond the globals, among [first, blocks) without [P − reach, P + reach].
   const std::int64_t blocks = floor_div(seq.cols + side - 1, side), end = floor_div(offset + seq.rows - 1, side) + 1;
-  for (std::int64_t row = std::max(first, floor_div(offset, side)); random > 0 && row < end && first < blocks; ++row) {
+  const std::int64_t begin = std::max(first, floor_div(offset, side));
+  const std::int64_t most = std::min(random, std::max<std::int64_t>(blocks - first, 0));
+  parts::check_parts(kOp, Wide{most} * std::max<std::int64_t>(end - begin, 0));
+  for (std::int64_t row = begin; most > 0 && row < end; ++row) {
     const std::int64_t from = std::clamp(row - reach, first, blocks), to = std::clamp(row + reach + 1, first, blocks);
     std::uint64_t state = seed ^ (static_cast<std::uint64_t>(row) * 0xd1342543de82ef95);
     next_random(state);
-    std::vector<std::int64_t> drawn = draw(random, blocks - first - (to - from), state);
+    std::vector<std::int64_t> drawn = draw(most, blocks - first - (to - from), state);
     for (std::int64_t& x : drawn) {
       x += first;
       x += x >= from ? to - from : 0;
@@ -221,6 +226,7 @@ RegularPtr longnet(const Seq& seq, std::span<const std::int64_t> segments, std::
     // Segments that hold both queries and keys; in each, ranks of the class from the first not before its beginning.
     const std::int64_t low = floor_div(std::max<std::int64_t>(offset, 0), segment);
     const std::int64_t high = floor_div(std::min(offset + seq.rows, seq.cols) - 1, segment);
+    parts::check_parts(kOp, Wide{high} - low);
     for (std::int64_t s = low; s <= high; ++s) {
       const std::int64_t begin = -floor_div(at - s * segment, rate), end = -floor_div(at - (s + 1) * segment, rate);
       wanted.parts.push_back(part({between(begin, end, begin, end), between(at, at + 1, at, at + 1)}));
@@ -265,11 +271,13 @@ RegularPtr vertical_slash(const Seq& seq, std::span<const std::int64_t> vertical
   const auto columns = checked_set(kOp, "vertical", vertical, seq.cols);
   const auto distances = checked_set(kOp, "slash", slash, kLargest);
   const std::vector<Range> bands = ranges(distances);
+  const std::vector<Range> lines = ranges(columns);
+  parts::check_parts(kOp, Wide(lines.size()) * (bands.size() + 1));
   std::vector<Part> all;
   for (const Range& d : bands) {
     all.push_back(part({differing(1 - d.end, -d.begin)}));
   }
-  for (const Range& c : ranges(columns)) {
+  for (const Range& c : lines) {
     for (const Range& d : gaps(bands)) {
       all.push_back(part(
           {with_difference(between(-kFar, kFar, c.begin, c.end), 1 - d.end, -std::max<std::int64_t>(d.begin, 0))}));

@@ -11,6 +11,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <set>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "fretwork/patterns.h"
 #include "ops/attention/cuda_hopper.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/nvrtc.h"
@@ -42,8 +44,11 @@ struct Tiles {
   std::vector<Tile> tiles;
 };
 
-Tiles cut(const Tiling& tiling, Index size, int side) {
+Tiles cut(Tiling tiling, Index size, int side) {
   Tiles made;
+  while (tiling.patch_height * tiling.patch_width > side) {
+    tiling.patch_height /= 2;
+  }
   if (tiling.height > 0) {
     made.order = {{1, static_cast<int>(tiling.patch_height), static_cast<int>(tiling.patch_width)},
                   {0, tiling.width, 1}};
@@ -373,6 +378,21 @@ struct Data {
       }
     }
   }
+  /// NaN in queries that have no keys, and in `more`.
+  void spoil_empty(Tensor& more) {
+    for (Index i = 0; i < pattern.rows; ++i) {
+      bool used = false;
+      for (Index j = 0; j < pattern.cols && !used; ++j) {
+        used = pattern.has(i, j);
+      }
+      for (Index b = 0; b < sizes.batch && !used; ++b) {
+        for (Index h = 0; h < sizes.heads; ++h) {
+          std::fill_n(q.row(b, h, i), sizes.depth, kNan);
+          std::fill_n(more.row(b, h, i), sizes.depth, kNan);
+        }
+      }
+    }
+  }
   void upload() {
     for (Tensor* t : {&q, &k, &v, &o}) {
       t->upload();
@@ -522,6 +542,150 @@ std::vector<Pattern> patterns() {
           causal(64)};
 }
 
+// ---------------------------------------------------------------------------------------------------- gradients
+
+/// What the backward pass is given and gives beside Data.
+struct Gradients {
+  Tensor d_o, d_q, d_k, d_v;
+  std::vector<float> d_lse;
+  driver::DeviceBuffer d_lse_device;
+
+  Gradients(const Data& data, bool with_lse)
+      : d_o(data.o.batch, data.o.heads, data.o.tokens, data.o.depth, data.o.tokens_first),
+        d_q(data.q.batch, data.q.heads, data.q.tokens, data.q.depth, data.q.tokens_first),
+        d_k(data.k.batch, data.k.heads, data.k.tokens, data.k.depth, data.k.tokens_first),
+        d_v(data.v.batch, data.v.heads, data.v.tokens, data.v.depth, data.v.tokens_first),
+        d_lse(data.lse.size()) {
+    d_o.randomise(data.sizes.dtype, 4);
+    for (Tensor* t : {&d_q, &d_k, &d_v}) {
+      t->fill(kNan);
+    }
+    for (std::size_t n = 0; n < d_lse.size() && with_lse; ++n) {
+      d_lse[n] = std::sin(static_cast<float>(n));
+    }
+  }
+  void upload() {
+    for (Tensor* t : {&d_o, &d_q, &d_k, &d_v}) {
+      t->upload();
+    }
+    d_lse_device = driver::DeviceBuffer(0, d_lse.data(), d_lse.size() * sizeof(float));
+  }
+  BackwardProblem problem(const Data& data) const {
+    BackwardProblem b;
+    b.forward = data.problem();
+    b.d_o = d_o.operand();
+    b.d_lse = b.forward.lse;
+    b.d_lse.data = d_lse_device.data();
+    b.d_q = d_q.operand();
+    b.d_k = d_k.operand();
+    b.d_v = d_v.operand();
+    return b;
+  }
+};
+
+double dot(DType dtype, const std::uint16_t* a, const std::uint16_t* b, Index depth) {
+  double sum = 0;
+  for (Index d = 0; d < depth; ++d) {
+    sum += static_cast<double>(widen(dtype, a[d])) * widen(dtype, b[d]);
+  }
+  return sum;
+}
+
+/// Gradients of one batch and key head, all rows of them.
+struct WantedGradients {
+  std::vector<double> d_q, d_k, d_v;  ///< d_q of all heads that share the keys
+
+  WantedGradients(Data& s, Gradients& g, Index b, Index kv) {
+    const Index depth = s.sizes.depth, group = s.sizes.heads / s.sizes.kv_heads, rows = s.pattern.rows;
+    const auto size = [](Index n) { return static_cast<std::size_t>(n); };
+    d_q.resize(size(group * rows * depth));
+    d_k.resize(size(s.pattern.cols * depth));
+    d_v.resize(d_k.size());
+    for (Index h = kv * group; h < (kv + 1) * group; ++h) {
+      for (Index i = 0; i < rows; ++i) {
+        const Row row = row_of(s, b, h, i);
+        std::vector<double> p, dp;
+        double delta = -g.d_lse[size((b * s.sizes.heads + h) * rows + i)];
+        for (std::size_t n = 0; n < row.keys.size(); ++n) {
+          p.push_back(std::exp(row.scores[n] - row.lse));
+          dp.push_back(dot(s.sizes.dtype, g.d_o.row(b, h, i), s.v.row(b, kv, row.keys[n]), depth));
+          delta += p[n] * dp[n];
+        }
+        for (std::size_t n = 0; n < row.keys.size(); ++n) {
+          const double ds = p[n] * (dp[n] - delta) * s.sizes.scale;
+          const Index j = row.keys[n];
+          for (Index d = 0; d < depth; ++d) {
+            d_q[size(((h - kv * group) * rows + i) * depth + d)] += ds * widen(s.sizes.dtype, s.k.row(b, kv, j)[d]);
+            d_k[size(j * depth + d)] += ds * widen(s.sizes.dtype, s.q.row(b, h, i)[d]);
+            d_v[size(j * depth + d)] += p[n] * widen(s.sizes.dtype, g.d_o.row(b, h, i)[d]);
+          }
+        }
+      }
+    }
+  }
+};
+
+/// Largest error relative to the largest number.
+double expect_rows(const char* what, Tensor& got, Index b, Index h, const double* want, DType dtype, double tolerance) {
+  double most = 1e-3, worst = 0;
+  for (Index n = 0; n < got.tokens * got.depth; ++n) {
+    most = std::max(most, std::abs(want[n]));
+  }
+  for (Index i = 0; i < got.tokens; ++i) {
+    for (Index d = 0; d < got.depth; ++d) {
+      const double error = std::abs(widen(dtype, got.row(b, h, i)[d]) - want[i * got.depth + d]);
+      if (!(error <= tolerance * most)) {
+        ADD_FAILURE() << what << " batch " << b << " head " << h << " row " << i << " column " << d << ": "
+                      << widen(dtype, got.row(b, h, i)[d]) << ", expected " << want[i * got.depth + d];
+        return error;
+      }
+      worst = std::max(worst, error / most);
+    }
+  }
+  return worst;
+}
+
+void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = false) {
+  Data s(pattern, sizes);
+  Gradients g(s, !spoil);
+  if (spoil) {
+    s.spoil_unused();
+    s.spoil_empty(g.d_o);
+  }
+  s.upload();
+  g.upload();
+  Context context = Context::cuda(0);
+  const driver::DeviceScope scope(0);
+  const Pattern other = pattern.transposed();
+  const auto plan = Planner(pattern, hopper::kForwardShape).mark_unused().get();
+  const auto rows = Planner(pattern, hopper::kBackwardShape).mark_unused().get();
+  const auto cols = Planner(other, hopper::kBackwardShape).mark_unused().get();
+  ASSERT_TRUE(hopper::forward(s.problem(), {plan}, context));
+  ASSERT_TRUE(hopper::backward(g.problem(s), {rows}, {cols}, context));
+  for (Tensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
+    t->download();
+  }
+  const double tolerance = sizes.dtype == DType::f16 ? 0.004 : 0.02;
+  const Index group = sizes.heads / sizes.kv_heads;
+  double worst[3] = {0, 0, 0};
+  for (Index b = 0; b < sizes.batch; ++b) {
+    for (Index kv = 0; kv < sizes.kv_heads; ++kv) {
+      const WantedGradients want(s, g, b, kv);
+      worst[1] = std::max(worst[1], expect_rows("d_k", g.d_k, b, kv, want.d_k.data(), sizes.dtype, tolerance));
+      worst[2] = std::max(worst[2], expect_rows("d_v", g.d_v, b, kv, want.d_v.data(), sizes.dtype, tolerance));
+      for (Index h = 0; h < group; ++h) {
+        worst[0] =
+            std::max(worst[0], expect_rows("d_q", g.d_q, b, kv * group + h,
+                                           want.d_q.data() + h * pattern.rows * sizes.depth, sizes.dtype, tolerance));
+      }
+    }
+  }
+  std::printf("%-14s rows %5lld cols %5lld depth %3lld: d_q %.5f d_k %.5f d_v %.5f\n", pattern.name.c_str(),
+              static_cast<long long>(pattern.rows), static_cast<long long>(pattern.cols),
+              static_cast<long long>(sizes.depth), worst[0], worst[1], worst[2]);
+  ASSERT_FALSE(testing::Test::HasFailure()) << pattern.name;
+}
+
 // ------------------------------------------------------------------------------------------------------- tests
 
 TEST_F(AttentionHopper, ForwardAgreesWithFloat64) {
@@ -541,12 +705,34 @@ TEST_F(AttentionHopper, ForwardOfEveryKind) {
   }
 }
 
+/// Queries are few and late, so that most keys are used by none.
+Pattern late_window() { return {"late window", 64, 640, {{band(400, 500)}}}; }
+
 TEST_F(AttentionHopper, UnusedKeysMayBeNan) {
   check_forward(one_class(600, 4, 1), {}, true);
-  Pattern late = window(640, 100);  // queries are the last rows only
-  late.rows = 64;
-  late.layers[0].has = band(400, 500);
-  check_forward(late, {}, true);
+  check_forward(late_window(), {}, true);
+}
+
+TEST_F(AttentionHopper, BackwardAgreesWithFloat64) {
+  for (const Pattern& pattern : patterns()) {
+    check_backward(pattern, {DType::bf16, 1, 1, 1, 128, false, 0.1});
+  }
+}
+
+TEST_F(AttentionHopper, BackwardOfEveryKind) {
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const Index depth : {64, 128}) {
+      for (const bool tokens_first : {false, true}) {
+        check_backward(causal(300), {dtype, 2, 4, 2, depth, tokens_first, 0.125});
+        check_backward(strided(500, 64), {dtype, 1, 3, 1, depth, tokens_first, 0.125});
+      }
+    }
+  }
+}
+
+TEST_F(AttentionHopper, UnusedRowsMayBeNanInBackward) {
+  check_backward(one_class(600, 4, 1), {}, true);
+  check_backward(late_window(), {}, true);
 }
 
 TEST_F(AttentionHopper, HeadsMayDiffer) {
@@ -589,19 +775,22 @@ TEST_F(AttentionHopper, RepeatsBitForBit) {
   }
   s.o.download();
   EXPECT_TRUE(first == s.o.host);
+  Gradients g(s, true);
+  g.upload();
+  const Pattern other = s.pattern.transposed();
+  const hopper::Plans rows{Planner(s.pattern, hopper::kBackwardShape).get()};
+  const hopper::Plans cols{Planner(other, hopper::kBackwardShape).get()};
+  ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context));
+  g.d_k.download();
+  const auto keys = g.d_k.host;
+  for (int n = 0; n < 100; ++n) {
+    ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context));
+  }
+  g.d_k.download();
+  EXPECT_TRUE(keys == g.d_k.host);
 }
 
 // ------------------------------------------------------------------------------------------------------- times
-
-Index elements_of(const Pattern& p) {
-  Index count = 0;
-  for (Index i = 0; i < p.rows; ++i) {
-    for (Index j = 0; j < p.cols; ++j) {
-      count += p.has(i, j) ? 1 : 0;
-    }
-  }
-  return count;
-}
 
 /// Median milliseconds, the cache flushed before each call.
 template <typename Call>
@@ -620,29 +809,68 @@ float median(Call call) {
   return times[7];
 }
 
+/// Patterns as the planner sees them.
+std::vector<std::pair<std::string, patterns::RegularPtr>> known_patterns(Index s) {
+  const Index grid[] = {128, 128}, side[] = {13}, one[] = {1}, zero[] = {0};
+  std::vector<Index> globals(64);
+  std::iota(globals.begin(), globals.end(), 0);
+  return {{"full", patterns::full(s)},
+          {"causal", patterns::causal(s)},
+          {"window", patterns::sliding_window(s, 512, 512)},
+          {"block local", patterns::block_local(s, 1024)},
+          {"longformer", patterns::longformer(s, 512, globals)},
+          {"dilated", patterns::dilated(s, 512, 4)},
+          {"strided", patterns::strided(s, 128)},
+          {"neighbourhood", patterns::neighborhood(grid, side, one, zero)}};
+}
+
+/// What the plans of known patterns are made of, on any machine.
+TEST(AttentionHopperPlans, AreListed) {
+  for (const auto& [name, pattern] : known_patterns(16384)) {
+    for (const TileShape& shape : {hopper::kForwardShape, hopper::kBackwardShape}) {
+      const auto made = plan(*pattern, shape);
+      std::printf("%-14s %d x %d: %zu masks of bits,", name.c_str(), shape.rows, shape.cols,
+                  made->bits.size() * 32 / static_cast<std::size_t>(shape.rows * shape.cols));
+      for (const Component& c : made->components) {
+        std::printf(" [%zu tiles of %dx%dx%d, %zu of %dx%dx%d, %zu runs, %lld pairs%s]", c.row_tiles.size(),
+                    c.row_order.extent[0], c.row_order.extent[1], c.row_order.extent[2], c.col_tiles.size(),
+                    c.col_order.extent[0], c.col_order.extent[1], c.col_order.extent[2], c.runs.size(),
+                    static_cast<long long>(c.pairs), c.covers_rows ? "" : ", some rows");
+      }
+      std::printf("\n");
+      EXPECT_FALSE(made->components.empty());
+    }
+  }
+}
+
 TEST_F(AttentionHopper, Times) {
   if (const char* wanted = std::getenv("FRETWORK_TIME"); wanted == nullptr || *wanted != '1') {
     GTEST_SKIP() << "FRETWORK_TIME is not 1";
   }
   const Index s = 16384;
-  for (const Pattern& pattern :
-       {full(s, s), causal(s), window(s, 512), dilated(s, 4, 128), dilated(s, 4, 512), strided(s, 128),
-        neighbourhood(128, 128, 13, 8, 16), neighbourhood(128, 128, 13, 16, 8), longformer(s, 512, 64)}) {
-    const double elements = static_cast<double>(elements_of(pattern));
-    const hopper::Plans plans{Planner(pattern, hopper::kForwardShape).get()};
-    for (const Index depth : {128, 64}) {
-      Data setup(pattern, {DType::bf16, 1, 16, 16, depth, false, 1 / std::sqrt(static_cast<double>(depth))});
-      setup.upload();
-      Context context = Context::cuda(0);
-      const driver::DeviceScope scope(0);
-      const float ms = median([&] { ASSERT_TRUE(hopper::forward(setup.problem(), plans, context)); });
-      Index pairs = 0;
-      for (const Component& component : plans[0]->components) {
-        pairs += component.pairs;
-      }
-      std::printf("%-14s depth %3lld forward %.4f ms, %.0f TFLOP/s on elements, %.0f on tiles\n", pattern.name.c_str(),
-                  static_cast<long long>(depth), ms, 64.0 * elements * static_cast<double>(depth) / ms / 1e9,
-                  64.0 * static_cast<double>(pairs * 16384 * depth) / ms / 1e9);
+  for (const Index depth : {128, 64}) {
+    Data data(full(s, s), {DType::bf16, 1, 16, 16, depth, false, 1 / std::sqrt(static_cast<double>(depth))});
+    Gradients g(data, false);
+    data.upload();
+    g.upload();
+    Context context = Context::cuda(0);
+    const driver::DeviceScope scope(0);
+    for (const auto& [name, pattern] : known_patterns(s)) {
+      BackwardProblem problem = g.problem(data);
+      problem.forward.patterns = {pattern};
+      const double work = 64e-9 * static_cast<double>(pattern->nnz()) * static_cast<double>(depth);
+      const auto time = [&](const char* what, double flops, std::initializer_list<int> trials, const auto& call) {
+        std::printf("%-14s depth %3lld %s ms (TFLOP/s on elements), trials:", name.c_str(),
+                    static_cast<long long>(depth), what);
+        for (const int trial : trials) {
+          setenv("FRETWORK_TRIAL", std::to_string(trial).c_str(), 1);
+          const float ms = median(call);
+          std::printf(" %d: %.4f (%.0f)", trial, ms, flops / ms);
+        }
+        std::printf("\n");
+      };
+      time("forward", work, {0, 1, 2, 3, 4, 5, 6, 7}, [&] { ASSERT_TRUE(hopper::forward(problem.forward, context)); });
+      time("backward", 2.5 * work, {0, 4}, [&] { ASSERT_TRUE(hopper::backward(problem, context)); });
       std::fflush(stdout);
     }
   }

@@ -2,8 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
+#include <ctime>
 #include <functional>
 #include <random>
 #include <string>
@@ -437,6 +437,56 @@ Case longnet(int64_t n, int64_t segment, int64_t rate, int64_t head) {
   return {"longnet", n, n, {inside(view_of({segment, rate, 1}), n, n, part_of({band(0, 0), kAny, same}))}};
 }
 
+Case bigbird(Random& random, int64_t n, int64_t block, int64_t many) {
+  Case c{"bigbird", n, n, {{View{}, {}}}};
+  std::vector<Part>& parts = c.groups[0].parts;
+  const int64_t blocks = n / block;
+  for (int64_t i = 0; i < blocks; ++i) {
+    std::vector<int64_t> cols{0};
+    for (int64_t j = std::max<int64_t>(0, i - 1); j <= std::min(blocks - 1, i + 1); ++j) {
+      cols.push_back(j);
+    }
+    for (int64_t r = 0; r < many; ++r) {
+      cols.push_back(pick(random, 0, blocks - 1));
+    }
+    std::sort(cols.begin(), cols.end());
+    cols.erase(std::unique(cols.begin(), cols.end()), cols.end());
+    for (const int64_t j : cols) {
+      parts.push_back(part_of({{i * block, (i + 1) * block, j * block, (j + 1) * block, -kFar, kFar}}));
+    }
+  }
+  return c;
+}
+/// Columns that all later rows see, and diagonals; those of the columns are cut where the diagonals are.
+Case vertical_slash(Random& random, int64_t n, int64_t verticals, int64_t slashes, int64_t window_length) {
+  Case c{"vertical_slash", n, n, {{View{}, {}}}};
+  std::vector<int64_t> back{-1};  // distances of the slashes, a window first
+  c.groups[0].parts.push_back(part_of({{0, n, 0, n, 1 - window_length, 0}}));
+  for (int64_t s = 0; s < slashes; ++s) {
+    const int64_t far = pick(random, window_length, n - 1);
+    if (std::find(back.begin(), back.end(), far) == back.end()) {
+      back.push_back(far);
+      c.groups[0].parts.push_back(part_of({{far, n, 0, n - far, -far, -far}}));
+    }
+  }
+  std::sort(back.begin(), back.end());
+  std::vector<int64_t> cols(verticals);
+  std::generate(cols.begin(), cols.end(), [&] { return pick(random, 0, n - window_length - 1); });
+  std::sort(cols.begin(), cols.end());
+  cols.erase(std::unique(cols.begin(), cols.end()), cols.end());
+  for (const int64_t j : cols) {
+    int64_t from = j + window_length;
+    for (std::size_t s = 1; s <= back.size(); ++s) {
+      const int64_t to = s < back.size() ? std::min(n, j + back[s]) : n;
+      if (from < to) {
+        c.groups[0].parts.push_back(part_of({{from, to, j, j + 1, -kFar, kFar}}));
+      }
+      from = to + 1;
+    }
+  }
+  return c;
+}
+
 TEST(Plan, OfNothing) {
   for (const TileShape& shape : kShapes) {
     check({"nothing", 300, 70, {}}, shape);
@@ -463,6 +513,8 @@ TEST(Plan, OfNamedPatterns) {
     std::vector<int64_t> lengths(pick(random, 1, 12));
     std::generate(lengths.begin(), lengths.end(), [&] { return pick(random, 1, 100); });
     check(documents(lengths, n % 2 == 0), shape);
+    check(bigbird(random, 12 * 24, 24, 2), shape);
+    check(vertical_slash(random, rows + 20, 5, 3, 10), shape);
     const int64_t rate = pick(random, 1, 9);
     check(longnet(rows, rate * pick(random, 1, 30), rate, pick(random, 0, rate - 1)), shape);
     if (HasFailure()) {
@@ -478,6 +530,184 @@ TEST(Plan, OfRandomParts) {
     c.name += " " + std::to_string(n);
     check(c, kShapes[n % 4]);
   }
+}
+
+std::shared_ptr<const RegularPattern> regular(const std::string& text) { return as_regular(parse_pattern(text)); }
+
+TEST(Plan, OfTexts) {
+  int n = 0;
+  for (const std::string text : {"full(333)",
+                                 "full((7,270))",
+                                 "causal(329)",
+                                 "causal((5,170))",
+                                 "causal((170,40))",
+                                 "causal((140,270),offset=3)",
+                                 "sliding_window(300,7,3)",
+                                 "sliding_window((140,290),None,0)",
+                                 "dilated(270,30,4)",
+                                 "dilated((133,265),20,5,causal=True)",
+                                 "strided(300,8)",
+                                 "strided((130,297),7)",
+                                 "strided(264,16,offset=-5)",
+                                 "fixed(300,8,2)",
+                                 "fixed((130,271),10,3)",
+                                 "longformer(330,6,(0,1,77))",
+                                 "longformer((140,290),5,(0,160,289))",
+                                 "bigbird(328,16,1,1,2)",
+                                 "bigbird((150,300),16,0,2,1)",
+                                 "block_local(300,16)",
+                                 "block_local((140,275),8,2)",
+                                 "swin(16,20,4)",
+                                 "swin(16,20,4,2)",
+                                 "swin(16,22,(3,4),(1,3))",
+                                 "axial(17,19)",
+                                 "neighborhood((340,),7)",
+                                 "neighborhood((331,),5,3)",
+                                 "neighborhood((19,22),5)",
+                                 "neighborhood((21,18),(3,5),(3,2),(False,True))",
+                                 "neighborhood((5,8,9),3)",
+                                 "neighborhood((6,8,7),(3,3,3),2)",
+                                 "sliding_tile((18,22),4,3)",
+                                 "sliding_tile((337,),8,3)",
+                                 "sliding_tile((6,7,9),2,(1,3,1))",
+                                 "longnet(296,(8,32),(1,4))",
+                                 "longnet((160,296),(16,48),(2,3),head=5)",
+                                 "document((5,1,140,20,133))",
+                                 "document((133,134),causal=True)",
+                                 "prefix_lm(270,120)",
+                                 "sinks(300,4,16)",
+                                 "sinks((120,290),2,9)",
+                                 "vertical_slash(280,(0,3,150),(0,1,117))",
+                                 "band(260,-16,3,5)",
+                                 "sliding_window(290,9,2) | strided(290,6)",
+                                 "sliding_window(290,9,2) & strided(290,6)",
+                                 "(sliding_window(290,30,2) | strided(290,6)) & document((140,150))",
+                                 "strided(290,6) & longformer(290,3,(0,50))"}) {
+    const auto pattern = regular(text);
+    ASSERT_NE(pattern, nullptr) << text;
+    for (const TileShape& shape : {kShapes[n % 4], kShapes[(n + 1) % 4]}) {
+      const std::string name = text + " in " + std::to_string(shape.rows) + "x" + std::to_string(shape.cols);
+      std::vector<std::uint8_t> mask(pattern->rows() * pattern->cols()), turned(mask.size());
+      pattern->mask(mask);
+      pattern->transpose()->mask(turned);
+      const auto made = plan(*pattern, shape);
+      EXPECT_EQ(made, plan(*regular(text), shape)) << "remembered";
+      Checker(mask, *made, name).check();
+      Checker(turned, *transposed_plan(*pattern, shape), name + " transposed").check();
+    }
+    ++n;
+  }
+}
+
+/// Prints what a plan came to; times are not asserted, machines differ.
+void report(const Case& c, const TileShape& shape, bool turned = false) {
+  const std::vector<PartGroup> groups = turned ? transposed(c.groups) : c.groups;
+  double best = 1e9;
+  Plan plan;
+  for (int n = 0; n < 3; ++n) {
+    const std::clock_t begin = std::clock();
+    plan = plan_parts(turned ? c.cols : c.rows, turned ? c.rows : c.cols, groups, shape);
+    best = std::min(best, static_cast<double>(std::clock() - begin) * 1e3 / CLOCKS_PER_SEC);
+  }
+  double elements = 0;
+  for (const PartGroup& group : groups) {
+    for (const Part& part : group.parts) {
+      double product = 1;
+      for (int k = 0; k < group.view.axes; ++k) {
+        const AxisRange& a = part[k];
+        double sum = 0;
+        for (int64_t r = a.row_begin; r < a.row_end; ++r) {
+          sum += static_cast<double>(std::min(a.col_end - 1, r + a.high) - std::max(a.col_begin, r + a.low) + 1);
+        }
+        product *= sum;
+      }
+      elements += product;
+    }
+  }
+  std::printf("%s%s %ldx%ld in %dx%d: %.2f ms, %zu KB, %zu masks, %zu bits, ideal %.0f pairs\n", c.name.c_str(),
+              turned ? ".T" : "", static_cast<long>(plan.rows), static_cast<long>(plan.cols), shape.rows, shape.cols,
+              best, plan.bytes() / 1024, plan.masks.size(), plan.bits.size() * 32 / shape.rows / shape.cols,
+              elements / shape.rows / shape.cols);
+  for (const Component& k : plan.components) {
+    const auto text = [](const Order& o) {
+      std::string made;
+      for (int n = 0; n < kTileAxes; ++n) {
+        made += o.extent[n] == 1 ? "" : " " + std::to_string(o.extent[n]) + "*" + std::to_string(o.stride[n]);
+      }
+      return made;
+    };
+    std::int64_t full = 0;
+    for (const Run& run : k.runs) {
+      full += run.mask < 0 ? run.count : 0;
+    }
+    std::printf("   rows%s | cols%s | %zu row tiles, %zu col tiles, %zu runs, %ld pairs (%ld whole)%s\n",
+                text(k.row_order).c_str(), text(k.col_order).c_str(), k.row_tiles.size(), k.col_tiles.size(),
+                k.runs.size(), static_cast<long>(k.pairs), static_cast<long>(full), k.covers_rows ? ", covers" : "");
+  }
+}
+
+TEST(Plan, OfLongTexts) {
+  for (const std::string text : {"full(16384)",
+                                 "causal(16384)",
+                                 "sliding_window(16384,512,512)",
+                                 "sliding_window(16384,60,60)",
+                                 "block_local(16384,1024)",
+                                 "longformer(16384,512,(0,1,2,3,4,5,6,7))",
+                                 "dilated(16384,128,4)",
+                                 "strided(16384,128)",
+                                 "strided(16384,8)",
+                                 "neighborhood((128,128),13)",
+                                 "neighborhood((128,128),7,4)",
+                                 "neighborhood((16,32,32),(5,7,7))",
+                                 "neighborhood((16,32,32),(3,5,5),2)",
+                                 "sliding_tile((16,32,32),(4,8,8),3)",
+                                 "sliding_tile((48,80,80),(6,8,8),3)",
+                                 "swin(128,128,8,4)",
+                                 "swin(56,56,7,3)",
+                                 "axial(128,128)",
+                                 "fixed(16384,128,8)",
+                                 "bigbird(16384,64,1,2,3)",
+                                 "longnet(16384,(2048,4096,8192),(1,2,4))",
+                                 "prefix_lm(16384,1000)",
+                                 "sinks(16384,4,1024)",
+                                 "sinks((1,65536),4,4096)",
+                                 "sinks((16,65536),4,4096)",
+                                 "vertical_slash(16384,(0,1,2,3,500,900,1777,4000),(0,1,2,3,64,1000))",
+                                 "strided(1048576,1024)",
+                                 "sliding_window(1048576,512,512)",
+                                 "neighborhood((1024,1024),13)",
+                                 "dilated(1048576,512,4)",
+                                 "sinks(1048576,4,4096)"}) {
+    const auto pattern = regular(text);
+    Case c{text, pattern->rows(), pattern->cols(), pattern->groups()};
+    std::size_t parts = 0;
+    for (const PartGroup& group : c.groups) {
+      parts += group.parts.size();
+    }
+    c.name += " (" + std::to_string(c.groups.size()) + " groups, " + std::to_string(parts) + " parts)";
+    report(c, kShapes[0]);
+    report(c, kShapes[1], true);
+  }
+}
+
+TEST(Plan, OfLongPatterns) {
+  Random random(3);
+  for (const int64_t n : {int64_t{1} << 14, int64_t{1} << 20}) {
+    const int64_t side = n == 1 << 14 ? 128 : 1024, stride = side;
+    std::vector<int64_t> lengths;
+    for (int64_t left = n; left > 0; left -= lengths.back()) {
+      lengths.push_back(std::min(left, pick(random, 200, 2000)));
+    }
+    for (const Case& c : {window(n, n, -kFar, 0), window(n, n, -512, 512), window(n - 1000, n, -1023, 0),
+                          dilated(n, n, -128, 128, 4), dilated(n - 77, n - 5, -512, 512, 6), strided(n, n, stride),
+                          strided(n - 3, n, stride - 1), fixed(n, stride, 8), block_local(n, n, 1000, 1),
+                          documents(lengths, true), neighborhood(side, side, 13), longnet(n, 2048, 4, 1)}) {
+      report(c, kShapes[0]);
+      report(c, kShapes[1], true);
+    }
+  }
+  report(bigbird(random, 1 << 14, 64, 3), kShapes[0]);
+  report(vertical_slash(random, 1 << 14, 50, 5, 128), kShapes[0]);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
-"""fw.attention and SPLAT's operators: any pattern, size, head count, dtype and stride against float64, and torch's features."""
+"""fw.attention and SPLAT's operators against float64: any pattern, size, heads, dtype and strides; torch's features."""
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def inputs(device, dtype, pattern, batch=2, heads=(4, 2), dims=(16, 24)):
     return [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
 
 
-def compare(got, want, dtype, what, factor=1.0):
+def compare(got, want, dtype, what, factor=1.0, floor=1e-3):
     """Like assert_close, but rows without keys have lse −inf."""
     got, want = got.detach().double().cpu(), want.detach()
     assert got.shape == want.shape, what
@@ -52,7 +53,7 @@ def compare(got, want, dtype, what, factor=1.0):
     assert torch.equal(got[empty], want[empty]), what
     rest = want[~empty]
     if rest.numel():
-        error = (got[~empty] - rest).abs().max().item() / max(rest.abs().max().item(), 1e-3)
+        error = (got[~empty] - rest).abs().max().item() / max(rest.abs().max().item(), floor)
         tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
         assert error <= factor * tolerance, f"{what}: error {error:.2e}"  # false for NaN too
 
@@ -78,7 +79,12 @@ def check(pattern, qkv, bias=None, **options):
     gradients = torch.autograd.grad(o, tensors, weight)
     for n, (x, y) in enumerate(zip(gradients, torch.autograd.grad(want, exact, weight.double().cpu()), strict=True)):
         assert x.dtype == tensors[n].dtype
-        compare(x, y, dtype, f"gradient {n}", 2)
+        # Where a query has one key, or a bias is the same for all of them, the terms of a gradient cancel, and what is
+        # left is their rounding.
+        floor = (
+            (1.0 if n < 3 else max(1.0, (o[..., 0].numel() * mask.shape[-1] / x.numel()) ** 0.5)) if x.numel() else 1
+        )
+        compare(x, y, torch.float32 if dtype == torch.float64 != x.dtype else dtype, f"gradient {n}", 2, floor)
 
 
 # Random patterns
@@ -86,23 +92,35 @@ def check(pattern, qkv, bias=None, **options):
 
 @st.composite
 def regular(draw, rows, cols):
-    """A union or intersection of a few bands, windows and strides."""
-    seq = f"({rows},{cols})"
-    number = functools.partial(lambda low, high: draw(st.integers(low, high)))
-    terms = []
-    for _ in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from(["band", "sliding_window", "dilated", "strided", "causal", "document"]))
+    """A union or intersection of a few bands, windows, strides and others, some of them turned."""
+
+    def number(low, high):
+        return draw(st.integers(low, high))
+
+    def term(seq, cols):
+        kind = draw(st.sampled_from(["band", "window", "dilated", "strided", "fixed", "local", "sinks", "longformer"]))
         if kind == "band":
-            terms.append(f"band({seq},{number(-40, 20)},{number(1, 7)},{number(0, 9)})")
-        elif kind == "sliding_window":
-            terms.append(f"sliding_window({seq},{number(0, 20)},{number(0, 20)})")
-        elif kind == "dilated":
-            terms.append(f"dilated({seq},{number(0, 5)},{number(1, 6)})")
-        elif kind == "strided":
-            terms.append(f"strided({seq},{number(1, 9)})")
-        else:
-            terms.append(f"causal({seq})")
-    return parse(draw(st.sampled_from([" | ", " & "])).join(terms))
+            return f"band({seq},{number(-40, 20)},{number(1, 7)},{number(0, 9)})"
+        if kind == "window":
+            return f"sliding_window({seq},{number(0, 20)},{number(0, 20)})"
+        if kind == "dilated":
+            return f"dilated({seq},{number(0, 5)},{number(1, 6)})"
+        if kind == "strided":
+            return f"strided({seq},{number(1, 9)})"
+        if kind == "fixed":
+            return f"fixed({seq},{number(3, 9)},{number(0, 3)})"
+        if kind == "local":
+            return f"block_local({seq},{number(1, 20)},{number(0, 2)})"
+        if kind == "sinks":
+            return f"sinks({seq},{number(0, 3)},{number(0, 9)})"
+        return f"longformer({seq},{number(0, 5)},({number(0, cols - 1)},))"
+
+    terms = []
+    for _ in range(number(1, 3)):
+        turned = draw(st.booleans())
+        pattern = parse(term(f"({cols},{rows})", rows) if turned else term(f"({rows},{cols})", cols))
+        terms.append(pattern.T if turned else pattern)
+    return functools.reduce(operator.or_ if draw(st.booleans()) else operator.and_, terms)
 
 
 def strided(tensor, how):
@@ -119,7 +137,7 @@ def strided(tensor, how):
 HOW = st.sampled_from(["plain", "transposed", "sliced", "turned"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_union(device, data):
     draw = data.draw
@@ -130,7 +148,10 @@ def test_any_union(device, data):
     pattern = draw(regular(rows, cols))
     dims = draw(st.integers(1, 40)), draw(st.integers(1, 40))
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    qkv = [strided(t.detach(), draw(HOW)).requires_grad_() for t in inputs(device, dtype, pattern, batch, (heads, kv_heads), dims)]
+    qkv = [
+        strided(t.detach(), draw(HOW)).requires_grad_()
+        for t in inputs(device, dtype, pattern, batch, (heads, kv_heads), dims)
+    ]
     bias = None
     if draw(st.booleans()):
         full = [batch, heads, rows, cols]
@@ -174,7 +195,7 @@ def test_all_dropped(device):
     qkv = inputs(device, torch.float32, pattern)
     o, lse = fw.attention(*qkv, pattern, dropout_p=1.0, return_lse=True)
     assert not o.any() and torch.equal(lse, fw.attention(*qkv, pattern, return_lse=True)[1])
-    assert not any(g.any() for g in torch.autograd.grad(o.sum(), qkv))
+    assert not any(g.any() for g in torch.autograd.grad(o.sum(), qkv, retain_graph=True))
     assert torch.autograd.grad(lse[..., 1:].sum(), qkv[0])[0].any()
 
 
@@ -183,7 +204,11 @@ def test_gradient_of_lse_alone(device):
     qkv = inputs(device, torch.float32, pattern)
     exact = [wide(t) for t in qkv]
     lse, want = fw.attention(*qkv, pattern, return_lse=True)[1], dense(*exact, pattern.mask())[1]
-    for x, y in zip(torch.autograd.grad(lse.square().sum(), qkv[:2]), torch.autograd.grad(want.square().sum(), exact[:2]), strict=True):
+    for x, y in zip(
+        torch.autograd.grad(lse.square().sum(), qkv[:2]),
+        torch.autograd.grad(want.square().sum(), exact[:2]),
+        strict=True,
+    ):
         compare(x, y, torch.float32, "gradient", 2)
 
 
@@ -275,7 +300,9 @@ def test_inference_mode_and_no_grad(device):
 @pytest.mark.parametrize("feature", ["plain", "bias", "own bias", "own slopes", "shared keys"])
 def test_vmap(device, feature):
     pattern = parse("strided(40, 5)")
-    many = [torch.stack([t.detach(), t.detach().flip(0), 2 * t.detach()], 1) for t in inputs(device, torch.float32, pattern)]
+    many = [
+        torch.stack([t.detach(), t.detach().flip(0), 2 * t.detach()], 1) for t in inputs(device, torch.float32, pattern)
+    ]
     dims = [1, 1, 1, None]
     extra = None
     if feature == "bias":
@@ -329,6 +356,23 @@ def test_second_derivative_is_refused(device):
         first.sum().backward()
 
 
+def test_export(device, tmp_path):
+    """A saved program has the whole text of its patterns, not a name that only this process knows."""
+    mask = torch.rand(60, 60) < 0.3
+    pattern = fw.patterns.from_mask(mask)
+    assert pattern.key != pattern.text
+    q, k, v = (t.detach() for t in inputs(device, torch.float32, pattern))
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return fw.attention(q, k, v, [pattern, parse("causal(60)")] * 2)
+
+    torch.export.save(torch.export.export(Model(), (q, k, v)), tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2")
+    assert pattern.text in loaded.graph_module.code
+    assert torch.equal(loaded.module()(q, k, v), Model()(q, k, v))
+
+
 def test_cuda_graph(device):
     if device.type != "cuda":
         pytest.skip("graphs are a GPU's")
@@ -337,6 +381,7 @@ def test_cuda_graph(device):
 
     def call():
         o = fw.attention(q, k, v, pattern)
+        fw.attention(q, k, v, pattern, dropout_p=0.5)  # draws its seed without waiting
         return o, fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, progression), progression), v, progression)
 
     call()
@@ -354,6 +399,7 @@ BAD = [
     (dict(q=(4, 16, 8)), "q: expected 4 dimensions (B, Hq, Sq, D), got (4, 16, 8)"),
     (dict(q=(2, 4, 16, 9)), "k: expected (2, Hk, Sk, 9), got (2, 2, 16, 8)"),
     (dict(q=(2, 3, 16, 8)), "k: expected a number of heads that divides the 3 of q, got (2, 2, 16, 8)"),
+    (dict(q=(2, 0, 16, 8)), "k: expected a number of heads that divides the 0 of q, got (2, 2, 16, 8)"),
     (dict(v=(2, 2, 15, 8)), "v: expected (2, 2, 16, Dv), got (2, 2, 15, 8)"),
     (dict(v=(2, 2, 16, 0)), "v: expected a last dimension of"),
     (dict(bias=(3, 16, 16)), "bias: expected a shape that broadcasts to (2, 4, 16, 16), got (3, 16, 16)"),
@@ -410,8 +456,10 @@ def test_bad_python_values(device):
             fw.attention(**(dict(q=q, k=k, v=v, pattern=pattern) | bad))
     with pytest.raises(ValueError, match="alibi: slopes"):
         fw.alibi(torch.ones(2, 2))
-    two_heads = fw.BlockLayout(torch.ones(2, 1, 1), block=9)
-    with pytest.raises(RuntimeError, match="attention: pattern: expected a regular pattern, a block layout of one head"):
+    two_heads = fw.BlockLayout(torch.ones(2, 1, 1).bool(), block=9)
+    with pytest.raises(
+        RuntimeError, match="attention: pattern: expected a regular pattern, a block layout of one head"
+    ):
         fw.attention(q, k, v, two_heads)
 
 
@@ -442,7 +490,9 @@ def test_operators(device, text, heads, how):
     index, there = indices(pattern)
     group = heads[0] // heads[1]
     for dtype in dtypes_of(device):
-        q, k, v = (strided(t.detach(), how).requires_grad_() for t in inputs(device, dtype, pattern, 2, heads, (40, 17)))
+        q, k, v = (
+            strided(t.detach(), how).requires_grad_() for t in inputs(device, dtype, pattern, 2, heads, (40, 17))
+        )
         x = torch.randn(2, heads[0], *index.shape, device=device).to(dtype).masked_fill(~there.to(device), torch.nan)
         x = strided(x, how).requires_grad_()
 
@@ -469,7 +519,9 @@ def test_operators(device, text, heads, how):
             compare(got, want, dtype, "result")
             weight = torch.randn(got.shape, device=device).to(dtype)
             gradients = torch.autograd.grad(got, tensors, weight)
-            for n, (a, b) in enumerate(zip(gradients, torch.autograd.grad(want, exact, weight.double().cpu()), strict=True)):
+            for n, (a, b) in enumerate(
+                zip(gradients, torch.autograd.grad(want, exact, weight.double().cpu()), strict=True)
+            ):
                 compare(a, b, dtype, f"gradient {n}", 2)
 
 
@@ -517,5 +569,5 @@ def test_bad_operators(device, fake):
                 continue
             with pytest.raises(RuntimeError, match=words):
                 call()
-    with pytest.raises(TypeError, match="r_softmax: pattern: expected a fretwork.Pattern, got int"):
+    with pytest.raises(TypeError, match=r"r_softmax: pattern: expected a fretwork.Pattern, got int"):
         fw.r_softmax(x, 3)

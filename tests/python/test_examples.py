@@ -14,7 +14,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MODULES = [
     "fretwork",
     "fretwork.pattern",
+    "fretwork.patterns",
     "fretwork.ops",
+    "fretwork.regular",
     "fretwork.kronecker",
     "fretwork.nn.block_sparse_linear",
     "fretwork.nn.ks_linear",
@@ -34,7 +36,7 @@ def test_everything_public_has_an_example():
     import fretwork as fw
 
     public = [getattr(fw, name) for name in fw.__all__ if not inspect.ismodule(getattr(fw, name))]
-    public += [getattr(room, name) for room in (fw.nn, fw.kronecker) for name in room.__all__]
+    public += [getattr(room, name) for room in (fw.nn, fw.kronecker, fw.patterns) for name in room.__all__]
     without = [thing.__name__ for thing in public if ">>>" not in (thing.__doc__ or "")]
     assert not without
 

@@ -39,7 +39,8 @@ def test_text_mask_and_transpose_agree(mask, r, c):
 
 @pytest.mark.parametrize("convert", [
     lambda m: m, lambda m: m.long(), lambda m: m.to(torch.uint8), lambda m: m.numpy(), lambda m: m.tolist(),
-    lambda m: m.int().tolist(), lambda m: m.mT.contiguous().mT, lambda m: m.numpy().astype(np.uint16)])  # fmt: skip
+    lambda m: m.bfloat16(), lambda m: m.int().tolist(), lambda m: m.mT.contiguous().mT,
+    lambda m: m.numpy().astype(np.uint16)])  # fmt: skip
 def test_masks_of_many_kinds(convert):
     mask = torch.rand(2, 3, 4) < 0.5
     assert fw.BlockLayout(convert(mask), 16) == fw.BlockLayout(mask, 16)
@@ -54,8 +55,9 @@ def test_a_mask_is_copied():
 
 
 @pytest.mark.parametrize("mask, block, text", [
-    (torch.ones(2, 2), 16, r"mask: expected a bool or integer dtype \(try \.bool\(\)\), got torch.float32"),
-    (np.ones((2, 2)), 16, "mask: expected a bool or integer dtype, got float64"),
+    (torch.full((2, 2), 0.5), 16, "mask: expected 0 or 1 everywhere, got 0.5"),
+    (np.full((2, 2), np.nan), 16, "mask: expected 0 or 1 everywhere, got nan"),
+    (np.ones((2, 2), dtype=complex), 16, "mask: expected a bool or integer dtype, got complex128"),
     (None, 16, "mask: expected a bool or integer dtype, got NoneType"),
     ([[1, 0], [1]], 16, "mask: expected .*, got ragged lists"),
     ([1, 0], 16, r"mask: expected \(heads, rows, cols\) or \(rows, cols\), got \(2,\)"),

@@ -59,9 +59,9 @@ struct Row {
   double peak = 0;  ///< the dense stand-in's rate
 };
 
-class Report {
+class BlockReport {
  public:
-  explicit Report(Run& run) : run_(run) {}
+  explicit BlockReport(Run& run) : run_(run) {}
 
   void header() {
     fmt::print("{}, {}, median of {} rounds\n", run_.machine(), name_of(run_.dtype()), run_.rounds());
@@ -103,7 +103,7 @@ void bench(const BenchOptions& options) {
   const std::vector<BenchCase> cases = all_cases(options);
   Run run(options.run);
   const Stopwatch clock(run.device(), run.executor(), run.rounds());
-  Report report(run);
+  BlockReport report(run);
   report.header();
   Progress progress(static_cast<int>(cases.size()));
   std::optional<BenchCase> dense;

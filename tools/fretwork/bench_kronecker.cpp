@@ -66,9 +66,10 @@ std::vector<KroneckerCase> all_cases(const KroneckerOptions& options, const Patt
   return cases;
 }
 
-class Report {
+class KroneckerReport {
  public:
-  Report(Run& run, const KroneckerOptions& options, const Rates& rates) : run_(run), options_(options), rates_(rates) {}
+  KroneckerReport(Run& run, const KroneckerOptions& options, const Rates& rates)
+      : run_(run), options_(options), rates_(rates) {}
 
   void header(std::int64_t batch) {
     fmt::print("{}, {}{}, batch {} ({}), median of {} rounds\n", run_.machine(), name_of(run_.dtype()),
@@ -165,7 +166,7 @@ void bench(const KroneckerOptions& options) {
   Progress progress(static_cast<int>(cases.size()));
   progress.show("copy and dense product");
   const Rates rates = measure_rates(run.dtype(), clock);
-  Report report(run, options, rates);
+  KroneckerReport report(run, options, rates);
   progress.hide();
   report.header(cases.front().batch);
   for (const KroneckerCase& one : cases) {

@@ -83,9 +83,9 @@ class Gain {
   std::string where_;
 };
 
-class Report {
+class TuneReport {
  public:
-  Report(Run& run, const TuneOptions& options) : run_(run), options_(options) {}
+  TuneReport(Run& run, const TuneOptions& options) : run_(run), options_(options) {}
 
   void header(std::int64_t batch, int rounds) {
     fmt::print("{}, {}{}, batch {} ({}), median of {} rounds\n", run_.machine(), name_of(run_.dtype()),
@@ -173,7 +173,7 @@ class Suite {
       table.emplace(file, device, kOp);
     }
     const std::atomic<bool>& stopped = stopped_by_user();
-    Report report(run_, options_);
+    TuneReport report(run_, options_);
     report.header(cases_.front().batch, race_.rounds);
     Progress progress(static_cast<int>(cases_.size()));
     int done = 0;

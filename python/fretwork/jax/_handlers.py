@@ -7,9 +7,11 @@ import jax
 from fretwork._library import library_path
 from fretwork._shapes import Operand, fail
 
-_OPS = ("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_chain", "ksmm_backward_weight")
-_OPS += ("attention", "attention_backward")
-_OPS += ("r_sddmm", "r_spmm", "r_spmm_transposed", "r_softmax", "r_softmax_backward")
+_OPS = (
+    *("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_chain", "ksmm_backward_weight"),
+    *("attention", "attention_backward"),
+    *("r_sddmm", "r_spmm", "r_spmm_transposed", "r_softmax", "r_softmax_backward"),
+)
 
 
 def _register() -> None:

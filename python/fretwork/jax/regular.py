@@ -170,7 +170,7 @@ def _checked_attention(
 ) -> Sequence[jax.Array]:
     known = [operand(name, extras[name]) for name in ("bias", "slopes") if name in extras]
     operands = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
-    _shapes.check_attention(*operands, patterns, known, softcap, dropout_p)
+    _shapes.check_attention(operands, patterns, known, softcap, dropout_p)
     ordered = {name: extras[name] for name in ("bias", "slopes", "dropout") if name in extras}
     if "bias" in ordered:
         bias = ordered["bias"]
@@ -242,8 +242,8 @@ def _sequence(op: str, patterns: object) -> tuple[Pattern, ...]:
     return tuple(patterns)
 
 
-# SPLAT's operators. x[i, t] = a[i] · b[column] ties three arrays; each product gives one from the other two, so that the
-# gradients of each are the other two.
+# SPLAT's operators. x[i, t] = a[i] · b[column] ties three arrays; each product gives one from the other two, so that
+# the gradients of each are the other two.
 
 
 class _Product(NamedTuple):
@@ -284,15 +284,11 @@ def _product(p: _Product, a: jax.Array, b: jax.Array) -> jax.Array:
     return _folded(call)(a, b)
 
 
-def _product_forward(
-    p: _Product, a: jax.Array, b: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _product_forward(p: _Product, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _product(p, a, b), (a, b)
 
 
-def _product_backward(
-    p: _Product, operands: tuple[jax.Array, jax.Array], d: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _product_backward(p: _Product, operands: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
     a, b = operands
     sddmm, spmm = _Product("r_sddmm", p.pattern), _Product("r_spmm", p.pattern)
     transposed = _Product("r_spmm_transposed", p.pattern, b.shape[1])

@@ -1,7 +1,9 @@
-// Which tiles a pattern's parts are cut into: the extents that need the fewest tile pairs.
+// Which tiles a pattern's parts are cut into: the orders and cuts that need the fewest tile pairs.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <numeric>
 
 #include "ops/attention/tiling.h"
@@ -12,26 +14,42 @@ namespace {
 
 using Extents = std::array<int, kMaxAxes>;
 
-/// Tile pairs on one axis: for each row interval, the column intervals that the part meets. Long axes are sampled.
-double pairs(const AxisRange& part, std::int64_t row_origin, int row_extent, std::int64_t col_origin, int col_extent) {
-  constexpr std::int64_t kSamples = 24;
-  const std::int64_t first = (part.row_begin - row_origin) / row_extent;
-  const std::int64_t last = (part.row_end - 1 - row_origin) / row_extent;
-  const std::int64_t count = last - first + 1, samples = std::min(count, kSamples);
-  std::int64_t sum = 0;
-  for (std::int64_t n = 0; n < samples; ++n) {
-    const std::int64_t i = first + (samples < 2 ? 0 : n * (count - 1) / (samples - 1));
-    const std::int64_t from = std::max(part.row_begin, row_origin + i * row_extent);
-    const std::int64_t to = std::min(part.row_end, row_origin + (i + 1) * row_extent) - 1;
-    const std::int64_t begin = std::max(part.col_begin, from + part.low) - col_origin;
-    const std::int64_t end = std::min(part.col_end - 1, to + part.high) - col_origin;
-    sum += begin > end ? 0 : end / col_extent - begin / col_extent + 1;
+// A component of its own costs another pass over its rows and a merge: it must be worth that.
+constexpr double kWorthSplitting = 1.25;
+// Tiles that end where parts end need fewer different masks, which matters where there are many parts.
+constexpr double kTidy = 0.95;
+constexpr std::size_t kManyParts = 16;
+// An axis with more different ranges than this is not looked at as a whole.
+constexpr std::size_t kMostRanges = 8;
+// Column tiles of their own for each row interval are worth their memory only where there are few.
+constexpr double kMostOwnTiles = 40;
+
+std::int64_t rows_of(const AxisRange& a) { return a.row_end - a.row_begin; }
+std::int64_t cols_of(const AxisRange& a) { return a.col_end - a.col_begin; }
+std::int64_t width_of(const AxisRange& a) { return std::min(cols_of(a), a.high - a.low + 1); }
+std::int64_t up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// At least as many as a part's elements, and of that order.
+double size_of(const Part& part, int axes) {
+  double product = 1;
+  for (int k = 0; k < axes; ++k) {
+    product *= static_cast<double>(rows_of(part[k])) * static_cast<double>(width_of(part[k]));
   }
-  return static_cast<double>(sum) * static_cast<double>(count) / static_cast<double>(samples);
+  return product;
+}
+
+/// The columns that rows [first, last] of a part reach; empty if begin ≥ end.
+struct Reached {
+  std::int64_t begin, end;
+};
+Reached reached(const AxisRange& part, std::int64_t first, std::int64_t last) {
+  first = std::max(first, part.row_begin);
+  last = std::min(last, part.row_end - 1);
+  return {std::max(part.col_begin, first + part.low), std::min(part.col_end, last + part.high + 1)};
 }
 
 /// What an axis spans, all parts together.
-AxisRange hull(std::span<const Part> parts, std::size_t axis) {
+AxisRange hull(std::span<const Part> parts, int axis) {
   AxisRange all = parts[0][axis];
   for (const Part& part : parts) {
     all.row_begin = std::min(all.row_begin, part[axis].row_begin);
@@ -42,156 +60,633 @@ AxisRange hull(std::span<const Part> parts, std::size_t axis) {
   return all;
 }
 
-/// Extents worth trying on axes of these lengths: at most three longer than one, no more places than a tile's side.
-void list_extents(std::span<const std::vector<int>> choices, int side, Extents now, std::size_t axis, int longer,
-                  std::vector<Extents>& out) {
-  if (axis == choices.size()) {
-    out.push_back(now);
-    return;
+/// Tile pairs on one axis: in a grid of columns, and where each row interval has columns of its own.
+struct AxisPairs {
+  double grid, own;
+};
+
+/// Those that some of these parts meet, from a sample of the rows.
+AxisPairs axis_pairs(std::span<const AxisRange> parts, std::int64_t row_origin, std::int64_t col_origin, int row_extent,
+                     int col_extent) {
+  constexpr std::int64_t kSamples = 13;
+  std::int64_t row_begin = parts[0].row_begin, row_end = parts[0].row_end;
+  for (const AxisRange& part : parts) {
+    row_begin = std::min(row_begin, part.row_begin);
+    row_end = std::max(row_end, part.row_end);
   }
-  for (const int extent : choices[axis]) {
-    if (extent <= side && (extent == 1 || longer < kTileAxes)) {
-      now[axis] = extent;
-      list_extents(choices, side / extent, now, axis + 1, longer + (extent > 1 ? 1 : 0), out);
+  const std::int64_t first = (row_begin - row_origin) / row_extent;
+  const std::int64_t count = (row_end - 1 - row_origin) / row_extent - first + 1;
+  const std::int64_t samples = std::min(count, kSamples);
+  std::int64_t grid = 0, own = 0;
+  std::vector<Reached> met;
+  for (std::int64_t n = 0; n < samples; ++n) {
+    const std::int64_t from = row_origin + (first + (2 * n + 1) * count / (2 * samples)) * row_extent;
+    met.clear();
+    for (const AxisRange& part : parts) {
+      if (const Reached cols = reached(part, from, from + row_extent - 1); cols.begin < cols.end) {
+        met.push_back({cols.begin - col_origin, cols.end - col_origin});
+      }
+    }
+    std::sort(met.begin(), met.end(), [](const Reached& x, const Reached& y) { return x.begin < y.begin; });
+    std::int64_t grid_done = 0, own_done = 0;
+    for (const Reached& now : met) {
+      const std::int64_t last = (now.end - 1) / col_extent + 1;
+      grid += std::max<std::int64_t>(0, last - std::max(grid_done, now.begin / col_extent));
+      grid_done = std::max(grid_done, last);
+      const std::int64_t tiles = up(std::max<std::int64_t>(0, now.end - std::max(own_done, now.begin)), col_extent);
+      own += tiles;
+      own_done = std::max(own_done, std::max(own_done, now.begin) + tiles * col_extent);
     }
   }
+  const double scale = static_cast<double>(count) / static_cast<double>(samples);
+  return {static_cast<double>(grid) * scale, static_cast<double>(own) * scale};
 }
 
+/// One part, with cuts that begin where the hull does or where the part does.
+AxisPairs axis_pairs(const AxisRange& part, const AxisRange& all, int row_extent, int col_extent) {
+  const AxisPairs a = axis_pairs({&part, 1}, all.row_begin, all.col_begin, row_extent, col_extent);
+  const AxisPairs b = axis_pairs({&part, 1}, part.row_begin, part.col_begin, row_extent, col_extent);
+  return {std::min(a.grid, b.grid), std::min(a.own, b.own)};
+}
+
+struct Choice {
+  Extents row{}, col{};
+  std::array<bool, kMaxAxes> own{};  ///< row intervals have column intervals of their own
+  double cost = std::numeric_limits<double>::max();
+};
+
+/// Chooses extents for parts that share their tiles.
 class Chooser {
  public:
-  Chooser(const View& view, std::span<const Part> parts, const TileShape& shape)
-      : axes_(static_cast<std::size_t>(view.axes)), shape_(shape), parts_(parts) {
-    for (std::size_t k = 0; k < axes_; ++k) {
+  Chooser(int axes, const TileShape& shape, std::span<const Part> parts) : axes_(axes), shape_(shape) {
+    for (int k = 0; k < axes_; ++k) {
       hulls_[k] = hull(parts, k);
     }
-    for (std::size_t p = 0; p < parts.size(); p += std::max<std::size_t>(1, parts.size() / 16)) {
-      sample_.push_back(p);
-    }
+    sample(parts);
+    find_ranges(parts);
+    seen_.resize((sample_.size() + 1) * static_cast<std::size_t>(axes_));
   }
 
-  void choose(Extents& row, Extents& col) const {
-    std::vector<Extents> rows = list(true), cols = list(false);
-    double best = std::numeric_limits<double>::max();
-    for (const Extents& start : rows) {
-      Extents other = start;
-      for (std::size_t k = 0; k < axes_; ++k) {
-        other[k] = static_cast<int>(std::min<std::int64_t>(start[k], hulls_[k].col_end - hulls_[k].col_begin));
+  Choice choose() {
+    const std::size_t most = axes_ > 3 ? 3 : 1;  // where there are many axes the search may end in a poor place
+    const std::vector<Extents> rows = list(true, nullptr);
+    std::vector<Choice> starts;
+    for (const Extents& row : rows) {
+      Extents col = row;
+      for (int k = 0; k < axes_; ++k) {
+        col[k] = static_cast<int>(std::min<std::int64_t>(row[k], cols_of(hulls_[k])));
       }
-      if (places(other) <= shape_.cols) {
-        improve(start, other, best, row, col);
+      while (places(col) > shape_.cols) {
+        int& longest = *std::max_element(col.begin(), col.end());
+        longest = (longest + 1) / 2;
       }
+      starts.push_back(rate(row, col));
     }
-    improve_side(cols, false, best, row, col);
-    improve_side(rows, true, best, row, col);
-    improve_side(cols, false, best, row, col);
-  }
-
- private:
-  std::vector<Extents> list(bool row) const {
-    const int side = row ? shape_.rows : shape_.cols;
-    std::vector<std::vector<int>> choices(axes_);
-    for (std::size_t k = 0; k < axes_; ++k) {
-      const std::int64_t length =
-          row ? hulls_[k].row_end - hulls_[k].row_begin : hulls_[k].col_end - hulls_[k].col_begin;
-      for (int e = 1; e <= side && e < length; e *= 2) {
-        choices[k].push_back(e);
+    std::stable_sort(starts.begin(), starts.end(), [](const Choice& a, const Choice& b) { return a.cost < b.cost; });
+    Choice best;
+    for (std::size_t n = 0; n < std::min(most, starts.size()); ++n) {
+      Choice now = starts[n];
+      for (double before = 2 * now.cost; now.cost < before * 0.98;) {
+        before = now.cost;
+        for (const Extents& col : list(false, &now.row)) {
+          improve(now.row, col, now);
+        }
+        for (const Extents& row : rows) {
+          improve(row, now.col, now);
+        }
       }
-      choices[k].push_back(static_cast<int>(std::min<std::int64_t>(length, side)));
-      std::sort(choices[k].begin(), choices[k].end());
-      choices[k].erase(std::unique(choices[k].begin(), choices[k].end()), choices[k].end());
+      best = now.cost < best.cost * 0.999 ? now : best;
     }
-    std::vector<Extents> found;
-    list_extents(choices, side, Extents{1, 1, 1, 1, 1, 1}, 0, 0, found);
-    return found;
-  }
-
-  static int places(const Extents& extent) {
-    return std::accumulate(extent.begin(), extent.end(), 1, std::multiplies<>());
+    return best;
   }
 
   /// Tile pairs, and as much for each row tile; column tiles with places to spare are never whole.
-  double cost(const Extents& row, const Extents& col) const {
-    double sum = 0;
-    for (const std::size_t p : sample_) {
-      double product = 1;
-      for (std::size_t k = 0; k < axes_; ++k) {
-        product *= pairs(parts_[p][k], hulls_[k].row_begin, row[k], hulls_[k].col_begin, col[k]);
+  Choice rate(const Extents& row, const Extents& col) {
+    Choice made{row, col, {}, 0};
+    std::array<double, kMaxAxes> grid{}, own{};
+    std::array<std::array<AxisPairs, kMaxAxes>, kLargest + kOthers> found;
+    for (std::size_t p = 0; p < sample_.size(); ++p) {
+      for (int k = 0; k < axes_; ++k) {
+        found[p][k] = pairs(p, k, row[k], col[k]);
+        grid[k] += weight_[p] * found[p][k].grid;
+        own[k] += weight_[p] * found[p][k].own;
+      }
+    }
+    double tiles = 1, sum = 0;
+    for (int k = 0; k < axes_; ++k) {
+      const double intervals = static_cast<double>(up(rows_of(hulls_[k]), row[k]));
+      made.own[k] = own[k] < 0.95 * grid[k] && own[k] <= kMostOwnTiles * intervals;
+      tiles *= intervals;
+    }
+    for (std::size_t p = 0; p < sample_.size(); ++p) {
+      double product = weight_[p];
+      for (int k = 0; k < axes_; ++k) {
+        product *= made.own[k] ? found[p][k].own : found[p][k].grid;
       }
       sum += product;
     }
-    sum *= static_cast<double>(parts_.size()) / static_cast<double>(sample_.size());
-    double tiles = 1;
-    for (std::size_t k = 0; k < axes_; ++k) {
-      tiles *= std::ceil(static_cast<double>(hulls_[k].row_end - hulls_[k].row_begin) / row[k]);
+    if (product_) {  // two bounds: parts that share tiles are counted twice by one, what is in no part by the other
+      double product = 1;
+      for (int k = 0; k < axes_; ++k) {
+        const AxisPairs now = pairs(sample_.size(), k, row[k], col[k]);
+        product *= made.own[k] ? now.own : now.grid;
+      }
+      sum = std::min(sum, product);
     }
-    return sum * (places(col) < shape_.cols ? 1.02 : 1) + tiles;
+    made.cost = sum * (places(col) < shape_.cols ? 1.03 : 1) + tiles;
+    for (int k = 0; k + 1 < axes_; ++k) {  // of equals the one whose places follow each other most
+      made.cost *= 1 + 0.0005 * (std::log2(row[k]) + std::log2(col[k]));
+    }
+    return made;
   }
 
-  void improve(const Extents& row, const Extents& col, double& best, Extents& best_row, Extents& best_col) const {
-    if (const double now = cost(row, col); now < best * 0.999) {
+ private:
+  static int places(const Extents& extent) {
+    int product = 1;
+    for (const int e : extent) {
+      product *= std::max(1, e);
+    }
+    return product;
+  }
+
+  /// The largest parts, and some of the others in their stead.
+  void sample(std::span<const Part> parts) {
+    std::vector<std::pair<double, std::size_t>> sizes(parts.size());
+    for (std::size_t p = 0; p < parts.size(); ++p) {
+      sizes[p] = {-size_of(parts[p], axes_), p};
+    }
+    const std::size_t largest = std::min(parts.size(), kLargest);
+    std::partial_sort(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(largest), sizes.end());
+    const std::size_t others = std::min(parts.size() - largest, kOthers);
+    for (std::size_t n = 0; n < largest + others; ++n) {
+      const std::size_t at = n < largest ? n : largest + (n - largest) * (parts.size() - largest) / others;
+      sample_.push_back(parts[sizes[at].second]);
+      weight_.push_back(n < largest ? 1 : static_cast<double>(parts.size() - largest) / static_cast<double>(others));
+    }
+  }
+
+  /// Lengths worth trying on an axis: powers of two, the whole axis, and where rows are known, what they reach in
+  /// equal pieces.
+  std::vector<int> lengths(int axis, bool row, const Extents* rows) const {
+    const std::int64_t whole = row ? rows_of(hulls_[axis]) : cols_of(hulls_[axis]);
+    const int side = row ? shape_.rows : shape_.cols;
+    std::vector<int> found;
+    const auto add = [&](std::int64_t length) {
+      if (length >= 1 && length <= side && length <= whole) {
+        found.push_back(static_cast<int>(length));
+      }
+    };
+    for (int e = 1; e <= side; e *= 2) {
+      add(e);
+    }
+    add(whole);
+    if (axes_ <= 3) {
+      add(up(whole, 2));
+      add(up(whole, 3));
+    }
+    const std::int64_t width = width_of(sample_[0][axis]);
+    for (int pieces = 1; pieces <= (axes_ <= 3 ? 6 : 3) && rows != nullptr && width > 1; ++pieces) {
+      add(up((*rows)[axis] + width - 1, pieces));
+    }
+    std::sort(found.begin(), found.end());
+    found.erase(std::unique(found.begin(), found.end()), found.end());
+    return found;
+  }
+
+  std::vector<Extents> list(bool row, const Extents* rows) const {
+    std::vector<std::vector<int>> choices;
+    for (int k = 0; k < axes_; ++k) {
+      choices.push_back(lengths(k, row, rows));
+    }
+    std::vector<Extents> found;
+    extend(choices, row ? shape_.rows : shape_.cols, {}, 0, 0, found);
+    return found;
+  }
+
+  /// At most three axes longer than one, no more places than a tile's side, and none that could be longer for nothing.
+  void extend(std::span<const std::vector<int>> choices, int left, Extents now, int axis, int longer,
+              std::vector<Extents>& out) const {
+    if (axis == axes_) {
+      bool small = false;
+      for (int k = 0; k < axes_; ++k) {
+        const auto next = std::upper_bound(choices[k].begin(), choices[k].end(), now[k]);
+        small = small || (next != choices[k].end() && *next <= left * now[k] && (now[k] > 1 || longer < kTileAxes));
+      }
+      if (!small) {
+        out.push_back(now);
+      }
+      return;
+    }
+    for (const int extent : choices[axis]) {
+      if (extent <= left && (extent == 1 || longer < kTileAxes)) {
+        now[axis] = extent;
+        extend(choices, left / extent, now, axis + 1, longer + (extent > 1 ? 1 : 0), out);
+      }
+    }
+  }
+
+  /// The different ranges of each axis: a grid's parts are products of a few of them.
+  void find_ranges(std::span<const Part> parts) {
+    for (int k = 0; k < axes_ && product_; ++k) {
+      for (const Part& part : parts) {
+        if (std::find(ranges_[k].begin(), ranges_[k].end(), part[k]) == ranges_[k].end()) {
+          ranges_[k].push_back(part[k]);
+          if (ranges_[k].size() > kMostRanges) {
+            product_ = false;
+            return;
+          }
+        }
+      }
+    }
+  }
+
+  /// Of a part of the sample, or (part = how many there are) of all ranges together.
+  const AxisPairs& pairs(std::size_t part, int axis, int row, int col) {
+    const auto number = [](std::vector<int>& known, int extent) {
+      const auto at = std::find(known.begin(), known.end(), extent);
+      if (at == known.end()) {
+        known.push_back(extent);
+        return known.size() - 1;
+      }
+      return static_cast<std::size_t>(at - known.begin());
+    };
+    const std::size_t i = number(known_rows_[axis], row), j = number(known_cols_[axis], col);
+    auto& seen = seen_[part * static_cast<std::size_t>(axes_) + static_cast<std::size_t>(axis)];
+    if (seen.size() <= i) {
+      seen.resize(i + 1);
+    }
+    if (seen[i].size() <= j) {
+      seen[i].resize(j + 8, {-1, -1});
+    }
+    AxisPairs& now = seen[i][j];
+    if (now.grid < 0) {
+      const AxisRange& all = hulls_[axis];
+      now = part < sample_.size() ? axis_pairs(sample_[part][axis], all, row, col)
+                                  : axis_pairs(ranges_[axis], all.row_begin, all.col_begin, row, col);
+    }
+    return now;
+  }
+
+  void improve(const Extents& row, const Extents& col, Choice& best) {
+    if (const Choice now = rate(row, col); now.cost < best.cost * 0.999) {
       best = now;
-      best_row = row;
-      best_col = col;
-    }
-  }
-  void improve_side(const std::vector<Extents>& list, bool row, double& best, Extents& best_row,
-                    Extents& best_col) const {
-    const Extents keep_row = best_row, keep_col = best_col;
-    for (const Extents& extent : list) {
-      improve(row ? extent : keep_row, row ? keep_col : extent, best, best_row, best_col);
     }
   }
 
-  std::size_t axes_;
+  static constexpr std::size_t kLargest = 4, kOthers = 4;
+  int axes_;
   TileShape shape_;
-  std::span<const Part> parts_;
-  std::vector<std::size_t> sample_;
   std::array<AxisRange, kMaxAxes> hulls_{};
+  std::vector<Part> sample_;
+  std::vector<double> weight_;
+  std::array<std::vector<AxisRange>, kMaxAxes> ranges_;
+  bool product_ = true;
+  std::array<std::vector<int>, kMaxAxes> known_rows_, known_cols_;  ///< extents asked for so far
+  std::vector<std::vector<std::vector<AxisPairs>>> seen_;           ///< by part and axis, row extent, column extent
 };
 
-void cut_side(const Line& line, std::span<const Part> parts, bool row, const Extents& extent, Side& side) {
-  side.extent = extent;
-  std::array<std::pair<std::int64_t, std::int64_t>, kMaxAxes> hulls;
-  double fewest = std::numeric_limits<double>::max();
-  side.free_axis = line.axes - 1;
-  for (int k = 0; k < line.axes; ++k) {
-    const auto u = static_cast<std::size_t>(k);
-    const AxisRange all = hull(parts, u);
-    hulls[u] = row ? std::pair(all.row_begin, all.row_end) : std::pair(all.col_begin, all.col_end);
-    const double intervals = static_cast<double>(hulls[u].second - hulls[u].first) / extent[u];
-    if (extent[u] > 1 && intervals < fewest) {
-      fewest = intervals;
-      side.free_axis = k;
+struct Cluster {
+  std::vector<Part> parts;
+  Choice choice;
+};
+
+/// Parts by the magnitudes of their ranges: what suits one of a kind suits the others.
+std::vector<std::vector<Part>> kinds(int axes, std::span<const Part> parts) {
+  std::map<std::vector<int>, std::vector<Part>> found;
+  for (const Part& part : parts) {
+    std::vector<int> key;
+    for (int k = 0; k < axes; ++k) {
+      for (const std::int64_t length : {rows_of(part[k]), cols_of(part[k]), part[k].high - part[k].low + 1}) {
+        key.push_back(static_cast<int>(std::bit_width(static_cast<std::uint64_t>(length))));
+      }
+    }
+    found[key].push_back(part);
+  }
+  std::vector<std::vector<Part>> made;
+  for (auto& [key, members] : found) {
+    made.push_back(std::move(members));
+  }
+  return made;
+}
+
+/// Splits off the kind that loses most by sharing its tiles, with those that its tiles suit, while that pays.
+std::vector<Cluster> split(int axes, const TileShape& shape, std::vector<Part> parts) {
+  constexpr std::size_t kMostKinds = 12;
+  Choice shared = Chooser(axes, shape, parts).choose();
+  const std::vector<std::vector<Part>> members =
+      axes > 1 && parts.size() > 1 ? kinds(axes, parts) : std::vector<std::vector<Part>>();
+  std::vector<Choice> alone;
+  std::size_t worst = 0;
+  double most = 0.1 * shared.cost;
+  for (std::size_t n = 0; n < members.size() && members.size() > 1 && members.size() <= kMostKinds; ++n) {
+    Chooser chooser(axes, shape, members[n]);
+    const double now = chooser.rate(shared.row, shared.col).cost;
+    alone.push_back(now > most ? chooser.choose() : Choice{{}, {}, {}, now});
+    if (now - alone.back().cost > most) {
+      most = now - alone.back().cost;
+      worst = n + 1;
     }
   }
-  for (int k = 0; k < line.axes; ++k) {
-    const auto u = static_cast<std::size_t>(k);
-    std::vector<std::int64_t> forced;
-    if (extent[u] > 1 && k != side.free_axis) {
-      forced = forced_cuts(line, k);
+  if (worst == 0) {
+    return {{std::move(parts), shared}};
+  }
+  std::vector<Part> off, rest;
+  for (std::size_t n = 0; n < members.size(); ++n) {
+    const Choice& choice = alone[worst - 1];
+    const bool suits =
+        n + 1 == worst || Chooser(axes, shape, members[n]).rate(choice.row, choice.col).cost <= 1.1 * alone[n].cost;
+    std::vector<Part>& to = suits ? off : rest;
+    to.insert(to.end(), members[n].begin(), members[n].end());
+  }
+  if (rest.empty()) {
+    return {{std::move(parts), shared}};
+  }
+  std::vector<Cluster> made = split(axes, shape, std::move(rest));
+  made.push_back({off, Chooser(axes, shape, off).choose()});
+  double sum = 0;
+  for (const Cluster& cluster : made) {
+    sum += cluster.choice.cost;
+  }
+  return sum * kWorthSplitting < shared.cost ? made : std::vector<Cluster>{{std::move(parts), shared}};
+}
+
+/// Where parts begin and end on an axis.
+std::vector<std::int64_t> edges(std::span<const Part> parts, int axis, bool row) {
+  std::vector<std::int64_t> found;
+  for (const Part& part : parts) {
+    found.push_back(row ? part[axis].row_begin : part[axis].col_begin);
+    found.push_back(row ? part[axis].row_end : part[axis].col_end);
+  }
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
+}
+
+/// Column intervals for each row interval: as few as cover what its parts reach.
+void cut_own(std::span<const Part> parts, int axis, const Cuts& rows, int extent, std::span<const std::int64_t> forced,
+             Cuts& cols, std::vector<int>& first) {
+  std::vector<std::vector<int>> active(static_cast<std::size_t>(rows.size()));
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    const AxisRange& part = parts[p][axis];
+    auto at = std::upper_bound(rows.end.begin(), rows.end.end(), part.row_begin) - rows.end.begin();
+    for (; at < rows.size() && rows.begin[static_cast<std::size_t>(at)] < part.row_end; ++at) {
+      active[static_cast<std::size_t>(at)].push_back(static_cast<int>(p));
     }
-    auto [begin, end] = hulls[u];
-    if (row) {  // every row, so that a component may cover them
-      forced.insert(forced.end(), {begin, end});
-      std::sort(forced.begin(), forced.end());
-      std::tie(begin, end) = line.range(k);
+  }
+  std::vector<Reached> ranges;
+  first.assign(1, 0);
+  for (std::size_t i = 0; i < active.size(); ++i) {
+    ranges.clear();
+    for (const int p : active[i]) {
+      const Reached now = reached(parts[static_cast<std::size_t>(p)][axis], rows.begin[i], rows.end[i] - 1);
+      if (now.begin < now.end) {
+        ranges.push_back(now);
+      }
     }
-    side.cuts[u] = cut(begin, end, extent[u], forced, {});
+    std::sort(ranges.begin(), ranges.end(), [](const Reached& a, const Reached& b) { return a.begin < b.begin; });
+    std::int64_t done = std::numeric_limits<std::int64_t>::min();
+    for (std::size_t n = 0; n < ranges.size(); ++n) {
+      std::int64_t begin = std::max(done, ranges[n].begin);
+      while (begin < ranges[n].end) {
+        std::int64_t need = begin;  // up to where something is reached
+        for (std::size_t m = n; m < ranges.size() && ranges[m].begin < begin + extent; ++m) {
+          need = std::max(need, std::min(ranges[m].end, begin + extent));
+        }
+        const Cuts made = cut(begin, need, extent, forced, {});
+        cols.begin.push_back(made.begin[0]);
+        cols.end.push_back(made.end[0]);
+        begin = done = made.end[0];
+      }
+    }
+    first.push_back(cols.size());
   }
 }
+
+/// Cuts the axes of a cluster. Of the ways there are, the one with the fewest pairs on that axis.
+class Cutter {
+ public:
+  Cutter(Arrangement& a, const Choice& choice, std::int64_t rows, std::int64_t cols)
+      : a_(a), own_(choice.own), row_line_(a.view, a.view.row_shift, rows), col_line_(a.view, a.view.col_shift, cols) {
+    a_.row.extent = choice.row;
+    a_.col.extent = choice.col;
+    double most = 0;
+    for (const Part& part : a_.parts) {
+      if (const double size = size_of(part, a_.view.axes); size > most) {
+        most = size;
+        largest_ = part;
+      }
+    }
+    a_.row.free_axis = free_axis(choice.row, true);
+    a_.col.free_axis = free_axis(choice.col, false);
+  }
+
+  void cut_all() {
+    for (int k = 0; k < a_.view.axes; ++k) {
+      cut_axis(k);
+    }
+  }
+
+ private:
+  /// The longer of the tile's axes in proportion: there the sequence's ends would cost most if they were cuts.
+  int free_axis(const Extents& extent, bool row) const {
+    int best = a_.view.axes - 1;
+    double fewest = std::numeric_limits<double>::max();
+    for (int k = 0; k < a_.view.axes; ++k) {
+      const AxisRange all = hull(a_.parts, k);
+      const double intervals = static_cast<double>(row ? rows_of(all) : cols_of(all)) / extent[k];
+      if (extent[k] > 1 && intervals < fewest) {
+        fewest = intervals;
+        best = k;
+      }
+    }
+    return best;
+  }
+
+  void cut_axis(int k) {
+    const AxisRange all = hull(a_.parts, k);
+    const int row_extent = a_.row.extent[k], col_extent = a_.col.extent[k];
+    const auto forced = [&](const Line& line, const Side& side) {
+      return side.extent[k] > 1 && k != side.free_axis ? Ends(line).forced_cuts(k) : std::vector<std::int64_t>();
+    };
+    const std::vector<std::int64_t> row_walls = forced(row_line_, a_.row), col_walls = forced(col_line_, a_.col);
+    const auto [row_begin, row_end] = row_line_.range(k);
+    best_ = std::numeric_limits<double>::max();
+    reach_elsewhere_ = reach_elsewhere(k);
+    find_shares(k);
+    order_parts(k);
+    const auto rows_from = [&](std::int64_t origin, std::span<const std::int64_t> wished) {
+      return with_origin(row_begin, row_end, origin, row_extent, row_walls, wished);
+    };
+    std::vector<Cuts> rows{rows_from(row_begin, {})};
+    if (row_extent > 1 && (all.row_begin - row_begin) % row_extent != 0) {
+      rows.push_back(rows_from(all.row_begin, {}));
+    }
+    const std::vector<std::int64_t> row_edges = edges(a_.parts, k, true), col_edges = edges(a_.parts, k, false);
+    const bool wishes = row_extent > 1 && (row_edges.size() > 2 || col_edges.size() > 2);
+    if (wishes) {
+      rows.push_back(rows_from(all.row_begin, row_edges));
+    }
+    for (const Cuts& row : rows) {
+      const bool tidy = wishes && &row == &rows.back();
+      for (const std::int64_t origin : col_origins(k, all, row)) {
+        consider(k, row, with_origin(all.col_begin, all.col_end, origin, col_extent, col_walls, {}), {});
+      }
+      if (wishes && col_extent > 1) {
+        consider(k, row, with_origin(all.col_begin, all.col_end, all.col_begin, col_extent, col_walls, col_edges), {},
+                 tidy && a_.parts.size() > kManyParts ? kTidy : 1);
+      }
+      if (own_[k]) {
+        Cuts cols;
+        std::vector<int> first;
+        cut_own(a_.parts, k, row, col_extent, col_walls, cols, first);
+        consider(k, row, cols, first);
+      }
+    }
+  }
+
+  /// A grid may begin with the columns or end with what the first rows of the largest part reach.
+  std::vector<std::int64_t> col_origins(int k, const AxisRange& all, const Cuts& row) const {
+    const int extent = a_.col.extent[k];
+    std::vector<std::int64_t> found{all.col_begin};
+    if (extent > 1) {
+      const AxisRange& part = largest_[k];
+      const std::int64_t at = row.begin.size() > 1 ? row.begin[1] : row.begin[0];
+      for (const std::int64_t edge : {at + part.high, at + part.low}) {
+        const std::int64_t off = ((edge - all.col_begin) % extent + extent) % extent;
+        if (off != 0) {
+          found.push_back(all.col_begin + off);
+        }
+      }
+    }
+    return found;
+  }
+
+  /// Cuts that pass through an origin.
+  static Cuts with_origin(std::int64_t begin, std::int64_t end, std::int64_t origin, int extent,
+                          std::span<const std::int64_t> walls, std::span<const std::int64_t> wished) {
+    std::vector<std::int64_t> forced(walls.begin(), walls.end());
+    if (origin > begin && origin < end) {
+      const std::int64_t before = (origin - begin) / extent * extent;  // whole intervals before it
+      forced.push_back(origin - before);
+      std::sort(forced.begin(), forced.end());
+    }
+    return cut(begin, end, extent, forced, wished);
+  }
+
+  /// `preference` below 1 takes these cuts even where they need a little more.
+  void consider(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own, double preference = 1) {
+    if (const double now = preference * cost(k, rows, cols, own); now < best_ * 0.99) {
+      best_ = now;
+      a_.row.cuts[k] = rows;
+      a_.col.cuts[k] = cols;
+      a_.col.own[k] = own;
+    }
+  }
+
+  /// Pairs of intervals that some part meets and row intervals, from a sample of the rows; each as often as the parts
+  /// have tiles on the other axes.
+  double cost(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
+    const std::int64_t samples = std::min<std::int64_t>(rows.size(), 256);
+    double sum = 0;
+    for (std::int64_t n = 0; n < samples; ++n) {
+      const auto i = static_cast<std::size_t>((2 * n + 1) * rows.size() / (2 * samples));
+      const auto from = own.empty() ? 0 : own[i], to = own.empty() ? cols.size() : own[i + 1];
+      met_.clear();
+      double share = 0;
+      auto at = std::lower_bound(order_.begin(), order_.end(), rows.end[i],
+                                 [](const Ordered& x, std::int64_t end) { return x.row_begin < end; });
+      while (at != order_.begin() && (at - 1)->latest_end > rows.begin[i]) {
+        const std::size_t p = (--at)->part;
+        const AxisRange& part = a_.parts[p][k];
+        if (part.row_end <= rows.begin[i]) {
+          continue;
+        }
+        if (const Reached now = reached(part, rows.begin[i], rows.end[i] - 1); now.begin < now.end) {
+          share += share_[p];
+          met_.emplace_back(
+              std::upper_bound(cols.end.begin() + from, cols.end.begin() + to, now.begin) - cols.end.begin(),
+              std::lower_bound(cols.begin.begin() + from, cols.begin.begin() + to, now.end) - cols.begin.begin());
+        }
+      }
+      sum += std::min(1.0, share) * (1 + reach_elsewhere_ * static_cast<double>(covered()));
+    }
+    return sum * rows.size() / static_cast<double>(samples);
+  }
+
+  /// How many intervals those of met_ cover.
+  std::ptrdiff_t covered() {
+    std::sort(met_.begin(), met_.end());
+    std::ptrdiff_t done = 0, sum = 0;
+    for (const auto& [first, last] : met_) {
+      sum += std::max<std::ptrdiff_t>(0, last - std::max(done, first));
+      done = std::max(done, last);
+    }
+    return sum;
+  }
+
+  /// Parts by where their rows begin, each with the latest end so far.
+  struct Ordered {
+    std::int64_t row_begin, latest_end;
+    std::size_t part;
+  };
+  void order_parts(int axis) {
+    order_.clear();
+    for (std::size_t p = 0; p < a_.parts.size(); ++p) {
+      order_.push_back({a_.parts[p][axis].row_begin, a_.parts[p][axis].row_end, p});
+    }
+    std::sort(order_.begin(), order_.end(),
+              [](const Ordered& x, const Ordered& y) { return x.row_begin < y.row_begin; });
+    for (std::size_t n = 1; n < order_.size(); ++n) {
+      order_[n].latest_end = std::max(order_[n].latest_end, order_[n - 1].latest_end);
+    }
+  }
+
+  /// Of the row tiles on the other axes, the share that a part has.
+  void find_shares(int axis) {
+    share_.assign(a_.parts.size(), 1);
+    for (int k = 0; k < a_.view.axes; ++k) {
+      if (k != axis) {
+        const double all = static_cast<double>(up(rows_of(hull(a_.parts, k)), a_.row.extent[k]));
+        for (std::size_t p = 0; p < a_.parts.size(); ++p) {
+          share_[p] *= static_cast<double>(up(rows_of(a_.parts[p][k]), a_.row.extent[k])) / all;
+        }
+      }
+    }
+  }
+
+  /// How many columns' intervals a row tile meets on the other axes.
+  double reach_elsewhere(int axis) const {
+    double product = 1;
+    for (int k = 0; k < a_.view.axes; ++k) {
+      if (k != axis) {
+        const AxisPairs now = axis_pairs(largest_[k], hull(a_.parts, k), a_.row.extent[k], a_.col.extent[k]);
+        product *= (own_[k] ? now.own : now.grid) / static_cast<double>(up(rows_of(largest_[k]), a_.row.extent[k]));
+      }
+    }
+    return product;
+  }
+
+  Arrangement& a_;
+  std::array<bool, kMaxAxes> own_;
+  Line row_line_, col_line_;
+  Part largest_{};
+  double best_ = 0, reach_elsewhere_ = 1;
+  std::vector<double> share_;
+  std::vector<Ordered> order_;
+  std::vector<std::pair<std::ptrdiff_t, std::ptrdiff_t>> met_;
+};
 
 /// The axis along which row tiles meet the longest intervals of column tiles.
 int run_axis(const Arrangement& a) {
   int best = 0;
   double longest = -1;
   for (int k = 0; k < a.view.axes; ++k) {
-    const auto u = static_cast<std::size_t>(k);
-    const AxisRange all = hull(a.parts, u);
+    const AxisRange all = hull(a.parts, k);
     double sum = 0;
     for (std::size_t p = 0; p < a.parts.size(); p += std::max<std::size_t>(1, a.parts.size() / 16)) {
-      const AxisRange& part = a.parts[p][u];
-      sum += pairs(part, all.row_begin, a.row.extent[u], all.col_begin, a.col.extent[u]) /
-             std::ceil(static_cast<double>(part.row_end - part.row_begin) / a.row.extent[u]);
+      const AxisRange& part = a.parts[p][k];
+      sum += axis_pairs(part, all, a.row.extent[k], a.col.extent[k]).grid /
+             std::ceil(static_cast<double>(rows_of(part)) / a.row.extent[k]);
     }
     if (sum > longest) {
       longest = sum;
@@ -205,7 +700,7 @@ int run_axis(const Arrangement& a) {
 
 Part tightened(Part part, int axes) {
   for (int k = 0; k < axes; ++k) {
-    AxisRange& axis = part[static_cast<std::size_t>(k)];
+    AxisRange& axis = part[k];
     axis.low = std::max(axis.low, axis.col_begin - (axis.row_end - 1));
     axis.high = std::min(axis.high, axis.col_end - 1 - axis.row_begin);
   }
@@ -214,25 +709,28 @@ Part tightened(Part part, int axes) {
 
 std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups,
                                  const TileShape& shape) {
-  std::vector<Arrangement> made;
+  std::vector<PartGroup> views;
   for (const PartGroup& group : groups) {
-    if (group.parts.empty()) {
-      continue;
-    }
-    auto at = std::find_if(made.begin(), made.end(), [&](const Arrangement& a) { return a.view == group.view; });
-    if (at == made.end()) {
-      at = made.insert(at, {group.view, {}, {}, {}, 0});
+    auto at = std::find_if(views.begin(), views.end(), [&](const PartGroup& v) { return v.view == group.view; });
+    if (at == views.end()) {
+      at = views.insert(at, {group.view, {}});
     }
     for (const Part& part : group.parts) {
       at->parts.push_back(tightened(part, group.view.axes));
     }
   }
-  for (Arrangement& a : made) {
-    Extents row{}, col{};
-    Chooser(a.view, a.parts, shape).choose(row, col);
-    cut_side(Line(a.view, a.view.row_shift, rows), a.parts, true, row, a.row);
-    cut_side(Line(a.view, a.view.col_shift, cols), a.parts, false, col, a.col);
-    a.run_axis = run_axis(a);
+  std::vector<Arrangement> made;
+  for (PartGroup& group : views) {
+    if (group.parts.empty()) {
+      continue;
+    }
+    for (Cluster& cluster : split(group.view.axes, shape, std::move(group.parts))) {
+      Arrangement& a = made.emplace_back();
+      a.view = group.view;
+      a.parts = std::move(cluster.parts);
+      Cutter(a, cluster.choice, rows, cols).cut_all();
+      a.run_axis = run_axis(a);
+    }
   }
   return made;
 }

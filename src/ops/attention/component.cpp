@@ -114,7 +114,7 @@ Tile tile_of(const View& view, const Side& side, std::int64_t shift, std::span<c
 }
 
 Grid make_grid(const View& view, const Side& side, int run_axis, std::int64_t shift, std::int64_t length) {
-  const Line line(view, shift, length);
+  const Ends ends(Line(view, shift, length));
   Grid grid;
   grid.order = order_of(view, side);
   std::array<int, kMaxAxes> axes{};
@@ -139,7 +139,7 @@ Grid make_grid(const View& view, const Side& side, int run_axis, std::int64_t sh
   }
   for (std::int64_t place = 0; place < total; ++place) {
     Inside inside;
-    if (clip(line, side.free_axis, begin, end, inside)) {
+    if (ends.clip(side.free_axis, begin, end, inside)) {
       const int shape = shapes.of(pack(inside, side, view.axes));
       if (shape == static_cast<int>(grid.shapes.size())) {
         grid.shapes.push_back(inside);
@@ -164,12 +164,15 @@ Grid make_grid(const View& view, const Side& side, int run_axis, std::int64_t sh
 /// Which column intervals a part meets from each of its row intervals, on one axis.
 class Reaches {
  public:
-  Reaches(const AxisRange& part, const Cuts& rows, const Cuts& cols, Numbers& meetings)
-      : part_(part), rows_(rows), cols_(cols), meetings_(meetings) {
+  Reaches(const AxisRange& part, const Cuts& rows, const Cuts& cols, const std::vector<int>& own, Numbers& meetings)
+      : part_(part), rows_(rows), cols_(cols), own_(own), meetings_(meetings) {
     first_row_ =
         static_cast<int>(std::upper_bound(rows.end.begin(), rows.end.end(), part.row_begin) - rows.end.begin());
     const int stop =
         static_cast<int>(std::lower_bound(rows.begin.begin(), rows.begin.end(), part.row_end) - rows.begin.begin());
+    if (first_row_ < stop && own.empty()) {
+      met_ = stop_ = whole_ = broken_ = first_col(part.row_begin);
+    }
     first_.push_back(0);
     for (int i = first_row_; i < stop; ++i) {
       add(i);
@@ -185,6 +188,11 @@ class Reaches {
   }
 
  private:
+  /// The first interval that rows from here on can meet.
+  int first_col(std::int64_t row) const {
+    const std::int64_t begin = std::max(part_.col_begin, row + part_.low);
+    return static_cast<int>(std::upper_bound(cols_.end.begin(), cols_.end.end(), begin) - cols_.end.begin());
+  }
   void add(int i) {
     const std::int64_t from = rows_.begin[static_cast<std::size_t>(i)], to = rows_.end[static_cast<std::size_t>(i)];
     const std::int64_t first = std::max(from, part_.row_begin), last = std::min(to, part_.row_end) - 1;
@@ -193,13 +201,19 @@ class Reaches {
     if (first > last || begin >= end) {
       return;
     }
-    const auto after = [](const std::vector<std::int64_t>& x, std::int64_t value) {  // the first with x > value
-      return static_cast<int>(std::upper_bound(x.begin(), x.end(), value) - x.begin());
+    const int from_col = own_.empty() ? 0 : own_[static_cast<std::size_t>(i)];
+    const int to_col = own_.empty() ? cols_.size() : own_[static_cast<std::size_t>(i) + 1];
+    const auto after = [&](int& at, const std::vector<std::int64_t>& x, std::int64_t value) {  // the first x > value
+      at = std::max(at, from_col);  // it never falls from one row to the next
+      while (at < to_col && x[static_cast<std::size_t>(at)] <= value) {
+        ++at;
+      }
+      return at;
     };
-    const int met = after(cols_.end, begin), stop = after(cols_.begin, end - 1);
+    const int met = after(met_, cols_.end, begin), stop = after(stop_, cols_.begin, end - 1);
     // Those that every row of the interval meets wholly.
-    const int whole = after(cols_.begin, std::max(part_.col_begin, last + part_.low) - 1);
-    const int broken = after(cols_.end, std::min(part_.col_end, first + part_.high + 1));
+    const int whole = after(whole_, cols_.begin, std::max(part_.col_begin, last + part_.low) - 1);
+    const int broken = after(broken_, cols_.end, std::min(part_.col_end, first + part_.high + 1));
     Meeting rows;
     rows.row_begin = static_cast<int>(first - from);
     rows.row_end = last + 1 == to ? Meeting::kEnd : static_cast<int>(last + 1 - from);
@@ -239,8 +253,10 @@ class Reaches {
   const AxisRange part_;
   const Cuts& rows_;
   const Cuts& cols_;
+  const std::vector<int>& own_;
   Numbers& meetings_;
   int first_row_ = 0;
+  int met_ = 0, stop_ = 0, whole_ = 0, broken_ = 0;
   std::vector<int> first_;
   std::vector<Reach> found_;
 };
@@ -266,7 +282,8 @@ class Maker {
       reaches_.emplace_back();
       for (int k = 0; k < in_.view.axes; ++k) {
         reaches_.back().emplace_back(part[static_cast<std::size_t>(k)], in_.row.cuts[static_cast<std::size_t>(k)],
-                                     in_.col.cuts[static_cast<std::size_t>(k)], meetings_);
+                                     in_.col.cuts[static_cast<std::size_t>(k)],
+                                     in_.col.own[static_cast<std::size_t>(k)], meetings_);
       }
     }
     same_shape_until();
@@ -317,13 +334,19 @@ class Maker {
         sorted_axis_ = k;
       }
     }
-    by_row_.resize(static_cast<std::size_t>(in_.row.cuts[static_cast<std::size_t>(sorted_axis_)].size()));
-    for (std::size_t p = 0; p < reaches_.size(); ++p) {
-      const Reaches& reach = reaches_[p][static_cast<std::size_t>(sorted_axis_)];
-      for (int i = reach.first_row(); i < reach.last_row(); ++i) {
-        by_row_[static_cast<std::size_t>(i)].push_back(static_cast<int>(p));
+    const auto k = static_cast<std::size_t>(sorted_axis_);
+    by_row_first_.resize(static_cast<std::size_t>(in_.row.cuts[k].size()) + 1);
+    const auto visit = [&](const auto& act) {
+      for (std::size_t p = 0; p < reaches_.size(); ++p) {
+        for (int i = reaches_[p][k].first_row(); i < reaches_[p][k].last_row(); ++i) {
+          act(static_cast<std::size_t>(i), static_cast<int>(p));
+        }
       }
-    }
+    };
+    visit([&](std::size_t i, int) { ++by_row_first_[i]; });
+    std::partial_sum(by_row_first_.begin(), by_row_first_.end(), by_row_first_.begin());
+    by_row_.resize(by_row_first_.back());
+    visit([&](std::size_t i, int p) { by_row_[--by_row_first_[i]] = p; });
   }
 
   void advance(std::array<int, kMaxAxes>& at) const {
@@ -344,7 +367,9 @@ class Maker {
 
   void collect(const std::array<int, kMaxAxes>& at) {
     found_.clear();
-    for (const int p : by_row_[static_cast<std::size_t>(at[static_cast<std::size_t>(sorted_axis_)])]) {
+    const auto row = static_cast<std::size_t>(at[static_cast<std::size_t>(sorted_axis_)]);
+    for (std::size_t n = by_row_first_[row]; n < by_row_first_[row + 1]; ++n) {
+      const int p = by_row_[n];
       const std::vector<Reaches>& axes = reaches_[static_cast<std::size_t>(p)];
       bool active = true;
       for (int k = 0; k < in_.view.axes && active; ++k) {
@@ -594,7 +619,8 @@ class Maker {
   std::vector<int> mask_index_;
   std::vector<std::vector<Reaches>> reaches_;  ///< by part and axis
   std::vector<std::int32_t> until_;            ///< the first tile after this one that has another shape
-  std::vector<std::vector<int>> by_row_;
+  std::vector<std::size_t> by_row_first_;      ///< parts that meet an interval of the sorted axis
+  std::vector<int> by_row_;
   int sorted_axis_ = 0;
   bool same_row_ = false;
   std::vector<Found> found_, live_;

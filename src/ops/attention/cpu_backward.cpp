@@ -2,6 +2,7 @@
 // the transposed pattern for theirs, and scores are computed again in both. A gradient is summed by one task in a fixed
 // order, so that results do not depend on the number of threads.
 #include <algorithm>
+#include <deque>
 #include <limits>
 #include <optional>
 
@@ -102,10 +103,10 @@ class Backward {
   void run(Plans plans, Plans transposed) {
     prepare();
     if (b_.d_q.data != nullptr || (bias_ && !bias_->by_key())) {
-      run(head_sets(plans, p_.heads), false);
+      run(plans, false);
     }
     if (b_.d_k.data != nullptr || b_.d_v.data != nullptr || (bias_ && bias_->by_key())) {
-      run(head_sets(transposed, p_.heads), true);
+      run(transposed, true);
     }
     if (bias_) {
       bias_->store(machine_.rows);
@@ -123,27 +124,36 @@ class Backward {
     std::int64_t number;  ///< of a key head or of a query head, among those at hand; or of a group of the bias
     std::vector<Member> members;
   };
-  /// Rows' gradients: of queries, or of keys (first) and values (second); as sums if `sums` is set.
+  /// The gradients of some rows, and what they have so far, if they have parts.
+  struct Sums {
+    const Operand& to;  ///< absent: not wanted
+    const Split& split;
+    Acc factor;
+    Acc* so_far = nullptr;
+    bool wanted() const { return to.data != nullptr; }
+  };
+  /// Of queries, or of keys (first) and values (second).
   struct Target {
-    const Operand *first = nullptr, *second = nullptr;
-    Acc factor = 1;
-    Acc *first_sums = nullptr, *second_sums = nullptr;
-    bool bias = false;
+    Sums first, second;
+    bool adds = false;   ///< something was summed before
+    bool stays = false;  ///< something is summed after
   };
   /// One component, with its columns packed.
   struct Pass {
     bool transposed;
-    const Plan& plan;
-    const Component& component;
-    const Columns<Acc>& columns;
-    const Scores<Acc>& scores;
+    const Layer<Acc>& layer;
+    Packing<Acc>& packing;
     const Acc *turned, *turned_gradients;  ///< for the scores, and for the gradients of the probabilities
     const Acc *lines, *gradient_lines;     ///< for the first target, and for the second
     const Acc *lse, *delta;                ///< by place, where rows are keys
     const unsigned* states;
   };
-
-  std::int64_t row_count(bool transposed) const { return transposed ? p_.cols : p_.rows; }
+  /// Heads that share a plan, with its components.
+  struct Layers {
+    HeadSet set;
+    std::deque<Layer<Acc>> layers;
+    bool whole;  ///< the last holds every row
+  };
 
   /// lse as it is subtracted, +inf for a row with no element, and delta = Σ d_o∘o − d_lse.
   void prepare() {
@@ -166,155 +176,155 @@ class Backward {
         }
         machine_.gather(p_.o, p_.dtype, head, {&row, 1}, p_.value_depth, 1, o, 0);
         machine_.gather(b_.d_o, p_.dtype, head, {&row, 1}, p_.value_depth, 1, d_o, 0);
-        Acc sum = 0;
-        for (std::int64_t d = 0; d < p_.value_depth; ++d) {
-          sum += o[d] * d_o[d];
-        }
-        delta_.data()[n] = sum - (b_.d_lse.data != nullptr ? of_row(b_.d_lse) : 0);
+        delta_.data()[n] =
+            machine_.rows.dot(o, d_o, p_.value_depth) - (b_.d_lse.data != nullptr ? of_row(b_.d_lse) : 0);
       }
     });
   }
 
-  void run(const std::vector<HeadSet>& sets, bool transposed) {
-    std::int64_t places = 1;
-    for (const HeadSet& set : sets) {
-      places = std::max(places, most_places(*set.plan));
+  void run(Plans plans, bool transposed) {
+    std::deque<Layers> all;
+    std::int64_t places = 0;
+    for (const HeadSet& set : head_sets(plans, p_.heads)) {
+      const auto components = in_order(*set.plan);
+      Layers& layers = all.emplace_back(set);
+      layers.whole = ends_whole(components);
+      for (const Component* component : components) {
+        layers.layers.emplace_back(p_, *set.plan, *component, transposed, machine_);
+        places = std::max(places, layers.layers.back().columns.places());
+      }
     }
-    const std::int64_t heads = transposed ? p_.heads / p_.kv_heads : 1;
-    const std::int64_t each =
-        2 * heads * places * (keys_.padded() + values_.padded()) * static_cast<std::int64_t>(sizeof(Acc));
-    const std::int64_t slices = p_.batch * p_.kv_heads, step = std::max<std::int64_t>(kPackedBytes / each, 1);
-    for (std::int64_t first = 0; first < slices; first += step) {
-      const std::int64_t last = std::min(first + step, slices);
-      transposed ? key_gradients(sets, first, last) : query_gradients(sets, first, last);
+    const std::int64_t heads = p_.heads / p_.kv_heads, features = keys_.padded() + values_.padded();
+    const std::int64_t columns = transposed ? heads * places : places;
+    const std::int64_t rows = transposed ? p_.cols : heads * p_.rows;
+    const std::int64_t bytes = Memory::bytes<Acc>(columns * (2 * features + 3)) + Memory::bytes<Acc>(rows * features) +
+                               kPieces * Memory::bytes<Acc>(1);
+    const bool together = bias_ && bias_->by_key() == transposed;
+    for_slices(p_.batch * p_.kv_heads, bytes, together, context_,
+               [&](std::int64_t first, std::int64_t last, Context& context, Memory memory) {
+                 transposed ? key_gradients(all, first, last, context, memory)
+                            : query_gradients(all, first, last, context, memory);
+               });
+  }
+  /// Most pieces that a range takes of its memory.
+  static constexpr std::int64_t kPieces = 9;
+
+  /// Rows' sums as they wait for the next component, zeros at first.
+  void make_sums(Sums& sums, std::int64_t rows, Memory& memory) const {
+    if (sums.wanted()) {
+      sums.so_far = memory.take<Acc>(rows * sums.split.padded());
+      std::fill_n(sums.so_far, rows * sums.split.padded(), Acc{0});
     }
   }
 
-  static bool direct(const Plan& plan) { return plan.components.size() == 1 && plan.components[0].covers_rows; }
-
-  void query_gradients(const std::vector<HeadSet>& sets, std::int64_t first, std::int64_t last) {
+  void query_gradients(const std::deque<Layers>& all, std::int64_t first, std::int64_t last, Context& context,
+                       Memory memory) {
     const std::vector<Head> slices = key_heads(p_, first, last);
-    for (const HeadSet& set : sets) {
+    for (const Layers& layers : all) {
       std::vector<Unit> units;
       std::vector<Head> rows;
-      for (const Query& query : queries_of(p_, set, first, last)) {
+      for (const Query& query : queries_of(p_, layers.set, first, last)) {
         units.push_back({std::ssize(units), {{query.head, query.head, query.slice}}});
         rows.push_back(query.head);
       }
-      const bool sums = b_.d_q.data != nullptr && !direct(*set.plan);
-      const Array<Acc> memory(context_, sums ? std::ssize(units) * p_.rows * keys_.padded() : 0, true);
-      Target target;
-      target.first = b_.d_q.data != nullptr ? &b_.d_q : nullptr;
-      target.factor = static_cast<Acc>(p_.scale);
-      target.first_sums = memory.data();
-      for (const Component& component : set.plan->components) {
-        query_component(*set.plan, component, slices, units, target);
+      Memory rest = memory;
+      Target target{{b_.d_q, keys_, static_cast<Acc>(p_.scale)}, {kAbsent, values_, 1}};
+      if (layers.layers.size() != 1 || !layers.whole) {
+        make_sums(target.first, std::ssize(units) * p_.rows, rest);
       }
-      if (sums) {
-        finish(b_.d_q, rows, p_.rows, keys_, target.factor, target.first_sums);
+      for (const Layer<Acc>& layer : layers.layers) {
+        target.adds = &layer != &layers.layers.front();
+        target.stays = !layers.whole || &layer != &layers.layers.back();
+        query_component(layer, slices, units, target, context, rest);
+      }
+      if (!layers.whole) {
+        finish(target.first, rows, p_.rows, context);
       }
     }
   }
 
-  void query_component(const Plan& plan, const Component& component, std::span<const Head> slices,
-                       const std::vector<Unit>& units, const Target& target) {
-    const Columns<Acc> columns(plan, component);
-    const Scores<Acc> scores(p_, plan, columns, false, machine_);
-    const std::int64_t places = columns.places() * std::ssize(slices);
-    const Array<Acc> turned_keys(context_, places * p_.depth), turned_values(context_, places * p_.value_depth);
-    const Array<Acc> keys(context_, target.first != nullptr ? places * keys_.padded() : 0);
-    columns.pack(machine_, p_.k, p_.dtype, slices, keys_, 1, turned_keys.data(), keys.data(), context_);
-    columns.pack(machine_, p_.v, p_.dtype, slices, values_, 1, turned_values.data(), nullptr, context_);
-    const Pass pass{false,       plan,    component, columns, scores, turned_keys.data(), turned_values.data(),
-                    keys.data(), nullptr, nullptr,   nullptr, nullptr};
-    run(pass, units, target);
+  void query_component(const Layer<Acc>& layer, std::span<const Head> slices, const std::vector<Unit>& units,
+                       const Target& target, Context& context, Memory memory) {
+    const std::int64_t places = layer.columns.places() * std::ssize(slices);
+    Acc* const turned_keys = memory.take<Acc>(places * p_.depth);
+    Acc* const turned_values = memory.take<Acc>(places * p_.value_depth);
+    Acc* const keys = target.first.wanted() ? memory.take<Acc>(places * keys_.padded()) : nullptr;
+    Packing<Acc> packing(layer, machine_, p_.dtype, slices, {p_.k, keys_, turned_keys, keys},
+                         {p_.v, values_, turned_values, nullptr}, context);
+    run({false, layer, packing, turned_keys, turned_values, keys, nullptr, nullptr, nullptr, nullptr}, units, target,
+        context);
   }
 
-  void key_gradients(const std::vector<HeadSet>& sets, std::int64_t first, std::int64_t last) {
+  void key_gradients(const std::deque<Layers>& all, std::int64_t first, std::int64_t last, Context& context,
+                     Memory memory) {
     const std::vector<Head> slices = key_heads(p_, first, last);
-    const bool sums = sets.size() != 1 || !direct(*sets[0].plan);
-    const auto count = [&](const Operand& d, const Split& split) {
-      return sums && d.data != nullptr ? std::ssize(slices) * p_.cols * split.padded() : 0;
-    };
-    const Array<Acc> key_sums(context_, count(b_.d_k, keys_), true);
-    const Array<Acc> value_sums(context_, count(b_.d_v, values_), true);
-    Target target;
-    target.first = b_.d_k.data != nullptr ? &b_.d_k : nullptr;
-    target.second = b_.d_v.data != nullptr ? &b_.d_v : nullptr;
-    target.first_sums = key_sums.data();
-    target.second_sums = value_sums.data();
-    for (const HeadSet& set : sets) {
+    Target target{{b_.d_k, keys_, static_cast<Acc>(p_.scale)}, {b_.d_v, values_, 1}};
+    const bool whole = all.size() == 1 && all.front().whole;
+    if (!whole || all.front().layers.size() != 1) {
+      make_sums(target.first, std::ssize(slices) * p_.cols, memory);
+      make_sums(target.second, std::ssize(slices) * p_.cols, memory);
+    }
+    for (const Layers& layers : all) {
       std::vector<Unit> units;
       std::vector<Head> heads;
-      for (const Query& query : queries_of(p_, set, first, last)) {
+      for (const Query& query : queries_of(p_, layers.set, first, last)) {
         if (units.empty() || units.back().number != query.slice) {
           units.push_back({query.slice, {}});
         }
         units.back().members.push_back({query.head, slices[static_cast<std::size_t>(query.slice)], std::ssize(heads)});
         heads.push_back(query.head);
       }
-      for (const Component& component : set.plan->components) {
-        key_component(*set.plan, component, heads, units, target);
+      for (const Layer<Acc>& layer : layers.layers) {
+        target.adds = target.first.so_far != nullptr || target.second.so_far != nullptr;
+        target.stays = !whole || &layer != &layers.layers.back();
+        key_component(layer, heads, units, target, context, memory);
       }
     }
-    if (target.first_sums != nullptr) {
-      finish(b_.d_k, slices, p_.cols, keys_, 1, target.first_sums);
-    }
-    if (target.second_sums != nullptr) {
-      finish(b_.d_v, slices, p_.cols, values_, 1, target.second_sums);
+    if (!whole) {
+      finish(target.first, slices, p_.cols, context);
+      finish(target.second, slices, p_.cols, context);
     }
   }
 
-  void key_component(const Plan& plan, const Component& component, std::span<const Head> heads,
-                     const std::vector<Unit>& units, const Target& target) {
-    const Columns<Acc> columns(plan, component);
-    const Scores<Acc> scores(p_, plan, columns, true, machine_);
-    const std::int64_t places = columns.places() * std::ssize(heads);
-    const Array<Acc> turned_queries(context_, places * p_.depth), turned_gradients(context_, places * p_.value_depth);
-    const Array<Acc> queries(context_, target.first != nullptr ? places * keys_.padded() : 0);
-    const Array<Acc> gradients(context_, target.second != nullptr ? places * values_.padded() : 0);
-    columns.pack(machine_, p_.q, p_.dtype, heads, keys_, static_cast<Acc>(p_.scale), turned_queries.data(),
-                 queries.data(), context_);
-    columns.pack(machine_, b_.d_o, p_.dtype, heads, values_, 1, turned_gradients.data(), gradients.data(), context_);
-    const Array<Acc> lse(context_, places), delta(context_, places);
-    const Array<unsigned> states(context_, scores.dropped() ? places : 0);
-    context_.executor->parallel_for(places, 1 << 12, [&](std::int64_t begin, std::int64_t end) {
+  void key_component(const Layer<Acc>& layer, std::span<const Head> heads, const std::vector<Unit>& units,
+                     const Target& target, Context& context, Memory memory) {
+    const std::int64_t places = layer.columns.places() * std::ssize(heads);
+    Acc* const turned_queries = memory.take<Acc>(places * p_.depth);
+    Acc* const turned_gradients = memory.take<Acc>(places * p_.value_depth);
+    Acc* const queries = target.first.wanted() ? memory.take<Acc>(places * keys_.padded()) : nullptr;
+    Acc* const gradients = target.second.wanted() ? memory.take<Acc>(places * values_.padded()) : nullptr;
+    Packing<Acc> packing(layer, machine_, p_.dtype, heads, {p_.q, keys_, turned_queries, queries},
+                         {b_.d_o, values_, turned_gradients, gradients}, context);
+    Acc* const lse = memory.take<Acc>(places);
+    Acc* const delta = memory.take<Acc>(places);
+    unsigned* const states = layer.scores.dropped() ? memory.take<unsigned>(places) : nullptr;
+    context.executor->parallel_for(places, 1 << 13, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t n = begin; n < end; ++n) {
-        const Head head = heads[static_cast<std::size_t>(n / columns.places())];
-        const std::int64_t token = columns.tokens()[n % columns.places()];
+        const Head head = heads[static_cast<std::size_t>(n / layer.columns.places())];
+        const std::int64_t token = layer.columns.tokens()[n % layer.columns.places()];
         const std::int64_t at = (head.batch * p_.heads + head.head) * p_.rows + token;
-        lse.data()[n] = token < 0 ? std::numeric_limits<Acc>::infinity() : lse_.data()[at];
-        delta.data()[n] = token < 0 ? 0 : delta_.data()[at];
-        if (scores.dropped()) {
-          states.data()[n] = scores.state(head, token);
+        lse[n] = token < 0 ? std::numeric_limits<Acc>::infinity() : lse_.data()[at];
+        delta[n] = token < 0 ? 0 : delta_.data()[at];
+        if (states != nullptr) {
+          states[n] = layer.scores.state(head, token);
         }
       }
     });
-    const Pass pass{true,
-                    plan,
-                    component,
-                    columns,
-                    scores,
-                    turned_queries.data(),
-                    turned_gradients.data(),
-                    queries.data(),
-                    gradients.data(),
-                    lse.data(),
-                    delta.data(),
-                    states.data()};
-    run(pass, units, target);
+    run({true, layer, packing, turned_queries, turned_gradients, queries, gradients, lse, delta, states}, units, target,
+        context);
   }
 
   /// The rows' gradients, and then those of the bias, if these rows sum it up.
-  void run(const Pass& pass, const std::vector<Unit>& units, const Target& target) {
-    const double flops = 6.0 * static_cast<double>(pass.plan.shape.rows * pass.plan.shape.cols) *
-                         static_cast<double>(p_.depth + p_.value_depth);
-    const auto go = [&](const std::vector<Unit>& of, const Target& to) {
-      share(pass.component, std::ssize(of), flops, context_,
+  void run(const Pass& pass, const std::vector<Unit>& units, const Target& target, Context& context) {
+    const TileShape& shape = pass.layer.plan.shape;
+    const double flops =
+        6.0 * static_cast<double>(shape.rows * shape.cols) * static_cast<double>(p_.depth + p_.value_depth);
+    const auto go = [&](const std::vector<Unit>& of, const Target* to) {
+      share(pass.layer.component, std::ssize(of), flops, context,
             [&](std::int64_t unit, std::int64_t tile) { run(pass, of[static_cast<std::size_t>(unit)], tile, to); });
     };
-    if (target.first != nullptr || target.second != nullptr) {
-      go(units, target);
+    if (target.first.wanted() || target.second.wanted()) {
+      go(units, &target);
     }
     if (bias_ && bias_->by_key() == pass.transposed) {
       std::vector<Unit> groups;
@@ -328,98 +338,92 @@ class Backward {
           group->members.push_back(member);
         }
       }
-      Target bias;
-      bias.bias = true;
-      go(groups, bias);
+      go(groups, nullptr);
     }
   }
 
-  void run(const Pass& pass, const Unit& unit, std::int64_t tile, const Target& target) const {
+  /// Without a target it is the bias whose gradient is summed.
+  void run(const Pass& pass, const Unit& unit, std::int64_t tile, const Target* target) const {
     Buffers& buffers = thread_buffers();
+    const Plan& plan = pass.layer.plan;
+    const Component& component = pass.layer.component;
     const simd::Tiles& tiles = machine_.tiles;
-    const std::int64_t side = pass.plan.shape.rows, rows = ceil_div(side, tiles.rows) * tiles.rows;
-    const std::int64_t places = pass.columns.places();
-    const std::int64_t stride = Walk::most_columns(pass.plan) + tiles.lanes;
+    const std::int64_t side = plan.shape.rows, rows = ceil_div(side, tiles.rows) * tiles.rows;
+    const std::int64_t stride = Walk::most_columns(plan) + tiles.lanes;
     auto& tokens = buffers.tokens;
     tokens.assign(static_cast<std::size_t>(rows), -1);
-    tokens_of(pass.component.row_order, pass.component.row_tiles[static_cast<std::size_t>(tile)], side, nullptr,
-              tokens.data());
-    const Acc row_scale = pass.transposed ? Acc{1} : static_cast<Acc>(p_.scale);
+    tokens_of(component.row_order, component.row_tiles[static_cast<std::size_t>(tile)], side, nullptr, tokens.data());
     Acc* const left = need<Acc>(buffers.left, rows * p_.depth);
     Acc* const more_left = need<Acc>(buffers.more_left, rows * p_.value_depth);
     Acc* const sums = need<Acc>(buffers.sums, rows * keys_.padded());
     Acc* const more_sums = need<Acc>(buffers.more_sums, rows * values_.padded());
-    std::fill_n(sums, rows * keys_.padded(), Acc{0});
-    std::fill_n(more_sums, rows * values_.padded(), Acc{0});
+    const bool first = target != nullptr && target->first.wanted(),
+               second = target != nullptr && target->second.wanted();
+    std::fill_n(sums, first ? rows * keys_.padded() : 0, Acc{0});
+    std::fill_n(more_sums, second ? rows * values_.padded() : 0, Acc{0});
     Acc* const x = need<Acc>(buffers.scores, tiles.rows * stride);
     Acc* const g = need<Acc>(buffers.gradients, tiles.rows * stride);
-    Walk walk(pass.plan, tiles.rows, machine_.width());
+    Walk walk(plan, tiles.rows, machine_.width());
     const Member* loaded = nullptr;
     for (const Member& member : unit.members) {
       if (loaded == nullptr || loaded->row != member.row) {
-        machine_.gather(pass.transposed ? p_.k : p_.q, p_.dtype, member.row, tokens, p_.depth, row_scale, left,
-                        p_.depth);
+        machine_.gather(pass.transposed ? p_.k : p_.q, p_.dtype, member.row, tokens, p_.depth,
+                        static_cast<Acc>(p_.scale), left, p_.depth);
         machine_.gather(pass.transposed ? p_.v : b_.d_o, p_.dtype, member.row, tokens, p_.value_depth, 1, more_left,
                         p_.value_depth);
         loaded = &member;
       }
+      pass.packing.need(tile, member.columns);
+      const std::int64_t places = pass.layer.columns.places(), before = member.columns * places;
       const auto row_tokens = std::span<const std::int64_t>(tokens).first(static_cast<std::size_t>(side));
-      walk(pass.component, tile, row_tokens, [&](const Strip& s) {
-        machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth,
-                                 pass.turned + member.columns * places * p_.depth, x, stride);
+      walk(component, tile, row_tokens, [&](const Strip& s) {
+        machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth, pass.turned + before * p_.depth, x, stride);
         machine_.multiply_turned(s, more_left + s.first * p_.value_depth, p_.value_depth,
-                                 pass.turned_gradients + member.columns * places * p_.value_depth, g, stride);
-        gradients(pass, member, s, tokens.data() + s.first, x, g, stride, target.bias);
-        if (target.bias) {
-          for (std::int64_t n = 0; n < s.rows; ++n) {
-            if (const std::int64_t token = tokens[static_cast<std::size_t>(s.first + n)]; token >= 0) {
-              bias_->add(unit.number, s, token, pass.columns.tokens(), g + n * stride);
-            }
-          }
-        }
-        if (target.first != nullptr) {
-          machine_.multiply_lines(s, g, stride, pass.lines + member.columns * places * keys_.padded(), places, keys_,
+                                 pass.turned_gradients + before * p_.value_depth, g, stride);
+        gradients(pass, member, s, tokens.data() + s.first, x, g, stride, target != nullptr);
+        if (first) {
+          machine_.multiply_lines(s, g, stride, pass.lines + before * keys_.padded(), places, keys_,
                                   sums + s.first * keys_.padded());
         }
-        if (target.second != nullptr) {
-          machine_.multiply_lines(s, x, stride, pass.gradient_lines + member.columns * places * values_.padded(),
-                                  places, values_, more_sums + s.first * values_.padded());
+        if (second) {
+          machine_.multiply_lines(s, x, stride, pass.gradient_lines + before * values_.padded(), places, values_,
+                                  more_sums + s.first * values_.padded());
+        }
+        for (std::int64_t n = 0; target == nullptr && n < s.rows; ++n) {
+          if (const std::int64_t token = tokens[static_cast<std::size_t>(s.first + n)]; token >= 0) {
+            bias_->add(unit.number, s, token, pass.layer.columns.tokens(), g + n * stride);
+          }
         }
       });
     }
-    if (target.bias) {
-      return;
-    }
-    const Head head = unit.members[0].row;
-    const std::int64_t count = row_count(pass.transposed);
-    for (std::int64_t n = 0; n < side; ++n) {
+    const std::int64_t before = unit.number * (pass.transposed ? p_.cols : p_.rows);
+    for (std::int64_t n = 0; target != nullptr && n < side; ++n) {
       if (const std::int64_t token = tokens[static_cast<std::size_t>(n)]; token >= 0) {
-        const std::int64_t row = unit.number * count + token;
-        store(target.first, target.first_sums, row, head, token, keys_, target.factor, sums + n * keys_.padded());
-        store(target.second, target.second_sums, row, head, token, values_, 1, more_sums + n * values_.padded());
+        store(*target, target->first, before + token, unit.members[0].row, token, sums + n * keys_.padded());
+        store(*target, target->second, before + token, unit.members[0].row, token, more_sums + n * values_.padded());
       }
     }
   }
 
   /// Scores and gradients of probabilities become probabilities and gradients of scores.
   void gradients(const Pass& pass, const Member& member, const Strip& s, const std::int64_t* tokens, Acc* x, Acc* g,
-                 std::int64_t stride, bool bias) const {
+                 std::int64_t stride, bool capped) const {
     Buffers& buffers = thread_buffers();
+    const Scores<Acc>& scores = pass.layer.scores;
     Acc* const row = need<Acc>(buffers.row, stride);
-    Acc* const slopes =
-        pass.scores.capped() && !bias ? need<Acc>(buffers.slopes, machine_.tiles.rows * stride) : nullptr;
-    pass.scores.adjust(s, member.query, tokens, x, stride, slopes, row);
+    Acc* const slopes = capped && scores.capped() ? need<Acc>(buffers.slopes, machine_.tiles.rows * stride) : nullptr;
+    scores.adjust(s, member.query, tokens, x, stride, slopes, row);
     constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity(), kZero = 0;
     const std::int64_t rows_before = (member.query.batch * p_.heads + member.query.head) * p_.rows;
-    const std::int64_t places_before = member.columns * pass.columns.places();
+    const std::int64_t places_before = member.columns * pass.layer.columns.places();
     for (std::int64_t n = 0; n < s.rows; ++n) {
       GradientRow<Acc> gradient;
       gradient.count = s.length;
       gradient.scores = x + n * stride;
       gradient.gradients = g + n * stride;
       gradient.slope = slopes != nullptr ? slopes + n * stride : nullptr;
-      if (pass.scores.dropped()) {
-        pass.scores.keep(s, member.query, tokens[n], pass.transposed ? pass.states + places_before : nullptr, row);
+      if (scores.dropped()) {
+        scores.keep(s, member.query, tokens[n], pass.transposed ? pass.states + places_before : nullptr, row);
         gradient.keep = row;
       }
       if (!pass.transposed) {
@@ -443,30 +447,36 @@ class Backward {
     }
   }
 
-  void store(const Operand* to, Acc* all_sums, std::int64_t row, Head head, std::int64_t token, const Split& split,
-             Acc factor, const Acc* sums) const {
-    if (to == nullptr) {
+  void store(const Target& target, const Sums& to, std::int64_t row, Head head, std::int64_t token, Acc* sums) const {
+    if (!to.wanted()) {
       return;
     }
-    if (all_sums != nullptr) {
-      machine_.rows.add(all_sums + row * split.padded(), sums, split.padded());
-    } else {
-      machine_.rows.narrow(sums, split.depth(), factor, row_of(*to, p_.dtype, head, token), p_.dtype, to->col);
+    const std::int64_t width = to.split.padded();
+    if (target.stays) {
+      machine_.rows.add(to.so_far + row * width, sums, width);
+      return;
     }
+    if (target.adds) {
+      machine_.rows.add(sums, to.so_far + row * width, width);
+    }
+    machine_.rows.narrow(sums, to.split.depth(), to.factor, row_of(to.to, p_.dtype, head, token), p_.dtype, to.to.col);
   }
 
-  void finish(const Operand& to, std::span<const Head> heads, std::int64_t rows, const Split& split, Acc factor,
-              const Acc* sums) const {
-    const std::int64_t grain = std::max<std::int64_t>(1, (std::int64_t{1} << 16) / split.padded());
-    context_.executor->parallel_for(std::ssize(heads) * rows, grain, [&](std::int64_t begin, std::int64_t end) {
+  void finish(const Sums& sums, std::span<const Head> heads, std::int64_t rows, Context& context) const {
+    if (!sums.wanted()) {
+      return;
+    }
+    const std::int64_t width = sums.split.padded(), grain = std::max<std::int64_t>(1, (std::int64_t{1} << 16) / width);
+    context.executor->parallel_for(std::ssize(heads) * rows, grain, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t n = begin; n < end; ++n) {
-        machine_.rows.narrow(sums + n * split.padded(), split.depth(), factor,
-                             row_of(to, p_.dtype, heads[static_cast<std::size_t>(n / rows)], n % rows), p_.dtype,
-                             to.col);
+        machine_.rows.narrow(sums.so_far + n * width, sums.split.depth(), sums.factor,
+                             row_of(sums.to, p_.dtype, heads[static_cast<std::size_t>(n / rows)], n % rows), p_.dtype,
+                             sums.to.col);
       }
     });
   }
 
+  static constexpr Operand kAbsent{};
   const BackwardProblem& b_;
   const Problem& p_;
   Context& context_;

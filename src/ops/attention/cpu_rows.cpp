@@ -217,11 +217,43 @@ void KeepRows(const unsigned* states, std::int64_t token, std::int64_t count, st
   }
 }
 
-/// A NaN stays one; Highway's alone would make it a zero.
+/// A NaN stays one, as it does not with Highway's alone. For fp32 eˣ = 2ⁿ·(1 + r + r²·Q(r)) with x = n·ln 2 + r; Q is
+/// fitted to a relative error of 3e-9. Results below the normal numbers are zeros.
 template <typename Acc>
 HWY_INLINE V<Acc> Exp(V<Acc> x) {
   const Tag<Acc> d;
-  return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
+  if constexpr (sizeof(Acc) == 8) {
+    return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
+  } else {
+    const hn::RebindToSigned<Tag<Acc>> di;
+    const auto below = hn::Lt(x, hn::Set(d, -87.3f));
+    x = hn::Min(hn::Set(d, 88.0f), x);  // in this order the minimum of a NaN is one
+    const auto n = hn::NearestInt(hn::Mul(x, hn::Set(d, 1.44269504f)));
+    const auto whole = hn::ConvertTo(d, n);
+    const auto r = hn::NegMulAdd(whole, hn::Set(d, 1.42860677e-6f), hn::NegMulAdd(whole, hn::Set(d, 0.693145752f), x));
+    constexpr float kFit[] = {0.00836874545f, 0.041668389f, 0.166665211f, 0.49999994f, 1.0f, 1.0f};
+    auto sum = hn::Set(d, 0.00138145394f);
+    for (const float c : kFit) {
+      sum = hn::MulAdd(sum, r, hn::Set(d, c));
+    }
+    const auto power = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(n, hn::Set(di, 127))));
+    return hn::IfThenZeroElse(below, hn::Mul(sum, power));
+  }
+}
+
+template <typename Acc>
+Acc Dot(const Acc* x, const Acc* y, std::int64_t count) {
+  const Tag<Acc> d;
+  auto sum = hn::Zero(d);
+  std::int64_t n = 0;
+  for (; n + kLanes<Acc> <= count; n += kLanes<Acc>) {
+    sum = hn::MulAdd(hn::LoadU(d, x + n), hn::LoadU(d, y + n), sum);
+  }
+  Acc rest = hn::GetLane(hn::SumOfLanes(d, sum));
+  for (; n < count; ++n) {
+    rest += x[n] * y[n];
+  }
+  return rest;
 }
 
 template <typename Acc>
@@ -282,9 +314,9 @@ void Gradient(const GradientRow<Acc>& row) {
 }
 
 template <typename Acc>
-constexpr Rows<Acc> kTable{&Widen<Acc>,       &Narrow<Acc>,   &Scale<Acc>,  &Add<Acc>,
-                           &Multiply<Acc>,    &Select<Acc>,   &Cap<Acc>,    &Alibi<Acc>,
-                           &KeepColumns<Acc>, &KeepRows<Acc>, &Soften<Acc>, &Gradient<Acc>};
+constexpr Rows<Acc> kTable{&Widen<Acc>,    &Narrow<Acc>, &Dot<Acc>,     &Scale<Acc>, &Add<Acc>,
+                           &Multiply<Acc>, &Select<Acc>, &Cap<Acc>,     &Alibi<Acc>, &KeepColumns<Acc>,
+                           &KeepRows<Acc>, &Soften<Acc>, &Gradient<Acc>};
 
 const Rows<float>* Floats() { return &kTable<float>; }
 const Rows<double>* Doubles() { return &kTable<double>; }

@@ -27,6 +27,7 @@ struct Rows {
   void (*widen)(const void* data, DType dtype, std::int64_t step, std::int64_t count, Acc factor, Acc* to);
   /// data[n·step] = factor·from[n], rounded once; any count.
   void (*narrow)(const Acc* from, std::int64_t count, Acc factor, void* data, DType dtype, std::int64_t step);
+  Acc (*dot)(const Acc* x, const Acc* y, std::int64_t count);  ///< any count
 
   // The rest works on whole vectors.
   void (*scale)(Acc* x, std::int64_t count, Acc factor);

@@ -14,6 +14,10 @@ namespace {
 /// Stretches per thread, and the least work worth one.
 constexpr std::int64_t kStretches = 4;
 constexpr double kLeastFlops = 2e6;
+/// Rows fetched ahead of those being gathered.
+constexpr std::size_t kRowsAhead = 6;
+/// What a strip's look at a tile costs beside its columns.
+constexpr std::int64_t kPieceCost = 8;
 /// What a tile of rows costs beside its pairs, in quarters of a pair.
 constexpr std::int64_t kPairCost = 4;
 
@@ -81,12 +85,41 @@ std::vector<Query> queries_of(const Problem& problem, const HeadSet& set, std::i
   return queries;
 }
 
-std::int64_t most_places(const Plan& plan) {
-  std::size_t tiles = 0;
+std::vector<const Component*> in_order(const Plan& plan) {
+  std::vector<const Component*> components;
   for (const Component& component : plan.components) {
-    tiles = std::max(tiles, component.col_tiles.size());
+    components.push_back(&component);
   }
-  return static_cast<std::int64_t>(tiles) * plan.shape.cols;
+  const auto whole = std::ranges::find_if(components, [](const Component* c) { return c->covers_rows; });
+  if (whole != components.end()) {
+    std::rotate(whole, whole + 1, components.end());
+  }
+  return components;
+}
+
+void for_slices(std::int64_t slices, std::int64_t bytes, bool together, Context& context, const SliceBody& body) {
+  if (slices == 0) {
+    return;
+  }
+  const std::int64_t threads = std::max(context.executor->concurrency(), 1);
+  const std::int64_t teams = slices % threads == 0 ? threads : std::min(slices, kStretches * threads);
+  const bool enough = slices % threads == 0 || slices >= kStretches * threads;
+  if (together || !enough || teams * bytes > kPackedBytes) {
+    const std::int64_t step = std::clamp<std::int64_t>(kPackedBytes / std::max<std::int64_t>(bytes, 1), 1, slices);
+    const Workspace memory(context, static_cast<std::size_t>(step * bytes));
+    for (std::int64_t first = 0; first < slices; first += step) {
+      body(first, std::min(first + step, slices), context, memory.data());
+    }
+    return;
+  }
+  const Workspace memory(context, static_cast<std::size_t>(teams * bytes));
+  context.executor->parallel_for(teams, 1, [&](std::int64_t begin, std::int64_t end) {
+    Context alone = context;
+    alone.executor = &serial_executor();
+    for (std::int64_t slice = slices * begin / teams; slice < slices * end / teams; ++slice) {
+      body(slice, slice + 1, alone, static_cast<std::byte*>(memory.data()) + begin * bytes);
+    }
+  });
 }
 
 void tokens_of(const Order& order, const Tile& tile, std::int64_t side, const std::uint32_t* used,
@@ -160,6 +193,35 @@ void Walk::operator()(const Component& component, std::int64_t tile, std::span<c
   }
 }
 
+double columns_met(const Plan& plan) {
+  const simd::Tiles& tiles = simd::tiles(DType::f32);
+  const auto pair = [&](std::int32_t mask) {
+    std::int64_t sum = 0;
+    for (std::int64_t first = 0; first < plan.shape.rows; first += tiles.rows) {
+      const Range range = met(plan, mask, first, tiles.rows);
+      if (range.begin < range.end) {
+        const std::int64_t begin = range.begin / tiles.lanes, end = ceil_div(range.end, tiles.lanes);
+        sum += kPieceCost + (end - begin) * tiles.lanes + range.end - range.begin;
+      }
+    }
+    return sum;
+  };
+  std::vector<std::int64_t> masked;
+  for (std::size_t n = 0; n < plan.masks.size(); ++n) {
+    masked.push_back(pair(static_cast<std::int32_t>(n)));
+  }
+  const std::int64_t whole = pair(-1);
+  double sum = 0;
+  for (const Component& component : plan.components) {
+    sum += static_cast<double>(component.row_tiles.size()) * kPieceCost;
+    for (const Run& run : component.runs) {
+      sum += static_cast<double>(run.count) *
+             static_cast<double>(run.mask < 0 ? whole : masked[static_cast<std::size_t>(run.mask)]);
+    }
+  }
+  return sum;
+}
+
 void share(const Component& component, std::int64_t units, double flops_per_pair, Context& context,
            const std::function<void(std::int64_t, std::int64_t)>& body) {
   const std::int64_t tiles = std::ssize(component.row_tiles);
@@ -200,13 +262,20 @@ Buffers& thread_buffers() {
 template <typename Acc>
 void Machine<Acc>::gather(const Operand& from, DType dtype, Head head, std::span<const std::int64_t> tokens,
                           std::int64_t depth, Acc factor, Acc* to, std::int64_t stride) const {
-  for (const std::int64_t token : tokens) {
-    if (token < 0) {
+  const auto bytes = depth * static_cast<std::int64_t>(size_of(dtype));
+  for (std::size_t n = 0; n < tokens.size(); ++n, to += stride) {
+    // Rows of a class lie apart, each perhaps on a page of its own.
+    if (from.col == 1 && n + kRowsAhead < tokens.size() && tokens[n + kRowsAhead] >= 0) {
+      const auto* const ahead = static_cast<const std::byte*>(row_of(from, dtype, head, tokens[n + kRowsAhead]));
+      for (std::int64_t at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(ahead + at);
+      }
+    }
+    if (tokens[n] < 0) {
       std::fill_n(to, depth, Acc{0});
     } else {
-      rows.widen(row_of(from, dtype, head, token), dtype, from.col, depth, factor, to);
+      rows.widen(row_of(from, dtype, head, tokens[n]), dtype, from.col, depth, factor, to);
     }
-    to += stride;
   }
 }
 
@@ -226,7 +295,7 @@ void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int
     for (std::int64_t n = 0; n < piece.end - piece.begin; n += width(), panel += width() * depth) {
       product.right = const_cast<Acc*>(panel);
       product.sums = scores + piece.at + n;
-      tiles.multiply[1](product);
+      tiles.multiply[vectors() - 1](product);
     }
   }
 }
@@ -254,7 +323,9 @@ void Machine<Acc>::multiply_lines(const Strip& strip, const Acc* scores, std::in
 
 template <typename Acc>
 Columns<Acc>::Columns(const Plan& plan, const Component& component)
-    : side_(plan.shape.cols), tokens_(component.col_tiles.size() * static_cast<std::size_t>(side_)) {
+    : component_(component),
+      side_(plan.shape.cols),
+      tokens_(component.col_tiles.size() * static_cast<std::size_t>(side_)) {
   for (std::size_t t = 0; t < component.col_tiles.size(); ++t) {
     const Tile& tile = component.col_tiles[t];
     tokens_of(component.col_order, tile, side_, tile.used < 0 ? nullptr : plan.used.data() + tile.used,
@@ -263,28 +334,79 @@ Columns<Acc>::Columns(const Plan& plan, const Component& component)
 }
 
 template <typename Acc>
-void Columns<Acc>::pack(const Machine<Acc>& machine, const Operand& from, DType dtype, std::span<const Head> heads,
-                        const Split& split, Acc factor, Acc* turned, Acc* lines, Context& context) const {
-  const std::int64_t tiles = places() / side_, depth = split.depth(), width = machine.width();
-  const auto size = static_cast<std::int64_t>(sizeof(Acc));
-  const std::int64_t grain = std::max<std::int64_t>(1, (std::int64_t{1} << 17) / (side_ * depth));
-  context.executor->parallel_for(std::ssize(heads) * tiles, grain, [&](std::int64_t begin, std::int64_t end) {
-    Acc* const wide = need<Acc>(thread_buffers().left, side_ * depth);
-    for (std::int64_t n = begin; n < end; ++n) {
-      const std::int64_t h = n / tiles, first = n % tiles * side_;
-      machine.gather(from, dtype, heads[static_cast<std::size_t>(h)],
-                     {tokens_.data() + first, static_cast<std::size_t>(side_)}, depth, factor, wide, depth);
-      if (turned != nullptr) {
-        machine.tiles.pack({wide, 1, depth}, depth, side_, width, turned + (h * places() + first) * depth,
-                           depth * width * size);
-      }
-      for (std::int64_t p = 0; lines != nullptr && p < split.panels(); ++p) {
-        const std::int64_t lanes = split.vectors(p) * machine.tiles.lanes;
-        machine.tiles.pack({wide + split.first(p), depth, 1}, side_, std::min(lanes, depth - split.first(p)), lanes,
-                           lines + places() * (h * split.padded() + split.first(p)) + first * lanes, 0);
+void Columns<Acc>::pack(const Machine<Acc>& machine, DType dtype, Head head, std::int64_t tile, std::int64_t h,
+                        const Packed& packed) const {
+  const Operand& from = packed.from;
+  const Split& split = packed.split;
+  const std::int64_t depth = split.depth(), width = machine.width(), first = tile * side_;
+  const Order& order = component_.col_order;
+  const Tile& of = component_.col_tiles[static_cast<std::size_t>(tile)];
+  // Rows at even distances are read where they are. Nobody looks at places that are not inside.
+  simd::Place place{row_of(from, dtype, head, of.base), order.stride[2] * from.row, from.col};
+  std::int64_t count = of.count[2];
+  if (of.used >= 0 || of.count[0] * of.count[1] != 1 || size_of(dtype) != sizeof(Acc)) {
+    Acc* const wide = need<Acc>(thread_buffers().wide, side_ * depth);
+    machine.gather(from, dtype, head, {tokens_.data() + first, static_cast<std::size_t>(side_)}, depth, 1, wide, depth);
+    place = {wide, depth, 1};
+    count = side_;
+  }
+  if (packed.turned != nullptr) {
+    machine.tiles.pack({place.data, place.col_stride, place.row_stride}, depth, count, width,
+                       packed.turned + (h * places() + first) * depth,
+                       depth * width * static_cast<std::int64_t>(sizeof(Acc)));
+  }
+  for (std::int64_t p = 0; packed.lines != nullptr && p < split.panels(); ++p) {
+    const std::int64_t lanes = split.vectors(p) * machine.tiles.lanes;
+    machine.tiles.pack(
+        {static_cast<Acc*>(place.data) + split.first(p) * place.col_stride, place.row_stride, place.col_stride}, count,
+        std::min(lanes, depth - split.first(p)), lanes,
+        packed.lines + places() * (h * split.padded() + split.first(p)) + first * lanes, 0);
+  }
+}
+
+template <typename Acc>
+Packing<Acc>::Packing(const Layer<Acc>& layer, const Machine<Acc>& machine, DType dtype, std::span<const Head> heads,
+                      const Packed& first, const Packed& second, Context& context)
+    : layer_(layer),
+      machine_(machine),
+      dtype_(dtype),
+      heads_(heads),
+      first_(first),
+      second_(second),
+      tiles_(std::ssize(layer.component.col_tiles)) {
+  const std::int64_t count = std::ssize(heads) * tiles_;
+  if (context.executor->concurrency() <= 1) {
+    done_.resize(static_cast<std::size_t>(count));
+    return;
+  }
+  const std::int64_t size = layer.plan.shape.cols * (first.split.depth() + second.split.depth());
+  context.executor->parallel_for(count, std::max<std::int64_t>(1, (std::int64_t{1} << 16) / size),
+                                 [&](std::int64_t begin, std::int64_t end) {
+                                   for (std::int64_t n = begin; n < end; ++n) {
+                                     pack(n % tiles_, n / tiles_);
+                                   }
+                                 });
+}
+
+template <typename Acc>
+void Packing<Acc>::pack(std::int64_t tile, std::int64_t h) const {
+  const Head head = heads_[static_cast<std::size_t>(h)];
+  layer_.columns.pack(machine_, dtype_, head, tile, h, first_);
+  layer_.columns.pack(machine_, dtype_, head, tile, h, second_);
+}
+
+template <typename Acc>
+void Packing<Acc>::need(std::int64_t row_tile, std::int64_t h) {
+  const auto first = layer_.component.first.begin() + row_tile;
+  for (std::int64_t r = first[0]; r < first[1] && !done_.empty(); ++r) {
+    const Run& run = layer_.component.runs[static_cast<std::size_t>(r)];
+    for (std::int64_t tile = run.first; tile < run.first + run.count; ++tile) {
+      if (auto& done = done_[static_cast<std::size_t>(h * tiles_ + tile)]; done == 0) {
+        pack(tile, h);
+        done = 1;
       }
     }
-  });
+  }
 }
 
 template <typename Acc>
@@ -404,6 +526,8 @@ template struct Machine<float>;
 template struct Machine<double>;
 template class Columns<float>;
 template class Columns<double>;
+template class Packing<float>;
+template class Packing<double>;
 template class Scores<float>;
 template class Scores<double>;
 

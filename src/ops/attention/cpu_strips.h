@@ -20,6 +20,33 @@ inline constexpr std::int64_t kMostColumns = 512;
 /// What packed operands may take, unless one head alone takes more.
 inline constexpr std::int64_t kPackedBytes = 256 << 20;
 
+/// Workspace that is handed out piece by piece.
+class Memory {
+ public:
+  Memory(void* data) : next_(static_cast<std::byte*>(data)) {}
+  template <typename T>
+  T* take(std::int64_t count) {
+    T* const here = reinterpret_cast<T*>(next_);
+    next_ += bytes<T>(count);
+    return here;
+  }
+  /// What `count` elements take of it.
+  template <typename T>
+  static std::int64_t bytes(std::int64_t count) {
+    return ceil_div(count * static_cast<std::int64_t>(sizeof(T)), 64) * 64;
+  }
+
+ private:
+  std::byte* next_;
+};
+
+/// Calls body(first, last, context, memory) on ranges that cover [0, slices), each with `bytes` for each of its slices.
+/// Slices are key heads of a batch. Where there are enough of them each thread takes some, one by one, so that what
+/// belongs to a slice stays in its caches; else, or if `together`, all threads work on each range, and ranges do not
+/// depend on the number of threads.
+using SliceBody = std::function<void(std::int64_t first, std::int64_t last, Context& context, Memory memory)>;
+void for_slices(std::int64_t slices, std::int64_t bytes, bool together, Context& context, const SliceBody& body);
+
 /// Heads that share a plan.
 struct HeadSet {
   const Plan* plan;
@@ -41,8 +68,12 @@ struct Query {
 /// The key heads [first, last) of all batches, and the query heads of a set that use them.
 std::vector<Head> key_heads(const Problem& problem, std::int64_t first, std::int64_t last);
 std::vector<Query> queries_of(const Problem& problem, const HeadSet& set, std::int64_t first, std::int64_t last);
-/// Places of the component with the most columns.
-std::int64_t most_places(const Plan& plan);
+/// The components of a plan, one that holds every row last, if there is one: its rows are then final.
+std::vector<const Component*> in_order(const Plan& plan);
+/// Whether the last of them holds every row.
+inline bool ends_whole(const std::vector<const Component*>& components) {
+  return !components.empty() && components.back()->covers_rows;
+}
 
 /// The tokens of a tile's places, −1 where they are outside or, if `used` is given, unused.
 void tokens_of(const Order& order, const Tile& tile, std::int64_t side, const std::uint32_t* used,
@@ -92,6 +123,9 @@ class Walk {
   Strip strip_;
 };
 
+/// Columns that the strips of a plan look at, all together: what walking it costs.
+double columns_met(const Plan& plan);
+
 /// Calls body(unit, row tile) for each of `units` units of work over a component, in stretches of similar work.
 void share(const Component& component, std::int64_t units, double flops_per_pair, Context& context,
            const std::function<void(std::int64_t, std::int64_t)>& body);
@@ -120,7 +154,9 @@ struct Machine {
   const simd::Tiles& tiles = simd::tiles(sizeof(Acc) == 8 ? DType::f64 : DType::f32);
   const Rows<Acc>& rows = row_functions<Acc>();
 
-  std::int64_t width() const { return 2 * tiles.lanes; }
+  /// Vectors in a turned panel: as few as keep enough sums in flight, since strips look at whole panels.
+  std::int64_t vectors() const { return tiles.rows >= 8 ? 1 : 2; }
+  std::int64_t width() const { return vectors() * tiles.lanes; }
 
   /// to[n] = factor · the row of token n, zeros where there is none; rows `stride` apart.
   void gather(const Operand& from, DType dtype, Head head, std::span<const std::int64_t> tokens, std::int64_t depth,
@@ -142,12 +178,19 @@ class Columns {
   std::int64_t places() const { return static_cast<std::int64_t>(tokens_.size()); }
   const std::int64_t* tokens() const { return tokens_.data(); }
 
-  /// Packs the rows of some heads: `turned` (depth × places in panels of the machine's width), `lines` (places × depth
-  /// in panels of the split), either may be null. Heads lie places·depth and places·padded apart.
-  void pack(const Machine<Acc>& machine, const Operand& from, DType dtype, std::span<const Head> heads,
-            const Split& split, Acc factor, Acc* turned, Acc* lines, Context& context) const;
+  /// An operand to pack: `turned` (depth × places in panels of the machine's width), `lines` (places × depth in panels
+  /// of the split); either may be null. Heads lie places·depth and places·padded apart.
+  struct Packed {
+    const Operand& from;
+    const Split& split;
+    Acc *turned, *lines;
+  };
+  /// Packs the rows of one tile, which go to the h-th head's place.
+  void pack(const Machine<Acc>& machine, DType dtype, Head head, std::int64_t tile, std::int64_t h,
+            const Packed& packed) const;
 
  private:
+  const Component& component_;
   std::int64_t side_;
   std::vector<std::int64_t> tokens_;
 };
@@ -182,9 +225,45 @@ class Scores {
   std::vector<Acc> positions_;  ///< for ALiBi
 };
 
+/// One component with what is known about its columns.
+template <typename Acc>
+struct Layer {
+  const Plan& plan;
+  const Component& component;
+  Columns<Acc> columns;
+  Scores<Acc> scores;
+
+  Layer(const Problem& problem, const Plan& of, const Component& this_one, bool transposed, const Machine<Acc>& machine)
+      : plan(of), component(this_one), columns(of, this_one), scores(problem, of, columns, transposed, machine) {}
+  Layer(const Layer&) = delete;
+};
+
+/// The columns of some heads, packed from two operands: all at once where there are threads to share that, else each
+/// tile when a tile of rows first needs it, so that it is still near.
+template <typename Acc>
+class Packing {
+ public:
+  using Packed = typename Columns<Acc>::Packed;
+  Packing(const Layer<Acc>& layer, const Machine<Acc>& machine, DType dtype, std::span<const Head> heads,
+          const Packed& first, const Packed& second, Context& context);
+  /// Call it before the columns of head h are looked at from a tile of rows.
+  void need(std::int64_t row_tile, std::int64_t h);
+
+ private:
+  void pack(std::int64_t tile, std::int64_t h) const;
+
+  const Layer<Acc>& layer_;
+  const Machine<Acc>& machine_;
+  DType dtype_;
+  std::span<const Head> heads_;
+  Packed first_, second_;
+  std::int64_t tiles_;
+  std::vector<std::uint8_t> done_;  ///< empty if all are
+};
+
 /// Memory of one thread, kept between calls.
 struct Buffers {
-  simd::Scratch left, more_left, scores, gradients, slopes, row, sums, more_sums, statistics;
+  simd::Scratch wide, left, more_left, scores, gradients, slopes, row, sums, more_sums, statistics;
   std::vector<std::int64_t> tokens;
 };
 Buffers& thread_buffers();

@@ -10,6 +10,7 @@
 
 #include "core/divide.h"
 #include "fretwork/error.h"
+#include "ops/attention/cuda_hopper.h"
 #include "ops/attention/device_plan.h"
 #include "ops/attention/params.h"
 #include "ops/attention/plan.h"
@@ -582,7 +583,9 @@ void forward(const Problem& problem, Context& context) {
     return;
   }
   const driver::DeviceScope scope(context.device.index);
-  // Here a class of kernels for a newer architecture (driver::kernel_arch) may take the problem and return.
+  if (hopper::forward(problem, context)) {
+    return;
+  }
   const Problem& p = problem;
   const Config config = config_for(Make::forward, p);
   const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
@@ -631,7 +634,9 @@ void backward(const BackwardProblem& problem, Context& context) {
     fill_zeros(problem, context);
     return;
   }
-  // Here too.
+  if (hopper::backward(problem, context)) {
+    return;
+  }
   const Given given(problem, context);
   if (problem.d_q.data != nullptr) {
     query_gradient(given, context);

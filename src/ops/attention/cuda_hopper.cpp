@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <initializer_list>
 #include <limits>
 #include <numeric>
@@ -33,10 +34,20 @@ KernelSpec instance(const std::string& file, const std::string& kernel, DType dt
   return {"ops/attention/kernel_hopper_" + file + ".cuh",
           "fretwork::attention_op::hopper::" + kernel + "<" + device_type(dtype) + rest + ">"};
 }
-KernelSpec forward_instance(DType dtype, int depth, bool general) {
-  return instance("forward", "forward", dtype, ", " + std::to_string(depth) + (general ? ", true" : ", false"));
+std::string flag(bool value) { return value ? ", true" : ", false"; }
+KernelSpec forward_instance(DType dtype, int depth, bool general, bool held) {
+  return instance("forward", "forward", dtype, ", " + std::to_string(depth) + flag(general) + flag(held));
+}
+KernelSpec backward_instance(DType dtype, int depth, bool keys, bool general, bool held) {
+  return instance("backward", keys ? "backward_keys" : "backward_queries", dtype,
+                  ", " + std::to_string(depth) + flag(general) + (keys ? "" : flag(held)));
+}
+int trial() {
+  const char* const number = std::getenv("FRETWORK_TRIAL");
+  return number != nullptr ? std::atoi(number) : 0;
 }
 KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype, ""); }
+KernelSpec statistics_instance(DType dtype) { return instance("backward", "statistics", dtype, ""); }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
@@ -45,27 +56,46 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   }
   for (const DType dtype : {DType::f16, DType::bf16}) {
     list.push_back(fill_instance(dtype));
+    list.push_back(statistics_instance(dtype));
     for (const int depth : {64, 128}) {
-      list.push_back(forward_instance(dtype, depth, false));
-      list.push_back(forward_instance(dtype, depth, true));
+      for (const bool general : {false, true}) {
+        for (const bool held : {false, true}) {
+          list.push_back(forward_instance(dtype, depth, general, held));
+          list.push_back(backward_instance(dtype, depth, false, general, held));
+        }
+        list.push_back(backward_instance(dtype, depth, true, general, false));
+      }
     }
   }
   return list;
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<16> kernels;
+constinit KernelTable<64> kernels;
 
-unsigned type_bit(DType dtype) { return dtype == DType::f16 ? 0 : 1; }
+unsigned number_of(DType dtype, int depth, bool general) {
+  return (dtype == DType::f16 ? 0u : 1u) | (depth == 64 ? 0u : 2u) | unsigned{general} << 2;
+}
 const Kernel& forward_kernel(DType dtype, int depth, bool general, int device) {
-  const unsigned which = type_bit(dtype) | (depth == 64 ? 0u : 2u) | unsigned{general} << 2;
-  return kernels.get(which, device, [&] { return forward_instance(dtype, depth, general); });
+  const bool held = (trial() & 4) != 0;
+  return kernels.get(number_of(dtype, depth, general) + (held ? 32 : 0), device,
+                     [&] { return forward_instance(dtype, depth, general, held); });
+}
+const Kernel& backward_kernel(DType dtype, int depth, bool keys, bool general, int device) {
+  const bool held = !keys && (trial() & 4) != 0;
+  return kernels.get((keys ? 8u : 16u) + number_of(dtype, depth, general) + (held ? 32 : 0), device,
+                     [&] { return backward_instance(dtype, depth, keys, general, held); });
 }
 const Kernel& fill_kernel(DType dtype, int device) {
-  return kernels.get(8 | type_bit(dtype), device, [&] { return fill_instance(dtype); });
+  return kernels.get(24 + number_of(dtype, 64, false), device, [&] { return fill_instance(dtype); });
+}
+const Kernel& statistics_kernel(DType dtype, int device) {
+  return kernels.get(28 + number_of(dtype, 64, false), device, [&] { return statistics_instance(dtype); });
 }
 
+/// Bytes for what ForwardShared and BackwardShared describe.
 int forward_shared(int depth) { return 1024 + (2 + (depth == 64 ? 8 : 4)) * 256 * depth; }
+int backward_shared(int depth) { return 1024 + 4 * 256 * depth + (depth == 64 ? 8 : 6) * 128 * depth; }
 
 // ------------------------------------------------------------------------------------------ plans on the device
 
@@ -79,9 +109,10 @@ driver::DeviceBuffer upload(int device, const std::vector<Value>& values) {
 struct Side {
   Order order;
   std::int64_t shift = 0;
-  driver::DeviceBuffer tiles;
+  driver::DeviceBuffer tiles, tokens, used;
 
   int places() const { return order.extent[0] * order.extent[1] * order.extent[2]; }
+  std::size_t bytes() const { return tiles.bytes() + tokens.bytes() + used.bytes(); }
 };
 
 std::int64_t cut_of(const Order& order, const Tile& tile) {
@@ -92,24 +123,39 @@ std::int64_t cut_of(const Order& order, const Tile& tile) {
   return tokens;
 }
 
-Side make_side(const Order& order, const std::vector<Tile>& tiles, int device) {
-  Side side{order, 0, {}};
+/// The token of each place of a tile; the others stay as they are.
+void write_tokens(const Order& order, const Tile& tile, int* tokens) {
+  for (int u0 = 0; u0 < tile.count[0]; ++u0) {
+    for (int u1 = 0; u1 < tile.count[1]; ++u1) {
+      int* const line = tokens + (u0 * order.extent[1] + u1) * order.extent[2];
+      const std::int64_t base = tile.base + u0 * order.stride[0] + u1 * order.stride[1];
+      for (int u2 = 0; u2 < tile.count[2]; ++u2) {
+        line[u2] = static_cast<int>(base + u2 * order.stride[2]);
+      }
+    }
+  }
+}
+
+/// `places` a tile has room for.
+Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, int device) {
+  Side side{order, 0, {}, {}, {}};
   for (const Tile& tile : tiles) {
     side.shift = std::max(side.shift, cut_of(order, tile));
   }
-  std::vector<Place> places;
-  places.reserve(tiles.size());
+  std::vector<Place> boxes;
+  std::vector<int> tokens(tiles.size() * static_cast<std::size_t>(places), -1), used;
   for (const Tile& tile : tiles) {
-    Place place{};
-    place.at = static_cast<int>(tile.base - cut_of(order, tile) + side.shift);
+    Place box{static_cast<int>(tile.base - cut_of(order, tile) + side.shift), {}};
     for (std::size_t k = 0; k < kTileAxes; ++k) {
-      place.skip[k] = order.extent[k] - tile.count[k];
+      box.skip[k] = order.extent[k] - tile.count[k];
     }
-    place.base = static_cast<int>(tile.base);
-    place.used = tile.used;
-    places.push_back(place);
+    write_tokens(order, tile, tokens.data() + boxes.size() * static_cast<std::size_t>(places));
+    boxes.push_back(box);
+    used.push_back(tile.used);
   }
-  side.tiles = upload(device, places);
+  side.tiles = upload(device, boxes);
+  side.tokens = upload(device, tokens);
+  side.used = upload(device, used);
   return side;
 }
 
@@ -129,14 +175,14 @@ struct DevicePlan {
   std::size_t bytes() const {
     std::size_t all = bits.bytes() + used.bytes();
     for (const DeviceComponent& c : components) {
-      all += c.rows.tiles.bytes() + c.cols.tiles.bytes() + c.first.bytes() + c.runs.bytes();
+      all += c.rows.bytes() + c.cols.bytes() + c.first.bytes() + c.runs.bytes();
     }
     return all;
   }
 };
 
 RunOf run_of(const Run& run, const Plan& plan) {
-  RunOf made{run.first, run.count, kWhole, 0, 0, 0, {}};
+  RunOf made{run.first, run.count, {}, kWhole, 0, 0, 0};
   if (run.mask >= 0) {
     const Mask& mask = plan.masks[static_cast<std::size_t>(run.mask)];
     const int side = plan.shape.rows + plan.shape.cols;  // beyond it a bound says nothing, and sums could overflow
@@ -150,8 +196,8 @@ RunOf run_of(const Run& run, const Plan& plan) {
 
 DeviceComponent make_component(const Component& component, const Plan& plan, int device) {
   DeviceComponent made;
-  made.rows = make_side(component.row_order, component.row_tiles, device);
-  made.cols = make_side(component.col_order, component.col_tiles, device);
+  made.rows = make_side(component.row_order, component.row_tiles, plan.shape.rows, device);
+  made.cols = make_side(component.col_order, component.col_tiles, plan.shape.cols, device);
   made.covers_rows = component.covers_rows;
   std::vector<int> first(component.first.begin(), component.first.end());
   std::vector<RunOf> runs;
@@ -179,7 +225,8 @@ bool fits(const Plan& plan) {
   };
   return plan.rows < kMost / 4 && plan.cols < kMost / 4 &&
          std::all_of(plan.components.begin(), plan.components.end(), [&](const Component& c) {
-           return small(c.row_order) && small(c.col_order) && static_cast<std::int64_t>(c.runs.size()) < kMost / 2;
+           const std::size_t most = std::max({c.runs.size(), c.row_tiles.size() * 64, c.col_tiles.size() * 64});
+           return small(c.row_order) && small(c.col_order) && static_cast<std::int64_t>(most) < kMost / 2;
          });
 }
 
@@ -354,16 +401,13 @@ Walk walk_of(const DevicePlan& plan, const DeviceComponent& c, const Schedule& s
   walk.col_tiles = static_cast<const Place*>(c.cols.tiles.data());
   walk.first = static_cast<const int*>(c.first.data());
   walk.runs = static_cast<const RunOf*>(c.runs.data());
+  walk.row_tokens = static_cast<const int*>(c.rows.tokens.data());
+  walk.col_tokens = static_cast<const int*>(c.cols.tokens.data());
+  walk.col_used = static_cast<const int*>(c.cols.used.data());
   walk.bits = static_cast<const unsigned*>(plan.bits.data());
   walk.used = static_cast<const unsigned*>(plan.used.data());
   walk.items = static_cast<const Item*>(schedule.items.data());
   walk.share = static_cast<const int*>(schedule.share.data());
-  walk.rows.middle = Divisor(static_cast<unsigned>(c.rows.order.extent[1]));
-  walk.rows.last = Divisor(static_cast<unsigned>(c.rows.order.extent[2]));
-  for (std::size_t k = 0; k < kTileAxes; ++k) {
-    walk.rows.extent[k] = c.rows.order.extent[k];
-    walk.rows.stride[k] = static_cast<int>(c.rows.order.stride[k]);
-  }
   walk.row_places = c.rows.places();
   walk.col_places = c.cols.places();
   return walk;
@@ -435,19 +479,116 @@ std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, c
   params.head0 = static_cast<int>(range.first);
   params.merge = at > 0 || prepared.fill ? 1 : 0;
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
+  params.variant = trial();
   return Launch{&forward_kernel(p.dtype, static_cast<int>(p.depth), c.general, device), prepared.schedules[at].grid,
                 params};
 }
 
-void launch_fill(const Problem& p, const HeadRange& range, Context& context) {
+/// Zeros in all rows of x, and −∞ in lse where there is one.
+void launch_fill(DType dtype, const Operand& x, const Operand& lse, const std::array<std::int64_t, 3>& sizes,
+                 std::int64_t depth, Context& context) {
   FillParams params{};
-  params.o = lines_of(from_head(p.o, range.first, 2));
-  params.lse = lines_of(from_head(p.lse, range.first, 4));
-  params.rows = p.batch * range.count * p.rows;
+  params.o = lines_of(x);
+  params.lse = lines_of(lse);
+  params.rows = sizes[0] * sizes[1] * sizes[2];
+  params.per_head = static_cast<int>(sizes[2]);
+  params.heads = static_cast<int>(sizes[1]);
+  params.depth = static_cast<int>(depth);
+  fill_kernel(dtype, context.device.index).launch(ceil_div(params.rows, 8), 256, 0, &params, context.stream);
+}
+
+// ------------------------------------------------------------------------------------------------- backward
+
+struct BackwardLaunch {
+  const Kernel* kernel;
+  int grid;
+  BackwardParams params;
+};
+
+/// Heads [first, first + count) of queries, and the key heads they use.
+struct Heads {
+  std::int64_t first, count, kv_first, kv_count;
+};
+
+void launch_statistics(const BackwardProblem& b, float* stats, Context& context) {
+  const Problem& p = b.forward;
+  StatsParams params{};
+  params.o = lines_of(p.o);
+  params.d_o = lines_of(b.d_o);
+  params.lse = lines_of(p.lse);
+  params.d_lse = lines_of(b.d_lse);
+  params.stats = stats;
+  params.rows = p.batch * p.heads * p.rows;
   params.per_head = static_cast<int>(p.rows);
-  params.heads = static_cast<int>(range.count);
-  params.depth = static_cast<int>(p.value_depth);
-  fill_kernel(p.dtype, context.device.index).launch(ceil_div(params.rows, 8), 256, 0, &params, context.stream);
+  params.heads = static_cast<int>(p.heads);
+  params.depth = static_cast<int>(p.depth);
+  statistics_kernel(p.dtype, context.device.index)
+      .launch(ceil_div(params.rows * p.depth / 8, 256), 256, 0, &params, context.stream);
+}
+
+/// The gradients of keys and values, or of queries, from one component.
+std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
+                                              std::size_t at, bool keys, const float* stats, int device) {
+  const Problem& p = b.forward;
+  const DeviceComponent& c = prepared.plan->components[at];
+  const Side &queries_side = keys ? c.cols : c.rows, &keys_side = keys ? c.rows : c.cols;
+  const std::array<std::int64_t, 3> sizes{p.batch, heads.count, p.rows}, kv_sizes{p.batch, heads.kv_count, p.cols};
+  const auto q = make_source(from_head(p.q, heads.first, 2), sizes, p.depth, queries_side);
+  const auto d_o = make_source(from_head(b.d_o, heads.first, 2), sizes, p.value_depth, queries_side);
+  const auto k = make_source(from_head(p.k, heads.kv_first, 2), kv_sizes, p.depth, keys_side);
+  const auto v = make_source(from_head(p.v, heads.kv_first, 2), kv_sizes, p.value_depth, keys_side);
+  if (!q || !d_o || !k || !v) {
+    return std::nullopt;
+  }
+  BackwardParams params{};
+  params.rows[0] = keys ? *k : *q;
+  params.rows[1] = keys ? *v : *d_o;
+  params.cols[0] = keys ? *q : *k;
+  params.cols[1] = keys ? *d_o : *v;
+  params.walk = walk_of(*prepared.plan, c, prepared.schedules[at]);
+  params.out[0] = lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
+  params.out[1] = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
+  params.stats = stats + 2 * heads.first * p.rows;
+  params.stats_batch = static_cast<int>(p.heads * p.rows);
+  params.stats_head = static_cast<int>(p.rows);
+  params.group = static_cast<int>(p.heads / p.kv_heads);
+  params.add = at > 0 || prepared.fill ? 1 : 0;
+  params.scale = static_cast<float>(p.scale);
+  params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
+  return BackwardLaunch{&backward_kernel(p.dtype, static_cast<int>(p.depth), keys, c.general, device),
+                        prepared.schedules[at].grid, params};
+}
+
+/// A gradient that is to be zero before anything is added to it.
+struct Zeros {
+  Operand x;
+  std::array<std::int64_t, 3> sizes;
+};
+
+/// What one direction of one range of heads launches; false where it cannot.
+bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, const float* stats,
+                  std::vector<std::shared_ptr<const Prepared>>& kept, std::vector<BackwardLaunch>& launches,
+                  std::vector<Zeros>& zeros, const Context& context) {
+  const Problem& p = b.forward;
+  const std::int64_t group = p.heads / p.kv_heads;
+  const Heads heads{range.first, range.count, range.first / group, range.count / group};
+  const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(keys ? heads.kv_count : heads.count),
+                    keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p)};
+  const auto prepared = kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, context));
+  if (prepared->fill && keys) {
+    zeros.push_back({from_head(b.d_k, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}});
+    zeros.push_back({from_head(b.d_v, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}});
+  } else if (prepared->fill) {
+    zeros.push_back({from_head(b.d_q, heads.first, 2), {p.batch, heads.count, p.rows}});
+  }
+  for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
+    const auto launch = backward_launch(b, heads, *prepared, at, keys, stats, context.device.index);
+    if (!launch) {
+      return false;
+    }
+    launches.push_back(*launch);
+  }
+  return true;
 }
 
 }  // namespace
@@ -481,7 +622,8 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
     }
   }
   for (const HeadRange& range : fills) {
-    launch_fill(p, range, context);
+    launch_fill(p.dtype, from_head(p.o, range.first, 2), from_head(p.lse, range.first, 4),
+                {p.batch, range.count, p.rows}, p.value_depth, context);
   }
   for (const Launch& launch : launches) {
     launch.kernel->launch(launch.grid, kThreads, forward_shared(static_cast<int>(p.depth)), &launch.params,
@@ -499,6 +641,59 @@ bool forward(const Problem& problem, Context& context) {
     plans.push_back(plan(*pattern, kForwardShape));
   }
   return forward(problem, plans, context);
+}
+
+bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context) {
+  const Problem& p = problem.forward;
+  const auto fit = [](const auto& plan) { return fits(*plan); };
+  const std::int64_t group = p.heads / std::max<std::int64_t>(p.kv_heads, 1);
+  const auto ranges = ranges_of(plans, p.heads), kv_ranges = ranges_of(transposed, p.heads);
+  // Heads that share keys are added up by one CTA, so they must share a plan as well.
+  const auto whole = [&](const HeadRange& r) { return r.first % group == 0 && r.count % group == 0; };
+  const bool wants_keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
+  if (!suits(p, context) || !movable(problem.d_o) || p.lse.data == nullptr || problem.d_bias.data != nullptr ||
+      (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
+      (problem.d_q.data != nullptr && !movable(problem.d_q)) || p.batch * p.heads * p.rows >= kMost ||
+      !std::all_of(plans.begin(), plans.end(), fit) || !std::all_of(transposed.begin(), transposed.end(), fit) ||
+      !std::all_of(ranges.begin(), ranges.end(), whole) || !std::all_of(kv_ranges.begin(), kv_ranges.end(), whole)) {
+    return false;
+  }
+  const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * 2 * sizeof(float));
+  auto* const numbers = static_cast<float*>(stats.data());
+  std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
+  std::vector<BackwardLaunch> launches;
+  std::vector<Zeros> zeros;
+  for (const HeadRange& range : wants_keys ? kv_ranges : std::vector<HeadRange>{}) {
+    if (!add_launches(problem, range, true, numbers, kept, launches, zeros, context)) {
+      return false;
+    }
+  }
+  for (const HeadRange& range : problem.d_q.data != nullptr ? ranges : std::vector<HeadRange>{}) {
+    if (!add_launches(problem, range, false, numbers, kept, launches, zeros, context)) {
+      return false;
+    }
+  }
+  launch_statistics(problem, numbers, context);
+  for (const Zeros& zero : zeros) {
+    launch_fill(p.dtype, zero.x, {}, zero.sizes, p.depth, context);
+  }
+  for (const BackwardLaunch& launch : launches) {
+    launch.kernel->launch(launch.grid, kThreads, backward_shared(static_cast<int>(p.depth)), &launch.params,
+                          context.stream);
+  }
+  return true;
+}
+
+bool backward(const BackwardProblem& problem, Context& context) {
+  if (!suits(problem.forward, context)) {
+    return false;
+  }
+  Plans plans, transposed;
+  for (const auto& pattern : problem.forward.patterns) {
+    plans.push_back(plan(*pattern, kBackwardShape));
+    transposed.push_back(transposed_plan(*pattern, kBackwardShape));
+  }
+  return backward(problem, plans, transposed, context);
 }
 
 }  // namespace fretwork::attention_op::hopper

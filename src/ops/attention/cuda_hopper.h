@@ -16,9 +16,10 @@ namespace fretwork::attention_op::hopper {
 bool forward(const Problem& problem, Context& context);
 bool backward(const BackwardProblem& problem, Context& context);
 
-/// The same over given plans of kForwardShape, one for each of problem.patterns, which are not looked at.
+/// The same over given plans, one for each of the problem's patterns, which are not looked at.
 inline constexpr TileShape kForwardShape{128, 128}, kBackwardShape{128, 64};
 using Plans = std::vector<std::shared_ptr<const Plan>>;
 bool forward(const Problem& problem, const Plans& plans, Context& context);
+bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context);
 
 }  // namespace fretwork::attention_op::hopper

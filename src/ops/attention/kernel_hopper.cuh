@@ -24,20 +24,31 @@ __device__ __forceinline__ float log2_fast(float x) {
   return y;
 }
 
-/// Loads of plan data: whole records of 16 bytes.
-__device__ __forceinline__ int4 record(const void* from, int index) {
-  return __ldg(static_cast<const int4*>(from) + index);
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
-/// What the fetching thread tells the others of an item: where its rows are. `steps` −1 says that there is none left.
-struct ItemNote {
-  int steps, batch, head, base;
-  int inside[3], used;
-};
-/// And of a step: its mask, and the bits of `used` of its column tile or −1.
-struct StepNote {
-  int kind, low, high, limit;
-};
+/// Loads of plan data, where they stand: those who fetch have few registers and read again rather than remember.
+__device__ __forceinline__ int4 record(const void* from, int index) {
+  int4 r;
+  asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(static_cast<const int4*>(from) + index));
+  return r;
+}
+__device__ __forceinline__ int word(const int* from, int index) {
+  int r;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(r) : "l"(from + index));
+  return r;
+}
+
+/// The mask of a run: kind, low, high, limit.
+__device__ __forceinline__ int4 mask_of(const Walk& walk, int run) { return record(walk.runs, 2 * run + 1); }
+
+// Those who fetch leave notes for the others. Of an item: steps (−1: nothing is left), batch, head, row tile. Of a
+// step: kind, low, high and limit of its mask.
 
 /// A note as lane 0 reads it, which is the lane that releases its place.
 __device__ __forceinline__ int4 read_note(const int4& note) {
@@ -78,9 +89,9 @@ __device__ __forceinline__ void clear_unplaced(u32 tiles, int count, int rows, i
 }
 
 /// Zeros in the rows of a fetched tile that nothing in the pattern uses: they may hold NaN. The threads of a warpgroup
-/// call it together; the other warpgroup may do the same.
+/// call it together, then join_cleared; the other warpgroup may do the same.
 template <int kHalves, int kTileRows>
-__device__ __forceinline__ void clear_unused(u32 tile, const u32* used, u32 barrier) {
+__device__ __forceinline__ void clear_unused(u32 tile, const u32* used) {
   const u32 row = threadIdx.x % 128;
   if (row < kTileRows && (__ldg(used + row / 32) >> row % 32 & 1) == 0) {
 #pragma unroll
@@ -89,6 +100,8 @@ __device__ __forceinline__ void clear_unused(u32 tile, const u32* used, u32 barr
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
     }
   }
+}
+__device__ __forceinline__ void join_cleared(u32 barrier) {
   fence_async_proxy();
   named_barrier(barrier, 128);
 }
@@ -106,6 +119,13 @@ __device__ __forceinline__ void cut_band(float (&s)[kSize], const int4& note, in
       s[at] = col < low || col > high ? outside : s[at];
     }
   }
+}
+
+/// Brings the bits of a thread's two rows near, for those who have no registers for them yet.
+template <int kWords>
+__device__ __forceinline__ void prefetch_bits(const u32* mask, int row) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(mask + row * kWords));
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(mask + (row + 8) * kWords));
 }
 
 /// The bits of a thread's two rows.
@@ -142,12 +162,9 @@ struct RowBits {
   }
 };
 
-/// The token at place n of a row tile, or −1 when it is not inside.
-__device__ __forceinline__ int token_of(const Layout& layout, const ItemNote& item, int n) {
-  const int rest = layout.last.quotient(n), u2 = n - rest * static_cast<int>(layout.last.divisor);
-  const int u0 = layout.middle.quotient(rest), u1 = rest - u0 * static_cast<int>(layout.middle.divisor);
-  const bool inside = u0 < item.inside[0] && u1 < item.inside[1] && u2 < item.inside[2];
-  return inside ? item.base + u0 * layout.stride[0] + u1 * layout.stride[1] + u2 * layout.stride[2] : -1;
+/// The token of the row (lane % 16 of the warp's 16) that a lane answers for, or −1.
+__device__ __forceinline__ int own_token(const Walk& walk, int tile, int warpgroup) {
+  return __ldg(walk.row_tokens + tile * kRows + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16);
 }
 
 /// s = left · rightᵀ: 64 rows of a tile and kCols rows of another, both with columns as their unit axis in halves of
@@ -164,6 +181,36 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kCols / 2], u32 left,
       wgmma::multiply<T, kCols, Major::k, Major::k, 0, false>(s, a, b);
     } else {
       wgmma::multiply<T, kCols, Major::k, Major::k>(s, a, b);
+    }
+  }
+}
+
+/// A warp's 16 of the warpgroup's 64 rows at `tile`, as left operands in registers.
+template <int kDepth>
+struct HeldRows {
+  u32 pieces[kDepth / 16][4];
+
+  __device__ __forceinline__ void load(u32 tile, u32 half) {
+    const u32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, unit = threadIdx.x % 32 / 16;
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      wgmma::load_pieces(pieces[k], tile + k / 4 * half + tma::swizzled<128>(row * 128 + (k % 4 * 2 + unit) * 16));
+    }
+  }
+};
+
+/// The same scores with the left side held in registers.
+template <typename T, int kDepth, int kCols>
+__device__ __forceinline__ void multiply_scores(float (&s)[kCols / 2], const HeldRows<kDepth>& left, u32 right,
+                                                u32 right_half) {
+  using wgmma::Major;
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    const u64 b = wgmma::descriptor<128>(right + k / 4 * right_half) + k % 4 * wgmma::kNextK<128, Major::k>;
+    if (k == 0) {
+      wgmma::multiply<T, kCols, Major::k, 0, false>(s, left.pieces[k], b);
+    } else {
+      wgmma::multiply<T, kCols, Major::k>(s, left.pieces[k], b);
     }
   }
 }

@@ -14,7 +14,7 @@ struct ForwardShared {
   static constexpr int kStages = kDepth == 64 ? 4 : 2;
   static constexpr u32 kHalf = 128 * 128, kTile = kDepth / 64 * kHalf;  ///< bytes
   u64 q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  int4 items[2][2], steps[kStages];
+  int4 items[2], steps[kStages];
   int used[kStages];
 };
 
@@ -31,24 +31,22 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
   const int end = __ldg(walk.share + blockIdx.x + 1);
   for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i, items.next()) {
     const int4 item = record(walk.items, i);
-    const int4 place = record(walk.row_tiles, 2 * item.x), facts = record(walk.row_tiles, 2 * item.x + 1);
+    const int4 place = record(walk.row_tiles, item.x);
     const int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1);
     mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
     const u32 q_full = shared_address(&shared.q_full[items.stage]);
-    shared.items[items.stage][0] = {item.w, item.y, item.z, facts.x};
-    shared.items[items.stage][1] = {walk.rows.extent[0] - place.y, walk.rows.extent[1] - place.z,
-                                    walk.rows.extent[2] - place.w, 0};
+    shared.items[items.stage] = {item.w, item.y, item.z, item.x};
     mbarrier::arrive_expect(q_full, row_bytes);
     fetch<kHalves>(p.q, q + items.stage * S::kTile, S::kHalf, q_full, place, item.y, item.z);
     const int kv_head = (p.head0 + item.z) / p.group;
     for (int r = first; r < last; ++r) {
-      const int4 run = record(walk.runs, 2 * r), rest = record(walk.runs, 2 * r + 1);
+      const int4 run = record(walk.runs, 2 * r);
       for (int n = 0; n < run.y; ++n, ring.next()) {
-        const int4 tile = record(walk.col_tiles, 2 * (run.x + n));
+        const int4 tile = record(walk.col_tiles, run.x + n);
         mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
         const u32 k_full = shared_address(&shared.k_full[ring.stage]);
-        shared.steps[ring.stage] = {run.z, run.w, rest.x, rest.y};
-        shared.used[ring.stage] = record(walk.col_tiles, 2 * (run.x + n) + 1).y;
+        shared.steps[ring.stage] = mask_of(walk, r);
+        shared.used[ring.stage] = word(walk.col_used, run.x + n);
         mbarrier::arrive_expect(k_full, col_bytes);
         fetch<kHalves>(p.k, k + ring.stage * S::kTile, S::kHalf, k_full, tile, item.y, kv_head);
         mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
@@ -59,7 +57,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
     }
   }
   mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
-  shared.items[items.stage][0] = {-1, 0, 0, 0};
+  shared.items[items.stage] = {-1, 0, 0, 0};
   mbarrier::arrive(shared_address(&shared.q_full[items.stage]));
 }
 
@@ -69,7 +67,7 @@ struct RunningRows {
 
   /// Turns scores into exponents relative to the new largest, and gives what older ones must be multiplied by.
   template <int kSize>
-  __device__ __forceinline__ void add(float (&s)[kSize], float scale, float (&correction)[2]) {
+  __device__ __forceinline__ void add(float (&s)[kSize], float scale, float (&correction)[2], bool lazy) {
     float now[2] = {most[0], most[1]}, offset[2];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -79,8 +77,11 @@ struct RunningRows {
     for (int h = 0; h < 2; ++h) {
       now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
       now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+      if (lazy && (now[h] - most[h]) * scale <= 8.0f) {  // no number grows beyond 2^8
+        now[h] = most[h];
+      }
       offset[h] = now[h] == -infinity() ? 0.0f : now[h] * scale;
-      correction[h] = exp2_fast(most[h] * scale - offset[h]);
+      correction[h] = most[h] == now[h] ? 1.0f : exp2_fast(most[h] * scale - offset[h]);
       most[h] = now[h];
       sum[h] *= correction[h];
     }
@@ -95,26 +96,24 @@ struct RunningRows {
 /// Rounds the rows of a warp and stores them through its share of `buffer`, and their log-sum-exps. With `merge` they
 /// join what is there.
 template <typename T, int kDepth>
-__device__ __forceinline__ void store_rows(const ForwardParams& p, const ItemNote& item, float (&o)[kDepth / 2],
+__device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& item, int own, float (&o)[kDepth / 2],
                                            RunningRows& rows, u32 buffer, u32 half) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
-  const int own = token_of(p.walk.rows, item, warpgroup * 64 + warp * 16 + lane % 16);
-  T* const out = static_cast<T*>(p.o.data) + item.batch * p.o.batch + (p.head0 + item.head) * p.o.head;
-  float* const out_lse =
-      static_cast<float*>(p.lse.data) + item.batch * p.lse.batch + (p.head0 + item.head) * p.lse.head;
+  T* const out = static_cast<T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
+  float* const out_lse = static_cast<float*>(p.lse.data) + item.y * p.lse.batch + (p.head0 + item.z) * p.lse.head;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+    float share = sum == 0.0f ? 0.0f : reciprocal(sum);
     float lse = sum == 0.0f ? -infinity() : rows.most[h] * p.scale + log2_fast(sum);
     const int token = __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h);
     if (p.merge != 0 && token >= 0) {
       const float old = out_lse[token * p.lse.row] * kLog2e, most = fmaxf(old, lse);
       const float a = most == -infinity() ? 0.0f : exp2_fast(old - most);
       const float b = most == -infinity() ? 0.0f : exp2_fast(lse - most);
-      const float all = most == -infinity() ? 1.0f : 1.0f / (a + b), keep = a * all;
+      const float all = most == -infinity() ? 1.0f : reciprocal(a + b), keep = a * all;
       share *= b * all;
       lse = most == -infinity() ? most : most + log2_fast(a + b);
       const u32* const from = reinterpret_cast<const u32*>(out + token * p.o.row) + lane % 4;
@@ -144,8 +143,8 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const ItemNot
   });
 }
 
-/// kGeneral: there are masks of bits, or keys that nothing uses.
-template <typename T, int kDepth, bool kGeneral>
+/// kGeneral: there are masks of bits, or keys that nothing uses. kHeld: q is read from shared memory once.
+template <typename T, int kDepth, bool kGeneral, bool kHeld>
 __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
   using S = ForwardShared<kDepth>;
   extern __shared__ u8 raw[];
@@ -169,15 +168,23 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
   const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
   const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
+  if ((p.variant & 1) != 0 && warpgroup == 1) {
+    named_arrive(3, 256);
+  }
   Ring<2> items(0);
   Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
   for (;; items.next()) {
     mbarrier::wait(shared_address(&shared.q_full[items.stage]), items.parity);
-    const int4 note = read_note(shared.items[items.stage][0]), inside = read_note(shared.items[items.stage][1]);
+    const int4 note = read_note(shared.items[items.stage]);
     if (note.x < 0) {
       break;
     }
     const u32 own = q + items.stage * S::kTile;
+    const int token = own_token(p.walk, note.w, warpgroup);
+    HeldRows<kDepth> q_rows;
+    if constexpr (kHeld) {
+      q_rows.load(own + warpgroup * 8192, S::kHalf);
+    }
     float o[kDepth / 2], s[kCols / 2];
     u32 probabilities[kCols / 16][4];
     RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
@@ -190,7 +197,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
       if constexpr (kGeneral) {
         if (used >= 0) {
-          clear_unused<kDepth / 64, kCols>(v + behind.stage * S::kTile, p.walk.used + used, 1 + warpgroup);
+          clear_unused<kDepth / 64, kCols>(v + behind.stage * S::kTile, p.walk.used + used);
+          join_cleared(1 + warpgroup);
         }
       }
       wgmma::fence();
@@ -201,8 +209,15 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     for (int n = 0; n < note.x; ++n, ring.next()) {
       mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
       const int4 mask = read_note(shared.steps[ring.stage]);
+      if ((p.variant & 1) != 0) {
+        named_barrier(3 + warpgroup, 256);
+      }
       wgmma::fence();
-      multiply_scores<T, kDepth, kCols>(s, own + warpgroup * 8192, S::kHalf, k + ring.stage * S::kTile, S::kHalf);
+      if constexpr (kHeld) {
+        multiply_scores<T, kDepth, kCols>(s, q_rows, k + ring.stage * S::kTile, S::kHalf);
+      } else {
+        multiply_scores<T, kDepth, kCols>(s, own + warpgroup * 8192, S::kHalf, k + ring.stage * S::kTile, S::kHalf);
+      }
       wgmma::commit();
       RowBits<kCols / 32> bits;
       int used_now = -1;
@@ -214,8 +229,14 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       }
       if (n > 0) {
         add_values();
+        if ((p.variant & 1) != 0) {
+          named_arrive(4 - warpgroup, 256);
+        }
         wgmma::wait<1>();
       } else {
+        if ((p.variant & 1) != 0) {
+          named_arrive(4 - warpgroup, 256);
+        }
         wgmma::wait<0>();
       }
       release(k_empty, static_cast<int>(ring.stage));
@@ -225,14 +246,16 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
         cut_band(s, mask, row, -infinity());
       }
       float correction[2];
-      rows.add(s, p.scale, correction);
+      rows.add(s, p.scale, correction, (p.variant & 2) != 0);
       if (n > 0) {
         wgmma::wait<0>();
         release(v_empty, static_cast<int>(behind.stage));
         behind.next();
+        if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-        for (int i = 0; i < kDepth / 2; ++i) {
-          o[i] *= correction[i / 2 % 2];
+          for (int i = 0; i < kDepth / 2; ++i) {
+            o[i] *= correction[i / 2 % 2];
+          }
         }
       }
       pack<T>(probabilities, s);
@@ -245,8 +268,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       behind.next();
     }
     named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-    store_rows<T, kDepth>(p, {note.x, note.y, note.z, note.w, {inside.x, inside.y, inside.z}, inside.w}, o, rows, own,
-                          S::kHalf);
+    store_rows<T, kDepth>(p, note, token, o, rows, own, S::kHalf);
     fence_async_proxy();  // the next q comes by the copy engine
     release(shared_address(shared.q_empty), static_cast<int>(items.stage));
   }
@@ -265,7 +287,7 @@ __global__ void __launch_bounds__(256) fill(const __grid_constant__ FillParams p
     const u32 zeros[4] = {0, 0, 0, 0};
     store_words<4>(out + 8 * n, zeros);
   }
-  if (threadIdx.x % 32 == 0) {
+  if (threadIdx.x % 32 == 0 && p.lse.data != nullptr) {
     static_cast<float*>(p.lse.data)[batch * p.lse.batch + head * p.lse.head + row * p.lse.row] = -infinity();
   }
 }

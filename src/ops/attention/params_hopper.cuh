@@ -1,7 +1,6 @@
 // What the Hopper kernels of attention are launched with. Host and device share it, so it holds plain data.
 #pragma once
 
-#include "device/divide.cuh"
 #include "device/tensor_map.cuh"
 
 namespace fretwork::attention_op::hopper {
@@ -18,17 +17,16 @@ struct Source {
   int axes;  ///< 2 or 3 axes of a tile
 };
 
-/// A tile's place for the copy engine (at tokens, skip on each axis), and for everyone else (base, `used` as in Tile).
+/// A tile's place for the copy engine: at a token, `skip` on each axis.
 struct Place {
   int at, skip[3];
-  int base, used, unused[2];
 };
 
 /// A run and its mask. kind: kWhole, kBand, or where the bits begin.
 inline constexpr int kWhole = -1, kBand = -2;
 struct RunOf {
-  int first, count, kind, low;
-  int high, limit, unused[2];
+  int first, count, unused[2];
+  int kind, low, high, limit;
 };
 
 /// One thing to do for a CTA: a row tile of one head of one batch, `steps` pairs of tiles.
@@ -36,21 +34,16 @@ struct Item {
   int tile, batch, head, steps;
 };
 
-/// How the places of a tile lie, for those who store rows.
-struct Layout {
-  Divisor middle, last;  ///< extents of those axes
-  int extent[3], stride[3];
-};
-
 /// A plan's component and who does what. CTA c does items [share[c], share[c + 1]).
 struct Walk {
   const Place *row_tiles, *col_tiles;
   const int* first;  ///< of the runs of each row tile
   const RunOf* runs;
+  const int *row_tokens, *col_tokens;  ///< of each place of each tile, −1 where there is none
+  const int* col_used;                 ///< as in Tile
   const unsigned *bits, *used;
   const Item* items;
   const int* share;
-  Layout rows;
   int row_places, col_places;  ///< of a tile
 };
 
@@ -68,11 +61,33 @@ struct ForwardParams {
   int head0;    ///< the first head of o and lse, and where q begins
   int merge;    ///< 1: o and lse hold what earlier components gave
   float scale;  ///< times log2(e)
+  int variant;  ///< for trials: 1 warpgroups take turns, 2 corrections are lazy
+};
+
+/// Gradients of keys and values (rows are keys, columns queries) or of queries (the other way round).
+struct BackwardParams {
+  Source rows[2];  ///< k and v, or q and d_o
+  Source cols[2];  ///< q and d_o, or k and v
+  Walk walk;
+  Lines out[2];        ///< d_k and d_v, or d_q
+  const float* stats;  ///< for each query the two of StatsParams
+  int stats_batch, stats_head;
+  int group;             ///< query heads that share a key head
+  int add;               ///< 1: to what is there
+  float scale, scale_2;  ///< the latter times log2(e)
+};
+
+/// Two numbers for each query: its log-sum-exp times log2(e), ∞ where it has no keys, and the sum of d_o∘o less d_lse.
+struct StatsParams {
+  Lines o, d_o, lse, d_lse;  ///< d_lse may be null
+  float* stats;
+  long long rows;  ///< of all heads and batches
+  int per_head, heads, depth;
 };
 
 /// Rows that no element reaches.
 struct FillParams {
-  Lines o, lse;
+  Lines o, lse;    ///< lse may be null
   long long rows;  ///< of all heads and batches
   int per_head, heads, depth;
 };

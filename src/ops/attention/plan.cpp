@@ -18,12 +18,15 @@ class Used {
  public:
   Used(std::int64_t length, std::span<const PartGroup> groups, bool row)
       : length_(length), words_(static_cast<std::size_t>((length + 63) / 64)) {
-    std::int64_t most = 0;  // no use in counting before there can be enough
+    std::int64_t most = 0;  // no use in counting again before there can be enough
     for (const PartGroup& group : groups) {
       for (const Part& part : group.parts) {
         most += add(group.view, part, row);
-        if (most >= length_ && count() == length_) {
-          all_ = true;
+        if (most >= length_) {
+          most = count();
+          all_ = most == length_;
+        }
+        if (all_) {
           return;
         }
       }

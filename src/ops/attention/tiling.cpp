@@ -9,13 +9,18 @@ namespace {
 
 std::int64_t floor_div(std::int64_t a, std::int64_t b) { return a / b - (a % b != 0 && a < 0 ? 1 : 0); }
 
-/// Digits from `first` on are below (or not below) these, read as a number; digits after `last` are zero.
-struct Bound {
-  int first, last;
-  std::array<std::int64_t, kMaxAxes> digits;
-};
+}  // namespace
 
-Bound bound(const Line& line, int first, std::int64_t value) {
+Ends::Ends(const Line& line) : axes_(line.axes), low_(bound(line, 0, line.first)) {
+  high_.push_back(bound(line, 0, line.last));
+  for (int k = 1; k < line.axes; ++k) {
+    if (line.strides[k - 1] % line.strides[k] != 0) {
+      high_.push_back(bound(line, k, line.strides[k - 1]));
+    }
+  }
+}
+
+Ends::Bound Ends::bound(const Line& line, int first, std::int64_t value) {
   Bound made{first, first, {}};
   for (int k = first; k < line.axes; ++k) {
     made.digits[k] = floor_div(value, line.strides[k]);
@@ -25,20 +30,9 @@ Bound bound(const Line& line, int first, std::int64_t value) {
   return made;
 }
 
-/// The sequence's end, and the end of each axis whose stride is no multiple of the next one's.
-template <typename Visit>
-void upper_bounds(const Line& line, const Visit& visit) {
-  visit(bound(line, 0, line.last));
-  for (int k = 1; k < line.axes; ++k) {
-    if (line.strides[k - 1] % line.strides[k] != 0) {
-      visit(bound(line, k, line.strides[k - 1]));
-    }
-  }
-}
-
 /// −1, 0, 1: the box's digits on axes [from, to) are below, not decided, or above the bound's. They never straddle it.
-int compare(const Bound& limit, int from, int to, std::span<const std::int64_t> begin,
-            std::span<const std::int64_t> end) {
+int Ends::compare(const Bound& limit, int from, int to, std::span<const std::int64_t> begin,
+                  std::span<const std::int64_t> end) {
   for (int k = from; k < to; ++k) {
     if (end[k] <= limit.digits[k]) {
       return -1;
@@ -49,8 +43,6 @@ int compare(const Bound& limit, int from, int to, std::span<const std::int64_t> 
   }
   return 0;
 }
-
-}  // namespace
 
 std::array<std::int64_t, kMaxAxes> Line::digits(std::int64_t position) const {
   std::array<std::int64_t, kMaxAxes> found{};
@@ -69,7 +61,7 @@ std::pair<std::int64_t, std::int64_t> Line::range(int axis) const {
   return {0, (strides[axis - 1] + strides[axis] - 1) / strides[axis]};
 }
 
-std::vector<std::int64_t> forced_cuts(const Line& line, int axis) {
+std::vector<std::int64_t> Ends::forced_cuts(int axis) const {
   std::vector<std::int64_t> found;
   const auto add = [&](const Bound& limit) {
     if (axis >= limit.first && axis <= limit.last) {
@@ -79,8 +71,8 @@ std::vector<std::int64_t> forced_cuts(const Line& line, int axis) {
       }
     }
   };
-  upper_bounds(line, add);
-  add(bound(line, 0, line.first));
+  std::for_each(high_.begin(), high_.end(), add);
+  add(low_);
   std::sort(found.begin(), found.end());
   return found;
 }
@@ -106,40 +98,40 @@ Cuts cut(std::int64_t begin, std::int64_t end, int extent, std::span<const std::
   return made;
 }
 
-bool clip(const Line& line, int free_axis, std::span<const std::int64_t> begin, std::span<const std::int64_t> end,
-          Inside& inside) {
-  for (int k = 0; k < line.axes; ++k) {
+bool Ends::clip(int free_axis, std::span<const std::int64_t> begin, std::span<const std::int64_t> end,
+                Inside& inside) const {
+  for (int k = 0; k < axes_; ++k) {
     inside.begin[k] = 0;
     inside.end[k] = static_cast<int>(end[k] - begin[k]);
   }
+  if (high_.size() == 1 && begin[0] > low_.digits[0] && end[0] <= high_[0].digits[0]) {
+    return true;
+  }
   const int f = free_axis;
-  bool some = true;
-  upper_bounds(line, [&](const Bound& limit) {
+  for (const Bound& limit : high_) {
     if (f < limit.first || f > limit.last) {
-      some = some && compare(limit, limit.first, limit.last + 1, begin, end) < 0;
-      return;
+      if (compare(limit, limit.first, limit.last + 1, begin, end) >= 0) {
+        return false;
+      }
+      continue;
     }
     const int before = compare(limit, limit.first, f, begin, end);
+    if (before > 0) {
+      return false;
+    }
     if (before == 0) {
       const bool tail = f < limit.last && compare(limit, f + 1, limit.last + 1, begin, end) < 0;
       const std::int64_t stop = limit.digits[f] + (tail ? 1 : 0) - begin[f];
       inside.end[f] = static_cast<int>(std::clamp<std::int64_t>(stop, 0, inside.end[f]));
     }
-    some = some && before <= 0;
-  });
-  const Bound low = bound(line, 0, line.first);
-  if (f > low.last) {
-    some = some && compare(low, 0, low.last + 1, begin, end) >= 0;
-  } else {
-    const int before = compare(low, 0, f, begin, end);
-    if (before == 0) {
-      const bool tail = f == low.last || compare(low, f + 1, low.last + 1, begin, end) >= 0;
-      const std::int64_t start = low.digits[f] + (tail ? 0 : 1) - begin[f];
-      inside.begin[f] = static_cast<int>(std::clamp<std::int64_t>(start, 0, inside.end[f]));
-    }
-    some = some && before >= 0;
   }
-  return some && inside.begin[f] < inside.end[f];
+  const int before = compare(low_, 0, std::min(f, low_.last + 1), begin, end);
+  if (before == 0 && f <= low_.last) {
+    const bool tail = f == low_.last || compare(low_, f + 1, low_.last + 1, begin, end) >= 0;
+    const std::int64_t start = low_.digits[f] + (tail ? 0 : 1) - begin[f];
+    inside.begin[f] = static_cast<int>(std::clamp<std::int64_t>(start, 0, inside.end[f]));
+  }
+  return before >= 0 && inside.begin[f] < inside.end[f];
 }
 
 }  // namespace fretwork::attention_op

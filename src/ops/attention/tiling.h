@@ -21,6 +21,9 @@ struct Cuts {
 struct Side {
   std::array<int, kMaxAxes> extent{};
   std::array<Cuts, kMaxAxes> cuts;
+  /// Columns only, where not empty: row interval i has the intervals [own[i], own[i + 1]) to itself; they rise within
+  /// those, and different rows' may overlap.
+  std::array<std::vector<int>, kMaxAxes> own;
   int free_axis = 0;  ///< the one where tiles may be cut short by the sequence's ends
 };
 
@@ -45,21 +48,40 @@ struct Line {
   std::pair<std::int64_t, std::int64_t> range(int axis) const;
 };
 
-/// Every tile is a box of positions: digits that must stand alone on an axis so that what lies outside the sequence is
-/// cut off by the free axis only.
-std::vector<std::int64_t> forced_cuts(const Line& line, int axis);
-
 /// [begin, end) in intervals of at most `extent`, none of which goes past a forced cut, nor past the last of the wished
 /// ones that it could reach.
 Cuts cut(std::int64_t begin, std::int64_t end, int extent, std::span<const std::int64_t> forced,
          std::span<const std::int64_t> wished);
 
-/// The inside of a box of digits: again a box, given as offsets from the box's begin. False if nothing is inside.
+/// What of a box of digits is inside, as offsets from the box's begin.
 struct Inside {
   std::array<int, kMaxAxes> begin, end;
 };
-bool clip(const Line& line, int free_axis, std::span<const std::int64_t> begin, std::span<const std::int64_t> end,
-          Inside& inside);
+
+/// Where the positions that a view counts end.
+class Ends {
+ public:
+  explicit Ends(const Line& line);
+  /// The inside of a box: again a box, given the cuts above. False if nothing is inside.
+  bool clip(int free_axis, std::span<const std::int64_t> begin, std::span<const std::int64_t> end,
+            Inside& inside) const;
+  /// Every tile is a box of positions: digits that must stand alone on an axis so that what lies outside the sequence
+  /// is cut off by the free axis only.
+  std::vector<std::int64_t> forced_cuts(int axis) const;
+
+ private:
+  /// A number by its digits from axis `first` on; those after `last` are zero.
+  struct Bound {
+    int first, last;
+    std::array<std::int64_t, kMaxAxes> digits;
+  };
+  static Bound bound(const Line& line, int first, std::int64_t value);
+  static int compare(const Bound& limit, int from, int to, std::span<const std::int64_t> begin,
+                     std::span<const std::int64_t> end);
+  int axes_;
+  Bound low_;
+  std::vector<Bound> high_;  ///< the sequence's end, and of each axis whose stride is no multiple of the next one's
+};
 
 /// The same part, with the bounds of bands that no pair of digits reaches moved to where they matter.
 Part tightened(Part part, int axes);

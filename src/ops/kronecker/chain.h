@@ -31,9 +31,9 @@ std::vector<Step> plan(std::span<const Sizes> factors, const Target& target);
 namespace cuda {
 /// Whether `first` and then `second`, which reads what `first` writes, can be one kernel: the middle never exists.
 bool fuses(const Problem& first, const Problem& second, const Context& context);
-/// Of the fused kernel's work, as a Monarch has it. An exchange of 0 takes the best number.
+/// Of the fused kernel's work, as a Monarch has it; 0 takes what was the fastest.
 struct Arrangement {
-  int exchange = 0, first_warps = 8, second_warps = 8;
+  int exchange = 0, first_warps = 0, second_warps = 0;
 };
 /// Runs two that can.
 void run(const Problem& first, const Problem& second, Context& context, const Arrangement& arrangement = {});

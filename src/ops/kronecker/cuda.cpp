@@ -10,7 +10,6 @@
 #include "fretwork/error.h"
 #include "ops/kronecker/choice.h"
 #include "ops/kronecker/cuda_pack.h"
-#include "ops/kronecker/cuda_strided.h"
 #include "ops/kronecker/params.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"

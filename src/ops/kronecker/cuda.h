@@ -3,6 +3,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "ops/kronecker/problem.h"
 
@@ -24,6 +25,17 @@ bool run(const WeightProblem& problem, Context& context);
 namespace strided {
 bool run(const Problem& problem, Context& context);
 bool run(const WeightProblem& problem, Context& context);
+/// CTAs on their own (sm_80 and later), clusters of them (sm_90a, 16-bit types), or the one that should be faster.
+enum class Way { best, alone, clusters };
+/// Of CTAs on their own: neighbouring δ, and warps along the batch. Zeros for those that should be fastest.
+struct Shape {
+  int v = 0, wm = 0;
+};
+/// Those there are.
+std::vector<Shape> shapes(DType dtype, Precision precision);
+/// False when the problem, or this way of it, is not for here.
+bool run(const Problem& problem, Context& context, Way way, Shape shape = {});
+bool run(const WeightProblem& problem, Context& context, Way way);
 }  // namespace strided
 
 /// Up to 32 batch rows, any strides: one pass over the weights as they lie. Products only.

@@ -32,12 +32,13 @@ KernelSpec pack_instance(const Monarch& m) {
   return {"ops/kronecker/kernel_chain_pack.cuh", "fretwork::kronecker::chain::pack<" + numbers(m) + ">"};
 }
 
-/// With CTAs that swap results, where there is room for it: groups of four were the fastest on an H200.
+/// With CTAs that swap results, where there is room for it: pairs of CTAs, and the fewest warps, each with more of the
+/// weights, were the fastest on an H200.
 Monarch arranged(const Monarch& m, const cuda::Arrangement& a) {
   Monarch with = m;
-  with.exchange = std::min(m.ranks, a.exchange > 0 ? a.exchange : 4);
-  with.first_warps = a.first_warps;
-  with.second_warps = a.second_warps;
+  with.exchange = std::min(m.ranks, a.exchange > 0 ? a.exchange : 2);
+  with.first_warps = a.first_warps > 0 ? a.first_warps : 4;
+  with.second_warps = a.second_warps > 0 ? a.second_warps : m.ranks == 8 ? 4 : 8;
   return with.valid() ? with : m;
 }
 

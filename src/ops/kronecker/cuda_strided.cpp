@@ -1,10 +1,8 @@
 // Batch first with d > 1 on the tensor cores: which δ stay together, what stays on chip, and the launches.
-#include "ops/kronecker/cuda_strided.h"
-
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -14,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "ops/kronecker/cuda.h"
 #include "ops/kronecker/params_strided.cuh"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -295,11 +294,7 @@ int cluster_v(const Problem& problem, const Context& context) {
 
 Map encoded(const Matrix& m, std::span<const std::uint64_t> sizes, std::span<const std::uint64_t> strides,
             std::initializer_list<std::uint32_t> box, driver::Swizzle swizzle) {
-  const driver::TensorMap made = driver::make_tensor_map(m.data, 2, sizes, strides, {box.begin(), box.size()}, swizzle);
-  Map map;
-  static_assert(sizeof map == sizeof made);
-  std::memcpy(&map, &made, sizeof map);
-  return map;
+  return std::bit_cast<Map>(driver::make_tensor_map(m.data, 2, sizes, strides, {box.begin(), box.size()}, swizzle));
 }
 
 /// `inner` and then the batch.

@@ -1,6 +1,8 @@
 // What the kernels for neighbouring δ are launched with, and the sizes of their tiles. Host and device share it.
 #pragma once
 
+#include "device/tensor_map.cuh"
+
 namespace fretwork::kronecker::strided {
 
 inline constexpr int kThreads = 256;
@@ -68,10 +70,6 @@ struct ClusterTile {
   constexpr int stage_w() const { return columns * deltas() * steps() * 32; }
   constexpr int ring() const { return v == 2 ? 6 : 4; }
   constexpr int shared() const { return 1024 + ring() * (stage_x() + stage_w()) + (v == 8 ? 2 * kStaging : 0); }
-};
-
-struct alignas(64) Map {
-  unsigned long long opaque[16];
 };
 
 /// A cluster of rows × columns CTAs: those of a row share x, those of a column share weights. In `product`, slabs

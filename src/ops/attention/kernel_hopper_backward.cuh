@@ -1,0 +1,414 @@
+// Gradients of attention over a component of a plan, without atomics. Each CTA owns 128 rows (two operands) and streams
+// tiles of 64 columns (two operands) past them. For keys and values the rows are keys, so that Pᵀ and dSᵀ come out of
+// the tensor cores as the left operands of the next products; for queries the rows are queries. P is computed anew from
+// the log-sum-exp.
+#pragma once
+
+#include "device/load.cuh"
+#include "ops/attention/kernel_hopper.cuh"
+
+namespace fretwork::attention_op::hopper {
+
+inline constexpr int kStream = 64;
+
+template <int kDepth>
+struct BackwardShared {
+  static constexpr int kStages = kDepth == 64 ? 4 : 3;
+  static constexpr int kHalves = kDepth / 64;
+  static constexpr u32 kFetchRegisters = kDepth == 64 ? 40 : 24, kRegisters = kDepth == 64 ? 232 : 240;
+  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kHalves * kRowHalf;  ///< bytes of one operand
+  static constexpr u32 kColHalf = kStream * 128, kColTile = kHalves * kColHalf;
+  u64 row_full[2], row_empty[2], full[kStages], empty[kStages];
+  int4 items[2], steps[kStages];
+  alignas(16) float stats[kStages][2][kStream];  ///< of keys' and values' columns
+  int used[kStages];
+};
+
+/// Calls step(item, head, run, column tile) for all that this CTA does. Keys meet the queries of all heads that share
+/// them.
+template <bool kKeys, typename Step>
+__device__ __forceinline__ void walk_steps(const BackwardParams& p, Step step) {
+  const Walk& walk = p.walk;
+#pragma unroll 1
+  for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i) {
+    const int4 item = record(walk.items, i);
+    int head = kKeys ? item.z * p.group : item.z / p.group;
+#pragma unroll 1
+    for (int h = kKeys ? p.group : 1; h > 0; --h, ++head) {
+#pragma unroll 1
+      for (int r = word(walk.first, item.x); r < word(walk.first, item.x + 1); ++r) {
+        const int4 run = record(walk.runs, 2 * r);
+        int tile = run.x;
+#pragma unroll 1
+        for (int n = run.y; n > 0; --n, ++tile) {
+          step(item.y, head, r, tile);
+        }
+      }
+    }
+  }
+}
+
+/// One thread fetches the rows of each item.
+template <int kDepth>
+__device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 rows) {
+  using S = BackwardShared<kDepth>;
+  const Walk& walk = p.walk;
+  Ring<2> ring(1);
+#pragma unroll 1
+  for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, ring.next()) {
+    const int4 item = record(walk.items, i), place = record(walk.row_tiles, item.x);
+    mbarrier::wait(shared_address(&shared.row_empty[ring.stage]), ring.parity);
+    const u32 full = shared_address(&shared.row_full[ring.stage]), to = rows + ring.stage * 2 * S::kRowTile;
+    shared.items[ring.stage] = {item.w, item.y, item.z, item.x};
+    mbarrier::arrive_expect(full, 2 * S::kHalves * 128 * walk.row_places);
+    fetch<S::kHalves>(p.rows[0], to, S::kRowHalf, full, place, item.y, item.z);
+    fetch<S::kHalves>(p.rows[1], to + S::kRowTile, S::kRowHalf, full, place, item.y, item.z);
+  }
+  mbarrier::wait(shared_address(&shared.row_empty[ring.stage]), ring.parity);
+  shared.items[ring.stage] = {-1, 0, 0, 0};
+  mbarrier::arrive(shared_address(&shared.row_full[ring.stage]));
+}
+
+/// Another the columns of each step.
+template <int kDepth, bool kKeys>
+__device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 cols) {
+  using S = BackwardShared<kDepth>;
+  const Walk& walk = p.walk;
+  Ring<S::kStages> ring(1);
+  walk_steps<kKeys>(p, [&](int batch, int head, int r, int tile) {
+    mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
+    const u32 full = shared_address(&shared.full[ring.stage]), to = cols + ring.stage * 2 * S::kColTile;
+    shared.steps[ring.stage] = mask_of(walk, r);
+    shared.used[ring.stage] = word(walk.col_used, tile);
+    mbarrier::arrive_expect(full, 2 * S::kHalves * 128 * walk.col_places);
+    const int4 place = record(walk.col_tiles, tile);
+    fetch<S::kHalves>(p.cols[0], to, S::kColHalf, full, place, batch, head);
+    fetch<S::kHalves>(p.cols[1], to + S::kColTile, S::kColHalf, full, place, batch, head);
+    ring.next();
+  });
+}
+
+__device__ __forceinline__ float2 stats_of(const BackwardParams& p, int batch, int head, int token) {
+  const int at = batch * p.stats_batch + head * p.stats_head + token;
+  return token >= 0 ? __ldg(reinterpret_cast<const float2*>(p.stats) + at) : float2{0.0f, 0.0f};
+}
+
+/// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.
+template <int kDepth>
+__device__ __forceinline__ void gather_stats(const BackwardParams& p, BackwardShared<kDepth>& shared) {
+  using S = BackwardShared<kDepth>;
+  Ring<S::kStages> ring(1);
+  const u32 lane = threadIdx.x % 32;
+  walk_steps<true>(p, [&](int batch, int head, int, int tile) {
+    float2 pair[kStream / 32];
+#pragma unroll
+    for (int n = 0; n < kStream / 32; ++n) {
+      pair[n] = stats_of(p, batch, head, word(p.walk.col_tokens, tile * kStream + n * 32 + lane));
+    }
+    mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
+#pragma unroll
+    for (int n = 0; n < kStream / 32; ++n) {
+      shared.stats[ring.stage][0][n * 32 + lane] = pair[n].x;
+      shared.stats[ring.stage][1][n * 32 + lane] = pair[n].y;
+    }
+    mbarrier::arrive(shared_address(&shared.full[ring.stage]));
+    ring.next();
+  });
+}
+
+/// dS = P∘(dP − delta), where what is not in the pattern stays 0 whatever dP is. `delta(i)` belongs to element i.
+template <typename Delta>
+__device__ __forceinline__ void to_score_gradients(float (&s)[kStream / 2], const float (&dp)[kStream / 2], bool masked,
+                                                   Delta delta) {
+  if (masked) {
+#pragma unroll
+    for (int i = 0; i < kStream / 2; ++i) {
+      s[i] = s[i] == 0.0f ? 0.0f : s[i] * (dp[i] - delta(i));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kStream / 2; ++i) {
+      s[i] *= dp[i] - delta(i);
+    }
+  }
+}
+
+/// Rounds a warp's rows times `factor` and stores them through its share of `buffer`, or adds them to what is there.
+template <typename T, int kDepth>
+__device__ __forceinline__ void store_gradient(const BackwardParams& p, const Lines& out, const int4& item, int own,
+                                               float (&d)[kDepth / 2], float factor, u32 buffer) {
+#pragma unroll
+  for (float& sum : d) {
+    sum *= factor;
+  }
+  T* const to = static_cast<T*>(out.data) + item.y * out.batch + item.z * out.head;
+  store_through<T, kDepth>(d, buffer, BackwardShared<kDepth>::kRowHalf, [&](int row, int col, const u32(&words)[4]) {
+    const int token = __shfl_sync(0xffffffffu, own, row);
+    if (token >= 0) {
+      T* const at = to + token * out.row + col;
+      u32 sums[4] = {words[0], words[1], words[2], words[3]};
+      if (p.add != 0) {
+        const run<T, 8> old = load_run<T, 8>(at);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          sums[w] = narrow_pair<T>(widen(T{static_cast<u16>(words[w])}) + widen(old.at(2 * w)),
+                                   widen(T{static_cast<u16>(words[w] >> 16)}) + widen(old.at(2 * w + 1)));
+        }
+      }
+      store_words<4>(at, sums);
+    }
+  });
+}
+
+/// What both kernels begin with.
+template <int kDepth, bool kKeys>
+__device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 cols) {
+  using S = BackwardShared<kDepth>;
+  clear_unplaced(cols, 2 * S::kStages * S::kHalves, kStream, p.walk.col_places);
+  init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
+  init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, 8);
+}
+/// The roles of the warpgroup that fetches, a warp for each.
+template <int kDepth, bool kKeys>
+__device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 rows, u32 cols) {
+  if (threadIdx.x == 0) {
+    fetch_rows<kDepth>(p, shared, rows);
+  } else if (threadIdx.x == 32) {
+    fetch_cols<kDepth, kKeys>(p, shared, cols);
+  } else if (kKeys && threadIdx.x / 32 == 2) {
+    gather_stats<kDepth>(p, shared);
+  }
+}
+
+/// kGeneral: there are masks of bits, or queries that nothing uses.
+template <typename T, int kDepth, bool kGeneral>
+__global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_constant__ BackwardParams p) {
+  using S = BackwardShared<kDepth>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  const u32 rows = (shared_address(raw) + 1023) & ~1023u, cols = rows + 4 * S::kRowTile;
+  make_barriers<kDepth, true>(p, shared, cols);
+  if (threadIdx.x < 128) {
+    fewer_registers<S::kFetchRegisters>();
+    fetch_all<kDepth, true>(p, shared, rows, cols);
+    return;
+  }
+  more_registers<S::kRegisters>();
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+  const u32 empty = shared_address(shared.empty);
+  Ring<2> items(0);
+  Ring<S::kStages> ring(0);
+  for (;; items.next()) {
+    mbarrier::wait(shared_address(&shared.row_full[items.stage]), items.parity);
+    const int steps = read_note(shared.items[items.stage]).x;  // the rest is read again: registers are short
+    if (steps < 0) {
+      break;
+    }
+    const u32 k = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, v = k + S::kRowTile;
+    float dk[kDepth / 2], dv[kDepth / 2], s[kStream / 2], dp[kStream / 2];
+    u32 left[kStream / 16][4];
+#pragma unroll
+    for (int i = 0; i < kDepth / 2; ++i) {
+      dk[i] = dv[i] = 0.0f;
+    }
+    int pending = -1;  // the stage that products in flight still read
+#pragma unroll 1
+    for (int n = 0; n < steps; ++n, ring.next()) {
+      const u32 q = cols + ring.stage * 2 * S::kColTile, d_o = q + S::kColTile;
+      mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
+      const int kind = read_note(shared.steps[ring.stage]).x;
+      if constexpr (kGeneral) {
+        const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
+        if (used >= 0) {
+          clear_unused<S::kHalves, kStream>(q, p.walk.used + used);
+          clear_unused<S::kHalves, kStream>(d_o, p.walk.used + used);
+          join_cleared(1 + warpgroup);
+        }
+        if (kind >= 0) {
+          prefetch_bits<kStream / 32>(p.walk.bits + kind, warp_row + lane / 4);
+        }
+      }
+      wgmma::fence();
+      multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
+      wgmma::commit();
+      multiply_scores<T, kDepth, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
+      wgmma::commit();
+      wgmma::wait<1>();
+      release(empty, pending);
+      pending = static_cast<int>(ring.stage);
+      const auto stat = [&](int which, int j) {
+        return *reinterpret_cast<const float2*>(&shared.stats[ring.stage][which][8 * j + lane % 4 * 2]);
+      };
+#pragma unroll
+      for (int j = 0; j < kStream / 8; ++j) {
+        const float2 lse = stat(0, j);
+        s[4 * j] = exp2_fast(s[4 * j] * p.scale_2 - lse.x);
+        s[4 * j + 1] = exp2_fast(s[4 * j + 1] * p.scale_2 - lse.y);
+        s[4 * j + 2] = exp2_fast(s[4 * j + 2] * p.scale_2 - lse.x);
+        s[4 * j + 3] = exp2_fast(s[4 * j + 3] * p.scale_2 - lse.y);
+      }
+      if (kGeneral && kind >= 0) {
+        RowBits<kStream / 32> bits;
+        bits.load(p.walk.bits + kind, warp_row + lane / 4);
+        bits.cut(s, 0.0f);
+      } else if (kind == kBand) {
+        cut_band(s, read_note(shared.steps[ring.stage]), warp_row + lane / 4, 0.0f);
+      }
+      pack<T>(left, s);
+      wgmma::fence();
+      multiply_values<T, kDepth, kStream>(dv, left, d_o, S::kColHalf);
+      wgmma::commit();
+      wgmma::wait<0>();
+      float2 delta[kStream / 8];
+#pragma unroll
+      for (int j = 0; j < kStream / 8; ++j) {
+        delta[j] = stat(1, j);
+      }
+      to_score_gradients(s, dp, kind != kWhole, [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
+      pack<T>(left, s);
+      wgmma::fence();
+      multiply_values<T, kDepth, kStream>(dk, left, q, S::kColHalf);
+      wgmma::commit();
+    }
+    wgmma::wait<0>();
+    release(empty, pending);
+    const int4 note = read_note(shared.items[items.stage]);
+    const int own = own_token(p.walk, note.w, warpgroup);
+    named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
+    store_gradient<T, kDepth>(p, p.out[0], note, own, dk, p.scale, k);
+    store_gradient<T, kDepth>(p, p.out[1], note, own, dv, 1.0f, v);
+    fence_async_proxy();  // the next rows come by the copy engine
+    release(shared_address(shared.row_empty), static_cast<int>(items.stage));
+  }
+}
+
+/// kGeneral: there are masks of bits, or keys that nothing uses. kHeld: rows are read from shared memory once.
+template <typename T, int kDepth, bool kGeneral, bool kHeld>
+__global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_constant__ BackwardParams p) {
+  using S = BackwardShared<kDepth>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  const u32 rows = (shared_address(raw) + 1023) & ~1023u, cols = rows + 4 * S::kRowTile;
+  make_barriers<kDepth, false>(p, shared, cols);
+  if (threadIdx.x < 128) {
+    fewer_registers<S::kFetchRegisters>();
+    fetch_all<kDepth, false>(p, shared, rows, cols);
+    return;
+  }
+  more_registers<S::kRegisters>();
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+  const u32 empty = shared_address(shared.empty);
+  Ring<2> items(0);
+  Ring<S::kStages> ring(0);
+  for (;; items.next()) {
+    mbarrier::wait(shared_address(&shared.row_full[items.stage]), items.parity);
+    const int4 note = read_note(shared.items[items.stage]);
+    if (note.x < 0) {
+      break;
+    }
+    const u32 q = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, d_o = q + S::kRowTile;
+    const int own = own_token(p.walk, note.w, warpgroup);
+    float2 stats[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      stats[h] = stats_of(p, note.y, note.z, __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h));
+    }
+    float dq[kDepth / 2], s[kStream / 2], dp[kStream / 2];
+    u32 left[kStream / 16][4];
+#pragma unroll
+    for (float& sum : dq) {
+      sum = 0.0f;
+    }
+    HeldRows<kDepth> q_rows, d_o_rows;
+    if constexpr (kHeld) {
+      q_rows.load(q, S::kRowHalf);
+      d_o_rows.load(d_o, S::kRowHalf);
+    }
+    int pending = -1;  // the stage that products in flight still read
+#pragma unroll 1
+    for (int n = 0; n < note.x; ++n, ring.next()) {
+      const u32 k = cols + ring.stage * 2 * S::kColTile, v = k + S::kColTile;
+      mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
+      const int4 mask = read_note(shared.steps[ring.stage]);
+      RowBits<kStream / 32> bits;
+      if constexpr (kGeneral) {
+        const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
+        if (used >= 0) {
+          clear_unused<S::kHalves, kStream>(k, p.walk.used + used);
+          join_cleared(1 + warpgroup);
+        }
+        if (mask.x >= 0) {
+          bits.load(p.walk.bits + mask.x, warp_row + lane / 4);
+        }
+      }
+      wgmma::fence();
+      if constexpr (kHeld) {
+        multiply_scores<T, kDepth, kStream>(s, q_rows, k, S::kColHalf);
+      } else {
+        multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
+      }
+      wgmma::commit();
+      if constexpr (kHeld) {
+        multiply_scores<T, kDepth, kStream>(dp, d_o_rows, v, S::kColHalf);
+      } else {
+        multiply_scores<T, kDepth, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
+      }
+      wgmma::commit();
+      wgmma::wait<1>();
+      release(empty, pending);
+      pending = static_cast<int>(ring.stage);
+#pragma unroll
+      for (int i = 0; i < kStream / 2; ++i) {
+        s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
+      }
+      if (kGeneral && mask.x >= 0) {
+        bits.cut(s, 0.0f);
+      } else if (mask.x == kBand) {
+        cut_band(s, mask, warp_row + lane / 4, 0.0f);
+      }
+      wgmma::wait<0>();
+      to_score_gradients(s, dp, mask.x != kWhole, [&](int i) { return stats[i / 2 % 2].y; });
+      pack<T>(left, s);
+      wgmma::fence();
+      multiply_values<T, kDepth, kStream>(dq, left, k, S::kColHalf);
+      wgmma::commit();
+    }
+    wgmma::wait<0>();
+    release(empty, pending);
+    named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
+    store_gradient<T, kDepth>(p, p.out[0], note, own, dq, p.scale, q);
+    fence_async_proxy();  // the next rows come by the copy engine
+    release(shared_address(shared.row_empty), static_cast<int>(items.stage));
+  }
+}
+
+/// The statistics of each query, by depth / 8 neighbouring lanes.
+template <typename T>
+__global__ void __launch_bounds__(256) statistics(const __grid_constant__ StatsParams p) {
+  const int lanes = p.depth / 8;
+  const i64 index = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) / lanes;
+  const i64 safe = index < p.rows ? index : p.rows - 1;
+  const i64 pair = safe / p.per_head, row = safe % p.per_head, batch = pair / p.heads, head = pair % p.heads;
+  const auto at = [&](const Lines& x) { return batch * x.batch + head * x.head + row * x.row; };
+  const int col = static_cast<int>(threadIdx.x) % lanes * 8;
+  const run<T, 8> o = load_run<T, 8>(static_cast<const T*>(p.o.data) + at(p.o) + col);
+  const run<T, 8> d_o = load_run<T, 8>(static_cast<const T*>(p.d_o.data) + at(p.d_o) + col);
+  float sum = 0.0f;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    sum += widen(o.at(n)) * widen(d_o.at(n));
+  }
+  for (int step = lanes / 2; step > 0; step /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  }
+  if (col == 0 && index < p.rows) {
+    const float lse = static_cast<const float*>(p.lse.data)[at(p.lse)];
+    const float d_lse = p.d_lse.data != nullptr ? static_cast<const float*>(p.d_lse.data)[at(p.d_lse)] : 0.0f;
+    p.stats[2 * index] = lse == -infinity() ? infinity() : lse * kLog2e;
+    p.stats[2 * index + 1] = sum - d_lse;
+  }
+}
+
+}  // namespace fretwork::attention_op::hopper

@@ -1,0 +1,156 @@
+"""fretwork.jax's attention and SPLAT's operators against the torch ones, under jit, grad and vmap."""
+
+import pytest
+import torch
+
+import fretwork as fw
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+
+import fretwork.jax as fwj  # noqa: E402
+
+parse = fw.Pattern.parse
+
+
+def to_jax(t):
+    return jnp.asarray(t.detach().numpy())
+
+
+def close(got, want, tolerance=2e-5):
+    got, want = torch.tensor(jax.device_get(got)).double(), want.detach().double()
+    assert got.shape == want.shape
+    assert torch.equal(got.isinf(), want.isinf())
+    error = (got - want)[~want.isinf()].abs().max() if want.numel() else 0
+    assert error <= tolerance * max(want[~want.isinf()].abs().max().item() if want.numel() else 0, 1), error
+
+
+def inputs(pattern, batch=2, heads=(4, 2), dims=(16, 24)):
+    rows, cols = pattern.shape[-2:]
+    shapes = [(batch, heads[0], rows, dims[0]), (batch, heads[1], cols, dims[0]), (batch, heads[1], cols, dims[1])]
+    return [torch.randn(s, requires_grad=True) for s in shapes]
+
+
+@pytest.mark.parametrize("feature", ["plain", "bias", "wide bias", "alibi", "heads"])
+def test_attention(feature):
+    pattern = parse("strided((30, 40), 6) | band((30, 40), 3, 1, 2)")
+    qkv = inputs(pattern)
+    shape = (2, 4, 30, 40) if feature == "wide bias" else (4, 1, 40)
+    bias = torch.randn(shape, requires_grad=True) if "bias" in feature else None
+    slopes = torch.rand(4)
+    patterns = [pattern, parse("causal((30, 40))")] * 2 if feature == "heads" else pattern
+    tensors = [*qkv, *([] if bias is None else [bias])]
+    want = fw.attention(*qkv, patterns, 0.3, fw.alibi(slopes) if feature == "alibi" else bias, 2.0, return_lse=True)
+    weights = [torch.randn_like(t) for t in want]
+
+    def call(q, k, v, *bias):
+        extra = fwj.alibi(to_jax(slopes)) if feature == "alibi" else bias[0] if bias else None
+        return fwj.attention(q, k, v, patterns, 0.3, extra, 2.0, return_lse=True)
+
+    def loss(*arrays):
+        return sum((x * to_jax(w)).sum() for x, w in zip(call(*arrays), weights, strict=True))
+
+    arrays = [to_jax(t) for t in tensors]
+    for run in (call, jax.jit(call)):
+        for x, y in zip(run(*arrays), want, strict=True):
+            close(x, y)
+    expected = torch.autograd.grad(want, tensors, weights)
+    for x, y in zip(jax.jit(jax.grad(loss, argnums=tuple(range(len(arrays)))))(*arrays), expected, strict=True):
+        close(x, y, 1e-4)
+
+
+@pytest.mark.parametrize("feature", ["plain", "bias", "own bias", "wide bias", "own slopes", "shared keys"])
+def test_vmap_and_its_gradient(feature):
+    """What a vmap gives is what its elements give, each alone."""
+    pattern = parse("strided(20, 4)")
+    arrays = [jnp.stack([to_jax(t), 2 * to_jax(t), -to_jax(t)]) for t in inputs(pattern)]
+    axes = [0, 0, 0]
+    if feature == "shared keys":
+        arrays[1], axes[1] = arrays[1][0], None
+    elif feature == "own slopes":
+        arrays.append(to_jax(torch.rand(3, 4)))
+        axes.append(0)
+    elif feature != "plain":
+        shape = {"bias": (4, 1, 20), "own bias": (3, 4, 20, 20), "wide bias": (2, 4, 20, 1)}[feature]
+        arrays.append(to_jax(torch.randn(shape)))
+        axes.append(0 if feature == "own bias" else None)
+
+    def loss(q, k, v, *extra):
+        bias = None if not extra else fwj.alibi(extra[0]) if feature == "own slopes" else extra[0]
+        o, lse = fwj.attention(q, k, v, pattern, bias=bias, return_lse=True)
+        return (o**2).sum() + jnp.sin(lse).sum()
+
+    argnums = tuple(range(3 if feature == "own slopes" else len(arrays)))
+    both = jax.value_and_grad(loss, argnums=argnums)
+    value, gradients = jax.vmap(both, in_axes=tuple(axes))(*arrays)
+    for n in range(3):
+        alone = both(*(a if axis is None else a[n] for a, axis in zip(arrays, axes, strict=True)))
+        assert jnp.allclose(value[n], alone[0], rtol=1e-4)
+        for x, y in zip(gradients, alone[1], strict=True):
+            assert jnp.allclose(x[n], y, atol=1e-4)
+
+
+def test_dropout():
+    pattern = parse("full(30)")
+    q, k, v = map(to_jax, inputs(pattern))
+    first, second = jax.random.split(jax.random.key(0))
+
+    @jax.jit
+    def call(key, q):
+        return fwj.attention(q, k, v, pattern, dropout_p=0.5, dropout_key=key)
+
+    assert (call(first, q) == call(first, q)).all() and not (call(first, q) == call(second, q)).all()
+    each = jax.vmap(call, in_axes=(0, None))(jnp.stack([first, second]), q)
+    assert (each[0] == call(first, q)).all() and (each[1] == call(second, q)).all()
+    assert not fwj.attention(q, k, v, pattern, dropout_p=1.0).any()
+    with pytest.raises(RuntimeError, match=r"attention: dropout_key: expected a key of jax.random"):
+        fwj.attention(q, k, v, pattern, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("text", ["dilated((30, 40), 3, 4)", "acsr((3,0,9,1,2),(2,1,1,4,3),(3,0,1,3,2),10)"])
+def test_operators(text):
+    pattern = parse(text)
+    tensors = inputs(pattern)
+    arrays = [to_jax(t) for t in tensors]
+
+    def call(module, q, k, v):
+        x = module.r_sddmm(q, k, pattern)
+        return module.r_spmm(module.r_softmax(x, pattern, 0.25), v, pattern)
+
+    want = call(fw, *tensors)
+    weight = torch.randn_like(want)
+    close(jax.jit(lambda *a: call(fwj, *a))(*arrays), want)
+
+    def loss(*a):
+        return (call(fwj, *a) * to_jax(weight)).sum()
+
+    for x, y in zip(
+        jax.grad(loss, argnums=(0, 1, 2))(*arrays), torch.autograd.grad(want, tensors, weight), strict=True
+    ):
+        close(x, y)
+    stacked = [jnp.stack([a, -a]) for a in arrays]
+    for x, y in zip(
+        jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, 0))(stacked[0], arrays[1], stacked[2]),
+        jax.grad(loss, argnums=(0, 1, 2))(-arrays[0], arrays[1], -arrays[2]),
+        strict=True,
+    ):
+        assert jnp.allclose(x[1], y, atol=1e-4)
+    check_grads(lambda q, k: fwj.r_sddmm(q, k, pattern), arrays[:2], order=2, modes=["rev"], rtol=0.05)
+
+
+def test_bad_calls():
+    pattern = parse("dilated(20, 2, 3)")
+    q, k, v = map(to_jax, inputs(pattern))
+    for call, words in [
+        (lambda: fwj.attention(q[0], k, v, pattern), "attention: q: expected 4 dimensions"),
+        (lambda: fwj.attention(q, k, v, parse("causal(19)")), "attention: pattern: expected shape"),
+        (lambda: fwj.attention(q, k, v, pattern, bias=jnp.ones((3, 20, 20))), "attention: bias: expected a shape"),
+        (lambda: fwj.attention(q, k, v, pattern, softcap=-1.0), "attention: softcap: expected"),
+        (lambda: fwj.r_sddmm(q, k[..., :3], pattern), "r_sddmm: k: expected shape"),
+        (lambda: fwj.r_softmax(q, pattern), "r_softmax: x: expected shape"),
+    ]:
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    with pytest.raises(TypeError, match=r"attention: pattern: expected a fretwork.Pattern"):
+        fwj.attention(q, k, v, 3)

@@ -26,16 +26,31 @@ KernelSpec pack_instance(DType dtype, bool tf32) {
   const char* const bits = size_of(dtype) == 2 ? "fretwork::u16" : tf32 ? "float" : "fretwork::u32";
   return {"ops/kronecker/kernel_pack.cuh", std::string("fretwork::kronecker::hopper::pack<") + bits + ">"};
 }
+KernelSpec pack_dense_instance(DType dtype) {
+  return {"ops/kronecker/kernel_pack.cuh", std::string("fretwork::kronecker::hopper::pack_dense<") +
+                                               (size_of(dtype) == 2 ? "fretwork::u16>" : "float>")};
+}
 KernelSpec regroup_instance(int bytes, int deltas, bool back) {
   return {"ops/kronecker/kernel_regroup.cuh", std::string("fretwork::kronecker::hopper::regroup<fretwork::u") +
                                                   std::to_string(8 * bytes) + ", " + std::to_string(deltas) +
                                                   (back ? ", true>" : ", false>")};
+}
+/// fp32 with d = 4.
+KernelSpec regroup_four_instance(bool back) {
+  return {"ops/kronecker/kernel_regroup.cuh",
+          std::string("fretwork::kronecker::hopper::regroup_four") + (back ? "<true>" : "<false>")};
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list{pack_instance(DType::f16, false), pack_instance(DType::f32, false)};
   if (arch == "sm_90a") {
     list.push_back(pack_instance(DType::f32, true));
+    list.push_back(pack_dense_instance(DType::f16));
+    list.push_back(pack_dense_instance(DType::f32));
+  }
+  list.push_back(regroup_four_instance(false));
+  if (arch == "sm_90a") {
+    list.push_back(regroup_four_instance(true));
   }
   for (const auto& [bytes, deltas] : {std::pair{2, 2}, {2, 4}, {2, 8}, {4, 2}, {4, 4}}) {
     list.push_back(regroup_instance(bytes, deltas, false));
@@ -47,8 +62,8 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-/// Packing by type (three), then regrouping by type, δ and way.
-constinit KernelTable<3 + 2 * 6> kernels;
+/// Packing by type (three), then regrouping by type, δ and way, then with d = 4, then packing dense blocks.
+constinit KernelTable<3 + 2 * 7 + 2> kernels;
 
 /// Lines of `entries`, as memory has them.
 struct Shape {
@@ -88,8 +103,33 @@ bool pack_in_registers(const Weights& w, const Sizes& s, const Shape& shape, DTy
 
 }  // namespace
 
+void pack_dense(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context) {
+  const Shape shape = lines.along_k ? Shape{s.b, s.c, w.b, w.c} : Shape{s.c, s.b, w.c, w.b};
+  const std::int64_t units = lines.pitch * static_cast<std::int64_t>(size_of(dtype)) / 16;
+  hopper::DensePackParams params{};
+  params.from = w.data;
+  params.to = to;
+  params.stride_i = w.a;
+  params.stride_p = shape.line;
+  params.stride_q = shape.entry;
+  params.stride_l = w.d;
+  params.q = narrowed(shape.entries);
+  params.line = narrowed(lines.pitch);
+  params.total = narrowed(s.a * shape.lines * units);
+  params.units = divisor(units);
+  params.p = divisor(shape.lines);
+  params.d = divisor(s.d);
+  kernels.get(size_of(dtype) == 2 ? 17 : 18, context.device.index, [&] { return pack_dense_instance(dtype); })
+      .launch(ceil_div(params.total, hopper::kPackThreads), hopper::kPackThreads, 0, &params, context.stream);
+}
+
 void regroup(const RegroupParams& params, int bytes, bool back, const Context& context) {
   const int deltas = std::min(params.d, 16 / bytes);
+  if (bytes == 4 && params.d == 4) {
+    kernels.get(back ? 16 : 15, context.device.index, [&] { return regroup_four_instance(back); })
+        .launch(ceil_div(params.total, hopper::kRegroupThreads), hopper::kRegroupThreads, 0, &params, context.stream);
+    return;
+  }
   kernels
       .get(3 + static_cast<std::size_t>((bytes / 4 * 3 + deltas / 4) * 2 + (back ? 1 : 0)), context.device.index,
            [&] { return regroup_instance(bytes, deltas, back); })

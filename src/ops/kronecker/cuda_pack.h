@@ -17,6 +17,9 @@ struct Lines {
 /// be launched behind this.
 void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context);
 
+/// The d products of a block as one dense matrix, with zeros between: to[i][line·d + l][entry·d + l].
+void pack_dense(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context);
+
 /// Launches kernel_regroup.cuh for elements of `bytes`.
 void regroup(const hopper::RegroupParams& params, int bytes, bool back, const Context& context);
 

@@ -846,6 +846,16 @@ TEST_F(KroneckerCuda, IeeeProducts) {
   }
 }
 
+TEST_F(KroneckerCuda, IeeeRegrouped) {
+  for (const Case& c : {Case{{1, 640, 512, 8}, 3001, false, DType::f32, Activation::gelu, true, Order::transposed, 8},
+                        {{2, 520, 640, 24}, 1601, false, DType::f32, Activation::none, true},
+                        {{1, 1024, 1032, 4}, 17000, false, DType::f32, Activation::none, true}}) {  // in two parts
+    Forward f(c);
+    ASSERT_TRUE(kronecker::ieee::run(f.problem(), context_)) << c.text();
+    f.check();
+  }
+}
+
 TEST_F(KroneckerCuda, IeeeWeightGradients) {
   for (Case c : ieee_cases()) {
     c.bias = false;  // is not summed here

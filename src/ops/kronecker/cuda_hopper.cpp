@@ -215,15 +215,6 @@ class Matrices {
 
 // -------------------------------------------------------------------------------------------------- regrouping
 
-/// Batch first with d > 1: rows can be brought into a form with the features of one δ together, where the products of
-/// d = 1 take them, and back. Three passes over memory instead of one, which pays for large blocks.
-bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
-  const std::int64_t unit = 16 / bytes;
-  const bool groups = s.d % unit == 0 || s.d == 4 || s.d == 2;
-  return groups && m.feature == 1 && width % 8 == 0 && m.batch % unit == 0 &&
-         reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0 && s.a * width * s.d * batch / 16 < kMost;
-}
-
 /// Seconds per row of the batch and δ, from times on an H200: a pass over x and y, and what each way reaches. Kernels
 /// that keep neighbouring δ together are bound by shared memory and L2.
 struct Estimate {
@@ -283,25 +274,6 @@ struct Estimate {
 /// Regrouped rows: `width` features of each (i, l), contiguous.
 std::optional<TiledView> grouped_view(void* data, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
   return make_tiled_view(data, {width, batch, s.d, s.a}, {1, s.a * s.d * width, width, s.d * width}, bytes);
-}
-
-void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
-             bool back, const Context& context) {
-  const std::int64_t groups = s.d / std::min<std::int64_t>(s.d, 16 / bytes);
-  RegroupParams params{};
-  params.strided = m.data;
-  params.strided_row = m.batch;
-  params.strided_block = width * s.d;
-  params.grouped = grouped;
-  params.grouped_row = s.a * s.d * width;
-  params.grouped_block = s.d * width;
-  params.grouped_delta = width;
-  params.d = narrowed(s.d);
-  params.total = narrowed(batch * s.a * groups * (width / 8));
-  params.groups = divisor(groups);
-  params.eights = divisor(width / 8);
-  params.a = divisor(s.a);
-  kronecker::regroup(params, bytes, back, context);
 }
 
 // -------------------------------------------------------------------------------------------------- launches

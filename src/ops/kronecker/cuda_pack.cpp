@@ -49,12 +49,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(pack_dense_instance(DType::f32));
   }
   list.push_back(regroup_four_instance(false));
-  if (arch == "sm_90a") {
-    list.push_back(regroup_four_instance(true));
-  }
+  list.push_back(regroup_four_instance(true));
   for (const auto& [bytes, deltas] : {std::pair{2, 2}, {2, 4}, {2, 8}, {4, 2}, {4, 4}}) {
     list.push_back(regroup_instance(bytes, deltas, false));
-    if (arch == "sm_90a") {
+    if (arch == "sm_90a" || bytes == 4) {
       list.push_back(regroup_instance(bytes, deltas, true));
     }
   }
@@ -169,6 +167,32 @@ void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, voi
                                : 1,
            context.device.index, [&] { return pack_instance(dtype, lines.tf32); })
       .launch(s.a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
+}
+
+bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
+  const std::int64_t unit = 16 / bytes;
+  const bool groups = s.d % unit == 0 || s.d == 4 || s.d == 2;
+  return groups && m.feature == 1 && width % 8 == 0 && m.batch % unit == 0 &&
+         reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0 && s.a * width * s.d * batch / 16 < kMost;
+}
+
+void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
+             bool back, const Context& context) {
+  const std::int64_t groups = s.d / std::min<std::int64_t>(s.d, 16 / bytes);
+  RegroupParams params{};
+  params.strided = m.data;
+  params.strided_row = m.batch;
+  params.strided_block = width * s.d;
+  params.grouped = grouped;
+  params.grouped_row = s.a * s.d * width;
+  params.grouped_block = s.d * width;
+  params.grouped_delta = width;
+  params.d = narrowed(s.d);
+  params.total = narrowed(batch * s.a * groups * (width / 8));
+  params.groups = divisor(groups);
+  params.eights = divisor(width / 8);
+  params.a = divisor(s.a);
+  regroup(params, bytes, back, context);
 }
 
 }  // namespace fretwork::kronecker

@@ -363,10 +363,10 @@ ProductParams product_params(const Problem& p, const Sizes& s, int width, std::i
 }
 
 /// `behind`: the weights are being packed by the kernel before.
-void launch(const Kernel& kernel, const ProductParams& params, int width, bool behind, const Context& context) {
+void launch(const Kernel& kernel, const ProductParams& params, int shared, bool behind, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
   const auto how = behind ? &Kernel::launch_behind : &Kernel::launch;
-  (kernel.*how)(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
+  (kernel.*how)(std::min(params.total, multiprocessors), kThreads, shared, &params, context.stream);
 }
 
 void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
@@ -375,7 +375,15 @@ void launch_product(const Problem& p, const Layout& layout, const Map& weights, 
   params.x = operand_map(layout.x, !layout.last, kRows);
   params.weights = weights;
   params.y = operand_map(layout.y, !layout.last, 64);
-  launch(product_kernel(p.dtype, width, layout.last, weights_k, context.device.index), params, width, behind, context);
+  // Some microseconds to clear a number, for launches of a hundred or more.
+  const bool in_turns = params.total < 96 * driver::device_info(context.device.index).multiprocessors;
+  const Workspace taken(context, in_turns ? 0 : sizeof(int));
+  params.taken = static_cast<int*>(taken.data());
+  if (!in_turns) {
+    driver::fill_zero(taken.data(), sizeof(int), context.stream);
+  }
+  launch(product_kernel(p.dtype, width, layout.last, weights_k, context.device.index), params,
+         product_shared_bytes(width), behind && in_turns, context);
 }
 
 /// tf32, batch first with d = 2 or 4: the δ of a block stay together. Nothing where rows do not lie so.
@@ -403,7 +411,7 @@ void run_interleaved(const Problem& p, const Interleaved& rows, const Matrices& 
                        .map(static_cast<std::uint32_t>(32 / deltas), static_cast<std::uint32_t>(width),
                             static_cast<std::uint32_t>(deltas));
   params.y = operand_map(y, true, 64);
-  launch(interleaved_kernel(deltas, width, context.device.index), params, width, true, context);
+  launch(interleaved_kernel(deltas, width, context.device.index), params, shared_bytes(width), true, context);
 }
 
 /// Batch first, the d products of each block as one dense matrix: y, x and the weights of pattern (a, b·d, c·d, 1).
@@ -448,7 +456,8 @@ void run_dense(const Problem& p, const Dense& one, Context& context) {
   params.y = operand_map(one.layout.y, true, 64);
   params.strands = {p.x.data, p.w.data, p.y.data, p.x.batch,     p.y.batch,   p.w.a,
                     p.w.b,    p.w.c,    p.w.d,    narrowed(s.c), divisor(s.d)};
-  launch(dense_kernel(p.dtype, one.width, along_k, context.device.index), params, one.width, true, context);
+  launch(dense_kernel(p.dtype, one.width, along_k, context.device.index), params, product_shared_bytes(one.width), true,
+         context);
 }
 
 /// A part of the batch at a time, which bounds the workspace.

@@ -21,6 +21,39 @@ __device__ __forceinline__ Tile product_tile(const ProductParams& p, int index) 
   return {(group * static_cast<int>(p.share.divisor) + row) * kRows, col * kWidth, l, i, 0, p.steps};
 }
 
+/// The CTA's next tile. Some SMs are nearer to memory than others, so that in a long launch each takes what is next.
+__device__ __forceinline__ int next_tile(const ProductParams& p, int index) {
+  const int all = static_cast<int>(gridDim.x);
+  return p.taken != nullptr ? atomicAdd(p.taken, 1) + all : index + all;
+}
+
+/// Fetches tiles until there are none. `tiles` says which one begins in a stage, or that all have gone.
+template <typename T, int kWidth, bool kLast, bool kWeightsK>
+__device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles, u32 base) {
+  typename Stages<kWidth>::Ring ring(1);
+  for (int index = static_cast<int>(blockIdx.x), next; index < p.total; index = next) {
+    next = next_tile(p, index);  // on its way while this one is fetched
+    mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
+    tiles[ring.stage] = index;
+    fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, product_tile<kWidth>(p, index), stages, base, ring);
+  }
+  mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
+  tiles[ring.stage] = -1;
+  mbarrier::arrive(shared_address(&stages.full[ring.stage]));
+}
+
+/// The tile that begins in the ring's stage, once it is there. The lane that reads it is the one that releases stages.
+template <int kWidth>
+__device__ __forceinline__ int tile_of(Stages<kWidth>& stages, const int* tiles,
+                                       const typename Stages<kWidth>::Ring& ring) {
+  mbarrier::wait(shared_address(&stages.full[ring.stage]), ring.parity);
+  int index = 0;
+  if (threadIdx.x % 32 == 0) {
+    index = tiles[ring.stage];
+  }
+  return __shfl_sync(~0u, index, 0);
+}
+
 /// The bias of a tile's columns on its way to shared memory: thread t of a warpgroup carries columns t and t + 128.
 template <typename T, int kWidth>
 struct Bias {
@@ -101,6 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   using S = Stages<kWidth>;
   extern __shared__ u8 raw[];
   __shared__ S stages;
+  __shared__ int tiles[S::kCount];
   __shared__ alignas(16) T bias[2][kWidth];
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
   init_ring(stages.full, stages.empty, S::kCount, 1, 8);
@@ -111,10 +145,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       tma::prefetch(&p.weights);
       tma::prefetch(&p.y);
       wait_for_earlier_kernel();  // which packs the weights
-      typename S::Ring ring(1);
-      for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
-        fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, product_tile<kWidth>(p, index), stages, base, ring);
-      }
+      fetch_tiles<T, kWidth, kLast, kWeightsK>(p, stages, tiles, base);
     }
   } else {
     more_registers<232>();
@@ -122,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     const u32 buffers = base + S::kCount * S::kBytes + warpgroup * 2 * kPieceBytes;
     typename S::Ring ring(0);
     u32 turn = 0;  // pieces stored so far
-    for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
+    for (int index; (index = tile_of<kWidth>(stages, tiles, ring)) >= 0;) {
       const Tile t = product_tile<kWidth>(p, index);
       const Bias<T, kWidth> carried(p, t);  // read while the products run
       float d[kWidth / 2], unused[4];

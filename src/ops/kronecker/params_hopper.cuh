@@ -17,6 +17,9 @@ constexpr int stages(int width) { return 196608 / stage_bytes(width) < 8 ? 19660
 /// The ring begins at a multiple of 1024 bytes, after two barriers for each stage.
 constexpr int shared_bytes(int width) { return stages(width) * (stage_bytes(width) - 16) + kStagingBytes + 1024; }
 
+/// Of products, which have the number of a stage's tile beside its barriers.
+constexpr int product_shared_bytes(int width) { return shared_bytes(width) - 4 * stages(width); }
+
 /// The same of gradients that add up `deltas` (2 or 4) products at once.
 constexpr int interleaved_stage_bytes(int deltas) { return (kRows * deltas + 256) * 128; }
 constexpr int interleaved_stages(int deltas) { return deltas == 4 ? 2 : 3; }
@@ -48,6 +51,7 @@ struct ProductParams {
   Divisor share, tail;  ///< this many tiles of the batch go through all weights together; the rest do at the end
   Divisor group;        ///< tiles of such a walk
   Strands strands;      ///< of dense blocks
+  int* taken;           ///< tiles that CTAs have taken after their first, from 0; or null, and they take turns
 };
 
 /// Partial sums are matrices of b rows, `line` floats apart: c weights, then the row's sum of d_y.

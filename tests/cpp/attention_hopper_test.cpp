@@ -341,6 +341,9 @@ struct Sizes {
   Index batch = 1, heads = 2, kv_heads = 2, depth = 128;
   bool tokens_first = false;
   double scale = 0.1;
+  Index value_depth = 0;  ///< 0: depth
+
+  Index values() const { return value_depth > 0 ? value_depth : depth; }
 };
 
 struct Data {
@@ -355,8 +358,8 @@ struct Data {
         sizes(z),
         q(z.batch, z.heads, p.rows, z.depth, z.tokens_first),
         k(z.batch, z.kv_heads, p.cols, z.depth, z.tokens_first),
-        v(z.batch, z.kv_heads, p.cols, z.depth, z.tokens_first),
-        o(z.batch, z.heads, p.rows, z.depth, z.tokens_first),
+        v(z.batch, z.kv_heads, p.cols, z.values(), z.tokens_first),
+        o(z.batch, z.heads, p.rows, z.values(), z.tokens_first),
         lse(static_cast<std::size_t>(z.batch * z.heads * p.rows), std::numeric_limits<float>::quiet_NaN()) {
     q.randomise(z.dtype, 1);
     k.randomise(z.dtype, 2);
@@ -373,7 +376,7 @@ struct Data {
       for (Index b = 0; b < sizes.batch && !used; ++b) {
         for (Index h = 0; h < sizes.kv_heads; ++h) {
           std::fill_n(k.row(b, h, j), sizes.depth, kNan);
-          std::fill_n(v.row(b, h, j), sizes.depth, kNan);
+          std::fill_n(v.row(b, h, j), sizes.values(), kNan);
         }
       }
     }
@@ -388,7 +391,7 @@ struct Data {
       for (Index b = 0; b < sizes.batch && !used; ++b) {
         for (Index h = 0; h < sizes.heads; ++h) {
           std::fill_n(q.row(b, h, i), sizes.depth, kNan);
-          std::fill_n(more.row(b, h, i), sizes.depth, kNan);
+          std::fill_n(more.row(b, h, i), more.depth, kNan);
         }
       }
     }
@@ -407,7 +410,8 @@ struct Data {
     p.kv_heads = sizes.kv_heads;
     p.rows = pattern.rows;
     p.cols = pattern.cols;
-    p.depth = p.value_depth = sizes.depth;
+    p.depth = sizes.depth;
+    p.value_depth = sizes.values();
     p.scale = sizes.scale;
     p.q = q.operand();
     p.k = k.operand();
@@ -490,7 +494,7 @@ void expect_forward(Data& s) {
           ASSERT_NEAR(lse, row.lse, 2e-3) << s.pattern.name << " batch " << b << " head " << h << " row " << i;
           worst_lse = std::max(worst_lse, std::abs(lse - row.lse));
         }
-        for (Index d = 0; d < s.sizes.depth; ++d) {
+        for (Index d = 0; d < s.sizes.values(); ++d) {
           double want = 0;
           for (std::size_t n = 0; n < row.keys.size(); ++n) {
             want += std::exp(row.scores[n] - row.lse) * widen(s.sizes.dtype, s.v.row(b, kv, row.keys[n])[d]);
@@ -596,11 +600,12 @@ struct WantedGradients {
   std::vector<double> d_q, d_k, d_v;  ///< d_q of all heads that share the keys
 
   WantedGradients(Data& s, Gradients& g, Index b, Index kv) {
-    const Index depth = s.sizes.depth, group = s.sizes.heads / s.sizes.kv_heads, rows = s.pattern.rows;
+    const Index depth = s.sizes.depth, values = s.sizes.values(), group = s.sizes.heads / s.sizes.kv_heads,
+                rows = s.pattern.rows;
     const auto size = [](Index n) { return static_cast<std::size_t>(n); };
     d_q.resize(size(group * rows * depth));
     d_k.resize(size(s.pattern.cols * depth));
-    d_v.resize(d_k.size());
+    d_v.resize(size(s.pattern.cols * values));
     for (Index h = kv * group; h < (kv + 1) * group; ++h) {
       for (Index i = 0; i < rows; ++i) {
         const Row row = row_of(s, b, h, i);
@@ -608,7 +613,7 @@ struct WantedGradients {
         double delta = -g.d_lse[size((b * s.sizes.heads + h) * rows + i)];
         for (std::size_t n = 0; n < row.keys.size(); ++n) {
           p.push_back(std::exp(row.scores[n] - row.lse));
-          dp.push_back(dot(s.sizes.dtype, g.d_o.row(b, h, i), s.v.row(b, kv, row.keys[n]), depth));
+          dp.push_back(dot(s.sizes.dtype, g.d_o.row(b, h, i), s.v.row(b, kv, row.keys[n]), values));
           delta += p[n] * dp[n];
         }
         for (std::size_t n = 0; n < row.keys.size(); ++n) {
@@ -617,7 +622,9 @@ struct WantedGradients {
           for (Index d = 0; d < depth; ++d) {
             d_q[size(((h - kv * group) * rows + i) * depth + d)] += ds * widen(s.sizes.dtype, s.k.row(b, kv, j)[d]);
             d_k[size(j * depth + d)] += ds * widen(s.sizes.dtype, s.q.row(b, h, i)[d]);
-            d_v[size(j * depth + d)] += p[n] * widen(s.sizes.dtype, g.d_o.row(b, h, i)[d]);
+          }
+          for (Index d = 0; d < values; ++d) {
+            d_v[size(j * values + d)] += p[n] * widen(s.sizes.dtype, g.d_o.row(b, h, i)[d]);
           }
         }
       }
@@ -701,6 +708,20 @@ TEST_F(AttentionHopper, ForwardOfEveryKind) {
         check_forward(causal(700), {dtype, 2, 4, 2, depth, tokens_first, 0.125});
         check_forward(strided(900, 64), {dtype, 2, 6, 1, depth, tokens_first, 0.125});
       }
+    }
+  }
+}
+
+/// Depths that kernels have no instance of: the copy engine supplies zeros, and nothing beyond them is written.
+TEST_F(AttentionHopper, DepthsMayBeAny) {
+  for (const auto& [depth, values] :
+       {std::pair<Index, Index>{96, 96}, {80, 80}, {40, 40}, {128, 64}, {64, 128}, {48, 104}}) {
+    for (const bool tokens_first : {false, true}) {
+      const Sizes sizes{DType::bf16, 1, 3, 3, depth, tokens_first, 0.1, values};
+      check_forward(causal(300), sizes);
+      check_forward(strided(500, 64), sizes);
+      check_backward(causal(300), sizes);
+      check_backward(strided(500, 64), sizes);
     }
   }
 }
@@ -819,6 +840,9 @@ std::vector<std::pair<std::string, patterns::RegularPtr>> known_patterns(Index s
           {"window", patterns::sliding_window(s, 512, 512)},
           {"block local", patterns::block_local(s, 1024)},
           {"longformer", patterns::longformer(s, 512, globals)},
+          {"sinks", patterns::sinks(s, 64, 1024)},
+          {"bigbird", patterns::bigbird(s, 64, 1, 1, 3, 0)},
+          {"fixed", patterns::fixed(s, 128, 8)},
           {"dilated", patterns::dilated(s, 512, 4)},
           {"strided", patterns::strided(s, 128)},
           {"neighbourhood", patterns::neighborhood(grid, side, one, zero)}};
@@ -859,18 +883,13 @@ TEST_F(AttentionHopper, Times) {
       BackwardProblem problem = g.problem(data);
       problem.forward.patterns = {pattern};
       const double work = 64e-9 * static_cast<double>(pattern->nnz()) * static_cast<double>(depth);
-      const auto time = [&](const char* what, double flops, std::initializer_list<int> trials, const auto& call) {
-        std::printf("%-14s depth %3lld %s ms (TFLOP/s on elements), trials:", name.c_str(),
-                    static_cast<long long>(depth), what);
-        for (const int trial : trials) {
-          setenv("FRETWORK_TRIAL", std::to_string(trial).c_str(), 1);
-          const float ms = median(call);
-          std::printf(" %d: %.4f (%.0f)", trial, ms, flops / ms);
-        }
-        std::printf("\n");
+      const auto time = [&](const char* what, double flops, const auto& call) {
+        const float ms = median(call);
+        std::printf("%-14s depth %3lld %-8s %8.4f ms %4.0f TFLOP/s on elements\n", name.c_str(),
+                    static_cast<long long>(depth), what, ms, flops / ms);
       };
-      time("forward", work, {0, 1, 2, 3, 4, 5, 6, 7}, [&] { ASSERT_TRUE(hopper::forward(problem.forward, context)); });
-      time("backward", 2.5 * work, {0, 4}, [&] { ASSERT_TRUE(hopper::backward(problem, context)); });
+      time("forward", work, [&] { ASSERT_TRUE(hopper::forward(problem.forward, context)); });
+      time("backward", 2.5 * work, [&] { ASSERT_TRUE(hopper::backward(problem, context)); });
       std::fflush(stdout);
     }
   }

@@ -26,6 +26,7 @@ namespace {
 namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+constexpr int kMostForward = 256, kMostBackward = 128;  // columns that registers have room for
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
@@ -54,9 +55,12 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     list.push_back(fill_instance(dtype));
     list.push_back(statistics_instance(dtype));
-    for (const int depth : {64, 128}) {
+    for (const int depth : {64, 128, 192, 256}) {
       for (const bool general : {false, true}) {
         list.push_back(forward_instance(dtype, depth, general));
+        if (depth > kMostBackward) {
+          continue;
+        }
         list.push_back(backward_instance(dtype, depth, false, general));
         list.push_back(backward_instance(dtype, depth, true, general));
       }
@@ -66,30 +70,33 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<32> kernels;
+constinit KernelTable<52> kernels;
 
 unsigned number_of(DType dtype, int depth, bool general) {
-  return (dtype == DType::f16 ? 0u : 1u) | (depth == 64 ? 0u : 2u) | unsigned{general} << 2;
+  return (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 | static_cast<unsigned>(depth / 64 - 1) << 2;
 }
 const Kernel& forward_kernel(DType dtype, int depth, bool general, int device) {
   return kernels.get(number_of(dtype, depth, general), device, [&] { return forward_instance(dtype, depth, general); });
 }
 const Kernel& backward_kernel(DType dtype, int depth, bool keys, bool general, int device) {
-  return kernels.get((keys ? 8u : 16u) + number_of(dtype, depth, general), device,
+  return kernels.get((keys ? 16u : 32u) + number_of(dtype, depth, general), device,
                      [&] { return backward_instance(dtype, depth, keys, general); });
 }
 const Kernel& fill_kernel(DType dtype, int device) {
-  return kernels.get(24 + number_of(dtype, 64, false), device, [&] { return fill_instance(dtype); });
+  return kernels.get(48 + number_of(dtype, 64, false), device, [&] { return fill_instance(dtype); });
 }
 const Kernel& statistics_kernel(DType dtype, int device) {
-  return kernels.get(28 + number_of(dtype, 64, false), device, [&] { return statistics_instance(dtype); });
+  return kernels.get(50 + number_of(dtype, 64, false), device, [&] { return statistics_instance(dtype); });
 }
 
 /// Columns that the kernels for a problem have; beyond those of its own they find zeros, and store nothing.
-int kernel_depth(const Problem& p) { return std::max(p.depth, p.value_depth) <= 64 ? 64 : 128; }
+int kernel_depth(const Problem& p) { return static_cast<int>(64 * ceil_div(std::max(p.depth, p.value_depth), 64)); }
 
 /// Bytes for what ForwardShared and BackwardShared describe.
-int forward_shared(int depth) { return 1024 + (2 + (depth == 64 ? 8 : 4)) * 256 * depth; }
+int forward_shared(int depth) {
+  const int items = depth <= 192 ? 2 : 1, stages = depth == 64 ? 4 : 2, cols = depth <= 128 ? 128 : 64;
+  return 1024 + 2 * depth * (items * kRows + 2 * stages * cols);
+}
 int backward_shared(int depth) { return 1024 + 4 * 256 * depth + (depth == 64 ? 8 : 6) * 128 * depth; }
 
 // ------------------------------------------------------------------------------------------ plans on the device
@@ -455,12 +462,12 @@ std::vector<HeadRange> ranges_of(const Plans& plans, std::int64_t heads) {
   return ranges;
 }
 
-/// What both directions need; everything else is a matter of strides and plans.
-bool suits(const Problem& p, const Context& context) {
+/// What both directions need, up to so many columns; everything else is a matter of strides and plans.
+bool suits(const Problem& p, int most_columns, const Context& context) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
   const std::int64_t most =
       std::max(p.depth, p.value_depth);  // up to 32, half of what a kernel does would be for zeros
-  const bool size = most > 32 && most <= 128 && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
+  const bool size = most > 32 && most <= most_columns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
                     p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
                     p.cols > 0 && p.batch * p.heads < kMost;
   const bool plain = p.softcap == 0 && p.bias.data == nullptr && p.slopes.data == nullptr && p.dropout.rate == 0;
@@ -623,7 +630,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
 }  // namespace
 
 bool forward(const Problem& problem, const Plans& plans, Context& context) {
-  if (!suits(problem, context) ||
+  if (!suits(problem, kMostForward, context) ||
       !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan); })) {
     return false;
   }
@@ -661,13 +668,17 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
   return true;
 }
 
+TileShape forward_shape(const Problem& problem) {
+  return kernel_depth(problem) <= 128 ? TileShape{128, 128} : TileShape{128, 64};
+}
+
 bool forward(const Problem& problem, Context& context) {
-  if (!suits(problem, context)) {
+  if (!suits(problem, kMostForward, context)) {
     return false;
   }
   Plans plans;
   for (const auto& pattern : problem.patterns) {
-    plans.push_back(plan(*pattern, kForwardShape));
+    plans.push_back(plan(*pattern, forward_shape(problem)));
   }
   return forward(problem, plans, context);
 }
@@ -680,8 +691,8 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   // Heads that share keys are added up by one CTA, so they must share a plan as well.
   const auto whole = [&](const HeadRange& r) { return r.first % group == 0 && r.count % group == 0; };
   const bool wants_keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
-  if (!suits(p, context) || !movable(problem.d_o) || p.lse.data == nullptr || problem.d_bias.data != nullptr ||
-      (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
+  if (!suits(p, kMostBackward, context) || !movable(problem.d_o) || p.lse.data == nullptr ||
+      problem.d_bias.data != nullptr || (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
       (problem.d_q.data != nullptr && !movable(problem.d_q)) || p.batch * p.heads * p.rows >= kMost ||
       !std::all_of(plans.begin(), plans.end(), fit) || !std::all_of(transposed.begin(), transposed.end(), fit) ||
       !std::all_of(ranges.begin(), ranges.end(), whole) || !std::all_of(kv_ranges.begin(), kv_ranges.end(), whole)) {
@@ -714,7 +725,7 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
 }
 
 bool backward(const BackwardProblem& problem, Context& context) {
-  if (!suits(problem.forward, context)) {
+  if (!suits(problem.forward, kMostBackward, context)) {
     return false;
   }
   Plans plans, transposed;

@@ -1,20 +1,20 @@
 // o = softmax(scale·q·kᵀ) · v over a component of a plan, and its log-sum-exp. One thread fetches: 128 rows of q for an
-// item, then 128 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are on
-// their way through the tensor cores while those of the step before meet v, and probabilities never leave registers.
+// item, then 128 or 64 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are
+// on their way through the tensor cores while those of the step before meet v, and probabilities never leave registers.
 #pragma once
 
 #include "ops/attention/kernel_hopper.cuh"
 
 namespace fretwork::attention_op::hopper {
 
-inline constexpr int kCols = 128;
-
 template <int kDepth>
 struct ForwardShared {
-  static constexpr int kStages = kDepth == 64 ? 4 : 2;
-  static constexpr u32 kHalf = 128 * 128, kTile = kDepth / 64 * kHalf;  ///< bytes
-  u64 q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  int4 items[2], steps[kStages];
+  static constexpr int kHalves = kDepth / 64;
+  static constexpr int kCols = kDepth <= 128 ? 128 : 64, kItems = kDepth <= 192 ? 2 : 1, kStages = kDepth == 64 ? 4 : 2;
+  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kHalves * kRowHalf;  ///< bytes of q
+  static constexpr u32 kColHalf = kCols * 128, kColTile = kHalves * kColHalf;  ///< of k or v
+  u64 q_full[kItems], q_empty[kItems], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  int4 items[kItems], steps[kStages];
   int used[kStages];
 };
 
@@ -23,9 +23,9 @@ template <int kDepth>
 __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth>& shared, u32 q, u32 k,
                                               u32 v) {
   using S = ForwardShared<kDepth>;
-  constexpr int kHalves = kDepth / 64;
+  constexpr int kHalves = S::kHalves;
   const Walk& walk = p.walk;
-  Ring<2> items(1);
+  Ring<S::kItems> items(1);
   Ring<S::kStages> ring(1);
   const u32 row_bytes = kHalves * 128 * walk.row_places, col_bytes = kHalves * 128 * walk.col_places;
   const int end = __ldg(walk.share + blockIdx.x + 1);
@@ -37,7 +37,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
     const u32 q_full = shared_address(&shared.q_full[items.stage]);
     shared.items[items.stage] = {item.w, item.y, item.z, item.x};
     mbarrier::arrive_expect(q_full, row_bytes);
-    fetch<kHalves>(p.q, q + items.stage * S::kTile, S::kHalf, q_full, place, item.y, item.z);
+    fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
     const int kv_head = (p.head0 + item.z) / p.group;
     for (int r = first; r < last; ++r) {
       const int4 run = record(walk.runs, 2 * r);
@@ -48,11 +48,11 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
         shared.steps[ring.stage] = mask_of(walk, r);
         shared.used[ring.stage] = word(walk.col_used, run.x + n);
         mbarrier::arrive_expect(k_full, col_bytes);
-        fetch<kHalves>(p.k, k + ring.stage * S::kTile, S::kHalf, k_full, tile, item.y, kv_head);
+        fetch<kHalves>(p.k, k + ring.stage * S::kColTile, S::kColHalf, k_full, tile, item.y, kv_head);
         mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
         const u32 v_full = shared_address(&shared.v_full[ring.stage]);
         mbarrier::arrive_expect(v_full, col_bytes);
-        fetch<kHalves>(p.v, v + ring.stage * S::kTile, S::kHalf, v_full, tile, item.y, kv_head);
+        fetch<kHalves>(p.v, v + ring.stage * S::kColTile, S::kColHalf, v_full, tile, item.y, kv_head);
       }
     }
   }
@@ -95,6 +95,18 @@ struct DoneRows {
   int token[2];
   float share[2], lse[2];
 };
+
+/// Brings near what a lane's row is to be joined with. Two lanes have each row.
+template <typename T, int kDepth>
+__device__ __forceinline__ void prefetch_row(const ForwardParams& p, const int4& item, int token) {
+  const T* const out = static_cast<const T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
+#pragma unroll
+  for (int col = static_cast<int>(threadIdx.x) % 32 / 16 * 64; col < kDepth; col += 128) {
+    if (token >= 0 && col < p.value_depth) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(out + token * p.o.row + col));
+    }
+  }
+}
 
 /// Joins a thread's sums with what is there.
 template <typename T, int kDepth>
@@ -181,9 +193,11 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
   using S = ForwardShared<kDepth>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
-  const u32 q = (shared_address(raw) + 1023) & ~1023u, k = q + 2 * S::kTile, v = k + S::kStages * S::kTile;
-  clear_unplaced(k, 2 * S::kStages * (kDepth / 64), kCols, p.walk.col_places);
-  init_ring(shared.q_full, shared.q_empty, 2, 1, 8);
+  constexpr int kCols = S::kCols;
+  const u32 q = (shared_address(raw) + 1023) & ~1023u;
+  const u32 k = q + S::kItems * S::kRowTile, v = k + S::kStages * S::kColTile;
+  clear_unplaced(k, 2 * S::kStages * S::kHalves, kCols, p.walk.col_places);
+  init_ring(shared.q_full, shared.q_empty, S::kItems, 1, 8);
   init_ring(shared.k_full, shared.k_empty, S::kStages, 1, 8);
   init_ring(shared.v_full, shared.v_empty, S::kStages, 1, 8);
   begin_after_earlier_kernel();
@@ -201,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
   const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
   const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
-  Ring<2> items(0);
+  Ring<S::kItems> items(0);
   Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
   for (;; items.next()) {
     mbarrier::wait(shared_address(&shared.q_full[items.stage]), items.parity);
@@ -209,8 +223,11 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     if (note.x < 0) {
       break;
     }
-    const u32 own = q + items.stage * S::kTile;
+    const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
     const int token = own_token(p.walk, note.w, warpgroup);
+    if (p.merge != 0) {
+      prefetch_row<T, kDepth>(p, note, token);
+    }
     float o[kDepth / 2], s[kCols / 2];
     u32 probabilities[kCols / 16][4];
     RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
@@ -223,12 +240,12 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
       if constexpr (kGeneral) {
         if (used >= 0) {
-          clear_unused<kDepth / 64, kCols>(v + behind.stage * S::kTile, p.walk.used + used);
+          clear_unused<S::kHalves, kCols>(v + behind.stage * S::kColTile, p.walk.used + used);
           join_cleared(1 + warpgroup);
         }
       }
       wgmma::fence();
-      multiply_values<T, kDepth, kCols>(o, probabilities, v + behind.stage * S::kTile, S::kHalf);
+      multiply_values<T, kDepth, kCols>(o, probabilities, v + behind.stage * S::kColTile, S::kColHalf);
       wgmma::commit();
     };
 #pragma unroll 1
@@ -236,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
       const int4 mask = read_note(shared.steps[ring.stage]);
       wgmma::fence();
-      multiply_scores<T, kDepth, kCols>(s, own + warpgroup * 8192, S::kHalf, k + ring.stage * S::kTile, S::kHalf);
+      multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + ring.stage * S::kColTile, S::kColHalf);
       wgmma::commit();
       RowBits<kCols / 32> bits;
       int used_now = -1;
@@ -281,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       behind.next();
     }
     named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-    store_rows<T, kDepth>(p, note, token, o, rows, own + warpgroup * 8192, S::kHalf);
+    store_rows<T, kDepth>(p, note, token, o, rows, own, S::kRowHalf);
     fence_async_proxy();  // the next q comes by the copy engine
     release(shared_address(shared.q_empty), static_cast<int>(items.stage));
   }

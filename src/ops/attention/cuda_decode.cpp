@@ -65,14 +65,16 @@ const Kernel& kernel_of(DType dtype, int depth, int which, int device) {
 class Users {
  public:
   explicit Users(const Plan& plan) : plan_(plan), of_(static_cast<std::size_t>(plan.cols)) {
+    std::vector<Token> rows, cols;
     for (const Component& c : plan.components) {
       const auto row_places = places(c.row_order), col_places = places(c.col_order);
       for (std::size_t t = 0; t < c.row_tiles.size(); ++t) {
-        const auto rows = inside(row_places, c.row_tiles[t]);
+        put_inside(row_places, c.row_tiles[t], rows);
         for (std::int64_t r = c.first[t]; r < c.first[t + 1]; ++r) {
           const Run& run = c.runs[static_cast<std::size_t>(r)];
           for (int n = 0; n < run.count; ++n) {
-            add(rows, inside(col_places, c.col_tiles[static_cast<std::size_t>(run.first + n)]), run.mask);
+            put_inside(col_places, c.col_tiles[static_cast<std::size_t>(run.first + n)], cols);
+            add(rows, cols, run.mask);
           }
         }
       }
@@ -100,15 +102,14 @@ class Users {
     }
     return list;
   }
-  static std::vector<Token> inside(const std::vector<Place>& places, const Tile& tile) {
-    std::vector<Token> list;
+  static void put_inside(const std::vector<Place>& places, const Tile& tile, std::vector<Token>& list) {
+    list.clear();
     for (std::size_t n = 0; n < places.size(); ++n) {
       const auto& at = places[n].at;
       if (at[0] < tile.count[0] && at[1] < tile.count[1] && at[2] < tile.count[2]) {
         list.push_back({static_cast<int>(n), tile.base + places[n].offset});
       }
     }
-    return list;
   }
   bool has(const Mask& mask, int m, int n) const {
     if (mask.bits < 0) {
@@ -173,7 +174,7 @@ int segments_for(std::int64_t sets, int steps, int depth, const driver::DeviceIn
       best = segments;
       best_busy = busy;
     }
-    if (busy >= 0.9) {
+    if (busy >= 0.95) {
       break;
     }
   }
@@ -231,6 +232,7 @@ Steps steps_of(const Plan& plan) {
     }
   }
   Steps steps;
+  steps.tokens.reserve(keys.size() + kKeys);
   using Bits = std::array<std::uint16_t, kMostQueries>;
   std::map<Bits, std::int32_t> known;
   for (std::size_t from = 0; from < keys.size(); from += kKeys) {
@@ -238,8 +240,8 @@ Steps steps_of(const Plan& plan) {
     for (std::size_t n = 0; n < kKeys; ++n) {
       const bool there = from + n < keys.size();
       steps.tokens.push_back(there ? keys[from + n] : -1);
-      for (std::size_t row = 0; there && row < static_cast<std::size_t>(plan.rows); ++row) {
-        const unsigned uses = users.of()[static_cast<std::size_t>(keys[from + n])];
+      const unsigned uses = there ? users.of()[static_cast<std::size_t>(keys[from + n])] : 0;
+      for (std::size_t row = 0; row < static_cast<std::size_t>(plan.rows); ++row) {
         bits[row] = static_cast<std::uint16_t>(bits[row] | (uses >> row & 1) << n);
       }
     }

@@ -26,13 +26,6 @@ struct DecodeRow {
   }
 };
 
-/// Two neighbours of a row as mma takes them, zero from `depth` on.
-template <typename T>
-__device__ __forceinline__ u32 load_pair(const u8* row, int col, int depth) {
-  const u16* const at = reinterpret_cast<const u16*>(row) + col;
-  return col + 1 < depth ? *reinterpret_cast<const u32*>(at) : col < depth ? static_cast<u32>(*at) : 0u;
-}
-
 /// Writes a row's log-sum-exp; `top` in units of log 2.
 __device__ __forceinline__ void store_lse(const DecodeParams& p, int batch, const DecodeRow& row, float top,
                                           float sum) {
@@ -90,6 +83,19 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
   for (int s = 0; s < kStages; ++s) {
     tokens[s] = token_of(first + s * kWarps);
   }
+  // The queries come first, through the stage that is asked for last.
+  const shared_tile<kLine> q_tile{ring + (kStages - 1) * kStage};
+  const DecodeRow mine(p, kv_head, tile * kRows + lane % kRows);
+  const u8* const queries = head_of<T>(p.q, batch, kv_head * p.ratio) + (k_bytes > 0 ? 16 * chunk : 0);
+  const i64 offset =
+      (mine.head - kv_head * p.ratio) * p.q.head * static_cast<i64>(sizeof(T)) + static_cast<i64>(mine.query) * p.q.row;
+#pragma unroll
+  for (int i = 0; i < kRows / kTogether; ++i) {
+    const int n = lane / kLanes + i * kTogether;
+    const bool there = tile * kRows + n < p.ratio * p.rows;
+    copy_async_part(q_tile.chunk(n, chunk), queries + __shfl_sync(~0u, offset, n), there ? k_bytes : 0);
+  }
+  copy_async_commit();
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
     if (first + s * kWarps < last) {
@@ -98,18 +104,17 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
     copy_async_commit();
   }
   int asked = first + (kStages - 1) * kWarps, token = tokens[kStages - 1];
+  copy_async_wait<kStages - 1>();
+  __syncwarp();
+  u32 q[Depth / 16][4];
+  const auto q_at = fragments_across(q_tile, 0);
+#pragma unroll
+  for (int n = 0; n < Depth / 16; ++n) {
+    ldmatrix(q[n], q_at(0, 16 * n));
+  }
 
   const DecodeRow rows[2] = {DecodeRow(p, kv_head, tile * kRows + lane / 4),
                              DecodeRow(p, kv_head, tile * kRows + lane / 4 + 8)};
-  u32 q[Depth / 16][4];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const u8* const row = head_of<T>(p.q, batch, rows[half].head) + static_cast<i64>(rows[half].query) * p.q.row;
-#pragma unroll
-    for (int n = 0; n < Depth / 8; ++n) {
-      q[n / 2][n % 2 * 2 + half] = rows[half].there ? load_pair<T>(row, 8 * n + lane % 4 * 2, p.depth) : 0u;
-    }
-  }
   const Score<Extras> scores[2] = {score_of<Extras>(p.score, batch, rows[0].head, p.heads),
                                    score_of<Extras>(p.score, batch, rows[1].head, p.heads)};
   const float factor = scores[0].factor;
@@ -131,15 +136,26 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
     asked += kWarps;
     token = token_of(asked);
 
-    register_sums<1, 2> s = {};
+    // Four fragments at a time, and sums that do not wait for each other: there are few warps to wait in turn.
+    register_sums<1, 4> parts = {};
     const auto k_now = k_at + stage * kStage;
 #pragma unroll
-    for (int n = 0; n < Depth / 16; ++n) {
-      u32 b[4];
-      ldmatrix(b, k_now(0, 16 * n));
-      mma_sync<T>(s.at[0][0], q[n], b[0], b[1]);
-      mma_sync<T>(s.at[0][1], q[n], b[2], b[3]);
+    for (int n = 0; n < Depth / 16; n += 4) {
+      u32 b[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ldmatrix(b[i], k_now(0, 16 * (n + i)));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        mma_sync<T>(parts.at[0][i % 2 * 2], q[n + i], b[i][0], b[i][1]);
+        mma_sync<T>(parts.at[0][i % 2 * 2 + 1], q[n + i], b[i][2], b[i][3]);
+      }
     }
+    register_sums<1, 2> s;
+    each_score(s, [&](int, int half, int j, int e, float& x) {
+      x = parts.at[0][j][2 * half + e] + parts.at[0][j + 2][2 * half + e];
+    });
     u32 there[2] = {~0u, ~0u};
     if (mask >= 0) {
 #pragma unroll
@@ -189,7 +205,25 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
         });
       }
     }
-    multiply_sums<T, Depth, 1, kKeys>(out, s, v_at + stage * kStage);
+    const auto v_now = v_at + stage * kStage;
+    u32 weights[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      weights[e] = narrow_pair<T>(s.at[0][e / 2][e % 2 * 2], s.at[0][e / 2][e % 2 * 2 + 1]);
+    }
+#pragma unroll
+    for (int n = 0; n < Depth; n += 64) {
+      u32 b[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ldmatrix_trans(b[i], v_now(0, n + 16 * i));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        mma_sync<T>(out.at[0][n / 8 + 2 * i], weights, b[i][0], b[i][1]);
+        mma_sync<T>(out.at[0][n / 8 + 2 * i + 1], weights, b[i][2], b[i][3]);
+      }
+    }
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
 
@@ -286,7 +320,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::kMergeWarps)
   }
   highest = reduce_lanes<32>(highest, take_max{});
   float sum = 0.0f, x[kWords] = {};
-#pragma unroll 4
+#pragma unroll(Depth > 128 ? 2 : 4)
   for (int s = 0; s < p.segments; ++s) {
     const Share part = p.shares[place(s)];
     const float share = part.highest == -infinity() ? 0.0f : exp2_fast(part.highest - highest);

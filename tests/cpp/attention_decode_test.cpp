@@ -444,6 +444,18 @@ double milliseconds(const driver::DeviceBuffer& flush, const F& f) {
   return times[7];
 }
 
+/// The same few megabytes again and again.
+void fill_random(const driver::DeviceBuffer& buffer) {
+  Tensor some(DType::bf16, {1, 1, 1 << 14, 128}, false);
+  some.randomise(5);
+  some.upload();
+  for (std::size_t at = 0; at < buffer.bytes(); at += some.device.bytes()) {
+    driver::copy_on_device(static_cast<char*>(buffer.data()) + at, some.device.data(),
+                           std::min(some.device.bytes(), buffer.bytes() - at), nullptr);
+  }
+  driver::synchronize(nullptr);
+}
+
 void time_pattern(const char* name, const RegularPtr& pattern, Index batch, Index heads, Index kv_heads, Index depth,
                   const driver::DeviceBuffer& flush, double copy_rate) {
   const Index rows = pattern->rows(), cols = pattern->cols();
@@ -451,9 +463,9 @@ void time_pattern(const char* name, const RegularPtr& pattern, Index batch, Inde
   const auto queries = static_cast<std::size_t>(batch * heads * rows * depth) * 2;
   const driver::DeviceBuffer q(0, nullptr, queries), k(0, nullptr, keys), v(0, nullptr, keys), o(0, nullptr, queries),
       lse(0, nullptr, static_cast<std::size_t>(batch * heads * rows) * 4);
-  driver::fill_zero(q.data(), queries, nullptr);
-  driver::fill_zero(k.data(), keys, nullptr);
-  driver::fill_zero(v.data(), keys, nullptr);
+  for (const driver::DeviceBuffer* buffer : {&q, &k, &v}) {
+    fill_random(*buffer);
+  }
   Problem p;
   p.dtype = DType::bf16;
   p.batch = batch;

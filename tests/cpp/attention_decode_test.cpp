@@ -415,6 +415,21 @@ TEST_F(AttentionDecodeCuda, Features) {
   }
 }
 
+TEST_F(AttentionDecodeCuda, ANaNQuerySpoilsItsOwnRowOnly) {
+  for (const int segments : {1, 3}) {
+    const Case c{.pattern = patterns::sinks({2, 600}, 4, 300), .segments = segments};
+    Trial run(c);
+    run.q.at(1, 2, 0, 5) = rounded(c.dtype, kNan);
+    run.run(c);
+    for (Index n = 0; n < c.batch * c.heads * 2; ++n) {
+      const Index b = n / (2 * c.heads), h = n / 2 % c.heads, i = n % 2;
+      const bool spoilt = b == 1 && h == 2 && i == 0;
+      EXPECT_EQ(std::isnan(run.o.value(b, h, i, 0)), spoilt) << n;
+      EXPECT_EQ(std::isnan(run.lse[static_cast<std::size_t>(n)]), spoilt) << n;
+    }
+  }
+}
+
 TEST_F(AttentionDecodeCuda, ManyRunsAreEqual) {
   const Case c{.pattern = patterns::sinks({1, 4097}, 4, 2000), .heads = 16, .depth = 128, .segments = 5};
   Trial run(c);

@@ -26,6 +26,12 @@ struct DecodeRow {
   }
 };
 
+/// What a part's sums count for beside the highest score of all; a part that has none, or only NaN, keeps its sums'
+/// NaN.
+__device__ __forceinline__ float share_of(float highest_here, float highest) {
+  return exp2_fast(highest_here - (highest == -infinity() ? 0.0f : highest));
+}
+
 /// Writes a row's log-sum-exp; `top` in units of log 2.
 __device__ __forceinline__ void store_lse(const DecodeParams& p, int batch, const DecodeRow& row, float top,
                                           float sum) {
@@ -262,7 +268,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       const Share part = shares[w][line_of];
-      const float share = part.highest == -infinity() ? 0.0f : exp2_fast(part.highest - highest);
+      const float share = share_of(part.highest, highest);
       const float4 from = *reinterpret_cast<const float4*>(sums + (w * kRows + line_of) * kSumLine + col);
       sum += share * part.sum;
       x[0] += share * from.x;
@@ -323,7 +329,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::kMergeWarps)
 #pragma unroll(Depth > 128 ? 2 : 4)
   for (int s = 0; s < p.segments; ++s) {
     const Share part = p.shares[place(s)];
-    const float share = part.highest == -infinity() ? 0.0f : exp2_fast(part.highest - highest);
+    const float share = share_of(part.highest, highest);
     const float* const from = p.sums + place(s) * Depth + lane;
     sum += share * part.sum;
 #pragma unroll

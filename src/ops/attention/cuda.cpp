@@ -10,6 +10,7 @@
 
 #include "core/divide.h"
 #include "fretwork/error.h"
+#include "ops/attention/cuda_decode.h"
 #include "ops/attention/cuda_hopper.h"
 #include "ops/attention/device_plan.h"
 #include "ops/attention/params.h"
@@ -583,7 +584,7 @@ void forward(const Problem& problem, Context& context) {
     return;
   }
   const driver::DeviceScope scope(context.device.index);
-  if (hopper::forward(problem, context)) {
+  if (decode::forward(problem, score_arg(problem), context) || hopper::forward(problem, context)) {
     return;
   }
   const Problem& p = problem;

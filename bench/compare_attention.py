@@ -78,7 +78,7 @@ def peer(name: str, pattern: str, rule: Rule, sizes: tuple[int, int], device: to
     offset = sizes[1] - sizes[0]
     if name == "flex":
         shifted = (lambda b, h, i, j: rule(i + offset, j)) if offset else (lambda b, h, i, j: rule(i, j))
-        mask = create_block_mask(shifted, None, None, *sizes, device=device.type, _compile=True)
+        mask = torch.compile(create_block_mask, dynamic=False)(shifted, None, None, *sizes, device=device.type)
         mode = {"mode": "max-autotune-no-cudagraphs"} if tuned else {}
         compiled = torch.compile(flex_attention, dynamic=False, **mode)  # type: ignore[call-overload]
         return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

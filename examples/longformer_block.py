@@ -96,7 +96,9 @@ def train(name: str, attend: Attend, options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace) -> None:
     pattern = fw.patterns.longformer(options.seq, WINDOW, range(HEADER))
-    print(f"{LAYERS} blocks, {WIDTH} wide; {options.batch} sequences of {options.seq} tokens a step on {options.device}")
+    print(
+        f"{LAYERS} blocks, {WIDTH} wide; {options.batch} sequences of {options.seq} tokens a step on {options.device}"
+    )
     print(f"pattern {pattern.text}, density {pattern.density:.4f}")
     print("attention  ms a step   loss, from the first step to the last")
     train("dense", nn.functional.scaled_dot_product_attention, options)

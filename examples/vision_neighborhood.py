@@ -71,9 +71,9 @@ def train(name: str, patterns: tuple[fw.Pattern | None, ...], options: argparse.
     device = torch.device(options.device)
     model = Model(options.side, patterns).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    x, labels = stripes(options.images, options.side, device)  # the same images at every step
     losses, times = [], []
     for _ in range(options.steps):
-        x, labels = stripes(options.images, options.side, device)
         began = time.perf_counter()
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), labels.flatten())
         optimizer.zero_grad()

@@ -19,7 +19,7 @@
 
 #include "fretwork/fretwork.h"
 
-namespace [[gnu::visibility("hidden")]] fretwork_torch {
+namespace fretwork_torch {
 
 using torch::stable::Tensor;
 
@@ -259,4 +259,4 @@ class Call {
   fretwork::Context context_;
 };
 
-}  // namespace gnu::visibility("hidden")]]fretwork_torch
+}  // namespace fretwork_torch

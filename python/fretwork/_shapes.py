@@ -206,7 +206,7 @@ def check_attention(
     if len(k.shape) != 4 or k.shape[0] != batch or k.shape[3] != depth:
         fail(op, "k", f"({batch}, Hk, Sk, {depth})", k.shape)
     _, kv_heads, cols, _ = k.shape
-    if heads != 0 if kv_heads == 0 else heads % kv_heads != 0:
+    if heads != kv_heads if 0 in (heads, kv_heads) else heads % kv_heads != 0:
         fail(op, "k", f"a number of heads that divides the {heads} of q", k.shape)
     if len(v.shape) != 4 or v.shape[:3] != k.shape[:3]:
         fail(op, "v", f"({batch}, {kv_heads}, {cols}, Dv)", v.shape)
@@ -291,5 +291,5 @@ def _check_shared(op: str, x: Operand, like: Operand, sizes: tuple[int, int, int
     own = x.shape[1]
     if x.shape[0] != batch or x.shape[2] != cols or (depth is not None and x.shape[3] != depth):
         fail(op, x.name, f"shape {(batch, own, cols, x.shape[3] if depth is None else depth)}", x.shape)
-    if heads != 0 if own == 0 else heads % own != 0:
+    if heads != own if 0 in (heads, own) else heads % own != 0:
         fail(op, x.name, f"a number of heads that divides {heads}", x.shape)

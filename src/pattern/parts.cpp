@@ -1,6 +1,9 @@
 // The arithmetic of parts.
 #include "pattern/parts.h"
 
+#include <compare>
+#include <functional>
+#include <numeric>
 #include <tuple>
 
 #include "fretwork/error.h"
@@ -87,6 +90,9 @@ std::vector<Piece> cut_differences(std::int64_t low, std::int64_t high, std::int
   return pieces;
 }
 
+/// Classes that are counted one by one where two moduli have no other common view.
+constexpr std::int64_t kFewClasses = 4096;
+
 using AxisPair = std::array<AxisRange, 2>;
 
 /// An axis counted x = q·radix + m, as tight pairs of ranges for q and m.
@@ -111,9 +117,19 @@ std::vector<AxisPair> split(const AxisRange& x, std::int64_t radix) {
 /// One side of a part: [begin, end) on each axis.
 using Side = std::array<std::array<std::int64_t, 2>, kMaxAxes>;
 
-/// The positions [begin, end) as boxes of digits. An axis whose next one is a class (a single difference) is cut by
-/// class, so that each keeps its run whole; others are cut into head, body and tail.
-void cut_sides(const View& view, const Part& wanted, int axis, std::int64_t begin, std::int64_t end, Side side,
+/// Which axes are cut by class: those whose next one has a single difference, so that each class keeps its run whole.
+/// Others are cut into head, body and tail. One bit for each axis.
+unsigned by_class(const Part& wanted, int axes) {
+  unsigned bits = 0;
+  for (int k = 0; k + 1 < axes; ++k) {
+    const AxisRange &here = wanted[static_cast<std::size_t>(k)], &next = wanted[static_cast<std::size_t>(k + 1)];
+    bits |= static_cast<unsigned>(next.low == next.high && here.low != here.high) << k;
+  }
+  return bits;
+}
+
+/// The positions [begin, end) as boxes of digits.
+void cut_sides(const View& view, unsigned classes, int axis, std::int64_t begin, std::int64_t end, Side side,
                std::vector<Side>& out) {
   const auto at = static_cast<std::size_t>(axis);
   if (axis + 1 == view.axes) {
@@ -123,40 +139,78 @@ void cut_sides(const View& view, const Part& wanted, int axis, std::int64_t begi
     }
     return;
   }
-  const bool by_low = wanted[at + 1].low == wanted[at + 1].high && wanted[at].low != wanted[at].high;
-  for (const Piece& piece : cut(begin, end, view.strides[at], by_low)) {
+  for (const Piece& piece : cut(begin, end, view.strides[at], (classes >> axis & 1) != 0)) {
     side[at] = {piece.high_begin, piece.high_end};
-    cut_sides(view, wanted, axis + 1, piece.low_begin, piece.low_end, side, out);
+    cut_sides(view, classes, axis + 1, piece.low_begin, piece.low_end, side, out);
   }
+}
+
+/// All pairs of such boxes of a matrix.
+std::vector<Part> boxes(const View& view, unsigned classes, std::int64_t rows, std::int64_t cols) {
+  std::vector<Side> row_sides, col_sides;
+  cut_sides(view, classes, 0, view.row_shift, view.row_shift + rows, {}, row_sides);
+  cut_sides(view, classes, 0, view.col_shift, view.col_shift + cols, {}, col_sides);
+  std::vector<Part> all;
+  for (const Side& r : row_sides) {
+    for (const Side& c : col_sides) {
+      Part box{};
+      for (std::size_t k = 0; k < static_cast<std::size_t>(view.axes); ++k) {
+        box[k] = between(r[k][0], r[k][1], c[k][0], c[k][1]);
+      }
+      all.push_back(box);
+    }
+  }
+  return all;
 }
 
 auto key(const AxisRange& a) { return std::tie(a.row_begin, a.col_begin, a.row_end, a.col_end, a.low, a.high); }
 
+/// A part's place in the order that brings together those that may merge along one axis.
+struct Slot {
+  std::uint64_t others;  ///< equal for parts that are equal on the other axes
+  std::int64_t row, col;
+  std::size_t part;
+  auto operator<=>(const Slot&) const = default;
+};
+
+std::uint64_t mixed(std::uint64_t seed, const AxisRange& a) {
+  for (const std::int64_t x : {a.row_begin, a.row_end, a.col_begin, a.col_end, a.low, a.high}) {
+    seed = (seed ^ static_cast<std::uint64_t>(x)) * 0x9fb21c651e98df25;
+    seed ^= seed >> 29;
+  }
+  return seed;
+}
+
 /// Merges along one axis parts that are equal on the others and neighbours in order.
 void merge_along(std::vector<Part>& parts, std::size_t axis, std::size_t axes) {
-  const auto compare_others = [&](const Part& a, const Part& b) {
+  std::vector<Slot> slots(parts.size());
+  for (std::size_t n = 0; n < parts.size(); ++n) {
+    slots[n] = {0, parts[n][axis].row_begin, parts[n][axis].col_begin, n};
     for (std::size_t k = 0; k < axes; ++k) {
-      if (k != axis && !(a[k] == b[k])) {
-        return key(a[k]) < key(b[k]) ? -1 : 1;
-      }
+      slots[n].others = k == axis ? slots[n].others : mixed(slots[n].others + k, parts[n][k]);
     }
-    return 0;
+  }
+  std::sort(slots.begin(), slots.end());
+  const auto equal_others = [&](const Part& a, const Part& b) {
+    bool equal = true;
+    for (std::size_t k = 0; k < axes; ++k) {
+      equal = equal && (k == axis || a[k] == b[k]);
+    }
+    return equal;
   };
-  std::sort(parts.begin(), parts.end(), [&](const Part& a, const Part& b) {
-    const int others = compare_others(a, b);
-    return others != 0 ? others < 0 : key(a[axis]) < key(b[axis]);
-  });
-  std::size_t kept = 0;
-  for (std::size_t n = 1; n < parts.size(); ++n) {
-    if (compare_others(parts[kept], parts[n]) == 0) {
-      if (const auto both = join(parts[kept][axis], parts[n][axis])) {
-        parts[kept][axis] = *both;
+  std::vector<Part> merged;
+  merged.reserve(parts.size());
+  for (const Slot& slot : slots) {
+    const Part& next = parts[slot.part];
+    if (!merged.empty() && equal_others(merged.back(), next)) {
+      if (const auto both = join(merged.back()[axis], next[axis])) {
+        merged.back()[axis] = *both;
         continue;
       }
     }
-    parts[++kept] = parts[n];
+    merged.push_back(next);
   }
-  parts.resize(std::min(parts.size(), kept + 1));
+  parts.swap(merged);
 }
 
 /// The group's parts counted from other shifts; strides[0] divides the changes.
@@ -336,29 +390,33 @@ std::vector<Part> subtract(const std::vector<Part>& from, const RowIndex& others
 }
 
 void merge(std::vector<Part>& parts, int axes) {
-  for (std::size_t before = parts.size() + 1; parts.size() < before && parts.size() > 1;) {
-    before = parts.size();
-    for (int k = axes - 1; k >= 0; --k) {
-      merge_along(parts, static_cast<std::size_t>(k), static_cast<std::size_t>(axes));
-    }
+  const auto in_order = [](const Part& a, const Part& b) { return key(a[0]) < key(b[0]); };
+  // Each axis once more after the last that gained something.
+  for (int k = axes - 1, idle = 0; idle < axes && parts.size() > 1; k = (k + axes - 1) % axes) {
+    const std::size_t before = parts.size();
+    merge_along(parts, static_cast<std::size_t>(k), static_cast<std::size_t>(axes));
+    idle = parts.size() < before ? 0 : idle + 1;
+  }
+  if (!std::is_sorted(parts.begin(), parts.end(), in_order)) {
+    std::stable_sort(parts.begin(), parts.end(), in_order);
   }
 }
 
-void clip(const View& view, const Part& wanted, std::int64_t rows, std::int64_t cols, std::vector<Part>& out) {
-  std::vector<Side> row_sides, col_sides;
-  cut_sides(view, wanted, 0, view.row_shift, view.row_shift + rows, {}, row_sides);
-  cut_sides(view, wanted, 0, view.col_shift, view.col_shift + cols, {}, col_sides);
-  for (const Side& r : row_sides) {
-    for (const Side& c : col_sides) {
-      Part inside{};
-      for (std::size_t k = 0; k < static_cast<std::size_t>(view.axes); ++k) {
-        inside[k] = between(r[k][0], r[k][1], c[k][0], c[k][1]);
-      }
-      if (const auto both = meet(inside, wanted, view.axes)) {
-        out.push_back(*both);
+std::vector<Part> clipped(const View& view, const std::vector<Part>& wanted, std::int64_t rows, std::int64_t cols) {
+  std::vector<Part> all, inside;
+  unsigned classes = ~0U;
+  for (const Part& part : wanted) {
+    if (const unsigned now = by_class(part, view.axes); now != classes) {
+      classes = now;
+      inside = boxes(view, classes, rows, cols);
+    }
+    for (const Part& box : inside) {
+      if (const auto both = meet(box, part, view.axes)) {
+        all.push_back(*both);
       }
     }
   }
+  return all;
 }
 
 std::optional<View> common_view(const View& a, const View& b) {
@@ -369,10 +427,10 @@ std::optional<View> common_view(const View& a, const View& b) {
   if (a == b) {
     return a;
   }
-  View view;
   if (!fits(a, b) && !fits(b, a)) {
     return std::nullopt;
   }
+  View view = flat_view();
   const View& shifts = fits(a, b) ? b : a;
   view.row_shift = shifts.row_shift;
   view.col_shift = shifts.col_shift;
@@ -380,20 +438,34 @@ std::optional<View> common_view(const View& a, const View& b) {
   strides.insert(strides.end(), b.strides.begin(), b.strides.begin() + b.axes);
   std::sort(strides.begin(), strides.end(), std::greater<>());
   strides.erase(std::unique(strides.begin(), strides.end()), strides.end());
-  if (strides.size() > kMaxAxes) {
-    return std::nullopt;
-  }
-  for (std::size_t k = 1; k < strides.size(); ++k) {
-    if (strides[k - 1] % strides[k] != 0) {
+  const auto chained = [&] {
+    for (std::size_t k = 1; k < strides.size(); ++k) {
+      if (strides[k - 1] % strides[k] != 0) {
+        return false;
+      }
+    }
+    return strides.size() <= kMaxAxes;
+  };
+  if (a.axes == 2 && b.axes == 2 && !chained() && a.row_shift == b.row_shift && a.col_shift == b.col_shift) {
+    // Classes of two moduli are classes of their common multiple, while those are few.
+    const std::int64_t period = std::lcm(std::min(a.strides[0], kFewClasses), std::min(b.strides[0], kFewClasses));
+    strides = {period, 1};
+    if (std::max(a.strides[0], b.strides[0]) >= kFewClasses || period > kFewClasses) {
       return std::nullopt;
     }
+  }
+  if (!chained()) {
+    return std::nullopt;
   }
   view.axes = static_cast<int>(strides.size());
   std::copy(strides.begin(), strides.end(), view.strides.begin());
   return view;
 }
 
-std::vector<Part> refined(const PartGroup& group, const View& finer) {
+namespace {
+
+/// Parts of a group whose strides are all among those of the finer view.
+std::vector<Part> split_along(const PartGroup& group, const View& finer) {
   std::vector<Part> now = shifted(group, finer.row_shift, finer.col_shift), next;
   // The axis that ends with a stride of the group is cut again at each of the finer strides above it.
   int old = 0;
@@ -418,6 +490,66 @@ std::vector<Part> refined(const PartGroup& group, const View& finer) {
     now.swap(next);
   }
   return now;
+}
+
+/// The two last digits of a part on strides (period, unit, 1) as one, counted 0 to period.
+void fuse(const Part& p, std::int64_t period, std::int64_t unit, std::vector<Part>& out) {
+  const auto& [whole, u, m] = std::tie(p[0], p[1], p[2]);
+  const std::int64_t turns = period / unit;
+  const auto add = [&](AxisRange v) {
+    if (tighten(v)) {
+      out.push_back(part({whole, v}));
+    }
+  };
+  if (m == AxisRange{0, unit, 0, unit, 0, 0} && u.row_begin == 0 && u.row_end == turns && u.col_begin == 0 &&
+      u.col_end == turns) {
+    for (std::int64_t d = u.low; d <= u.high; ++d) {  // whole classes: a difference of classes is one of digits
+      add({0, period, 0, period, d * unit, d * unit});
+    }
+    return;
+  }
+  for (std::int64_t r = u.row_begin; r < u.row_end; ++r) {
+    for (std::int64_t c = std::max(u.col_begin, r + u.low); c < std::min(u.col_end, r + u.high + 1); ++c) {
+      add({r * unit + m.row_begin, r * unit + m.row_end, c * unit + m.col_begin, c * unit + m.col_end,
+           (c - r) * unit + m.low, (c - r) * unit + m.high});
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<Part> refined(const PartGroup& group, const View& finer) {
+  const auto end = finer.strides.begin() + finer.axes;
+  if (std::find(finer.strides.begin(), end, group.view.strides[0]) != end) {
+    return split_along(group, finer);
+  }
+  // Classes of a divisor: through both moduli, then without the smaller.
+  View both = finer;
+  both.axes = 3;
+  both.strides = {finer.strides[0], group.view.strides[0], 1};
+  std::vector<Part> all;
+  for (const Part& p : split_along(group, both)) {
+    fuse(p, both.strides[0], both.strides[1], all);
+    check_parts("union", static_cast<Wide>(all.size()));
+  }
+  merge(all, finer.axes);
+  return all;
+}
+
+AxisRange hull(const View& view, const Part& part) {
+  const std::int64_t apart = view.row_shift - view.col_shift;
+  AxisRange all{-view.row_shift, 1 - view.row_shift, -view.col_shift, 1 - view.col_shift, apart, apart};
+  for (std::size_t k = 0; k < static_cast<std::size_t>(view.axes); ++k) {
+    const AxisRange& a = part[k];
+    const std::int64_t stride = view.strides[k];
+    all.row_begin += a.row_begin * stride;
+    all.row_end += (a.row_end - 1) * stride;
+    all.col_begin += a.col_begin * stride;
+    all.col_end += (a.col_end - 1) * stride;
+    all.low += a.low * stride;
+    all.high += a.high * stride;
+  }
+  return all;
 }
 
 PartGroup transposed(const PartGroup& group) {

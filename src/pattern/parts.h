@@ -72,13 +72,15 @@ std::vector<Part> subtract(const std::vector<Part>& from, const RowIndex& others
 /// Puts neighbours together where their union is a part again. Parts must be disjoint.
 void merge(std::vector<Part>& parts, int axes);
 
-/// The elements of rows × cols that satisfy `wanted`, as tight parts behind `out`.
-void clip(const View& view, const Part& wanted, std::int64_t rows, std::int64_t cols, std::vector<Part>& out);
+/// The elements of rows × cols that satisfy one of `wanted`, as tight parts.
+std::vector<Part> clipped(const View& view, const std::vector<Part>& wanted, std::int64_t rows, std::int64_t cols);
 
 /// A view in which parts of both can be counted, if there is one; and the parts of a group in such a view.
 std::optional<View> common_view(const View& a, const View& b);
 std::vector<Part> refined(const PartGroup& group, const View& finer);
 
+/// The rows, columns and differences, in the matrix's own numbers, that a part does not leave.
+AxisRange hull(const View& view, const Part& part);
 PartGroup transposed(const PartGroup& group);
 bool contains(const PartGroup& group, std::int64_t row, std::int64_t col);
 

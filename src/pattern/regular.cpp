@@ -58,9 +58,34 @@ PartGroup listed(const char* op, const PartGroup& group, const Keep& keep) {
   return {parts::flat_view(), parts::from_runs(runs)};
 }
 
+/// The parts of a group that come near one of `other`, by their outer ends.
+PartGroup near(const PartGroup& group, const PartGroup& other) {
+  const auto hulls = [](const PartGroup& of) {
+    std::vector<Part> all;
+    for (const Part& p : of.parts) {
+      all.push_back(parts::part({parts::hull(of.view, p)}));
+    }
+    return all;
+  };
+  PartGroup some{group.view, {}};
+  const parts::RowIndex index(hulls(other));
+  for (const Part& p : group.parts) {
+    const Part mine = parts::part({parts::hull(group.view, p)});
+    const auto around = index.near(mine[0]);
+    if (std::any_of(around.begin(), around.end(), [&](const Part& q) { return meet(mine, q, 1).has_value(); })) {
+      some.parts.push_back(p);
+    }
+  }
+  return some;
+}
+
 /// What `group` has and `others` have not.
 PartGroup difference(PartGroup group, const Groups& others) {
-  for (const PartGroup& other : others) {
+  for (const PartGroup& all : others) {
+    const PartGroup other = near(all, group);
+    if (other.parts.empty()) {
+      continue;
+    }
     if (const auto view = parts::common_view(group.view, other.view)) {
       const parts::RowIndex away(parts::refined(other, *view));
       const std::vector<Part> refined = parts::refined(group, *view);
@@ -82,7 +107,8 @@ PartGroup difference(PartGroup group, const Groups& others) {
 }
 
 /// What two groups share.
-PartGroup shared(const PartGroup& a, const PartGroup& b) {
+PartGroup shared(const PartGroup& left, const PartGroup& right) {
+  const PartGroup a = near(left, right), b = near(right, a);
   const auto view = parts::common_view(a.view, b.view);
   if (!view) {
     const bool first = count(a) <= count(b);
@@ -90,9 +116,9 @@ PartGroup shared(const PartGroup& a, const PartGroup& b) {
                   [&](std::int64_t i, std::int64_t j) { return parts::contains(first ? b : a, i, j); });
   }
   PartGroup both{*view, {}};
-  const parts::RowIndex right(parts::refined(b, *view));
+  const parts::RowIndex others(parts::refined(b, *view));
   for (const Part& p : parts::refined(a, *view)) {
-    for (const Part& q : right.near(p[0])) {
+    for (const Part& q : others.near(p[0])) {
       if (const auto common = meet(p, q, view->axes)) {
         both.parts.push_back(*common);
       }
@@ -339,7 +365,7 @@ RegularPtr as_regular(const PatternPtr& pattern) {
               pattern ? pattern->text() : "nothing");
 }
 
-/// Dense things stay whole and strided ones give way: fewer axes first, then more elements.
+/// Dense things stay whole and strided ones give way: fewer axes first, then smaller strides, then more elements.
 Groups parts::unite(const Groups& a, const Groups& b) {
   struct Source {
     PartGroup group;
@@ -353,8 +379,10 @@ Groups parts::unite(const Groups& a, const Groups& b) {
     sources.push_back({group, true});
   }
   std::stable_sort(sources.begin(), sources.end(), [](const Source& x, const Source& y) {
-    return x.group.view.axes != y.group.view.axes ? x.group.view.axes < y.group.view.axes
-                                                  : count(x.group) > count(y.group);
+    const View &v = x.group.view, &w = y.group.view;
+    return v.axes != w.axes               ? v.axes < w.axes
+           : v.strides[0] != w.strides[0] ? v.strides[0] < w.strides[0]
+                                          : count(x.group) > count(y.group);
   });
   Groups taken[2], all;
   for (Source& source : sources) {

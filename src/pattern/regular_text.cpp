@@ -76,11 +76,7 @@ std::vector<std::int64_t> checked_set(const char* op, const char* argument, std:
 std::vector<PartGroup> clipped(const Seq& seq, const std::vector<Wanted>& wanted) {
   std::vector<PartGroup> groups;
   for (const Wanted& one : wanted) {
-    PartGroup group{one.view, {}};
-    for (const Part& part : one.parts) {
-      parts::clip(one.view, part, seq.rows, seq.cols, group.parts);
-    }
-    groups.push_back(std::move(group));
+    groups.push_back({one.view, parts::clipped(one.view, one.parts, seq.rows, seq.cols)});
   }
   return groups;
 }

@@ -14,6 +14,7 @@
 #include "device/random.cuh"
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
+#include "fretwork/patterns.h"
 #include "ops/attention/cpu.h"
 
 namespace fretwork::attention_op {
@@ -305,6 +306,8 @@ class Planner {
   std::map<std::vector<std::uint32_t>, int> known_;
 };
 
+using RegularPtr = std::shared_ptr<const RegularPattern>;
+
 struct Case {
   DType dtype = DType::f32;
   Index batch = 1, heads = 2, kv_heads = 1, rows = 70, cols = 90, depth = 24, value_depth = 20;
@@ -317,7 +320,8 @@ struct Case {
   DType bias_dtype = DType::f32;
   bool slopes = false, d_lse = false;
   int layout = 0;
-  bool poison = false;  ///< NaN in keys and queries that are not used
+  std::vector<RegularPtr> named;  ///< if any, the planner's own plans of these, whose masks `patterns` are
+  bool poison = false;            ///< NaN in keys and queries that are not used
 };
 
 struct Tensors {
@@ -529,9 +533,15 @@ Planned plans_of(const Case& c) {
 }
 
 void run(const Case& c, Tensors& x, Executor& executor) {
-  const Planned plans = plans_of(c);
   Context context = Context::cpu(executor);
-  const BackwardProblem b = problem_of(c, x);
+  BackwardProblem b = problem_of(c, x);
+  if (!c.named.empty()) {
+    b.forward.patterns = c.named;
+    cpu::forward(b.forward, context);
+    cpu::backward(b, context);
+    return;
+  }
+  const Planned plans = plans_of(c);
   cpu::forward(b.forward, plans.forward, context);
   cpu::backward(b, plans.forward, plans.transposed, context);
 }
@@ -791,6 +801,39 @@ TEST(AttentionCpu, Bias) {
       }
     }
   }
+}
+
+Case with(const std::vector<RegularPtr>& named) {
+  Case c;
+  c.rows = named[0]->rows();
+  c.cols = named[0]->cols();
+  c.named = named;
+  for (const RegularPtr& pattern : named) {
+    Pattern2 mask{c.rows, c.cols, std::vector<std::uint8_t>(static_cast<std::size_t>(c.rows * c.cols))};
+    pattern->mask(mask.there);
+    c.patterns.push_back(std::move(mask));
+  }
+  return c;
+}
+
+TEST(AttentionCpu, NamedPatterns) {
+  for (const RegularPtr& pattern :
+       {patterns::sliding_window(150, 20, 3), patterns::causal({70, 150}), patterns::strided(200, 16),
+        patterns::dilated(180, 5, 4), patterns::strided(130, 40)}) {
+    SCOPED_TRACE(pattern->text());
+    Case c = with(std::vector{pattern});
+    check(c);
+    c.bias = {1, 2, c.rows, c.cols};
+    c.slopes = true;
+    c.dropout = 0.1;
+    c.poison = true;
+    check(c);
+  }
+  const RegularPtr shared = patterns::strided(140, 12);
+  Case c = with({shared, patterns::sliding_window(140, 9, 9), shared, patterns::dilated(140, 3, 7)});
+  c.heads = 4;
+  c.kv_heads = 2;
+  check(c);
 }
 
 TEST(AttentionCpu, Threads) {

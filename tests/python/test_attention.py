@@ -356,6 +356,23 @@ def test_second_derivative_is_refused(device):
         first.sum().backward()
 
 
+def test_export(device, tmp_path):
+    """A saved program has the whole text of its patterns, not a name that only this process knows."""
+    mask = torch.rand(60, 60) < 0.3
+    pattern = fw.patterns.from_mask(mask)
+    assert pattern.key != pattern.text
+    q, k, v = (t.detach() for t in inputs(device, torch.float32, pattern))
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return fw.attention(q, k, v, [pattern, parse("causal(60)")] * 2)
+
+    torch.export.save(torch.export.export(Model(), (q, k, v)), tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2")
+    assert pattern.text in loaded.graph_module.code
+    assert torch.equal(loaded.module()(q, k, v), Model()(q, k, v))
+
+
 def test_cuda_graph(device):
     if device.type != "cuda":
         pytest.skip("graphs are a GPU's")
@@ -364,6 +381,7 @@ def test_cuda_graph(device):
 
     def call():
         o = fw.attention(q, k, v, pattern)
+        fw.attention(q, k, v, pattern, dropout_p=0.5)  # draws its seed without waiting
         return o, fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, progression), progression), v, progression)
 
     call()
@@ -381,6 +399,7 @@ BAD = [
     (dict(q=(4, 16, 8)), "q: expected 4 dimensions (B, Hq, Sq, D), got (4, 16, 8)"),
     (dict(q=(2, 4, 16, 9)), "k: expected (2, Hk, Sk, 9), got (2, 2, 16, 8)"),
     (dict(q=(2, 3, 16, 8)), "k: expected a number of heads that divides the 3 of q, got (2, 2, 16, 8)"),
+    (dict(q=(2, 0, 16, 8)), "k: expected a number of heads that divides the 0 of q, got (2, 2, 16, 8)"),
     (dict(v=(2, 2, 15, 8)), "v: expected (2, 2, 16, Dv), got (2, 2, 15, 8)"),
     (dict(v=(2, 2, 16, 0)), "v: expected a last dimension of"),
     (dict(bias=(3, 16, 16)), "bias: expected a shape that broadcasts to (2, 4, 16, 16), got (3, 16, 16)"),

@@ -16,6 +16,7 @@ MODULES = [
     "fretwork.pattern",
     "fretwork.patterns",
     "fretwork.ops",
+    "fretwork.regular",
     "fretwork.kronecker",
     "fretwork.nn.block_sparse_linear",
     "fretwork.nn.ks_linear",

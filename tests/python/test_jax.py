@@ -539,7 +539,9 @@ def test_core_errors_arrive():
         ).block_until_ready()
 
 
-@pytest.mark.parametrize("name", ["fretwork.jax", "fretwork.jax.block", "fretwork.jax.kronecker"])
+@pytest.mark.parametrize(
+    "name", ["fretwork.jax", "fretwork.jax.block", "fretwork.jax.kronecker", "fretwork.jax.regular"]
+)
 def test_examples(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0 and result.attempted > 0

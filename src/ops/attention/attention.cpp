@@ -90,7 +90,7 @@ void check_operands(const char* op, const TensorView& q, const TensorView& k, co
                 shape_text(k.shape()));
   }
   const std::int64_t kv_heads = k.size(1), cols = k.size(2);
-  if (kv_heads == 0 ? heads != 0 : heads % kv_heads != 0) {
+  if (kv_heads == 0 || heads == 0 ? heads != kv_heads : heads % kv_heads != 0) {
     throw Error(op, "k", "a number of heads that divides the " + std::to_string(heads) + " of q",
                 shape_text(k.shape()));
   }
@@ -215,6 +215,9 @@ BackwardProblem check_backward(const Problem& p, const TensorView& d_out, const 
       throw Error(kBackward, "d_bias", "the shape and dtype of a given bias", shape_text(bias->shape()));
     }
     b.d_bias = check_bias(kBackward, "d_bias", *bias, p, context);
+    if (bias->elements() == 0) {
+      b.d_bias = {};
+    }
     std::ranges::copy(std::initializer_list{bias->size(-4), bias->size(-3), bias->size(-2), bias->size(-1)},
                       b.bias_sizes);
   }
@@ -249,7 +252,11 @@ void attention_backward(const TensorView& q, const TensorView& k, const TensorVi
                         Context& context, const AttentionOptions& options) {
   Problem p = check_inputs(kBackward, q, k, v, patterns, out, context, options);
   p.lse = check_lse(kBackward, "lse", lse, p, context);
-  const BackwardProblem b = check_backward(p, d_out, d_lse, gradients, context, options);
+  BackwardProblem b = check_backward(p, d_out, d_lse, gradients, context, options);
+  if (p.heads == 0) {  // then there is no batch either: backends divide by the number of heads
+    b.forward.batch = 0;
+    b.forward.heads = b.forward.kv_heads = 1;
+  }
   context.device.type == DeviceType::cuda ? attention_op::cuda::backward(b, context)
                                           : attention_op::cpu::backward(b, context);
 }

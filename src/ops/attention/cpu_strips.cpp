@@ -16,6 +16,8 @@ constexpr std::int64_t kStretches = 4;
 constexpr double kLeastFlops = 2e6;
 /// Rows fetched ahead of those being gathered.
 constexpr std::size_t kRowsAhead = 6;
+/// What a strip's look at a tile costs beside its columns.
+constexpr std::int64_t kPieceCost = 8;
 /// What a tile of rows costs beside its pairs, in quarters of a pair.
 constexpr std::int64_t kPairCost = 4;
 
@@ -189,6 +191,35 @@ void Walk::operator()(const Component& component, std::int64_t tile, std::span<c
       }
     }
   }
+}
+
+double columns_met(const Plan& plan) {
+  const simd::Tiles& tiles = simd::tiles(DType::f32);
+  const auto pair = [&](std::int32_t mask) {
+    std::int64_t sum = 0;
+    for (std::int64_t first = 0; first < plan.shape.rows; first += tiles.rows) {
+      const Range range = met(plan, mask, first, tiles.rows);
+      if (range.begin < range.end) {
+        const std::int64_t begin = range.begin / tiles.lanes, end = ceil_div(range.end, tiles.lanes);
+        sum += kPieceCost + (end - begin) * tiles.lanes + range.end - range.begin;
+      }
+    }
+    return sum;
+  };
+  std::vector<std::int64_t> masked;
+  for (std::size_t n = 0; n < plan.masks.size(); ++n) {
+    masked.push_back(pair(static_cast<std::int32_t>(n)));
+  }
+  const std::int64_t whole = pair(-1);
+  double sum = 0;
+  for (const Component& component : plan.components) {
+    sum += static_cast<double>(component.row_tiles.size()) * kPieceCost;
+    for (const Run& run : component.runs) {
+      sum += static_cast<double>(run.count) *
+             static_cast<double>(run.mask < 0 ? whole : masked[static_cast<std::size_t>(run.mask)]);
+    }
+  }
+  return sum;
 }
 
 void share(const Component& component, std::int64_t units, double flops_per_pair, Context& context,

@@ -123,6 +123,9 @@ class Walk {
   Strip strip_;
 };
 
+/// Columns that the strips of a plan look at, all together: what walking it costs.
+double columns_met(const Plan& plan);
+
 /// Calls body(unit, row tile) for each of `units` units of work over a component, in stretches of similar work.
 void share(const Component& component, std::int64_t units, double flops_per_pair, Context& context,
            const std::function<void(std::int64_t, std::int64_t)>& body);

@@ -252,7 +252,7 @@ __device__ __forceinline__ void copy_columns(const Tile& tile, const u8* from, i
                                              const Step& step, const Place (&places)[Cols], const u32* used) {
   if (step.mask < 0) {
     copy_lines<T, Depth, Cols, Threads, 4>(tile, from, row_bytes, depth,
-                                            [&](int n) { return step.tile.base + places[n].offset; });
+                                           [&](int n) { return step.tile.base + places[n].offset; });
     return;
   }
   copy_lines<T, Depth, Cols, Threads, 1>(tile, from, row_bytes, depth, [&](int n) {

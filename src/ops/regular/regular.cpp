@@ -139,7 +139,7 @@ void product(const char* op, Result result, const Named& values, const Named& by
   p.cols = regular->cols();
   p.depth = deep.size(3);
   p.width = regular_op::rows_of(*regular)->width;
-  if (p.kv_heads == 0 ? p.heads != 0 : p.heads % p.kv_heads != 0) {
+  if (p.kv_heads == 0 || p.heads == 0 ? p.heads != p.kv_heads : p.heads % p.kv_heads != 0) {
     throw Error(op, by_col.name, "a number of heads that divides " + std::to_string(p.heads),
                 shape_text(by_col.tensor.shape()));
   }

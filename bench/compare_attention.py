@@ -222,7 +222,7 @@ def measure_decode(queries: int, device: torch.device, dtype: torch.dtype, rates
     past, window, batch, kv_heads, depth = (65536, 4096, 16, 8, 128) if gpu else (8192, 1024, 2, 2, 64)
     pattern = fw.patterns.sinks((queries, past), 4, window)
     rule: Rule = lambda i, j: (j <= i) & ((j < 4) | (i - j < window))  # noqa: E731
-    algos = ["flex", "sdpa"] if options.peers else []
+    algos = [algo for algo in ("flex", "sdpa") if algo in options.peers or (gpu and options.peers)]
     left_out = dict.fromkeys(algos, "out of time") if late else {}
     functions = attentions("sinks", pattern, rule, device, algos, options.flex == "tuned", left_out)
     q, k, v, _ = tensors(batch, (8 * kv_heads, kv_heads), (queries, past), depth, dtype, device)
@@ -284,7 +284,7 @@ def program() -> str | None:
     return str(beside) if beside.exists() else shutil.which("fretwork")
 
 
-def measure_plans() -> list[Row]:
+def measure_plans(rounds: int = 5) -> list[Row]:
     """Patterns of a million tokens, made and planned by the program."""
     name = program()
     if name is None:
@@ -292,7 +292,8 @@ def measure_plans() -> list[Row]:
         return []
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "plans.json"
-        subprocess.run([name, "bench", "attention", "--plans", "--json", str(path)], check=True, capture_output=True)
+        run = [name, "bench", "attention", "--plans", "--rounds", str(rounds), "--json", str(path)]
+        subprocess.run(run, check=True, capture_output=True)
         measured = json.loads(path.read_text())["rows"]
     return [{"part": "plan", **row} for row in measured]
 

@@ -172,8 +172,9 @@ def attention_section(rows: list[Row]) -> list[str]:
         of = [r for r in measured if kind(r) == each]
         forced = "" if arch == "auto" else f", kernels forced to {arch}"
         shared = "" if heads == kv_heads else f" ({kv_heads} of keys)"
-        lines += [f"B = {batch}, {heads} heads{shared}, S = {seq}, D = {depth}, {dtype}{forced}; torch {of[0]['torch']}, "
-                  f"{of[0]['date']}.", "", *attention_table(of), ""]  # fmt: skip
+        where = f"torch {of[0]['torch']}, {of[0]['date']}"
+        lines += [f"B = {batch}, {heads} heads{shared}, S = {seq}, D = {depth}, {dtype}{forced}; {where}.", ""]
+        lines += [*attention_table(of), ""]
     if decode := [r for r in rows if r["part"] == "decode"]:
         lines += ["Decoding, each key head shared by eight query heads; GB/s on the keys and values that are seen:", ""]
         lines += ["| pattern | queries | batch | key heads | D | ms | GB/s | copy of the run | best peer ms | error |"]
@@ -182,8 +183,8 @@ def attention_section(rows: list[Row]) -> list[str]:
             peer, ms = best_peer(r)
             lines.append(
                 f"| {r['text']} | {r['queries']} | {r['batch']} | {r['kv_heads']} | {r['depth']} | "
-                f"**{r['ms']['ours']:.4f}** | {r['gb_per_s']:.0f} | {r['copy_gb_per_s']:.0f} | {number(ms, 4)} {peer} | "
-                f"{r['error']:.0e} |"
+                f"**{r['ms']['ours']:.4f}** | {r['gb_per_s']:.0f} | {r['copy_gb_per_s']:.0f} | "
+                f"{number(ms, 4)} {peer} | {r['error']:.0e} |"
             )
         lines += [""]
     for r in rows:

@@ -78,7 +78,7 @@ def train(name: str, attend: Attend, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     device = torch.device(options.device)
     model = Model(options.seq, attend).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses, times = [], []
     for _ in range(options.steps):
         ids, answers = sample(options.batch, options.seq, device)

@@ -14,7 +14,8 @@ export PYTHONPATH := $(CURDIR)/python
 export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib
 # The program knows no Python environment: tell it where NVRTC lies (a folder).
 export FRETWORK_NVRTC = $(shell ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/lib 2>/dev/null | head -1)
-ACCEPT := $(wildcard ../shared/accept/test_block.py ../shared/accept/test_kronecker.py)
+ACCEPT := $(wildcard ../shared/accept/test_block.py ../shared/accept/test_kronecker.py \
+  ../shared/accept/test_attention.py)
 CXX_FILES = $(shell find include src bindings tools tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
 .PHONY: help setup build demo test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench format clean
@@ -35,6 +36,7 @@ build: setup  ## build the library, the program, the bindings and the C++ tests
 demo: build  ## show what Fretwork does on this machine
 	@$(BUILD)/bin/fretwork info
 	@$(BUILD)/bin/fretwork show 'random_blocks((1,32,32),64,0.15,7)'
+	@$(BUILD)/bin/fretwork show 'strided(1024,64)'
 	@$(PY) examples/demo.py
 
 # What uses one core runs beside what uses all.
@@ -82,6 +84,7 @@ gpu-test: build  ## the op tests on an NVIDIA GPU, with sanitizers, graphs and r
 
 bench: build  ## compare with torch on this machine; results go to bench/results
 	$(PY) bench/compare_block.py
+	$(PY) bench/compare_attention.py --quick
 
 format: setup  ## format C++ and Python
 	$(VENV)/bin/clang-format -i $(CXX_FILES)

@@ -1,20 +1,33 @@
-"""Fretwork's attention beside FlexAttention, cuDNN and FlashAttention-2 on the same masks and data in one run.
+"""Fretwork's attention beside FlexAttention and torch's own on the same masks and data in one run.
 
+    python bench/compare_attention.py --quick                             # one table, under a minute on an H200
     python bench/compare_attention.py                                     # every pattern, forward and backward
-    python bench/compare_attention.py --patterns full,causal --passes forward --depths 64,128
-    python bench/compare_attention.py --device cpu --seqs 2048 --heads 4 --depths 64 --dtypes float32
+    python bench/compare_attention.py --seqs 4096,16384,65536 --depths 64,128
+    python bench/compare_attention.py --patterns full,causal --passes forward --parts patterns
+    python bench/compare_attention.py --device cpu                        # S = 2048, 4 heads, D = 64, fp32
 
 Rows go to bench/results/<device>/attention.json, losing ones too. Flex is compiled for each mask and shape, as its
-users would; cuDNN and FlashAttention-2 run where they know the mask, which is full and causal. TFLOP/s count the
-pattern's elements alone, two products forward and five backward. FRETWORK_ARCH=sm_80 forces the portable kernels and
-marks the rows so.
+users would (--flex tuned lets it search); cuDNN and FlashAttention-2 run where they know the mask, which is full and
+causal; on a CPU torch's scaled_dot_product_attention gets the mask. TFLOP/s count the pattern's elements alone, two
+products forward and five backward. The floor of a row is that work at the rate of a dense product of the run, or the
+bytes of its operands at the copy rate of the run, whichever takes longer. On a GPU the L2 cache is flushed before each
+call, and calls under two milliseconds are timed as CUDA graphs, peers too. FRETWORK_ARCH=sm_80 forces the portable
+kernels and marks the rows so.
+
+Other parts: `decode` (a few queries against a long past), `host` (time of a call on the host, inference mode), `first`
+(the first call of a process, kernel cache cold and warm), `plan` (patterns of a million tokens, made and planned).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,171 +39,81 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import fretwork as fw
+from attention_cases import CPU, GPU, Case, Rule, cases
 from rows import RESULTS, Row, folder, machine, numbers, store
-from timing import host_microseconds, medians
+from timing import graphed, host_microseconds, medians
 
-IDENTITY = ("pattern", "pass", "seq", "batch", "heads", "kv_heads", "depth", "dtype", "arch")
-PEERS = ("flex", "cudnn", "fa2")
-Rule = Callable[[Any, Any], Any]  # of query and key positions, ints or tensors
-
-
-def clamped(window: int, size: int) -> Rule:
-    """A window of `window` positions around i that stays inside [0, size)."""
-
-    def rule(i: Any, j: Any) -> Any:
-        begin = torch.clamp(i - window // 2, 0, size - window)
-        return (j >= begin) & (j < begin + window)
-
-    return rule
+IDENTITY = ("part", "pattern", "pass", "seq", "batch", "heads", "kv_heads", "depth", "dtype", "arch", "cache",
+            "queries")  # fmt: skip
+PARTS = ("patterns", "decode", "host", "first", "plan")
+PEERS = {"cuda": ("flex", "cudnn", "fa2"), "cpu": ("flex", "sdpa")}
+QUICK = "full,causal,window,block-local,longformer,dilated,strided,neighborhood"
+SHORT_MS = 2.0  # calls up to here are timed as graphs
+Call = Callable[[], object]
+Rates = tuple[float, float]  # bytes and FLOP a millisecond
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def grid(s: int) -> tuple[int, int]:
-    """A grid of s positions, as square as a power of two allows."""
-    height = 1 << (s.bit_length() - 1) // 2
-    return height, s // height
+def copy_rate(device: torch.device) -> float:
+    """Bytes a millisecond of a large copy, read and written."""
+    x = torch.empty(1 << (29 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.numel() / medians({"copy": lambda: y.copy_(x)}, device, seconds=0.3)["copy"]
 
 
-def neighbours(s: int, window: int) -> Rule:
-    (height, width), rows, cols = grid(s), clamped(window, grid(s)[0]), clamped(window, grid(s)[1])
-    assert height * width == s
-    return lambda i, j: rows(i // width, j // width) & cols(i % width, j % width)
+def dense_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP a millisecond of torch's dense product."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2.0 * n**3 / medians({"dense": lambda: a @ b}, device, seconds=0.3)["dense"]
 
 
-def tiles(s: int, tile: int, window: int) -> Rule:
-    height, width = grid(s)
-    rows, cols = clamped(window, height // tile), clamped(window, width // tile)
-    return lambda i, j: rows(i // width // tile, j // width // tile) & cols(i % width // tile, j % width // tile)
+def reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
-def regions(s: int, window: int, shift: int) -> Rule:
-    height, width = grid(s)
-
-    def part(x: Any, size: int) -> Any:  # windows after the shift, which the wrap cuts
-        return (x - shift) % size // window * 2 + (x < shift) * 1
-
-    return lambda i, j: (
-        (part(i // width, height) == part(j // width, height)) & (part(i % width, width) == part(j % width, width))
-    )
-
-
-def documents(s: int) -> list[int]:
-    lengths = [s // 3, s // 7, s // 5, s // 9]
-    return [*lengths, s - sum(lengths)]
-
-
-def same_document(s: int, device: torch.device) -> Rule:
-    lengths = torch.tensor(documents(s), device=device)
-    of = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
-    return lambda i, j: (of[i] == of[j]) & (j <= i)
-
-
-def cases(s: int, device: torch.device) -> dict[str, tuple[Callable[[], fw.Pattern], Rule]]:
-    """Patterns by name: how Fretwork makes them, and the rule that others are given."""
-    p = fw.patterns
-    slash = [*range(256), 1024, 2048, 4095]
-    vertical = list(range(0, s, max(s // 64, 1)))
-
-    def listed(i: Any, j: Any) -> Any:
-        d = i - j
-        return (j <= i) & ((j % max(s // 64, 1) == 0) | (d < 256) | (d == 1024) | (d == 2048) | (d == 4095))
-
-    def longnet(i: Any, j: Any) -> Any:
-        hit = None
-        for w, r in ((2048, 1), (4096, 2), (8192, 4)):
-            one = (i // w == j // w) & (i % r == 0) & (j % r == 0)
-            hit = one if hit is None else hit | one
-        return hit
-
-    return {
-        "full": (lambda: p.full(s), lambda i, j: j >= 0),
-        "causal": (lambda: p.causal(s), lambda i, j: j <= i),
-        "window": (lambda: p.sliding_window(s, 512, 512), lambda i, j: (i - j <= 512) & (j - i <= 512)),
-        "causal window": (lambda: p.sliding_window(s, 1023, 0), lambda i, j: (j <= i) & (i - j < 1024)),
-        "block-local": (lambda: p.block_local(s, 1024), lambda i, j: i // 1024 == j // 1024),
-        "longformer": (
-            lambda: p.longformer(s, 512, range(64)),
-            lambda i, j: ((i - j <= 512) & (j - i <= 512)) | (i < 64) | (j < 64),
-        ),
-        "dilated": (
-            lambda: p.dilated(s, 512, 4),
-            lambda i, j: (i - j <= 2048) & (j - i <= 2048) & ((i - j) % 4 == 0),
-        ),
-        "dilated narrow": (
-            lambda: p.dilated(s, 128, 4),
-            lambda i, j: (i - j <= 512) & (j - i <= 512) & ((i - j) % 4 == 0),
-        ),
-        "strided": (lambda: p.strided(s, 128), lambda i, j: (j <= i) & ((i - j < 128) | ((i - j) % 128 == 0))),
-        "fixed": (lambda: p.fixed(s, 128, 16), lambda i, j: (j <= i) & ((i // 128 == j // 128) | (j % 128 >= 112))),
-        "neighborhood": (lambda: p.neighborhood(grid(s), 13), neighbours(s, 13)),
-        "sliding tile": (lambda: p.sliding_tile(grid(s), 8, 3), tiles(s, 8, 3)),
-        "swin": (lambda: p.swin(*grid(s), 16, 8), regions(s, 16, 8)),
-        "axial": (
-            lambda: p.axial(*grid(s)),
-            lambda i, j: (i // grid(s)[1] == j // grid(s)[1]) | (i % grid(s)[1] == j % grid(s)[1]),
-        ),
-        "longnet": (lambda: p.longnet(s, (2048, 4096, 8192), (1, 2, 4)), longnet),
-        "document": (lambda: p.document(documents(s), causal=True), same_document(s, device)),
-        "prefix": (lambda: p.prefix_lm(s, s // 8), lambda i, j: (j <= i) | (j < s // 8)),
-        "sinks": (lambda: p.sinks(s, 64, 1024), lambda i, j: (j <= i) & ((j < 64) | (i - j < 1024))),
-        "vertical-slash": (lambda: p.vertical_slash(s, vertical, slash), listed),
-    }
-
-
-def dense(backend: SDPBackend, causal: bool) -> Callable[..., torch.Tensor]:
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-
-    return call
-
-
-def peer(name: str, pattern: str, rule: Rule, s: int, device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """How a peer computes this mask, or None where it has no way."""
+def peer(name: str, pattern: str, rule: Rule, sizes: tuple[int, int], device: torch.device,
+         tuned: bool) -> Attention | None:  # fmt: skip
+    """How a peer computes this mask, or None where it has no way. `sizes` are queries and keys."""
+    offset = sizes[1] - sizes[0]
     if name == "flex":
-        mask = create_block_mask(lambda b, h, i, j: rule(i, j), None, None, s, s, device=device.type, _compile=True)
-        compiled = torch.compile(flex_attention, dynamic=False)
+        shifted = (lambda b, h, i, j: rule(i + offset, j)) if offset else (lambda b, h, i, j: rule(i, j))
+        mask = torch.compile(create_block_mask, dynamic=False)(shifted, None, None, *sizes, device=device.type)
+        mode = {"mode": "max-autotune-no-cudagraphs"} if tuned else {}
+        compiled = torch.compile(flex_attention, dynamic=False, **mode)  # type: ignore[call-overload]
         return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    if device.type == "cuda" and pattern in ("full", "causal"):
-        backend = SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION
-        return dense(backend, pattern == "causal")
-    return None
+    if name == "sdpa":
+        i, j = torch.arange(sizes[0], device=device) + offset, torch.arange(sizes[1], device=device)
+        allowed = rule(i[:, None], j[None]).expand(sizes).contiguous()
+        return lambda q, k, v: scaled_dot_product_attention(q, k, v, allowed, enable_gqa=q.shape[1] != k.shape[1])
+    if device.type != "cuda" or pattern not in ("full", "causal"):
+        return None
+    backend = SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION
+
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            gqa = q.shape[1] != k.shape[1]
+            return scaled_dot_product_attention(q, k, v, is_causal=pattern == "causal", enable_gqa=gqa)
+
+    return dense
 
 
-def error_of(o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> float:
-    """Of some rows of the last head, against fp32."""
-    s = q.shape[2]
-    rows = torch.arange(3, s, max(s // 61, 1), device=q.device)
-    keys = torch.arange(s, device=q.device)
-    scores = q[-1, -1, rows].float() @ k[-1, -1].float().T / math.sqrt(q.shape[3])
-    scores = scores.masked_fill(~rule(rows[:, None], keys[None]).expand_as(scores), -math.inf)
-    want = torch.nan_to_num(torch.softmax(scores, -1)) @ v[-1, -1].float()
-    return (o[-1, -1, rows].float() - want).abs().max().item()
-
-
-def tensors(options: argparse.Namespace, s: int, depth: int, dtype: torch.dtype, device: torch.device) -> Any:
-    torch.manual_seed(0)
-    size = lambda heads: (options.batch, heads, s, depth)  # noqa: E731
-    heads, kv_heads = options.heads, options.kv_heads or options.heads
-    return tuple(torch.randn(size(h), device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads))
-
-
-def calls_of(name: str, make: Callable[[], fw.Pattern], rule: Rule, s: int, device: torch.device, algos: list[str],
-             left_out: dict[str, str]) -> tuple[fw.Pattern, float, dict[str, Callable[..., torch.Tensor]]]:  # fmt: skip
-    """The pattern, the milliseconds it took to make, and a function of q, k and v for each way."""
-    began = time.perf_counter()
-    pattern = make()
-    made = (time.perf_counter() - began) * 1e3
-    calls: dict[str, Callable[..., torch.Tensor]] = {"ours": lambda q, k, v: fw.attention(q, k, v, pattern)}
-    for algo in algos:
+def attentions(name: str, pattern: fw.Pattern, rule: Rule, device: torch.device, algos: list[str], tuned: bool,
+               left_out: dict[str, str]) -> dict[str, Attention]:  # fmt: skip
+    """A function of q, k and v for each way, ours first."""
+    torch._dynamo.reset()  # a row compiles for itself
+    calls: dict[str, Attention] = {"ours": lambda q, k, v: fw.attention(q, k, v, pattern)}
+    for algo in (algo for algo in algos if algo not in left_out):
         try:
-            if (call := peer(algo, name, rule, s, device)) is not None:
+            sizes = (pattern.shape[0], pattern.shape[1])
+            if (call := peer(algo, name, rule, sizes, device, tuned)) is not None:
                 calls[algo] = call
         except Exception as error:  # a peer fails in ways of its own
-            left_out[algo] = str(error).splitlines()[0][:120]
-    return pattern, made, calls
+            left_out[algo] = reason(error)
+    return calls
 
 
-def usable(calls: dict[str, Callable[[], object]], left_out: dict[str, str]) -> dict[str, Callable[[], object]]:
+def usable(calls: dict[str, Call], left_out: dict[str, str]) -> dict[str, Call]:
     """Those that run."""
     kept = {}
     for algo, call in calls.items():
@@ -200,84 +123,284 @@ def usable(calls: dict[str, Callable[[], object]], left_out: dict[str, str]) -> 
         except Exception as error:
             if algo == "ours":
                 raise
-            left_out[algo] = str(error).splitlines()[0][:120]
+            left_out[algo] = reason(error)
     return kept
 
 
-def measure(name: str, case: tuple[Callable[[], fw.Pattern], Rule], s: int, depth: int, dtype: torch.dtype,
-            device: torch.device, options: argparse.Namespace) -> list[Row]:  # fmt: skip
+def timed(calls: dict[str, Call], device: torch.device, stream: Any, seconds: float) -> tuple[dict[str, float], Row]:
+    """Medians; on a GPU short calls as graphs, where they can be captured."""
+    if device.type == "cpu":
+        return medians(calls, device, seconds=seconds), {}
+    first = medians(calls, device, rounds=1)
+    runs, plain = {}, []
+    for algo, call in calls.items():
+        runs[algo] = call
+        if first[algo] < SHORT_MS:
+            try:
+                runs[algo] = graphed(call, stream)
+            except Exception:  # not every peer can be captured
+                plain.append(algo)
+                torch.cuda.synchronize()
+    return medians(runs, device, seconds=seconds), {"not_graphed": plain} if plain else {}
+
+
+def error_of(o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> float:
+    """Of some rows of the last head, against fp32."""
+    rows = torch.arange(q.shape[2], device=q.device)[3 if q.shape[2] > 16 else 0 :: max(q.shape[2] // 61, 1)]
+    keys = torch.arange(k.shape[2], device=q.device)
+    scores = q[-1, -1, rows].float() @ k[-1, -1].float().T / math.sqrt(q.shape[3])
+    allowed = rule(rows[:, None] + k.shape[2] - q.shape[2], keys[None])
+    scores = scores.masked_fill(~allowed.expand_as(scores), -math.inf)
+    want = torch.nan_to_num(torch.softmax(scores, -1)) @ v[-1, -1].float()
+    return (o[-1, -1, rows].float() - want).abs().max().item()
+
+
+def tensors(batch: int, heads: tuple[int, int], sizes: tuple[int, int], depth: int, dtype: torch.dtype,
+            device: torch.device) -> list[torch.Tensor]:  # fmt: skip
+    """q, k, v and the gradient of the result."""
+    torch.manual_seed(0)
+    shapes = [(batch, h, s, depth) for h, s in zip(heads, sizes, strict=True)]
+    return [torch.randn(shapes[n], device=device).to(dtype) for n in (0, 1, 1, 0)]
+
+
+def floor_of(flops: float, moved: list[torch.Tensor], rates: Rates) -> float:
+    return max(flops / rates[1], sum(t.numel() * t.element_size() for t in moved) / rates[0])
+
+
+def measure(name: str, case: Case, s: int, depth: int, dtype: torch.dtype, device: torch.device, rates: Rates,
+            options: argparse.Namespace, left_out: dict[str, str]) -> list[Row]:  # fmt: skip
+    """The rows of one pattern."""
     make, rule = case
-    left_out: dict[str, str] = {}
-    pattern, made, functions = calls_of(name, make, rule, s, device, numbers(options.peers, str), left_out)
-    q, k, v, d_o = tensors(options, s, depth, dtype, device)
+    began = time.perf_counter()
+    pattern = make()
+    made = (time.perf_counter() - began) * 1e3
+    functions = attentions(name, pattern, rule, device, options.peers, options.flex == "tuned", left_out)
+    heads = (options.heads, options.kv_heads or options.heads)
+    q, k, v, d_o = tensors(options.batch, heads, (s, s), depth, dtype, device)
     elements = pattern.nnz * options.batch * options.heads
     facts: Row = {
-        "pattern": name, "seq": s, "batch": options.batch, "heads": options.heads, "kv_heads": k.shape[1],
-        "depth": depth, "dtype": str(dtype)[6:], "density": pattern.density, "make_ms": made,
+        "part": "pattern", "pattern": name, "text": pattern.text if len(pattern.text) < 200 else None, "seq": s,
+        "batch": options.batch, "heads": heads[0], "kv_heads": heads[1], "depth": depth, "dtype": str(dtype)[6:],
+        "density": pattern.density, "make_ms": made,
     }  # fmt: skip
     rows: list[Row] = []
+    stream = torch.cuda.Stream() if device.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
 
-    def keep(which: str, products: int, calls: dict[str, Callable[[], object]], more: Row) -> None:
-        ms = medians(calls, device, seconds=options.seconds)
-        rate = {algo: 2 * products * elements * depth / t / 1e9 for algo, t in ms.items()}
-        rows.append({**facts, "pass": which, "ms": ms, "tflops": rate, **more, "left_out": dict(left_out)})
+    def keep(which: str, products: int, calls: dict[str, Call], moved: list[torch.Tensor], more: Row) -> None:
+        ms, how = timed(calls, device, stream, options.seconds)
+        flops = 2.0 * products * elements * depth
+        rate = {algo: flops / t / 1e9 for algo, t in ms.items()}
+        rows.append({**facts, "pass": which, "ms": ms, "tflops": rate, "floor_ms": floor_of(flops, moved, rates),
+                     **more, **how, "left_out": dict(left_out)})  # fmt: skip
 
     if "forward" in options.passes:
         with torch.inference_mode():
             calls = usable({a: (lambda f=f: f(q, k, v)) for a, f in functions.items()}, left_out)
-            host = host_microseconds(calls["ours"], 70)
-            keep("forward", 2, calls, {"error": error_of(calls["ours"](), q, k, v, rule), "host_us": host})
+            keep("forward", 2, calls, [q, k, v, q], {"error": error_of(functions["ours"](q, k, v), q, k, v, rule)})
     if "backward" in options.passes:
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        backwards: dict[str, Callable[[], object]] = {}
+        backwards: dict[str, Call] = {}
         for algo, f in functions.items():
             try:
-                o = f(*leaves)
+                with torch.cuda.stream(stream):  # where a graph of the gradients is captured
+                    o = f(*leaves)
                 backwards[algo] = lambda o=o: torch.autograd.grad(o, leaves, d_o, retain_graph=True)
             except Exception as error:
-                left_out[algo] = str(error).splitlines()[0][:120]
-        keep("backward", 5, usable(backwards, left_out), {})
+                left_out[algo] = reason(error)
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+        keep("backward", 5, usable(backwards, left_out), [q, k, v, q, q, q, k, v], {})
     return rows
 
 
-def main() -> None:
+def measure_decode(queries: int, device: torch.device, dtype: torch.dtype, rates: Rates, options: argparse.Namespace,
+                   late: bool) -> Row:  # fmt: skip
+    """One query, or a few, against the sinks and the window of a long past; bound by reading its keys and values."""
+    gpu = device.type == "cuda"
+    past, window, batch, kv_heads, depth = (65536, 4096, 16, 8, 128) if gpu else (8192, 1024, 2, 2, 64)
+    pattern = fw.patterns.sinks((queries, past), 4, window)
+    rule: Rule = lambda i, j: (j <= i) & ((j < 4) | (i - j < window))  # noqa: E731
+    algos = [algo for algo in ("flex", "sdpa") if algo in options.peers or (gpu and options.peers)]
+    left_out = dict.fromkeys(algos, "out of time") if late else {}
+    functions = attentions("sinks", pattern, rule, device, algos, options.flex == "tuned", left_out)
+    q, k, v, _ = tensors(batch, (8 * kv_heads, kv_heads), (queries, past), depth, dtype, device)
+    with torch.inference_mode():
+        calls = usable({a: (lambda f=f: f(q, k, v)) for a, f in functions.items()}, left_out)
+        stream = torch.cuda.Stream() if gpu else None
+        ms, how = timed(calls, device, stream, options.seconds)
+        error = error_of(functions["ours"](q, k, v), q, k, v, rule)
+    seen = 4 + window + queries - 1
+    moved = 2 * batch * kv_heads * seen * depth * k.element_size()
+    return {
+        "part": "decode", "pattern": "sinks", "text": pattern.text, "pass": "forward", "queries": queries,
+        "seq": past, "batch": batch, "heads": 8 * kv_heads, "kv_heads": kv_heads, "depth": depth,
+        "dtype": str(dtype)[6:], "ms": ms, "floor_ms": moved / rates[0], "gb_per_s": moved / ms["ours"] / 1e6,
+        "copy_gb_per_s": rates[0] / 1e6, "error": error, **how, "left_out": left_out,
+    }  # fmt: skip
+
+
+def measure_host(device: torch.device, dtype: torch.dtype) -> list[Row]:
+    """A call so small that the host is what takes time; plan cached, inference mode."""
+    pattern = fw.patterns.sliding_window(128, 16, 16)
+    q, k, v, _ = tensors(1, (1, 1), (128, 128), 64, dtype, device)
+    with torch.inference_mode():
+        ours = host_microseconds(lambda: fw.attention(q, k, v, pattern))
+        empty = host_microseconds(lambda: torch.ops.fretwork._nothing(q))
+        dense = host_microseconds(lambda: scaled_dot_product_attention(q, k, v))
+    return [{"part": "host", "dtype": str(dtype)[6:], "us": ours, "empty_op_us": empty, "torch_us": dense}]
+
+
+FIRST_CALL = """
+import sys, time, torch, fretwork as fw
+s = 2048
+q, k, v = (torch.randn(1, 2, s, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+q @ k.mT; torch.cuda.synchronize()
+t = time.perf_counter(); o = fw.attention(q, k, v, fw.Pattern.parse(sys.argv[1])); torch.cuda.synchronize()
+u = time.perf_counter(); o.sum().backward(); torch.cuda.synchronize()
+print((u - t) * 1e3, (time.perf_counter() - u) * 1e3)
+"""
+
+
+def measure_first_calls(texts: tuple[str, ...]) -> list[Row]:
+    """The first call of a process and its first gradient, kernel cache empty and filled."""
+    rows: list[Row] = []
+    for text in texts:
+        with tempfile.TemporaryDirectory() as cache_folder:
+            env = {**os.environ, "FRETWORK_CACHE_DIR": cache_folder}
+            for cache in ("cold", "warm"):
+                run = [sys.executable, "-c", FIRST_CALL, text]
+                out = subprocess.run(run, env=env, capture_output=True, text=True)
+                forward, backward = map(float, out.stdout.split()[-2:]) if out.returncode == 0 else (None, None)
+                rows.append({"part": "first", "pattern": text, "cache": cache, "ms": {"ours": forward},
+                             "backward_ms": backward})  # fmt: skip
+    return rows
+
+
+def program() -> str | None:
+    """The command-line program beside the libraries in use."""
+    beside = Path(os.environ.get("FRETWORK_LIB_DIR", "/nowhere")).parent / "bin" / "fretwork"
+    return str(beside) if beside.exists() else shutil.which("fretwork")
+
+
+def measure_plans(rounds: int = 5) -> list[Row]:
+    """Patterns of a million tokens, made and planned by the program."""
+    name = program()
+    if name is None:
+        print("plan: no fretwork program found beside the libraries or on the path", file=sys.stderr)
+        return []
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "plans.json"
+        run = [name, "bench", "attention", "--plans", "--rounds", str(rounds), "--json", str(path)]
+        subprocess.run(run, check=True, capture_output=True)
+        measured = json.loads(path.read_text())["rows"]
+    return [{"part": "plan", **row} for row in measured]
+
+
+def line_of(row: Row) -> str:
+    """What is printed of a row."""
+    if row["part"] == "host":
+        return (f"host: {row['us']:.1f} us a call, an op that does nothing {row['empty_op_us']:.1f}, "
+                f"torch's attention {row['torch_us']:.1f}")  # fmt: skip
+    if row["part"] == "plan":
+        return (f"{row['pattern']}: made in {row['make_ms']:.2f} ms, planned in {row['plan_ms']:.2f} "
+                f"(transposed {row['transposed_ms']:.2f}), {row['bytes'] / 1e6:.2f} MB")  # fmt: skip
+    if row["part"] == "first":
+        return (f"first call, {row['cache']} cache, {row['pattern']}: {row['ms']['ours']} ms, "
+                f"its gradient {row['backward_ms']}")  # fmt: skip
+    times = " ".join(f"{a} {t:.4f}" for a, t in row["ms"].items())
+    if row["part"] == "decode":
+        return (f"decode {row['queries']} of {row['seq']}: {times} ms, {row['gb_per_s']:.0f} GB/s of "
+                f"{row['copy_gb_per_s']:.0f}, error {row['error']:.4f}")  # fmt: skip
+    more = f" error {row['error']:.4f}" if "error" in row else ""
+    return (f"{row['pattern']} {row['pass']} S={row['seq']} D={row['depth']} {row['dtype']} density "
+            f"{row['density']:.4f}: {times} ms, floor {row['floor_ms']:.4f}, ours "
+            f"{row['tflops']['ours']:.3g} TFLOP/s{more}")  # fmt: skip
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="one table of eight patterns; peers while time is left")
+    parser.add_argument("--parts", default="", help=f"{','.join(PARTS)}; first on a GPU only")
     parser.add_argument("--patterns", default="", help="all unless named, with commas")
     parser.add_argument("--passes", default="forward,backward")
-    parser.add_argument("--seqs", default="16384")
-    parser.add_argument("--depths", default="128")
-    parser.add_argument("--dtypes", default="bfloat16")
+    parser.add_argument("--seqs", default="", help="16384 on a GPU, 2048 on a CPU; several with commas")
+    parser.add_argument("--depths", default="", help="128 on a GPU (64,128 if not quick), 64 on a CPU")
+    parser.add_argument("--dtypes", default="", help="bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--heads", type=int, default=0, help="16 on a GPU, 4 on a CPU")
     parser.add_argument("--kv-heads", type=int, default=0, help="as many as heads unless given")
-    parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--seconds", type=float, default=1.0, help="of measuring for a row")
+    parser.add_argument("--peers", default="", help="flex,cudnn,fa2 on a GPU, flex,sdpa on a CPU; none for none")
+    parser.add_argument("--flex", choices=("plain", "tuned"), default="plain", help="how Flex is compiled")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of measuring for a row (1; quick: 0.15)")
+    parser.add_argument("--minutes", type=float, default=0.0, help="that peers may make the whole run last (no limit)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    gpu = options.device.startswith("cuda")
     options.passes = numbers(options.passes, str)
+    options.parts = numbers(options.parts or ",".join(PARTS), str)
+    options.patterns = numbers(options.patterns or (QUICK if options.quick else ""), str)
+    options.seqs = numbers(options.seqs or ("16384" if gpu else "2048"), int)
+    options.depths = numbers(options.depths or ("64" if not gpu else "128" if options.quick else "64,128"), int)
+    options.dtypes = numbers(options.dtypes or ("bfloat16" if gpu else "float32"), str)
+    options.heads = options.heads or (16 if gpu else 4)
+    options.peers = numbers(
+        "" if options.peers == "none" else options.peers or ",".join(PEERS["cuda" if gpu else "cpu"]), str
+    )
+    options.seconds = options.seconds or (0.15 if options.quick else 1.0)
+    options.minutes = options.minutes or (0.4 if options.quick else math.inf)
+    return options
+
+
+def main() -> None:
+    options = parsed()
     device = torch.device(options.device)
-    torch._dynamo.config.cache_size_limit = 512
-    facts, rows = machine(device), []
+    gpu = device.type == "cuda"
+    began, facts = time.perf_counter(), machine(device)
+    rows: list[Row] = []
+
+    def late(share: float) -> bool:
+        return time.perf_counter() - began > 8 + share * 60 * options.minutes
+
+    def keep(some: list[Row]) -> None:
+        for row in some:
+            rows.append({**facts, **row})
+            print(line_of(row), flush=True)
+
+    copies = copy_rate(device)
+    rates = {name: (copies, dense_rate(getattr(torch, name), device)) for name in options.dtypes}
     try:
-        for s in numbers(options.seqs, int):
-            table = cases(s, device)
-            for name in numbers(options.patterns, str) or list(table):
-                for depth in numbers(options.depths, int):
-                    for dtype in numbers(options.dtypes, str):
-                        try:
-                            some = measure(name, table[name], s, depth, getattr(torch, dtype), device, options)
-                        except Exception as error:
-                            print(f"{name} {s} {depth} {dtype}: {error}", file=sys.stderr)
-                            continue
-                        for row in some:
-                            rows.append({**facts, **row})
-                            times = " ".join(f"{a} {t:.4f}" for a, t in row["ms"].items())
-                            more = f"error {row['error']:.4f} host {row['host_us']:.0f} us" if "error" in row else ""
-                            print(f"{name} {row['pass']} S={s} D={depth} {dtype} density {row['density']:.4f}: {times} "
-                                  f"ms, ours {row['tflops']['ours']:.0f} TFLOP/s {more}", flush=True)  # fmt: skip
+        if "patterns" in options.parts:
+            work = [(s, name, depth, dtype) for s in options.seqs
+                    for name in options.patterns or list(cases(s, device, GPU if gpu else CPU))
+                    for depth in options.depths for dtype in options.dtypes]  # fmt: skip
+            for done, (s, name, depth, dtype) in enumerate(work):
+                case = cases(s, device, GPU if gpu else CPU)[name]
+                left_out = dict.fromkeys(options.peers, "out of time") if late((done + 1) / len(work)) else {}
+                try:
+                    keep(measure(name, case, s, depth, getattr(torch, dtype), device, rates[dtype], options, left_out))
+                except Exception as error:
+                    if name == "full" and not gpu:
+                        raise
+                    print(f"{name} {s} {depth} {dtype}: {error}", file=sys.stderr)
+                if gpu:
+                    torch.cuda.empty_cache()
+        dtype = getattr(torch, options.dtypes[0])
+        if "decode" in options.parts:
+            for queries in (1, 16):
+                keep([measure_decode(queries, device, dtype, rates[options.dtypes[0]], options, late(1))])
+        if "host" in options.parts:
+            keep(measure_host(device, dtype))
+        if "plan" in options.parts:
+            keep(measure_plans())
+        if "first" in options.parts and gpu:
+            quick = ("sliding_window(2048,255,0)",)
+            keep(measure_first_calls(quick if options.quick else (*quick, "strided(2048,64)", "full(2048)")))
     finally:
         store(folder(options.out, facts) / "attention.json", rows, IDENTITY)
+        print(f"{len(rows)} rows in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,87 @@ def kronecker_section(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
+def best_peer(row: Row | None) -> tuple[str, float | None]:
+    """The fastest of the peers that ran, and its time."""
+    peers = ((k, v) for k, v in row["ms"].items() if k != "ours") if row else iter(())
+    return min(peers, key=lambda x: x[1], default=("", None))
+
+
+def attention_table(rows: list[Row]) -> list[str]:
+    """One line per pattern, forward and backward side by side."""
+    rate = 1 if max(r["tflops"]["ours"] for r in rows) > 5 else 1000
+    unit = "TFLOP/s" if rate == 1 else "GFLOP/s"
+    lines = [
+        f"| pattern | density | forward ms | {unit} | floor ms | best peer ms | × it | error | "
+        f"backward ms | {unit} | floor ms | best peer ms | × it |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(r["pattern"] for r in rows):
+        of = {r["pass"]: r for r in rows if r["pattern"] == name}
+        cells = [name, number(next(iter(of.values()))["density"], 4)]
+        for which in ("forward", "backward"):
+            r = of.get(which)
+            peer, ms = best_peer(r)
+            ours = r["ms"]["ours"] if r else None
+            cells += [
+                f"**{number(ours, 3)}**",
+                number(r and r["tflops"]["ours"] * rate),
+                number(r and r["floor_ms"], 3),
+            ]
+            cells += [f"{number(ms, 3)} {peer}".strip(), number(ms and ours and ms / ours, 2)]
+            cells += [f"{r['error']:.0e}" if r and "error" in r else "–"] if which == "forward" else []
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def attention_section(rows: list[Row]) -> list[str]:
+    """Every pattern beside its peers, then what one call costs besides."""
+    lines = [f"## Attention, {rows[0]['device']}", ""]
+    measured = [r for r in rows if r["part"] == "pattern"]
+
+    def kind(r: Row) -> tuple[Any, ...]:
+        return tuple(r[k] for k in ("arch", "dtype", "seq", "depth", "batch", "heads", "kv_heads"))
+
+    for each in sorted({kind(r) for r in measured}, key=str):
+        arch, dtype, seq, depth, batch, heads, kv_heads = each
+        of = [r for r in measured if kind(r) == each]
+        forced = "" if arch == "auto" else f", kernels forced to {arch}"
+        shared = "" if heads == kv_heads else f" ({kv_heads} of keys)"
+        where = f"torch {of[0]['torch']}, {of[0]['date']}"
+        lines += [f"B = {batch}, {heads} heads{shared}, S = {seq}, D = {depth}, {dtype}{forced}; {where}.", ""]
+        lines += [*attention_table(of), ""]
+    if decode := [r for r in rows if r["part"] == "decode"]:
+        lines += ["Decoding, each key head shared by eight query heads; GB/s on the keys and values that are seen:", ""]
+        lines += ["| pattern | queries | batch | key heads | D | ms | GB/s | copy of the run | best peer ms | error |"]
+        lines += ["|---|---|---|---|---|---|---|---|---|---|"]
+        for r in decode:
+            peer, ms = best_peer(r)
+            lines.append(
+                f"| {r['text']} | {r['queries']} | {r['batch']} | {r['kv_heads']} | {r['depth']} | "
+                f"**{r['ms']['ours']:.4f}** | {r['gb_per_s']:.0f} | {r['copy_gb_per_s']:.0f} | "
+                f"{number(ms, 4)} {peer} | {r['error']:.0e} |"
+            )
+        lines += [""]
+    for r in rows:
+        if r["part"] == "host":
+            lines += [f"Host time of a call, plan cached, inference mode: {r['us']:.1f} µs; an op that does nothing "
+                      f"{r['empty_op_us']:.1f} µs; torch's attention {r['torch_us']:.1f} µs.", ""]  # fmt: skip
+    if first := [r for r in rows if r["part"] == "first"]:
+        lines += ["| first call of a process | kernel cache | forward ms | its gradient ms |", "|---|---|---|---|"]
+        lines += [f"| {r['pattern']} | {r['cache']} | {number(r['ms']['ours'], 1)} | {number(r['backward_ms'], 1)} |"
+                  for r in first]  # fmt: skip
+        lines += [""]
+    if plans := [r for r in rows if r["part"] == "plan"]:
+        lines += [
+            "| pattern of 1,048,576 tokens | made ms | planned ms | for keys ms | plan MB |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [f"| {r['pattern']} | {r['make_ms']:.2f} | {r['plan_ms']:.2f} | {r['transposed_ms']:.2f} | "
+                  f"{r['bytes'] / 1e6:.2f} |" for r in plans]  # fmt: skip
+        lines += [""]
+    return lines
+
+
 def readme_table(gpu: list[Row], cpu: list[Row]) -> str:
     """dsd beside torch's dense product and BSR: one line per block, the densities across."""
     lines = []
@@ -159,6 +240,8 @@ def main() -> None:
         lines += section(rows[0]["device"], rows)
     for path in sorted((ROOT / "bench/results").glob("*/kronecker.json"), reverse=True):
         lines += kronecker_section(json.loads(path.read_text()))
+    for path in sorted((ROOT / "bench/results").glob("*/attention.json"), reverse=True):
+        lines += attention_section(json.loads(path.read_text()))
     (ROOT / "docs/benchmarks.md").write_text("\n".join(lines).rstrip() + "\n")
 
     def results(name: str) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The demo: block-sparse products on this machine, checked against float64 and timed beside torch."""
+"""The demo: block-sparse products and sparse attention here, checked against float64 and timed beside torch."""
 
 from __future__ import annotations
 
@@ -43,6 +43,34 @@ def row(device: torch.device, dtype: torch.dtype, n: int, block: int, density: f
             f"{torch_dense / ours:9.1f}x {torch_bsr / ours:9.1f}x {error:10.1e}")  # fmt: skip
 
 
+def attention_row(device: torch.device, dtype: torch.dtype, heads: int, depth: int, pattern: fw.Pattern) -> str:
+    seq = pattern.shape[0]
+    q, k, v = (torch.randn(1, heads, seq, depth).to(device, dtype) for _ in range(3))
+    mask = pattern.mask(device).bool()
+    dense = torch.nn.functional.scaled_dot_product_attention
+    exact = dense(q[:, :1].double(), k[:, :1].double(), v[:, :1].double(), mask)
+    with torch.inference_mode():
+        error = ((fw.attention(q, k, v, pattern)[:, :1].double() - exact).abs().max() / exact.abs().max()).item()
+        ours = median_ms(lambda: fw.attention(q, k, v, pattern), device)
+        masked = median_ms(lambda: dense(q, k, v, mask), device, rounds=3)
+    name = str(dtype)[6:]
+    return (f"{device.type:6} {name:9} {pattern.text:28} {pattern.density:8.4f} {ours:9.2f} {masked / ours:9.1f}x "
+            f"{error:10.1e}")  # fmt: skip
+
+
+def attention_rows(device: torch.device) -> None:
+    gpu = device.type == "cuda"
+    seq, heads, depth, dtype = (8192, 16, 128, torch.bfloat16) if gpu else (2048, 4, 64, torch.float32)
+    p, side = fw.patterns, 64 if gpu else 32
+    for pattern in (
+        p.sliding_window(seq, 128, 128),
+        p.strided(seq, 64),
+        p.dilated(seq, 128, 4),
+        p.neighborhood((side, seq // side), 7),
+    ):
+        print(attention_row(device, dtype, heads, depth, pattern), flush=True)
+
+
 def main() -> None:
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", message=".*(Sparse|bsr_dense_addmm).*")  # torch's own, about its BSR
@@ -55,6 +83,11 @@ def main() -> None:
             print(row(torch.device("cuda"), torch.float16, 8192, block, density), flush=True)
     else:
         print("(no CUDA device here: the GPU rows are left out)")
+    print("\nAttention over a pattern, beside torch's with the same mask")
+    print("device dtype     pattern                       density   time ms vs masked      error")
+    attention_rows(torch.device("cpu"))
+    if torch.cuda.is_available():
+        attention_rows(torch.device("cuda"))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,10 @@ def test_version_and_help() -> None:
     for command in ("info", "show", "bench", "tune", "compile", "cache"):
         assert command in top
         assert "fretwork " + command in ok(command, "--help")
-    for command in (["show"], ["bench", "block"], ["bench", "kronecker"], ["compile"], ["cache"], ["info"]):
-        assert "Example" in ok(*command, "--help")
+    for suite in ("attention", "block", "kronecker"):
+        assert "Example" in ok("bench", suite, "--help")
+    for command in ("show", "compile", "cache", "info"):
+        assert "Example" in ok(command, "--help")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,11 @@ def test_version_and_help() -> None:
         (["show", "kronecker(2,3)"], "expected a, b, c, d, got 2 of them"),
         (["show", LAYOUT, "--head", "1"], "--head: expected 0, got 1"),
         (["show", LAYOUT, "--head", "-1"], "--head"),
-        (["bench"], "expected one of block, kronecker, got nothing"),
+        (["bench"], "expected one of attention, block, kronecker, got nothing"),
+        (["bench", "attention", "--pass", "sideways"], "--pass: expected forward or backward, got sideways"),
+        (["bench", "attention", "--pattern", "full(7)"], "--pattern: expected a pattern of 2048 positions"),
+        (["bench", "attention", "--pattern", "frob(7)"], "--pattern: "),
+        (["bench", "attention", "--heads", "4", "--kv-heads", "3"], "--kv-heads: expected a number that divides the 4"),
         (["bench", "block", "--op", "frob"], "--op: expected dsd, dds, sdd or softmax, got frob"),
         (["bench", "block", "--n", "100", "--block", "32"], "--n: expected a multiple"),
         (["bench", "block", "--density", "1.5"], "--density: expected 0 to 1, got '1.5'"),
@@ -320,6 +326,20 @@ def test_bench_measures_every_case(tmp_path: Path) -> None:
         assert row["unit"] == ("GB/s" if row["op"] == "softmax" else "GFLOP/s")
     summary = json.loads(whole.read_text())
     assert summary["threads"] == 2 and summary["dtype"] == "bfloat16" and len(summary["rows"]) == 16
+
+
+def test_bench_attention_measures_every_pattern(tmp_path: Path) -> None:
+    rows, whole = tmp_path / "rows.csv", tmp_path / "whole.json"
+    text = ok(*("bench", "attention", "--device", "cpu", "--seq", "256", "--heads", "4", "--kv-heads", "2", "--depth"),
+              *("16", "--rounds", "1", "--threads", "1", "--csv", str(rows), "--json", str(whole)))  # fmt: skip
+    assert "peak:" in text and "4 heads (2 of keys)" in text and "neighborhood((16,16),13)" in text
+    with rows.open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 18 and {row["pass"] for row in table} == {"forward", "backward"}
+    for row in table:
+        flops = (4 if row["pass"] == "forward" else 10) * float(row["density"]) * 256**2 * 4 * 16
+        assert float(row["gflops"]) == pytest.approx(flops / float(row["ms"]) / 1e6, rel=1e-3)
+    assert [row["pattern"] for row in json.loads(whole.read_text())["rows"]] == [row["pattern"] for row in table]
 
 
 def test_bench_of_an_empty_layout() -> None:

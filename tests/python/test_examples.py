@@ -75,3 +75,33 @@ def test_vit_block(printed):
     assert {name: row[0] for name, row in rows.items()} == {"dense": "1,181,568", "kronecker": "640,896"}
     for _, _, ms, first, last in rows.values():
         assert float(ms) > 0 and float(last) < float(first)
+
+
+def test_longformer_block(printed):
+    arguments = ("--seq", "64", "--batch", "1", "--steps", "8", "--device", "cpu")
+    rows = {line.split()[0]: line.split()[1:] for line in printed("longformer_block.py", *arguments)[-2:]}
+    assert set(rows) == {"dense", "longformer"}
+    for ms, first, *_, last in rows.values():
+        assert float(ms) > 0 and float(last) < float(first)
+
+
+def test_vision_neighborhood(printed):
+    arguments = ("--side", "16", "--images", "1", "--steps", "6", "--device", "cpu")
+    rows = [line.split()[-4:] for line in printed("vision_neighborhood.py", *arguments)[-3:]]
+    assert [float(row[0]) for row in rows] == [1.0, pytest.approx(0.1953, abs=1e-3), pytest.approx(0.1914, abs=1e-3)]
+    assert all(float(last) < float(first) for _, _, first, last in rows)
+
+
+def test_jax_sparse_mhsa(printed):
+    pytest.importorskip("jax")
+    lines = printed("jax_sparse_mhsa.py", "--seq", "128", "--steps", "6")
+    assert lines[0].startswith("sinks(128,4,64)") and float(lines[0].split()[-1]) < 1e-5
+    rows = {line.split("  ")[0].strip(): [float(x) for x in line.split()[-2:]] for line in lines[-3:]}
+    assert rows["sparse"] == pytest.approx(rows["masked"], rel=1e-2)
+    assert all(last < first for first, last in rows.values())
+
+
+def test_custom_pattern(printed):
+    lines = printed("custom_pattern.py", "--seq", "256", "--heads", "1", "--device", "cpu")
+    assert "band(256," in lines[0] and "█" in "".join(lines[2:34]) and float(lines[-1].split()[-1]) < 1e-5
+    assert all(float(ms) > 0 for line in lines[-3:-1] for ms in line.split()[-2:])

@@ -155,8 +155,10 @@ void add_bench(CLI::App& app) {
   bench->require_subcommand(1);
   bench->footer(
       "Examples:\n"
+      "  fretwork bench attention --seq 4096 --pattern 'strided(4096,64)'\n"
       "  fretwork bench block --n 2048 --block 32,64\n"
       "  fretwork bench kronecker --grid facts");
+  add_bench_attention(*bench);
   add_bench_block(*bench);
   add_bench_kronecker(*bench);
 }

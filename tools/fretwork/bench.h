@@ -52,6 +52,7 @@ class Run {
   std::ofstream csv_, json_;
 };
 
+void add_bench_attention(CLI::App& bench);
 void add_bench_block(CLI::App& bench);
 void add_bench_kronecker(CLI::App& bench);
 

@@ -1,0 +1,65 @@
+"""The comparison of attention: its rules say what its patterns say, and its rows are whole."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fretwork as fw
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+cases = pytest.importorskip("attention_cases")
+SMALL = cases.Sizes(w=24, stride=16, window=5, tile=2)
+
+
+@pytest.mark.parametrize("name", cases.cases(512, torch.device("cpu"), SMALL))
+def test_rules_are_the_patterns(name):
+    make, rule = cases.cases(512, torch.device("cpu"), SMALL)[name]
+    at = torch.arange(512)
+    want = make().mask()
+    got = rule(at[:, None], at[None]).expand(512, 512)
+    assert torch.equal(got, want.bool())
+    assert want.sum() > 0 and (name == "full") == bool(want.all())
+
+
+def test_every_named_pattern_is_measured():
+    made = set()
+    for device_sizes in (cases.GPU, SMALL):
+        for make, _ in cases.cases(1 << 14, torch.device("cpu"), device_sizes).values():
+            made.add(make().text.split("(")[0])
+    explicit = {"acsr", "from_layout", "from_mask"}  # someone's own, not measured by name
+    assert made == set(fw.patterns.__all__) - explicit
+
+
+def test_a_run_has_every_row_and_is_reported(tmp_path, monkeypatch, capsys):
+    compare, report = pytest.importorskip("compare_attention"), pytest.importorskip("report")
+    arguments = ["--device", "cpu", "--seqs", "256", "--heads", "2", "--depths", "8", "--seconds", "0.01"]
+    arguments += ["--patterns", "full,strided,neighborhood", "--parts", "patterns,decode,host", "--peers", "sdpa"]
+    monkeypatch.setattr(sys, "argv", ["compare", *arguments, "--out", str(tmp_path)])
+    monkeypatch.setattr(compare, "copy_rate", lambda device: 1e6)
+    monkeypatch.setattr(compare, "dense_rate", lambda dtype, device: 1e6)
+    compare.main()
+    path = tmp_path / "cpu" / "attention.json"
+    rows = json.loads(path.read_text())
+    assert [r["part"] for r in rows] == ["pattern"] * 6 + ["decode"] * 2 + ["host"]
+    assert all(set(r["ms"]) == {"ours", "sdpa"} and r["floor_ms"] > 0 for r in rows[:8])
+    assert all(r["error"] < 1e-4 for r in rows if "error" in r)
+    compare.store(path, rows[:6], compare.IDENTITY)  # the same cases again replace themselves
+    assert len(json.loads(path.read_text())) == 9
+    assert "9 rows in" in capsys.readouterr().err
+
+    plan = {"part": "plan", "pattern": "window", "make_ms": 1, "plan_ms": 2, "transposed_ms": 3, "bytes": 4e6}
+    first = {"part": "first", "pattern": "full(9)", "cache": "cold", "ms": {"ours": 5.0}, "backward_ms": None}
+    text = "\n".join(report.attention_section([*rows, plan, first]))
+    assert text.count("| strided |") == 1 and "| window | 1.00 | 2.00 | 3.00 | 4.00 |" in text
+    assert "| full(9) | cold | 5.0 | – |" in text and "sinks((16,8192),4,1024)" in text
+
+
+def test_plans_of_the_program():
+    compare = pytest.importorskip("compare_attention")
+    if compare.program() is None:
+        pytest.skip("no program beside the libraries")
+    rows = compare.measure_plans(rounds=1)
+    assert len(rows) >= 5 and all(r["part"] == "plan" and r["plan_ms"] > 0 and r["bytes"] > 0 for r in rows)

@@ -327,8 +327,11 @@ Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int
 /// A plan and the schedules of its components for some number of heads.
 struct Prepared {
   std::shared_ptr<const DevicePlan> plan;
-  std::vector<Schedule> schedules;
-  bool fill = false;  ///< rows may be reached by no component
+  std::vector<std::size_t> order;   ///< of the components; the first one reaches all rows where any does
+  std::vector<Schedule> schedules;  ///< in that order
+  bool fill = false;                ///< rows may be reached by no component
+
+  const DeviceComponent& component(std::size_t at) const { return plan->components[order[at]]; }
 
   std::size_t bytes() const {
     std::size_t all = 0;
@@ -359,14 +362,22 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
   const int device = context.device.index;
   const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, repeat, stores_empty, device});
   auto prepared = cache.get(key, [&] {
-    Prepared made{find_plan(plan, device), {}, plan->components.empty() || !plan->components[0].covers_rows};
-    if (!made.fill && !stores_empty) {
-      const std::vector<int>& steps = made.plan->components[0].steps;
-      made.fill = std::find(steps.begin(), steps.end(), 0) != steps.end();
+    Prepared made{find_plan(plan, device), {}, {}, false};
+    made.order.resize(plan->components.size());
+    std::iota(made.order.begin(), made.order.end(), std::size_t{0});
+    const auto reaches_all = [&](std::size_t c) {
+      const DeviceComponent& component = made.plan->components[c];
+      return component.covers_rows &&
+             (stores_empty || std::find(component.steps.begin(), component.steps.end(), 0) == component.steps.end());
+    };
+    const auto first = std::find_if(made.order.begin(), made.order.end(), reaches_all);
+    made.fill = first == made.order.end();
+    if (!made.fill) {
+      std::rotate(made.order.begin(), first, first + 1);
     }
-    for (const DeviceComponent& component : made.plan->components) {
-      const bool first = made.schedules.empty() && !made.fill;
-      made.schedules.push_back(make_schedule(component, pairs, repeat, first, device));
+    for (std::size_t at = 0; at < made.order.size(); ++at) {
+      const bool empty = at == 0 && !made.fill;
+      made.schedules.push_back(make_schedule(made.component(at), pairs, repeat, empty, device));
     }
     return made;
   });
@@ -498,7 +509,7 @@ struct Launch {
 
 std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared, std::size_t at,
                                      int device) {
-  const DeviceComponent& c = prepared.plan->components[at];
+  const DeviceComponent& c = prepared.component(at);
   const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count, p.rows}, p.depth, c.rows);
   const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.cols);
   const auto v = make_source(p.v, {p.batch, p.kv_heads, p.cols}, p.value_depth, c.cols);
@@ -568,7 +579,7 @@ void launch_statistics(const BackwardProblem& b, RowStats* stats, Context& conte
 std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
                                               std::size_t at, bool keys, const RowStats* stats, int device) {
   const Problem& p = b.forward;
-  const DeviceComponent& c = prepared.plan->components[at];
+  const DeviceComponent& c = prepared.component(at);
   const Side &queries_side = keys ? c.cols : c.rows, &keys_side = keys ? c.rows : c.cols;
   const std::array<std::int64_t, 3> sizes{p.batch, heads.count, p.rows}, kv_sizes{p.batch, heads.kv_count, p.cols};
   const auto q = make_source(from_head(p.q, heads.first, 2), sizes, p.depth, queries_side);

@@ -246,8 +246,10 @@ DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
 // ---------------------------------------------------------------------------------------------- who does what
 
 /// Pairs of batch and head, and how many of them run through their tiles together because their operands fit the cache.
+/// Launches go through them forwards and backwards in turn: the cache still has what the one before used last.
 struct Pairs {
   int batch, heads, together;
+  bool backwards;
 };
 
 struct Schedule {
@@ -283,7 +285,7 @@ std::vector<Task> order_tasks(const DeviceComponent& component, const Pairs& pai
   const auto add = [&](auto first, auto last, std::int64_t begin, std::int64_t end) {
     for (auto tile = first; tile != last; ++tile) {
       for (std::int64_t n = begin; n < end; ++n) {
-        tasks.push_back({*tile, n});
+        tasks.push_back({*tile, pairs.backwards ? all - 1 - n : n});
       }
     }
   };
@@ -360,7 +362,8 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
                                         bool stores_empty, const Context& context) {
   static PlanCache<Prepared>& cache = *std::make_unique<PlanCache<Prepared>>().release();
   const int device = context.device.index;
-  const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, repeat, stores_empty, device});
+  const Hash128 key =
+      hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, stores_empty, device});
   auto prepared = cache.get(key, [&] {
     Prepared made{find_plan(plan, device), {}, {}, false};
     made.order.resize(plan->components.size());
@@ -375,9 +378,10 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
     if (!made.fill) {
       std::rotate(made.order.begin(), first, first + 1);
     }
-    for (std::size_t at = 0; at < made.order.size(); ++at) {
+    Pairs turn = pairs;
+    for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {
       const bool empty = at == 0 && !made.fill;
-      made.schedules.push_back(make_schedule(made.component(at), pairs, repeat, empty, device));
+      made.schedules.push_back(make_schedule(made.component(at), turn, repeat, empty, device));
     }
     return made;
   });
@@ -625,7 +629,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
   const std::int64_t group = p.heads / p.kv_heads;
   const Heads heads{range.first, range.count, range.first / group, range.count / group};
   const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(keys ? heads.kv_count : heads.count),
-                    keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p)};
+                    keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p), launches.size() % 2 == 1};
   const auto prepared =
       kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, true, context));
   if (prepared->fill && keys) {
@@ -661,7 +665,7 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
   std::vector<Launch> launches;
   std::vector<HeadRange> fills;
   for (const HeadRange& range : ranges_of(plans, p.heads)) {
-    const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p)};
+    const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p), false};
     const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, false, context));
     if (prepared->fill) {
       fills.push_back(range);

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ def measure(name: str, case: Case, s: int, depth: int, dtype: torch.dtype, devic
 
     if "forward" in options.passes:
         with torch.inference_mode():
-            calls = usable({a: (lambda f=f: f(q, k, v)) for a, f in functions.items()}, left_out)
+            calls = usable({a: partial(f, q, k, v) for a, f in functions.items()}, left_out)
             keep("forward", 2, calls, [q, k, v, q], {"error": error_of(functions["ours"](q, k, v), q, k, v, rule)})
     if "backward" in options.passes:
         leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -206,7 +207,7 @@ def measure(name: str, case: Case, s: int, depth: int, dtype: torch.dtype, devic
             try:
                 with torch.cuda.stream(stream):  # where a graph of the gradients is captured
                     o = f(*leaves)
-                backwards[algo] = lambda o=o: torch.autograd.grad(o, leaves, d_o, retain_graph=True)
+                backwards[algo] = partial(torch.autograd.grad, o, leaves, d_o, retain_graph=True)
             except Exception as error:
                 left_out[algo] = reason(error)
         if stream is not None:
@@ -227,7 +228,7 @@ def measure_decode(queries: int, device: torch.device, dtype: torch.dtype, rates
     functions = attentions("sinks", pattern, rule, device, algos, options.flex == "tuned", left_out)
     q, k, v, _ = tensors(batch, (8 * kv_heads, kv_heads), (queries, past), depth, dtype, device)
     with torch.inference_mode():
-        calls = usable({a: (lambda f=f: f(q, k, v)) for a, f in functions.items()}, left_out)
+        calls = usable({a: partial(f, q, k, v) for a, f in functions.items()}, left_out)
         stream = torch.cuda.Stream() if gpu else None
         ms, how = timed(calls, device, stream, options.seconds)
         error = error_of(functions["ours"](q, k, v), q, k, v, rule)

@@ -126,9 +126,9 @@ def kronecker_section(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def best_peer(row: Row | None) -> tuple[str, float | None]:
+def best_peer(row: Row) -> tuple[str, float | None]:
     """The fastest of the peers that ran, and its time."""
-    peers = ((k, v) for k, v in row["ms"].items() if k != "ours") if row else iter(())
+    peers = ((k, v) for k, v in row["ms"].items() if k != "ours")
     return min(peers, key=lambda x: x[1], default=("", None))
 
 
@@ -145,16 +145,13 @@ def attention_table(rows: list[Row]) -> list[str]:
         of = {r["pass"]: r for r in rows if r["pattern"] == name}
         cells = [name, number(next(iter(of.values()))["density"], 4)]
         for which in ("forward", "backward"):
-            r = of.get(which)
-            peer, ms = best_peer(r)
-            ours = r["ms"]["ours"] if r else None
-            cells += [
-                f"**{number(ours, 3)}**",
-                number(r and r["tflops"]["ours"] * rate),
-                number(r and r["floor_ms"], 3),
-            ]
-            cells += [f"{number(ms, 3)} {peer}".strip(), number(ms and ours and ms / ours, 2)]
-            cells += [f"{r['error']:.0e}" if r and "error" in r else "–"] if which == "forward" else []
+            if (r := of.get(which)) is None:
+                cells += ["–"] * (6 if which == "forward" else 5)
+                continue
+            ours, (peer, ms) = r["ms"]["ours"], best_peer(r)
+            cells += [f"**{ours:.3f}**", number(r["tflops"]["ours"] * rate), number(r["floor_ms"], 3)]
+            cells += [f"{number(ms, 3)} {peer}".strip(), number(ms and ms / ours, 2)]
+            cells += [f"{r['error']:.0e}"] if which == "forward" else []
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

@@ -149,7 +149,10 @@ class RegularPattern final : public Pattern {
   bool contains(std::int64_t row, std::int64_t col) const;
   /// One progression for each row. Throws Error that names the first row that is not one.
   std::vector<Progression> acsr() const;
-  /// What was recognised, one line for each kind of part.
+  /// How many columns each row has; and the columns of one row, as ranges [begin, end) in order.
+  std::vector<std::int64_t> row_lengths() const;
+  std::vector<std::array<std::int64_t, 2>> row(std::int64_t row) const;
+  /// What was recognised: a line for the whole, and one for each way of counting positions with what is in it.
   std::string describe() const;
   /// Disjoint parts whose union this is (pattern/regular.h).
   const std::vector<PartGroup>& groups() const { return groups_; }

@@ -76,6 +76,20 @@ __device__ __forceinline__ void named_arrive(u32 id, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// The same; whether `flag` holds for any of the threads.
+__device__ __forceinline__ bool named_barrier_any(u32 id, u32 threads, bool flag) {
+  u32 any;
+  asm volatile(
+      "{.reg .pred p, q;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "bar.red.or.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<u32>(flag))
+      : "memory");
+  return any != 0;
+}
+
 /// Ordinary writes to shared memory before this are seen by the copy engine and the tensor cores after a barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -564,17 +564,18 @@ PartGroup transposed(const PartGroup& group) {
   return turned;
 }
 
+std::array<std::int64_t, kMaxAxes> digits(const View& view, std::int64_t position) {
+  std::array<std::int64_t, kMaxAxes> all{};
+  for (std::size_t k = 0; k < static_cast<std::size_t>(view.axes); ++k) {
+    all[k] = floor_div(position, view.strides[k]);
+    position -= all[k] * view.strides[k];
+  }
+  return all;
+}
+
 bool contains(const PartGroup& group, std::int64_t row, std::int64_t col) {
   const View& view = group.view;
-  const auto digits = [&](std::int64_t x) {
-    std::array<std::int64_t, kMaxAxes> all{};
-    for (std::size_t k = 0; k < static_cast<std::size_t>(view.axes); ++k) {
-      all[k] = floor_div(x, view.strides[k]);
-      x -= all[k] * view.strides[k];
-    }
-    return all;
-  };
-  const auto r = digits(row + view.row_shift), c = digits(col + view.col_shift);
+  const auto r = digits(view, row + view.row_shift), c = digits(view, col + view.col_shift);
   return std::any_of(group.parts.begin(), group.parts.end(), [&](const Part& p) {
     for (std::size_t k = 0; k < static_cast<std::size_t>(view.axes); ++k) {
       const AxisRange& a = p[k];

@@ -94,7 +94,35 @@ struct Columns {
 template <typename Visit>
 void for_each_row(const View& view, const Part& part, const Visit& visit);
 
+/// The digits of a position.
+std::array<std::int64_t, kMaxAxes> digits(const View& view, std::int64_t position);
+
+/// Calls visit(begin, end) for each run of columns of a part's row, if the row is one of its.
+template <typename Visit>
+void for_each_run(const View& view, const Part& part, std::int64_t row, const Visit& visit);
+
 }  // namespace fretwork::parts
+
+template <typename Visit>
+void fretwork::parts::for_each_run(const View& view, const Part& part, std::int64_t row, const Visit& visit) {
+  const auto at = digits(view, row + view.row_shift);
+  const auto down = [&](const auto& self, std::size_t axis, std::int64_t column) -> void {
+    const AxisRange& r = part[axis];
+    if (at[axis] < r.row_begin || at[axis] >= r.row_end) {
+      return;
+    }
+    const std::int64_t begin = std::max(r.col_begin, at[axis] + r.low),
+                       end = std::min(r.col_end, at[axis] + r.high + 1);
+    if (axis + 1 == static_cast<std::size_t>(view.axes) || axis + 1 == kMaxAxes) {
+      visit(column + begin, column + end);
+      return;
+    }
+    for (std::int64_t c = begin; c < end; ++c) {
+      self(self, axis + 1, column + c * view.strides[axis]);
+    }
+  };
+  down(down, 0, -view.col_shift);
+}
 
 // For each digit of the row on each axis in turn: the columns are then intervals of digits.
 template <typename Visit>

@@ -325,19 +325,39 @@ std::vector<RegularPattern::Progression> RegularPattern::acsr() const {
   return progressions;
 }
 
-std::string RegularPattern::describe() const {
-  std::string text = this->text().size() > 120 ? key() : this->text();
-  text += ": " + std::to_string(rows()) + "×" + std::to_string(cols()) + ", " + std::to_string(nnz_) + " elements\n";
+std::vector<std::int64_t> RegularPattern::row_lengths() const {
+  std::vector<std::int64_t> lengths(static_cast<std::size_t>(rows()));
   for (const PartGroup& group : groups_) {
-    std::string strides;
-    for (int k = 0; k < group.view.axes; ++k) {
-      strides += (k == 0 ? "" : ",") + std::to_string(group.view.strides[static_cast<std::size_t>(k)]);
+    for (const Part& part : group.parts) {
+      parts::for_each_row(group.view, part, [&](std::int64_t row, const parts::Columns& columns) {
+        lengths[static_cast<std::size_t>(row)] +=
+            std::accumulate(columns.extent.begin(), columns.extent.end(), std::int64_t{1}, std::multiplies<>{});
+      });
     }
-    const auto elements = static_cast<std::int64_t>(count(group));
-    text += "strides (" + strides + "): " + std::to_string(group.parts.size()) + " parts, " + std::to_string(elements) +
-            " elements\n";
   }
-  return text;
+  return lengths;
+}
+
+std::vector<std::array<std::int64_t, 2>> RegularPattern::row(std::int64_t row) const {
+  std::vector<std::array<std::int64_t, 2>> all, joined;
+  const PartGroup one{parts::flat_view(), {parts::part({{row, row + 1, 0, cols(), -parts::kFar, parts::kFar}})}};
+  for (const PartGroup& group : groups_) {
+    const PartGroup some = near(group, one);
+    for (const Part& part : some.parts) {
+      parts::for_each_run(some.view, part, row, [&](std::int64_t begin, std::int64_t end) {
+        all.push_back({begin, end});
+      });
+    }
+  }
+  std::sort(all.begin(), all.end());
+  for (const auto& run : all) {
+    if (!joined.empty() && joined.back()[1] == run[0]) {
+      joined.back()[1] = run[1];
+    } else {
+      joined.push_back(run);
+    }
+  }
+  return joined;
 }
 
 RegularPtr patterns::unite(const PatternPtr& a, const PatternPtr& b) {

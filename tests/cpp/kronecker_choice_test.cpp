@@ -18,7 +18,7 @@ namespace {
 namespace driver = fretwork::cuda;
 
 TEST(Choice, IsItsText) {
-  for (const char* const text : {"best", "hopper:128", "regroup:64", "strided:16x4", "cluster", "portable", "simple",
+  for (const char* const text : {"best", "hopper:128", "regroup:64", "dense:256", "strided:16x4", "cluster", "portable", "simple",
                                  "rows:256", "lanes:192", "few"}) {
     const auto choice = parse_choice(text);
     ASSERT_TRUE(choice) << text;

@@ -537,8 +537,70 @@ TEST_F(KroneckerCuda, InterleavedProducts) {
   }
   for (const Case& c : interleaved_cases()) {
     Forward f(c);
-    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c))) << c.text();
+    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::direct)) << c.text();
     f.check();
+  }
+}
+
+/// Batch first, a block's products as one dense matrix: every type and width, both orders of weights, tails.
+std::vector<Case> dense_cases() {
+  using enum Activation;
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    for (const Case& c : {Case{{1, 192, 48, 2}, 1000, false, dtype, none, true},
+                          {{1, 48, 192, 2}, 333, false, dtype, gelu, true, Order::transposed},
+                          {{3, 36, 20, 4}, 129, false, dtype, relu, true, Order::padded, 8},
+                          {{2, 24, 40, 3}, 77, false, dtype, silu, true, Order::transposed},
+                          {{1, 13, 70, 8}, 300, false, dtype, none, false, Order::plain, 16},
+                          {{2, 300, 24, 2}, 1, false, dtype, none, true}}) {
+      cases.push_back(c);
+      cases.back().tf32 = dtype == DType::f32 ? Tf32::exact : Tf32::no;
+    }
+  }
+  return cases;
+}
+
+TEST_F(KroneckerCuda, DenseBlocks) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (const Case& c : dense_cases()) {
+    for (const int width : kronecker::hopper::widths()) {
+      Forward f(c);
+      ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::dense, width))
+          << c.text() << " width " << width;
+      f.check();
+    }
+  }
+}
+
+/// What an infinity or NaN of one δ would spoil through the zeros between is added up again.
+TEST_F(KroneckerCuda, DenseBlocksKeepInfinitiesApart) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (const Case& c : dense_cases()) {
+    Forward f(c);
+    const Index n = c.batch * 2 / 3, l = c.sizes.d - 1;  // of the last k of the last block
+    f.x.host.set(n * f.x.view.strides[0] + f.x.view.size(1) - 1, std::numeric_limits<double>::infinity());
+    f.upload();
+    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::dense)) << c.text();
+    f.y.download();
+    const Index features = f.y.view.size(1), block = c.sizes.b * c.sizes.d;
+    for (Index row = 0; row < c.batch; ++row) {
+      for (Index feature = 0; feature < features; ++feature) {
+        const bool hit = row == n && feature >= features - block && feature % c.sizes.d == l;
+        const double got = f.y.host.get(row * f.y.view.strides[0] + feature);
+        if (!hit || c.activation == Activation::none) {
+          ASSERT_EQ(!std::isfinite(got), hit) << c.text() << ": y[" << row << ", " << feature << "] is " << got;
+        }
+        if (row == n && !hit) {
+          const auto [before, slack] = f.sum(row, feature);
+          const double want = activated(c.activation, before);
+          ASSERT_NEAR(got, want, (1.01 * unit(c.dtype) + 3e-5) * std::abs(want) + 2 * slack + 1e-6) << c.text();
+        }
+      }
+    }
   }
 }
 
@@ -551,6 +613,26 @@ TEST_F(KroneckerCuda, HopperWeightGradients) {
     Backward b(c);
     ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c))) << c.text();
     b.check();
+  }
+}
+
+TEST_F(KroneckerCuda, WeightGradientsOfPartsOfTheBatch) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  std::vector<Case> cases = {{{2, 96, 136, 16}, 1000, false, DType::f16, Activation::none, true},
+                             {{1, 128, 64, 64}, 333, false, DType::bf16, Activation::none, true, Order::padded, 8},
+                             {{1, 200, 96, 2}, 700, false, DType::f16}};
+  for (const Index d : {2, 4, 16}) {
+    cases.push_back({{2, 136, 200, d}, 1000, false, DType::f32, Activation::none, true});
+    cases.back().tf32 = Tf32::exact;
+  }
+  for (const Case& c : cases) {
+    for (const Index rows : {64, 192, 448}) {
+      Backward b(c);
+      ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c), rows)) << c.text();
+      b.check();
+    }
   }
 }
 
@@ -758,6 +840,16 @@ std::vector<Case> ieee_cases() {
 
 TEST_F(KroneckerCuda, IeeeProducts) {
   for (const Case& c : ieee_cases()) {
+    Forward f(c);
+    ASSERT_TRUE(kronecker::ieee::run(f.problem(), context_)) << c.text();
+    f.check();
+  }
+}
+
+TEST_F(KroneckerCuda, IeeeRegrouped) {
+  for (const Case& c : {Case{{1, 640, 512, 8}, 3001, false, DType::f32, Activation::gelu, true, Order::transposed, 8},
+                        {{2, 520, 640, 24}, 1601, false, DType::f32, Activation::none, true},
+                        {{1, 1024, 1032, 4}, 17000, false, DType::f32, Activation::none, true}}) {  // in two parts
     Forward f(c);
     ASSERT_TRUE(kronecker::ieee::run(f.problem(), context_)) << c.text();
     f.check();

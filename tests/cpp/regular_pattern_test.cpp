@@ -129,6 +129,19 @@ void check(const RegularPtr& pattern, const Mask& mask) {
       ASSERT_EQ(pattern->contains(i, j), mask[static_cast<std::size_t>(i * cols + j)] != 0) << i << ", " << j;
     }
   }
+  const auto lengths = pattern->row_lengths();
+  for (std::int64_t i = 0; i < rows; ++i) {
+    std::vector<std::uint8_t> line(static_cast<std::size_t>(cols));
+    std::int64_t last = -1, length = 0;
+    for (const auto& [begin, end] : pattern->row(i)) {
+      ASSERT_TRUE(last < begin && begin < end && end <= cols);
+      std::fill(line.begin() + begin, line.begin() + end, std::uint8_t{1});
+      last = end;
+      length += end - begin;
+    }
+    ASSERT_TRUE(std::equal(line.begin(), line.end(), mask.begin() + i * cols)) << i;
+    ASSERT_EQ(lengths[static_cast<std::size_t>(i)], length) << i;
+  }
   EXPECT_FALSE(pattern->contains(-1, 0) || pattern->contains(rows, 0) || pattern->contains(0, cols));
   check_parts(*pattern, mask);
   check_acsr(*pattern, mask);

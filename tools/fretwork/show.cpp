@@ -68,7 +68,12 @@ Units units_of(const Pattern& pattern) {
   return {"elements", 1};
 }
 
-std::string kind_of(const Pattern& pattern) { return pattern.text().substr(0, pattern.text().find('(')); }
+/// The family's name; a regular pattern made of others is "regular".
+std::string kind_of(const Pattern& pattern) {
+  const std::string& text = pattern.text();
+  const bool made = text.find_first_of("|&") != text.npos || text.ends_with(".T");
+  return made ? "regular" : text.substr(0, text.find('('));
+}
 
 std::string head_line(const HeadFacts& facts, const char* unit) {
   const auto empty =
@@ -94,6 +99,12 @@ void print_facts(const Pattern& pattern, const Survey& survey) {
     line("factor", d == 1 ? fmt::format("{} of {} x {} on the diagonal", a, b, c)
                           : fmt::format("{} on the diagonal, each {} interleaved ones of {} x {}", a, d, b, c));
     line("rows", fmt::format("{} elements in each, {} apart", count_text(c), d));
+  }
+  if (const auto* regular = dynamic_cast<const RegularPattern*>(&pattern)) {
+    const std::string lines = regular->describe();
+    for (std::size_t at = lines.find('\n') + 1; at < lines.size(); at = lines.find('\n', at) + 1) {
+      line("parts", lines.substr(at + 2, lines.find('\n', at) - at - 2));  // beyond the indent
+    }
   }
   const std::int64_t all = survey.heads() * survey.rows() * survey.cols() / elements;
   line("nnz", fmt::format("{} of {} {}", count_text(pattern.nnz()), count_text(all), unit));
@@ -257,10 +268,13 @@ void add_show(CLI::App& app) {
       "  random_blocks((heads,rows,cols),block,density,seed)   a random block layout, the same for the same seed\n"
       "  block((heads,rows,cols),(r,c),~bits)                  a block layout as its .text has it\n"
       "  kronecker(a,b,c,d)                                    one Kronecker factor, I_a x 1_(b,c) x I_d\n"
+      "  strided(S,stride), sliding_window(S,left,right), …    a regular pattern (docs/patterns.md), or several with | "
+      "&\n"
       "Examples:\n"
       "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
       "  fretwork show 'random_blocks((4,32,32),(16,64),0.25,7)' --head 3 --png layout.png\n"
       "  fretwork show 'kronecker(2,16,16,4)'\n"
+      "  fretwork show 'strided(16384,128) | longformer(16384,512,[0,1])'\n"
       "  fretwork show 'kronecker(64,64,64,1)' 'kronecker(1,64,64,64)'\n"
       "  fretwork show - --json < layout.txt\n"
       "Colours need a terminal; setting NO_COLOR turns them off.");

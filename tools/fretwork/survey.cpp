@@ -11,6 +11,10 @@ namespace fretwork::cli {
 namespace {
 
 constexpr std::int64_t kMaxMask = std::int64_t{1} << 30;
+/// Regular patterns are read row by row from here on, and of each square so many rows.
+constexpr double kLongRegular = 1 << 24;
+constexpr std::int64_t kSamples = 8;
+constexpr std::int64_t kMaxRows = std::int64_t{1} << 28;
 
 /// Adds the elements [y0, y1)×[x0, x1) to the squares they lie in.
 void add_area(Occupancy& grid, std::int64_t y0, std::int64_t y1, std::int64_t x0, std::int64_t x1) {
@@ -45,8 +49,15 @@ Survey::Survey(const Pattern& pattern)
   rows_ = shape[shape.size() - 2];
   cols_ = shape[shape.size() - 1];
   heads_ = std::accumulate(shape.begin(), shape.end() - 2, std::int64_t{1}, std::multiplies<>{});
-  if (blocks_ == nullptr) {
-    if (static_cast<double>(heads_) * static_cast<double>(rows_) * static_cast<double>(cols_) > double{kMaxMask}) {
+  const double elements = static_cast<double>(heads_) * static_cast<double>(rows_) * static_cast<double>(cols_);
+  if (elements > kLongRegular) {
+    regular_ = dynamic_cast<const RegularPattern*>(&pattern);
+  }
+  if (regular_ != nullptr && rows_ > kMaxRows) {
+    throw Error("show", "pattern", "at most 2^28 rows", std::to_string(rows_));
+  }
+  if (blocks_ == nullptr && regular_ == nullptr) {
+    if (elements > double{kMaxMask}) {
       throw Error("show", "pattern", "at most 2^30 elements", std::to_string(rows_) + " x " + std::to_string(cols_));
     }
     mask_.resize(static_cast<std::size_t>(heads_ * rows_ * cols_));
@@ -57,6 +68,11 @@ Survey::Survey(const Pattern& pattern)
 HeadFacts Survey::facts(std::int64_t head) const {
   const std::int64_t lines = blocks_ != nullptr ? blocks_->sizes().rows : rows_;
   HeadFacts facts;
+  if (regular_ != nullptr) {
+    const std::vector<std::int64_t> lengths = regular_->row_lengths();
+    const auto [least, most] = std::minmax_element(lengths.begin(), lengths.end());
+    return {regular_->nnz(), *least, *most, std::count(lengths.begin(), lengths.end(), 0)};
+  }
   for (std::int64_t l = head * lines; l < (head + 1) * lines; ++l) {
     const auto row = mask_.begin() + l * cols_;
     const std::int64_t length = blocks_ != nullptr ? static_cast<std::int64_t>(blocks_->by_row().line(l).size())
@@ -67,6 +83,21 @@ HeadFacts Survey::facts(std::int64_t head) const {
     facts.empty_rows += length == 0;
   }
   return facts;
+}
+
+void Survey::add_samples(Occupancy& grid) const {
+  for (std::int64_t y = 0; y < grid.rows; ++y) {
+    const std::int64_t height = std::min(grid.cell, rows_ - y * grid.cell), samples = std::min(height, kSamples);
+    for (std::int64_t n = 0; n < samples; ++n) {
+      for (const auto& [begin, end] : regular_->row(y * grid.cell + n * height / samples)) {
+        for (std::int64_t x = begin / grid.cell; x * grid.cell < end; ++x) {
+          const std::int64_t width = std::min(end, (x + 1) * grid.cell) - std::max(begin, x * grid.cell);
+          grid.share[static_cast<std::size_t>(y * grid.cols + x)] +=
+              static_cast<double>(width * height) / static_cast<double>(samples);
+        }
+      }
+    }
+  }
 }
 
 Occupancy Survey::occupancy(std::int64_t head, std::int64_t max_rows, std::int64_t max_cols) const {
@@ -91,6 +122,8 @@ Occupancy Survey::occupancy(std::int64_t head, std::int64_t max_rows, std::int64
         add_area(grid, i * r, (i + 1) * r, entry.other * c, (entry.other + 1) * c);
       }
     }
+  } else if (regular_ != nullptr) {
+    add_samples(grid);
   } else {
     for (std::int64_t y = 0; y < rows_; ++y) {
       const auto row = mask_.begin() + (head * rows_ + y) * cols_;

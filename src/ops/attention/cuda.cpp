@@ -10,6 +10,7 @@
 
 #include "core/divide.h"
 #include "fretwork/error.h"
+#include "ops/attention/cuda_decode.h"
 #include "ops/attention/cuda_hopper.h"
 #include "ops/attention/device_plan.h"
 #include "ops/attention/params.h"
@@ -220,10 +221,12 @@ class Input {
 };
 
 OutputArg output_arg(const Operand& out, DType dtype) {
-  const auto even = [](std::int64_t stride) { return stride % 2 == 0; };
-  const bool pairs = out.col == 1 && even(out.row) && even(out.head) && even(out.batch) &&
-                     reinterpret_cast<std::uintptr_t>(out.data) % (2 * size_of(dtype)) == 0;
-  return {out.data, out.batch, out.head, out.row, out.col, pairs};
+  const auto whole = [&](std::int64_t stride) {
+    return stride % (16 / static_cast<std::int64_t>(size_of(dtype))) == 0;
+  };
+  const bool vector = out.col == 1 && whole(out.row) && whole(out.head) && whole(out.batch) &&
+                      reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0;
+  return {out.data, out.batch, out.head, out.row, out.col, vector};
 }
 
 ScoreArg score_arg(const Problem& p) {
@@ -556,6 +559,21 @@ void bias_gradient(const Given& given, Context& context) {
   }
 }
 
+/// All gradients where there is not a score.
+void fill_zeros(const BackwardProblem& b, Context& context) {
+  const Problem& p = b.forward;
+  const auto zero = [&](const Operand& out, const Sizes& sizes, DType dtype) {
+    if (out.data != nullptr) {
+      fill(out, sizes, dtype, 0.0f, context);
+    }
+  };
+  zero(b.d_q, {p.batch, p.heads, p.rows, p.depth}, p.dtype);
+  zero(b.d_k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype);
+  zero(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype);
+  zero({b.d_bias.data, b.d_bias.batch, b.d_bias.head, b.d_bias.row, b.d_bias.col},
+       {b.bias_sizes[0], b.bias_sizes[1], b.bias_sizes[2], b.bias_sizes[3]}, b.d_bias.dtype);
+}
+
 }  // namespace
 
 namespace cuda {
@@ -566,7 +584,7 @@ void forward(const Problem& problem, Context& context) {
     return;
   }
   const driver::DeviceScope scope(context.device.index);
-  if (hopper::forward(problem, context)) {
+  if (decode::forward(problem, score_arg(problem), context) || hopper::forward(problem, context)) {
     return;
   }
   const Problem& p = problem;
@@ -612,6 +630,11 @@ void forward(const Problem& problem, Context& context) {
 void backward(const BackwardProblem& problem, Context& context) {
   check(problem.forward);
   const driver::DeviceScope scope(context.device.index);
+  const Problem& p = problem.forward;
+  if (p.batch * p.heads * p.rows * p.cols == 0) {
+    fill_zeros(problem, context);
+    return;
+  }
   if (hopper::backward(problem, context)) {
     return;
   }

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstdlib>
 #include <initializer_list>
 #include <limits>
 #include <numeric>
@@ -27,6 +26,7 @@ namespace {
 namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+constexpr int kMostForward = 256, kMostBackward = 128;  // columns that registers have room for
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
@@ -35,19 +35,17 @@ KernelSpec instance(const std::string& file, const std::string& kernel, DType dt
           "fretwork::attention_op::hopper::" + kernel + "<" + device_type(dtype) + rest + ">"};
 }
 std::string flag(bool value) { return value ? ", true" : ", false"; }
-KernelSpec forward_instance(DType dtype, int depth, bool general, bool held) {
-  return instance("forward", "forward", dtype, ", " + std::to_string(depth) + flag(general) + flag(held));
+KernelSpec forward_instance(DType dtype, int depth, bool general) {
+  return instance("forward", "forward", dtype, ", " + std::to_string(depth) + flag(general));
 }
-KernelSpec backward_instance(DType dtype, int depth, bool keys, bool general, bool held) {
+KernelSpec backward_instance(DType dtype, int depth, bool keys, bool general) {
   return instance("backward", keys ? "backward_keys" : "backward_queries", dtype,
-                  ", " + std::to_string(depth) + flag(general) + (keys ? "" : flag(held)));
-}
-int trial() {
-  const char* const number = std::getenv("FRETWORK_TRIAL");
-  return number != nullptr ? std::atoi(number) : 0;
+                  ", " + std::to_string(depth) + flag(general));
 }
 KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype, ""); }
-KernelSpec statistics_instance(DType dtype) { return instance("backward", "statistics", dtype, ""); }
+KernelSpec statistics_instance(DType dtype) {
+  return {"ops/attention/kernel_rows.cuh", std::string("fretwork::attention_stats<") + device_type(dtype) + ", 8>"};
+}
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
@@ -57,13 +55,14 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     list.push_back(fill_instance(dtype));
     list.push_back(statistics_instance(dtype));
-    for (const int depth : {64, 128}) {
+    for (const int depth : {64, 128, 192, 256}) {
       for (const bool general : {false, true}) {
-        for (const bool held : {false, true}) {
-          list.push_back(forward_instance(dtype, depth, general, held));
-          list.push_back(backward_instance(dtype, depth, false, general, held));
+        list.push_back(forward_instance(dtype, depth, general));
+        if (depth > kMostBackward) {
+          continue;
         }
-        list.push_back(backward_instance(dtype, depth, true, general, false));
+        list.push_back(backward_instance(dtype, depth, false, general));
+        list.push_back(backward_instance(dtype, depth, true, general));
       }
     }
   }
@@ -71,30 +70,33 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<64> kernels;
+constinit KernelTable<52> kernels;
 
 unsigned number_of(DType dtype, int depth, bool general) {
-  return (dtype == DType::f16 ? 0u : 1u) | (depth == 64 ? 0u : 2u) | unsigned{general} << 2;
+  return (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 | static_cast<unsigned>(depth / 64 - 1) << 2;
 }
 const Kernel& forward_kernel(DType dtype, int depth, bool general, int device) {
-  const bool held = (trial() & 4) != 0;
-  return kernels.get(number_of(dtype, depth, general) + (held ? 32 : 0), device,
-                     [&] { return forward_instance(dtype, depth, general, held); });
+  return kernels.get(number_of(dtype, depth, general), device, [&] { return forward_instance(dtype, depth, general); });
 }
 const Kernel& backward_kernel(DType dtype, int depth, bool keys, bool general, int device) {
-  const bool held = !keys && (trial() & 4) != 0;
-  return kernels.get((keys ? 8u : 16u) + number_of(dtype, depth, general) + (held ? 32 : 0), device,
-                     [&] { return backward_instance(dtype, depth, keys, general, held); });
+  return kernels.get((keys ? 16u : 32u) + number_of(dtype, depth, general), device,
+                     [&] { return backward_instance(dtype, depth, keys, general); });
 }
 const Kernel& fill_kernel(DType dtype, int device) {
-  return kernels.get(24 + number_of(dtype, 64, false), device, [&] { return fill_instance(dtype); });
+  return kernels.get(48 + number_of(dtype, 64, false), device, [&] { return fill_instance(dtype); });
 }
 const Kernel& statistics_kernel(DType dtype, int device) {
-  return kernels.get(28 + number_of(dtype, 64, false), device, [&] { return statistics_instance(dtype); });
+  return kernels.get(50 + number_of(dtype, 64, false), device, [&] { return statistics_instance(dtype); });
 }
 
+/// Columns that the kernels for a problem have; beyond those of its own they find zeros, and store nothing.
+int kernel_depth(const Problem& p) { return static_cast<int>(64 * ceil_div(std::max(p.depth, p.value_depth), 64)); }
+
 /// Bytes for what ForwardShared and BackwardShared describe.
-int forward_shared(int depth) { return 1024 + (2 + (depth == 64 ? 8 : 4)) * 256 * depth; }
+int forward_shared(int depth) {
+  const int items = depth <= 192 ? 2 : 1, stages = depth == 64 ? 4 : 2, cols = depth <= 128 ? 128 : 64;
+  return 1024 + 2 * depth * (items * kRows + 2 * stages * cols);
+}
 int backward_shared(int depth) { return 1024 + 4 * 256 * depth + (depth == 64 ? 8 : 6) * 128 * depth; }
 
 // ------------------------------------------------------------------------------------------ plans on the device
@@ -254,10 +256,15 @@ struct Schedule {
   std::size_t bytes() const { return items.bytes() + share.bytes(); }
 };
 
-/// Longest tiles first, each to the CTA that has least to do so far: what a queue would do, without one. `repeat` is
-/// how often a step is done; `empty` says whether tiles without steps have work to do as well.
-Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device) {
-  constexpr std::int64_t kOverhead = 1;  // of an item, in steps
+/// A tile of one pair of batch and head.
+struct Task {
+  int tile;
+  std::int64_t pair;
+};
+
+/// Pairs go through their tiles together, the longest tiles first. A tile that takes longer than a CTA's share of such
+/// a group would be waited for at the end: those go before all others.
+std::vector<Task> order_tasks(const DeviceComponent& component, const Pairs& pairs, bool empty, int ctas) {
   std::vector<int> order(component.steps.size());
   std::iota(order.begin(), order.end(), 0);
   const auto steps = [&](int tile) { return component.steps[static_cast<std::size_t>(tile)]; };
@@ -267,24 +274,46 @@ Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int
       order.pop_back();
     }
   }
-  const std::int64_t all = static_cast<std::int64_t>(pairs.batch) * pairs.heads, count = all * std::ssize(order);
-  const auto grid = static_cast<int>(std::min<std::int64_t>(driver::device_info(device).multiprocessors, count));
+  const std::int64_t all = static_cast<std::int64_t>(pairs.batch) * pairs.heads;
+  const std::int64_t share =
+      std::accumulate(component.steps.begin(), component.steps.end(), std::int64_t{0}) * pairs.together / ctas;
+  const auto rest = std::find_if(order.begin(), order.end(), [&](int tile) { return steps(tile) <= share; });
+  std::vector<Task> tasks;
+  tasks.reserve(order.size() * static_cast<std::size_t>(all));
+  const auto add = [&](auto first, auto last, std::int64_t begin, std::int64_t end) {
+    for (auto tile = first; tile != last; ++tile) {
+      for (std::int64_t n = begin; n < end; ++n) {
+        tasks.push_back({*tile, n});
+      }
+    }
+  };
+  add(order.begin(), rest, 0, all);
+  for (std::int64_t begin = 0; begin < all; begin += pairs.together) {
+    add(rest, order.end(), begin, std::min(all, begin + pairs.together));
+  }
+  return tasks;
+}
+
+/// Each task to the CTA that has least to do so far: what a queue would do, without one. `repeat` is how often a step
+/// is done; `empty` says whether tiles without steps have work to do as well.
+Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device) {
+  constexpr std::int64_t kOverhead = 2;  // of an item, in steps
+  const int ctas = driver::device_info(device).multiprocessors;
+  const std::vector<Task> tasks = order_tasks(component, pairs, empty, ctas);
+  const auto grid = static_cast<int>(std::min<std::int64_t>(ctas, std::ssize(tasks)));
   std::vector<std::vector<Item>> lists(static_cast<std::size_t>(grid));
   using Load = std::pair<std::int64_t, int>;
   std::priority_queue<Load, std::vector<Load>, std::greater<>> least;
   for (int c = 0; c < grid; ++c) {
     least.emplace(0, c);
   }
-  for (std::int64_t begin = 0; begin < all; begin += pairs.together) {
-    for (const int tile : order) {
-      for (std::int64_t n = begin; n < std::min(all, begin + pairs.together); ++n) {
-        auto [load, c] = least.top();
-        least.pop();
-        lists[static_cast<std::size_t>(c)].push_back(
-            {tile, static_cast<int>(n / pairs.heads), static_cast<int>(n % pairs.heads), steps(tile) * repeat});
-        least.emplace(load + kOverhead + static_cast<std::int64_t>(steps(tile)) * repeat, c);
-      }
-    }
+  for (const Task& task : tasks) {
+    const auto [load, c] = least.top();
+    least.pop();
+    const int steps = component.steps[static_cast<std::size_t>(task.tile)] * repeat;
+    lists[static_cast<std::size_t>(c)].push_back(
+        {task.tile, static_cast<int>(task.pair / pairs.heads), static_cast<int>(task.pair % pairs.heads), steps});
+    least.emplace(load + kOverhead + steps, c);
   }
   std::vector<Item> items;
   std::vector<int> share{0};
@@ -433,11 +462,14 @@ std::vector<HeadRange> ranges_of(const Plans& plans, std::int64_t heads) {
   return ranges;
 }
 
-/// What both directions need; everything else is a matter of strides and plans.
-bool suits(const Problem& p, const Context& context) {
+/// What both directions need, up to so many columns; everything else is a matter of strides and plans.
+bool suits(const Problem& p, int most_columns, const Context& context) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
-  const bool size = (p.depth == 64 || p.depth == 128) && p.value_depth == p.depth && p.batch > 0 && p.heads > 0 &&
-                    p.kv_heads > 0 && p.rows > 0 && p.cols > 0 && p.batch * p.heads < kMost;
+  const std::int64_t most =
+      std::max(p.depth, p.value_depth);  // up to 32, half of what a kernel does would be for zeros
+  const bool size = most > 32 && most <= most_columns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
+                    p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
+                    p.cols > 0 && p.batch * p.heads < kMost;
   const bool plain = p.softcap == 0 && p.bias.data == nullptr && p.slopes.data == nullptr && p.dropout.rate == 0;
   return type && size && plain && p.scale > 0 && std::isfinite(p.scale) && movable(p.q) && movable(p.k) &&
          movable(p.v) && movable(p.o) && driver::kernel_arch(context.device.index) == "sm_90a";
@@ -479,9 +511,8 @@ std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, c
   params.head0 = static_cast<int>(range.first);
   params.merge = at > 0 || prepared.fill ? 1 : 0;
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
-  params.variant = trial();
-  return Launch{&forward_kernel(p.dtype, static_cast<int>(p.depth), c.general, device), prepared.schedules[at].grid,
-                params};
+  params.value_depth = static_cast<int>(p.value_depth);
+  return Launch{&forward_kernel(p.dtype, kernel_depth(p), c.general, device), prepared.schedules[at].grid, params};
 }
 
 /// Zeros in all rows of x, and −∞ in lse where there is one.
@@ -510,25 +541,27 @@ struct Heads {
   std::int64_t first, count, kv_first, kv_count;
 };
 
-void launch_statistics(const BackwardProblem& b, float* stats, Context& context) {
+OutputArg output_arg(const Operand& x) { return {x.data, x.batch, x.head, x.row, x.col, false}; }
+
+void launch_statistics(const BackwardProblem& b, RowStats* stats, Context& context) {
   const Problem& p = b.forward;
   StatsParams params{};
-  params.o = lines_of(p.o);
-  params.d_o = lines_of(b.d_o);
-  params.lse = lines_of(p.lse);
-  params.d_lse = lines_of(b.d_lse);
+  params.o = output_arg(p.o);
+  params.d_o = output_arg(b.d_o);
+  params.lse = output_arg(p.lse);
+  params.d_lse = output_arg(b.d_lse);
   params.stats = stats;
-  params.rows = p.batch * p.heads * p.rows;
-  params.per_head = static_cast<int>(p.rows);
+  params.rows = p.rows;
+  params.all_rows = p.batch * p.heads * p.rows;
   params.heads = static_cast<int>(p.heads);
-  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
   statistics_kernel(p.dtype, context.device.index)
-      .launch(ceil_div(params.rows * p.depth / 8, 256), 256, 0, &params, context.stream);
+      .launch(ceil_div(params.all_rows, 16), 256, 0, &params, context.stream);
 }
 
 /// The gradients of keys and values, or of queries, from one component.
 std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
-                                              std::size_t at, bool keys, const float* stats, int device) {
+                                              std::size_t at, bool keys, const RowStats* stats, int device) {
   const Problem& p = b.forward;
   const DeviceComponent& c = prepared.plan->components[at];
   const Side &queries_side = keys ? c.cols : c.rows, &keys_side = keys ? c.rows : c.cols;
@@ -548,14 +581,16 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.walk = walk_of(*prepared.plan, c, prepared.schedules[at]);
   params.out[0] = lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
   params.out[1] = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
-  params.stats = stats + 2 * heads.first * p.rows;
+  params.stats = stats + heads.first * p.rows;
   params.stats_batch = static_cast<int>(p.heads * p.rows);
   params.stats_head = static_cast<int>(p.rows);
   params.group = static_cast<int>(p.heads / p.kv_heads);
   params.add = at > 0 || prepared.fill ? 1 : 0;
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
   params.scale = static_cast<float>(p.scale);
   params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
-  return BackwardLaunch{&backward_kernel(p.dtype, static_cast<int>(p.depth), keys, c.general, device),
+  return BackwardLaunch{&backward_kernel(p.dtype, kernel_depth(p), keys, c.general, device),
                         prepared.schedules[at].grid, params};
 }
 
@@ -563,10 +598,11 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
 struct Zeros {
   Operand x;
   std::array<std::int64_t, 3> sizes;
+  std::int64_t depth;
 };
 
 /// What one direction of one range of heads launches; false where it cannot.
-bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, const float* stats,
+bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, const RowStats* stats,
                   std::vector<std::shared_ptr<const Prepared>>& kept, std::vector<BackwardLaunch>& launches,
                   std::vector<Zeros>& zeros, const Context& context) {
   const Problem& p = b.forward;
@@ -576,10 +612,10 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
                     keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p)};
   const auto prepared = kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, context));
   if (prepared->fill && keys) {
-    zeros.push_back({from_head(b.d_k, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}});
-    zeros.push_back({from_head(b.d_v, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}});
+    zeros.push_back({from_head(b.d_k, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.depth});
+    zeros.push_back({from_head(b.d_v, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.value_depth});
   } else if (prepared->fill) {
-    zeros.push_back({from_head(b.d_q, heads.first, 2), {p.batch, heads.count, p.rows}});
+    zeros.push_back({from_head(b.d_q, heads.first, 2), {p.batch, heads.count, p.rows}, p.depth});
   }
   for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
     const auto launch = backward_launch(b, heads, *prepared, at, keys, stats, context.device.index);
@@ -594,7 +630,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
 }  // namespace
 
 bool forward(const Problem& problem, const Plans& plans, Context& context) {
-  if (!suits(problem, context) ||
+  if (!suits(problem, kMostForward, context) ||
       !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan); })) {
     return false;
   }
@@ -626,19 +662,23 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
                 {p.batch, range.count, p.rows}, p.value_depth, context);
   }
   for (const Launch& launch : launches) {
-    launch.kernel->launch(launch.grid, kThreads, forward_shared(static_cast<int>(p.depth)), &launch.params,
-                          context.stream);
+    launch.kernel->launch_behind(launch.grid, kThreads, forward_shared(kernel_depth(p)), &launch.params,
+                                 context.stream);
   }
   return true;
 }
 
+TileShape forward_shape(const Problem& problem) {
+  return kernel_depth(problem) <= 128 ? TileShape{128, 128} : TileShape{128, 64};
+}
+
 bool forward(const Problem& problem, Context& context) {
-  if (!suits(problem, context)) {
+  if (!suits(problem, kMostForward, context)) {
     return false;
   }
   Plans plans;
   for (const auto& pattern : problem.patterns) {
-    plans.push_back(plan(*pattern, kForwardShape));
+    plans.push_back(plan(*pattern, forward_shape(problem)));
   }
   return forward(problem, plans, context);
 }
@@ -651,15 +691,15 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   // Heads that share keys are added up by one CTA, so they must share a plan as well.
   const auto whole = [&](const HeadRange& r) { return r.first % group == 0 && r.count % group == 0; };
   const bool wants_keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
-  if (!suits(p, context) || !movable(problem.d_o) || p.lse.data == nullptr || problem.d_bias.data != nullptr ||
-      (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
+  if (!suits(p, kMostBackward, context) || !movable(problem.d_o) || p.lse.data == nullptr ||
+      problem.d_bias.data != nullptr || (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
       (problem.d_q.data != nullptr && !movable(problem.d_q)) || p.batch * p.heads * p.rows >= kMost ||
       !std::all_of(plans.begin(), plans.end(), fit) || !std::all_of(transposed.begin(), transposed.end(), fit) ||
       !std::all_of(ranges.begin(), ranges.end(), whole) || !std::all_of(kv_ranges.begin(), kv_ranges.end(), whole)) {
     return false;
   }
-  const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * 2 * sizeof(float));
-  auto* const numbers = static_cast<float*>(stats.data());
+  const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowStats));
+  auto* const numbers = static_cast<RowStats*>(stats.data());
   std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
   std::vector<BackwardLaunch> launches;
   std::vector<Zeros> zeros;
@@ -675,17 +715,17 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   }
   launch_statistics(problem, numbers, context);
   for (const Zeros& zero : zeros) {
-    launch_fill(p.dtype, zero.x, {}, zero.sizes, p.depth, context);
+    launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, context);
   }
   for (const BackwardLaunch& launch : launches) {
-    launch.kernel->launch(launch.grid, kThreads, backward_shared(static_cast<int>(p.depth)), &launch.params,
-                          context.stream);
+    launch.kernel->launch_behind(launch.grid, kThreads, backward_shared(kernel_depth(p)), &launch.params,
+                                 context.stream);
   }
   return true;
 }
 
 bool backward(const BackwardProblem& problem, Context& context) {
-  if (!suits(problem.forward, context)) {
+  if (!suits(problem.forward, kMostBackward, context)) {
     return false;
   }
   Plans plans, transposed;

@@ -162,6 +162,12 @@ struct RowBits {
   }
 };
 
+/// What a kernel does before it reads anything that another may have written.
+__device__ __forceinline__ void begin_after_earlier_kernel() {
+  wait_for_earlier_kernel();
+  let_next_kernel_start();
+}
+
 /// The token of the row (lane % 16 of the warp's 16) that a lane answers for, or −1.
 __device__ __forceinline__ int own_token(const Walk& walk, int tile, int warpgroup) {
   return __ldg(walk.row_tokens + tile * kRows + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16);
@@ -181,36 +187,6 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kCols / 2], u32 left,
       wgmma::multiply<T, kCols, Major::k, Major::k, 0, false>(s, a, b);
     } else {
       wgmma::multiply<T, kCols, Major::k, Major::k>(s, a, b);
-    }
-  }
-}
-
-/// A warp's 16 of the warpgroup's 64 rows at `tile`, as left operands in registers.
-template <int kDepth>
-struct HeldRows {
-  u32 pieces[kDepth / 16][4];
-
-  __device__ __forceinline__ void load(u32 tile, u32 half) {
-    const u32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, unit = threadIdx.x % 32 / 16;
-#pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) {
-      wgmma::load_pieces(pieces[k], tile + k / 4 * half + tma::swizzled<128>(row * 128 + (k % 4 * 2 + unit) * 16));
-    }
-  }
-};
-
-/// The same scores with the left side held in registers.
-template <typename T, int kDepth, int kCols>
-__device__ __forceinline__ void multiply_scores(float (&s)[kCols / 2], const HeldRows<kDepth>& left, u32 right,
-                                                u32 right_half) {
-  using wgmma::Major;
-#pragma unroll
-  for (int k = 0; k < kDepth / 16; ++k) {
-    const u64 b = wgmma::descriptor<128>(right + k / 4 * right_half) + k % 4 * wgmma::kNextK<128, Major::k>;
-    if (k == 0) {
-      wgmma::multiply<T, kCols, Major::k, 0, false>(s, left.pieces[k], b);
-    } else {
-      wgmma::multiply<T, kCols, Major::k>(s, left.pieces[k], b);
     }
   }
 }
@@ -236,28 +212,34 @@ __device__ __forceinline__ void pack(u32 (&to)[kSize / 8][4], const float (&s)[k
   }
 }
 
-/// A warp's 16 rows of sums, rounded, through its rows of `buffer` (64 rows of 128 bytes for each half, `half` bytes
-/// apart): write(row of the warp, column, 16 bytes) then sees whole lines. The rows must be free.
-template <typename T, int kDepth, int kHalf = 0, typename Write>
-__device__ __forceinline__ void store_through(const float (&d)[kDepth / 2], u32 buffer, u32 half, Write write) {
+/// A warp's 16 rows of sums, rounded, to its rows of `buffer`: 64 rows of 128 bytes for each half, `half` bytes apart.
+/// The rows must be free.
+template <typename T, int kDepth, int kHalf = 0>
+__device__ __forceinline__ void put_rows(const float (&d)[kDepth / 2], u32 buffer, u32 half) {
   store_piece<T, false, 32 * kHalf>(d, buffer + kHalf * half);
   if constexpr (kHalf + 1 < kDepth / 64) {
-    store_through<T, kDepth, kHalf + 1>(d, buffer, half, write);
-  }
-  if constexpr (kHalf == 0) {
+    put_rows<T, kDepth, kHalf + 1>(d, buffer, half);
+  } else {
     __syncwarp();
-    const u32 lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
-#pragma unroll
-    for (int n = 0; n < kDepth / 16; ++n) {
-      const u32 piece = n / 4, row = n % 4 * 4 + lane / 8, unit = lane % 8;
-      u32 words[4];
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "r"(buffer + piece * half + tma::swizzled<128>((first + row) * 128 + unit * 16))
-                   : "memory");
-      write(static_cast<int>(row), static_cast<int>(piece * 64 + unit * 8), words);
-    }
   }
 }
+
+/// What a lane takes of put_rows' rows, the n-th of kDepth / 16 times: 16 bytes, so that a warp sees whole lines.
+struct Unit {
+  int row, col;  ///< of the warp's rows
+  u32 piece, unit;
+
+  __device__ __forceinline__ explicit Unit(int n) : piece(n / 4), unit(threadIdx.x % 8) {
+    row = n % 4 * 4 + static_cast<int>(threadIdx.x) % 32 / 8;
+    col = static_cast<int>(piece * 64 + unit * 8);
+  }
+  __device__ __forceinline__ void take(u32 (&words)[4], u32 buffer, u32 half) const {
+    const u32 at = (threadIdx.x / 32 % 4 * 16 + row) * 128 + unit * 16;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(buffer + piece * half + tma::swizzled<128>(at))
+                 : "memory");
+  }
+};
 
 }  // namespace fretwork::attention_op::hopper

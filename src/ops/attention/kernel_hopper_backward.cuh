@@ -33,8 +33,7 @@ __device__ __forceinline__ void walk_steps(const BackwardParams& p, Step step) {
   for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i) {
     const int4 item = record(walk.items, i);
     int head = kKeys ? item.z * p.group : item.z / p.group;
-#pragma unroll 1
-    for (int h = kKeys ? p.group : 1; h > 0; --h, ++head) {
+    do {
 #pragma unroll 1
       for (int r = word(walk.first, item.x); r < word(walk.first, item.x + 1); ++r) {
         const int4 run = record(walk.runs, 2 * r);
@@ -44,7 +43,7 @@ __device__ __forceinline__ void walk_steps(const BackwardParams& p, Step step) {
           step(item.y, head, r, tile);
         }
       }
-    }
+    } while (kKeys && ++head % p.group != 0);
   }
 }
 
@@ -133,31 +132,48 @@ __device__ __forceinline__ void to_score_gradients(float (&s)[kStream / 2], cons
   }
 }
 
-/// Rounds a warp's rows times `factor` and stores them through its share of `buffer`, or adds them to what is there.
+/// Adds eight numbers to those in memory, which takes no answer. No two threads of a launch add to the same place, so
+/// that results do not depend on their order.
+template <typename T>
+__device__ __forceinline__ void add_words(T* to, const u32 (&words)[4]) {
+  if constexpr (is_same<T, f16>) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  } else {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  }
+}
+
+/// Rounds a warp's rows times `factor` and stores their `depth` columns through its share of `buffer`, or adds them to
+/// what is there.
 template <typename T, int kDepth>
-__device__ __forceinline__ void store_gradient(const BackwardParams& p, const Lines& out, const int4& item, int own,
-                                               float (&d)[kDepth / 2], float factor, u32 buffer) {
+__device__ __forceinline__ void store_gradient(const BackwardParams& p, const Lines& out, int depth, const int4& item,
+                                               int own, float (&d)[kDepth / 2], float factor, u32 buffer) {
+  constexpr u32 kHalf = BackwardShared<kDepth>::kRowHalf;
 #pragma unroll
   for (float& sum : d) {
     sum *= factor;
   }
+  put_rows<T, kDepth>(d, buffer, kHalf);
   T* const to = static_cast<T*>(out.data) + item.y * out.batch + item.z * out.head;
-  store_through<T, kDepth>(d, buffer, BackwardShared<kDepth>::kRowHalf, [&](int row, int col, const u32(&words)[4]) {
-    const int token = __shfl_sync(0xffffffffu, own, row);
-    if (token >= 0) {
-      T* const at = to + token * out.row + col;
-      u32 sums[4] = {words[0], words[1], words[2], words[3]};
-      if (p.add != 0) {
-        const run<T, 8> old = load_run<T, 8>(at);
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          sums[w] = narrow_pair<T>(widen(T{static_cast<u16>(words[w])}) + widen(old.at(2 * w)),
-                                   widen(T{static_cast<u16>(words[w] >> 16)}) + widen(old.at(2 * w + 1)));
-        }
+  for (int n = 0; n < kDepth / 16; ++n) {
+    const Unit unit(n);
+    u32 words[4];
+    unit.take(words, buffer, kHalf);
+    const int token = __shfl_sync(0xffffffffu, own, unit.row);
+    if (token >= 0 && unit.col < depth) {
+      T* const at = to + token * out.row + unit.col;
+      if (p.add != 0) {
+        add_words<T>(at, words);
+      } else {
+        store_words<4>(at, words);
       }
-      store_words<4>(at, sums);
     }
-  });
+  }
 }
 
 /// What both kernels begin with.
@@ -167,6 +183,7 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
   clear_unplaced(cols, 2 * S::kStages * S::kHalves, kStream, p.walk.col_places);
   init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
   init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, 8);
+  begin_after_earlier_kernel();
 }
 /// The roles of the warpgroup that fetches, a warp for each.
 template <int kDepth, bool kKeys>
@@ -276,15 +293,15 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
     const int4 note = read_note(shared.items[items.stage]);
     const int own = own_token(p.walk, note.w, warpgroup);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kDepth>(p, p.out[0], note, own, dk, p.scale, k);
-    store_gradient<T, kDepth>(p, p.out[1], note, own, dv, 1.0f, v);
+    store_gradient<T, kDepth>(p, p.out[0], p.depth, note, own, dk, p.scale, k);
+    store_gradient<T, kDepth>(p, p.out[1], p.value_depth, note, own, dv, 1.0f, v);
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), static_cast<int>(items.stage));
   }
 }
 
-/// kGeneral: there are masks of bits, or keys that nothing uses. kHeld: rows are read from shared memory once.
-template <typename T, int kDepth, bool kGeneral, bool kHeld>
+/// kGeneral: there are masks of bits, or keys that nothing uses.
+template <typename T, int kDepth, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_constant__ BackwardParams p) {
   using S = BackwardShared<kDepth>;
   extern __shared__ u8 raw[];
@@ -321,11 +338,6 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
     for (float& sum : dq) {
       sum = 0.0f;
     }
-    HeldRows<kDepth> q_rows, d_o_rows;
-    if constexpr (kHeld) {
-      q_rows.load(q, S::kRowHalf);
-      d_o_rows.load(d_o, S::kRowHalf);
-    }
     int pending = -1;  // the stage that products in flight still read
 #pragma unroll 1
     for (int n = 0; n < note.x; ++n, ring.next()) {
@@ -344,17 +356,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
         }
       }
       wgmma::fence();
-      if constexpr (kHeld) {
-        multiply_scores<T, kDepth, kStream>(s, q_rows, k, S::kColHalf);
-      } else {
-        multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
-      }
+      multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
       wgmma::commit();
-      if constexpr (kHeld) {
-        multiply_scores<T, kDepth, kStream>(dp, d_o_rows, v, S::kColHalf);
-      } else {
-        multiply_scores<T, kDepth, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
-      }
+      multiply_scores<T, kDepth, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
       wgmma::commit();
       wgmma::wait<1>();
       release(empty, pending);
@@ -378,36 +382,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
     wgmma::wait<0>();
     release(empty, pending);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kDepth>(p, p.out[0], note, own, dq, p.scale, q);
+    store_gradient<T, kDepth>(p, p.out[0], p.depth, note, own, dq, p.scale, q);
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), static_cast<int>(items.stage));
-  }
-}
-
-/// The statistics of each query, by depth / 8 neighbouring lanes.
-template <typename T>
-__global__ void __launch_bounds__(256) statistics(const __grid_constant__ StatsParams p) {
-  const int lanes = p.depth / 8;
-  const i64 index = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) / lanes;
-  const i64 safe = index < p.rows ? index : p.rows - 1;
-  const i64 pair = safe / p.per_head, row = safe % p.per_head, batch = pair / p.heads, head = pair % p.heads;
-  const auto at = [&](const Lines& x) { return batch * x.batch + head * x.head + row * x.row; };
-  const int col = static_cast<int>(threadIdx.x) % lanes * 8;
-  const run<T, 8> o = load_run<T, 8>(static_cast<const T*>(p.o.data) + at(p.o) + col);
-  const run<T, 8> d_o = load_run<T, 8>(static_cast<const T*>(p.d_o.data) + at(p.d_o) + col);
-  float sum = 0.0f;
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    sum += widen(o.at(n)) * widen(d_o.at(n));
-  }
-  for (int step = lanes / 2; step > 0; step /= 2) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  }
-  if (col == 0 && index < p.rows) {
-    const float lse = static_cast<const float*>(p.lse.data)[at(p.lse)];
-    const float d_lse = p.d_lse.data != nullptr ? static_cast<const float*>(p.d_lse.data)[at(p.d_lse)] : 0.0f;
-    p.stats[2 * index] = lse == -infinity() ? infinity() : lse * kLog2e;
-    p.stats[2 * index + 1] = sum - d_lse;
   }
 }
 

@@ -1,20 +1,20 @@
 // o = softmax(scale·q·kᵀ) · v over a component of a plan, and its log-sum-exp. One thread fetches: 128 rows of q for an
-// item, then 128 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are on
-// their way through the tensor cores while those of the step before meet v, and probabilities never leave registers.
+// item, then 128 or 64 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are
+// on their way through the tensor cores while those of the step before meet v, and probabilities never leave registers.
 #pragma once
 
 #include "ops/attention/kernel_hopper.cuh"
 
 namespace fretwork::attention_op::hopper {
 
-inline constexpr int kCols = 128;
-
 template <int kDepth>
 struct ForwardShared {
-  static constexpr int kStages = kDepth == 64 ? 4 : 2;
-  static constexpr u32 kHalf = 128 * 128, kTile = kDepth / 64 * kHalf;  ///< bytes
-  u64 q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  int4 items[2], steps[kStages];
+  static constexpr int kHalves = kDepth / 64;
+  static constexpr int kCols = kDepth <= 128 ? 128 : 64, kItems = kDepth <= 192 ? 2 : 1, kStages = kDepth == 64 ? 4 : 2;
+  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kHalves * kRowHalf;  ///< bytes of q
+  static constexpr u32 kColHalf = kCols * 128, kColTile = kHalves * kColHalf;  ///< of k or v
+  u64 q_full[kItems], q_empty[kItems], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  int4 items[kItems], steps[kStages];
   int used[kStages];
 };
 
@@ -23,9 +23,9 @@ template <int kDepth>
 __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth>& shared, u32 q, u32 k,
                                               u32 v) {
   using S = ForwardShared<kDepth>;
-  constexpr int kHalves = kDepth / 64;
+  constexpr int kHalves = S::kHalves;
   const Walk& walk = p.walk;
-  Ring<2> items(1);
+  Ring<S::kItems> items(1);
   Ring<S::kStages> ring(1);
   const u32 row_bytes = kHalves * 128 * walk.row_places, col_bytes = kHalves * 128 * walk.col_places;
   const int end = __ldg(walk.share + blockIdx.x + 1);
@@ -37,7 +37,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
     const u32 q_full = shared_address(&shared.q_full[items.stage]);
     shared.items[items.stage] = {item.w, item.y, item.z, item.x};
     mbarrier::arrive_expect(q_full, row_bytes);
-    fetch<kHalves>(p.q, q + items.stage * S::kTile, S::kHalf, q_full, place, item.y, item.z);
+    fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
     const int kv_head = (p.head0 + item.z) / p.group;
     for (int r = first; r < last; ++r) {
       const int4 run = record(walk.runs, 2 * r);
@@ -48,11 +48,11 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
         shared.steps[ring.stage] = mask_of(walk, r);
         shared.used[ring.stage] = word(walk.col_used, run.x + n);
         mbarrier::arrive_expect(k_full, col_bytes);
-        fetch<kHalves>(p.k, k + ring.stage * S::kTile, S::kHalf, k_full, tile, item.y, kv_head);
+        fetch<kHalves>(p.k, k + ring.stage * S::kColTile, S::kColHalf, k_full, tile, item.y, kv_head);
         mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
         const u32 v_full = shared_address(&shared.v_full[ring.stage]);
         mbarrier::arrive_expect(v_full, col_bytes);
-        fetch<kHalves>(p.v, v + ring.stage * S::kTile, S::kHalf, v_full, tile, item.y, kv_head);
+        fetch<kHalves>(p.v, v + ring.stage * S::kColTile, S::kColHalf, v_full, tile, item.y, kv_head);
       }
     }
   }
@@ -67,7 +67,7 @@ struct RunningRows {
 
   /// Turns scores into exponents relative to the new largest, and gives what older ones must be multiplied by.
   template <int kSize>
-  __device__ __forceinline__ void add(float (&s)[kSize], float scale, float (&correction)[2], bool lazy) {
+  __device__ __forceinline__ void add(float (&s)[kSize], float scale, float (&correction)[2]) {
     float now[2] = {most[0], most[1]}, offset[2];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -77,9 +77,6 @@ struct RunningRows {
     for (int h = 0; h < 2; ++h) {
       now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
       now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
-      if (lazy && (now[h] - most[h]) * scale <= 8.0f) {  // no number grows beyond 2^8
-        now[h] = most[h];
-      }
       offset[h] = now[h] == -infinity() ? 0.0f : now[h] * scale;
       correction[h] = most[h] == now[h] ? 1.0f : exp2_fast(most[h] * scale - offset[h]);
       most[h] = now[h];
@@ -93,67 +90,117 @@ struct RunningRows {
   }
 };
 
+/// A thread's two rows as they leave: what to multiply their sums by, and their log-sum-exps in units of log 2.
+struct DoneRows {
+  int token[2];
+  float share[2], lse[2];
+};
+
+/// Brings near what a lane's row is to be joined with. Two lanes have each row.
+template <typename T, int kDepth>
+__device__ __forceinline__ void prefetch_row(const ForwardParams& p, const int4& item, int token) {
+  const T* const out = static_cast<const T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
+#pragma unroll
+  for (int col = static_cast<int>(threadIdx.x) % 32 / 16 * 64; col < kDepth; col += 128) {
+    if (token >= 0 && col < p.value_depth) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(out + token * p.o.row + col));
+    }
+  }
+}
+
+/// Joins a thread's sums with what is there.
+template <typename T, int kDepth>
+__device__ __forceinline__ void merge_rows(const ForwardParams& p, const T* out, const float* out_lse,
+                                           float (&o)[kDepth / 2], DoneRows& rows) {
+  float old_lse[2] = {-infinity(), -infinity()};
+  u32 old[2][kDepth / 8];  // asked for all at once
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const u32* const from = reinterpret_cast<const u32*>(out + rows.token[h] * p.o.row) + threadIdx.x % 4;
+    if (rows.token[h] >= 0) {
+      old_lse[h] = out_lse[rows.token[h] * p.lse.row] * kLog2e;
+    }
+#pragma unroll
+    for (int j = 0; j < kDepth / 8; ++j) {
+      old[h][j] = rows.token[h] >= 0 && 8 * j < p.value_depth ? from[4 * j] : 0;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float most = fmaxf(old_lse[h], rows.lse[h]);
+    const bool any = most != -infinity();
+    const float a = any ? exp2_fast(old_lse[h] - most) : 0.0f, b = any ? exp2_fast(rows.lse[h] - most) : 0.0f;
+    const float all = any ? reciprocal(a + b) : 1.0f, keep = a * all, add = rows.share[h] * b * all;
+    rows.lse[h] = any ? most + log2_fast(a + b) : most;
+    rows.share[h] = 1.0f;
+#pragma unroll
+    for (int j = 0; j < kDepth / 8; ++j) {
+      float& x = o[4 * j + 2 * h];
+      float& y = o[4 * j + 2 * h + 1];
+      x = x * add + keep * widen(T{static_cast<u16>(old[h][j])});
+      y = y * add + keep * widen(T{static_cast<u16>(old[h][j] >> 16)});
+    }
+  }
+  __syncwarp();  // the quad has read the old lse
+}
+
 /// Rounds the rows of a warp and stores them through its share of `buffer`, and their log-sum-exps. With `merge` they
 /// join what is there.
 template <typename T, int kDepth>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& item, int own, float (&o)[kDepth / 2],
                                            RunningRows& rows, u32 buffer, u32 half) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
   T* const out = static_cast<T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
   float* const out_lse = static_cast<float*>(p.lse.data) + item.y * p.lse.batch + (p.head0 + item.z) * p.lse.head;
+  DoneRows done;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    float share = sum == 0.0f ? 0.0f : reciprocal(sum);
-    float lse = sum == 0.0f ? -infinity() : rows.most[h] * p.scale + log2_fast(sum);
-    const int token = __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h);
-    if (p.merge != 0 && token >= 0) {
-      const float old = out_lse[token * p.lse.row] * kLog2e, most = fmaxf(old, lse);
-      const float a = most == -infinity() ? 0.0f : exp2_fast(old - most);
-      const float b = most == -infinity() ? 0.0f : exp2_fast(lse - most);
-      const float all = most == -infinity() ? 1.0f : reciprocal(a + b), keep = a * all;
-      share *= b * all;
-      lse = most == -infinity() ? most : most + log2_fast(a + b);
-      const u32* const from = reinterpret_cast<const u32*>(out + token * p.o.row) + lane % 4;
+    done.share[h] = sum == 0.0f ? 0.0f : reciprocal(sum);
+    done.lse[h] = sum == 0.0f ? -infinity() : rows.most[h] * p.scale + log2_fast(sum);
+    done.token[h] = __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h);
+  }
+  if (p.merge != 0) {
+    merge_rows<T, kDepth>(p, out, out_lse, o, done);
+  }
 #pragma unroll
-      for (int j = 0; j < kDepth / 8; ++j) {
-        const u32 pair = from[4 * j];
-        o[4 * j + 2 * h] = o[4 * j + 2 * h] * share + keep * widen(T{static_cast<u16>(pair)});
-        o[4 * j + 2 * h + 1] = o[4 * j + 2 * h + 1] * share + keep * widen(T{static_cast<u16>(pair >> 16)});
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kDepth / 8; ++j) {
-        o[4 * j + 2 * h] *= share;
-        o[4 * j + 2 * h + 1] *= share;
-      }
-    }
-    __syncwarp();  // the quad has read the old lse
-    if (lane % 4 == 0 && token >= 0) {
-      out_lse[token * p.lse.row] = lse * kLn2;
+  for (int h = 0; h < 2; ++h) {
+    if (lane % 4 == 0 && done.token[h] >= 0) {
+      out_lse[done.token[h] * p.lse.row] = done.lse[h] * kLn2;
     }
   }
-  store_through<T, kDepth>(o, buffer + warpgroup * 8192, half, [&](int row, int col, const u32(&words)[4]) {
-    const int token = __shfl_sync(0xffffffffu, own, row);
-    if (token >= 0) {
-      store_words<4>(out + token * p.o.row + col, words);
+#pragma unroll
+  for (int i = 0; i < kDepth / 2; ++i) {
+    o[i] *= done.share[i / 2 % 2];
+  }
+  put_rows<T, kDepth>(o, buffer, half);
+#pragma unroll
+  for (int n = 0; n < kDepth / 16; ++n) {
+    const Unit unit(n);
+    u32 words[4];
+    unit.take(words, buffer, half);
+    const int token = __shfl_sync(0xffffffffu, own, unit.row);
+    if (token >= 0 && unit.col < p.value_depth) {
+      store_words<4>(out + token * p.o.row + unit.col, words);
     }
-  });
+  }
 }
 
-/// kGeneral: there are masks of bits, or keys that nothing uses. kHeld: q is read from shared memory once.
-template <typename T, int kDepth, bool kGeneral, bool kHeld>
+/// kGeneral: there are masks of bits, or keys that nothing uses.
+template <typename T, int kDepth, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
   using S = ForwardShared<kDepth>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
-  const u32 q = (shared_address(raw) + 1023) & ~1023u, k = q + 2 * S::kTile, v = k + S::kStages * S::kTile;
-  clear_unplaced(k, 2 * S::kStages * (kDepth / 64), kCols, p.walk.col_places);
-  init_ring(shared.q_full, shared.q_empty, 2, 1, 8);
+  constexpr int kCols = S::kCols;
+  const u32 q = (shared_address(raw) + 1023) & ~1023u;
+  const u32 k = q + S::kItems * S::kRowTile, v = k + S::kStages * S::kColTile;
+  clear_unplaced(k, 2 * S::kStages * S::kHalves, kCols, p.walk.col_places);
+  init_ring(shared.q_full, shared.q_empty, S::kItems, 1, 8);
   init_ring(shared.k_full, shared.k_empty, S::kStages, 1, 8);
   init_ring(shared.v_full, shared.v_empty, S::kStages, 1, 8);
+  begin_after_earlier_kernel();
   if (threadIdx.x < 128) {
     fewer_registers<24>();
     if (threadIdx.x == 0) {
@@ -168,10 +215,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
   const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
   const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
-  if ((p.variant & 1) != 0 && warpgroup == 1) {
-    named_arrive(3, 256);
-  }
-  Ring<2> items(0);
+  Ring<S::kItems> items(0);
   Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
   for (;; items.next()) {
     mbarrier::wait(shared_address(&shared.q_full[items.stage]), items.parity);
@@ -179,11 +223,10 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     if (note.x < 0) {
       break;
     }
-    const u32 own = q + items.stage * S::kTile;
+    const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
     const int token = own_token(p.walk, note.w, warpgroup);
-    HeldRows<kDepth> q_rows;
-    if constexpr (kHeld) {
-      q_rows.load(own + warpgroup * 8192, S::kHalf);
+    if (p.merge != 0) {
+      prefetch_row<T, kDepth>(p, note, token);
     }
     float o[kDepth / 2], s[kCols / 2];
     u32 probabilities[kCols / 16][4];
@@ -197,27 +240,20 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
       if constexpr (kGeneral) {
         if (used >= 0) {
-          clear_unused<kDepth / 64, kCols>(v + behind.stage * S::kTile, p.walk.used + used);
+          clear_unused<S::kHalves, kCols>(v + behind.stage * S::kColTile, p.walk.used + used);
           join_cleared(1 + warpgroup);
         }
       }
       wgmma::fence();
-      multiply_values<T, kDepth, kCols>(o, probabilities, v + behind.stage * S::kTile, S::kHalf);
+      multiply_values<T, kDepth, kCols>(o, probabilities, v + behind.stage * S::kColTile, S::kColHalf);
       wgmma::commit();
     };
 #pragma unroll 1
     for (int n = 0; n < note.x; ++n, ring.next()) {
       mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
       const int4 mask = read_note(shared.steps[ring.stage]);
-      if ((p.variant & 1) != 0) {
-        named_barrier(3 + warpgroup, 256);
-      }
       wgmma::fence();
-      if constexpr (kHeld) {
-        multiply_scores<T, kDepth, kCols>(s, q_rows, k + ring.stage * S::kTile, S::kHalf);
-      } else {
-        multiply_scores<T, kDepth, kCols>(s, own + warpgroup * 8192, S::kHalf, k + ring.stage * S::kTile, S::kHalf);
-      }
+      multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + ring.stage * S::kColTile, S::kColHalf);
       wgmma::commit();
       RowBits<kCols / 32> bits;
       int used_now = -1;
@@ -229,14 +265,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       }
       if (n > 0) {
         add_values();
-        if ((p.variant & 1) != 0) {
-          named_arrive(4 - warpgroup, 256);
-        }
         wgmma::wait<1>();
       } else {
-        if ((p.variant & 1) != 0) {
-          named_arrive(4 - warpgroup, 256);
-        }
         wgmma::wait<0>();
       }
       release(k_empty, static_cast<int>(ring.stage));
@@ -246,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
         cut_band(s, mask, row, -infinity());
       }
       float correction[2];
-      rows.add(s, p.scale, correction, (p.variant & 2) != 0);
+      rows.add(s, p.scale, correction);
       if (n > 0) {
         wgmma::wait<0>();
         release(v_empty, static_cast<int>(behind.stage));
@@ -268,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       behind.next();
     }
     named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-    store_rows<T, kDepth>(p, note, token, o, rows, own, S::kHalf);
+    store_rows<T, kDepth>(p, note, token, o, rows, own, S::kRowHalf);
     fence_async_proxy();  // the next q comes by the copy engine
     release(shared_address(shared.q_empty), static_cast<int>(items.stage));
   }

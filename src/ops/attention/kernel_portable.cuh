@@ -15,8 +15,13 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   constexpr int kFrags = kRows / 16 / kShape.warps, kLine = attention_op::line_bytes(Depth);
   extern __shared__ __align__(1024) u8 memory[];
   __shared__ Tables<kRows, kCols> tables;
+  __shared__ Item whose;           // for the end: no register is kept for it
+  __shared__ float before[kRows];  // a row's share of what is there, or −1: it is not written
 
   const Item item = item_of(p.plan, p.heads, false);
+  if (threadIdx.x == 0) {
+    whose = item;
+  }
   const int key_head = item.head / p.heads.ratio;
   const u8* keys = head_of<T>(p.k, item.batch, key_head);
   const u8* values = head_of<T>(p.v, item.batch, key_head);
@@ -37,7 +42,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   copy_async_commit();
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_row = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) * (16 * kFrags);
+  const int warp_row = static_cast<int>(threadIdx.x) / 32 * (16 * kFrags);
   const auto row_of = [&](int i, int half) { return warp_row + 16 * i + 8 * half + lane / 4; };
   const auto q_at = fragments_across(q, warp_row), v_at = fragments_across(v, 0);
   const auto k_at = fragments_along(k);
@@ -121,27 +126,26 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   }
 
   copy_async_wait<0>();
+  __syncthreads();  // the tiles are done with
   const float kept = Extras ? p.score.kept : 1.0f;
-#pragma unroll
-  for (int i = 0; i < kFrags; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = reduce_lanes<4>(total[i][half], take_sum{});
-      const float share = sum == 0.0f ? 0.0f : kept / sum;
-      const float lse = sum == 0.0f ? -infinity() : (top[i][half] * score.factor + log2f(sum)) * kLn2;
-      const Merge merge(p, item, tables.token[row_of(i, half)], lse);
-      if (merge.writes) {
-#pragma unroll
-        for (int j = 0; j < Depth / 8; ++j) {
-          merge.store<T>(p, 8 * j + lane % 4 * 2, out.at[i][j][2 * half] * share, out.at[i][j][2 * half + 1] * share);
-        }
-      }
-      __syncwarp();
-      if (lane % 4 == 0) {
-        merge.store_lse();
-      }
+  const Staging<Depth> staging{reinterpret_cast<float*>(memory)};
+  staging.put(out, warp_row, [&](int i, int half) {
+    const float sum = reduce_lanes<4>(total[i][half], take_sum{});
+    const float lse = sum == 0.0f ? -infinity() : (top[i][half] * score.factor + log2f(sum)) * kLn2;
+    const Merge merge(p, whose, tables.token[row_of(i, half)], lse);
+    __syncwarp();
+    if (lane % 4 == 0) {
+      merge.store_lse();
+      before[row_of(i, half)] = merge.writes ? merge.before : -1.0f;
     }
-  }
+    return sum == 0.0f ? 0.0f : kept / sum * merge.here;
+  });
+  __syncthreads();
+  staging.template each<kRows, kThreads>(p.value_depth, [&](int row, int col, float(&x)[8]) {
+    if (!(before[row] < 0.0f)) {  // a NaN is written
+      merge_some<T>(p, whose, tables.token[row], col, before[row], x);
+    }
+  });
 }
 
 }  // namespace fretwork

@@ -9,36 +9,22 @@
 
 namespace fretwork {
 
-/// Writes a lane's part of a gradient, or adds it to what is there in float.
-template <typename T, int Depth>
-__device__ __forceinline__ void store_gradient(const register_sums<1, Depth / 8>& sums, const OutputArg& out,
-                                               const Item& item, const int* tokens, int warp_row, int depth,
-                                               float factor, bool add) {
+/// Writes a gradient, or adds it to what is there in float.
+template <typename T, int Depth, int Rows, int Threads>
+__device__ __forceinline__ void store_gradient(const register_sums<1, Depth / 8>& sums, const Staging<Depth>& staging,
+                                               const OutputArg& out, const Item& item, const int* tokens, int warp_row,
+                                               int depth, float factor, bool add) {
   if (out.data == nullptr) {
     return;
   }
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int token = tokens[warp_row + 8 * half + lane / 4];
-    if (token < 0) {
-      continue;
+  __syncthreads();  // what was there is done with
+  staging.put(sums, warp_row, [&](int, int) { return factor; });
+  __syncthreads();
+  staging.template each<Rows, Threads>(depth, [&](int row, int col, float(&x)[8]) {
+    if (tokens[row] >= 0) {
+      add_some<T>(out, item, tokens[row], col, depth, add, x);
     }
-    const i64 at = item.batch * out.batch + item.head * out.head + token * out.row;
-#pragma unroll
-    for (int j = 0; j < Depth / 8; ++j) {
-      const int col = 8 * j + lane % 4 * 2;
-      float low = sums.at[0][j][2 * half] * factor, high = sums.at[0][j][2 * half + 1] * factor;
-      if (add) {
-        float* row = static_cast<float*>(out.data) + at;
-        float old_low, old_high;
-        load_two<float>(row, out, col, depth, old_low, old_high);
-        store_two<float>(row, out, col, depth, low + old_low, high + old_high);
-      } else {
-        store_two<T>(static_cast<T*>(out.data) + at, out, col, depth, low, high);
-      }
-    }
-  }
+  });
 }
 
 /// Keys: the rows are keys. First, Second: which gradients of the rows' two matrices are made; queries have the first.
@@ -175,12 +161,14 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   }
   copy_async_wait<0>();
 
+  const Staging<Depth> staging{reinterpret_cast<float*>(memory)};
   if constexpr (First) {
-    store_gradient<T, Depth>(d_first, p.d_first, item, tables.token, warp_row, p.depth, p.score.scale, p.add);
+    store_gradient<T, Depth, kRows, kThreads>(d_first, staging, p.d_first, item, tables.token, warp_row, p.depth,
+                                              p.score.scale, p.add);
   }
   if constexpr (Second) {
-    store_gradient<T, Depth>(d_second, p.d_second, item, tables.token, warp_row, p.value_depth,
-                             Extras ? p.score.kept : 1.0f, p.add);
+    store_gradient<T, Depth, kRows, kThreads>(d_second, staging, p.d_second, item, tables.token, warp_row,
+                                              p.value_depth, Extras ? p.score.kept : 1.0f, p.add);
   }
 }
 

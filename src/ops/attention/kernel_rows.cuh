@@ -1,29 +1,35 @@
 // What goes before and after attention's products: statistics of the rows, copies, fills and sums of lines.
 #pragma once
 
+#include "device/barrier.cuh"
+#include "device/load.cuh"
 #include "device/reduce.cuh"
 #include "ops/attention/params.h"
 #include "ops/attention/walk.cuh"
 
 namespace fretwork {
 
-/// A warp for each query.
-template <typename T>
+/// A warp for each query; or, where rows of o and d_o can be read kRun = 8 neighbours at a time, 16 lanes.
+template <typename T, int kRun = 1>
 __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ attention_op::StatsParams p) {
-  const i64 at = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
-  if (at >= p.all_rows) {
-    return;
-  }
+  constexpr int kLanes = kRun > 1 ? 16 : 32;
+  let_next_kernel_start();
+  const i64 index = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) / kLanes;
+  const i64 at = index < p.all_rows ? index : p.all_rows - 1;  // all lanes take part in the sum
   const i64 set = at / p.rows, row = at - set * p.rows, batch = set / p.heads, head = set - batch * p.heads;
   const auto place = [&](const OutputArg& of) { return batch * of.batch + head * of.head + row * of.row; };
   const T* const o = static_cast<const T*>(p.o.data) + place(p.o);
   const T* const d_o = static_cast<const T*>(p.d_o.data) + place(p.d_o);
   float sum = 0.0f;
-  for (int col = static_cast<int>(threadIdx.x) % 32; col < p.value_depth; col += 32) {
-    sum += widen(o[col * p.o.col]) * widen(d_o[col * p.d_o.col]);
+  for (int col = static_cast<int>(threadIdx.x) % kLanes * kRun; col < p.value_depth; col += kLanes * kRun) {
+    const run<T, kRun> x = load_run<T, kRun>(o + col * p.o.col), y = load_run<T, kRun>(d_o + col * p.d_o.col);
+#pragma unroll
+    for (int n = 0; n < kRun; ++n) {
+      sum += widen(x.at(n)) * widen(y.at(n));
+    }
   }
-  sum = reduce_lanes<32>(sum, take_sum{});
-  if (threadIdx.x % 32 == 0) {
+  sum = reduce_lanes<kLanes>(sum, take_sum{});
+  if (threadIdx.x % kLanes == 0 && index < p.all_rows) {
     const float lse = static_cast<const float*>(p.lse.data)[place(p.lse)];
     const float given = p.d_lse.data != nullptr ? static_cast<const float*>(p.d_lse.data)[place(p.d_lse)] : 0.0f;
     p.stats[at] = {lse == -infinity() ? infinity() : lse * kLog2E, sum - given};

@@ -2,7 +2,6 @@
 // of 16 × 16 threads owns a square tile: thread (y, x) has the rows y + 16·i and the columns x + 16·j of the scores.
 #pragma once
 
-#include "device/load.cuh"
 #include "ops/attention/walk.cuh"
 
 namespace fretwork {
@@ -221,15 +220,17 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const float sum = reduce_lanes<16>(total[i], take_sum{});
-    const Merge merge(p, item, tables.token[y + 16 * i], sum == 0.0f ? -infinity() : (top[i] + log2f(sum)) * kLn2);
-    if (merge.writes) {
-      const float share = sum == 0.0f ? 0.0f : p.score.kept / sum;
+    const int token = tables.token[y + 16 * i];
+    const Merge merge(p, item, token, sum == 0.0f ? -infinity() : (top[i] + log2f(sum)) * kLn2);
+    const float share = sum == 0.0f ? 0.0f : p.score.kept / sum * merge.here;
 #pragma unroll
-      for (int c = 0; c < Depth / 64; ++c) {
+    for (int c = 0; c < Depth / 64; ++c) {
+      if (merge.writes) {
 #pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-          merge.store<float>(p, 4 * x + 64 * c + e, out[i][c][e] * share, out[i][c][e + 1] * share);
+        for (int e = 0; e < 4; ++e) {
+          out[i][c][e] *= share;
         }
+        merge_some<float>(p, item, token, 4 * x + 64 * c, merge.before, out[i][c]);
       }
     }
     __syncwarp();
@@ -263,7 +264,7 @@ __device__ __forceinline__ void simple_gradients(simple_scores<Depth>& s, simple
 }
 
 template <int Depth>
-__device__ __forceinline__ void store_simple(const simple_sums<Depth>& sums, const OutputArg& out, const Item& item,
+__device__ __forceinline__ void store_simple(simple_sums<Depth>& sums, const OutputArg& out, const Item& item,
                                              const int* tokens, int depth, float factor, bool add) {
   if (out.data == nullptr) {
     return;
@@ -272,20 +273,14 @@ __device__ __forceinline__ void store_simple(const simple_sums<Depth>& sums, con
 #pragma unroll
   for (int i = 0; i < SimpleShape<Depth>::kEach; ++i) {
     const int token = tokens[y + 16 * i];
-    if (token < 0) {
-      continue;
-    }
-    float* row = static_cast<float*>(out.data) + item.batch * out.batch + item.head * out.head + token * out.row;
 #pragma unroll
     for (int c = 0; c < Depth / 64; ++c) {
+      if (token >= 0) {
 #pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const int col = 4 * x + 64 * c + e;
-        float low = 0.0f, high = 0.0f;
-        if (add) {
-          load_two<float>(row, out, col, depth, low, high);
+        for (int e = 0; e < 4; ++e) {
+          sums[i][c][e] *= factor;
         }
-        store_two<float>(row, out, col, depth, low + sums[i][c][e] * factor, high + sums[i][c][e + 1] * factor);
+        add_some<float>(out, item, token, 4 * x + 64 * c, depth, add, sums[i][c]);
       }
     }
   }

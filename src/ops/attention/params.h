@@ -14,7 +14,7 @@ struct InputArg {
 struct OutputArg {
   void* data;
   long long batch, head, row, col;
-  bool pairs;  ///< two neighbours of a row can be written at once
+  bool vector;  ///< neighbours of a row can be written 16 bytes at a time
 };
 
 /// Bits that mark a coordinate as not beyond the count it was taken from.
@@ -146,16 +146,20 @@ struct KernelShape {
 };
 /// Bytes of a row of 16-bit entries in shared memory, as the permutation of its chunks wants them.
 constexpr int line_bytes(int depth) { return (2 * depth + 127) / 128 * 128; }
+/// Bytes of a tile of results on their way out, in float.
+constexpr int staging_bytes(int rows, int depth) { return rows * 4 * (depth + 8); }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
 /// Up to 128 entries of a row a warp has 32 queries, so that it reads keys and values half as often; beyond, its sums
 /// leave room for 16. What extras do to each score is long: few scores at a time.
 constexpr KernelShape forward_shape(int depth, bool extras) {
   const int cols = extras ? 32 : 64;
-  return {128, cols, depth <= 128 && !extras ? 4 : 8, (128 + 2 * cols) * line_bytes(depth)};
+  return {128, cols, depth <= 128 && !extras ? 4 : 8,
+          larger((128 + 2 * cols) * line_bytes(depth), staging_bytes(128, depth))};
 }
 /// Rows of more than 128 entries: both gradients of a key do not fit into registers, and are made one after the other.
 constexpr KernelShape backward_shape(int depth, bool extras) {
   const int rows = depth > 128 ? 64 : 128, cols = depth > 128 || extras ? 32 : 64;
-  return {rows, cols, rows / 16, (2 * rows + 4 * cols) * line_bytes(depth)};
+  return {rows, cols, rows / 16, larger((2 * rows + 4 * cols) * line_bytes(depth), staging_bytes(rows, depth))};
 }
 /// Of the kernels in float; `tiles` of them in shared memory. Lines are padded so that they begin in different banks.
 constexpr KernelShape simple_shape(int depth, int tiles) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/tensor_map.cuh"
+#include "ops/attention/params.h"
 
 namespace fretwork::attention_op::hopper {
 
@@ -57,11 +58,11 @@ struct ForwardParams {
   Source q, k, v;
   Walk walk;
   Lines o, lse;
-  int group;    ///< query heads that share a key head
-  int head0;    ///< the first head of o and lse, and where q begins
-  int merge;    ///< 1: o and lse hold what earlier components gave
-  float scale;  ///< times log2(e)
-  int variant;  ///< for trials: 1 warpgroups take turns, 2 corrections are lazy
+  int group;        ///< query heads that share a key head
+  int head0;        ///< the first head of o and lse, and where q begins
+  int merge;        ///< 1: o and lse hold what earlier components gave
+  int value_depth;  ///< columns of o; q, k and v have zeros beyond theirs
+  float scale;      ///< times log2(e)
 };
 
 /// Gradients of keys and values (rows are keys, columns queries) or of queries (the other way round).
@@ -69,20 +70,13 @@ struct BackwardParams {
   Source rows[2];  ///< k and v, or q and d_o
   Source cols[2];  ///< q and d_o, or k and v
   Walk walk;
-  Lines out[2];        ///< d_k and d_v, or d_q
-  const float* stats;  ///< for each query the two of StatsParams
+  Lines out[2];  ///< d_k and d_v, or d_q
+  const RowStats* stats;
   int stats_batch, stats_head;
-  int group;             ///< query heads that share a key head
-  int add;               ///< 1: to what is there
+  int group;  ///< query heads that share a key head
+  int add;    ///< 1: to what is there
+  int depth, value_depth;
   float scale, scale_2;  ///< the latter times log2(e)
-};
-
-/// Two numbers for each query: its log-sum-exp times log2(e), ∞ where it has no keys, and the sum of d_o∘o less d_lse.
-struct StatsParams {
-  Lines o, d_o, lse, d_lse;  ///< d_lse may be null
-  float* stats;
-  long long rows;  ///< of all heads and batches
-  int per_head, heads, depth;
 };
 
 /// Rows that no element reaches.

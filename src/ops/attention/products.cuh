@@ -165,4 +165,47 @@ __device__ __forceinline__ void apply_mask(register_sums<Frags, Cols / 8>& s, co
   }
 }
 
+/// Sums on their way out: rows of floats in shared memory, so that what is written and merged is written in whole rows
+/// and by little code. Lines are padded as attention_op::staging_bytes counts.
+template <int Depth>
+struct Staging {
+  static constexpr int kLine = Depth + 8;
+  float* data;
+
+  /// A warp's rows, times factor(fragment, half).
+  template <int Frags, typename Factor>
+  __device__ __forceinline__ void put(const register_sums<Frags, Depth / 8>& sums, int warp_row,
+                                      const Factor& factor) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < Frags; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float by = factor(i, half);
+        float* const row = data + (warp_row + 16 * i + 8 * half + lane / 4) * kLine + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < Depth / 8; ++j) {
+          *reinterpret_cast<float2*>(row + 8 * j) =
+              float2{sums.at[i][j][2 * half] * by, sums.at[i][j][2 * half + 1] * by};
+        }
+      }
+    }
+  }
+  /// Calls f(row, col, eight neighbours) for all that lies before `depth`.
+  template <int Rows, int Threads, typename F>
+  __device__ __forceinline__ void each(int depth, const F& f) const {
+    constexpr int kEights = Depth / 8;
+#pragma unroll 1
+    for (int n = static_cast<int>(threadIdx.x); n < Rows * kEights; n += Threads) {
+      const int row = n / kEights, col = n % kEights * 8;
+      if (col < depth) {
+        const float4 low = *reinterpret_cast<const float4*>(data + row * kLine + col);
+        const float4 high = *reinterpret_cast<const float4*>(data + row * kLine + col + 4);
+        float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        f(row, col, x);
+      }
+    }
+  }
+};
+
 }  // namespace fretwork

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/copy_async.cuh"
+#include "device/load.cuh"
 #include "device/random.cuh"
 #include "device/reduce.cuh"
 #include "device/tile.cuh"
@@ -265,29 +266,34 @@ __device__ __forceinline__ void copy_columns(const Tile& tile, const u8* from, i
   });
 }
 
-/// Two neighbours of a row, `col` the first of them, as far as they are inside.
-template <typename T>
-__device__ __forceinline__ void store_two(T* row, const OutputArg& out, int col, int depth, float low, float high) {
-  if (out.pairs && col + 1 < depth) {
-    if constexpr (sizeof(T) == 2) {
-      *reinterpret_cast<u32*>(row + col) = narrow_pair<T>(low, high);
-    } else {
-      *reinterpret_cast<float2*>(row + col) = {low, high};
+/// N neighbours of a row from `col` on, as far as they are inside.
+template <typename T, int N>
+__device__ __forceinline__ void store_some(T* row, const OutputArg& out, int col, int depth, const float (&x)[N]) {
+  if (out.vector && col + N <= depth) {
+    store_run<T, N>(row + col, x);
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    if (col + e < depth) {
+      row[(col + e) * out.col] = narrow<T>(x[e]);
+    }
+  }
+}
+template <typename T, int N>
+__device__ __forceinline__ void load_some(const T* row, const OutputArg& out, int col, int depth, float (&x)[N]) {
+  if (out.vector && col + N <= depth) {
+    const auto loaded = load_run<T, N>(row + col);
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      x[e] = widen(loaded.at(e));
     }
     return;
   }
-  if (col < depth) {
-    row[col * out.col] = narrow<T>(low);
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    x[e] = col + e < depth ? widen(row[(col + e) * out.col]) : 0.0f;
   }
-  if (col + 1 < depth) {
-    row[(col + 1) * out.col] = narrow<T>(high);
-  }
-}
-template <typename T>
-__device__ __forceinline__ void load_two(const T* row, const OutputArg& out, int col, int depth, float& low,
-                                         float& high) {
-  low = col < depth ? widen(row[col * out.col]) : 0.0f;
-  high = col + 1 < depth ? widen(row[(col + 1) * out.col]) : 0.0f;
 }
 
 /// How a row's result joins what the components before gave it, by the log-sum-exp.
@@ -295,13 +301,11 @@ struct Merge {
   bool writes;                       ///< false: the row has nothing new, or is not there
   float before = 0.0f, here = 1.0f;  ///< shares of the old result and of the new one
   float lse;
-  i64 row;  ///< of o, in elements
   float* lse_at;
 
   __device__ __forceinline__ Merge(const attention_op::ForwardParams& p, const Item& item, int token, float lse_here)
       : writes(token >= 0),
         lse(lse_here),
-        row(item.batch * p.o.batch + item.head * p.o.head + token * p.o.row),
         lse_at(static_cast<float*>(p.lse.data) + item.batch * p.lse.batch + item.head * p.lse.head +
                token * p.lse.row) {
     if (p.lse.data == nullptr) {
@@ -319,18 +323,6 @@ struct Merge {
       lse = both;
     }
   }
-  /// Two neighbours of the result, `col` the first of them.
-  template <typename T>
-  __device__ __forceinline__ void store(const attention_op::ForwardParams& p, int col, float low, float high) const {
-    T* const to = static_cast<T*>(p.o.data) + row;
-    if (before > 0.0f) {
-      float old_low, old_high;
-      load_two<T>(to, p.o, col, p.value_depth, old_low, old_high);
-      low = low * here + old_low * before;
-      high = high * here + old_high * before;
-    }
-    store_two<T>(to, p.o, col, p.value_depth, low, high);
-  }
   /// By one thread, after all that share the row have made theirs.
   __device__ __forceinline__ void store_lse() const {
     if (writes && lse_at != nullptr) {
@@ -338,5 +330,40 @@ struct Merge {
     }
   }
 };
+
+/// Writes N neighbours of a row's result, `before` the share of what is there.
+template <typename T, int N>
+__device__ __forceinline__ void merge_some(const attention_op::ForwardParams& p, const Item& item, int token, int col,
+                                           float before, float (&x)[N]) {
+  T* const row = static_cast<T*>(p.o.data) + item.batch * p.o.batch + item.head * p.o.head + token * p.o.row;
+  if (before > 0.0f) {
+    float old[N];
+    load_some<T, N>(row, p.o, col, p.value_depth, old);
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      x[e] += old[e] * before;
+    }
+  }
+  store_some<T, N>(row, p.o, col, p.value_depth, x);
+}
+
+/// Writes N neighbours of a gradient, or adds them to what is there in float.
+template <typename T, int N>
+__device__ __forceinline__ void add_some(const OutputArg& out, const Item& item, int token, int col, int depth,
+                                         bool add, float (&x)[N]) {
+  const i64 at = item.batch * out.batch + item.head * out.head + token * out.row;
+  if (!add) {
+    store_some<T, N>(static_cast<T*>(out.data) + at, out, col, depth, x);
+    return;
+  }
+  float* const row = static_cast<float*>(out.data) + at;
+  float old[N];
+  load_some<float, N>(row, out, col, depth, old);
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    x[e] += old[e];
+  }
+  store_some<float, N>(row, out, col, depth, x);
+}
 
 }  // namespace fretwork

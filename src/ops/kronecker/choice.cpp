@@ -18,9 +18,10 @@ struct Spelling {
   std::string_view name;
   int numbers;
 };
-constexpr std::array<Spelling, 10> kRoutes = {{{"best", 0},
+constexpr std::array<Spelling, 11> kRoutes = {{{"best", 0},
                                                {"hopper", 1},
                                                {"regroup", 1},
+                                               {"dense", 1},
                                                {"strided", 2},
                                                {"cluster", 0},
                                                {"portable", 0},

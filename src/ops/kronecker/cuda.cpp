@@ -284,6 +284,8 @@ bool cuda::run(const Problem& problem, Context& context, const Choice& choice) {
       return hopper::run(problem, context, hopper::Form::direct, choice.first);
     case Route::regroup:
       return hopper::run(problem, context, hopper::Form::regrouped, choice.first);
+    case Route::dense:
+      return hopper::run(problem, context, hopper::Form::dense, choice.first);
     case Route::strided:
       return strided::run(problem, context, strided::Way::alone, {choice.first, choice.second});
     case Route::cluster:
@@ -303,6 +305,7 @@ std::vector<Choice> cuda::candidates(const Problem& problem, const Context& cont
   for (const int width : hopper::widths()) {
     list.push_back({Route::hopper, width});
     list.push_back({Route::regroup, width});
+    list.push_back({Route::dense, width});
   }
   for (const auto& [v, wm] : strided::shapes(problem.dtype, context.precision)) {
     list.push_back({Route::strided, v, wm});

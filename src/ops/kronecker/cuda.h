@@ -13,12 +13,15 @@ namespace fretwork::kronecker {
 /// the features of one δ together pays.
 namespace hopper {
 bool run(const Problem& problem, Context& context);
-/// As the operands lie, regrouped, or the one of them that should be fastest, if another way should not be.
-enum class Form { best, direct, regrouped };
+/// As the operands lie, regrouped, with the d products of a block as one dense matrix, or the one of them that should
+/// be fastest, if another way should not be.
+enum class Form { best, direct, regrouped, dense };
 /// In tiles of `width` columns, one of widths(), or 0 for what should be fastest.
 bool run(const Problem& problem, Context& context, Form form, int width = 0);
 std::span<const int> widths();
 bool run(const WeightProblem& problem, Context& context);
+/// Regrouped, so many rows of the batch at a time (a multiple of 64) whose sums are added up in turn.
+bool run(const WeightProblem& problem, Context& context, std::int64_t rows);
 }  // namespace hopper
 
 /// Tensor cores on sm_80 and later, batch first with d > 1: neighbouring δ stay together from memory to fragments.

@@ -21,8 +21,7 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr int kWidths[] = {64, 128, 192, 256};
-constexpr std::size_t kMostRegrouped = std::size_t{4} << 30;  // bytes of workspace
-constexpr bool fits(int width, int columns) {                 // with the bias and barriers of a product
+constexpr bool fits(int width, int columns) {  // with the bias and barriers of a product
   return shared_bytes(width) + 2 * columns * 4 + stages(width) * 16 <= 227 << 10;
 }
 static_assert(fits(64, 4 * 64) && fits(128, 2 * 128) && fits(192, 192) && fits(256, 256));
@@ -40,6 +39,10 @@ std::string sized(DType dtype, int width, bool last) {
 }
 KernelSpec product_instance(DType dtype, int width, bool last, bool weights_k) {
   return instance("hopper_product", "product", sized(dtype, width, last) + (weights_k ? ", true" : ", false"));
+}
+KernelSpec dense_instance(DType dtype, int width, bool weights_k) {
+  return instance("hopper_product", "product",
+                  sized(dtype, width, false) + (weights_k ? ", true" : ", false") + ", true");
 }
 KernelSpec gradient_instance(DType dtype, int width, bool last) {
   return instance("hopper_gradient", "gradient", sized(dtype, width, last));
@@ -65,6 +68,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     list.push_back(unpack_instance(dtype));
     for (const int width : kWidths) {
+      list.push_back(dense_instance(dtype, width, true));
+      if (dtype != DType::f32) {
+        list.push_back(dense_instance(dtype, width, false));
+      }
       for (const bool last : {false, true}) {
         list.push_back(product_instance(dtype, width, last, true));
         list.push_back(gradient_instance(dtype, width, last));
@@ -78,7 +85,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-constinit KernelTable<80> kernels;
+constinit KernelTable<104> kernels;
 
 std::size_t place(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 std::size_t place(DType dtype, int width, bool last) {
@@ -87,6 +94,10 @@ std::size_t place(DType dtype, int width, bool last) {
 const Kernel& product_kernel(DType dtype, int width, bool last, bool weights_k, int device) {
   return kernels.get(place(dtype, width, last) + (weights_k ? 24 : 0), device,
                      [&] { return product_instance(dtype, width, last, weights_k); });
+}
+const Kernel& dense_kernel(DType dtype, int width, bool weights_k, int device) {
+  return kernels.get(80 + place(dtype, width, weights_k), device,
+                     [&] { return dense_instance(dtype, width, weights_k); });
 }
 const Kernel& gradient_kernel(DType dtype, int width, bool last, int device) {
   return kernels.get(48 + place(dtype, width, last), device, [&] { return gradient_instance(dtype, width, last); });
@@ -154,6 +165,11 @@ bool suits(const Sizes& s, std::int64_t batch, DType dtype, const Context& conte
   return type && sizes && driver::kernel_arch(context.device.index) == "sm_90a";
 }
 
+bool suits_gradient(const WeightProblem& p, const Context& context) {
+  const Sizes& s = p.sizes;
+  return suits(s, p.batch, p.dtype, context) && s.a * s.d <= kMost / 256 / (ceil_div(s.b, kRows) * ceil_div(s.c, 64));
+}
+
 // --------------------------------------------------------------------------------------------------- weights
 
 /// Weights as a·d matrices: as they are where the copy engine can read them, else packed into `space`. tf32 needs k as
@@ -199,23 +215,16 @@ class Matrices {
 
 // -------------------------------------------------------------------------------------------------- regrouping
 
-/// Batch first with d > 1: rows can be brought into a form with the features of one δ together, where the products of
-/// d = 1 take them, and back. Three passes over memory instead of one, which pays for large blocks.
-bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
-  const std::int64_t unit = 16 / bytes;
-  const bool groups = s.d % unit == 0 || s.d == 4 || s.d == 2;
-  return groups && m.feature == 1 && width % 8 == 0 && m.batch % unit == 0 &&
-         reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0 && s.a * width * s.d * batch / 16 < kMost;
-}
-
 /// Seconds per row of the batch and δ, from times on an H200: a pass over x and y, and what each way reaches. Kernels
 /// that keep neighbouring δ together are bound by shared memory and L2.
 struct Estimate {
   Sizes s;
+  std::int64_t batch;
   bool tf32;
   double pass, flops, start;
-  Estimate(const Sizes& sizes, DType dtype, std::int64_t batch)
+  Estimate(const Sizes& sizes, DType dtype, std::int64_t rows)
       : s(sizes),
+        batch(rows),
         tf32(dtype == DType::f32),
         pass(bytes_of(dtype) * double(s.b + s.c) / 4.3e12),
         flops(2.0 * double(s.b) * double(s.c)),
@@ -233,6 +242,21 @@ struct Estimate {
   double regrouped_product() const {
     return 2.35 * pass + std::max(1.25 * pass, flops / (tf32 ? 320e12 : 640e12)) + start;
   }
+  /// With a block's d products as one: d times the work, and columns of `width` read x and the weights again, from L2.
+  double dense_product(int width) const {
+    const double depth = double(s.c) * double(ceil_div(s.b * s.d, width)) + double(s.b * s.c * s.d) / kRows;
+    const double work = double(s.d) * flops / (tf32 ? 320e12 : 600e12);
+    return std::max({1.25 * pass, work, size() * depth / 5.5e12}) + packing(2 * s.d + 1) + 1.1 * start;
+  }
+  /// Whether that is clearly faster than the ways that keep neighbouring δ together, of d = 2 or 4.
+  bool dense_pays(int width, std::optional<int> interleaved_width) const {
+    const double strided = tf32 ? strided_product() : std::max(1.15 * pass, flops / (s.d == 2 ? 295e12 : 400e12));
+    const double other = interleaved_width ? interleaved_product(*interleaved_width) : strided;
+    return (s.d == 2 || s.d == 4) && dense_product(width) < 0.95 * (other + packing(3) + 1.6 * start);
+  }
+  /// Moving the weights so many times.
+  double packing(std::int64_t times) const { return size() * double(times) * flops / 2 / 3e12 / double(batch); }
+  double size() const { return tf32 ? 4.0 : 2.0; }
   double strided_gradient() const {
     return tf32 ? std::max((s.d < 8 ? 6.5 : 2.9) * pass, flops / 25e12)
                 : std::max((s.d < 8 ? 1.8 : 2.35) * pass, flops / (s.d < 8 ? 200e12 : 60e12));
@@ -250,25 +274,6 @@ struct Estimate {
 /// Regrouped rows: `width` features of each (i, l), contiguous.
 std::optional<TiledView> grouped_view(void* data, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
   return make_tiled_view(data, {width, batch, s.d, s.a}, {1, s.a * s.d * width, width, s.d * width}, bytes);
-}
-
-void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
-             bool back, const Context& context) {
-  const std::int64_t groups = s.d / std::min<std::int64_t>(s.d, 16 / bytes);
-  RegroupParams params{};
-  params.strided = m.data;
-  params.strided_row = m.batch;
-  params.strided_block = width * s.d;
-  params.grouped = grouped;
-  params.grouped_row = s.a * s.d * width;
-  params.grouped_block = s.d * width;
-  params.grouped_delta = width;
-  params.d = narrowed(s.d);
-  params.total = narrowed(batch * s.a * groups * (width / 8));
-  params.groups = divisor(groups);
-  params.eights = divisor(width / 8);
-  params.a = divisor(s.a);
-  kronecker::regroup(params, bytes, back, context);
 }
 
 // -------------------------------------------------------------------------------------------------- launches
@@ -358,10 +363,10 @@ ProductParams product_params(const Problem& p, const Sizes& s, int width, std::i
 }
 
 /// `behind`: the weights are being packed by the kernel before.
-void launch(const Kernel& kernel, const ProductParams& params, int width, bool behind, const Context& context) {
+void launch(const Kernel& kernel, const ProductParams& params, int shared, bool behind, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
   const auto how = behind ? &Kernel::launch_behind : &Kernel::launch;
-  (kernel.*how)(std::min(params.total, multiprocessors), kThreads, shared_bytes(width), &params, context.stream);
+  (kernel.*how)(std::min(params.total, multiprocessors), kThreads, shared, &params, context.stream);
 }
 
 void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
@@ -370,7 +375,15 @@ void launch_product(const Problem& p, const Layout& layout, const Map& weights, 
   params.x = operand_map(layout.x, !layout.last, kRows);
   params.weights = weights;
   params.y = operand_map(layout.y, !layout.last, 64);
-  launch(product_kernel(p.dtype, width, layout.last, weights_k, context.device.index), params, width, behind, context);
+  // Some microseconds to clear a number, for launches of a hundred or more.
+  const bool in_turns = params.total < 96 * driver::device_info(context.device.index).multiprocessors;
+  const Workspace taken(context, in_turns ? 0 : sizeof(int));
+  params.taken = static_cast<int*>(taken.data());
+  if (!in_turns) {
+    driver::fill_zero(taken.data(), sizeof(int), context.stream);
+  }
+  launch(product_kernel(p.dtype, width, layout.last, weights_k, context.device.index), params,
+         product_shared_bytes(width), behind && in_turns, context);
 }
 
 /// tf32, batch first with d = 2 or 4: the δ of a block stay together. Nothing where rows do not lie so.
@@ -398,7 +411,53 @@ void run_interleaved(const Problem& p, const Interleaved& rows, const Matrices& 
                        .map(static_cast<std::uint32_t>(32 / deltas), static_cast<std::uint32_t>(width),
                             static_cast<std::uint32_t>(deltas));
   params.y = operand_map(y, true, 64);
-  launch(interleaved_kernel(deltas, width, context.device.index), params, width, true, context);
+  launch(interleaved_kernel(deltas, width, context.device.index), params, shared_bytes(width), true, context);
+}
+
+/// Batch first, the d products of each block as one dense matrix: y, x and the weights of pattern (a, b·d, c·d, 1).
+struct Dense {
+  Problem problem;
+  Layout layout;
+  int width;
+  Lines lines;
+  std::size_t bytes;
+};
+std::optional<Dense> dense(const Problem& p, int wanted, int multiprocessors) {
+  constexpr std::int64_t kMostDeltas = 8;
+  const Sizes& s = p.sizes;
+  if (s.d == 1 || s.d > kMostDeltas || s.a * s.b * s.d >= kMost / (s.c * s.d + 8) ||
+      ceil_div(p.batch, kRows) >= kMost / (s.a * ceil_div(s.b * s.d, kWidths[0]))) {
+    return std::nullopt;
+  }
+  Problem one = p;
+  one.sizes = {s.a, s.b * s.d, s.c * s.d, 1};
+  const auto layout = layout_of(p.x, p.y, p.batch, one.sizes, p.dtype);
+  if (!layout || layout->last || !layout->y.can_be_written()) {
+    return std::nullopt;
+  }
+  const int width = wanted > 0 ? wanted : product_width(one, s.a, kWidths, multiprocessors);
+  const bool along_k = p.dtype == DType::f32 || std::llabs(p.w.c) <= std::llabs(p.w.b);
+  const std::int64_t line = ceil_div((along_k ? s.c : s.b) * s.d, kMapUnit) * kMapUnit;
+  const auto bytes = static_cast<std::size_t>(s.a * s.d * (along_k ? s.b : s.c) * line) * size_of(p.dtype);
+  return Dense{one, *layout, width, {along_k, line, p.dtype == DType::f32}, bytes};
+}
+
+void run_dense(const Problem& p, const Dense& one, Context& context) {
+  const Sizes &s = p.sizes, &whole = one.problem.sizes;
+  const auto& [along_k, line, tf32] = one.lines;
+  const Workspace space(context, one.bytes);
+  pack_dense(p.w, s, p.dtype, one.lines, space.data(), context);
+  const std::int64_t entries = along_k ? whole.c : whole.b, lines = along_k ? whole.b : whole.c;
+  const auto weights =
+      *make_tiled_view(space.data(), {entries, lines, 1, s.a}, {1, line, 0, lines * line}, bytes_of(p.dtype));
+  ProductParams params = product_params(one.problem, whole, one.width, 16);
+  params.x = operand_map(one.layout.x, true, kRows);
+  params.weights = operand_map(weights, along_k, one.width);
+  params.y = operand_map(one.layout.y, true, 64);
+  params.strands = {p.x.data, p.w.data, p.y.data, p.x.batch,     p.y.batch,   p.w.a,
+                    p.w.b,    p.w.c,    p.w.d,    narrowed(s.c), divisor(s.d)};
+  launch(dense_kernel(p.dtype, one.width, along_k, context.device.index), params, product_shared_bytes(one.width), true,
+         context);
 }
 
 /// A part of the batch at a time, which bounds the workspace.
@@ -426,56 +485,88 @@ void run_regrouped(const Problem& p, const Matrices& matrices, int width, Contex
   }
 }
 
-/// A launch of a gradient kernel: tiles of kRows × width of `deltas` products at once.
-struct GradientLaunch {
-  const Kernel& kernel;
-  Map d_y, x;
+/// A gradient kernel: tiles of kRows × width of `deltas` products at once.
+struct GradientTile {
   int width, deltas, stage_bytes, shared_bytes;
 };
-/// Cuts the batch into parts and adds up their sums.
-void launch_gradient(const WeightProblem& p, const GradientLaunch& how, Context& context) {
-  const Sizes& s = p.sizes;
+GradientTile gradient_tile(std::int64_t c) {
+  const int width = gradient_width(c);
+  return {width, 1, stage_bytes(width), shared_bytes(width)};
+}
+
+/// How batches of up to `batch` rows are cut, and room for the sums of their parts.
+struct GradientSums {
+  std::int64_t row_tiles, col_tiles, products, line;
+  Parts parts;
+  Workspace space;
+
+  GradientSums(const WeightProblem& p, std::int64_t batch, const GradientTile& tile, Context& context)
+      : row_tiles(ceil_div(p.sizes.b, kRows)),
+        col_tiles(ceil_div(p.sizes.c, tile.width)),
+        products(p.sizes.a * p.sizes.d / tile.deltas),
+        line(ceil_div(p.sizes.c + 1, 4) * 4),
+        parts(gradient_parts(tiles(), ceil_div(batch, line_of(p.dtype)), floats(p.sizes), tile.stage_bytes,
+                             driver::device_info(context.device.index).multiprocessors)),
+        space(context, static_cast<std::size_t>(parts.count * floats(p.sizes)) * sizeof(float)) {}
+  std::int64_t tiles() const { return row_tiles * col_tiles * products; }
+  std::int64_t floats(const Sizes& s) const { return s.a * s.d * s.b * line; }
+};
+
+/// The sums of p's batch, or with `add` added to those there are.
+void launch_gradient(const WeightProblem& p, const Kernel& kernel, const Map& d_y, const Map& x,
+                     const GradientTile& tile, const GradientSums& sums, bool add, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
-  const std::int64_t row_tiles = ceil_div(s.b, kRows), col_tiles = ceil_div(s.c, how.width);
-  const std::int64_t products = s.a * s.d / how.deltas, tiles = row_tiles * col_tiles * products;
-  const std::int64_t line = ceil_div(s.c + 1, 4) * 4, sums = s.a * s.d * s.b * line;
   const std::int64_t steps = ceil_div(p.batch, line_of(p.dtype));
-  const Parts parts = gradient_parts(tiles, steps, sums, how.stage_bytes, multiprocessors);
-  const Workspace space(context, static_cast<std::size_t>(parts.count * sums) * sizeof(float));
   GradientParams params{};
-  params.d_y = how.d_y;
-  params.x = how.x;
-  params.partials = static_cast<float*>(space.data());
-  params.b = narrowed(s.b);
-  params.c = narrowed(s.c);
-  params.d = narrowed(s.d / how.deltas);
-  params.line = narrowed(line);
-  params.row_tiles = narrowed(row_tiles);
-  params.col_tiles = narrowed(col_tiles);
+  params.d_y = d_y;
+  params.x = x;
+  params.partials = static_cast<float*>(sums.space.data());
+  params.b = narrowed(p.sizes.b);
+  params.c = narrowed(p.sizes.c);
+  params.d = narrowed(p.sizes.d / tile.deltas);
+  params.line = narrowed(sums.line);
+  params.row_tiles = narrowed(sums.row_tiles);
+  params.col_tiles = narrowed(sums.col_tiles);
   params.steps = narrowed(steps);
-  params.total = narrowed(tiles * parts.count);
-  params.products = narrowed(products);
-  params.steps_per_part = narrowed(parts.steps);
+  params.total = narrowed(sums.tiles() * ceil_div(steps, sums.parts.steps));
+  params.products = narrowed(sums.products);
+  params.steps_per_part = narrowed(sums.parts.steps);
   params.with_sums = p.d_bias.data != nullptr ? 1 : 0;
-  how.kernel.launch(std::min(params.total, multiprocessors), kThreads, how.shared_bytes, &params, context.stream);
-  unpack(p, space, params.line, parts.count, context);
+  params.add = add ? 1 : 0;
+  kernel.launch(std::min(params.total, multiprocessors), kThreads, tile.shared_bytes, &params, context.stream);
+}
+
+/// Of operands as they lie.
+void launch_gradient(const WeightProblem& p, const Layout& layout, const GradientTile& tile, const GradientSums& sums,
+                     bool add, const Context& context) {
+  launch_gradient(p, gradient_kernel(p.dtype, tile.width, layout.last, context.device.index),
+                  operand_map(layout.y, layout.last, kRows), operand_map(layout.x, layout.last, tile.width), tile, sums,
+                  add, context);
 }
 
 void run_gradient(const WeightProblem& p, const Layout& layout, Context& context) {
-  const int width = gradient_width(p.sizes.c);
-  launch_gradient(
-      p,
-      {gradient_kernel(p.dtype, width, layout.last, context.device.index), operand_map(layout.y, layout.last, kRows),
-       operand_map(layout.x, layout.last, width), width, 1, stage_bytes(width), shared_bytes(width)},
-      context);
+  const GradientTile tile = gradient_tile(p.sizes.c);
+  const GradientSums sums(p, p.batch, tile, context);
+  launch_gradient(p, layout, tile, sums, false, context);
+  unpack(p, sums.space, narrowed(sums.line), sums.parts.count, context);
 }
 
-/// What a pass of its own would regroup, and does not take too much workspace.
+/// Rows of the batch that are regrouped at a time, which bounds the workspace: so many that their sums are a small part
+/// of what they move.
+std::int64_t regrouped_rows(const WeightProblem& p) {
+  constexpr std::int64_t kLeast = std::int64_t{1} << 30, kMostBytes = std::int64_t{4} << 30, kStep = 64;
+  const Sizes& s = p.sizes;
+  const std::int64_t row = s.a * s.d * (s.b + s.c) * bytes_of(p.dtype), sums = s.a * s.d * s.b * s.c * 4;
+  const std::int64_t most = std::max<std::int64_t>(std::clamp(8 * sums, kLeast, kMostBytes) / row / kStep, 1) * kStep;
+  return std::min(p.batch, ceil_div(ceil_div(p.batch, ceil_div(p.batch, most)), kStep) * kStep);  // of equal size
+}
+
+/// What a pass of its own would regroup.
 bool can_regroup(const WeightProblem& p) {
   const Sizes& s = p.sizes;
+  const std::int64_t rows = regrouped_rows(p);
   const int size = bytes_of(p.dtype);
-  return regroups(p.x, s.c, p.batch, s, size) && regroups(p.d_y, s.b, p.batch, s, size) &&
-         static_cast<std::size_t>(p.batch * s.a * s.d * (s.b + s.c) * size) <= kMostRegrouped;
+  return regroups(p.x, s.c, rows, s, size) && regroups(p.d_y, s.b, rows, s, size);
 }
 
 /// False where rows do not lie so, or another way is faster.
@@ -491,31 +582,43 @@ bool run_interleaved(const WeightProblem& p, Context& context) {
   if (times.interleaved_gradient(width) > std::min(other, times.strided_gradient())) {
     return false;
   }
-  launch_gradient(
-      p,
-      {interleaved_gradient_kernel(deltas, context.device.index), operand_map(*d_y, false, kRows),
-       operand_map(*x, false, width), width, deltas, interleaved_stage_bytes(deltas), interleaved_shared_bytes(deltas)},
-      context);
+  const GradientTile tile{width, deltas, interleaved_stage_bytes(deltas), interleaved_shared_bytes(deltas)};
+  const GradientSums sums(p, p.batch, tile, context);
+  launch_gradient(p, interleaved_gradient_kernel(deltas, context.device.index), operand_map(*d_y, false, kRows),
+                  operand_map(*x, false, width), tile, sums, false, context);
+  unpack(p, sums.space, narrowed(sums.line), sums.parts.count, context);
   return true;
+}
+
+/// `most` rows of the batch at a time, a multiple of a step, added to the sums of those before.
+void run_regrouped(const WeightProblem& p, std::int64_t most, Context& context) {
+  const Sizes& s = p.sizes;
+  const int bytes = bytes_of(p.dtype);
+  const Workspace x(context, static_cast<std::size_t>(most * s.a * s.d * s.c * bytes));
+  const Workspace d_y(context, static_cast<std::size_t>(most * s.a * s.d * s.b * bytes));
+  const GradientTile tile = gradient_tile(s.c);
+  const GradientSums sums(p, most, tile, context);
+  for (std::int64_t first = 0; first < p.batch; first += most) {
+    WeightProblem part = p;
+    part.batch = std::min(most, p.batch - first);
+    part.x.data = static_cast<std::byte*>(p.x.data) + first * p.x.batch * bytes;
+    part.d_y.data = static_cast<std::byte*>(p.d_y.data) + first * p.d_y.batch * bytes;
+    regroup(part.x, x.data(), s.c, part.batch, s, bytes, false, context);
+    regroup(part.d_y, d_y.data(), s.b, part.batch, s, bytes, false, context);
+    const Layout layout{false, *grouped_view(x.data(), s.c, part.batch, s, bytes),
+                        *grouped_view(d_y.data(), s.b, part.batch, s, bytes)};
+    launch_gradient(part, layout, tile, sums, first > 0, context);
+  }
+  unpack(p, sums.space, narrowed(sums.line), sums.parts.count, context);
 }
 
 /// False where rows cannot be regrouped, or it does not pay.
 bool run_regrouped(const WeightProblem& p, Context& context) {
-  const Sizes& s = p.sizes;
-  const int size = bytes_of(p.dtype);
-  const auto bytes = [&](std::int64_t features) {
-    return static_cast<std::size_t>(p.batch * s.a * s.d * features) * size_of(p.dtype);
-  };
-  const Estimate times(s, p.dtype, p.batch);
+  const Estimate times(p.sizes, p.dtype, p.batch);
   if (!can_regroup(p) || times.regrouped_gradient() >= times.strided_gradient()) {
     return false;
   }
-  const Workspace x(context, bytes(s.c)), d_y(context, bytes(s.b));
-  regroup(p.x, x.data(), s.c, p.batch, s, size, false, context);
-  regroup(p.d_y, d_y.data(), s.b, p.batch, s, size, false, context);
-  const Layout layout{false, *grouped_view(x.data(), s.c, p.batch, s, size),
-                      *grouped_view(d_y.data(), s.b, p.batch, s, size)};
-  run_gradient(p, layout, context);
+  run_regrouped(p, regrouped_rows(p), context);
   return true;
 }
 
@@ -536,6 +639,13 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
   if (ceil_div(p.batch, kRows) > kMost / (ceil_div(s.b, width) * s.a * s.d)) {
     return false;
   }
+  if (form == Form::dense) {
+    const auto one = dense(p, wanted, multiprocessors);
+    if (one) {
+      run_dense(p, *one, context);
+    }
+    return one.has_value();
+  }
   const Matrices matrices(p.w, s, p.dtype);
   const auto layout = form != Form::regrouped ? layout_of(p.x, p.y, p.batch, s, p.dtype) : std::nullopt;
   if (layout && layout->y.can_be_written()) {
@@ -550,6 +660,11 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
   const int bytes = bytes_of(p.dtype);
   const Estimate times(s, p.dtype, p.batch);
   const auto rows = interleaved(p, multiprocessors);
+  if (const auto one = dense(p, 0, multiprocessors);
+      form == Form::best && one && times.dense_pays(one->width, rows ? std::optional(rows->width) : std::nullopt)) {
+    run_dense(p, *one, context);
+    return true;
+  }
   const double other = rows ? times.interleaved_product(rows->width) : times.strided_product();
   if (form != Form::direct && regroups(p.x, s.c, p.batch, s, bytes) && regroups(p.y, s.b, p.batch, s, bytes) &&
       (form == Form::regrouped || times.regrouped_product() < other)) {
@@ -563,9 +678,17 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
   return true;
 }
 
+bool run(const WeightProblem& p, Context& context, std::int64_t regrouped) {
+  if (!suits_gradient(p, context) || p.sizes.d == 1 || p.batch == 0 || regrouped % 64 != 0 || !can_regroup(p)) {
+    return false;
+  }
+  run_regrouped(p, std::min(regrouped, p.batch), context);
+  return true;
+}
+
 bool run(const WeightProblem& p, Context& context) {
   const Sizes& s = p.sizes;
-  if (!suits(s, p.batch, p.dtype, context) || s.a * s.d > kMost / 256 / (ceil_div(s.b, kRows) * ceil_div(s.c, 64))) {
+  if (!suits_gradient(p, context)) {
     return false;
   }
   if (p.batch == 0) {

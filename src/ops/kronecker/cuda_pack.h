@@ -17,7 +17,18 @@ struct Lines {
 /// be launched behind this.
 void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context);
 
+/// The d products of a block as one dense matrix, with zeros between: to[i][line·d + l][entry·d + l].
+void pack_dense(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context);
+
 /// Launches kernel_regroup.cuh for elements of `bytes`.
 void regroup(const hopper::RegroupParams& params, int bytes, bool back, const Context& context);
+
+/// Batch first with d > 1: whether rows of `width` features of each (i, l) can be brought into a form with the features
+/// of one δ together, where the products of d = 1 take them, and back. Three passes over memory instead of one, which
+/// pays for large blocks.
+bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes);
+/// Does it; rows of `grouped` follow each other.
+void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
+             bool back, const Context& context);
 
 }  // namespace fretwork::kronecker

@@ -19,6 +19,11 @@ __device__ __forceinline__ Tile gradient_tile(const GradientParams& p, int index
           min(first + p.steps_per_part, p.steps)};
 }
 
+/// One sum to its place among the partial ones.
+__device__ __forceinline__ void add_sum(const GradientParams& p, float* to, float sum) {
+  *to = p.add != 0 ? *to + sum : sum;
+}
+
 /// Sums of a warpgroup to the partial matrix at `to`.
 template <int kWidth>
 __device__ __forceinline__ void store_sums(const float (&d)[kWidth / 2], const GradientParams& p, const Tile& t,
@@ -32,9 +37,11 @@ __device__ __forceinline__ void store_sums(const float (&d)[kWidth / 2], const G
       for (int j = 0; j < kWidth / 8; ++j) {
         const float low = d[4 * j + 2 * half], high = d[4 * j + 2 * half + 1];
         if (col + 8 * j + 1 < p.c) {
-          *reinterpret_cast<float2*>(line + 8 * j) = make_float2(low, high);
+          float2& to_both = *reinterpret_cast<float2*>(line + 8 * j);
+          const float2 before = p.add != 0 ? to_both : make_float2(0.0f, 0.0f);
+          to_both = make_float2(before.x + low, before.y + high);
         } else if (col + 8 * j < p.c) {
-          line[8 * j] = low;
+          add_sum(p, line + 8 * j, low);
         }
       }
     }
@@ -100,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (threadIdx.x % 4 == 0 && rows[half] < p.b) {
-            to[static_cast<i64>(rows[half]) * p.line + p.c] = sums[2 * half];
+            add_sum(p, to + static_cast<i64>(rows[half]) * p.line + p.c, sums[2 * half]);
           }
         }
       } else {

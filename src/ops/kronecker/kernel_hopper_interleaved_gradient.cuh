@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_interleaved(const __grid
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (p.with_sums != 0 && t.col == 0 && threadIdx.x % 4 == 0 && rows[half] < p.b) {
-            to[static_cast<i64>(rows[half]) * p.line + p.c] = sums[l][half];
+            add_sum(p, to + static_cast<i64>(rows[half]) * p.line + p.c, sums[l][half]);
           }
         }
       }

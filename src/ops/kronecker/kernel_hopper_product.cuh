@@ -21,6 +21,39 @@ __device__ __forceinline__ Tile product_tile(const ProductParams& p, int index) 
   return {(group * static_cast<int>(p.share.divisor) + row) * kRows, col * kWidth, l, i, 0, p.steps};
 }
 
+/// The CTA's next tile. Some SMs are nearer to memory than others, so that in a long launch each takes what is next.
+__device__ __forceinline__ int next_tile(const ProductParams& p, int index) {
+  const int all = static_cast<int>(gridDim.x);
+  return p.taken != nullptr ? atomicAdd(p.taken, 1) + all : index + all;
+}
+
+/// Fetches tiles until there are none. `tiles` says which one begins in a stage, or that all have gone.
+template <typename T, int kWidth, bool kLast, bool kWeightsK>
+__device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles, u32 base) {
+  typename Stages<kWidth>::Ring ring(1);
+  for (int index = static_cast<int>(blockIdx.x), next; index < p.total; index = next) {
+    next = next_tile(p, index);  // on its way while this one is fetched
+    mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
+    tiles[ring.stage] = index;
+    fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, product_tile<kWidth>(p, index), stages, base, ring);
+  }
+  mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
+  tiles[ring.stage] = -1;
+  mbarrier::arrive(shared_address(&stages.full[ring.stage]));
+}
+
+/// The tile that begins in the ring's stage, once it is there. The lane that reads it is the one that releases stages.
+template <int kWidth>
+__device__ __forceinline__ int tile_of(Stages<kWidth>& stages, const int* tiles,
+                                       const typename Stages<kWidth>::Ring& ring) {
+  mbarrier::wait(shared_address(&stages.full[ring.stage]), ring.parity);
+  int index = 0;
+  if (threadIdx.x % 32 == 0) {
+    index = tiles[ring.stage];
+  }
+  return __shfl_sync(~0u, index, 0);
+}
+
 /// The bias of a tile's columns on its way to shared memory: thread t of a warpgroup carries columns t and t + 128.
 template <typename T, int kWidth>
 struct Bias {
@@ -58,13 +91,50 @@ __device__ __forceinline__ void add_columns(float (&d)[kWidth / 2], const T (&bi
   }
 }
 
+/// Whether all sums are numbers, no infinities.
+template <int kSize>
+__device__ __forceinline__ bool finite(const float (&d)[kSize]) {
+  float zeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int n = 0; n < kSize; ++n) {
+    zeros[n % 4] = fmaf(d[n], 0.0f, zeros[n % 4]);
+  }
+  return zeros[0] + zeros[1] + (zeros[2] + zeros[3]) == 0.0f;
+}
+
+/// What a thread has of a tile of dense blocks, again, each sum from its own δ alone: 64 rows from `row`.
+template <typename T, int kWidth>
+__device__ __forceinline__ void add_up_again(const ProductParams& p, const Tile& t, int row) {
+  const Strands& s = p.strands;
+  const int d = static_cast<int>(s.d.divisor);
+#pragma unroll 1
+  for (int at = 0; at < kWidth / 2; ++at) {
+    const int n = row + row_of<T, true>(at % 2), col = t.col + at / 4 * 8 + threadIdx.x % 4 * 2 + at / 2 % 2;
+    if (n < p.batch && col < p.b) {
+      const int j = s.d.quotient(col), l = col - j * d;
+      const T* x = static_cast<const T*>(s.x) + n * s.x_row + static_cast<i64>(t.i) * s.c * d + l;
+      const T* w = static_cast<const T*>(s.w) + t.i * s.w_i + j * s.w_j + l * s.w_l;
+      float sum[1] = {0.0f};
+#pragma unroll 4
+      for (int k = 0; k < s.c; ++k) {
+        sum[0] = fmaf(widen(x[static_cast<i64>(k) * d]), widen(w[k * s.w_k]), sum[0]);
+      }
+      const i64 feature = static_cast<i64>(t.i) * p.b + col;
+      sum[0] += p.bias != nullptr ? widen(static_cast<const T*>(p.bias)[feature * p.bias_stride]) : 0.0f;
+      activate(sum, p.activation);
+      static_cast<T*>(s.y)[n * s.y_row + feature] = narrow<T>(sum[0]);
+    }
+  }
+}
+
 /// kLast: the batch is the unit axis of x and y, else the features. kWeightsK: k is the unit axis of the weights, else
-/// j, which tf32 (T is float) has no instruction for.
-template <typename T, int kWidth, bool kLast, bool kWeightsK>
+/// j, which tf32 (T is float) has no instruction for. kDense: blocks of d products with zeros between, batch first.
+template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense = false>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductParams p) {
   using S = Stages<kWidth>;
   extern __shared__ u8 raw[];
   __shared__ S stages;
+  __shared__ int tiles[S::kCount];
   __shared__ alignas(16) T bias[2][kWidth];
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
   init_ring(stages.full, stages.empty, S::kCount, 1, 8);
@@ -75,10 +145,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       tma::prefetch(&p.weights);
       tma::prefetch(&p.y);
       wait_for_earlier_kernel();  // which packs the weights
-      typename S::Ring ring(1);
-      for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
-        fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, product_tile<kWidth>(p, index), stages, base, ring);
-      }
+      fetch_tiles<T, kWidth, kLast, kWeightsK>(p, stages, tiles, base);
     }
   } else {
     more_registers<232>();
@@ -86,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     const u32 buffers = base + S::kCount * S::kBytes + warpgroup * 2 * kPieceBytes;
     typename S::Ring ring(0);
     u32 turn = 0;  // pieces stored so far
-    for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
+    for (int index; (index = tile_of<kWidth>(stages, tiles, ring)) >= 0;) {
       const Tile t = product_tile<kWidth>(p, index);
       const Bias<T, kWidth> carried(p, t);  // read while the products run
       float d[kWidth / 2], unused[4];
@@ -95,6 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
         sum = 0.0f;
       }
       multiply<T, kWidth, !kLast, kWeightsK, false>(d, unused, p.steps, stages, base, ring, 0);
+      const bool spoilt = kDense && named_barrier_any(1 + warpgroup, 128, !finite(d));
       if (p.bias != nullptr) {
         carried.store(bias[warpgroup]);
         named_barrier(1 + warpgroup, 128);
@@ -115,6 +183,15 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       };
       store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, store, turn);
       turn += kWidth / kLine<T>;
+      if (spoilt) {
+        if (threadIdx.x % 128 == 0) {
+          tma::store_wait();  // what is stored next lies on top
+        }
+        named_barrier(1 + warpgroup, 128);
+        if constexpr (kDense) {
+          add_up_again<T, kWidth>(p, t, row);
+        }
+      }
     }
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();

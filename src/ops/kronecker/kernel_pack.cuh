@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/barrier.cuh"
+#include "device/load.cuh"
 #include "device/mma.cuh"
 #include "device/types.cuh"
 #include "ops/kronecker/params_hopper.cuh"
@@ -50,6 +51,45 @@ __global__ void __launch_bounds__(kPackThreads) pack(const __grid_constant__ Pac
   for (int n = static_cast<int>(threadIdx.x); n < wide * deep; n += kPackThreads) {
     const int l = n / wide, at = piece.at + n % wide, pads = p.by_rows != 0 ? n % wide / p.q : 0;
     to[(static_cast<i64>(l) * p.p + at / p.q) * p.line + at % p.q] = turned[l * pitch + n % wide + pads * kPad];
+  }
+}
+
+/// A thread makes 16 bytes of each of the d lines of one p.
+template <typename Bits>
+__global__ void __launch_bounds__(kPackThreads) pack_dense(const __grid_constant__ DensePackParams p) {
+  constexpr int kUnit = 16 / sizeof(Bits), kPerWord = 4 / sizeof(Bits);
+  let_next_kernel_start();
+  const int index = static_cast<int>(blockIdx.x) * kPackThreads + static_cast<int>(threadIdx.x);
+  if (index >= p.total) {
+    return;
+  }
+  const int rest = p.units.quotient(index), first = (index - rest * static_cast<int>(p.units.divisor)) * kUnit;
+  const int i = p.p.quotient(rest), row = rest - i * static_cast<int>(p.p.divisor), d = static_cast<int>(p.d.divisor);
+  const Bits* const from = static_cast<const Bits*>(p.from) + i * p.stride_i + row * p.stride_p;
+  u32 bits[kUnit];
+  int own[kUnit];
+#pragma unroll
+  for (int e = 0; e < kUnit; ++e) {
+    const int q = p.d.quotient(first + e), l = first + e - q * d;
+    own[e] = l;
+    bits[e] = 0;
+    if (q < p.q) {
+      const Bits value = rounded(from[q * p.stride_q + l * p.stride_l]);
+      if constexpr (is_same<Bits, float>) {
+        bits[e] = __float_as_uint(value);
+      } else {
+        bits[e] = static_cast<u32>(value) << 16 * (e % kPerWord);
+      }
+    }
+  }
+  Bits* to = static_cast<Bits*>(p.to) + static_cast<i64>(rest) * d * p.line + first;
+  for (int l = 0; l < d; ++l, to += p.line) {
+    u32 words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int e = 0; e < kUnit; ++e) {
+      words[e / kPerWord] |= own[e] == l ? bits[e] : 0;
+    }
+    store_words<4>(to, words);
   }
 }
 

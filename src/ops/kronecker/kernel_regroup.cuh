@@ -1,5 +1,6 @@
 // Rows of x, y or weights with neighbouring δ, [k][l], to rows with neighbouring features of one δ, [l][k], and back. A
-// thread turns eight features of L neighbouring δ around in registers; both sides move 16 bytes at a time.
+// thread turns eight features of L neighbouring δ around in registers, or four threads do; both sides move 16 bytes at
+// a time.
 #pragma once
 
 #include "device/barrier.cuh"
@@ -105,6 +106,60 @@ __global__ void __launch_bounds__(kRegroupThreads) regroup(const __grid_constant
       }
     } else {
       store_units<8 * kRow>(strided, rows[0]);
+    }
+  }
+}
+
+/// Lane q of four gets element q of each of the four.
+__device__ __forceinline__ void turn_four(u32 (&v)[4]) {
+#pragma unroll
+  for (int apart = 1; apart <= 2; apart *= 2) {
+    const bool upper = (threadIdx.x & apart) != 0;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if ((n & apart) == 0) {
+        const u32 other = __shfl_xor_sync(~0u, upper ? v[n] : v[n + apart], apart);
+        v[n] = upper ? other : v[n];
+        v[n + apart] = upper ? v[n + apart] : other;
+      }
+    }
+  }
+}
+
+/// The same of fp32 with d = 4, where a feature is 16 bytes: a lane moves one, and four lanes turn four around, so that
+/// neighbouring lanes have neighbours in memory on both sides.
+template <bool Back>
+__global__ void __launch_bounds__(kRegroupThreads) regroup_four(const __grid_constant__ RegroupParams p) {
+  let_next_kernel_start();
+  const i64 first = static_cast<i64>(blockIdx.x) * (kRegroupThreads * 8) + threadIdx.x;
+  const int q = static_cast<int>(threadIdx.x % 4);
+  u32 v[8][4];
+  u32 *strided[8], *grouped[8];
+#pragma unroll
+  for (int r = 0; r < 8; ++r) {
+    const i64 feature = first + r * kRegroupThreads;  // eight of an index
+    const int index = static_cast<int>(feature / 8);
+    const int block = p.eights.quotient(index),
+              k = (index - block * static_cast<int>(p.eights.divisor)) * 8 + feature % 8;
+    const int n = p.a.quotient(block), i = block - n * static_cast<int>(p.a.divisor);
+    strided[r] =
+        index < p.total ? static_cast<u32*>(p.strided) + n * p.strided_row + i * p.strided_block + 4 * k : nullptr;
+    grouped[r] = static_cast<u32*>(p.grouped) + n * p.grouped_row + i * p.grouped_block + q * p.grouped_delta + (k - q);
+    if (strided[r] != nullptr) {
+      load_units<4>(v[r], Back ? grouped[r] : strided[r]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 8; ++r) {
+    if (!Back && p.tf32) {
+#pragma unroll
+      for (u32& word : v[r]) {
+        word = to_tf32(word);
+      }
+    }
+    turn_four(v[r]);
+    if (strided[r] != nullptr) {
+      store_units<4>(Back ? strided[r] : grouped[r], v[r]);
     }
   }
 }

@@ -17,12 +17,26 @@ constexpr int stages(int width) { return 196608 / stage_bytes(width) < 8 ? 19660
 /// The ring begins at a multiple of 1024 bytes, after two barriers for each stage.
 constexpr int shared_bytes(int width) { return stages(width) * (stage_bytes(width) - 16) + kStagingBytes + 1024; }
 
+/// Of products, which have the number of a stage's tile beside its barriers.
+constexpr int product_shared_bytes(int width) { return shared_bytes(width) - 4 * stages(width); }
+
 /// The same of gradients that add up `deltas` (2 or 4) products at once.
 constexpr int interleaved_stage_bytes(int deltas) { return (kRows * deltas + 256) * 128; }
 constexpr int interleaved_stages(int deltas) { return deltas == 4 ? 2 : 3; }
 constexpr int interleaved_shared_bytes(int deltas) {
   return interleaved_stages(deltas) * interleaved_stage_bytes(deltas) + 1024;
 }
+
+/// Where the d products of a block are multiplied as one dense matrix, batch first: what each is made of, for sums that
+/// an infinity of another δ has spoilt through the zeros between them.
+struct Strands {
+  const void *x, *w;
+  void* y;
+  long long x_row, y_row;
+  long long w_i, w_j, w_k, w_l;
+  int c;
+  Divisor d;
+};
 
 /// Maps have four dimensions: the unit axis, the other axis of a matrix, l, i.
 struct ProductParams {
@@ -36,6 +50,8 @@ struct ProductParams {
   Divisor d, col_tiles;
   Divisor share, tail;  ///< this many tiles of the batch go through all weights together; the rest do at the end
   Divisor group;        ///< tiles of such a walk
+  Strands strands;      ///< of dense blocks
+  int* taken;           ///< tiles that CTAs have taken after their first, from 0; or null, and they take turns
 };
 
 /// Partial sums are matrices of b rows, `line` floats apart: c weights, then the row's sum of d_y.
@@ -48,6 +64,7 @@ struct GradientParams {
   int products;
   int steps_per_part;
   int with_sums;  ///< 1 where d_bias is wanted
+  int add;        ///< 1 where `partials` has sums of earlier rows of the batch
 };
 
 /// Weights to matrices: to[i·d + l][p][q] = from[i, p, q, l], lines of q `line` elements apart. A CTA moves `wide` of
@@ -58,6 +75,15 @@ struct PackParams {
   long long stride_i, stride_p, stride_q, stride_l;
   int p, q, d, line;
   int wide, deep, wide_tiles, deep_tiles, by_rows;
+};
+
+/// Weights to dense blocks: to[i][p·d + l][q·d + l] = from[i, p, q, l], zeros between; lines `line` elements apart.
+struct DensePackParams {
+  const void* from;
+  void* to;
+  long long stride_i, stride_p, stride_q, stride_l;
+  int q, line, total;  ///< total: i · p · units of 16 bytes in a line
+  Divisor units, p, d;
 };
 
 /// The way back, adding `parts` of fp32 sums; column c of row j is the sum that goes to d_bias.

@@ -1,0 +1,142 @@
+"""Writes docs/patterns.md and its pictures: every named pattern, its rule, a picture and its density.
+
+`patterns_page.py PROGRAM` writes them with the command-line program given; with `--check` it fails where what is
+written is out of date.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from fretwork import Pattern
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+HEAD = """# Patterns
+
+A pattern says which keys a query sees. It is an immutable value: it compares by content, has a text, and costs a few
+hundred bytes, however long the sequence. Query i stands at position p = i + offset; queries are the last ones (offset =
+Sk − Sq) unless `offset=` says otherwise. `seq` is S or (Sq, Sk).
+
+```python
+import fretwork as fw
+
+p = fw.patterns.sliding_window(65536, 511, 0) | fw.patterns.strided(65536, 512)  # a researcher's own
+print(p.nnz, p.density, p.text)
+print(p.describe())  # what was recognised
+print(p.contains(6000, 6000 - 5 * 512))
+small = fw.patterns.sliding_window(12, 2, 0) | fw.patterns.strided(12, 4)
+print(small.mask().int())
+```
+`|` unites, `&` intersects, `.T` exchanges queries and keys. `fw.Pattern.parse(text)` reads a text back, and
+`fretwork show 'sliding_window(4096,255,0) | strided(4096,256)'` draws one in the terminal (`--png`, `--svg`). Where
+every row is one progression, `p.acsr()` gives (start, stride, count) of each row. Pictures below have queries
+downwards and keys to the right; densities are those of the calls beside them.
+
+Inside, a pattern is a few parts: boxes on the digits of positions. A window is a band in plain order; a dilated one is
+a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting, intersecting and taking away
+work on the ends of these bands, so nothing grows with the square of a length. What has no such form (random blocks,
+explicit masks) is listed. Grids whose steps do not divide each other, and strides whose common multiple is beyond 4096,
+are united element by element, up to 2^28 of them.
+
+"""
+
+
+class Entry(NamedTuple):
+    name: str
+    form: str
+    rule: str
+    picture: str
+    example: str
+
+
+ENTRIES = [
+    Entry("full", "full(seq)", "always", "full(64)", "full(16384)"),
+    Entry("causal", "causal(seq)", "j ≤ p", "causal(64)", "causal(16384)"),
+    Entry("sliding_window", "sliding_window(seq, left, right)", "−left ≤ j − p ≤ right; None is unlimited",
+          "sliding_window(64,12,4)", "sliding_window(16384,1024,1024)"),
+    Entry("dilated", "dilated(seq, window, dilation, causal=False)",
+          "|p − j| ≤ window·dilation, and p − j a multiple of dilation (and j ≤ p)",
+          "dilated(64,4,4)", "dilated(16384,512,4)"),
+    Entry("strided", "strided(seq, stride)", "j ≤ p, and p − j < stride or a multiple of it (Child et al.)",
+          "strided(64,8)", "strided(16384,128)"),
+    Entry("fixed", "fixed(seq, stride, summary)",
+          "j ≤ p, and the same block of `stride`, or j among the last `summary` of its block (Child et al.)",
+          "fixed(64,8,2)", "fixed(16384,128,8)"),
+    Entry("longformer", "longformer(seq, window, globals)", "|p − j| ≤ window, or p or j is global",
+          "longformer(64,5,[0,1,40])", "longformer(16384,512,[0,1,2,3])"),
+    Entry("bigbird", "bigbird(seq, block, window, globals, random, seed=0)",
+          "on blocks P, J: |P − J| ≤ window, or P < globals, or J < globals, or J one of `random` drawn for P among "
+          "the others", "bigbird(64,4,1,1,2)", "bigbird(16384,64,1,2,3)"),
+    Entry("block_local", "block_local(seq, block, previous=0)", "0 ≤ ⌊p/block⌋ − ⌊j/block⌋ ≤ previous",
+          "block_local(64,12,previous=1)", "block_local(16384,1024)"),
+    Entry("swin", "swin(height, width, window, shift=0)",
+          "the same window after a cyclic shift by −shift on both axes, and the same side of the wrap",
+          "swin(8,8,4,shift=2)", "swin(128,128,8,shift=4)"),
+    Entry("axial", "axial(height, width)", "the same row or the same column of a grid", "axial(8,8)", "axial(128,128)"),
+    Entry("neighborhood", "neighborhood(shape, window, dilation=1, causal=False)",
+          "on each of one to three axes: j among the `window` positions of p's residue class around p, shifted to stay "
+          "inside; on a causal axis those that end at p", "neighborhood((8,8),3)", "neighborhood((128,128),13)"),
+    Entry("sliding_tile", "sliding_tile(shape, tile, window)", "a neighbourhood of `window` tiles, on tile coordinates",
+          "sliding_tile((8,8),2,3)", "sliding_tile((128,128),8,3)"),
+    Entry("longnet", "longnet(seq, segments, rates, head=0)",
+          "for some (w, r): ⌊p/w⌋ = ⌊j/w⌋ and p ≡ j ≡ head (mod r)", "longnet(64,[8,32],[1,4])",
+          "longnet(16384,[1024,4096,16384],[1,4,16])"),
+    Entry("document", "document(lengths, causal=False)", "the same document (and j ≤ p)",
+          "document([20,8,30,6],causal=True)", "document([4096,1024,8192,3072],causal=True)"),
+    Entry("prefix_lm", "prefix_lm(seq, prefix)", "j < prefix or j ≤ p", "prefix_lm(64,20)", "prefix_lm(16384,1024)"),
+    Entry("sinks", "sinks(seq, sinks, window)", "j ≤ p, and j < sinks or p − j < window (StreamingLLM)",
+          "sinks(64,4,12)", "sinks(16384,4,1024)"),
+    Entry("vertical_slash", "vertical_slash(seq, vertical, slash)",
+          "j ≤ p, and j ∈ vertical or p − j ∈ slash (MInference)",
+          "vertical_slash(64,[0,1,20],[0,1,2,17,33])", "vertical_slash(16384,[0,1,2,3],[0,1,2,1000])"),
+    Entry("band", "band(seq, start, stride, count)", "j = p + start + t·stride, 0 ≤ t < count", "band(64,-20,5,4)",
+          "band(16384,-4096,64,64)"),
+    Entry("from_layout", "from_layout(layout, head=0)", "the blocks of one head of a `BlockLayout`",
+          "from_layout(block((1,8,8),(8,8),~JMYEkCMACJB))", "from_layout(random_blocks((1,128,128),128,0.1,0))"),
+    Entry("from_mask", "from_mask(mask)",
+          "mask[i, j]: bands, rectangles and repeated distances are found in it, the rest is listed",
+          "from_mask((8,8),~BCECIQgCEEB)", "from_mask((8,8),~BCECIQgCEEB)"),
+    Entry("acsr", "acsr(start, stride, count, cols)", "j = start[i] + t·stride[i], 0 ≤ t < count[i]",
+          "acsr([0,3,6,1,9,2,0,5],[1,2,3,4,1,5,2,3],[9,6,4,4,3,3,8,4],18)",
+          "acsr([0,3,6,1,9,2,0,5],[1,2,3,4,1,5,2,3],[9,6,4,4,3,3,8,4],18)"),
+]  # fmt: skip
+
+
+def page() -> str:
+    """The text of docs/patterns.md."""
+    text = HEAD + "| pattern | key j allowed iff |\n|---|---|\n"
+    for entry in ENTRIES:
+        rule = entry.rule.replace("|", "\\|")
+        text += f"| [`{entry.name}`](#{entry.name}) | {rule} |\n"
+    for entry in ENTRIES:
+        density = 100 * Pattern.parse(entry.example).density
+        text += f"\n## {entry.name}\n`{entry.form}`: {entry.rule}.\n\n![{entry.picture}](patterns/{entry.name}.svg)\n\n"
+        text += f"Drawn: `{entry.picture}`. `{entry.example}` has {density:.3g} % of all pairs.\n"
+    return text
+
+
+def main() -> int:
+    program, check = sys.argv[1], "--check" in sys.argv[2:]
+    with tempfile.TemporaryDirectory() as folder:
+        made = {DOCS / "patterns.md": page().encode()}
+        for entry in ENTRIES:
+            picture = Path(folder) / f"{entry.name}.svg"
+            subprocess.run([program, "show", entry.picture, "--svg", picture], check=True, stdout=subprocess.DEVNULL)
+            made[DOCS / "patterns" / picture.name] = picture.read_bytes()
+    if check:
+        old = [str(file) for file, data in made.items() if not file.exists() or file.read_bytes() != data]
+        print("\n".join(f"out of date: {file}" for file in old))
+        return 1 if old else 0
+    (DOCS / "patterns").mkdir(exist_ok=True)
+    for file, data in made.items():
+        file.write_bytes(data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Regular patterns from Python: what calls take and refuse, and algebra against masks."""
+
+import importlib.util
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fretwork as fw
+
+P = fw.patterns
+numbers = st.integers(0, 7)
+
+
+@st.composite
+def leaves(draw, rows=23, cols=29):
+    seq, n, m = (rows, cols), draw(numbers), draw(numbers)
+    offset = draw(st.sampled_from([None, 0, -4, 11]))
+    positions = draw(st.lists(st.integers(0, cols - 1), max_size=4))
+    return draw(st.sampled_from([
+        P.causal(seq, offset=offset), P.sliding_window(seq, n, m, offset=offset), P.strided(seq, n + 1, offset=offset),
+        P.dilated(seq, n, m + 1, draw(st.booleans()), offset=offset), P.fixed(seq, 8, n, offset=offset),
+        P.longformer(seq, n, positions, offset=offset), P.block_local(seq, n + 1, m, offset=offset),
+        P.vertical_slash(seq, positions, [0, n, m], offset=offset), P.band(seq, n - 9, m + 1, 4, offset=offset),
+        P.bigbird(seq, n + 1, 1, 1, 1, m, offset=offset), P.prefix_lm(seq, n, offset=offset),
+        P.longnet(seq, [6, 10], [n + 1, m + 1], 1, offset=offset), P.sinks(seq, n, m, offset=offset)]))  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(leaves(), min_size=1, max_size=4), st.data())
+def test_algebra_follows_masks(parts, data):
+    pattern, mask = parts[0], parts[0].numpy_mask()
+    for other in parts[1:]:
+        if data.draw(st.booleans()):
+            pattern, mask = pattern | other, mask | other.numpy_mask()
+        else:
+            pattern, mask = pattern & other, mask & other.numpy_mask()
+    assert np.array_equal(pattern.numpy_mask(), mask) and pattern.nnz == mask.sum()
+    assert np.array_equal(pattern.T.numpy_mask(), mask.T) and pattern == pattern.T.T
+    assert fw.Pattern.parse(pattern.text) == pattern and type(pattern) is fw.Pattern
+    row, col = data.draw(st.integers(0, 22)), data.draw(st.integers(0, 28))
+    assert pattern.contains(row, col) == mask[row, col]
+    assert np.array_equal(P.from_mask(mask).numpy_mask(), mask)
+
+
+def test_values():
+    assert P.causal(9) | P.full(9) == P.full(9) | P.causal(9) != P.causal(9)
+    assert P.causal(9) | P.causal(9) == P.causal(9) & P.causal((9, 9)) == P.causal(9)
+    with pytest.raises(TypeError):
+        P.causal(9) | 3
+    with pytest.raises(ValueError, match=r"union: patterns: expected equal shapes, got \(9, 9\) and \(8, 8\)"):
+        P.causal(9) | P.causal(8)
+    assert P.causal(9).describe().startswith("causal(9): 9×9, 45 elements")
+
+
+def test_layouts_and_kronecker_patterns_join():
+    layout = fw.BlockLayout([[1, 0], [0, 1]], block=8)
+    assert (P.causal(16) & layout).nnz == 2 * 36 and (layout | P.causal(16)).nnz == 136 + 2 * 28
+    factor = fw.KroneckerPattern(2, 2, 2, 4)
+    assert np.array_equal((factor & P.full(16)).numpy_mask(), factor.numpy_mask())
+    assert np.array_equal((layout | factor).numpy_mask(), layout.numpy_mask()[0] | factor.numpy_mask())
+    with pytest.raises(ValueError, match="one head"):
+        P.causal(16) | fw.BlockLayout(np.ones((2, 2, 2), dtype=bool), block=8)
+    assert layout.contains(0, 7) and not layout.contains(0, 8) and len(factor.acsr()[0]) == 16
+
+
+@pytest.mark.parametrize("convert", [
+    list, tuple, np.array, torch.tensor, lambda v: np.array(v, dtype=np.uint16), lambda v: torch.tensor(v).int(),
+    lambda v: iter(v), lambda v: np.array(v)[::-1][::-1]])  # fmt: skip
+def test_lists_of_many_kinds(convert):
+    assert P.longformer(20, 1, convert([3, 9])) == P.longformer(20, 1, [9, 3, 3])
+    assert P.document(convert([3, 9])) == fw.Pattern.parse("document((3,9))")
+    assert P.acsr(convert([0, 1]), convert([1, 1]), convert([2, 3]), 4) == P.acsr([0, 1], [1, 1], [2, 3], cols=4)
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda: P.strided(16.0, 2), "strided: seq: expected an int, got 16.0"),
+    (lambda: P.strided(16, "2"), "strided: stride: expected an int, got '2'"),
+    (lambda: P.strided(16, None), "strided: stride: expected an integer"),
+    (lambda: P.dilated(16, 2, 2, causal=1), "dilated: causal: expected True or False, got 1"),
+    (lambda: P.longformer(16, 1, 3), "longformer: globals: expected a sequence of ints, got 3"),
+    (lambda: P.longformer(16, 1, [1.5]), "longformer: globals: expected an int, got 1.5"),
+    (lambda: P.longformer(16, 1, np.ones((2, 2), dtype=int)), "longformer: globals: expected one axis"),
+    (lambda: P.document(np.ones(3)), "document: lengths: expected integers, got float64"),
+    (lambda: P.from_mask(np.ones(3, dtype=bool)), r"from_mask: mask: expected \(Sq, Sk\), got shape \(3,\)"),
+    (lambda: P.from_mask([[0, 2]]), "from_mask: mask: expected 0 or 1 everywhere, got 2"),
+    (lambda: P.from_layout(P.causal(8)), "from_layout: layout: expected a BlockLayout, got Pattern"),
+    (lambda: P.causal(8).contains(0.5, 1), "contains: row: expected an int, got 0.5"),
+    (lambda: P.causal(2**63), "causal: seq: expected a number of 64 bits"),
+    (lambda: P.causal(2**62), "causal: seq: expected sizes from 0 to 2"),
+    (lambda: P.longformer(9, 1, [3]).acsr(), "acsr: pattern: expected rows that are one progression each, got row 0,"),
+])  # fmt: skip
+def test_refused(call, text):
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        call()
+
+
+def test_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.util; find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
+        "import fretwork as fw; p = fw.patterns.strided(64, 8) | fw.patterns.from_mask([[1] * 64] * 64)\n"
+        "assert p.nnz == 4096 and p.numpy_acsr()[2].sum() == 4096"
+    )
+    assert importlib.util.find_spec("torch") is not None
+    subprocess.run([sys.executable, "-c", code], check=True)

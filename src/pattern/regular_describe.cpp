@@ -34,7 +34,8 @@ Reading read(const View& view, const Part& part) {
   if (view.axes == 2 && last.low == last.high) {
     return {"classes modulo " + first, kind_of(part[0])};
   }
-  if (view.axes == 2 && is_free(last) && last.row_begin == last.col_begin && last.row_end == last.col_end) {
+  if (view.axes == 2 &&
+      last == AxisRange{0, view.strides[0], 0, view.strides[0], 1 - view.strides[0], view.strides[0] - 1}) {
     return {"blocks of " + first, kind_of(part[0])};
   }
   std::string strides = first;

@@ -67,11 +67,12 @@ class Parser {
     } else {
       call = plain(depth);
     }
+    bool turned = false;  // two transpositions cancel, however many there are
     while (take('.')) {
       need('T');
-      call = Call{"transpose", {Value{std::move(call)}}};
+      turned = !turned;
     }
-    return call;
+    return turned ? Call{"transpose", {Value{std::move(call)}}} : call;
   }
 
   Call plain(int depth) {
@@ -309,8 +310,7 @@ std::vector<std::uint8_t> bits(const Call& call, std::size_t position, const cha
     const std::size_t six = kDigits.find(digits[n]);
     const std::size_t used = std::min<std::size_t>(6, count - 6 * n);
     if (six >> used != 0) {
-      throw Error(call.name, argument, "the digits of 6 bits, and zeros after the last",
-                  std::string("'") + digits[n] + "'");
+      throw Error(call.name, argument, "zeros after the last", std::string("'") + digits[n] + "'");
     }
     for (std::size_t bit = 0; bit < used; ++bit) {
       mask[6 * n + bit] = static_cast<std::uint8_t>(six >> bit & 1);

@@ -573,6 +573,11 @@ TEST(RegularPattern, TextsAreCanonical) {
   EXPECT_EQ(text("(full(8)|causal(8))&strided(8,2)"), "(causal(8)|full(8))&strided(8,2)");
   EXPECT_EQ(text("(full(8)&causal(8))|strided(8,2)"), "causal(8)&full(8)|strided(8,2)");
   EXPECT_EQ(text("causal(8).T.T"), "causal(8)");
+  std::string many = "causal(8)";
+  for (int n = 0; n < 100001; ++n) {
+    many += ".T";
+  }
+  EXPECT_EQ(text(many.c_str()), "causal(8).T");
   EXPECT_EQ(text("((causal(8)|strided(8,2)).T).T"), "causal(8)|strided(8,2)");
   EXPECT_EQ(text("neighborhood((8,8),(3,3),causal=(True,False))"), "neighborhood((8,8),3,causal=(True,False))");
   EXPECT_EQ(text("swin(8,8,4,shift=(2,2))"), "swin(8,8,4,shift=(2,2))");

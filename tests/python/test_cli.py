@@ -62,7 +62,7 @@ def test_version_and_help() -> None:
         (["info", "--frob"], "--frob"),
         (["show"], "PATTERN: expected a value, got nothing"),
         (["show", "frob"], "show: PATTERN: expected one such as random_blocks((1,64,64),32,0.1,0), or -"),
-        (["show", "frob(1)"], "show: PATTERN: expected one of block"),
+        (["show", "frob(1)"], "show: PATTERN: expected one of acsr, "),
         (["show", "random_blocks((1,4,4),16,1.5,0)"], "density: expected 0 to 1, got 1.5 "),
         (["show", LAYOUT, "--png"], "--png: expected a value, got nothing"),
         (["show", LAYOUT, LAYOUT], "show: PATTERN: expected several of Kronecker factors only, got "),
@@ -208,6 +208,21 @@ def test_show_a_chain() -> None:
     assert facts["plan"]["cpu"] == ["0: cpu", "1: cpu"]
     text = ok("show", *factors)
     assert "chain of 2" in text and "sm_80    0: portable; 1: strided" in text and "1.0 MiB stored, 32.0 MiB" in text
+
+
+@pytest.mark.parametrize("text, nnz", [
+    ("strided(1048576,1024)", 1609564672), ("causal(8) & document([3,5])", 21), ("axial(4,5).T", 160),
+    ("neighborhood((1024,1024),13)", 1024**2 * 169), ("full((0,5))", 0)])  # fmt: skip
+def test_show_a_regular_pattern(text: str, nnz: int) -> None:
+    assert json.loads(ok("show", text, "--json"))["nnz"] == nnz
+    lines = ok("show", text, "--width", "40").splitlines()
+    assert any(line.startswith("parts ") for line in lines) == (nnz > 0) and any(f"{nnz:,}" in line for line in lines)
+
+
+def test_the_gallery_is_up_to_date() -> None:
+    script = [sys.executable, str(ROOT / "scripts/patterns_page.py"), str(PROGRAM), "--check"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_show_scales_down_to_shades() -> None:

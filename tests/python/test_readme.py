@@ -27,7 +27,9 @@ def test_python(code):
     exec(compile(code, "README.md", "exec"), {})
 
 
-@pytest.mark.parametrize("file, count", [("docs/block-sparsity.md", 2), ("docs/kronecker.md", 3)])
+@pytest.mark.parametrize(
+    "file, count", [("docs/block-sparsity.md", 2), ("docs/kronecker.md", 3), ("docs/patterns.md", 1)]
+)
 def test_docs(file, count):
     codes = examples("python", file)
     assert len(codes) == count

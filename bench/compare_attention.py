@@ -180,7 +180,8 @@ def measure(name: str, case: Case, s: int, depth: int, dtype: torch.dtype, devic
     q, k, v, d_o = tensors(options.batch, heads, (s, s), depth, dtype, device)
     elements = pattern.nnz * options.batch * options.heads
     facts: Row = {
-        "part": "pattern", "pattern": name, "text": pattern.text if len(pattern.text) < 200 else None, "seq": s,
+        "part": "pattern", "pattern": name, "call": pattern.text.split("(")[0],
+        "text": pattern.text if len(pattern.text) < 100 else None, "seq": s,
         "batch": options.batch, "heads": heads[0], "kv_heads": heads[1], "depth": depth, "dtype": str(dtype)[6:],
         "density": pattern.density, "make_ms": made,
     }  # fmt: skip

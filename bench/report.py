@@ -1,9 +1,11 @@
-"""Writes docs/benchmarks.md and the README's table from bench/results: every figure comes from a row there."""
+"""Writes docs/benchmarks.md, the README's table and the speeds of docs/patterns.md from bench/results: every figure
+comes from a row there."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,11 @@ def main() -> None:
     def results(name: str) -> list[Row]:
         path = ROOT / "bench/results" / name / "block.json"
         return json.loads(path.read_text()) if path.exists() else []
+
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from patterns_page import page
+
+    (ROOT / "docs/patterns.md").write_text(page())
 
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split("<!-- measured -->\n")

@@ -313,8 +313,8 @@ def line_of(row: Row) -> str:
                 f"its gradient {row['backward_ms']}")  # fmt: skip
     times = " ".join(f"{a} {t:.4f}" for a, t in row["ms"].items())
     if row["part"] == "decode":
-        return (f"decode {row['queries']} of {row['seq']}: {times} ms, {row['gb_per_s']:.0f} GB/s of "
-                f"{row['copy_gb_per_s']:.0f}, error {row['error']:.4f}")  # fmt: skip
+        return (f"decode {row['queries']} of {row['seq']}: {times} ms, {row['gb_per_s']:.3g} GB/s of "
+                f"{row['copy_gb_per_s']:.3g}, error {row['error']:.4f}")  # fmt: skip
     more = f" error {row['error']:.4f}" if "error" in row else ""
     return (f"{row['pattern']} {row['pass']} S={row['seq']} D={row['depth']} {row['dtype']} density "
             f"{row['density']:.4f}: {times} ms, floor {row['floor_ms']:.4f}, ours "

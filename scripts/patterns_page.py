@@ -58,9 +58,9 @@ o, lse = fw.attention(q, k, v, [near, near, far, far], return_lse=True)  # or on
 last = fw.attention(q[:, :, -1:], k, v, fw.patterns.sinks((1, 512), 4, 128))  # decoding: one query, all keys
 ```
 Only the pattern's scores are computed, forward and backward, on a CPU or a GPU. `fretwork.jax.attention` is the same in
-JAX, and Hugging Face models take a pattern in their configuration (`fretwork.compat.transformers`). More in `examples/`:
-`custom_pattern.py` makes, draws and times a new one; `longformer_block.py` and `vision_neighborhood.py` train with
-patterns.
+JAX, and Hugging Face models take a pattern in their configuration (`fretwork.compat.transformers`). In
+`examples/`, `custom_pattern.py` makes, draws and times a new one; `longformer_block.py` and `vision_neighborhood.py`
+train with patterns.
 
 What a pattern costs: its scores, rounded up to tiles of the order that suits it. Keys a fixed distance apart cost what
 neighbouring keys cost; a patch of a grid costs what a window costs. Bands narrower than a tile, and parts that need an

@@ -176,10 +176,10 @@ def grid_cases(s: int, sizes: Sizes) -> dict[str, Case]:
     small = max(n // 2, 1)  # of three axes, and of classes
     cases: dict[str, Case] = {
         "axial": (
-            lambda: p.axial(*two),
+            lambda: p.axial(two[0], two[1]),
             lambda i, j: (i // two[1] == j // two[1]) | (i % two[1] == j % two[1]),
         ),
-        "swin": (lambda: p.swin(*two, 2 * t, t), on_grid(two, [region(size, 2 * t, t) for size in two])),
+        "swin": (lambda: p.swin(two[0], two[1], 2 * t, t), on_grid(two, [region(size, 2 * t, t) for size in two])),
     }
     if min(two) >= n:
         cases["neighborhood"] = (lambda: p.neighborhood(two, n), on_grid(two, [clamped(n, size) for size in two]))

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,8 @@ def measure(name: str, case: Case, s: int, depth: int, dtype: torch.dtype, devic
     q, k, v, d_o = tensors(options.batch, heads, (s, s), depth, dtype, device)
     elements = pattern.nnz * options.batch * options.heads
     facts: Row = {
-        "part": "pattern", "pattern": name, "text": pattern.text if len(pattern.text) < 200 else None, "seq": s,
+        "part": "pattern", "pattern": name, "call": pattern.text.split("(")[0],
+        "text": pattern.text if len(pattern.text) < 100 else None, "seq": s,
         "batch": options.batch, "heads": heads[0], "kv_heads": heads[1], "depth": depth, "dtype": str(dtype)[6:],
         "density": pattern.density, "make_ms": made,
     }  # fmt: skip
@@ -197,7 +199,7 @@ def measure(name: str, case: Case, s: int, depth: int, dtype: torch.dtype, devic
 
     if "forward" in options.passes:
         with torch.inference_mode():
-            calls = usable({a: (lambda f=f: f(q, k, v)) for a, f in functions.items()}, left_out)
+            calls = usable({a: partial(f, q, k, v) for a, f in functions.items()}, left_out)
             keep("forward", 2, calls, [q, k, v, q], {"error": error_of(functions["ours"](q, k, v), q, k, v, rule)})
     if "backward" in options.passes:
         leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -206,7 +208,7 @@ def measure(name: str, case: Case, s: int, depth: int, dtype: torch.dtype, devic
             try:
                 with torch.cuda.stream(stream):  # where a graph of the gradients is captured
                     o = f(*leaves)
-                backwards[algo] = lambda o=o: torch.autograd.grad(o, leaves, d_o, retain_graph=True)
+                backwards[algo] = partial(torch.autograd.grad, o, leaves, d_o, retain_graph=True)
             except Exception as error:
                 left_out[algo] = reason(error)
         if stream is not None:
@@ -227,7 +229,7 @@ def measure_decode(queries: int, device: torch.device, dtype: torch.dtype, rates
     functions = attentions("sinks", pattern, rule, device, algos, options.flex == "tuned", left_out)
     q, k, v, _ = tensors(batch, (8 * kv_heads, kv_heads), (queries, past), depth, dtype, device)
     with torch.inference_mode():
-        calls = usable({a: (lambda f=f: f(q, k, v)) for a, f in functions.items()}, left_out)
+        calls = usable({a: partial(f, q, k, v) for a, f in functions.items()}, left_out)
         stream = torch.cuda.Stream() if gpu else None
         ms, how = timed(calls, device, stream, options.seconds)
         error = error_of(functions["ours"](q, k, v), q, k, v, rule)
@@ -311,8 +313,8 @@ def line_of(row: Row) -> str:
                 f"its gradient {row['backward_ms']}")  # fmt: skip
     times = " ".join(f"{a} {t:.4f}" for a, t in row["ms"].items())
     if row["part"] == "decode":
-        return (f"decode {row['queries']} of {row['seq']}: {times} ms, {row['gb_per_s']:.0f} GB/s of "
-                f"{row['copy_gb_per_s']:.0f}, error {row['error']:.4f}")  # fmt: skip
+        return (f"decode {row['queries']} of {row['seq']}: {times} ms, {row['gb_per_s']:.3g} GB/s of "
+                f"{row['copy_gb_per_s']:.3g}, error {row['error']:.4f}")  # fmt: skip
     more = f" error {row['error']:.4f}" if "error" in row else ""
     return (f"{row['pattern']} {row['pass']} S={row['seq']} D={row['depth']} {row['dtype']} density "
             f"{row['density']:.4f}: {times} ms, floor {row['floor_ms']:.4f}, ours "

@@ -1,9 +1,11 @@
-"""Writes docs/benchmarks.md and the README's table from bench/results: every figure comes from a row there."""
+"""Writes docs/benchmarks.md, the README's table and the speeds of docs/patterns.md from bench/results: every figure
+comes from a row there."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +128,9 @@ def kronecker_section(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def best_peer(row: Row | None) -> tuple[str, float | None]:
+def best_peer(row: Row) -> tuple[str, float | None]:
     """The fastest of the peers that ran, and its time."""
-    peers = ((k, v) for k, v in row["ms"].items() if k != "ours") if row else iter(())
+    peers = ((k, v) for k, v in row["ms"].items() if k != "ours")
     return min(peers, key=lambda x: x[1], default=("", None))
 
 
@@ -145,16 +147,13 @@ def attention_table(rows: list[Row]) -> list[str]:
         of = {r["pass"]: r for r in rows if r["pattern"] == name}
         cells = [name, number(next(iter(of.values()))["density"], 4)]
         for which in ("forward", "backward"):
-            r = of.get(which)
-            peer, ms = best_peer(r)
-            ours = r["ms"]["ours"] if r else None
-            cells += [
-                f"**{number(ours, 3)}**",
-                number(r and r["tflops"]["ours"] * rate),
-                number(r and r["floor_ms"], 3),
-            ]
-            cells += [f"{number(ms, 3)} {peer}".strip(), number(ms and ours and ms / ours, 2)]
-            cells += [f"{r['error']:.0e}" if r and "error" in r else "–"] if which == "forward" else []
+            if (r := of.get(which)) is None:
+                cells += ["–"] * (6 if which == "forward" else 5)
+                continue
+            ours, (peer, ms) = r["ms"]["ours"], best_peer(r)
+            cells += [f"**{ours:.3f}**", number(r["tflops"]["ours"] * rate), number(r["floor_ms"], 3)]
+            cells += [f"{number(ms, 3)} {peer}".strip(), number(ms and ms / ours, 2)]
+            cells += [f"{r['error']:.0e}"] if which == "forward" else []
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -247,6 +246,11 @@ def main() -> None:
     def results(name: str) -> list[Row]:
         path = ROOT / "bench/results" / name / "block.json"
         return json.loads(path.read_text()) if path.exists() else []
+
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from patterns_page import page
+
+    (ROOT / "docs/patterns.md").write_text(page())
 
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split("<!-- measured -->\n")

@@ -21,7 +21,7 @@ from torch import nn
 import fretwork as fw
 
 WIDTH, HEADS, LAYERS = 64, 2, 2
-HEADER, SYMBOLS, BACK = 8, 16, 3  # symbols asked for, their kinds, and how far back a copy reaches
+HEADER, SYMBOLS, BACK = 4, 8, 3  # symbols asked for, their kinds, and how far back a copy reaches
 WINDOW = 32
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -53,7 +53,9 @@ class Model(nn.Module):
         self.register_buffer("places", torch.cat([angles.sin(), angles.cos()], 1))
         self.register_buffer("number", torch.arange(seq).clamp(max=HEADER))
         self.blocks = nn.Sequential(*(Block(attend) for _ in range(LAYERS)))
-        self.answer = nn.Linear(WIDTH, SYMBOLS)
+        self.answer = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS))
+        for embedding in (self.tokens, self.header):
+            nn.init.normal_(embedding.weight, std=0.5)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.answer(self.blocks(self.tokens(ids) + self.header(self.number) + self.places))
@@ -78,7 +80,7 @@ def train(name: str, attend: Attend, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     device = torch.device(options.device)
     model = Model(options.seq, attend).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     losses, times = [], []
     for _ in range(options.steps):
         ids, answers = sample(options.batch, options.seq, device)
@@ -109,6 +111,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     main(parser.parse_args())

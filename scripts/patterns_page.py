@@ -1,4 +1,4 @@
-"""Writes docs/patterns.md and its pictures: every named pattern, its rule, a picture and its density.
+"""Writes docs/patterns.md and its pictures: every named pattern, its rule, a picture, its density and measured speed.
 
 `patterns_page.py PROGRAM` writes them with the command-line program given; with `--check` it fails where what is
 written is out of date.
@@ -6,15 +6,18 @@ written is out of date.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fretwork import Pattern
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "bench/results/h200/attention.json"
 
 HEAD = """# Patterns
 
@@ -43,6 +46,30 @@ work on the ends of these bands, so nothing grows with the square of a length. W
 explicit masks) is listed. Grids whose steps do not divide each other, and strides whose common multiple is beyond 4096,
 are united element by element, up to 2^28 of them.
 
+## Use
+```python
+import torch, fretwork as fw
+
+q = torch.randn(1, 4, 512, 64, requires_grad=True)
+k, v = (torch.randn(1, 2, 512, 64, requires_grad=True) for _ in range(2))  # two query heads share each
+near, far = fw.patterns.sliding_window(512, 63, 0), fw.patterns.strided(512, 32)
+fw.attention(q, k, v, near | far).sum().backward()  # one pattern for all heads
+o, lse = fw.attention(q, k, v, [near, near, far, far], return_lse=True)  # or one for each
+last = fw.attention(q[:, :, -1:], k, v, fw.patterns.sinks((1, 512), 4, 128))  # decoding: one query, all keys
+```
+Only the pattern's scores are computed, forward and backward, on a CPU or a GPU. `fretwork.jax.attention` is the same in
+JAX, and Hugging Face models take a pattern in their configuration (`fretwork.compat.transformers`). In
+`examples/`, `custom_pattern.py` makes, draws and times a new one; `longformer_block.py` and `vision_neighborhood.py`
+train with patterns.
+
+What a pattern costs: its scores, rounded up to tiles of the order that suits it. Keys a fixed distance apart cost what
+neighbouring keys cost; a patch of a grid costs what a window costs. Bands narrower than a tile, and parts that need an
+order of their own beside others (strided has two), cost more than their scores. The parts of a union may overlap:
+every score is counted once. Make a pattern once and keep it: equal patterns share their plans.
+`fretwork bench attention --seq 4096 --pattern 'strided(4096,64)'` says how fast one is on this machine, and
+[measurements](benchmarks.md) has all named ones beside other libraries.
+
+## Gallery
 """
 
 
@@ -107,8 +134,37 @@ ENTRIES = [
 ]  # fmt: skip
 
 
+def speed(call: str, rows: list[dict[str, Any]]) -> str:
+    """What was measured of a pattern on an H200, forward and backward, if it was."""
+    of = {row["pass"]: row for row in rows if row["call"] == call}
+    if not of:
+        return ""
+    parts = []
+    for which, row in of.items():
+        peers = {name: ms for name, ms in row["ms"].items() if name != "ours"}
+        best = min(peers, key=lambda name: peers[name], default=None)
+        beside = f" ({best} {peers[best]:.3g})" if best else ""
+        parts.append(f"{which} {row['ms']['ours']:.3g} ms{beside}")
+    first = next(iter(of.values()))
+    case = f"`{first['text']}`" if first.get("text") else f"{first['pattern']}, density {first['density']:.3g}"
+    sizes = f"{first['heads']} heads, S = {first['seq']:,}, D = {first['depth']}, {first['dtype']}"
+    return f"\nOn an H200, {case}, {sizes}: {', '.join(parts)}.\n"
+
+
+def measured() -> list[dict[str, Any]]:
+    """The rows that stand for their patterns: the first one measured of each call, at one size."""
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    usual = {"part": "pattern", "arch": "auto", "dtype": "bfloat16", "seq": 16384, "depth": 128}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        if all(row.get(key) == value for key, value in usual.items()):
+            found.setdefault((row["call"], row["pass"]), row)
+    return list(found.values())
+
+
 def page() -> str:
     """The text of docs/patterns.md."""
+    rows = measured()
     text = HEAD + "| pattern | key j allowed iff |\n|---|---|\n"
     for entry in ENTRIES:
         rule = entry.rule.replace("|", "\\|")
@@ -117,6 +173,7 @@ def page() -> str:
         density = 100 * Pattern.parse(entry.example).density
         text += f"\n## {entry.name}\n`{entry.form}`: {entry.rule}.\n\n![{entry.picture}](patterns/{entry.name}.svg)\n\n"
         text += f"Drawn: `{entry.picture}`. `{entry.example}` has {density:.3g} % of all pairs.\n"
+        text += speed(entry.name, rows)
     return text
 
 

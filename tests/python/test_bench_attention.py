@@ -63,3 +63,18 @@ def test_plans_of_the_program():
         pytest.skip("no program beside the libraries")
     rows = compare.measure_plans(rounds=1)
     assert len(rows) >= 5 and all(r["part"] == "plan" and r["plan_ms"] > 0 and r["bytes"] > 0 for r in rows)
+
+
+def test_the_gallery_says_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    page = pytest.importorskip("patterns_page")
+    row = {"part": "pattern", "call": "strided", "text": "strided(16384,128)", "pattern": "strided", "arch": "auto",
+           "dtype": "bfloat16", "seq": 16384, "depth": 128, "heads": 16, "density": 0.01, "pass": "forward",
+           "ms": {"ours": 0.2, "flex": 3.8}}  # fmt: skip
+    backward, later = {**row, "pass": "backward", "ms": {"ours": 0.7}}, {**row, "ms": {"ours": 9.0}}
+    file = tmp_path / "attention.json"
+    file.write_text(json.dumps([row, backward, later, {**row, "depth": 64, "call": "full"}]))
+    monkeypatch.setattr(page, "RESULTS", file)
+    said = page.speed("strided", page.measured())
+    assert "`strided(16384,128)`, 16 heads, S = 16,384, D = 128, bfloat16: forward 0.2 ms (flex 3.8), back" in said
+    assert said.count("ms") == 2 and page.speed("full", page.measured()) == ""

@@ -78,7 +78,7 @@ def test_vit_block(printed):
 
 
 def test_longformer_block(printed):
-    arguments = ("--seq", "64", "--batch", "1", "--steps", "8", "--device", "cpu")
+    arguments = ("--seq", "128", "--batch", "2", "--steps", "16", "--device", "cpu")
     rows = {line.split()[0]: line.split()[1:] for line in printed("longformer_block.py", *arguments)[-2:]}
     assert set(rows) == {"dense", "longformer"}
     for ms, first, *_, last in rows.values():

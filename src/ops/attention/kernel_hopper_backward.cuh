@@ -141,6 +141,13 @@ __device__ __forceinline__ void gather_stats(const BackwardParams& p, BackwardSh
   });
 }
 
+/// Every lane lets its stage go: each has read statistics there with loads of its own.
+__device__ __forceinline__ void release_lane(u32 empty, int stage) {
+  if (stage >= 0) {
+    mbarrier::arrive(empty + 8 * stage);
+  }
+}
+
 /// dS = P∘(dP − delta), where what is not in the pattern stays 0 whatever dP is. `delta(i)` belongs to element i.
 template <typename Delta>
 __device__ __forceinline__ void to_score_gradients(float (&s)[kStream / 2], const float (&dp)[kStream / 2], bool masked,
@@ -208,7 +215,7 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
   using S = BackwardShared<kDepth>;
   clear_unplaced(cols, 2 * S::kStages * S::kHalves, kStream, p.walk.col_places);
   init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
-  init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, 8);
+  init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, kKeys ? 256 : 8);
   begin_after_earlier_kernel();
 }
 /// The roles of the warpgroup that fetches, a warp for each.
@@ -278,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
       multiply_scores<T, kDepth, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
       wgmma::commit();
       wgmma::wait<1>();
-      release(empty, pending);
+      release_lane(empty, pending);
       pending = static_cast<int>(ring.stage);
       const auto stat = [&](int which, int j) {
         return *reinterpret_cast<const float2*>(&shared.stats[ring.stage][which][8 * j + lane % 4 * 2]);
@@ -315,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
       wgmma::commit();
     }
     wgmma::wait<0>();
-    release(empty, pending);
+    release_lane(empty, pending);
     const int4 note = read_note(shared.items[items.stage]);
     const int own = own_token(p.walk, note.w, warpgroup);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more

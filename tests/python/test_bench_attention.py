@@ -60,6 +60,15 @@ def test_a_run_has_every_row_and_is_reported(tmp_path, monkeypatch, capsys):
     assert "sinks((16,8192),4,1024)" in text
 
 
+def test_the_readme_shows_attention():
+    report = pytest.importorskip("report")
+    row = {"part": "pattern", "pattern": "strided", "arch": "auto", "dtype": "bfloat16", "seq": 16384, "depth": 128,
+           "pass": "forward", "ms": {"ours": 0.25, "flex": 4.0, "other": 5.0}}  # fmt: skip
+    text = report.readme_attention([row, {**row, "depth": 64, "ms": {"ours": 9.0}}])
+    assert "| | strided |" in text and "| forward | 0.25 (16.0×) |" in text and "| backward | – |" in text
+    assert report.readme_attention([]) == ""
+
+
 def test_plans_of_the_program():
     compare = pytest.importorskip("compare_attention")
     if compare.program() is None:

@@ -836,22 +836,28 @@ TEST(AttentionCpu, NamedPatterns) {
   check(c);
 }
 
-TEST(AttentionCpu, Threads) {
+TEST(AttentionCpu, Threads) {  // that share each head, and that take whole ones
   Case c = with(dilated(300, 300, 20, 3));
   c.batch = 2;
   c.heads = 4;
   c.kv_heads = 2;
   c.cuts = {{Cut::residues, 3}, {Cut::plain, 1}};
-  c.bias = {1, 1, 300, 300};
   c.dropout = 0.1;
-  std::mt19937 random(3), again(3);
-  Tensors one = make(c, random), more = make(c, again);
-  TbbExecutor executor(3);
-  run(c, one, serial_executor());
-  run(c, more, executor);
-  EXPECT_TRUE(one.o.same_bytes(more.o) && one.lse.same_bytes(more.lse));
-  EXPECT_TRUE(one.d_q.same_bytes(more.d_q) && one.d_k.same_bytes(more.d_k) && one.d_v.same_bytes(more.d_v));
-  EXPECT_TRUE(one.d_bias.same_bytes(more.d_bias));
+  for (const Index bias : {0, 1}) {
+    c.bias = {bias, bias, 300 * bias, 300 * bias};
+    std::mt19937 random(3);
+    Tensors one = make(c, random);
+    run(c, one, serial_executor());
+    for (const int threads : {2, 3}) {
+      std::mt19937 again(3);
+      Tensors more = make(c, again);
+      TbbExecutor executor(threads);
+      run(c, more, executor);
+      EXPECT_TRUE(one.o.same_bytes(more.o) && one.lse.same_bytes(more.lse));
+      EXPECT_TRUE(one.d_q.same_bytes(more.d_q) && one.d_k.same_bytes(more.d_k) && one.d_v.same_bytes(more.d_v));
+      EXPECT_TRUE(one.d_bias.same_bytes(more.d_bias));
+    }
+  }
 }
 
 TEST(AttentionCpu, LargeScores) {

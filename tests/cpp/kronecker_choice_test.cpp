@@ -18,8 +18,8 @@ namespace {
 namespace driver = fretwork::cuda;
 
 TEST(Choice, IsItsText) {
-  for (const char* const text : {"best", "hopper:128", "regroup:64", "dense:256", "strided:16x4", "cluster", "portable", "simple",
-                                 "rows:256", "lanes:192", "few"}) {
+  for (const char* const text : {"best", "hopper:128", "regroup:64", "dense:256", "strided:16x4", "cluster", "portable",
+                                 "simple", "rows:256", "lanes:192", "few"}) {
     const auto choice = parse_choice(text);
     ASSERT_TRUE(choice) << text;
     EXPECT_EQ(text_of(*choice), text);
@@ -253,6 +253,7 @@ TEST(CudaChoices, UnknownSizesAreRefused) {
   Product product({2, 64, 64, 16}, 300, DType::f16, false, context);
   EXPECT_TRUE(product.result({Route::hopper, 100}).empty());
   EXPECT_TRUE(product.result({Route::regroup, 100}).empty());
+  EXPECT_TRUE(product.result({Route::dense, 100}).empty());
   EXPECT_TRUE(product.result({Route::strided, 3, 4}).empty());
   EXPECT_TRUE(product.result({Route::rows, 64}).empty());
 }

@@ -508,6 +508,21 @@ TEST_F(KroneckerCuda, HopperProducts) {
   }
 }
 
+/// So many tiles that CTAs take the next one instead of turns.
+TEST_F(KroneckerCuda, ManyTiles) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (const bool last : {false, true}) {
+    for (const Case& c : {Case{{1024, 16, 16, 1}, 1672, last, DType::f16, Activation::relu, true},
+                          {{1024, 16, 136, 1}, 1672, last, DType::bf16, Activation::none, true}}) {
+      Forward f(c);
+      ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c))) << c.text();
+      f.check();
+    }
+  }
+}
+
 /// tf32, batch first, d = 2 and 4.
 std::vector<Case> interleaved_cases() {
   using enum Activation;

@@ -246,8 +246,10 @@ DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
 // ---------------------------------------------------------------------------------------------- who does what
 
 /// Pairs of batch and head, and how many of them run through their tiles together because their operands fit the cache.
+/// Launches go through them forwards and backwards in turn: the cache still has what the one before used last.
 struct Pairs {
   int batch, heads, together;
+  bool backwards;
 };
 
 struct Schedule {
@@ -283,7 +285,7 @@ std::vector<Task> order_tasks(const DeviceComponent& component, const Pairs& pai
   const auto add = [&](auto first, auto last, std::int64_t begin, std::int64_t end) {
     for (auto tile = first; tile != last; ++tile) {
       for (std::int64_t n = begin; n < end; ++n) {
-        tasks.push_back({*tile, n});
+        tasks.push_back({*tile, pairs.backwards ? all - 1 - n : n});
       }
     }
   };
@@ -297,7 +299,7 @@ std::vector<Task> order_tasks(const DeviceComponent& component, const Pairs& pai
 /// Each task to the CTA that has least to do so far: what a queue would do, without one. `repeat` is how often a step
 /// is done; `empty` says whether tiles without steps have work to do as well.
 Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device) {
-  constexpr std::int64_t kOverhead = 2;  // of an item, in steps
+  constexpr std::int64_t kOverhead = 1;  // of an item, in steps
   const int ctas = driver::device_info(device).multiprocessors;
   const std::vector<Task> tasks = order_tasks(component, pairs, empty, ctas);
   const auto grid = static_cast<int>(std::min<std::int64_t>(ctas, std::ssize(tasks)));
@@ -327,8 +329,11 @@ Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int
 /// A plan and the schedules of its components for some number of heads.
 struct Prepared {
   std::shared_ptr<const DevicePlan> plan;
-  std::vector<Schedule> schedules;
-  bool fill = false;  ///< rows may be reached by no component
+  std::vector<std::size_t> order;   ///< of the components; the first one reaches all rows where any does
+  std::vector<Schedule> schedules;  ///< in that order
+  bool fill = false;                ///< rows may be reached by no component
+
+  const DeviceComponent& component(std::size_t at) const { return plan->components[order[at]]; }
 
   std::size_t bytes() const {
     std::size_t all = 0;
@@ -352,16 +357,31 @@ std::shared_ptr<const DevicePlan> find_plan(const std::shared_ptr<const Plan>& p
   return cache.get(hash_of(plan.get(), {device}), [&] { return make_plan(plan, device); });
 }
 
+/// `stores_empty`: the kernels store the rows of tiles without steps as well.
 std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan, const Pairs& pairs, int repeat,
-                                        const Context& context) {
+                                        bool stores_empty, const Context& context) {
   static PlanCache<Prepared>& cache = *std::make_unique<PlanCache<Prepared>>().release();
   const int device = context.device.index;
-  const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, repeat, device});
+  const Hash128 key =
+      hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, stores_empty, device});
   auto prepared = cache.get(key, [&] {
-    Prepared made{find_plan(plan, device), {}, plan->components.empty() || !plan->components[0].covers_rows};
-    for (const DeviceComponent& component : made.plan->components) {
-      const bool first = made.schedules.empty() && !made.fill;
-      made.schedules.push_back(make_schedule(component, pairs, repeat, first, device));
+    Prepared made{find_plan(plan, device), {}, {}, false};
+    made.order.resize(plan->components.size());
+    std::iota(made.order.begin(), made.order.end(), std::size_t{0});
+    const auto reaches_all = [&](std::size_t c) {
+      const DeviceComponent& component = made.plan->components[c];
+      return component.covers_rows &&
+             (stores_empty || std::find(component.steps.begin(), component.steps.end(), 0) == component.steps.end());
+    };
+    const auto first = std::find_if(made.order.begin(), made.order.end(), reaches_all);
+    made.fill = first == made.order.end();
+    if (!made.fill) {
+      std::rotate(made.order.begin(), first, first + 1);
+    }
+    Pairs turn = pairs;
+    for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {
+      const bool empty = at == 0 && !made.fill;
+      made.schedules.push_back(make_schedule(made.component(at), turn, repeat, empty, device));
     }
     return made;
   });
@@ -493,7 +513,7 @@ struct Launch {
 
 std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared, std::size_t at,
                                      int device) {
-  const DeviceComponent& c = prepared.plan->components[at];
+  const DeviceComponent& c = prepared.component(at);
   const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count, p.rows}, p.depth, c.rows);
   const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.cols);
   const auto v = make_source(p.v, {p.batch, p.kv_heads, p.cols}, p.value_depth, c.cols);
@@ -563,7 +583,7 @@ void launch_statistics(const BackwardProblem& b, RowStats* stats, Context& conte
 std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
                                               std::size_t at, bool keys, const RowStats* stats, int device) {
   const Problem& p = b.forward;
-  const DeviceComponent& c = prepared.plan->components[at];
+  const DeviceComponent& c = prepared.component(at);
   const Side &queries_side = keys ? c.cols : c.rows, &keys_side = keys ? c.rows : c.cols;
   const std::array<std::int64_t, 3> sizes{p.batch, heads.count, p.rows}, kv_sizes{p.batch, heads.kv_count, p.cols};
   const auto q = make_source(from_head(p.q, heads.first, 2), sizes, p.depth, queries_side);
@@ -609,8 +629,9 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
   const std::int64_t group = p.heads / p.kv_heads;
   const Heads heads{range.first, range.count, range.first / group, range.count / group};
   const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(keys ? heads.kv_count : heads.count),
-                    keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p)};
-  const auto prepared = kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, context));
+                    keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p), launches.size() % 2 == 1};
+  const auto prepared =
+      kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, true, context));
   if (prepared->fill && keys) {
     zeros.push_back({from_head(b.d_k, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.depth});
     zeros.push_back({from_head(b.d_v, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.value_depth});
@@ -644,8 +665,8 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
   std::vector<Launch> launches;
   std::vector<HeadRange> fills;
   for (const HeadRange& range : ranges_of(plans, p.heads)) {
-    const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p)};
-    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, context));
+    const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p), false};
+    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, false, context));
     if (prepared->fill) {
       fills.push_back(range);
     }

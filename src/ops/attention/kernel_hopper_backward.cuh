@@ -47,28 +47,54 @@ __device__ __forceinline__ void walk_steps(const BackwardParams& p, Step step) {
   }
 }
 
-/// One thread fetches the rows of each item.
-template <int kDepth>
+/// Brings near what those who multiply ask for at the ends of an item: the tokens of its rows, and for queries their
+/// statistics. A lane has four rows.
+template <bool kKeys>
+__device__ __forceinline__ void prefetch_rows(const BackwardParams& p, const int4& item) {
+  const int4 tokens = record(p.walk.row_tokens + item.x * kRows, threadIdx.x % 32);
+  if constexpr (!kKeys) {
+    const RowStats* const stats = p.stats + item.y * p.stats_batch + item.z * p.stats_head;
+    const auto prefetch = [&](int token) {
+      if (token >= 0) {
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(stats + token));
+      }
+    };
+    prefetch(tokens.x);
+    prefetch(tokens.y);
+    prefetch(tokens.z);
+    prefetch(tokens.w);
+  }
+}
+
+/// One warp fetches the rows of each item.
+template <int kDepth, bool kKeys>
 __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 rows) {
   using S = BackwardShared<kDepth>;
   const Walk& walk = p.walk;
   Ring<2> ring(1);
 #pragma unroll 1
   for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, ring.next()) {
-    const int4 item = record(walk.items, i), place = record(walk.row_tiles, item.x);
+    const int4 item = record(walk.items, i);
     mbarrier::wait(shared_address(&shared.row_empty[ring.stage]), ring.parity);
-    const u32 full = shared_address(&shared.row_full[ring.stage]), to = rows + ring.stage * 2 * S::kRowTile;
-    shared.items[ring.stage] = {item.w, item.y, item.z, item.x};
-    mbarrier::arrive_expect(full, 2 * S::kHalves * 128 * walk.row_places);
-    fetch<S::kHalves>(p.rows[0], to, S::kRowHalf, full, place, item.y, item.z);
-    fetch<S::kHalves>(p.rows[1], to + S::kRowTile, S::kRowHalf, full, place, item.y, item.z);
+    if (threadIdx.x == 0) {
+      const int4 place = record(walk.row_tiles, item.x);
+      const u32 full = shared_address(&shared.row_full[ring.stage]), to = rows + ring.stage * 2 * S::kRowTile;
+      shared.items[ring.stage] = {item.w, item.y, item.z, item.x};
+      mbarrier::arrive_expect(full, 2 * S::kHalves * 128 * walk.row_places);
+      fetch<S::kHalves>(p.rows[0], to, S::kRowHalf, full, place, item.y, item.z);
+      fetch<S::kHalves>(p.rows[1], to + S::kRowTile, S::kRowHalf, full, place, item.y, item.z);
+    }
+    __syncwarp();
+    prefetch_rows<kKeys>(p, item);
   }
-  mbarrier::wait(shared_address(&shared.row_empty[ring.stage]), ring.parity);
-  shared.items[ring.stage] = {-1, 0, 0, 0};
-  mbarrier::arrive(shared_address(&shared.row_full[ring.stage]));
+  if (threadIdx.x == 0) {
+    mbarrier::wait(shared_address(&shared.row_empty[ring.stage]), ring.parity);
+    shared.items[ring.stage] = {-1, 0, 0, 0};
+    mbarrier::arrive(shared_address(&shared.row_full[ring.stage]));
+  }
 }
 
-/// Another the columns of each step.
+/// A thread of another warp the columns of each step.
 template <int kDepth, bool kKeys>
 __device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 cols) {
   using S = BackwardShared<kDepth>;
@@ -113,6 +139,13 @@ __device__ __forceinline__ void gather_stats(const BackwardParams& p, BackwardSh
     mbarrier::arrive(shared_address(&shared.full[ring.stage]));
     ring.next();
   });
+}
+
+/// Every lane lets its stage go: each has read statistics there with loads of its own.
+__device__ __forceinline__ void release_lane(u32 empty, int stage) {
+  if (stage >= 0) {
+    mbarrier::arrive(empty + 8 * stage);
+  }
 }
 
 /// dS = P∘(dP − delta), where what is not in the pattern stays 0 whatever dP is. `delta(i)` belongs to element i.
@@ -182,14 +215,14 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
   using S = BackwardShared<kDepth>;
   clear_unplaced(cols, 2 * S::kStages * S::kHalves, kStream, p.walk.col_places);
   init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
-  init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, 8);
+  init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, kKeys ? 256 : 8);
   begin_after_earlier_kernel();
 }
 /// The roles of the warpgroup that fetches, a warp for each.
 template <int kDepth, bool kKeys>
 __device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 rows, u32 cols) {
-  if (threadIdx.x == 0) {
-    fetch_rows<kDepth>(p, shared, rows);
+  if (threadIdx.x < 32) {
+    fetch_rows<kDepth, kKeys>(p, shared, rows);
   } else if (threadIdx.x == 32) {
     fetch_cols<kDepth, kKeys>(p, shared, cols);
   } else if (kKeys && threadIdx.x / 32 == 2) {
@@ -252,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
       multiply_scores<T, kDepth, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
       wgmma::commit();
       wgmma::wait<1>();
-      release(empty, pending);
+      release_lane(empty, pending);
       pending = static_cast<int>(ring.stage);
       const auto stat = [&](int which, int j) {
         return *reinterpret_cast<const float2*>(&shared.stats[ring.stage][which][8 * j + lane % 4 * 2]);
@@ -289,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
       wgmma::commit();
     }
     wgmma::wait<0>();
-    release(empty, pending);
+    release_lane(empty, pending);
     const int4 note = read_note(shared.items[items.stage]);
     const int own = own_token(p.walk, note.w, warpgroup);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more

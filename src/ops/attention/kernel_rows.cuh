@@ -16,8 +16,13 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
   let_next_kernel_start();
   const i64 index = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) / kLanes;
   const i64 at = index < p.all_rows ? index : p.all_rows - 1;  // all lanes take part in the sum
-  const i64 set = at / p.rows, row = at - set * p.rows, batch = set / p.heads, head = set - batch * p.heads;
+  const bool small = p.all_rows <= 0xffffffffll;               // then divisions are quick
+  const i64 set = small ? static_cast<u32>(at) / static_cast<u32>(p.rows) : at / p.rows;
+  const i64 batch = static_cast<u32>(set) / static_cast<u32>(p.heads);  // heads and batches never take 32 bits
+  const i64 row = at - set * p.rows, head = set - batch * p.heads;
   const auto place = [&](const OutputArg& of) { return batch * of.batch + head * of.head + row * of.row; };
+  const float lse = static_cast<const float*>(p.lse.data)[place(p.lse)];
+  const float given = p.d_lse.data != nullptr ? static_cast<const float*>(p.d_lse.data)[place(p.d_lse)] : 0.0f;
   const T* const o = static_cast<const T*>(p.o.data) + place(p.o);
   const T* const d_o = static_cast<const T*>(p.d_o.data) + place(p.d_o);
   float sum = 0.0f;
@@ -30,8 +35,6 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
   }
   sum = reduce_lanes<kLanes>(sum, take_sum{});
   if (threadIdx.x % kLanes == 0 && index < p.all_rows) {
-    const float lse = static_cast<const float*>(p.lse.data)[place(p.lse)];
-    const float given = p.d_lse.data != nullptr ? static_cast<const float*>(p.d_lse.data)[place(p.d_lse)] : 0.0f;
     p.stats[at] = {lse == -infinity() ? infinity() : lse * kLog2E, sum - given};
   }
 }

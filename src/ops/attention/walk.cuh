@@ -231,10 +231,11 @@ template <typename T, int Depth, int Rows, int Threads, int Unroll, typename Til
 __device__ __forceinline__ void copy_lines(const Tile& tile, const u8* from, int row_bytes, int depth,
                                            const RowOf& row_of) {
   constexpr int kChunks = Depth / chunk_of<T>;
-  constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32, kStep = Threads / kLanes;
+  constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
+  constexpr int kStep = Threads / kLanes < Rows ? Threads / kLanes : Rows;  // lines at once
   static_assert(Rows % kStep == 0);
   const int first = static_cast<int>(threadIdx.x) / kLanes, chunk = static_cast<int>(threadIdx.x) % kLanes;
-  if (kChunks < kLanes && chunk >= kChunks) {
+  if (first >= kStep || chunk >= kChunks) {
     return;
   }
   const int whole = min(max((depth - chunk * chunk_of<T>)*static_cast<int>(sizeof(T)), 0), 16);

@@ -246,13 +246,7 @@ struct Estimate {
   double dense_product(int width) const {
     const double depth = double(s.c) * double(ceil_div(s.b * s.d, width)) + double(s.b * s.c * s.d) / kRows;
     const double work = double(s.d) * flops / (tf32 ? 320e12 : 600e12);
-    return std::max({1.25 * pass, work, size() * depth / 5.5e12}) + packing(2 * s.d + 1) + 1.1 * start;
-  }
-  /// Whether that is clearly faster than the ways that keep neighbouring δ together, of d = 2 or 4.
-  bool dense_pays(int width, std::optional<int> interleaved_width) const {
-    const double strided = tf32 ? strided_product() : std::max(1.15 * pass, flops / (s.d == 2 ? 295e12 : 400e12));
-    const double other = interleaved_width ? interleaved_product(*interleaved_width) : strided;
-    return (s.d == 2 || s.d == 4) && dense_product(width) < 0.95 * (other + packing(3) + 1.6 * start);
+    return std::max({1.25 * pass, work, size() * depth / 8e12}) + packing(2 * s.d + 1) + 1.1 * start;
   }
   /// Moving the weights so many times.
   double packing(std::int64_t times) const { return size() * double(times) * flops / 2 / 3e12 / double(batch); }
@@ -422,7 +416,12 @@ struct Dense {
   Lines lines;
   std::size_t bytes;
 };
-std::optional<Dense> dense(const Problem& p, int wanted, int multiprocessors) {
+/// For any batch, as a layer should not need a kernel for each; a tile costs its columns and 64 more.
+int dense_width(std::int64_t columns) {
+  const auto cost = [&](int width) { return ceil_div(columns, width) * (width + 64); };
+  return *std::ranges::min_element(kWidths, {}, cost);
+}
+std::optional<Dense> dense(const Problem& p, int wanted) {
   constexpr std::int64_t kMostDeltas = 8;
   const Sizes& s = p.sizes;
   if (s.d == 1 || s.d > kMostDeltas || s.a * s.b * s.d >= kMost / (s.c * s.d + 8) ||
@@ -435,11 +434,23 @@ std::optional<Dense> dense(const Problem& p, int wanted, int multiprocessors) {
   if (!layout || layout->last || !layout->y.can_be_written()) {
     return std::nullopt;
   }
-  const int width = wanted > 0 ? wanted : product_width(one, s.a, kWidths, multiprocessors);
+  const int width = wanted > 0 ? wanted : dense_width(one.sizes.b);
   const bool along_k = p.dtype == DType::f32 || std::llabs(p.w.c) <= std::llabs(p.w.b);
   const std::int64_t line = ceil_div((along_k ? s.c : s.b) * s.d, kMapUnit) * kMapUnit;
   const auto bytes = static_cast<std::size_t>(s.a * s.d * (along_k ? s.b : s.c) * line) * size_of(p.dtype);
   return Dense{one, *layout, width, {along_k, line, p.dtype == DType::f32}, bytes};
+}
+
+/// Whether that should be clearly faster than the ways that keep neighbouring δ together, of d = 2 or 4. Reckoned for
+/// many rows, so that it does not depend on the batch.
+bool dense_pays(const Problem& p) {
+  const Sizes& s = p.sizes;
+  const Estimate times(s, p.dtype, 25088);
+  const double strided = std::max(1.15 * times.pass, times.flops / (s.d == 2 ? 295e12 : 400e12));
+  const double rows = std::max(1.2 * times.pass, 0.72 * times.interleaved_product(s.d == 2 ? 128 : 64));
+  const double other = times.tf32 ? rows : strided;  // by times on an H200
+  return (s.d == 2 || s.d == 4) &&
+         times.dense_product(dense_width(s.b * s.d)) < 0.95 * (other + times.packing(3) + 1.6 * times.start);
 }
 
 void run_dense(const Problem& p, const Dense& one, Context& context) {
@@ -640,7 +651,7 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
     return false;
   }
   if (form == Form::dense) {
-    const auto one = dense(p, wanted, multiprocessors);
+    const auto one = dense(p, wanted);
     if (one) {
       run_dense(p, *one, context);
     }
@@ -660,8 +671,7 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
   const int bytes = bytes_of(p.dtype);
   const Estimate times(s, p.dtype, p.batch);
   const auto rows = interleaved(p, multiprocessors);
-  if (const auto one = dense(p, 0, multiprocessors);
-      form == Form::best && one && times.dense_pays(one->width, rows ? std::optional(rows->width) : std::nullopt)) {
+  if (const auto one = form == Form::best ? dense(p, 0) : std::nullopt; one && dense_pays(p)) {
     run_dense(p, *one, context);
     return true;
   }

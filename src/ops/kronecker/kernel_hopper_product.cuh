@@ -27,15 +27,61 @@ __device__ __forceinline__ int next_tile(const ProductParams& p, int index) {
   return p.taken != nullptr ? atomicAdd(p.taken, 1) + all : index + all;
 }
 
-/// Fetches tiles until there are none. `tiles` says which one begins in a stage, or that all have gone.
+/// How far the fetching thread is.
+struct Progress {
+  int index, step;  ///< tile, and step of its depth
+  u32 stages;       ///< filled so far
+};
+
+/// The first stages of the ring: kLeft is x alone, else the weights alone.
+template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kLeft>
+__device__ __forceinline__ Progress fetch_ahead(const ProductParams& p, Stages<kWidth>& stages, int* tiles, u32 base) {
+  using S = Stages<kWidth>;
+  Progress at{static_cast<int>(blockIdx.x), 0, 0};
+#pragma unroll 1
+  for (; at.stages < S::kCount && at.index < p.total; ++at.stages) {
+    const Tile t = product_tile<kWidth>(p, at.index);
+    const u32 full = shared_address(&stages.full[at.stages]), to = base + at.stages * S::kBytes;
+    if constexpr (kLeft) {
+      if (at.step == 0) {
+        tiles[at.stages] = at.index;
+      }
+      mbarrier::arrive_expect(full, S::kBytes);
+      fetch_operand<T, !kLast, kRows>(to, &p.x, full, t.row, at.step * kLine<T>, t);
+    } else {
+      fetch_operand<T, kWeightsK, kWidth>(to + kLeftBytes, &p.weights, full, t.col, at.step * kLine<T>, t);
+    }
+    if (++at.step == p.steps) {
+      at.step = 0;
+      at.index += static_cast<int>(gridDim.x);
+    }
+  }
+  return at;
+}
+
+/// Fetches tiles until there are none. `tiles` says which one begins in a stage, or that all have gone. The weights may
+/// still be packed by the kernel before; x was there before that began.
 template <typename T, int kWidth, bool kLast, bool kWeightsK>
 __device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles, u32 base) {
+  Progress at{static_cast<int>(blockIdx.x), 0, 0};
+  if (p.taken == nullptr) {
+    fetch_ahead<T, kWidth, kLast, kWeightsK, true>(p, stages, tiles, base);
+    wait_for_earlier_kernel();
+    at = fetch_ahead<T, kWidth, kLast, kWeightsK, false>(p, stages, tiles, base);
+  }
   typename Stages<kWidth>::Ring ring(1);
-  for (int index = static_cast<int>(blockIdx.x), next; index < p.total; index = next) {
+  for (u32 s = 0; s < at.stages; ++s) {
+    ring.next();
+  }
+  for (int index = at.index, step = at.step, next; index < p.total; index = next, step = 0) {
     next = next_tile(p, index);  // on its way while this one is fetched
-    mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
-    tiles[ring.stage] = index;
-    fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, product_tile<kWidth>(p, index), stages, base, ring);
+    Tile t = product_tile<kWidth>(p, index);
+    t.first = step;
+    if (step == 0) {
+      mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
+      tiles[ring.stage] = index;
+    }
+    fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, t, stages, base, ring);
   }
   mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
   tiles[ring.stage] = -1;
@@ -144,7 +190,6 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       tma::prefetch(&p.x);
       tma::prefetch(&p.weights);
       tma::prefetch(&p.y);
-      wait_for_earlier_kernel();  // which packs the weights
       fetch_tiles<T, kWidth, kLast, kWeightsK>(p, stages, tiles, base);
     }
   } else {

@@ -1,18 +1,18 @@
 """Fretwork's attention beside FlexAttention and torch's own on the same masks and data in one run.
 
-    python bench/compare_attention.py --quick                             # one table, under a minute on an H200
+    python bench/compare_attention.py --quick                             # a table of eight, a minute on an H200
     python bench/compare_attention.py                                     # every pattern, forward and backward
     python bench/compare_attention.py --seqs 4096,16384,65536 --depths 64,128
     python bench/compare_attention.py --patterns full,causal --passes forward --parts patterns
     python bench/compare_attention.py --device cpu                        # S = 2048, 4 heads, D = 64, fp32
 
-Rows go to bench/results/<device>/attention.json, losing ones too. Flex is compiled for each mask and shape, as its
-users would (--flex tuned lets it search); cuDNN and FlashAttention-2 run where they know the mask, which is full and
-causal; on a CPU torch's scaled_dot_product_attention gets the mask. TFLOP/s count the pattern's elements alone, two
-products forward and five backward. The floor of a row is that work at the rate of a dense product of the run, or the
-bytes of its operands at the copy rate of the run, whichever takes longer. On a GPU the L2 cache is flushed before each
-call, and calls under two milliseconds are timed as CUDA graphs, peers too. FRETWORK_ARCH=sm_80 forces the portable
-kernels and marks the rows so.
+Rows go to bench/results/<device>/attention.json, losing ones too (quick ones only where --out says). Flex is compiled
+for each mask and shape, as its users would (--flex tuned lets it search); cuDNN and FlashAttention-2 run where they
+know the mask, which is full and causal; on a CPU torch's scaled_dot_product_attention gets the mask. TFLOP/s count the
+pattern's elements alone, two products forward and five backward. The floor of a row is that work at the rate of a dense
+product of the run, or the bytes of its operands at the copy rate of the run, whichever takes longer. On a GPU the L2
+cache is flushed before each call, and calls under two milliseconds are timed as CUDA graphs, peers too.
+FRETWORK_ARCH=sm_80 forces the portable kernels and marks the rows so.
 
 Other parts: `decode` (a few queries against a long past), `host` (time of a call on the host, inference mode), `first`
 (the first call of a process, kernel cache cold and warm), `plan` (patterns of a million tokens, made and planned).
@@ -41,6 +41,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fretwork as fw
 from attention_cases import CPU, GPU, Case, Rule, cases
+from report import attention_section
 from rows import RESULTS, Row, folder, machine, numbers, store
 from timing import graphed, host_microseconds, medians
 
@@ -129,20 +130,24 @@ def usable(calls: dict[str, Call], left_out: dict[str, str]) -> dict[str, Call]:
 
 
 def timed(calls: dict[str, Call], device: torch.device, stream: Any, seconds: float) -> tuple[dict[str, float], Row]:
-    """Medians; on a GPU short calls as graphs, where they can be captured."""
+    """Medians; on a GPU short calls as graphs, where they can be captured. Gradients run on the stream of their forward
+    pass, so all is timed there."""
     if device.type == "cpu":
         return medians(calls, device, seconds=seconds), {}
-    first = medians(calls, device, rounds=1)
-    runs, plain = {}, []
-    for algo, call in calls.items():
-        runs[algo] = call
-        if first[algo] < SHORT_MS:
-            try:
-                runs[algo] = graphed(call, stream)
-            except Exception:  # not every peer can be captured
-                plain.append(algo)
-                torch.cuda.synchronize()
-    return medians(runs, device, seconds=seconds), {"not_graphed": plain} if plain else {}
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        first = medians(calls, device, rounds=1)
+        runs, plain = {}, []
+        for algo, call in calls.items():
+            runs[algo] = call
+            if first[algo] < SHORT_MS:
+                try:
+                    runs[algo] = graphed(call, stream)
+                except Exception:  # not every peer can be captured
+                    plain.append(algo)
+                    torch.cuda.synchronize()
+        ms = medians(runs, device, seconds=seconds)
+    return ms, {"not_graphed": plain} if plain else {}
 
 
 def error_of(o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> float:
@@ -324,7 +329,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one table of eight patterns; peers while time is left")
-    parser.add_argument("--parts", default="", help=f"{','.join(PARTS)}; first on a GPU only")
+    parser.add_argument("--parts", default="", help=f"{','.join(PARTS)}; host and first on a GPU only")
     parser.add_argument("--patterns", default="", help="all unless named, with commas")
     parser.add_argument("--passes", default="forward,backward")
     parser.add_argument("--seqs", default="", help="16384 on a GPU, 2048 on a CPU; several with commas")
@@ -337,7 +342,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--flex", choices=("plain", "tuned"), default="plain", help="how Flex is compiled")
     parser.add_argument("--seconds", type=float, default=0.0, help="of measuring for a row (1; quick: 0.15)")
     parser.add_argument("--minutes", type=float, default=0.0, help="that peers may make the whole run last (no limit)")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="where rows go; quick ones, some without peers, nowhere unless given")
     options = parser.parse_args()
     gpu = options.device.startswith("cuda")
     options.passes = numbers(options.passes, str)
@@ -351,7 +356,8 @@ def parsed() -> argparse.Namespace:
         "" if options.peers == "none" else options.peers or ",".join(PEERS["cuda" if gpu else "cpu"]), str
     )
     options.seconds = options.seconds or (0.15 if options.quick else 1.0)
-    options.minutes = options.minutes or (0.4 if options.quick else math.inf)
+    options.minutes = options.minutes or (0.35 if options.quick else math.inf)
+    options.out = options.out or (None if options.quick else RESULTS)
     return options
 
 
@@ -392,7 +398,7 @@ def main() -> None:
         if "decode" in options.parts:
             for queries in (1, 16):
                 keep([measure_decode(queries, device, dtype, rates[options.dtypes[0]], options, late(1))])
-        if "host" in options.parts:
+        if "host" in options.parts and gpu:  # on a CPU the host is where the work is done
             keep(measure_host(device, dtype))
         if "plan" in options.parts:
             keep(measure_plans())
@@ -400,7 +406,10 @@ def main() -> None:
             quick = ("sliding_window(2048,255,0)",)
             keep(measure_first_calls(quick if options.quick else (*quick, "strided(2048,64)", "full(2048)")))
     finally:
-        store(folder(options.out, facts) / "attention.json", rows, IDENTITY)
+        if options.out is not None:
+            store(folder(options.out, facts) / "attention.json", rows, IDENTITY)
+        if rows:
+            print("", *attention_section(rows), sep="\n")
         print(f"{len(rows)} rows in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 

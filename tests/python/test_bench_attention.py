@@ -43,18 +43,30 @@ def test_a_run_has_every_row_and_is_reported(tmp_path, monkeypatch, capsys):
     compare.main()
     path = tmp_path / "cpu" / "attention.json"
     rows = json.loads(path.read_text())
-    assert [r["part"] for r in rows] == ["pattern"] * 6 + ["decode"] * 2 + ["host"]
-    assert all(set(r["ms"]) == {"ours", "sdpa"} and r["floor_ms"] > 0 for r in rows[:8])
+    assert [r["part"] for r in rows] == ["pattern"] * 6 + ["decode"] * 2
+    assert all(set(r["ms"]) == {"ours", "sdpa"} and r["floor_ms"] > 0 for r in rows)
     assert all(r["error"] < 1e-4 for r in rows if "error" in r)
     compare.store(path, rows[:6], compare.IDENTITY)  # the same cases again replace themselves
-    assert len(json.loads(path.read_text())) == 9
-    assert "9 rows in" in capsys.readouterr().err
+    assert len(json.loads(path.read_text())) == 8
+    said = capsys.readouterr()
+    assert "8 rows in" in said.err and "| neighborhood |" in said.out
+    rows += compare.measure_host(torch.device("cpu"), torch.float32)
 
     plan = {"part": "plan", "pattern": "window", "make_ms": 1, "plan_ms": 2, "transposed_ms": 3, "bytes": 4e6}
     first = {"part": "first", "pattern": "full(9)", "cache": "cold", "ms": {"ours": 5.0}, "backward_ms": None}
     text = "\n".join(report.attention_section([*rows, plan, first]))
     assert text.count("| strided |") == 1 and "| window | 1.00 | 2.00 | 3.00 | 4.00 |" in text
-    assert "| full(9) | cold | 5.0 | – |" in text and "sinks((16,8192),4,1024)" in text
+    assert "| full(9) | cold | 5.0 | – |" in text and "Host time of a call" in text
+    assert "sinks((16,8192),4,1024)" in text
+
+
+def test_the_readme_shows_attention():
+    report = pytest.importorskip("report")
+    row = {"part": "pattern", "pattern": "strided", "arch": "auto", "dtype": "bfloat16", "seq": 16384, "depth": 128,
+           "pass": "forward", "ms": {"ours": 0.25, "flex": 4.0, "other": 5.0}}  # fmt: skip
+    text = report.readme_attention([row, {**row, "depth": 64, "ms": {"ours": 9.0}}])
+    assert "| | strided |" in text and "| forward | 0.25 (16.0×) |" in text and "| backward | – |" in text
+    assert report.readme_attention([]) == ""
 
 
 def test_plans_of_the_program():

@@ -133,6 +133,10 @@ class BatchFirst : Work {
     std::byte* const left = buffers.left.need(packing_.bytes(tiles_.rows * part.depth.each * part.chunk.run()));
     const bool once = part.depth.pieces() == 1;
     const bool fetches = far_ && (s_.d > part.chunk.run() || part.depth.each * part.chunk.run() <= kShortRow);
+    // Runs of a whole vector are packed by the first product of a strip, and those of the next strip fetched by others.
+    const bool whole_runs = !tiles_.widens && tiles_.group == 1 && part.chunk.full() &&
+                            part.chunk.run() == tiles_.lanes && p_.x.feature == 1 && last - first >= tiles_.rows &&
+                            (p_.x.batch != tiles_.lanes);
     // The bias, one tile's sums, and if they are computed piece by piece, all sums.
     std::byte* const bias = buffers.sums.need(
         tiles_.sum * static_cast<std::size_t>(lanes + tiles_.rows * lanes + (once ? 0 : rows_.each * lanes)));
@@ -145,16 +149,25 @@ class BatchFirst : Work {
       const std::int64_t k = piece * part.depth.each, depth = part.depth.size(piece);
       for (std::int64_t row = first_row; row < last_row; row += tiles_.rows) {
         const std::int64_t rows = std::min(tiles_.rows, last_row - row);
-        const Packing::Strip strip = packing_.left(packing_.at(x(i), row, k, part.chunk.first), rows,
-                                                   std::min(depth, s_.c - k), part.chunk, left);
-        const simd::Term term{left, 0, nullptr};
-        simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
-        product.row_stride = strip.row;
-        product.step_stride = strip.step;
-        product.add = piece > 0;
+        const Operand from = packing_.at(x(i), row, k, part.chunk.first);
+        const bool on_the_way = whole_runs && rows == tiles_.rows;
+        const Packing::Strip strip = on_the_way
+                                         ? packing_.strip(from, depth, part.chunk)
+                                         : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, left);
         const Operand next = packing_.at(x(i), row + tiles_.rows, k, part.chunk.first);
+        const bool follows = fetches && row + 2 * tiles_.rows <= last_row;
         for (std::int64_t n = first; n < last; ++n) {
-          if (fetches && row + 2 * tiles_.rows <= last_row) {
+          const bool packs = on_the_way && n == first;
+          const simd::Term term{packs ? from.data : left, 0, nullptr};
+          simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
+          product.row_stride = packs ? from.row : strip.row;
+          product.step_stride = packs ? from.col : strip.step;
+          product.copy = packs ? left : nullptr;
+          product.add = piece > 0;
+          if (follows && on_the_way && n - first < tiles_.rows) {
+            product.soon = packing_.at(next.data, (n - first) * next.row);
+            product.soon_stride = next.col * size_;
+          } else if (follows && !on_the_way) {
             fetch(next, depth, part.chunk, n - first, last - first);
           }
           const Columns::Panel panel = part.columns.panel(n);
@@ -196,10 +209,12 @@ class BatchFirst : Work {
                                     std::int64_t shares) const {
     const bool along = from.col == chunk.run();
     const std::int64_t step = along ? kLine : from.col * size_;
-    const std::int64_t steps = along ? ceil_div(depth * from.col * size_, kLine) : depth, all = tiles_.rows * steps;
-    for (std::int64_t n = all * share / shares; n < all * (share + 1) / shares; ++n) {
-      const auto* const row = static_cast<const std::byte*>(from.data) + n / steps * from.row * size_;
-      __builtin_prefetch(row + n % steps * step, 0, 2);
+    const std::int64_t steps = along ? ceil_div(depth * from.col * size_, kLine) : depth;
+    for (std::int64_t i = 0; i < tiles_.rows; ++i) {
+      const auto* const row = static_cast<const std::byte*>(from.data) + i * from.row * size_;
+      for (std::int64_t n = steps * share / shares; n < steps * (share + 1) / shares; ++n) {
+        __builtin_prefetch(row + n * step, 0, 2);
+      }
     }
   }
   /// Whether a tile's vectors lie in memory as they do in registers; says how.
@@ -272,26 +287,21 @@ class BatchLast : Work {
     if (p_.bias.data != nullptr) {
       pack_bias(i, one, {first_row, rows, 0, 0, padded_rows}, bias);
     }
-    std::byte* const right = buffers.right.need(packing_.bytes(pieces_.each * columns.lanes()));
+    std::byte* const right = buffers.right.need(packing_.bytes(pieces_.each * tiles_.lanes * tiles_.vectors));
     for (std::int64_t piece = 0; piece < pieces_.pieces(); ++piece) {
       const std::int64_t k = piece * pieces_.each, depth = pieces_.size(piece);
       const Operand from = packing_.at(x(i), first_col, k, l);
-      // Panels of one width together, so that rows of x are read on and on.
-      for (std::int64_t n = 0, same = 1; n < columns.panels(); n += same) {
-        const Columns::Panel panel = columns.panel(n);
-        std::int64_t count = panel.count;
-        for (same = 1; n + same < columns.panels() && columns.panel(n + same).width == panel.width; ++same) {
-          count += columns.panel(n + same).count;
-        }
-        tiles_.pack({packing_.at(from.data, panel.first * from.row), from.col, from.row}, std::min(depth, s_.c - k),
-                    count, panel.width, right + packing_.bytes(depth * panel.first_vector * tiles_.lanes),
-                    static_cast<std::int64_t>(packing_.bytes(depth * panel.width)));
-      }
       for (std::int64_t n = 0; n < columns.panels(); ++n) {
         const Columns::Panel panel = columns.panel(n);
         const std::int64_t lane = panel.first_vector * tiles_.lanes;
-        std::byte* const to = right + packing_.bytes(depth * lane);
-        simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = to};
+        simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = right};
+        void* const data = packing_.at(from.data, panel.first * from.row);
+        // The first strip packs the panel, the next ones fetch that to its right.
+        const bool on_the_way = !tiles_.widens && tiles_.group == 1 && from.row == 1 && panel.count == panel.width;
+        if (!on_the_way) {
+          tiles_.pack({data, from.col, from.row}, std::min(depth, s_.c - k), panel.count, panel.width, right, 0);
+        }
+        product.raw_stride = from.col;
         product.row_stride = as_is_ ? p_.w.b : tiles_.group;
         product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
         product.add = piece > 0;
@@ -302,6 +312,12 @@ class BatchLast : Work {
           const std::int64_t height = std::min(tiles_.rows, rows - row);
           const simd::Term term{left(packed, group, first_row + row, k), 0, nullptr};
           product.terms = &term;
+          product.raw = on_the_way && row == 0 ? data : nullptr;
+          const std::int64_t line = row / tiles_.rows - 1, ahead = panel.width + line * kLine / size_;
+          const bool fetches = on_the_way && line >= 0 && line < panel.width * size_ / kLine &&
+                               first_col + panel.first + ahead < p_.batch;
+          product.soon = fetches ? packing_.at(data, ahead) : nullptr;
+          product.soon_stride = fetches ? from.col * size_ : 0;
           product.sums = sum_at(sums, once ? 0 : row * columns.lanes() + lane);
           const Place place{packing_.at(out.data, (first_row + row) * out.col), out.col, out.row};
           const bool direct =

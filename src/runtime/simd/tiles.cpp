@@ -356,7 +356,7 @@ void MultiplyAs(const Product& p) {
     T* copy = static_cast<T*>(p.copy);
     const auto* soon = static_cast<const std::byte*>(p.soon != nullptr ? p.soon : right);
     for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
-      hwy::Prefetch(soon);
+      __builtin_prefetch(soon, 0, 2);
       soon += p.soon_stride;
       V b[kVectors];
 #pragma GCC unroll 8

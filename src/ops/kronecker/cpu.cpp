@@ -155,8 +155,10 @@ class BatchFirst : Work {
                                          ? packing_.strip(from, depth, part.chunk)
                                          : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, left);
         const Operand next = packing_.at(x(i), row + tiles_.rows, k, part.chunk.first);
+        std::int64_t fetched = 0;  // rows of the next strip
         const bool follows = fetches && row + 2 * tiles_.rows <= last_row;
         for (std::int64_t n = first; n < last; ++n) {
+          const Columns::Panel panel = part.columns.panel(n);
           const bool packs = on_the_way && n == first;
           const simd::Term term{packs ? from.data : left, 0, nullptr};
           simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
@@ -164,13 +166,14 @@ class BatchFirst : Work {
           product.step_stride = packs ? from.col : strip.step;
           product.copy = packs ? left : nullptr;
           product.add = piece > 0;
-          if (follows && on_the_way && n - first < tiles_.rows) {
-            product.soon = packing_.at(next.data, (n - first) * next.row);
+          if (follows && on_the_way && fetched < tiles_.rows) {
+            product.soon = packing_.at(next.data, fetched * next.row);
             product.soon_stride = next.col * size_;
+            product.soon_apart = next.row * size_;
+            fetched += panel.vectors;
           } else if (follows && !on_the_way) {
             fetch(next, depth, part.chunk, n - first, last - first);
           }
-          const Columns::Panel panel = part.columns.panel(n);
           const std::int64_t lane_here = panel.first_vector * tiles_.lanes - lane;
           product.right = packed + packing_.bytes(place(i, part, panel, k));
           product.sum_stride = once ? panel.width : lanes;
@@ -313,11 +316,10 @@ class BatchLast : Work {
           const simd::Term term{left(packed, group, first_row + row, k), 0, nullptr};
           product.terms = &term;
           product.raw = on_the_way && row == 0 ? data : nullptr;
-          const std::int64_t line = row / tiles_.rows - 1, ahead = panel.width + line * kLine / size_;
-          const bool fetches = on_the_way && line >= 0 && line < panel.width * size_ / kLine &&
-                               first_col + panel.first + ahead < p_.batch;
-          product.soon = fetches ? packing_.at(data, ahead) : nullptr;
-          product.soon_stride = fetches ? from.col * size_ : 0;
+          const bool fetches = on_the_way && row == tiles_.rows && first_col + panel.first + panel.width < p_.batch;
+          product.soon = fetches ? packing_.at(data, panel.width) : nullptr;
+          product.soon_stride = from.col * size_;
+          product.soon_apart = kLine;
           product.sums = sum_at(sums, once ? 0 : row * columns.lanes() + lane);
           const Place place{packing_.at(out.data, (first_row + row) * out.col), out.col, out.row};
           const bool direct =

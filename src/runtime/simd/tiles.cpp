@@ -351,13 +351,14 @@ void MultiplyAs(const Product& p) {
     for (int i = 0; i < kRows; ++i) {
       hwy::Prefetch(static_cast<const T*>(next.left) + p.shift + i * row);
     }
-    const std::int64_t ahead = (next.depth - term->depth) * kWidth;
+    const bool told = p.soon != nullptr;
+    const auto* soon = static_cast<const std::byte*>(
+        told ? p.soon : static_cast<const void*>(right + (next.depth - term->depth) * kWidth));
+    const std::int64_t soon_stride = told ? p.soon_stride : kWidth * std::int64_t{sizeof(T)};
+    const std::int64_t soon_apart = told ? p.soon_apart : kLanes * std::int64_t{sizeof(T)};
     const auto* raw = static_cast<const T*>(p.raw);
     T* copy = static_cast<T*>(p.copy);
-    const auto* soon = static_cast<const std::byte*>(p.soon != nullptr ? p.soon : right);
     for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
-      __builtin_prefetch(soon, 0, 2);
-      soon += p.soon_stride;
       V b[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
@@ -366,9 +367,10 @@ void MultiplyAs(const Product& p) {
           hn::StoreU(b[v], d, const_cast<T*>(right) + v * kLanes);
         } else {
           b[v] = hn::LoadU(d, right + v * kLanes);
-          hwy::Prefetch(right + ahead + v * kLanes);
         }
+        __builtin_prefetch(soon + v * soon_apart, 0, 2);
       }
+      soon += soon_stride;
       raw += p.raw_stride;
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {

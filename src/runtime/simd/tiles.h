@@ -45,9 +45,10 @@ struct Product {
   /// If set, the panel is packed from here on the way, from whole rows that lie `raw_stride` apart: of one term that is
   /// not widened, without runs.
   const void* raw = nullptr;
-  /// If set, a cache line that will be needed soon is fetched in each step, so many bytes after the one before.
+  /// If set, what will be needed soon: a cache line for each vector is fetched in each step. Distances in bytes, from
+  /// one step and from one vector to the next.
   const void* soon = nullptr;
-  std::int64_t soon_stride = 0;
+  std::int64_t soon_stride = 0, soon_apart = 0;
   void* sums = nullptr;         ///< rows × width
   std::int64_t sum_stride = 0;  ///< from one row of them to the next
   bool add = false;             ///< start from what `sums` holds, not from zero

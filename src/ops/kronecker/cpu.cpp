@@ -133,10 +133,10 @@ class BatchFirst : Work {
     std::byte* const left = buffers.left.need(packing_.bytes(tiles_.rows * part.depth.each * part.chunk.run()));
     const bool once = part.depth.pieces() == 1;
     const bool fetches = far_ && (s_.d > part.chunk.run() || part.depth.each * part.chunk.run() <= kShortRow);
-    // Runs of a whole vector are packed by the first product of a strip, and those of the next strip fetched by others.
-    const bool whole_runs = !tiles_.widens && tiles_.group == 1 && part.chunk.full() &&
-                            part.chunk.run() == tiles_.lanes && p_.x.feature == 1 && last - first >= tiles_.rows &&
-                            (p_.x.batch != tiles_.lanes);
+    // Runs of a whole vector are packed by the first product of a strip, and fetched by those of the strip before.
+    const bool whole_runs = !tiles_.widens && part.chunk.full() && part.chunk.run() == tiles_.lanes &&
+                            tiles_.lanes > 1 && p_.x.feature == 1 &&
+                            !packing_.strip(x(i), part.depth.each, part.chunk).together;
     // The bias, one tile's sums, and if they are computed piece by piece, all sums.
     std::byte* const bias = buffers.sums.need(
         tiles_.sum * static_cast<std::size_t>(lanes + tiles_.rows * lanes + (once ? 0 : rows_.each * lanes)));
@@ -290,20 +290,33 @@ class BatchLast : Work {
     if (p_.bias.data != nullptr) {
       pack_bias(i, one, {first_row, rows, 0, 0, padded_rows}, bias);
     }
-    std::byte* const right = buffers.right.need(packing_.bytes(pieces_.each * tiles_.lanes * tiles_.vectors));
+    std::byte* const right = buffers.right.need(packing_.bytes(pieces_.each * columns.lanes()));
+    // The first strip of weights packs a panel that lies in rows, and the second fetches the panel to its right.
+    const bool on_the_way = !tiles_.widens && tiles_.group == 1 && p_.x.batch == 1;
     for (std::int64_t piece = 0; piece < pieces_.pieces(); ++piece) {
       const std::int64_t k = piece * pieces_.each, depth = pieces_.size(piece);
       const Operand from = packing_.at(x(i), first_col, k, l);
+      // Panels of one width together, so that rows of x are read on and on.
+      for (std::int64_t n = 0, same = 1; n < columns.panels() && !on_the_way; n += same) {
+        const Columns::Panel panel = columns.panel(n);
+        std::int64_t count = panel.count;
+        for (same = 1; n + same < columns.panels() && columns.panel(n + same).width == panel.width; ++same) {
+          count += columns.panel(n + same).count;
+        }
+        tiles_.pack({packing_.at(from.data, panel.first * from.row), from.col, from.row}, std::min(depth, s_.c - k),
+                    count, panel.width, right + packing_.bytes(depth * panel.first_vector * tiles_.lanes),
+                    static_cast<std::int64_t>(packing_.bytes(depth * panel.width)));
+      }
       for (std::int64_t n = 0; n < columns.panels(); ++n) {
         const Columns::Panel panel = columns.panel(n);
         const std::int64_t lane = panel.first_vector * tiles_.lanes;
-        simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = right};
+        const bool whole_panel = panel.count == panel.width;
         void* const data = packing_.at(from.data, panel.first * from.row);
-        // The first strip packs the panel, the next ones fetch that to its right.
-        const bool on_the_way = !tiles_.widens && tiles_.group == 1 && from.row == 1 && panel.count == panel.width;
-        if (!on_the_way) {
-          tiles_.pack({data, from.col, from.row}, std::min(depth, s_.c - k), panel.count, panel.width, right, 0);
+        std::byte* const to = on_the_way ? right : right + packing_.bytes(depth * lane);
+        if (on_the_way && !whole_panel) {
+          tiles_.pack({data, from.col, from.row}, depth, panel.count, panel.width, to, 0);
         }
+        simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = to};
         product.raw_stride = from.col;
         product.row_stride = as_is_ ? p_.w.b : tiles_.group;
         product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
@@ -315,15 +328,14 @@ class BatchLast : Work {
           const std::int64_t height = std::min(tiles_.rows, rows - row);
           const simd::Term term{left(packed, group, first_row + row, k), 0, nullptr};
           product.terms = &term;
-          product.raw = on_the_way && row == 0 ? data : nullptr;
+          product.raw = on_the_way && whole_panel && row == 0 ? data : nullptr;
           const bool fetches = on_the_way && row == tiles_.rows && first_col + panel.first + panel.width < p_.batch;
           product.soon = fetches ? packing_.at(data, panel.width) : nullptr;
           product.soon_stride = from.col * size_;
           product.soon_apart = kLine;
           product.sums = sum_at(sums, once ? 0 : row * columns.lanes() + lane);
           const Place place{packing_.at(out.data, (first_row + row) * out.col), out.col, out.row};
-          const bool direct =
-              whole && !finishes_ && height == tiles_.rows && panel.count == panel.width && out.row == 1;
+          const bool direct = whole && !finishes_ && height == tiles_.rows && whole_panel && out.row == 1;
           const auto lines = [&](std::intptr_t bytes) { return bytes % 64 == 0; };
           product.out = direct ? place.data : nullptr;
           product.out_stride = out.col;

@@ -356,8 +356,8 @@ void MultiplyAs(const Product& p) {
         told ? p.soon : static_cast<const void*>(right + (next.depth - term->depth) * kWidth));
     const std::int64_t soon_stride = told ? p.soon_stride : kWidth * std::int64_t{sizeof(T)};
     const std::int64_t soon_apart = told ? p.soon_apart : kLanes * std::int64_t{sizeof(T)};
-    const auto* raw = static_cast<const T*>(p.raw);
-    T* copy = static_cast<T*>(p.copy);
+    [[maybe_unused]] const T* raw = static_cast<const T*>(p.raw);
+    [[maybe_unused]] T* copy = static_cast<T*>(p.copy);
     for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       V b[kVectors];
 #pragma GCC unroll 8
@@ -371,7 +371,9 @@ void MultiplyAs(const Product& p) {
         __builtin_prefetch(soon + v * soon_apart, 0, 2);
       }
       soon += soon_stride;
-      raw += p.raw_stride;
+      if constexpr (kPacks == Packs::right) {
+        raw += p.raw_stride;
+      }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         V a = Repeat<kRun>(d, left + i * row);

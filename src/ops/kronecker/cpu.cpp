@@ -154,26 +154,25 @@ class BatchFirst : Work {
         const Packing::Strip strip = on_the_way
                                          ? packing_.strip(from, depth, part.chunk)
                                          : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, left);
+        simd::Term term{on_the_way ? from.data : left, 0, nullptr};
+        simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
+        product.row_stride = on_the_way ? from.row : strip.row;
+        product.step_stride = on_the_way ? from.col : strip.step;
+        product.copy = on_the_way ? left : nullptr;
+        product.add = piece > 0;
         const Operand next = packing_.at(x(i), row + tiles_.rows, k, part.chunk.first);
+        product.soon_stride = next.col * size_;
+        product.soon_apart = next.row * size_;
         std::int64_t fetched = 0;  // rows of the next strip
         const bool follows = fetches && row + 2 * tiles_.rows <= last_row;
         for (std::int64_t n = first; n < last; ++n) {
           const Columns::Panel panel = part.columns.panel(n);
-          const bool packs = on_the_way && n == first;
-          const simd::Term term{packs ? from.data : left, 0, nullptr};
-          simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
-          product.row_stride = packs ? from.row : strip.row;
-          product.step_stride = packs ? from.col : strip.step;
-          product.copy = packs ? left : nullptr;
-          product.add = piece > 0;
-          if (follows && on_the_way && fetched < tiles_.rows) {
-            product.soon = packing_.at(next.data, fetched * next.row);
-            product.soon_stride = next.col * size_;
-            product.soon_apart = next.row * size_;
-            fetched += panel.vectors;
-          } else if (follows && !on_the_way) {
+          if (follows && !on_the_way) {
             fetch(next, depth, part.chunk, n - first, last - first);
           }
+          const bool soon = follows && on_the_way && fetched < tiles_.rows;
+          product.soon = soon ? packing_.at(next.data, fetched * next.row) : nullptr;
+          fetched += panel.vectors;
           const std::int64_t lane_here = panel.first_vector * tiles_.lanes - lane;
           product.right = packed + packing_.bytes(place(i, part, panel, k));
           product.sum_stride = once ? panel.width : lanes;
@@ -183,6 +182,10 @@ class BatchFirst : Work {
           const bool direct = whole && !finishes_ && rows == tiles_.rows && to_memory(part.chunk, panel, to, product);
           product.out = direct ? to.data : nullptr;
           (tiles_.group > 1 ? tiles_.multiply : tiles_.multiply_runs[part.chunk.log])[panel.vectors - 1](product);
+          term.left = left;
+          product.row_stride = strip.row;
+          product.step_stride = strip.step;
+          product.copy = nullptr;
           if (whole && !direct) {
             if (finishes_) {
               const void* const col_bias = p_.bias.data != nullptr ? sum_at(bias, lane_here) : nullptr;

@@ -133,6 +133,10 @@ class BatchFirst : Work {
     std::byte* const left = buffers.left.need(packing_.bytes(tiles_.rows * part.depth.each * part.chunk.run()));
     const bool once = part.depth.pieces() == 1;
     const bool fetches = far_ && (s_.d > part.chunk.run() || part.depth.each * part.chunk.run() <= kShortRow);
+    // Runs of a whole vector are packed by the first product of a strip, and fetched by those of the strip before.
+    const bool whole_runs = !tiles_.widens && part.chunk.full() && part.chunk.run() == tiles_.lanes &&
+                            tiles_.lanes > 1 && p_.x.feature == 1 &&
+                            !packing_.strip(x(i), part.depth.each, part.chunk).together;
     // The bias, one tile's sums, and if they are computed piece by piece, all sums.
     std::byte* const bias = buffers.sums.need(
         tiles_.sum * static_cast<std::size_t>(lanes + tiles_.rows * lanes + (once ? 0 : rows_.each * lanes)));
@@ -145,19 +149,30 @@ class BatchFirst : Work {
       const std::int64_t k = piece * part.depth.each, depth = part.depth.size(piece);
       for (std::int64_t row = first_row; row < last_row; row += tiles_.rows) {
         const std::int64_t rows = std::min(tiles_.rows, last_row - row);
-        const Packing::Strip strip = packing_.left(packing_.at(x(i), row, k, part.chunk.first), rows,
-                                                   std::min(depth, s_.c - k), part.chunk, left);
-        const simd::Term term{left, 0, nullptr};
+        const Operand from = packing_.at(x(i), row, k, part.chunk.first);
+        const bool on_the_way = whole_runs && rows == tiles_.rows;
+        const Packing::Strip strip = on_the_way
+                                         ? packing_.strip(from, depth, part.chunk)
+                                         : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, left);
+        simd::Term term{on_the_way ? from.data : left, 0, nullptr};
         simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
-        product.row_stride = strip.row;
-        product.step_stride = strip.step;
+        product.row_stride = on_the_way ? from.row : strip.row;
+        product.step_stride = on_the_way ? from.col : strip.step;
+        product.copy = on_the_way ? left : nullptr;
         product.add = piece > 0;
         const Operand next = packing_.at(x(i), row + tiles_.rows, k, part.chunk.first);
+        product.soon_stride = next.col * size_;
+        product.soon_apart = next.row * size_;
+        std::int64_t fetched = 0;  // rows of the next strip
+        const bool follows = fetches && row + 2 * tiles_.rows <= last_row;
         for (std::int64_t n = first; n < last; ++n) {
-          if (fetches && row + 2 * tiles_.rows <= last_row) {
+          const Columns::Panel panel = part.columns.panel(n);
+          if (follows && !on_the_way) {
             fetch(next, depth, part.chunk, n - first, last - first);
           }
-          const Columns::Panel panel = part.columns.panel(n);
+          const bool soon = follows && on_the_way && fetched < tiles_.rows;
+          product.soon = soon ? packing_.at(next.data, fetched * next.row) : nullptr;
+          fetched += panel.vectors;
           const std::int64_t lane_here = panel.first_vector * tiles_.lanes - lane;
           product.right = packed + packing_.bytes(place(i, part, panel, k));
           product.sum_stride = once ? panel.width : lanes;
@@ -167,6 +182,10 @@ class BatchFirst : Work {
           const bool direct = whole && !finishes_ && rows == tiles_.rows && to_memory(part.chunk, panel, to, product);
           product.out = direct ? to.data : nullptr;
           (tiles_.group > 1 ? tiles_.multiply : tiles_.multiply_runs[part.chunk.log])[panel.vectors - 1](product);
+          term.left = left;
+          product.row_stride = strip.row;
+          product.step_stride = strip.step;
+          product.copy = nullptr;
           if (whole && !direct) {
             if (finishes_) {
               const void* const col_bias = p_.bias.data != nullptr ? sum_at(bias, lane_here) : nullptr;
@@ -196,10 +215,12 @@ class BatchFirst : Work {
                                     std::int64_t shares) const {
     const bool along = from.col == chunk.run();
     const std::int64_t step = along ? kLine : from.col * size_;
-    const std::int64_t steps = along ? ceil_div(depth * from.col * size_, kLine) : depth, all = tiles_.rows * steps;
-    for (std::int64_t n = all * share / shares; n < all * (share + 1) / shares; ++n) {
-      const auto* const row = static_cast<const std::byte*>(from.data) + n / steps * from.row * size_;
-      __builtin_prefetch(row + n % steps * step, 0, 2);
+    const std::int64_t steps = along ? ceil_div(depth * from.col * size_, kLine) : depth;
+    for (std::int64_t i = 0; i < tiles_.rows; ++i) {
+      const auto* const row = static_cast<const std::byte*>(from.data) + i * from.row * size_;
+      for (std::int64_t n = steps * share / shares; n < steps * (share + 1) / shares; ++n) {
+        __builtin_prefetch(row + n * step, 0, 2);
+      }
     }
   }
   /// Whether a tile's vectors lie in memory as they do in registers; says how.
@@ -273,11 +294,13 @@ class BatchLast : Work {
       pack_bias(i, one, {first_row, rows, 0, 0, padded_rows}, bias);
     }
     std::byte* const right = buffers.right.need(packing_.bytes(pieces_.each * columns.lanes()));
+    // The first strip of weights packs a panel that lies in rows, and the second fetches the panel to its right.
+    const bool on_the_way = !tiles_.widens && tiles_.group == 1 && p_.x.batch == 1;
     for (std::int64_t piece = 0; piece < pieces_.pieces(); ++piece) {
       const std::int64_t k = piece * pieces_.each, depth = pieces_.size(piece);
       const Operand from = packing_.at(x(i), first_col, k, l);
       // Panels of one width together, so that rows of x are read on and on.
-      for (std::int64_t n = 0, same = 1; n < columns.panels(); n += same) {
+      for (std::int64_t n = 0, same = 1; n < columns.panels() && !on_the_way; n += same) {
         const Columns::Panel panel = columns.panel(n);
         std::int64_t count = panel.count;
         for (same = 1; n + same < columns.panels() && columns.panel(n + same).width == panel.width; ++same) {
@@ -290,8 +313,14 @@ class BatchLast : Work {
       for (std::int64_t n = 0; n < columns.panels(); ++n) {
         const Columns::Panel panel = columns.panel(n);
         const std::int64_t lane = panel.first_vector * tiles_.lanes;
-        std::byte* const to = right + packing_.bytes(depth * lane);
+        const bool whole_panel = panel.count == panel.width;
+        void* const data = packing_.at(from.data, panel.first * from.row);
+        std::byte* const to = on_the_way ? right : right + packing_.bytes(depth * lane);
+        if (on_the_way && !whole_panel) {
+          tiles_.pack({data, from.col, from.row}, depth, panel.count, panel.width, to, 0);
+        }
         simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = to};
+        product.raw_stride = from.col;
         product.row_stride = as_is_ ? p_.w.b : tiles_.group;
         product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
         product.add = piece > 0;
@@ -302,10 +331,14 @@ class BatchLast : Work {
           const std::int64_t height = std::min(tiles_.rows, rows - row);
           const simd::Term term{left(packed, group, first_row + row, k), 0, nullptr};
           product.terms = &term;
+          product.raw = on_the_way && whole_panel && row == 0 ? data : nullptr;
+          const bool fetches = on_the_way && row == tiles_.rows && first_col + panel.first + panel.width < p_.batch;
+          product.soon = fetches ? packing_.at(data, panel.width) : nullptr;
+          product.soon_stride = from.col * size_;
+          product.soon_apart = kLine;
           product.sums = sum_at(sums, once ? 0 : row * columns.lanes() + lane);
           const Place place{packing_.at(out.data, (first_row + row) * out.col), out.col, out.row};
-          const bool direct =
-              whole && !finishes_ && height == tiles_.rows && panel.count == panel.width && out.row == 1;
+          const bool direct = whole && !finishes_ && height == tiles_.rows && whole_panel && out.row == 1;
           const auto lines = [&](std::intptr_t bytes) { return bytes % 64 == 0; };
           product.out = direct ? place.data : nullptr;
           product.out_stride = out.col;

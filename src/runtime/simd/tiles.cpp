@@ -322,9 +322,12 @@ HWY_INLINE void KeepLoaded(V& v) {
 #endif
 }
 
+/// What a product packs on its way.
+enum class Packs { nothing, left, right };
+
 /// The loops over sums are unrolled early, or GCC would pass the sums through memory.
-template <typename Out, typename T, int kVectors, int kRun = 1>
-void Multiply(const Product& p) {
+template <typename Out, typename T, int kVectors, int kRun, Packs kPacks>
+void MultiplyAs(const Product& p) {
   const hn::ScalableTag<T> d;
   using V = hn::Vec<decltype(d)>;
   constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
@@ -348,22 +351,43 @@ void Multiply(const Product& p) {
     for (int i = 0; i < kRows; ++i) {
       hwy::Prefetch(static_cast<const T*>(next.left) + p.shift + i * row);
     }
-    const std::int64_t ahead = (next.depth - term->depth) * kWidth;
+    const bool told = p.soon != nullptr;
+    const auto* soon = static_cast<const std::byte*>(
+        told ? p.soon : static_cast<const void*>(right + (next.depth - term->depth) * kWidth));
+    const std::int64_t soon_stride = told ? p.soon_stride : kWidth * std::int64_t{sizeof(T)};
+    const std::int64_t soon_apart = told ? p.soon_apart : kLanes * std::int64_t{sizeof(T)};
+    [[maybe_unused]] const T* raw = static_cast<const T*>(p.raw);
+    [[maybe_unused]] T* copy = static_cast<T*>(p.copy);
     for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       V b[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        b[v] = hn::LoadU(d, right + v * kLanes);
-        hwy::Prefetch(right + ahead + v * kLanes);
+        if constexpr (kPacks == Packs::right) {
+          b[v] = hn::LoadU(d, raw + v * kLanes);
+          hn::StoreU(b[v], d, const_cast<T*>(right) + v * kLanes);
+        } else {
+          b[v] = hn::LoadU(d, right + v * kLanes);
+        }
+        __builtin_prefetch(soon + v * soon_apart, 0, 2);
+      }
+      soon += soon_stride;
+      if constexpr (kPacks == Packs::right) {
+        raw += p.raw_stride;
       }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         V a = Repeat<kRun>(d, left + i * row);
         KeepLoaded<kRun>(a);
+        if constexpr (kPacks == Packs::left) {
+          hn::StoreU(a, d, copy + i * p.steps * kLanes);
+        }
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           sum[i][v] = hn::MulAdd(a, b[v], sum[i][v]);
         }
+      }
+      if constexpr (kPacks == Packs::left) {
+        copy += kLanes;
       }
     }
   }
@@ -390,6 +414,21 @@ void Multiply(const Product& p) {
   } else {
     write.template operator()<false>();
   }
+}
+
+template <typename Out, typename T, int kVectors, int kRun = 1>
+void Multiply(const Product& p) {
+  if constexpr (std::is_same_v<Out, T> && kRun == hn::MaxLanes(hn::ScalableTag<T>())) {
+    if (p.copy != nullptr) {
+      return MultiplyAs<Out, T, kVectors, kRun, Packs::left>(p);
+    }
+  }
+  if constexpr (std::is_same_v<Out, T> && kRun == 1) {
+    if (p.raw != nullptr) {
+      return MultiplyAs<Out, T, kVectors, kRun, Packs::right>(p);
+    }
+  }
+  MultiplyAs<Out, T, kVectors, kRun, Packs::nothing>(p);
 }
 
 using Multiplier = void (*)(const Product&);

@@ -38,7 +38,17 @@ struct Product {
   std::int64_t raw_stride = 0, raw_shift = 0;
   /// Distances on the left, in packed elements, from one row and from one step to the next.
   std::int64_t row_stride = 0, step_stride = 0;
-  std::int64_t shift = 0;       ///< to be added to `left` of each term
+  std::int64_t shift = 0;  ///< to be added to `left` of each term
+  /// If set, the left side lies as its owner has it, and is copied here row by row on the way, for later products: of
+  /// one term that is not widened, with runs of a whole vector.
+  void* copy = nullptr;
+  /// If set, the panel is packed from here on the way, from whole rows that lie `raw_stride` apart: of one term that is
+  /// not widened, without runs.
+  const void* raw = nullptr;
+  /// If set, what will be needed soon: a cache line for each vector is fetched in each step. Distances in bytes, from
+  /// one step and from one vector to the next.
+  const void* soon = nullptr;
+  std::int64_t soon_stride = 0, soon_apart = 0;
   void* sums = nullptr;         ///< rows × width
   std::int64_t sum_stride = 0;  ///< from one row of them to the next
   bool add = false;             ///< start from what `sums` holds, not from zero

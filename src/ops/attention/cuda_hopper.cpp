@@ -26,7 +26,7 @@ namespace {
 namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-constexpr int kMostForward = 256, kMostBackward = 128;  // columns that registers have room for
+constexpr int kMostColumns = 128;  // that registers have room for
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
@@ -55,12 +55,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     list.push_back(fill_instance(dtype));
     list.push_back(statistics_instance(dtype));
-    for (const int depth : {64, 128, 192, 256}) {
+    for (const int depth : {64, 128}) {
       for (const bool general : {false, true}) {
         list.push_back(forward_instance(dtype, depth, general));
-        if (depth > kMostBackward) {
-          continue;
-        }
         list.push_back(backward_instance(dtype, depth, false, general));
         list.push_back(backward_instance(dtype, depth, true, general));
       }
@@ -94,8 +91,8 @@ int kernel_depth(const Problem& p) { return static_cast<int>(64 * ceil_div(std::
 
 /// Bytes for what ForwardShared and BackwardShared describe.
 int forward_shared(int depth) {
-  const int items = depth <= 192 ? 2 : 1, stages = depth == 64 ? 4 : 2, cols = depth <= 128 ? 128 : 64;
-  return 1024 + 2 * depth * (items * kRows + 2 * stages * cols);
+  const int stages = depth == 64 ? 4 : 2;
+  return 1024 + 2 * depth * (2 * kRows + 2 * stages * kForwardShape.cols);
 }
 int backward_shared(int depth) { return 1024 + 4 * 256 * depth + (depth == 64 ? 8 : 6) * 128 * depth; }
 
@@ -476,12 +473,12 @@ std::vector<HeadRange> ranges_of(const Plans& plans, std::int64_t heads) {
   return ranges;
 }
 
-/// What both directions need, up to so many columns; everything else is a matter of strides and plans.
-bool suits(const Problem& p, int most_columns, const Context& context) {
+/// What both directions need; everything else is a matter of strides and plans.
+bool suits(const Problem& p, const Context& context) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
   const std::int64_t most =
       std::max(p.depth, p.value_depth);  // up to 32, half of what a kernel does would be for zeros
-  const bool size = most > 32 && most <= most_columns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
+  const bool size = most > 32 && most <= kMostColumns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
                     p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
                     p.cols > 0 && p.batch * p.heads < kMost;
   const bool plain = p.softcap == 0 && p.bias.data == nullptr && p.slopes.data == nullptr && p.dropout.rate == 0;
@@ -644,7 +641,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
 }  // namespace
 
 bool forward(const Problem& problem, const Plans& plans, Context& context) {
-  if (!suits(problem, kMostForward, context) ||
+  if (!suits(problem, context) ||
       !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan); })) {
     return false;
   }
@@ -682,17 +679,13 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
   return true;
 }
 
-TileShape forward_shape(const Problem& problem) {
-  return kernel_depth(problem) <= 128 ? TileShape{128, 128} : TileShape{128, 64};
-}
-
 bool forward(const Problem& problem, Context& context) {
-  if (!suits(problem, kMostForward, context)) {
+  if (!suits(problem, context)) {
     return false;
   }
   Plans plans;
   for (const auto& pattern : problem.patterns) {
-    plans.push_back(plan(*pattern, forward_shape(problem)));
+    plans.push_back(plan(*pattern, kForwardShape));
   }
   return forward(problem, plans, context);
 }
@@ -705,8 +698,8 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   // Heads that share keys are added up by one CTA, so they must share a plan as well.
   const auto whole = [&](const HeadRange& r) { return r.first % group == 0 && r.count % group == 0; };
   const bool wants_keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
-  if (!suits(p, kMostBackward, context) || !movable(problem.d_o) || p.lse.data == nullptr ||
-      problem.d_bias.data != nullptr || (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
+  if (!suits(p, context) || !movable(problem.d_o) || p.lse.data == nullptr || problem.d_bias.data != nullptr ||
+      (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
       (problem.d_q.data != nullptr && !movable(problem.d_q)) || p.batch * p.heads * p.rows >= kMost ||
       !std::all_of(plans.begin(), plans.end(), fit) || !std::all_of(transposed.begin(), transposed.end(), fit) ||
       !std::all_of(ranges.begin(), ranges.end(), whole) || !std::all_of(kv_ranges.begin(), kv_ranges.end(), whole)) {
@@ -739,7 +732,7 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
 }
 
 bool backward(const BackwardProblem& problem, Context& context) {
-  if (!suits(problem.forward, kMostBackward, context)) {
+  if (!suits(problem.forward, context)) {
     return false;
   }
   Plans plans, transposed;

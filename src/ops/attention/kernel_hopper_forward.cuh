@@ -10,7 +10,7 @@ namespace fretwork::attention_op::hopper {
 template <int kDepth>
 struct ForwardShared {
   static constexpr int kHalves = kDepth / 64;
-  static constexpr int kCols = kDepth <= 128 ? 128 : 64, kItems = kDepth <= 192 ? 2 : 1, kStages = kDepth == 64 ? 4 : 2;
+  static constexpr int kCols = 128, kItems = 2, kStages = kDepth == 64 ? 4 : 2;
   static constexpr u32 kRowHalf = kRows * 128, kRowTile = kHalves * kRowHalf;  ///< bytes of q
   static constexpr u32 kColHalf = kCols * 128, kColTile = kHalves * kColHalf;  ///< of k or v
   u64 q_full[kItems], q_empty[kItems], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];

@@ -299,7 +299,7 @@ std::vector<Task> order_tasks(const DeviceComponent& component, const Pairs& pai
 /// Each task to the CTA that has least to do so far: what a queue would do, without one. `repeat` is how often a step
 /// is done; `empty` says whether tiles without steps have work to do as well.
 Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device) {
-  constexpr std::int64_t kOverhead = 1;  // of an item, in steps
+  constexpr std::int64_t kOverhead = 2;  // of an item, in steps
   const int ctas = driver::device_info(device).multiprocessors;
   const std::vector<Task> tasks = order_tasks(component, pairs, empty, ctas);
   const auto grid = static_cast<int>(std::min<std::int64_t>(ctas, std::ssize(tasks)));
@@ -357,22 +357,16 @@ std::shared_ptr<const DevicePlan> find_plan(const std::shared_ptr<const Plan>& p
   return cache.get(hash_of(plan.get(), {device}), [&] { return make_plan(plan, device); });
 }
 
-/// `stores_empty`: the kernels store the rows of tiles without steps as well.
 std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan, const Pairs& pairs, int repeat,
-                                        bool stores_empty, const Context& context) {
+                                        const Context& context) {
   static PlanCache<Prepared>& cache = *std::make_unique<PlanCache<Prepared>>().release();
   const int device = context.device.index;
-  const Hash128 key =
-      hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, stores_empty, device});
+  const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, device});
   auto prepared = cache.get(key, [&] {
     Prepared made{find_plan(plan, device), {}, {}, false};
     made.order.resize(plan->components.size());
     std::iota(made.order.begin(), made.order.end(), std::size_t{0});
-    const auto reaches_all = [&](std::size_t c) {
-      const DeviceComponent& component = made.plan->components[c];
-      return component.covers_rows &&
-             (stores_empty || std::find(component.steps.begin(), component.steps.end(), 0) == component.steps.end());
-    };
+    const auto reaches_all = [&](std::size_t c) { return made.plan->components[c].covers_rows; };
     const auto first = std::find_if(made.order.begin(), made.order.end(), reaches_all);
     made.fill = first == made.order.end();
     if (!made.fill) {
@@ -630,8 +624,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
   const Heads heads{range.first, range.count, range.first / group, range.count / group};
   const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(keys ? heads.kv_count : heads.count),
                     keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p), launches.size() % 2 == 1};
-  const auto prepared =
-      kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, true, context));
+  const auto prepared = kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, context));
   if (prepared->fill && keys) {
     zeros.push_back({from_head(b.d_k, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.depth});
     zeros.push_back({from_head(b.d_v, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.value_depth});
@@ -666,7 +659,7 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
   std::vector<HeadRange> fills;
   for (const HeadRange& range : ranges_of(plans, p.heads)) {
     const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p), false};
-    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, false, context));
+    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, context));
     if (prepared->fill) {
       fills.push_back(range);
     }

@@ -1,7 +1,6 @@
 // o = softmax(scale·q·kᵀ) · v over a component of a plan, and its log-sum-exp. One thread fetches: 128 rows of q for an
-// item, then 128 or 64 rows of k and of v for each step; every item has steps. Two warpgroups of 64 rows multiply; the
-// scores of a step are on their way through the tensor cores while those of the step before meet v, which may be the
-// last one of the item before. Probabilities never leave registers.
+// item, then 128 or 64 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are
+// on their way through the tensor cores while those of the step before meet v, and probabilities never leave registers.
 #pragma once
 
 #include "ops/attention/kernel_hopper.cuh"
@@ -218,65 +217,6 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
   const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
   Ring<S::kItems> items(0);
   Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
-  float o[kDepth / 2], s[kCols / 2];
-  u32 probabilities[kCols / 16][4];
-  RunningRows rows;
-  int used = -1, token = -1;
-  int pending = -1;  // where q was of the item before, whose last values are still to be added
-  const auto add_values = [&] {
-    mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
-    if constexpr (kGeneral) {
-      if (used >= 0) {
-        clear_unused<S::kHalves, kCols>(v + behind.stage * S::kColTile, p.walk.used + used);
-        join_cleared(1 + warpgroup);
-      }
-    }
-    wgmma::fence();
-    multiply_values<T, kDepth, kCols>(o, probabilities, v + behind.stage * S::kColTile, S::kColHalf);
-    wgmma::commit();
-  };
-  const auto values_added = [&] {
-    wgmma::wait<0>();
-    release(v_empty, static_cast<int>(behind.stage));
-    behind.next();
-  };
-  const auto store = [&](int stage) {
-    named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-    const int4 note = read_note(shared.items[stage]);
-    store_rows<T, kDepth>(p, note, token, o, rows, q + stage * S::kRowTile + warpgroup * 8192, S::kRowHalf);
-    fence_async_proxy();  // the next q comes by the copy engine
-    release(shared_address(shared.q_empty), stage);
-  };
-  /// The scores of the next step; meanwhile the values of the step before are added, where there is one.
-  const auto step = [&](u32 own, bool adds) {
-    mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
-    const int4 mask = read_note(shared.steps[ring.stage]);
-    wgmma::fence();
-    multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + ring.stage * S::kColTile, S::kColHalf);
-    wgmma::commit();
-    RowBits<kCols / 32> bits;
-    int used_now = -1;
-    if constexpr (kGeneral) {
-      used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
-      if (mask.x >= 0) {
-        bits.load(p.walk.bits + mask.x, row);
-      }
-    }
-    if (adds) {
-      add_values();
-      wgmma::wait<1>();
-    } else {
-      wgmma::wait<0>();
-    }
-    release(k_empty, static_cast<int>(ring.stage));
-    ring.next();
-    used = used_now;
-    if (kGeneral && mask.x >= 0) {
-      bits.cut(s, -infinity());
-    } else if (mask.x == kBand) {
-      cut_band(s, mask, row, -infinity());
-    }
-  };
   for (;; items.next()) {
     mbarrier::wait(shared_address(&shared.q_full[items.stage]), items.parity);
     const int4 note = read_note(shared.items[items.stage]);
@@ -284,54 +224,83 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       break;
     }
     const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
-    const int next_token = own_token(p.walk, note.w, warpgroup);
+    const int token = own_token(p.walk, note.w, warpgroup);
     if (p.merge != 0) {
-      prefetch_row<T, kDepth>(p, note, next_token);
+      prefetch_row<T, kDepth>(p, note, token);
     }
-    RunningRows now{{-infinity(), -infinity()}, {0.0f, 0.0f}};
-    float correction[2];
-    if (pending >= 0) {
-      step(own, true);
-      now.add(s, p.scale, correction);
-      values_added();
-      pack<T>(probabilities, s);
-      store(pending);
-    } else {
-      step(own, false);
-      now.add(s, p.scale, correction);
-      pack<T>(probabilities, s);
-    }
-    rows = now;
-    token = next_token;
+    float o[kDepth / 2], s[kCols / 2];
+    u32 probabilities[kCols / 16][4];
+    RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
 #pragma unroll
     for (float& sum : o) {
       sum = 0.0f;
     }
+    int used = -1;
+    const auto add_values = [&] {
+      mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
+      if constexpr (kGeneral) {
+        if (used >= 0) {
+          clear_unused<S::kHalves, kCols>(v + behind.stage * S::kColTile, p.walk.used + used);
+          join_cleared(1 + warpgroup);
+        }
+      }
+      wgmma::fence();
+      multiply_values<T, kDepth, kCols>(o, probabilities, v + behind.stage * S::kColTile, S::kColHalf);
+      wgmma::commit();
+    };
 #pragma unroll 1
-    for (int n = 1; n < note.x; ++n) {
-      step(own, true);
+    for (int n = 0; n < note.x; ++n, ring.next()) {
+      mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
+      const int4 mask = read_note(shared.steps[ring.stage]);
+      wgmma::fence();
+      multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + ring.stage * S::kColTile, S::kColHalf);
+      wgmma::commit();
+      RowBits<kCols / 32> bits;
+      int used_now = -1;
+      if constexpr (kGeneral) {
+        used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
+        if (mask.x >= 0) {
+          bits.load(p.walk.bits + mask.x, row);
+        }
+      }
+      if (n > 0) {
+        add_values();
+        wgmma::wait<1>();
+      } else {
+        wgmma::wait<0>();
+      }
+      release(k_empty, static_cast<int>(ring.stage));
+      if (kGeneral && mask.x >= 0) {
+        bits.cut(s, -infinity());
+      } else if (mask.x == kBand) {
+        cut_band(s, mask, row, -infinity());
+      }
+      float correction[2];
       rows.add(s, p.scale, correction);
-      values_added();
-      if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
+      if (n > 0) {
+        wgmma::wait<0>();
+        release(v_empty, static_cast<int>(behind.stage));
+        behind.next();
+        if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-        for (int i = 0; i < kDepth / 2; ++i) {
-          o[i] *= correction[i / 2 % 2];
+          for (int i = 0; i < kDepth / 2; ++i) {
+            o[i] *= correction[i / 2 % 2];
+          }
         }
       }
       pack<T>(probabilities, s);
+      used = used_now;
     }
-    if constexpr (S::kItems == 1) {  // its q must leave before another can come
+    if (note.x > 0) {
       add_values();
-      values_added();
-      store(0);
-    } else {
-      pending = static_cast<int>(items.stage);
+      wgmma::wait<0>();
+      release(v_empty, static_cast<int>(behind.stage));
+      behind.next();
     }
-  }
-  if (pending >= 0) {
-    add_values();
-    values_added();
-    store(pending);
+    named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
+    store_rows<T, kDepth>(p, note, token, o, rows, own, S::kRowHalf);
+    fence_async_proxy();  // the next q comes by the copy engine
+    release(shared_address(shared.q_empty), static_cast<int>(items.stage));
   }
 }
 

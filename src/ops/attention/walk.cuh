@@ -235,7 +235,7 @@ __device__ __forceinline__ void copy_lines(const Tile& tile, const u8* from, int
   constexpr int kStep = Threads / kLanes < Rows ? Threads / kLanes : Rows;  // lines at once
   static_assert(Rows % kStep == 0);
   const int first = static_cast<int>(threadIdx.x) / kLanes, chunk = static_cast<int>(threadIdx.x) % kLanes;
-  if (first >= kStep || chunk >= kChunks) {
+  if ((kStep * kLanes < Threads && first >= kStep) || (kChunks < kLanes && chunk >= kChunks)) {
     return;
   }
   const int whole = min(max((depth - chunk * chunk_of<T>)*static_cast<int>(sizeof(T)), 0), 16);

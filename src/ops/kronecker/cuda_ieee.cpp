@@ -215,12 +215,12 @@ void run_lines(const Problem& problem, bool depth_inner, Context& context) {
 }
 
 /// Batch first with d > 1: whether bringing the features of one δ together takes less time than lines save. By times on
-/// an H200, whose FFMA reach 43 TFLOP/s on lines, 38 on four neighbouring δ and 31.5 on eight.
+/// an H200, whose FFMA reach 43 TFLOP/s on lines and 31.5 on eight neighbouring δ; on four they are as fast.
 bool regrouping_pays(const Problem& problem) {
   const auto& [a, b, c, d] = problem.sizes;
   const double flops = 2.0 * double(b) * double(c), pass = 4.0 * double(b + c) / 4.3e12;
   const double before = (6 * flops / 1e12 + 6e-6 / double(a * d)) / double(problem.batch);  // weights, launches
-  return before + 2.35 * pass + flops / 43e12 < flops / (d % 8 == 0 ? 31.5e12 : 38e12) &&
+  return d % 8 == 0 && before + 2.35 * pass + flops / 43e12 < flops / 31.5e12 &&
          regroups(problem.x, c, problem.batch, problem.sizes, 4) &&
          regroups(problem.y, b, problem.batch, problem.sizes, 4);
 }

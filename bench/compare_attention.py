@@ -41,7 +41,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fretwork as fw
 from attention_cases import CPU, GPU, Case, Rule, cases
-from report import attention_section
+from report import attention_section, number
 from rows import RESULTS, Row, folder, machine, numbers, store
 from timing import graphed, host_microseconds, medians
 
@@ -313,8 +313,8 @@ def line_of(row: Row) -> str:
         return (f"{row['pattern']}: made in {row['make_ms']:.2f} ms, planned in {row['plan_ms']:.2f} "
                 f"(transposed {row['transposed_ms']:.2f}), {row['bytes'] / 1e6:.2f} MB")  # fmt: skip
     if row["part"] == "first":
-        return (f"first call, {row['cache']} cache, {row['pattern']}: {row['ms']['ours']} ms, "
-                f"its gradient {row['backward_ms']}")  # fmt: skip
+        forward, backward = (number(ms, 1) for ms in (row["ms"]["ours"], row["backward_ms"]))
+        return f"first call, {row['cache']} cache, {row['pattern']}: {forward} ms, its gradient {backward}"
     times = " ".join(f"{a} {t:.4f}" for a, t in row["ms"].items())
     if row["part"] == "decode":
         return (f"decode {row['queries']} of {row['seq']}: {times} ms, {row['gb_per_s']:.3g} GB/s of "

@@ -52,7 +52,7 @@ def paper(batch: int = 25088) -> list[Pattern]:
 
 
 def sample() -> list[Pattern]:
-    """The patterns of the team's table and 30 more, the same in every run."""
+    """Ten patterns that stand for others and 30 more, the same in every run."""
     return FACTS + random.Random(4).sample([p for p in paper() if p not in FACTS], 30)
 
 

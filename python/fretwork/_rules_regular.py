@@ -66,6 +66,8 @@ def _attention_gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) ->
         if d_lse is None:
             return (None,) * 11
         d_out = torch.zeros_like(out)
+    if 0 in d_out.stride():  # one number for many, as a sum's gradient is: the fast kernels read rows
+        d_out = d_out.contiguous()
     found = _attention_backward(
         *(q, k, v, out, lse, d_out, d_lse, ctx.patterns, ctx.scale, bias, slopes, ctx.softcap, ctx.dropout_p, seed),
         *(ctx.precision, *needs),

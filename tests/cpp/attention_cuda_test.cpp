@@ -1,6 +1,7 @@
 // Attention and its gradients on a real GPU against float64 on the host, from the pattern's mask alone. Skipped where
 // there is none. With FRETWORK_TIME=1 also prints how long known patterns take in bf16.
 #include <gtest/gtest.h>
+#include <optional>
 
 #include <algorithm>
 #include <cmath>
@@ -442,8 +443,9 @@ class AttentionCuda : public testing::Test {
     if (!cuda::available()) {
       GTEST_SKIP() << cuda::unavailable_reason();
     }
+    scope_.emplace(0);
   }
-  const cuda::DeviceScope scope_{0};
+  std::optional<cuda::DeviceScope> scope_;
 };
 
 struct Named {

@@ -30,7 +30,7 @@ _UNSEEN = torch.finfo(torch.float32).min / 4
 @functools.lru_cache(maxsize=1024)
 def _pattern(template: str, rows: int, cols: int) -> Pattern:
     if "{seq}" not in template:
-        raise ValueError(f"fretwork_pattern: expected a text with {{seq}} for the lengths, got {template!r}")
+        raise ValueError(f"attention: fretwork_pattern: expected a text with {{seq}} for the lengths, got {template!r}")
     return Pattern.parse(template.replace("{seq}", f"({rows}, {cols})"))
 
 

@@ -1,5 +1,5 @@
 // o = softmax(scale·q·kᵀ) · v over a component of a plan, and its log-sum-exp. One thread fetches: 128 rows of q for an
-// item, then 128 or 64 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are
+// item, then 128 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are
 // on their way through the tensor cores while those of the step before meet v, and probabilities never leave registers.
 #pragma once
 

@@ -1,7 +1,6 @@
 // Attention and its gradients on a real GPU against float64 on the host, from the pattern's mask alone. Skipped where
 // there is none. With FRETWORK_TIME=1 also prints how long known patterns take in bf16.
 #include <gtest/gtest.h>
-#include <optional>
 
 #include <algorithm>
 #include <cmath>
@@ -9,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>

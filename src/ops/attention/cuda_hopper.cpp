@@ -482,8 +482,9 @@ bool suits(const Problem& p, const Context& context) {
                     p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
                     p.cols > 0 && p.batch * p.heads < kMost;
   const bool plain = p.softcap == 0 && p.bias.data == nullptr && p.slopes.data == nullptr && p.dropout.rate == 0;
-  return type && size && plain && static_cast<float>(p.scale) > 0 && std::isfinite(static_cast<float>(p.scale)) && movable(p.q) && movable(p.k) &&
-         movable(p.v) && movable(p.o) && driver::kernel_arch(context.device.index) == "sm_90a";
+  return type && size && plain && static_cast<float>(p.scale) > 0 && std::isfinite(static_cast<float>(p.scale)) &&
+         movable(p.q) && movable(p.k) && movable(p.v) && movable(p.o) &&
+         driver::kernel_arch(context.device.index) == "sm_90a";
 }
 
 /// Heads whose keys and values fit the cache together, in whole groups of those that share them.

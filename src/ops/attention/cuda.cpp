@@ -74,6 +74,11 @@ struct Config {
                                  : KernelSpec{kBackwardSource, "fretwork::attention_backward<" + begin + which + end};
   }
   const Kernel& kernel(int device) const {
+    if (const int there = driver::device_info(device).shared_per_block; shape().shared_bytes > there) {
+      throw Error("attention", "q",
+                  "a head size whose tiles fit the " + std::to_string(there) + " bytes of shared memory on this GPU",
+                  std::to_string(depth) + ", which needs " + std::to_string(shape().shared_bytes));
+    }
     static KernelTable<std::size(kDepths) * 5 * 2 * 3> table;
     return table.get(number(), device, [&] { return spec(); });
   }

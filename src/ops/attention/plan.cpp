@@ -123,7 +123,7 @@ Component empty_component(const Plan& plan) {
 std::shared_ptr<const Plan> find_plan(const RegularPattern& pattern, const TileShape& shape, bool transpose) {
   static PlanCache<Plan>& cache = *std::make_unique<PlanCache<Plan>>().release();
   const std::string key =
-      std::to_string(shape.rows) + (transpose ? "t" : "x") + std::to_string(shape.cols) + " " + pattern.text();
+      std::to_string(shape.rows) + (transpose ? "t" : "x") + std::to_string(shape.cols) + " " + pattern.key();
   return cache.get(hash128(key), [&] {
     const std::vector<PartGroup>& groups = pattern.groups();
     return transpose ? plan_parts(pattern.cols(), pattern.rows(), transposed(groups), shape)

@@ -62,12 +62,12 @@ Columns make_columns(const RegularPattern& pattern) {
 
 std::shared_ptr<const Rows> rows_of(const RegularPattern& pattern) {
   static PlanCache<Rows>& cache = *std::make_unique<PlanCache<Rows>>().release();
-  return cache.get(hash128(pattern.text()), [&] { return make_rows(pattern); });
+  return cache.get(hash128(pattern.key()), [&] { return make_rows(pattern); });
 }
 
 std::shared_ptr<const Columns> columns_of(const RegularPattern& pattern) {
   static PlanCache<Columns>& cache = *std::make_unique<PlanCache<Columns>>().release();
-  return cache.get(hash128(pattern.text()), [&] { return make_columns(pattern); });
+  return cache.get(hash128(pattern.key()), [&] { return make_columns(pattern); });
 }
 
 }  // namespace regular_op

@@ -71,11 +71,6 @@ __device__ __forceinline__ void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// The same without waiting, for those who only let others go on.
-__device__ __forceinline__ void named_arrive(u32 id, u32 threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 /// The same; whether `flag` holds for any of the threads.
 __device__ __forceinline__ bool named_barrier_any(u32 id, u32 threads, bool flag) {
   u32 any;

@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "core/half.h"
+#include "core/element.h"
 #include "device/random.cuh"
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
@@ -44,39 +44,12 @@ class Tensor {
   }
   const std::array<Index, 4>& sizes() const { return sizes_; }
 
-  double get(Index b, Index h, Index i, Index j) {
-    void* const p = at(b, h, i, j);
-    switch (dtype_) {
-      case DType::f64:
-        return *static_cast<double*>(p);
-      case DType::f32:
-        return static_cast<double>(*static_cast<float*>(p));
-      case DType::f16:
-        return static_cast<double>(float_from_f16(*static_cast<std::uint16_t*>(p)));
-      default:
-        return static_cast<double>(float_from_bf16(*static_cast<std::uint16_t*>(p)));
-    }
-  }
+  double get(Index b, Index h, Index i, Index j) { return read_element<double>(at(b, h, i, j), dtype_, 0); }
   /// The same where sizes of 1 are broadcast.
   double wide(Index b, Index h, Index i, Index j) {
     return get(b % sizes_[0], h % sizes_[1], sizes_[2] == 1 ? 0 : i, sizes_[3] == 1 ? 0 : j);
   }
-  void set(Index b, Index h, Index i, Index j, double value) {
-    void* const p = at(b, h, i, j);
-    switch (dtype_) {
-      case DType::f64:
-        *static_cast<double*>(p) = value;
-        break;
-      case DType::f32:
-        *static_cast<float*>(p) = static_cast<float>(value);
-        break;
-      case DType::f16:
-        *static_cast<std::uint16_t*>(p) = f16_from_float(static_cast<float>(value));
-        break;
-      default:
-        *static_cast<std::uint16_t*>(p) = bf16_from_float(static_cast<float>(value));
-    }
-  }
+  void set(Index b, Index h, Index i, Index j, double value) { write_element(at(b, h, i, j), dtype_, 0, value); }
   template <class F>
   void each(F f) const {
     for (Index b = 0; b < sizes_[0]; ++b) {

@@ -8,7 +8,7 @@
 #include <set>
 #include <vector>
 
-#include "core/half.h"
+#include "core/element.h"
 #include "error_text.h"
 #include "fretwork/fretwork.h"
 #include "ops/block_softmax/problem.h"
@@ -22,40 +22,6 @@ constexpr DType kFloating[] = {DType::f64, DType::f32, DType::f16, DType::bf16};
 
 double tolerance(DType dtype) {
   return dtype == DType::f64 ? 1e-12 : dtype == DType::f32 ? 2e-6 : dtype == DType::f16 ? 2e-3 : 1.5e-2;
-}
-
-double load(const void* data, DType dtype, std::int64_t at) {
-  switch (dtype) {
-    case DType::f64:
-      return static_cast<const double*>(data)[at];
-    case DType::f32:
-      return static_cast<const float*>(data)[at];
-    case DType::f16:
-      return float_from_f16(static_cast<const std::uint16_t*>(data)[at]);
-    case DType::bf16:
-      return float_from_bf16(static_cast<const std::uint16_t*>(data)[at]);
-    default:
-      return static_cast<const std::uint8_t*>(data)[at];
-  }
-}
-
-void store(void* data, DType dtype, std::int64_t at, double x) {
-  switch (dtype) {
-    case DType::f64:
-      static_cast<double*>(data)[at] = x;
-      break;
-    case DType::f32:
-      static_cast<float*>(data)[at] = static_cast<float>(x);
-      break;
-    case DType::f16:
-      static_cast<std::uint16_t*>(data)[at] = f16_from_float(static_cast<float>(x));
-      break;
-    case DType::bf16:
-      static_cast<std::uint16_t*>(data)[at] = bf16_from_float(static_cast<float>(x));
-      break;
-    default:
-      static_cast<std::uint8_t*>(data)[at] = x != 0;
-  }
 }
 
 /// How a tensor lies in memory: contiguous, with gaps in every dimension, or with its last two dimensions swapped.
@@ -80,7 +46,7 @@ class Tensor {
     }
     bytes_.assign(static_cast<std::size_t>(step) * size_of(dtype) + 2 * kGuard, kPoison);
     view_ = TensorView(bytes_.data() + kGuard, dtype, sizes, strides, {});
-    each([&](std::int64_t at) { store(view_.data, dtype, at, kNan); });
+    each([&](std::int64_t at) { write_element(view_.data, dtype, at, kNan); });
     before_ = bytes_;
   }
 
@@ -101,12 +67,12 @@ class Tensor {
   }
   void set(const std::vector<double>& x) {
     std::size_t n = 0;
-    each([&](std::int64_t at) { store(view_.data, view_.dtype, at, x[n++]); });
+    each([&](std::int64_t at) { write_element(view_.data, view_.dtype, at, x[n++]); });
     before_ = bytes_;
   }
   std::vector<double> get() const {
     std::vector<double> x;
-    each([&](std::int64_t at) { x.push_back(load(view_.data, view_.dtype, at)); });
+    each([&](std::int64_t at) { x.push_back(read_element<double>(view_.data, view_.dtype, at)); });
     return x;
   }
   /// Only elements may have changed: guards and gaps are as they were.

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "activated.h"
-#include "core/half.h"
+#include "core/element.h"
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
 
@@ -41,35 +41,8 @@ class Tensor {
     view = TensorView(bytes_.data() + static_cast<std::size_t>(first) * size_of(dtype), dtype, sizes, strides, {});
   }
 
-  double get(std::initializer_list<Index> index) const {
-    void* const data = at(index);
-    switch (view.dtype) {
-      case DType::f64:
-        return *static_cast<double*>(data);
-      case DType::f32:
-        return *static_cast<float*>(data);
-      case DType::f16:
-        return float_from_f16(*static_cast<std::uint16_t*>(data));
-      default:
-        return float_from_bf16(*static_cast<std::uint16_t*>(data));
-    }
-  }
-  void set(std::initializer_list<Index> index, double value) {
-    void* const data = at(index);
-    switch (view.dtype) {
-      case DType::f64:
-        *static_cast<double*>(data) = value;
-        break;
-      case DType::f32:
-        *static_cast<float*>(data) = static_cast<float>(value);
-        break;
-      case DType::f16:
-        *static_cast<std::uint16_t*>(data) = f16_from_float(static_cast<float>(value));
-        break;
-      default:
-        *static_cast<std::uint16_t*>(data) = bf16_from_float(static_cast<float>(value));
-    }
-  }
+  double get(std::initializer_list<Index> index) const { return read_element<double>(at(index), view.dtype, 0); }
+  void set(std::initializer_list<Index> index, double value) { write_element(at(index), view.dtype, 0, value); }
   void randomise(double scale) {
     static std::mt19937 random(4);
     std::normal_distribution<double> numbers(0, scale);

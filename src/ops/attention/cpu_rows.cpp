@@ -14,44 +14,13 @@
 #include <cmath>
 #include <limits>
 
-#include "core/half.h"
+#include "core/element.h"
 #include "device/random.cuh"
 
 #ifndef FRETWORK_OPS_ATTENTION_CPU_ROWS
 #define FRETWORK_OPS_ATTENTION_CPU_ROWS
 namespace fretwork::attention_op::cpu {
 namespace {
-
-template <typename Acc>
-Acc load(const void* data, DType dtype, std::int64_t at) {
-  switch (dtype) {
-    case DType::f64:
-      return static_cast<Acc>(static_cast<const double*>(data)[at]);
-    case DType::f32:
-      return static_cast<Acc>(static_cast<const float*>(data)[at]);
-    case DType::f16:
-      return static_cast<Acc>(float_from_f16(static_cast<const std::uint16_t*>(data)[at]));
-    default:
-      return static_cast<Acc>(float_from_bf16(static_cast<const std::uint16_t*>(data)[at]));
-  }
-}
-
-template <typename Acc>
-void store(void* data, DType dtype, std::int64_t at, Acc x) {
-  switch (dtype) {
-    case DType::f64:
-      static_cast<double*>(data)[at] = static_cast<double>(x);
-      break;
-    case DType::f32:
-      static_cast<float*>(data)[at] = static_cast<float>(x);
-      break;
-    case DType::f16:
-      static_cast<std::uint16_t*>(data)[at] = f16_from_float(static_cast<float>(x));
-      break;
-    default:
-      static_cast<std::uint16_t*>(data)[at] = bf16_from_float(static_cast<float>(x));
-  }
-}
 
 template <typename Acc>
 constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
@@ -100,7 +69,7 @@ void Widen(const void* data, DType dtype, std::int64_t step, std::int64_t count,
     }
   }
   for (; n < count; ++n) {
-    to[n] = factor * load<Acc>(data, dtype, n * step);
+    to[n] = factor * read_element<Acc>(data, dtype, n * step);
   }
 }
 
@@ -137,7 +106,7 @@ void Narrow(const Acc* from, std::int64_t count, Acc factor, void* data, DType d
     }
   }
   for (; n < count; ++n) {
-    store(data, dtype, n * step, factor * from[n]);
+    write_element(data, dtype, n * step, factor * from[n]);
   }
 }
 

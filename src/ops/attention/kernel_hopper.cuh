@@ -4,31 +4,12 @@
 #include "device/barrier.cuh"
 #include "device/epilogue.cuh"
 #include "device/load.cuh"
+#include "device/math.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/params_hopper.cuh"
 
 namespace fretwork::attention_op::hopper {
-
-inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float log2_fast(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 /// Loads of plan data, where they stand: those who fetch have few registers and read again rather than remember.
 __device__ __forceinline__ int4 record(const void* from, int index) {

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
   }
   sum = reduce_lanes<kLanes>(sum, take_sum{});
   if (threadIdx.x % kLanes == 0 && index < p.all_rows) {
-    p.stats[at] = {lse == -infinity() ? infinity() : lse * kLog2E, sum - given};
+    p.stats[at] = {lse == -infinity() ? infinity() : lse * kLog2e, sum - given};
   }
 }
 

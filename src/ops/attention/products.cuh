@@ -44,6 +44,22 @@ __device__ __forceinline__ Fragments<Bytes> fragments_along(shared_tile<Bytes> t
   return Fragments<Bytes>(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
+/// sums += left·right for 16 along K, where `right(n)` loads the fragments of columns n to n + 15.
+template <typename T, int Frags, int Cols, typename Right>
+__device__ __forceinline__ void multiply_step(register_sums<Frags, Cols / 8>& sums, const u32 (&left)[Frags][4],
+                                              const Right& right) {
+#pragma unroll
+  for (int n = 0; n < Cols; n += 16) {
+    u32 b[4];
+    right(b, n);
+#pragma unroll
+    for (int i = 0; i < Frags; ++i) {
+      mma_sync<T>(sums.at[i][n / 8], left[i], b[0], b[1]);
+      mma_sync<T>(sums.at[i][n / 8 + 1], left[i], b[2], b[3]);
+    }
+  }
+}
+
 /// sums += left·rightᵀ, both tiles' lines along K.
 template <typename T, int Depth, int Frags, int Cols, int Bytes>
 __device__ __forceinline__ void multiply_lines(register_sums<Frags, Cols / 8>& sums, const Fragments<Bytes>& left,
@@ -55,16 +71,7 @@ __device__ __forceinline__ void multiply_lines(register_sums<Frags, Cols / 8>& s
     for (int i = 0; i < Frags; ++i) {
       ldmatrix(a[i], left(16 * i, k));
     }
-#pragma unroll
-    for (int n = 0; n < Cols; n += 16) {
-      u32 b[4];
-      ldmatrix(b, right(n, k));
-#pragma unroll
-      for (int i = 0; i < Frags; ++i) {
-        mma_sync<T>(sums.at[i][n / 8], a[i], b[0], b[1]);
-        mma_sync<T>(sums.at[i][n / 8 + 1], a[i], b[2], b[3]);
-      }
-    }
+    multiply_step<T, Frags, Cols>(sums, a, [&](u32(&b)[4], int n) { ldmatrix(b, right(n, k)); });
   }
 }
 
@@ -84,16 +91,7 @@ __device__ __forceinline__ void multiply_sums(register_sums<Frags, Depth / 8>& s
         a[i][e] = narrow_pair<T>(from[0], from[1]);
       }
     }
-#pragma unroll
-    for (int n = 0; n < Depth; n += 16) {
-      u32 b[4];
-      ldmatrix_trans(b, right(k, n));
-#pragma unroll
-      for (int i = 0; i < Frags; ++i) {
-        mma_sync<T>(sums.at[i][n / 8], a[i], b[0], b[1]);
-        mma_sync<T>(sums.at[i][n / 8 + 1], a[i], b[2], b[3]);
-      }
-    }
+    multiply_step<T, Frags, Depth>(sums, a, [&](u32(&b)[4], int n) { ldmatrix_trans(b, right(k, n)); });
   }
 }
 

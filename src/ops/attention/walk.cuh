@@ -4,6 +4,7 @@
 
 #include "device/copy_async.cuh"
 #include "device/load.cuh"
+#include "device/math.cuh"
 #include "device/random.cuh"
 #include "device/reduce.cuh"
 #include "device/tile.cuh"
@@ -24,16 +25,6 @@ using attention_op::RowStats;
 using attention_op::RunArg;
 using attention_op::ScoreArg;
 using attention_op::TileArg;
-
-inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 /// The lowest n bits, 0 ≤ n ≤ 32.
 __device__ __forceinline__ u32 low_bits(int n) {
@@ -185,7 +176,7 @@ struct Score<true> {
       x += bias(row, col);
     }
     x -= slope * static_cast<float>(abs(row + arg.distance - col));
-    return x * kLog2E;
+    return x * kLog2e;
   }
   __device__ __forceinline__ bool keeps(int row, int col) const {
     return arg.threshold == 0 || random_bits(random_row(seed, batch_head, row), col) >= arg.threshold;
@@ -197,7 +188,7 @@ __device__ __forceinline__ Score<Extras> score_of(const ScoreArg& arg, int batch
   if constexpr (Extras) {
     return Score<true>(arg, batch, head, heads);
   } else {
-    return Score<false>{arg.scale * kLog2E};
+    return Score<false>{arg.scale * kLog2e};
   }
 }
 

@@ -12,7 +12,7 @@
 #include <limits>
 #include <utility>
 
-#include "core/half.h"
+#include "core/element.h"
 #include "ops/block_softmax/problem.h"
 
 #ifndef FRETWORK_OPS_BLOCK_SOFTMAX_CPU  // what needs no vectors, once
@@ -26,40 +26,6 @@ using Blocks = std::span<const BlockIndex::Entry>;
 struct Row {
   std::int64_t z, h, i, y;
 };
-
-template <typename Acc>
-Acc load(const void* data, DType dtype, std::int64_t at) {
-  switch (dtype) {
-    case DType::f64:
-      return static_cast<Acc>(static_cast<const double*>(data)[at]);
-    case DType::f32:
-      return static_cast<Acc>(static_cast<const float*>(data)[at]);
-    case DType::f16:
-      return static_cast<Acc>(float_from_f16(static_cast<const std::uint16_t*>(data)[at]));
-    case DType::bf16:
-      return static_cast<Acc>(float_from_bf16(static_cast<const std::uint16_t*>(data)[at]));
-    default:
-      return static_cast<const std::uint8_t*>(data)[at] != 0 ? Acc{1} : Acc{0};
-  }
-}
-
-template <typename Acc>
-void store(void* data, DType dtype, std::int64_t at, Acc x) {
-  switch (dtype) {
-    case DType::f64:
-      static_cast<double*>(data)[at] = static_cast<double>(x);
-      break;
-    case DType::f32:
-      static_cast<float*>(data)[at] = static_cast<float>(x);
-      break;
-    case DType::f16:
-      static_cast<std::uint16_t*>(data)[at] = f16_from_float(static_cast<float>(x));
-      break;
-    default:
-      static_cast<std::uint16_t*>(data)[at] = bf16_from_float(static_cast<float>(x));
-      break;
-  }
-}
 
 /// Where the run of the row in packed block `block` begins.
 std::int64_t start(const Packed& p, const Row& row, std::int64_t block) {
@@ -142,7 +108,7 @@ void widen(const void* data, DType dtype, std::int64_t at, std::int64_t step, st
     }
   }
   for (; n < count; ++n) {
-    to[n] = load<Acc>(data, dtype, at + n * step);
+    to[n] = read_element<Acc>(data, dtype, at + n * step);
   }
 }
 
@@ -179,7 +145,7 @@ void narrow(const Acc* from, std::int64_t count, void* data, DType dtype, std::i
     }
   }
   for (; n < count; ++n) {
-    store(data, dtype, at + n * step, from[n]);
+    write_element(data, dtype, at + n * step, from[n]);
   }
 }
 

@@ -6,3 +6,4 @@
 #include "fretwork/ops.h"
 #include "fretwork/pattern.h"
 #include "fretwork/tensor.h"
+#include "fretwork/two_four.h"

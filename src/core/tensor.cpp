@@ -14,9 +14,11 @@ std::size_t size_of(DType dtype) {
     case DType::f64:
       return 8;
     case DType::f32:
+    case DType::i32:
       return 4;
     case DType::f16:
     case DType::bf16:
+    case DType::i16:
       return 2;
     case DType::f8_e4m3:
     case DType::f8_e5m2:
@@ -45,6 +47,10 @@ const char* name_of(DType dtype) {
       return "int8";
     case DType::boolean:
       return "bool";
+    case DType::i16:
+      return "int16";
+    case DType::i32:
+      return "int32";
   }
   return "?";
 }

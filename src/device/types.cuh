@@ -7,6 +7,7 @@ using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
+using i8 = signed char;
 using i64 = long long;
 
 struct f16 {
@@ -14,6 +15,12 @@ struct f16 {
 };
 struct bf16 {
   u16 bits;
+};
+struct f8_e4m3 {
+  u8 bits;
+};
+struct f8_e5m2 {
+  u8 bits;
 };
 
 template <typename A, typename B>
@@ -42,6 +49,15 @@ __device__ __forceinline__ float widen(f16 x) {
   return wide;
 }
 __device__ __forceinline__ float widen(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+
+/// The upper half of an f16.
+__device__ __forceinline__ float widen(f8_e5m2 x) { return widen(f16{static_cast<u16>(x.bits << 8)}); }
+/// As an f16 whose exponent is too small by 8; all ones are NaN, and there is no infinity.
+__device__ __forceinline__ float widen(f8_e4m3 x) {
+  const u32 rest = x.bits & 0x7fu;
+  const float size = rest == 0x7fu ? __uint_as_float(0x7fc00000u) : widen(f16{static_cast<u16>(rest << 7)}) * 256.0f;
+  return x.bits & 0x80u ? -size : size;
+}
 
 /// Rounds to nearest even.
 template <typename T, typename From>

@@ -158,11 +158,20 @@ const char* device_type(DType dtype) {
       return "fretwork::f16";
     case DType::bf16:
       return "fretwork::bf16";
+    case DType::f8_e4m3:
+      return "fretwork::f8_e4m3";
+    case DType::f8_e5m2:
+      return "fretwork::f8_e5m2";
+    case DType::i8:
+      return "fretwork::i8";
     case DType::boolean:
       return "bool";
-    default:
-      throw Error("kernel", "dtype", "one that device code has", name_of(dtype));
+    case DType::i16:
+      return "short";
+    case DType::i32:
+      return "int";
   }
+  throw Error("kernel", "dtype", "one that device code has", name_of(dtype));
 }
 
 CompiledKernel compile_kernel(const KernelSpec& spec, const std::string& arch) {

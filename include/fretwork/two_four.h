@@ -1,0 +1,80 @@
+// 2:4 sparsity: of every four neighbours two are kept, of every two one for f32. The plain form, what makes and undoes
+// it, and its products.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "fretwork/context.h"
+#include "fretwork/ops.h"
+#include "fretwork/tensor.h"
+
+namespace fretwork {
+
+/// A matrix compressed along one axis, as views that own nothing. Group g of a line (the elements g·group … of the
+/// compressed axis) has a nibble idx0 | idx1 << 2, idx0 < idx1, at bit 4g of the line's words: the same bytes whether
+/// words have 8, 16 or 32 bits. An f32 pair has 4 (the first is kept) or 0xE (the second).
+struct TwoFour {
+  TensorView values;    ///< (M, K/2), or (K/2, N) where dim is 0
+  TensorView metadata;  ///< (M, words) or (words, N) of i8, i16 or i32
+  int dim = 1;          ///< the compressed axis: 0 or 1
+
+  /// Of the matrix that this stands for.
+  std::array<std::int64_t, 2> shape() const;
+  /// Swaps shape and dim; copies nothing.
+  TwoFour transpose() const;
+  /// Lines [begin, end) of the other axis; copies nothing.
+  TwoFour lines(std::int64_t begin, std::int64_t end) const;
+};
+
+/// Neighbours in a group: 2 for f32, 4 otherwise.
+std::int64_t two_four_group(DType dtype);
+/// Words for k elements of `dtype`.
+std::int64_t two_four_words(std::int64_t k, DType dtype, DType word);
+
+/// Places of what is wrong, for the ops below: row·columns + column of the first bad group's first element, in
+/// row-major order of the matrix, or −1. On a GPU it is device memory and holds the answer when the stream gets there.
+///
+/// Groups with fewer non-zeros than they may have keep the lowest free indices. −0.0 counts as zero, NaN and Inf do
+/// not. Where a group has more, *bad says so and what is written for it is undefined but valid; null: not looked for.
+void two_four_compress(const TensorView& dense, const TwoFour& out, std::int64_t* bad, Context& context);
+/// Only looks.
+void two_four_check(const TensorView& dense, int dim, std::int64_t* bad, Context& context);
+/// Whether every nibble that stands for a group is a valid one: *bad is the place of the first group whose is not.
+void two_four_check_metadata(const TwoFour& matrix, std::int64_t* bad, Context& context);
+/// Zeros where nothing is kept.
+void two_four_to_dense(const TwoFour& matrix, const TensorView& dense, Context& context);
+/// out.values = the elements of `dense` where out.metadata keeps one: the gradient of to_dense.
+void two_four_gather(const TensorView& dense, const TwoFour& out, Context& context);
+/// Keeps half of each group, the largest magnitudes (ties: the lower index; NaN is larger than all). `transposable`:
+/// of each 4×4 (f32: 2×2) square, half of every row and every column, near the largest sum of magnitudes there is.
+void two_four_prune(const TensorView& dense, int dim, bool transposable, const TensorView& out, Context& context);
+/// Transposable pruning and both compressions in one pass: `rows` with dim 1 and `cols` with dim 0.
+void two_four_prune_both(const TensorView& dense, const TwoFour& rows, const TwoFour& cols, Context& context);
+
+/// Foreign orders of the metadata: "torch" and "cutlass_sm80", which are one, and "cutlass_sm90" for a tile_k. For
+/// each byte of the foreign buffer the byte of the plain one (line·bytes of a line + byte) that it holds, or −1 for
+/// padding. Throws Error, naming `op`, where the order has no place for such a matrix.
+std::vector<std::int64_t> two_four_order(const char* op, std::string_view layout, std::int64_t lines, std::int64_t k,
+                                         DType dtype, std::int64_t tile_k);
+
+/// Options of the products; a null pointer is something that is not there.
+struct TwoFourOptions {
+  const TensorView* bias = nullptr;  ///< one for each line of the sparse operand, of the dtype of the result
+  Activation activation = Activation::none;
+  const TensorView* scale_a = nullptr;  ///< f32, one number () or one for each row of a (M)
+  const TensorView* scale_b = nullptr;  ///< f32, one number () or one for each column of b (N)
+};
+
+/// out = activation(a·b·scales + bias). b (…, K, N), out (…, M, N); any strides. The result has the dtype of b or f32;
+/// i32, f32, f16 or bf16 for i8; bf16, f16 or f32 for fp8.
+void two_four_matmul(const TwoFour& a, const TensorView& b, const TensorView& out, Context& context,
+                     const TwoFourOptions& options = {});
+/// The same with the sparse operand on the right: a (…, M, K), b (K, N) with dim 0, out (…, M, N).
+void two_four_matmul(const TensorView& a, const TwoFour& b, const TensorView& out, Context& context,
+                     const TwoFourOptions& options = {});
+
+}  // namespace fretwork

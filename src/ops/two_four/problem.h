@@ -1,0 +1,83 @@
+// The 2:4 operators after all checks, in one orientation: lines of the sparse matrix are its rows, compressed along k.
+#pragma once
+
+#include <cstdint>
+
+#include "fretwork/context.h"
+#include "fretwork/two_four.h"
+
+namespace fretwork::two_four {
+
+/// Lines × positions along them; strides in elements (words for metadata).
+struct Matrix {
+  void* data = nullptr;
+  std::int64_t line = 0, along = 0;
+};
+
+/// `lines` rows of k elements: the dense matrix, what is kept of it, and which.
+struct Format {
+  std::int64_t lines = 0, k = 0;
+  DType dtype = DType::f32;
+  Matrix dense, values, words;
+  int word_bytes = 2;
+  bool transposed = false;  ///< the caller's matrix is (k, lines): places are k·lines + line
+  std::int64_t group() const { return two_four_group(dtype); }
+  std::int64_t groups() const { return k / group(); }
+};
+
+/// One number for each line of something; stride 0: one for all.
+struct Vector {
+  void* data = nullptr;  ///< or null
+  std::int64_t stride = 0;
+};
+
+/// A dense operand; strides in elements.
+struct Dense {
+  void* data = nullptr;
+  std::int64_t row = 0, col = 0, batch = 0;
+};
+
+/// c[z, i, j] = activation(Σ_k s[i, k]·b[z, k, j]·scale_s[i]·scale_b[j] + bias[i]): s (m × k) is the sparse operand, b
+/// (k × n), c (m × n). A sparse right operand is this with b and c transposed by their strides. Nothing is empty but
+/// perhaps k.
+struct Problem {
+  std::int64_t m = 0, n = 0, k = 0, batch = 1;
+  DType dtype = DType::f32, out = DType::f32;
+  Matrix values, words;
+  int word_bytes = 2;
+  Dense b, c;
+  Vector bias;              ///< of dtype `out`
+  Vector scale_s, scale_b;  ///< f32
+  Activation activation = Activation::none;
+};
+
+namespace cpu {
+void compress(const Format& f, std::int64_t* bad, Context& context);
+void check(const Format& f, std::int64_t* bad, Context& context);           ///< reads dense
+void check_metadata(const Format& f, std::int64_t* bad, Context& context);  ///< reads words
+void to_dense(const Format& f, Context& context);
+void gather(const Format& f, Context& context);  ///< reads dense and words, writes values
+/// From f.dense to `out`; transposable needs lines to be a multiple of the group.
+void prune(const Format& f, const Matrix& out, bool transposable, Context& context);
+/// rows and cols see the same dense matrix; cols.lines == rows.k.
+void prune_both(const Format& rows, const Format& cols, Context& context);
+void run(const Problem& problem, Context& context);
+}  // namespace cpu
+
+namespace cuda {
+void compress(const Format& f, std::int64_t* bad, Context& context);
+void check(const Format& f, std::int64_t* bad, Context& context);
+void check_metadata(const Format& f, std::int64_t* bad, Context& context);
+void to_dense(const Format& f, Context& context);
+void gather(const Format& f, Context& context);
+void prune(const Format& f, const Matrix& out, bool transposable, Context& context);
+void prune_both(const Format& rows, const Format& cols, Context& context);
+void run(const Problem& problem, Context& context);
+
+/// The kernel classes behind run, quickest first; false: not for this problem.
+bool run_few(const Problem& problem, Context& context);     ///< up to 64 columns, at the speed of memory
+bool run_hopper(const Problem& problem, Context& context);  ///< wgmma.sp, sm_90a
+void run_portable(const Problem& problem, Context& context);
+}  // namespace cuda
+
+}  // namespace fretwork::two_four

@@ -121,10 +121,13 @@ HWY_INLINE M Most(M a, M b, M c) {
   return hn::Or(hn::And(a, b), hn::And(c, hn::Or(a, b)));
 }
 
-template <typename E>
-bool Encode(const typename E::Bits* dense, std::int64_t groups, std::uint8_t* codes) {
+/// Gives whether a group has too many non-zeros; writes only if asked to.
+template <typename E, bool kWrites>
+HWY_INLINE bool Encode(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* values,
+                       std::uint8_t* codes) {
   using T = Lane<typename E::Bits>;
   const auto* const from = reinterpret_cast<const T*>(dense);
+  auto* const to = reinterpret_cast<T*>(values);
   bool bad = false;
   Each<T>(groups, [&](auto d, std::int64_t n) HWY_ATTR {
     const auto is = [d](auto v)
@@ -133,19 +136,37 @@ bool Encode(const typename E::Bits* dense, std::int64_t groups, std::uint8_t* co
     if constexpr (kGroup<T> == 2) {
       hn::Vec<decltype(d)> x, y;
       hn::LoadInterleaved2(d, from + 2 * n, x, y);
-      const auto a = is(x), b = is(y);
-      bad |= !hn::AllFalse(d, hn::And(a, b));
-      StoreCodes(d, hn::IfThenElse(b, code(0xE), code(4)), codes + n);
+      const auto b = is(y);
+      bad |= !hn::AllFalse(d, hn::And(is(x), b));
+      if constexpr (kWrites) {
+        StoreCodes(d, hn::IfThenElse(b, code(0xE), code(4)), codes + n);
+        hn::StoreU(hn::IfThenElse(b, y, x), d, to + n);
+      }
     } else {
       const auto v = LoadFour(d, from + 4 * n);
       const auto a = is(v.a), b = is(v.b), c = is(v.c), e = is(v.d);
       bad |= !hn::AllFalse(d, TooMany(a, b, c, e));
-      const auto second = hn::IfThenElse(e, code(12), hn::IfThenElse(c, code(8), code(4)));
-      const auto first = hn::IfThenElse(hn::And(c, e), code(2), hn::IfThenElseZero(hn::And(b, hn::Or(c, e)), code(1)));
-      StoreCodes(d, hn::Or(first, second), codes + n);
+      if constexpr (kWrites) {
+        const auto ce = hn::And(c, e), bce = hn::And(b, hn::Or(c, e));
+        const auto first = hn::IfThenElse(ce, code(2), hn::IfThenElseZero(bce, code(1)));
+        const auto second = hn::IfThenElse(e, code(12), hn::IfThenElse(c, code(8), code(4)));
+        StoreCodes(d, hn::Or(first, second), codes + n);
+        hn::StoreInterleaved2(hn::IfThenElse(ce, v.c, hn::IfThenElse(bce, v.b, v.a)),
+                              hn::IfThenElse(e, v.d, hn::IfThenElse(c, v.c, v.b)), d, to + 2 * n);
+      }
     }
   });
   return bad;
+}
+
+template <typename E>
+bool Compress(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* values, std::uint8_t* codes) {
+  return Encode<E, true>(dense, groups, values, codes);
+}
+
+template <typename E>
+bool Look(const typename E::Bits* dense, std::int64_t groups) {
+  return Encode<E, false>(dense, groups, nullptr, nullptr);
 }
 
 /// Larger is larger in magnitude; all NaN are one.
@@ -387,8 +408,11 @@ void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int
 #if HWY_TARGET != HWY_SCALAR
   using Tag = hn::CappedTag<Bits, static_cast<std::size_t>(kSide)>;
   const Tag d;
-  for (std::int64_t r = 0; r < whole_rows; r += kSide) {
-    for (std::int64_t c = 0; c < whole_cols; c += kSide) {
+  // Along the longer lines, which are far apart in memory and may share cache sets.
+  const bool down = to_pitch > from_pitch;
+  for (std::int64_t i = 0; i < (down ? whole_cols : whole_rows); i += kSide) {
+    for (std::int64_t k = 0; k < (down ? whole_rows : whole_cols); k += kSide) {
+      const std::int64_t r = down ? k : i, c = down ? i : k;
       hn::Vec<Tag> v[kSide], w[kSide];
       for (int n = 0; n < kSide; ++n) {
         v[n] = hn::LoadU(d, from + (r + n) * from_pitch + c);
@@ -416,7 +440,8 @@ void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int
 template <typename E>
 const GroupKernels<typename E::Bits>* Kernels() {
   using Bits = typename E::Bits;
-  static constexpr GroupKernels<Bits> kernels{Encode<E>, Prune<E>, Pick<Bits>, Place<Bits>, Squares<E>, Turn<Bits>};
+  static constexpr GroupKernels<Bits> kernels{Compress<E>, Look<E>,    Prune<E>,  Pick<Bits>,
+                                              Place<Bits>, Squares<E>, Turn<Bits>};
   return &kernels;
 }
 

@@ -1,6 +1,8 @@
 // 2:4 products on the CPU. A job is a block of lines of the sparse operand with a block of columns of the dense one; it
 // keeps its sums, adds to them a piece of the depth at a time, and finishes them: scales, bias, activation, rounding.
 // A sum is computed whole by one thread in a fixed order, so results do not depend on the number of threads.
+#include "ops/two_four/cpu.h"
+
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -16,12 +18,16 @@
 namespace fretwork::two_four::cpu {
 namespace {
 
-/// Columns and depth of a piece of the dense operand, which stays in a first-level cache.
-constexpr std::int64_t kCols = 64, kDepth = 128;
 /// Lines of a job at most, and jobs per thread, if there are as many.
 constexpr std::int64_t kLines = 512, kPieces = 4;
-/// Columns come in multiples of this, a vector of the longest kind.
-constexpr std::int64_t kLanes = 16;
+/// Bytes of a piece of the dense operand: in rows it shares a first-level cache, in dots a second-level one.
+constexpr std::int64_t kRowsBytes = 16 << 10, kDotsBytes = 256 << 10;
+/// Columns that are few. More go on lanes.
+constexpr std::int64_t kFewCols = 8;
+/// The depth is cut at multiples of this, so that nibbles are cut at whole words.
+constexpr std::int64_t kCut = 64;
+/// Rows of sums are whole vectors of the longest kind.
+constexpr std::int64_t kSumLanes = 16;
 
 struct Buffers {
   simd::Scratch panel, values, words, sums;
@@ -30,6 +36,11 @@ struct Buffers {
     return buffers;
   }
 };
+
+template <typename T>
+T* need(simd::Scratch& scratch, std::int64_t count) {
+  return reinterpret_cast<T*>(scratch.need(sizeof(T) * static_cast<std::size_t>(count)));
+}
 
 const std::byte* at(const void* data, std::int64_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
 
@@ -41,96 +52,72 @@ void widen(const void* from, std::int64_t step, std::int64_t count, DType dtype,
       out[n] = static_cast<T>(wide(data[n * step]));
     }
   };
-  const auto same = [](auto x) { return x; };
-  switch (dtype) {
-    case DType::f64:
-      return each(static_cast<const double*>(from), same);
-    case DType::f32:
-      return each(static_cast<const float*>(from), same);
-    case DType::f16:
-      return each(static_cast<const std::uint16_t*>(from), float_from_f16);
-    case DType::bf16:
-      return each(static_cast<const std::uint16_t*>(from), float_from_bf16);
-    case DType::i8:
-      return each(static_cast<const std::int8_t*>(from), same);
-    default: {
-      const auto& table = floats_from_8(dtype == DType::f8_e4m3);
-      return each(static_cast<const std::uint8_t*>(from), [&](std::uint8_t bits) { return table[bits]; });
-    }
+  if (is_floating(dtype)) {
+    simd::widened_tiles(dtype).pack({const_cast<void*>(from), 0, step}, 1, count, count, out, 0);
+  } else if (dtype == DType::i8) {
+    each(static_cast<const std::int8_t*>(from), [](std::int8_t x) { return x; });
+  } else {
+    const auto& table = floats_from_8(dtype == DType::f8_e4m3);
+    each(static_cast<const std::uint8_t*>(from), [&](std::uint8_t bits) { return table[bits]; });
   }
 }
 
 /// What one job works on.
 struct Job {
   std::int64_t batch, line, lines, col, cols;
-  std::int64_t width() const { return ceil_div(cols, kLanes) * kLanes; }
+  std::int64_t width() const { return ceil_div(cols, kSumLanes) * kSumLanes; }
 };
 
+/// How a problem is cut into jobs, and how they begin and end.
 template <typename T>
 class Work {
  public:
-  Work(const Problem& problem, Context& context)
+  Work(const Problem& problem, Context& context, std::int64_t most_cols)
       : p_(problem),
         group_(problem.dtype == DType::f32 ? 2 : 4),
-        size_(static_cast<std::int64_t>(size_of(problem.dtype))) {
-    col_blocks_ = ceil_div(p_.n, kCols);
+        size_(static_cast<std::int64_t>(size_of(problem.dtype))),
+        cols_(std::min(most_cols, problem.n)),
+        col_blocks_(ceil_div(p_.n, cols_)) {
     const std::int64_t wanted =
         ceil_div(kPieces * std::max(context.executor->concurrency(), 1), p_.batch * col_blocks_);
-    lines_ = std::clamp(ceil_div(p_.m, wanted), std::int64_t{1}, kLines);
+    lines_ = std::clamp(ceil_div(ceil_div(p_.m, wanted), kMaxLines) * kMaxLines, std::int64_t{kMaxLines}, kLines);
     line_blocks_ = ceil_div(p_.m, lines_);
   }
 
   std::int64_t jobs() const { return p_.batch * col_blocks_ * line_blocks_; }
-  void run(std::int64_t n) const {
-    const std::int64_t line = n % line_blocks_ * lines_, col = n / line_blocks_ % col_blocks_ * kCols;
-    const Job job{n / line_blocks_ / col_blocks_, line, std::min(lines_, p_.m - line), col,
-                  std::min(kCols, p_.n - col)};
-    const std::int64_t width = job.width();
-    Buffers& buffers = Buffers::of_thread();
-    T* const sums = reinterpret_cast<T*>(buffers.sums.need(sizeof(T) * static_cast<std::size_t>(job.lines * width)));
-    std::fill_n(sums, job.lines * width, T{0});
-    T* const panel = reinterpret_cast<T*>(buffers.panel.need(sizeof(T) * static_cast<std::size_t>(kDepth * width)));
-    for (std::int64_t k = 0; k < p_.k; k += kDepth) {
-      const std::int64_t depth = std::min(kDepth, p_.k - k);
-      pack(job, k, depth, panel);
-      for (std::int64_t i = 0; i < job.lines; ++i) {
-        add(job.line + i, k, depth, panel, width, sums + i * width);
+
+ protected:
+  static constexpr Kind kind(std::int64_t group) {
+    return std::is_same_v<T, double>         ? Kind::f64
+           : std::is_same_v<T, std::int32_t> ? Kind::i32
+           : group == 4                      ? Kind::f32
+                                             : Kind::f32_of_two;
+  }
+  Job job(std::int64_t n) const {
+    const std::int64_t line = n % line_blocks_ * lines_, col = n / line_blocks_ % col_blocks_ * cols_;
+    return {n / line_blocks_ / col_blocks_, line, std::min(lines_, p_.m - line), col, std::min(cols_, p_.n - col)};
+  }
+  T* zeros(const Job& job) const {
+    T* const sums = need<T>(Buffers::of_thread().sums, job.lines * job.width());
+    std::fill_n(sums, job.lines * job.width(), T{0});
+    return sums;
+  }
+  const std::byte* b(std::int64_t batch, std::int64_t row, std::int64_t col) const {
+    return at(p_.b.data, (batch * p_.b.batch + row * p_.b.row + col * p_.b.col) * size_);
+  }
+
+  /// Calls add with some lines of a job at a time, from depth k on, and their sums.
+  template <typename F>
+  void each_lines(const Job& job, std::int64_t k, std::int64_t depth, T* sums, const F& add) const {
+    Lines lines{.groups = depth / group_, .sum_stride = job.width()};
+    for (std::int64_t i = 0; i < job.lines; i += kMaxLines) {
+      lines.count = static_cast<int>(std::min<std::int64_t>(kMaxLines, job.lines - i));
+      for (int n = 0; n < lines.count; ++n) {
+        lines.values[static_cast<std::size_t>(n)] = values(job.line + i + n, n, k, depth);
+        lines.nibbles[static_cast<std::size_t>(n)] = nibbles(job.line + i + n, n, k, depth);
       }
-    }
-    finish(job, sums);
-  }
-
- private:
-  void pack(const Job& job, std::int64_t k, std::int64_t depth, T* panel) const {
-    const std::int64_t width = job.width();
-    for (std::int64_t r = 0; r < depth; ++r, panel += width) {
-      widen(at(p_.b.data, (job.batch * p_.b.batch + (k + r) * p_.b.row + job.col * p_.b.col) * size_), p_.b.col,
-            job.cols, p_.dtype, panel);
-      std::fill(panel + job.cols, panel + width, T{0});
-    }
-  }
-
-  /// The nibble of a group.
-  unsigned nibble(std::int64_t line, std::int64_t g) const {
-    const std::int64_t in_word = 2 * p_.word_bytes, word = line * p_.words.line + g / in_word * p_.words.along;
-    const auto byte = static_cast<unsigned>(*at(p_.words.data, word * p_.word_bytes + g % in_word / 2));
-    return byte >> 4 * (g % 2) & 15;
-  }
-
-  /// sums += what a line keeps of the depth · the rows of the panel that it is kept for.
-  void add(std::int64_t line, std::int64_t k, std::int64_t depth, const T* panel, std::int64_t width, T* sums) const {
-    T values[kDepth / 2];
-    widen(at(p_.values.data, (line * p_.values.line + k / 2 * p_.values.along) * size_), p_.values.along, depth / 2,
-          p_.dtype, values);
-    const std::int64_t kept = group_ / 2;
-    for (std::int64_t n = 0; n < depth / 2; ++n) {
-      const std::int64_t g = k / group_ + n / kept;
-      const unsigned index = nibble(line, g) >> 2 * (n % kept) & 3;
-      // The two halves of a pair say the same: 0, 1 or 2, 3.
-      const std::int64_t row = n / kept * group_ + (group_ == 2 ? index / 2 : index);
-      for (std::int64_t j = 0; j < width; ++j) {
-        sums[j] += values[n] * panel[row * width + j];
-      }
+      lines.sums = sums + i * job.width();
+      add(lines);
     }
   }
 
@@ -203,12 +190,131 @@ class Work {
 
   const Problem& p_;
   std::int64_t group_, size_;
-  std::int64_t col_blocks_, line_blocks_, lines_;
+
+ private:
+  /// Kept values, where they are if the kernel can read them there, or a copy: the n-th of some lines.
+  const T* values(std::int64_t line, std::int64_t n, std::int64_t k, std::int64_t depth) const {
+    const std::byte* const from = at(p_.values.data, (line * p_.values.line + k / 2 * p_.values.along) * size_);
+    if ((p_.dtype == DType::f32 || p_.dtype == DType::f64) && p_.values.along == 1) {
+      return reinterpret_cast<const T*>(from);
+    }
+    T* const copy = need<T>(Buffers::of_thread().values, kMaxLines * depth / 2) + n * depth / 2;
+    widen(from, p_.values.along, depth / 2, p_.dtype, copy);
+    return copy;
+  }
+  const std::uint8_t* nibbles(std::int64_t line, std::int64_t n, std::int64_t k, std::int64_t depth) const {
+    const std::int64_t bytes = p_.word_bytes, count = ceil_div(depth / group_, 2 * bytes);
+    const std::byte* const from =
+        at(p_.words.data, (line * p_.words.line + k / group_ / (2 * bytes) * p_.words.along) * bytes);
+    if (p_.words.along == 1) {
+      return reinterpret_cast<const std::uint8_t*>(from);
+    }
+    auto* const copy = need<std::uint8_t>(Buffers::of_thread().words, kMaxLines * count * bytes) + n * count * bytes;
+    for (std::int64_t word = 0; word < count; ++word) {
+      std::memcpy(copy + word * bytes, from + word * p_.words.along * bytes, static_cast<std::size_t>(bytes));
+    }
+    return copy;
+  }
+
+  std::int64_t cols_, col_blocks_, line_blocks_, lines_;
 };
 
+/// Columns on lanes: each job packs its piece of the dense operand as it goes.
 template <typename T>
+class Rows : Work<T> {
+  using Base = Work<T>;
+  using Base::p_, Base::group_;
+
+ public:
+  Rows(const Problem& problem, Context& context)
+      : Base(problem, context, kMaxVectors * rows_kernel(Base::kind(4)).lanes),
+        kernel_(rows_kernel(Base::kind(group_))) {}
+
+  using Base::jobs;
+  void run(std::int64_t n) const {
+    const Job job = Base::job(n);
+    T* const sums = Base::zeros(job);
+    const std::int64_t vectors = ceil_div(job.cols, kernel_.lanes), width = vectors * kernel_.lanes;
+    const std::int64_t most = std::max(kRowsBytes / width / static_cast<std::int64_t>(sizeof(T)) / kCut * kCut, kCut);
+    T* const panel = need<T>(Buffers::of_thread().panel, most * width);
+    for (std::int64_t k = 0; k < p_.k; k += most) {
+      const std::int64_t depth = std::min(most, p_.k - k);
+      pack(job, k, depth, width, panel);
+      Base::each_lines(job, k, depth, sums,
+                       [&](const Lines& lines) { kernel_.add(lines, panel, static_cast<int>(vectors)); });
+    }
+    Base::finish(job, sums);
+  }
+
+ private:
+  void pack(const Job& job, std::int64_t k, std::int64_t depth, std::int64_t width, T* panel) const {
+    const std::byte* const from = Base::b(job.batch, k, job.col);
+    if (is_floating(p_.dtype)) {
+      simd::widened_tiles(p_.dtype).pack({const_cast<std::byte*>(from), p_.b.row, p_.b.col}, depth, job.cols, width,
+                                         panel, 0);
+      return;
+    }
+    for (std::int64_t r = 0; r < depth; ++r, panel += width) {
+      widen(from + r * p_.b.row * Base::size_, p_.b.col, job.cols, p_.dtype, panel);
+      std::fill(panel + job.cols, panel + width, T{0});
+    }
+  }
+
+  const RowsKernel& kernel_;
+};
+
+/// Few columns: groups on lanes. The dense operand is packed once, for all jobs.
+template <typename T>
+class Dots : Work<T> {
+  using Base = Work<T>;
+  using Base::p_, Base::group_;
+
+ public:
+  Dots(const Problem& problem, Context& context)
+      : Base(problem, context, problem.n),
+        kernel_(dots_kernel(Base::kind(group_))),
+        column_(kernel_.lanes * group_),
+        steps_(ceil_div(p_.k, column_)),
+        packed_(context, sizeof(T) * static_cast<std::size_t>(p_.batch * p_.n * steps_ * column_)) {
+    context.executor->parallel_for(p_.batch * p_.n, ceil_div(1 << 16, p_.k + 1),
+                                   [&](std::int64_t begin, std::int64_t end) {
+                                     for (std::int64_t n = begin; n < end; ++n) {
+                                       pack(n / p_.n, n % p_.n);
+                                     }
+                                   });
+  }
+
+  using Base::jobs;
+  void run(std::int64_t n) const {
+    const Job job = Base::job(n);
+    T* const sums = Base::zeros(job);
+    const std::int64_t fit = kDotsBytes / static_cast<std::int64_t>(sizeof(T)) / p_.n;
+    const std::int64_t most = std::max(fit / kCut * kCut, kCut);
+    for (std::int64_t k = 0; k < p_.k; k += most) {
+      const T* const from = panel(job.batch) + k * p_.n;
+      Base::each_lines(job, k, std::min(most, p_.k - k), sums,
+                       [&](const Lines& lines) { kernel_.add(lines, from, p_.n, p_.n * column_); });
+    }
+    Base::finish(job, sums);
+  }
+
+ private:
+  T* panel(std::int64_t batch) const { return static_cast<T*>(packed_.data()) + batch * p_.n * steps_ * column_; }
+  void pack(std::int64_t batch, std::int64_t col) const {
+    T* const line = need<T>(Buffers::of_thread().values, steps_ * column_);
+    widen(Base::b(batch, 0, col), p_.b.row, p_.k, p_.dtype, line);
+    std::fill(line + p_.k, line + steps_ * column_, T{0});
+    kernel_.pack(line, steps_, p_.n * column_, panel(batch) + col * column_);
+  }
+
+  const DotsKernel& kernel_;
+  std::int64_t column_, steps_;  ///< elements of a column in a step, and how many there are
+  Workspace packed_;
+};
+
+template <typename Way>
 void run_as(const Problem& problem, Context& context) {
-  const Work<T> work(problem, context);
+  const Way work(problem, context);
   const std::int64_t jobs = work.jobs();
   const double operations = static_cast<double>(problem.batch * problem.m) * static_cast<double>(problem.n) *
                             static_cast<double>(problem.k + 64);
@@ -225,13 +331,14 @@ void run_as(const Problem& problem, Context& context) {
 }  // namespace
 
 void run(const Problem& problem, Context& context) {
+  const bool few = problem.n <= kFewCols;
   switch (problem.dtype) {
     case DType::f64:
-      return run_as<double>(problem, context);
+      return few ? run_as<Dots<double>>(problem, context) : run_as<Rows<double>>(problem, context);
     case DType::i8:
-      return run_as<std::int32_t>(problem, context);
+      return run_as<Rows<std::int32_t>>(problem, context);
     default:
-      return run_as<float>(problem, context);
+      return few ? run_as<Dots<float>>(problem, context) : run_as<Rows<float>>(problem, context);
   }
 }
 

@@ -4,7 +4,9 @@
 #include "ops/two_four/cpu.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
@@ -21,11 +23,13 @@ namespace {
 /// Lines of a job at most, and jobs per thread, if there are as many.
 constexpr std::int64_t kLines = 512, kPieces = 4;
 /// Bytes of a piece of the dense operand: in rows it shares a first-level cache, in dots a second-level one.
-constexpr std::int64_t kRowsBytes = 16 << 10, kDotsBytes = 256 << 10;
+const std::int64_t kRowsBytes = (getenv("RB") ? atoi(getenv("RB")) : 16) << 10, kDotsBytes = 256 << 10;
 /// Columns that are few. More go on lanes.
-constexpr std::int64_t kFewCols = 8;
+const std::int64_t kFewCols = getenv("FC") ? atoi(getenv("FC")) : 8;
 /// The depth is cut at multiples of this, so that nibbles are cut at whole words.
 constexpr std::int64_t kCut = 64;
+/// Lines fetched ahead of those being multiplied, a multiple of kMaxLines, and bytes of a line for which they are.
+constexpr std::int64_t kLinesAhead = 8, kPieceBytes = 4096;
 /// Rows of sums are whole vectors of the longest kind.
 constexpr std::int64_t kSumLanes = 16;
 
@@ -44,21 +48,57 @@ T* need(simd::Scratch& scratch, std::int64_t count) {
 
 const std::byte* at(const void* data, std::int64_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
 
+/// bf16 as it lies in memory.
+struct Bf16 {
+  std::uint16_t bits;
+};
+
+template <typename T>
+T as(float x) {
+  if constexpr (std::is_same_v<T, Bf16>) {
+    return {bf16_from_float(x)};
+  } else {
+    return static_cast<T>(x);
+  }
+}
+
+/// All 256 floating numbers of 8 bits.
+template <typename T>
+const std::array<T, 256>& table_of_8(DType dtype) {
+  static const auto tables = [] {
+    std::array<std::array<T, 256>, 2> both{};
+    for (unsigned n = 0; n < 256; ++n) {
+      both[0][n] = as<T>(float_from_e5m2(static_cast<std::uint8_t>(n)));
+      both[1][n] = as<T>(float_from_e4m3(static_cast<std::uint8_t>(n)));
+    }
+    return both;
+  }();
+  return tables[dtype == DType::f8_e4m3 ? 1 : 0];
+}
+
 /// out[n] = from[n·step], converted.
 template <typename T>
 void widen(const void* from, std::int64_t step, std::int64_t count, DType dtype, T* out) {
   const auto each = [&](const auto* data, const auto& wide) {
+    if (step == 1) {
+      for (std::int64_t n = 0; n < count; ++n) {
+        out[n] = wide(data[n]);
+      }
+      return;
+    }
     for (std::int64_t n = 0; n < count; ++n) {
-      out[n] = static_cast<T>(wide(data[n * step]));
+      out[n] = wide(data[n * step]);
     }
   };
-  if (is_floating(dtype)) {
-    simd::widened_tiles(dtype).pack({const_cast<void*>(from), 0, step}, 1, count, count, out, 0);
-  } else if (dtype == DType::i8) {
-    each(static_cast<const std::int8_t*>(from), [](std::int8_t x) { return x; });
-  } else {
-    const auto& table = floats_from_8(dtype == DType::f8_e4m3);
+  if constexpr (std::is_integral_v<T>) {
+    each(static_cast<const std::int8_t*>(from), [](std::int8_t x) { return static_cast<T>(x); });
+  } else if (!is_floating(dtype)) {
+    const auto& table = table_of_8<T>(dtype);
     each(static_cast<const std::uint8_t*>(from), [&](std::uint8_t bits) { return table[bits]; });
+  } else if constexpr (std::is_same_v<T, Bf16>) {
+    each(static_cast<const Bf16*>(from), [](Bf16 x) { return x; });
+  } else {
+    simd::widened_tiles(dtype).pack({const_cast<void*>(from), 0, step}, 1, count, count, out, 0);
   }
 }
 
@@ -68,8 +108,8 @@ struct Job {
   std::int64_t width() const { return ceil_div(cols, kSumLanes) * kSumLanes; }
 };
 
-/// How a problem is cut into jobs, and how they begin and end.
-template <typename T>
+/// How a problem is cut into jobs, and how they begin and end. Sums are of type T; kernels read elements of type In.
+template <typename T, typename In>
 class Work {
  public:
   Work(const Problem& problem, Context& context, std::int64_t most_cols)
@@ -87,11 +127,17 @@ class Work {
   std::int64_t jobs() const { return p_.batch * col_blocks_ * line_blocks_; }
 
  protected:
-  static constexpr Kind kind(std::int64_t group) {
-    return std::is_same_v<T, double>         ? Kind::f64
-           : std::is_same_v<T, std::int32_t> ? Kind::i32
-           : group == 4                      ? Kind::f32
-                                             : Kind::f32_of_two;
+  static Kind kind(const Problem& problem) {
+    return std::is_same_v<In, double>         ? Kind::f64
+           : std::is_same_v<In, std::int32_t> ? Kind::i32
+           : std::is_same_v<In, Bf16>         ? Kind::bf16_pairs
+           : std::is_same_v<In, std::int16_t> ? Kind::i16_pairs
+           : problem.dtype == DType::f32      ? Kind::f32_of_two
+                                              : Kind::f32;
+  }
+  /// Whether elements are in memory as kernels read them.
+  bool as_is() const {
+    return p_.dtype == (std::is_same_v<In, Bf16> ? DType::bf16 : std::is_same_v<In, double> ? DType::f64 : DType::f32);
   }
   Job job(std::int64_t n) const {
     const std::int64_t line = n % line_blocks_ * lines_, col = n / line_blocks_ % col_blocks_ * cols_;
@@ -115,6 +161,9 @@ class Work {
       for (int n = 0; n < lines.count; ++n) {
         lines.values[static_cast<std::size_t>(n)] = values(job.line + i + n, n, k, depth);
         lines.nibbles[static_cast<std::size_t>(n)] = nibbles(job.line + i + n, n, k, depth);
+      }
+      for (std::int64_t n = i + kLinesAhead; n < std::min(i + kLinesAhead + kMaxLines, job.lines); ++n) {
+        fetch(job.line + n, k, depth);
       }
       lines.sums = sums + i * job.width();
       add(lines);
@@ -193,14 +242,25 @@ class Work {
 
  private:
   /// Kept values, where they are if the kernel can read them there, or a copy: the n-th of some lines.
-  const T* values(std::int64_t line, std::int64_t n, std::int64_t k, std::int64_t depth) const {
+  const In* values(std::int64_t line, std::int64_t n, std::int64_t k, std::int64_t depth) const {
     const std::byte* const from = at(p_.values.data, (line * p_.values.line + k / 2 * p_.values.along) * size_);
-    if ((p_.dtype == DType::f32 || p_.dtype == DType::f64) && p_.values.along == 1) {
-      return reinterpret_cast<const T*>(from);
+    if (as_is() && p_.values.along == 1) {
+      return reinterpret_cast<const In*>(from);
     }
-    T* const copy = need<T>(Buffers::of_thread().values, kMaxLines * depth / 2) + n * depth / 2;
+    In* const copy = need<In>(Buffers::of_thread().values, kMaxLines * depth / 2) + n * depth / 2;
     widen(from, p_.values.along, depth / 2, p_.dtype, copy);
     return copy;
+  }
+  /// Pieces of lines lie apart, which hardware does not foresee.
+  void fetch(std::int64_t line, std::int64_t k, std::int64_t depth) const {
+    if (depth * size_ > kPieceBytes || p_.values.along != 1 || p_.words.along != 1) {
+      return;
+    }
+    const std::byte* const values = at(p_.values.data, (line * p_.values.line + k / 2) * size_);
+    for (std::int64_t n = 0; n < depth / 2 * size_; n += 64) {
+      __builtin_prefetch(values + n);
+    }
+    __builtin_prefetch(at(p_.words.data, line * p_.words.line * p_.word_bytes + k / group_ / 2));
   }
   const std::uint8_t* nibbles(std::int64_t line, std::int64_t n, std::int64_t k, std::int64_t depth) const {
     const std::int64_t bytes = p_.word_bytes, count = ceil_div(depth / group_, 2 * bytes);
@@ -220,23 +280,25 @@ class Work {
 };
 
 /// Columns on lanes: each job packs its piece of the dense operand as it goes.
-template <typename T>
-class Rows : Work<T> {
-  using Base = Work<T>;
-  using Base::p_, Base::group_;
+template <typename T, typename In>
+class Rows : Work<T, In> {
+  using Base = Work<T, In>;
+  using Base::p_, Base::group_, Base::size_;
 
  public:
   Rows(const Problem& problem, Context& context)
-      : Base(problem, context, kMaxVectors * rows_kernel(Base::kind(4)).lanes),
-        kernel_(rows_kernel(Base::kind(group_))) {}
+      : Base(problem, context, kMaxVectors * rows_kernel(Base::kind(problem)).lanes),
+        kernel_(rows_kernel(Base::kind(problem))) {}
 
   using Base::jobs;
   void run(std::int64_t n) const {
     const Job job = Base::job(n);
     T* const sums = Base::zeros(job);
     const std::int64_t vectors = ceil_div(job.cols, kernel_.lanes), width = vectors * kernel_.lanes;
-    const std::int64_t most = std::max(kRowsBytes / width / static_cast<std::int64_t>(sizeof(T)) / kCut * kCut, kCut);
-    T* const panel = need<T>(Buffers::of_thread().panel, most * width);
+    const std::int64_t fit = kRowsBytes / (width * kernel_.group_bytes) * group_;
+    const std::int64_t most = std::min(std::max(fit / kCut * kCut, kCut), ceil_div(p_.k, kCut) * kCut);
+    std::byte* const panel =
+        Buffers::of_thread().panel.need(static_cast<std::size_t>(most / group_ * width * kernel_.group_bytes));
     for (std::int64_t k = 0; k < p_.k; k += most) {
       const std::int64_t depth = std::min(most, p_.k - k);
       pack(job, k, depth, width, panel);
@@ -247,35 +309,52 @@ class Rows : Work<T> {
   }
 
  private:
-  void pack(const Job& job, std::int64_t k, std::int64_t depth, std::int64_t width, T* panel) const {
-    const std::byte* const from = Base::b(job.batch, k, job.col);
-    if (is_floating(p_.dtype)) {
-      simd::widened_tiles(p_.dtype).pack({const_cast<std::byte*>(from), p_.b.row, p_.b.col}, depth, job.cols, width,
-                                         panel, 0);
-      return;
+  void pack(const Job& job, std::int64_t k, std::int64_t depth, std::int64_t width, std::byte* panel) const {
+    simd::Place from{const_cast<std::byte*>(Base::b(job.batch, k, job.col)), p_.b.row, p_.b.col};
+    if constexpr (sizeof(In) == 2) {
+      Buffers& buffers = Buffers::of_thread();
+      if (!Base::as_is()) {
+        from = {widened(job, from, depth, need<In>(buffers.words, depth * job.cols)), job.cols, 1};
+      }
+      // Bits are moved in pairs, whatever they mean.
+      std::byte* const pairs = buffers.values.need(sizeof(In) * static_cast<std::size_t>(depth * width));
+      simd::paired_bf16_tiles()->pack(from, depth, job.cols, width, pairs, 0);
+      kernel_.expand(pairs, depth / group_, width, panel);
+    } else if (is_floating(p_.dtype)) {
+      simd::widened_tiles(p_.dtype).pack(from, depth, job.cols, width, panel, 0);
+    } else {
+      T* row = reinterpret_cast<T*>(panel);
+      const auto* at_row = static_cast<const std::byte*>(from.data);
+      for (std::int64_t r = 0; r < depth; ++r, row += width, at_row += from.row_stride * size_) {
+        widen(at_row, from.col_stride, job.cols, p_.dtype, row);
+        std::fill(row + job.cols, row + width, T{0});
+      }
     }
-    for (std::int64_t r = 0; r < depth; ++r, panel += width) {
-      widen(from + r * p_.b.row * Base::size_, p_.b.col, job.cols, p_.dtype, panel);
-      std::fill(panel + job.cols, panel + width, T{0});
+  }
+  /// Rows of a piece, one behind the other.
+  In* widened(const Job& job, const simd::Place& from, std::int64_t depth, In* out) const {
+    for (std::int64_t r = 0; r < depth; ++r) {
+      widen(at(from.data, r * from.row_stride * size_), from.col_stride, job.cols, p_.dtype, out + r * job.cols);
     }
+    return out;
   }
 
   const RowsKernel& kernel_;
 };
 
 /// Few columns: groups on lanes. The dense operand is packed once, for all jobs.
-template <typename T>
-class Dots : Work<T> {
-  using Base = Work<T>;
+template <typename T, typename In>
+class Dots : Work<T, In> {
+  using Base = Work<T, In>;
   using Base::p_, Base::group_;
 
  public:
   Dots(const Problem& problem, Context& context)
       : Base(problem, context, problem.n),
-        kernel_(dots_kernel(Base::kind(group_))),
+        kernel_(dots_kernel(Base::kind(problem))),
         column_(kernel_.lanes * group_),
         steps_(ceil_div(p_.k, column_)),
-        packed_(context, sizeof(T) * static_cast<std::size_t>(p_.batch * p_.n * steps_ * column_)) {
+        packed_(context, sizeof(In) * static_cast<std::size_t>(p_.batch * p_.n * steps_ * column_)) {
     context.executor->parallel_for(p_.batch * p_.n, ceil_div(1 << 16, p_.k + 1),
                                    [&](std::int64_t begin, std::int64_t end) {
                                      for (std::int64_t n = begin; n < end; ++n) {
@@ -288,10 +367,10 @@ class Dots : Work<T> {
   void run(std::int64_t n) const {
     const Job job = Base::job(n);
     T* const sums = Base::zeros(job);
-    const std::int64_t fit = kDotsBytes / static_cast<std::int64_t>(sizeof(T)) / p_.n;
+    const std::int64_t fit = kDotsBytes / static_cast<std::int64_t>(sizeof(In)) / p_.n;
     const std::int64_t most = std::max(fit / kCut * kCut, kCut);
     for (std::int64_t k = 0; k < p_.k; k += most) {
-      const T* const from = panel(job.batch) + k * p_.n;
+      const In* const from = panel(job.batch) + k * p_.n;
       Base::each_lines(job, k, std::min(most, p_.k - k), sums,
                        [&](const Lines& lines) { kernel_.add(lines, from, p_.n, p_.n * column_); });
     }
@@ -299,11 +378,11 @@ class Dots : Work<T> {
   }
 
  private:
-  T* panel(std::int64_t batch) const { return static_cast<T*>(packed_.data()) + batch * p_.n * steps_ * column_; }
+  In* panel(std::int64_t batch) const { return static_cast<In*>(packed_.data()) + batch * p_.n * steps_ * column_; }
   void pack(std::int64_t batch, std::int64_t col) const {
-    T* const line = need<T>(Buffers::of_thread().values, steps_ * column_);
+    In* const line = need<In>(Buffers::of_thread().values, steps_ * column_);
     widen(Base::b(batch, 0, col), p_.b.row, p_.k, p_.dtype, line);
-    std::fill(line + p_.k, line + steps_ * column_, T{0});
+    std::fill(line + p_.k, line + steps_ * column_, In{});
     kernel_.pack(line, steps_, p_.n * column_, panel(batch) + col * column_);
   }
 
@@ -328,17 +407,30 @@ void run_as(const Problem& problem, Context& context) {
   });
 }
 
+template <typename T, typename In>
+void run_with(const Problem& problem, Context& context) {
+  if constexpr (!std::is_same_v<In, std::int32_t>) {
+    if (problem.n <= kFewCols) {
+      return run_as<Dots<T, In>>(problem, context);
+    }
+  }
+  run_as<Rows<T, In>>(problem, context);
+}
+
 }  // namespace
 
 void run(const Problem& problem, Context& context) {
-  const bool few = problem.n <= kFewCols;
   switch (problem.dtype) {
     case DType::f64:
-      return few ? run_as<Dots<double>>(problem, context) : run_as<Rows<double>>(problem, context);
+      return run_with<double, double>(problem, context);
+    case DType::f32:
+    case DType::f16:
+      return run_with<float, float>(problem, context);
     case DType::i8:
-      return run_as<Rows<std::int32_t>>(problem, context);
+      return has_pairs() ? run_with<std::int32_t, std::int16_t>(problem, context)
+                         : run_with<std::int32_t, std::int32_t>(problem, context);
     default:
-      return few ? run_as<Dots<float>>(problem, context) : run_as<Rows<float>>(problem, context);
+      return has_pairs() ? run_with<float, Bf16>(problem, context) : run_with<float, float>(problem, context);
   }
 }
 

@@ -92,13 +92,9 @@ void AddRows(const Lines& p, const T* panel) {
 template <typename T, int kGroup, int kVectors>
 void AddSomeRows(Lines p, const T* panel) {
   constexpr int kBest = kVectors > 2 ? 2 : 4;
-  while (p.count > 0) {
-    const int taken = p.count >= kBest ? kBest : 1;
+  for (int taken; p.count > 0; p.drop<T>(taken)) {
+    taken = p.count >= kBest ? kBest : 1;
     taken == kBest ? AddRows<T, kGroup, kBest, kVectors>(p, panel) : AddRows<T, kGroup, 1, kVectors>(p, panel);
-    std::copy(p.values.begin() + taken, p.values.end(), p.values.begin());
-    std::copy(p.nibbles.begin() + taken, p.nibbles.end(), p.nibbles.begin());
-    p.sums = static_cast<T*>(p.sums) + taken * p.sum_stride;
-    p.count -= taken;
   }
 }
 
@@ -279,12 +275,8 @@ void AddAllDots(const Lines& lines, const void* panel, std::int64_t cols, std::i
   if (lines.count == kMaxLines) {
     return AddColumns<T, kGroup, kMaxLines>(lines, from, cols, stride);
   }
-  Lines p = lines;
-  for (; p.count > 0; --p.count) {
+  for (Lines p = lines; p.count > 0; p.drop<T>(1)) {
     AddColumns<T, kGroup, 1>(p, from, cols, stride);
-    std::copy(p.values.begin() + 1, p.values.end(), p.values.begin());
-    std::copy(p.nibbles.begin() + 1, p.nibbles.end(), p.nibbles.begin());
-    p.sums = static_cast<T*>(p.sums) + p.sum_stride;
   }
 }
 
@@ -310,11 +302,12 @@ void PackDots(const void* column, std::int64_t steps, std::int64_t stride, void*
 template <typename T>
 constexpr auto kLanesOf = static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<T>()));
 
+template <typename T, int kGroup>
+constexpr RowsKernel kRowsOf{kLanesOf<T>, kGroup * sizeof(T), nullptr, &AddAllRows<T, kGroup>};
+
 const RowsKernel* RowsFor(Kind kind) {
-  static constexpr RowsKernel kernels[] = {{kLanesOf<double>, &AddAllRows<double, 4>},
-                                           {kLanesOf<float>, &AddAllRows<float, 4>},
-                                           {kLanesOf<std::int32_t>, &AddAllRows<std::int32_t, 4>},
-                                           {kLanesOf<float>, &AddAllRows<float, 2>}};
+  static constexpr RowsKernel kernels[] = {kRowsOf<double, 4>, kRowsOf<float, 4>, kRowsOf<std::int32_t, 4>,
+                                           kRowsOf<float, 2>};
   return &kernels[static_cast<int>(kind)];
 }
 
@@ -334,8 +327,12 @@ namespace fretwork::two_four::cpu {
 HWY_EXPORT(RowsFor);
 HWY_EXPORT(DotsFor);
 
-const RowsKernel& rows_kernel(Kind kind) { return *HWY_DYNAMIC_DISPATCH(RowsFor)(kind); }
-const DotsKernel& dots_kernel(Kind kind) { return *HWY_DYNAMIC_DISPATCH(DotsFor)(kind); }
+const RowsKernel& rows_kernel(Kind kind) {
+  return kind >= Kind::bf16_pairs ? pairs_rows_kernel(kind) : *HWY_DYNAMIC_DISPATCH(RowsFor)(kind);
+}
+const DotsKernel& dots_kernel(Kind kind) {
+  return kind >= Kind::bf16_pairs ? pairs_dots_kernel(kind) : *HWY_DYNAMIC_DISPATCH(DotsFor)(kind);
+}
 
 }  // namespace fretwork::two_four::cpu
 #endif

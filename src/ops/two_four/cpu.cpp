@@ -28,8 +28,8 @@ const std::int64_t kRowsBytes = (getenv("RB") ? atoi(getenv("RB")) : 16) << 10, 
 const std::int64_t kFewCols = getenv("FC") ? atoi(getenv("FC")) : 8;
 /// The depth is cut at multiples of this, so that nibbles are cut at whole words.
 constexpr std::int64_t kCut = 64;
-/// Lines fetched ahead of those being multiplied, a multiple of kMaxLines, and bytes of a line for which they are.
-constexpr std::int64_t kLinesAhead = 8, kPieceBytes = 4096;
+/// Lines fetched ahead of those being multiplied, a multiple of kMaxLines, and as many bytes of each.
+constexpr std::int64_t kLinesAhead = 8, kFetchedBytes = 1024;
 /// Rows of sums are whole vectors of the longest kind.
 constexpr std::int64_t kSumLanes = 16;
 
@@ -108,6 +108,39 @@ struct Job {
   std::int64_t width() const { return ceil_div(cols, kSumLanes) * kSumLanes; }
 };
 
+/// A piece of each line of values or words: read where it is, if kernels can, or from a copy.
+template <typename To>
+struct Piece {
+  const std::byte* first;    ///< of line 0
+  std::int64_t line_stride;  ///< in bytes
+  std::int64_t count, bytes;
+  To* copies = nullptr;  ///< of kMaxLines lines
+
+  Piece(const std::byte* data, const Matrix& of, std::int64_t size, std::int64_t elements, bool as_is,
+        simd::Scratch& scratch)
+      : first(data), line_stride(of.line * size), count(elements), bytes(elements * size) {
+    if (!as_is || of.along != 1) {
+      copies = need<To>(scratch, kMaxLines * count);
+    }
+  }
+  /// The n-th of some lines.
+  template <typename F>
+  const To* line(std::int64_t i, std::int64_t n, const F& copy) const {
+    const std::byte* const from = first + i * line_stride;
+    if (copies == nullptr) {
+      return reinterpret_cast<const To*>(from);
+    }
+    copy(from, copies + n * count);
+    return copies + n * count;
+  }
+  /// Pieces of lines lie apart, which hardware does not foresee.
+  void fetch(std::int64_t i) const {
+    for (std::int64_t n = 0; n < std::min(bytes, kFetchedBytes); n += 64) {
+      __builtin_prefetch(first + i * line_stride + n);
+    }
+  }
+};
+
 /// How a problem is cut into jobs, and how they begin and end. Sums are of type T; kernels read elements of type In.
 template <typename T, typename In>
 class Work {
@@ -155,15 +188,28 @@ class Work {
   /// Calls add with some lines of a job at a time, from depth k on, and their sums.
   template <typename F>
   void each_lines(const Job& job, std::int64_t k, std::int64_t depth, T* sums, const F& add) const {
+    Buffers& buffers = Buffers::of_thread();
+    const Piece<In> values(at(p_.values.data, k / 2 * p_.values.along * size_), p_.values, size_, depth / 2, as_is(),
+                           buffers.values);
+    const std::int64_t bytes = p_.word_bytes, in_word = 2 * bytes;
+    const Piece<std::uint8_t> words(at(p_.words.data, k / group_ / in_word * p_.words.along * bytes), p_.words, bytes,
+                                    ceil_div(depth / group_, in_word) * bytes, true, buffers.words);
+    const auto widened = [&](const std::byte* from, In* to) { widen(from, p_.values.along, depth / 2, p_.dtype, to); };
+    const auto gathered = [&](const std::byte* from, std::uint8_t* to) {
+      for (std::int64_t n = 0; n < words.count; n += bytes, from += p_.words.along * bytes) {
+        std::memcpy(to + n, from, static_cast<std::size_t>(bytes));
+      }
+    };
     Lines lines{.groups = depth / group_, .sum_stride = job.width()};
     for (std::int64_t i = 0; i < job.lines; i += kMaxLines) {
       lines.count = static_cast<int>(std::min<std::int64_t>(kMaxLines, job.lines - i));
       for (int n = 0; n < lines.count; ++n) {
-        lines.values[static_cast<std::size_t>(n)] = values(job.line + i + n, n, k, depth);
-        lines.nibbles[static_cast<std::size_t>(n)] = nibbles(job.line + i + n, n, k, depth);
+        lines.values[static_cast<std::size_t>(n)] = values.line(job.line + i + n, n, widened);
+        lines.nibbles[static_cast<std::size_t>(n)] = words.line(job.line + i + n, n, gathered);
       }
       for (std::int64_t n = i + kLinesAhead; n < std::min(i + kLinesAhead + kMaxLines, job.lines); ++n) {
-        fetch(job.line + n, k, depth);
+        values.fetch(job.line + n);
+        words.fetch(job.line + n);
       }
       lines.sums = sums + i * job.width();
       add(lines);
@@ -241,41 +287,6 @@ class Work {
   std::int64_t group_, size_;
 
  private:
-  /// Kept values, where they are if the kernel can read them there, or a copy: the n-th of some lines.
-  const In* values(std::int64_t line, std::int64_t n, std::int64_t k, std::int64_t depth) const {
-    const std::byte* const from = at(p_.values.data, (line * p_.values.line + k / 2 * p_.values.along) * size_);
-    if (as_is() && p_.values.along == 1) {
-      return reinterpret_cast<const In*>(from);
-    }
-    In* const copy = need<In>(Buffers::of_thread().values, kMaxLines * depth / 2) + n * depth / 2;
-    widen(from, p_.values.along, depth / 2, p_.dtype, copy);
-    return copy;
-  }
-  /// Pieces of lines lie apart, which hardware does not foresee.
-  void fetch(std::int64_t line, std::int64_t k, std::int64_t depth) const {
-    if (depth * size_ > kPieceBytes || p_.values.along != 1 || p_.words.along != 1) {
-      return;
-    }
-    const std::byte* const values = at(p_.values.data, (line * p_.values.line + k / 2) * size_);
-    for (std::int64_t n = 0; n < depth / 2 * size_; n += 64) {
-      __builtin_prefetch(values + n);
-    }
-    __builtin_prefetch(at(p_.words.data, line * p_.words.line * p_.word_bytes + k / group_ / 2));
-  }
-  const std::uint8_t* nibbles(std::int64_t line, std::int64_t n, std::int64_t k, std::int64_t depth) const {
-    const std::int64_t bytes = p_.word_bytes, count = ceil_div(depth / group_, 2 * bytes);
-    const std::byte* const from =
-        at(p_.words.data, (line * p_.words.line + k / group_ / (2 * bytes) * p_.words.along) * bytes);
-    if (p_.words.along == 1) {
-      return reinterpret_cast<const std::uint8_t*>(from);
-    }
-    auto* const copy = need<std::uint8_t>(Buffers::of_thread().words, kMaxLines * count * bytes) + n * count * bytes;
-    for (std::int64_t word = 0; word < count; ++word) {
-      std::memcpy(copy + word * bytes, from + word * p_.words.along * bytes, static_cast<std::size_t>(bytes));
-    }
-    return copy;
-  }
-
   std::int64_t cols_, col_blocks_, line_blocks_, lines_;
 };
 

@@ -110,11 +110,12 @@ FRETWORK_TARGET void add_rows(const Lines& p, const std::byte* panel) {
 }
 
 template <typename Op, int kVectors>
-void add_some_rows(Lines p, const std::byte* panel) {
-  constexpr int kBest = kVectors > 2 ? 2 : 4;
-  for (int taken; p.count > 0; p.drop<typename Op::Sum>(taken)) {
-    taken = p.count >= kBest ? kBest : 1;
-    taken == kBest ? add_rows<Op, kBest, kVectors>(p, panel) : add_rows<Op, 1, kVectors>(p, panel);
+void add_some_rows(const Lines& lines, const std::byte* panel) {
+  if (lines.count == kMaxLines) {
+    return add_rows<Op, kMaxLines, kVectors>(lines, panel);
+  }
+  for (Lines p = lines; p.count > 0; p.drop<typename Op::Sum>(1)) {
+    add_rows<Op, 1, kVectors>(p, panel);
   }
 }
 

@@ -18,6 +18,8 @@ HWY_BEFORE_NAMESPACE();
 namespace fretwork::two_four::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+/// 32 of them, not 16.
+constexpr bool kManyRegisters = HWY_TARGET == HWY_AVX3 || HWY_ARCH_ARM_A64;
 /// Groups whose nibbles fill a word of 64 bits.
 constexpr std::int64_t kInWord = 16;
 
@@ -88,10 +90,10 @@ void AddRows(const Lines& p, const T* panel) {
   }
 }
 
-/// Two lines of many vectors, or four of few, hide the latency of a product.
+/// As many lines as have room for their sums in registers.
 template <typename T, int kGroup, int kVectors>
 void AddSomeRows(Lines p, const T* panel) {
-  constexpr int kBest = kVectors > 2 ? 2 : 4;
+  constexpr int kBest = kVectors > 2 && !kManyRegisters ? 2 : kMaxLines;
   for (int taken; p.count > 0; p.drop<T>(taken)) {
     taken = p.count >= kBest ? kBest : 1;
     taken == kBest ? AddRows<T, kGroup, kBest, kVectors>(p, panel) : AddRows<T, kGroup, 1, kVectors>(p, panel);

@@ -22,4 +22,4 @@ if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
     from fretwork.two_four import TwoFour
 
     __all__ += ["alibi", "attention", "block_softmax", "dds", "dsd", "kronecker", "ksmm", "ksmm_chain", "nn", "sdd"]
-    __all__ += ["r_sddmm", "r_softmax", "r_spmm", "TwoFour", "two_four"]
+    __all__ += ["TwoFour", "r_sddmm", "r_softmax", "r_spmm", "two_four"]

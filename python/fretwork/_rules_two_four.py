@@ -204,7 +204,7 @@ def _prune_both_gradient(ctx: Any, *gradients: Any) -> None:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, metadata, dense, bias, ctx.activation, out_dtype, scale_a, scale_b, ctx.product, ctx.precision = inputs
+    values, metadata, dense, bias, ctx.activation, _, scale_a, scale_b, ctx.product, ctx.precision = inputs
     needs_values, needs_dense = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
     if ctx.needs_input_grad[6] or ctx.needs_input_grad[7]:
         raise NotImplementedError("matmul: scales: expected tensors without gradient, got one that requires it")
@@ -230,9 +230,7 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     product = ctx.product
 
     def sums() -> Tensor:
-        return _matmul(
-            values, metadata, dense, bias, "none", d_out.dtype, scale_a, scale_b, product, ctx.precision
-        )
+        return _matmul(values, metadata, dense, bias, "none", d_out.dtype, scale_a, scale_b, product, ctx.precision)
 
     d = _before_activation(ctx.activation, d_out, out, sums)
     needs_values, _, needs_dense, needs_bias = ctx.needs_input_grad[:4]

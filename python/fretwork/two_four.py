@@ -1,4 +1,4 @@
-"""2:4 sparsity: of every four neighbours two are kept, of every two one for fp32. The plain form, its tools, its products.
+"""2:4 sparsity: of every four neighbours two are kept (fp32: one of two). The plain form, its tools and products.
 
 >>> import torch, fretwork as fw
 >>> A = torch.tensor([[0, 7, 0, 3, 1, 5, 0, 0, 0, 0, 2, 4, 9, 0, 9, 0]], dtype=torch.float16)
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
 from fretwork._library import core, last_error
-from fretwork._rules_two_four import group_of, words_of
+from fretwork._rules_two_four import group_of
 from fretwork.ops import _check_tensor, _precision, _precision_of_torch
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load", "matmul", "prune", "save"]
@@ -247,9 +247,7 @@ def _order(op: str, layout: str | Tensor, lines: int, k: int, dtype: torch.dtype
 # What makes a TwoFour
 
 
-def compress(
-    A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16, *, validate: bool = True
-) -> TwoFour:
+def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16, *, validate: bool = True) -> TwoFour:
     """The plain form of a matrix that has it: at most two non-zeros in every four along `dim` (one in two for fp32).
 
     A group with more is refused, and named; with `validate=False` nobody looks, and on a GPU nobody waits. −0.0 counts
@@ -266,7 +264,8 @@ def compress(
     if not isinstance(metadata_dtype, torch.dtype):
         _fail("compress", "metadata_dtype", "torch.int8, int16 or int32", metadata_dtype, TypeError)
     axis = _axis(dim)
-    return TwoFour._of(*_compress(A, axis, metadata_dtype, bool(validate)), axis)
+    values, metadata = _compress(A, axis, metadata_dtype, bool(validate))
+    return TwoFour._of(values, metadata, axis)
 
 
 def prune(A: Tensor, dim: int = -1, transposable: bool = False) -> Tensor:
@@ -340,8 +339,8 @@ def from_layout(
 ) -> TwoFour:
     """What `TwoFour.export` gave, or another library, in the plain form; `dim` says which axis the rows are of.
 
-    `layout` and `tile_k` are those of `TwoFour.export`. A pair of torch's semi-structured tensors is that of its CUTLASS
-    backend: `t.packed` and `t.meta`.
+    `layout` and `tile_k` are those of `TwoFour.export`. "torch" is what torch's semi-structured tensors hold for
+    CUTLASS: `t.packed` and `t.meta`.
 
     >>> import torch, fretwork as fw
     >>> A = fw.two_four.prune(torch.randn(32, 64).half())

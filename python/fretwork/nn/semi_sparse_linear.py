@@ -13,7 +13,7 @@ _PRUNES, _TRAINABLES = ("magnitude", "transposable", None), ("values", "dense")
 
 
 class SemiSparseLinear(nn.Module):
-    """y = x Wᵀ + bias, where W (out_features, in_features) has two of every four neighbours in a row (fp32: one of two).
+    """y = x Wᵀ + bias, where W (out_features, in_features) keeps two of every four neighbours (fp32: one of two).
 
     Drop-in for `torch.nn.Linear`. With trainable="values" the places are fixed and `values` (out, in/2) learn, beside
     the buffer `metadata`. With trainable="dense" a dense `weight` learns, and every forward pass prunes it anew, by
@@ -31,6 +31,9 @@ class SemiSparseLinear(nn.Module):
 
     in_features: int
     out_features: int
+    values: nn.Parameter
+    metadata: Tensor
+    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
@@ -123,7 +126,9 @@ class SemiSparseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.trainable == "values":
             return two_four.linear(x, TwoFour._of(self.values, self.metadata, 1), self.bias)
-        weight, bias, device = self.weight, self.bias, x.device.type
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        device = x.device.type
         if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -258,6 +258,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("two_four_prune", &prune);
   m.impl("two_four_prune_both", &prune_both);
   m.impl("two_four_matmul", &matmul);
+  m.impl("_two_four_matmul", &matmul);
 }
 
 }  // namespace
@@ -274,9 +275,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
   m.def(
       "two_four_prune_both(Tensor dense, ScalarType metadata_dtype) -> (Tensor row_values, Tensor row_metadata, Tensor "
       "col_values, Tensor col_metadata)");
-  m.def(
-      "two_four_matmul(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, ScalarType? "
-      "out_dtype, Tensor? scale_a, Tensor? scale_b, str product, str precision) -> Tensor");
+  // The second has no gradient: rules for one run in Python at every call, and cost more than the call.
+  for (const std::string name : {"two_four_matmul", "_two_four_matmul"}) {
+    m.def((name + "(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, ScalarType? out_dtype, "
+                  "Tensor? scale_a, Tensor? scale_b, str product, str precision) -> Tensor")
+              .c_str());
+  }
 }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(fretwork, CUDA, m) { implement(m); }

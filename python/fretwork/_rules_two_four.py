@@ -15,7 +15,7 @@ _compress, _check_op = _ops.two_four_compress.default, _ops.two_four_check.defau
 _check_metadata = _ops.two_four_check_metadata.default
 _to_dense, _gather = _ops.two_four_to_dense.default, _ops.two_four_gather.default
 _prune, _prune_both = _ops.two_four_prune.default, _ops.two_four_prune_both.default
-_matmul = _ops.two_four_matmul.default
+_matmul, _plain_matmul = _ops.two_four_matmul.default, _ops._two_four_matmul.default
 
 _LEARNING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -295,32 +295,37 @@ def _check_metadata_vmap(
     return _each(_check_metadata, info, in_dims, (values, metadata, dim))
 
 
-def _matmul_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
-    values, metadata, dense, *rest = arguments
-    dim = in_dims[2]
-    alone = any(d is not None for n, d in enumerate(in_dims) if n != 2)
-    if alone or dense.dim() < (2 if rest[-2] == "linear" else 3):
-        return _each(_matmul, info, in_dims, arguments)
-    return _matmul(values, metadata, dense.movedim(dim, 0), *rest), 0
+# The product, with gradient and without
 
 
-# Autocast
+def _register_product(op: str) -> None:
+    call = getattr(_ops, op).default
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        values, metadata, dense, *rest = arguments
+        alone = any(d is not None for n, d in enumerate(in_dims) if n != 2)
+        if alone or dense.dim() < (2 if rest[-2] == "linear" else 3):
+            return _each(call, info, in_dims, arguments)
+        return call(values, metadata, dense.movedim(in_dims[2], 0), *rest), 0
+
+    def autocast(
+        values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, activation: str, out: Any, *rest: Any
+    ) -> Tensor:
+        """The dense operand takes the type of the sparse one, which stays: its groups depend on it."""
+        common = (torch.float32, torch.float16, torch.bfloat16)
+        if dense.dtype in common and values.dtype in common:
+            dense = dense.to(values.dtype)
+        if bias is not None and bias.dtype in common:
+            bias = bias.to(out or result_dtype(dense.dtype))
+        with torch.autocast(dense.device.type, enabled=False):
+            return call(values, metadata, dense, bias, activation, out, *rest)
+
+    torch.library.register_fake(f"fretwork::{op}", _matmul_fake)
+    torch.library.register_vmap(f"fretwork::{op}", vmap)
+    for device in ("CPU", "CUDA"):
+        _library.impl(op, autocast, f"Autocast{device}")
 
 
-def _matmul_autocast(
-    values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, activation: str, out: Any, *rest: Any
-) -> Tensor:
-    """The dense operand takes the type of the sparse one, which stays: its groups depend on it."""
-    common = (torch.float32, torch.float16, torch.bfloat16)
-    if dense.dtype in common and values.dtype in common:
-        dense = dense.to(values.dtype)
-    if bias is not None and bias.dtype in common:
-        bias = bias.to(out or result_dtype(dense.dtype))
-    with torch.autocast(dense.device.type, enabled=False):
-        return _matmul(values, metadata, dense, bias, activation, out, *rest)
-
-
-torch.library.register_fake("fretwork::two_four_matmul", _matmul_fake)
 torch.library.register_autograd("fretwork::two_four_compress", _compress_gradient, setup_context=_compress_setup)
 torch.library.register_autograd("fretwork::two_four_to_dense", _to_dense_gradient, setup_context=_form_setup)
 torch.library.register_autograd("fretwork::two_four_gather", _gather_gradient, setup_context=_form_setup)
@@ -330,6 +335,5 @@ torch.library.register_autograd("fretwork::two_four_matmul", _gradient, setup_co
 for _name in ("compress", "check", "to_dense", "gather", "prune", "prune_both"):
     _register_each(f"two_four_{_name}")
 torch.library.register_vmap("fretwork::two_four_check_metadata", _check_metadata_vmap)
-torch.library.register_vmap("fretwork::two_four_matmul", _matmul_vmap)
-for _device in ("CPU", "CUDA"):
-    _library.impl("two_four_matmul", _matmul_autocast, f"Autocast{_device}")
+for _name in ("two_four_matmul", "_two_four_matmul"):
+    _register_product(_name)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
 from fretwork._library import core, last_error
@@ -30,7 +31,7 @@ __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load
 
 _ops = torch.ops.fretwork
 _compress, _check, _check_metadata = _rules._compress, _rules._check_op, _rules._check_metadata
-_to_dense, _prune, _matmul = _rules._to_dense, _rules._prune, _rules._matmul
+_to_dense, _prune, _matmul, _plain_matmul = _rules._to_dense, _rules._prune, _rules._matmul, _rules._plain_matmul
 
 _ACTIVATIONS = {None: "none", "relu": "relu", "gelu": "gelu", "silu": "silu"}
 _EMPTY = 0x44  # two groups that keep their first elements: what padding holds
@@ -108,6 +109,7 @@ class TwoFour:
 
     def to_dense(self) -> Tensor:
         """The matrix, with zeros where nothing is kept."""
+        _check_tensor("to_dense", "values", self.values)
         return _to_dense(self.values, self.metadata, self.dim)
 
     def detach(self) -> TwoFour:
@@ -417,7 +419,7 @@ def matmul(
             _check_tensor("matmul", name, extra)
     how = "left" if left else "right"
     word, exact = _activation("matmul", activation), _exactness("matmul", s.dtype, precision)
-    return _matmul(s.values, s.metadata, dense, bias, word, out_dtype, scale_a, scale_b, how, exact)
+    return _product(s, dense, bias, word, out_dtype, scale_a, scale_b, how, exact)
 
 
 def linear(
@@ -456,7 +458,25 @@ def linear(
         if not torch.compiler.is_compiling() and _dense_wins(x, s, exact):
             y = F.linear(x, s.to_dense(), bias)
             return y if activation is None else getattr(F, activation)(y)
-    return _matmul(s.values, s.metadata, x, bias, word, None, None, None, "linear", exact)
+    return _product(s, x, bias, word, None, None, None, "linear", exact)
+
+
+def _product(s: TwoFour, *arguments: Any) -> Tensor:
+    """By the op with gradient rules only where they may be needed: torch looks at them in Python."""
+    values = s.values
+    if torch.compiler.is_compiling():
+        return _matmul(values, s.metadata, *arguments)
+    if forward_ad._current_level >= 0:
+        _check_tensor("matmul", "values", values)  # which refuses tangents, as everywhere
+    dense, bias, _, _, scale_a, scale_b = arguments[:6]
+    learns = torch.is_grad_enabled() and (
+        values.requires_grad
+        or dense.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (scale_a is not None and scale_a.requires_grad)
+        or (scale_b is not None and scale_b.requires_grad)
+    )
+    return (_matmul if learns else _plain_matmul)(values, s.metadata, *arguments)
 
 
 def _activation(op: str, name: str | None) -> str:

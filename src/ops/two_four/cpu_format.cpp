@@ -1,17 +1,340 @@
-// What makes and undoes the plain form, on the CPU.
-#include "fretwork/error.h"
+// What makes and undoes the plain form, on the CPU: tiles of lines, brought together where they are scattered.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "ops/two_four/cpu_groups.h"
 #include "ops/two_four/problem.h"
 
 namespace fretwork::two_four::cpu {
+namespace {
 
-void compress(const Format&, std::int64_t*, Context&) { throw Error("two_four", "device", "a backend", "none yet"); }
-void check(const Format&, std::int64_t*, Context&) { throw Error("two_four", "device", "a backend", "none yet"); }
-void check_metadata(const Format&, std::int64_t*, Context&) {
-  throw Error("two_four", "device", "a backend", "none yet");
+/// Lines of a tile, and bytes of each; whole words of metadata either way.
+constexpr std::int64_t kLines = 64, kBytes = 1024;
+
+struct Tile {
+  std::int64_t line, lines;  ///< first, count
+  std::int64_t at, count;    ///< first position along the lines, count
+};
+
+/// Lines that are contiguous.
+template <typename T>
+struct Lines {
+  T* data;
+  std::int64_t pitch;
+  T* operator[](std::int64_t line) const { return data + line * pitch; }
+};
+
+/// Calls copy(offset of an element in the matrix, in the packed lines) for a tile, along what is nearest in the matrix.
+template <typename F>
+void each_element(const Matrix& m, const Tile& t, std::int64_t pitch, const F& copy) {
+  constexpr std::int64_t kSide = 16;  // lines whose packed ends stay in the first-level cache
+  for (std::int64_t from = 0; from < t.lines; from += kSide) {
+    const std::int64_t to = std::min(t.lines, from + kSide);
+    for (std::int64_t p = 0; p < t.count; ++p) {
+      for (std::int64_t l = from; l < to; ++l) {
+        copy((t.line + l) * m.line + (t.at + p) * m.along, l * pitch + p);
+      }
+    }
+  }
 }
-void to_dense(const Format&, Context&) { throw Error("two_four", "device", "a backend", "none yet"); }
-void gather(const Format&, Context&) { throw Error("two_four", "device", "a backend", "none yet"); }
-void prune(const Format&, const Matrix&, bool, Context&) { throw Error("two_four", "device", "a backend", "none yet"); }
-void prune_both(const Format&, const Format&, Context&) { throw Error("two_four", "device", "a backend", "none yet"); }
+
+/// Tiles of a matrix as contiguous lines: in place where they are, else through memory of this object.
+template <typename T>
+class Window {
+ public:
+  explicit Window(const Matrix& m) : matrix_(m), pitch_(m.line) {
+    if (m.along != 1) {
+      pitch_ = (kBytes + 64) / static_cast<std::int64_t>(sizeof(T));  // no power of two: lines would share cache sets
+      memory_.resize(static_cast<std::size_t>(kLines * pitch_));
+    }
+  }
+  Lines<T> open(const Tile& t) {
+    return memory_.empty() ? Lines<T>{data() + t.line * matrix_.line + t.at, pitch_} : Lines<T>{memory_.data(), pitch_};
+  }
+  Lines<T> load(const Tile& t) {
+    if (!memory_.empty()) {
+      each_element(matrix_, t, pitch_, [&](std::int64_t from, std::int64_t to) { memory_[to] = data()[from]; });
+    }
+    return open(t);
+  }
+  void store(const Tile& t) {
+    if (!memory_.empty()) {
+      each_element(matrix_, t, pitch_, [&](std::int64_t to, std::int64_t from) { data()[to] = memory_[from]; });
+    }
+  }
+
+ private:
+  T* data() const { return static_cast<T*>(matrix_.data); }
+  Matrix matrix_;
+  std::int64_t pitch_;
+  std::vector<T> memory_;
+};
+
+/// The codes of a run of one line, and their way into words and out of them.
+class Codes {
+ public:
+  explicit Codes(const Format& f) : f_(f) {}
+  std::uint8_t* data() { return codes_; }
+  void write(std::int64_t line, std::int64_t group, std::int64_t groups) {
+    const std::int64_t each = 2 * f_.word_bytes, words = (groups + each - 1) / each;
+    std::fill(codes_ + groups, codes_ + words * each, std::uint8_t{4});
+    std::uint8_t* const to = word(line, group / each);
+    pack_codes(codes_, words * each, f_.words.along == 1 ? to : bytes_);
+    for (std::int64_t w = 0; f_.words.along != 1 && w < words; ++w) {
+      std::memcpy(to + w * f_.words.along * f_.word_bytes, bytes_ + w * f_.word_bytes, bytes());
+    }
+  }
+  const std::uint8_t* read(std::int64_t line, std::int64_t group, std::int64_t groups) {
+    const std::int64_t each = 2 * f_.word_bytes, words = (groups + each - 1) / each;
+    const std::uint8_t* const from = word(line, group / each);
+    for (std::int64_t w = 0; f_.words.along != 1 && w < words; ++w) {
+      std::memcpy(bytes_ + w * f_.word_bytes, from + w * f_.words.along * f_.word_bytes, bytes());
+    }
+    unpack_codes(f_.words.along == 1 ? from : bytes_, words * each, codes_);
+    return codes_;
+  }
+
+ private:
+  std::size_t bytes() const { return static_cast<std::size_t>(f_.word_bytes); }
+  std::uint8_t* word(std::int64_t line, std::int64_t at) const {
+    return static_cast<std::uint8_t*>(f_.words.data) + (line * f_.words.line + at * f_.words.along) * f_.word_bytes;
+  }
+  const Format& f_;
+  alignas(64) std::uint8_t codes_[kBytes / 2 + 64];
+  alignas(64) std::uint8_t bytes_[kBytes / 4 + 64];
+};
+
+/// The smallest place that anyone names.
+class First {
+ public:
+  void at(const Format& f, std::int64_t line, std::int64_t position) {
+    const std::int64_t place = f.transposed ? position * f.lines + line : line * f.k + position;
+    std::int64_t now = place_.load(std::memory_order_relaxed);
+    while (place < now && !place_.compare_exchange_weak(now, place, std::memory_order_relaxed)) {
+    }
+  }
+  std::int64_t place() const { return place_ == kNone ? -1 : place_.load(); }
+
+ private:
+  static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+  std::atomic<std::int64_t> place_{kNone};
+};
+
+template <typename F>
+void with_elements(DType dtype, const F& f) {
+  switch (size_of(dtype)) {
+    case 1:
+      return f(std::uint8_t{});
+    case 2:
+      return f(std::uint16_t{});
+    case 4:
+      return f(std::uint32_t{});
+    default:
+      return f(std::uint64_t{});
+  }
+}
+
+/// make() gives a function of a tile, with memory for one thread.
+template <typename Make>
+void for_tiles(const Format& f, Context& context, const Make& make) {
+  const std::int64_t width = kBytes / static_cast<std::int64_t>(size_of(f.dtype));
+  const std::int64_t across = (f.k + width - 1) / width, tiles = (f.lines + kLines - 1) / kLines * across;
+  context.executor->parallel_for(tiles, 1, [&](std::int64_t begin, std::int64_t end) {
+    auto each = make();
+    for (std::int64_t n = begin; n < end; ++n) {
+      const std::int64_t line = n / across * kLines, at = n % across * width;
+      each(Tile{line, std::min(kLines, f.lines - line), at, std::min(width, f.k - at)});
+    }
+  });
+}
+
+template <typename T>
+bool is_zero(T bits, DType dtype) {
+  return (dtype == DType::i8 ? bits : static_cast<T>(bits << 1)) == 0;
+}
+
+/// Names the first group of a run that has too many non-zeros.
+template <typename T>
+void find_bad(const Format& f, const T* dense, const Tile& t, std::int64_t line, First& first) {
+  const std::int64_t group = f.group();
+  for (std::int64_t p = 0; p < t.count; p += group) {
+    const auto zeros = std::count_if(dense + p, dense + p + group, [&](T x) { return is_zero(x, f.dtype); });
+    if (zeros < group / 2) {
+      first.at(f, line, t.at + p);
+      return;
+    }
+  }
+}
+
+Tile halved(const Tile& t) { return {t.line, t.lines, t.at / 2, t.count / 2}; }
+
+}  // namespace
+
+void compress(const Format& f, std::int64_t* bad, Context& context) {
+  First first;
+  with_elements(f.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+    for_tiles(f, context, [&] {
+      return [&, dense = Window<T>(f.dense), values = Window<T>(f.values), codes = Codes(f)](const Tile& t) mutable {
+        const auto from = dense.load(t), to = values.open(halved(t));
+        const std::int64_t groups = t.count / f.group();
+        for (std::int64_t l = 0; l < t.lines; ++l) {
+          if (kernels.encode(from[l], groups, codes.data()) && bad != nullptr) {
+            find_bad(f, from[l], t, t.line + l, first);
+          }
+          kernels.pick(from[l], codes.data(), groups, to[l]);
+          codes.write(t.line + l, t.at / f.group(), groups);
+        }
+        values.store(halved(t));
+      };
+    });
+  });
+  if (bad != nullptr) {
+    *bad = first.place();
+  }
+}
+
+void check(const Format& f, std::int64_t* bad, Context& context) {
+  First first;
+  with_elements(f.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+    for_tiles(f, context, [&] {
+      return [&, dense = Window<T>(f.dense), codes = Codes(f)](const Tile& t) mutable {
+        const auto from = dense.load(t);
+        for (std::int64_t l = 0; l < t.lines; ++l) {
+          if (kernels.encode(from[l], t.count / f.group(), codes.data())) {
+            find_bad(f, from[l], t, t.line + l, first);
+          }
+        }
+      };
+    });
+  });
+  *bad = first.place();
+}
+
+void check_metadata(const Format& f, std::int64_t* bad, Context& context) {
+  const unsigned valid = f.group() == 2 ? 0x4010 : 0x7310;  // a bit for each valid nibble
+  First first;
+  for_tiles(f, context, [&] {
+    return [&, codes = Codes(f)](const Tile& t) mutable {
+      const std::int64_t groups = t.count / f.group();
+      for (std::int64_t l = 0; l < t.lines; ++l) {
+        const std::uint8_t* const all = codes.read(t.line + l, t.at / f.group(), groups);
+        const auto* const found = std::find_if(all, all + groups, [&](unsigned c) { return (valid >> c & 1) == 0; });
+        if (found != all + groups) {
+          first.at(f, t.line + l, t.at + (found - all) * f.group());
+        }
+      }
+    };
+  });
+  *bad = first.place();
+}
+
+void to_dense(const Format& f, Context& context) {
+  with_elements(f.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+    for_tiles(f, context, [&] {
+      return [&, dense = Window<T>(f.dense), values = Window<T>(f.values), codes = Codes(f)](const Tile& t) mutable {
+        const auto from = values.load(halved(t)), to = dense.open(t);
+        const std::int64_t groups = t.count / f.group();
+        for (std::int64_t l = 0; l < t.lines; ++l) {
+          kernels.place(from[l], codes.read(t.line + l, t.at / f.group(), groups), groups, to[l]);
+        }
+        dense.store(t);
+      };
+    });
+  });
+}
+
+void gather(const Format& f, Context& context) {
+  with_elements(f.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+    for_tiles(f, context, [&] {
+      return [&, dense = Window<T>(f.dense), values = Window<T>(f.values), codes = Codes(f)](const Tile& t) mutable {
+        const auto from = dense.load(t), to = values.open(halved(t));
+        const std::int64_t groups = t.count / f.group();
+        for (std::int64_t l = 0; l < t.lines; ++l) {
+          kernels.pick(from[l], codes.read(t.line + l, t.at / f.group(), groups), groups, to[l]);
+        }
+        values.store(halved(t));
+      };
+    });
+  });
+}
+
+void prune(const Format& f, const Matrix& out, bool transposable, Context& context) {
+  with_elements(f.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+    for_tiles(f, context, [&] {
+      return [&, dense = Window<T>(f.dense), kept = Window<T>(out)](const Tile& t) mutable {
+        const auto from = dense.load(t), to = kept.open(t);
+        const std::int64_t groups = t.count / f.group();
+        for (std::int64_t l = 0; l < t.lines; l += transposable ? f.group() : 1) {
+          if (transposable) {
+            kernels.squares(from[l], from.pitch, groups, to[l], to.pitch);
+          } else {
+            kernels.prune(from[l], groups, to[l]);
+          }
+        }
+        kept.store(t);
+      };
+    });
+  });
+}
+
+namespace {
+
+/// Compresses packed lines that hold tile `t` of f.
+template <typename T>
+void compress_tile(const Format& f, const Lines<T>& from, const Tile& t, Window<T>& values, Codes& codes) {
+  const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+  const auto to = values.open(halved(t));
+  const std::int64_t groups = t.count / f.group();
+  for (std::int64_t l = 0; l < t.lines; ++l) {
+    kernels.encode(from[l], groups, codes.data());
+    kernels.pick(from[l], codes.data(), groups, to[l]);
+    codes.write(t.line + l, t.at / f.group(), groups);
+  }
+  values.store(halved(t));
+}
+
+}  // namespace
+
+void prune_both(const Format& rows, const Format& cols, Context& context) {
+  with_elements(rows.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const GroupKernels<T>& kernels = group_kernels<T>(rows.dtype);
+    constexpr std::int64_t kWide = kBytes / static_cast<std::int64_t>(sizeof(T)), kPitch = kWide + 64 / sizeof(T);
+    for_tiles(rows, context, [&] {
+      return [&, dense = Window<T>(rows.dense), row_values = Window<T>(rows.values),
+              col_values = Window<T>(cols.values), row_codes = Codes(rows), col_codes = Codes(cols),
+              kept = std::vector<T>(kLines * kPitch), turned = std::vector<T>(kLines * kWide)](const Tile& t) mutable {
+        const auto from = dense.load(t);
+        const Lines<T> pruned{kept.data(), kPitch};
+        for (std::int64_t l = 0; l < t.lines; l += rows.group()) {
+          kernels.squares(from[l], from.pitch, t.count / rows.group(), pruned[l], kPitch);
+        }
+        compress_tile(rows, pruned, t, row_values, row_codes);
+        for (std::int64_t p = 0; p < t.count; ++p) {
+          for (std::int64_t l = 0; l < t.lines; ++l) {
+            turned[static_cast<std::size_t>(p * kLines + l)] = pruned[l][p];
+          }
+        }
+        for (std::int64_t p = 0; p < t.count; p += kLines) {  // a window holds so many lines
+          const Tile part{t.at + p, std::min(kLines, t.count - p), t.line, t.lines};
+          compress_tile(cols, Lines<T>{turned.data() + p * kLines, kLines}, part, col_values, col_codes);
+        }
+      };
+    });
+  });
+}
 
 }  // namespace fretwork::two_four::cpu

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/types.cuh"
+#include "ops/two_four/metadata.cuh"
 #include "ops/two_four/params.h"
 
 namespace fretwork::two_four {
@@ -18,7 +19,8 @@ __global__ void __launch_bounds__(kPackThreads) pack_lines(const __grid_constant
   const i64 line0 = index / p.count_tiles * kPackTile, first = index % p.count_tiles * kPackTile;
   const From* const from =
       static_cast<const From*>(p.from.data) + z * p.from.batch + line0 * p.from.line + first * p.from.along;
-  const bool along = (p.from.along < 0 ? -p.from.along : p.from.along) <= (p.from.line < 0 ? -p.from.line : p.from.line);
+  const bool along =
+      (p.from.along < 0 ? -p.from.along : p.from.along) <= (p.from.line < 0 ? -p.from.line : p.from.line);
 #pragma unroll 4
   for (int n = static_cast<int>(threadIdx.x); n < kPackTile * kPackTile; n += kPackThreads) {
     const int line = along ? n / kPackTile : n % kPackTile, at = along ? n % kPackTile : n / kPackTile;
@@ -40,21 +42,11 @@ __global__ void __launch_bounds__(kPackThreads) pack_lines(const __grid_constant
   }
 }
 
-/// A byte of a line's metadata, where nibbles of groups that do not exist are valid ones.
-__device__ __forceinline__ u32 metadata_byte(const MetadataArg& m, i64 line, i64 byte, i64 groups) {
-  const i64 left = groups - 2 * byte;
-  if (left <= 0) {
-    return 0x44;
-  }
-  const i64 word = byte >> m.word_shift, inside = byte & ((1 << m.word_shift) - 1);
-  const u32 found = static_cast<const u8*>(m.data)[line * m.line + word * m.along + inside];
-  return left == 1 ? (found & 0xfu) | 0x40u : found;
-}
-
-__global__ void __launch_bounds__(kPackThreads) pack_metadata(const __grid_constant__ PackMetadataParams p) {
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) pack_metadata(const __grid_constant__ PackMetadataParams p) {
   const i64 words = p.pitch / 4;
-  for (i64 n = static_cast<i64>(blockIdx.x) * kPackThreads + threadIdx.x; n < p.lines * words;
-       n += static_cast<i64>(gridDim.x) * kPackThreads) {
+  for (i64 n = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x; n < p.lines * words;
+       n += static_cast<i64>(gridDim.x) * kThreads) {
     const i64 line = n / words, byte = n % words * 4;
     u32 word = 0;
 #pragma unroll

@@ -1,6 +1,6 @@
 // Products on the sparse tensor cores of sm_80 and later (fp8 from sm_89), where values and metadata lie along k and b
-// in lines of 16-byte chunks. A CTA makes 128 × 128 sums (64 columns for tf32x3) with four warps; a ring of stages, each
-// 128 bytes of k deep, is filled ahead.
+// in lines of whole 16-byte chunks: behind a line's end, up to the chunk's, are zeros. A CTA makes 128 × 128 sums (64
+// columns for tf32x3) with four warps; a ring of stages, each 128 bytes of k deep, is filled ahead.
 #pragma once
 
 #include "device/tile.cuh"
@@ -30,7 +30,8 @@ struct Stage {
   value_tile values;
   shared_tile<kBLine> b;
   u32 metadata;
-  __device__ __forceinline__ explicit Stage(u32 base) : values{base}, b{base + kValues}, metadata(base + kValues + kB) {}
+  __device__ __forceinline__ explicit Stage(u32 base)
+      : values{base}, b{base + kValues}, metadata(base + kValues + kB) {}
 };
 
 /// Lines × Chunks chunks into a tile. `from` is line 0 of the stage; `lines` exist, with `chunks` chunks; the rest is
@@ -74,9 +75,10 @@ struct Source {
     constexpr i64 kDeep = kDepthBytes, kKept = kValueBytes;
     const int left = static_cast<int>(min(i64{Staged::kDepth}, k - i64{step} * Staged::kDepth));  // of k
     copy_lines<kRows, kValueBytes / 16>(to.values, values + step * kKept, values_pitch, rows,
-                                        left * Staged::kSize / 32);
+                                        (left * Staged::kSize + 31) / 32);
     if constexpr (BAlongK) {
-      copy_lines<Staged::kCols, kDepthBytes / 16>(to.b, b + step * kDeep, b_pitch, cols, left * Staged::kSize / 16);
+      copy_lines<Staged::kCols, kDepthBytes / 16>(to.b, b + step * kDeep, b_pitch, cols,
+                                                  (left * Staged::kSize + 15) / 16);
     } else {
       copy_lines<Staged::kDepth, Staged::kBLine / 16>(to.b, b + i64{step} * Staged::kDepth * b_pitch, b_pitch, left,
                                                       cols * Staged::kSize / 16);
@@ -100,8 +102,8 @@ __device__ __forceinline__ u32 load_shared_16(u32 address) {
   return r;
 }
 
-/// The metadata of 16 rows from `row` for a stage, as mma_sparse wants it. Of 16-bit types and tf32 one word serves both
-/// halves: lanes 0 and 1 of a quad have the first half's, 2 and 3 the second's.
+/// The metadata of 16 rows from `row` for a stage, as mma_sparse wants it. Of 16-bit types and tf32 one word serves
+/// both halves: lanes 0 and 1 of a quad have the first half's, 2 and 3 the second's.
 template <typename T>
 struct RowMetadata {
   static constexpr bool kBytes = sizeof(T) == 1;

@@ -3,8 +3,8 @@
 // is multiplied.
 #pragma once
 
-#include "ops/two_four/kernel_pack.cuh"
 #include "ops/two_four/kernel_store.cuh"
+#include "ops/two_four/metadata.cuh"
 #include "ops/two_four/params.h"
 
 namespace fretwork::two_four {
@@ -26,7 +26,7 @@ struct SimpleStage {
   u8 nibbles[kSimpleGroups][kSimpleRows];
 };
 
-/// rows × cols numbers of T into shared memory, read in the order that memory has. `get` finds one, `set` puts it.
+/// kLines × kAlong numbers into shared memory, read in the order that memory has. `get` finds one, `set` puts it.
 template <int kLines, int kAlong, typename Get, typename Set>
 __device__ __forceinline__ void fill(const LinesArg& from, const Get& get, const Set& set) {
   const bool along = (from.along < 0 ? -from.along : from.along) <= (from.line < 0 ? -from.line : from.line);

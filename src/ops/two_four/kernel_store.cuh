@@ -1,4 +1,5 @@
-// The way of a tile of sums to c: through shared memory, scales, bias, activation, one rounding, in the order of memory.
+// The way of a tile of sums to c: through shared memory, scales, bias, activation, one rounding, in the order of
+// memory.
 #pragma once
 
 #include "device/activation.cuh"
@@ -48,11 +49,22 @@ __device__ __forceinline__ void store_some(void* c, i64 at, i64 step, const floa
     }
   }
 }
-__device__ __forceinline__ void store_integers(void* c, i64 at, i64 step, const int (&v)[kRun], int count) {
+__device__ __forceinline__ void store_integers(void* c, i64 at, i64 step, const int (&v)[kRun], int count,
+                                               bool vector) {
+  int* const to = static_cast<int*>(c) + at;
+  if (vector && count == kRun) {
 #pragma unroll
-  for (int e = 0; e < kRun; ++e) {
-    if (e < count) {
-      static_cast<int*>(c)[at + e * step] = v[e];
+    for (int e = 0; e < kRun; e += 4) {
+      const u32 words[4] = {static_cast<u32>(v[e]), static_cast<u32>(v[e + 1]), static_cast<u32>(v[e + 2]),
+                            static_cast<u32>(v[e + 3])};
+      store_words<4>(to + e, words);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kRun; ++e) {
+      if (e < count) {
+        to[e * step] = v[e];
+      }
     }
   }
 }
@@ -62,7 +74,7 @@ __device__ __forceinline__ void store_integers(void* c, i64 at, i64 step, const 
 template <typename Sum, int kRows, int kCols, int kThreads>
 struct SumTile {
   static constexpr int kRowLine = kCols + 8, kColLine = kRows + 4;
-  static constexpr int kSums = kRows * kRowLine > kCols * kColLine ? kRows * kRowLine : kCols * kColLine;
+  static constexpr int kSums = kRows * kRowLine > kCols* kColLine ? kRows* kRowLine : kCols* kColLine;
   static constexpr int kBytes = (kSums + 2 * kRows + kCols) * 4;
 
   Sum* sums;
@@ -182,7 +194,7 @@ struct SumTile {
       v[e] = static_cast<int>(sum[e]) + __float_as_int(row_bias[kByRow ? row : row + e]);
       v[e] = p.activation == 1 ? max(v[e], 0) : v[e];
     }
-    store_integers(p.c, at, step, v, count);
+    store_integers(p.c, at, step, v, count, p.c_vector);
   }
 
   static __device__ __forceinline__ void finish(const ProductParams& p, float (&v)[kRun], i64 at, i64 step, int count) {
@@ -205,7 +217,7 @@ struct SumTile {
         for (int e = 0; e < kRun; ++e) {
           rounded[e] = __float2int_rn(v[e]);
         }
-        store_integers(p.c, at, step, rounded, count);
+        store_integers(p.c, at, step, rounded, count, p.c_vector);
       }
     }
   }

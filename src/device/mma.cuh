@@ -25,6 +25,12 @@ __device__ __forceinline__ u32 load_shared_32(u32 address) {
   return r;
 }
 
+__device__ __forceinline__ u32 load_shared_16(u32 address) {
+  u16 r;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r) : "r"(address));
+  return r;
+}
+
 /// d += a·b: 16×8 with 32 bytes of K (16 of a 16-bit type, 8 of tf32).
 template <typename T>
 __device__ __forceinline__ void mma_sync(float (&d)[4], const u32* a, u32 b0, u32 b1) {

@@ -96,12 +96,6 @@ struct Source {
   }
 };
 
-__device__ __forceinline__ u32 load_shared_16(u32 address) {
-  u16 r;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r) : "r"(address));
-  return r;
-}
-
 /// The metadata of 16 rows from `row` for a stage, as mma_sparse wants it. Of 16-bit types and tf32 one word serves
 /// both halves: lanes 0 and 1 of a quad have the first half's, 2 and 3 the second's.
 template <typename T>

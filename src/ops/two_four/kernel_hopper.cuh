@@ -70,6 +70,7 @@ __device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, k
                                       Ring<Shape<T, kWidth, kParts>::kStages>& ring, Ring<kChunks>& chunk) {
   using S = Shape<T, kWidth, kParts>;
   const int z = t.batch * p.b_batch;
+#pragma unroll 1
   for (int step = t.first; step < t.last; ++step, ring.next()) {
     if (step % S::kPerChunk == 0) {
       mbarrier::wait(shared_address(&s.words_empty[chunk.stage]), chunk.parity);
@@ -313,23 +314,18 @@ __device__ __forceinline__ void finish(float (&d)[kSize], const Params& p, int r
 }
 
 /// Sums kAt … kAt + 15 of a thread (64 × 32 of a warpgroup) as 32-bit numbers to 8 KB of shared memory, as the copy
-/// engine swizzles rows of 128 bytes: 64 rows of 32 columns, or (kTransposed) two boxes of 32 columns, 32 rows each.
-template <bool kTransposed, int kAt, int kSize>
-__device__ __forceinline__ void store_piece_32(const float (&d)[kSize], u32 to) {
+/// engine swizzles rows of 128 bytes: 64 rows of 32 columns, or (transposed) two boxes of 32 columns, 32 rows each.
+template <int kAt, int kSize>
+__device__ __forceinline__ void store_piece_32(const float (&d)[kSize], u32 to, bool transposed) {
   const u32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-  for (u32 half = 0; half < 2; ++half) {
-    const u32 r = row + 8 * half;
+  for (u32 j = 0; j < 4; ++j) {
+    const u32 next = transposed ? j * 1024 : (8 * t ^ row % 8 << 4) ^ j << 5;
 #pragma unroll
-    for (u32 j = 0; j < 4; ++j) {
-      const float first = d[kAt + 4 * j + 2 * half], second = d[kAt + 4 * j + 2 * half + 1];
-      if constexpr (kTransposed) {
-        const u32 box = to + r / 32 * 4096, line = 8 * j + 2 * t;
-        tf32::store_shared(box + tma::swizzled<128>(line * 128 + r % 32 * 4), first);
-        tf32::store_shared(box + tma::swizzled<128>((line + 1) * 128 + r % 32 * 4), second);
-      } else {
-        tf32::store_shared(to + tma::swizzled<128>(r * 128 + 32 * j + 8 * t), first, second);
-      }
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 r = row + 8 * (i / 2), line = 2 * t + i % 2;
+      const u32 at = transposed ? r / 32 * 4096 + line * 128 + (r % 32 * 4 ^ line << 4) : r * 128 + i % 2 * 4;
+      tf32::store_shared(to + at + next, d[kAt + 4 * j + i]);
     }
   }
 }
@@ -341,16 +337,17 @@ struct Place {
   u32 buffers, barrier;
 };
 
-/// All threads of a warpgroup copy a piece of U columns to a result that the copy engine cannot write.
-template <typename U, bool kTransposed>
+/// All threads of a warpgroup copy a piece to a result that the copy engine cannot write.
+template <typename U>
 __device__ __forceinline__ void copy_piece(const Params& p, const Place& at, int col, u32 buffer) {
-  constexpr int kUnit = 128 / static_cast<int>(sizeof(U)), kLines = kTransposed ? kUnit : 64;
+  constexpr int kUnit = 128 / static_cast<int>(sizeof(U));
+  const int lines = p.transposed != 0 ? kUnit : 64;
 #pragma unroll 1
   for (int n = static_cast<int>(threadIdx.x % 128); n < 64 * kUnit; n += 128) {
-    const int box = n / (kLines * kUnit), line = n / kUnit % kLines, unit = n % kUnit;
-    const int i = at.row + (kTransposed ? box * kUnit + unit : line), j = col + (kTransposed ? line : unit);
+    const int unit = n % kUnit, line = n / kUnit % lines, box = n / kUnit / lines;
+    const int i = at.row + (p.transposed != 0 ? box * kUnit + unit : line), j = col + (p.transposed != 0 ? line : unit);
     if (i < p.m && j < p.n) {
-      const u32 from = buffer + box * (kLines * 128) + tma::swizzled<128>(line * 128 + unit * sizeof(U));
+      const u32 from = buffer + box * (kUnit * 128) + tma::swizzled<128>(line * 128 + unit * sizeof(U));
       U* const to = static_cast<U*>(p.out) + at.batch * p.c_batch + i * p.c_row + j * p.c_col;
       if constexpr (sizeof(U) == 2) {
         asm volatile("ld.shared.b16 %0, [%1];" : "=h"(to->bits) : "r"(from) : "memory");
@@ -362,41 +359,38 @@ __device__ __forceinline__ void copy_piece(const Params& p, const Place& at, int
 }
 
 /// Sums leave in pieces of 64 columns of 16 bits or 32 of 32 (U is float, whatever the bits mean).
-template <typename U, bool kTransposed, int kPiece = 0, int kSize>
+template <typename U, int kPiece = 0, int kSize>
 __device__ __forceinline__ void store_sums(const float (&d)[kSize], const Params& p, const Place& at) {
   constexpr int kColumns = 128 / static_cast<int>(sizeof(U)), kSums = kColumns / 2;
   if constexpr (kPiece < kSize / kSums) {
     const int col = at.col + kPiece * kColumns;
-    if (kPiece * kColumns < at.columns && col < p.n && at.row < p.m) {
-      const auto write = [&](u32 buffer) {
-        if constexpr (sizeof(U) == 2) {
-          store_piece<U, kTransposed, kPiece * kSums>(d, buffer);
-        } else {
-          store_piece_32<kTransposed, kPiece * kSums>(d, buffer);
-        }
-      };
-      const auto store = [&](u32 buffer) {
-        if (p.direct != 0) {
-          return;
-        }
-        kTransposed ? tma::store(&p.c, buffer, at.row, col, at.batch, 0)
-                    : tma::store(&p.c, buffer, col, at.row, at.batch, 0);
-        if (kTransposed && kColumns < 64 && at.row + 32 < p.m) {  // the other 32 rows
+    if (kPiece * kColumns >= at.columns) {
+      return;
+    }
+    const auto write = [&](u32 buffer) {
+      if constexpr (sizeof(U) == 4) {
+        store_piece_32<kPiece * kSums>(d, buffer, p.transposed != 0);
+      } else if (p.transposed != 0) {
+        store_piece<U, true, kPiece * kSums>(d, buffer);
+      } else {
+        store_piece<U, false, kPiece * kSums>(d, buffer);
+      }
+    };
+    const auto store = [&](u32 buffer) {
+      const bool turned = p.transposed != 0;
+      if (p.direct == 0 && col < p.n && at.row < p.m) {
+        tma::store(&p.c, buffer, turned ? at.row : col, turned ? col : at.row, at.batch, 0);
+        if (sizeof(U) == 4 && turned && at.row + 32 < p.m) {  // the other 32 rows
           tma::store(&p.c, buffer + kPieceBytes / 2, at.row + 32, col, at.batch, 0);
         }
-      };
-      store_in_turn<2>(kPiece, at.buffers, at.barrier, write, store);
-      if (p.direct != 0) {
-        copy_piece<U, kTransposed>(p, at, col, at.buffers + kPiece % 2 * kPieceBytes);
       }
-      store_sums<U, kTransposed, kPiece + 1>(d, p, at);
+    };
+    store_in_turn<2>(kPiece, at.buffers, at.barrier, write, store);
+    if (p.direct != 0) {
+      copy_piece<U>(p, at, col, at.buffers + kPiece % 2 * kPieceBytes);
     }
+    store_sums<U, kPiece + 1>(d, p, at);
   }
-}
-
-template <typename U, int kSize>
-__device__ __forceinline__ void store_sums_as(const float (&d)[kSize], const Params& p, const Place& at) {
-  p.transposed != 0 ? store_sums<U, true>(d, p, at) : store_sums<U, false>(d, p, at);
 }
 
 /// Sums become results.
@@ -415,17 +409,17 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
     finish(f, p, at.row, at.col);
   }
   if constexpr (sizeof(T) == 2) {
-    p.kind == Out::f32 ? store_sums_as<float>(f, p, at) : store_sums_as<T>(f, p, at);
+    p.kind == Out::f32 ? store_sums<float>(f, p, at) : store_sums<T>(f, p, at);
   } else if constexpr (sizeof(T) == 1) {
     if (p.kind == Out::f16) {
-      store_sums_as<f16>(f, p, at);
+      store_sums<f16>(f, p, at);
     } else if (p.kind == Out::bf16) {
-      store_sums_as<bf16>(f, p, at);
+      store_sums<bf16>(f, p, at);
     } else {
-      store_sums_as<float>(f, p, at);
+      store_sums<float>(f, p, at);
     }
   } else {
-    store_sums_as<float>(f, p, at);
+    store_sums<float>(f, p, at);
   }
 }
 

@@ -21,6 +21,7 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr std::array kTypes = {DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2};
+constexpr std::int64_t kGroup = 4;  // of all of these
 constexpr std::array kWidths = {256, 128};
 static_assert(std::ranges::all_of(kWidths, [](int width) {  // with barriers
   return std::max(shared_bytes(width, 1), shared_bytes(width, 2)) + 256 <= 227 << 10;
@@ -78,7 +79,7 @@ int bytes_of(DType dtype) { return narrowed(static_cast<std::int64_t>(size_of(dt
 
 std::optional<Views> views_of(const Problem& p) {
   const int bytes = bytes_of(p.dtype);
-  const std::int64_t kept = p.k / 2, word_bytes = ceil_div(p.k / two_four_group(p.dtype), 2);
+  const std::int64_t kept = p.k / 2, word_bytes = ceil_div(p.k / kGroup, 2);
   const std::int64_t batches = p.b.batch != 0 ? p.batch : 1;
   const auto values = make_tiled_view(p.values.data, {kept, p.m, 1, 1}, {p.values.along, p.values.line, 0, 0}, bytes);
   const auto words =
@@ -197,7 +198,7 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   params.activation = static_cast<int>(p.activation);
   params.m = narrowed(p.m);
   params.n = narrowed(p.n);
-  params.groups = narrowed(p.k / two_four_group(p.dtype));
+  params.groups = narrowed(p.k / kGroup);
   params.steps = narrowed(steps_of(p, choice.parts));
   params.row_tiles = narrowed(ceil_div(p.m, kRows));
   params.col_tiles = narrowed(ceil_div(p.n, choice.width));

@@ -443,7 +443,9 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       tma::prefetch(&p.values);
       tma::prefetch(&p.words);
       tma::prefetch(&p.b);
-      tma::prefetch(&p.c);
+      if (p.direct == 0) {
+        tma::prefetch(&p.c);
+      }
       Ring<S::kStages> ring(1);
       Ring<kChunks> chunk(1);
       for (int index = begin; index < p.total; index += next) {

@@ -20,14 +20,15 @@ namespace {
 namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
-constexpr std::array kTypes = {DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2};
-constexpr std::int64_t kGroup = 4;  // of all of these
+constexpr std::array kTypes = {DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2, DType::f32};
 constexpr std::array kWidths = {256, 128};
 static_assert(std::ranges::all_of(kWidths, [](int width) {  // with barriers
   return std::max(shared_bytes(width, 1), shared_bytes(width, 2)) + 256 <= 227 << 10;
 }));
 
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
+int bytes_of(DType dtype) { return static_cast<int>(size_of(dtype)); }
+std::int64_t groups_of(const Problem& p) { return p.k / (p.dtype == DType::f32 ? 2 : 4); }
 
 // ------------------------------------------------------------------------------------------------ which kernel
 
@@ -38,11 +39,18 @@ KernelSpec instance(DType dtype, bool b_along_k, const Choice& choice) {
               ", fretwork::two_four::hopper::Flow(" + std::to_string(choice.flow) + ")>"};
 }
 
+KernelSpec pack_instance(bool bytes) {
+  return {"ops/two_four/kernel_hopper_pack.cuh",
+          std::string("fretwork::two_four::hopper::") + (bytes ? "pack_bytes" : "pack_tf32")};
+}
+
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   if (arch != "sm_90a") {
     return list;
   }
+  list.push_back(pack_instance(true));
+  list.push_back(pack_instance(false));
   for (const DType dtype : kTypes) {
     for (const int width : kWidths) {
       list.push_back(instance(dtype, true, {.width = width}));
@@ -55,7 +63,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"two_four", list_kernels};
 
-constinit KernelTable<4 * kTypes.size()> kernels;
+constinit KernelTable<4 * kTypes.size() + 2> kernels;
 
 const Kernel& kernel(DType dtype, bool b_along_k, const Choice& choice, int device) {
   const Choice usual;
@@ -67,32 +75,66 @@ const Kernel& kernel(DType dtype, bool b_along_k, const Choice& choice, int devi
                      [&] { return instance(dtype, b_along_k, choice); });
 }
 
-// ------------------------------------------------------------------------------------------------------- views
+const Kernel& pack_kernel(bool bytes, int device) {
+  return kernels.get(4 * kTypes.size() + (bytes ? 1 : 0), device, [&] { return pack_instance(bytes); });
+}
 
-/// What the copy engine moves, each with its unit axis first.
-struct Views {
-  TiledView values, words, b;
-  bool b_along_k;
+// -------------------------------------------------------------------------------------------------- workspace
+
+/// The lines of an operand as they are, or made in workspace.
+struct Lines {
+  void* data;
+  std::int64_t line, along, batch;  ///< strides in elements
 };
 
-int bytes_of(DType dtype) { return narrowed(static_cast<std::int64_t>(size_of(dtype))); }
+/// `lines` lines of `length` in workspace, along k, fp32 rounded to tf32.
+class Packed {
+ public:
+  Packed(bool wanted, std::int64_t lines, std::int64_t length, std::int64_t batches, DType dtype, Context& context)
+      : wanted_(wanted),
+        lines_(lines),
+        length_(length),
+        batches_(batches),
+        pitch_(ceil_div(length * bytes_of(dtype), 16) * 16 / bytes_of(dtype)),
+        bytes_(size_of(dtype) == 1),
+        space_(context, wanted ? static_cast<std::size_t>(batches * lines * pitch_) * size_of(dtype) : 0) {}
 
-std::optional<Views> views_of(const Problem& p) {
-  const int bytes = bytes_of(p.dtype);
-  const std::int64_t kept = p.k / 2, word_bytes = ceil_div(p.k / kGroup, 2);
-  const std::int64_t batches = p.b.batch != 0 ? p.batch : 1;
-  const auto values = make_tiled_view(p.values.data, {kept, p.m, 1, 1}, {p.values.along, p.values.line, 0, 0}, bytes);
-  const auto words =
-      make_tiled_view(p.words.data, {word_bytes, p.m, 1, 1},
-                      {word_bytes <= p.word_bytes ? 1 : p.words.along, p.words.line * p.word_bytes, 0, 0}, 1);
-  const auto along_k = make_tiled_view(p.b.data, {p.k, p.n, batches, 1}, {p.b.row, p.b.col, p.b.batch, 0}, bytes);
-  const auto along_n = bytes == 2
-                           ? make_tiled_view(p.b.data, {p.n, p.k, batches, 1}, {p.b.col, p.b.row, p.b.batch, 0}, bytes)
-                           : std::nullopt;
-  if (!values || !words || (!along_k && !along_n)) {
-    return std::nullopt;
+  Lines fill(const Lines& from, const Context& context) const {
+    if (!wanted_) {
+      return from;
+    }
+    const std::int64_t side = bytes_ ? 64 : 32, line_tiles = ceil_div(lines_, side), along = ceil_div(length_, side);
+    const PackParams params{from.data,      space_.data(),   from.line,        from.along,        from.batch,
+                            pitch_,         lines_ * pitch_, narrowed(lines_), narrowed(length_), narrowed(line_tiles),
+                            narrowed(along)};
+    pack_kernel(bytes_, context.device.index)
+        .launch(line_tiles * along * batches_, kPackThreads, 0, &params, context.stream);
+    return {space_.data(), pitch_, 1, lines_ * pitch_};
   }
-  return Views{*values, *words, along_k ? *along_k : *along_n, along_k.has_value()};
+
+ private:
+  bool wanted_;
+  std::int64_t lines_, length_, batches_, pitch_;
+  bool bytes_;
+  Workspace space_;
+};
+
+// ------------------------------------------------------------------------------------------------------- views
+
+std::int64_t batches_of_b(const Problem& p) { return p.b.batch != 0 ? p.batch : 1; }
+
+std::optional<TiledView> values_view(const Problem& p, const Lines& values) {
+  return make_tiled_view(values.data, {p.k / 2, p.m, 1, 1}, {values.along, values.line, 0, 0}, bytes_of(p.dtype));
+}
+std::optional<TiledView> words_view(const Problem& p) {
+  const std::int64_t bytes = ceil_div(groups_of(p), 2), along = bytes <= p.word_bytes ? 1 : p.words.along;
+  return make_tiled_view(p.words.data, {bytes, p.m, 1, 1}, {along, p.words.line * p.word_bytes, 0, 0}, 1);
+}
+std::optional<TiledView> along_k_view(const Problem& p, const Lines& b) {
+  return make_tiled_view(b.data, {p.k, p.n, batches_of_b(p), 1}, {b.along, b.line, b.batch, 0}, bytes_of(p.dtype));
+}
+std::optional<TiledView> along_n_view(const Problem& p) {
+  return make_tiled_view(p.b.data, {p.n, p.k, batches_of_b(p), 1}, {p.b.col, p.b.row, p.b.batch, 0}, bytes_of(p.dtype));
 }
 
 /// The result as the copy engine writes it, if it can.
@@ -132,8 +174,9 @@ bool suits(const Problem& p, const Choice& choice, const Context& context) {
                          (choice.split == 1 || (choice.split == 2 && steps_of(p, choice.parts) >= 16));
   const bool sizes = p.k > 0 && p.m < kMost && p.n < kMost && p.k < kMost && p.batch < kMost &&
                      ceil_div(p.m, kRows) * ceil_div(p.n, kWidths.back()) < kMost / p.batch;
-  return choosable && sizes && std::ranges::find(kTypes, p.dtype) != kTypes.end() &&
-         driver::kernel_arch(context.device.index) == "sm_90a";
+  const bool type = std::ranges::find(kTypes, p.dtype) != kTypes.end() &&
+                    (p.dtype != DType::f32 || context.precision == Precision::tf32);
+  return choosable && sizes && type && driver::kernel_arch(context.device.index) == "sm_90a";
 }
 
 }  // namespace
@@ -167,8 +210,24 @@ Choice choose(const Problem& p, int multiprocessors) {
 
 bool run(const Problem& p, Context& context, const Choice& choice) {
   const auto kind = kind_of(p);
-  const auto views = kind && suits(p, choice, context) ? views_of(p) : std::nullopt;
-  if (!views) {
+  if (!kind || !suits(p, choice, context)) {
+    return false;
+  }
+  // wgmma takes other than 16-bit types along k only, and drops bits that tf32 does not have instead of rounding.
+  const bool tf32 = p.dtype == DType::f32;
+  const Lines own_values{p.values.data, p.values.line, p.values.along, 0};
+  const Lines own_b{p.b.data, p.b.col, p.b.row, p.b.batch};
+  const bool turns = tf32 || (size_of(p.dtype) == 1 && !along_k_view(p, own_b));
+  const auto words = words_view(p);
+  if (!words || (!tf32 && !values_view(p, own_values)) || (!turns && !along_k_view(p, own_b) && !along_n_view(p))) {
+    return false;
+  }
+  const Packed values_space(tf32, p.m, p.k / 2, 1, p.dtype, context);
+  const Packed b_space(turns, p.n, p.k, batches_of_b(p), p.dtype, context);
+  const auto values = values_view(p, values_space.fill(own_values, context));
+  const auto along_k = along_k_view(p, b_space.fill(own_b, context));
+  const auto b = along_k ? along_k : along_n_view(p);
+  if (!values || !b) {
     return false;
   }
   const int bytes = bytes_of(p.dtype);
@@ -178,9 +237,9 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   const auto result = result_view(p, transposed);
   const auto unit = static_cast<std::uint32_t>(128 / bytes_of(p.out));
   Params params{};
-  params.values = views->values.map(depth / 2, kRows);
-  params.words = views->words.map(kChunkRow, kRows);
-  params.b = views->b_along_k ? views->b.map(line, width) : views->b.map(line, depth);
+  params.values = values->map(depth / 2, kRows);
+  params.words = words->map(kChunkRow, kRows);
+  params.b = along_k ? b->map(line, width) : b->map(line, depth);
   if (result) {
     params.c = result->map(unit, transposed ? unit : 64);
   }
@@ -198,7 +257,7 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   params.activation = static_cast<int>(p.activation);
   params.m = narrowed(p.m);
   params.n = narrowed(p.n);
-  params.groups = narrowed(p.k / kGroup);
+  params.groups = narrowed(groups_of(p));
   params.steps = narrowed(steps_of(p, choice.parts));
   params.row_tiles = narrowed(ceil_div(p.m, kRows));
   params.col_tiles = narrowed(ceil_div(p.n, choice.width));
@@ -209,7 +268,7 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   params.transposed = transposed ? 1 : 0;
   params.direct = result ? 0 : 1;
   const int device = context.device.index, shared = shared_bytes(choice.width, choice.parts);
-  const Kernel& product = kernel(p.dtype, views->b_along_k, choice, device);
+  const Kernel& product = kernel(p.dtype, along_k.has_value(), choice, device);
   if (choice.split == 2) {
     product.launch_clusters(2 * params.total, 2, kThreads, shared, &params, context.stream);
   } else {

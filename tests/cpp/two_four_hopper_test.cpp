@@ -600,8 +600,15 @@ std::vector<Choice> candidates() {
     for (const int split : {1, 2}) {
       for (const int parts : {2, 1}) {
         for (const int flow : {1, 0, 2}) {
-          all.push_back({width, split, 16, parts, flow});
+          all.push_back({width, split, 16, parts, flow, 1});
         }
+      }
+    }
+  }
+  for (const int width : {256, 128}) {
+    for (const int parts : {2, 1}) {
+      for (const int flow : {1, 2}) {
+        all.push_back({width, 1, 8, parts, flow, 2});
       }
     }
   }

@@ -33,10 +33,11 @@ std::int64_t groups_of(const Problem& p) { return p.k / (p.dtype == DType::f32 ?
 // ------------------------------------------------------------------------------------------------ which kernel
 
 KernelSpec instance(DType dtype, bool b_along_k, const Choice& choice) {
-  return {"ops/two_four/kernel_hopper.cuh",
-          std::string("fretwork::two_four::hopper::product<") + device_type(dtype) + ", " +
-              std::to_string(choice.width) + (b_along_k ? ", true, " : ", false, ") + std::to_string(choice.parts) +
-              ", fretwork::two_four::hopper::Flow(" + std::to_string(choice.flow) + ")>"};
+  return {"ops/two_four/kernel_hopper.cuh", std::string("fretwork::two_four::hopper::product<") + device_type(dtype) +
+                                                ", " + std::to_string(choice.width) +
+                                                (b_along_k ? ", true, " : ", false, ") + std::to_string(choice.parts) +
+                                                ", fretwork::two_four::hopper::Flow(" + std::to_string(choice.flow) +
+                                                "), " + std::to_string(choice.pair) + ">"};
 }
 
 KernelSpec pack_instance(bool bytes) {
@@ -67,7 +68,7 @@ constinit KernelTable<4 * kTypes.size() + 2> kernels;
 
 const Kernel& kernel(DType dtype, bool b_along_k, const Choice& choice, int device) {
   const Choice usual;
-  if (choice.parts != usual.parts || choice.flow != usual.flow) {
+  if (choice.parts != usual.parts || choice.flow != usual.flow || choice.pair != usual.pair) {
     return get_kernel(instance(dtype, b_along_k, choice), device);
   }
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, dtype) - kTypes.begin());
@@ -170,8 +171,9 @@ std::int64_t steps_of(const Problem& p, int parts) { return ceil_div(p.k, parts 
 std::int64_t tiles_of(const Problem& p, int width) { return ceil_div(p.m, kRows) * ceil_div(p.n, width) * p.batch; }
 
 bool suits(const Problem& p, const Choice& choice, const Context& context) {
-  const bool choosable = std::ranges::find(kWidths, choice.width) != kWidths.end() &&
-                         (choice.split == 1 || (choice.split == 2 && steps_of(p, choice.parts) >= 16));
+  const bool choosable =
+      std::ranges::find(kWidths, choice.width) != kWidths.end() &&
+      (choice.split == 1 || (choice.split == 2 && choice.pair == 1 && steps_of(p, choice.parts) >= 16));
   const bool sizes = p.k > 0 && p.m < kMost && p.n < kMost && p.k < kMost && p.batch < kMost &&
                      ceil_div(p.m, kRows) * ceil_div(p.n, kWidths.back()) < kMost / p.batch;
   const bool type = std::ranges::find(kTypes, p.dtype) != kTypes.end() &&
@@ -183,7 +185,7 @@ bool suits(const Problem& p, const Choice& choice, const Context& context) {
 
 std::string Choice::text() const {
   return std::to_string(width) + " wide, split " + std::to_string(split) + ", share " + std::to_string(share) +
-         ", parts " + std::to_string(parts) + ", flow " + std::to_string(flow);
+         ", parts " + std::to_string(parts) + ", flow " + std::to_string(flow) + ", pair " + std::to_string(pair);
 }
 
 /// Steps of 256 columns are the unit of time; a tile costs some for filling the ring and storing its sums.
@@ -239,7 +241,7 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   Params params{};
   params.values = values->map(depth / 2, kRows);
   params.words = words->map(kChunkRow, kRows);
-  params.b = along_k ? b->map(line, width) : b->map(line, depth);
+  params.b = along_k ? b->map(line, width / static_cast<std::uint32_t>(choice.pair)) : b->map(line, depth);
   if (result) {
     params.c = result->map(unit, transposed ? unit : 64);
   }
@@ -259,9 +261,9 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   params.n = narrowed(p.n);
   params.groups = narrowed(groups_of(p));
   params.steps = narrowed(steps_of(p, choice.parts));
-  params.row_tiles = narrowed(ceil_div(p.m, kRows));
+  params.row_tiles = narrowed(ceil_div(p.m, kRows * choice.pair));
   params.col_tiles = narrowed(ceil_div(p.n, choice.width));
-  params.total = narrowed(tiles_of(p, choice.width));
+  params.total = narrowed(params.row_tiles * p.batch * params.col_tiles);
   params.share = choice.share;
   params.b_batch = p.b.batch != 0 ? 1 : 0;
   params.split = choice.split;
@@ -269,11 +271,12 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   params.direct = result ? 0 : 1;
   const int device = context.device.index, shared = shared_bytes(choice.width, choice.parts);
   const Kernel& product = kernel(p.dtype, along_k.has_value(), choice, device);
-  if (choice.split == 2) {
-    product.launch_clusters(2 * params.total, 2, kThreads, shared, &params, context.stream);
+  const int multiprocessors = driver::device_info(device).multiprocessors;
+  if (choice.split * choice.pair > 1) {
+    const int clusters = choice.split == 2 ? params.total : std::min(params.total, multiprocessors / 2);
+    product.launch_clusters(2 * clusters, 2, kThreads, shared, &params, context.stream);
   } else {
-    product.launch(std::min(params.total, driver::device_info(device).multiprocessors), kThreads, shared, &params,
-                   context.stream);
+    product.launch(std::min(params.total, multiprocessors), kThreads, shared, &params, context.stream);
   }
   return true;
 }

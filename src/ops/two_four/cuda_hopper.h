@@ -14,6 +14,7 @@ struct Choice {
   int share = 16;   ///< tiles of rows that go through the columns together
   int parts = 2;    ///< 128 bytes of b's depth in a step: 1 or 2
   int flow = 1;     ///< as Flow counts in the kernel
+  int pair = 1;     ///< 2: clusters of two CTAs, tiles of rows side by side, share what they fetch of b
   std::string text() const;
 };
 Choice choose(const Problem& problem, int multiprocessors);

@@ -49,14 +49,16 @@ struct Tile {
 };
 
 /// `share` tiles of rows go through all columns before the next do: CTAs that run together share both operands in the
-/// cache.
-template <int kWidth, int kPerChunk>
+/// cache. kPair: the two CTAs of a cluster have neighbouring tiles of rows.
+template <int kWidth, int kPerChunk, int kPair>
 __device__ __forceinline__ Tile tile_at(const Params& p, int index, u32 rank) {
   const int each = p.row_tiles * p.col_tiles, batch = index / each, rest = index % each;
   const int set = rest / (p.share * p.col_tiles), in_set = rest % (p.share * p.col_tiles);
   const int rows = min(p.share, p.row_tiles - set * p.share);
-  Tile t{(set * p.share + in_set % rows) * kRows, in_set / rows * kWidth, batch, 0, p.steps};
-  if (p.split > 1) {
+  Tile t{(set * p.share + in_set % rows) * (kRows * kPair), in_set / rows * kWidth, batch, 0, p.steps};
+  if constexpr (kPair == 2) {
+    t.row += static_cast<int>(rank) * kRows;
+  } else if (p.split > 1) {
     const int half = (p.steps / 2 + kPerChunk - 1) / kPerChunk * kPerChunk;
     t.first = rank == 0 ? 0 : half;
     t.last = rank == 0 ? half : p.steps;
@@ -64,9 +66,9 @@ __device__ __forceinline__ Tile tile_at(const Params& p, int index, u32 rank) {
   return t;
 }
 
-/// One thread fetches the steps of a tile.
-template <typename T, int kWidth, bool kRightK, int kParts>
-__device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, kWidth, kParts>& s, u32 base,
+/// One thread fetches the steps of a tile. kPair: half of b, for both CTAs.
+template <typename T, int kWidth, bool kRightK, int kParts, int kPair>
+__device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, kWidth, kParts>& s, u32 base, u32 rank,
                                       Ring<Shape<T, kWidth, kParts>::kStages>& ring, Ring<kChunks>& chunk) {
   using S = Shape<T, kWidth, kParts>;
   const int z = t.batch * p.b_batch;
@@ -85,16 +87,34 @@ __device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, k
     mbarrier::arrive_expect(full, S::kBytes);
     tma::load(to, &p.values, full, step * (S::kDepth / 2), t.row, 0, 0);
     const u32 right = to + S::kLeftBytes;
+    const auto load = [&](u32 place, int x, int y) {
+      kPair == 2 ? tma::load_to_ranks(place, &p.b, full, 3, x, y, z, 0) : tma::load(place, &p.b, full, x, y, z, 0);
+    };
+    constexpr int kMine = kWidth / kPair;  // columns
+    const int mine = static_cast<int>(rank) * (kPair == 2 ? kMine : 0);
     if constexpr (kRightK) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        tma::load(right + part * (kWidth * 128), &p.b, full, step * S::kDepth + part * S::kLine, t.col, z, 0);
+        load(right + part * (kWidth * 128) + mine * 128, step * S::kDepth + part * S::kLine, t.col + mine);
       }
     } else {
 #pragma unroll
-      for (int at = 0; at < kWidth; at += S::kLine) {
-        tma::load(right + at * (S::kDepth * 128 / S::kLine), &p.b, full, t.col + at, step * S::kDepth, z, 0);
+      for (int at = 0; at < kMine; at += S::kLine) {
+        load(right + (mine + at) * (S::kDepth * 128 / S::kLine), t.col + mine + at, step * S::kDepth);
       }
+    }
+  }
+}
+
+/// A warp is done with a stage: both CTAs of a pair fill it.
+template <int kPair>
+__device__ __forceinline__ void release_stage(u32 empty, int stage) {
+  if constexpr (kPair == 1) {
+    release(empty, stage);
+  } else {
+    __syncwarp();
+    if (threadIdx.x % 32 < kPair && stage >= 0) {
+      arrive_at(empty + 8 * stage, threadIdx.x % 32);
     }
   }
 }
@@ -191,7 +211,7 @@ __device__ __forceinline__ void multiply_step(Sum (&d)[kWidth / 2], u32 at,
 }
 
 /// A warpgroup multiplies the steps of a tile, 64 rows × kWidth.
-template <typename T, int kWidth, bool kRightK, int kParts, Flow kFlow, typename Sum>
+template <typename T, int kWidth, bool kRightK, int kParts, Flow kFlow, int kPair, typename Sum>
 __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, const Tile& t,
                                          Shape<T, kWidth, kParts>& s, u32 base,
                                          Ring<Shape<T, kWidth, kParts>::kStages>& ring,
@@ -218,18 +238,18 @@ __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, 
         }
         if constexpr (kFlow == Flow::overlap) {
           wgmma::wait<1>();
-          release(empty, pending);
+          release_stage<kPair>(empty, pending);
           pending = static_cast<int>(ring.stage);
         } else {
           wgmma::wait<0>();
-          release(empty, static_cast<int>(ring.stage));
+          release_stage<kPair>(empty, static_cast<int>(ring.stage));
         }
         ring.next();
       }
     }
   }
   wgmma::wait<0>();
-  release(empty, pending);
+  release_stage<kPair>(empty, pending);
 }
 
 // ------------------------------------------------------------------------------------------------------- results
@@ -423,8 +443,9 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
   }
 }
 
-/// kRightK: k is the unit axis of b, else n, which only 16-bit types have an instruction for.
-template <typename T, int kWidth, bool kRightK, int kParts, Flow kFlow>
+/// kRightK: k is the unit axis of b, else n, which only 16-bit types have an instruction for. kPair: clusters of so
+/// many CTAs share what they fetch of b.
+template <typename T, int kWidth, bool kRightK, int kParts, Flow kFlow, int kPair = 1>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
   using S = Shape<T, kWidth, kParts>;
   using Sum = typename sum_of<T>::type;
@@ -432,11 +453,14 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   __shared__ S s;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
   init_ring(s.words_full, s.words_empty, kChunks, 1, kThreads - 128);
-  init_ring(s.full, s.empty, S::kStages, 1, 8);
-  const bool split = p.split > 1;
-  const u32 rank = split ? cluster_rank() : 0;
-  const int begin = static_cast<int>(split ? blockIdx.x / 2 : blockIdx.x);
-  const int next = static_cast<int>(split ? gridDim.x / 2 : gridDim.x);
+  init_ring(s.full, s.empty, S::kStages, 1, 8 * kPair);
+  const bool split = kPair == 1 && p.split > 1, clusters = kPair == 2 || split;
+  const u32 rank = clusters ? cluster_rank() : 0;
+  const int begin = static_cast<int>(clusters ? blockIdx.x / 2 : blockIdx.x);
+  const int next = static_cast<int>(clusters ? gridDim.x / 2 : gridDim.x);
+  if (kPair == 2) {
+    cluster_sync();  // the other's barriers are there
+  }
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x == 0) {
@@ -449,7 +473,8 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       Ring<S::kStages> ring(1);
       Ring<kChunks> chunk(1);
       for (int index = begin; index < p.total; index += next) {
-        fetch<T, kWidth, kRightK, kParts>(p, tile_at<kWidth, S::kPerChunk>(p, index, rank), s, base, ring, chunk);
+        const Tile t = tile_at<kWidth, S::kPerChunk, kPair>(p, index, rank);
+        fetch<T, kWidth, kRightK, kParts, kPair>(p, t, s, base, rank, ring, chunk);
       }
     }
     if (split) {  // as the others meet
@@ -463,13 +488,13 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     Ring<S::kStages> ring(0);
     Words<T, kWidth, kParts> words(chunks);
     for (int index = begin; index < p.total; index += next) {
-      const Tile t = tile_at<kWidth, S::kPerChunk>(p, index, rank);
+      const Tile t = tile_at<kWidth, S::kPerChunk, kPair>(p, index, rank);
       Sum d[kWidth / 2];
 #pragma unroll
       for (Sum& sum : d) {
         sum = 0;
       }
-      multiply<T, kWidth, kRightK, kParts, kFlow>(d, p, t, s, base, ring, words);
+      multiply<T, kWidth, kRightK, kParts, kFlow, kPair>(d, p, t, s, base, ring, words);
       Place at{t.row + static_cast<int>(warpgroup) * 64, t.col, t.batch, kWidth, buffers, 1 + warpgroup};
       if (split) {  // one tile for each pair
         add_halves(d, base, rank);
@@ -481,6 +506,9 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();
     }
+  }
+  if (kPair == 2) {
+    cluster_sync();  // the other may still write here
   }
 }
 

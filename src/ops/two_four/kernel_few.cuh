@@ -1,0 +1,365 @@
+// 2:4 products with few columns, at the speed at which memory gives the sparse operand. A lane multiplies the 16 bytes
+// of values that it loaded: which k an mma's slots stand for is free as long as values, nibbles and b agree. Of 64
+// neighbouring k lane t of a quad has 16t … 16t + 15: four groups, a register each. The first mma takes groups 0 and 1
+// of the four lanes, the second groups 2 and 3. A lane's word of metadata then holds one nibble of each of four words,
+// and a lane's part of b lies in two runs of 16 k, which waits in shared memory in the order that lanes want it in.
+#pragma once
+
+#include "device/activation.cuh"
+#include "device/barrier.cuh"
+#include "device/cluster.cuh"
+#include "device/load.cuh"
+#include "device/types.cuh"
+#include "ops/two_four/params_few.cuh"
+
+namespace fretwork::two_four::few {
+
+inline constexpr int kSteps = 4;      ///< of 64 k in a block
+inline constexpr int kLines = 4;      ///< of the sparse operand that a lane reads: 8 apart
+inline constexpr int kRunBytes = 32;  ///< sixteen k of a column of b
+inline constexpr int kMostRuns = 4;   ///< of those that a thread brings for a stage
+
+/// d += a·b: 16 × 8 with 32 k, of which a holds the kept half. Lanes 2·kSelector and 2·kSelector + 1 of each quad give
+/// the metadata: of the first and second 16 k, row lane / 4 in the lower half and the eighth after it in the upper.
+template <typename T, int kSelector>
+__device__ __forceinline__ void mma_sparse(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, u32 b2,
+                                           u32 b3, u32 metadata) {
+  if constexpr (is_same<T, f16>) {
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(b2), "r"(b3), "r"(metadata), "n"(kSelector));
+  } else {
+    static_assert(is_same<T, bf16>);
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(b2), "r"(b3), "r"(metadata), "n"(kSelector));
+  }
+}
+
+/// Sixteen bytes that nobody reads again, or zeros. Takes no branch, so that loads follow each other closely.
+__device__ __forceinline__ void load_values(u32 (&to)[4], const u8* from, bool there) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
+      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+      : "l"(from), "r"(static_cast<u32>(there)));
+}
+
+/// The metadata of 64 k, of which `runs` of 16 exist; a valid nibble stands for what does not.
+__device__ __forceinline__ void load_words(u32 (&to)[2], const u8* from, int runs, bool wide) {
+  if (wide && runs >= 4) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+    return;
+  }
+  u32 word[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    word[e] = e < runs ? reinterpret_cast<const u16*>(from)[e] : 0x4444u;
+  }
+  to[0] = word[0] | word[1] << 16;
+  to[1] = word[2] | word[3] << 16;
+}
+
+/// Lane s of a quad has the words of 64 k for two rows (the s-th 64 of a block); lane t gets, for every s, nibble t of
+/// each of the four words: of the first row in the lower half.
+__device__ __forceinline__ void regroup(const u32 (&first)[2], const u32 (&second)[2], u32 (&to)[kSteps]) {
+  const auto halves = [](const u32(&words)[2], u32& even, u32& odd) {
+    u32 part[2][2];
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+#pragma unroll
+      for (int o = 0; o < 2; ++o) {  // nibbles o and o + 2 of two words, in bytes 0 and 1
+        const u32 nibbles = words[x] >> 4 * o & 0x0f0f0f0fu;
+        part[o][x] = nibbles | nibbles >> 12;
+      }
+    }
+    even = __byte_perm(part[0][0], part[0][1], 0x5140);
+    odd = __byte_perm(part[1][0], part[1][1], 0x5140);
+  };
+  u32 even[2], odd[2];
+  halves(first, even[0], odd[0]);
+  halves(second, even[1], odd[1]);
+  to[0] = __byte_perm(even[0], even[1], 0x5410);
+  to[1] = __byte_perm(odd[0], odd[1], 0x5410);
+  to[2] = __byte_perm(even[0], even[1], 0x7632);
+  to[3] = __byte_perm(odd[0], odd[1], 0x7632);
+  // A 4 × 4 transpose over the lanes of the quad.
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = (threadIdx.x & bit) != 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if ((e & bit) == 0) {
+        const u32 other = __shfl_xor_sync(0xffffffffu, upper ? to[e] : to[e | bit], bit);
+        to[e] = upper ? other : to[e];
+        to[e | bit] = upper ? to[e | bit] : other;
+      }
+    }
+  }
+}
+
+/// Where a column begins in b or c.
+__device__ __forceinline__ i64 column_offset(const Params& p, int column, i64 col, i64 batch) {
+  const int z = p.columns == p.n ? 0 : column / p.n;
+  return z * batch + (column - z * p.n) * col;
+}
+
+/// The runs of b that a thread brings for a stage: 16 k of a column each, in registers on the way.
+template <int kColumns>
+struct Runs {
+  static constexpr int kTiles = kColumns / 8;
+  u32 word[kMostRuns][8];  ///< of run u the elements 2w and 2w + 1
+
+  /// Number u of this thread. From lower to higher bits: k16 mod 2, column mod 8, k16 / 2, the 64 k, the tile, the part.
+  static __device__ __forceinline__ int index(int u) { return static_cast<int>(threadIdx.x) + u * kThreads; }
+  static __device__ __forceinline__ int run_in_step(int i) { return (i & 1) | (i >> 4 & 1) << 1; }
+  static __device__ __forceinline__ int step_of(int i) { return i >> 5 & 3; }
+  static __device__ __forceinline__ int tile_of(int i) { return (i >> 7) % kTiles; }
+  static __device__ __forceinline__ int part_of(int i) { return (i >> 7) / kTiles; }
+
+  __device__ __forceinline__ void fetch(const Params& p, int first_block) {
+    const int parts = parts_of(p.log_rows);
+#pragma unroll
+    for (int u = 0; u < kMostRuns; ++u) {
+      const int i = index(u), column = tile_of(i) * 8 + (i >> 1 & 7);
+      const int run = (first_block + part_of(i)) * (kBlock / 16) + step_of(i) * 4 + run_in_step(i);
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        word[u][w] = 0;
+      }
+      if (part_of(i) < parts && column < p.columns && run * 16 < p.k) {
+        const u16* const from = static_cast<const u16*>(p.b) + column_offset(p, column, p.b_col, p.b_batch);
+        if (p.b_wide) {
+          const auto* const whole = reinterpret_cast<const word_group<4>*>(from + run * 16);
+          const word_group<4> low = whole[0], high = whole[1];
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            word[u][w] = low.words[w];
+            word[u][w + 4] = high.words[w];
+          }
+        } else {
+#pragma unroll
+          for (int w = 0; w < 8; ++w) {
+            const u16* const two = from + (run * 16 + 2 * w) * p.b_row;
+            word[u][w] = two[0] | static_cast<u32>(two[p.b_row]) << 16;
+          }
+        }
+      }
+    }
+  }
+
+  /// As [part][64 k][tile][k16 / 2][lane] of four groups: the first halves of groups are the even lane's.
+  __device__ __forceinline__ void store(const Params& p, u8* to) const {
+    const int parts = parts_of(p.log_rows);
+#pragma unroll
+    for (int u = 0; u < kMostRuns; ++u) {
+      const int i = index(u);
+      if (part_of(i) < parts) {
+        u8* const at = to + ((part_of(i) * kSteps + step_of(i)) * kTiles + tile_of(i)) * 1024 + (i >> 4 & 1) * 512 +
+                       (i & 15) * kRunBytes;
+        *reinterpret_cast<word_group<4>*>(at) = {word[u][0], word[u][2], word[u][4], word[u][6]};
+        *reinterpret_cast<word_group<4>*>(at + 16) = {word[u][1], word[u][3], word[u][5], word[u][7]};
+      }
+    }
+  }
+};
+
+/// The sums of a warp over its blocks.
+template <int kColumns>
+struct Sums {
+  float at[2][kColumns / 8][4] = {};  ///< [16 rows][8 columns]
+};
+
+/// Two mma for each 16 rows and 8 columns: 64 k, whose b lies at `b`.
+template <typename T, int kColumns>
+__device__ __forceinline__ void multiply(Sums<kColumns>& sums, const u32 (&values)[kLines][4],
+                                         const u32 (&metadata)[2], const u8* b) {
+#pragma unroll
+  for (int tile = 0; tile < kColumns / 8; ++tile) {
+    const word_group<4> low = *reinterpret_cast<const word_group<4>*>(b + tile * 1024);
+    const word_group<4> high = *reinterpret_cast<const word_group<4>*>(b + tile * 1024 + 512);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const u32(&one)[4] = values[2 * h], (&two)[4] = values[2 * h + 1];
+      mma_sparse<T, 0>(sums.at[h][tile], one[0], two[0], one[1], two[1], low.words[0], high.words[0], low.words[1],
+                       high.words[1], metadata[h]);
+      mma_sparse<T, 1>(sums.at[h][tile], one[2], two[2], one[3], two[3], low.words[2], high.words[2], low.words[3],
+                       high.words[3], metadata[h]);
+    }
+  }
+}
+
+/// Four floats that lie at `address` in CTA `rank` of the cluster.
+__device__ __forceinline__ void load_from_rank(float (&to)[4], u32 address, u32 rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];}"
+      : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+      : "r"(address), "r"(rank)
+      : "memory");
+#else
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+               : "r"(address)
+               : "memory");
+#endif
+}
+
+/// All CTAs that share the k of these rows; alone, all threads.
+__device__ __forceinline__ void meet(const Params& p) {
+#if __CUDA_ARCH__ >= 900
+  if (p.split > 1) {
+    cluster_sync();
+    return;
+  }
+#endif
+  __syncthreads();
+}
+
+/// Scales, bias and activation of four rows of a column, and their way to c.
+template <typename Out>
+__device__ __forceinline__ void finish(const Params& p, int row, int column, float (&v)[4]) {
+  const int j = column % p.n, rows = min(4, p.m - row);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int line = row + min(e, rows - 1);
+    if (p.scale_s != nullptr) {
+      v[e] *= p.scale_s[line * p.scale_s_stride];
+    }
+    if (p.scale_b != nullptr) {
+      v[e] *= p.scale_b[j * p.scale_b_stride];
+    }
+    if (p.bias != nullptr) {
+      v[e] += widen(static_cast<const Out*>(p.bias)[line * p.bias_stride]);
+    }
+    if constexpr (is_same<Out, float>) {
+      v[e] = activate_exactly(v[e], p.activation);
+    }
+  }
+  if constexpr (!is_same<Out, float>) {
+    activate(v, p.activation);
+  }
+  Out* const to = static_cast<Out*>(p.c) + column_offset(p, column, p.c_col, p.c_batch) + row * p.c_row;
+  if (p.c_wide && rows == 4) {
+    store_run<Out, 4>(to, v);
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    if (e < rows) {
+      to[e * p.c_row] = narrow<Out>(v[e]);
+    }
+  }
+}
+
+/// Adds up what the warps and CTAs that share these rows have, in a fixed order, each CTA its part of the results.
+template <typename T, int kColumns>
+__device__ __forceinline__ void reduce(const Params& p, const Sums<kColumns>& sums, int row0, int rank, float* shared) {
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int warp_row = warp & ((1 << p.log_rows) - 1), warp_part = warp >> p.log_rows, pitch = pitch_of(p.log_rows);
+  float* const mine = shared + (warp_part * kColumns + 2 * (lane % 4)) * pitch + warp_row * kRows + lane / 4;
+#pragma unroll
+  for (int tile = 0; tile < kColumns / 8; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      mine[(8 * tile + e % 2) * pitch + e / 2 * 8] = sums.at[e / 4][tile][e % 4];
+    }
+  }
+  meet(p);
+  const int log_fours = p.log_rows + 3, count = kColumns << log_fours, parts = parts_of(p.log_rows);
+  for (int o = rank * kThreads + thread; o < count; o += p.split * kThreads) {
+    const int column = p.c_rows ? o >> log_fours : o % kColumns;
+    const int row = 4 * (p.c_rows ? o & ((1 << log_fours) - 1) : o / kColumns);
+    if (column < p.columns && row0 + row < p.m) {
+      float total[4] = {};
+      const u32 from = shared_address(shared + column * pitch + row);
+#pragma unroll 4
+      for (int q = 0; q < p.split * parts; ++q) {
+        float more[4];
+        load_from_rank(more, from + q % parts * (kColumns * pitch * 4), q / parts);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          total[e] += more[e];
+        }
+      }
+      p.out_wide ? finish<float>(p, row0 + row, column, total) : finish<T>(p, row0 + row, column, total);
+    }
+  }
+  if (p.split > 1) {
+    meet(p);  // nobody leaves while another may read from here
+  }
+}
+
+template <typename T, int kColumns>
+__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) u8 few_shared[];
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
+  const int parts = parts_of(p.log_rows), warp_part = warp >> p.log_rows;
+  const int group = static_cast<int>(blockIdx.x) / p.split, rank = static_cast<int>(blockIdx.x) - group * p.split;
+  const int row0 = group * (kRows << p.log_rows), runs = p.k / 16;
+  const int stages = (p.k + parts * kBlock - 1) / (parts * kBlock), stage_bytes = parts * kBlock * kColumns * 2;
+  const u8 *value_line[kLines], *word_line[kLines];
+#pragma unroll
+  for (int l = 0; l < kLines; ++l) {
+    // A row that is not there is read as the last one and not written.
+    const int row = min(row0 + (warp & ((1 << p.log_rows) - 1)) * kRows + lane / 4 + 8 * l, p.m - 1);
+    value_line[l] = static_cast<const u8*>(p.values) + row * p.values_line + 16 * t;
+    word_line[l] = static_cast<const u8*>(p.words) + row * p.words_line + 8 * t;
+  }
+  u32 values[kSteps][kLines][4], words[kLines][2];
+  const auto fetch_values = [&](int step, int block) {
+#pragma unroll
+    for (int l = 0; l < kLines; ++l) {
+      load_values(values[step][l], value_line[l] + (static_cast<i64>(block) * kSteps + step) * 64,
+                  (block * kSteps + step) * 4 + t < runs);
+    }
+  };
+  const auto fetch_words = [&](int block) {
+#pragma unroll
+    for (int l = 0; l < kLines; ++l) {
+      load_words(words[l], word_line[l] + static_cast<i64>(block) * 32, runs - (block * kSteps + t) * 4, p.words_wide);
+    }
+  };
+#if __CUDA_ARCH__ >= 900
+  wait_for_earlier_kernel();
+#endif
+  Runs<kColumns> b;
+  fetch_words(rank * parts + warp_part);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    fetch_values(step, rank * parts + warp_part);
+  }
+  b.fetch(p, rank * parts);
+  b.store(p, few_shared);
+  Sums<kColumns> sums;
+  int turn = 0;
+#pragma unroll 1
+  for (int stage = rank; stage < stages; stage += p.split) {
+    const int next = (stage + p.split) * parts;
+    __syncthreads();  // this stage's b is there, and nobody reads the one before
+    b.fetch(p, next);
+    u32 metadata[2][kSteps];
+    regroup(words[0], words[1], metadata[0]);
+    regroup(words[2], words[3], metadata[1]);
+    fetch_words(next + warp_part);
+    const u8* const here = few_shared + turn * stage_bytes + warp_part * (kBlock * kColumns * 2) + lane * 16;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      multiply<T>(sums, values[step], {metadata[0][step], metadata[1][step]}, here + step * (kColumns * 128));
+      fetch_values(step, next + warp_part);
+    }
+    turn ^= 1;
+    b.store(p, few_shared + turn * stage_bytes);
+  }
+  let_next_kernel_start();
+  __syncthreads();
+  reduce<T>(p, sums, row0, rank, reinterpret_cast<float*>(few_shared));
+}
+
+}  // namespace fretwork::two_four::few

@@ -14,27 +14,28 @@
 
 namespace fretwork::two_four::few {
 
-inline constexpr int kSteps = 4;      ///< of 64 k in a block
-inline constexpr int kLines = 4;      ///< of the sparse operand that a lane reads: 8 apart
-inline constexpr int kRunBytes = 32;  ///< sixteen k of a column of b
-inline constexpr int kMostRuns = 4;   ///< of those that a thread brings for a stage
+inline constexpr int kSteps = 4;  ///< of 64 k in a block
+inline constexpr int kLines = 4;  ///< of the sparse operand that a lane reads: 8 apart
+inline constexpr int kMostPairs = kMostColumns * kBlock / 32 / kThreads;  ///< of runs of b that a thread brings
 
 /// d += a·b: 16 × 8 with 32 k, of which a holds the kept half. Lanes 2·kSelector and 2·kSelector + 1 of each quad give
 /// the metadata: of the first and second 16 k, row lane / 4 in the lower half and the eighth after it in the upper.
 template <typename T, int kSelector>
-__device__ __forceinline__ void mma_sparse(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, u32 b2,
-                                           u32 b3, u32 metadata) {
+__device__ __forceinline__ void mma_sparse(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, const u32 (&b)[4],
+                                           u32 metadata) {
   if constexpr (is_same<T, f16>) {
     asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
         "{%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(b2), "r"(b3), "r"(metadata), "n"(kSelector));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata),
+          "n"(kSelector));
   } else {
     static_assert(is_same<T, bf16>);
     asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
         "{%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(b2), "r"(b3), "r"(metadata), "n"(kSelector));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata),
+          "n"(kSelector));
   }
 }
 
@@ -49,19 +50,18 @@ __device__ __forceinline__ void load_values(u32 (&to)[4], const u8* from, bool t
       : "l"(from), "r"(static_cast<u32>(there)));
 }
 
-/// The metadata of 64 k, of which `runs` of 16 exist; a valid nibble stands for what does not.
-__device__ __forceinline__ void load_words(u32 (&to)[2], const u8* from, int runs, bool wide) {
-  if (wide && runs >= 4) {
-    asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-    return;
-  }
+/// Four words of metadata, of which `there` exist; a valid nibble stands for what does not.
+__device__ __forceinline__ void load_some_words(u32 (&to)[2], const u8* from, int there) {
   u32 word[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    word[e] = e < runs ? reinterpret_cast<const u16*>(from)[e] : 0x4444u;
+    word[e] = e < there ? reinterpret_cast<const u16*>(from)[e] : 0x4444u;
   }
   to[0] = word[0] | word[1] << 16;
   to[1] = word[2] | word[3] << 16;
+}
+__device__ __forceinline__ void load_words(u32 (&to)[2], const u8* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
 }
 
 /// Lane s of a quad has the words of 64 k for two rows (the s-th 64 of a block); lane t gets, for every s, nibble t of
@@ -108,61 +108,70 @@ __device__ __forceinline__ i64 column_offset(const Params& p, int column, i64 co
   return z * batch + (column - z * p.n) * col;
 }
 
-/// The runs of b that a thread brings for a stage: 16 k of a column each, in registers on the way.
+/// What a thread brings of b for a stage, in registers on the way: pairs of runs of 16 k of a column, 32 k apart, as a
+/// lane's fragments come from both.
 template <int kColumns>
-struct Runs {
+struct Pairs {
   static constexpr int kTiles = kColumns / 8;
-  u32 word[kMostRuns][8];  ///< of run u the elements 2w and 2w + 1
+  u32 word[kMostPairs][2][8];  ///< of a run the elements 2w and 2w + 1
 
-  /// Number u of this thread. From lower to higher bits: k16 mod 2, column mod 8, k16 / 2, the 64 k, the tile, the part.
+  /// Number u of this thread, from lower to higher bits: the run, the column mod 8, the 64 k, the tile, the part.
   static __device__ __forceinline__ int index(int u) { return static_cast<int>(threadIdx.x) + u * kThreads; }
-  static __device__ __forceinline__ int run_in_step(int i) { return (i & 1) | (i >> 4 & 1) << 1; }
-  static __device__ __forceinline__ int step_of(int i) { return i >> 5 & 3; }
-  static __device__ __forceinline__ int tile_of(int i) { return (i >> 7) % kTiles; }
-  static __device__ __forceinline__ int part_of(int i) { return (i >> 7) / kTiles; }
+  static __device__ __forceinline__ int step_of(int i) { return i >> 4 & 3; }
+  static __device__ __forceinline__ int tile_of(int i) { return (i >> 6) % kTiles; }
+  static __device__ __forceinline__ int part_of(int i) { return (i >> 6) / kTiles; }
 
-  __device__ __forceinline__ void fetch(const Params& p, int first_block) {
-    const int parts = parts_of(p.log_rows);
+  static __device__ __forceinline__ void fetch_run(u32 (&to)[8], const Params& p, const u16* column, int run) {
+    if (p.b_wide) {
+      const auto* const from = reinterpret_cast<const word_group<4>*>(column + run * 16);
+      const word_group<4> low = from[0], high = from[1];
 #pragma unroll
-    for (int u = 0; u < kMostRuns; ++u) {
-      const int i = index(u), column = tile_of(i) * 8 + (i >> 1 & 7);
-      const int run = (first_block + part_of(i)) * (kBlock / 16) + step_of(i) * 4 + run_in_step(i);
+      for (int w = 0; w < 4; ++w) {
+        to[w] = low.words[w];
+        to[w + 4] = high.words[w];
+      }
+    } else {
 #pragma unroll
       for (int w = 0; w < 8; ++w) {
-        word[u][w] = 0;
+        const u16* const from = column + (run * 16 + 2 * w) * p.b_row;
+        to[w] = from[0] | static_cast<u32>(from[p.b_row]) << 16;
       }
-      if (part_of(i) < parts && column < p.columns && run * 16 < p.k) {
-        const u16* const from = static_cast<const u16*>(p.b) + column_offset(p, column, p.b_col, p.b_batch);
-        if (p.b_wide) {
-          const auto* const whole = reinterpret_cast<const word_group<4>*>(from + run * 16);
-          const word_group<4> low = whole[0], high = whole[1];
+    }
+  }
+
+  __device__ __forceinline__ void fetch(const Params& p, int first_block) {
 #pragma unroll
-          for (int w = 0; w < 4; ++w) {
-            word[u][w] = low.words[w];
-            word[u][w + 4] = high.words[w];
-          }
-        } else {
+    for (int u = 0; u < kMostPairs; ++u) {
+      const int i = index(u), column = tile_of(i) * 8 + (i >> 1 & 7), part = part_of(i);
+      const bool there = part < parts_of(p.log_rows) && column < p.columns;
+      const u16* const from = static_cast<const u16*>(p.b) + column_offset(p, column, p.b_col, p.b_batch);
 #pragma unroll
-          for (int w = 0; w < 8; ++w) {
-            const u16* const two = from + (run * 16 + 2 * w) * p.b_row;
-            word[u][w] = two[0] | static_cast<u32>(two[p.b_row]) << 16;
-          }
+      for (int r = 0; r < 2; ++r) {
+        const int run = (first_block + part) * (kBlock / 16) + step_of(i) * 4 + 2 * r + (i & 1);
+#pragma unroll
+        for (int w = 0; w < 8; ++w) {
+          word[u][r][w] = 0;
+        }
+        if (there && run * 16 < p.k) {
+          fetch_run(word[u][r], p, from, run);
         }
       }
     }
   }
 
-  /// As [part][64 k][tile][k16 / 2][lane] of four groups: the first halves of groups are the even lane's.
+  /// As [part][64 k][tile][mma][lane], each what a lane gives an mma. Of a group the even lane has the first two k.
   __device__ __forceinline__ void store(const Params& p, u8* to) const {
-    const int parts = parts_of(p.log_rows);
 #pragma unroll
-    for (int u = 0; u < kMostRuns; ++u) {
+    for (int u = 0; u < kMostPairs; ++u) {
       const int i = index(u);
-      if (part_of(i) < parts) {
-        u8* const at = to + ((part_of(i) * kSteps + step_of(i)) * kTiles + tile_of(i)) * 1024 + (i >> 4 & 1) * 512 +
-                       (i & 15) * kRunBytes;
-        *reinterpret_cast<word_group<4>*>(at) = {word[u][0], word[u][2], word[u][4], word[u][6]};
-        *reinterpret_cast<word_group<4>*>(at + 16) = {word[u][1], word[u][3], word[u][5], word[u][7]};
+      if (part_of(i) < parts_of(p.log_rows)) {
+        u8* const at = to + ((part_of(i) * kSteps + step_of(i)) * kTiles + tile_of(i)) * 1024 + (i & 15) * 32;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int w = e / 2 * 4 + e % 2;
+          *reinterpret_cast<word_group<4>*>(at + e / 2 * 512 + e % 2 * 16) = {word[u][0][w], word[u][1][w],
+                                                                              word[u][0][w + 2], word[u][1][w + 2]};
+        }
       }
     }
   }
@@ -176,8 +185,8 @@ struct Sums {
 
 /// Two mma for each 16 rows and 8 columns: 64 k, whose b lies at `b`.
 template <typename T, int kColumns>
-__device__ __forceinline__ void multiply(Sums<kColumns>& sums, const u32 (&values)[kLines][4],
-                                         const u32 (&metadata)[2], const u8* b) {
+__device__ __forceinline__ void multiply(Sums<kColumns>& sums, const u32 (&values)[kLines][4], const u32 (&metadata)[2],
+                                         const u8* b) {
 #pragma unroll
   for (int tile = 0; tile < kColumns / 8; ++tile) {
     const word_group<4> low = *reinterpret_cast<const word_group<4>*>(b + tile * 1024);
@@ -185,10 +194,8 @@ __device__ __forceinline__ void multiply(Sums<kColumns>& sums, const u32 (&value
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32(&one)[4] = values[2 * h], (&two)[4] = values[2 * h + 1];
-      mma_sparse<T, 0>(sums.at[h][tile], one[0], two[0], one[1], two[1], low.words[0], high.words[0], low.words[1],
-                       high.words[1], metadata[h]);
-      mma_sparse<T, 1>(sums.at[h][tile], one[2], two[2], one[3], two[3], low.words[2], high.words[2], low.words[3],
-                       high.words[3], metadata[h]);
+      mma_sparse<T, 0>(sums.at[h][tile], one[0], two[0], one[1], two[1], low.words, metadata[h]);
+      mma_sparse<T, 1>(sums.at[h][tile], one[2], two[2], one[3], two[3], high.words, metadata[h]);
     }
   }
 }
@@ -238,12 +245,18 @@ __device__ __forceinline__ void finish(const Params& p, int row, int column, flo
     if (p.bias != nullptr) {
       v[e] += widen(static_cast<const Out*>(p.bias)[line * p.bias_stride]);
     }
-    if constexpr (is_same<Out, float>) {
-      v[e] = activate_exactly(v[e], p.activation);
-    }
   }
   if constexpr (!is_same<Out, float>) {
     activate(v, p.activation);
+  } else if (p.activation != 0) {
+#pragma unroll 1
+    for (int e = 0; e < 4; ++e) {  // in turn through v[0]: this is much code
+      const float first = activate_exactly(v[0], p.activation);
+      v[0] = v[1];
+      v[1] = v[2];
+      v[2] = v[3];
+      v[3] = first;
+    }
   }
   Out* const to = static_cast<Out*>(p.c) + column_offset(p, column, p.c_col, p.c_batch) + row * p.c_row;
   if (p.c_wide && rows == 4) {
@@ -321,44 +334,53 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     }
   };
   const auto fetch_words = [&](int block) {
+    const int there = runs - (block * kSteps + t) * 4;
+    const i64 offset = static_cast<i64>(block) * (kBlock / 8);
+    if (p.words_wide && there >= 4) {
 #pragma unroll
-    for (int l = 0; l < kLines; ++l) {
-      load_words(words[l], word_line[l] + static_cast<i64>(block) * 32, runs - (block * kSteps + t) * 4, p.words_wide);
+      for (int l = 0; l < kLines; ++l) {
+        load_words(words[l], word_line[l] + offset);
+      }
+    } else {
+#pragma unroll
+      for (int l = 0; l < kLines; ++l) {
+        load_some_words(words[l], word_line[l] + offset, there);
+      }
     }
   };
 #if __CUDA_ARCH__ >= 900
   wait_for_earlier_kernel();
 #endif
-  Runs<kColumns> b;
-  fetch_words(rank * parts + warp_part);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    fetch_values(step, rank * parts + warp_part);
-  }
-  b.fetch(p, rank * parts);
-  b.store(p, few_shared);
+  Pairs<kColumns> b;
   Sums<kColumns> sums;
-  int turn = 0;
+  int turn = 1;
 #pragma unroll 1
-  for (int stage = rank; stage < stages; stage += p.split) {
+  for (int stage = rank - p.split; stage < stages; stage += p.split) {  // the first only fetches
     const int next = (stage + p.split) * parts;
-    __syncthreads();  // this stage's b is there, and nobody reads the one before
     b.fetch(p, next);
-    u32 metadata[2][kSteps];
-    regroup(words[0], words[1], metadata[0]);
-    regroup(words[2], words[3], metadata[1]);
-    fetch_words(next + warp_part);
-    const u8* const here = few_shared + turn * stage_bytes + warp_part * (kBlock * kColumns * 2) + lane * 16;
+    if (stage < 0) {
+      fetch_words(next + warp_part);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      multiply<T>(sums, values[step], {metadata[0][step], metadata[1][step]}, here + step * (kColumns * 128));
-      fetch_values(step, next + warp_part);
+      for (int step = 0; step < kSteps; ++step) {
+        fetch_values(step, next + warp_part);
+      }
+    } else {
+      u32 metadata[2][kSteps];
+      regroup(words[0], words[1], metadata[0]);
+      regroup(words[2], words[3], metadata[1]);
+      fetch_words(next + warp_part);
+      const u8* const here = few_shared + turn * stage_bytes + warp_part * (kBlock * kColumns * 2) + lane * 16;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        multiply<T>(sums, values[step], {metadata[0][step], metadata[1][step]}, here + step * (kColumns * 128));
+        fetch_values(step, next + warp_part);
+      }
     }
     turn ^= 1;
     b.store(p, few_shared + turn * stage_bytes);
+    __syncthreads();  // the next stage's b is there, and nobody reads this one's
   }
   let_next_kernel_start();
-  __syncthreads();
   reduce<T>(p, sums, row0, rank, reinterpret_cast<float*>(few_shared));
 }
 

@@ -304,9 +304,11 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<kColumns>& su
       p.out_wide ? finish<float>(p, row0 + row, column, total) : finish<T>(p, row0 + row, column, total);
     }
   }
-  if (p.split > 1) {
-    meet(p);  // nobody leaves while another may read from here
+#if __CUDA_ARCH__ >= 900
+  if (p.split > 1) {  // nobody leaves while another may read from here; what was read needs no fence
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
   }
+#endif
 }
 
 template <typename T, int kColumns>
@@ -317,19 +319,21 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   const int group = static_cast<int>(blockIdx.x) / p.split, rank = static_cast<int>(blockIdx.x) - group * p.split;
   const int row0 = group * (kRows << p.log_rows), runs = p.k / 16;
   const int stages = (p.k + parts * kBlock - 1) / (parts * kBlock), stage_bytes = parts * kBlock * kColumns * 2;
-  const u8 *value_line[kLines], *word_line[kLines];
+  // Rows that are not there are read as the last one and not written.
+  const int first_row = row0 + (warp & ((1 << p.log_rows) - 1)) * kRows + lane / 4, row = min(first_row, p.m - 1);
+  const u8* const value_line = static_cast<const u8*>(p.values) + row * p.values_line + 16 * t;
+  const u8* const word_line = static_cast<const u8*>(p.words) + row * p.words_line + 8 * t;
+  int below[kLines];  // rows from the lane's first to its others
 #pragma unroll
   for (int l = 0; l < kLines; ++l) {
-    // A row that is not there is read as the last one and not written.
-    const int row = min(row0 + (warp & ((1 << p.log_rows) - 1)) * kRows + lane / 4 + 8 * l, p.m - 1);
-    value_line[l] = static_cast<const u8*>(p.values) + row * p.values_line + 16 * t;
-    word_line[l] = static_cast<const u8*>(p.words) + row * p.words_line + 8 * t;
+    below[l] = min(first_row + 8 * l, p.m - 1) - row;
   }
   u32 values[kSteps][kLines][4], words[kLines][2];
   const auto fetch_values = [&](int step, int block) {
 #pragma unroll
     for (int l = 0; l < kLines; ++l) {
-      load_values(values[step][l], value_line[l] + (static_cast<i64>(block) * kSteps + step) * 64,
+      load_values(values[step][l],
+                  value_line + (static_cast<i64>(block) * kSteps + step) * 64 + below[l] * p.values_line,
                   (block * kSteps + step) * 4 + t < runs);
     }
   };
@@ -339,12 +343,12 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     if (p.words_wide && there >= 4) {
 #pragma unroll
       for (int l = 0; l < kLines; ++l) {
-        load_words(words[l], word_line[l] + offset);
+        load_words(words[l], word_line + below[l] * p.words_line + offset);
       }
     } else {
 #pragma unroll
       for (int l = 0; l < kLines; ++l) {
-        load_some_words(words[l], word_line[l] + offset, there);
+        load_some_words(words[l], word_line + below[l] * p.words_line + offset, there);
       }
     }
   };
@@ -372,6 +376,10 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       const u8* const here = few_shared + turn * stage_bytes + warp_part * (kBlock * kColumns * 2) + lane * 16;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
+        // Past the end there is nothing, now or later. The branch also keeps each step's loads behind its products.
+        if (((stage * parts + warp_part) * kSteps + step) * 4 >= runs) {
+          break;
+        }
         multiply<T>(sums, values[step], {metadata[0][step], metadata[1][step]}, here + step * (kColumns * 128));
         fetch_values(step, next + warp_part);
       }

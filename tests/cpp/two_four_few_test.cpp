@@ -27,6 +27,7 @@ using Index = std::int64_t;
 
 constexpr std::array<unsigned, 6> kNibbles = {0x4, 0x8, 0x9, 0xC, 0xD, 0xE};
 constexpr std::uint8_t kUntouched = 0xA5;
+Index size(DType dtype) { return static_cast<Index>(size_of(dtype)); }
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 struct Case {
@@ -64,6 +65,24 @@ struct Bytes {
   void* at(Index byte) const { return static_cast<std::uint8_t*>(device.data()) + byte; }
 };
 
+double get(const Bytes& bytes, DType dtype, Index at) {
+  switch (dtype) {
+    case DType::i8:
+      return reinterpret_cast<const std::int8_t*>(bytes.host.data())[at];
+    case DType::i32:
+      return reinterpret_cast<const std::int32_t*>(bytes.host.data())[at];
+    default:
+      return read_element<double>(bytes.host.data(), dtype, at);
+  }
+}
+void set(Bytes& bytes, DType dtype, Index at, double x) {
+  if (dtype == DType::i8) {
+    bytes.host[static_cast<std::size_t>(at)] = static_cast<std::uint8_t>(static_cast<std::int8_t>(x));
+  } else {
+    write_element(bytes.host.data(), dtype, at, x);
+  }
+}
+
 /// A dense operand's strides in a buffer of its own, batches one after the other.
 struct Place {
   Index row = 0, col = 0, batch = 0, shift = 0;
@@ -75,26 +94,27 @@ struct Place {
   }
   Index at(Index z, Index r, Index c) const { return shift + z * batch + r * row + c * col; }
   Index count(Index batches) const { return shift + batches * batch + 16; }
-  Dense dense(const Bytes& bytes, DType dtype) const {
-    return {bytes.at(shift * static_cast<Index>(size_of(dtype))), row, col, batch};
-  }
+  Dense dense(const Bytes& bytes, DType dtype) const { return {bytes.at(shift * size(dtype)), row, col, batch}; }
 };
 
-double unit(DType dtype) { return dtype == DType::f16 ? 1.0 / 2048 : dtype == DType::bf16 ? 1.0 / 256 : 6e-8; }
+/// Half a unit in the last place, relative.
+double unit(DType dtype) {
+  return dtype == DType::f16 ? 1.0 / 2048 : dtype == DType::bf16 ? 1.0 / 256 : dtype == DType::f32 ? 6e-8 : 0.0;
+}
 
 class Trial {
  public:
   explicit Trial(const Case& c)
       : c_(c),
-        value_pitch_(c.k / 2 + 8 * c.pad),
+        value_pitch_(c.k / 2 + 16 / size(c.dtype) * c.pad),
         word_pitch_(ceil_div(c.k / 8, c.word_bytes) + c.pad),
         b_place_(c.k, c.n, c.b_along_k, c.pad, c.shift),
         c_place_(c.m, c.n, c.c_along_m, c.pad, c.shift),
-        values_(c.m * value_pitch_ * 2),
+        values_(c.m * value_pitch_ * size(c.dtype)),
         words_(c.m * word_pitch_ * c.word_bytes, 0xFF),  // no valid nibble where none belongs
-        b_(b_place_.count(c.batch) * 2),
-        out_(c_place_.count(c.batch) * static_cast<Index>(size_of(c.out))),
-        bias_(c.m * static_cast<Index>(size_of(c.out))),
+        b_(b_place_.count(c.batch) * size(c.dtype)),
+        out_(c_place_.count(c.batch) * size(c.out)),
+        bias_(c.m * size(c.out)),
         scale_s_(c.m * 4),
         scale_b_(c.n * 4) {
     fill();
@@ -145,9 +165,9 @@ class Trial {
     for (Index z = 0; z < c_.batch; ++z) {
       for (Index i = 0; i < c_.m; ++i) {
         for (Index j = 0; j < c_.n; ++j) {
-          const Index at = c_place_.at(z, i, j), size = static_cast<Index>(size_of(c_.out));
-          std::fill_n(written.begin() + at * size, size, true);
-          wrong += near(z, i, j, read_element<double>(out_.host.data(), c_.out, at), wrong) ? 0 : 1;
+          const Index at = c_place_.at(z, i, j);
+          std::fill_n(written.begin() + at * size(c_.out), size(c_.out), true);
+          wrong += near(z, i, j, get(out_, c_.out, at), wrong) ? 0 : 1;
         }
       }
     }
@@ -167,59 +187,62 @@ class Trial {
   void fill() {
     std::mt19937 random(static_cast<unsigned>(c_.m * 7 + c_.n * 5 + c_.k));
     std::uniform_real_distribution<double> numbers(-1.0, 1.0);
-    const auto set_all = [&](Bytes& bytes, DType dtype, double x) {
-      for (Index n = 0; n < static_cast<Index>(bytes.host.size() / size_of(dtype)); ++n) {
-        write_element(bytes.host.data(), dtype, n, x);
+    const bool whole = c_.dtype == DType::i8;  // of either sign, and what lies between is far from 0
+    const auto operand = [&] { return whole ? std::round(99 * numbers(random)) : numbers(random); };
+    const auto set_all = [&](Bytes& bytes) {
+      for (Index n = 0; n < static_cast<Index>(bytes.host.size()) / size(c_.dtype); ++n) {
+        set(bytes, c_.dtype, n, whole ? 111 : kNan);
       }
     };
-    set_all(values_, c_.dtype, kNan);
-    set_all(b_, c_.dtype, kNan);
+    set_all(values_);
+    set_all(b_);
     for (Index i = 0; i < c_.m; ++i) {
       for (Index e = 0; e < c_.k / 2; ++e) {
-        write_element(values_.host.data(), c_.dtype, i * value_pitch_ + e, numbers(random));
+        set(values_, c_.dtype, i * value_pitch_ + e, operand());
       }
       std::uint8_t* const line = words_.host.data() + i * word_pitch_ * c_.word_bytes;
       for (Index g = 0; g < c_.k / 4; g += 2) {
         line[g / 2] = static_cast<std::uint8_t>(nibble(i, g) | nibble(i, g + 1) << 4);
       }
-      write_element(bias_.host.data(), c_.out, i, numbers(random));
-      write_element(scale_s_.host.data(), DType::f32, i, numbers(random));
+      if (c_.out != DType::i32) {
+        set(bias_, c_.out, i, numbers(random));
+      }
+      set(scale_s_, DType::f32, i, numbers(random));
     }
     for (Index j = 0; j < c_.n; ++j) {
-      write_element(scale_b_.host.data(), DType::f32, j, numbers(random));
+      set(scale_b_, DType::f32, j, numbers(random));
     }
     for (Index z = 0; z < c_.batch; ++z) {
       for (Index x = 0; x < c_.k; ++x) {
         for (Index j = 0; j < c_.n; ++j) {
-          const double number = numbers(random);
-          write_element(b_.host.data(), c_.dtype, b_place_.at(z, x, j), c_.spoil && x % 4 == 3 ? kNan : number);
+          const double number = operand();
+          set(b_, c_.dtype, b_place_.at(z, x, j), c_.spoil && x % 4 == 3 ? kNan : number);
         }
       }
     }
   }
 
   bool near(Index z, Index i, Index j, double got, int wrong) const {
-    double sum = 0, size = 0;
+    double sum = 0, magnitude = 0;
     for (Index g = 0; g < c_.k / 4; ++g) {
       for (Index e = 0; e < 2; ++e) {
         const Index x = 4 * g + (nibble(i, g) >> 2 * e & 3);
-        const double product = read_element<double>(values_.host.data(), c_.dtype, i * value_pitch_ + 2 * g + e) *
-                               read_element<double>(b_.host.data(), c_.dtype, b_place_.at(z, x, j));
+        const double product =
+            get(values_, c_.dtype, i * value_pitch_ + 2 * g + e) * get(b_, c_.dtype, b_place_.at(z, x, j));
         sum += product;
-        size += std::abs(product);
+        magnitude += std::abs(product);
       }
     }
     if (c_.scales) {
-      const double scale = read_element<double>(scale_s_.host.data(), DType::f32, i) *
-                           read_element<double>(scale_b_.host.data(), DType::f32, j);
+      const double scale = get(scale_s_, DType::f32, i) * get(scale_b_, DType::f32, j);
       sum *= scale;
-      size *= std::abs(scale);
+      magnitude *= std::abs(scale);
     }
     if (c_.bias) {
-      sum += read_element<double>(bias_.host.data(), c_.out, i);
+      sum += get(bias_, c_.out, i);
     }
     const double want = activated(c_.activation, sum);
-    const double slack = 4e-6 * size + (unit(c_.out) + 2e-5) * std::abs(want) + 1e-6;
+    const double slack = c_.out == DType::i32 ? 0 : 4e-6 * magnitude + (unit(c_.out) + 2e-5) * std::abs(want) + 1e-6;
     const bool good = std::abs(got - want) <= slack;
     if (!good && wrong < 3) {
       ADD_FAILURE() << c_.text() << ": (" << z << ", " << i << ", " << j << ") is " << got << ", not " << want;
@@ -356,6 +379,34 @@ TEST_F(TwoFourFewCuda, WhatIsNotKeptIsNotMultiplied) {
   }
 }
 
+TEST_F(TwoFourFewCuda, Bytes) {
+  for (const Index n : {1, 7, 16, 17, 50, 64}) {
+    for (const Index k : {32, 96, 512, 544, 2080, 4096}) {
+      try_case({.m = 70, .n = n, .k = k, .dtype = DType::i8, .out = DType::i32});
+    }
+  }
+  for (const DType out : {DType::i32, DType::f32, DType::f16, DType::bf16}) {
+    for (const bool along : {true, false}) {
+      for (const Index pad : {0, 1, 4, 16}) {
+        const bool more = out != DType::i32;
+        try_case({.m = 133,
+                  .n = 21,
+                  .k = 544,
+                  .dtype = DType::i8,
+                  .out = out,
+                  .word_bytes = 4,
+                  .b_along_k = along,
+                  .c_along_m = !along,
+                  .pad = pad,
+                  .bias = more,
+                  .scales = more,
+                  .activation = more ? Activation::silu : Activation::none});
+      }
+    }
+  }
+  try_case({.m = 4096, .n = 64, .k = 1024, .dtype = DType::i8, .out = DType::i32});
+}
+
 TEST_F(TwoFourFewCuda, ManyRunsAreEqual) {
   for (const Case& c : {Case{.m = 600, .n = 64, .k = 4096}, Case{.m = 200, .n = 1, .k = 8192},
                         Case{.m = 1000, .n = 16, .k = 4112, .c_along_m = false}}) {
@@ -384,7 +435,7 @@ TEST_F(TwoFourFewCuda, LeavesTheRestToOthers) {
   EXPECT_FALSE(takes([](Problem& p) { p.k = 0; }));
   EXPECT_FALSE(takes([](Problem& p) { p.k = 248; }));
   EXPECT_FALSE(takes([](Problem& p) { p.dtype = p.out = DType::f32; }));
-  EXPECT_FALSE(takes([](Problem& p) { p.dtype = DType::i8; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.dtype = DType::f8_e4m3; }));
   EXPECT_FALSE(takes([](Problem& p) { p.values.along = 2; }));
   EXPECT_FALSE(takes([](Problem& p) { p.values.line = 132; }));
   EXPECT_FALSE(takes([](Problem& p) { p.values.data = static_cast<char*>(p.values.data) + 2; }));
@@ -395,14 +446,19 @@ TEST_F(TwoFourFewCuda, LeavesTheRestToOthers) {
 
 /// Copies of a layer that together are far larger than L2, multiplied in turn.
 void time_layer(Index m, Index k, Index n, DType dtype) {
-  const Index bytes = m * k + m * k / 8, copies = ceil_div(Index{400} << 20, bytes);
-  const std::vector<std::uint8_t> nibbles(static_cast<std::size_t>(copies * m * k / 8), 0xE4);
-  const driver::DeviceBuffer values(0, nullptr, static_cast<std::size_t>(copies * m * k));
+  const Index value_bytes = m * k / 2 * size(dtype), word_bytes = m * k / 8, bytes = value_bytes + word_bytes;
+  const Index copies = ceil_div(Index{400} << 20, bytes);
+  std::mt19937 random(1);
+  std::vector<std::uint32_t> bits(static_cast<std::size_t>(value_bytes / 4));
+  std::ranges::generate(bits, [&] { return random() & 0xbfffbfffu; });  // no NaN
+  const std::vector<std::uint8_t> nibbles(static_cast<std::size_t>(copies * word_bytes), 0xE4);
+  const driver::DeviceBuffer values(0, nullptr, static_cast<std::size_t>(copies * value_bytes));
   const driver::DeviceBuffer words(0, nibbles.data(), nibbles.size());
-  const driver::DeviceBuffer b(0, nullptr, static_cast<std::size_t>(n * k * 2));
+  const driver::DeviceBuffer b(0, bits.data(), static_cast<std::size_t>(n * k * size(dtype)));
   const driver::DeviceBuffer c(0, nullptr, static_cast<std::size_t>(n * m * 2));
-  driver::fill_zero(values.data(), values.bytes(), nullptr);
-  driver::fill_zero(b.data(), b.bytes(), nullptr);
+  for (Index at = 0; at < copies; ++at) {
+    driver::copy_to_device(static_cast<char*>(values.data()) + at * value_bytes, bits.data(), bits.size() * 4, nullptr);
+  }
   Context context = Context::cuda(0);
   const auto round = [&] {
     for (Index at = 0; at < copies; ++at) {
@@ -410,9 +466,10 @@ void time_layer(Index m, Index k, Index n, DType dtype) {
       p.m = m;
       p.n = n;
       p.k = k;
-      p.dtype = p.out = dtype;
-      p.values = {static_cast<char*>(values.data()) + at * m * k, k / 2, 1};
-      p.words = {static_cast<char*>(words.data()) + at * m * k / 8, k / 16, 1};
+      p.dtype = dtype;
+      p.out = DType::bf16;
+      p.values = {static_cast<char*>(values.data()) + at * value_bytes, k / 2, 1};
+      p.words = {static_cast<char*>(words.data()) + at * word_bytes, k / 16, 1};
       p.b = {b.data(), 1, k, 0};
       p.c = {c.data(), 1, m, 0};
       ASSERT_TRUE(cuda::run_few(p, context));
@@ -431,7 +488,7 @@ void time_layer(Index m, Index k, Index n, DType dtype) {
   const double us = times[times.size() / 2];
   std::printf("%s %5lld x %5lld, n %2lld: %7.2f us, %5.0f GB/s\n", name_of(dtype), static_cast<long long>(m),
               static_cast<long long>(k), static_cast<long long>(n), us,
-              static_cast<double>(bytes + 2 * n * (m + k)) / us * 1e-3);
+              static_cast<double>(bytes + n * (2 * m + k * size(dtype))) / us * 1e-3);
 }
 
 TEST_F(TwoFourFewCuda, DISABLED_Speed) {
@@ -441,6 +498,7 @@ TEST_F(TwoFourFewCuda, DISABLED_Speed) {
     for (const Index n : {1, 8, 16, 32, 64}) {
       time_layer(m, k, n, DType::bf16);
     }
+    time_layer(m, k, 16, DType::i8);
   }
 }
 

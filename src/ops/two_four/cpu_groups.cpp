@@ -7,8 +7,6 @@
 #include <limits>
 #include <type_traits>
 
-// Arrays of vectors need types of a known size. The last two would add nothing here.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3 | HWY_AVX3_DL)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/two_four/cpu_groups.cpp"
 #include <hwy/foreach_target.h>

@@ -461,8 +461,9 @@ void Squares(const typename E::Bits* dense, std::int64_t pitch, std::int64_t gro
 template <typename Bits>
 void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, Bits* to,
           std::int64_t to_pitch) {
-  constexpr int kSide = HWY_TARGET == HWY_SCALAR ? 1 : 16 / sizeof(Bits);
-  const std::int64_t whole_rows = rows - rows % kSide, whole_cols = cols - cols % kSide;
+  constexpr int kSide = 16 / sizeof(Bits);
+  constexpr bool kVectors = HWY_TARGET != HWY_SCALAR;
+  const std::int64_t whole_rows = kVectors ? rows - rows % kSide : 0, whole_cols = kVectors ? cols - cols % kSide : 0;
 #if HWY_TARGET != HWY_SCALAR
   using Tag = hn::CappedTag<Bits, static_cast<std::size_t>(kSide)>;
   const Tag d;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include <random>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "activated.h"
@@ -620,6 +622,45 @@ std::vector<Choice> candidates() {
   return all;
 }
 
+/// What a type is tried with: all for linear layers of bf16.
+std::vector<Choice> candidates(DType dtype, bool along_k) {
+  std::vector<Choice> all = candidates();
+  std::erase_if(all, [&](const Choice& c) {
+    return (dtype != DType::bf16 || !along_k) && (c.width != 256 || c.split != 1 || (c.share != 16 && c.pair == 1));
+  });
+  return all;
+}
+
+/// All of them into the disk cache, on all cores. No GPU is needed, and none may be serialised.
+TEST(TwoFourHopperChoice, DISABLED_CandidatesCompile) {
+  std::vector<KernelSpec> specs;
+  for (const DType dtype : {DType::bf16, DType::f8_e4m3, DType::i8, DType::f32}) {
+    for (const bool along_k : {true, false}) {
+      for (const Choice& choice : candidates(dtype, along_k)) {
+        const KernelSpec spec = hopper::instance(dtype, along_k || dtype != DType::bf16, choice);
+        if (std::ranges::find(specs, spec) == specs.end()) {
+          specs.push_back(spec);
+        }
+      }
+    }
+  }
+  std::atomic<std::size_t> next = 0;
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < std::max(1u, std::thread::hardware_concurrency()); ++t) {
+    threads.emplace_back([&] {
+      for (std::size_t n = next++; n < specs.size(); n = next++) {
+        const KernelReport report = compile_kernel(specs[n], "sm_90a").report;
+        EXPECT_LE(report.spill_bytes, 32) << specs[n].instance;
+        EXPECT_EQ(report.log.find("C75"), std::string::npos) << specs[n].instance << ": " << report.log;
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  std::printf("%zu kernels\n", specs.size());
+}
+
 TEST_F(TwoFourHopper, DISABLED_CandidatesAreRight) {
   for (const Choice& choice : candidates()) {
     for (const DType dtype : {DType::bf16, DType::i8}) {
@@ -714,7 +755,7 @@ TEST_F(TwoFourHopper, DISABLED_Times) {
           const float ms = median([&] { hopper::run(whole, context, hopper::choose(p, multiprocessors)); });
           std::printf("with bias and gelu %.4f ms\n", ms);
         }
-        std::vector<Choice> all = candidates();
+        std::vector<Choice> all = candidates(dtype, along_k);
         all.insert(all.begin(), hopper::choose(p, multiprocessors));
         for (std::size_t at = 0; at < all.size(); ++at) {
           if (!hopper::run(p, context, all[at])) {

@@ -123,7 +123,6 @@ __device__ __forceinline__ void release_stage(u32 empty, int stage) {
 template <typename T, int kWidth, int kParts>
 struct Words {
   using S = Shape<T, kWidth, kParts>;
-  static constexpr int kEach = 2 * S::kWordBytes / kParts;  ///< groups in a part of a step
   u32 base, offset, turned;  ///< of chunks; of a lane in them; what switches units of 16 bytes
   int row;                   ///< a lane's first
   Ring<kChunks> chunk{0};
@@ -158,7 +157,7 @@ struct Words {
       e[n] = (e[n] & mask) | (0x44444444u & ~mask);
     }
   }
-  /// Steps come in order; `rows` are there from the tile's first on.
+  /// Steps come in order.
   __device__ __forceinline__ void read(u32 (&e)[S::kRegisters], S& s, const Params& p, const Tile& t, int step) {
     const int in_chunk = step % S::kPerChunk;
     if (in_chunk == 0) {

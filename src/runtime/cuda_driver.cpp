@@ -332,6 +332,7 @@ void copy_on_device(void* to, const void* from, std::size_t bytes, Handle stream
 }
 
 void fill_zero(void* device, std::size_t bytes, Handle stream) { driver().fill(address(device), 0, bytes, stream); }
+void fill_ones(void* device, std::size_t bytes, Handle stream) { driver().fill(address(device), 0xff, bytes, stream); }
 
 void synchronize(Handle stream) { driver().stream_synchronize(stream); }
 

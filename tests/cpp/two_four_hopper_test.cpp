@@ -276,7 +276,7 @@ struct Data {
                         : c.out == DType::f32  ? 3e-7
                                                : 0;
     const double want = activated(c.activation, sum);
-    return {want, 1.02 * unit * std::abs(want) + 2 * slack + (c.out == DType::i32 ? 0.0 : 1e-6)};
+    return {want, 1.05 * unit * std::abs(want) + 2 * slack + (c.out == DType::i32 ? 0.0 : 1e-6)};
   }
   /// All results, or for large ones every so many, and that nothing else was written.
   void check() {
@@ -450,6 +450,36 @@ TEST_F(TwoFourHopper, ManyTiles) {
   run({.m = 1416, .n = 3080, .k = 264, .real = false}, {.width = 128});
   run({.m = 3080, .n = 4200, .k = 1032, .c_along_m = false, .real = false}, {});
   run({.m = 3080, .n = 4200, .k = 520, .dtype = DType::i8, .out = DType::i32, .real = false}, {.share = 5});
+}
+
+TEST_F(TwoFourHopper, RandomProblems) {
+  constexpr DType kTypes[] = {DType::bf16, DType::f16, DType::i8, DType::f8_e4m3, DType::f8_e5m2, DType::f32};
+  std::mt19937 random(7);
+  const auto below = [&](Index n) { return static_cast<Index>(random() % static_cast<unsigned>(n)); };
+  for (int n = 0; n < 200 && !HasFailure(); ++n) {
+    Case c{.m = 1 + below(400), .n = 1 + below(600), .k = 4 * (1 + below(200))};
+    c.dtype = kTypes[below(6)];
+    const std::vector<DType> outs = outs_of(c.dtype);
+    c.out = outs[static_cast<std::size_t>(below(static_cast<Index>(outs.size())))];
+    c.b_along_k = below(2) == 0;
+    c.c_along_m = below(2) == 0;
+    c.batch = 1 + below(3);
+    c.pad = below(2);
+    c.c_pad = below(3) * 4;
+    c.word_bytes = 1 << below(3);
+    c.one_b = below(4) == 0;
+    if (c.out != DType::i32) {
+      c.bias = below(2) == 0;
+      c.scales = static_cast<int>(below(3));
+      c.activation = static_cast<Activation>(below(c.out == DType::f32 ? 2 : 4));
+    }
+    c.real = c.dtype != DType::i8 || c.out == DType::i32;
+    if (below(3) == 0) {  // whole units, as most are
+      c.m = round_up(c.m, 16);
+      c.n = round_up(c.n, 16);
+    }
+    run(c, {.width = below(2) == 0 ? 256 : 128, .share = static_cast<int>(1 + below(4))});
+  }
 }
 
 TEST_F(TwoFourHopper, EveryNibbleEverywhere) {

@@ -43,8 +43,12 @@ struct Variant {
   DType dtype = DType::f16;  ///< f32, f16, bf16 or i8
   int products = 1;
   bool b_along_k = true;
-  int stages = 4;
+  int stages = 3;
 
+  /// For a GPU whose CTAs may have so much shared memory: two CTAs to an SM come before a fourth stage.
+  Variant(DType type, int count, bool along_k, std::int64_t shared) : dtype(type), products(count), b_along_k(along_k) {
+    stages = 2 * (4 * stage_bytes() + 1024) <= shared + 1024 ? 4 : 3;
+  }
   std::int64_t cols() const { return products == 3 ? 64 : 128; }
   std::int64_t depth() const { return kStageBytes / bytes_of(dtype); }
   /// Metadata of a row in a stage.
@@ -84,7 +88,10 @@ KernelSpec metadata_spec() {
 constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2};
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
-  const int stages = arch.starts_with("sm_9") || arch.starts_with("sm_10") ? 4 : 3;
+  const std::int64_t shared = (arch.starts_with("sm_9") || arch.starts_with("sm_10") ? 227
+                               : arch == "sm_80"                                     ? 163
+                                                                                     : 99) *
+                              1024;
   std::vector<KernelSpec> list = {metadata_spec(),
                                   pack_spec(DType::i8, DType::i8),
                                   pack_spec(DType::f16, DType::f16),
@@ -93,11 +100,11 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
                                   pack_spec(DType::f8_e5m2, DType::f16)};
   for (const bool along_k : {false, true}) {
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-      list.push_back(Variant{dtype, 1, along_k, stages}.spec());
+      list.push_back(Variant{dtype, 1, along_k, shared}.spec());
     }
-    list.push_back(Variant{DType::f32, 3, along_k, stages}.spec());
+    list.push_back(Variant{DType::f32, 3, along_k, shared}.spec());
   }
-  list.push_back(Variant{DType::i8, 1, true, stages}.spec());
+  list.push_back(Variant{DType::i8, 1, true, shared}.spec());
   std::transform(std::begin(kTypes), std::end(kTypes), std::back_inserter(list), simple_spec);
   return list;
 }
@@ -249,16 +256,13 @@ void run_simple(const Problem& problem, Context& context) {
 
 /// fp8 is multiplied as f16, which holds it exactly: sm_80 has no fp8, and sm_90's mma.sp would convert it each time.
 Variant variant_of(const Problem& problem, const Context& context) {
-  Variant v;
-  v.dtype = is_fp8(problem.dtype) ? DType::f16 : problem.dtype;
-  v.products = problem.dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
-  v.b_along_k = is_fp8(problem.dtype) || v.dtype == DType::i8 ||
-                !in_chunks_across(b_arg(problem), problem.n, bytes_of(v.dtype)) ||
-                in_chunks(b_arg(problem), problem.k, bytes_of(v.dtype));
-  // Two CTAs to an SM come before a fourth stage.
-  const std::int64_t shared = driver::device_info(context.device.index).shared_per_block;
-  v.stages = 2 * (4 * v.stage_bytes() + 1024) <= shared + 1024 ? 4 : 3;
-  return v;
+  const bool convert = is_fp8(problem.dtype), bytes = bytes_of(problem.dtype) == 1;
+  const LinesArg b = b_arg(problem);
+  const std::int64_t size = bytes_of(problem.dtype);
+  const bool along_k = bytes || !in_chunks_across(b, problem.n, size) || in_chunks(b, problem.k, size);
+  return {convert ? DType::f16 : problem.dtype,
+          problem.dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1, along_k,
+          driver::device_info(context.device.index).shared_per_block};
 }
 
 /// False where copies would take longer than the simple kernel.

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
@@ -21,11 +20,11 @@ namespace fretwork::two_four::cpu {
 namespace {
 
 /// Lines of a job at most, and jobs per thread, if there are as many.
-constexpr std::int64_t kLines = 512, kPieces = 4;
-/// Bytes of a piece of the dense operand: in rows it shares a first-level cache, in dots a second-level one.
-const std::int64_t kRowsBytes = (getenv("RB") ? atoi(getenv("RB")) : 16) << 10, kDotsBytes = 256 << 10;
+constexpr std::int64_t kLines = 512, kPieces = 2;
+/// Bytes of a piece of the dense operand, which leave room in a second-level cache of 1 MB.
+constexpr std::int64_t kRowsBytes = 96 << 10, kDotsBytes = 256 << 10;
 /// Columns that are few. More go on lanes.
-const std::int64_t kFewCols = getenv("FC") ? atoi(getenv("FC")) : 8;
+constexpr std::int64_t kFewCols = 12;
 /// The depth is cut at multiples of this, so that nibbles are cut at whole words.
 constexpr std::int64_t kCut = 64;
 /// Lines fetched ahead of those being multiplied, a multiple of kMaxLines, and as many bytes of each.
@@ -428,20 +427,41 @@ void run_with(const Problem& problem, Context& context) {
   run_as<Rows<T, In>>(problem, context);
 }
 
+/// Columns of a batch that lie one behind another are one operand's.
+Problem merged(const Problem& problem) {
+  Problem p = problem;
+  if (p.batch > 1 && p.b.batch == p.n * p.b.col && p.c.batch == p.n * p.c.col &&
+      (p.scale_b.data == nullptr || p.scale_b.stride == 0)) {
+    p.n *= p.batch;
+    p.batch = 1;
+  }
+  return p;
+}
+
 }  // namespace
 
-void run(const Problem& problem, Context& context) {
+void run_widened(const Problem& problem, Context& context) {
   switch (problem.dtype) {
     case DType::f64:
       return run_with<double, double>(problem, context);
-    case DType::f32:
-    case DType::f16:
-      return run_with<float, float>(problem, context);
     case DType::i8:
-      return has_pairs() ? run_with<std::int32_t, std::int16_t>(problem, context)
-                         : run_with<std::int32_t, std::int32_t>(problem, context);
+      return run_with<std::int32_t, std::int32_t>(problem, context);
     default:
-      return has_pairs() ? run_with<float, Bf16>(problem, context) : run_with<float, float>(problem, context);
+      return run_with<float, float>(problem, context);
+  }
+}
+
+void run(const Problem& problem, Context& context) {
+  const Problem p = merged(problem);
+  switch (p.dtype) {
+    case DType::bf16:
+    case DType::f8_e4m3:
+    case DType::f8_e5m2:
+      return has_pairs() ? run_with<float, Bf16>(p, context) : run_widened(p, context);
+    case DType::i8:
+      return has_pairs() ? run_with<std::int32_t, std::int16_t>(p, context) : run_widened(p, context);
+    default:
+      return run_widened(p, context);
   }
 }
 

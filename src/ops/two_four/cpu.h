@@ -5,7 +5,7 @@
 #include <array>
 #include <cstdint>
 
-#include "fretwork/tensor.h"
+#include "ops/two_four/problem.h"
 
 namespace fretwork::two_four::cpu {
 
@@ -65,5 +65,8 @@ const DotsKernel& dots_kernel(Kind kind);
 bool has_pairs();
 const RowsKernel& pairs_rows_kernel(Kind kind);
 const DotsKernel& pairs_dots_kernel(Kind kind);
+
+/// What run does where the CPU has no pairs, or the dtype none.
+void run_widened(const Problem& problem, Context& context);
 
 }  // namespace fretwork::two_four::cpu

@@ -1,6 +1,7 @@
 // The kernels of the CPU's 2:4 products in pairs, for CPUs with AVX512-BF16: a group's two kept values are one word,
 // and one instruction multiplies both and adds. bf16 with sums of fp32, and int16 with sums of int32.
 #include "ops/two_four/cpu.h"
+#include "runtime/simd/tiles.h"
 
 #if defined(__x86_64__)
 
@@ -275,11 +276,8 @@ void pack(const void* column, std::int64_t steps, std::int64_t stride, void* pan
 
 }  // namespace
 
-bool has_pairs() {
-  static const bool supported = __builtin_cpu_supports("avx512bf16") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
-                                __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
-  return supported;
-}
+/// The tiles need what is needed here, and bring the order of packed pairs.
+bool has_pairs() { return simd::paired_bf16_tiles() != nullptr; }
 
 const RowsKernel& pairs_rows_kernel(Kind kind) {
   static constexpr std::int64_t kBytes = kChoices * std::int64_t{sizeof(Pair)};

@@ -25,6 +25,8 @@ constexpr std::int64_t kLines = 512, kPieces = 2;
 constexpr std::int64_t kRowsBytes = 96 << 10, kDotsBytes = 256 << 10;
 /// Columns that are few. More go on lanes.
 constexpr std::int64_t kFewCols = 12;
+/// Vectors of columns in a job at most, of as many panels as its kernel wants.
+constexpr std::int64_t kVectors = 4;
 /// The depth is cut at multiples of this, so that nibbles are cut at whole words.
 constexpr std::int64_t kCut = 64;
 /// Lines fetched ahead of those being multiplied, a multiple of kMaxLines, and as many bytes of each.
@@ -297,56 +299,56 @@ class Rows : Work<T, In> {
 
  public:
   Rows(const Problem& problem, Context& context)
-      : Base(problem, context, kMaxVectors * rows_kernel(Base::kind(problem)).lanes),
+      : Base(problem, context, kVectors * rows_kernel(Base::kind(problem)).lanes),
         kernel_(rows_kernel(Base::kind(problem))) {}
 
   using Base::jobs;
   void run(std::int64_t n) const {
     const Job job = Base::job(n);
     T* const sums = Base::zeros(job);
-    const std::int64_t vectors = ceil_div(job.cols, kernel_.lanes), width = vectors * kernel_.lanes;
-    const std::int64_t fit = kRowsBytes / (width * kernel_.group_bytes) * group_;
+    const std::int64_t widest = std::min(ceil_div(job.cols, kernel_.lanes), kernel_.vectors) * kernel_.lanes;
+    const std::int64_t fit = kRowsBytes / (widest * kernel_.group_bytes) * group_;
     const std::int64_t most = std::min(std::max(fit / kCut * kCut, kCut), ceil_div(p_.k, kCut) * kCut);
     std::byte* const panel =
-        Buffers::of_thread().panel.need(static_cast<std::size_t>(most / group_ * width * kernel_.group_bytes));
+        Buffers::of_thread().panel.need(static_cast<std::size_t>(most / group_ * widest * kernel_.group_bytes));
     for (std::int64_t k = 0; k < p_.k; k += most) {
       const std::int64_t depth = std::min(most, p_.k - k);
-      pack(job, k, depth, width, panel);
-      Base::each_lines(job, k, depth, sums,
-                       [&](const Lines& lines) { kernel_.add(lines, panel, static_cast<int>(vectors)); });
+      for (std::int64_t j = 0; j < job.cols; j += widest) {
+        const std::int64_t cols = std::min(widest, job.cols - j), vectors = ceil_div(cols, kernel_.lanes);
+        pack(Base::b(job.batch, k, job.col + j), depth, cols, vectors * kernel_.lanes, panel);
+        Base::each_lines(job, k, depth, sums + j,
+                         [&](const Lines& lines) { kernel_.add(lines, panel, static_cast<int>(vectors)); });
+      }
     }
     Base::finish(job, sums);
   }
 
  private:
-  void pack(const Job& job, std::int64_t k, std::int64_t depth, std::int64_t width, std::byte* panel) const {
-    simd::Place from{const_cast<std::byte*>(Base::b(job.batch, k, job.col)), p_.b.row, p_.b.col};
+  void pack(const std::byte* b, std::int64_t depth, std::int64_t cols, std::int64_t width, std::byte* panel) const {
+    simd::Place from{const_cast<std::byte*>(b), p_.b.row, p_.b.col};
     if constexpr (sizeof(In) == 2) {
       Buffers& buffers = Buffers::of_thread();
       if (!Base::as_is()) {
-        from = {widened(job, from, depth, need<In>(buffers.words, depth * job.cols)), job.cols, 1};
+        In* const wide = need<In>(buffers.words, depth * cols);
+        widen_rows(b, depth, cols, cols, wide);
+        from = {wide, cols, 1};
       }
       // Bits are moved in pairs, whatever they mean.
       std::byte* const pairs = buffers.values.need(sizeof(In) * static_cast<std::size_t>(depth * width));
-      simd::paired_bf16_tiles()->pack(from, depth, job.cols, width, pairs, 0);
+      simd::paired_bf16_tiles()->pack(from, depth, cols, width, pairs, 0);
       kernel_.expand(pairs, depth / group_, width, panel);
     } else if (is_floating(p_.dtype)) {
-      simd::widened_tiles(p_.dtype).pack(from, depth, job.cols, width, panel, 0);
+      simd::widened_tiles(p_.dtype).pack(from, depth, cols, width, panel, 0);
     } else {
-      T* row = reinterpret_cast<T*>(panel);
-      const auto* at_row = static_cast<const std::byte*>(from.data);
-      for (std::int64_t r = 0; r < depth; ++r, row += width, at_row += from.row_stride * size_) {
-        widen(at_row, from.col_stride, job.cols, p_.dtype, row);
-        std::fill(row + job.cols, row + width, T{0});
-      }
+      widen_rows(b, depth, cols, width, reinterpret_cast<In*>(panel));
     }
   }
-  /// Rows of a piece, one behind the other.
-  In* widened(const Job& job, const simd::Place& from, std::int64_t depth, In* out) const {
-    for (std::int64_t r = 0; r < depth; ++r) {
-      widen(at(from.data, r * from.row_stride * size_), from.col_stride, job.cols, p_.dtype, out + r * job.cols);
+  /// Rows of a piece, filled up with zeros.
+  void widen_rows(const std::byte* b, std::int64_t depth, std::int64_t cols, std::int64_t width, In* out) const {
+    for (std::int64_t r = 0; r < depth; ++r, out += width) {
+      widen(b + r * p_.b.row * size_, p_.b.col, cols, p_.dtype, out);
+      std::fill(out + cols, out + width, In{});
     }
-    return out;
   }
 
   const RowsKernel& kernel_;

@@ -37,11 +37,10 @@ struct Lines {
 enum class Kind : std::uint8_t { f64, f32, i32, f32_of_two, bf16_pairs, i16_pairs };
 
 /// Columns on lanes: sums[i][j] += value · panel[row][j] for each kept value and the row that its nibble picks. The
-/// panel has whole vectors, at most kMaxVectors, in each row.
-inline constexpr int kMaxVectors = 4;
+/// panel has whole vectors in each row.
 struct RowsKernel {
-  std::int64_t lanes;
-  std::int64_t group_bytes;  ///< of one column in a panel, for each group
+  std::int64_t lanes, vectors;  ///< columns in a vector, and vectors in a panel at most
+  std::int64_t group_bytes;     ///< of one column in a panel, for each group
   /// If set, makes the panel from rows of pairs of neighbours.
   void (*expand)(const void* pairs, std::int64_t groups, std::int64_t width, void* panel);
   void (*add)(const Lines& lines, const void* panel, int vectors);

@@ -2,8 +2,6 @@
 // what a kept value meets by an address or by a blend: nothing is gathered, and nothing that is not kept is multiplied.
 #include "ops/two_four/cpu.h"
 
-// Accumulators are arrays of vectors, which types of unknown size do not allow. The other two would add nothing here.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3 | HWY_AVX3_DL)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/two_four/cpu_vectors.cpp"
 #include <hwy/foreach_target.h>

@@ -358,6 +358,21 @@ TEST(TwoFourCpu, IntegersAreExact) {
   }
 }
 
+/// Each number of 8 bits, times one.
+TEST(TwoFourCpu, EveryFloatOf8Bits) {
+  for (const DType dtype : {DType::f8_e4m3, DType::f8_e5m2}) {
+    for (const Index n : {1, 16}) {
+      Example example({.m = 256, .n = n, .k = 20, .dtype = dtype, .out = DType::f32});
+      example.values.each([&](Index z, Index i, Index j) {
+        static_cast<std::uint8_t*>(example.values.dense.data)[example.values.place(z, i, j)] =
+            static_cast<std::uint8_t>(j == i % 10 ? i : 0);
+      });
+      example.b.each([&](Index z, Index i, Index j) { example.b.set(z, i, j, 1); });
+      example.run_and_check();
+    }
+  }
+}
+
 /// A batch whose columns lie one behind another.
 TEST(TwoFourCpu, BatchesOfNeighbours) {
   for (const int scale_b : {0, 1, 2}) {

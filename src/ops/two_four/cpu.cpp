@@ -93,6 +93,8 @@ void widen(const void* from, std::int64_t step, std::int64_t count, DType dtype,
   };
   if constexpr (std::is_integral_v<T>) {
     each(static_cast<const std::int8_t*>(from), [](std::int8_t x) { return static_cast<T>(x); });
+  } else if (std::is_same_v<T, Bf16> && !is_floating(dtype) && step == 1) {
+    widen_pairs(static_cast<const std::uint8_t*>(from), count, dtype, reinterpret_cast<std::uint16_t*>(out));
   } else if (!is_floating(dtype)) {
     const auto& table = table_of_8<T>(dtype);
     each(static_cast<const std::uint8_t*>(from), [&](std::uint8_t bits) { return table[bits]; });
@@ -329,9 +331,12 @@ class Rows : Work<T, In> {
     if constexpr (sizeof(In) == 2) {
       Buffers& buffers = Buffers::of_thread();
       if (!Base::as_is()) {
+        // In the direction in which it lies.
         In* const wide = need<In>(buffers.words, depth * cols);
-        widen_rows(b, depth, cols, cols, wide);
-        from = {wide, cols, 1};
+        const bool turned = p_.b.row == 1;
+        turned ? widen_lines(b, {p_.b.col, 1}, cols, depth, depth, wide)
+               : widen_lines(b, {p_.b.row, p_.b.col}, depth, cols, cols, wide);
+        from = turned ? simd::Place{wide, 1, depth} : simd::Place{wide, cols, 1};
       }
       // Bits are moved in pairs, whatever they mean.
       std::byte* const pairs = buffers.values.need(sizeof(In) * static_cast<std::size_t>(depth * width));
@@ -340,14 +345,18 @@ class Rows : Work<T, In> {
     } else if (is_floating(p_.dtype)) {
       simd::widened_tiles(p_.dtype).pack(from, depth, cols, width, panel, 0);
     } else {
-      widen_rows(b, depth, cols, width, reinterpret_cast<In*>(panel));
+      widen_lines(b, {p_.b.row, p_.b.col}, depth, cols, width, reinterpret_cast<In*>(panel));
     }
   }
-  /// Rows of a piece, filled up with zeros.
-  void widen_rows(const std::byte* b, std::int64_t depth, std::int64_t cols, std::int64_t width, In* out) const {
-    for (std::int64_t r = 0; r < depth; ++r, out += width) {
-      widen(b + r * p_.b.row * size_, p_.b.col, cols, p_.dtype, out);
-      std::fill(out + cols, out + width, In{});
+  /// Lines of a piece, filled up with zeros.
+  struct Steps {
+    std::int64_t line, along;
+  };
+  void widen_lines(const std::byte* b, Steps steps, std::int64_t lines, std::int64_t count, std::int64_t width,
+                   In* out) const {
+    for (std::int64_t n = 0; n < lines; ++n, out += width) {
+      widen(b + n * steps.line * size_, steps.along, count, p_.dtype, out);
+      std::fill(out + count, out + width, In{});
     }
   }
 

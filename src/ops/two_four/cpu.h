@@ -64,6 +64,8 @@ const DotsKernel& dots_kernel(Kind kind);
 bool has_pairs();
 const RowsKernel& pairs_rows_kernel(Kind kind);
 const DotsKernel& pairs_dots_kernel(Kind kind);
+/// From neighbours of f8_e4m3 or f8_e5m2 to bf16.
+void widen_pairs(const std::uint8_t* from, std::int64_t count, DType dtype, std::uint16_t* out);
 
 /// What run does where the CPU has no pairs, or the dtype none.
 void run_widened(const Problem& problem, Context& context);

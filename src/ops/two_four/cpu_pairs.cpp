@@ -245,7 +245,31 @@ void pack(const void* column, std::int64_t steps, std::int64_t stride, void* pan
   }
 }
 
+/// Through f16, which holds every number of 8 bits, e4m3 256 times smaller. bf16 holds them too: nothing is rounded.
+template <bool kE4m3>
+FRETWORK_TARGET void widen_8(const std::uint8_t* from, std::int64_t count, std::uint16_t* out) {
+  for (std::int64_t n = 0; n < count; n += kLanes) {
+    const auto some = static_cast<__mmask16>((1u << std::min(kLanes, count - n)) - 1);
+    const __m256i bits = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(some, from + n));
+    __m256i half = _mm256_slli_epi16(bits, 8);
+    if constexpr (kE4m3) {
+      const __m256i rest = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f));
+      half = _mm256_or_si256(_mm256_and_si256(half, _mm256_set1_epi16(static_cast<short>(0x8000))),
+                             _mm256_slli_epi16(rest, 7));
+      // There is no infinity: all ones are NaN.
+      half = _mm256_mask_mov_epi16(half, _mm256_cmpeq_epi16_mask(rest, _mm256_set1_epi16(0x7f)),
+                                   _mm256_set1_epi16(0x7e00));
+    }
+    const __m512 wide = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(kE4m3 ? 256.0f : 1.0f));
+    _mm256_mask_storeu_epi16(out + n, some, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)wide, 16)));
+  }
+}
+
 }  // namespace
+
+void widen_pairs(const std::uint8_t* from, std::int64_t count, DType dtype, std::uint16_t* out) {
+  dtype == DType::f8_e4m3 ? widen_8<true>(from, count, out) : widen_8<false>(from, count, out);
+}
 
 /// The tiles need what is needed here, and bring the order of packed pairs.
 bool has_pairs() { return simd::paired_bf16_tiles() != nullptr; }
@@ -269,6 +293,7 @@ const DotsKernel& pairs_dots_kernel(Kind kind) {
 
 namespace fretwork::two_four::cpu {
 bool has_pairs() { return false; }
+void widen_pairs(const std::uint8_t*, std::int64_t, DType, std::uint16_t*) {}
 const RowsKernel& pairs_rows_kernel(Kind kind) { return rows_kernel(kind); }
 const DotsKernel& pairs_dots_kernel(Kind kind) { return dots_kernel(kind); }
 }  // namespace fretwork::two_four::cpu

@@ -15,6 +15,7 @@
 #include "fretwork/tensor.h"
 #include "fretwork/two_four.h"
 #include "pattern/regular.h"
+#include "runtime/kernels.h"
 
 struct fretwork_pattern {
   fretwork::PatternPtr is;
@@ -274,6 +275,31 @@ int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, 
 
 int64_t fretwork_pattern_width(const fretwork_pattern* pattern, const char* op) {
   return guarded(int64_t{-1}, [&] { return fretwork::r_width(pattern->is, op); });
+}
+
+int fretwork_kernel_compile(const char* source, const char* name, const char* arch, int64_t report[4]) {
+  return guarded(-1, [&] {
+    const fretwork::KernelReport r = fretwork::compile_kernel({source, name}, arch).report;
+    const int numbers[] = {r.registers, r.spill_bytes, r.stack_bytes, r.static_shared_bytes};
+    std::copy(std::begin(numbers), std::end(numbers), report);
+    return 0;
+  });
+}
+
+const fretwork_kernel* fretwork_kernel_load(const char* source, const char* name, int device) {
+  return guarded(static_cast<const fretwork_kernel*>(nullptr), [&] {
+    return reinterpret_cast<const fretwork_kernel*>(&fretwork::get_kernel({source, name}, device));
+  });
+}
+
+int fretwork_kernel_launch(const fretwork_kernel* kernel, int device, const unsigned grid[3], const unsigned block[3],
+                           int shared_bytes, void** arguments, void* stream) {
+  return guarded(-1, [&] {
+    const fretwork::cuda::DeviceScope scope(device);
+    reinterpret_cast<const fretwork::Kernel*>(kernel)->launch_arguments(
+        {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared_bytes, arguments, stream);
+    return 0;
+  });
 }
 
 int64_t fretwork_two_four_order(const char* op, const char* layout, int64_t lines, int64_t k, const char* dtype,

@@ -591,6 +591,127 @@ TEST(TwoFourOrder, RefusesInWords) {
             "float64");
 }
 
+/// Small whole numbers in f32, with the leading dimensions in any order in memory.
+struct Numbers {
+  /// `order`: dimensions from the outermost in memory.
+  Numbers(std::vector<std::int64_t> sizes, std::vector<std::size_t> order, Random* random) {
+    std::vector<std::int64_t> strides(sizes.size());
+    std::int64_t step = 1;
+    for (std::size_t n = order.size(); n-- > 0; step *= sizes[order[n]]) {
+      strides[order[n]] = step;
+    }
+    data.assign(static_cast<std::size_t>(step), -77.0f);
+    for (float& x : data) {
+      x = random != nullptr ? static_cast<float>((*random)() % 9) - 4 : x;
+    }
+    view = TensorView(data.data(), DType::f32, sizes, strides, {});
+  }
+  float& at(std::int64_t z, std::int64_t y, std::int64_t r, std::int64_t c) {
+    const auto& s = view.strides;
+    return data[static_cast<std::size_t>(z * s[0] + y * s[1] + r * s[2] + c * s[3])];
+  }
+  std::vector<float> data;
+  TensorView view;
+};
+
+TEST(TwoFourMatmul, TakesAnyLeadingDimensions) {
+  using Order = std::vector<std::size_t>;
+  const Order orders[] = {{0, 1, 2, 3}, {0, 1, 3, 2}, {1, 0, 2, 3}, {2, 0, 1, 3}, {0, 3, 1, 2}, {3, 2, 1, 0}};
+  Random random(11);
+  Context context = Context::cpu();
+  const std::int64_t m = 5, k = 12, z = 2, y = 3;
+  Numbers dense({1, 1, m, k}, {0, 1, 2, 3}, &random);
+  Buffer wide(DType::f32, m, k), pruned(DType::f32, m, k);
+  for (std::int64_t n = 0; n < m * k; ++n) {
+    wide.set(n / k, n % k, std::bit_cast<std::uint32_t>(dense.data[static_cast<std::size_t>(n)]));
+  }
+  two_four_prune(wide.view, 1, false, pruned.view, context);
+  Plain plain(DType::f32, DType::i16, m, k, 1);
+  two_four_compress(pruned.view, plain.form, nullptr, context);
+  Numbers bias({1, 1, 1, m}, {0, 1, 2, 3}, &random);
+  const TensorView bias_view(bias.data.data(), DType::f32, {m});
+  for (const bool left : {true, false}) {
+    for (const std::int64_t n : {1, 4}) {
+      Numbers scale({1, 1, 1, n}, {0, 1, 2, 3}, &random);
+      const TensorView scale_view(scale.data.data(), DType::f32, {n});
+      for (int c = 0; c < 72; ++c) {
+        const bool scaled = c % 2 != 0;
+        Numbers b(left ? std::vector{z, y, k, n} : std::vector{z, y, n, k}, orders[c / 2 % 6], &random);
+        Numbers out(left ? std::vector{z, y, m, n} : std::vector{z, y, n, m}, orders[c / 12], nullptr);
+        TwoFourOptions options{&bias_view, Activation::relu, nullptr, nullptr};
+        (left ? options.scale_b : options.scale_a) = scaled ? &scale_view : nullptr;
+        left ? two_four_matmul(plain.form, b.view, out.view, context, options)
+             : two_four_matmul(b.view, plain.form.transpose(), out.view, context, options);
+        for (std::int64_t at = 0; at < z * y * m * n; ++at) {
+          const std::int64_t j = at % n, i = at / n % m, v = at / n / m % y, u = at / n / m / y;
+          double sum = 0;
+          for (std::int64_t p = 0; p < k; ++p) {
+            sum += value_of(pruned.get(i, p), DType::f32) * (left ? b.at(u, v, p, j) : b.at(u, v, j, p));
+          }
+          sum = sum * (scaled ? scale.data[static_cast<std::size_t>(j)] : 1) + bias.data[static_cast<std::size_t>(i)];
+          ASSERT_EQ(left ? out.at(u, v, i, j) : out.at(u, v, j, i), std::max(sum, 0.0)) << left << n << " case " << c;
+        }
+      }
+    }
+  }
+}
+
+TEST(TwoFourMatmul, SumsOfNothing) {
+  Context context = Context::cpu();
+  const TwoFour none{TensorView(nullptr, DType::f16, {3, 0}), TensorView(nullptr, DType::i16, {3, 0}), 1};
+  std::uint16_t bias[] = {f16_from_float(-1), f16_from_float(2), f16_from_float(3)}, out[6] = {7, 7, 7, 7, 7, 7};
+  const TensorView bias_view(bias, DType::f16, {3});
+  two_four_matmul(none, TensorView(nullptr, DType::f16, {0, 2}), TensorView(out, DType::f16, {3, 2}), context,
+                  {&bias_view, Activation::relu, nullptr, nullptr});
+  const std::uint16_t want[] = {0, 0, bias[1], bias[1], bias[2], bias[2]};
+  EXPECT_TRUE(std::equal(out, out + 6, want));
+  two_four_matmul(none, TensorView(nullptr, DType::f16, {4, 0, 0}), TensorView(nullptr, DType::f16, {4, 3, 0}),
+                  context);
+  two_four_matmul(none, TensorView(nullptr, DType::f16, {0, 0, 2}), TensorView(nullptr, DType::f16, {0, 3, 2}),
+                  context);
+}
+
+TEST(TwoFourMatmul, RefusesInWords) {
+  Context context = Context::cpu();
+  const auto form = [](DType dtype, int dim) {
+    const TwoFour m{TensorView(nullptr, dtype, {32, 24}), TensorView(nullptr, DType::i16, {32, 3}), 1};
+    return dim == 0 ? m.transpose() : m;
+  };
+  const auto left = [&](const TwoFour& a, DType dtype, std::initializer_list<std::int64_t> b, DType out,
+                        const TwoFourOptions& options = {}) {
+    return error_of([&] {
+      two_four_matmul(a, TensorView(nullptr, dtype, b), TensorView(nullptr, out, {32, 8}), context, options);
+    });
+  };
+  constexpr DType kHalf = DType::f16;
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {44, 8}, kHalf), "matmul: b: expected (…, 48, N), got (44, 8)");
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48}, kHalf), "matmul: b: expected (…, 48, N), got (48,)");
+  EXPECT_EQ(left(form(kHalf, 1), DType::bf16, {48, 8}, kHalf), "matmul: b: expected float16, got bfloat16");
+  EXPECT_EQ(left(form(kHalf, 0), kHalf, {32, 8}, kHalf),
+            "matmul: a: expected a matrix compressed along the contracted axis, dim 1, got dim 0");
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 9}, kHalf), "matmul: out: expected (32, 9), got (32, 8)");
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, DType::bf16),
+            "matmul: out_dtype: expected float16 or float32 for float16, got bfloat16");
+  EXPECT_EQ(left(form(DType::i8, 1), DType::i8, {48, 8}, DType::i8),
+            "matmul: out_dtype: expected int32, float32, float16 or bfloat16 for int8, got int8");
+  EXPECT_EQ(left(form(DType::f8_e4m3, 1), DType::f8_e4m3, {48, 8}, DType::i32),
+            "matmul: out_dtype: expected bfloat16, float16 or float32 for float8_e4m3fn, got int32");
+  EXPECT_EQ(left(form(DType::f64, 1), DType::f64, {48, 8}, DType::f32),
+            "matmul: out_dtype: expected float64 for float64, got float32");
+  const TensorView eight(nullptr, kHalf, {8}), scale(nullptr, DType::f32, {31});
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {&eight, Activation::none, nullptr, nullptr}),
+            "matmul: bias: expected (32,), got (8,)");
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {nullptr, Activation::none, &scale, nullptr}),
+            "matmul: scale_a: expected () or (32,), got (31,)");
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {nullptr, Activation::none, nullptr, &scale}),
+            "matmul: scale_b: expected () or (8,), got (31,)");
+  EXPECT_EQ(error_of([&] {
+              two_four_matmul(TensorView(nullptr, kHalf, {9, 44}), form(kHalf, 0), TensorView(nullptr, kHalf, {9, 32}),
+                              context);
+            }),
+            "matmul: a: expected (…, M, 48), got (9, 44)");
+}
+
 TEST(TwoFourFormat, RefusesInWords) {
   Context context = Context::cpu();
   std::int64_t bad = 0;

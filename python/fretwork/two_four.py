@@ -455,7 +455,7 @@ def linear(
     if fallback is not None:
         if fallback != "dense":
             _fail("linear", "fallback", 'None or "dense"', repr(fallback))
-        if not torch.compiler.is_compiling() and _dense_wins(x, s, exact):
+        if not torch.compiler.is_compiling() and _dense_wins(x, s, bias, exact):
             y = F.linear(x, s.to_dense(), bias)
             return y if activation is None else getattr(F, activation)(y)
     return _product(s, x, bias, word, None, None, None, "linear", exact)
@@ -496,10 +496,12 @@ def _exactness(op: str, dtype: torch.dtype, precision: str | None) -> str:
 _told = False
 
 
-def _dense_wins(x: Tensor, s: TwoFour, precision: str) -> bool:
-    if x.dim() == 0 or x.dtype not in _rules._LEARNING:
-        return False
-    (out, k), rows = s.shape, x.numel() // max(x.shape[-1], 1)
+def _dense_wins(x: Tensor, s: TwoFour, bias: Tensor | None, precision: str) -> bool:
+    out, k = s.shape
+    fits = x.dtype == s.dtype and x.dtype in _rules._LEARNING and x.dim() > 0 and x.shape[-1] == k
+    if not fits or (bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (out,))):
+        return False  # the sparse product says what is wrong
+    rows = x.numel() // max(k, 1)
     name = str(s.dtype).removeprefix("torch.").encode()
     wins = core().fretwork_two_four_dense_wins(out, rows, k, name, s.device.type.encode(), precision.encode()) == 1
     global _told
@@ -534,7 +536,7 @@ def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -
 
     >>> import tempfile, torch, fretwork as fw
     >>> s = fw.two_four.compress(torch.eye(16))
-    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +SKIP
+    >>> with tempfile.TemporaryDirectory() as folder:
     ...     fw.two_four.save(f"{folder}/weights.safetensors", {"up": s})
     ...     fw.two_four.load(f"{folder}/weights.safetensors")["up"].shape
     torch.Size([16, 16])
@@ -554,8 +556,11 @@ def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -
 def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFour | dict[str, TwoFour]:
     """What `save` wrote: the matrix, or a dict of them. Every nibble is looked at.
 
-    >>> import fretwork as fw
-    >>> s = fw.two_four.load("weights.safetensors")  # doctest: +SKIP
+    >>> import tempfile, torch, fretwork as fw
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fw.two_four.save(f"{folder}/weight.safetensors", fw.two_four.compress(torch.eye(16)))
+    ...     fw.two_four.load(f"{folder}/weight.safetensors")
+    TwoFour(shape=(16, 16), dtype=torch.float32, dim=1, metadata=torch.int16)
     """
     found = {}
     with _safetensors("load").safe_open(str(file), framework="pt", device=str(device)) as opened:

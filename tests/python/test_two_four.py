@@ -186,6 +186,9 @@ def samples(device):
 def test_opcheck(op, device):
     for arguments in samples(device)[op]:
         torch.library.opcheck(getattr(ops, f"two_four_{op}").default, arguments)
+        if op == "matmul":  # its twin without gradient
+            still = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
+            torch.library.opcheck(ops._two_four_matmul.default, tuple(still))
 
 
 def test_fakes_refuse_what_the_core_refuses(device):
@@ -479,6 +482,9 @@ def test_fallback_to_the_dense_product(caplog, monkeypatch):
             y = two_four.linear(many, s, bias, activation, fallback="dense")
             assert_close(y, two_four.linear(many, s, bias, activation).double(), torch.float32)
     assert len(caplog.records) == 1 and "dense" in caplog.text
+    for x, b in ((many.half(), None), (many[:, :30], None), (many, bias[:3]), (many, bias.half())):
+        with pytest.raises(RuntimeError, match=r"linear: \w+: expected .*got "):
+            two_four.linear(x, s, b, fallback="dense")
     x = few.requires_grad_()
     torch.compile(lambda x: two_four.linear(x, s, fallback="dense"), fullgraph=True, backend="aot_eager")(x)
 
@@ -577,6 +583,13 @@ def test_compress_and_products_in_a_compiled_graph(device):
     assert_close(got, want.cpu().double(), torch.float32)
     (d,) = torch.autograd.grad(got, A)
     assert_close(d, torch.autograd.grad(want, A)[0].cpu().double(), torch.float32)
+
+
+def test_dense_training_is_differentiated_once(device):
+    layer, x = fw.nn.SemiSparseLinear(32, 16, device=device, trainable="dense"), torch.randn(3, 32, device=device)
+    (d,) = torch.autograd.grad(layer(x.requires_grad_()).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d.sum().backward()
 
 
 def test_checkpoints_hold_what_the_layer_needs(device):

@@ -41,6 +41,55 @@ __device__ __forceinline__ u32 best_square(const float (&x)[2][2]) {
   return x[0][0] + x[1][1] >= x[0][1] + x[1][0] ? 0x9u : 0x6u;
 }
 
+/// Whether ways upper % 6, upper / 6 of rows 0 and 1 and lower % 6, lower / 6 of rows 2 and 3 keep two of each column.
+constexpr bool is_mask(int lower, int upper) {
+  const u32 a = kWays[upper % 6], b = kWays[upper / 6], c = kWays[lower % 6], d = kWays[lower / 6];
+  return (a ^ b) == (c ^ d) && (a & b) == (0xfu ^ (c | d));
+}
+
+/// x = y where a == b, by a move: a selection would cost the pipe that compares.
+__device__ __forceinline__ void set_if_equal(float a, float b, u32& x, u32 y) {
+  asm("{.reg .pred p;\n"
+      "setp.eq.f32 p, %1, %2;\n"
+      "@p mov.b32 %0, %3;}"
+      : "+r"(x)
+      : "f"(a), "f"(b), "r"(y));
+}
+
+/// The first mask whose sum is `best`, found from the last to the first. Where row 3 keeps what row 2 does not, rows 0
+/// and 1 are any such pair, so those are looked at once, in the end.
+__device__ __forceinline__ u32 first_square(const float (&way)[4][6], float best) {
+  u32 mask = 0, low = 0;
+  float most = -1.0f;
+#pragma unroll
+  for (int n = 0; n < 6; ++n) {
+    most = fmaxf(most, way[0][5 - n] + way[1][n]);
+  }
+#pragma unroll
+  for (int lower = 35; lower >= 0; --lower) {
+    const float sum = way[2][lower % 6] + way[3][lower / 6];
+    const u32 half = kWays[lower % 6] << 8 | kWays[lower / 6] << 12;
+    if (lower % 6 + lower / 6 == 5) {
+      set_if_equal(most + sum, best, mask, half);
+      set_if_equal(most + sum, best, low, __float_as_uint(sum));
+    } else {
+#pragma unroll
+      for (int upper = 35; upper >= 0; --upper) {
+        if (is_mask(lower, upper)) {
+          set_if_equal((way[0][upper % 6] + way[1][upper / 6]) + sum, best, mask,
+                       half | kWays[upper / 6] << 4 | kWays[upper % 6]);
+        }
+      }
+    }
+  }
+  u32 rest = 0;
+#pragma unroll
+  for (int n = 5; n >= 0; --n) {
+    set_if_equal((way[0][5 - n] + way[1][n]) + __uint_as_float(low), best, rest, kWays[n] << 4 | kWays[5 - n]);
+  }
+  return (mask & 0xffu) == 0 ? mask | rest : mask;
+}
+
 /// Of the 90 masks that keep two of every row and column, in this order: the way of row 3 changes slowest, then that of
 /// row 2, row 1 and row 0. A sum is (row 0 + row 1) + (row 2 + row 3), rounded at each step.
 __device__ __forceinline__ u32 best_square(const float (&x)[4][4]) {
@@ -54,21 +103,18 @@ __device__ __forceinline__ u32 best_square(const float (&x)[4][4]) {
     }
   }
   float best = -1.0f;
-  u32 mask = 0;
 #pragma unroll
   for (int lower = 0; lower < 36; ++lower) {
+    float most = -1.0f;
 #pragma unroll
     for (int upper = 0; upper < 36; ++upper) {
-      const int w[4] = {upper % 6, upper / 6, lower % 6, lower / 6};
-      const u32 a = kWays[w[0]], b = kWays[w[1]], c = kWays[w[2]], d = kWays[w[3]];
-      if ((a ^ b) == (c ^ d) && (a & b) == (0xfu ^ (c | d))) {  // every column twice
-        const float sum = (way[0][w[0]] + way[1][w[1]]) + (way[2][w[2]] + way[3][w[3]]);
-        mask = sum > best ? a | b << 4 | c << 8 | d << 12 : mask;
-        best = fmaxf(sum, best);
+      if (is_mask(lower, upper)) {
+        most = fmaxf(most, way[0][upper % 6] + way[1][upper / 6]);
       }
     }
+    best = fmaxf(best, most + (way[2][lower % 6] + way[3][lower / 6]));  // rounding keeps the order
   }
-  return mask;
+  return first_square(way, best);
 }
 
 /// Whether a row or a column of a square has more than half; where none has, all stays. (Such a square need not be part
@@ -82,39 +128,64 @@ __device__ __forceinline__ bool needs_pruning(u32 set) {
 template <int SIZE>
 using format_square_row = word_group<SIZE == 4 ? 2 : SIZE>;
 
-/// Prunes the tile in shared memory, and says of each square which elements are kept and not zero: bit side·row +
-/// column. Outside the matrix all is zero, and sets are empty, which stand for nibbles of 4.
+/// A square of elements: magnitudes, and which are not zero (bit side·row + column).
 template <int SIZE>
-__device__ __forceinline__ void prune_squares(const FormatParams& p, unsigned char* tile, u16* sets) {
-  using Squares = format_squares<SIZE>;
-  using Row = format_square_row<SIZE>;
-  constexpr int kSide = Squares::kSide;
-#pragma unroll 1
-  for (int n = static_cast<int>(threadIdx.x); n < Squares::kRows * Squares::kColumns; n += kFormatThreads) {
-    const int y = n / Squares::kColumns * kSide, at = n % Squares::kColumns * kSide * SIZE;
-    Row rows[kSide];
-    float x[kSide][kSide];
-    u32 there = 0;
+__device__ __forceinline__ u32 measure(const FormatParams& p, const format_square_row<SIZE>* rows,
+                                       float (*x)[format_squares<SIZE>::kSide]) {
+  constexpr int kSide = format_squares<SIZE>::kSide;
+  u32 there = 0;
 #pragma unroll
-    for (int r = 0; r < kSide; ++r) {
-      rows[r] = *reinterpret_cast<const Row*>(tile + format_tile<SIZE>::place(y + r, at));
-      format_unit unit = {};
+  for (int r = 0; r < kSide; ++r) {
+    format_unit unit = {};
 #pragma unroll
-      for (int w = 0; w < kSide * SIZE / 4; ++w) {
-        unit.words[w] = rows[r].words[w];
-      }
-      there |= group_set<SIZE>(unit, 0, p.magnitude) << kSide * r;
-#pragma unroll
-      for (int c = 0; c < kSide; ++c) {
-        x[r][c] = magnitude_of<SIZE>(p.kind, element_of<SIZE>(unit, c));
-      }
+    for (int w = 0; w < kSide * SIZE / 4; ++w) {
+      unit.words[w] = rows[r].words[w];
     }
-    u32 kept = best_square(x);
-    if (SIZE != 4 && !needs_pruning(there)) {
-      kept = 0xffffu;
-    }
+    there |= group_set<SIZE>(unit, 0, p.magnitude) << kSide * r;
 #pragma unroll
-    for (int r = 0; r < kSide; ++r) {
+    for (int c = 0; c < kSide; ++c) {
+      x[r][c] = magnitude_of<SIZE>(p.kind, element_of<SIZE>(unit, c));
+    }
+  }
+  return there;
+}
+
+/// The same for 16-bit elements, two at a time: sums carry into the upper bit of a half where it is not zero, where it
+/// is a normal number of the wide type, and where it is too large to be added as it is. Few squares need the long way.
+template <>
+__device__ __forceinline__ u32 measure<2>(const FormatParams& p, const format_square_row<2>* rows, float (*x)[4]) {
+  const bool half = p.kind == FormatKind::f16;
+  const u32 normal = half ? 0x7fff7fffu : 0x7f807f80u, large = half ? 0x04000400u : 0x03800380u;
+  u32 there = 0, special = 0;
+#pragma unroll
+  for (int w = 0; w < 8; ++w) {
+    const u32 size = rows[w / 2].words[w % 2] & 0x7fff7fffu, more = size + 0x7fff7fffu;
+    there |= (more & 0x80008000u) >> (15 - 4 * (w / 2) - 2 * (w % 2));
+    special |= (more ^ (size + normal)) | (size + large);
+    x[w / 2][w % 2 * 2] = half ? widen(f16{static_cast<u16>(size)}) : __uint_as_float(size << 16);
+    x[w / 2][w % 2 * 2 + 1] = half ? widen(f16{static_cast<u16>(size >> 16)}) : __uint_as_float(size & 0xffff0000u);
+  }
+  if ((special & 0x80008000u) != 0) {
+#pragma unroll
+    for (int e = 0; e < 16; ++e) {
+      x[e / 4][e % 4] = magnitude_of<2>(p.kind, rows[e / 4].words[e / 2 % 2] >> 16 * (e % 2) & 0xffffu);
+    }
+  }
+  return (there | there >> 15) & 0xffffu;  // columns 1 and 3 were 15 bits too high
+}
+
+/// Leaves of a square only what is kept.
+template <int SIZE>
+__device__ __forceinline__ void clear_others(format_square_row<SIZE>* rows, u32 kept) {
+  constexpr int kSide = format_squares<SIZE>::kSide;
+#pragma unroll
+  for (int r = 0; r < kSide; ++r) {
+    if constexpr (SIZE == 2) {
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        rows[r].words[w] &= ((kept | kept << 15) >> (4 * r + 2 * w) & 0x10001u) * 0xffffu;
+      }
+    } else {
       format_unit unit = {};
 #pragma unroll
       for (int w = 0; w < kSide * SIZE / 4; ++w) {
@@ -125,6 +196,34 @@ __device__ __forceinline__ void prune_squares(const FormatParams& p, unsigned ch
       for (int w = 0; w < kSide * SIZE / 4; ++w) {
         rows[r].words[w] = unit.words[w];
       }
+    }
+  }
+}
+
+/// Prunes the tile in shared memory, and says of each square which elements are kept and not zero. Outside the matrix
+/// all is zero, and sets are empty, which stand for nibbles of 4.
+template <int SIZE>
+__device__ __forceinline__ void prune_squares(const FormatParams& p, unsigned char* tile, u16* sets) {
+  using Squares = format_squares<SIZE>;
+  using Row = format_square_row<SIZE>;
+  constexpr int kSide = Squares::kSide;
+#pragma unroll 1
+  for (int n = static_cast<int>(threadIdx.x); n < Squares::kRows * Squares::kColumns; n += kFormatThreads) {
+    const int y = n / Squares::kColumns * kSide, at = n % Squares::kColumns * kSide * SIZE;
+    Row rows[kSide];
+#pragma unroll
+    for (int r = 0; r < kSide; ++r) {
+      rows[r] = *reinterpret_cast<const Row*>(tile + format_tile<SIZE>::place(y + r, at));
+    }
+    float x[kSide][kSide];
+    const u32 there = measure<SIZE>(p, rows, x);
+    u32 kept = best_square(x);
+    if (SIZE != 4 && !needs_pruning(there)) {
+      kept = 0xffffu;
+    }
+    clear_others<SIZE>(rows, kept);
+#pragma unroll
+    for (int r = 0; r < kSide; ++r) {
       *reinterpret_cast<Row*>(tile + format_tile<SIZE>::place(y + r, at)) = rows[r];
     }
     sets[n] = static_cast<u16>(kept & there);

@@ -47,47 +47,25 @@ constexpr bool is_mask(int lower, int upper) {
   return (a ^ b) == (c ^ d) && (a & b) == (0xfu ^ (c | d));
 }
 
-/// x = y where a == b, by a move: a selection would cost the pipe that compares.
-__device__ __forceinline__ void set_if_equal(float a, float b, u32& x, u32 y) {
-  asm("{.reg .pred p;\n"
-      "setp.eq.f32 p, %1, %2;\n"
-      "@p mov.b32 %0, %3;}"
-      : "+r"(x)
-      : "f"(a), "f"(b), "r"(y));
+/// The sum of the two elements of a row that `set` has.
+__device__ __forceinline__ float sum_of(const float (&x)[4], u32 set) {
+  return ((set & 1u ? x[0] : 0.0f) + (set & 2u ? x[1] : 0.0f)) + ((set & 4u ? x[2] : 0.0f) + (set & 8u ? x[3] : 0.0f));
 }
 
-/// The first mask whose sum is `best`, found from the last to the first. Where row 3 keeps what row 2 does not, rows 0
-/// and 1 are any such pair, so those are looked at once, in the end.
-__device__ __forceinline__ u32 first_square(const float (&way)[4][6], float best) {
-  u32 mask = 0, low = 0;
-  float most = -1.0f;
+/// What rows 0 and 1 keep where rows 2 and 3 keep c and d and the best sum there is is `best`: the first that reach it.
+/// Row 1 changes slower than row 0, and way n of row 0 goes with way 5 − n of row 1 where c and d share nothing.
+__device__ __forceinline__ u32 first_upper(const float (&x)[4][4], const float (&way)[4][6], u32 c, u32 d, float best) {
+  const float low = sum_of(x[2], c) + sum_of(x[3], d);
+  const u32 once = c ^ d, twice = 0xfu & ~(c | d), first = once & (0u - once);
+  const u32 a = twice | (once ^ first), b = twice | first;  // a pair with a lower column comes first
+  u32 upper = sum_of(x[0], a) + sum_of(x[1], b) + low == best ? a | b << 4 : b | a << 4;
+  if (once == 0xfu) {
 #pragma unroll
-  for (int n = 0; n < 6; ++n) {
-    most = fmaxf(most, way[0][5 - n] + way[1][n]);
-  }
-#pragma unroll
-  for (int lower = 35; lower >= 0; --lower) {
-    const float sum = way[2][lower % 6] + way[3][lower / 6];
-    const u32 half = kWays[lower % 6] << 8 | kWays[lower / 6] << 12;
-    if (lower % 6 + lower / 6 == 5) {
-      set_if_equal(most + sum, best, mask, half);
-      set_if_equal(most + sum, best, low, __float_as_uint(sum));
-    } else {
-#pragma unroll
-      for (int upper = 35; upper >= 0; --upper) {
-        if (is_mask(lower, upper)) {
-          set_if_equal((way[0][upper % 6] + way[1][upper / 6]) + sum, best, mask,
-                       half | kWays[upper / 6] << 4 | kWays[upper % 6]);
-        }
-      }
+    for (int n = 5; n >= 0; --n) {
+      upper = way[0][5 - n] + way[1][n] + low == best ? kWays[5 - n] | kWays[n] << 4 : upper;
     }
   }
-  u32 rest = 0;
-#pragma unroll
-  for (int n = 5; n >= 0; --n) {
-    set_if_equal((way[0][5 - n] + way[1][n]) + __uint_as_float(low), best, rest, kWays[n] << 4 | kWays[5 - n]);
-  }
-  return (mask & 0xffu) == 0 ? mask | rest : mask;
+  return upper;
 }
 
 /// Of the 90 masks that keep two of every row and column, in this order: the way of row 3 changes slowest, then that of
@@ -103,6 +81,7 @@ __device__ __forceinline__ u32 best_square(const float (&x)[4][4]) {
     }
   }
   float best = -1.0f;
+  u32 half = 0;
 #pragma unroll
   for (int lower = 0; lower < 36; ++lower) {
     float most = -1.0f;
@@ -112,9 +91,11 @@ __device__ __forceinline__ u32 best_square(const float (&x)[4][4]) {
         most = fmaxf(most, way[0][upper % 6] + way[1][upper / 6]);
       }
     }
-    best = fmaxf(best, most + (way[2][lower % 6] + way[3][lower / 6]));  // rounding keeps the order
+    const float sum = most + (way[2][lower % 6] + way[3][lower / 6]);  // the largest: rounding keeps the order
+    half = sum > best ? kWays[lower % 6] | kWays[lower / 6] << 4 : half;
+    best = fmaxf(best, sum);
   }
-  return first_square(way, best);
+  return first_upper(x, way, half & 0xfu, half >> 4, best) | half << 8;
 }
 
 /// Whether a row or a column of a square has more than half; where none has, all stays. (Such a square need not be part
@@ -328,7 +309,7 @@ __device__ __forceinline__ void store_cols(const FormatParams& p, FormatPlace at
 
 /// Of p.dense to p.out, or where that is not there to p.packed and p.cols.
 template <int SIZE>
-__global__ void __launch_bounds__(kFormatThreads) two_four_squares(const __grid_constant__ FormatParams p) {
+__global__ void __launch_bounds__(kFormatThreads, 3) two_four_squares(const __grid_constant__ FormatParams p) {
   using Tile = format_tile<SIZE>;
   __shared__ u16 sets[format_squares<SIZE>::kRows * format_squares<SIZE>::kColumns];
   const FormatPlace at = format_place<SIZE>(p);
@@ -336,8 +317,7 @@ __global__ void __launch_bounds__(kFormatThreads) two_four_squares(const __grid_
     load_turned<SIZE>(p, p.dense, at, format_shared);
   } else {
     format_unit units[4];
-    for_units<SIZE>([&](int slot, int y,
-                        int x) { units[slot] = load_unit<SIZE>(p, p.dense, at.line + y, at.k + x * Tile::kElements); },
+    for_units<SIZE>([&](int first) { load_pieces<SIZE, 4>(p, p.dense, at, first, units); },
                     [&](int slot, int y, int x) { unit_of<SIZE>(format_shared, y, x) = units[slot]; });
   }
   __syncthreads();

@@ -56,7 +56,7 @@ class DeviceScope {
 };
 
 /// A tiled tensor map of up to 5 dimensions, innermost first. `strides` are in bytes, one fewer than `sizes`.
-/// `element_bytes` is 2 or 4 (the map only moves bits). Outside the tensor zeros are read and nothing is written.
+/// `element_bytes` is 1, 2 or 4 (the map only moves bits). Outside the tensor zeros are read and nothing is written.
 TensorMap make_tensor_map(const void* data, int element_bytes, std::span<const std::uint64_t> sizes,
                           std::span<const std::uint64_t> strides, std::span<const std::uint32_t> box, Swizzle swizzle);
 

@@ -27,48 +27,45 @@ struct Lines {
   T* operator[](std::int64_t line) const { return data + line * pitch; }
 };
 
-/// Calls copy(offset of an element in the matrix, in the packed lines) for a tile, along what is nearest in the matrix.
-template <typename F>
-void each_element(const Matrix& m, const Tile& t, std::int64_t pitch, const F& copy) {
-  constexpr std::int64_t kSide = 16;  // lines whose packed ends stay in the first-level cache
-  for (std::int64_t from = 0; from < t.lines; from += kSide) {
-    const std::int64_t to = std::min(t.lines, from + kSide);
-    for (std::int64_t p = 0; p < t.count; ++p) {
-      for (std::int64_t l = from; l < to; ++l) {
-        copy((t.line + l) * m.line + (t.at + p) * m.along, l * pitch + p);
-      }
-    }
-  }
-}
-
 /// Tiles of a matrix as contiguous lines: in place where they are, else through memory of this object.
 template <typename T>
 class Window {
  public:
-  explicit Window(const Matrix& m) : matrix_(m), pitch_(m.line) {
+  Window(const Matrix& m, const GroupKernels<T>& kernels) : matrix_(m), kernels_(kernels), pitch_(m.line) {
     if (m.along != 1) {
       pitch_ = (kBytes + 64) / static_cast<std::int64_t>(sizeof(T));  // no power of two: lines would share cache sets
       memory_.resize(static_cast<std::size_t>(kLines * pitch_));
     }
   }
-  Lines<T> open(const Tile& t) {
-    return memory_.empty() ? Lines<T>{data() + t.line * matrix_.line + t.at, pitch_} : Lines<T>{memory_.data(), pitch_};
-  }
+  Lines<T> open(const Tile& t) { return {memory_.empty() ? data(t) : memory_.data(), pitch_}; }
   Lines<T> load(const Tile& t) {
-    if (!memory_.empty()) {
-      each_element(matrix_, t, pitch_, [&](std::int64_t from, std::int64_t to) { memory_[to] = data()[from]; });
+    if (!memory_.empty() && matrix_.line == 1) {
+      kernels_.turn(data(t), matrix_.along, t.count, t.lines, memory_.data(), pitch_);
+    } else if (!memory_.empty()) {
+      each(t, [](T& ours, const T& theirs) { ours = theirs; });
     }
     return open(t);
   }
   void store(const Tile& t) {
-    if (!memory_.empty()) {
-      each_element(matrix_, t, pitch_, [&](std::int64_t to, std::int64_t from) { data()[to] = memory_[from]; });
+    if (!memory_.empty() && matrix_.line == 1) {
+      kernels_.turn(memory_.data(), pitch_, t.lines, t.count, data(t), matrix_.along);
+    } else if (!memory_.empty()) {
+      each(t, [](const T& ours, T& theirs) { theirs = ours; });
     }
   }
 
  private:
-  T* data() const { return static_cast<T*>(matrix_.data); }
+  T* data(const Tile& t) const { return static_cast<T*>(matrix_.data) + t.line * matrix_.line + t.at * matrix_.along; }
+  template <typename F>
+  void each(const Tile& t, const F& copy) {
+    for (std::int64_t l = 0; l < t.lines; ++l) {
+      for (std::int64_t p = 0; p < t.count; ++p) {
+        copy(memory_[static_cast<std::size_t>(l * pitch_ + p)], data(t)[l * matrix_.line + p * matrix_.along]);
+      }
+    }
+  }
   Matrix matrix_;
+  const GroupKernels<T>& kernels_;
   std::int64_t pitch_;
   std::vector<T> memory_;
 };
@@ -139,16 +136,20 @@ void with_elements(DType dtype, const F& f) {
 
 /// make() gives a function of a tile, with memory for one thread.
 template <typename Make>
-void for_tiles(const Format& f, Context& context, const Make& make) {
-  const std::int64_t width = kBytes / static_cast<std::int64_t>(size_of(f.dtype));
-  const std::int64_t across = (f.k + width - 1) / width, tiles = (f.lines + kLines - 1) / kLines * across;
+void for_tiles(const Format& f, std::int64_t lines, std::int64_t width, Context& context, const Make& make) {
+  const std::int64_t across = (f.k + width - 1) / width, tiles = (f.lines + lines - 1) / lines * across;
   context.executor->parallel_for(tiles, 1, [&](std::int64_t begin, std::int64_t end) {
     auto each = make();
     for (std::int64_t n = begin; n < end; ++n) {
-      const std::int64_t line = n / across * kLines, at = n % across * width;
-      each(Tile{line, std::min(kLines, f.lines - line), at, std::min(width, f.k - at)});
+      const std::int64_t line = n / across * lines, at = n % across * width;
+      each(Tile{line, std::min(lines, f.lines - line), at, std::min(width, f.k - at)});
     }
   });
+}
+
+template <typename Make>
+void for_tiles(const Format& f, Context& context, const Make& make) {
+  for_tiles(f, kLines, kBytes / static_cast<std::int64_t>(size_of(f.dtype)), context, make);
 }
 
 template <typename T>
@@ -156,17 +157,34 @@ bool is_zero(T bits, DType dtype) {
   return (dtype == DType::i8 ? bits : static_cast<T>(bits << 1)) == 0;
 }
 
+template <typename T>
+bool is_bad(const T* dense, std::int64_t step, DType dtype) {
+  const std::int64_t group = two_four_group(dtype);
+  std::int64_t zeros = 0;
+  for (std::int64_t n = 0; n < group; ++n) {
+    zeros += is_zero(dense[n * step], dtype) ? 1 : 0;
+  }
+  return zeros < group / 2;
+}
+
 /// Names the first group of a run that has too many non-zeros.
 template <typename T>
 void find_bad(const Format& f, const T* dense, const Tile& t, std::int64_t line, First& first) {
-  const std::int64_t group = f.group();
-  for (std::int64_t p = 0; p < t.count; p += group) {
-    const auto zeros = std::count_if(dense + p, dense + p + group, [&](T x) { return is_zero(x, f.dtype); });
-    if (zeros < group / 2) {
+  for (std::int64_t p = 0; p < t.count; p += f.group()) {
+    if (is_bad(dense + p, 1, f.dtype)) {
       first.at(f, line, t.at + p);
       return;
     }
   }
+}
+
+/// Neighbouring lines are neighbours in memory, as in a row-major matrix compressed along its columns.
+bool lies_across(const Matrix& m) { return m.line == 1 && m.along != 1; }
+
+/// Work on the same group of many lines at once, without bringing lines together: tiles that are long across them.
+template <typename F>
+void for_tiles_across(const Format& f, Context& context, const F& each) {
+  for_tiles(f, 4096, 64, context, [&] { return each; });
 }
 
 Tile halved(const Tile& t) { return {t.line, t.lines, t.at / 2, t.count / 2}; }
@@ -179,14 +197,14 @@ void compress(const Format& f, std::int64_t* bad, Context& context) {
     using T = decltype(zero);
     const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
     for_tiles(f, context, [&] {
-      return [&, dense = Window<T>(f.dense), values = Window<T>(f.values), codes = Codes(f)](const Tile& t) mutable {
+      return [&, dense = Window<T>(f.dense, kernels), values = Window<T>(f.values, kernels),
+              codes = Codes(f)](const Tile& t) mutable {
         const auto from = dense.load(t), to = values.open(halved(t));
         const std::int64_t groups = t.count / f.group();
         for (std::int64_t l = 0; l < t.lines; ++l) {
-          if (kernels.encode(from[l], groups, codes.data()) && bad != nullptr) {
+          if (kernels.compress(from[l], groups, to[l], codes.data()) && bad != nullptr) {
             find_bad(f, from[l], t, t.line + l, first);
           }
-          kernels.pick(from[l], codes.data(), groups, to[l]);
           codes.write(t.line + l, t.at / f.group(), groups);
         }
         values.store(halved(t));
@@ -198,16 +216,37 @@ void compress(const Format& f, std::int64_t* bad, Context& context) {
   }
 }
 
+namespace {
+
+template <typename T>
+void check_across(const Format& f, const Tile& t, First& first) {
+  for (std::int64_t p = t.at; p < t.at + t.count; p += f.group()) {
+    const T* const row = static_cast<const T*>(f.dense.data) + p * f.dense.along + t.line;
+    if (group_kernels<T>(f.dtype).look_across(row, f.dense.along, t.lines)) {
+      for (std::int64_t l = 0; l < t.lines; ++l) {
+        if (is_bad(row + l, f.dense.along, f.dtype)) {
+          first.at(f, t.line + l, p);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
 void check(const Format& f, std::int64_t* bad, Context& context) {
   First first;
   with_elements(f.dtype, [&](auto zero) {
     using T = decltype(zero);
+    if (lies_across(f.dense)) {
+      return for_tiles_across(f, context, [&](const Tile& t) { check_across<T>(f, t, first); });
+    }
     const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
     for_tiles(f, context, [&] {
-      return [&, dense = Window<T>(f.dense), codes = Codes(f)](const Tile& t) mutable {
+      return [&, dense = Window<T>(f.dense, kernels)](const Tile& t) mutable {
         const auto from = dense.load(t);
         for (std::int64_t l = 0; l < t.lines; ++l) {
-          if (kernels.encode(from[l], t.count / f.group(), codes.data())) {
+          if (kernels.look(from[l], t.count / f.group())) {
             find_bad(f, from[l], t, t.line + l, first);
           }
         }
@@ -240,7 +279,8 @@ void to_dense(const Format& f, Context& context) {
     using T = decltype(zero);
     const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
     for_tiles(f, context, [&] {
-      return [&, dense = Window<T>(f.dense), values = Window<T>(f.values), codes = Codes(f)](const Tile& t) mutable {
+      return [&, dense = Window<T>(f.dense, kernels), values = Window<T>(f.values, kernels),
+              codes = Codes(f)](const Tile& t) mutable {
         const auto from = values.load(halved(t)), to = dense.open(t);
         const std::int64_t groups = t.count / f.group();
         for (std::int64_t l = 0; l < t.lines; ++l) {
@@ -257,7 +297,8 @@ void gather(const Format& f, Context& context) {
     using T = decltype(zero);
     const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
     for_tiles(f, context, [&] {
-      return [&, dense = Window<T>(f.dense), values = Window<T>(f.values), codes = Codes(f)](const Tile& t) mutable {
+      return [&, dense = Window<T>(f.dense, kernels), values = Window<T>(f.values, kernels),
+              codes = Codes(f)](const Tile& t) mutable {
         const auto from = dense.load(t), to = values.open(halved(t));
         const std::int64_t groups = t.count / f.group();
         for (std::int64_t l = 0; l < t.lines; ++l) {
@@ -269,12 +310,28 @@ void gather(const Format& f, Context& context) {
   });
 }
 
+namespace {
+
+template <typename T>
+void prune_across(const Format& f, const Matrix& out, const Tile& t) {
+  const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+  for (std::int64_t p = t.at; p < t.at + t.count; p += f.group()) {
+    kernels.prune_across(static_cast<const T*>(f.dense.data) + p * f.dense.along + t.line, f.dense.along, t.lines,
+                         static_cast<T*>(out.data) + p * out.along + t.line, out.along);
+  }
+}
+
+}  // namespace
+
 void prune(const Format& f, const Matrix& out, bool transposable, Context& context) {
   with_elements(f.dtype, [&](auto zero) {
     using T = decltype(zero);
     const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+    if (!transposable && lies_across(f.dense) && lies_across(out)) {
+      return for_tiles_across(f, context, [&](const Tile& t) { prune_across<T>(f, out, t); });
+    }
     for_tiles(f, context, [&] {
-      return [&, dense = Window<T>(f.dense), kept = Window<T>(out)](const Tile& t) mutable {
+      return [&, dense = Window<T>(f.dense, kernels), kept = Window<T>(out, kernels)](const Tile& t) mutable {
         const auto from = dense.load(t), to = kept.open(t);
         const std::int64_t groups = t.count / f.group();
         for (std::int64_t l = 0; l < t.lines; l += transposable ? f.group() : 1) {
@@ -299,8 +356,7 @@ void compress_tile(const Format& f, const Lines<T>& from, const Tile& t, Window<
   const auto to = values.open(halved(t));
   const std::int64_t groups = t.count / f.group();
   for (std::int64_t l = 0; l < t.lines; ++l) {
-    kernels.encode(from[l], groups, codes.data());
-    kernels.pick(from[l], codes.data(), groups, to[l]);
+    kernels.compress(from[l], groups, to[l], codes.data());
     codes.write(t.line + l, t.at / f.group(), groups);
   }
   values.store(halved(t));
@@ -312,25 +368,25 @@ void prune_both(const Format& rows, const Format& cols, Context& context) {
   with_elements(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
     const GroupKernels<T>& kernels = group_kernels<T>(rows.dtype);
-    constexpr std::int64_t kWide = kBytes / static_cast<std::int64_t>(sizeof(T)), kPitch = kWide + 64 / sizeof(T);
-    for_tiles(rows, context, [&] {
-      return [&, dense = Window<T>(rows.dense), row_values = Window<T>(rows.values),
-              col_values = Window<T>(cols.values), row_codes = Codes(rows), col_codes = Codes(cols),
-              kept = std::vector<T>(kLines * kPitch), turned = std::vector<T>(kLines * kWide)](const Tile& t) mutable {
-        const auto from = dense.load(t);
+    // Square tiles, so that both ways have runs to fill vectors with.
+    constexpr std::int64_t kSide = std::min<std::int64_t>(256, 512 / sizeof(T)), kPitch = kSide + 64 / sizeof(T);
+    for_tiles(rows, kSide, kSide, context, [&] {
+      return [&, dense = Window<T>(rows.dense, kernels), row_values = Window<T>(rows.values, kernels),
+              col_values = Window<T>(cols.values, kernels), row_codes = Codes(rows), col_codes = Codes(cols),
+              kept = std::vector<T>(kSide * kPitch), turned = std::vector<T>(kSide * kPitch)](const Tile& t) mutable {
         const Lines<T> pruned{kept.data(), kPitch};
-        for (std::int64_t l = 0; l < t.lines; l += rows.group()) {
-          kernels.squares(from[l], from.pitch, t.count / rows.group(), pruned[l], kPitch);
-        }
-        compress_tile(rows, pruned, t, row_values, row_codes);
-        for (std::int64_t p = 0; p < t.count; ++p) {
-          for (std::int64_t l = 0; l < t.lines; ++l) {
-            turned[static_cast<std::size_t>(p * kLines + l)] = pruned[l][p];
+        for (std::int64_t n = 0; n < t.lines; n += kLines) {  // a window holds so many lines
+          const Tile part{t.line + n, std::min(kLines, t.lines - n), t.at, t.count};
+          const auto from = dense.load(part);
+          for (std::int64_t l = 0; l < part.lines; l += rows.group()) {
+            kernels.squares(from[l], from.pitch, t.count / rows.group(), pruned[n + l], kPitch);
           }
+          compress_tile(rows, Lines<T>{pruned[n], kPitch}, part, row_values, row_codes);
         }
-        for (std::int64_t p = 0; p < t.count; p += kLines) {  // a window holds so many lines
-          const Tile part{t.at + p, std::min(kLines, t.count - p), t.line, t.lines};
-          compress_tile(cols, Lines<T>{turned.data() + p * kLines, kLines}, part, col_values, col_codes);
+        kernels.turn(kept.data(), kPitch, t.lines, t.count, turned.data(), kPitch);
+        for (std::int64_t n = 0; n < t.count; n += kLines) {
+          const Tile part{t.at + n, std::min(kLines, t.count - n), t.line, t.lines};
+          compress_tile(cols, Lines<T>{turned.data() + n * kPitch, kPitch}, part, col_values, col_codes);
         }
       };
     });

@@ -3,13 +3,10 @@
 #include "ops/two_four/cpu_groups.h"
 
 #include <algorithm>
-#include <array>
-#include <bit>
+#include <cmath>
 #include <limits>
 #include <type_traits>
 
-// Arrays of vectors need types of a known size. The last two would add nothing here.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3 | HWY_AVX3_DL)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/two_four/cpu_groups.cpp"
 #include <hwy/foreach_target.h>
@@ -39,64 +36,8 @@ using F8E4m3 = Element<std::uint8_t, float, 0x7e, false, 20, 120>;
 using F8E5m2 = Element<std::uint8_t, float, 0x7c, true, 21, 112>;
 using I8 = Element<std::uint8_t, float, 0xff, false, 0, 0, true>;
 
-/// A number of which eight can be added: NaN above infinity above all others, and nothing but zero is zero, whatever
-/// the processor makes of subnormals.
-template <typename E>
-typename E::Sum magnitude(typename E::Bits bits) {
-  using Sum = typename E::Sum;
-  using Wide = std::conditional_t<sizeof(Sum) == 8, std::uint64_t, std::uint32_t>;
-  if constexpr (E::kInteger) {
-    return static_cast<Sum>(std::abs(static_cast<int>(static_cast<std::int8_t>(bits))));
-  } else {
-    constexpr Sum kLarge = std::numeric_limits<Sum>::max() / 64, kSmall = std::numeric_limits<Sum>::min();
-    constexpr Sum kScale =
-        std::bit_cast<Sum>(static_cast<Wide>(E::kExponent + std::numeric_limits<Sum>::max_exponent - 1)
-                           << (std::numeric_limits<Sum>::digits - 1));
-    const auto key = static_cast<Wide>(bits & E::kMask);
-    const Sum x = std::bit_cast<Sum>(key << E::kShift) * kScale;
-    const Sum finite = x > kLarge ? kLarge : x > kSmall ? x : kSmall;
-    const Sum large = E::kInfinite && key == E::kTop ? 2 * kLarge : finite;
-    return key == 0 ? Sum{0} : key > E::kTop ? 4 * kLarge : large;
-  }
-}
-
 /// The six ways to keep two of four, as bits; way 5 − n keeps what way n does not.
-constexpr std::array<std::uint8_t, 6> kPairs{0b0011, 0b0101, 0b1001, 0b0110, 0b1010, 0b1100};
-
-/// Which way each row of a square goes, for the 90 masks that keep two of every row and every column.
-constexpr auto kMasks = [] {
-  std::array<std::array<std::uint8_t, 4>, 90> masks{};
-  std::size_t count = 0;
-  const auto twice = [](int n) {
-    const std::uint8_t w[] = {kPairs[n % 6], kPairs[n / 6 % 6], kPairs[n / 36 % 6], kPairs[n / 216]};
-    for (int c = 0; c < 4; ++c) {
-      if ((w[0] >> c & 1) + (w[1] >> c & 1) + (w[2] >> c & 1) + (w[3] >> c & 1) != 2) {
-        return false;
-      }
-    }
-    return true;
-  };
-  for (int n = 0; n < 6 * 6 * 6 * 6; ++n) {
-    if (twice(n)) {
-      masks[count++] = {static_cast<std::uint8_t>(n % 6), static_cast<std::uint8_t>(n / 6 % 6),
-                        static_cast<std::uint8_t>(n / 36 % 6), static_cast<std::uint8_t>(n / 216)};
-    }
-  }
-  return masks;
-}();
-
-/// What each row of a square keeps; the last one is a square that has few enough non-zeros and keeps them all.
-constexpr int kAll = 90;
-constexpr auto kKept = [] {
-  std::array<std::array<std::uint8_t, 4>, 91> kept{};
-  for (std::size_t n = 0; n < kMasks.size(); ++n) {
-    for (std::size_t r = 0; r < 4; ++r) {
-      kept[n][r] = kPairs[kMasks[n][r]];
-    }
-  }
-  kept[kAll] = {15, 15, 15, 15};
-  return kept;
-}();
+constexpr int kPairs[] = {0b0011, 0b0101, 0b1001, 0b0110, 0b1010, 0b1100};
 
 }  // namespace fretwork::two_four
 #endif
@@ -154,6 +95,7 @@ HWY_INLINE void StoreCodes(D d, hn::Vec<D> codes, std::uint8_t* to) {
   (void)d;
 }
 
+/// The elements of groups, first to last.
 template <class D>
 struct Four {
   hn::Vec<D> a, b, c, d;
@@ -163,6 +105,43 @@ HWY_INLINE Four<D> LoadFour(D d, const hn::TFromD<D>* from) {
   Four<D> v;
   hn::LoadInterleaved4(d, from, v.a, v.b, v.c, v.d);
   return v;
+}
+
+/// A group in each lane: groups that follow one another, or the same one of neighbouring lines, whose elements are a
+/// pitch apart.
+template <bool kAcross, class D>
+HWY_INLINE Four<D> LoadGroups(D d, const hn::TFromD<D>* from, std::int64_t pitch, std::int64_t n) {
+  using T = hn::TFromD<D>;
+  if constexpr (kAcross) {
+    const auto at = [=](int e) HWY_ATTR { return e < kGroup<T> ? hn::LoadU(d, from + e * pitch + n) : hn::Zero(d); };
+    return {at(0), at(1), at(2), at(3)};
+  } else if constexpr (kGroup<T> == 2) {
+    Four<D> v{hn::Zero(d), hn::Zero(d), hn::Zero(d), hn::Zero(d)};
+    hn::LoadInterleaved2(d, from + 2 * n, v.a, v.b);
+    return v;
+  } else {
+    return LoadFour(d, from + 4 * n);
+  }
+}
+
+/// The way back.
+template <bool kAcross, class D>
+HWY_INLINE void StoreGroups(D d, const Four<D>& v, hn::TFromD<D>* to, std::int64_t pitch, std::int64_t n) {
+  using T = hn::TFromD<D>;
+  if constexpr (!kAcross) {
+    if constexpr (kGroup<T> == 2) {
+      hn::StoreInterleaved2(v.a, v.b, d, to + 2 * n);
+    } else {
+      hn::StoreInterleaved4(v.a, v.b, v.c, v.d, d, to + 4 * n);
+    }
+  } else {
+    hn::StoreU(v.a, d, to + n);
+    hn::StoreU(v.b, d, to + pitch + n);
+    if constexpr (kGroup<T> == 4) {
+      hn::StoreU(v.c, d, to + 2 * pitch + n);
+      hn::StoreU(v.d, d, to + 3 * pitch + n);
+    }
+  }
 }
 
 /// Whether more than two of four are true.
@@ -177,31 +156,64 @@ HWY_INLINE M Most(M a, M b, M c) {
   return hn::Or(hn::And(a, b), hn::And(c, hn::Or(a, b)));
 }
 
+template <typename E, class D>
+HWY_INLINE hn::Mask<D> IsNonZero(D d, hn::Vec<D> v) {
+  return hn::Ne(hn::And(v, hn::Set(d, static_cast<hn::TFromD<D>>(E::kMask))), hn::Zero(d));
+}
+
 template <typename E>
-bool Encode(const typename E::Bits* dense, std::int64_t groups, std::uint8_t* codes) {
+bool Compress(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* values, std::uint8_t* codes) {
+  using T = Lane<typename E::Bits>;
+  const auto* const from = reinterpret_cast<const T*>(dense);
+  auto* const to = reinterpret_cast<T*>(values);
+  bool bad = false;
+  Each<T>(groups, [&](auto d, std::int64_t n) HWY_ATTR {
+    const auto code = [d](int c) HWY_ATTR { return hn::Set(d, static_cast<T>(c)); };
+    const auto v = LoadGroups<false>(d, from, 0, n);
+    const auto a = IsNonZero<E>(d, v.a), b = IsNonZero<E>(d, v.b);
+    if constexpr (kGroup<T> == 2) {
+      bad |= !hn::AllFalse(d, hn::And(a, b));
+      StoreCodes(d, hn::IfThenElse(b, code(0xE), code(4)), codes + n);
+      hn::StoreU(hn::IfThenElse(b, v.b, v.a), d, to + n);
+    } else {
+      const auto c = IsNonZero<E>(d, v.c), e = IsNonZero<E>(d, v.d);
+      bad |= !hn::AllFalse(d, TooMany(a, b, c, e));
+      const auto ce = hn::And(c, e), bce = hn::And(b, hn::Or(c, e));
+      const auto first = hn::IfThenElse(ce, code(2), hn::IfThenElseZero(bce, code(1)));
+      const auto second = hn::IfThenElse(e, code(12), hn::IfThenElse(c, code(8), code(4)));
+      StoreCodes(d, hn::Or(first, second), codes + n);
+      hn::StoreInterleaved2(hn::IfThenElse(ce, v.c, hn::IfThenElse(bce, v.b, v.a)),
+                            hn::IfThenElse(e, v.d, hn::IfThenElse(c, v.c, v.b)), d, to + 2 * n);
+    }
+  });
+  return bad;
+}
+
+template <typename E, bool kAcross>
+HWY_INLINE bool Look(const typename E::Bits* dense, std::int64_t pitch, std::int64_t groups) {
   using T = Lane<typename E::Bits>;
   const auto* const from = reinterpret_cast<const T*>(dense);
   bool bad = false;
   Each<T>(groups, [&](auto d, std::int64_t n) HWY_ATTR {
-    const auto is = [d](auto v)
-                        HWY_ATTR { return hn::Ne(hn::And(v, hn::Set(d, static_cast<T>(E::kMask))), hn::Zero(d)); };
-    const auto code = [d](int c) HWY_ATTR { return hn::Set(d, static_cast<T>(c)); };
+    const auto v = LoadGroups<kAcross>(d, from, pitch, n);
+    const auto a = IsNonZero<E>(d, v.a), b = IsNonZero<E>(d, v.b);
     if constexpr (kGroup<T> == 2) {
-      hn::Vec<decltype(d)> x, y;
-      hn::LoadInterleaved2(d, from + 2 * n, x, y);
-      const auto a = is(x), b = is(y);
       bad |= !hn::AllFalse(d, hn::And(a, b));
-      StoreCodes(d, hn::IfThenElse(b, code(0xE), code(4)), codes + n);
     } else {
-      const auto v = LoadFour(d, from + 4 * n);
-      const auto a = is(v.a), b = is(v.b), c = is(v.c), e = is(v.d);
-      bad |= !hn::AllFalse(d, TooMany(a, b, c, e));
-      const auto second = hn::IfThenElse(e, code(12), hn::IfThenElse(c, code(8), code(4)));
-      const auto first = hn::IfThenElse(hn::And(c, e), code(2), hn::IfThenElseZero(hn::And(b, hn::Or(c, e)), code(1)));
-      StoreCodes(d, hn::Or(first, second), codes + n);
+      bad |= !hn::AllFalse(d, TooMany(a, b, IsNonZero<E>(d, v.c), IsNonZero<E>(d, v.d)));
     }
   });
   return bad;
+}
+
+template <typename E>
+bool LookAlong(const typename E::Bits* dense, std::int64_t groups) {
+  return Look<E, false>(dense, 0, groups);
+}
+
+template <typename E>
+bool LookAcross(const typename E::Bits* dense, std::int64_t pitch, std::int64_t lines) {
+  return Look<E, true>(dense, pitch, lines);
 }
 
 /// Larger is larger in magnitude; all NaN are one.
@@ -215,29 +227,40 @@ HWY_INLINE hn::Vec<D> Key(D d, hn::Vec<D> v) {
   }
 }
 
-template <typename E>
-void Prune(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* out) {
+template <typename E, bool kAcross>
+HWY_INLINE void Prune(const typename E::Bits* dense, std::int64_t pitch, std::int64_t groups, typename E::Bits* out,
+                      std::int64_t out_pitch) {
   using T = Lane<typename E::Bits>;
   const auto* const from = reinterpret_cast<const T*>(dense);
   auto* const to = reinterpret_cast<T*>(out);
   Each<T>(groups, [&](auto d, std::int64_t n) HWY_ATTR {
+    auto v = LoadGroups<kAcross>(d, from, pitch, n);
+    const auto a = Key<E>(d, v.a), b = Key<E>(d, v.b);
+    const auto ba = hn::Gt(b, a);  // a later one has to be larger to win
     if constexpr (kGroup<T> == 2) {
-      hn::Vec<decltype(d)> x, y;
-      hn::LoadInterleaved2(d, from + 2 * n, x, y);
-      const auto second = hn::Gt(Key<E>(d, y), Key<E>(d, x));
-      hn::StoreInterleaved2(hn::IfThenZeroElse(second, x), hn::IfThenElseZero(second, y), d, to + 2 * n);
-    } else {
-      const auto v = LoadFour(d, from + 4 * n);
-      const auto a = Key<E>(d, v.a), b = Key<E>(d, v.b), c = Key<E>(d, v.c), e = Key<E>(d, v.d);
-      // One that loses to at most one other stays; a later one has to be larger to win.
-      const auto ba = hn::Gt(b, a), ca = hn::Gt(c, a), ea = hn::Gt(e, a);
-      const auto cb = hn::Gt(c, b), eb = hn::Gt(e, b), ec = hn::Gt(e, c);
-      hn::StoreInterleaved4(hn::IfThenZeroElse(Most(ba, ca, ea), v.a),
-                            hn::IfThenZeroElse(Most(hn::Not(ba), cb, eb), v.b),
-                            hn::IfThenZeroElse(Most(hn::Not(ca), hn::Not(cb), ec), v.c),
-                            hn::IfThenElseZero(Most(ea, eb, ec), v.d), d, to + 4 * n);
+      v.a = hn::IfThenZeroElse(ba, v.a);
+      v.b = hn::IfThenElseZero(ba, v.b);
+    } else {  // one that loses to at most one other stays
+      const auto c = Key<E>(d, v.c), e = Key<E>(d, v.d);
+      const auto ca = hn::Gt(c, a), ea = hn::Gt(e, a), cb = hn::Gt(c, b), eb = hn::Gt(e, b), ec = hn::Gt(e, c);
+      v.a = hn::IfThenZeroElse(Most(ba, ca, ea), v.a);
+      v.b = hn::IfThenZeroElse(Most(hn::Not(ba), cb, eb), v.b);
+      v.c = hn::IfThenZeroElse(Most(hn::Not(ca), hn::Not(cb), ec), v.c);
+      v.d = hn::IfThenElseZero(Most(ea, eb, ec), v.d);
     }
+    StoreGroups<kAcross>(d, v, to, out_pitch, n);
   });
+}
+
+template <typename E>
+void PruneAlong(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* out) {
+  Prune<E, false>(dense, 0, groups, out, 0);
+}
+
+template <typename E>
+void PruneAcross(const typename E::Bits* dense, std::int64_t pitch, std::int64_t lines, typename E::Bits* out,
+                 std::int64_t out_pitch) {
+  Prune<E, true>(dense, pitch, lines, out, out_pitch);
 }
 
 template <typename Bits>
@@ -288,106 +311,187 @@ void Place(const Bits* values, const std::uint8_t* codes, std::int64_t groups, B
   });
 }
 
-/// What `kept` has a bit for stays, the rest becomes zero.
-template <typename Bits>
-void Keep(const Bits* dense, const std::uint8_t* kept, std::int64_t groups, Bits* out) {
-  using T = Lane<Bits>;
-  const auto* const from = reinterpret_cast<const T*>(dense);
-  auto* const to = reinterpret_cast<T*>(out);
-  Each<T>(groups, [&](auto d, std::int64_t n) HWY_ATTR {
-    const auto bits = LoadCodes(d, kept + n);
-    const auto only = [&](int bit, auto v) HWY_ATTR {
-      return hn::IfThenElseZero(hn::TestBit(bits, hn::Set(d, static_cast<T>(bit))), v);
-    };
-    if constexpr (kGroup<T> == 2) {
-      hn::Vec<decltype(d)> x, y;
-      hn::LoadInterleaved2(d, from + 2 * n, x, y);
-      hn::StoreInterleaved2(only(1, x), only(2, y), d, to + 2 * n);
+/// Numbers of which eight can be added: NaN above infinity above all others, and nothing but zero is zero, whatever the
+/// processor makes of subnormals.
+template <typename E, class D>
+HWY_INLINE hn::Vec<D> Magnitude(D d, hn::Vec<hn::Rebind<typename E::Bits, D>> v) {
+  using Sum = hn::TFromD<D>;
+  const hn::RebindToSigned<D> di;
+  using Wide = hn::TFromD<decltype(di)>;
+  const hn::Rebind<typename E::Bits, D> db;
+  if constexpr (E::kInteger) {
+    return hn::ConvertTo(d, hn::Abs(hn::PromoteTo(di, hn::BitCast(hn::RebindToSigned<decltype(db)>(), v))));
+  } else {
+    constexpr Sum kLarge = std::numeric_limits<Sum>::max() / 64, kSmall = std::numeric_limits<Sum>::min();
+    const Sum scale = static_cast<Sum>(std::ldexp(1.0, E::kExponent));
+    hn::Vec<decltype(di)> key;
+    const auto bits = hn::And(v, hn::Set(db, E::kMask));
+    if constexpr (sizeof(Wide) == sizeof(typename E::Bits)) {
+      key = hn::BitCast(di, bits);
     } else {
-      const auto v = LoadFour(d, from + 4 * n);
-      hn::StoreInterleaved4(only(1, v.a), only(2, v.b), only(4, v.c), only(8, v.d), d, to + 4 * n);
+      key = hn::PromoteTo(di, bits);
     }
-  });
+    const auto top = hn::Set(di, static_cast<Wide>(E::kTop));
+    auto x = hn::Mul(hn::BitCast(d, hn::ShiftLeft<E::kShift>(key)), hn::Set(d, scale));
+    x = hn::Min(hn::Max(x, hn::Set(d, kSmall)), hn::Set(d, kLarge));
+    if constexpr (E::kInfinite) {
+      x = hn::IfThenElse(hn::RebindMask(d, hn::Eq(key, top)), hn::Set(d, 2 * kLarge), x);
+    }
+    x = hn::IfThenElse(hn::RebindMask(d, hn::Gt(key, top)), hn::Set(d, 4 * kLarge), x);
+    return hn::IfThenZeroElse(hn::RebindMask(d, hn::Eq(key, hn::Zero(di))), x);
+  }
 }
 
-/// The best of the 90 masks for each square of a vector, rows `pitch` numbers apart; kAll where none is needed.
+/// A sum of magnitudes and the bits of what was added, for a square in each lane.
 template <class D>
-HWY_INLINE void BestMasks(D d, const hn::TFromD<D>* rows, std::int64_t pitch, hwy::MakeSigned<hn::TFromD<D>>* which) {
+struct Choice {
+  hn::Vec<D> sum;
+  hn::Vec<hn::RebindToSigned<D>> kept;
+};
+template <class D>
+HWY_INLINE Choice<D> Better(D, const Choice<D>& a, const Choice<D>& b) {
   const hn::RebindToSigned<D> di;
-  using V = hn::Vec<D>;
-  Four<D> r[4];
-  V pairs[4][6], upper[36], lower[36];
-  for (int n = 0; n < 4; ++n) {
-    r[n] = LoadFour(d, rows + n * pitch);
-    const auto& [a, b, c, e] = r[n];
-    pairs[n][0] = hn::Add(a, b);
-    pairs[n][1] = hn::Add(a, c);
-    pairs[n][2] = hn::Add(a, e);
-    pairs[n][3] = hn::Add(b, c);
-    pairs[n][4] = hn::Add(b, e);
-    pairs[n][5] = hn::Add(c, e);
+  return {hn::Max(a.sum, b.sum), hn::IfThenElse(hn::RebindMask(di, hn::Gt(b.sum, a.sum)), b.kept, a.kept)};
+}
+template <class D>
+HWY_INLINE Choice<D> Both(D, const Choice<D>& a, const Choice<D>& b) {
+  return {hn::Add(a.sum, b.sum), hn::Or(a.kept, b.kept)};
+}
+
+/// The six sums of two of a row.
+template <class D>
+struct Pairs {
+  explicit HWY_INLINE Pairs(const Four<D>& r)
+      : sums{hn::Add(r.a, r.b), hn::Add(r.a, r.c), hn::Add(r.a, r.d),
+             hn::Add(r.b, r.c), hn::Add(r.b, r.d), hn::Add(r.c, r.d)} {}
+  hn::Vec<D> sums[6];
+};
+
+/// The best of the 90 masks that keep two of every row and column, four bits for each row. Two rows that keep s and t
+/// leave what the complements of s and t keep, in either order; any pair and its complement where t is that of s.
+template <class D>
+HWY_INLINE hn::Vec<hn::RebindToSigned<D>> BestMask(D d, const Four<D> (&r)[4]) {
+  const hn::RebindToSigned<D> di;
+  using Int = hn::TFromD<decltype(di)>;
+  const Pairs<D> pairs[4] = {Pairs<D>(r[0]), Pairs<D>(r[1]), Pairs<D>(r[2]), Pairs<D>(r[3])};
+  const auto upper = [&](int s, int t) HWY_ATTR {
+    return Choice<D>{hn::Add(pairs[0].sums[s], pairs[1].sums[t]),
+                     hn::Set(di, static_cast<Int>(kPairs[s] | kPairs[t] << 4))};
+  };
+  const auto lower = [&](int s, int t) HWY_ATTR {
+    return Choice<D>{hn::Add(pairs[2].sums[s], pairs[3].sums[t]),
+                     hn::Set(di, static_cast<Int>(kPairs[s] << 8 | kPairs[t] << 12))};
+  };
+  auto above = upper(0, 5), below = lower(0, 5);
+  for (int s = 1; s < 6; ++s) {
+    above = Better(d, above, upper(s, 5 - s));
+    below = Better(d, below, lower(s, 5 - s));
   }
-  for (int n = 0; n < 36; ++n) {
-    upper[n] = hn::Add(pairs[0][n / 6], pairs[1][n % 6]);
-    lower[n] = hn::Add(pairs[2][n / 6], pairs[3][n % 6]);
+  auto best = Both(d, above, below);
+  for (int s = 0; s < 6; ++s) {
+    best = Better(d, best, Both(d, upper(s, s), lower(5 - s, 5 - s)));
+    for (int t = s + 1; t < 6; ++t) {
+      if (t != 5 - s) {
+        best = Better(
+            d, best, Both(d, Better(d, upper(s, t), upper(t, s)), Better(d, lower(5 - s, 5 - t), lower(5 - t, 5 - s))));
+      }
+    }
   }
-  V best = hn::Set(d, -1);
-  auto index = hn::Zero(di);
-  for (int n = 0; n < 90; ++n) {
-    const auto& mask = kMasks[static_cast<std::size_t>(n)];
-    const V sum = hn::Add(upper[mask[0] * 6 + mask[1]], lower[mask[2] * 6 + mask[3]]);
-    const auto better = hn::Gt(sum, best);
-    best = hn::Max(sum, best);
-    index = hn::IfThenElse(hn::RebindMask(di, better), hn::Set(di, static_cast<hn::TFromD<decltype(di)>>(n)), index);
-  }
-  const auto is = [&](V v) HWY_ATTR { return hn::Gt(v, hn::Zero(d)); };
-  const auto over = [&](V a, V b, V c, V e) HWY_ATTR { return TooMany(is(a), is(b), is(c), is(e)); };
-  auto any = hn::Or(over(r[0].a, r[1].a, r[2].a, r[3].a), over(r[0].b, r[1].b, r[2].b, r[3].b));
-  any = hn::Or(any, hn::Or(over(r[0].c, r[1].c, r[2].c, r[3].c), over(r[0].d, r[1].d, r[2].d, r[3].d)));
-  for (const auto& [a, b, c, e] : r) {
-    any = hn::Or(any, over(a, b, c, e));
-  }
-  hn::StoreU(hn::IfThenElse(hn::RebindMask(di, any), index, hn::Set(di, kAll)), di, which);
+  return best.kept;
+}
+
+/// Where a square has more than two non-zeros in a row or a column.
+template <class D>
+HWY_INLINE hn::Mask<D> NeedsMask(D d, const Four<D> (&r)[4]) {
+  const auto over = [d](auto a, auto b, auto c, auto e) HWY_ATTR {
+    const auto zero = hn::Zero(d);
+    return TooMany(hn::Gt(a, zero), hn::Gt(b, zero), hn::Gt(c, zero), hn::Gt(e, zero));
+  };
+  const auto columns = hn::Or(hn::Or(over(r[0].a, r[1].a, r[2].a, r[3].a), over(r[0].b, r[1].b, r[2].b, r[3].b)),
+                              hn::Or(over(r[0].c, r[1].c, r[2].c, r[3].c), over(r[0].d, r[1].d, r[2].d, r[3].d)));
+  const auto row = [&](int n) HWY_ATTR { return over(r[n].a, r[n].b, r[n].c, r[n].d); };
+  return hn::Or(columns, hn::Or(hn::Or(row(0), row(1)), hn::Or(row(2), row(3))));
 }
 
 template <typename E>
 void Squares(const typename E::Bits* dense, std::int64_t pitch, std::int64_t groups, typename E::Bits* out,
              std::int64_t out_pitch) {
-  using Sum = typename E::Sum;
-  constexpr std::int64_t kSide = kGroup<typename E::Bits>, kRun = 64;
-  const hn::ScalableTag<Sum> d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  HWY_ALIGN Sum sizes[kSide * kSide * kRun];
-  HWY_ALIGN hwy::MakeSigned<Sum> which[kRun];
-  std::uint8_t kept[kSide][kRun];
-  for (std::int64_t begin = 0; begin < groups; begin += kRun) {
-    const std::int64_t run = std::min(kRun, groups - begin);
-    for (std::int64_t r = 0; r < kSide; ++r) {
-      const auto* const from = dense + r * pitch + begin * kSide;
-      Sum* const to = sizes + r * kSide * kRun;
-      for (std::int64_t n = 0; n < run * kSide; ++n) {
-        to[n] = magnitude<E>(from[n]);
-      }
-      std::fill(to + run * kSide, to + kSide * kRun, Sum{0});
-    }
-    if constexpr (kSide == 2) {
-      for (std::int64_t n = 0; n < run; ++n) {
-        const Sum *const x = sizes + 2 * n, *const y = x + kSide * kRun;
-        kept[0][n] = x[0] + y[1] >= x[1] + y[0] ? 1 : 2;
-        kept[1][n] = static_cast<std::uint8_t>(3 - kept[0][n]);
-      }
+  using Bits = typename E::Bits;
+  Each<typename E::Sum>(groups, [&](auto d, std::int64_t n) HWY_ATTR {
+    using Tag = hn::Rebind<Bits, decltype(d)>;
+    const Tag db;
+    if constexpr (kGroup<Bits> == 2) {
+      hn::Vec<Tag> a, b, c, e;
+      hn::LoadInterleaved2(db, dense + 2 * n, a, b);
+      hn::LoadInterleaved2(db, dense + pitch + 2 * n, c, e);
+      const auto size = [d](auto v) HWY_ATTR { return Magnitude<E>(d, v); };
+      const auto other = hn::RebindMask(db, hn::Gt(hn::Add(size(b), size(c)), hn::Add(size(a), size(e))));
+      hn::StoreInterleaved2(hn::IfThenZeroElse(other, a), hn::IfThenElseZero(other, b), db, out + 2 * n);
+      hn::StoreInterleaved2(hn::IfThenElseZero(other, c), hn::IfThenZeroElse(other, e), db, out + out_pitch + 2 * n);
     } else {
-      for (std::int64_t n = 0; n < run; n += lanes) {
-        BestMasks(d, sizes + n * kSide, kSide * kRun, which + n);
+      Four<Tag> rows[4];
+      Four<decltype(d)> sizes[4];
+      for (int r = 0; r < 4; ++r) {
+        rows[r] = LoadFour(db, dense + r * pitch + 4 * n);
+        sizes[r] = {Magnitude<E>(d, rows[r].a), Magnitude<E>(d, rows[r].b), Magnitude<E>(d, rows[r].c),
+                    Magnitude<E>(d, rows[r].d)};
       }
-      for (std::int64_t n = 0; n < run; ++n) {
-        for (std::int64_t r = 0; r < kSide; ++r) {
-          kept[r][n] = kKept[static_cast<std::size_t>(which[n])][static_cast<std::size_t>(r)];
+      const hn::RebindToSigned<decltype(d)> di;
+      const auto needs = hn::RebindMask(di, NeedsMask(d, sizes));
+      auto kept = hn::BitCast(hn::RebindToUnsigned<decltype(d)>(),
+                              hn::IfThenElse(needs, BestMask(d, sizes), hn::Set(di, 0xffff)));
+      for (int r = 0; r < 4; ++r) {
+        hn::Vec<Tag> bits;
+        if constexpr (sizeof(Bits) == sizeof(typename E::Sum)) {
+          bits = kept;
+        } else {
+          bits = hn::TruncateTo(db, kept);
         }
+        const auto only = [&](Bits bit, auto v)
+                              HWY_ATTR { return hn::IfThenElseZero(hn::TestBit(bits, hn::Set(db, bit)), v); };
+        hn::StoreInterleaved4(only(1, rows[r].a), only(2, rows[r].b), only(4, rows[r].c), only(8, rows[r].d), db,
+                              out + r * out_pitch + 4 * n);
+        kept = hn::ShiftRight<4>(kept);
       }
     }
-    for (std::int64_t r = 0; r < kSide; ++r) {
-      Keep(dense + r * pitch + begin * kSide, kept[r], run, out + r * out_pitch + begin * kSide);
+  });
+}
+
+/// to(c, r) = from(r, c). Squares of one vector's side go through registers, in rounds that interleave halves.
+template <typename Bits>
+void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, Bits* to,
+          std::int64_t to_pitch) {
+  constexpr int kSide = 16 / sizeof(Bits);
+  constexpr bool kVectors = HWY_TARGET != HWY_SCALAR;
+  const std::int64_t whole_rows = kVectors ? rows - rows % kSide : 0, whole_cols = kVectors ? cols - cols % kSide : 0;
+#if HWY_TARGET != HWY_SCALAR
+  using Tag = hn::CappedTag<Bits, static_cast<std::size_t>(kSide)>;
+  const Tag d;
+  // Along the longer lines, which are far apart in memory and may share cache sets.
+  const bool down = to_pitch > from_pitch;
+  for (std::int64_t i = 0; i < (down ? whole_cols : whole_rows); i += kSide) {
+    for (std::int64_t k = 0; k < (down ? whole_rows : whole_cols); k += kSide) {
+      const std::int64_t r = down ? k : i, c = down ? i : k;
+      hn::Vec<Tag> v[kSide], w[kSide];
+      for (int n = 0; n < kSide; ++n) {
+        v[n] = hn::LoadU(d, from + (r + n) * from_pitch + c);
+      }
+      for (int round = 1; round < kSide; round *= 2) {
+        for (int n = 0; n < kSide / 2; ++n) {
+          w[2 * n] = hn::InterleaveLower(d, v[n], v[n + kSide / 2]);
+          w[2 * n + 1] = hn::InterleaveUpper(d, v[n], v[n + kSide / 2]);
+        }
+        std::copy_n(w, kSide, v);
+      }
+      for (int n = 0; n < kSide; ++n) {
+        hn::StoreU(v[n], d, to + (c + n) * to_pitch + r);
+      }
+    }
+  }
+#endif
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (std::int64_t c = r < whole_rows ? whole_cols : 0; c < cols; ++c) {
+      to[c * to_pitch + r] = from[r * from_pitch + c];
     }
   }
 }
@@ -395,7 +499,8 @@ void Squares(const typename E::Bits* dense, std::int64_t pitch, std::int64_t gro
 template <typename E>
 const GroupKernels<typename E::Bits>* Kernels() {
   using Bits = typename E::Bits;
-  static constexpr GroupKernels<Bits> kernels{Encode<E>, Prune<E>, Pick<Bits>, Place<Bits>, Squares<E>};
+  static constexpr GroupKernels<Bits> kernels{Compress<E>, LookAlong<E>, LookAcross<E>, PruneAlong<E>, PruneAcross<E>,
+                                              Pick<Bits>,  Place<Bits>,  Squares<E>,    Turn<Bits>};
   return &kernels;
 }
 

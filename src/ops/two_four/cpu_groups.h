@@ -10,16 +10,24 @@ namespace fretwork::two_four {
 /// T is an unsigned integer of the elements' size; groups are pairs for 32 bits, else fours.
 template <typename T>
 struct GroupKernels {
-  /// Codes of the non-zeros; gives whether a group has too many, whose code is then any valid one.
-  bool (*encode)(const T* dense, std::int64_t groups, std::uint8_t* codes);
+  /// The non-zeros and their codes; gives whether a group has too many, whose code is then any valid one.
+  bool (*compress)(const T* dense, std::int64_t groups, T* values, std::uint8_t* codes);
+  /// Only looks.
+  bool (*look)(const T* dense, std::int64_t groups);
+  /// The same for one group of each of neighbouring lines, whose elements are `pitch` apart.
+  bool (*look_across)(const T* dense, std::int64_t pitch, std::int64_t lines);
   /// The largest magnitudes stay where they are, zeros elsewhere.
   void (*prune)(const T* dense, std::int64_t groups, T* out);
+  void (*prune_across)(const T* dense, std::int64_t pitch, std::int64_t lines, T* out, std::int64_t out_pitch);
   /// Elements that are kept, one after the other.
   void (*pick)(const T* dense, const std::uint8_t* codes, std::int64_t groups, T* values);
   /// Values where they belong, zeros elsewhere.
   void (*place)(const T* values, const std::uint8_t* codes, std::int64_t groups, T* dense);
   /// Transposable pruning of a row of squares, lines `pitch` and `out_pitch` apart.
   void (*squares)(const T* dense, std::int64_t pitch, std::int64_t groups, T* out, std::int64_t out_pitch);
+  /// to(c, r) = from(r, c).
+  void (*turn)(const T* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, T* to,
+               std::int64_t to_pitch);
 };
 
 template <typename T>

@@ -1,9 +1,201 @@
-// 2:4 products with few columns.
-#include "fretwork/error.h"
+// 2:4 products with few columns: which are for this kernel, how warps and CTAs share them, the launch.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <iterator>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/divide.h"
+#include "ops/two_four/params_few.cuh"
 #include "ops/two_four/problem.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
 
 namespace fretwork::two_four::cuda {
+namespace {
 
-bool run_few(const Problem&, Context&) { return false; }
+namespace driver = fretwork::cuda;
+using namespace few;
+
+/// A type, the numbers of columns that it has a kernel for (as bits: a power of two each), and its size.
+struct Kind {
+  DType dtype;
+  int columns;
+  int bytes;
+};
+constexpr Kind kKinds[] = {
+    {DType::f16, 8 | 16 | 32 | 64, 2}, {DType::bf16, 8 | 16 | 32 | 64, 2}, {DType::i8, 16 | 64, 1}};
+constexpr int kLeastColumns = 8, kSizes = 4;  // 8, 16, 32, 64
+constexpr int kMostLogSplit = 3;
+
+KernelSpec instance(DType dtype, int columns) {
+  return {"ops/two_four/kernel_few.cuh",
+          std::string("fretwork::two_four::few::product<") + device_type(dtype) + ", " + std::to_string(columns) + ">"};
+}
+std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+  std::vector<KernelSpec> list;
+  for (const Kind& kind : kKinds) {
+    for (int columns = kLeastColumns; columns <= kMostColumns; columns *= 2) {
+      if ((kind.columns & columns) != 0) {
+        list.push_back(instance(kind.dtype, columns));
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"two_four", list_kernels};
+constexpr std::size_t kCount = std::size(kKinds) * kSizes;
+constinit KernelTable<kCount> kernels;
+
+bool aligned(const void* data, std::size_t bytes) { return reinterpret_cast<std::uintptr_t>(data) % bytes == 0; }
+/// Steps of `stride` keep what `count` of them start from a multiple of.
+bool keeps(std::int64_t count, std::int64_t stride, std::int64_t multiple) {
+  return count == 1 || stride % multiple == 0;
+}
+
+bool gives(const Problem& p) {
+  if (p.dtype != DType::i8) {
+    return p.out == p.dtype || p.out == DType::f32;
+  }
+  const bool plain = p.bias.data == nullptr && p.scale_s.data == nullptr && p.scale_b.data == nullptr &&
+                     p.activation == Activation::none;
+  return p.out == DType::f32 || p.out == DType::f16 || p.out == DType::bf16 || (p.out == DType::i32 && plain);
+}
+
+/// Values in 16 bytes, the metadata of these at once, and types and numbers that the kernel knows.
+bool suits(const Problem& p, const Kind& kind) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 64;
+  const std::int64_t run = kRunBytes / kind.bytes;
+  const bool sizes = p.n <= kMostColumns && p.batch <= kMostColumns && p.n * p.batch <= kMostColumns && p.m <= kMost &&
+                     p.k <= kMost && p.k > 0 && p.k % run == 0;
+  return gives(p) && sizes && p.values.along == 1 && aligned(p.values.data, 16) &&
+         keeps(p.m, p.values.line * kind.bytes, 16) && (p.words.along == 1 || p.k <= 8 * p.word_bytes) &&
+         aligned(p.words.data, static_cast<std::size_t>(run / 8)) && keeps(p.m, p.words.line * p.word_bytes, run / 8);
+}
+
+/// How many warps of a CTA stand along the rows, and how many CTAs share the k of their rows, as powers of two.
+struct Spread {
+  int log_rows = 3, log_split = 0;
+};
+
+/// Clusters of 2^log_split CTAs, one to a multiprocessor, that run at once.
+int resident_clusters(const Kernel& kernel, std::size_t which, int log_split, int device) {
+  constexpr std::size_t kDevices = 16, kOfKernel = kMostLogSplit + 1;
+  static constinit std::array<std::atomic<int>, kDevices * kCount * kOfKernel> known{};
+  const auto ask = [&] {
+    return std::max(1, kernel.active_clusters(1 << log_split, kThreads, shared_bytes(kMostColumns, 3)));
+  };
+  if (static_cast<std::size_t>(device) >= kDevices) {
+    return ask();
+  }
+  const std::size_t kernel_place = static_cast<std::size_t>(device) * kCount + which;
+  std::atomic<int>& place = known[kernel_place * kOfKernel + static_cast<std::size_t>(log_split)];
+  if (place.load(std::memory_order_relaxed) == 0) {
+    place.store(ask(), std::memory_order_relaxed);
+  }
+  return place.load(std::memory_order_relaxed);
+}
+
+/// Clocks that a spread takes at best: memory gives the sparse operand, L2 that and b, to all CTAs that run at once.
+double cost(const Problem& p, std::int64_t runs, const Spread& spread, std::int64_t resident) {
+  constexpr double kMemory = 2400, kL2 = 3200, kMultiprocessor = 32, kStart = 2000, kMeet = 1500;
+  const int parts = parts_of(spread.log_rows);
+  const std::int64_t split = std::int64_t{1} << spread.log_split;
+  const std::int64_t ctas = ceil_div(p.m, std::int64_t{kRows} << spread.log_rows) * split;
+  const std::int64_t stages = ceil_div(ceil_div(runs, std::int64_t{kBlockRuns} * parts), split);
+  const double sparse = kWarps * kRows * kBlockRuns * (p.dtype == DType::i8 ? 20 : 18);
+  const double b = double(parts) * kBlockRuns * kRunBytes * double(p.n * p.batch);
+  const auto active = static_cast<double>(std::min(ctas, resident));
+  const double stage = std::max({sparse / kMultiprocessor, sparse * active / kMemory, (sparse + b) * active / kL2});
+  return double(ceil_div(ctas, resident)) * (double(stages) * stage + kStart) + (split > 1 ? kMeet : 0);
+}
+
+Spread choose(const Problem& p, std::int64_t runs, int columns, const Kernel& kernel, std::size_t which, int device) {
+  const driver::DeviceInfo& info = driver::device_info(device);
+  Spread best;
+  double least = std::numeric_limits<double>::max();
+  for (int log_split = 0; log_split <= (info.arch >= 90 ? kMostLogSplit : 0); ++log_split) {
+    for (int log_rows = 0; log_rows <= 3; ++log_rows) {
+      const Spread spread{log_rows, log_split};
+      const std::int64_t stages = ceil_div(runs, std::int64_t{kBlockRuns} * parts_of(log_rows));
+      if (parts_of(log_rows) * columns > kMostColumns || stages < std::int64_t{1} << log_split) {
+        continue;
+      }
+      const std::int64_t resident =
+          log_split == 0 ? info.multiprocessors : resident_clusters(kernel, which, log_split, device) << log_split;
+      if (const double clocks = cost(p, runs, spread, resident); clocks < least) {
+        least = clocks;
+        best = spread;
+      }
+    }
+  }
+  return best;
+}
+
+Params fill(const Problem& p, const Kind& kind, const Spread& spread) {
+  Params params{};
+  params.values = p.values.data;
+  params.words = p.words.data;
+  params.b = p.b.data;
+  params.bias = p.bias.data;
+  params.scale_s = static_cast<const float*>(p.scale_s.data);
+  params.scale_b = static_cast<const float*>(p.scale_b.data);
+  params.c = p.c.data;
+  params.values_line = p.values.line * kind.bytes;
+  params.words_line = p.words.line * p.word_bytes;
+  params.b_row = p.b.row * kind.bytes;
+  params.b_col = p.b.col * kind.bytes;
+  params.b_batch = p.b.batch * kind.bytes;
+  params.c_row = p.c.row;
+  params.c_col = p.c.col;
+  params.c_batch = p.c.batch;
+  params.bias_stride = p.bias.stride;
+  params.scale_s_stride = p.scale_s.stride;
+  params.scale_b_stride = p.scale_b.stride;
+  params.m = static_cast<int>(p.m);
+  params.n = static_cast<int>(p.n);
+  params.columns = static_cast<int>(p.n * p.batch);
+  params.runs = static_cast<int>(p.k * kind.bytes / kRunBytes);
+  params.log_rows = spread.log_rows;
+  params.split = 1 << spread.log_split;
+  params.activation = static_cast<int>(p.activation);
+  const std::int64_t four_runs = 16 / kind.bytes;  // bytes of metadata
+  params.words_wide =
+      aligned(p.words.data, static_cast<std::size_t>(four_runs)) && keeps(p.m, params.words_line, four_runs);
+  params.b_wide =
+      p.b.row == 1 && aligned(p.b.data, 4) && keeps(p.n, params.b_col, 4) && keeps(p.batch, params.b_batch, 4);
+  params.c_rows = p.n == 1 || std::llabs(p.c.row) <= std::llabs(p.c.col);
+  params.c_wide =
+      p.c.row == 1 && aligned(p.c.data, 4 * size_of(p.out)) && keeps(p.n, p.c.col, 4) && keeps(p.batch, p.c.batch, 4);
+  params.out = p.out == DType::f32 ? kOutF32 : p.out == DType::f16 ? kOutF16 : p.out == DType::i32 ? kOutI32 : kOutBf16;
+  return params;
+}
+
+}  // namespace
+
+bool run_few(const Problem& problem, Context& context) {
+  const int device = context.device.index, arch = driver::device_info(device).arch;
+  const Kind* const kind = std::ranges::find(kKinds, problem.dtype, &Kind::dtype);
+  if (arch < 80 || kind == std::end(kKinds) || !suits(problem, *kind)) {
+    return false;
+  }
+  int columns = kLeastColumns;
+  std::size_t which = static_cast<std::size_t>(kind - kKinds) * kSizes;
+  for (; columns < problem.n * problem.batch || (kind->columns & columns) == 0; columns *= 2) {
+    ++which;
+  }
+  const Kernel& kernel = kernels.get(which, device, [&] { return instance(problem.dtype, columns); });
+  const std::int64_t runs = problem.k * kind->bytes / kRunBytes;
+  const Spread spread = choose(problem, runs, columns, kernel, which, device);
+  const Params params = fill(problem, *kind, spread);
+  const std::int64_t grid = ceil_div(problem.m, std::int64_t{kRows} << spread.log_rows) << spread.log_split;
+  kernel.launch_clusters(grid, params.split, kThreads, shared_bytes(columns, spread.log_rows), &params, context.stream,
+                         arch >= 90);
+  return true;
+}
 
 }  // namespace fretwork::two_four::cuda

@@ -36,40 +36,26 @@ __device__ __forceinline__ float magnitude_of(FormatKind kind, u32 bits) {
 /// The six ways to keep two of four, as bits; way 5 − n keeps what way n does not.
 inline constexpr u32 kWays[6] = {0x3, 0x5, 0x9, 0x6, 0xa, 0xc};
 
-/// The half of a square with the largest sum. Of equal sums the first wins, in the order that the CPU has too.
+/// The half of a square with the largest sum; of equal sums the first.
 __device__ __forceinline__ u32 best_square(const float (&x)[2][2]) {
   return x[0][0] + x[1][1] >= x[0][1] + x[1][0] ? 0x9u : 0x6u;
 }
 
-/// Whether ways upper % 6, upper / 6 of rows 0 and 1 and lower % 6, lower / 6 of rows 2 and 3 keep two of each column.
-constexpr bool is_mask(int lower, int upper) {
-  const u32 a = kWays[upper % 6], b = kWays[upper / 6], c = kWays[lower % 6], d = kWays[lower / 6];
-  return (a ^ b) == (c ^ d) && (a & b) == (0xfu ^ (c | d));
+/// A sum of magnitudes and the bits of what was added.
+struct FormatChoice {
+  float sum;
+  u32 kept;
+};
+__device__ __forceinline__ FormatChoice better(const FormatChoice& a, const FormatChoice& b) {
+  return {fmaxf(a.sum, b.sum), b.sum > a.sum ? b.kept : a.kept};
+}
+__device__ __forceinline__ FormatChoice both(const FormatChoice& a, const FormatChoice& b) {
+  return {a.sum + b.sum, a.kept | b.kept};
 }
 
-/// The sum of the two elements of a row that `set` has.
-__device__ __forceinline__ float sum_of(const float (&x)[4], u32 set) {
-  return ((set & 1u ? x[0] : 0.0f) + (set & 2u ? x[1] : 0.0f)) + ((set & 4u ? x[2] : 0.0f) + (set & 8u ? x[3] : 0.0f));
-}
-
-/// What rows 0 and 1 keep where rows 2 and 3 keep c and d and the best sum there is is `best`: the first that reach it.
-/// Row 1 changes slower than row 0, and way n of row 0 goes with way 5 − n of row 1 where c and d share nothing.
-__device__ __forceinline__ u32 first_upper(const float (&x)[4][4], const float (&way)[4][6], u32 c, u32 d, float best) {
-  const float low = sum_of(x[2], c) + sum_of(x[3], d);
-  const u32 once = c ^ d, twice = 0xfu & ~(c | d), first = once & (0u - once);
-  const u32 a = twice | (once ^ first), b = twice | first;  // a pair with a lower column comes first
-  u32 upper = sum_of(x[0], a) + sum_of(x[1], b) + low == best ? a | b << 4 : b | a << 4;
-  if (once == 0xfu) {
-#pragma unroll
-    for (int n = 5; n >= 0; --n) {
-      upper = way[0][5 - n] + way[1][n] + low == best ? kWays[5 - n] | kWays[n] << 4 : upper;
-    }
-  }
-  return upper;
-}
-
-/// Of the 90 masks that keep two of every row and column, in this order: the way of row 3 changes slowest, then that of
-/// row 2, row 1 and row 0. A sum is (row 0 + row 1) + (row 2 + row 3), rounded at each step.
+/// Of the 90 masks that keep two of every row and column. Two rows that keep s and t leave what the complements of s
+/// and t keep, in either order; any pair and its complement where t is that of s. What is compared with what, and in
+/// which order, decides between equal sums: the CPU's BestMask does the same.
 __device__ __forceinline__ u32 best_square(const float (&x)[4][4]) {
   float way[4][6];
 #pragma unroll
@@ -80,22 +66,26 @@ __device__ __forceinline__ u32 best_square(const float (&x)[4][4]) {
       way[r][n] = x[r][kFirst[n]] + x[r][kSecond[n]];
     }
   }
-  float best = -1.0f;
-  u32 half = 0;
+  const auto upper = [&](int s, int t) { return FormatChoice{way[0][s] + way[1][t], kWays[s] | kWays[t] << 4}; };
+  const auto lower = [&](int s, int t) { return FormatChoice{way[2][s] + way[3][t], kWays[s] << 8 | kWays[t] << 12}; };
+  FormatChoice above = upper(0, 5), below = lower(0, 5);
 #pragma unroll
-  for (int lower = 0; lower < 36; ++lower) {
-    float most = -1.0f;
+  for (int s = 1; s < 6; ++s) {
+    above = better(above, upper(s, 5 - s));
+    below = better(below, lower(s, 5 - s));
+  }
+  FormatChoice best = both(above, below);
 #pragma unroll
-    for (int upper = 0; upper < 36; ++upper) {
-      if (is_mask(lower, upper)) {
-        most = fmaxf(most, way[0][upper % 6] + way[1][upper / 6]);
+  for (int s = 0; s < 6; ++s) {
+    best = better(best, both(upper(s, s), lower(5 - s, 5 - s)));
+#pragma unroll
+    for (int t = s + 1; t < 6; ++t) {
+      if (t != 5 - s) {
+        best = better(best, both(better(upper(s, t), upper(t, s)), better(lower(5 - s, 5 - t), lower(5 - t, 5 - s))));
       }
     }
-    const float sum = most + (way[2][lower % 6] + way[3][lower / 6]);  // the largest: rounding keeps the order
-    half = sum > best ? kWays[lower % 6] | kWays[lower / 6] << 4 : half;
-    best = fmaxf(best, sum);
   }
-  return first_upper(x, way, half & 0xfu, half >> 4, best) | half << 8;
+  return best.kept;
 }
 
 /// Whether a row or a column of a square has more than half; where none has, all stays. (Such a square need not be part

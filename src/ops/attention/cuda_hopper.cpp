@@ -26,7 +26,7 @@ namespace {
 namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-constexpr int kMostColumns = 128;  // that registers have room for
+constexpr int kMostForward = 256, kMostBackward = 128;  // columns that registers have room for
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
@@ -35,12 +35,24 @@ KernelSpec instance(const std::string& file, const std::string& kernel, DType dt
           "fretwork::attention_op::hopper::" + kernel + "<" + device_type(dtype) + rest + ">"};
 }
 std::string flag(bool value) { return value ? ", true" : ", false"; }
-KernelSpec forward_instance(DType dtype, int depth, bool general) {
-  return instance("forward", "forward", dtype, ", " + std::to_string(depth) + flag(general));
+
+/// Columns that kernels have, of q and k and of v: whole 64s. Beyond those of a problem they find zeros, and store
+/// nothing.
+struct Columns {
+  int depth, values;
+
+  int most() const { return std::max(depth, values); }
+  std::string text() const { return ", " + std::to_string(depth) + ", " + std::to_string(values); }
+};
+Columns columns_of(const Problem& p) {
+  return {static_cast<int>(64 * ceil_div(p.depth, 64)), static_cast<int>(64 * ceil_div(p.value_depth, 64))};
 }
-KernelSpec backward_instance(DType dtype, int depth, bool keys, bool general) {
-  return instance("backward", keys ? "backward_keys" : "backward_queries", dtype,
-                  ", " + std::to_string(depth) + flag(general));
+
+KernelSpec forward_instance(DType dtype, const Columns& columns, bool general) {
+  return instance("forward", "forward", dtype, columns.text() + flag(general));
+}
+KernelSpec backward_instance(DType dtype, const Columns& columns, bool keys, bool general) {
+  return instance("backward", keys ? "backward_keys" : "backward_queries", dtype, columns.text() + flag(general));
 }
 KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype, ""); }
 KernelSpec statistics_instance(DType dtype) {
@@ -55,11 +67,13 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     list.push_back(fill_instance(dtype));
     list.push_back(statistics_instance(dtype));
-    for (const int depth : {64, 128}) {
+    for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
       for (const bool general : {false, true}) {
-        list.push_back(forward_instance(dtype, depth, general));
-        list.push_back(backward_instance(dtype, depth, false, general));
-        list.push_back(backward_instance(dtype, depth, true, general));
+        list.push_back(forward_instance(dtype, columns, general));
+        if (columns.most() <= kMostBackward) {
+          list.push_back(backward_instance(dtype, columns, false, general));
+          list.push_back(backward_instance(dtype, columns, true, general));
+        }
       }
     }
   }
@@ -67,34 +81,35 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<52> kernels;
+constinit KernelTable<196> kernels;
 
-unsigned number_of(DType dtype, int depth, bool general) {
-  return (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 | static_cast<unsigned>(depth / 64 - 1) << 2;
+unsigned number_of(DType dtype, const Columns& columns, bool general) {
+  return (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 | static_cast<unsigned>(columns.depth / 64 - 1) << 2 |
+         static_cast<unsigned>(columns.values / 64 - 1) << 4;
 }
-const Kernel& forward_kernel(DType dtype, int depth, bool general, int device) {
-  return kernels.get(number_of(dtype, depth, general), device, [&] { return forward_instance(dtype, depth, general); });
+const Kernel& forward_kernel(DType dtype, const Columns& columns, bool general, int device) {
+  return kernels.get(number_of(dtype, columns, general), device,
+                     [&] { return forward_instance(dtype, columns, general); });
 }
-const Kernel& backward_kernel(DType dtype, int depth, bool keys, bool general, int device) {
-  return kernels.get((keys ? 16u : 32u) + number_of(dtype, depth, general), device,
-                     [&] { return backward_instance(dtype, depth, keys, general); });
+const Kernel& backward_kernel(DType dtype, const Columns& columns, bool keys, bool general, int device) {
+  return kernels.get((keys ? 64u : 128u) + number_of(dtype, columns, general), device,
+                     [&] { return backward_instance(dtype, columns, keys, general); });
 }
 const Kernel& fill_kernel(DType dtype, int device) {
-  return kernels.get(48 + number_of(dtype, 64, false), device, [&] { return fill_instance(dtype); });
+  return kernels.get(192 + number_of(dtype, {64, 64}, false), device, [&] { return fill_instance(dtype); });
 }
 const Kernel& statistics_kernel(DType dtype, int device) {
-  return kernels.get(50 + number_of(dtype, 64, false), device, [&] { return statistics_instance(dtype); });
+  return kernels.get(194 + number_of(dtype, {64, 64}, false), device, [&] { return statistics_instance(dtype); });
 }
-
-/// Columns that the kernels for a problem have; beyond those of its own they find zeros, and store nothing.
-int kernel_depth(const Problem& p) { return static_cast<int>(64 * ceil_div(std::max(p.depth, p.value_depth), 64)); }
 
 /// Bytes for what ForwardShared and BackwardShared describe.
-int forward_shared(int depth) {
-  const int stages = depth == 64 ? 4 : 2;
-  return 1024 + 2 * depth * (2 * kRows + 2 * stages * kForwardShape.cols);
+int forward_shared(const Columns& columns) {
+  const auto [cols, items, stages] = forward_tiles(columns.depth, columns.values);
+  return 1024 + 2 * (items * kRows * columns.most() + stages * cols * (columns.depth + columns.values));
 }
-int backward_shared(int depth) { return 1024 + 4 * 256 * depth + (depth == 64 ? 8 : 6) * 128 * depth; }
+int backward_shared(const Columns& columns) {
+  return 1024 + 2 * columns.most() * (4 * kRows + 2 * (columns.most() == 64 ? 4 : 3) * kBackwardShape.cols);
+}
 
 // ------------------------------------------------------------------------------------------ plans on the device
 
@@ -473,12 +488,12 @@ std::vector<HeadRange> ranges_of(const Plans& plans, std::int64_t heads) {
   return ranges;
 }
 
-/// What both directions need; everything else is a matter of strides and plans.
-bool suits(const Problem& p, const Context& context) {
+/// What both directions need, up to so many columns; everything else is a matter of strides and plans.
+bool suits(const Problem& p, int most_columns, const Context& context) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
   const std::int64_t most =
       std::max(p.depth, p.value_depth);  // up to 32, half of what a kernel does would be for zeros
-  const bool size = most > 32 && most <= kMostColumns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
+  const bool size = most > 32 && most <= most_columns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
                     p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
                     p.cols > 0 && p.batch * p.heads < kMost;
   const bool plain = p.softcap == 0 && p.bias.data == nullptr && p.slopes.data == nullptr && p.dropout.rate == 0;
@@ -524,7 +539,7 @@ std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, c
   params.merge = at > 0 || prepared.fill ? 1 : 0;
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
   params.value_depth = static_cast<int>(p.value_depth);
-  return Launch{&forward_kernel(p.dtype, kernel_depth(p), c.general, device), prepared.schedules[at].grid, params};
+  return Launch{&forward_kernel(p.dtype, columns_of(p), c.general, device), prepared.schedules[at].grid, params};
 }
 
 /// Zeros in all rows of x, and −∞ in lse where there is one.
@@ -602,8 +617,8 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.value_depth = static_cast<int>(p.value_depth);
   params.scale = static_cast<float>(p.scale);
   params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
-  return BackwardLaunch{&backward_kernel(p.dtype, kernel_depth(p), keys, c.general, device),
-                        prepared.schedules[at].grid, params};
+  return BackwardLaunch{&backward_kernel(p.dtype, columns_of(p), keys, c.general, device), prepared.schedules[at].grid,
+                        params};
 }
 
 /// A gradient that is to be zero before anything is added to it.
@@ -642,7 +657,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
 }  // namespace
 
 bool forward(const Problem& problem, const Plans& plans, Context& context) {
-  if (!suits(problem, context) ||
+  if (!suits(problem, kMostForward, context) ||
       !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan); })) {
     return false;
   }
@@ -674,19 +689,23 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
                 {p.batch, range.count, p.rows}, p.value_depth, context);
   }
   for (const Launch& launch : launches) {
-    launch.kernel->launch_behind(launch.grid, kThreads, forward_shared(kernel_depth(p)), &launch.params,
-                                 context.stream);
+    launch.kernel->launch_behind(launch.grid, kThreads, forward_shared(columns_of(p)), &launch.params, context.stream);
   }
   return true;
 }
 
+TileShape forward_shape(const Problem& problem) {
+  const Columns columns = columns_of(problem);
+  return {kRows, forward_tiles(columns.depth, columns.values).cols};
+}
+
 bool forward(const Problem& problem, Context& context) {
-  if (!suits(problem, context)) {
+  if (!suits(problem, kMostForward, context)) {
     return false;
   }
   Plans plans;
   for (const auto& pattern : problem.patterns) {
-    plans.push_back(plan(*pattern, kForwardShape));
+    plans.push_back(plan(*pattern, forward_shape(problem)));
   }
   return forward(problem, plans, context);
 }
@@ -699,8 +718,8 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   // Heads that share keys are added up by one CTA, so they must share a plan as well.
   const auto whole = [&](const HeadRange& r) { return r.first % group == 0 && r.count % group == 0; };
   const bool wants_keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
-  if (!suits(p, context) || !movable(problem.d_o) || p.lse.data == nullptr || problem.d_bias.data != nullptr ||
-      (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
+  if (!suits(p, kMostBackward, context) || !movable(problem.d_o) || p.lse.data == nullptr ||
+      problem.d_bias.data != nullptr || (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
       (problem.d_q.data != nullptr && !movable(problem.d_q)) || p.batch * p.heads * p.rows >= kMost ||
       !std::all_of(plans.begin(), plans.end(), fit) || !std::all_of(transposed.begin(), transposed.end(), fit) ||
       !std::all_of(ranges.begin(), ranges.end(), whole) || !std::all_of(kv_ranges.begin(), kv_ranges.end(), whole)) {
@@ -726,14 +745,13 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
     launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, context);
   }
   for (const BackwardLaunch& launch : launches) {
-    launch.kernel->launch_behind(launch.grid, kThreads, backward_shared(kernel_depth(p)), &launch.params,
-                                 context.stream);
+    launch.kernel->launch_behind(launch.grid, kThreads, backward_shared(columns_of(p)), &launch.params, context.stream);
   }
   return true;
 }
 
 bool backward(const BackwardProblem& problem, Context& context) {
-  if (!suits(problem.forward, context)) {
+  if (!suits(problem.forward, kMostBackward, context)) {
     return false;
   }
   Plans plans, transposed;

@@ -197,6 +197,17 @@ TEST_F(Launches, WithLittleAndMuchSharedMemory) {
   EXPECT_THROW(kernel.launch(std::int64_t{1} << 31, 32, 0, nullptr, nullptr), Error);
 }
 
+TEST_F(Launches, PreparedAtOnceAndOneThatFails) {
+  const KernelSpec fresh{kMark.source + "// of its own\n", kMark.instance}, broken{"no kernel at all\n", "nothing"};
+  const KernelSpec specs[] = {broken, fresh, kRank, fresh};
+  prepare_kernels(specs, 0);
+  EXPECT_THROW(get_kernel(broken, 0), Error);
+  const cuda::DeviceBuffer out = zeros(1);
+  const Params params{static_cast<int*>(out.data()), 1, 7};
+  get_kernel(fresh, 0).launch(1, 32, 4, &params, nullptr);
+  EXPECT_EQ(read_back(out), std::vector<int>{7});
+}
+
 TEST_F(Launches, InClusters) {
   if (cuda::device_info(0).arch < 90) {
     GTEST_SKIP() << "clusters need sm_90";

@@ -79,9 +79,9 @@ struct Config {
                   "a head size whose tiles fit the " + std::to_string(there) + " bytes of shared memory on this GPU",
                   std::to_string(depth) + ", which needs " + std::to_string(shape().shared_bytes));
     }
-    static KernelTable<std::size(kDepths) * 5 * 2 * 3> table;
     return table.get(number(), device, [&] { return spec(); });
   }
+  static inline KernelTable<std::size(kDepths) * 5 * 2 * 3> table;
 };
 
 /// The smallest depth that a kernel is made for.
@@ -469,11 +469,26 @@ void query_gradient(const Given& given, Context& context) {
   d_q.finish();
 }
 
+/// Of keys and values: one kernel, or one for each that is wanted where a row is deep.
+std::vector<Config> key_configs(const BackwardProblem& b) {
+  const Config both = config_for(Make::d_keys_values, b.forward);
+  if (both.simple() || both.depth <= 128) {
+    return {both};
+  }
+  std::vector<Config> apart;
+  for (const auto& [make, wanted] : {std::pair{Make::d_keys, b.d_k.data}, std::pair{Make::d_values, b.d_v.data}}) {
+    if (wanted != nullptr) {
+      apart.push_back(config_for(make, b.forward));
+    }
+  }
+  return apart;
+}
+
 void key_gradients(const Given& given, Context& context) {
   const BackwardProblem& b = given.problem;
   const Problem& p = b.forward;
-  Config config = config_for(Make::d_keys_values, p);
-  const std::vector<Prepared> sets = prepare(p, config.tile(), true, context);
+  const std::vector<Config> configs = key_configs(b);
+  const std::vector<Prepared> sets = prepare(p, configs.front().tile(), true, context);
   BackwardParams params = backward_params(given);
   params.first = given.k.arg();
   params.second = given.v.arg();
@@ -485,15 +500,8 @@ void key_gradients(const Given& given, Context& context) {
   Target d_v(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, params.add, zero_first, context);
   params.d_first = d_k.arg();
   params.d_second = d_v.arg();
-  if (config.simple() || config.depth <= 128) {
+  for (const Config& config : configs) {
     launch_all(config, sets, params, context);
-  } else {
-    for (const auto& [make, wanted] : {std::pair{Make::d_keys, b.d_k.data}, std::pair{Make::d_values, b.d_v.data}}) {
-      config.make = make;
-      if (wanted != nullptr) {
-        launch_all(config, sets, params, context);
-      }
-    }
   }
   d_k.finish();
   d_v.finish();
@@ -643,11 +651,17 @@ void backward(const BackwardProblem& problem, Context& context) {
   if (hopper::backward(problem, context)) {
     return;
   }
+  const bool queries = problem.d_q.data != nullptr, keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
+  if (queries && keys) {
+    std::vector<Config> wanted = key_configs(problem);
+    wanted.push_back(config_for(Make::d_queries, p));
+    Config::table.prepare(std::span<const Config>(wanted), context.device.index);
+  }
   const Given given(problem, context);
-  if (problem.d_q.data != nullptr) {
+  if (queries) {
     query_gradient(given, context);
   }
-  if (problem.d_k.data != nullptr || problem.d_v.data != nullptr) {
+  if (keys) {
     key_gradients(given, context);
   }
   if (problem.d_bias.data != nullptr) {

@@ -83,24 +83,39 @@ const KernelList kKernels{"attention", list_kernels};
 
 constinit KernelTable<196> kernels;
 
-unsigned number_of(DType dtype, const Columns& columns, bool general) {
-  return (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 | static_cast<unsigned>(columns.depth / 64 - 1) << 2 |
-         static_cast<unsigned>(columns.values / 64 - 1) << 4;
-}
-const Kernel& forward_kernel(DType dtype, const Columns& columns, bool general, int device) {
-  return kernels.get(number_of(dtype, columns, general), device,
-                     [&] { return forward_instance(dtype, columns, general); });
-}
-const Kernel& backward_kernel(DType dtype, const Columns& columns, bool keys, bool general, int device) {
-  return kernels.get((keys ? 64u : 128u) + number_of(dtype, columns, general), device,
-                     [&] { return backward_instance(dtype, columns, keys, general); });
-}
-const Kernel& fill_kernel(DType dtype, int device) {
-  return kernels.get(192 + number_of(dtype, {64, 64}, false), device, [&] { return fill_instance(dtype); });
-}
-const Kernel& statistics_kernel(DType dtype, int device) {
-  return kernels.get(194 + number_of(dtype, {64, 64}, false), device, [&] { return statistics_instance(dtype); });
-}
+enum class Make : unsigned { forward, keys, queries, fill, statistics };
+
+/// Which kernel; the last two have neither columns nor another kind.
+struct Which {
+  Make make;
+  DType dtype;
+  Columns columns{64, 64};
+  bool general = false;
+
+  std::size_t number() const {
+    const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 |
+                            static_cast<unsigned>(columns.depth / 64 - 1) << 2 |
+                            static_cast<unsigned>(columns.values / 64 - 1) << 4;
+    return (make == Make::statistics ? 194u : 64 * static_cast<unsigned>(make)) + within;
+  }
+  KernelSpec spec() const {
+    switch (make) {
+      case Make::forward:
+        return forward_instance(dtype, columns, general);
+      case Make::keys:
+      case Make::queries:
+        return backward_instance(dtype, columns, make == Make::keys, general);
+      case Make::fill:
+        return fill_instance(dtype);
+      case Make::statistics:
+        break;
+    }
+    return statistics_instance(dtype);
+  }
+  const Kernel& kernel(int device) const {
+    return kernels.get(number(), device, [this] { return spec(); });
+  }
+};
 
 /// Bytes for what ForwardShared and BackwardShared describe.
 int forward_shared(const Columns& columns) {
@@ -510,16 +525,36 @@ int together(const Problem& p) {
       std::min(p.batch * p.heads, std::max<std::int64_t>(1, kCache / bytes) * (p.heads / p.kv_heads)));
 }
 
-// ------------------------------------------------------------------------------------------------- forward
+// ------------------------------------------------------------------------------------------------- launches
 
+template <typename Params>
 struct Launch {
-  const Kernel* kernel;
+  Which which;
   int grid;
-  ForwardParams params;
+  Params params;
 };
 
-std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared, std::size_t at,
-                                     int device) {
+/// Has the kernels of all launches and of `others` ready; those that are new are compiled at once.
+template <typename Params>
+void prepare_kernels(const std::vector<Launch<Params>>& launches, std::vector<Which> others, int device) {
+  for (const Launch<Params>& launch : launches) {
+    others.push_back(launch.which);
+  }
+  kernels.prepare(std::span<const Which>(others), device);
+}
+
+template <typename Params>
+void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, const Context& context) {
+  for (const Launch<Params>& launch : launches) {
+    launch.which.kernel(context.device.index)
+        .launch_behind(launch.grid, kThreads, shared_bytes, &launch.params, context.stream);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------- forward
+
+std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared,
+                                                    std::size_t at) {
   const DeviceComponent& c = prepared.component(at);
   const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count, p.rows}, p.depth, c.rows);
   const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.cols);
@@ -539,7 +574,7 @@ std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, c
   params.merge = at > 0 || prepared.fill ? 1 : 0;
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
   params.value_depth = static_cast<int>(p.value_depth);
-  return Launch{&forward_kernel(p.dtype, columns_of(p), c.general, device), prepared.schedules[at].grid, params};
+  return Launch<ForwardParams>{{Make::forward, p.dtype, columns_of(p), c.general}, prepared.schedules[at].grid, params};
 }
 
 /// Zeros in all rows of x, and −∞ in lse where there is one.
@@ -552,16 +587,14 @@ void launch_fill(DType dtype, const Operand& x, const Operand& lse, const std::a
   params.per_head = static_cast<int>(sizes[2]);
   params.heads = static_cast<int>(sizes[1]);
   params.depth = static_cast<int>(depth);
-  fill_kernel(dtype, context.device.index).launch(ceil_div(params.rows, 8), 256, 0, &params, context.stream);
+  Which{Make::fill, dtype}
+      .kernel(context.device.index)
+      .launch(ceil_div(params.rows, 8), 256, 0, &params, context.stream);
 }
 
 // ------------------------------------------------------------------------------------------------- backward
 
-struct BackwardLaunch {
-  const Kernel* kernel;
-  int grid;
-  BackwardParams params;
-};
+using BackwardLaunch = Launch<BackwardParams>;
 
 /// Heads [first, first + count) of queries, and the key heads they use.
 struct Heads {
@@ -582,13 +615,14 @@ void launch_statistics(const BackwardProblem& b, RowStats* stats, Context& conte
   params.all_rows = p.batch * p.heads * p.rows;
   params.heads = static_cast<int>(p.heads);
   params.value_depth = static_cast<int>(p.value_depth);
-  statistics_kernel(p.dtype, context.device.index)
+  Which{Make::statistics, p.dtype}
+      .kernel(context.device.index)
       .launch(ceil_div(params.all_rows, 16), 256, 0, &params, context.stream);
 }
 
 /// The gradients of keys and values, or of queries, from one component.
 std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
-                                              std::size_t at, bool keys, const RowStats* stats, int device) {
+                                              std::size_t at, bool keys, const RowStats* stats) {
   const Problem& p = b.forward;
   const DeviceComponent& c = prepared.component(at);
   const Side &queries_side = keys ? c.cols : c.rows, &keys_side = keys ? c.rows : c.cols;
@@ -617,8 +651,8 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.value_depth = static_cast<int>(p.value_depth);
   params.scale = static_cast<float>(p.scale);
   params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
-  return BackwardLaunch{&backward_kernel(p.dtype, columns_of(p), keys, c.general, device), prepared.schedules[at].grid,
-                        params};
+  return BackwardLaunch{
+      {keys ? Make::keys : Make::queries, p.dtype, columns_of(p), c.general}, prepared.schedules[at].grid, params};
 }
 
 /// A gradient that is to be zero before anything is added to it.
@@ -645,7 +679,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
     zeros.push_back({from_head(b.d_q, heads.first, 2), {p.batch, heads.count, p.rows}, p.depth});
   }
   for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
-    const auto launch = backward_launch(b, heads, *prepared, at, keys, stats, context.device.index);
+    const auto launch = backward_launch(b, heads, *prepared, at, keys, stats);
     if (!launch) {
       return false;
     }
@@ -666,9 +700,8 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
   if (lse.data() != nullptr) {
     p.lse = {lse.data(), p.heads * p.rows, p.rows, 1, 1};
   }
-  const int device = context.device.index;
   std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
-  std::vector<Launch> launches;
+  std::vector<Launch<ForwardParams>> launches;
   std::vector<HeadRange> fills;
   for (const HeadRange& range : ranges_of(plans, p.heads)) {
     const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p), false};
@@ -677,20 +710,19 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
       fills.push_back(range);
     }
     for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
-      const auto launch = forward_launch(p, range, *prepared, at, device);
+      const auto launch = forward_launch(p, range, *prepared, at);
       if (!launch) {
         return false;
       }
       launches.push_back(*launch);
     }
   }
+  prepare_kernels(launches, std::vector<Which>(fills.empty() ? 0 : 1, {Make::fill, p.dtype}), context.device.index);
   for (const HeadRange& range : fills) {
     launch_fill(p.dtype, from_head(p.o, range.first, 2), from_head(p.lse, range.first, 4),
                 {p.batch, range.count, p.rows}, p.value_depth, context);
   }
-  for (const Launch& launch : launches) {
-    launch.kernel->launch_behind(launch.grid, kThreads, forward_shared(columns_of(p)), &launch.params, context.stream);
-  }
+  launch_all(launches, forward_shared(columns_of(p)), context);
   return true;
 }
 
@@ -740,13 +772,16 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
       return false;
     }
   }
+  std::vector<Which> others{{Make::statistics, p.dtype}};
+  if (!zeros.empty()) {
+    others.push_back({Make::fill, p.dtype});
+  }
+  prepare_kernels(launches, std::move(others), context.device.index);
   launch_statistics(problem, numbers, context);
   for (const Zeros& zero : zeros) {
     launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, context);
   }
-  for (const BackwardLaunch& launch : launches) {
-    launch.kernel->launch_behind(launch.grid, kThreads, backward_shared(columns_of(p)), &launch.params, context.stream);
-  }
+  launch_all(launches, backward_shared(columns_of(p)), context);
   return true;
 }
 

@@ -31,6 +31,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
   const u32 row_bytes = kHalves * 128 * walk.row_places, key_bytes = kHalves * 128 * walk.col_places;
   const u32 value_bytes = S::kValueHalves * 128 * walk.col_places;
   const int end = __ldg(walk.share + blockIdx.x + 1);
+#pragma unroll 1
   for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i, items.next()) {
     const int4 item = record(walk.items, i);
     const int4 place = record(walk.row_tiles, item.x);
@@ -41,8 +42,10 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
     mbarrier::arrive_expect(q_full, row_bytes);
     fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
     const int kv_head = (p.head0 + item.z) / p.group;
+#pragma unroll 1
     for (int r = first; r < last; ++r) {
       const int4 run = record(walk.runs, 2 * r);
+#pragma unroll 1
       for (int n = 0; n < run.y; ++n, ring.next()) {
         const int4 tile = record(walk.col_tiles, run.x + n);
         mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);

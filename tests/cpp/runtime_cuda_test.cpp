@@ -137,6 +137,21 @@ TEST_F(Cuda, BuffersHoldWhatWasGiven) {
   EXPECT_EQ(moved.data(), nullptr);
 }
 
+TEST_F(Cuda, BuffersGiveTheirMemoryBack) {
+  const auto free_bytes = [] {
+    std::size_t free = 0, all = 0;
+    call("cuMemGetInfo_v2", &free, &all);
+    return free;
+  };
+  const cuda::DeviceScope scope(0);
+  constexpr std::size_t kPiece = std::size_t{4} << 20;
+  const std::size_t before = free_bytes();
+  for (int n = 0; n < 100; ++n) {
+    const cuda::DeviceBuffer passing(0, nullptr, kPiece);
+  }
+  EXPECT_GT(free_bytes() + 12 * kPiece, before);
+}
+
 TEST_F(Cuda, ContextsGiveWorkspace) {
   Context context = Context::cuda(0);
   EXPECT_EQ(context.allocator, Context::cuda(0).allocator);

@@ -16,6 +16,7 @@
 
 #include "core/divide.h"
 #include "ops/attention/params_hopper.cuh"
+#include "ops/attention/pieces.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
@@ -128,20 +129,14 @@ int backward_shared(const Columns& columns) {
 
 // ------------------------------------------------------------------------------------------ plans on the device
 
-template <typename Value>
-driver::DeviceBuffer upload(int device, const std::vector<Value>& values) {
-  return driver::DeviceBuffer(device, values.data(), values.size() * sizeof(Value));
-}
-
 /// Tiles of one side: where the copy engine finds them. `shift` tokens before the operand is where it counts from, so
 /// that a tile which is cut may start later on its axes and still never at a negative place.
 struct Side {
   Order order;
   std::int64_t shift = 0;
-  driver::DeviceBuffer tiles, tokens, used;
+  std::size_t tiles = 0, tokens = 0, used = 0;  ///< where they are in the plan's memory
 
   int places() const { return order.extent[0] * order.extent[1] * order.extent[2]; }
-  std::size_t bytes() const { return tiles.bytes() + tokens.bytes() + used.bytes(); }
 };
 
 std::int64_t cut_of(const Order& order, const Tile& tile) {
@@ -166,8 +161,8 @@ void write_tokens(const Order& order, const Tile& tile, int* tokens) {
 }
 
 /// `places` a tile has room for.
-Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, int device) {
-  Side side{order, 0, {}, {}, {}};
+Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, Pieces& pieces) {
+  Side side{order};
   for (const Tile& tile : tiles) {
     side.shift = std::max(side.shift, cut_of(order, tile));
   }
@@ -182,32 +177,27 @@ Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, i
     boxes.push_back(box);
     used.push_back(tile.used);
   }
-  side.tiles = upload(device, boxes);
-  side.tokens = upload(device, tokens);
-  side.used = upload(device, used);
+  side.tiles = pieces.add(boxes);
+  side.tokens = pieces.add(tokens);
+  side.used = pieces.add(used);
   return side;
 }
 
 struct DeviceComponent {
   Side rows, cols;
-  driver::DeviceBuffer first, runs;
-  std::vector<int> steps;  ///< of each row tile
-  bool general = false;    ///< has masks of bits, or columns that nothing uses
+  std::size_t first = 0, runs = 0;  ///< where they are in the plan's memory
+  std::vector<int> steps;           ///< of each row tile
+  bool general = false;             ///< has masks of bits, or columns that nothing uses
   bool covers_rows = false;
 };
 
 struct DevicePlan {
   std::shared_ptr<const Plan> plan;  ///< kept, so that its address stays its own
   std::vector<DeviceComponent> components;
-  driver::DeviceBuffer bits, used;
+  std::size_t bits = 0, used = 0;
+  driver::DeviceBuffer memory;
 
-  std::size_t bytes() const {
-    std::size_t all = bits.bytes() + used.bytes();
-    for (const DeviceComponent& c : components) {
-      all += c.rows.bytes() + c.cols.bytes() + c.first.bytes() + c.runs.bytes();
-    }
-    return all;
-  }
+  std::size_t bytes() const { return memory.bytes(); }
 };
 
 RunOf run_of(const Run& run, const Plan& plan) {
@@ -223,10 +213,10 @@ RunOf run_of(const Run& run, const Plan& plan) {
   return made;
 }
 
-DeviceComponent make_component(const Component& component, const Plan& plan, int device) {
+DeviceComponent make_component(const Component& component, const Plan& plan, Pieces& pieces) {
   DeviceComponent made;
-  made.rows = make_side(component.row_order, component.row_tiles, plan.shape.rows, device);
-  made.cols = make_side(component.col_order, component.col_tiles, plan.shape.cols, device);
+  made.rows = make_side(component.row_order, component.row_tiles, plan.shape.rows, pieces);
+  made.cols = make_side(component.col_order, component.col_tiles, plan.shape.cols, pieces);
   made.covers_rows = component.covers_rows;
   std::vector<int> first(component.first.begin(), component.first.end());
   std::vector<RunOf> runs;
@@ -242,8 +232,8 @@ DeviceComponent make_component(const Component& component, const Plan& plan, int
     const auto begin = component.runs.begin() + first[t], end = component.runs.begin() + first[t + 1];
     made.steps.push_back(std::accumulate(begin, end, 0, [](int sum, const Run& run) { return sum + run.count; }));
   }
-  made.first = upload(device, first);
-  made.runs = upload(device, runs);
+  made.first = pieces.add(first);
+  made.runs = pieces.add(runs);
   return made;
 }
 
@@ -262,11 +252,13 @@ bool fits(const Plan& plan) {
 DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
   DevicePlan made;
   made.plan = plan;
+  Pieces pieces;
   for (const Component& component : plan->components) {
-    made.components.push_back(make_component(component, *plan, device));
+    made.components.push_back(make_component(component, *plan, pieces));
   }
-  made.bits = upload(device, plan->bits);
-  made.used = upload(device, plan->used);
+  made.bits = pieces.add(plan->bits);
+  made.used = pieces.add(plan->used);
+  made.memory = pieces.upload(device);
   return made;
 }
 
@@ -280,9 +272,8 @@ struct Pairs {
 };
 
 struct Schedule {
-  driver::DeviceBuffer items, share;
-  int grid = 0;
-  std::size_t bytes() const { return items.bytes() + share.bytes(); }
+  std::size_t items, share;  ///< where they are in the memory of all schedules of a plan
+  int grid;
 };
 
 /// A tile of one pair of batch and head.
@@ -325,7 +316,8 @@ std::vector<Task> order_tasks(const DeviceComponent& component, const Pairs& pai
 
 /// Each task to the CTA that has least to do so far: what a queue would do, without one. `repeat` is how often a step
 /// is done; `empty` says whether tiles without steps have work to do as well.
-Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device) {
+Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device,
+                       Pieces& pieces) {
   constexpr std::int64_t kOverhead = 2;  // of an item, in steps
   const int ctas = driver::device_info(device).multiprocessors;
   const std::vector<Task> tasks = order_tasks(component, pairs, empty, ctas);
@@ -350,7 +342,7 @@ Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int
     items.insert(items.end(), list.begin(), list.end());
     share.push_back(static_cast<int>(items.size()));
   }
-  return {upload(device, items), upload(device, share), grid};
+  return {pieces.add(items), pieces.add(share), grid};
 }
 
 /// A plan and the schedules of its components for some number of heads.
@@ -359,16 +351,10 @@ struct Prepared {
   std::vector<std::size_t> order;   ///< of the components; the first one reaches all rows where any does
   std::vector<Schedule> schedules;  ///< in that order
   bool fill = false;                ///< rows may be reached by no component
+  driver::DeviceBuffer memory;      ///< of the schedules
 
   const DeviceComponent& component(std::size_t at) const { return plan->components[order[at]]; }
-
-  std::size_t bytes() const {
-    std::size_t all = 0;
-    for (const Schedule& s : schedules) {
-      all += s.bytes();
-    }
-    return all;
-  }
+  std::size_t bytes() const { return memory.bytes(); }
 };
 
 Hash128 hash_of(const Plan* plan, std::initializer_list<std::int64_t> rest) {
@@ -390,7 +376,8 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
   const int device = context.device.index;
   const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, device});
   auto prepared = cache.get(key, [&] {
-    Prepared made{find_plan(plan, device), {}, {}, false};
+    Prepared made{find_plan(plan, device), {}, {}, false, {}};
+    Pieces pieces;
     made.order.resize(plan->components.size());
     std::iota(made.order.begin(), made.order.end(), std::size_t{0});
     const auto reaches_all = [&](std::size_t c) { return made.plan->components[c].covers_rows; };
@@ -402,8 +389,9 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
     Pairs turn = pairs;
     for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {
       const bool empty = at == 0 && !made.fill;
-      made.schedules.push_back(make_schedule(made.component(at), turn, repeat, empty, device));
+      made.schedules.push_back(make_schedule(made.component(at), turn, repeat, empty, device, pieces));
     }
+    made.memory = pieces.upload(device);
     return made;
   });
   if (driver::is_capturing(context.stream)) {
@@ -465,19 +453,21 @@ std::optional<Source> make_source(const Operand& x, const std::array<std::int64_
 
 Lines lines_of(const Operand& x) { return {x.data, x.batch, x.head, x.row}; }
 
-Walk walk_of(const DevicePlan& plan, const DeviceComponent& c, const Schedule& schedule) {
+Walk walk_of(const Prepared& prepared, std::size_t at) {
+  const DevicePlan& plan = *prepared.plan;
+  const DeviceComponent& c = prepared.component(at);
   Walk walk{};
-  walk.row_tiles = static_cast<const Place*>(c.rows.tiles.data());
-  walk.col_tiles = static_cast<const Place*>(c.cols.tiles.data());
-  walk.first = static_cast<const int*>(c.first.data());
-  walk.runs = static_cast<const RunOf*>(c.runs.data());
-  walk.row_tokens = static_cast<const int*>(c.rows.tokens.data());
-  walk.col_tokens = static_cast<const int*>(c.cols.tokens.data());
-  walk.col_used = static_cast<const int*>(c.cols.used.data());
-  walk.bits = static_cast<const unsigned*>(plan.bits.data());
-  walk.used = static_cast<const unsigned*>(plan.used.data());
-  walk.items = static_cast<const Item*>(schedule.items.data());
-  walk.share = static_cast<const int*>(schedule.share.data());
+  walk.row_tiles = piece<Place>(plan.memory, c.rows.tiles);
+  walk.col_tiles = piece<Place>(plan.memory, c.cols.tiles);
+  walk.first = piece<int>(plan.memory, c.first);
+  walk.runs = piece<RunOf>(plan.memory, c.runs);
+  walk.row_tokens = piece<int>(plan.memory, c.rows.tokens);
+  walk.col_tokens = piece<int>(plan.memory, c.cols.tokens);
+  walk.col_used = piece<int>(plan.memory, c.cols.used);
+  walk.bits = piece<unsigned>(plan.memory, plan.bits);
+  walk.used = piece<unsigned>(plan.memory, plan.used);
+  walk.items = piece<Item>(prepared.memory, prepared.schedules[at].items);
+  walk.share = piece<int>(prepared.memory, prepared.schedules[at].share);
   walk.row_places = c.rows.places();
   walk.col_places = c.cols.places();
   return walk;
@@ -566,7 +556,7 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   params.q = *q;
   params.k = *k;
   params.v = *v;
-  params.walk = walk_of(*prepared.plan, c, prepared.schedules[at]);
+  params.walk = walk_of(prepared, at);
   params.o = lines_of(p.o);
   params.lse = lines_of(p.lse);
   params.group = static_cast<int>(p.heads / p.kv_heads);
@@ -639,7 +629,7 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.rows[1] = keys ? *v : *d_o;
   params.cols[0] = keys ? *q : *k;
   params.cols[1] = keys ? *d_o : *v;
-  params.walk = walk_of(*prepared.plan, c, prepared.schedules[at]);
+  params.walk = walk_of(prepared, at);
   params.out[0] = lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
   params.out[1] = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
   params.stats = stats + heads.first * p.rows;

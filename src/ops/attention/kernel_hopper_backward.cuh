@@ -115,9 +115,10 @@ __device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShar
   });
 }
 
+/// A plain load: the kernel before, which this one may have been launched behind, wrote them.
 __device__ __forceinline__ float2 stats_of(const BackwardParams& p, int batch, int head, int token) {
   const int at = batch * p.stats_batch + head * p.stats_head + token;
-  return token >= 0 ? __ldg(reinterpret_cast<const float2*>(p.stats) + at) : float2{0.0f, 0.0f};
+  return token >= 0 ? reinterpret_cast<const float2*>(p.stats)[at] : float2{0.0f, 0.0f};
 }
 
 /// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.

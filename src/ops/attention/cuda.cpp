@@ -13,6 +13,7 @@
 #include "ops/attention/cuda_decode.h"
 #include "ops/attention/cuda_hopper.h"
 #include "ops/attention/device_plan.h"
+#include "ops/attention/heads.h"
 #include "ops/attention/params.h"
 #include "ops/attention/plan.h"
 #include "ops/attention/problem.h"
@@ -270,27 +271,10 @@ void check(const Problem& p) {
 
 // ---------------------------------------------------------------------------------------------------- heads
 
-/// The heads of one pattern.
-struct HeadSet {
-  const RegularPattern* pattern;
-  std::vector<int> heads;  ///< empty: all
-};
+using PatternHeads = HeadSet<RegularPattern>;
 
-std::vector<HeadSet> head_sets(const Problem& p) {
-  const bool one = std::all_of(p.patterns.begin(), p.patterns.end(), [&](const auto& q) { return q == p.patterns[0]; });
-  if (one) {
-    return {{p.patterns.front().get(), {}}};
-  }
-  std::vector<HeadSet> sets;
-  for (std::size_t h = 0; h < p.patterns.size(); ++h) {
-    auto found =
-        std::find_if(sets.begin(), sets.end(), [&](const HeadSet& s) { return s.pattern == p.patterns[h].get(); });
-    if (found == sets.end()) {
-      found = sets.insert(sets.end(), HeadSet{p.patterns[h].get(), {}});
-    }
-    found->heads.push_back(static_cast<int>(h));
-  }
-  return sets;
+std::vector<PatternHeads> heads_of(const Problem& p) {
+  return head_sets(std::span<const std::shared_ptr<const RegularPattern>>(p.patterns), p.heads);
 }
 
 /// A set's heads on the device; with `by_key_head`, gathered under the key heads that they share.
@@ -298,7 +282,7 @@ struct DeviceHeads {
   HeadsArg arg{};
   std::shared_ptr<const DeviceNumbers> heads, groups;
 
-  DeviceHeads(const Problem& p, const HeadSet& set, bool by_key_head, Context& context) {
+  DeviceHeads(const Problem& p, const PatternHeads& set, bool by_key_head, Context& context) {
     const int ratio = static_cast<int>(p.heads / p.kv_heads);
     arg = {nullptr,
            nullptr,
@@ -306,7 +290,7 @@ struct DeviceHeads {
            static_cast<int>(p.batch),
            ratio,
            static_cast<int>(p.heads)};
-    if (set.heads.empty()) {
+    if (std::ssize(set.heads) == p.heads) {
       return;
     }
     heads = device_numbers(set.heads, context);
@@ -340,8 +324,8 @@ struct Prepared {
 
 std::vector<Prepared> prepare(const Problem& p, const TileShape& tile, bool keys, Context& context) {
   std::vector<Prepared> all;
-  for (const HeadSet& set : head_sets(p)) {
-    all.push_back({device_plan(*set.pattern, tile, keys, context), DeviceHeads(p, set, keys, context)});
+  for (const PatternHeads& set : heads_of(p)) {
+    all.push_back({device_plan(*set.thing, tile, keys, context), DeviceHeads(p, set, keys, context)});
   }
   return all;
 }
@@ -549,8 +533,8 @@ void bias_gradient(const Given& given, Context& context) {
   params.sum_batch = sizes.batch != p.batch;
   params.sum_heads = sizes.heads != p.heads;
   const Kernel& kernel = get_kernel(bias_spec(p.dtype, depth, keys, row_sums), context.device.index);
-  for (const HeadSet& set : head_sets(p)) {
-    const auto plan = device_plan(*set.pattern, {shape.rows, shape.cols}, keys, context);
+  for (const PatternHeads& set : heads_of(p)) {
+    const auto plan = device_plan(*set.thing, {shape.rows, shape.cols}, keys, context);
     const DeviceHeads heads(p, set, false, context);
     params.heads = heads.arg.heads;
     params.head_count = heads.arg.count;

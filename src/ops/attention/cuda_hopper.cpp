@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "core/divide.h"
+#include "ops/attention/heads.h"
 #include "ops/attention/params_hopper.cuh"
 #include "ops/attention/pieces.h"
 #include "runtime/cuda_driver.h"
@@ -481,14 +482,14 @@ struct HeadRange {
 
 std::vector<HeadRange> ranges_of(const Plans& plans, std::int64_t heads) {
   std::vector<HeadRange> ranges;
-  for (std::size_t h = 0; h < plans.size(); ++h) {
-    if (ranges.empty() || ranges.back().plan != plans[h]) {
-      ranges.push_back({static_cast<std::int64_t>(h), 0, plans[h]});
+  for (const auto& set : head_sets(std::span<const std::shared_ptr<const Plan>>(plans), heads)) {
+    for (const int head : set.heads) {
+      if (ranges.empty() || ranges.back().plan.get() != set.thing ||
+          ranges.back().first + ranges.back().count != head) {
+        ranges.push_back({head, 0, plans[plans.size() == 1 ? 0 : static_cast<std::size_t>(head)]});
+      }
+      ++ranges.back().count;
     }
-    ++ranges.back().count;
-  }
-  if (plans.size() == 1) {
-    ranges[0].count = heads;
   }
   return ranges;
 }

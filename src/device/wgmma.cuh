@@ -242,11 +242,16 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kN / 2], const u32 (&le
                ", " b ", " e ", " select ", p" signs ";\n}"                                                           \
                : __VA_ARGS__                                                                                          \
                : "l"(left), "l"(right), "r"(metadata), "n"(kSelect), "n"(kRight == Major::mn ? 1 : 0))
-#define FRETWORK_WGMMA_SP_128(type, signs) \
-  FRETWORK_WGMMA_SP(type, "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", signs, FRETWORK_F32(0), FRETWORK_F32(32))
-#define FRETWORK_WGMMA_SP_256(type, signs)                                                                \
-  FRETWORK_WGMMA_SP(type, "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", signs, FRETWORK_F32(0), \
-                    FRETWORK_F32(32), FRETWORK_F32(64), FRETWORK_F32(96))
+#define FRETWORK_WGMMA_SP_F32(type, signs_64, signs_128, signs_256)                                             \
+  if constexpr (kN == 64) {                                                                                     \
+    FRETWORK_WGMMA_SP(type, "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", signs_64, FRETWORK_F32(0));       \
+  } else if constexpr (kN == 128) {                                                                             \
+    FRETWORK_WGMMA_SP(type, "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", signs_128, FRETWORK_F32(0),      \
+                      FRETWORK_F32(32));                                                                        \
+  } else {                                                                                                      \
+    FRETWORK_WGMMA_SP(type, "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", signs_256, FRETWORK_F32(0), \
+                      FRETWORK_F32(32), FRETWORK_F32(64), FRETWORK_F32(96));                                    \
+  }
 
 /// d[64 × kN] += left · right over 64 bytes of right's K and the 32 bytes of left that are kept of them. `metadata` as
 /// plain words of a line have it, and it must stay untouched until the product has completed. With lane / 4 = r of a
@@ -255,42 +260,24 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kN / 2], const u32 (&le
 /// high. Only 16-bit types may have `right` MN-major. Asynchronous.
 template <typename T, int kN, Major kRight, int kSelect, typename Sum>
 __device__ __forceinline__ void multiply_sparse(Sum (&d)[kN / 2], u64 left, u64 right, u32 metadata) {
-  static_assert(kN == 128 || kN == 256, "a width without an instruction here");
+  static_assert(kN == 64 || kN == 128 || kN == 256, "a width without an instruction here");
   static_assert(kRight == Major::k || is_same<T, f16> || is_same<T, bf16>);
   static_assert(kSelect == 0 || sizeof(T) > 1);
   if constexpr (is_same<T, f16>) {
-    if constexpr (kN == 128) {
-      FRETWORK_WGMMA_SP_128("k32.f32.f16.f16", ", 1, 1, 0, %68");
-    } else {
-      FRETWORK_WGMMA_SP_256("k32.f32.f16.f16", ", 1, 1, 0, %132");
-    }
+    FRETWORK_WGMMA_SP_F32("k32.f32.f16.f16", ", 1, 1, 0, %36", ", 1, 1, 0, %68", ", 1, 1, 0, %132");
   } else if constexpr (is_same<T, bf16>) {
-    if constexpr (kN == 128) {
-      FRETWORK_WGMMA_SP_128("k32.f32.bf16.bf16", ", 1, 1, 0, %68");
-    } else {
-      FRETWORK_WGMMA_SP_256("k32.f32.bf16.bf16", ", 1, 1, 0, %132");
-    }
+    FRETWORK_WGMMA_SP_F32("k32.f32.bf16.bf16", ", 1, 1, 0, %36", ", 1, 1, 0, %68", ", 1, 1, 0, %132");
   } else if constexpr (is_same<T, f8_e4m3>) {
-    if constexpr (kN == 128) {
-      FRETWORK_WGMMA_SP_128("k64.f32.e4m3.e4m3", ", 1, 1");
-    } else {
-      FRETWORK_WGMMA_SP_256("k64.f32.e4m3.e4m3", ", 1, 1");
-    }
+    FRETWORK_WGMMA_SP_F32("k64.f32.e4m3.e4m3", ", 1, 1", ", 1, 1", ", 1, 1");
   } else if constexpr (is_same<T, f8_e5m2>) {
-    if constexpr (kN == 128) {
-      FRETWORK_WGMMA_SP_128("k64.f32.e5m2.e5m2", ", 1, 1");
-    } else {
-      FRETWORK_WGMMA_SP_256("k64.f32.e5m2.e5m2", ", 1, 1");
-    }
+    FRETWORK_WGMMA_SP_F32("k64.f32.e5m2.e5m2", ", 1, 1", ", 1, 1", ", 1, 1");
   } else if constexpr (is_same<T, float>) {
-    if constexpr (kN == 128) {
-      FRETWORK_WGMMA_SP_128("k16.f32.tf32.tf32", ", 1, 1");
-    } else {
-      FRETWORK_WGMMA_SP_256("k16.f32.tf32.tf32", ", 1, 1");
-    }
+    FRETWORK_WGMMA_SP_F32("k16.f32.tf32.tf32", ", 1, 1", ", 1, 1", ", 1, 1");
   } else {
     static_assert(is_same<T, i8>);
-    if constexpr (kN == 128) {
+    if constexpr (kN == 64) {
+      FRETWORK_WGMMA_SP("k64.s32.s8.s8", "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", "", FRETWORK_I32(0));
+    } else if constexpr (kN == 128) {
       FRETWORK_WGMMA_SP("k64.s32.s8.s8", "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", "", FRETWORK_I32(0),
                         FRETWORK_I32(32));
     } else {
@@ -301,8 +288,7 @@ __device__ __forceinline__ void multiply_sparse(Sum (&d)[kN / 2], u64 left, u64 
 }
 
 #undef FRETWORK_WGMMA_SP
-#undef FRETWORK_WGMMA_SP_128
-#undef FRETWORK_WGMMA_SP_256
+#undef FRETWORK_WGMMA_SP_F32
 #undef FRETWORK_WGMMA_SS
 #undef FRETWORK_WGMMA_RS
 #undef FRETWORK_WGMMA_TF32

@@ -1,20 +1,16 @@
 // 2:4 products of the Hopper kernel against float64 on the host, made from the nibbles alone. Skipped where there is no
-// Hopper GPU. Tests that are disabled try and time forms of the kernel that are not chosen; FRETWORK_TWO_FOUR_TILE
-// picks those whose text holds it.
+// Hopper GPU. A test that is disabled times the form that is chosen and those that come near it.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <random>
 #include <sstream>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "activated.h"
@@ -137,6 +133,15 @@ struct Case {
 };
 
 Index round_up(Index n, Index to) { return (n + to - 1) / to * to; }
+
+/// Whether a result of type `out` is `want`, give or take `most`; beyond what f16 holds it is infinite.
+bool is_near(DType out, double got, double want, double most) {
+  constexpr double kOverflow = 65520;  // the least that rounds to infinity
+  if (out == DType::f16 && std::isinf(got)) {
+    return std::abs(want) + most >= kOverflow && std::signbit(got) == std::signbit(want);
+  }
+  return std::abs(got - want) <= most && (out != DType::f16 || std::abs(want) - most < kOverflow);
+}
 
 /// What a case multiplies, on the host and the GPU.
 struct Data {
@@ -282,7 +287,7 @@ struct Data {
   void check() {
     download();
     std::vector<bool> used(result.bytes.size() / size_of(c.out));
-    const Index all = c.batch * c.m * c.n, step = std::max<Index>(1, all * c.k / 10000000) | 1;
+    const Index all = c.batch * c.m * c.n, step = std::max<Index>(1, all * c.k / 2000000) | 1;
     int wrong = 0;
     for (Index at = 0; at < all; ++at) {
       const Index z = at / (c.m * c.n), i = at / c.n % c.m, j = at % c.n, place = c_at(z, i, j);
@@ -290,7 +295,7 @@ struct Data {
       if (at % step == 0 || i + 1 == c.m) {
         const auto [want, most] = expected(z, i, j);
         const double got = result.get(place);
-        if (!(std::abs(got - want) <= most) && ++wrong <= 4) {
+        if (!is_near(c.out, got, want, most) && ++wrong <= 4) {
           ADD_FAILURE() << c.text() << ": c[" << z << ", " << i << ", " << j << "] is " << got << ", not " << want;
         }
       }
@@ -329,8 +334,10 @@ class TwoFourHopper : public testing::Test {
   Context context;
 };
 
-const std::vector<Choice> kChosen = {
-    {.width = 256}, {.width = 128}, {.width = 256, .split = 2}, {.width = 128, .split = 2}};
+const std::vector<Choice> kForms = {{.width = 256}, {.width = 256, .split = 2}, {.width = 256, .pair = 2},
+                                    {.width = 128}, {.width = 128, .split = 2}, {.width = 128, .split = 4},
+                                    {.width = 64},  {.width = 64, .split = 2},  {.width = 64, .split = 4}};
+constexpr int kWidths[] = {256, 128, 64};
 
 /// Of a type: its own and f32, or what 8-bit types give.
 std::vector<DType> outs_of(DType dtype) {
@@ -347,7 +354,7 @@ std::vector<DType> outs_of(DType dtype) {
 // -------------------------------------------------------------------------------------------------------- tests
 
 TEST_F(TwoFourHopper, WholeTiles) {
-  for (const Choice& choice : kChosen) {
+  for (const Choice& choice : kForms) {
     for (const bool b : {true, false}) {
       for (const bool c : {true, false}) {
         run({.m = 256, .n = 512, .k = 2048, .b_along_k = b, .c_along_m = c}, choice);
@@ -367,7 +374,7 @@ TEST_F(TwoFourHopper, Tails) {
         for (const bool c : {true, false}) {
           const bool b = (m + n + k / 4 + (c ? 1 : 0)) % 2 == 0;
           const Case each{.m = m, .n = n, .k = k, .dtype = dtype, .out = out, .b_along_k = b, .c_along_m = c};
-          run(each, {.width = (m + k / 4) % 2 == 0 ? 256 : 128});
+          run(each, {.width = kWidths[(m + k / 4) % 3]});
         }
       }
     }
@@ -391,15 +398,24 @@ TEST_F(TwoFourHopper, WordsOfEverySize) {
   }
 }
 
-TEST_F(TwoFourHopper, SplitDepth) {
+TEST_F(TwoFourHopper, Clusters) {
   for (const DType dtype : {DType::bf16, DType::i8, DType::f8_e4m3, DType::f32}) {
     for (const DType out : outs_of(dtype)) {
-      for (const int width : {256, 128}) {
+      for (const Choice& choice : kForms) {
         for (const bool c : {true, false}) {
-          run({.m = 200, .n = 392, .k = 4300, .dtype = dtype, .out = out, .c_along_m = c},
-              {.width = width, .split = 2});
+          run({.m = 200, .n = 392, .k = 4300, .dtype = dtype, .out = out, .b_along_k = c, .c_along_m = c}, choice);
         }
       }
+    }
+  }
+}
+
+/// Parts of the depth that are not equal, down to one chunk of metadata each.
+TEST_F(TwoFourHopper, DepthsThatSplitUnevenly) {
+  for (const Index k : {2048, 2100, 2560, 2564, 3076, 3584, 4608}) {
+    for (const int width : {128, 64}) {
+      run({.m = 136, .n = 72, .k = k}, {.width = width, .split = 4});
+      run({.m = 136, .n = 72, .k = 2 * k, .dtype = DType::i8, .out = DType::i32}, {.width = width, .split = 4});
     }
   }
 }
@@ -429,7 +445,7 @@ TEST_F(TwoFourHopper, Extras) {
         c.c_along_m = false;
         run(c, {.width = 128});
         c.bias = false;
-        run(c, {});
+        run(c, {.width = 64});
       }
     }
   }
@@ -449,7 +465,21 @@ TEST_F(TwoFourHopper, Batches) {
 TEST_F(TwoFourHopper, ManyTiles) {
   run({.m = 1416, .n = 3080, .k = 264, .real = false}, {.width = 128});
   run({.m = 3080, .n = 4200, .k = 1032, .c_along_m = false, .real = false}, {});
-  run({.m = 3080, .n = 4200, .k = 520, .dtype = DType::i8, .out = DType::i32, .real = false}, {.share = 5});
+  run({.m = 3080, .n = 4200, .k = 520, .dtype = DType::i8, .out = DType::i32, .real = false}, {});
+  for (const bool along : {true, false}) {
+    for (const Index c_pad : {0, 3}) {
+      const Case c{.m = 2950,
+                   .n = 3080,
+                   .k = 264,
+                   .out = along ? DType::bf16 : DType::f32,
+                   .b_along_k = along,
+                   .c_along_m = along,
+                   .c_pad = c_pad,
+                   .real = false};
+      run(c, {.pair = 2});
+      run(c, {.width = 64});
+    }
+  }
 }
 
 TEST_F(TwoFourHopper, RandomProblems) {
@@ -478,7 +508,9 @@ TEST_F(TwoFourHopper, RandomProblems) {
       c.m = round_up(c.m, 16);
       c.n = round_up(c.n, 16);
     }
-    run(c, {.width = below(2) == 0 ? 256 : 128, .share = static_cast<int>(1 + below(4))});
+    Choice choice = kForms[static_cast<std::size_t>(below(static_cast<Index>(kForms.size())))];
+    choice.split = 1;  // most are not deep enough
+    run(c, choice);
   }
 }
 
@@ -492,8 +524,8 @@ TEST_F(TwoFourHopper, EveryNibbleEverywhere) {
       }
     }
     data.upload();
-    for (const Choice& choice : {Choice{.width = 256}, Choice{.width = 128}}) {
-      ASSERT_TRUE(hopper::run(data.problem(), context, choice));
+    for (const int width : kWidths) {
+      ASSERT_TRUE(hopper::run(data.problem(), context, {.width = width}));
       data.check();
     }
   }
@@ -574,9 +606,9 @@ void repeat(const Choice& choice, DType dtype, int times, Context& context) {
 }
 
 TEST_F(TwoFourHopper, ThousandRunsAreEqual) {
-  repeat({}, DType::bf16, 1000, context);
-  repeat({.width = 128}, DType::bf16, 1000, context);
-  repeat({.split = 2}, DType::f16, 1000, context);
+  for (const Choice& choice : kForms) {
+    repeat(choice, DType::bf16, 500, context);
+  }
   repeat({}, DType::i8, 1000, context);
 }
 
@@ -606,100 +638,49 @@ TEST_F(TwoFourHopper, RefusesWhatItCannotFetch) {
   EXPECT_TRUE(refused([](Problem& p) { p.dtype = p.out = DType::f32; }));
 }
 
-/// Which tile where: no GPU is needed to ask.
-TEST(TwoFourHopperChoice, FillsTheMachine) {
-  const auto chosen = [](Index m, Index k, Index n) {
+/// Which form where, as measured: no GPU is needed to ask.
+TEST(TwoFourHopperChoice, IsWhatWasFastest) {
+  const auto chosen = [](Index m, Index k, Index n, bool b_along_k) {
     Problem p;
     p.m = m;
     p.k = k;
     p.n = n;
     p.dtype = p.out = DType::bf16;
-    return hopper::choose(p, 132);
+    p.b = {nullptr, b_along_k ? 1 : n, b_along_k ? k : 1, 0};
+    return hopper::choose(p, 132).text();
   };
-  EXPECT_EQ(chosen(8192, 8192, 8192).width, 256);
-  EXPECT_EQ(chosen(2048, 2048, 2048).width, 256);
-  EXPECT_EQ(chosen(2048, 2048, 2048).split, 1);
-  EXPECT_EQ(chosen(4096, 14336, 512).split, 2);
-  EXPECT_EQ(chosen(1024, 1024, 128).width, 128);
+  for (const bool b : {true, false}) {
+    const Choice large{.pair = b ? 1 : 2};
+    EXPECT_EQ(chosen(8192, 8192, 8192, b), large.text());
+    EXPECT_EQ(chosen(4096, 14336, 4096, b), large.text());
+    EXPECT_EQ(chosen(14336, 4096, 4096, b), large.text());
+    EXPECT_EQ(chosen(14336, 4096, 512, b), large.text());
+    EXPECT_EQ(chosen(2048, 2048, 2048, b), Choice{}.text());
+    EXPECT_EQ(chosen(4096, 14336, 512, b), Choice{.split = 2}.text());
+    EXPECT_EQ(chosen(14336, 4096, 64, b), Choice{.width = 64}.text());
+    EXPECT_EQ(chosen(8192, 8192, 64, b), (Choice{.width = 64, .split = 2}.text()));
+    EXPECT_EQ(chosen(4096, 14336, 64, b), (Choice{.width = 64, .split = 4}.text()));
+    EXPECT_EQ(chosen(4096, 14336, 128, b), (Choice{.width = 128, .split = 4}.text()));
+  }
 }
 
 // -------------------------------------------------------------------------------------------------------- times
 
-/// The forms worth a try.
-std::vector<Choice> candidates() {
-  std::vector<Choice> all;
-  for (const int width : {256, 128}) {
-    for (const int split : {1, 2}) {
-      for (const int parts : {2, 1}) {
-        for (const int flow : {1, 0, 2}) {
-          all.push_back({width, split, 16, parts, flow, 1});
-        }
-      }
+/// The form that is chosen, then those that could be better.
+std::vector<Choice> rivals(const Problem& p, int multiprocessors) {
+  std::vector<Choice> all = {hopper::choose(p, multiprocessors)};
+  const std::string chosen = all.front().text();
+  for (const Choice& form : kForms) {
+    const Index tiles = (p.m + 127) / 128 * ((p.n + form.width - 1) / form.width);
+    const bool sensible = form.split > 1     ? tiles * form.split <= multiprocessors
+                          : form.pair > 1    ? tiles > multiprocessors
+                          : form.width < 256 ? tiles <= 2 * multiprocessors
+                                             : true;
+    if (sensible && form.text() != chosen) {
+      all.push_back(form);
     }
   }
-  for (const int width : {256, 128}) {
-    for (const int parts : {2, 1}) {
-      for (const int flow : {1, 2}) {
-        all.push_back({width, 1, 8, parts, flow, 2});
-      }
-    }
-  }
-  for (const int share : {4, 8, 24, 32}) {
-    all.push_back({.share = share});
-  }
-  const char* const wanted = std::getenv("FRETWORK_TWO_FOUR_TILE");
-  std::erase_if(all, [&](const Choice& c) { return wanted != nullptr && c.text().find(wanted) == std::string::npos; });
   return all;
-}
-
-/// What a type is tried with: all for linear layers of bf16.
-std::vector<Choice> candidates(DType dtype, bool along_k) {
-  std::vector<Choice> all = candidates();
-  std::erase_if(all, [&](const Choice& c) {
-    return (dtype != DType::bf16 || !along_k) && (c.width != 256 || c.split != 1 || (c.share != 16 && c.pair == 1));
-  });
-  return all;
-}
-
-/// All of them into the disk cache, on all cores. No GPU is needed, and none may be serialised.
-TEST(TwoFourHopperChoice, DISABLED_CandidatesCompile) {
-  std::vector<KernelSpec> specs;
-  for (const DType dtype : {DType::bf16, DType::f8_e4m3, DType::i8, DType::f32}) {
-    for (const bool along_k : {true, false}) {
-      for (const Choice& choice : candidates(dtype, along_k)) {
-        const KernelSpec spec = hopper::instance(dtype, along_k || dtype != DType::bf16, choice);
-        if (std::ranges::find(specs, spec) == specs.end()) {
-          specs.push_back(spec);
-        }
-      }
-    }
-  }
-  std::atomic<std::size_t> next = 0;
-  std::vector<std::thread> threads;
-  for (unsigned t = 0; t < std::max(1u, std::thread::hardware_concurrency()); ++t) {
-    threads.emplace_back([&] {
-      for (std::size_t n = next++; n < specs.size(); n = next++) {
-        const KernelReport report = compile_kernel(specs[n], "sm_90a").report;
-        EXPECT_LE(report.spill_bytes, 32) << specs[n].instance;
-        EXPECT_EQ(report.log.find("C75"), std::string::npos) << specs[n].instance << ": " << report.log;
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  std::printf("%zu kernels\n", specs.size());
-}
-
-TEST_F(TwoFourHopper, DISABLED_CandidatesAreRight) {
-  for (const Choice& choice : candidates()) {
-    for (const DType dtype : {DType::bf16, DType::i8}) {
-      const DType out = dtype == DType::i8 ? DType::i32 : DType::f32;
-      run({.m = 200, .n = 392, .k = 4300, .dtype = dtype, .out = out, .real = false}, choice);
-    }
-    run({.m = 200, .n = 392, .k = 4300, .b_along_k = false, .c_along_m = false}, choice);
-    repeat(choice, DType::bf16, 50, context);
-  }
 }
 
 /// Median milliseconds, the cache flushed before each call.
@@ -756,13 +737,14 @@ struct Operands {
 };
 
 TEST_F(TwoFourHopper, DISABLED_Times) {
-  const std::array<Index, 3> shapes[] = {{8192, 8192, 8192},  {4096, 4096, 4096},  {2048, 2048, 2048},
-                                         {4096, 14336, 4096}, {14336, 4096, 4096}, {4096, 14336, 512},
-                                         {14336, 4096, 512},  {1024, 1024, 1024},  {16384, 16384, 16384}};
+  const std::array<Index, 3> shapes[] = {
+      {8192, 8192, 8192}, {4096, 4096, 4096}, {2048, 2048, 2048}, {4096, 14336, 4096}, {14336, 4096, 4096},
+      {4096, 14336, 512}, {14336, 4096, 512}, {1024, 1024, 1024}, {4096, 14336, 128},  {14336, 4096, 128},
+      {4096, 14336, 64},  {14336, 4096, 64},  {8192, 8192, 64},   {4096, 4096, 64},    {16384, 16384, 16384}};
   const int multiprocessors = driver::device_info(0).multiprocessors;
   for (const DType dtype : {DType::bf16, DType::f8_e4m3, DType::i8, DType::f32}) {
     for (const auto& [m, k, n] : shapes) {
-      if (dtype != DType::bf16 && m != 8192) {
+      if (dtype != DType::bf16 && n != 8192) {
         continue;
       }
       const Operands data(m, n, k, dtype);
@@ -775,8 +757,7 @@ TEST_F(TwoFourHopper, DISABLED_Times) {
         p.out = dtype == DType::i8 ? DType::i32 : dtype == DType::f32 ? DType::f32 : DType::bf16;
         p.values = {data.values.data(), k / 2, 1};
         p.words = {data.words.data(), dtype == DType::f32 ? k / 8 : k / 16, 1};
-        const bool along_k = linear;
-        p.b = along_k ? Dense{data.b.data(), 1, k, 0} : Dense{data.b.data(), n, 1, 0};
+        p.b = linear ? Dense{data.b.data(), 1, k, 0} : Dense{data.b.data(), n, 1, 0};
         p.c = linear ? Dense{data.c.data(), 1, m, 0} : Dense{data.c.data(), n, 1, 0};
         if (dtype == DType::bf16 && n == 4096) {
           Problem whole = p;
@@ -785,8 +766,7 @@ TEST_F(TwoFourHopper, DISABLED_Times) {
           const float ms = median([&] { hopper::run(whole, context, hopper::choose(p, multiprocessors)); });
           std::printf("with bias and gelu %.4f ms\n", ms);
         }
-        std::vector<Choice> all = candidates(dtype, along_k);
-        all.insert(all.begin(), hopper::choose(p, multiprocessors));
+        const std::vector<Choice> all = rivals(p, multiprocessors);
         for (std::size_t at = 0; at < all.size(); ++at) {
           if (!hopper::run(p, context, all[at])) {
             continue;

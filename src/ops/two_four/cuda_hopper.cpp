@@ -21,10 +21,9 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr std::array kTypes = {DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2, DType::f32};
-constexpr std::array kWidths = {256, 128};
-static_assert(std::ranges::all_of(kWidths, [](int width) {  // with barriers
-  return std::max(shared_bytes(width, 1), shared_bytes(width, 2)) + 256 <= 227 << 10;
-}));
+constexpr std::array kWidths = {256, 128, 64}, kSplits = {1, 2, 4};
+constexpr int kShare = 16;  // tiles of rows that go through the columns together: 4, 8, 24 and 32 were slower
+static_assert(std::ranges::all_of(kWidths, [](int width) { return shared_bytes(width) + 256 <= 227 << 10; }));
 
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
 int bytes_of(DType dtype) { return static_cast<int>(size_of(dtype)); }
@@ -46,9 +45,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   list.push_back(pack_instance(false));
   for (const DType dtype : kTypes) {
     for (const int width : kWidths) {
-      list.push_back(instance(dtype, true, {.width = width}));
+      list.push_back(instance(dtype, true, width));
       if (size_of(dtype) == 2) {
-        list.push_back(instance(dtype, false, {.width = width}));
+        list.push_back(instance(dtype, false, width));
       }
     }
   }
@@ -56,20 +55,18 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"two_four", list_kernels};
 
-constinit KernelTable<4 * kTypes.size() + 2> kernels;
+constexpr std::size_t kProducts = 2 * kTypes.size() * kWidths.size();
+constinit KernelTable<kProducts + 2> kernels;
 
-const Kernel& kernel(DType dtype, bool b_along_k, const Choice& choice, int device) {
-  const Choice usual;
-  if (choice.parts != usual.parts || choice.flow != usual.flow || choice.pair != usual.pair) {
-    return get_kernel(instance(dtype, b_along_k, choice), device);
-  }
+const Kernel& kernel(DType dtype, bool b_along_k, int width, int device) {
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, dtype) - kTypes.begin());
-  return kernels.get(4 * type + (b_along_k ? 2 : 0) + (choice.width == 256 ? 1 : 0), device,
-                     [&] { return instance(dtype, b_along_k, choice); });
+  const auto which = static_cast<std::size_t>(std::ranges::find(kWidths, width) - kWidths.begin());
+  return kernels.get((type * kWidths.size() + which) * 2 + (b_along_k ? 1 : 0), device,
+                     [&] { return instance(dtype, b_along_k, width); });
 }
 
 const Kernel& pack_kernel(bool bytes, int device) {
-  return kernels.get(4 * kTypes.size() + (bytes ? 1 : 0), device, [&] { return pack_instance(bytes); });
+  return kernels.get(kProducts + (bytes ? 1 : 0), device, [&] { return pack_instance(bytes); });
 }
 
 // -------------------------------------------------------------------------------------------------- workspace
@@ -158,14 +155,19 @@ std::optional<Out> kind_of(const Problem& p) {
   }
 }
 
-/// Steps of the depth.
-std::int64_t steps_of(const Problem& p, int parts) { return ceil_div(p.k, parts * 128 / bytes_of(p.dtype)); }
+/// Steps of the depth, 128 bytes of b each.
+std::int64_t steps_of(const Problem& p) { return ceil_div(p.k, 128 / bytes_of(p.dtype)); }
 std::int64_t tiles_of(const Problem& p, int width) { return ceil_div(p.m, kRows) * ceil_div(p.n, width) * p.batch; }
 
+/// Every part of the depth has some chunks of metadata, and there is room for the sums of all.
+bool can_split(const Problem& p, int width, int split) {
+  return split == 1 || (steps_of(p) >= 8 * split && (split == 2 || (split == 4 && width < 256)));
+}
+
 bool suits(const Problem& p, const Choice& choice, const Context& context) {
-  const bool choosable =
-      std::ranges::find(kWidths, choice.width) != kWidths.end() &&
-      (choice.split == 1 || (choice.split == 2 && choice.pair == 1 && steps_of(p, choice.parts) >= 16));
+  const bool choosable = std::ranges::find(kWidths, choice.width) != kWidths.end() &&
+                         can_split(p, choice.width, choice.split) &&
+                         (choice.pair == 1 || (choice.pair == 2 && choice.width == 256 && choice.split == 1));
   const bool sizes = p.k > 0 && p.m < kMost && p.n < kMost && p.k < kMost && p.batch < kMost &&
                      ceil_div(p.m, kRows) * ceil_div(p.n, kWidths.back()) < kMost / p.batch;
   const bool type = std::ranges::find(kTypes, p.dtype) != kTypes.end() &&
@@ -175,37 +177,40 @@ bool suits(const Problem& p, const Choice& choice, const Context& context) {
 
 }  // namespace
 
-KernelSpec instance(DType dtype, bool b_along_k, const Choice& choice) {
+KernelSpec instance(DType dtype, bool b_along_k, int width) {
   return {"ops/two_four/kernel_hopper.cuh", std::string("fretwork::two_four::hopper::product<") + device_type(dtype) +
-                                                ", " + std::to_string(choice.width) +
-                                                (b_along_k ? ", true, " : ", false, ") + std::to_string(choice.parts) +
-                                                ", fretwork::two_four::hopper::Flow(" + std::to_string(choice.flow) +
-                                                "), " + std::to_string(choice.pair) + ">"};
+                                                ", " + std::to_string(width) + (b_along_k ? ", true>" : ", false>")};
 }
 
 std::string Choice::text() const {
-  return std::to_string(width) + " wide, split " + std::to_string(split) + ", share " + std::to_string(share) +
-         ", parts " + std::to_string(parts) + ", flow " + std::to_string(flow) + ", pair " + std::to_string(pair);
+  return std::to_string(width) + " wide, split " + std::to_string(split) + ", pair " + std::to_string(pair);
 }
 
-/// Steps of 256 columns are the unit of time; a tile costs some for filling the ring and storing its sums.
+/// The unit of time is a step of 256 columns, 0.43 μs. What a tile costs besides its steps, and what adding up its
+/// parts does, come from products of 1024³ and 2048³.
 Choice choose(const Problem& p, int multiprocessors) {
   Choice best;
   double least = std::numeric_limits<double>::max();
   for (const int width : kWidths) {
-    for (const int split : {1, 2}) {
-      const std::int64_t steps = steps_of(p, best.parts), units = tiles_of(p, width) * split;
-      if (split == 2 && (units > multiprocessors || steps < 16)) {
+    for (const int split : kSplits) {
+      const std::int64_t units = tiles_of(p, width) * split;
+      if (!can_split(p, width, split) || (split > 1 && units > multiprocessors)) {
         continue;
       }
-      const double step = width == 256 ? 1.0 : 0.62, around = (width == 256 ? 3.0 : 2.0) + (split == 2 ? 3.0 : 0.0);
-      const double cost = double(ceil_div(units, multiprocessors)) * (double(ceil_div(steps, split)) * step + around);
+      const double step = width == 256 ? 1.0 : width == 128 ? 0.7 : 0.45;
+      const double around = width / 51.2 + (split > 1 ? 2.5 * split : 0.0);
+      const double each = double(ceil_div(steps_of(p), split)) * step + around;
+      const double cost = double(ceil_div(units, multiprocessors)) * each;
       if (cost < least) {
         least = cost;
-        best.width = width;
-        best.split = split;
+        best = {.width = width, .split = split};
       }
     }
+  }
+  // Pairs gain 5% where b is contiguous along n and CTAs have several tiles; elsewhere they lose as much.
+  const bool b_along_n = size_of(p.dtype) == 2 && p.b.row != 1;
+  if (b_along_n && best.width == 256 && tiles_of(p, 256) > multiprocessors) {
+    best.pair = 2;
   }
   return best;
 }
@@ -234,14 +239,13 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   }
   const int bytes = bytes_of(p.dtype);
   const auto line = static_cast<std::uint32_t>(128 / bytes), width = static_cast<std::uint32_t>(choice.width);
-  const auto depth = static_cast<std::uint32_t>(choice.parts) * line;
   const bool transposed = p.c.row == 1 && p.c.col != 1;
   const auto result = result_view(p, transposed);
   const auto unit = static_cast<std::uint32_t>(128 / bytes_of(p.out));
   Params params{};
-  params.values = values->map(depth / 2, kRows);
+  params.values = values->map(line / 2, kRows);
   params.words = words->map(kChunkRow, kRows);
-  params.b = along_k ? b->map(line, width / static_cast<std::uint32_t>(choice.pair)) : b->map(line, depth);
+  params.b = along_k ? b->map(line, width / static_cast<std::uint32_t>(choice.pair)) : b->map(line, line);
   if (result) {
     params.c = result->map(unit, transposed ? unit : 64);
   }
@@ -260,24 +264,21 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   params.m = narrowed(p.m);
   params.n = narrowed(p.n);
   params.groups = narrowed(groups_of(p));
-  params.steps = narrowed(steps_of(p, choice.parts));
+  params.steps = narrowed(steps_of(p));
   params.row_tiles = narrowed(ceil_div(p.m, kRows * choice.pair));
   params.col_tiles = narrowed(ceil_div(p.n, choice.width));
   params.total = narrowed(params.row_tiles * p.batch * params.col_tiles);
-  params.share = choice.share;
+  params.share = kShare / choice.pair;
   params.b_batch = p.b.batch != 0 ? 1 : 0;
   params.split = choice.split;
+  params.pair = choice.pair;
   params.transposed = transposed ? 1 : 0;
   params.direct = result ? 0 : 1;
-  const int device = context.device.index, shared = shared_bytes(choice.width, choice.parts);
-  const Kernel& product = kernel(p.dtype, along_k.has_value(), choice, device);
-  const int multiprocessors = driver::device_info(device).multiprocessors;
-  if (choice.split * choice.pair > 1) {
-    const int clusters = choice.split == 2 ? params.total : std::min(params.total, multiprocessors / 2);
-    product.launch_clusters(2 * clusters, 2, kThreads, shared, &params, context.stream);
-  } else {
-    product.launch(std::min(params.total, multiprocessors), kThreads, shared, &params, context.stream);
-  }
+  const int device = context.device.index, cluster = choice.split * choice.pair;
+  const int rooms = driver::device_info(device).multiprocessors / cluster;
+  const int clusters = choice.split > 1 ? params.total : std::min(params.total, rooms);
+  kernel(p.dtype, along_k.has_value(), choice.width, device)
+      .launch_clusters(clusters * cluster, cluster, kThreads, shared_bytes(choice.width), &params, context.stream);
   return true;
 }
 

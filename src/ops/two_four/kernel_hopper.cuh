@@ -12,25 +12,15 @@
 
 namespace fretwork::two_four::hopper {
 
-/// When metadata is read and products are waited for. A metadata register must stay untouched until its product has
-/// completed, so that each step in flight has its own.
-enum class Flow {
-  plain,    ///< read, multiplied and completed step by step
-  ahead,    ///< the next step's is read while products run; each step is completed
-  overlap,  ///< a step is completed when the next has begun
-};
-
-/// How a step of the depth is cut: kParts times 128 bytes of b.
-template <typename T, int kWidth, int kParts>
+/// How a step of the depth is cut: 128 bytes of b.
+template <typename T, int kWidth>
 struct Shape {
-  static constexpr u32 kStages = stages(kWidth, kParts), kBytes = stage_bytes(kWidth, kParts);
-  static constexpr u32 kLeftRow = 64 * kParts, kLeftBytes = kRows * kLeftRow;
-  static constexpr int kLine = 128 / static_cast<int>(sizeof(T));        ///< elements in 128 bytes
-  static constexpr int kDepth = kParts * kLine;                          ///< elements of b's depth in a step
-  static constexpr int kWordBytes = (sizeof(T) == 1 ? 16 : 8) * kParts;  ///< of a row's metadata in a step
-  static constexpr int kPerChunk = kChunkRow / kWordBytes;               ///< steps
-  static constexpr int kProducts = 2 * kParts;
-  static constexpr int kRegisters = sizeof(T) == 1 ? kProducts : kParts;  ///< of metadata
+  static constexpr u32 kStages = stages(kWidth), kBytes = stage_bytes(kWidth);
+  static constexpr u32 kLeftRow = 64, kLeftBytes = kRows * kLeftRow;
+  static constexpr int kDepth = 128 / static_cast<int>(sizeof(T));  ///< elements of b in a step
+  static constexpr int kWordBytes = sizeof(T) == 1 ? 16 : 8;        ///< of a row's metadata in a step
+  static constexpr int kPerChunk = kChunkRow / kWordBytes;          ///< steps
+  static constexpr int kRegisters = sizeof(T) == 1 ? 2 : 1;         ///< of metadata, for the two products of a step
   u64 full[kStages], empty[kStages], words_full[kChunks], words_empty[kChunks];
 };
 
@@ -49,29 +39,30 @@ struct Tile {
 };
 
 /// `share` tiles of rows go through all columns before the next do: CTAs that run together share both operands in the
-/// cache. kPair: the two CTAs of a cluster have neighbouring tiles of rows.
-template <int kWidth, int kPerChunk, int kPair>
-__device__ __forceinline__ Tile tile_at(const Params& p, int index, u32 rank) {
+/// cache. The CTAs of a cluster have neighbouring tiles of rows (pair) or parts of the depth (split).
+template <int kWidth, int kPerChunk>
+__device__ __forceinline__ Tile tile_at(const Params& p, int index, int rank) {
   const int each = p.row_tiles * p.col_tiles, batch = index / each, rest = index % each;
   const int set = rest / (p.share * p.col_tiles), in_set = rest % (p.share * p.col_tiles);
   const int rows = min(p.share, p.row_tiles - set * p.share);
-  Tile t{(set * p.share + in_set % rows) * (kRows * kPair), in_set / rows * kWidth, batch, 0, p.steps};
-  if constexpr (kPair == 2) {
-    t.row += static_cast<int>(rank) * kRows;
-  } else if (p.split > 1) {
-    const int half = (p.steps / 2 + kPerChunk - 1) / kPerChunk * kPerChunk;
-    t.first = rank == 0 ? 0 : half;
-    t.last = rank == 0 ? half : p.steps;
+  Tile t{(set * p.share + in_set % rows) * kRows, in_set / rows * kWidth, batch, 0, p.steps};
+  if (p.pair > 1) {
+    t.row = 2 * t.row + rank * kRows;
+  }
+  if (p.split > 1) {
+    const int chunks = (p.steps + kPerChunk - 1) / kPerChunk;
+    t.first = rank * chunks / p.split * kPerChunk;
+    t.last = min((rank + 1) * chunks / p.split * kPerChunk, p.steps);
   }
   return t;
 }
 
-/// One thread fetches the steps of a tile. kPair: half of b, for both CTAs.
-template <typename T, int kWidth, bool kRightK, int kParts, int kPair>
-__device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, kWidth, kParts>& s, u32 base, u32 rank,
-                                      Ring<Shape<T, kWidth, kParts>::kStages>& ring, Ring<kChunks>& chunk) {
-  using S = Shape<T, kWidth, kParts>;
-  const int z = t.batch * p.b_batch;
+/// One thread fetches the steps of a tile: of b all, or half for both CTAs of a pair.
+template <typename T, int kWidth, bool kRightK>
+__device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, kWidth>& s, u32 base, int rank,
+                                      Ring<Shape<T, kWidth>::kStages>& ring, Ring<kChunks>& chunk) {
+  using S = Shape<T, kWidth>;
+  const int z = t.batch * p.b_batch, mine = p.pair > 1 ? rank * (kWidth / 2) : 0, columns = kWidth / p.pair;
 #pragma unroll 1
   for (int step = t.first; step < t.last; ++step, ring.next()) {
     if (step % S::kPerChunk == 0) {
@@ -86,43 +77,37 @@ __device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, k
     const u32 full = shared_address(&s.full[ring.stage]), to = base + ring.stage * S::kBytes;
     mbarrier::arrive_expect(full, S::kBytes);
     tma::load(to, &p.values, full, step * (S::kDepth / 2), t.row, 0, 0);
-    const u32 right = to + S::kLeftBytes;
-    const auto load = [&](u32 place, int x, int y) {
-      kPair == 2 ? tma::load_to_ranks(place, &p.b, full, 3, x, y, z, 0) : tma::load(place, &p.b, full, x, y, z, 0);
+    const auto load = [&](int col, int x, int y) {
+      const u32 place = to + S::kLeftBytes + col * 128;
+      p.pair > 1 ? tma::load_to_ranks(place, &p.b, full, 3, x, y, z, 0) : tma::load(place, &p.b, full, x, y, z, 0);
     };
-    constexpr int kMine = kWidth / kPair;  // columns
-    const int mine = static_cast<int>(rank) * (kPair == 2 ? kMine : 0);
     if constexpr (kRightK) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        load(right + part * (kWidth * 128) + mine * 128, step * S::kDepth + part * S::kLine, t.col + mine);
-      }
+      load(mine, step * S::kDepth, t.col + mine);
     } else {
-#pragma unroll
-      for (int at = 0; at < kMine; at += S::kLine) {
-        load(right + (mine + at) * (S::kDepth * 128 / S::kLine), t.col + mine + at, step * S::kDepth);
+#pragma unroll 1
+      for (int col = mine; col < mine + columns; col += S::kDepth) {
+        load(col, t.col + col, step * S::kDepth);
       }
     }
   }
 }
 
-/// A warp is done with a stage: both CTAs of a pair fill it.
-template <int kPair>
-__device__ __forceinline__ void release_stage(u32 empty, int stage) {
-  if constexpr (kPair == 1) {
-    release(empty, stage);
+/// A warp is done with a stage, which both CTAs of a pair fill.
+__device__ __forceinline__ void release_stage(u32 empty, u32 stage, int pair) {
+  if (pair == 1) {
+    release(empty, static_cast<int>(stage));
   } else {
     __syncwarp();
-    if (threadIdx.x % 32 < kPair && stage >= 0) {
+    if (threadIdx.x % 32 < 2) {
       arrive_at(empty + 8 * stage, threadIdx.x % 32);
     }
   }
 }
 
 /// Reads a lane's metadata of one step after another from chunks whose rows of 64 bytes the copy engine has swizzled.
-template <typename T, int kWidth, int kParts>
+template <typename T, int kWidth>
 struct Words {
-  using S = Shape<T, kWidth, kParts>;
+  using S = Shape<T, kWidth>;
   u32 base, offset, turned;  ///< of chunks; of a lane in them; what switches units of 16 bytes
   int row;                   ///< a lane's first
   Ring<kChunks> chunk{0};
@@ -185,107 +170,95 @@ struct Words {
   }
 };
 
-/// Starts the products of a step.
-template <typename T, int kWidth, bool kRightK, int kParts, typename Sum>
+/// Starts the two products of a step.
+template <typename T, int kWidth, bool kRightK, typename Sum>
 __device__ __forceinline__ void multiply_step(Sum (&d)[kWidth / 2], u32 at,
-                                              const u32 (&e)[Shape<T, kWidth, kParts>::kRegisters]) {
-  using S = Shape<T, kWidth, kParts>;
+                                              const u32 (&e)[Shape<T, kWidth>::kRegisters]) {
+  using S = Shape<T, kWidth>;
   using wgmma::Major;
   constexpr Major kRight = kRightK ? Major::k : Major::mn;
+  constexpr int kNext = kRightK ? 4 : 32 * 8;  // 64 bytes or 32 rows of b, in units of 16 bytes
   const u64 left = wgmma::descriptor<S::kLeftRow>(at + (threadIdx.x / 128 - 1) * (64 * S::kLeftRow));
   const u64 right = wgmma::descriptor<128>(at + S::kLeftBytes, kRightK ? 16 : S::kDepth * 128);
   wgmma::fence();
-#pragma unroll
-  for (int q = 0; q < S::kProducts; ++q) {
-    const u64 a = left + q * 2, b = right + (kRightK ? q % 2 * 4 + q / 2 * (kWidth * 8) : q * (32 * 8));
-    if constexpr (sizeof(T) == 1) {
-      wgmma::multiply_sparse<T, kWidth, kRight, 0>(d, a, b, e[q]);
-    } else if (q % 2 == 0) {
-      wgmma::multiply_sparse<T, kWidth, kRight, 0>(d, a, b, e[q / 2]);
-    } else {
-      wgmma::multiply_sparse<T, kWidth, kRight, 1>(d, a, b, e[q / 2]);
-    }
-  }
+  wgmma::multiply_sparse<T, kWidth, kRight, 0>(d, left, right, e[0]);
+  wgmma::multiply_sparse<T, kWidth, kRight, sizeof(T) == 1 ? 0 : 1>(d, left + 2, right + kNext, e[S::kRegisters - 1]);
   wgmma::commit();
 }
 
-/// A warpgroup multiplies the steps of a tile, 64 rows × kWidth.
-template <typename T, int kWidth, bool kRightK, int kParts, Flow kFlow, int kPair, typename Sum>
-__device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, const Tile& t,
-                                         Shape<T, kWidth, kParts>& s, u32 base,
-                                         Ring<Shape<T, kWidth, kParts>::kStages>& ring,
-                                         Words<T, kWidth, kParts>& words) {
-  using S = Shape<T, kWidth, kParts>;
-  const u32 empty = shared_address(s.empty);
+/// A warpgroup multiplies the steps of a tile, 64 rows × kWidth. The next step's metadata is read while products run:
+/// a register of metadata must stay untouched until its products have completed.
+template <typename T, int kWidth, bool kRightK, typename Sum>
+__device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, const Tile& t, Shape<T, kWidth>& s,
+                                         u32 base, Ring<Shape<T, kWidth>::kStages>& ring, Words<T, kWidth>& words) {
+  using S = Shape<T, kWidth>;
   u32 e[2][S::kRegisters];
-  int pending = -1;  // the stage that products in flight still read
-  if constexpr (kFlow == Flow::ahead) {
-    words.read(e[0], s, p, t, t.first);
-  }
+  words.read(e[0], s, p, t, t.first);
 #pragma unroll 1
   for (int step = t.first; step < t.last; step += 2) {
 #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
       if (step + turn < t.last) {
-        if constexpr (kFlow != Flow::ahead) {
-          words.read(e[turn], s, p, t, step + turn);
-        }
         mbarrier::wait(shared_address(&s.full[ring.stage]), ring.parity);
-        multiply_step<T, kWidth, kRightK, kParts>(d, base + ring.stage * S::kBytes, e[turn]);
-        if (kFlow == Flow::ahead && step + turn + 1 < t.last) {
+        multiply_step<T, kWidth, kRightK>(d, base + ring.stage * S::kBytes, e[turn]);
+        if (step + turn + 1 < t.last) {
           words.read(e[1 - turn], s, p, t, step + turn + 1);
         }
-        if constexpr (kFlow == Flow::overlap) {
-          wgmma::wait<1>();
-          release_stage<kPair>(empty, pending);
-          pending = static_cast<int>(ring.stage);
-        } else {
-          wgmma::wait<0>();
-          release_stage<kPair>(empty, static_cast<int>(ring.stage));
-        }
+        wgmma::wait<0>();
+        release_stage(shared_address(s.empty), ring.stage, p.pair);
         ring.next();
       }
     }
   }
-  wgmma::wait<0>();
-  release_stage<kPair>(empty, pending);
 }
 
 // ------------------------------------------------------------------------------------------------------- results
 
-/// Adds up what the two CTAs of a cluster have of a tile: the first gets the first half of its columns in the first
-/// half of d, the second the others. The rings are empty, and nobody fills them again.
-template <int kSize, typename Sum>
-__device__ __forceinline__ void add_halves(Sum (&d)[kSize], u32 base, u32 rank) {
-  constexpr int kHalf = kSize / 2;
+/// Adds up what the CTAs of a cluster have of a tile, always in the same order: the first gets the first slice of its
+/// columns, and if there are two slices the second the other, in the first sums of d. The rings are empty, and nobody
+/// fills them again.
+template <int kSlices, int kSize, typename Sum>
+__device__ __forceinline__ void add_parts(Sum (&d)[kSize], u32 base, int rank, int split) {
+  constexpr int kEach = kSize / kSlices, kPlace = kEach * 1024;  // bytes of a slice
   const u32 mine = base + (threadIdx.x - 128) * 16;
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(mine), "r"(1 - rank));
-  cluster_sync();  // both have multiplied all
+  cluster_sync();  // all have multiplied
 #pragma unroll
-  for (int n = 0; n < kHalf; n += 4) {
-    u32 sent[4];
+  for (int slice = 0; slice < kSlices; ++slice) {
+    if (slice != rank) {
+      u32 there;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                   : "=r"(there)
+                   : "r"(mine + (rank - (rank > slice ? 1 : 0)) * kPlace), "r"(slice));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Sum value = rank == 0 ? d[kHalf + n + i] : d[n + i];
-      sent[i] = __builtin_bit_cast(u32, value);
-      d[n + i] = rank == 0 ? d[n + i] : d[kHalf + n + i];
+      for (int n = 0; n < kEach; n += 4) {
+        const Sum* const sent = d + slice * kEach + n;
+        asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(there + n * 1024),
+                     "r"(__builtin_bit_cast(u32, sent[0])), "r"(__builtin_bit_cast(u32, sent[1])),
+                     "r"(__builtin_bit_cast(u32, sent[2])), "r"(__builtin_bit_cast(u32, sent[3]))
+                     : "memory");
+      }
     }
-    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(there + n * 1024), "r"(sent[0]),
-                 "r"(sent[1]), "r"(sent[2]), "r"(sent[3])
-                 : "memory");
   }
   cluster_sync();
+  if constexpr (kSlices == 2) {
 #pragma unroll
-  for (int n = 0; n < kHalf; n += 4) {
-    u32 got[4];
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(got[0]), "=r"(got[1]), "=r"(got[2]), "=r"(got[3])
-                 : "r"(mine + n * 1024)
-                 : "memory");
+    for (int n = 0; n < kEach; ++n) {
+      d[n] = rank == 1 ? d[kEach + n] : d[n];
+    }
+  }
+#pragma unroll 1
+  for (int other = 0; other < split - 1 && rank < kSlices; ++other) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      d[n + i] += __builtin_bit_cast(Sum, got[i]);
+    for (int n = 0; n < kEach; n += 4) {
+      u32 got[4];
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(got[0]), "=r"(got[1]), "=r"(got[2]), "=r"(got[3])
+                   : "r"(mine + other * kPlace + n * 1024)
+                   : "memory");
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        d[n + i] += __builtin_bit_cast(Sum, got[i]);
+      }
     }
   }
 }
@@ -426,9 +399,10 @@ __device__ __forceinline__ void store_sums(const float (&d)[kSize], const Params
         }
       }
     };
-    store_in_turn<2>(kPiece, at.buffers, at.barrier, write, store);
+    constexpr int kBuffers = kSize > 32 ? 2 : 1;  // a tile's pieces are a multiple of them
+    store_in_turn<kBuffers>(kPiece, at.buffers, at.barrier, write, store);
     if (p.direct != 0) {
-      copy_piece<U>(p, at, col, at.buffers + kPiece % 2 * kPieceBytes);
+      copy_piece<U>(p, at, col, at.buffers + kPiece % kBuffers * kPieceBytes);
     }
     store_sums<U, kPiece + 1>(d, p, at);
   }
@@ -464,22 +438,19 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
   }
 }
 
-/// kRightK: k is the unit axis of b, else n, which only 16-bit types have an instruction for. kPair: clusters of so
-/// many CTAs share what they fetch of b.
-template <typename T, int kWidth, bool kRightK, int kParts, Flow kFlow, int kPair = 1>
+/// kRightK: k is the unit axis of b, else n, which only 16-bit types have an instruction for.
+template <typename T, int kWidth, bool kRightK>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
-  using S = Shape<T, kWidth, kParts>;
+  using S = Shape<T, kWidth>;
   using Sum = typename sum_of<T>::type;
   extern __shared__ u8 raw[];
   __shared__ S s;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
   init_ring(s.words_full, s.words_empty, kChunks, 1, kThreads - 128);
-  init_ring(s.full, s.empty, S::kStages, 1, 8 * kPair);
-  const bool split = kPair == 1 && p.split > 1, clusters = kPair == 2 || split;
-  const u32 rank = clusters ? cluster_rank() : 0;
-  const int begin = static_cast<int>(clusters ? blockIdx.x / 2 : blockIdx.x);
-  const int next = static_cast<int>(clusters ? gridDim.x / 2 : gridDim.x);
-  if (kPair == 2) {
+  init_ring(s.full, s.empty, S::kStages, 1, 8 * p.pair);
+  const int cluster = p.split * p.pair, rank = cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
+  const int begin = static_cast<int>(blockIdx.x) / cluster, next = static_cast<int>(gridDim.x) / cluster;
+  if (p.pair > 1) {
     cluster_sync();  // the other's barriers are there
   }
   if (threadIdx.x < 128) {
@@ -494,11 +465,10 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       Ring<S::kStages> ring(1);
       Ring<kChunks> chunk(1);
       for (int index = begin; index < p.total; index += next) {
-        const Tile t = tile_at<kWidth, S::kPerChunk, kPair>(p, index, rank);
-        fetch<T, kWidth, kRightK, kParts, kPair>(p, t, s, base, rank, ring, chunk);
+        fetch<T, kWidth, kRightK>(p, tile_at<kWidth, S::kPerChunk>(p, index, rank), s, base, rank, ring, chunk);
       }
     }
-    if (split) {  // as the others meet
+    if (p.split > 1) {  // as the others meet
       cluster_sync();
       cluster_sync();
     }
@@ -507,28 +477,31 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     const u32 warpgroup = threadIdx.x / 128 - 1, chunks = base + S::kStages * S::kBytes;
     const u32 buffers = chunks + kChunks * kChunkBytes + warpgroup * 2 * kPieceBytes;
     Ring<S::kStages> ring(0);
-    Words<T, kWidth, kParts> words(chunks);
+    Words<T, kWidth> words(chunks);
     for (int index = begin; index < p.total; index += next) {
-      const Tile t = tile_at<kWidth, S::kPerChunk, kPair>(p, index, rank);
+      const Tile t = tile_at<kWidth, S::kPerChunk>(p, index, rank);
       Sum d[kWidth / 2];
 #pragma unroll
       for (Sum& sum : d) {
         sum = 0;
       }
-      multiply<T, kWidth, kRightK, kParts, kFlow, kPair>(d, p, t, s, base, ring, words);
+      multiply<T, kWidth, kRightK>(d, p, t, s, base, ring, words);
       Place at{t.row + static_cast<int>(warpgroup) * 64, t.col, t.batch, kWidth, buffers, 1 + warpgroup};
-      if (split) {  // one tile for each pair
-        add_halves(d, base, rank);
-        at.columns = kWidth / 2;
-        at.col += static_cast<int>(rank) * at.columns;
+      if (p.split > 1) {                              // one tile for each cluster
+        constexpr int kSlices = kWidth > 64 ? 2 : 1;  // a piece of 16-bit results has 64 columns
+        add_parts<kSlices>(d, base, rank, p.split);
+        at.columns = rank < kSlices ? kWidth / kSlices : 0;
+        at.col += rank * at.columns;
       }
-      store<T>(d, p, at);
+      if (at.columns > 0) {
+        store<T>(d, p, at);
+      }
     }
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();
     }
   }
-  if (kPair == 2) {
+  if (p.pair > 1) {
     cluster_sync();  // the other may still write here
   }
 }

@@ -5,19 +5,20 @@
 
 namespace fretwork::two_four::hopper {
 
-/// A CTA computes 128 rows × `width` columns (128 or 256) at a time. Its first 128 threads fetch, the others multiply.
+/// A CTA computes 128 rows × `width` columns (64, 128 or 256) at a time. Its first 128 threads fetch, the others
+/// multiply.
 inline constexpr int kRows = 128, kThreads = 384;
 /// Metadata comes in chunks of 64 bytes of each row, for several steps of the depth.
-inline constexpr int kChunkRow = 64, kChunkBytes = kRows * kChunkRow, kChunks = 2;
+inline constexpr int kChunkRow = 64, kChunkBytes = kRows * kChunkRow, kChunks = 4;
 inline constexpr int kStagingBytes = 32768;  ///< where results wait for the copy engine
 
-/// A stage is `parts` (1 or 2) times 128 bytes of the depth of b and the 64 bytes that are kept of the sparse operand.
-constexpr int stage_bytes(int width, int parts) { return parts * (kRows * 64 + width * 128); }
+/// A stage is 128 bytes of the depth of b and the 64 bytes that are kept of the sparse operand.
+constexpr int stage_bytes(int width) { return kRows * 64 + width * 128; }
 /// As many as fit into 160 KB.
-constexpr int stages(int width, int parts) { return 163840 / stage_bytes(width, parts); }
+constexpr int stages(int width) { return 163840 / stage_bytes(width); }
 /// The ring begins at a multiple of 1024 bytes.
-constexpr int shared_bytes(int width, int parts) {
-  return stages(width, parts) * stage_bytes(width, parts) + kChunks * kChunkBytes + kStagingBytes + 1024;
+constexpr int shared_bytes(int width) {
+  return stages(width) * stage_bytes(width) + kChunks * kChunkBytes + kStagingBytes + 1024;
 }
 
 /// How a thread rounds its sums.
@@ -40,7 +41,8 @@ struct Params {
   int row_tiles, col_tiles, total;
   int share;       ///< this many tiles of rows go through the columns together
   int b_batch;     ///< 0 where all batches share b
-  int split;       ///< 2: pairs of CTAs, a cluster each, share the depth of a tile
+  int split;       ///< this many CTAs, a cluster, share the depth of a tile
+  int pair;        ///< 2: pairs of CTAs, a cluster, have tiles of rows side by side and share what they fetch of b
   int transposed;  ///< 1: m is the unit axis of the result
   int direct;      ///< 1: the copy engine cannot write the result
 };

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/divide.h"
+#include "ops/two_four/cuda_lines.h"
 #include "ops/two_four/params.h"
 #include "ops/two_four/problem.h"
 #include "runtime/cuda_driver.h"
@@ -23,7 +24,7 @@ namespace driver = fretwork::cuda;
 constexpr const char* kPack = "ops/two_four/kernel_pack.cuh";
 constexpr const char* kPortable = "ops/two_four/kernel_portable.cuh";
 constexpr const char* kSimple = "ops/two_four/kernel_simple.cuh";
-constexpr std::int64_t kRows = 128, kStageBytes = 128, kPackTile = 64, kPackThreads = 256;  // as the kernels have them
+constexpr std::int64_t kRows = 128, kStageBytes = 128, kPackThreads = 256;  // as the kernels have them
 constexpr std::int64_t kSimpleCols = 64, kBand = 16;
 /// Products so small that copying an operand takes longer than the simple kernel.
 constexpr std::int64_t kSmall = 1 << 18;
@@ -72,14 +73,6 @@ struct Variant {
 KernelSpec simple_spec(DType dtype) {
   return {kSimple, std::string("fretwork::two_four::product_simple<") + device_type(dtype) + ">"};
 }
-/// Copies only move bits, except that fp8 becomes f16.
-KernelSpec pack_spec(DType from, DType to) {
-  const char* const bits = bytes_of(from) == 1   ? "fretwork::u8"
-                           : bytes_of(from) == 2 ? "fretwork::u16"
-                                                 : "fretwork::u32";
-  return {kPack, std::string("fretwork::two_four::pack_lines<") + (from == to ? bits : device_type(from)) + ", " +
-                     (from == to ? bits : device_type(to)) + ">"};
-}
 KernelSpec metadata_spec() {
   return {kPack, "fretwork::two_four::pack_metadata<" + std::to_string(kPackThreads) + ">"};
 }
@@ -91,12 +84,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
                                : arch == "sm_80"                                     ? 163
                                                                                      : 99) *
                               1024;
-  std::vector<KernelSpec> list = {metadata_spec(),
-                                  pack_spec(DType::i8, DType::i8),
-                                  pack_spec(DType::f16, DType::f16),
-                                  pack_spec(DType::f32, DType::f32),
-                                  pack_spec(DType::f8_e4m3, DType::f16),
-                                  pack_spec(DType::f8_e5m2, DType::f16)};
+  std::vector<KernelSpec> list = {metadata_spec()};
   for (const bool along_k : {false, true}) {
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       list.push_back(Variant{dtype, 1, along_k, shared}.spec());
@@ -140,33 +128,9 @@ bool in_chunks_across(const LinesArg& lines, std::int64_t count, std::int64_t si
 }
 
 bool is_fp8(DType dtype) { return dtype == DType::f8_e4m3 || dtype == DType::f8_e5m2; }
-
-/// An operand as lines of whole chunks along k: as it is, or a copy for the length of a call.
-class Lines {
- public:
-  Lines(bool copy, const LinesArg& from, std::int64_t lines, std::int64_t count, std::int64_t batch, DType dtype,
-        DType to, Context& context)
-      : arg_(from),
-        pitch_(ceil_div(count * bytes_of(to), 16) * 16 / bytes_of(to)),
-        space_(context, copy ? static_cast<std::size_t>(batches(from, batch) * lines * pitch_ * bytes_of(to)) : 0) {
-    if (!copy) {
-      return;
-    }
-    const PackLinesParams params{
-        from, space_.data(), lines, count, pitch_, ceil_div(lines, kPackTile), ceil_div(pitch_, kPackTile)};
-    get_kernel(pack_spec(dtype, to), context.device.index)
-        .launch(params.line_tiles * params.count_tiles * batches(from, batch), kPackThreads, 0, &params,
-                context.stream);
-    arg_ = {space_.data(), pitch_, 1, batches(from, batch) > 1 ? lines * pitch_ : 0};
-  }
-  const LinesArg& arg() const { return arg_; }
-
- private:
-  static std::int64_t batches(const LinesArg& from, std::int64_t batch) { return from.batch == 0 ? 1 : batch; }
-  LinesArg arg_;
-  std::int64_t pitch_;
-  Workspace space_;
-};
+Copy copy_of(DType dtype) {
+  return dtype == DType::f8_e4m3 ? Copy::e4m3_to_f16 : dtype == DType::f8_e5m2 ? Copy::e5m2_to_f16 : plain_copy(dtype);
+}
 
 /// Metadata as whole stages of bytes: as it is, or a copy with valid nibbles behind the last group.
 class Metadata {
@@ -276,8 +240,9 @@ bool run_tensor_cores(const Problem& problem, Context& context) {
   if ((pack_values || pack_b || pack_words) && problem.m * problem.n * problem.batch <= kSmall / problem.k) {
     return false;
   }
-  const Lines values(pack_values, values_arg(problem), problem.m, kept, 1, problem.dtype, variant.dtype, context);
-  const Lines b(pack_b, b_arg(problem), problem.n, problem.k, problem.batch, problem.dtype, variant.dtype, context);
+  const Copy copy = copy_of(problem.dtype);
+  const Lines values(pack_values ? copy : Copy::none, values_arg(problem), problem.m, kept, 1, context);
+  const Lines b(pack_b ? copy : Copy::none, b_arg(problem), problem.n, problem.k, problem.batch, context);
   const Metadata words(pack_words, problem, variant, context);
   ProductParams p = params_of(problem, variant.cols());
   p.values = values.arg();

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/divide.h"
+#include "ops/two_four/cuda_lines.h"
 #include "ops/two_four/params_hopper.cuh"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -22,7 +23,7 @@ namespace driver = fretwork::cuda;
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr std::array kTypes = {DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2, DType::f32};
 constexpr std::array kWidths = {256, 128, 64}, kSplits = {1, 2, 4};
-constexpr int kShare = 16;  // tiles of rows that go through the columns together: 4, 8, 24 and 32 were slower
+constexpr int kShare = 16;  // tiles of rows that go through the columns together
 static_assert(std::ranges::all_of(kWidths, [](int width) { return shared_bytes(width) + 256 <= 227 << 10; }));
 
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
@@ -31,18 +32,11 @@ std::int64_t groups_of(const Problem& p) { return p.k / (p.dtype == DType::f32 ?
 
 // ------------------------------------------------------------------------------------------------ which kernel
 
-KernelSpec pack_instance(bool bytes) {
-  return {"ops/two_four/kernel_hopper_pack.cuh",
-          std::string("fretwork::two_four::hopper::") + (bytes ? "pack_bytes" : "pack_tf32")};
-}
-
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   if (arch != "sm_90a") {
     return list;
   }
-  list.push_back(pack_instance(true));
-  list.push_back(pack_instance(false));
   for (const DType dtype : kTypes) {
     for (const int width : kWidths) {
       list.push_back(instance(dtype, true, width));
@@ -55,8 +49,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"two_four", list_kernels};
 
-constexpr std::size_t kProducts = 2 * kTypes.size() * kWidths.size();
-constinit KernelTable<kProducts + 2> kernels;
+constinit KernelTable<2 * kTypes.size() * kWidths.size()> kernels;
 
 const Kernel& kernel(DType dtype, bool b_along_k, int width, int device) {
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, dtype) - kTypes.begin());
@@ -65,62 +58,18 @@ const Kernel& kernel(DType dtype, bool b_along_k, int width, int device) {
                      [&] { return instance(dtype, b_along_k, width); });
 }
 
-const Kernel& pack_kernel(bool bytes, int device) {
-  return kernels.get(kProducts + (bytes ? 1 : 0), device, [&] { return pack_instance(bytes); });
-}
-
-// -------------------------------------------------------------------------------------------------- workspace
-
-/// The lines of an operand as they are, or made in workspace.
-struct Lines {
-  void* data;
-  std::int64_t line, along, batch;  ///< strides in elements
-};
-
-/// `lines` lines of `length` in workspace, along k, fp32 rounded to tf32.
-class Packed {
- public:
-  Packed(bool wanted, std::int64_t lines, std::int64_t length, std::int64_t batches, DType dtype, Context& context)
-      : wanted_(wanted),
-        lines_(lines),
-        length_(length),
-        batches_(batches),
-        pitch_(ceil_div(length * bytes_of(dtype), 16) * 16 / bytes_of(dtype)),
-        bytes_(size_of(dtype) == 1),
-        space_(context, wanted ? static_cast<std::size_t>(batches * lines * pitch_) * size_of(dtype) : 0) {}
-
-  Lines fill(const Lines& from, const Context& context) const {
-    if (!wanted_) {
-      return from;
-    }
-    const std::int64_t side = bytes_ ? 64 : 32, line_tiles = ceil_div(lines_, side), along = ceil_div(length_, side);
-    const PackParams params{from.data,      space_.data(),   from.line,        from.along,        from.batch,
-                            pitch_,         lines_ * pitch_, narrowed(lines_), narrowed(length_), narrowed(line_tiles),
-                            narrowed(along)};
-    pack_kernel(bytes_, context.device.index)
-        .launch(line_tiles * along * batches_, kPackThreads, 0, &params, context.stream);
-    return {space_.data(), pitch_, 1, lines_ * pitch_};
-  }
-
- private:
-  bool wanted_;
-  std::int64_t lines_, length_, batches_, pitch_;
-  bool bytes_;
-  Workspace space_;
-};
-
 // ------------------------------------------------------------------------------------------------------- views
 
 std::int64_t batches_of_b(const Problem& p) { return p.b.batch != 0 ? p.batch : 1; }
 
-std::optional<TiledView> values_view(const Problem& p, const Lines& values) {
+std::optional<TiledView> values_view(const Problem& p, const LinesArg& values) {
   return make_tiled_view(values.data, {p.k / 2, p.m, 1, 1}, {values.along, values.line, 0, 0}, bytes_of(p.dtype));
 }
 std::optional<TiledView> words_view(const Problem& p) {
   const std::int64_t bytes = ceil_div(groups_of(p), 2), along = bytes <= p.word_bytes ? 1 : p.words.along;
   return make_tiled_view(p.words.data, {bytes, p.m, 1, 1}, {along, p.words.line * p.word_bytes, 0, 0}, 1);
 }
-std::optional<TiledView> along_k_view(const Problem& p, const Lines& b) {
+std::optional<TiledView> along_k_view(const Problem& p, const LinesArg& b) {
   return make_tiled_view(b.data, {p.k, p.n, batches_of_b(p), 1}, {b.along, b.line, b.batch, 0}, bytes_of(p.dtype));
 }
 std::optional<TiledView> along_n_view(const Problem& p) {
@@ -186,8 +135,8 @@ std::string Choice::text() const {
   return std::to_string(width) + " wide, split " + std::to_string(split) + ", pair " + std::to_string(pair);
 }
 
-/// The unit of time is a step of 256 columns, 0.43 μs. What a tile costs besides its steps, and what adding up its
-/// parts does, come from products of 1024³ and 2048³.
+/// The unit of time is a step of 256 columns, 0.43 μs. The other numbers were read off products of 1024³ to 8192³; a
+/// step of 64 columns and what four parts cost are reckoned.
 Choice choose(const Problem& p, int multiprocessors) {
   Choice best;
   double least = std::numeric_limits<double>::max();
@@ -207,7 +156,7 @@ Choice choose(const Problem& p, int multiprocessors) {
       }
     }
   }
-  // Pairs gain 5% where b is contiguous along n and CTAs have several tiles; elsewhere they lose as much.
+  // Pairs gain up to 6% where b is contiguous along n and CTAs have several tiles; mostly they lose as much elsewhere.
   const bool b_along_n = size_of(p.dtype) == 2 && p.b.row != 1;
   if (b_along_n && best.width == 256 && tiles_of(p, 256) > multiprocessors) {
     best.pair = 2;
@@ -222,17 +171,18 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   }
   // wgmma takes other than 16-bit types along k only, and drops bits that tf32 does not have instead of rounding.
   const bool tf32 = p.dtype == DType::f32;
-  const Lines own_values{p.values.data, p.values.line, p.values.along, 0};
-  const Lines own_b{p.b.data, p.b.col, p.b.row, p.b.batch};
+  const LinesArg own_values{p.values.data, p.values.line, p.values.along, 0};
+  const LinesArg own_b{p.b.data, p.b.col, p.b.row, p.b.batch};
   const bool turns = tf32 || (size_of(p.dtype) == 1 && !along_k_view(p, own_b));
   const auto words = words_view(p);
   if (!words || (!tf32 && !values_view(p, own_values)) || (!turns && !along_k_view(p, own_b) && !along_n_view(p))) {
     return false;
   }
-  const Packed values_space(tf32, p.m, p.k / 2, 1, p.dtype, context);
-  const Packed b_space(turns, p.n, p.k, batches_of_b(p), p.dtype, context);
-  const auto values = values_view(p, values_space.fill(own_values, context));
-  const auto along_k = along_k_view(p, b_space.fill(own_b, context));
+  const Copy copy = tf32 ? Copy::tf32 : Copy::bytes;
+  const Lines value_lines(tf32 ? copy : Copy::none, own_values, p.m, p.k / 2, 1, context);
+  const Lines b_lines(turns ? copy : Copy::none, own_b, p.n, p.k, p.batch, context);
+  const auto values = values_view(p, value_lines.arg());
+  const auto along_k = along_k_view(p, b_lines.arg());
   const auto b = along_k ? along_k : along_n_view(p);
   if (!values || !b) {
     return false;

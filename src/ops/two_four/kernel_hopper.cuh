@@ -270,10 +270,10 @@ __device__ __forceinline__ float bias_at(const Params& p, int row) {
                                : static_cast<const float*>(p.bias)[at];
 }
 
-/// The activation of 32 sums at a time, which then change places: for all of them at once it took the compiler a third
-/// of its time.
-template <int kSize>
-__device__ __forceinline__ void activate_in_turns(float (&d)[kSize], int kind) {
+/// Calls `work(some, turn)` for 32 sums (64 columns) at a time, which then change places: unrolled for all of them, an
+/// activation took the compiler a third of its time.
+template <int kSize, typename Work>
+__device__ __forceinline__ void in_turns(float (&d)[kSize], Work work) {
   constexpr int kEach = 32;
 #pragma unroll 1
   for (int turn = 0; turn < kSize / kEach; ++turn) {
@@ -282,7 +282,7 @@ __device__ __forceinline__ void activate_in_turns(float (&d)[kSize], int kind) {
     for (int n = 0; n < kEach; ++n) {
       some[n] = d[n];
     }
-    activate(some, kind);
+    work(some, turn);
 #pragma unroll
     for (int n = 0; n < kSize; ++n) {
       d[n] = n < kSize - kEach ? d[n + kEach] : some[n - (kSize - kEach)];
@@ -323,7 +323,7 @@ __device__ __forceinline__ void finish(float (&d)[kSize], const Params& p, int r
     }
   }
   if (p.activation != 0) {
-    activate_in_turns(d, p.activation);
+    in_turns(d, [&](auto& some, int) { activate(some, p.activation); });
   }
 }
 
@@ -424,7 +424,14 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
     finish(f, p, at.row, at.col);
   }
   if constexpr (sizeof(T) == 2) {
-    p.kind == Out::f32 ? store_sums<float>(f, p, at) : store_sums<T>(f, p, at);
+    if (p.kind == Out::f32) {  // rare, so that it may cost more time than code
+      in_turns(f, [&](auto& some, int turn) {
+        store_sums<float>(some, p,
+                          {at.row, at.col + 64 * turn, at.batch, at.columns - 64 * turn, at.buffers, at.barrier});
+      });
+    } else {
+      store_sums<T>(f, p, at);
+    }
   } else if constexpr (sizeof(T) == 1) {
     if (p.kind == Out::f16) {
       store_sums<f16>(f, p, at);

@@ -47,14 +47,4 @@ struct Params {
   int direct;      ///< 1: the copy engine cannot write the result
 };
 
-/// to[z][line][at] = from[z, line, at]; lines of `to` are contiguous and begin at multiples of 16 bytes.
-struct PackParams {
-  const void* from;
-  void* to;
-  long long from_line, from_along, from_batch;  ///< strides in elements
-  long long to_line, to_batch;
-  int lines, along, line_tiles, along_tiles;
-};
-inline constexpr int kPackThreads = 256;
-
 }  // namespace fretwork::two_four::hopper

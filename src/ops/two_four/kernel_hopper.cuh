@@ -423,25 +423,21 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
   if (p.kind != Out::i32) {
     finish(f, p, at.row, at.col);
   }
-  if constexpr (sizeof(T) == 2) {
-    if (p.kind == Out::f32) {  // rare, so that it may cost more time than code
-      in_turns(f, [&](auto& some, int turn) {
-        store_sums<float>(some, p,
-                          {at.row, at.col + 64 * turn, at.batch, at.columns - 64 * turn, at.buffers, at.barrier});
-      });
-    } else {
-      store_sums<T>(f, p, at);
-    }
-  } else if constexpr (sizeof(T) == 1) {
-    if (p.kind == Out::f16) {
-      store_sums<f16>(f, p, at);
-    } else if (p.kind == Out::bf16) {
-      store_sums<bf16>(f, p, at);
-    } else {
-      store_sums<float>(f, p, at);
-    }
-  } else {
+  if constexpr (is_same<T, float>) {
     store_sums<float>(f, p, at);
+  } else if (p.kind == Out::f16 || p.kind == Out::bf16) {
+    if constexpr (sizeof(T) == 2) {
+      store_sums<T>(f, p, at);
+    } else {
+      p.kind == Out::f16 ? store_sums<f16>(f, p, at) : store_sums<bf16>(f, p, at);
+    }
+  } else if constexpr (is_same<T, i8>) {
+    store_sums<float>(f, p, at);
+  } else {  // rare, so that it may cost more time than code
+    in_turns(f, [&](auto& some, int turn) {
+      store_sums<float>(some, p,
+                        {at.row, at.col + 64 * turn, at.batch, at.columns - 64 * turn, at.buffers, at.barrier});
+    });
   }
 }
 

@@ -87,9 +87,9 @@ const fretwork_kernel* fretwork_kernel_load(const char* source, const char* name
 int fretwork_kernel_launch(const fretwork_kernel* kernel, int device, const unsigned grid[3], const unsigned block[3],
                            int shared_bytes, void** arguments, void* stream);
 
-/* Foreign orders of 2:4 metadata, "torch", "cutlass_sm80" or "cutlass_sm90", for `lines` lines of k elements: writes for
- * each byte of the foreign buffer the byte of the plain one that it holds, or -1, as far as there is `room`. Gives their
- * number, or -1 with an error that names `op`. dtype is "float16", "int8", "float8_e4m3fn" and so on. */
+/* Foreign orders of 2:4 metadata, "torch", "cutlass_sm80" or "cutlass_sm90", for `lines` lines of k elements: writes
+ * for each byte of the foreign buffer the byte of the plain one that it holds, or -1, as far as there is `room`. Gives
+ * their number, or -1 with an error that names `op`. dtype is "float16", "int8", "float8_e4m3fn" and so on. */
 int64_t fretwork_two_four_order(const char* op, const char* layout, int64_t lines, int64_t k, const char* dtype,
                                 int64_t tile_k, int64_t* order, int64_t room);
 /* 1 where a dense product with n columns is likely to be quicker than the 2:4 one of an (m, k) matrix, else 0; -1 for a

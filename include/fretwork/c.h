@@ -46,6 +46,9 @@ fretwork_pattern* fretwork_pattern_union(const fretwork_pattern* left, const fre
 fretwork_pattern* fretwork_pattern_intersection(const fretwork_pattern* left, const fretwork_pattern* right);
 /* Whether an element is there: 1, 0, or −1 where the pattern is not regular. */
 int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int64_t col);
+/* The blocks that it touches as a block layout, and the share of their elements that it has not; or null. */
+fretwork_pattern* fretwork_pattern_block_cover(const fretwork_pattern* pattern, int64_t block_rows, int64_t block_cols,
+                                               double* fill_in);
 /* Writes a progression for each row; −1 when a row is not one. */
 int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64_t* stride, int64_t* count);
 /* What was recognised, in `text` of `size` bytes; gives the length without the end, whether it fits or not. */

@@ -521,7 +521,7 @@ void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = fals
   s.upload();
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
-  Planner planner(pattern, hopper::kForwardShape);
+  Planner planner(pattern, hopper::forward_shape(s.problem()));
   planner.mark_unused();
   ASSERT_TRUE(hopper::forward(s.problem(), {planner.get()}, context));
   expect_forward(s);
@@ -665,7 +665,7 @@ void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = fal
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
   const Pattern other = pattern.transposed();
-  const auto plan = Planner(pattern, hopper::kForwardShape).mark_unused().get();
+  const auto plan = Planner(pattern, hopper::forward_shape(s.problem())).mark_unused().get();
   const auto rows = Planner(pattern, hopper::kBackwardShape).mark_unused().get();
   const auto cols = Planner(other, hopper::kBackwardShape).mark_unused().get();
   ASSERT_TRUE(hopper::forward(s.problem(), {plan}, context));
@@ -727,6 +727,18 @@ TEST_F(AttentionHopper, DepthsMayBeAny) {
   }
 }
 
+TEST_F(AttentionHopper, DeepForward) {
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const auto& [depth, values] :
+         {std::pair<Index, Index>{192, 128}, {192, 192}, {256, 256}, {160, 224}, {64, 256}, {256, 64}, {96, 136}}) {
+      for (const Pattern& pattern : {causal(700), strided(900, 64), longformer(600, 100, 30), full(300, 1)}) {
+        check_forward(pattern, {dtype, 2, 4, 2, depth, depth == values, 0.05, values});
+      }
+      check_forward(one_class(600, 4, 1), {dtype, 1, 2, 2, depth, false, 0.05, values}, true);
+    }
+  }
+}
+
 /// Queries are few and late, so that most keys are used by none.
 Pattern late_window() { return {"late window", 64, 640, {{band(400, 500)}}}; }
 
@@ -763,7 +775,8 @@ TEST_F(AttentionHopper, HeadsMayDiffer) {
   s.upload();
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
-  const auto a = Planner(one, hopper::kForwardShape).get(), b = Planner(two, hopper::kForwardShape).get();
+  const auto a = Planner(one, hopper::forward_shape(s.problem())).get(),
+             b = Planner(two, hopper::forward_shape(s.problem())).get();
   ASSERT_TRUE(hopper::forward(s.problem(), {a, b, b, a}, context));
   Predicate which[] = {one.layers[0].has, two.layers[0].has};
   Data reference(one, s.sizes);
@@ -788,7 +801,7 @@ TEST_F(AttentionHopper, RepeatsBitForBit) {
   s.upload();
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
-  const hopper::Plans plans{Planner(s.pattern, hopper::kForwardShape).get()};
+  const hopper::Plans plans{Planner(s.pattern, hopper::forward_shape(s.problem())).get()};
   ASSERT_TRUE(hopper::forward(s.problem(), plans, context));
   s.o.download();
   const auto first = s.o.host;
@@ -873,7 +886,7 @@ TEST_F(AttentionHopper, Times) {
     GTEST_SKIP() << "FRETWORK_TIME is not 1";
   }
   const Index s = 16384;
-  for (const Index depth : {128, 64, 96}) {
+  for (const Index depth : {128, 64, 96, 256}) {
     Data data(full(s, s), {DType::bf16, 1, 16, 16, depth, false, 1 / std::sqrt(static_cast<double>(depth))});
     Gradients g(data, false);
     data.upload();

@@ -434,7 +434,7 @@ def linear(
     """activation(x sᵀ + bias): x (…, in), s (out, in) with dim=-1. See `matmul`.
 
     With `fallback="dense"` s is expanded and multiplied as a dense matrix where that is likely to be quicker, as for
-    many rows on a CPU, and the log of "fretwork" says so once. Not inside `torch.compile`.
+    many rows of exact fp32 on a GPU, and the log of "fretwork" says so once. Not inside `torch.compile`.
 
     >>> import torch, fretwork as fw
     >>> weight, x, bias = fw.two_four.prune(torch.randn(12, 16)), torch.randn(2, 5, 16), torch.randn(12)

@@ -5,6 +5,7 @@ import itertools
 import logging
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.sparse._semi_structured_conversions import sparse_semi_structured_fro
 
 import fretwork as fw
 from fretwork import two_four
+from fretwork._library import core
 
 ops = torch.ops.fretwork
 BYTES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -470,17 +472,38 @@ def test_without_safetensors(monkeypatch):
 # The planner
 
 
-def test_fallback_to_the_dense_product(caplog, monkeypatch):
+def test_where_dense_wins():
+    def wins(n, k, dtype, device, precision):
+        return core().fretwork_two_four_dense_wins(64, n, k, dtype, device, precision)
+
+    assert wins(1000, 64, b"float32", b"cuda", b"ieee") == 1  # there are no sparse units for it
+    assert wins(1000, 68, b"bfloat16", b"cuda", b"ieee") == 1  # lines that begin anywhere
+    for n, dtype, device, precision in [
+        (64, b"float32", b"cuda", b"ieee"),
+        (1000, b"float32", b"cuda", b"tf32"),
+        (1000, b"float8_e5m2", b"cuda", b"ieee"),
+        (1000, b"float32", b"cpu", b"ieee"),
+    ]:
+        assert wins(n, 64, dtype, device, precision) == 0
+    assert wins(1, 64, b"int64", b"cuda", b"ieee") == -1
+
+
+def test_fallback_to_the_dense_product(caplog, monkeypatch, device):
+    def wins(m, n, k, dtype, device, precision):
+        assert (m, k, dtype, precision) == (16, 32, b"float32", b"ieee")
+        return int(n > 64)
+
+    monkeypatch.setattr(two_four, "core", lambda: SimpleNamespace(fretwork_two_four_dense_wins=wins))
     monkeypatch.setattr(two_four, "_told", False)
-    A, bias = pruned(16, 32), torch.randn(16)
-    s, few, many = two_four.compress(A), torch.randn(2, 32), torch.randn(500, 32)
+    A, bias = pruned(16, 32, device=device), torch.randn(16, device=device)
+    s, few, many = two_four.compress(A), torch.randn(2, 32, device=device), torch.randn(500, 32, device=device)
     with caplog.at_level(logging.INFO, "fretwork"):
         two_four.linear(few, s, bias, fallback="dense")
         two_four.linear(many, s, bias)
         assert not caplog.records
         for activation in (None, "relu", "gelu", "silu"):
             y = two_four.linear(many, s, bias, activation, fallback="dense")
-            assert_close(y, two_four.linear(many, s, bias, activation).double(), torch.float32)
+            assert_close(y, two_four.linear(many, s, bias, activation).cpu().double(), torch.float32)
     assert len(caplog.records) == 1 and "dense" in caplog.text
     for x, b in ((many.half(), None), (many[:, :30], None), (many, bias[:3]), (many, bias.half())):
         with pytest.raises(RuntimeError, match=r"linear: \w+: expected .*got "):

@@ -138,7 +138,8 @@ def test_refusals():
     s, B, bias = two_four.compress(jnp.eye(16)), jnp.ones((16, 4)), jnp.ones(16)
     for call in [
         lambda: two_four.compress(jnp.ones((8, 8))), lambda: two_four.compress(B, dim=2),
-        lambda: two_four.compress(bias), lambda: two_four.compress(B, metadata_dtype="int64"), lambda: two_four.compress(B.astype("int32")),
+        lambda: two_four.compress(bias), lambda: two_four.compress(B, metadata_dtype="int64"),
+        lambda: two_four.compress(B.astype("int32")),
     ]:  # fmt: skip
         with rejects("compress"):
             call()

@@ -447,8 +447,9 @@ def test_long_sequences(device, text, sees):
         if what == "lse":
             compare(x, want, torch.float32, what, 50, 1.0)
             continue
-        for one, other in zip(x.flatten(0, -2), want.flatten(0, -2), strict=True):  # each row by its own measure
-            compare(one, other, dtype, what, 2, 0.02)
+        # Each row by its own measure; where a query has few keys the terms of its gradient cancel.
+        for one, other in zip(x.flatten(0, -2), want.flatten(0, -2), strict=True):
+            compare(one, other, dtype, what, 2, 0.02 if what == "o" else 0.1)
 
 
 @pytest.mark.parametrize("depth", [64, 128, 256])

@@ -111,6 +111,7 @@ ATTENTION = [
     (torch.bfloat16, 256, 256, "neighborhood((12,16),(5,5))", {}),
     (torch.float16, 32, 32, "longformer(150,20,(0,77))", {"softcap": 3.0, "dropout_p": 0.2}),
     (torch.bfloat16, 72, 40, "causal(150)", {"bias": True}),
+    (torch.float32, 100, 128, "causal(100)", {"precision": "tf32"}),
     (torch.float32, 24, 40, "strided(150,16)", {"bias": True}),
 ]
 

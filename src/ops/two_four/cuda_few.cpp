@@ -122,7 +122,7 @@ Spread choose(const Problem& p, std::int64_t runs, int columns, const Kernel& ke
     for (int log_rows = 0; log_rows <= 3; ++log_rows) {
       const Spread spread{log_rows, log_split};
       const std::int64_t stages = ceil_div(runs, std::int64_t{kBlockRuns} * parts_of(log_rows));
-      if (parts_of(log_rows) * columns > kMostColumns || stages < std::int64_t{1} << log_split) {
+      if (shared_bytes(columns, log_rows) > info.shared_per_block || stages < std::int64_t{1} << log_split) {
         continue;
       }
       const std::int64_t resident =

@@ -187,8 +187,9 @@ class Trial {
   void fill() {
     std::mt19937 random(static_cast<unsigned>(c_.m * 7 + c_.n * 5 + c_.k));
     std::uniform_real_distribution<double> numbers(-1.0, 1.0);
-    const bool whole = c_.dtype == DType::i8;  // of either sign, and what lies between is far from 0
-    const auto operand = [&] { return whole ? std::round(99 * numbers(random)) : numbers(random); };
+    const bool whole = c_.dtype == DType::i8;             // what lies between is then far from 0
+    const double most = c_.out == DType::i32 ? 127 : 20;  // sums of 16 bits stay finite
+    const auto operand = [&] { return whole ? std::round(most * numbers(random)) : numbers(random); };
     const auto set_all = [&](Bytes& bytes) {
       for (Index n = 0; n < static_cast<Index>(bytes.host.size()) / size(c_.dtype); ++n) {
         set(bytes, c_.dtype, n, whole ? 111 : kNan);

@@ -79,17 +79,17 @@ __device__ __forceinline__ void load_values(u32 (&to)[4], const u8* from, bool t
   asm volatile(
       "{.reg .pred p;\n"
       "setp.ne.u32 p, %5, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
+      "@p ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
       : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
       : "l"(from), "r"(static_cast<u32>(there)));
 }
 
 /// The metadata of four runs of a line, in one access.
 __device__ __forceinline__ void load_words(u32 (&to)[2], const u8* from) {
-  asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+  asm volatile("ld.global.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
 }
 __device__ __forceinline__ void load_words(u32 (&to)[4], const u8* from) {
-  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "l"(from));
 }
@@ -209,28 +209,46 @@ struct Stage {
     }
   }
 
-  /// Any other b: a warp reads a word's elements of eight columns and four words of a lane.
+  /// Any other b: a warp reads a word's elements of eight columns and four words of a lane, kAtOnce times before it
+  /// joins and writes any, so that it waits seldom.
   static __device__ __forceinline__ void gather(const Params& p, int first_block, u8* to) {
-    constexpr int kOfWord = 4 / static_cast<int>(sizeof(T));
-    const int thread = static_cast<int>(threadIdx.x), n = thread % 8, word = thread / 8 % 4;
-#pragma unroll 4
-    for (int o = thread / 32; o < parts_of(p.log_rows) * kTiles * kSteps * 8; o += kWarps) {
-      const int t = o % 4, j = o / 4 % 2, step = o / 8 % kSteps, tile = o / 8 / kSteps % kTiles;
-      const int part = o / 8 / kSteps / kTiles, column = tile * 8 + n;
-      const int run = (first_block + part) * kBlockRuns + step * 4 + word % 2 * 2 + t / 2;
-      // The first element stands for what is not there: loads without branches follow each other closely.
-      const bool there = column < p.columns && run < p.runs;
-      const i64 k = (static_cast<i64>(run) * 8 + (2 * j + word / 2) * 2 + t % 2) * kOfWord;
-      const u8* const from =
-          static_cast<const u8*>(p.b) + (there ? column_offset(p, column, p.b_col, p.b_batch) + k * p.b_row : 0);
-      u32 found = 0;
+    constexpr u32 kOfWord = 4 / sizeof(T), kAtOnce = 16 / kOfWord;
+    const u32 n = threadIdx.x % 8, word = threadIdx.x / 8 % 4, count = parts_of(p.log_rows) * kTiles * kSteps * 8;
+#pragma unroll 1
+    for (u32 o = threadIdx.x / 32; o < count; o += kAtOnce * kWarps) {
+      u32 found[kAtOnce][kOfWord];
 #pragma unroll
-      for (int e = 0; e < kOfWord; ++e) {
-        const u32 bits = is_byte<T> ? from[e * p.b_row] : *reinterpret_cast<const u16*>(from + e * p.b_row);
-        found |= bits << 32 / kOfWord * e;
+      for (u32 u = 0; u < kAtOnce; ++u) {
+        // From lower to higher bits: the lane of a quad, the mma, the step, the tile, the part.
+        const u32 i = o + u * kWarps, t = i % 4, j = i / 4 % 2, step = i / 8 % kSteps;
+        const int column = static_cast<int>(i / 8 / kSteps % kTiles * 8 + n);
+        const int block = first_block + static_cast<int>(i / 8 / kSteps / kTiles);
+        const int run = block * kBlockRuns + static_cast<int>(step * 4 + word % 2 * 2 + t / 2);
+        const bool there = i < count && column < p.columns && run < p.runs;
+        const i64 k = (static_cast<i64>(run) * 8 + (2 * j + word / 2) * 2 + t % 2) * kOfWord;
+        const u8* const from = static_cast<const u8*>(p.b) + column_offset(p, column, p.b_col, p.b_batch) + k * p.b_row;
+#pragma unroll
+        for (u32 e = 0; e < kOfWord; ++e) {
+          found[u][e] = 0;
+          if (there) {
+            found[u][e] = is_byte<T> ? from[e * p.b_row] : *reinterpret_cast<const u16*>(from + e * p.b_row);
+          }
+        }
       }
-      *reinterpret_cast<u32*>(to + part * kPartBytes + step * kStepBytes + tile * kTileBytes + place(n, t, j) +
-                              word * 4) = there ? found : 0;
+#pragma unroll
+      for (u32 u = 0; u < kAtOnce; ++u) {
+        const u32 i = o + u * kWarps;
+        u32 joined = 0;
+#pragma unroll
+        for (u32 e = 0; e < kOfWord; ++e) {
+          joined |= found[u][e] << 32 / kOfWord * e;
+        }
+        if (i < count) {
+          const u32 at = i / 8 / kSteps / kTiles * kPartBytes + i / 8 % kSteps * kStepBytes +
+                         i / 8 / kSteps % kTiles * kTileBytes + place(n, i % 4, i / 4 % 2) + word * 4;
+          *reinterpret_cast<u32*>(to + at) = joined;
+        }
+      }
     }
   }
 };

@@ -15,7 +15,7 @@ export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib
 # The program knows no Python environment: tell it where NVRTC lies (a folder).
 export FRETWORK_NVRTC = $(shell ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/lib 2>/dev/null | head -1)
 ACCEPT := $(wildcard ../shared/accept/test_block.py ../shared/accept/test_kronecker.py \
-  ../shared/accept/test_attention.py)
+  ../shared/accept/test_attention.py ../shared/accept/test_two_four.py)
 CXX_FILES = $(shell find include src bindings tools tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
 .PHONY: help setup build demo test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench format clean

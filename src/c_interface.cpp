@@ -4,6 +4,7 @@
 #include <memory>
 #include <numeric>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fretwork/c.h"
@@ -12,7 +13,9 @@
 #include "fretwork/pattern.h"
 #include "fretwork/patterns.h"
 #include "fretwork/tensor.h"
+#include "fretwork/two_four.h"
 #include "pattern/regular.h"
+#include "runtime/kernels.h"
 
 struct fretwork_pattern {
   fretwork::PatternPtr is;
@@ -54,6 +57,17 @@ const fretwork::KroneckerPattern& as_kronecker(const fretwork_pattern* pattern) 
     throw fretwork::Error("KroneckerPattern", "text", "a Kronecker pattern", pattern->is->text());
   }
   return *is;
+}
+
+fretwork::DType sparse_dtype(const char* op, const std::string& name) {
+  using fretwork::DType;
+  for (const DType dtype :
+       {DType::f64, DType::f32, DType::f16, DType::bf16, DType::f8_e4m3, DType::f8_e5m2, DType::i8}) {
+    if (name == fretwork::name_of(dtype)) {
+      return dtype;
+    }
+  }
+  throw fretwork::Error(op, "dtype", "a floating type, float8_e4m3fn, float8_e5m2 or int8", name);
 }
 
 fretwork::DType floating_named(const std::string& name) {
@@ -261,4 +275,53 @@ int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, 
 
 int64_t fretwork_pattern_width(const fretwork_pattern* pattern, const char* op) {
   return guarded(int64_t{-1}, [&] { return fretwork::r_width(pattern->is, op); });
+}
+
+int fretwork_kernel_compile(const char* source, const char* name, const char* arch, int64_t report[4]) {
+  return guarded(-1, [&] {
+    const fretwork::KernelReport r = fretwork::compile_kernel({source, name}, arch).report;
+    const int numbers[] = {r.registers, r.spill_bytes, r.stack_bytes, r.static_shared_bytes};
+    std::copy(std::begin(numbers), std::end(numbers), report);
+    return 0;
+  });
+}
+
+const fretwork_kernel* fretwork_kernel_load(const char* source, const char* name, int device) {
+  return guarded(static_cast<const fretwork_kernel*>(nullptr), [&] {
+    return reinterpret_cast<const fretwork_kernel*>(&fretwork::get_kernel({source, name}, device));
+  });
+}
+
+int fretwork_kernel_launch(const fretwork_kernel* kernel, int device, const unsigned grid[3], const unsigned block[3],
+                           int shared_bytes, void** arguments, void* stream) {
+  return guarded(-1, [&] {
+    const fretwork::cuda::DeviceScope scope(device);
+    reinterpret_cast<const fretwork::Kernel*>(kernel)->launch_arguments(
+        {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared_bytes, arguments, stream);
+    return 0;
+  });
+}
+
+int64_t fretwork_two_four_order(const char* op, const char* layout, int64_t lines, int64_t k, const char* dtype,
+                                int64_t tile_k, int64_t* order, int64_t room) {
+  return guarded(int64_t{-1}, [&] {
+    const std::vector<std::int64_t> all =
+        fretwork::two_four_order(op, layout, lines, k, sparse_dtype(op, dtype), tile_k);
+    const auto count = static_cast<int64_t>(all.size());
+    std::copy_n(all.begin(), std::min(count, room), order);
+    return count;
+  });
+}
+
+int fretwork_two_four_dense_wins(int64_t m, int64_t n, int64_t k, const char* dtype, const char* device,
+                                 const char* precision) {
+  return guarded(-1, [&] {
+    using fretwork::DeviceType, fretwork::Precision;
+    const bool ieee = std::string_view(precision) == "ieee", cuda = std::string_view(device) == "cuda";
+    return fretwork::two_four_dense_wins(m, n, k, sparse_dtype("linear", dtype),
+                                         cuda ? DeviceType::cuda : DeviceType::cpu,
+                                         ieee ? Precision::ieee : Precision::tf32)
+               ? 1
+               : 0;
+  });
 }

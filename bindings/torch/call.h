@@ -56,6 +56,7 @@ class Arguments {
   double number() { return take<double>(); }
   std::optional<double> optional_number() { return take<std::optional<double>>(); }
   std::int64_t integer() { return take<std::int64_t>(); }
+  std::optional<std::int64_t> optional_integer() { return take<std::optional<std::int64_t>>(); }
 
  private:
   template <typename T>
@@ -72,15 +73,20 @@ struct DTypeCode {
 
 inline const std::vector<DTypeCode>& dtype_codes() {
   using fretwork::DType;
-  static const std::vector<DTypeCode> codes = {
-      {aoti_torch_dtype_float32(), DType::f32},           {aoti_torch_dtype_float16(), DType::f16},
-      {aoti_torch_dtype_bfloat16(), DType::bf16},         {aoti_torch_dtype_float64(), DType::f64},
-      {aoti_torch_dtype_bool(), DType::boolean},          {aoti_torch_dtype_int8(), DType::i8},
-      {aoti_torch_dtype_float8_e4m3fn(), DType::f8_e4m3}, {aoti_torch_dtype_float8_e5m2(), DType::f8_e5m2}};
+  static const std::vector<DTypeCode> codes = {{aoti_torch_dtype_float32(), DType::f32},
+                                               {aoti_torch_dtype_float16(), DType::f16},
+                                               {aoti_torch_dtype_bfloat16(), DType::bf16},
+                                               {aoti_torch_dtype_float64(), DType::f64},
+                                               {aoti_torch_dtype_bool(), DType::boolean},
+                                               {aoti_torch_dtype_int8(), DType::i8},
+                                               {aoti_torch_dtype_float8_e4m3fn(), DType::f8_e4m3},
+                                               {aoti_torch_dtype_float8_e5m2(), DType::f8_e5m2},
+                                               {aoti_torch_dtype_int16(), DType::i16},
+                                               {aoti_torch_dtype_int32(), DType::i32}};
   return codes;
 }
 
-/// Names of the types that no view has, for messages.
+/// Names of the types that few views have or none, for messages.
 inline std::string foreign_dtype_name(std::int32_t code) {
   const std::pair<std::int32_t, const char*> names[] = {{aoti_torch_dtype_uint8(), "uint8"},
                                                         {aoti_torch_dtype_int16(), "int16"},
@@ -113,17 +119,23 @@ inline fretwork::Device device_of(const Tensor& tensor) {
   return {cuda ? fretwork::DeviceType::cuda : fretwork::DeviceType::cpu, cuda ? tensor.get_device_index() : 0};
 }
 
-inline constexpr const char* kFloating = "float64, float32, float16 or bfloat16";
-inline constexpr const char* kFloatingOrBool = "bool, float64, float32, float16 or bfloat16";
+/// What an argument may hold, in words. Only words of metadata and sums of int8 are int16 or int32.
+struct Kinds {
+  const char* words;
+  bool wide_integers = false;
+};
+inline constexpr Kinds kFloating{"float64, float32, float16 or bfloat16"};
+inline constexpr Kinds kFloatingOrBool{"bool, float64, float32, float16 or bfloat16"};
 
 /// The tensor as the core sees it; `op` and `argument` name it in errors.
 inline fretwork::TensorView view(const char* op, const char* argument, const Tensor& tensor,
-                                 const char* dtypes = kFloating) {
+                                 const Kinds& kinds = kFloating) {
   const std::int32_t code = dtype_code(tensor);
   const auto& codes = dtype_codes();
   const auto known = std::find_if(codes.begin(), codes.end(), [&](const auto& c) { return c.code == code; });
-  if (known == codes.end()) {
-    throw fretwork::Error(op, argument, dtypes, foreign_dtype_name(code));
+  const auto wide = [](fretwork::DType d) { return d == fretwork::DType::i16 || d == fretwork::DType::i32; };
+  if (known == codes.end() || (wide(known->dtype) && !kinds.wide_integers)) {
+    throw fretwork::Error(op, argument, kinds.words, foreign_dtype_name(code));
   }
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   if (sizes.size() > fretwork::kMaxRank) {
@@ -134,7 +146,19 @@ inline fretwork::TensorView view(const char* op, const char* argument, const Ten
           device_of(tensor)};
 }
 
-/// Uninitialised and contiguous, of the dtype and on the device of `like`.
+/// Uninitialised, on the device of `like`.
+inline Tensor empty_strided(std::span<const std::int64_t> sizes, const std::int64_t* strides, std::int32_t dtype,
+                            const Tensor& like) {
+  std::int32_t type = 0, index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides,
+                                                         dtype, type, index, &made));
+  return Tensor(made);
+}
+
+/// The same, contiguous.
 inline Tensor empty(std::span<const std::int64_t> sizes, std::int32_t dtype, const Tensor& like) {
   std::array<std::int64_t, fretwork::kMaxRank> strides{};
   std::int64_t stride = 1;
@@ -142,13 +166,7 @@ inline Tensor empty(std::span<const std::int64_t> sizes, std::int32_t dtype, con
     strides[d] = stride;
     stride *= std::max<std::int64_t>(sizes[d], 1);
   }
-  std::int32_t type = 0, index = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
-  AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, type, index, &made));
-  return Tensor(made);
+  return empty_strided(sizes, strides.data(), dtype, like);
 }
 
 inline Tensor empty_like(std::span<const std::int64_t> sizes, const Tensor& like) {
@@ -236,6 +254,18 @@ inline fretwork::Precision precision_named(const char* op, std::string_view name
     return fretwork::Precision::tf32x3;
   }
   throw fretwork::Error(op, "precision", "ieee, tf32 or tf32x3", std::string(name));
+}
+
+inline fretwork::Activation activation_named(const char* op, std::string_view name) {
+  using fretwork::Activation;
+  const std::pair<std::string_view, Activation> known[] = {
+      {"none", Activation::none}, {"relu", Activation::relu}, {"gelu", Activation::gelu}, {"silu", Activation::silu}};
+  for (const auto& [word, activation] : known) {
+    if (word == name) {
+      return activation;
+    }
+  }
+  throw fretwork::Error(op, "activation", "none, relu, gelu or silu", std::string(name));
 }
 
 /// The context of one call: where `like` lives, on torch's stream, memory and threads.

@@ -51,18 +51,6 @@ void dds(StableIValue* stack, std::uint64_t, std::uint64_t) {
   product(stack, {"dds", "a", "values", &fretwork::dds_shape, &fretwork::dds});
 }
 
-fretwork::Activation activation_named(const char* op, std::string_view name) {
-  using fretwork::Activation;
-  const std::pair<std::string_view, Activation> known[] = {
-      {"none", Activation::none}, {"relu", Activation::relu}, {"gelu", Activation::gelu}, {"silu", Activation::silu}};
-  for (const auto& [word, activation] : known) {
-    if (word == name) {
-      return activation;
-    }
-  }
-  throw fretwork::Error(op, "activation", "none, relu, gelu or silu", std::string(name));
-}
-
 /// Batch × features as the core sees it: batch last is a transposed view.
 fretwork::TensorView batch_view(const char* op, const char* argument, const Tensor& tensor, bool last) {
   fretwork::TensorView v = view(op, argument, tensor);

@@ -74,6 +74,29 @@ int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, 
  * that names `op`. */
 int64_t fretwork_pattern_width(const fretwork_pattern* pattern, const char* op);
 
+/* Kernels of the caller's own: CUDA C++ that may include Fretwork's device headers ("device/mma.cuh" and so on), and
+ * the name of a __global__ function in it, with template arguments where it has some. Compiled through the same cache
+ * as Fretwork's own. */
+typedef struct fretwork_kernel fretwork_kernel;
+/* Compiles for an architecture such as "sm_90a", with or without a GPU, and writes registers, bytes of spills, of stack
+ * and of static shared memory. 0, or −1 with the compiler's log as the error. */
+int fretwork_kernel_compile(const char* source, const char* name, const char* arch, int64_t report[4]);
+/* Compiles for this GPU and loads; the kernel lives as long as the process. Null where that fails. */
+const fretwork_kernel* fretwork_kernel_load(const char* source, const char* name, int device);
+/* Starts it on a CUstream: arguments[n] points to argument n. */
+int fretwork_kernel_launch(const fretwork_kernel* kernel, int device, const unsigned grid[3], const unsigned block[3],
+                           int shared_bytes, void** arguments, void* stream);
+
+/* Foreign orders of 2:4 metadata, "torch", "cutlass_sm80" or "cutlass_sm90", for `lines` lines of k elements: writes for
+ * each byte of the foreign buffer the byte of the plain one that it holds, or -1, as far as there is `room`. Gives their
+ * number, or -1 with an error that names `op`. dtype is "float16", "int8", "float8_e4m3fn" and so on. */
+int64_t fretwork_two_four_order(const char* op, const char* layout, int64_t lines, int64_t k, const char* dtype,
+                                int64_t tile_k, int64_t* order, int64_t room);
+/* 1 where a dense product with n columns is likely to be quicker than the 2:4 one of an (m, k) matrix, else 0; -1 for a
+ * dtype that is none. `device` is "cpu" or "cuda", precision "ieee", "tf32" or "tf32x3". */
+int fretwork_two_four_dense_wins(int64_t m, int64_t n, int64_t k, const char* dtype, const char* device,
+                                 const char* precision);
+
 #ifdef __cplusplus
 }
 #endif

@@ -57,7 +57,8 @@ void two_four_prune_both(const TensorView& dense, const TwoFour& rows, const Two
 
 /// Foreign orders of the metadata: "torch" and "cutlass_sm80", which are one, and "cutlass_sm90" for a tile_k. For
 /// each byte of the foreign buffer the byte of the plain one (line·bytes of a line + byte) that it holds, or −1 for
-/// padding. Throws Error, naming `op`, where the order has no place for such a matrix.
+/// padding. A line has a byte for every two groups, as words of 8 bits leave it. Throws Error, naming `op`, where the
+/// order has no place for such a matrix.
 std::vector<std::int64_t> two_four_order(const char* op, std::string_view layout, std::int64_t lines, std::int64_t k,
                                          DType dtype, std::int64_t tile_k);
 
@@ -76,5 +77,9 @@ void two_four_matmul(const TwoFour& a, const TensorView& b, const TensorView& ou
 /// The same with the sparse operand on the right: a (…, M, K), b (K, N) with dim 0, out (…, M, N).
 void two_four_matmul(const TensorView& a, const TwoFour& b, const TensorView& out, Context& context,
                      const TwoFourOptions& options = {});
+
+/// Whether expanding the sparse operand (m × k) and a dense product with n columns is likely to be quicker.
+bool two_four_dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, DeviceType device,
+                         Precision precision);
 
 }  // namespace fretwork

@@ -16,9 +16,10 @@ __all__ = ["BlockLayout", "KroneckerPattern", "Pattern", "patterns"]
 __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
-    from fretwork import kronecker, nn
+    from fretwork import jit, kronecker, nn, two_four
     from fretwork.ops import block_softmax, dds, dsd, ksmm, ksmm_chain, sdd
     from fretwork.regular import alibi, attention, r_sddmm, r_softmax, r_spmm
+    from fretwork.two_four import TwoFour
 
-    __all__ += ["alibi", "attention", "block_softmax", "dds", "dsd", "kronecker", "ksmm", "ksmm_chain", "nn", "sdd"]
-    __all__ += ["r_sddmm", "r_softmax", "r_spmm"]
+    __all__ += ["alibi", "attention", "block_softmax", "dds", "dsd", "jit", "kronecker", "ksmm", "ksmm_chain", "nn"]
+    __all__ += ["TwoFour", "r_sddmm", "r_softmax", "r_spmm", "sdd", "two_four"]

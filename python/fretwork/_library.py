@@ -29,6 +29,7 @@ Handle = ctypes._Pointer
 
 _POINTER = ctypes.POINTER(_Handle)
 _INT64S = ctypes.POINTER(ctypes.c_int64)
+_UINTS = ctypes.POINTER(ctypes.c_uint)
 _POINTERS, _DOUBLE = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_double)
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "error": (ctypes.c_char_p, []),
@@ -62,6 +63,17 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
         ctypes.c_int,
         [_INT64S, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t],
     ),
+    "kernel_compile": (ctypes.c_int, [ctypes.c_char_p] * 3 + [_INT64S]),
+    "kernel_load": (ctypes.c_void_p, [ctypes.c_char_p] * 2 + [ctypes.c_int]),
+    "kernel_launch": (
+        ctypes.c_int,
+        [ctypes.c_void_p, ctypes.c_int, _UINTS, _UINTS, ctypes.c_int, _POINTERS, ctypes.c_void_p],
+    ),
+    "two_four_order": (
+        ctypes.c_int64,
+        [ctypes.c_char_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_char_p, ctypes.c_int64, _INT64S, ctypes.c_int64],
+    ),
+    "two_four_dense_wins": (ctypes.c_int, [ctypes.c_int64] * 3 + [ctypes.c_char_p] * 3),
     "pattern_width": (ctypes.c_int64, [_POINTER, ctypes.c_char_p]),
     "kronecker_project": (
         ctypes.c_int,

@@ -1,4 +1,4 @@
-// Warp-wide matrix instructions of sm_80 and later: ldmatrix and mma.sync.
+// Warp-wide matrix instructions of sm_80 and later: ldmatrix, mma.sync and, where a is 2:4, mma.sp.
 #pragma once
 
 #include "device/types.cuh"
@@ -25,6 +25,12 @@ __device__ __forceinline__ u32 load_shared_32(u32 address) {
   return r;
 }
 
+__device__ __forceinline__ u32 load_shared_16(u32 address) {
+  u16 r;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r) : "r"(address));
+  return r;
+}
+
 /// d += a·b: 16×8 with 32 bytes of K (16 of a 16-bit type, 8 of tf32).
 template <typename T>
 __device__ __forceinline__ void mma_sync(float (&d)[4], const u32* a, u32 b0, u32 b1) {
@@ -42,6 +48,31 @@ __device__ __forceinline__ void mma_sync(float (&d)[4], const u32* a, u32 b0, u3
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+/// d += a·b where a is 2:4 (1:2 for tf32): 16×8 with 64 bytes of K, of which a has the 32 that are kept. Lanes of a
+/// quad hold the metadata of rows lane / 4 and lane / 4 + 8. Of 16-bit types and tf32: two lanes, those that kSelector
+/// (0 or 1) names, each 16 bits of either row, the lower row low; the odd lane has the second half of K. Of 8-bit types
+/// (kSelector 0): all four, 32 bits each, odd lanes of the upper row, the last two of the second half of K.
+template <typename T, int kSelector, typename Sum>
+__device__ __forceinline__ void mma_sparse(Sum (&d)[4], const u32* a, const u32* b, u32 metadata) {
+#define FRETWORK_MMA_SPARSE(shape_and_types, constraint)                                                       \
+  asm("mma.sp::ordered_metadata.sync.aligned." shape_and_types                                                 \
+      " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"                               \
+      : constraint(d[0]), constraint(d[1]), constraint(d[2]), constraint(d[3])                                 \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata), \
+        "n"(kSelector))
+  if constexpr (is_same<T, f16>) {
+    FRETWORK_MMA_SPARSE("m16n8k32.row.col.f32.f16.f16.f32", "+f");
+  } else if constexpr (is_same<T, bf16>) {
+    FRETWORK_MMA_SPARSE("m16n8k32.row.col.f32.bf16.bf16.f32", "+f");
+  } else if constexpr (is_same<T, float>) {
+    FRETWORK_MMA_SPARSE("m16n8k16.row.col.f32.tf32.tf32.f32", "+f");
+  } else {
+    static_assert(is_same<T, i8>);
+    FRETWORK_MMA_SPARSE("m16n8k64.row.col.s32.s8.s8.s32", "+r");
+  }
+#undef FRETWORK_MMA_SPARSE
 }
 
 /// The nearest tf32, ties away from zero.

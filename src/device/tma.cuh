@@ -39,6 +39,16 @@ __device__ __forceinline__ void load(u32 to, const void* map, u32 barrier, int x
       : "memory");
 }
 
+/// To the same place in every CTA of the cluster whose bit is set in `ranks`, counted by the barrier there.
+__device__ __forceinline__ void load_to_ranks(u32 to, const void* map, u32 barrier, u16 ranks, int x, int y, int z,
+                                              int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%4, %5, %6, %7}], [%2], %3;" ::"r"(to),
+      "l"(map), "r"(barrier), "h"(ranks), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
 __device__ __forceinline__ void store(const void* map, u32 from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
                "r"(x), "r"(y)

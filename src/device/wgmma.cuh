@@ -38,6 +38,10 @@ __device__ __forceinline__ void wait() {
   "+f"(d[(o)]), "+f"(d[(o) + 1]), "+f"(d[(o) + 2]), "+f"(d[(o) + 3]), "+f"(d[(o) + 4]), "+f"(d[(o) + 5]), \
       "+f"(d[(o) + 6]), "+f"(d[(o) + 7])
 #define FRETWORK_F32(o) FRETWORK_F8(o), FRETWORK_F8((o) + 8), FRETWORK_F8((o) + 16), FRETWORK_F8((o) + 24)
+#define FRETWORK_I8(o)                                                                                    \
+  "+r"(d[(o)]), "+r"(d[(o) + 1]), "+r"(d[(o) + 2]), "+r"(d[(o) + 3]), "+r"(d[(o) + 4]), "+r"(d[(o) + 5]), \
+      "+r"(d[(o) + 6]), "+r"(d[(o) + 7])
+#define FRETWORK_I32(o) FRETWORK_I8(o), FRETWORK_I8((o) + 8), FRETWORK_I8((o) + 16), FRETWORK_I8((o) + 24)
 #define FRETWORK_ACC4 "%0, %1, %2, %3"
 #define FRETWORK_ACC8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FRETWORK_ACC16 \
@@ -215,12 +219,82 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kN / 2], const u32 (&le
   }
 }
 
+// 2:4 (1:2 for tf32): the left operand holds what is kept, from shared memory, K-major. `type` is all between the width
+// and the operands, `signs` what follows the predicate.
+#define FRETWORK_WGMMA_SP(type, n, acc, a, b, e, select, signs, ...)                                                  \
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sp.sync.aligned.m64n" n type " {" acc "}, " a \
+               ", " b ", " e ", " select ", p" signs ";\n}"                                                           \
+               : __VA_ARGS__                                                                                          \
+               : "l"(left), "l"(right), "r"(metadata), "n"(kSelect), "n"(kRight == Major::mn ? 1 : 0))
+#define FRETWORK_WGMMA_SP_128(type, signs) \
+  FRETWORK_WGMMA_SP(type, "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", signs, FRETWORK_F32(0), FRETWORK_F32(32))
+#define FRETWORK_WGMMA_SP_256(type, signs)                                                                \
+  FRETWORK_WGMMA_SP(type, "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", signs, FRETWORK_F32(0), \
+                    FRETWORK_F32(32), FRETWORK_F32(64), FRETWORK_F32(96))
+
+/// d[64 × kN] += left · right over 64 bytes of right's K and the 32 bytes of left that are kept of them. `metadata` as
+/// plain words of a line have it, and it must stay untouched until the product has completed. With lane / 4 = r of a
+/// warp's 16 rows: 8-bit types take 32 bits of row r + 8·(lane % 2), at bytes 4·(lane % 4 / 2) of its eight; others
+/// take, from lanes with lane % 4 / 2 = kSelect, 16 bits at bytes 2·(lane % 2) of four, row r's low and row r + 8's
+/// high. Only 16-bit types may have `right` MN-major. Asynchronous.
+template <typename T, int kN, Major kRight, int kSelect, typename Sum>
+__device__ __forceinline__ void multiply_sparse(Sum (&d)[kN / 2], u64 left, u64 right, u32 metadata) {
+  static_assert(kN == 128 || kN == 256, "a width without an instruction here");
+  static_assert(kRight == Major::k || is_same<T, f16> || is_same<T, bf16>);
+  static_assert(kSelect == 0 || sizeof(T) > 1);
+  if constexpr (is_same<T, f16>) {
+    if constexpr (kN == 128) {
+      FRETWORK_WGMMA_SP_128("k32.f32.f16.f16", ", 1, 1, 0, %68");
+    } else {
+      FRETWORK_WGMMA_SP_256("k32.f32.f16.f16", ", 1, 1, 0, %132");
+    }
+  } else if constexpr (is_same<T, bf16>) {
+    if constexpr (kN == 128) {
+      FRETWORK_WGMMA_SP_128("k32.f32.bf16.bf16", ", 1, 1, 0, %68");
+    } else {
+      FRETWORK_WGMMA_SP_256("k32.f32.bf16.bf16", ", 1, 1, 0, %132");
+    }
+  } else if constexpr (is_same<T, f8_e4m3>) {
+    if constexpr (kN == 128) {
+      FRETWORK_WGMMA_SP_128("k64.f32.e4m3.e4m3", ", 1, 1");
+    } else {
+      FRETWORK_WGMMA_SP_256("k64.f32.e4m3.e4m3", ", 1, 1");
+    }
+  } else if constexpr (is_same<T, f8_e5m2>) {
+    if constexpr (kN == 128) {
+      FRETWORK_WGMMA_SP_128("k64.f32.e5m2.e5m2", ", 1, 1");
+    } else {
+      FRETWORK_WGMMA_SP_256("k64.f32.e5m2.e5m2", ", 1, 1");
+    }
+  } else if constexpr (is_same<T, float>) {
+    if constexpr (kN == 128) {
+      FRETWORK_WGMMA_SP_128("k16.f32.tf32.tf32", ", 1, 1");
+    } else {
+      FRETWORK_WGMMA_SP_256("k16.f32.tf32.tf32", ", 1, 1");
+    }
+  } else {
+    static_assert(is_same<T, i8>);
+    if constexpr (kN == 128) {
+      FRETWORK_WGMMA_SP("k64.s32.s8.s8", "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", "", FRETWORK_I32(0),
+                        FRETWORK_I32(32));
+    } else {
+      FRETWORK_WGMMA_SP("k64.s32.s8.s8", "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", "", FRETWORK_I32(0),
+                        FRETWORK_I32(32), FRETWORK_I32(64), FRETWORK_I32(96));
+    }
+  }
+}
+
+#undef FRETWORK_WGMMA_SP
+#undef FRETWORK_WGMMA_SP_128
+#undef FRETWORK_WGMMA_SP_256
 #undef FRETWORK_WGMMA_SS
 #undef FRETWORK_WGMMA_RS
 #undef FRETWORK_WGMMA_TF32
 #undef FRETWORK_F4
 #undef FRETWORK_F8
 #undef FRETWORK_F32
+#undef FRETWORK_I8
+#undef FRETWORK_I32
 #undef FRETWORK_ACC4
 #undef FRETWORK_ACC8
 #undef FRETWORK_ACC16

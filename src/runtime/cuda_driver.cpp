@@ -258,18 +258,19 @@ DeviceScope::~DeviceScope() {
 
 TensorMap make_tensor_map(const void* data, int element_bytes, std::span<const std::uint64_t> sizes,
                           std::span<const std::uint64_t> strides, std::span<const std::uint32_t> box, Swizzle swizzle) {
-  constexpr int kUint16 = 1, kUint32 = 2, kNoInterleave = 0, kPromote256 = 3, kFillZeros = 0;
+  constexpr int kUint8 = 0, kUint16 = 1, kUint32 = 2, kNoInterleave = 0, kPromote256 = 3, kFillZeros = 0;
   constexpr std::array<std::uint32_t, 5> kEveryElement = {1, 1, 1, 1, 1};
   if (sizes.empty() || sizes.size() > 5 || strides.size() + 1 != sizes.size() || box.size() != sizes.size() ||
-      (element_bytes != 2 && element_bytes != 4)) {
-    throw Error("cuda", "tensor map", "1 to 5 dimensions of 2 or 4 bytes",
+      (element_bytes != 1 && element_bytes != 2 && element_bytes != 4)) {
+    throw Error("cuda", "tensor map", "1 to 5 dimensions of 1, 2 or 4 bytes",
                 std::to_string(sizes.size()) + " sizes, " + std::to_string(strides.size()) + " strides, " +
                     std::to_string(box.size()) + " box sizes, " + std::to_string(element_bytes) + " bytes");
   }
   TensorMap map;
-  driver().tensor_map(&map, element_bytes == 2 ? kUint16 : kUint32, static_cast<std::uint32_t>(sizes.size()),
-                      const_cast<void*>(data), sizes.data(), strides.data(), box.data(), kEveryElement.data(),
-                      kNoInterleave, static_cast<int>(swizzle), kPromote256, kFillZeros);
+  const int type = element_bytes == 1 ? kUint8 : element_bytes == 2 ? kUint16 : kUint32;
+  driver().tensor_map(&map, type, static_cast<std::uint32_t>(sizes.size()), const_cast<void*>(data), sizes.data(),
+                      strides.data(), box.data(), kEveryElement.data(), kNoInterleave, static_cast<int>(swizzle),
+                      kPromote256, kFillZeros);
   return map;
 }
 
@@ -331,6 +332,7 @@ void copy_on_device(void* to, const void* from, std::size_t bytes, Handle stream
 }
 
 void fill_zero(void* device, std::size_t bytes, Handle stream) { driver().fill(address(device), 0, bytes, stream); }
+void fill_ones(void* device, std::size_t bytes, Handle stream) { driver().fill(address(device), 0xff, bytes, stream); }
 
 void synchronize(Handle stream) { driver().stream_synchronize(stream); }
 

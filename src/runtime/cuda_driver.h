@@ -56,7 +56,7 @@ class DeviceScope {
 };
 
 /// A tiled tensor map of up to 5 dimensions, innermost first. `strides` are in bytes, one fewer than `sizes`.
-/// `element_bytes` is 2 or 4 (the map only moves bits). Outside the tensor zeros are read and nothing is written.
+/// `element_bytes` is 1, 2 or 4 (the map only moves bits). Outside the tensor zeros are read and nothing is written.
 TensorMap make_tensor_map(const void* data, int element_bytes, std::span<const std::uint64_t> sizes,
                           std::span<const std::uint64_t> strides, std::span<const std::uint32_t> box, Swizzle swizzle);
 
@@ -78,11 +78,12 @@ class DeviceBuffer {
   std::size_t bytes_ = 0;
 };
 
-/// The five below work on the current device (DeviceScope).
+/// The six below work on the current device (DeviceScope).
 void copy_to_device(void* device, const void* host, std::size_t bytes, Handle stream);
 void copy_to_host(void* host, const void* device, std::size_t bytes, Handle stream);
 void copy_on_device(void* to, const void* from, std::size_t bytes, Handle stream);
 void fill_zero(void* device, std::size_t bytes, Handle stream);
+void fill_ones(void* device, std::size_t bytes, Handle stream);  ///< every bit
 void synchronize(Handle stream);
 /// True while the stream is being captured into a graph: plans used then must outlive the graph.
 bool is_capturing(Handle stream);

@@ -268,6 +268,13 @@ void Kernel::launch_with(std::span<cuda::LaunchAttribute> attributes, std::int64
   cuda::driver().launch_config(&config, function_, arguments, nullptr);
 }
 
+void Kernel::launch_arguments(const std::array<unsigned, 3>& grid, const std::array<unsigned, 3>& block,
+                              int shared_bytes, void** arguments, cuda::Handle stream) const {
+  allow_shared(shared_bytes);
+  cuda::driver().launch(function_, grid[0], grid[1], grid[2], block[0], block[1], block[2],
+                        static_cast<unsigned>(shared_bytes), stream, arguments, nullptr);
+}
+
 int Kernel::occupancy(int threads, int shared_bytes) const {
   allow_shared(shared_bytes);
   int blocks = 0;

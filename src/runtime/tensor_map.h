@@ -1,4 +1,4 @@
-// Tensors of 16-bit and 32-bit elements as the copy engine sees them.
+// Tensors of 8-bit, 16-bit and 32-bit elements as the copy engine sees them.
 #pragma once
 
 #include <array>

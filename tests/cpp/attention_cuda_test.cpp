@@ -431,7 +431,12 @@ void check(const Case& c, const std::string& name) {
   expect_near("d_k", got.d_k, want.d_k, tolerance);
   expect_near("d_v", got.d_v, want.d_v, tolerance);
   if (in.bias.there()) {
-    expect_near("d_bias", got.d_bias, want.d_bias, std::max(tolerance, c.bias_dtype == DType::f32 ? 0 : 1e-2));
+    // A bias that all keys of a row share has no gradient: what is left is the rounding of o, row by row.
+    const double rows =
+        c.bias[3] > 1 ? 0
+                      : static_cast<double>(want.lse.size()) / static_cast<double>(c.bias[0] * c.bias[1] * c.bias[2]);
+    expect_near("d_bias", got.d_bias, want.d_bias,
+                std::max(tolerance, c.bias_dtype == DType::f32 ? 0 : 1e-2) * (1 + std::sqrt(rows)));
   }
 }
 

@@ -18,8 +18,10 @@ MODULES = [
     "fretwork.ops",
     "fretwork.regular",
     "fretwork.kronecker",
+    "fretwork.two_four",
     "fretwork.nn.block_sparse_linear",
     "fretwork.nn.ks_linear",
+    "fretwork.nn.semi_sparse_linear",
     "fretwork.compat.ksmm",
     "fretwork.compat.torch_blocksparse",
 ]
@@ -36,7 +38,7 @@ def test_everything_public_has_an_example():
     import fretwork as fw
 
     public = [getattr(fw, name) for name in fw.__all__ if not inspect.ismodule(getattr(fw, name))]
-    public += [getattr(room, name) for room in (fw.nn, fw.kronecker, fw.patterns) for name in room.__all__]
+    public += [getattr(room, name) for room in (fw.nn, fw.kronecker, fw.patterns, fw.two_four) for name in room.__all__]
     without = [thing.__name__ for thing in public if ">>>" not in (thing.__doc__ or "")]
     assert not without
 

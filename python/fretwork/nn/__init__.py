@@ -2,5 +2,6 @@
 
 from fretwork.nn.block_sparse_linear import BlockSparseLinear
 from fretwork.nn.ks_linear import KSLinear
+from fretwork.nn.semi_sparse_linear import SemiSparseLinear
 
-__all__ = ["BlockSparseLinear", "KSLinear"]
+__all__ = ["BlockSparseLinear", "KSLinear", "SemiSparseLinear"]

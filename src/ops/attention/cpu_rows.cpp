@@ -1,8 +1,6 @@
 // The functions of cpu_rows.h on Highway: compiled once per instruction set, chosen at run time.
 #include "ops/attention/cpu_rows.h"
 
-// As for the tiles, whose vectors these rows are made of.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3 | HWY_AVX3_DL)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/attention/cpu_rows.cpp"
 #include <hwy/foreach_target.h>

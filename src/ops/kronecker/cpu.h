@@ -8,10 +8,12 @@
 #include <vector>
 
 #include "ops/kronecker/problem.h"
+#include "runtime/simd/finish.h"
 #include "runtime/simd/tiles.h"
 
 namespace fretwork::kronecker::cpu {
 
+using simd::finish;
 using simd::Place;
 using simd::Tiles;
 
@@ -140,16 +142,6 @@ class Packing {
   const Tiles& tiles_;
   std::int64_t size_;
 };
-
-/// sums = activation(sums + bias): a bias for each row, or for each column, or none.
-struct Finish {
-  void* sums;
-  std::int64_t stride, rows, cols;  ///< columns are whole vectors
-  const void* row_bias = nullptr;   ///< of the type of the sums
-  const void* col_bias = nullptr;
-  Activation activation = Activation::none;
-};
-void finish(const Finish& what, DType dtype);
 
 /// sums[n][j·d + l] = Σ_k w[j][k·d + l] · x[n][k·d + l] for f32 and f64, where d is a power of two or whole vectors.
 struct Dots {

@@ -1,15 +1,304 @@
-// 2:4 products on the GPU: which class of kernel runs, and the portable one.
-#include "fretwork/error.h"
+// 2:4 products on the GPU: which class of kernel runs, and the portable one, which takes everything: on the sparse
+// tensor cores, after operands that do not lie in lines of whole chunks were copied so, or on the simple kernel.
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <initializer_list>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/divide.h"
+#include "ops/two_four/params.h"
 #include "ops/two_four/problem.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
 
-namespace fretwork::two_four::cuda {
+namespace fretwork::two_four {
+namespace {
 
-void run_portable(const Problem&, Context&) { throw Error("two_four", "device", "a backend", "none yet"); }
+namespace driver = fretwork::cuda;
 
-void run(const Problem& problem, Context& context) {
+constexpr const char* kPack = "ops/two_four/kernel_pack.cuh";
+constexpr const char* kPortable = "ops/two_four/kernel_portable.cuh";
+constexpr const char* kSimple = "ops/two_four/kernel_simple.cuh";
+constexpr std::int64_t kRows = 128, kStageBytes = 128, kPackTile = 64, kPackThreads = 256;  // as the kernels have them
+constexpr std::int64_t kSimpleCols = 64, kBand = 16;
+/// Products so small that copying an operand takes longer than the simple kernel.
+constexpr std::int64_t kSmall = 1 << 18;
+
+std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
+std::int64_t group_of(DType dtype) { return dtype == DType::f32 ? 2 : 4; }
+
+/// Room for a tile of sums and what the rows and columns of c have, in bytes.
+constexpr std::int64_t sum_tile_bytes(std::int64_t cols) {
+  return 4 * (std::max(kRows * (cols + 8), cols * (kRows + 4)) + 2 * kRows + cols);
+}
+
+// ---------------------------------------------------------------------------------------------------- kernels
+
+/// What the portable kernel multiplies in: its type, tf32x3's three products, and how b lies.
+struct Variant {
+  DType dtype = DType::f16;  ///< f32, f16, bf16 or i8
+  int products = 1;
+  bool b_along_k = true;
+  int stages = 4;
+
+  std::int64_t cols() const { return products == 3 ? 64 : 128; }
+  std::int64_t depth() const { return kStageBytes / bytes_of(dtype); }
+  /// Metadata of a row in a stage.
+  std::int64_t metadata_bytes() const { return dtype == DType::i8 ? 16 : 8; }
+  std::int64_t stage_bytes() const { return kRows * (kStageBytes / 2 + metadata_bytes()) + cols() * kStageBytes; }
+  std::int64_t shared_bytes() const { return std::max(stages * stage_bytes(), sum_tile_bytes(cols())); }
+  KernelSpec spec() const {
+    return {kPortable, std::string("fretwork::two_four::product_portable<") + device_type(dtype) + ", " +
+                           std::to_string(products) + (b_along_k ? ", true, " : ", false, ") + std::to_string(stages) +
+                           ">"};
+  }
+  static constexpr std::size_t kCount = 5 * 2 * 2;
+  std::size_t number() const {
+    const std::size_t type = dtype == DType::f32    ? (products == 3 ? 1 : 0)
+                             : dtype == DType::f16  ? 2
+                             : dtype == DType::bf16 ? 3
+                                                    : 4;
+    return (type * 2 + (b_along_k ? 1 : 0)) * 2 + (stages == 4 ? 1 : 0);
+  }
+};
+
+KernelSpec simple_spec(DType dtype) {
+  return {kSimple, std::string("fretwork::two_four::product_simple<") + device_type(dtype) + ">"};
+}
+/// Copies only move bits, except that fp8 becomes f16.
+KernelSpec pack_spec(DType from, DType to) {
+  const char* const bits = bytes_of(from) == 1   ? "fretwork::u8"
+                           : bytes_of(from) == 2 ? "fretwork::u16"
+                                                 : "fretwork::u32";
+  return {kPack, std::string("fretwork::two_four::pack_lines<") + (from == to ? bits : device_type(from)) + ", " +
+                     (from == to ? bits : device_type(to)) + ">"};
+}
+KernelSpec metadata_spec() {
+  return {kPack, "fretwork::two_four::pack_metadata<" + std::to_string(kPackThreads) + ">"};
+}
+
+constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2};
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  const int stages = arch.starts_with("sm_9") || arch.starts_with("sm_10") ? 4 : 3;
+  std::vector<KernelSpec> list = {metadata_spec(),
+                                  pack_spec(DType::i8, DType::i8),
+                                  pack_spec(DType::f16, DType::f16),
+                                  pack_spec(DType::f32, DType::f32),
+                                  pack_spec(DType::f8_e4m3, DType::f16),
+                                  pack_spec(DType::f8_e5m2, DType::f16)};
+  for (const bool along_k : {false, true}) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      list.push_back(Variant{dtype, 1, along_k, stages}.spec());
+    }
+    list.push_back(Variant{DType::f32, 3, along_k, stages}.spec());
+  }
+  list.push_back(Variant{DType::i8, 1, true, stages}.spec());
+  std::transform(std::begin(kTypes), std::end(kTypes), std::back_inserter(list), simple_spec);
+  return list;
+}
+const KernelList kKernels{"two_four", list_kernels};
+
+// --------------------------------------------------------------------------------------------------- operands
+
+/// Whether a pointer and what is added to it are multiples of `bytes`.
+bool aligned(const void* data, std::initializer_list<std::int64_t> steps, std::int64_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(data) % static_cast<std::uintptr_t>(bytes) == 0 &&
+         std::all_of(steps.begin(), steps.end(), [&](std::int64_t step) { return step % bytes == 0; });
+}
+
+/// Steps that nobody takes are zero, so that they spoil no alignment.
+LinesArg values_arg(const Problem& p) {
+  return {p.values.data, p.m > 1 ? p.values.line : 0, p.k > 2 ? p.values.along : 1, 0};
+}
+LinesArg b_arg(const Problem& p) {
+  return {p.b.data, p.n > 1 ? p.b.col : 0, p.k > 1 ? p.b.row : 1, p.batch > 1 ? p.b.batch : 0};
+}
+MetadataArg metadata_arg(const Problem& p) {
+  const bool one = p.k / group_of(p.dtype) <= 2 * p.word_bytes;
+  return {p.words.data, p.m > 1 ? p.words.line * p.word_bytes : 0, one ? p.word_bytes : p.words.along * p.word_bytes,
+          p.word_bytes / 2};
+}
+
+/// Whether `count` elements of each line, `size` bytes each, are whole chunks of 16 bytes.
+bool in_chunks(const LinesArg& lines, std::int64_t count, std::int64_t size) {
+  return lines.along == 1 && count * size % 16 == 0 && aligned(lines.data, {lines.line * size, lines.batch * size}, 16);
+}
+/// The same across the lines: their elements of one position are neighbours.
+bool in_chunks_across(const LinesArg& lines, std::int64_t count, std::int64_t size) {
+  return in_chunks({lines.data, lines.along, lines.line, lines.batch}, count, size);
+}
+
+bool is_fp8(DType dtype) { return dtype == DType::f8_e4m3 || dtype == DType::f8_e5m2; }
+
+/// An operand as lines of whole chunks along k: as it is, or a copy for the length of a call.
+class Lines {
+ public:
+  Lines(bool copy, const LinesArg& from, std::int64_t lines, std::int64_t count, std::int64_t batch, DType dtype,
+        DType to, Context& context)
+      : arg_(from),
+        pitch_(ceil_div(count * bytes_of(to), 16) * 16 / bytes_of(to)),
+        space_(context, copy ? static_cast<std::size_t>(batches(from, batch) * lines * pitch_ * bytes_of(to)) : 0) {
+    if (!copy) {
+      return;
+    }
+    const PackLinesParams params{
+        from, space_.data(), lines, count, pitch_, ceil_div(lines, kPackTile), ceil_div(pitch_, kPackTile)};
+    get_kernel(pack_spec(dtype, to), context.device.index)
+        .launch(params.line_tiles * params.count_tiles * batches(from, batch), kPackThreads, 0, &params,
+                context.stream);
+    arg_ = {space_.data(), pitch_, 1, batches(from, batch) > 1 ? lines * pitch_ : 0};
+  }
+  const LinesArg& arg() const { return arg_; }
+
+ private:
+  static std::int64_t batches(const LinesArg& from, std::int64_t batch) { return from.batch == 0 ? 1 : batch; }
+  LinesArg arg_;
+  std::int64_t pitch_;
+  Workspace space_;
+};
+
+/// Metadata as whole stages of bytes: as it is, or a copy with valid nibbles behind the last group.
+class Metadata {
+ public:
+  Metadata(bool copy, const Problem& p, const Variant& variant, Context& context)
+      : arg_(metadata_arg(p)),
+        pitch_(ceil_div(p.k, variant.depth()) * variant.metadata_bytes()),
+        space_(context, copy ? static_cast<std::size_t>(p.m * pitch_) : 0) {
+    if (copy) {
+      const PackMetadataParams params{arg_, space_.data(), p.m, p.k / group_of(p.dtype), pitch_};
+      get_kernel(metadata_spec(), context.device.index)
+          .launch(std::min<std::int64_t>(ceil_div(p.m * pitch_ / 4, kPackThreads), 1 << 16), kPackThreads, 0, &params,
+                  context.stream);
+      arg_ = {space_.data(), pitch_, 1, 0};
+    }
+  }
+  const MetadataArg& arg() const { return arg_; }
+
+ private:
+  MetadataArg arg_;
+  std::int64_t pitch_;
+  Workspace space_;
+};
+
+bool in_stages(const Problem& p, const Variant& variant) {
+  const MetadataArg words = metadata_arg(p);
+  return words.along == p.word_bytes && p.k % variant.depth() == 0 &&
+         aligned(words.data, {words.line}, variant.metadata_bytes());
+}
+
+// ---------------------------------------------------------------------------------------------------- launches
+
+OutType out_type(DType dtype) {
+  switch (dtype) {
+    case DType::f16:
+      return OutType::f16;
+    case DType::bf16:
+      return OutType::bf16;
+    case DType::i32:
+      return OutType::i32;
+    default:
+      return OutType::f32;
+  }
+}
+
+/// All but the operands, for tiles of kRows × cols.
+ProductParams params_of(const Problem& problem, std::int64_t cols) {
+  ProductParams p{};
+  p.c = problem.c.data;
+  p.c_row = problem.m > 1 ? problem.c.row : 0;
+  p.c_col = problem.n > 1 ? problem.c.col : 0;
+  p.c_batch = problem.batch > 1 ? problem.c.batch : 0;
+  p.bias = {problem.bias.data, problem.bias.stride};
+  p.scale_s = {problem.scale_s.data, problem.scale_s.stride};
+  p.scale_b = {problem.scale_b.data, problem.scale_b.stride};
+  p.m = problem.m;
+  p.n = problem.n;
+  p.k = problem.k;
+  p.row_tiles = ceil_div(p.m, kRows);
+  p.col_tiles = ceil_div(p.n, cols);
+  p.band = kBand;
+  p.out = out_type(problem.out);
+  p.activation = static_cast<int>(problem.activation);
+  p.c_by_row = p.n > 1 && (p.m == 1 || std::abs(p.c_col) <= std::abs(p.c_row));
+  const std::int64_t size = bytes_of(problem.out), near = p.c_by_row ? p.c_col : p.c_row;
+  p.c_vector = near == 1 && aligned(p.c, {(p.c_by_row ? p.c_row : p.c_col) * size, p.c_batch * size}, 16);
+  return p;
+}
+
+bool tensor_cores(const Problem& problem, const Context& context) {
+  return driver::device_info(context.device.index).arch >= 80 &&
+         (problem.dtype != DType::f32 || context.precision != Precision::ieee);
+}
+
+void run_simple(const Problem& problem, Context& context) {
+  static KernelTable<std::size(kTypes)>& kernels = *std::make_unique<KernelTable<std::size(kTypes)>>().release();
+  ProductParams p = params_of(problem, kSimpleCols);
+  p.values = values_arg(problem);
+  p.b = b_arg(problem);
+  p.words = metadata_arg(problem);
+  const auto which = static_cast<std::size_t>(std::find(std::begin(kTypes), std::end(kTypes), problem.dtype) - kTypes);
+  kernels.get(which, context.device.index, [&] { return simple_spec(problem.dtype); })
+      .launch(p.row_tiles * p.col_tiles * problem.batch, 128, static_cast<int>(sum_tile_bytes(kSimpleCols)), &p,
+              context.stream);
+}
+
+/// fp8 is multiplied as f16, which holds it exactly: sm_80 has no fp8, and sm_90's mma.sp would convert it each time.
+Variant variant_of(const Problem& problem, const Context& context) {
+  Variant v;
+  v.dtype = is_fp8(problem.dtype) ? DType::f16 : problem.dtype;
+  v.products = problem.dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
+  v.b_along_k = is_fp8(problem.dtype) || v.dtype == DType::i8 ||
+                !in_chunks_across(b_arg(problem), problem.n, bytes_of(v.dtype)) ||
+                in_chunks(b_arg(problem), problem.k, bytes_of(v.dtype));
+  // Two CTAs to an SM come before a fourth stage.
+  const std::int64_t shared = driver::device_info(context.device.index).shared_per_block;
+  v.stages = 2 * (4 * v.stage_bytes() + 1024) <= shared + 1024 ? 4 : 3;
+  return v;
+}
+
+/// False where copies would take longer than the simple kernel.
+bool run_tensor_cores(const Problem& problem, Context& context) {
+  static KernelTable<Variant::kCount>& kernels = *std::make_unique<KernelTable<Variant::kCount>>().release();
+  const Variant variant = variant_of(problem, context);
+  const std::int64_t size = bytes_of(variant.dtype), kept = problem.k / 2;
+  const bool convert = variant.dtype != problem.dtype, any = problem.k > 0;
+  const bool pack_values = any && (convert || !in_chunks(values_arg(problem), kept, size));
+  const bool pack_b = any && variant.b_along_k && (convert || !in_chunks(b_arg(problem), problem.k, size));
+  const bool pack_words = any && !in_stages(problem, variant);
+  if ((pack_values || pack_b || pack_words) && problem.m * problem.n * problem.batch <= kSmall / problem.k) {
+    return false;
+  }
+  const Lines values(pack_values, values_arg(problem), problem.m, kept, 1, problem.dtype, variant.dtype, context);
+  const Lines b(pack_b, b_arg(problem), problem.n, problem.k, problem.batch, problem.dtype, variant.dtype, context);
+  const Metadata words(pack_words, problem, variant, context);
+  ProductParams p = params_of(problem, variant.cols());
+  p.values = values.arg();
+  p.b = b.arg();
+  p.words = words.arg();
+  kernels.get(variant.number(), context.device.index, [&] { return variant.spec(); })
+      .launch(p.row_tiles * p.col_tiles * problem.batch, 128, static_cast<int>(variant.shared_bytes()), &p,
+              context.stream);
+  return true;
+}
+
+}  // namespace
+
+void cuda::run_portable(const Problem& problem, Context& context) {
+  if (!tensor_cores(problem, context) || !run_tensor_cores(problem, context)) {
+    run_simple(problem, context);
+  }
+}
+
+void cuda::run(const Problem& problem, Context& context) {
+  const driver::DeviceScope scope(context.device.index);
   if (!run_few(problem, context) && !run_hopper(problem, context)) {
     run_portable(problem, context);
   }
 }
 
-}  // namespace fretwork::two_four::cuda
+}  // namespace fretwork::two_four

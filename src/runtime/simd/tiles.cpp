@@ -7,8 +7,6 @@
 #include <type_traits>
 #include <utility>
 
-// Accumulators are arrays of vectors, which types of unknown size do not allow. The other two would add nothing here.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3 | HWY_AVX3_DL)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "runtime/simd/tiles.cpp"
 #include <hwy/foreach_target.h>

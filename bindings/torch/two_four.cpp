@@ -1,0 +1,286 @@
+// torch.ops.fretwork's 2:4 operators: what makes, checks and undoes the plain form, and its products.
+#include "call.h"
+
+namespace {
+
+using namespace fretwork_torch;  // NOLINT: what every op here is made of
+using fretwork::DType, fretwork::TensorView, fretwork::TwoFour;
+
+constexpr Kinds kElements{"float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8"};
+constexpr Kinds kWords{"int8, int16 or int32", true};
+constexpr Kinds kResult{"int32, float64, float32, float16 or bfloat16", true};
+
+/// A dtype as torch counts them, which is how it comes into an op.
+DType dtype_numbered(const char* op, const char* argument, std::int64_t code, const Kinds& kinds) {
+  for (const DTypeCode& known : dtype_codes()) {
+    if (known.code == code) {
+      return known.dtype;
+    }
+  }
+  throw fretwork::Error(op, argument, kinds.words, foreign_dtype_name(static_cast<std::int32_t>(code)));
+}
+
+TwoFour sparse(const char* op, const Tensor& values, const Tensor& metadata, std::int64_t dim) {
+  return {view(op, "values", values, kElements), view(op, "metadata", metadata, kWords), static_cast<int>(dim)};
+}
+
+/// Lines × positions in memory, shown as the (positions × lines) that a matrix compressed along dim 0 has. What is no
+/// matrix gives some sizes; the core refuses it before it looks at the result.
+Tensor empty_lines(std::int64_t lines, std::int64_t along, std::int64_t dim, std::int32_t dtype, const Tensor& like) {
+  const std::array<std::int64_t, 2> rows{lines, along}, cols{along, lines}, shown{1, std::max<std::int64_t>(along, 1)};
+  return dim == 0 ? empty_strided(cols, shown.data(), dtype, like) : empty(rows, dtype, like);
+}
+
+/// What a compression is written to.
+struct Made {
+  Made(const char* op, const TensorView& dense, std::int64_t dim, std::int64_t word, const Tensor& like) {
+    const DType words = dtype_numbered(op, "metadata_dtype", word, kWords);
+    const std::int64_t lines = dense.size(dim == 0 ? 1 : 0), k = dense.size(dim == 0 ? 0 : 1);
+    values = empty_lines(lines, k / 2, dim, dtype_code(like), like);
+    metadata =
+        empty_lines(lines, fretwork::two_four_words(k, dense.dtype, words), dim, static_cast<std::int32_t>(word), like);
+    matrix = sparse(op, values, metadata, dim);
+  }
+  Tensor values, metadata;
+  TwoFour matrix;
+};
+
+std::int64_t* place_of(const Tensor& bad) { return static_cast<std::int64_t*>(bad.mutable_data_ptr()); }
+
+/// Waits for the answer, where it is asked for: nothing leaves this op that is not 2:4.
+void refuse_bad_group(const char* op, const Tensor& bad, const TensorView& dense) {
+  std::int64_t place = -1;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_item_int64(bad.get(), &place));
+  if (place < 0) {
+    return;
+  }
+  const bool pairs = fretwork::two_four_group(dense.dtype) == 2;
+  const std::int64_t at[] = {place / dense.size(1), place % dense.size(1)};
+  throw fretwork::Error(op, "A", pairs ? "at most 1 non-zero in every 2" : "at most 2 non-zeros in every 4",
+                        "more in the group at " + fretwork::shape_text(at));
+}
+
+void compress(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "compress";
+  Arguments arguments(stack);
+  const Tensor dense = arguments.tensor();
+  const std::int64_t dim = arguments.integer(), word = arguments.integer();
+  const bool validate = arguments.flag();
+
+  const TensorView input = view(kOp, "A", dense, kElements);
+  const Made made(kOp, input, dim, word, dense);
+  Call call(dense);
+  if (validate) {
+    const Tensor bad = empty({}, aoti_torch_dtype_int64(), dense);
+    fretwork::two_four_compress(input, made.matrix, place_of(bad), call.context());
+    refuse_bad_group(kOp, bad, input);
+  } else {
+    fretwork::two_four_compress(input, made.matrix, nullptr, call.context());
+  }
+  stack[0] = torch::stable::detail::from(made.values);
+  stack[1] = torch::stable::detail::from(made.metadata);
+}
+
+void check(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "check";
+  Arguments arguments(stack);
+  const Tensor dense = arguments.tensor();
+  const std::int64_t dim = arguments.integer();
+
+  const TensorView input = view(kOp, "A", dense, kElements);
+  const Tensor bad = empty({}, aoti_torch_dtype_int64(), dense);
+  Call call(dense);
+  fretwork::two_four_check(input, static_cast<int>(dim), place_of(bad), call.context());
+  stack[0] = torch::stable::detail::from(bad);
+}
+
+void check_metadata(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  const Tensor values = arguments.tensor(), metadata = arguments.tensor();
+  const TwoFour matrix = sparse("TwoFour", values, metadata, arguments.integer());
+  const Tensor bad = empty({}, aoti_torch_dtype_int64(), values);
+  Call call(values);
+  fretwork::two_four_check_metadata(matrix, place_of(bad), call.context());
+  stack[0] = torch::stable::detail::from(bad);
+}
+
+void to_dense(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "to_dense";
+  Arguments arguments(stack);
+  const Tensor values = arguments.tensor(), metadata = arguments.tensor();
+  const TwoFour matrix = sparse(kOp, values, metadata, arguments.integer());
+  const Tensor dense = empty_like(matrix.shape(), values);
+  Call call(values);
+  fretwork::two_four_to_dense(matrix, view(kOp, "dense", dense, kElements), call.context());
+  stack[0] = torch::stable::detail::from(dense);
+}
+
+void gather(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "gather";
+  Arguments arguments(stack);
+  const Tensor dense = arguments.tensor(), metadata = arguments.tensor();
+  const std::int64_t dim = arguments.integer();
+
+  const TensorView input = view(kOp, "dense", dense, kElements);
+  const bool down = dim == 0;
+  const Tensor values =
+      empty_lines(input.size(down ? 1 : 0), input.size(down ? 0 : 1) / 2, dim, dtype_code(dense), dense);
+  Call call(dense);
+  fretwork::two_four_gather(input, sparse(kOp, values, metadata, dim), call.context());
+  stack[0] = torch::stable::detail::from(values);
+}
+
+void prune(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "prune";
+  Arguments arguments(stack);
+  const Tensor dense = arguments.tensor();
+  const std::int64_t dim = arguments.integer();
+  const bool transposable = arguments.flag();
+
+  const TensorView input = view(kOp, "A", dense, kElements);
+  const Tensor out = empty_like(input.shape(), dense);
+  Call call(dense);
+  fretwork::two_four_prune(input, static_cast<int>(dim), transposable, view(kOp, "out", out, kElements),
+                           call.context());
+  stack[0] = torch::stable::detail::from(out);
+}
+
+void prune_both(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "prune_both";
+  Arguments arguments(stack);
+  const Tensor dense = arguments.tensor();
+  const std::int64_t word = arguments.integer();
+
+  const TensorView input = view(kOp, "A", dense, kElements);
+  const Made rows(kOp, input, 1, word, dense), cols(kOp, input, 0, word, dense);
+  Call call(dense);
+  fretwork::two_four_prune_both(input, rows.matrix, cols.matrix, call.context());
+  const Tensor results[] = {rows.values, rows.metadata, cols.values, cols.metadata};
+  for (std::size_t n = 0; n < std::size(results); ++n) {
+    stack[n] = torch::stable::detail::from(results[n]);
+  }
+}
+
+/// The dtype of a product where none is asked for.
+std::int32_t result_code(const Tensor& dense) {
+  const std::int32_t code = dtype_code(dense);
+  const bool small = code == aoti_torch_dtype_float8_e4m3fn() || code == aoti_torch_dtype_float8_e5m2();
+  return code == aoti_torch_dtype_int8() ? aoti_torch_dtype_int32() : small ? aoti_torch_dtype_bfloat16() : code;
+}
+
+/// A vector as a matrix of one row.
+TensorView one_row(const TensorView& v) {
+  const std::array sizes{std::int64_t{1}, v.size(0)}, strides{v.size(0), v.stride(0)};
+  return {v.data, v.dtype, sizes, strides, v.device};
+}
+
+/// What linear says of its own arguments; the rest is the core's.
+void check_linear(const TensorView& x, const TwoFour& s, const TensorView* bias, DType out) {
+  constexpr const char* kOp = "linear";
+  const std::int64_t k = s.shape()[1], features = s.shape()[0];
+  if (x.rank < 1 || x.size(-1) != k) {
+    throw fretwork::Error(kOp, "x", "(…, " + std::to_string(k) + ")", fretwork::shape_text(x.shape()));
+  }
+  if (x.dtype != s.values.dtype) {
+    throw fretwork::Error(kOp, "x", std::string(fretwork::name_of(s.values.dtype)) + " like s",
+                          fretwork::name_of(x.dtype));
+  }
+  if (bias != nullptr && (bias->rank != 1 || bias->size(0) != features)) {
+    throw fretwork::Error(kOp, "bias", "(" + std::to_string(features) + ",)", fretwork::shape_text(bias->shape()));
+  }
+  if (bias != nullptr && bias->dtype != out) {
+    throw fretwork::Error(kOp, "bias", std::string(fretwork::name_of(out)) + " like the result",
+                          fretwork::name_of(bias->dtype));
+  }
+}
+
+/// product: "left" is s·dense, "right" dense·s, and "linear" dense·sᵀ, whose dense may have one dimension.
+void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  const Tensor values = arguments.tensor(), metadata = arguments.tensor(), dense = arguments.tensor();
+  const std::optional<Tensor> bias = arguments.optional_tensor();
+  const Text activation = arguments.text();
+  const std::optional<std::int64_t> out_dtype = arguments.optional_integer();
+  const std::optional<Tensor> scale_a = arguments.optional_tensor(), scale_b = arguments.optional_tensor();
+  const Text product = arguments.text(), precision = arguments.text();
+
+  const bool left = product.view() == "left", linear = product.view() == "linear";
+  const char* const op = linear ? "linear" : "matmul";
+  const TwoFour s = sparse(op, values, metadata, left || linear ? 1 : 0);
+  TensorView input = view(op, linear ? "x" : left ? "b" : "a", dense, kElements);
+  const std::int32_t code = static_cast<std::int32_t>(out_dtype.value_or(result_code(dense)));
+  const DType result = dtype_numbered(op, "out_dtype", code, kResult);
+
+  const std::array<std::optional<Tensor>, 3> given{bias, scale_a, scale_b};
+  std::array<TensorView, 3> views;
+  std::array<const TensorView*, 3> places{};
+  for (std::size_t n = 0; n < given.size(); ++n) {
+    if (given[n].has_value()) {
+      constexpr std::array kNames{"bias", "scale_a", "scale_b"};
+      views[n] = view(op, kNames[n], *given[n], kResult);
+      places[n] = &views[n];
+    }
+  }
+  if (linear) {
+    check_linear(input, s, places[0], result);
+  } else if (input.rank < 2) {
+    throw fretwork::Error(op, left ? "b" : "a", "a matrix or a batch of them", fretwork::shape_text(input.shape()));
+  }
+
+  std::array<std::int64_t, fretwork::kMaxRank> sizes = input.sizes;
+  sizes[static_cast<std::size_t>(input.rank - (left ? 2 : 1))] = left || linear ? s.shape()[0] : s.shape()[1];
+  const Tensor out = empty(std::span(sizes).first(static_cast<std::size_t>(input.rank)), code, dense);
+  TensorView output = view(op, "out_dtype", out, kResult);
+  Call call(dense);
+  call.context().precision = precision_named(op, precision.view());
+  const fretwork::TwoFourOptions options{.bias = places[0],
+                                         .activation = activation_named(op, activation.view()),
+                                         .scale_a = places[1],
+                                         .scale_b = places[2]};
+  if (linear && input.rank == 1) {
+    input = one_row(input);
+    output = one_row(output);
+  }
+  if (left) {
+    fretwork::two_four_matmul(s, input, output, call.context(), options);
+  } else {
+    fretwork::two_four_matmul(input, linear ? s.transpose() : s, output, call.context(), options);
+  }
+  stack[0] = torch::stable::detail::from(out);
+}
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("two_four_compress", &compress);
+  m.impl("two_four_check", &check);
+  m.impl("two_four_check_metadata", &check_metadata);
+  m.impl("two_four_to_dense", &to_dense);
+  m.impl("two_four_gather", &gather);
+  m.impl("two_four_prune", &prune);
+  m.impl("two_four_prune_both", &prune_both);
+  m.impl("two_four_matmul", &matmul);
+  m.impl("_two_four_matmul", &matmul);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
+  m.def(
+      "two_four_compress(Tensor dense, int dim, ScalarType metadata_dtype, bool validate) -> (Tensor values, Tensor "
+      "metadata)");
+  m.def("two_four_check(Tensor dense, int dim) -> Tensor");
+  m.def("two_four_check_metadata(Tensor values, Tensor metadata, int dim) -> Tensor");
+  m.def("two_four_to_dense(Tensor values, Tensor metadata, int dim) -> Tensor");
+  m.def("two_four_gather(Tensor dense, Tensor metadata, int dim) -> Tensor");
+  m.def("two_four_prune(Tensor dense, int dim, bool transposable) -> Tensor");
+  m.def(
+      "two_four_prune_both(Tensor dense, ScalarType metadata_dtype) -> (Tensor row_values, Tensor row_metadata, Tensor "
+      "col_values, Tensor col_metadata)");
+  // The second has no gradient: rules for one run in Python at every call, and cost more than the call.
+  for (const std::string name : {"two_four_matmul", "_two_four_matmul"}) {
+    m.def((name + "(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, ScalarType? out_dtype, "
+                  "Tensor? scale_a, Tensor? scale_b, str product, str precision) -> Tensor")
+              .c_str());
+  }
+}
+STABLE_TORCH_LIBRARY_IMPL(fretwork, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fretwork, CUDA, m) { implement(m); }

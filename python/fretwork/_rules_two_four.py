@@ -1,0 +1,339 @@
+"""What torch needs of the 2:4 operators beyond running them: result shapes, gradients, vmap and autocast."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fretwork._rules import _library  # which loads the library
+from fretwork._rules_kronecker import _before_activation
+from fretwork._shapes import fail
+
+_ops = torch.ops.fretwork
+_compress, _check_op = _ops.two_four_compress.default, _ops.two_four_check.default
+_check_metadata = _ops.two_four_check_metadata.default
+_to_dense, _gather = _ops.two_four_to_dense.default, _ops.two_four_gather.default
+_prune, _prune_both = _ops.two_four_prune.default, _ops.two_four_prune_both.default
+_matmul, _plain_matmul = _ops.two_four_matmul.default, _ops._two_four_matmul.default
+
+_LEARNING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
+_WORDS = (torch.int8, torch.int16, torch.int32)
+
+
+def group_of(dtype: torch.dtype) -> int:
+    """Neighbours in a group."""
+    return 2 if dtype == torch.float32 else 4
+
+
+def words_of(k: int, dtype: torch.dtype, word: torch.dtype) -> int:
+    """Words for k elements."""
+    return -(-(k // group_of(dtype)) // (2 * word.itemsize))
+
+
+def result_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a product, where none is asked for."""
+    return torch.int32 if dtype == torch.int8 else torch.bfloat16 if dtype in _SMALL else dtype
+
+
+def _check(right: bool, op: str, argument: str, expected: object, got: object) -> None:
+    if not right:
+        fail(op, argument, expected, got)
+
+
+# Shapes, as the core has them
+
+
+def _check_dense(op: str, dense: Tensor, dim: int) -> tuple[int, int]:
+    """Lines and elements of a line."""
+    kinds = (*_LEARNING, *_SMALL, torch.int8)
+    _check(dense.dtype in kinds, op, "A", "a floating type or int8", dense.dtype)
+    _check(dense.dim() == 2, op, "A", "a matrix", tuple(dense.shape))
+    _check(dim in (0, 1), op, "dim", "-1, 0 or 1", dim)
+    group, k = group_of(dense.dtype), dense.shape[dim]
+    _check(k % group == 0, op, "A", f"a multiple of {group} along dim {dim}", tuple(dense.shape))
+    return dense.shape[1 - dim], k
+
+
+def _check_plain(values: Tensor, metadata: Tensor, dim: int) -> tuple[int, int]:
+    """Rows and columns of the matrix."""
+    op = "TwoFour"
+    kinds = (*_LEARNING, *_SMALL, torch.int8)
+    _check(values.dtype in kinds, op, "values", "a floating type or int8", values.dtype)
+    _check(metadata.dtype in _WORDS, op, "metadata", "int8, int16 or int32", metadata.dtype)
+    _check(values.dim() == 2, op, "values", "a matrix", tuple(values.shape))
+    _check(dim in (0, 1), op, "dim", "-1, 0 or 1", dim)
+    lines, k = values.shape[1 - dim], 2 * values.shape[dim]
+    group = group_of(values.dtype)
+    _check(k % group == 0, op, "values", f"a multiple of {group // 2} along dim {dim}", tuple(values.shape))
+    words = words_of(k, values.dtype, metadata.dtype)
+    shape = (lines, words) if dim else (words, lines)
+    _check(tuple(metadata.shape) == shape, op, "metadata", shape, tuple(metadata.shape))
+    return (lines, k) if dim else (k, lines)
+
+
+def _lines(like: Tensor, lines: int, along: int, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    made = like.new_empty((lines, along), dtype=dtype or like.dtype)
+    return made if dim else made.t()
+
+
+def _made(op: str, dense: Tensor, dim: int, word: torch.dtype) -> tuple[Tensor, Tensor]:
+    lines, k = _check_dense(op, dense, dim)
+    _check(word in _WORDS, op, "metadata_dtype", "int8, int16 or int32", word)
+    return _lines(dense, lines, k // 2, dim), _lines(dense, lines, words_of(k, dense.dtype, word), dim, word)
+
+
+@torch.library.register_fake("fretwork::two_four_compress")
+def _compress_fake(dense: Tensor, dim: int, metadata_dtype: torch.dtype, validate: bool) -> tuple[Tensor, Tensor]:
+    return _made("compress", dense, dim, metadata_dtype)
+
+
+@torch.library.register_fake("fretwork::two_four_check")
+def _check_fake(dense: Tensor, dim: int) -> Tensor:
+    _check_dense("check", dense, dim)
+    return dense.new_empty((), dtype=torch.int64)
+
+
+@torch.library.register_fake("fretwork::two_four_check_metadata")
+def _check_metadata_fake(values: Tensor, metadata: Tensor, dim: int) -> Tensor:
+    _check_plain(values, metadata, dim)
+    return values.new_empty((), dtype=torch.int64)
+
+
+@torch.library.register_fake("fretwork::two_four_to_dense")
+def _to_dense_fake(values: Tensor, metadata: Tensor, dim: int) -> Tensor:
+    return values.new_empty(_check_plain(values, metadata, dim))
+
+
+@torch.library.register_fake("fretwork::two_four_gather")
+def _gather_fake(dense: Tensor, metadata: Tensor, dim: int) -> Tensor:
+    lines, k = _check_dense("gather", dense, dim)
+    values = _lines(dense, lines, k // 2, dim)
+    _check_plain(values, metadata, dim)
+    return values
+
+
+@torch.library.register_fake("fretwork::two_four_prune")
+def _prune_fake(dense: Tensor, dim: int, transposable: bool) -> Tensor:
+    _check_dense("prune", dense, dim)
+    if transposable:
+        _check_dense("prune", dense, 1 - dim)
+    return dense.new_empty(dense.shape)
+
+
+@torch.library.register_fake("fretwork::two_four_prune_both")
+def _prune_both_fake(dense: Tensor, metadata_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, cols = (_made("prune", dense, dim, metadata_dtype) for dim in (1, 0))
+    return *rows, *cols
+
+
+def _matmul_fake(
+    values: Tensor,
+    metadata: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    product: str,
+    precision: str,
+) -> Tensor:
+    right = product == "right"
+    rows, cols = _check_plain(values, metadata, 0 if right else 1)
+    lines, k = (cols, rows) if right else (rows, cols)
+    op, name = {"left": ("matmul", "b"), "right": ("matmul", "a"), "linear": ("linear", "x")}[product]
+    _check(dense.dtype == values.dtype, op, name, values.dtype, dense.dtype)
+    contracted, rank = (-2, 2) if product == "left" else (-1, 1 if product == "linear" else 2)
+    fits = dense.dim() >= rank and dense.shape[contracted] == k
+    _check(fits, op, name, f"{k} in dimension {contracted}", tuple(dense.shape))
+    shape = list(dense.shape)
+    shape[contracted] = lines
+    out = out_dtype or result_dtype(dense.dtype)
+    if bias is not None:
+        _check(tuple(bias.shape) == (lines,), op, "bias", (lines,), tuple(bias.shape))
+        _check(bias.dtype == out, op, "bias", out, bias.dtype)
+    for scale, count in ((scale_a, -2), (scale_b, -1)):
+        if scale is not None:
+            right_shape = scale.dim() == 0 or tuple(scale.shape) == (shape[count],)
+            _check(right_shape, op, "scale_a" if count == -2 else "scale_b", "one number or one of each", scale.shape)
+    return dense.new_empty(shape, dtype=out)
+
+
+# Gradients. to_dense and gather are each other's.
+
+
+def _compress_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.dim = inputs[1]
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _compress_gradient(ctx: Any, d_values: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return _to_dense(d_values, ctx.saved_tensors[0], ctx.dim), None, None, None
+
+
+def _form_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, metadata, ctx.dim = inputs
+    ctx.save_for_backward(metadata)
+
+
+def _to_dense_gradient(ctx: Any, d_dense: Tensor) -> tuple[Tensor | None, ...]:
+    return _gather(d_dense, ctx.saved_tensors[0], ctx.dim), None, None
+
+
+def _gather_gradient(ctx: Any, d_values: Tensor) -> tuple[Tensor | None, ...]:
+    return _to_dense(d_values, ctx.saved_tensors[0], ctx.dim), None, None
+
+
+def _prune_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _prune_gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    (out,) = ctx.saved_tensors
+    return torch.where(out != 0, d_out, 0), None, None
+
+
+def _prune_both_gradient(ctx: Any, *gradients: Any) -> None:
+    raise NotImplementedError(
+        "prune_both: gradient: expected none to be asked for, got one; "
+        "compress(prune(A, transposable=True)) has one for each packing"
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    values, metadata, dense, bias, ctx.activation, _, scale_a, scale_b, ctx.product, ctx.precision = inputs
+    needs_values, needs_dense = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
+    if ctx.needs_input_grad[6] or ctx.needs_input_grad[7]:
+        raise NotImplementedError("matmul: scales: expected tensors without gradient, got one that requires it")
+    if (needs_values or needs_dense) and values.dtype not in _LEARNING:
+        raise NotImplementedError(
+            f"matmul: gradient: expected float64, float32, float16 or bfloat16 operands, got {values.dtype}"
+        )
+    again = ctx.activation in ("gelu", "silu")  # the sums before these are computed again
+    ctx.dtype = dense.dtype
+    ctx.save_for_backward(
+        values if needs_dense or again else None,
+        metadata,
+        dense if needs_values or again else None,
+        bias if again else None,
+        output if ctx.activation == "relu" else None,
+        scale_a,
+        scale_b,
+    )
+
+
+def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    values, metadata, dense, bias, out, scale_a, scale_b = ctx.saved_tensors
+    product = ctx.product
+
+    def sums() -> Tensor:
+        return _matmul(values, metadata, dense, bias, "none", d_out.dtype, scale_a, scale_b, product, ctx.precision)
+
+    d = _before_activation(ctx.activation, d_out, out, sums)
+    needs_values, _, needs_dense, needs_bias = ctx.needs_input_grad[:4]
+    d_values = d_dense = d_bias = None
+    if needs_bias:
+        d_bias = d.movedim(-2, -1).flatten(0, -2).sum(0) if product == "left" else _rows(d).sum(0)
+    if needs_values or needs_dense:
+        d = d if scale_a is None else d * (scale_a[:, None] if scale_a.dim() else scale_a)
+        d = (d if scale_b is None else d * scale_b).to(ctx.dtype)
+    if needs_dense:
+        a = _to_dense(values, metadata, 0 if product == "right" else 1)
+        d_dense = a.T @ d if product == "left" else d @ (a.T if product == "right" else a)
+    if needs_values:
+        d_values = _gather(_outer(product, d, dense), metadata, 0 if product == "right" else 1)
+    return d_values, None, d_dense, d_bias, *(None,) * 6
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.flatten(0, -2) if t.dim() > 1 else t[None]
+
+
+def _outer(product: str, d: Tensor, dense: Tensor) -> Tensor:
+    """The gradient of all elements of the sparse operand, of which some are kept."""
+    if product == "right":
+        return _rows(dense).T @ _rows(d)
+    if product == "linear":
+        return _rows(d).T @ _rows(dense)
+    if d.dim() == 2:
+        return d @ dense.T
+    return torch.einsum("zmn,zkn->mk", d.flatten(0, -3), dense.flatten(0, -3))
+
+
+# vmap
+
+
+def _each(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """One call for each element."""
+    results = [
+        call(*(a if d is None else a.select(d, n) for a, d in zip(arguments, in_dims, strict=True)))
+        for n in range(info.batch_size)
+    ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    stacked = tuple(map(torch.stack, zip(*results, strict=True)))
+    return stacked, (0,) * len(stacked)
+
+
+def _register_each(op: str) -> None:
+    call = getattr(_ops, op).default
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        return _each(call, info, in_dims, arguments)
+
+    torch.library.register_vmap(f"fretwork::{op}", vmap)
+
+
+def _check_metadata_vmap(
+    info: Any, in_dims: tuple[Any, ...], values: Tensor, metadata: Tensor, dim: int
+) -> tuple[Tensor, int | None]:
+    if in_dims[1] is None:  # the same nibbles for all
+        return _check_metadata(values.select(in_dims[0], 0), metadata, dim), None
+    return _each(_check_metadata, info, in_dims, (values, metadata, dim))
+
+
+# The product, with gradient and without
+
+
+def _register_product(op: str) -> None:
+    call = getattr(_ops, op).default
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        values, metadata, dense, *rest = arguments
+        alone = any(d is not None for n, d in enumerate(in_dims) if n != 2)
+        if alone or dense.dim() < (2 if rest[-2] == "linear" else 3):
+            return _each(call, info, in_dims, arguments)
+        return call(values, metadata, dense.movedim(in_dims[2], 0), *rest), 0
+
+    def autocast(
+        values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, activation: str, out: Any, *rest: Any
+    ) -> Tensor:
+        """The dense operand takes the type of the sparse one, which stays: its groups depend on it."""
+        common = (torch.float32, torch.float16, torch.bfloat16)
+        if dense.dtype in common and values.dtype in common:
+            dense = dense.to(values.dtype)
+        if bias is not None and bias.dtype in common:
+            bias = bias.to(out or result_dtype(dense.dtype))
+        with torch.autocast(dense.device.type, enabled=False):
+            return call(values, metadata, dense, bias, activation, out, *rest)
+
+    torch.library.register_fake(f"fretwork::{op}", _matmul_fake)
+    torch.library.register_vmap(f"fretwork::{op}", vmap)
+    for device in ("CPU", "CUDA"):
+        _library.impl(op, autocast, f"Autocast{device}")
+
+
+torch.library.register_autograd("fretwork::two_four_compress", _compress_gradient, setup_context=_compress_setup)
+torch.library.register_autograd("fretwork::two_four_to_dense", _to_dense_gradient, setup_context=_form_setup)
+torch.library.register_autograd("fretwork::two_four_gather", _gather_gradient, setup_context=_form_setup)
+torch.library.register_autograd("fretwork::two_four_prune", _prune_gradient, setup_context=_prune_setup)
+torch.library.register_autograd("fretwork::two_four_prune_both", _prune_both_gradient)
+torch.library.register_autograd("fretwork::two_four_matmul", _gradient, setup_context=_setup)
+for _name in ("compress", "check", "to_dense", "gather", "prune", "prune_both"):
+    _register_each(f"two_four_{_name}")
+torch.library.register_vmap("fretwork::two_four_check_metadata", _check_metadata_vmap)
+for _name in ("two_four_matmul", "_two_four_matmul"):
+    _register_product(_name)

@@ -1,0 +1,192 @@
+"""A linear layer whose weight is 2:4 sparse."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fretwork import _rules_two_four as _rules
+from fretwork import two_four
+from fretwork.two_four import TwoFour
+
+_PRUNES, _TRAINABLES = ("magnitude", "transposable", None), ("values", "dense")
+
+
+class SemiSparseLinear(nn.Module):
+    """y = x Wᵀ + bias, where W (out_features, in_features) keeps two of every four neighbours (fp32: one of two).
+
+    Drop-in for `torch.nn.Linear`. With trainable="values" the places are fixed and `values` (out, in/2) learn, beside
+    the buffer `metadata`. With trainable="dense" a dense `weight` learns, and every forward pass prunes it anew, by
+    "magnitude" in rows or "transposable", where one pass makes the packings of W and of Wᵀ, so that the gradient of x
+    is a sparse product too. Gradients go straight through the pruning to all of `weight`, with `decay` · W added where
+    it is pruned (SR-STE). Under autocast a dense weight is lowered before it is pruned; values stay as they are.
+
+    >>> import torch, fretwork as fw
+    >>> layer = fw.nn.SemiSparseLinear(64, 32, dtype=torch.bfloat16)
+    >>> layer
+    SemiSparseLinear(in_features=64, out_features=32, bias=True, prune=magnitude, trainable=values)
+    >>> layer(torch.randn(5, 64).bfloat16()).shape, layer.values.shape, layer.metadata.shape
+    (torch.Size([5, 32]), torch.Size([32, 32]), torch.Size([32, 4]))
+    """
+
+    in_features: int
+    out_features: int
+    values: nn.Parameter
+    metadata: Tensor
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        prune: str | None = "magnitude",
+        trainable: str = "values",
+        decay: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if prune not in _PRUNES:
+            raise ValueError(f"SemiSparseLinear: prune: expected magnitude, transposable or None, got {prune!r}")
+        if trainable not in _TRAINABLES:
+            raise ValueError(f"SemiSparseLinear: trainable: expected values or dense, got {trainable!r}")
+        if trainable == "dense" and prune is None:
+            raise ValueError(
+                "SemiSparseLinear: prune: expected magnitude or transposable for a dense weight that learns, got None"
+            )
+        if decay and trainable != "dense":
+            raise ValueError(f"SemiSparseLinear: decay: expected 0 where trainable is values, got {decay}")
+        self.in_features, self.out_features = in_features, out_features
+        self.prune, self.trainable, self.decay = prune, trainable, float(decay)
+        linear = nn.Linear(in_features, out_features, bias, device, dtype)
+        if prune is None:  # random numbers have to be pruned to begin with
+            with torch.no_grad():
+                linear.weight.copy_(two_four.prune(linear.weight))
+        self._take(linear.weight, linear.bias)
+
+    def _take(self, weight: Tensor, bias: Tensor | None) -> None:
+        learns = weight.requires_grad
+        weight = weight.detach()
+        if self.trainable == "dense":
+            self.weight = nn.Parameter(weight.clone(), requires_grad=learns)
+        else:
+            if self.prune is not None:
+                weight = two_four.prune(weight, transposable=self.prune == "transposable")
+            s = two_four.compress(weight, validate=self.prune is None)
+            self.values = nn.Parameter(s.values, requires_grad=learns)
+            self.register_buffer("metadata", s.metadata)
+        if bias is None:
+            self.register_parameter("bias", None)
+        else:
+            self.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+
+    @classmethod
+    def from_dense(
+        cls, linear: nn.Linear, prune: str | None = "magnitude", trainable: str = "values", *, decay: float = 0.0
+    ) -> "SemiSparseLinear":
+        """A layer with the weights of a dense one, pruned; with prune=None they are 2:4 already, or refused.
+
+        >>> import torch, fretwork as fw
+        >>> dense = torch.nn.Linear(32, 16)
+        >>> layer = fw.nn.SemiSparseLinear.from_dense(dense, prune="transposable", trainable="dense")
+        >>> torch.equal(layer.to_dense(), fw.two_four.prune(dense.weight, transposable=True))
+        True
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"SemiSparseLinear: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
+        weight, bias = linear.weight, linear.bias
+        # Made on "meta", so that no random numbers are drawn for weights that are replaced at once.
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias is not None,
+            "meta",
+            weight.dtype,
+            prune=prune,
+            trainable=trainable,
+            decay=decay,
+        )
+        layer._take(weight, bias)
+        return layer.train(linear.training)
+
+    @property
+    def sparse(self) -> TwoFour:
+        """The weight as the products see it."""
+        if self.trainable == "values":
+            return TwoFour._of(self.values, self.metadata, 1)
+        return two_four.compress(two_four.prune(self.weight, transposable=self.prune == "transposable"))
+
+    def to_dense(self) -> Tensor:
+        """The pruned weight as an (out_features, in_features) tensor."""
+        return self.sparse.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.trainable == "values":
+            return two_four.linear(x, TwoFour._of(self.values, self.metadata, 1), self.bias)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        exact = two_four._exactness("linear", weight.dtype, None)
+        return _PrunedLinear.apply(x, weight, bias, self.prune == "transposable", self.decay, exact)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "SemiSparseLinear":
+        """Only fp32 has pairs: where a change of dtype leaves it, the metadata follows; into it nothing fits."""
+        before = self.sparse.detach() if self.trainable == "values" else None
+        super()._apply(fn, recurse)
+        if before is not None and _rules.group_of(self.values.dtype) != _rules.group_of(before.dtype):
+            self.metadata = two_four.regrouped(before, self.values.dtype).to(self.values.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"prune={self.prune}, trainable={self.trainable}" + (f", decay={self.decay:g}" if self.decay else "")
+        )
+
+
+class _PrunedLinear(torch.autograd.Function):
+    """x · prune(weight)ᵀ + bias, whose gradient goes straight through to the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposable: bool, decay: float, precision: str
+    ) -> Tensor:
+        if transposable:
+            values, metadata, *back = _rules._prune_both(weight, torch.int16)
+        else:
+            pruned = _rules._prune(weight, 1, False)
+            values, metadata = _rules._compress(pruned, 1, torch.int16, False)
+            back = [pruned]
+        ctx.decay, ctx.precision, ctx.transposable = decay, precision, transposable
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(
+            x if needs_weight else None,
+            weight if needs_weight and decay else None,
+            *(back if needs_x or (needs_weight and decay) else [None] * len(back)),
+        )
+        return _rules._matmul(values, metadata, x, bias, "none", None, None, None, "linear", precision)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d,) = gradients
+        x, weight, *back = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        rows = _rules._rows(d)
+        d_x = d_weight = None
+        if needs_x and ctx.transposable:
+            d_x = _rules._matmul(*back, rows, None, "none", None, None, None, "right", ctx.precision)
+        elif needs_x:
+            d_x = rows @ back[0]
+        if needs_weight:
+            d_weight = rows.T @ _rules._rows(x)
+            if ctx.decay:
+                kept = _rules._to_dense(*back, 0) if ctx.transposable else back[0]
+                d_weight = d_weight + ctx.decay * (weight - kept)
+        d_x = None if d_x is None else d_x.view(*d.shape[:-1], d_x.shape[-1])
+        return d_x, d_weight, rows.sum(0) if needs_bias else None, None, None, None

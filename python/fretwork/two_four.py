@@ -1,0 +1,574 @@
+"""2:4 sparsity: of every four neighbours two are kept (fp32: one of two). The plain form, its tools and products.
+
+>>> import torch, fretwork as fw
+>>> A = torch.tensor([[0, 7, 0, 3, 1, 5, 0, 0, 0, 0, 2, 4, 9, 0, 9, 0]], dtype=torch.float16)
+>>> s = fw.two_four.compress(A)
+>>> s.values.tolist(), s.metadata.tolist()
+([[7.0, 3.0, 1.0, 5.0, 2.0, 4.0, 9.0, 9.0]], [[-29107]])
+>>> torch.equal(fw.two_four.matmul(s, A.T), A @ A.T)
+True
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
+from fretwork._library import core, last_error
+from fretwork._rules_two_four import group_of
+from fretwork.ops import _check_tensor, _precision, _precision_of_torch
+
+__all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load", "matmul", "prune", "save"]
+
+_ops = torch.ops.fretwork
+_compress, _check, _check_metadata = _rules._compress, _rules._check_op, _rules._check_metadata
+_to_dense, _prune, _matmul, _plain_matmul = _rules._to_dense, _rules._prune, _rules._matmul, _rules._plain_matmul
+
+_ACTIVATIONS = {None: "none", "relu": "relu", "gelu": "gelu", "silu": "silu"}
+_EMPTY = 0x44  # two groups that keep their first elements: what padding holds
+_log = logging.getLogger("fretwork")
+
+
+def _fail(op: str, argument: str, expected: object, got: object, kind: type[Exception] = ValueError) -> NoReturn:
+    raise kind(f"{op}: {argument}: expected {expected}, got {got}")
+
+
+def _axis(dim: int) -> int:
+    """0 or 1; what is no axis stays, for the core to refuse."""
+    return dim + 2 if dim in (-1, -2) else dim
+
+
+class TwoFour:
+    """A matrix compressed along `dim`, in the plain form: `values` and `metadata`, both readable and of any strides.
+
+    Of every group of four neighbours along `dim` (of two for fp32) half are kept. `values` has half the size along
+    `dim`. Group g of a line has the nibble idx0 | idx1 << 2, idx0 < idx1, at bit 4g of the line's words, which have 8,
+    16 or 32 bits; an fp32 pair has 4 (the first is kept) or 0xE (the second). `fw.two_four.compress` makes one from a
+    dense matrix; here anyone's values and words become one, after a look at every nibble. Gradients go to `values`.
+
+    >>> import torch, fretwork as fw
+    >>> s = fw.TwoFour(torch.tensor([[1.0, 2.0]]).half(), torch.tensor([[0x4E]], dtype=torch.int8))
+    >>> s
+    TwoFour(shape=(1, 4), dtype=torch.float16, dim=1, metadata=torch.int8)
+    >>> s.to_dense().tolist(), s.T.shape
+    ([[0.0, 0.0, 1.0, 2.0]], torch.Size([4, 1]))
+    """
+
+    __slots__ = ("dim", "metadata", "values")
+    values: Tensor
+    metadata: Tensor
+    dim: int
+
+    def __init__(self, values: Tensor, metadata: Tensor, dim: int = -1) -> None:
+        _check_tensor("TwoFour", "values", values)
+        _check_tensor("TwoFour", "metadata", metadata)
+        self.values, self.metadata, self.dim = values, metadata, _axis(dim)
+        bad = _check_metadata(values.detach(), metadata, self.dim)
+        if torch.compiler.is_compiling():  # nothing can be read there
+            return
+        place = int(bad.item())
+        if place >= 0:
+            valid = "4 or 14" if values.dtype == torch.float32 else "4, 8, 9, 12, 13 or 14"
+            where = divmod(place, self.shape[1])
+            _fail("TwoFour", "metadata", f"nibbles that are {valid}", f"another for the group at {where}")
+
+    @classmethod
+    def _of(cls, values: Tensor, metadata: Tensor, dim: int) -> TwoFour:
+        """From parts that are known to be right."""
+        made = object.__new__(cls)
+        made.values, made.metadata, made.dim = values, metadata, dim
+        return made
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the matrix that this stands for."""
+        rows, cols = self.values.shape
+        return torch.Size((rows, 2 * cols) if self.dim else (2 * rows, cols))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def T(self) -> TwoFour:
+        """The transpose; copies nothing."""
+        return TwoFour._of(self.values.t(), self.metadata.t(), 1 - self.dim)
+
+    def to_dense(self) -> Tensor:
+        """The matrix, with zeros where nothing is kept."""
+        _check_tensor("to_dense", "values", self.values)
+        return _to_dense(self.values, self.metadata, self.dim)
+
+    def detach(self) -> TwoFour:
+        return TwoFour._of(self.values.detach(), self.metadata, self.dim)
+
+    def to(self, *args: Any, **kwargs: Any) -> TwoFour:
+        """As `torch.Tensor.to`, of device and dtype; only fp32 has pairs, which any other type can hold as fours.
+
+        >>> import torch, fretwork as fw
+        >>> fw.two_four.compress(torch.eye(4)).to(torch.bfloat16)
+        TwoFour(shape=(4, 4), dtype=torch.bfloat16, dim=1, metadata=torch.int16)
+        """
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        metadata = self.metadata
+        if dtype is not None and group_of(dtype) != group_of(self.dtype):
+            metadata = regrouped(self, dtype)
+        values = self.values.to(device=device, dtype=dtype, non_blocking=non_blocking)
+        return TwoFour._of(values, metadata.to(device=device, non_blocking=non_blocking), self.dim)
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> TwoFour:
+        """s[a:b] and s[a:b, c:d]; copies nothing. Along `dim` a cut is between whole words of metadata.
+
+        >>> import torch, fretwork as fw
+        >>> s = fw.two_four.compress(torch.eye(64))
+        >>> s[8:24].shape, s[:, 32:].shape
+        (torch.Size([16, 64]), torch.Size([64, 32]))
+        """
+        both = index if isinstance(index, tuple) else (index, slice(None))
+        if len(both) != 2 or not all(isinstance(i, slice) for i in both):
+            _fail("TwoFour", "index", "one slice or two", index, TypeError)
+        ranges = [i.indices(size) for i, size in zip(both, self.shape, strict=True)]
+        if any(step != 1 for _, _, step in ranges):
+            _fail("TwoFour", "index", "slices with step 1", index)
+        cuts = [slice(begin, max(begin, end)) for begin, end, _ in ranges]
+        whole = 2 * self.metadata.element_size() * group_of(self.dtype)
+        k, (begin, end) = self.shape[self.dim], (cuts[self.dim].start, cuts[self.dim].stop)
+        if begin % whole or (end % whole and end != k):
+            _fail("TwoFour", "index", f"multiples of {whole} along dim {self.dim}, whole words", f"[{begin}:{end}]")
+        values, words = list(cuts), list(cuts)
+        values[self.dim] = slice(begin // 2, end // 2)
+        words[self.dim] = slice(begin // whole, -(-end // whole))
+        return TwoFour._of(self.values[tuple(values)], self.metadata[tuple(words)], self.dim)
+
+    def export(self, layout: str | Tensor, tile_k: int = 128) -> tuple[Tensor, Tensor]:
+        """Values and metadata as others want them, row by row of what is compressed (of `s.T` where dim is 0).
+
+        `layout` is "torch" (of `torch.sparse`'s semi-structured tensors, CUTLASS), "cutlass_sm80", which is the same,
+        "cutlass_sm90" for a kernel's `tile_k`, or an order of your own: int64, for each byte of the foreign metadata
+        the byte of the plain one that it holds (line · bytes of a line + byte), or −1 for padding.
+
+        >>> import torch, fretwork as fw
+        >>> s = fw.two_four.compress(fw.two_four.prune(torch.randn(32, 64).half()))
+        >>> values, metadata = s.export("torch")
+        >>> values.shape, metadata.shape, metadata.dtype
+        (torch.Size([32, 32]), torch.Size([32, 4]), torch.int16)
+        >>> plain = s.metadata.view(torch.uint8).flatten()
+        >>> torch.equal(s.export(torch.arange(256).flip(0))[1], plain.flip(0))
+        True
+        """
+        s = self if self.dim else self.T
+        lines, k = s.shape
+        order = _order("export", layout, lines, k, self.dtype, tile_k).to(self.device)
+        plain = _bytes(s)
+        found = torch.where(order < 0, _EMPTY, plain.flatten()[order.clamp(min=0)])
+        if layout in ("torch", "cutlass_sm80"):
+            found = found.view(torch.int32 if self.dtype.itemsize == 1 else torch.int16).view(lines, -1)
+        return s.values.detach().contiguous(), found
+
+    def __repr__(self) -> str:
+        return (
+            f"TwoFour(shape={tuple(self.shape)}, dtype={self.dtype}, dim={self.dim}, metadata={self.metadata.dtype}"
+            + (f", device='{self.device}'" if self.device.type != "cpu" else "")
+            + (", requires_grad=True)" if self.values.requires_grad else ")")
+        )
+
+
+# Metadata as bytes and nibbles, for what is rare. Lines are rows here.
+
+
+def _groups(s: TwoFour) -> int:
+    return s.shape[s.dim] // group_of(s.dtype)
+
+
+def _bytes(s: TwoFour) -> Tensor:
+    words = s.metadata if s.dim else s.metadata.t()
+    return words.contiguous().view(torch.uint8)[:, : -(-_groups(s) // 2)]
+
+
+def _nibbles(s: TwoFour) -> Tensor:
+    both = _bytes(s)
+    return torch.stack((both & 15, both >> 4), -1).flatten(1)[:, : _groups(s)]
+
+
+def _words(nibbles: Tensor, word: torch.dtype, dim: int) -> Tensor:
+    missing = -nibbles.shape[1] % (2 * word.itemsize)
+    pairs = F.pad(nibbles, (0, missing), value=4).unflatten(1, (-1, 2))
+    words = (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(word)
+    return words if dim else words.t()
+
+
+def regrouped(s: TwoFour, dtype: torch.dtype) -> Tensor:
+    """The metadata of the same matrix in a type with other groups."""
+    nibbles = _nibbles(s)
+    if group_of(dtype) == 4:  # two pairs side by side are a group that keeps one of each
+        if nibbles.shape[1] % 2:
+            _fail("TwoFour.to", "dtype", f"a multiple of 4 along dim {s.dim} for {dtype}", tuple(s.shape))
+        second = (nibbles == 0xE).to(torch.uint8).unflatten(1, (-1, 2))
+        return _words(second[..., 0] | (second[..., 1] + 2) << 2, s.metadata.dtype, s.dim)
+    if ((nibbles == 4) | (nibbles == 0xE)).any():
+        _fail("TwoFour.to", "dtype", "a matrix with one kept of every two for float32", "two of one pair")
+    first, second = (torch.where(index.bool(), 0xE, 4) for index in (nibbles & 1, nibbles >> 2 & 1))
+    return _words(torch.stack((first, second), -1).flatten(1).to(torch.uint8), s.metadata.dtype, s.dim)
+
+
+def _order(op: str, layout: str | Tensor, lines: int, k: int, dtype: torch.dtype, tile_k: int) -> Tensor:
+    if isinstance(layout, Tensor):
+        size = lines * -(-(k // group_of(dtype)) // 2)
+        if layout.dtype != torch.int64 or layout.dim() != 1:
+            _fail(op, "layout", "a name or one dimension of int64", f"{layout.dtype} {tuple(layout.shape)}")
+        if layout.numel() and (int(layout.min()) < -1 or int(layout.max()) >= size):
+            _fail(op, "layout", f"-1 to {size - 1}", f"{int(layout.min())} to {int(layout.max())}")
+        return layout
+    name = str(dtype).removeprefix("torch.").encode()
+    arguments = (op.encode(), str(layout).encode(), lines, k, name, int(tile_k))
+    room = lines * k  # more than any order has but for the smallest
+    while True:
+        order = torch.empty(room, dtype=torch.int64)
+        pointer = ctypes.cast(order.data_ptr(), ctypes.POINTER(ctypes.c_int64))
+        count = int(core().fretwork_two_four_order(*arguments, pointer, room))
+        if count < 0:
+            raise ValueError(last_error())
+        if count <= room:
+            return order[:count]
+        room = count
+
+
+# What makes a TwoFour
+
+
+def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16, *, validate: bool = True) -> TwoFour:
+    """The plain form of a matrix that has it: at most two non-zeros in every four along `dim` (one in two for fp32).
+
+    A group with more is refused, and named; with `validate=False` nobody looks, and on a GPU nobody waits. −0.0 counts
+    as zero, NaN does not. Words of metadata have 8, 16 or 32 bits. Gradients go to what is kept.
+
+    >>> import torch, fretwork as fw
+    >>> fw.two_four.compress(torch.eye(8).half(), metadata_dtype=torch.int8).metadata[:3].tolist()
+    [[68], [68], [72]]
+    >>> fw.two_four.compress(torch.ones(8, 8).half())
+    Traceback (most recent call last):
+    RuntimeError: compress: A: expected at most 2 non-zeros in every 4, got more in the group at (0, 0)
+    """
+    _check_tensor("compress", "A", A)
+    if not isinstance(metadata_dtype, torch.dtype):
+        _fail("compress", "metadata_dtype", "torch.int8, int16 or int32", metadata_dtype, TypeError)
+    axis = _axis(dim)
+    values, metadata = _compress(A, axis, metadata_dtype, bool(validate))
+    return TwoFour._of(values, metadata, axis)
+
+
+def prune(A: Tensor, dim: int = -1, transposable: bool = False) -> Tensor:
+    """A with half of every group along `dim` set to zero: the two largest magnitudes of four stay (of equal ones the
+    first), of two the larger for fp32.
+
+    `transposable`: half of every row and every column of each 4×4 (fp32: 2×2) square stays, near the largest sum of
+    magnitudes, so that A and its transpose both compress. The gradient passes where something stayed.
+
+    >>> import torch, fretwork as fw
+    >>> fw.two_four.prune(torch.tensor([[1.0, -5, 3, 2, 0, 0, 0, 1]]).half()).tolist()
+    [[0.0, -5.0, 3.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
+    """
+    _check_tensor("prune", "A", A)
+    return _prune(A, _axis(dim), bool(transposable))
+
+
+def check(A: Tensor, dim: int = -1) -> tuple[bool, tuple[int, int] | None]:
+    """Whether `compress` takes A, and the place of the first element of the first group that it refuses.
+
+    >>> import torch, fretwork as fw
+    >>> fw.two_four.check(torch.eye(8)), fw.two_four.check(torch.ones(8, 8))
+    ((True, None), (False, (0, 0)))
+    """
+    _check_tensor("check", "A", A)
+    place = int(_check(A.detach(), _axis(dim)).item())
+    return (True, None) if place < 0 else (False, divmod(place, A.shape[1]))
+
+
+def cat(parts: Sequence[TwoFour], dim: int = 0) -> TwoFour:
+    """Matrices side by side, all compressed along the same axis, of one dtype and one kind of word.
+
+    >>> import torch, fretwork as fw
+    >>> s = fw.two_four.compress(torch.eye(32))
+    >>> fw.two_four.cat([s, s]).shape, fw.two_four.cat([s, s, s], dim=1).shape
+    (torch.Size([64, 32]), torch.Size([32, 96]))
+    """
+    parts = list(parts)
+    if not parts or not all(isinstance(s, TwoFour) for s in parts):
+        got = "none" if not parts else ", ".join(type(s).__name__ for s in parts)
+        _fail("cat", "parts", "at least one fretwork.TwoFour", got, TypeError)
+    if dim not in (-2, -1, 0, 1):
+        _fail("cat", "dim", "-1, 0 or 1", dim)
+    axis, first = _axis(dim), parts[0]
+    for n, s in enumerate(parts):
+        kind, like = ((t.dtype, t.metadata.dtype, t.dim, t.shape[1 - axis]) for t in (s, first))
+        if kind != like:
+            words = "{} in {} words with dim {}, {} along the other axis"
+            _fail("cat", f"parts[{n}]", words.format(*like), words.format(*kind))
+
+    def joined(tensors: list[Tensor]) -> Tensor:  # in memory as they are: lines in one piece
+        return torch.cat(tensors, axis) if first.dim else torch.cat([t.t() for t in tensors], 1 - axis).t()
+
+    values = joined([s.values for s in parts])
+    per_word = 2 * first.metadata.element_size()
+    if axis != first.dim or all(_groups(s) % per_word == 0 for s in parts[:-1]):
+        metadata = joined([s.metadata for s in parts])
+    else:
+        metadata = _words(torch.cat([_nibbles(s) for s in parts], 1), first.metadata.dtype, first.dim)
+    return TwoFour._of(values, metadata, first.dim)
+
+
+def from_layout(
+    values: Tensor,
+    metadata: Tensor,
+    layout: str | Tensor,
+    dim: int = -1,
+    *,
+    tile_k: int = 128,
+    metadata_dtype: torch.dtype = torch.int16,
+) -> TwoFour:
+    """What `TwoFour.export` gave, or another library, in the plain form; `dim` says which axis the rows are of.
+
+    `layout` and `tile_k` are those of `TwoFour.export`. "torch" is what torch's semi-structured tensors hold for
+    CUTLASS: `t.packed` and `t.meta`.
+
+    >>> import torch, fretwork as fw
+    >>> A = fw.two_four.prune(torch.randn(32, 64).half())
+    >>> pair = fw.two_four.compress(A).export("torch")
+    >>> torch.equal(fw.two_four.from_layout(*pair, "torch").to_dense(), A)
+    True
+    """
+    op = "from_layout"
+    _check_tensor(op, "values", values)
+    _check_tensor(op, "metadata", metadata)
+    if values.dim() != 2:
+        _fail(op, "values", "a matrix, row by row of what is compressed", tuple(values.shape))
+    lines, k = values.shape[0], 2 * values.shape[1]
+    order = _order(op, layout, lines, k, values.dtype, tile_k).to(values.device)
+    foreign = metadata.detach().contiguous().view(torch.uint8).flatten()
+    if foreign.numel() != order.numel():
+        _fail(op, "metadata", f"{order.numel()} bytes", foreign.numel())
+    per_line, held = -(-(k // group_of(values.dtype)) // 2), order >= 0
+    plain = torch.zeros(lines * per_line, dtype=torch.uint8, device=values.device)  # what no byte is for is refused
+    plain[order[held]] = foreign.to(values.device)[held]
+    both = plain.view(lines, per_line)
+    nibbles = torch.stack((both & 15, both >> 4), -1).flatten(1)[:, : k // group_of(values.dtype)]
+    if layout == "cutlass_sm90":  # writes 0 for a group without non-zeros, which no instruction may read
+        nibbles = torch.where(nibbles == 0, 4, nibbles)
+    axis = _axis(dim)
+    return TwoFour(values if axis else values.t(), _words(nibbles, metadata_dtype, axis), axis)
+
+
+# Products
+
+
+def matmul(
+    a: TwoFour | Tensor,
+    b: TwoFour | Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    precision: str | None = None,
+) -> Tensor:
+    """activation(a·b·scales + bias), where one of a and b is a `TwoFour` compressed along the axis that is summed over.
+
+    a is (M, K) with dim=-1 and b (…, K, N), or a (…, M, K) and b (K, N) with dim=0; strides may be any. The sums are
+    fp32 (int32 for int8), the result has the operands' dtype (int32 for int8, bfloat16 for fp8) unless `out_dtype`
+    says otherwise: float32 always, float16 and bfloat16 for 8-bit operands. `bias` has one number for each feature of
+    the sparse operand, in the result's dtype. `activation` is None, "relu", "gelu" (with erf) or "silu". `scale_a` and
+    `scale_b` are fp32, one number or one for each row of a and column of b. `precision` is that of `fw.sdd`.
+
+    Gradients go to the dense operand, bias and `values`. Under autocast the dense operand takes the dtype of the
+    sparse one.
+
+    >>> import torch, fretwork as fw
+    >>> A, B = fw.two_four.prune(torch.randn(8, 16)), torch.randn(3, 16, 5)
+    >>> torch.allclose(fw.two_four.matmul(fw.two_four.compress(A), B), A @ B, atol=1e-5)
+    True
+    >>> torch.allclose(fw.two_four.matmul(B.mT, fw.two_four.compress(A).T), B.mT @ A.T, atol=1e-5)
+    True
+    """
+    left = isinstance(a, TwoFour)
+    if left == isinstance(b, TwoFour):
+        _fail("matmul", "a and b", "exactly one fretwork.TwoFour", "two" if left else "none", TypeError)
+    s, dense = (a, b) if left else (b, a)
+    assert isinstance(s, TwoFour)
+    if s.dim != left:
+        raise NotImplementedError(
+            f"matmul: {'a' if left else 'b'}: expected a matrix compressed along the axis that is summed over, "
+            f"dim={'-1' if left else '0'}, got dim={s.dim}; compress the dense matrix along that axis"
+        )
+    _check_tensor("matmul", "b" if left else "a", dense)
+    for name, extra in (("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
+        if extra is not None:
+            _check_tensor("matmul", name, extra)
+    how = "left" if left else "right"
+    word, exact = _activation("matmul", activation), _exactness("matmul", s.dtype, precision)
+    return _product(s, dense, bias, word, out_dtype, scale_a, scale_b, how, exact)
+
+
+def linear(
+    x: Tensor,
+    s: TwoFour,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    fallback: str | None = None,
+    precision: str | None = None,
+) -> Tensor:
+    """activation(x sᵀ + bias): x (…, in), s (out, in) with dim=-1. See `matmul`.
+
+    With `fallback="dense"` s is expanded and multiplied as a dense matrix where that is likely to be quicker, as for
+    many rows on a CPU, and the log of "fretwork" says so once. Not inside `torch.compile`.
+
+    >>> import torch, fretwork as fw
+    >>> weight, x, bias = fw.two_four.prune(torch.randn(12, 16)), torch.randn(2, 5, 16), torch.randn(12)
+    >>> y = fw.two_four.linear(x, fw.two_four.compress(weight), bias, "relu")
+    >>> torch.allclose(y, torch.nn.functional.linear(x, weight, bias).relu(), atol=1e-5)
+    True
+    """
+    if not isinstance(s, TwoFour):
+        _fail("linear", "s", "a fretwork.TwoFour", type(s).__name__, TypeError)
+    if s.dim != 1:
+        raise NotImplementedError(
+            "linear: s: expected (out, in) compressed along in, dim=-1, got dim=0; compress the weight along that axis"
+        )
+    _check_tensor("linear", "x", x)
+    if bias is not None:
+        _check_tensor("linear", "bias", bias)
+    word, exact = _activation("linear", activation), _exactness("linear", s.values.dtype, precision)
+    if fallback is not None:
+        if fallback != "dense":
+            _fail("linear", "fallback", 'None or "dense"', repr(fallback))
+        if not torch.compiler.is_compiling() and _dense_wins(x, s, exact):
+            y = F.linear(x, s.to_dense(), bias)
+            return y if activation is None else getattr(F, activation)(y)
+    return _product(s, x, bias, word, None, None, None, "linear", exact)
+
+
+def _product(s: TwoFour, *arguments: Any) -> Tensor:
+    """By the op with gradient rules only where they may be needed: torch looks at them in Python."""
+    values = s.values
+    if torch.compiler.is_compiling():
+        return _matmul(values, s.metadata, *arguments)
+    if forward_ad._current_level >= 0:
+        _check_tensor("matmul", "values", values)  # which refuses tangents, as everywhere
+    dense, bias, _, _, scale_a, scale_b = arguments[:6]
+    learns = torch.is_grad_enabled() and (
+        values.requires_grad
+        or dense.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (scale_a is not None and scale_a.requires_grad)
+        or (scale_b is not None and scale_b.requires_grad)
+    )
+    return (_matmul if learns else _plain_matmul)(values, s.metadata, *arguments)
+
+
+def _activation(op: str, name: str | None) -> str:
+    word = _ACTIVATIONS.get(name)
+    if word is None:
+        _fail(op, "activation", "None, relu, gelu or silu", repr(name))
+    return word
+
+
+def _exactness(op: str, dtype: torch.dtype, precision: str | None) -> str:
+    """Only fp32 has a choice."""
+    if precision is not None:
+        return _precision(op, precision)
+    return _precision_of_torch() if dtype == torch.float32 else "ieee"
+
+
+_told = False
+
+
+def _dense_wins(x: Tensor, s: TwoFour, precision: str) -> bool:
+    if x.dim() == 0 or x.dtype not in _rules._LEARNING:
+        return False
+    (out, k), rows = s.shape, x.numel() // max(x.shape[-1], 1)
+    name = str(s.dtype).removeprefix("torch.").encode()
+    wins = core().fretwork_two_four_dense_wins(out, rows, k, name, s.device.type.encode(), precision.encode()) == 1
+    global _told
+    if wins and not _told:
+        _told = True
+        _log.warning(
+            "two_four.linear: (%d, %d) by %d rows of %s on %s runs as a dense product, which is quicker there "
+            "(told once)",
+            *(out, k, rows, s.dtype, s.device),
+        )
+    return wins
+
+
+# Files
+
+_VERSION = "1"
+
+
+def _safetensors(op: str) -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise ImportError(f"{op}: safetensors: expected the package, got none; pip install safetensors") from None
+    return safetensors
+
+
+def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -> None:
+    """One matrix, or several by name, as a safetensors file (which needs that package) with a version.
+
+    A matrix is stored line by line: `name.values`, `name.metadata`, and its dim among the file's texts.
+
+    >>> import tempfile, torch, fretwork as fw
+    >>> s = fw.two_four.compress(torch.eye(16))
+    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +SKIP
+    ...     fw.two_four.save(f"{folder}/weights.safetensors", {"up": s})
+    ...     fw.two_four.load(f"{folder}/weights.safetensors")["up"].shape
+    torch.Size([16, 16])
+    """
+    named = {"": matrices} if isinstance(matrices, TwoFour) else dict(matrices)
+    tensors, texts = {}, {"format": "fretwork.two_four", "version": _VERSION}
+    for name, s in named.items():
+        if not isinstance(s, TwoFour):
+            _fail("save", f"matrices[{name!r}]", "a fretwork.TwoFour", type(s).__name__, TypeError)
+        prefix = f"{name}." if name else ""
+        for key, t in (("values", s.values.detach()), ("metadata", s.metadata)):
+            tensors[prefix + key] = (t if s.dim else t.t()).contiguous()
+        texts[f"{prefix}dim"] = str(s.dim)
+    _safetensors("save").torch.save_file(tensors, str(file), texts)
+
+
+def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFour | dict[str, TwoFour]:
+    """What `save` wrote: the matrix, or a dict of them. Every nibble is looked at.
+
+    >>> import fretwork as fw
+    >>> s = fw.two_four.load("weights.safetensors")  # doctest: +SKIP
+    """
+    found = {}
+    with _safetensors("load").safe_open(str(file), framework="pt", device=str(device)) as opened:
+        texts = opened.metadata() or {}
+        if texts.get("format") != "fretwork.two_four":
+            _fail("load", "file", "a file of fretwork.two_four.save", f"{file} without that mark")
+        if texts.get("version") != _VERSION:
+            _fail("load", "version", _VERSION, texts.get("version"))
+        for key, text in texts.items():
+            if key == "dim" or key.endswith(".dim"):
+                prefix = key[:-3]
+                pair = (opened.get_tensor(prefix + part) for part in ("values", "metadata"))
+                axis = int(text)
+                values, metadata = (t if axis else t.t() for t in pair)
+                found[prefix[:-1]] = TwoFour(values, metadata, axis)
+    return found[""] if list(found) == [""] else found

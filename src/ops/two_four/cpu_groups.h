@@ -1,0 +1,37 @@
+// Runs of 2:4 groups on the CPU, contiguous in memory, worked on with vectors. A code is a group's nibble in a byte.
+#pragma once
+
+#include <cstdint>
+
+#include "fretwork/tensor.h"
+
+namespace fretwork::two_four {
+
+/// T is an unsigned integer of the elements' size; groups are pairs for 32 bits, else fours.
+template <typename T>
+struct GroupKernels {
+  /// The non-zeros and their codes; gives whether a group has too many, whose code is then any valid one.
+  bool (*compress)(const T* dense, std::int64_t groups, T* values, std::uint8_t* codes);
+  /// Only looks.
+  bool (*look)(const T* dense, std::int64_t groups);
+  /// The largest magnitudes stay where they are, zeros elsewhere.
+  void (*prune)(const T* dense, std::int64_t groups, T* out);
+  /// Elements that are kept, one after the other.
+  void (*pick)(const T* dense, const std::uint8_t* codes, std::int64_t groups, T* values);
+  /// Values where they belong, zeros elsewhere.
+  void (*place)(const T* values, const std::uint8_t* codes, std::int64_t groups, T* dense);
+  /// Transposable pruning of a row of squares, lines `pitch` and `out_pitch` apart.
+  void (*squares)(const T* dense, std::int64_t pitch, std::int64_t groups, T* out, std::int64_t out_pitch);
+  /// to(c, r) = from(r, c).
+  void (*turn)(const T* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, T* to,
+               std::int64_t to_pitch);
+};
+
+template <typename T>
+const GroupKernels<T>& group_kernels(DType dtype);
+
+/// Two codes in a byte and back; `count` codes, an even number.
+void pack_codes(const std::uint8_t* codes, std::int64_t count, std::uint8_t* bytes);
+void unpack_codes(const std::uint8_t* bytes, std::int64_t count, std::uint8_t* codes);
+
+}  // namespace fretwork::two_four

@@ -1,0 +1,515 @@
+// 2:4 products on Hopper's sparse tensor cores: one thread fetches values, metadata and b, two warpgroups multiply 64
+// rows each. Depths are counted in bytes, so that one loop serves every type.
+#pragma once
+
+#include "device/activation.cuh"
+#include "device/barrier.cuh"
+#include "device/cluster.cuh"
+#include "device/epilogue.cuh"
+#include "device/tma.cuh"
+#include "device/wgmma.cuh"
+#include "ops/two_four/params_hopper.cuh"
+
+namespace fretwork::two_four::hopper {
+
+/// When metadata is read and products are waited for. A metadata register must stay untouched until its product has
+/// completed, so that each step in flight has its own.
+enum class Flow {
+  plain,    ///< read, multiplied and completed step by step
+  ahead,    ///< the next step's is read while products run; each step is completed
+  overlap,  ///< a step is completed when the next has begun
+};
+
+/// How a step of the depth is cut: kParts times 128 bytes of b.
+template <typename T, int kWidth, int kParts>
+struct Shape {
+  static constexpr u32 kStages = stages(kWidth, kParts), kBytes = stage_bytes(kWidth, kParts);
+  static constexpr u32 kLeftRow = 64 * kParts, kLeftBytes = kRows * kLeftRow;
+  static constexpr int kLine = 128 / static_cast<int>(sizeof(T));        ///< elements in 128 bytes
+  static constexpr int kDepth = kParts * kLine;                          ///< elements of b's depth in a step
+  static constexpr int kWordBytes = (sizeof(T) == 1 ? 16 : 8) * kParts;  ///< of a row's metadata in a step
+  static constexpr int kPerChunk = kChunkRow / kWordBytes;               ///< steps
+  static constexpr int kProducts = 2 * kParts;
+  static constexpr int kRegisters = sizeof(T) == 1 ? kProducts : kParts;  ///< of metadata
+  u64 full[kStages], empty[kStages], words_full[kChunks], words_empty[kChunks];
+};
+
+template <typename T>
+struct sum_of {
+  using type = float;
+};
+template <>
+struct sum_of<i8> {
+  using type = int;
+};
+
+/// Rows from `row`, columns from `col`, steps of the depth from `first`, where a chunk begins, to `last`.
+struct Tile {
+  int row, col, batch, first, last;
+};
+
+/// `share` tiles of rows go through all columns before the next do: CTAs that run together share both operands in the
+/// cache. kPair: the two CTAs of a cluster have neighbouring tiles of rows.
+template <int kWidth, int kPerChunk, int kPair>
+__device__ __forceinline__ Tile tile_at(const Params& p, int index, u32 rank) {
+  const int each = p.row_tiles * p.col_tiles, batch = index / each, rest = index % each;
+  const int set = rest / (p.share * p.col_tiles), in_set = rest % (p.share * p.col_tiles);
+  const int rows = min(p.share, p.row_tiles - set * p.share);
+  Tile t{(set * p.share + in_set % rows) * (kRows * kPair), in_set / rows * kWidth, batch, 0, p.steps};
+  if constexpr (kPair == 2) {
+    t.row += static_cast<int>(rank) * kRows;
+  } else if (p.split > 1) {
+    const int half = (p.steps / 2 + kPerChunk - 1) / kPerChunk * kPerChunk;
+    t.first = rank == 0 ? 0 : half;
+    t.last = rank == 0 ? half : p.steps;
+  }
+  return t;
+}
+
+/// One thread fetches the steps of a tile. kPair: half of b, for both CTAs.
+template <typename T, int kWidth, bool kRightK, int kParts, int kPair>
+__device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, kWidth, kParts>& s, u32 base, u32 rank,
+                                      Ring<Shape<T, kWidth, kParts>::kStages>& ring, Ring<kChunks>& chunk) {
+  using S = Shape<T, kWidth, kParts>;
+  const int z = t.batch * p.b_batch;
+#pragma unroll 1
+  for (int step = t.first; step < t.last; ++step, ring.next()) {
+    if (step % S::kPerChunk == 0) {
+      mbarrier::wait(shared_address(&s.words_empty[chunk.stage]), chunk.parity);
+      const u32 full = shared_address(&s.words_full[chunk.stage]);
+      mbarrier::arrive_expect(full, kChunkBytes);
+      tma::load(base + S::kStages * S::kBytes + chunk.stage * kChunkBytes, &p.words, full, step * S::kWordBytes, t.row,
+                0, 0);
+      chunk.next();
+    }
+    mbarrier::wait(shared_address(&s.empty[ring.stage]), ring.parity);
+    const u32 full = shared_address(&s.full[ring.stage]), to = base + ring.stage * S::kBytes;
+    mbarrier::arrive_expect(full, S::kBytes);
+    tma::load(to, &p.values, full, step * (S::kDepth / 2), t.row, 0, 0);
+    const u32 right = to + S::kLeftBytes;
+    const auto load = [&](u32 place, int x, int y) {
+      kPair == 2 ? tma::load_to_ranks(place, &p.b, full, 3, x, y, z, 0) : tma::load(place, &p.b, full, x, y, z, 0);
+    };
+    constexpr int kMine = kWidth / kPair;  // columns
+    const int mine = static_cast<int>(rank) * (kPair == 2 ? kMine : 0);
+    if constexpr (kRightK) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        load(right + part * (kWidth * 128) + mine * 128, step * S::kDepth + part * S::kLine, t.col + mine);
+      }
+    } else {
+#pragma unroll
+      for (int at = 0; at < kMine; at += S::kLine) {
+        load(right + (mine + at) * (S::kDepth * 128 / S::kLine), t.col + mine + at, step * S::kDepth);
+      }
+    }
+  }
+}
+
+/// A warp is done with a stage: both CTAs of a pair fill it.
+template <int kPair>
+__device__ __forceinline__ void release_stage(u32 empty, int stage) {
+  if constexpr (kPair == 1) {
+    release(empty, stage);
+  } else {
+    __syncwarp();
+    if (threadIdx.x % 32 < kPair && stage >= 0) {
+      arrive_at(empty + 8 * stage, threadIdx.x % 32);
+    }
+  }
+}
+
+/// Reads a lane's metadata of one step after another from chunks whose rows of 64 bytes the copy engine has swizzled.
+template <typename T, int kWidth, int kParts>
+struct Words {
+  using S = Shape<T, kWidth, kParts>;
+  static constexpr int kEach = 2 * S::kWordBytes / kParts;  ///< groups in a part of a step
+  u32 base, offset, turned;  ///< of chunks; of a lane in them; what switches units of 16 bytes
+  int row;                   ///< a lane's first
+  Ring<kChunks> chunk{0};
+
+  __device__ __forceinline__ explicit Words(u32 chunks) : base(chunks) {
+    const u32 lane = threadIdx.x % 32, in_tile = threadIdx.x / 32 % 4 * 16 + (threadIdx.x / 128 - 1) * 64 + lane / 4;
+    turned = (lane / 8 % 4) << 4;
+    if constexpr (sizeof(T) == 1) {
+      row = static_cast<int>(in_tile + lane % 2 * 8);
+      offset = row * kChunkRow + lane % 4 / 2 * 4;
+    } else {
+      row = static_cast<int>(in_tile);
+      offset = row * kChunkRow + lane % 4 * 2;
+    }
+  }
+  /// Byte `at` of a row's 64, a multiple of 8.
+  __device__ __forceinline__ u32 address(int at) const {
+    return base + chunk.stage * kChunkBytes + offset + (static_cast<u32>(at & 48) ^ turned) + static_cast<u32>(at & 8);
+  }
+  /// Groups that are not there become valid ones; what they keep is zero.
+  __device__ __forceinline__ void mend(u32 (&e)[S::kRegisters], int step, int groups, int rows) const {
+    const u32 t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < S::kRegisters; ++n) {
+      const int first = (step * S::kRegisters + n) * 16 + static_cast<int>(sizeof(T) == 1 ? t / 2 * 8 : t * 4);
+      const int there = min(max(groups - first, 0), sizeof(T) == 1 ? 8 : 4);
+      const u32 keep = there == 8 ? ~0u : (1u << 4 * there) - 1;
+      u32 mask = row < rows ? keep : 0u;
+      if constexpr (sizeof(T) > 1) {
+        mask |= row + 8 < rows ? keep << 16 : 0u;
+      }
+      e[n] = (e[n] & mask) | (0x44444444u & ~mask);
+    }
+  }
+  /// Steps come in order; `rows` are there from the tile's first on.
+  __device__ __forceinline__ void read(u32 (&e)[S::kRegisters], S& s, const Params& p, const Tile& t, int step) {
+    const int in_chunk = step % S::kPerChunk;
+    if (in_chunk == 0) {
+      mbarrier::wait(shared_address(&s.words_full[chunk.stage]), chunk.parity);
+    }
+#pragma unroll
+    for (int n = 0; n < S::kRegisters; ++n) {
+      const u32 from = address(in_chunk * S::kWordBytes + 8 * n);
+      if constexpr (sizeof(T) == 1) {
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(e[n]) : "r"(from));
+      } else {
+        u16 low, high;
+        asm volatile("ld.shared.b16 %0, [%1];" : "=h"(low) : "r"(from));
+        asm volatile("ld.shared.b16 %0, [%1];" : "=h"(high) : "r"(from + 8 * kChunkRow));
+        e[n] = static_cast<u32>(high) << 16 | low;
+      }
+    }
+    if (in_chunk == S::kPerChunk - 1 || step + 1 == t.last) {
+      mbarrier::arrive(shared_address(&s.words_empty[chunk.stage]));  // every lane for itself
+      chunk.next();
+    }
+    if (t.row + kRows > p.m || (step + 1) * (16 * S::kRegisters) > p.groups) {
+      mend(e, step, p.groups, p.m - t.row);
+    }
+  }
+};
+
+/// Starts the products of a step.
+template <typename T, int kWidth, bool kRightK, int kParts, typename Sum>
+__device__ __forceinline__ void multiply_step(Sum (&d)[kWidth / 2], u32 at,
+                                              const u32 (&e)[Shape<T, kWidth, kParts>::kRegisters]) {
+  using S = Shape<T, kWidth, kParts>;
+  using wgmma::Major;
+  constexpr Major kRight = kRightK ? Major::k : Major::mn;
+  const u64 left = wgmma::descriptor<S::kLeftRow>(at + (threadIdx.x / 128 - 1) * (64 * S::kLeftRow));
+  const u64 right = wgmma::descriptor<128>(at + S::kLeftBytes, kRightK ? 16 : S::kDepth * 128);
+  wgmma::fence();
+#pragma unroll
+  for (int q = 0; q < S::kProducts; ++q) {
+    const u64 a = left + q * 2, b = right + (kRightK ? q % 2 * 4 + q / 2 * (kWidth * 8) : q * (32 * 8));
+    if constexpr (sizeof(T) == 1) {
+      wgmma::multiply_sparse<T, kWidth, kRight, 0>(d, a, b, e[q]);
+    } else if (q % 2 == 0) {
+      wgmma::multiply_sparse<T, kWidth, kRight, 0>(d, a, b, e[q / 2]);
+    } else {
+      wgmma::multiply_sparse<T, kWidth, kRight, 1>(d, a, b, e[q / 2]);
+    }
+  }
+  wgmma::commit();
+}
+
+/// A warpgroup multiplies the steps of a tile, 64 rows × kWidth.
+template <typename T, int kWidth, bool kRightK, int kParts, Flow kFlow, int kPair, typename Sum>
+__device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, const Tile& t,
+                                         Shape<T, kWidth, kParts>& s, u32 base,
+                                         Ring<Shape<T, kWidth, kParts>::kStages>& ring,
+                                         Words<T, kWidth, kParts>& words) {
+  using S = Shape<T, kWidth, kParts>;
+  const u32 empty = shared_address(s.empty);
+  u32 e[2][S::kRegisters];
+  int pending = -1;  // the stage that products in flight still read
+  if constexpr (kFlow == Flow::ahead) {
+    words.read(e[0], s, p, t, t.first);
+  }
+#pragma unroll 1
+  for (int step = t.first; step < t.last; step += 2) {
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+      if (step + turn < t.last) {
+        if constexpr (kFlow != Flow::ahead) {
+          words.read(e[turn], s, p, t, step + turn);
+        }
+        mbarrier::wait(shared_address(&s.full[ring.stage]), ring.parity);
+        multiply_step<T, kWidth, kRightK, kParts>(d, base + ring.stage * S::kBytes, e[turn]);
+        if (kFlow == Flow::ahead && step + turn + 1 < t.last) {
+          words.read(e[1 - turn], s, p, t, step + turn + 1);
+        }
+        if constexpr (kFlow == Flow::overlap) {
+          wgmma::wait<1>();
+          release_stage<kPair>(empty, pending);
+          pending = static_cast<int>(ring.stage);
+        } else {
+          wgmma::wait<0>();
+          release_stage<kPair>(empty, static_cast<int>(ring.stage));
+        }
+        ring.next();
+      }
+    }
+  }
+  wgmma::wait<0>();
+  release_stage<kPair>(empty, pending);
+}
+
+// ------------------------------------------------------------------------------------------------------- results
+
+/// Adds up what the two CTAs of a cluster have of a tile: the first gets the first half of its columns in the first
+/// half of d, the second the others. The rings are empty, and nobody fills them again.
+template <int kSize, typename Sum>
+__device__ __forceinline__ void add_halves(Sum (&d)[kSize], u32 base, u32 rank) {
+  constexpr int kHalf = kSize / 2;
+  const u32 mine = base + (threadIdx.x - 128) * 16;
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(mine), "r"(1 - rank));
+  cluster_sync();  // both have multiplied all
+#pragma unroll
+  for (int n = 0; n < kHalf; n += 4) {
+    u32 sent[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Sum value = rank == 0 ? d[kHalf + n + i] : d[n + i];
+      sent[i] = __builtin_bit_cast(u32, value);
+      d[n + i] = rank == 0 ? d[n + i] : d[kHalf + n + i];
+    }
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(there + n * 1024), "r"(sent[0]),
+                 "r"(sent[1]), "r"(sent[2]), "r"(sent[3])
+                 : "memory");
+  }
+  cluster_sync();
+#pragma unroll
+  for (int n = 0; n < kHalf; n += 4) {
+    u32 got[4];
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(got[0]), "=r"(got[1]), "=r"(got[2]), "=r"(got[3])
+                 : "r"(mine + n * 1024)
+                 : "memory");
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      d[n + i] += __builtin_bit_cast(Sum, got[i]);
+    }
+  }
+}
+
+__device__ __forceinline__ float bias_at(const Params& p, int row) {
+  const i64 at = row * p.bias_stride;
+  return p.kind == Out::f16    ? widen(static_cast<const f16*>(p.bias)[at])
+         : p.kind == Out::bf16 ? widen(static_cast<const bf16*>(p.bias)[at])
+                               : static_cast<const float*>(p.bias)[at];
+}
+
+/// Scales, bias and activation of sums whose first row and column in the result are these.
+template <int kSize>
+__device__ __forceinline__ void finish(float (&d)[kSize], const Params& p, int row, int col) {
+  row += static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
+  col += static_cast<int>(threadIdx.x % 4 * 2);
+  const int rows[2] = {min(row, p.m - 1), min(row + 8, p.m - 1)};  // what lies beyond is not stored
+  if (p.scale_s != nullptr) {
+    const float scale[2] = {__ldg(p.scale_s + rows[0] * p.scale_s_stride),
+                            __ldg(p.scale_s + rows[1] * p.scale_s_stride)};
+#pragma unroll
+    for (int n = 0; n < kSize; ++n) {
+      d[n] *= scale[n / 2 % 2];
+    }
+  }
+  if (p.scale_b != nullptr) {
+#pragma unroll
+    for (int n = 0; n < kSize; n += 4) {
+      const float first = __ldg(p.scale_b + min(col + 2 * n, p.n - 1) * p.scale_b_stride);
+      const float second = __ldg(p.scale_b + min(col + 2 * n + 1, p.n - 1) * p.scale_b_stride);
+      d[n] *= first;
+      d[n + 1] *= second;
+      d[n + 2] *= first;
+      d[n + 3] *= second;
+    }
+  }
+  if (p.bias != nullptr) {
+    const float bias[2] = {bias_at(p, rows[0]), bias_at(p, rows[1])};
+#pragma unroll
+    for (int n = 0; n < kSize; ++n) {
+      d[n] += bias[n / 2 % 2];
+    }
+  }
+  activate(d, p.activation);
+}
+
+/// Sums kAt … kAt + 15 of a thread (64 × 32 of a warpgroup) as 32-bit numbers to 8 KB of shared memory, as the copy
+/// engine swizzles rows of 128 bytes: 64 rows of 32 columns, or (transposed) two boxes of 32 columns, 32 rows each.
+template <int kAt, int kSize>
+__device__ __forceinline__ void store_piece_32(const float (&d)[kSize], u32 to, bool transposed) {
+  const u32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (u32 j = 0; j < 4; ++j) {
+    const u32 next = transposed ? j * 1024 : (8 * t ^ row % 8 << 4) ^ j << 5;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 r = row + 8 * (i / 2), line = 2 * t + i % 2;
+      const u32 at = transposed ? r / 32 * 4096 + line * 128 + (r % 32 * 4 ^ line << 4) : r * 128 + i % 2 * 4;
+      tf32::store_shared(to + at + next, d[kAt + 4 * j + i]);
+    }
+  }
+}
+
+/// Where a warpgroup's sums go.
+struct Place {
+  int row, col, batch;
+  int columns;  ///< that it has
+  u32 buffers, barrier;
+};
+
+/// All threads of a warpgroup copy a piece to a result that the copy engine cannot write.
+template <typename U>
+__device__ __forceinline__ void copy_piece(const Params& p, const Place& at, int col, u32 buffer) {
+  constexpr int kUnit = 128 / static_cast<int>(sizeof(U));
+  const int lines = p.transposed != 0 ? kUnit : 64;
+#pragma unroll 1
+  for (int n = static_cast<int>(threadIdx.x % 128); n < 64 * kUnit; n += 128) {
+    const int unit = n % kUnit, line = n / kUnit % lines, box = n / kUnit / lines;
+    const int i = at.row + (p.transposed != 0 ? box * kUnit + unit : line), j = col + (p.transposed != 0 ? line : unit);
+    if (i < p.m && j < p.n) {
+      const u32 from = buffer + box * (kUnit * 128) + tma::swizzled<128>(line * 128 + unit * sizeof(U));
+      U* const to = static_cast<U*>(p.out) + at.batch * p.c_batch + i * p.c_row + j * p.c_col;
+      if constexpr (sizeof(U) == 2) {
+        asm volatile("ld.shared.b16 %0, [%1];" : "=h"(to->bits) : "r"(from) : "memory");
+      } else {
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(*to) : "r"(from) : "memory");
+      }
+    }
+  }
+}
+
+/// Sums leave in pieces of 64 columns of 16 bits or 32 of 32 (U is float, whatever the bits mean).
+template <typename U, int kPiece = 0, int kSize>
+__device__ __forceinline__ void store_sums(const float (&d)[kSize], const Params& p, const Place& at) {
+  constexpr int kColumns = 128 / static_cast<int>(sizeof(U)), kSums = kColumns / 2;
+  if constexpr (kPiece < kSize / kSums) {
+    const int col = at.col + kPiece * kColumns;
+    if (kPiece * kColumns >= at.columns) {
+      return;
+    }
+    const auto write = [&](u32 buffer) {
+      if constexpr (sizeof(U) == 4) {
+        store_piece_32<kPiece * kSums>(d, buffer, p.transposed != 0);
+      } else if (p.transposed != 0) {
+        store_piece<U, true, kPiece * kSums>(d, buffer);
+      } else {
+        store_piece<U, false, kPiece * kSums>(d, buffer);
+      }
+    };
+    const auto store = [&](u32 buffer) {
+      const bool turned = p.transposed != 0;
+      if (p.direct == 0 && col < p.n && at.row < p.m) {
+        tma::store(&p.c, buffer, turned ? at.row : col, turned ? col : at.row, at.batch, 0);
+        if (sizeof(U) == 4 && turned && at.row + 32 < p.m) {  // the other 32 rows
+          tma::store(&p.c, buffer + kPieceBytes / 2, at.row + 32, col, at.batch, 0);
+        }
+      }
+    };
+    store_in_turn<2>(kPiece, at.buffers, at.barrier, write, store);
+    if (p.direct != 0) {
+      copy_piece<U>(p, at, col, at.buffers + kPiece % 2 * kPieceBytes);
+    }
+    store_sums<U, kPiece + 1>(d, p, at);
+  }
+}
+
+/// Sums become results.
+template <typename T, int kSize, typename Sum>
+__device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, const Place& at) {
+  float f[kSize];
+#pragma unroll
+  for (int n = 0; n < kSize; ++n) {
+    if constexpr (is_same<Sum, int>) {
+      f[n] = p.kind == Out::i32 ? __int_as_float(d[n]) : static_cast<float>(d[n]);
+    } else {
+      f[n] = d[n];
+    }
+  }
+  if (p.kind != Out::i32) {
+    finish(f, p, at.row, at.col);
+  }
+  if constexpr (sizeof(T) == 2) {
+    p.kind == Out::f32 ? store_sums<float>(f, p, at) : store_sums<T>(f, p, at);
+  } else if constexpr (sizeof(T) == 1) {
+    if (p.kind == Out::f16) {
+      store_sums<f16>(f, p, at);
+    } else if (p.kind == Out::bf16) {
+      store_sums<bf16>(f, p, at);
+    } else {
+      store_sums<float>(f, p, at);
+    }
+  } else {
+    store_sums<float>(f, p, at);
+  }
+}
+
+/// kRightK: k is the unit axis of b, else n, which only 16-bit types have an instruction for. kPair: clusters of so
+/// many CTAs share what they fetch of b.
+template <typename T, int kWidth, bool kRightK, int kParts, Flow kFlow, int kPair = 1>
+__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
+  using S = Shape<T, kWidth, kParts>;
+  using Sum = typename sum_of<T>::type;
+  extern __shared__ u8 raw[];
+  __shared__ S s;
+  const u32 base = (shared_address(raw) + 1023) & ~1023u;
+  init_ring(s.words_full, s.words_empty, kChunks, 1, kThreads - 128);
+  init_ring(s.full, s.empty, S::kStages, 1, 8 * kPair);
+  const bool split = kPair == 1 && p.split > 1, clusters = kPair == 2 || split;
+  const u32 rank = clusters ? cluster_rank() : 0;
+  const int begin = static_cast<int>(clusters ? blockIdx.x / 2 : blockIdx.x);
+  const int next = static_cast<int>(clusters ? gridDim.x / 2 : gridDim.x);
+  if (kPair == 2) {
+    cluster_sync();  // the other's barriers are there
+  }
+  if (threadIdx.x < 128) {
+    fewer_registers<40>();
+    if (threadIdx.x == 0) {
+      tma::prefetch(&p.values);
+      tma::prefetch(&p.words);
+      tma::prefetch(&p.b);
+      if (p.direct == 0) {
+        tma::prefetch(&p.c);
+      }
+      Ring<S::kStages> ring(1);
+      Ring<kChunks> chunk(1);
+      for (int index = begin; index < p.total; index += next) {
+        const Tile t = tile_at<kWidth, S::kPerChunk, kPair>(p, index, rank);
+        fetch<T, kWidth, kRightK, kParts, kPair>(p, t, s, base, rank, ring, chunk);
+      }
+    }
+    if (split) {  // as the others meet
+      cluster_sync();
+      cluster_sync();
+    }
+  } else {
+    more_registers<232>();
+    const u32 warpgroup = threadIdx.x / 128 - 1, chunks = base + S::kStages * S::kBytes;
+    const u32 buffers = chunks + kChunks * kChunkBytes + warpgroup * 2 * kPieceBytes;
+    Ring<S::kStages> ring(0);
+    Words<T, kWidth, kParts> words(chunks);
+    for (int index = begin; index < p.total; index += next) {
+      const Tile t = tile_at<kWidth, S::kPerChunk, kPair>(p, index, rank);
+      Sum d[kWidth / 2];
+#pragma unroll
+      for (Sum& sum : d) {
+        sum = 0;
+      }
+      multiply<T, kWidth, kRightK, kParts, kFlow, kPair>(d, p, t, s, base, ring, words);
+      Place at{t.row + static_cast<int>(warpgroup) * 64, t.col, t.batch, kWidth, buffers, 1 + warpgroup};
+      if (split) {  // one tile for each pair
+        add_halves(d, base, rank);
+        at.columns = kWidth / 2;
+        at.col += static_cast<int>(rank) * at.columns;
+      }
+      store<T>(d, p, at);
+    }
+    if (threadIdx.x % 128 == 0) {
+      tma::store_wait();
+    }
+  }
+  if (kPair == 2) {
+    cluster_sync();  // the other may still write here
+  }
+}
+
+}  // namespace fretwork::two_four::hopper

@@ -1,0 +1,425 @@
+// What the 2:4 operators accept, the form they are brought to, and which backend runs them.
+#include "fretwork/two_four.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fretwork/error.h"
+#include "ops/two_four/problem.h"
+#include "pattern/checks.h"
+#include "runtime/cuda_driver.h"
+
+namespace fretwork {
+namespace two_four {
+namespace {
+
+bool on_gpu(const Context& context) { return context.device.type == DeviceType::cuda; }
+
+std::string text(std::int64_t n) { return std::to_string(n); }
+
+int axis_of(int dim) { return dim < 0 ? dim + 2 : dim; }
+
+int check_axis(const char* op, int dim) {
+  if (dim < -2 || dim > 1) {
+    throw Error(op, "dim", "-1, 0 or 1", text(dim));
+  }
+  return axis_of(dim);
+}
+
+void check_dtype(const char* op, const char* argument, const TensorView& t, const Context& context) {
+  const bool narrow = t.dtype == DType::i8 || t.dtype == DType::f8_e4m3 || t.dtype == DType::f8_e5m2;
+  if (!narrow && (!is_floating(t.dtype) || (on_gpu(context) && t.dtype == DType::f64))) {
+    throw Error(op, argument,
+                std::string(on_gpu(context) ? "" : "float64, ") +
+                    "float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2",
+                name_of(t.dtype));
+  }
+}
+
+void check_word(const char* op, const char* argument, DType word) {
+  if (word != DType::i8 && word != DType::i16 && word != DType::i32) {
+    throw Error(op, argument, "int8, int16 or int32", name_of(word));
+  }
+}
+
+void check_like(const char* op, const char* argument, const TensorView& t, DType dtype, const Context& context) {
+  if (t.dtype != dtype) {
+    throw Error(op, argument, name_of(dtype), name_of(t.dtype));
+  }
+  check_device(op, argument, t, context);
+}
+
+/// A size of 1 has any stride; it gets one that suits: neighbours along a line, lines at a round distance.
+Matrix matrix(const TensorView& t, int axis) {
+  const std::int64_t along = t.size(axis) == 1 ? 1 : t.stride(axis);
+  const std::int64_t round = (t.size(axis) * std::abs(along) + 63) / 64 * 64;
+  return {t.data, t.size(1 - axis) == 1 ? round : t.stride(1 - axis), along};
+}
+
+/// A dense matrix whose `dim` has whole groups.
+Format check_dense(const char* op, const char* argument, const TensorView& t, int dim, const Context& context) {
+  check_dtype(op, argument, t, context);
+  if (t.rank != 2) {
+    throw Error(op, argument, "a matrix", shape_text(t.shape()));
+  }
+  const int axis = check_axis(op, dim);
+  check_device(op, argument, t, context);
+  Format f;
+  f.lines = t.size(1 - axis);
+  f.k = t.size(axis);
+  f.dtype = t.dtype;
+  if (f.k % f.group() != 0) {
+    throw Error(op, argument, "a multiple of " + text(f.group()) + " along dim " + text(axis), shape_text(t.shape()));
+  }
+  f.dense = matrix(t, axis);
+  f.transposed = axis == 0;
+  return f;
+}
+
+/// Values and words that fit each other; what the words hold is not looked at.
+Format check_plain(const TwoFour& m, const Context& context) {
+  constexpr const char* kOp = "TwoFour";
+  const TensorView &values = m.values, &words = m.metadata;
+  check_dtype(kOp, "values", values, context);
+  check_word(kOp, "metadata", words.dtype);
+  if (values.rank != 2) {
+    throw Error(kOp, "values", "a matrix", shape_text(values.shape()));
+  }
+  const int axis = check_axis(kOp, m.dim);
+  Format f;
+  f.lines = values.size(1 - axis);
+  f.k = 2 * values.size(axis);
+  f.dtype = values.dtype;
+  if (f.k % f.group() != 0) {
+    throw Error(kOp, "values", "whole groups: a multiple of " + text(f.group() / 2) + " along dim " + text(axis),
+                shape_text(values.shape()));
+  }
+  const std::int64_t count = two_four_words(f.k, f.dtype, words.dtype);
+  if (words.rank != 2 || words.size(axis) != count || words.size(1 - axis) != f.lines) {
+    const std::int64_t shape[] = {axis == 0 ? count : f.lines, axis == 0 ? f.lines : count};
+    throw Error(kOp, "metadata",
+                shape_text(shape) + " of " + name_of(words.dtype) + " for values " + shape_text(values.shape()),
+                shape_text(words.shape()));
+  }
+  check_device(kOp, "values", values, context);
+  check_device(kOp, "metadata", words, context);
+  f.values = matrix(values, axis);
+  f.words = matrix(words, axis);
+  f.word_bytes = static_cast<int>(size_of(words.dtype));
+  f.transposed = axis == 0;
+  return f;
+}
+
+/// A plain form and the dense matrix that it stands for.
+Format check_pair(const char* op, const char* argument, const TensorView& dense, const TwoFour& m,
+                  const Context& context) {
+  Format f = check_plain(m, context);
+  if (!std::ranges::equal(dense.shape(), m.shape())) {
+    throw Error(op, argument, shape_text(m.shape()), shape_text(dense.shape()));
+  }
+  check_like(op, argument, dense, f.dtype, context);
+  f.dense = matrix(dense, axis_of(m.dim));
+  return f;
+}
+
+/// Whether there is nothing to do; then nothing is bad either.
+bool is_empty(const Format& f, std::int64_t* bad, const Context& context) {
+  if (f.lines > 0 && f.k > 0) {
+    return false;
+  }
+  static constexpr std::int64_t kNone = -1;
+  if (bad != nullptr && on_gpu(context)) {
+    const fretwork::cuda::DeviceScope scope(context.device.index);
+    fretwork::cuda::copy_to_device(bad, &kNone, sizeof kNone, context.stream);
+  } else if (bad != nullptr) {
+    *bad = kNone;
+  }
+  return true;
+}
+
+TensorView turned(TensorView t) {
+  std::swap(t.sizes[0], t.sizes[1]);
+  std::swap(t.strides[0], t.strides[1]);
+  return t;
+}
+
+TensorView part(TensorView t, int axis, std::int64_t begin, std::int64_t end) {
+  t.data = static_cast<std::byte*>(t.data) + begin * t.stride(axis) * static_cast<std::int64_t>(size_of(t.dtype));
+  t.sizes[static_cast<std::size_t>(axis)] = end - begin;
+  return t;
+}
+
+}  // namespace
+}  // namespace two_four
+
+using namespace two_four;
+namespace gpu = two_four::cuda;
+
+std::int64_t two_four_group(DType dtype) { return dtype == DType::f32 ? 2 : 4; }
+
+std::int64_t two_four_words(std::int64_t k, DType dtype, DType word) {
+  const std::int64_t groups = k / two_four_group(dtype), each = 2 * static_cast<std::int64_t>(size_of(word));
+  return (groups + each - 1) / each;
+}
+
+std::array<std::int64_t, 2> TwoFour::shape() const {
+  const int axis = axis_of(dim);
+  const std::int64_t k = 2 * values.size(axis), lines = values.size(1 - axis);
+  return axis == 0 ? std::array{k, lines} : std::array{lines, k};
+}
+
+TwoFour TwoFour::transpose() const { return {turned(values), turned(metadata), 1 - axis_of(dim)}; }
+
+TwoFour TwoFour::lines(std::int64_t begin, std::int64_t end) const {
+  const int axis = 1 - axis_of(dim);
+  if (begin < 0 || begin > end || end > values.size(axis)) {
+    throw Error("TwoFour", "lines", "a range within [0, " + text(values.size(axis)) + ")",
+                "[" + text(begin) + ", " + text(end) + ")");
+  }
+  return {part(values, axis, begin, end), part(metadata, axis, begin, end), dim};
+}
+
+void two_four_compress(const TensorView& dense, const TwoFour& out, std::int64_t* bad, Context& context) {
+  check_dense("compress", "A", dense, out.dim, context);
+  check_word("compress", "metadata_dtype", out.metadata.dtype);
+  const Format f = check_pair("compress", "A", dense, out, context);
+  if (!is_empty(f, bad, context)) {
+    on_gpu(context) ? gpu::compress(f, bad, context) : cpu::compress(f, bad, context);
+  }
+}
+
+void two_four_check(const TensorView& dense, int dim, std::int64_t* bad, Context& context) {
+  const Format f = check_dense("check", "A", dense, dim, context);
+  if (bad != nullptr && !is_empty(f, bad, context)) {
+    on_gpu(context) ? gpu::check(f, bad, context) : cpu::check(f, bad, context);
+  }
+}
+
+void two_four_check_metadata(const TwoFour& m, std::int64_t* bad, Context& context) {
+  const Format f = check_plain(m, context);
+  if (bad != nullptr && !is_empty(f, bad, context)) {
+    on_gpu(context) ? gpu::check_metadata(f, bad, context) : cpu::check_metadata(f, bad, context);
+  }
+}
+
+void two_four_to_dense(const TwoFour& m, const TensorView& dense, Context& context) {
+  const Format f = check_pair("to_dense", "out", dense, m, context);
+  if (!is_empty(f, nullptr, context)) {
+    on_gpu(context) ? gpu::to_dense(f, context) : cpu::to_dense(f, context);
+  }
+}
+
+void two_four_gather(const TensorView& dense, const TwoFour& out, Context& context) {
+  const Format f = check_pair("gather", "A", dense, out, context);
+  if (!is_empty(f, nullptr, context)) {
+    on_gpu(context) ? gpu::gather(f, context) : cpu::gather(f, context);
+  }
+}
+
+namespace {
+
+void check_squares(const TensorView& dense, std::int64_t group) {
+  if (dense.size(0) % group != 0 || dense.size(1) % group != 0) {
+    throw Error("prune", "A", "multiples of " + text(group) + " in both dimensions to be transposable",
+                shape_text(dense.shape()));
+  }
+}
+
+}  // namespace
+
+void two_four_prune(const TensorView& dense, int dim, bool transposable, const TensorView& out, Context& context) {
+  Format f = check_dense("prune", "A", dense, dim, context);
+  if (!std::ranges::equal(dense.shape(), out.shape())) {
+    throw Error("prune", "out", shape_text(dense.shape()), shape_text(out.shape()));
+  }
+  check_like("prune", "out", out, f.dtype, context);
+  if (transposable) {  // one answer, whichever way it was asked for
+    check_squares(dense, f.group());
+    f = check_dense("prune", "A", dense, 1, context);
+  }
+  if (!is_empty(f, nullptr, context)) {
+    const Matrix to = matrix(out, f.transposed ? 0 : 1);
+    on_gpu(context) ? gpu::prune(f, to, transposable, context) : cpu::prune(f, to, transposable, context);
+  }
+}
+
+void two_four_prune_both(const TensorView& dense, const TwoFour& rows, const TwoFour& cols, Context& context) {
+  const Format f = check_dense("prune", "A", dense, 1, context);
+  check_squares(dense, f.group());
+  for (const auto& [m, axis] : {std::pair{&rows, 1}, std::pair{&cols, 0}}) {
+    if (axis_of(check_axis("prune", m->dim)) != axis) {
+      throw Error("prune", "dim", text(axis), text(m->dim));
+    }
+  }
+  const Format by_row = check_pair("prune", "A", dense, rows, context);
+  const Format by_col = check_pair("prune", "A", dense, cols, context);
+  if (!is_empty(f, nullptr, context)) {
+    on_gpu(context) ? gpu::prune_both(by_row, by_col, context) : cpu::prune_both(by_row, by_col, context);
+  }
+}
+
+namespace {
+
+constexpr const char* kMatmul = "matmul";
+
+/// A product as its caller sees it: which operand is dense, and what its sizes are called.
+struct Sides {
+  const char *sparse, *dense;
+  bool left;  ///< the sparse operand is
+};
+
+void check_out_dtype(DType dtype, DType out) {
+  const bool byte = size_of(dtype) == 1, half = out == DType::f16 || out == DType::bf16;
+  const bool right = out == dtype        ? !byte
+                     : out == DType::f32 ? dtype != DType::f64
+                                         : byte && (half || out == DType::i32);
+  if (!right || (out == DType::i32 && dtype != DType::i8)) {
+    const std::string expected = dtype == DType::i8    ? "int32, float32, float16 or bfloat16"
+                                 : byte                ? "bfloat16, float16 or float32"
+                                 : size_of(dtype) >= 4 ? name_of(dtype)
+                                                       : std::string(name_of(dtype)) + " or float32";
+    throw Error(kMatmul, "out_dtype", expected + " for " + name_of(dtype), name_of(out));
+  }
+}
+
+Vector check_vector(const char* argument, const TensorView* t, std::int64_t count, DType dtype, bool or_one,
+                    const Context& context) {
+  if (t == nullptr) {
+    return {};
+  }
+  if (!(or_one && t->rank == 0) && (t->rank != 1 || t->size(0) != count)) {
+    const std::int64_t shape[] = {count};
+    throw Error(kMatmul, argument, std::string(or_one ? "() or " : "") + shape_text(shape), shape_text(t->shape()));
+  }
+  check_like(kMatmul, argument, *t, dtype, context);
+  return {t->data, t->stride(0)};
+}
+
+/// What both dense tensors step through together.
+struct Loop {
+  std::int64_t count, b, c;
+};
+
+/// The columns, then the leading dimensions outwards, neighbours that are one loop in memory joined. Columns stay alone
+/// where each has a scale.
+std::vector<Loop> loops(const Loop& columns, const TensorView& b, const TensorView& c, bool join_columns) {
+  std::vector<Loop> all{columns};
+  for (int d = -3; d >= -b.rank; --d) {
+    const Loop next{b.size(d), b.stride(d), c.stride(d)};
+    Loop& last = all.back();
+    if (next.count == 1) {
+      continue;
+    }
+    if (all.size() == 1 && !join_columns) {
+      all.push_back(next);
+    } else if (last.count == 1) {
+      last = next;
+    } else if (next.b == last.count * last.b && next.c == last.count * last.c) {
+      last.count *= next.count;
+    } else {
+      all.push_back(next);
+    }
+  }
+  return all;
+}
+
+/// Strides of a matrix, with one that suits where a size of 1 has any.
+Dense dense(const TensorView& t, std::int64_t rows, std::int64_t cols, std::int64_t row, std::int64_t col) {
+  row = rows != 1 ? row : col == 1 ? cols : 1;
+  col = cols != 1 ? col : row == 1 ? (rows + 63) / 64 * 64 : 1;
+  return {t.data, row, col, 0};
+}
+
+/// Runs the last loop but one as the batch, and those outside it one by one.
+void run_all(Problem problem, std::span<const Loop> outer, Context& context) {
+  if (outer.size() > 1) {
+    for (std::int64_t n = 0; n < outer.back().count; ++n) {
+      Problem one = problem;
+      const auto moved = [n](void* data, std::int64_t stride, DType dtype) {
+        return static_cast<std::byte*>(data) + n * stride * static_cast<std::int64_t>(size_of(dtype));
+      };
+      one.b.data = moved(problem.b.data, outer.back().b, problem.dtype);
+      one.c.data = moved(problem.c.data, outer.back().c, problem.out);
+      run_all(one, outer.first(outer.size() - 1), context);
+    }
+    return;
+  }
+  if (!outer.empty()) {
+    problem.batch = outer[0].count;
+    problem.b.batch = outer[0].b;
+    problem.c.batch = outer[0].c;
+  }
+  on_gpu(context) ? gpu::run(problem, context) : cpu::run(problem, context);
+}
+
+void check_shapes(const Sides& sides, const Format& s, const TensorView& b, const TensorView& out) {
+  const int contracted = sides.left ? -2 : -1, free = sides.left ? -1 : -2;
+  if (b.rank < 2 || b.size(contracted) != s.k) {
+    const std::string k = text(s.k);
+    throw Error(kMatmul, sides.dense, sides.left ? "(…, " + k + ", N)" : "(…, M, " + k + ")", shape_text(b.shape()));
+  }
+  std::vector<std::int64_t> shape(b.shape().begin(), b.shape().end());
+  shape.end()[contracted] = s.lines;
+  shape.end()[free] = b.size(free);
+  if (!std::ranges::equal(out.shape(), shape)) {
+    throw Error(kMatmul, "out", shape_text(shape), shape_text(out.shape()));
+  }
+}
+
+void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, const TensorView& out,
+              const TwoFourOptions& options, Context& context) {
+  const Format s = check_plain(sparse, context);
+  if (s.transposed == sides.left) {
+    throw Error(kMatmul, sides.sparse,
+                std::string("a matrix compressed along the contracted axis, dim ") + (sides.left ? "1" : "0"),
+                "dim " + text(axis_of(sparse.dim)));
+  }
+  check_like(kMatmul, sides.dense, b, s.dtype, context);
+  check_shapes(sides, s, b, out);
+  check_out_dtype(s.dtype, out.dtype);
+  check_device(kMatmul, "out", out, context);
+  const int row = sides.left ? -2 : -1, col = sides.left ? -1 : -2;  // of b and c as the problem sees them
+  Problem p;
+  p.m = s.lines;
+  p.n = b.size(col);
+  p.k = s.k;
+  p.dtype = s.dtype;
+  p.out = out.dtype;
+  p.values = s.values;
+  p.words = s.words;
+  p.word_bytes = s.word_bytes;
+  p.activation = options.activation;
+  const std::int64_t a_rows = sides.left ? p.m : p.n, b_cols = sides.left ? p.n : p.m;
+  p.bias = check_vector("bias", options.bias, p.m, p.out, false, context);
+  p.scale_s = check_vector("scale_a", options.scale_a, a_rows, DType::f32, true, context);
+  p.scale_b = check_vector("scale_b", options.scale_b, b_cols, DType::f32, true, context);
+  if (!sides.left) {
+    std::swap(p.scale_s, p.scale_b);
+  }
+  if (out.elements() == 0) {
+    return;
+  }
+  const bool one_scale = p.scale_b.data == nullptr || p.scale_b.stride == 0;
+  const std::vector<Loop> all = loops({p.n, b.stride(col), out.stride(col)}, b, out, one_scale);
+  p.n = all[0].count;
+  p.b = dense(b, p.k, p.n, b.stride(row), all[0].b);
+  p.c = dense(out, p.m, p.n, out.stride(row), all[0].c);
+  run_all(p, std::span(all).subspan(1), context);
+}
+
+}  // namespace
+
+void two_four_matmul(const TwoFour& a, const TensorView& b, const TensorView& out, Context& context,
+                     const TwoFourOptions& options) {
+  multiply({"a", "b", true}, a, b, out, options, context);
+}
+
+void two_four_matmul(const TensorView& a, const TwoFour& b, const TensorView& out, Context& context,
+                     const TwoFourOptions& options) {
+  multiply({"b", "a", false}, b, a, out, options, context);
+}
+
+}  // namespace fretwork

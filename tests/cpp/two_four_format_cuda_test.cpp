@@ -1,0 +1,522 @@
+// The plain 2:4 form on a real GPU against the CPU, bit for bit, with what lies around the outputs. Skipped where there
+// is none. --gtest_also_run_disabled_tests prints how fast the conversions are.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "ops/two_four/problem.h"
+#include "runtime/cuda_driver.h"
+
+namespace fretwork {
+namespace {
+
+using two_four::Format;
+using two_four::Matrix;
+using Index = std::int64_t;
+using Bytes = std::vector<unsigned char>;
+
+constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2};
+
+/// How lines × positions lie in memory: contiguous along a line or across lines, with wider pitches, from odd places.
+enum class Lie { lines, lines_wide, lines_odd, across, across_wide, across_odd, scattered };
+constexpr Lie kLies[] = {Lie::lines,       Lie::lines_wide, Lie::lines_odd, Lie::across,
+                         Lie::across_wide, Lie::across_odd, Lie::scattered};
+
+/// A matrix on the host and on the device, with poison around it and in its gaps.
+class Twin {
+ public:
+  Twin(Index lines, Index count, Index size, Lie lie) : lines_(lines), count_(count), size_(size) {
+    const Index wide = 16 / size;
+    switch (lie) {
+      case Lie::lines:
+        line_ = count;
+        break;
+      case Lie::lines_wide:
+        line_ = (count + wide - 1) / wide * wide + wide;
+        break;
+      case Lie::lines_odd:
+        line_ = count + 3;
+        begin_ = size;
+        break;
+      case Lie::across:
+        line_ = 1, along_ = lines;
+        break;
+      case Lie::across_wide:
+        line_ = 1, along_ = (lines + wide - 1) / wide * wide + wide;
+        break;
+      case Lie::across_odd:
+        line_ = 1, along_ = lines + 5;
+        begin_ = size;
+        break;
+      case Lie::scattered:
+        line_ = 2 * count * 3 + 1, along_ = 3;
+        break;
+    }
+    host.assign(static_cast<std::size_t>(2 * kGuard + begin_ + (lines * line_ + count * along_ + 1) * size), 0xa5);
+  }
+  void upload() { device_ = cuda::DeviceBuffer(0, host.data(), host.size()); }
+  Bytes download() const {
+    Bytes bytes(host.size());
+    cuda::copy_to_host(bytes.data(), device_.data(), bytes.size(), nullptr);
+    cuda::synchronize(nullptr);
+    return bytes;
+  }
+  Matrix on_host() { return matrix(host.data()); }
+  Matrix on_device() const { return matrix(device_.data()); }
+  unsigned char* at(Index line, Index n) { return host.data() + kGuard + begin_ + (line * line_ + n * along_) * size_; }
+  Index lines() const { return lines_; }
+  Index count() const { return count_; }
+
+  Bytes host;
+
+ private:
+  static constexpr Index kGuard = 256;
+  Matrix matrix(void* data) const { return {static_cast<unsigned char*>(data) + kGuard + begin_, line_, along_}; }
+  Index lines_, count_, size_, line_ = 0, along_ = 1, begin_ = 0;
+  cuda::DeviceBuffer device_;
+};
+
+/// Elements for tests: any bits, a few small numbers that tie often, or zeros of both signs among them.
+class Elements {
+ public:
+  Elements(DType dtype, unsigned seed) : size_(static_cast<int>(size_of(dtype))), dtype_(dtype), random_(seed) {}
+  std::uint32_t any() { return random() & mask(); }
+  std::uint32_t small() {
+    const std::uint32_t n = random() % 6;
+    if (dtype_ == DType::i8) {
+      return n;
+    }
+    const std::uint32_t ones[] = {0, sign(), one(), one() | sign(), one() + 1, one() + 2};
+    return ones[n];
+  }
+  /// Numbers near one, as weights are.
+  std::uint32_t plain() {
+    if (dtype_ == DType::i8) {
+      return random() & mask();
+    }
+    const std::uint32_t low = dtype_ == DType::f32 ? 22 : dtype_ == DType::f16 ? 10 : dtype_ == DType::bf16 ? 8 : 3;
+    return (one() - (random() & ((4u << low) - 1) & (mask() >> 2))) | (random() % 2 != 0 ? sign() : 0);
+  }
+  std::uint32_t zero() { return dtype_ == DType::i8 || random() % 4 != 0 ? 0 : sign(); }
+  std::uint32_t number() {
+    const std::uint32_t bits = any();
+    return (dtype_ == DType::i8 ? bits : bits & ~sign()) == 0 ? one() : bits;
+  }
+  std::uint32_t random() { return static_cast<std::uint32_t>(random_()); }
+
+ private:
+  std::uint32_t mask() const { return size_ == 4 ? ~0u : (1u << 8 * size_) - 1; }
+  std::uint32_t sign() const { return dtype_ == DType::i8 ? 0 : 1u << (8 * size_ - 1); }
+  std::uint32_t one() const {
+    switch (dtype_) {
+      case DType::f32:
+        return 0x3f800000;
+      case DType::f16:
+        return 0x3c00;
+      case DType::bf16:
+        return 0x3f80;
+      case DType::f8_e4m3:
+        return 0x38;
+      case DType::f8_e5m2:
+        return 0x3c;
+      default:
+        return 1;
+    }
+  }
+  int size_;
+  DType dtype_;
+  std::mt19937 random_;
+};
+
+template <typename Make>
+void fill(Twin& twin, DType dtype, const Make& make) {
+  for (Index line = 0; line < twin.lines(); ++line) {
+    for (Index n = 0; n < twin.count(); ++n) {
+      const std::uint32_t bits = make(line, n);
+      std::memcpy(twin.at(line, n), &bits, size_of(dtype));
+    }
+  }
+}
+
+/// At most half of each group is not zero.
+void fill_sparse(Twin& twin, DType dtype, unsigned seed) {
+  Elements elements(dtype, seed);
+  const Index group = two_four_group(dtype);
+  std::uint32_t kept = 0;
+  fill(twin, dtype, [&](Index, Index n) {
+    if (n % group == 0) {
+      const std::uint32_t a = elements.random() % 4, b = elements.random() % 4, c = elements.random() % 8;
+      kept = group == 2 ? (a < 3 ? 1u << a % 2 : 0u) : (c > 0 ? 1u << a : 0u) | (c > 1 ? 1u << b : 0u);
+    }
+    return (kept >> n % group & 1) != 0 ? elements.number() : elements.zero();
+  });
+}
+
+/// Everything a conversion may touch.
+struct Both {
+  Twin dense, values, words, out;
+  Format format;
+
+  Both(Index lines, Index k, DType dtype, int word_bytes, bool transposed, Lie lie, Lie packed, Lie out_lie)
+      : dense(lines, k, static_cast<Index>(size_of(dtype)), lie),
+        values(lines, k / 2, static_cast<Index>(size_of(dtype)), packed),
+        words(lines, words_of(k, dtype, word_bytes), word_bytes, packed),
+        out(lines, k, static_cast<Index>(size_of(dtype)), out_lie) {
+    format.lines = lines;
+    format.k = k;
+    format.dtype = dtype;
+    format.word_bytes = word_bytes;
+    format.transposed = transposed;
+  }
+  static Index words_of(Index k, DType dtype, int word_bytes) {
+    const Index each = 2 * word_bytes;
+    return (k / two_four_group(dtype) + each - 1) / each;
+  }
+  void upload() {
+    for (Twin* twin : {&dense, &values, &words, &out}) {
+      twin->upload();
+    }
+  }
+  Format on_host() {
+    Format f = format;
+    f.dense = dense.on_host(), f.values = values.on_host(), f.words = words.on_host();
+    return f;
+  }
+  Format on_device() const {
+    Format f = format;
+    f.dense = dense.on_device(), f.values = values.on_device(), f.words = words.on_device();
+    return f;
+  }
+  void compare() {
+    EXPECT_EQ(dense.download(), dense.host) << "dense";
+    EXPECT_EQ(values.download(), values.host) << "values";
+    EXPECT_EQ(words.download(), words.host) << "words";
+    EXPECT_EQ(out.download(), out.host) << "out";
+  }
+};
+
+/// A place for *bad on both sides.
+struct Bad {
+  std::int64_t host = 77;
+  cuda::DeviceBuffer device{0, &host, sizeof(host)};
+  std::int64_t* at() const { return static_cast<std::int64_t*>(device.data()); }
+  std::int64_t read() const {
+    std::int64_t place = 0;
+    cuda::copy_to_host(&place, device.data(), sizeof(place), nullptr);
+    cuda::synchronize(nullptr);
+    return place;
+  }
+};
+
+class TwoFourFormatCuda : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!cuda::available()) {
+      GTEST_SKIP() << cuda::unavailable_reason();
+    }
+    scope_ = std::make_unique<cuda::DeviceScope>(0);
+  }
+  Context cpu = Context::cpu();
+  Context gpu = cuda::available() ? Context::cuda(0) : Context::cpu();
+
+  /// Calls test(case) for types, sizes and layouts; every size with every type, layouts by turns.
+  void each(const std::vector<std::array<Index, 2>>& sizes, const std::function<void(Both&, unsigned)>& test) {
+    unsigned n = 0;
+    for (const DType dtype : kTypes) {
+      for (const auto& [lines, k] : sizes) {
+        for (const Lie lie : kLies) {
+          const Lie packed[] = {Lie::lines, Lie::lines_wide, Lie::lines, Lie::lines_odd, Lie::across};
+          const int word_bytes = 1 << n % 3;
+          const bool transposed = n % 2 != 0;
+          Both both(lines, k, dtype, word_bytes, transposed, lie, packed[n % 5], n % 4 == 3 ? kLies[n % 7] : lie);
+          SCOPED_TRACE(std::string(name_of(dtype)) + " " + std::to_string(lines) + "×" + std::to_string(k) + ", lies " +
+                       std::to_string(static_cast<int>(lie)) + ", case " + std::to_string(n));
+          test(both, ++n);
+          if (HasFailure()) {
+            return;
+          }
+        }
+      }
+    }
+  }
+  const std::vector<std::array<Index, 2>> sizes{{1, 4},    {3, 8},     {5, 20},    {64, 256}, {65, 260},
+                                                {128, 64}, {130, 512}, {257, 272}, {7, 1028}, {192, 1024}};
+  const std::vector<std::array<Index, 2>> squares{{4, 4},    {4, 8},     {12, 20},   {64, 256}, {68, 260},
+                                                  {128, 64}, {132, 512}, {256, 272}, {8, 1028}, {192, 1024}};
+
+ private:
+  std::unique_ptr<cuda::DeviceScope> scope_;
+};
+
+TEST_F(TwoFourFormatCuda, Compresses) {
+  each(sizes, [&](Both& both, unsigned seed) {
+    fill_sparse(both.dense, both.format.dtype, seed);
+    both.upload();
+    Bad bad;
+    two_four::cpu::compress(both.on_host(), &bad.host, cpu);
+    two_four::cuda::compress(both.on_device(), seed % 3 != 0 ? bad.at() : nullptr, gpu);
+    both.compare();
+    EXPECT_EQ(bad.host, -1);
+    EXPECT_EQ(bad.read(), seed % 3 != 0 ? -1 : 77);
+  });
+}
+
+TEST_F(TwoFourFormatCuda, FindsBadGroups) {
+  each(sizes, [&](Both& both, unsigned seed) {
+    const Format& f = both.format;
+    fill_sparse(both.dense, f.dtype, seed);
+    Elements elements(f.dtype, seed);
+    const Index groups = f.groups(), group = f.group();
+    for (unsigned n = 0; n < seed % 4; ++n) {  // none in every fourth case
+      const Index line = elements.random() % f.lines, g = elements.random() % groups;
+      for (Index e = 0; e < group / 2 + 1; ++e) {
+        const std::uint32_t bits = elements.number();
+        std::memcpy(both.dense.at(line, g * group + (e + n) % group), &bits, size_of(f.dtype));
+      }
+    }
+    both.upload();
+    Bad bad;
+    two_four::cpu::check(both.on_host(), &bad.host, cpu);
+    EXPECT_EQ(bad.host == -1, seed % 4 == 0);
+    two_four::cuda::check(both.on_device(), bad.at(), gpu);
+    EXPECT_EQ(bad.read(), bad.host);
+    both.compare();  // nothing was written
+    Bad again;
+    two_four::cuda::compress(both.on_device(), again.at(), gpu);
+    EXPECT_EQ(again.read(), bad.host);
+    Bad nibbles;
+    two_four::cuda::check_metadata(both.on_device(), nibbles.at(), gpu);
+    EXPECT_EQ(nibbles.read(), -1);
+  });
+}
+
+TEST_F(TwoFourFormatCuda, ChecksMetadata) {
+  each(sizes, [&](Both& both, unsigned seed) {
+    const Format& f = both.format;
+    fill_sparse(both.dense, f.dtype, seed);
+    two_four::cpu::compress(both.on_host(), nullptr, cpu);
+    std::mt19937 random(seed);
+    const bool pairs = f.group() == 2;
+    for (unsigned n = 0; n < seed % 4; ++n) {
+      const Index g = random() % f.groups();
+      unsigned char* const byte = both.words.at(random() % f.lines, g / 2 / f.word_bytes) + g / 2 % f.word_bytes;
+      const unsigned invalid[] = {0, 1, 2, 3, 5, 6, 7, 0xa, 0xb, 0xf}, other[] = {0, 8, 9, 0xc, 0xd, 0xf};
+      const unsigned nibble = pairs ? other[random() % 6] : invalid[random() % 10];
+      *byte = static_cast<unsigned char>((*byte & (g % 2 != 0 ? 0x0f : 0xf0)) | nibble << 4 * (g % 2));
+    }
+    both.upload();
+    Bad bad;
+    two_four::cpu::check_metadata(both.on_host(), &bad.host, cpu);
+    EXPECT_EQ(bad.host == -1, seed % 4 == 0);
+    two_four::cuda::check_metadata(both.on_device(), bad.at(), gpu);
+    EXPECT_EQ(bad.read(), bad.host);
+    both.compare();
+  });
+}
+
+TEST_F(TwoFourFormatCuda, GoesBackToDense) {
+  each(sizes, [&](Both& both, unsigned seed) {
+    fill_sparse(both.dense, both.format.dtype, seed);
+    two_four::cpu::compress(both.on_host(), nullptr, cpu);
+    std::fill(both.dense.host.begin(), both.dense.host.end(), static_cast<unsigned char>(0x5a));
+    both.upload();
+    two_four::cpu::to_dense(both.on_host(), cpu);
+    two_four::cuda::to_dense(both.on_device(), gpu);
+    both.compare();
+  });
+}
+
+TEST_F(TwoFourFormatCuda, Gathers) {
+  each(sizes, [&](Both& both, unsigned seed) {
+    fill_sparse(both.dense, both.format.dtype, seed);
+    two_four::cpu::compress(both.on_host(), nullptr, cpu);
+    std::fill(both.values.host.begin(), both.values.host.end(), static_cast<unsigned char>(0x5a));
+    Elements elements(both.format.dtype, seed);
+    fill(both.dense, both.format.dtype, [&](Index, Index) { return elements.any(); });
+    both.upload();
+    two_four::cpu::gather(both.on_host(), cpu);
+    two_four::cuda::gather(both.on_device(), gpu);
+    both.compare();
+  });
+}
+
+TEST_F(TwoFourFormatCuda, PrunesByMagnitude) {
+  each(sizes, [&](Both& both, unsigned seed) {
+    Elements elements(both.format.dtype, seed);
+    fill(both.dense, both.format.dtype,
+         [&](Index, Index n) { return (n / 8 + seed) % 2 != 0 ? elements.any() : elements.small(); });
+    both.upload();
+    two_four::cpu::prune(both.on_host(), both.out.on_host(), false, cpu);
+    two_four::cuda::prune(both.on_device(), both.out.on_device(), false, gpu);
+    both.compare();
+  });
+}
+
+/// Any bits, ties, plain numbers, or few non-zeros, by turns.
+std::uint32_t square_element(Elements& elements, Index n) {
+  switch (n % 5) {
+    case 0:
+      return elements.any();
+    case 1:
+      return elements.small();
+    case 2:
+      return elements.random() % 2 != 0 ? elements.zero() : elements.number();
+    default:
+      return elements.plain();
+  }
+}
+
+TEST_F(TwoFourFormatCuda, PrunesSquares) {
+  each(squares, [&](Both& both, unsigned seed) {
+    Elements elements(both.format.dtype, seed);
+    fill(both.dense, both.format.dtype,
+         [&](Index line, Index n) { return square_element(elements, n / 4 + line / 4 + seed); });
+    both.upload();
+    two_four::cpu::prune(both.on_host(), both.out.on_host(), true, cpu);
+    two_four::cuda::prune(both.on_device(), both.out.on_device(), true, gpu);
+    both.compare();
+    // Again, in place: nothing changes.
+    Format f = both.on_device();
+    f.dense = both.out.on_device();
+    two_four::cuda::prune(f, f.dense, true, gpu);
+    both.compare();
+  });
+}
+
+TEST_F(TwoFourFormatCuda, PrunesAndPacksBothWays) {
+  each(squares, [&](Both& both, unsigned seed) {
+    const Format& f = both.format;
+    Elements elements(f.dtype, seed);
+    fill(both.dense, f.dtype, [&](Index line, Index n) { return square_element(elements, n / 4 + line / 4 + seed); });
+    const Lie lies[] = {Lie::lines, Lie::lines_wide, Lie::lines_odd};
+    Both cols(f.k, f.lines, f.dtype, 1 << seed % 3, true, Lie::lines, lies[seed % 3], Lie::lines);
+    both.upload();
+    cols.upload();
+    const auto column_view = [&](Format part, const Format& rows) {
+      part.dense = {rows.dense.data, rows.dense.along, rows.dense.line};
+      return part;
+    };
+    two_four::cpu::prune_both(both.on_host(), column_view(cols.on_host(), both.on_host()), cpu);
+    two_four::cuda::prune_both(both.on_device(), column_view(cols.on_device(), both.on_device()), gpu);
+    both.compare();
+    cols.compare();
+  });
+}
+
+TEST_F(TwoFourFormatCuda, EmptyMatricesAreGood) {
+  for (const auto& [lines, k] : {std::array<Index, 2>{0, 16}, {16, 0}, {0, 0}}) {
+    Both both(lines, k, DType::bf16, 2, false, Lie::lines, Lie::lines, Lie::lines);
+    both.upload();
+    const auto looks = {two_four::cuda::compress, two_four::cuda::check, two_four::cuda::check_metadata};
+    for (const auto look : looks) {
+      Bad bad;
+      look(both.on_device(), bad.at(), gpu);
+      EXPECT_EQ(bad.read(), -1);
+    }
+    two_four::cuda::to_dense(both.on_device(), gpu);
+    two_four::cuda::gather(both.on_device(), gpu);
+    two_four::cuda::prune(both.on_device(), both.out.on_device(), true, gpu);
+    two_four::cuda::prune_both(both.on_device(), both.on_device(), gpu);
+    both.compare();
+  }
+}
+
+template <typename... Arguments>
+void call(const char* name, Arguments... arguments) {
+  static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+  const auto function = reinterpret_cast<int (*)(Arguments...)>(dlsym(library, name));
+  ASSERT_NE(function, nullptr) << name;
+  ASSERT_EQ(function(arguments...), 0) << name;
+}
+
+TEST_F(TwoFourFormatCuda, RunsInGraphs) {
+  Both both(64, 512, DType::bf16, 2, false, Lie::lines, Lie::lines, Lie::across);
+  fill_sparse(both.dense, DType::bf16, 5);
+  both.upload();
+  Bad bad;
+  void *stream = nullptr, *graph = nullptr, *executable = nullptr;
+  call("cuStreamCreate", &stream, 1u);
+  Context context = Context::cuda(0, stream);
+  call("cuStreamBeginCapture_v2", stream, 0);
+  two_four::cuda::compress(both.on_device(), bad.at(), context);
+  two_four::cuda::prune(both.on_device(), both.out.on_device(), true, context);
+  call("cuStreamEndCapture", stream, &graph);
+  EXPECT_EQ(bad.read(), 77);
+  call("cuGraphInstantiateWithFlags", &executable, graph, 0ull);
+  two_four::cpu::compress(both.on_host(), &bad.host, cpu);
+  two_four::cpu::prune(both.on_host(), both.out.on_host(), true, cpu);
+  for (int n = 0; n < 3; ++n) {
+    cuda::fill_zero(both.words.on_device().data, static_cast<std::size_t>(64 * both.words.count() * 2), stream);
+    call("cuGraphLaunch", executable, stream);
+    cuda::synchronize(stream);
+    EXPECT_EQ(bad.read(), -1);
+    EXPECT_EQ(both.words.download(), both.words.host);
+    EXPECT_EQ(both.out.download(), both.out.host);
+  }
+  call("cuGraphExecDestroy", executable);
+  call("cuGraphDestroy", graph);
+  call("cuStreamDestroy_v2", stream);
+}
+
+/// Median time of a few calls, each with cold caches, as bytes moved per second.
+TEST_F(TwoFourFormatCuda, DISABLED_Speed) {
+  constexpr Index kSide = 8192, kBytes = kSide * kSide * 2, kHalf = kBytes / 2, kWords = kBytes / 16;
+  const cuda::DeviceBuffer cold(0, nullptr, std::size_t{256} << 20);
+  const auto time = [&](const char* name, Index bytes, const std::function<void()>& run) {
+    cuda::Timer timer;
+    std::vector<float> times;
+    for (int n = 0; n < 12; ++n) {
+      cuda::fill_zero(cold.data(), cold.bytes(), nullptr);
+      timer.start(nullptr);
+      run();
+      times.push_back(timer.stop(nullptr));
+    }
+    std::nth_element(times.begin(), times.begin() + 6, times.end());
+    std::printf("%-26s %7.1f us %6.0f GB/s\n", name, 1e3f * times[6], 1e-6 * static_cast<double>(bytes) / times[6]);
+  };
+  for (const bool dim0 : {false, true}) {
+    const Lie lie = dim0 ? Lie::across : Lie::lines;
+    std::printf("bf16 8192×8192, along dim %d\n", dim0 ? 0 : 1);
+    Both both(kSide, kSide, DType::bf16, 2, dim0, lie, Lie::lines, lie);
+    Elements elements(DType::bf16, 1);
+    std::vector<std::uint32_t> few(4099);
+    std::generate(few.begin(), few.end(), [&] { return elements.plain(); });
+    std::size_t next = 0;
+    fill(both.dense, DType::bf16, [&](Index, Index) { return few[next++ % few.size()]; });
+    both.upload();
+    const Format f = both.on_device();
+    const Matrix out = both.out.on_device();
+    Format pruned = f;
+    pruned.dense = out;
+    const Bad bad;
+    time("copy", 2 * kBytes, [&] { cuda::copy_on_device(out.data, f.dense.data, kBytes, nullptr); });
+    time("prune, transposable", 2 * kBytes, [&] { two_four::cuda::prune(f, out, true, gpu); });
+    time("prune", 2 * kBytes, [&] { two_four::cuda::prune(f, out, false, gpu); });
+    time("compress", kBytes + kHalf + kWords, [&] { two_four::cuda::compress(pruned, bad.at(), gpu); });
+    time("check", kBytes, [&] { two_four::cuda::check(pruned, bad.at(), gpu); });
+    time("check, all bad", kBytes, [&] { two_four::cuda::check(f, bad.at(), gpu); });
+    time("check_metadata", kWords, [&] { two_four::cuda::check_metadata(f, bad.at(), gpu); });
+    time("gather", kBytes + kHalf + kWords, [&] { two_four::cuda::gather(f, gpu); });
+    time("to_dense", kBytes + kHalf + kWords, [&] { two_four::cuda::to_dense(pruned, gpu); });
+    Both other(kSide, kSide, DType::bf16, 2, true, Lie::lines, Lie::lines, Lie::lines);
+    other.values.upload();
+    other.words.upload();
+    Format cols = other.format;
+    cols.dense = {f.dense.data, f.dense.along, f.dense.line};
+    cols.values = other.values.on_device();
+    cols.words = other.words.on_device();
+    time("prune_both", kBytes + 2 * (kHalf + kWords), [&] { two_four::cuda::prune_both(f, cols, gpu); });
+  }
+}
+
+}  // namespace
+}  // namespace fretwork

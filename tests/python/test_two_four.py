@@ -1,0 +1,587 @@
+"""2:4 matrices: strides, slices, own layouts, files, what torch asks of an op, second derivatives, training."""
+
+import copy
+import itertools
+import logging
+import pickle
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_close, dtypes_of
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass as torch_compress
+
+import fretwork as fw
+from fretwork import two_four
+
+ops = torch.ops.fretwork
+BYTES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def pruned(rows, cols, dtype=torch.float32, device="cpu", dim=-1):
+    """Random, with as many non-zeros as there may be."""
+    A = torch.randint(1, 100, (rows, cols)) * (torch.randint(0, 2, (rows, cols)) * 2 - 1)
+    A = A.to(dtype) if dtype == torch.int8 else (A / 64).to(dtype)
+    return two_four.prune(A.to(device), dim=dim)
+
+
+def same(got, want):
+    torch.testing.assert_close(got.detach().cpu().double(), want.detach().cpu().double(), rtol=0, atol=0)
+
+
+def spread(t):
+    """The same numbers at other strides: a cut of a larger tensor, transposed in memory, and every second one."""
+    wide = torch.empty(*t.shape[:-1], t.shape[-1] + 3, dtype=t.dtype, device=t.device)
+    wide[..., 1:-2] = t
+    twice = torch.empty(*t.shape[:-2], 2 * t.shape[-2], 2 * t.shape[-1], dtype=t.dtype, device=t.device)
+    twice[..., ::2, ::2] = t
+    return [t, wide[..., 1:-2], t.mT.contiguous().mT, twice[..., ::2, ::2]]
+
+
+# The form
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_every_stride(dim, device):
+    A = pruned(24, 32, torch.bfloat16, device, dim)
+    s = two_four.compress(A, dim=dim)
+    for view in spread(A):
+        t = two_four.compress(view, dim=dim)
+        assert torch.equal(t.values, s.values) and torch.equal(t.metadata, s.metadata)
+        same(two_four.prune(view, dim=dim), A)
+        assert two_four.check(view, dim=dim) == (True, None)
+        same(ops.two_four_gather(view, s.metadata, dim % 2), s.values)
+    B = torch.randn(2, 32, 5, device=device).bfloat16() if dim else torch.randn(2, 5, 24, device=device).bfloat16()
+    want = A.double() @ B.double() if dim else B.double() @ A.double()
+    for values, words, b in itertools.product(spread(s.values), spread(s.metadata), spread(B)):
+        t = fw.TwoFour(values, words, dim)
+        same(t.to_dense(), A)
+        assert_close(two_four.matmul(t, b) if dim else two_four.matmul(b, t), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_lines_lie_in_one_piece(dim, device):
+    """What kernels count on, whatever the axis."""
+    A = pruned(64, 64, torch.float16, device, dim)
+    s, (row_values, row_words, col_values, col_words) = (
+        two_four.compress(A, dim),
+        ops.two_four_prune_both(A, torch.int16),
+    )
+    joined = two_four.cat([s, s], dim=1 + dim)
+    for values, words, axis in [
+        (s.values, s.metadata, dim),
+        (joined.values, joined.metadata, dim),
+        (row_values, row_words, -1),
+        (col_values, col_words, 0),
+        (ops.two_four_gather(A, s.metadata, dim % 2), s.metadata, dim),
+    ]:
+        assert values.stride(axis) == words.stride(axis) == 1
+
+
+def test_slices(device):
+    A = pruned(48, 128, torch.float16, device)
+    s = two_four.compress(A)
+    for index in [
+        slice(3, 20),
+        slice(None),
+        slice(40, None),
+        slice(-8, None),
+        slice(9, 9),
+        slice(9, 3),
+        (slice(1, 2), slice(16, 64)),
+        (slice(None), slice(112, None)),
+        (slice(None), slice(-16, 500)),
+    ]:
+        t = s[index]
+        same(t.to_dense(), A[index] if index != slice(9, 3) else A[:0])
+        same(s.T[index[::-1] if isinstance(index, tuple) else (slice(None), index)].to_dense(), t.to_dense().T)
+        if t.values.numel():
+            assert t.values.untyped_storage().data_ptr() == s.values.untyped_storage().data_ptr()
+    B = torch.randn(48, 5, device=device).half()
+    assert_close(two_four.matmul(s[3:20, 16:64], B), A[3:20, 16:64].double() @ B.double(), torch.float16)
+    for index in [
+        (slice(None), slice(8, 64)),
+        (slice(None), slice(0, 20)),
+        slice(0, 8, 2),
+        3,
+        (slice(None), 3),
+        (slice(0, 1),) * 3,
+    ]:
+        with pytest.raises((ValueError, TypeError), match=r"TwoFour: index: expected .*got "):
+            s[index]
+
+
+def test_repr_and_properties(device):
+    s = two_four.compress(torch.eye(8, device=device))
+    assert repr(s).startswith("TwoFour(shape=(8, 8), dtype=torch.float32, dim=1, metadata=torch.int16")
+    s = fw.TwoFour(s.values.requires_grad_(), s.metadata)
+    assert "requires_grad=True" in repr(s) and not s.detach().values.requires_grad
+    assert s.device == s.values.device and s.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize("word", [torch.int8, torch.int16, torch.int32], ids=str)
+def test_to_another_dtype(dim, word, device):
+    """Only fp32 has groups of two: its nibbles become those of fours, and back where fours keep one of each pair."""
+    A = pruned(24, 44, torch.float32, device) if dim else pruned(44, 24, torch.float32, device, 0)
+    s = two_four.compress(A, dim, word)
+    for dtype in (torch.bfloat16, torch.float16, torch.int8, torch.float8_e5m2):
+        t = s.to(dtype)
+        fw.TwoFour(t.values, t.metadata, dim)  # every nibble is valid
+        assert (t.dtype, t.metadata.dtype, t.shape) == (dtype, word, s.shape)
+        same(t.to_dense(), A.to(dtype))
+    same(s.to(torch.bfloat16).to(torch.float32).to_dense(), A.bfloat16())
+    same(s.to(device).to_dense(), A)
+    same(s.to(dtype=torch.float64).to_dense(), A)
+    with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected .*got "):
+        two_four.compress(torch.tensor([[1, 1, 0, 0.0]], device=device).half()).to(torch.float32)
+    with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected .*got "):
+        two_four.compress(torch.eye(6, device=device)).to(torch.float16)
+
+
+@pytest.mark.parametrize("word", [torch.int8, torch.int16, torch.int32], ids=str)
+def test_cat_inside_words(word, device):
+    parts = [pruned(5, cols, torch.float16, device) for cols in (4, 20, 8, 12)]
+    for dim in (-1, 0):
+        turned = [A if dim else A.T for A in parts]
+        s = two_four.cat([two_four.compress(A, dim, word) for A in turned], dim=dim)
+        want = two_four.compress(torch.cat(turned, dim), dim, word)
+        assert torch.equal(s.values, want.values) and torch.equal(s.metadata, want.metadata)
+
+
+# What torch asks of an op
+
+
+def samples(device):
+    A = pruned(8, 32, torch.float32, device).requires_grad_()
+    s, B = two_four.compress(A.detach()), torch.randn(2, 32, 3, device=device, requires_grad=True)
+    values, bias = s.values.clone().requires_grad_(), torch.randn(8, device=device, requires_grad=True)
+    across = two_four.compress(pruned(32, 8, torch.float32, device, 0), dim=0)
+    down, x = across.values.clone().requires_grad_(), B.detach().mT.contiguous().requires_grad_()
+    whole = two_four.compress(pruned(8, 32, torch.int8, device))
+    scale, small = torch.rand(8, device=device), B.detach()[0].to(torch.int8)
+    return {
+        "compress": [(A, 1, torch.int16, True), (A, 1, torch.int8, False), (A.detach().T, 0, torch.int32, True)],
+        "check": [(A.detach(), 1), (torch.ones(4, 8, device=device), 0)],
+        "check_metadata": [(s.values, s.metadata, 1), (s.T.values, s.T.metadata, 0)],
+        "to_dense": [(values, s.metadata, 1), (down, across.metadata, 0)],
+        "gather": [(A, s.metadata, 1), (A.detach().T, s.T.metadata, 0)],
+        "prune": [(A, 1, False), (A, 0, True)],
+        "prune_both": [(A.detach(), torch.int16)],
+        "matmul": [
+            (values, s.metadata, B, None, "none", None, None, None, "left", "ieee"),
+            (values, s.metadata, B, bias, "gelu", None, scale, scale.new_tensor(2.0), "left", "ieee"),
+            (down, across.metadata, x, bias, "relu", None, None, None, "right", "ieee"),
+            (values, s.metadata, x, bias, "silu", None, None, None, "linear", "ieee"),
+            (values, s.metadata, x[0, 0], bias, "none", None, None, None, "linear", "ieee"),
+            (whole.values, whole.metadata, small, None, "none", torch.float32, scale, None, "left", "ieee"),
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "op", ["compress", "check", "check_metadata", "to_dense", "gather", "prune", "prune_both", "matmul"]
+)
+def test_opcheck(op, device):
+    for arguments in samples(device)[op]:
+        torch.library.opcheck(getattr(ops, f"two_four_{op}").default, arguments)
+
+
+def test_fakes_refuse_what_the_core_refuses(device):
+    s, B, bias = (
+        two_four.compress(torch.eye(32, device=device)),
+        torch.ones(32, 5, device=device),
+        torch.ones(32, device=device),
+    )
+    calls = [
+        lambda: two_four.compress(B[:, :3]), lambda: two_four.compress(B, dim=2), lambda: two_four.compress(bias),
+        lambda: two_four.compress(B.long(), dim=0), lambda: two_four.compress(B, dim=0, metadata_dtype=torch.int64),
+        lambda: two_four.prune(B, transposable=True), lambda: two_four.prune(B),
+        lambda: fw.TwoFour(s.values, s.metadata[:, :1]), lambda: fw.TwoFour(s.values, s.metadata.float()),
+        lambda: fw.TwoFour(s.values[0], s.metadata), lambda: fw.TwoFour(s.values.long(), s.metadata),
+        lambda: two_four.matmul(s, B[:16]), lambda: two_four.matmul(s, B.half()), lambda: two_four.matmul(s, bias),
+        lambda: two_four.matmul(s, B, bias=bias[:3]), lambda: two_four.matmul(s, B, bias=bias.half()),
+        lambda: two_four.matmul(s, B, scale_a=bias[:3]),
+        lambda: two_four.linear(B, s), lambda: two_four.linear(bias.half(), s),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"^\w+: \w+: expected .*, got ") as eager:
+            call()
+        with pytest.raises(Exception, match=r"expected .*, got ") as traced:
+            torch.compile(call, fullgraph=True, backend="aot_eager")()
+        start = str(eager.value).split(": expected")[0]
+        assert start in str(traced.value), f"{start!r} is not in {traced.value}"
+
+
+def test_wrong_kinds_are_refused(device):
+    s, B = two_four.compress(torch.eye(16, device=device)), torch.ones(16, 3, device=device)
+    for call in [
+        lambda: two_four.compress([[1.0]]), lambda: two_four.compress(B, metadata_dtype="int16"),
+        lambda: fw.TwoFour(s, B), lambda: two_four.cat([B]),
+        lambda: two_four.matmul(s, [1.0]), lambda: two_four.matmul(s, B, bias=1.0), lambda: two_four.linear([1.0], s),
+        lambda: two_four.matmul(s, B, scale_a=2.0), lambda: two_four.linear(B.T, s, fallback="sparse"),
+        lambda: two_four.matmul(s, B, precision="half"), lambda: two_four.linear(B.T, s, activation="tanh"),
+        lambda: two_four.matmul(s, B, out_dtype=torch.float16), lambda: two_four.matmul(s, B, out_dtype=torch.int64),
+    ]:  # fmt: skip
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=r"\w+: .*: expected .*, got "):
+            call()
+
+
+def test_other_operators_still_refuse_integers(device):
+    layout = fw.BlockLayout([[1]], block=16)
+    for dtype in (torch.int16, torch.int32):
+        x = torch.ones(16, 16, device=device).to(dtype)
+        with pytest.raises(
+            RuntimeError, match=f"sdd: a: expected float64, float32, float16 or bfloat16, got {str(dtype)[6:]}"
+        ):
+            fw.sdd(x, x, layout)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("product", ["left", "right", "linear"])
+def test_second_derivatives(product):
+    A = pruned(8, 12, torch.float64, dim=0 if product == "right" else -1)
+    s = two_four.compress(A, dim=0 if product == "right" else -1)
+    shape = {"left": (2, 12, 3), "right": (2, 3, 8), "linear": (3, 12)}[product]
+    values, dense = s.values.clone().requires_grad_(), torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    scale = torch.rand((), dtype=torch.float32)
+
+    def f(v, d):
+        return ops.two_four_matmul(v, s.metadata, d, None, "silu", None, scale, None, product, "ieee")
+
+    assert torch.autograd.gradcheck(f, (values, dense), eps=1e-6, atol=1e-4)
+    assert torch.autograd.gradgradcheck(f, (values, dense), eps=1e-6, atol=1e-4)
+
+
+def test_gradient_of_wide_and_scaled_results(device):
+    A = pruned(8, 32, torch.bfloat16, device)
+    s, B = two_four.compress(A), torch.randn(32, 5, device=device).bfloat16().requires_grad_()
+    values, bias = s.values.clone().requires_grad_(), torch.randn(8, device=device, requires_grad=True)
+    rows, cols = torch.rand(8, device=device) + 1, torch.rand(5, device=device) + 1
+    c = two_four.matmul(fw.TwoFour(values, s.metadata), B, bias, "gelu", torch.float32, rows, cols)
+    c.backward(torch.ones_like(c))
+    wide = [t.detach().cpu().double().requires_grad_() for t in (A, B, bias)]
+    scaled = wide[0] @ wide[1] * rows.cpu().double()[:, None] * cols.cpu().double()
+    F.gelu(scaled + wide[2][:, None]).sum().backward()
+    assert (values.grad.dtype, B.grad.dtype, bias.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert_close(B.grad, wide[1].grad, torch.bfloat16)
+    assert_close(bias.grad, wide[2].grad, torch.float32)
+    kept = torch.where(A.cpu() != 0, wide[0].grad, 0)
+    assert_close(fw.TwoFour(values.grad, s.metadata).to_dense(), kept, torch.bfloat16)
+
+
+def test_what_has_no_gradient_says_so(device):
+    s, B = two_four.compress(torch.eye(16, device=device).half()), torch.ones(16, 3, device=device).half()
+    scale = torch.ones((), device=device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"matmul: scales: expected .*got "):
+        two_four.matmul(s, B.requires_grad_(), scale_a=scale)
+    t = s.to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match=r"matmul: gradient: expected .*got torch.float8_e4m3fn"):
+        two_four.matmul(fw.TwoFour(t.values.requires_grad_(), t.metadata), B.detach().to(t.dtype))
+    A = torch.ones(4, 4, device=device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"prune_both: gradient: expected .*got "):
+        ops.two_four_prune_both(A, torch.int16)[0].sum().backward()
+
+
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
+def test_bias_learns_beside_small_types(dtype, device):
+    s, x = two_four.compress(pruned(8, 16, dtype, device)), pruned(3, 16, dtype, device)
+    bias = torch.zeros(8, dtype=torch.bfloat16, device=device, requires_grad=True)
+    two_four.matmul(x, s.T, bias, out_dtype=torch.bfloat16).sum().backward()
+    same(bias.grad, torch.full((8,), 3.0))
+
+
+def test_modes_that_are_not_reverse_are_refused(device):
+    """None may give zeros in silence."""
+    s, x = two_four.compress(torch.eye(8, device=device)), torch.randn(3, 8, device=device)
+
+    def of_values(values):
+        return two_four.linear(x, two_four.TwoFour._of(values, s.metadata, 1))
+
+    for call in (
+        lambda: torch.func.jvp(lambda x: two_four.linear(x, s), (x,), (x,)),
+        lambda: torch.func.jvp(of_values, (s.values,), (s.values,)),
+        lambda: torch.func.jvp(lambda v: fw.TwoFour(v, s.metadata).to_dense(), (s.values,), (s.values,)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"expected a tensor without a tangent, got "):
+            call()
+    for call, at in ((lambda x: two_four.linear(x, s), x), (of_values, s.values)):
+        with pytest.raises(RuntimeError, match=r"setup_context"):
+            torch.func.grad(lambda t, call=call: call(t).sum())(at)
+
+
+# vmap and autocast
+
+
+def test_vmap_over_each_operand(device):
+    A = torch.stack([pruned(8, 16, torch.float32, device) for _ in range(3)])
+    B, x = torch.randn(3, 16, 5, device=device), torch.randn(3, 16, device=device)
+    s = two_four.compress(A[0])
+    bias = torch.randn(3, 8, device=device)
+
+    def close(got, want):
+        assert_close(got, want.cpu().double(), torch.float32)
+
+    close(torch.vmap(lambda b: two_four.matmul(s, b))(B), A[0] @ B)
+    close(torch.vmap(lambda b: two_four.matmul(s, b), in_dims=2, out_dims=1)(B.movedim(0, 2)), (A[0] @ B).movedim(0, 1))
+    close(torch.vmap(lambda b: two_four.matmul(b.mT, s.T))(B), B.mT @ A[0].T)
+    close(torch.vmap(lambda b, c: two_four.matmul(s, b, bias=c))(B, bias), A[0] @ B + bias[..., None])
+    close(torch.vmap(lambda v: two_four.linear(v, s))(x), x @ A[0].T)
+    close(torch.vmap(lambda a: two_four.matmul(two_four.compress(a), B[0]))(A), A @ B[0])
+    close(torch.vmap(lambda a: two_four.compress(a, dim=0).to_dense())(A.mT), A.mT)
+    close(torch.vmap(lambda a: two_four.prune(a))(torch.ones(2, 4, 4, device=device)), torch.eye(2)[0].repeat(2, 4, 2))
+    values = torch.randn(3, *s.values.shape, device=device)
+    got = torch.vmap(lambda v: two_four.matmul(fw.TwoFour(v, s.metadata), B[0]))(values)
+    close(got, torch.stack([fw.TwoFour(v, s.metadata).to_dense() for v in values]) @ B[0])
+    with pytest.raises(RuntimeError, match="matmul: b: expected"):
+        torch.vmap(lambda b: two_four.matmul(s, b))(x)
+
+
+def test_autocast_follows_the_sparse_operand(device):
+    A, x = pruned(8, 16, torch.float32, device), torch.randn(3, 16, device=device, requires_grad=True)
+    bias = torch.randn(8, device=device, requires_grad=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        s = two_four.compress(A).to(dtype)
+        x.grad = bias.grad = None
+        with torch.autocast(device.type, torch.bfloat16):
+            y = two_four.linear(x, s, bias)
+        assert y.dtype == dtype
+        assert_close(y.bfloat16(), (x @ A.T + bias).cpu().double(), torch.bfloat16)
+        y.sum().backward()
+        assert x.grad.dtype == bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("prune", ["magnitude", "transposable"])
+def test_dense_training_under_autocast(prune, device):
+    """The fp32 weight is lowered, then pruned by fours."""
+    layer = fw.nn.SemiSparseLinear.from_dense(torch.nn.Linear(32, 16, device=device), prune, "dense")
+    x = torch.randn(4, 32, device=device, requires_grad=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = layer(x)
+    want = x.bfloat16() @ two_four.prune(layer.weight.detach().bfloat16(), transposable=prune == "transposable").T
+    assert y.dtype == torch.bfloat16
+    assert_close(y, (want + layer.bias.detach().bfloat16()).cpu().double(), torch.bfloat16)
+    y.sum().backward()
+    assert layer.weight.grad.dtype == x.grad.dtype == torch.float32 and layer.weight.grad.ne(0).all()
+
+
+# Foreign layouts and files
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_a_layout_of_ones_own(dim, dtype, device):
+    """Bytes turned round, with two of padding before each line."""
+    A = pruned(6, 64, dtype, device) if dim else pruned(64, 6, dtype, device, 0)
+    s = two_four.compress(A, dim)
+    per_line = 64 // (4 if dtype == torch.float32 else 8)
+    order = F.pad(torch.arange(6 * per_line).view(6, per_line).flip(1), (2, 0), value=-1).flatten()
+    values, words = s.export(order)
+    lines = (s.metadata if dim else s.metadata.T).contiguous().view(torch.uint8)
+    assert torch.equal(words.view(6, -1)[:, 2:], lines.flip(1)) and (words.view(6, -1)[:, :2] == 0x44).all()
+    back = two_four.from_layout(values, words, order, dim, metadata_dtype=torch.int32)
+    same(back.to_dense(), A)
+    assert back.metadata.dtype == torch.int32 and back.dim == s.dim
+    for bad in (order.int(), order.view(2, -1), order + 1000):
+        with pytest.raises(ValueError, match=r"export: layout: expected .*got "):
+            s.export(bad)
+    with pytest.raises(ValueError, match=r"from_layout: metadata: expected .*got "):
+        two_four.from_layout(values, words[:-1], order, dim)
+    missing = torch.where(order == 0, -1, order)
+    with pytest.raises(ValueError, match=r"TwoFour: metadata: expected .*got "):
+        two_four.from_layout(values, words, missing, dim)
+
+
+def test_from_layout_checks(device):
+    values, words = two_four.compress(pruned(32, 64, torch.float16, device)).export("torch")
+    for arguments in [(values[0], words, "torch"), (values, words[:16], "torch"), (values[:7], words, "torch")]:
+        with pytest.raises(ValueError, match=r"from_layout: .*: expected .*got "):
+            two_four.from_layout(*arguments)
+
+
+def test_empty_groups_of_cutlass_sm90(device):
+    """CUTLASS writes 0, which no instruction may read."""
+    s = two_four.compress(torch.zeros(64, 128, dtype=torch.float16, device=device))
+    values, words = s.export("cutlass_sm90")
+    t = two_four.from_layout(values, torch.zeros_like(words), "cutlass_sm90")
+    assert torch.equal(t.metadata, s.metadata)
+
+
+def test_a_checkpoint_of_torchs_semi_structured_tensors(tmp_path, device):
+    """Saved as its parts, which is what a state_dict of torch's tensors comes down to; the product is the same."""
+    A, x = pruned(64, 128, torch.float16), torch.randn(5, 128).half()
+    packed, meta = torch_compress(A)
+    torch.save({"weight.packed": packed, "weight.meta": meta}, tmp_path / "old.pt")
+    held = torch.load(tmp_path / "old.pt")
+    s = two_four.from_layout(held["weight.packed"], held["weight.meta"], "torch").to(device)
+    same(s.to_dense(), A)
+    assert_close(two_four.linear(x.to(device), s), x.double() @ A.double().T, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [*dtypes_of(torch.device("cpu")), *BYTES], ids=str)
+def test_files(dtype, tmp_path, device):
+    pytest.importorskip("safetensors")
+    if dtype == torch.float64 and device.type == "cuda":
+        pytest.skip("float64 is for the CPU")
+    file = tmp_path / "weights.safetensors"
+    up, down = pruned(8, 32, dtype, device), pruned(12, 6, dtype, device, 0)
+    both = {"a.up": two_four.compress(up, metadata_dtype=torch.int32), "down": two_four.compress(down, dim=0)}
+    two_four.save(file, both)
+    found = two_four.load(file, device)
+    assert set(found) == set(both) and found["a.up"].metadata.dtype == torch.int32 and found["down"].dim == 0
+    same(found["a.up"].to_dense(), up)
+    same(found["down"].to_dense(), down)
+    assert found["down"].values.stride(0) == 1, "lines stay in one piece"
+    two_four.save(file, both["down"])
+    same(two_four.load(file).to_dense(), down)
+
+
+def test_files_are_checked(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    file, s = tmp_path / "weights.safetensors", two_four.compress(torch.eye(16))
+    parts = {"values": s.values, "metadata": s.metadata}
+    for texts in (None, {"format": "pt"}, {"format": "fretwork.two_four", "version": "2", "dim": "1"}):
+        safetensors.save_file(parts, file, texts)
+        with pytest.raises(ValueError, match=r"load: .*: expected .*got "):
+            two_four.load(file)
+    parts["metadata"] = torch.zeros_like(s.metadata)
+    safetensors.save_file(parts, file, {"format": "fretwork.two_four", "version": "1", "dim": "1"})
+    with pytest.raises(ValueError, match="TwoFour: metadata: expected"):
+        two_four.load(file)
+    with pytest.raises(TypeError, match=r"save: matrices\['x'\]: expected .*got "):
+        two_four.save(file, {"x": torch.eye(4)})
+
+
+def test_without_safetensors(monkeypatch):
+    """The package is named, not a line of its insides."""
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(
+        ImportError, match=r"^save: safetensors: expected the package, got none; pip install safetensors$"
+    ):
+        two_four.save("never", two_four.compress(torch.eye(4)))
+
+
+# The planner
+
+
+def test_fallback_to_the_dense_product(caplog, monkeypatch):
+    monkeypatch.setattr(two_four, "_told", False)
+    A, bias = pruned(16, 32), torch.randn(16)
+    s, few, many = two_four.compress(A), torch.randn(2, 32), torch.randn(500, 32)
+    with caplog.at_level(logging.INFO, "fretwork"):
+        two_four.linear(few, s, bias, fallback="dense")
+        two_four.linear(many, s, bias)
+        assert not caplog.records
+        for activation in (None, "relu", "gelu", "silu"):
+            y = two_four.linear(many, s, bias, activation, fallback="dense")
+            assert_close(y, two_four.linear(many, s, bias, activation).double(), torch.float32)
+    assert len(caplog.records) == 1 and "dense" in caplog.text
+    x = few.requires_grad_()
+    torch.compile(lambda x: two_four.linear(x, s, fallback="dense"), fullgraph=True, backend="aot_eager")(x)
+
+
+# The layer
+
+
+def test_layer_by_sizes(device):
+    for options in ({}, {"prune": None}, {"prune": "transposable"}, {"trainable": "dense"}):
+        layer = fw.nn.SemiSparseLinear(32, 16, device=device, dtype=torch.bfloat16, **options)
+        assert two_four.check(layer.to_dense()) == (True, None) and layer.to_dense().count_nonzero() == 16 * 16
+        assert layer(torch.ones(3, 32, device=device).bfloat16()).shape == (3, 16)
+        assert layer(torch.ones(32, device=device).bfloat16()).shape == (16,)
+    for options in ({"trainable": "dense", "prune": None}, {"decay": 0.1}):
+        with pytest.raises(ValueError, match=r"SemiSparseLinear: .*: expected .*got "):
+            fw.nn.SemiSparseLinear(32, 16, **options)
+    with pytest.raises(TypeError, match=r"SemiSparseLinear: linear: expected .*got "):
+        fw.nn.SemiSparseLinear.from_dense(torch.nn.ReLU())
+
+
+def test_layer_keeps_what_the_dense_one_was(device):
+    linear = torch.nn.Linear(32, 16, device=device).eval().requires_grad_(False)
+    for trainable in ("values", "dense"):
+        layer = fw.nn.SemiSparseLinear.from_dense(linear, trainable=trainable)
+        assert not layer.training and not any(p.requires_grad for p in layer.parameters())
+
+
+def test_layer_changes_dtype(device):
+    layer = fw.nn.SemiSparseLinear(32, 16, device=device)
+    before = layer.to_dense().detach()
+    layer.bfloat16()
+    same(layer.to_dense(), before.bfloat16())
+    same(layer.float().to_dense(), before.bfloat16())
+    fours = fw.nn.SemiSparseLinear.from_dense(torch.nn.Linear(64, 64, device=device, dtype=torch.float16))
+    same(copy.deepcopy(fours).double().to_dense(), fours.to_dense())
+    with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected"):
+        fours.float()
+
+
+@pytest.mark.parametrize("prune", ["magnitude", "transposable"])
+def test_decay_pulls_what_is_pruned(prune, device):
+    linear = torch.nn.Linear(32, 16, device=device)
+    plain, pulled = (fw.nn.SemiSparseLinear.from_dense(linear, prune, "dense", decay=d) for d in (0.0, 0.5))
+    x = torch.randn(7, 32, device=device)
+    for layer in (plain, pulled):
+        layer(x).square().sum().backward()
+    kept = two_four.prune(linear.weight.detach(), transposable=prune == "transposable")
+    assert_close(
+        pulled.weight.grad - plain.weight.grad, 0.5 * (linear.weight.detach() - kept).cpu().double(), torch.float32
+    )
+
+
+def test_transposable_layer_multiplies_gradients_sparsely(device):
+    """Whatever the batch looks like; the reference is the pruned weight as a dense one."""
+    layer = fw.nn.SemiSparseLinear.from_dense(torch.nn.Linear(32, 48, device=device), "transposable", "dense")
+    weight = layer.to_dense().detach()
+    for shape in [(32,), (1, 32), (2, 3, 32), (0, 32)]:
+        x = torch.randn(shape, device=device, requires_grad=True)
+        d = torch.randn(*shape[:-1], 48, device=device)
+        layer(x).backward(d)
+        assert_close(x.grad, (d.double() @ weight.double()).cpu(), torch.float32)
+    x = torch.randn(6, 32, device=device, requires_grad=True)
+    layer(x).sum().backward()  # a gradient of stride 0
+    assert_close(x.grad, weight.double().sum(0).expand(6, 32).cpu(), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "trainable, prune", [("values", "magnitude"), ("dense", "magnitude"), ("dense", "transposable")]
+)
+def test_compiled_training_is_the_same(trainable, prune, device):
+    torch._dynamo.reset()
+    layer = fw.nn.SemiSparseLinear.from_dense(
+        torch.nn.Linear(32, 16, device=device), prune, trainable, decay=0.1 * (trainable == "dense")
+    )
+    twin = copy.deepcopy(layer)
+    run = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (layer, twin)]
+    for rows in (5, 5, 9, 12):
+        x = torch.randn(rows, 32, device=device)
+        for call, optimizer in zip((layer, run), optimizers, strict=True):
+            optimizer.zero_grad()
+            call(x).square().mean().backward()
+            optimizer.step()
+    for got, want in zip(twin.parameters(), layer.parameters(), strict=True):
+        assert_close(got, want.cpu().double(), torch.float32)
+
+
+def test_compress_and_products_in_a_compiled_graph(device):
+    def step(A, B):
+        s = two_four.compress(two_four.prune(A))
+        return two_four.matmul(s, B, activation="relu").sum() + s.T.to_dense().sum() + s[:4].to_dense().sum()
+
+    A, B = torch.randn(8, 32, device=device, requires_grad=True), torch.randn(32, 3, device=device)
+    want = step(A, B)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(A, B)
+    assert_close(got, want.cpu().double(), torch.float32)
+    (d,) = torch.autograd.grad(got, A)
+    assert_close(d, torch.autograd.grad(want, A)[0].cpu().double(), torch.float32)
+
+
+def test_checkpoints_hold_what_the_layer_needs(device):
+    layer = fw.nn.SemiSparseLinear(32, 16, device=device)
+    assert set(layer.state_dict()) == {"values", "metadata", "bias"}
+    assert set(fw.nn.SemiSparseLinear(32, 16, trainable="dense", bias=False).state_dict()) == {"weight"}
+    other = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(other.metadata, layer.metadata) and torch.equal(other.values, layer.values)

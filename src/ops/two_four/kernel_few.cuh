@@ -11,6 +11,7 @@
 #include "device/cluster.cuh"
 #include "device/copy_async.cuh"
 #include "device/load.cuh"
+#include "device/mma.cuh"
 #include "device/types.cuh"
 #include "ops/two_four/params_few.cuh"
 
@@ -49,29 +50,6 @@ __device__ __forceinline__ Sum from_bits(u32 x) {
   } else {
     return static_cast<int>(x);
   }
-}
-
-/// d += a·b: 16 × 8 with 64 bytes of k, of which a holds the kept half. The metadata of 16-bit types comes from lanes
-/// 2·kSelector (the first half of k) and 2·kSelector + 1 of each quad: row lane / 4 in the lower half, the eighth after
-/// it in the upper. That of 8-bit types from all four: odd ones have the eighth row after, the last two the second
-/// half.
-template <typename T, int kSelector>
-__device__ __forceinline__ void mma_sparse(sum_t<T> (&d)[4], const u32* a, const u32* b, u32 metadata) {
-#define FRETWORK_MMA_SPARSE(shape_and_types, constraint)                                                       \
-  asm("mma.sp::ordered_metadata.sync.aligned." shape_and_types                                                 \
-      " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"                               \
-      : constraint(d[0]), constraint(d[1]), constraint(d[2]), constraint(d[3])                                 \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata), \
-        "n"(kSelector))
-  if constexpr (is_same<T, f16>) {
-    FRETWORK_MMA_SPARSE("m16n8k32.row.col.f32.f16.f16.f32", "+f");
-  } else if constexpr (is_same<T, bf16>) {
-    FRETWORK_MMA_SPARSE("m16n8k32.row.col.f32.bf16.bf16.f32", "+f");
-  } else {
-    static_assert(is_same<T, i8>);
-    FRETWORK_MMA_SPARSE("m16n8k64.row.col.s32.s8.s8.s32", "+r");
-  }
-#undef FRETWORK_MMA_SPARSE
 }
 
 /// Sixteen bytes that nobody reads again, or anything. Takes no branch, so that loads follow each other closely.

@@ -43,7 +43,7 @@ import fretwork as fw
 from attention_cases import CPU, GPU, Case, Rule, cases
 from report import attention_section, number
 from rows import RESULTS, Row, folder, machine, numbers, store
-from timing import graphed, host_microseconds, medians
+from timing import copy_rate, graphed, host_microseconds, medians
 
 IDENTITY = ("part", "pattern", "pass", "seq", "batch", "heads", "kv_heads", "depth", "dtype", "arch", "cache",
             "queries")  # fmt: skip
@@ -54,13 +54,6 @@ SHORT_MS = 2.0  # calls up to here are timed as graphs
 Call = Callable[[], object]
 Rates = tuple[float, float]  # bytes and FLOP a millisecond
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes a millisecond of a large copy, read and written."""
-    x = torch.empty(1 << (29 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
-    y = torch.empty_like(x)
-    return 2 * x.numel() / medians({"copy": lambda: y.copy_(x)}, device, seconds=0.3)["copy"]
 
 
 def dense_rate(dtype: torch.dtype, device: torch.device) -> float:

@@ -30,7 +30,7 @@ import torch
 
 import fretwork as fw
 from rows import RESULTS, Row, folder, machine, numbers, store
-from timing import as_called, graphed, medians
+from timing import as_called, copy_rate, graphed, medians
 
 IDENTITY = ("pattern", "batch", "layout", "dtype", "precision", "arch", "part")
 PEERS = ("bmm", "einsum", "bsr", "dense", "sparse")
@@ -54,13 +54,6 @@ def paper(batch: int = 25088) -> list[Pattern]:
 def sample() -> list[Pattern]:
     """Ten patterns that stand for others and 30 more, the same in every run."""
     return FACTS + random.Random(4).sample([p for p in paper() if p not in FACTS], 30)
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes a millisecond of a large copy, read and written."""
-    x = torch.empty(1 << (29 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
-    y = torch.empty_like(x)
-    return 2 * x.numel() / medians({"copy": lambda: y.copy_(x)}, device)["copy"]
 
 
 def dense_rate(dtype: torch.dtype, device: torch.device) -> float:

@@ -27,6 +27,13 @@ def medians(calls: dict[str, Call], device: torch.device, rounds: int = 15, seco
     return {name: statistics.median(t) for name, t in times.items()}
 
 
+def copy_rate(device: torch.device) -> float:
+    """Bytes a millisecond of a large copy, read and written."""
+    x = torch.empty(1 << (29 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.numel() / medians({"copy": lambda: y.copy_(x)}, device, seconds=0.3)["copy"]
+
+
 def as_called(call: Call, device: torch.device, count: int = 20) -> float:
     """Milliseconds per call of a plain loop, as a user's program would see it (caches warm, host time included)."""
     call()

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <limits>
+#include <memory>
 #include <random>
 #include <sstream>
 #include <string>
@@ -148,7 +149,6 @@ class Trial {
   }
 
   bool run() const {
-    const driver::DeviceScope scope(0);
     Context context = Context::cuda(0);
     return cuda::run_few(problem(), context);
   }
@@ -272,7 +272,11 @@ class TwoFourFewCuda : public ::testing::Test {
     if (driver::device_info(0).arch < 80) {
       GTEST_SKIP() << "needs sm_80";
     }
+    scope_ = std::make_unique<driver::DeviceScope>(0);
   }
+
+ private:
+  std::unique_ptr<driver::DeviceScope> scope_;  ///< copies to and from the device need one as well
 };
 
 TEST_F(TwoFourFewCuda, EveryNumberOfColumns) {
@@ -425,7 +429,6 @@ TEST_F(TwoFourFewCuda, LeavesTheRestToOthers) {
   const Trial trial({.m = 32, .n = 8, .k = 256});
   Context context = Context::cuda(0);
   const auto takes = [&](const auto& change) {
-    const driver::DeviceScope scope(0);
     Problem p = trial.problem();
     change(p);
     return cuda::run_few(p, context);
@@ -493,7 +496,6 @@ void time_layer(Index m, Index k, Index n, DType dtype) {
 }
 
 TEST_F(TwoFourFewCuda, DISABLED_Speed) {
-  const driver::DeviceScope scope(0);
   const std::array<std::array<Index, 2>, 4> layers = {{{4096, 14336}, {14336, 4096}, {4096, 4096}, {8192, 8192}}};
   for (const auto& [m, k] : layers) {
     for (const Index n : {1, 8, 16, 32, 64}) {

@@ -448,8 +448,32 @@ TEST_F(TwoFourFewCuda, LeavesTheRestToOthers) {
 
 // ----------------------------------------------------------------------------------------------------- speed
 
+/// The median of some rounds' microseconds for each of `calls` calls in a round.
+template <typename Round>
+double time_rounds(Index calls, const Round& round) {
+  round();
+  std::vector<double> times;
+  driver::Timer timer;
+  for (int r = 0; r < 9; ++r) {
+    timer.start(nullptr);
+    round();
+    round();
+    times.push_back(timer.stop(nullptr) * 1e3 / static_cast<double>(2 * calls));
+  }
+  std::ranges::sort(times);
+  return times[times.size() / 2];
+}
+
+/// Bytes that a large copy reads and writes in a microsecond.
+double copy_rate() {
+  const std::size_t bytes = std::size_t{512} << 20;
+  const driver::DeviceBuffer from(0, nullptr, bytes), to(0, nullptr, bytes);
+  return 2.0 * static_cast<double>(bytes) /
+         time_rounds(1, [&] { driver::copy_on_device(to.data(), from.data(), bytes, nullptr); });
+}
+
 /// Copies of a layer that together are far larger than L2, multiplied in turn.
-void time_layer(Index m, Index k, Index n, DType dtype) {
+void time_layer(Index m, Index k, Index n, DType dtype, double rate) {
   const Index value_bytes = m * k / 2 * size(dtype), word_bytes = m * k / 8, bytes = value_bytes + word_bytes;
   const Index copies = ceil_div(Index{400} << 20, bytes);
   std::mt19937 random(1);
@@ -479,29 +503,24 @@ void time_layer(Index m, Index k, Index n, DType dtype) {
       ASSERT_TRUE(cuda::run_few(p, context));
     }
   };
-  round();
-  std::vector<double> times;
-  driver::Timer timer;
-  for (int r = 0; r < 9; ++r) {
-    timer.start(nullptr);
-    round();
-    round();
-    times.push_back(timer.stop(nullptr) * 1e3 / static_cast<double>(2 * copies));
-  }
-  std::ranges::sort(times);
-  const double us = times[times.size() / 2];
-  std::printf("%s %5lld x %5lld, n %2lld: %7.2f us, %5.0f GB/s\n", name_of(dtype), static_cast<long long>(m),
-              static_cast<long long>(k), static_cast<long long>(n), us,
-              static_cast<double>(bytes + n * (2 * m + k * size(dtype))) / us * 1e-3);
+  const double us = time_rounds(copies, round);
+  const double moved = static_cast<double>(bytes + n * (2 * m + k * size(dtype)));
+  std::printf("%s %5lld x %5lld, n %2lld: %7.2f us, %5.0f GB/s; at the rate of copies %6.2f us, dense %6.2f us\n",
+              name_of(dtype), static_cast<long long>(m), static_cast<long long>(k), static_cast<long long>(n), us,
+              moved / us * 1e-3, moved / rate, static_cast<double>(m * k * size(dtype)) / rate);
 }
 
 TEST_F(TwoFourFewCuda, DISABLED_Speed) {
   const std::array<std::array<Index, 2>, 4> layers = {{{4096, 14336}, {14336, 4096}, {4096, 4096}, {8192, 8192}}};
+  const double rate = copy_rate();
+  std::printf("a copy moves %.0f GB/s\n", rate * 1e-3);
   for (const auto& [m, k] : layers) {
     for (const Index n : {1, 8, 16, 32, 64}) {
-      time_layer(m, k, n, DType::bf16);
+      time_layer(m, k, n, DType::bf16, rate);
     }
-    time_layer(m, k, 16, DType::i8);
+    for (const Index n : {1, 16, 64}) {
+      time_layer(m, k, n, DType::i8, rate);
+    }
   }
 }
 

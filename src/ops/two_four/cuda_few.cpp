@@ -147,6 +147,14 @@ Spread choose(const Problem& p, const Kind& kind, int columns, const Kernel& ker
   return best;
 }
 
+/// Bytes from column to column of b, over all batches, if it lies along k in words of four bytes; else 0.
+std::int64_t wide_step(const Problem& p, int bytes) {
+  const std::int64_t step = (p.n == 1 ? p.b.batch : p.b.col) * bytes;
+  const bool one = p.n * p.batch == 1, even = p.n == 1 || p.batch == 1 || p.b.batch == p.n * p.b.col;
+  const bool wide = p.b.row == 1 && aligned(p.b.data, 4) && even && (one || (step % 4 == 0 && step != 0));
+  return !wide ? 0 : one ? 4 : step;
+}
+
 Params fill(const Problem& p, const Kind& kind, const Spread& spread) {
   Params params{};
   params.values = p.values.data;
@@ -181,8 +189,7 @@ Params fill(const Problem& p, const Kind& kind, const Spread& spread) {
       break;
     }
   }
-  params.b_wide =
-      p.b.row == 1 && aligned(p.b.data, 4) && keeps(p.n, params.b_col, 4) && keeps(p.batch, params.b_batch, 4);
+  params.b_wide = wide_step(p, kind.bytes);
   params.c_rows = p.n == 1 || std::llabs(p.c.row) <= std::llabs(p.c.col);
   params.c_wide =
       p.c.row == 1 && aligned(p.c.data, 4 * size_of(p.out)) && keeps(p.n, p.c.col, 4) && keeps(p.batch, p.c.batch, 4);

@@ -54,32 +54,40 @@ __device__ __forceinline__ Sum from_bits(u32 x) {
   }
 }
 
-/// A block of a warp's rows on its way to shared memory: what it reads, and where a lane's share begins. Rows that are
-/// not there are read as the last one and not written.
+/// Blocks of a warp's rows on their way to shared memory: what a lane reads next, and where its share lies. Rows that
+/// are not there are read as the last one and not written.
 template <typename T>
 struct Sparse {
   const u8* values[kRows / 4];  ///< a lane's 16 of 128 bytes of every fourth row
   const u8* words;              ///< of the lane's row
   u32 value_place;
 
-  __device__ __forceinline__ Sparse(const Params& p, int row0, int lane) {
+  __device__ __forceinline__ Sparse(const Params& p, int row0, int block, int lane) {
     const int chunk = lane % 8, step = chunk / 4;
+    const u8* const first = static_cast<const u8*>(p.values) + static_cast<i64>(block) * (kBlockRuns * 16) + 16 * chunk;
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
-      values[i] = static_cast<const u8*>(p.values) + min(row0 + 4 * i + lane / 8, p.m - 1) * p.values_line + 16 * chunk;
+      values[i] = first + min(row0 + 4 * i + lane / 8, p.m - 1) * p.values_line;
     }
-    words = static_cast<const u8*>(p.words) + min(row0 + lane, p.m - 1) * p.words_line;
+    words = static_cast<const u8*>(p.words) +
+            static_cast<i64>(block) * (kBlockRuns * kRunWords<T>)+min(row0 + lane, p.m - 1) * p.words_line;
     value_place = step * kStepValues + ((lane / 8 ^ step) * 4 + chunk % 4) * 16;
+  }
+  __device__ __forceinline__ void advance(int blocks) {
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+      values[i] += blocks * (kBlockRuns * 16);
+    }
+    words += blocks * (kBlockRuns * kRunWords<T>);
   }
 
   /// Values lie as [step][row][16 bytes of a run]. Rows of the second step are swapped in pairs: a row's 128 bytes, and
   /// what eight lanes read, then lie in different banks.
   __device__ __forceinline__ void copy_values(const Params& p, int block, u32 to, int lane) const {
     const bool there = block * kBlockRuns + lane % 8 < p.runs;
-    const i64 offset = static_cast<i64>(block) * (kBlockRuns * 16);
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
-      copy_async_16(to + value_place + i * 256, values[i] + offset, there);
+      copy_async_16(to + value_place + i * 256, values[i], there);
     }
   }
 
@@ -87,27 +95,27 @@ struct Sparse {
   /// exist.
   __device__ __forceinline__ void copy_words(const Params& p, int block, u8* to, int lane) const {
     constexpr int kBytes = kBlockRuns * kRunWords<T>;
-    const u8* const from = words + static_cast<i64>(block) * kBytes;
     const int there = p.runs - block * kBlockRuns;
     const auto place = [&](int byte) { return to + byte / 16 * kStepWords + lane * 16 + byte % 16; };
     if (there >= kBlockRuns && p.words_step == 16) {
 #pragma unroll
       for (int byte = 0; byte < kBytes; byte += 16) {
-        copy_async_16(shared_address(place(byte)), from + byte, true);
+        copy_async_16(shared_address(place(byte)), words + byte, true);
       }
     } else if (there >= kBlockRuns && p.words_step == 4) {
 #pragma unroll
       for (int byte = 0; byte < kBytes; byte += 4) {
-        copy_async_4(shared_address(place(byte)), from + byte, 4);
+        copy_async_4(shared_address(place(byte)), words + byte, 4);
       }
     } else {
 #pragma unroll
       for (int run = 0; run < kBlockRuns; ++run) {
         if constexpr (is_byte<T>) {
-          *reinterpret_cast<u32*>(place(4 * run)) = run < there ? reinterpret_cast<const u32*>(from)[run] : 0x44444444u;
+          *reinterpret_cast<u32*>(place(4 * run)) =
+              run < there ? reinterpret_cast<const u32*>(words)[run] : 0x44444444u;
         } else {
           *reinterpret_cast<u16*>(place(2 * run)) =
-              run < there ? reinterpret_cast<const u16*>(from)[run] : static_cast<u16>(0x4444u);
+              run < there ? reinterpret_cast<const u16*>(words)[run] : static_cast<u16>(0x4444u);
         }
       }
     }
@@ -172,30 +180,26 @@ struct Stage {
     return j * (kTileBytes / 2) + ((n ^ j) * 4 + (t ^ n >> 1)) * 16;
   }
 
-  /// Without registers, where b lies along k: a warp copies four runs of a column at once. Columns that are not there
-  /// stay as they are: nobody reads their sums.
+  /// Without registers, where b lies along k: a warp copies four runs of a column at once, of every eight columns the
+  /// one that is its turn. Columns that are not there stay as they are: nobody reads their sums.
   static __device__ __forceinline__ void copy(const Params& p, int first_block, u32 to) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, parts = parts_of(p.log_rows);
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int run = lane / 8, word = lane % 8, t = run % 2 * 2 + word % 2;
-    int part = 0, column = static_cast<int>(threadIdx.x) / 32;
-#pragma unroll 2
-    for (;; column += kWarps) {
-      for (; column >= p.columns; column -= p.columns) {
-        ++part;
-      }
-      if (part >= parts) {
-        break;
-      }
-      const int first = (first_block + part) * kBlockRuns + run;
-      const u8* const from = static_cast<const u8*>(p.b) + static_cast<i64>(first) * kRunBytes + word * 4 +
-                             column_offset(p, column, p.b_col, p.b_batch);
-      const u32 at = to + part * kPartBytes + column / 8 * kTileBytes + place(column % 8, t, word / 4) +
-                     (word / 2 % 2 * 2 + run / 2) * 4;
+#pragma unroll 1
+    for (int part = 0; part < parts_of(p.log_rows); ++part) {
+      const int n = (warp + part) % 8, first = (first_block + part) * kBlockRuns + run;
+      const int low = first < p.runs ? 4 : 0, high = first + 4 < p.runs ? 4 : 0;
+      const u8* from =
+          static_cast<const u8*>(p.b) + n * p.b_wide + word * 4 + static_cast<i64>(low == 0 ? 0 : first) * kRunBytes;
+      const int step = high == 0 ? 0 : 4 * kRunBytes;  // nothing is read where nothing is
+      const u32 at = to + part * kPartBytes + place(n, t, word / 4) + (word / 2 % 2 * 2 + run / 2) * 4;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const bool there = first + step * 4 < p.runs;
-        copy_async_4(at + step * kStepBytes, there ? from + step * (4 * kRunBytes) : static_cast<const u8*>(p.b),
-                     there ? 4 : 0);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        if (tile * 8 + n < p.columns) {
+          copy_async_4(at + tile * kTileBytes, from, low);
+          copy_async_4(at + tile * kTileBytes + kStepBytes, from + step, high);
+        }
+        from += 8 * p.b_wide;
       }
     }
   }
@@ -251,17 +255,19 @@ struct Sums {
 };
 
 /// Two mma for each 16 rows and 8 columns: four runs, whose values and b begin for this lane at `values`, `low_b` and
-/// `high_b`. A sum's two mma are kept apart: each waits for the one before.
+/// `high_b`. A sum's two mma are kept apart: each waits for the one before. `all`: ones that the compiler does not
+/// know, lest it joins lines to fragments anew for every mma.
 template <typename T, int kColumns>
 __device__ __forceinline__ void multiply(Sums<T, kColumns>& sums, const u8* values,
-                                         const u32 (&metadata)[2][kFields<T>], const u8* low_b, const u8* high_b) {
+                                         const u32 (&metadata)[2][kFields<T>], u32 all, const u8* low_b,
+                                         const u8* high_b) {
   u32 a[2][2][4];  // [16 rows][mma]
 #pragma unroll
   for (int l = 0; l < kLines; ++l) {
     const word_group<4> line = *reinterpret_cast<const word_group<4>*>(values + l * (8 * 64));
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      a[l / 2][e / 2][e % 2 * 2 + l % 2] = line.words[e];
+      a[l / 2][e / 2][e % 2 * 2 + l % 2] = line.words[e] & all;
     }
   }
   constexpr int kTiles = kColumns / 8, kPair = kTiles < 2 ? kTiles : 2;
@@ -448,23 +454,26 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   const int parts = parts_of(p.log_rows), warp_part = warp >> p.log_rows;
   const int group = static_cast<int>(blockIdx.x) / p.split, rank = static_cast<int>(blockIdx.x) - group * p.split;
   const int row0 = group * (kRows << p.log_rows), blocks = (p.runs + kBlockRuns - 1) / kBlockRuns;
-  const Sparse<T> sparse(p, row0 + (warp & ((1 << p.log_rows) - 1)) * kRows, lane);
+  const u32 all = p.runs > 0 ? ~0u : 0u;
   // A stage: the values of all warps, their metadata, b.
   const int b_place = kWarps * (kValueBytes + kWordBytes), stage_bytes = b_place + parts * B::kPartBytes;
   const int end = p.stages * stage_bytes;
-  int next = rank * parts;  // block of the stage that is fetched next
+  const int stride = p.split * parts;  // blocks from one stage to the next
+  int next = rank * parts;             // of the stage that is fetched next
+  Sparse<T> sparse(p, row0 + (warp & ((1 << p.log_rows) - 1)) * kRows, next + warp_part, lane);
   const auto fetch = [&](u8* to) {
     if (next < blocks) {
       sparse.copy_values(p, next + warp_part, shared_address(to + warp * kValueBytes), lane);
       sparse.copy_words(p, next + warp_part, to + kWarps * kValueBytes + warp * kWordBytes, lane);
-      if (p.b_wide) {
+      if (p.b_wide != 0) {
         B::copy(p, next, shared_address(to + b_place));
       } else {
         B::gather(p, next, to + b_place);
       }
     }
     copy_async_commit();  // even nothing, so that groups count stages
-    next += p.split * parts;
+    next += stride;
+    sparse.advance(stride);
   };
 #if __CUDA_ARCH__ >= 900
   wait_for_earlier_kernel();
@@ -475,7 +484,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   Sums<T, kColumns> sums;
   int here = 0, free = end - stage_bytes;
 #pragma unroll 1
-  for (int first = rank * parts; first < blocks; first += p.split * parts) {
+  for (int first = rank * parts; first < blocks; first += stride) {
     wait_for_copies(p.stages - 2);
     __syncthreads();  // this stage is there, and nobody reads the one before, which is fetched into
     fetch(few_shared + free);
@@ -486,7 +495,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       const u8* const b = stage + b_place + warp_part * B::kPartBytes;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        multiply<T>(sums, stage + warp * kValueBytes + step * kStepValues + (lane ^ 4 * step) * 16, metadata[step],
+        multiply<T>(sums, stage + warp * kValueBytes + step * kStepValues + (lane ^ 4 * step) * 16, metadata[step], all,
                     b + step * B::kStepBytes + B::place(lane / 4, t, 0),
                     b + step * B::kStepBytes + B::place(lane / 4, t, 1));
       }

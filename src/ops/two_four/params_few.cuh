@@ -40,10 +40,10 @@ struct Params {
   int stages;    ///< of the ring in shared memory, 2 to kMostStages
   int activation;
   Out out;
-  int words_step;  ///< bytes of metadata that can be read at once: 16, 4 or less
-  bool b_wide;     ///< four bytes of b along k can
-  bool c_rows;     ///< neighbouring threads write neighbouring rows of c, not columns
-  bool c_wide;     ///< and a thread four of them at once
+  int words_step;    ///< bytes of metadata that can be read at once: 16, 4 or less
+  long long b_wide;  ///< from column to column of b in bytes, if four of them can be read at once; else 0
+  bool c_rows;       ///< neighbouring threads write neighbouring rows of c, not columns
+  bool c_wide;       ///< and a thread four of them at once
 };
 
 }  // namespace fretwork::two_four::few

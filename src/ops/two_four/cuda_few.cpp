@@ -109,8 +109,8 @@ int resident_clusters(const Kernel& kernel, std::size_t which, int split, int de
 /// multiprocessor has its own ports to both and to its shared memory, and its tensor cores.
 double cost(const Problem& p, const Kind& kind, int columns, std::int64_t blocks, const Spread& spread,
             std::int64_t resident) {
-  constexpr double kMemory = 2300, kL2 = 3200, kPort = 32, kShared = 128, kProducts = 22;
-  constexpr double kStage = 400, kStart = 2000, kMeet = 1500;
+  constexpr double kMemory = 2300, kL2 = 3200, kPort = 24, kShared = 128, kProducts = 22;
+  constexpr double kStage = 400, kStart = 2000, kMeet = 600, kMeetEach = 150, kRemote = 32;
   const int parts = parts_of(spread.log_rows);
   const std::int64_t ctas = ceil_div(p.m, std::int64_t{kRows} << spread.log_rows) * spread.split;
   const std::int64_t stages = ceil_div(ceil_div(blocks, std::int64_t{parts}), std::int64_t{spread.split});
@@ -120,7 +120,9 @@ double cost(const Problem& p, const Kind& kind, int columns, std::int64_t blocks
   const auto active = static_cast<double>(std::min(ctas, resident));
   const double stage = std::max({sparse * active / kMemory, (sparse + b) * active / kL2, (sparse + b) / kPort,
                                  std::max(shared / kShared, kProducts * columns) + kStage});
-  return double(ceil_div(ctas, resident)) * (double(stages) * stage + kStart) + (spread.split > 1 ? kMeet : 0);
+  const double sums = sums_bytes(columns, spread.log_rows);
+  const double meet = spread.split > 1 ? kMeet + kMeetEach * spread.split + sums / kRemote : sums / kShared;
+  return double(ceil_div(ctas, resident)) * (double(stages) * stage + kStart) + meet;
 }
 
 Spread choose(const Problem& p, const Kind& kind, int columns, const Kernel& kernel, std::size_t which, int device) {

@@ -204,46 +204,60 @@ struct Stage {
     }
   }
 
-  /// Any other b: a warp reads a word's elements of eight columns and four words of a lane, kAtOnce times before it
-  /// joins and writes any, so that it waits seldom.
-  static __device__ __forceinline__ void gather(const Params& p, int first_block, u8* to) {
-    constexpr u32 kOfWord = 4 / sizeof(T), kAtOnce = 16 / kOfWord;
-    const u32 n = threadIdx.x % 8, word = threadIdx.x / 8 % 4, count = parts_of(p.log_rows) * kTiles * kSteps * 8;
+  /// Any other b goes through registers: a warp reads a word's elements of eight columns and four words of a lane,
+  /// kAtOnce times before it joins and writes any. From lower to higher bits of the number of such a reading: the lane
+  /// of a quad, the mma, the step, the tile, the part.
+  static constexpr u32 kOfWord = 4 / sizeof(T), kAtOnce = 16 / kOfWord;
+  struct Found {
+    u32 elements[kAtOnce][kOfWord];
+  };
+  static __device__ __forceinline__ u32 readings(const Params& p) { return parts_of(p.log_rows) * kTiles * kSteps * 8; }
+
+  static __device__ __forceinline__ void read(const Params& p, int first_block, u32 o, Found& found) {
+    const u32 n = threadIdx.x % 8, word = threadIdx.x / 8 % 4;
+#pragma unroll
+    for (u32 u = 0; u < kAtOnce; ++u) {
+      const u32 i = o + u * kWarps, t = i % 4, j = i / 4 % 2, step = i / 8 % kSteps;
+      const int column = static_cast<int>(i / 8 / kSteps % kTiles * 8 + n);
+      const int block = first_block + static_cast<int>(i / 8 / kSteps / kTiles);
+      const int run = block * kBlockRuns + static_cast<int>(step * 4 + word % 2 * 2 + t / 2);
+      const bool there = i < readings(p) && column < p.columns && run < p.runs;
+      const i64 k = (static_cast<i64>(run) * 8 + (2 * j + word / 2) * 2 + t % 2) * kOfWord;
+      const u8* const from = static_cast<const u8*>(p.b) + column_offset(p, column, p.b_col, p.b_batch) + k * p.b_row;
+#pragma unroll
+      for (u32 e = 0; e < kOfWord; ++e) {
+        found.elements[u][e] = 0;
+        if (there) {
+          found.elements[u][e] = is_byte<T> ? from[e * p.b_row] : *reinterpret_cast<const u16*>(from + e * p.b_row);
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ void write(const Params& p, u32 o, const Found& found, u8* to) {
+    const u32 n = threadIdx.x % 8, word = threadIdx.x / 8 % 4;
+#pragma unroll
+    for (u32 u = 0; u < kAtOnce; ++u) {
+      const u32 i = o + u * kWarps;
+      u32 joined = 0;
+#pragma unroll
+      for (u32 e = 0; e < kOfWord; ++e) {
+        joined |= found.elements[u][e] << 32 / kOfWord * e;
+      }
+      if (i < readings(p)) {
+        const u32 at = i / 8 / kSteps / kTiles * kPartBytes + i / 8 % kSteps * kStepBytes +
+                       i / 8 / kSteps % kTiles * kTileBytes + place(n, i % 4, i / 4 % 2) + word * 4;
+        *reinterpret_cast<u32*>(to + at) = joined;
+      }
+    }
+  }
+  /// The rest of a stage, of which the first readings are `found`.
+  static __device__ __forceinline__ void write_all(const Params& p, int first_block, Found& found, u8* to) {
+    u32 o = threadIdx.x / 32;
+    write(p, o, found, to);
 #pragma unroll 1
-    for (u32 o = threadIdx.x / 32; o < count; o += kAtOnce * kWarps) {
-      u32 found[kAtOnce][kOfWord];
-#pragma unroll
-      for (u32 u = 0; u < kAtOnce; ++u) {
-        // From lower to higher bits: the lane of a quad, the mma, the step, the tile, the part.
-        const u32 i = o + u * kWarps, t = i % 4, j = i / 4 % 2, step = i / 8 % kSteps;
-        const int column = static_cast<int>(i / 8 / kSteps % kTiles * 8 + n);
-        const int block = first_block + static_cast<int>(i / 8 / kSteps / kTiles);
-        const int run = block * kBlockRuns + static_cast<int>(step * 4 + word % 2 * 2 + t / 2);
-        const bool there = i < count && column < p.columns && run < p.runs;
-        const i64 k = (static_cast<i64>(run) * 8 + (2 * j + word / 2) * 2 + t % 2) * kOfWord;
-        const u8* const from = static_cast<const u8*>(p.b) + column_offset(p, column, p.b_col, p.b_batch) + k * p.b_row;
-#pragma unroll
-        for (u32 e = 0; e < kOfWord; ++e) {
-          found[u][e] = 0;
-          if (there) {
-            found[u][e] = is_byte<T> ? from[e * p.b_row] : *reinterpret_cast<const u16*>(from + e * p.b_row);
-          }
-        }
-      }
-#pragma unroll
-      for (u32 u = 0; u < kAtOnce; ++u) {
-        const u32 i = o + u * kWarps;
-        u32 joined = 0;
-#pragma unroll
-        for (u32 e = 0; e < kOfWord; ++e) {
-          joined |= found[u][e] << 32 / kOfWord * e;
-        }
-        if (i < count) {
-          const u32 at = i / 8 / kSteps / kTiles * kPartBytes + i / 8 % kSteps * kStepBytes +
-                         i / 8 / kSteps % kTiles * kTileBytes + place(n, i % 4, i / 4 % 2) + word * 4;
-          *reinterpret_cast<u32*>(to + at) = joined;
-        }
-      }
+    for (o += kAtOnce * kWarps; o < readings(p); o += kAtOnce * kWarps) {
+      read(p, first_block, o, found);
+      write(p, o, found, to);
     }
   }
 };
@@ -461,6 +475,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   const int stride = p.split * parts;  // blocks from one stage to the next
   int next = rank * parts;             // of the stage that is fetched next
   Sparse<T> sparse(p, row0 + (warp & ((1 << p.log_rows) - 1)) * kRows, next + warp_part, lane);
+  typename B::Found found;
   const auto fetch = [&](u8* to) {
     if (next < blocks) {
       sparse.copy_values(p, next + warp_part, shared_address(to + warp * kValueBytes), lane);
@@ -468,10 +483,15 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       if (p.b_wide != 0) {
         B::copy(p, next, shared_address(to + b_place));
       } else {
-        B::gather(p, next, to + b_place);
+        B::read(p, next, warp, found);  // and written when a stage was multiplied meanwhile
       }
     }
     copy_async_commit();  // even nothing, so that groups count stages
+  };
+  const auto advance = [&](u8* to) {
+    if (p.b_wide == 0 && next < blocks) {
+      B::write_all(p, next, found, to + b_place);
+    }
     next += stride;
     sparse.advance(stride);
   };
@@ -480,6 +500,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
 #endif
   for (int s = 0; s < p.stages - 1; ++s) {
     fetch(few_shared + s * stage_bytes);
+    advance(few_shared + s * stage_bytes);
   }
   Sums<T, kColumns> sums;
   int here = 0, free = end - stage_bytes;
@@ -500,6 +521,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
                     b + step * B::kStepBytes + B::place(lane / 4, t, 1));
       }
     }
+    advance(few_shared + free);
     free = here;
     here = here + stage_bytes == end ? 0 : here + stage_bytes;
   }

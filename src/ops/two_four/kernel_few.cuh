@@ -469,6 +469,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   const int group = static_cast<int>(blockIdx.x) / p.split, rank = static_cast<int>(blockIdx.x) - group * p.split;
   const int row0 = group * (kRows << p.log_rows), blocks = (p.runs + kBlockRuns - 1) / kBlockRuns;
   const u32 all = p.runs > 0 ? ~0u : 0u;
+  const int late = warp / 4;  // of two warps that share a scheduler one multiplies while the other fetches
   // A stage: the values of all warps, their metadata, b.
   const int b_place = kWarps * (kValueBytes + kWordBytes), stage_bytes = b_place + parts * B::kPartBytes;
   const int end = p.stages * stage_bytes;
@@ -508,17 +509,21 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   for (int first = rank * parts; first < blocks; first += stride) {
     wait_for_copies(p.stages - 2);
     __syncthreads();  // this stage is there, and nobody reads the one before, which is fetched into
-    fetch(few_shared + free);
     const u8* const stage = few_shared + here;
-    if (first + warp_part < blocks) {
-      u32 metadata[kSteps][2][kFields<T>];
-      read_words<T>(stage + kWarps * kValueBytes + warp * kWordBytes, lane, metadata);
-      const u8* const b = stage + b_place + warp_part * B::kPartBytes;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+      if (turn == late) {
+        fetch(few_shared + free);
+      } else if (first + warp_part < blocks) {
+        u32 metadata[kSteps][2][kFields<T>];
+        read_words<T>(stage + kWarps * kValueBytes + warp * kWordBytes, lane, metadata);
+        const u8* const b = stage + b_place + warp_part * B::kPartBytes;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        multiply<T>(sums, stage + warp * kValueBytes + step * kStepValues + (lane ^ 4 * step) * 16, metadata[step], all,
-                    b + step * B::kStepBytes + B::place(lane / 4, t, 0),
-                    b + step * B::kStepBytes + B::place(lane / 4, t, 1));
+        for (int step = 0; step < kSteps; ++step) {
+          multiply<T>(sums, stage + warp * kValueBytes + step * kStepValues + (lane ^ 4 * step) * 16, metadata[step],
+                      all, b + step * B::kStepBytes + B::place(lane / 4, t, 0),
+                      b + step * B::kStepBytes + B::place(lane / 4, t, 1));
+        }
       }
     }
     advance(few_shared + free);

@@ -473,7 +473,7 @@ double copy_rate() {
 }
 
 /// Copies of a layer that together are far larger than L2, multiplied in turn.
-void time_layer(Index m, Index k, Index n, DType dtype, double rate) {
+void time_layer(Index m, Index k, Index n, DType dtype, double rate, bool b_along_k = true) {
   const Index value_bytes = m * k / 2 * size(dtype), word_bytes = m * k / 8, bytes = value_bytes + word_bytes;
   const Index copies = ceil_div(Index{400} << 20, bytes);
   std::mt19937 random(1);
@@ -498,16 +498,17 @@ void time_layer(Index m, Index k, Index n, DType dtype, double rate) {
       p.out = DType::bf16;
       p.values = {static_cast<char*>(values.data()) + at * value_bytes, k / 2, 1};
       p.words = {static_cast<char*>(words.data()) + at * word_bytes, k / 16, 1};
-      p.b = {b.data(), 1, k, 0};
+      p.b = b_along_k ? Dense{b.data(), 1, k, 0} : Dense{b.data(), n, 1, 0};
       p.c = {c.data(), 1, m, 0};
       ASSERT_TRUE(cuda::run_few(p, context));
     }
   };
   const double us = time_rounds(copies, round);
   const double moved = static_cast<double>(bytes + n * (2 * m + k * size(dtype)));
-  std::printf("%s %5lld x %5lld, n %2lld: %7.2f us, %5.0f GB/s; at the rate of copies %6.2f us, dense %6.2f us\n",
-              name_of(dtype), static_cast<long long>(m), static_cast<long long>(k), static_cast<long long>(n), us,
-              moved / us * 1e-3, moved / rate, static_cast<double>(m * k * size(dtype)) / rate);
+  std::printf("%s %5lld x %5lld, n %2lld%s: %7.2f us, %5.0f GB/s; at the rate of copies %6.2f us, dense %6.2f us\n",
+              name_of(dtype), static_cast<long long>(m), static_cast<long long>(k), static_cast<long long>(n),
+              b_along_k ? "" : " (b along n)", us, moved / us * 1e-3, moved / rate,
+              static_cast<double>(m * k * size(dtype)) / rate);
 }
 
 TEST_F(TwoFourFewCuda, DISABLED_Speed) {
@@ -518,6 +519,8 @@ TEST_F(TwoFourFewCuda, DISABLED_Speed) {
     for (const Index n : {1, 8, 16, 32, 64}) {
       time_layer(m, k, n, DType::bf16, rate);
     }
+    time_layer(m, k, 16, DType::bf16, rate, false);
+    time_layer(m, k, 64, DType::bf16, rate, false);
     for (const Index n : {1, 16, 64}) {
       time_layer(m, k, n, DType::i8, rate);
     }

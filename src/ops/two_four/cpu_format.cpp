@@ -157,17 +157,34 @@ bool is_zero(T bits, DType dtype) {
   return (dtype == DType::i8 ? bits : static_cast<T>(bits << 1)) == 0;
 }
 
+template <typename T>
+bool is_bad(const T* dense, std::int64_t step, DType dtype) {
+  const std::int64_t group = two_four_group(dtype);
+  std::int64_t zeros = 0;
+  for (std::int64_t n = 0; n < group; ++n) {
+    zeros += is_zero(dense[n * step], dtype) ? 1 : 0;
+  }
+  return zeros < group / 2;
+}
+
 /// Names the first group of a run that has too many non-zeros.
 template <typename T>
 void find_bad(const Format& f, const T* dense, const Tile& t, std::int64_t line, First& first) {
-  const std::int64_t group = f.group();
-  for (std::int64_t p = 0; p < t.count; p += group) {
-    const auto zeros = std::count_if(dense + p, dense + p + group, [&](T x) { return is_zero(x, f.dtype); });
-    if (zeros < group / 2) {
+  for (std::int64_t p = 0; p < t.count; p += f.group()) {
+    if (is_bad(dense + p, 1, f.dtype)) {
       first.at(f, line, t.at + p);
       return;
     }
   }
+}
+
+/// Neighbouring lines are neighbours in memory, as in a row-major matrix compressed along its columns.
+bool lies_across(const Matrix& m) { return m.line == 1 && m.along != 1; }
+
+/// Work on the same group of many lines at once, without bringing lines together: tiles that are long across them.
+template <typename F>
+void for_tiles_across(const Format& f, Context& context, const F& each) {
+  for_tiles(f, 4096, 64, context, [&] { return each; });
 }
 
 Tile halved(const Tile& t) { return {t.line, t.lines, t.at / 2, t.count / 2}; }
@@ -199,10 +216,31 @@ void compress(const Format& f, std::int64_t* bad, Context& context) {
   }
 }
 
+namespace {
+
+template <typename T>
+void check_across(const Format& f, const Tile& t, First& first) {
+  for (std::int64_t p = t.at; p < t.at + t.count; p += f.group()) {
+    const T* const row = static_cast<const T*>(f.dense.data) + p * f.dense.along + t.line;
+    if (group_kernels<T>(f.dtype).look_across(row, f.dense.along, t.lines)) {
+      for (std::int64_t l = 0; l < t.lines; ++l) {
+        if (is_bad(row + l, f.dense.along, f.dtype)) {
+          first.at(f, t.line + l, p);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
 void check(const Format& f, std::int64_t* bad, Context& context) {
   First first;
   with_elements(f.dtype, [&](auto zero) {
     using T = decltype(zero);
+    if (lies_across(f.dense)) {
+      return for_tiles_across(f, context, [&](const Tile& t) { check_across<T>(f, t, first); });
+    }
     const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
     for_tiles(f, context, [&] {
       return [&, dense = Window<T>(f.dense, kernels)](const Tile& t) mutable {
@@ -272,10 +310,26 @@ void gather(const Format& f, Context& context) {
   });
 }
 
+namespace {
+
+template <typename T>
+void prune_across(const Format& f, const Matrix& out, const Tile& t) {
+  const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+  for (std::int64_t p = t.at; p < t.at + t.count; p += f.group()) {
+    kernels.prune_across(static_cast<const T*>(f.dense.data) + p * f.dense.along + t.line, f.dense.along, t.lines,
+                         static_cast<T*>(out.data) + p * out.along + t.line, out.along);
+  }
+}
+
+}  // namespace
+
 void prune(const Format& f, const Matrix& out, bool transposable, Context& context) {
   with_elements(f.dtype, [&](auto zero) {
     using T = decltype(zero);
     const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+    if (!transposable && lies_across(f.dense) && lies_across(out)) {
+      return for_tiles_across(f, context, [&](const Tile& t) { prune_across<T>(f, out, t); });
+    }
     for_tiles(f, context, [&] {
       return [&, dense = Window<T>(f.dense, kernels), kept = Window<T>(out, kernels)](const Tile& t) mutable {
         const auto from = dense.load(t), to = kept.open(t);

@@ -107,6 +107,43 @@ HWY_INLINE Four<D> LoadFour(D d, const hn::TFromD<D>* from) {
   return v;
 }
 
+/// A group in each lane: groups that follow one another, or the same one of neighbouring lines, whose elements are a
+/// pitch apart.
+template <bool kAcross, class D>
+HWY_INLINE Four<D> LoadGroups(D d, const hn::TFromD<D>* from, std::int64_t pitch, std::int64_t n) {
+  using T = hn::TFromD<D>;
+  if constexpr (kAcross) {
+    const auto at = [=](int e) HWY_ATTR { return e < kGroup<T> ? hn::LoadU(d, from + e * pitch + n) : hn::Zero(d); };
+    return {at(0), at(1), at(2), at(3)};
+  } else if constexpr (kGroup<T> == 2) {
+    Four<D> v{hn::Zero(d), hn::Zero(d), hn::Zero(d), hn::Zero(d)};
+    hn::LoadInterleaved2(d, from + 2 * n, v.a, v.b);
+    return v;
+  } else {
+    return LoadFour(d, from + 4 * n);
+  }
+}
+
+/// The way back.
+template <bool kAcross, class D>
+HWY_INLINE void StoreGroups(D d, const Four<D>& v, hn::TFromD<D>* to, std::int64_t pitch, std::int64_t n) {
+  using T = hn::TFromD<D>;
+  if constexpr (!kAcross) {
+    if constexpr (kGroup<T> == 2) {
+      hn::StoreInterleaved2(v.a, v.b, d, to + 2 * n);
+    } else {
+      hn::StoreInterleaved4(v.a, v.b, v.c, v.d, d, to + 4 * n);
+    }
+  } else {
+    hn::StoreU(v.a, d, to + n);
+    hn::StoreU(v.b, d, to + pitch + n);
+    if constexpr (kGroup<T> == 4) {
+      hn::StoreU(v.c, d, to + 2 * pitch + n);
+      hn::StoreU(v.d, d, to + 3 * pitch + n);
+    }
+  }
+}
+
 /// Whether more than two of four are true.
 template <class M>
 HWY_INLINE M TooMany(M a, M b, M c, M d) {
@@ -119,52 +156,64 @@ HWY_INLINE M Most(M a, M b, M c) {
   return hn::Or(hn::And(a, b), hn::And(c, hn::Or(a, b)));
 }
 
-/// Gives whether a group has too many non-zeros; writes only if asked to.
-template <typename E, bool kWrites>
-HWY_INLINE bool Encode(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* values,
-                       std::uint8_t* codes) {
+template <typename E, class D>
+HWY_INLINE hn::Mask<D> IsNonZero(D d, hn::Vec<D> v) {
+  return hn::Ne(hn::And(v, hn::Set(d, static_cast<hn::TFromD<D>>(E::kMask))), hn::Zero(d));
+}
+
+template <typename E>
+bool Compress(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* values, std::uint8_t* codes) {
   using T = Lane<typename E::Bits>;
   const auto* const from = reinterpret_cast<const T*>(dense);
   auto* const to = reinterpret_cast<T*>(values);
   bool bad = false;
   Each<T>(groups, [&](auto d, std::int64_t n) HWY_ATTR {
-    const auto is = [d](auto v)
-                        HWY_ATTR { return hn::Ne(hn::And(v, hn::Set(d, static_cast<T>(E::kMask))), hn::Zero(d)); };
     const auto code = [d](int c) HWY_ATTR { return hn::Set(d, static_cast<T>(c)); };
+    const auto v = LoadGroups<false>(d, from, 0, n);
+    const auto a = IsNonZero<E>(d, v.a), b = IsNonZero<E>(d, v.b);
     if constexpr (kGroup<T> == 2) {
-      hn::Vec<decltype(d)> x, y;
-      hn::LoadInterleaved2(d, from + 2 * n, x, y);
-      const auto b = is(y);
-      bad |= !hn::AllFalse(d, hn::And(is(x), b));
-      if constexpr (kWrites) {
-        StoreCodes(d, hn::IfThenElse(b, code(0xE), code(4)), codes + n);
-        hn::StoreU(hn::IfThenElse(b, y, x), d, to + n);
-      }
+      bad |= !hn::AllFalse(d, hn::And(a, b));
+      StoreCodes(d, hn::IfThenElse(b, code(0xE), code(4)), codes + n);
+      hn::StoreU(hn::IfThenElse(b, v.b, v.a), d, to + n);
     } else {
-      const auto v = LoadFour(d, from + 4 * n);
-      const auto a = is(v.a), b = is(v.b), c = is(v.c), e = is(v.d);
+      const auto c = IsNonZero<E>(d, v.c), e = IsNonZero<E>(d, v.d);
       bad |= !hn::AllFalse(d, TooMany(a, b, c, e));
-      if constexpr (kWrites) {
-        const auto ce = hn::And(c, e), bce = hn::And(b, hn::Or(c, e));
-        const auto first = hn::IfThenElse(ce, code(2), hn::IfThenElseZero(bce, code(1)));
-        const auto second = hn::IfThenElse(e, code(12), hn::IfThenElse(c, code(8), code(4)));
-        StoreCodes(d, hn::Or(first, second), codes + n);
-        hn::StoreInterleaved2(hn::IfThenElse(ce, v.c, hn::IfThenElse(bce, v.b, v.a)),
-                              hn::IfThenElse(e, v.d, hn::IfThenElse(c, v.c, v.b)), d, to + 2 * n);
-      }
+      const auto ce = hn::And(c, e), bce = hn::And(b, hn::Or(c, e));
+      const auto first = hn::IfThenElse(ce, code(2), hn::IfThenElseZero(bce, code(1)));
+      const auto second = hn::IfThenElse(e, code(12), hn::IfThenElse(c, code(8), code(4)));
+      StoreCodes(d, hn::Or(first, second), codes + n);
+      hn::StoreInterleaved2(hn::IfThenElse(ce, v.c, hn::IfThenElse(bce, v.b, v.a)),
+                            hn::IfThenElse(e, v.d, hn::IfThenElse(c, v.c, v.b)), d, to + 2 * n);
+    }
+  });
+  return bad;
+}
+
+template <typename E, bool kAcross>
+HWY_INLINE bool Look(const typename E::Bits* dense, std::int64_t pitch, std::int64_t groups) {
+  using T = Lane<typename E::Bits>;
+  const auto* const from = reinterpret_cast<const T*>(dense);
+  bool bad = false;
+  Each<T>(groups, [&](auto d, std::int64_t n) HWY_ATTR {
+    const auto v = LoadGroups<kAcross>(d, from, pitch, n);
+    const auto a = IsNonZero<E>(d, v.a), b = IsNonZero<E>(d, v.b);
+    if constexpr (kGroup<T> == 2) {
+      bad |= !hn::AllFalse(d, hn::And(a, b));
+    } else {
+      bad |= !hn::AllFalse(d, TooMany(a, b, IsNonZero<E>(d, v.c), IsNonZero<E>(d, v.d)));
     }
   });
   return bad;
 }
 
 template <typename E>
-bool Compress(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* values, std::uint8_t* codes) {
-  return Encode<E, true>(dense, groups, values, codes);
+bool LookAlong(const typename E::Bits* dense, std::int64_t groups) {
+  return Look<E, false>(dense, 0, groups);
 }
 
 template <typename E>
-bool Look(const typename E::Bits* dense, std::int64_t groups) {
-  return Encode<E, false>(dense, groups, nullptr, nullptr);
+bool LookAcross(const typename E::Bits* dense, std::int64_t pitch, std::int64_t lines) {
+  return Look<E, true>(dense, pitch, lines);
 }
 
 /// Larger is larger in magnitude; all NaN are one.
@@ -178,29 +227,40 @@ HWY_INLINE hn::Vec<D> Key(D d, hn::Vec<D> v) {
   }
 }
 
-template <typename E>
-void Prune(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* out) {
+template <typename E, bool kAcross>
+HWY_INLINE void Prune(const typename E::Bits* dense, std::int64_t pitch, std::int64_t groups, typename E::Bits* out,
+                      std::int64_t out_pitch) {
   using T = Lane<typename E::Bits>;
   const auto* const from = reinterpret_cast<const T*>(dense);
   auto* const to = reinterpret_cast<T*>(out);
   Each<T>(groups, [&](auto d, std::int64_t n) HWY_ATTR {
+    auto v = LoadGroups<kAcross>(d, from, pitch, n);
+    const auto a = Key<E>(d, v.a), b = Key<E>(d, v.b);
+    const auto ba = hn::Gt(b, a);  // a later one has to be larger to win
     if constexpr (kGroup<T> == 2) {
-      hn::Vec<decltype(d)> x, y;
-      hn::LoadInterleaved2(d, from + 2 * n, x, y);
-      const auto second = hn::Gt(Key<E>(d, y), Key<E>(d, x));
-      hn::StoreInterleaved2(hn::IfThenZeroElse(second, x), hn::IfThenElseZero(second, y), d, to + 2 * n);
-    } else {
-      const auto v = LoadFour(d, from + 4 * n);
-      const auto a = Key<E>(d, v.a), b = Key<E>(d, v.b), c = Key<E>(d, v.c), e = Key<E>(d, v.d);
-      // One that loses to at most one other stays; a later one has to be larger to win.
-      const auto ba = hn::Gt(b, a), ca = hn::Gt(c, a), ea = hn::Gt(e, a);
-      const auto cb = hn::Gt(c, b), eb = hn::Gt(e, b), ec = hn::Gt(e, c);
-      hn::StoreInterleaved4(hn::IfThenZeroElse(Most(ba, ca, ea), v.a),
-                            hn::IfThenZeroElse(Most(hn::Not(ba), cb, eb), v.b),
-                            hn::IfThenZeroElse(Most(hn::Not(ca), hn::Not(cb), ec), v.c),
-                            hn::IfThenElseZero(Most(ea, eb, ec), v.d), d, to + 4 * n);
+      v.a = hn::IfThenZeroElse(ba, v.a);
+      v.b = hn::IfThenElseZero(ba, v.b);
+    } else {  // one that loses to at most one other stays
+      const auto c = Key<E>(d, v.c), e = Key<E>(d, v.d);
+      const auto ca = hn::Gt(c, a), ea = hn::Gt(e, a), cb = hn::Gt(c, b), eb = hn::Gt(e, b), ec = hn::Gt(e, c);
+      v.a = hn::IfThenZeroElse(Most(ba, ca, ea), v.a);
+      v.b = hn::IfThenZeroElse(Most(hn::Not(ba), cb, eb), v.b);
+      v.c = hn::IfThenZeroElse(Most(hn::Not(ca), hn::Not(cb), ec), v.c);
+      v.d = hn::IfThenElseZero(Most(ea, eb, ec), v.d);
     }
+    StoreGroups<kAcross>(d, v, to, out_pitch, n);
   });
+}
+
+template <typename E>
+void PruneAlong(const typename E::Bits* dense, std::int64_t groups, typename E::Bits* out) {
+  Prune<E, false>(dense, 0, groups, out, 0);
+}
+
+template <typename E>
+void PruneAcross(const typename E::Bits* dense, std::int64_t pitch, std::int64_t lines, typename E::Bits* out,
+                 std::int64_t out_pitch) {
+  Prune<E, true>(dense, pitch, lines, out, out_pitch);
 }
 
 template <typename Bits>
@@ -401,8 +461,9 @@ void Squares(const typename E::Bits* dense, std::int64_t pitch, std::int64_t gro
 template <typename Bits>
 void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int64_t cols, Bits* to,
           std::int64_t to_pitch) {
-  constexpr int kSide = HWY_TARGET == HWY_SCALAR ? 1 : 16 / sizeof(Bits);
-  const std::int64_t whole_rows = rows - rows % kSide, whole_cols = cols - cols % kSide;
+  constexpr int kSide = 16 / sizeof(Bits);
+  constexpr bool kVectors = HWY_TARGET != HWY_SCALAR;
+  const std::int64_t whole_rows = kVectors ? rows - rows % kSide : 0, whole_cols = kVectors ? cols - cols % kSide : 0;
 #if HWY_TARGET != HWY_SCALAR
   using Tag = hn::CappedTag<Bits, static_cast<std::size_t>(kSide)>;
   const Tag d;
@@ -438,8 +499,8 @@ void Turn(const Bits* from, std::int64_t from_pitch, std::int64_t rows, std::int
 template <typename E>
 const GroupKernels<typename E::Bits>* Kernels() {
   using Bits = typename E::Bits;
-  static constexpr GroupKernels<Bits> kernels{Compress<E>, Look<E>,    Prune<E>,  Pick<Bits>,
-                                              Place<Bits>, Squares<E>, Turn<Bits>};
+  static constexpr GroupKernels<Bits> kernels{Compress<E>, LookAlong<E>, LookAcross<E>, PruneAlong<E>, PruneAcross<E>,
+                                              Pick<Bits>,  Place<Bits>,  Squares<E>,    Turn<Bits>};
   return &kernels;
 }
 

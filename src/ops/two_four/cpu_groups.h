@@ -14,8 +14,11 @@ struct GroupKernels {
   bool (*compress)(const T* dense, std::int64_t groups, T* values, std::uint8_t* codes);
   /// Only looks.
   bool (*look)(const T* dense, std::int64_t groups);
+  /// The same for one group of each of neighbouring lines, whose elements are `pitch` apart.
+  bool (*look_across)(const T* dense, std::int64_t pitch, std::int64_t lines);
   /// The largest magnitudes stay where they are, zeros elsewhere.
   void (*prune)(const T* dense, std::int64_t groups, T* out);
+  void (*prune_across)(const T* dense, std::int64_t pitch, std::int64_t lines, T* out, std::int64_t out_pitch);
   /// Elements that are kept, one after the other.
   void (*pick)(const T* dense, const std::uint8_t* codes, std::int64_t groups, T* values);
   /// Values where they belong, zeros elsewhere.

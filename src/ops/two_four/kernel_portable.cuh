@@ -205,7 +205,6 @@ __global__ void __launch_bounds__(kThreads, 2) product_portable(const __grid_con
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<Stages - 2>();
     __syncthreads();
-    fetch(step + Stages - 1);
     const Staged now = stage(step);
     RowMetadata<T> metadata[4];
 #pragma unroll
@@ -213,6 +212,7 @@ __global__ void __launch_bounds__(kThreads, 2) product_portable(const __grid_con
       metadata[r].load(now.metadata, m0 + 16 * r);
     }
     multiply_half<0, T, Products, BAlongK, kEights>(sums, now, metadata, m0, n0);
+    fetch(step + Stages - 1);  // while the tensor cores are busy
     multiply_half<1, T, Products, BAlongK, kEights>(sums, now, metadata, m0, n0);
   }
   copy_async_wait<0>();

@@ -63,7 +63,7 @@ def attention(
     `scale` is 1/√D unless given. `bias` broadcasts to (B, Hq, Sq, Sk), or is `fw.alibi(slopes)`. A softcap c > 0 turns
     a score s into c · tanh(s/c). Dropout follows `torch.manual_seed`. With `return_lse` the result is (o, lse), lse
     (B, Hq, Sq) the natural log-sum-exp of each query's scores. A query without keys gives zeros and −inf. `precision`
-    is that of `fw.sdd`; fp32 is computed exactly whatever it says, so far.
+    is that of `fw.sdd`; "tf32x3" is computed as "ieee".
 
     >>> import torch, fretwork as fw
     >>> q, k, v = (torch.randn(1, 2, 100, 16, requires_grad=True) for _ in range(3))

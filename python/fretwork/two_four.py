@@ -47,6 +47,13 @@ def _axis(dim: int) -> int:
     return dim + 2 if dim in (-1, -2) else dim
 
 
+def _range(index: slice, size: int) -> slice:
+    """The same with both ends inside; `slice.indices` is one that torch.compile does not follow everywhere."""
+    begin, end = 0 if index.start is None else index.start, size if index.stop is None else index.stop
+    begin, end = (min(max(at + size if at < 0 else at, 0), size) for at in (begin, end))
+    return slice(begin, max(begin, end))
+
+
 class TwoFour:
     """A matrix compressed along `dim`, in the plain form: `values` and `metadata`, both readable and of any strides.
 
@@ -140,10 +147,9 @@ class TwoFour:
         both = index if isinstance(index, tuple) else (index, slice(None))
         if len(both) != 2 or not all(isinstance(i, slice) for i in both):
             _fail("TwoFour", "index", "one slice or two", index, TypeError)
-        ranges = [i.indices(size) for i, size in zip(both, self.shape, strict=True)]
-        if any(step != 1 for _, _, step in ranges):
+        if any(i.step not in (None, 1) for i in both):
             _fail("TwoFour", "index", "slices with step 1", index)
-        cuts = [slice(begin, max(begin, end)) for begin, end, _ in ranges]
+        cuts = [_range(i, size) for i, size in zip(both, self.shape, strict=True)]
         whole = 2 * self.metadata.element_size() * group_of(self.dtype)
         k, (begin, end) = self.shape[self.dim], (cuts[self.dim].start, cuts[self.dim].stop)
         if begin % whole or (end % whole and end != k):
@@ -434,7 +440,7 @@ def linear(
     """activation(x sᵀ + bias): x (…, in), s (out, in) with dim=-1. See `matmul`.
 
     With `fallback="dense"` s is expanded and multiplied as a dense matrix where that is likely to be quicker, as for
-    many rows on a CPU, and the log of "fretwork" says so once. Not inside `torch.compile`.
+    many rows of exact fp32 on a GPU, and the log of "fretwork" says so once. Not inside `torch.compile`.
 
     >>> import torch, fretwork as fw
     >>> weight, x, bias = fw.two_four.prune(torch.randn(12, 16)), torch.randn(2, 5, 16), torch.randn(12)

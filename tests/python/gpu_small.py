@@ -2,7 +2,8 @@
 
 About fifty launches: every product with every transpose, twice, over types, precisions and blocks in turn (gradients
 are products too), then a row long enough to be split, softmax with its extras and gradients, packing, Kronecker
-products, and attention in each class of kernels with its gradients, decoding and SPLAT's operators.
+products, attention in each class of kernels with its gradients, decoding and SPLAT's operators, and 2:4 products and
+tools. `gpu_small.py cuda two_four` runs one part alone.
 """
 
 import itertools
@@ -110,6 +111,7 @@ ATTENTION = [
     (torch.bfloat16, 256, 256, "neighborhood((12,16),(5,5))", {}),
     (torch.float16, 32, 32, "longformer(150,20,(0,77))", {"softcap": 3.0, "dropout_p": 0.2}),
     (torch.bfloat16, 72, 40, "causal(150)", {"bias": True}),
+    (torch.float32, 100, 128, "causal(100)", {"precision": "tf32"}),
     (torch.float32, 24, 40, "strided(150,16)", {"bias": True}),
 ]
 
@@ -141,10 +143,32 @@ def operators(device):
         fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, pattern), pattern, 0.3), v, pattern).square().sum().backward()
 
 
-def main(device: str = "cuda") -> None:
+def two_four(device):
+    """Few columns, more, and enough for several tiles; operands that must be copied first; then the tools."""
+    kinds = [*KINDS, (torch.int8, None), (torch.float8_e4m3fn, None), (torch.float8_e5m2, None)]
+    for n, (dtype, precision) in enumerate(kinds):
+        for m, k, columns in ((40, 64, 3), (72, 272, 40), (300, 1024, 392), (33, 36, 17)):
+            s = fw.two_four.compress(fw.two_four.prune((tensor(device, torch.float16, m, k) * 3).to(dtype)))
+            x, bias = (tensor(device, torch.float16, *shape) for shape in ((columns, k), (m,)))
+            x, bias = x.to(dtype), bias if dtype == torch.int8 else bias.to(dtype if n < len(KINDS) else torch.bfloat16)
+            fw.two_four.matmul(x, s.T, precision=precision)
+            out = torch.float16 if dtype == torch.int8 else None
+            fw.two_four.matmul(s, x.t().contiguous(), bias, "gelu", out, precision=precision)
+        A = tensor(device, torch.float16, 40, 72).to(dtype)
+        for dim in (0, 1):
+            p = fw.two_four.prune(A, dim)
+            fw.two_four.compress(p, dim).to_dense()
+        torch.ops.fretwork.two_four_prune_both(A, torch.int16)
+
+
+PARTS = (products, long_rows, softmax, packing, kronecker, chains, attention, decoding, operators, two_four)
+
+
+def main(device: str = "cuda", *names: str) -> None:
     torch.manual_seed(0)
-    for part in (products, long_rows, softmax, packing, kronecker, chains, attention, decoding, operators):
-        part(device)
+    for part in PARTS:
+        if not names or part.__name__ in names:
+            part(device)
     if device == "cuda":
         torch.cuda.synchronize()
     print("done")

@@ -393,6 +393,23 @@ def test_cuda_graph(device):
     assert all(map(torch.equal, captured, call()))
 
 
+@pytest.mark.parametrize(
+    ("text", "dims"), [("strided(200,16)", (64, 40)), ("causal(150)", (100, 128)), ("causal(70)", (130, 200))]
+)
+def test_tf32(device, text, dims):
+    """As close as fp16 would be, gradients too; on a GPU not the exact products."""
+    pattern = parse(text)
+    qkv = inputs(device, torch.float32, pattern, dims=dims)
+    weight = torch.randn(2, 4, pattern.shape[0], dims[1], device=device)
+    results = {}
+    for precision in ("ieee", "tf32"):
+        o = fw.attention(*qkv, pattern, precision=precision)
+        results[precision] = [o, *torch.autograd.grad(o, qkv, weight)]
+    for n, (exact, rough) in enumerate(zip(*results.values(), strict=True)):
+        compare(rough, exact.detach().double().cpu(), torch.float16, f"result {n}", 1, 0.5)
+        assert torch.equal(exact, rough) == (device.type == "cpu")
+
+
 # Length and repetition; on a GPU at full size
 
 LONG = [

@@ -14,6 +14,13 @@ import fretwork.jax as fwj  # noqa: E402
 parse = fw.Pattern.parse
 
 
+@pytest.fixture(autouse=True)
+def exact_products():
+    """JAX's default lets a GPU round fp32 to tf32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def to_jax(t):
     return jnp.asarray(t.detach().numpy())
 

@@ -31,6 +31,7 @@ constexpr const char* kSimpleSource = "ops/attention/kernel_simple.cuh";
 constexpr const char* kRowsSource = "ops/attention/kernel_rows.cuh";
 constexpr int kDepths[] = {32, 64, 96, 128, 192, 256};  // of 16-bit kernels
 constexpr int kSimpleDepths[] = {64, 128, 256};
+constexpr int kTables = 4096;  // more than a kernel's static shared memory
 
 // -------------------------------------------------------------------------------------------------- kernels
 
@@ -43,10 +44,11 @@ struct Config {
   DType dtype;
   int depth;
   bool extras;
+  bool tf32 = false;  ///< float products on the tensor cores
 
   bool simple() const { return dtype == DType::f32; }
   KernelShape shape() const {
-    return simple()                ? simple_shape(depth, make == Make::forward ? 3 : 4)
+    return simple()                ? simple_shape(depth, make == Make::forward ? 3 : 4, tf32)
            : make == Make::forward ? forward_shape(depth, extras)
                                    : backward_shape(depth, extras);
   }
@@ -57,14 +59,15 @@ struct Config {
       ++n;
     }
     n = n * 5 + static_cast<std::size_t>(make);
-    return (n * 2 + extras) * 3 + (dtype == DType::f32 ? 0 : dtype == DType::f16 ? 1 : 2);
+    return (n * 2 + (simple() ? tf32 : extras)) * 3 + (dtype == DType::f32 ? 0 : dtype == DType::f16 ? 1 : 2);
   }
   KernelSpec spec() const {
     const std::string size = std::to_string(depth);
     if (simple()) {
-      return make == Make::forward ? KernelSpec{kSimpleSource, "fretwork::simple_forward<" + size + ">"}
-                                   : KernelSpec{kSimpleSource, "fretwork::simple_backward<" + size +
-                                                                   (make == Make::d_queries ? ", false>" : ", true>")};
+      const std::string begin = make == Make::forward     ? "fretwork::simple_forward<" + size
+                                : make == Make::d_queries ? "fretwork::simple_backward<" + size + ", false"
+                                                          : "fretwork::simple_backward<" + size + ", true";
+      return {kSimpleSource, begin + (tf32 ? ", true>" : ", false>")};
     }
     const std::string begin = std::string(device_type(dtype)) + ", " + size, end = extras ? ", true>" : ", false>";
     const char* const which = make == Make::d_queries       ? ", false, true, false"
@@ -100,11 +103,15 @@ bool has_extras(const Problem& p) {
   return p.softcap > 0 || p.bias.data != nullptr || p.slopes.data != nullptr || p.dropout.rate > 0 || !(p.scale > 0);
 }
 
-Config config_for(Make make, const Problem& p) {
+Config config_for(Make make, const Problem& p, const Context& context) {
   const std::int64_t deepest = std::max(p.depth, p.value_depth);
   const bool simple = p.dtype == DType::f32;
-  return {make, p.dtype, simple ? depth_for(kSimpleDepths, deepest) : depth_for(kDepths, deepest),
-          simple || has_extras(p)};
+  Config config{make, p.dtype, simple ? depth_for(kSimpleDepths, deepest) : depth_for(kDepths, deepest),
+                simple || has_extras(p), simple && context.precision == Precision::tf32};
+  if (config.shape().shared_bytes > driver::device_info(context.device.index).shared_per_block - kTables) {
+    config.tf32 = false;  // exact, which needs less
+  }
+  return config;
 }
 
 KernelSpec bias_spec(DType dtype, int depth, bool keys, bool row_sums) {
@@ -123,7 +130,8 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   std::vector<KernelSpec> list;
   for (const int depth : kSimpleDepths) {
     for (const Make make : {Make::forward, Make::d_queries, Make::d_keys_values}) {
-      list.push_back(Config{make, DType::f32, depth, true}.spec());
+      list.push_back(Config{make, DType::f32, depth, true, false}.spec());
+      list.push_back(Config{make, DType::f32, depth, true, true}.spec());
     }
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       list.push_back(bias_spec(dtype, depth, false, false));
@@ -439,7 +447,7 @@ void launch_all(const Config& config, const std::vector<Prepared>& sets, Backwar
 
 void query_gradient(const Given& given, Context& context) {
   const Problem& p = given.problem.forward;
-  const Config config = config_for(Make::d_queries, p);
+  const Config config = config_for(Make::d_queries, p, context);
   const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
   BackwardParams params = backward_params(given);
   params.first = given.q.arg();
@@ -454,15 +462,15 @@ void query_gradient(const Given& given, Context& context) {
 }
 
 /// Of keys and values: one kernel, or one for each that is wanted where a row is deep.
-std::vector<Config> key_configs(const BackwardProblem& b) {
-  const Config both = config_for(Make::d_keys_values, b.forward);
+std::vector<Config> key_configs(const BackwardProblem& b, const Context& context) {
+  const Config both = config_for(Make::d_keys_values, b.forward, context);
   if (both.simple() || both.depth <= 128) {
     return {both};
   }
   std::vector<Config> apart;
   for (const auto& [make, wanted] : {std::pair{Make::d_keys, b.d_k.data}, std::pair{Make::d_values, b.d_v.data}}) {
     if (wanted != nullptr) {
-      apart.push_back(config_for(make, b.forward));
+      apart.push_back(config_for(make, b.forward, context));
     }
   }
   return apart;
@@ -471,7 +479,7 @@ std::vector<Config> key_configs(const BackwardProblem& b) {
 void key_gradients(const Given& given, Context& context) {
   const BackwardProblem& b = given.problem;
   const Problem& p = b.forward;
-  const std::vector<Config> configs = key_configs(b);
+  const std::vector<Config> configs = key_configs(b, context);
   const std::vector<Prepared> sets = prepare(p, configs.front().tile(), true, context);
   BackwardParams params = backward_params(given);
   params.first = given.k.arg();
@@ -585,7 +593,7 @@ void forward(const Problem& problem, Context& context) {
     return;
   }
   const Problem& p = problem;
-  const Config config = config_for(Make::forward, p);
+  const Config config = config_for(Make::forward, p, context);
   const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
   const Input q(p.q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, context);
   const Input k(p.k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, context);
@@ -637,8 +645,8 @@ void backward(const BackwardProblem& problem, Context& context) {
   }
   const bool queries = problem.d_q.data != nullptr, keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
   if (queries && keys) {
-    std::vector<Config> wanted = key_configs(problem);
-    wanted.push_back(config_for(Make::d_queries, p));
+    std::vector<Config> wanted = key_configs(problem, context);
+    wanted.push_back(config_for(Make::d_queries, p, context));
     Config::table.prepare(std::span<const Config>(wanted), context.device.index);
   }
   const Given given(problem, context);

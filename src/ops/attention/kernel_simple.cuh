@@ -1,7 +1,9 @@
-// Attention and its gradients in exact float products, for float inputs; and the bias's gradient for all types. A CTA
+// Attention and its gradients for float inputs, in exact float products or on the tensor cores in tf32; and the bias's
+// gradient for all types, exact. A CTA
 // of 16 × 16 threads owns a square tile: thread (y, x) has the rows y + 16·i and the columns x + 16·j of the scores.
 #pragma once
 
+#include "device/mma.cuh"
 #include "ops/attention/walk.cuh"
 
 namespace fretwork {
@@ -11,6 +13,9 @@ struct SimpleShape {
   static constexpr int kSide = attention_op::simple_shape(Depth, 1).rows, kEach = kSide / 16, kThreads = 256;
   static constexpr int kLine = Depth + 4, kScoreLine = kSide + 4;  // as simple_shape counts them
   static constexpr int kTile = kSide * kLine;                      // floats
+  // In tf32 eight warps share a product: 16 rows for each, kWide columns of scores or kDeep of every 64 results.
+  static constexpr int kRowParts = kSide / 16, kColParts = 8 / kRowParts;
+  static constexpr int kWide = kSide / kColParts, kDeep = 64 / kColParts;
 };
 
 /// A thread's entries of a tile of scores.
@@ -60,11 +65,56 @@ __device__ __forceinline__ void fill_columns(float* tile, const u8* from, int ro
 
 __device__ __forceinline__ float4 four_at(const float* at) { return *reinterpret_cast<const float4*>(at); }
 
-/// sums = left·rightᵀ of two tiles of lines.
-template <int Depth>
-__device__ __forceinline__ void dot_lines(simple_scores<Depth>& sums, const float* left, const float* right) {
+/// A warp's 16 rows × 8·kCount columns of a product in tf32, added to `sums`; left(row, k) and right(k, column).
+template <int kCount, int kK, typename Left, typename Right>
+__device__ __forceinline__ void multiply_part(float (&sums)[kCount][4], const Left& left, const Right& right) {
+  const int g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
+  const auto rounded = [](float x) { return to_tf32(__float_as_uint(x)); };
+#pragma unroll 2
+  for (int k = t; k < kK; k += 8) {
+    const u32 a[4] = {rounded(left(g, k)), rounded(left(g + 8, k)), rounded(left(g, k + 4)),
+                      rounded(left(g + 8, k + 4))};
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      mma_sync<float>(sums[n], a, rounded(right(k, 8 * n + g)), rounded(right(k + 4, 8 * n + g)));
+    }
+  }
+}
+template <int kCount>
+__device__ __forceinline__ void put_part(const float (&sums)[kCount][4], float* to, int line) {
+  const int g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    *reinterpret_cast<float2*>(to + g * line + 8 * n + 2 * t) = {sums[n][0], sums[n][1]};
+    *reinterpret_cast<float2*>(to + (g + 8) * line + 8 * n + 2 * t) = {sums[n][2], sums[n][3]};
+  }
+}
+
+/// sums = left·rightᵀ of two tiles of lines. In tf32 they pass through `exchange`.
+template <int Depth, bool Tf32 = false>
+__device__ __forceinline__ void dot_lines(simple_scores<Depth>& sums, const float* left, const float* right,
+                                          float* exchange = nullptr) {
   using Shape = SimpleShape<Depth>;
   const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
+  if constexpr (Tf32) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int row = warp % Shape::kRowParts * 16, col = warp / Shape::kRowParts * Shape::kWide;
+    float part[Shape::kWide / 8][4] = {};
+    multiply_part<Shape::kWide / 8, Depth>(
+        part, [&](int r, int k) { return left[(row + r) * Shape::kLine + k]; },
+        [&](int k, int c) { return right[(col + c) * Shape::kLine + k]; });
+    __syncthreads();  // an earlier exchange may still be read
+    put_part(part, exchange + row * Shape::kScoreLine + col, Shape::kScoreLine);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Shape::kEach; ++i) {
+#pragma unroll
+      for (int j = 0; j < Shape::kEach; ++j) {
+        sums[i][j] = exchange[(y + 16 * i) * Shape::kScoreLine + x + 16 * j];
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < Shape::kEach; ++i) {
 #pragma unroll
@@ -93,8 +143,8 @@ __device__ __forceinline__ void dot_lines(simple_scores<Depth>& sums, const floa
   }
 }
 
-/// sums += scores·lines, the scores of all threads passing through `exchange`.
-template <int Depth>
+/// sums += scores·lines, the scores of all threads passing through `exchange`; in tf32 the results too, behind them.
+template <int Depth, bool Tf32>
 __device__ __forceinline__ void add_lines(simple_sums<Depth>& sums, const simple_scores<Depth>& scores, float* exchange,
                                           const float* lines) {
   using Shape = SimpleShape<Depth>;
@@ -108,6 +158,33 @@ __device__ __forceinline__ void add_lines(simple_sums<Depth>& sums, const simple
     }
   }
   __syncthreads();
+  if constexpr (Tf32) {
+    constexpr int kLine = attention_op::kResultLine;
+    float* const results = exchange + Shape::kSide * Shape::kScoreLine;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int row = warp % Shape::kRowParts * 16, col = warp / Shape::kRowParts * Shape::kDeep;
+#pragma unroll
+    for (int c = 0; c < Depth / 64; ++c) {
+      float part[Shape::kDeep / 8][4] = {};
+      multiply_part<Shape::kDeep / 8, Shape::kSide>(
+          part, [&](int r, int k) { return exchange[(row + r) * Shape::kScoreLine + k]; },
+          [&](int k, int n) { return lines[k * Shape::kLine + 64 * c + col + n]; });
+      if (c > 0) {
+        __syncthreads();  // the 64 columns before are still read
+      }
+      put_part(part, results + row * kLine + col, kLine);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < Shape::kEach; ++i) {
+        const float4 more = four_at(results + (y + 16 * i) * kLine + 4 * x);
+        sums[i][c][0] += more.x;
+        sums[i][c][1] += more.y;
+        sums[i][c][2] += more.z;
+        sums[i][c][3] += more.w;
+      }
+    }
+    return;
+  }
 #pragma unroll 2
   for (int k = 0; k < Shape::kSide; ++k) {
     float w[Shape::kEach];
@@ -149,7 +226,7 @@ __device__ __forceinline__ void each_simple(const ComponentArg& plan, int which,
   }
 }
 
-template <int Depth>
+template <int Depth, bool Tf32>
 __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ attention_op::ForwardParams p) {
   using Shape = SimpleShape<Depth>;
   constexpr int kSide = Shape::kSide, kEach = Shape::kEach;
@@ -182,7 +259,7 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
                                p.plan.used);
     __syncthreads();
     simple_scores<Depth> s;
-    dot_lines<Depth>(s, q, k);
+    dot_lines<Depth, Tf32>(s, q, k, exchange);
     each_simple<Depth>(p.plan, now.mask, [&](int i, int j, bool there) {
       const int row = tables.token[y + 16 * i], col = now.tile.base + tables.place[x + 16 * j].offset;
       float slope;
@@ -215,7 +292,7 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
         }
       }
     }
-    add_lines<Depth>(out, s, exchange, v);
+    add_lines<Depth, Tf32>(out, s, exchange, v);
   }
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -287,7 +364,7 @@ __device__ __forceinline__ void store_simple(simple_sums<Depth>& sums, const Out
 }
 
 /// As attention_backward: Keys says whose gradients these are.
-template <int Depth, bool Keys>
+template <int Depth, bool Keys, bool Tf32>
 __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ attention_op::BackwardParams p) {
   using Shape = SimpleShape<Depth>;
   constexpr int kSide = Shape::kSide;
@@ -318,16 +395,16 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
                                p.value_depth, now, tables.place, p.plan.used);
     __syncthreads();
     simple_scores<Depth> s, g;
-    dot_lines<Depth>(s, first, a);
-    dot_lines<Depth>(g, second, b);
+    dot_lines<Depth, Tf32>(s, first, a, exchange);
+    dot_lines<Depth, Tf32>(g, second, b, exchange);
     const Score<true> score(p.score, item.batch, query_head, p.heads.all);
     simple_gradients<Depth>(s, g, p.plan, now, score,
                             p.stats + (static_cast<i64>(item.batch) * p.heads.all + query_head) * p.queries, Keys, true,
                             tables.token, tables.place);
     if constexpr (Keys) {
-      add_lines<Depth>(d_second, s, exchange, b);
+      add_lines<Depth, Tf32>(d_second, s, exchange, b);
     }
-    add_lines<Depth>(d_first, g, exchange, a);
+    add_lines<Depth, Tf32>(d_first, g, exchange, a);
   }
   store_simple<Depth>(d_first, p.d_first, item, tables.token, p.depth, p.score.scale, p.add);
   if constexpr (Keys) {

@@ -162,9 +162,11 @@ constexpr KernelShape backward_shape(int depth, bool extras) {
   return {rows, cols, rows / 16, larger((2 * rows + 4 * cols) * line_bytes(depth), staging_bytes(rows, depth))};
 }
 /// Of the kernels in float; `tiles` of them in shared memory. Lines are padded so that they begin in different banks.
-constexpr KernelShape simple_shape(int depth, int tiles) {
+/// With tf32, 64 columns of results pass through it as well.
+inline constexpr int kResultLine = 68;
+constexpr KernelShape simple_shape(int depth, int tiles, bool tf32 = false) {
   const int side = depth <= 128 ? 64 : 32;
-  return {side, side, 8, 4 * side * (tiles * (depth + 4) + side + 4)};
+  return {side, side, 8, 4 * side * (tiles * (depth + 4) + side + 4 + (tf32 ? kResultLine : 0))};
 }
 
 }  // namespace fretwork::attention_op

@@ -30,7 +30,7 @@ struct Kind {
 constexpr Kind kKinds[] = {
     {DType::f16, 8 | 16 | 32 | 64, 2}, {DType::bf16, 8 | 16 | 32 | 64, 2}, {DType::i8, 16 | 64, 1}};
 constexpr int kLeastColumns = 8, kSizes = 4;  // 8, 16, 32, 64
-constexpr int kMostLogSplit = 3;
+constexpr int kMostSplit = 8;
 
 KernelSpec instance(DType dtype, int columns) {
   return {"ops/two_four/kernel_few.cuh",
@@ -77,63 +77,84 @@ bool suits(const Problem& p, const Kind& kind) {
          aligned(p.words.data, static_cast<std::size_t>(run / 8)) && keeps(p.m, p.words.line * p.word_bytes, run / 8);
 }
 
-/// How many warps of a CTA stand along the rows, and how many CTAs share the k of their rows, as powers of two.
+/// How many warps of a CTA stand along the rows (as a power of two), how many CTAs share the k of their rows, and the
+/// stages that they have room for: 0 if none suits.
 struct Spread {
-  int log_rows = 3, log_split = 0;
+  int log_rows = 0, split = 1, stages = 0;
 };
 
-/// Clusters of 2^log_split CTAs, one to a multiprocessor, that run at once.
-int resident_clusters(const Kernel& kernel, std::size_t which, int log_split, int device) {
-  constexpr std::size_t kDevices = 16, kOfKernel = kMostLogSplit + 1;
+/// The bytes of metadata of a run.
+int run_words(const Kind& kind) { return kind.bytes == 1 ? 4 : 2; }
+
+/// Clusters of `split` CTAs, one to a multiprocessor, that run at once. They lie within a part of the GPU that may have
+/// few multiprocessors, so often fewer than its number allows.
+int resident_clusters(const Kernel& kernel, std::size_t which, int split, int device) {
+  constexpr std::size_t kDevices = 16, kOfKernel = kMostSplit + 1;
   static constinit std::array<std::atomic<int>, kDevices * kCount * kOfKernel> known{};
   const auto ask = [&] {
-    return std::max(1, kernel.active_clusters(1 << log_split, kThreads, shared_bytes(kMostColumns, 3)));
+    return std::max(1, kernel.active_clusters(split, kThreads, driver::device_info(device).shared_per_block));
   };
   if (static_cast<std::size_t>(device) >= kDevices) {
     return ask();
   }
   const std::size_t kernel_place = static_cast<std::size_t>(device) * kCount + which;
-  std::atomic<int>& place = known[kernel_place * kOfKernel + static_cast<std::size_t>(log_split)];
+  std::atomic<int>& place = known[kernel_place * kOfKernel + static_cast<std::size_t>(split)];
   if (place.load(std::memory_order_relaxed) == 0) {
     place.store(ask(), std::memory_order_relaxed);
   }
   return place.load(std::memory_order_relaxed);
 }
 
-/// Clocks that a spread takes at best: memory gives the sparse operand, L2 that and b, to all CTAs that run at once.
-double cost(const Problem& p, std::int64_t runs, const Spread& spread, std::int64_t resident) {
-  constexpr double kMemory = 2400, kL2 = 3200, kMultiprocessor = 32, kStart = 2000, kMeet = 1500;
+/// Clocks that a spread takes at best. Memory gives the sparse operand, L2 that and b, to all CTAs that run at once; a
+/// multiprocessor has its own ports to both and to its shared memory, and its tensor cores.
+double cost(const Problem& p, const Kind& kind, int columns, std::int64_t blocks, const Spread& spread,
+            std::int64_t resident) {
+  constexpr double kMemory = 2300, kL2 = 3200, kPort = 24, kShared = 128, kProducts = 22;
+  constexpr double kStage = 400, kStart = 2000, kMeet = 600, kMeetEach = 150, kRemote = 32;
   const int parts = parts_of(spread.log_rows);
-  const std::int64_t split = std::int64_t{1} << spread.log_split;
-  const std::int64_t ctas = ceil_div(p.m, std::int64_t{kRows} << spread.log_rows) * split;
-  const std::int64_t stages = ceil_div(ceil_div(runs, std::int64_t{kBlockRuns} * parts), split);
-  const double sparse = kWarps * kRows * kBlockRuns * (p.dtype == DType::i8 ? 20 : 18);
+  const std::int64_t ctas = ceil_div(p.m, std::int64_t{kRows} << spread.log_rows) * spread.split;
+  const std::int64_t stages = ceil_div(ceil_div(blocks, std::int64_t{parts}), std::int64_t{spread.split});
+  const double sparse = kWarps * (kValueBytes + kRows * kBlockRuns * run_words(kind));
   const double b = double(parts) * kBlockRuns * kRunBytes * double(p.n * p.batch);
+  const double shared = 2 * sparse + b + double(kWarps) * kBlockRuns * kRunBytes * columns;
   const auto active = static_cast<double>(std::min(ctas, resident));
-  const double stage = std::max({sparse / kMultiprocessor, sparse * active / kMemory, (sparse + b) * active / kL2});
-  return double(ceil_div(ctas, resident)) * (double(stages) * stage + kStart) + (split > 1 ? kMeet : 0);
+  const double stage = std::max({sparse * active / kMemory, (sparse + b) * active / kL2, (sparse + b) / kPort,
+                                 std::max(shared / kShared, kProducts * columns) + kStage});
+  const double sums = sums_bytes(columns, spread.log_rows);
+  const double meet = spread.split > 1 ? kMeet + kMeetEach * spread.split + sums / kRemote : sums / kShared;
+  return double(ceil_div(ctas, resident)) * (double(stages) * stage + kStart) + meet;
 }
 
-Spread choose(const Problem& p, std::int64_t runs, int columns, const Kernel& kernel, std::size_t which, int device) {
+Spread choose(const Problem& p, const Kind& kind, int columns, const Kernel& kernel, std::size_t which, int device) {
   const driver::DeviceInfo& info = driver::device_info(device);
+  const std::int64_t blocks = ceil_div(p.k * kind.bytes, std::int64_t{kBlockRuns} * kRunBytes);
   Spread best;
   double least = std::numeric_limits<double>::max();
-  for (int log_split = 0; log_split <= (info.arch >= 90 ? kMostLogSplit : 0); ++log_split) {
-    for (int log_rows = 0; log_rows <= 3; ++log_rows) {
-      const Spread spread{log_rows, log_split};
-      const std::int64_t stages = ceil_div(runs, std::int64_t{kBlockRuns} * parts_of(log_rows));
-      if (parts_of(log_rows) * columns > kMostColumns || stages < std::int64_t{1} << log_split) {
+  for (int split = 1; split <= (info.arch >= 90 ? kMostSplit : 1); ++split) {
+    const std::int64_t resident =
+        split == 1 ? info.multiprocessors : std::int64_t{split} * resident_clusters(kernel, which, split, device);
+    for (int log_rows = 0; log_rows <= kLogWarps; ++log_rows) {
+      const int room = info.shared_per_block / stage_bytes(columns, log_rows, run_words(kind));
+      const Spread spread{log_rows, split, std::min(room, kMostStages)};
+      if (spread.stages < 2 || sums_bytes(columns, log_rows) > info.shared_per_block ||
+          (split > 1 && ceil_div(blocks, std::int64_t{parts_of(log_rows)}) < split)) {
         continue;
       }
-      const std::int64_t resident =
-          log_split == 0 ? info.multiprocessors : resident_clusters(kernel, which, log_split, device) << log_split;
-      if (const double clocks = cost(p, runs, spread, resident); clocks < least) {
+      if (const double clocks = cost(p, kind, columns, blocks, spread, resident); clocks < least) {
         least = clocks;
         best = spread;
       }
     }
   }
   return best;
+}
+
+/// Bytes from column to column of b, over all batches, if it lies along k in words of four bytes; else 0.
+std::int64_t wide_step(const Problem& p, int bytes) {
+  const std::int64_t step = (p.n == 1 ? p.b.batch : p.b.col) * bytes;
+  const bool one = p.n * p.batch == 1, even = p.n == 1 || p.batch == 1 || p.b.batch == p.n * p.b.col;
+  const bool wide = p.b.row == 1 && aligned(p.b.data, 4) && even && (one || (step % 4 == 0 && step != 0));
+  return !wide ? 0 : one ? 4 : step;
 }
 
 Params fill(const Problem& p, const Kind& kind, const Spread& spread) {
@@ -161,13 +182,16 @@ Params fill(const Problem& p, const Kind& kind, const Spread& spread) {
   params.columns = static_cast<int>(p.n * p.batch);
   params.runs = static_cast<int>(p.k * kind.bytes / kRunBytes);
   params.log_rows = spread.log_rows;
-  params.split = 1 << spread.log_split;
+  params.split = spread.split;
+  params.stages = spread.stages;
   params.activation = static_cast<int>(p.activation);
-  const std::int64_t four_runs = 16 / kind.bytes;  // bytes of metadata
-  params.words_wide =
-      aligned(p.words.data, static_cast<std::size_t>(four_runs)) && keeps(p.m, params.words_line, four_runs);
-  params.b_wide =
-      p.b.row == 1 && aligned(p.b.data, 4) && keeps(p.n, params.b_col, 4) && keeps(p.batch, params.b_batch, 4);
+  for (params.words_step = 16; params.words_step > 2; params.words_step /= 4) {
+    if (aligned(p.words.data, static_cast<std::size_t>(params.words_step)) &&
+        keeps(p.m, params.words_line, params.words_step)) {
+      break;
+    }
+  }
+  params.b_wide = wide_step(p, kind.bytes);
   params.c_rows = p.n == 1 || std::llabs(p.c.row) <= std::llabs(p.c.col);
   params.c_wide =
       p.c.row == 1 && aligned(p.c.data, 4 * size_of(p.out)) && keeps(p.n, p.c.col, 4) && keeps(p.batch, p.c.batch, 4);
@@ -189,12 +213,15 @@ bool run_few(const Problem& problem, Context& context) {
     ++which;
   }
   const Kernel& kernel = kernels.get(which, device, [&] { return instance(problem.dtype, columns); });
-  const std::int64_t runs = problem.k * kind->bytes / kRunBytes;
-  const Spread spread = choose(problem, runs, columns, kernel, which, device);
+  const Spread spread = choose(problem, *kind, columns, kernel, which, device);
+  if (spread.stages == 0) {
+    return false;
+  }
   const Params params = fill(problem, *kind, spread);
-  const std::int64_t grid = ceil_div(problem.m, std::int64_t{kRows} << spread.log_rows) << spread.log_split;
-  kernel.launch_clusters(grid, params.split, kThreads, shared_bytes(columns, spread.log_rows), &params, context.stream,
-                         arch >= 90);
+  const std::int64_t grid = ceil_div(problem.m, std::int64_t{kRows} << spread.log_rows) * spread.split;
+  const int shared = std::max(spread.stages * stage_bytes(columns, spread.log_rows, run_words(*kind)),
+                              sums_bytes(columns, spread.log_rows));
+  kernel.launch_clusters(grid, spread.split, kThreads, shared, &params, context.stream, arch >= 90);
   return true;
 }
 

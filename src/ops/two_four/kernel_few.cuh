@@ -1,9 +1,9 @@
-// 2:4 products with few columns, at the speed at which memory gives the sparse operand. A lane multiplies the 16 bytes
-// of values that it loaded: which k an mma's slots stand for is free as long as values, nibbles and b agree. Of four
-// neighbouring runs of k (64 of 16-bit types, 128 of 8-bit ones) lane t of a quad has run t, in four registers. The
-// first mma takes registers 0 and 1 of the four lanes, the second 2 and 3. A lane's metadata then gathers what belongs
-// to one register of each lane, and its part of b lies in two runs, 4 bytes of every 8: b waits in shared memory in the
-// order that lanes want it in.
+// 2:4 products with few columns, at the speed at which memory gives the sparse operand. Everything comes through a ring
+// of stages in shared memory, several ahead, by copies that need no registers. A lane multiplies 16 bytes of values at
+// once: which k an mma's slots stand for is free as long as values, nibbles and b agree. Of four neighbouring runs of k
+// (64 of 16-bit types, 128 of 8-bit ones) lane t of a quad has run t, in four registers. The first mma takes registers
+// 0 and 1 of the four lanes, the second 2 and 3. A lane's metadata then gathers what belongs to one register of each
+// lane, and its part of b lies in two runs, 4 bytes of every 8: b waits in the order that lanes want it in.
 #pragma once
 
 #include "device/activation.cuh"
@@ -11,21 +11,24 @@
 #include "device/cluster.cuh"
 #include "device/copy_async.cuh"
 #include "device/load.cuh"
+#include "device/mma.cuh"
 #include "device/types.cuh"
 #include "ops/two_four/params_few.cuh"
 
 namespace fretwork::two_four::few {
 
 inline constexpr int kSteps = kBlockRuns / 4;  ///< of four runs in a block
-inline constexpr int kLines = 4;               ///< of the sparse operand that a lane reads: 8 apart
+inline constexpr int kLines = 4;               ///< of the sparse operand that a lane multiplies: 8 apart
 inline constexpr int kTileBytes = 1024;        ///< of b: eight columns of four runs
+inline constexpr int kStepValues = kRows * 64, kStepWords = kRows * 16;  ///< bytes of a warp's rows
+static_assert(kSteps == 2 && kSteps * kStepValues == kValueBytes);
 
 template <typename T>
 inline constexpr bool is_byte = sizeof(T) == 1;
-/// Registers of metadata that a lane reads for four runs of a line.
+/// Bytes of metadata of a run.
 template <typename T>
-inline constexpr int kWords = is_byte<T> ? 4 : 2;
-/// Those that it gives to the two mma of four runs.
+inline constexpr int kRunWords = is_byte<T> ? 4 : 2;
+/// Registers of metadata that a lane gives to the two mma of four runs.
 template <typename T>
 inline constexpr int kFields = is_byte<T> ? 2 : 1;
 
@@ -51,124 +54,112 @@ __device__ __forceinline__ Sum from_bits(u32 x) {
   }
 }
 
-/// d += a·b: 16 × 8 with 64 bytes of k, of which a holds the kept half. The metadata of 16-bit types comes from lanes
-/// 2·kSelector (the first half of k) and 2·kSelector + 1 of each quad: row lane / 4 in the lower half, the eighth after
-/// it in the upper. That of 8-bit types from all four: odd ones have the eighth row after, the last two the second
-/// half.
-template <typename T, int kSelector>
-__device__ __forceinline__ void mma_sparse(sum_t<T> (&d)[4], const u32* a, const u32* b, u32 metadata) {
-#define FRETWORK_MMA_SPARSE(shape_and_types, constraint)                                                       \
-  asm("mma.sp::ordered_metadata.sync.aligned." shape_and_types                                                 \
-      " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"                               \
-      : constraint(d[0]), constraint(d[1]), constraint(d[2]), constraint(d[3])                                 \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata), \
-        "n"(kSelector))
-  if constexpr (is_same<T, f16>) {
-    FRETWORK_MMA_SPARSE("m16n8k32.row.col.f32.f16.f16.f32", "+f");
-  } else if constexpr (is_same<T, bf16>) {
-    FRETWORK_MMA_SPARSE("m16n8k32.row.col.f32.bf16.bf16.f32", "+f");
-  } else {
-    static_assert(is_same<T, i8>);
-    FRETWORK_MMA_SPARSE("m16n8k64.row.col.s32.s8.s8.s32", "+r");
-  }
-#undef FRETWORK_MMA_SPARSE
-}
+/// Blocks of a warp's rows on their way to shared memory: what a lane reads next, and where its share lies. Rows that
+/// are not there are read as the last one and not written.
+template <typename T>
+struct Sparse {
+  const u8* values[kRows / 4];  ///< a lane's 16 of 128 bytes of every fourth row
+  const u8* words;              ///< of the lane's row
+  u32 value_place;
 
-/// Sixteen bytes that nobody reads again, or anything. Takes no branch, so that loads follow each other closely.
-__device__ __forceinline__ void load_values(u32 (&to)[4], const u8* from, bool there) {
-  asm volatile(
-      "{.reg .pred p;\n"
-      "setp.ne.u32 p, %5, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
-      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-      : "l"(from), "r"(static_cast<u32>(there)));
-}
-
-/// The metadata of four runs of a line, in one access.
-__device__ __forceinline__ void load_words(u32 (&to)[2], const u8* from) {
-  asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-}
-__device__ __forceinline__ void load_words(u32 (&to)[4], const u8* from) {
-  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "l"(from));
-}
-/// The same where only `there` of the runs exist; a valid nibble stands for what does not.
-__device__ __forceinline__ void load_some_words(u32 (&to)[2], const u8* from, int there) {
-  u32 word[4];
+  __device__ __forceinline__ Sparse(const Params& p, int row0, int block, int lane) {
+    const int chunk = lane % 8, step = chunk / 4;
+    const u8* const first = static_cast<const u8*>(p.values) + static_cast<i64>(block) * (kBlockRuns * 16) + 16 * chunk;
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    word[e] = e < there ? reinterpret_cast<const u16*>(from)[e] : 0x4444u;
+    for (int i = 0; i < kRows / 4; ++i) {
+      values[i] = first + min(row0 + 4 * i + lane / 8, p.m - 1) * p.values_line;
+    }
+    words = static_cast<const u8*>(p.words) +
+            static_cast<i64>(block) * (kBlockRuns * kRunWords<T>)+min(row0 + lane, p.m - 1) * p.words_line;
+    value_place = step * kStepValues + ((lane / 8 ^ step) * 4 + chunk % 4) * 16;
   }
-  to[0] = word[0] | word[1] << 16;
-  to[1] = word[2] | word[3] << 16;
-}
-__device__ __forceinline__ void load_some_words(u32 (&to)[4], const u8* from, int there) {
+  __device__ __forceinline__ void advance(int blocks) {
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    to[e] = e < there ? reinterpret_cast<const u32*>(from)[e] : 0x44444444u;
+    for (int i = 0; i < kRows / 4; ++i) {
+      values[i] += blocks * (kBlockRuns * 16);
+    }
+    words += blocks * (kBlockRuns * kRunWords<T>);
   }
-}
 
-/// Lane t of a quad gets in entry s what lane s has in entry t.
-__device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
+  /// Values lie as [step][row][16 bytes of a run]. Rows of the second step are swapped in pairs: a row's 128 bytes, and
+  /// what eight lanes read, then lie in different banks.
+  __device__ __forceinline__ void copy_values(const Params& p, int block, u32 to, int lane) const {
+    const bool there = block * kBlockRuns + lane % 8 < p.runs;
 #pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = (threadIdx.x & bit) != 0;
+    for (int i = 0; i < kRows / 4; ++i) {
+      copy_async_16(to + value_place + i * 256, values[i], there);
+    }
+  }
+
+  /// Metadata lies as [row][16 bytes], of 8-bit types once for each step. A valid nibble stands for what does not
+  /// exist.
+  __device__ __forceinline__ void copy_words(const Params& p, int block, u8* to, int lane) const {
+    constexpr int kBytes = kBlockRuns * kRunWords<T>;
+    const int there = p.runs - block * kBlockRuns;
+    const auto place = [&](int byte) { return to + byte / 16 * kStepWords + lane * 16 + byte % 16; };
+    if (there >= kBlockRuns && p.words_step == 16) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if ((e & bit) == 0) {
-        const u32 other = __shfl_xor_sync(0xffffffffu, upper ? x[e] : x[e | bit], bit);
-        x[e] = upper ? other : x[e];
-        x[e | bit] = upper ? x[e | bit] : other;
+      for (int byte = 0; byte < kBytes; byte += 16) {
+        copy_async_16(shared_address(place(byte)), words + byte, true);
+      }
+    } else if (there >= kBlockRuns && p.words_step == 4) {
+#pragma unroll
+      for (int byte = 0; byte < kBytes; byte += 4) {
+        copy_async_4(shared_address(place(byte)), words + byte, 4);
+      }
+    } else {
+#pragma unroll
+      for (int run = 0; run < kBlockRuns; ++run) {
+        if constexpr (is_byte<T>) {
+          *reinterpret_cast<u32*>(place(4 * run)) =
+              run < there ? reinterpret_cast<const u32*>(words)[run] : 0x44444444u;
+        } else {
+          *reinterpret_cast<u16*>(place(2 * run)) =
+              run < there ? reinterpret_cast<const u16*>(words)[run] : static_cast<u16>(0x4444u);
+        }
       }
     }
   }
+};
+
+/// Nibble t of each of four words of 16 bits, in the lower half.
+__device__ __forceinline__ u32 gather_nibbles(u32 low, u32 high, int t) {
+  const u32 apart = (low >> 4 * t & 0x000f000fu) | (high >> 4 * t & 0x000f000fu) << 8;  // of words 0, 2, 1, 3
+  return apart | apart >> 12;
 }
 
-/// Nibbles of four words of 16 bits: nibble 0 of each in the lower half of `even` and nibble 2 in the upper, 1 and 3 in
-/// `odd`.
-__device__ __forceinline__ void gather_nibbles(const u32 (&words)[2], u32& even, u32& odd) {
-  u32 part[2][2];
+/// What a lane gives to the mma of every step: of 16-bit types nibble t of four runs' words, of the first row of its 16
+/// in the lower half and of the one 8 below in the upper; of 8-bit types, for mma j, byte 2j + t / 2 of four runs'
+/// words of the row that t % 2 names.
+template <typename T>
+__device__ __forceinline__ void read_words(const u8* from, int lane, u32 (&to)[kSteps][2][kFields<T>]) {
+  const int t = lane % 4;
+  const auto group = [&](int step, int row) {
+    return *reinterpret_cast<const word_group<4>*>(from + step * kStepWords + row * 16);
+  };
 #pragma unroll
-  for (int x = 0; x < 2; ++x) {
+  for (int h = 0; h < 2; ++h) {
+    const int row = 16 * h + lane / 4;
+    if constexpr (is_byte<T>) {
 #pragma unroll
-    for (int o = 0; o < 2; ++o) {  // nibbles o and o + 2 of two words, in bytes 0 and 1
-      const u32 nibbles = words[x] >> 4 * o & 0x0f0f0f0fu;
-      part[o][x] = nibbles | nibbles >> 12;
+      for (int step = 0; step < kSteps; ++step) {
+        const word_group<4> w = group(step, row + t % 2 * 8);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const u32 byte = 2 * j + t / 2, two = byte | (byte + 4) << 4;
+          to[step][h][j] =
+              __byte_perm(__byte_perm(w.words[0], w.words[1], two), __byte_perm(w.words[2], w.words[3], two), 0x5410);
+        }
+      }
+    } else {
+      const word_group<4> first = group(0, row), second = group(0, row + 8);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        to[step][h][0] = __byte_perm(gather_nibbles(first.words[2 * step], first.words[2 * step + 1], t),
+                                     gather_nibbles(second.words[2 * step], second.words[2 * step + 1], t), 0x5410);
+      }
     }
   }
-  even = __byte_perm(part[0][0], part[0][1], 0x5140);
-  odd = __byte_perm(part[1][0], part[1][1], 0x5140);
-}
-
-/// Lane s of a quad has the metadata of the s-th four runs of a block, of the rows `first` and `second`; lane t gets
-/// what it gives to the mma of every step s: nibble t of the four words, of the first row in the lower half.
-__device__ __forceinline__ void regroup(const u32 (&first)[2], const u32 (&second)[2], u32 (&to)[1][kSteps]) {
-  u32 even[2], odd[2];
-  gather_nibbles(first, even[0], odd[0]);
-  gather_nibbles(second, even[1], odd[1]);
-  to[0][0] = __byte_perm(even[0], even[1], 0x5410);
-  to[0][1] = __byte_perm(odd[0], odd[1], 0x5410);
-  to[0][2] = __byte_perm(even[0], even[1], 0x7632);
-  to[0][3] = __byte_perm(odd[0], odd[1], 0x7632);
-  transpose_quad(to[0]);
-}
-/// Of 8-bit types: for mma j, byte 2j + t / 2 of the four words, of the row that t % 2 names.
-__device__ __forceinline__ void regroup(const u32 (&first)[4], const u32 (&second)[4], u32 (&to)[2][kSteps]) {
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const u32(&w)[4] = row == 0 ? first : second;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {  // bytes 2j and 2j + 1 of all words
-      const u32 low = __byte_perm(w[0], w[1], j == 0 ? 0x5140 : 0x7362);
-      const u32 high = __byte_perm(w[2], w[3], j == 0 ? 0x5140 : 0x7362);
-      to[j][row] = __byte_perm(low, high, 0x5410);
-      to[j][row + 2] = __byte_perm(low, high, 0x7632);
-    }
-  }
-  transpose_quad(to[0]);
-  transpose_quad(to[1]);
 }
 
 /// Where a column begins in b or c.
@@ -189,48 +180,84 @@ struct Stage {
     return j * (kTileBytes / 2) + ((n ^ j) * 4 + (t ^ n >> 1)) * 16;
   }
 
-  /// Without registers, where b lies along k: a warp copies four runs of a column at once.
+  /// Without registers, where b lies along k: a warp copies four runs of a column at once, of every eight columns the
+  /// one that is its turn. Columns that are not there stay as they are: nobody reads their sums.
   static __device__ __forceinline__ void copy(const Params& p, int first_block, u32 to) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int run = lane / 8, word = lane % 8, t = run % 2 * 2 + word % 2;
-#pragma unroll 2
-    for (int o = warp; o < parts_of(p.log_rows) * kColumns; o += kWarps) {
-      const int part = o / kColumns, column = o % kColumns, first = (first_block + part) * kBlockRuns;
-      const u8* const from = static_cast<const u8*>(p.b) + static_cast<i64>(first) * kRunBytes + lane * 4 +
-                             column_offset(p, column, p.b_col, p.b_batch);
-      const u32 at = to + part * kPartBytes + column / 8 * kTileBytes + place(column % 8, t, word / 4) +
-                     (word / 2 % 2 * 2 + run / 2) * 4;
+#pragma unroll 1
+    for (int part = 0; part < parts_of(p.log_rows); ++part) {
+      const int n = (warp + part) % 8, first = (first_block + part) * kBlockRuns + run;
+      const int low = first < p.runs ? 4 : 0, high = first + 4 < p.runs ? 4 : 0;
+      const u8* from =
+          static_cast<const u8*>(p.b) + n * p.b_wide + word * 4 + static_cast<i64>(low == 0 ? 0 : first) * kRunBytes;
+      const int step = high == 0 ? 0 : 4 * kRunBytes;  // nothing is read where nothing is
+      const u32 at = to + part * kPartBytes + place(n, t, word / 4) + (word / 2 % 2 * 2 + run / 2) * 4;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const bool there = column < p.columns && first + step * 4 + run < p.runs;
-        copy_async_4(at + step * kStepBytes, there ? from + step * (4 * kRunBytes) : static_cast<const u8*>(p.b),
-                     there ? 4 : 0);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        if (tile * 8 + n < p.columns) {
+          copy_async_4(at + tile * kTileBytes, from, low);
+          copy_async_4(at + tile * kTileBytes + kStepBytes, from + step, high);
+        }
+        from += 8 * p.b_wide;
       }
     }
   }
 
-  /// Any other b: a warp reads a word's elements of eight columns and four words of a lane.
-  static __device__ __forceinline__ void gather(const Params& p, int first_block, u8* to) {
-    constexpr int kOfWord = 4 / static_cast<int>(sizeof(T));
-    const int thread = static_cast<int>(threadIdx.x), n = thread % 8, word = thread / 8 % 4;
-#pragma unroll 4
-    for (int o = thread / 32; o < parts_of(p.log_rows) * kTiles * kSteps * 8; o += kWarps) {
-      const int t = o % 4, j = o / 4 % 2, step = o / 8 % kSteps, tile = o / 8 / kSteps % kTiles;
-      const int part = o / 8 / kSteps / kTiles, column = tile * 8 + n;
-      const int run = (first_block + part) * kBlockRuns + step * 4 + word % 2 * 2 + t / 2;
-      // The first element stands for what is not there: loads without branches follow each other closely.
-      const bool there = column < p.columns && run < p.runs;
-      const i64 k = (static_cast<i64>(run) * 8 + (2 * j + word / 2) * 2 + t % 2) * kOfWord;
-      const u8* const from =
-          static_cast<const u8*>(p.b) + (there ? column_offset(p, column, p.b_col, p.b_batch) + k * p.b_row : 0);
-      u32 found = 0;
+  /// Any other b goes through registers: a warp reads a word's elements of eight columns and four words of a lane,
+  /// kAtOnce times before it joins and writes any. From lower to higher bits of the number of such a reading: the lane
+  /// of a quad, the mma, the step, the tile, the part.
+  static constexpr u32 kOfWord = 4 / sizeof(T), kAtOnce = 16 / kOfWord;
+  struct Found {
+    u32 elements[kAtOnce][kOfWord];
+  };
+  static __device__ __forceinline__ u32 readings(const Params& p) { return parts_of(p.log_rows) * kTiles * kSteps * 8; }
+
+  static __device__ __forceinline__ void read(const Params& p, int first_block, u32 o, Found& found) {
+    const u32 n = threadIdx.x % 8, word = threadIdx.x / 8 % 4;
 #pragma unroll
-      for (int e = 0; e < kOfWord; ++e) {
-        const u32 bits = is_byte<T> ? from[e * p.b_row] : *reinterpret_cast<const u16*>(from + e * p.b_row);
-        found |= bits << 32 / kOfWord * e;
+    for (u32 u = 0; u < kAtOnce; ++u) {
+      const u32 i = o + u * kWarps, t = i % 4, j = i / 4 % 2, step = i / 8 % kSteps;
+      const int column = static_cast<int>(i / 8 / kSteps % kTiles * 8 + n);
+      const int block = first_block + static_cast<int>(i / 8 / kSteps / kTiles);
+      const int run = block * kBlockRuns + static_cast<int>(step * 4 + word % 2 * 2 + t / 2);
+      const bool there = i < readings(p) && column < p.columns && run < p.runs;
+      const i64 k = (static_cast<i64>(run) * 8 + (2 * j + word / 2) * 2 + t % 2) * kOfWord;
+      const u8* const from = static_cast<const u8*>(p.b) + column_offset(p, column, p.b_col, p.b_batch) + k * p.b_row;
+#pragma unroll
+      for (u32 e = 0; e < kOfWord; ++e) {
+        found.elements[u][e] = 0;
+        if (there) {
+          found.elements[u][e] = is_byte<T> ? from[e * p.b_row] : *reinterpret_cast<const u16*>(from + e * p.b_row);
+        }
       }
-      *reinterpret_cast<u32*>(to + part * kPartBytes + step * kStepBytes + tile * kTileBytes + place(n, t, j) +
-                              word * 4) = there ? found : 0;
+    }
+  }
+  static __device__ __forceinline__ void write(const Params& p, u32 o, const Found& found, u8* to) {
+    const u32 n = threadIdx.x % 8, word = threadIdx.x / 8 % 4;
+#pragma unroll
+    for (u32 u = 0; u < kAtOnce; ++u) {
+      const u32 i = o + u * kWarps;
+      u32 joined = 0;
+#pragma unroll
+      for (u32 e = 0; e < kOfWord; ++e) {
+        joined |= found.elements[u][e] << 32 / kOfWord * e;
+      }
+      if (i < readings(p)) {
+        const u32 at = i / 8 / kSteps / kTiles * kPartBytes + i / 8 % kSteps * kStepBytes +
+                       i / 8 / kSteps % kTiles * kTileBytes + place(n, i % 4, i / 4 % 2) + word * 4;
+        *reinterpret_cast<u32*>(to + at) = joined;
+      }
+    }
+  }
+  /// The rest of a stage, of which the first readings are `found`.
+  static __device__ __forceinline__ void write_all(const Params& p, int first_block, Found& found, u8* to) {
+    u32 o = threadIdx.x / 32;
+    write(p, o, found, to);
+#pragma unroll 1
+    for (o += kAtOnce * kWarps; o < readings(p); o += kAtOnce * kWarps) {
+      read(p, first_block, o, found);
+      write(p, o, found, to);
     }
   }
 };
@@ -241,26 +268,55 @@ struct Sums {
   sum_t<T> at[2][kColumns / 8][4] = {};  ///< [16 rows][8 columns]
 };
 
-/// Two mma for each 16 rows and 8 columns: four runs, whose b lies at `low_b` and `high_b`. `there`: all bits, or none
-/// where this lane's run is past the end.
+/// Two mma for each 16 rows and 8 columns: four runs, whose values and b begin for this lane at `values`, `low_b` and
+/// `high_b`. A sum's two mma are kept apart: each waits for the one before. `all`: ones that the compiler does not
+/// know, lest it joins lines to fragments anew for every mma.
 template <typename T, int kColumns>
-__device__ __forceinline__ void multiply(Sums<T, kColumns>& sums, const u32 (&values)[kLines][4], u32 there,
-                                         const u32 (&metadata)[2][kFields<T>][kSteps], int step, const u8* low_b,
+__device__ __forceinline__ void multiply(Sums<T, kColumns>& sums, const u8* values,
+                                         const u32 (&metadata)[2][kFields<T>], u32 all, const u8* low_b,
                                          const u8* high_b) {
   u32 a[2][2][4];  // [16 rows][mma]
 #pragma unroll
-  for (int e = 0; e < 16; ++e) {
-    a[e / 8][e / 4 % 2][e % 4] = values[e / 8 * 2 + e % 2][e / 2 % 4] & there;
-  }
+  for (int l = 0; l < kLines; ++l) {
+    const word_group<4> line = *reinterpret_cast<const word_group<4>*>(values + l * (8 * 64));
 #pragma unroll
-  for (int tile = 0; tile < kColumns / 8; ++tile) {
-    const word_group<4> low = *reinterpret_cast<const word_group<4>*>(low_b + tile * kTileBytes);
-    const word_group<4> high = *reinterpret_cast<const word_group<4>*>(high_b + tile * kTileBytes);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      mma_sparse<T, 0>(sums.at[h][tile], a[h][0], low.words, metadata[h][0][step]);
-      mma_sparse<T, is_byte<T> ? 0 : 1>(sums.at[h][tile], a[h][1], high.words, metadata[h][kFields<T> - 1][step]);
+    for (int e = 0; e < 4; ++e) {
+      a[l / 2][e / 2][e % 2 * 2 + l % 2] = line.words[e] & all;
     }
+  }
+  constexpr int kTiles = kColumns / 8, kPair = kTiles < 2 ? kTiles : 2;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; tile += kPair) {
+    word_group<4> b[2][kPair];
+#pragma unroll
+    for (int i = 0; i < kPair; ++i) {
+      b[0][i] = *reinterpret_cast<const word_group<4>*>(low_b + (tile + i) * kTileBytes);
+      b[1][i] = *reinterpret_cast<const word_group<4>*>(high_b + (tile + i) * kTileBytes);
+    }
+#pragma unroll
+    for (int o = 0; o < 2 * kPair; ++o) {
+      mma_sparse<T, 0>(sums.at[o % 2][tile + o / 2], a[o % 2][0], b[0][o / 2].words, metadata[o % 2][0]);
+    }
+#pragma unroll
+    for (int o = 0; o < 2 * kPair; ++o) {
+      mma_sparse<T, is_byte<T> ? 0 : 1>(sums.at[o % 2][tile + o / 2], a[o % 2][1], b[1][o / 2].words,
+                                        metadata[o % 2][kFields<T> - 1]);
+    }
+  }
+}
+
+/// All copies of this thread but those of its newest `left` stages are there.
+__device__ __forceinline__ void wait_for_copies(int left) {
+  switch (left) {
+    case 0:
+      return copy_async_wait<0>();
+    case 1:
+      return copy_async_wait<1>();
+    case 2:
+      return copy_async_wait<2>();
+    default:
+      static_assert(kMostStages == 5);
+      return copy_async_wait<3>();
   }
 }
 
@@ -376,7 +432,8 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<T, kColumns>&
     }
   }
   meet(p);
-  const int log_fours = p.log_rows + 3, count = kColumns << log_fours, parts = parts_of(p.log_rows);
+  const int log_fours = p.log_rows + 3, count = kColumns << log_fours;
+  const int log_parts = kLogWarps - p.log_rows, parts = 1 << log_parts;
   for (int o = rank * kThreads + thread; o < count; o += p.split * kThreads) {
     const int column = p.c_rows ? o >> log_fours : o % kColumns;
     const int row = 4 * (p.c_rows ? o & ((1 << log_fours) - 1) : o / kColumns);
@@ -386,7 +443,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<T, kColumns>&
 #pragma unroll 4
       for (int q = 0; q < p.split * parts; ++q) {
         u32 more[4];
-        load_from_rank(more, from + q % parts * (kColumns * pitch * 4), q / parts);
+        load_from_rank(more, from + (q & (parts - 1)) * (kColumns * pitch * 4), q >> log_parts);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           total[e] += from_bits<sum_t<T>>(more[e]);
@@ -405,90 +462,77 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<T, kColumns>&
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) u8 few_shared[];
+  using B = Stage<T, kColumns>;
+  constexpr int kWordBytes = kBlockRuns * kRunWords<T> * kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
   const int parts = parts_of(p.log_rows), warp_part = warp >> p.log_rows;
   const int group = static_cast<int>(blockIdx.x) / p.split, rank = static_cast<int>(blockIdx.x) - group * p.split;
-  const int row0 = group * (kRows << p.log_rows), stages = (p.runs + parts * kBlockRuns - 1) / (parts * kBlockRuns);
-  using B = Stage<T, kColumns>;
-  // Rows that are not there are read as the last one and not written.
-  const int first_row = row0 + (warp & ((1 << p.log_rows) - 1)) * kRows + lane / 4, row = min(first_row, p.m - 1);
-  const u8* const value_line = static_cast<const u8*>(p.values) + row * p.values_line + 16 * t;
-  const u8* const word_line = static_cast<const u8*>(p.words) + row * p.words_line + 4 * kWords<T> * t;
-  int below[kLines];  // rows from the lane's first to its others
-#pragma unroll
-  for (int l = 0; l < kLines; ++l) {
-    below[l] = min(first_row + 8 * l, p.m - 1) - row;
-  }
-  u32 values[kSteps][kLines][4], words[kLines][kWords<T>];
-  const auto fetch_values = [&](int step, int block) {
-    const i64 offset = (static_cast<i64>(block) * kSteps + step) * 64;
-#pragma unroll
-    for (int l = 0; l < kLines; ++l) {
-      load_values(values[step][l], value_line + offset + below[l] * p.values_line,
-                  (block * kSteps + step) * 4 + t < p.runs);
+  const int row0 = group * (kRows << p.log_rows), blocks = (p.runs + kBlockRuns - 1) / kBlockRuns;
+  const u32 all = p.runs > 0 ? ~0u : 0u;
+  const int late = warp / 4;  // of two warps that share a scheduler one multiplies while the other fetches
+  // A stage: the values of all warps, their metadata, b.
+  const int b_place = kWarps * (kValueBytes + kWordBytes), stage_bytes = b_place + parts * B::kPartBytes;
+  const int end = p.stages * stage_bytes;
+  const int stride = p.split * parts;  // blocks from one stage to the next
+  int next = rank * parts;             // of the stage that is fetched next
+  Sparse<T> sparse(p, row0 + (warp & ((1 << p.log_rows) - 1)) * kRows, next + warp_part, lane);
+  typename B::Found found;
+  const auto fetch = [&](u8* to) {
+    if (next < blocks) {
+      sparse.copy_values(p, next + warp_part, shared_address(to + warp * kValueBytes), lane);
+      sparse.copy_words(p, next + warp_part, to + kWarps * kValueBytes + warp * kWordBytes, lane);
+      if (p.b_wide != 0) {
+        B::copy(p, next, shared_address(to + b_place));
+      } else {
+        B::read(p, next, warp, found);  // and written when a stage was multiplied meanwhile
+      }
     }
+    copy_async_commit();  // even nothing, so that groups count stages
   };
-  const auto fetch_words = [&](int block) {
-    const int there = p.runs - (block * kSteps + t) * 4;
-    const i64 offset = static_cast<i64>(block) * (16 * kWords<T>);
-    if (p.words_wide && there >= 4) {
-#pragma unroll
-      for (int l = 0; l < kLines; ++l) {
-        load_words(words[l], word_line + offset + below[l] * p.words_line);
-      }
-    } else {
-#pragma unroll
-      for (int l = 0; l < kLines; ++l) {
-        load_some_words(words[l], word_line + offset + below[l] * p.words_line, there);
-      }
+  const auto advance = [&](u8* to) {
+    if (p.b_wide == 0 && next < blocks) {
+      B::write_all(p, next, found, to + b_place);
     }
+    next += stride;
+    sparse.advance(stride);
   };
 #if __CUDA_ARCH__ >= 900
   wait_for_earlier_kernel();
 #endif
+  for (int s = 0; s < p.stages - 1; ++s) {
+    fetch(few_shared + s * stage_bytes);
+    advance(few_shared + s * stage_bytes);
+  }
   Sums<T, kColumns> sums;
-  int turn = 1;
+  int here = 0, free = end - stage_bytes;
 #pragma unroll 1
-  for (int stage = rank - p.split; stage < stages; stage += p.split) {  // the first only fetches
-    const int next = (stage + p.split) * parts;
-    u8* const coming = few_shared + (turn ^ 1) * parts * B::kPartBytes;
-    if (p.b_wide) {
-      B::copy(p, next, shared_address(coming));
-    }
-    if (stage < 0) {
-      fetch_words(next + warp_part);
+  for (int first = rank * parts; first < blocks; first += stride) {
+    wait_for_copies(p.stages - 2);
+    __syncthreads();  // this stage is there, and nobody reads the one before, which is fetched into
+    const u8* const stage = few_shared + here;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+      if (turn == late) {
+        fetch(few_shared + free);
+      } else if (first + warp_part < blocks) {
+        u32 metadata[kSteps][2][kFields<T>];
+        read_words<T>(stage + kWarps * kValueBytes + warp * kWordBytes, lane, metadata);
+        const u8* const b = stage + b_place + warp_part * B::kPartBytes;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        fetch_values(step, next + warp_part);
-      }
-    } else {
-      u32 metadata[2][kFields<T>][kSteps];
-      regroup(words[0], words[1], metadata[0]);
-      regroup(words[2], words[3], metadata[1]);
-      fetch_words(next + warp_part);
-      const u8* const here = few_shared + (turn * parts + warp_part) * B::kPartBytes;
-      const u8 *const low = here + B::place(lane / 4, t, 0), *const high = here + B::place(lane / 4, t, 1);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        // Past the end there is nothing, now or later. The branch also keeps each step's loads behind its products.
-        const int run = ((stage * parts + warp_part) * kSteps + step) * 4;
-        if (run >= p.runs) {
-          break;
+        for (int step = 0; step < kSteps; ++step) {
+          multiply<T>(sums, stage + warp * kValueBytes + step * kStepValues + (lane ^ 4 * step) * 16, metadata[step],
+                      all, b + step * B::kStepBytes + B::place(lane / 4, t, 0),
+                      b + step * B::kStepBytes + B::place(lane / 4, t, 1));
         }
-        multiply<T>(sums, values[step], run + t < p.runs ? ~0u : 0u, metadata, step, low + step * B::kStepBytes,
-                    high + step * B::kStepBytes);
-        fetch_values(step, next + warp_part);
       }
     }
-    if (!p.b_wide) {
-      B::gather(p, next, coming);
-    }
-    turn ^= 1;
-    copy_async_commit();
-    copy_async_wait<0>();
-    __syncthreads();  // the next stage's b is there, and nobody reads this one's
+    advance(few_shared + free);
+    free = here;
+    here = here + stage_bytes == end ? 0 : here + stage_bytes;
   }
   let_next_kernel_start();
+  copy_async_wait<0>();
+  __syncthreads();  // nobody reads a stage where sums come to lie
   reduce<T>(p, sums, row0, rank, reinterpret_cast<u32*>(few_shared));
 }
 

@@ -3,22 +3,24 @@
 
 namespace fretwork::two_four::few {
 
-inline constexpr int kWarps = 8, kThreads = 32 * kWarps;
+inline constexpr int kLogWarps = 3, kWarps = 1 << kLogWarps, kThreads = 32 * kWarps;
 inline constexpr int kRows = 32;  ///< of the sparse operand that a warp multiplies
-/// A run is the k of 16 bytes of values: 32 bytes of a column of b. A warp multiplies a block of 16 runs in one step.
-inline constexpr int kRunBytes = 32, kBlockRuns = 16;
+/// A run is the k of 16 bytes of values: 32 bytes of a column of b. A warp multiplies a block of 8 runs in a stage.
+inline constexpr int kRunBytes = 32, kBlockRuns = 8, kValueBytes = kRows * kBlockRuns * 16;
 inline constexpr int kMostColumns = 64;
+inline constexpr int kMostStages = 5;
 
 /// Warps of a CTA stand along the rows (fastest) and along k, in powers of two: those along k take neighbouring blocks.
 constexpr int parts_of(int log_rows) { return kWarps >> log_rows; }
 /// Words from one column's sums to the next where warps add theirs up; four more than rows, so that banks differ.
 constexpr int pitch_of(int log_rows) { return (kRows << log_rows) + 4; }
-/// Of shared memory: two stages of b, and after them the sums of all warps.
-constexpr int shared_bytes(int columns, int log_rows) {
-  const int stages = 2 * parts_of(log_rows) * kBlockRuns * kRunBytes * columns;
-  const int sums = parts_of(log_rows) * columns * pitch_of(log_rows) * 4;
-  return stages > sums ? stages : sums;
+/// Of shared memory: a stage's values, metadata (`run_words` bytes of a run) and b.
+constexpr int stage_bytes(int columns, int log_rows, int run_words) {
+  return kWarps * (kValueBytes + kRows * kBlockRuns * run_words) +
+         parts_of(log_rows) * kBlockRuns * kRunBytes * columns;
 }
+/// Of the sums of all warps, which take the place of the stages.
+constexpr int sums_bytes(int columns, int log_rows) { return parts_of(log_rows) * columns * pitch_of(log_rows) * 4; }
 
 /// What the result is made of.
 enum Out { kOutF32, kOutF16, kOutBf16, kOutI32 };
@@ -35,12 +37,13 @@ struct Params {
   int runs;      ///< in k
   int log_rows;  ///< of the number of warps along the rows
   int split;     ///< CTAs of a cluster, which share the k of their rows
+  int stages;    ///< of the ring in shared memory, 2 to kMostStages
   int activation;
   Out out;
-  bool words_wide;  ///< the metadata of four runs can be read at once
-  bool b_wide;      ///< so can four bytes of b along k
-  bool c_rows;      ///< neighbouring threads write neighbouring rows of c, not columns
-  bool c_wide;      ///< and a thread four of them at once
+  int words_step;    ///< bytes of metadata that can be read at once: 16, 4 or less
+  long long b_wide;  ///< from column to column of b in bytes, if four of them can be read at once; else 0
+  bool c_rows;       ///< neighbouring threads write neighbouring rows of c, not columns
+  bool c_wide;       ///< and a thread four of them at once
 };
 
 }  // namespace fretwork::two_four::few

@@ -289,72 +289,137 @@ __device__ __forceinline__ void pack_square(format_square_row<SIZE>* rows, u32 n
   }
 }
 
-/// Prunes the tile in shared memory. Without nibbles it stays as it is but for zeros; else squares are packed and their
-/// nibbles written. Outside the matrix all is zero, whose nibbles are 4.
+/// Metadata of a tile's lines and columns, in bytes. Columns of the same number in their squares are neighbours.
 template <int SIZE>
-__device__ __forceinline__ void prune_squares(const FormatParams& p, unsigned char* tile, u32* nibbles) {
+struct format_square_meta {
   using Squares = format_squares<SIZE>;
-  using Row = format_square_row<SIZE>;
-  constexpr int kSide = Squares::kSide;
-#pragma unroll 1
-  for (int n = static_cast<int>(threadIdx.x); n < Squares::kRows * Squares::kColumns; n += kFormatThreads) {
-    const int y = n / Squares::kColumns * kSide, at = n % Squares::kColumns * kSide * SIZE;
-    unsigned char* const top = tile + format_tile<SIZE>::place(y, at);  // a square's rows are kPitch apart
-    Row rows[kSide];
+  u8 rows[format_tile<SIZE>::kLines][Squares::kColumns / 2];
+  u8 cols[Squares::kSide][Squares::kColumns][Squares::kRows / 2];
+};
+
+/// A thread's square, and the next lane's: a byte for each row.
+template <int SIZE>
+__device__ __forceinline__ void put_row_nibbles(format_square_meta<SIZE>& meta, int y, int column, u32 nibbles) {
+  u32 own = nibbles & 0xffffu;
+  own = (own | own << 8) & 0x00ff00ffu;
+  own = (own | own << 4) & 0x0f0f0f0fu;
+  const u32 next = __shfl_xor_sync(~0u, own, 1);
+  const bool odd = column % 2 != 0;
+  const u32 bytes = odd ? next | own << 4 : own | next << 4;
+  constexpr int kEach = format_squares<SIZE>::kSide / 2;
+  const int first = odd ? kEach : 0;
 #pragma unroll
-    for (int r = 0; r < kSide; ++r) {
-      rows[r] = *reinterpret_cast<const Row*>(top + r * format_tile<SIZE>::kPitch);
-    }
-    float x[kSide][kSide];
-    const u32 there = measure<SIZE>(p, rows, x);
-    u32 kept = best_square(x);
-    if (SIZE != 4 && there != 0xffffu && !needs_pruning(there)) {
-      kept = 0xffffu;
-    }
-    if (p.out.data == nullptr) {
-      const u32 both = square_nibbles<SIZE>(kept & there);
-      pack_square<SIZE>(rows, both);
-      nibbles[n] = both;
-    } else {
+  for (int r = 0; r < kEach; ++r) {
+    meta.rows[y + first + r][column / 2] = static_cast<u8>(bytes >> 8 * (first + r));
+  }
+}
+
+/// Of four squares below each other, 16 bits each: two bytes for each column.
+template <int SIZE>
+__device__ __forceinline__ void put_col_nibbles(format_square_meta<SIZE>& meta, int row, int column, u64 nibbles) {
+  u64 moved = (nibbles ^ nibbles >> 12) & 0x0000f0f00000f0f0ull;
+  nibbles ^= moved ^ moved << 12;
+  moved = (nibbles ^ nibbles >> 24) & 0x00000000ff00ff00ull;
+  nibbles ^= moved ^ moved << 24;
+#pragma unroll
+  for (int c = 0; c < format_squares<SIZE>::kSide; ++c) {
+    *reinterpret_cast<u16*>(&meta.cols[c][column][row / 2]) = static_cast<u16>(nibbles >> 16 * c);
+  }
+}
+
+/// Prunes a square in shared memory. Where there is a dense result, the square stays as it is but for zeros; else it is
+/// packed. Gives the nibbles. Outside the matrix all is zero, whose nibbles are 4.
+template <int SIZE>
+__device__ __forceinline__ u32 prune_square(const FormatParams& p, unsigned char* top) {
+  using Row = format_square_row<SIZE>;
+  constexpr int kSide = format_squares<SIZE>::kSide, kPitch = format_tile<SIZE>::kPitch;
+  Row rows[kSide];
+#pragma unroll
+  for (int r = 0; r < kSide; ++r) {
+    rows[r] = *reinterpret_cast<const Row*>(top + r * kPitch);
+  }
+  float x[kSide][kSide];
+  const u32 there = measure<SIZE>(p, rows, x);
+  u32 kept = best_square(x), nibbles = 0;
+  const bool full = there == (SIZE == 4 ? 0xfu : 0xffffu);
+  if (SIZE != 4 && !full && !needs_pruning(there)) {
+    kept = 0xffffu;
+  }
+  if (p.out.data == nullptr) {
+    if (!full) {  // a nibble may then stand for elements that are not kept
       clear_others<SIZE>(rows, kept);
     }
-#pragma unroll
-    for (int r = 0; r < kSide; ++r) {
-      *reinterpret_cast<Row*>(top + r * format_tile<SIZE>::kPitch) = rows[r];
-    }
+    nibbles = square_nibbles<SIZE>(kept & there);
+    pack_square<SIZE>(rows, nibbles);
+  } else {
+    clear_others<SIZE>(rows, kept);
   }
+#pragma unroll
+  for (int r = 0; r < kSide; ++r) {
+    *reinterpret_cast<Row*>(top + r * kPitch) = rows[r];
+  }
+  return nibbles;
 }
 
-/// 16 bytes of a line's values, of which there are `count`, from value `first` on.
+/// Prunes the tile in shared memory; a thread takes squares below each other.
 template <int SIZE>
-__device__ __forceinline__ void store_piece(const FormatMatrix& m, i64 line, i64 first, i64 count,
-                                            const format_unit& piece) {
-  using Tile = format_tile<SIZE>;
-  if (m.wide) {
-    if (first < count) {
-      store_words<4>(format_element<SIZE>(m, line, first), piece.words);
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < Tile::kElements; ++e) {
-      if (first + e < count) {
-        *format_element<SIZE>(m, line, first + e) = static_cast<typename Tile::bits>(element_of<SIZE>(piece, e));
+__device__ __forceinline__ void prune_squares(const FormatParams& p, unsigned char* tile,
+                                              format_square_meta<SIZE>& meta) {
+  using Squares = format_squares<SIZE>;
+  constexpr int kSide = Squares::kSide, kEach = Squares::kRows * Squares::kColumns / kFormatThreads;
+  const int column = static_cast<int>(threadIdx.x) % Squares::kColumns;
+  const int first = static_cast<int>(threadIdx.x) / Squares::kColumns * kEach;
+  u64 below = 0;
+#pragma unroll 1
+  for (int row = first; row < first + kEach; ++row) {
+    const u32 nibbles = prune_square<SIZE>(
+        p, tile + format_tile<SIZE>::place(row * kSide, column * kSide * SIZE));  // rows: a pitch apart
+    if (p.out.data == nullptr) {
+      put_row_nibbles<SIZE>(meta, row * kSide, column, nibbles);
+      below = below >> 16 | static_cast<u64>(nibbles >> 16) << 48;
+      if (row % 4 == 3) {
+        put_col_nibbles<SIZE>(meta, row - 3, column, below);
       }
     }
   }
 }
 
-/// WORDS words of a line's metadata, from byte b on.
-template <int WORDS>
-__device__ __forceinline__ void store_meta(const FormatPacked& m, i64 line, i64 b, const u32* words) {
-  if (m.words_wide && b + 4 * WORDS <= m.bytes) {
-    store_words<WORDS>(meta_byte(m, line, b), words);
-  } else {
+/// Writes pieces of 16 bytes of values: `count` for each thread, `step` lines apart from `line` on, from value `first`
+/// on, of piece(n). `lines` and `values` say where the matrix ends.
+template <int SIZE, typename Piece>
+__device__ __forceinline__ void store_pieces(const FormatMatrix& m, i64 line, i64 step, i64 first, i64 lines,
+                                             i64 values, const Piece& piece) {
+  using Tile = format_tile<SIZE>;
+  if (m.wide && first < values && line + 3 * step < lines) {
+    auto* to = format_element<SIZE>(m, line, first);
 #pragma unroll
-    for (int i = 0; i < 4 * WORDS; ++i) {
-      if (b + i < m.bytes) {
-        *meta_byte(m, line, b + i) = static_cast<u8>(words[i / 4] >> 8 * (i % 4));
+    for (int n = 0; n < 4; ++n) {
+      store_words<4>(to, piece(n).words);
+      to += step * m.line;
+    }
+  } else {
+#pragma unroll 1
+    for (int n = 0; n < 4; ++n, line += step) {
+      const format_unit unit = piece(n);
+#pragma unroll
+      for (int e = 0; e < Tile::kElements; ++e) {
+        if (line < lines && first + e < values) {
+          *format_element<SIZE>(m, line, first + e) = static_cast<typename Tile::bits>(element_of<SIZE>(unit, e));
+        }
       }
+    }
+  }
+}
+
+/// Eight bytes of a line's metadata, from byte b on.
+__device__ __forceinline__ void store_meta(const FormatPacked& m, i64 line, i64 b, const u8* from) {
+  const auto eight = *reinterpret_cast<const word_group<2>*>(from);
+  if (m.words_wide && b + 8 <= m.bytes) {
+    store_words<2>(meta_byte(m, line, b), eight.words);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < 8 && b + i < m.bytes; ++i) {
+      *meta_byte(m, line, b + i) = from[i];
     }
   }
 }
@@ -362,35 +427,27 @@ __device__ __forceinline__ void store_meta(const FormatPacked& m, i64 line, i64 
 /// Writes what a packed tile keeps of its lines.
 template <int SIZE>
 __device__ __forceinline__ void store_rows(const FormatParams& p, FormatPlace at, unsigned char* tile,
-                                           const u32* nibbles) {
+                                           const format_square_meta<SIZE>& meta) {
   using Tile = format_tile<SIZE>;
-  using Squares = format_squares<SIZE>;
-  constexpr int kSide = Squares::kSide, kPieces = Tile::kUnits / 2, kWords = Squares::kColumns / 8;
-#pragma unroll 2
-  for (int n = static_cast<int>(threadIdx.x); n < Tile::kLines * kPieces; n += kFormatThreads) {
-    const int y = n / kPieces, x = n % kPieces;
-    const format_unit a = unit_of<SIZE>(tile, y, 2 * x), b = unit_of<SIZE>(tile, y, 2 * x + 1);
-    const format_unit piece =
-        SIZE == 1
-            ? format_unit{__byte_perm(a.words[0], a.words[1], 0x5410u), __byte_perm(a.words[2], a.words[3], 0x5410u),
-                          __byte_perm(b.words[0], b.words[1], 0x5410u), __byte_perm(b.words[2], b.words[3], 0x5410u)}
-            : format_unit{a.words[0], a.words[2], b.words[0], b.words[2]};
-    if (at.line + y < p.lines) {
-      store_piece<SIZE>(p.packed.values, at.line + y, at.k / 2 + x * Tile::kElements, p.k / 2, piece);
-    }
-  }
-#pragma unroll 1
-  for (int n = static_cast<int>(threadIdx.x); n < Tile::kLines * kWords; n += kFormatThreads) {
-    const int y = n / kWords, x = n % kWords;
-    const auto* const from = reinterpret_cast<const format_unit*>(nibbles + y / kSide * Squares::kColumns + 8 * x);
-    const format_unit squares[2] = {from[0], from[1]};
-    u32 word = 0;
-#pragma unroll
-    for (int g = 0; g < 8; ++g) {
-      word |= (squares[g / 4].words[g % 4] >> 4 * (y % kSide) & 0xfu) << 4 * g;
-    }
-    if (at.line + y < p.lines) {
-      store_meta<1>(p.packed, at.line + y, at.k / (2 * kSide) + 4 * x, &word);
+  constexpr int kSide = Tile::kGroup, kPieces = Tile::kUnits / 2, kStep = kFormatThreads / kPieces;
+  static_assert(4 * kStep == Tile::kLines);
+  const int t = static_cast<int>(threadIdx.x), y = t / kPieces, x = t % kPieces;
+  store_pieces<SIZE>(
+      p.packed.values, at.line + y, kStep, at.k / 2 + x * Tile::kElements, p.lines, p.k / 2, [&](int n) -> format_unit {
+        const format_unit a = unit_of<SIZE>(tile, y + n * kStep, 2 * x);
+        const format_unit b = unit_of<SIZE>(tile, y + n * kStep, 2 * x + 1);
+        if constexpr (SIZE == 1) {
+          return {__byte_perm(a.words[0], a.words[1], 0x5410u), __byte_perm(a.words[2], a.words[3], 0x5410u),
+                  __byte_perm(b.words[0], b.words[1], 0x5410u), __byte_perm(b.words[2], b.words[3], 0x5410u)};
+        } else {
+          return {a.words[0], a.words[2], b.words[0], b.words[2]};
+        }
+      });
+  constexpr int kEights = format_squares<SIZE>::kColumns / 16;
+  for (int n = t; n < Tile::kLines * kEights; n += kFormatThreads) {
+    const int line = n / kEights, b = n % kEights * 8;
+    if (at.line + line < p.lines) {
+      store_meta(p.packed, at.line + line, at.k / (2 * kSide) + b, &meta.rows[line][b]);
     }
   }
 }
@@ -399,42 +456,55 @@ __device__ __forceinline__ void store_rows(const FormatParams& p, FormatPlace at
 /// which lie in different banks.
 template <int SIZE>
 __device__ __forceinline__ void store_cols(const FormatParams& p, FormatPlace at, const unsigned char* tile,
-                                           const u32* nibbles) {
+                                           const format_square_meta<SIZE>& meta) {
   using Tile = format_tile<SIZE>;
   using Squares = format_squares<SIZE>;
   constexpr int kSide = Squares::kSide, kChunks = 4, kEach = Squares::kRows / kChunks, kSpan = 8 * kSide;
-  static_assert(kFormatThreads == kFormatTileK);
-#pragma unroll 2
-  for (int n = static_cast<int>(threadIdx.x); n < kChunks * kFormatTileK; n += kFormatThreads) {
-    const int chunk = n % kChunks, j = n / kChunks;
-    const int x = j / kSpan * kSpan + j % 8 * kSide + j / 8 % kSide;
-    format_unit piece = {};
+  constexpr int kStep = kFormatThreads / kChunks;
+  static_assert(4 * kStep == kFormatTileK && kStep % kSpan == 0);
+  const int t = static_cast<int>(threadIdx.x), chunk = t % kChunks, j = t / kChunks;
+  const int x = j / kSpan * kSpan + j % 8 * kSide + j / 8 % kSide;
+  store_pieces<SIZE>(p.cols.values, at.k + x, kStep, at.line / 2 + chunk * Tile::kElements, p.k, p.lines / 2,
+                     [&](int n) {
+                       format_unit piece = {};
+                       const int square = (x + n * kStep) / kSide;
 #pragma unroll
-    for (int s = 0; s < kEach; ++s) {
-      const int line = (chunk * kEach + s) * kSide + x % kSide;
-      const unsigned char* const from = tile + Tile::place(line, x / kSide * kSide * SIZE + kSide * SIZE / 2);
-      if constexpr (SIZE == 1) {
-        piece.words[s / 2] |= static_cast<u32>(*reinterpret_cast<const u16*>(from)) << 16 * (s % 2);
-      } else {
-        piece.words[s] = *reinterpret_cast<const u32*>(from);
-      }
-    }
-    if (at.k + x < p.k) {
-      store_piece<SIZE>(p.cols.values, at.k + x, at.line / 2 + chunk * Tile::kElements, p.lines / 2, piece);
+                       for (int s = 0; s < kEach; ++s) {
+                         const int line = (chunk * kEach + s) * kSide + x % kSide;
+                         const auto* const from = tile + Tile::place(line, square * kSide * SIZE + kSide * SIZE / 2);
+                         if constexpr (SIZE == 1) {
+                           piece.words[s / 2] |= static_cast<u32>(*reinterpret_cast<const u16*>(from)) << 16 * (s % 2);
+                         } else {
+                           piece.words[s] = *reinterpret_cast<const u32*>(from);
+                         }
+                       }
+                       return piece;
+                     });
+  constexpr int kEights = Squares::kRows / 16;
+  for (int n = t; n < kFormatTileK * kEights; n += kFormatThreads) {
+    const int column = n / kEights, b = n % kEights * 8;
+    if (at.k + column < p.k) {
+      store_meta(p.cols, at.k + column, at.line / (2 * kSide) + b, &meta.cols[column % kSide][column / kSide][b]);
     }
   }
-  const int x = static_cast<int>(threadIdx.x);
-  if (at.k + x < p.k) {
-    u32 words[Squares::kRows / 8] = {};
+}
+
+/// Reads a whole tile whose units are whole: all of a thread's are under way together.
+template <int SIZE>
+__device__ __forceinline__ void load_whole(const FormatMatrix& m, FormatPlace at, unsigned char* tile) {
+  using Tile = format_tile<SIZE>;
+  constexpr int kStep = kFormatThreads / Tile::kUnits;
+  const int y = static_cast<int>(threadIdx.x) / Tile::kUnits, x = static_cast<int>(threadIdx.x) % Tile::kUnits;
+  const auto* from = format_element<SIZE>(m, at.line + y, at.k + x * Tile::kElements);
+  format_unit units[Tile::kPerThread];
 #pragma unroll
-    for (int row = 0; row < Squares::kRows; ++row) {
-      const u32 square = nibbles[row * Squares::kColumns + x / kSide];
-      words[row / 8] |= (square >> (16 + 4 * (x % kSide)) & 0xfu) << 4 * (row % 8);
-    }
+  for (int u = 0; u < Tile::kPerThread; ++u) {
+    units[u] = *reinterpret_cast<const format_unit*>(from);
+    from += kStep * m.line;
+  }
 #pragma unroll
-    for (int half = 0; half < Squares::kRows / 16; ++half) {
-      store_meta<2>(p.cols, at.k + x, at.line / (2 * kSide) + 8 * half, words + 2 * half);
-    }
+  for (int u = 0; u < Tile::kPerThread; ++u) {
+    unit_of<SIZE>(tile, y + u * kStep, x) = units[u];
   }
 }
 
@@ -442,21 +512,23 @@ __device__ __forceinline__ void store_cols(const FormatParams& p, FormatPlace at
 template <int SIZE>
 __global__ void __launch_bounds__(kFormatThreads, 4) two_four_squares(const __grid_constant__ FormatParams p) {
   using Tile = format_tile<SIZE>;
-  __shared__ __align__(16) u32 nibbles[format_squares<SIZE>::kRows * format_squares<SIZE>::kColumns];
+  __shared__ __align__(16) format_square_meta<SIZE> meta;
   const FormatPlace at = format_place<SIZE>(p);
   if (p.dense.turned) {
     load_turned<SIZE>(p, p.dense, at, format_shared);
+  } else if (p.dense.wide && at.line + Tile::kLines <= p.lines && at.k + kFormatTileK <= p.k) {
+    load_whole<SIZE>(p.dense, at, format_shared);
   } else {
     format_unit units[4];
     for_units<SIZE>([&](int first) { load_pieces<SIZE, 4>(p, p.dense, at, first, units); },
                     [&](int slot, int y, int x) { unit_of<SIZE>(format_shared, y, x) = units[slot]; });
   }
   __syncthreads();
-  prune_squares<SIZE>(p, format_shared, nibbles);
+  prune_squares<SIZE>(p, format_shared, meta);
   __syncthreads();
   if (p.out.data == nullptr) {
-    store_rows<SIZE>(p, at, format_shared, nibbles);
-    store_cols<SIZE>(p, at, format_shared, nibbles);
+    store_rows<SIZE>(p, at, format_shared, meta);
+    store_cols<SIZE>(p, at, format_shared, meta);
   } else if (p.out.turned) {
     store_turned<SIZE>(p, p.out, at, format_shared);
   } else {

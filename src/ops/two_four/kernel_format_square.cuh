@@ -153,33 +153,30 @@ __device__ __forceinline__ u32 measure(const FormatParams& p, const format_squar
   return there;
 }
 
-/// The same for 16-bit elements, two at a time. A sum that carries into the upper bit of every half says that none is
-/// zero or too small to be added as it is; few squares need the long way.
+/// The same for 16-bit elements; few squares need the long way.
 template <>
 __device__ __forceinline__ u32 measure<2>(const FormatParams& p, const format_square_row<2>* rows, float (*x)[4]) {
-  u32 ordinary = 0x80008000u;
-  float total = 0;
-  const auto widen_all = [&](u32 carry, const auto& low, const auto& high) {
-#pragma unroll
-    for (int w = 0; w < 8; ++w) {
-      const u32 size = rows[w / 2].words[w % 2] & 0x7fff7fffu;
-      ordinary &= size + carry;
-      x[w / 2][w % 2 * 2] = low(size);
-      x[w / 2][w % 2 * 2 + 1] = high(size);
-      total += x[w / 2][w % 2 * 2] + x[w / 2][w % 2 * 2 + 1];
-    }
-  };
   if (p.kind == FormatKind::f16) {
-    widen_all(
-        0x7fff7fffu, [](u32 size) { return widen(f16{static_cast<u16>(size)}); },
-        [](u32 size) { return widen(f16{static_cast<u16>(size >> 16)}); });
+#pragma unroll
+    for (int e = 0; e < 16; ++e) {
+      x[e / 4][e % 4] = fabsf(widen(f16{static_cast<u16>(rows[e / 4].words[e / 2 % 2] >> 16 * (e % 2))}));
+    }
   } else {
-    widen_all(
-        0x74007400u, [](u32 size) { return __uint_as_float(size << 16); },
-        [](u32 size) { return __uint_as_float(size & 0xffff0000u); });
+#pragma unroll
+    for (int e = 0; e < 16; ++e) {
+      const u32 word = rows[e / 4].words[e / 2 % 2];
+      x[e / 4][e % 4] = fabsf(__uint_as_float(e % 2 == 0 ? word << 16 : word & 0xffff0000u));
+    }
+  }
+  float least[4], total[4];
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    least[r] = fminf(fminf(x[r][0], x[r][1]), fminf(x[r][2], x[r][3]));
+    total[r] = (x[r][0] + x[r][1]) + (x[r][2] + x[r][3]);
   }
   u32 there = 0xffffu;
-  if (ordinary != 0x80008000u || !(total < kFormatLarge)) {
+  if (!(fminf(fminf(least[0], least[1]), fminf(least[2], least[3])) >= kFormatSmall &&
+        (total[0] + total[1]) + (total[2] + total[3]) < kFormatLarge)) {
     there = 0;
 #pragma unroll
     for (int e = 0; e < 16; ++e) {
@@ -274,13 +271,20 @@ __device__ __forceinline__ void pack_square(format_square_row<SIZE>* rows, u32 n
   format_square_row<SIZE> packed[kSide];
 #pragma unroll
   for (int r = 0; r < kSide; ++r) {
-    const u32 along = half_row<SIZE>(rows[r], nibbles >> 4 * r & 0xfu);
-    const u32 across = half_row<SIZE>(square_column<SIZE>(rows, r), nibbles >> (16 + 4 * r) & 0xfu);
-    if constexpr (SIZE == 1) {
-      packed[r].words[0] = along | across << 16;
+    const format_square_row<SIZE> column = square_column<SIZE>(rows, r);
+    if constexpr (SIZE == 2) {  // what a permutation takes of the row, above it of the column, made as in keep()
+      const u32 two = nibbles >> 4 * r & 0x000f000fu, take = (two * 65u & 0x03030303u) * 0x22u + 0x10101010u;
+      packed[r].words[0] = __byte_perm(rows[r].words[0], rows[r].words[1], take);
+      packed[r].words[1] = __byte_perm(column.words[0], column.words[1], take >> 16);
     } else {
-      packed[r].words[0] = along;
-      packed[r].words[1] = across;
+      const u32 along = half_row<SIZE>(rows[r], nibbles >> 4 * r & 0xfu);
+      const u32 across = half_row<SIZE>(column, nibbles >> (16 + 4 * r) & 0xfu);
+      if constexpr (SIZE == 1) {
+        packed[r].words[0] = along | across << 16;
+      } else {
+        packed[r].words[0] = along;
+        packed[r].words[1] = across;
+      }
     }
   }
 #pragma unroll
@@ -464,22 +468,24 @@ __device__ __forceinline__ void store_cols(const FormatParams& p, FormatPlace at
   static_assert(4 * kStep == kFormatTileK && kStep % kSpan == 0);
   const int t = static_cast<int>(threadIdx.x), chunk = t % kChunks, j = t / kChunks;
   const int x = j / kSpan * kSpan + j % 8 * kSide + j / 8 % kSide;
-  store_pieces<SIZE>(p.cols.values, at.k + x, kStep, at.line / 2 + chunk * Tile::kElements, p.k, p.lines / 2,
-                     [&](int n) {
-                       format_unit piece = {};
-                       const int square = (x + n * kStep) / kSide;
+  store_pieces<SIZE>(
+      p.cols.values, at.k + x, kStep, at.line / 2 + chunk * Tile::kElements, p.k, p.lines / 2, [&](int n) {
+        format_unit piece = {};
+        constexpr bool kAgain = kStep * SIZE % 128 == 0;  // units change places in the same way
+        const int here = kAgain ? x : x + n * kStep;
 #pragma unroll
-                       for (int s = 0; s < kEach; ++s) {
-                         const int line = (chunk * kEach + s) * kSide + x % kSide;
-                         const auto* const from = tile + Tile::place(line, square * kSide * SIZE + kSide * SIZE / 2);
-                         if constexpr (SIZE == 1) {
-                           piece.words[s / 2] |= static_cast<u32>(*reinterpret_cast<const u16*>(from)) << 16 * (s % 2);
-                         } else {
-                           piece.words[s] = *reinterpret_cast<const u32*>(from);
-                         }
-                       }
-                       return piece;
-                     });
+        for (int s = 0; s < kEach; ++s) {
+          const int line = (chunk * kEach + s) * kSide + x % kSide;
+          const auto* const from = tile + Tile::place(line, here / kSide * kSide * SIZE + kSide * SIZE / 2) +
+                                   (kAgain ? n * kStep * SIZE : 0);
+          if constexpr (SIZE == 1) {
+            piece.words[s / 2] |= static_cast<u32>(*reinterpret_cast<const u16*>(from)) << 16 * (s % 2);
+          } else {
+            piece.words[s] = *reinterpret_cast<const u32*>(from);
+          }
+        }
+        return piece;
+      });
   constexpr int kEights = Squares::kRows / 16;
   for (int n = t; n < kFormatTileK * kEights; n += kFormatThreads) {
     const int column = n / kEights, b = n % kEights * 8;
@@ -489,23 +495,37 @@ __device__ __forceinline__ void store_cols(const FormatParams& p, FormatPlace at
   }
 }
 
-/// Reads a whole tile whose units are whole: all of a thread's are under way together.
-template <int SIZE>
-__device__ __forceinline__ void load_whole(const FormatMatrix& m, FormatPlace at, unsigned char* tile) {
+/// Calls use(n, element, unit) with pointers to each of a thread's units of a whole tile, in memory and in shared
+/// memory.
+template <int SIZE, typename Use>
+__device__ __forceinline__ void for_whole_units(const FormatMatrix& m, FormatPlace at, unsigned char* tile,
+                                                const Use& use) {
   using Tile = format_tile<SIZE>;
   constexpr int kStep = kFormatThreads / Tile::kUnits;
+  static_assert(kStep == Tile::kElements && Tile::kPerThread == 8);  // so that units change places with u alone
   const int y = static_cast<int>(threadIdx.x) / Tile::kUnits, x = static_cast<int>(threadIdx.x) % Tile::kUnits;
-  const auto* from = format_element<SIZE>(m, at.line + y, at.k + x * Tile::kElements);
-  format_unit units[Tile::kPerThread];
+  auto* element = format_element<SIZE>(m, at.line + y, at.k + x * Tile::kElements);
 #pragma unroll
-  for (int u = 0; u < Tile::kPerThread; ++u) {
-    units[u] = *reinterpret_cast<const format_unit*>(from);
-    from += kStep * m.line;
+  for (int u = 0; u < 8; ++u) {
+    use(u, element, tile + (y + u * kStep) * Tile::kPitch + (x ^ u) * 16);
+    element += kStep * m.line;
   }
-#pragma unroll
-  for (int u = 0; u < Tile::kPerThread; ++u) {
-    unit_of<SIZE>(tile, y + u * kStep, x) = units[u];
-  }
+}
+
+/// Whether a tile can be read or written in that way.
+template <int SIZE>
+__device__ __forceinline__ bool is_whole(const FormatParams& p, const FormatMatrix& m, FormatPlace at) {
+  return m.wide && at.line + format_tile<SIZE>::kLines <= p.lines && at.k + kFormatTileK <= p.k;
+}
+
+/// All of a thread's reads are under way together.
+template <int SIZE>
+__device__ __forceinline__ void load_whole(const FormatMatrix& m, FormatPlace at, unsigned char* tile) {
+  format_unit units[8];
+  for_whole_units<SIZE>(
+      m, at, tile, [&](int u, const void* from, unsigned char*) { units[u] = *static_cast<const format_unit*>(from); });
+  for_whole_units<SIZE>(m, at, tile,
+                        [&](int u, const void*, unsigned char* to) { *reinterpret_cast<format_unit*>(to) = units[u]; });
 }
 
 /// Of p.dense to p.out, or where that is not there to p.packed and p.cols.
@@ -516,7 +536,7 @@ __global__ void __launch_bounds__(kFormatThreads, 4) two_four_squares(const __gr
   const FormatPlace at = format_place<SIZE>(p);
   if (p.dense.turned) {
     load_turned<SIZE>(p, p.dense, at, format_shared);
-  } else if (p.dense.wide && at.line + Tile::kLines <= p.lines && at.k + kFormatTileK <= p.k) {
+  } else if (is_whole<SIZE>(p, p.dense, at)) {
     load_whole<SIZE>(p.dense, at, format_shared);
   } else {
     format_unit units[4];
@@ -531,8 +551,12 @@ __global__ void __launch_bounds__(kFormatThreads, 4) two_four_squares(const __gr
     store_cols<SIZE>(p, at, format_shared, meta);
   } else if (p.out.turned) {
     store_turned<SIZE>(p, p.out, at, format_shared);
+  } else if (is_whole<SIZE>(p, p.out, at)) {
+    for_whole_units<SIZE>(p.out, at, format_shared, [](int, void* to, const unsigned char* from) {
+      store_words<4>(to, reinterpret_cast<const format_unit*>(from)->words);
+    });
   } else {
-#pragma unroll 4
+#pragma unroll 1
     for (int n = static_cast<int>(threadIdx.x); n < Tile::kLines * Tile::kUnits; n += kFormatThreads) {
       const int y = n / Tile::kUnits, x = n % Tile::kUnits;
       store_unit<SIZE>(p, p.out, at.line + y, at.k + x * Tile::kElements, unit_of<SIZE>(format_shared, y, x));

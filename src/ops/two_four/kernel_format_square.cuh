@@ -90,7 +90,7 @@ __device__ __forceinline__ u32 best_square(const float (&x)[4][4]) {
   u32 kept = 0x3333u;  // bits of both upper rows, above them of the same rows exchanged
   const auto consider = [&](float h, float u, float l, float size, u32 m, u32 n) {
     const bool more = size > best;
-    best = more ? size : best;
+    best = fmaxf(best, size);  // does not wait for the comparison
     half = more ? h : half;
     up = more ? u : up;
     low = more ? l : low;

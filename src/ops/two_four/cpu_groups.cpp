@@ -36,8 +36,8 @@ using F8E4m3 = Element<std::uint8_t, float, 0x7e, false, 20, 120>;
 using F8E5m2 = Element<std::uint8_t, float, 0x7c, true, 21, 112>;
 using I8 = Element<std::uint8_t, float, 0xff, false, 0, 0, true>;
 
-/// The six ways to keep two of four, as bits; way 5 − n keeps what way n does not.
-constexpr int kPairs[] = {0b0011, 0b0101, 0b1001, 0b0110, 0b1010, 0b1100};
+/// The three ways to halve four, as bits of the half with the first.
+constexpr int kHalves[] = {0b0011, 0b0101, 0b1001};
 
 }  // namespace fretwork::two_four
 #endif
@@ -311,8 +311,8 @@ void Place(const Bits* values, const std::uint8_t* codes, std::int64_t groups, B
   });
 }
 
-/// Numbers of which eight can be added: NaN above infinity above all others, and nothing but zero is zero, whatever the
-/// processor makes of subnormals.
+/// Numbers of which 32 can be added: NaN above infinity above all others, and nothing but zero is zero. Their
+/// differences are never subnormal, whatever the processor makes of those.
 template <typename E, class D>
 HWY_INLINE hn::Vec<D> Magnitude(D d, hn::Vec<hn::Rebind<typename E::Bits, D>> v) {
   using Sum = hn::TFromD<D>;
@@ -322,7 +322,8 @@ HWY_INLINE hn::Vec<D> Magnitude(D d, hn::Vec<hn::Rebind<typename E::Bits, D>> v)
   if constexpr (E::kInteger) {
     return hn::ConvertTo(d, hn::Abs(hn::PromoteTo(di, hn::BitCast(hn::RebindToSigned<decltype(db)>(), v))));
   } else {
-    constexpr Sum kLarge = std::numeric_limits<Sum>::max() / 64, kSmall = std::numeric_limits<Sum>::min();
+    constexpr Sum kLarge = std::numeric_limits<Sum>::max() / 256;
+    constexpr Sum kSmall = std::numeric_limits<Sum>::min() / std::numeric_limits<Sum>::epsilon();
     const Sum scale = static_cast<Sum>(std::ldexp(1.0, E::kExponent));
     hn::Vec<decltype(di)> key;
     const auto bits = hn::And(v, hn::Set(db, E::kMask));
@@ -342,62 +343,91 @@ HWY_INLINE hn::Vec<D> Magnitude(D d, hn::Vec<hn::Rebind<typename E::Bits, D>> v)
   }
 }
 
-/// A sum of magnitudes and the bits of what was added, for a square in each lane.
+/// By how much the first half of a row outweighs the second, for each way to halve it.
 template <class D>
-struct Choice {
-  hn::Vec<D> sum;
+struct Contrasts {
+  explicit HWY_INLINE Contrasts(const Four<D>& r) {
+    const auto left = hn::Sub(r.a, r.b), right = hn::Sub(r.c, r.d);
+    by[0] = hn::Sub(hn::Add(r.a, r.b), hn::Add(r.c, r.d));
+    by[1] = hn::Add(left, right);
+    by[2] = hn::Sub(left, right);
+  }
+  hn::Vec<D> by[3];
+};
+
+/// Of the ways to halve two rows, one and its opposite, the best: bits of both rows, where the first is to be larger.
+template <class D>
+struct Opposites {
+  HWY_INLINE Opposites(D d, const hn::Vec<D> (&x)[3]) {
+    const hn::RebindToSigned<D> di;
+    using Int = hn::TFromD<decltype(di)>;
+    const auto bits = [di](int n)
+                          HWY_ATTR { return hn::Set(di, static_cast<Int>(kHalves[n] | (kHalves[n] ^ 15) << 4)); };
+    size = hn::Abs(x[0]);
+    auto sign = x[0];
+    kept = bits(0);
+    for (int n = 1; n < 3; ++n) {
+      const auto more = hn::Gt(hn::Abs(x[n]), size);
+      size = hn::IfThenElse(more, hn::Abs(x[n]), size);
+      sign = hn::IfThenElse(more, x[n], sign);
+      kept = hn::IfThenElse(hn::RebindMask(di, more), bits(n), kept);
+    }
+    kept = hn::Xor(kept, hn::And(hn::BroadcastSignBit(hn::BitCast(di, sign)), hn::Set(di, Int{0xff})));
+    (void)d;
+  }
+  hn::Vec<D> size;
   hn::Vec<hn::RebindToSigned<D>> kept;
 };
-template <class D>
-HWY_INLINE Choice<D> Better(D, const Choice<D>& a, const Choice<D>& b) {
-  const hn::RebindToSigned<D> di;
-  return {hn::Max(a.sum, b.sum), hn::IfThenElse(hn::RebindMask(di, hn::Gt(b.sum, a.sum)), b.kept, a.kept)};
-}
-template <class D>
-HWY_INLINE Choice<D> Both(D, const Choice<D>& a, const Choice<D>& b) {
-  return {hn::Add(a.sum, b.sum), hn::Or(a.kept, b.kept)};
-}
 
-/// The six sums of two of a row.
-template <class D>
-struct Pairs {
-  explicit HWY_INLINE Pairs(const Four<D>& r)
-      : sums{hn::Add(r.a, r.b), hn::Add(r.a, r.c), hn::Add(r.a, r.d),
-             hn::Add(r.b, r.c), hn::Add(r.b, r.d), hn::Add(r.c, r.d)} {}
-  hn::Vec<D> sums[6];
-};
-
-/// The best of the 90 masks that keep two of every row and column, four bits for each row. Two rows that keep s and t
-/// leave what the complements of s and t keep, in either order; any pair and its complement where t is that of s.
+/// The best of the 90 masks that keep two of every row and column, four bits for each row. What a mask keeps less what
+/// it drops is a sum of rows' contrasts, ± one each. Either both upper rows are halved in opposite ways, and both lower
+/// ones; or the upper rows take ways m and n, in either order, and the lower ones the opposites, in either order: twice
+/// the larger of two orders is their sum plus the size of their difference. Masks are compared in a fixed order.
 template <class D>
 HWY_INLINE hn::Vec<hn::RebindToSigned<D>> BestMask(D d, const Four<D> (&r)[4]) {
   const hn::RebindToSigned<D> di;
   using Int = hn::TFromD<decltype(di)>;
-  const Pairs<D> pairs[4] = {Pairs<D>(r[0]), Pairs<D>(r[1]), Pairs<D>(r[2]), Pairs<D>(r[3])};
-  const auto upper = [&](int s, int t) HWY_ATTR {
-    return Choice<D>{hn::Add(pairs[0].sums[s], pairs[1].sums[t]),
-                     hn::Set(di, static_cast<Int>(kPairs[s] | kPairs[t] << 4))};
-  };
-  const auto lower = [&](int s, int t) HWY_ATTR {
-    return Choice<D>{hn::Add(pairs[2].sums[s], pairs[3].sums[t]),
-                     hn::Set(di, static_cast<Int>(kPairs[s] << 8 | kPairs[t] << 12))};
-  };
-  auto above = upper(0, 5), below = lower(0, 5);
-  for (int s = 1; s < 6; ++s) {
-    above = Better(d, above, upper(s, 5 - s));
-    below = Better(d, below, lower(s, 5 - s));
+  const Contrasts<D> rows[4] = {Contrasts<D>(r[0]), Contrasts<D>(r[1]), Contrasts<D>(r[2]), Contrasts<D>(r[3])};
+  hn::Vec<D> upper[3], lower[3], halves[3];  // row 0 less row 1, row 2 less row 3, the upper rows less the lower
+  for (int n = 0; n < 3; ++n) {
+    upper[n] = hn::Sub(rows[0].by[n], rows[1].by[n]);
+    lower[n] = hn::Sub(rows[2].by[n], rows[3].by[n]);
+    halves[n] = hn::Sub(hn::Add(rows[0].by[n], rows[1].by[n]), hn::Add(rows[2].by[n], rows[3].by[n]));
   }
-  auto best = Both(d, above, below);
-  for (int s = 0; s < 6; ++s) {
-    best = Better(d, best, Both(d, upper(s, s), lower(5 - s, 5 - s)));
-    for (int t = s + 1; t < 6; ++t) {
-      if (t != 5 - s) {
-        best = Better(
-            d, best, Both(d, Better(d, upper(s, t), upper(t, s)), Better(d, lower(5 - s, 5 - t), lower(5 - t, 5 - s))));
-      }
+  // Bits of both upper rows, above them of the same rows exchanged.
+  const auto ways = [di](int m, int n)
+                        HWY_ATTR { return hn::Set(di, static_cast<Int>((m | n << 4) * 257 ^ (m ^ n) * 0x1100)); };
+  auto half = halves[0], up = upper[0], low = lower[0], best = hn::Add(hn::Abs(half), hn::Abs(half));
+  auto kept = ways(kHalves[0], kHalves[0]);
+  const auto consider = [&](auto h, auto u, auto l, auto size, auto bits) HWY_ATTR {
+    const auto more = hn::Gt(size, best);
+    best = hn::IfThenElse(more, size, best);
+    half = hn::IfThenElse(more, h, half);
+    up = hn::IfThenElse(more, u, up);
+    low = hn::IfThenElse(more, l, low);
+    kept = hn::IfThenElse(hn::RebindMask(di, more), bits, kept);
+  };
+  for (int n = 1; n < 3; ++n) {
+    consider(halves[n], up, low, hn::Add(hn::Abs(halves[n]), hn::Abs(halves[n])), ways(kHalves[n], kHalves[n]));
+  }
+  for (int m = 0; m < 2; ++m) {
+    for (int n = m + 1; n < 3; ++n) {
+      const auto pair = [&](auto h, auto u, auto l, int other) HWY_ATTR {
+        consider(h, u, l, hn::Add(hn::Abs(h), hn::Add(hn::Abs(u), hn::Abs(l))), ways(kHalves[m], other));
+      };
+      pair(hn::Add(halves[m], halves[n]), hn::Sub(upper[m], upper[n]), hn::Sub(lower[m], lower[n]), kHalves[n]);
+      pair(hn::Sub(halves[m], halves[n]), hn::Add(upper[m], upper[n]), hn::Add(lower[m], lower[n]), kHalves[n] ^ 15);
     }
   }
-  return best.kept;
+  const auto bits = [di](int n) HWY_ATTR { return hn::Set(di, static_cast<Int>(n)); };
+  const auto sign = hn::BitCast(di, half), other = hn::And(hn::Xor(kept, hn::ShiftRight<8>(kept)), bits(0xff));
+  kept = hn::Xor(kept, hn::And(hn::BroadcastSignBit(hn::Xor(hn::BitCast(di, up), sign)), other));
+  kept = hn::Xor(kept, hn::And(hn::BroadcastSignBit(hn::Xor(hn::BitCast(di, low), sign)), hn::ShiftLeft<8>(other)));
+  kept = hn::Xor(kept, hn::Xor(hn::And(hn::BroadcastSignBit(sign), bits(0xffff)), bits(0xff00)));
+  const Opposites<D> above(d, upper), below(d, lower);
+  const auto size = hn::Add(above.size, below.size);
+  return hn::IfThenElse(hn::RebindMask(di, hn::Gt(hn::Add(size, size), best)),
+                        hn::Or(above.kept, hn::ShiftLeft<8>(below.kept)), kept);
 }
 
 /// Where a square has more than two non-zeros in a row or a column.

@@ -216,7 +216,7 @@ void prune_both(const Format& rows, const Format& cols, Context& context) {
   const driver::DeviceScope scope(context.device.index);
   FormatParams q = params(rows);
   q.dense = dense_matrix(rows.dense, rows);
-  q.packed = packed(rows, 8);
+  q.packed = packed(rows, 16);
   q.cols = packed(cols, 16);
   launch(Op::squares, rows, q, context);
 }

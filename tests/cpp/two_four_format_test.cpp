@@ -470,6 +470,13 @@ TEST(TwoFourFormat, SquaresKeepNanFirst) {
     dense.set(1, 0, nan);
     two_four_prune(dense.view, 1, true, out.view, context);
     EXPECT_TRUE(out.get(0, 1) == nan && out.get(1, 0) == nan) << name_of(dtype);
+    for (std::int64_t place = 0; place < group * group; ++place) {  // one among small numbers
+      for (std::int64_t n = 0; n < group * group; ++n) {
+        dense.set(n / group, n % group, n == place ? nan : nan / 2);
+      }
+      two_four_prune(dense.view, 1, true, out.view, context);
+      EXPECT_EQ(out.get(place / group, place % group), nan) << name_of(dtype) << " at " << place;
+    }
   }
 }
 

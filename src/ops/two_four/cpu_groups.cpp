@@ -311,36 +311,74 @@ void Place(const Bits* values, const std::uint8_t* codes, std::int64_t groups, B
   });
 }
 
+/// The size of an element as an integer, and as a number if it is one.
+template <typename E, class D>
+HWY_INLINE hn::Vec<hn::RebindToSigned<D>> SizeBits(D, hn::Vec<hn::Rebind<typename E::Bits, D>> v) {
+  const hn::RebindToSigned<D> di;
+  const hn::Rebind<typename E::Bits, D> db;
+  if constexpr (E::kInteger) {
+    return hn::Abs(hn::PromoteTo(di, hn::BitCast(hn::RebindToSigned<decltype(db)>(), v)));
+  } else if constexpr (sizeof(hn::TFromD<D>) == sizeof(typename E::Bits)) {
+    return hn::BitCast(di, hn::And(v, hn::Set(db, E::kMask)));
+  } else {
+    return hn::PromoteTo(di, hn::And(v, hn::Set(db, E::kMask)));
+  }
+}
+template <typename E, class D>
+HWY_INLINE hn::Vec<D> Size(D d, hn::Vec<hn::RebindToSigned<D>> bits) {
+  if constexpr (E::kInteger) {
+    return hn::ConvertTo(d, bits);
+  } else {
+    const auto x = hn::BitCast(d, hn::ShiftLeft<E::kShift>(bits));
+    return E::kExponent == 0 ? x : hn::Mul(x, hn::Set(d, static_cast<hn::TFromD<D>>(std::ldexp(1.0, E::kExponent))));
+  }
+}
+
+template <typename Sum>
+constexpr Sum kLargeSize = std::numeric_limits<Sum>::max() / 256;
+template <typename Sum>
+constexpr Sum kSmallSize = std::numeric_limits<Sum>::min() / std::numeric_limits<Sum>::epsilon();
+
 /// Numbers of which 32 can be added: NaN above infinity above all others, and nothing but zero is zero. Their
 /// differences are never subnormal, whatever the processor makes of those.
 template <typename E, class D>
 HWY_INLINE hn::Vec<D> Magnitude(D d, hn::Vec<hn::Rebind<typename E::Bits, D>> v) {
   using Sum = hn::TFromD<D>;
   const hn::RebindToSigned<D> di;
-  using Wide = hn::TFromD<decltype(di)>;
-  const hn::Rebind<typename E::Bits, D> db;
-  if constexpr (E::kInteger) {
-    return hn::ConvertTo(d, hn::Abs(hn::PromoteTo(di, hn::BitCast(hn::RebindToSigned<decltype(db)>(), v))));
-  } else {
-    constexpr Sum kLarge = std::numeric_limits<Sum>::max() / 256;
-    constexpr Sum kSmall = std::numeric_limits<Sum>::min() / std::numeric_limits<Sum>::epsilon();
-    const Sum scale = static_cast<Sum>(std::ldexp(1.0, E::kExponent));
-    hn::Vec<decltype(di)> key;
-    const auto bits = hn::And(v, hn::Set(db, E::kMask));
-    if constexpr (sizeof(Wide) == sizeof(typename E::Bits)) {
-      key = hn::BitCast(di, bits);
-    } else {
-      key = hn::PromoteTo(di, bits);
-    }
-    const auto top = hn::Set(di, static_cast<Wide>(E::kTop));
-    auto x = hn::Mul(hn::BitCast(d, hn::ShiftLeft<E::kShift>(key)), hn::Set(d, scale));
-    x = hn::Min(hn::Max(x, hn::Set(d, kSmall)), hn::Set(d, kLarge));
+  const auto bits = SizeBits<E>(d, v);
+  auto x = Size<E>(d, bits);
+  if constexpr (!E::kInteger) {
+    constexpr Sum kLarge = kLargeSize<Sum>;
+    const auto top = hn::Set(di, static_cast<hn::TFromD<decltype(di)>>(E::kTop));
+    x = hn::Min(hn::Max(x, hn::Set(d, kSmallSize<Sum>)), hn::Set(d, kLarge));
     if constexpr (E::kInfinite) {
-      x = hn::IfThenElse(hn::RebindMask(d, hn::Eq(key, top)), hn::Set(d, 2 * kLarge), x);
+      x = hn::IfThenElse(hn::RebindMask(d, hn::Eq(bits, top)), hn::Set(d, 2 * kLarge), x);
     }
-    x = hn::IfThenElse(hn::RebindMask(d, hn::Gt(key, top)), hn::Set(d, 4 * kLarge), x);
-    return hn::IfThenZeroElse(hn::RebindMask(d, hn::Eq(key, hn::Zero(di))), x);
+    x = hn::IfThenElse(hn::RebindMask(d, hn::Gt(bits, top)), hn::Set(d, 4 * kLarge), x);
+    x = hn::IfThenZeroElse(hn::RebindMask(d, hn::Eq(bits, hn::Zero(di))), x);
   }
+  return x;
+}
+
+/// The sizes of squares of which no element is zero or needs anything else than its size; false if there is another.
+template <typename E, class D, class V>
+HWY_INLINE bool OrdinarySizes(D d, const V (&rows)[4], Four<D> (&sizes)[4]) {
+  using Sum = hn::TFromD<D>;
+  const hn::RebindToSigned<D> di;
+  using Int = hn::TFromD<decltype(di)>;
+  auto least = hn::Set(di, std::numeric_limits<Int>::max()), most = hn::Zero(di);  // of integers, as there may be NaN
+  const auto size = [&](auto v) HWY_ATTR {
+    const auto bits = SizeBits<E>(d, v);
+    least = hn::Min(least, bits);
+    most = hn::Max(most, bits);
+    return Size<E>(d, bits);
+  };
+  for (int r = 0; r < 4; ++r) {
+    sizes[r] = {size(rows[r].a), size(rows[r].b), size(rows[r].c), size(rows[r].d)};
+  }
+  const auto numbers = hn::Lt(most, hn::Set(di, static_cast<Int>(E::kTop + (E::kInfinite ? 0 : 1))));
+  return hn::AllTrue(di, numbers) && hn::AllTrue(d, hn::And(hn::Ge(Size<E>(d, least), hn::Set(d, kSmallSize<Sum>)),
+                                                            hn::Lt(Size<E>(d, most), hn::Set(d, kLargeSize<Sum>))));
 }
 
 /// By how much the first half of a row outweighs the second, for each way to halve it.
@@ -401,7 +439,7 @@ HWY_INLINE hn::Vec<hn::RebindToSigned<D>> BestMask(D d, const Four<D> (&r)[4]) {
   auto kept = ways(kHalves[0], kHalves[0]);
   const auto consider = [&](auto h, auto u, auto l, auto size, auto bits) HWY_ATTR {
     const auto more = hn::Gt(size, best);
-    best = hn::IfThenElse(more, size, best);
+    best = hn::Max(best, size);
     half = hn::IfThenElse(more, h, half);
     up = hn::IfThenElse(more, u, up);
     low = hn::IfThenElse(more, l, low);
@@ -463,11 +501,16 @@ void Squares(const typename E::Bits* dense, std::int64_t pitch, std::int64_t gro
       Four<decltype(d)> sizes[4];
       for (int r = 0; r < 4; ++r) {
         rows[r] = LoadFour(db, dense + r * pitch + 4 * n);
-        sizes[r] = {Magnitude<E>(d, rows[r].a), Magnitude<E>(d, rows[r].b), Magnitude<E>(d, rows[r].c),
-                    Magnitude<E>(d, rows[r].d)};
       }
       const hn::RebindToSigned<decltype(d)> di;
-      const auto needs = hn::RebindMask(di, NeedsMask(d, sizes));
+      auto needs = hn::Eq(hn::Zero(di), hn::Zero(di));
+      if (!OrdinarySizes<E>(d, rows, sizes)) {
+        for (int r = 0; r < 4; ++r) {
+          sizes[r] = {Magnitude<E>(d, rows[r].a), Magnitude<E>(d, rows[r].b), Magnitude<E>(d, rows[r].c),
+                      Magnitude<E>(d, rows[r].d)};
+        }
+        needs = hn::RebindMask(di, NeedsMask(d, sizes));
+      }
       auto kept = hn::BitCast(hn::RebindToUnsigned<decltype(d)>(),
                               hn::IfThenElse(needs, BestMask(d, sizes), hn::Set(di, 0xffff)));
       for (int r = 0; r < 4; ++r) {

@@ -188,6 +188,50 @@ __device__ __forceinline__ u32 measure<2>(const FormatParams& p, const format_sq
   return there;
 }
 
+/// The same for 8-bit elements, four at a time: a sum carries into the upper bit of a byte that is not zero, another
+/// one where it is infinite or NaN, and only then the long way is taken.
+template <>
+__device__ __forceinline__ u32 measure<1>(const FormatParams& p, const format_square_row<1>* rows, float (*x)[4]) {
+  u32 there = 0, special = 0;
+  const auto each_row = [&](u32 carry, const auto& magnitudes, const auto& widen_byte) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const u32 sizes = magnitudes(rows[r].words[0]), some = (sizes + 0x7f7f7f7fu) & 0x80808080u;
+      there |= some * 0x00204081u >> 28 << 4 * r;
+      special |= carry != 0 ? sizes + carry : 0u;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        x[r][c] = widen_byte(sizes, c);
+      }
+    }
+  };
+  const auto unsign = [](u32 word) { return word & 0x7f7f7f7fu; };
+  if (p.kind == FormatKind::i8) {  // a byte below the bits of 2^23 is added to it
+    each_row(
+        0,
+        [](u32 word) {
+          const u32 minus = word >> 7 & 0x01010101u;
+          return (word ^ minus * 0xffu) + minus;
+        },
+        [](u32 sizes, int c) {
+          return __uint_as_float(__byte_perm(sizes, 0x4b000000u, 0x7440u + static_cast<u32>(c))) - 0x1p23f;
+        });
+  } else if (p.kind == FormatKind::f8_e4m3) {
+    each_row(0x01010101u, unsign,
+             [](u32 sizes, int c) { return __uint_as_float((sizes >> 8 * c & 0x7fu) << 20) * 0x1p120f; });
+  } else {
+    each_row(0x04040404u, unsign,
+             [](u32 sizes, int c) { return __uint_as_float((sizes >> 8 * c & 0x7fu) << 21) * 0x1p112f; });
+  }
+  if ((special & 0x80808080u) != 0) {
+#pragma unroll
+    for (int e = 0; e < 16; ++e) {
+      x[e / 4][e % 4] = magnitude_of<1>(p.kind, rows[e / 4].words[0] >> 8 * (e % 4) & 0xffu);
+    }
+  }
+  return there;
+}
+
 /// Leaves of a square only what is kept.
 template <int SIZE>
 __device__ __forceinline__ void clear_others(format_square_row<SIZE>* rows, u32 kept) {

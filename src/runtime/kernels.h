@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -72,8 +73,9 @@ class Kernel {
   const KernelReport& report() const { return report_; }
   /// Resident CTAs per multiprocessor at these sizes.
   int occupancy(int threads, int shared_bytes) const;
-  /// Resident clusters on the whole device at these sizes.
-  int active_clusters(int cluster, int threads, int shared_bytes) const;
+  /// Clusters that run at once on the whole device at these sizes, at least 1: fewer than there are multiprocessors
+  /// for, as a cluster stays within a part of the chip. Asked for once.
+  int resident_clusters(int cluster, int threads, int shared_bytes) const;
 
  private:
   void allow_shared(int bytes) const;
@@ -83,6 +85,8 @@ class Kernel {
   KernelReport report_;
   std::string name_;
   mutable std::atomic<int> shared_allowed_;  ///< dynamic shared memory that may be asked for so far
+  mutable std::mutex clusters_mutex_;
+  mutable std::vector<std::array<int, 4>> clusters_;  ///< what was asked for, and the answer
 };
 
 /// The kernel for this device; thread-safe; the reference stays valid.

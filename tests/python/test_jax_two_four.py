@@ -135,9 +135,9 @@ def test_small_types(kind, rng):
 
 
 def test_refusals():
-    s, B, bias = two_four.compress(jnp.eye(16)), jnp.ones((16, 4)), jnp.ones(16)
+    s, B, bias = two_four.compress(jnp.eye(16, dtype="float32")), jnp.ones((16, 4), "float32"), jnp.ones(16, "float32")
     for call in [
-        lambda: two_four.compress(jnp.ones((8, 8))), lambda: two_four.compress(B, dim=2),
+        lambda: two_four.compress(jnp.ones((8, 8), "float32")), lambda: two_four.compress(B, dim=2),
         lambda: two_four.compress(bias), lambda: two_four.compress(B, metadata_dtype="int64"),
         lambda: two_four.compress(B.astype("int32")),
     ]:  # fmt: skip

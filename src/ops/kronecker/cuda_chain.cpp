@@ -2,8 +2,6 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <string>
 
 #include "ops/kronecker/chain.h"
@@ -75,18 +73,6 @@ Map x_map(const Problem& problem, const Monarch& m) {
   return std::bit_cast<Map>(driver::make_tensor_map(problem.x.data, 2, sizes, strides, box, driver::Swizzle::b128));
 }
 
-/// Clusters that run at once.
-std::int64_t resident_clusters(const Kernel& kernel, const Monarch& m) {
-  static std::mutex mutex;
-  static std::map<const Kernel*, int> known;
-  const std::lock_guard lock(mutex);
-  const auto [place, fresh] = known.try_emplace(&kernel, 1);
-  if (fresh) {
-    place->second = std::max(1, kernel.active_clusters(m.ranks, m.threads(), m.shared()));
-  }
-  return place->second;
-}
-
 }  // namespace
 
 bool cuda::fuses(const Problem& first, const Problem& second, const Context& context) {
@@ -115,7 +101,8 @@ void cuda::run(const Problem& first, const Problem& second, Context& context, co
   params.bias_stride = second.bias.stride;
   params.activation = static_cast<int>(second.activation);
   const Kernel& kernel = get_kernel(fused_instance(m, first.dtype), device);
-  const std::int64_t clusters = std::min(resident_clusters(kernel, m), ceil_div(first.batch, Monarch::kRows));
+  const std::int64_t clusters = std::min<std::int64_t>(kernel.resident_clusters(m.ranks, m.threads(), m.shared()),
+                                                       ceil_div(first.batch, Monarch::kRows));
   kernel.launch_clusters(clusters * m.ranks, m.ranks, m.threads(), m.shared(), &params, context.stream, true);
 }
 

@@ -4,8 +4,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -319,18 +317,6 @@ Map make_batch_map(const Matrix& m, std::int64_t batch, const Sizes& s, std::int
   return encoded(m, sizes, strides, {16, 16, static_cast<std::uint32_t>(columns), 1}, driver::Swizzle::b32);
 }
 
-/// Clusters that run at once: fewer than there are multiprocessors for, as a cluster stays within a part of the chip.
-std::int64_t resident_clusters(const Kernel& kernel, int size, int shared) {
-  static std::mutex mutex;
-  static std::map<std::pair<const Kernel*, int>, int> known;
-  const std::lock_guard lock(mutex);
-  const auto [place, fresh] = known.try_emplace({&kernel, size}, 1);
-  if (fresh) {
-    place->second = std::max(1, kernel.active_clusters(size, ClusterTile::kThreads, shared));
-  }
-  return place->second;
-}
-
 void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& context) {
   const Sizes& s = problem.sizes;
   const ClusterTile& tile = plan.tile;
@@ -371,7 +357,8 @@ void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& cont
   const Kernel& kernel = get_kernel(cluster_kernel(problem.dtype, tile, flat && tile.v == 8), context.device.index);
   params.product.groups = static_cast<int>(groups);
   params.items = groups * ceil_div(problem.batch, std::int64_t{plan.rows} * tile.rows());
-  const std::int64_t clusters = std::min<std::int64_t>(params.items, resident_clusters(kernel, size, tile.shared()));
+  const std::int64_t clusters =
+      std::min<std::int64_t>(params.items, kernel.resident_clusters(size, ClusterTile::kThreads, tile.shared()));
   kernel.launch_clusters(clusters * size, size, ClusterTile::kThreads, tile.shared(), &params, context.stream, true);
 }
 
@@ -593,9 +580,10 @@ bool run(const WeightProblem& problem, Context& context, Way way) {
   const int stage = clusters ? kGradientTile.stage_x() + kGradientTile.stage_w() : tile->batch_stage();
   const int shared = clusters ? 1024 + kGradientTile.ring() * stage : ring_of(*tile, device.shared_per_block) * stage;
   params.ring = shared / stage;
-  params.pieces = static_cast<int>(pieces_of(
-      params.groups, std::max<std::int64_t>(1, ceil_div(problem.batch, depth)),
-      clusters ? resident_clusters(kernel, size, shared) : device.multiprocessors, stage, 64 * 1024.0 + kPartial));
+  params.pieces = static_cast<int>(
+      pieces_of(params.groups, std::max<std::int64_t>(1, ceil_div(problem.batch, depth)),
+                clusters ? kernel.resident_clusters(size, ClusterTile::kThreads, shared) : device.multiprocessors,
+                stage, 64 * 1024.0 + kPartial));
   params.x_flat = flat(*tile, s, s.c, problem.batch, problem.x, 16);
   params.dy_flat = flat(*tile, s, s.b, problem.batch, problem.d_y, 16);
 

@@ -86,25 +86,6 @@ struct Spread {
 /// The bytes of metadata of a run.
 int run_words(const Kind& kind) { return kind.bytes == 1 ? 4 : 2; }
 
-/// Clusters of `split` CTAs, one to a multiprocessor, that run at once. They lie within a part of the GPU that may have
-/// few multiprocessors, so often fewer than its number allows.
-int resident_clusters(const Kernel& kernel, std::size_t which, int split, int device) {
-  constexpr std::size_t kDevices = 16, kOfKernel = kMostSplit + 1;
-  static constinit std::array<std::atomic<int>, kDevices * kCount * kOfKernel> known{};
-  const auto ask = [&] {
-    return std::max(1, kernel.active_clusters(split, kThreads, driver::device_info(device).shared_per_block));
-  };
-  if (static_cast<std::size_t>(device) >= kDevices) {
-    return ask();
-  }
-  const std::size_t kernel_place = static_cast<std::size_t>(device) * kCount + which;
-  std::atomic<int>& place = known[kernel_place * kOfKernel + static_cast<std::size_t>(split)];
-  if (place.load(std::memory_order_relaxed) == 0) {
-    place.store(ask(), std::memory_order_relaxed);
-  }
-  return place.load(std::memory_order_relaxed);
-}
-
 /// Clocks that a spread takes at best. Memory gives the sparse operand, L2 that and b, to all CTAs that run at once; a
 /// multiprocessor has its own ports to both and to its shared memory, and its tensor cores.
 double cost(const Problem& p, const Kind& kind, int columns, std::int64_t blocks, const Spread& spread,
@@ -125,14 +106,15 @@ double cost(const Problem& p, const Kind& kind, int columns, std::int64_t blocks
   return double(ceil_div(ctas, resident)) * (double(stages) * stage + kStart) + meet;
 }
 
-Spread choose(const Problem& p, const Kind& kind, int columns, const Kernel& kernel, std::size_t which, int device) {
+Spread choose(const Problem& p, const Kind& kind, int columns, const Kernel& kernel, int device) {
   const driver::DeviceInfo& info = driver::device_info(device);
   const std::int64_t blocks = ceil_div(p.k * kind.bytes, std::int64_t{kBlockRuns} * kRunBytes);
   Spread best;
   double least = std::numeric_limits<double>::max();
   for (int split = 1; split <= (info.arch >= 90 ? kMostSplit : 1); ++split) {
     const std::int64_t resident =
-        split == 1 ? info.multiprocessors : std::int64_t{split} * resident_clusters(kernel, which, split, device);
+        split == 1 ? info.multiprocessors
+                   : std::int64_t{split} * kernel.resident_clusters(split, kThreads, info.shared_per_block);
     for (int log_rows = 0; log_rows <= kLogWarps; ++log_rows) {
       const int room = info.shared_per_block / stage_bytes(columns, log_rows, run_words(kind));
       const Spread spread{log_rows, split, std::min(room, kMostStages)};
@@ -213,7 +195,7 @@ bool run_few(const Problem& problem, Context& context) {
     ++which;
   }
   const Kernel& kernel = kernels.get(which, device, [&] { return instance(problem.dtype, columns); });
-  const Spread spread = choose(problem, *kind, columns, kernel, which, device);
+  const Spread spread = choose(problem, *kind, columns, kernel, device);
   if (spread.stages == 0) {
     return false;
   }

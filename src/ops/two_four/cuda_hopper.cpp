@@ -22,7 +22,7 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr std::array kTypes = {DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2, DType::f32};
-constexpr std::array kWidths = {256, 128, 64}, kSplits = {1, 2, 4};
+constexpr std::array kWidths = {256, 128, 64}, kSplits = {1, 2, 3, 4};
 constexpr int kShare = 16;  // tiles of rows that go through the columns together
 static_assert(std::ranges::all_of(kWidths, [](int width) { return shared_bytes(width) + 256 <= 227 << 10; }));
 
@@ -110,7 +110,7 @@ std::int64_t tiles_of(const Problem& p, int width) { return ceil_div(p.m, kRows)
 
 /// Every part of the depth has some chunks of metadata, and there is room for the sums of all.
 bool can_split(const Problem& p, int width, int split) {
-  return split == 1 || (steps_of(p) >= 8 * split && (split == 2 || (split == 4 && width < 256)));
+  return split == 1 || (steps_of(p) >= 8 * split && (split == 2 || width < 256));
 }
 
 bool suits(const Problem& p, const Choice& choice, const Context& context) {
@@ -137,9 +137,13 @@ std::string Choice::text() const {
 
 /// The unit of time is a step of 256 columns, 0.43 μs. The other numbers were read off products of 1024³ to 8192³; a
 /// step of 64 columns and what four parts cost are reckoned.
-Choice choose(const Problem& p, int multiprocessors) {
-  Choice best;
-  double least = std::numeric_limits<double>::max();
+Choice choose(const Problem& p, int multiprocessors, const std::function<int(int width, int size)>& clusters) {
+  struct Candidate {
+    double cost;
+    Choice choice;
+  };
+  std::array<Candidate, kWidths.size() * kSplits.size()> all;
+  std::size_t count = 0;
   for (const int width : kWidths) {
     for (const int split : kSplits) {
       const std::int64_t units = tiles_of(p, width) * split;
@@ -149,19 +153,28 @@ Choice choose(const Problem& p, int multiprocessors) {
       const double step = width == 256 ? 1.0 : width == 128 ? 0.7 : 0.45;
       const double around = width / 51.2 + (split > 1 ? 2.5 * split : 0.0);
       const double each = double(ceil_div(steps_of(p), split)) * step + around;
-      const double cost = double(ceil_div(units, multiprocessors)) * each;
-      if (cost < least) {
-        least = cost;
-        best = {.width = width, .split = split};
-      }
+      all[count++] = {double(ceil_div(units, multiprocessors)) * each, {.width = width, .split = split}};
     }
   }
+  std::sort(all.begin(), all.begin() + count, [](const auto& x, const auto& y) { return x.cost < y.cost; });
+  // A cluster has one tile, and all must run at once; only the kernels of the best are asked whether they do.
+  const auto fits = [&](const Candidate& c) {
+    return c.choice.split == 1 || tiles_of(p, c.choice.width) <= clusters(c.choice.width, c.choice.split);
+  };
+  Choice best = std::find_if(all.begin(), all.begin() + count, fits)->choice;
   // Pairs gain up to 6% where b is contiguous along n and CTAs have several tiles; mostly they lose as much elsewhere.
   const bool b_along_n = size_of(p.dtype) == 2 && p.b.row != 1;
   if (b_along_n && best.width == 256 && tiles_of(p, 256) > multiprocessors) {
     best.pair = 2;
   }
   return best;
+}
+
+Choice choose(const Problem& p, int device) {
+  return choose(p, driver::device_info(device).multiprocessors, [&](int width, int size) {
+    const bool along_k = size_of(p.dtype) != 2 || p.b.row == 1;
+    return kernel(p.dtype, along_k, width, device).resident_clusters(size, kThreads, shared_bytes(width));
+  });
 }
 
 bool run(const Problem& p, Context& context, const Choice& choice) {
@@ -237,11 +250,8 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
 namespace fretwork::two_four::cuda {
 
 bool run_hopper(const Problem& problem, Context& context) {
-  if (fretwork::cuda::kernel_arch(context.device.index) != "sm_90a") {
-    return false;
-  }
-  return hopper::run(problem, context,
-                     hopper::choose(problem, fretwork::cuda::device_info(context.device.index).multiprocessors));
+  return fretwork::cuda::kernel_arch(context.device.index) == "sm_90a" &&
+         hopper::run(problem, context, hopper::choose(problem, context.device.index));
 }
 
 }  // namespace fretwork::two_four::cuda

@@ -1,9 +1,7 @@
 // 2:4 products with few columns: which are for this kernel, how warps and CTAs share them, the launch.
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <iterator>
 #include <limits>
 #include <string>

@@ -22,7 +22,8 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr std::array kTypes = {DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2, DType::f32};
-constexpr std::array kWidths = {256, 128, 64}, kSplits = {1, 2, 3, 4};
+constexpr std::array kWidths = {256, 128, 64};
+constexpr std::array kSplits = {1, 2, 3, 4};
 constexpr int kShare = 16;  // tiles of rows that go through the columns together
 static_assert(std::ranges::all_of(kWidths, [](int width) { return shared_bytes(width) + 256 <= 227 << 10; }));
 
@@ -156,12 +157,16 @@ Choice choose(const Problem& p, int multiprocessors, const std::function<int(int
       all[count++] = {double(ceil_div(units, multiprocessors)) * each, {.width = width, .split = split}};
     }
   }
-  std::sort(all.begin(), all.begin() + count, [](const auto& x, const auto& y) { return x.cost < y.cost; });
   // A cluster has one tile, and all must run at once; only the kernels of the best are asked whether they do.
-  const auto fits = [&](const Candidate& c) {
-    return c.choice.split == 1 || tiles_of(p, c.choice.width) <= clusters(c.choice.width, c.choice.split);
-  };
-  Choice best = std::find_if(all.begin(), all.begin() + count, fits)->choice;
+  const auto cheaper = [](const Candidate& x, const Candidate& y) { return x.cost < y.cost; };
+  const auto end = all.begin() + count;
+  auto found = std::min_element(all.begin(), end, cheaper);
+  while (found->choice.split > 1 &&
+         tiles_of(p, found->choice.width) > clusters(found->choice.width, found->choice.split)) {
+    found->cost = std::numeric_limits<double>::max();
+    found = std::min_element(all.begin(), end, cheaper);
+  }
+  Choice best = found->choice;
   // Pairs gain up to 6% where b is contiguous along n and CTAs have several tiles; mostly they lose as much elsewhere.
   const bool b_along_n = size_of(p.dtype) == 2 && p.b.row != 1;
   if (b_along_n && best.width == 256 && tiles_of(p, 256) > multiprocessors) {

@@ -661,7 +661,7 @@ TEST(TwoFourHopperChoice, IsWhatWasFastest) {
     EXPECT_EQ(chosen(14336, 4096, 64, b), Choice{.width = 64}.text());
     EXPECT_EQ(chosen(8192, 8192, 64, b), (Choice{.width = 64, .split = 2}.text()));
     EXPECT_EQ(chosen(4096, 14336, 64, b), (Choice{.width = 64, .split = 3}.text()));
-    EXPECT_EQ(chosen(4096, 14336, 128, b), (Choice{.width = 128, .split = 3}.text()));
+    EXPECT_EQ(chosen(4096, 14336, 128, b), (Choice{.width = 64, .split = 2}.text()));
   }
 }
 

@@ -159,8 +159,9 @@ def run(problem: Problem, seed: int, device: torch.device) -> Tensor:
         upstream = torch.rand(want.shape, device=device).to(out)
         ours = torch.autograd.grad(got, [t for t, _ in leaves], upstream)
         exact = torch.autograd.grad(want, [e for _, e in leaves], upstream.double())
-        # Gradients pass a rounding to the type in the middle, where an activation has one of its own.
-        scale_ = 1.0 if p.activation is None else 1.0 + 6 * ROUNDING[p.dtype] / TERM[p.precision or "ieee"]
+        # Gradients pass a rounding to the type in the middle, where an activation has one of its own, and the dense
+        # products that they are may add up parts in the type.
+        scale_ = 1.0 + 6 * ROUNDING[p.dtype] / TERM[p.precision or "ieee"]
         terms = max(p.m, p.n * math.prod(p.batch)) + p.k
         worst += [excess(one, other, terms, problem, scale_) for one, other in zip(ours, exact, strict=True)]
     return torch.stack(worst).amax()

@@ -1,7 +1,7 @@
 """Multi-head self-attention in JAX, its softmax over all keys swapped for a pattern's: one line changes.
 
-The layer is a function of its parameters, so it fits any library of layers: inside a Flax module, call `mhsa` with
-`self.param` arrays. Jit, grad and vmap go through.
+The layer is a function of its parameters, so it fits any library of layers (flax_sparse_mhsa.py swaps it into Flax's
+own). Jit, grad and vmap go through.
 
 python examples/jax_sparse_mhsa.py
 """

@@ -183,6 +183,15 @@ int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int6
   return guarded(-1, [&] { return fretwork::as_regular(pattern->is)->contains(row, col) ? 1 : 0; });
 }
 
+fretwork_pattern* fretwork_pattern_block_cover(const fretwork_pattern* pattern, int64_t block_rows, int64_t block_cols,
+                                               double* fill_in) {
+  return guarded(kNone, [&] {
+    const auto cover = fretwork::patterns::block_cover(*fretwork::as_regular(pattern->is), block_rows, block_cols);
+    *fill_in = cover.fill_in;
+    return handle(cover.layout);
+  });
+}
+
 int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64_t* stride, int64_t* count) {
   return guarded(-1, [&] {
     for (const auto& row : fretwork::as_regular(pattern->is)->acsr()) {

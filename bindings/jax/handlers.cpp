@@ -24,6 +24,16 @@ DType dtype_of(ffi::DataType type) {
       return DType::bf16;
     case ffi::PRED:
       return DType::boolean;
+    case ffi::F8E4M3FN:
+      return DType::f8_e4m3;
+    case ffi::F8E5M2:
+      return DType::f8_e5m2;
+    case ffi::S8:
+      return DType::i8;
+    case ffi::S16:
+      return DType::i16;
+    case ffi::S32:
+      return DType::i32;
     default:
       throw Error("fretwork.jax", "dtype", "float64, float32, float16, bfloat16 or bool",
                   "XLA's type " + std::to_string(static_cast<int>(type)));
@@ -242,6 +252,43 @@ void r_softmax_backward(Call& call) {
                                call.context);
 }
 
+/// 2:4 matrices come as lines × positions, whichever axis is compressed. The place of a bad group is two 32-bit numbers
+/// that are one of 64 bits, which XLA has only when asked.
+fretwork::TwoFour along(const TensorView& values, const TensorView& metadata, std::int64_t dim) {
+  const fretwork::TwoFour lines{values, metadata, 1};
+  return dim == 0 ? lines.transpose() : lines;
+}
+
+void two_four_compress(Call& call) {
+  fretwork::two_four_compress(call.in(0), along(call.out(0), call.out(1), call.attribute<std::int64_t>("dim")),
+                              static_cast<std::int64_t*>(call.out(2).data), call.context);
+}
+
+void two_four_to_dense(Call& call) {
+  fretwork::two_four_to_dense({call.in(0), call.in(1), 1}, call.out(0), call.context);
+}
+
+void two_four_gather(Call& call) { fretwork::two_four_gather(call.in(0), {call.out(0), call.in(1), 1}, call.context); }
+
+void two_four_prune(Call& call) {
+  fretwork::two_four_prune(call.in(0), static_cast<int>(call.attribute<std::int64_t>("dim")),
+                           call.attribute<bool>("transposable"), call.out(0), call.context);
+}
+
+/// Inputs: values, metadata, the dense operand and, when there are four, the bias.
+void two_four_matmul(Call& call) {
+  const fretwork::TwoFour lines{call.in(0), call.in(1), 1};
+  const TensorView bias = call.args.size() > 3 ? call.in(3) : TensorView{};
+  const fretwork::TwoFourOptions options{.bias = call.args.size() > 3 ? &bias : nullptr,
+                                         .activation = activation_of(call.attribute<std::string_view>("activation"))};
+  call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
+  if (call.attribute<bool>("left")) {
+    fretwork::two_four_matmul(lines, call.in(2), call.out(0), call.context, options);
+  } else {
+    fretwork::two_four_matmul(call.in(2), lines.transpose(), call.out(0), call.context, options);
+  }
+}
+
 using Op = void (*)(Call&);
 
 ffi::Error run(Op op, Call call) {
@@ -337,3 +384,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_cpu, on_cpu<r_softmax>, cpu_cal
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_cuda, on_cuda<r_softmax>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_backward_cpu, on_cpu<r_softmax_backward>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_backward_cuda, on_cuda<r_softmax_backward>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_compress_cpu, on_cpu<two_four_compress>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_compress_cuda, on_cuda<two_four_compress>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_to_dense_cpu, on_cpu<two_four_to_dense>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_to_dense_cuda, on_cuda<two_four_to_dense>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_gather_cpu, on_cpu<two_four_gather>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_gather_cuda, on_cuda<two_four_gather>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_prune_cpu, on_cpu<two_four_prune>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_prune_cuda, on_cuda<two_four_prune>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_matmul_cpu, on_cpu<two_four_matmul>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_matmul_cuda, on_cuda<two_four_matmul>, cuda_call());

@@ -46,6 +46,9 @@ fretwork_pattern* fretwork_pattern_union(const fretwork_pattern* left, const fre
 fretwork_pattern* fretwork_pattern_intersection(const fretwork_pattern* left, const fretwork_pattern* right);
 /* Whether an element is there: 1, 0, or −1 where the pattern is not regular. */
 int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int64_t col);
+/* The blocks that it touches as a block layout, and the share of their elements that it has not; or null. */
+fretwork_pattern* fretwork_pattern_block_cover(const fretwork_pattern* pattern, int64_t block_rows, int64_t block_cols,
+                                               double* fill_in);
 /* Writes a progression for each row; −1 when a row is not one. */
 int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64_t* stride, int64_t* count);
 /* What was recognised, in `text` of `size` bytes; gives the length without the end, whether it fits or not. */
@@ -87,9 +90,9 @@ const fretwork_kernel* fretwork_kernel_load(const char* source, const char* name
 int fretwork_kernel_launch(const fretwork_kernel* kernel, int device, const unsigned grid[3], const unsigned block[3],
                            int shared_bytes, void** arguments, void* stream);
 
-/* Foreign orders of 2:4 metadata, "torch", "cutlass_sm80" or "cutlass_sm90", for `lines` lines of k elements: writes for
- * each byte of the foreign buffer the byte of the plain one that it holds, or -1, as far as there is `room`. Gives their
- * number, or -1 with an error that names `op`. dtype is "float16", "int8", "float8_e4m3fn" and so on. */
+/* Foreign orders of 2:4 metadata, "torch", "cutlass_sm80" or "cutlass_sm90", for `lines` lines of k elements: writes
+ * for each byte of the foreign buffer the byte of the plain one that it holds, or -1, as far as there is `room`. Gives
+ * their number, or -1 with an error that names `op`. dtype is "float16", "int8", "float8_e4m3fn" and so on. */
 int64_t fretwork_two_four_order(const char* op, const char* layout, int64_t lines, int64_t k, const char* dtype,
                                 int64_t tile_k, int64_t* order, int64_t room);
 /* 1 where a dense product with n columns is likely to be quicker than the 2:4 one of an (m, k) matrix, else 0; -1 for a

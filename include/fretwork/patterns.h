@@ -64,6 +64,13 @@ RegularPtr sliding_tile(Axes shape, Axes tile, Axes window);
 RegularPtr from_mask(std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> mask);
 /// One head of a layout.
 RegularPtr from_layout(const BlockLayout& layout, std::int64_t head = 0);
+/// The blocks that a pattern touches, as a layout of one head whose last blocks may reach beyond the pattern, and the
+/// share of their elements that the pattern has not.
+struct BlockCover {
+  std::shared_ptr<const BlockLayout> layout;
+  double fill_in;
+};
+BlockCover block_cover(const RegularPattern& pattern, std::int64_t block_rows, std::int64_t block_cols);
 /// A Kronecker pattern.
 RegularPtr from_kronecker(const KroneckerPattern& pattern);
 /// One progression for each row, inside the columns.

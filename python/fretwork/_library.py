@@ -49,6 +49,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "pattern_union": (_POINTER, [_POINTER, _POINTER]),
     "pattern_intersection": (_POINTER, [_POINTER, _POINTER]),
     "pattern_contains": (ctypes.c_int, [_POINTER, ctypes.c_int64, ctypes.c_int64]),
+    "pattern_block_cover": (_POINTER, [_POINTER, ctypes.c_int64, ctypes.c_int64, _DOUBLE]),
     "pattern_acsr": (ctypes.c_int, [_POINTER] + [ctypes.c_void_p] * 3),
     "pattern_describe": (ctypes.c_int64, [_POINTER, ctypes.c_char_p, ctypes.c_size_t]),
     "block_layout_sizes": (ctypes.c_int, [_POINTER, _INT64S]),

@@ -168,6 +168,20 @@ class Pattern:
                 raise ValueError(last_error())
         return start, stride, count
 
+    def block_cover(self, block: int | tuple[int, int] = 32) -> tuple[BlockLayout, float]:
+        """The blocks that the pattern touches, and the share of their elements that it leaves out (the fill-in).
+
+        For the operators that take block layouts. The last blocks may reach beyond the pattern.
+
+        >>> Pattern.parse("sliding_window(64, 3, 0)").block_cover(16)
+        (BlockLayout(heads=1, blocks=(4, 4), block=16, nnz=7, density=0.4375), 0.8604910714285714)
+        """
+        sides, fill_in = _block_sides(block), ctypes.c_double()
+        with _open(self) as handle:
+            layout = _from_handle(core().fretwork_pattern_block_cover(handle, *sides, ctypes.byref(fill_in)))
+        assert isinstance(layout, BlockLayout)
+        return layout, fill_in.value
+
     def describe(self) -> str:
         """What was recognised, a line for each kind of part.
 
@@ -448,8 +462,10 @@ def _block_sides(block: Any) -> tuple[int, int]:
 
 def _open(pattern: Pattern) -> Any:
     """The core's pattern for the length of a scope. A value is its text, so none is held longer."""
-    key = pattern.key.encode()
-    return owned(core().fretwork_pattern_parse(key, len(key)))
+    key, text = pattern.key.encode(), pattern.text.encode()
+    handle = core().fretwork_pattern_parse(key, len(key))
+    # The core forgets the oldest of many long texts.
+    return owned(handle if handle or key == text else core().fretwork_pattern_parse(text, len(text)))
 
 
 def _fill(pattern: Pattern, handle: Any) -> Pattern:

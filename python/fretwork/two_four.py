@@ -47,6 +47,13 @@ def _axis(dim: int) -> int:
     return dim + 2 if dim in (-1, -2) else dim
 
 
+def _range(index: slice, size: int) -> slice:
+    """The same with both ends inside; `slice.indices` is one that torch.compile does not follow everywhere."""
+    begin, end = 0 if index.start is None else index.start, size if index.stop is None else index.stop
+    begin, end = (min(max(at + size if at < 0 else at, 0), size) for at in (begin, end))
+    return slice(begin, max(begin, end))
+
+
 class TwoFour:
     """A matrix compressed along `dim`, in the plain form: `values` and `metadata`, both readable and of any strides.
 
@@ -140,10 +147,9 @@ class TwoFour:
         both = index if isinstance(index, tuple) else (index, slice(None))
         if len(both) != 2 or not all(isinstance(i, slice) for i in both):
             _fail("TwoFour", "index", "one slice or two", index, TypeError)
-        ranges = [i.indices(size) for i, size in zip(both, self.shape, strict=True)]
-        if any(step != 1 for _, _, step in ranges):
+        if any(i.step not in (None, 1) for i in both):
             _fail("TwoFour", "index", "slices with step 1", index)
-        cuts = [slice(begin, max(begin, end)) for begin, end, _ in ranges]
+        cuts = [_range(i, size) for i, size in zip(both, self.shape, strict=True)]
         whole = 2 * self.metadata.element_size() * group_of(self.dtype)
         k, (begin, end) = self.shape[self.dim], (cuts[self.dim].start, cuts[self.dim].stop)
         if begin % whole or (end % whole and end != k):
@@ -434,7 +440,7 @@ def linear(
     """activation(x sᵀ + bias): x (…, in), s (out, in) with dim=-1. See `matmul`.
 
     With `fallback="dense"` s is expanded and multiplied as a dense matrix where that is likely to be quicker, as for
-    many rows on a CPU, and the log of "fretwork" says so once. Not inside `torch.compile`.
+    many rows of exact fp32 on a GPU, and the log of "fretwork" says so once. Not inside `torch.compile`.
 
     >>> import torch, fretwork as fw
     >>> weight, x, bias = fw.two_four.prune(torch.randn(12, 16)), torch.randn(2, 5, 16), torch.randn(12)
@@ -455,7 +461,7 @@ def linear(
     if fallback is not None:
         if fallback != "dense":
             _fail("linear", "fallback", 'None or "dense"', repr(fallback))
-        if not torch.compiler.is_compiling() and _dense_wins(x, s, exact):
+        if not torch.compiler.is_compiling() and _dense_wins(x, s, bias, exact):
             y = F.linear(x, s.to_dense(), bias)
             return y if activation is None else getattr(F, activation)(y)
     return _product(s, x, bias, word, None, None, None, "linear", exact)
@@ -496,10 +502,12 @@ def _exactness(op: str, dtype: torch.dtype, precision: str | None) -> str:
 _told = False
 
 
-def _dense_wins(x: Tensor, s: TwoFour, precision: str) -> bool:
-    if x.dim() == 0 or x.dtype not in _rules._LEARNING:
-        return False
-    (out, k), rows = s.shape, x.numel() // max(x.shape[-1], 1)
+def _dense_wins(x: Tensor, s: TwoFour, bias: Tensor | None, precision: str) -> bool:
+    out, k = s.shape
+    fits = x.dtype == s.dtype and x.dtype in _rules._LEARNING and x.dim() > 0 and x.shape[-1] == k
+    if not fits or (bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (out,))):
+        return False  # the sparse product says what is wrong
+    rows = x.numel() // max(k, 1)
     name = str(s.dtype).removeprefix("torch.").encode()
     wins = core().fretwork_two_four_dense_wins(out, rows, k, name, s.device.type.encode(), precision.encode()) == 1
     global _told
@@ -534,7 +542,7 @@ def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -
 
     >>> import tempfile, torch, fretwork as fw
     >>> s = fw.two_four.compress(torch.eye(16))
-    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +SKIP
+    >>> with tempfile.TemporaryDirectory() as folder:
     ...     fw.two_four.save(f"{folder}/weights.safetensors", {"up": s})
     ...     fw.two_four.load(f"{folder}/weights.safetensors")["up"].shape
     torch.Size([16, 16])
@@ -554,8 +562,11 @@ def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -
 def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFour | dict[str, TwoFour]:
     """What `save` wrote: the matrix, or a dict of them. Every nibble is looked at.
 
-    >>> import fretwork as fw
-    >>> s = fw.two_four.load("weights.safetensors")  # doctest: +SKIP
+    >>> import tempfile, torch, fretwork as fw
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fw.two_four.save(f"{folder}/weight.safetensors", fw.two_four.compress(torch.eye(16)))
+    ...     fw.two_four.load(f"{folder}/weight.safetensors")
+    TwoFour(shape=(16, 16), dtype=torch.float32, dim=1, metadata=torch.int16)
     """
     found = {}
     with _safetensors("load").safe_open(str(file), framework="pt", device=str(device)) as opened:

@@ -151,6 +151,7 @@ __device__ __forceinline__ void multiply_sparse(Sum (&sum)[4], const mma_operand
   mma_sparse<T, kSelector>(sum, a.high, b.high, metadata);
 }
 
+/// One half of gemm_sp below, for loops that have something to do between the halves.
 template <int Half, typename T, bool BAlongK, int Products, int Rows, int Eights, typename Sum, typename A, typename B>
 __device__ __forceinline__ void gemm_sp_half(Sum (&sums)[Rows][Eights][4], const A& values, const B& columns,
                                              const sparse_metadata<T> (&metadata)[Rows], int m0, int n0) {

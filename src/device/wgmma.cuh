@@ -190,6 +190,22 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], const u32 (&left)[4]
       FRETWORK_WGMMA_RS("bf16", "128", FRETWORK_ACC64, "%64, %65, %66, %67", "%68", "%69", "%70", FRETWORK_F32(kAt),
                         FRETWORK_F32(kAt + 32));
     }
+  } else if constexpr (kN == 192) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_RS("f16", "192", FRETWORK_ACC96, "%96, %97, %98, %99", "%100", "%101", "%102", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64));
+    } else {
+      FRETWORK_WGMMA_RS("bf16", "192", FRETWORK_ACC96, "%96, %97, %98, %99", "%100", "%101", "%102", FRETWORK_F32(kAt),
+                        FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64));
+    }
+  } else if constexpr (kN == 256) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_RS("f16", "256", FRETWORK_ACC128, "%128, %129, %130, %131", "%132", "%133", "%134",
+                        FRETWORK_F32(kAt), FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64), FRETWORK_F32(kAt + 96));
+    } else {
+      FRETWORK_WGMMA_RS("bf16", "256", FRETWORK_ACC128, "%128, %129, %130, %131", "%132", "%133", "%134",
+                        FRETWORK_F32(kAt), FRETWORK_F32(kAt + 32), FRETWORK_F32(kAt + 64), FRETWORK_F32(kAt + 96));
+    }
   } else {
     static_assert(kN == 64, "a width without an instruction here");
   }

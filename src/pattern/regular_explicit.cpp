@@ -1,6 +1,9 @@
 // Regular patterns that carry their data: masks, block layouts, Kronecker patterns, and progressions row by row.
+#include <algorithm>
 #include <map>
+#include <utility>
 
+#include "core/divide.h"
 #include "fretwork/tensor.h"
 #include "pattern/regular_text.h"
 
@@ -233,6 +236,26 @@ RegularPtr from_layout(const BlockLayout& layout, std::int64_t head) {
     }
   }
   return RegularMaker::make(Writer("from_layout").add(one->text()).done(), rows * r, cols * c, {std::move(group)});
+}
+
+BlockCover block_cover(const RegularPattern& pattern, std::int64_t block_rows, std::int64_t block_cols) {
+  for (const auto& [argument, side] : {std::pair{"block_rows", block_rows}, {"block_cols", block_cols}}) {
+    if (side < 1) {
+      throw Error("block_cover", argument, "1 or more", std::to_string(side));
+    }
+  }
+  const std::int64_t lines = ceil_div(pattern.rows(), block_rows), across = ceil_div(pattern.cols(), block_cols);
+  std::vector<std::uint8_t> touched(static_cast<std::size_t>(lines * across));
+  for (std::int64_t row = 0; row < pattern.rows(); ++row) {
+    std::uint8_t* const line = touched.data() + row / block_rows * across;
+    for (const auto& [begin, end] : pattern.row(row)) {
+      std::fill(line + begin / block_cols, line + ceil_div(end, block_cols), std::uint8_t{1});
+    }
+  }
+  auto layout = BlockLayout::make({1, lines, across, block_rows, block_cols}, touched);
+  const auto stored = static_cast<double>(layout->nnz() * block_rows * block_cols);
+  const double fill_in = stored > 0 ? 1 - static_cast<double>(pattern.nnz()) / stored : 0;
+  return {std::move(layout), fill_in};
 }
 
 RegularPtr from_kronecker(const KroneckerPattern& pattern) {

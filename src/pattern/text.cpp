@@ -381,13 +381,23 @@ std::int64_t weight(const Pattern& pattern) {
   return all;
 }
 
-/// Texts behind digests, for as long as the process lives (a compiled graph may outlast the pattern it was made with),
-/// and the most recently used patterns.
+/// Texts behind digests (a compiled graph may outlast the pattern it was made with) and patterns, the most recently
+/// used ones of each.
 class Memory {
  public:
   void keep(const std::string& key, const std::string& text) {
     const std::lock_guard lock(mutex_);
-    texts_.emplace(key, text);
+    if (touch_text(key) != nullptr) {
+      return;
+    }
+    texts_.emplace_front(key, text);
+    text_at_.emplace(key, texts_.begin());
+    text_bytes_ += text.size();
+    while (texts_.size() > 1 && text_bytes_ > kTextBytes) {
+      text_bytes_ -= texts_.back().second.size();
+      text_at_.erase(texts_.back().first);
+      texts_.pop_back();
+    }
   }
 
   PatternPtr find(const std::string& key) {
@@ -397,6 +407,7 @@ class Memory {
       return nullptr;
     }
     order_.splice(order_.begin(), order_, found->second);
+    touch_text(key);
     return found->second->second;
   }
 
@@ -417,20 +428,34 @@ class Memory {
 
   std::string text_behind(std::string_view key) {
     const std::lock_guard lock(mutex_);
-    const auto found = texts_.find(std::string(key));
-    if (found == texts_.end()) {
+    const std::string* const text = touch_text(std::string(key));
+    if (text == nullptr) {
       throw Error("Pattern.parse", "text", "the text of a pattern, or the digest of one made in this process",
                   "'" + std::string(key) + "', which is unknown here");
     }
-    return found->second;
+    return *text;
   }
 
  private:
+  /// The text behind a key, now the most recent; null if there is none. The lock is held.
+  const std::string* touch_text(const std::string& key) {
+    const auto found = text_at_.find(key);
+    if (found == text_at_.end()) {
+      return nullptr;
+    }
+    texts_.splice(texts_.begin(), texts_, found->second);
+    return &found->second->second;
+  }
+
+  static constexpr std::size_t kTextBytes = std::size_t{256} << 20;
   static constexpr std::size_t kRecent = 256;         // patterns,
   static constexpr std::int64_t kStored = 8'000'000;  // and what they store together, some 32 bytes each
   using Order = std::list<std::pair<std::string, PatternPtr>>;
   std::mutex mutex_;
-  std::unordered_map<std::string, std::string> texts_;
+  using Texts = std::list<std::pair<std::string, std::string>>;
+  Texts texts_;
+  std::unordered_map<std::string, Texts::iterator> text_at_;
+  std::size_t text_bytes_ = 0;
   Order order_;
   std::int64_t stored_ = 0;
   std::unordered_map<std::string, Order::iterator> recent_;

@@ -30,6 +30,9 @@ struct DeviceState {
   std::mutex mutex;                       // of making the two below
   std::atomic<Handle> context = nullptr;  // primary, retained
   std::atomic<Handle> uploads = nullptr;  // private stream of DeviceBuffer
+  std::mutex retired_mutex;
+  std::vector<DevicePtr> retired;  // of buffers that are gone, not freed yet
+  std::size_t retired_bytes = 0;
 };
 
 struct Loaded {
@@ -154,6 +157,29 @@ Handle upload_stream(int device) {
     state.uploads = stream;
   }
   return state.uploads;
+}
+
+/// Frees memory of buffers that are gone, many at once: freeing waits for the device, and plans go one by one while
+/// others are made.
+void retire(int device, DevicePtr memory, std::size_t bytes) {
+  constexpr std::size_t kMostPieces = 256, kMostBytes = std::size_t{32} << 20;
+  DeviceState& state = state_of(device);
+  std::vector<DevicePtr> now;
+  {
+    const std::lock_guard lock(state.retired_mutex);
+    state.retired.push_back(memory);
+    state.retired_bytes += bytes;
+    if (state.retired.size() < kMostPieces && state.retired_bytes < kMostBytes) {
+      return;
+    }
+    now.swap(state.retired);
+    state.retired_bytes = 0;
+  }
+  const DeviceScope scope(device);
+  const RelaxedCapture relaxed;
+  for (const DevicePtr piece : now) {
+    driver().mem_free(piece);  // the first waits for kernels that still read any
+  }
 }
 
 void* pointer(DevicePtr address) { return reinterpret_cast<void*>(address); }
@@ -301,9 +327,7 @@ DeviceBuffer::~DeviceBuffer() {
     return;
   }
   try {
-    const DeviceScope scope(device_);
-    const RelaxedCapture relaxed;
-    driver().mem_free(address(data_));  // waits for kernels that still read it
+    retire(device_, address(data_), bytes_);
   } catch (const Error&) {
     // A context that fails here is dead, and its memory with it.
   }

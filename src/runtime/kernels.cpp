@@ -7,6 +7,8 @@
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <system_error>
+#include <thread>
 #include <unordered_map>
 
 #include "core/hash.h"
@@ -306,6 +308,27 @@ const Kernel& get_kernel(const KernelSpec& spec, int device) {
     slot->thing.emplace(spec, compile_kernel(spec, cuda::binary_arch(device)), device);
   }
   return *slot->thing;
+}
+
+void prepare_kernels(std::span<const KernelSpec> specs, int device) {
+  const auto try_one = [device](const KernelSpec& spec) {
+    try {
+      get_kernel(spec, device);
+    } catch (const std::exception&) {
+      // It fails again for the one who needs it, and says why.
+    }
+  };
+  std::vector<std::jthread> others;
+  for (const KernelSpec& spec : specs.subspan(std::min<std::size_t>(1, specs.size()))) {
+    try {
+      others.emplace_back(try_one, spec);
+    } catch (const std::system_error&) {
+      break;  // no more threads: the rest will be compiled when it is asked for
+    }
+  }
+  if (!specs.empty()) {
+    try_one(specs.front());
+  }
 }
 
 KernelList::KernelList(const char* op, Lister lister) { listers().emplace_back(op, lister); }

@@ -88,6 +88,10 @@ class Kernel {
 /// The kernel for this device; thread-safe; the reference stays valid.
 const Kernel& get_kernel(const KernelSpec& spec, int device);
 
+/// Has them all ready, each on a thread of its own: a call that needs several kernels waits for the slowest to compile,
+/// not for one after the other. What fails is left for get_kernel to say.
+void prepare_kernels(std::span<const KernelSpec> specs, int device);
+
 /// The kernels of an op by numbers below kCount of its own choosing: a call that finds its kernel here builds no names.
 template <std::size_t kCount>
 class KernelTable {
@@ -106,7 +110,25 @@ class KernelTable {
     return *found;
   }
 
+  /// Has those that are not here yet ready at once. Each of `wanted` has a number() and a spec().
+  template <typename Wanted>
+  void prepare(std::span<const Wanted> wanted, int device) {
+    std::vector<KernelSpec> missing;
+    for (const Wanted& w : wanted) {
+      if (!has(w.number(), device)) {
+        missing.push_back(w.spec());
+      }
+    }
+    if (missing.size() > 1) {
+      prepare_kernels(missing, device);
+    }
+  }
+
  private:
+  bool has(std::size_t which, int device) const {
+    return static_cast<std::size_t>(device) < known_.size() &&
+           known_[static_cast<std::size_t>(device)][which].load(std::memory_order_acquire) != nullptr;
+  }
   std::array<std::array<std::atomic<const Kernel*>, kCount>, 16> known_{};
 };
 

@@ -1,5 +1,6 @@
 // Attention's Hopper kernels on a real GPU against float64 on the host, over plans made here element by element.
 // Skipped where there is no Hopper GPU. With FRETWORK_TIME=1 also prints how long known patterns take.
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include <random>
 #include <set>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -305,12 +307,77 @@ float widen(DType dtype, std::uint16_t bits) {
 }
 std::uint16_t narrow(DType dtype, float x) { return dtype == DType::f16 ? f16_from_float(x) : bf16_from_float(x); }
 
+/// A function of the driver that only this test needs.
+template <typename... Arguments>
+void call(const char* name, Arguments... arguments) {
+  static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+  const auto function = reinterpret_cast<int (*)(Arguments...)>(dlsym(library, name));
+  if (const int code = function != nullptr ? function(arguments...) : -1; code != 0) {
+    throw std::runtime_error(std::string(name) + " gives " + std::to_string(code));
+  }
+}
+
+/// Device memory between two holes in the address space: who touches a byte before it, or after it, meets a fault.
+class Fenced {
+ public:
+  explicit Fenced(std::size_t bytes) {
+    struct Location {
+      int type = 1, id = 0;  // on a device
+    };
+    struct {
+      int type = 1, handles = 0;  // pinned there
+      Location location;
+      void* metadata = nullptr;
+      unsigned char flags[8] = {};
+    } properties;
+    const struct {
+      Location location;
+      int flags = 3;  // to read and write
+    } access;
+    std::size_t page = 0;
+    call("cuMemGetAllocationGranularity", &page, static_cast<const void*>(&properties), 0);
+    page_ = page;
+    bytes_ = (bytes + page - 1) / page * page;
+    call("cuMemAddressReserve", &space_, bytes_ + 2 * page, std::size_t{0}, std::uint64_t{0}, std::uint64_t{0});
+    call("cuMemCreate", &memory_, bytes_, static_cast<const void*>(&properties), std::uint64_t{0});
+    call("cuMemMap", space_ + page, bytes_, std::size_t{0}, memory_, std::uint64_t{0});
+    call("cuMemSetAccess", space_ + page, bytes_, static_cast<const void*>(&access), std::size_t{1});
+  }
+  Fenced(const Fenced&) = delete;
+  Fenced& operator=(const Fenced&) = delete;
+  ~Fenced() {
+    try {
+      driver::synchronize(nullptr);
+      call("cuMemUnmap", space_ + page_, bytes_);
+      call("cuMemRelease", memory_);
+      call("cuMemAddressFree", space_, bytes_ + 2 * page_);
+    } catch (const std::exception&) {
+      // The context is dead; the test says why.
+    }
+  }
+  /// The first, or the last, `bytes` of it.
+  void* data(std::size_t bytes, bool last) const {
+    return reinterpret_cast<void*>(space_ + page_ + (last ? bytes_ - bytes : 0));
+  }
+
+ private:
+  std::size_t page_ = 0, bytes_ = 0;
+  driver::DevicePtr space_ = 0;
+  std::uint64_t memory_ = 0;
+};
+
+/// Where tensors are put: anywhere, right behind a hole, or right before one.
+enum class Place { anywhere, behind_hole, before_hole };
+Place place = Place::anywhere;
+
 /// (batch, heads, tokens, depth) on both sides, heads before tokens or after them.
 struct Tensor {
   Index batch, heads, tokens, depth;
   bool tokens_first;
   std::vector<std::uint16_t> host;
   driver::DeviceBuffer device;
+  std::unique_ptr<Fenced> fenced;
+  void* data = nullptr;  ///< on the device
 
   Tensor(Index b, Index h, Index s, Index d, bool first)
       : batch(b), heads(h), tokens(s), depth(d), tokens_first(first), host(static_cast<std::size_t>(b * h * s * d)) {}
@@ -319,10 +386,22 @@ struct Tensor {
   std::uint16_t* row(Index b, Index h, Index s) {
     return host.data() + b * heads * tokens * depth + h * head_stride() + s * row_stride();
   }
-  Operand operand() const { return {device.data(), heads * tokens * depth, head_stride(), row_stride(), 1}; }
-  void upload() { device = driver::DeviceBuffer(0, host.data(), host.size() * 2); }
+  Operand operand() const { return {data, heads * tokens * depth, head_stride(), row_stride(), 1}; }
+  void upload() {
+    const std::size_t bytes = host.size() * 2;
+    if (place == Place::anywhere) {
+      device = driver::DeviceBuffer(0, host.data(), bytes);
+      data = device.data();
+      return;
+    }
+    const driver::DeviceScope scope(0);
+    fenced = std::make_unique<Fenced>(bytes);
+    data = fenced->data(bytes, place == Place::before_hole);
+    driver::copy_to_device(data, host.data(), bytes, nullptr);
+    driver::synchronize(nullptr);
+  }
   void download() {
-    driver::copy_to_host(host.data(), device.data(), host.size() * 2, nullptr);
+    driver::copy_to_host(host.data(), data, host.size() * 2, nullptr);
     driver::synchronize(nullptr);
   }
   void randomise(DType dtype, unsigned seed) {
@@ -521,7 +600,7 @@ void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = fals
   s.upload();
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
-  Planner planner(pattern, hopper::kForwardShape);
+  Planner planner(pattern, hopper::forward_shape(s.problem()));
   planner.mark_unused();
   ASSERT_TRUE(hopper::forward(s.problem(), {planner.get()}, context));
   expect_forward(s);
@@ -665,7 +744,7 @@ void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = fal
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
   const Pattern other = pattern.transposed();
-  const auto plan = Planner(pattern, hopper::kForwardShape).mark_unused().get();
+  const auto plan = Planner(pattern, hopper::forward_shape(s.problem())).mark_unused().get();
   const auto rows = Planner(pattern, hopper::kBackwardShape).mark_unused().get();
   const auto cols = Planner(other, hopper::kBackwardShape).mark_unused().get();
   ASSERT_TRUE(hopper::forward(s.problem(), {plan}, context));
@@ -727,6 +806,39 @@ TEST_F(AttentionHopper, DepthsMayBeAny) {
   }
 }
 
+TEST_F(AttentionHopper, DeepForward) {
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const auto& [depth, values] :
+         {std::pair<Index, Index>{192, 128}, {192, 192}, {256, 256}, {160, 224}, {64, 256}, {256, 64}, {96, 136}}) {
+      for (const Pattern& pattern : {causal(700), strided(900, 64), longformer(600, 100, 30), full(300, 1)}) {
+        check_forward(pattern, {dtype, 2, 4, 2, depth, depth == values, 0.05, values});
+      }
+      check_forward(one_class(600, 4, 1), {dtype, 1, 2, 2, depth, false, 0.05, values}, true);
+    }
+  }
+}
+
+/// Maps of the copy engine may begin before an operand, and tiles reach beyond one; neither may be touched there.
+TEST_F(AttentionHopper, NothingBesideOperandsIsTouched) {
+  const driver::DeviceScope scope(0);  // outlives the tensors
+  for (const Place where : {Place::behind_hole, Place::before_hole}) {
+    place = where;
+    for (const auto& [depth, values] :
+         {std::pair<Index, Index>{128, 128}, {64, 128}, {40, 72}, {160, 224}, {192, 128}, {256, 256}}) {
+      for (const bool tokens_first : {false, true}) {
+        const Sizes sizes{DType::bf16, 2, 4, 2, depth, tokens_first, 0.05, values};
+        for (const Pattern& pattern : {causal(700), strided(900, 64), dilated(777, 3, 300)}) {
+          check_forward(pattern, sizes);
+          if (std::max(depth, values) <= 128) {
+            check_backward(pattern, sizes);
+          }
+        }
+      }
+    }
+  }
+  place = Place::anywhere;
+}
+
 /// Queries are few and late, so that most keys are used by none.
 Pattern late_window() { return {"late window", 64, 640, {{band(400, 500)}}}; }
 
@@ -763,7 +875,8 @@ TEST_F(AttentionHopper, HeadsMayDiffer) {
   s.upload();
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
-  const auto a = Planner(one, hopper::kForwardShape).get(), b = Planner(two, hopper::kForwardShape).get();
+  const auto a = Planner(one, hopper::forward_shape(s.problem())).get(),
+             b = Planner(two, hopper::forward_shape(s.problem())).get();
   ASSERT_TRUE(hopper::forward(s.problem(), {a, b, b, a}, context));
   Predicate which[] = {one.layers[0].has, two.layers[0].has};
   Data reference(one, s.sizes);
@@ -788,7 +901,7 @@ TEST_F(AttentionHopper, RepeatsBitForBit) {
   s.upload();
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
-  const hopper::Plans plans{Planner(s.pattern, hopper::kForwardShape).get()};
+  const hopper::Plans plans{Planner(s.pattern, hopper::forward_shape(s.problem())).get()};
   ASSERT_TRUE(hopper::forward(s.problem(), plans, context));
   s.o.download();
   const auto first = s.o.host;
@@ -873,7 +986,7 @@ TEST_F(AttentionHopper, Times) {
     GTEST_SKIP() << "FRETWORK_TIME is not 1";
   }
   const Index s = 16384;
-  for (const Index depth : {128, 64, 96}) {
+  for (const Index depth : {128, 64, 96, 256}) {
     Data data(full(s, s), {DType::bf16, 1, 16, 16, depth, false, 1 / std::sqrt(static_cast<double>(depth))});
     Gradients g(data, false);
     data.upload();

@@ -64,6 +64,25 @@ TEST(BlockLayout, LongTextsHaveDigestKeys) {
             "'block@00000000000000000000000000000000', which is unknown here");
 }
 
+/// A causal window under a name of its own, some MB long.
+struct LongName final : Pattern {
+  explicit LongName(int number) {
+    name("sliding_window(64," + std::to_string(number) + ",0" + std::string(std::size_t{16} << 20, ' ') + ")");
+  }
+  double density() const override { return 1; }
+  PatternPtr transpose() const override { return nullptr; }
+  void mask(std::span<std::uint8_t> /*out*/) const override {}
+};
+
+TEST(LongTexts, AreForgottenWhenThereAreTooMany) {
+  const std::string used = LongName(0).key(), unused = LongName(1).key();
+  for (int n = 2; n < 24; ++n) {
+    const LongName more(n);
+    EXPECT_EQ(parse_pattern(used)->text(), "sliding_window(64,0,0)") << "after " << n;
+  }
+  EXPECT_NE(parse_error(unused).find("which is unknown here"), std::string::npos);
+}
+
 TEST(BlockLayout, IndexesAgreeWithTheMask) {
   const BlockLayout::Sizes sizes{3, 5, 4, 8, 16};
   const Mask mask = random_mask(60, 0.4, 3);

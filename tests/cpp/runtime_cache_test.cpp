@@ -541,6 +541,8 @@ TEST(Kernels, NeedADevice) {
   EXPECT_FALSE(cuda::unavailable_reason().empty());
   EXPECT_EQ(cuda::device_count(), 0);
   EXPECT_THROW(get_kernel(tiny(1), 0), Error);
+  const KernelSpec both[] = {tiny(1), tiny(2)};
+  EXPECT_NO_THROW(prepare_kernels(both, 0));
   EXPECT_THROW(Context::cuda(0), Error);
   try {
     const cuda::DeviceScope scope(0);

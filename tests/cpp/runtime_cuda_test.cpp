@@ -137,6 +137,21 @@ TEST_F(Cuda, BuffersHoldWhatWasGiven) {
   EXPECT_EQ(moved.data(), nullptr);
 }
 
+TEST_F(Cuda, BuffersGiveTheirMemoryBack) {
+  const auto free_bytes = [] {
+    std::size_t free = 0, all = 0;
+    call("cuMemGetInfo_v2", &free, &all);
+    return free;
+  };
+  const cuda::DeviceScope scope(0);
+  constexpr std::size_t kPiece = std::size_t{4} << 20;
+  const std::size_t before = free_bytes();
+  for (int n = 0; n < 100; ++n) {
+    const cuda::DeviceBuffer passing(0, nullptr, kPiece);
+  }
+  EXPECT_GT(free_bytes() + 12 * kPiece, before);
+}
+
 TEST_F(Cuda, ContextsGiveWorkspace) {
   Context context = Context::cuda(0);
   EXPECT_EQ(context.allocator, Context::cuda(0).allocator);
@@ -195,6 +210,17 @@ TEST_F(Launches, WithLittleAndMuchSharedMemory) {
   EXPECT_EQ(kernel.occupancy(128, most), 1);
   kernel.launch(0, 32, 0, nullptr, nullptr);
   EXPECT_THROW(kernel.launch(std::int64_t{1} << 31, 32, 0, nullptr, nullptr), Error);
+}
+
+TEST_F(Launches, PreparedAtOnceAndOneThatFails) {
+  const KernelSpec fresh{kMark.source + "// of its own\n", kMark.instance}, broken{"no kernel at all\n", "nothing"};
+  const KernelSpec specs[] = {broken, fresh, kRank, fresh};
+  prepare_kernels(specs, 0);
+  EXPECT_THROW(get_kernel(broken, 0), Error);
+  const cuda::DeviceBuffer out = zeros(1);
+  const Params params{static_cast<int*>(out.data()), 1, 7};
+  get_kernel(fresh, 0).launch(1, 32, 4, &params, nullptr);
+  EXPECT_EQ(read_back(out), std::vector<int>{7});
 }
 
 TEST_F(Launches, InClusters) {

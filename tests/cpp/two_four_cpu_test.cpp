@@ -14,6 +14,7 @@
 #include "core/element.h"
 #include "core/float8.h"
 #include "fretwork/executor_tbb.h"
+#include "ops/two_four/cpu.h"
 #include "ops/two_four/problem.h"
 
 namespace fretwork::two_four {
@@ -209,10 +210,14 @@ class Example {
     });
     EXPECT_FALSE(c.spoiled());
   }
+  /// As this CPU does it, and as one without products in pairs would.
   void run_and_check() {
     Context context = Context::cpu(executor);
-    cpu::run(problem(), context);
-    check();
+    for (const auto run : {&cpu::run, &cpu::run_widened}) {
+      std::ranges::fill(c.bytes, 0xff);
+      run(problem(), context);
+      check();
+    }
   }
 
   std::string text() const {
@@ -349,6 +354,44 @@ TEST(TwoFourCpu, IntegersAreExact) {
       example.b.each([&](Index, Index i, Index j) { example.b.set(0, i, j, (i + j) % 89 == 0 ? 3.0 : -4); });
       example.run_and_check();
       EXPECT_GT(example.c.get(0, 0, 0), 0x1p24);
+    }
+  }
+}
+
+/// Each number of 8 bits, times one.
+TEST(TwoFourCpu, EveryFloatOf8Bits) {
+  for (const DType dtype : {DType::f8_e4m3, DType::f8_e5m2}) {
+    for (const Index n : {1, 16}) {
+      Example example({.m = 256, .n = n, .k = 20, .dtype = dtype, .out = DType::f32});
+      example.values.each([&](Index z, Index i, Index j) {
+        static_cast<std::uint8_t*>(example.values.dense.data)[example.values.place(z, i, j)] =
+            static_cast<std::uint8_t>(j == i % 10 ? i : 0);
+      });
+      example.b.each([&](Index z, Index i, Index j) { example.b.set(z, i, j, 1); });
+      example.run_and_check();
+    }
+  }
+}
+
+/// A batch whose columns lie one behind another.
+TEST(TwoFourCpu, BatchesOfNeighbours) {
+  for (const int scale_b : {0, 1, 2}) {
+    for (const Index batch : {2, 5, 13}) {
+      Example example({.m = 9,
+                       .n = 3,
+                       .k = 68,
+                       .dtype = DType::f32,
+                       .out = DType::f32,
+                       .b = Order::cols,
+                       .c = Order::cols,
+                       .batch = batch,
+                       .bias = true,
+                       .scale_s = 2,
+                       .scale_b = scale_b});
+      example.b.dense.batch = 3 * example.b.dense.col, example.c.dense.batch = 3 * example.c.dense.col;
+      example.b.each(
+          [&](Index z, Index i, Index j) { example.b.set(z, i, j, static_cast<double>((z + i + j) % 7) - 3); });
+      example.run_and_check();
     }
   }
 }

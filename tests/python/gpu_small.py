@@ -1,7 +1,9 @@
 """A short run of every kind of kernel on tiny shapes, for compute-sanitizer: python tests/python/gpu_small.py [cpu]
 
 About fifty launches: every product with every transpose, twice, over types, precisions and blocks in turn (gradients
-are products too), then a row long enough to be split, softmax with its extras and gradients, and packing.
+are products too), then a row long enough to be split, softmax with its extras and gradients, packing, Kronecker
+products, attention in each class of kernels with its gradients, decoding and SPLAT's operators, and 2:4 products and
+tools. `gpu_small.py cuda two_four` runs one part alone.
 """
 
 import itertools
@@ -100,10 +102,72 @@ def chains(device: str) -> None:
         fw.ksmm_chain(tensor(device, torch.float16, batch, sizes[1]), [first, second], bias=bias, activation="relu")
 
 
-def main(device: str = "cuda") -> None:
+# Type, depths of keys and values, pattern (in several components, with masks of bits, or with unused keys), options.
+ATTENTION = [
+    (torch.bfloat16, 64, 64, "strided(300,16)", {}),
+    (torch.float16, 128, 128, "sliding_window(200,70,0) & dilated(200,60,3)", {}),
+    (torch.bfloat16, 64, 128, "dilated((150,300),9,4,offset=0)", {}),
+    (torch.float16, 192, 128, "causal(200)", {}),
+    (torch.bfloat16, 256, 256, "neighborhood((12,16),(5,5))", {}),
+    (torch.float16, 32, 32, "longformer(150,20,(0,77))", {"softcap": 3.0, "dropout_p": 0.2}),
+    (torch.bfloat16, 72, 40, "causal(150)", {"bias": True}),
+    (torch.float32, 24, 40, "strided(150,16)", {"bias": True}),
+]
+
+
+def attention(device):
+    """Two query heads share a key head; the last call has a pattern for each."""
+    for dtype, depth, values, text, options in ATTENTION:
+        pattern = fw.Pattern.parse(text)
+        rows, cols = pattern.shape
+        more = dict(options, bias=tensor(device, dtype, 4, 1, cols).requires_grad_()) if "bias" in options else options
+        shapes = ((2, 4, rows, depth), (2, 2, cols, depth), (2, 2, cols, values))
+        q, k, v = (tensor(device, dtype, *s).requires_grad_() for s in shapes)
+        fw.attention(q, k, v, pattern, **more).square().sum().backward()
+    other = fw.Pattern.parse("causal(150)")
+    fw.attention(q, k, v, [pattern, other, other, pattern]).square().sum().backward()
+
+
+def decoding(device):
+    for dtype, depth in ((torch.float16, 64), (torch.bfloat16, 128)):
+        pattern = fw.patterns.sinks((2, 1500), 4, 900)
+        q, k, v = (tensor(device, dtype, 1, h, s, depth) for h, s in ((4, 2), (2, 1500), (2, 1500)))
+        fw.attention(q, k, v, pattern)
+
+
+def operators(device):
+    pattern = fw.patterns.dilated(100, 3, 4)
+    for dtype in (torch.float16, torch.float32):
+        q, k, v = (tensor(device, dtype, 1, h, 100, 24).requires_grad_() for h in (4, 2, 2))
+        fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, pattern), pattern, 0.3), v, pattern).square().sum().backward()
+
+
+def two_four(device):
+    """Few columns, more, and enough for several tiles; operands that must be copied first; then the tools."""
+    kinds = [*KINDS, (torch.int8, None), (torch.float8_e4m3fn, None), (torch.float8_e5m2, None)]
+    for n, (dtype, precision) in enumerate(kinds):
+        for m, k, columns in ((40, 64, 3), (72, 272, 40), (300, 1024, 392), (33, 36, 17)):
+            s = fw.two_four.compress(fw.two_four.prune((tensor(device, torch.float16, m, k) * 3).to(dtype)))
+            x, bias = (tensor(device, torch.float16, *shape) for shape in ((columns, k), (m,)))
+            x, bias = x.to(dtype), bias if dtype == torch.int8 else bias.to(dtype if n < len(KINDS) else torch.bfloat16)
+            fw.two_four.matmul(x, s.T, precision=precision)
+            out = torch.float16 if dtype == torch.int8 else None
+            fw.two_four.matmul(s, x.t().contiguous(), bias, "gelu", out, precision=precision)
+        A = tensor(device, torch.float16, 40, 72).to(dtype)
+        for dim in (0, 1):
+            p = fw.two_four.prune(A, dim)
+            fw.two_four.compress(p, dim).to_dense()
+        torch.ops.fretwork.two_four_prune_both(A, torch.int16)
+
+
+PARTS = (products, long_rows, softmax, packing, kronecker, chains, attention, decoding, operators, two_four)
+
+
+def main(device: str = "cuda", *names: str) -> None:
     torch.manual_seed(0)
-    for part in (products, long_rows, softmax, packing, kronecker, chains):
-        part(device)
+    for part in PARTS:
+        if not names or part.__name__ in names:
+            part(device)
     if device == "cuda":
         torch.cuda.synchronize()
     print("done")

@@ -7,14 +7,11 @@ too. What no product reads is NaN. Errors stay on the device and are looked at o
 nothing waits for the GPU. The seed of the run and the number of a problem repeat it: --seed S --only N.
 """
 
-import argparse
 import math
-import os
 import random
-import sys
-import time
 from dataclasses import dataclass
 
+import soak
 import torch
 from torch import Tensor
 
@@ -128,50 +125,5 @@ def excess_of_gradient(got: Tensor, want: Tensor, problem: Problem, terms: int) 
     return excess(got, want, problem, terms, scale)
 
 
-def soak(count: int, seed: int, device: torch.device, seconds: float = 0.0) -> int:
-    """Problems done; AssertionError names those that are wrong."""
-    began, done = time.perf_counter(), 0
-    pending: list[tuple[Problem, Tensor]] = []
-    for number in range(count):
-        problem = draw(number, seed)
-        pending.append((problem, run(problem, seed, device)))
-        done += 1
-        if len(pending) == 400 or number == count - 1:
-            check(pending, seed)
-            pending = []
-            print(f"\r{done} of {count}, {time.perf_counter() - began:.0f} s", end="", file=sys.stderr, flush=True)
-            if seconds and time.perf_counter() - began > seconds:
-                break
-    print(file=sys.stderr)
-    return done
-
-
-def check(pending: list[tuple[Problem, Tensor]], seed: int) -> None:
-    beyond = torch.stack([e for _, e in pending]).cpu()
-    wrong = [f"{pending[n][0]} by {beyond[n]:.3g}" for n in (beyond > 1).nonzero().flatten().tolist()]
-    assert not wrong, f"seed {seed}: {len(wrong)} wrong, among them\n" + "\n".join(wrong[:5])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=20000)
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
-    parser.add_argument("--only", type=int, help="this problem of the seed alone")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=0.0, help="stop after as many, if not 0")
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    print(f"seed {options.seed}")
-    if options.only is not None:
-        problem = draw(options.only, options.seed)
-        print(problem, "excess", float(run(problem, options.seed, device)))
-        return
-    began = time.perf_counter()
-    done = soak(options.count, options.seed, device, options.seconds)
-    print(f"{done} problems agree with float64, {time.perf_counter() - began:.0f} s")
-    if done < options.count:
-        sys.exit(f"only {done} of {options.count} in {options.seconds:.0f} s")
-
-
 if __name__ == "__main__":
-    main()
+    soak.main(__doc__, draw, run)

@@ -393,6 +393,83 @@ def test_cuda_graph(device):
     assert all(map(torch.equal, captured, call()))
 
 
+# Length and repetition; on a GPU at full size
+
+LONG = [
+    ("sliding_window({},1024,0)", lambda d: (d >= 0) & (d <= 1024)),
+    ("strided({},512)", lambda d: (d >= 0) & ((d < 512) | (d % 512 == 0))),
+]
+
+
+@pytest.mark.parametrize(("text", "sees"), LONG, ids=["window", "strided"])
+def test_long_sequences(device, text, sees):
+    """Rows and columns picked out of many, in float64; gradients of keys take lse and o as the forward gave them."""
+    size, dtype = (262144, torch.bfloat16) if device.type == "cuda" else (5000, torch.float32)
+    small = torch.arange(2000)
+    assert torch.equal(parse(text.format(2000)).mask(), sees(small[:, None] - small))
+    pattern = parse(text.format(size))
+    q, k, v = inputs(device, dtype, pattern, 1, (2, 1), (128, 64))
+    o, lse = fw.attention(q, k, v, pattern, return_lse=True)
+    d_o = torch.randn_like(o)
+    gradients = torch.autograd.grad(o, (q, k, v), d_o)
+    positions, scale = torch.arange(size, device=device), 128**-0.5
+    picked = [0, 1, 127, 128, size // 2 - 1, size // 2 + 77, size - 129, size - 1]
+    made = [[] for _ in range(5)]
+    for head in range(2):
+        for n in picked:
+            keys = positions[sees(n - positions)]
+            row, near, values, up = (
+                t.detach().double() for t in (q[0, head, n], k[0, 0, keys], v[0, 0, keys], d_o[0, head, n])
+            )
+            s = near @ row * scale
+            p = s.softmax(0)
+            made[0].append(p @ values)
+            made[1].append(s.logsumexp(0))
+            made[2].append(scale * (p * (values @ up - (p @ values) @ up)) @ near)
+    for n in picked:
+        rows, one, two = positions[sees(positions - n)], 0.0, 0.0
+        for head in range(2):
+            x, up, out, sums = (t.detach()[0, head, rows].double() for t in (q, d_o, o, lse))
+            p = (x @ k[0, 0, n].detach().double() * scale - sums).exp()
+            one = one + scale * (p * (up @ v[0, 0, n].detach().double() - (up * out).sum(-1))) @ x
+            two = two + p @ up
+        made[3].append(one)
+        made[4].append(two)
+    got = (
+        o[0, :, picked],
+        lse[0, :, picked],
+        gradients[0][0, :, picked],
+        gradients[1][0, 0, picked],
+        gradients[2][0, 0, picked],
+    )
+    for what, x, want in zip(("o", "lse", "d_q", "d_k", "d_v"), got, made, strict=True):
+        want = torch.stack(want).cpu().reshape(x.shape)
+        if what == "lse":
+            compare(x, want, torch.float32, what, 50, 1.0)
+            continue
+        # Each row by its own measure; where a query has few keys the terms of its gradient cancel.
+        for one, other in zip(x.flatten(0, -2), want.flatten(0, -2), strict=True):
+            compare(one, other, dtype, what, 2, 0.02 if what == "o" else 0.1)
+
+
+@pytest.mark.parametrize("depth", [64, 128, 256])
+def test_many_launches_are_equal(device, depth):
+    count, size = (1000, 1024) if device.type == "cuda" else (5, 300)
+    pattern = parse(f"strided({size},32)")
+    q, k, v = inputs(device, torch.bfloat16, pattern, 2, (4, 2), (depth, depth))
+    d_o = torch.randn(2, 4, size, depth, device=device).bfloat16()
+
+    def run():
+        o = fw.attention(q, k, v, pattern)
+        return [o, *torch.autograd.grad(o, (q, k, v), d_o)]
+
+    first = run()
+    differ = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(count):
+        differ += sum((x != y).sum() for x, y in zip(run(), first, strict=True))
+    assert differ == 0 and all(x.isfinite().all() for x in first)
+
+
 # Bad calls: the core and a tracer refuse the same things with the same words
 
 BAD = [

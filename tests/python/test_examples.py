@@ -104,6 +104,15 @@ def test_jax_sparse_mhsa(printed):
     assert all(last < first for first, last in rows.values())
 
 
+def test_flax_sparse_mhsa(printed):
+    pytest.importorskip("flax")
+    lines = printed("flax_sparse_mhsa.py", "--seq", "128", "--steps", "6")
+    assert lines[0].startswith("sinks(128,4,64)") and float(lines[0].split()[-1]) < 1e-5
+    rows = {line.split()[0]: [float(x) for x in line.split()[-2:]] for line in lines[-2:]}
+    assert rows["sparse"] == pytest.approx(rows["masked"], rel=1e-3)
+    assert all(last < first for first, last in rows.values())
+
+
 def test_custom_pattern(printed):
     lines = printed("custom_pattern.py", "--seq", "256", "--heads", "1", "--device", "cpu")
     assert "band(256," in lines[0] and "█" in "".join(lines[2:34]) and float(lines[-1].split()[-1]) < 1e-5

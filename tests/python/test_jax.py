@@ -540,7 +540,7 @@ def test_core_errors_arrive():
 
 
 @pytest.mark.parametrize(
-    "name", ["fretwork.jax", "fretwork.jax.block", "fretwork.jax.kronecker", "fretwork.jax.regular"]
+    "name", [f"fretwork.jax{room}" for room in ("", ".block", ".kronecker", ".regular", ".two_four")]
 )
 def test_examples(name):
     result = doctest.testmod(importlib.import_module(name))

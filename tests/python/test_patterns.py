@@ -47,6 +47,23 @@ def test_algebra_follows_masks(parts, data):
     assert np.array_equal(P.from_mask(mask).numpy_mask(), mask)
 
 
+@pytest.mark.parametrize("block", [8, (16, 24)])
+@pytest.mark.parametrize(
+    "text", ["strided(100,9)", "dilated((50,130),3,7)", "band(40,1,3,0)", "kronecker(2,8,24,3)", "axial(8,9)"]
+)
+def test_block_cover(text, block):
+    pattern = fw.Pattern.parse(text)
+    layout, fill_in = pattern.block_cover(block)
+    mask = pattern.numpy_mask().reshape(pattern.shape[-2:])
+    (r, c), (lines, across) = layout.block_shape, layout.blocks
+    padded = np.zeros((lines * r, across * c), bool)
+    padded[: mask.shape[0], : mask.shape[1]] = mask
+    blocks = padded.reshape(lines, r, across, c).any((1, 3))
+    assert (lines, across) == (-(-mask.shape[0] // r), -(-mask.shape[1] // c))
+    assert np.array_equal(layout.numpy_mask()[0, ::r, ::c], blocks) and layout.heads == 1
+    assert fill_in == pytest.approx(1 - mask.sum() / max(1, blocks.sum() * r * c) if blocks.any() else 0)
+
+
 def test_values():
     assert P.causal(9) | P.full(9) == P.full(9) | P.causal(9) != P.causal(9)
     assert P.causal(9) | P.causal(9) == P.causal(9) & P.causal((9, 9)) == P.causal(9)

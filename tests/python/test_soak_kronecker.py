@@ -3,7 +3,8 @@
 import os
 
 import pytest
-import soak_kronecker as soak
+import soak
+import soak_kronecker
 import torch
 
 import fretwork as fw
@@ -11,14 +12,14 @@ import fretwork as fw
 
 def test_random_problems(device):
     seed = int.from_bytes(os.urandom(4), "little")
-    assert soak.soak(60, seed, device) == 60
+    assert soak.soak(soak_kronecker.draw, soak_kronecker.run, 60, seed, device) == 60
 
 
 def test_draws_of_every_kind():
-    problems = [soak.draw(n, 7) for n in range(2000)]
+    problems = [soak_kronecker.draw(n, 7) for n in range(2000)]
     for field in ("bs_last", "bias", "backward"):
         assert {getattr(p, field) for p in problems} == {False, True}
-    assert {(p.dtype, p.precision) for p in problems} == set(soak.KINDS)
+    assert {(p.dtype, p.precision) for p in problems} == set(soak_kronecker.KINDS)
     assert {p.activation for p in problems} == {None, "relu", "gelu", "silu"}
     assert {p.w_strides for p in problems} > {p.x_strides for p in problems} > {"plain", "turned"}
     batches = {p.batch for p in problems}
@@ -43,4 +44,4 @@ def test_sees_a_wrong_element(spoilt, monkeypatch):
 
     monkeypatch.setattr(fw, "ksmm", wrong)
     with pytest.raises(AssertionError, match="wrong, among them"):
-        soak.soak(40, 11, torch.device("cpu"))
+        soak.soak(soak_kronecker.draw, soak_kronecker.run, 40, 11, torch.device("cpu"))

@@ -5,6 +5,7 @@ import itertools
 import logging
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.sparse._semi_structured_conversions import sparse_semi_structured_fro
 
 import fretwork as fw
 from fretwork import two_four
+from fretwork._library import core
 
 ops = torch.ops.fretwork
 BYTES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -133,7 +135,7 @@ def test_to_another_dtype(dim, word, device):
         same(t.to_dense(), A.to(dtype))
     same(s.to(torch.bfloat16).to(torch.float32).to_dense(), A.bfloat16())
     same(s.to(device).to_dense(), A)
-    same(s.to(dtype=torch.float64).to_dense(), A)
+    assert torch.equal(s.to(dtype=torch.float64).metadata, s.to(torch.float16).metadata)  # float64 has fours
     with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected .*got "):
         two_four.compress(torch.tensor([[1, 1, 0, 0.0]], device=device).half()).to(torch.float32)
     with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected .*got "):
@@ -186,6 +188,9 @@ def samples(device):
 def test_opcheck(op, device):
     for arguments in samples(device)[op]:
         torch.library.opcheck(getattr(ops, f"two_four_{op}").default, arguments)
+        if op == "matmul":  # its twin without gradient
+            still = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
+            torch.library.opcheck(ops._two_four_matmul.default, tuple(still))
 
 
 def test_fakes_refuse_what_the_core_refuses(device):
@@ -467,18 +472,42 @@ def test_without_safetensors(monkeypatch):
 # The planner
 
 
-def test_fallback_to_the_dense_product(caplog, monkeypatch):
+def test_where_dense_wins():
+    def wins(n, k, dtype, device, precision):
+        return core().fretwork_two_four_dense_wins(64, n, k, dtype, device, precision)
+
+    assert wins(1000, 64, b"float32", b"cuda", b"ieee") == 1  # there are no sparse units for it
+    assert wins(1000, 68, b"bfloat16", b"cuda", b"ieee") == 1  # lines that begin anywhere
+    for n, dtype, device, precision in [
+        (64, b"float32", b"cuda", b"ieee"),
+        (1000, b"float32", b"cuda", b"tf32"),
+        (1000, b"float8_e5m2", b"cuda", b"ieee"),
+        (1000, b"float32", b"cpu", b"ieee"),
+    ]:
+        assert wins(n, 64, dtype, device, precision) == 0
+    assert wins(1, 64, b"int64", b"cuda", b"ieee") == -1
+
+
+def test_fallback_to_the_dense_product(caplog, monkeypatch, device):
+    def wins(m, n, k, dtype, device, precision):
+        assert (m, k, dtype, precision) == (16, 32, b"float32", b"ieee")
+        return int(n > 64)
+
+    monkeypatch.setattr(two_four, "core", lambda: SimpleNamespace(fretwork_two_four_dense_wins=wins))
     monkeypatch.setattr(two_four, "_told", False)
-    A, bias = pruned(16, 32), torch.randn(16)
-    s, few, many = two_four.compress(A), torch.randn(2, 32), torch.randn(500, 32)
+    A, bias = pruned(16, 32, device=device), torch.randn(16, device=device)
+    s, few, many = two_four.compress(A), torch.randn(2, 32, device=device), torch.randn(500, 32, device=device)
     with caplog.at_level(logging.INFO, "fretwork"):
         two_four.linear(few, s, bias, fallback="dense")
         two_four.linear(many, s, bias)
         assert not caplog.records
         for activation in (None, "relu", "gelu", "silu"):
             y = two_four.linear(many, s, bias, activation, fallback="dense")
-            assert_close(y, two_four.linear(many, s, bias, activation).double(), torch.float32)
+            assert_close(y, two_four.linear(many, s, bias, activation).cpu().double(), torch.float32)
     assert len(caplog.records) == 1 and "dense" in caplog.text
+    for x, b in ((many.half(), None), (many[:, :30], None), (many, bias[:3]), (many, bias.half())):
+        with pytest.raises(RuntimeError, match=r"linear: \w+: expected .*got "):
+            two_four.linear(x, s, b, fallback="dense")
     x = few.requires_grad_()
     torch.compile(lambda x: two_four.linear(x, s, fallback="dense"), fullgraph=True, backend="aot_eager")(x)
 
@@ -513,7 +542,7 @@ def test_layer_changes_dtype(device):
     same(layer.to_dense(), before.bfloat16())
     same(layer.float().to_dense(), before.bfloat16())
     fours = fw.nn.SemiSparseLinear.from_dense(torch.nn.Linear(64, 64, device=device, dtype=torch.float16))
-    same(copy.deepcopy(fours).double().to_dense(), fours.to_dense())
+    same(copy.deepcopy(fours).bfloat16().to_dense(), fours.to_dense().bfloat16())
     with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected"):
         fours.float()
 
@@ -577,6 +606,13 @@ def test_compress_and_products_in_a_compiled_graph(device):
     assert_close(got, want.cpu().double(), torch.float32)
     (d,) = torch.autograd.grad(got, A)
     assert_close(d, torch.autograd.grad(want, A)[0].cpu().double(), torch.float32)
+
+
+def test_dense_training_is_differentiated_once(device):
+    layer, x = fw.nn.SemiSparseLinear(32, 16, device=device, trainable="dense"), torch.randn(3, 32, device=device)
+    (d,) = torch.autograd.grad(layer(x.requires_grad_()).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d.sum().backward()
 
 
 def test_checkpoints_hold_what_the_layer_needs(device):

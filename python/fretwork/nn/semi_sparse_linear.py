@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fretwork import _rules_two_four as _rules
 from fretwork import two_four
@@ -173,6 +174,7 @@ class _PrunedLinear(torch.autograd.Function):
         return _rules._matmul(values, metadata, x, bias, "none", None, None, None, "linear", precision)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d,) = gradients
         x, weight, *back = ctx.saved_tensors

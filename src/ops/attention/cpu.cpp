@@ -28,12 +28,12 @@ std::shared_ptr<const Plan> choose(const RegularPattern& pattern, Planner planne
   return columns_met(*small) < kLess * columns_met(*large) ? small : large;
 }
 
-/// The plans, remembered by the patterns' texts.
+/// The plans, remembered by the patterns' keys.
 std::vector<std::shared_ptr<const Plan>> plans_of(const Problem& problem, bool transposed) {
   static PlanCache<Choice>& cache = *std::make_unique<PlanCache<Choice>>().release();
   std::vector<std::shared_ptr<const Plan>> plans;
   for (const auto& pattern : problem.patterns) {
-    const auto key = hash128((transposed ? "t " : "x ") + pattern->text());
+    const auto key = hash128((transposed ? "t " : "x ") + pattern->key());
     const auto choice = cache.get(key, [&] { return Choice{choose(*pattern, transposed ? &transposed_plan : &plan)}; });
     plans.push_back(choice->plan);
   }

@@ -150,7 +150,7 @@ class Backward {
   };
   /// Heads that share a plan, with its components.
   struct Layers {
-    HeadSet set;
+    PlanHeads set;
     std::deque<Layer<Acc>> layers;
     bool whole;  ///< the last holds every row
   };
@@ -185,12 +185,12 @@ class Backward {
   void run(Plans plans, bool transposed) {
     std::deque<Layers> all;
     std::int64_t places = 0;
-    for (const HeadSet& set : head_sets(plans, p_.heads)) {
-      const auto components = in_order(*set.plan);
+    for (const PlanHeads& set : head_sets(plans, p_.heads)) {
+      const auto components = in_order(*set.thing);
       Layers& layers = all.emplace_back(set);
       layers.whole = ends_whole(components);
       for (const Component* component : components) {
-        layers.layers.emplace_back(p_, *set.plan, *component, transposed, machine_);
+        layers.layers.emplace_back(p_, *set.thing, *component, transposed, machine_);
         places = std::max(places, layers.layers.back().columns.places());
       }
     }

@@ -30,12 +30,12 @@ class Forward {
         values_(problem.value_depth, machine_.tiles) {}
 
   void run(Plans plans) {
-    for (const HeadSet& set : head_sets(plans, p_.heads)) {
-      const auto components = in_order(*set.plan);
+    for (const PlanHeads& set : head_sets(plans, p_.heads)) {
+      const auto components = in_order(*set.thing);
       std::deque<Layer<Acc>> layers;
       std::int64_t places = 0;
       for (const Component* component : components) {
-        places = std::max(places, layers.emplace_back(p_, *set.plan, *component, false, machine_).columns.places());
+        places = std::max(places, layers.emplace_back(p_, *set.thing, *component, false, machine_).columns.places());
       }
       const bool whole = ends_whole(components), waits = components.size() != 1 || !whole;
       const std::int64_t rows = waits ? p_.heads / p_.kv_heads * p_.rows : 0;
@@ -56,7 +56,7 @@ class Forward {
     const State<Acc>* after;   ///< where it waits for the next, unless this is the last
   };
 
-  void run(const HeadSet& set, const std::deque<Layer<Acc>>& layers, bool waits, bool whole, std::int64_t first,
+  void run(const PlanHeads& set, const std::deque<Layer<Acc>>& layers, bool waits, bool whole, std::int64_t first,
            std::int64_t last, Context& context, Memory memory) const {
     const std::vector<Query> queries = queries_of(p_, set, first, last);
     const std::vector<Head> slices = key_heads(p_, first, last);

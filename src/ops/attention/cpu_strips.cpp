@@ -52,19 +52,6 @@ Range met(const Plan& plan, std::int32_t index, std::int64_t first, std::int64_t
 
 }  // namespace
 
-std::vector<HeadSet> head_sets(Plans plans, std::int64_t heads) {
-  std::vector<HeadSet> sets;
-  for (std::int64_t h = 0; h < heads; ++h) {
-    const Plan* const plan = plans[plans.size() == 1 ? 0 : static_cast<std::size_t>(h)].get();
-    auto set = std::find_if(sets.begin(), sets.end(), [&](const HeadSet& s) { return s.plan == plan; });
-    if (set == sets.end()) {
-      set = sets.insert(set, {plan, {}});
-    }
-    set->heads.push_back(h);
-  }
-  return sets;
-}
-
 std::vector<Head> key_heads(const Problem& problem, std::int64_t first, std::int64_t last) {
   std::vector<Head> heads;
   for (std::int64_t slice = first; slice < last; ++slice) {
@@ -73,10 +60,10 @@ std::vector<Head> key_heads(const Problem& problem, std::int64_t first, std::int
   return heads;
 }
 
-std::vector<Query> queries_of(const Problem& problem, const HeadSet& set, std::int64_t first, std::int64_t last) {
+std::vector<Query> queries_of(const Problem& problem, const PlanHeads& set, std::int64_t first, std::int64_t last) {
   std::vector<Query> queries;
   for (std::int64_t slice = first; slice < last; ++slice) {
-    for (const std::int64_t h : set.heads) {
+    for (const int h : set.heads) {
       if (h / (problem.heads / problem.kv_heads) == slice % problem.kv_heads) {
         queries.push_back({{slice / problem.kv_heads, h}, slice - first});
       }

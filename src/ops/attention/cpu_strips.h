@@ -11,6 +11,7 @@
 #include "core/divide.h"
 #include "ops/attention/cpu.h"
 #include "ops/attention/cpu_rows.h"
+#include "ops/attention/heads.h"
 #include "runtime/simd/tiles.h"
 
 namespace fretwork::attention_op::cpu {
@@ -47,12 +48,7 @@ class Memory {
 using SliceBody = std::function<void(std::int64_t first, std::int64_t last, Context& context, Memory memory)>;
 void for_slices(std::int64_t slices, std::int64_t bytes, bool together, Context& context, const SliceBody& body);
 
-/// Heads that share a plan.
-struct HeadSet {
-  const Plan* plan;
-  std::vector<std::int64_t> heads;
-};
-std::vector<HeadSet> head_sets(Plans plans, std::int64_t heads);
+using PlanHeads = HeadSet<Plan>;
 
 struct Head {
   std::int64_t batch, head;
@@ -67,7 +63,7 @@ struct Query {
 
 /// The key heads [first, last) of all batches, and the query heads of a set that use them.
 std::vector<Head> key_heads(const Problem& problem, std::int64_t first, std::int64_t last);
-std::vector<Query> queries_of(const Problem& problem, const HeadSet& set, std::int64_t first, std::int64_t last);
+std::vector<Query> queries_of(const Problem& problem, const PlanHeads& set, std::int64_t first, std::int64_t last);
 /// The components of a plan, one that holds every row last, if there is one: its rows are then final.
 std::vector<const Component*> in_order(const Plan& plan);
 /// Whether the last of them holds every row.

@@ -13,6 +13,7 @@
 #include "ops/attention/cuda_decode.h"
 #include "ops/attention/cuda_hopper.h"
 #include "ops/attention/device_plan.h"
+#include "ops/attention/heads.h"
 #include "ops/attention/params.h"
 #include "ops/attention/plan.h"
 #include "ops/attention/problem.h"
@@ -79,9 +80,9 @@ struct Config {
                   "a head size whose tiles fit the " + std::to_string(there) + " bytes of shared memory on this GPU",
                   std::to_string(depth) + ", which needs " + std::to_string(shape().shared_bytes));
     }
-    static KernelTable<std::size(kDepths) * 5 * 2 * 3> table;
     return table.get(number(), device, [&] { return spec(); });
   }
+  static inline KernelTable<std::size(kDepths) * 5 * 2 * 3> table;
 };
 
 /// The smallest depth that a kernel is made for.
@@ -270,27 +271,10 @@ void check(const Problem& p) {
 
 // ---------------------------------------------------------------------------------------------------- heads
 
-/// The heads of one pattern.
-struct HeadSet {
-  const RegularPattern* pattern;
-  std::vector<int> heads;  ///< empty: all
-};
+using PatternHeads = HeadSet<RegularPattern>;
 
-std::vector<HeadSet> head_sets(const Problem& p) {
-  const bool one = std::all_of(p.patterns.begin(), p.patterns.end(), [&](const auto& q) { return q == p.patterns[0]; });
-  if (one) {
-    return {{p.patterns.front().get(), {}}};
-  }
-  std::vector<HeadSet> sets;
-  for (std::size_t h = 0; h < p.patterns.size(); ++h) {
-    auto found =
-        std::find_if(sets.begin(), sets.end(), [&](const HeadSet& s) { return s.pattern == p.patterns[h].get(); });
-    if (found == sets.end()) {
-      found = sets.insert(sets.end(), HeadSet{p.patterns[h].get(), {}});
-    }
-    found->heads.push_back(static_cast<int>(h));
-  }
-  return sets;
+std::vector<PatternHeads> heads_of(const Problem& p) {
+  return head_sets(std::span<const std::shared_ptr<const RegularPattern>>(p.patterns), p.heads);
 }
 
 /// A set's heads on the device; with `by_key_head`, gathered under the key heads that they share.
@@ -298,7 +282,7 @@ struct DeviceHeads {
   HeadsArg arg{};
   std::shared_ptr<const DeviceNumbers> heads, groups;
 
-  DeviceHeads(const Problem& p, const HeadSet& set, bool by_key_head, Context& context) {
+  DeviceHeads(const Problem& p, const PatternHeads& set, bool by_key_head, Context& context) {
     const int ratio = static_cast<int>(p.heads / p.kv_heads);
     arg = {nullptr,
            nullptr,
@@ -306,7 +290,7 @@ struct DeviceHeads {
            static_cast<int>(p.batch),
            ratio,
            static_cast<int>(p.heads)};
-    if (set.heads.empty()) {
+    if (std::ssize(set.heads) == p.heads) {
       return;
     }
     heads = device_numbers(set.heads, context);
@@ -340,8 +324,8 @@ struct Prepared {
 
 std::vector<Prepared> prepare(const Problem& p, const TileShape& tile, bool keys, Context& context) {
   std::vector<Prepared> all;
-  for (const HeadSet& set : head_sets(p)) {
-    all.push_back({device_plan(*set.pattern, tile, keys, context), DeviceHeads(p, set, keys, context)});
+  for (const PatternHeads& set : heads_of(p)) {
+    all.push_back({device_plan(*set.thing, tile, keys, context), DeviceHeads(p, set, keys, context)});
   }
   return all;
 }
@@ -469,11 +453,26 @@ void query_gradient(const Given& given, Context& context) {
   d_q.finish();
 }
 
+/// Of keys and values: one kernel, or one for each that is wanted where a row is deep.
+std::vector<Config> key_configs(const BackwardProblem& b) {
+  const Config both = config_for(Make::d_keys_values, b.forward);
+  if (both.simple() || both.depth <= 128) {
+    return {both};
+  }
+  std::vector<Config> apart;
+  for (const auto& [make, wanted] : {std::pair{Make::d_keys, b.d_k.data}, std::pair{Make::d_values, b.d_v.data}}) {
+    if (wanted != nullptr) {
+      apart.push_back(config_for(make, b.forward));
+    }
+  }
+  return apart;
+}
+
 void key_gradients(const Given& given, Context& context) {
   const BackwardProblem& b = given.problem;
   const Problem& p = b.forward;
-  Config config = config_for(Make::d_keys_values, p);
-  const std::vector<Prepared> sets = prepare(p, config.tile(), true, context);
+  const std::vector<Config> configs = key_configs(b);
+  const std::vector<Prepared> sets = prepare(p, configs.front().tile(), true, context);
   BackwardParams params = backward_params(given);
   params.first = given.k.arg();
   params.second = given.v.arg();
@@ -485,15 +484,8 @@ void key_gradients(const Given& given, Context& context) {
   Target d_v(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, params.add, zero_first, context);
   params.d_first = d_k.arg();
   params.d_second = d_v.arg();
-  if (config.simple() || config.depth <= 128) {
+  for (const Config& config : configs) {
     launch_all(config, sets, params, context);
-  } else {
-    for (const auto& [make, wanted] : {std::pair{Make::d_keys, b.d_k.data}, std::pair{Make::d_values, b.d_v.data}}) {
-      config.make = make;
-      if (wanted != nullptr) {
-        launch_all(config, sets, params, context);
-      }
-    }
   }
   d_k.finish();
   d_v.finish();
@@ -541,8 +533,8 @@ void bias_gradient(const Given& given, Context& context) {
   params.sum_batch = sizes.batch != p.batch;
   params.sum_heads = sizes.heads != p.heads;
   const Kernel& kernel = get_kernel(bias_spec(p.dtype, depth, keys, row_sums), context.device.index);
-  for (const HeadSet& set : head_sets(p)) {
-    const auto plan = device_plan(*set.pattern, {shape.rows, shape.cols}, keys, context);
+  for (const PatternHeads& set : heads_of(p)) {
+    const auto plan = device_plan(*set.thing, {shape.rows, shape.cols}, keys, context);
     const DeviceHeads heads(p, set, false, context);
     params.heads = heads.arg.heads;
     params.head_count = heads.arg.count;
@@ -643,11 +635,17 @@ void backward(const BackwardProblem& problem, Context& context) {
   if (hopper::backward(problem, context)) {
     return;
   }
+  const bool queries = problem.d_q.data != nullptr, keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
+  if (queries && keys) {
+    std::vector<Config> wanted = key_configs(problem);
+    wanted.push_back(config_for(Make::d_queries, p));
+    Config::table.prepare(std::span<const Config>(wanted), context.device.index);
+  }
   const Given given(problem, context);
-  if (problem.d_q.data != nullptr) {
+  if (queries) {
     query_gradient(given, context);
   }
-  if (problem.d_k.data != nullptr || problem.d_v.data != nullptr) {
+  if (keys) {
     key_gradients(given, context);
   }
   if (problem.d_bias.data != nullptr) {

@@ -13,6 +13,7 @@
 
 #include "core/divide.h"
 #include "ops/attention/params_decode.cuh"
+#include "ops/attention/pieces.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
@@ -135,16 +136,20 @@ class Users {
 
 /// Steps on a device.
 struct DeviceSteps {
-  driver::DeviceBuffer tokens, masks, bits;
-  int count = 0;
-  std::size_t bytes() const { return tokens.bytes() + masks.bytes() + bits.bytes(); }
+  driver::DeviceBuffer memory;
+  const int *tokens, *masks;
+  const unsigned short* bits;
+  int count;
+  std::size_t bytes() const { return memory.bytes(); }
 };
 
 DeviceSteps upload(const Steps& steps, int device) {
-  const auto send = [&](const auto& list) {
-    return driver::DeviceBuffer(device, list.data(), list.size() * sizeof(list[0]));
-  };
-  return {send(steps.tokens), send(steps.masks), send(steps.bits), steps.count()};
+  Pieces pieces;
+  const std::size_t tokens = pieces.add(steps.tokens), masks = pieces.add(steps.masks), bits = pieces.add(steps.bits);
+  driver::DeviceBuffer memory = pieces.upload(device);
+  const auto *const first = piece<int>(memory, tokens), *const second = piece<int>(memory, masks);
+  const auto* const third = piece<unsigned short>(memory, bits);
+  return {std::move(memory), first, second, third, steps.count()};
 }
 
 std::shared_ptr<const DeviceSteps> device_steps(const RegularPattern& pattern, const Context& context) {
@@ -206,9 +211,9 @@ Params params_of(const Problem& p, const ScoreArg& score, const DeviceSteps& ste
   params.o = output_arg(p.o);
   params.lse = output_arg(p.lse);
   params.score = score;
-  params.tokens = static_cast<const int*>(steps.tokens.data());
-  params.masks = static_cast<const int*>(steps.masks.data());
-  params.bits = static_cast<const unsigned short*>(steps.bits.data());
+  params.tokens = steps.tokens;
+  params.masks = steps.masks;
+  params.bits = steps.bits;
   params.steps = steps.count;
   params.rows = static_cast<int>(p.rows);
   params.heads = static_cast<int>(p.heads);

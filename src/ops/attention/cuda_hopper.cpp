@@ -15,7 +15,9 @@
 #include <utility>
 
 #include "core/divide.h"
+#include "ops/attention/heads.h"
 #include "ops/attention/params_hopper.cuh"
+#include "ops/attention/pieces.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
@@ -26,7 +28,7 @@ namespace {
 namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-constexpr int kMostColumns = 128;  // that registers have room for
+constexpr int kMostForward = 256, kMostBackward = 128;  // columns that registers have room for
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
@@ -35,12 +37,24 @@ KernelSpec instance(const std::string& file, const std::string& kernel, DType dt
           "fretwork::attention_op::hopper::" + kernel + "<" + device_type(dtype) + rest + ">"};
 }
 std::string flag(bool value) { return value ? ", true" : ", false"; }
-KernelSpec forward_instance(DType dtype, int depth, bool general) {
-  return instance("forward", "forward", dtype, ", " + std::to_string(depth) + flag(general));
+
+/// Columns that kernels have, of q and k and of v: whole 64s. Beyond those of a problem they find zeros, and store
+/// nothing.
+struct Columns {
+  int depth, values;
+
+  int most() const { return std::max(depth, values); }
+  std::string text() const { return ", " + std::to_string(depth) + ", " + std::to_string(values); }
+};
+Columns columns_of(const Problem& p) {
+  return {static_cast<int>(64 * ceil_div(p.depth, 64)), static_cast<int>(64 * ceil_div(p.value_depth, 64))};
 }
-KernelSpec backward_instance(DType dtype, int depth, bool keys, bool general) {
-  return instance("backward", keys ? "backward_keys" : "backward_queries", dtype,
-                  ", " + std::to_string(depth) + flag(general));
+
+KernelSpec forward_instance(DType dtype, const Columns& columns, bool general) {
+  return instance("forward", "forward", dtype, columns.text() + flag(general));
+}
+KernelSpec backward_instance(DType dtype, const Columns& columns, bool keys, bool general) {
+  return instance("backward", keys ? "backward_keys" : "backward_queries", dtype, columns.text() + flag(general));
 }
 KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype, ""); }
 KernelSpec statistics_instance(DType dtype) {
@@ -55,11 +69,13 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     list.push_back(fill_instance(dtype));
     list.push_back(statistics_instance(dtype));
-    for (const int depth : {64, 128}) {
+    for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
       for (const bool general : {false, true}) {
-        list.push_back(forward_instance(dtype, depth, general));
-        list.push_back(backward_instance(dtype, depth, false, general));
-        list.push_back(backward_instance(dtype, depth, true, general));
+        list.push_back(forward_instance(dtype, columns, general));
+        if (columns.most() <= kMostBackward) {
+          list.push_back(backward_instance(dtype, columns, false, general));
+          list.push_back(backward_instance(dtype, columns, true, general));
+        }
       }
     }
   }
@@ -67,51 +83,61 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<52> kernels;
+constinit KernelTable<196> kernels;
 
-unsigned number_of(DType dtype, int depth, bool general) {
-  return (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 | static_cast<unsigned>(depth / 64 - 1) << 2;
-}
-const Kernel& forward_kernel(DType dtype, int depth, bool general, int device) {
-  return kernels.get(number_of(dtype, depth, general), device, [&] { return forward_instance(dtype, depth, general); });
-}
-const Kernel& backward_kernel(DType dtype, int depth, bool keys, bool general, int device) {
-  return kernels.get((keys ? 16u : 32u) + number_of(dtype, depth, general), device,
-                     [&] { return backward_instance(dtype, depth, keys, general); });
-}
-const Kernel& fill_kernel(DType dtype, int device) {
-  return kernels.get(48 + number_of(dtype, 64, false), device, [&] { return fill_instance(dtype); });
-}
-const Kernel& statistics_kernel(DType dtype, int device) {
-  return kernels.get(50 + number_of(dtype, 64, false), device, [&] { return statistics_instance(dtype); });
-}
+enum class Make : unsigned { forward, keys, queries, fill, statistics };
 
-/// Columns that the kernels for a problem have; beyond those of its own they find zeros, and store nothing.
-int kernel_depth(const Problem& p) { return static_cast<int>(64 * ceil_div(std::max(p.depth, p.value_depth), 64)); }
+/// Which kernel; the last two have neither columns nor another kind.
+struct Which {
+  Make make;
+  DType dtype;
+  Columns columns{64, 64};
+  bool general = false;
+
+  std::size_t number() const {
+    const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 |
+                            static_cast<unsigned>(columns.depth / 64 - 1) << 2 |
+                            static_cast<unsigned>(columns.values / 64 - 1) << 4;
+    return (make == Make::statistics ? 194u : 64 * static_cast<unsigned>(make)) + within;
+  }
+  KernelSpec spec() const {
+    switch (make) {
+      case Make::forward:
+        return forward_instance(dtype, columns, general);
+      case Make::keys:
+      case Make::queries:
+        return backward_instance(dtype, columns, make == Make::keys, general);
+      case Make::fill:
+        return fill_instance(dtype);
+      case Make::statistics:
+        break;
+    }
+    return statistics_instance(dtype);
+  }
+  const Kernel& kernel(int device) const {
+    return kernels.get(number(), device, [this] { return spec(); });
+  }
+};
 
 /// Bytes for what ForwardShared and BackwardShared describe.
-int forward_shared(int depth) {
-  const int stages = depth == 64 ? 4 : 2;
-  return 1024 + 2 * depth * (2 * kRows + 2 * stages * kForwardShape.cols);
+int forward_shared(const Columns& columns) {
+  const auto [cols, items, stages] = forward_tiles(columns.depth, columns.values);
+  return 1024 + 2 * (items * kRows * columns.most() + stages * cols * (columns.depth + columns.values));
 }
-int backward_shared(int depth) { return 1024 + 4 * 256 * depth + (depth == 64 ? 8 : 6) * 128 * depth; }
+int backward_shared(const Columns& columns) {
+  return 1024 + 2 * columns.most() * (4 * kRows + 2 * (columns.most() == 64 ? 4 : 3) * kBackwardShape.cols);
+}
 
 // ------------------------------------------------------------------------------------------ plans on the device
-
-template <typename Value>
-driver::DeviceBuffer upload(int device, const std::vector<Value>& values) {
-  return driver::DeviceBuffer(device, values.data(), values.size() * sizeof(Value));
-}
 
 /// Tiles of one side: where the copy engine finds them. `shift` tokens before the operand is where it counts from, so
 /// that a tile which is cut may start later on its axes and still never at a negative place.
 struct Side {
   Order order;
   std::int64_t shift = 0;
-  driver::DeviceBuffer tiles, tokens, used;
+  std::size_t tiles = 0, tokens = 0, used = 0;  ///< where they are in the plan's memory
 
   int places() const { return order.extent[0] * order.extent[1] * order.extent[2]; }
-  std::size_t bytes() const { return tiles.bytes() + tokens.bytes() + used.bytes(); }
 };
 
 std::int64_t cut_of(const Order& order, const Tile& tile) {
@@ -136,8 +162,8 @@ void write_tokens(const Order& order, const Tile& tile, int* tokens) {
 }
 
 /// `places` a tile has room for.
-Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, int device) {
-  Side side{order, 0, {}, {}, {}};
+Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, Pieces& pieces) {
+  Side side{order};
   for (const Tile& tile : tiles) {
     side.shift = std::max(side.shift, cut_of(order, tile));
   }
@@ -152,32 +178,27 @@ Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, i
     boxes.push_back(box);
     used.push_back(tile.used);
   }
-  side.tiles = upload(device, boxes);
-  side.tokens = upload(device, tokens);
-  side.used = upload(device, used);
+  side.tiles = pieces.add(boxes);
+  side.tokens = pieces.add(tokens);
+  side.used = pieces.add(used);
   return side;
 }
 
 struct DeviceComponent {
   Side rows, cols;
-  driver::DeviceBuffer first, runs;
-  std::vector<int> steps;  ///< of each row tile
-  bool general = false;    ///< has masks of bits, or columns that nothing uses
+  std::size_t first = 0, runs = 0;  ///< where they are in the plan's memory
+  std::vector<int> steps;           ///< of each row tile
+  bool general = false;             ///< has masks of bits, or columns that nothing uses
   bool covers_rows = false;
 };
 
 struct DevicePlan {
   std::shared_ptr<const Plan> plan;  ///< kept, so that its address stays its own
   std::vector<DeviceComponent> components;
-  driver::DeviceBuffer bits, used;
+  std::size_t bits = 0, used = 0;
+  driver::DeviceBuffer memory;
 
-  std::size_t bytes() const {
-    std::size_t all = bits.bytes() + used.bytes();
-    for (const DeviceComponent& c : components) {
-      all += c.rows.bytes() + c.cols.bytes() + c.first.bytes() + c.runs.bytes();
-    }
-    return all;
-  }
+  std::size_t bytes() const { return memory.bytes(); }
 };
 
 RunOf run_of(const Run& run, const Plan& plan) {
@@ -193,10 +214,10 @@ RunOf run_of(const Run& run, const Plan& plan) {
   return made;
 }
 
-DeviceComponent make_component(const Component& component, const Plan& plan, int device) {
+DeviceComponent make_component(const Component& component, const Plan& plan, Pieces& pieces) {
   DeviceComponent made;
-  made.rows = make_side(component.row_order, component.row_tiles, plan.shape.rows, device);
-  made.cols = make_side(component.col_order, component.col_tiles, plan.shape.cols, device);
+  made.rows = make_side(component.row_order, component.row_tiles, plan.shape.rows, pieces);
+  made.cols = make_side(component.col_order, component.col_tiles, plan.shape.cols, pieces);
   made.covers_rows = component.covers_rows;
   std::vector<int> first(component.first.begin(), component.first.end());
   std::vector<RunOf> runs;
@@ -212,8 +233,8 @@ DeviceComponent make_component(const Component& component, const Plan& plan, int
     const auto begin = component.runs.begin() + first[t], end = component.runs.begin() + first[t + 1];
     made.steps.push_back(std::accumulate(begin, end, 0, [](int sum, const Run& run) { return sum + run.count; }));
   }
-  made.first = upload(device, first);
-  made.runs = upload(device, runs);
+  made.first = pieces.add(first);
+  made.runs = pieces.add(runs);
   return made;
 }
 
@@ -232,11 +253,13 @@ bool fits(const Plan& plan) {
 DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
   DevicePlan made;
   made.plan = plan;
+  Pieces pieces;
   for (const Component& component : plan->components) {
-    made.components.push_back(make_component(component, *plan, device));
+    made.components.push_back(make_component(component, *plan, pieces));
   }
-  made.bits = upload(device, plan->bits);
-  made.used = upload(device, plan->used);
+  made.bits = pieces.add(plan->bits);
+  made.used = pieces.add(plan->used);
+  made.memory = pieces.upload(device);
   return made;
 }
 
@@ -250,9 +273,8 @@ struct Pairs {
 };
 
 struct Schedule {
-  driver::DeviceBuffer items, share;
-  int grid = 0;
-  std::size_t bytes() const { return items.bytes() + share.bytes(); }
+  std::size_t items, share;  ///< where they are in the memory of all schedules of a plan
+  int grid;
 };
 
 /// A tile of one pair of batch and head.
@@ -295,7 +317,8 @@ std::vector<Task> order_tasks(const DeviceComponent& component, const Pairs& pai
 
 /// Each task to the CTA that has least to do so far: what a queue would do, without one. `repeat` is how often a step
 /// is done; `empty` says whether tiles without steps have work to do as well.
-Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device) {
+Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device,
+                       Pieces& pieces) {
   constexpr std::int64_t kOverhead = 2;  // of an item, in steps
   const int ctas = driver::device_info(device).multiprocessors;
   const std::vector<Task> tasks = order_tasks(component, pairs, empty, ctas);
@@ -320,7 +343,7 @@ Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int
     items.insert(items.end(), list.begin(), list.end());
     share.push_back(static_cast<int>(items.size()));
   }
-  return {upload(device, items), upload(device, share), grid};
+  return {pieces.add(items), pieces.add(share), grid};
 }
 
 /// A plan and the schedules of its components for some number of heads.
@@ -329,16 +352,10 @@ struct Prepared {
   std::vector<std::size_t> order;   ///< of the components; the first one reaches all rows where any does
   std::vector<Schedule> schedules;  ///< in that order
   bool fill = false;                ///< rows may be reached by no component
+  driver::DeviceBuffer memory;      ///< of the schedules
 
   const DeviceComponent& component(std::size_t at) const { return plan->components[order[at]]; }
-
-  std::size_t bytes() const {
-    std::size_t all = 0;
-    for (const Schedule& s : schedules) {
-      all += s.bytes();
-    }
-    return all;
-  }
+  std::size_t bytes() const { return memory.bytes(); }
 };
 
 Hash128 hash_of(const Plan* plan, std::initializer_list<std::int64_t> rest) {
@@ -360,7 +377,8 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
   const int device = context.device.index;
   const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, device});
   auto prepared = cache.get(key, [&] {
-    Prepared made{find_plan(plan, device), {}, {}, false};
+    Prepared made{find_plan(plan, device), {}, {}, false, {}};
+    Pieces pieces;
     made.order.resize(plan->components.size());
     std::iota(made.order.begin(), made.order.end(), std::size_t{0});
     const auto reaches_all = [&](std::size_t c) { return made.plan->components[c].covers_rows; };
@@ -372,8 +390,9 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
     Pairs turn = pairs;
     for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {
       const bool empty = at == 0 && !made.fill;
-      made.schedules.push_back(make_schedule(made.component(at), turn, repeat, empty, device));
+      made.schedules.push_back(make_schedule(made.component(at), turn, repeat, empty, device, pieces));
     }
+    made.memory = pieces.upload(device);
     return made;
   });
   if (driver::is_capturing(context.stream)) {
@@ -435,19 +454,21 @@ std::optional<Source> make_source(const Operand& x, const std::array<std::int64_
 
 Lines lines_of(const Operand& x) { return {x.data, x.batch, x.head, x.row}; }
 
-Walk walk_of(const DevicePlan& plan, const DeviceComponent& c, const Schedule& schedule) {
+Walk walk_of(const Prepared& prepared, std::size_t at) {
+  const DevicePlan& plan = *prepared.plan;
+  const DeviceComponent& c = prepared.component(at);
   Walk walk{};
-  walk.row_tiles = static_cast<const Place*>(c.rows.tiles.data());
-  walk.col_tiles = static_cast<const Place*>(c.cols.tiles.data());
-  walk.first = static_cast<const int*>(c.first.data());
-  walk.runs = static_cast<const RunOf*>(c.runs.data());
-  walk.row_tokens = static_cast<const int*>(c.rows.tokens.data());
-  walk.col_tokens = static_cast<const int*>(c.cols.tokens.data());
-  walk.col_used = static_cast<const int*>(c.cols.used.data());
-  walk.bits = static_cast<const unsigned*>(plan.bits.data());
-  walk.used = static_cast<const unsigned*>(plan.used.data());
-  walk.items = static_cast<const Item*>(schedule.items.data());
-  walk.share = static_cast<const int*>(schedule.share.data());
+  walk.row_tiles = piece<Place>(plan.memory, c.rows.tiles);
+  walk.col_tiles = piece<Place>(plan.memory, c.cols.tiles);
+  walk.first = piece<int>(plan.memory, c.first);
+  walk.runs = piece<RunOf>(plan.memory, c.runs);
+  walk.row_tokens = piece<int>(plan.memory, c.rows.tokens);
+  walk.col_tokens = piece<int>(plan.memory, c.cols.tokens);
+  walk.col_used = piece<int>(plan.memory, c.cols.used);
+  walk.bits = piece<unsigned>(plan.memory, plan.bits);
+  walk.used = piece<unsigned>(plan.memory, plan.used);
+  walk.items = piece<Item>(prepared.memory, prepared.schedules[at].items);
+  walk.share = piece<int>(prepared.memory, prepared.schedules[at].share);
   walk.row_places = c.rows.places();
   walk.col_places = c.cols.places();
   return walk;
@@ -461,24 +482,24 @@ struct HeadRange {
 
 std::vector<HeadRange> ranges_of(const Plans& plans, std::int64_t heads) {
   std::vector<HeadRange> ranges;
-  for (std::size_t h = 0; h < plans.size(); ++h) {
-    if (ranges.empty() || ranges.back().plan != plans[h]) {
-      ranges.push_back({static_cast<std::int64_t>(h), 0, plans[h]});
+  for (const auto& set : head_sets(std::span<const std::shared_ptr<const Plan>>(plans), heads)) {
+    for (const int head : set.heads) {
+      if (ranges.empty() || ranges.back().plan.get() != set.thing ||
+          ranges.back().first + ranges.back().count != head) {
+        ranges.push_back({head, 0, plans[plans.size() == 1 ? 0 : static_cast<std::size_t>(head)]});
+      }
+      ++ranges.back().count;
     }
-    ++ranges.back().count;
-  }
-  if (plans.size() == 1) {
-    ranges[0].count = heads;
   }
   return ranges;
 }
 
-/// What both directions need; everything else is a matter of strides and plans.
-bool suits(const Problem& p, const Context& context) {
+/// What both directions need, up to so many columns; everything else is a matter of strides and plans.
+bool suits(const Problem& p, int most_columns, const Context& context) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
   const std::int64_t most =
       std::max(p.depth, p.value_depth);  // up to 32, half of what a kernel does would be for zeros
-  const bool size = most > 32 && most <= kMostColumns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
+  const bool size = most > 32 && most <= most_columns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
                     p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
                     p.cols > 0 && p.batch * p.heads < kMost;
   const bool plain = p.softcap == 0 && p.bias.data == nullptr && p.slopes.data == nullptr && p.dropout.rate == 0;
@@ -495,16 +516,36 @@ int together(const Problem& p) {
       std::min(p.batch * p.heads, std::max<std::int64_t>(1, kCache / bytes) * (p.heads / p.kv_heads)));
 }
 
-// ------------------------------------------------------------------------------------------------- forward
+// ------------------------------------------------------------------------------------------------- launches
 
+template <typename Params>
 struct Launch {
-  const Kernel* kernel;
+  Which which;
   int grid;
-  ForwardParams params;
+  Params params;
 };
 
-std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared, std::size_t at,
-                                     int device) {
+/// Has the kernels of all launches and of `others` ready; those that are new are compiled at once.
+template <typename Params>
+void prepare_kernels(const std::vector<Launch<Params>>& launches, std::vector<Which> others, int device) {
+  for (const Launch<Params>& launch : launches) {
+    others.push_back(launch.which);
+  }
+  kernels.prepare(std::span<const Which>(others), device);
+}
+
+template <typename Params>
+void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, const Context& context) {
+  for (const Launch<Params>& launch : launches) {
+    launch.which.kernel(context.device.index)
+        .launch_behind(launch.grid, kThreads, shared_bytes, &launch.params, context.stream);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------- forward
+
+std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared,
+                                                    std::size_t at) {
   const DeviceComponent& c = prepared.component(at);
   const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count, p.rows}, p.depth, c.rows);
   const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.cols);
@@ -516,7 +557,7 @@ std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, c
   params.q = *q;
   params.k = *k;
   params.v = *v;
-  params.walk = walk_of(*prepared.plan, c, prepared.schedules[at]);
+  params.walk = walk_of(prepared, at);
   params.o = lines_of(p.o);
   params.lse = lines_of(p.lse);
   params.group = static_cast<int>(p.heads / p.kv_heads);
@@ -524,7 +565,7 @@ std::optional<Launch> forward_launch(const Problem& p, const HeadRange& range, c
   params.merge = at > 0 || prepared.fill ? 1 : 0;
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
   params.value_depth = static_cast<int>(p.value_depth);
-  return Launch{&forward_kernel(p.dtype, kernel_depth(p), c.general, device), prepared.schedules[at].grid, params};
+  return Launch<ForwardParams>{{Make::forward, p.dtype, columns_of(p), c.general}, prepared.schedules[at].grid, params};
 }
 
 /// Zeros in all rows of x, and −∞ in lse where there is one.
@@ -537,16 +578,14 @@ void launch_fill(DType dtype, const Operand& x, const Operand& lse, const std::a
   params.per_head = static_cast<int>(sizes[2]);
   params.heads = static_cast<int>(sizes[1]);
   params.depth = static_cast<int>(depth);
-  fill_kernel(dtype, context.device.index).launch(ceil_div(params.rows, 8), 256, 0, &params, context.stream);
+  Which{Make::fill, dtype}
+      .kernel(context.device.index)
+      .launch(ceil_div(params.rows, 8), 256, 0, &params, context.stream);
 }
 
 // ------------------------------------------------------------------------------------------------- backward
 
-struct BackwardLaunch {
-  const Kernel* kernel;
-  int grid;
-  BackwardParams params;
-};
+using BackwardLaunch = Launch<BackwardParams>;
 
 /// Heads [first, first + count) of queries, and the key heads they use.
 struct Heads {
@@ -567,13 +606,14 @@ void launch_statistics(const BackwardProblem& b, RowStats* stats, Context& conte
   params.all_rows = p.batch * p.heads * p.rows;
   params.heads = static_cast<int>(p.heads);
   params.value_depth = static_cast<int>(p.value_depth);
-  statistics_kernel(p.dtype, context.device.index)
+  Which{Make::statistics, p.dtype}
+      .kernel(context.device.index)
       .launch(ceil_div(params.all_rows, 16), 256, 0, &params, context.stream);
 }
 
 /// The gradients of keys and values, or of queries, from one component.
 std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
-                                              std::size_t at, bool keys, const RowStats* stats, int device) {
+                                              std::size_t at, bool keys, const RowStats* stats) {
   const Problem& p = b.forward;
   const DeviceComponent& c = prepared.component(at);
   const Side &queries_side = keys ? c.cols : c.rows, &keys_side = keys ? c.rows : c.cols;
@@ -590,7 +630,7 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.rows[1] = keys ? *v : *d_o;
   params.cols[0] = keys ? *q : *k;
   params.cols[1] = keys ? *d_o : *v;
-  params.walk = walk_of(*prepared.plan, c, prepared.schedules[at]);
+  params.walk = walk_of(prepared, at);
   params.out[0] = lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
   params.out[1] = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
   params.stats = stats + heads.first * p.rows;
@@ -602,8 +642,8 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.value_depth = static_cast<int>(p.value_depth);
   params.scale = static_cast<float>(p.scale);
   params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
-  return BackwardLaunch{&backward_kernel(p.dtype, kernel_depth(p), keys, c.general, device),
-                        prepared.schedules[at].grid, params};
+  return BackwardLaunch{
+      {keys ? Make::keys : Make::queries, p.dtype, columns_of(p), c.general}, prepared.schedules[at].grid, params};
 }
 
 /// A gradient that is to be zero before anything is added to it.
@@ -630,7 +670,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
     zeros.push_back({from_head(b.d_q, heads.first, 2), {p.batch, heads.count, p.rows}, p.depth});
   }
   for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
-    const auto launch = backward_launch(b, heads, *prepared, at, keys, stats, context.device.index);
+    const auto launch = backward_launch(b, heads, *prepared, at, keys, stats);
     if (!launch) {
       return false;
     }
@@ -642,7 +682,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
 }  // namespace
 
 bool forward(const Problem& problem, const Plans& plans, Context& context) {
-  if (!suits(problem, context) ||
+  if (!suits(problem, kMostForward, context) ||
       !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan); })) {
     return false;
   }
@@ -651,9 +691,8 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
   if (lse.data() != nullptr) {
     p.lse = {lse.data(), p.heads * p.rows, p.rows, 1, 1};
   }
-  const int device = context.device.index;
   std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
-  std::vector<Launch> launches;
+  std::vector<Launch<ForwardParams>> launches;
   std::vector<HeadRange> fills;
   for (const HeadRange& range : ranges_of(plans, p.heads)) {
     const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p), false};
@@ -662,31 +701,34 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
       fills.push_back(range);
     }
     for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
-      const auto launch = forward_launch(p, range, *prepared, at, device);
+      const auto launch = forward_launch(p, range, *prepared, at);
       if (!launch) {
         return false;
       }
       launches.push_back(*launch);
     }
   }
+  prepare_kernels(launches, std::vector<Which>(fills.empty() ? 0 : 1, {Make::fill, p.dtype}), context.device.index);
   for (const HeadRange& range : fills) {
     launch_fill(p.dtype, from_head(p.o, range.first, 2), from_head(p.lse, range.first, 4),
                 {p.batch, range.count, p.rows}, p.value_depth, context);
   }
-  for (const Launch& launch : launches) {
-    launch.kernel->launch_behind(launch.grid, kThreads, forward_shared(kernel_depth(p)), &launch.params,
-                                 context.stream);
-  }
+  launch_all(launches, forward_shared(columns_of(p)), context);
   return true;
 }
 
+TileShape forward_shape(const Problem& problem) {
+  const Columns columns = columns_of(problem);
+  return {kRows, forward_tiles(columns.depth, columns.values).cols};
+}
+
 bool forward(const Problem& problem, Context& context) {
-  if (!suits(problem, context)) {
+  if (!suits(problem, kMostForward, context)) {
     return false;
   }
   Plans plans;
   for (const auto& pattern : problem.patterns) {
-    plans.push_back(plan(*pattern, kForwardShape));
+    plans.push_back(plan(*pattern, forward_shape(problem)));
   }
   return forward(problem, plans, context);
 }
@@ -699,8 +741,8 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   // Heads that share keys are added up by one CTA, so they must share a plan as well.
   const auto whole = [&](const HeadRange& r) { return r.first % group == 0 && r.count % group == 0; };
   const bool wants_keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
-  if (!suits(p, context) || !movable(problem.d_o) || p.lse.data == nullptr || problem.d_bias.data != nullptr ||
-      (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
+  if (!suits(p, kMostBackward, context) || !movable(problem.d_o) || p.lse.data == nullptr ||
+      problem.d_bias.data != nullptr || (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
       (problem.d_q.data != nullptr && !movable(problem.d_q)) || p.batch * p.heads * p.rows >= kMost ||
       !std::all_of(plans.begin(), plans.end(), fit) || !std::all_of(transposed.begin(), transposed.end(), fit) ||
       !std::all_of(ranges.begin(), ranges.end(), whole) || !std::all_of(kv_ranges.begin(), kv_ranges.end(), whole)) {
@@ -721,19 +763,21 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
       return false;
     }
   }
+  std::vector<Which> others{{Make::statistics, p.dtype}};
+  if (!zeros.empty()) {
+    others.push_back({Make::fill, p.dtype});
+  }
+  prepare_kernels(launches, std::move(others), context.device.index);
   launch_statistics(problem, numbers, context);
   for (const Zeros& zero : zeros) {
     launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, context);
   }
-  for (const BackwardLaunch& launch : launches) {
-    launch.kernel->launch_behind(launch.grid, kThreads, backward_shared(kernel_depth(p)), &launch.params,
-                                 context.stream);
-  }
+  launch_all(launches, backward_shared(columns_of(p)), context);
   return true;
 }
 
 bool backward(const BackwardProblem& problem, Context& context) {
-  if (!suits(problem.forward, context)) {
+  if (!suits(problem.forward, kMostBackward, context)) {
     return false;
   }
   Plans plans, transposed;

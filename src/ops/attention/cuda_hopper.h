@@ -10,14 +10,15 @@
 namespace fretwork::attention_op::hopper {
 
 /// Runs it and returns true, or returns false, having done nothing, where it does not apply: not an sm_90a kernel
-/// architecture, not a 16-bit type, depths that are no multiples of 8, both below 33 or one above 128, a bias, softcap,
-/// ALiBi or dropout, a scale that is not positive, or operands that the copy engine cannot read (columns next to each
-/// other, the other strides multiples of 16 bytes, 16-byte aligned). The device is current.
+/// architecture, not a 16-bit type, depths that are no multiples of 8, both below 33 or one above 256 (128 for the
+/// gradients), a bias, softcap, ALiBi or dropout, a scale that is not positive, or operands that the copy engine cannot
+/// read (columns next to each other, the other strides multiples of 16 bytes, 16-byte aligned). The device is current.
 bool forward(const Problem& problem, Context& context);
 bool backward(const BackwardProblem& problem, Context& context);
 
 /// The same over given plans of these shapes, one for each of the problem's patterns, which are not looked at.
-inline constexpr TileShape kForwardShape{128, 128}, kBackwardShape{128, 64};
+TileShape forward_shape(const Problem& problem);
+inline constexpr TileShape kBackwardShape{128, 64};
 using Plans = std::vector<std::shared_ptr<const Plan>>;
 bool forward(const Problem& problem, const Plans& plans, Context& context);
 bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context);

@@ -2,38 +2,18 @@
 #include "ops/attention/device_plan.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <numeric>
 #include <string>
 
 #include "fretwork/error.h"
+#include "ops/attention/pieces.h"
 #include "runtime/plan_cache.h"
 
 namespace fretwork::attention_op {
 namespace {
 
 using fretwork::cuda::DeviceBuffer;
-
-/// Arrays one after the other, each aligned for the widest access.
-class Pieces {
- public:
-  template <typename T>
-  std::size_t add(const std::vector<T>& items) {
-    const std::size_t at = (bytes_.size() + 15) / 16 * 16;
-    bytes_.resize(at + items.size() * sizeof(T));
-    if (!items.empty()) {
-      std::memcpy(bytes_.data() + at, items.data(), items.size() * sizeof(T));
-    }
-    return at;
-  }
-  DeviceBuffer upload(int device) const {
-    return bytes_.empty() ? DeviceBuffer() : DeviceBuffer(device, bytes_.data(), bytes_.size());
-  }
-
- private:
-  std::vector<char> bytes_;
-};
 
 int narrow(std::int64_t n) {
   if (n < std::numeric_limits<int>::min() || n > std::numeric_limits<int>::max()) {
@@ -122,9 +102,8 @@ DevicePlan upload(const Plan& plan, int device) {
                       pieces.add(first), pieces.add(runs), pieces.add(order)});
   }
   made.memory = pieces.upload(device);
-  const char* const base = static_cast<const char*>(made.memory.data());
   const auto set = [&](auto*& pointer, std::size_t at) {
-    pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + at);
+    pointer = piece<std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>>(made.memory, at);
   };
   for (std::size_t c = 0; c < places.size(); ++c) {
     ComponentArg& arg = made.components[c];

@@ -11,13 +11,15 @@ namespace fretwork::attention_op::hopper {
 
 inline constexpr int kStream = 64;
 
-template <int kDepth>
+/// For kDepth columns of q and k and kValues of v and d_o. All tiles have room for the larger.
+template <int kDepth, int kValues>
 struct BackwardShared {
-  static constexpr int kStages = kDepth == 64 ? 4 : 3;
-  static constexpr int kHalves = kDepth / 64;
-  static constexpr u32 kFetchRegisters = kDepth == 64 ? 40 : 24, kRegisters = kDepth == 64 ? 232 : 240;
-  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kHalves * kRowHalf;  ///< bytes of one operand
-  static constexpr u32 kColHalf = kStream * 128, kColTile = kHalves * kColHalf;
+  static constexpr int kMost = kDepth > kValues ? kDepth : kValues;
+  static constexpr int kStages = kMost == 64 ? 4 : 3;
+  static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64, kMostHalves = kMost / 64;
+  static constexpr u32 kFetchRegisters = kMost == 64 ? 40 : 24, kRegisters = kMost == 64 ? 232 : 240;
+  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kMostHalves * kRowHalf;  ///< bytes of one operand
+  static constexpr u32 kColHalf = kStream * 128, kColTile = kMostHalves * kColHalf;
   u64 row_full[2], row_empty[2], full[kStages], empty[kStages];
   int4 items[2], steps[kStages];
   alignas(16) float stats[kStages][2][kStream];  ///< of keys' and values' columns
@@ -67,9 +69,9 @@ __device__ __forceinline__ void prefetch_rows(const BackwardParams& p, const int
 }
 
 /// One warp fetches the rows of each item.
-template <int kDepth, bool kKeys>
-__device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 rows) {
-  using S = BackwardShared<kDepth>;
+template <int kDepth, int kValues, bool kKeys>
+__device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows) {
+  using S = BackwardShared<kDepth, kValues>;
   const Walk& walk = p.walk;
   Ring<2> ring(1);
 #pragma unroll 1
@@ -80,9 +82,9 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
       const int4 place = record(walk.row_tiles, item.x);
       const u32 full = shared_address(&shared.row_full[ring.stage]), to = rows + ring.stage * 2 * S::kRowTile;
       shared.items[ring.stage] = {item.w, item.y, item.z, item.x};
-      mbarrier::arrive_expect(full, 2 * S::kHalves * 128 * walk.row_places);
+      mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.row_places);
       fetch<S::kHalves>(p.rows[0], to, S::kRowHalf, full, place, item.y, item.z);
-      fetch<S::kHalves>(p.rows[1], to + S::kRowTile, S::kRowHalf, full, place, item.y, item.z);
+      fetch<S::kValueHalves>(p.rows[1], to + S::kRowTile, S::kRowHalf, full, place, item.y, item.z);
     }
     __syncwarp();
     prefetch_rows<kKeys>(p, item);
@@ -95,9 +97,9 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
 }
 
 /// A thread of another warp the columns of each step.
-template <int kDepth, bool kKeys>
-__device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 cols) {
-  using S = BackwardShared<kDepth>;
+template <int kDepth, int kValues, bool kKeys>
+__device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 cols) {
+  using S = BackwardShared<kDepth, kValues>;
   const Walk& walk = p.walk;
   Ring<S::kStages> ring(1);
   walk_steps<kKeys>(p, [&](int batch, int head, int r, int tile) {
@@ -105,23 +107,24 @@ __device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShar
     const u32 full = shared_address(&shared.full[ring.stage]), to = cols + ring.stage * 2 * S::kColTile;
     shared.steps[ring.stage] = mask_of(walk, r);
     shared.used[ring.stage] = word(walk.col_used, tile);
-    mbarrier::arrive_expect(full, 2 * S::kHalves * 128 * walk.col_places);
+    mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.col_places);
     const int4 place = record(walk.col_tiles, tile);
     fetch<S::kHalves>(p.cols[0], to, S::kColHalf, full, place, batch, head);
-    fetch<S::kHalves>(p.cols[1], to + S::kColTile, S::kColHalf, full, place, batch, head);
+    fetch<S::kValueHalves>(p.cols[1], to + S::kColTile, S::kColHalf, full, place, batch, head);
     ring.next();
   });
 }
 
+/// A plain load: the kernel before, which this one may have been launched behind, wrote them.
 __device__ __forceinline__ float2 stats_of(const BackwardParams& p, int batch, int head, int token) {
   const int at = batch * p.stats_batch + head * p.stats_head + token;
-  return token >= 0 ? __ldg(reinterpret_cast<const float2*>(p.stats) + at) : float2{0.0f, 0.0f};
+  return token >= 0 ? reinterpret_cast<const float2*>(p.stats)[at] : float2{0.0f, 0.0f};
 }
 
 /// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.
-template <int kDepth>
-__device__ __forceinline__ void gather_stats(const BackwardParams& p, BackwardShared<kDepth>& shared) {
-  using S = BackwardShared<kDepth>;
+template <int kDepth, int kValues>
+__device__ __forceinline__ void gather_stats(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared) {
+  using S = BackwardShared<kDepth, kValues>;
   Ring<S::kStages> ring(1);
   const u32 lane = threadIdx.x % 32;
   walk_steps<true>(p, [&](int batch, int head, int, int tile) {
@@ -185,7 +188,7 @@ __device__ __forceinline__ void add_words(T* to, const u32 (&words)[4]) {
 template <typename T, int kDepth>
 __device__ __forceinline__ void store_gradient(const BackwardParams& p, const Lines& out, int depth, const int4& item,
                                                int own, float (&d)[kDepth / 2], float factor, u32 buffer) {
-  constexpr u32 kHalf = BackwardShared<kDepth>::kRowHalf;
+  constexpr u32 kHalf = kRows * 128;
 #pragma unroll
   for (float& sum : d) {
     sum *= factor;
@@ -210,37 +213,39 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& p, const Li
 }
 
 /// What both kernels begin with.
-template <int kDepth, bool kKeys>
-__device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 cols) {
-  using S = BackwardShared<kDepth>;
-  clear_unplaced(cols, 2 * S::kStages * S::kHalves, kStream, p.walk.col_places);
+template <int kDepth, int kValues, bool kKeys>
+__device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared,
+                                              u32 cols) {
+  using S = BackwardShared<kDepth, kValues>;
+  clear_unplaced(cols, 2 * S::kStages * S::kMostHalves, kStream, p.walk.col_places);
   init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
   init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, kKeys ? 256 : 8);
   begin_after_earlier_kernel();
 }
 /// The roles of the warpgroup that fetches, a warp for each.
-template <int kDepth, bool kKeys>
-__device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShared<kDepth>& shared, u32 rows, u32 cols) {
+template <int kDepth, int kValues, bool kKeys>
+__device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows,
+                                          u32 cols) {
   if (threadIdx.x < 32) {
-    fetch_rows<kDepth, kKeys>(p, shared, rows);
+    fetch_rows<kDepth, kValues, kKeys>(p, shared, rows);
   } else if (threadIdx.x == 32) {
-    fetch_cols<kDepth, kKeys>(p, shared, cols);
+    fetch_cols<kDepth, kValues, kKeys>(p, shared, cols);
   } else if (kKeys && threadIdx.x / 32 == 2) {
-    gather_stats<kDepth>(p, shared);
+    gather_stats<kDepth, kValues>(p, shared);
   }
 }
 
 /// kGeneral: there are masks of bits, or queries that nothing uses.
-template <typename T, int kDepth, bool kGeneral>
+template <typename T, int kDepth, int kValues, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_constant__ BackwardParams p) {
-  using S = BackwardShared<kDepth>;
+  using S = BackwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
   const u32 rows = (shared_address(raw) + 1023) & ~1023u, cols = rows + 4 * S::kRowTile;
-  make_barriers<kDepth, true>(p, shared, cols);
+  make_barriers<kDepth, kValues, true>(p, shared, cols);
   if (threadIdx.x < 128) {
     fewer_registers<S::kFetchRegisters>();
-    fetch_all<kDepth, true>(p, shared, rows, cols);
+    fetch_all<kDepth, kValues, true>(p, shared, rows, cols);
     return;
   }
   more_registers<S::kRegisters>();
@@ -256,11 +261,15 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
       break;
     }
     const u32 k = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, v = k + S::kRowTile;
-    float dk[kDepth / 2], dv[kDepth / 2], s[kStream / 2], dp[kStream / 2];
+    float dk[kDepth / 2], dv[kValues / 2], s[kStream / 2], dp[kStream / 2];
     u32 left[kStream / 16][4];
 #pragma unroll
-    for (int i = 0; i < kDepth / 2; ++i) {
-      dk[i] = dv[i] = 0.0f;
+    for (float& sum : dk) {
+      sum = 0.0f;
+    }
+#pragma unroll
+    for (float& sum : dv) {
+      sum = 0.0f;
     }
     int pending = -1;  // the stage that products in flight still read
 #pragma unroll 1
@@ -272,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
         const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
         if (used >= 0) {
           clear_unused<S::kHalves, kStream>(q, p.walk.used + used);
-          clear_unused<S::kHalves, kStream>(d_o, p.walk.used + used);
+          clear_unused<S::kValueHalves, kStream>(d_o, p.walk.used + used);
           join_cleared(1 + warpgroup);
         }
         if (kind >= 0) {
@@ -282,7 +291,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
       wgmma::fence();
       multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
       wgmma::commit();
-      multiply_scores<T, kDepth, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
+      multiply_scores<T, kValues, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
       wgmma::commit();
       wgmma::wait<1>();
       release_lane(empty, pending);
@@ -307,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
       }
       pack<T>(left, s);
       wgmma::fence();
-      multiply_values<T, kDepth, kStream>(dv, left, d_o, S::kColHalf);
+      multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
       wgmma::commit();
       wgmma::wait<0>();
       float2 delta[kStream / 8];
@@ -327,23 +336,23 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
     const int own = own_token(p.walk, note.w, warpgroup);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
     store_gradient<T, kDepth>(p, p.out[0], p.depth, note, own, dk, p.scale, k);
-    store_gradient<T, kDepth>(p, p.out[1], p.value_depth, note, own, dv, 1.0f, v);
+    store_gradient<T, kValues>(p, p.out[1], p.value_depth, note, own, dv, 1.0f, v);
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), static_cast<int>(items.stage));
   }
 }
 
 /// kGeneral: there are masks of bits, or keys that nothing uses.
-template <typename T, int kDepth, bool kGeneral>
+template <typename T, int kDepth, int kValues, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_constant__ BackwardParams p) {
-  using S = BackwardShared<kDepth>;
+  using S = BackwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
   const u32 rows = (shared_address(raw) + 1023) & ~1023u, cols = rows + 4 * S::kRowTile;
-  make_barriers<kDepth, false>(p, shared, cols);
+  make_barriers<kDepth, kValues, false>(p, shared, cols);
   if (threadIdx.x < 128) {
     fewer_registers<S::kFetchRegisters>();
-    fetch_all<kDepth, false>(p, shared, rows, cols);
+    fetch_all<kDepth, kValues, false>(p, shared, rows, cols);
     return;
   }
   more_registers<S::kRegisters>();
@@ -391,7 +400,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
       wgmma::fence();
       multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
       wgmma::commit();
-      multiply_scores<T, kDepth, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
+      multiply_scores<T, kValues, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
       wgmma::commit();
       wgmma::wait<1>();
       release(empty, pending);

@@ -7,28 +7,31 @@
 
 namespace fretwork::attention_op::hopper {
 
-template <int kDepth>
+template <int kDepth, int kValues>
 struct ForwardShared {
-  static constexpr int kHalves = kDepth / 64;
-  static constexpr int kCols = 128, kItems = 2, kStages = kDepth == 64 ? 4 : 2;
-  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kHalves * kRowHalf;  ///< bytes of q
-  static constexpr u32 kColHalf = kCols * 128, kColTile = kHalves * kColHalf;  ///< of k or v
+  static constexpr ForwardTiles kTiles = forward_tiles(kDepth, kValues);
+  static constexpr int kCols = kTiles.cols, kItems = kTiles.items, kStages = kTiles.stages;
+  static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64;  ///< of 64 columns
+  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kRowHalf * (kHalves > kValueHalves ? kHalves : kValueHalves);
+  static constexpr u32 kColHalf = kCols * 128, kKeyTile = kHalves * kColHalf, kValueTile = kValueHalves * kColHalf;
   u64 q_full[kItems], q_empty[kItems], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   int4 items[kItems], steps[kStages];
   int used[kStages];
 };
 
 /// Fetches everything this CTA needs, in the order in which it is used.
-template <int kDepth>
-__device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth>& shared, u32 q, u32 k,
-                                              u32 v) {
-  using S = ForwardShared<kDepth>;
+template <int kDepth, int kValues>
+__device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth, kValues>& shared, u32 q,
+                                              u32 k, u32 v) {
+  using S = ForwardShared<kDepth, kValues>;
   constexpr int kHalves = S::kHalves;
   const Walk& walk = p.walk;
   Ring<S::kItems> items(1);
   Ring<S::kStages> ring(1);
-  const u32 row_bytes = kHalves * 128 * walk.row_places, col_bytes = kHalves * 128 * walk.col_places;
+  const u32 row_bytes = kHalves * 128 * walk.row_places, key_bytes = kHalves * 128 * walk.col_places;
+  const u32 value_bytes = S::kValueHalves * 128 * walk.col_places;
   const int end = __ldg(walk.share + blockIdx.x + 1);
+#pragma unroll 1
   for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i, items.next()) {
     const int4 item = record(walk.items, i);
     const int4 place = record(walk.row_tiles, item.x);
@@ -39,20 +42,22 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
     mbarrier::arrive_expect(q_full, row_bytes);
     fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
     const int kv_head = (p.head0 + item.z) / p.group;
+#pragma unroll 1
     for (int r = first; r < last; ++r) {
       const int4 run = record(walk.runs, 2 * r);
+#pragma unroll 1
       for (int n = 0; n < run.y; ++n, ring.next()) {
         const int4 tile = record(walk.col_tiles, run.x + n);
         mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
         const u32 k_full = shared_address(&shared.k_full[ring.stage]);
         shared.steps[ring.stage] = mask_of(walk, r);
         shared.used[ring.stage] = word(walk.col_used, run.x + n);
-        mbarrier::arrive_expect(k_full, col_bytes);
-        fetch<kHalves>(p.k, k + ring.stage * S::kColTile, S::kColHalf, k_full, tile, item.y, kv_head);
+        mbarrier::arrive_expect(k_full, key_bytes);
+        fetch<kHalves>(p.k, k + ring.stage * S::kKeyTile, S::kColHalf, k_full, tile, item.y, kv_head);
         mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
         const u32 v_full = shared_address(&shared.v_full[ring.stage]);
-        mbarrier::arrive_expect(v_full, col_bytes);
-        fetch<kHalves>(p.v, v + ring.stage * S::kColTile, S::kColHalf, v_full, tile, item.y, kv_head);
+        mbarrier::arrive_expect(v_full, value_bytes);
+        fetch<S::kValueHalves>(p.v, v + ring.stage * S::kValueTile, S::kColHalf, v_full, tile, item.y, kv_head);
       }
     }
   }
@@ -97,11 +102,11 @@ struct DoneRows {
 };
 
 /// Brings near what a lane's row is to be joined with. Two lanes have each row.
-template <typename T, int kDepth>
+template <typename T, int kValues>
 __device__ __forceinline__ void prefetch_row(const ForwardParams& p, const int4& item, int token) {
   const T* const out = static_cast<const T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
 #pragma unroll
-  for (int col = static_cast<int>(threadIdx.x) % 32 / 16 * 64; col < kDepth; col += 128) {
+  for (int col = static_cast<int>(threadIdx.x) % 32 / 16 * 64; col < kValues; col += 128) {
     if (token >= 0 && col < p.value_depth) {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(out + token * p.o.row + col));
     }
@@ -109,11 +114,11 @@ __device__ __forceinline__ void prefetch_row(const ForwardParams& p, const int4&
 }
 
 /// Joins a thread's sums with what is there.
-template <typename T, int kDepth>
+template <typename T, int kValues>
 __device__ __forceinline__ void merge_rows(const ForwardParams& p, const T* out, const float* out_lse,
-                                           float (&o)[kDepth / 2], DoneRows& rows) {
+                                           float (&o)[kValues / 2], DoneRows& rows) {
   float old_lse[2] = {-infinity(), -infinity()};
-  u32 old[2][kDepth / 8];  // asked for all at once
+  u32 old[2][kValues / 8];  // asked for all at once
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const u32* const from = reinterpret_cast<const u32*>(out + rows.token[h] * p.o.row) + threadIdx.x % 4;
@@ -121,7 +126,7 @@ __device__ __forceinline__ void merge_rows(const ForwardParams& p, const T* out,
       old_lse[h] = out_lse[rows.token[h] * p.lse.row] * kLog2e;
     }
 #pragma unroll
-    for (int j = 0; j < kDepth / 8; ++j) {
+    for (int j = 0; j < kValues / 8; ++j) {
       old[h][j] = rows.token[h] >= 0 && 8 * j < p.value_depth ? from[4 * j] : 0;
     }
   }
@@ -134,7 +139,7 @@ __device__ __forceinline__ void merge_rows(const ForwardParams& p, const T* out,
     rows.lse[h] = any ? most + log2_fast(a + b) : most;
     rows.share[h] = 1.0f;
 #pragma unroll
-    for (int j = 0; j < kDepth / 8; ++j) {
+    for (int j = 0; j < kValues / 8; ++j) {
       float& x = o[4 * j + 2 * h];
       float& y = o[4 * j + 2 * h + 1];
       x = x * add + keep * widen(T{static_cast<u16>(old[h][j])});
@@ -146,8 +151,8 @@ __device__ __forceinline__ void merge_rows(const ForwardParams& p, const T* out,
 
 /// Rounds the rows of a warp and stores them through its share of `buffer`, and their log-sum-exps. With `merge` they
 /// join what is there.
-template <typename T, int kDepth>
-__device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& item, int own, float (&o)[kDepth / 2],
+template <typename T, int kValues>
+__device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& item, int own, float (&o)[kValues / 2],
                                            RunningRows& rows, u32 buffer, u32 half) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   T* const out = static_cast<T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
@@ -162,7 +167,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& i
     done.token[h] = __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h);
   }
   if (p.merge != 0) {
-    merge_rows<T, kDepth>(p, out, out_lse, o, done);
+    merge_rows<T, kValues>(p, out, out_lse, o, done);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -171,12 +176,12 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& i
     }
   }
 #pragma unroll
-  for (int i = 0; i < kDepth / 2; ++i) {
+  for (int i = 0; i < kValues / 2; ++i) {
     o[i] *= done.share[i / 2 % 2];
   }
-  put_rows<T, kDepth>(o, buffer, half);
+  put_rows<T, kValues>(o, buffer, half);
 #pragma unroll
-  for (int n = 0; n < kDepth / 16; ++n) {
+  for (int n = 0; n < kValues / 16; ++n) {
     const Unit unit(n);
     u32 words[4];
     unit.take(words, buffer, half);
@@ -188,15 +193,15 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& i
 }
 
 /// kGeneral: there are masks of bits, or keys that nothing uses.
-template <typename T, int kDepth, bool kGeneral>
+template <typename T, int kDepth, int kValues, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
-  using S = ForwardShared<kDepth>;
+  using S = ForwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
   constexpr int kCols = S::kCols;
   const u32 q = (shared_address(raw) + 1023) & ~1023u;
-  const u32 k = q + S::kItems * S::kRowTile, v = k + S::kStages * S::kColTile;
-  clear_unplaced(k, 2 * S::kStages * S::kHalves, kCols, p.walk.col_places);
+  const u32 k = q + S::kItems * S::kRowTile, v = k + S::kStages * S::kKeyTile;
+  clear_unplaced(k, S::kStages * (S::kHalves + S::kValueHalves), kCols, p.walk.col_places);
   init_ring(shared.q_full, shared.q_empty, S::kItems, 1, 8);
   init_ring(shared.k_full, shared.k_empty, S::kStages, 1, 8);
   init_ring(shared.v_full, shared.v_empty, S::kStages, 1, 8);
@@ -207,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       tma::prefetch(&p.q.map);
       tma::prefetch(&p.k.map);
       tma::prefetch(&p.v.map);
-      forward_fetch<kDepth>(p, shared, q, k, v);
+      forward_fetch<kDepth, kValues>(p, shared, q, k, v);
     }
     return;
   }
@@ -226,9 +231,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
     const int token = own_token(p.walk, note.w, warpgroup);
     if (p.merge != 0) {
-      prefetch_row<T, kDepth>(p, note, token);
+      prefetch_row<T, kValues>(p, note, token);
     }
-    float o[kDepth / 2], s[kCols / 2];
+    float o[kValues / 2], s[kCols / 2];
     u32 probabilities[kCols / 16][4];
     RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
 #pragma unroll
@@ -240,12 +245,12 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
       if constexpr (kGeneral) {
         if (used >= 0) {
-          clear_unused<S::kHalves, kCols>(v + behind.stage * S::kColTile, p.walk.used + used);
+          clear_unused<S::kValueHalves, kCols>(v + behind.stage * S::kValueTile, p.walk.used + used);
           join_cleared(1 + warpgroup);
         }
       }
       wgmma::fence();
-      multiply_values<T, kDepth, kCols>(o, probabilities, v + behind.stage * S::kColTile, S::kColHalf);
+      multiply_values<T, kValues, kCols>(o, probabilities, v + behind.stage * S::kValueTile, S::kColHalf);
       wgmma::commit();
     };
 #pragma unroll 1
@@ -253,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
       const int4 mask = read_note(shared.steps[ring.stage]);
       wgmma::fence();
-      multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + ring.stage * S::kColTile, S::kColHalf);
+      multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + ring.stage * S::kKeyTile, S::kColHalf);
       wgmma::commit();
       RowBits<kCols / 32> bits;
       int used_now = -1;
@@ -283,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
         behind.next();
         if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-          for (int i = 0; i < kDepth / 2; ++i) {
+          for (int i = 0; i < kValues / 2; ++i) {
             o[i] *= correction[i / 2 % 2];
           }
         }
@@ -298,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       behind.next();
     }
     named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-    store_rows<T, kDepth>(p, note, token, o, rows, own, S::kRowHalf);
+    store_rows<T, kValues>(p, note, token, o, rows, own, S::kRowHalf);
     fence_async_proxy();  // the next q comes by the copy engine
     release(shared_address(shared.q_empty), static_cast<int>(items.stage));
   }

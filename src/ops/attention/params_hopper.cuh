@@ -9,6 +9,17 @@ namespace fretwork::attention_op::hopper {
 /// A CTA owns 128 rows at a time, 64 for each of the two warpgroups that multiply; a third one fetches.
 inline constexpr int kRows = 128, kThreads = 384;
 
+/// Of forward kernels for so many columns of q and k, and of v, both multiples of 64: rows of k and v in a step, how
+/// many q lie in shared memory (an item's rows leave through its q) and how many steps. All must fit 227 KB.
+struct ForwardTiles {
+  int cols, items, stages;
+};
+constexpr ForwardTiles forward_tiles(int depth, int values) {
+  const int most = depth > values ? depth : values;
+  const int cols = values <= 128 && most <= 192 ? 128 : 64;
+  return {cols, most > 192 || (cols == 128 && most > 128) ? 1 : 2, most == 64 ? 4 : 2};
+}
+
 /// An operand as the copy engine sees it: (column, last axis of a tile, middle axis[, first axis], place). The axes of
 /// a tile are as long as the tile, and what is not inside the sequence is cut off by starting that much later on them.
 /// The place counts units of memory: batch·batch + head·head + row·row of them.

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
@@ -21,11 +20,13 @@ namespace fretwork::two_four::cpu {
 namespace {
 
 /// Lines of a job at most, and jobs per thread, if there are as many.
-constexpr std::int64_t kLines = 512, kPieces = 4;
-/// Bytes of a piece of the dense operand: in rows it shares a first-level cache, in dots a second-level one.
-const std::int64_t kRowsBytes = (getenv("RB") ? atoi(getenv("RB")) : 16) << 10, kDotsBytes = 256 << 10;
+constexpr std::int64_t kLines = 512, kPieces = 2;
+/// Bytes of a piece of the dense operand, which leave room in a second-level cache of 1 MB.
+constexpr std::int64_t kRowsBytes = 96 << 10, kDotsBytes = 256 << 10;
 /// Columns that are few. More go on lanes.
-const std::int64_t kFewCols = getenv("FC") ? atoi(getenv("FC")) : 8;
+constexpr std::int64_t kFewCols = 12;
+/// Vectors of columns in a job at most, of as many panels as its kernel wants.
+constexpr std::int64_t kVectors = 4;
 /// The depth is cut at multiples of this, so that nibbles are cut at whole words.
 constexpr std::int64_t kCut = 64;
 /// Lines fetched ahead of those being multiplied, a multiple of kMaxLines, and as many bytes of each.
@@ -92,6 +93,8 @@ void widen(const void* from, std::int64_t step, std::int64_t count, DType dtype,
   };
   if constexpr (std::is_integral_v<T>) {
     each(static_cast<const std::int8_t*>(from), [](std::int8_t x) { return static_cast<T>(x); });
+  } else if (std::is_same_v<T, Bf16> && !is_floating(dtype) && step == 1) {
+    widen_pairs(static_cast<const std::uint8_t*>(from), count, dtype, reinterpret_cast<std::uint16_t*>(out));
   } else if (!is_floating(dtype)) {
     const auto& table = table_of_8<T>(dtype);
     each(static_cast<const std::uint8_t*>(from), [&](std::uint8_t bits) { return table[bits]; });
@@ -147,7 +150,7 @@ class Work {
  public:
   Work(const Problem& problem, Context& context, std::int64_t most_cols)
       : p_(problem),
-        group_(problem.dtype == DType::f32 ? 2 : 4),
+        group_(two_four_group(problem.dtype)),
         size_(static_cast<std::int64_t>(size_of(problem.dtype))),
         cols_(std::min(most_cols, problem.n)),
         col_blocks_(ceil_div(p_.n, cols_)) {
@@ -298,56 +301,63 @@ class Rows : Work<T, In> {
 
  public:
   Rows(const Problem& problem, Context& context)
-      : Base(problem, context, kMaxVectors * rows_kernel(Base::kind(problem)).lanes),
+      : Base(problem, context, kVectors * rows_kernel(Base::kind(problem)).lanes),
         kernel_(rows_kernel(Base::kind(problem))) {}
 
   using Base::jobs;
   void run(std::int64_t n) const {
     const Job job = Base::job(n);
     T* const sums = Base::zeros(job);
-    const std::int64_t vectors = ceil_div(job.cols, kernel_.lanes), width = vectors * kernel_.lanes;
-    const std::int64_t fit = kRowsBytes / (width * kernel_.group_bytes) * group_;
+    const std::int64_t widest = std::min(ceil_div(job.cols, kernel_.lanes), kernel_.vectors) * kernel_.lanes;
+    const std::int64_t fit = kRowsBytes / (widest * kernel_.group_bytes) * group_;
     const std::int64_t most = std::min(std::max(fit / kCut * kCut, kCut), ceil_div(p_.k, kCut) * kCut);
     std::byte* const panel =
-        Buffers::of_thread().panel.need(static_cast<std::size_t>(most / group_ * width * kernel_.group_bytes));
+        Buffers::of_thread().panel.need(static_cast<std::size_t>(most / group_ * widest * kernel_.group_bytes));
     for (std::int64_t k = 0; k < p_.k; k += most) {
       const std::int64_t depth = std::min(most, p_.k - k);
-      pack(job, k, depth, width, panel);
-      Base::each_lines(job, k, depth, sums,
-                       [&](const Lines& lines) { kernel_.add(lines, panel, static_cast<int>(vectors)); });
+      for (std::int64_t j = 0; j < job.cols; j += widest) {
+        const std::int64_t cols = std::min(widest, job.cols - j), vectors = ceil_div(cols, kernel_.lanes);
+        pack(Base::b(job.batch, k, job.col + j), depth, cols, vectors * kernel_.lanes, panel);
+        Base::each_lines(job, k, depth, sums + j,
+                         [&](const Lines& lines) { kernel_.add(lines, panel, static_cast<int>(vectors)); });
+      }
     }
     Base::finish(job, sums);
   }
 
  private:
-  void pack(const Job& job, std::int64_t k, std::int64_t depth, std::int64_t width, std::byte* panel) const {
-    simd::Place from{const_cast<std::byte*>(Base::b(job.batch, k, job.col)), p_.b.row, p_.b.col};
+  void pack(const std::byte* b, std::int64_t depth, std::int64_t cols, std::int64_t width, std::byte* panel) const {
+    simd::Place from{const_cast<std::byte*>(b), p_.b.row, p_.b.col};
     if constexpr (sizeof(In) == 2) {
       Buffers& buffers = Buffers::of_thread();
       if (!Base::as_is()) {
-        from = {widened(job, from, depth, need<In>(buffers.words, depth * job.cols)), job.cols, 1};
+        // In the direction in which it lies.
+        In* const wide = need<In>(buffers.words, depth * cols);
+        const bool turned = p_.b.row == 1;
+        turned ? widen_lines(b, {p_.b.col, 1}, cols, depth, depth, wide)
+               : widen_lines(b, {p_.b.row, p_.b.col}, depth, cols, cols, wide);
+        from = turned ? simd::Place{wide, 1, depth} : simd::Place{wide, cols, 1};
       }
       // Bits are moved in pairs, whatever they mean.
       std::byte* const pairs = buffers.values.need(sizeof(In) * static_cast<std::size_t>(depth * width));
-      simd::paired_bf16_tiles()->pack(from, depth, job.cols, width, pairs, 0);
+      simd::paired_bf16_tiles()->pack(from, depth, cols, width, pairs, 0);
       kernel_.expand(pairs, depth / group_, width, panel);
     } else if (is_floating(p_.dtype)) {
-      simd::widened_tiles(p_.dtype).pack(from, depth, job.cols, width, panel, 0);
+      simd::widened_tiles(p_.dtype).pack(from, depth, cols, width, panel, 0);
     } else {
-      T* row = reinterpret_cast<T*>(panel);
-      const auto* at_row = static_cast<const std::byte*>(from.data);
-      for (std::int64_t r = 0; r < depth; ++r, row += width, at_row += from.row_stride * size_) {
-        widen(at_row, from.col_stride, job.cols, p_.dtype, row);
-        std::fill(row + job.cols, row + width, T{0});
-      }
+      widen_lines(b, {p_.b.row, p_.b.col}, depth, cols, width, reinterpret_cast<In*>(panel));
     }
   }
-  /// Rows of a piece, one behind the other.
-  In* widened(const Job& job, const simd::Place& from, std::int64_t depth, In* out) const {
-    for (std::int64_t r = 0; r < depth; ++r) {
-      widen(at(from.data, r * from.row_stride * size_), from.col_stride, job.cols, p_.dtype, out + r * job.cols);
+  /// Lines of a piece, filled up with zeros.
+  struct Steps {
+    std::int64_t line, along;
+  };
+  void widen_lines(const std::byte* b, Steps steps, std::int64_t lines, std::int64_t count, std::int64_t width,
+                   In* out) const {
+    for (std::int64_t n = 0; n < lines; ++n, out += width) {
+      widen(b + n * steps.line * size_, steps.along, count, p_.dtype, out);
+      std::fill(out + count, out + width, In{});
     }
-    return out;
   }
 
   const RowsKernel& kernel_;
@@ -428,20 +438,41 @@ void run_with(const Problem& problem, Context& context) {
   run_as<Rows<T, In>>(problem, context);
 }
 
+/// Columns of a batch that lie one behind another are one operand's.
+Problem merged(const Problem& problem) {
+  Problem p = problem;
+  if (p.batch > 1 && p.b.batch == p.n * p.b.col && p.c.batch == p.n * p.c.col &&
+      (p.scale_b.data == nullptr || p.scale_b.stride == 0)) {
+    p.n *= p.batch;
+    p.batch = 1;
+  }
+  return p;
+}
+
 }  // namespace
 
-void run(const Problem& problem, Context& context) {
+void run_widened(const Problem& problem, Context& context) {
   switch (problem.dtype) {
     case DType::f64:
       return run_with<double, double>(problem, context);
-    case DType::f32:
-    case DType::f16:
-      return run_with<float, float>(problem, context);
     case DType::i8:
-      return has_pairs() ? run_with<std::int32_t, std::int16_t>(problem, context)
-                         : run_with<std::int32_t, std::int32_t>(problem, context);
+      return run_with<std::int32_t, std::int32_t>(problem, context);
     default:
-      return has_pairs() ? run_with<float, Bf16>(problem, context) : run_with<float, float>(problem, context);
+      return run_with<float, float>(problem, context);
+  }
+}
+
+void run(const Problem& problem, Context& context) {
+  const Problem p = merged(problem);
+  switch (p.dtype) {
+    case DType::bf16:
+    case DType::f8_e4m3:
+    case DType::f8_e5m2:
+      return has_pairs() ? run_with<float, Bf16>(p, context) : run_widened(p, context);
+    case DType::i8:
+      return has_pairs() ? run_with<std::int32_t, std::int16_t>(p, context) : run_widened(p, context);
+    default:
+      return run_widened(p, context);
   }
 }
 

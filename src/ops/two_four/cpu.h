@@ -5,7 +5,7 @@
 #include <array>
 #include <cstdint>
 
-#include "fretwork/tensor.h"
+#include "ops/two_four/problem.h"
 
 namespace fretwork::two_four::cpu {
 
@@ -37,11 +37,10 @@ struct Lines {
 enum class Kind : std::uint8_t { f64, f32, i32, f32_of_two, bf16_pairs, i16_pairs };
 
 /// Columns on lanes: sums[i][j] += value · panel[row][j] for each kept value and the row that its nibble picks. The
-/// panel has whole vectors, at most kMaxVectors, in each row.
-inline constexpr int kMaxVectors = 4;
+/// panel has whole vectors in each row.
 struct RowsKernel {
-  std::int64_t lanes;
-  std::int64_t group_bytes;  ///< of one column in a panel, for each group
+  std::int64_t lanes, vectors;  ///< columns in a vector, and vectors in a panel at most
+  std::int64_t group_bytes;     ///< of one column in a panel, for each group
   /// If set, makes the panel from rows of pairs of neighbours.
   void (*expand)(const void* pairs, std::int64_t groups, std::int64_t width, void* panel);
   void (*add)(const Lines& lines, const void* panel, int vectors);
@@ -65,5 +64,10 @@ const DotsKernel& dots_kernel(Kind kind);
 bool has_pairs();
 const RowsKernel& pairs_rows_kernel(Kind kind);
 const DotsKernel& pairs_dots_kernel(Kind kind);
+/// From neighbours of f8_e4m3 or f8_e5m2 to bf16.
+void widen_pairs(const std::uint8_t* from, std::int64_t count, DType dtype, std::uint16_t* out);
+
+/// What run does where the CPU has no pairs, or the dtype none.
+void run_widened(const Problem& problem, Context& context);
 
 }  // namespace fretwork::two_four::cpu

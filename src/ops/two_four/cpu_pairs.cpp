@@ -1,6 +1,7 @@
 // The kernels of the CPU's 2:4 products in pairs, for CPUs with AVX512-BF16: a group's two kept values are one word,
 // and one instruction multiplies both and adds. bf16 with sums of fp32, and int16 with sums of int32.
 #include "ops/two_four/cpu.h"
+#include "runtime/simd/tiles.h"
 
 #if defined(__x86_64__)
 
@@ -19,14 +20,9 @@ namespace {
 
 using Pair = std::uint32_t;
 constexpr std::int64_t kLanes = 16;
-/// Pairs of places that a group of four may keep.
-constexpr std::int64_t kChoices = 6;
-
-/// Which choice a nibble stands for: 01, 02, 12, 03, 13, 23.
-constexpr std::int64_t choice(unsigned nibble) {
-  const std::int64_t second = nibble >> 2, first = nibble & 3;
-  return first < second ? second * (second - 1) / 2 + first : 0;
-}
+/// A group of four keeps one of six pairs of places. Its row in a panel is found by its nibble, from the least valid
+/// one on: rows in between stay empty, and no cache line of theirs is ever touched.
+constexpr std::int64_t kFirst = 0x4, kSlots = 0xe - kFirst + 1;
 
 struct Bf16Pairs {
   using Sum = float;
@@ -44,24 +40,11 @@ struct I16Pairs {
   FRETWORK_TARGET static std::int32_t total(__m512i sum) { return _mm512_reduce_add_epi32(sum); }
 };
 
-/// Bytes from a group's first row in a panel to the row of a nibble's choice.
-template <int kVectors>
-struct Offsets {
-  std::array<std::uint32_t, 16> of{};
-  constexpr Offsets() {
-    for (unsigned nibble = 0; nibble < 16; ++nibble) {
-      of[nibble] = static_cast<std::uint32_t>(choice(nibble) * kVectors * kLanes * std::int64_t{sizeof(Pair)});
-    }
-  }
-};
-template <int kVectors>
-constexpr Offsets<kVectors> kOffsets;
-
 /// The loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <typename Op, int kLines, int kVectors>
 FRETWORK_TARGET void add_rows(const Lines& p, const std::byte* panel) {
   using Sum = typename Op::Sum;
-  constexpr std::int64_t kGroupBytes = kChoices * kVectors * kLanes * std::int64_t{sizeof(Pair)};
+  constexpr std::int64_t kRowBytes = kVectors * kLanes * std::int64_t{sizeof(Pair)}, kGroupBytes = kSlots * kRowBytes;
   __m512i sum[kLines][kVectors];
   const std::byte* values[kLines];
   const std::uint8_t* nibbles[kLines];
@@ -75,11 +58,11 @@ FRETWORK_TARGET void add_rows(const Lines& p, const std::byte* panel) {
       sum[i][v] = _mm512_loadu_si512(sums + i * p.sum_stride + v * kLanes);
     }
   }
-  const auto add = [&](int i, std::int64_t g, unsigned nibble, const std::byte* group) FRETWORK_TARGET {
+  const auto add = [&](int i, std::int64_t g, std::int64_t nibble, const std::byte* group) FRETWORK_TARGET {
     int pair;
     std::memcpy(&pair, values[i] + g * std::int64_t{sizeof(Pair)}, sizeof pair);
     const __m512i a = _mm512_set1_epi32(pair);
-    const std::byte* const row = group + kOffsets<kVectors>.of[nibble];
+    const std::byte* const row = group + (nibble - kFirst) * kRowBytes;
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       sum[i][v] = Op::add(sum[i][v], a, _mm512_loadu_si512(row + v * sizeof(__m512i)));
@@ -89,7 +72,7 @@ FRETWORK_TARGET void add_rows(const Lines& p, const std::byte* panel) {
   for (; g + 2 <= p.groups; g += 2, panel += 2 * kGroupBytes) {
 #pragma GCC unroll 8
     for (int i = 0; i < kLines; ++i) {
-      const unsigned both = nibbles[i][g / 2];
+      const std::int64_t both = nibbles[i][g / 2];
       add(i, g, both & 15, panel);
       add(i, g + 1, both >> 4, panel + kGroupBytes);
     }
@@ -122,16 +105,7 @@ void add_some_rows(const Lines& lines, const std::byte* panel) {
 template <typename Op>
 void add_all_rows(const Lines& p, const void* panel, int vectors) {
   const auto* const from = static_cast<const std::byte*>(panel);
-  switch (vectors) {
-    case 1:
-      return add_some_rows<Op, 1>(p, from);
-    case 2:
-      return add_some_rows<Op, 2>(p, from);
-    case 3:
-      return add_some_rows<Op, 3>(p, from);
-    default:
-      return add_some_rows<Op, 4>(p, from);
-  }
+  vectors == 1 ? add_some_rows<Op, 1>(p, from) : add_some_rows<Op, 2>(p, from);
 }
 
 /// From rows of pairs (0, 1) and (2, 3) of each group to rows of all choices.
@@ -139,21 +113,19 @@ FRETWORK_TARGET void expand(const void* pairs, std::int64_t groups, std::int64_t
   const Pair* from = static_cast<const Pair*>(pairs);
   Pair* to = static_cast<Pair*>(panel);
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  for (std::int64_t g = 0; g < groups; ++g, from += 2 * width, to += kChoices * width) {
+  for (std::int64_t g = 0; g < groups; ++g, from += 2 * width, to += kSlots * width) {
     for (std::int64_t j = 0; j < width; j += kLanes) {
       const __m512i p01 = _mm512_loadu_si512(from + j), p23 = _mm512_loadu_si512(from + width + j);
       const __m512i low0 = _mm512_andnot_si512(upper, p01), low1 = _mm512_srli_epi32(p01, 16);
       const __m512i high2 = _mm512_slli_epi32(p23, 16), high3 = _mm512_and_si512(upper, p23);
-      const __m512i all[kChoices] = {p01,
-                                     _mm512_or_si512(low0, high2),
-                                     _mm512_or_si512(low1, high2),
-                                     _mm512_or_si512(low0, high3),
-                                     _mm512_or_si512(low1, high3),
-                                     p23};
-#pragma GCC unroll 8
-      for (int n = 0; n < kChoices; ++n) {
-        _mm512_storeu_si512(to + n * width + j, all[n]);
-      }
+      const auto store = [&](std::int64_t nibble, __m512i row)
+                             FRETWORK_TARGET { _mm512_storeu_si512(to + (nibble - kFirst) * width + j, row); };
+      store(0x4, p01);
+      store(0x8, _mm512_or_si512(low0, high2));
+      store(0x9, _mm512_or_si512(low1, high2));
+      store(0xc, _mm512_or_si512(low0, high3));
+      store(0xd, _mm512_or_si512(low1, high3));
+      store(0xe, p23);
     }
   }
 }
@@ -273,18 +245,39 @@ void pack(const void* column, std::int64_t steps, std::int64_t stride, void* pan
   }
 }
 
-}  // namespace
-
-bool has_pairs() {
-  static const bool supported = __builtin_cpu_supports("avx512bf16") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
-                                __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
-  return supported;
+/// Through f16, which holds every number of 8 bits, e4m3 256 times smaller. bf16 holds them too: nothing is rounded.
+template <bool kE4m3>
+FRETWORK_TARGET void widen_8(const std::uint8_t* from, std::int64_t count, std::uint16_t* out) {
+  for (std::int64_t n = 0; n < count; n += kLanes) {
+    const auto some = static_cast<__mmask16>((1u << std::min(kLanes, count - n)) - 1);
+    const __m256i bits = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(some, from + n));
+    __m256i half = _mm256_slli_epi16(bits, 8);
+    if constexpr (kE4m3) {
+      const __m256i rest = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f));
+      half = _mm256_or_si256(_mm256_and_si256(half, _mm256_set1_epi16(static_cast<short>(0x8000))),
+                             _mm256_slli_epi16(rest, 7));
+      // There is no infinity: all ones are NaN.
+      half = _mm256_mask_mov_epi16(half, _mm256_cmpeq_epi16_mask(rest, _mm256_set1_epi16(0x7f)),
+                                   _mm256_set1_epi16(0x7e00));
+    }
+    const __m512 wide = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(kE4m3 ? 256.0f : 1.0f));
+    _mm256_mask_storeu_epi16(out + n, some, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)wide, 16)));
+  }
 }
 
+}  // namespace
+
+void widen_pairs(const std::uint8_t* from, std::int64_t count, DType dtype, std::uint16_t* out) {
+  dtype == DType::f8_e4m3 ? widen_8<true>(from, count, out) : widen_8<false>(from, count, out);
+}
+
+/// The tiles need what is needed here, and bring the order of packed pairs.
+bool has_pairs() { return simd::paired_bf16_tiles() != nullptr; }
+
 const RowsKernel& pairs_rows_kernel(Kind kind) {
-  static constexpr std::int64_t kBytes = kChoices * std::int64_t{sizeof(Pair)};
-  static constexpr RowsKernel bf16{kLanes, kBytes, &expand, &add_all_rows<Bf16Pairs>},
-      i16{kLanes, kBytes, &expand, &add_all_rows<I16Pairs>};
+  static constexpr std::int64_t kBytes = kSlots * std::int64_t{sizeof(Pair)};
+  static constexpr RowsKernel bf16{kLanes, 2, kBytes, &expand, &add_all_rows<Bf16Pairs>},
+      i16{kLanes, 2, kBytes, &expand, &add_all_rows<I16Pairs>};
   return kind == Kind::bf16_pairs ? bf16 : i16;
 }
 
@@ -300,6 +293,7 @@ const DotsKernel& pairs_dots_kernel(Kind kind) {
 
 namespace fretwork::two_four::cpu {
 bool has_pairs() { return false; }
+void widen_pairs(const std::uint8_t*, std::int64_t, DType, std::uint16_t*) {}
 const RowsKernel& pairs_rows_kernel(Kind kind) { return rows_kernel(kind); }
 const DotsKernel& pairs_dots_kernel(Kind kind) { return dots_kernel(kind); }
 }  // namespace fretwork::two_four::cpu

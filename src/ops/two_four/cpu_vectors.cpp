@@ -303,7 +303,7 @@ template <typename T>
 constexpr auto kLanesOf = static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<T>()));
 
 template <typename T, int kGroup>
-constexpr RowsKernel kRowsOf{kLanesOf<T>, kGroup * sizeof(T), nullptr, &AddAllRows<T, kGroup>};
+constexpr RowsKernel kRowsOf{kLanesOf<T>, 4, kGroup * sizeof(T), nullptr, &AddAllRows<T, kGroup>};
 
 const RowsKernel* RowsFor(Kind kind) {
   static constexpr RowsKernel kernels[] = {kRowsOf<double, 4>, kRowsOf<float, 4>, kRowsOf<std::int32_t, 4>,

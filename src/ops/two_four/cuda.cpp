@@ -29,7 +29,6 @@ constexpr std::int64_t kSimpleCols = 64, kBand = 16;
 constexpr std::int64_t kSmall = 1 << 18;
 
 std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
-std::int64_t group_of(DType dtype) { return dtype == DType::f32 ? 2 : 4; }
 
 /// Room for a tile of sums and what the rows and columns of c have, in bytes.
 constexpr std::int64_t sum_tile_bytes(std::int64_t cols) {
@@ -43,8 +42,12 @@ struct Variant {
   DType dtype = DType::f16;  ///< f32, f16, bf16 or i8
   int products = 1;
   bool b_along_k = true;
-  int stages = 4;
+  int stages = 3;
 
+  /// For a GPU whose CTAs may have so much shared memory: two CTAs to an SM come before a fourth stage.
+  Variant(DType type, int count, bool along_k, std::int64_t shared) : dtype(type), products(count), b_along_k(along_k) {
+    stages = 2 * (4 * stage_bytes() + 1024) <= shared + 1024 ? 4 : 3;
+  }
   std::int64_t cols() const { return products == 3 ? 64 : 128; }
   std::int64_t depth() const { return kStageBytes / bytes_of(dtype); }
   /// Metadata of a row in a stage.
@@ -84,7 +87,10 @@ KernelSpec metadata_spec() {
 constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2};
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
-  const int stages = arch.starts_with("sm_9") || arch.starts_with("sm_10") ? 4 : 3;
+  const std::int64_t shared = (arch.starts_with("sm_9") || arch.starts_with("sm_10") ? 227
+                               : arch == "sm_80"                                     ? 163
+                                                                                     : 99) *
+                              1024;
   std::vector<KernelSpec> list = {metadata_spec(),
                                   pack_spec(DType::i8, DType::i8),
                                   pack_spec(DType::f16, DType::f16),
@@ -93,11 +99,11 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
                                   pack_spec(DType::f8_e5m2, DType::f16)};
   for (const bool along_k : {false, true}) {
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-      list.push_back(Variant{dtype, 1, along_k, stages}.spec());
+      list.push_back(Variant{dtype, 1, along_k, shared}.spec());
     }
-    list.push_back(Variant{DType::f32, 3, along_k, stages}.spec());
+    list.push_back(Variant{DType::f32, 3, along_k, shared}.spec());
   }
-  list.push_back(Variant{DType::i8, 1, true, stages}.spec());
+  list.push_back(Variant{DType::i8, 1, true, shared}.spec());
   std::transform(std::begin(kTypes), std::end(kTypes), std::back_inserter(list), simple_spec);
   return list;
 }
@@ -119,7 +125,7 @@ LinesArg b_arg(const Problem& p) {
   return {p.b.data, p.n > 1 ? p.b.col : 0, p.k > 1 ? p.b.row : 1, p.batch > 1 ? p.b.batch : 0};
 }
 MetadataArg metadata_arg(const Problem& p) {
-  const bool one = p.k / group_of(p.dtype) <= 2 * p.word_bytes;
+  const bool one = p.k / two_four_group(p.dtype) <= 2 * p.word_bytes;
   return {p.words.data, p.m > 1 ? p.words.line * p.word_bytes : 0, one ? p.word_bytes : p.words.along * p.word_bytes,
           p.word_bytes / 2};
 }
@@ -170,7 +176,7 @@ class Metadata {
         pitch_(ceil_div(p.k, variant.depth()) * variant.metadata_bytes()),
         space_(context, copy ? static_cast<std::size_t>(p.m * pitch_) : 0) {
     if (copy) {
-      const PackMetadataParams params{arg_, space_.data(), p.m, p.k / group_of(p.dtype), pitch_};
+      const PackMetadataParams params{arg_, space_.data(), p.m, p.k / two_four_group(p.dtype), pitch_};
       get_kernel(metadata_spec(), context.device.index)
           .launch(std::min<std::int64_t>(ceil_div(p.m * pitch_ / 4, kPackThreads), 1 << 16), kPackThreads, 0, &params,
                   context.stream);
@@ -249,16 +255,13 @@ void run_simple(const Problem& problem, Context& context) {
 
 /// fp8 is multiplied as f16, which holds it exactly: sm_80 has no fp8, and sm_90's mma.sp would convert it each time.
 Variant variant_of(const Problem& problem, const Context& context) {
-  Variant v;
-  v.dtype = is_fp8(problem.dtype) ? DType::f16 : problem.dtype;
-  v.products = problem.dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
-  v.b_along_k = is_fp8(problem.dtype) || v.dtype == DType::i8 ||
-                !in_chunks_across(b_arg(problem), problem.n, bytes_of(v.dtype)) ||
-                in_chunks(b_arg(problem), problem.k, bytes_of(v.dtype));
-  // Two CTAs to an SM come before a fourth stage.
-  const std::int64_t shared = driver::device_info(context.device.index).shared_per_block;
-  v.stages = 2 * (4 * v.stage_bytes() + 1024) <= shared + 1024 ? 4 : 3;
-  return v;
+  const bool convert = is_fp8(problem.dtype), bytes = bytes_of(problem.dtype) == 1;
+  const LinesArg b = b_arg(problem);
+  const std::int64_t size = bytes_of(problem.dtype);
+  const bool along_k = bytes || !in_chunks_across(b, problem.n, size) || in_chunks(b, problem.k, size);
+  return {convert ? DType::f16 : problem.dtype,
+          problem.dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1, along_k,
+          driver::device_info(context.device.index).shared_per_block};
 }
 
 /// False where copies would take longer than the simple kernel.

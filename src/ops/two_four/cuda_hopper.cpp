@@ -32,14 +32,6 @@ std::int64_t groups_of(const Problem& p) { return p.k / (p.dtype == DType::f32 ?
 
 // ------------------------------------------------------------------------------------------------ which kernel
 
-KernelSpec instance(DType dtype, bool b_along_k, const Choice& choice) {
-  return {"ops/two_four/kernel_hopper.cuh", std::string("fretwork::two_four::hopper::product<") + device_type(dtype) +
-                                                ", " + std::to_string(choice.width) +
-                                                (b_along_k ? ", true, " : ", false, ") + std::to_string(choice.parts) +
-                                                ", fretwork::two_four::hopper::Flow(" + std::to_string(choice.flow) +
-                                                "), " + std::to_string(choice.pair) + ">"};
-}
-
 KernelSpec pack_instance(bool bytes) {
   return {"ops/two_four/kernel_hopper_pack.cuh",
           std::string("fretwork::two_four::hopper::") + (bytes ? "pack_bytes" : "pack_tf32")};
@@ -182,6 +174,14 @@ bool suits(const Problem& p, const Choice& choice, const Context& context) {
 }
 
 }  // namespace
+
+KernelSpec instance(DType dtype, bool b_along_k, const Choice& choice) {
+  return {"ops/two_four/kernel_hopper.cuh", std::string("fretwork::two_four::hopper::product<") + device_type(dtype) +
+                                                ", " + std::to_string(choice.width) +
+                                                (b_along_k ? ", true, " : ", false, ") + std::to_string(choice.parts) +
+                                                ", fretwork::two_four::hopper::Flow(" + std::to_string(choice.flow) +
+                                                "), " + std::to_string(choice.pair) + ">"};
+}
 
 std::string Choice::text() const {
   return std::to_string(width) + " wide, split " + std::to_string(split) + ", share " + std::to_string(share) +

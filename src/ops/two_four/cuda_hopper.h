@@ -4,6 +4,7 @@
 #include <string>
 
 #include "ops/two_four/problem.h"
+#include "runtime/kernels.h"
 
 namespace fretwork::two_four::hopper {
 
@@ -18,6 +19,9 @@ struct Choice {
   std::string text() const;
 };
 Choice choose(const Problem& problem, int multiprocessors);
+
+/// The kernel of a choice; b_along_k: b is contiguous along k.
+KernelSpec instance(DType dtype, bool b_along_k, const Choice& choice);
 
 /// False where the kernel does not take the problem, or not with this choice.
 bool run(const Problem& problem, Context& context, const Choice& choice);

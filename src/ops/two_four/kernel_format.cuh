@@ -129,18 +129,14 @@ __device__ __forceinline__ u32 largest_set(const FormatParams& p, const format_u
   }
 }
 
-/// Calls read(slot, line, unit) for four of this thread's units, then use(slot, line, unit) for the same, until all of
-/// the tile's units have been used: the reads of four are under way together. Lines and units are the tile's.
+/// Calls read(first) for four of this thread's units, kFormatThreads apart, then use(slot, line, unit) for each, until
+/// all of the tile's units have been used: the reads of four are under way together. Lines and units are the tile's.
 template <int SIZE, typename Read, typename Use>
 __device__ __forceinline__ void for_units(const Read& read, const Use& use) {
   using Tile = format_tile<SIZE>;
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x); first < Tile::kLines * Tile::kUnits; first += 4 * kFormatThreads) {
-#pragma unroll
-    for (int u = 0; u < 4; ++u) {
-      const int n = first + u * kFormatThreads;
-      read(u, n / Tile::kUnits, n % Tile::kUnits);
-    }
+    read(first);
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
       const int n = first + u * kFormatThreads;
@@ -149,19 +145,26 @@ __device__ __forceinline__ void for_units(const Read& read, const Use& use) {
   }
 }
 
-/// A dense matrix's units, whichever way it lies; use(line, k, unit in the tile, line in the tile, the unit).
+/// A dense matrix's units, whichever way it lies: use(line, unit, what it holds).
 template <int SIZE, typename Use>
 __device__ __forceinline__ void for_dense_units(const FormatParams& p, FormatPlace at, const Use& use) {
-  constexpr int kE = format_tile<SIZE>::kElements;
+  using Tile = format_tile<SIZE>;
   if (p.dense.turned) {
     load_turned<SIZE>(p, p.dense, at, format_shared);
     __syncthreads();
   }
   format_unit units[4];
   for_units<SIZE>(
-      [&](int slot, int line, int unit) {
-        units[slot] = p.dense.turned ? unit_of<SIZE>(format_shared, line, unit)
-                                     : load_unit<SIZE>(p, p.dense, at.line + line, at.k + unit * kE);
+      [&](int first) {
+        if (p.dense.turned) {
+#pragma unroll
+          for (int u = 0; u < 4; ++u) {
+            const int n = first + u * kFormatThreads;
+            units[u] = unit_of<SIZE>(format_shared, n / Tile::kUnits, n % Tile::kUnits);
+          }
+        } else {
+          load_pieces<SIZE, 4>(p, p.dense, at, first, units);
+        }
       },
       [&](int slot, int line, int unit) { use(line, unit, units[slot]); });
 }
@@ -236,9 +239,13 @@ __global__ void __launch_bounds__(kFormatThreads) two_four_to_dense(const __grid
   format_half halves[4];
   u32 nibbles[4];
   for_units<SIZE>(
-      [&](int slot, int y, int x) {
-        halves[slot] = load_values<SIZE>(p, at.line + y, at.k + x * Tile::kElements);
-        nibbles[slot] = load_nibbles<SIZE>(p, at.line + y, at.k + x * Tile::kElements);
+      [&](int first) {
+        load_pieces<SIZE, 2>(p, p.packed.values, at, first, halves);
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+          const int n = first + u * kFormatThreads;
+          nibbles[u] = load_nibbles<SIZE>(p, at.line + n / Tile::kUnits, at.k + n % Tile::kUnits * Tile::kElements);
+        }
       },
       [&](int slot, int y, int x) {
         format_unit unit;

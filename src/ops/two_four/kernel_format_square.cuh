@@ -36,13 +36,26 @@ __device__ __forceinline__ float magnitude_of(FormatKind kind, u32 bits) {
 /// The six ways to keep two of four, as bits; way 5 − n keeps what way n does not.
 inline constexpr u32 kWays[6] = {0x3, 0x5, 0x9, 0x6, 0xa, 0xc};
 
-/// The half of a square with the largest sum. Of equal sums the first wins, in the order that the CPU has too.
+/// The half of a square with the largest sum; of equal sums the first.
 __device__ __forceinline__ u32 best_square(const float (&x)[2][2]) {
   return x[0][0] + x[1][1] >= x[0][1] + x[1][0] ? 0x9u : 0x6u;
 }
 
-/// Of the 90 masks that keep two of every row and column, in this order: the way of row 3 changes slowest, then that of
-/// row 2, row 1 and row 0. A sum is (row 0 + row 1) + (row 2 + row 3), rounded at each step.
+/// A sum of magnitudes and the bits of what was added.
+struct FormatChoice {
+  float sum;
+  u32 kept;
+};
+__device__ __forceinline__ FormatChoice better(const FormatChoice& a, const FormatChoice& b) {
+  return {fmaxf(a.sum, b.sum), b.sum > a.sum ? b.kept : a.kept};
+}
+__device__ __forceinline__ FormatChoice both(const FormatChoice& a, const FormatChoice& b) {
+  return {a.sum + b.sum, a.kept | b.kept};
+}
+
+/// Of the 90 masks that keep two of every row and column. Two rows that keep s and t leave what the complements of s
+/// and t keep, in either order; any pair and its complement where t is that of s. What is compared with what, and in
+/// which order, decides between equal sums: the CPU's BestMask does the same.
 __device__ __forceinline__ u32 best_square(const float (&x)[4][4]) {
   float way[4][6];
 #pragma unroll
@@ -53,22 +66,26 @@ __device__ __forceinline__ u32 best_square(const float (&x)[4][4]) {
       way[r][n] = x[r][kFirst[n]] + x[r][kSecond[n]];
     }
   }
-  float best = -1.0f;
-  u32 mask = 0;
+  const auto upper = [&](int s, int t) { return FormatChoice{way[0][s] + way[1][t], kWays[s] | kWays[t] << 4}; };
+  const auto lower = [&](int s, int t) { return FormatChoice{way[2][s] + way[3][t], kWays[s] << 8 | kWays[t] << 12}; };
+  FormatChoice above = upper(0, 5), below = lower(0, 5);
 #pragma unroll
-  for (int lower = 0; lower < 36; ++lower) {
+  for (int s = 1; s < 6; ++s) {
+    above = better(above, upper(s, 5 - s));
+    below = better(below, lower(s, 5 - s));
+  }
+  FormatChoice best = both(above, below);
 #pragma unroll
-    for (int upper = 0; upper < 36; ++upper) {
-      const int w[4] = {upper % 6, upper / 6, lower % 6, lower / 6};
-      const u32 a = kWays[w[0]], b = kWays[w[1]], c = kWays[w[2]], d = kWays[w[3]];
-      if ((a ^ b) == (c ^ d) && (a & b) == (0xfu ^ (c | d))) {  // every column twice
-        const float sum = (way[0][w[0]] + way[1][w[1]]) + (way[2][w[2]] + way[3][w[3]]);
-        mask = sum > best ? a | b << 4 | c << 8 | d << 12 : mask;
-        best = fmaxf(sum, best);
+  for (int s = 0; s < 6; ++s) {
+    best = better(best, both(upper(s, s), lower(5 - s, 5 - s)));
+#pragma unroll
+    for (int t = s + 1; t < 6; ++t) {
+      if (t != 5 - s) {
+        best = better(best, both(better(upper(s, t), upper(t, s)), better(lower(5 - s, 5 - t), lower(5 - t, 5 - s))));
       }
     }
   }
-  return mask;
+  return best.kept;
 }
 
 /// Whether a row or a column of a square has more than half; where none has, all stays. (Such a square need not be part
@@ -82,39 +99,64 @@ __device__ __forceinline__ bool needs_pruning(u32 set) {
 template <int SIZE>
 using format_square_row = word_group<SIZE == 4 ? 2 : SIZE>;
 
-/// Prunes the tile in shared memory, and says of each square which elements are kept and not zero: bit side·row +
-/// column. Outside the matrix all is zero, and sets are empty, which stand for nibbles of 4.
+/// A square of elements: magnitudes, and which are not zero (bit side·row + column).
 template <int SIZE>
-__device__ __forceinline__ void prune_squares(const FormatParams& p, unsigned char* tile, u16* sets) {
-  using Squares = format_squares<SIZE>;
-  using Row = format_square_row<SIZE>;
-  constexpr int kSide = Squares::kSide;
-#pragma unroll 1
-  for (int n = static_cast<int>(threadIdx.x); n < Squares::kRows * Squares::kColumns; n += kFormatThreads) {
-    const int y = n / Squares::kColumns * kSide, at = n % Squares::kColumns * kSide * SIZE;
-    Row rows[kSide];
-    float x[kSide][kSide];
-    u32 there = 0;
+__device__ __forceinline__ u32 measure(const FormatParams& p, const format_square_row<SIZE>* rows,
+                                       float (*x)[format_squares<SIZE>::kSide]) {
+  constexpr int kSide = format_squares<SIZE>::kSide;
+  u32 there = 0;
 #pragma unroll
-    for (int r = 0; r < kSide; ++r) {
-      rows[r] = *reinterpret_cast<const Row*>(tile + format_tile<SIZE>::place(y + r, at));
-      format_unit unit = {};
+  for (int r = 0; r < kSide; ++r) {
+    format_unit unit = {};
 #pragma unroll
-      for (int w = 0; w < kSide * SIZE / 4; ++w) {
-        unit.words[w] = rows[r].words[w];
-      }
-      there |= group_set<SIZE>(unit, 0, p.magnitude) << kSide * r;
-#pragma unroll
-      for (int c = 0; c < kSide; ++c) {
-        x[r][c] = magnitude_of<SIZE>(p.kind, element_of<SIZE>(unit, c));
-      }
+    for (int w = 0; w < kSide * SIZE / 4; ++w) {
+      unit.words[w] = rows[r].words[w];
     }
-    u32 kept = best_square(x);
-    if (SIZE != 4 && !needs_pruning(there)) {
-      kept = 0xffffu;
-    }
+    there |= group_set<SIZE>(unit, 0, p.magnitude) << kSide * r;
 #pragma unroll
-    for (int r = 0; r < kSide; ++r) {
+    for (int c = 0; c < kSide; ++c) {
+      x[r][c] = magnitude_of<SIZE>(p.kind, element_of<SIZE>(unit, c));
+    }
+  }
+  return there;
+}
+
+/// The same for 16-bit elements, two at a time: sums carry into the upper bit of a half where it is not zero, where it
+/// is a normal number of the wide type, and where it is too large to be added as it is. Few squares need the long way.
+template <>
+__device__ __forceinline__ u32 measure<2>(const FormatParams& p, const format_square_row<2>* rows, float (*x)[4]) {
+  const bool half = p.kind == FormatKind::f16;
+  const u32 normal = half ? 0x7fff7fffu : 0x7f807f80u, large = half ? 0x04000400u : 0x03800380u;
+  u32 there = 0, special = 0;
+#pragma unroll
+  for (int w = 0; w < 8; ++w) {
+    const u32 size = rows[w / 2].words[w % 2] & 0x7fff7fffu, more = size + 0x7fff7fffu;
+    there |= (more & 0x80008000u) >> (15 - 4 * (w / 2) - 2 * (w % 2));
+    special |= (more ^ (size + normal)) | (size + large);
+    x[w / 2][w % 2 * 2] = half ? widen(f16{static_cast<u16>(size)}) : __uint_as_float(size << 16);
+    x[w / 2][w % 2 * 2 + 1] = half ? widen(f16{static_cast<u16>(size >> 16)}) : __uint_as_float(size & 0xffff0000u);
+  }
+  if ((special & 0x80008000u) != 0) {
+#pragma unroll
+    for (int e = 0; e < 16; ++e) {
+      x[e / 4][e % 4] = magnitude_of<2>(p.kind, rows[e / 4].words[e / 2 % 2] >> 16 * (e % 2) & 0xffffu);
+    }
+  }
+  return (there | there >> 15) & 0xffffu;  // columns 1 and 3 were 15 bits too high
+}
+
+/// Leaves of a square only what is kept.
+template <int SIZE>
+__device__ __forceinline__ void clear_others(format_square_row<SIZE>* rows, u32 kept) {
+  constexpr int kSide = format_squares<SIZE>::kSide;
+#pragma unroll
+  for (int r = 0; r < kSide; ++r) {
+    if constexpr (SIZE == 2) {
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        rows[r].words[w] &= ((kept | kept << 15) >> (4 * r + 2 * w) & 0x10001u) * 0xffffu;
+      }
+    } else {
       format_unit unit = {};
 #pragma unroll
       for (int w = 0; w < kSide * SIZE / 4; ++w) {
@@ -125,6 +167,34 @@ __device__ __forceinline__ void prune_squares(const FormatParams& p, unsigned ch
       for (int w = 0; w < kSide * SIZE / 4; ++w) {
         rows[r].words[w] = unit.words[w];
       }
+    }
+  }
+}
+
+/// Prunes the tile in shared memory, and says of each square which elements are kept and not zero. Outside the matrix
+/// all is zero, and sets are empty, which stand for nibbles of 4.
+template <int SIZE>
+__device__ __forceinline__ void prune_squares(const FormatParams& p, unsigned char* tile, u16* sets) {
+  using Squares = format_squares<SIZE>;
+  using Row = format_square_row<SIZE>;
+  constexpr int kSide = Squares::kSide;
+#pragma unroll 1
+  for (int n = static_cast<int>(threadIdx.x); n < Squares::kRows * Squares::kColumns; n += kFormatThreads) {
+    const int y = n / Squares::kColumns * kSide, at = n % Squares::kColumns * kSide * SIZE;
+    Row rows[kSide];
+#pragma unroll
+    for (int r = 0; r < kSide; ++r) {
+      rows[r] = *reinterpret_cast<const Row*>(tile + format_tile<SIZE>::place(y + r, at));
+    }
+    float x[kSide][kSide];
+    const u32 there = measure<SIZE>(p, rows, x);
+    u32 kept = best_square(x);
+    if (SIZE != 4 && !needs_pruning(there)) {
+      kept = 0xffffu;
+    }
+    clear_others<SIZE>(rows, kept);
+#pragma unroll
+    for (int r = 0; r < kSide; ++r) {
       *reinterpret_cast<Row*>(tile + format_tile<SIZE>::place(y + r, at)) = rows[r];
     }
     sets[n] = static_cast<u16>(kept & there);
@@ -229,7 +299,7 @@ __device__ __forceinline__ void store_cols(const FormatParams& p, FormatPlace at
 
 /// Of p.dense to p.out, or where that is not there to p.packed and p.cols.
 template <int SIZE>
-__global__ void __launch_bounds__(kFormatThreads) two_four_squares(const __grid_constant__ FormatParams p) {
+__global__ void __launch_bounds__(kFormatThreads, 3) two_four_squares(const __grid_constant__ FormatParams p) {
   using Tile = format_tile<SIZE>;
   __shared__ u16 sets[format_squares<SIZE>::kRows * format_squares<SIZE>::kColumns];
   const FormatPlace at = format_place<SIZE>(p);
@@ -237,8 +307,7 @@ __global__ void __launch_bounds__(kFormatThreads) two_four_squares(const __grid_
     load_turned<SIZE>(p, p.dense, at, format_shared);
   } else {
     format_unit units[4];
-    for_units<SIZE>([&](int slot, int y,
-                        int x) { units[slot] = load_unit<SIZE>(p, p.dense, at.line + y, at.k + x * Tile::kElements); },
+    for_units<SIZE>([&](int first) { load_pieces<SIZE, 4>(p, p.dense, at, first, units); },
                     [&](int slot, int y, int x) { unit_of<SIZE>(format_shared, y, x) = units[slot]; });
   }
   __syncthreads();

@@ -60,23 +60,44 @@ __device__ __forceinline__ auto* format_element(const FormatMatrix& m, i64 line,
   return static_cast<typename format_tile<SIZE>::bits*>(m.data) + line * m.line + k * m.along;
 }
 
-/// A unit from global memory; zeros outside the matrix.
+/// Element e of the bits that begin with word 0.
 template <int SIZE>
-__device__ __forceinline__ format_unit load_unit(const FormatParams& p, const FormatMatrix& m, i64 line, i64 k) {
-  format_unit unit = {};
-  if (line < p.lines && k < p.k) {
-    if (m.wide) {
-      unit = *reinterpret_cast<const format_unit*>(format_element<SIZE>(m, line, k));
-    } else {
+__device__ __forceinline__ void insert(u32* words, int e, u32 bits) {
+  words[e * SIZE / 4] |= bits << 8 * (e * SIZE % 4);
+}
+
+/// Four of a thread's pieces of a tile, 16 or 8 bytes for each unit (of the dense matrix, of values); zeros outside the
+/// matrix. How they are read is decided once, so that the wide reads follow each other closely.
+template <int SIZE, int WORDS>
+__device__ __forceinline__ void load_pieces(const FormatParams& p, const FormatMatrix& m, FormatPlace at, int first,
+                                            word_group<WORDS> (&pieces)[4]) {
+  using Tile = format_tile<SIZE>;
+  constexpr int kShare = 4 / WORDS, kCount = 4 * WORDS / SIZE;  // elements of a line for one here; elements here
+  const auto each = [&](const auto& load) {
 #pragma unroll
-      for (int e = 0; e < 16 / SIZE; ++e) {
-        if (k + e < p.k) {
-          unit.words[e * SIZE / 4] |= static_cast<u32>(*format_element<SIZE>(m, line, k + e)) << 8 * (e * SIZE % 4);
-        }
+    for (int u = 0; u < 4; ++u) {
+      const int n = first + u * kFormatThreads;
+      const i64 line = at.line + n / Tile::kUnits, k = at.k + n % Tile::kUnits * Tile::kElements;
+      pieces[u] = {};
+      if (line < p.lines && k < p.k) {
+        load(pieces[u], line, k);
       }
     }
+  };
+  if (m.wide) {
+    each([&](word_group<WORDS>& piece, i64 line, i64 k) {
+      piece = *reinterpret_cast<const word_group<WORDS>*>(format_element<SIZE>(m, line, k / kShare));
+    });
+  } else {
+    each([&](word_group<WORDS>& piece, i64 line, i64 k) {
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        if (k + kShare * e < p.k) {
+          insert<SIZE>(piece.words, e, *format_element<SIZE>(m, line, k / kShare + e));
+        }
+      }
+    });
   }
-  return unit;
 }
 
 /// A unit to global memory, without what lies outside the matrix.
@@ -264,25 +285,6 @@ __device__ __forceinline__ void store_nibbles(const FormatParams& p, i64 line, i
 
 /// What is kept of a unit: 8 bytes.
 using format_half = word_group<2>;
-
-template <int SIZE>
-__device__ __forceinline__ format_half load_values(const FormatParams& p, i64 line, i64 k) {
-  const FormatMatrix& m = p.packed.values;
-  format_half half = {};
-  if (line < p.lines && k < p.k) {
-    if (m.wide) {
-      half = *reinterpret_cast<const format_half*>(format_element<SIZE>(m, line, k / 2));
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8 / SIZE; ++e) {
-        if (k + 2 * e < p.k) {
-          half.words[e * SIZE / 4] |= static_cast<u32>(*format_element<SIZE>(m, line, k / 2 + e)) << 8 * (e * SIZE % 4);
-        }
-      }
-    }
-  }
-  return half;
-}
 
 template <int SIZE>
 __device__ __forceinline__ void store_values(const FormatParams& p, i64 line, i64 k, const format_half& half) {

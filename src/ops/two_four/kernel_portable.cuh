@@ -103,9 +103,15 @@ __global__ void __launch_bounds__(kThreads, 2) product_portable(const __grid_con
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<Stages - 2>();
     __syncthreads();
-    fetch(step + Stages - 1);
     const Staged now = stage(step);
-    gemm_sp<T, BAlongK, Products>(sums, now.values, now.b, plain_words<T>{now.metadata}, m0, n0);
+    sparse_metadata<T> metadata[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      metadata[r].load(plain_words<T>{now.metadata}, m0 + 16 * r);
+    }
+    gemm_sp_half<0, T, BAlongK, Products>(sums, now.values, now.b, metadata, m0, n0);
+    fetch(step + Stages - 1);  // while the tensor cores are busy
+    gemm_sp_half<1, T, BAlongK, Products>(sums, now.values, now.b, metadata, m0, n0);
   }
   copy_async_wait<0>();
   __syncthreads();

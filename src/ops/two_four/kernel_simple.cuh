@@ -37,24 +37,6 @@ __device__ __forceinline__ void fill(const LinesArg& from, const Get& get, const
   }
 }
 
-template <typename Sum>
-struct alignas(16) FourSums {
-  Sum at[4];
-};
-
-/// Eight numbers of shared memory: four from `from`, four from `from` + kApart.
-template <int kApart, typename Sum>
-__device__ __forceinline__ void load_eight(Sum (&to)[8], const Sum* from) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const auto four = *reinterpret_cast<const FourSums<Sum>*>(from + h * kApart);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      to[4 * h + e] = four.at[e];
-    }
-  }
-}
-
 /// Adds one group's products: rows from r0, columns c0 … and c0 + 32 ….
 template <typename Sum, int kGroup>
 __device__ __forceinline__ void multiply_group(Sum (&sums)[8][8], const SimpleStage<Sum, kGroup>& stage, int group,
@@ -87,7 +69,8 @@ __device__ __forceinline__ void multiply_group(Sum (&sums)[8][8], const SimpleSt
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kSimpleThreads, 3) product_simple(const __grid_constant__ ProductParams p) {
+__global__ void __launch_bounds__(kSimpleThreads, sizeof(T) == 4 ? 3 : 2)
+    product_simple(const __grid_constant__ ProductParams p) {
   using Sum = typename sum_of<T>::type;
   constexpr int kGroup = sizeof(T) == 4 ? 2 : 4;
   using Staged = SimpleStage<Sum, kGroup>;

@@ -34,6 +34,24 @@ __device__ __forceinline__ float as_number(const void* data, i64 at, OutType typ
 
 inline constexpr int kRun = 8;  // neighbours in c that a thread finishes at once
 
+template <typename Sum>
+struct alignas(16) FourSums {
+  Sum at[4];
+};
+
+/// Eight numbers of shared memory: four from `from`, which is aligned to 16 bytes, and four from `from` + kApart.
+template <int kApart, typename Sum>
+__device__ __forceinline__ void load_eight(Sum (&to)[8], const Sum* from) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const auto four = *reinterpret_cast<const FourSums<Sum>*>(from + h * kApart);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      to[4 * h + e] = four.at[e];
+    }
+  }
+}
+
 /// Neighbours in c, `step` apart, of which `count` exist.
 template <typename Out>
 __device__ __forceinline__ void store_some(void* c, i64 at, i64 step, const float (&v)[kRun], int count, bool vector) {
@@ -74,8 +92,8 @@ __device__ __forceinline__ void store_integers(void* c, i64 at, i64 step, const 
 template <typename Sum, int kRows, int kCols, int kThreads>
 struct SumTile {
   static constexpr int kRowLine = kCols + 8, kColLine = kRows + 4;
-  static constexpr int kSums = kRows * kRowLine > kCols* kColLine ? kRows* kRowLine : kCols* kColLine;
-  static constexpr int kBytes = (kSums + 2 * kRows + kCols) * 4;
+  static constexpr int kRowSums = kRows * kRowLine, kColSums = kCols * kColLine;
+  static constexpr int kSums = kRowSums < kColSums ? kColSums : kRowSums;
 
   Sum* sums;
   float *row_scale, *row_bias, *col_scale;  ///< of the tile
@@ -167,21 +185,43 @@ struct SumTile {
       const int count = min(kRun, kByRow ? cols - col : rows - row);
       const i64 at = first + row * p.c_row + col * p.c_col;
       Sum sum[kRun];
-#pragma unroll
-      for (int e = 0; e < kRun; ++e) {
-        sum[e] = sums[outer * kLine + inner + e];
-      }
+      load_eight<4>(sum, sums + outer * kLine + inner);
       if (whole) {
         store_whole<kByRow>(p, sum, row, at, step, count);
         continue;
       }
       float v[kRun];
+      activated ? keep(v, sum) : scale_run<kByRow>(v, sum, row, col);
+      finish(p, v, at, step, count);
+    }
+  }
+
+  static __device__ __forceinline__ void keep(float (&v)[kRun], const Sum (&sum)[kRun]) {
+#pragma unroll
+    for (int e = 0; e < kRun; ++e) {
+      v[e] = bits_of(sum[e]);
+    }
+  }
+  /// Neighbours share a row, or a column.
+  template <bool kByRow>
+  __device__ __forceinline__ void scale_run(float (&v)[kRun], const Sum (&sum)[kRun], int row, int col) const {
+    if constexpr (kByRow) {
+      const float scale = row_scale[row], bias = row_bias[row];
+      float scales[kRun];
+      load_eight<4>(scales, col_scale + col);
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
-        const int r = kByRow ? row : row + e, c = kByRow ? col + e : col;
-        v[e] = activated ? bits_of(sum[e]) : scaled(sum[e], r, c);
+        v[e] = static_cast<float>(sum[e]) * scale * scales[e] + bias;
       }
-      finish(p, v, at, step, count);
+    } else {
+      const float scale = col_scale[col];
+      float scales[kRun], bias[kRun];
+      load_eight<4>(scales, row_scale + row);
+      load_eight<4>(bias, row_bias + row);
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) {
+        v[e] = static_cast<float>(sum[e]) * scales[e] * scale + bias[e];
+      }
     }
   }
 

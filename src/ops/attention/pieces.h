@@ -1,0 +1,36 @@
+// Arrays that travel to a device together: one allocation and one copy for all that a plan has there.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <vector>
+
+#include "runtime/cuda_driver.h"
+
+namespace fretwork::attention_op {
+
+/// Arrays one after the other, each aligned for the widest access.
+class Pieces {
+ public:
+  template <typename T>
+  std::size_t add(const std::vector<T>& items) {
+    const std::size_t at = (bytes_.size() + 15) / 16 * 16;
+    bytes_.resize(at + items.size() * sizeof(T));
+    if (!items.empty()) {
+      std::memcpy(bytes_.data() + at, items.data(), items.size() * sizeof(T));
+    }
+    return at;
+  }
+  fretwork::cuda::DeviceBuffer upload(int device) const { return {device, bytes_.data(), bytes_.size()}; }
+
+ private:
+  std::vector<char> bytes_;
+};
+
+/// The array at an offset that Pieces::add gave.
+template <typename T>
+const T* piece(const fretwork::cuda::DeviceBuffer& memory, std::size_t offset) {
+  return reinterpret_cast<const T*>(static_cast<const char*>(memory.data()) + offset);
+}
+
+}  // namespace fretwork::attention_op

@@ -1,0 +1,165 @@
+"""fretwork.jax.two_four against dense products in float64 and against the form of torch's side."""
+
+# ruff: noqa: F811  (fixtures come from test_jax)
+import os
+
+import numpy as np
+import pytest
+import torch
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other test processes use the same GPU
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+from test_jax import assert_close, check, on_device, rejects, rng  # noqa: E402, F401
+
+import fretwork as fw  # noqa: E402
+from fretwork.jax import two_four  # noqa: E402
+
+ACTIVATIONS = {
+    None: lambda y: y,
+    "relu": jax.nn.relu,
+    "gelu": lambda y: jax.nn.gelu(y, approximate=False),
+    "silu": jax.nn.silu,
+}
+BYTES = ["int8", "float8_e4m3fn", "float8_e5m2"]
+each_dim = pytest.mark.parametrize("dim", [-1, 0])
+
+
+def pruned(rng, shape, dtype, dim=-1):
+    """No zeros among what is kept."""
+    A = rng.integers(1, 100, shape) * rng.choice([-1, 1], shape)
+    return two_four.prune(jnp.asarray(A if dtype == "int8" else A / 64, dtype), dim)
+
+
+def of(s, values):
+    return two_four.TwoFour(values, s.metadata, s.dim)
+
+
+@each_dim
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "bfloat16", *BYTES])
+def test_the_form_is_torchs(kind, dim, rng, on_device):
+    if kind == "float64" and on_device.platform != "cpu":
+        pytest.skip("float64 exists on CPU only")
+    shape = (24, 36) if dim else (36, 24)
+    A = pruned(rng, shape, kind, dim)
+    wide = torch.from_numpy(np.array(A, np.float64)).to(getattr(torch, kind))
+    for word in ("int8", "int16", "int32"):
+        s, t = two_four.compress(A, dim, word), fw.two_four.compress(wide, dim, getattr(torch, word))
+        assert s.shape == shape == s.T.T.shape and s.T.shape == shape[::-1]
+        values, metadata = (x if dim else x.T for x in (t.values, t.metadata))
+        np.testing.assert_array_equal(np.asarray(s.values, np.float64), values.double().numpy())
+        np.testing.assert_array_equal(np.asarray(s.metadata), metadata.numpy())
+        np.testing.assert_array_equal(np.asarray(s.to_dense(), np.float64), np.asarray(A, np.float64))
+        np.testing.assert_array_equal(np.asarray(s.T.to_dense(), np.float64), np.asarray(A.T, np.float64))
+    for transposable in (False, True):
+        full = jnp.asarray(rng.integers(-99, 99, (16, 24)), kind)
+        got = two_four.prune(full, dim, transposable)
+        want = torch.from_numpy(np.array(full, np.float64)).to(getattr(torch, kind))
+        want = fw.two_four.prune(want, dim, transposable).double().numpy()
+        np.testing.assert_array_equal(np.asarray(got, np.float64), want)
+
+
+@pytest.mark.parametrize(
+    "batch, activation, dtype",
+    [((), None, "float32"), ((2, 3), "gelu", "float32"), ((2, 3), "silu", "bfloat16"), ((), "relu", "float16")],
+    ids=str,
+)
+@pytest.mark.parametrize("side", ["left", "right", "linear"])
+def test_products_and_gradients(side, batch, activation, dtype, rng):
+    A = pruned(rng, (12, 16), dtype)
+    s = two_four.compress(A)
+    dense = jnp.asarray(rng.standard_normal((*batch, 16, 5) if side == "left" else (*batch, 5, 16)), dtype)
+    bias, kept = jnp.asarray(rng.standard_normal(12), dtype), A != 0
+
+    def function(values, dense, bias):
+        t = of(s, values)
+        if side == "left":
+            return two_four.matmul(t, dense, bias, activation)
+        return (
+            two_four.linear(dense, t, bias, activation)
+            if side == "linear"
+            else two_four.matmul(dense, t.T, bias, activation)
+        )
+
+    def reference(values, dense, bias):
+        a = jnp.zeros((12, 16), values.dtype).at[jnp.nonzero(kept, size=96)].set(values.reshape(-1))
+        y = a @ dense + bias[:, None] if side == "left" else dense @ a.T + bias
+        return ACTIVATIONS[activation](y)
+
+    check(function, reference, [s.values, dense, bias], rng, dtype)
+
+
+def test_gradients_through_compress_and_prune(rng):
+    A, x = jnp.asarray(rng.standard_normal((8, 16)), "float32"), jnp.asarray(rng.standard_normal((3, 16)), "float32")
+
+    @jax.jit
+    def loss(A):
+        return (two_four.linear(x, two_four.compress(two_four.prune(A))) ** 2).sum()
+
+    kept = two_four.prune(A)
+    want = jax.grad(lambda a: ((x @ a.T) ** 2).sum())(kept)
+    assert_close(jax.grad(loss)(A), jnp.where(kept != 0, want, 0), "float32", "gradient")
+    across = jax.grad(lambda A: two_four.compress(A, dim=0).to_dense().sum())(kept.T)
+    assert_close(across, (kept.T != 0).astype("float32"), "float32", "compress along columns")
+
+
+def test_second_derivative(rng):
+    with jax.default_device(jax.devices("cpu")[0]):  # where float64 is
+        s, x = two_four.compress(pruned(rng, (4, 8), "float64")), jnp.asarray(rng.standard_normal((3, 8)))
+        check_grads(lambda v, x: two_four.linear(x, of(s, v), activation="silu"), (s.values, x), 2, ["rev"])
+
+
+def test_vmap(rng):
+    A = jnp.stack([pruned(rng, (8, 16), "float32") for _ in range(3)])
+    B = jnp.asarray(rng.standard_normal((3, 16, 5)), "float32")
+    s = two_four.compress(A[0])
+    assert_close(jax.vmap(lambda b: two_four.matmul(s, b))(B), A[0] @ B, "float32", "dense operand")
+    assert_close(jax.vmap(lambda a, b: two_four.matmul(two_four.compress(a), b))(A, B), A @ B, "float32", "both")
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_small_types(kind, rng):
+    A, x = pruned(rng, (8, 32), kind), jnp.asarray(rng.integers(-9, 9, (3, 32)), kind)
+    want = np.asarray(x, np.float64) @ np.asarray(A, np.float64).T
+    y = two_four.linear(x, two_four.compress(A))
+    assert y.dtype == ("int32" if kind == "int8" else "bfloat16")
+    assert_close(y, want, "float32" if kind == "int8" else "bfloat16", "value")
+    y = two_four.matmul(x, two_four.compress(A).T, out_dtype="float32")
+    assert_close(y, want, "float16", "wide")
+    bias = jnp.ones(8, "float32")
+    if kind == "int8":
+        grad = jax.grad(lambda b: two_four.matmul(x, two_four.compress(A).T, b, out_dtype="float32").sum())(bias)
+        assert_close(grad, np.full(8, 3.0), "float32", "bias")
+
+
+def test_refusals():
+    s, B, bias = two_four.compress(jnp.eye(16)), jnp.ones((16, 4)), jnp.ones(16)
+    for call in [
+        lambda: two_four.compress(jnp.ones((8, 8))), lambda: two_four.compress(B, dim=2),
+        lambda: two_four.compress(bias), lambda: two_four.compress(B, metadata_dtype="int64"),
+        lambda: two_four.compress(B.astype("int32")),
+    ]:  # fmt: skip
+        with rejects("compress"):
+            call()
+    with rejects("prune"):
+        two_four.prune(jnp.ones((6, 8), "float16"), transposable=True)
+    for call in [
+        lambda: two_four.matmul(s, s.T), lambda: two_four.matmul(B, B), lambda: two_four.matmul(s, B[:8]),
+        lambda: two_four.matmul(s, B.astype("float16")), lambda: two_four.matmul(s, B, bias[:3]),
+        lambda: two_four.matmul(s, B, activation="tanh"), lambda: two_four.matmul(s, B, out_dtype="int32"),
+        lambda: two_four.matmul(s, bias), lambda: two_four.matmul(s, B, precision="half"),
+    ]:  # fmt: skip
+        with rejects("matmul"):
+            call()
+    for call in (
+        lambda: two_four.linear(B, s),
+        lambda: two_four.linear(B.T, B),
+        lambda: two_four.linear(B.T, s, bias[:2]),
+    ):
+        with rejects("linear"):
+            call()
+    for call in (lambda: two_four.matmul(B.T, s), lambda: two_four.matmul(s.T, B), lambda: two_four.linear(B.T, s.T)):
+        with rejects(r"\w+", NotImplementedError):
+            call()

@@ -131,3 +131,12 @@ def test_jit_examples(printed):
             assert 0 < error < 4e-3 and "same matrix: False" not in lines and lines[-1].count(" ms") == 3
         else:
             assert lines[-1].endswith("needs a GPU")
+
+
+def test_train_two_four(printed):
+    arguments = ("--width", "64", "--layers", "1", "--batch", "8", "--seq", "32", "--steps", "120", "--device", "cpu")
+    lines = printed("train_two_four.py", *arguments)
+    curves = [[float(x) for x in line[15:].split()] for line in lines[2:5]]
+    assert all(ms > 0 and len(losses) == 8 and losses[-1] < losses[0] for ms, *losses in curves)
+    before, pruned, dense, after = (float(x) for x in lines[-1].split())
+    assert dense < before < pruned and after < pruned

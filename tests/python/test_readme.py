@@ -28,7 +28,8 @@ def test_python(code):
 
 
 @pytest.mark.parametrize(
-    "file, count", [("docs/block-sparsity.md", 2), ("docs/kronecker.md", 3), ("docs/patterns.md", 2), ("docs/kernels.md", 2)]
+    "file, count",
+    [("docs/block-sparsity.md", 2), ("docs/kronecker.md", 3), ("docs/patterns.md", 2), ("docs/kernels.md", 2)],
 )
 def test_docs(file, count):
     codes = examples("python", file)

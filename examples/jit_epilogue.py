@@ -11,6 +11,7 @@ python examples/jit_epilogue.py --features 14336 --k 4096 --rows 4096
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +80,7 @@ def by_eights(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.stack((gate.unflatten(0, (-1, 8)), up.unflatten(0, (-1, 8))), 1).flatten(0, 2)
 
 
-def milliseconds(call, times: int = 20) -> float:
+def milliseconds(call: Callable[[], object], times: int = 20) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     call()
     begin.record()

@@ -29,7 +29,13 @@ def test_python(code):
 
 @pytest.mark.parametrize(
     "file, count",
-    [("docs/block-sparsity.md", 2), ("docs/kronecker.md", 3), ("docs/patterns.md", 2), ("docs/kernels.md", 2), ("docs/two-four.md", 4)],
+    [
+        ("docs/block-sparsity.md", 2),
+        ("docs/kronecker.md", 3),
+        ("docs/patterns.md", 2),
+        ("docs/kernels.md", 2),
+        ("docs/two-four.md", 4),
+    ],
 )
 def test_docs(file, count, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files

@@ -73,23 +73,26 @@ def test_launches(device):
     assert torch.equal(x, (want.float() * 2).to(dtype))
 
 
-# A warp multiplies 32 rows by 16 columns of one stage. Metadata lies in the order of the layout below, operands in
-# shared memory or, from there, in registers.
-GEMM_SP = """
-#include "device/gemm_sp.cuh"
+REVERSED = """
 using namespace fretwork;
 
 struct reversed {  // rows from last to first, a row's words too
   const u16* words;
-  u32 each;
+  u32 each, last_row;
   __device__ u32 operator()(u32 row, u32 word) const {
-    const u16* const last = words + (31 - row) * 4 * each + 4 * each - 1;
+    const u16* const last = words + (last_row - row) * 4 * each + 4 * each - 1;
     u32 found = 0;
     for (u32 n = 0; n < each; ++n) found |= u32(*(last - word * each - n)) << 16 * n;
     return found;
   }
 };
-
+"""
+# A warp multiplies 32 rows by 16 columns of one stage. Metadata lies in the order of the layout above, operands in
+# shared memory or, from there, in registers.
+GEMM_SP = f"""
+#include "device/gemm_sp.cuh"
+{REVERSED}"""
+GEMM_SP += """
 template <typename T, bool AlongK, bool Registers, typename Sum>
 __global__ void stage(const u8* values, const u16* words, const u8* b, Sum* out) {
   constexpr int kLine = AlongK ? kDepthBytes : 128, kLines = AlongK ? 16 : sparse_depth<T>;
@@ -102,7 +105,7 @@ __global__ void stage(const u8* values, const u16* words, const u8* b, Sum* out)
   copy_async_wait<0>();
   __syncthreads();
   Sum sums[2][2][4] = {};
-  const reversed layout{words, sparse_word<T> / 4};
+  const reversed layout{words, sparse_word<T> / 4, 31};
   if constexpr (Registers) {
     register_values<2> a;
     register_columns<2> columns;
@@ -155,3 +158,59 @@ def test_gemm_sp(kind, dtype, along_k, registers, device):
     words = s.metadata.flip(0, 1).contiguous()
     kernel(1, 32, s.values.contiguous(), words, b.to(dtype).contiguous(), out)
     assert torch.equal(out.double(), A.double() @ B.double())
+
+
+# A warpgroup multiplies 64 rows by 128 columns of one stage on Hopper.
+HOPPER = f"""
+#include "device/gemm_sp_hopper.cuh"
+{REVERSED}"""
+HOPPER += """
+template <typename T, typename Sum>
+__global__ void __launch_bounds__(128) stage(const u8* values, const u16* words, const u8* b, Sum* out) {
+  __shared__ __align__(1024) u8 memory[64 * kValueBytes + 128 * kDepthBytes];
+  const value_tile kept{shared_address(memory)};
+  const swizzled_tile dense{kept.base + 64 * kValueBytes};
+  copy_lines<64, kValueBytes / 16, 128>(kept, values, kValueBytes, 64, kValueBytes / 16);
+  copy_lines<128, kDepthBytes / 16, 128>(dense, b, kDepthBytes, 128, kDepthBytes / 16);
+  copy_async_commit();
+  copy_async_wait<0>();
+  tiles_written();
+  __syncthreads();
+  Sum sums[64] = {};
+  gemm_sp<T, 128>(sums, kept, dense, reversed{words, sparse_word<T> / 4, 63}, 0, 0);
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  for (int n = 0; n < 64; ++n) {
+    out[(row + n % 4 / 2 * 8) * 128 + n / 4 * 8 + lane % 4 * 2 + n % 2] = sums[n];
+  }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("fretwork::bf16", torch.bfloat16),
+        ("fretwork::f16", torch.float16),
+        ("float", torch.float32),
+        ("signed char", torch.int8),
+        ("fretwork::f8_e4m3", torch.float8_e4m3fn),
+        ("fretwork::f8_e5m2", torch.float8_e5m2),
+    ],
+)
+def test_gemm_sp_on_hopper(kind, dtype, device):
+    integers = dtype == torch.int8
+    kernel = fw.jit.kernel(HOPPER, f"stage<{kind}, {'int' if integers else 'float'}>")
+    if device.type == "cpu":
+        assert kernel.compile("sm_90a").spills == 0
+        return
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    torch.manual_seed(0)
+    k = 128 // dtype.itemsize
+    wide = torch.float32 if k == 32 else torch.half
+    A = fw.two_four.prune(torch.randint(-4, 5, (64, k), device=device).to(wide))  # exact in every type
+    s = fw.two_four.compress(A.to(dtype))
+    B = torch.randint(-4, 5, (128, k), device=device).to(wide)
+    out = torch.empty(64, 128, device=device, dtype=torch.int32 if integers else torch.float32)
+    kernel(1, 128, s.values.contiguous(), s.metadata.flip(0, 1).contiguous(), B.to(dtype), out)
+    assert torch.equal(out.double(), A.double() @ B.double().T)

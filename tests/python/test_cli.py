@@ -437,7 +437,7 @@ def spoil(*keys: str, value: object):
             lambda _, data: data[:17] + b"\x85" + data[18:],
             {},
             0,
-            "a.metadata: expected valid nibbles, got 5 for the gr",
+            "a.metadata: expected valid nibbles, got 5 for the group at (0, 8)",
         ),
     ],
 )

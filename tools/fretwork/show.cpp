@@ -221,6 +221,7 @@ void show_two_four(const ShowOptions& options) {
   const TwoFourMatrix matrix = random ? random_two_four(text) : read_two_four(text, options.name, "show").front();
   const auto shape = matrix.shape();
   const double dense = static_cast<double>(matrix.lines) * static_cast<double>(matrix.k);
+  const bool empty = matrix.lines * matrix.k == 0;
   if (options.json) {
     const nlohmann::ordered_json json = {{"kind", "two_four"},
                                          {"shape", shape},
@@ -237,10 +238,15 @@ void show_two_four(const ShowOptions& options) {
                                             bytes_text(dense * static_cast<double>(size_of(matrix.dtype)))));
     const std::int64_t width = options.width > 0 ? options.width : terminal_width();
     const Occupancy grid = corner(matrix, 32, std::max<std::int64_t>(1, width - 2));
-    fmt::print("{}", terminal_picture(grid, wants_colour()));
+    if (!empty) {
+      fmt::print("{}", terminal_picture(grid, wants_colour()));
+    }
     if (grid.rows < shape[0] || grid.cols < shape[1]) {
       fmt::print("the first {} rows and {} columns\n", grid.rows, grid.cols);
     }
+  }
+  if (empty && !(options.png.empty() && options.svg.empty())) {
+    throw Error("show", "matrix", "at least one element to draw", shape_text(shape));
   }
   if (!options.png.empty()) {
     write_png(corner(matrix, 256, 256), options.png);

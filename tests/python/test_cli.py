@@ -45,19 +45,19 @@ def own_cache(tmp_path: Path) -> dict[str, str]:
 def test_version_and_help() -> None:
     assert re.fullmatch(r"fretwork \d+\.\d+\.\d+\n", ok("--version"))
     top = ok("--help")
-    for command in ("info", "show", "bench", "tune", "compile", "cache"):
+    for command in ("info", "show", "bench", "tune", "two_four", "compile", "cache"):
         assert command in top
         assert "fretwork " + command in ok(command, "--help")
-    for suite in ("attention", "block", "kronecker"):
+    for suite in ("attention", "block", "kronecker", "two_four"):
         assert "Example" in ok("bench", suite, "--help")
-    for command in ("show", "compile", "cache", "info"):
+    for command in ("show", "two_four", "compile", "cache", "info"):
         assert "Example" in ok(command, "--help")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "expected one of info, show, bench, tune, compile, cache, got nothing"),
+        ([], "expected one of info, show, bench, tune, two_four, compile, cache, got nothing"),
         (["frob"], "got frob"),
         (["info", "--frob"], "--frob"),
         (["show"], "PATTERN: expected a value, got nothing"),
@@ -79,7 +79,14 @@ def test_version_and_help() -> None:
         (["show", "kronecker(2,3)"], "expected a, b, c, d, got 2 of them"),
         (["show", LAYOUT, "--head", "1"], "--head: expected 0, got 1"),
         (["show", LAYOUT, "--head", "-1"], "--head"),
-        (["bench"], "expected one of attention, block, kronecker, got nothing"),
+        (
+            ["show", "two_four(8,6,0)"],
+            "show: PATTERN: expected two_four(rows,cols,seed), rows and cols up to 32768, cols",
+        ),
+        (["show", "two_four(8,8)"], "got two_four(8,8)"),
+        (["two_four", "inspect"], "FILE: expected a value, got nothing"),
+        (["bench", "two_four", "--m", "12"], "--m and --k: expected multiples of 8, got 12 and 4096"),
+        (["bench"], "expected one of attention, block, kronecker, two_four, got nothing"),
         (["bench", "attention", "--pass", "sideways"], "--pass: expected forward or backward, got sideways"),
         (["bench", "attention", "--pattern", "full(7)"], "--pattern: expected a pattern of 2048 positions"),
         (["bench", "attention", "--pattern", "frob(7)"], "--pattern: "),
@@ -355,6 +362,132 @@ def test_bench_attention_measures_every_pattern(tmp_path: Path) -> None:
         flops = (4 if row["pass"] == "forward" else 10) * float(row["density"]) * 256**2 * 4 * 16
         assert float(row["gflops"]) == pytest.approx(flops / float(row["ms"]) / 1e6, rel=1e-3)
     assert [row["pattern"] for row in json.loads(whole.read_text())["rows"]] == [row["pattern"] for row in table]
+
+
+def two_four_file(folder: Path, edit=None, cut: int = 0, **texts: str) -> str:
+    """A file as fw.two_four.save writes it: a (1, 16) and, compressed along dim 0, b (4, 1); `edit` may change it."""
+    data = struct.pack("<8e", 7, 3, 1, 5, 2, 4, 9, 9) + b"\x4d\x8e" + struct.pack("<2b", -3, 5) + b"\x4c"
+    header = {
+        "__metadata__": {"format": "fretwork.two_four", "version": "1", "a.dim": "1", "b.dim": "0", **texts},
+        "a.values": {"dtype": "F16", "shape": [1, 8], "data_offsets": [0, 16]},
+        "a.metadata": {"dtype": "I16", "shape": [1, 1], "data_offsets": [16, 18]},
+        "b.values": {"dtype": "I8", "shape": [1, 2], "data_offsets": [18, 20]},
+        "b.metadata": {"dtype": "I8", "shape": [1, 1], "data_offsets": [20, 21]},
+    }
+    if edit is not None:
+        data = edit(header, data) or data
+    text = json.dumps(header).encode()
+    whole = struct.pack("<Q", len(text)) + text + data
+    file = folder / "two.safetensors"
+    file.write_bytes(whole[: len(whole) - cut])
+    return str(file)
+
+
+def test_two_four_inspect(tmp_path: Path) -> None:
+    file = two_four_file(tmp_path)
+    text = ok("two_four", "inspect", file)
+    assert "version 1, 2 matrices" in text and "word 0   0x8e4d │ . 7 . 3 │ 1 5 . . │ . . 2 4 │ 9 . 9 . │" in text
+    assert "column 0\n  word 0   0x4c │ -3 . . 5 │\n" in text and "nibbles   C keeps 0 3 100.0 %" in text
+    facts = json.loads(ok("two_four", "inspect", file, "--json"))
+    assert [(one["name"], one["shape"], one["dim"], one["dtype"]) for one in facts["matrices"]] == [
+        ("a", [1, 16], 1, "float16"),
+        ("b", [4, 1], 0, "int8"),
+    ]
+    assert facts["matrices"][0]["nibbles"] == {"4": 1, "8": 1, "D": 1, "E": 1} and facts["matrices"][0]["bytes"] == 18
+    assert "matrix    b" in ok("two_four", "inspect", file, "--name", "b", "--rows", "0")
+    corners = {"a": [" ▀ ▀▀▀    ▀▀▀ ▀ "], "b": ["▀", "▄"]}
+    for name, corner in corners.items():
+        assert [line.strip("│") for line in ok("show", file, "--name", name).splitlines() if "│" in line] == corner
+
+
+def spoil(*keys: str, value: object):
+    """An edit that puts something else into the header."""
+
+    def edit(header: dict, data: bytes) -> None:
+        at = header
+        for key in keys[:-1]:
+            at = at[key]
+        at[keys[-1]] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "texts", "cut", "says"),
+    [
+        (None, {"format": "pt"}, 0, "expected a file of fretwork.two_four.save, got one without that mark"),
+        (None, {"version": "2"}, 0, "expected version 1, got 2"),
+        (None, {"a.dim": "2"}, 0, "expected 0 or 1 as a.dim, got 2"),
+        (None, {"c.dim": "1"}, 0, "expected a tensor 'c.values', got none"),
+        (None, {}, 1, "bytes, which b.metadata reaches, got "),
+        (None, {}, 30, "expected a safetensors file, got "),
+        (spoil("a.values", "dtype", value="U8"), {}, 0, "for a.values, got U8"),
+        (spoil("a.values", "shape", value=[8]), {}, 0, "expected two sizes for a.values, got [8]"),
+        (spoil("a.values", "shape", value=[1, 9]), {}, 0, "expected 18 bytes for a.values, got [0,16]"),
+        (spoil("a.values", "data_offsets", value=[-16, 0]), {}, 0, "expected 16 bytes for a.values, got [-16,0]"),
+        (spoil("a.metadata", "dtype", value="I8"), {}, 0, "expected 1 bytes for a.metadata, got [16,18]"),
+        (
+            spoil("a.metadata", value={"dtype": "I8", "shape": [1, 1], "data_offsets": [16, 17]}),
+            {},
+            0,
+            "expected (1, 2)",
+        ),
+        (spoil("a.metadata", value=3), {}, 0, "expected dtype, shape and data_offsets of a.metadata, got 3"),
+        (
+            lambda _, data: data[:17] + b"\x85" + data[18:],
+            {},
+            0,
+            "a.metadata: expected valid nibbles, got 5 for the group at (0, 8)",
+        ),
+    ],
+)
+def test_two_four_inspect_refuses_bad_files(edit, texts, cut, says, tmp_path: Path) -> None:
+    done = run("two_four", "inspect", two_four_file(tmp_path, edit, cut, **texts))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr
+
+
+def test_two_four_inspect_reads_what_was_saved(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    import torch
+
+    import fretwork as fw
+
+    file = str(tmp_path / "weights.safetensors")
+    pruned = fw.two_four.prune(torch.randn(6, 44).bfloat16())
+    fw.two_four.save(file, fw.two_four.compress(pruned, metadata_dtype=torch.int32))
+    (matrix,) = json.loads(ok("two_four", "inspect", file, "--json"))["matrices"]
+    assert matrix["shape"] == [6, 44] and matrix["word"] == "int32" and sum(matrix["nibbles"].values()) == 66
+    rows = [line for line in ok("two_four", "inspect", file, "--rows", "6").splitlines() if line.startswith("  word")]
+    numbers = [0.0 if n == "." else float(n) for row in rows for n in row.split("│", 1)[1].replace("│", " ").split()]
+    assert numbers == pytest.approx(pruned.flatten().tolist(), rel=1e-3)
+
+
+def test_show_draws_two_four(tmp_path: Path) -> None:
+    svg, png = tmp_path / "two.svg", tmp_path / "two.png"
+    text = ok("show", "two_four(64,128,3)", "--width", "42", "--svg", str(svg), "--png", str(png))
+    rows = [line.strip("│") for line in text.splitlines() if line.startswith("│")]
+    assert "the first 32 rows and 40 columns" in text and len(rows) == 16
+    for row in rows:
+        for g in range(0, 40, 4):
+            group = row[g : g + 4]
+            assert sum(c in "▀█" for c in group) == 2 and sum(c in "▄█" for c in group) == 2
+    assert svg.stat().st_size > 0 and png.stat().st_size > 0
+    assert json.loads(ok("show", "two_four(64,128,3)", "--json"))["nnz"] == 4096
+
+
+def test_bench_two_four(tmp_path: Path) -> None:
+    rows, whole = tmp_path / "rows.csv", tmp_path / "whole.json"
+    text = ok(*("bench", "two_four", "--device", "cpu", "--m", "64", "--k", "32,40", "--columns", "1,100"),
+              *("--rounds", "1", "--csv", str(rows), "--json", str(whole)))  # fmt: skip
+    assert "speedup" in text
+    with rows.open() as file:
+        table = list(csv.DictReader(file))
+    assert [(row["k"], row["n"], row["plan"]) for row in table] == [
+        (k, n, "2:4") for k in ("32", "40") for n in ("1", "100")
+    ]
+    for row in table:
+        assert float(row["speedup"]) == pytest.approx(float(row["dense_ms"]) / float(row["ms"]), rel=1e-2)
+    assert len(json.loads(whole.read_text())["rows"]) == 4
 
 
 def test_bench_of_an_empty_layout() -> None:

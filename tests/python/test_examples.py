@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -116,3 +117,26 @@ def test_custom_pattern(printed):
     lines = printed("custom_pattern.py", "--seq", "256", "--heads", "1", "--device", "cpu")
     assert "band(256," in lines[0] and "█" in "".join(lines[2:34]) and float(lines[-1].split()[-1]) < 1e-5
     assert all(float(ms) > 0 for line in lines[-3:-1] for ms in line.split()[-2:])
+
+
+def test_jit_examples(printed):
+    for name, kernels in (("jit_compressor.py", 2), ("jit_epilogue.py", 1)):
+        lines = printed(name)
+        compiled = [line.split() for line in lines[: 2 * kernels]]
+        assert {row[1] for row in compiled} == {"sm_80", "sm_90a"} and all(
+            row[4:6] == ["0", "bytes"] for row in compiled
+        )
+        if torch.cuda.is_available():
+            (error,) = [float(line.split()[-1]) for line in lines if line.startswith("largest error")]
+            assert 0 < error < 4e-3 and "same matrix: False" not in lines and lines[-1].count(" ms") == 3
+        else:
+            assert lines[-1].endswith("needs a GPU")
+
+
+def test_train_two_four(printed):
+    arguments = ("--width", "64", "--layers", "1", "--batch", "8", "--seq", "32", "--steps", "120", "--device", "cpu")
+    lines = printed("train_two_four.py", *arguments)
+    curves = [[float(x) for x in line[15:].split()] for line in lines[2:5]]
+    assert all(ms > 0 and len(losses) == 8 and losses[-1] < losses[0] for ms, *losses in curves)
+    before, pruned, dense, after = (float(x) for x in lines[-1].split())
+    assert dense < before < pruned and after < pruned

@@ -71,3 +71,146 @@ def test_launches(device):
         scale(kind)(4, 256, x, 1000, ctypes.c_float(2), False)
     graph.replay()
     assert torch.equal(x, (want.float() * 2).to(dtype))
+
+
+REVERSED = """
+using namespace fretwork;
+
+struct reversed {  // rows from last to first, a row's words too
+  const u16* words;
+  u32 each, last_row;
+  __device__ u32 operator()(u32 row, u32 word) const {
+    const u16* const last = words + (last_row - row) * 4 * each + 4 * each - 1;
+    u32 found = 0;
+    for (u32 n = 0; n < each; ++n) found |= u32(*(last - word * each - n)) << 16 * n;
+    return found;
+  }
+};
+"""
+# A warp multiplies 32 rows by 16 columns of one stage. Metadata lies in the order of the layout above, operands in
+# shared memory or, from there, in registers.
+GEMM_SP = f"""
+#include "device/gemm_sp.cuh"
+{REVERSED}"""
+GEMM_SP += """
+template <typename T, bool AlongK, bool Registers, typename Sum>
+__global__ void stage(const u8* values, const u16* words, const u8* b, Sum* out) {
+  constexpr int kLine = AlongK ? kDepthBytes : 128, kLines = AlongK ? 16 : sparse_depth<T>;
+  __shared__ __align__(128) u8 memory[32 * kValueBytes + kLines * kLine];
+  const value_tile kept{shared_address(memory)};
+  const shared_tile<kLine> dense{kept.base + 32 * kValueBytes};
+  copy_lines<32, kValueBytes / 16, 32>(kept, values, kValueBytes, 32, kValueBytes / 16);
+  copy_lines<kLines, kLine / 16, 32>(dense, b, kLine, kLines, kLine / 16);
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();
+  Sum sums[2][2][4] = {};
+  const reversed layout{words, sparse_word<T> / 4, 31};
+  if constexpr (Registers) {
+    register_values<2> a;
+    register_columns<2> columns;
+    for (int n = 0; n < 2; ++n) {
+      load_values<0>(a.at[n][0], kept, 16 * n);
+      load_values<1>(a.at[n][1], kept, 16 * n);
+      load_columns<0, T, AlongK>(columns.at[n][0], dense, 8 * n);
+      load_columns<1, T, AlongK>(columns.at[n][1], dense, 8 * n);
+    }
+    gemm_sp<T, AlongK>(sums, a, columns, layout, 0, 0);
+  } else {
+    gemm_sp<T, AlongK>(sums, kept, dense, layout, 0, 0);
+  }
+  const int lane = threadIdx.x;
+  for (int n = 0; n < 16; ++n) {
+    const int r = n / 8, c = n / 4 % 2, e = n % 4;
+    out[(16 * r + lane / 4 + e / 2 * 8) * 16 + 8 * c + lane % 4 * 2 + e % 2] = sums[r][c][e];
+  }
+}
+"""
+
+
+STAGES = [
+    ("fretwork::bf16", torch.bfloat16, True, False),
+    ("fretwork::bf16", torch.bfloat16, False, True),
+    ("fretwork::f16", torch.float16, True, True),
+    ("float", torch.float32, True, False),
+    ("float", torch.float32, False, True),
+    ("signed char", torch.int8, True, True),
+]
+
+
+@pytest.mark.parametrize("kind, dtype, along_k, registers", STAGES)
+def test_gemm_sp(kind, dtype, along_k, registers, device):
+    integers = dtype == torch.int8
+    flags = ", ".join("true" if flag else "false" for flag in (along_k, registers))
+    kernel = fw.jit.kernel(GEMM_SP, f"stage<{kind}, {flags}, {'int' if integers else 'float'}>")
+    if device.type == "cpu":
+        assert all(kernel.compile(arch).spills == 0 for arch in ("sm_80", "sm_90a"))
+        return
+    torch.manual_seed(0)
+    k = 128 // dtype.itemsize
+    # Small whole numbers: sums are exact in every type.
+    A = fw.two_four.prune(torch.randint(-9, 10, (32, k), device=device).to(torch.float32 if k == 32 else torch.half))
+    s = fw.two_four.compress(A.to(dtype))
+    B = torch.randint(-9, 10, (k, 16), device=device)
+    line = 16 if along_k else 128 // dtype.itemsize  # of rows of b there are 128 bytes
+    b = B.T if along_k else torch.nn.functional.pad(B, (0, line - 16))
+    out = torch.empty(32, 16, device=device, dtype=torch.int32 if integers else torch.float32)
+    words = s.metadata.flip(0, 1).contiguous()
+    kernel(1, 32, s.values.contiguous(), words, b.to(dtype).contiguous(), out)
+    assert torch.equal(out.double(), A.double() @ B.double())
+
+
+# A warpgroup multiplies 64 rows by 128 columns of one stage on Hopper.
+HOPPER = f"""
+#include "device/gemm_sp_hopper.cuh"
+{REVERSED}"""
+HOPPER += """
+template <typename T, typename Sum>
+__global__ void __launch_bounds__(128) stage(const u8* values, const u16* words, const u8* b, Sum* out) {
+  __shared__ __align__(1024) u8 memory[64 * kValueBytes + 128 * kDepthBytes];
+  const value_tile kept{shared_address(memory)};
+  const swizzled_tile dense{kept.base + 64 * kValueBytes};
+  copy_lines<64, kValueBytes / 16, 128>(kept, values, kValueBytes, 64, kValueBytes / 16);
+  copy_lines<128, kDepthBytes / 16, 128>(dense, b, kDepthBytes, 128, kDepthBytes / 16);
+  copy_async_commit();
+  copy_async_wait<0>();
+  tiles_written();
+  __syncthreads();
+  Sum sums[64] = {};
+  gemm_sp<T, 128>(sums, kept, dense, reversed{words, sparse_word<T> / 4, 63}, 0, 0);
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  for (int n = 0; n < 64; ++n) {
+    out[(row + n % 4 / 2 * 8) * 128 + n / 4 * 8 + lane % 4 * 2 + n % 2] = sums[n];
+  }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("fretwork::bf16", torch.bfloat16),
+        ("fretwork::f16", torch.float16),
+        ("float", torch.float32),
+        ("signed char", torch.int8),
+        ("fretwork::f8_e4m3", torch.float8_e4m3fn),
+        ("fretwork::f8_e5m2", torch.float8_e5m2),
+    ],
+)
+def test_gemm_sp_on_hopper(kind, dtype, device):
+    integers = dtype == torch.int8
+    kernel = fw.jit.kernel(HOPPER, f"stage<{kind}, {'int' if integers else 'float'}>")
+    if device.type == "cpu":
+        assert kernel.compile("sm_90a").spills == 0
+        return
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    torch.manual_seed(0)
+    k = 128 // dtype.itemsize
+    wide = torch.float32 if k == 32 else torch.half
+    A = fw.two_four.prune(torch.randint(-4, 5, (64, k), device=device).to(wide))  # exact in every type
+    s = fw.two_four.compress(A.to(dtype))
+    B = torch.randint(-4, 5, (128, k), device=device).to(wide)
+    out = torch.empty(64, 128, device=device, dtype=torch.int32 if integers else torch.float32)
+    kernel(1, 128, s.values.contiguous(), s.metadata.flip(0, 1).contiguous(), B.to(dtype), out)
+    assert torch.equal(out.double(), A.double() @ B.double().T)

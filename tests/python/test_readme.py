@@ -18,22 +18,31 @@ def examples(language: str, file: str = "README.md") -> list[str]:
 
 
 def test_there_is_one_for_each_front_door():
-    assert len(examples("python")) == 2 and len(examples("cpp")) == 1 and len(examples("")) == 2
+    assert len(examples("python")) == 3 and len(examples("cpp")) == 1 and len(examples("")) == 2
 
 
-@pytest.mark.parametrize("code", examples("python"), ids=["torch", "jax"])
+@pytest.mark.parametrize("code", examples("python"), ids=["torch", "two_four", "jax"])
 def test_python(code):
     pytest.importorskip("jax") if "jax" in code else None
     exec(compile(code, "README.md", "exec"), {})
 
 
 @pytest.mark.parametrize(
-    "file, count", [("docs/block-sparsity.md", 2), ("docs/kronecker.md", 3), ("docs/patterns.md", 2)]
+    "file, count",
+    [
+        ("docs/block-sparsity.md", 2),
+        ("docs/kronecker.md", 3),
+        ("docs/patterns.md", 2),
+        ("docs/kernels.md", 2),
+        ("docs/two-four.md", 4),
+    ],
 )
-def test_docs(file, count):
+def test_docs(file, count, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     codes = examples("python", file)
     assert len(codes) == count
     for code in codes:
+        pytest.importorskip("safetensors") if "safetensors" in code else None
         exec(compile(code, file, "exec"), {})
 
 

@@ -55,5 +55,6 @@ class Run {
 void add_bench_attention(CLI::App& bench);
 void add_bench_block(CLI::App& bench);
 void add_bench_kronecker(CLI::App& bench);
+void add_bench_two_four(CLI::App& bench);
 
 }  // namespace fretwork::cli

@@ -76,7 +76,7 @@ int explain(const CLI::App& app, const CLI::ParseError& error) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Regular sparsity for deep learning: block layouts, Kronecker factors and the operators on them.",
+  CLI::App app("Regular sparsity for deep learning: block layouts, Kronecker factors, 2:4 and the operators on them.",
                "fretwork");
   app.set_version_flag("--version", std::string("fretwork ") + FRETWORK_VERSION);
   app.footer(
@@ -86,6 +86,7 @@ int run(int argc, char** argv) {
       "  fretwork bench block --n 2048 --block 32,64 --density 0.5,0.1\n"
       "  fretwork bench kronecker --patterns '6,64,64,1;1,768,192,2' --backward\n"
       "  fretwork tune kronecker\n"
+      "  fretwork two_four inspect weights.safetensors\n"
       "  fretwork compile --arch sm_90a\n"
       "Exit codes: 0 done, 1 something failed, 2 bad usage, 130 interrupted. `fretwork COMMAND --help` says more.");
   app.require_subcommand(1);
@@ -93,6 +94,7 @@ int run(int argc, char** argv) {
   add_show(app);
   add_bench(app);
   add_tune(app);
+  add_two_four(app);
   add_compile(app);
   add_cache(app);
   try {

@@ -15,6 +15,7 @@
 #include "picture.h"
 #include "survey.h"
 #include "terminal.h"
+#include "two_four_matrix.h"
 
 namespace fretwork::cli {
 namespace {
@@ -26,7 +27,7 @@ struct ShowOptions {
   std::vector<std::string> patterns;
   std::int64_t head = 0;
   int width = 0;
-  std::string png, svg;
+  std::string name, png, svg;
   bool json = false;
 };
 
@@ -210,9 +211,57 @@ void show_chain(const ShowOptions& options) {
   }
 }
 
+bool is_two_four(const std::string& text) { return text.starts_with("two_four(") || text.ends_with(".safetensors"); }
+
+/// A 2:4 matrix, from a file or random. Every part of it is half full: what is worth seeing is a corner, place by
+/// place.
+void show_two_four(const ShowOptions& options) {
+  const std::string& text = options.patterns.front();
+  const bool random = text.starts_with("two_four(");
+  const TwoFourMatrix matrix = random ? random_two_four(text) : read_two_four(text, options.name, "show").front();
+  const auto shape = matrix.shape();
+  const double dense = static_cast<double>(matrix.lines) * static_cast<double>(matrix.k);
+  const bool empty = matrix.lines * matrix.k == 0;
+  if (options.json) {
+    const nlohmann::ordered_json json = {{"kind", "two_four"},
+                                         {"shape", shape},
+                                         {"dim", matrix.dim},
+                                         {"dtype", name_of(matrix.dtype)},
+                                         {"nnz", matrix.lines * (matrix.k / 2)},
+                                         {"bytes", static_cast<std::int64_t>(matrix.stored())}};
+    fmt::print("{}\n", json.dump(2));
+  } else {
+    const auto line = [](const char* name, const std::string& value) { fmt::print("{:<9}{}\n", name, value); };
+    line("kind", matrix.name.empty() ? "two_four" : "two_four, " + matrix.name);
+    line("shape", fmt::format("{}, compressed along dim {}", shape_text(shape), matrix.dim));
+    line(name_of(matrix.dtype), fmt::format("{} stored, {} if dense", bytes_text(matrix.stored()),
+                                            bytes_text(dense * static_cast<double>(size_of(matrix.dtype)))));
+    const std::int64_t width = options.width > 0 ? options.width : terminal_width();
+    const Occupancy grid = corner(matrix, 32, std::max<std::int64_t>(1, width - 2));
+    if (!empty) {
+      fmt::print("{}", terminal_picture(grid, wants_colour()));
+    }
+    if (grid.rows < shape[0] || grid.cols < shape[1]) {
+      fmt::print("the first {} rows and {} columns\n", grid.rows, grid.cols);
+    }
+  }
+  if (empty && !(options.png.empty() && options.svg.empty())) {
+    throw Error("show", "matrix", "at least one element to draw", shape_text(shape));
+  }
+  if (!options.png.empty()) {
+    write_png(corner(matrix, 256, 256), options.png);
+  }
+  if (!options.svg.empty()) {
+    write_svg(corner(matrix, 64, 64), shortened(text, 120), options.svg);
+  }
+}
+
 void show(const ShowOptions& options) {
   if (options.patterns.size() > 1) {
     return show_chain(options);
+  }
+  if (is_two_four(options.patterns.front())) {
+    return show_two_four(options);
   }
   const PatternPtr pattern = read_pattern(options.patterns.front());
   const Survey survey(*pattern);
@@ -258,6 +307,7 @@ void add_show(CLI::App& app) {
           "The pattern's text, or - to read it from standard input; several for a chain, the first applied first")
       ->required();
   command->add_option("--head", options->head, "Which head to draw (0)");
+  command->add_option("--name", options->name, "Which matrix of a file (the first)");
   command->add_option("--width", options->width, "Columns of the picture, 3 to 1000 (the terminal's)")
       ->check(CLI::Range(3, 1000).description(""));
   command->add_option("--png", options->png, "Write the picture to this file, too");
@@ -270,12 +320,14 @@ void add_show(CLI::App& app) {
       "  kronecker(a,b,c,d)                                    one Kronecker factor, I_a x 1_(b,c) x I_d\n"
       "  strided(S,stride), sliding_window(S,left,right), …    a regular pattern (docs/patterns.md), or several with | "
       "&\n"
+      "  two_four(rows,cols,seed), FILE.safetensors            a random 2:4 matrix, or one of fw.two_four.save\n"
       "Examples:\n"
       "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
       "  fretwork show 'random_blocks((4,32,32),(16,64),0.25,7)' --head 3 --png layout.png\n"
       "  fretwork show 'kronecker(2,16,16,4)'\n"
       "  fretwork show 'strided(16384,128) | longformer(16384,512,[0,1])'\n"
       "  fretwork show 'kronecker(64,64,64,1)' 'kronecker(1,64,64,64)'\n"
+      "  fretwork show 'two_four(32,64,0)'\n"
       "  fretwork show - --json < layout.txt\n"
       "Colours need a terminal; setting NO_COLOR turns them off.");
   command->callback([options] { show(*options); });

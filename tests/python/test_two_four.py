@@ -291,6 +291,22 @@ def test_what_has_no_gradient_says_so(device):
         ops.two_four_prune_both(A, torch.int16)[0].sum().backward()
 
 
+@pytest.mark.parametrize("n", [3, 40])
+def test_whole_results_are_scaled_biased_and_activated(n, device):
+    """int32 results without fractions on the way are exact; the others are rounded to the nearest."""
+    A, B = pruned(8, 64, torch.int8, device), torch.randint(-9, 10, (64, n), dtype=torch.int8, device=device)
+    s, sums = two_four.compress(A), A.cpu().double() @ B.cpu().double()
+    bias, scale = torch.randint(-(2**28), 2**28, (8,), dtype=torch.int32), torch.rand(8) / 64
+    biased = sums + bias.double()[:, None]
+    same(two_four.matmul(s, B, bias.to(device)), biased)
+    same(two_four.matmul(s, B, bias.to(device), "relu"), biased.relu())
+    same(two_four.matmul(B.T, s.T, bias.to(device), "relu"), biased.relu().T)
+    got = two_four.matmul(s, B, (bias % 99).to(device), "gelu", scale_a=scale.to(device))
+    want = F.gelu(sums * scale.double()[:, None] + (bias % 99).double()[:, None])
+    assert got.dtype == torch.int32 and (got.cpu() - want).abs().max() < 0.501
+    same(two_four.matmul(s, B, scale_a=torch.tensor(1e30, device=device)).clamp(-1, 1), sums.clamp(-1, 1))
+
+
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_bias_learns_beside_small_types(dtype, device):
     s, x = two_four.compress(pruned(8, 16, dtype, device)), pruned(3, 16, dtype, device)
@@ -543,8 +559,11 @@ def test_layer_changes_dtype(device):
     same(layer.float().to_dense(), before.bfloat16())
     fours = fw.nn.SemiSparseLinear.from_dense(torch.nn.Linear(64, 64, device=device, dtype=torch.float16))
     same(copy.deepcopy(fours).bfloat16().to_dense(), fours.to_dense().bfloat16())
+    before = fours.to_dense().detach()
     with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected"):
         fours.float()
+    assert fours.values.dtype == fours.bias.dtype == torch.float16, "a layer that is refused stays as it was"
+    same(fours.to_dense(), before)
 
 
 @pytest.mark.parametrize("prune", ["magnitude", "transposable"])

@@ -138,10 +138,15 @@ class SemiSparseLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SemiSparseLinear":
         """Only fp32 has pairs: where a change of dtype leaves it, the metadata follows; into it nothing fits."""
-        before = self.sparse.detach() if self.trainable == "values" else None
+        words = None
+        if self.trainable == "values":
+            before = self.sparse.detach()
+            dtype = fn(before.values.new_empty(0)).dtype
+            if _rules.group_of(dtype) != _rules.group_of(before.dtype):
+                words = two_four.regrouped(before, dtype)  # which refuses before anything has changed
         super()._apply(fn, recurse)
-        if before is not None and _rules.group_of(self.values.dtype) != _rules.group_of(before.dtype):
-            self.metadata = two_four.regrouped(before, self.values.dtype).to(self.values.device)
+        if words is not None:
+            self.metadata = words.to(self.values.device)
         return self
 
     def extra_repr(self) -> str:

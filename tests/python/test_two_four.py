@@ -421,6 +421,18 @@ def test_from_layout_checks(device):
     for arguments in [(values[0], words, "torch"), (values, words[:16], "torch"), (values[:7], words, "torch")]:
         with pytest.raises(ValueError, match=r"from_layout: .*: expected .*got "):
             two_four.from_layout(*arguments)
+    with pytest.raises(TypeError, match=r"from_layout: metadata_dtype: expected .*got int16"):
+        two_four.from_layout(values, words, "torch", metadata_dtype="int16")
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
+def test_layouts_of_nothing(shape, device):
+    for dtype in (torch.float16, torch.int8, torch.float32):
+        s = two_four.compress(torch.zeros(shape, dtype=dtype, device=device))
+        for layout in ("torch", "cutlass_sm90"):
+            assert two_four.from_layout(*s.export(layout), layout).shape == shape
+        assert s.export(torch.tensor([-1, -1]))[1].tolist() == [0x44, 0x44]
+        assert two_four.cat([s, s], dim=1).to_dense().shape == (shape[0], 2 * shape[1])
 
 
 def test_empty_groups_of_cutlass_sm90(device):
@@ -468,12 +480,30 @@ def test_files_are_checked(tmp_path):
         safetensors.save_file(parts, file, texts)
         with pytest.raises(ValueError, match=r"load: .*: expected .*got "):
             two_four.load(file)
+    for keys, dim in ((parts, "x"), (parts, "-1"), (parts, None), (("metadata",), "1")):
+        texts = {"format": "fretwork.two_four", "version": "1"} | ({} if dim is None else {"dim": dim})
+        safetensors.save_file({key: parts[key] for key in keys}, file, texts)
+        with pytest.raises(ValueError, match=r"load: .*: expected .*got "):
+            two_four.load(file)
     parts["metadata"] = torch.zeros_like(s.metadata)
     safetensors.save_file(parts, file, {"format": "fretwork.two_four", "version": "1", "dim": "1"})
     with pytest.raises(ValueError, match="TwoFour: metadata: expected"):
         two_four.load(file)
     with pytest.raises(TypeError, match=r"save: matrices\['x'\]: expected .*got "):
         two_four.save(file, {"x": torch.eye(4)})
+    for wrong in ([s], torch.eye(4)):
+        with pytest.raises(TypeError, match=r"save: matrices: expected .*got "):
+            two_four.save(file, wrong)
+
+
+def test_matrices_that_share_memory_are_saved(tmp_path):
+    pytest.importorskip("safetensors")
+    A = pruned(8, 32, torch.float16)
+    s = two_four.compress(A)
+    two_four.save(tmp_path / "tied.safetensors", {"a": s, "tied": s, "turned": s.T, "part": s[2:], 0: s[:4]})
+    found = two_four.load(tmp_path / "tied.safetensors")
+    for name, want in (("a", A), ("tied", A), ("turned", A.T), ("part", A[2:]), ("0", A[:4])):
+        same(found[name].to_dense(), want)
 
 
 def test_without_safetensors(monkeypatch):

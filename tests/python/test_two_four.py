@@ -357,8 +357,23 @@ def test_vmap_over_each_operand(device):
     values = torch.randn(3, *s.values.shape, device=device)
     got = torch.vmap(lambda v: two_four.matmul(fw.TwoFour(v, s.metadata), B[0]))(values)
     close(got, torch.stack([fw.TwoFour(v, s.metadata).to_dense() for v in values]) @ B[0])
+    close(torch.vmap(lambda a: two_four.matmul(two_four.compress(two_four.prune(a)), B[0]))(A[:0]), A[:0] @ B[0])
     with pytest.raises(RuntimeError, match="matmul: b: expected"):
         torch.vmap(lambda b: two_four.matmul(s, b))(x)
+
+
+def test_gradient_through_vmap(device):
+    """Of tensors that require it outside."""
+    A, bias = pruned(8, 16, torch.float32, device), torch.randn(8, device=device, requires_grad=True)
+    values = two_four.compress(A).values.clone().requires_grad_()
+    s, B = fw.TwoFour(values, two_four.compress(A).metadata), torch.randn(3, 16, 5, device=device, requires_grad=True)
+    (got,) = torch.autograd.grad(torch.vmap(lambda b: two_four.matmul(s.detach(), b))(B).sum(), B)
+    assert_close(got, A.T.sum(1)[None, :, None].expand(3, 16, 5).cpu().double(), torch.float32)
+    inputs = (values, B, bias)
+    got = torch.autograd.grad(torch.vmap(lambda b: two_four.matmul(s, b, bias))(B).square().sum(), inputs)
+    want = torch.autograd.grad(two_four.matmul(s, B, bias).square().sum(), inputs)
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other.cpu().double(), torch.float32)
 
 
 def test_autocast_follows_the_sparse_operand(device):

@@ -589,6 +589,14 @@ def test_layer_by_sizes(device):
         fw.nn.SemiSparseLinear.from_dense(torch.nn.ReLU())
 
 
+@pytest.mark.parametrize("trainable", ["values", "dense"])
+def test_layer_refuses_no_tensors_and_has_shapes_without_memory(trainable):
+    layer = fw.nn.SemiSparseLinear(32, 16, device="meta", trainable=trainable)
+    assert layer(torch.empty(3, 32, device="meta")).shape == (3, 16)
+    with pytest.raises(TypeError, match="linear: x: expected a torch.Tensor, got list"):
+        layer([1.0])
+
+
 def test_layer_keeps_what_the_dense_one_was(device):
     linear = torch.nn.Linear(32, 16, device=device).eval().requires_grad_(False)
     for trainable in ("values", "dense"):

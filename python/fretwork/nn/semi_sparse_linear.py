@@ -127,10 +127,11 @@ class SemiSparseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.trainable == "values":
             return two_four.linear(x, TwoFour._of(self.values, self.metadata, 1), self.bias)
+        two_four._check_tensor("linear", "x", x)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         device = x.device.type
-        if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+        if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         exact = two_four._exactness("linear", weight.dtype, None)

@@ -267,14 +267,18 @@ def _outer(product: str, d: Tensor, dense: Tensor) -> Tensor:
 
 
 def _each(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """One call for each element."""
+    """One call for each element; of no elements, one of zeros shows the shapes."""
+
+    def element(a: Tensor, d: int, n: int) -> Tensor:
+        return a.select(d, n) if info.batch_size else a.new_zeros((*a.shape[:d], *a.shape[d + 1 :]))
+
     results = [
-        call(*(a if d is None else a.select(d, n) for a, d in zip(arguments, in_dims, strict=True)))
-        for n in range(info.batch_size)
+        call(*(a if d is None else element(a, d, n) for a, d in zip(arguments, in_dims, strict=True)))
+        for n in range(max(info.batch_size, 1))
     ]
     if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    stacked = tuple(map(torch.stack, zip(*results, strict=True)))
+        return torch.stack(results)[: info.batch_size], 0
+    stacked = tuple(torch.stack(each)[: info.batch_size] for each in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
 
 
@@ -302,11 +306,12 @@ def _register_product(op: str) -> None:
     call = getattr(_ops, op).default
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        """With gradient either way: what is batched hides whether it requires one, and shows it only here."""
         values, metadata, dense, *rest = arguments
         alone = any(d is not None for n, d in enumerate(in_dims) if n != 2)
         if alone or dense.dim() < (2 if rest[-2] == "linear" else 3):
-            return _each(call, info, in_dims, arguments)
-        return call(values, metadata, dense.movedim(in_dims[2], 0), *rest), 0
+            return _each(_matmul, info, in_dims, arguments)
+        return _matmul(values, metadata, dense.movedim(in_dims[2], 0), *rest), 0
 
     def autocast(
         values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, activation: str, out: Any, *rest: Any

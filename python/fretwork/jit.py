@@ -37,6 +37,10 @@ class Kernel:
         self._source, self._name = (source + "\n").encode(), name.encode()
         self._loaded: dict[int, int] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what is loaded, which belongs to a process."""
+        return Kernel, (self._source.decode().removesuffix("\n"), self.name)
+
     def compile(self, arch: str) -> Report:
         """Compiles for an architecture, whether there is such a GPU or not; RuntimeError with the compiler's log.
 

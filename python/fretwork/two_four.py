@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
 from fretwork._library import core, last_error
-from fretwork._rules_two_four import group_of
+from fretwork._rules_two_four import group_of, words_of
 from fretwork.ops import _check_tensor, _precision, _precision_of_torch
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load", "matmul", "prune", "save"]
@@ -45,6 +45,11 @@ def _fail(op: str, argument: str, expected: object, got: object, kind: type[Exce
 def _axis(dim: int) -> int:
     """0 or 1; what is no axis stays, for the core to refuse."""
     return dim + 2 if dim in (-1, -2) else dim
+
+
+def _check_word(op: str, dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        _fail(op, "metadata_dtype", "torch.int8, int16 or int32", dtype, TypeError)
 
 
 def _range(index: slice, size: int) -> slice:
@@ -179,9 +184,11 @@ class TwoFour:
         lines, k = s.shape
         order = _order("export", layout, lines, k, self.dtype, tile_k).to(self.device)
         plain = _bytes(s)
-        found = torch.where(order < 0, _EMPTY, plain.flatten()[order.clamp(min=0)])
+        found = torch.full(order.shape, _EMPTY, dtype=torch.uint8, device=self.device)
+        found[order >= 0] = plain.flatten()[order[order >= 0]]
         if layout in ("torch", "cutlass_sm80"):
-            found = found.view(torch.int32 if self.dtype.itemsize == 1 else torch.int16).view(lines, -1)
+            word = torch.int32 if self.dtype.itemsize == 1 else torch.int16
+            found = found.view(word).view(lines, words_of(k, self.dtype, word))
         return s.values.detach().contiguous(), found
 
     def __repr__(self) -> str:
@@ -212,7 +219,8 @@ def _nibbles(s: TwoFour) -> Tensor:
 def _words(nibbles: Tensor, word: torch.dtype, dim: int) -> Tensor:
     missing = -nibbles.shape[1] % (2 * word.itemsize)
     pairs = F.pad(nibbles, (0, missing), value=4).unflatten(1, (-1, 2))
-    words = (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(word)
+    both = (pairs[..., 0] | pairs[..., 1] << 4).flatten()
+    words = both.view(word).view(nibbles.shape[0], -(-nibbles.shape[1] // (2 * word.itemsize)))
     return words if dim else words.t()
 
 
@@ -269,8 +277,7 @@ def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16
     RuntimeError: compress: A: expected at most 2 non-zeros in every 4, got more in the group at (0, 0)
     """
     _check_tensor("compress", "A", A)
-    if not isinstance(metadata_dtype, torch.dtype):
-        _fail("compress", "metadata_dtype", "torch.int8, int16 or int32", metadata_dtype, TypeError)
+    _check_word("compress", metadata_dtype)
     axis = _axis(dim)
     values, metadata = _compress(A, axis, metadata_dtype, bool(validate))
     return TwoFour._of(values, metadata, axis)
@@ -359,6 +366,7 @@ def from_layout(
     op = "from_layout"
     _check_tensor(op, "values", values)
     _check_tensor(op, "metadata", metadata)
+    _check_word(op, metadata_dtype)
     if values.dim() != 2:
         _fail(op, "values", "a matrix, row by row of what is compressed", tuple(values.shape))
     lines, k = values.shape[0], 2 * values.shape[1]
@@ -547,14 +555,19 @@ def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -
     ...     fw.two_four.load(f"{folder}/weights.safetensors")["up"].shape
     torch.Size([16, 16])
     """
-    named = {"": matrices} if isinstance(matrices, TwoFour) else dict(matrices)
-    tensors, texts = {}, {"format": "fretwork.two_four", "version": _VERSION}
+    if not isinstance(matrices, (TwoFour, Mapping)):
+        _fail("save", "matrices", "a fretwork.TwoFour or a mapping of them", type(matrices).__name__, TypeError)
+    named = {"": matrices} if isinstance(matrices, TwoFour) else {str(name): s for name, s in matrices.items()}
+    tensors, texts, places = {}, {"format": "fretwork.two_four", "version": _VERSION}, set()
     for name, s in named.items():
         if not isinstance(s, TwoFour):
             _fail("save", f"matrices[{name!r}]", "a fretwork.TwoFour", type(s).__name__, TypeError)
         prefix = f"{name}." if name else ""
         for key, t in (("values", s.values.detach()), ("metadata", s.metadata)):
-            tensors[prefix + key] = (t if s.dim else t.t()).contiguous()
+            lines = (t if s.dim else t.t()).contiguous()
+            shared = lines.untyped_storage().data_ptr() in places  # which safetensors refuses
+            tensors[prefix + key] = lines.clone() if shared else lines
+            places.add(lines.untyped_storage().data_ptr())
         texts[f"{prefix}dim"] = str(s.dim)
     _safetensors("save").torch.save_file(tensors, str(file), texts)
 
@@ -575,11 +588,18 @@ def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFo
             _fail("load", "file", "a file of fretwork.two_four.save", f"{file} without that mark")
         if texts.get("version") != _VERSION:
             _fail("load", "version", _VERSION, texts.get("version"))
+        held = set(opened.keys())
         for key, text in texts.items():
             if key == "dim" or key.endswith(".dim"):
                 prefix = key[:-3]
-                pair = (opened.get_tensor(prefix + part) for part in ("values", "metadata"))
-                axis = int(text)
-                values, metadata = (t if axis else t.t() for t in pair)
-                found[prefix[:-1]] = TwoFour(values, metadata, axis)
+                if text not in ("0", "1"):
+                    _fail("load", key, "0 or 1", text)
+                names = [prefix + part for part in ("values", "metadata")]
+                if missing := set(names) - held:
+                    _fail("load", "file", f"{' and '.join(names)} in {file}", f"no {' and no '.join(sorted(missing))}")
+                held -= set(names)
+                values, metadata = (t if text == "1" else t.t() for t in map(opened.get_tensor, names))
+                found[prefix[:-1]] = TwoFour(values, metadata, int(text))
+        if held:
+            _fail("load", "file", f"a dim for every matrix in {file}", f"none for {', '.join(sorted(held))}")
     return found[""] if list(found) == [""] else found

@@ -1,6 +1,8 @@
 """Kernels of the user's own."""
 
+import copy
 import ctypes
+import pickle
 
 import pytest
 import torch
@@ -51,6 +53,15 @@ def test_arguments_are_checked(device):
             scale()(grid, 256, x)
     with pytest.raises(TypeError, match="argument 1: expected a tensor"):
         scale()(1, 256, x, "4")
+
+
+def test_copies_load_for_themselves():
+    """A handle of one process is none in another."""
+    kernel = scale()
+    kernel._loaded[0] = 1
+    for other in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
+        assert (other.name, other._source, other._name) == (kernel.name, kernel._source, kernel._name)
+        assert not other._loaded
 
 
 def test_launches(device):

@@ -291,6 +291,22 @@ def test_what_has_no_gradient_says_so(device):
         ops.two_four_prune_both(A, torch.int16)[0].sum().backward()
 
 
+@pytest.mark.parametrize("n", [3, 40])
+def test_whole_results_are_scaled_biased_and_activated(n, device):
+    """int32 results without fractions on the way are exact; the others are rounded to the nearest."""
+    A, B = pruned(8, 64, torch.int8, device), torch.randint(-9, 10, (64, n), dtype=torch.int8, device=device)
+    s, sums = two_four.compress(A), A.cpu().double() @ B.cpu().double()
+    bias, scale = torch.randint(-(2**28), 2**28, (8,), dtype=torch.int32), torch.rand(8) / 64
+    biased = sums + bias.double()[:, None]
+    same(two_four.matmul(s, B, bias.to(device)), biased)
+    same(two_four.matmul(s, B, bias.to(device), "relu"), biased.relu())
+    same(two_four.matmul(B.T, s.T, bias.to(device), "relu"), biased.relu().T)
+    got = two_four.matmul(s, B, (bias % 99).to(device), "gelu", scale_a=scale.to(device))
+    want = F.gelu(sums * scale.double()[:, None] + (bias % 99).double()[:, None])
+    assert got.dtype == torch.int32 and (got.cpu() - want).abs().max() < 0.501
+    same(two_four.matmul(s, B, scale_a=torch.tensor(1e30, device=device)).clamp(-1, 1), sums.clamp(-1, 1))
+
+
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_bias_learns_beside_small_types(dtype, device):
     s, x = two_four.compress(pruned(8, 16, dtype, device)), pruned(3, 16, dtype, device)
@@ -341,8 +357,23 @@ def test_vmap_over_each_operand(device):
     values = torch.randn(3, *s.values.shape, device=device)
     got = torch.vmap(lambda v: two_four.matmul(fw.TwoFour(v, s.metadata), B[0]))(values)
     close(got, torch.stack([fw.TwoFour(v, s.metadata).to_dense() for v in values]) @ B[0])
+    close(torch.vmap(lambda a: two_four.matmul(two_four.compress(two_four.prune(a)), B[0]))(A[:0]), A[:0] @ B[0])
     with pytest.raises(RuntimeError, match="matmul: b: expected"):
         torch.vmap(lambda b: two_four.matmul(s, b))(x)
+
+
+def test_gradient_through_vmap(device):
+    """Of tensors that require it outside."""
+    A, bias = pruned(8, 16, torch.float32, device), torch.randn(8, device=device, requires_grad=True)
+    values = two_four.compress(A).values.clone().requires_grad_()
+    s, B = fw.TwoFour(values, two_four.compress(A).metadata), torch.randn(3, 16, 5, device=device, requires_grad=True)
+    (got,) = torch.autograd.grad(torch.vmap(lambda b: two_four.matmul(s.detach(), b))(B).sum(), B)
+    assert_close(got, A.T.sum(1)[None, :, None].expand(3, 16, 5).cpu().double(), torch.float32)
+    inputs = (values, B, bias)
+    got = torch.autograd.grad(torch.vmap(lambda b: two_four.matmul(s, b, bias))(B).square().sum(), inputs)
+    want = torch.autograd.grad(two_four.matmul(s, B, bias).square().sum(), inputs)
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other.cpu().double(), torch.float32)
 
 
 def test_autocast_follows_the_sparse_operand(device):
@@ -405,6 +436,18 @@ def test_from_layout_checks(device):
     for arguments in [(values[0], words, "torch"), (values, words[:16], "torch"), (values[:7], words, "torch")]:
         with pytest.raises(ValueError, match=r"from_layout: .*: expected .*got "):
             two_four.from_layout(*arguments)
+    with pytest.raises(TypeError, match=r"from_layout: metadata_dtype: expected .*got int16"):
+        two_four.from_layout(values, words, "torch", metadata_dtype="int16")
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
+def test_layouts_of_nothing(shape, device):
+    for dtype in (torch.float16, torch.int8, torch.float32):
+        s = two_four.compress(torch.zeros(shape, dtype=dtype, device=device))
+        for layout in ("torch", "cutlass_sm90"):
+            assert two_four.from_layout(*s.export(layout), layout).shape == shape
+        assert s.export(torch.tensor([-1, -1]))[1].tolist() == [0x44, 0x44]
+        assert two_four.cat([s, s], dim=1).to_dense().shape == (shape[0], 2 * shape[1])
 
 
 def test_empty_groups_of_cutlass_sm90(device):
@@ -452,12 +495,30 @@ def test_files_are_checked(tmp_path):
         safetensors.save_file(parts, file, texts)
         with pytest.raises(ValueError, match=r"load: .*: expected .*got "):
             two_four.load(file)
+    for keys, dim in ((parts, "x"), (parts, "-1"), (parts, None), (("metadata",), "1")):
+        texts = {"format": "fretwork.two_four", "version": "1"} | ({} if dim is None else {"dim": dim})
+        safetensors.save_file({key: parts[key] for key in keys}, file, texts)
+        with pytest.raises(ValueError, match=r"load: .*: expected .*got "):
+            two_four.load(file)
     parts["metadata"] = torch.zeros_like(s.metadata)
     safetensors.save_file(parts, file, {"format": "fretwork.two_four", "version": "1", "dim": "1"})
     with pytest.raises(ValueError, match="TwoFour: metadata: expected"):
         two_four.load(file)
     with pytest.raises(TypeError, match=r"save: matrices\['x'\]: expected .*got "):
         two_four.save(file, {"x": torch.eye(4)})
+    for wrong in ([s], torch.eye(4)):
+        with pytest.raises(TypeError, match=r"save: matrices: expected .*got "):
+            two_four.save(file, wrong)
+
+
+def test_matrices_that_share_memory_are_saved(tmp_path):
+    pytest.importorskip("safetensors")
+    A = pruned(8, 32, torch.float16)
+    s = two_four.compress(A)
+    two_four.save(tmp_path / "tied.safetensors", {"a": s, "tied": s, "turned": s.T, "part": s[2:], 0: s[:4]})
+    found = two_four.load(tmp_path / "tied.safetensors")
+    for name, want in (("a", A), ("tied", A), ("turned", A.T), ("part", A[2:]), ("0", A[:4])):
+        same(found[name].to_dense(), want)
 
 
 def test_without_safetensors(monkeypatch):
@@ -528,6 +589,14 @@ def test_layer_by_sizes(device):
         fw.nn.SemiSparseLinear.from_dense(torch.nn.ReLU())
 
 
+@pytest.mark.parametrize("trainable", ["values", "dense"])
+def test_layer_refuses_no_tensors_and_has_shapes_without_memory(trainable):
+    layer = fw.nn.SemiSparseLinear(32, 16, device="meta", trainable=trainable)
+    assert layer(torch.empty(3, 32, device="meta")).shape == (3, 16)
+    with pytest.raises(TypeError, match="linear: x: expected a torch.Tensor, got list"):
+        layer([1.0])
+
+
 def test_layer_keeps_what_the_dense_one_was(device):
     linear = torch.nn.Linear(32, 16, device=device).eval().requires_grad_(False)
     for trainable in ("values", "dense"):
@@ -543,8 +612,11 @@ def test_layer_changes_dtype(device):
     same(layer.float().to_dense(), before.bfloat16())
     fours = fw.nn.SemiSparseLinear.from_dense(torch.nn.Linear(64, 64, device=device, dtype=torch.float16))
     same(copy.deepcopy(fours).bfloat16().to_dense(), fours.to_dense().bfloat16())
+    before = fours.to_dense().detach()
     with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected"):
         fours.float()
+    assert fours.values.dtype == fours.bias.dtype == torch.float16, "a layer that is refused stays as it was"
+    same(fours.to_dense(), before)
 
 
 @pytest.mark.parametrize("prune", ["magnitude", "transposable"])

@@ -127,10 +127,11 @@ class SemiSparseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.trainable == "values":
             return two_four.linear(x, TwoFour._of(self.values, self.metadata, 1), self.bias)
+        two_four._check_tensor("linear", "x", x)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         device = x.device.type
-        if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+        if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         exact = two_four._exactness("linear", weight.dtype, None)
@@ -138,10 +139,15 @@ class SemiSparseLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SemiSparseLinear":
         """Only fp32 has pairs: where a change of dtype leaves it, the metadata follows; into it nothing fits."""
-        before = self.sparse.detach() if self.trainable == "values" else None
+        words = None
+        if self.trainable == "values":
+            before = self.sparse.detach()
+            dtype = fn(before.values.new_empty(0)).dtype
+            if _rules.group_of(dtype) != _rules.group_of(before.dtype):
+                words = two_four.regrouped(before, dtype)  # which refuses before anything has changed
         super()._apply(fn, recurse)
-        if before is not None and _rules.group_of(self.values.dtype) != _rules.group_of(before.dtype):
-            self.metadata = two_four.regrouped(before, self.values.dtype).to(self.values.device)
+        if words is not None:
+            self.metadata = words.to(self.values.device)
         return self
 
     def extra_repr(self) -> str:

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "core/divide.h"
@@ -225,7 +227,7 @@ class Work {
 
   void finish(const Job& job, T* sums) const {
     if constexpr (std::is_same_v<T, std::int32_t>) {
-      if (p_.out == DType::i32) {
+      if (stays_whole()) {
         store_integers(job, sums);
         return;
       }
@@ -243,13 +245,40 @@ class Work {
     }
   }
 
+  /// i32 results that need no fractions on the way are computed without.
+  bool stays_whole() const {
+    return p_.out == DType::i32 && p_.scale_s.data == nullptr && p_.scale_b.data == nullptr &&
+           (p_.activation == Activation::none || p_.activation == Activation::relu);
+  }
+  std::int32_t whole_bias(std::int64_t line) const {
+    return p_.bias.data != nullptr ? static_cast<const std::int32_t*>(p_.bias.data)[line * p_.bias.stride] : 0;
+  }
+
   void store_integers(const Job& job, const std::int32_t* sums) const {
-    auto* const to = static_cast<std::int32_t*>(p_.c.data) + job.batch * p_.c.batch;
+    const std::int32_t least = p_.activation == Activation::relu ? 0 : std::numeric_limits<std::int32_t>::min();
     for (std::int64_t i = 0; i < job.lines; ++i) {
+      const auto bias = static_cast<std::uint32_t>(whole_bias(job.line + i));
       for (std::int64_t j = 0; j < job.cols; ++j) {
-        to[(job.line + i) * p_.c.row + (job.col + j) * p_.c.col] = sums[i * job.width() + j];
+        const auto sum = static_cast<std::uint32_t>(sums[i * job.width() + j]);  // which wraps, as on a GPU
+        static_cast<std::int32_t*>(p_.c.data)[place(job, i, j)] =
+            std::max(static_cast<std::int32_t>(sum + bias), least);
       }
     }
+  }
+
+  /// An integer is the nearest one, the range's end for what is outside it and 0 for NaN, as a GPU has it.
+  void store_one(std::int64_t at, double x) const {
+    if (p_.out != DType::i32) {
+      return write_element(p_.c.data, p_.out, at, x);
+    }
+    using Limits = std::numeric_limits<std::int32_t>;
+    const double nearest = std::clamp(std::nearbyint(x), double{Limits::min()}, double{Limits::max()});
+    static_cast<std::int32_t*>(p_.c.data)[at] = std::isnan(x) ? 0 : static_cast<std::int32_t>(nearest);
+  }
+
+  /// Where in c an element of a job is.
+  std::int64_t place(const Job& job, std::int64_t i, std::int64_t j) const {
+    return job.batch * p_.c.batch + (job.line + i) * p_.c.row + (job.col + j) * p_.c.col;
   }
 
   template <typename F>
@@ -267,22 +296,23 @@ class Work {
     if (biased || p_.activation != Activation::none) {
       F bias[kLines];
       for (std::int64_t i = 0; i < job.lines; ++i) {
-        bias[i] = biased ? read_element<F>(p_.bias.data, p_.out, (job.line + i) * p_.bias.stride) : F{0};
+        bias[i] = !biased                ? F{0}
+                  : p_.out == DType::i32 ? static_cast<F>(whole_bias(job.line + i))
+                                         : read_element<F>(p_.bias.data, p_.out, (job.line + i) * p_.bias.stride);
       }
       simd::finish({sums, width, job.lines, width, biased ? bias : nullptr, nullptr, p_.activation},
                    std::is_same_v<F, double> ? DType::f64 : DType::f32);
     }
-    const std::int64_t first = job.batch * p_.c.batch + job.line * p_.c.row + job.col * p_.c.col;
-    if (std::is_same_v<F, double> && p_.out == DType::f32) {
+    if (p_.out == DType::i32 || (std::is_same_v<F, double> && p_.out == DType::f32)) {
       for (std::int64_t i = 0; i < job.lines; ++i) {
         for (std::int64_t j = 0; j < job.cols; ++j) {
-          write_element(p_.c.data, p_.out, first + i * p_.c.row + j * p_.c.col, sums[i * width + j]);
+          store_one(place(job, i, j), sums[i * width + j]);
         }
       }
       return;
     }
-    const simd::Place to{static_cast<std::byte*>(p_.c.data) + first * static_cast<std::int64_t>(size_of(p_.out)),
-                         p_.c.row, p_.c.col};
+    const std::int64_t first = place(job, 0, 0) * static_cast<std::int64_t>(size_of(p_.out));
+    const simd::Place to{static_cast<std::byte*>(p_.c.data) + first, p_.c.row, p_.c.col};
     simd::widened_tiles(p_.out).store(sums, width, job.lines, job.cols, to, false);
   }
 

@@ -83,7 +83,9 @@ def usable(calls: dict[str, Callable[[], Call]], left_out: dict[str, str]) -> di
     return kept
 
 
-def measure(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device, rates: Row, seconds: float) -> Row:
+def measure(
+    m: int, k: int, n: int, dtype: torch.dtype, device: torch.device, rates: Row, options: argparse.Namespace
+) -> Row:
     torch.manual_seed(m + k + n)
     w, x = weight(m, k, dtype, device), inputs(n, k, dtype, device)
     s = fw.two_four.compress(w)
@@ -96,6 +98,7 @@ def measure(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device, ra
     if gpu:
         calls["cusparselt"] = lambda: cusparselt_call(x, w)
         calls["torch"] = lambda: torch_call(x, w)
+    calls = {name: make for name, make in calls.items() if name in ("ours", *options.peers)}
     with torch.inference_mode():
         run = usable(calls, left_out)
         got, want = run["ours"](), x.double() @ w.double().t()
@@ -115,7 +118,7 @@ def measure(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device, ra
                     torch.cuda.synchronize()
         else:
             timed = run
-        ms = medians(timed, device, rounds=25, seconds=seconds)
+        ms = medians(timed, device, rounds=25, seconds=options.seconds)
     size = w.element_size()
     moved = m * k // 2 * size + m * k // (8 if size < 4 else 4) + n * k * size + n * m * got.element_size()  # type: ignore[attr-defined]
     flops = 2.0 * m * n * k
@@ -189,9 +192,12 @@ def parsed() -> argparse.Namespace:
         "--dtypes", default="", help="bfloat16,float16,int8,float8_e4m3fn on a GPU, float32,bfloat16 on a CPU"
     )
     parser.add_argument("--columns", default="", help="rows of x for the layers' shapes, instead of the usual ones")
+    parser.add_argument("--peers", default="dense,cusparselt,torch", help="cuSPARSELt's search takes long for int8")
     parser.add_argument("--seconds", type=float, default=0.4, help="of measuring for a row")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.peers = numbers(options.peers, str)
+    return options
 
 
 def problems(gpu: bool, columns: list[int], dtype: str) -> list[tuple[int, int, int]]:
@@ -222,7 +228,7 @@ def main() -> None:
                 print(*map(line_of, rows[-7:]), sep="\n", flush=True)
         for name in names if "product" in options.parts else []:
             for m, k, n in problems(gpu, numbers(options.columns, int), name):
-                rows.append(measure(m, k, n, getattr(torch, name), device, rates, options.seconds))
+                rows.append(measure(m, k, n, getattr(torch, name), device, rates, options))
                 print(line_of(rows[-1]), flush=True)
     finally:
         rows = [{**facts, **row} for row in rows]

@@ -593,7 +593,7 @@ def test_layer_by_sizes(device):
 def test_layer_refuses_no_tensors_and_has_shapes_without_memory(trainable):
     layer = fw.nn.SemiSparseLinear(32, 16, device="meta", trainable=trainable)
     assert layer(torch.empty(3, 32, device="meta")).shape == (3, 16)
-    with pytest.raises(TypeError, match="linear: x: expected a torch.Tensor, got list"):
+    with pytest.raises(TypeError, match=r"linear: x: expected a torch.Tensor, got list"):
         layer([1.0])
 
 

@@ -228,6 +228,8 @@ def test_wrong_kinds_are_refused(device):
         lambda: two_four.matmul(s, B, scale_a=2.0), lambda: two_four.linear(B.T, s, fallback="sparse"),
         lambda: two_four.matmul(s, B, precision="half"), lambda: two_four.linear(B.T, s, activation="tanh"),
         lambda: two_four.matmul(s, B, out_dtype=torch.float16), lambda: two_four.matmul(s, B, out_dtype=torch.int64),
+        lambda: two_four.prune(B, dim=2**32), lambda: two_four.check(B, dim=2**32),
+        lambda: fw.TwoFour(s.values, s.metadata, 2**32 + 1),
     ]:  # fmt: skip
         with pytest.raises((TypeError, ValueError, RuntimeError), match=r"\w+: .*: expected .*, got "):
             call()

@@ -568,6 +568,13 @@ def test_fallback_to_the_dense_product(caplog, monkeypatch, device):
             y = two_four.linear(many, s, bias, activation, fallback="dense")
             assert_close(y, two_four.linear(many, s, bias, activation).cpu().double(), torch.float32)
     assert len(caplog.records) == 1 and "dense" in caplog.text
+    with torch.autocast(device.type, torch.bfloat16):
+        assert two_four.linear(many, s, fallback="dense").dtype == two_four.linear(many, s).dtype == torch.float32
+    monkeypatch.setattr(two_four, "_precision_of_torch", lambda: "tf32")
+    with monkeypatch.context() as patched:
+        patched.setattr(F, "linear", lambda *_: pytest.fail("torch would multiply with less precision than asked for"))
+        two_four.linear(many, s, bias, fallback="dense", precision="ieee")
+    monkeypatch.setattr(two_four, "_precision_of_torch", lambda: "ieee")
     for x, b in ((many.half(), None), (many[:, :30], None), (many, bias[:3]), (many, bias.half())):
         with pytest.raises(RuntimeError, match=r"linear: \w+: expected .*got "):
             two_four.linear(x, s, b, fallback="dense")
@@ -597,6 +604,18 @@ def test_layer_refuses_no_tensors_and_has_shapes_without_memory(trainable):
     assert layer(torch.empty(3, 32, device="meta")).shape == (3, 16)
     with pytest.raises(TypeError, match=r"linear: x: expected a torch.Tensor, got list"):
         layer([1.0])
+
+
+@pytest.mark.parametrize("trainable", ["values", "dense"])
+def test_layer_in_a_process_group(trainable, device):
+    """DDP sends buffers too, and no process group takes every dtype."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layer = fw.nn.SemiSparseLinear(32, 16, device=device, trainable=trainable)
+        torch.nn.parallel.DistributedDataParallel(layer)(torch.randn(3, 32, device=device)).sum().backward()
+        assert all(p.grad is not None for p in layer.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_layer_keeps_what_the_dense_one_was(device):

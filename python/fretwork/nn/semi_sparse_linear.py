@@ -27,7 +27,7 @@ class SemiSparseLinear(nn.Module):
     >>> layer
     SemiSparseLinear(in_features=64, out_features=32, bias=True, prune=magnitude, trainable=values)
     >>> layer(torch.randn(5, 64).bfloat16()).shape, layer.values.shape, layer.metadata.shape
-    (torch.Size([5, 32]), torch.Size([32, 32]), torch.Size([32, 4]))
+    (torch.Size([5, 32]), torch.Size([32, 32]), torch.Size([32, 2]))
     """
 
     in_features: int
@@ -76,7 +76,8 @@ class SemiSparseLinear(nn.Module):
         else:
             if self.prune is not None:
                 weight = two_four.prune(weight, transposable=self.prune == "transposable")
-            s = two_four.compress(weight, validate=self.prune is None)
+            # Words that process groups can send, as DDP does with buffers; few take int16.
+            s = two_four.compress(weight, metadata_dtype=torch.int32, validate=self.prune is None)
             self.values = nn.Parameter(s.values, requires_grad=learns)
             self.register_buffer("metadata", s.metadata)
         if bias is None:

@@ -640,6 +640,16 @@ def test_layer_changes_dtype(device):
     same(fours.to_dense(), before)
 
 
+def test_layer_looks_at_what_it_loads(device):
+    fours = fw.nn.SemiSparseLinear(16, 8, device=device, dtype=torch.float16)
+    pairs = fw.nn.SemiSparseLinear(16, 8, device=device)
+    assert fours.metadata.shape == pairs.metadata.shape
+    fours.metadata.fill_(0x9DCE489D - 2**32)
+    fw.nn.SemiSparseLinear(16, 8, device=device, dtype=torch.bfloat16).load_state_dict(fours.state_dict())
+    with pytest.raises(RuntimeError, match=r"metadata: TwoFour: metadata: expected nibbles .*got "):
+        pairs.load_state_dict(fours.state_dict())
+
+
 @pytest.mark.parametrize("prune", ["magnitude", "transposable"])
 def test_decay_pulls_what_is_pruned(prune, device):
     linear = torch.nn.Linear(32, 16, device=device)

@@ -151,6 +151,17 @@ class SemiSparseLinear(nn.Module):
             self.metadata = words.to(self.values.device)
         return self
 
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, texts: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        """Every nibble is looked at: those of fours and of pairs may have the same shape."""
+        super()._load_from_state_dict(state, prefix, texts, strict, missing, unexpected, errors)
+        if self.trainable == "values" and not self.values.is_meta:
+            try:
+                TwoFour(self.values.detach(), self.metadata)
+            except (ValueError, RuntimeError) as error:
+                errors.append(f"{prefix}metadata: {error}")
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "

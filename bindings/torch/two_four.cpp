@@ -1,4 +1,7 @@
 // torch.ops.fretwork's 2:4 operators: what makes, checks and undoes the plain form, and its products.
+#include <algorithm>
+#include <limits>
+
 #include "call.h"
 
 namespace {
@@ -20,8 +23,14 @@ DType dtype_numbered(const char* op, const char* argument, std::int64_t code, co
   throw fretwork::Error(op, argument, kinds.words, foreign_dtype_name(static_cast<std::int32_t>(code)));
 }
 
+/// What is no axis stays none.
+int axis(std::int64_t dim) {
+  using Limits = std::numeric_limits<int>;
+  return static_cast<int>(std::clamp<std::int64_t>(dim, Limits::min(), Limits::max()));
+}
+
 TwoFour sparse(const char* op, const Tensor& values, const Tensor& metadata, std::int64_t dim) {
-  return {view(op, "values", values, kElements), view(op, "metadata", metadata, kWords), static_cast<int>(dim)};
+  return {view(op, "values", values, kElements), view(op, "metadata", metadata, kWords), axis(dim)};
 }
 
 /// Lines × positions in memory, shown as the (positions × lines) that a matrix compressed along dim 0 has. What is no
@@ -90,7 +99,7 @@ void check(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const TensorView input = view(kOp, "A", dense, kElements);
   const Tensor bad = empty({}, aoti_torch_dtype_int64(), dense);
   Call call(dense);
-  fretwork::two_four_check(input, static_cast<int>(dim), place_of(bad), call.context());
+  fretwork::two_four_check(input, axis(dim), place_of(bad), call.context());
   stack[0] = torch::stable::detail::from(bad);
 }
 
@@ -140,8 +149,7 @@ void prune(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const TensorView input = view(kOp, "A", dense, kElements);
   const Tensor out = empty_like(input.shape(), dense);
   Call call(dense);
-  fretwork::two_four_prune(input, static_cast<int>(dim), transposable, view(kOp, "out", out, kElements),
-                           call.context());
+  fretwork::two_four_prune(input, axis(dim), transposable, view(kOp, "out", out, kElements), call.context());
   stack[0] = torch::stable::detail::from(out);
 }
 

@@ -470,7 +470,8 @@ def linear(
         if fallback != "dense":
             _fail("linear", "fallback", 'None or "dense"', repr(fallback))
         if not torch.compiler.is_compiling() and _dense_wins(x, s, bias, exact):
-            y = F.linear(x, s.to_dense(), bias)
+            with torch.autocast(x.device.type, enabled=False):  # the result's dtype is the sparse product's
+                y = F.linear(x, s.to_dense(), bias)
             return y if activation is None else getattr(F, activation)(y)
     return _product(s, x, bias, word, None, None, None, "linear", exact)
 
@@ -515,6 +516,8 @@ def _dense_wins(x: Tensor, s: TwoFour, bias: Tensor | None, precision: str) -> b
     fits = x.dtype == s.dtype and x.dtype in _rules._LEARNING and x.dim() > 0 and x.shape[-1] == k
     if not fits or (bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (out,))):
         return False  # the sparse product says what is wrong
+    if x.dtype == torch.float32 and precision != _precision_of_torch():
+        return False  # the dense product would be torch's, in its precision
     rows = x.numel() // max(k, 1)
     name = str(s.dtype).removeprefix("torch.").encode()
     wins = core().fretwork_two_four_dense_wins(out, rows, k, name, s.device.type.encode(), precision.encode()) == 1

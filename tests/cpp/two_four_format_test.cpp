@@ -512,6 +512,11 @@ TEST(TwoFourFormat, PartsAndTurns) {
   }
   EXPECT_EQ(error_of([&] { (void)plain.form.lines(3, 10); }),
             "TwoFour: lines: expected a range within [0, 9), got [3, 10)");
+  const TwoFour lost{plain.form.values, plain.form.metadata, 9};
+  constexpr const char* kAxis = "TwoFour: dim: expected -1, 0 or 1, got 9";
+  EXPECT_EQ(error_of([&] { (void)lost.shape(); }), kAxis);
+  EXPECT_EQ(error_of([&] { (void)lost.transpose(); }), kAxis);
+  EXPECT_EQ(error_of([&] { (void)lost.lines(0, 1); }), kAxis);
 }
 
 TEST(TwoFourFormat, NothingIsNotBad) {
@@ -593,6 +598,11 @@ TEST(TwoFourOrder, RefusesInWords) {
             "export: tile_k: expected a multiple of 32, above 128 of 128, got 48");
   EXPECT_EQ(order("cutlass_sm90", 32, 4, DType::f16, 128),
             "export: layout: expected whole bytes of metadata: a multiple of 8 columns, got 4");
+  constexpr std::int64_t kHuge = std::int64_t{1} << 40;
+  EXPECT_EQ(order("torch", kHuge, kHuge, DType::f16, 128),
+            "export: layout: expected a matrix that memory can hold, got (1099511627776, 1099511627776)");
+  EXPECT_EQ(order("torch", -1, 64, DType::f16, 128),
+            "export: layout: expected a matrix that memory can hold, got (-1, 64)");
   EXPECT_EQ(order("torch", 32, 64, DType::f64, 128),
             "export: dtype: expected float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2 in this order, got "
             "float64");

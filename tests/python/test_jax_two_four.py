@@ -163,3 +163,13 @@ def test_refusals():
     for call in (lambda: two_four.matmul(B.T, s), lambda: two_four.matmul(s.T, B), lambda: two_four.linear(B.T, s.T)):
         with rejects(r"\w+", NotImplementedError):
             call()
+
+
+def test_dims_count_from_either_end(rng):
+    s = two_four.compress(pruned(rng, (8, 16), "float32"))
+    t = two_four.TwoFour(s.values, s.metadata, -1)
+    assert t.dim == 1 and t.T.dim == 0 and t.T.shape == (16, 8)
+    assert two_four.TwoFour(s.values, s.metadata, -2).shape == (16, 8)
+    np.testing.assert_array_equal(two_four.matmul(t, jnp.eye(16, dtype="float32")), s.to_dense())
+    with pytest.raises(ValueError, match=r"TwoFour: dim: expected .*got 2"):
+        two_four.TwoFour(s.values, s.metadata, 2)

@@ -228,6 +228,8 @@ def test_wrong_kinds_are_refused(device):
         lambda: two_four.matmul(s, B, scale_a=2.0), lambda: two_four.linear(B.T, s, fallback="sparse"),
         lambda: two_four.matmul(s, B, precision="half"), lambda: two_four.linear(B.T, s, activation="tanh"),
         lambda: two_four.matmul(s, B, out_dtype=torch.float16), lambda: two_four.matmul(s, B, out_dtype=torch.int64),
+        lambda: two_four.prune(B, dim=2**32), lambda: two_four.check(B, dim=2**32),
+        lambda: fw.TwoFour(s.values, s.metadata, 2**32 + 1),
     ]:  # fmt: skip
         with pytest.raises((TypeError, ValueError, RuntimeError), match=r"\w+: .*: expected .*, got "):
             call()
@@ -566,6 +568,13 @@ def test_fallback_to_the_dense_product(caplog, monkeypatch, device):
             y = two_four.linear(many, s, bias, activation, fallback="dense")
             assert_close(y, two_four.linear(many, s, bias, activation).cpu().double(), torch.float32)
     assert len(caplog.records) == 1 and "dense" in caplog.text
+    with torch.autocast(device.type, torch.bfloat16):
+        assert two_four.linear(many, s, fallback="dense").dtype == two_four.linear(many, s).dtype == torch.float32
+    monkeypatch.setattr(two_four, "_precision_of_torch", lambda: "tf32")
+    with monkeypatch.context() as patched:
+        patched.setattr(F, "linear", lambda *_: pytest.fail("torch would multiply with less precision than asked for"))
+        two_four.linear(many, s, bias, fallback="dense", precision="ieee")
+    monkeypatch.setattr(two_four, "_precision_of_torch", lambda: "ieee")
     for x, b in ((many.half(), None), (many[:, :30], None), (many, bias[:3]), (many, bias.half())):
         with pytest.raises(RuntimeError, match=r"linear: \w+: expected .*got "):
             two_four.linear(x, s, b, fallback="dense")
@@ -597,6 +606,18 @@ def test_layer_refuses_no_tensors_and_has_shapes_without_memory(trainable):
         layer([1.0])
 
 
+@pytest.mark.parametrize("trainable", ["values", "dense"])
+def test_layer_in_a_process_group(trainable, device):
+    """DDP sends buffers too, and no process group takes every dtype."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layer = fw.nn.SemiSparseLinear(32, 16, device=device, trainable=trainable)
+        torch.nn.parallel.DistributedDataParallel(layer)(torch.randn(3, 32, device=device)).sum().backward()
+        assert all(p.grad is not None for p in layer.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_layer_keeps_what_the_dense_one_was(device):
     linear = torch.nn.Linear(32, 16, device=device).eval().requires_grad_(False)
     for trainable in ("values", "dense"):
@@ -617,6 +638,16 @@ def test_layer_changes_dtype(device):
         fours.float()
     assert fours.values.dtype == fours.bias.dtype == torch.float16, "a layer that is refused stays as it was"
     same(fours.to_dense(), before)
+
+
+def test_layer_looks_at_what_it_loads(device):
+    fours = fw.nn.SemiSparseLinear(16, 8, device=device, dtype=torch.float16)
+    pairs = fw.nn.SemiSparseLinear(16, 8, device=device)
+    assert fours.metadata.shape == pairs.metadata.shape
+    fours.metadata.fill_(0x9DCE489D - 2**32)
+    fw.nn.SemiSparseLinear(16, 8, device=device, dtype=torch.bfloat16).load_state_dict(fours.state_dict())
+    with pytest.raises(RuntimeError, match=r"metadata: TwoFour: metadata: expected nibbles .*got "):
+        pairs.load_state_dict(fours.state_dict())
 
 
 @pytest.mark.parametrize("prune", ["magnitude", "transposable"])

@@ -49,6 +49,11 @@ class TwoFour:
     metadata: jax.Array
     dim: int = 1
 
+    def __post_init__(self) -> None:
+        if self.dim not in (-2, -1, 0, 1):
+            raise ValueError(f"TwoFour: dim: expected -1, 0 or 1, got {self.dim}")
+        object.__setattr__(self, "dim", self.dim % 2)
+
     @property
     def shape(self) -> tuple[int, int]:
         lines, half = self.values.shape

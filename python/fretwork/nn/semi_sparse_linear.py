@@ -27,7 +27,7 @@ class SemiSparseLinear(nn.Module):
     >>> layer
     SemiSparseLinear(in_features=64, out_features=32, bias=True, prune=magnitude, trainable=values)
     >>> layer(torch.randn(5, 64).bfloat16()).shape, layer.values.shape, layer.metadata.shape
-    (torch.Size([5, 32]), torch.Size([32, 32]), torch.Size([32, 4]))
+    (torch.Size([5, 32]), torch.Size([32, 32]), torch.Size([32, 2]))
     """
 
     in_features: int
@@ -76,7 +76,8 @@ class SemiSparseLinear(nn.Module):
         else:
             if self.prune is not None:
                 weight = two_four.prune(weight, transposable=self.prune == "transposable")
-            s = two_four.compress(weight, validate=self.prune is None)
+            # Words that process groups can send, as DDP does with buffers; few take int16.
+            s = two_four.compress(weight, metadata_dtype=torch.int32, validate=self.prune is None)
             self.values = nn.Parameter(s.values, requires_grad=learns)
             self.register_buffer("metadata", s.metadata)
         if bias is None:
@@ -149,6 +150,17 @@ class SemiSparseLinear(nn.Module):
         if words is not None:
             self.metadata = words.to(self.values.device)
         return self
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, texts: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        """Every nibble is looked at: those of fours and of pairs may have the same shape."""
+        super()._load_from_state_dict(state, prefix, texts, strict, missing, unexpected, errors)
+        if self.trainable == "values" and not self.values.is_meta:
+            try:
+                TwoFour(self.values.detach(), self.metadata)
+            except (ValueError, RuntimeError) as error:
+                errors.append(f"{prefix}metadata: {error}")
 
     def extra_repr(self) -> str:
         return (

@@ -77,7 +77,13 @@ std::vector<std::int64_t> two_four_order(const char* op, std::string_view layout
                 name_of(dtype));
   }
   const Bytes plain{op, lines, k, two_four_group(dtype)};
-  if (lines < 0 || k < 0 || k % (2 * plain.group) != 0) {
+  constexpr std::int64_t kMost = std::int64_t{1}
+                                 << 48;  // elements: no memory holds more, and their bytes can be counted
+  if (lines < 0 || k < 0 || (k > 0 && lines > kMost / k) || k > kMost) {
+    const std::int64_t shape[] = {lines, k};
+    throw Error(op, "layout", "a matrix that memory can hold", shape_text(shape));
+  }
+  if (k % (2 * plain.group) != 0) {
     throw Error(op, "layout", "whole bytes of metadata: a multiple of " + std::to_string(2 * plain.group) + " columns",
                 std::to_string(k));
   }

@@ -166,15 +166,15 @@ std::int64_t two_four_words(std::int64_t k, DType dtype, DType word) {
 }
 
 std::array<std::int64_t, 2> TwoFour::shape() const {
-  const int axis = axis_of(dim);
+  const int axis = check_axis("TwoFour", dim);
   const std::int64_t k = 2 * values.size(axis), lines = values.size(1 - axis);
   return axis == 0 ? std::array{k, lines} : std::array{lines, k};
 }
 
-TwoFour TwoFour::transpose() const { return {turned(values), turned(metadata), 1 - axis_of(dim)}; }
+TwoFour TwoFour::transpose() const { return {turned(values), turned(metadata), 1 - check_axis("TwoFour", dim)}; }
 
 TwoFour TwoFour::lines(std::int64_t begin, std::int64_t end) const {
-  const int axis = 1 - axis_of(dim);
+  const int axis = 1 - check_axis("TwoFour", dim);
   if (begin < 0 || begin > end || end > values.size(axis)) {
     throw Error("TwoFour", "lines", "a range within [0, " + text(values.size(axis)) + ")",
                 "[" + text(begin) + ", " + text(end) + ")");

@@ -302,11 +302,13 @@ const fretwork_kernel* fretwork_kernel_load(const char* source, const char* name
 }
 
 int fretwork_kernel_launch(const fretwork_kernel* kernel, int device, const unsigned grid[3], const unsigned block[3],
-                           int shared_bytes, void** arguments, void* stream) {
+                           int shared_bytes, void** arguments, const size_t* sizes, int count, void* stream) {
   return guarded(-1, [&] {
     const fretwork::cuda::DeviceScope scope(device);
-    reinterpret_cast<const fretwork::Kernel*>(kernel)->launch_arguments(
-        {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared_bytes, arguments, stream);
+    const auto length = static_cast<std::size_t>(count);
+    reinterpret_cast<const fretwork::Kernel*>(kernel)->launch_arguments({grid[0], grid[1], grid[2]},
+                                                                        {block[0], block[1], block[2]}, shared_bytes,
+                                                                        {arguments, length}, {sizes, length}, stream);
     return 0;
   });
 }

@@ -86,9 +86,9 @@ typedef struct fretwork_kernel fretwork_kernel;
 int fretwork_kernel_compile(const char* source, const char* name, const char* arch, int64_t report[4]);
 /* Compiles for this GPU and loads; the kernel lives as long as the process. Null where that fails. */
 const fretwork_kernel* fretwork_kernel_load(const char* source, const char* name, int device);
-/* Starts it on a CUstream: arguments[n] points to argument n. */
+/* Starts it on a CUstream: arguments[n] points to argument n of `count`, which has sizes[n] bytes. */
 int fretwork_kernel_launch(const fretwork_kernel* kernel, int device, const unsigned grid[3], const unsigned block[3],
-                           int shared_bytes, void** arguments, void* stream);
+                           int shared_bytes, void** arguments, const size_t* sizes, int count, void* stream);
 
 /* Foreign orders of 2:4 metadata, "torch", "cutlass_sm80" or "cutlass_sm90", for `lines` lines of k elements: writes
  * for each byte of the foreign buffer the byte of the plain one that it holds, or -1, as far as there is `room`. Gives

@@ -29,7 +29,7 @@ Handle = ctypes._Pointer
 
 _POINTER = ctypes.POINTER(_Handle)
 _INT64S = ctypes.POINTER(ctypes.c_int64)
-_UINTS = ctypes.POINTER(ctypes.c_uint)
+_UINTS, _SIZES = ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_size_t)
 _POINTERS, _DOUBLE = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_double)
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "error": (ctypes.c_char_p, []),
@@ -68,7 +68,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "kernel_load": (ctypes.c_void_p, [ctypes.c_char_p] * 2 + [ctypes.c_int]),
     "kernel_launch": (
         ctypes.c_int,
-        [ctypes.c_void_p, ctypes.c_int, _UINTS, _UINTS, ctypes.c_int, _POINTERS, ctypes.c_void_p],
+        [ctypes.c_void_p, ctypes.c_int, _UINTS, _UINTS, ctypes.c_int, _POINTERS, _SIZES, ctypes.c_int, ctypes.c_void_p],
     ),
     "two_four_order": (
         ctypes.c_int64,

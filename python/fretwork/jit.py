@@ -71,7 +71,11 @@ class Kernel:
         sizes = [self._three(what, given) for what, given in (("grid", grid), ("block", block))]
         stream = torch.cuda.current_stream(device).cuda_stream
         loaded = self._loaded.get(device) or self._load(device)
-        if core().fretwork_kernel_launch(loaded, device, *sizes, shared_memory, pointers, stream) < 0:
+        bytes_ = (ctypes.c_size_t * len(held))(*(ctypes.sizeof(a) for a in held))
+        if (
+            core().fretwork_kernel_launch(loaded, device, *sizes, shared_memory, pointers, bytes_, len(held), stream)
+            < 0
+        ):
             raise RuntimeError(last_error())
 
     def _load(self, device: int) -> int:

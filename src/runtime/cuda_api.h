@@ -91,6 +91,7 @@ struct Driver {
   Function<Handle*, const void*> module_load{library, "cuModuleLoadData"};
   Function<Handle*, Handle, const char*> module_function{library, "cuModuleGetFunction"};
   Function<Handle, int, int> function_set{library, "cuFuncSetAttribute"};
+  Function<Handle, std::size_t, std::size_t*, std::size_t*> parameter{library, "cuFuncGetParamInfo"};  // CUDA 12.4
   Function<int*, Handle, int, std::size_t> occupancy{library, "cuOccupancyMaxActiveBlocksPerMultiprocessor"};
   Function<int*, Handle, const LaunchConfig*> active_clusters{library, "cuOccupancyMaxActiveClusters"};
   Function<Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**, void**> launch{

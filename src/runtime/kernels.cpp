@@ -271,10 +271,23 @@ void Kernel::launch_with(std::span<cuda::LaunchAttribute> attributes, std::int64
 }
 
 void Kernel::launch_arguments(const std::array<unsigned, 3>& grid, const std::array<unsigned, 3>& block,
-                              int shared_bytes, void** arguments, cuda::Handle stream) const {
+                              int shared_bytes, std::span<void*> arguments, std::span<const std::size_t> sizes,
+                              cuda::Handle stream) const {
+  constexpr int kNoSuch = 1;  // CUDA_ERROR_INVALID_VALUE
+  for (std::size_t n = 0; n <= arguments.size(); ++n) {
+    std::size_t offset = 0, size = 0;
+    const int code = cuda::driver().parameter.attempt(function_, n, &offset, &size);
+    if ((code == 0) != (n < arguments.size()) && (code == 0 || code == kNoSuch)) {
+      throw Error(name_, "arguments", code == 0 ? "more" : "at most " + std::to_string(n),
+                  std::to_string(arguments.size()));
+    }
+    if (code == 0 && size != sizes[n]) {
+      throw Error(name_, "argument " + std::to_string(n), std::to_string(size) + " bytes", std::to_string(sizes[n]));
+    }
+  }
   allow_shared(shared_bytes);
   cuda::driver().launch(function_, grid[0], grid[1], grid[2], block[0], block[1], block[2],
-                        static_cast<unsigned>(shared_bytes), stream, arguments, nullptr);
+                        static_cast<unsigned>(shared_bytes), stream, arguments.data(), nullptr);
 }
 
 int Kernel::occupancy(int threads, int shared_bytes) const {

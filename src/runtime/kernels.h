@@ -67,9 +67,10 @@ class Kernel {
   /// Same, but the kernel may start while the one before it on the stream ends: before it reads what that one wrote, it
   /// waits itself (wait_for_earlier_kernel). sm_90 and later. Plain while the stream is captured.
   void launch_behind(std::int64_t grid, int threads, int shared_bytes, const void* params, cuda::Handle stream) const;
-  /// One with arguments of its own, each behind a pointer, in up to three dimensions.
+  /// One with arguments of its own, each behind a pointer and of a size, in up to three dimensions. Throws Error where
+  /// the kernel has others, if the driver can say so.
   void launch_arguments(const std::array<unsigned, 3>& grid, const std::array<unsigned, 3>& block, int shared_bytes,
-                        void** arguments, cuda::Handle stream) const;
+                        std::span<void*> arguments, std::span<const std::size_t> sizes, cuda::Handle stream) const;
   const KernelReport& report() const { return report_; }
   /// Resident CTAs per multiprocessor at these sizes.
   int occupancy(int threads, int shared_bytes) const;

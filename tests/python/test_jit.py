@@ -53,6 +53,13 @@ def test_arguments_are_checked(device):
             scale()(grid, 256, x)
     with pytest.raises(TypeError, match="argument 1: expected a tensor"):
         scale()(1, 256, x, "4")
+    for arguments, match in [
+        ((x, 4, ctypes.c_float(1)), "arguments: expected more, got 3"),
+        ((x, 4, ctypes.c_float(1), True, 5), "arguments: expected at most 4, got 5"),
+        ((x, 4, 1.0, True), "argument 2: expected 4 bytes, got 8"),
+    ]:
+        with pytest.raises(RuntimeError, match=match):
+            scale()(1, 256, *arguments)
 
 
 def test_copies_load_for_themselves():

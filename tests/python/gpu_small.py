@@ -1,6 +1,6 @@
 """A short run of every kind of kernel on tiny shapes, for compute-sanitizer: python tests/python/gpu_small.py [cpu]
 
-About fifty launches: every product with every transpose, twice, over types, precisions and blocks in turn (gradients
+A few hundred launches: every product with every transpose, twice, over types, precisions and blocks in turn (gradients
 are products too), then a row long enough to be split, softmax with its extras and gradients, packing, Kronecker
 products, attention in each class of kernels with its gradients, decoding and SPLAT's operators, and 2:4 products and
 tools. `gpu_small.py cuda two_four` runs one part alone.

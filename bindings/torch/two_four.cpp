@@ -65,7 +65,9 @@ void refuse_bad_group(const char* op, const Tensor& bad, const TensorView& dense
   }
   const bool pairs = fretwork::two_four_group(dense.dtype) == 2;
   const std::int64_t at[] = {place / dense.size(1), place % dense.size(1)};
-  throw fretwork::Error(op, "A", pairs ? "at most 1 non-zero in every 2" : "at most 2 non-zeros in every 4",
+  throw fretwork::Error(op, "A",
+                        pairs ? "at most 1 non-zero in every 2, as float32 has it (bfloat16 and others: 2 in 4)"
+                              : "at most 2 non-zeros in every 4",
                         "more in the group at " + fretwork::shape_text(at));
 }
 

@@ -724,3 +724,32 @@ def test_checkpoints_hold_what_the_layer_needs(device):
     assert set(fw.nn.SemiSparseLinear(32, 16, trainable="dense", bias=False).state_dict()) == {"weight"}
     other = pickle.loads(pickle.dumps(layer))
     assert torch.equal(other.metadata, layer.metadata) and torch.equal(other.values, layer.values)
+
+
+def test_layer_of_a_matrix_that_is_sparse_already(device):
+    s = two_four.compress(pruned(16, 32, torch.bfloat16, device))
+    layer = fw.nn.SemiSparseLinear.from_sparse(s, torch.ones(16, dtype=torch.bfloat16, device=device))
+    x = torch.randn(3, 32, device=device).bfloat16()
+    assert torch.equal(layer(x), two_four.linear(x, s, layer.bias)) and layer.values.requires_grad
+    trained = fw.nn.SemiSparseLinear(32, 16, dtype=torch.bfloat16, device=device, trainable="dense")
+    assert torch.equal(fw.nn.SemiSparseLinear.from_sparse(trained.sparse.detach()).to_dense(), trained.to_dense())
+    for wrong in (s.T, s.to_dense()):
+        with pytest.raises(TypeError, match=r"SemiSparseLinear: s: expected .*, got "):
+            fw.nn.SemiSparseLinear.from_sparse(wrong)
+    with pytest.raises(ValueError, match=r"SemiSparseLinear: bias: expected \(16,\), got \(8,\)"):
+        fw.nn.SemiSparseLinear.from_sparse(s, torch.ones(8, device=device))
+
+
+def test_layer_sizes_are_checked_when_it_is_made():
+    for sizes, options in [((6, 8), {}), ((96, 10), {"prune": "transposable", "trainable": "dense"})]:
+        with pytest.raises(ValueError, match=r"SemiSparseLinear: \w+_features: expected a multiple of 4, got "):
+            fw.nn.SemiSparseLinear(*sizes, dtype=torch.bfloat16, **options)
+
+
+def test_what_autocast_multiplies_is_shown(device):
+    layer = fw.nn.SemiSparseLinear(32, 16, bias=False, device=device, trainable="dense")
+    x = torch.randn(3, 32, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        y, weight = layer(x), layer.to_dense()
+    assert weight.dtype == torch.bfloat16 and two_four.check(weight) == (True, None)
+    torch.testing.assert_close(y.float(), x.bfloat16().float() @ weight.float().T, atol=2e-2, rtol=2e-2)

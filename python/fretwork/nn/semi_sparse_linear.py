@@ -60,6 +60,11 @@ class SemiSparseLinear(nn.Module):
             )
         if decay and trainable != "dense":
             raise ValueError(f"SemiSparseLinear: decay: expected 0 where trainable is values, got {decay}")
+        group = _rules.group_of(dtype or torch.get_default_dtype())
+        sizes = {"in_features": in_features, "out_features": out_features if prune == "transposable" else 0}
+        for name, size in sizes.items():
+            if size % group:
+                raise ValueError(f"SemiSparseLinear: {name}: expected a multiple of {group}, got {size}")
         self.in_features, self.out_features = in_features, out_features
         self.prune, self.trainable, self.decay = prune, trainable, float(decay)
         linear = nn.Linear(in_features, out_features, bias, device, dtype)
@@ -114,12 +119,39 @@ class SemiSparseLinear(nn.Module):
         layer._take(weight, bias)
         return layer.train(linear.training)
 
+    @classmethod
+    def from_sparse(cls, s: TwoFour, bias: Tensor | None = None) -> "SemiSparseLinear":
+        """A layer whose weight (out, in) is 2:4 already, compressed along dim=-1; its values learn.
+
+        >>> import torch, fretwork as fw
+        >>> s = fw.two_four.compress(fw.two_four.prune(torch.randn(16, 32).bfloat16()))
+        >>> layer = fw.nn.SemiSparseLinear.from_sparse(s)
+        >>> torch.equal(layer.to_dense(), s.to_dense())
+        True
+        """
+        if not isinstance(s, TwoFour) or s.dim != 1:
+            got = f"dim={s.dim}" if isinstance(s, TwoFour) else type(s).__name__
+            raise TypeError(f"SemiSparseLinear: s: expected a fretwork.TwoFour with dim=-1, got {got}")
+        out_features, in_features = s.shape
+        if bias is not None and tuple(bias.shape) != (out_features,):
+            raise ValueError(f"SemiSparseLinear: bias: expected {(out_features,)}, got {tuple(bias.shape)}")
+        layer = cls(in_features, out_features, bias is not None, "meta", s.dtype, prune=None)
+        layer._take(s.to_dense().requires_grad_(), bias if bias is None else bias.detach().requires_grad_())
+        return layer
+
     @property
     def sparse(self) -> TwoFour:
-        """The weight as the products see it."""
+        """The weight as the products see it; of a dense weight that autocast lowers, under autocast."""
         if self.trainable == "values":
             return TwoFour._of(self.values, self.metadata, 1)
-        return two_four.compress(two_four.prune(self.weight, transposable=self.prune == "transposable"))
+        weight = self._lowered(self.weight)
+        return two_four.compress(two_four.prune(weight, transposable=self.prune == "transposable"))
+
+    def _lowered(self, t: Tensor) -> Tensor:
+        """In autocast's dtype where that is on."""
+        device = t.device.type
+        on = device != "meta" and torch.is_autocast_enabled(device) and self.weight.dtype != torch.float64
+        return t.to(torch.get_autocast_dtype(device)) if on else t
 
     def to_dense(self) -> Tensor:
         """The pruned weight as an (out_features, in_features) tensor."""
@@ -129,12 +161,8 @@ class SemiSparseLinear(nn.Module):
         if self.trainable == "values":
             return two_four.linear(x, TwoFour._of(self.values, self.metadata, 1), self.bias)
         two_four._check_tensor("linear", "x", x)
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        device = x.device.type
-        if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x, weight = self._lowered(x), self._lowered(self.weight)
+        bias = None if self.bias is None else self._lowered(self.bias)
         exact = two_four._exactness("linear", weight.dtype, None)
         return _PrunedLinear.apply(x, weight, bias, self.prune == "transposable", self.decay, exact)
 

@@ -101,6 +101,7 @@ Loaded& loaded_driver() {
 
 /// The devices, read once. Apart from loaded_driver because a failing call here throws through driver().
 const std::vector<std::unique_ptr<DeviceState>>& devices() {
+  driver();  // throws before the static: GCC's thread sanitizer leaves others waiting when an initialiser throws
   static const std::vector<std::unique_ptr<DeviceState>>& all = [&]() -> const auto& {
     int count = 0;
     driver().device_count(&count);

@@ -4,12 +4,13 @@
 
 #include <cstdint>
 
+#include "core/float8.h"
 #include "core/half.h"
 #include "fretwork/tensor.h"
 
 namespace fretwork {
 
-/// Element `at` of f64, f32, f16, bf16 or boolean data; true is 1.
+/// Element `at` of data of any type; true is 1.
 template <typename Wide>
 Wide read_element(const void* data, DType dtype, std::int64_t at) {
   switch (dtype) {
@@ -21,12 +22,22 @@ Wide read_element(const void* data, DType dtype, std::int64_t at) {
       return static_cast<Wide>(float_from_f16(static_cast<const std::uint16_t*>(data)[at]));
     case DType::bf16:
       return static_cast<Wide>(float_from_bf16(static_cast<const std::uint16_t*>(data)[at]));
+    case DType::f8_e4m3:
+      return static_cast<Wide>(float_from_e4m3(static_cast<const std::uint8_t*>(data)[at]));
+    case DType::f8_e5m2:
+      return static_cast<Wide>(float_from_e5m2(static_cast<const std::uint8_t*>(data)[at]));
+    case DType::i8:
+      return static_cast<Wide>(static_cast<const std::int8_t*>(data)[at]);
+    case DType::i16:
+      return static_cast<Wide>(static_cast<const std::int16_t*>(data)[at]);
+    case DType::i32:
+      return static_cast<Wide>(static_cast<const std::int32_t*>(data)[at]);
     default:
       return static_cast<const std::uint8_t*>(data)[at] != 0 ? Wide{1} : Wide{0};
   }
 }
 
-/// The same for writing; what is not 0 is true.
+/// The same for writing f64, f32, f16, bf16 and boolean data; what is not 0 is true.
 template <typename Wide>
 void write_element(void* data, DType dtype, std::int64_t at, Wide x) {
   switch (dtype) {

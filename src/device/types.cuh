@@ -37,6 +37,10 @@ template <>
 struct accumulator<double> {
   using type = double;
 };
+template <>
+struct accumulator<i8> {
+  using type = int;
+};
 template <typename T>
 using accumulator_t = typename accumulator<T>::type;
 

@@ -12,7 +12,6 @@
 
 #include "activated.h"
 #include "core/element.h"
-#include "core/float8.h"
 #include "fretwork/executor_tbb.h"
 #include "ops/two_four/cpu.h"
 #include "ops/two_four/problem.h"
@@ -24,21 +23,6 @@ using Index = std::int64_t;
 constexpr std::array<unsigned, 6> kNibbles{0x4, 0x8, 0x9, 0xc, 0xd, 0xe};
 constexpr std::array<DType, 7> kDTypes{DType::f64,     DType::f32,     DType::f16, DType::bf16,
                                        DType::f8_e4m3, DType::f8_e5m2, DType::i8};
-
-double read(const void* data, DType dtype, Index at) {
-  switch (dtype) {
-    case DType::i8:
-      return static_cast<const std::int8_t*>(data)[at];
-    case DType::i32:
-      return static_cast<const std::int32_t*>(data)[at];
-    case DType::f8_e4m3:
-      return float_from_e4m3(static_cast<const std::uint8_t*>(data)[at]);
-    case DType::f8_e5m2:
-      return float_from_e5m2(static_cast<const std::uint8_t*>(data)[at]);
-    default:
-      return read_element<double>(data, dtype, at);
-  }
-}
 
 /// Stores a number near x.
 void write(void* data, DType dtype, Index at, double x) {
@@ -75,7 +59,7 @@ struct Tensor {
     dense.data = bytes.data() + static_cast<std::size_t>(first) * size_of(dtype);
   }
   Index place(Index z, Index i, Index j) const { return z * dense.batch + i * dense.row + j * dense.col; }
-  double get(Index z, Index i, Index j) const { return read(dense.data, dtype, place(z, i, j)); }
+  double get(Index z, Index i, Index j) const { return read_element<double>(dense.data, dtype, place(z, i, j)); }
   void set(Index z, Index i, Index j, double x) { write(dense.data, dtype, place(z, i, j), x); }
   template <typename F>
   void each(const F& f) const {

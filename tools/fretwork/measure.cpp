@@ -7,7 +7,7 @@
 #include <cstring>
 #include <utility>
 
-#include "core/half.h"
+#include "core/element.h"
 
 namespace fretwork::cli {
 namespace {
@@ -71,24 +71,6 @@ double round_of(Device device, const std::function<void()>& call, int calls) {
   return milliseconds(std::chrono::steady_clock::now() - begin) / calls;
 }
 
-/// Elements of any type as numbers.
-double number_at(const std::vector<std::byte>& bytes, DType dtype, std::size_t at) {
-  const auto as = [&]<typename T>(T value) {
-    std::memcpy(&value, bytes.data() + at * sizeof value, sizeof value);
-    return value;
-  };
-  switch (dtype) {
-    case DType::f64:
-      return as(double{});
-    case DType::f32:
-      return as(float{});
-    case DType::f16:
-      return float_from_f16(as(std::uint16_t{}));
-    default:
-      return float_from_bf16(as(std::uint16_t{}));
-  }
-}
-
 }  // namespace
 
 Data::Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes)
@@ -116,8 +98,8 @@ Data::Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes
 }
 
 double Data::drawn(std::int64_t at) const {
-  const std::size_t count = drawn_.size() / size_of(view_.dtype);
-  return number_at(drawn_, view_.dtype, static_cast<std::size_t>(at) % count);
+  const auto count = static_cast<std::int64_t>(drawn_.size() / size_of(view_.dtype));
+  return read_element<double>(drawn_.data(), view_.dtype, at % count);
 }
 
 std::vector<double> Data::read(std::int64_t at, std::int64_t count) const {
@@ -132,8 +114,8 @@ std::vector<double> Data::read(std::int64_t at, std::int64_t count) const {
     std::memcpy(bytes.data(), from, bytes.size());
   }
   std::vector<double> numbers;
-  for (std::size_t n = 0; n < static_cast<std::size_t>(count); ++n) {
-    numbers.push_back(number_at(bytes, view_.dtype, n));
+  for (std::int64_t n = 0; n < count; ++n) {
+    numbers.push_back(read_element<double>(bytes.data(), view_.dtype, n));
   }
   return numbers;
 }

@@ -14,10 +14,10 @@
 #include <utility>
 
 #include "commands.h"
-#include "core/float8.h"
-#include "core/half.h"
+#include "core/element.h"
 #include "fretwork/error.h"
 #include "fretwork/two_four.h"
+#include "ops/two_four/problem.h"
 
 namespace fretwork::cli {
 namespace {
@@ -150,29 +150,6 @@ TwoFourMatrix read_one(TensorFile& file, const std::string& name, const std::str
   return matrix;
 }
 
-double value_at(const std::vector<std::uint8_t>& bytes, DType dtype, std::size_t at) {
-  const auto as = [&]<typename T>(T value) {
-    std::memcpy(&value, bytes.data() + at * sizeof value, sizeof value);
-    return value;
-  };
-  switch (dtype) {
-    case DType::f64:
-      return as(double{});
-    case DType::f32:
-      return as(float{});
-    case DType::f16:
-      return float_from_f16(as(std::uint16_t{}));
-    case DType::bf16:
-      return float_from_bf16(as(std::uint16_t{}));
-    case DType::f8_e4m3:
-      return float_from_e4m3(as(std::uint8_t{}));
-    case DType::f8_e5m2:
-      return float_from_e5m2(as(std::uint8_t{}));
-    default:
-      return as(std::int8_t{});
-  }
-}
-
 }  // namespace
 
 std::array<std::int64_t, 2> TwoFourMatrix::shape() const {
@@ -189,8 +166,7 @@ int TwoFourMatrix::nibble(std::int64_t line, std::int64_t group) const {
 }
 
 bool TwoFourMatrix::valid(int nibble) const {
-  return two_four_group(dtype) == 2 ? nibble == 0x4 || nibble == 0xE
-                                    : std::find(kNibbles.begin(), kNibbles.end(), nibble) != kNibbles.end();
+  return (two_four::valid_nibbles(two_four_group(dtype)) >> nibble & 1) != 0;
 }
 
 std::vector<double> TwoFourMatrix::values(std::int64_t line) const {
@@ -204,7 +180,7 @@ std::vector<double> TwoFourMatrix::values(std::int64_t line) const {
   }
   std::vector<double> numbers(static_cast<std::size_t>(k / 2));
   for (std::size_t n = 0; n < numbers.size(); ++n) {
-    numbers[n] = value_at(bytes, dtype, n);
+    numbers[n] = read_element<double>(bytes.data(), dtype, static_cast<std::int64_t>(n));
   }
   return numbers;
 }

@@ -189,27 +189,41 @@ void for_tiles_across(const Format& f, Context& context, const F& each) {
 
 Tile halved(const Tile& t) { return {t.line, t.lines, t.at / 2, t.count / 2}; }
 
-}  // namespace
+/// Compresses lines that hold tile `t` of f. Where a group has too many, first (unless null) hears of it.
+template <typename T>
+void compress_tile(const Format& f, const Lines<T>& from, const Tile& t, Window<T>& values, Codes& codes,
+                   First* first) {
+  const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
+  const auto to = values.open(halved(t));
+  const std::int64_t groups = t.count / f.group();
+  for (std::int64_t l = 0; l < t.lines; ++l) {
+    if (kernels.compress(from[l], groups, to[l], codes.data()) && first != nullptr) {
+      find_bad(f, from[l], t, t.line + l, *first);
+    }
+    codes.write(t.line + l, t.at / f.group(), groups);
+  }
+  values.store(halved(t));
+}
 
-void compress(const Format& f, std::int64_t* bad, Context& context) {
-  First first;
+/// Calls each(kernels, tile, dense, values, codes) for every tile, with windows on all three.
+template <typename F>
+void for_tiles_of_all(const Format& f, Context& context, const F& each) {
   with_elements(f.dtype, [&](auto zero) {
     using T = decltype(zero);
     const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
     for_tiles(f, context, [&] {
       return [&, dense = Window<T>(f.dense, kernels), values = Window<T>(f.values, kernels),
-              codes = Codes(f)](const Tile& t) mutable {
-        const auto from = dense.load(t), to = values.open(halved(t));
-        const std::int64_t groups = t.count / f.group();
-        for (std::int64_t l = 0; l < t.lines; ++l) {
-          if (kernels.compress(from[l], groups, to[l], codes.data()) && bad != nullptr) {
-            find_bad(f, from[l], t, t.line + l, first);
-          }
-          codes.write(t.line + l, t.at / f.group(), groups);
-        }
-        values.store(halved(t));
-      };
+              codes = Codes(f)](const Tile& t) mutable { each(kernels, t, dense, values, codes); };
     });
+  });
+}
+
+}  // namespace
+
+void compress(const Format& f, std::int64_t* bad, Context& context) {
+  First first;
+  for_tiles_of_all(f, context, [&](const auto&, const Tile& t, auto& dense, auto& values, Codes& codes) {
+    compress_tile(f, dense.load(t), t, values, codes, bad != nullptr ? &first : nullptr);
   });
   if (bad != nullptr) {
     *bad = first.place();
@@ -257,7 +271,7 @@ void check(const Format& f, std::int64_t* bad, Context& context) {
 }
 
 void check_metadata(const Format& f, std::int64_t* bad, Context& context) {
-  const unsigned valid = f.group() == 2 ? 0x4010 : 0x7310;  // a bit for each valid nibble
+  const unsigned valid = valid_nibbles(f.group());
   First first;
   for_tiles(f, context, [&] {
     return [&, codes = Codes(f)](const Tile& t) mutable {
@@ -275,38 +289,24 @@ void check_metadata(const Format& f, std::int64_t* bad, Context& context) {
 }
 
 void to_dense(const Format& f, Context& context) {
-  with_elements(f.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
-    for_tiles(f, context, [&] {
-      return [&, dense = Window<T>(f.dense, kernels), values = Window<T>(f.values, kernels),
-              codes = Codes(f)](const Tile& t) mutable {
-        const auto from = values.load(halved(t)), to = dense.open(t);
-        const std::int64_t groups = t.count / f.group();
-        for (std::int64_t l = 0; l < t.lines; ++l) {
-          kernels.place(from[l], codes.read(t.line + l, t.at / f.group(), groups), groups, to[l]);
-        }
-        dense.store(t);
-      };
-    });
+  for_tiles_of_all(f, context, [&](const auto& kernels, const Tile& t, auto& dense, auto& values, Codes& codes) {
+    const auto from = values.load(halved(t)), to = dense.open(t);
+    const std::int64_t groups = t.count / f.group();
+    for (std::int64_t l = 0; l < t.lines; ++l) {
+      kernels.place(from[l], codes.read(t.line + l, t.at / f.group(), groups), groups, to[l]);
+    }
+    dense.store(t);
   });
 }
 
 void gather(const Format& f, Context& context) {
-  with_elements(f.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
-    for_tiles(f, context, [&] {
-      return [&, dense = Window<T>(f.dense, kernels), values = Window<T>(f.values, kernels),
-              codes = Codes(f)](const Tile& t) mutable {
-        const auto from = dense.load(t), to = values.open(halved(t));
-        const std::int64_t groups = t.count / f.group();
-        for (std::int64_t l = 0; l < t.lines; ++l) {
-          kernels.pick(from[l], codes.read(t.line + l, t.at / f.group(), groups), groups, to[l]);
-        }
-        values.store(halved(t));
-      };
-    });
+  for_tiles_of_all(f, context, [&](const auto& kernels, const Tile& t, auto& dense, auto& values, Codes& codes) {
+    const auto from = dense.load(t), to = values.open(halved(t));
+    const std::int64_t groups = t.count / f.group();
+    for (std::int64_t l = 0; l < t.lines; ++l) {
+      kernels.pick(from[l], codes.read(t.line + l, t.at / f.group(), groups), groups, to[l]);
+    }
+    values.store(halved(t));
   });
 }
 
@@ -347,23 +347,6 @@ void prune(const Format& f, const Matrix& out, bool transposable, Context& conte
   });
 }
 
-namespace {
-
-/// Compresses packed lines that hold tile `t` of f.
-template <typename T>
-void compress_tile(const Format& f, const Lines<T>& from, const Tile& t, Window<T>& values, Codes& codes) {
-  const GroupKernels<T>& kernels = group_kernels<T>(f.dtype);
-  const auto to = values.open(halved(t));
-  const std::int64_t groups = t.count / f.group();
-  for (std::int64_t l = 0; l < t.lines; ++l) {
-    kernels.compress(from[l], groups, to[l], codes.data());
-    codes.write(t.line + l, t.at / f.group(), groups);
-  }
-  values.store(halved(t));
-}
-
-}  // namespace
-
 void prune_both(const Format& rows, const Format& cols, Context& context) {
   with_elements(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -381,12 +364,12 @@ void prune_both(const Format& rows, const Format& cols, Context& context) {
           for (std::int64_t l = 0; l < part.lines; l += rows.group()) {
             kernels.squares(from[l], from.pitch, t.count / rows.group(), pruned[n + l], kPitch);
           }
-          compress_tile(rows, Lines<T>{pruned[n], kPitch}, part, row_values, row_codes);
+          compress_tile(rows, Lines<T>{pruned[n], kPitch}, part, row_values, row_codes, nullptr);
         }
         kernels.turn(kept.data(), kPitch, t.lines, t.count, turned.data(), kPitch);
         for (std::int64_t n = 0; n < t.count; n += kLines) {
           const Tile part{t.at + n, std::min(kLines, t.count - n), t.line, t.lines};
-          compress_tile(cols, Lines<T>{turned.data() + n * kPitch, kPitch}, part, col_values, col_codes);
+          compress_tile(cols, Lines<T>{turned.data() + n * kPitch, kPitch}, part, col_values, col_codes, nullptr);
         }
       };
     });

@@ -178,7 +178,7 @@ void check_metadata(const Format& f, std::int64_t* bad, Context& context) {
   q.bad = reinterpret_cast<unsigned long long*>(bad);
   q.k = f.groups();
   q.tiles_k = static_cast<unsigned>(ceil_div(q.k, 2 * kFormatCheckBytes));
-  q.valid = f.group() == 2 ? 0x4010u : 0x7310u;
+  q.valid = valid_nibbles(f.group());
   q.largest = static_cast<unsigned>(f.group());
   begin(bad, context);
   if (const std::int64_t tiles = ceil_div(f.lines, kFormatCheckLines) * q.tiles_k; tiles > 0) {

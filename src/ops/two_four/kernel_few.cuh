@@ -32,17 +32,6 @@ inline constexpr int kRunWords = is_byte<T> ? 4 : 2;
 template <typename T>
 inline constexpr int kFields = is_byte<T> ? 2 : 1;
 
-template <typename T>
-struct sum_of {
-  using type = float;
-};
-template <>
-struct sum_of<i8> {
-  using type = int;
-};
-template <typename T>
-using sum_t = typename sum_of<T>::type;
-
 __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ u32 bits_of(int x) { return static_cast<u32>(x); }
 template <typename Sum>
@@ -265,7 +254,7 @@ struct Stage {
 /// The sums of a warp over its blocks.
 template <typename T, int kColumns>
 struct Sums {
-  sum_t<T> at[2][kColumns / 8][4] = {};  ///< [16 rows][8 columns]
+  accumulator_t<T> at[2][kColumns / 8][4] = {};  ///< [16 rows][8 columns]
 };
 
 /// Two mma for each 16 rows and 8 columns: four runs, whose values and b begin for this lane at `values`, `low_b` and
@@ -438,7 +427,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<T, kColumns>&
     const int column = p.c_rows ? o >> log_fours : o % kColumns;
     const int row = 4 * (p.c_rows ? o & ((1 << log_fours) - 1) : o / kColumns);
     if (column < p.columns && row0 + row < p.m) {
-      sum_t<T> total[4] = {};
+      accumulator_t<T> total[4] = {};
       const u32 from = shared_address(shared + column * pitch + row);
 #pragma unroll 4
       for (int q = 0; q < p.split * parts; ++q) {
@@ -446,7 +435,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<T, kColumns>&
         load_from_rank(more, from + (q & (parts - 1)) * (kColumns * pitch * 4), q >> log_parts);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          total[e] += from_bits<sum_t<T>>(more[e]);
+          total[e] += from_bits<accumulator_t<T>>(more[e]);
         }
       }
       finish_as<T>(p, row0 + row, column, total);

@@ -24,15 +24,6 @@ struct Shape {
   u64 full[kStages], empty[kStages], words_full[kChunks], words_empty[kChunks];
 };
 
-template <typename T>
-struct sum_of {
-  using type = float;
-};
-template <>
-struct sum_of<i8> {
-  using type = int;
-};
-
 /// Rows from `row`, columns from `col`, steps of the depth from `first`, where a chunk begins, to `last`.
 struct Tile {
   int row, col, batch, first, last;
@@ -445,7 +436,7 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
 template <typename T, int kWidth, bool kRightK>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
   using S = Shape<T, kWidth>;
-  using Sum = typename sum_of<T>::type;
+  using Sum = accumulator_t<T>;
   extern __shared__ u8 raw[];
   __shared__ S s;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;

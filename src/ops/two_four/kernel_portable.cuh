@@ -77,7 +77,7 @@ struct Source {
 template <typename T, int Products, bool BAlongK, int Stages>
 __global__ void __launch_bounds__(kThreads, 2) product_portable(const __grid_constant__ ProductParams p) {
   using Staged = Stage<T, Products, BAlongK>;
-  using Sum = typename sum_of<T>::type;
+  using Sum = accumulator_t<T>;
   constexpr int kCols = Staged::kCols, kEights = kCols / 16;
   extern __shared__ __align__(128) u8 raw[];
   const u32 base = shared_address(raw);

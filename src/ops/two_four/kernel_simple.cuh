@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiply_group(Sum (&sums)[8][8], const SimpleSt
 template <typename T>
 __global__ void __launch_bounds__(kSimpleThreads, sizeof(T) == 4 ? 3 : 2)
     product_simple(const __grid_constant__ ProductParams p) {
-  using Sum = typename sum_of<T>::type;
+  using Sum = accumulator_t<T>;
   constexpr int kGroup = sizeof(T) == 4 ? 2 : 4;
   using Staged = SimpleStage<Sum, kGroup>;
   constexpr int kKept = Staged::kKept;

@@ -9,16 +9,6 @@
 
 namespace fretwork::two_four {
 
-/// What products of T add up in.
-template <typename T>
-struct sum_of {
-  using type = float;
-};
-template <>
-struct sum_of<i8> {
-  using type = int;
-};
-
 __device__ __forceinline__ float as_number(const void* data, i64 at, OutType type) {
   switch (type) {
     case OutType::f16:

@@ -25,6 +25,9 @@ struct Format {
   std::int64_t groups() const { return k / group(); }
 };
 
+/// A bit for each nibble that a group may have.
+constexpr unsigned valid_nibbles(std::int64_t group) { return group == 2 ? 0x4010 : 0x7310; }
+
 /// One number for each line of something; stride 0: one for all.
 struct Vector {
   void* data = nullptr;  ///< or null

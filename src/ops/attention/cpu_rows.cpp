@@ -195,15 +195,17 @@ HWY_INLINE V<Acc> Exp(V<Acc> x) {
     const hn::RebindToSigned<Tag<Acc>> di;
     const auto below = hn::Lt(x, hn::Set(d, -87.3f));
     x = hn::Min(hn::Set(d, 88.0f), x);  // in this order the minimum of a NaN is one
-    const auto n = hn::NearestInt(hn::Mul(x, hn::Set(d, 1.44269504f)));
-    const auto whole = hn::ConvertTo(d, n);
+    // Added to 1.5·2²³, a number is rounded to an integer, which the lowest bits then hold.
+    const auto round = hn::Set(d, 12582912.0f);
+    const auto n = hn::MulAdd(x, hn::Set(d, 1.44269504f), round);
+    const auto whole = hn::Sub(n, round);
     const auto r = hn::NegMulAdd(whole, hn::Set(d, 1.42860677e-6f), hn::NegMulAdd(whole, hn::Set(d, 0.693145752f), x));
     constexpr float kFit[] = {0.00836874545f, 0.041668389f, 0.166665211f, 0.49999994f, 1.0f, 1.0f};
     auto sum = hn::Set(d, 0.00138145394f);
     for (const float c : kFit) {
       sum = hn::MulAdd(sum, r, hn::Set(d, c));
     }
-    const auto power = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(n, hn::Set(di, 127))));
+    const auto power = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(hn::BitCast(di, n), hn::Set(di, 127))));
     return hn::IfThenZeroElse(below, hn::Mul(sum, power));
   }
 }
@@ -227,16 +229,19 @@ template <typename Acc>
 void Soften(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc* tops, Acc* sums, Acc* factors) {
   const Tag<Acc> d;
   for (std::int64_t r = 0; r < rows; ++r, x += stride) {
-    auto highest = hn::Set(d, tops[r]);
-    for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
-      const auto v = hn::LoadU(d, x + n);
-      highest = hn::IfThenElse(hn::Gt(v, highest), v, highest);  // NaN is never greater
+    // In this order the maximum of x86 passes over a NaN; where it does not, the row is NaN all the same.
+    auto highest = hn::Set(d, tops[r]), more = highest;
+    std::int64_t n = 0;
+    for (; n + 2 * kLanes<Acc> <= count; n += 2 * kLanes<Acc>) {
+      highest = hn::Max(hn::LoadU(d, x + n), highest);
+      more = hn::Max(hn::LoadU(d, x + n + kLanes<Acc>), more);
     }
+    highest = hn::Max(n < count ? hn::Max(hn::LoadU(d, x + n), more) : more, highest);
     const Acc top = hn::GetLane(hn::MaxOfLanes(d, highest));
     // A row of −inf alone must not subtract it from itself; NaN still shows through the sum.
     const auto base = hn::Set(d, top == kNone<Acc> ? Acc{0} : top);
     auto sum = hn::Zero(d);
-    for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
+    for (n = 0; n < count; n += kLanes<Acc>) {
       const auto e = Exp<Acc>(hn::Sub(hn::LoadU(d, x + n), base));
       sum = hn::Add(sum, e);
       hn::StoreU(e, d, x + n);

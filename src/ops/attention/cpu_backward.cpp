@@ -144,7 +144,6 @@ class Backward {
     const Layer<Acc>& layer;
     Packing<Acc>& packing;
     const Acc *turned, *turned_gradients;  ///< for the scores, and for the gradients of the probabilities
-    const Acc *lines, *gradient_lines;     ///< for the first target, and for the second
     const Acc *lse, *delta;                ///< by place, where rows are keys
     const unsigned* states;
   };
@@ -248,11 +247,12 @@ class Backward {
     const std::int64_t places = layer.columns.places() * std::ssize(slices);
     Acc* const turned_keys = memory.take<Acc>(places * p_.depth);
     Acc* const turned_values = memory.take<Acc>(places * p_.value_depth);
-    Acc* const keys = target.first.wanted() ? memory.take<Acc>(places * keys_.padded()) : nullptr;
+    Acc* const keys = target.first.wanted() && !layer.columns.in_place(p_.k, p_.dtype, keys_)
+                          ? memory.take<Acc>(places * keys_.padded())
+                          : nullptr;
     Packing<Acc> packing(layer, machine_, p_.dtype, slices, {p_.k, keys_, turned_keys, keys},
                          {p_.v, values_, turned_values, nullptr}, context);
-    run({false, layer, packing, turned_keys, turned_values, keys, nullptr, nullptr, nullptr, nullptr}, units, target,
-        context);
+    run({false, layer, packing, turned_keys, turned_values, nullptr, nullptr, nullptr}, units, target, context);
   }
 
   void key_gradients(const std::deque<Layers>& all, std::int64_t first, std::int64_t last, Context& context,
@@ -291,8 +291,12 @@ class Backward {
     const std::int64_t places = layer.columns.places() * std::ssize(heads);
     Acc* const turned_queries = memory.take<Acc>(places * p_.depth);
     Acc* const turned_gradients = memory.take<Acc>(places * p_.value_depth);
-    Acc* const queries = target.first.wanted() ? memory.take<Acc>(places * keys_.padded()) : nullptr;
-    Acc* const gradients = target.second.wanted() ? memory.take<Acc>(places * values_.padded()) : nullptr;
+    Acc* const queries = target.first.wanted() && !layer.columns.in_place(p_.q, p_.dtype, keys_)
+                             ? memory.take<Acc>(places * keys_.padded())
+                             : nullptr;
+    Acc* const gradients = target.second.wanted() && !layer.columns.in_place(b_.d_o, p_.dtype, values_)
+                               ? memory.take<Acc>(places * values_.padded())
+                               : nullptr;
     Packing<Acc> packing(layer, machine_, p_.dtype, heads, {p_.q, keys_, turned_queries, queries},
                          {b_.d_o, values_, turned_gradients, gradients}, context);
     Acc* const lse = memory.take<Acc>(places);
@@ -310,8 +314,7 @@ class Backward {
         }
       }
     });
-    run({true, layer, packing, turned_queries, turned_gradients, queries, gradients, lse, delta, states}, units, target,
-        context);
+    run({true, layer, packing, turned_queries, turned_gradients, lse, delta, states}, units, target, context);
   }
 
   /// The rows' gradients, and then those of the bias, if these rows sum it up.
@@ -374,6 +377,8 @@ class Backward {
         loaded = &member;
       }
       pass.packing.need(tile, member.columns);
+      const auto lines = first ? pass.packing.first_lines(member.columns) : Lines<Acc>{};
+      const auto gradient_lines = second ? pass.packing.second_lines(member.columns) : Lines<Acc>{};
       const std::int64_t places = pass.layer.columns.places(), before = member.columns * places;
       const auto row_tokens = std::span<const std::int64_t>(tokens).first(static_cast<std::size_t>(side));
       walk(component, tile, row_tokens, [&](const Strip& s) {
@@ -382,12 +387,10 @@ class Backward {
                                  pass.turned_gradients + before * p_.value_depth, g, stride);
         gradients(pass, member, s, tokens.data() + s.first, x, g, stride, target != nullptr);
         if (first) {
-          machine_.multiply_lines(s, g, stride, pass.lines + before * keys_.padded(), places, keys_,
-                                  sums + s.first * keys_.padded());
+          machine_.multiply_lines(s, g, stride, lines, keys_, sums + s.first * keys_.padded());
         }
         if (second) {
-          machine_.multiply_lines(s, x, stride, pass.gradient_lines + before * values_.padded(), places, values_,
-                                  more_sums + s.first * values_.padded());
+          machine_.multiply_lines(s, x, stride, gradient_lines, values_, more_sums + s.first * values_.padded());
         }
         for (std::int64_t n = 0; target == nullptr && n < s.rows; ++n) {
           if (const std::int64_t token = tokens[static_cast<std::size_t>(s.first + n)]; token >= 0) {

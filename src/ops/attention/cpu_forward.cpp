@@ -51,7 +51,8 @@ class Forward {
  private:
   struct Task {
     const Layer<Acc>& layer;
-    const Acc *keys, *values;
+    Packing<Acc>& packing;
+    const Acc* keys;
     const State<Acc>* before;  ///< what rows have from components before this one, if there were any
     const State<Acc>* after;   ///< where it waits for the next, unless this is the last
   };
@@ -71,18 +72,17 @@ class Forward {
       Memory packed = memory;
       const std::int64_t places = std::ssize(slices) * layer.columns.places();
       Acc* const keys = packed.take<Acc>(places * p_.depth);
-      Acc* const values = packed.take<Acc>(places * values_.padded());
+      Acc* const values =
+          layer.columns.in_place(p_.v, p_.dtype, values_) ? nullptr : packed.take<Acc>(places * values_.padded());
       Packing<Acc> packing(layer, machine_, p_.dtype, slices, {p_.k, keys_, keys, nullptr},
                            {p_.v, values_, nullptr, values}, context);
       const bool final = whole && &layer == &layers.back();
-      const Task task{layer, keys, values, &layer != &layers.front() ? &state : nullptr, final ? nullptr : &state};
+      const Task task{layer, packing, keys, &layer != &layers.front() ? &state : nullptr, final ? nullptr : &state};
       const TileShape& shape = layer.plan.shape;
       const double flops =
           2.0 * static_cast<double>(shape.rows * shape.cols) * static_cast<double>(p_.depth + p_.value_depth);
       share(layer.component, std::ssize(queries), flops, context, [&](std::int64_t unit, std::int64_t tile) {
-        const Query& query = queries[static_cast<std::size_t>(unit)];
-        packing.need(tile, query.slice);
-        run(task, query, unit, tile);
+        run(task, queries[static_cast<std::size_t>(unit)], unit, tile);
       });
     }
     if (!whole) {
@@ -111,7 +111,8 @@ class Forward {
     Acc* const x = need<Acc>(buffers.scores, tiles.rows * stride);
     Acc* const row = need<Acc>(buffers.row, stride);
     const Acc* const keys = task.keys + query.slice * places * p_.depth;
-    const Acc* const values = task.values + query.slice * places * width;
+    const Lines<Acc> values = task.packing.second_lines(query.slice);
+    task.packing.need(tile, query.slice);
     Walk walk(plan, tiles.rows, machine_.width());
     walk(component, tile, std::span(buffers.tokens).first(static_cast<std::size_t>(side)), [&](const Strip& s) {
       machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth, keys, x, stride);
@@ -126,7 +127,7 @@ class Forward {
           machine_.rows.multiply(x + n * stride, row, s.length);
         }
       }
-      machine_.multiply_lines(s, x, stride, values, places, values_, out + s.first * width);
+      machine_.multiply_lines(s, x, stride, values, values_, out + s.first * width);
     });
     end(task, query, unit, buffers.tokens, tops, sums, out);
   }

@@ -288,20 +288,21 @@ void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int
 }
 
 template <typename Acc>
-void Machine<Acc>::multiply_lines(const Strip& strip, const Acc* scores, std::int64_t stride, const Acc* lines,
-                                  std::int64_t places, const Split& split, Acc* sums) const {
+void Machine<Acc>::multiply_lines(const Strip& strip, const Acc* scores, std::int64_t stride, const Lines<Acc>& lines,
+                                  const Split& split, Acc* sums) const {
   simd::Product product;
   product.count = 1;
   product.row_stride = stride;
   product.step_stride = 1;
   product.sum_stride = split.padded();
   product.add = true;
+  product.right_stride = lines.apart;
   for (const Span& span : strip.spans) {
     const simd::Term term{scores + span.at, span.place, nullptr};
     product.terms = &term;
     product.steps = span.length;
     for (std::int64_t p = 0; p < split.panels(); ++p) {
-      product.right = const_cast<Acc*>(lines + places * split.first(p));
+      product.right = const_cast<Acc*>(lines.data + lines.features * split.first(p));
       product.sums = sums + split.first(p);
       tiles.multiply[split.vectors(p) - 1](product);
     }
@@ -313,11 +314,26 @@ Columns<Acc>::Columns(const Plan& plan, const Component& component)
     : component_(component),
       side_(plan.shape.cols),
       tokens_(component.col_tiles.size() * static_cast<std::size_t>(side_)) {
-  for (std::size_t t = 0; t < component.col_tiles.size(); ++t) {
-    const Tile& tile = component.col_tiles[t];
+  const auto& tiles = component.col_tiles;
+  const std::int64_t step = component.col_order.stride[2];
+  bool even = !tiles.empty();
+  for (std::size_t t = 0; t < tiles.size(); ++t) {
+    const Tile& tile = tiles[t];
+    even = even && tile.used < 0 && tile.count[0] * tile.count[1] == 1 &&
+           tile.base == tiles[0].base + static_cast<std::int64_t>(t) * side_ * step;
     tokens_of(component.col_order, tile, side_, tile.used < 0 ? nullptr : plan.used.data() + tile.used,
               tokens_.data() + t * static_cast<std::size_t>(side_));
   }
+  step_ = even ? step : 0;
+}
+
+template <typename Acc>
+Lines<Acc> Columns<Acc>::lines(const Packed& packed, DType dtype, Head head, std::int64_t h) const {
+  if (packed.lines != nullptr || component_.col_tiles.empty()) {
+    return {packed.lines + h * places() * packed.split.padded(), places(), 0};
+  }
+  const void* const first = row_of(packed.from, dtype, head, component_.col_tiles.front().base);
+  return {static_cast<const Acc*>(first), 1, step_ * packed.from.row};
 }
 
 template <typename Acc>

@@ -144,6 +144,14 @@ class Split {
   std::int64_t depth_, lanes_, vectors_, panels_;
 };
 
+/// Rows of features: packed in panels of a split, or where they are.
+template <typename Acc>
+struct Lines {
+  const Acc* data;
+  std::int64_t features;  ///< distance of neighbours among the first features of panels
+  std::int64_t apart;     ///< of rows that are not packed, else 0
+};
+
 /// The tables for one type of sums, and the products of strips.
 template <typename Acc>
 struct Machine {
@@ -162,7 +170,7 @@ struct Machine {
   void multiply_turned(const Strip& strip, const Acc* left, std::int64_t depth, const Acc* turned, Acc* scores,
                        std::int64_t stride) const;
   /// sums += scores · lines.
-  void multiply_lines(const Strip& strip, const Acc* scores, std::int64_t stride, const Acc* lines, std::int64_t places,
+  void multiply_lines(const Strip& strip, const Acc* scores, std::int64_t stride, const Lines<Acc>& lines,
                       const Split& split, Acc* sums) const;
 };
 
@@ -181,6 +189,12 @@ class Columns {
     const Split& split;
     Acc *turned, *lines;
   };
+  /// Whether an operand's lines are read where they are: places follow one another at even distances and all are used,
+  /// and their rows are whole vectors of the sums' type.
+  bool in_place(const Operand& from, DType dtype, const Split& split) const {
+    return step_ * from.row != 0 && from.col == 1 && size_of(dtype) == sizeof(Acc) && split.padded() == split.depth();
+  }
+  Lines<Acc> lines(const Packed& packed, DType dtype, Head head, std::int64_t h) const;
   /// Packs the rows of one tile, which go to the h-th head's place.
   void pack(const Machine<Acc>& machine, DType dtype, Head head, std::int64_t tile, std::int64_t h,
             const Packed& packed) const;
@@ -188,6 +202,7 @@ class Columns {
  private:
   const Component& component_;
   std::int64_t side_;
+  std::int64_t step_ = 0;  ///< from the token of one place to that of the next, if it is the same for all
   std::vector<std::int64_t> tokens_;
 };
 
@@ -244,8 +259,13 @@ class Packing {
           const Packed& first, const Packed& second, Context& context);
   /// Call it before the columns of head h are looked at from a tile of rows.
   void need(std::int64_t row_tile, std::int64_t h);
+  Lines<Acc> first_lines(std::int64_t h) const { return lines(first_, h); }
+  Lines<Acc> second_lines(std::int64_t h) const { return lines(second_, h); }
 
  private:
+  Lines<Acc> lines(const Packed& packed, std::int64_t h) const {
+    return layer_.columns.lines(packed, dtype_, heads_[static_cast<std::size_t>(h)], h);
+  }
   void pack(std::int64_t tile, std::int64_t h) const;
 
   const Layer<Acc>& layer_;

@@ -321,7 +321,7 @@ HWY_INLINE void KeepLoaded(V& v) {
 }
 
 /// What a product packs on its way.
-enum class Packs { nothing, left, right };
+enum class Packs { nothing, left, right, never };
 
 /// The loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <typename Out, typename T, int kVectors, int kRun, Packs kPacks>
@@ -340,9 +340,10 @@ void MultiplyAs(const Product& p) {
     }
   }
   const std::int64_t row = p.row_stride, step = p.step_stride;
+  const std::int64_t down = kPacks == Packs::never ? p.right_stride : kWidth;
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
     const T* left = static_cast<const T*>(term->left) + p.shift;
-    const T* right = static_cast<const T*>(p.right) + term->depth * kWidth;
+    const T* right = static_cast<const T*>(p.right) + term->depth * down;
     // Blocks lie apart: fetch the beginning of the next one's rows at once, and its part of the panel step by step.
     const Term& next = term[term + 1 != p.terms + p.count ? 1 : 0];
 #pragma GCC unroll 8
@@ -351,12 +352,12 @@ void MultiplyAs(const Product& p) {
     }
     const bool told = p.soon != nullptr;
     const auto* soon = static_cast<const std::byte*>(
-        told ? p.soon : static_cast<const void*>(right + (next.depth - term->depth) * kWidth));
-    const std::int64_t soon_stride = told ? p.soon_stride : kWidth * std::int64_t{sizeof(T)};
+        told ? p.soon : static_cast<const void*>(right + (next.depth - term->depth) * down));
+    const std::int64_t soon_stride = told ? p.soon_stride : down * std::int64_t{sizeof(T)};
     const std::int64_t soon_apart = told ? p.soon_apart : kLanes * std::int64_t{sizeof(T)};
     [[maybe_unused]] const T* raw = static_cast<const T*>(p.raw);
     [[maybe_unused]] T* copy = static_cast<T*>(p.copy);
-    for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
+    for (const T* const end = right + p.steps * down; right != end; right += down, left += step) {
       V b[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
@@ -424,6 +425,9 @@ void Multiply(const Product& p) {
   if constexpr (std::is_same_v<Out, T> && kRun == 1) {
     if (p.raw != nullptr) {
       return MultiplyAs<Out, T, kVectors, kRun, Packs::right>(p);
+    }
+    if (p.right_stride != 0) {
+      return MultiplyAs<Out, T, kVectors, kRun, Packs::never>(p);
     }
   }
   MultiplyAs<Out, T, kVectors, kRun, Packs::nothing>(p);

@@ -33,7 +33,10 @@ struct Product {
   std::int64_t count = 0;  ///< of terms
   std::int64_t steps = 0;  ///< depth of each term, in groups
   void* right = nullptr;   ///< the panel
-  bool packs = false;      ///< raw terms are packed while they are multiplied; otherwise they were
+  /// If set, rows of the right side lie this far apart, as their owner has them, and are not a packed panel: of types
+  /// that are not widened, without runs.
+  std::int64_t right_stride = 0;
+  bool packs = false;  ///< raw terms are packed while they are multiplied; otherwise they were
   /// From one raw row to the next, and from its beginning to the columns of this panel, which are contiguous.
   std::int64_t raw_stride = 0, raw_shift = 0;
   /// Distances on the left, in packed elements, from one row and from one step to the next.

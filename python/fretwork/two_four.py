@@ -11,7 +11,6 @@ True
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
-from fretwork._library import core, last_error
+from fretwork._library import core, two_four_order
 from fretwork._rules_two_four import group_of, words_of
 from fretwork.ops import _check_tensor, _precision, _precision_of_torch
 from fretwork.pattern import whole_number
@@ -276,18 +275,8 @@ def _order(op: str, layout: str | Tensor, lines: int, k: int, dtype: torch.dtype
         if layout.numel() and (int(layout.min()) < -1 or int(layout.max()) >= size):
             _fail(op, "layout", f"-1 to {size - 1}", f"{int(layout.min())} to {int(layout.max())}")
         return layout
-    name = str(dtype).removeprefix("torch.").encode()
-    arguments = (op.encode(), str(layout).encode(), lines, k, name, _whole(op, "tile_k", tile_k))
-    room = lines * k  # more than any order has but for the smallest
-    while True:
-        order = torch.empty(room, dtype=torch.int64)
-        pointer = ctypes.cast(order.data_ptr(), ctypes.POINTER(ctypes.c_int64))
-        count = int(core().fretwork_two_four_order(*arguments, pointer, room))
-        if count < 0:
-            raise ValueError(last_error())
-        if count <= room:
-            return order[:count]
-        room = count
+    name = str(dtype).removeprefix("torch.")
+    return torch.from_numpy(two_four_order(op, layout, lines, k, name, _whole(op, "tile_k", tile_k)))
 
 
 # What makes a TwoFour

@@ -394,7 +394,8 @@ def test_two_four_inspect(tmp_path: Path) -> None:
         ("b", [4, 1], 0, "int8"),
     ]
     assert facts["matrices"][0]["nibbles"] == {"4": 1, "8": 1, "D": 1, "E": 1} and facts["matrices"][0]["bytes"] == 18
-    assert "matrix    b" in ok("two_four", "inspect", file, "--name", "b", "--rows", "0")
+    text = ok("two_four", "inspect", file, "--name", "b", "--rows", "0")
+    assert "version 1\nmatrix    b\n" in text, "how many there are is not said of one"
     corners = {"a": [" ▀ ▀▀▀    ▀▀▀ ▀ "], "b": ["▀", "▄"]}
     for name, corner in corners.items():
         assert [line.strip("│") for line in ok("show", file, "--name", name).splitlines() if "│" in line] == corner

@@ -489,6 +489,9 @@ def test_bench_two_four(tmp_path: Path) -> None:
     for row in table:
         assert float(row["speedup"]) == pytest.approx(float(row["dense_ms"]) / float(row["ms"]), rel=1e-2)
     assert len(json.loads(whole.read_text())["rows"]) == 4
+    for dtype, name in [("int8", "int8"), ("fp8", "float8_e4m3fn"), ("float8_e5m2", "float8_e5m2")]:
+        small = ("--m", "64", "--k", "32", "--columns", "3", "--rounds", "1", "--dtype", dtype)
+        assert f"{name}, median" in ok("bench", "two_four", "--device", "cpu", *small)
 
 
 def test_bench_of_an_empty_layout() -> None:

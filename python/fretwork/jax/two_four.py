@@ -122,9 +122,9 @@ class TwoFour:
 
         >>> import jax.numpy as jnp
         >>> from fretwork.jax import two_four
-        >>> values, metadata = two_four.compress(jnp.eye(32, 64)).export("torch")
+        >>> values, metadata = two_four.compress(jnp.eye(32, 64, dtype=jnp.float16)).export("torch")
         >>> values.shape, metadata.shape, metadata.dtype
-        ((32, 32), (32, 8), dtype('int16'))
+        ((32, 32), (32, 4), dtype('int16'))
         """
         lines, half = self.values.shape
         order = _order("export", layout, lines, 2 * half, self.dtype, tile_k)
@@ -362,8 +362,9 @@ def from_layout(
 
     >>> import jax.numpy as jnp
     >>> from fretwork.jax import two_four
-    >>> pair = two_four.compress(jnp.eye(32, 64)).export("torch")
-    >>> bool((two_four.from_layout(*pair, "torch").to_dense() == jnp.eye(32, 64)).all())
+    >>> A = jnp.eye(32, 64, dtype=jnp.float16)
+    >>> pair = two_four.compress(A).export("torch")
+    >>> bool((two_four.from_layout(*pair, "torch").to_dense() == A).all())
     True
     """
     op, values, metadata = "from_layout", jnp.asarray(values), jnp.asarray(metadata)

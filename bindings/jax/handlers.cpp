@@ -264,6 +264,16 @@ void two_four_compress(Call& call) {
                               static_cast<std::int64_t*>(call.out(2).data), call.context);
 }
 
+void two_four_check(Call& call) {
+  fretwork::two_four_check(call.in(0), static_cast<int>(call.attribute<std::int64_t>("dim")),
+                           static_cast<std::int64_t*>(call.out(0).data), call.context);
+}
+
+void two_four_check_metadata(Call& call) {
+  fretwork::two_four_check_metadata({call.in(0), call.in(1), 1}, static_cast<std::int64_t*>(call.out(0).data),
+                                    call.context);
+}
+
 void two_four_to_dense(Call& call) {
   fretwork::two_four_to_dense({call.in(0), call.in(1), 1}, call.out(0), call.context);
 }
@@ -386,6 +396,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_backward_cpu, on_cpu<r_softmax_
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_r_softmax_backward_cuda, on_cuda<r_softmax_backward>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_compress_cpu, on_cpu<two_four_compress>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_compress_cuda, on_cuda<two_four_compress>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_check_cpu, on_cpu<two_four_check>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_check_cuda, on_cuda<two_four_check>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_check_metadata_cpu, on_cpu<two_four_check_metadata>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_check_metadata_cuda, on_cuda<two_four_check_metadata>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_to_dense_cpu, on_cpu<two_four_to_dense>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_to_dense_cuda, on_cuda<two_four_to_dense>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_gather_cpu, on_cpu<two_four_gather>, cpu_call());

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 
 def library_path(name: str) -> Path:
     """The file of a library, such as "fretwork_torch", in $FRETWORK_LIB_DIR if that is set, else in the package."""
@@ -107,3 +109,17 @@ def owned(handle: "Handle[_Handle]") -> "Iterator[Handle[_Handle]]":
         yield handle
     finally:
         core().fretwork_pattern_free(handle)
+
+
+def two_four_order(op: str, layout: object, lines: int, k: int, dtype: str, tile_k: int) -> np.ndarray:
+    """A foreign order of 2:4 metadata by its name: for each of its bytes the plain one that it holds, or −1."""
+    arguments = (op.encode(), str(layout).encode(), lines, k, dtype.encode(), tile_k)
+    room = lines * k  # more than any order has but for the smallest
+    while True:
+        order = np.empty(room, np.int64)
+        count = int(core().fretwork_two_four_order(*arguments, order.ctypes.data_as(_INT64S), room))
+        if count < 0:
+            raise ValueError(last_error())
+        if count <= room:
+            return order[:count]
+        room = count

@@ -19,6 +19,7 @@ _matmul, _plain_matmul = _ops.two_four_matmul.default, _ops._two_four_matmul.def
 
 _LEARNING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
+_KINDS = (*_LEARNING, *_SMALL, torch.int8)
 _WORDS = (torch.int8, torch.int16, torch.int32)
 
 
@@ -45,10 +46,14 @@ def _check(right: bool, op: str, argument: str, expected: object, got: object) -
 # Shapes, as the core has them
 
 
+def _check_device(op: str, argument: str, t: Tensor, like: Tensor) -> None:
+    """That torch did not come here for one operand on "meta" among others."""
+    _check(t.device == like.device, op, argument, f"a tensor on {like.device}", f"one on {t.device}")
+
+
 def _check_dense(op: str, dense: Tensor, dim: int) -> tuple[int, int]:
     """Lines and elements of a line."""
-    kinds = (*_LEARNING, *_SMALL, torch.int8)
-    _check(dense.dtype in kinds, op, "A", "a floating type or int8", dense.dtype)
+    _check(dense.dtype in _KINDS, op, "A", "a floating type or int8", dense.dtype)
     _check(dense.dim() == 2, op, "A", "a matrix", tuple(dense.shape))
     _check(dim in (0, 1), op, "dim", "-1, 0 or 1", dim)
     group, k = group_of(dense.dtype), dense.shape[dim]
@@ -59,8 +64,7 @@ def _check_dense(op: str, dense: Tensor, dim: int) -> tuple[int, int]:
 def _check_plain(values: Tensor, metadata: Tensor, dim: int) -> tuple[int, int]:
     """Rows and columns of the matrix."""
     op = "TwoFour"
-    kinds = (*_LEARNING, *_SMALL, torch.int8)
-    _check(values.dtype in kinds, op, "values", "a floating type or int8", values.dtype)
+    _check(values.dtype in _KINDS, op, "values", "a floating type or int8", values.dtype)
     _check(metadata.dtype in _WORDS, op, "metadata", "int8, int16 or int32", metadata.dtype)
     _check(values.dim() == 2, op, "values", "a matrix", tuple(values.shape))
     _check(dim in (0, 1), op, "dim", "-1, 0 or 1", dim)
@@ -70,6 +74,7 @@ def _check_plain(values: Tensor, metadata: Tensor, dim: int) -> tuple[int, int]:
     words = words_of(k, values.dtype, metadata.dtype)
     shape = (lines, words) if dim else (words, lines)
     _check(tuple(metadata.shape) == shape, op, "metadata", shape, tuple(metadata.shape))
+    _check_device(op, "metadata", metadata, values)
     return (lines, k) if dim else (k, lines)
 
 
@@ -148,6 +153,7 @@ def _matmul_fake(
     contracted, rank = (-2, 2) if product == "left" else (-1, 1 if product == "linear" else 2)
     fits = dense.dim() >= rank and dense.shape[contracted] == k
     _check(fits, op, name, f"{k} in dimension {contracted}", tuple(dense.shape))
+    _check_device(op, name, dense, values)
     shape = list(dense.shape)
     shape[contracted] = lines
     out = out_dtype or result_dtype(dense.dtype)

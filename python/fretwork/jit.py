@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -41,6 +42,9 @@ class Kernel:
         """Without what is loaded, which belongs to a process."""
         return Kernel, (self._source.decode().removesuffix("\n"), self.name)
 
+    def __repr__(self) -> str:
+        return f"Kernel({self.name!r})"
+
     def compile(self, arch: str) -> Report:
         """Compiles for an architecture, whether there is such a GPU or not; RuntimeError with the compiler's log.
 
@@ -48,6 +52,8 @@ class Kernel:
         >>> fw.jit.kernel("__global__ void nothing() {}", "nothing").compile("sm_90a").spills
         0
         """
+        if not isinstance(arch, str):
+            self._fail("arch", "a name such as sm_90a", repr(arch), TypeError)
         report = (ctypes.c_int64 * 4)()
         if core().fretwork_kernel_compile(self._source, self._name, arch.encode(), report) < 0:
             raise RuntimeError(last_error())
@@ -65,10 +71,12 @@ class Kernel:
         A tensor is passed as its pointer, an int as `long long`, a float as `double`, a bool as `bool`; anything of
         ctypes as it is (`ctypes.c_int(3)`, `ctypes.c_float(0.5)`, structures). `shared_memory` are dynamic bytes.
         """
-        device = self._device(arguments)
         held = [self._passed(n, a) for n, a in enumerate(arguments)]
-        pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(a) for a in held))
         sizes = [self._three(what, given) for what, given in (("grid", grid), ("block", block))]
+        if type(shared_memory) is not int or not 0 <= shared_memory < 2**31:
+            self._fail("shared_memory", "bytes as an int", repr(shared_memory))
+        device = self._device(arguments)
+        pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(a) for a in held))
         stream = torch.cuda.current_stream(device).cuda_stream
         loaded = self._loaded.get(device) or self._load(device)
         bytes_ = (ctypes.c_size_t * len(held))(*(ctypes.sizeof(a) for a in held))
@@ -92,6 +100,8 @@ class Kernel:
                 self._fail(f"argument {n}", "a tensor on a GPU", f"one on {tensor.device}")
             if tensor.device != tensors[0][1].device:
                 self._fail(f"argument {n}", f"{tensors[0][1].device} like the first tensor", tensor.device)
+        if not tensors and not torch.cuda.is_available():
+            self._fail("device", "a GPU", "none", RuntimeError)
         return tensors[0][1].get_device() if tensors else torch.cuda.current_device()
 
     def _passed(self, n: int, argument: object) -> ctypes._SimpleCData | ctypes.Structure | ctypes.Array:
@@ -102,13 +112,16 @@ class Kernel:
         if (scalar := _SCALARS.get(type(argument))) is None:
             expected = "a tensor, an int, a float, a bool or something of ctypes"
             self._fail(f"argument {n}", expected, type(argument).__name__, TypeError)
+        if type(argument) is int and not -(2**63) <= argument < 2**63:
+            self._fail(f"argument {n}", "an int of 64 bits", argument)
         return scalar(argument)
 
     def _three(self, what: str, given: int | Sequence[int]) -> ctypes.Array[ctypes.c_uint]:
-        sizes = list(given) if isinstance(given, Sequence) else [given]
-        if not 1 <= len(sizes) <= 3 or any(not isinstance(n, int) or not 1 <= n < 2**31 for n in sizes):
+        sizes: list[Any] = list(given) if isinstance(given, Sequence) else [given]
+        counts = [operator.index(n) for n in sizes if hasattr(n, "__index__") and not isinstance(n, bool)]
+        if not 1 <= len(sizes) == len(counts) <= 3 or any(not 1 <= n < 2**31 for n in counts):
             self._fail(what, "one to three positive ints", given)
-        return (ctypes.c_uint * 3)(*sizes, *[1] * (3 - len(sizes)))
+        return (ctypes.c_uint * 3)(*counts, *[1] * (3 - len(counts)))
 
     def _fail(self, argument: str, expected: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
         raise kind(f"{self.name}: {argument}: expected {expected}, got {got}")

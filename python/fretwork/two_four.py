@@ -11,10 +11,9 @@ True
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from collections.abc import Mapping, Sequence
-from os import PathLike
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
 from typing import Any, NoReturn
 
 import torch
@@ -23,9 +22,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
-from fretwork._library import core, last_error
+from fretwork._library import core, two_four_order
 from fretwork._rules_two_four import group_of, words_of
 from fretwork.ops import _check_tensor, _precision, _precision_of_torch
+from fretwork.pattern import whole_number
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load", "matmul", "prune", "save"]
 
@@ -42,9 +42,17 @@ def _fail(op: str, argument: str, expected: object, got: object, kind: type[Exce
     raise kind(f"{op}: {argument}: expected {expected}, got {got}")
 
 
-def _axis(dim: int) -> int:
-    """0 or 1; what is no axis stays, for the core to refuse."""
-    return dim + 2 if dim in (-1, -2) else dim
+def _whole(op: str, argument: str, value: Any) -> Any:
+    """An int from anything that counts as one; what torch.compile and torch.export trace stays as it is."""
+    return value if type(value) in (int, torch.SymInt) else whole_number(op, argument, value)
+
+
+def _axis(op: str, dim: Any, kind: type[Exception] = RuntimeError) -> int:
+    """0 or 1."""
+    dim = _whole(op, "dim", dim)
+    if dim not in (-2, -1, 0, 1):
+        _fail(op, "dim", "-1, 0 or 1", dim, kind)
+    return dim % 2
 
 
 def _check_word(op: str, dtype: object) -> None:
@@ -54,7 +62,8 @@ def _check_word(op: str, dtype: object) -> None:
 
 def _range(index: slice, size: int) -> slice:
     """The same with both ends inside; `slice.indices` is one that torch.compile does not follow everywhere."""
-    begin, end = 0 if index.start is None else index.start, size if index.stop is None else index.stop
+    given = ((index.start, 0), (index.stop, size))
+    begin, end = (default if at is None else _whole("TwoFour", "index", at) for at, default in given)
     begin, end = (min(max(at + size if at < 0 else at, 0), size) for at in (begin, end))
     return slice(begin, max(begin, end))
 
@@ -83,9 +92,14 @@ class TwoFour:
     def __init__(self, values: Tensor, metadata: Tensor, dim: int = -1) -> None:
         _check_tensor("TwoFour", "values", values)
         _check_tensor("TwoFour", "metadata", metadata)
-        self.values, self.metadata, self.dim = values, metadata, _axis(dim)
-        bad = _check_metadata(values.detach(), metadata, self.dim)
-        if torch.compiler.is_compiling():  # nothing can be read there
+        self.values, self.metadata, self.dim = values, metadata, _axis("TwoFour", dim, ValueError)
+        try:
+            bad = _check_metadata(values.detach(), metadata, self.dim)
+        except RuntimeError as error:  # as an op says it
+            if str(error).startswith("TwoFour: "):
+                raise ValueError(str(error)) from None
+            raise
+        if torch.compiler.is_compiling() or bad.is_meta:  # nothing can be read there
             return
         place = int(bad.item())
         if place >= 0:
@@ -99,6 +113,12 @@ class TwoFour:
         made = object.__new__(cls)
         made.values, made.metadata, made.dim = values, metadata, dim
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Through the constructor, which looks at every nibble; fp8 as bytes, for pickle cannot hold it."""
+        if self.dtype not in _rules._SMALL:
+            return TwoFour, (self.values, self.metadata, self.dim)
+        return _of_bytes, (self.values.detach().view(torch.uint8), self.dtype, self.metadata, self.dim)
 
     @property
     def shape(self) -> torch.Size:
@@ -136,6 +156,8 @@ class TwoFour:
         """
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         metadata = self.metadata
+        if dtype not in (None, *_rules._KINDS):
+            _fail("TwoFour.to", "dtype", "a floating type or int8", dtype)
         if dtype is not None and group_of(dtype) != group_of(self.dtype):
             metadata = regrouped(self, dtype)
         values = self.values.to(device=device, dtype=dtype, non_blocking=non_blocking)
@@ -199,6 +221,13 @@ class TwoFour:
         )
 
 
+def _of_bytes(values: Tensor, dtype: torch.dtype, metadata: Tensor, dim: int) -> TwoFour:
+    return TwoFour(values.view(dtype), metadata, dim)
+
+
+torch.serialization.add_safe_globals([TwoFour, _of_bytes])  # so that torch.load takes them as it takes tensors
+
+
 # Metadata as bytes and nibbles, for what is rare. Lines are rows here.
 
 
@@ -232,7 +261,7 @@ def regrouped(s: TwoFour, dtype: torch.dtype) -> Tensor:
             _fail("TwoFour.to", "dtype", f"a multiple of 4 along dim {s.dim} for {dtype}", tuple(s.shape))
         second = (nibbles == 0xE).to(torch.uint8).unflatten(1, (-1, 2))
         return _words(second[..., 0] | (second[..., 1] + 2) << 2, s.metadata.dtype, s.dim)
-    if ((nibbles == 4) | (nibbles == 0xE)).any():
+    if not nibbles.is_meta and ((nibbles == 4) | (nibbles == 0xE)).any():
         _fail("TwoFour.to", "dtype", "a matrix with one kept of every two for float32", "two of one pair")
     first, second = (torch.where(index.bool(), 0xE, 4) for index in (nibbles & 1, nibbles >> 2 & 1))
     return _words(torch.stack((first, second), -1).flatten(1).to(torch.uint8), s.metadata.dtype, s.dim)
@@ -246,18 +275,8 @@ def _order(op: str, layout: str | Tensor, lines: int, k: int, dtype: torch.dtype
         if layout.numel() and (int(layout.min()) < -1 or int(layout.max()) >= size):
             _fail(op, "layout", f"-1 to {size - 1}", f"{int(layout.min())} to {int(layout.max())}")
         return layout
-    name = str(dtype).removeprefix("torch.").encode()
-    arguments = (op.encode(), str(layout).encode(), lines, k, name, int(tile_k))
-    room = lines * k  # more than any order has but for the smallest
-    while True:
-        order = torch.empty(room, dtype=torch.int64)
-        pointer = ctypes.cast(order.data_ptr(), ctypes.POINTER(ctypes.c_int64))
-        count = int(core().fretwork_two_four_order(*arguments, pointer, room))
-        if count < 0:
-            raise ValueError(last_error())
-        if count <= room:
-            return order[:count]
-        room = count
+    name = str(dtype).removeprefix("torch.")
+    return torch.from_numpy(two_four_order(op, layout, lines, k, name, _whole(op, "tile_k", tile_k)))
 
 
 # What makes a TwoFour
@@ -278,7 +297,7 @@ def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16
     """
     _check_tensor("compress", "A", A)
     _check_word("compress", metadata_dtype)
-    axis = _axis(dim)
+    axis = _axis("compress", dim)
     values, metadata = _compress(A, axis, metadata_dtype, bool(validate))
     return TwoFour._of(values, metadata, axis)
 
@@ -295,7 +314,7 @@ def prune(A: Tensor, dim: int = -1, transposable: bool = False) -> Tensor:
     [[0.0, -5.0, 3.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
     """
     _check_tensor("prune", "A", A)
-    return _prune(A, _axis(dim), bool(transposable))
+    return _prune(A, _axis("prune", dim), bool(transposable))
 
 
 def check(A: Tensor, dim: int = -1) -> tuple[bool, tuple[int, int] | None]:
@@ -306,11 +325,11 @@ def check(A: Tensor, dim: int = -1) -> tuple[bool, tuple[int, int] | None]:
     ((True, None), (False, (0, 0)))
     """
     _check_tensor("check", "A", A)
-    place = int(_check(A.detach(), _axis(dim)).item())
+    place = int(_check(A.detach(), _axis("check", dim)).item())
     return (True, None) if place < 0 else (False, divmod(place, A.shape[1]))
 
 
-def cat(parts: Sequence[TwoFour], dim: int = 0) -> TwoFour:
+def cat(parts: Iterable[TwoFour], dim: int = 0) -> TwoFour:
     """Matrices side by side, all compressed along the same axis, of one dtype and one kind of word.
 
     >>> import torch, fretwork as fw
@@ -318,17 +337,17 @@ def cat(parts: Sequence[TwoFour], dim: int = 0) -> TwoFour:
     >>> fw.two_four.cat([s, s]).shape, fw.two_four.cat([s, s, s], dim=1).shape
     (torch.Size([64, 32]), torch.Size([32, 96]))
     """
+    if isinstance(parts, TwoFour) or not isinstance(parts, Iterable):
+        _fail("cat", "parts", "a sequence of fretwork.TwoFour", type(parts).__name__, TypeError)
     parts = list(parts)
     if not parts or not all(isinstance(s, TwoFour) for s in parts):
         got = "none" if not parts else ", ".join(type(s).__name__ for s in parts)
         _fail("cat", "parts", "at least one fretwork.TwoFour", got, TypeError)
-    if dim not in (-2, -1, 0, 1):
-        _fail("cat", "dim", "-1, 0 or 1", dim)
-    axis, first = _axis(dim), parts[0]
+    axis, first = _axis("cat", dim, ValueError), parts[0]
     for n, s in enumerate(parts):
-        kind, like = ((t.dtype, t.metadata.dtype, t.dim, t.shape[1 - axis]) for t in (s, first))
+        kind, like = ((t.dtype, t.metadata.dtype, t.dim, t.shape[1 - axis], t.device) for t in (s, first))
         if kind != like:
-            words = "{} in {} words with dim {}, {} along the other axis"
+            words = "{} in {} words with dim {}, {} along the other axis, on {}"
             _fail("cat", f"parts[{n}]", words.format(*like), words.format(*kind))
 
     def joined(tensors: list[Tensor]) -> Tensor:  # in memory as they are: lines in one piece
@@ -363,7 +382,7 @@ def from_layout(
     >>> torch.equal(fw.two_four.from_layout(*pair, "torch").to_dense(), A)
     True
     """
-    op = "from_layout"
+    op, axis = "from_layout", _axis("from_layout", dim, ValueError)
     _check_tensor(op, "values", values)
     _check_tensor(op, "metadata", metadata)
     _check_word(op, metadata_dtype)
@@ -381,7 +400,6 @@ def from_layout(
     nibbles = torch.stack((both & 15, both >> 4), -1).flatten(1)[:, : k // group_of(values.dtype)]
     if layout == "cutlass_sm90":  # writes 0 for a group without non-zeros, which no instruction may read
         nibbles = torch.where(nibbles == 0, 4, nibbles)
-    axis = _axis(dim)
     return TwoFour(values if axis else values.t(), _words(nibbles, metadata_dtype, axis), axis)
 
 
@@ -431,6 +449,8 @@ def matmul(
     for name, extra in (("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
         if extra is not None:
             _check_tensor("matmul", name, extra)
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        _fail("matmul", "out_dtype", "a torch.dtype or None", repr(out_dtype), TypeError)
     how = "left" if left else "right"
     word, exact = _activation("matmul", activation), _exactness("matmul", s.dtype, precision)
     return _product(s, dense, bias, word, out_dtype, scale_a, scale_b, how, exact)
@@ -468,7 +488,7 @@ def linear(
     word, exact = _activation("linear", activation), _exactness("linear", s.values.dtype, precision)
     if fallback is not None:
         if fallback != "dense":
-            _fail("linear", "fallback", 'None or "dense"', repr(fallback))
+            _fail("linear", "fallback", 'None or "dense"', repr(fallback), RuntimeError)
         if not torch.compiler.is_compiling() and _dense_wins(x, s, bias, exact):
             with torch.autocast(x.device.type, enabled=False):  # the result's dtype is the sparse product's
                 y = F.linear(x, s.to_dense(), bias)
@@ -495,9 +515,9 @@ def _product(s: TwoFour, *arguments: Any) -> Tensor:
 
 
 def _activation(op: str, name: str | None) -> str:
-    word = _ACTIVATIONS.get(name)
+    word = _ACTIVATIONS.get(name) if name is None or isinstance(name, str) else None
     if word is None:
-        _fail(op, "activation", "None, relu, gelu or silu", repr(name))
+        _fail(op, "activation", "None, relu, gelu or silu", repr(name), RuntimeError)
     return word
 
 
@@ -546,6 +566,12 @@ def _safetensors(op: str) -> Any:
     return safetensors
 
 
+def _path(op: str, file: object) -> str:
+    if not isinstance(file, (str, PathLike)):
+        _fail(op, "file", "a path", repr(file), TypeError)
+    return str(fspath(file))
+
+
 def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -> None:
     """One matrix, or several by name, as a safetensors file (which needs that package) with a version.
 
@@ -572,7 +598,7 @@ def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -
             tensors[prefix + key] = lines.clone() if shared else lines
             places.add(lines.untyped_storage().data_ptr())
         texts[f"{prefix}dim"] = str(s.dim)
-    _safetensors("save").torch.save_file(tensors, str(file), texts)
+    _safetensors("save").torch.save_file(tensors, _path("save", file), texts)
 
 
 def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFour | dict[str, TwoFour]:
@@ -585,7 +611,7 @@ def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFo
     TwoFour(shape=(16, 16), dtype=torch.float32, dim=1, metadata=torch.int16)
     """
     found = {}
-    with _safetensors("load").safe_open(str(file), framework="pt", device=str(device)) as opened:
+    with _safetensors("load").safe_open(_path("load", file), framework="pt", device=str(device)) as opened:
         texts = opened.metadata() or {}
         if texts.get("format") != "fretwork.two_four":
             _fail("load", "file", "a file of fretwork.two_four.save", f"{file} without that mark")

@@ -394,7 +394,8 @@ def test_two_four_inspect(tmp_path: Path) -> None:
         ("b", [4, 1], 0, "int8"),
     ]
     assert facts["matrices"][0]["nibbles"] == {"4": 1, "8": 1, "D": 1, "E": 1} and facts["matrices"][0]["bytes"] == 18
-    assert "matrix    b" in ok("two_four", "inspect", file, "--name", "b", "--rows", "0")
+    text = ok("two_four", "inspect", file, "--name", "b", "--rows", "0")
+    assert "version 1\nmatrix    b\n" in text, "how many there are is not said of one"
     corners = {"a": [" ▀ ▀▀▀    ▀▀▀ ▀ "], "b": ["▀", "▄"]}
     for name, corner in corners.items():
         assert [line.strip("│") for line in ok("show", file, "--name", name).splitlines() if "│" in line] == corner
@@ -488,6 +489,9 @@ def test_bench_two_four(tmp_path: Path) -> None:
     for row in table:
         assert float(row["speedup"]) == pytest.approx(float(row["dense_ms"]) / float(row["ms"]), rel=1e-2)
     assert len(json.loads(whole.read_text())["rows"]) == 4
+    for dtype, name in [("int8", "int8"), ("fp8", "float8_e4m3fn"), ("float8_e5m2", "float8_e5m2")]:
+        small = ("--m", "64", "--k", "32", "--columns", "3", "--rounds", "1", "--dtype", dtype)
+        assert f"{name}, median" in ok("bench", "two_four", "--device", "cpu", *small)
 
 
 def test_bench_of_an_empty_layout() -> None:

@@ -134,6 +134,67 @@ def test_small_types(kind, rng):
         assert_close(grad, np.full(8, 3.0), "float32", "bias")
 
 
+@each_dim
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_cat_inside_words(kind, dim, rng):
+    for sizes in [(12, 20, 4), (32, 64)]:
+        A = [pruned(rng, (3, k) if dim else (k, 3), kind, dim) for k in sizes]
+        s = two_four.cat([two_four.compress(a, dim) for a in A], dim)
+        two_four.TwoFour(s.values, s.metadata, dim)  # which looks at every nibble
+        np.testing.assert_array_equal(np.asarray(s.to_dense(), np.float64), np.concatenate(A, dim).astype(np.float64))
+    twice = two_four.cat([two_four.compress(A[1], dim)] * 2, 1 if dim == 0 else 0)
+    np.testing.assert_array_equal(twice.to_dense(), np.concatenate([A[1]] * 2, 1 if dim == 0 else 0))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_layouts_are_torchs(kind, rng):
+    A = pruned(rng, (64, 128), kind)
+    s, t = (
+        two_four.compress(A),
+        fw.two_four.compress(torch.from_numpy(np.array(A, np.float64)).to(getattr(torch, kind))),
+    )
+    for layout in ("torch", "cutlass_sm90", np.arange(np.asarray(s.metadata).nbytes)[::-1].copy()):
+        values, metadata = s.export(layout)
+        _, want = t.export(layout if isinstance(layout, str) else torch.from_numpy(layout))
+        np.testing.assert_array_equal(np.asarray(metadata), want.numpy())
+        back = two_four.from_layout(values, metadata, layout, metadata_dtype="int8")
+        np.testing.assert_array_equal(np.asarray(back.to_dense(), np.float64), np.asarray(A, np.float64))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_scales(kind, rng):
+    A, B = pruned(rng, (8, 32), kind), jnp.asarray(rng.integers(-9, 9, (32, 5)), kind)
+    rows, cols = (jnp.asarray(rng.random(n) + 0.5, "float32") for n in (8, 5))
+    bias, exact = jnp.asarray(rng.standard_normal(8), "float32"), np.asarray(A, np.float64) @ np.asarray(B, np.float64)
+    want = np.asarray(rows)[:, None] * exact * np.asarray(cols) + np.asarray(bias)[:, None]
+    s = two_four.compress(A)
+    got = two_four.matmul(s, B, bias, "relu", "float32", rows, cols)
+    assert_close(got, np.maximum(want, 0), "float16", "left")
+    got = two_four.matmul(B.T, s.T, bias, None, "float32", scale_b=rows)
+    assert_close(got, exact.T * np.asarray(rows) + np.asarray(bias), "float16", "right")
+    got = jax.grad(lambda r: two_four.matmul(s, B, out_dtype="float32", scale_a=r).sum())(rows)
+    assert_close(got, exact.sum(1), "float16", "gradient of a scale")
+
+
+def test_check_and_nibbles(rng):
+    A = np.array(pruned(rng, (8, 16), "float16"))
+    assert two_four.check(A) == (True, None) and two_four.check(A.T, 0) == (True, None)
+    A[5, 8:12] = 1
+    assert two_four.check(A) == (False, (5, 8)) and two_four.check(A.T, 0) == (False, (8, 5))
+    with rejects("check", NotImplementedError):
+        jax.jit(two_four.check)(A)
+    s = two_four.compress(A, validate=False)
+    for dim, place in ((1, (3, 0)), (0, (0, 3))):
+        with pytest.raises(ValueError, match=rf"^TwoFour: metadata: expected nibbles .*\({place[0]}, {place[1]}\)"):
+            two_four.TwoFour(s.values, s.metadata.at[3].set(0), dim)
+    for values, metadata in [(s.values[0], s.metadata), (s.values, s.metadata[:3]), (s.values, s.values)]:
+        with pytest.raises(ValueError, match=r"^TwoFour: \w+: expected .*, got "):
+            two_four.TwoFour(values, metadata)
+    for call in (lambda: two_four.cat(3), lambda: two_four.cat(s), lambda: two_four.compress(A, dim=1.0)):
+        with rejects(r"\w+", TypeError):
+            call()
+
+
 def test_refusals():
     s, B, bias = two_four.compress(jnp.eye(16, dtype="float32")), jnp.ones((16, 4), "float32"), jnp.ones(16, "float32")
     for call in [

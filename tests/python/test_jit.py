@@ -44,15 +44,25 @@ def test_texts_are_checked(source, name):
 
 def test_arguments_are_checked(device):
     x = torch.zeros(4, device=device)
+    for grid in (0, (1, 2, 3, 4), (), -1, 1.5, (1, None), True):
+        with pytest.raises(ValueError, match="grid: expected one to three positive ints, got "):
+            scale()(grid, 256, x)
+    for kind, options, match in [
+        (TypeError, {"n": "4"}, "argument 1: expected a tensor"),
+        (ValueError, {"n": 2**64}, "argument 1: expected an int of 64 bits"),
+        (ValueError, {"shared_memory": 1.5}, "shared_memory: expected bytes"),
+    ]:
+        with pytest.raises(kind, match=match):
+            scale()(1, 256, x, options.pop("n", 4), **options)
+    with pytest.raises(TypeError, match="arch: expected a name such as sm_90a, got 90"):
+        scale().compile(90)
     if device.type == "cpu":
         with pytest.raises(ValueError, match="argument 0: expected a tensor on a GPU, got one on cpu"):
             scale()(1, 256, x)
+        if not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match="device: expected a GPU, got none"):
+                scale()(1, 256)
         return
-    for grid in (0, (1, 2, 3, 4), (), -1, 1.5, (1, None)):
-        with pytest.raises(ValueError, match="grid: expected one to three positive ints, got "):
-            scale()(grid, 256, x)
-    with pytest.raises(TypeError, match="argument 1: expected a tensor"):
-        scale()(1, 256, x, "4")
     for arguments, match in [
         ((x, 4, ctypes.c_float(1)), "arguments: expected more, got 3"),
         ((x, 4, ctypes.c_float(1), True, 5), "arguments: expected at most 4, got 5"),

@@ -1,12 +1,14 @@
 """2:4 matrices: strides, slices, own layouts, files, what torch asks of an op, second derivatives, training."""
 
 import copy
+import io
 import itertools
 import logging
 import pickle
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -211,8 +213,9 @@ def test_fakes_refuse_what_the_core_refuses(device):
         lambda: two_four.linear(B, s), lambda: two_four.linear(bias.half(), s),
     ]  # fmt: skip
     for call in calls:
-        with pytest.raises(RuntimeError, match=r"^\w+: \w+: expected .*, got ") as eager:
+        with pytest.raises((RuntimeError, ValueError), match=r"^\w+: \w+: expected .*, got ") as eager:
             call()
+        assert isinstance(eager.value, ValueError) == str(eager.value).startswith("TwoFour: "), "ops, and a constructor"
         with pytest.raises(Exception, match=r"expected .*, got ") as traced:
             torch.compile(call, fullgraph=True, backend="aot_eager")()
         start = str(eager.value).split(": expected")[0]
@@ -229,10 +232,45 @@ def test_wrong_kinds_are_refused(device):
         lambda: two_four.matmul(s, B, precision="half"), lambda: two_four.linear(B.T, s, activation="tanh"),
         lambda: two_four.matmul(s, B, out_dtype=torch.float16), lambda: two_four.matmul(s, B, out_dtype=torch.int64),
         lambda: two_four.prune(B, dim=2**32), lambda: two_four.check(B, dim=2**32),
-        lambda: fw.TwoFour(s.values, s.metadata, 2**32 + 1),
+        lambda: fw.TwoFour(s.values, s.metadata, 2**32 + 1), lambda: two_four.compress(B, dim=2**70),
+        lambda: two_four.matmul(s, B, activation=["relu"]), lambda: fw.TwoFour(s.values, s.metadata.to("meta")),
+        lambda: two_four.matmul(s, B.to("meta")), lambda: s.to(torch.int64), lambda: two_four.cat([s, s.to("meta")]),
     ]:  # fmt: skip
-        with pytest.raises((TypeError, ValueError, RuntimeError), match=r"\w+: .*: expected .*, got "):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=r"^[\w.]+: .*: expected .*, got "):
             call()
+    for call in [
+        lambda: two_four.compress(B, 0.0), lambda: two_four.compress(B, False), lambda: two_four.prune(B, "0"),
+        lambda: two_four.check(B, None), lambda: fw.TwoFour(s.values, s.metadata, 1.0), lambda: two_four.cat([s], 0.0),
+        lambda: two_four.cat(3), lambda: two_four.cat(s), lambda: s[0.5:], lambda: s["a":],
+        lambda: two_four.matmul(s, B, out_dtype="float32"), lambda: two_four.matmul(s, B, out_dtype=3),
+        lambda: s.export("cutlass_sm90", tile_k=128.5), lambda: two_four.save(3, s), lambda: two_four.load(3),
+        lambda: two_four.from_layout(s.values, s.metadata, "torch", dim=1.0),
+    ]:  # fmt: skip
+        with pytest.raises(TypeError, match=r"^[\w.]+: .*: expected .*, got "):
+            call()
+    assert two_four.compress(s.to_dense(), np.int64(0)).dim == 0 and s[np.int64(4) :].shape == (12, 16)
+
+
+@pytest.mark.parametrize("dtype", [*BYTES, torch.float32], ids=str)
+def test_pickle_and_torch_load(dtype, device):
+    s = two_four.compress(pruned(8, 16, dtype, device))
+    buffer = io.BytesIO()
+    torch.save({"s": s.T}, buffer)
+    buffer.seek(0)
+    for other in (torch.load(buffer)["s"].T, pickle.loads(pickle.dumps(s)), copy.deepcopy(s)):
+        assert (other.dim, other.device) == (1, s.device) and torch.equal(other.metadata, s.metadata)
+        assert other.values.dtype == dtype
+        same(other.values, s.values)
+    s.metadata.zero_()
+    with pytest.raises(ValueError, match="TwoFour: metadata: expected nibbles"):
+        pickle.loads(pickle.dumps(s))
+
+
+def test_matrices_without_memory():
+    s = two_four.compress(torch.eye(16).half()).to("meta")
+    assert fw.TwoFour(s.values, s.metadata).to(torch.float32).to_dense().shape == (16, 16)
+    assert copy.deepcopy(s).values.is_meta
+    assert two_four.matmul(s, torch.empty(16, 3, device="meta").half()).shape == (16, 3)
 
 
 def test_other_operators_still_refuse_integers(device):
@@ -591,9 +629,12 @@ def test_layer_by_sizes(device):
         assert two_four.check(layer.to_dense()) == (True, None) and layer.to_dense().count_nonzero() == 16 * 16
         assert layer(torch.ones(3, 32, device=device).bfloat16()).shape == (3, 16)
         assert layer(torch.ones(32, device=device).bfloat16()).shape == (16,)
-    for options in ({"trainable": "dense", "prune": None}, {"decay": 0.1}):
+    for options in ({"trainable": "dense", "prune": None}, {"decay": 0.1}, {"trainable": "dense", "decay": -1.0}):
         with pytest.raises(ValueError, match=r"SemiSparseLinear: .*: expected .*got "):
             fw.nn.SemiSparseLinear(32, 16, **options)
+    for sizes, options in [((8.0, 8), {}), ((8, "8"), {}), ((8, 8), {"dtype": torch.int8}), ((8, 8), {"decay": "no"})]:
+        with pytest.raises(TypeError, match=r"SemiSparseLinear: \w+: expected .*got "):
+            fw.nn.SemiSparseLinear(*sizes, **options)
     with pytest.raises(TypeError, match=r"SemiSparseLinear: linear: expected .*got "):
         fw.nn.SemiSparseLinear.from_dense(torch.nn.ReLU())
 
@@ -718,6 +759,25 @@ def test_dense_training_is_differentiated_once(device):
         d.sum().backward()
 
 
+@pytest.mark.parametrize("prune", ["magnitude", "transposable"])
+def test_dense_training_under_vmap_and_func(prune, device):
+    layer = fw.nn.SemiSparseLinear(8, 12, device=device, trainable="dense", prune=prune, decay=0.25)
+    x, names = torch.randn(3, 5, 8, device=device), dict(layer.named_parameters())
+    each = [torch.autograd.grad(layer(one).square().sum(), list(names.values())) for one in x]
+
+    def loss(parameters, one):
+        return torch.func.functional_call(layer, parameters, (one,)).square().sum()
+
+    got = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(names, x)
+    for n, name in enumerate(names):
+        assert_close(got[name], torch.stack([one[n] for one in each]).cpu().double(), torch.float32)
+    torch.vmap(layer)(x).square().sum().backward()
+    mapped = layer.weight.grad.clone()
+    layer.zero_grad()
+    layer(x).square().sum().backward()
+    assert_close(mapped, layer.weight.grad.cpu().double(), torch.float32)
+
+
 def test_checkpoints_hold_what_the_layer_needs(device):
     layer = fw.nn.SemiSparseLinear(32, 16, device=device)
     assert set(layer.state_dict()) == {"values", "metadata", "bias"}
@@ -736,8 +796,8 @@ def test_layer_of_a_matrix_that_is_sparse_already(device):
     for wrong in (s.T, s.to_dense()):
         with pytest.raises(TypeError, match=r"SemiSparseLinear: s: expected .*, got "):
             fw.nn.SemiSparseLinear.from_sparse(wrong)
-    with pytest.raises(ValueError, match=r"SemiSparseLinear: bias: expected \(16,\), got \(8,\)"):
-        fw.nn.SemiSparseLinear.from_sparse(s, torch.ones(8, device=device))
+    with pytest.raises(ValueError, match=r"SemiSparseLinear: bias: expected \(16,\) of torch.bfloat16, got"):
+        fw.nn.SemiSparseLinear.from_sparse(s, torch.ones(16, device=device))
 
 
 def test_layer_sizes_are_checked_when_it_is_made():

@@ -16,6 +16,7 @@ struct RunOptions {
   const char* command = "bench";  ///< as messages name it
   std::string dtype, device, csv, json;
   int threads = 0, rounds = 7;
+  bool bytes = false;  ///< whether the suite has types of 8 bits
 };
 /// `device` and `rounds` say in the help what is used when none is given.
 void add_machine_options(CLI::App& command, RunOptions& options, const char* device, const char* rounds = "7");

@@ -27,6 +27,8 @@ struct TwoFourCase {
   std::int64_t m, k, n;
 };
 
+bool is_byte(DType dtype) { return size_of(dtype) == 1; }
+
 /// y (n, m) = x (n, k) · Wᵀ, as a layer calls it, with W (m, k) 2:4.
 double sparse_ms(const TwoFourCase& one, DType dtype, Stopwatch& clock) {
   Context context = clock.context();
@@ -34,7 +36,8 @@ double sparse_ms(const TwoFourCase& one, DType dtype, Stopwatch& clock) {
   const Data dense(device, dtype, {one.m, one.k}), pruned(device, dtype, {one.m, one.k});
   const Data values(device, dtype, {one.m, one.k / 2});
   const Data metadata(device, DType::i16, {one.m, two_four_words(one.k, dtype, DType::i16)});
-  const Data x(device, dtype, {one.n, one.k}), y(device, dtype, {one.n, one.m});
+  const DType result = dtype == DType::i8 ? DType::i32 : is_byte(dtype) ? DType::bf16 : dtype;
+  const Data x(device, dtype, {one.n, one.k}), y(device, result, {one.n, one.m});
   const TwoFour weight{values.view(), metadata.view(), 1};
   two_four_prune(dense.view(), 1, false, pruned.view(), context);
   two_four_compress(pruned.view(), weight, nullptr, context);
@@ -42,8 +45,10 @@ double sparse_ms(const TwoFourCase& one, DType dtype, Stopwatch& clock) {
   return clock.cold([&] { two_four_matmul(x.view(), turned, y.view(), context); }).ms;
 }
 
-/// The dense product that there is here: the block-sparse ones with every block there, whichever of the two is faster.
-double dense_ms(const TwoFourCase& one, DType dtype, Stopwatch& clock) {
+/// The dense product that there is here: the block-sparse ones with every block there, whichever of the two is faster;
+/// they have no types of 8 bits, for which bfloat16 stands.
+double dense_ms(const TwoFourCase& one, DType asked, Stopwatch& clock) {
+  const DType dtype = is_byte(asked) ? DType::bf16 : asked;
   Context context = clock.context();
   const Device device = clock.device();
   std::int64_t block = 128;
@@ -68,8 +73,9 @@ class TwoFourReport {
   void header() {
     fmt::print("{}, {}, median of {} rounds\n", run_.machine(), name_of(run_.dtype()), run_.rounds());
     fmt::print(
-        "dense: this library's block product with every block there; read: the dense weight once, at the rate of a "
-        "copy;\nplan: what fallback=\"dense\" would run\n");
+        "dense: this library's block product with every block there{}; read: the dense weight once, at the rate of a "
+        "copy;\nplan: what fallback=\"dense\" would run\n",
+        is_byte(run_.dtype()) ? ", in bfloat16" : "");
     fmt::print("{:>7} {:>7} {:>7} {:>10} {:>10} {:>8} {:>9} {:>10}  plan\n", "m", "k", "n", "2:4 ms", "dense ms",
                "speedup", "read ms", "GFLOP/s");
     run_.csv("device,dtype,threads,m,k,n,ms,dense_ms,speedup,read_ms,gflop_per_s,plan");
@@ -147,6 +153,7 @@ void bench_two_four(const TwoFourBenchOptions& options) {
 
 void add_bench_two_four(CLI::App& bench_command) {
   const auto options = std::make_shared<TwoFourBenchOptions>();
+  options->run.bytes = true;
   CLI::App* const command = bench_command.add_subcommand("two_four", "2:4 products beside dense ones");
   const auto range = [] { return CLI::Range(1, 1 << 20).description(""); };
   command->add_option("--m", options->rows, "Rows of the weight (4096)")->delimiter(',')->check(range());

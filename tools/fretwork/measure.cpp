@@ -36,6 +36,15 @@ std::vector<std::byte> random_bytes(DType dtype, std::size_t count) {
     case DType::f16:
       fill_bits<std::uint16_t>(bytes, 0x3800, 0x83ff);
       break;
+    case DType::f8_e4m3:
+      fill_bits<std::uint8_t>(bytes, 0x30, 0x87);
+      break;
+    case DType::f8_e5m2:
+      fill_bits<std::uint8_t>(bytes, 0x38, 0x83);
+      break;
+    case DType::i8:
+      fill_bits<std::uint8_t>(bytes, 0x01, 0xff);
+      break;
     default:
       fill_bits<std::uint16_t>(bytes, 0x3f00, 0x807f);
   }

@@ -137,7 +137,8 @@ void inspect(const InspectOptions& options) {
   nlohmann::ordered_json json = {{"file", options.file}, {"version", 1}, {"matrices", nlohmann::ordered_json::array()}};
   std::string wrong;
   if (!options.json) {
-    fmt::print("file      {}, version 1, {} matri{}\n", options.file, found.size(), found.size() == 1 ? "x" : "ces");
+    const std::string count = fmt::format(", {} matri{}", found.size(), found.size() == 1 ? "x" : "ces");
+    fmt::print("file      {}, version 1{}\n", options.file, options.name.empty() ? count : "");
   }
   for (const TwoFourMatrix& matrix : found) {
     const NibbleCounts counts = count_nibbles(matrix);

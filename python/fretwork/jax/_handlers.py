@@ -11,7 +11,15 @@ _OPS = (
     *("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_chain", "ksmm_backward_weight"),
     *("attention", "attention_backward"),
     *("r_sddmm", "r_spmm", "r_spmm_transposed", "r_softmax", "r_softmax_backward"),
-    *("two_four_compress", "two_four_to_dense", "two_four_gather", "two_four_prune", "two_four_matmul"),
+    *(
+        "two_four_compress",
+        "two_four_check",
+        "two_four_check_metadata",
+        "two_four_to_dense",
+        "two_four_gather",
+        "two_four_prune",
+        "two_four_matmul",
+    ),
 )
 
 

@@ -14,29 +14,45 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from fretwork._library import two_four_order
 from fretwork._shapes import fail
 from fretwork.jax._handlers import check_precision, default_precision
 from fretwork.jax.kronecker import _ACTIVATIONS
+from fretwork.pattern import whole_number
 
-__all__ = ["TwoFour", "compress", "linear", "matmul", "prune"]
+__all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "matmul", "prune"]
 
 _KINDS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 _LEARNING = _KINDS[:4]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "metadata"], meta_fields=["dim"])
-@dataclasses.dataclass(frozen=True)
+def _refuse(op: str, argument: str, expected: object, got: object, kind: type[Exception] = ValueError) -> NoReturn:
+    raise kind(f"{op}: {argument}: expected {expected}, got {got}")
+
+
+def _axis(op: str, dim: Any, kind: type[Exception] = RuntimeError) -> int:
+    """0 or 1."""
+    dim = whole_number(op, "dim", dim)
+    if dim not in (-2, -1, 0, 1):
+        _refuse(op, "dim", "-1, 0 or 1", dim, kind)
+    return dim % 2
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
 class TwoFour:
     """A matrix compressed along `dim`, line by line: `values` (lines, K/2) and `metadata` (lines, words).
 
-    A line is a row where dim is 1 and a column where it is 0. A pytree; gradients go to `values`.
+    A line is a row where dim is 1 and a column where it is 0. A pytree; gradients go to `values`. Every nibble is
+    looked at, but not while jax traces, as in `jit` and `grad`.
 
     >>> import jax.numpy as jnp
     >>> from fretwork.jax import two_four
@@ -47,12 +63,40 @@ class TwoFour:
 
     values: jax.Array
     metadata: jax.Array
-    dim: int = 1
+    dim: int = -1
 
     def __post_init__(self) -> None:
-        if self.dim not in (-2, -1, 0, 1):
-            raise ValueError(f"TwoFour: dim: expected -1, 0 or 1, got {self.dim}")
-        object.__setattr__(self, "dim", self.dim % 2)
+        object.__setattr__(self, "dim", _axis("TwoFour", self.dim, ValueError))
+        for name in ("values", "metadata"):
+            object.__setattr__(self, name, jnp.asarray(getattr(self, name)))
+        if any(isinstance(part, jax.core.Tracer) for part in (self.values, self.metadata)):
+            return
+        try:
+            bad = _place(_call("check_metadata", _PLACE, self.values, self.metadata))
+        except RuntimeError as error:  # what the core says, after what XLA puts before it
+            raise ValueError(str(error).rpartition("INVALID_ARGUMENT: ")[2].splitlines()[0]) from None
+        if bad is not None:
+            valid = "4 or 14" if _group(self.dtype) == 2 else "4, 8, 9, 12, 13 or 14"
+            line, k = divmod(bad, 2 * self.values.shape[1])
+            where = (line, k) if self.dim else (k, line)
+            _refuse("TwoFour", "metadata", f"nibbles that are {valid}", f"another for the group at {where}")
+
+    @classmethod
+    def _of(cls, values: Any, metadata: Any, dim: int) -> TwoFour:
+        """From parts that are known to be right, or stand for some."""
+        made = object.__new__(cls)
+        for name, part in (("values", values), ("metadata", metadata), ("dim", dim)):
+            object.__setattr__(made, name, part)
+        return made
+
+    def tree_flatten_with_keys(self) -> tuple[Any, int]:
+        key = jax.tree_util.GetAttrKey
+        return ((key("values"), self.values), (key("metadata"), self.metadata)), self.dim
+
+    @classmethod
+    def tree_unflatten(cls, dim: int, parts: tuple[Any, Any]) -> TwoFour:
+        values, metadata = parts
+        return cls._of(values, metadata, dim)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,22 +104,59 @@ class TwoFour:
         return (lines, 2 * half) if self.dim else (2 * half, lines)
 
     @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+    @property
     def T(self) -> TwoFour:
         """The transpose; nothing is copied."""
-        return TwoFour(self.values, self.metadata, 1 - self.dim)
+        return TwoFour._of(self.values, self.metadata, 1 - self.dim)
 
     def to_dense(self) -> jax.Array:
         """The matrix, with zeros where nothing is kept."""
         dense = _to_dense(self.values, self.metadata)
         return dense if self.dim else dense.T
 
+    def export(self, layout: str | ArrayLike, tile_k: int = 128) -> tuple[jax.Array, jax.Array]:
+        """See `fretwork.TwoFour.export`.
+
+        >>> import jax.numpy as jnp
+        >>> from fretwork.jax import two_four
+        >>> values, metadata = two_four.compress(jnp.eye(32, 64, dtype=jnp.float16)).export("torch")
+        >>> values.shape, metadata.shape, metadata.dtype
+        ((32, 32), (32, 4), dtype('int16'))
+        """
+        lines, half = self.values.shape
+        order = _order("export", layout, lines, 2 * half, self.dtype, tile_k)
+        plain = jnp.append(_bytes(self).reshape(-1), jnp.uint8(_EMPTY))  # −1 picks the last
+        found = plain[order]
+        if isinstance(layout, str) and layout in ("torch", "cutlass_sm80"):
+            word = jnp.dtype("int32" if self.dtype.itemsize == 1 else "int16")
+            words = _words_of(2 * half, self.dtype, word)
+            found = jax.lax.bitcast_convert_type(found.reshape(lines, words, word.itemsize), word)
+        return self.values, found
+
 
 def _call(name: str, results: Any, *arrays: jax.Array, **attributes: Any) -> Any:
     return jax.ffi.ffi_call(f"fretwork_two_four_{name}", results, vmap_method="sequential")(*arrays, **attributes)
 
 
+_PLACE = jax.ShapeDtypeStruct((2,), jnp.int32)  # the two halves of an int64, which jax may not have
+_EMPTY = 0x44  # two groups that keep their first elements: what padding holds
+
+
+def _place(bad: jax.Array) -> int | None:
+    """Of the first bad group; None where there is none, and where nothing can be read."""
+    place = -1 if isinstance(bad, jax.core.Tracer) else int(np.asarray(bad).view(np.int64)[0])
+    return place if place >= 0 else None
+
+
 def _group(dtype: Any) -> int:
     return 2 if dtype == jnp.float32 else 4
+
+
+def _words_of(k: int, dtype: Any, word: Any) -> int:
+    return -(-(k // _group(dtype)) // (2 * word.itemsize))
 
 
 def _no_gradient(x: jax.Array) -> np.ndarray:
@@ -104,11 +185,10 @@ _gather.defvjp(lambda a, m: (_gather(a, m), m), lambda m, d: (_to_dense(d, m), _
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _compress(dim: int, word: str, dense: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     lines, k = dense.shape if dim else dense.shape[::-1]
-    words = -(-(k // _group(dense.dtype)) // (2 * jnp.dtype(word).itemsize))
     results = [
         jax.ShapeDtypeStruct((lines, k // 2), dense.dtype),
-        jax.ShapeDtypeStruct((lines, words), jnp.dtype(word)),
-        jax.ShapeDtypeStruct((2,), jnp.int32),
+        jax.ShapeDtypeStruct((lines, _words_of(k, dense.dtype, jnp.dtype(word))), jnp.dtype(word)),
+        _PLACE,
     ]
     return tuple(_call("compress", results, dense, dim=np.int64(dim)))
 
@@ -147,16 +227,14 @@ def _matrix(op: str, A: ArrayLike, dim: int, both: bool = False) -> tuple[jax.Ar
         fail(op, "A", ", ".join(_KINDS[:-1]) + " or int8", dense.dtype.name)
     if dense.ndim != 2:
         fail(op, "A", "a matrix", dense.shape)
-    if dim not in (-2, -1, 0, 1):
-        fail(op, "dim", "-1, 0 or 1", dim)
-    axis, group = dim % 2, _group(dense.dtype)
+    axis, group = _axis(op, dim), _group(dense.dtype)
     for d in (0, 1) if both else (axis,):
         if dense.shape[d] % group:
             fail(op, "A", f"a multiple of {group} along dim {d}", dense.shape)
     return dense, axis
 
 
-def compress(A: ArrayLike, dim: int = -1, metadata_dtype: DTypeLike = jnp.int16) -> TwoFour:
+def compress(A: ArrayLike, dim: int = -1, metadata_dtype: DTypeLike = jnp.int16, *, validate: bool = True) -> TwoFour:
     """See `fretwork.two_four.compress`. Inside `jit` nobody looks for groups with too many non-zeros.
 
     >>> import jax.numpy as jnp
@@ -165,16 +243,33 @@ def compress(A: ArrayLike, dim: int = -1, metadata_dtype: DTypeLike = jnp.int16)
     Array([[77]], dtype=int8)
     """
     dense, axis = _matrix("compress", A, dim)
-    word = jnp.dtype(metadata_dtype).name
+    values, metadata, bad = _compress(axis, _word("compress", metadata_dtype), dense)
+    if validate and (place := _place(bad)) is not None:
+        most = "1 non-zero in every 2" if _group(dense.dtype) == 2 else "2 non-zeros in every 4"
+        fail("compress", "A", f"at most {most}", f"more in the group at {divmod(place, dense.shape[1])}")
+    return TwoFour._of(values, metadata, axis)
+
+
+def _word(op: str, dtype: DTypeLike) -> str:
+    word = jnp.dtype(dtype).name
     if word not in ("int8", "int16", "int32"):
-        fail("compress", "metadata_dtype", "int8, int16 or int32", word)
-    values, metadata, bad = _compress(axis, word, dense)
-    if not isinstance(bad, jax.core.Tracer):
-        place = int(np.asarray(bad).view(np.int64)[0])
-        if place >= 0:
-            most = "1 non-zero in every 2" if _group(dense.dtype) == 2 else "2 non-zeros in every 4"
-            fail("compress", "A", f"at most {most}", f"more in the group at {divmod(place, dense.shape[1])}")
-    return TwoFour(values, metadata, axis)
+        fail(op, "metadata_dtype", "int8, int16 or int32", word)
+    return word
+
+
+def check(A: ArrayLike, dim: int = -1) -> tuple[bool, tuple[int, int] | None]:
+    """See `fretwork.two_four.check`; not inside `jit`, where nothing can be read.
+
+    >>> import jax.numpy as jnp
+    >>> from fretwork.jax import two_four
+    >>> two_four.check(jnp.eye(8)), two_four.check(jnp.ones((8, 8)))
+    ((True, None), (False, (0, 0)))
+    """
+    dense, axis = _matrix("check", A, dim)
+    if isinstance(dense, jax.core.Tracer):
+        _refuse("check", "A", "an array outside of jit, vmap and grad", "a traced one", NotImplementedError)
+    place = _place(_call("check", _PLACE, dense, dim=np.int64(axis)))
+    return (True, None) if place is None else (False, divmod(place, dense.shape[1]))
 
 
 def prune(A: ArrayLike, dim: int = -1, transposable: bool = False) -> jax.Array:
@@ -187,6 +282,105 @@ def prune(A: ArrayLike, dim: int = -1, transposable: bool = False) -> jax.Array:
     """
     dense, axis = _matrix("prune", A, dim, bool(transposable))
     return _prune(axis, bool(transposable), dense)
+
+
+# Metadata as bytes and nibbles, for what is rare
+
+
+def _bytes(s: TwoFour) -> jax.Array:
+    lines, words = s.metadata.shape
+    both = jax.lax.bitcast_convert_type(s.metadata, jnp.uint8).reshape(lines, words * s.metadata.dtype.itemsize)
+    return both[:, : _words_of(2 * s.values.shape[1], s.dtype, jnp.dtype("int8"))]
+
+
+def _nibbles(both: jax.Array, groups: int) -> jax.Array:
+    return jnp.stack((both & 15, both >> 4), -1).reshape(both.shape[0], 2 * both.shape[1])[:, :groups]
+
+
+def _words(nibbles: jax.Array, word: Any) -> jax.Array:
+    lines, groups = nibbles.shape
+    words = -(-groups // (2 * word.itemsize))
+    full = jnp.pad(nibbles, ((0, 0), (0, words * 2 * word.itemsize - groups)), constant_values=4)
+    pairs = full.reshape(lines, words, word.itemsize, 2)
+    both = pairs[..., 0] | pairs[..., 1] << 4
+    return jax.lax.bitcast_convert_type(both[..., 0] if word.itemsize == 1 else both, word)
+
+
+def _order(op: str, layout: str | ArrayLike, lines: int, k: int, dtype: Any, tile_k: int) -> np.ndarray:
+    if layout is None or isinstance(layout, str):
+        return two_four_order(op, layout, lines, k, dtype.name, whole_number(op, "tile_k", tile_k))
+    order, size = np.asarray(layout), lines * _words_of(k, dtype, jnp.dtype("int8"))
+    if order.dtype.kind != "i" or order.ndim != 1:
+        _refuse(op, "layout", "a name or one dimension of integers", f"{order.dtype} {order.shape}")
+    if order.size and (order.min() < -1 or order.max() >= size):
+        _refuse(op, "layout", f"-1 to {size - 1}", f"{order.min()} to {order.max()}")
+    return order
+
+
+def cat(parts: Iterable[TwoFour], dim: int = 0) -> TwoFour:
+    """See `fretwork.two_four.cat`.
+
+    >>> import jax.numpy as jnp
+    >>> from fretwork.jax import two_four
+    >>> s = two_four.compress(jnp.eye(12))
+    >>> two_four.cat([s, s]).shape, two_four.cat([s, s, s], dim=1).shape
+    ((24, 12), (12, 36))
+    """
+    if not isinstance(parts, Iterable):
+        _refuse("cat", "parts", "a sequence of TwoFour", type(parts).__name__, TypeError)
+    parts = list(parts)
+    if not parts or not all(isinstance(s, TwoFour) for s in parts):
+        got = ", ".join(type(s).__name__ for s in parts) or "none"
+        _refuse("cat", "parts", "at least one TwoFour", got, TypeError)
+    axis, first = _axis("cat", dim, ValueError), parts[0]
+    for n, s in enumerate(parts):
+        kind, like = ((t.dtype.name, t.metadata.dtype.name, t.dim, t.shape[1 - axis]) for t in (s, first))
+        if kind != like:
+            words = "{} in {} words with dim {}, {} along the other axis"
+            _refuse("cat", f"parts[{n}]", words.format(*like), words.format(*kind))
+    along = int(axis == first.dim)
+    values, word = jnp.concatenate([s.values for s in parts], along), first.metadata.dtype
+    groups = [2 * s.values.shape[1] // _group(first.dtype) for s in parts]
+    if not along or all(n % (2 * word.itemsize) == 0 for n in groups[:-1]):
+        metadata = jnp.concatenate([s.metadata for s in parts], along)
+    else:
+        each = [_nibbles(_bytes(s), n) for s, n in zip(parts, groups, strict=True)]
+        metadata = _words(jnp.concatenate(each, 1), word)
+    return TwoFour._of(values, metadata, first.dim)
+
+
+def from_layout(
+    values: ArrayLike,
+    metadata: ArrayLike,
+    layout: str | ArrayLike,
+    dim: int = -1,
+    *,
+    tile_k: int = 128,
+    metadata_dtype: DTypeLike = jnp.int16,
+) -> TwoFour:
+    """See `fretwork.two_four.from_layout`.
+
+    >>> import jax.numpy as jnp
+    >>> from fretwork.jax import two_four
+    >>> A = jnp.eye(32, 64, dtype=jnp.float16)
+    >>> pair = two_four.compress(A).export("torch")
+    >>> bool((two_four.from_layout(*pair, "torch").to_dense() == A).all())
+    True
+    """
+    op, values, metadata = "from_layout", jnp.asarray(values), jnp.asarray(metadata)
+    if values.ndim != 2:
+        _refuse(op, "values", "a matrix, row by row of what is compressed", values.shape)
+    lines, k = values.shape[0], 2 * values.shape[1]
+    order = _order(op, layout, lines, k, values.dtype, tile_k)
+    foreign = jax.lax.bitcast_convert_type(metadata, jnp.uint8).reshape(-1)
+    if foreign.size != order.size:
+        _refuse(op, "metadata", f"{order.size} bytes", foreign.size)
+    per_line, held = _words_of(k, values.dtype, jnp.dtype("int8")), order >= 0
+    plain = jnp.zeros(lines * per_line, jnp.uint8).at[order[held]].set(foreign[held])  # what no byte is for is refused
+    nibbles = _nibbles(plain.reshape(lines, per_line), k // _group(values.dtype))
+    if isinstance(layout, str) and layout == "cutlass_sm90":  # writes 0 for a group without non-zeros
+        nibbles = jnp.where(nibbles == 0, jnp.uint8(4), nibbles)
+    return TwoFour(values, _words(nibbles, jnp.dtype(_word(op, metadata_dtype))), dim)
 
 
 # Products
@@ -249,6 +443,7 @@ def _product(
     activation: str | None,
     out_dtype: DTypeLike | None,
     precision: str | None,
+    scales: tuple[ArrayLike | None, ArrayLike | None] = (None, None),
 ) -> jax.Array:
     dense = jnp.asarray(dense)
     name = "x" if op == "linear" else "b" if left else "a"
@@ -265,7 +460,7 @@ def _product(
     may = {default.get(dense.dtype.name, dense.dtype.name), *wider}
     if out not in may:
         fail(op, "out_dtype", " or ".join(sorted(may)) + f" for {dense.dtype.name}", out)
-    if activation is not None and activation not in _ACTIVATIONS:
+    if activation is not None and (not isinstance(activation, str) or activation not in _ACTIVATIONS):
         fail(op, "activation", "None, relu, gelu or silu", repr(activation))
     check_precision(op, precision)
     extra = [] if bias is None else [jnp.asarray(bias)]
@@ -273,9 +468,30 @@ def _product(
         if b.shape != (lines,) or b.dtype.name != out:
             fail(op, "bias", f"({lines},) of {out}", f"{b.shape} of {b.dtype.name}")
     p = _Product(left, activation or "none", out, precision or default_precision())
+    if scales != (None, None):
+        return _scaled(p, s, dense, extra, scales)
     if dense.ndim == 1:
         return _matmul(p, s.values, s.metadata, dense[None], *extra)[0]
     return _matmul(p, s.values, s.metadata, dense, *extra)
+
+
+def _scaled(
+    p: _Product, s: TwoFour, dense: jax.Array, bias: list[jax.Array], scales: tuple[ArrayLike | None, ArrayLike | None]
+) -> jax.Array:
+    """Scales, bias and activation after the product, in fp32, as XLA fuses them; gradients go to all of them."""
+    sums = {"int8": "int32", "float64": "float64"}.get(dense.dtype.name, "float32")
+    y = _matmul(p._replace(activation="none", out=sums), s.values, s.metadata, dense)
+    y = y.astype(jnp.promote_types(y.dtype, jnp.float32) if sums != "int32" else jnp.float32)
+    for name, given, axis in (("scale_a", scales[0], -2), ("scale_b", scales[1], -1)):
+        if given is not None:
+            scale = jnp.asarray(given)
+            if scale.dtype.name != "float32" or scale.shape not in ((), (y.shape[axis],)):
+                fail("matmul", name, f"() or ({y.shape[axis]},) of float32", f"{scale.shape} of {scale.dtype.name}")
+            y = y * (scale[:, None] if scale.ndim and axis == -2 else scale)
+    for b in bias:
+        y = y + (b[:, None] if p.left else b)
+    y = y if p.activation == "none" else _ACTIVATIONS[p.activation](y)
+    return (jnp.rint(y) if p.out == "int32" else y).astype(p.out)
 
 
 def matmul(
@@ -284,10 +500,12 @@ def matmul(
     bias: ArrayLike | None = None,
     activation: str | None = None,
     out_dtype: DTypeLike | None = None,
+    scale_a: ArrayLike | None = None,
+    scale_b: ArrayLike | None = None,
     *,
     precision: str | None = None,
 ) -> jax.Array:
-    """See `fretwork.two_four.matmul`; scales are left to what comes after, as XLA fuses them there.
+    """See `fretwork.two_four.matmul`.
 
     >>> import jax.numpy as jnp
     >>> from fretwork.jax import two_four
@@ -305,7 +523,7 @@ def matmul(
             f"matmul: {'a' if left else 'b'}: expected a matrix compressed along the axis that is summed over, "
             f"dim={'-1' if left else '0'}, got dim={s.dim}"
         )
-    return _product("matmul", left, s, dense, bias, activation, out_dtype, precision)
+    return _product("matmul", left, s, dense, bias, activation, out_dtype, precision, (scale_a, scale_b))
 
 
 def linear(

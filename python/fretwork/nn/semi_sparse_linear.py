@@ -1,13 +1,17 @@
 """A linear layer whose weight is 2:4 sparse."""
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fretwork import _rules_two_four as _rules
 from fretwork import two_four
+from fretwork.ops import _number
+from fretwork.pattern import whole_number
 from fretwork.two_four import TwoFour
 
 _PRUNES, _TRAINABLES = ("magnitude", "transposable", None), ("values", "dense")
@@ -58,15 +62,26 @@ class SemiSparseLinear(nn.Module):
             raise ValueError(
                 "SemiSparseLinear: prune: expected magnitude or transposable for a dense weight that learns, got None"
             )
-        if decay and trainable != "dense":
-            raise ValueError(f"SemiSparseLinear: decay: expected 0 where trainable is values, got {decay}")
-        group = _rules.group_of(dtype or torch.get_default_dtype())
-        sizes = {"in_features": in_features, "out_features": out_features if prune == "transposable" else 0}
-        for name, size in sizes.items():
-            if size % group:
-                raise ValueError(f"SemiSparseLinear: {name}: expected a multiple of {group}, got {size}")
-        self.in_features, self.out_features = in_features, out_features
-        self.prune, self.trainable, self.decay = prune, trainable, float(decay)
+        decay = _number("SemiSparseLinear", "decay", decay)
+        if not 0 <= decay < math.inf or (decay and trainable != "dense"):
+            expected = "0 where trainable is values" if trainable != "dense" else "0 or a positive number"
+            raise ValueError(f"SemiSparseLinear: decay: expected {expected}, got {decay}")
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in _rules._LEARNING:
+            raise TypeError(
+                f"SemiSparseLinear: dtype: expected float64, float32, float16 or bfloat16, got {dtype}; "
+                "fw.two_four.linear multiplies 8-bit weights"
+            )
+        group = _rules.group_of(dtype)
+        whole = {"in_features": group, "out_features": group if prune == "transposable" else 1}
+        given = {"in_features": in_features, "out_features": out_features}
+        for name, multiple in whole.items():
+            size = whole_number("SemiSparseLinear", name, given[name])
+            if size < 0 or size % multiple:
+                expected = "0 or a positive number" if size < 0 else f"a multiple of {multiple}"
+                raise ValueError(f"SemiSparseLinear: {name}: expected {expected}, got {size}")
+        self.in_features, self.out_features = int(in_features), int(out_features)
+        self.prune, self.trainable, self.decay = prune, trainable, decay
         linear = nn.Linear(in_features, out_features, bias, device, dtype)
         if prune is None:  # random numbers have to be pruned to begin with
             with torch.no_grad():
@@ -133,8 +148,11 @@ class SemiSparseLinear(nn.Module):
             got = f"dim={s.dim}" if isinstance(s, TwoFour) else type(s).__name__
             raise TypeError(f"SemiSparseLinear: s: expected a fretwork.TwoFour with dim=-1, got {got}")
         out_features, in_features = s.shape
-        if bias is not None and tuple(bias.shape) != (out_features,):
-            raise ValueError(f"SemiSparseLinear: bias: expected {(out_features,)}, got {tuple(bias.shape)}")
+        if bias is not None:
+            two_four._check_tensor("SemiSparseLinear", "bias", bias)
+            if tuple(bias.shape) != (out_features,) or bias.dtype != s.dtype:
+                got = f"{tuple(bias.shape)} of {bias.dtype}"
+                raise ValueError(f"SemiSparseLinear: bias: expected {(out_features,)} of {s.dtype}, got {got}")
         layer = cls(in_features, out_features, bias is not None, "meta", s.dtype, prune=None)
         layer._take(s.to_dense().requires_grad_(), bias if bias is None else bias.detach().requires_grad_())
         return layer
@@ -164,7 +182,11 @@ class SemiSparseLinear(nn.Module):
         x, weight = self._lowered(x), self._lowered(self.weight)
         bias = None if self.bias is None else self._lowered(self.bias)
         exact = two_four._exactness("linear", weight.dtype, None)
-        return _PrunedLinear.apply(x, weight, bias, self.prune == "transposable", self.decay, exact)
+        transposable = self.prune == "transposable"
+        if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+            pruned = two_four.prune(weight.detach(), transposable=transposable)
+            return F.linear(x, _Straight.apply(weight, pruned, self.decay), bias)
+        return _PrunedLinear.apply(x, weight, bias, transposable, self.decay, exact)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SemiSparseLinear":
         """Only fp32 has pairs: where a change of dtype leaves it, the metadata follows; into it nothing fits."""
@@ -238,3 +260,26 @@ class _PrunedLinear(torch.autograd.Function):
                 d_weight = d_weight + ctx.decay * (weight - kept)
         d_x = None if d_x is None else d_x.view(*d.shape[:-1], d_x.shape[-1])
         return d_x, d_weight, rows.sum(0) if needs_bias else None, None, None, None
+
+
+class _Straight(torch.autograd.Function):
+    """The pruned weight, whose gradient is the weight's: in the form that vmap and torch.func take, which is slower."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, pruned: Tensor, decay: float) -> Tensor:
+        return pruned.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        weight, pruned, ctx.decay = inputs
+        ctx.save_for_backward(*((weight, pruned) if ctx.decay else ()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d,) = gradients
+        if ctx.decay:
+            weight, pruned = ctx.saved_tensors
+            d = d + ctx.decay * (weight - pruned)
+        return d, None, None

@@ -182,3 +182,25 @@ def test_refused_chains():
         fj.ksmm_chain(x, weights[1:])
     with pytest.raises(RuntimeError, match=r"^ksmm_chain: weights: expected at least one, got none"):
         fj.ksmm_chain(x, [])
+    with pytest.raises(TypeError, match=r"^ksmm_chain: weights: expected a sequence of arrays, got NoneType"):
+        fj.ksmm_chain(x, None)
+
+
+def test_algos():
+    """Arguments stand in the order that torch's have; the ways of torch itself are not here."""
+    x, w = jnp.ones((3, 40)), jnp.ones((2, 3, 4, 5))
+    assert jnp.array_equal(fj.ksmm(x, w, False, None, None, "kernel", "ieee"), fj.ksmm_chain(x, [w], algo="auto"))
+    with pytest.raises(NotImplementedError, match=r"^ksmm: algo: expected auto or kernel .*, got 'bmm'"):
+        fj.ksmm(x, w, algo="bmm")
+    with pytest.raises(RuntimeError, match=r"^ksmm: algo: expected auto or kernel, got 'fast'"):
+        fj.ksmm(x, w, algo="fast")
+
+
+def test_vmap_over_none():
+    x, w = jnp.ones((0, 3, 40)), jnp.ones((2, 3, 4, 5))
+    chain = lambda x, w: fj.ksmm_chain(x, [w, jnp.ones((1, 7, 30, 1))])  # noqa: E731
+    for function, features in [(fj.ksmm, 30), (chain, 7)]:
+        assert jax.vmap(function, (0, None))(x, w).shape == (0, 3, features)
+        many = jnp.ones((0, *w.shape))
+        d_x, d_w = jax.grad(lambda x, w: jax.vmap(function)(x, w).sum(), (0, 1))(x, many)  # noqa: B023
+        assert d_x.shape == x.shape and d_w.shape == many.shape

@@ -1,6 +1,7 @@
 """fretwork.jax.ksmm and ksmm_chain against einsum in float64: values, gradients, vmap, layouts and bad calls."""
 
 # ruff: noqa: F811  (fixtures come from test_jax)
+import math
 import os
 
 import numpy as np
@@ -12,6 +13,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from test_jax import assert_close, check, dtype, on_device, rejects, rng  # noqa: E402, F401
 
+import fretwork as fw  # noqa: E402
 import fretwork.jax as fj  # noqa: E402
 
 ACTIVATIONS = {
@@ -194,6 +196,45 @@ def test_algos():
         fj.ksmm(x, w, algo="bmm")
     with pytest.raises(RuntimeError, match=r"^ksmm: algo: expected auto or kernel, got 'fast'"):
         fj.ksmm(x, w, algo="fast")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dense_matrices(dtype, rng):
+    w = jnp.asarray(rng.standard_normal((2, 3, 4, 5)), dtype).at[0, 0, 0, 0].set(jnp.inf)
+    dense = fj.kronecker.to_dense(w)
+    p = fw.KroneckerPattern(2, 3, 4, 5)
+    want = np.zeros(p.shape)
+    want[p.numpy_mask()] = np.array(w, "float64").swapaxes(2, 3).ravel()  # row by row
+    assert dense.dtype == w.dtype and np.array_equal(np.array(dense, "float64"), want)
+    assert jnp.array_equal(fj.kronecker.from_dense(dense, p), w)
+    assert jnp.array_equal(jax.grad(lambda w: (fj.kronecker.to_dense(w) * 2).sum())(w), jnp.full_like(w, 2))
+    assert jax.jit(jax.vmap(fj.kronecker.to_dense))(jnp.ones((3, 2, 3, 4, 5))).shape == (3, 30, 40)
+    for value in (1.0, math.nan):
+        with pytest.raises(
+            RuntimeError, match=rf"^from_dense: dense: expected zero outside .*, got {value} at \(3, 7\)"
+        ):
+            fj.kronecker.from_dense(dense.at[3, 7].set(value), p)
+
+
+def test_dense_matrices_refuse():
+    k, p = fj.kronecker, fw.KroneckerPattern(2, 3, 4, 5)
+    for call, error, text in [
+        (
+            lambda: k.to_dense(jnp.ones((2, 3, 4))),
+            RuntimeError,
+            r"to_dense: w: expected \(a, b, c, d\).*, got \(2, 3, 4\)",
+        ),
+        (lambda: k.to_dense(jnp.ones((2, 3, 4, 5), int)), RuntimeError, "to_dense: w: expected float64, .*, got int"),
+        (lambda: k.from_dense(jnp.ones((40, 30)), p), RuntimeError, r"from_dense: dense: expected \(30, 40\) for kron"),
+        (lambda: k.from_dense(jnp.ones((30, 40)), "p"), TypeError, "from_dense: pattern: expected a KroneckerPattern"),
+        (
+            lambda: jax.jit(lambda dense: k.from_dense(dense, p))(jnp.zeros((30, 40))),
+            NotImplementedError,
+            "from_dense: dense: expected an array with values, got one that is traced",
+        ),
+    ]:
+        with pytest.raises(error, match=f"^{text}"):
+            call()
 
 
 def test_vmap_over_none():

@@ -1,4 +1,4 @@
-"""Products of Kronecker factors on JAX arrays."""
+"""Products of Kronecker factors on JAX arrays, and their dense matrices."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from fretwork._shapes import check_floating, fail
 from fretwork.jax._handlers import check_precision, default_precision, operand
+from fretwork.pattern import KroneckerPattern, kronecker_patterns
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -310,3 +311,51 @@ def ksmm_chain(
     if not (factors := list(weights)):
         fail("ksmm_chain", "weights", "at least one", "none")
     return _call("ksmm_chain", x, factors, bs_last, bias, activation, algo, precision)
+
+
+def _places(a: int, b: int, c: int, d: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the weights in the matrix; they broadcast to (a, b, c, d)."""
+    i, j, k, l = np.ogrid[:a, :b, :c, :d]
+    return (i * b + j) * d + l, (i * c + k) * d + l
+
+
+def to_dense(w: ArrayLike) -> jax.Array:
+    """The matrix (a·b·d, a·c·d) of a factor with weights w (a, b, c, d).
+
+    >>> to_dense(jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 2, 2)).tolist()
+    [[1.0, 0.0, 3.0, 0.0], [0.0, 2.0, 0.0, 4.0]]
+    """
+    w = jnp.asarray(w)
+    check_floating("to_dense", operand("w", w))
+    if w.ndim != 4 or 0 in w.shape:
+        fail("to_dense", "w", "(a, b, c, d), each at least 1", w.shape)
+    a, b, c, d = w.shape
+    return jnp.zeros((a * b * d, a * c * d), w.dtype).at[_places(a, b, c, d)].set(w)
+
+
+def from_dense(dense: ArrayLike, pattern: KroneckerPattern) -> jax.Array:
+    """The weights (a, b, c, d) of a matrix that has nothing outside the pattern; RuntimeError where it has.
+
+    The check reads the matrix, so that it cannot be one that is traced.
+
+    >>> import fretwork as fw
+    >>> from_dense(jnp.eye(6), fw.KroneckerPattern(2, 1, 1, 3)).shape
+    (2, 1, 1, 3)
+    """
+    dense = jnp.asarray(dense)
+    (pattern,) = kronecker_patterns("from_dense", [pattern], "pattern")
+    check_floating("from_dense", operand("dense", dense))
+    if dense.shape != pattern.shape:
+        fail("from_dense", "dense", f"{pattern.shape} for {pattern.text}", dense.shape)
+    if isinstance(dense, jax.core.Tracer):
+        raise NotImplementedError(
+            "from_dense: dense: expected an array with values, got one that is traced; call it outside jit and grad"
+        )
+    places = _places(*pattern.weight_shape)
+    outside = np.array(dense)
+    outside[places] = 0
+    if (bad := np.argwhere(outside)).size:
+        row, col = map(int, bad[0])
+        got = f"{outside[row, col]} at ({row}, {col})"
+        fail("from_dense", "dense", f"zero outside {pattern.text}", got)
+    return dense[places]

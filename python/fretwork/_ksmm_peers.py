@@ -85,13 +85,19 @@ def _scattered(y: Tensor, a: int, b: int, d: int) -> Tensor:
 # through a dense matrix.
 
 
-@torch.library.custom_op("fretwork::ksmm_sparse", mutates_args=())
-def _sparse_product(x: Tensor, w: Tensor, blocks: bool) -> Tensor:
+def _run_sparse(x: Tensor, w: Tensor, blocks: bool) -> Tensor:
     """y = K x."""
     return (_bsr_product if blocks else _csr_product)(x, w).contiguous()
 
 
-@_sparse_product.register_fake
+_library = torch.library.Library("fretwork", "FRAGMENT")
+_library.define("ksmm_sparse(Tensor x, Tensor w, bool blocks) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("ksmm_sparse", _run_sparse, _device)
+_sparse_product = torch.ops.fretwork.ksmm_sparse.default
+
+
+@torch.library.register_fake("fretwork::ksmm_sparse")
 def _sparse_fake(x: Tensor, w: Tensor, blocks: bool) -> Tensor:
     a, b, _, d = w.shape
     return x.new_empty(a * b * d, x.shape[1])
@@ -113,7 +119,6 @@ def _sparse_gradient(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, Tensor | Non
     return d_x, d_w, None
 
 
-@_sparse_product.register_vmap
 def _sparse_vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, w: Tensor, blocks: bool) -> tuple[Tensor, int]:
     (x_dim, w_dim, _), size = in_dims, info.batch_size
     if size == 0:
@@ -123,7 +128,8 @@ def _sparse_vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, w: Tensor, bloc
     return split(_sparse_product(mapped(x, x_dim, size, axis), w, blocks), size, axis), axis
 
 
-_sparse_product.register_autograd(_sparse_gradient, setup_context=_sparse_setup)
+torch.library.register_autograd("fretwork::ksmm_sparse", _sparse_gradient, setup_context=_sparse_setup)
+torch.library.register_vmap("fretwork::ksmm_sparse", _sparse_vmap)
 
 
 def _sparse(blocks: bool) -> Callable[[Tensor, Tensor, bool], Tensor]:

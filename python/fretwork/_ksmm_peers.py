@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fretwork._rules_kronecker import mapped, mapped_over_none, split
+
 
 def _bmm(x: Tensor, w: Tensor, bs_last: bool) -> Tensor:
     a, b, c, d = w.shape
@@ -36,26 +38,6 @@ def _dense(x: Tensor, w: Tensor, bs_last: bool) -> Tensor:
     diagonals = torch.diag_embed(torch.diag_embed(w).movedim(0, -1))  # (b, c, d, d, a, a)
     matrix = diagonals.permute(4, 0, 2, 5, 1, 3).reshape(a * b * d, a * c * d)
     return matrix @ x if bs_last else F.linear(x, matrix)
-
-
-class _SparseProduct(torch.autograd.Function):
-    """y = K x by one of torch's sparse formats, whose own gradients are missing or pass through a dense matrix."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.product = product
-        return product(x, w)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, w = ctx.saved_tensors
-        a, b, c, d = w.shape
-        d_x = _SparseProduct.apply(d_y, w.transpose(1, 2), ctx.product) if ctx.needs_input_grad[0] else None
-        d_w = None
-        if ctx.needs_input_grad[1]:
-            d_w = torch.einsum("ijln,ikln->ijkl", d_y.reshape(a, b, d, -1), x.reshape(a, c, d, -1))
-        return d_x, d_w, None
 
 
 def _csr_product(x: Tensor, w: Tensor) -> Tensor:
@@ -99,19 +81,70 @@ def _scattered(y: Tensor, a: int, b: int, d: int) -> Tensor:
     return y.reshape(a, d, b, y.shape[-1]).transpose(1, 2).reshape(a * b * d, y.shape[-1])
 
 
-def _sparse(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor, bool], Tensor]:
+# An op of its own: torch's sparse formats cannot be traced, exported or mapped, and their gradients are missing or pass
+# through a dense matrix.
+
+
+def _run_sparse(x: Tensor, w: Tensor, blocks: bool) -> Tensor:
+    """y = K x."""
+    return (_bsr_product if blocks else _csr_product)(x, w).contiguous()
+
+
+_library = torch.library.Library("fretwork", "FRAGMENT")
+_library.define("ksmm_sparse(Tensor x, Tensor w, bool blocks) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("ksmm_sparse", _run_sparse, _device)
+_sparse_product = torch.ops.fretwork.ksmm_sparse.default
+
+
+@torch.library.register_fake("fretwork::ksmm_sparse")
+def _sparse_fake(x: Tensor, w: Tensor, blocks: bool) -> Tensor:
+    a, b, _, d = w.shape
+    return x.new_empty(a * b * d, x.shape[1])
+
+
+def _sparse_setup(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+    x, w, ctx.blocks = inputs
+    ctx.save_for_backward(x, w)
+
+
+def _sparse_gradient(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, w = ctx.saved_tensors
+    a, b, c, d = w.shape
+    d_x = _sparse_product(d_y, w.transpose(1, 2), ctx.blocks) if ctx.needs_input_grad[0] else None
+    d_w = None
+    if ctx.needs_input_grad[1]:
+        n = x.shape[1]
+        d_w = torch.einsum("ijln,ikln->ijkl", d_y.reshape(a, b, d, n), x.reshape(a, c, d, n))
+    return d_x, d_w, None
+
+
+def _sparse_vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, w: Tensor, blocks: bool) -> tuple[Tensor, int]:
+    (x_dim, w_dim, _), size = in_dims, info.batch_size
+    if size == 0:
+        return mapped_over_none(lambda x, w: _sparse_product(x, w, blocks), (x, x_dim), (w, w_dim))
+    axis = 1 if w_dim is None else 0  # beside each other in the batch, or factors on a longer diagonal
+    w = w if w_dim is None else mapped(w, w_dim, size, 0)
+    return split(_sparse_product(mapped(x, x_dim, size, axis), w, blocks), size, axis), axis
+
+
+torch.library.register_autograd("fretwork::ksmm_sparse", _sparse_gradient, setup_context=_sparse_setup)
+torch.library.register_vmap("fretwork::ksmm_sparse", _sparse_vmap)
+
+
+def _sparse(blocks: bool) -> Callable[[Tensor, Tensor, bool], Tensor]:
     def run(x: Tensor, w: Tensor, bs_last: bool) -> Tensor:
-        return _SparseProduct.apply(x, w, product) if bs_last else _SparseProduct.apply(x.T, w, product).T
+        return _sparse_product(x, w, blocks) if bs_last else _sparse_product(x.T, w, blocks).T
 
     return run
 
 
 _PRODUCTS: dict[str, Callable[[Tensor, Tensor, bool], Tensor]] = {
     "bmm": _bmm,
-    "bsr": _sparse(_bsr_product),
+    "bsr": _sparse(blocks=True),
     "einsum": _einsum,
     "dense": _dense,
-    "sparse": _sparse(_csr_product),
+    "sparse": _sparse(blocks=False),
 }
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 PEERS = tuple(_PRODUCTS)

@@ -177,7 +177,7 @@ def _backward_weight_gradient(ctx: Any, g_w: Tensor, g_bias: Tensor) -> tuple[Te
 # vmap
 
 
-def _mapped(tensor: Tensor, dim: int | None, size: int, to: int) -> Tensor:
+def mapped(tensor: Tensor, dim: int | None, size: int, to: int) -> Tensor:
     """With the mapped dimension at `to`, merged with the next."""
     if dim is None:
         tensor = tensor.unsqueeze(to)
@@ -185,21 +185,31 @@ def _mapped(tensor: Tensor, dim: int | None, size: int, to: int) -> Tensor:
     return tensor.movedim(dim, to).flatten(to, to + 1)
 
 
-def _split(tensor: Tensor, size: int, dim: int) -> Tensor:
+def split(tensor: Tensor, size: int, dim: int) -> Tensor:
     return tensor.reshape(*tensor.shape[:dim], size, tensor.shape[dim] // size, *tensor.shape[dim + 1 :])
+
+
+def mapped_over_none(op: Callable[..., Tensor], *inputs: tuple[Tensor | None, int | None]) -> tuple[Tensor, int]:
+    """What a map of no elements gives: nothing, of the shape that one element would have, and gradients of zero."""
+    one = [t if dim is None or t is None else t.new_zeros(t.movedim(dim, 0).shape[1:]) for t, dim in inputs]
+    y = op(*one)
+    return y.new_empty(0, *y.shape) + sum(t.sum() for t, _ in inputs if t is not None), 0
 
 
 def _vmap(
     info: Any, in_dims: tuple[Any, ...], x: Tensor, w: Tensor, bias: Tensor | None, activation: str, last: bool, p: str
 ) -> tuple[Tensor, int]:
     x_dim, w_dim, bias_dim, size = *in_dims[:3], info.batch_size
+    if size == 0:
+        inputs = (x, x_dim), (w, w_dim), (bias, bias_dim)
+        return mapped_over_none(lambda *one: _ksmm(*one, activation, last, p), *inputs)
     axis = int(last)
     if w_dim is not None or bias_dim is not None:
         # Each has a factor of its own. They stand one after another on a longer diagonal: size·a instead of a.
         axis = 1 - axis
-        w = _mapped(w, w_dim, size, 0)
-        bias = None if bias is None else _mapped(bias, bias_dim, size, 0)
-    return _split(_ksmm(_mapped(x, x_dim, size, axis), w, bias, activation, last, p), size, axis), axis
+        w = mapped(w, w_dim, size, 0)
+        bias = None if bias is None else mapped(bias, bias_dim, size, 0)
+    return split(_ksmm(mapped(x, x_dim, size, axis), w, bias, activation, last, p), size, axis), axis
 
 
 def _chain_vmap(
@@ -214,8 +224,8 @@ def _chain_vmap(
 ) -> tuple[Tensor, int]:
     x_dim, w_dims, bias_dim = dims[:3]
     size, axis = info.batch_size, int(last)
-    if bias_dim is None and all(dim is None for dim in w_dims):
-        return _split(_chain(_mapped(x, x_dim, size, axis), weights, bias, act, last, p), size, axis), axis
+    if size > 0 and bias_dim is None and all(dim is None for dim in w_dims):
+        return split(_chain(mapped(x, x_dim, size, axis), weights, bias, act, last, p), size, axis), axis
     for w, w_dim in zip(weights[:-1], w_dims[:-1], strict=True):
         x, x_dim = _vmap(info, (x_dim, w_dim, None), x, w, None, "none", last, p)
     return _vmap(info, (x_dim, w_dims[-1], bias_dim), x, weights[-1], bias, act, last, p)
@@ -225,9 +235,9 @@ def _backward_weight_vmap(
     info: Any, in_dims: tuple[Any, ...], x: Tensor, d_out: Tensor, a: int, d: int, last: bool, p: str, bias: bool
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     size, features = info.batch_size, 1 - int(last)
-    x, d_out = _mapped(x, in_dims[0], size, features), _mapped(d_out, in_dims[1], size, features)
+    x, d_out = mapped(x, in_dims[0], size, features), mapped(d_out, in_dims[1], size, features)
     d_w, d_bias = _backward_weight(x, d_out, size * a, d, last, p, bias)
-    return (_split(d_w, size, 0), _split(d_bias, size, 0) if bias else d_bias.new_empty(size, 0)), (0, 0)
+    return (split(d_w, size, 0), split(d_bias, size, 0) if bias else d_bias.new_empty(size, 0)), (0, 0)
 
 
 # Autocast

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fretwork import _rules as _rules  # loads the library
+from fretwork._rules_kronecker import mapped_over_none  # which loads the library
+from fretwork._shapes import Operand, check_floating, fail
 
 to_dense = torch.ops.fretwork.kronecker_to_dense.default
 from_dense = torch.ops.fretwork.kronecker_from_dense.default
@@ -13,12 +14,19 @@ from_dense = torch.ops.fretwork.kronecker_from_dense.default
 
 @torch.library.register_fake("fretwork::kronecker_to_dense")
 def _to_dense_fake(w: Tensor) -> Tensor:
+    check_floating("to_dense", Operand("w", tuple(w.shape), str(w.dtype).removeprefix("torch.")))
+    if w.dim() != 4 or 0 in w.shape:
+        fail("to_dense", "w", "(a, b, c, d), each at least 1", tuple(w.shape))
     a, b, c, d = w.shape
     return w.new_empty(a * b * d, a * c * d)
 
 
 @torch.library.register_fake("fretwork::kronecker_from_dense")
 def _from_dense_fake(dense: Tensor, a: int, b: int, c: int, d: int) -> tuple[Tensor, Tensor]:
+    check_floating("from_dense", Operand("dense", tuple(dense.shape), str(dense.dtype).removeprefix("torch.")))
+    if tuple(dense.shape) != (a * b * d, a * c * d):
+        expected = f"{(a * b * d, a * c * d)} for kronecker({a},{b},{c},{d})"
+        fail("from_dense", "dense", expected, tuple(dense.shape))
     return dense.new_empty(a, b, c, d), dense.new_empty((), dtype=torch.int64)
 
 
@@ -42,6 +50,8 @@ def _from_dense_gradient(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, No
 
 
 def _to_dense_vmap(info: Any, in_dims: tuple[int], w: Tensor) -> tuple[Tensor, int]:
+    if info.batch_size == 0:
+        return mapped_over_none(to_dense, (w, in_dims[0]))
     return torch.stack([to_dense(one) for one in w.unbind(in_dims[0])]), 0
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fretwork import _rules_kronecker_convert as _convert_rules
 from fretwork._library import core, last_error
+from fretwork.ops import _check_tensor
 from fretwork.pattern import KroneckerPattern, kronecker_patterns, whole_number
 
 __all__ = ["butterfly", "from_dense", "monarch", "plan", "project", "to_dense"]
@@ -41,8 +42,11 @@ def from_dense(dense: Tensor, pattern: KroneckerPattern) -> Tensor:
     True
     """
     _check_tensor("from_dense", "dense", dense)
-    (pattern,) = kronecker_patterns("from_dense", [pattern])
+    (pattern,) = kronecker_patterns("from_dense", [pattern], "pattern")
     w, outside = _from_dense(dense, *pattern.weight_shape)
+    if torch.compiler.is_compiling():  # a graph cannot read the place
+        torch._assert_async(outside < 0, f"from_dense: dense: expected zero outside {pattern.text}, got another value")
+        return w
     if (place := int(outside.item())) >= 0:
         row, col = divmod(place, pattern.shape[1])
         value = dense[row, col].item()
@@ -80,7 +84,7 @@ def project(W: Tensor, patterns: Sequence[KroneckerPattern]) -> tuple[list[Tenso
         error,
     )
     if status != 0:
-        raise RuntimeError(last_error())
+        raise RuntimeError(last_error().replace("project: dense:", "project: W:", 1))
     return [w.to(W.device, W.dtype) for w in weights], error.value
 
 
@@ -100,6 +104,10 @@ def plan(
     0+1: fused, 16 rows
     """
     chain = kronecker_patterns("plan", patterns)
+    if not chain:
+        raise ValueError("plan: patterns: expected at least one, got none")
+    if not isinstance(arch, str):
+        raise TypeError(f"plan: arch: expected a str, got {type(arch).__name__}")
     numbers = (ctypes.c_int64 * (4 * len(chain)))(*(n for p in chain for n in p.weight_shape))
     room = ctypes.create_string_buffer(64 * len(chain) + 1)
     name = str(dtype).removeprefix("torch.").encode()
@@ -138,8 +146,3 @@ def _patterns(count: int, room: ctypes.Array[ctypes.c_int64]) -> list[KroneckerP
     if count < 0:
         raise ValueError(last_error())
     return [KroneckerPattern(*room[4 * n : 4 * n + 4]) for n in range(count)]
-
-
-def _check_tensor(op: str, argument: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {argument}: expected a torch.Tensor, got {type(value).__name__}")

@@ -3,9 +3,10 @@
 Reverse mode through autograd; `torch.func.grad` and forward mode (jvp) raise, see docs/block-sparsity.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -139,6 +140,7 @@ def unpack(values: Tensor, layout: BlockLayout, fill: float = 0.0) -> Tensor:
     return _unpack(values, _key("unpack", layout), _number("unpack", "fill", fill))
 
 
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ALGOS = ("kernel", *peers.PEERS, "auto")
 # "auto" is the kernel: each peer moves x, w or y more than once, and "dense" writes its matrix at every call, so that
 # it loses even where a dense layer is bound by memory alone.
@@ -177,7 +179,7 @@ def ksmm(
 
 def ksmm_chain(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Iterable[Tensor],
     bs_last: bool = False,
     bias: Tensor | None = None,
     activation: str | None = None,
@@ -191,6 +193,8 @@ def ksmm_chain(
     >>> torch.equal(y, fw.ksmm(fw.ksmm(x, first), second, activation="silu"))
     True
     """
+    if not isinstance(weights, Iterable):
+        raise TypeError(f"ksmm_chain: weights: expected a sequence of tensors, got {type(weights).__name__}")
     factors = {f"weights[{n}]": w for n, w in enumerate(weights)}
     if not factors:
         raise RuntimeError("ksmm_chain: weights: expected at least one, got none")
@@ -221,6 +225,8 @@ def _apply_factors(
             f"{op}: precision: expected None with the algo {algo}, got {precision!r}; "
             "torch's own products follow torch.set_float32_matmul_precision"
         )
+    if not isinstance(bs_last, (bool, int, np.bool_)):
+        raise TypeError(f"{op}: bs_last: expected a bool, got {type(bs_last).__name__}")
     x, factors, bias = _as_autocast_has_it(x, factors, bias)
     _check_factors(op, x, factors, bs_last, bias)
     if bs_last:
@@ -268,8 +274,9 @@ def _as_autocast_has_it(
 def _check_factors(op: str, x: Tensor, factors: dict[str, Tensor], bs_last: bool, bias: Tensor | None) -> None:
     if x.dim() == 0:
         raise RuntimeError(f"{op}: x: expected {'(features, …)' if bs_last else '(…, features)'}, got ()")
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+    if x.dtype not in FLOATING:
         raise RuntimeError(f"{op}: x: expected float64, float32, float16 or bfloat16, got {_name(x.dtype)}")
+    _check_strided(op, "x", x)
     features = x.shape[0 if bs_last else -1]
     for name, w in factors.items():
         _check_like(op, name, w, x)
@@ -293,6 +300,12 @@ def _check_like(op: str, argument: str, value: Tensor, x: Tensor) -> None:
         raise RuntimeError(f"{op}: {argument}: expected {_name(x.dtype)} like x, got {_name(value.dtype)}")
     if value.device != x.device:
         raise RuntimeError(f"{op}: {argument}: expected {x.device} like x, got {value.device}")
+    _check_strided(op, argument, value)
+
+
+def _check_strided(op: str, argument: str, value: Tensor) -> None:
+    if value.layout != torch.strided:
+        raise RuntimeError(f"{op}: {argument}: expected a tensor with strides, got {value.layout}")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -384,7 +384,8 @@ class KroneckerPattern(Pattern):
 
 def whole_number(op: str, argument: str, value: Any) -> int:
     """A Python int of 64 bits from anything that counts as an integer."""
-    if isinstance(value, (bool, np.bool_)) or not hasattr(type(value), "__index__"):
+    is_bool = isinstance(value, (bool, np.bool_)) or str(getattr(value, "dtype", "")) == "torch.bool"
+    if is_bool or not hasattr(type(value), "__index__"):
         raise TypeError(f"{op}: {argument}: expected an int, got {value!r}")
     try:
         number = operator.index(value)
@@ -395,22 +396,26 @@ def whole_number(op: str, argument: str, value: Any) -> int:
     return number
 
 
-def kronecker_patterns(op: str, patterns: Any) -> list[KroneckerPattern]:
-    """A list of Kronecker patterns from patterns and tuples (a, b, c, d); errors begin with `op` and say which."""
+def kronecker_patterns(op: str, patterns: Any, only: str | None = None) -> list[KroneckerPattern]:
+    """A list of Kronecker patterns from patterns and tuples (a, b, c, d); errors begin with `op` and say which.
+
+    `only` is the name of the argument where it holds just one.
+    """
     if isinstance(patterns, (Pattern, str)) or not isinstance(patterns, Iterable):
         raise TypeError(f"{op}: patterns: expected a sequence of KroneckerPattern, got {type(patterns).__name__}")
     made = []
     for n, p in enumerate(patterns):
+        name = only or f"patterns[{n}]"
         if isinstance(p, KroneckerPattern):
             made.append(p)
             continue
         if isinstance(p, (Pattern, str)) or not isinstance(p, Sequence) or len(p) != 4:
-            raise TypeError(f"{op}: patterns[{n}]: expected a KroneckerPattern or (a, b, c, d), got {p!r}")
+            raise TypeError(f"{op}: {name}: expected a KroneckerPattern or (a, b, c, d), got {p!r}")
         try:
             made.append(KroneckerPattern(*p))
         except (TypeError, ValueError) as error:
             detail = str(error).removeprefix("KroneckerPattern: ")
-            raise type(error)(f"{op}: patterns[{n}]: {detail}") from None
+            raise type(error)(f"{op}: {name}: {detail}") from None
     return made
 
 

@@ -103,6 +103,8 @@ def test_version_and_help() -> None:
         (["bench", "kronecker", "--patterns", "1,64,64"], "--patterns: expected a,b,c,d, four whole numbers, got '1,6"),
         (["bench", "kronecker", "--patterns", "1,2,3,4;1,2,3,4,5"], "four whole numbers, got '1,2,3,4,5'"),
         (["bench", "kronecker", "--patterns", "1,2,3,4x"], "four whole numbers, got '1,2,3,4x'"),
+        (["bench", "kronecker", "--patterns", "kronecker(1,2,3,4"], "four whole numbers, got 'kronecker(1,2,3,4'"),
+        (["bench", "kronecker", "--patterns", ""], "--patterns: expected a,b,c,d, four whole numbers, got ''"),
         (
             ["bench", "kronecker", "--patterns", "1,2,0,4"],
             "--patterns: KroneckerPattern: c: expected at least 1, got 0",
@@ -559,6 +561,9 @@ def test_bench_kronecker_reads_files(tmp_path: Path) -> None:
     assert listed("--grid", str(file)) == [(1, 64, 64, 64), (6, 64, 64, 1)]
     file.write_text("batch_size a b c d TILEX ms\n25088 4 48 192 16 32 0.5\n")
     assert listed("--grid", str(file)) == [(4, 48, 192, 16)]
+    file.write_text("kronecker(1,64,64,64)\n kronecker( 6, 64,64 ,1 )  # contiguous\n")
+    assert listed("--grid", str(file)) == [(1, 64, 64, 64), (6, 64, 64, 1)]
+    assert listed("--patterns", "kronecker(1,64,64,64);6,64,64,1") == [(1, 64, 64, 64), (6, 64, 64, 1)]
     file.write_text("note,d,c,b,a\n,4,3,2,1\n")
     assert listed("--grid", str(file)) == [(1, 2, 3, 4)]
     small_bench("--patterns", "2,3,4,5", "--csv", str(file))

@@ -1,6 +1,7 @@
 """fretwork.jax.ksmm and ksmm_chain against einsum in float64: values, gradients, vmap, layouts and bad calls."""
 
 # ruff: noqa: F811  (fixtures come from test_jax)
+import math
 import os
 
 import numpy as np
@@ -12,6 +13,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from test_jax import assert_close, check, dtype, on_device, rejects, rng  # noqa: E402, F401
 
+import fretwork as fw  # noqa: E402
 import fretwork.jax as fj  # noqa: E402
 
 ACTIVATIONS = {
@@ -182,3 +184,64 @@ def test_refused_chains():
         fj.ksmm_chain(x, weights[1:])
     with pytest.raises(RuntimeError, match=r"^ksmm_chain: weights: expected at least one, got none"):
         fj.ksmm_chain(x, [])
+    with pytest.raises(TypeError, match=r"^ksmm_chain: weights: expected a sequence of arrays, got NoneType"):
+        fj.ksmm_chain(x, None)
+
+
+def test_algos():
+    """Arguments stand in the order that torch's have; the ways of torch itself are not here."""
+    x, w = jnp.ones((3, 40)), jnp.ones((2, 3, 4, 5))
+    assert jnp.array_equal(fj.ksmm(x, w, False, None, None, "kernel", "ieee"), fj.ksmm_chain(x, [w], algo="auto"))
+    with pytest.raises(NotImplementedError, match=r"^ksmm: algo: expected auto or kernel .*, got 'bmm'"):
+        fj.ksmm(x, w, algo="bmm")
+    with pytest.raises(RuntimeError, match=r"^ksmm: algo: expected auto or kernel, got 'fast'"):
+        fj.ksmm(x, w, algo="fast")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dense_matrices(dtype, rng):
+    w = jnp.asarray(rng.standard_normal((2, 3, 4, 5)), dtype).at[0, 0, 0, 0].set(jnp.inf)
+    dense = fj.kronecker.to_dense(w)
+    p = fw.KroneckerPattern(2, 3, 4, 5)
+    want = np.zeros(p.shape)
+    want[p.numpy_mask()] = np.array(w, "float64").swapaxes(2, 3).ravel()  # row by row
+    assert dense.dtype == w.dtype and np.array_equal(np.array(dense, "float64"), want)
+    assert jnp.array_equal(fj.kronecker.from_dense(dense, p), w)
+    assert jnp.array_equal(jax.grad(lambda w: (fj.kronecker.to_dense(w) * 2).sum())(w), jnp.full_like(w, 2))
+    assert jax.jit(jax.vmap(fj.kronecker.to_dense))(jnp.ones((3, 2, 3, 4, 5))).shape == (3, 30, 40)
+    for value in (1.0, math.nan):
+        with pytest.raises(
+            RuntimeError, match=rf"^from_dense: dense: expected zero outside .*, got {value} at \(3, 7\)"
+        ):
+            fj.kronecker.from_dense(dense.at[3, 7].set(value), p)
+
+
+def test_dense_matrices_refuse():
+    k, p = fj.kronecker, fw.KroneckerPattern(2, 3, 4, 5)
+    for call, error, text in [
+        (
+            lambda: k.to_dense(jnp.ones((2, 3, 4))),
+            RuntimeError,
+            r"to_dense: w: expected \(a, b, c, d\).*, got \(2, 3, 4\)",
+        ),
+        (lambda: k.to_dense(jnp.ones((2, 3, 4, 5), int)), RuntimeError, "to_dense: w: expected float64, .*, got int"),
+        (lambda: k.from_dense(jnp.ones((40, 30)), p), RuntimeError, r"from_dense: dense: expected \(30, 40\) for kron"),
+        (lambda: k.from_dense(jnp.ones((30, 40)), "p"), TypeError, "from_dense: pattern: expected a KroneckerPattern"),
+        (
+            lambda: jax.jit(lambda dense: k.from_dense(dense, p))(jnp.zeros((30, 40))),
+            NotImplementedError,
+            "from_dense: dense: expected an array with values, got one that is traced",
+        ),
+    ]:
+        with pytest.raises(error, match=f"^{text}"):
+            call()
+
+
+def test_vmap_over_none():
+    x, w = jnp.ones((0, 3, 40)), jnp.ones((2, 3, 4, 5))
+    chain = lambda x, w: fj.ksmm_chain(x, [w, jnp.ones((1, 7, 30, 1))])  # noqa: E731
+    for function, features in [(fj.ksmm, 30), (chain, 7)]:
+        assert jax.vmap(function, (0, None))(x, w).shape == (0, 3, features)
+        many = jnp.ones((0, *w.shape))
+        d_x, d_w = jax.grad(lambda x, w: jax.vmap(function)(x, w).sum(), (0, 1))(x, many)  # noqa: B023
+        assert d_x.shape == x.shape and d_w.shape == many.shape

@@ -226,6 +226,42 @@ def test_vmap(dims, bs_last, device):
     check_vmap(function, tensors([(2, 3, 4, 2)], (5,), device, bs_last=bs_last, grad=False), dims)
 
 
+@pytest.mark.parametrize("dims", [(0, None, None), (None, 0, 0)], ids=str)
+@pytest.mark.parametrize("algo", ["kernel", "sparse"])
+def test_vmap_over_none(algo, dims, device):
+    """An empty result, and gradients of zero."""
+    made = tensors([(2, 3, 4, 2)], (5,), device, grad=False)
+    inputs = [(t if d is None else t.new_empty(0, *t.shape)).requires_grad_() for t, d in zip(made, dims, strict=True)]
+    y = torch.func.vmap(lambda x, w, b: fw.ksmm(x, w, bias=b, algo=algo), dims)(*inputs)
+    assert y.shape == (0, 5, 12)
+    for t, gradient in zip(inputs, torch.autograd.grad(y.sum(), inputs), strict=True):
+        assert gradient.shape == t.shape and not gradient.any()
+    second = torch.zeros(1, 5, 12, 1, device=device)
+    mapped = torch.func.vmap(lambda x, w: fw.ksmm_chain(x, [w, second], algo=algo), dims[:2])(*inputs[:2])
+    assert mapped.shape == (0, 5, 5)
+
+
+@both_layouts
+@pytest.mark.parametrize("algo", ["bsr", "sparse"])
+def test_sparse_formats_as_torch_sees_them(algo, bs_last, device):
+    """Torch cannot trace or map its own sparse tensors, so an op holds them."""
+    x, w, bias = tensors([(2, 4, 8, 3)], (5,), device, bs_last=bs_last)
+    columns = x if bs_last else x.T
+    torch.library.opcheck(torch.ops.fretwork.ksmm_sparse.default, (columns, w, algo == "bsr"))
+    function = lambda x, w, b: fw.ksmm(x, w, bs_last, b, "silu", algo)  # noqa: E731
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    exact = lambda x, w, b: reference(x, w, bias=b, bs_last=bs_last, activation="silu")  # noqa: E731
+    compare(compiled, exact, [x, w, bias], torch.float32)
+    for dims in ((0, None, None), (None, 2, 0), (1, 4, None)):
+        check_vmap(function, [t.detach() for t in (x, w, bias)], dims)
+    assert function(x.to("meta"), w.to("meta"), bias.to("meta")).shape == function(x, w, bias).shape
+    layer = fw.nn.KSLinear([(6, 4, 5, 1), (1, 8, 6, 4)], algo=algo, device=device)
+    program = torch.export.export(layer, (torch.randn(5, 30, device=device),))
+    x = torch.randn(5, 30, device=device)
+    assert_close(program.module()(x), layer(x).double(), torch.float32)
+
+
 def check_vmap(function, operands, dims):
     """Values and gradients are those of a loop, whatever is mapped."""
     inputs = []
@@ -307,6 +343,10 @@ def test_refused(device):
         r"precision: expected None, ieee, tf32 or tf32x3, got 'fast'": {"precision": "fast"},
         r"precision: expected None with the algo bmm, got 'tf32'": {"precision": "tf32", "algo": "bmm"},
         r"w: expected a torch.Tensor, got list": {"w": [1.0]},
+        r"bs_last: expected a bool, got str": {"bs_last": "no"},
+        r"bs_last: expected a bool, got Tensor": {"bs_last": x[0, :30]},  # a bias in the wrong place
+        r"x: expected a tensor with strides, got torch.sparse_coo": {"x": x.to_sparse()},
+        r"w: expected a tensor with strides, got torch.sparse_coo": {"w": w.to_sparse()},
     }
     for text, change in bad.items():
         for algo in ({"algo": a} for a in ([None] if "algo" in change else ["kernel", "einsum"])):
@@ -343,8 +383,9 @@ def test_refused_chains(device):
         (weights[1:], r"weights\[0\]: expected 40 .*, got 30 of"),
         ([weights[0], weights[1].half()], r"weights\[1\]: expected float32 like x, got float16"),
         ([], "weights: expected at least one, got none"),
+        (None, "weights: expected a sequence of tensors, got NoneType"),
     ]:
-        with pytest.raises(RuntimeError, match=f"^ksmm_chain: {text}"):
+        with pytest.raises((RuntimeError, TypeError), match=f"^ksmm_chain: {text}"):
             fw.ksmm_chain(x, chosen)
 
 

@@ -55,6 +55,7 @@ def test_chain_rules(left, right):
 @pytest.mark.parametrize("arguments, error, text", [
     ((1, 2.0, 3, 4), TypeError, "b: expected an int, got 2.0"),
     ((1, 2, True, 4), TypeError, "c: expected an int, got True"),
+    ((1, 2, torch.tensor(True), 4), TypeError, r"c: expected an int, got tensor\(True\)"),
     ((1, 2, 3, torch.ones(2)), TypeError, "d: expected an int, got tensor"),
     ((1, 2, 3, torch.tensor(1.5)), TypeError, "d: expected an int, got tensor"),
     ((0, 2, 3, 4), ValueError, "a: expected at least 1, got 0"),
@@ -144,11 +145,17 @@ def test_conversions_refuse():
         (lambda: k.to_dense(w[:0]), RuntimeError, r"to_dense: w: expected .* each at least 1, got \(0, 3, 4, 5\)"),
         (lambda: k.from_dense(w, P(1, 2, 3, 4)), RuntimeError, r"from_dense: dense: expected \(8, 12\) for kronecker"),
         (lambda: k.from_dense(w[0, 0], P(1, 2**20, 2**20, 4)), RuntimeError, r"from_dense: dense: expected \(4194304"),
+        (lambda: k.from_dense(w[0, 0], "text"), TypeError, "from_dense: pattern: expected a KroneckerPattern or"),
+        (lambda: k.from_dense(w[0, 0], (1, 0, 1, 1)), ValueError, "from_dense: pattern: b: expected at least 1, got 0"),
+        (lambda: k.to_dense(w[0].to("meta")), RuntimeError, r"to_dense: w: expected \(a, b, c, d\).*, got \(3, 4, 5\)"),
+        (lambda: torch.func.jvp(k.to_dense, (w,), (w,)), NotImplementedError, "to_dense: w: expected .* tangent, got"),
         (
-            lambda: k.from_dense(w[0, 0], "text"),
-            TypeError,
-            r"from_dense: patterns\[0\]: expected a KroneckerPattern or",
+            lambda: torch.func.jvp(lambda dense: k.from_dense(dense, P(1, 4, 5, 1)), (w[0, 0],), (w[0, 0],)),
+            NotImplementedError,
+            "from_dense: dense: expected .* tangent, got",
         ),
+        (lambda: k.plan([]), ValueError, "plan: patterns: expected at least one, got none"),
+        (lambda: k.plan([(1, 2, 3, 4)], 90), TypeError, "plan: arch: expected a str, got int"),
     ]:
         with pytest.raises(error, match=text):
             call()
@@ -165,9 +172,14 @@ def test_gradients_and_tracing():
         torch.library.opcheck(getattr(torch.ops.fretwork, f"kronecker_{name}").default, arguments)
     compiled = torch.compile(lambda w: fw.kronecker.to_dense(w).sin(), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(w), fw.kronecker.to_dense(w).sin())
+    back = torch.compile(lambda dense: fw.kronecker.from_dense(dense, p), fullgraph=True, backend="aot_eager")
+    assert torch.equal(back(dense), w)
+    with pytest.raises(RuntimeError, match=r"from_dense: dense: expected zero outside kronecker\(2,3,2,2\), got"):
+        back(torch.ones_like(dense))
     batch = torch.randn(2, 3, 4, 2, 2)
     mapped = torch.vmap(fw.kronecker.to_dense, in_dims=2)(batch)
     assert torch.equal(mapped, torch.stack([fw.kronecker.to_dense(one) for one in batch.unbind(2)]))
+    assert torch.vmap(fw.kronecker.to_dense, in_dims=2)(batch[:, :, :0]).shape == (0, 12, 8)
 
 
 # Projection
@@ -202,7 +214,7 @@ def test_project_refuses():
             RuntimeError,
             "W: expected a floating .* matrix, got torch.int32",
         ),
-        (lambda: fw.kronecker.project(W + math.nan, monarch), RuntimeError, r"dense: expected finite .* at \(0, 0\)"),
+        (lambda: fw.kronecker.project(W + math.nan, monarch), RuntimeError, r"W: expected finite .* at \(0, 0\)"),
         (lambda: fw.kronecker.project(W, []), RuntimeError, "patterns: expected at least one, got none"),
         (lambda: fw.kronecker.project(W, monarch[0]), TypeError, "patterns: expected a sequence of KroneckerPattern"),
         (lambda: fw.kronecker.project(W, [monarch[0], (1, 2)]), TypeError, r"patterns\[1\]: expected a Kronecker"),
@@ -216,7 +228,7 @@ def test_project_refuses():
             RuntimeError,
             r"patterns\[1\]: expected one that chains .*, got",
         ),
-        (lambda: fw.kronecker.project(W.T, monarch), RuntimeError, r"dense: expected \(12, 20\) .*, got \(20, 12\)"),
+        (lambda: fw.kronecker.project(W.T, monarch), RuntimeError, r"W: expected \(12, 20\) .*, got \(20, 12\)"),
         (lambda: fw.kronecker.monarch(12, 20, 3.0, 5), TypeError, "p: expected an int, got 3.0"),
         (lambda: fw.kronecker.butterfly(2**70), ValueError, "n: expected a number of 64 bits"),
     ]:

@@ -119,6 +119,8 @@ def test_in_a_compiled_model(device):
         assert_close(compiled(x), model(x).double(), torch.float32)
         with torch.autocast(device.type, dtype=torch.bfloat16):
             assert_close(compiled(x), model(x).double(), torch.bfloat16)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert_close(layer.to_dense(), product(layer), torch.float32)
     compiled(x).sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
 
@@ -133,6 +135,12 @@ def test_in_a_compiled_model(device):
     ({"weights": [torch.zeros(6, 4, 5, 1), torch.zeros(1, 6, 8, 4)]}, r"weights\[1\]: expected \(1, 8, 6, 4\) of its"),
     ({"weights": [torch.zeros(6, 4, 5, 1), None]}, r"weights\[1\]: expected a torch.Tensor, got NoneType"),
     ({"weights": [torch.zeros(6, 4, 5, 1), torch.zeros(1, 8, 6, 4).half()]}, r"weights\[1\]: expected torch.float32"),
+    ({"weights": [torch.zeros(p).int() for p in PATTERNS]}, r"weights\[0\]: expected float64, .*, got torch.int32"),
+    ({"weights": 3}, "weights: expected a sequence of tensors, got int"),
+    ({"dtype": torch.int32}, "dtype: expected float64, float32, float16 or bfloat16, got torch.int32"),
+    ({"dtype": torch.complex64}, "dtype: expected float64, float32, float16 or bfloat16, got torch.complex64"),
+    ({"bias": torch.zeros(32)}, "bias: expected a bool, got Tensor"),
+    ({"bs_last": "no"}, "bs_last: expected a bool, got str"),
 ])  # fmt: skip
 def test_refused(change, text):
     with pytest.raises((TypeError, ValueError), match=f"^KSLinear: {text}"):
@@ -149,6 +157,14 @@ def test_refused_inputs():
         layer(torch.ones(5, 30).half())
     with pytest.raises(TypeError, match=r"^KSLinear: linear: expected a torch.nn.Linear, got Identity"):
         fw.nn.KSLinear.from_dense(torch.nn.Identity(), PATTERNS)
+    with pytest.raises(TypeError, match=r"^KSLinear: x: expected a torch.Tensor, got list"):
+        layer([1.0])
+    for sizes, patterns, text in [
+        ((31, 32), PATTERNS, r"linear.weight: expected \(32, 30\) .*, got \(32, 31\)"),
+        ((6, 6), [(1, 3, 3, 2), (3, 2, 2, 1)], r"patterns\[1\]: expected one that chains .*, got"),
+    ]:
+        with pytest.raises(ValueError, match=f"^KSLinear: {text}"):
+            fw.nn.KSLinear.from_dense(torch.nn.Linear(*sizes), patterns)
 
 
 def test_the_original_layer(device):

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "bench.h"
@@ -16,15 +17,16 @@ namespace fretwork::cli {
 namespace {
 
 struct KroneckerOptions {
-  std::string grid = "facts", patterns, precision = "ieee", algos = "kernel";
+  std::optional<std::string> patterns;
+  std::string grid = "facts", precision = "ieee", algos = "kernel";
   std::int64_t batch = 0;
   bool bs_last = false, backward = false, list = false;
   RunOptions run;
 };
 
 Patterns chosen_patterns(const KroneckerOptions& options) {
-  if (!options.patterns.empty()) {
-    return parse_patterns(options.patterns, "bench: --patterns");
+  if (options.patterns) {
+    return parse_patterns(*options.patterns, "bench: --patterns");
   }
   if (const auto grid = named_grid(options.grid)) {
     return *grid;

@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cstring>
 #include <fstream>
+#include <string_view>
 #include <utility>
 
 #include "commands.h"
@@ -100,9 +101,20 @@ Sizes sizes_of(const std::vector<std::string>& found, const std::vector<std::siz
   return sizes;
 }
 
+/// "1,64,64,64" of "kronecker(1,64,64,64)", the pattern's text; anything else stays.
+std::string without_name(const std::string& text) {
+  constexpr std::string_view kBlanks = " \t\r", kName = "kronecker(";
+  const std::string line = text.substr(0, text.find('#'));
+  const std::size_t begin = line.find_first_not_of(kBlanks), last = line.find_last_not_of(kBlanks);
+  if (begin == std::string::npos || line.compare(begin, kName.size(), kName) != 0 || line[last] != ')') {
+    return text;
+  }
+  return line.substr(begin + kName.size(), last - begin - kName.size());
+}
+
 /// Four numbers and nothing more.
 Sizes plain_sizes(const std::string& text, const std::string& where) {
-  const auto found = cells(text);
+  const auto found = cells(without_name(text));
   return sizes_of(found.size() == 4 ? found : std::vector<std::string>{}, {0, 1, 2, 3}, where, text);
 }
 

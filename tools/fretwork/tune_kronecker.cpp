@@ -26,18 +26,19 @@ using kronecker::Choice;
 constexpr const char* kOp = "kronecker";
 
 struct TuneOptions {
-  std::string patterns, precision = "ieee", candidates, out;
+  std::optional<std::string> patterns;
+  std::string precision = "ieee", candidates, out;
   std::int64_t batch = 0;
   bool brief = false, lengthy = false, bs_last = false, resume = false, show = false, compare = false;
   RunOptions run{.command = "tune", .dtype = {}, .device = {}, .csv = {}, .json = {}, .threads = 0, .rounds = 0};
 };
 
 Patterns chosen_patterns(const TuneOptions& options) {
-  if (options.patterns.empty()) {
+  if (!options.patterns) {
     return *named_grid(options.lengthy ? "paper" : "sample");
   }
-  return std::filesystem::exists(options.patterns) ? read_patterns(options.patterns, "tune")
-                                                   : parse_patterns(options.patterns, "tune: --patterns");
+  return std::filesystem::exists(*options.patterns) ? read_patterns(*options.patterns, "tune")
+                                                    : parse_patterns(*options.patterns, "tune: --patterns");
 }
 
 /// "rows:64,rows:256"; empty when all are meant.
@@ -254,7 +255,8 @@ void add_tune_kronecker(CLI::App& tune) {
   command->footer(
       "Every candidate's result is checked before it is timed. The heuristic's choice, \"best\", stays unless another "
       "is\n"
-      "2 % faster. A row counts for batches up to the next power of two. The table is written after every problem: a "
+      "2 % faster. A row counts for batches between the same two powers of two. The table is written after every "
+      "problem: a "
       "run\n"
       "may be interrupted or killed, and --resume goes on.\n"
       "Examples:\n"

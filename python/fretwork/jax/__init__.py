@@ -13,11 +13,11 @@ The functions are those of `fretwork` itself; a layout is a constant of the trac
 (3, 16, 16)
 """
 
-from fretwork.jax import two_four
+from fretwork.jax import kronecker, two_four
 from fretwork.jax.block import block_softmax, dds, dsd, pack, sdd, unpack
 from fretwork.jax.kronecker import ksmm, ksmm_chain
 from fretwork.jax.regular import alibi, attention, r_sddmm, r_softmax, r_spmm
 from fretwork.jax.two_four import TwoFour
 
 __all__ = ["alibi", "attention", "block_softmax", "dds", "dsd", "ksmm", "ksmm_chain", "pack", "sdd", "unpack"]
-__all__ += ["TwoFour", "r_sddmm", "r_softmax", "r_spmm", "two_four"]
+__all__ += ["TwoFour", "kronecker", "r_sddmm", "r_softmax", "r_spmm", "two_four"]

@@ -1,24 +1,27 @@
-"""Products of Kronecker factors on JAX arrays."""
+"""Products of Kronecker factors on JAX arrays, and their dense matrices."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from fretwork._shapes import check_floating, fail
 from fretwork.jax._handlers import check_precision, default_precision, operand
+from fretwork.pattern import KroneckerPattern, kronecker_patterns
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "silu": jax.nn.silu,
 }
+_TORCH_ONLY = ("bmm", "bsr", "einsum", "dense", "sparse")
 
 
 class _Product(NamedTuple):
@@ -50,6 +53,12 @@ def _split(x: jax.Array, size: int, axis: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :]), axis, 0)
 
 
+def _over_none(call: Callable[..., Any], batched: Sequence[bool], *operands: jax.Array) -> Any:
+    """What a map of no elements gives: nothing, of the shape that one element would have."""
+    one = [jax.ShapeDtypeStruct(x.shape[int(many) :], x.dtype) for x, many in zip(operands, batched, strict=True)]
+    return jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), jax.eval_shape(call, *one))
+
+
 def _ksmm_call(p: _Product, x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax.Array:
     @custom_vmap
     def call(x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax.Array:
@@ -61,6 +70,8 @@ def _ksmm_call(p: _Product, x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax
 
     @call.def_vmap
     def _(size: int, batched: list[bool], x: jax.Array, w: jax.Array, *bias: jax.Array) -> tuple[jax.Array, bool]:
+        if size == 0:
+            return _over_none(call, batched, x, w, *bias), True
         axis, factor = p.batch, (w, *bias)
         if any(batched[1:]):
             # Each has a factor of its own. They stand one after another on a longer diagonal: size·a instead of a.
@@ -85,6 +96,8 @@ def _weight_call(p: _Product, a: int, d: int, x: jax.Array, d_y: jax.Array) -> S
 
     @call.def_vmap
     def _(size: int, batched: list[bool], x: jax.Array, d_y: jax.Array) -> tuple[list[jax.Array], list[bool]]:
+        if size == 0:
+            return _over_none(call, batched, x, d_y), [True, True]
         beside = (_mapped(t, many, size, 1 - p.batch) for t, many in zip((x, d_y), batched, strict=True))
         return [_split(t, size, 0) for t in _weight_call(p, size * a, d, *beside)], [True, True]
 
@@ -161,6 +174,8 @@ def _chain_call(p: _Product, count: int, x: jax.Array, *operands: jax.Array) -> 
 
     @call.def_vmap
     def _(size: int, batched: list[bool], x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, bool]:
+        if size == 0:
+            return _over_none(call, batched, x, *operands), True
         if any(batched[1:]):
             walk = functools.partial(_walk, p, count)
             return jax.vmap(walk, in_axes=tuple(0 if many else None for many in batched))(x, *operands), True
@@ -236,10 +251,20 @@ def _call(
     bs_last: bool,
     bias: ArrayLike | None,
     activation: str | None,
+    algo: str,
     precision: str | None,
 ) -> jax.Array:
-    if activation is not None and activation not in _ACTIVATIONS:
+    if activation not in (None, *_ACTIVATIONS):
         fail(op, "activation", "None, 'relu', 'gelu' or 'silu'", repr(activation))
+    if algo in _TORCH_ONLY:
+        raise NotImplementedError(
+            f"{op}: algo: expected auto or kernel on JAX arrays, got {algo!r}; write torch's ways with jax.numpy, "
+            "such as jnp.einsum('...ikl,ijkl->...ijl', x, w)"
+        )
+    if algo not in ("auto", "kernel"):
+        fail(op, "algo", "auto or kernel", repr(algo))
+    if not isinstance(bs_last, (bool, int, np.bool_)):
+        raise TypeError(f"{op}: bs_last: expected a bool, got {type(bs_last).__name__}")
     check_precision(op, precision)
     arrays = [jnp.asarray(w) for w in factors]
     return _apply_factors(
@@ -253,25 +278,27 @@ def ksmm(
     bs_last: bool = False,
     bias: ArrayLike | None = None,
     activation: str | None = None,
+    algo: str = "auto",
     precision: str | None = None,
 ) -> jax.Array:
     """y = activation(K x + bias) for the Kronecker factor K with weights w (a, b, c, d), whose support is I ⊗ 1 ⊗ I.
 
     x is (…, a·c·d) and y (…, a·b·d); with `bs_last` features come first. `activation` is None, "relu", "gelu" (with
-    erf) or "silu"; `precision` is that of `sdd`.
+    erf) or "silu"; `algo` is "auto" or "kernel", which are the same here; `precision` is that of `sdd`.
 
     >>> ksmm(jnp.ones((7, 40)), jnp.ones((2, 3, 4, 5))).shape
     (7, 30)
     """
-    return _call("ksmm", x, [w], bs_last, bias, activation, precision)
+    return _call("ksmm", x, [w], bs_last, bias, activation, algo, precision)
 
 
 def ksmm_chain(
     x: ArrayLike,
-    weights: Sequence[ArrayLike],
+    weights: Iterable[ArrayLike],
     bs_last: bool = False,
     bias: ArrayLike | None = None,
     activation: str | None = None,
+    algo: str = "auto",
     precision: str | None = None,
 ) -> jax.Array:
     """One Kronecker factor after another, weights[0] first; bias and activation after the last.
@@ -279,6 +306,56 @@ def ksmm_chain(
     >>> ksmm_chain(jnp.ones((7, 30)), [jnp.ones((6, 4, 5, 1)), jnp.ones((1, 8, 6, 4))])[0, 0].item()
     30.0
     """
-    if len(weights) == 0:
+    if not isinstance(weights, Iterable):
+        raise TypeError(f"ksmm_chain: weights: expected a sequence of arrays, got {type(weights).__name__}")
+    if not (factors := list(weights)):
         fail("ksmm_chain", "weights", "at least one", "none")
-    return _call("ksmm_chain", x, weights, bs_last, bias, activation, precision)
+    return _call("ksmm_chain", x, factors, bs_last, bias, activation, algo, precision)
+
+
+def _places(a: int, b: int, c: int, d: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the weights in the matrix; they broadcast to (a, b, c, d)."""
+    i, j, k, l = np.ogrid[:a, :b, :c, :d]
+    return (i * b + j) * d + l, (i * c + k) * d + l
+
+
+def to_dense(w: ArrayLike) -> jax.Array:
+    """The matrix (a·b·d, a·c·d) of a factor with weights w (a, b, c, d).
+
+    >>> to_dense(jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 2, 2)).tolist()
+    [[1.0, 0.0, 3.0, 0.0], [0.0, 2.0, 0.0, 4.0]]
+    """
+    w = jnp.asarray(w)
+    check_floating("to_dense", operand("w", w))
+    if w.ndim != 4 or 0 in w.shape:
+        fail("to_dense", "w", "(a, b, c, d), each at least 1", w.shape)
+    a, b, c, d = w.shape
+    return jnp.zeros((a * b * d, a * c * d), w.dtype).at[_places(a, b, c, d)].set(w)
+
+
+def from_dense(dense: ArrayLike, pattern: KroneckerPattern) -> jax.Array:
+    """The weights (a, b, c, d) of a matrix that has nothing outside the pattern; RuntimeError where it has.
+
+    The check reads the matrix, so that it cannot be one that is traced.
+
+    >>> import fretwork as fw
+    >>> from_dense(jnp.eye(6), fw.KroneckerPattern(2, 1, 1, 3)).shape
+    (2, 1, 1, 3)
+    """
+    dense = jnp.asarray(dense)
+    (pattern,) = kronecker_patterns("from_dense", [pattern], "pattern")
+    check_floating("from_dense", operand("dense", dense))
+    if dense.shape != pattern.shape:
+        fail("from_dense", "dense", f"{pattern.shape} for {pattern.text}", dense.shape)
+    if isinstance(dense, jax.core.Tracer):
+        raise NotImplementedError(
+            "from_dense: dense: expected an array with values, got one that is traced; call it outside jit and grad"
+        )
+    places = _places(*pattern.weight_shape)
+    outside = np.array(dense)
+    outside[places] = 0
+    if (bad := np.argwhere(outside)).size:
+        row, col = map(int, bad[0])
+        got = f"{outside[row, col]} at ({row}, {col})"
+        fail("from_dense", "dense", f"zero outside {pattern.text}", got)
+    return dense[places]

@@ -40,7 +40,7 @@ class KSLinear(nn.Module):
     def __init__(
         self,
         patterns: Patterns,
-        weights: Sequence[Tensor] | None = None,
+        weights: Iterable[Tensor] | None = None,
         bias: bool = True,
         algo: str = "auto",
         dtype: torch.dtype | None = None,
@@ -52,6 +52,11 @@ class KSLinear(nn.Module):
         self.in_features, self.out_features = self.patterns[0].shape[1], self.patterns[-1].shape[0]
         if algo not in ops.ALGOS:
             raise ValueError(f"KSLinear: algo: expected {', '.join(ops.ALGOS[:-1])} or auto, got {algo!r}")
+        for name, flag in (("bias", bias), ("bs_last", bs_last)):
+            if isinstance(flag, (str, Tensor)):
+                raise TypeError(f"KSLinear: {name}: expected a bool, got {type(flag).__name__}")
+        if dtype is not None and dtype not in ops.FLOATING:
+            raise ValueError(f"KSLinear: dtype: expected float64, float32, float16 or bfloat16, got {dtype}")
         self.algo, self.bs_last = algo, bool(bs_last)
         if weights is None:
             shapes = [p.weight_shape for p in self.patterns]
@@ -96,7 +101,13 @@ class KSLinear(nn.Module):
             raise TypeError(f"KSLinear: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         weight, bias = linear.weight, linear.bias
         chain = _chain(patterns)
-        weights, _ = project(weight.detach(), chain)
+        try:
+            weights, _ = project(weight.detach(), chain)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:  # which here comes from a constructor
+            detail = str(error).removeprefix("project: ").replace("W:", "linear.weight:", 1)
+            raise ValueError(f"KSLinear: {detail}") from None
         layer = cls(chain, weights, bias=False, dtype=weight.dtype, device=weight.device)
         layer.weights.requires_grad_(weight.requires_grad)
         if bias is not None:
@@ -108,7 +119,10 @@ class KSLinear(nn.Module):
         from fretwork.kronecker import to_dense
 
         first, *rest = self.weights
-        return ops.ksmm_chain(to_dense(first), rest, bs_last=True) if rest else to_dense(first)
+        if not rest:
+            return to_dense(first)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # the weights' own dtype
+            return ops.ksmm_chain(to_dense(first), rest, bs_last=True)
 
     def plan(self, arch: str | None = None) -> str:
         """How the layer runs, a line for each step; factors are counted from 0 in order of application.
@@ -132,6 +146,8 @@ class KSLinear(nn.Module):
         return plan(self.patterns, here if arch is None else arch, weight.dtype, self.bs_last)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"KSLinear: x: expected a torch.Tensor, got {type(x).__name__}")
         if x.dim() < 1 or x.shape[0 if self.bs_last else -1] != self.in_features:
             expected = f"({self.in_features}, …)" if self.bs_last else f"(…, {self.in_features})"
             raise RuntimeError(f"KSLinear: x: expected {expected}, got {tuple(x.shape)}")
@@ -164,12 +180,17 @@ def _chain(patterns: Patterns) -> "list[KroneckerPattern]":
     return chain
 
 
-def _of_patterns(weights: Sequence[Tensor], patterns: "list[KroneckerPattern]") -> list[Tensor]:
+def _of_patterns(given: Iterable[Tensor], patterns: "list[KroneckerPattern]") -> list[Tensor]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"KSLinear: weights: expected a sequence of tensors, got {type(given).__name__}")
+    weights = list(given)
     if len(weights) != len(patterns):
         raise ValueError(f"KSLinear: weights: expected {len(patterns)}, one for each pattern, got {len(weights)}")
     for n, (w, p) in enumerate(zip(weights, patterns, strict=True)):
         if not isinstance(w, Tensor):
             raise TypeError(f"KSLinear: weights[{n}]: expected a torch.Tensor, got {type(w).__name__}")
+        if w.dtype not in ops.FLOATING:
+            raise ValueError(f"KSLinear: weights[{n}]: expected float64, float32, float16 or bfloat16, got {w.dtype}")
         if tuple(w.shape) != p.weight_shape:
             raise ValueError(f"KSLinear: weights[{n}]: expected {p.weight_shape} of its pattern, got {tuple(w.shape)}")
         if (w.dtype, w.device) != (weights[0].dtype, weights[0].device):
@@ -177,7 +198,7 @@ def _of_patterns(weights: Sequence[Tensor], patterns: "list[KroneckerPattern]") 
                 f"KSLinear: weights[{n}]: expected {weights[0].dtype} on {weights[0].device} like weights[0], "
                 f"got {w.dtype} on {w.device}"
             )
-    return list(weights)
+    return weights
 
 
 def _parameter(w: Tensor, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:

@@ -26,7 +26,7 @@ std::string text_of(const Choice& choice);
 /// Nothing for what is no choice.
 std::optional<Choice> parse_choice(std::string_view text);
 
-/// Problems that share a choice: one pattern, type and layout, and batches up to the next power of two.
+/// Problems that share a choice: one pattern, type and layout, and batches between the same two powers of two.
 struct Bucket {
   Sizes sizes{};
   DType dtype = DType::f32;

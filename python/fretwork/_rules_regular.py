@@ -38,7 +38,7 @@ def _attention_fake(
     given = {"bias": bias, "slopes": slopes}
     extras = [_operand(name, t) for name, t in given.items() if t is not None]
     operands = [_operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
-    _shapes.check_attention(operands, _patterns(patterns), extras, softcap, dropout_p)
+    _shapes.check_attention(operands, _patterns(patterns), extras, scale, softcap, dropout_p)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
 
 
@@ -117,7 +117,10 @@ def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
         or in_dims[6] is not None
         or any(t.dim() != (4 if d is None else 5) for t, d in zip((q, k, v), in_dims, strict=False))
     )
-    if alone or size == 0:
+    if size == 0:  # nobody draws, and slopes are nobody's
+        slopes = seed = None
+        dropout_p = 0.0
+    elif alone:
         return _each(_attention, info, in_dims, arguments)
     batch = _sample(q, in_dims[0])[0]
     q, k, v = (_fold(t, d, size) for t, d in zip((q, k, v), in_dims, strict=False))

@@ -3,6 +3,7 @@
 These are the core's own rules, for tracers, where no core runs; torch's fakes and the JAX functions share them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
@@ -189,6 +190,7 @@ def check_attention(
     operands: Sequence[Operand],
     patterns: Sequence[Pattern],
     extras: Sequence[Operand],
+    scale: float | None,
     softcap: float,
     dropout_p: float,
 ) -> None:
@@ -221,6 +223,8 @@ def check_attention(
         else:
             _check_bias(op, x, q, (batch, heads, rows, cols))
         _check_device(op, x, q)
+    if scale is not None and not math.isfinite(scale):
+        fail(op, "scale", "a finite number", scale)
     if not 0 <= softcap < float("inf"):
         fail(op, "softcap", "0 (none) or a positive number", softcap)
     if not 0 <= dropout_p <= 1:

@@ -350,6 +350,12 @@ def _precision_of_torch() -> str:
 
 
 def _number(op: str, argument: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, (str, bytes, bool)):  # which float() takes
+        raise TypeError(f"{op}: {argument}: expected a number, got {value!r}")
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():  # it would get none
+        raise TypeError(f"{op}: {argument}: expected a number, got a tensor that requires grad")
     try:
         return float(value)
     except (TypeError, ValueError):

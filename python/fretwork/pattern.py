@@ -79,8 +79,7 @@ class Pattern:
     @property
     def T(self) -> Pattern:
         """The transposed pattern."""
-        with _open(self) as handle:
-            return _from_handle(core().fretwork_pattern_transpose(handle))
+        return _transposed(self._text)
 
     def mask(self, device: torch.device | str | None = None) -> torch.Tensor:
         """A dense bool tensor of the pattern's shape; refuses more than 2^30 elements.
@@ -114,7 +113,7 @@ class Pattern:
         >>> p.text, p.nnz
         ('sliding_window(64,4,0)|strided(64,16)', 1000)
         """
-        return self._combined(other, core().fretwork_pattern_union)
+        return _combined("union", self._text, other._text) if isinstance(other, Pattern) else NotImplemented
 
     def __and__(self, other: Pattern) -> Pattern:
         """What is in both.
@@ -122,13 +121,7 @@ class Pattern:
         >>> (Pattern.parse("causal(64)") & Pattern.parse("document((24, 40))")).density
         0.2734375
         """
-        return self._combined(other, core().fretwork_pattern_intersection)
-
-    def _combined(self, other: Pattern, combine: Any) -> Pattern:
-        if not isinstance(other, Pattern):
-            return NotImplemented
-        with _open(self) as left, _open(other) as right:
-            return _from_handle(combine(left, right))
+        return _combined("intersection", self._text, other._text) if isinstance(other, Pattern) else NotImplemented
 
     def contains(self, row: int, col: int) -> bool:
         """Whether query `row` may see key `col`.
@@ -176,7 +169,7 @@ class Pattern:
         >>> Pattern.parse("sliding_window(64, 3, 0)").block_cover(16)
         (BlockLayout(heads=1, blocks=(4, 4), block=16, nnz=7, density=0.4375), 0.8604910714285714)
         """
-        sides, fill_in = _block_sides(block), ctypes.c_double()
+        sides, fill_in = _block_sides("block_cover", block), ctypes.c_double()
         with _open(self) as handle:
             layout = _from_handle(core().fretwork_pattern_block_cover(handle, *sides, ctypes.byref(fill_in)))
         assert isinstance(layout, BlockLayout)
@@ -242,7 +235,7 @@ class BlockLayout(Pattern):
     _block: tuple[int, int]
 
     def __init__(self, mask: Any, block: int | tuple[int, int] = 32) -> None:
-        bits, sides = _mask_bits(mask), _block_sides(block)
+        bits, sides = _mask_bits(mask), _block_sides("BlockLayout", block)
         sizes = (ctypes.c_int64 * 5)(*bits.shape, *sides)
         with owned(core().fretwork_block_layout(sizes, bits.ctypes.data)) as handle:
             _fill(self, handle)
@@ -453,15 +446,15 @@ def _mask_bits(mask: Any) -> np.ndarray:
     return array if array.ndim == 3 else array[None]
 
 
-def _block_sides(block: Any) -> tuple[int, int]:
+def _block_sides(op: str, block: Any) -> tuple[int, int]:
     sides = block if isinstance(block, (tuple, list)) else (block, block)
     if len(sides) != 2:
-        raise ValueError(f"BlockLayout: block: expected an int or (rows, cols), got {len(sides)} numbers")
+        raise ValueError(f"{op}: block: expected an int or (rows, cols), got {len(sides)} numbers")
     for side in sides:
         if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
-            raise TypeError(f"BlockLayout: block: expected an int or (rows, cols), got {side!r}")
+            raise TypeError(f"{op}: block: expected an int or (rows, cols), got {side!r}")
         if not 8 <= side <= 128:
-            raise ValueError(f"BlockLayout: block: expected 8 to 128, got {side}")
+            raise ValueError(f"{op}: block: expected 8 to 128, got {side}")
     return int(sides[0]), int(sides[1])
 
 
@@ -507,9 +500,30 @@ _FAMILIES: dict[bytes, type[Pattern]] = {b"block": BlockLayout, b"kronecker": Kr
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(text: str) -> Pattern:
+def _read(text: str) -> Pattern:
     encoded = text.encode()
     return _from_handle(core().fretwork_pattern_parse(encoded, len(encoded)))
+
+
+# torch.compile runs these, of texts alone, when it traces: a pattern made inside a compiled function is a constant.
+
+
+def _parsed(text: str) -> Pattern:
+    return _read(text)
+
+
+def _transposed(text: str) -> Pattern:
+    with _open(_read(text)) as handle:
+        return _from_handle(core().fretwork_pattern_transpose(handle))
+
+
+def _combined(how: str, left: str, right: str) -> Pattern:
+    with _open(_read(left)) as first, _open(_read(right)) as second:
+        return _from_handle(getattr(core(), f"fretwork_pattern_{how}")(first, second))
+
+
+for _function in (_parsed, _transposed, _combined):  # what torch.compiler.assume_constant_result does, without torch
+    _function._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
 def block_layout(key: str) -> BlockLayout:

@@ -139,8 +139,8 @@ def swin(height: int, width: int, window: PerAxis, shift: PerAxis = 0) -> Patter
         "swin",
         height=height,
         width=width,
-        window=_per_axis("swin", "window", window),
-        shift=_per_axis("swin", "shift", shift),
+        window=_per_axis("swin", "window", window, 2),
+        shift=_per_axis("swin", "shift", shift, 2),
     )
 
 
@@ -164,14 +164,14 @@ def neighborhood(
     >>> neighborhood((6,), 3).mask().int().tolist()[:2]
     [[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
     """
-    op = "neighborhood"
+    op, lengths = "neighborhood", _grid("neighborhood", shape)
     flags = tuple(_flag(op, x) for x in causal) if isinstance(causal, (tuple, list)) else _flag(op, causal)
     return _made(
         op,
-        shape=_list(op, "shape", shape if isinstance(shape, (tuple, list)) else (shape,)),
-        window=_per_axis(op, "window", window),
-        dilation=_per_axis(op, "dilation", dilation),
-        causal=flags,
+        shape=lengths,
+        window=_per_axis(op, "window", window, len(lengths)),
+        dilation=_per_axis(op, "dilation", dilation, len(lengths)),
+        causal=_as_many(op, "causal", flags, len(lengths)),
     )
 
 
@@ -181,12 +181,12 @@ def sliding_tile(shape: PerAxis, tile: PerAxis, window: PerAxis) -> Pattern:
     >>> sliding_tile((8, 8), 4, 1).density
     0.25
     """
-    op = "sliding_tile"
+    op, lengths = "sliding_tile", _grid("sliding_tile", shape)
     return _made(
         op,
-        shape=_list(op, "shape", shape if isinstance(shape, (tuple, list)) else (shape,)),
-        tile=_per_axis(op, "tile", tile),
-        window=_per_axis(op, "window", window),
+        shape=lengths,
+        tile=_per_axis(op, "tile", tile, len(lengths)),
+        window=_per_axis(op, "window", window, len(lengths)),
     )
 
 
@@ -285,6 +285,8 @@ def from_layout(layout: BlockLayout, head: int = 0) -> Pattern:
     192
     """
     if isinstance(layout, KroneckerPattern):
+        if whole_number("from_layout", "head", head) != 0:
+            raise ValueError(f"from_layout: head: expected 0, as a Kronecker pattern has one, got {head}")
         return _parsed(f"from_kronecker({layout.text})")
     if not isinstance(layout, BlockLayout):
         raise TypeError(f"from_layout: layout: expected a BlockLayout, got {type(layout).__name__}")
@@ -297,7 +299,7 @@ def _made(op: str, **arguments: Any) -> Pattern:
 
 
 def _word(op: str, name: str, value: Any) -> str:
-    if value is None or isinstance(value, bool):  # flags have been told from numbers by now
+    if (value is None and name in ("left", "right", "offset")) or (isinstance(value, bool) and name == "causal"):
         return str(value)
     if isinstance(value, tuple):
         return f"({','.join(map(str, value))},)" if value else "()"
@@ -311,14 +313,30 @@ def _flag(op: str, value: Any) -> bool:
 
 
 def _seq(op: str, seq: Any) -> int | tuple[int, ...]:
-    return _per_axis(op, "seq", seq)
+    if isinstance(seq, (tuple, list)) and len(seq) != 2:
+        raise ValueError(f"{op}: seq: expected S or (Sq, Sk), got {len(seq)} numbers")
+    return _per_axis(op, "seq", seq, 2)
 
 
-def _per_axis(op: str, name: str, value: Any) -> int | tuple[int, ...]:
-    return _list(op, name, value) if isinstance(value, (tuple, list)) else whole_number(op, name, value)
+def _grid(op: str, shape: Any) -> tuple[int, ...]:
+    return _list(op, "shape", shape if isinstance(shape, (tuple, list)) else (shape,))
+
+
+def _per_axis(op: str, name: str, value: Any, axes: int) -> int | tuple[int, ...]:
+    if not isinstance(value, (tuple, list)):
+        return whole_number(op, name, value)
+    return _as_many(op, name, _list(op, name, value), axes)
+
+
+def _as_many(op: str, name: str, value: Any, axes: int) -> Any:
+    if isinstance(value, tuple) and len(value) != axes:
+        raise ValueError(f"{op}: {name}: expected one number, or {axes} as there are axes, got {len(value)}")
+    return value
 
 
 def _list(op: str, name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, (tuple, list)):  # without NumPy, so that torch.compile can follow
+        return tuple(whole_number(op, name, value) for value in values)
     return tuple(_integers(op, name, values).tolist())
 
 

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from fretwork import _rules_regular as _rules_regular  # registers gradients, fakes, vmap and autocast
-from fretwork.ops import _check_tensor, _number, _precision
+from fretwork.ops import _check_tensor, _name, _number, _precision
 from fretwork.pattern import Pattern
 
 _attention = torch.ops.fretwork.attention.default
 
 
 class alibi:
-    """A bias of −slope · |p − j| for each head, p = i + Sk − Sq the query's position and j the key's. No gradient.
+    """A bias of −slope · |p − j| for each head, p = i + Sk − Sq the query's position and j the key's.
+
+    Slopes get no gradient: those that require one are refused.
 
     >>> import torch, fretwork as fw
     >>> q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
@@ -34,6 +36,8 @@ class alibi:
     def __init__(self, slopes: Tensor) -> None:
         if not isinstance(slopes, Tensor):
             raise TypeError(f"alibi: slopes: expected a torch.Tensor, got {type(slopes).__name__}")
+        if slopes.is_complex() or slopes.dtype == torch.bool:
+            raise TypeError(f"alibi: slopes: expected real numbers, got {_name(slopes.dtype)}")
         if slopes.dim() != 1:
             raise ValueError(f"alibi: slopes: expected (Hq,), one for each query head, got {tuple(slopes.shape)}")
         self.slopes = slopes
@@ -77,11 +81,10 @@ def attention(
         _check_tensor(op, name, tensor)
     slopes = None
     if isinstance(bias, alibi):
-        slopes = bias.slopes.detach().float()
-        bias = None
+        slopes, bias = _slopes(op, bias.slopes, q), None
     elif bias is not None:
         _check_tensor(op, "bias", bias)
-    keys = _keys(op, pattern)
+    keys = _keys(op, pattern, q)
     if scale is not None:
         scale = _number(op, "scale", scale)
     rate = _number(op, "dropout_p", dropout_p)
@@ -98,7 +101,16 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def _keys(op: str, pattern: object) -> str:
+def _slopes(op: str, slopes: Tensor, q: Tensor) -> Tensor:
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}: bias: expected slopes that require no grad, got some that do; detach them, or give the bias as a "
+            "tensor, −slopes[:, None, None] · |p − j|"
+        )
+    return slopes.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _keys(op: str, pattern: object, q: Tensor | None = None) -> str:
     """What stands for the patterns inside an op, one on each line; a graph that may be saved gets the whole texts."""
     exporting = torch.compiler.is_exporting()
     if isinstance(pattern, Pattern):
@@ -109,6 +121,9 @@ def _keys(op: str, pattern: object) -> str:
     for n, p in enumerate(pattern):
         if not isinstance(p, Pattern):
             raise TypeError(f"{op}: pattern[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
+    if len(pattern) == 1 and q is not None and q.dim() == 4 and q.shape[1] != 1:  # inside the op one serves all
+        expected = f"a Pattern, or one for each of {q.shape[1]} query heads"
+        raise RuntimeError(f"{op}: pattern: expected {expected}, got one in a list")
     return "\n".join(p._text if exporting else p._key for p in pattern)
 
 

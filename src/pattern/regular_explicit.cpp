@@ -164,7 +164,7 @@ void check_progression(std::size_t row, std::int64_t start, std::int64_t stride,
 }  // namespace
 
 RegularPtr from_mask(std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> mask) {
-  check_sizes("from_mask", rows, cols);
+  check_sizes("from_mask", rows, cols, "mask");
   if (mask.size() != static_cast<std::size_t>(rows * cols)) {
     throw Error("from_mask", "mask", std::to_string(rows * cols) + " entries", std::to_string(mask.size()));
   }
@@ -186,7 +186,7 @@ RegularPtr acsr(std::span<const std::int64_t> start, std::span<const std::int64_
         std::to_string(start.size()) + ", " + std::to_string(stride.size()) + " and " + std::to_string(count.size()));
   }
   const auto rows = static_cast<std::int64_t>(start.size());
-  check_sizes("acsr", rows, cols);
+  check_sizes("acsr", rows, cols, "cols");
   std::vector<std::int64_t> starts(start.begin(), start.end()), strides(stride.begin(), stride.end());
   std::vector<parts::Run> runs;
   std::map<std::int64_t, PartGroup> classes;
@@ -245,6 +245,9 @@ BlockCover block_cover(const RegularPattern& pattern, std::int64_t block_rows, s
     }
   }
   const std::int64_t lines = ceil_div(pattern.rows(), block_rows), across = ceil_div(pattern.cols(), block_cols);
+  if (static_cast<double>(lines) * static_cast<double>(across) > 0x1p30) {  // a layout has a bit for each
+    throw Error("block_cover", "block", "at most 2^30 blocks", shape_text(std::vector{lines, across}));
+  }
   std::vector<std::uint8_t> touched(static_cast<std::size_t>(lines * across));
   for (std::int64_t row = 0; row < pattern.rows(); ++row) {
     std::uint8_t* const line = touched.data() + row / block_rows * across;
@@ -280,7 +283,7 @@ const Family kFromMask{"from_mask", [](const Call& given) -> PatternPtr {
                          if (shape.size() != 2) {
                            throw Error(call.name, "shape", "(rows, cols)", std::to_string(shape.size()) + " numbers");
                          }
-                         check_sizes("from_mask", shape[0], shape[1]);
+                         check_sizes("from_mask", shape[0], shape[1], "shape");
                          return from_mask(shape[0], shape[1],
                                           bits(call, 1, "bits", static_cast<std::size_t>(shape[0] * shape[1])));
                        }};

@@ -43,7 +43,7 @@ RegularPtr product(const char* op, std::string text, std::vector<GridAxis> axes)
       throw Error(op, "shape", "at most 2^48 positions", "more");
     }
   }
-  check_sizes(op, size, size);
+  check_sizes(op, size, size, "shape");
   if (std::all_of(axes.begin(), axes.end(), [](const GridAxis& axis) { return axis.units.empty(); })) {
     const bool there = std::all_of(axes.begin(), axes.end(), [](const GridAxis& axis) { return !axis.parts.empty(); });
     group.parts = {part({AxisRange{0, 1, 0, 1, 0, 0}})};
@@ -85,7 +85,10 @@ std::vector<AxisRange> ranks(std::int64_t length, std::int64_t window, bool caus
 }
 
 GridAxis neighborhood_axis(std::int64_t length, std::int64_t window, std::int64_t dilation, bool causal) {
-  const std::int64_t shortest = std::max<std::int64_t>(length / dilation, length > 0 ? 1 : 0);
+  const std::int64_t shortest = std::max<std::int64_t>(length / dilation, 1);
+  if (length == 0) {  // no class is too short, and nothing meets
+    return {0, {1}};
+  }
   if (window > shortest) {
     throw Error("neighborhood", "window", "at most " + std::to_string(shortest) + ", the shortest residue class",
                 std::to_string(window));
@@ -125,6 +128,9 @@ void add_tiles(GridAxis& axis, std::int64_t tile, const AxisRange& tiles) {
 
 GridAxis tile_axis(std::int64_t length, std::int64_t tile, std::int64_t window) {
   const std::int64_t tiles = length / tile + (length % tile != 0);
+  if (length == 0) {
+    return {0, {1}};
+  }
   if (window > tiles) {
     throw Error("sliding_tile", "window", "at most " + std::to_string(tiles) + " tiles", std::to_string(window));
   }
@@ -226,7 +232,7 @@ RegularPtr axial(std::int64_t height, std::int64_t width) {
   if (__builtin_mul_overflow(height, width, &size)) {
     throw Error("axial", "shape", "at most 2^48 positions", shape_text(shape));
   }
-  check_sizes("axial", size, size);
+  check_sizes("axial", size, size, "shape");
   if (height <= 1 || width <= 1) {
     return make(std::move(text), size, {{parts::flat_view(), {part({kAnywhere})}}});
   }

@@ -318,7 +318,7 @@ RegularPtr document(std::span<const std::int64_t> lengths, bool causal) {
     }
     total += length;
   }
-  check_sizes("document", total, total);
+  check_sizes("document", total, total, "lengths");
   return RegularMaker::make(Writer("document").add(lengths).keyword("causal", causal).done(), total, total,
                             {{flat_view(), std::move(all)}});
 }

@@ -34,14 +34,14 @@ Writer& Writer::offset(const Seq& seq) {
   return seq.offset ? keyword("offset", *seq.offset, seq.cols - seq.rows) : *this;
 }
 
-void check_sizes(const char* op, std::int64_t rows, std::int64_t cols) {
+void check_sizes(const char* op, std::int64_t rows, std::int64_t cols, const char* argument) {
   for (const std::int64_t n : {rows, cols}) {
     if (n < 0 || n > kLargest) {
-      throw Error(op, "seq", "sizes from 0 to 2^48", std::to_string(n));
+      throw Error(op, argument, "sizes from 0 to 2^48", std::to_string(n));
     }
   }
   if (std::int64_t all = 0; __builtin_mul_overflow(rows, cols, &all)) {
-    throw Error(op, "seq", "fewer than 2^63 elements", shape_text(std::vector{rows, cols}));
+    throw Error(op, argument, "fewer than 2^63 elements", shape_text(std::vector{rows, cols}));
   }
 }
 

@@ -42,7 +42,7 @@ class Writer {
 
 /// Position of the first query, checked with the sizes.
 std::int64_t checked_offset(const char* op, const Seq& seq);
-void check_sizes(const char* op, std::int64_t rows, std::int64_t cols);
+void check_sizes(const char* op, std::int64_t rows, std::int64_t cols, const char* argument = "seq");
 void check_least(const char* op, const char* argument, std::int64_t value, std::int64_t least);
 /// Sorted and each once, all in [0, end).
 std::vector<std::int64_t> checked_set(const char* op, const char* argument, std::span<const std::int64_t> values,

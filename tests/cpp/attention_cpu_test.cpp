@@ -315,7 +315,7 @@ Tensors make(const Case& c, std::mt19937& random) {
             t(c.heads, c.rows, c.value_depth),
             s(),
             Tensor(c.bias_dtype, bias, c.layout),
-            Tensor(DType::f32, {1, c.heads, 1, 1}, 0),
+            Tensor(statistics(c.dtype), {1, c.heads, 1, 1}, 0),
             t(c.heads, c.rows, c.value_depth),
             s(),
             t(c.heads, c.rows, c.depth),

@@ -167,6 +167,8 @@ def test_heads_with_patterns(device, heads):
     patterns = [parse(t) for t in texts[: heads[0]]]
     slopes = torch.rand(heads[0], device=device)
     check(patterns, inputs(device, torch.float32, patterns[0], 2, heads), fw.alibi(slopes))
+    if torch.float64 in dtypes_of(device):  # slopes are as exact as the scores
+        check(patterns, inputs(device, torch.float64, patterns[0], 2, heads), fw.alibi(slopes.double().sqrt()))
     check([patterns[0]] * heads[0], inputs(device, torch.float32, patterns[0], 2, heads))
 
 
@@ -210,6 +212,16 @@ def test_gradient_of_lse_alone(device):
         strict=True,
     ):
         compare(x, y, torch.float32, "gradient", 2)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (4, 1, 1), (2, 1, 1, 1)])
+@pytest.mark.parametrize("rows, cols", [(0, 0), (0, 9), (9, 0)])
+def test_bias_of_nothing(device, shape, rows, cols):
+    """A bias that is one number for all has a gradient, zero, where there are no queries or keys."""
+    pattern = fw.patterns.full((rows, cols))
+    bias = torch.randn(shape, device=device, requires_grad=True)
+    fw.attention(*inputs(device, torch.float32, pattern), pattern, bias=bias).sum().backward()
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
 
 
 # torch's features
@@ -297,6 +309,23 @@ def test_inference_mode_and_no_grad(device):
         assert torch.equal(fw.attention(*qkv, pattern), want)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compile_makes_patterns(device, dynamic):
+    """A pattern made inside is a constant of the graph, also where its sizes are the tensors'."""
+    P = fw.patterns
+
+    def call(q, k, given):
+        seq = q.shape[2], k.shape[2]
+        near = P.sliding_window(seq, 3, None) | P.longformer(seq, 1, [0, 2], offset=1)
+        return fw.attention(q, k, k, near & given.T)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for n in (5, 7, 12):
+        q, k = torch.randn(2, 3, n, 8, device=device), torch.randn(2, 3, n + 2, 8, device=device)
+        given = P.strided((n + 2, n), 2)
+        assert torch.equal(compiled(q, k, given), call(q, k, given))
+
+
 @pytest.mark.parametrize("feature", ["plain", "bias", "own bias", "own slopes", "shared keys"])
 def test_vmap(device, feature):
     pattern = parse("strided(40, 5)")
@@ -322,6 +351,15 @@ def test_vmap(device, feature):
     for n in range(3):
         one = [t if d is None else t.select(d, n) for t, d in zip((*many, extra), dims, strict=True)]
         assert_close(got[n], call(*one).double(), torch.float32)
+
+
+def test_vmap_over_nothing(device):
+    pattern = parse("strided(20, 5)")
+    q, k, v = (t.detach() for t in inputs(device, torch.float32, pattern))
+    none = q.new_empty(0, *q.shape)
+    for options in ({}, {"dropout_p": 0.5}, {"bias": fw.alibi(torch.rand(4, device=device))}):
+        got = torch.vmap(lambda q: fw.attention(q, k, v, pattern, **options), randomness="different")(none)  # noqa: B023
+        assert got.shape == (0, 2, 4, 20, 24)
 
 
 def test_vmap_of_dropout(device):
@@ -500,6 +538,7 @@ BAD = [
     (dict(pattern="causal(17)"), "pattern: expected shape (16, 16), queries and keys, got (17, 17)"),
     (dict(heads=2), "pattern: expected 1 or 4, one for each query head, got 2"),
     (dict(slopes=3), "slopes: expected shape (4,), got (3,)"),
+    (dict(scale=float("nan")), "scale: expected a finite number, got nan"),
     (dict(softcap=-1.0), "softcap: expected 0 (none) or a positive number, got -1.0"),
     (dict(dtypes=dict(k=torch.float64)), "k: expected float32 like q, got float64"),
     (dict(dtypes=dict(bias=torch.float64), bias=(16, 16)), "bias: expected float32 like q, got float64"),
@@ -541,7 +580,12 @@ def test_bad_python_values(device):
         (dict(pattern="causal(9)"), "attention: pattern: expected a fretwork.Pattern or a sequence of them, got str"),
         (dict(pattern=[pattern, 9]), r"attention: pattern\[1\]: expected a fretwork.Pattern, got int"),
         (dict(pattern=[]), "attention: pattern: expected .*, got an empty sequence"),
+        (dict(pattern=[pattern]), "attention: pattern: expected a Pattern, or one for each of 4 query heads"),
         (dict(scale="x"), "attention: scale: expected a number"),
+        (dict(scale="0.5"), "attention: scale: expected a number, got '0.5'"),
+        (dict(scale=torch.tensor(0.5, requires_grad=True)), "attention: scale: expected a number, got a tensor that"),
+        (dict(dropout_p=True), "attention: dropout_p: expected a number, got True"),
+        (dict(bias=fw.alibi(torch.ones(4, requires_grad=True))), "attention: bias: expected slopes that require no"),
         (dict(bias=3.0), "attention: bias: expected a torch.Tensor, got float"),
         (dict(dropout_p=1.5), "attention: dropout_p: expected 0 to 1, got 1.5"),
         (dict(precision="odd"), "attention: precision: expected None, ieee"),
@@ -550,6 +594,8 @@ def test_bad_python_values(device):
             fw.attention(**(dict(q=q, k=k, v=v, pattern=pattern) | bad))
     with pytest.raises(ValueError, match="alibi: slopes"):
         fw.alibi(torch.ones(2, 2))
+    with pytest.raises(TypeError, match="alibi: slopes: expected real numbers, got bool"):
+        fw.alibi(torch.ones(2).bool())
     two_heads = fw.BlockLayout(torch.ones(2, 1, 1).bool(), block=9)
     with pytest.raises(
         RuntimeError, match="attention: pattern: expected a regular pattern, a block layout of one head"
@@ -653,6 +699,7 @@ def test_bad_operators(device, fake):
         x = torch.ones(1, 4, 20, 5, device=device)
         for call, words in [
             (lambda: fw.r_sddmm(q, k, odd), "r_sddmm: pattern: expected"),
+            (lambda: fw.r_sddmm(q[:, :, 1:], k, pattern), r"r_sddmm: q: expected shape \("),
             (lambda: fw.r_sddmm(q[:, :3], k, pattern), "r_sddmm: k: expected a number of heads that divides 3"),
             (lambda: fw.r_sddmm(q, k[..., :7], pattern), r"r_sddmm: k: expected shape \(1, 2, 20, 8\)"),
             (lambda: fw.r_sddmm(q.double(), k, pattern), "r_sddmm: k: expected float64, got float32"),

@@ -156,8 +156,16 @@ def test_bad_calls():
         (lambda: fwj.attention(q, k, v, pattern, softcap=-1.0), "attention: softcap: expected"),
         (lambda: fwj.r_sddmm(q, k[..., :3], pattern), "r_sddmm: k: expected shape"),
         (lambda: fwj.r_softmax(q, pattern), "r_softmax: x: expected shape"),
+        (lambda: fwj.attention(q, k, v, [pattern]), "attention: pattern: expected a Pattern, or one for each of 4"),
+        (lambda: fwj.attention(q, k, v, pattern, float("nan")), "attention: scale: expected a finite number, got nan"),
     ]:
         with pytest.raises(RuntimeError, match=words):
             call()
-    with pytest.raises(TypeError, match=r"attention: pattern: expected a fretwork.Pattern"):
-        fwj.attention(q, k, v, 3)
+    for call, words in [
+        (lambda: fwj.attention(q, k, v, 3), "attention: pattern: expected a fretwork.Pattern"),
+        (lambda: fwj.attention(q, k, v, pattern, "0.5"), "attention: scale: expected a number, got '0.5'"),
+        (lambda: fwj.attention(q, k, v, pattern, softcap=None), "attention: softcap: expected a number, got NoneType"),
+        (lambda: fwj.alibi(jnp.ones(4, bool)), "alibi: slopes: expected real numbers, got bool"),
+    ]:
+        with pytest.raises(TypeError, match=words):
+            call()

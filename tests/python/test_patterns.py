@@ -97,7 +97,18 @@ def test_lists_of_many_kinds(convert):
 @pytest.mark.parametrize("call, text", [
     (lambda: P.strided(16.0, 2), "strided: seq: expected an int, got 16.0"),
     (lambda: P.strided(16, "2"), "strided: stride: expected an int, got '2'"),
-    (lambda: P.strided(16, None), "strided: stride: expected an integer"),
+    (lambda: P.strided(16, None), "strided: stride: expected an int, got None"),
+    (lambda: P.sliding_window(16, True, 0), "sliding_window: left: expected an int, got True"),
+    (lambda: P.causal((16,)), r"causal: seq: expected S or \(Sq, Sk\), got 1"),
+    (lambda: P.neighborhood((8, 8), (3,)), "neighborhood: window: expected one number, or 2 as there are axes, got 1"),
+    (lambda: P.neighborhood((8, 8), 3, causal=[True]), "neighborhood: causal: expected one number, or 2"),
+    (lambda: P.swin(8, 8, 4, (1,)), "swin: shift: expected one number, or 2 as there are axes, got 1"),
+    (lambda: P.swin(2**20, 2**20, 4), "swin: shape: expected fewer than"),
+    (lambda: P.document([2**40]), "document: lengths: expected fewer than"),
+    (lambda: P.acsr([0], [1], [1], -1), "acsr: cols: expected sizes from 0"),
+    (lambda: P.from_layout(fw.KroneckerPattern(2, 2, 2, 2), head=1), "from_layout: head: expected 0,"),
+    (lambda: P.causal(8).block_cover(7), "block_cover: block: expected 8 to 128, got 7"),
+    (lambda: P.sliding_window(2**20, 5, 0).block_cover(8), r"block_cover: block: expected at most 2\^30 blocks"),
     (lambda: P.dilated(16, 2, 2, causal=1), "dilated: causal: expected True or False, got 1"),
     (lambda: P.longformer(16, 1, 3), "longformer: globals: expected a sequence of ints, got 3"),
     (lambda: P.longformer(16, 1, [1.5]), "longformer: globals: expected an int, got 1.5"),
@@ -114,6 +125,12 @@ def test_lists_of_many_kinds(convert):
 def test_refused(call, text):
     with pytest.raises((TypeError, ValueError), match=f"^{text}"):
         call()
+
+
+@pytest.mark.parametrize("text", ["neighborhood((0,8),3)", "neighborhood((0,),2,causal=(True,))",
+                                  "sliding_tile((4,0),2,1)", "swin(0,8,4)", "axial(0,3)"])  # fmt: skip
+def test_grids_of_nothing(text):
+    assert fw.Pattern.parse(text).shape == (0, 0) and fw.Pattern.parse(text).text == text
 
 
 def test_without_torch():

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from fretwork import _shapes
 from fretwork._shapes import fail
-from fretwork.jax._handlers import check_precision, default_precision, operand
+from fretwork.jax._handlers import check_precision, default_precision, number, operand
 from fretwork.pattern import Pattern, row_width
 
 
@@ -141,7 +141,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 class alibi:
-    """A bias of −slope · |p − j| for each head, as `fretwork.alibi`.
+    """A bias of −slope · |p − j| for each head, as `fretwork.alibi`; slopes count as constants.
 
     >>> alibi(jnp.ones(4)).slopes.shape
     (4,)
@@ -151,9 +151,14 @@ class alibi:
     slopes: jax.Array
 
     def __init__(self, slopes: ArrayLike) -> None:
-        self.slopes = jnp.asarray(slopes, dtype=jnp.float32)
+        self.slopes = jnp.asarray(slopes)
+        if jnp.issubdtype(self.slopes.dtype, jnp.complexfloating) or self.slopes.dtype == bool:
+            raise TypeError(f"alibi: slopes: expected real numbers, got {self.slopes.dtype.name}")
         if self.slopes.ndim != 1:
             raise ValueError(f"alibi: slopes: expected (Hq,), one for each query head, got {self.slopes.shape}")
+
+    def __repr__(self) -> str:
+        return f"alibi({self.slopes!r})"
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -170,8 +175,10 @@ def _checked_attention(
 ) -> Sequence[jax.Array]:
     known = [operand(name, extras[name]) for name in ("bias", "slopes") if name in extras]
     operands = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
-    _shapes.check_attention(operands, patterns, known, softcap, dropout_p)
+    _shapes.check_attention(operands, patterns, known, scale, softcap, dropout_p)
     ordered = {name: extras[name] for name in ("bias", "slopes", "dropout") if name in extras}
+    if "slopes" in ordered:
+        ordered["slopes"] = ordered["slopes"].astype(_wide(q.dtype))
     if "bias" in ordered:
         bias = ordered["bias"]
         ordered["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
@@ -218,20 +225,21 @@ def attention(
         extras["slopes"] = bias.slopes
     elif bias is not None:
         extras["bias"] = jnp.asarray(bias)
-    if not 0 <= dropout_p <= 1:
+    rate = number(op, "dropout_p", dropout_p)
+    if not 0 <= rate <= 1:
         fail(op, "dropout_p", "0 to 1", dropout_p)
-    if 0 < dropout_p < 1:
+    if 0 < rate < 1:
         if dropout_key is None:
             fail(op, "dropout_key", "a key of jax.random where there is dropout", None)
         extras["dropout"] = jax.random.bits(dropout_key, (2,), jnp.uint32)  # the 64 bits of a seed
-    patterns = (pattern,) if isinstance(pattern, Pattern) else _sequence(op, pattern)
-    numbers = (None if scale is None else float(scale), float(softcap), float(dropout_p))
-    arrays = (jnp.asarray(x) for x in (q, k, v))
+    arrays = [jnp.asarray(x) for x in (q, k, v)]
+    patterns = (pattern,) if isinstance(pattern, Pattern) else _sequence(op, pattern, arrays[0].shape)
+    numbers = (None if scale is None else number(op, "scale", scale), number(op, "softcap", softcap), rate)
     o, lse = _checked_attention(patterns, *numbers, precision, *arrays, extras)
     return (o, lse) if return_lse else o
 
 
-def _sequence(op: str, patterns: object) -> tuple[Pattern, ...]:
+def _sequence(op: str, patterns: object, queries: tuple[int, ...]) -> tuple[Pattern, ...]:
     if isinstance(patterns, str) or not isinstance(patterns, Sequence) or len(patterns) == 0:
         raise TypeError(
             f"{op}: pattern: expected a fretwork.Pattern or a sequence of them, got {type(patterns).__name__}"
@@ -239,6 +247,8 @@ def _sequence(op: str, patterns: object) -> tuple[Pattern, ...]:
     for n, p in enumerate(patterns):
         if not isinstance(p, Pattern):
             raise TypeError(f"{op}: pattern[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
+    if len(patterns) == 1 and len(queries) == 4 and queries[1] != 1:  # inside the op one serves all
+        fail(op, "pattern", f"a Pattern, or one for each of {queries[1]} query heads", "one in a list")
     return tuple(patterns)
 
 
@@ -369,7 +379,7 @@ def r_softmax(x: ArrayLike, pattern: Pattern, scale: float = 1.0) -> jax.Array:
     [0.5, 0.5, 0.0]
     """
     _check_pattern("r_softmax", pattern)
-    return _checked_softmax(pattern, float(scale), jnp.asarray(x))
+    return _checked_softmax(pattern, number("r_softmax", "scale", scale), jnp.asarray(x))
 
 
 def r_spmm(x: ArrayLike, v: ArrayLike, pattern: Pattern) -> jax.Array:

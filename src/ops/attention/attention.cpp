@@ -150,7 +150,7 @@ void check_options(const char* op, const AttentionOptions& options, const Contex
     p.bias = check_bias(op, "bias", *options.bias, p, context);
   }
   if (options.slopes != nullptr) {
-    check_dtype(op, "slopes", *options.slopes, DType::f32);
+    check_dtype(op, "slopes", *options.slopes, statistics_type(p.dtype));
     check_shape(op, "slopes", *options.slopes, {p.heads});
     check_device(op, "slopes", *options.slopes, context);
     p.slopes = {options.slopes->data, 0, options.slopes->stride(0), 0, 0};

@@ -37,7 +37,7 @@ class BiasSums {
   BiasSums(const BackwardProblem& b, Context& context)
       : b_(b),
         by_key_(b.bias_sizes[2] != b.forward.rows && b.bias_sizes[3] != 1),
-        rows_(by_key_ ? 1 : b.forward.rows),
+        rows_(by_key_ ? 1 : std::max<std::int64_t>(b.forward.rows, 1)),  // one number has a place without queries too
         cols_(b.bias_sizes[3]),
         sums_(context, groups() * rows_ * cols_, true) {}
 

@@ -493,11 +493,11 @@ void Scores<Acc>::adjust(const Strip& strip, Head head, const std::int64_t* toke
       add_bias(strip, head, token, row, scratch);
     }
     if (p_.slopes.data != nullptr && token >= 0) {
-      const float slope = static_cast<const float*>(p_.slopes.data)[head.head * p_.slopes.head];
+      const Acc slope = static_cast<const Acc*>(p_.slopes.data)[head.head * p_.slopes.head];
       const std::int64_t position = token + (transposed_ ? 0 : p_.cols - p_.rows);
       for (const Piece& piece : strip.pieces) {
         machine_.rows.alibi(row + piece.at, piece.end - piece.begin, positions_.data() + piece.place,
-                            static_cast<Acc>(position), static_cast<Acc>(slope));
+                            static_cast<Acc>(position), slope);
       }
     }
     mask(strip, n, row);

@@ -42,7 +42,8 @@ struct Problem {
   Operand o;    ///< forward: the result; backward: as it was
   Operand lse;  ///< (batch, head, row), col unused, f32 (f64 where dtype is): natural logarithm
   Bias bias;
-  Operand slopes;  ///< ALiBi: f32, by head only: −slope·|row + cols − rows − col| is added. Absent when data is null
+  Operand slopes;  ///< ALiBi: of lse's type, by head only: −slope·|row + cols − rows − col| is added. Absent when data
+                   ///< is null
   Dropout dropout;
 };
 

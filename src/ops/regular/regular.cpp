@@ -143,6 +143,9 @@ void product(const char* op, Result result, const Named& values, const Named& by
     throw Error(op, by_col.name, "a number of heads that divides " + std::to_string(p.heads),
                 shape_text(by_col.tensor.shape()));
   }
+  if (result == Result::values) {  // the queries before the result, which has their rows
+    check_tensor(op, by_row.name, by_row.tensor, given, {p.batch, p.heads, p.rows, p.depth}, context);
+  }
   p.values = check_tensor(op, values.name, values.tensor, given, {p.batch, p.heads, p.rows, p.width}, context);
   p.by_row = check_tensor(op, by_row.name, by_row.tensor, given, {p.batch, p.heads, p.rows, p.depth}, context);
   p.by_col = check_tensor(op, by_col.name, by_col.tensor, given, {p.batch, p.kv_heads, p.cols, p.depth}, context);

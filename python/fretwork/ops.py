@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from fretwork import _ksmm_peers as peers
 from fretwork import _rules as _rules  # loads the library and registers gradients, fakes, vmap and autocast
 from fretwork import _rules_kronecker as _rules_kronecker
-from fretwork.pattern import BlockLayout
+from fretwork.pattern import BlockLayout, flag
 
 _ops = torch.ops.fretwork
 _sdd, _dsd, _dds = _ops.sdd.default, _ops.dsd.default, _ops.dds.default
@@ -45,7 +45,7 @@ def sdd(
     """
     _check_tensor("sdd", "a", a)
     _check_tensor("sdd", "b", b)
-    return _sdd(a, b, _key("sdd", layout), bool(trans_a), bool(trans_b), _precision("sdd", precision), False, False)
+    return _sdd(a, b, _key("sdd", layout), *_turns("sdd", trans_a, trans_b), _precision("sdd", precision), False, False)
 
 
 def dsd(
@@ -67,7 +67,7 @@ def dsd(
     _check_tensor("dsd", "values", values)
     _check_tensor("dsd", "b", b)
     return _dsd(
-        values, b, _key("dsd", layout), bool(trans_a), bool(trans_b), _precision("dsd", precision), False, False
+        values, b, _key("dsd", layout), *_turns("dsd", trans_a, trans_b), _precision("dsd", precision), False, False
     )
 
 
@@ -90,7 +90,7 @@ def dds(
     _check_tensor("dds", "a", a)
     _check_tensor("dds", "values", values)
     return _dds(
-        a, values, _key("dds", layout), bool(trans_a), bool(trans_b), _precision("dds", precision), False, False
+        a, values, _key("dds", layout), *_turns("dds", trans_a, trans_b), _precision("dds", precision), False, False
     )
 
 
@@ -107,7 +107,7 @@ def block_softmax(
     """Softmax of values·scale + rpe + masks over the stored entries of each row; a row with nothing left gives zeros.
 
     `rpe` broadcasts to (Z, H, M, N), `key_padding_mask` is (Z, N), `attn_mask` (M, N) or (H, M, N). Mode "add" adds the
-    mask (numbers), "mul" turns its zeros (or False) into −inf and leaves the rest. Gradients go to values and rpe, not
+    mask (floating), "mul" turns its zeros (or False) into −inf and leaves the rest. Gradients go to values and rpe, not
     to the masks.
 
     >>> import torch, fretwork as fw
@@ -120,11 +120,22 @@ def block_softmax(
         if extra is not None:
             _check_tensor("block_softmax", name, extra)
     key = _key("block_softmax", layout)
+    if key_padding_mask_mode == "mul":
+        key_padding_mask = _what_stays(key_padding_mask)
+    if attn_mask_mode == "mul":
+        attn_mask = _what_stays(attn_mask)
     for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
         if mode not in ("add", "mul"):
             raise RuntimeError(f'block_softmax: {name}: expected "add" or "mul", got {mode!r}')
     scale = _number("block_softmax", "scale", scale)
     return _softmax(values, key, scale, rpe, key_padding_mask, attn_mask, key_padding_mask_mode, attn_mask_mode)
+
+
+def _what_stays(mask: Tensor | None) -> Tensor | None:
+    """A "mul" mask of integers, as tokenizers give them, says the same as where it is not zero."""
+    if mask is None or mask.is_floating_point() or mask.is_complex() or mask.dtype == torch.bool:
+        return mask
+    return mask != 0
 
 
 def pack(dense: Tensor, layout: BlockLayout) -> Tensor:
@@ -302,6 +313,9 @@ def _name(dtype: torch.dtype) -> str:
 def _check_tensor(op: str, argument: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {argument}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise RuntimeError(f"{op}: {argument}: expected a dense tensor, got one that is {kind}")
     # Torch would drop a tangent without a word.
     if (
         not torch.compiler.is_compiling()
@@ -336,8 +350,18 @@ def _precision_of_torch() -> str:
         return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
+def _turns(op: str, trans_a: Any, trans_b: Any) -> tuple[bool, bool]:
+    return flag(op, "trans_a", trans_a), flag(op, "trans_b", trans_b)
+
+
 def _number(op: str, argument: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise NotImplementedError(
+            f"{op}: {argument}: expected a number, got a tensor that requires grad; multiply or add it outside the op"
+        )
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        return float("" if isinstance(value, (str, bytes)) else value)
+    except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{op}: {argument}: expected a number, got {type(value).__name__}") from None
+    except OverflowError:
+        raise RuntimeError(f"{op}: {argument}: expected a number of 64 bits, got a larger one") from None

@@ -395,6 +395,15 @@ def whole_number(op: str, argument: str, value: Any) -> int:
     return number
 
 
+def flag(op: str, argument: str, value: Any) -> bool:
+    """A bool from one of Python or NumPy, or from 0 or 1; any other value is a slip, such as a size or a word."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, (int, np.bool_, np.integer)) or value not in (0, 1):
+        raise TypeError(f"{op}: {argument}: expected True or False, got {value!r}")
+    return bool(value)
+
+
 def kronecker_patterns(op: str, patterns: Any) -> list[KroneckerPattern]:
     """A list of Kronecker patterns from patterns and tuples (a, b, c, d); errors begin with `op` and say which."""
     if isinstance(patterns, (Pattern, str)) or not isinstance(patterns, Iterable):
@@ -426,8 +435,11 @@ def _int64s(numbers: Sequence[int]) -> Any:
 def zeros_and_ones(op: str, argument: str, value: Any) -> np.ndarray:
     """A contiguous uint8 copy of anything that holds 0 and 1 only: a torch tensor on any device, an array, lists."""
     if hasattr(value, "detach"):  # NumPy cannot read a tensor that lives on a GPU, or bfloat16
+        if value.is_meta or str(value.layout) != "torch.strided":
+            kind = "no data" if value.is_meta else f"the layout {value.layout}"
+            raise TypeError(f"{op}: {argument}: expected a dense tensor with data, got one with {kind}")
         value = value.detach().cpu()
-        value = value.float() if value.is_floating_point() else value
+        value = value.double() if value.is_floating_point() else value
     try:
         array = np.asarray(value)
     except ValueError:
@@ -503,7 +515,7 @@ _FAMILIES: dict[bytes, type[Pattern]] = {b"block": BlockLayout, b"kronecker": Kr
 
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> Pattern:
-    encoded = text.encode()
+    encoded = text.encode(errors="backslashreplace")
     return _from_handle(core().fretwork_pattern_parse(encoded, len(encoded)))
 
 

@@ -5,5 +5,6 @@
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
 #include "fretwork/pattern.h"
+#include "fretwork/patterns.h"
 #include "fretwork/tensor.h"
 #include "fretwork/two_four.h"

@@ -29,12 +29,14 @@ class Pattern {
   /// Share of the elements that are non-zero.
   virtual double density() const = 0;
   virtual PatternPtr transpose() const = 0;
-  /// Writes 0 or 1 for each element, row-major over shape().
+  /// Writes 0 or 1 for each element, row-major over shape(). Throws Error unless `out` has that many.
   virtual void mask(std::span<std::uint8_t> out) const = 0;
 
  protected:
   /// Sets text and key; a constructor's last act.
   void name(std::string text);
+  /// A mask's first act: one byte for each element, all 0.
+  void clear(std::span<std::uint8_t> out) const;
   std::vector<std::int64_t> shape_;
   std::int64_t nnz_ = 0;
 

@@ -153,18 +153,24 @@ def _softmax_backward_fake(out: Tensor, d_out: Tensor, key: str, scale: float, r
 def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.key, ctx.scale, rpe = inputs[:4]
     ctx.rpe = "none"
+    ctx.rpe_shape = None
     if rpe is not None and ctx.needs_input_grad[3]:
-        ctx.rpe = "".join(
-            "1" if n == 1 else letter for n, letter in zip(rpe.shape, "zhmn"[4 - rpe.dim() :], strict=True)
-        )
-        ctx.rpe_dtype = rpe.dtype
+        ctx.rpe_shape, ctx.rpe_dtype = rpe.shape, rpe.dtype
+        # One number for a whole row only shifts it, which a softmax does not feel: no sum that rounds is asked for.
+        if _size(rpe.shape, -1) != 1:
+            ctx.rpe = "".join(
+                "1" if n == 1 else letter for n, letter in zip(rpe.shape, "zhmn"[4 - rpe.dim() :], strict=True)
+            )
     ctx.save_for_backward(output)
 
 
 def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     (out,) = ctx.saved_tensors
     d_values, d_rpe = _ops.block_softmax_backward.default(out, gradient, ctx.key, ctx.scale, ctx.rpe)
-    rpe = None if ctx.rpe == "none" else d_rpe.to(ctx.rpe_dtype)
+    rpe = None
+    if ctx.rpe_shape is not None:
+        rpe = gradient.new_zeros(ctx.rpe_shape) if ctx.rpe == "none" else d_rpe
+        rpe = rpe.to(ctx.rpe_dtype)
     return d_values if ctx.needs_input_grad[0] else None, None, None, rpe, None, None, None, None
 
 
@@ -233,7 +239,7 @@ def _pack_fake(dense: Tensor, key: str) -> Tensor:
 @torch.library.register_fake("fretwork::block_unpack")
 def _unpack_fake(values: Tensor, key: str, fill: float) -> Tensor:
     layout = block_layout(key)
-    _shapes.check_unpack(_operand("values", values), layout)
+    _shapes.check_unpack(_operand("values", values), layout, fill)
     return values.new_empty(_batched(values, *layout.shape))
 
 

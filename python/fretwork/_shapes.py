@@ -12,6 +12,7 @@ from fretwork.pattern import BlockLayout, Pattern, row_width
 Shape = Sequence[int]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
+_LARGEST = {"float32": (2 - 2**-23) * 2.0**127, "float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
 
 
 class Operand(NamedTuple):
@@ -178,9 +179,11 @@ def check_pack(dense: Operand, layout: BlockLayout) -> None:
     check_floating("pack", dense)
 
 
-def check_unpack(values: Operand, layout: BlockLayout) -> None:
+def check_unpack(values: Operand, layout: BlockLayout, fill: float) -> None:
     _check_packed("unpack", values, layout)
     check_floating("unpack", values)
+    if math.isfinite(fill) and abs(fill) > _LARGEST.get(values.dtype, math.inf):
+        fail("unpack", "fill", f"a number that {values.dtype} holds, or an infinity", fill)
 
 
 # Attention

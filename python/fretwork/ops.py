@@ -6,7 +6,6 @@ Reverse mode through autograd; `torch.func.grad` and forward mode (jvp) raise, s
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -14,7 +13,7 @@ from torch.autograd import forward_ad
 from fretwork import _ksmm_peers as peers
 from fretwork import _rules as _rules  # loads the library and registers gradients, fakes, vmap and autocast
 from fretwork import _rules_kronecker as _rules_kronecker
-from fretwork.pattern import BlockLayout
+from fretwork.pattern import BlockLayout, flag
 
 _ops = torch.ops.fretwork
 _sdd, _dsd, _dds = _ops.sdd.default, _ops.dsd.default, _ops.dds.default
@@ -46,7 +45,7 @@ def sdd(
     """
     _check_tensor("sdd", "a", a)
     _check_tensor("sdd", "b", b)
-    return _sdd(a, b, _key("sdd", layout), bool(trans_a), bool(trans_b), _precision("sdd", precision), False, False)
+    return _sdd(a, b, _key("sdd", layout), *_turns("sdd", trans_a, trans_b), _precision("sdd", precision), False, False)
 
 
 def dsd(
@@ -68,7 +67,7 @@ def dsd(
     _check_tensor("dsd", "values", values)
     _check_tensor("dsd", "b", b)
     return _dsd(
-        values, b, _key("dsd", layout), bool(trans_a), bool(trans_b), _precision("dsd", precision), False, False
+        values, b, _key("dsd", layout), *_turns("dsd", trans_a, trans_b), _precision("dsd", precision), False, False
     )
 
 
@@ -91,7 +90,7 @@ def dds(
     _check_tensor("dds", "a", a)
     _check_tensor("dds", "values", values)
     return _dds(
-        a, values, _key("dds", layout), bool(trans_a), bool(trans_b), _precision("dds", precision), False, False
+        a, values, _key("dds", layout), *_turns("dds", trans_a, trans_b), _precision("dds", precision), False, False
     )
 
 
@@ -108,7 +107,7 @@ def block_softmax(
     """Softmax of values·scale + rpe + masks over the stored entries of each row; a row with nothing left gives zeros.
 
     `rpe` broadcasts to (Z, H, M, N), `key_padding_mask` is (Z, N), `attn_mask` (M, N) or (H, M, N). Mode "add" adds the
-    mask (numbers), "mul" turns its zeros (or False) into −inf and leaves the rest. Gradients go to values and rpe, not
+    mask (floating), "mul" turns its zeros (or False) into −inf and leaves the rest. Gradients go to values and rpe, not
     to the masks.
 
     >>> import torch, fretwork as fw
@@ -121,11 +120,22 @@ def block_softmax(
         if extra is not None:
             _check_tensor("block_softmax", name, extra)
     key = _key("block_softmax", layout)
+    if key_padding_mask_mode == "mul":
+        key_padding_mask = _what_stays(key_padding_mask)
+    if attn_mask_mode == "mul":
+        attn_mask = _what_stays(attn_mask)
     for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
         if mode not in ("add", "mul"):
             raise RuntimeError(f'block_softmax: {name}: expected "add" or "mul", got {mode!r}')
     scale = _number("block_softmax", "scale", scale)
     return _softmax(values, key, scale, rpe, key_padding_mask, attn_mask, key_padding_mask_mode, attn_mask_mode)
+
+
+def _what_stays(mask: Tensor | None) -> Tensor | None:
+    """A "mul" mask of integers, as tokenizers give them, says the same as where it is not zero."""
+    if mask is None or mask.is_floating_point() or mask.is_complex() or mask.dtype == torch.bool:
+        return mask
+    return mask != 0
 
 
 def pack(dense: Tensor, layout: BlockLayout) -> Tensor:
@@ -225,8 +235,7 @@ def _apply_factors(
             f"{op}: precision: expected None with the algo {algo}, got {precision!r}; "
             "torch's own products follow torch.set_float32_matmul_precision"
         )
-    if not isinstance(bs_last, (bool, int, np.bool_)):
-        raise TypeError(f"{op}: bs_last: expected a bool, got {type(bs_last).__name__}")
+    bs_last = flag(op, "bs_last", bs_last)
     x, factors, bias = _as_autocast_has_it(x, factors, bias)
     _check_factors(op, x, factors, bs_last, bias)
     if bs_last:
@@ -236,7 +245,7 @@ def _apply_factors(
     name = _precision(op, precision)
     weights = list(factors.values())
     if len(weights) > 1 and algo in OURS:
-        y = _chain(y, weights, bias, activation or "none", bool(bs_last), name)
+        y = _chain(y, weights, bias, activation or "none", bs_last, name)
     else:
         for w in weights[:-1]:
             y = _product(algo, y, w, None, "none", bs_last, name)
@@ -250,11 +259,11 @@ def _product(
     algo: str, x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str
 ) -> Tensor:
     if algo in OURS:
-        return _ksmm(x, w, bias, activation, bool(bs_last), precision)
+        return _ksmm(x, w, bias, activation, bs_last, precision)
     if not _autocasts(x):
-        return peers.run(algo, x, w, bias, activation, bool(bs_last))
+        return peers.run(algo, x, w, bias, activation, bs_last)
     with torch.autocast(x.device.type, enabled=False):  # which has had its say
-        return peers.run(algo, x, w, bias, activation, bool(bs_last))
+        return peers.run(algo, x, w, bias, activation, bs_last)
 
 
 def _autocasts(x: Tensor) -> bool:
@@ -276,7 +285,6 @@ def _check_factors(op: str, x: Tensor, factors: dict[str, Tensor], bs_last: bool
         raise RuntimeError(f"{op}: x: expected {'(features, …)' if bs_last else '(…, features)'}, got ()")
     if x.dtype not in FLOATING:
         raise RuntimeError(f"{op}: x: expected float64, float32, float16 or bfloat16, got {_name(x.dtype)}")
-    _check_strided(op, "x", x)
     features = x.shape[0 if bs_last else -1]
     for name, w in factors.items():
         _check_like(op, name, w, x)
@@ -300,12 +308,6 @@ def _check_like(op: str, argument: str, value: Tensor, x: Tensor) -> None:
         raise RuntimeError(f"{op}: {argument}: expected {_name(x.dtype)} like x, got {_name(value.dtype)}")
     if value.device != x.device:
         raise RuntimeError(f"{op}: {argument}: expected {x.device} like x, got {value.device}")
-    _check_strided(op, argument, value)
-
-
-def _check_strided(op: str, argument: str, value: Tensor) -> None:
-    if value.layout != torch.strided:
-        raise RuntimeError(f"{op}: {argument}: expected a tensor with strides, got {value.layout}")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -315,6 +317,9 @@ def _name(dtype: torch.dtype) -> str:
 def _check_tensor(op: str, argument: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {argument}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise RuntimeError(f"{op}: {argument}: expected a dense tensor, got one that is {kind}")
     # Torch would drop a tangent without a word.
     if (
         not torch.compiler.is_compiling()
@@ -349,14 +354,22 @@ def _precision_of_torch() -> str:
         return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
+def _turns(op: str, trans_a: Any, trans_b: Any) -> tuple[bool, bool]:
+    return flag(op, "trans_a", trans_a), flag(op, "trans_b", trans_b)
+
+
 def _number(op: str, argument: str, value: Any) -> float:
     if type(value) is float:
         return value
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}: {argument}: expected a number, got a tensor that requires grad; multiply or add it outside the op"
+        )
     if isinstance(value, (str, bytes, bool)):  # which float() takes
-        raise TypeError(f"{op}: {argument}: expected a number, got {value!r}")
-    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():  # it would get none
-        raise TypeError(f"{op}: {argument}: expected a number, got a tensor that requires grad")
+        raise TypeError(f"{op}: {argument}: expected a number, got {type(value).__name__}")
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{op}: {argument}: expected a number, got {type(value).__name__}") from None
+    except OverflowError:
+        raise RuntimeError(f"{op}: {argument}: expected a number of 64 bits, got a larger one") from None

@@ -377,7 +377,9 @@ class KroneckerPattern(Pattern):
 
 def whole_number(op: str, argument: str, value: Any) -> int:
     """A Python int of 64 bits from anything that counts as an integer."""
-    is_bool = isinstance(value, (bool, np.bool_)) or str(getattr(value, "dtype", "")) == "torch.bool"
+    is_bool = isinstance(value, (bool, np.bool_)) or (
+        not isinstance(value, int) and str(getattr(value, "dtype", "")) == "torch.bool"
+    )
     if is_bool or not hasattr(type(value), "__index__"):
         raise TypeError(f"{op}: {argument}: expected an int, got {value!r}")
     try:
@@ -387,6 +389,16 @@ def whole_number(op: str, argument: str, value: Any) -> int:
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"{op}: {argument}: expected a number of 64 bits, got {number}")
     return number
+
+
+def flag(op: str, argument: str, value: Any) -> bool:
+    """A bool from one of Python or NumPy, or from 0 or 1; any other value is a slip, such as a size or a word."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, (int, np.bool_, np.integer)) or value not in (0, 1):
+        got = repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+        raise TypeError(f"{op}: {argument}: expected True or False, got {got}")
+    return bool(value)
 
 
 def kronecker_patterns(op: str, patterns: Any, only: str | None = None) -> list[KroneckerPattern]:
@@ -424,8 +436,11 @@ def _int64s(numbers: Sequence[int]) -> Any:
 def zeros_and_ones(op: str, argument: str, value: Any) -> np.ndarray:
     """A contiguous uint8 copy of anything that holds 0 and 1 only: a torch tensor on any device, an array, lists."""
     if hasattr(value, "detach"):  # NumPy cannot read a tensor that lives on a GPU, or bfloat16
+        if value.is_meta or str(value.layout) != "torch.strided":
+            kind = "no data" if value.is_meta else f"the layout {value.layout}"
+            raise TypeError(f"{op}: {argument}: expected a dense tensor with data, got one with {kind}")
         value = value.detach().cpu()
-        value = value.float() if value.is_floating_point() else value
+        value = value.double() if value.is_floating_point() else value
     try:
         array = np.asarray(value)
     except ValueError:
@@ -501,7 +516,7 @@ _FAMILIES: dict[bytes, type[Pattern]] = {b"block": BlockLayout, b"kronecker": Kr
 
 @functools.lru_cache(maxsize=256)
 def _read(text: str) -> Pattern:
-    encoded = text.encode()
+    encoded = text.encode(errors="backslashreplace")
     return _from_handle(core().fretwork_pattern_parse(encoded, len(encoded)))
 
 

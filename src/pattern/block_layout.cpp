@@ -142,7 +142,7 @@ PatternPtr BlockLayout::transpose() const {
 void BlockLayout::mask(std::span<std::uint8_t> out) const {
   const auto& [heads, rows, cols, r, c] = sizes_;
   const std::int64_t width = cols * c;
-  std::fill(out.begin(), out.end(), std::uint8_t{0});
+  clear(out);
   for (std::int64_t line = 0; line < heads * rows; ++line) {
     for (const auto& entry : by_row_.line(line)) {
       for (std::int64_t y = 0; y < r; ++y) {

@@ -20,6 +20,13 @@ void check_device(const char* op, const char* argument, const TensorView& tensor
   if (tensor.device != context.device) {
     throw Error(op, argument, "a tensor on " + name_of(context.device), "one on " + name_of(tensor.device));
   }
+  check_data(op, argument, tensor);
+}
+
+void check_data(const char* op, const char* argument, const TensorView& tensor) {
+  if (tensor.data == nullptr && tensor.elements() != 0) {
+    throw Error(op, argument, "the address of " + shape_text(tensor.shape()), "null");
+  }
 }
 
 std::int64_t check_packed(const char* op, const char* argument, const TensorView& tensor, const BlockLayout& layout) {

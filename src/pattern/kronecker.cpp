@@ -58,7 +58,7 @@ PatternPtr KroneckerPattern::transpose() const { return make({sizes_.a, sizes_.c
 
 void KroneckerPattern::mask(std::span<std::uint8_t> out) const {
   const auto& [a, b, c, d] = sizes_;
-  std::fill(out.begin(), out.end(), std::uint8_t{0});
+  clear(out);
   for (std::int64_t row = 0; row < rows(); ++row) {
     const std::int64_t first = row * cols() + row / (b * d) * c * d + row % d;
     for (std::int64_t k = 0; k < c; ++k) {

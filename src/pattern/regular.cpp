@@ -267,7 +267,7 @@ bool RegularPattern::contains(std::int64_t row, std::int64_t col) const {
 }
 
 void RegularPattern::mask(std::span<std::uint8_t> out) const {
-  std::fill(out.begin(), out.end(), std::uint8_t{0});
+  clear(out);
   for (const PartGroup& group : groups_) {
     for (const Part& part : group.parts) {
       parts::for_each_row(group.view, part, [&](std::int64_t row, const parts::Columns& columns) {

@@ -6,6 +6,7 @@
 #include <list>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <unordered_map>
 
 #include "core/hash.h"
@@ -203,8 +204,12 @@ class Parser {
   }
 
   [[noreturn]] void fail(const std::string& expected) const {
-    const std::string got = at_ < text_.size() ? "'" + std::string(text_.substr(at_, 24)) + "'" : "the end";
-    throw Error("Pattern.parse", "text", expected, got + " at position " + std::to_string(at_));
+    std::string rest(text_.substr(at_, 24));
+    // A message is one line, and a C string ends at a zero.
+    std::replace_if(
+        rest.begin(), rest.end(), [](char c) { return c >= 0 && c < ' '; }, '?');
+    throw Error("Pattern.parse", "text", expected,
+                (rest.empty() ? "the end" : "'" + rest + "'") + " at position " + std::to_string(at_));
   }
 
   std::string_view text_;
@@ -483,6 +488,14 @@ void Pattern::name(std::string text) {
   if (key_ != text_) {
     memory().keep(key_, text_);
   }
+}
+
+void Pattern::clear(std::span<std::uint8_t> out) const {
+  const auto all = std::accumulate(shape_.begin(), shape_.end(), std::int64_t{1}, std::multiplies<>{});
+  if (static_cast<std::int64_t>(out.size()) != all) {
+    throw Error("mask", "out", std::to_string(all), std::to_string(out.size()));
+  }
+  std::fill(out.begin(), out.end(), std::uint8_t{0});
 }
 
 PatternPtr parse_pattern(std::string_view text) {

@@ -10,6 +10,7 @@
 #include <thread>
 #include <tuple>
 
+#include "error_text.h"
 #include "fretwork/fretwork.h"
 #include "ops/block_matmul/plan.h"
 
@@ -544,6 +545,24 @@ std::string case_name(const testing::TestParamInfo<std::tuple<Mode, DType>>& tes
 
 INSTANTIATE_TEST_SUITE_P(Cpu, BlockMatmul, testing::Combine(testing::ValuesIn(kModes), testing::ValuesIn(kTypes)),
                          case_name);
+
+TEST(BlockMatmul, MemoryThatIsNotThere) {
+  const auto layout = BlockLayout::make({1, 1, 1, 8, 8}, std::vector<std::uint8_t>{1});
+  std::vector<float> data(64);
+  const TensorView values(data.data(), DType::f32, {1, 8, 8}), dense(data.data(), DType::f32, {8, 8});
+  const TensorView no_values(nullptr, DType::f32, {1, 8, 8}), no_dense(nullptr, DType::f32, {8, 8});
+  Context context = Context::cpu();
+  EXPECT_EQ(error_of([&] { dsd(no_values, dense, *layout, dense, context); }),
+            "dsd: values: expected the address of (1, 8, 8), got null");
+  EXPECT_EQ(error_of([&] { dds(no_dense, values, *layout, dense, context); }),
+            "dds: a: expected the address of (8, 8), got null");
+  EXPECT_EQ(error_of([&] { sdd(dense, dense, *layout, no_values, context); }),
+            "sdd: out: expected the address of (1, 8, 8), got null");
+  EXPECT_EQ(error_of([&] { block_softmax(no_values, *layout, values, context); }),
+            "block_softmax: values: expected the address of (1, 8, 8), got null");
+  EXPECT_EQ(error_of([&] { block_pack(no_dense, *layout, values, context); }),
+            "pack: dense: expected the address of (8, 8), got null");
+}
 
 TEST(BlockMatmulRounding, OnceToNearestEven) {
   // One block of ones times columns that sum to 1 + 2^-8 and 1 + 3·2^-8 in bf16, both halfway between neighbours.

@@ -405,6 +405,17 @@ bool is_large_random(const std::string& text) {
   return false;
 }
 
+TEST(Pattern, AMaskNeedsItsRoom) {
+  for (const char* text : {"block((1,1,2),(8,8),~C)", "kronecker(1,8,16,1)", "full((8,16))"}) {
+    std::vector<std::uint8_t> room(128, 7);
+    EXPECT_EQ(error_of([&] { parse_pattern(text)->mask(std::span(room).first(127)); }),
+              "mask: out: expected 128, got 127");
+    EXPECT_EQ(room[0], 7) << text;
+    parse_pattern(text)->mask(room);
+    EXPECT_LE(room[127], 1) << text;
+  }
+}
+
 TEST(Text, FuzzParsesOrThrowsError) {
   const std::vector<std::string> good = {"block((1,2,3),(16,16),~1)",
                                          "block((2,3,3),(8,128),~Aa-)",

@@ -1,5 +1,6 @@
 """sdd, dsd and dds against dense float64 products of the mask: values, gradients and second gradients."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import assert_close, dense_of, dtypes_of, packed_of, some_layout
@@ -168,3 +169,35 @@ def test_no_heads_at_all(op, device):
     out = fw.dsd(values, dense, layout) if op == "dsd" else fw.dds(dense.mT, values, layout)
     out.sum().backward()
     assert out.shape == ((2, 0, 16, 5) if op == "dsd" else (2, 0, 5, 16)) and not values.grad.any()
+
+
+@pytest.mark.parametrize("value", ["no", "", None, 2, 0.0, [], torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("name", ["trans_a", "trans_b"])
+def test_a_transposition_is_a_bool(name, value):
+    layout = fw.BlockLayout([[1]], 8)
+    with pytest.raises(TypeError, match=f"^dsd: {name}: expected True or False, got "):
+        fw.dsd(torch.ones(1, 8, 8), torch.ones(8, 8), layout, **{name: value})
+    for plain in (1, np.True_, np.int64(1)):
+        fw.dsd(torch.ones(1, 8, 8), torch.ones(8, 8), layout, **{name: plain})
+
+
+def test_tensors_that_are_not_dense():
+    layout, values, b = fw.BlockLayout([[1]], 8), torch.ones(1, 8, 8), torch.ones(8, 8)
+    with pytest.raises(RuntimeError, match=r"^dsd: b: expected a dense tensor, got one that is sparse_coo"):
+        fw.dsd(values, b.to_sparse(), layout)
+    with pytest.raises(RuntimeError, match=r"^dsd: b: expected a dense tensor, got one that is nested"):
+        fw.dsd(values, torch.nested.nested_tensor([b], layout=torch.jagged), layout)
+
+
+def test_a_fill_beyond_the_type():
+    layout = fw.BlockLayout([[1, 0]], 8)
+    for dtype, largest, beyond in ((torch.float16, 65504.0, 65505.0), (torch.bfloat16, 3.38e38, 3.4e38),
+                                   (torch.float32, 3.4e38, 1e39)):  # fmt: skip
+        values = torch.ones(1, 8, 8, dtype=dtype)
+        assert layout.unpack(values, fill=largest).isfinite().all()
+        assert layout.unpack(values, fill=-torch.inf).isinf().any()
+        for fill in (beyond, -beyond):
+            with pytest.raises(RuntimeError, match=r"^unpack: fill: expected a number that .* holds, .*, got "):
+                layout.unpack(values, fill=fill)
+            with pytest.raises(RuntimeError, match=r"unpack: fill: expected a number that .* holds, .*, got "):
+                layout.unpack(values.to("meta"), fill=fill)

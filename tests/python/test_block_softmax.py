@@ -128,6 +128,9 @@ def test_a_second_gradient_is_refused_clearly(device):
     "options, text",
     [
         ({"scale": "big"}, "scale: expected a number, got str"),
+        ({"scale": "1"}, "scale: expected a number, got str"),
+        ({"scale": 10**400}, "scale: expected a number of 64 bits, got a larger one"),
+        ({"scale": torch.ones((), requires_grad=True)}, "scale: expected a number, got a tensor that requires grad"),
         ({"attn_mask_mode": None}, "attn_mask_mode: expected"),
         ({"rpe": 3.0}, "rpe: expected a torch.Tensor, got float"),
         ({"attn_mask": [[1]]}, "attn_mask: expected a torch"),
@@ -147,3 +150,23 @@ def test_a_bool_mask_is_not_added(name, device):
     mask = torch.ones((1, 16) if name == "key_padding_mask" else (8, 16), dtype=torch.bool, device=device)
     with pytest.raises(RuntimeError, match=rf"block_softmax: {name}: expected numbers to add.*, got bool"):
         fw.block_softmax(torch.zeros(1, 2, 8, 8, device=device), layout, **{name: mask})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+def test_integer_masks_of_what_stays(dtype, device):
+    """As tokenizers give them."""
+    layout, values = fw.BlockLayout([[1, 1]], 8), torch.randn(2, 2, 8, 8, device=device)
+    key, attn = (torch.randint(0, 3, s, device=device, dtype=dtype) for s in ((2, 16), (8, 16)))
+    modes = {"key_padding_mask_mode": "mul", "attn_mask_mode": "mul"}
+    got = fw.block_softmax(values, layout, key_padding_mask=key, attn_mask=attn, **modes)
+    assert torch.equal(got, fw.block_softmax(values, layout, key_padding_mask=key != 0, attn_mask=attn != 0, **modes))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (48, 1), (3, 1, 1), (2, 3, 48, 1)], ids=str)
+def test_a_shift_of_whole_rows_has_no_gradient(shape, device):
+    """Exactly none: what rounding leaves of such a sum would pass for one."""
+    layout = some_layout(3, 3, 4)
+    values = torch.randn(2, layout.nnz, 16, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    rpe = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    d_values, d_rpe = torch.autograd.grad(fw.block_softmax(values, layout, rpe=rpe).square().sum(), (values, rpe))
+    assert d_rpe.shape == shape and d_rpe.dtype == rpe.dtype and not d_rpe.any() and d_values.any()

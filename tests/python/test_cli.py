@@ -120,7 +120,14 @@ def test_version_and_help() -> None:
         (["compile", "--arch", "hopper"], "--arch: expected an architecture"),
         (["compile", "--arch", "sm_80", "--op", "frob"], "--op: expected one of"),
         (["compile", "--arch", "sm_80", "--match", "frob"], "--match: expected a part of a kernel's name, got frob"),
-        (["cache", "frob"], "frob"),
+        (["cache", "frob"], "expected one of clear, got frob"),
+        (["tune", "frob"], "expected one of kronecker, got frob"),
+        (["show", "--frob"], "expected nothing more, got '--frob'"),
+        (["bench", "block", "--frob", "1"], "expected nothing more, got '--frob 1'"),
+        (["bench", "block", "--density", "nan"], "--density: expected 0 to 1, got nan"),
+        (["show", LAYOUT, "--png", ""], "--png: expected a value, got ''"),
+        (["show", LAYOUT, "--svg="], "--svg: expected a value, got ''"),
+        (["bench", "kronecker", "--patterns", ""], "--patterns: expected a value, got ''"),
     ],
 )
 def test_bad_usage_is_one_line_and_2(arguments: list[str], says: str) -> None:
@@ -139,6 +146,7 @@ def test_failures_are_one_line_and_1(tmp_path: Path) -> None:
         ["bench", "block", "--n", "64", "--block", "32", "--csv", nowhere],
         ["bench", "kronecker", "--patterns", "1,8,8,2", "--json", nowhere],
         ["bench", "kronecker", "--grid", str(tmp_path)],
+        ["two_four", "inspect", os.devnull],
         ["bench", "kronecker", "--device", "cpu", "--patterns", "1,64,64,64", "--batch", "99999999999"],
     ):
         done = run(*arguments)
@@ -147,6 +155,10 @@ def test_failures_are_one_line_and_1(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([PROGRAM, "show", LAYOUT], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1 and "standard output" in done.stderr
+    link = tmp_path / "full.png"
+    link.symlink_to("/dev/full")
+    done = run("show", LAYOUT, "--json", "--png", str(link))
+    assert done.returncode == 1 and "cannot be written" in done.stderr and link.is_symlink()  # it is not ours to remove
 
 
 def test_a_reader_that_leaves_is_no_failure() -> None:

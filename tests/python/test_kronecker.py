@@ -343,10 +343,10 @@ def test_refused(device):
         r"precision: expected None, ieee, tf32 or tf32x3, got 'fast'": {"precision": "fast"},
         r"precision: expected None with the algo bmm, got 'tf32'": {"precision": "tf32", "algo": "bmm"},
         r"w: expected a torch.Tensor, got list": {"w": [1.0]},
-        r"bs_last: expected a bool, got str": {"bs_last": "no"},
-        r"bs_last: expected a bool, got Tensor": {"bs_last": x[0, :30]},  # a bias in the wrong place
-        r"x: expected a tensor with strides, got torch.sparse_coo": {"x": x.to_sparse()},
-        r"w: expected a tensor with strides, got torch.sparse_coo": {"w": w.to_sparse()},
+        r"bs_last: expected True or False, got 'no'": {"bs_last": "no"},
+        r"bs_last: expected True or False, got Tensor": {"bs_last": x[0, :30]},  # a bias in the wrong place
+        r"x: expected a dense tensor, got one that is sparse_coo": {"x": x.to_sparse()},
+        r"w: expected a dense tensor, got one that is sparse_coo": {"w": w.to_sparse()},
     }
     for text, change in bad.items():
         for algo in ({"algo": a} for a in ([None] if "algo" in change else ["kernel", "einsum"])):

@@ -139,8 +139,8 @@ def test_in_a_compiled_model(device):
     ({"weights": 3}, "weights: expected a sequence of tensors, got int"),
     ({"dtype": torch.int32}, "dtype: expected float64, float32, float16 or bfloat16, got torch.int32"),
     ({"dtype": torch.complex64}, "dtype: expected float64, float32, float16 or bfloat16, got torch.complex64"),
-    ({"bias": torch.zeros(32)}, "bias: expected a bool, got Tensor"),
-    ({"bs_last": "no"}, "bs_last: expected a bool, got str"),
+    ({"bias": torch.zeros(32)}, "bias: expected True or False, got Tensor"),
+    ({"bs_last": "no"}, "bs_last: expected True or False, got 'no'"),
 ])  # fmt: skip
 def test_refused(change, text):
     with pytest.raises((TypeError, ValueError), match=f"^KSLinear: {text}"):

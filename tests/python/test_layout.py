@@ -58,6 +58,9 @@ def test_a_mask_is_copied():
     (torch.full((2, 2), 0.5), 16, "mask: expected 0 or 1 everywhere, got 0.5"),
     (np.full((2, 2), np.nan), 16, "mask: expected 0 or 1 everywhere, got nan"),
     (np.ones((2, 2), dtype=complex), 16, "mask: expected a bool or integer dtype, got complex128"),
+    (torch.tensor([[1e-50]], dtype=torch.float64), 16, "mask: expected 0 or 1 everywhere, got 1e-50"),
+    (torch.eye(2).to_sparse(), 16, "mask: expected a dense tensor .*, got one with the layout torch.sparse_coo"),
+    (torch.eye(2, device="meta"), 16, "mask: expected a dense tensor with data, got one with no data"),
     (None, 16, "mask: expected a bool or integer dtype, got NoneType"),
     ([[1, 0], [1]], 16, "mask: expected .*, got ragged lists"),
     ([1, 0], 16, r"mask: expected \(heads, rows, cols\) or \(rows, cols\), got \(2,\)"),
@@ -72,12 +75,16 @@ def test_refused(mask, block, text):
         fw.BlockLayout(mask, block)
 
 
-@pytest.mark.parametrize("text", ["", "block", "block(", "block((1,1,1),(8,8),~)", "nothing(3)", "block@00", "\0", "✗"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "block", "block(", "block((1,1,1),(8,8),~)", "nothing(3)", "block@00", "\0", "✗", "\ud800", "full(8)\n"],
+)
 def test_texts_that_are_no_pattern(text):
-    with pytest.raises(ValueError, match=r"expected .*, got "):
+    with pytest.raises(ValueError, match=r"\A.*: expected .*, got [^\n]+\Z") as refused:
         fw.Pattern.parse(text)
+    assert type(refused.value) is ValueError and not str(refused.value).endswith("got '")
     with pytest.raises(TypeError, match=r"Pattern.parse: text: expected a str, got bytes"):
-        fw.Pattern.parse(text.encode())
+        fw.Pattern.parse(b"full(8)")
 
 
 def test_values_are_read_only():

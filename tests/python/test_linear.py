@@ -100,6 +100,8 @@ def test_in_a_compiled_model(device):
 @pytest.mark.parametrize("args, text", [
     ((48, 32, "layout"), "layout: expected a fretwork.BlockLayout, got str"),
     ((96, 65, some_layout(1, 4, 3, (16, 32))), r"layout: expected one head of .*\(65, 96\), got \(1, 64, 96\)"),
+    ((96.0, 64, some_layout(1, 4, 3, (16, 32))), r"in_features: expected an int, got 96\.0"),
+    ((96, 64, some_layout(1, 4, 3, (16, 32)), True, None, torch.int32), r"dtype: expected .*, got torch\.int32"),
     ((96, 64, some_layout(2, 4, 3, (16, 32))), r"layout: expected one head of .*, got \(2, 64, 96\)")])  # fmt: skip
 def test_refused(args, text):
     with pytest.raises((TypeError, ValueError), match=f"^BlockSparseLinear: {text}"):
@@ -110,8 +112,12 @@ def test_refused_inputs():
     _, layer = pair(torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"^BlockSparseLinear: x: expected \(…, 96\), got \(5, 97\)"):
         layer(torch.ones(5, 97))
-    with pytest.raises(RuntimeError, match=r"^dds: values: expected float16 like a, got float32"):
+    with pytest.raises(RuntimeError, match=r"^BlockSparseLinear: x: expected torch.float32 like .*, got torch.float16"):
         layer(torch.ones(5, 96).half())
+    with pytest.raises(RuntimeError, match=r"^BlockSparseLinear: x: expected a tensor on cpu, got one on meta"):
+        layer(torch.ones(5, 96, device="meta"))
+    with pytest.raises(TypeError, match=r"^BlockSparseLinear: x: expected a torch.Tensor, got ndarray"):
+        layer(torch.ones(5, 96).numpy())
 
 
 def test_autocast_decides_the_dtype(device):

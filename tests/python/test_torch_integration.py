@@ -369,7 +369,7 @@ BAD_EXTRAS = [
     {"key_padding_mask": torch.ones(3, 32)},
     {"key_padding_mask": torch.ones(1, 32, dtype=torch.bool)},
     {"attn_mask": torch.ones(1, 48, 32)},
-    {"attn_mask": torch.ones(48, 32, dtype=torch.int8), "attn_mask_mode": "mul"},
+    {"attn_mask": torch.ones(48, 32, dtype=torch.int8)},
 ]
 
 

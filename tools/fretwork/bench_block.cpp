@@ -2,6 +2,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <memory>
 #include <optional>
@@ -36,6 +37,9 @@ std::vector<BenchCase> all_cases(const BenchOptions& options) {
               fmt::format("bench: --n: expected a multiple of every block, got {} with block {}", n, block));
         }
         for (const double density : options.densities) {
+          if (std::isnan(density)) {  // which no range refuses
+            throw UsageError("bench: --density: expected 0 to 1, got nan");
+          }
           cases.push_back({*known, n, block, density});
         }
       }

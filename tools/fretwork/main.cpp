@@ -1,5 +1,6 @@
 // The program: reads the command line, runs one command, and turns what goes wrong into one line and an exit code.
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +11,7 @@
 #include <regex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "commands.h"
 #include "fretwork/error.h"
@@ -55,7 +57,6 @@ std::string in_our_words(std::string text) {
       {std::regex(R"((.*): 1 required .* missing)"), "$1: expected a value, got nothing"},
       {std::regex(R"((.*) is required)"), "$1: expected a value, got nothing"},
       {std::regex(R"(Could not convert: (.*) = (.*))"), "$1: expected a number, got '$2'"},
-      {std::regex(R"(The following arguments? (was|were) not expected: (.*))"), "expected nothing more, got '$2'"},
       {std::regex(R"((.*) excludes (.*))"), "$1: expected without $2, got both"},
       {std::regex(R"((.*) requires (.*))"), "$1: expected with $2, got it alone"}};
   for (const auto& [theirs, ours] : kWords) {
@@ -64,15 +65,35 @@ std::string in_our_words(std::string text) {
   return text;
 }
 
+/// What is too much comes before what is missing: a mistyped option is often the one that is missed.
+std::string problem_of(const CLI::App& command, const CLI::ParseError& error) {
+  const std::vector<std::string> extra = command.remaining();
+  const bool has_commands = !command.get_subcommands([](const CLI::App*) { return true; }).empty();
+  const bool misnamed = has_commands && !extra.empty() && !extra.front().starts_with("-");
+  if (command.get_require_subcommand_min() > 0 || misnamed) {
+    return expected_command(command);
+  }
+  return extra.empty() ? in_our_words(error.what())
+                       : fmt::format("expected nothing more, got '{}'", fmt::join(extra, " "));
+}
+
 int explain(const CLI::App& app, const CLI::ParseError& error) {
   if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) {
     return app.exit(error);  // --help and --version
   }
   const CLI::App& command = typed_command(app);
-  const bool no_command = command.get_require_subcommand_min() > 0;
-  return complain(
-      kBadUsage, fmt::format("{} (try: {} --help)", no_command ? expected_command(command) : in_our_words(error.what()),
-                             full_name(command)));
+  return complain(kBadUsage, fmt::format("{} (try: {} --help)", problem_of(command, error), full_name(command)));
+}
+
+/// An option with an empty value, which would count as not given.
+void refuse_empty_values(int argc, char** argv) {
+  for (int n = 1; n < argc; ++n) {
+    const std::string word = argv[n];
+    const bool option = word.starts_with("--") && word.size() > 2;
+    if (option && (word.ends_with('=') || (n + 1 < argc && *argv[n + 1] == '\0'))) {
+      throw UsageError(word.substr(0, word.find('=')) + ": expected a value, got ''");
+    }
+  }
 }
 
 int run(int argc, char** argv) {
@@ -97,6 +118,7 @@ int run(int argc, char** argv) {
   add_two_four(app);
   add_compile(app);
   add_cache(app);
+  refuse_empty_values(argc, argv);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 
@@ -130,8 +131,14 @@ void write_png(const Occupancy& grid, const std::filesystem::path& file) {
   image.width = static_cast<png_uint_32>(width);
   image.height = static_cast<png_uint_32>(height);
   image.format = PNG_FORMAT_RGB;
-  if (png_image_write_to_file(&image, file.c_str(), 0, pixels.data(), 0, nullptr) == 0) {
-    cannot_write(file, image.message);
+  // Through a stream of our own: png_image_write_to_file removes what stands at the path when it fails.
+  std::FILE* const out = std::fopen(file.c_str(), "wb");
+  if (out == nullptr) {
+    cannot_write(file, std::strerror(errno));
+  }
+  const bool written = png_image_write_to_stdio(&image, out, 0, pixels.data(), 0, nullptr) != 0;
+  if (std::fclose(out) != 0 || !written) {
+    cannot_write(file, written ? std::strerror(errno) : image.message);
   }
 }
 

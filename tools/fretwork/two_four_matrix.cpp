@@ -30,9 +30,9 @@ class TensorFile {
  public:
   TensorFile(const std::filesystem::path& file, std::string command) : path_(file), command_(std::move(command)) {
     in_.open(file, std::ios::binary);
-    if (!in_ || std::filesystem::is_directory(file)) {
-      throw Error(fmt::format("{}: {}: cannot be read: {}", command_, file.string(),
-                              std::filesystem::is_directory(file) ? "a folder" : std::strerror(errno)));
+    if (!in_ || !std::filesystem::is_regular_file(file)) {
+      const char* const why = std::filesystem::is_directory(file) ? "a folder" : "not a plain file";
+      throw Error(fmt::format("{}: {}: cannot be read: {}", command_, file.string(), in_ ? why : std::strerror(errno)));
     }
     size_ = static_cast<std::int64_t>(std::filesystem::file_size(file));
     header_ = read_header();

@@ -17,7 +17,7 @@ from fretwork._shapes import both
 from fretwork.jax._handlers import check_precision as _check_precision
 from fretwork.jax._handlers import default_precision as _default_precision
 from fretwork.jax._handlers import operand as _operand
-from fretwork.pattern import BlockLayout
+from fretwork.pattern import BlockLayout, flag
 
 
 def _check_layout(op: str, layout: object) -> None:
@@ -132,7 +132,8 @@ def _call_product(
 ) -> jax.Array:
     _check_layout(mode, layout)
     _check_precision(mode, precision)
-    return _product(mode, layout, bool(trans_a), bool(trans_b), precision, jnp.asarray(a), jnp.asarray(b))
+    turned = flag(mode, "trans_a", trans_a), flag(mode, "trans_b", trans_b)
+    return _product(mode, layout, *turned, precision, jnp.asarray(a), jnp.asarray(b))
 
 
 def sdd(
@@ -269,7 +270,10 @@ def _softmax_forward(p: _Softmax, values: jax.Array, *extras: jax.Array) -> tupl
 
 
 def _softmax_backward(p: _Softmax, out: jax.Array, d: jax.Array) -> tuple[jax.Array | None, ...]:
-    gradients = _softmax_gradients(p, out, d)
+    if p.rpe and p.rpe[0][-1] == 1:  # one number for a whole row only shifts it, which a softmax does not feel
+        gradients = [*_softmax_gradients(p._replace(rpe=None), out, d), jnp.zeros(*p.rpe)]
+    else:
+        gradients = [*_softmax_gradients(p, out, d)]
     return *gradients, *(None for kind in p.extras if kind != "r")  # masks have none
 
 
@@ -323,6 +327,9 @@ def block_softmax(
             _shapes.fail(op, name, '"add" or "mul"', repr(mode))
     given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
     extras = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    for name, mode in (("key_padding_mask", key_padding_mask_mode), ("attn_mask", attn_mask_mode)):
+        if mode == "mul" and name in extras and jnp.issubdtype(extras[name].dtype, jnp.integer):
+            extras[name] = extras[name] != 0
     return _checked_softmax(layout, float(scale), key_padding_mask_mode, attn_mask_mode, jnp.asarray(values), extras)
 
 
@@ -382,7 +389,7 @@ def pack(dense: ArrayLike, layout: BlockLayout) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _unpack(values: jax.Array, layout: BlockLayout, fill: float) -> jax.Array:
-    _shapes.check_unpack(_operand("values", values), layout)
+    _shapes.check_unpack(_operand("values", values), layout, fill)
     dense = _copy("unpack", layout, fill, _four(values))
     return dense if values.ndim == 4 else dense[0]
 

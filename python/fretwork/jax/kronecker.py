@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from fretwork._shapes import check_floating, fail
 from fretwork.jax._handlers import check_precision, default_precision, operand
-from fretwork.pattern import KroneckerPattern, kronecker_patterns
+from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -263,12 +263,11 @@ def _call(
         )
     if algo not in ("auto", "kernel"):
         fail(op, "algo", "auto or kernel", repr(algo))
-    if not isinstance(bs_last, (bool, int, np.bool_)):
-        raise TypeError(f"{op}: bs_last: expected a bool, got {type(bs_last).__name__}")
+    bs_last = flag(op, "bs_last", bs_last)
     check_precision(op, precision)
     arrays = [jnp.asarray(w) for w in factors]
     return _apply_factors(
-        op, bool(bs_last), activation, precision, jnp.asarray(x), arrays, None if bias is None else jnp.asarray(bias)
+        op, bs_last, activation, precision, jnp.asarray(x), arrays, None if bias is None else jnp.asarray(bias)
     )
 
 

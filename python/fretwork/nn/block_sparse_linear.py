@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fretwork.ops import dds
-from fretwork.pattern import BlockLayout
+from fretwork.ops import FLOATING, _autocasts, dds
+from fretwork.pattern import BlockLayout, whole_number
 
 
 class BlockSparseLinear(nn.Module):
@@ -41,6 +41,12 @@ class BlockSparseLinear(nn.Module):
         super().__init__()
         if not isinstance(layout, BlockLayout):
             raise TypeError(f"BlockSparseLinear: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}")
+        in_features = whole_number("BlockSparseLinear", "in_features", in_features)
+        out_features = whole_number("BlockSparseLinear", "out_features", out_features)
+        if dtype not in (None, *FLOATING):
+            raise TypeError(
+                f"BlockSparseLinear: dtype: expected None, float64, float32, float16 or bfloat16, got {dtype}"
+            )
         if layout.shape != (1, out_features, in_features):
             raise ValueError(
                 f"BlockSparseLinear: layout: expected one head of (out_features, in_features) = "
@@ -88,8 +94,16 @@ class BlockSparseLinear(nn.Module):
         return self.layout.unpack(self.weight)[0]
 
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"BlockSparseLinear: x: expected a torch.Tensor, got {type(x).__name__}")
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise RuntimeError(f"BlockSparseLinear: x: expected (…, {self.in_features}), got {tuple(x.shape)}")
+        if x.device != self.weight.device:
+            raise RuntimeError(
+                f"BlockSparseLinear: x: expected a tensor on {self.weight.device}, got one on {x.device}"
+            )
+        if x.dtype != self.weight.dtype and not _autocasts(x):
+            raise RuntimeError(f"BlockSparseLinear: x: expected {self.weight.dtype} like the weight, got {x.dtype}")
         rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
         y = dds(rows, self.weight, self.layout, trans_b=True)
         if self.bias is not None:

@@ -3,17 +3,14 @@
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Union
 
 import torch
 from torch import Tensor, nn
 
 from fretwork import ops
+from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
 
-if TYPE_CHECKING:
-    from fretwork.pattern import KroneckerPattern
-
-Patterns = Iterable[Union["KroneckerPattern", Sequence[int]]]
+Patterns = Iterable[KroneckerPattern | Sequence[int]]
 
 
 class KSLinear(nn.Module):
@@ -33,7 +30,7 @@ class KSLinear(nn.Module):
 
     in_features: int
     out_features: int
-    patterns: "list[KroneckerPattern]"
+    patterns: list[KroneckerPattern]
     weights: nn.ParameterList
     bias: nn.Parameter | None
 
@@ -52,12 +49,10 @@ class KSLinear(nn.Module):
         self.in_features, self.out_features = self.patterns[0].shape[1], self.patterns[-1].shape[0]
         if algo not in ops.ALGOS:
             raise ValueError(f"KSLinear: algo: expected {', '.join(ops.ALGOS[:-1])} or auto, got {algo!r}")
-        for name, flag in (("bias", bias), ("bs_last", bs_last)):
-            if isinstance(flag, (str, Tensor)):
-                raise TypeError(f"KSLinear: {name}: expected a bool, got {type(flag).__name__}")
+        bias = flag("KSLinear", "bias", bias)
         if dtype is not None and dtype not in ops.FLOATING:
             raise ValueError(f"KSLinear: dtype: expected float64, float32, float16 or bfloat16, got {dtype}")
-        self.algo, self.bs_last = algo, bool(bs_last)
+        self.algo, self.bs_last = algo, flag("KSLinear", "bs_last", bs_last)
         if weights is None:
             shapes = [p.weight_shape for p in self.patterns]
             self.weights = nn.ParameterList(torch.empty(shape, device=device, dtype=dtype) for shape in shapes)
@@ -164,10 +159,8 @@ class KSLinear(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"  # without the list of parameters, which says it again
 
 
-def _chain(patterns: Patterns) -> "list[KroneckerPattern]":
+def _chain(patterns: Patterns) -> list[KroneckerPattern]:
     """Patterns that fit one after another."""
-    from fretwork.pattern import kronecker_patterns
-
     chain = kronecker_patterns("KSLinear", patterns)
     if not chain:
         raise ValueError("KSLinear: patterns: expected at least one, got none")
@@ -180,7 +173,7 @@ def _chain(patterns: Patterns) -> "list[KroneckerPattern]":
     return chain
 
 
-def _of_patterns(given: Iterable[Tensor], patterns: "list[KroneckerPattern]") -> list[Tensor]:
+def _of_patterns(given: Iterable[Tensor], patterns: list[KroneckerPattern]) -> list[Tensor]:
     if not isinstance(given, Iterable):
         raise TypeError(f"KSLinear: weights: expected a sequence of tensors, got {type(given).__name__}")
     weights = list(given)

@@ -78,10 +78,14 @@ class Check {
     }
   }
 
-  void context(const Context& c, const TensorView& like) const {
-    if (c.device != like.device) {
-      fail("context", name_of(like.device) + " like the operands", name_of(c.device));
+  /// What running needs beyond shapes.
+  void ready(const Context& c, const Argument& a, const Argument& b, const TensorView& out) const {
+    if (c.device != a.view.device) {
+      fail("context", name_of(a.view.device) + " like the operands", name_of(c.device));
     }
+    check_data(op_, a.name, a.view);
+    check_data(op_, b.name, b.view);
+    check_data(op_, "out", out);
   }
 
   [[noreturn]] void fail(const char* argument, const std::string& expected, const std::string& got) const {
@@ -200,7 +204,7 @@ void run_spmm(const Check& check, const TensorView& values, const Argument& dens
               const TensorView& out, Context& context) {
   const Result result = check_spmm(check, values, dense, sparse_first);
   check.out(out, result.shape, values);
-  check.context(context, values);
+  check.ready(context, {"values", values}, dense, out);
   Problem problem = problem_for(check, result, values.dtype);
   problem.transposed = sparse_first ? check.options().trans_a : !check.options().trans_b;
   problem.sparse = packed(values);
@@ -234,7 +238,7 @@ void sdd(const TensorView& a, const TensorView& b, const BlockLayout& layout, co
   const Check check("sdd", layout, options);
   const Result result = check_sdd(check, a, b);
   check.out(out, result.shape, a);
-  check.context(context, a);
+  check.ready(context, {"a", a}, {"b", b}, out);
   Problem problem = problem_for(check, result, a.dtype);
   problem.kind = Kind::sdd;
   problem.sparse = packed(out);

@@ -1,5 +1,9 @@
 // Dense to packed blocks and back: what the copies accept, and which backend runs them.
+#include <array>
 #include <bit>
+#include <charconv>
+#include <cmath>
+#include <limits>
 #include <string>
 
 #include "core/half.h"
@@ -26,7 +30,27 @@ void check_dense_shape(const char* op, const TensorView& dense, const BlockLayou
   }
 }
 
+/// The largest finite number of a type; a fill beyond it would become infinite without a word.
+double largest(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return std::numeric_limits<double>::max();
+    case DType::f32:
+      return std::numeric_limits<float>::max();
+    case DType::f16:
+      return 65504;
+    default:
+      return 0x1.fep127;
+  }
+}
+
 std::uint64_t bits_of(double fill, DType dtype) {
+  if (std::isfinite(fill) && std::abs(fill) > largest(dtype)) {
+    std::array<char, 32> digits{};
+    char* const end = std::to_chars(digits.data(), digits.data() + digits.size(), fill).ptr;
+    throw Error("unpack", "fill", std::string("a number that ") + name_of(dtype) + " holds, or an infinity",
+                std::string(digits.data(), end));
+  }
   switch (dtype) {
     case DType::f64:
       return std::bit_cast<std::uint64_t>(fill);

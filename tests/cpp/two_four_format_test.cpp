@@ -688,16 +688,20 @@ TEST(TwoFourMatmul, SumsOfNothing) {
                   context);
 }
 
+/// Of views that are refused before anything is read.
+alignas(64) std::byte somewhere[64];
+void* const kSomewhere = somewhere;
+
 TEST(TwoFourMatmul, RefusesInWords) {
   Context context = Context::cpu();
   const auto form = [](DType dtype, int dim) {
-    const TwoFour m{TensorView(nullptr, dtype, {32, 24}), TensorView(nullptr, DType::i16, {32, 3}), 1};
+    const TwoFour m{TensorView(kSomewhere, dtype, {32, 24}), TensorView(kSomewhere, DType::i16, {32, 3}), 1};
     return dim == 0 ? m.transpose() : m;
   };
   const auto left = [&](const TwoFour& a, DType dtype, std::initializer_list<std::int64_t> b, DType out,
                         const TwoFourOptions& options = {}) {
     return error_of([&] {
-      two_four_matmul(a, TensorView(nullptr, dtype, b), TensorView(nullptr, out, {32, 8}), context, options);
+      two_four_matmul(a, TensorView(kSomewhere, dtype, b), TensorView(kSomewhere, out, {32, 8}), context, options);
     });
   };
   constexpr DType kHalf = DType::f16;
@@ -715,7 +719,7 @@ TEST(TwoFourMatmul, RefusesInWords) {
             "matmul: out_dtype: expected bfloat16, float16 or float32 for float8_e4m3fn, got int32");
   EXPECT_EQ(left(form(DType::f64, 1), DType::f64, {48, 8}, DType::f32),
             "matmul: out_dtype: expected float64 for float64, got float32");
-  const TensorView eight(nullptr, kHalf, {8}), scale(nullptr, DType::f32, {31});
+  const TensorView eight(kSomewhere, kHalf, {8}), scale(kSomewhere, DType::f32, {31});
   EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {&eight, Activation::none, nullptr, nullptr}),
             "matmul: bias: expected (32,), got (8,)");
   EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {nullptr, Activation::none, &scale, nullptr}),
@@ -723,8 +727,8 @@ TEST(TwoFourMatmul, RefusesInWords) {
   EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {nullptr, Activation::none, nullptr, &scale}),
             "matmul: scale_b: expected () or (8,), got (31,)");
   EXPECT_EQ(error_of([&] {
-              two_four_matmul(TensorView(nullptr, kHalf, {9, 44}), form(kHalf, 0), TensorView(nullptr, kHalf, {9, 32}),
-                              context);
+              two_four_matmul(TensorView(kSomewhere, kHalf, {9, 44}), form(kHalf, 0),
+                              TensorView(kSomewhere, kHalf, {9, 32}), context);
             }),
             "matmul: a: expected (…, M, 48), got (9, 44)");
 }
@@ -733,7 +737,7 @@ TEST(TwoFourFormat, RefusesInWords) {
   Context context = Context::cpu();
   std::int64_t bad = 0;
   const auto check = [&](DType dtype, std::initializer_list<std::int64_t> shape, int dim) {
-    return error_of([&] { two_four_check(TensorView(nullptr, dtype, shape), dim, &bad, context); });
+    return error_of([&] { two_four_check(TensorView(kSomewhere, dtype, shape), dim, &bad, context); });
   };
   EXPECT_EQ(check(DType::f16, {8, 6}, 1), "check: A: expected a multiple of 4 along dim 1, got (8, 6)");
   EXPECT_EQ(check(DType::f16, {6, 8}, 0), "check: A: expected a multiple of 4 along dim 0, got (6, 8)");
@@ -744,7 +748,7 @@ TEST(TwoFourFormat, RefusesInWords) {
             "check: A: expected float64, float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2, got int32");
   const auto form = [&](DType dtype, std::initializer_list<std::int64_t> values, DType word,
                         std::initializer_list<std::int64_t> words, int dim) {
-    const TwoFour m{TensorView(nullptr, dtype, values), TensorView(nullptr, word, words), dim};
+    const TwoFour m{TensorView(kSomewhere, dtype, values), TensorView(kSomewhere, word, words), dim};
     return error_of([&] { two_four_check_metadata(m, &bad, context); });
   };
   EXPECT_EQ(form(DType::f16, {4, 16}, DType::i16, {4, 3}, 1),

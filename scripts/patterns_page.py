@@ -30,7 +30,7 @@ import fretwork as fw
 
 p = fw.patterns.sliding_window(65536, 511, 0) | fw.patterns.strided(65536, 512)  # a researcher's own
 print(p.nnz, p.density, p.text)
-print(p.describe())  # what was recognised
+print(p.describe())  # what was recognised, and what attention over it costs
 print(p.contains(6000, 6000 - 5 * 512))
 small = fw.patterns.sliding_window(12, 2, 0) | fw.patterns.strided(12, 4)
 print(small.mask().int())

@@ -198,7 +198,8 @@ int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64
 
 int64_t fretwork_pattern_describe(const fretwork_pattern* pattern, char* text, size_t size) {
   return guarded(int64_t{-1}, [&] {
-    const std::string lines = fretwork::as_regular(pattern->is)->describe();
+    const auto regular = fretwork::as_regular(pattern->is);
+    const std::string lines = regular->describe() + fretwork::attention_cost(*regular);
     if (size > 0) {
       text[lines.copy(text, size - 1)] = '\0';
     }

@@ -137,6 +137,10 @@ void attention_backward(const TensorView& q, const TensorView& k, const TensorVi
                         const TensorView& d_out, const TensorView* d_lse, const AttentionGradients& gradients,
                         Context& context, const AttentionOptions& options = {});
 
+/// What attention over a pattern costs, in words: a line for each order of its tiles, and how many times its elements
+/// they multiply. Empty where there are no elements, and beyond four million positions.
+std::string attention_cost(const RegularPattern& pattern);
+
 /// SPLAT's operators, on patterns whose every row is one progression (RegularPattern::acsr). Scores are stored side by
 /// side, (B,H,Sq,W), W the entries of the longest row: entry t of row i is key start[i] + t·stride[i]. What lies beyond
 /// a row's count is written as zero and never read. Heads of k and v are shared as in attention.

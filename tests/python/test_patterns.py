@@ -71,7 +71,20 @@ def test_values():
         P.causal(9) | 3
     with pytest.raises(ValueError, match=r"union: patterns: expected equal shapes, got \(9, 9\) and \(8, 8\)"):
         P.causal(9) | P.causal(8)
-    assert P.causal(9).describe().startswith("causal(9): 9×9, 45 elements")
+
+
+def test_describe():
+    """What was recognised, and what attention costs: tiles by order."""
+    assert P.causal(256).describe().splitlines() == [
+        "causal(256): 256×256, 32896 elements, 50.2 %",
+        "  plain order: 1 triangle; 100 % of the elements",
+        "  3 tiles of 128×128 in plain order",
+        f"  attention multiplies {3 * 128 * 128 / 32896:.3g} times the elements",
+    ]
+    assert "  32 tiles of 128×128 of every 4th token\n" in P.dilated(2048, 64, 4).describe()
+    assert "tiles of 128×128 of patches of 8×16\n" in P.neighborhood((64, 64), 7).describe()
+    for without in (P.sliding_window(2**30, 4, 0), P.document([])):
+        assert "attention" not in without.describe()
 
 
 def test_layouts_and_kronecker_patterns_join():

@@ -102,10 +102,14 @@ void print_facts(const Pattern& pattern, const Survey& survey) {
     line("rows", fmt::format("{} elements in each, {} apart", count_text(c), d));
   }
   if (const auto* regular = dynamic_cast<const RegularPattern*>(&pattern)) {
-    const std::string lines = regular->describe();
-    for (std::size_t at = lines.find('\n') + 1; at < lines.size(); at = lines.find('\n', at) + 1) {
-      line("parts", lines.substr(at + 2, lines.find('\n', at) - at - 2));  // beyond the indent
-    }
+    const auto each = [&](const char* name, const std::string& lines, std::size_t from) {
+      for (std::size_t at = from; at < lines.size(); at = lines.find('\n', at) + 1) {
+        line(name, lines.substr(at + 2, lines.find('\n', at) - at - 2));  // beyond the indent
+      }
+    };
+    const std::string parts = regular->describe();
+    each("parts", parts, parts.find('\n') + 1);
+    each("cost", attention_cost(*regular), 0);
   }
   const std::int64_t all = survey.heads() * survey.rows() * survey.cols() / elements;
   line("nnz", fmt::format("{} of {} {}", count_text(pattern.nnz()), count_text(all), unit));

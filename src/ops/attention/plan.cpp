@@ -2,10 +2,14 @@
 #include "ops/attention/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
+#include <cstdio>
 #include <cstring>
 #include <string>
+#include <utility>
 
+#include "fretwork/ops.h"
 #include "ops/attention/component.h"
 #include "runtime/plan_cache.h"
 
@@ -136,6 +140,18 @@ std::size_t size_of(const std::vector<T>& x) {
   return x.capacity() * sizeof(T);
 }
 
+std::string order_text(const Order& order) {
+  const auto& [extent, stride] = order;
+  if (extent[0] * extent[1] == 1) {
+    return stride[2] == 1 ? "in plain order" : "of every " + std::to_string(stride[2]) + "th token";
+  }
+  std::string sides;
+  for (const int side : extent) {
+    sides += side == 1 ? "" : (sides.empty() ? "" : "×") + std::to_string(side);
+  }
+  return "of patches of " + sides;
+}
+
 }  // namespace
 
 std::size_t Plan::bytes() const {
@@ -201,3 +217,28 @@ std::shared_ptr<const Plan> transposed_plan(const RegularPattern& pattern, const
 }
 
 }  // namespace fretwork::attention_op
+
+namespace fretwork {
+
+std::string attention_cost(const RegularPattern& pattern) {
+  constexpr std::int64_t kLongest = std::int64_t{1} << 22;  // beyond it a plan takes long
+  if (pattern.nnz() == 0 || std::max(pattern.rows(), pattern.cols()) > kLongest) {
+    return {};
+  }
+  const auto plan = attention_op::plan(pattern, {});
+  const auto [rows, cols] = std::pair{plan->shape.rows, plan->shape.cols};
+  std::string lines;
+  double pairs = 0;
+  for (const attention_op::Component& component : plan->components) {
+    pairs += static_cast<double>(component.pairs);
+    lines += "  " + std::to_string(component.pairs) + (component.pairs == 1 ? " tile" : " tiles") + " of " +
+             std::to_string(rows) + "×" + std::to_string(cols) + " " + attention_op::order_text(component.row_order) +
+             "\n";
+  }
+  std::array<char, 64> share;
+  const int length = std::snprintf(share.data(), share.size(), "  attention multiplies %.3g times the elements\n",
+                                   pairs * rows * cols / static_cast<double>(pattern.nnz()));
+  return lines.append(share.data(), static_cast<std::size_t>(length));
+}
+
+}  // namespace fretwork

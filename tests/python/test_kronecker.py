@@ -131,6 +131,16 @@ def test_results_are_contiguous_and_strided_inputs_are_not_copied(bs_last, devic
 # Gradients
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_activations_of_extremes(dtype):
+    """Of numbers that an exponential does not hold, and of what is none."""
+    bias = torch.tensor([-math.inf, math.nan, -3e4, -800.0, -100.0, -50.0, 0.0, 800.0, 3e4], dtype=dtype)
+    x, w = torch.zeros(1, 1, dtype=dtype), torch.zeros(1, len(bias), 1, 1, dtype=dtype)
+    for name in ("relu", "gelu", "silu"):
+        got, want = fw.ksmm(x, w, bias=bias, activation=name, algo="kernel")[0], ACTIVATIONS[name](bias)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-30, equal_nan=True)
+
+
 @both_layouts
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_twice(activation, bs_last):

@@ -32,7 +32,10 @@ struct Silu {
   template <class D, class V>
   HWY_INLINE V operator()(D d, V v) const {
     if constexpr (sizeof(hn::TFromD<D>) == 8) {
-      return hn::Div(v, hn::Add(hn::Set(d, 1.0), hn::Exp(d, hn::Min(hn::Set(d, 706.0), hn::Neg(v)))));
+      // As far as Exp goes; beyond it −0, or NaN of −inf.
+      const V least = hn::Set(d, -706.0);
+      const V kept = hn::Div(v, hn::Add(hn::Set(d, 1.0), hn::Exp(d, hn::Neg(hn::Max(least, v)))));
+      return hn::IfThenElse(hn::Lt(v, least), hn::Mul(v, hn::Zero(d)), kept);
     } else {
       // 104 is as far as Exp goes, and infinity by then. In this order the minimum of a NaN is one.
       return hn::Div(v, hn::Add(hn::Set(d, 1.0f), hn::Exp(d, hn::Min(hn::Set(d, 104.0f), hn::Neg(v)))));

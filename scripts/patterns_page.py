@@ -21,24 +21,25 @@ RESULTS = ROOT / "bench/results/h200/attention.json"
 
 HEAD = """# Patterns
 
-A pattern says which keys a query sees. It is an immutable value: it compares by content, has a text, and costs a few
+A pattern says which keys a query sees. It is an immutable value: it has a text, by which it compares, and costs a few
 hundred bytes, however long the sequence. Query i stands at position p = i + offset; queries are the last ones (offset =
 Sk − Sq) unless `offset=` says otherwise. `seq` is S or (Sq, Sk).
 
 ```python
 import fretwork as fw
 
-p = fw.patterns.sliding_window(65536, 511, 0) | fw.patterns.strided(65536, 512)  # a researcher's own
+p = fw.patterns.sliding_window(65536, 511, 0) | fw.patterns.dilated(65536, 64, 512, True)  # a researcher's own
 print(p.nnz, p.density, p.text)
-print(p.describe())  # what was recognised, and what attention over it costs
+print(p.describe())  # what was recognised, and what attention costs on a GPU
 print(p.contains(6000, 6000 - 5 * 512))
-small = fw.patterns.sliding_window(12, 2, 0) | fw.patterns.strided(12, 4)
+small = fw.patterns.sliding_window(12, 2, 0) | fw.patterns.dilated(12, 2, 4, True)
 print(small.mask().int())
 ```
 `|` unites, `&` intersects, `.T` exchanges queries and keys. `fw.Pattern.parse(text)` reads a text back, and
-`fretwork show 'sliding_window(4096,255,0) | strided(4096,256)'` draws one in the terminal (`--png`, `--svg`). Where
-every row is one progression, `p.acsr()` gives (start, stride, count) of each row. Pictures below have queries
-downwards and keys to the right; densities are those of the calls beside them.
+`fretwork show 'sliding_window(4096,255,0) | dilated(4096,8,256)'` draws one in the terminal (`--png`, `--svg`). A text
+is also what to save, though pickle and `torch.load` take patterns as they are. Where every row is one progression,
+`p.acsr()` gives (start, stride, count) of each row. Pictures below have queries downwards and keys to the right;
+densities are those of the calls beside them.
 
 Inside, a pattern is a few parts: boxes on the digits of positions. A window is a band in plain order; a dilated one is
 a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting, intersecting and taking away
@@ -56,6 +57,8 @@ near, far = fw.patterns.sliding_window(512, 63, 0), fw.patterns.strided(512, 32)
 fw.attention(q, k, v, near | far).sum().backward()  # one pattern for all heads
 o, lse = fw.attention(q, k, v, [near, near, far, far], return_lse=True)  # or one for each
 last = fw.attention(q[:, :, -1:], k, v, fw.patterns.sinks((1, 512), 4, 128))  # decoding: one query, all keys
+slopes = fw.alibi(0.5 ** torch.arange(1, 5))  # or a tensor that broadcasts to (B, Hq, Sq, Sk)
+fw.attention(q, k, v, near, bias=slopes, softcap=30.0, scale=0.1, dropout_p=0.1)
 ```
 Only the pattern's scores are computed, forward and backward, on a CPU or a GPU. `fretwork.jax.attention` is the same in
 JAX, and Hugging Face models take a pattern in their configuration (`fretwork.compat.transformers`). In

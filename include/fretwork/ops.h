@@ -137,8 +137,8 @@ void attention_backward(const TensorView& q, const TensorView& k, const TensorVi
                         const TensorView& d_out, const TensorView* d_lse, const AttentionGradients& gradients,
                         Context& context, const AttentionOptions& options = {});
 
-/// What attention over a pattern costs, in words: a line for each order of its tiles, and how many times its elements
-/// they multiply. Empty where there are no elements, and beyond four million positions.
+/// What attention over a pattern costs on a GPU, in words: a line for each order of its tiles, and how many times its
+/// elements they multiply. Empty where there are no elements, and beyond four million positions.
 std::string attention_cost(const RegularPattern& pattern);
 
 /// SPLAT's operators, on patterns whose every row is one progression (RegularPattern::acsr). Scores are stored side by

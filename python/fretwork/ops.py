@@ -13,7 +13,9 @@ from torch.autograd import forward_ad
 from fretwork import _ksmm_peers as peers
 from fretwork import _rules as _rules  # loads the library and registers gradients, fakes, vmap and autocast
 from fretwork import _rules_kronecker as _rules_kronecker
-from fretwork.pattern import BlockLayout, flag
+from fretwork.pattern import BlockLayout, _parsed, flag
+
+torch.serialization.add_safe_globals([_parsed])  # so that torch.load takes patterns
 
 _ops = torch.ops.fretwork
 _sdd, _dsd, _dds = _ops.sdd.default, _ops.dsd.default, _ops.dds.default

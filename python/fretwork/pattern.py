@@ -1,4 +1,4 @@
-"""Patterns as Python values: what is non-zero, said once, compared by content, and carried everywhere as a text."""
+"""Patterns as Python values: what is non-zero, said once, compared by text, and carried everywhere as a text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST_MASK = 2**30
 
 
 class Pattern:
-    """An immutable description of what is non-zero. Equal patterns have equal texts.
+    """An immutable description of what is non-zero. Patterns are equal when their texts are.
 
     >>> import fretwork as fw
     >>> layout = fw.Pattern.parse("block((1,2,2),(16,16),~J)")
@@ -176,13 +176,13 @@ class Pattern:
         return layout, fill_in.value
 
     def describe(self) -> str:
-        """What was recognised, a line for each kind of part, and what attention over it costs: tiles, by their order.
+        """What was recognised, a line for each kind of part, and what attention costs on a GPU: tiles, by order.
 
         >>> print(Pattern.parse("sliding_window(1024, 128, 0)").describe(), end="")
         sliding_window(1024,128,0): 1024×1024, 123840 elements, 11.8 %
           plain order: 1 band; 100 % of the elements
           15 tiles of 128×128 in plain order
-          attention multiplies 1.98 times the elements
+          on a GPU attention multiplies 1.98 times the elements
         """
         with _open(self) as handle:
             room = ctypes.create_string_buffer(1 << 12)

@@ -4,9 +4,9 @@ Query i stands at position p = i + offset, where offset = Sk − Sq unless given
 is S or (Sq, Sk). Patterns combine with `|` and `&`; `.T` exchanges queries and keys. Nothing here needs torch.
 
 >>> import fretwork as fw
->>> p = fw.patterns.sliding_window(4096, 255, 0) | fw.patterns.strided(4096, 256)
+>>> p = fw.patterns.sliding_window(4096, 255, 0) | fw.patterns.dilated(4096, 8, 256)
 >>> p.shape, p.nnz
-((4096, 4096), 1046656)
+((4096, 4096), 1063040)
 """
 
 from __future__ import annotations

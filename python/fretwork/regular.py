@@ -117,7 +117,8 @@ def _keys(op: str, pattern: object, q: Tensor | None = None) -> str:
         return pattern._text if exporting else pattern._key
     if isinstance(pattern, str) or not isinstance(pattern, Sequence) or len(pattern) == 0:
         got = "an empty sequence" if isinstance(pattern, Sequence) and not pattern else type(pattern).__name__
-        raise TypeError(f"{op}: pattern: expected a fretwork.Pattern or a sequence of them, got {got}")
+        way = {"Tensor": " (fw.patterns.from_mask makes one)", "str": " (fw.Pattern.parse reads one)"}.get(got, "")
+        raise TypeError(f"{op}: pattern: expected a fretwork.Pattern or a sequence of them, got {got}{way}")
     for n, p in enumerate(pattern):
         if not isinstance(p, Pattern):
             raise TypeError(f"{op}: pattern[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")

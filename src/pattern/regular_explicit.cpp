@@ -293,7 +293,7 @@ const Family kAcsr{"acsr", [](const Call& given) -> PatternPtr {
                                  integer(call, 3, "cols"));
                    }};
 const Family kFromLayout{"from_layout", [](const Call& given) -> PatternPtr {
-                           const Call call = ordered(given, {"layout", "head"});
+                           const Call call = ordered(given, {"layout"}, {"head"});
                            constexpr const char* kExpected = "a block layout";
                            const PatternPtr inner = make(pattern_argument(call, 0, "layout", kExpected));
                            const auto* layout = dynamic_cast<const BlockLayout*>(inner.get());

@@ -290,7 +290,7 @@ std::vector<std::int64_t> list_or(const Call& call, std::size_t position, const 
 }
 
 const Family kSwin{"swin", [](const Call& given) -> PatternPtr {
-                     const Call call = ordered(given, {"height", "width", "window", "shift"});
+                     const Call call = ordered(given, {"height", "width", "window"}, {"shift"});
                      return swin(integer(call, 0, "height"), integer(call, 1, "width"), read_list(call, 2, "window"),
                                  list_or(call, 3, "shift", 0));
                    }};
@@ -299,7 +299,7 @@ const Family kAxial{"axial", [](const Call& given) -> PatternPtr {
                       return axial(integer(call, 0, "height"), integer(call, 1, "width"));
                     }};
 const Family kNeighborhood{"neighborhood", [](const Call& given) -> PatternPtr {
-                             const Call call = ordered(given, {"shape", "window", "dilation", "causal"});
+                             const Call call = ordered(given, {"shape", "window"}, {"dilation", "causal"});
                              return neighborhood(read_list(call, 0, "shape"), read_list(call, 1, "window"),
                                                  list_or(call, 2, "dilation", 1), read_flags(call, 3, "causal"));
                            }};

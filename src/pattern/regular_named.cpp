@@ -325,72 +325,70 @@ RegularPtr document(std::span<const std::int64_t> lengths, bool causal) {
 
 namespace {
 
-const Family kFull{"full", [](const Call& given) -> PatternPtr {
-                     return full(read_seq(ordered(given, {"seq", "offset"}), 1));
-                   }};
-const Family kCausal{"causal", [](const Call& given) -> PatternPtr {
-                       return causal(read_seq(ordered(given, {"seq", "offset"}), 1));
-                     }};
+const Family kFull{
+    "full", [](const Call& given) -> PatternPtr { return full(read_seq(ordered(given, {"seq"}, {"offset"}), 1)); }};
+const Family kCausal{
+    "causal", [](const Call& given) -> PatternPtr { return causal(read_seq(ordered(given, {"seq"}, {"offset"}), 1)); }};
 const Family kSlidingWindow{"sliding_window", [](const Call& given) -> PatternPtr {
-                              const Call call = ordered(given, {"seq", "left", "right", "offset"});
+                              const Call call = ordered(given, {"seq", "left", "right"}, {"offset"});
                               return sliding_window(read_seq(call, 3), read_optional(call, 1, "left"),
                                                     read_optional(call, 2, "right"));
                             }};
 const Family kDilated{"dilated", [](const Call& given) -> PatternPtr {
-                        const Call call = ordered(given, {"seq", "window", "dilation", "causal", "offset"});
+                        const Call call = ordered(given, {"seq", "window", "dilation"}, {"causal", "offset"});
                         return dilated(read_seq(call, 4), integer(call, 1, "window"), integer(call, 2, "dilation"),
                                        read_flag(call, 3, "causal"));
                       }};
 const Family kStrided{"strided", [](const Call& given) -> PatternPtr {
-                        const Call call = ordered(given, {"seq", "stride", "offset"});
+                        const Call call = ordered(given, {"seq", "stride"}, {"offset"});
                         return strided(read_seq(call, 2), integer(call, 1, "stride"));
                       }};
 const Family kFixed{"fixed", [](const Call& given) -> PatternPtr {
-                      const Call call = ordered(given, {"seq", "stride", "summary", "offset"});
+                      const Call call = ordered(given, {"seq", "stride", "summary"}, {"offset"});
                       return fixed(read_seq(call, 3), integer(call, 1, "stride"), integer(call, 2, "summary"));
                     }};
 const Family kLongformer{"longformer", [](const Call& given) -> PatternPtr {
-                           const Call call = ordered(given, {"seq", "window", "globals", "offset"});
+                           const Call call = ordered(given, {"seq", "window", "globals"}, {"offset"});
                            return longformer(read_seq(call, 3), integer(call, 1, "window"),
                                              read_list(call, 2, "globals"));
                          }};
 const Family kBigbird{
     "bigbird", [](const Call& given) -> PatternPtr {
-      const Call call = ordered(given, {"seq", "block", "window", "globals", "random", "seed", "offset"});
+      const Call call = ordered(given, {"seq", "block", "window", "globals", "random"}, {"seed", "offset"});
       return bigbird(read_seq(call, 6), integer(call, 1, "block"), integer(call, 2, "window"),
                      integer(call, 3, "globals"), integer(call, 4, "random"),
                      static_cast<std::uint64_t>(read_or(call, 5, "seed", 0)));
     }};
 const Family kLongnet{"longnet", [](const Call& given) -> PatternPtr {
-                        const Call call = ordered(given, {"seq", "segments", "rates", "head", "offset"});
+                        const Call call = ordered(given, {"seq", "segments", "rates"}, {"head", "offset"});
                         return longnet(read_seq(call, 4), read_list(call, 1, "segments"), read_list(call, 2, "rates"),
                                        read_or(call, 3, "head", 0));
                       }};
 const Family kBlockLocal{"block_local", [](const Call& given) -> PatternPtr {
-                           const Call call = ordered(given, {"seq", "block", "previous", "offset"});
+                           const Call call = ordered(given, {"seq", "block"}, {"previous", "offset"});
                            return block_local(read_seq(call, 3), integer(call, 1, "block"),
                                               read_or(call, 2, "previous", 0));
                          }};
 const Family kPrefixLm{"prefix_lm", [](const Call& given) -> PatternPtr {
-                         const Call call = ordered(given, {"seq", "prefix", "offset"});
+                         const Call call = ordered(given, {"seq", "prefix"}, {"offset"});
                          return prefix_lm(read_seq(call, 2), integer(call, 1, "prefix"));
                        }};
 const Family kSinks{"sinks", [](const Call& given) -> PatternPtr {
-                      const Call call = ordered(given, {"seq", "sinks", "window", "offset"});
+                      const Call call = ordered(given, {"seq", "sinks", "window"}, {"offset"});
                       return sinks(read_seq(call, 3), integer(call, 1, "sinks"), integer(call, 2, "window"));
                     }};
 const Family kVerticalSlash{"vertical_slash", [](const Call& given) -> PatternPtr {
-                              const Call call = ordered(given, {"seq", "vertical", "slash", "offset"});
+                              const Call call = ordered(given, {"seq", "vertical", "slash"}, {"offset"});
                               return vertical_slash(read_seq(call, 3), read_list(call, 1, "vertical"),
                                                     read_list(call, 2, "slash"));
                             }};
 const Family kBand{"band", [](const Call& given) -> PatternPtr {
-                     const Call call = ordered(given, {"seq", "start", "stride", "count", "offset"});
+                     const Call call = ordered(given, {"seq", "start", "stride", "count"}, {"offset"});
                      return band(read_seq(call, 4), integer(call, 1, "start"), integer(call, 2, "stride"),
                                  integer(call, 3, "count"));
                    }};
 const Family kDocument{"document", [](const Call& given) -> PatternPtr {
-                         const Call call = ordered(given, {"lengths", "causal"});
+                         const Call call = ordered(given, {"lengths"}, {"causal"});
                          return document(read_list(call, 0, "lengths"), read_flag(call, 1, "causal"));
                        }};
 

@@ -324,10 +324,14 @@ std::vector<std::uint8_t> bits(const Call& call, std::size_t position, const cha
   return mask;
 }
 
-Call ordered(const Call& call, std::initializer_list<const char*> names) {
+Call ordered(const Call& call, std::initializer_list<const char*> needed, std::initializer_list<const char*> others) {
+  std::vector<std::string> names(needed.begin(), needed.end());
+  names.insert(names.end(), others.begin(), others.end());
   const std::size_t plain = call.arguments.size() - call.keywords.size();
-  if (plain > names.size()) {
-    throw Error(call.name, "arguments", "at most " + std::to_string(names.size()), std::to_string(plain));
+  // An offset is one by its name alone, as in Python.
+  const std::size_t most = names.size() - (names.back() == "offset" ? 1 : 0);
+  if (plain > most) {
+    throw Error(call.name, "arguments", "at most " + std::to_string(most) + " without names", std::to_string(plain));
   }
   Call all{call.name, std::vector<Value>(names.size(), Value{std::string("None")})};
   std::copy_n(call.arguments.begin(), plain, all.arguments.begin());
@@ -344,6 +348,11 @@ Call ordered(const Call& call, std::initializer_list<const char*> names) {
     }
     given[place] = true;
     all.arguments[place] = call.arguments[plain + n];
+  }
+  for (std::size_t n = 0; n < needed.size(); ++n) {
+    if (!given[n]) {
+      throw Error(call.name, names[n], "a value", "nothing");
+    }
   }
   return all;
 }

@@ -49,9 +49,11 @@ std::vector<std::int64_t> integers(const Call& call, std::size_t position, const
 std::vector<std::uint8_t> bits(const Call& call, std::size_t position, const char* argument, std::size_t count);
 std::string pack_bits(std::span<const std::uint8_t> mask);
 void expect_arguments(const Call& call, std::size_t count, const char* form);
-/// The same call with its keywords put in their places: one argument for each of `names`, the word None where none is
-/// given. Throws Error on keywords that are not among the names, on two for one, and on too many.
-Call ordered(const Call& call, std::initializer_list<const char*> names);
+/// The same call with its keywords put in their places: one argument for each of the names, the word None where one of
+/// `others` is not given. Throws Error on one of `needed` that is missing, on keywords that are not among the names, on
+/// two for one, and on too many.
+Call ordered(const Call& call, std::initializer_list<const char*> needed,
+             std::initializer_list<const char*> others = {});
 /// Whether an argument is the word None.
 bool is_none(const Call& call, std::size_t position);
 

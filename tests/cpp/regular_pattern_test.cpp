@@ -593,8 +593,9 @@ TEST(RegularPattern, RefusesWhatItCannotBe) {
   refused("full(-1)", "full: seq: expected sizes from 0");
   refused("full((4000000000,4000000000))", "full: seq: expected fewer than 2^63 elements");
   refused("strided(16, 0)", "strided: stride: expected at least 1, got 0");
-  refused("strided(16)", "strided: stride: expected an integer");
-  refused("strided(16, 2, 3, 4)", "strided: arguments: expected at most 3, got 4");
+  refused("strided(16)", "strided: stride: expected a value, got nothing");
+  refused("sliding_window(16, 4)", "sliding_window: right: expected a value, got nothing");
+  refused("strided(16, 2, 3)", "strided: arguments: expected at most 2 without names, got 3");
   refused("strided(16, 2, step=3)", "strided: step: expected a known keyword");
   refused("strided(16, 2, stride=3)", "strided: stride: expected one value, got two");
   refused("strided(seq=16, 2)", "expected a keyword");

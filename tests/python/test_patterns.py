@@ -73,15 +73,21 @@ def test_values():
         P.causal(9) | P.causal(8)
 
 
+def test_saved_by_torch(tmp_path):
+    patterns = [P.causal(9) | P.strided(9, 2), fw.BlockLayout([[1, 0]], block=8), fw.KroneckerPattern(2, 3, 4, 5)]
+    torch.save(patterns, tmp_path / "p.pt")
+    assert torch.load(tmp_path / "p.pt") == patterns
+
+
 def test_describe():
     """What was recognised, and what attention costs: tiles by order."""
     assert P.causal(256).describe().splitlines() == [
         "causal(256): 256×256, 32896 elements, 50.2 %",
         "  plain order: 1 triangle; 100 % of the elements",
         "  3 tiles of 128×128 in plain order",
-        f"  attention multiplies {3 * 128 * 128 / 32896:.3g} times the elements",
+        f"  on a GPU attention multiplies {3 * 128 * 128 / 32896:.3g} times the elements",
     ]
-    assert "  32 tiles of 128×128 of every 4th token\n" in P.dilated(2048, 64, 4).describe()
+    assert "  32 tiles of 128×128 of tokens 4 apart\n" in P.dilated(2048, 64, 4).describe()
     assert "tiles of 128×128 of patches of 8×16\n" in P.neighborhood((64, 64), 7).describe()
     for without in (P.sliding_window(2**30, 4, 0), P.document([])):
         assert "attention" not in without.describe()

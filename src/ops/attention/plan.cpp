@@ -143,7 +143,7 @@ std::size_t size_of(const std::vector<T>& x) {
 std::string order_text(const Order& order) {
   const auto& [extent, stride] = order;
   if (extent[0] * extent[1] == 1) {
-    return stride[2] == 1 ? "in plain order" : "of every " + std::to_string(stride[2]) + "th token";
+    return stride[2] == 1 ? "in plain order" : "of tokens " + std::to_string(stride[2]) + " apart";
   }
   std::string sides;
   for (const int side : extent) {
@@ -236,8 +236,9 @@ std::string attention_cost(const RegularPattern& pattern) {
              "\n";
   }
   std::array<char, 64> share;
-  const int length = std::snprintf(share.data(), share.size(), "  attention multiplies %.3g times the elements\n",
-                                   pairs * rows * cols / static_cast<double>(pattern.nnz()));
+  const int length =
+      std::snprintf(share.data(), share.size(), "  on a GPU attention multiplies %.3g times the elements\n",
+                    pairs * rows * cols / static_cast<double>(pattern.nnz()));
   return lines.append(share.data(), static_cast<std::size_t>(length));
 }
 

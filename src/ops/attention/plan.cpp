@@ -226,7 +226,7 @@ std::string attention_cost(const RegularPattern& pattern) {
     return {};
   }
   const auto plan = attention_op::plan(pattern, {});
-  const auto [rows, cols] = std::pair{plan->shape.rows, plan->shape.cols};
+  const auto& [rows, cols] = plan->shape;
   std::string lines;
   double pairs = 0;
   for (const attention_op::Component& component : plan->components) {
@@ -235,7 +235,7 @@ std::string attention_cost(const RegularPattern& pattern) {
              std::to_string(rows) + "×" + std::to_string(cols) + " " + attention_op::order_text(component.row_order) +
              "\n";
   }
-  std::array<char, 64> share;
+  std::array<char, 96> share;
   const int length =
       std::snprintf(share.data(), share.size(), "  on a GPU attention multiplies %.3g times the elements\n",
                     pairs * rows * cols / static_cast<double>(pattern.nnz()));

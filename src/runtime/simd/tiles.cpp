@@ -320,8 +320,8 @@ HWY_INLINE void KeepLoaded(V& v) {
 #endif
 }
 
-/// What a product packs on its way.
-enum class Packs { nothing, left, right, never };
+/// What a product packs on its way; in_place: nothing, and the right side is no panel either.
+enum class Packs { nothing, left, right, in_place };
 
 /// The loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <typename Out, typename T, int kVectors, int kRun, Packs kPacks>
@@ -340,7 +340,7 @@ void MultiplyAs(const Product& p) {
     }
   }
   const std::int64_t row = p.row_stride, step = p.step_stride;
-  const std::int64_t down = kPacks == Packs::never ? p.right_stride : kWidth;
+  const std::int64_t down = kPacks == Packs::in_place ? p.right_stride : kWidth;
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
     const T* left = static_cast<const T*>(term->left) + p.shift;
     const T* right = static_cast<const T*>(p.right) + term->depth * down;
@@ -427,7 +427,7 @@ void Multiply(const Product& p) {
       return MultiplyAs<Out, T, kVectors, kRun, Packs::right>(p);
     }
     if (p.right_stride != 0) {
-      return MultiplyAs<Out, T, kVectors, kRun, Packs::never>(p);
+      return MultiplyAs<Out, T, kVectors, kRun, Packs::in_place>(p);
     }
   }
   MultiplyAs<Out, T, kVectors, kRun, Packs::nothing>(p);

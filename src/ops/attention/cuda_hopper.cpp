@@ -9,7 +9,6 @@
 #include <limits>
 #include <numeric>
 #include <optional>
-#include <queue>
 #include <span>
 #include <string>
 #include <utility>
@@ -18,6 +17,7 @@
 #include "ops/attention/heads.h"
 #include "ops/attention/params_hopper.cuh"
 #include "ops/attention/pieces.h"
+#include "ops/attention/schedule.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
@@ -265,85 +265,24 @@ DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
 
 // ---------------------------------------------------------------------------------------------- who does what
 
-/// Pairs of batch and head, and how many of them run through their tiles together because their operands fit the cache.
-/// Launches go through them forwards and backwards in turn: the cache still has what the one before used last.
-struct Pairs {
-  int batch, heads, together;
-  bool backwards;
-};
-
 struct Schedule {
   std::size_t items, share;  ///< where they are in the memory of all schedules of a plan
   int grid;
 };
 
-/// A tile of one pair of batch and head.
-struct Task {
-  int tile;
-  std::int64_t pair;
-};
-
-/// Pairs go through their tiles together, the longest tiles first. A tile that takes longer than a CTA's share of such
-/// a group would be waited for at the end: those go before all others.
-std::vector<Task> order_tasks(const DeviceComponent& component, const Pairs& pairs, bool empty, int ctas) {
-  std::vector<int> order(component.steps.size());
-  std::iota(order.begin(), order.end(), 0);
-  const auto steps = [&](int tile) { return component.steps[static_cast<std::size_t>(tile)]; };
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return steps(a) > steps(b); });
-  if (!empty) {
-    while (!order.empty() && steps(order.back()) == 0) {
-      order.pop_back();
-    }
-  }
-  const std::int64_t all = static_cast<std::int64_t>(pairs.batch) * pairs.heads;
-  const std::int64_t share =
-      std::accumulate(component.steps.begin(), component.steps.end(), std::int64_t{0}) * pairs.together / ctas;
-  const auto rest = std::find_if(order.begin(), order.end(), [&](int tile) { return steps(tile) <= share; });
-  std::vector<Task> tasks;
-  tasks.reserve(order.size() * static_cast<std::size_t>(all));
-  const auto add = [&](auto first, auto last, std::int64_t begin, std::int64_t end) {
-    for (auto tile = first; tile != last; ++tile) {
-      for (std::int64_t n = begin; n < end; ++n) {
-        tasks.push_back({*tile, pairs.backwards ? all - 1 - n : n});
-      }
-    }
-  };
-  add(order.begin(), rest, 0, all);
-  for (std::int64_t begin = 0; begin < all; begin += pairs.together) {
-    add(rest, order.end(), begin, std::min(all, begin + pairs.together));
-  }
-  return tasks;
-}
-
-/// Each task to the CTA that has least to do so far: what a queue would do, without one. `repeat` is how often a step
-/// is done; `empty` says whether tiles without steps have work to do as well.
 Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device,
                        Pieces& pieces) {
-  constexpr std::int64_t kOverhead = 2;  // of an item, in steps
-  const int ctas = driver::device_info(device).multiprocessors;
-  const std::vector<Task> tasks = order_tasks(component, pairs, empty, ctas);
-  const auto grid = static_cast<int>(std::min<std::int64_t>(ctas, std::ssize(tasks)));
-  std::vector<std::vector<Item>> lists(static_cast<std::size_t>(grid));
-  using Load = std::pair<std::int64_t, int>;
-  std::priority_queue<Load, std::vector<Load>, std::greater<>> least;
-  for (int c = 0; c < grid; ++c) {
-    least.emplace(0, c);
-  }
-  for (const Task& task : tasks) {
-    const auto [load, c] = least.top();
-    least.pop();
-    const int steps = component.steps[static_cast<std::size_t>(task.tile)] * repeat;
-    lists[static_cast<std::size_t>(c)].push_back(
-        {task.tile, static_cast<int>(task.pair / pairs.heads), static_cast<int>(task.pair % pairs.heads), steps});
-    least.emplace(load + kOverhead + steps, c);
-  }
+  const auto lists = deal_tasks(component.steps, pairs, repeat, empty, driver::device_info(device).multiprocessors);
   std::vector<Item> items;
   std::vector<int> share{0};
   for (const auto& list : lists) {
-    items.insert(items.end(), list.begin(), list.end());
+    for (const Task& task : list) {
+      items.push_back({task.tile, static_cast<int>(task.pair / pairs.heads), static_cast<int>(task.pair % pairs.heads),
+                       component.steps[static_cast<std::size_t>(task.tile)] * repeat});
+    }
     share.push_back(static_cast<int>(items.size()));
   }
-  return {pieces.add(items), pieces.add(share), grid};
+  return {pieces.add(items), pieces.add(share), static_cast<int>(lists.size())};
 }
 
 /// A plan and the schedules of its components for some number of heads.

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -22,13 +23,15 @@ std::vector<int> causal_steps(int tiles) {
 
 /// The longest load by the mean one.
 double unevenness(const std::vector<int>& steps, const Pairs& pairs, int ctas) {
-  std::int64_t most = 0, sum = 0;
+  std::int64_t most = 0, sum = 0, before = std::numeric_limits<std::int64_t>::max();
   const auto lists = deal_tasks(steps, pairs, 1, false, ctas);
   for (const auto& list : lists) {
     const std::int64_t load =
-        std::accumulate(list.begin(), list.end(), std::int64_t{0}, [&](std::int64_t before, const Task& task) {
-          return before + kItemOverhead + steps[static_cast<std::size_t>(task.tile)];
+        std::accumulate(list.begin(), list.end(), std::int64_t{0}, [&](std::int64_t so_far, const Task& task) {
+          return so_far + kItemOverhead + steps[static_cast<std::size_t>(task.tile)];
         });
+    EXPECT_LE(load, before) << "those with most to do come first";
+    before = load;
     most = std::max(most, load);
     sum += load;
   }

@@ -697,10 +697,15 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
       return false;
     }
   }
+  const std::size_t key_launches = launches.size();
   for (const HeadRange& range : problem.d_q.data != nullptr ? ranges : std::vector<HeadRange>{}) {
     if (!add_launches(problem, range, false, numbers, kept, launches, zeros, context)) {
       return false;
     }
+  }
+  if (key_launches > 0 && key_launches < launches.size()) {
+    // Queries take nothing from keys, who waited for the statistics, unless there was no CTA to do so.
+    launches[key_launches].params.early = launches[key_launches - 1].grid > 0 ? 1 : 0;
   }
   std::vector<Which> others{{Make::statistics, p.dtype}};
   if (!zeros.empty()) {

@@ -212,7 +212,7 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& p, const Li
   }
 }
 
-/// What both kernels begin with.
+/// What both kernels begin with. One that is early does not wait for the kernel before until it ends itself.
 template <int kDepth, int kValues, bool kKeys>
 __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared,
                                               u32 cols) {
@@ -220,7 +220,12 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
   clear_unplaced(cols, 2 * S::kStages * S::kMostHalves, kStream, p.walk.col_places);
   init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
   init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, kKeys ? 256 : 8);
-  begin_after_earlier_kernel();
+  if (kKeys || p.early == 0) {
+    wait_for_earlier_kernel();
+  } else {
+    __threadfence();  // statistics that this multiprocessor's own cache has may be an earlier call's
+  }
+  let_next_kernel_start();
 }
 /// The roles of the warpgroup that fetches, a warp for each.
 template <int kDepth, int kValues, bool kKeys>
@@ -428,6 +433,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), static_cast<int>(items.stage));
   }
+  wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
 }
 
 }  // namespace fretwork::attention_op::hopper

@@ -86,6 +86,7 @@ struct BackwardParams {
   int stats_batch, stats_head;
   int group;  ///< query heads that share a key head
   int add;    ///< 1: to what is there
+  int early;  ///< 1: the kernel before waited for all that came before it, and its own results are not needed here
   int depth, value_depth;
   float scale, scale_2;  ///< the latter times log2(e)
 };

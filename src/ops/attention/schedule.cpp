@@ -64,7 +64,13 @@ std::vector<std::vector<Task>> deal_tasks(const std::vector<int>& steps, const P
     lists[static_cast<std::size_t>(c)].push_back(task);
     least.emplace(load + kItemOverhead + std::int64_t{steps[static_cast<std::size_t>(task.tile)]} * repeat, c);
   }
-  return lists;
+  std::vector<std::vector<Task>> longest_first;
+  longest_first.reserve(lists.size());
+  for (; !least.empty(); least.pop()) {
+    longest_first.push_back(std::move(lists[static_cast<std::size_t>(least.top().second)]));
+  }
+  std::reverse(longest_first.begin(), longest_first.end());
+  return longest_first;
 }
 
 }  // namespace fretwork::attention_op

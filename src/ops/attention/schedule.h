@@ -24,7 +24,8 @@ inline constexpr std::int64_t kItemOverhead = 2;
 
 /// The tasks of each CTA in their order: each goes to the one that has least to do so far, which is what a queue would
 /// do, without one. `steps` are those of each tile; a step is done `repeat` times; `empty` says whether tiles without
-/// steps have work to do as well. At most `ctas` lists, none of them empty.
+/// steps have work to do as well. At most `ctas` lists, none of them empty, and those with most to do first: a CTA that
+/// starts where an earlier kernel has ended starts in this order.
 std::vector<std::vector<Task>> deal_tasks(const std::vector<int>& steps, const Pairs& pairs, int repeat, bool empty,
                                           int ctas);
 

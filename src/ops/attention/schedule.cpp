@@ -15,7 +15,8 @@ namespace {
 /// Pairs go through their tiles together, the longest tiles first. A tile that takes longer than a CTA's share of such
 /// a group would be waited for at the end: those go before all others. Groups are as even as can be: the short tiles
 /// of the last one must fill the gaps that its long ones leave, and a single head of 128 causal tiles on 132 CTAs has
-/// none to spare.
+/// none to spare. A sixteenth of the steps, in tiles that are short beside the longest, fills what gaps are left at the
+/// end of all.
 std::vector<Task> order_tasks(const std::vector<int>& steps_of, const Pairs& pairs, bool empty, int ctas) {
   std::vector<int> order(steps_of.size());
   std::iota(order.begin(), order.end(), 0);
@@ -27,12 +28,20 @@ std::vector<Task> order_tasks(const std::vector<int>& steps_of, const Pairs& pai
     }
   }
   const std::int64_t all = static_cast<std::int64_t>(pairs.batch) * pairs.heads;
-  const std::int64_t share = std::accumulate(steps_of.begin(), steps_of.end(), std::int64_t{0}) * pairs.together / ctas;
+  const std::int64_t sum = std::accumulate(steps_of.begin(), steps_of.end(), std::int64_t{0});
+  const std::int64_t share = sum * pairs.together / ctas;
   const auto rest = std::find_if(order.begin(), order.end(), [&](int tile) { return steps(tile) <= share; });
+  auto last = order.end();
+  for (std::int64_t left = sum / 16; last != rest && 4 * steps(last[-1]) < steps(*rest); --last) {
+    left -= steps(last[-1]);
+    if (left < 0) {
+      break;
+    }
+  }
   std::vector<Task> tasks;
   tasks.reserve(order.size() * static_cast<std::size_t>(all));
-  const auto add = [&](auto first, auto last, std::int64_t begin, std::int64_t end) {
-    for (auto tile = first; tile != last; ++tile) {
+  const auto add = [&](auto tile, auto stop, std::int64_t begin, std::int64_t end) {
+    for (; tile != stop; ++tile) {
       for (std::int64_t n = begin; n < end; ++n) {
         tasks.push_back({*tile, pairs.backwards ? all - 1 - n : n});
       }
@@ -41,8 +50,9 @@ std::vector<Task> order_tasks(const std::vector<int>& steps_of, const Pairs& pai
   add(order.begin(), rest, 0, all);
   const std::int64_t groups = ceil_div(all, std::int64_t{pairs.together});
   for (std::int64_t g = 0; g < groups; ++g) {
-    add(rest, order.end(), all * g / groups, all * (g + 1) / groups);
+    add(rest, last, all * g / groups, all * (g + 1) / groups);
   }
+  add(last, order.end(), 0, all);
   return tasks;
 }
 

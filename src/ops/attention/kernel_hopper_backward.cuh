@@ -122,9 +122,8 @@ __device__ __forceinline__ float2 stats_of(const BackwardParams& p, int batch, i
 }
 
 /// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.
-template <int kDepth, int kValues>
-__device__ __forceinline__ void gather_stats(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared) {
-  using S = BackwardShared<kDepth, kValues>;
+template <typename S>
+__device__ __forceinline__ void gather_stats(const BackwardParams& p, S& shared) {
   Ring<S::kStages> ring(1);
   const u32 lane = threadIdx.x % 32;
   walk_steps<true>(p, [&](int batch, int head, int, int tile) {
@@ -236,7 +235,7 @@ __device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShare
   } else if (threadIdx.x == 32) {
     fetch_cols<kDepth, kValues, kKeys>(p, shared, cols);
   } else if (kKeys && threadIdx.x / 32 == 2) {
-    gather_stats<kDepth, kValues>(p, shared);
+    gather_stats(p, shared);
   }
 }
 

@@ -869,9 +869,12 @@ TEST_F(AttentionHopper, BackwardOfEveryKind) {
 TEST_F(AttentionHopper, KeysAreDoneWhenQueriesAre) {
   for (int n = 0; n < 3; ++n) {
     check_backward(full(4096, 64), {DType::bf16, 1, 1, 1, 128, false, 0.1});
+    check_backward(full(4096, 64), {DType::bf16, 1, 1, 1, 192, false, 0.1});
   }
-  check_backward({"few rows", 2048, 192, {{[](Index i, Index j) { return j < 32 && i >= 100; }}}},
-                 {DType::bf16, 1, 2, 1, 128, false, 0.1});
+  for (const Index depth : {128, 256}) {
+    check_backward({"few rows", 2048, 192, {{[](Index i, Index j) { return j < 32 && i >= 100; }}}},
+                   {DType::bf16, 1, 2, 1, depth, false, 0.1});
+  }
 }
 
 /// Above 128 columns keys and values have a kernel each; columns of both are counted in 64s, each for itself.

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <initializer_list>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <optional>
@@ -644,6 +645,16 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
   return true;
 }
 
+/// The first launch of a gradient takes nothing from those of others, and they have waited for the statistics, unless
+/// there was no CTA to do so. Later ones add to what was there.
+void let_start_early(std::vector<BackwardLaunch>& launches) {
+  for (auto at = launches.begin(); at != launches.end(); ++at) {
+    const auto same = [&](const BackwardLaunch& other) { return other.which.make == at->which.make; };
+    const bool first = std::none_of(launches.begin(), at, same);
+    at->params.early = at != launches.begin() && first && std::prev(at)->grid > 0 ? 1 : 0;
+  }
+}
+
 }  // namespace
 
 bool forward(const Problem& problem, const Plans& plans, Context& context) {
@@ -723,16 +734,12 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
       return false;
     }
   }
-  const std::size_t key_launches = launches.size();
   for (const HeadRange& range : problem.d_q.data != nullptr ? ranges : std::vector<HeadRange>{}) {
     if (!add_launches(problem, range, false, numbers, kept, launches, zeros, context)) {
       return false;
     }
   }
-  if (key_launches > 0 && key_launches < launches.size()) {
-    // Queries take nothing from keys, who waited for the statistics, unless there was no CTA to do so.
-    launches[key_launches].params.early = launches[key_launches - 1].grid > 0 ? 1 : 0;
-  }
+  let_start_early(launches);
   std::vector<Which> others{{Make::statistics, p.dtype}};
   if (!zeros.empty()) {
     others.push_back({Make::fill, p.dtype});

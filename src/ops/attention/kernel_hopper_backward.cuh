@@ -211,7 +211,18 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& p, const Li
   }
 }
 
-/// What both kernels begin with. One that is early does not wait for the kernel before until it ends itself.
+/// What a kernel does before it reads anything that another may have written. One that is early does not wait for the
+/// kernel before until it ends itself.
+__device__ __forceinline__ void begin_backward(const BackwardParams& p) {
+  if (p.early == 0) {
+    wait_for_earlier_kernel();
+  } else {
+    __threadfence();  // statistics that this multiprocessor's own cache has may be an earlier call's
+  }
+  let_next_kernel_start();
+}
+
+/// What both kernels begin with.
 template <int kDepth, int kValues, bool kKeys>
 __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared,
                                               u32 cols) {
@@ -219,12 +230,7 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
   clear_unplaced(cols, 2 * S::kStages * S::kMostHalves, kStream, p.walk.col_places);
   init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
   init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, kKeys ? 256 : 8);
-  if (kKeys || p.early == 0) {
-    wait_for_earlier_kernel();
-  } else {
-    __threadfence();  // statistics that this multiprocessor's own cache has may be an earlier call's
-  }
-  let_next_kernel_start();
+  begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
 template <int kDepth, int kValues, bool kKeys>

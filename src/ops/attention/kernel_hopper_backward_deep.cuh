@@ -96,7 +96,7 @@ __device__ __forceinline__ void make_deep_barriers(const BackwardParams& p, Deep
   init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
   init_ring(shared.full, shared.empty, S::kStages, S::kKeys ? 33 : 1, S::kKeys ? 256 : 8);
   init_ring(shared.other_full, shared.other_empty, S::kOtherStages, 1, 8);
-  begin_after_earlier_kernel();
+  begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
 template <int kDepth, int kValues, Deep kOf>
@@ -253,6 +253,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
     fence_async_proxy();  // the next rows come by the copy engine
     release(row_empty, 1);
   }
+  wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
 }
 
 /// dv = Pᵀ · d_o. The scores of a step are in the tensor cores while the probabilities of the step before meet d_o.
@@ -351,6 +352,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), 0);
   }
+  wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
 }
 
 }  // namespace fretwork::attention_op::hopper

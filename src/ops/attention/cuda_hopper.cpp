@@ -6,10 +6,10 @@
 #include <bit>
 #include <cmath>
 #include <initializer_list>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <optional>
-#include <queue>
 #include <span>
 #include <string>
 #include <utility>
@@ -18,6 +18,7 @@
 #include "ops/attention/heads.h"
 #include "ops/attention/params_hopper.cuh"
 #include "ops/attention/pieces.h"
+#include "ops/attention/schedule.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
@@ -28,9 +29,11 @@ namespace {
 namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-constexpr int kMostForward = 256, kMostBackward = 128;  // columns that registers have room for
+constexpr int kMostColumns = 256;  // that registers have room for
 
 // ---------------------------------------------------------------------------------------------- which kernel
+
+enum class Make : unsigned { forward, keys, queries, values, fill, statistics };
 
 KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest) {
   return {"ops/attention/kernel_hopper_" + file + ".cuh",
@@ -44,6 +47,8 @@ struct Columns {
   int depth, values;
 
   int most() const { return std::max(depth, values); }
+  /// Registers have no room for the gradients of keys and values at once.
+  bool deep() const { return most() > 128; }
   std::string text() const { return ", " + std::to_string(depth) + ", " + std::to_string(values); }
 };
 Columns columns_of(const Problem& p) {
@@ -53,8 +58,21 @@ Columns columns_of(const Problem& p) {
 KernelSpec forward_instance(DType dtype, const Columns& columns, bool general) {
   return instance("forward", "forward", dtype, columns.text() + flag(general));
 }
-KernelSpec backward_instance(DType dtype, const Columns& columns, bool keys, bool general) {
-  return instance("backward", keys ? "backward_keys" : "backward_queries", dtype, columns.text() + flag(general));
+KernelSpec backward_instance(DType dtype, const Columns& columns, Make make, bool general) {
+  if (make == Make::values) {
+    return instance("backward_deep", "backward_deep_values", dtype, columns.text() + flag(general));
+  }
+  if (columns.deep()) {
+    return instance("backward_deep", "backward_deep", dtype, columns.text() + flag(make == Make::keys) + flag(general));
+  }
+  return instance("backward", make == Make::keys ? "backward_keys" : "backward_queries", dtype,
+                  columns.text() + flag(general));
+}
+/// What makes the gradients of keys and values, or of queries.
+std::vector<Make> backward_makes(const Columns& columns, bool keys) {
+  return !keys            ? std::vector{Make::queries}
+         : columns.deep() ? std::vector{Make::keys, Make::values}
+                          : std::vector{Make::keys};
 }
 KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype, ""); }
 KernelSpec statistics_instance(DType dtype) {
@@ -72,9 +90,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
       for (const bool general : {false, true}) {
         list.push_back(forward_instance(dtype, columns, general));
-        if (columns.most() <= kMostBackward) {
-          list.push_back(backward_instance(dtype, columns, false, general));
-          list.push_back(backward_instance(dtype, columns, true, general));
+        for (const bool keys : {false, true}) {
+          for (const Make make : backward_makes(columns, keys)) {
+            list.push_back(backward_instance(dtype, columns, make, general));
+          }
         }
       }
     }
@@ -83,9 +102,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<196> kernels;
-
-enum class Make : unsigned { forward, keys, queries, fill, statistics };
+constinit KernelTable<260> kernels;
 
 /// Which kernel; the last two have neither columns nor another kind.
 struct Which {
@@ -98,7 +115,7 @@ struct Which {
     const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 |
                             static_cast<unsigned>(columns.depth / 64 - 1) << 2 |
                             static_cast<unsigned>(columns.values / 64 - 1) << 4;
-    return (make == Make::statistics ? 194u : 64 * static_cast<unsigned>(make)) + within;
+    return (make == Make::statistics ? 258u : 64 * static_cast<unsigned>(make)) + within;
   }
   KernelSpec spec() const {
     switch (make) {
@@ -106,7 +123,8 @@ struct Which {
         return forward_instance(dtype, columns, general);
       case Make::keys:
       case Make::queries:
-        return backward_instance(dtype, columns, make == Make::keys, general);
+      case Make::values:
+        return backward_instance(dtype, columns, make, general);
       case Make::fill:
         return fill_instance(dtype);
       case Make::statistics:
@@ -119,12 +137,16 @@ struct Which {
   }
 };
 
-/// Bytes for what ForwardShared and BackwardShared describe.
+/// Bytes for what ForwardShared, BackwardShared and DeepShared describe.
 int forward_shared(const Columns& columns) {
   const auto [cols, items, stages] = forward_tiles(columns.depth, columns.values);
   return 1024 + 2 * (items * kRows * columns.most() + stages * cols * (columns.depth + columns.values));
 }
 int backward_shared(const Columns& columns) {
+  if (columns.deep()) {
+    const auto [first, second] = deep_stages(columns.most(), false);
+    return 1024 + 2 * columns.most() * (2 * kRows + (first + second) * kBackwardShape.cols);
+  }
   return 1024 + 2 * columns.most() * (4 * kRows + 2 * (columns.most() == 64 ? 4 : 3) * kBackwardShape.cols);
 }
 
@@ -265,85 +287,24 @@ DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
 
 // ---------------------------------------------------------------------------------------------- who does what
 
-/// Pairs of batch and head, and how many of them run through their tiles together because their operands fit the cache.
-/// Launches go through them forwards and backwards in turn: the cache still has what the one before used last.
-struct Pairs {
-  int batch, heads, together;
-  bool backwards;
-};
-
 struct Schedule {
   std::size_t items, share;  ///< where they are in the memory of all schedules of a plan
   int grid;
 };
 
-/// A tile of one pair of batch and head.
-struct Task {
-  int tile;
-  std::int64_t pair;
-};
-
-/// Pairs go through their tiles together, the longest tiles first. A tile that takes longer than a CTA's share of such
-/// a group would be waited for at the end: those go before all others.
-std::vector<Task> order_tasks(const DeviceComponent& component, const Pairs& pairs, bool empty, int ctas) {
-  std::vector<int> order(component.steps.size());
-  std::iota(order.begin(), order.end(), 0);
-  const auto steps = [&](int tile) { return component.steps[static_cast<std::size_t>(tile)]; };
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return steps(a) > steps(b); });
-  if (!empty) {
-    while (!order.empty() && steps(order.back()) == 0) {
-      order.pop_back();
-    }
-  }
-  const std::int64_t all = static_cast<std::int64_t>(pairs.batch) * pairs.heads;
-  const std::int64_t share =
-      std::accumulate(component.steps.begin(), component.steps.end(), std::int64_t{0}) * pairs.together / ctas;
-  const auto rest = std::find_if(order.begin(), order.end(), [&](int tile) { return steps(tile) <= share; });
-  std::vector<Task> tasks;
-  tasks.reserve(order.size() * static_cast<std::size_t>(all));
-  const auto add = [&](auto first, auto last, std::int64_t begin, std::int64_t end) {
-    for (auto tile = first; tile != last; ++tile) {
-      for (std::int64_t n = begin; n < end; ++n) {
-        tasks.push_back({*tile, pairs.backwards ? all - 1 - n : n});
-      }
-    }
-  };
-  add(order.begin(), rest, 0, all);
-  for (std::int64_t begin = 0; begin < all; begin += pairs.together) {
-    add(rest, order.end(), begin, std::min(all, begin + pairs.together));
-  }
-  return tasks;
-}
-
-/// Each task to the CTA that has least to do so far: what a queue would do, without one. `repeat` is how often a step
-/// is done; `empty` says whether tiles without steps have work to do as well.
 Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device,
                        Pieces& pieces) {
-  constexpr std::int64_t kOverhead = 2;  // of an item, in steps
-  const int ctas = driver::device_info(device).multiprocessors;
-  const std::vector<Task> tasks = order_tasks(component, pairs, empty, ctas);
-  const auto grid = static_cast<int>(std::min<std::int64_t>(ctas, std::ssize(tasks)));
-  std::vector<std::vector<Item>> lists(static_cast<std::size_t>(grid));
-  using Load = std::pair<std::int64_t, int>;
-  std::priority_queue<Load, std::vector<Load>, std::greater<>> least;
-  for (int c = 0; c < grid; ++c) {
-    least.emplace(0, c);
-  }
-  for (const Task& task : tasks) {
-    const auto [load, c] = least.top();
-    least.pop();
-    const int steps = component.steps[static_cast<std::size_t>(task.tile)] * repeat;
-    lists[static_cast<std::size_t>(c)].push_back(
-        {task.tile, static_cast<int>(task.pair / pairs.heads), static_cast<int>(task.pair % pairs.heads), steps});
-    least.emplace(load + kOverhead + steps, c);
-  }
+  const auto lists = deal_tasks(component.steps, pairs, repeat, empty, driver::device_info(device).multiprocessors);
   std::vector<Item> items;
   std::vector<int> share{0};
   for (const auto& list : lists) {
-    items.insert(items.end(), list.begin(), list.end());
+    for (const Task& task : list) {
+      items.push_back({task.tile, static_cast<int>(task.pair / pairs.heads), static_cast<int>(task.pair % pairs.heads),
+                       component.steps[static_cast<std::size_t>(task.tile)] * repeat});
+    }
     share.push_back(static_cast<int>(items.size()));
   }
-  return {pieces.add(items), pieces.add(share), grid};
+  return {pieces.add(items), pieces.add(share), static_cast<int>(lists.size())};
 }
 
 /// A plan and the schedules of its components for some number of heads.
@@ -494,12 +455,12 @@ std::vector<HeadRange> ranges_of(const Plans& plans, std::int64_t heads) {
   return ranges;
 }
 
-/// What both directions need, up to so many columns; everything else is a matter of strides and plans.
-bool suits(const Problem& p, int most_columns, const Context& context) {
+/// What both directions need; everything else is a matter of strides and plans.
+bool suits(const Problem& p, const Context& context) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
   const std::int64_t most =
       std::max(p.depth, p.value_depth);  // up to 32, half of what a kernel does would be for zeros
-  const bool size = most > 32 && most <= most_columns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
+  const bool size = most > 32 && most <= kMostColumns && p.depth > 0 && p.value_depth > 0 && p.depth % 8 == 0 &&
                     p.value_depth % 8 == 0 && p.batch > 0 && p.heads > 0 && p.kv_heads > 0 && p.rows > 0 &&
                     p.cols > 0 && p.batch * p.heads < kMost;
   const bool plain = p.softcap == 0 && p.bias.data == nullptr && p.slopes.data == nullptr && p.dropout.rate == 0;
@@ -611,10 +572,11 @@ void launch_statistics(const BackwardProblem& b, RowStats* stats, Context& conte
       .launch(ceil_div(params.all_rows, 16), 256, 0, &params, context.stream);
 }
 
-/// The gradients of keys and values, or of queries, from one component.
+/// Gradients from one component: of queries, of keys, of values, or of keys and values where registers hold both.
 std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
-                                              std::size_t at, bool keys, const RowStats* stats) {
+                                              std::size_t at, Make make, const RowStats* stats) {
   const Problem& p = b.forward;
+  const bool keys = make != Make::queries;
   const DeviceComponent& c = prepared.component(at);
   const Side &queries_side = keys ? c.cols : c.rows, &keys_side = keys ? c.rows : c.cols;
   const std::array<std::int64_t, 3> sizes{p.batch, heads.count, p.rows}, kv_sizes{p.batch, heads.kv_count, p.cols};
@@ -631,8 +593,11 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.cols[0] = keys ? *q : *k;
   params.cols[1] = keys ? *d_o : *v;
   params.walk = walk_of(prepared, at);
-  params.out[0] = lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
-  params.out[1] = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
+  const Lines d_v = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
+  params.out[0] = make == Make::values
+                      ? d_v
+                      : lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
+  params.out[1] = d_v;
   params.stats = stats + heads.first * p.rows;
   params.stats_batch = static_cast<int>(p.heads * p.rows);
   params.stats_head = static_cast<int>(p.rows);
@@ -642,8 +607,7 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.value_depth = static_cast<int>(p.value_depth);
   params.scale = static_cast<float>(p.scale);
   params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
-  return BackwardLaunch{
-      {keys ? Make::keys : Make::queries, p.dtype, columns_of(p), c.general}, prepared.schedules[at].grid, params};
+  return BackwardLaunch{{make, p.dtype, columns_of(p), c.general}, prepared.schedules[at].grid, params};
 }
 
 /// A gradient that is to be zero before anything is added to it.
@@ -670,19 +634,31 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
     zeros.push_back({from_head(b.d_q, heads.first, 2), {p.batch, heads.count, p.rows}, p.depth});
   }
   for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
-    const auto launch = backward_launch(b, heads, *prepared, at, keys, stats);
-    if (!launch) {
-      return false;
+    for (const Make make : backward_makes(columns_of(p), keys)) {
+      const auto launch = backward_launch(b, heads, *prepared, at, make, stats);
+      if (!launch) {
+        return false;
+      }
+      launches.push_back(*launch);
     }
-    launches.push_back(*launch);
   }
   return true;
+}
+
+/// The first launch of a gradient takes nothing from those of others, and they have waited for the statistics, unless
+/// there was no CTA to do so. Later ones add to what was there.
+void let_start_early(std::vector<BackwardLaunch>& launches) {
+  for (auto at = launches.begin(); at != launches.end(); ++at) {
+    const auto same = [&](const BackwardLaunch& other) { return other.which.make == at->which.make; };
+    const bool first = std::none_of(launches.begin(), at, same);
+    at->params.early = at != launches.begin() && first && std::prev(at)->grid > 0 ? 1 : 0;
+  }
 }
 
 }  // namespace
 
 bool forward(const Problem& problem, const Plans& plans, Context& context) {
-  if (!suits(problem, kMostForward, context) ||
+  if (!suits(problem, context) ||
       !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan); })) {
     return false;
   }
@@ -723,7 +699,7 @@ TileShape forward_shape(const Problem& problem) {
 }
 
 bool forward(const Problem& problem, Context& context) {
-  if (!suits(problem, kMostForward, context)) {
+  if (!suits(problem, context)) {
     return false;
   }
   Plans plans;
@@ -741,8 +717,8 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   // Heads that share keys are added up by one CTA, so they must share a plan as well.
   const auto whole = [&](const HeadRange& r) { return r.first % group == 0 && r.count % group == 0; };
   const bool wants_keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
-  if (!suits(p, kMostBackward, context) || !movable(problem.d_o) || p.lse.data == nullptr ||
-      problem.d_bias.data != nullptr || (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
+  if (!suits(p, context) || !movable(problem.d_o) || p.lse.data == nullptr || problem.d_bias.data != nullptr ||
+      (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
       (problem.d_q.data != nullptr && !movable(problem.d_q)) || p.batch * p.heads * p.rows >= kMost ||
       !std::all_of(plans.begin(), plans.end(), fit) || !std::all_of(transposed.begin(), transposed.end(), fit) ||
       !std::all_of(ranges.begin(), ranges.end(), whole) || !std::all_of(kv_ranges.begin(), kv_ranges.end(), whole)) {
@@ -763,6 +739,7 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
       return false;
     }
   }
+  let_start_early(launches);
   std::vector<Which> others{{Make::statistics, p.dtype}};
   if (!zeros.empty()) {
     others.push_back({Make::fill, p.dtype});
@@ -777,7 +754,7 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
 }
 
 bool backward(const BackwardProblem& problem, Context& context) {
-  if (!suits(problem.forward, kMostBackward, context)) {
+  if (!suits(problem.forward, context)) {
     return false;
   }
   Plans plans, transposed;

@@ -10,9 +10,9 @@
 namespace fretwork::attention_op::hopper {
 
 /// Runs it and returns true, or returns false, having done nothing, where it does not apply: not an sm_90a kernel
-/// architecture, not a 16-bit type, depths that are no multiples of 8, both below 33 or one above 256 (128 for the
-/// gradients), a bias, softcap, ALiBi or dropout, a scale that is not positive, or operands that the copy engine cannot
-/// read (columns next to each other, the other strides multiples of 16 bytes, 16-byte aligned). The device is current.
+/// architecture, not a 16-bit type, depths that are no multiples of 8, both below 33 or one above 256, a bias, softcap,
+/// ALiBi or dropout, a scale that is not positive, or operands that the copy engine cannot read (columns next to each
+/// other, the other strides multiples of 16 bytes, 16-byte aligned). The device is current.
 bool forward(const Problem& problem, Context& context);
 bool backward(const BackwardProblem& problem, Context& context);
 

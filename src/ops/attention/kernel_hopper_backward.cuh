@@ -122,9 +122,8 @@ __device__ __forceinline__ float2 stats_of(const BackwardParams& p, int batch, i
 }
 
 /// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.
-template <int kDepth, int kValues>
-__device__ __forceinline__ void gather_stats(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared) {
-  using S = BackwardShared<kDepth, kValues>;
+template <typename S>
+__device__ __forceinline__ void gather_stats(const BackwardParams& p, S& shared) {
   Ring<S::kStages> ring(1);
   const u32 lane = threadIdx.x % 32;
   walk_steps<true>(p, [&](int batch, int head, int, int tile) {
@@ -212,6 +211,17 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& p, const Li
   }
 }
 
+/// What a kernel does before it reads anything that another may have written. One that is early does not wait for the
+/// kernel before until it ends itself.
+__device__ __forceinline__ void begin_backward(const BackwardParams& p) {
+  if (p.early == 0) {
+    wait_for_earlier_kernel();
+  } else {
+    __threadfence();  // statistics that this multiprocessor's own cache has may be an earlier call's
+  }
+  let_next_kernel_start();
+}
+
 /// What both kernels begin with.
 template <int kDepth, int kValues, bool kKeys>
 __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared,
@@ -220,7 +230,7 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
   clear_unplaced(cols, 2 * S::kStages * S::kMostHalves, kStream, p.walk.col_places);
   init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
   init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, kKeys ? 256 : 8);
-  begin_after_earlier_kernel();
+  begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
 template <int kDepth, int kValues, bool kKeys>
@@ -231,7 +241,7 @@ __device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShare
   } else if (threadIdx.x == 32) {
     fetch_cols<kDepth, kValues, kKeys>(p, shared, cols);
   } else if (kKeys && threadIdx.x / 32 == 2) {
-    gather_stats<kDepth, kValues>(p, shared);
+    gather_stats(p, shared);
   }
 }
 
@@ -428,6 +438,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), static_cast<int>(items.stage));
   }
+  wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
 }
 
 }  // namespace fretwork::attention_op::hopper

@@ -20,6 +20,16 @@ constexpr ForwardTiles forward_tiles(int depth, int values) {
   return {cols, most > 192 || (cols == 128 && most > 128) ? 1 : 2, most == 64 ? 4 : 2};
 }
 
+/// Of kernels for gradients of more than 128 columns, `most` of q, k and v: tiles of 64 rows that the two operands
+/// which stream have room for. One operand of the rows is not needed for values' gradients; its place takes two more.
+struct DeepStages {
+  int first, second;
+};
+constexpr DeepStages deep_stages(int most, bool values) {
+  const int first = most > 192 ? 2 : 3;
+  return {first, first - 1 + (values ? 2 : 0)};
+}
+
 /// An operand as the copy engine sees it: (column, last axis of a tile, middle axis[, first axis], place). The axes of
 /// a tile are as long as the tile, and what is not inside the sequence is cut off by starting that much later on them.
 /// The place counts units of memory: batch·batch + head·head + row·row of them.
@@ -86,6 +96,7 @@ struct BackwardParams {
   int stats_batch, stats_head;
   int group;  ///< query heads that share a key head
   int add;    ///< 1: to what is there
+  int early;  ///< 1: the kernel before waited for all that came before it, and its own results are not needed here
   int depth, value_depth;
   float scale, scale_2;  ///< the latter times log2(e)
 };

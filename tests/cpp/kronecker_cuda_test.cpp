@@ -589,17 +589,56 @@ TEST_F(KroneckerCuda, DenseBlocks) {
   }
 }
 
+/// Weights that stay in shared memory: every width, steps and columns that end within, several rows to a CTA.
+TEST_F(KroneckerCuda, ResidentWeights) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  using enum Activation;
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const Order order : {Order::plain, Order::transposed, Order::padded}) {
+      for (const bool last : {false, true}) {
+        for (const Index batch : {8, 264, 25088}) {
+          cases.push_back({{1, 192, 48, 2}, batch, last, dtype, none, true, order});
+          cases.push_back({{2, 24, 40, 4}, batch, last, dtype, relu, true, order});
+          cases.push_back({{1, 72, 100, 2}, batch, last, dtype, gelu, false, order, 8});
+          cases.push_back({{3, 16, 24, 8}, batch, last, dtype, silu, true, order});
+        }
+      }
+    }
+    cases.push_back({{1, 130, 256, 6}, 1000, true, dtype, none, true});
+    cases.push_back({{1, 64, 64, 2}, 130000, false, dtype, none, true});
+  }
+  for (const Case& c : cases) {
+    Forward f(c);
+    f.poison();
+    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::resident)) << c.text();
+    f.check();
+    f.check_guard();
+  }
+  // Too many for shared memory, no δ to bring together, and another type.
+  for (const Case& c : std::initializer_list<Case>{
+           {{1, 512, 1024, 2}, 1000, true}, {{2, 64, 64, 1}, 1000, true}, {{1, 64, 64, 2}, 1000, true, DType::f32}}) {
+    EXPECT_FALSE(kronecker::hopper::run(Forward(c).problem(), context_, kronecker::hopper::Form::resident)) << c.text();
+  }
+}
+
 /// What an infinity or NaN of one δ would spoil through the zeros between is added up again.
 TEST_F(KroneckerCuda, DenseBlocksKeepInfinitiesApart) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";
   }
-  for (const Case& c : dense_cases()) {
+  std::vector<Case> cases = dense_cases();
+  cases.push_back({{1, 96, 48, 2}, 300, false, DType::f16, Activation::none, true});
+  for (const Case& c : cases) {
+    const bool small = &c == &cases.back();
     Forward f(c);
     const Index n = c.batch * 2 / 3, l = c.sizes.d - 1;  // of the last k of the last block
     f.x.host.set(n * f.x.view.strides[0] + f.x.view.size(1) - 1, std::numeric_limits<double>::infinity());
     f.upload();
-    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::dense)) << c.text();
+    const auto form = small ? kronecker::hopper::Form::resident : kronecker::hopper::Form::dense;
+    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), form)) << c.text();
     f.y.download();
     const Index features = f.y.view.size(1), block = c.sizes.b * c.sizes.d;
     for (Index row = 0; row < c.batch; ++row) {

@@ -13,9 +13,9 @@ namespace fretwork::kronecker {
 /// the features of one δ together pays.
 namespace hopper {
 bool run(const Problem& problem, Context& context);
-/// As the operands lie, regrouped, with the d products of a block as one dense matrix, or the one of them that should
-/// be fastest, if another way should not be.
-enum class Form { best, direct, regrouped, dense };
+/// As the operands lie, regrouped, with the d products of a block as one dense matrix, with weights that CTAs keep, or
+/// the one of them that should be fastest, if another way should not be.
+enum class Form { best, direct, regrouped, dense, resident };
 /// In tiles of `width` columns, one of widths(), or 0 for what should be fastest.
 bool run(const Problem& problem, Context& context, Form form, int width = 0);
 std::span<const int> widths();

@@ -421,7 +421,7 @@ bool pays(const Problem& p, const Context& context) {
   if (s.d > 1 || p.dtype == DType::f32) {
     return exact || p.batch <= 16;
   }
-  const bool in_one_go = has_clusters(context) && s.c <= 512 &&
+  const bool in_one_go = has_clusters(context) && s.c <= 128 &&
                          s.a * ceil_div(s.b, 64) <= driver::device_info(context.device.index).multiprocessors;
   return p.batch <= 8 && !in_one_go;
 }

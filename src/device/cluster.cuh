@@ -23,6 +23,23 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
       "r"(rank)
       : "memory");
 }
+/// Four words that lie at `address` in CTA `rank` of the cluster, which before sm_90 is this one.
+__device__ __forceinline__ void load_from_rank(u32 (&to)[4], u32 address, u32 rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [remote];}"
+      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+      : "r"(address), "r"(rank)
+      : "memory");
+#else
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+#endif
+}
 /// Bytes from this CTA's shared memory to `to` in CTA `rank`, counted by the barrier that lies at `barrier` there. What
 /// ordinary stores wrote needs fence_async_proxy first.
 __device__ __forceinline__ void copy_to_rank(u32 to, u32 from, int bytes, u32 barrier, u32 rank) {

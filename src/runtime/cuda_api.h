@@ -53,6 +53,7 @@ static_assert(sizeof(LaunchConfig) == 56);
 struct Driver {
   void* library;
   Function<unsigned> init{library, "cuInit"};
+  Function<int*> version{library, "cuDriverGetVersion"};
   Function<int, const char**> error_name{library, "cuGetErrorName"};
   Function<int, const char**> error_string{library, "cuGetErrorString"};
 

@@ -228,6 +228,15 @@ void Kernel::launch(std::int64_t grid, int threads, int shared_bytes, const void
 namespace {
 constexpr std::uint32_t kClusterDimension = 4;           // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr std::uint32_t kProgrammaticSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+/// Graphs know such launches since CUDA 12.3.
+bool may_start_early(cuda::Handle stream) {
+  static const bool in_graphs = [] {
+    int version = 0;
+    return cuda::driver().version.attempt(&version) == 0 && version >= 12030;
+  }();
+  return in_graphs || !cuda::is_capturing(stream);
+}
 }  // namespace
 
 void Kernel::launch_clusters(std::int64_t grid, int cluster, int threads, int shared_bytes, const void* params,
@@ -237,7 +246,7 @@ void Kernel::launch_clusters(std::int64_t grid, int cluster, int threads, int sh
   if (cluster > 1) {
     attributes[count++] = {kClusterDimension, 0, static_cast<std::uint32_t>(cluster), 1, 1, {}};
   }
-  if (behind && !cuda::is_capturing(stream)) {
+  if (behind && may_start_early(stream)) {
     attributes[count++] = {kProgrammaticSerialization, 0, 1, 0, 0, {}};
   }
   launch_with({attributes, count}, grid, threads, shared_bytes, params, stream);

@@ -65,7 +65,7 @@ class Kernel {
   void launch_clusters(std::int64_t grid, int cluster, int threads, int shared_bytes, const void* params,
                        cuda::Handle stream, bool behind = false) const;
   /// Same, but the kernel may start while the one before it on the stream ends: before it reads what that one wrote, it
-  /// waits itself (wait_for_earlier_kernel). sm_90 and later. Plain while the stream is captured.
+  /// waits itself (wait_for_earlier_kernel). sm_90 and later. Plain where an old driver captures the stream.
   void launch_behind(std::int64_t grid, int threads, int shared_bytes, const void* params, cuda::Handle stream) const;
   /// One with arguments of its own, each behind a pointer and of a size, in up to three dimensions. Throws Error where
   /// the kernel has others, if the driver can say so.

@@ -589,17 +589,56 @@ TEST_F(KroneckerCuda, DenseBlocks) {
   }
 }
 
+/// Weights that stay in shared memory: every width, steps and columns that end within, several rows to a CTA.
+TEST_F(KroneckerCuda, ResidentWeights) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  using enum Activation;
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const Order order : {Order::plain, Order::transposed, Order::padded}) {
+      for (const bool last : {false, true}) {
+        for (const Index batch : {8, 264, 25088}) {
+          cases.push_back({{1, 192, 48, 2}, batch, last, dtype, none, true, order});
+          cases.push_back({{2, 24, 40, 4}, batch, last, dtype, relu, true, order});
+          cases.push_back({{1, 72, 100, 2}, batch, last, dtype, gelu, false, order, 8});
+          cases.push_back({{3, 16, 24, 8}, batch, last, dtype, silu, true, order});
+        }
+      }
+    }
+    cases.push_back({{1, 130, 256, 6}, 1000, true, dtype, none, true});
+    cases.push_back({{1, 64, 64, 2}, 130000, false, dtype, none, true});
+  }
+  for (const Case& c : cases) {
+    Forward f(c);
+    f.poison();
+    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::resident)) << c.text();
+    f.check();
+    f.check_guard();
+  }
+  // Too many for shared memory, no δ to bring together, and another type.
+  for (const Case& c : std::initializer_list<Case>{
+           {{1, 512, 1024, 2}, 1000, true}, {{2, 64, 64, 1}, 1000, true}, {{1, 64, 64, 2}, 1000, true, DType::f32}}) {
+    EXPECT_FALSE(kronecker::hopper::run(Forward(c).problem(), context_, kronecker::hopper::Form::resident)) << c.text();
+  }
+}
+
 /// What an infinity or NaN of one δ would spoil through the zeros between is added up again.
 TEST_F(KroneckerCuda, DenseBlocksKeepInfinitiesApart) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";
   }
-  for (const Case& c : dense_cases()) {
+  std::vector<Case> cases = dense_cases();
+  cases.push_back({{1, 96, 48, 2}, 300, false, DType::f16, Activation::none, true});
+  for (const Case& c : cases) {
+    const bool small = &c == &cases.back();
     Forward f(c);
     const Index n = c.batch * 2 / 3, l = c.sizes.d - 1;  // of the last k of the last block
     f.x.host.set(n * f.x.view.strides[0] + f.x.view.size(1) - 1, std::numeric_limits<double>::infinity());
     f.upload();
-    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::dense)) << c.text();
+    const auto form = small ? kronecker::hopper::Form::resident : kronecker::hopper::Form::dense;
+    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), form)) << c.text();
     f.y.download();
     const Index features = f.y.view.size(1), block = c.sizes.b * c.sizes.d;
     for (Index row = 0; row < c.batch; ++row) {
@@ -731,6 +770,32 @@ std::vector<Case> few_cases() {
   return cases;
 }
 
+/// On the tensor cores: clusters of several sizes that share the depth, the last with less of it; x in several pieces;
+/// more rows than sixteen, the last group of them with eight or fewer.
+std::vector<Case> few_tile_cases() {
+  using enum Activation;
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const bool last : {false, true}) {
+      for (const Index batch : {1, 5, 8, 16, 20}) {
+        cases.push_back({{1, 96, 192, 2}, batch, last, dtype, gelu, true});
+        cases.push_back({{1, 40, 1000, 4}, batch, last, dtype, none, true, Order::plain, 2});
+        cases.push_back({{1, 512, 512, 4}, batch, last, dtype, none, true});
+        cases.push_back({{3, 48, 700, 4}, batch, last, dtype, silu, true, Order::transposed, 1});
+        cases.push_back({{1, 33, 330, 16}, batch, last, dtype, relu, false});
+        cases.push_back({{1, 20, 5000, 6}, batch, last, dtype, none, true, Order::padded});
+      }
+      for (const Index batch : {33, 40, 47, 100, 196, 256}) {
+        cases.push_back({{1, 192, 48, 2}, batch, last, dtype, none, true});
+        cases.push_back({{2, 64, 96, 4}, batch, last, dtype, relu, true, Order::plain, 4});
+        cases.push_back({{1, 100, 130, 16}, batch, last, dtype, gelu, true});
+        cases.push_back({{3, 40, 24, 10}, batch, last, dtype, none, false, Order::transposed, 1});
+      }
+    }
+  }
+  return cases;
+}
+
 TEST_F(KroneckerCuda, FewRows) {
   for (const Case& c : few_cases()) {
     Forward f(c);
@@ -741,22 +806,59 @@ TEST_F(KroneckerCuda, FewRows) {
   }
 }
 
+TEST_F(KroneckerCuda, FewRowsInTiles) {
+  for (const Case& c : few_tile_cases()) {
+    Forward f(c);
+    f.poison();
+    ASSERT_TRUE(kronecker::few::run(f.problem(), context_)) << c.text();
+    f.check();
+    f.check_guard();
+  }
+}
+
+/// Rows that are not there, or are not numbers, are multiplied beside those that are.
+TEST_F(KroneckerCuda, FewRowsKeepApart) {
+  for (const bool last : {false, true}) {
+    for (const Index batch : {3, 8, 13, 40}) {
+      const Case c{{1, 48, 500, 4}, batch, last, DType::f16, Activation::none, true};
+      Forward f(c);
+      const Index n = batch - 2;
+      for (Index feature = 0; feature < f.x.view.size(1); ++feature) {
+        f.x.host.set(n * f.x.view.strides[0] + feature * f.x.view.strides[1], std::numeric_limits<double>::quiet_NaN());
+      }
+      f.upload();
+      ASSERT_TRUE(kronecker::few::run(f.problem(), context_)) << c.text();
+      f.y.download();
+      for (Index at = 0, features = f.y.view.size(1); at < batch * features; ++at) {
+        const Index row = at / features, feature = at % features;
+        const double got = f.y.host.get(row * f.y.view.strides[0] + feature * f.y.view.strides[1]);
+        ASSERT_EQ(std::isnan(got), row == n) << c.text() << ": y[" << row << ", " << feature << "]";
+      }
+    }
+  }
+}
+
 TEST_F(KroneckerCuda, FewRowsLeaveTheRest) {
-  for (const Case& c : std::initializer_list<Case>{{{2, 8, 8, 4}, 33, false}, {{2, 8, 8, 4}, 4, false, DType::f64}}) {
+  for (const Case& c : std::initializer_list<Case>{{{2, 8, 8, 4}, 257, false},
+                                                   {{2, 8, 8, 4}, 33, false, DType::f32},
+                                                   {{2, 8, 8, 1}, 33, false},
+                                                   {{2, 8, 8, 4}, 4, false, DType::f64}}) {
     EXPECT_FALSE(kronecker::few::run(Forward(c).problem(), context_)) << c.text();
   }
 }
 
 TEST_F(KroneckerCuda, FewRowsRepeatThemselves) {
   for (const bool last : {false, true}) {
-    const Case c{{1, 96, 384, 16}, 13, last, DType::bf16, Activation::gelu, true};
-    Forward f(c);
-    std::vector<unsigned char> first;
-    for (int n = 0; n < 100; ++n) {
-      ASSERT_TRUE(kronecker::few::run(f.problem(), context_));
-      f.y.download();
-      first = n == 0 ? f.y.host.bytes : first;
-      ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
+    for (const Sizes& sizes : {Sizes{1, 96, 384, 16}, Sizes{1, 256, 512, 4}, Sizes{1, 192, 96, 2}}) {
+      const Case c{sizes, 13, last, DType::bf16, Activation::gelu, true};
+      Forward f(c);
+      std::vector<unsigned char> first;
+      for (int n = 0; n < 100; ++n) {
+        ASSERT_TRUE(kronecker::few::run(f.problem(), context_));
+        f.y.download();
+        first = n == 0 ? f.y.host.bytes : first;
+        ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
+      }
     }
   }
 }

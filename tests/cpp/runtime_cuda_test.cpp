@@ -70,6 +70,23 @@ const KernelSpec kRank{
     "}\n",
     "rank"};
 
+/// The first lets the second start before it writes; the second waits before it reads.
+const KernelSpec kEarly{
+    "struct Params { int* out; int words, add; };\n"
+    "__global__ void early(const __grid_constant__ Params p) {\n"
+    "  asm volatile(\"griddepcontrol.launch_dependents;\" ::: \"memory\");\n"
+    "  for (long long begin = clock64(); clock64() - begin < 20000;) {}\n"
+    "  p.out[blockIdx.x] += p.add;\n"
+    "}\n",
+    "early"};
+const KernelSpec kLate{
+    "struct Params { int* out; int words, add; };\n"
+    "__global__ void late(const __grid_constant__ Params p) {\n"
+    "  asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
+    "  p.out[p.words + blockIdx.x] = p.out[blockIdx.x] + 1;\n"
+    "}\n",
+    "late"};
+
 std::vector<int> read_back(const cuda::DeviceBuffer& buffer, cuda::Handle stream = nullptr) {
   std::vector<int> host(buffer.bytes() / sizeof(int));
   cuda::copy_to_host(host.data(), buffer.data(), buffer.bytes(), stream);
@@ -269,6 +286,41 @@ TEST_F(Launches, UploadsLoadsAndWorkspaceWhileCapturing) {
   call("cuGraphInstantiateWithFlags", &executable, graph, 0ull);
   call("cuGraphLaunch", executable, stream);
   EXPECT_EQ(read_back(out, stream), (std::vector<int>{9, 1009, 2009, 3009}));
+  call("cuGraphExecDestroy", executable);
+  call("cuGraphDestroy", graph);
+  call("cuStreamDestroy_v2", stream);
+}
+
+TEST_F(Launches, StartEarlyInGraphsToo) {
+  int version = 0;
+  call("cuDriverGetVersion", &version);
+  if (cuda::device_info(0).arch < 90 || version < 12030) {
+    GTEST_SKIP() << "sm_90 and CUDA 12.3 are needed";
+  }
+  void* stream = nullptr;
+  void* graph = nullptr;
+  void* executable = nullptr;
+  call("cuStreamCreate", &stream, 1u);
+  const cuda::DeviceBuffer out = zeros(8);
+  const Params params{static_cast<int*>(out.data()), 4, 10};
+  const Kernel &early = get_kernel(kEarly, 0), &late = get_kernel(kLate, 0);
+  call("cuStreamBeginCapture_v2", stream, 0);
+  early.launch(4, 1, 0, &params, stream);
+  late.launch_behind(4, 1, 0, &params, stream);
+  call("cuStreamEndCapture", stream, &graph);
+  struct Edge {
+    unsigned char from_port, to_port, type, rest[5];
+  } edge{};
+  void *from = nullptr, *to = nullptr;
+  std::size_t edges = 1;
+  call("cuGraphGetEdges_v2", graph, &from, &to, &edge, &edges);
+  EXPECT_EQ(edges, 1u);
+  EXPECT_EQ(edge.type, 1);  // CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+  call("cuGraphInstantiateWithFlags", &executable, graph, 0ull);
+  for (int n = 1; n <= 20; ++n) {
+    call("cuGraphLaunch", executable, stream);
+    EXPECT_EQ(read_back(out, stream)[7], 10 * n + 1);
+  }
   call("cuGraphExecDestroy", executable);
   call("cuGraphDestroy", graph);
   call("cuStreamDestroy_v2", stream);

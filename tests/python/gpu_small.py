@@ -92,6 +92,11 @@ def kronecker(device):
             fw.ksmm(x, w, bs_last, bias, "gelu", "kernel", precision).sum().backward()
             few = x.detach()[:, : 3 + 9 * (n % 2)] if bs_last else x.detach()[: 3 + 9 * (n % 2)]
             fw.ksmm(few, w.detach(), bs_last, bias.detach(), None, "kernel", precision)
+    for batch in (3, 16, 40):  # clusters that share the depth of a few rows
+        fw.ksmm(tensor(device, torch.float16, batch, 2400), tensor(device, torch.float16, 1, 40, 600, 4), algo="kernel")
+    w = tensor(device, torch.float16, 1, 192, 48, 2)  # which CTAs keep
+    fw.ksmm(tensor(device, torch.float16, 300, 96), w, algo="kernel")
+    fw.ksmm(tensor(device, torch.float16, 96, 304), w, True, algo="kernel")
 
 
 def chains(device: str) -> None:

@@ -24,6 +24,8 @@ CASES = [
     ((1, 33, 17, 5), 196, torch.float16, None),
     ((2, 64, 96, 4), 196, torch.float16, None),
     ((2, 64, 96, 4), 16, torch.float16, None),
+    ((1, 256, 512, 4), 16, torch.float16, None),
+    ((2, 64, 96, 4), 400, torch.float16, None),
     ((1, 128, 128, 16), 1, torch.bfloat16, None),
     ((3, 40, 24, 1), 7, torch.float32, "ieee"),
 ]
@@ -68,6 +70,26 @@ def test_graph_capture_replays_on_new_data(case, bs_last):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, call())
+
+
+@pytest.mark.parametrize("pattern", [(1, 192, 48, 2), (1, 256, 256, 16), (2, 96, 96, 4)], ids=str)
+@both_layouts
+def test_graphs_wait_for_packed_weights(pattern, bs_last):
+    """The product starts while its weights are packed, also in a graph. New ones must never come too late."""
+    x, w, _ = (t.detach() for t in operands((pattern, 1024, torch.float16, None), bs_last))
+    call = lambda: fw.ksmm(x, w, bs_last, algo="kernel")  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for n in range(300):
+        w.normal_().mul_(pattern[2] ** -0.5)
+        if n % 2:
+            x.normal_()
+        graph.replay()
+        different += (out != call()).any()
+    assert different.item() == 0
 
 
 MANY_BATCHES = """

@@ -271,8 +271,8 @@ void cuda::run(const Problem& problem, Context& context) {
   if (few::pays(problem, context) && few::run(problem, context)) {
     return;
   }
-  if (!hopper::run(problem, context) && !strided::run(problem, context) && !few::run(problem, context) &&
-      !ieee::run(problem, context)) {
+  const auto few_run = [&] { return problem.batch <= few::kMostRows && few::run(problem, context); };
+  if (!hopper::run(problem, context) && !strided::run(problem, context) && !few_run() && !ieee::run(problem, context)) {
     run_here(problem, context);
   }
 }

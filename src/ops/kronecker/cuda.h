@@ -13,9 +13,9 @@ namespace fretwork::kronecker {
 /// the features of one δ together pays.
 namespace hopper {
 bool run(const Problem& problem, Context& context);
-/// As the operands lie, regrouped, with the d products of a block as one dense matrix, or the one of them that should
-/// be fastest, if another way should not be.
-enum class Form { best, direct, regrouped, dense };
+/// As the operands lie, regrouped, with the d products of a block as one dense matrix, with weights that CTAs keep, or
+/// the one of them that should be fastest, if another way should not be.
+enum class Form { best, direct, regrouped, dense, resident };
 /// In tiles of `width` columns, one of widths(), or 0 for what should be fastest.
 bool run(const Problem& problem, Context& context, Form form, int width = 0);
 std::span<const int> widths();
@@ -41,9 +41,10 @@ bool run(const Problem& problem, Context& context, Way way, Shape shape = {});
 bool run(const WeightProblem& problem, Context& context, Way way);
 }  // namespace strided
 
-/// Up to 32 batch rows, any strides: one pass over the weights as they lie. Products only.
+/// Up to 32 batch rows, any strides: one pass over the weights as they lie; 16-bit types with d even up to 256, reading
+/// them again for every 16. Products only.
 namespace few {
-inline constexpr std::int64_t kMostRows = 32;
+inline constexpr std::int64_t kMostRows = 32, kMostTileRows = 256;
 /// Whether this is the fastest way, not merely one.
 bool pays(const Problem& problem, const Context& context);
 bool run(const Problem& problem, Context& context);

@@ -1,11 +1,13 @@
 // A few batch rows: along which axis weights are read, how threads are spread, the launch.
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/kronecker/cuda.h"
@@ -144,52 +146,84 @@ Spread choose_spread(const Problem& p, const Kind& kind, bool k_next, int multip
   return best;
 }
 
-/// The same on the tensor cores, by warps.
+/// The same on the tensor cores, by warps and, along the depth, CTAs of a cluster.
 struct TileSpread {
-  int log_l = 0, log_k = 0, log_j = 0;
-  std::int64_t tile_l = 0, tile_j = 0, step = 0;
+  int v = 0, log_l = 0, log_k = 0, log_j = 0, split = 1;
+  std::int64_t tile_l = 0, tile_j = 0, step = 0, part = 0;
   TileSpread() = default;
-  TileSpread(int v, int l, int k)
-      : log_l(l),
+  TileSpread(int deltas, int l, int k, std::int64_t c, int ctas)
+      : v(deltas),
+        log_l(l),
         log_k(k),
         log_j(std::countr_zero(static_cast<unsigned>(kWarps)) - l - k),
         tile_l(std::int64_t{v} << l),
         tile_j(std::int64_t{kTileSide} << log_j),
-        step(std::int64_t{16} << k) {}
+        step(std::int64_t{16} << k) {
+    const std::int64_t steps = ceil_div(c, step), each = ceil_div(steps, std::int64_t{ctas});
+    part = each * step;
+    split = static_cast<int>(ceil_div(steps, each));  // none has nothing to do
+  }
   /// Steps that x is fetched for at once, in up to 80 KB.
-  std::int64_t steps(std::int64_t c, std::int64_t rows) const {
+  std::int64_t steps(std::int64_t rows) const {
     const std::int64_t bytes = (step / 16) * rows * 4 * tile_pitch(static_cast<int>(tile_l)) * 2;
-    return std::min(ceil_div(c, step), std::max<std::int64_t>(80 * 1024 / bytes, 1));
+    return std::min(part / step, std::max<std::int64_t>(80 * 1024 / bytes, 1));
+  }
+  int log_cells() const { return std::countr_zero(static_cast<std::uint64_t>(tile_l * tile_j)); }
+  std::int64_t places(const Sizes& s, std::int64_t batch) const {
+    return s.a * ceil_div(s.d, tile_l) * ceil_div(s.b, tile_j) * ceil_div(batch, std::int64_t{kTileRows});
   }
 };
 
-/// As `cost`, for warps on the tensor cores.
-double tile_cost(const Problem& p, int v, const TileSpread& spread, int multiprocessors) {
-  constexpr double kMemory = 18, kL2 = 26, kX = 24, kLatency = 700;
-  const Sizes& s = p.sizes;
-  const std::int64_t groups = ceil_div(p.batch, kTileRows), rows = p.batch <= 8 ? 8 : kTileRows;
-  const std::int64_t ctas = s.a * ceil_div(s.d, spread.tile_l) * ceil_div(s.b, spread.tile_j) * groups;
-  const auto steps = static_cast<double>(ceil_div(s.c, spread.step));
-  const double chunks = std::ceil(steps / double(spread.steps(s.c, rows)));
-  const double run = spread.tile_l >= s.d ? 32 : 2.0 * double(spread.tile_l);
-  const double bytes = steps * kTileThreads * 8 * v * 2 * std::max(1.0, 32 / run);
-  const double x = double(std::min(rows, p.batch) * s.c * spread.tile_l) * 2 / kX;
-  const double ends = double(rows) * kTileThreads * v / 8;
-  const double busy = double(ceil_div(ctas, multiprocessors)) * (bytes / (groups == 1 ? kMemory : kL2) + x + ends);
-  const double turns = double(ceil_div(ctas, (v == 8 ? 1 : 2) * multiprocessors));
-  return std::max(busy, turns * (steps / 2 + 2 * chunks + 2) * kLatency);
+/// Batch rows that a CTA on the tensor cores has room for, and those that it fetches.
+std::int64_t room_of(std::int64_t batch) { return batch <= 8 ? 8 : kTileRows; }
+std::int64_t fetched(std::int64_t batch) {
+  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(std::min<std::int64_t>(batch, kTileRows))));
 }
 
-TileSpread choose_tile_spread(const Problem& p, int v, int multiprocessors) {
+/// As `cost`, for warps on the tensor cores. From times on an H200, a step takes a whole trip to memory: the loads of
+/// the next one are under way while this one is multiplied, but that is soon done. So do trips for x.
+double tile_cost(const Problem& p, const TileSpread& spread, int multiprocessors) {
+  constexpr double kMemory = 18, kL2 = 26, kX = 24, kTrip = 1400, kStart = 800, kMeeting = 1200;
+  const Sizes& s = p.sizes;
+  const std::int64_t rows = fetched(p.batch), ctas = spread.places(s, p.batch) * spread.split;
+  const auto steps = double(spread.part) / double(spread.step);
+  const double run = spread.tile_l >= s.d ? 32 : 2.0 * double(spread.tile_l);
+  const double bytes = steps * kTileThreads * 8 * spread.v * 2 * std::max(1.0, 32 / run);
+  const auto x = double(rows * spread.part * spread.tile_l);
+  const int sums = spread.split << spread.log_k;
+  const double ends =
+      std::ceil(double(rows << spread.log_cells()) / (4.0 * kTileThreads * spread.split)) * (150 + 12.0 * sums);
+  const double rate = p.batch <= kTileRows ? kMemory : kL2;  // only the first rows wait for memory
+  const double busy = double(ceil_div(ctas, multiprocessors)) * (bytes / rate + 2 * x / kX + ends);
+  const double chunks = std::ceil(steps / double(spread.steps(room_of(p.batch))));
+  const double trips = steps + std::ceil(x / chunks / 8192) * chunks - 1;  // the first of both go together
+  const double turns = double(ceil_div(ctas, (spread.v == 8 ? 1 : 2) * multiprocessors));
+  return std::max(busy, turns * (kStart + trips * kTrip + ends + (spread.split > 1 ? kMeeting : 0)));
+}
+
+/// The best for `v` neighbouring l, and its cost.
+struct TileChoice {
+  TileSpread spread;
+  double clocks = std::numeric_limits<double>::max();
+};
+TileChoice choose_tiles(const Problem& p, int v, bool clusters, int multiprocessors) {
   constexpr int kLog = std::countr_zero(static_cast<unsigned>(kWarps));
-  TileSpread best;
-  double least = std::numeric_limits<double>::max();
-  for (int l = 0; l <= kLog && (l == 0 || v << (l - 1) < p.sizes.d); ++l) {
-    for (int k = 0; k <= kLog - l && (k == 0 || 16 << (k - 1) < p.sizes.c); ++k) {
-      const TileSpread spread(v, l, k);
-      if (const double clocks = tile_cost(p, v, spread, multiprocessors); clocks < least) {
-        least = clocks;
-        best = spread;
+  const Sizes& s = p.sizes;
+  TileChoice best;
+  for (int l = 0; l <= kLog && (l == 0 || v << (l - 1) < s.d); ++l) {
+    for (int k = 0; k <= kLog - l && (k == 0 || 16 << (k - 1) < s.c); ++k) {
+      // More CTAs than fit twice need no more.
+      const std::int64_t places = TileSpread(v, l, k, s.c, 1).places(s, p.batch);
+      const int most = clusters && places < 2 * multiprocessors ? kMostSplit : 1;
+      for (int wanted = 1, last = 0; wanted <= most; ++wanted) {
+        const TileSpread spread(v, l, k, s.c, wanted);
+        if (spread.split == last) {
+          continue;
+        }
+        last = spread.split;
+        if (const double clocks = tile_cost(p, spread, multiprocessors); clocks < best.clocks) {
+          best = {spread, clocks};
+        }
       }
     }
   }
@@ -206,15 +240,23 @@ bool x_vectors(const Problem& p, std::int64_t tile_l, std::int64_t step, bool se
          (p.batch == 1 || p.x.batch % 4 == 0);
 }
 
+/// Two neighbouring l of x can be read at once.
+bool x_pairs(const Problem& p) {
+  return p.x.feature == 1 && (p.batch == 1 || p.x.batch % 2 == 0) &&
+         reinterpret_cast<std::uintptr_t>(p.x.data) % 4 == 0;
+}
+
 /// Four rows of x can be read at once: batch last, and none of them is missing.
 bool x_rows(const Problem& p) {
   return p.x.batch == 1 && p.batch % 4 == 0 && p.x.feature % 4 == 0 &&
          reinterpret_cast<std::uintptr_t>(p.x.data) % (4 * size_of(p.dtype)) == 0;
 }
 
+Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
+
 /// What both kinds of kernel are told of the problem and of how it is spread over `rows` at a time.
 template <typename AnySpread>
-Params fill(const Problem& p, const AnySpread& spread, int rows) {
+Params fill(const Problem& p, const AnySpread& spread, std::int64_t rows) {
   const Sizes& s = p.sizes;
   Params params{};
   params.x = p.x.data;
@@ -237,9 +279,10 @@ Params fill(const Problem& p, const AnySpread& spread, int rows) {
   params.log_l = spread.log_l;
   params.log_k = spread.log_k;
   params.log_j = spread.log_j;
-  params.groups = static_cast<int>(ceil_div(p.batch, rows));
-  params.j_tiles = static_cast<int>(ceil_div(s.b, spread.tile_j));
-  params.l_tiles = static_cast<int>(ceil_div(s.d, spread.tile_l));
+  params.split = 1;
+  params.groups = divisor(ceil_div(p.batch, rows));
+  params.j_tiles = divisor(ceil_div(s.b, spread.tile_j));
+  params.l_tiles = divisor(ceil_div(s.d, spread.tile_l));
   params.activation = static_cast<int>(p.activation);
   return params;
 }
@@ -251,48 +294,82 @@ bool tiles_fit(const Problem& p, int v, const Context& context) {
          driver::device_info(context.device.index).arch >= 80;
 }
 
-/// The place in kDeltas of the number of l that suits best: the same for every batch, as each is another kernel.
-std::size_t choose_deltas(Problem p, const Context& context) {
-  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+bool has_clusters(const Context& context) { return driver::kernel_arch(context.device.index) == "sm_90a"; }
+
+/// The number of l that suits best, of those whose bits are set: the same for every batch, as each is another kernel. 0
+/// for none.
+int choose_deltas(Problem p, unsigned fitting, bool clusters, int multiprocessors) {
   p.batch = kTileRows;
-  std::size_t best = std::size(kDeltas);
+  int best = 0;
   double least = std::numeric_limits<double>::max();
-  for (std::size_t n = 0; n < std::size(kDeltas); ++n) {
-    if (tiles_fit(p, kDeltas[n], context)) {
-      const TileSpread spread = choose_tile_spread(p, kDeltas[n], multiprocessors);
+  for (const int v : kDeltas) {
+    if ((fitting & static_cast<unsigned>(v)) != 0) {
       // Shorter loads must pay: they make more tiles, but also more requests.
-      if (const double clocks = tile_cost(p, kDeltas[n], spread, multiprocessors); clocks < 0.85 * least) {
+      if (const double clocks = choose_tiles(p, v, clusters, multiprocessors).clocks; clocks < 0.85 * least) {
         least = clocks;
-        best = n;
+        best = v;
       }
     }
   }
   return best;
 }
 
-void launch(Params& params, const Problem& p, std::size_t which, std::int64_t shared, Context& context) {
+/// The way on the tensor cores; its clocks are without end where there is none. Choosing takes longer than a launch, so
+/// that what was chosen lately is kept.
+TileChoice choose_tiles(const Problem& p, const Context& context) {
+  struct Kept {
+    Sizes sizes{};
+    std::int64_t batch = 0;
+    unsigned fitting = 0;
+    int multiprocessors = 0;
+    bool clusters = false;
+    bool operator==(const Kept&) const = default;
+  };
+  thread_local std::array<std::pair<Kept, TileChoice>, 16> lately;
+  Kept now{p.sizes, p.batch, 0, driver::device_info(context.device.index).multiprocessors, has_clusters(context)};
+  for (const int v : kDeltas) {
+    now.fitting |= tiles_fit(p, v, context) ? static_cast<unsigned>(v) : 0u;
+  }
+  const Sizes& s = p.sizes;
+  auto& [kept, choice] =
+      lately[static_cast<std::size_t>(s.a + s.b + s.b / 16 + s.c / 8 + s.d + p.batch) % lately.size()];
+  if (now != kept) {
+    const int v = choose_deltas(p, now.fitting, now.clusters, now.multiprocessors);
+    choice = v == 0 ? TileChoice{} : choose_tiles(p, v, now.clusters, now.multiprocessors);
+    kept = now;
+  }
+  return choice;
+}
+
+void launch(const Params& params, const Problem& p, std::size_t which, std::int64_t shared, Context& context) {
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, p.dtype) - std::begin(kTypes));
-  const std::int64_t grid = p.sizes.a * params.l_tiles * params.j_tiles * params.groups;
+  const std::int64_t grid = p.sizes.a * params.l_tiles.divisor * params.j_tiles.divisor * params.groups.divisor;
+  const bool tiles = which >= std::size(kKinds);
   kernels
       .get(type * kOfType + which, context.device.index,
            [&] {
-             return which < std::size(kKinds) ? instance(p.dtype, kKinds[which])
-                                              : tile_instance(p.dtype, kDeltas[which - std::size(kKinds)]);
+             return tiles ? tile_instance(p.dtype, kDeltas[which - std::size(kKinds)])
+                          : instance(p.dtype, kKinds[which]);
            })
-      .launch(grid, which < std::size(kKinds) ? kThreads : kTileThreads, static_cast<int>(shared), &params,
-              context.stream);
+      .launch_clusters(grid * params.split, params.split, tiles ? kTileThreads : kThreads, static_cast<int>(shared),
+                       &params, context.stream);
 }
 
-void run_tiles(const Problem& p, std::size_t which, Context& context) {
-  const int v = kDeltas[which], device = context.device.index;
-  const TileSpread spread = choose_tile_spread(p, v, driver::device_info(device).multiprocessors);
-  const std::int64_t rows = p.batch <= 8 ? 8 : kTileRows, steps = spread.steps(p.sizes.c, rows);
+void run_tiles(const Problem& p, const TileSpread& spread, Context& context) {
+  const std::int64_t room = room_of(p.batch);
   Params params = fill(p, spread, kTileRows);
-  params.chunk = static_cast<int>(steps * spread.step);
+  params.split = spread.split;
+  params.by_split = divisor(spread.split);
+  params.part = static_cast<int>(spread.part);
+  params.chunk = static_cast<int>(spread.steps(room) * spread.step);
   params.pitch = tile_pitch(static_cast<int>(spread.tile_l));
   params.x_vector = x_vectors(p, spread.tile_l, spread.step, false);
+  params.x_pairs = x_pairs(p);
   params.x_rows = x_rows(p);
-  const std::int64_t x = params.chunk / 16 * rows * 4 * params.pitch * 2, sums = rows * kTileThreads * v / 2 * 4;
+  params.log_rows = std::countr_zero(static_cast<std::uint64_t>(fetched(p.batch)));
+  const std::int64_t x = params.chunk / 16 * room * 4 * params.pitch * 2;
+  const std::int64_t sums = (room << spread.log_k) * sums_pitch(spread.log_cells()) * std::int64_t{sizeof(float)};
+  const auto which = static_cast<std::size_t>(std::ranges::find(kDeltas, spread.v) - std::begin(kDeltas));
   launch(params, p, std::size(kKinds) + which, std::max(x, sums), context);
 }
 
@@ -324,17 +401,29 @@ bool pays(const Problem& p, const Context& context) {
   // again for every tile of outputs.
   constexpr std::int64_t kManyWeights = 32 << 20;  // bytes
   const Sizes& s = p.sizes;
-  if (p.batch > 8 && p.x.batch == 1 && p.y.batch == 1 &&
-      s.a * s.b * s.c * s.d >= kManyWeights / static_cast<std::int64_t>(size_of(p.dtype))) {
+  const std::int64_t bytes = s.a * s.b * s.c * s.d * static_cast<std::int64_t>(size_of(p.dtype));
+  if (p.batch > 8 && p.x.batch == 1 && p.y.batch == 1 && bytes >= kManyWeights) {
     return false;
   }
-  // The tensor cores keep up with memory. FFMA does with eight rows, and with sixteen it is still faster than packing
-  // weights, which d = 1 does not need; exact fp32 has nothing faster.
-  if (p.batch > kMostRows || tiles_fit(p, 2, context)) {
-    return p.batch <= kMostRows;
+  if (p.batch > kMostRows) {
+    // One launch that reads the weights again for every 16 rows, against one that packs them and another (reckoned from
+    // times of those two; where weights are many, they are bound by memory and better).
+    constexpr std::int64_t kMostAgain = 4 << 20;
+    return p.batch <= kMostTileRows && bytes <= kMostAgain &&
+           choose_tiles(p, context).clocks < 8000 + 2.5e-3 * double(bytes);
   }
+  if (tiles_fit(p, 2, context)) {  // the tensor cores keep up with memory
+    return true;
+  }
+  // So does FFMA with eight rows, and with sixteen it is still faster than packing weights, which d = 1 does not need:
+  // there copies and products of whole tiles are sooner done, where each SM has one. Exact fp32 has nothing faster.
   const bool exact = p.dtype == DType::f32 && context.precision == Precision::ieee;
-  return exact || p.batch <= (p.sizes.d == 1 && p.dtype != DType::f32 ? 8 : 16);
+  if (s.d > 1 || p.dtype == DType::f32) {
+    return exact || p.batch <= 16;
+  }
+  const bool in_one_go = has_clusters(context) && s.c <= 128 &&
+                         s.a * ceil_div(s.b, 64) <= driver::device_info(context.device.index).multiprocessors;
+  return p.batch <= 8 && !in_one_go;
 }
 
 bool run(const Problem& p, Context& context) {
@@ -342,15 +431,18 @@ bool run(const Problem& p, Context& context) {
   const bool type = std::ranges::find(kTypes, p.dtype) != std::end(kTypes);
   // One CTA for each (i, j, l) is more than there ever are.
   const bool sizes = s.b < kMost && s.c < kMost && s.d < kMost && s.a < kMost && s.a * s.b < kMost * 8 / s.d;
-  if (!type || p.batch > kMostRows || !sizes) {
+  if (!type || p.batch > kMostTileRows || !sizes) {
     return false;
   }
-  if (const std::size_t which = choose_deltas(p, context); which < std::size(kDeltas)) {
-    run_tiles(p, which, context);
-  } else {
-    run_threads(p, context);
+  if (const TileChoice tiles = choose_tiles(p, context); tiles.spread.v > 0) {
+    run_tiles(p, tiles.spread, context);
+    return true;
   }
-  return true;
+  if (p.batch <= kMostRows) {
+    run_threads(p, context);
+    return true;
+  }
+  return false;
 }
 
 }  // namespace fretwork::kronecker::few

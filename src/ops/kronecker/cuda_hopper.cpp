@@ -21,9 +21,11 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr int kWidths[] = {64, 128, 192, 256};
+constexpr int kResidentWidths[] = {64, 128, 192};
 constexpr bool fits(int width, int columns) {  // with the bias and barriers of a product
   return shared_bytes(width) + 2 * columns * 4 + stages(width) * 16 <= 227 << 10;
 }
+static_assert(resident_shared_bytes(kMostKept) + 2 * 192 * 2 + stages(0) * 16 <= 227 << 10);
 static_assert(fits(64, 4 * 64) && fits(128, 2 * 128) && fits(192, 192) && fits(256, 256));
 
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
@@ -43,6 +45,9 @@ KernelSpec product_instance(DType dtype, int width, bool last, bool weights_k) {
 KernelSpec dense_instance(DType dtype, int width, bool weights_k) {
   return instance("hopper_product", "product",
                   sized(dtype, width, false) + (weights_k ? ", true" : ", false") + ", true");
+}
+KernelSpec resident_instance(DType dtype, int width, bool last) {
+  return instance("hopper_resident", "product_resident", sized(dtype, width, last));
 }
 KernelSpec gradient_instance(DType dtype, int width, bool last) {
   return instance("hopper_gradient", "gradient", sized(dtype, width, last));
@@ -65,6 +70,12 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   list.push_back(interleaved_instance(4, 64));
   list.push_back(interleaved_gradient_instance(2));
   list.push_back(interleaved_gradient_instance(4));
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const int width : kResidentWidths) {
+      list.push_back(resident_instance(dtype, width, false));
+      list.push_back(resident_instance(dtype, width, true));
+    }
+  }
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     list.push_back(unpack_instance(dtype));
     for (const int width : kWidths) {
@@ -85,7 +96,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-constinit KernelTable<104> kernels;
+constinit KernelTable<120> kernels;
 
 std::size_t place(DType dtype) { return dtype == DType::f16 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 std::size_t place(DType dtype, int width, bool last) {
@@ -98,6 +109,9 @@ const Kernel& product_kernel(DType dtype, int width, bool last, bool weights_k, 
 const Kernel& dense_kernel(DType dtype, int width, bool weights_k, int device) {
   return kernels.get(80 + place(dtype, width, weights_k), device,
                      [&] { return dense_instance(dtype, width, weights_k); });
+}
+const Kernel& resident_kernel(DType dtype, int width, bool last, int device) {
+  return kernels.get(104 + place(dtype, width, last), device, [&] { return resident_instance(dtype, width, last); });
 }
 const Kernel& gradient_kernel(DType dtype, int width, bool last, int device) {
   return kernels.get(48 + place(dtype, width, last), device, [&] { return gradient_instance(dtype, width, last); });
@@ -453,6 +467,11 @@ bool dense_pays(const Problem& p) {
          times.dense_product(dense_width(s.b * s.d)) < 0.95 * (other + times.packing(3) + 1.6 * times.start);
 }
 
+Strands strands(const Problem& p) {
+  return {p.x.data, p.w.data, p.y.data, p.x.batch,           p.y.batch,         p.w.a,
+          p.w.b,    p.w.c,    p.w.d,    narrowed(p.sizes.c), divisor(p.sizes.d)};
+}
+
 void run_dense(const Problem& p, const Dense& one, Context& context) {
   const Sizes &s = p.sizes, &whole = one.problem.sizes;
   const auto& [along_k, line, tf32] = one.lines;
@@ -465,10 +484,51 @@ void run_dense(const Problem& p, const Dense& one, Context& context) {
   params.x = operand_map(one.layout.x, true, kRows);
   params.weights = operand_map(weights, along_k, one.width);
   params.y = operand_map(one.layout.y, true, 64);
-  params.strands = {p.x.data, p.w.data, p.y.data, p.x.batch,     p.y.batch,   p.w.a,
-                    p.w.b,    p.w.c,    p.w.d,    narrowed(s.c), divisor(s.d)};
+  params.strands = strands(p);
   launch(dense_kernel(p.dtype, one.width, along_k, context.device.index), params, product_shared_bytes(one.width), true,
          context);
+}
+
+/// Weights that CTAs keep in shared memory, each those of one seat: `width` columns of one product.
+struct Resident {
+  int width, seats;
+};
+/// For `products` of s, of 16-bit types, where it takes no more turns than CTAs that change their columns, and so few
+/// that packing would be felt. Reckoned for many rows, so that it does not depend on the batch; with `any`, wherever it
+/// is possible.
+std::optional<Resident> resident(const Sizes& s, std::int64_t products, int multiprocessors, bool any) {
+  constexpr std::int64_t kRowTiles = 25088 / kRows, kFewTurns = 8;
+  const auto seats = [&](int width) { return products * ceil_div(s.b, width); };
+  const auto fits = [&](int width) {
+    return ceil_div(s.c, 64) * width <= kMostKept && seats(width) <= multiprocessors;
+  };
+  const auto turns = [&](int width) {
+    return fits(width) ? ceil_div(kRowTiles, multiprocessors / seats(width)) * (width + 64) : kMost;
+  };
+  const auto others = [&](int width) { return ceil_div(kRowTiles * seats(width), multiprocessors) * (width + 64); };
+  const int width = *std::ranges::min_element(kResidentWidths, {}, turns);
+  const int other = *std::ranges::min_element(kWidths, {}, others);
+  const bool pays = turns(width) <= kFewTurns * (width + 64) && 100 * turns(width) <= 103 * others(other);
+  if (!fits(width) || (!any && !pays)) {
+    return std::nullopt;
+  }
+  return Resident{width, narrowed(seats(width))};
+}
+
+/// `whole` is p, or p with the d products of its blocks as one.
+void run_resident(const Problem& p, const Problem& whole, const Layout& layout, const Resident& kept,
+                  const Context& context) {
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  ProductParams params = product_params(whole, whole.sizes, kept.width, 1);
+  params.x = operand_map(layout.x, !layout.last, kRows);
+  params.y = operand_map(layout.y, !layout.last, 64);
+  params.share = divisor(kept.seats);
+  params.total = narrowed(ceil_div(p.batch, kRows));
+  params.strands = strands(p);
+  const int each = std::min(params.total, multiprocessors / kept.seats);
+  resident_kernel(p.dtype, kept.width, layout.last, context.device.index)
+      .launch(std::int64_t{each} * kept.seats, kThreads, resident_shared_bytes(params.steps * kept.width), &params,
+              context.stream);
 }
 
 /// A part of the batch at a time, which bounds the workspace.
@@ -657,9 +717,18 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
     }
     return one.has_value();
   }
+  const bool may_keep = p.dtype != DType::f32 && s.d > 1 && wanted == 0;
   const Matrices matrices(p.w, s, p.dtype);
   const auto layout = form != Form::regrouped ? layout_of(p.x, p.y, p.batch, s, p.dtype) : std::nullopt;
   if (layout && layout->y.can_be_written()) {
+    const bool keep = may_keep && layout->last && (form == Form::best || form == Form::resident);
+    if (const auto kept = keep ? resident(s, s.a * s.d, multiprocessors, form == Form::resident) : std::nullopt) {
+      run_resident(p, p, *layout, *kept, context);
+      return true;
+    }
+    if (form == Form::resident) {
+      return false;
+    }
     const Workspace space(context, matrices.bytes());
     const Map weights = operand_map(matrices.view(space, context), matrices.unit_is_k(), width);
     launch_product(p, *layout, weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
@@ -671,9 +740,21 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
   const int bytes = bytes_of(p.dtype);
   const Estimate times(s, p.dtype, p.batch);
   const auto rows = interleaved(p, multiprocessors);
-  if (const auto one = form == Form::best ? dense(p, 0) : std::nullopt; one && dense_pays(p)) {
-    run_dense(p, *one, context);
-    return true;
+  const bool whole = form == Form::best || form == Form::resident;
+  if (const auto one = whole ? dense(p, 0) : std::nullopt; one && (form == Form::resident || dense_pays(p))) {
+    const Problem& problem = one->problem;
+    const bool any = form == Form::resident;
+    if (const auto kept = may_keep ? resident(problem.sizes, s.a, multiprocessors, any) : std::nullopt) {
+      run_resident(p, problem, one->layout, *kept, context);
+      return true;
+    }
+    if (!any) {
+      run_dense(p, *one, context);
+      return true;
+    }
+  }
+  if (form == Form::resident) {
+    return false;
   }
   const double other = rows ? times.interleaved_product(rows->width) : times.strided_product();
   if (form != Form::direct && regroups(p.x, s.c, p.batch, s, bytes) && regroups(p.y, s.b, p.batch, s, bytes) &&

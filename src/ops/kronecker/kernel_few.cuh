@@ -16,6 +16,18 @@ struct Place {
   int l0, j0, n0;
 };
 
+/// What CTA `index` has, in tiles of l, j and the batch.
+__device__ __forceinline__ Place place_of(const Params& p, int index, int tile_l, int tile_j, int rows) {
+  const auto split = [](int n, const Divisor& by, int& rest) {
+    const int quotient = by.quotient(n);
+    rest = n - quotient * static_cast<int>(by.divisor);
+    return quotient;
+  };
+  int group, j, l;
+  const int i = split(split(split(index, p.groups, group), p.j_tiles, j), p.l_tiles, l);
+  return {i, l * tile_l, j * tile_j, group * rows};
+}
+
 /// How a CTA's threads are spread.
 struct Lanes {
   int l, k, j;
@@ -200,10 +212,7 @@ template <typename T, Axis axis, int V>
 __global__ void __launch_bounds__(kThreads, 2) product(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) float shared[];
   constexpr int kTileL = axis == kAlongL ? V : 1, kTileJ = vectors_of(axis, V) * (axis == kAlongJ ? V : 1);
-  const int index = static_cast<int>(blockIdx.x), group = index % p.groups, rest = index / p.groups;
-  const int j_tile = rest % p.j_tiles, l_tile = rest / p.j_tiles % p.l_tiles;
-  const Place at{rest / p.j_tiles / p.l_tiles, (l_tile * kTileL) << p.log_l, (j_tile * kTileJ) << p.log_j,
-                 group * kRows};
+  const Place at = place_of(p, static_cast<int>(blockIdx.x), kTileL << p.log_l, kTileJ << p.log_j, kRows);
   const int rows = p.batch - at.n0;
   if (rows == 1) {
     multiply_rows<T, axis, V, 1>(p, at, shared);

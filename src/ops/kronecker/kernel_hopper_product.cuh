@@ -173,6 +173,44 @@ __device__ __forceinline__ void add_up_again(const ProductParams& p, const Tile&
   }
 }
 
+/// A warpgroup's sums of a tile become results: its 64 rows leave through two buffers at `buffers`. `turn` counts the
+/// pieces stored so far. kDense: see `product`.
+template <typename T, int kWidth, bool kLast, bool kDense>
+__device__ __forceinline__ void finish_tile(const ProductParams& p, const Tile& t, float (&d)[kWidth / 2],
+                                            const Bias<T, kWidth>& carried, T (&bias)[kWidth], u32 buffers, u32& turn) {
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+  const bool spoilt = kDense && named_barrier_any(1 + warpgroup, 128, !finite(d));
+  if (p.bias != nullptr) {
+    carried.store(bias);
+    named_barrier(1 + warpgroup, 128);
+    add_columns<T, kWidth>(d, bias);
+  }
+  activate(d, p.activation);
+  const int row = t.row + warpgroup * 64;
+  const auto store = [&](int piece, u32 buffer) {
+    const int col = t.col + piece * kLine<T>;
+    if (col < p.b && row < p.batch) {
+      kLast ? tma::store(&p.y, buffer, row, col, t.l, t.i) : tma::store(&p.y, buffer, col, row, t.l, t.i);
+    }
+    if constexpr (kLast && kLine<T> < 64) {  // the other 32 rows
+      if (col < p.b && row + 32 < p.batch) {
+        tma::store(&p.y, buffer + kPieceBytes / 2, row + 32, col, t.l, t.i);
+      }
+    }
+  };
+  store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, store, turn);
+  turn += kWidth / kLine<T>;
+  if (spoilt) {
+    if (threadIdx.x % 128 == 0) {
+      tma::store_wait();  // what is stored next lies on top
+    }
+    named_barrier(1 + warpgroup, 128);
+    if constexpr (kDense) {
+      add_up_again<T, kWidth>(p, t, row);
+    }
+  }
+}
+
 /// kLast: the batch is the unit axis of x and y, else the features. kWeightsK: k is the unit axis of the weights, else
 /// j, which tf32 (T is float) has no instruction for. kDense: blocks of d products with zeros between, batch first.
 template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense = false>
@@ -207,36 +245,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
         sum = 0.0f;
       }
       multiply<T, kWidth, !kLast, kWeightsK, false>(d, unused, p.steps, stages, base, ring, 0);
-      const bool spoilt = kDense && named_barrier_any(1 + warpgroup, 128, !finite(d));
-      if (p.bias != nullptr) {
-        carried.store(bias[warpgroup]);
-        named_barrier(1 + warpgroup, 128);
-        add_columns<T, kWidth>(d, bias[warpgroup]);
-      }
-      activate(d, p.activation);
-      const int row = t.row + warpgroup * 64;
-      const auto store = [&](int piece, u32 buffer) {
-        const int col = t.col + piece * kLine<T>;
-        if (col < p.b && row < p.batch) {
-          kLast ? tma::store(&p.y, buffer, row, col, t.l, t.i) : tma::store(&p.y, buffer, col, row, t.l, t.i);
-        }
-        if constexpr (kLast && kLine<T> < 64) {  // the other 32 rows
-          if (col < p.b && row + 32 < p.batch) {
-            tma::store(&p.y, buffer + kPieceBytes / 2, row + 32, col, t.l, t.i);
-          }
-        }
-      };
-      store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, store, turn);
-      turn += kWidth / kLine<T>;
-      if (spoilt) {
-        if (threadIdx.x % 128 == 0) {
-          tma::store_wait();  // what is stored next lies on top
-        }
-        named_barrier(1 + warpgroup, 128);
-        if constexpr (kDense) {
-          add_up_again<T, kWidth>(p, t, row);
-        }
-      }
+      finish_tile<T, kWidth, kLast, kDense>(p, t, d, carried, bias[warpgroup], buffers, turn);
     }
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();

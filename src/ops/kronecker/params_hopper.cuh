@@ -20,6 +20,12 @@ constexpr int shared_bytes(int width) { return stages(width) * (stage_bytes(widt
 /// Of products, which have the number of a stage's tile beside its barriers.
 constexpr int product_shared_bytes(int width) { return shared_bytes(width) - 4 * stages(width); }
 
+/// Of products that keep `columns` · steps lines of weights beside a ring of x alone.
+inline constexpr int kMostKept = 512;
+constexpr int resident_shared_bytes(int lines) {
+  return stages(0) * stage_bytes(0) + kStagingBytes + lines * 128 + 1024;
+}
+
 /// The same of gradients that add up `deltas` (2 or 4) products at once.
 constexpr int interleaved_stage_bytes(int deltas) { return (kRows * deltas + 256) * 128; }
 constexpr int interleaved_stages(int deltas) { return deltas == 4 ? 2 : 3; }
@@ -28,7 +34,7 @@ constexpr int interleaved_shared_bytes(int deltas) {
 }
 
 /// Where the d products of a block are multiplied as one dense matrix, batch first: what each is made of, for sums that
-/// an infinity of another δ has spoilt through the zeros between them.
+/// an infinity of another δ has spoilt through the zeros between them. Also the weights that CTAs keep.
 struct Strands {
   const void *x, *w;
   void* y;

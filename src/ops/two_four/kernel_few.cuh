@@ -309,24 +309,6 @@ __device__ __forceinline__ void wait_for_copies(int left) {
   }
 }
 
-/// Four words that lie at `address` in CTA `rank` of the cluster.
-__device__ __forceinline__ void load_from_rank(u32 (&to)[4], u32 address, u32 rank) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %4, %5;\n"
-      "ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [remote];}"
-      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-      : "r"(address), "r"(rank)
-      : "memory");
-#else
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
-#endif
-}
-
 /// All CTAs that share the k of these rows; alone, all threads.
 __device__ __forceinline__ void meet(const Params& p) {
 #if __CUDA_ARCH__ >= 900

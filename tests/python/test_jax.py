@@ -524,6 +524,14 @@ def test_bad_unpack(shape):
         fj.unpack(jnp.ones(shape), fw.BlockLayout(SPARSE, 16))
 
 
+def test_bad_numbers():
+    layout = fw.BlockLayout(SPARSE, 16)
+    with rejects("block_softmax", TypeError):
+        fj.block_softmax(jnp.ones(PACKED), layout, scale="1")
+    with rejects("unpack", TypeError):
+        fj.unpack(jnp.ones(PACKED), layout, fill="0")
+
+
 def test_core_errors_arrive():
     """What the checks above would miss is still refused, with the core's text."""
     layout = fw.BlockLayout(SPARSE, 16)

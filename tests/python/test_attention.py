@@ -172,6 +172,20 @@ def test_heads_with_patterns(device, heads):
     check([patterns[0]] * heads[0], inputs(device, torch.float32, patterns[0], 2, heads))
 
 
+@pytest.mark.parametrize("span", [(-40, 60), (0, 20), (60, -40), (-1000, 1000)])
+def test_scores_that_grow(device, span):
+    """A row's largest score grows from tile to tile by much, by little or not at all, and its sums with it."""
+    pattern = parse("full((150,700))")
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = (t.detach() for t in inputs(device, dtype, pattern, 1, dims=(64, 128)))
+        q.mul_(0.1)[..., 0] = 1.0
+        k.mul_(0.1)[..., 0] = torch.linspace(*span, 700).to(k)
+        o, lse = fw.attention(q, k, v, pattern, 1.0, return_lse=True)
+        want, want_lse = dense(wide(q), wide(k), wide(v), pattern.mask(), 1.0)
+        compare(o, want, dtype, f"o, {dtype}")
+        compare(lse, want_lse, dtype, f"lse, {dtype}")
+
+
 def test_layouts_and_kronecker(device):
     layout, factor = fw.BlockLayout([[1, 0, 1], [0, 1, 1]], block=16), fw.KroneckerPattern(2, 8, 12, 3)
     for pattern in (layout, factor):

@@ -184,29 +184,43 @@ void KeepRows(const unsigned* states, std::int64_t token, std::int64_t count, st
   }
 }
 
-/// A NaN stays one, as it does not with Highway's alone. For fp32 eˣ = 2ⁿ·(1 + r + r²·Q(r)) with x = n·ln 2 + r; Q is
-/// fitted to a relative error of 3e-9. Results below the normal numbers are zeros.
-template <typename Acc>
-HWY_INLINE V<Acc> Exp(V<Acc> x) {
-  const Tag<Acc> d;
-  if constexpr (sizeof(Acc) == 8) {
-    return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
-  } else {
-    const hn::RebindToSigned<Tag<Acc>> di;
-    const auto below = hn::Lt(x, hn::Set(d, -87.3f));
-    x = hn::Min(hn::Set(d, 88.0f), x);  // in this order the minimum of a NaN is one
-    // Added to 1.5·2²³, a number is rounded to an integer, which the lowest bits then hold.
-    const auto round = hn::Set(d, 12582912.0f);
-    const auto n = hn::MulAdd(x, hn::Set(d, 1.44269504f), round);
-    const auto whole = hn::Sub(n, round);
-    const auto r = hn::NegMulAdd(whole, hn::Set(d, 1.42860677e-6f), hn::NegMulAdd(whole, hn::Set(d, 0.693145752f), x));
-    constexpr float kFit[] = {0.00836874545f, 0.041668389f, 0.166665211f, 0.49999994f, 1.0f, 1.0f};
-    auto sum = hn::Set(d, 0.00138145394f);
-    for (const float c : kFit) {
-      sum = hn::MulAdd(sum, r, hn::Set(d, c));
+/// Vectors whose exponentials are taken side by side: one after another, the wait for each step would fill the CPU's
+/// queues before it has found enough to do.
+constexpr int kAbreast = HWY_TARGET == HWY_AVX3 || HWY_ARCH_ARM_A64 ? 4 : 2;
+
+/// x = eˣ for x ≤ 88. A NaN stays one, as it does not with Highway's alone. For fp32 eˣ = 2ⁿ⁻¹·P(r), x·log₂ e = n + r;
+/// P is fitted to 2·2ʳ with a relative error of 3e-9. Results below 2⁻¹²⁵ are zeros.
+template <int kCount, typename V>
+HWY_INLINE void Exp(V (&x)[kCount]) {
+  const hn::DFromV<V> d;
+  const auto all = [&](auto&& step) HWY_ATTR {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) {
+      step(i);
     }
-    const auto power = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(hn::BitCast(di, n), hn::Set(di, 127))));
-    return hn::IfThenZeroElse(below, hn::Mul(sum, power));
+  };
+  if constexpr (sizeof(hn::TFromD<decltype(d)>) == 8) {
+    all([&](int i) HWY_ATTR { x[i] = hn::IfThenElse(hn::IsNaN(x[i]), x[i], hn::Exp(d, x[i])); });
+  } else {
+    const hn::RebindToSigned<decltype(d)> di;
+    // Added to 1.5·2²³, a number is rounded to an integer, which the lowest bits then hold.
+    const auto round = hn::Set(d, 12582912.0f), log2e = hn::Set(d, 1.44269504f);
+    V n[kCount], r[kCount];
+    // The least gives n = −126; in this order the maximum of a NaN is one.
+    all([&](int i) HWY_ATTR { x[i] = hn::Max(hn::Set(d, -87.4f), x[i]); });
+    all([&](int i) HWY_ATTR { n[i] = hn::MulAdd(x[i], log2e, round); });
+    all([&](int i) HWY_ATTR { r[i] = hn::Sub(n[i], round); });
+    all([&](int i) HWY_ATTR { r[i] = hn::MulSub(x[i], log2e, r[i]); });
+    constexpr float kFit[] = {0.0026781994f, 0.019237006f, 0.11100719f, 0.48045295f, 1.3862944f, 2.0f};
+    all([&](int i) HWY_ATTR { x[i] = hn::Set(d, 0.00030655626f); });
+#pragma GCC unroll 8
+    for (const float c : kFit) {
+      all([&](int i) HWY_ATTR { x[i] = hn::MulAdd(x[i], r[i], hn::Set(d, c)); });
+    }
+    // 2ⁿ⁻¹; for n = −126 it is zero, as a number and as bits.
+    all([&](int i) HWY_ATTR {
+      x[i] = hn::Mul(x[i], hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(hn::BitCast(di, n[i]), hn::Set(di, 126)))));
+    });
   }
 }
 
@@ -225,30 +239,65 @@ Acc Dot(const Acc* x, const Acc* y, std::int64_t count) {
   return rest;
 }
 
+/// The highest of a row and `top`.
+template <typename Acc>
+HWY_INLINE Acc Highest(const Acc* x, std::int64_t count, Acc top) {
+  const Tag<Acc> d;
+  // In this order the maximum of x86 passes over a NaN; where it does not, the row is NaN all the same.
+  auto highest = hn::Set(d, top), more = highest;
+  std::int64_t n = 0;
+  for (; n + 2 * kLanes<Acc> <= count; n += 2 * kLanes<Acc>) {
+    highest = hn::Max(hn::LoadU(d, x + n), highest);
+    more = hn::Max(hn::LoadU(d, x + n + kLanes<Acc>), more);
+  }
+  highest = hn::Max(n < count ? hn::Max(hn::LoadU(d, x + n), more) : more, highest);
+  return hn::GetLane(hn::MaxOfLanes(d, highest));
+}
+
+/// Soften() for a few rows, once the new tops are in `factors`.
+template <int kCount, typename Acc>
+HWY_INLINE void SoftenRows(Acc* x, std::int64_t stride, std::int64_t count, Acc* tops, Acc* sums, Acc* factors) {
+  const Tag<Acc> d;
+  V<Acc> base[kCount], sum[kCount];
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) {
+    // A row of −inf alone must not subtract it from itself; NaN still shows through the sum.
+    base[i] = hn::Set(d, factors[i] == kNone<Acc> ? Acc{0} : factors[i]);
+    sum[i] = hn::Zero(d);
+  }
+  for (std::int64_t n = 0; n < count; n += kLanes<Acc>) {
+    V<Acc> e[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) {
+      e[i] = hn::Sub(hn::LoadU(d, x + i * stride + n), base[i]);
+    }
+    Exp(e);
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) {
+      sum[i] = hn::Add(sum[i], e[i]);
+      hn::StoreU(e[i], d, x + i * stride + n);
+    }
+  }
+  for (int i = 0; i < kCount; ++i) {
+    const Acc top = factors[i];
+    // Without earlier results there is nothing to multiply.
+    factors[i] = tops[i] == top || tops[i] == kNone<Acc> ? Acc{1} : std::exp(tops[i] - top);
+    sums[i] = sums[i] * factors[i] + hn::GetLane(hn::SumOfLanes(d, sum[i]));
+    tops[i] = top;
+  }
+}
+
 template <typename Acc>
 void Soften(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc* tops, Acc* sums, Acc* factors) {
-  const Tag<Acc> d;
-  for (std::int64_t r = 0; r < rows; ++r, x += stride) {
-    // In this order the maximum of x86 passes over a NaN; where it does not, the row is NaN all the same.
-    auto highest = hn::Set(d, tops[r]), more = highest;
-    std::int64_t n = 0;
-    for (; n + 2 * kLanes<Acc> <= count; n += 2 * kLanes<Acc>) {
-      highest = hn::Max(hn::LoadU(d, x + n), highest);
-      more = hn::Max(hn::LoadU(d, x + n + kLanes<Acc>), more);
-    }
-    highest = hn::Max(n < count ? hn::Max(hn::LoadU(d, x + n), more) : more, highest);
-    const Acc top = hn::GetLane(hn::MaxOfLanes(d, highest));
-    // A row of −inf alone must not subtract it from itself; NaN still shows through the sum.
-    const auto base = hn::Set(d, top == kNone<Acc> ? Acc{0} : top);
-    auto sum = hn::Zero(d);
-    for (n = 0; n < count; n += kLanes<Acc>) {
-      const auto e = Exp<Acc>(hn::Sub(hn::LoadU(d, x + n), base));
-      sum = hn::Add(sum, e);
-      hn::StoreU(e, d, x + n);
-    }
-    factors[r] = tops[r] == top ? Acc{1} : std::exp(tops[r] - top);
-    sums[r] = sums[r] * factors[r] + hn::GetLane(hn::SumOfLanes(d, sum));
-    tops[r] = top;
+  for (std::int64_t r = 0; r < rows; ++r) {
+    factors[r] = Highest(x + r * stride, count, tops[r]);
+  }
+  std::int64_t r = 0;
+  for (; r + kAbreast <= rows; r += kAbreast) {
+    SoftenRows<kAbreast>(x + r * stride, stride, count, tops + r, sums + r, factors + r);
+  }
+  for (; r < rows; ++r) {
+    SoftenRows<1>(x + r * stride, stride, count, tops + r, sums + r, factors + r);
   }
 }
 
@@ -261,7 +310,9 @@ void GradientOf(const GradientRow<Acc>& row) {
       lse = hn::LoadU(d, row.lse + n);
       delta = hn::LoadU(d, row.delta + n);
     }
-    auto p = Exp<Acc>(hn::Sub(hn::LoadU(d, row.scores + n), lse));
+    V<Acc> e[1] = {hn::Min(hn::Set(d, Acc{88}), hn::Sub(hn::LoadU(d, row.scores + n), lse))};
+    Exp(e);
+    auto p = e[0];
     auto g = hn::LoadU(d, row.gradients + n);
     const auto nothing = hn::Eq(p, hn::Zero(d));
     if (row.keep != nullptr) {

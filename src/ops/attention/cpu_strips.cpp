@@ -135,7 +135,7 @@ void Walk::fill(Strip& strip, std::span<const Segment> segments) const {
     }
     const std::int64_t begin = range.begin / width_ * width_, end = ceil_div(range.end, width_) * width_;
     const std::int64_t place = segment.tile * plan_.shape.cols;
-    strip.pieces.push_back({place + begin, strip.length, begin, end, segment.mask});
+    strip.pieces.push_back({place + begin, strip.length, begin, end, range.begin, range.end, segment.mask});
     const Span span{place + range.begin, strip.length + range.begin - begin, range.end - range.begin};
     strip.length += end - begin;
     if (!strip.spans.empty()) {
@@ -277,12 +277,33 @@ void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int
   product.row_stride = depth;
   product.step_stride = 1;
   product.sum_stride = stride;
+  product.right_stride = width();
+  product.right_apart = vectors() == 1 ? width() * depth : 0;
+  const std::int64_t panel = width(), half = panel / 2;
+  auto* const multiply_half = vectors() == 1 ? tiles.multiply_half_in_place : tiles.multiply_in_place[0];
+  // Calls a multiplier on columns from n on.
+  const auto multiply = [&](auto* multiplier, const Piece& piece, std::int64_t n) {
+    product.right = const_cast<Acc*>(turned + (piece.place + n / panel * panel) * depth + n % panel);
+    product.sums = scores + piece.at + n;
+    multiplier(product);
+  };
   for (const Piece& piece : strip.pieces) {
-    const Acc* panel = turned + piece.place * depth;
-    for (std::int64_t n = 0; n < piece.end - piece.begin; n += width(), panel += width() * depth) {
-      product.right = const_cast<Acc*>(panel);
-      product.sums = scores + piece.at + n;
-      tiles.multiply[vectors() - 1](product);
+    std::int64_t n = 0, count = piece.end - piece.begin;
+    // Half a panel that no row meets is left out, and neighbours are taken together.
+    if (multiply_half != nullptr && piece.first - piece.begin >= half) {
+      multiply(multiply_half, piece, half);
+      n = panel;
+    }
+    const bool less = multiply_half != nullptr && n < count && piece.end - piece.last >= half;
+    count -= less ? panel : 0;
+    for (; vectors() == 1 && n + 2 * panel <= count; n += 2 * panel) {
+      multiply(tiles.multiply_in_place[1], piece, n);
+    }
+    for (; n < count; n += panel) {
+      multiply(tiles.multiply_in_place[vectors() - 1], piece, n);
+    }
+    if (less) {
+      multiply(multiply_half, piece, n);
     }
   }
 }
@@ -304,7 +325,7 @@ void Machine<Acc>::multiply_lines(const Strip& strip, const Acc* scores, std::in
     for (std::int64_t p = 0; p < split.panels(); ++p) {
       product.right = const_cast<Acc*>(lines.data + lines.features * split.first(p));
       product.sums = sums + split.first(p);
-      tiles.multiply[split.vectors(p) - 1](product);
+      (lines.apart != 0 ? tiles.multiply_in_place : tiles.multiply)[split.vectors(p) - 1](product);
     }
   }
 }

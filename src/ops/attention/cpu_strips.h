@@ -75,9 +75,10 @@ inline bool ends_whole(const std::vector<const Component*>& components) {
 void tokens_of(const Order& order, const Tile& tile, std::int64_t side, const std::uint32_t* used,
                std::int64_t* tokens);
 
-/// Columns [begin, end) of one column tile, whose scores stand from `at` on. Whole panels.
+/// Columns [begin, end) of one column tile, whose scores stand from `at` on. Whole panels; those before `first` and
+/// from `last` on are met by no row, and their scores may be anything until they are masked.
 struct Piece {
-  std::int64_t place, at, begin, end;
+  std::int64_t place, at, begin, end, first, last;
   std::int32_t mask;
 };
 

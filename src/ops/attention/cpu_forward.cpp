@@ -113,9 +113,10 @@ class Forward {
     const Acc* const keys = task.keys + query.slice * places * p_.depth;
     const Lines<Acc> values = task.packing.second_lines(query.slice);
     task.packing.need(tile, query.slice);
+    foresee(task, query, tile + 1, buffers.ahead);
     Walk walk(plan, tiles.rows, machine_.width());
     walk(component, tile, std::span(buffers.tokens).first(static_cast<std::size_t>(side)), [&](const Strip& s) {
-      machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth, keys, x, stride);
+      machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth, keys, x, stride, &buffers.ahead);
       scores.adjust(s, query.head, buffers.tokens.data() + s.first, x, stride, nullptr, row);
       machine_.rows.soften(x, stride, s.rows, s.length, tops + s.first, sums + s.first, factors);
       for (std::int64_t n = 0; n < s.rows; ++n) {
@@ -130,6 +131,19 @@ class Forward {
       machine_.multiply_lines(s, x, stride, values, values_, out + s.first * width);
     });
     end(task, query, unit, buffers.tokens, tops, sums, out);
+  }
+
+  /// What the next tile of rows will read and write.
+  void foresee(const Task& task, const Query& query, std::int64_t tile, Ahead& ahead) const {
+    const Component& component = task.layer.component;
+    ahead.clear();
+    if (tile == std::ssize(component.row_tiles)) {
+      return;
+    }
+    task.packing.foresee(tile, query.slice, p_.depth, ahead);
+    const Tile& rows = component.row_tiles[static_cast<std::size_t>(tile)];
+    cpu::foresee(p_.q, p_.dtype, query.head, component.row_order, rows, p_.depth, p_.depth, ahead);
+    cpu::foresee(p_.o, p_.dtype, query.head, component.row_order, rows, p_.value_depth, p_.depth, ahead);
   }
 
   void begin(const Task& task, std::int64_t unit, std::span<const std::int64_t> tokens, Acc* tops, Acc* sums,

@@ -246,6 +246,29 @@ Buffers& thread_buffers() {
   return buffers;
 }
 
+void Ahead::add(const void* rows, std::int64_t count, std::int64_t bytes, std::int64_t apart, std::int64_t steps) {
+  constexpr std::int64_t kAtOnce = 128;
+  const auto* const data = static_cast<const std::byte*>(rows);
+  if (apart == bytes) {  // one piece of memory
+    for (std::int64_t at = 0; at < count * bytes; at += steps * kAtOnce) {
+      lines_.push_back({data + at, kAtOnce});
+    }
+    return;
+  }
+  for (std::int64_t at = 0; at < bytes; at += kAtOnce) {
+    lines_.push_back({data + at, apart});
+  }
+}
+
+void foresee(const Operand& operand, DType dtype, Head head, const Order& order, const Tile& tile, std::int64_t depth,
+             std::int64_t steps, Ahead& ahead) {
+  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  if (operand.col == 1 && tile.count[0] * tile.count[1] == 1) {
+    ahead.add(row_of(operand, dtype, head, tile.base), tile.count[2], depth * size,
+              order.stride[2] * operand.row * size, steps);
+  }
+}
+
 template <typename Acc>
 void Machine<Acc>::gather(const Operand& from, DType dtype, Head head, std::span<const std::int64_t> tokens,
                           std::int64_t depth, Acc factor, Acc* to, std::int64_t stride) const {
@@ -268,7 +291,7 @@ void Machine<Acc>::gather(const Operand& from, DType dtype, Head head, std::span
 
 template <typename Acc>
 void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int64_t depth, const Acc* turned,
-                                   Acc* scores, std::int64_t stride) const {
+                                   Acc* scores, std::int64_t stride, Ahead* ahead) const {
   const simd::Term term{left, 0, nullptr};
   simd::Product product;
   product.terms = &term;
@@ -297,8 +320,12 @@ void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int
     const bool less = multiply_half != nullptr && n < count && piece.end - piece.last >= half;
     count -= less ? panel : 0;
     for (; vectors() == 1 && n + 2 * panel <= count; n += 2 * panel) {
+      if (ahead != nullptr) {
+        ahead->give(product);
+      }
       multiply(tiles.multiply_in_place[1], piece, n);
     }
+    product.soon = nullptr;
     for (; n < count; n += panel) {
       multiply(tiles.multiply_in_place[vectors() - 1], piece, n);
     }
@@ -420,15 +447,33 @@ void Packing<Acc>::pack(std::int64_t tile, std::int64_t h) const {
 }
 
 template <typename Acc>
-void Packing<Acc>::need(std::int64_t row_tile, std::int64_t h) {
+std::int64_t Packing<Acc>::missing(std::int64_t row_tile, std::int64_t h) const {
   const auto first = layer_.component.first.begin() + row_tile;
   for (std::int64_t r = first[0]; r < first[1] && !done_.empty(); ++r) {
     const Run& run = layer_.component.runs[static_cast<std::size_t>(r)];
     for (std::int64_t tile = run.first; tile < run.first + run.count; ++tile) {
-      if (auto& done = done_[static_cast<std::size_t>(h * tiles_ + tile)]; done == 0) {
-        pack(tile, h);
-        done = 1;
+      if (done_[static_cast<std::size_t>(h * tiles_ + tile)] == 0) {
+        return tile;
       }
+    }
+  }
+  return -1;
+}
+
+template <typename Acc>
+void Packing<Acc>::need(std::int64_t row_tile, std::int64_t h) {
+  for (std::int64_t tile = missing(row_tile, h); tile >= 0; tile = missing(row_tile, h)) {
+    pack(tile, h);
+    done_[static_cast<std::size_t>(h * tiles_ + tile)] = 1;
+  }
+}
+
+template <typename Acc>
+void Packing<Acc>::foresee(std::int64_t row_tile, std::int64_t h, std::int64_t steps, Ahead& ahead) const {
+  if (const std::int64_t tile = missing(row_tile, h); tile >= 0) {
+    for (const Packed* packed : {&first_, &second_}) {
+      cpu::foresee(packed->from, dtype_, heads_[static_cast<std::size_t>(h)], layer_.component.col_order,
+                   layer_.component.col_tiles[static_cast<std::size_t>(tile)], packed->split.depth(), steps, ahead);
     }
   }
 }

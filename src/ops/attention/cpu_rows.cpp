@@ -145,6 +145,26 @@ void Select(Acc* x, const std::uint32_t* words, std::int64_t count) {
 }
 
 template <typename Acc>
+void Band(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, std::int64_t begin, std::int64_t end,
+          std::int64_t limit) {
+  const Tag<Acc> d;
+  const auto none = hn::Set(d, kNone<Acc>);
+  for (std::int64_t r = 0; r < rows; ++r, x += stride) {
+    const std::int64_t first = std::clamp<std::int64_t>(begin + r, 0, count);
+    const std::int64_t last = std::clamp(std::min(end + r, limit), first, count);
+    std::int64_t n = 0;
+    for (; n < first; n += kLanes<Acc>) {
+      const auto before = hn::FirstN(d, static_cast<std::size_t>(first - n));
+      hn::StoreU(hn::IfThenElse(before, none, hn::LoadU(d, x + n)), d, x + n);
+    }
+    for (n = last / kLanes<Acc> * kLanes<Acc>; n < count; n += kLanes<Acc>) {
+      const auto inside = hn::FirstN(d, static_cast<std::size_t>(std::max<std::int64_t>(last - n, 0)));
+      hn::StoreU(hn::IfThenElse(inside, hn::LoadU(d, x + n), none), d, x + n);
+    }
+  }
+}
+
+template <typename Acc>
 void Cap(Acc* x, std::int64_t count, Acc cap, Acc* slope) {
   const Tag<Acc> d;
   const auto inverse = hn::Set(d, 1 / cap), times = hn::Set(d, cap), one = hn::Set(d, Acc{1});
@@ -337,9 +357,9 @@ void Gradient(const GradientRow<Acc>& row) {
 }
 
 template <typename Acc>
-constexpr Rows<Acc> kTable{&Widen<Acc>,    &Narrow<Acc>, &Dot<Acc>,     &Scale<Acc>, &Add<Acc>,
-                           &Multiply<Acc>, &Select<Acc>, &Cap<Acc>,     &Alibi<Acc>, &KeepColumns<Acc>,
-                           &KeepRows<Acc>, &Soften<Acc>, &Gradient<Acc>};
+constexpr Rows<Acc> kTable{&Widen<Acc>,       &Narrow<Acc>,   &Dot<Acc>,    &Scale<Acc>,   &Add<Acc>,
+                           &Multiply<Acc>,    &Select<Acc>,   &Band<Acc>,   &Cap<Acc>,     &Alibi<Acc>,
+                           &KeepColumns<Acc>, &KeepRows<Acc>, &Soften<Acc>, &Gradient<Acc>};
 
 const Rows<float>* Floats() { return &kTable<float>; }
 const Rows<double>* Doubles() { return &kTable<double>; }

@@ -35,6 +35,9 @@ struct Rows {
   void (*multiply)(Acc* x, const Acc* y, std::int64_t count);
   /// x[n] = −inf where bit n of `words` is not set.
   void (*select)(Acc* x, const std::uint32_t* words, std::int64_t count);
+  /// x = −inf outside of [begin + r, min(end + r, limit)) in row r of `rows`, which lie `stride` apart.
+  void (*band)(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, std::int64_t begin, std::int64_t end,
+               std::int64_t limit);
   /// x = cap·tanh(x / cap), and its derivative if `slope` is not null.
   void (*cap)(Acc* x, std::int64_t count, Acc cap, Acc* slope);
   /// x −= slope·|position − positions|.

@@ -517,38 +517,38 @@ void Scores<Acc>::add_bias(const Strip& strip, Head head, std::int64_t token, Ac
 }
 
 template <typename Acc>
-void Scores<Acc>::mask(const Strip& strip, std::int64_t n, Acc* row) const {
-  constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
+void Scores<Acc>::mask(const Strip& strip, Acc* scores, std::int64_t stride) const {
+  const std::int64_t lanes = machine_.tiles.lanes;
   for (const Piece& piece : strip.pieces) {
     if (piece.mask < 0) {
       continue;
     }
     const Mask& mask = plan_.masks[static_cast<std::size_t>(piece.mask)];
-    const std::int64_t m = strip.first + n;
-    Acc* const x = row + piece.at - piece.begin;
-    if (mask.bits >= 0) {
-      const std::uint32_t* const words = plan_.bits.data() + mask.bits + m * plan_.shape.cols / 32;
-      // Panels may begin inside a word.
-      const std::int64_t first = std::min(ceil_div(piece.begin, 32) * 32, piece.end);
-      for (std::int64_t c = piece.begin; c < first; c += machine_.tiles.lanes) {
-        const std::uint32_t bits = words[c / 32] >> c % 32;
-        machine_.rows.select(x + c, &bits, machine_.tiles.lanes);
-      }
-      machine_.rows.select(x + first, words + first / 32, piece.end - first);
+    if (mask.bits < 0) {
+      machine_.rows.band(scores + piece.at, stride, strip.rows, piece.end - piece.begin,
+                         strip.first + mask.low - piece.begin, strip.first + mask.high + 1 - piece.begin,
+                         mask.limit - piece.begin);
       continue;
     }
-    const std::int64_t begin = std::clamp<std::int64_t>(m + mask.low, piece.begin, piece.end);
-    const std::int64_t end =
-        std::clamp<std::int64_t>(std::min<std::int64_t>(m + mask.high + 1, mask.limit), begin, piece.end);
-    std::fill(x + piece.begin, x + begin, kNone);
-    std::fill(x + end, x + piece.end, kNone);
+    const std::uint32_t* words = plan_.bits.data() + mask.bits + strip.first * plan_.shape.cols / 32;
+    Acc* x = scores + piece.at - piece.begin;
+    for (std::int64_t n = 0; n < strip.rows; ++n, words += plan_.shape.cols / 32, x += stride) {
+      // Panels may begin inside a word.
+      const std::int64_t first = std::min(ceil_div(piece.begin, 32) * 32, piece.end);
+      for (std::int64_t c = piece.begin; c < first; c += lanes) {
+        const std::uint32_t bits = words[c / 32] >> c % 32;
+        machine_.rows.select(x + c, &bits, lanes);
+      }
+      machine_.rows.select(x + first, words + first / 32, piece.end - first);
+    }
   }
 }
 
 template <typename Acc>
 void Scores<Acc>::adjust(const Strip& strip, Head head, const std::int64_t* tokens, Acc* scores, std::int64_t stride,
                          Acc* slopes, Acc* scratch) const {
-  for (std::int64_t n = 0; n < strip.rows; ++n) {
+  const bool plain = p_.softcap == 0 && p_.bias.data == nullptr && p_.slopes.data == nullptr;
+  for (std::int64_t n = 0; !plain && n < strip.rows; ++n) {
     Acc* const row = scores + n * stride;
     const std::int64_t token = tokens[n];
     if (p_.softcap != 0) {
@@ -566,8 +566,8 @@ void Scores<Acc>::adjust(const Strip& strip, Head head, const std::int64_t* toke
                             static_cast<Acc>(position), slope);
       }
     }
-    mask(strip, n, row);
   }
+  mask(strip, scores, stride);
 }
 
 template <typename Acc>

@@ -250,7 +250,7 @@ class Scores {
 
  private:
   void add_bias(const Strip& strip, Head head, std::int64_t token, Acc* row, Acc* scratch) const;
-  void mask(const Strip& strip, std::int64_t n, Acc* row) const;
+  void mask(const Strip& strip, Acc* scores, std::int64_t stride) const;
 
   const Problem& p_;
   const Plan& plan_;

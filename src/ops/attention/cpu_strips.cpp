@@ -273,9 +273,15 @@ template <typename Acc>
 void Machine<Acc>::gather(const Operand& from, DType dtype, Head head, std::span<const std::int64_t> tokens,
                           std::int64_t depth, Acc factor, Acc* to, std::int64_t stride) const {
   const auto bytes = depth * static_cast<std::int64_t>(size_of(dtype));
-  for (std::size_t n = 0; n < tokens.size(); ++n, to += stride) {
+  const bool dense = from.col == 1 && from.row == depth && stride == depth;
+  for (std::size_t n = 0, count = 1; n < tokens.size(); n += count, to += static_cast<std::int64_t>(count) * stride) {
+    // Neighbours on both sides are one row.
+    count = 1;
+    while (dense && tokens[n] >= 0 && n + count < tokens.size() && tokens[n + count] == tokens[n + count - 1] + 1) {
+      ++count;
+    }
     // Rows of a class lie apart, each perhaps on a page of its own.
-    if (from.col == 1 && n + kRowsAhead < tokens.size() && tokens[n + kRowsAhead] >= 0) {
+    if (from.col == 1 && count == 1 && n + kRowsAhead < tokens.size() && tokens[n + kRowsAhead] >= 0) {
       const auto* const ahead = static_cast<const std::byte*>(row_of(from, dtype, head, tokens[n + kRowsAhead]));
       for (std::int64_t at = 0; at < bytes; at += 64) {
         __builtin_prefetch(ahead + at);
@@ -284,7 +290,8 @@ void Machine<Acc>::gather(const Operand& from, DType dtype, Head head, std::span
     if (tokens[n] < 0) {
       std::fill_n(to, depth, Acc{0});
     } else {
-      rows.widen(row_of(from, dtype, head, tokens[n]), dtype, from.col, depth, factor, to);
+      rows.widen(row_of(from, dtype, head, tokens[n]), dtype, from.col, static_cast<std::int64_t>(count) * depth,
+                 factor, to);
     }
   }
 }

@@ -311,17 +311,17 @@ void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int
   product.right_apart = vectors() == 1 ? width() * depth : 0;
   const std::int64_t panel = width(), half = panel / 2;
   auto* const multiply_half = vectors() == 1 ? tiles.multiply_half_in_place : tiles.multiply_in_place[0];
-  // Calls a multiplier on columns from n on.
-  const auto multiply = [&](auto* multiplier, const Piece& piece, std::int64_t n) {
-    product.right = const_cast<Acc*>(turned + (piece.place + n / panel * panel) * depth + n % panel);
-    product.sums = scores + piece.at + n;
+  // Calls a multiplier on columns of the panel that begins at n.
+  const auto multiply = [&](auto* multiplier, const Piece& piece, std::int64_t n, std::int64_t within = 0) {
+    product.right = const_cast<Acc*>(turned + (piece.place + n) * depth + within);
+    product.sums = scores + piece.at + n + within;
     multiplier(product);
   };
   for (const Piece& piece : strip.pieces) {
     std::int64_t n = 0, count = piece.end - piece.begin;
     // Half a panel that no row meets is left out, and neighbours are taken together.
     if (multiply_half != nullptr && piece.first - piece.begin >= half) {
-      multiply(multiply_half, piece, half);
+      multiply(multiply_half, piece, 0, half);
       n = panel;
     }
     const bool less = multiply_half != nullptr && n < count && piece.end - piece.last >= half;

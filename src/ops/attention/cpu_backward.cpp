@@ -436,9 +436,14 @@ class Backward {
         continue;
       }
       gradient.by_column = true;
-      for (const Piece& piece : s.pieces) {
+      for (std::size_t i = 0; i < s.pieces.size(); ++i) {
+        const Piece& piece = s.pieces[i];
         GradientRow<Acc> part = gradient;
         part.count = piece.end - piece.begin;
+        // Neighbours are one.
+        for (; i + 1 < s.pieces.size() && s.pieces[i + 1].place == piece.place + part.count; ++i) {
+          part.count += s.pieces[i + 1].end - s.pieces[i + 1].begin;
+        }
         part.scores += piece.at;
         part.gradients += piece.at;
         part.slope = part.slope != nullptr ? part.slope + piece.at : nullptr;

@@ -321,33 +321,48 @@ void Soften(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, 
   }
 }
 
+/// The vectors from column n on.
+template <bool kByColumn, int kCount, typename Acc>
+HWY_INLINE void GradientFrom(const GradientRow<Acc>& row, std::int64_t n) {
+  const Tag<Acc> d;
+  V<Acc> p[kCount];
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) {
+    const std::int64_t at = n + i * kLanes<Acc>;
+    const auto lse = kByColumn ? hn::LoadU(d, row.lse + at) : hn::Set(d, *row.lse);
+    p[i] = hn::Min(hn::Set(d, Acc{88}), hn::Sub(hn::LoadU(d, row.scores + at), lse));
+  }
+  Exp(p);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) {
+    const std::int64_t at = n + i * kLanes<Acc>;
+    const auto delta = kByColumn ? hn::LoadU(d, row.delta + at) : hn::Set(d, *row.delta);
+    auto g = hn::LoadU(d, row.gradients + at);
+    const auto nothing = hn::Eq(p[i], hn::Zero(d));
+    if (row.keep != nullptr) {
+      g = hn::Mul(g, hn::LoadU(d, row.keep + at));
+    }
+    g = hn::Mul(p[i], hn::Sub(g, delta));
+    if (row.slope != nullptr) {
+      g = hn::Mul(g, hn::LoadU(d, row.slope + at));
+    }
+    if (row.keep != nullptr) {
+      p[i] = hn::Mul(p[i], hn::LoadU(d, row.keep + at));
+    }
+    hn::StoreU(p[i], d, row.scores + at);
+    // Where nothing came out nothing counts, NaN upstream included.
+    hn::StoreU(hn::IfThenZeroElse(nothing, g), d, row.gradients + at);
+  }
+}
+
 template <bool kByColumn, typename Acc>
 void GradientOf(const GradientRow<Acc>& row) {
-  const Tag<Acc> d;
-  auto lse = hn::Set(d, *row.lse), delta = hn::Set(d, *row.delta);
-  for (std::int64_t n = 0; n < row.count; n += kLanes<Acc>) {
-    if constexpr (kByColumn) {
-      lse = hn::LoadU(d, row.lse + n);
-      delta = hn::LoadU(d, row.delta + n);
-    }
-    V<Acc> e[1] = {hn::Min(hn::Set(d, Acc{88}), hn::Sub(hn::LoadU(d, row.scores + n), lse))};
-    Exp(e);
-    auto p = e[0];
-    auto g = hn::LoadU(d, row.gradients + n);
-    const auto nothing = hn::Eq(p, hn::Zero(d));
-    if (row.keep != nullptr) {
-      g = hn::Mul(g, hn::LoadU(d, row.keep + n));
-    }
-    g = hn::Mul(p, hn::Sub(g, delta));
-    if (row.slope != nullptr) {
-      g = hn::Mul(g, hn::LoadU(d, row.slope + n));
-    }
-    if (row.keep != nullptr) {
-      p = hn::Mul(p, hn::LoadU(d, row.keep + n));
-    }
-    hn::StoreU(p, d, row.scores + n);
-    // Where nothing came out nothing counts, NaN upstream included.
-    hn::StoreU(hn::IfThenZeroElse(nothing, g), d, row.gradients + n);
+  std::int64_t n = 0;
+  for (; n + kAbreast * kLanes<Acc> <= row.count; n += kAbreast * kLanes<Acc>) {
+    GradientFrom<kByColumn, kAbreast>(row, n);
+  }
+  for (; n < row.count; n += kLanes<Acc>) {
+    GradientFrom<kByColumn, 1>(row, n);
   }
 }
 

@@ -477,10 +477,17 @@ void Packing<Acc>::need(std::int64_t row_tile, std::int64_t h) {
 
 template <typename Acc>
 void Packing<Acc>::foresee(std::int64_t row_tile, std::int64_t h, std::int64_t steps, Ahead& ahead) const {
-  if (const std::int64_t tile = missing(row_tile, h); tile >= 0) {
-    for (const Packed* packed : {&first_, &second_}) {
-      cpu::foresee(packed->from, dtype_, heads_[static_cast<std::size_t>(h)], layer_.component.col_order,
-                   layer_.component.col_tiles[static_cast<std::size_t>(tile)], packed->split.depth(), steps, ahead);
+  const std::int64_t tile = missing(row_tile, h);
+  for (const Packed* packed : {&first_, &second_}) {
+    if (tile < 0) {
+      return;
+    }
+    const std::int64_t depth = packed->split.depth();
+    cpu::foresee(packed->from, dtype_, heads_[static_cast<std::size_t>(h)], layer_.component.col_order,
+                 layer_.component.col_tiles[static_cast<std::size_t>(tile)], depth, steps, ahead);
+    if (packed->turned != nullptr) {
+      const std::int64_t cols = layer_.plan.shape.cols, bytes = depth * static_cast<std::int64_t>(sizeof(Acc));
+      ahead.add(packed->turned + (h * layer_.columns.places() + tile * cols) * depth, cols, bytes, bytes, steps);
     }
   }
 }

@@ -382,8 +382,9 @@ class Backward {
       const std::int64_t places = pass.layer.columns.places(), before = member.columns * places;
       const auto row_tokens = std::span<const std::int64_t>(tokens).first(static_cast<std::size_t>(side));
       walk(component, tile, row_tokens, [&](const Strip& s) {
-        machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth, pass.turned + before * p_.depth, x, stride);
-        machine_.multiply_turned(s, more_left + s.first * p_.value_depth, p_.value_depth,
+        machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth, p_.depth, pass.turned + before * p_.depth, x,
+                                 stride);
+        machine_.multiply_turned(s, more_left + s.first * p_.value_depth, p_.value_depth, p_.value_depth,
                                  pass.turned_gradients + before * p_.value_depth, g, stride);
         gradients(pass, member, s, tokens.data() + s.first, x, g, stride, target != nullptr);
         if (first) {

@@ -208,9 +208,10 @@ void KeepRows(const unsigned* states, std::int64_t token, std::int64_t count, st
 /// queues before it has found enough to do.
 constexpr int kAbreast = HWY_TARGET == HWY_AVX3 || HWY_ARCH_ARM_A64 ? 4 : 2;
 
-/// x = eˣ for x ≤ 88. A NaN stays one, as it does not with Highway's alone. For fp32 eˣ = 2ⁿ⁻¹·P(r), x·log₂ e = n + r;
-/// P is fitted to 2·2ʳ with a relative error of 3e-9. Results below 2⁻¹²⁵ are zeros.
-template <int kCount, typename V>
+/// x = eˣ for x ≤ 88, or, where kTwo and Acc is fp32, 2ˣ for x ≤ 127. A NaN stays one, as it does not with Highway's
+/// alone. For fp32 it is 2ⁿ⁻¹·P(r), where the exponent of two is n + r; P is fitted to 2·2ʳ with a relative error of
+/// 3e-9. Results below 2⁻¹²⁵ are zeros.
+template <bool kTwo, int kCount, typename V>
 HWY_INLINE void Exp(V (&x)[kCount]) {
   const hn::DFromV<V> d;
   const auto all = [&](auto&& step) HWY_ATTR {
@@ -227,10 +228,10 @@ HWY_INLINE void Exp(V (&x)[kCount]) {
     const auto round = hn::Set(d, 12582912.0f), log2e = hn::Set(d, 1.44269504f);
     V n[kCount], r[kCount];
     // The least gives n = −126; in this order the maximum of a NaN is one.
-    all([&](int i) HWY_ATTR { x[i] = hn::Max(hn::Set(d, -87.4f), x[i]); });
-    all([&](int i) HWY_ATTR { n[i] = hn::MulAdd(x[i], log2e, round); });
+    all([&](int i) HWY_ATTR { x[i] = hn::Max(hn::Set(d, kTwo ? -126.0f : -87.4f), x[i]); });
+    all([&](int i) HWY_ATTR { n[i] = kTwo ? hn::Add(x[i], round) : hn::MulAdd(x[i], log2e, round); });
     all([&](int i) HWY_ATTR { r[i] = hn::Sub(n[i], round); });
-    all([&](int i) HWY_ATTR { r[i] = hn::MulSub(x[i], log2e, r[i]); });
+    all([&](int i) HWY_ATTR { r[i] = kTwo ? hn::Sub(x[i], r[i]) : hn::MulSub(x[i], log2e, r[i]); });
     constexpr float kFit[] = {0.0026781994f, 0.019237006f, 0.11100719f, 0.48045295f, 1.3862944f, 2.0f};
     all([&](int i) HWY_ATTR { x[i] = hn::Set(d, 0.00030655626f); });
 #pragma GCC unroll 8
@@ -259,12 +260,11 @@ Acc Dot(const Acc* x, const Acc* y, std::int64_t count) {
   return rest;
 }
 
-/// The highest of a row and `top`.
 template <typename Acc>
-HWY_INLINE Acc Highest(const Acc* x, std::int64_t count, Acc top) {
+HWY_INLINE Acc Highest(const Acc* x, std::int64_t count) {
   const Tag<Acc> d;
   // In this order the maximum of x86 passes over a NaN; where it does not, the row is NaN all the same.
-  auto highest = hn::Set(d, top), more = highest;
+  auto highest = hn::Set(d, kNone<Acc>), more = highest;
   std::int64_t n = 0;
   for (; n + 2 * kLanes<Acc> <= count; n += 2 * kLanes<Acc>) {
     highest = hn::Max(hn::LoadU(d, x + n), highest);
@@ -276,8 +276,10 @@ HWY_INLINE Acc Highest(const Acc* x, std::int64_t count, Acc top) {
 
 /// Soften() for a few rows, once the new tops are in `factors`.
 template <int kCount, typename Acc>
-HWY_INLINE void SoftenRows(Acc* x, std::int64_t stride, std::int64_t count, Acc* tops, Acc* sums, Acc* factors) {
+HWY_INLINE void SoftenRows(Acc* x, std::int64_t stride, std::int64_t count, Acc factor, Acc* tops, Acc* sums,
+                           Acc* factors) {
   const Tag<Acc> d;
+  const auto times = hn::Set(d, factor);
   V<Acc> base[kCount], sum[kCount];
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; ++i) {
@@ -289,9 +291,9 @@ HWY_INLINE void SoftenRows(Acc* x, std::int64_t stride, std::int64_t count, Acc*
     V<Acc> e[kCount];
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i) {
-      e[i] = hn::Sub(hn::LoadU(d, x + i * stride + n), base[i]);
+      e[i] = hn::MulSub(hn::LoadU(d, x + i * stride + n), times, base[i]);
     }
-    Exp(e);
+    Exp<true>(e);
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i) {
       sum[i] = hn::Add(sum[i], e[i]);
@@ -301,23 +303,25 @@ HWY_INLINE void SoftenRows(Acc* x, std::int64_t stride, std::int64_t count, Acc*
   for (int i = 0; i < kCount; ++i) {
     const Acc top = factors[i];
     // Without earlier results there is nothing to multiply.
-    factors[i] = tops[i] == top || tops[i] == kNone<Acc> ? Acc{1} : std::exp(tops[i] - top);
+    const bool same = tops[i] == top || tops[i] == kNone<Acc>;
+    factors[i] = same ? Acc{1} : std::exp((tops[i] - top) * static_cast<Acc>(kSoftmaxUnit<Acc>));
     sums[i] = sums[i] * factors[i] + hn::GetLane(hn::SumOfLanes(d, sum[i]));
     tops[i] = top;
   }
 }
 
 template <typename Acc>
-void Soften(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc* tops, Acc* sums, Acc* factors) {
+void Soften(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc factor, Acc* tops, Acc* sums,
+            Acc* factors) {
   for (std::int64_t r = 0; r < rows; ++r) {
-    factors[r] = Highest(x + r * stride, count, tops[r]);
+    factors[r] = std::max(tops[r], factor * Highest(x + r * stride, count));
   }
   std::int64_t r = 0;
   for (; r + kAbreast <= rows; r += kAbreast) {
-    SoftenRows<kAbreast>(x + r * stride, stride, count, tops + r, sums + r, factors + r);
+    SoftenRows<kAbreast>(x + r * stride, stride, count, factor, tops + r, sums + r, factors + r);
   }
   for (; r < rows; ++r) {
-    SoftenRows<1>(x + r * stride, stride, count, tops + r, sums + r, factors + r);
+    SoftenRows<1>(x + r * stride, stride, count, factor, tops + r, sums + r, factors + r);
   }
 }
 
@@ -332,7 +336,7 @@ HWY_INLINE void GradientFrom(const GradientRow<Acc>& row, std::int64_t n) {
     const auto lse = kByColumn ? hn::LoadU(d, row.lse + at) : hn::Set(d, *row.lse);
     p[i] = hn::Min(hn::Set(d, Acc{88}), hn::Sub(hn::LoadU(d, row.scores + at), lse));
   }
-  Exp(p);
+  Exp<false>(p);
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; ++i) {
     const std::int64_t at = n + i * kLanes<Acc>;

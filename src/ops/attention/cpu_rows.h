@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numbers>
 
 #include "fretwork/tensor.h"
 
@@ -20,6 +21,10 @@ struct GradientRow {
   const Acc* keep = nullptr;   ///< if set, zero or the factor of what is kept
   const Acc* slope = nullptr;  ///< if set, the derivative of the soft cap
 };
+
+/// The unit that the softmax counts scores in: fp32 in log 2, so that exponentials are powers of two.
+template <typename Acc>
+inline constexpr double kSoftmaxUnit = sizeof(Acc) == 8 ? 1 : std::numbers::ln2;
 
 template <typename Acc>
 struct Rows {
@@ -47,9 +52,10 @@ struct Rows {
                        Acc factor, Acc* keep);
   void (*keep_rows)(const unsigned* states, std::int64_t token, std::int64_t count, std::uint64_t threshold, Acc factor,
                     Acc* keep);
-  /// One step of the softmax of `rows` rows: x becomes exp(x − top) of the new top, which and whose sum are kept in
-  /// tops and sums; factors is what earlier results are to be multiplied by.
-  void (*soften)(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc* tops, Acc* sums,
+  /// One step of the softmax of `rows` rows of scores, each worth factor·x in the softmax's unit: x becomes the
+  /// exponential of what it is below the new top, which and whose sum are kept in tops and sums; factors is what
+  /// earlier results are to be multiplied by. factor > 0.
+  void (*soften)(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc factor, Acc* tops, Acc* sums,
                  Acc* factors);
   void (*gradient)(const GradientRow<Acc>& row);
 };

@@ -297,14 +297,14 @@ void Machine<Acc>::gather(const Operand& from, DType dtype, Head head, std::span
 }
 
 template <typename Acc>
-void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int64_t depth, const Acc* turned,
-                                   Acc* scores, std::int64_t stride, Ahead* ahead) const {
+void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int64_t apart, std::int64_t depth,
+                                   const Acc* turned, Acc* scores, std::int64_t stride, Ahead* ahead) const {
   const simd::Term term{left, 0, nullptr};
   simd::Product product;
   product.terms = &term;
   product.count = 1;
   product.steps = depth;
-  product.row_stride = depth;
+  product.row_stride = apart;
   product.step_stride = 1;
   product.sum_stride = stride;
   product.right_stride = width();

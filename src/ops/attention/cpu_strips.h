@@ -190,9 +190,10 @@ struct Machine {
   void gather(const Operand& from, DType dtype, Head head, std::span<const std::int64_t> tokens, std::int64_t depth,
               Acc factor, Acc* to, std::int64_t stride) const;
 
-  /// scores = left · turned: `left` is the first row of the strip. Fetches what is ahead, if given.
-  void multiply_turned(const Strip& strip, const Acc* left, std::int64_t depth, const Acc* turned, Acc* scores,
-                       std::int64_t stride, Ahead* ahead = nullptr) const;
+  /// scores = left · turned: `left` is the first row of the strip, `apart` from the next. Fetches what is ahead, if
+  /// given.
+  void multiply_turned(const Strip& strip, const Acc* left, std::int64_t apart, std::int64_t depth, const Acc* turned,
+                       Acc* scores, std::int64_t stride, Ahead* ahead = nullptr) const;
   /// sums += scores · lines.
   void multiply_lines(const Strip& strip, const Acc* scores, std::int64_t stride, const Lines<Acc>& lines,
                       const Split& split, Acc* sums) const;

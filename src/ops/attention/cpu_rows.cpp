@@ -208,6 +208,16 @@ void KeepRows(const unsigned* states, std::int64_t token, std::int64_t count, st
 /// queues before it has found enough to do.
 constexpr int kAbreast = HWY_TARGET == HWY_AVX3 || HWY_ARCH_ARM_A64 ? 4 : 2;
 
+/// The greater and the lesser of a bound and x, which stays if it is NaN: so does the second operand of x86.
+template <typename V>
+HWY_INLINE V AtLeast(V bound, V x) {
+  return HWY_TARGET == HWY_SCALAR ? hn::IfThenElse(hn::Lt(x, bound), bound, x) : hn::Max(bound, x);
+}
+template <typename V>
+HWY_INLINE V AtMost(V bound, V x) {
+  return HWY_TARGET == HWY_SCALAR ? hn::IfThenElse(hn::Gt(x, bound), bound, x) : hn::Min(bound, x);
+}
+
 /// x = eˣ for x ≤ 88, or, where kTwo and Acc is fp32, 2ˣ for x ≤ 127. A NaN stays one, as it does not with Highway's
 /// alone. For fp32 it is 2ⁿ⁻¹·P(r), where the exponent of two is n + r; P is fitted to 2·2ʳ with a relative error of
 /// 3e-9. Results below 2⁻¹²⁵ are zeros.
@@ -227,8 +237,8 @@ HWY_INLINE void Exp(V (&x)[kCount]) {
     // Added to 1.5·2²³, a number is rounded to an integer, which the lowest bits then hold.
     const auto round = hn::Set(d, 12582912.0f), log2e = hn::Set(d, 1.44269504f);
     V n[kCount], r[kCount];
-    // The least gives n = −126; in this order the maximum of a NaN is one.
-    all([&](int i) HWY_ATTR { x[i] = hn::Max(hn::Set(d, kTwo ? -126.0f : -87.4f), x[i]); });
+    // The least gives n = −126.
+    all([&](int i) HWY_ATTR { x[i] = AtLeast(hn::Set(d, kTwo ? -126.0f : -87.4f), x[i]); });
     all([&](int i) HWY_ATTR { n[i] = kTwo ? hn::Add(x[i], round) : hn::MulAdd(x[i], log2e, round); });
     all([&](int i) HWY_ATTR { r[i] = hn::Sub(n[i], round); });
     all([&](int i) HWY_ATTR { r[i] = kTwo ? hn::Sub(x[i], r[i]) : hn::MulSub(x[i], log2e, r[i]); });
@@ -334,7 +344,7 @@ HWY_INLINE void GradientFrom(const GradientRow<Acc>& row, std::int64_t n) {
   for (int i = 0; i < kCount; ++i) {
     const std::int64_t at = n + i * kLanes<Acc>;
     const auto lse = kByColumn ? hn::LoadU(d, row.lse + at) : hn::Set(d, *row.lse);
-    p[i] = hn::Min(hn::Set(d, Acc{88}), hn::Sub(hn::LoadU(d, row.scores + at), lse));
+    p[i] = AtMost(hn::Set(d, Acc{88}), hn::Sub(hn::LoadU(d, row.scores + at), lse));
   }
   Exp<false>(p);
 #pragma GCC unroll 8

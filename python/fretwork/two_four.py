@@ -295,6 +295,9 @@ def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16
     Traceback (most recent call last):
     RuntimeError: compress: A: expected at most 2 non-zeros in every 4, got more in the group at (0, 0)
     """
+    if isinstance(A, torch.sparse.SparseSemiStructuredTensor):
+        got = f"{type(A).__name__}; compress(A.to_dense()), or from_layout(A.packed, A.meta, 'torch')"
+        _fail("compress", "A", "a dense tensor", got, TypeError)
     _check_tensor("compress", "A", A)
     _check_word("compress", metadata_dtype)
     axis = _axis("compress", dim)
@@ -384,6 +387,8 @@ def from_layout(
     """
     op, axis = "from_layout", _axis("from_layout", dim, ValueError)
     _check_tensor(op, "values", values)
+    if metadata is None:  # as torch's tensors for cuSPARSELt have it
+        _fail(op, "metadata", "words beside the values", "None; compress(t.to_dense()) instead", TypeError)
     _check_tensor(op, "metadata", metadata)
     _check_word(op, metadata_dtype)
     if values.dim() != 2:
@@ -610,8 +615,12 @@ def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFo
     ...     fw.two_four.load(f"{folder}/weight.safetensors")
     TwoFour(shape=(16, 16), dtype=torch.float32, dim=1, metadata=torch.int16)
     """
-    found = {}
-    with _safetensors("load").safe_open(_path("load", file), framework="pt", device=str(device)) as opened:
+    found, library = {}, _safetensors("load")
+    try:
+        held_open = library.safe_open(_path("load", file), framework="pt", device=str(device))
+    except library.SafetensorError as error:
+        _fail("load", "file", "a safetensors file", f"{file}: {error}")
+    with held_open as opened:
         texts = opened.metadata() or {}
         if texts.get("format") != "fretwork.two_four":
             _fail("load", "file", "a file of fretwork.two_four.save", f"{file} without that mark")

@@ -295,9 +295,6 @@ def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16
     Traceback (most recent call last):
     RuntimeError: compress: A: expected at most 2 non-zeros in every 4, got more in the group at (0, 0)
     """
-    if isinstance(A, torch.sparse.SparseSemiStructuredTensor):
-        got = f"{type(A).__name__}; compress(A.to_dense()), or from_layout(A.packed, A.meta, 'torch')"
-        _fail("compress", "A", "a dense tensor", got, TypeError)
     _check_tensor("compress", "A", A)
     _check_word("compress", metadata_dtype)
     axis = _axis("compress", dim)

@@ -30,7 +30,8 @@ $(VENV)/.installed: requirements-dev.txt scripts/bootstrap
 	@touch $@
 
 build: setup  ## build the library, the program, the bindings and the C++ tests
-	@[ -f $(BUILD)/build.ninja ] || cmake --preset release $(BUILD_FLAGS)
+	@[ -f $(BUILD)/build.ninja ] && grep -qs FRETWORK_TESTS:BOOL=ON $(BUILD)/CMakeCache.txt \
+	  || cmake --preset release $(BUILD_FLAGS)
 	@cmake --build $(BUILD)
 
 demo: build  ## show what Fretwork does on this machine

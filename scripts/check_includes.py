@@ -19,12 +19,20 @@ def fault(file: Path, target: str) -> str | None:
         return "framework headers belong to bindings/"
     if target.startswith("cuda") and target.endswith(".h") and "/" not in target:
         return "CUDA headers are not needed: the driver is opened at run time"
+    if target == "nvrtc.h" or into[0] == "cuda":
+        return "CUDA headers are not needed: the driver is opened at run time"
+    if ".." in into:
+        return "files are named from the root of include/ or src/"
+    if parts[0] == "include":
+        return "public headers know nothing of src/" if into[0] in {*LAYERS, "device", "bindings", "tools"} else None
     if parts[0] != "src":
         return None
+    if into[0] in ("bindings", "tools"):
+        return f"the library lies below {into[0]}"
     if file.suffix == ".cuh" or file.name == "params.h":
-        own = "/".join(parts[1:-1])
-        closed = into[0] == "device" or target.startswith(own + "/")
-        return None if closed else "device code includes device/ and its own room only"
+        closed = into[0] == "device" or target.startswith("/".join(parts[1:-1]) + "/")
+        device = target.endswith((".cuh", "/params.h"))
+        return None if closed and device else "device code includes device code of device/ and its own room only"
     if parts[1] == "ops" and into[0] == "ops" and into[1] != parts[2]:
         return "an op does not include another op"
     if parts[1] in LAYERS and into[0] in LAYERS and LAYERS[into[0]] > LAYERS[parts[1]]:

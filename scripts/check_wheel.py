@@ -16,11 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "wheel-check"
 PROGRAM = """
-import torch, fretwork as fw
+import jax.numpy as jnp, torch, fretwork as fw, fretwork.jax as fwj
 layout = fw.BlockLayout(torch.tensor([[1, 0], [1, 1]]), 16)
 values, x = torch.randn(3, 16, 16), torch.randn(32, 5)
 error = (fw.dsd(values, x, layout) - layout.unpack(values) @ x).abs().max().item()
 assert error < 1e-4, error
+same = fwj.dsd(jnp.asarray(values.numpy()), jnp.asarray(x.numpy()), layout)
+assert abs(same - fw.dsd(values, x, layout).numpy()).max() < 1e-4
 print(fw.__file__, "works: error", error)
 """
 

@@ -104,7 +104,9 @@ class Parser {
     }
     for (bool first = true; !take(close); first = false) {
       if (!first) {
-        need(',');
+        if (!take(',')) {
+          fail(std::string("',' or '") + close + "'");
+        }
         if (take(close)) {
           break;  // a trailing comma, as in (16,)
         }

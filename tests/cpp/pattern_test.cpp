@@ -423,6 +423,10 @@ TEST(Text, FuzzParsesOrThrowsError) {
                                          "block((1,1,1),8,~A) | block((1,1,1),8,~B) & random_blocks((1,1,1),8,.1,2)",
                                          "(block((0,1,1),8,~))",
                                          "kronecker(2,16,16,4)",
+                                         "sliding_window(64,8,4)|strided(64,7)",
+                                         "neighborhood((8,8),3,2)",
+                                         "document((3,0,9,4),causal=True)&causal(16)",
+                                         "acsr((3,0,9,1,2),(2,1,1,4,3),(3,0,1,3,2),10)",
                                          "block((1,1,1),8,~" + std::string(100, 'A') + ")",
                                          "block@99aa06d3014798d86001c324468d497f"};
   std::mt19937 random(20240229);

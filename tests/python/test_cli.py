@@ -348,7 +348,7 @@ def test_bench_measures_every_case(tmp_path: Path) -> None:
         *("bench", "block", "--n", "64,128", "--block", "16,32", "--density", "0.5", "--op", "dsd,dds,sdd,softmax"),
         *("--dtype", "bfloat16", "--threads", "2", "--rounds", "1", "--csv", str(rows), "--json", str(whole)),
     )
-    assert "peak:" in text and "bfloat16" in text
+    assert "of dense:" in text and "bfloat16" in text
     with rows.open() as file:
         table = list(csv.DictReader(file))
     assert len(table) == 16
@@ -357,7 +357,7 @@ def test_bench_measures_every_case(tmp_path: Path) -> None:
         entries = int(row["nnz"]) * int(row["block"]) ** 2
         work = 4 * entries if row["op"] == "softmax" else 2 * entries * int(row["n"])
         assert float(row["rate"]) == pytest.approx(work / float(row["ms"]) / 1e6, rel=1e-3)
-        assert float(row["share"]) == pytest.approx(float(row["rate"]) / float(row["peak"]), rel=1e-2)
+        assert float(row["share"]) == pytest.approx(float(row["rate"]) / float(row["dense_rate"]), rel=1e-2)
         assert row["unit"] == ("GB/s" if row["op"] == "softmax" else "GFLOP/s")
     summary = json.loads(whole.read_text())
     assert summary["threads"] == 2 and summary["dtype"] == "bfloat16" and len(summary["rows"]) == 16
@@ -367,7 +367,7 @@ def test_bench_attention_measures_every_pattern(tmp_path: Path) -> None:
     rows, whole = tmp_path / "rows.csv", tmp_path / "whole.json"
     text = ok(*("bench", "attention", "--device", "cpu", "--seq", "256", "--heads", "4", "--kv-heads", "2", "--depth"),
               *("16", "--rounds", "1", "--threads", "1", "--csv", str(rows), "--json", str(whole)))  # fmt: skip
-    assert "peak:" in text and "4 heads (2 of keys)" in text and "neighborhood((16,16),13)" in text
+    assert "of full:" in text and "4 heads (2 of keys)" in text and "neighborhood((16,16),13)" in text
     with rows.open() as file:
         table = list(csv.DictReader(file))
     assert len(table) == 18 and {row["pass"] for row in table} == {"forward", "backward"}

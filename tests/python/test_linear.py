@@ -102,6 +102,7 @@ def test_in_a_compiled_model(device):
     ((96, 65, some_layout(1, 4, 3, (16, 32))), r"layout: expected one head of .*\(65, 96\), got \(1, 64, 96\)"),
     ((96.0, 64, some_layout(1, 4, 3, (16, 32))), r"in_features: expected an int, got 96\.0"),
     ((96, 64, some_layout(1, 4, 3, (16, 32)), True, None, torch.int32), r"dtype: expected .*, got torch\.int32"),
+    ((96, 64, some_layout(1, 4, 3, (16, 32)), torch.zeros(64)), "bias: expected True or False, got Tensor"),
     ((96, 64, some_layout(2, 4, 3, (16, 32))), r"layout: expected one head of .*, got \(2, 64, 96\)")])  # fmt: skip
 def test_refused(args, text):
     with pytest.raises((TypeError, ValueError), match=f"^BlockSparseLinear: {text}"):

@@ -137,25 +137,27 @@ void bench_patterns(AttentionBench options) {
   fmt::print("{}, {}, batch {}, {} heads ({} of keys), {} positions, depth {}, median of {} rounds\n", run.machine(),
              name_of(run.dtype()), options.batch, options.heads, options.kv_heads, options.seq, options.depth,
              run.rounds());
-  fmt::print("peak: the same pass with every key, measured in this run; rates count the pattern's elements\n");
-  fmt::print("{:<9} {:>8} {:>10} {:>17} {:>8}  {}\n", "pass", "density", "ms", "rate", "of peak", "pattern");
+  fmt::print(
+      "of full: of the rate of the same pass with every key, measured in this run; rates count the pattern's "
+      "elements\n");
+  fmt::print("{:<9} {:>8} {:>10} {:>17} {:>8}  {}\n", "pass", "density", "ms", "rate", "of full", "pattern");
   run.csv("device,dtype,threads,pass,batch,heads,kv_heads,seq,depth,density,ms,gflops,share,pattern");
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   Progress progress(static_cast<int>(patterns.size() * options.passes.size()));
   for (const std::string& pass : options.passes) {
     const bool backward = pass == "backward";
-    const double peak = rate_of(options, *full, backward, one.measure_pass(backward, full, clock));
+    const double all = rate_of(options, *full, backward, one.measure_pass(backward, full, clock));
     for (const PatternPtr& pattern : patterns) {
       progress.show(pass + " " + pattern->text().substr(0, 60));
       const double ms = one.measure_pass(backward, pattern, clock);
       const double rate = rate_of(options, *pattern, backward, ms);
       progress.hide();
       fmt::print("{:<9} {:>8.4f} {:>10.3f} {:>9.1f} GFLOP/s {:>6.1f} %  {}\n", pass, pattern->density(), ms, rate,
-                 100 * rate / peak, pattern->text());
+                 100 * rate / all, pattern->text());
       std::fflush(stdout);
       run.csv(fmt::format("{},{},{},{},{},{},{},{},{},{:.6g},{:.6g},{:.6g},{:.4f},\"{}\"", name_of(run.device()),
                           name_of(run.dtype()), run.threads(), pass, options.batch, options.heads, options.kv_heads,
-                          options.seq, options.depth, pattern->density(), ms, rate, rate / peak, pattern->text()));
+                          options.seq, options.depth, pattern->density(), ms, rate, rate / all, pattern->text()));
       rows.push_back({{"pattern", pattern->text()},
                       {"pass", pass},
                       {"seq", options.seq},
@@ -166,7 +168,7 @@ void bench_patterns(AttentionBench options) {
                       {"density", pattern->density()},
                       {"ms", ms},
                       {"gflops", rate},
-                      {"share", rate / peak}});
+                      {"share", rate / all}});
       progress.advance();
     }
   }

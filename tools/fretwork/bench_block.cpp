@@ -60,7 +60,7 @@ BenchCase dense_case(const BenchCase& one) {
 struct Row {
   BenchCase one;
   Measurement measured;
-  double peak = 0;  ///< the dense stand-in's rate
+  double dense = 0;  ///< the dense stand-in's rate
 };
 
 class BlockReport {
@@ -69,21 +69,21 @@ class BlockReport {
 
   void header() {
     fmt::print("{}, {}, median of {} rounds\n", run_.machine(), name_of(run_.dtype()), run_.rounds());
-    fmt::print("peak: the same op with every block there (density 1, largest block), measured in this run\n");
+    fmt::print("of dense: of the rate of the same op with every block there (largest block), measured in this run\n");
     fmt::print("{:<8} {:>6} {:>5} {:>8} {:>8} {:>10} {:>17} {:>8}\n", "op", "n", "block", "density", "blocks", "ms",
-               "rate", "of peak");
-    run_.csv("device,dtype,threads,op,n,block,density,nnz,ms,rate,unit,peak,share");
+               "rate", "of dense");
+    run_.csv("device,dtype,threads,op,n,block,density,nnz,ms,rate,unit,dense_rate,share");
   }
 
   void add(const Row& row) {
-    const auto& [one, measured, peak] = row;
+    const auto& [one, measured, dense] = row;
     fmt::print("{:<8} {:>6} {:>5} {:>8.4g} {:>8} {:>10.3f} {:>9.1f} {:<7} {:>6.1f} %\n", name_of(one.op), one.n,
                one.block, one.density, measured.nnz, measured.ms, measured.rate, unit_of(one.op),
-               100 * measured.rate / peak);
+               100 * measured.rate / dense);
     std::fflush(stdout);
     run_.csv(fmt::format("{},{},{},{},{},{},{},{},{:.6g},{:.6g},{},{:.6g},{:.4f}", name_of(run_.device()),
                          name_of(run_.dtype()), run_.threads(), name_of(one.op), one.n, one.block, one.density,
-                         measured.nnz, measured.ms, measured.rate, unit_of(one.op), peak, measured.rate / peak));
+                         measured.nnz, measured.ms, measured.rate, unit_of(one.op), dense, measured.rate / dense));
     rows_.push_back({{"op", name_of(one.op)},
                      {"n", one.n},
                      {"block", one.block},
@@ -92,8 +92,8 @@ class BlockReport {
                      {"ms", measured.ms},
                      {"rate", measured.rate},
                      {"unit", unit_of(one.op)},
-                     {"peak", peak},
-                     {"share", measured.rate / peak}});
+                     {"dense_rate", dense},
+                     {"share", measured.rate / dense}});
   }
 
   void finish() { run_.finish(nlohmann::ordered_json::object(), rows_); }
@@ -110,17 +110,17 @@ void bench(const BenchOptions& options) {
   BlockReport report(run);
   report.header();
   Progress progress(static_cast<int>(cases.size()));
-  std::optional<BenchCase> dense;
-  double peak = 0;
+  std::optional<BenchCase> stand_in;
+  double dense = 0;
   for (const BenchCase& one : cases) {
     progress.show(fmt::format("{} n={} block={} density={:.4g}", name_of(one.op), one.n, one.block, one.density));
-    if (!dense || dense->op != one.op || dense->n != one.n) {
-      dense = dense_case(one);
-      peak = measure(*dense, run.dtype(), clock).rate;
+    if (!stand_in || stand_in->op != one.op || stand_in->n != one.n) {
+      stand_in = dense_case(one);
+      dense = measure(*stand_in, run.dtype(), clock).rate;
     }
     const Measurement measured = measure(one, run.dtype(), clock);
     progress.hide();
-    report.add({one, measured, peak});
+    report.add({one, measured, dense});
     progress.advance();
   }
   report.finish();

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fretwork.ops import FLOATING, _autocasts, dds
-from fretwork.pattern import BlockLayout, whole_number
+from fretwork.pattern import BlockLayout, flag, whole_number
 
 
 class BlockSparseLinear(nn.Module):
@@ -54,7 +54,7 @@ class BlockSparseLinear(nn.Module):
             )
         self.in_features, self.out_features, self.layout = in_features, out_features, layout
         self.weight = nn.Parameter(torch.empty(layout.nnz, *layout.block_shape, device=device, dtype=dtype))
-        if bias:
+        if flag("BlockSparseLinear", "bias", bias):
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)

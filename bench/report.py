@@ -206,57 +206,58 @@ def attention_section(rows: list[Row]) -> list[str]:
     return lines
 
 
-def readme_table(gpu: list[Row], cpu: list[Row]) -> str:
-    """dsd beside torch's dense product and BSR: one line per block, the densities across."""
-    lines = []
-    for title, rows, dtype, unit, factor in (
-        ("H200, fp16, n = 8192, TFLOP/s", gpu, "float16", "cuBLAS", 1),
-        ("2 CPU cores, fp32, n = 2048, GFLOP/s", cpu, "float32", "torch", 1000),
+def readme_table(gpu: list[Row], cpu: list[Row]) -> list[str]:
+    """dsd beside torch's BSR: one line per block, two densities on each machine across."""
+    heads, columns, machines = [], [], []
+    for name, rows, dtype, unit, factor in (
+        ("H200, fp16, n = 8192", gpu, "float16", "TFLOP/s", 1),
+        ("2 CPU cores, fp32, n = 2048", cpu, "float32", "GFLOP/s", 1000),
     ):
         chosen = [r for r in rows if r["op"] == "dsd" and r["dtype"] == dtype and r["arch"] == "auto"]
         if not chosen:
             continue
-        densities = sorted({r["density"] for r in chosen}, reverse=True)
-        rate = sorted(r["dense_tflops"] for r in chosen)[len(chosen) // 2] * factor
-        lines += [f"| {title} (dense {unit} {rate:.0f}) | " + " | ".join(f"density {d}" for d in densities) + " |"]
-        lines += ["|---" * (len(densities) + 1) + "|"]
-        for block in sorted({r["block"] for r in chosen}, reverse=True):
-            cells = []
-            for d in densities:
-                (r,) = [r for r in chosen if r["block"] == block and r["density"] == d]
-                bsr = f" ({r['tflops'] / r['bsr_tflops']:.1f}×)" if r.get("bsr_tflops") else ""
-                cells.append(f"{r['tflops'] * factor:.0f}{bsr}")
-            lines += [f"| block {block} | " + " | ".join(cells) + " |"]
-        lines += [""]
-    return "Sparse · dense, rate counted on non-zeros (× torch's BSR on the same data):\n\n" + "\n".join(lines)
+        dense = sorted(r["dense_tflops"] for r in chosen)[len(chosen) // 2] * factor
+        machines.append(f"{name}: {unit}, torch's dense product {dense:.0f}")
+        for density in (0.5, 0.1):
+            heads.append(f"{name.split(',')[0]}, density {density}")
+            columns.append({r["block"]: (r, factor) for r in chosen if r["density"] == density})
+    lines = ["Sparse · dense, rate on non-zeros (× torch's BSR on the same data);", "; ".join(machines) + ":", ""]
+    lines += ["| block | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for block in sorted({b for column in columns for b in column}, reverse=True):
+        cells = []
+        for column in columns:
+            r, factor = column[block]
+            bsr = f" ({r['tflops'] / r['bsr_tflops']:.1f}×)" if r.get("bsr_tflops") else ""
+            cells.append(f"{r['tflops'] * factor:.0f}{bsr}")
+        lines += [f"| {block} | " + " | ".join(cells) + " |"]
+    return [*lines, ""]
 
 
 README_ATTENTION = {
-    "h200": ("H200, bf16, 16 heads, S = 16,384, D = 128", {"dtype": "bfloat16", "seq": 16384, "depth": 128}),
-    "cpu": ("2 CPU cores, fp32, 4 heads, S = 2048, D = 64", {"dtype": "float32", "seq": 2048, "depth": 64}),
+    "H200": {"dtype": "bfloat16", "seq": 16384, "depth": 128},
+    "CPU": {"dtype": "float32", "seq": 2048, "depth": 64},
 }
 
 
-def readme_attention(device: str, rows: list[Row]) -> str:
-    """Some patterns beside the best of their peers, forward and backward."""
-    title, case = README_ATTENTION[device]
-    usual = {**case, "part": "pattern", "arch": "auto"}
-    rows = [r for r in rows if all(r.get(k) == v for k, v in usual.items())]
+def readme_attention(rows: dict[str, list[Row]]) -> list[str]:
+    """Some patterns beside the best of their peers, forward and backward, on each machine."""
     names = ("full", "causal", "window", "longformer", "dilated", "strided", "neighborhood")
-    shown = [name for name in names if any(r["pattern"] == name for r in rows)]
-    if not shown:
-        return ""
-    lines = ["", f"| {title}, ms | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
-    for which in ("forward", "backward"):
-        cells = []
-        for name in shown:
-            row = next((r for r in rows if r["pattern"] == name and r["pass"] == which), None)
-            ms = best_peer(row)[1] if row else None
-            times = ms / row["ms"]["ours"] if row and ms else 0.0
-            ratio = f" ({times:.{1 if times >= 1 else 2}f}×)" if times else ""
-            cells.append(f"{row['ms']['ours']:.2f}{ratio}" if row else "–")
-        lines.append(f"| {which} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    lines = ["Attention, ms (× the best of FlexAttention and torch's own on the same mask, in one run); H200: bf16,",
+             "16 heads, S = 16,384, D = 128; 2 CPU cores: fp32, 4 heads, S = 2048, D = 64:", "",
+             "| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]  # fmt: skip
+    for machine, case in README_ATTENTION.items():
+        usual = {**case, "part": "pattern", "arch": "auto"}
+        of = {(r["pattern"], r["pass"]): r for r in rows[machine] if all(r.get(k) == v for k, v in usual.items())}
+        for which in ("forward", "backward"):
+            cells = []
+            for name in names:
+                row = of.get((name, which))
+                ms = best_peer(row)[1] if row else None
+                times = ms / row["ms"]["ours"] if row and ms else 0.0
+                ratio = f" ({times:.{1 if times >= 1 else 2}f}×)" if times else ""
+                cells.append(f"{row['ms']['ours']:.2f}{ratio}" if row else "–")
+            lines.append(f"| {machine} {which} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def two_four_section(rows: list[Row]) -> list[str]:
@@ -320,11 +321,9 @@ def main() -> None:
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split("<!-- measured -->\n")
     after = rest.split("<!-- end -->\n")[1]
-    table = readme_table(results("h200"), results("cpu"))
-    if attention := "".join(readme_attention(device, results(device, "attention")) for device in README_ATTENTION):
-        table += "\nAttention (× the best of FlexAttention and torch's own, given the same mask in the same run):\n"
-        table += attention
-    readme.write_text(f"{before}<!-- measured -->\n{table}<!-- end -->\n{after}")
+    shown = readme_table(results("h200"), results("cpu"))
+    shown += readme_attention({name: results(name.lower(), "attention") for name in README_ATTENTION})
+    readme.write_text("\n".join([f"{before}<!-- measured -->", *shown, f"<!-- end -->\n{after}"]))
 
 
 if __name__ == "__main__":

@@ -64,9 +64,9 @@ def test_the_readme_shows_attention():
     report = pytest.importorskip("report")
     row = {"part": "pattern", "pattern": "strided", "arch": "auto", "dtype": "bfloat16", "seq": 16384, "depth": 128,
            "pass": "forward", "ms": {"ours": 0.25, "flex": 4.0, "other": 5.0}}  # fmt: skip
-    text = report.readme_attention("h200", [row, {**row, "depth": 64, "ms": {"ours": 9.0}}])
-    assert ", ms | strided |" in text and "| forward | 0.25 (16.0×) |" in text and "| backward | – |" in text
-    assert report.readme_attention("cpu", [row]) == ""
+    lines = report.readme_attention({"H200": [row, {**row, "depth": 64, "ms": {"ours": 9.0}}], "CPU": [row]})
+    assert "| H200 forward | – | – | – | – | – | 0.25 (16.0×) | – |" in lines
+    assert "| CPU forward |" + " – |" * 7 in lines
 
 
 def test_plans_of_the_program():

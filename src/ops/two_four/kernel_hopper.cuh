@@ -198,6 +198,7 @@ __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, 
           words.read(e[1 - turn], s, p, t, step + turn + 1);
         }
         wgmma::wait<0>();
+        wgmma::metadata_read(e[turn]);
         release_stage<kPair>(shared_address(s.empty), ring.stage);
         ring.next();
       }

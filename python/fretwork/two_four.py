@@ -104,8 +104,11 @@ class TwoFour:
         place = int(bad.item())
         if place >= 0:
             valid = "4 or 14" if values.dtype == torch.float32 else "4, 8, 9, 12, 13 or 14"
-            where = divmod(place, self.shape[1])
-            _fail("TwoFour", "metadata", f"nibbles that are {valid}", f"another for the group at {where}")
+            row, col = divmod(place, self.shape[1])
+            line, at = (row, col) if self.dim else (col, row)
+            word, group = divmod(at // group_of(values.dtype), 2 * metadata.element_size())
+            nibble = int((metadata if self.dim else metadata.t())[line, word].item()) >> 4 * group & 15
+            _fail("TwoFour", "metadata", f"nibbles that are {valid}", f"{nibble} for the group at {(row, col)}")
 
     @classmethod
     def _of(cls, values: Tensor, metadata: Tensor, dim: int) -> TwoFour:

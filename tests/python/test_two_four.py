@@ -5,6 +5,7 @@ import io
 import itertools
 import logging
 import pickle
+import re
 import sys
 from types import SimpleNamespace
 
@@ -264,6 +265,20 @@ def test_pickle_and_torch_load(dtype, device):
     s.metadata.zero_()
     with pytest.raises(ValueError, match="TwoFour: metadata: expected nibbles"):
         pickle.loads(pickle.dumps(s))
+
+
+@pytest.mark.parametrize("word", [torch.int8, torch.int16, torch.int32], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_invalid_nibble_is_named(dim, word, device):
+    s = two_four.compress(pruned(8, 64, torch.float16, device), metadata_dtype=word)
+    metadata, group, per_word = s.metadata.clone(), 13, 2 * word.itemsize  # of line 5
+    kept = int(metadata[5, group // per_word]) & ~(15 << 4 * (group % per_word)) | 5 << 4 * (group % per_word)
+    low = -(1 << 4 * per_word - 1)
+    metadata[5, group // per_word] = (kept - low) % (1 << 4 * per_word) + low  # as signed words hold it
+    pair = (s.values, metadata) if dim else (s.values.t(), metadata.t())
+    where = "(5, 52)" if dim else "(52, 5)"
+    with pytest.raises(ValueError, match=re.escape(f"9, 12, 13 or 14, got 5 for the group at {where}")):
+        fw.TwoFour(*pair, dim=dim)
 
 
 def test_matrices_without_memory():

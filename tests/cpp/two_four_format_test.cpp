@@ -673,6 +673,23 @@ TEST(TwoFourMatmul, TakesAnyLeadingDimensions) {
   }
 }
 
+/// y = x·Wᵀ + bias with one row and with many, as its caller writes them.
+TEST(TwoFourLinear, IsALayersProduct) {
+  Context context = Context::cpu();
+  float weight[] = {1, 0, 0, 2, 3, 0, 0, -4, 0, 5, 6, 0};  // (3, 4), pairs
+  float values[6], bias[] = {10, -100, 0}, x[] = {1, 2, 3, 4, -1, 0, 2, 1}, y[6];
+  std::int8_t words[3];
+  const TwoFour s{TensorView(values, DType::f32, {3, 2}), TensorView(words, DType::i8, {3, 1}), 1};
+  two_four_compress(TensorView(weight, DType::f32, {3, 4}), s, nullptr, context);
+  const TensorView bias_view(bias, DType::f32, {3});
+  const TwoFourOptions options{.bias = &bias_view, .activation = Activation::relu};
+  two_four_linear(TensorView(x, DType::f32, {2, 1, 4}), s, TensorView(y, DType::f32, {2, 1, 3}), context, options);
+  EXPECT_TRUE(std::ranges::equal(y, std::array{19.0f, 0.0f, 28.0f, 11.0f, 0.0f, 12.0f}));
+  std::ranges::fill(y, -7.0f);
+  two_four_linear(TensorView(x, DType::f32, {4}), s, TensorView(y, DType::f32, {3}), context);
+  EXPECT_TRUE(std::ranges::equal(y, std::array{9.0f, -13.0f, 28.0f, -7.0f, -7.0f, -7.0f}));
+}
+
 TEST(TwoFourMatmul, SumsOfNothing) {
   Context context = Context::cpu();
   const TwoFour none{TensorView(nullptr, DType::f16, {3, 0}), TensorView(nullptr, DType::i16, {3, 0}), 1};
@@ -731,6 +748,27 @@ TEST(TwoFourMatmul, RefusesInWords) {
                               TensorView(kSomewhere, kHalf, {9, 32}), context);
             }),
             "matmul: a: expected (…, M, 48), got (9, 44)");
+}
+
+TEST(TwoFourLinear, RefusesInWords) {
+  Context context = Context::cpu();
+  constexpr DType kHalf = DType::f16;
+  const TwoFour weight{TensorView(kSomewhere, kHalf, {32, 24}), TensorView(kSomewhere, DType::i16, {32, 3}), 1};
+  const auto linear = [&](const TwoFour& s, DType dtype, std::initializer_list<std::int64_t> x,
+                          const TensorView* bias = nullptr) {
+    return error_of([&] {
+      two_four_linear(TensorView(kSomewhere, dtype, x), s, TensorView(kSomewhere, kHalf, {9, 32}), context,
+                      {.bias = bias});
+    });
+  };
+  const TensorView eight(kSomewhere, kHalf, {8}), wide(kSomewhere, DType::f32, {32});
+  EXPECT_EQ(linear(weight, kHalf, {9, 44}), "linear: x: expected (…, 48), got (9, 44)");
+  EXPECT_EQ(linear(weight, DType::bf16, {9, 48}), "linear: x: expected float16 like s, got bfloat16");
+  EXPECT_EQ(linear(weight.transpose(), kHalf, {9, 32}),
+            "linear: s: expected (out, in) compressed along in, dim 1, got dim 0");
+  EXPECT_EQ(linear(weight, kHalf, {9, 48}, &eight), "linear: bias: expected (32,), got (8,)");
+  EXPECT_EQ(linear(weight, kHalf, {9, 48}, &wide), "linear: bias: expected float16 like the result, got float32");
+  EXPECT_EQ(linear(weight, kHalf, {8, 48}), "matmul: out: expected (8, 32), got (9, 32)");
 }
 
 TEST(TwoFourFormat, RefusesInWords) {

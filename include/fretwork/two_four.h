@@ -83,8 +83,9 @@ void two_four_matmul(const TensorView& a, const TwoFour& b, const TensorView& ou
 void two_four_linear(const TensorView& x, const TwoFour& weight, const TensorView& out, Context& context,
                      const TwoFourOptions& options = {});
 
-/// Whether expanding the sparse operand (m × k) and a dense product with n columns is likely to be quicker.
-bool two_four_dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, DeviceType device,
+/// Whether expanding the sparse operand (m × k) and a dense product with n columns is likely to be quicker on `device`,
+/// with the kernels that it has here.
+bool two_four_dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, Device device,
                          Precision precision);
 
 }  // namespace fretwork

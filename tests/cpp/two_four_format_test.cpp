@@ -15,6 +15,7 @@
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
 #include "fretwork/two_four.h"
+#include "ops/two_four/problem.h"
 
 namespace fretwork {
 namespace {
@@ -769,6 +770,40 @@ TEST(TwoFourLinear, RefusesInWords) {
   EXPECT_EQ(linear(weight, kHalf, {9, 48}, &eight), "linear: bias: expected (32,), got (8,)");
   EXPECT_EQ(linear(weight, kHalf, {9, 48}, &wide), "linear: bias: expected float16 like the result, got float32");
   EXPECT_EQ(linear(weight, kHalf, {8, 48}), "matmul: out: expected (8, 32), got (9, 32)");
+}
+
+/// What bench/compare_two_four.py measured on an H200 (`fallback`), with its own kernels and the portable ones.
+TEST(TwoFourPlan, SaysWhenDenseWins) {
+  struct Row {
+    std::int64_t m, k, n;
+    DType dtype;
+    Precision precision;
+    bool own, portable;  ///< whether dense won
+  };
+  using enum Precision;
+  constexpr DType kHalf = DType::bf16, kFull = DType::f32;
+  for (const Row& row : std::initializer_list<Row>{{512, 512, 1, kHalf, ieee, false, false},
+                                                   {512, 512, 4096, kHalf, ieee, false, true},
+                                                   {2048, 2048, 64, kHalf, ieee, false, false},
+                                                   {2048, 2048, 128, kHalf, ieee, false, true},
+                                                   {4096, 4096, 64, kHalf, ieee, false, false},
+                                                   {4096, 4096, 128, kHalf, ieee, false, true},
+                                                   {14336, 4096, 256, kHalf, ieee, false, false},
+                                                   {14336, 4096, 1024, kHalf, ieee, false, true},
+                                                   {4096, 4092, 4096, kHalf, ieee, false, false},
+                                                   {1024, 1024, 4096, kFull, tf32, true, true},
+                                                   {4096, 4096, 256, kFull, tf32, true, true},
+                                                   {4096, 4096, 4096, kFull, tf32, false, true},
+                                                   {1024, 1024, 1, kFull, ieee, true, true},
+                                                   {4096, 4096, 4096, kFull, ieee, true, true}}) {
+    for (const bool behind : {false, true}) {
+      EXPECT_EQ(two_four::dense_wins(row.m, row.n, row.k, row.dtype, row.precision, behind),
+                behind ? row.portable : row.own)
+          << row.m << " × " << row.k << " × " << row.n << " " << name_of(row.dtype) << " behind " << behind;
+    }
+  }
+  EXPECT_FALSE(two_four_dense_wins(4096, 4096, 4096, kFull, {DeviceType::cpu, 0}, ieee));
+  EXPECT_FALSE(two_four_dense_wins(4096, 0, 4096, kFull, {DeviceType::cuda, 0}, ieee));
 }
 
 TEST(TwoFourFormat, RefusesInWords) {

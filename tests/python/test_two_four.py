@@ -601,22 +601,18 @@ def test_without_safetensors(monkeypatch):
 
 def test_where_dense_wins():
     def wins(n, k, dtype, device, precision):
-        return core().fretwork_two_four_dense_wins(64, n, k, dtype, device, precision)
+        return core().fretwork_two_four_dense_wins(4096, n, k, dtype, device, 0, precision)
 
-    assert wins(1000, 64, b"float32", b"cuda", b"ieee") == 1  # there are no sparse units for it
-    assert wins(1000, 68, b"bfloat16", b"cuda", b"ieee") == 1  # lines that begin anywhere
-    for n, dtype, device, precision in [
-        (64, b"float32", b"cuda", b"ieee"),
-        (1000, b"float32", b"cuda", b"tf32"),
-        (1000, b"float8_e5m2", b"cuda", b"ieee"),
-        (1000, b"float32", b"cpu", b"ieee"),
-    ]:
-        assert wins(n, 64, dtype, device, precision) == 0
+    for n in (1, 1000):  # there are no sparse units for it
+        assert wins(n, 64, b"float32", b"cuda", b"ieee") == 1 and wins(n, 64, b"float32", b"cpu", b"ieee") == 0
+    assert wins(256, 4096, b"float32", b"cuda", b"tf32") == 1 and wins(4096, 4096, b"float32", b"cuda", b"tf32") == 0
+    assert wins(0, 64, b"float32", b"cuda", b"ieee") == 0
+    assert wins(16, 4092, b"bfloat16", b"cuda", b"ieee") == 0  # lines that begin anywhere
     assert wins(1, 64, b"int64", b"cuda", b"ieee") == -1
 
 
 def test_fallback_to_the_dense_product(caplog, monkeypatch, device):
-    def wins(m, n, k, dtype, device, precision):
+    def wins(m, n, k, dtype, device, index, precision):
         assert (m, k, dtype, precision) == (16, 32, b"float32", b"ieee")
         return int(n > 64)
 

@@ -68,6 +68,10 @@ void prune_both(const Format& rows, const Format& cols, Context& context);
 void run(const Problem& problem, Context& context);
 }  // namespace cpu
 
+/// Whether a GPU expands the sparse operand and multiplies dense operands faster. `behind`: 2:4 products run on the
+/// portable kernels where dense ones have instructions of the GPU's own.
+bool dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, Precision precision, bool behind);
+
 /// As kernels are told it.
 inline OutType out_type(DType dtype) {
   switch (dtype) {

@@ -688,7 +688,7 @@ TEST(TwoFourHopperChoice, IsWhatWasFastest) {
     EXPECT_EQ(chosen(8192, 8192, 8192, b), large.text());
     EXPECT_EQ(chosen(4096, 14336, 4096, b), large.text());
     EXPECT_EQ(chosen(14336, 4096, 4096, b), large.text());
-    EXPECT_EQ(chosen(14336, 4096, 512, b), large.text());
+    EXPECT_EQ(chosen(14336, 4096, 512, b), Choice{.pair = 2}.text());
     EXPECT_EQ(chosen(2048, 2048, 2048, b), Choice{}.text());
     EXPECT_EQ(chosen(4096, 14336, 512, b), Choice{.split = 2}.text());
     EXPECT_EQ(chosen(14336, 4096, 64, b), Choice{.width = 64}.text());

@@ -46,6 +46,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       }
     }
     if (size_of(dtype) == 2) {  // others have no gain from pairs
+      list.push_back(instance(dtype, true, 256, 2));
       list.push_back(instance(dtype, false, 256, 2));
     }
   }
@@ -168,9 +169,10 @@ Choice choose(const Problem& p, int multiprocessors, const std::function<int(int
     found = std::min_element(all.begin(), end, cheaper);
   }
   Choice best = found->choice;
-  // Pairs gain up to 6% where b is contiguous along n and CTAs have several tiles; mostly they lose as much elsewhere.
-  const bool b_along_n = size_of(p.dtype) == 2 && p.b.row != 1;
-  if (b_along_n && best.width == 256 && tiles_of(p, 256) > multiprocessors) {
+  // Pairs gain up to 6% where CTAs have several tiles and b is contiguous along n, or has but two tiles of columns;
+  // mostly they lose as much elsewhere.
+  const bool gains = size_of(p.dtype) == 2 && (p.b.row != 1 || (p.batch == 1 && ceil_div(p.n, 256) == 2));
+  if (gains && best.width == 256 && best.split == 1 && tiles_of(p, 256) > multiprocessors) {
     best.pair = 2;
   }
   return best;

@@ -324,27 +324,26 @@ def main() -> None:
     copies = copy_rate(device)
     rates: Row = {"copy": copies, "dense": {name: dense_rate(getattr(torch, name), device) for name in names}}
     rows: list[Row] = []
-    try:
-        if "format" in options.parts:
-            for name in names if not gpu else names[:1]:
-                tools = measure_format(8192 if gpu else 2048, getattr(torch, name), device, copies, options.seconds)
-                rows += tools
-                print(*map(line_of, tools), sep="\n", flush=True)
-        wanted = [(name, "linear", *p) for name in names for p in problems(gpu, numbers(options.columns, int))]
-        wanted = wanted if "product" in options.parts else []
-        if "matmul" in options.parts and gpu:
-            wanted += [(name, *p) for name in names if name in ("bfloat16", "float16") for p in matmul_problems()]
-        for name, op, m, k, n in wanted:
-            rows.append(measure(op, m, k, n, getattr(torch, name), device, rates, options))
-            print(line_of(rows[-1]), flush=True)
-        for m, k, n, kind in fallback_problems() if "fallback" in options.parts and gpu else []:
-            rows.append(measure_fallback(m, k, n, kind, device, options.seconds))
-            print(line_of(rows[-1]), flush=True)
-    finally:
-        rows = [{**facts, **row} for row in rows]
-        store(folder(options.out, facts) / "two_four.json", rows, IDENTITY)
-        if rows:
-            print("", *two_four_section(rows), sep="\n")
+
+    def keep(row: Row) -> None:
+        """At once, so that a run which is stopped has what it measured."""
+        rows.append({**facts, **row})
+        store(folder(options.out, facts) / "two_four.json", rows[-1:], IDENTITY)
+        print(line_of(row), flush=True)
+
+    if "format" in options.parts:
+        for name in names if not gpu else names[:1]:
+            for row in measure_format(8192 if gpu else 2048, getattr(torch, name), device, copies, options.seconds):
+                keep(row)
+    wanted = [(name, "linear", *p) for name in names for p in problems(gpu, numbers(options.columns, int))]
+    wanted = wanted if "product" in options.parts else []
+    if "matmul" in options.parts and gpu:
+        wanted += [(name, *p) for name in names if name in ("bfloat16", "float16") for p in matmul_problems()]
+    for name, op, m, k, n in wanted:
+        keep(measure(op, m, k, n, getattr(torch, name), device, rates, options))
+    for m, k, n, kind in fallback_problems() if "fallback" in options.parts and gpu else []:
+        keep(measure_fallback(m, k, n, kind, device, options.seconds))
+    print("", *two_four_section(rows), sep="\n")
 
 
 if __name__ == "__main__":

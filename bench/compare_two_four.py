@@ -199,7 +199,7 @@ def measure_fallback(m: int, k: int, n: int, kind: str, device: torch.device, se
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     w, x = weight(m, k, getattr(torch, dtype), device), inputs(n, k, getattr(torch, dtype), device)
     s = fw.two_four.compress(w)
-    run = {
+    run: dict[str, Call] = {
         "ours": lambda: fw.two_four.linear(x, s),
         "dense": lambda: F.linear(x, w),
         "expanded": lambda: F.linear(x, s.to_dense()),

@@ -267,19 +267,36 @@ def two_four_section(rows: list[Row]) -> list[str]:
         kernels = "" if arch == "auto" else f", kernels forced to {arch}"
         if products := [r for r in rows if r["part"] == "product" and r["arch"] == arch]:
             lines += [
-                *(f"y = x·Wᵀ, W (m, k) 2:4, x (n, k){kernels}.", ""),
-                "| m × k | n | dtype | ms | dense ms | × dense | cuSPARSELt ms | × it | called | dense called | torch "
-                "2:4 called | host µs | floor ms | error |",
-                "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+                f"y = x·Wᵀ, W (m, k) 2:4, x (n, k), or what `matmul` has{kernels}. *Warm* is a call within a graph of "
+                "many, *called* a plain loop.",
+                "",
+                "| m × k | n | dtype | ms | dense ms | × dense | cuSPARSELt ms | × it | warm | called | dense called | "
+                "torch 2:4 called | host µs | floor ms | error |",
+                "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
             ]
         for r in products:
             ours, dense, peer, called = r["ms"]["ours"], r["ms"].get("dense"), r["ms"].get("cusparselt"), r["called"]
+            op, within = "" if r["op"] == "linear" else f" {r['op']}", r.get("warm", {}).get("ours")
             lines.append(
-                f"| {r['m']} × {r['k']} | {r['n']} | {r['dtype']} | **{ours:.4f}** | {number(dense, 4)} | "
+                f"| {r['m']} × {r['k']}{op} | {r['n']} | {r['dtype']} | **{ours:.4f}** | {number(dense, 4)} | "
                 f"{number(dense and dense / ours, 2)} | {number(peer, 4)} | {number(peer and peer / ours, 2)} | "
-                f"{called['ours']:.4f} | {number(called.get('dense'), 4)} | {number(called.get('torch'), 4)} | "
-                f"{number(r['host_us'], 1)} | {r['floor_ms']:.4f} | {r['error']:.0e} |"
+                f"{number(within, 4)} | {called['ours']:.4f} | {number(called.get('dense'), 4)} | "
+                f"{number(called.get('torch'), 4)} | {number(r['host_us'], 1)} | {r['floor_ms']:.4f} | "
+                f"{r['error']:.0e} |"
             )
+        if choices := [r for r in rows if r["part"] == "fallback" and r["arch"] == arch]:
+            lines += [
+                "",
+                f"When a dense product is quicker{kernels}, µs: sparse, dense, dense with its weight expanded, and "
+                'what `fallback="dense"` takes.',
+                "",
+                "| m × k | n | dtype | sparse | dense | expanded | taken |",
+                "|---|---|---|---|---|---|---|",
+            ]
+        for r in choices:
+            times = " | ".join(f"{1e3 * r['ms'][name]:.1f}" for name in ("ours", "dense", "expanded"))
+            dtype = r["dtype"] + r["op"].removeprefix("linear")
+            lines.append(f"| {r['m']} × {r['k']} | {r['n']} | {dtype} | {times} | {r['planned']} |")
         if tools := [r for r in rows if r["part"] == "format" and r["arch"] == arch]:
             lines += [
                 *("", "| tool | size | dtype | ms | GB/s on the bytes that must move | share of a copy | torch ms |"),

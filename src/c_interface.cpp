@@ -318,13 +318,13 @@ int64_t fretwork_two_four_order(const char* op, const char* layout, int64_t line
   });
 }
 
-int fretwork_two_four_dense_wins(int64_t m, int64_t n, int64_t k, const char* dtype, const char* device,
+int fretwork_two_four_dense_wins(int64_t m, int64_t n, int64_t k, const char* dtype, const char* device, int index,
                                  const char* precision) {
   return guarded(-1, [&] {
     using fretwork::DeviceType, fretwork::Precision;
     const bool ieee = std::string_view(precision) == "ieee", cuda = std::string_view(device) == "cuda";
     return fretwork::two_four_dense_wins(m, n, k, sparse_dtype("linear", dtype),
-                                         cuda ? DeviceType::cuda : DeviceType::cpu,
+                                         {cuda ? DeviceType::cuda : DeviceType::cpu, index},
                                          ieee ? Precision::ieee : Precision::tf32)
                ? 1
                : 0;

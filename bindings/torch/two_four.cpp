@@ -178,32 +178,6 @@ std::int32_t result_code(const Tensor& dense) {
   return code == aoti_torch_dtype_int8() ? aoti_torch_dtype_int32() : small ? aoti_torch_dtype_bfloat16() : code;
 }
 
-/// A vector as a matrix of one row.
-TensorView one_row(const TensorView& v) {
-  const std::array sizes{std::int64_t{1}, v.size(0)}, strides{v.size(0), v.stride(0)};
-  return {v.data, v.dtype, sizes, strides, v.device};
-}
-
-/// What linear says of its own arguments; the rest is the core's.
-void check_linear(const TensorView& x, const TwoFour& s, const TensorView* bias, DType out) {
-  constexpr const char* kOp = "linear";
-  const std::int64_t k = s.shape()[1], features = s.shape()[0];
-  if (x.rank < 1 || x.size(-1) != k) {
-    throw fretwork::Error(kOp, "x", "(…, " + std::to_string(k) + ")", fretwork::shape_text(x.shape()));
-  }
-  if (x.dtype != s.values.dtype) {
-    throw fretwork::Error(kOp, "x", std::string(fretwork::name_of(s.values.dtype)) + " like s",
-                          fretwork::name_of(x.dtype));
-  }
-  if (bias != nullptr && (bias->rank != 1 || bias->size(0) != features)) {
-    throw fretwork::Error(kOp, "bias", "(" + std::to_string(features) + ",)", fretwork::shape_text(bias->shape()));
-  }
-  if (bias != nullptr && bias->dtype != out) {
-    throw fretwork::Error(kOp, "bias", std::string(fretwork::name_of(out)) + " like the result",
-                          fretwork::name_of(bias->dtype));
-  }
-}
-
 /// product: "left" is s·dense, "right" dense·s, and "linear" dense·sᵀ, whose dense may have one dimension.
 void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);
@@ -217,9 +191,9 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const bool left = product.view() == "left", linear = product.view() == "linear";
   const char* const op = linear ? "linear" : "matmul";
   const TwoFour s = sparse(op, values, metadata, left || linear ? 1 : 0);
-  TensorView input = view(op, linear ? "x" : left ? "b" : "a", dense, kElements);
+  const TensorView input = view(op, linear ? "x" : left ? "b" : "a", dense, kElements);
   const std::int32_t code = static_cast<std::int32_t>(out_dtype.value_or(result_code(dense)));
-  const DType result = dtype_numbered(op, "out_dtype", code, kResult);
+  dtype_numbered(op, "out_dtype", code, kResult);  // refuses others before there is a result
 
   const std::array<std::optional<Tensor>, 3> given{bias, scale_a, scale_b};
   std::array<TensorView, 3> views;
@@ -231,30 +205,29 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
       places[n] = &views[n];
     }
   }
-  if (linear) {
-    check_linear(input, s, places[0], result);
-  } else if (input.rank < 2) {
+  if (linear && input.rank < 1) {
+    throw fretwork::Error(op, "x", "(…, " + std::to_string(s.shape()[1]) + ")", fretwork::shape_text(input.shape()));
+  }
+  if (!linear && input.rank < 2) {
     throw fretwork::Error(op, left ? "b" : "a", "a matrix or a batch of them", fretwork::shape_text(input.shape()));
   }
 
   std::array<std::int64_t, fretwork::kMaxRank> sizes = input.sizes;
   sizes[static_cast<std::size_t>(input.rank - (left ? 2 : 1))] = left || linear ? s.shape()[0] : s.shape()[1];
   const Tensor out = empty(std::span(sizes).first(static_cast<std::size_t>(input.rank)), code, dense);
-  TensorView output = view(op, "out_dtype", out, kResult);
+  const TensorView output = view(op, "out_dtype", out, kResult);
   Call call(dense);
   call.context().precision = precision_named(op, precision.view());
   const fretwork::TwoFourOptions options{.bias = places[0],
                                          .activation = activation_named(op, activation.view()),
                                          .scale_a = places[1],
                                          .scale_b = places[2]};
-  if (linear && input.rank == 1) {
-    input = one_row(input);
-    output = one_row(output);
-  }
-  if (left) {
+  if (linear) {
+    fretwork::two_four_linear(input, s, output, call.context(), options);
+  } else if (left) {
     fretwork::two_four_matmul(s, input, output, call.context(), options);
   } else {
-    fretwork::two_four_matmul(input, linear ? s.transpose() : s, output, call.context(), options);
+    fretwork::two_four_matmul(input, s, output, call.context(), options);
   }
   stack[0] = torch::stable::detail::from(out);
 }

@@ -96,8 +96,8 @@ int fretwork_kernel_launch(const fretwork_kernel* kernel, int device, const unsi
 int64_t fretwork_two_four_order(const char* op, const char* layout, int64_t lines, int64_t k, const char* dtype,
                                 int64_t tile_k, int64_t* order, int64_t room);
 /* 1 where a dense product with n columns is likely to be quicker than the 2:4 one of an (m, k) matrix, else 0; -1 for a
- * dtype that is none. `device` is "cpu" or "cuda", precision "ieee", "tf32" or "tf32x3". */
-int fretwork_two_four_dense_wins(int64_t m, int64_t n, int64_t k, const char* dtype, const char* device,
+ * dtype that is none. `device` is "cpu" or "cuda" with an index, precision "ieee", "tf32" or "tf32x3". */
+int fretwork_two_four_dense_wins(int64_t m, int64_t n, int64_t k, const char* dtype, const char* device, int index,
                                  const char* precision);
 
 #ifdef __cplusplus

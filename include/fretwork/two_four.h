@@ -78,8 +78,14 @@ void two_four_matmul(const TwoFour& a, const TensorView& b, const TensorView& ou
 void two_four_matmul(const TensorView& a, const TwoFour& b, const TensorView& out, Context& context,
                      const TwoFourOptions& options = {});
 
-/// Whether expanding the sparse operand (m × k) and a dense product with n columns is likely to be quicker.
-bool two_four_dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, DeviceType device,
+/// A layer's product: out = activation(x·weightᵀ·scales + bias). x (…, in) of one dimension or more, weight (out, in)
+/// with dim 1, out (…, out).
+void two_four_linear(const TensorView& x, const TwoFour& weight, const TensorView& out, Context& context,
+                     const TwoFourOptions& options = {});
+
+/// Whether expanding the sparse operand (m × k) and a dense product with n columns is likely to be quicker on `device`,
+/// with the kernels that it has here.
+bool two_four_dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, Device device,
                          Precision precision);
 
 }  // namespace fretwork

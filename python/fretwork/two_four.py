@@ -104,8 +104,11 @@ class TwoFour:
         place = int(bad.item())
         if place >= 0:
             valid = "4 or 14" if values.dtype == torch.float32 else "4, 8, 9, 12, 13 or 14"
-            where = divmod(place, self.shape[1])
-            _fail("TwoFour", "metadata", f"nibbles that are {valid}", f"another for the group at {where}")
+            row, col = divmod(place, self.shape[1])
+            line, at = (row, col) if self.dim else (col, row)
+            word, group = divmod(at // group_of(values.dtype), 2 * metadata.element_size())
+            nibble = int((metadata if self.dim else metadata.t())[line, word].item()) >> 4 * group & 15
+            _fail("TwoFour", "metadata", f"nibbles that are {valid}", f"{nibble} for the group at {(row, col)}")
 
     @classmethod
     def _of(cls, values: Tensor, metadata: Tensor, dim: int) -> TwoFour:
@@ -469,8 +472,8 @@ def linear(
 ) -> Tensor:
     """activation(x sᵀ + bias): x (…, in), s (out, in) with dim=-1. See `matmul`.
 
-    With `fallback="dense"` s is expanded and multiplied as a dense matrix where that is likely to be quicker, as for
-    many rows of exact fp32 on a GPU, and the log of "fretwork" says so once. Not inside `torch.compile`.
+    With `fallback="dense"` s is expanded and multiplied as a dense matrix where that was quicker when measured, as for
+    exact fp32 on a GPU, and the log of "fretwork" says so once. Not inside `torch.compile`.
 
     >>> import torch, fretwork as fw
     >>> weight, x, bias = fw.two_four.prune(torch.randn(12, 16)), torch.randn(2, 5, 16), torch.randn(12)
@@ -541,8 +544,8 @@ def _dense_wins(x: Tensor, s: TwoFour, bias: Tensor | None, precision: str) -> b
     if x.dtype == torch.float32 and precision != _precision_of_torch():
         return False  # the dense product would be torch's, in its precision
     rows = x.numel() // max(k, 1)
-    name = str(s.dtype).removeprefix("torch.").encode()
-    wins = core().fretwork_two_four_dense_wins(out, rows, k, name, s.device.type.encode(), precision.encode()) == 1
+    name, kind, index = str(s.dtype).removeprefix("torch.").encode(), s.device.type.encode(), s.device.index or 0
+    wins = core().fretwork_two_four_dense_wins(out, rows, k, name, kind, index, precision.encode()) == 1
     global _told
     if wins and not _told:
         _told = True

@@ -38,11 +38,7 @@ __device__ __forceinline__ void gemm_sp(Sum (&d)[kN / 2], const value_tile& valu
   wgmma::multiply_sparse<T, kN, Major::k, sizeof(T) == 1 ? 0 : 1>(d, left + 2, right + 4, metadata.template half<1>());
   wgmma::commit();
   wgmma::wait<0>();
-  // The instruction reads metadata while it runs, which the compiler does not know: nothing may take the registers.
-#pragma unroll
-  for (const u32 word : metadata.words) {
-    asm volatile("" ::"r"(word));
-  }
+  wgmma::metadata_read(metadata.words);
 }
 
 }  // namespace fretwork

@@ -29,6 +29,15 @@ template <int kLeft>
 __device__ __forceinline__ void wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
+/// After the wait for sparse products: they read their metadata while they run, which the compiler does not know, and
+/// without this it might give the registers to something else.
+template <int kCount>
+__device__ __forceinline__ void metadata_read(const u32 (&words)[kCount]) {
+#pragma unroll
+  for (const u32 word : words) {
+    asm volatile("" ::"r"(word));
+  }
+}
 
 // The accumulator of m64nN: row 16·warp + lane/4 (+8), columns 8j + 2(lane%4); registers 4j, 4j+1 hold the row, 4j+2,
 // 4j+3 the row 8 below. An asm statement must spell its registers; these lists do nothing else.

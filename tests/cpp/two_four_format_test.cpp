@@ -15,6 +15,7 @@
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
 #include "fretwork/two_four.h"
+#include "ops/two_four/problem.h"
 
 namespace fretwork {
 namespace {
@@ -673,6 +674,23 @@ TEST(TwoFourMatmul, TakesAnyLeadingDimensions) {
   }
 }
 
+/// y = x·Wᵀ + bias with one row and with many, as its caller writes them.
+TEST(TwoFourLinear, IsALayersProduct) {
+  Context context = Context::cpu();
+  float weight[] = {1, 0, 0, 2, 3, 0, 0, -4, 0, 5, 6, 0};  // (3, 4), pairs
+  float values[6], bias[] = {10, -100, 0}, x[] = {1, 2, 3, 4, -1, 0, 2, 1}, y[6];
+  std::int8_t words[3];
+  const TwoFour s{TensorView(values, DType::f32, {3, 2}), TensorView(words, DType::i8, {3, 1}), 1};
+  two_four_compress(TensorView(weight, DType::f32, {3, 4}), s, nullptr, context);
+  const TensorView bias_view(bias, DType::f32, {3});
+  const TwoFourOptions options{.bias = &bias_view, .activation = Activation::relu};
+  two_four_linear(TensorView(x, DType::f32, {2, 1, 4}), s, TensorView(y, DType::f32, {2, 1, 3}), context, options);
+  EXPECT_TRUE(std::ranges::equal(y, std::array{19.0f, 0.0f, 28.0f, 11.0f, 0.0f, 12.0f}));
+  std::ranges::fill(y, -7.0f);
+  two_four_linear(TensorView(x, DType::f32, {4}), s, TensorView(y, DType::f32, {3}), context);
+  EXPECT_TRUE(std::ranges::equal(y, std::array{9.0f, -13.0f, 28.0f, -7.0f, -7.0f, -7.0f}));
+}
+
 TEST(TwoFourMatmul, SumsOfNothing) {
   Context context = Context::cpu();
   const TwoFour none{TensorView(nullptr, DType::f16, {3, 0}), TensorView(nullptr, DType::i16, {3, 0}), 1};
@@ -731,6 +749,61 @@ TEST(TwoFourMatmul, RefusesInWords) {
                               TensorView(kSomewhere, kHalf, {9, 32}), context);
             }),
             "matmul: a: expected (…, M, 48), got (9, 44)");
+}
+
+TEST(TwoFourLinear, RefusesInWords) {
+  Context context = Context::cpu();
+  constexpr DType kHalf = DType::f16;
+  const TwoFour weight{TensorView(kSomewhere, kHalf, {32, 24}), TensorView(kSomewhere, DType::i16, {32, 3}), 1};
+  const auto linear = [&](const TwoFour& s, DType dtype, std::initializer_list<std::int64_t> x,
+                          const TensorView* bias = nullptr) {
+    return error_of([&] {
+      two_four_linear(TensorView(kSomewhere, dtype, x), s, TensorView(kSomewhere, kHalf, {9, 32}), context,
+                      {.bias = bias});
+    });
+  };
+  const TensorView eight(kSomewhere, kHalf, {8}), wide(kSomewhere, DType::f32, {32});
+  EXPECT_EQ(linear(weight, kHalf, {9, 44}), "linear: x: expected (…, 48), got (9, 44)");
+  EXPECT_EQ(linear(weight, DType::bf16, {9, 48}), "linear: x: expected float16 like s, got bfloat16");
+  EXPECT_EQ(linear(weight.transpose(), kHalf, {9, 32}),
+            "linear: s: expected (out, in) compressed along in, dim 1, got dim 0");
+  EXPECT_EQ(linear(weight, kHalf, {9, 48}, &eight), "linear: bias: expected (32,), got (8,)");
+  EXPECT_EQ(linear(weight, kHalf, {9, 48}, &wide), "linear: bias: expected float16 like the result, got float32");
+  EXPECT_EQ(linear(weight, kHalf, {8, 48}), "matmul: out: expected (8, 32), got (9, 32)");
+}
+
+/// What bench/compare_two_four.py measured on an H200 (`fallback`), with its own kernels and the portable ones.
+TEST(TwoFourPlan, SaysWhenDenseWins) {
+  struct Row {
+    std::int64_t m, k, n;
+    DType dtype;
+    Precision precision;
+    bool own, portable;  ///< whether dense won
+  };
+  using enum Precision;
+  constexpr DType kHalf = DType::bf16, kFull = DType::f32;
+  for (const Row& row : std::initializer_list<Row>{{512, 512, 1, kHalf, ieee, false, false},
+                                                   {512, 512, 4096, kHalf, ieee, false, true},
+                                                   {2048, 2048, 64, kHalf, ieee, false, false},
+                                                   {2048, 2048, 128, kHalf, ieee, false, true},
+                                                   {4096, 4096, 64, kHalf, ieee, false, false},
+                                                   {4096, 4096, 128, kHalf, ieee, false, true},
+                                                   {14336, 4096, 256, kHalf, ieee, false, false},
+                                                   {14336, 4096, 1024, kHalf, ieee, false, true},
+                                                   {4096, 4092, 4096, kHalf, ieee, false, false},
+                                                   {1024, 1024, 4096, kFull, tf32, true, true},
+                                                   {4096, 4096, 256, kFull, tf32, true, true},
+                                                   {4096, 4096, 4096, kFull, tf32, false, true},
+                                                   {1024, 1024, 1, kFull, ieee, true, true},
+                                                   {4096, 4096, 4096, kFull, ieee, true, true}}) {
+    for (const bool behind : {false, true}) {
+      EXPECT_EQ(two_four::dense_wins(row.m, row.n, row.k, row.dtype, row.precision, behind),
+                behind ? row.portable : row.own)
+          << row.m << " × " << row.k << " × " << row.n << " " << name_of(row.dtype) << " behind " << behind;
+    }
+  }
+  EXPECT_FALSE(two_four_dense_wins(4096, 4096, 4096, kFull, {DeviceType::cpu, 0}, ieee));
+  EXPECT_FALSE(two_four_dense_wins(4096, 0, 4096, kFull, {DeviceType::cuda, 0}, ieee));
 }
 
 TEST(TwoFourFormat, RefusesInWords) {

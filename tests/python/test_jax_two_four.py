@@ -185,7 +185,9 @@ def test_check_and_nibbles(rng):
         jax.jit(two_four.check)(A)
     s = two_four.compress(A, validate=False)
     for dim, place in ((1, (3, 0)), (0, (0, 3))):
-        with pytest.raises(ValueError, match=rf"^TwoFour: metadata: expected nibbles .*\({place[0]}, {place[1]}\)"):
+        with pytest.raises(
+            ValueError, match=rf"^TwoFour: metadata: .* got 0 for the group at \({place[0]}, {place[1]}\)"
+        ):
             two_four.TwoFour(s.values, s.metadata.at[3].set(0), dim)
     for values, metadata in [(s.values[0], s.metadata), (s.values, s.metadata[:3]), (s.values, s.values)]:
         with pytest.raises(ValueError, match=r"^TwoFour: \w+: expected .*, got "):

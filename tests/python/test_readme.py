@@ -46,10 +46,11 @@ def test_docs(file, count, tmp_path, monkeypatch):
         exec(compile(code, file, "exec"), {})
 
 
-def test_cpp(tmp_path):
+@pytest.mark.parametrize("file", ["README.md", "docs/two-four.md"])
+def test_cpp(file, tmp_path):
     compiler = shutil.which("g++") or pytest.skip("no g++ here")
     source, program = tmp_path / "main.cpp", tmp_path / "main"
-    source.write_text(examples("cpp")[0])
+    source.write_text(examples("cpp", file)[0])
     flags = ["-std=c++20", f"-I{ROOT / 'include'}", f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}", "-lfretwork"]
     subprocess.run([compiler, str(source), "-o", str(program), *flags], check=True)
     subprocess.run([str(program)], check=True)

@@ -5,6 +5,7 @@ import io
 import itertools
 import logging
 import pickle
+import re
 import sys
 from types import SimpleNamespace
 
@@ -264,6 +265,20 @@ def test_pickle_and_torch_load(dtype, device):
     s.metadata.zero_()
     with pytest.raises(ValueError, match="TwoFour: metadata: expected nibbles"):
         pickle.loads(pickle.dumps(s))
+
+
+@pytest.mark.parametrize("word", [torch.int8, torch.int16, torch.int32], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_invalid_nibble_is_named(dim, word, device):
+    s = two_four.compress(pruned(8, 64, torch.float16, device), metadata_dtype=word)
+    metadata, group, per_word = s.metadata.clone(), 13, 2 * word.itemsize  # of line 5
+    kept = int(metadata[5, group // per_word]) & ~(15 << 4 * (group % per_word)) | 5 << 4 * (group % per_word)
+    low = -(1 << 4 * per_word - 1)
+    metadata[5, group // per_word] = (kept - low) % (1 << 4 * per_word) + low  # as signed words hold it
+    pair = (s.values, metadata) if dim else (s.values.t(), metadata.t())
+    where = "(5, 52)" if dim else "(52, 5)"
+    with pytest.raises(ValueError, match=re.escape(f"9, 12, 13 or 14, got 5 for the group at {where}")):
+        fw.TwoFour(*pair, dim=dim)
 
 
 def test_matrices_without_memory():
@@ -586,22 +601,18 @@ def test_without_safetensors(monkeypatch):
 
 def test_where_dense_wins():
     def wins(n, k, dtype, device, precision):
-        return core().fretwork_two_four_dense_wins(64, n, k, dtype, device, precision)
+        return core().fretwork_two_four_dense_wins(4096, n, k, dtype, device, 0, precision)
 
-    assert wins(1000, 64, b"float32", b"cuda", b"ieee") == 1  # there are no sparse units for it
-    assert wins(1000, 68, b"bfloat16", b"cuda", b"ieee") == 1  # lines that begin anywhere
-    for n, dtype, device, precision in [
-        (64, b"float32", b"cuda", b"ieee"),
-        (1000, b"float32", b"cuda", b"tf32"),
-        (1000, b"float8_e5m2", b"cuda", b"ieee"),
-        (1000, b"float32", b"cpu", b"ieee"),
-    ]:
-        assert wins(n, 64, dtype, device, precision) == 0
+    for n in (1, 1000):  # there are no sparse units for it
+        assert wins(n, 64, b"float32", b"cuda", b"ieee") == 1 and wins(n, 64, b"float32", b"cpu", b"ieee") == 0
+    assert wins(256, 4096, b"float32", b"cuda", b"tf32") == 1 and wins(4096, 4096, b"float32", b"cuda", b"tf32") == 0
+    assert wins(0, 64, b"float32", b"cuda", b"ieee") == 0
+    assert wins(16, 4092, b"bfloat16", b"cuda", b"ieee") == 0  # lines that begin anywhere
     assert wins(1, 64, b"int64", b"cuda", b"ieee") == -1
 
 
 def test_fallback_to_the_dense_product(caplog, monkeypatch, device):
-    def wins(m, n, k, dtype, device, precision):
+    def wins(m, n, k, dtype, device, index, precision):
         assert (m, k, dtype, precision) == (16, 32, b"float32", b"ieee")
         return int(n > 64)
 

@@ -41,8 +41,7 @@ double sparse_ms(const TwoFourCase& one, DType dtype, Stopwatch& clock) {
   const TwoFour weight{values.view(), metadata.view(), 1};
   two_four_prune(dense.view(), 1, false, pruned.view(), context);
   two_four_compress(pruned.view(), weight, nullptr, context);
-  const TwoFour turned = weight.transpose();
-  return clock.cold([&] { two_four_matmul(x.view(), turned, y.view(), context); }).ms;
+  return clock.cold([&] { two_four_linear(x.view(), weight, y.view(), context); }).ms;
 }
 
 /// The dense product that there is here: the block-sparse ones with every block there, whichever of the two is faster;
@@ -85,7 +84,7 @@ class TwoFourReport {
     const double weight = static_cast<double>(one.m) * static_cast<double>(one.k);
     const double rate = 2e-6 * weight * static_cast<double>(one.n) / ms;
     const double read = weight * static_cast<double>(size_of(run_.dtype())) / copy_rate_;
-    const bool wins = two_four_dense_wins(one.m, one.n, one.k, run_.dtype(), run_.device().type, precision_);
+    const bool wins = two_four_dense_wins(one.m, one.n, one.k, run_.dtype(), run_.device(), precision_);
     const char* const plan = wins ? "dense" : "2:4";
     fmt::print("{:>7} {:>7} {:>7} {:>10.3f} {:>10.3f} {:>8.2f} {:>9.3f} {:>10.1f}  {}\n", one.m, one.k, one.n, ms,
                dense, dense / ms, read, rate, plan);

@@ -79,7 +79,9 @@ class TwoFour:
             valid = "4 or 14" if _group(self.dtype) == 2 else "4, 8, 9, 12, 13 or 14"
             line, k = divmod(bad, 2 * self.values.shape[1])
             where = (line, k) if self.dim else (k, line)
-            _refuse("TwoFour", "metadata", f"nibbles that are {valid}", f"another for the group at {where}")
+            word, group = divmod(k // _group(self.dtype), 2 * self.metadata.dtype.itemsize)
+            nibble = int(self.metadata[line, word]) >> 4 * group & 15
+            _refuse("TwoFour", "metadata", f"nibbles that are {valid}", f"{nibble} for the group at {where}")
 
     @classmethod
     def _of(cls, values: Any, metadata: Any, dim: int) -> TwoFour:

@@ -163,19 +163,6 @@ bool in_stages(const Problem& p, const Variant& variant) {
 
 // ---------------------------------------------------------------------------------------------------- launches
 
-OutType out_type(DType dtype) {
-  switch (dtype) {
-    case DType::f16:
-      return OutType::f16;
-    case DType::bf16:
-      return OutType::bf16;
-    case DType::i32:
-      return OutType::i32;
-    default:
-      return OutType::f32;
-  }
-}
-
 /// All but the operands, for tiles of kRows × cols.
 ProductParams params_of(const Problem& problem, std::int64_t cols) {
   ProductParams p{};

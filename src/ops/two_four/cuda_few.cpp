@@ -175,7 +175,7 @@ Params fill(const Problem& p, const Kind& kind, const Spread& spread) {
   params.c_rows = p.n == 1 || std::llabs(p.c.row) <= std::llabs(p.c.col);
   params.c_wide =
       p.c.row == 1 && aligned(p.c.data, 4 * size_of(p.out)) && keeps(p.n, p.c.col, 4) && keeps(p.batch, p.c.batch, 4);
-  params.out = p.out == DType::f32 ? kOutF32 : p.out == DType::f16 ? kOutF16 : p.out == DType::i32 ? kOutI32 : kOutBf16;
+  params.out = out_type(p.out);
   return params;
 }
 

@@ -46,6 +46,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       }
     }
     if (size_of(dtype) == 2) {  // others have no gain from pairs
+      list.push_back(instance(dtype, true, 256, 2));
       list.push_back(instance(dtype, false, 256, 2));
     }
   }
@@ -90,22 +91,18 @@ std::optional<TiledView> result_view(const Problem& p, bool transposed) {
   return view && view->can_be_written() ? view : std::nullopt;
 }
 
-std::optional<Out> kind_of(const Problem& p) {
+/// Whether a thread can make the result of its sums.
+bool can_finish(const Problem& p) {
   const bool plain = p.bias.data == nullptr && p.scale_s.data == nullptr && p.scale_b.data == nullptr &&
                      p.activation == Activation::none;
-  const bool bytes = size_of(p.dtype) == 1;
   switch (p.out) {
     case DType::f16:
-      return bytes || p.dtype == DType::f16 ? std::optional(Out::f16) : std::nullopt;
     case DType::bf16:
-      return bytes || p.dtype == DType::bf16 ? std::optional(Out::bf16) : std::nullopt;
+      return size_of(p.dtype) == 1 || p.dtype == p.out;
     case DType::f32:  // these activations are as good as 16-bit results need
-      return p.activation == Activation::gelu || p.activation == Activation::silu ? std::nullopt
-                                                                                  : std::optional(Out::f32);
-    case DType::i32:
-      return p.dtype == DType::i8 && plain ? std::optional(Out::i32) : std::nullopt;
+      return p.activation != Activation::gelu && p.activation != Activation::silu;
     default:
-      return std::nullopt;
+      return p.out == DType::i32 && p.dtype == DType::i8 && plain;
   }
 }
 
@@ -172,9 +169,10 @@ Choice choose(const Problem& p, int multiprocessors, const std::function<int(int
     found = std::min_element(all.begin(), end, cheaper);
   }
   Choice best = found->choice;
-  // Pairs gain up to 6% where b is contiguous along n and CTAs have several tiles; mostly they lose as much elsewhere.
-  const bool b_along_n = size_of(p.dtype) == 2 && p.b.row != 1;
-  if (b_along_n && best.width == 256 && tiles_of(p, 256) > multiprocessors) {
+  // Pairs gain up to 6% where CTAs have several tiles and b is contiguous along n, or has but two tiles of columns;
+  // mostly they lose as much elsewhere.
+  const bool gains = size_of(p.dtype) == 2 && (p.b.row != 1 || (p.batch == 1 && ceil_div(p.n, 256) == 2));
+  if (gains && best.width == 256 && best.split == 1 && tiles_of(p, 256) > multiprocessors) {
     best.pair = 2;
   }
   return best;
@@ -187,41 +185,56 @@ Choice choose(const Problem& p, int device) {
   });
 }
 
-bool run(const Problem& p, Context& context, const Choice& choice) {
-  const auto kind = kind_of(p);
-  if (!kind || !suits(p, choice, context)) {
-    return false;
+namespace {
+
+LinesArg values_arg(const Problem& p) { return {p.values.data, p.values.line, p.values.along, 0}; }
+LinesArg b_arg(const Problem& p) { return {p.b.data, p.b.col, p.b.row, p.b.batch}; }
+
+/// The operands as the copy engine reads them. wgmma takes other than 16-bit types along k only, and drops bits that
+/// tf32 does not have instead of rounding: such operands are copied.
+class Operands {
+ public:
+  /// Whether there is a way to read them.
+  static bool suit(const Problem& p) {
+    const bool b = turns(p) || along_k_view(p, b_arg(p)) || along_n_view(p);
+    return b && words_view(p) && (p.dtype == DType::f32 || values_view(p, values_arg(p)));
   }
-  // wgmma takes other than 16-bit types along k only, and drops bits that tf32 does not have instead of rounding.
-  const bool tf32 = p.dtype == DType::f32;
-  const LinesArg own_values{p.values.data, p.values.line, p.values.along, 0};
-  const LinesArg own_b{p.b.data, p.b.col, p.b.row, p.b.batch};
-  const bool turns = tf32 || (size_of(p.dtype) == 1 && !along_k_view(p, own_b));
-  const auto words = words_view(p);
-  if (!words || (!tf32 && !values_view(p, own_values)) || (!turns && !along_k_view(p, own_b) && !along_n_view(p))) {
-    return false;
+  Operands(const Problem& p, Context& context)
+      : values_(p.dtype == DType::f32 ? Copy::tf32 : Copy::none, values_arg(p), p.m, p.k / 2, 1, context),
+        b_(!turns(p)               ? Copy::none
+           : p.dtype == DType::f32 ? Copy::tf32
+                                   : Copy::bytes,
+           b_arg(p), p.n, p.k, p.batch, context),
+        along_k_(along_k_view(p, b_.arg()).has_value()) {}
+
+  /// Whether b is read along k, not n.
+  bool along_k() const { return along_k_; }
+  void map(const Problem& p, const Choice& choice, Params& params) const {
+    const auto line = static_cast<std::uint32_t>(128 / bytes_of(p.dtype));
+    params.values = values_view(p, values_.arg())->map(line / 2, kRows);
+    params.words = words_view(p)->map(kChunkRow, kRows);
+    params.b = along_k_ ? along_k_view(p, b_.arg())->map(line, static_cast<std::uint32_t>(choice.width / choice.pair))
+                        : along_n_view(p)->map(line, line);
   }
-  const Copy copy = tf32 ? Copy::tf32 : Copy::bytes;
-  const Lines value_lines(tf32 ? copy : Copy::none, own_values, p.m, p.k / 2, 1, context);
-  const Lines b_lines(turns ? copy : Copy::none, own_b, p.n, p.k, p.batch, context);
-  const auto values = values_view(p, value_lines.arg());
-  const auto along_k = along_k_view(p, b_lines.arg());
-  const auto b = along_k ? along_k : along_n_view(p);
-  if (!values || !b) {
-    return false;
+
+ private:
+  static bool turns(const Problem& p) {
+    return p.dtype == DType::f32 || (size_of(p.dtype) == 1 && !along_k_view(p, b_arg(p)));
   }
-  const int bytes = bytes_of(p.dtype);
-  const auto line = static_cast<std::uint32_t>(128 / bytes), width = static_cast<std::uint32_t>(choice.width);
+  Lines values_, b_;
+  bool along_k_;
+};
+
+/// Where results go and what is done to them.
+void set_result(const Problem& p, Params& params) {
   const bool transposed = p.c.row == 1 && p.c.col != 1;
-  const auto result = result_view(p, transposed);
   const auto unit = static_cast<std::uint32_t>(128 / bytes_of(p.out));
-  Params params{};
-  params.values = values->map(line / 2, kRows);
-  params.words = words->map(kChunkRow, kRows);
-  params.b = along_k ? b->map(line, width / static_cast<std::uint32_t>(choice.pair)) : b->map(line, line);
+  const auto result = result_view(p, transposed);
   if (result) {
     params.c = result->map(unit, transposed ? unit : 64);
   }
+  params.direct = result ? 0 : 1;
+  params.transposed = transposed ? 1 : 0;
   params.out = p.c.data;
   params.c_row = p.c.row;
   params.c_col = p.c.col;
@@ -232,8 +245,12 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   params.scale_s_stride = p.scale_s.stride;
   params.scale_b = static_cast<const float*>(p.scale_b.data);
   params.scale_b_stride = p.scale_b.stride;
-  params.kind = *kind;
+  params.out_type = out_type(p.out);
   params.activation = static_cast<int>(p.activation);
+}
+
+/// How many tiles there are, and who has which.
+void set_tiles(const Problem& p, const Choice& choice, Params& params) {
   params.m = narrowed(p.m);
   params.n = narrowed(p.n);
   params.groups = narrowed(groups_of(p));
@@ -244,12 +261,23 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   params.share = kShare / choice.pair;
   params.b_batch = p.b.batch != 0 ? 1 : 0;
   params.split = choice.split;
-  params.transposed = transposed ? 1 : 0;
-  params.direct = result ? 0 : 1;
+}
+
+}  // namespace
+
+bool run(const Problem& p, Context& context, const Choice& choice) {
+  if (!suits(p, choice, context) || !can_finish(p) || !Operands::suit(p)) {
+    return false;
+  }
+  const Operands operands(p, context);
+  Params params{};
+  operands.map(p, choice, params);
+  set_result(p, params);
+  set_tiles(p, choice, params);
   const int device = context.device.index, cluster = choice.split * choice.pair;
   const int rooms = driver::device_info(device).multiprocessors / cluster;
   const int clusters = choice.split > 1 ? params.total : std::min(params.total, rooms);
-  kernel(p.dtype, along_k.has_value(), choice.width, choice.pair, device)
+  kernel(p.dtype, operands.along_k(), choice.width, choice.pair, device)
       .launch_clusters(clusters * cluster, cluster, kThreads, shared_bytes(choice.width), &params, context.stream);
   return true;
 }

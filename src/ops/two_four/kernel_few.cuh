@@ -362,18 +362,18 @@ __device__ __forceinline__ void finish(const Params& p, int row, int column, con
 }
 template <typename T, typename Sum>
 __device__ __forceinline__ void finish_as(const Params& p, int row, int column, const Sum (&sums)[4]) {
-  if (p.out == kOutF32) {
+  if (p.out == OutType::f32) {
     finish<float>(p, row, column, sums);
   } else if constexpr (!is_byte<T>) {
     finish<T>(p, row, column, sums);
   } else {
     if constexpr (is_same<T, i8>) {
-      if (p.out == kOutI32) {
+      if (p.out == OutType::i32) {
         store_rows<int>(p, row, column, sums);
         return;
       }
     }
-    p.out == kOutF16 ? finish<f16>(p, row, column, sums) : finish<bf16>(p, row, column, sums);
+    p.out == OutType::f16 ? finish<f16>(p, row, column, sums) : finish<bf16>(p, row, column, sums);
   }
 }
 

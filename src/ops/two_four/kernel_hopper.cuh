@@ -198,6 +198,7 @@ __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, 
           words.read(e[1 - turn], s, p, t, step + turn + 1);
         }
         wgmma::wait<0>();
+        wgmma::metadata_read(e[turn]);
         release_stage<kPair>(shared_address(s.empty), ring.stage);
         ring.next();
       }
@@ -258,9 +259,9 @@ __device__ __forceinline__ void add_parts(Sum (&d)[kSize], u32 base, int rank, i
 
 __device__ __forceinline__ float bias_at(const Params& p, int row) {
   const i64 at = row * p.bias_stride;
-  return p.kind == Out::f16    ? widen(static_cast<const f16*>(p.bias)[at])
-         : p.kind == Out::bf16 ? widen(static_cast<const bf16*>(p.bias)[at])
-                               : static_cast<const float*>(p.bias)[at];
+  return p.out_type == OutType::f16    ? widen(static_cast<const f16*>(p.bias)[at])
+         : p.out_type == OutType::bf16 ? widen(static_cast<const bf16*>(p.bias)[at])
+                                       : static_cast<const float*>(p.bias)[at];
 }
 
 /// Calls `work(some, turn)` for 32 sums (64 columns) at a time, which then change places: unrolled for all of them, an
@@ -408,21 +409,21 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
 #pragma unroll
   for (int n = 0; n < kSize; ++n) {
     if constexpr (is_same<Sum, int>) {
-      f[n] = p.kind == Out::i32 ? __int_as_float(d[n]) : static_cast<float>(d[n]);
+      f[n] = p.out_type == OutType::i32 ? __int_as_float(d[n]) : static_cast<float>(d[n]);
     } else {
       f[n] = d[n];
     }
   }
-  if (p.kind != Out::i32) {
+  if (p.out_type != OutType::i32) {
     finish(f, p, at.row, at.col);
   }
   if constexpr (is_same<T, float>) {
     store_sums<float>(f, p, at);
-  } else if (p.kind == Out::f16 || p.kind == Out::bf16) {
+  } else if (p.out_type == OutType::f16 || p.out_type == OutType::bf16) {
     if constexpr (sizeof(T) == 2) {
       store_sums<T>(f, p, at);
     } else {
-      p.kind == Out::f16 ? store_sums<f16>(f, p, at) : store_sums<bf16>(f, p, at);
+      p.out_type == OutType::f16 ? store_sums<f16>(f, p, at) : store_sums<bf16>(f, p, at);
     }
   } else if constexpr (is_same<T, i8>) {
     store_sums<float>(f, p, at);

@@ -126,6 +126,7 @@ __device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 bas
           words.read(e[1 - turn], s, step + 1);
         }
         wgmma::wait<0>();
+        wgmma::metadata_read(e[turn]);
         release(shared_address(s.empty), static_cast<int>(ring.stage));
         ring.next();
       }

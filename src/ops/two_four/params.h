@@ -2,6 +2,8 @@
 // device.
 #pragma once
 
+#include "ops/two_four/out_type.cuh"
+
 namespace fretwork::two_four {
 
 /// Lines of elements along k (or b's lines across it); strides in elements.
@@ -22,9 +24,6 @@ struct VectorArg {
   const void* data;
   long long stride;
 };
-
-/// The dtype of c and the bias.
-enum class OutType : int { f32, f16, bf16, i32 };
 
 /// Problem as the kernels see it. b's lines are columns of b, whichever of its strides is 1.
 struct ProductParams {

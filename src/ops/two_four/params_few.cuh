@@ -1,6 +1,8 @@
 // What the kernel for few columns is launched with; shared by host and device.
 #pragma once
 
+#include "ops/two_four/out_type.cuh"
+
 namespace fretwork::two_four::few {
 
 inline constexpr int kLogWarps = 3, kWarps = 1 << kLogWarps, kThreads = 32 * kWarps;
@@ -22,9 +24,6 @@ constexpr int stage_bytes(int columns, int log_rows, int run_words) {
 /// Of the sums of all warps, which take the place of the stages.
 constexpr int sums_bytes(int columns, int log_rows) { return parts_of(log_rows) * columns * pitch_of(log_rows) * 4; }
 
-/// What the result is made of.
-enum Out { kOutF32, kOutF16, kOutBf16, kOutI32 };
-
 /// Strides of the operands are in bytes, others in elements. A column is j of n of a batch: columns = batch·n.
 struct Params {
   const void *values, *words, *b, *bias;
@@ -39,7 +38,7 @@ struct Params {
   int split;     ///< CTAs of a cluster, which share the k of their rows
   int stages;    ///< of the ring in shared memory, 2 to kMostStages
   int activation;
-  Out out;
+  OutType out;
   int words_step;    ///< bytes of metadata that can be read at once: 16, 4 or less
   long long b_wide;  ///< from column to column of b in bytes, if four of them can be read at once; else 0
   bool c_rows;       ///< neighbouring threads write neighbouring rows of c, not columns

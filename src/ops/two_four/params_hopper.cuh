@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/tensor_map.cuh"
+#include "ops/two_four/out_type.cuh"
 
 namespace fretwork::two_four::hopper {
 
@@ -21,9 +22,6 @@ constexpr int shared_bytes(int width) {
   return stages(width) * stage_bytes(width) + kChunks * kChunkBytes + kStagingBytes + 1024;
 }
 
-/// How a thread rounds its sums.
-enum class Out : int { f16, bf16, f32, i32 };
-
 /// Maps have four dimensions: the unit axis, the other axis, the batch, and one of size 1.
 struct Params {
   Map values;  ///< along k × m
@@ -35,7 +33,7 @@ struct Params {
   const void* bias;                 ///< of the result's dtype, or null
   const float *scale_s, *scale_b;   ///< or null
   long long bias_stride, scale_s_stride, scale_b_stride;
-  Out kind;
+  OutType out_type;
   int activation;  ///< as fretwork::Activation counts
   int m, n, groups, steps;
   int row_tiles, col_tiles, total;

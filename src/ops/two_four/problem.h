@@ -5,6 +5,7 @@
 
 #include "fretwork/context.h"
 #include "fretwork/two_four.h"
+#include "ops/two_four/out_type.cuh"
 
 namespace fretwork::two_four {
 
@@ -66,6 +67,24 @@ void prune(const Format& f, const Matrix& out, bool transposable, Context& conte
 void prune_both(const Format& rows, const Format& cols, Context& context);
 void run(const Problem& problem, Context& context);
 }  // namespace cpu
+
+/// Whether a GPU expands the sparse operand and multiplies dense operands faster. `behind`: 2:4 products run on the
+/// portable kernels where dense ones have instructions of the GPU's own.
+bool dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, Precision precision, bool behind);
+
+/// As kernels are told it.
+inline OutType out_type(DType dtype) {
+  switch (dtype) {
+    case DType::f16:
+      return OutType::f16;
+    case DType::bf16:
+      return OutType::bf16;
+    case DType::i32:
+      return OutType::i32;
+    default:
+      return OutType::f32;
+  }
+}
 
 namespace cuda {
 void compress(const Format& f, std::int64_t* bad, Context& context);

@@ -2,6 +2,7 @@
 #include "fretwork/two_four.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <string>
 #include <utility>
@@ -410,6 +411,36 @@ void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, co
   run_all(p, std::span(all).subspan(1), context);
 }
 
+/// What linear says of its own arguments; the rest is matmul's.
+void check_linear(const TensorView& x, const TwoFour& weight, const TensorView& out, const TensorView* bias) {
+  constexpr const char* kOp = "linear";
+  if (axis_of(check_axis(kOp, weight.dim)) != 1) {
+    throw Error(kOp, "s", "(out, in) compressed along in, dim 1", "dim " + text(weight.dim));
+  }
+  const auto [features, k] = weight.shape();
+  if (x.rank < 1 || x.size(-1) != k) {
+    throw Error(kOp, "x", "(…, " + text(k) + ")", shape_text(x.shape()));
+  }
+  if (x.dtype != weight.values.dtype) {
+    throw Error(kOp, "x", std::string(name_of(weight.values.dtype)) + " like s", name_of(x.dtype));
+  }
+  if (bias != nullptr && (bias->rank != 1 || bias->size(0) != features)) {
+    throw Error(kOp, "bias", "(" + text(features) + ",)", shape_text(bias->shape()));
+  }
+  if (bias != nullptr && bias->dtype != out.dtype) {
+    throw Error(kOp, "bias", std::string(name_of(out.dtype)) + " like the result", name_of(bias->dtype));
+  }
+}
+
+/// A vector as a matrix of one row; anything else as it is.
+TensorView in_rows(const TensorView& t) {
+  if (t.rank != 1) {
+    return t;
+  }
+  const std::array sizes{std::int64_t{1}, t.size(0)}, strides{t.size(0), t.stride(0)};
+  return {t.data, t.dtype, sizes, strides, t.device};
+}
+
 }  // namespace
 
 void two_four_matmul(const TwoFour& a, const TensorView& b, const TensorView& out, Context& context,
@@ -420,6 +451,12 @@ void two_four_matmul(const TwoFour& a, const TensorView& b, const TensorView& ou
 void two_four_matmul(const TensorView& a, const TwoFour& b, const TensorView& out, Context& context,
                      const TwoFourOptions& options) {
   multiply({"b", "a", false}, b, a, out, options, context);
+}
+
+void two_four_linear(const TensorView& x, const TwoFour& weight, const TensorView& out, Context& context,
+                     const TwoFourOptions& options) {
+  check_linear(x, weight, out, options.bias);
+  two_four_matmul(in_rows(x), weight.transpose(), in_rows(out), context, options);
 }
 
 }  // namespace fretwork

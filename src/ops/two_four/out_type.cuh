@@ -1,0 +1,8 @@
+// What the result and the bias of a 2:4 product are made of, as its kernels are told. Host and device share it.
+#pragma once
+
+namespace fretwork::two_four {
+
+enum class OutType : int { f32, f16, bf16, i32 };
+
+}  // namespace fretwork::two_four

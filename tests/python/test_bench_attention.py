@@ -114,6 +114,23 @@ def test_the_gallery_says_what_was_measured(tmp_path, monkeypatch):
     file = tmp_path / "attention.json"
     file.write_text(json.dumps([row, backward, later, {**row, "depth": 64, "call": "full"}]))
     monkeypatch.setattr(page, "RESULTS", file)
-    said = page.speed("strided", page.measured())
-    assert "`strided(16384,128)`, 16 heads, S = 16,384, D = 128, bfloat16: forward 0.2 ms (flex 3.8), back" in said
-    assert said.count("ms") == 2 and page.speed("full", page.measured()) == ""
+    entry = {entry.name: entry for entry in page.ENTRIES}
+    said = page.speed(entry["strided"], page.measured())
+    assert "`strided(16384, 128)` has 1.17 % of all pairs." in said
+    assert "strided(16384,128) of 1 %, 16 heads, S = 16,384, D = 128, bfloat16: forward 0.2 ms (flex 3.8), back" in said
+    assert said.count("ms") == 2 and "H200" not in page.speed(entry["full"], page.measured())
+    assert page.speed(entry["from_mask"], page.measured()) == ""
+
+
+def test_the_gallery_shows_the_calls_that_are_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    page = pytest.importorskip("patterns_page")
+    first = {}
+    for name, (make, _) in cases.cases(16384, torch.device("cpu"), cases.GPU).items():
+        if name != "mask":  # which takes a second
+            pattern = make()
+            first.setdefault(pattern.text.split("(")[0], pattern)
+    calls = [entry for entry in page.ENTRIES if not entry.example.startswith(" ")]
+    assert len(calls) == 19
+    for entry in calls:
+        assert page.made(entry.example) == first[entry.name], entry.name

@@ -184,8 +184,8 @@ std::vector<LongPattern> long_patterns() {
   const auto lengths = [](std::int64_t n, std::int64_t least, std::int64_t more) {
     std::vector<std::int64_t> found;
     std::int64_t rest = kLong;
-    for (std::int64_t each = least + n; rest > 0; each = least + (each * 37 + n) % more) {
-      found.push_back(std::min(each, rest));
+    for (std::int64_t state = n; rest > 0; state = (state * 48271 + 11) % 2147483647) {
+      found.push_back(std::min(least + state % more, rest));
       rest -= found.back();
     }
     return found;
@@ -203,7 +203,7 @@ std::vector<LongPattern> long_patterns() {
        }},
       {"neighbourhood 7 of 64 × 128 × 128",
        [](std::int64_t n) {
-         const std::int64_t shape[] = {64, 128, 128}, window[] = {7 + 2 * n}, one[] = {1}, none[] = {0};
+         const std::int64_t shape[] = {64, 128, 128 + n}, window[] = {7}, one[] = {1}, none[] = {0};
          return patterns::neighborhood(shape, window, one, none);
        }},
       {"documents of 300 to 3300, causal",

@@ -51,8 +51,14 @@ integers, ranges too.
 Inside, a pattern is a few parts: boxes on the digits of positions. A window is a band in plain order; a dilated one is
 a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting, intersecting and taking away
 work on the ends of these bands, so nothing grows with the square of a length. What has no such form (random blocks,
-explicit masks) is listed. Grids whose steps do not divide each other, and strides whose common multiple is beyond 4096,
-are united element by element, up to 2^28 of them.
+explicit masks) is listed. Grids whose steps do not divide each other, and strides whose common multiple is beyond
+4096, are united element by element, up to 2^28 of them.
+
+`from_mask` reads its matrix once. It finds rectangles, triangles, bands and diagonals in plain order, and, where a
+distance between the runs of a row or between parts is frequent, the same in the residue classes of that distance:
+strides, dilations, blocks, grids of two axes, documents. Other parts stay a list, a run at a time where rows are
+random: a tile of random bits that comes back elsewhere is listed each time. That costs memory in the pattern (some 300
+bytes a part), not in attention, whose plan keeps each different tile of bits once. `describe()` says what was found.
 
 ## Use
 ```python

@@ -179,6 +179,23 @@ def test_heads_with_patterns(device, heads):
     check([patterns[0]] * heads[0], inputs(device, torch.float32, patterns[0], 2, heads))
 
 
+@pytest.mark.parametrize(
+    "text", ["sinks((1,300),4,90)", "full((1,77))", "strided((1,400),32)", "band((1,90),5,1,9)", "full((1,0))"]
+)
+@pytest.mark.parametrize("how", ["plain", "transposed", "sliced"])
+def test_one_query_of_shared_keys(device, text, how):
+    """Decoding: heads that share keys may share a tile."""
+    pattern = parse(text)
+    for dtype in dtypes_of(device):
+        qkv = [strided(t.detach(), how).requires_grad_() for t in inputs(device, dtype, pattern, 2, (6, 2))]
+        check(pattern, qkv)
+        for shape in ((6, 1, 1), (1, 6, 1, pattern.shape[1]), (2, 1, 1, 1)):
+            bias = torch.randn(shape, device=device).to(dtype).requires_grad_()
+            check(pattern, qkv, bias, softcap=2.0)
+    check([pattern] * 5 + [parse(f"full({pattern.shape})")], qkv)
+    check(pattern, inputs(device, torch.float32, pattern, 2, (6, 2)), fw.alibi(torch.rand(6, device=device)))
+
+
 @pytest.mark.parametrize("dims", [(64, 128), (128, 64), (128, 128)])
 @pytest.mark.parametrize("span", [(-40, 60), (0, 20), (60, -40), (-1000, 1000), (-1e4, 1e4), (1e4, -1e4)])
 def test_scores_that_grow(device, span, dims):

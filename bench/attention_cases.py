@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -169,6 +170,47 @@ def flat_cases(s: int, device: torch.device, sizes: Sizes) -> dict[str, Case]:
     }
 
 
+@cache
+def regions(s: int, w: int) -> torch.Tensor:
+    """Someone's mask: a window and rectangles wherever they fell."""
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.ones(s, s, dtype=torch.bool).triu_(-(w // 4)).tril_(w // 4)
+    for i, j, rows, cols in torch.randint(0, s, (max(s // 32, 1), 4), generator=draw).tolist():
+        mask[i : i + 1 + rows % (w // 2), j : j + 1 + cols % (w // 2)] = True
+    return mask
+
+
+def explicit_cases(s: int, device: torch.device, sizes: Sizes) -> dict[str, Case]:
+    """Patterns that people bring: blocks of a layout, a mask, and progressions whose stride changes with the rows."""
+    p, w, block = fw.patterns, sizes.w, max(sizes.stride, 1)
+    blocks = torch.rand(s // block, s // block, generator=torch.Generator().manual_seed(0)) < 0.1
+    table = blocks.to(device)
+
+    @cache
+    def mask() -> torch.Tensor:
+        return regions(s, w).to(device)
+
+    def progressions() -> fw.Pattern:
+        row = torch.arange(s)
+        stride = 1 + row // w % 4
+        count = torch.clamp(row // stride + 1, max=w)
+        return p.acsr(row - stride * (count - 1), stride, count, s)
+
+    def progression(i: Any, j: Any) -> Any:
+        stride = 1 + i // w % 4
+        return (j <= i) & (i - j < stride * w) & ((i - j) % stride == 0)
+
+    return {
+        "layout": (
+            lambda: p.from_layout(fw.BlockLayout(blocks, block)),
+            lambda i, j: table[i // block, j // block],
+        ),
+        "acsr": (progressions, progression),
+        # Larger ones are refused.
+        **({"mask": (lambda: p.from_mask(regions(s, w)), lambda i, j: mask()[i, j])} if s <= 2**15 else {}),
+    }
+
+
 def grid_cases(s: int, sizes: Sizes) -> dict[str, Case]:
     """Patterns of grids; those that a grid is too small for are left out."""
     p, n, t = fw.patterns, sizes.window, sizes.tile
@@ -207,4 +249,4 @@ def grid_cases(s: int, sizes: Sizes) -> dict[str, Case]:
 
 def cases(s: int, device: torch.device, sizes: Sizes) -> dict[str, Case]:
     """Patterns by name: how Fretwork makes them, and the rule that others are given."""
-    return {**flat_cases(s, device, sizes), **grid_cases(s, sizes)}
+    return {**flat_cases(s, device, sizes), **grid_cases(s, sizes), **explicit_cases(s, device, sizes)}

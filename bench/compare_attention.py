@@ -7,12 +7,13 @@
     python bench/compare_attention.py --device cpu                        # S = 2048, 4 heads, D = 64, fp32
 
 Rows go to bench/results/<device>/attention.json, losing ones too (quick ones only where --out says). Flex is compiled
-for each mask and shape, as its users would (--flex tuned lets it search); cuDNN and FlashAttention-2 run where they
-know the mask, which is full and causal; on a CPU torch's scaled_dot_product_attention gets the mask. TFLOP/s count the
-pattern's elements alone, two products forward and five backward. The floor of a row is that work at the rate of a dense
-product of the run, or the bytes of its operands at the copy rate of the run, whichever takes longer. On a GPU the L2
-cache is flushed before each call, and calls under two milliseconds are timed as CUDA graphs, peers too.
-FRETWORK_ARCH=sm_80 forces the portable kernels and marks the rows so.
+for each mask and shape, as its users would (--flex tuned lets it search; rows say which); cuDNN and FlashAttention-2
+run where they know the mask, which is full and causal; on a CPU torch's scaled_dot_product_attention gets the mask;
+rows say why a peer is not in them. TFLOP/s count the pattern's elements alone, two products forward and five backward.
+The floor of a row is that work at the rate of a dense product of the run, or the bytes of its operands at the copy
+rate of the run, whichever takes longer. On a GPU the L2 cache is flushed before each call, and calls under two
+milliseconds are timed as CUDA graphs, peers too. FRETWORK_ARCH=sm_80 forces the portable kernels and marks the rows
+so.
 
 Other parts: `decode` (a few queries against a long past), `host` (time of a call on the host, inference mode), `first`
 (the first call of a process, kernel cache cold and warm), `plan` (patterns of a million tokens, made and planned).
@@ -46,7 +47,8 @@ from rows import RESULTS, Row, folder, machine, numbers, store
 from timing import copy_rate, graphed, host_microseconds, medians
 
 IDENTITY = ("part", "pattern", "pass", "seq", "batch", "heads", "kv_heads", "depth", "dtype", "arch", "cache",
-            "queries")  # fmt: skip
+            "queries", "flex")  # fmt: skip
+UNSAID = {"flex": "plain"}  # by rows from before it was recorded
 PARTS = ("patterns", "decode", "host", "first", "plan")
 PEERS = {"cuda": ("flex", "cudnn", "fa2"), "cpu": ("flex", "sdpa")}
 QUICK = "full,causal,window,block-local,longformer,dilated,strided,neighborhood"
@@ -68,8 +70,8 @@ def reason(error: Exception) -> str:
 
 
 def peer(name: str, pattern: str, rule: Rule, sizes: tuple[int, int], device: torch.device,
-         tuned: bool) -> Attention | None:  # fmt: skip
-    """How a peer computes this mask, or None where it has no way. `sizes` are queries and keys."""
+         tuned: bool) -> Attention:  # fmt: skip
+    """How a peer computes this mask; raises where it has no way. `sizes` are queries and keys."""
     offset = sizes[1] - sizes[0]
     if name == "flex":
         shifted = (lambda b, h, i, j: rule(i + offset, j)) if offset else (lambda b, h, i, j: rule(i, j))
@@ -85,7 +87,7 @@ def peer(name: str, pattern: str, rule: Rule, sizes: tuple[int, int], device: to
         allowed = rule(i[:, None], j[None]).expand(sizes).contiguous()
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, allowed, enable_gqa=q.shape[1] != k.shape[1])
     if device.type != "cuda" or pattern not in ("full", "causal"):
-        return None
+        raise NotImplementedError("knows full and causal only" if device.type == "cuda" else "needs a GPU")
     backend = SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION
 
     def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -104,11 +106,17 @@ def attentions(name: str, pattern: fw.Pattern, rule: Rule, device: torch.device,
     for algo in (algo for algo in algos if algo not in left_out):
         try:
             sizes = (pattern.shape[0], pattern.shape[1])
-            if (call := peer(algo, name, rule, sizes, device, tuned)) is not None:
-                calls[algo] = call
+            calls[algo] = peer(algo, name, rule, sizes, device, tuned)
         except Exception as error:  # a peer fails in ways of its own
             left_out[algo] = reason(error)
     return calls
+
+
+def not_run(asked: list[str], known: tuple[str, ...], late: bool) -> dict[str, str]:
+    """The peers that a row leaves out from the start, with the reason."""
+    return {
+        algo: "not asked for" if algo not in asked else "out of time" for algo in known if late or algo not in asked
+    }
 
 
 def usable(calls: dict[str, Call], left_out: dict[str, str]) -> dict[str, Call]:
@@ -184,7 +192,7 @@ def measure(name: str, case: Case, s: int, depth: int, dtype: torch.dtype, devic
         "part": "pattern", "pattern": name, "call": pattern.text.split("(")[0],
         "text": pattern.text if len(pattern.text) < 100 else None, "seq": s,
         "batch": options.batch, "heads": heads[0], "kv_heads": heads[1], "depth": depth, "dtype": str(dtype)[6:],
-        "density": pattern.density, "make_ms": made,
+        "density": pattern.density, "make_ms": made, "flex": options.flex,
     }  # fmt: skip
     rows: list[Row] = []
     stream = torch.cuda.Stream() if device.type == "cuda" else None
@@ -225,8 +233,9 @@ def measure_decode(queries: int, device: torch.device, dtype: torch.dtype, rates
     past, window, batch, kv_heads, depth = (65536, 4096, 16, 8, 128) if gpu else (8192, 1024, 2, 2, 64)
     pattern = fw.patterns.sinks((queries, past), 4, window)
     rule: Rule = lambda i, j: (j <= i) & ((j < 4) | (i - j < window))  # noqa: E731
-    algos = [algo for algo in ("flex", "sdpa") if algo in options.peers or (gpu and options.peers)]
-    left_out = dict.fromkeys(algos, "out of time") if late else {}
+    known = ("flex", "sdpa")
+    algos = [algo for algo in known if algo in options.peers or (gpu and options.peers)]
+    left_out = not_run(algos, known, late)
     functions = attentions("sinks", pattern, rule, device, algos, options.flex == "tuned", left_out)
     q, k, v, _ = tensors(batch, (8 * kv_heads, kv_heads), (queries, past), depth, dtype, device)
     with torch.inference_mode():
@@ -239,7 +248,7 @@ def measure_decode(queries: int, device: torch.device, dtype: torch.dtype, rates
         "part": "decode", "pattern": "sinks", "text": pattern.text, "pass": "forward", "queries": queries,
         "seq": past, "batch": batch, "heads": 8 * kv_heads, "kv_heads": kv_heads, "depth": depth,
         "dtype": str(dtype)[6:], "ms": ms, "floor_ms": moved / rates[0], "gb_per_s": moved / ms["ours"] / 1e6,
-        "copy_gb_per_s": rates[0] / 1e6, "error": error, "left_out": left_out,
+        "copy_gb_per_s": rates[0] / 1e6, "error": error, "left_out": left_out, "flex": options.flex,
     }  # fmt: skip
 
 
@@ -257,23 +266,29 @@ def measure_host(device: torch.device, dtype: torch.dtype) -> list[Row]:
 FIRST_CALL = """
 import sys, time, torch, fretwork as fw
 s = 2048
-q, k, v = (torch.randn(1, 2, s, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-q @ k.mT; torch.cuda.synchronize()
-t = time.perf_counter(); o = fw.attention(q, k, v, fw.Pattern.parse(sys.argv[1])); torch.cuda.synchronize()
-u = time.perf_counter(); o.sum().backward(); torch.cuda.synchronize()
+q, k, v, d = (torch.randn(1, 2, s, 128, device=sys.argv[2]).bfloat16() for _ in range(4))
+wait = torch.cuda.synchronize if q.is_cuda else lambda: None
+q @ k.mT; wait()
+t = time.perf_counter()
+pattern = fw.Pattern.parse(sys.argv[1]); o, lse = fw.attention(q, k, v, pattern, return_lse=True); wait()
+u = time.perf_counter()  # the op itself: autograd and what else a gradient goes through have first calls of their own
+rest = (None, pattern.key, None, None, None, 0.0, 0.0, None, "ieee", True, True, True, False)
+torch.ops.fretwork.attention_backward(q, k, v, o, lse, d, *rest); wait()
 print((u - t) * 1e3, (time.perf_counter() - u) * 1e3)
 """
 
 
-def measure_first_calls(texts: tuple[str, ...]) -> list[Row]:
+def measure_first_calls(texts: tuple[str, ...], device: torch.device) -> list[Row]:
     """The first call of a process and its first gradient, kernel cache empty and filled."""
     rows: list[Row] = []
     for text in texts:
         with tempfile.TemporaryDirectory() as cache_folder:
             env = {**os.environ, "FRETWORK_CACHE_DIR": cache_folder}
             for cache in ("cold", "warm"):
-                run = [sys.executable, "-c", FIRST_CALL, text]
+                run = [sys.executable, "-c", FIRST_CALL, text, device.type]
                 out = subprocess.run(run, env=env, capture_output=True, text=True)
+                if out.returncode != 0:
+                    print(f"first: {text}: {out.stderr.splitlines()[-1:]}", file=sys.stderr)
                 forward, backward = map(float, out.stdout.split()[-2:]) if out.returncode == 0 else (None, None)
                 rows.append({"part": "first", "pattern": text, "cache": cache, "ms": {"ours": forward},
                              "backward_ms": backward})  # fmt: skip
@@ -381,7 +396,7 @@ def main() -> None:
                     for depth in options.depths for dtype in options.dtypes]  # fmt: skip
             for done, (s, name, depth, dtype) in enumerate(work):
                 case = cases(s, device, GPU if gpu else CPU)[name]
-                left_out = dict.fromkeys(options.peers, "out of time") if late((done + 1) / len(work)) else {}
+                left_out = not_run(options.peers, PEERS[device.type], late((done + 1) / len(work)))
                 try:
                     keep(measure(name, case, s, depth, getattr(torch, dtype), device, rates[dtype], options, left_out))
                 except Exception as error:
@@ -400,10 +415,10 @@ def main() -> None:
             keep(measure_plans())
         if "first" in options.parts and gpu:
             quick = ("sliding_window(2048,255,0)",)
-            keep(measure_first_calls(quick if options.quick else (*quick, "strided(2048,64)", "full(2048)")))
+            keep(measure_first_calls(quick if options.quick else (*quick, "strided(2048,64)", "full(2048)"), device))
     finally:
         if options.out is not None:
-            store(folder(options.out, facts) / "attention.json", rows, IDENTITY)
+            store(folder(options.out, facts) / "attention.json", rows, IDENTITY, UNSAID)
         if rows:
             print("", *attention_section(rows), sep="\n")
         print(f"{len(rows)} rows in {time.perf_counter() - began:.0f} s", file=sys.stderr)

@@ -164,14 +164,15 @@ def attention_section(rows: list[Row]) -> list[str]:
     measured = [r for r in rows if r["part"] == "pattern"]
 
     def kind(r: Row) -> tuple[Any, ...]:
-        return tuple(r[k] for k in ("arch", "dtype", "seq", "depth", "batch", "heads", "kv_heads"))
+        sizes = tuple(r[k] for k in ("arch", "dtype", "seq", "depth", "batch", "heads", "kv_heads"))
+        return (*sizes, r.get("flex", "plain"))
 
     for each in sorted({kind(r) for r in measured}, key=str):
-        arch, dtype, seq, depth, batch, heads, kv_heads = each
+        arch, dtype, seq, depth, batch, heads, kv_heads, flex = each
         of = [r for r in measured if kind(r) == each]
         forced = "" if arch == "auto" else f", kernels forced to {arch}"
         shared = "" if heads == kv_heads else f" ({kv_heads} of keys)"
-        where = f"torch {of[0]['torch']}, {of[0]['date']}"
+        where = f"torch {of[0]['torch']}{', Flex tuned' if flex == 'tuned' else ''}, {of[0]['date']}"
         lines += [f"B = {batch}, {heads} heads{shared}, S = {seq}, D = {depth}, {dtype}{forced}; {where}.", ""]
         lines += [*attention_table(of), ""]
     if decode := [r for r in rows if r["part"] == "decode"]:
@@ -247,7 +248,8 @@ def readme_attention(rows: dict[str, list[Row]]) -> list[str]:
              "| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]  # fmt: skip
     for machine, case in README_ATTENTION.items():
         usual = {**case, "part": "pattern", "arch": "auto"}
-        of = {(r["pattern"], r["pass"]): r for r in rows[machine] if all(r.get(k) == v for k, v in usual.items())}
+        chosen = [r for r in rows[machine] if all(r.get(k) == v for k, v in usual.items())]
+        of = {(r["pattern"], r["pass"]): r for r in chosen if r.get("flex", "plain") == "plain"}
         for which in ("forward", "backward"):
             cells = []
             for name in names:

@@ -39,10 +39,11 @@ def folder(results: Path, facts: Row) -> Path:
     return results / ("h200" if "H200" in name else "gpu" if "NVIDIA" in name else "cpu")
 
 
-def store(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
-    """Newer rows replace older ones of the same case, which the keys of `identity` tell apart."""
+def store(path: Path, rows: list[Row], identity: tuple[str, ...], unsaid: Row | None = None) -> None:
+    """Newer rows replace older ones of the same case, which the keys of `identity` tell apart; `unsaid` has what rows
+    that lack a key mean by it."""
     old = json.loads(path.read_text()) if path.exists() else []
-    kept = {tuple(str(r.get(k)) for k in identity): r for r in [*old, *rows]}
+    kept = {tuple(str({**(unsaid or {}), **r}.get(k)) for k in identity): r for r in [*old, *rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept.values()) + "\n]\n")
 

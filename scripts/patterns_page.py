@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fretwork import Pattern
+import fretwork as fw
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -38,14 +38,27 @@ print(small.mask().int())
 `|` unites, `&` intersects, `.T` exchanges queries and keys. `fw.Pattern.parse(text)` reads a text back, and
 `fretwork show 'sliding_window(4096,255,0) | dilated(4096,8,256)'` draws one in the terminal (`--png`, `--svg`). A text
 is also what to save, though pickle and `torch.load` take patterns as they are. Where every row is one progression,
-`p.acsr()` gives (start, stride, count) of each row. Pictures below have queries downwards and keys to the right;
-densities are those of the calls beside them.
+`p.acsr()` gives (start, stride, count) of each row. Pictures below have queries downwards and keys to the right.
+
+On grids, positions count along the last axis first. What belongs to an axis may be one number for all of them or a
+tuple with one for each: `window`, `dilation` and `causal` of `neighborhood`, `tile` and `window` of `sliding_tile`,
+`window` and `shift` of `swin`. A neighbourhood of an even window has its extra position on the left: 4 are two before
+p, p and one behind it. Near an end it is shifted inwards, so every query sees `window` positions; a causal axis sees
+fewer at its beginning. Windows of `swin` and tiles of `sliding_tile` that do not divide the grid are cut at its end:
+the last ones are smaller. Lists (`globals`, `vertical`, `slash`, `lengths`, …) are any sequences or arrays of
+integers, ranges too.
 
 Inside, a pattern is a few parts: boxes on the digits of positions. A window is a band in plain order; a dilated one is
 a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting, intersecting and taking away
 work on the ends of these bands, so nothing grows with the square of a length. What has no such form (random blocks,
-explicit masks) is listed. Grids whose steps do not divide each other, and strides whose common multiple is beyond 4096,
-are united element by element, up to 2^28 of them.
+explicit masks) is listed. Grids whose steps do not divide each other, and strides whose common multiple is beyond
+4096, are united element by element, up to 2^28 of them.
+
+`from_mask` reads its matrix once. It finds rectangles, triangles, bands and diagonals in plain order, and, where a
+distance between the runs of a row or between parts is frequent, the same in the residue classes of that distance:
+strides, dilations, blocks, grids of two axes, documents. Other parts stay a list, a run at a time where rows are
+random: a tile of random bits that comes back elsewhere is listed each time. That costs memory in the pattern (some 300
+bytes a part), not in attention, whose plan keeps each different tile of bits once. `describe()` says what was found.
 
 ## Use
 ```python
@@ -65,6 +78,26 @@ JAX, and Hugging Face models take a pattern in their configuration (`fretwork.co
 `examples/`, `custom_pattern.py` makes, draws and times a new one; `longformer_block.py` and `vision_neighborhood.py`
 train with patterns.
 
+Who wants the scores has SPLAT's three operators, for patterns whose rows are one progression each: `r_sddmm` computes
+them side by side (entry t of row i is key start[i] + t·stride[i]), `r_softmax` normalises them and `r_spmm` multiplies
+values, each with gradients. `block_cover` turns any pattern into the blocks that it touches, for the operators of
+[block sparsity](block-sparsity.md), and says which share of them the pattern leaves out.
+```python
+import torch, fretwork as fw
+
+q, k, v = (torch.randn(1, 2, 256, 32) for _ in range(3))
+p = fw.patterns.dilated(256, 8, 4)
+scores = fw.r_sddmm(q, k, p)  # (1, 2, 256, 17): a row has up to 17 keys
+weights = fw.r_softmax(scores, p, scale=32**-0.5)
+print((fw.r_spmm(weights, v, p) - fw.attention(q, k, v, p)).abs().max())
+start, stride, count = p.acsr()
+print(weights[0, 0, 100, : count[100]], start[100] + stride[100] * torch.arange(count[100]))  # and their keys
+
+layout, fill_in = p.block_cover(32)
+print(layout, f"{fill_in:.0%} of the blocks' elements are not the pattern's")
+print(fw.sdd(q[:, :1], k[:, :1], layout, trans_b=True).shape)  # scores of one head, in whole blocks
+```
+
 What a pattern costs: its scores, rounded up to tiles of the order that suits it. Keys a fixed distance apart cost what
 neighbouring keys cost; a patch of a grid costs what a window costs. Bands narrower than a tile, and parts that need an
 order of their own beside others (strided has two), cost more than their scores. The parts of a union may overlap:
@@ -82,77 +115,90 @@ class Entry(NamedTuple):
     form: str
     rule: str
     picture: str
-    example: str
+    example: str  # the call that is measured, as Python; or, where there is a space at its front, in words
 
 
 ENTRIES = [
     Entry("full", "full(seq)", "always", "full(64)", "full(16384)"),
     Entry("causal", "causal(seq)", "j ≤ p", "causal(64)", "causal(16384)"),
     Entry("sliding_window", "sliding_window(seq, left, right)", "−left ≤ j − p ≤ right; None is unlimited",
-          "sliding_window(64,12,4)", "sliding_window(16384,1024,1024)"),
+          "sliding_window(64,12,4)", "sliding_window(16384, 512, 512)"),
     Entry("dilated", "dilated(seq, window, dilation, causal=False)",
           "|p − j| ≤ window·dilation, and p − j a multiple of dilation (and j ≤ p)",
-          "dilated(64,4,4)", "dilated(16384,512,4)"),
+          "dilated(64,4,4)", "dilated(16384, 512, 4)"),
     Entry("strided", "strided(seq, stride)", "j ≤ p, and p − j < stride or a multiple of it (Child et al.)",
-          "strided(64,8)", "strided(16384,128)"),
+          "strided(64,8)", "strided(16384, 128)"),
     Entry("fixed", "fixed(seq, stride, summary)",
           "j ≤ p, and the same block of `stride`, or j among the last `summary` of its block (Child et al.)",
-          "fixed(64,8,2)", "fixed(16384,128,8)"),
+          "fixed(64,8,2)", "fixed(16384, 128, 16)"),
     Entry("longformer", "longformer(seq, window, globals)", "|p − j| ≤ window, or p or j is global",
-          "longformer(64,5,[0,1,40])", "longformer(16384,512,[0,1,2,3])"),
+          "longformer(64,5,[0,1,40])", "longformer(16384, 512, range(64))"),
     Entry("bigbird", "bigbird(seq, block, window, globals, random, seed=0)",
           "on blocks P, J: |P − J| ≤ window, or P < globals, or J < globals, or J one of `random` drawn for P among "
-          "the others", "bigbird(64,4,1,1,2)", "bigbird(16384,64,1,2,3)"),
+          "the others", "bigbird(64,4,1,1,2)", "bigbird(16384, 64, 1, 2, 3, seed=5)"),
     Entry("block_local", "block_local(seq, block, previous=0)", "0 ≤ ⌊p/block⌋ − ⌊j/block⌋ ≤ previous",
-          "block_local(64,12,previous=1)", "block_local(16384,1024)"),
+          "block_local(64,12,previous=1)", "block_local(16384, 1024)"),
     Entry("swin", "swin(height, width, window, shift=0)",
           "the same window after a cyclic shift by −shift on both axes, and the same side of the wrap",
-          "swin(8,8,4,shift=2)", "swin(128,128,8,shift=4)"),
-    Entry("axial", "axial(height, width)", "the same row or the same column of a grid", "axial(8,8)", "axial(128,128)"),
+          "swin(8,8,4,shift=2)", "swin(128, 128, 16, shift=8)"),
+    Entry("axial", "axial(height, width)", "the same row or the same column of a grid", "axial(8,8)",
+          "axial(128, 128)"),
     Entry("neighborhood", "neighborhood(shape, window, dilation=1, causal=False)",
           "on each of one to three axes: j among the `window` positions of p's residue class around p, shifted to stay "
-          "inside; on a causal axis those that end at p", "neighborhood((8,8),3)", "neighborhood((128,128),13)"),
+          "inside; on a causal axis those that end at p", "neighborhood((8,8),3)", "neighborhood((128, 128), 13)"),
     Entry("sliding_tile", "sliding_tile(shape, tile, window)", "a neighbourhood of `window` tiles, on tile coordinates",
-          "sliding_tile((8,8),2,3)", "sliding_tile((128,128),8,3)"),
+          "sliding_tile((8,8),2,3)", "sliding_tile((128, 128), 8, 3)"),
     Entry("longnet", "longnet(seq, segments, rates, head=0)",
           "for some (w, r): ⌊p/w⌋ = ⌊j/w⌋ and p ≡ j ≡ head (mod r)", "longnet(64,[8,32],[1,4])",
-          "longnet(16384,[1024,4096,16384],[1,4,16])"),
+          "longnet(16384, [2048, 4096, 8192], [1, 2, 4])"),
     Entry("document", "document(lengths, causal=False)", "the same document (and j ≤ p)",
-          "document([20,8,30,6],causal=True)", "document([4096,1024,8192,3072],causal=True)"),
-    Entry("prefix_lm", "prefix_lm(seq, prefix)", "j < prefix or j ≤ p", "prefix_lm(64,20)", "prefix_lm(16384,1024)"),
+          "document([20,8,30,6],causal=True)", "document([5461, 2340, 3276, 1820, 3487], causal=True)"),
+    Entry("prefix_lm", "prefix_lm(seq, prefix)", "j < prefix or j ≤ p", "prefix_lm(64,20)", "prefix_lm(16384, 2048)"),
     Entry("sinks", "sinks(seq, sinks, window)", "j ≤ p, and j < sinks or p − j < window (StreamingLLM)",
-          "sinks(64,4,12)", "sinks(16384,4,1024)"),
+          "sinks(64,4,12)", "sinks(16384, 64, 1024)"),
     Entry("vertical_slash", "vertical_slash(seq, vertical, slash)",
           "j ≤ p, and j ∈ vertical or p − j ∈ slash (MInference)",
-          "vertical_slash(64,[0,1,20],[0,1,2,17,33])", "vertical_slash(16384,[0,1,2,3],[0,1,2,1000])"),
+          "vertical_slash(64,[0,1,20],[0,1,2,17,33])",
+          "vertical_slash(16384, range(0, 16384, 256), [*range(256), 1024, 2048, 4095])"),
     Entry("band", "band(seq, start, stride, count)", "j = p + start + t·stride, 0 ≤ t < count", "band(64,-20,5,4)",
-          "band(16384,-4096,64,64)"),
+          "band(16384, -1024, 2, 512)"),
     Entry("from_layout", "from_layout(layout, head=0)", "the blocks of one head of a `BlockLayout`",
-          "from_layout(block((1,8,8),(8,8),~JMYEkCMACJB))", "from_layout(random_blocks((1,128,128),128,0.1,0))"),
+          "from_layout(block((1,8,8),(8,8),~JMYEkCMACJB))", " 128×128 blocks of 128, one in ten of them"),
     Entry("from_mask", "from_mask(mask)",
           "mask[i, j]: bands, rectangles and repeated distances are found in it, the rest is listed",
-          "from_mask((8,8),~BCECIQgCEEB)", "from_mask((8,8),~BCECIQgCEEB)"),
+          "from_mask((8,8),~BCECIQgCEEB)", " a window of ±128 and 512 rectangles of up to 256 a side"),
     Entry("acsr", "acsr(start, stride, count, cols)", "j = start[i] + t·stride[i], 0 ≤ t < count[i]",
           "acsr([0,3,6,1,9,2,0,5],[1,2,3,4,1,5,2,3],[9,6,4,4,3,3,8,4],18)",
-          "acsr([0,3,6,1,9,2,0,5],[1,2,3,4,1,5,2,3],[9,6,4,4,3,3,8,4],18)"),
+          " 512 keys that end at p, 1, 2, 3 or 4 apart in turn, each for 512 rows"),
 ]  # fmt: skip
 
 
-def speed(call: str, rows: list[dict[str, Any]]) -> str:
-    """What was measured of a pattern on an H200, forward and backward, if it was."""
-    of = {row["pass"]: row for row in rows if row["call"] == call}
-    if not of:
-        return ""
+def made(example: str) -> fw.Pattern:
+    """The pattern of an example."""
+    return eval(example, {"range": range, **vars(fw.patterns)})
+
+
+def speed(entry: Entry, rows: list[dict[str, Any]]) -> str:
+    """The call that stands for a pattern, its density, and what was measured of it on an H200, forward and backward."""
+    of = {row["pass"]: row for row in rows if row["call"] == entry.name}
+    row = next(iter(of.values()), None)
+    words, density = entry.example.startswith(" "), row["density"] if row else 0.0
+    if not words:
+        density = made(entry.example).density
+    said = f"{entry.example.strip()}: " if words else f"`{entry.example}` has "
+    said = said[0].upper() + said[1:] + f"{100 * density:.3g} % of all pairs.\n" if row or not words else ""
+    if row is None:
+        return said
     parts = []
-    for which, row in of.items():
-        peers = {name: ms for name, ms in row["ms"].items() if name != "ours"}
+    for which, one in of.items():
+        peers = {name: ms for name, ms in one["ms"].items() if name != "ours"}
         best = min(peers, key=lambda name: peers[name], default=None)
         beside = f" ({best} {peers[best]:.3g})" if best else ""
-        parts.append(f"{which} {row['ms']['ours']:.3g} ms{beside}")
-    first = next(iter(of.values()))
-    case = f"`{first['text']}`" if first.get("text") else f"{first['pattern']}, density {first['density']:.3g}"
-    sizes = f"{first['heads']} heads, S = {first['seq']:,}, D = {first['depth']}, {first['dtype']}"
-    return f"\nOn an H200, {case}, {sizes}: {', '.join(parts)}.\n"
+        parts.append(f"{which} {one['ms']['ours']:.3g} ms{beside}")
+    # Older rows may be of another call.
+    other = "" if abs(row["density"] - density) < 1e-9 else f"{row['text'] or 'one'} of {100 * row['density']:.3g} %, "
+    sizes = f"{other}{row['heads']} heads, S = {row['seq']:,}, D = {row['depth']}, {row['dtype']}"
+    return said + f"On an H200, {sizes}: {', '.join(parts)}.\n"
 
 
 def measured() -> list[dict[str, Any]]:
@@ -161,7 +207,7 @@ def measured() -> list[dict[str, Any]]:
     usual = {"part": "pattern", "arch": "auto", "dtype": "bfloat16", "seq": 16384, "depth": 128}
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
-        if all(row.get(key) == value for key, value in usual.items()):
+        if all(row.get(key) == value for key, value in usual.items()) and row.get("flex", "plain") == "plain":
             found.setdefault((row["call"], row["pass"]), row)
     return list(found.values())
 
@@ -174,10 +220,8 @@ def page() -> str:
         rule = entry.rule.replace("|", "\\|")
         text += f"| [`{entry.name}`](#{entry.name}) | {rule} |\n"
     for entry in ENTRIES:
-        density = 100 * Pattern.parse(entry.example).density
         text += f"\n## {entry.name}\n`{entry.form}`: {entry.rule}.\n\n![{entry.picture}](patterns/{entry.name}.svg)\n\n"
-        text += f"Drawn: `{entry.picture}`. `{entry.example}` has {density:.3g} % of all pairs.\n"
-        text += speed(entry.name, rows)
+        text += f"Drawn: `{entry.picture}`. {speed(entry, rows)}".rstrip() + "\n"
     return text
 
 

@@ -13,6 +13,7 @@
 #include "fretwork/tensor.h"
 #include "fretwork/two_four.h"
 #include "pattern/regular.h"
+#include "pattern/text.h"
 #include "runtime/kernels.h"
 
 struct fretwork_pattern {
@@ -36,8 +37,9 @@ Result guarded(Result failed, const Body& body) noexcept {
   return failed;
 }
 
+/// Callers hold texts and come back with them, often at once.
 fretwork_pattern* handle(fretwork::PatternPtr pattern) {
-  return std::make_unique<fretwork_pattern>(fretwork_pattern{std::move(pattern)}).release();
+  return std::make_unique<fretwork_pattern>(fretwork_pattern{fretwork::text::remembered(std::move(pattern))}).release();
 }
 
 constexpr fretwork_pattern* kNone = nullptr;

@@ -198,6 +198,13 @@ void merge_along(std::vector<Part>& parts, std::size_t axis, std::size_t axes) {
     }
     return equal;
   };
+  const auto joins = [&](const Slot& a, const Slot& b) {
+    return a.others == b.others && equal_others(parts[a.part], parts[b.part]) &&
+           join(parts[a.part][axis], parts[b.part][axis]).has_value();
+  };
+  if (std::adjacent_find(slots.begin(), slots.end(), joins) == slots.end()) {
+    return;  // as most often: parts are large, and many of them take long to copy
+  }
   std::vector<Part> merged;
   merged.reserve(parts.size());
   for (const Slot& slot : slots) {
@@ -404,6 +411,7 @@ void merge(std::vector<Part>& parts, int axes) {
 
 std::vector<Part> clipped(const View& view, const std::vector<Part>& wanted, std::int64_t rows, std::int64_t cols) {
   std::vector<Part> all, inside;
+  all.reserve(wanted.size());
   unsigned classes = ~0U;
   for (const Part& part : wanted) {
     if (const unsigned now = by_class(part, view.axes); now != classes) {

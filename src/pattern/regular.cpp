@@ -229,7 +229,9 @@ RegularPtr RegularMaker::make(std::string text, std::int64_t rows, std::int64_t 
   for (PartGroup& group : groups) {
     if (group.view.axes == 1) {  // plain order is one view, wherever it is counted from
       const auto flat = std::find_if(all.begin(), all.end(), [](const PartGroup& g) { return g.view.axes == 1; });
-      group = flat == all.end() ? group : PartGroup{flat->view, parts::refined(group, flat->view)};
+      if (flat != all.end()) {
+        group = {flat->view, parts::refined(group, flat->view)};
+      }
     }
     const auto same = std::find_if(all.begin(), all.end(), [&](const PartGroup& g) { return g.view == group.view; });
     if (same != all.end()) {

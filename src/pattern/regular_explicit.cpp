@@ -69,11 +69,14 @@ std::vector<parts::Run> mask_runs(std::int64_t rows, std::int64_t cols, std::spa
   return runs;
 }
 
-/// The numbers that occur most often, at most `most` of them.
-std::vector<std::int64_t> frequent(const std::map<std::int64_t, std::int64_t>& counts, std::size_t most) {
+/// The numbers that occur most often, at most `most` of them, each at least `least` times.
+std::vector<std::int64_t> frequent(const std::map<std::int64_t, std::int64_t>& counts, std::size_t most,
+                                   std::int64_t least = 1) {
   std::vector<std::pair<std::int64_t, std::int64_t>> all;
   for (const auto& [value, count] : counts) {
-    all.emplace_back(-count, value);
+    if (count >= least) {
+      all.emplace_back(-count, value);
+    }
   }
   std::sort(all.begin(), all.end());
   all.resize(std::min(all.size(), most));
@@ -82,8 +85,10 @@ std::vector<std::int64_t> frequent(const std::map<std::int64_t, std::int64_t>& c
   return values;
 }
 
-/// Distances at which a mask may repeat: between runs of a row, and between the first rows of parts.
+/// Distances at which a mask may repeat: between runs of a row, and between the first rows of parts. Where there are
+/// many parts only those that an eighth of them keep: each takes long to try, and random masks keep none.
 std::vector<std::int64_t> periods(const std::vector<parts::Run>& runs, const std::vector<Part>& flat) {
+  constexpr std::size_t kMany = 4096;
   std::map<std::int64_t, std::int64_t> along, down;
   for (std::size_t n = 1; n < runs.size(); ++n) {
     if (runs[n].row == runs[n - 1].row) {
@@ -93,11 +98,16 @@ std::vector<std::int64_t> periods(const std::vector<parts::Run>& runs, const std
   for (std::size_t n = 1; n < flat.size(); ++n) {
     ++down[std::abs(flat[n][0].row_begin - flat[n - 1][0].row_begin)];
   }
-  std::vector<std::int64_t> all = frequent(along, 4);
-  for (const std::int64_t period : frequent(down, 4)) {
-    all.push_back(period);
+  std::vector<std::int64_t> all;
+  for (auto* const counts : {&along, &down}) {
+    std::erase_if(*counts, [](const auto& pair) { return pair.first < 2; });
+    std::int64_t sum = 0;
+    for (const auto& [period, count] : *counts) {
+      sum += count;
+    }
+    const std::vector<std::int64_t> some = frequent(*counts, 4, flat.size() > kMany ? sum / 8 : 1);
+    all.insert(all.end(), some.begin(), some.end());
   }
-  std::erase_if(all, [](std::int64_t period) { return period < 2; });
   return all;
 }
 

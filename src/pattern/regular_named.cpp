@@ -172,8 +172,9 @@ RegularPtr bigbird(const Seq& seq, std::int64_t block, std::int64_t window, std:
   check_least(kOp, "globals", globals, 0);
   check_least(kOp, "random", random, 0);
   const std::int64_t side = bounded(block), reach = bounded(window), first = bounded(globals);
-  Wanted wanted{residue_view(side, offset), {}};
-  const auto add = [&](const AxisRange& blocks) { wanted.parts.push_back(part({blocks, kAnywhere})); };
+  std::vector<Wanted> wanted(1);
+  wanted[0].view = residue_view(side, offset);
+  const auto add = [&](const AxisRange& blocks) { wanted[0].parts.push_back(part({blocks, kAnywhere})); };
   add(differing(-reach, reach));
   for (const Range& far : {Range{-kFar, -reach - 1}, Range{reach + 1, kFar}}) {
     add(with_difference(between(-kFar, kFar, 0, first), far.begin, far.end));
@@ -184,6 +185,7 @@ RegularPtr bigbird(const Seq& seq, std::int64_t block, std::int64_t window, std:
   const std::int64_t begin = std::max(first, floor_div(offset, side));
   const std::int64_t most = std::min(random, std::max<std::int64_t>(blocks - first, 0));
   parts::check_parts(kOp, Wide{most} * std::max<std::int64_t>(end - begin, 0));
+  wanted[0].parts.reserve(static_cast<std::size_t>(5 + most * std::max<std::int64_t>(end - begin, 0)));
   for (std::int64_t row = begin; most > 0 && row < end; ++row) {
     const std::int64_t from = std::clamp(row - reach, first, blocks), to = std::clamp(row + reach + 1, first, blocks);
     std::uint64_t state = seed ^ (static_cast<std::uint64_t>(row) * 0xd1342543de82ef95);
@@ -206,7 +208,7 @@ RegularPtr bigbird(const Seq& seq, std::int64_t block, std::int64_t window, std:
                   .keyword("seed", static_cast<std::int64_t>(seed), 0)
                   .offset(seq)
                   .done(),
-              seq, {wanted});
+              seq, wanted);
 }
 
 RegularPtr longnet(const Seq& seq, std::span<const std::int64_t> segments, std::span<const std::int64_t> rates,
@@ -306,7 +308,9 @@ RegularPtr band(const Seq& seq, std::int64_t start, std::int64_t stride, std::in
 
 RegularPtr document(std::span<const std::int64_t> lengths, bool causal) {
   std::int64_t total = 0;
-  std::vector<Part> all;
+  std::vector<PartGroup> groups(1);
+  groups[0].view = flat_view();
+  groups[0].parts.reserve(lengths.size());
   for (const std::int64_t length : lengths) {
     if (length < 0 || length > kLargest || total + length > kLargest) {
       throw Error("document", "lengths", "lengths from 0 on with a sum up to 2^48", std::to_string(length));
@@ -314,13 +318,13 @@ RegularPtr document(std::span<const std::int64_t> lengths, bool causal) {
     AxisRange box = between(total, total + length, total, total + length);
     box.high = causal ? 0 : box.high;
     if (tighten(box)) {
-      all.push_back(part({box}));
+      groups[0].parts.push_back(part({box}));
     }
     total += length;
   }
   check_sizes("document", total, total, "lengths");
   return RegularMaker::make(Writer("document").add(lengths).keyword("causal", causal).done(), total, total,
-                            {{flat_view(), std::move(all)}});
+                            std::move(groups));
 }
 
 namespace {

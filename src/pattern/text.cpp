@@ -509,6 +509,11 @@ void Pattern::clear(std::span<std::uint8_t> out) const {
   std::fill(out.begin(), out.end(), std::uint8_t{0});
 }
 
+PatternPtr text::remembered(PatternPtr pattern) {
+  memory().remember(pattern->key(), pattern);
+  return pattern;
+}
+
 PatternPtr parse_pattern(std::string_view text) {
   const std::string key = key_of(text);
   if (PatternPtr known = memory().find(key)) {

@@ -38,6 +38,8 @@ struct Family {
 
 /// The pattern that a call describes.
 PatternPtr make(const Call& call);
+/// The same pattern, which parse_pattern will then find by its key: who made one by other means need not parse it.
+PatternPtr remembered(PatternPtr pattern);
 
 /// What a maker reads its arguments with: throws Error "name: argument: expected …, got …" on another kind.
 std::int64_t integer(const Call& call, std::size_t position, const char* argument);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/attention/component.h"
 #include "ops/attention/tiling.h"
 
 namespace fretwork::attention_op {
@@ -708,6 +709,51 @@ TEST(Plan, OfLongPatterns) {
   }
   report(bigbird(random, 1 << 14, 64, 3), kShapes[0]);
   report(vertical_slash(random, 1 << 14, 50, 5, 128), kShapes[0]);
+}
+
+/// What a million tokens need: memory and tile pairs, which also say how long a plan takes.
+TEST(Plan, OfLongSequencesIsSmall) {
+  Random random(5);
+  std::vector<int64_t> lengths;
+  for (int64_t left = 1 << 20; left > 0; left -= lengths.back()) {
+    lengths.push_back(std::min(left, pick(random, 10, 100)));
+  }
+  const auto bounded = [](const Case& c, std::size_t megabytes, int64_t pairs) {
+    for (const bool turned : {false, true}) {
+      const Plan plan = plan_parts(c.rows, c.cols, turned ? transposed(c.groups) : c.groups, kShapes[0]);
+      int64_t sum = 0;
+      for (const Component& component : plan.components) {
+        sum += component.pairs;
+      }
+      EXPECT_LE(plan.bytes(), megabytes << 20) << c.name << (turned ? ".T" : "");
+      EXPECT_LE(sum, pairs) << c.name << (turned ? ".T" : "");
+    }
+  };
+  const auto named = [](const char* text) {
+    const auto pattern = regular(text);
+    return Case{text, pattern->rows(), pattern->cols(), pattern->groups()};
+  };
+  bounded(documents(lengths, true), 12, 13000);
+  bounded(named("neighborhood((64,128,128),7)"), 6, 140000);
+  bounded(named("neighborhood((1024,1024),13)"), 4, 50000);
+  bounded(named("bigbird(1048576,64,1,2,3)"), 6, 100000);
+  bounded(named("strided(1048576,1024)"), 4, 130000);
+}
+
+/// Pairs of small numbers, as plans have them by the hundred thousand, are found in a step or two.
+TEST(Numbers, FindsPairsInFewSteps) {
+  for (const std::uint64_t high : {std::uint64_t{1}, std::uint64_t{40}, std::uint64_t{3000}}) {
+    Numbers numbers;
+    int64_t asked = 0;
+    for (int round = 0; round < 2; ++round) {
+      for (std::uint64_t a = 0; a < high; ++a) {
+        for (std::uint64_t b = 0; b < 12000 / high; ++b) {
+          EXPECT_EQ(numbers.of(a << 32 | b), static_cast<int>(asked++ % static_cast<int64_t>(high * (12000 / high))));
+        }
+      }
+    }
+    EXPECT_LE(numbers.steps(), 4 * asked) << high;
+  }
 }
 
 }  // namespace

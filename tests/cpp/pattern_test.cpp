@@ -7,6 +7,7 @@
 #include <random>
 
 #include "error_text.h"
+#include "fretwork/c.h"
 #include "fretwork/error.h"
 #include "pattern/text.h"
 
@@ -448,6 +449,28 @@ TEST(Text, FuzzParsesOrThrowsError) {
   }
   EXPECT_GT(parsed, 10);
   EXPECT_GT(refused, 10);
+}
+
+/// A handle's pattern is found by its text and key, not made again: equal addresses of texts say that it is the same.
+TEST(CInterface, RemembersWhatItMakes) {
+  std::mt19937 random(7);
+  std::vector<std::uint8_t> mask(40 * 50);
+  std::generate(mask.begin(), mask.end(), [&] { return static_cast<std::uint8_t>(random() % 2); });
+  const std::int64_t start[] = {0, 5, 1}, stride[] = {1, 2, 3}, count[] = {4, 4, 2};
+  const std::int64_t sizes[] = {1, 40, 50, 8, 8};
+  std::vector<fretwork_pattern*> made{fretwork_pattern_from_mask(40, 50, mask.data()),
+                                      fretwork_pattern_from_acsr(start, stride, count, 3, 20),
+                                      fretwork_block_layout(sizes, mask.data())};
+  made.push_back(fretwork_pattern_transpose(made[0]));
+  made.push_back(fretwork_pattern_transpose(made[1]));
+  for (fretwork_pattern* const pattern : made) {
+    for (const std::string word : {fretwork_pattern_text(pattern), fretwork_pattern_key(pattern)}) {
+      fretwork_pattern* const again = fretwork_pattern_parse(word.data(), word.size());
+      EXPECT_EQ(static_cast<const void*>(fretwork_pattern_text(again)), fretwork_pattern_text(pattern)) << word;
+      fretwork_pattern_free(again);
+    }
+  }
+  std::for_each(made.begin(), made.end(), fretwork_pattern_free);
 }
 
 }  // namespace

@@ -83,9 +83,22 @@ def test_pattern_of_each_layer(device):
     assert not torch.allclose(got, want, atol=1e-4)
     ours.config.fretwork_pattern = ["causal({seq})", "strided({seq}, 7) | causal({seq})"]
     assert torch.allclose(ours(ids).logits, want, atol=1e-4)
-    ours.config.fretwork_pattern = "causal(50)"
-    with pytest.raises(ValueError, match=r"fretwork_pattern: expected a text with \{seq\}"):
+    ours.config.fretwork_pattern = "causal(49)"
+    with pytest.raises(ValueError, match=r"fretwork_pattern: expected a text with \{seq\}.*got 'causal\(49\)'"):
         ours(ids)
+
+
+def test_packed_sequences(device):
+    """Documents in one row, as the docstring has them: a text of one length, and what it gives for another."""
+    ours, theirs = twins(
+        LlamaForCausalLM, LlamaConfig(**SIZES, fretwork_pattern="document((20, 30), causal=True)"), device
+    )
+    ids = tokens(device)
+    got = ours(ids, position_ids=torch.cat([torch.arange(20), torch.arange(30)])[None].to(device)).logits
+    want = torch.cat([theirs(part).logits for part in ids.split([20, 30], 1)], 1)
+    assert torch.allclose(got, want, atol=1e-4)
+    with pytest.raises(ValueError, match=r"one of shape \(49, 49\), got .* of shape \(50, 50\)"):
+        ours(ids[:, 1:])
 
 
 def test_static_cache_is_refused(device):

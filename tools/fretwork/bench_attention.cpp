@@ -183,11 +183,11 @@ struct LongPattern {
 
 std::vector<LongPattern> long_patterns() {
   constexpr std::int64_t kLong = 1 << 20;
-  const auto lengths = [](std::int64_t n) {
+  const auto lengths = [](std::int64_t n, std::int64_t least, std::int64_t more) {
     std::vector<std::int64_t> found;
     std::int64_t rest = kLong;
-    for (std::int64_t each = 300 + n; rest > 0; each = 300 + (each * 37 + n) % 3000) {
-      found.push_back(std::min(each, rest));
+    for (std::int64_t state = n; rest > 0; state = (state * 48271 + 11) % 2147483647) {
+      found.push_back(std::min(least + state % more, rest));
       rest -= found.back();
     }
     return found;
@@ -203,8 +203,16 @@ std::vector<LongPattern> long_patterns() {
          const std::int64_t shape[] = {1024, 1024}, window[] = {13 + 2 * n}, one[] = {1}, none[] = {0};
          return patterns::neighborhood(shape, window, one, none);
        }},
+      {"neighbourhood 7 of 64 × 128 × 128",
+       [](std::int64_t n) {
+         const std::int64_t shape[] = {64, 128, 128 + n}, window[] = {7}, one[] = {1}, none[] = {0};
+         return patterns::neighborhood(shape, window, one, none);
+       }},
       {"documents of 300 to 3300, causal",
-       [lengths](std::int64_t n) { return patterns::document(lengths(n), /*causal=*/true); }},
+       [lengths](std::int64_t n) { return patterns::document(lengths(n, 300, 3000), /*causal=*/true); }},
+      {"documents of 10 to 100, causal",
+       [lengths](std::int64_t n) { return patterns::document(lengths(n, 10, 91), /*causal=*/true); }},
+      {"bigbird, blocks of 64", [](std::int64_t n) { return patterns::bigbird(kLong, 64, 1, 2, 3, 5 + n); }},
   };
 }
 

@@ -1,7 +1,7 @@
 """Hugging Face models with `attn_implementation="fretwork"`: importing this module registers it.
 
-The pattern is given in the model's configuration as a text with {seq} for the lengths, one for all layers or a list
-with one for each, so that it is saved and loaded with the model:
+The pattern is given in the model's configuration as a text with {seq} for the lengths (or without, for calls of one
+length), one for all layers or a list with one for each, so that it is saved and loaded with the model:
 
     import fretwork.compat.transformers
     config = LlamaConfig(..., fretwork_pattern="strided({seq}, 128)")
@@ -9,7 +9,8 @@ with one for each, so that it is saved and loaded with the model:
 
 Without one a model keeps the attention it has: causal, with its sliding window where it has one, or full. Keys that the
 attention mask leaves out as padding are not seen. Caches that grow with the sequence work; a static cache raises.
-Position ids that begin anew inside a row (packed sequences) are not looked at: give a `document` pattern instead.
+Position ids that begin anew inside a row (packed sequences) are not looked at: give the lengths of the documents, as in
+`model.config.fretwork_pattern = "document((700, 324), causal=True)"` for rows of 1024 tokens.
 """
 
 import functools
@@ -29,9 +30,13 @@ _UNSEEN = torch.finfo(torch.float32).min / 4
 
 @functools.lru_cache(maxsize=1024)
 def _pattern(template: str, rows: int, cols: int) -> Pattern:
-    if "{seq}" not in template:
-        raise ValueError(f"attention: fretwork_pattern: expected a text with {{seq}} for the lengths, got {template!r}")
-    return Pattern.parse(template.replace("{seq}", f"({rows}, {cols})"))
+    pattern = Pattern.parse(template.replace("{seq}", f"({rows}, {cols})"))
+    if pattern.shape != (rows, cols):
+        raise ValueError(
+            f"attention: fretwork_pattern: expected a text with {{seq}} for the lengths, or one of shape "
+            f"({rows}, {cols}), got {template!r} of shape {pattern.shape}"
+        )
+    return pattern
 
 
 def _template(module: torch.nn.Module, causal: bool, window: int | None) -> str:

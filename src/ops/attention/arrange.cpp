@@ -352,12 +352,13 @@ struct Cluster {
 
 /// Parts by the magnitudes of their ranges: what suits one of a kind suits the others.
 std::vector<std::vector<Part>> kinds(int axes, std::span<const Part> parts) {
-  std::map<std::vector<int>, std::vector<Part>> found;
+  std::map<std::array<std::uint8_t, 3 * kMaxAxes>, std::vector<Part>> found;
   for (const Part& part : parts) {
-    std::vector<int> key;
+    std::array<std::uint8_t, 3 * kMaxAxes> key{};
+    std::size_t at = 0;
     for (int k = 0; k < axes; ++k) {
       for (const std::int64_t length : {rows_of(part[k]), cols_of(part[k]), part[k].high - part[k].low + 1}) {
-        key.push_back(static_cast<int>(std::bit_width(static_cast<std::uint64_t>(length))));
+        key[at++] = static_cast<std::uint8_t>(std::bit_width(static_cast<std::uint64_t>(length)));
       }
     }
     found[key].push_back(part);
@@ -366,6 +367,13 @@ std::vector<std::vector<Part>> kinds(int axes, std::span<const Part> parts) {
   for (auto& [key, members] : found) {
     made.push_back(std::move(members));
   }
+  return made;
+}
+
+std::vector<Cluster> one_cluster(std::vector<Part> parts, const Choice& choice) {
+  std::vector<Cluster> made(1);
+  made[0].parts = std::move(parts);
+  made[0].choice = choice;
   return made;
 }
 
@@ -388,7 +396,7 @@ std::vector<Cluster> split(int axes, const TileShape& shape, std::vector<Part> p
     }
   }
   if (worst == 0) {
-    return {{std::move(parts), shared}};
+    return one_cluster(std::move(parts), shared);
   }
   std::vector<Part> off, rest;
   for (std::size_t n = 0; n < members.size(); ++n) {
@@ -399,7 +407,7 @@ std::vector<Cluster> split(int axes, const TileShape& shape, std::vector<Part> p
     to.insert(to.end(), members[n].begin(), members[n].end());
   }
   if (rest.empty()) {
-    return {{std::move(parts), shared}};
+    return one_cluster(std::move(parts), shared);
   }
   std::vector<Cluster> made = split(axes, shape, std::move(rest));
   made.push_back({off, Chooser(axes, shape, off).choose()});
@@ -407,7 +415,7 @@ std::vector<Cluster> split(int axes, const TileShape& shape, std::vector<Part> p
   for (const Cluster& cluster : made) {
     sum += cluster.choice.cost;
   }
-  return sum * kWorthSplitting < shared.cost ? made : std::vector<Cluster>{{std::move(parts), shared}};
+  return sum * kWorthSplitting < shared.cost ? std::move(made) : one_cluster(std::move(parts), shared);
 }
 
 /// Where parts begin and end on an axis.
@@ -469,6 +477,9 @@ class Cutter {
       : a_(a), own_(choice.own), row_line_(a.view, a.view.row_shift, rows), col_line_(a.view, a.view.col_shift, cols) {
     a_.row.extent = choice.row;
     a_.col.extent = choice.col;
+    for (int k = 0; k < a_.view.axes; ++k) {
+      hulls_[k] = hull(a_.parts, k);
+    }
     double most = 0;
     for (const Part& part : a_.parts) {
       if (const double size = size_of(part, a_.view.axes); size > most) {
@@ -492,7 +503,7 @@ class Cutter {
     int best = a_.view.axes - 1;
     double fewest = std::numeric_limits<double>::max();
     for (int k = 0; k < a_.view.axes; ++k) {
-      const AxisRange all = hull(a_.parts, k);
+      const AxisRange& all = hulls_[k];
       const double intervals = static_cast<double>(row ? rows_of(all) : cols_of(all)) / extent[k];
       if (extent[k] > 1 && intervals < fewest) {
         fewest = intervals;
@@ -503,7 +514,7 @@ class Cutter {
   }
 
   void cut_axis(int k) {
-    const AxisRange all = hull(a_.parts, k);
+    const AxisRange& all = hulls_[k];
     const int row_extent = a_.row.extent[k], col_extent = a_.col.extent[k];
     const auto forced = [&](const Line& line, const Side& side) {
       return side.extent[k] > 1 && k != side.free_axis ? Ends(line).forced_cuts(k) : std::vector<std::int64_t>();
@@ -593,21 +604,16 @@ class Cutter {
       const auto from = own.empty() ? 0 : own[i], to = own.empty() ? cols.size() : own[i + 1];
       met_.clear();
       double share = 0;
-      auto at = std::lower_bound(order_.begin(), order_.end(), rows.end[i],
-                                 [](const Ordered& x, std::int64_t end) { return x.row_begin < end; });
-      while (at != order_.begin() && (at - 1)->latest_end > rows.begin[i]) {
-        const std::size_t p = (--at)->part;
+      each_part(rows.begin[i], rows.end[i], [&](std::size_t p) {
         const AxisRange& part = a_.parts[p][k];
-        if (part.row_end <= rows.begin[i]) {
-          continue;
-        }
-        if (const Reached now = reached(part, rows.begin[i], rows.end[i] - 1); now.begin < now.end) {
+        const Reached now = reached(part, rows.begin[i], rows.end[i] - 1);
+        if (part.row_end > rows.begin[i] && now.begin < now.end) {
           share += share_[p];
           met_.emplace_back(
               std::upper_bound(cols.end.begin() + from, cols.end.begin() + to, now.begin) - cols.end.begin(),
               std::lower_bound(cols.begin.begin() + from, cols.begin.begin() + to, now.end) - cols.begin.begin());
         }
-      }
+      });
       sum += std::min(1.0, share) * (1 + reach_elsewhere_ * static_cast<double>(covered()));
     }
     return sum * rows.size() / static_cast<double>(samples);
@@ -624,20 +630,35 @@ class Cutter {
     return sum;
   }
 
-  /// Parts by where their rows begin, each with the latest end so far.
+  /// Parts by the magnitude of how many rows they have, then by where these begin: of each magnitude those that meet
+  /// some rows stand together, however long others are.
   struct Ordered {
-    std::int64_t row_begin, latest_end;
+    int magnitude;
+    std::int64_t row_begin;
     std::size_t part;
+    bool operator<(const Ordered& other) const {
+      return magnitude != other.magnitude ? magnitude < other.magnitude : row_begin < other.row_begin;
+    }
   };
   void order_parts(int axis) {
     order_.clear();
     for (std::size_t p = 0; p < a_.parts.size(); ++p) {
-      order_.push_back({a_.parts[p][axis].row_begin, a_.parts[p][axis].row_end, p});
+      const AxisRange& part = a_.parts[p][axis];
+      order_.push_back(
+          {static_cast<int>(std::bit_width(static_cast<std::uint64_t>(rows_of(part)))), part.row_begin, p});
     }
-    std::sort(order_.begin(), order_.end(),
-              [](const Ordered& x, const Ordered& y) { return x.row_begin < y.row_begin; });
-    for (std::size_t n = 1; n < order_.size(); ++n) {
-      order_[n].latest_end = std::max(order_[n].latest_end, order_[n - 1].latest_end);
+    std::sort(order_.begin(), order_.end());
+  }
+  /// Those that may have rows of [begin, end).
+  template <typename Act>
+  void each_part(std::int64_t begin, std::int64_t end, const Act& act) const {
+    for (auto at = order_.begin(); at != order_.end();) {
+      const int magnitude = at->magnitude;
+      at = std::upper_bound(at, order_.end(), Ordered{magnitude, begin - (std::int64_t{1} << magnitude), 0});
+      for (; at != order_.end() && at->magnitude == magnitude && at->row_begin < end; ++at) {
+        act(at->part);
+      }
+      at = std::lower_bound(at, order_.end(), Ordered{magnitude + 1, std::numeric_limits<std::int64_t>::min(), 0});
     }
   }
 
@@ -646,7 +667,7 @@ class Cutter {
     share_.assign(a_.parts.size(), 1);
     for (int k = 0; k < a_.view.axes; ++k) {
       if (k != axis) {
-        const double all = static_cast<double>(up(rows_of(hull(a_.parts, k)), a_.row.extent[k]));
+        const double all = static_cast<double>(up(rows_of(hulls_[k]), a_.row.extent[k]));
         for (std::size_t p = 0; p < a_.parts.size(); ++p) {
           share_[p] *= static_cast<double>(up(rows_of(a_.parts[p][k]), a_.row.extent[k])) / all;
         }
@@ -659,7 +680,7 @@ class Cutter {
     double product = 1;
     for (int k = 0; k < a_.view.axes; ++k) {
       if (k != axis) {
-        const AxisPairs now = axis_pairs(largest_[k], hull(a_.parts, k), a_.row.extent[k], a_.col.extent[k]);
+        const AxisPairs now = axis_pairs(largest_[k], hulls_[k], a_.row.extent[k], a_.col.extent[k]);
         product *= (own_[k] ? now.own : now.grid) / static_cast<double>(up(rows_of(largest_[k]), a_.row.extent[k]));
       }
     }
@@ -670,6 +691,7 @@ class Cutter {
   std::array<bool, kMaxAxes> own_;
   Line row_line_, col_line_;
   Part largest_{};
+  std::array<AxisRange, kMaxAxes> hulls_{};
   double best_ = 0, reach_elsewhere_ = 1;
   std::vector<double> share_;
   std::vector<Ordered> order_;
@@ -715,6 +737,7 @@ std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::span
     if (at == views.end()) {
       at = views.insert(at, {group.view, {}});
     }
+    at->parts.reserve(at->parts.size() + group.parts.size());
     for (const Part& part : group.parts) {
       at->parts.push_back(tightened(part, group.view.axes));
     }

@@ -16,7 +16,9 @@ int Numbers::of(std::uint64_t value) {
     grow();
   }
   const std::size_t mask = slots_.size() - 1;
-  for (std::size_t at = (value * 0x9E3779B97F4A7C15u) >> 20 & mask;; at = (at + 1) & mask) {
+  const std::uint64_t mixed = value * 0x9E3779B97F4A7C15u;
+  for (std::size_t at = (mixed ^ mixed >> 32) & mask;; at = (at + 1) & mask) {  // the upper half of a pair counts too
+    ++steps_;
     if (slots_[at] < 0) {
       slots_[at] = static_cast<std::int32_t>(values_.size());
       values_.push_back(value);
@@ -130,6 +132,8 @@ Grid make_grid(const View& view, const Side& side, int run_axis, std::int64_t sh
     total *= side.cuts[axes[n]].size();
   }
   grid.number.assign(static_cast<std::size_t>(total), -1);
+  grid.tiles.reserve(static_cast<std::size_t>(total));
+  grid.shape.reserve(static_cast<std::size_t>(total));
   Numbers shapes;
   std::array<int, kMaxAxes> at{};
   std::array<std::int64_t, kMaxAxes> begin{}, end{};
@@ -161,33 +165,43 @@ Grid make_grid(const View& view, const Side& side, int run_axis, std::int64_t sh
   return grid;
 }
 
-/// Which column intervals a part meets from each of its row intervals, on one axis.
+/// Which column intervals the parts meet from each of their row intervals, on one axis.
 class Reaches {
  public:
-  Reaches(const AxisRange& part, const Cuts& rows, const Cuts& cols, const std::vector<int>& own, Numbers& meetings)
-      : part_(part), rows_(rows), cols_(cols), own_(own), meetings_(meetings) {
-    first_row_ =
-        static_cast<int>(std::upper_bound(rows.end.begin(), rows.end.end(), part.row_begin) - rows.end.begin());
-    const int stop =
-        static_cast<int>(std::lower_bound(rows.begin.begin(), rows.begin.end(), part.row_end) - rows.begin.begin());
-    if (first_row_ < stop && own.empty()) {
-      met_ = stop_ = whole_ = broken_ = first_col(part.row_begin);
+  Reaches(const Cuts& rows, const Cuts& cols, const std::vector<int>& own, Numbers& meetings)
+      : rows_(rows), cols_(cols), own_(own), meetings_(meetings) {}
+  void add(const AxisRange& part) {
+    if (!parts_.empty() && part == part_) {  // as of the part before, which is common on a grid
+      parts_.push_back(parts_.back());
+      return;
     }
-    first_.push_back(0);
-    for (int i = first_row_; i < stop; ++i) {
+    part_ = part;
+    const int start =
+        static_cast<int>(std::upper_bound(rows_.end.begin(), rows_.end.end(), part.row_begin) - rows_.end.begin());
+    const int stop =
+        static_cast<int>(std::lower_bound(rows_.begin.begin(), rows_.begin.end(), part.row_end) - rows_.begin.begin());
+    met_ = stop_ = whole_ = broken_ = start < stop && own_.empty() ? first_col(part.row_begin) : 0;
+    parts_.push_back({start, std::max(start, stop), first_.size()});
+    first_.push_back(found_.size());
+    for (int i = start; i < stop; ++i) {
       add(i);
-      first_.push_back(static_cast<int>(found_.size()));
+      first_.push_back(found_.size());
     }
   }
-  int first_row() const { return first_row_; }
-  int last_row() const { return first_row_ + static_cast<int>(first_.size()) - 1; }
-  std::span<const Reach> of(int row) const {
-    const auto i = static_cast<std::size_t>(row - first_row_);
-    return std::span(found_).subspan(static_cast<std::size_t>(first_[i]),
-                                     static_cast<std::size_t>(first_[i + 1] - first_[i]));
+  int first_row(int part) const { return parts_[static_cast<std::size_t>(part)].first_row; }
+  int last_row(int part) const { return parts_[static_cast<std::size_t>(part)].last_row; }
+  std::span<const Reach> of(int part, int row) const {
+    const Rows& rows = parts_[static_cast<std::size_t>(part)];
+    const std::size_t at = rows.at + static_cast<std::size_t>(row - rows.first_row);
+    return std::span(found_).subspan(first_[at], first_[at + 1] - first_[at]);
   }
 
  private:
+  /// A part's row intervals, and where their reaches begin in first_.
+  struct Rows {
+    int first_row, last_row;
+    std::size_t at;
+  };
   /// The first interval that rows from here on can meet.
   int first_col(std::int64_t row) const {
     const std::int64_t begin = std::max(part_.col_begin, row + part_.low);
@@ -242,22 +256,21 @@ class Reaches {
   }
   void push(int first, int last, const Meeting& meeting) {
     const int number = meetings_.of(meeting.pack());
-    if (static_cast<int>(found_.size()) > first_.back() && found_.back().meeting == number &&
-        found_.back().last == first) {
+    if (found_.size() > first_.back() && found_.back().meeting == number && found_.back().last == first) {
       found_.back().last = last;
     } else {
       found_.push_back({first, last, number});
     }
   }
 
-  const AxisRange part_;
+  AxisRange part_{};
   const Cuts& rows_;
   const Cuts& cols_;
   const std::vector<int>& own_;
   Numbers& meetings_;
-  int first_row_ = 0;
   int met_ = 0, stop_ = 0, whole_ = 0, broken_ = 0;
-  std::vector<int> first_;
+  std::vector<Rows> parts_;
+  std::vector<std::size_t> first_;
   std::vector<Reach> found_;
 };
 
@@ -278,12 +291,10 @@ class Maker {
         masks_(masks),
         rows_(make_grid(in_.view, in_.row, in_.run_axis, in_.view.row_shift, plan.rows)),
         cols_(make_grid(in_.view, in_.col, in_.run_axis, in_.view.col_shift, plan.cols)) {
-    for (const Part& part : in_.parts) {
-      reaches_.emplace_back();
-      for (int k = 0; k < in_.view.axes; ++k) {
-        reaches_.back().emplace_back(part[static_cast<std::size_t>(k)], in_.row.cuts[static_cast<std::size_t>(k)],
-                                     in_.col.cuts[static_cast<std::size_t>(k)],
-                                     in_.col.own[static_cast<std::size_t>(k)], meetings_);
+    for (std::size_t k = 0; k < static_cast<std::size_t>(in_.view.axes); ++k) {
+      Reaches& axis = reaches_.emplace_back(in_.row.cuts[k], in_.col.cuts[k], in_.col.own[k], meetings_);
+      for (const Part& part : in_.parts) {
+        axis.add(part[k]);
       }
     }
     same_shape_until();
@@ -301,7 +312,7 @@ class Maker {
       if (const int tile = rows_.number[place]; tile >= 0) {
         collect(at);
         met.push_back(!found_.empty());
-        emit(rows_.shape[static_cast<std::size_t>(tile)], made);
+        emit(rows_.shape[static_cast<std::size_t>(tile)], before(at), made);
         first.push_back(static_cast<std::int64_t>(made.runs.size()));
       }
       advance(at);
@@ -316,6 +327,20 @@ class Maker {
   struct Found {
     std::int32_t first, last, piece;
   };
+
+  /// A row tile done before: what it is like, where its runs are, and what was found for it.
+  struct Before {
+    int row_shape = -1;
+    std::size_t begin = 0, end = 0;
+    std::vector<Found> found;
+  };
+  /// The one at the same place of the line before; on long lines the one before.
+  Before& before(const std::array<int, kMaxAxes>& at) {
+    const auto run = static_cast<std::size_t>(in_.run_axis);
+    const std::size_t place =
+        in_.row.cuts[run].size() <= static_cast<int>(kLine) ? static_cast<std::size_t>(at[run]) : 0;
+    return before_[place];
+  }
 
   void same_shape_until() {
     const auto n = static_cast<int>(cols_.tiles.size());
@@ -337,9 +362,9 @@ class Maker {
     const auto k = static_cast<std::size_t>(sorted_axis_);
     by_row_first_.resize(static_cast<std::size_t>(in_.row.cuts[k].size()) + 1);
     const auto visit = [&](const auto& act) {
-      for (std::size_t p = 0; p < reaches_.size(); ++p) {
-        for (int i = reaches_[p][k].first_row(); i < reaches_[p][k].last_row(); ++i) {
-          act(static_cast<std::size_t>(i), static_cast<int>(p));
+      for (int p = 0; p < static_cast<int>(in_.parts.size()); ++p) {
+        for (int i = reaches_[k].first_row(p); i < reaches_[k].last_row(p); ++i) {
+          act(static_cast<std::size_t>(i), p);
         }
       }
     };
@@ -370,46 +395,48 @@ class Maker {
     const auto row = static_cast<std::size_t>(at[static_cast<std::size_t>(sorted_axis_)]);
     for (std::size_t n = by_row_first_[row]; n < by_row_first_[row + 1]; ++n) {
       const int p = by_row_[n];
-      const std::vector<Reaches>& axes = reaches_[static_cast<std::size_t>(p)];
       bool active = true;
-      for (int k = 0; k < in_.view.axes && active; ++k) {
-        const int i = at[static_cast<std::size_t>(k)];
-        active = i >= axes[static_cast<std::size_t>(k)].first_row() && i < axes[static_cast<std::size_t>(k)].last_row();
+      for (std::size_t k = 0; k < reaches_.size() && active; ++k) {
+        active = at[k] >= reaches_[k].first_row(p) && at[k] < reaches_[k].last_row(p);
       }
       if (active) {
-        expand(axes, at, 0, 0, 0);
+        expand(p, at, 0, 0, 0);
       }
     }
   }
 
   /// The products of a part's meetings on the axes from k on; the run axis comes last.
-  void expand(const std::vector<Reaches>& axes, const std::array<int, kMaxAxes>& at, int k, std::int64_t place,
-              int piece) {
+  void expand(int part, const std::array<int, kMaxAxes>& at, int k, std::int64_t place, int piece) {
     if (k == in_.view.axes) {
-      for (const Reach& reach : of(axes, at, in_.run_axis)) {
+      for (const Reach& reach : of(part, at, in_.run_axis)) {
         const std::int32_t first = cols_.number[static_cast<std::size_t>(place + reach.first)];
         found_.push_back({first, first + reach.last - reach.first, pieces_.of(pair_of(piece, reach.meeting))});
       }
       return;
     }
     if (k == in_.run_axis) {
-      expand(axes, at, k + 1, place, piece);
+      expand(part, at, k + 1, place, piece);
       return;
     }
-    for (const Reach& reach : of(axes, at, k)) {
+    for (const Reach& reach : of(part, at, k)) {
       const int longer = 1 + pieces_.of(pair_of(piece, reach.meeting));
       for (int j = reach.first; j < reach.last; ++j) {
-        expand(axes, at, k + 1, place + j * cols_.step[static_cast<std::size_t>(k)], longer);
+        expand(part, at, k + 1, place + j * cols_.step[static_cast<std::size_t>(k)], longer);
       }
     }
   }
-  static std::span<const Reach> of(const std::vector<Reaches>& axes, const std::array<int, kMaxAxes>& at, int k) {
-    return axes[static_cast<std::size_t>(k)].of(at[static_cast<std::size_t>(k)]);
+  std::span<const Reach> of(int part, const std::array<int, kMaxAxes>& at, int k) const {
+    return reaches_[static_cast<std::size_t>(k)].of(part, at[static_cast<std::size_t>(k)]);
   }
 
   /// Turns what was found for a row tile into runs: pieces that lie on the same column tiles share their mask.
-  void emit(int row_shape, Component& made) {
+  void emit(int row_shape, Before& before, Component& made) {
     const auto begin = static_cast<std::ptrdiff_t>(made.runs.size());
+    if (repeat(row_shape, before, made)) {
+      return;
+    }
+    before.row_shape = row_shape;
+    before.found = found_;
     same_row_ = false;
     std::sort(found_.begin(), found_.end(), [](const Found& a, const Found& b) { return a.first < b.first; });
     std::vector<Found>& live = live_;
@@ -435,6 +462,40 @@ class Maker {
       made.pairs += run->count;
     }
     std::stable_partition(made.runs.begin() + begin, made.runs.end(), [](const Run& run) { return run.mask >= 0; });
+    before.begin = static_cast<std::size_t>(begin);
+    before.end = made.runs.size();
+  }
+
+  /// Most row tiles meet what one before them meets, further on: then its runs are theirs.
+  bool repeat(int row_shape, Before& before, Component& made) {
+    if (found_.empty() || row_shape != before.row_shape || found_.size() != before.found.size()) {
+      return false;
+    }
+    const std::int32_t shift = found_[0].first - before.found[0].first;
+    const auto moved = [&](const Found& a, const Found& b) {
+      return a.first == b.first + shift && a.last == b.last + shift && a.piece == b.piece;
+    };
+    if (!std::equal(found_.begin(), found_.end(), before.found.begin(), moved)) {
+      return false;
+    }
+    const std::size_t begin = made.runs.size();
+    for (std::size_t n = before.begin; n < before.end; ++n) {
+      const Run run = made.runs[n];
+      const auto was = static_cast<std::size_t>(run.first), is = static_cast<std::size_t>(run.first + shift);
+      if (cols_.shape[was] != cols_.shape[is] || until_[was] < run.first + run.count ||
+          until_[is] < run.first + shift + run.count) {
+        made.runs.resize(begin);
+        return false;
+      }
+      made.runs.push_back({run.first + shift, run.count, run.mask});
+    }
+    for (std::size_t n = begin; n < made.runs.size(); ++n) {
+      made.pairs += made.runs[n].count;
+    }
+    before.begin = begin;
+    before.end = made.runs.size();
+    std::swap(before.found, found_);
+    return true;
   }
 
   int list_of(std::vector<Found>& live) {
@@ -484,7 +545,7 @@ class Maker {
 
   int draw(int list, const Inside& row, const Inside& col) {
     bits_.assign(static_cast<std::size_t>(plan_.shape.rows * plan_.shape.cols / 32), 0);
-    std::vector<bool> inside(static_cast<std::size_t>(plan_.shape.rows));
+    const std::vector<bool> inside = inside_rows(row);
     for (; list != 0; list = static_cast<int>(lists_.value(list - 1) >> 32)) {
       std::array<Meeting, kMaxAxes> met;
       int piece = static_cast<int>(lists_.value(list - 1) & 0xFFFFFFFFu) + 1;
@@ -499,7 +560,7 @@ class Maker {
           take(k);
         }
       }
-      draw_piece(met, row, col, inside);
+      draw_piece(met, row, col);
     }
     int prefix = 1;  // columns that are inside without a gap: counted from the innermost axis on, while it is whole
     bool whole = true;
@@ -513,30 +574,47 @@ class Maker {
     return masks_.add(bits_, inside, prefix);
   }
 
-  void draw_piece(const std::array<Meeting, kMaxAxes>& met, const Inside& row, const Inside& col,
-                  std::vector<bool>& inside) {
+  /// The places of a row tile that are inside.
+  std::vector<bool> inside_rows(const Inside& row) const {
+    std::vector<bool> inside(static_cast<std::size_t>(plan_.shape.rows));
+    each_row(row, nullptr,
+             [&](int m, const std::array<int, kMaxAxes>&) { inside[static_cast<std::size_t>(m)] = true; });
+    return inside;
+  }
+
+  void draw_piece(const std::array<Meeting, kMaxAxes>& met, const Inside& row, const Inside& col) {
+    each_row(row, &met, [&](int m, const std::array<int, kMaxAxes>& digit) {
+      draw_row(met, digit, col, bits_.data() + m * (plan_.shape.cols / 32));
+    });
+  }
+
+  /// The places of a row tile with their digits, or those of them that meet.
+  template <typename Act>
+  void each_row(const Inside& row, const std::array<Meeting, kMaxAxes>* met, const Act& act) const {
     const std::array<int, kTileAxes> axes = tile_axes(in_.row);
-    std::array<int, kTileAxes> size{1, 1, 1};
-    for (int n = 0; n < kTileAxes; ++n) {
-      if (const int k = axes[static_cast<std::size_t>(n)]; k >= 0) {
-        size[static_cast<std::size_t>(n)] =
-            row.end[static_cast<std::size_t>(k)] - row.begin[static_cast<std::size_t>(k)];
+    std::array<int, kTileAxes> begin{0, 0, 0}, end{1, 1, 1};
+    std::array<int, kMaxAxes> digit{}, origin{};
+    for (std::size_t n = 0; n < kTileAxes; ++n) {
+      if (axes[n] >= 0) {
+        const auto k = static_cast<std::size_t>(axes[n]);
+        origin[n] = row.begin[k];
+        end[n] = row.end[k] - row.begin[k];
+        if (met != nullptr) {
+          begin[n] = std::max(0, (*met)[k].row_begin - row.begin[k]);
+          end[n] = std::min(end[n], (*met)[k].row_end - row.begin[k]);
+        }
       }
     }
-    std::array<int, kMaxAxes> digit{};
-    for (int a = 0; a < size[0]; ++a) {
-      for (int b = 0; b < size[1]; ++b) {
-        for (int c = 0; c < size[2]; ++c) {
-          const std::array<int, kTileAxes> at{a, b, c};
-          for (int n = 0; n < kTileAxes; ++n) {
-            if (const int k = axes[static_cast<std::size_t>(n)]; k >= 0) {
-              digit[static_cast<std::size_t>(k)] =
-                  row.begin[static_cast<std::size_t>(k)] + at[static_cast<std::size_t>(n)];
+    std::array<int, kTileAxes> at{};
+    for (at[0] = begin[0]; at[0] < end[0]; ++at[0]) {
+      for (at[1] = begin[1]; at[1] < end[1]; ++at[1]) {
+        for (at[2] = begin[2]; at[2] < end[2]; ++at[2]) {
+          for (std::size_t n = 0; n < kTileAxes; ++n) {
+            if (axes[n] >= 0) {
+              digit[static_cast<std::size_t>(axes[n])] = origin[n] + at[n];
             }
           }
-          const int m = (a * rows_.order.extent[1] + b) * rows_.order.extent[2] + c;
-          inside[static_cast<std::size_t>(m)] = true;
-          draw_row(met, digit, col, bits_.data() + m * (plan_.shape.cols / 32));
+          act((at[0] * rows_.order.extent[1] + at[1]) * rows_.order.extent[2] + at[2], digit);
         }
       }
     }
@@ -578,13 +656,18 @@ class Maker {
     });
   }
 
-  void keep_rows(const std::vector<bool>& met, const std::vector<std::int64_t>& first, bool cover, Component& made) {
+  void keep_rows(const std::vector<bool>& met, std::vector<std::int64_t>& first, bool cover, Component& made) {
     const auto used = static_cast<std::size_t>(std::count(met.begin(), met.end(), true));
     const bool all = used == met.size() || (cover && met.size() - used <= 4 + used / 4);
     made.covers_rows = all && places(rows_.tiles) == plan_.rows;
+    if (all) {
+      made.row_tiles = std::move(rows_.tiles);
+      made.first = std::move(first);
+      return;
+    }
     made.first = {0};
     for (std::size_t t = 0; t < met.size(); ++t) {
-      if (all || met[t]) {
+      if (met[t]) {
         made.row_tiles.push_back(rows_.tiles[t]);
         made.first.push_back(first[t + 1]);
       }
@@ -592,19 +675,24 @@ class Maker {
   }
 
   /// Leaves out column tiles that no run has.
-  void keep_cols(Component& made) const {
+  void keep_cols(Component& made) {
     std::vector<std::int32_t> change(cols_.tiles.size() + 1);
     for (const Run& run : made.runs) {
       ++change[static_cast<std::size_t>(run.first)];
       --change[static_cast<std::size_t>(run.first + run.count)];
     }
-    std::int32_t open = 0;
+    std::int32_t open = 0, kept = 0;
     for (std::size_t t = 0; t < cols_.tiles.size(); ++t) {
       open += change[t];
-      change[t] = static_cast<std::int32_t>(made.col_tiles.size());
+      change[t] = kept;
       if (open > 0) {
-        made.col_tiles.push_back(cols_.tiles[t]);
+        cols_.tiles[static_cast<std::size_t>(kept++)] = cols_.tiles[t];
       }
+    }
+    cols_.tiles.resize(static_cast<std::size_t>(kept));
+    made.col_tiles = std::move(cols_.tiles);
+    if (made.col_tiles.size() * 2 < made.col_tiles.capacity()) {
+      made.col_tiles.shrink_to_fit();
     }
     for (Run& run : made.runs) {
       run.first = change[static_cast<std::size_t>(run.first)];
@@ -617,13 +705,15 @@ class Maker {
   Grid rows_, cols_;
   Numbers meetings_, pieces_, lists_, shape_pairs_, mask_keys_;
   std::vector<int> mask_index_;
-  std::vector<std::vector<Reaches>> reaches_;  ///< by part and axis
-  std::vector<std::int32_t> until_;            ///< the first tile after this one that has another shape
-  std::vector<std::size_t> by_row_first_;      ///< parts that meet an interval of the sorted axis
+  std::vector<Reaches> reaches_;           ///< by axis
+  std::vector<std::int32_t> until_;        ///< the first tile after this one that has another shape
+  std::vector<std::size_t> by_row_first_;  ///< parts that meet an interval of the sorted axis
   std::vector<int> by_row_;
   int sorted_axis_ = 0;
   bool same_row_ = false;
   std::vector<Found> found_, live_;
+  static constexpr std::size_t kLine = 256;
+  std::array<Before, kLine> before_;  ///< by place on a line of row tiles
   std::vector<std::uint32_t> bits_;
 };
 

@@ -17,9 +17,11 @@ class Numbers {
   int of(std::uint64_t value);
   std::uint64_t value(int number) const { return values_[static_cast<std::size_t>(number)]; }
   int size() const { return static_cast<int>(values_.size()); }
+  std::int64_t steps() const { return steps_; }  ///< slots looked at so far
 
  private:
   void grow();
+  std::int64_t steps_ = 0;
   std::vector<std::uint64_t> values_;
   std::vector<std::int32_t> slots_;
 };

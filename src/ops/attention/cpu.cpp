@@ -1,10 +1,13 @@
 // Attention on the CPU: how the tiles are shaped, and which plans the patterns have for it.
 #include "ops/attention/cpu.h"
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "ops/attention/cpu_strips.h"
+#include "ops/attention/tiling.h"
+#include "pattern/parts.h"
 #include "runtime/plan_cache.h"
 
 namespace fretwork::attention_op::cpu {
@@ -17,8 +20,8 @@ constexpr TileShape kLarge{64, 64}, kSmall{32, 32};
 constexpr double kLess = 0.95;
 
 struct Choice {
-  std::shared_ptr<const Plan> plan;
-  std::size_t bytes() const { return plan->bytes(); }
+  std::shared_ptr<const Plan> plan;  ///< or none, where this way is not worth it
+  std::size_t bytes() const { return plan ? plan->bytes() : 0; }
 };
 
 using Planner = std::shared_ptr<const Plan> (*)(const RegularPattern& pattern, const TileShape& shape);
@@ -40,9 +43,62 @@ std::vector<std::shared_ptr<const Plan>> plans_of(const Problem& problem, bool t
   return plans;
 }
 
+/// Where each head has one query, and all the same pattern, the heads that share keys are rows of one tile: a row alone
+/// would leave most of a tile empty.
+std::optional<Problem> heads_as_rows(const Problem& problem) {
+  const std::int64_t group = problem.heads / problem.kv_heads;
+  if (problem.rows != 1 || group == 1 || problem.patterns.size() != 1 || problem.slopes.data != nullptr ||
+      problem.dropout.rate > 0) {
+    return std::nullopt;
+  }
+  Problem turned = problem;
+  turned.heads = problem.kv_heads;
+  turned.rows = group;
+  const auto turn = [&](auto& operand) {
+    operand.row = operand.head;
+    operand.head *= group;
+  };
+  turn(turned.q);
+  turn(turned.o);
+  turn(turned.lse);
+  turn(turned.bias);
+  return turned;
+}
+
+/// The plan of a pattern's one row, `times` times. None where its keys do not lie together: those have orders of their
+/// own, which that row's plan knows.
+std::shared_ptr<const Plan> repeated_plan(const RegularPattern& pattern, std::int64_t times) {
+  static PlanCache<Choice>& cache = *std::make_unique<PlanCache<Choice>>().release();
+  return cache
+      .get(hash128(std::to_string(times) + " " + pattern.key()),
+           [&] {
+             constexpr std::int64_t kTogether = 16;
+             const auto runs = pattern.row(0);
+             if (std::ssize(runs) * kTogether > pattern.nnz()) {
+               return Choice{};
+             }
+             std::vector<PartGroup> groups{{parts::flat_view(), {}}};
+             for (const auto& [begin, end] : runs) {
+               AxisRange box = parts::between(0, times, begin, end);
+               parts::tighten(box);
+               groups[0].parts.push_back(parts::part({box}));
+             }
+             return Choice{std::make_shared<const Plan>(plan_parts(times, pattern.cols(), groups, kLarge))};
+           })
+      ->plan;
+}
+
 }  // namespace
 
-void forward(const Problem& problem, Context& context) { forward(problem, plans_of(problem, false), context); }
+void forward(const Problem& problem, Context& context) {
+  if (const auto turned = heads_as_rows(problem)) {
+    if (const auto plan = repeated_plan(*problem.patterns[0], turned->rows)) {
+      forward(*turned, std::span(&plan, 1), context);
+      return;
+    }
+  }
+  forward(problem, plans_of(problem, false), context);
+}
 
 void backward(const BackwardProblem& problem, Context& context) {
   backward(problem, plans_of(problem.forward, false), plans_of(problem.forward, true), context);

@@ -20,16 +20,18 @@ struct Interval {
 /// The set bits of a row, if they follow each other.
 std::optional<Interval> interval(std::span<const std::uint32_t> words) {
   Interval found{0, 0};
-  int count = 0;
   for (std::size_t w = 0; w < words.size(); ++w) {
     if (words[w] != 0) {
-      const int at = static_cast<int>(w) * 32;
-      found.begin = count == 0 ? at + std::countr_zero(words[w]) : found.begin;
+      const int at = static_cast<int>(w) * 32, begin = std::countr_zero(words[w]);
+      const std::uint32_t ones = words[w] >> begin;
+      if ((ones & (ones + 1)) != 0 || (found.end != 0 && (begin != 0 || found.end != at))) {
+        return std::nullopt;
+      }
+      found.begin = found.end == 0 ? at + begin : found.begin;
       found.end = at + 32 - std::countl_zero(words[w]);
-      count += std::popcount(words[w]);
     }
   }
-  return count == found.end - found.begin ? std::optional(found) : std::nullopt;
+  return found;
 }
 
 /// The band with this limit that has these rows, if there is one.
@@ -38,8 +40,13 @@ std::optional<Mask> band(const std::vector<Interval>& rows, const std::vector<bo
   for (int m = 0; m < static_cast<int>(rows.size()); ++m) {
     const Interval& row = rows[static_cast<std::size_t>(m)];
     if (inside[static_cast<std::size_t>(m)] && row.begin < row.end) {
-      mask.low = row.begin > 0 ? row.begin - m : mask.low;
-      mask.high = row.end < limit ? row.end - 1 - m : mask.high;
+      const int low = row.begin > 0 ? row.begin - m : mask.low;
+      const int high = row.end < limit ? row.end - 1 - m : mask.high;
+      if ((mask.low != -kNone && low != mask.low) || (mask.high != kNone && high != mask.high)) {
+        return std::nullopt;
+      }
+      mask.low = low;
+      mask.high = high;
     }
   }
   for (int m = 0; m < static_cast<int>(rows.size()); ++m) {
@@ -80,6 +87,9 @@ int Masks::add(std::span<const std::uint32_t> bits, const std::vector<bool>& ins
   const auto [known, added] =
       bits_.try_emplace(hash128({bytes, bits.size_bytes()}), static_cast<int>(plan_.bits.size()));
   if (added) {
+    if (plan_.bits.size() + bits.size() > plan_.bits.capacity()) {
+      plan_.bits.reserve(4 * plan_.bits.size() + bits.size());  // room costs no memory before it is used, copies do
+    }
     plan_.bits.insert(plan_.bits.end(), bits.begin(), bits.end());
   }
   return add({-kNone, kNone, plan_.shape.cols, known->second});

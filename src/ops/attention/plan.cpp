@@ -155,7 +155,7 @@ std::string order_text(const Order& order) {
 }  // namespace
 
 std::size_t Plan::bytes() const {
-  std::size_t sum = sizeof(Plan) + size_of(masks) + size_of(bits) + size_of(used) + size_of(components);
+  std::size_t sum = sizeof(Plan) + size_of(masks) + bits.size() * sizeof(bits[0]) + size_of(used) + size_of(components);
   for (const Component& c : components) {
     sum += size_of(c.row_tiles) + size_of(c.col_tiles) + size_of(c.first) + size_of(c.runs);
   }

@@ -41,8 +41,23 @@ TEST(ChainPlan, SaysWhatRunsAlone) {
   EXPECT_EQ(ksmm_chain_plan(square, "sm_90a", DType::f16, true), (Lines{"0: hopper", "1: hopper"}));
   EXPECT_EQ(ksmm_chain_plan(square, "sm_80"), (Lines{"0: portable", "1: strided"}));
   EXPECT_EQ(ksmm_chain_plan(square, "cpu"), (Lines{"0: cpu", "1: cpu"}));
-  EXPECT_EQ(ksmm_chain_plan(monarch(12, 20, 3, 5), "sm_90a"), (Lines{"0: portable", "1: strided"}));
+  EXPECT_EQ(ksmm_chain_plan(monarch(12, 20, 3, 5), "sm_90a"), (Lines{"0: simple", "1: strided"}));
+  EXPECT_EQ(ksmm_chain_plan(square, "sm_90a", DType::f64), (Lines{"0: simple", "1: simple"}));
+  EXPECT_EQ(ksmm_chain_plan(std::vector<Sizes>{{1, 64, 64, 3}}, "sm_90a"), Lines{"0: simple"});
+  EXPECT_EQ(ksmm_chain_plan(std::vector<Sizes>{{2, 20, 20, 1}}, "sm_90a"), Lines{"0: portable"});
   EXPECT_EQ(ksmm_chain_plan({}, "cpu"), Lines{});
+}
+
+TEST(ChainPlan, LooksAtAFewRows) {
+  const auto plan = [](Sizes s, std::int64_t batch) {
+    return ksmm_chain_plan(std::vector<Sizes>{s}, "sm_90a", DType::f16, false, batch).front();
+  };
+  EXPECT_EQ(plan({1, 64, 64, 4}, 16), "0: direct");
+  EXPECT_EQ(plan({1, 64, 64, 6}, 16), "0: few");
+  EXPECT_EQ(plan({1, 64, 64, 3}, 32), "0: few");
+  EXPECT_EQ(plan({1, 64, 64, 3}, 33), "0: simple");
+  EXPECT_EQ(plan({1, 64, 64, 4}, 4096), "0: strided");
+  EXPECT_EQ(error_of([&] { plan({1, 64, 64, 4}, -1); }), "plan: batch: expected at least 0, got -1");
 }
 
 TEST(ChainPlan, LooksAtEveryPair) {
@@ -54,6 +69,13 @@ TEST(ChainPlan, LooksAtEveryPair) {
 TEST(ChainPlan, RefusesUnknownTargets) {
   EXPECT_EQ(error_of([] { ksmm_chain_plan({}, "tpu"); }),
             "plan: arch: expected cpu, a GPU such as cuda:0, or an architecture such as sm_90a, got tpu");
+  for (const char* const old : {"sm_75", "sm_9", "sm_0"}) {
+    EXPECT_EQ(error_of([&] { ksmm_chain_plan({}, old); }),
+              std::string("plan: arch: expected sm_80 or later, which the kernels need, got ") + old);
+  }
+  for (const char* const none : {"sm_", "sm_90ab", "sm_a", "cuda:", "cuda:x", "SM_90"}) {
+    EXPECT_NE(error_of([&] { ksmm_chain_plan({}, none); }).find("such as sm_90a, got"), std::string::npos) << none;
+  }
   const std::vector<Sizes> apart = {{2, 3, 4, 1}, {1, 2, 5, 1}};
   EXPECT_EQ(error_of([&] { ksmm_chain_plan(apart, "cpu"); }),
             "plan: patterns[1]: expected 6 in features (a·c·d), as come before it, got 5");

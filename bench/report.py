@@ -114,6 +114,24 @@ def kronecker_section(rows: list[Row]) -> list[str]:
             f"**{ours:.4f}** | {number(r.get('as_called_ms'), 4)} | {r['floor_ms']:.4f} | {ours / r['floor_ms']:.2f} | "
             f"{number(peer, 4)} {name} | {number(peer and peer / ours, 2)} | {r.get('error', math.nan):.0e} |"
         )
+    if chains := [r for r in rows if r["part"] == "chain"]:
+        lines += [
+            *(
+                "",
+                "Two factors of a Monarch matrix, and the gradients of x and of both, beside torch's batched products",
+            ),
+            *("and a dense layer; the floor is x and y once at the copy rate of the run:", ""),
+            "| factors | batch | dtype | ms | floor ms | × floor | bmm | dense | backward ms | bmm | dense | error |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for r in chains:
+            times, back = ([number(r[part].get(k), 4) for k in ("bmm", "dense")] for part in ("ms", "backward_ms"))
+            ours = r["ms"]["kernel"]
+            lines.append(
+                f"| {', '.join(str(tuple(p)) for p in r['pattern'])} | {r['batch']} | {r['dtype']} | **{ours:.4f}** | "
+                f"{r['floor_ms']:.4f} | {ours / r['floor_ms']:.2f} | {' | '.join(times)} | "
+                f"**{r['backward_ms']['kernel']:.4f}** | {' | '.join(back)} | {r['error']:.0e} |"
+            )
     if backward := [r for r in rows if r["part"] == "backward"]:
         lines += [
             *("", "Gradients of x, w and bias together, through autograd, as CUDA graphs:", ""),

@@ -40,11 +40,27 @@ def folder(results: Path, facts: Row) -> Path:
 
 
 def store(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
-    """Newer rows replace older ones of the same case, which the keys of `identity` tell apart."""
+    """Newer rows replace older ones of the same case, which the keys of `identity` tell apart.
+
+    Times that only the older row has, as of peers that were left out this time, stay in the newer one as `earlier`,
+    each with its date. They were not measured beside the others: tables compare what is in `ms`, and nothing is lost.
+    """
     old = json.loads(path.read_text()) if path.exists() else []
-    kept = {tuple(str(r.get(k)) for k in identity): r for r in [*old, *rows]}
+    kept: dict[tuple[str, ...], Row] = {}
+    for row in [*old, *rows]:
+        key = tuple(str(row.get(k)) for k in identity)
+        kept[key] = {**row, **_earlier(kept.get(key, {}), row)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept.values()) + "\n]\n")
+
+
+def _earlier(old: Row, new: Row) -> Row:
+    """The times of a row that the one in its place has not."""
+    if not isinstance(old.get("ms"), dict) or not isinstance(new.get("ms"), dict):
+        return {}
+    times = old.get("earlier", {}) | {name: {"ms": ms, "date": old.get("date")} for name, ms in old["ms"].items()}
+    missing = {name: time for name, time in times.items() if name not in new["ms"]}
+    return {"earlier": missing} if missing else {}
 
 
 def numbers(text: str, kind: type) -> list[Any]:

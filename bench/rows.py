@@ -46,9 +46,9 @@ def store(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
     each with its date. They were not measured beside the others: tables compare what is in `ms`, and nothing is lost.
     """
     old = json.loads(path.read_text()) if path.exists() else []
-    kept: dict[tuple[str, ...], Row] = {}
+    kept: dict[str, Row] = {}
     for row in [*old, *rows]:
-        key = tuple(str(row.get(k)) for k in identity)
+        key = json.dumps([row.get(k) for k in identity])  # as a file has it: a tuple is a list there
         kept[key] = {**row, **_earlier(kept.get(key, {}), row)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept.values()) + "\n]\n")

@@ -48,6 +48,8 @@ def test_a_run_has_every_row_and_a_table(tmp_path, monkeypatch, capsys):
     reasons = {"", "not asked for", "measured in every 4th pattern", "measured in every 16th pattern"}
     assert {line["why"] for line in table} == reasons
     assert "8 rows in" in capsys.readouterr().err
+    assert {"bmm", "einsum"} & set(rows[0]["ms"]) == set(rows[0]["peers_as_called_ms"]) == {"einsum"}
+    assert report.as_called(rows[0]).endswith(")") and "(" not in report.as_called(rows[1] | {"peers_as_called_ms": {}})
 
 
 @pytest.mark.parametrize("algos", ["", "bmm", "kernel,fast"])
@@ -56,9 +58,16 @@ def test_unknown_algorithms_are_refused(algos):
         compare.asked(algos)
 
 
+def test_patterns_of_ones_own():
+    assert compare.given("1,2,3,4;6,64,64,1;") == [(1, 2, 3, 4), (6, 64, 64, 1)] and compare.given("") == []
+    for text in ("1,2,3", "1,2,3,0"):
+        with pytest.raises(SystemExit, match="--patterns: expected a,b,c,d"):
+            compare.given(text)
+
+
 def test_older_peers_stay_with_their_date(tmp_path):
     file = tmp_path / "rows.json"
-    row = {"case": 1, "date": "2026-01-01", "ms": {"kernel": 3.0, "bmm": 5.0, "dense": 7.0}}
+    row = {"case": (1, 2), "date": "2026-01-01", "ms": {"kernel": 3.0, "bmm": 5.0, "dense": 7.0}}
     compare.store(file, [row], ("case",))
     compare.store(file, [{**row, "date": "2026-02-02", "ms": {"kernel": 2.0, "dense": 6.0}}], ("case",))
     compare.store(file, [{**row, "date": "2026-03-03", "ms": {"kernel": 1.0}}, {"case": 2, "us": 4}], ("case",))

@@ -60,7 +60,7 @@ test-%: export FRETWORK_CACHE_DIR := $(CURDIR)/build/kernels
 test-%: export FRETWORK_TUNE_DIR := $(CURDIR)/build/no-tables
 
 test-cpp: export FRETWORK_NEEDS_NVRTC := 1
-test-cpp: build  # compiles every kernel, for sm_80 or sm_90a; for both where FRETWORK_ALL_KERNELS is set
+test-cpp: build  # compiles a kernel in six of each family, for sm_80 or sm_90a; with FRETWORK_ALL_KERNELS all, for both
 	ctest --preset release -j2
 
 test-python: export OMP_NUM_THREADS := 1

@@ -4,6 +4,7 @@
     python bench/compare_kronecker.py --batch 1,16,196              # small batches
     python bench/compare_kronecker.py --grid paper                  # all of the paper, in under 25 minutes on an H200
     python bench/compare_kronecker.py --grid paper --part 2/4       # the second quarter of it
+    python bench/compare_kronecker.py --chains                      # two factors, as Monarch matrices have them
 
 Rows go to bench/results/<device>/kronecker.json (kronecker_paper.json for the paper's grid) and, as a table, to the
 .csv beside it, losing ones too. The floor of a row is its bytes (x, w and y once) at the copy rate of the run or its
@@ -11,7 +12,10 @@ FLOPs at the dense rate of the run, whichever takes longer.
 
 The paper's grid has 376 patterns in both layouts, in fp16, bf16, and fp32 as ieee and as tf32: 3008 rows. Ours runs in
 each; bmm and einsum in every 4th pattern, dense, bsr and sparse in every 16th, and none of them in a row that comes
-later than its share of --minutes. What a row leaves out stands in it with the reason.
+later than its share of --minutes. What a row leaves out, and what was not asked for, stands in it with the reason.
+
+The floor of a chain is x and y once at the copy rate of the run, as if its weights and all between the factors cost
+nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import math
 import random
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,8 @@ from timing import as_called, copy_rate, graphed, medians
 
 IDENTITY = ("pattern", "batch", "layout", "dtype", "precision", "arch", "part")
 PEERS = ("bmm", "einsum", "bsr", "dense", "sparse")
-SLOW = ("bsr", "dense", "sparse")
+SLOW, FAST = ("bsr", "dense", "sparse"), ("bmm", "einsum")
+MONARCHS = {1024: (32, 32), 2048: (32, 32), 4096: (64, 64)}  # features, and p and q
 FACTS = [(1, 768, 192, 2), (6, 64, 64, 1), (1, 192, 48, 2), (4, 64, 64, 4), (1, 128, 128, 16), (1, 64, 64, 64),
          (128, 64, 64, 1), (1, 1024, 1024, 4), (16, 256, 256, 4), (4, 64, 64, 16)]  # fmt: skip
 A = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -105,7 +111,11 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
             rates: tuple[float, float], seconds: float, left_out: dict[str, str]) -> Row:  # fmt: skip
     a, b, _, d = p
     x, w = inputs(p, batch, last, dtype, device)
-    left_out = {algo: why for algo in algos if (why := too_much(algo, p, batch, rates[1]))} | left_out
+    left_out = {
+        **{algo: "not asked for" for algo in PEERS if algo not in algos},
+        **{algo: why for algo in algos if (why := too_much(algo, p, batch, rates[1]))},
+        **left_out,
+    }
     calls: dict[str, Any] = {}
     once: dict[str, float] = {}
     for algo in (algo for algo in algos if algo not in left_out):
@@ -121,21 +131,27 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
         if algo == "kernel":
             error_now = error_of(x, w, y, last)
         del y
-        if algo != "kernel" and (ms_now := as_called(call, device, 1)) > (20 if algo in SLOW else 200):
+        calls[algo] = call
+        limit = math.inf if algo == "kernel" else 20 if algo in SLOW else 200
+        if (ms_now := medians({algo: call}, device, rounds=1)[algo]) > limit:
             once[algo] = ms_now  # far behind: one time is enough
-        else:
-            calls[algo] = call
-    timed = calls
+    timed = {algo: call for algo, call in calls.items() if algo not in once}
     if device.type == "cuda" and batch <= FEW:  # kernels as short as the host's time for them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        timed = {algo: call if algo in ("bsr", "sparse") else graphed(call, stream) for algo, call in calls.items()}
+        timed = {algo: call if algo in ("bsr", "sparse") else graphed(call, stream) for algo, call in timed.items()}
     ms = medians(timed, device, seconds=seconds) | once
+
+    def called(algo: str) -> float:
+        return as_called(calls[algo], device, 10 if ms[algo] < 5 else 5)
+
     flops, moved = 2.0 * batch * math.prod(p), (x.numel() + w.numel() + batch * a * b * d) * x.element_size()
     return {
         "part": "forward", "pattern": p, "batch": batch, "layout": "last" if last else "first", "dtype": str(dtype)[6:],
         "precision": torch.get_float32_matmul_precision() if dtype == torch.float32 else None,
-        "ms": ms, "as_called_ms": as_called(calls["kernel"], device, 10 if ms["kernel"] < 5 else 2),
+        "ms": ms, "as_called_ms": called("kernel"),
+        # On a CPU large results come in fresh pages, which the system clears for everyone.
+        "peers_as_called_ms": {algo: called(algo) for algo in calls if algo in FAST and device.type == "cpu"},
         "left_out": left_out,
         "floor_ms": max(flops / rates[1], moved / rates[0]), "error": error_now,
     }  # fmt: skip
@@ -170,6 +186,44 @@ def measure_backward(p: Pattern, batch: int, last: bool, dtype: torch.dtype, dev
     }  # fmt: skip
 
 
+def measure_chain(n: int, batch: int, dtype: torch.dtype, device: torch.device, copies: float,
+                  seconds: float) -> Row:  # fmt: skip
+    """Monarch's two factors of n features, forward and backward, beside torch's batched products and a dense layer."""
+    patterns = fw.kronecker.monarch(n, n, *MONARCHS[n])
+    x = torch.randn(batch, n, device=device).to(dtype).requires_grad_()
+    weights = [
+        (torch.randn(p.weight_shape, device=device) / p.weight_shape[2] ** 0.5).to(dtype).requires_grad_()
+        for p in patterns
+    ]
+    with torch.no_grad():
+        dense = fw.kronecker.to_dense(weights[1].float()) @ fw.kronecker.to_dense(weights[0].float())
+        want = x[-64:].double() @ dense.double().T
+    layer = dense.to(dtype).requires_grad_()
+    ways = {
+        "kernel": (lambda: fw.ksmm_chain(x, weights, algo="kernel"), weights),
+        "bmm": (lambda: fw.ksmm_chain(x, weights, algo="bmm"), weights),
+        "dense": (lambda: torch.nn.functional.linear(x, layer), [layer]),
+    }
+    error = ((ways["kernel"][0]()[-64:].double() - want).abs().max() / want.abs().max()).item()
+    stream = torch.cuda.Stream() if device.type == "cuda" else None
+    calls: dict[str, dict[str, Any]] = {"forward": {}, "backward": {}}
+    dy = torch.randn_like(x)
+    for name, (call, leaves) in ways.items():
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            y = call()
+        gradients = lambda y=y, leaves=leaves: torch.autograd.grad(y, [x, *leaves], dy, retain_graph=True)  # noqa: E731
+        forward = torch.no_grad()(call)
+        calls["forward"][name] = graphed(forward, stream) if stream else forward
+        calls["backward"][name] = graphed(gradients, stream) if stream else gradients
+    times = {part: medians(of, device, seconds=seconds) for part, of in calls.items()}
+    return {
+        "part": "chain", "pattern": [p.weight_shape for p in patterns], "batch": batch, "layout": "first",
+        "dtype": str(dtype)[6:], "precision": None, "ms": times["forward"], "backward_ms": times["backward"],
+        "left_out": {algo: "not a way of chains here" for algo in PEERS if algo not in ways},
+        "floor_ms": 2 * x.numel() * x.element_size() / copies, "error": error,
+    }  # fmt: skip
+
+
 def geomean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
@@ -190,6 +244,10 @@ def summary(rows: list[Row]) -> None:
         ]
         print(f"{' '.join(each)}: {len(of)} patterns, time / floor {floor:.2f}, best peer / ours "
               f"{geomean(peers):.2f} (least {min(peers, default=math.nan):.2f})", file=sys.stderr)  # fmt: skip
+    for r in (r for r in rows if r["part"] == "chain"):
+        times = " ".join(f"{k} {v:.4f}" for k, v in r["backward_ms"].items())
+        print(f"chain {r['pattern']} {r['dtype']}: time / floor {r['ms']['kernel'] / r['floor_ms']:.2f}, "
+              f"backward {times}", file=sys.stderr)  # fmt: skip
     if ratios := [r["ratio"] for r in rows if r["part"] == "backward"]:
         print(f"backward / forward: {geomean(ratios):.2f} (most {max(ratios):.2f})", file=sys.stderr)
 
@@ -207,6 +265,14 @@ def write_csv(path: Path, rows: list[Row]) -> None:
                 writer.writerow([*case, algo, f"{ms:.6g}", f"{r['floor_ms']:.6g}", ""])
             for algo, why in r["left_out"].items():
                 writer.writerow([*case, algo, "", f"{r['floor_ms']:.6g}", why])
+
+
+def given(text: str) -> list[Pattern]:
+    """The patterns of --patterns."""
+    patterns = [tuple(numbers(one, int)) for one in text.split(";") if one]
+    if any(len(p) != 4 or min(p) < 1 for p in patterns):
+        raise SystemExit(f"--patterns: expected a,b,c,d;a,b,c,d and so on, got {text}")
+    return [(a, b, c, d) for a, b, c, d in patterns]
 
 
 def part_of(text: str, patterns: list[Pattern]) -> list[tuple[int, Pattern]]:
@@ -227,15 +293,30 @@ def kinds(options: argparse.Namespace, gpu: bool) -> list[tuple[torch.dtype, str
     ]
 
 
+def chain_dtypes(options: argparse.Namespace, gpu: bool) -> list[torch.dtype]:
+    names = numbers(options.dtypes or ("float16,bfloat16" if gpu else "float32"), str)
+    return [getattr(torch, name) for name in names]
+
+
+def asked(text: str) -> list[str]:
+    """The algorithms of --algos."""
+    algos, known = numbers(text, str), ("kernel", *PEERS)
+    if "kernel" not in algos or not set(algos) <= set(known):
+        raise SystemExit(f"--algos: expected kernel and some of {', '.join(PEERS)}, got {text}")
+    return algos
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--grid", choices=("facts", "sample", "paper"), default="sample")
+    parser.add_argument("--patterns", default="", help="these instead of a grid: 1,64,64,64;6,64,64,1")
     parser.add_argument("--batch", default="", help="25088 on a GPU, 2048 on a CPU; several with commas")
     parser.add_argument("--dtypes", default="", help="float16,bfloat16,float32 on a GPU, float32 on a CPU")
     parser.add_argument("--precisions", default="highest,high", help="highest (ieee), high (tf32); of float32 on a GPU")
     parser.add_argument("--layouts", default="first,last")
     parser.add_argument("--algos", default=",".join(("kernel", *PEERS)))
+    parser.add_argument("--chains", action="store_true", help="Monarch chains of 1024 to 4096 features, no grid")
     parser.add_argument("--backward", action="store_true", help="time the gradients too")
     parser.add_argument("--seconds", type=float, help="of measuring for a row (0.5; 0.1 of the paper's grid)")
     parser.add_argument(
@@ -250,18 +331,21 @@ def main() -> None:
     device = torch.device(options.device)
     gpu = device.type == "cuda"
     whole = options.grid == "paper"
-    grid = part_of(options.part, {"facts": lambda: FACTS, "sample": sample, "paper": paper}[options.grid]())
+    grids = {"facts": lambda: FACTS, "sample": sample, "paper": paper}
+    grid = part_of(options.part, given(options.patterns) or grids[options.grid]())
     parts = int(options.part.split("/")[1])
-    algos, layouts = numbers(options.algos, str), numbers(options.layouts, str)
+    algos, layouts = asked(options.algos), numbers(options.layouts, str)
     batches = numbers(options.batch or ("25088" if gpu else "2048"), int)
     seconds = options.seconds if options.seconds is not None else 0.1 if whole else 0.5
     minutes = options.minutes if options.minutes is not None else 23.0 / parts if whole else math.inf
     every, slow_every = (options.peers_every or (4 if whole else 1)), (options.slow_every or (16 if whole else 1))
     cases = [(kind, batch, case, layout) for kind in kinds(options, gpu) for batch in batches for case in grid
-             for layout in layouts]  # fmt: skip
+             for layout in layouts if not options.chains]  # fmt: skip
+    chains = [(n, batch, dtype) for n in MONARCHS for batch in batches for dtype in chain_dtypes(options, gpu)
+              if options.chains]  # fmt: skip
     began, rows, facts = time.perf_counter(), [], machine(device)
     copies, rates = copy_rate(device), {}
-    print(f"{len(cases)} rows of {len(grid)} patterns", file=sys.stderr)
+    print(f"{len(chains)} chains" if chains else f"{len(cases)} rows of {len(grid)} patterns", file=sys.stderr)
 
     def keep(row: Row) -> None:
         rows.append({**facts, **row})
@@ -275,6 +359,8 @@ def main() -> None:
 
     path = folder(options.out, facts) / ("kronecker_paper.json" if whole else "kronecker.json")
     try:
+        for chain in chains:
+            keep(measure_chain(*chain, device, copies, seconds))
         for done, ((dtype, precision), batch, (number, p), layout) in enumerate(cases):
             torch.set_float32_matmul_precision(precision)
             if (dtype, precision) not in rates:

@@ -96,6 +96,13 @@ def kronecker_summary(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
+def as_called(row: Row) -> str:
+    """Ours, and where it is known the best of the peers."""
+    peers = row.get("peers_as_called_ms", {}).items()
+    name, ms = min(peers, key=lambda x: x[1], default=("", None))
+    return number(row.get("as_called_ms"), 4) + (f" ({name} {ms:.4f})" if ms is not None else "")
+
+
 def kronecker_section(rows: list[Row]) -> list[str]:
     """One line per pattern and layout: ours, the floor, and the fastest of torch's ways that ran."""
     lines = [f"## Kronecker products, {rows[0]['device']}", ""]
@@ -107,13 +114,32 @@ def kronecker_section(rows: list[Row]) -> list[str]:
     ]
     for r in forward:
         ours = r["ms"]["kernel"]
+        core = ", 1 core" if "NVIDIA" not in r["device"] and r["threads"] == 1 else ""
         name, peer = min(((k, v) for k, v in r["ms"].items() if k != "kernel"), key=lambda x: x[1], default=("", None))
         lines.append(
-            f"| {tuple(r['pattern'])} | {r['batch']} | {r['layout']} | "
+            f"| {tuple(r['pattern'])} | {r['batch']}{core} | {r['layout']} | "
             f"{r['dtype']} {PRECISIONS.get(r['precision'], '')} | "
-            f"**{ours:.4f}** | {number(r.get('as_called_ms'), 4)} | {r['floor_ms']:.4f} | {ours / r['floor_ms']:.2f} | "
+            f"**{ours:.4f}** | {as_called(r)} | {r['floor_ms']:.4f} | {ours / r['floor_ms']:.2f} | "
             f"{number(peer, 4)} {name} | {number(peer and peer / ours, 2)} | {r.get('error', math.nan):.0e} |"
         )
+    if chains := [r for r in rows if r["part"] == "chain"]:
+        lines += [
+            *(
+                "",
+                "Two factors of a Monarch matrix, and the gradients of x and of both, beside torch's batched products",
+            ),
+            *("and a dense layer; the floor is x and y once at the copy rate of the run:", ""),
+            "| factors | batch | dtype | ms | floor ms | × floor | bmm | dense | backward ms | bmm | dense | error |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for r in chains:
+            times, back = ([number(r[part].get(k), 4) for k in ("bmm", "dense")] for part in ("ms", "backward_ms"))
+            ours = r["ms"]["kernel"]
+            lines.append(
+                f"| {', '.join(str(tuple(p)) for p in r['pattern'])} | {r['batch']} | {r['dtype']} | **{ours:.4f}** | "
+                f"{r['floor_ms']:.4f} | {ours / r['floor_ms']:.2f} | {' | '.join(times)} | "
+                f"**{r['backward_ms']['kernel']:.4f}** | {' | '.join(back)} | {r['error']:.0e} |"
+            )
     if backward := [r for r in rows if r["part"] == "backward"]:
         lines += [
             *("", "Gradients of x, w and bias together, through autograd, as CUDA graphs:", ""),

@@ -41,11 +41,28 @@ def folder(results: Path, facts: Row) -> Path:
 
 def store(path: Path, rows: list[Row], identity: tuple[str, ...], unsaid: Row | None = None) -> None:
     """Newer rows replace older ones of the same case, which the keys of `identity` tell apart; `unsaid` has what rows
-    that lack a key mean by it."""
+    that lack a key mean by it.
+
+    Times that only the older row has, as of peers that were left out this time, stay in the newer one as `earlier`,
+    each with its date. They were not measured beside the others: tables compare what is in `ms`, and nothing is lost.
+    """
     old = json.loads(path.read_text()) if path.exists() else []
-    kept = {tuple(str({**(unsaid or {}), **r}.get(k)) for k in identity): r for r in [*old, *rows]}
+    kept: dict[str, Row] = {}
+    for row in [*old, *rows]:
+        said = {**(unsaid or {}), **row}
+        key = json.dumps([said.get(k) for k in identity])  # as a file has it: a tuple is a list there
+        kept[key] = {**row, **_earlier(kept.get(key, {}), row)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept.values()) + "\n]\n")
+
+
+def _earlier(old: Row, new: Row) -> Row:
+    """The times of a row that the one in its place has not."""
+    if not isinstance(old.get("ms"), dict) or not isinstance(new.get("ms"), dict):
+        return {}
+    times = old.get("earlier", {}) | {name: {"ms": ms, "date": old.get("date")} for name, ms in old["ms"].items()}
+    missing = {name: time for name, time in times.items() if name not in new["ms"]}
+    return {"earlier": missing} if missing else {}
 
 
 def numbers(text: str, kind: type) -> list[Any]:

@@ -240,14 +240,14 @@ int fretwork_kronecker_butterfly(int64_t n, int64_t* patterns) {
 }
 
 int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch, const char* dtype, int bs_last,
-                            char* text, size_t size) {
+                            int64_t batch, char* text, size_t size) {
   return guarded(-1, [&] {
     std::vector<KroneckerSizes> sizes;
     for (int n = 0; n < count; ++n) {
       sizes.push_back(kronecker_sizes(patterns + 4 * n));
     }
     std::string lines;
-    for (const std::string& line : fretwork::ksmm_chain_plan(sizes, arch, floating_named(dtype), bs_last != 0)) {
+    for (const std::string& line : fretwork::ksmm_chain_plan(sizes, arch, floating_named(dtype), bs_last != 0, batch)) {
       lines += (lines.empty() ? "" : "\n") + line;
     }
     if (size > 0) {

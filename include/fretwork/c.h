@@ -66,9 +66,9 @@ int fretwork_kronecker_monarch(int64_t out_features, int64_t in_features, int64_
 int fretwork_kronecker_butterfly(int64_t n, int64_t* patterns);
 /* How a chain of `count` patterns (4 numbers each, in order of application) runs on `arch`, "cpu", "sm_90a" and so on,
  * or "cuda:0": a line for each step, in `text` of `size` bytes; gives the length without the end, whether it fits or
- * not. `dtype` is float64, float32, float16 or bfloat16. */
+ * not. `dtype` is float64, float32, float16 or bfloat16; `batch` is 0 for many rows. */
 int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch, const char* dtype, int bs_last,
-                            char* text, size_t size);
+                            int64_t batch, char* text, size_t size);
 /* The weights whose product is near `dense` (rows × cols, row-major). `patterns` holds `count` times (a, b, c, d) in
  * order of application, weights[n] has room for a·b·c·d of pattern n. */
 int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, const int64_t* patterns, int count,

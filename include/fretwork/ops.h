@@ -82,10 +82,10 @@ void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const Te
 void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const TensorView& out, Context& context,
                 const KsmmOptions& options = {});
 /// How ksmm_chain runs factors of these patterns, one line for each step: "0+1: fused, clusters of 8, 16 rows", "2:
-/// strided". `arch` is "cpu", an architecture such as "sm_90a", of which none needs to be there, or a GPU, "cuda:0".
-/// Operands are taken to be contiguous.
+/// strided". `arch` is "cpu", an architecture from "sm_80" on, such as "sm_90a", of which none needs to be there, or a
+/// GPU, "cuda:0". `batch` counts where rows are few; 0 stands for many. Operands are taken to be contiguous.
 std::vector<std::string> ksmm_chain_plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch,
-                                         DType dtype = DType::f16, bool last = false);
+                                         DType dtype = DType::f16, bool last = false, std::int64_t batch = 0);
 
 /// w (a,b,c,d) as a matrix (a·b·d, a·c·d), and back. from_dense gives the place (row·columns + column) of the first
 /// non-zero that the pattern does not hold, or −1, in *outside: on a GPU, where it is device memory, when the stream

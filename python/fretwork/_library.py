@@ -64,7 +64,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "kronecker_butterfly": (ctypes.c_int, [ctypes.c_int64, _INT64S]),
     "kronecker_plan": (
         ctypes.c_int,
-        [_INT64S, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t],
+        [_INT64S, ctypes.c_int, *[ctypes.c_char_p] * 2, ctypes.c_int, ctypes.c_int64, ctypes.c_char_p, ctypes.c_size_t],
     ),
     "kernel_compile": (ctypes.c_int, [ctypes.c_char_p] * 3 + [_INT64S]),
     "kernel_load": (ctypes.c_void_p, [ctypes.c_char_p] * 2 + [ctypes.c_int]),

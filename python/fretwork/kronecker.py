@@ -93,11 +93,13 @@ def plan(
     arch: str = "cpu",
     dtype: torch.dtype = torch.float16,
     bs_last: bool = False,
+    batch: int = 0,
 ) -> str:
     """How `fw.ksmm_chain` runs factors of these patterns, a line for each step.
 
-    `arch` is "cpu", a GPU such as "cuda:0", or an architecture such as "sm_90a", which need not be there. Operands are
-    taken to be contiguous.
+    `arch` is "cpu", a GPU such as "cuda:0", or an architecture from "sm_80" on, such as "sm_90a", which need not be
+    there. `batch` counts where rows are few; 0 stands for many. Operands are taken to be contiguous. Words name the
+    family of kernels that a pattern allows; strides, precision and tuned tables have the last word.
 
     >>> import fretwork as fw
     >>> print(fw.kronecker.plan(fw.kronecker.monarch(1024, 1024, 32, 32), "sm_90a"))
@@ -111,7 +113,10 @@ def plan(
     numbers = (ctypes.c_int64 * (4 * len(chain)))(*(n for p in chain for n in p.weight_shape))
     room = ctypes.create_string_buffer(64 * len(chain) + 1)
     name = str(dtype).removeprefix("torch.").encode()
-    if core().fretwork_kronecker_plan(numbers, len(chain), arch.encode(), name, int(bs_last), room, len(room)) < 0:
+    status = core().fretwork_kronecker_plan(
+        numbers, len(chain), arch.encode(), name, int(bs_last), whole_number("plan", "batch", batch), room, len(room)
+    )
+    if status < 0:
         raise ValueError(last_error())
     return room.value.decode()
 

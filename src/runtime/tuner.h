@@ -44,7 +44,8 @@ struct Finish {
 
 struct RaceOptions {
   int rounds = 9;
-  /// Never dropped, and wins unless another beats it: by `margin` in the median, and in two rounds of three.
+  /// Never dropped, and wins unless another beats it: by `margin` in the median, in two rounds of three, and so clearly
+  /// that three quarters of its rounds are faster than three quarters of the favourite's.
   std::string favourite;
   double margin = 0.02;
 };

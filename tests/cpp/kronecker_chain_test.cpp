@@ -41,8 +41,23 @@ TEST(ChainPlan, SaysWhatRunsAlone) {
   EXPECT_EQ(ksmm_chain_plan(square, "sm_90a", DType::f16, true), (Lines{"0: hopper", "1: hopper"}));
   EXPECT_EQ(ksmm_chain_plan(square, "sm_80"), (Lines{"0: portable", "1: strided"}));
   EXPECT_EQ(ksmm_chain_plan(square, "cpu"), (Lines{"0: cpu", "1: cpu"}));
-  EXPECT_EQ(ksmm_chain_plan(monarch(12, 20, 3, 5), "sm_90a"), (Lines{"0: portable", "1: strided"}));
+  EXPECT_EQ(ksmm_chain_plan(monarch(12, 20, 3, 5), "sm_90a"), (Lines{"0: simple", "1: strided"}));
+  EXPECT_EQ(ksmm_chain_plan(square, "sm_90a", DType::f64), (Lines{"0: simple", "1: simple"}));
+  EXPECT_EQ(ksmm_chain_plan(std::vector<Sizes>{{1, 64, 64, 3}}, "sm_90a"), Lines{"0: simple"});
+  EXPECT_EQ(ksmm_chain_plan(std::vector<Sizes>{{2, 20, 20, 1}}, "sm_90a"), Lines{"0: portable"});
   EXPECT_EQ(ksmm_chain_plan({}, "cpu"), Lines{});
+}
+
+TEST(ChainPlan, LooksAtAFewRows) {
+  const auto plan = [](Sizes s, std::int64_t batch) {
+    return ksmm_chain_plan(std::vector<Sizes>{s}, "sm_90a", DType::f16, false, batch).front();
+  };
+  EXPECT_EQ(plan({1, 64, 64, 4}, 16), "0: direct");
+  EXPECT_EQ(plan({1, 64, 64, 6}, 16), "0: few");
+  EXPECT_EQ(plan({1, 64, 64, 3}, 32), "0: few");
+  EXPECT_EQ(plan({1, 64, 64, 3}, 33), "0: simple");
+  EXPECT_EQ(plan({1, 64, 64, 4}, 4096), "0: strided");
+  EXPECT_EQ(error_of([&] { plan({1, 64, 64, 4}, -1); }), "plan: batch: expected at least 0, got -1");
 }
 
 TEST(ChainPlan, LooksAtEveryPair) {
@@ -54,6 +69,13 @@ TEST(ChainPlan, LooksAtEveryPair) {
 TEST(ChainPlan, RefusesUnknownTargets) {
   EXPECT_EQ(error_of([] { ksmm_chain_plan({}, "tpu"); }),
             "plan: arch: expected cpu, a GPU such as cuda:0, or an architecture such as sm_90a, got tpu");
+  for (const char* const old : {"sm_75", "sm_9", "sm_0"}) {
+    EXPECT_EQ(error_of([&] { ksmm_chain_plan({}, old); }),
+              std::string("plan: arch: expected sm_80 or later, which the kernels need, got ") + old);
+  }
+  for (const char* const none : {"sm_", "sm_90ab", "sm_a", "cuda:", "cuda:x", "SM_90"}) {
+    EXPECT_NE(error_of([&] { ksmm_chain_plan({}, none); }).find("such as sm_90a, got"), std::string::npos) << none;
+  }
   const std::vector<Sizes> apart = {{2, 3, 4, 1}, {1, 2, 5, 1}};
   EXPECT_EQ(error_of([&] { ksmm_chain_plan(apart, "cpu"); }),
             "plan: patterns[1]: expected 6 in features (a·c·d), as come before it, got 5");
@@ -126,9 +148,9 @@ class Array {
   /// Elements `from` to `to` were never written.
   bool gap_untouched(std::size_t from, std::size_t to) const { return untouched(kGuard + from, kGuard + to); }
   const std::vector<std::uint16_t>& bits() const { return bits_; }
+  static constexpr std::size_t kGuard = 4096;
 
  private:
-  static constexpr std::size_t kGuard = 4096;
   static constexpr std::uint16_t kPoison = 0xffff;  // a NaN of both types
   DType dtype_;
   std::vector<std::uint16_t> bits_;
@@ -330,12 +352,15 @@ TEST_F(ChainFused, RepeatsBitForBit) {
   Context context = Context::cuda(0);
   chain::cuda::run(o.first, o.second, context);
   o.y.download();
-  const std::vector<std::uint16_t> once = o.y.bits();
-  for (int n = 0; n < 200; ++n) {
+  const std::vector<std::uint16_t> once = o.y.bits(), poison(o.y.bits().size() - 2 * Array::kGuard, 0xffff);
+  for (int n = 0; n < 1000; ++n) {
+    if (n % 100 == 0) {  // what is not written then shows
+      driver::copy_to_device(o.second.y.data, poison.data(), 2 * poison.size(), nullptr);
+    }
     chain::cuda::run(o.first, o.second, context);
+    o.y.download();
+    ASSERT_TRUE(once == o.y.bits()) << "launch " << n;
   }
-  o.y.download();
-  EXPECT_EQ(once, o.y.bits());
 }
 
 /// As a user calls it: the same as one factor after another.

@@ -212,7 +212,7 @@ TEST(KroneckerCpu, GradientInEveryTypeAndLayout) {
 
 TEST(KroneckerCpu, LargerTilesAndBatches) {
   TbbExecutor threads;
-  for (const Sizes& s : {Sizes{1, 24, 64, 16}, {1, 48, 64, 1}, {1, 96, 24, 4}, {1, 300, 10, 2}}) {
+  for (const Sizes& s : {Sizes{1, 24, 64, 16}, {1, 48, 64, 1}, {1, 96, 24, 4}, {1, 300, 10, 2}, {1, 64, 24, 3}}) {
     for (const DType dtype : {DType::f32, DType::bf16}) {
       for (const Order order : {Order::first, Order::last}) {
         check_product({s, 530, dtype, order, Order::first, true, Activation::relu}, threads);
@@ -226,7 +226,7 @@ TEST(KroneckerCpu, LargerTilesAndBatches) {
 TEST(KroneckerCpu, ResultsPastTheCaches) {
   TbbExecutor threads;
   for (const Order order : {Order::first, Order::last}) {
-    for (const Sizes& s : {Sizes{1, 16, 2, 64}, {256, 4, 2, 1}, {16, 16, 2, 4}}) {
+    for (const Sizes& s : {Sizes{1, 16, 2, 64}, {256, 4, 2, 1}, {16, 16, 2, 4}, {5, 50, 2, 5}}) {
       check_product({s, 2200, DType::f32, order}, threads);
       check_product({s, 2200, DType::f16, order, Order::first, true}, threads);
     }

@@ -1,4 +1,5 @@
-// Every kernel that an op can ask for compiles, without a GPU, for both classes; and the sources are embedded whole.
+// The kernels that ops can ask for compile without a GPU: one in six of each family, for one of the two classes, and
+// with FRETWORK_ALL_KERNELS every one for both; and the sources are embedded whole.
 #include <gtest/gtest.h>
 
 #include <algorithm>

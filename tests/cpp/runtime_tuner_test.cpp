@@ -98,6 +98,11 @@ TEST(Race, TheFavouriteIsMeasuredToTheEndAndStaysUnlessBeaten) {
   EXPECT_EQ(winner({9.0}, {1.0}), "other");
   // A better median, but ahead in half of the rounds only.
   EXPECT_EQ(winner({1.0, 1.0, 1.0, 3.0, 3.0, 3.0}, {2.0, 2.0, 2.0, 0.9, 0.9, 0.9}), "usual");
+  // Ahead in every round, by less than the rounds of a busy machine differ.
+  EXPECT_EQ(winner({1.0, 3.0, 1.1, 2.9, 1.0, 3.1}, {0.9, 2.8, 1.0, 2.7, 0.9, 2.9}), "usual");
+  // One bad round spoils neither a victory nor a defeat.
+  EXPECT_EQ(winner({1.0}, {0.5, 0.5, 9.0, 0.5, 0.5, 0.5}), "other");
+  EXPECT_EQ(winner({1.0, 1.0, 9.0, 1.0, 1.0, 1.0}, {1.0}), "usual");
 }
 
 TEST(Race, StopsWhenAsked) {

@@ -3,8 +3,10 @@
     python tests/python/soak_kronecker.py [--count 20000] [--seed S] [--device cuda] [--seconds 0]
 
 Draws (a, b, c, d), batch, layout, type, precision, strides, bias and activation; every fourth problem is differentiated
-too. What no product reads is NaN. Errors stay on the device and are looked at once per few hundred problems, so that
-nothing waits for the GPU. The seed of the run and the number of a problem repeat it: --seed S --only N.
+too. One in forty has blocks of up to 1024 and batches of up to 4096, another one in forty is a Monarch chain of two
+factors, which some GPUs run as one kernel. What no product reads is NaN. Errors stay on the device and are looked at
+once per few hundred problems, so that nothing waits for the GPU. The seed of the run and the number of a problem repeat
+it: --seed S --only N.
 """
 
 import math
@@ -28,6 +30,7 @@ KINDS = [
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 TERM = {None: 3e-7, "ieee": 3e-7, "tf32": 1.1e-3, "tf32x3": 1e-6}
 MOST_DENSE, MOST_WEIGHTS = 1 << 20, 1 << 18
+LARGE, MOST_BATCH, RARE = 1024, 4096, 40
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Problem:
     bias: bool
     activation: str | None
     backward: bool
+    second: tuple[int, int, int, int] | None = None  # another factor, applied after the first
 
 
 def draw(number: int, seed: int) -> Problem:
@@ -53,12 +57,18 @@ def draw(number: int, seed: int) -> Problem:
         near = 2 ** random_.randint(0, most.bit_length() - 1) * random_.choice((1, 1, 3)) + random_.choice((0, 0, 0, 1))
         return random_.choice((random_.randint(1, most), min(near, most)))
 
+    kind = random_.randrange(RARE)
+    if kind == 0:
+        return monarch(number, random_)
+    side = LARGE if kind == 1 else 200
     while True:
-        a, b, c, d = size(12), size(200), size(200), size(64)
-        if a * b * d * a * c * d <= MOST_DENSE and a * b * c * d <= MOST_WEIGHTS:
+        a, b, c, d = size(12), size(side), size(side), size(64)
+        weights = MOST_DENSE if kind == 1 else MOST_WEIGHTS
+        if a * b * d * a * c * d <= MOST_DENSE and a * b * c * d <= weights and (kind != 1 or max(b, c) > 200):
             break
     dtype, precision = random_.choice(KINDS)
     batch = random_.choice((1, random_.randint(0, 40), random_.randint(2, 300), 8 * random_.randint(1, 60)))
+    batch = random_.randint(1, MOST_BATCH) if kind == 1 else batch
     strides = ("plain", "plain", "padded", "offset", "turned", "every second")
     backward = number % 4 == 0
     # Where a sum next to zero falls on the other side, relu's gradient is another: it is left to exact tests.
@@ -67,6 +77,15 @@ def draw(number: int, seed: int) -> Problem:
         number, (a, b, c, d), batch, random_.random() < 0.5, dtype, precision, random_.choice(strides),
         random_.choice((*strides, "matrices")), random_.random() < 0.5, random_.choice(activations), backward,
     )  # fmt: skip
+
+
+def monarch(number: int, random_: random.Random) -> Problem:
+    """Two factors in 16 bits that fit, mostly of sizes that can be fused."""
+    q, r, s, p = (random_.choice((16, 32, 32, 64, 64, 8 * random_.randint(1, 8), 20)) for _ in range(4))
+    dtype, batch = random_.choice((torch.float16, torch.bfloat16)), random_.randint(1, 600)
+    activation = random_.choice((None, "relu", "gelu", "silu"))
+    return Problem(number, (q, s, r, 1), batch, random_.random() < 0.2, dtype, None, "plain", "plain",
+                   random_.random() < 0.5, activation, False, (1, p, q, s))  # fmt: skip
 
 
 def laid_out(t: Tensor, how: str) -> Tensor:
@@ -85,16 +104,38 @@ def laid_out(t: Tensor, how: str) -> Tensor:
     return t
 
 
-def excess(got: Tensor, want: Tensor, problem: Problem, terms: int, scale: float = 1.0) -> Tensor:
+def excess(
+    got: Tensor, want: Tensor, problem: Problem, terms: int, scale: float = 1.0, more: float | Tensor = 0.0
+) -> Tensor:
     """By how much the worst element is beyond what rounding explains; above 1 is wrong, and so is NaN."""
-    slack = scale * TERM[problem.precision] * (0.5 * terms + 4 * math.sqrt(terms) + 1) + 1e-6
+    slack = scale * TERM[problem.precision] * (0.5 * terms + 4 * math.sqrt(terms) + 1) + 1e-6 + more
     allowed = (ROUNDING[problem.dtype] * 1.05 + 3e-5) * want.abs() + 1.2 * slack
     return ((got.double() - want).abs() / allowed).nan_to_num(math.inf).amax() if got.numel() else want.new_zeros(())
+
+
+def run_chain(problem: Problem, device: torch.device) -> Tensor:
+    """Against both factors in float64, rounded to the type between them as a chain is."""
+    first, second = problem.sizes, problem.second or problem.sizes
+    shape = (problem.batch, first[0] * first[2])
+    shapes = (shape[::-1] if problem.bs_last else shape, first, second, (second[1] * second[3],))
+    x, *weights, bias = ((torch.rand(s, device=device) * 2 - 1).to(problem.dtype) for s in shapes)
+    weights = [w / w.shape[2] ** 0.5 for w in weights]
+    rest = (problem.bs_last, bias if problem.bias else None, problem.activation)
+    got = fw.ksmm_chain(x, weights, *rest, "kernel")
+    middle = fw.ksmm(x.double(), weights[0].double(), problem.bs_last, algo="einsum").to(problem.dtype).double()
+    offset = bias.double() if problem.bias else None
+    want = fw.ksmm(middle, weights[1].double(), problem.bs_last, offset, problem.activation, "einsum")
+    assert got.shape == want.shape and got.dtype == problem.dtype, problem
+    # A middle element next to the point where rounding turns may fall on either side: two of them, with large weights.
+    turned = 4 * ROUNDING[problem.dtype] * middle.abs().amax() / second[2] ** 0.5
+    return excess(got, want, problem, second[2], more=turned)
 
 
 def run(problem: Problem, seed: int, device: torch.device) -> Tensor:
     """The excess of the result, and of the gradients where they are asked for."""
     torch.manual_seed(seed * 1_000_003 + problem.number)
+    if problem.second is not None:
+        return run_chain(problem, device)
     a, b, c, d = problem.sizes
     shape = (problem.batch, a * c * d)
     x, w = (torch.rand(s, device=device) * 2 - 1 for s in (shape[::-1] if problem.bs_last else shape, problem.sizes))

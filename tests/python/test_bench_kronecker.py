@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 compare = pytest.importorskip("compare_kronecker")
 plot = pytest.importorskip("plot_kronecker")
+report = pytest.importorskip("report")
 
 
 def test_parts_make_the_whole():
@@ -40,11 +41,57 @@ def test_a_run_has_every_row_and_a_table(tmp_path, monkeypatch, capsys):
     rows = json.loads((tmp_path / "cpu" / "kronecker_paper.json").read_text())
     with (tmp_path / "cpu" / "kronecker_paper.csv").open() as file:
         table = list(csv.DictReader(file))
-    assert len(rows) == 8 and len(table) == 24  # four patterns in two layouts, three algorithms
-    assert all(set(r["ms"]) | set(r["left_out"]) == {"kernel", "einsum", "sparse"} for r in rows)
+    assert len(rows) == 8 and len(table) == 48  # four patterns in two layouts, six algorithms
+    assert all(set(r["ms"]) | set(r["left_out"]) == {"kernel", *compare.PEERS} for r in rows)
+    assert all(r["left_out"][algo] == "not asked for" for r in rows for algo in ("bmm", "bsr", "dense"))
     assert all((line["ms"] == "") != (line["why"] == "") for line in table)
-    assert {line["why"] for line in table} == {"", "measured in every 4th pattern", "measured in every 16th pattern"}
+    reasons = {"", "not asked for", "measured in every 4th pattern", "measured in every 16th pattern"}
+    assert {line["why"] for line in table} == reasons
     assert "8 rows in" in capsys.readouterr().err
+    assert {"bmm", "einsum"} & set(rows[0]["ms"]) == set(rows[0]["peers_as_called_ms"]) == {"einsum"}
+    assert report.as_called(rows[0]).endswith(")") and "(" not in report.as_called(rows[1] | {"peers_as_called_ms": {}})
+
+
+@pytest.mark.parametrize("algos", ["", "bmm", "kernel,fast"])
+def test_unknown_algorithms_are_refused(algos):
+    with pytest.raises(SystemExit, match="--algos: expected kernel and some of bmm"):
+        compare.asked(algos)
+
+
+def test_patterns_of_ones_own():
+    assert compare.given("1,2,3,4;6,64,64,1;") == [(1, 2, 3, 4), (6, 64, 64, 1)] and compare.given("") == []
+    for text in ("1,2,3", "1,2,3,0"):
+        with pytest.raises(SystemExit, match="--patterns: expected a,b,c,d"):
+            compare.given(text)
+
+
+def test_older_peers_stay_with_their_date(tmp_path):
+    file = tmp_path / "rows.json"
+    row = {"case": (1, 2), "date": "2026-01-01", "ms": {"kernel": 3.0, "bmm": 5.0, "dense": 7.0}}
+    compare.store(file, [row], ("case",))
+    compare.store(file, [{**row, "date": "2026-02-02", "ms": {"kernel": 2.0, "dense": 6.0}}], ("case",))
+    compare.store(file, [{**row, "date": "2026-03-03", "ms": {"kernel": 1.0}}, {"case": 2, "us": 4}], ("case",))
+    one, other = json.loads(file.read_text())
+    assert one["ms"] == {"kernel": 1.0} and other == {"case": 2, "us": 4}
+    assert one["earlier"] == {"bmm": {"ms": 5.0, "date": "2026-01-01"}, "dense": {"ms": 6.0, "date": "2026-02-02"}}
+    compare.store(file, [row], ("case",))
+    assert "earlier" not in json.loads(file.read_text())[0]  # all of it is new again
+
+
+def test_chains_have_rows_and_a_table(tmp_path, monkeypatch, capsys):
+    arguments = ["--device", "cpu", "--chains", "--batch", "70", "--seconds", "0.01", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["compare", *arguments])
+    monkeypatch.setattr(compare, "copy_rate", lambda device: 1e6)
+    monkeypatch.setattr(compare, "MONARCHS", {64: (8, 8), 96: (8, 12)})
+    compare.main()
+    rows = json.loads((tmp_path / "cpu" / "kronecker.json").read_text())
+    assert [r["pattern"] for r in rows] == [[[8, 8, 8, 1], [1, 8, 8, 8]], [[12, 12, 8, 1], [1, 8, 12, 12]]]
+    for r in rows:
+        assert set(r["ms"]) == set(r["backward_ms"]) == {"kernel", "bmm", "dense"} and r["error"] < 1e-5
+        assert math.isclose(r["floor_ms"], 2 * 70 * 4 * math.prod(r["pattern"][0][k] for k in (0, 2)) / 1e6)
+    assert "chain [(8, 8, 8, 1)" in capsys.readouterr().err
+    table = "\n".join(report.kronecker_section(rows))
+    assert "| (8, 8, 8, 1), (1, 8, 8, 8) | 70 | float32 |" in table
 
 
 def test_points_of_a_plot():

@@ -110,7 +110,12 @@ def test_version_and_help() -> None:
         ),
         (["bench", "kronecker", "--patterns", "9999999999,9999999999,1,1"], "--patterns: KroneckerPattern"),
         (["bench", "kronecker", "--batch", "0"], "--batch: expected 1 to"),
-        (["bench", "kronecker", "--algos", "kernel,bmm"], "--algos: expected kernel or kernel,dense"),
+        (
+            ["bench", "kronecker", "--algos", "kernel,bmm"],
+            "--algos: expected some of kernel,dense (torch's are in bench/compare_kronecker.py), got 'bmm'",
+        ),
+        (["bench", "kronecker", "--algos", "dense,"], "--algos: expected some of kernel,dense"),
+        (["bench", "kronecker", "--algos", "dense", "--backward"], "--backward: expected kernel among --algos"),
         (["bench", "kronecker", "--dtype", "fp8"], "--dtype: expected float64"),
         (["bench", "kronecker", "--precision", "fp19"], "--precision: expected ieee, tf32 or tf32x3, got fp19"),
         (["bench", "kronecker", "--device", "cpu", "--precision", "tf32"], "got tf32 for float32 on cpu"),
@@ -560,6 +565,10 @@ def test_bench_kronecker_beside_dense(tmp_path: Path) -> None:
     assert "too large" in text
     small, large = csv.DictReader(file.read_text().splitlines())
     assert float(small["dense_ms"]) > 0 and large["dense_ms"] == ""
+    text = small_bench("--patterns", "1,8,8,3", "--algos", "dense", "--csv", str(file))
+    (alone,) = csv.DictReader(file.read_text().splitlines())
+    assert float(alone["dense_ms"]) > 0 and alone["ms"] == alone["over_floor"] == "" and float(alone["floor_ms"]) > 0
+    assert alone["threads"] == small["threads"] and "geometric mean" not in text
 
 
 def listed(*arguments: str) -> list[tuple[int, ...]]:

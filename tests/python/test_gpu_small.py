@@ -1,8 +1,13 @@
 """The reduced set for compute-sanitizer covers what it says, runs, and stays small."""
 
 import itertools
+import os
+import shutil
+import subprocess
+from pathlib import Path
 
 import gpu_small
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,3 +50,11 @@ def test_covers_everything_in_few_launches():
     two_four = [args for op, args in recorder.calls if op == "_two_four_matmul"]
     assert {args[0].dtype for args in two_four} >= {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32}
     assert len(recorder.calls) + split + len(gradients) <= 340
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer", path="/usr/bin:/bin") is not None, reason="it is here")
+def test_the_script_needs_compute_sanitizer():
+    script = Path(__file__).parents[2] / "scripts/gpu_test"
+    environment = {k: v for k, v in os.environ.items() if k != "FRETWORK_NO_SANITIZER"} | {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run([script, "build", "python3"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "compute-sanitizer: expected in the path" in done.stdout

@@ -4,6 +4,7 @@ import doctest
 import functools
 import importlib
 import os
+import re
 import threading
 
 import numpy as np
@@ -557,3 +558,30 @@ def test_examples(name):
     finally:
         jax.config.update("jax_enable_x64", True)
     assert result.failed == 0 and result.attempted > 0
+
+
+LAYOUT_OF_ONE = fw.BlockLayout(torch.ones(1, 1, dtype=torch.int64), block=8)
+MATRIX = jnp.eye(8)
+NO_ARRAYS = {
+    "ksmm: x": lambda bad: fj.ksmm(bad, jnp.ones((2, 3, 4, 5))),
+    "ksmm: w": lambda bad: fj.ksmm(jnp.ones((7, 40)), bad),
+    "ksmm_chain: weights[1]": lambda bad: fj.ksmm_chain(jnp.ones((7, 40)), [jnp.ones((2, 3, 4, 5)), bad]),
+    "to_dense: w": fj.kronecker.to_dense,
+    "sdd: a": lambda bad: fj.sdd(bad, MATRIX, LAYOUT_OF_ONE),
+    "dds: values": lambda bad: fj.dds(MATRIX, bad, LAYOUT_OF_ONE),
+    "block_softmax: values": lambda bad: fj.block_softmax(bad, LAYOUT_OF_ONE),
+    "unpack: values": lambda bad: fj.unpack(bad, LAYOUT_OF_ONE),
+    "attention: k": lambda bad: fj.attention(MATRIX[None, None], bad, bad, fw.patterns.causal(8)),
+    "r_spmm: v": lambda bad: fj.r_spmm(MATRIX[None, None], bad, fw.patterns.causal(8)),
+    "alibi: slopes": fj.alibi,
+    "compress: A": fj.two_four.compress,
+    "matmul: b": lambda bad: fj.two_four.matmul(fj.two_four.compress(MATRIX), bad),
+    "TwoFour: values": lambda bad: fj.two_four.TwoFour(bad, MATRIX),
+}
+
+
+@pytest.mark.parametrize("what", NO_ARRAYS)
+def test_what_is_no_array_is_named(what):
+    for bad, name in ((None, "NoneType"), ("x", "str"), (object(), "object"), ([[1.0], [2.0, 3.0]], "list")):
+        with pytest.raises(TypeError, match=f"^{re.escape(what)}: expected an array of numbers, got {name}$"):
+            NO_ARRAYS[what](bad)

@@ -150,6 +150,12 @@ def test_plan():
     assert fw.nn.KSLinear(patterns, algo="einsum", device="meta").plan("sm_90a") == "0: einsum\n1: einsum"
     with pytest.raises(ValueError, match=r"^plan: arch: expected cpu, a GPU such as cuda:0, or an arch.*, got tpu"):
         layer.plan("tpu")
+    with pytest.raises(ValueError, match=r"^plan: arch: expected sm_80 or later, .*, got sm_70"):
+        layer.plan("sm_70")
+    factor = fw.nn.KSLinear([(1, 64, 64, 4)], dtype=torch.float16, device="meta")
+    assert [factor.plan("sm_90a", batch) for batch in (1, 4096)] == ["0: direct", "0: strided"]
+    with pytest.raises(ValueError, match=r"^plan: batch: expected at least 0, got -1"):
+        factor.plan("sm_90a", -1)
     with pytest.raises(ValueError, match=r"^plan: dtype: expected float64, .*, got int8"):
         fw.kronecker.plan(patterns, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"^plan: patterns\[1\]: expected 12 in features"):

@@ -1,6 +1,7 @@
 """KSLinear beside torch.nn.Linear: values, gradients, initial weights, state, projection, errors; and KSMM's own."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -165,6 +166,53 @@ def test_refused_inputs():
     ]:
         with pytest.raises(ValueError, match=f"^KSLinear: {text}"):
             fw.nn.KSLinear.from_dense(torch.nn.Linear(*sizes), patterns)
+
+
+def stored_by_the_original(w, algo):
+    """A factor (a, b, c, d) in the shape that KSMM keeps for an algo."""
+    a, b, c, d = w.shape
+    match algo:
+        case "kernel":
+            return w.permute(0, 3, 2, 1).reshape(a * d * c, b)
+        case "bmm":
+            return w.permute(0, 3, 1, 2).reshape(a * d, b, c)
+        case "dense":
+            return fw.kronecker.to_dense(w)
+        case "sparse":
+            return fw.kronecker.to_dense(w).to_sparse_csr()
+        case "bsr":
+            dense = fw.kronecker.to_dense(w.permute(0, 3, 1, 2).reshape(a * d, b, c, 1))
+            return dense.to_sparse_bsr((math.gcd(b, c),) * 2)
+    return w
+
+
+@pytest.mark.parametrize("bs_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("algo", ["kernel", "bmm", "einsum", "dense", "sparse", "bsr"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_checkpoints_of_the_original_layer(algo, bs_last):
+    weights = [torch.randn(p) for p in PATTERNS]
+    bias = torch.randn(32)
+    state = {f"layer.factors.{n}": stored_by_the_original(w, algo) for n, w in enumerate(weights)}
+    state["layer.bias"] = bias[:, None] if bs_last else bias
+    layer = ksmm.KSLinear(PATTERNS, None, True, algo, torch.float32, bs_last)
+    torch.nn.ModuleDict({"layer": layer}).load_state_dict(state)
+    assert all(torch.equal(w, want) for w, want in zip(layer.weights, weights, strict=True))
+    assert torch.equal(layer.bias, bias)
+    layer.load_state_dict(layer.state_dict())  # and its own
+    for n in range(2):
+        bad = {**{k.removeprefix("layer."): v for k, v in state.items()}, f"factors.{n}": torch.randn(3, 3)}
+        with pytest.raises(RuntimeError, match=f"factors.{n}|weights.{n}"):
+            layer.load_state_dict(bad)
+
+
+def test_what_the_original_layer_offers(device):
+    layer = ksmm.KSLinear(PATTERNS, algo="kernel", dtype=torch.float32, device=str(device))
+    assert (layer.in_size, layer.out_size, layer.num_mat) == (30, 32, 2)
+    assert [tuple(f.shape) for f in layer.factors] == PATTERNS
+    assert layer.dtype == torch.float32 and layer.device.type == torch.device(device).type
+    assert_close(layer.get_dense_product(), product(layer), torch.float32)
+    assert layer.double().dtype == torch.float64  # as it is now
+    assert set(layer.state_dict()) == {"weights.0", "weights.1", "bias"}
 
 
 def test_the_original_layer(device):

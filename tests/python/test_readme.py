@@ -62,3 +62,25 @@ def test_command_line():
         pytest.skip(f"no program at {program}")
     for line in examples("")[1].splitlines():
         subprocess.run(line.replace("fretwork", str(program), 1), shell=True, check=True)
+
+
+def anchors(file: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    words = (line.lstrip("# ").lower() for line in file.read_text().splitlines() if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("file", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
+def test_links_lead_somewhere(file):
+    page = ROOT / file
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists() and (not anchor or anchor in anchors(there)), target
+
+
+def test_the_readme_leads_to_a_layer_of_two_factors():
+    assert "docs/kronecker.md#a-layer-of-two-factors" in (ROOT / "README.md").read_text()
+    assert "KSLinear([(6, 64, 64, 1), (1, 768, 192, 2)])" in examples("python", "docs/kronecker.md")[0]

@@ -21,6 +21,14 @@ def test_draws_of_every_kind():
         assert {getattr(p, field) for p in problems} == {False, True}
     assert {(p.dtype, p.precision) for p in problems} == set(soak_kronecker.KINDS)
     assert {p.activation for p in problems} == {None, "relu", "gelu", "silu"}
+    chains = [p for p in problems if p.second]
+    assert 20 < len(chains) < 100 and {p.dtype for p in chains} == {torch.float16, torch.bfloat16}
+    for p in chains:
+        assert fw.KroneckerPattern(*p.sizes).shape[0] == fw.KroneckerPattern(*p.second).shape[1]
+        assert max(p.sizes) <= 64 and p.batch <= 600
+    large = [p for p in problems if max(p.sizes[1:3]) > 200]
+    assert 20 < len(large) < 100 and max(max(p.sizes[1:3]) for p in large) > 800 and max(p.batch for p in large) > 3000
+    assert all(max(p.sizes[1:3]) <= 1024 and 0 < p.batch <= 4096 for p in large)
     assert {p.w_strides for p in problems} > {p.x_strides for p in problems} > {"plain", "turned"}
     batches = {p.batch for p in problems}
     assert {0, 1, 2, 8, 32, 33} <= batches and max(batches) > 400
@@ -45,3 +53,17 @@ def test_sees_a_wrong_element(spoilt, monkeypatch):
     monkeypatch.setattr(fw, "ksmm", wrong)
     with pytest.raises(AssertionError, match="wrong, among them"):
         soak.soak(soak_kronecker.draw, soak_kronecker.run, 40, 11, torch.device("cpu"))
+
+
+def test_chains_are_right_and_a_wrong_element_is_seen(device, monkeypatch):
+    chains = [p for p in (soak_kronecker.draw(n, 5) for n in range(400)) if p.second]
+    assert all(float(soak_kronecker.run(p, 5, device)) <= 1 for p in chains[:8])
+    exact = fw.ksmm_chain
+
+    def wrong(*arguments):
+        y = exact(*arguments)
+        y.view(-1)[-1] += 0.25
+        return y
+
+    monkeypatch.setattr(fw, "ksmm_chain", wrong)
+    assert all(float(soak_kronecker.run(p, 5, device)) > 1 for p in chains[:4])

@@ -1,6 +1,7 @@
 // `fretwork bench kronecker`: how near to the machine's limits Kronecker-sparse products are.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -37,13 +38,29 @@ Patterns chosen_patterns(const KroneckerOptions& options) {
   return read_patterns(options.grid, "bench");
 }
 
-/// Whether the dense product is to be timed too.
-bool with_dense(const std::string& algos) {
-  if (algos != "kernel" && algos != "kernel,dense") {
-    throw UsageError("bench: --algos: expected kernel or kernel,dense (bench/compare_kronecker.py has torch's), got " +
-                     algos);
+/// What is timed of each pattern.
+struct Algos {
+  bool kernel = false, dense = false;
+};
+
+Algos read_algos(const KroneckerOptions& options) {
+  Algos algos;
+  const std::string& text = options.algos;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string name = text.substr(begin, end - begin);
+    if (name != "kernel" && name != "dense") {
+      throw UsageError(
+          "bench: --algos: expected some of kernel,dense (torch's are in bench/compare_kronecker.py), got '" + name +
+          "'");
+    }
+    (name == "kernel" ? algos.kernel : algos.dense) = true;
+    begin = end + 1;
   }
-  return algos != "kernel";
+  if (options.backward && !algos.kernel) {
+    throw UsageError("bench: --backward: expected kernel among --algos, got " + text);
+  }
+  return algos;
 }
 
 /// The same layer without zeros left out, if that takes a bearable time.
@@ -70,8 +87,8 @@ std::vector<KroneckerCase> all_cases(const KroneckerOptions& options, const Patt
 
 class KroneckerReport {
  public:
-  KroneckerReport(Run& run, const KroneckerOptions& options, const Rates& rates)
-      : run_(run), options_(options), rates_(rates) {}
+  KroneckerReport(Run& run, const KroneckerOptions& options, const Algos& algos, const Rates& rates)
+      : run_(run), options_(options), algos_(algos), rates_(rates) {}
 
   void header(std::int64_t batch) {
     fmt::print("{}, {}{}, batch {} ({}), median of {} rounds\n", run_.machine(), name_of(run_.dtype()),
@@ -83,46 +100,49 @@ class KroneckerReport {
     fmt::print("{:<20} {:>10} {:>9} {:>8} {:>9} {:>10} {:>7}", "pattern", "ms", "std", "GB/s", "GFLOP/s", "floor ms",
                "/floor");
     fmt::print("{}", options_.backward ? fmt::format(" {:>11} {:>9}", "backward ms", "/forward") : "");
-    fmt::print("{}\n", with_dense(options_.algos) ? fmt::format(" {:>10}", "dense ms") : "");
+    fmt::print("{}\n", algos_.dense ? fmt::format(" {:>10}", "dense ms") : "");
     std::fflush(stdout);
     run_.csv(
         "batch_size,a,b,c,d,layout,dtype,precision,ms,std,gb_per_s,gflop_per_s,floor_ms,over_floor,backward_ms,"
         "backward_std,device,threads,dense_ms");
   }
 
-  void add(const KroneckerCase& one, const KroneckerTimes& times, const std::optional<Times>& dense) {
+  /// Without `times` the kernel was not asked for.
+  void add(const KroneckerCase& one, const KroneckerTimes* times, const std::optional<Times>& dense) {
     const auto& [a, b, c, d] = one.pattern;
-    const auto& [ms, std] = times.forward;
-    const double gbs = bytes_of(one, run_.dtype()) / ms * 1e-6, gflops = flops_of(one) / ms * 1e-6;
     const double floor = floor_of(one, run_.dtype(), rates_);
-    fmt::print("{:<20} {:>10.4f} {:>9.4f} {:>8.1f} {:>9.1f} {:>10.4f} {:>7.2f}", text_of(one.pattern), ms, std, gbs,
-               gflops, floor, ms / floor);
-    std::string backward = ",";
-    nlohmann::ordered_json row = {{"pattern", {a, b, c, d}},
-                                  {"ms", ms},
-                                  {"std", std},
-                                  {"gb_per_s", gbs},
-                                  {"gflop_per_s", gflops},
-                                  {"floor_ms", floor},
-                                  {"over_floor", ms / floor}};
-    if (times.backward) {
-      fmt::print(" {:>11.4f} {:>9.2f}", times.backward->ms, times.backward->ms / ms);
-      backward = fmt::format("{:.6g},{:.3g}", times.backward->ms, times.backward->std);
-      row.update({{"backward_ms", times.backward->ms}, {"backward_std", times.backward->std}});
-      backward_.add(times.backward->ms / ms);
+    nlohmann::ordered_json row = {{"pattern", {a, b, c, d}}};
+    std::string forward = ",,,", over, backward = ",";  // columns of the CSV
+    if (times) {
+      const auto& [ms, std] = times->forward;
+      const double gbs = bytes_of(one, run_.dtype()) / ms * 1e-6, gflops = flops_of(one) / ms * 1e-6;
+      fmt::print("{:<20} {:>10.4f} {:>9.4f} {:>8.1f} {:>9.1f} {:>10.4f} {:>7.2f}", text_of(one.pattern), ms, std, gbs,
+                 gflops, floor, ms / floor);
+      forward = fmt::format("{:.6g},{:.3g},{:.6g},{:.6g}", ms, std, gbs, gflops);
+      over = fmt::format("{:.4f}", ms / floor);
+      row.update({{"ms", ms}, {"std", std}, {"gb_per_s", gbs}, {"gflop_per_s", gflops}, {"over_floor", ms / floor}});
+      (d > 1 ? strided_ : contiguous_).add(ms / floor);
+      if (times->backward) {
+        fmt::print(" {:>11.4f} {:>9.2f}", times->backward->ms, times->backward->ms / ms);
+        backward = fmt::format("{:.6g},{:.3g}", times->backward->ms, times->backward->std);
+        row.update({{"backward_ms", times->backward->ms}, {"backward_std", times->backward->std}});
+        backward_.add(times->backward->ms / ms);
+      }
+    } else {
+      fmt::print("{:<20} {:>10} {:>9} {:>8} {:>9} {:>10.4f} {:>7}", text_of(one.pattern), "-", "-", "-", "-", floor,
+                 "-");
     }
-    if (with_dense(options_.algos)) {
+    row["floor_ms"] = floor;
+    if (algos_.dense) {
       fmt::print(" {:>10}", dense ? fmt::format("{:.4f}", dense->ms) : "too large");
       row["dense_ms"] = dense ? nlohmann::ordered_json(dense->ms) : nlohmann::ordered_json(nullptr);
     }
     fmt::print("\n");
     std::fflush(stdout);
-    run_.csv(fmt::format("{},{},{},{},{},{},{},{},{:.6g},{:.3g},{:.6g},{:.6g},{:.6g},{:.4f},{},{},{},{}", one.batch, a,
-                         b, c, d, layout(), name_of(run_.dtype()), precision(), ms, std, gbs, gflops, floor, ms / floor,
-                         backward, name_of(run_.device()), run_.threads(),
-                         dense ? fmt::format("{:.6g}", dense->ms) : ""));
+    run_.csv(fmt::format("{},{},{},{},{},{},{},{},{},{:.6g},{},{},{},{},{}", one.batch, a, b, c, d, layout(),
+                         name_of(run_.dtype()), precision(), forward, floor, over, backward, name_of(run_.device()),
+                         run_.threads(), dense ? fmt::format("{:.6g}", dense->ms) : ""));
     rows_.push_back(std::move(row));
-    (d > 1 ? strided_ : contiguous_).add(ms / floor);
   }
 
   void finish(std::int64_t batch) {
@@ -148,6 +168,7 @@ class KroneckerReport {
 
   Run& run_;
   const KroneckerOptions& options_;
+  Algos algos_;
   Rates rates_;
   Mean strided_, contiguous_, backward_;
   nlohmann::ordered_json rows_ = nlohmann::ordered_json::array();
@@ -155,7 +176,7 @@ class KroneckerReport {
 
 void bench(const KroneckerOptions& options) {
   const Patterns patterns = chosen_patterns(options);
-  with_dense(options.algos);  // a wrong name is said at once
+  const Algos algos = read_algos(options);
   if (options.list) {
     for (const auto& [a, b, c, d] : patterns) {
       fmt::print("{},{},{},{}\n", a, b, c, d);
@@ -168,18 +189,18 @@ void bench(const KroneckerOptions& options) {
   Progress progress(static_cast<int>(cases.size()));
   progress.show("copy and dense product");
   const Rates rates = measure_rates(run.dtype(), clock);
-  KroneckerReport report(run, options, rates);
+  KroneckerReport report(run, options, algos, rates);
   progress.hide();
   report.header(cases.front().batch);
   for (const KroneckerCase& one : cases) {
     progress.show(text_of(one.pattern));
-    const KroneckerTimes times = measure(one, run.dtype(), clock);
+    const KroneckerTimes times = algos.kernel ? measure(one, run.dtype(), clock) : KroneckerTimes{};
     std::optional<Times> dense;
-    if (const auto same = with_dense(options.algos) ? dense_case(one, rates) : std::nullopt) {
+    if (const auto same = algos.dense ? dense_case(one, rates) : std::nullopt) {
       dense = measure(*same, run.dtype(), clock).forward;
     }
     progress.hide();
-    report.add(one, times, dense);
+    report.add(one, algos.kernel ? &times : nullptr, dense);
     progress.advance();
   }
   report.finish(cases.front().batch);
@@ -199,7 +220,8 @@ void add_bench_kronecker(CLI::App& bench_command) {
   command->add_flag("--bs-last", options->bs_last, "Features before the batch in memory");
   command->add_flag("--backward", options->backward, "Time the gradients of x, w and bias too");
   command->add_option("--precision", options->precision, "Of float32 on CUDA: ieee, tf32, tf32x3 (ieee)");
-  command->add_option("--algos", options->algos, "kernel, or kernel,dense: the same layer without zeros left out too");
+  command->add_option("--algos", options->algos,
+                      "kernel, dense or kernel,dense; dense is the same layer without zeros left out");
   add_run_options(*command, options->run, "cuda:0 if there is one, else cpu");
   command->add_flag("--list", options->list, "Print the patterns and measure nothing");
   command->footer(

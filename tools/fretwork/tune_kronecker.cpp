@@ -253,12 +253,10 @@ void add_tune_kronecker(CLI::App& tune) {
       ->excludes(resume)
       ->excludes(look);
   command->footer(
-      "Every candidate's result is checked before it is timed. The heuristic's choice, \"best\", stays unless another "
-      "is\n"
-      "2 % faster. A row counts for batches between the same two powers of two. The table is written after every "
-      "problem: a "
-      "run\n"
-      "may be interrupted or killed, and --resume goes on.\n"
+      "Every candidate's result is checked before it is timed. The heuristic's choice, \"best\", stays unless another\n"
+      "is 2 % faster, and faster by more than the rounds of either differ. A row counts for batches between the same\n"
+      "two powers of two. The table is written after every problem: a run may be interrupted or killed, and --resume\n"
+      "goes on.\n"
       "Examples:\n"
       "  fretwork tune kronecker --dtype fp16 --bs-last\n"
       "  fretwork tune kronecker --patterns '1,768,192,2' --batch 4096 --show\n"

@@ -3,6 +3,7 @@
 import ctypes
 
 import jax
+import jax.numpy as jnp
 
 from fretwork._library import library_path
 from fretwork._shapes import Operand, fail
@@ -40,6 +41,16 @@ _register()
 def operand(name: str, x: jax.Array) -> Operand:
     """An array as the checks see it."""
     return Operand(name, x.shape, x.dtype.name)
+
+
+def array(op: str, name: str, x: object) -> jax.Array:
+    """An argument as an array, which `jnp.asarray` refuses without saying what was asked of whom."""
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {name}: expected an array of numbers, got {type(x).__name__}") from None
 
 
 def check_precision(op: str, precision: object) -> None:

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from fretwork import _shapes
 from fretwork._shapes import both
+from fretwork.jax._handlers import array as _array
 from fretwork.jax._handlers import check_precision as _check_precision
 from fretwork.jax._handlers import default_precision as _default_precision
 from fretwork.jax._handlers import operand as _operand
@@ -117,12 +118,17 @@ def _matmul_backward(p: _Product, operands: tuple[jax.Array, jax.Array], d: jax.
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+def _names(mode: str) -> list[str]:
+    """Of the two operands."""
+    return ["values" if kind == "s" else name for name, kind in zip("ab", mode[1:], strict=True)]
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _product(
     mode: str, layout: BlockLayout, trans_a: bool, trans_b: bool, precision: str | None, a: jax.Array, b: jax.Array
 ) -> jax.Array:
     p = _Product(mode, layout, trans_a, trans_b, precision or _default_precision())
-    first, second = ("values" if kind == "s" else name for name, kind in zip("ab", mode[1:], strict=True))
+    first, second = _names(mode)
     _shapes.check_product(mode, _operand(first, a), _operand(second, b), layout, trans_a, trans_b)
     return _matmul(p, _four(a), _four(b)).reshape(p.shape(a, b))
 
@@ -133,7 +139,8 @@ def _call_product(
     _check_layout(mode, layout)
     _check_precision(mode, precision)
     turned = flag(mode, "trans_a", trans_a), flag(mode, "trans_b", trans_b)
-    return _product(mode, layout, *turned, precision, jnp.asarray(a), jnp.asarray(b))
+    arrays = (_array(mode, name, x) for name, x in zip(_names(mode), (a, b), strict=True))
+    return _product(mode, layout, *turned, precision, *arrays)
 
 
 def sdd(
@@ -327,11 +334,11 @@ def block_softmax(
             _shapes.fail(op, name, '"add" or "mul"', repr(mode))
     scale = number(op, "scale", scale)
     given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-    extras = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    extras = {name: _array(op, name, x) for name, x in given.items() if x is not None}
     for name, mode in (("key_padding_mask", key_padding_mask_mode), ("attn_mask", attn_mask_mode)):
         if mode == "mul" and name in extras and jnp.issubdtype(extras[name].dtype, jnp.integer):
             extras[name] = extras[name] != 0
-    return _checked_softmax(layout, scale, key_padding_mask_mode, attn_mask_mode, jnp.asarray(values), extras)
+    return _checked_softmax(layout, scale, key_padding_mask_mode, attn_mask_mode, _array(op, "values", values), extras)
 
 
 # Dense to packed and back; each is the other's gradient.
@@ -385,7 +392,7 @@ def pack(dense: ArrayLike, layout: BlockLayout) -> jax.Array:
     (3, 8, 8)
     """
     _check_layout("pack", layout)
-    return _pack(jnp.asarray(dense), layout)
+    return _pack(_array("pack", "dense", dense), layout)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -402,4 +409,4 @@ def unpack(values: ArrayLike, layout: BlockLayout, fill: float = 0.0) -> jax.Arr
     [1.0, 1.0, 0.0, 0.0]
     """
     _check_layout("unpack", layout)
-    return _unpack(jnp.asarray(values), layout, number("unpack", "fill", fill))
+    return _unpack(_array("unpack", "values", values), layout, number("unpack", "fill", fill))

@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from fretwork._shapes import check_floating, fail
-from fretwork.jax._handlers import check_precision, default_precision, operand
+from fretwork.jax._handlers import array, check_precision, default_precision, operand
 from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -265,10 +265,9 @@ def _call(
         fail(op, "algo", "auto or kernel", repr(algo))
     bs_last = flag(op, "bs_last", bs_last)
     check_precision(op, precision)
-    arrays = [jnp.asarray(w) for w in factors]
-    return _apply_factors(
-        op, bs_last, activation, precision, jnp.asarray(x), arrays, None if bias is None else jnp.asarray(bias)
-    )
+    arrays = [array(op, "w" if op == "ksmm" else f"weights[{n}]", w) for n, w in enumerate(factors)]
+    offset = None if bias is None else array(op, "bias", bias)
+    return _apply_factors(op, bs_last, activation, precision, array(op, "x", x), arrays, offset)
 
 
 def ksmm(
@@ -324,7 +323,7 @@ def to_dense(w: ArrayLike) -> jax.Array:
     >>> to_dense(jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 2, 2)).tolist()
     [[1.0, 0.0, 3.0, 0.0], [0.0, 2.0, 0.0, 4.0]]
     """
-    w = jnp.asarray(w)
+    w = array("to_dense", "w", w)
     check_floating("to_dense", operand("w", w))
     if w.ndim != 4 or 0 in w.shape:
         fail("to_dense", "w", "(a, b, c, d), each at least 1", w.shape)
@@ -341,7 +340,7 @@ def from_dense(dense: ArrayLike, pattern: KroneckerPattern) -> jax.Array:
     >>> from_dense(jnp.eye(6), fw.KroneckerPattern(2, 1, 1, 3)).shape
     (2, 1, 1, 3)
     """
-    dense = jnp.asarray(dense)
+    dense = array("from_dense", "dense", dense)
     (pattern,) = kronecker_patterns("from_dense", [pattern], "pattern")
     check_floating("from_dense", operand("dense", dense))
     if dense.shape != pattern.shape:

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from fretwork import _shapes
 from fretwork._shapes import fail
-from fretwork.jax._handlers import check_precision, default_precision, operand
+from fretwork.jax._handlers import array, check_precision, default_precision, operand
 from fretwork.pattern import Pattern, number, row_width
 
 
@@ -151,7 +151,7 @@ class alibi:
     slopes: jax.Array
 
     def __init__(self, slopes: ArrayLike) -> None:
-        self.slopes = jnp.asarray(slopes)
+        self.slopes = array("alibi", "slopes", slopes)
         if jnp.issubdtype(self.slopes.dtype, jnp.complexfloating) or self.slopes.dtype == bool:
             raise TypeError(f"alibi: slopes: expected real numbers, got {self.slopes.dtype.name}")
         if self.slopes.ndim != 1:
@@ -224,7 +224,7 @@ def attention(
     if isinstance(bias, alibi):
         extras["slopes"] = bias.slopes
     elif bias is not None:
-        extras["bias"] = jnp.asarray(bias)
+        extras["bias"] = array(op, "bias", bias)
     rate = number(op, "dropout_p", dropout_p)
     if not 0 <= rate <= 1:
         fail(op, "dropout_p", "0 to 1", dropout_p)
@@ -232,7 +232,7 @@ def attention(
         if dropout_key is None:
             fail(op, "dropout_key", "a key of jax.random where there is dropout", None)
         extras["dropout"] = jax.random.bits(dropout_key, (2,), jnp.uint32)  # the 64 bits of a seed
-    arrays = [jnp.asarray(x) for x in (q, k, v)]
+    arrays = [array(op, name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     patterns = (pattern,) if isinstance(pattern, Pattern) else _sequence(op, pattern, arrays[0].shape)
     numbers = (None if scale is None else number(op, "scale", scale), number(op, "softcap", softcap), rate)
     o, lse = _checked_attention(patterns, *numbers, precision, *arrays, extras)
@@ -368,7 +368,7 @@ def r_sddmm(q: ArrayLike, k: ArrayLike, pattern: Pattern) -> jax.Array:
     (1, 2, 9, 3)
     """
     _check_pattern("r_sddmm", pattern)
-    return _checked_sddmm(pattern, jnp.asarray(q), jnp.asarray(k))
+    return _checked_sddmm(pattern, array("r_sddmm", "q", q), array("r_sddmm", "k", k))
 
 
 def r_softmax(x: ArrayLike, pattern: Pattern, scale: float = 1.0) -> jax.Array:
@@ -379,7 +379,7 @@ def r_softmax(x: ArrayLike, pattern: Pattern, scale: float = 1.0) -> jax.Array:
     [0.5, 0.5, 0.0]
     """
     _check_pattern("r_softmax", pattern)
-    return _checked_softmax(pattern, number("r_softmax", "scale", scale), jnp.asarray(x))
+    return _checked_softmax(pattern, number("r_softmax", "scale", scale), array("r_softmax", "x", x))
 
 
 def r_spmm(x: ArrayLike, v: ArrayLike, pattern: Pattern) -> jax.Array:
@@ -391,4 +391,4 @@ def r_spmm(x: ArrayLike, v: ArrayLike, pattern: Pattern) -> jax.Array:
     [1.0, 2.0, 3.0]
     """
     _check_pattern("r_spmm", pattern)
-    return _checked_spmm(pattern, jnp.asarray(x), jnp.asarray(v))
+    return _checked_spmm(pattern, array("r_spmm", "x", x), array("r_spmm", "v", v))

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from fretwork._library import two_four_order
 from fretwork._shapes import fail
-from fretwork.jax._handlers import check_precision, default_precision
+from fretwork.jax._handlers import array, check_precision, default_precision
 from fretwork.jax.kronecker import _ACTIVATIONS
 from fretwork.pattern import whole_number
 
@@ -68,7 +68,7 @@ class TwoFour:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dim", _axis("TwoFour", self.dim, ValueError))
         for name in ("values", "metadata"):
-            object.__setattr__(self, name, jnp.asarray(getattr(self, name)))
+            object.__setattr__(self, name, array("TwoFour", name, getattr(self, name)))
         if any(isinstance(part, jax.core.Tracer) for part in (self.values, self.metadata)):
             return
         try:
@@ -224,7 +224,7 @@ _prune.defvjp(_prune_forward, lambda dim, transposable, pruned, d: (jnp.where(pr
 
 def _matrix(op: str, A: ArrayLike, dim: int, both: bool = False) -> tuple[jax.Array, int]:
     """The array and 0 or 1 for the axis, after the core's own checks."""
-    dense = jnp.asarray(A)
+    dense = array(op, "A", A)
     if dense.dtype.name not in _KINDS:
         fail(op, "A", ", ".join(_KINDS[:-1]) + " or int8", dense.dtype.name)
     if dense.ndim != 2:
@@ -369,7 +369,8 @@ def from_layout(
     >>> bool((two_four.from_layout(*pair, "torch").to_dense() == A).all())
     True
     """
-    op, values, metadata = "from_layout", jnp.asarray(values), jnp.asarray(metadata)
+    op = "from_layout"
+    values, metadata = array(op, "values", values), array(op, "metadata", metadata)
     if values.ndim != 2:
         _refuse(op, "values", "a matrix, row by row of what is compressed", values.shape)
     lines, k = values.shape[0], 2 * values.shape[1]
@@ -447,8 +448,8 @@ def _product(
     precision: str | None,
     scales: tuple[ArrayLike | None, ArrayLike | None] = (None, None),
 ) -> jax.Array:
-    dense = jnp.asarray(dense)
     name = "x" if op == "linear" else "b" if left else "a"
+    dense = array(op, name, dense)
     lines, k = s.values.shape[0], 2 * s.values.shape[1]
     if dense.dtype != s.values.dtype:
         fail(op, name, f"{s.values.dtype.name} like the sparse operand", dense.dtype.name)
@@ -465,7 +466,7 @@ def _product(
     if activation is not None and (not isinstance(activation, str) or activation not in _ACTIVATIONS):
         fail(op, "activation", "None, relu, gelu or silu", repr(activation))
     check_precision(op, precision)
-    extra = [] if bias is None else [jnp.asarray(bias)]
+    extra = [] if bias is None else [array(op, "bias", bias)]
     for b in extra:
         if b.shape != (lines,) or b.dtype.name != out:
             fail(op, "bias", f"({lines},) of {out}", f"{b.shape} of {b.dtype.name}")
@@ -486,7 +487,7 @@ def _scaled(
     y = y.astype(jnp.promote_types(y.dtype, jnp.float32) if sums != "int32" else jnp.float32)
     for name, given, axis in (("scale_a", scales[0], -2), ("scale_b", scales[1], -1)):
         if given is not None:
-            scale = jnp.asarray(given)
+            scale = array("matmul", name, given)
             if scale.dtype.name != "float32" or scale.shape not in ((), (y.shape[axis],)):
                 fail("matmul", name, f"() or ({y.shape[axis]},) of float32", f"{scale.shape} of {scale.dtype.name}")
             y = y * (scale[:, None] if scale.ndim and axis == -2 else scale)

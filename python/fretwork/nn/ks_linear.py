@@ -119,10 +119,11 @@ class KSLinear(nn.Module):
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # the weights' own dtype
             return ops.ksmm_chain(to_dense(first), rest, bs_last=True)
 
-    def plan(self, arch: str | None = None) -> str:
+    def plan(self, arch: str | None = None, batch: int = 0) -> str:
         """How the layer runs, a line for each step; factors are counted from 0 in order of application.
 
         `arch` is that of a GPU, such as "sm_90a", whether there is one or not, or "cpu"; without it, of the layer.
+        `batch` counts where rows are few; 0 stands for many.
 
         >>> import torch, fretwork as fw
         >>> layer = fw.nn.KSLinear(fw.kronecker.monarch(4096, 4096, 64, 64), dtype=torch.float16, device="meta")
@@ -138,7 +139,7 @@ class KSLinear(nn.Module):
             return "\n".join(f"{n}: {self.algo}" for n in range(len(self.patterns)))
         weight = self.weights[0]
         here = f"cuda:{weight.device.index or 0}" if weight.is_cuda else "cpu"
-        return plan(self.patterns, here if arch is None else arch, weight.dtype, self.bs_last)
+        return plan(self.patterns, here if arch is None else arch, weight.dtype, self.bs_last, batch)
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor):

@@ -2,8 +2,10 @@
 #include "ops/kronecker/chain.h"
 
 #include <algorithm>
+#include <charconv>
 
 #include "fretwork/error.h"
+#include "ops/kronecker/cuda.h"
 #include "runtime/cuda_driver.h"
 
 namespace fretwork {
@@ -12,29 +14,66 @@ namespace {
 
 bool half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
 
-/// Which kernel runs one factor, for words only: backends look at strides and sizes as well.
+/// Whether a few rows, or some hundred, go straight to fragments.
+bool goes_direct(const Sizes& s, const Target& target) {
+  if (target.batch == 0 || target.batch > direct::kMostRows || (s.d > 2 && s.d != 4 && s.d % 8 != 0)) {
+    return false;
+  }
+  Problem problem;
+  problem.sizes = s;
+  problem.batch = target.batch;
+  problem.dtype = target.dtype;
+  problem.x = {nullptr, target.last ? 1 : s.a * s.c * s.d, target.last ? target.batch : 1};
+  problem.y = {nullptr, target.last ? 1 : s.a * s.b * s.d, target.last ? target.batch : 1};
+  return direct::pays(problem);
+}
+
+/// Which kernels run one factor, by what its pattern allows. Theirs is the last word, with strides, the machine and the
+/// precision at hand: "hopper" may keep its weights, "strided" run in clusters, regrouped or as dense blocks.
 const char* way(const Sizes& s, const Target& target) {
+  const bool in_lines = target.last || s.d == 1, units = s.b % 8 == 0 && s.c % 8 == 0;
   if (target.arch == "cpu") {
     return "cpu";
   }
   if (target.dtype == DType::f32) {
     return "fp32";  // by the precision: on FFMA, or on the tensor cores
   }
-  if (target.arch == "sm_90a" && half(target.dtype) && (target.last || s.d == 1) && s.b + s.c >= 32) {
+  if (!half(target.dtype)) {
+    return "simple";
+  }
+  if (goes_direct(s, target)) {
+    return "direct";
+  }
+  if (target.batch > 0 && target.batch <= few::kMostRows) {
+    return "few";
+  }
+  if (target.arch == "sm_90a" && in_lines && s.b + s.c >= 32 && (target.last || units)) {
     return "hopper";
   }
-  return !target.last && s.d % 2 == 0 && target.dtype != DType::f64 ? "strided" : "portable";
+  if (!target.last && s.d % 2 == 0) {
+    return "strided";
+  }
+  return in_lines && (units || std::min(s.b, s.c) >= 16) ? "portable" : "simple";
+}
+
+/// The number from `from` on, which a letter may follow; −1 where there is none.
+int number_at(const std::string& text, std::size_t from) {
+  int number = -1;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data() + std::min(from, text.size()), end, number);
+  const bool whole = rest == end || (rest + 1 == end && *rest >= 'a' && *rest <= 'z');
+  return error == std::errc() && whole ? number : -1;
 }
 
 /// "cuda:1" as the architecture that this GPU's kernels are chosen by.
 std::string named_arch(const std::string& arch) {
-  const auto number = [&](std::size_t from) {
-    return arch.size() > from && arch.size() < from + 4 && arch[from] >= '0' && arch[from] <= '9';
-  };
-  if (arch.starts_with("cuda:") && number(5)) {
-    return fretwork::cuda::kernel_arch(std::stoi(arch.substr(5)));
+  if (arch.starts_with("cuda:") && number_at(arch, 5) >= 0) {
+    return fretwork::cuda::kernel_arch(number_at(arch, 5));
   }
-  if (arch != "cpu" && !(arch.starts_with("sm_") && number(3))) {
+  if (arch.starts_with("sm_") && number_at(arch, 3) >= 0 && number_at(arch, 3) < 80) {
+    throw Error("plan", "arch", "sm_80 or later, which the kernels need", arch);
+  }
+  if (arch != "cpu" && !(arch.starts_with("sm_") && number_at(arch, 3) >= 0)) {
     throw Error("plan", "arch", "cpu, a GPU such as cuda:0, or an architecture such as sm_90a", arch);
   }
   return arch;
@@ -82,10 +121,13 @@ std::vector<Step> plan(std::span<const Sizes> factors, const Target& target) {
 }  // namespace kronecker::chain
 
 std::vector<std::string> ksmm_chain_plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch,
-                                         DType dtype, bool last) {
+                                         DType dtype, bool last, std::int64_t batch) {
   using namespace kronecker::chain;
   check(patterns);
-  const Target target{named_arch(arch), dtype, last};
+  if (batch < 0) {
+    throw Error("plan", "batch", "at least 0", std::to_string(batch));
+  }
+  const Target target{named_arch(arch), dtype, last, batch};
   std::vector<std::string> lines;
   for (const Step& step : plan(patterns, target)) {
     const std::string first = std::to_string(step.first);

@@ -18,7 +18,8 @@ std::optional<Monarch> fuse(const Sizes& first, const Sizes& second);
 struct Target {
   std::string arch;  ///< "sm_90a", "sm_80", …, or "cpu"
   DType dtype = DType::f16;
-  bool last = false;  ///< the batch is the unit axis of x and y
+  bool last = false;       ///< the batch is the unit axis of x and y
+  std::int64_t batch = 0;  ///< 0 for more than a few hundred rows
 };
 
 /// Neighbours that run as one: a factor by itself, or two that are fused.

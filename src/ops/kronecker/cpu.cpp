@@ -29,6 +29,10 @@ constexpr std::int64_t kPanelDepth = 256;
 constexpr std::int64_t kPage = 4096, kFreshBytes = 8 << 20;
 /// A batch for which weights are not worth packing, if the CPU can read them where they are.
 constexpr std::int64_t kSmallBatch = 256;
+/// Features of a result that are turned together, and strips of outputs that x is worth turning for.
+constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
+/// The longest runs of δ, and the deepest block, that are turned at all; batch · d up to which full runs are.
+constexpr std::int64_t kTurnedRuns = 16, kTurnedDepth = 16384, kTurnedElements = 1024;
 /// Batch rows that are few, and weights that a thread takes for them at a time.
 constexpr std::int64_t kFewRows = 8, kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
@@ -370,6 +374,103 @@ class BatchLast : Work {
   bool as_is_;
 };
 
+/// Batch first, with the batch on lanes: x is turned as it lies, all δ of a panel of batch rows at once, so that one δ
+/// is every d-th row of the panel. Sums of all δ lie together too, and are turned back in whole runs of features.
+class Turned : Work {
+ public:
+  /// A thread takes up to `most` batch rows at a time.
+  Turned(const Problem& problem, Context& context, std::int64_t most = kBlockCols)
+      : Work(problem, simd::widened_tiles(problem.dtype), context),
+        strips_{ceil_div(s_.b, tiles_.rows), ceil_div(s_.b, tiles_.rows)},
+        cols_(even(problem.batch, std::max(most, tiles_.lanes), tiles_.lanes)),
+        stored_(std::max<std::int64_t>(1, kTurnedRows / (s_.d * tiles_.rows)) * tiles_.rows),
+        as_is_(!tiles_.widens && s_.b % tiles_.rows == 0) {
+    const auto few = [&] { return jobs() < wanted_; };
+    while (few() && cols_.each > tiles_.lanes * tiles_.vectors) {
+      cols_.each -= tiles_.lanes;
+    }
+    while (few() && strips_.each >= 2 * kTurnedStrips) {  // each turns x for itself
+      strips_.each = ceil_div(strips_.each, 2);
+    }
+  }
+
+  static bool fits(const Problem& p) {
+    const auto& s = p.sizes;
+    return s.d <= kTurnedRuns && s.c * s.d <= kTurnedDepth && p.x.feature == 1 && p.y.feature == 1;
+  }
+
+  std::size_t weight_bytes() const { return as_is_ ? 0 : packing_.bytes(s_.a * s_.d * stride()); }
+  std::int64_t weight_jobs() const { return as_is_ ? 0 : s_.a * s_.d; }
+  void pack_weights(std::int64_t job, std::byte* packed) const {
+    const Operand from = packing_.at(w(job / s_.d), 0, 0, job % s_.d);
+    tiles_.pack({from.data, from.row, from.col}, s_.c, s_.b, tiles_.rows, packed + packing_.bytes(job * stride()),
+                static_cast<std::int64_t>(packing_.bytes(s_.c * tiles_.rows)));
+  }
+
+  std::int64_t jobs() const { return s_.a * cols_.pieces() * strips_.pieces(); }
+  void multiply(std::int64_t job, std::byte* packed) const {
+    const std::int64_t i = job / strips_.pieces() / cols_.pieces();
+    const std::int64_t first_col = job / strips_.pieces() % cols_.pieces() * cols_.each;
+    const std::int64_t first_row = job % strips_.pieces() * strips_.each * tiles_.rows;
+    const std::int64_t rows = std::min(strips_.each * tiles_.rows, s_.b - first_row);
+    const Columns columns(std::min(cols_.each, p_.batch - first_col), 1, tiles_);
+    Buffers& buffers = Buffers::of_thread();
+    const std::int64_t widest = tiles_.lanes * tiles_.vectors,
+                       features = ceil_div(rows, tiles_.rows) * tiles_.rows * s_.d;
+    std::byte* const right = buffers.right.need(packing_.bytes(s_.c * s_.d * widest));
+    std::byte* const bias =
+        buffers.sums.need(tiles_.sum * static_cast<std::size_t>(features + stored_ * s_.d * widest));
+    std::byte* const sums = sum_at(bias, features);
+    if (p_.bias.data != nullptr) {
+      const std::int64_t first = (i * s_.b + first_row) * s_.d;
+      tiles_.pack({packing_.at(p_.bias.data, first * p_.bias.stride), 0, p_.bias.stride}, 1, rows * s_.d, features,
+                  bias, 0);
+    }
+    for (std::int64_t n = 0; n < columns.panels(); ++n) {
+      const Columns::Panel panel = columns.panel(n);
+      const Operand from = packing_.at(x(i), first_col + panel.first, 0, 0);
+      tiles_.pack({from.data, from.delta, from.row}, s_.c * s_.d, panel.count, panel.width, right, 0);
+      for (std::int64_t row = 0; row < rows; row += stored_) {
+        const std::int64_t height = std::min(stored_, rows - row);
+        add_up(i, first_row + row, height, panel, packed, right, sums);
+        if (finishes_) {
+          const void* const row_bias = p_.bias.data != nullptr ? sum_at(bias, row * s_.d) : nullptr;
+          finish({sums, panel.width, height * s_.d, panel.width, row_bias, nullptr, p_.activation}, p_.dtype);
+        }
+        const Operand out = packing_.at(y(i), first_col + panel.first, first_row + row, 0);
+        tiles_.store(sums, panel.width, height * s_.d, panel.count, {out.data, out.delta, out.row}, stream_);
+      }
+    }
+  }
+
+ private:
+  std::int64_t stride() const { return strips_.count * tiles_.rows * s_.c; }
+  /// sums[(j, l)][n] for the outputs j from `first` on.
+  void add_up(std::int64_t i, std::int64_t first, std::int64_t rows, const Columns::Panel& panel, std::byte* packed,
+              std::byte* right, std::byte* sums) const {
+    simd::Product product{.count = 1, .steps = s_.c};
+    product.right_stride = s_.d * panel.width;
+    product.sum_stride = s_.d * panel.width;
+    product.row_stride = as_is_ ? p_.w.b : 1;
+    product.step_stride = as_is_ ? p_.w.c : tiles_.rows;
+    for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+      for (std::int64_t l = 0; l < s_.d; ++l) {
+        const simd::Term term{as_is_ ? packing_.at(w(i), 0, first + row, l).data
+                                     : packed + packing_.bytes((i * s_.d + l) * stride() + (first + row) * s_.c),
+                              0, nullptr};
+        product.terms = &term;
+        product.right = right + packing_.bytes(l * panel.width);
+        product.sums = sum_at(sums, (row * s_.d + l) * panel.width);
+        tiles_.multiply_in_place[panel.vectors - 1](product);
+      }
+    }
+  }
+
+  Split strips_, cols_;
+  std::int64_t stored_;  ///< outputs of a panel that are stored together
+  bool as_is_;           ///< weights are read where they are
+};
+
 /// A few batch rows: weights stream by once, as they lie in memory, each row (k, l) against those of x.
 class FewRows : Work {
  public:
@@ -466,12 +567,32 @@ bool batch_on_lanes(const Problem& p) {
   return last || (s.d == 1 && small && BatchLast::can_be_left(p, simd::tiles(p.dtype)));
 }
 
+/// Whether turning x and y is less work than packing w for runs of δ: where these do not fill vectors (as 3 of 4 lanes,
+/// or 8 outputs of 16), and for small batches. Fitted to times with and without AVX512-BF16's pairs, which turn
+/// nothing.
+bool turns(const Problem& p) {
+  const auto& s = p.sizes;
+  if (!Turned::fits(p)) {
+    return false;
+  }
+  if (s.d == 1) {
+    const Tiles& tiles = simd::tiles(p.dtype);
+    return tiles.group == 1 && (s.b < 2 * tiles.lanes || (p.batch <= kSmallBatch && !tiles.widens));
+  }
+  const bool fills = (s.d & (s.d - 1)) == 0;
+  return !fills || (s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
+}
+
 }  // namespace
 
 void run(const Problem& problem, Context& context) {
   ask_for_large_pages(problem);
   if (FewRows::fits(problem)) {
     run_as<FewRows>(problem, context);
+    return;
+  }
+  if (turns(problem)) {
+    run_as<Turned>(problem, context);
     return;
   }
   batch_on_lanes(problem) ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
@@ -485,7 +606,8 @@ bool run(const Problem& problem, Context& context, const Choice& choice) {
       return true;
     case Route::lanes:
       ask_for_large_pages(problem);
-      run_as<BatchLast>(problem, context, choice.first);
+      Turned::fits(problem) ? run_as<Turned>(problem, context, choice.first)
+                            : run_as<BatchLast>(problem, context, choice.first);
       return true;
     case Route::few:
       return FewRows::fits(problem) && (run_as<FewRows>(problem, context), true);

@@ -24,8 +24,9 @@ class WeightWork {
         s_(problem.sizes),
         tiles_(last || s_.d == 1 ? simd::tiles(problem.dtype) : simd::widened_tiles(problem.dtype)),
         packing_(problem.dtype, tiles_),
+        apart_(!last && s_.d < tiles_.lanes && (s_.d & (s_.d - 1)) != 0),
         rows_(even(s_.b, kBlockRows, tiles_.rows)) {
-    for (const Chunk& chunk : chunks(s_.d, last ? 1 : tiles_.lanes)) {
+    for (const Chunk& chunk : chunks(s_.d, last || apart_ ? 1 : tiles_.lanes)) {
       parts_.push_back({chunk, Columns(s_.c, chunk.run(), tiles_)});
       blocks_ = std::max(blocks_, ceil_div(parts_.back().columns.lanes(), kBlockLanes));
     }
@@ -130,9 +131,12 @@ class WeightWork {
     const Operand d_y{packing_.at(p_.d_y.data, first * p_.d_y.batch + feature * p_.d_y.feature), s_.d * p_.d_y.feature,
                       p_.d_y.batch, p_.d_y.feature};
     for (std::int64_t row = 0; row < block.rows; row += tiles_.rows) {
+      const std::int64_t rows = std::min(tiles_.rows, block.rows - row);
+      const Operand from = packing_.at(d_y, row, 0, 0);
+      const bool as_is = apart_ && !tiles_.widens && rows == tiles_.rows;
       const Packing::Strip strip =
-          packing_.left(packing_.at(d_y, row, 0, 0), std::min(tiles_.rows, block.rows - row), count, chunk, left);
-      const simd::Term term{left, 0, nullptr};
+          as_is ? Packing::Strip{false, from.row, from.col} : packing_.left(from, rows, count, chunk, left);
+      const simd::Term term{as_is ? from.data : left, 0, nullptr};
       simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
       product.row_stride = strip.row;
       product.step_stride = strip.step;
@@ -162,6 +166,7 @@ class WeightWork {
   const Sizes& s_;
   const Tiles& tiles_;
   Packing packing_;
+  bool apart_;  ///< each δ goes by itself, though they are neighbours: runs that leave lanes empty cost more
   Split rows_;
   std::vector<Part> parts_;
   std::int64_t blocks_ = 1, lanes_ = 0;

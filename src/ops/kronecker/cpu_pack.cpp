@@ -32,6 +32,8 @@ Packing::Strip Packing::left(const Operand& from, std::int64_t rows, std::int64_
   const std::size_t row_bytes = bytes(form.row);
   if (chunk.full() && from.col == run * from.delta) {
     tiles_.pack({from.data, from.row, from.delta}, rows, form.row, form.row, out, 0);
+  } else if (run == 1) {
+    tiles_.pack({from.data, from.row, from.col}, rows, depth, form.row, out, 0);
   } else {
     for (std::int64_t i = 0; i < rows; ++i) {
       tiles_.pack({at(from.data, i * from.row), from.col, from.delta}, depth, chunk.count, run,

@@ -499,19 +499,10 @@ constexpr Multiplier WithRuns() {
   }
 }
 
-template <typename In, class D, int kVectors>
-constexpr Multiplier InPlace() {
-  if constexpr (std::is_same_v<In, hn::TFromD<D>>) {
-    return &MultiplyInPlace<D, kVectors>;
-  } else {
-    return nullptr;
-  }
-}
-
-template <typename In, typename T>
+template <typename T>
 constexpr Multiplier HalfInPlace() {
   if constexpr (HWY_TARGET == HWY_AVX3) {
-    return InPlace<In, hn::Half<hn::ScalableTag<T>>, 1>();
+    return &MultiplyInPlace<hn::Half<hn::ScalableTag<T>>, 1>;
   } else {
     return nullptr;
   }
@@ -530,8 +521,8 @@ constexpr Tiles Table() {
               false,
               &Pack<In, T>,
               {&Multiply<In, T, 1>, &Multiply<In, T, 2>, &Multiply<In, T, 3>},
-              {InPlace<In, D, 1>(), InPlace<In, D, 2>(), InPlace<In, D, 3>()},
-              HalfInPlace<In, T>(),
+              {&MultiplyInPlace<D, 1>, &MultiplyInPlace<D, 2>, &MultiplyInPlace<D, 3>},
+              HalfInPlace<T>(),
               {},
               &Store<In, T>};
   const auto fill = [&]<int... kLog>(std::integer_sequence<int, kLog...>) {

@@ -82,8 +82,8 @@ struct Tiles {
                std::int64_t apart);
   /// By number of vectors, less one.
   void (*multiply[kMaxVectors])(const Product& product);
-  /// The same with a right side that is no panel, but lies as its owner has it: of one term, into sums. `half` is for
-  /// half a vector of columns, null where that takes as long as a whole one; all are null for types that are widened.
+  /// The same with a right side whose rows lie `right_stride` apart, in packed elements: of one term, into sums. `half`
+  /// is for half a vector of columns, null where that takes as long as a whole one.
   void (*multiply_in_place[kMaxVectors])(const Product& product);
   void (*multiply_half_in_place)(const Product& product);
   /// The same where each place on the left holds a run of 2ʳ neighbours, used for the columns with the same j mod 2ʳ:

@@ -592,7 +592,8 @@ void expect_forward(Data& s) {
               static_cast<long long>(s.sizes.depth), worst, worst_lse);
 }
 
-void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = false) {
+/// Row tiles of more than `longest` steps are cut, where it is not 0.
+void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = false, int longest = 0) {
   Data s(pattern, sizes);
   if (spoil) {
     s.spoil_unused();
@@ -602,7 +603,7 @@ void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = fals
   const driver::DeviceScope scope(0);
   Planner planner(pattern, hopper::forward_shape(s.problem()));
   planner.mark_unused();
-  ASSERT_TRUE(hopper::forward(s.problem(), {planner.get()}, context));
+  ASSERT_TRUE(hopper::forward(s.problem(), {planner.get()}, context, longest));
   expect_forward(s);
 }
 
@@ -732,7 +733,7 @@ double expect_rows(const char* what, Tensor& got, Index b, Index h, const double
   return worst;
 }
 
-void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = false) {
+void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = false, int longest = 0) {
   Data s(pattern, sizes);
   Gradients g(s, !spoil);
   if (spoil) {
@@ -748,7 +749,7 @@ void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = fal
   const auto rows = Planner(pattern, hopper::kBackwardShape).mark_unused().get();
   const auto cols = Planner(other, hopper::kBackwardShape).mark_unused().get();
   ASSERT_TRUE(hopper::forward(s.problem(), {plan}, context));
-  ASSERT_TRUE(hopper::backward(g.problem(s), {rows}, {cols}, context));
+  ASSERT_TRUE(hopper::backward(g.problem(s), {rows}, {cols}, context, longest));
   for (Tensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
     t->download();
   }
@@ -926,6 +927,36 @@ TEST_F(AttentionHopper, UnusedRowsMayBeNanInBackward) {
   check_backward(late_window(), {}, true);
 }
 
+/// Pieces begin and end within runs and, where heads share keys, within the queries of any head; later components join
+/// what earlier ones gave.
+TEST_F(AttentionHopper, TilesMayBeCut) {
+  for (const int longest : {1, 3}) {
+    for (const Pattern& pattern : patterns()) {
+      check_forward(pattern, {}, false, longest);
+    }
+    for (const Pattern& pattern : {causal(500), strided(700, 64), longformer(600, 60, 20), documents({100, 1, 363})}) {
+      for (const Index depth : {64, 128, 192, 256}) {
+        const Sizes sizes{depth == 64 ? DType::f16 : DType::bf16, 2, 6, 2, depth, depth > 64, 0.1, 128};
+        check_forward(pattern, sizes, false, longest);
+        check_backward(pattern, {sizes.dtype, 1, 3, 1, depth, depth > 64, 0.1}, false, longest);
+      }
+    }
+    check_forward(one_class(600, 4, 1), {}, true, longest);
+    check_backward(one_class(600, 4, 1), {}, true, longest);
+    check_forward(late_window(), {}, true, longest);
+    check_backward(late_window(), {}, true, longest);
+  }
+}
+
+/// Few rows against many keys: the schedule cuts by itself.
+TEST_F(AttentionHopper, LongRowsAreCut) {
+  for (const Pattern& pattern : {full(60, 5000), causal(2600)}) {
+    check_forward(pattern, {DType::bf16, 1, 2, 1, 128, true, 0.1});
+  }
+  check_backward(full(60, 3000), {DType::bf16, 1, 2, 1, 128, true, 0.1});
+  check_backward(full(3000, 60), {DType::bf16, 1, 2, 1, 64, true, 0.1});
+}
+
 TEST_F(AttentionHopper, HeadsMayDiffer) {
   const Pattern one = causal(500), two = window(500, 40);
   Data s(one, {DType::bf16, 2, 4, 2, 128, false, 0.1});
@@ -972,14 +1003,24 @@ TEST_F(AttentionHopper, RepeatsBitForBit) {
   const Pattern other = s.pattern.transposed();
   const hopper::Plans rows{Planner(s.pattern, hopper::kBackwardShape).get()};
   const hopper::Plans cols{Planner(other, hopper::kBackwardShape).get()};
-  ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context));
-  g.d_k.download();
-  const auto keys = g.d_k.host;
-  for (int n = 0; n < 100; ++n) {
-    ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context));
+  for (const int longest : {0, 3}) {
+    ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context, longest));
+    g.d_k.download();
+    const auto keys = g.d_k.host;
+    for (int n = 0; n < 100; ++n) {
+      ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context, longest));
+    }
+    g.d_k.download();
+    EXPECT_TRUE(keys == g.d_k.host);
   }
-  g.d_k.download();
-  EXPECT_TRUE(keys == g.d_k.host);
+  ASSERT_TRUE(hopper::forward(s.problem(), plans, context, 1));
+  s.o.download();
+  const auto cut = s.o.host;
+  for (int n = 0; n < 100; ++n) {
+    ASSERT_TRUE(hopper::forward(s.problem(), plans, context, 1));
+  }
+  s.o.download();
+  EXPECT_TRUE(cut == s.o.host);
 }
 
 // ------------------------------------------------------------------------------------------------------- times

@@ -33,7 +33,7 @@ constexpr int kMostColumns = 256;  // that registers have room for
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
-enum class Make : unsigned { forward, keys, queries, values, fill, statistics };
+enum class Make : unsigned { forward, keys, queries, values, fill, statistics, join };
 
 KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest) {
   return {"ops/attention/kernel_hopper_" + file + ".cuh",
@@ -78,6 +78,7 @@ KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype
 KernelSpec statistics_instance(DType dtype) {
   return {"ops/attention/kernel_rows.cuh", std::string("fretwork::attention_stats<") + device_type(dtype) + ", 8>"};
 }
+KernelSpec join_instance(DType dtype) { return instance("join", "join", dtype, ""); }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
@@ -87,6 +88,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     list.push_back(fill_instance(dtype));
     list.push_back(statistics_instance(dtype));
+    list.push_back(join_instance(dtype));
     for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
       for (const bool general : {false, true}) {
         list.push_back(forward_instance(dtype, columns, general));
@@ -102,9 +104,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<260> kernels;
+constinit KernelTable<262> kernels;
 
-/// Which kernel; the last two have neither columns nor another kind.
+/// Which kernel; the last three have neither columns nor another kind.
 struct Which {
   Make make;
   DType dtype;
@@ -115,7 +117,9 @@ struct Which {
     const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 |
                             static_cast<unsigned>(columns.depth / 64 - 1) << 2 |
                             static_cast<unsigned>(columns.values / 64 - 1) << 4;
-    return (make == Make::statistics ? 258u : 64 * static_cast<unsigned>(make)) + within;
+    constexpr unsigned kFill = 64 * static_cast<unsigned>(Make::fill);
+    const auto at = static_cast<unsigned>(make);
+    return (make < Make::fill ? 64 * at : kFill + 2 * (at - static_cast<unsigned>(Make::fill))) + within;
   }
   KernelSpec spec() const {
     switch (make) {
@@ -127,6 +131,8 @@ struct Which {
         return backward_instance(dtype, columns, make, general);
       case Make::fill:
         return fill_instance(dtype);
+      case Make::join:
+        return join_instance(dtype);
       case Make::statistics:
         break;
     }
@@ -288,23 +294,54 @@ DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
 // ---------------------------------------------------------------------------------------------- who does what
 
 struct Schedule {
-  std::size_t items, share;  ///< where they are in the memory of all schedules of a plan
+  std::size_t items, share, splits;  ///< where they are in the memory of all schedules of a plan
   int grid;
+  int split_count, parts;
 };
 
-Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device,
-                       Pieces& pieces) {
-  const auto lists = deal_tasks(component.steps, pairs, repeat, empty, driver::device_info(device).multiprocessors);
+/// A task as kernels read it, which begin somewhere in the runs of its tile.
+Item item_of(const Task& task, const Component& component, int steps, int heads) {
+  Item item{
+      task.tile, static_cast<int>(task.pair / heads), static_cast<int>(task.pair % heads), task.steps, 0, 0, task.part,
+      0};
+  if (task.steps > 0) {
+    const auto tile = static_cast<std::size_t>(task.tile);
+    item.turn = task.begin / steps;
+    item.skip = task.begin % steps;
+    for (item.run = static_cast<int>(component.first[tile]);
+         item.skip >= component.runs[static_cast<std::size_t>(item.run)].count; ++item.run) {
+      item.skip -= component.runs[static_cast<std::size_t>(item.run)].count;
+    }
+  }
+  return item;
+}
+
+Schedule make_schedule(const Component& component, const std::vector<int>& steps, const Pairs& pairs, int repeat,
+                       bool empty, int longest, int device, Pieces& pieces) {
+  const Deal deal = deal_tasks(steps, pairs, repeat, empty, driver::device_info(device).multiprocessors, longest);
   std::vector<Item> items;
   std::vector<int> share{0};
-  for (const auto& list : lists) {
+  for (const auto& list : deal.lists) {
     for (const Task& task : list) {
-      items.push_back({task.tile, static_cast<int>(task.pair / pairs.heads), static_cast<int>(task.pair % pairs.heads),
-                       component.steps[static_cast<std::size_t>(task.tile)] * repeat});
+      items.push_back(item_of(task, component, steps[static_cast<std::size_t>(task.tile)], pairs.heads));
     }
     share.push_back(static_cast<int>(items.size()));
   }
-  return {pieces.add(items), pieces.add(share), static_cast<int>(lists.size())};
+  std::vector<Split> splits;
+  for (const Cut& cut : deal.cuts) {
+    splits.push_back({cut.tile,
+                      static_cast<int>(cut.pair / pairs.heads),
+                      static_cast<int>(cut.pair % pairs.heads),
+                      cut.first,
+                      cut.count,
+                      {}});
+  }
+  return {pieces.add(items),
+          pieces.add(share),
+          pieces.add(splits),
+          static_cast<int>(deal.lists.size()),
+          static_cast<int>(splits.size()),
+          deal.parts()};
 }
 
 /// A plan and the schedules of its components for some number of heads.
@@ -333,10 +370,11 @@ std::shared_ptr<const DevicePlan> find_plan(const std::shared_ptr<const Plan>& p
 }
 
 std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan, const Pairs& pairs, int repeat,
-                                        const Context& context) {
+                                        int longest, const Context& context) {
   static PlanCache<Prepared>& cache = *std::make_unique<PlanCache<Prepared>>().release();
   const int device = context.device.index;
-  const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, device});
+  const Hash128 key =
+      hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, longest, device});
   auto prepared = cache.get(key, [&] {
     Prepared made{find_plan(plan, device), {}, {}, false, {}};
     Pieces pieces;
@@ -351,7 +389,8 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
     Pairs turn = pairs;
     for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {
       const bool empty = at == 0 && !made.fill;
-      made.schedules.push_back(make_schedule(made.component(at), turn, repeat, empty, device, pieces));
+      made.schedules.push_back(make_schedule(plan->components[made.order[at]], made.component(at).steps, turn, repeat,
+                                             empty, longest, device, pieces));
     }
     made.memory = pieces.upload(device);
     return made;
@@ -484,13 +523,60 @@ struct Launch {
   Which which;
   int grid;
   Params params;
+  JoinParams join{};  ///< of the parts, where there are any
+  int parts = 0;
+
+  /// Of memory for the parts.
+  std::size_t sums_bytes(int n) const { return static_cast<std::size_t>(parts) * kRows * 4 * join.lines[n]; }
+  std::size_t bytes() const {
+    const bool weighed = which.make == Make::forward;
+    return sums_bytes(0) + sums_bytes(1) + (weighed ? static_cast<std::size_t>(parts) * kRows * sizeof(Share) : 0);
+  }
 };
+
+/// What joins the parts of a launch; where they lie is told later.
+JoinParams join_of(const Prepared& prepared, std::size_t at) {
+  JoinParams join{};
+  join.splits = piece<Split>(prepared.memory, prepared.schedules[at].splits);
+  join.tiles = prepared.schedules[at].split_count;
+  join.row_tokens = piece<int>(prepared.plan->memory, prepared.component(at).rows.tokens);
+  return join;
+}
+
+void give_memory(Launch<ForwardParams>& launch, char* memory) {
+  launch.join.sums[0] = launch.params.sums = reinterpret_cast<float*>(memory);
+  launch.join.shares = launch.params.shares = reinterpret_cast<Share*>(memory + launch.sums_bytes(0));
+}
+void give_memory(Launch<BackwardParams>& launch, char* memory) {
+  launch.join.sums[0] = launch.params.sums[0] = reinterpret_cast<float*>(memory);
+  launch.join.sums[1] = launch.params.sums[1] = reinterpret_cast<float*>(memory + launch.sums_bytes(0));
+}
+
+/// Memory for the parts of all launches. Each has its own: a kernel may start before the one before it has ended.
+template <typename Params>
+std::size_t parts_bytes(const std::vector<Launch<Params>>& launches) {
+  return std::accumulate(launches.begin(), launches.end(), std::size_t{0},
+                         [](std::size_t sum, const Launch<Params>& launch) { return sum + launch.bytes(); });
+}
+template <typename Params>
+void give_parts(std::vector<Launch<Params>>& launches, const Workspace& memory) {
+  auto* at = static_cast<char*>(memory.data());
+  for (Launch<Params>& launch : launches) {
+    if (launch.parts > 0) {
+      give_memory(launch, at);
+      at += launch.bytes();
+    }
+  }
+}
 
 /// Has the kernels of all launches and of `others` ready; those that are new are compiled at once.
 template <typename Params>
 void prepare_kernels(const std::vector<Launch<Params>>& launches, std::vector<Which> others, int device) {
   for (const Launch<Params>& launch : launches) {
     others.push_back(launch.which);
+    if (launch.parts > 0) {
+      others.push_back({Make::join, launch.which.dtype});
+    }
   }
   kernels.prepare(std::span<const Which>(others), device);
 }
@@ -500,6 +586,12 @@ void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, c
   for (const Launch<Params>& launch : launches) {
     launch.which.kernel(context.device.index)
         .launch_behind(launch.grid, kThreads, shared_bytes, &launch.params, context.stream);
+    if (launch.parts > 0) {
+      const std::int64_t rows = std::int64_t{launch.join.tiles} * kRows * (launch.join.lines[1] > 0 ? 2 : 1);
+      Which{Make::join, launch.which.dtype}
+          .kernel(context.device.index)
+          .launch_behind(rows / kJoinWarps, 32 * kJoinWarps, 0, &launch.join, context.stream);
+    }
   }
 }
 
@@ -526,7 +618,18 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   params.merge = at > 0 || prepared.fill ? 1 : 0;
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
   params.value_depth = static_cast<int>(p.value_depth);
-  return Launch<ForwardParams>{{Make::forward, p.dtype, columns_of(p), c.general}, prepared.schedules[at].grid, params};
+  JoinParams join = join_of(prepared, at);
+  join.out[0] = params.o;
+  join.lse = params.lse;
+  join.lines[0] = columns_of(p).values;
+  join.depth[0] = params.value_depth;
+  join.head0 = params.head0;
+  join.merge = params.merge;
+  return Launch<ForwardParams>{{Make::forward, p.dtype, columns_of(p), c.general},
+                               prepared.schedules[at].grid,
+                               params,
+                               join,
+                               prepared.schedules[at].parts};
 }
 
 /// Zeros in all rows of x, and −∞ in lse where there is one.
@@ -607,7 +710,16 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.value_depth = static_cast<int>(p.value_depth);
   params.scale = static_cast<float>(p.scale);
   params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
-  return BackwardLaunch{{make, p.dtype, columns_of(p), c.general}, prepared.schedules[at].grid, params};
+  const Columns columns = columns_of(p);
+  JoinParams join = join_of(prepared, at);
+  std::copy(std::begin(params.out), std::end(params.out), join.out);
+  join.lines[0] = make == Make::values ? columns.values : columns.depth;
+  join.depth[0] = make == Make::values ? params.value_depth : params.depth;
+  join.lines[1] = make == Make::keys && !columns.deep() ? columns.values : 0;
+  join.depth[1] = params.value_depth;
+  join.merge = params.add;
+  return BackwardLaunch{
+      {make, p.dtype, columns, c.general}, prepared.schedules[at].grid, params, join, prepared.schedules[at].parts};
 }
 
 /// A gradient that is to be zero before anything is added to it.
@@ -618,7 +730,7 @@ struct Zeros {
 };
 
 /// What one direction of one range of heads launches; false where it cannot.
-bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, const RowStats* stats,
+bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, int longest, const RowStats* stats,
                   std::vector<std::shared_ptr<const Prepared>>& kept, std::vector<BackwardLaunch>& launches,
                   std::vector<Zeros>& zeros, const Context& context) {
   const Problem& p = b.forward;
@@ -626,7 +738,8 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
   const Heads heads{range.first, range.count, range.first / group, range.count / group};
   const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(keys ? heads.kv_count : heads.count),
                     keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p), launches.size() % 2 == 1};
-  const auto prepared = kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, context));
+  const auto prepared =
+      kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, longest, context));
   if (prepared->fill && keys) {
     zeros.push_back({from_head(b.d_k, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.depth});
     zeros.push_back({from_head(b.d_v, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.value_depth});
@@ -657,7 +770,7 @@ void let_start_early(std::vector<BackwardLaunch>& launches) {
 
 }  // namespace
 
-bool forward(const Problem& problem, const Plans& plans, Context& context) {
+bool forward(const Problem& problem, const Plans& plans, Context& context, int longest) {
   if (!suits(problem, context) ||
       !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan); })) {
     return false;
@@ -672,7 +785,7 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
   std::vector<HeadRange> fills;
   for (const HeadRange& range : ranges_of(plans, p.heads)) {
     const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p), false};
-    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, context));
+    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, longest, context));
     if (prepared->fill) {
       fills.push_back(range);
     }
@@ -684,6 +797,8 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
       launches.push_back(*launch);
     }
   }
+  const Workspace parts(context, parts_bytes(launches));
+  give_parts(launches, parts);
   prepare_kernels(launches, std::vector<Which>(fills.empty() ? 0 : 1, {Make::fill, p.dtype}), context.device.index);
   for (const HeadRange& range : fills) {
     launch_fill(p.dtype, from_head(p.o, range.first, 2), from_head(p.lse, range.first, 4),
@@ -709,7 +824,8 @@ bool forward(const Problem& problem, Context& context) {
   return forward(problem, plans, context);
 }
 
-bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context) {
+bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context,
+              int longest) {
   const Problem& p = problem.forward;
   const auto fit = [](const auto& plan) { return fits(*plan); };
   const std::int64_t group = p.heads / std::max<std::int64_t>(p.kv_heads, 1);
@@ -730,16 +846,18 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   std::vector<BackwardLaunch> launches;
   std::vector<Zeros> zeros;
   for (const HeadRange& range : wants_keys ? kv_ranges : std::vector<HeadRange>{}) {
-    if (!add_launches(problem, range, true, numbers, kept, launches, zeros, context)) {
+    if (!add_launches(problem, range, true, longest, numbers, kept, launches, zeros, context)) {
       return false;
     }
   }
   for (const HeadRange& range : problem.d_q.data != nullptr ? ranges : std::vector<HeadRange>{}) {
-    if (!add_launches(problem, range, false, numbers, kept, launches, zeros, context)) {
+    if (!add_launches(problem, range, false, longest, numbers, kept, launches, zeros, context)) {
       return false;
     }
   }
   let_start_early(launches);
+  const Workspace parts(context, parts_bytes(launches));
+  give_parts(launches, parts);
   std::vector<Which> others{{Make::statistics, p.dtype}};
   if (!zeros.empty()) {
     others.push_back({Make::fill, p.dtype});

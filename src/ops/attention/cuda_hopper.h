@@ -16,11 +16,13 @@ namespace fretwork::attention_op::hopper {
 bool forward(const Problem& problem, Context& context);
 bool backward(const BackwardProblem& problem, Context& context);
 
-/// The same over given plans of these shapes, one for each of the problem's patterns, which are not looked at.
+/// The same over given plans of these shapes, one for each of the problem's patterns, which are not looked at. Row
+/// tiles of more than `longest` steps are cut, or those that would be waited for where it is 0.
 TileShape forward_shape(const Problem& problem);
 inline constexpr TileShape kBackwardShape{128, 64};
 using Plans = std::vector<std::shared_ptr<const Plan>>;
-bool forward(const Problem& problem, const Plans& plans, Context& context);
-bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context);
+bool forward(const Problem& problem, const Plans& plans, Context& context, int longest = 0);
+bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context,
+              int longest = 0);
 
 }  // namespace fretwork::attention_op::hopper

@@ -205,6 +205,20 @@ __device__ __forceinline__ void put_rows(const float (&d)[kDepth / 2], u32 buffe
   }
 }
 
+/// A thread's sums of rows `row` and `row` + 8 times `factor`, to where parts lie.
+template <int kDepth>
+__device__ __forceinline__ void put_part(float* sums, int part, int row, const float (&d)[kDepth / 2], float factor) {
+  float* const to = sums + (static_cast<i64>(part) * kRows + row) * kDepth + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int j = 0; j < kDepth / 8; ++j) {
+      *reinterpret_cast<float2*>(to + h * 8 * kDepth + 8 * j) =
+          float2{d[4 * j + 2 * h] * factor, d[4 * j + 2 * h + 1] * factor};
+    }
+  }
+}
+
 /// What a lane takes of put_rows' rows, the n-th of kDepth / 16 times: 16 bytes, so that a warp sees whole lines.
 struct Unit {
   int row, col;  ///< of the warp's rows

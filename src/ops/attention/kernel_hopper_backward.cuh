@@ -22,6 +22,7 @@ struct BackwardShared {
   static constexpr u32 kColHalf = kStream * 128, kColTile = kMostHalves * kColHalf;
   u64 row_full[2], row_empty[2], full[kStages], empty[kStages];
   int4 items[2], steps[kStages];
+  int parts[2];
   alignas(16) float stats[kStages][2][kStream];  ///< of keys' and values' columns
   int used[kStages];
 };
@@ -33,19 +34,21 @@ __device__ __forceinline__ void walk_steps(const BackwardParams& p, Step step) {
   const Walk& walk = p.walk;
 #pragma unroll 1
   for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i) {
-    const int4 item = record(walk.items, i);
-    int head = kKeys ? item.z * p.group : item.z / p.group;
-    do {
+    const int4 item = record(walk.items, 2 * i), from = record(walk.items, 2 * i + 1);
+    int head = kKeys ? item.z * p.group + from.w : item.z / p.group, r = from.x;
+    int tile = item.w > 0 ? record(walk.runs, 2 * r).x + from.y : 0;
 #pragma unroll 1
-      for (int r = word(walk.first, item.x); r < word(walk.first, item.x + 1); ++r) {
-        const int4 run = record(walk.runs, 2 * r);
-        int tile = run.x;
-#pragma unroll 1
-        for (int n = run.y; n > 0; --n, ++tile) {
-          step(item.y, head, r, tile);
+    for (int left = item.w; left > 0; --left) {
+      step(item.y, head, r, tile);
+      const int4 run = record(walk.runs, 2 * r);
+      if (++tile == run.x + run.y && left > 1) {
+        if (++r == word(walk.first, item.x + 1) && kKeys) {
+          r = word(walk.first, item.x);
+          ++head;
         }
+        tile = record(walk.runs, 2 * r).x;
       }
-    } while (kKeys && ++head % p.group != 0);
+    }
   }
 }
 
@@ -76,12 +79,13 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
   Ring<2> ring(1);
 #pragma unroll 1
   for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, ring.next()) {
-    const int4 item = record(walk.items, i);
+    const int4 item = record(walk.items, 2 * i);
     mbarrier::wait(shared_address(&shared.row_empty[ring.stage]), ring.parity);
     if (threadIdx.x == 0) {
       const int4 place = record(walk.row_tiles, item.x);
       const u32 full = shared_address(&shared.row_full[ring.stage]), to = rows + ring.stage * 2 * S::kRowTile;
       shared.items[ring.stage] = {item.w, item.y, item.z, item.x};
+      shared.parts[ring.stage] = record(walk.items, 2 * i + 1).z;
       mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.row_places);
       fetch<S::kHalves>(p.rows[0], to, S::kRowHalf, full, place, item.y, item.z);
       fetch<S::kValueHalves>(p.rows[1], to + S::kRowTile, S::kRowHalf, full, place, item.y, item.z);
@@ -183,11 +187,17 @@ __device__ __forceinline__ void add_words(T* to, const u32 (&words)[4]) {
 }
 
 /// Rounds a warp's rows times `factor` and stores their `depth` columns through its share of `buffer`, or adds them to
-/// what is there.
+/// what is there. A part goes to its place as it is.
 template <typename T, int kDepth>
-__device__ __forceinline__ void store_gradient(const BackwardParams& p, const Lines& out, int depth, const int4& item,
-                                               int own, float (&d)[kDepth / 2], float factor, u32 buffer) {
+__device__ __forceinline__ void store_gradient(const BackwardParams& p, int which, int depth, const int4& item,
+                                               int part, int own, float (&d)[kDepth / 2], float factor, u32 buffer) {
   constexpr u32 kHalf = kRows * 128;
+  const Lines& out = p.out[which];
+  if (part >= 0) {
+    const int row = static_cast<int>(threadIdx.x / 128 * 64 - 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
+    put_part<kDepth>(p.sums[which], part, row, d, factor);
+    return;
+  }
 #pragma unroll
   for (float& sum : d) {
     sum *= factor;
@@ -209,6 +219,11 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& p, const Li
       }
     }
   }
+}
+
+/// The part that an item is, as lane 0 reads it, which is the lane that releases its place.
+__device__ __forceinline__ int read_part(const int& part) {
+  return __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? part : 0, 0);
 }
 
 /// What a kernel does before it reads anything that another may have written. One that is early does not wait for the
@@ -345,8 +360,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
     const int4 note = read_note(shared.items[items.stage]);
     const int own = own_token(p.walk, note.w, warpgroup);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kDepth>(p, p.out[0], p.depth, note, own, dk, p.scale, k);
-    store_gradient<T, kValues>(p, p.out[1], p.value_depth, note, own, dv, 1.0f, v);
+    const int part = read_part(shared.parts[items.stage]);
+    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dk, p.scale, k);
+    store_gradient<T, kValues>(p, 1, p.value_depth, note, part, own, dv, 1.0f, v);
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), static_cast<int>(items.stage));
   }
@@ -434,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
     wgmma::wait<0>();
     release(empty, pending);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kDepth>(p, p.out[0], p.depth, note, own, dq, p.scale, q);
+    store_gradient<T, kDepth>(p, 0, p.depth, note, read_part(shared.parts[items.stage]), own, dq, p.scale, q);
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), static_cast<int>(items.stage));
   }

@@ -27,6 +27,7 @@ struct DeepShared {
   static constexpr u32 kCols = (kOf == Deep::values ? 1 : 2) * kRowTile, kOtherCols = kCols + kStages * kColTile;
   u64 row_full[2], row_empty[2], full[kStages], empty[kStages], other_full[kOtherStages], other_empty[kOtherStages];
   int4 item, steps[kStages];
+  int part;
   alignas(16) float stats[kStages][2][kStream];
   int used[kStages];
 };
@@ -42,11 +43,12 @@ __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepSha
   Ring<1> ring(1);
 #pragma unroll 1
   for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, ring.next()) {
-    const int4 item = record(walk.items, i);
+    const int4 item = record(walk.items, 2 * i);
     if (threadIdx.x == 0) {
       const int4 place = record(walk.row_tiles, item.x);
       mbarrier::wait(empty, ring.parity);
       shared.item = {item.w, item.y, item.z, item.x};
+      shared.part = record(walk.items, 2 * i + 1).z;
       mbarrier::arrive_expect(full, S::kHalves * 128 * walk.row_places);
       fetch<S::kHalves>(p.rows[0], rows, S::kRowHalf, full, place, item.y, item.z);
       if constexpr (kOf != Deep::values) {
@@ -246,10 +248,11 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
     wgmma::wait<0>();
     release_step();
     const int4 note = read_note(shared.item);
+    const int part = read_part(shared.part);
     release(row_empty, 0);  // the next item's rows of this operand come while these sums leave through the other's
     const int own = own_token(p.walk, note.w, warpgroup);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kDepth>(p, p.out[0], p.depth, note, own, sums, p.scale, other_rows);
+    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, sums, p.scale, other_rows);
     fence_async_proxy();  // the next rows come by the copy engine
     release(row_empty, 1);
   }
@@ -348,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid
       end_values();
     }
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kValues>(p, p.out[0], p.value_depth, note, own, dv, 1.0f, k);
+    store_gradient<T, kValues>(p, 0, p.value_depth, note, read_part(shared.part), own, dv, 1.0f, k);
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), 0);
   }

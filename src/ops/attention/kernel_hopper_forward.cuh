@@ -16,7 +16,7 @@ struct ForwardShared {
   static constexpr u32 kColHalf = kCols * 128, kKeyTile = kHalves * kColHalf, kValueTile = kValueHalves * kColHalf;
   u64 q_full[kItems], q_empty[kItems], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   int4 items[kItems], steps[kStages];
-  int used[kStages];
+  int parts[kItems], used[kStages];
 };
 
 /// Fetches everything this CTA needs, in the order in which it is used.
@@ -33,25 +33,27 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
   const int end = __ldg(walk.share + blockIdx.x + 1);
 #pragma unroll 1
   for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i, items.next()) {
-    const int4 item = record(walk.items, i);
+    const int4 item = record(walk.items, 2 * i), from = record(walk.items, 2 * i + 1);
     const int4 place = record(walk.row_tiles, item.x);
-    const int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1);
     mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
     const u32 q_full = shared_address(&shared.q_full[items.stage]);
     shared.items[items.stage] = {item.w, item.y, item.z, item.x};
+    shared.parts[items.stage] = from.z;
     mbarrier::arrive_expect(q_full, row_bytes);
     fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
     const int kv_head = (p.head0 + item.z) / p.group;
 #pragma unroll 1
-    for (int r = first; r < last; ++r) {
+    for (int r = from.x, skip = from.y, left = item.w; left > 0; ++r, skip = 0) {
       const int4 run = record(walk.runs, 2 * r);
+      const int first = run.x + skip, count = min(run.y - skip, left);
+      left -= count;
 #pragma unroll 1
-      for (int n = 0; n < run.y; ++n, ring.next()) {
-        const int4 tile = record(walk.col_tiles, run.x + n);
+      for (int n = 0; n < count; ++n, ring.next()) {
+        const int4 tile = record(walk.col_tiles, first + n);
         mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
         const u32 k_full = shared_address(&shared.k_full[ring.stage]);
         shared.steps[ring.stage] = mask_of(walk, r);
-        shared.used[ring.stage] = word(walk.col_used, run.x + n);
+        shared.used[ring.stage] = word(walk.col_used, first + n);
         mbarrier::arrive_expect(k_full, key_bytes);
         fetch<kHalves>(p.k, k + ring.stage * S::kKeyTile, S::kColHalf, k_full, tile, item.y, kv_head);
         mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
@@ -192,6 +194,21 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& i
   }
 }
 
+/// A thread's sums as they stand, for those who join them.
+template <int kValues>
+__device__ __forceinline__ void store_part(const ForwardParams& p, int part, int row, const float (&o)[kValues / 2],
+                                           const RunningRows& rows) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (threadIdx.x % 4 == 0) {
+      p.shares[part * kRows + row + 8 * h] = {rows.most[h] * p.scale, sum};
+    }
+  }
+  put_part<kValues>(p.sums, part, row, o, 1.0f);
+}
+
 /// kGeneral: there are masks of bits, or keys that nothing uses.
 template <typename T, int kDepth, int kValues, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
@@ -303,7 +320,12 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       behind.next();
     }
     named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-    store_rows<T, kValues>(p, note, token, o, rows, own, S::kRowHalf);
+    const int part = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.parts[items.stage] : 0, 0);
+    if (part >= 0) {
+      store_part<kValues>(p, part, row, o, rows);
+    } else {
+      store_rows<T, kValues>(p, note, token, o, rows, own, S::kRowHalf);
+    }
     fence_async_proxy();  // the next q comes by the copy engine
     release(shared_address(shared.q_empty), static_cast<int>(items.stage));
   }

@@ -51,9 +51,23 @@ struct RunOf {
   int kind, low, high, limit;
 };
 
-/// One thing to do for a CTA: a row tile of one head of one batch, `steps` pairs of tiles.
+/// One thing to do for a CTA: a row tile of one head of one batch, `steps` pairs of tiles. They begin `skip` tiles into
+/// run `run`; where rows are keys, with query head `turn` of those that share them. `part` is where results go that are
+/// to be joined with those of other items, −1 where the item is a whole tile.
 struct Item {
   int tile, batch, head, steps;
+  int run, skip, part, turn;
+};
+
+/// A row tile whose results lie in parts [first, first + count).
+struct Split {
+  int tile, batch, head, first, count, unused[3];
+};
+
+/// What a row has from a part of its columns, beside its sums: the highest score in units of log 2, and the sum of
+/// exp2(score − highest).
+struct Share {
+  float highest, sum;
 };
 
 /// A plan's component and who does what. CTA c does items [share[c], share[c + 1]).
@@ -79,6 +93,8 @@ struct ForwardParams {
   Source q, k, v;
   Walk walk;
   Lines o, lse;
+  float* sums;      ///< of parts: kRows lines each
+  Share* shares;    ///< of each of those lines
   int group;        ///< query heads that share a key head
   int head0;        ///< the first head of o and lse, and where q begins
   int merge;        ///< 1: o and lse hold what earlier components gave
@@ -91,7 +107,8 @@ struct BackwardParams {
   Source rows[2];  ///< k and v, or q and d_o
   Source cols[2];  ///< q and d_o, or k and v
   Walk walk;
-  Lines out[2];  ///< d_k and d_v, or d_q
+  Lines out[2];    ///< d_k and d_v, or d_q
+  float* sums[2];  ///< of parts: kRows lines each
   const RowStats* stats;
   int stats_batch, stats_head;
   int group;  ///< query heads that share a key head
@@ -99,6 +116,22 @@ struct BackwardParams {
   int early;  ///< 1: the kernel before waited for all that came before it, and its own results are not needed here
   int depth, value_depth;
   float scale, scale_2;  ///< the latter times log2(e)
+};
+
+inline constexpr int kJoinWarps = 4;
+
+/// Joins the parts of rows and puts them where they belong: with `shares` by the log-sum-exp, else by adding up.
+struct JoinParams {
+  const Split* splits;
+  int tiles;  ///< how many
+  const int* row_tokens;
+  const float* sums[2];  ///< of one or two results
+  const Share* shares;
+  Lines out[2], lse;
+  int lines[2];  ///< columns that a line of sums has
+  int depth[2];  ///< and those of the results
+  int head0;     ///< the first head of results
+  int merge;     ///< 1: results hold what earlier components gave
 };
 
 /// Rows that no element reaches.

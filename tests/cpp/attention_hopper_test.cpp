@@ -592,8 +592,8 @@ void expect_forward(Data& s) {
               static_cast<long long>(s.sizes.depth), worst, worst_lse);
 }
 
-/// Row tiles of more than `longest` steps are cut, where it is not 0.
-void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = false, int longest = 0) {
+/// Row tiles of more than `longest` steps are cut, where it is not 0, and `pack` heads share a tile.
+void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = false, int longest = 0, int pack = 1) {
   Data s(pattern, sizes);
   if (spoil) {
     s.spoil_unused();
@@ -601,7 +601,9 @@ void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = fals
   s.upload();
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
-  Planner planner(pattern, hopper::forward_shape(s.problem()));
+  TileShape shape = hopper::forward_shape(s.problem());
+  shape.rows /= pack;
+  Planner planner(pattern, shape);
   planner.mark_unused();
   ASSERT_TRUE(hopper::forward(s.problem(), {planner.get()}, context, longest));
   expect_forward(s);
@@ -955,6 +957,26 @@ TEST_F(AttentionHopper, LongRowsAreCut) {
   }
   check_backward(full(60, 3000), {DType::bf16, 1, 2, 1, 128, true, 0.1});
   check_backward(full(3000, 60), {DType::bf16, 1, 2, 1, 64, true, 0.1});
+}
+
+/// Heads that share keys fill a tile together; their tiles may be cut as well, and may be many.
+TEST_F(AttentionHopper, HeadsMayShareTiles) {
+  for (const int pack : {2, 4, 8}) {
+    const Index rows = 128 / pack;
+    for (const int longest : {0, 1}) {
+      for (const bool tokens_first : {false, true}) {
+        const Sizes sizes{DType::bf16, 2, 16, 2, 128, tokens_first, 0.1};
+        for (const Index some : {rows, rows - 3, rows / 2 + 1, 3 * rows + 1}) {
+          const Index first = 700 - some;
+          check_forward({"late causal", some, 700, {{band(-1000, first)}}}, sizes, false, longest, pack);
+        }
+        check_forward(strided(200, 16), {DType::f16, 2, 8, 1, 64, tokens_first, 0.1, 128}, false, longest, pack);
+        check_forward(neighbourhood(16, 20, 5, rows / 4, 4), {DType::bf16, 1, 8, 1, 192, tokens_first, 0.1}, false,
+                      longest, pack);
+        check_forward(late_window(), sizes, true, longest, pack);
+      }
+    }
+  }
 }
 
 TEST_F(AttentionHopper, HeadsMayDiffer) {

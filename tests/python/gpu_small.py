@@ -134,6 +134,16 @@ def attention(device):
     fw.attention(q, k, v, [pattern, other, other, pattern]).square().sum().backward()
 
 
+def long_attention(device):
+    """Few rows against many keys, and few keys against many rows: tiles are cut, and heads share them."""
+    for depth, text in ((64, "causal((40,5000))"), (128, "full((5000,40))"), (192, "sinks((20,3000),4,2500)")):
+        pattern = fw.Pattern.parse(text)
+        rows, cols = pattern.shape
+        q, k, v = (tensor(device, torch.bfloat16, 1, h, s, depth) for h, s in ((4, rows), (2, cols), (2, cols)))
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        fw.attention(*leaves, pattern).square().sum().backward()
+
+
 def decoding(device):
     for dtype, depth in ((torch.float16, 64), (torch.bfloat16, 128)):
         pattern = fw.patterns.sinks((2, 1500), 4, 900)
@@ -166,7 +176,8 @@ def two_four(device):
         torch.ops.fretwork.two_four_prune_both(A, torch.int16)
 
 
-PARTS = (products, long_rows, softmax, packing, kronecker, chains, attention, decoding, operators, two_four)
+ATTENTIONS = (attention, long_attention, decoding, operators)
+PARTS = (products, long_rows, softmax, packing, kronecker, chains, *ATTENTIONS, two_four)
 
 
 def main(device: str = "cuda", *names: str) -> None:

@@ -414,9 +414,11 @@ Operand from_head(Operand x, std::int64_t head, std::int64_t bytes) {
   return x;
 }
 
-/// `sizes`: batch, heads, tokens.
-std::optional<Source> make_source(const Operand& x, const std::array<std::int64_t, 3>& sizes, std::int64_t depth,
-                                  const Side& side) {
+/// `sizes`: batch, heads, tokens. With `pack` heads in a tile, of `room` rows each, sizes counts such heads.
+std::optional<Source> make_source(Operand x, const std::array<std::int64_t, 3>& sizes, std::int64_t depth,
+                                  const Side& side, int pack = 1, int room = 0) {
+  const std::int64_t next_head = x.head;
+  x.head *= pack;
   const std::int64_t unit =
       std::gcd(x.row, std::gcd(sizes[1] > 1 ? x.head : 0, sizes[0] > 1 ? x.batch : 0));  // in elements
   const std::int64_t batch = sizes[0] > 1 ? x.batch / unit : 0, head = sizes[1] > 1 ? x.head / unit : 0;
@@ -427,15 +429,19 @@ std::optional<Source> make_source(const Operand& x, const std::array<std::int64_
   }
   std::vector<std::uint64_t> lengths{static_cast<std::uint64_t>(depth)}, steps;
   std::vector<std::uint32_t> box{64};
-  const bool three = side.order.extent[0] > 1;
+  const bool three = side.order.extent[0] > 1 || pack > 1;
   for (std::size_t k = kTileAxes; k-- > (three ? 0u : 1u);) {
-    const int extent = side.order.extent[k];
-    const std::int64_t stride = extent > 1 ? side.order.stride[k] * x.row : unit;  // of one place it does not matter
+    const bool heads = k == 0 && pack > 1;
+    const int extent = heads ? pack : side.order.extent[k];
+    const std::int64_t stride = heads        ? next_head
+                                : extent > 1 ? side.order.stride[k] * x.row
+                                             : unit;  // of one place it does not matter
     if (stride <= 0 || stride >= 1LL << 38) {
       return std::nullopt;
     }
     lengths.push_back(static_cast<std::uint64_t>(extent));
-    box.push_back(static_cast<std::uint32_t>(extent));
+    const bool fills = k + 1 == kTileAxes && side.order.extent[1] == 1;  // the room of a head, with zeros
+    box.push_back(static_cast<std::uint32_t>(fills ? std::max(extent, room) : extent));
     steps.push_back(static_cast<std::uint64_t>(2 * stride));
   }
   lengths.push_back(static_cast<std::uint64_t>(places));
@@ -600,7 +606,9 @@ void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, c
 std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared,
                                                     std::size_t at) {
   const DeviceComponent& c = prepared.component(at);
-  const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count, p.rows}, p.depth, c.rows);
+  const int rows = range.plan->shape.rows, pack = kRows / rows;
+  const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count / pack, p.rows}, p.depth, c.rows,
+                             pack, pack > 1 ? rows : 0);
   const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.cols);
   const auto v = make_source(p.v, {p.batch, p.kv_heads, p.cols}, p.value_depth, c.cols);
   if (!q || !k || !v) {
@@ -611,6 +619,8 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   params.k = *k;
   params.v = *v;
   params.walk = walk_of(prepared, at);
+  params.walk.row_places = pack > 1 ? kRows : params.walk.row_places;
+  params.pack = std::countr_zero(static_cast<unsigned>(pack));
   params.o = lines_of(p.o);
   params.lse = lines_of(p.lse);
   params.group = static_cast<int>(p.heads / p.kv_heads);
@@ -624,12 +634,43 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   join.lines[0] = columns_of(p).values;
   join.depth[0] = params.value_depth;
   join.head0 = params.head0;
+  join.pack = params.pack;
   join.merge = params.merge;
   return Launch<ForwardParams>{{Make::forward, p.dtype, columns_of(p), c.general},
                                prepared.schedules[at].grid,
                                params,
                                join,
                                prepared.schedules[at].parts};
+}
+
+/// Can the copy engine bring the rows of all heads that share a tile, each head's in its room?
+bool packs(const Plan& plan) {
+  return plan.shape.rows == kRows ||
+         std::all_of(plan.components.begin(), plan.components.end(), [&](const Component& c) {
+           const auto& extent = c.row_order.extent;
+           return extent[0] == 1 && (extent[1] == 1 || extent[1] * extent[2] == plan.shape.rows);
+         });
+}
+
+/// A plan by which heads that share keys share tiles as well, where each has so few rows that most of a tile would be
+/// empty; null where there is none that takes fewer steps. `alone` is the plan without.
+std::shared_ptr<const Plan> packed_plan(const Problem& p, const Plan& alone) {
+  const std::int64_t group = p.heads / p.kv_heads;
+  int pack = 1;
+  while (pack < 8 && group % (2 * pack) == 0 && 2 * pack * p.rows <= kRows) {
+    pack *= 2;
+  }
+  const auto same = [&](const auto& pattern) { return pattern == p.patterns.front(); };
+  if (pack == 1 || p.q.head == 0 || !std::all_of(p.patterns.begin(), p.patterns.end(), same)) {
+    return nullptr;
+  }
+  const int rows = kRows / pack;
+  auto made = plan(*p.patterns.front(), {rows, alone.shape.cols});
+  const auto pairs = [](std::int64_t sum, const Component& c) { return sum + c.pairs; };
+  const auto steps = [&](const Plan& of) {
+    return std::accumulate(of.components.begin(), of.components.end(), std::int64_t{0}, pairs);
+  };
+  return packs(*made) && steps(*made) < pack * steps(alone) ? made : nullptr;
 }
 
 /// Zeros in all rows of x, and −∞ in lse where there is one.
@@ -772,7 +813,7 @@ void let_start_early(std::vector<BackwardLaunch>& launches) {
 
 bool forward(const Problem& problem, const Plans& plans, Context& context, int longest) {
   if (!suits(problem, context) ||
-      !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan); })) {
+      !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan) && packs(*plan); })) {
     return false;
   }
   Problem p = problem;
@@ -784,7 +825,9 @@ bool forward(const Problem& problem, const Plans& plans, Context& context, int l
   std::vector<Launch<ForwardParams>> launches;
   std::vector<HeadRange> fills;
   for (const HeadRange& range : ranges_of(plans, p.heads)) {
-    const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p), false};
+    const int pack = kRows / range.plan->shape.rows;
+    const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count) / pack, std::max(1, together(p) / pack),
+                      false};
     const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, longest, context));
     if (prepared->fill) {
       fills.push_back(range);
@@ -820,6 +863,9 @@ bool forward(const Problem& problem, Context& context) {
   Plans plans;
   for (const auto& pattern : problem.patterns) {
     plans.push_back(plan(*pattern, forward_shape(problem)));
+  }
+  if (const auto packed = packed_plan(problem, *plans.front())) {
+    plans.assign(1, packed);
   }
   return forward(problem, plans, context);
 }

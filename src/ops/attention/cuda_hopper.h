@@ -16,8 +16,9 @@ namespace fretwork::attention_op::hopper {
 bool forward(const Problem& problem, Context& context);
 bool backward(const BackwardProblem& problem, Context& context);
 
-/// The same over given plans of these shapes, one for each of the problem's patterns, which are not looked at. Row
-/// tiles of more than `longest` steps are cut, or those that would be waited for where it is 0.
+/// The same over given plans of these shapes, one for each of the problem's patterns, which are not looked at. Forward
+/// plans may have a half, a quarter or an eighth of the rows where as many heads share keys and have the same plan:
+/// they share tiles. Row tiles of more than `longest` steps are cut, or those that would be waited for where it is 0.
 TileShape forward_shape(const Problem& problem);
 inline constexpr TileShape kBackwardShape{128, 64};
 using Plans = std::vector<std::shared_ptr<const Plan>>;

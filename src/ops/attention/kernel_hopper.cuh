@@ -149,9 +149,10 @@ __device__ __forceinline__ void begin_after_earlier_kernel() {
   let_next_kernel_start();
 }
 
-/// The token of the row (lane % 16 of the warp's 16) that a lane answers for, or −1.
-__device__ __forceinline__ int own_token(const Walk& walk, int tile, int warpgroup) {
-  return __ldg(walk.row_tokens + tile * kRows + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16);
+/// The token of the row (lane % 16 of the warp's 16) that a lane answers for, or −1. Tiles have kRows >> pack of them.
+__device__ __forceinline__ int own_token(const Walk& walk, int tile, int warpgroup, int pack = 0) {
+  const int rows = kRows >> pack, row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+  return __ldg(walk.row_tokens + tile * rows + (row & (rows - 1)));
 }
 
 /// s = left · rightᵀ: 64 rows of a tile and kCols rows of another, both with columns as their unit axis in halves of

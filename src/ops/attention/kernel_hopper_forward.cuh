@@ -41,7 +41,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
     shared.parts[items.stage] = from.z;
     mbarrier::arrive_expect(q_full, row_bytes);
     fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
-    const int kv_head = (p.head0 + item.z) / p.group;
+    const int kv_head = (p.head0 + (item.z << p.pack)) / p.group;
 #pragma unroll 1
     for (int r = from.x, skip = from.y, left = item.w; left > 0; ++r, skip = 0) {
       const int4 run = record(walk.runs, 2 * r);
@@ -196,8 +196,9 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& i
 
 /// A thread's sums as they stand, for those who join them.
 template <int kValues>
-__device__ __forceinline__ void store_part(const ForwardParams& p, int part, int row, const float (&o)[kValues / 2],
+__device__ __forceinline__ void store_part(const ForwardParams& p, int part, const float (&o)[kValues / 2],
                                            const RunningRows& rows) {
+  const int row = static_cast<int>(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) - 64;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
@@ -235,18 +236,20 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
   }
   more_registers<240>();
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
-  const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+  const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+  const int row = (warp_row + static_cast<int>(threadIdx.x) % 32 / 4) & ((kRows >> p.pack) - 1);  // of its head's
   const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
   Ring<S::kItems> items(0);
   Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
   for (;; items.next()) {
     mbarrier::wait(shared_address(&shared.q_full[items.stage]), items.parity);
-    const int4 note = read_note(shared.items[items.stage]);
+    int4 note = read_note(shared.items[items.stage]);
     if (note.x < 0) {
       break;
     }
+    note.z = (note.z << p.pack) + (warp_row << p.pack) / kRows;
     const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
-    const int token = own_token(p.walk, note.w, warpgroup);
+    const int token = own_token(p.walk, note.w, warpgroup, p.pack);
     if (p.merge != 0) {
       prefetch_row<T, kValues>(p, note, token);
     }
@@ -322,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
     const int part = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.parts[items.stage] : 0, 0);
     if (part >= 0) {
-      store_part<kValues>(p, part, row, o, rows);
+      store_part<kValues>(p, part, o, rows);
     } else {
       store_rows<T, kValues>(p, note, token, o, rows, own, S::kRowHalf);
     }

@@ -44,21 +44,21 @@ __global__ void __launch_bounds__(32 * kJoinWarps) join(const __grid_constant__ 
   const int index = at - which * p.tiles * kRows, row = index % kRows;
   wait_for_earlier_kernel();
   const Split split = p.splits[index / kRows];
-  const int token = p.row_tokens[split.tile * kRows + row];
+  const int rows = kRows >> p.pack, token = p.row_tokens[split.tile * rows + (row & (rows - 1))];
+  const int head = p.head0 + (split.head << p.pack) + row / rows;
   if (token < 0) {
     return;
   }
   const i64 first = static_cast<i64>(split.first) * kRows + row;
   const bool weighed = p.shares != nullptr;
-  float* const lse = static_cast<float*>(p.lse.data) + split.batch * p.lse.batch + (p.head0 + split.head) * p.lse.head +
-                     token * p.lse.row;
+  float* const lse =
+      static_cast<float*>(p.lse.data) + split.batch * p.lse.batch + head * p.lse.head + token * p.lse.row;
   RowShares shares;
   if (weighed) {
     shares.add_up(p.shares + first, split.count, p.merge != 0 ? *lse * kLog2e : -infinity());
   }
   const Lines& out = p.out[which];
-  T* const to =
-      static_cast<T*>(out.data) + split.batch * out.batch + (p.head0 + split.head) * out.head + token * out.row;
+  T* const to = static_cast<T*>(out.data) + split.batch * out.batch + head * out.head + token * out.row;
   const float factor = shares.sum == 0.0f ? 0.0f : 1.0f / shares.sum;
   for (int col = 4 * lane; col < p.depth[which]; col += 128) {
     const float* from = p.sums[which] + first * p.lines[which] + col;

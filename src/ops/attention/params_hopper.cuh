@@ -89,6 +89,8 @@ struct Lines {
   long long batch, head, row;
 };
 
+/// Where a tile's rows are those of 2^pack heads that share keys, one head after the other, item.head counts such
+/// heads.
 struct ForwardParams {
   Source q, k, v;
   Walk walk;
@@ -97,6 +99,7 @@ struct ForwardParams {
   Share* shares;    ///< of each of those lines
   int group;        ///< query heads that share a key head
   int head0;        ///< the first head of o and lse, and where q begins
+  int pack;         ///< log2 of the heads in a tile
   int merge;        ///< 1: o and lse hold what earlier components gave
   int value_depth;  ///< columns of o; q, k and v have zeros beyond theirs
   float scale;      ///< times log2(e)
@@ -131,6 +134,7 @@ struct JoinParams {
   int lines[2];  ///< columns that a line of sums has
   int depth[2];  ///< and those of the results
   int head0;     ///< the first head of results
+  int pack;      ///< log2 of the heads in a tile
   int merge;     ///< 1: results hold what earlier components gave
 };
 

@@ -932,19 +932,19 @@ TEST_F(AttentionHopper, UnusedRowsMayBeNanInBackward) {
 /// Pieces begin and end within runs and, where heads share keys, within the queries of any head; later components join
 /// what earlier ones gave.
 TEST_F(AttentionHopper, TilesMayBeCut) {
+  for (const Pattern& pattern : patterns()) {
+    check_forward(pattern, {}, false, 3);
+  }
   for (const int longest : {1, 3}) {
-    for (const Pattern& pattern : patterns()) {
-      check_forward(pattern, {}, false, longest);
-    }
-    for (const Pattern& pattern : {causal(500), strided(700, 64), longformer(600, 60, 20), documents({100, 1, 363})}) {
-      for (const Index depth : {64, 128, 192, 256}) {
-        const Sizes sizes{depth == 64 ? DType::f16 : DType::bf16, 2, 6, 2, depth, depth > 64, 0.1, 128};
+    for (const Pattern& pattern : {causal(300), strided(400, 64), longformer(400, 60, 20), documents({100, 1, 263})}) {
+      for (const Index depth : {64, 128, 256}) {
+        const Sizes sizes{depth == 64 ? DType::f16 : DType::bf16, 1, 2, 1, depth, depth > 64, 0.1};
         check_forward(pattern, sizes, false, longest);
-        check_backward(pattern, {sizes.dtype, 1, 3, 1, depth, depth > 64, 0.1}, false, longest);
+        check_backward(pattern, sizes, false, longest);
       }
     }
     check_forward(one_class(600, 4, 1), {}, true, longest);
-    check_backward(one_class(600, 4, 1), {}, true, longest);
+    check_backward(one_class(300, 4, 1), {}, true, longest);
     check_forward(late_window(), {}, true, longest);
     check_backward(late_window(), {}, true, longest);
   }
@@ -967,10 +967,10 @@ TEST_F(AttentionHopper, HeadsMayShareTiles) {
       for (const bool tokens_first : {false, true}) {
         const Sizes sizes{DType::bf16, 2, 16, 2, 128, tokens_first, 0.1};
         for (const Index some : {rows, rows - 3, rows / 2 + 1, 3 * rows + 1}) {
-          const Index first = 700 - some;
-          check_forward({"late causal", some, 700, {{band(-1000, first)}}}, sizes, false, longest, pack);
+          const Index first = 300 - some;
+          check_forward({"late causal", some, 300, {{band(-1000, first)}}}, sizes, false, longest, pack);
         }
-        check_forward(strided(200, 16), {DType::f16, 2, 8, 1, 64, tokens_first, 0.1, 128}, false, longest, pack);
+        check_forward(strided(200, 16), {DType::f16, 1, 8, 1, 64, tokens_first, 0.1, 128}, false, longest, pack);
         check_forward(neighbourhood(16, 20, 5, rows / 4, 4), {DType::bf16, 1, 8, 1, 192, tokens_first, 0.1}, false,
                       longest, pack);
         check_forward(late_window(), sizes, true, longest, pack);

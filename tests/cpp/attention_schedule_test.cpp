@@ -78,7 +78,7 @@ TEST(AttentionSchedule, PiecesOfATileFollowOneAnother) {
   steps[4] = 0;
   for (const int longest : {1, 5, 16, 60}) {
     for (const int repeat : {1, 3}) {
-      const Deal deal = deal_tasks(steps, {2, 5, 3, false}, repeat, true, 7, longest);
+      const Deal deal = deal_tasks(steps, {2, 5, 3, false}, repeat, true, 7, {longest});
       std::vector<const Task*> parts(static_cast<std::size_t>(deal.parts()));
       std::set<std::pair<int, std::int64_t>> whole;
       for (const auto& list : deal.lists) {
@@ -122,6 +122,24 @@ TEST(AttentionSchedule, LongTilesAreCutWhereTheyWouldBeWaitedFor) {
   EXPECT_LT(unevenness({256}, {1, 8, 8, false}, 132), 1.05);
   EXPECT_EQ(deal_tasks(globals, {1, 16, 3, false}, 1, true, 132).parts(), 0) << "other tiles fill the time";
   EXPECT_EQ(deal_tasks({7}, {1, 1, 1, false}, 1, true, 132).parts(), 0) << "too short";
+}
+
+/// Keys first, then queries, which start where keys have ended.
+TEST(AttentionSchedule, OneKernelFillsTheTimeOfAnother) {
+  const auto parts = [](const std::vector<int>& steps, const Pairs& keys, int repeat, const Pairs& queries) {
+    const auto ways = ways_to_deal(steps, queries, 1, true, 132);
+    const Deal first = deal_tasks(steps, keys, repeat, true, 132, {0, {}, ways});
+    return std::pair(first.parts(), deal_tasks(steps, queries, 1, true, 132, {0, first.loads, {}}).parts());
+  };
+  const Pairs one{1, 1, 1, false}, four{1, 4, 4, false}, many{1, 16, 3, false};
+  EXPECT_EQ(parts(causal_steps(128), one, 1, one), std::pair(0, 0)) << "long tiles follow short ones";
+  EXPECT_EQ(parts(causal_steps(32), four, 1, four), std::pair(0, 0));
+  std::vector<int> globals(128, 18);
+  globals[0] = 256;
+  const auto both = parts(globals, one, 1, one);
+  EXPECT_TRUE(both.first > 0 && both.second > 0);
+  const auto shared = parts(causal_steps(128), one, 16, many);
+  EXPECT_TRUE(shared.first > 0 && shared.second == 0) << "queries of many heads are even";
 }
 
 }  // namespace

@@ -297,6 +297,7 @@ struct Schedule {
   std::size_t items, share, splits;  ///< where they are in the memory of all schedules of a plan
   int grid;
   int split_count, parts;
+  LoadsOf loads;  ///< as in Deal
 };
 
 /// A task as kernels read it, which begin somewhere in the runs of its tile.
@@ -317,8 +318,8 @@ Item item_of(const Task& task, const Component& component, int steps, int heads)
 }
 
 Schedule make_schedule(const Component& component, const std::vector<int>& steps, const Pairs& pairs, int repeat,
-                       bool empty, int longest, int device, Pieces& pieces) {
-  const Deal deal = deal_tasks(steps, pairs, repeat, empty, driver::device_info(device).multiprocessors, longest);
+                       bool empty, const Cutting& cutting, int device, Pieces& pieces) {
+  const Deal deal = deal_tasks(steps, pairs, repeat, empty, driver::device_info(device).multiprocessors, cutting);
   std::vector<Item> items;
   std::vector<int> share{0};
   for (const auto& list : deal.lists) {
@@ -341,7 +342,8 @@ Schedule make_schedule(const Component& component, const std::vector<int>& steps
           pieces.add(splits),
           static_cast<int>(deal.lists.size()),
           static_cast<int>(splits.size()),
-          deal.parts()};
+          deal.parts(),
+          deal.loads};
 }
 
 /// A plan and the schedules of its components for some number of heads.
@@ -354,6 +356,20 @@ struct Prepared {
 
   const DeviceComponent& component(std::size_t at) const { return plan->components[order[at]]; }
   std::size_t bytes() const { return memory.bytes(); }
+};
+
+/// What a launch may fill the time of: the one before it, or that of the queries after it.
+struct Beside {
+  const Prepared* before = nullptr;
+  std::shared_ptr<const Plan> after = nullptr;
+  Pairs after_pairs{};
+
+  /// Differs where anything does; one that is wrong costs time only.
+  std::int64_t number() const {
+    const Plan* const other = before != nullptr ? before->plan->plan.get() : after.get();
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(other)) + after_pairs.heads +
+           (before != nullptr ? before->schedules.back().grid : 0);
+  }
 };
 
 Hash128 hash_of(const Plan* plan, std::initializer_list<std::int64_t> rest) {
@@ -370,11 +386,11 @@ std::shared_ptr<const DevicePlan> find_plan(const std::shared_ptr<const Plan>& p
 }
 
 std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan, const Pairs& pairs, int repeat,
-                                        int longest, const Context& context) {
+                                        int longest, const Beside& beside, const Context& context) {
   static PlanCache<Prepared>& cache = *std::make_unique<PlanCache<Prepared>>().release();
-  const int device = context.device.index;
-  const Hash128 key =
-      hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, longest, device});
+  const int device = context.device.index, ctas = driver::device_info(device).multiprocessors;
+  const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, longest,
+                                           beside.number(), device});
   auto prepared = cache.get(key, [&] {
     Prepared made{find_plan(plan, device), {}, {}, false, {}};
     Pieces pieces;
@@ -386,11 +402,18 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
     if (!made.fill) {
       std::rotate(made.order.begin(), first, first + 1);
     }
+    Cutting cutting{longest};
+    if (beside.before != nullptr) {
+      cutting.before = beside.before->schedules.back().loads;
+    } else if (beside.after != nullptr) {
+      const std::vector<int>& steps = find_plan(beside.after, device)->components.front().steps;
+      cutting.after = ways_to_deal(steps, beside.after_pairs, 1, true, ctas);
+    }
     Pairs turn = pairs;
     for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {
       const bool empty = at == 0 && !made.fill;
       made.schedules.push_back(make_schedule(plan->components[made.order[at]], made.component(at).steps, turn, repeat,
-                                             empty, longest, device, pieces));
+                                             empty, cutting, device, pieces));
     }
     made.memory = pieces.upload(device);
     return made;
@@ -588,17 +611,35 @@ void prepare_kernels(const std::vector<Launch<Params>>& launches, std::vector<Wh
 }
 
 template <typename Params>
+void launch_join(const Launch<Params>& launch, const Context& context) {
+  const std::int64_t rows = std::int64_t{launch.join.tiles} * kRows * (launch.join.lines[1] > 0 ? 2 : 1);
+  Which{Make::join, launch.which.dtype}
+      .kernel(context.device.index)
+      .launch_behind(rows / kJoinWarps, 32 * kJoinWarps, 0, &launch.join, context.stream);
+}
+
+bool starts_early(const ForwardParams&) { return false; }
+bool starts_early(const BackwardParams& params) { return params.early != 0; }
+
+/// Parts are joined before a kernel that waits for them; one that starts early does not.
+template <typename Params>
 void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, const Context& context) {
-  for (const Launch<Params>& launch : launches) {
-    launch.which.kernel(context.device.index)
-        .launch_behind(launch.grid, kThreads, shared_bytes, &launch.params, context.stream);
-    if (launch.parts > 0) {
-      const std::int64_t rows = std::int64_t{launch.join.tiles} * kRows * (launch.join.lines[1] > 0 ? 2 : 1);
-      Which{Make::join, launch.which.dtype}
-          .kernel(context.device.index)
-          .launch_behind(rows / kJoinWarps, 32 * kJoinWarps, 0, &launch.join, context.stream);
+  auto joined = launches.begin();
+  const auto join_until = [&](auto end) {
+    for (; joined != end; ++joined) {
+      if (joined->parts > 0) {
+        launch_join(*joined, context);
+      }
     }
+  };
+  for (auto launch = launches.begin(); launch != launches.end(); ++launch) {
+    if (!starts_early(launch->params)) {
+      join_until(launch);
+    }
+    launch->which.kernel(context.device.index)
+        .launch_behind(launch->grid, kThreads, shared_bytes, &launch->params, context.stream);
   }
+  join_until(launches.end());
 }
 
 // ------------------------------------------------------------------------------------------------- forward
@@ -643,6 +684,11 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
                                prepared.schedules[at].parts};
 }
 
+std::int64_t steps_of(const Plan& plan) {
+  return std::accumulate(plan.components.begin(), plan.components.end(), std::int64_t{0},
+                         [](std::int64_t sum, const Component& c) { return sum + c.pairs; });
+}
+
 /// Can the copy engine bring the rows of all heads that share a tile, each head's in its room?
 bool packs(const Plan& plan) {
   return plan.shape.rows == kRows ||
@@ -652,25 +698,26 @@ bool packs(const Plan& plan) {
          });
 }
 
-/// A plan by which heads that share keys share tiles as well, where each has so few rows that most of a tile would be
-/// empty; null where there is none that takes fewer steps. `alone` is the plan without.
-std::shared_ptr<const Plan> packed_plan(const Problem& p, const Plan& alone) {
+/// Heads that may share a tile because they share keys and have few rows each.
+int heads_in_tile(const Problem& p) {
   const std::int64_t group = p.heads / p.kv_heads;
+  const auto same = [&](const auto& pattern) { return pattern == p.patterns.front(); };
   int pack = 1;
   while (pack < 8 && group % (2 * pack) == 0 && 2 * pack * p.rows <= kRows) {
     pack *= 2;
   }
-  const auto same = [&](const auto& pattern) { return pattern == p.patterns.front(); };
-  if (pack == 1 || p.q.head == 0 || !std::all_of(p.patterns.begin(), p.patterns.end(), same)) {
+  return p.q.head > 0 && std::all_of(p.patterns.begin(), p.patterns.end(), same) ? pack : 1;
+}
+
+/// A plan by which they do; null where there is none that takes fewer steps than one head in each tile.
+std::shared_ptr<const Plan> packed_plan(const Problem& p) {
+  const int pack = heads_in_tile(p);
+  if (pack == 1) {
     return nullptr;
   }
-  const int rows = kRows / pack;
-  auto made = plan(*p.patterns.front(), {rows, alone.shape.cols});
-  const auto pairs = [](std::int64_t sum, const Component& c) { return sum + c.pairs; };
-  const auto steps = [&](const Plan& of) {
-    return std::accumulate(of.components.begin(), of.components.end(), std::int64_t{0}, pairs);
-  };
-  return packs(*made) && steps(*made) < pack * steps(alone) ? made : nullptr;
+  const TileShape shape = forward_shape(p);
+  auto made = plan(*p.patterns.front(), {shape.rows / pack, shape.cols});
+  return packs(*made) && steps_of(*made) < pack * steps_of(*plan(*p.patterns.front(), shape)) ? made : nullptr;
 }
 
 /// Zeros in all rows of x, and −∞ in lse where there is one.
@@ -771,16 +818,16 @@ struct Zeros {
 };
 
 /// What one direction of one range of heads launches; false where it cannot.
-bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, int longest, const RowStats* stats,
-                  std::vector<std::shared_ptr<const Prepared>>& kept, std::vector<BackwardLaunch>& launches,
-                  std::vector<Zeros>& zeros, const Context& context) {
+bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, int longest, const Beside& beside,
+                  const RowStats* stats, std::vector<std::shared_ptr<const Prepared>>& kept,
+                  std::vector<BackwardLaunch>& launches, std::vector<Zeros>& zeros, const Context& context) {
   const Problem& p = b.forward;
   const std::int64_t group = p.heads / p.kv_heads;
   const Heads heads{range.first, range.count, range.first / group, range.count / group};
   const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(keys ? heads.kv_count : heads.count),
                     keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p), launches.size() % 2 == 1};
   const auto prepared =
-      kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, longest, context));
+      kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, longest, beside, context));
   if (prepared->fill && keys) {
     zeros.push_back({from_head(b.d_k, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.depth});
     zeros.push_back({from_head(b.d_v, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.value_depth});
@@ -797,6 +844,15 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, i
     }
   }
   return true;
+}
+
+/// The gradient of queries is one launch that starts where the one launch before it has ended: what one leaves to wait
+/// for, the other fills.
+bool queries_follow_keys(const std::vector<HeadRange>& keys, const std::vector<HeadRange>& queries) {
+  const auto one = [](const std::vector<HeadRange>& ranges) {
+    return ranges.size() == 1 && ranges.front().plan->components.size() == 1;
+  };
+  return one(keys) && one(queries);
 }
 
 /// The first launch of a gradient takes nothing from those of others, and they have waited for the statistics, unless
@@ -828,7 +884,7 @@ bool forward(const Problem& problem, const Plans& plans, Context& context, int l
     const int pack = kRows / range.plan->shape.rows;
     const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count) / pack, std::max(1, together(p) / pack),
                       false};
-    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, longest, context));
+    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, longest, {}, context));
     if (prepared->fill) {
       fills.push_back(range);
     }
@@ -860,14 +916,22 @@ bool forward(const Problem& problem, Context& context) {
   if (!suits(problem, context)) {
     return false;
   }
+  if (const auto packed = packed_plan(problem)) {
+    return forward(problem, {packed}, context);
+  }
   Plans plans;
   for (const auto& pattern : problem.patterns) {
     plans.push_back(plan(*pattern, forward_shape(problem)));
   }
-  if (const auto packed = packed_plan(problem, *plans.front())) {
-    plans.assign(1, packed);
-  }
   return forward(problem, plans, context);
+}
+
+bool forward_of_few(const Problem& problem, Context& context) {
+  if (problem.rows < 4 || problem.rows > 16 || !suits(problem, context) || heads_in_tile(problem) * problem.rows < 32) {
+    return false;
+  }
+  const auto packed = packed_plan(problem);
+  return packed != nullptr && forward(problem, {packed}, context);
 }
 
 bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context,
@@ -891,13 +955,20 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
   std::vector<BackwardLaunch> launches;
   std::vector<Zeros> zeros;
+  const bool follow = queries_follow_keys(kv_ranges, ranges) && wants_keys && problem.d_q.data != nullptr;
+  Beside beside;
+  if (follow) {
+    beside.after = plans.front();
+    beside.after_pairs = {static_cast<int>(p.batch), static_cast<int>(p.heads), together(p), false};
+  }
   for (const HeadRange& range : wants_keys ? kv_ranges : std::vector<HeadRange>{}) {
-    if (!add_launches(problem, range, true, longest, numbers, kept, launches, zeros, context)) {
+    if (!add_launches(problem, range, true, longest, beside, numbers, kept, launches, zeros, context)) {
       return false;
     }
   }
+  beside = {follow ? kept.back().get() : nullptr, nullptr, {}};
   for (const HeadRange& range : problem.d_q.data != nullptr ? ranges : std::vector<HeadRange>{}) {
-    if (!add_launches(problem, range, false, longest, numbers, kept, launches, zeros, context)) {
+    if (!add_launches(problem, range, false, longest, beside, numbers, kept, launches, zeros, context)) {
       return false;
     }
   }

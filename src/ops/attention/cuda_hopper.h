@@ -15,6 +15,9 @@ namespace fretwork::attention_op::hopper {
 /// other, the other strides multiples of 16 bytes, 16-byte aligned). The device is current.
 bool forward(const Problem& problem, Context& context);
 bool backward(const BackwardProblem& problem, Context& context);
+/// The same for at most 16 queries, where heads that share keys fill a tile with them well enough that it beats
+/// decoding by tiles of 16.
+bool forward_of_few(const Problem& problem, Context& context);
 
 /// The same over given plans of these shapes, one for each of the problem's patterns, which are not looked at. Forward
 /// plans may have a half, a quarter or an eighth of the rows where as many heads share keys and have the same plan:

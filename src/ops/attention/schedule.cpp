@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <queue>
 #include <utility>
 
@@ -85,30 +86,52 @@ class Loads {
     const auto [before, c] = least_.top();
     least_.pop();
     least_.emplace(before + load, c);
-    most_ = std::max(most_, before + load);
     return c;
   }
-  std::int64_t most() const { return most_; }
-  /// All of them, those with most to do first.
-  std::vector<int> order() && {
-    std::vector<int> ctas;
+  /// All of them and their loads, those with most to do first.
+  std::pair<std::vector<int>, LoadsOf> order() && {
+    std::pair<std::vector<int>, LoadsOf> made;
     for (; !least_.empty(); least_.pop()) {
-      ctas.push_back(least_.top().second);
+      made.first.push_back(least_.top().second);
+      made.second.push_back(least_.top().first);
     }
-    std::reverse(ctas.begin(), ctas.end());
-    return ctas;
+    std::reverse(made.first.begin(), made.first.end());
+    std::reverse(made.second.begin(), made.second.end());
+    return made;
   }
 
  private:
   using Load = std::pair<std::int64_t, int>;
   std::priority_queue<Load, std::vector<Load>, std::greater<>> least_;
-  std::int64_t most_ = 0;
 };
 
-std::int64_t longest_load(const std::vector<Piece>& pieces, const Pairs& pairs, int ctas) {
+LoadsOf loads_of(const std::vector<Piece>& pieces, const Pairs& pairs, int ctas) {
   Loads loads(ctas);
   each_in_order(pieces, pairs, ctas, [&](const Piece& piece, std::int64_t) { loads.take(piece.load()); });
-  return loads.most();
+  return std::move(loads).order().second;
+}
+
+std::int64_t mean_of(const LoadsOf& loads, int ctas) {
+  return std::accumulate(loads.begin(), loads.end(), std::int64_t{0}) / ctas;
+}
+
+/// When all is done: the CTAs of the second kernel start where those of the first have ended, the longest first.
+std::int64_t end_of(const LoadsOf& first, const LoadsOf& second, int ctas) {
+  std::int64_t end = 0;
+  for (std::size_t n = 0; n < static_cast<std::size_t>(ctas); ++n) {
+    const std::size_t from_last = static_cast<std::size_t>(ctas) - 1 - n;
+    const std::int64_t starts = from_last < first.size() ? first[from_last] : 0;
+    end = std::max(end, starts + (n < second.size() ? second[n] : 0));
+  }
+  return end;
+}
+std::int64_t end_of(const Cutting& cutting, const LoadsOf& loads, int ctas) {
+  std::int64_t end = end_of(cutting.before, loads, ctas);
+  for (std::size_t n = 0; n < cutting.after.size(); ++n) {
+    const std::int64_t so = end_of(loads, cutting.after[n], ctas);
+    end = n == 0 ? so : std::min(end, so);
+  }
+  return end;
 }
 
 int parts_of(const std::vector<Piece>& pieces) {
@@ -121,12 +144,13 @@ int parts_of(const std::vector<Piece>& pieces) {
 
 /// What joining parts takes, in steps: a launch, what their bytes take, and that a row's parts follow one another.
 std::int64_t joining(std::int64_t parts, std::int64_t of_longest, int ctas) {
-  return 3 + ceil_div(parts, std::int64_t{ctas}) + of_longest / 16;
+  return 3 + 2 * ceil_div(parts, std::int64_t{ctas}) + of_longest / 16;
 }
 
 /// Whole tiles, unless some are waited for for so long that it pays to cut them. Pieces are tried as fractions of the
 /// longest tile.
-std::vector<Piece> choose_pieces(const std::vector<int>& steps, const Pairs& pairs, int repeat, bool empty, int ctas) {
+std::vector<Piece> choose_pieces(const std::vector<int>& steps, const Pairs& pairs, int repeat, bool empty, int ctas,
+                                 const Cutting& cutting) {
   constexpr int kShortest = 4;  // piece worth starting
   const int most = 4 * ctas;    // parts that there is memory for
   std::vector<Piece> best = cut_tiles(steps, repeat, empty, std::numeric_limits<int>::max());
@@ -134,13 +158,11 @@ std::vector<Piece> choose_pieces(const std::vector<int>& steps, const Pairs& pai
     return best;
   }
   const std::int64_t all = static_cast<std::int64_t>(pairs.batch) * pairs.heads;
-  std::int64_t mean = 0;
-  for (const Piece& piece : best) {
-    mean += piece.load() * all;
-  }
-  mean /= ctas;
-  std::int64_t least = longest_load(best, pairs, ctas);
-  if (least - mean <= std::max<std::int64_t>(8, mean / 16)) {
+  const LoadsOf whole = loads_of(best, pairs, ctas);
+  const std::int64_t mean = mean_of(whole, ctas);
+  const std::int64_t beside = mean_of(cutting.after.empty() ? cutting.before : cutting.after.front(), ctas);
+  std::int64_t least = end_of(cutting, whole, ctas);
+  if (least - mean - beside <= std::max<std::int64_t>(8, mean / 16)) {
     return best;
   }
   const int longest = best.front().steps;
@@ -150,7 +172,7 @@ std::vector<Piece> choose_pieces(const std::vector<int>& steps, const Pairs& pai
     if (parts > most) {
       break;
     }
-    const std::int64_t load = longest_load(pieces, pairs, ctas) + joining(parts, count, ctas);
+    const std::int64_t load = end_of(cutting, loads_of(pieces, pairs, ctas), ctas) + joining(parts, count, ctas);
     if (load < least) {
       least = load;
       best = std::move(pieces);
@@ -181,9 +203,10 @@ std::vector<Cut> cuts_of(const std::vector<Piece>& pieces, const Pairs& pairs, s
 
 }  // namespace
 
-Deal deal_tasks(const std::vector<int>& steps, const Pairs& pairs, int repeat, bool empty, int ctas, int longest) {
-  const std::vector<Piece> pieces =
-      longest > 0 ? cut_tiles(steps, repeat, empty, longest) : choose_pieces(steps, pairs, repeat, empty, ctas);
+Deal deal_tasks(const std::vector<int>& steps, const Pairs& pairs, int repeat, bool empty, int ctas,
+                const Cutting& cutting) {
+  const std::vector<Piece> pieces = cutting.longest > 0 ? cut_tiles(steps, repeat, empty, cutting.longest)
+                                                        : choose_pieces(steps, pairs, repeat, empty, ctas, cutting);
   const std::int64_t tasks = std::ssize(pieces) * pairs.batch * pairs.heads;
   const auto count = static_cast<int>(std::min<std::int64_t>(ctas, tasks));
   const int parts = parts_of(pieces);
@@ -194,12 +217,24 @@ Deal deal_tasks(const std::vector<int>& steps, const Pairs& pairs, int repeat, b
     lists[static_cast<std::size_t>(loads.take(piece.load()))].push_back(
         {piece.tile, pair, piece.begin, piece.steps, part});
   });
-  Deal deal{{}, cuts_of(pieces, pairs, steps.size())};
+  auto [order, longest_first] = std::move(loads).order();
+  Deal deal{{}, cuts_of(pieces, pairs, steps.size()), std::move(longest_first)};
   deal.lists.reserve(lists.size());
-  for (const int c : std::move(loads).order()) {
+  for (const int c : order) {
     deal.lists.push_back(std::move(lists[static_cast<std::size_t>(c)]));
   }
   return deal;
+}
+
+std::vector<LoadsOf> ways_to_deal(const std::vector<int>& steps, const Pairs& pairs, int repeat, bool empty, int ctas) {
+  std::vector<LoadsOf> ways{loads_of(cut_tiles(steps, repeat, empty, std::numeric_limits<int>::max()), pairs, ctas)};
+  const std::vector<Piece> pieces = choose_pieces(steps, pairs, repeat, empty, ctas, {});
+  if (const std::int64_t parts = std::int64_t{parts_of(pieces)} * pairs.batch * pairs.heads; parts > 0) {
+    for (std::int64_t& load : ways.emplace_back(loads_of(pieces, pairs, ctas))) {
+      load += joining(parts, 0, ctas);
+    }
+  }
+  return ways;
 }
 
 }  // namespace fretwork::attention_op

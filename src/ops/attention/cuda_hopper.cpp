@@ -406,8 +406,8 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
     if (beside.before != nullptr) {
       cutting.before = beside.before->schedules.back().loads;
     } else if (beside.after != nullptr) {
-      const std::vector<int>& steps = find_plan(beside.after, device)->components.front().steps;
-      cutting.after = ways_to_deal(steps, beside.after_pairs, 1, true, ctas);
+      const auto queries = find_plan(beside.after, device);
+      cutting.after = ways_to_deal(queries->components.front().steps, beside.after_pairs, 1, true, ctas);
     }
     Pairs turn = pairs;
     for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {

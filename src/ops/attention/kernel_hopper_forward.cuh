@@ -103,10 +103,20 @@ struct DoneRows {
   float share[2], lse[2];
 };
 
+/// The first row that a thread has of a tile; the other is 8 below it.
+__device__ __forceinline__ int tile_row() {
+  return static_cast<int>(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) - 64;
+}
+
+/// The head of a warp's rows.
+__device__ __forceinline__ int head_of(const ForwardParams& p, const int4& item) {
+  return p.head0 + (item.z << p.pack) + (tile_row() << p.pack) / kRows;
+}
+
 /// Brings near what a lane's row is to be joined with. Two lanes have each row.
 template <typename T, int kValues>
 __device__ __forceinline__ void prefetch_row(const ForwardParams& p, const int4& item, int token) {
-  const T* const out = static_cast<const T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
+  const T* const out = static_cast<const T*>(p.o.data) + item.y * p.o.batch + head_of(p, item) * p.o.head;
 #pragma unroll
   for (int col = static_cast<int>(threadIdx.x) % 32 / 16 * 64; col < kValues; col += 128) {
     if (token >= 0 && col < p.value_depth) {
@@ -157,8 +167,8 @@ template <typename T, int kValues>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& item, int own, float (&o)[kValues / 2],
                                            RunningRows& rows, u32 buffer, u32 half) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  T* const out = static_cast<T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
-  float* const out_lse = static_cast<float*>(p.lse.data) + item.y * p.lse.batch + (p.head0 + item.z) * p.lse.head;
+  T* const out = static_cast<T*>(p.o.data) + item.y * p.o.batch + head_of(p, item) * p.o.head;
+  float* const out_lse = static_cast<float*>(p.lse.data) + item.y * p.lse.batch + head_of(p, item) * p.lse.head;
   DoneRows done;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -198,7 +208,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& i
 template <int kValues>
 __device__ __forceinline__ void store_part(const ForwardParams& p, int part, const float (&o)[kValues / 2],
                                            const RunningRows& rows) {
-  const int row = static_cast<int>(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) - 64;
+  const int row = tile_row();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
@@ -236,18 +246,16 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
   }
   more_registers<240>();
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
-  const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  const int row = (warp_row + static_cast<int>(threadIdx.x) % 32 / 4) & ((kRows >> p.pack) - 1);  // of its head's
+  const int row = tile_row() & ((kRows >> p.pack) - 1);  // of its head's
   const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
   Ring<S::kItems> items(0);
   Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
   for (;; items.next()) {
     mbarrier::wait(shared_address(&shared.q_full[items.stage]), items.parity);
-    int4 note = read_note(shared.items[items.stage]);
+    const int4 note = read_note(shared.items[items.stage]);
     if (note.x < 0) {
       break;
     }
-    note.z = (note.z << p.pack) + (warp_row << p.pack) / kRows;
     const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
     const int token = own_token(p.walk, note.w, warpgroup, p.pack);
     if (p.merge != 0) {

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from fretwork import _ksmm_peers as peers
 from fretwork import _rules as _rules  # loads the library and registers gradients, fakes, vmap and autocast
 from fretwork import _rules_kronecker as _rules_kronecker
-from fretwork.pattern import BlockLayout, _parsed, flag
+from fretwork.pattern import BlockLayout, _parsed, flag, number
 
 torch.serialization.add_safe_globals([_parsed])  # so that torch.load takes patterns
 
@@ -367,11 +367,4 @@ def _number(op: str, argument: str, value: Any) -> float:
         raise NotImplementedError(
             f"{op}: {argument}: expected a number, got a tensor that requires grad; multiply or add it outside the op"
         )
-    if isinstance(value, (str, bytes, bool)):  # which float() takes
-        raise TypeError(f"{op}: {argument}: expected a number, got {type(value).__name__}")
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{op}: {argument}: expected a number, got {type(value).__name__}") from None
-    except OverflowError:
-        raise RuntimeError(f"{op}: {argument}: expected a number of 64 bits, got a larger one") from None
+    return number(op, argument, value)

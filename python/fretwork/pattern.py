@@ -394,6 +394,18 @@ def whole_number(op: str, argument: str, value: Any) -> int:
     return number
 
 
+def number(op: str, argument: str, value: Any) -> float:
+    """A Python float from what has a value now, so no traced one. Texts and bools, which float takes, are slips."""
+    if isinstance(value, (str, bytes, bool, np.bool_)):
+        raise TypeError(f"{op}: {argument}: expected a number, got {value!r}")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{op}: {argument}: expected a number, got {type(value).__name__}") from None
+    except OverflowError:
+        raise RuntimeError(f"{op}: {argument}: expected a number of 64 bits, got a larger one") from None
+
+
 def flag(op: str, argument: str, value: Any) -> bool:
     """A bool from one of Python or NumPy, or from 0 or 1; any other value is a slip, such as a size or a word."""
     if value is True or value is False:

@@ -40,6 +40,16 @@ __device__ __forceinline__ void load_from_rank(u32 (&to)[4], u32 address, u32 ra
                : "memory");
 #endif
 }
+/// Four words to `to` in CTA `rank`, another of the cluster, counted by the barrier that lies at `barrier` there.
+__device__ __forceinline__ void store_to_rank(u32 to, const u32 (&words)[4], u32 barrier, u32 rank) {
+  asm volatile(
+      "{.reg .b32 place, counter;\n"
+      "mapa.shared::cluster.u32 place, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [place], {%3, %4, %5, %6}, [counter];}" ::"r"(to),
+      "r"(barrier), "r"(rank), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
+}
 /// Bytes from this CTA's shared memory to `to` in CTA `rank`, counted by the barrier that lies at `barrier` there. What
 /// ordinary stores wrote needs fence_async_proxy first.
 __device__ __forceinline__ void copy_to_rank(u32 to, u32 from, int bytes, u32 barrier, u32 rank) {

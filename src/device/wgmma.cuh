@@ -260,10 +260,23 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kN / 2], const u32 (&le
 /// high. Only 16-bit types may have `right` MN-major. Asynchronous.
 template <typename T, int kN, Major kRight, int kSelect, typename Sum>
 __device__ __forceinline__ void multiply_sparse(Sum (&d)[kN / 2], u64 left, u64 right, u32 metadata) {
-  static_assert(kN == 64 || kN == 128 || kN == 256, "a width without an instruction here");
-  static_assert(kRight == Major::k || is_same<T, f16> || is_same<T, bf16>);
+  constexpr bool kHalf = is_same<T, f16> || is_same<T, bf16>;
+  static_assert(kN == 64 || kN == 128 || kN == 256 || (kHalf && (kN == 16 || kN == 32)), "no instruction here");
+  static_assert(kRight == Major::k || kHalf);
   static_assert(kSelect == 0 || sizeof(T) > 1);
-  if constexpr (is_same<T, f16>) {
+  if constexpr (kN == 16 && is_same<T, f16>) {
+    FRETWORK_WGMMA_SP("k32.f32.f16.f16", "16", FRETWORK_ACC8, "%8", "%9", "%10", "%11", ", 1, 1, 0, %12",
+                      FRETWORK_F8(0));
+  } else if constexpr (kN == 16) {
+    FRETWORK_WGMMA_SP("k32.f32.bf16.bf16", "16", FRETWORK_ACC8, "%8", "%9", "%10", "%11", ", 1, 1, 0, %12",
+                      FRETWORK_F8(0));
+  } else if constexpr (kN == 32 && is_same<T, f16>) {
+    FRETWORK_WGMMA_SP("k32.f32.f16.f16", "32", FRETWORK_ACC16, "%16", "%17", "%18", "%19", ", 1, 1, 0, %20",
+                      FRETWORK_F8(0), FRETWORK_F8(8));
+  } else if constexpr (kN == 32) {
+    FRETWORK_WGMMA_SP("k32.f32.bf16.bf16", "32", FRETWORK_ACC16, "%16", "%17", "%18", "%19", ", 1, 1, 0, %20",
+                      FRETWORK_F8(0), FRETWORK_F8(8));
+  } else if constexpr (is_same<T, f16>) {
     FRETWORK_WGMMA_SP_F32("k32.f32.f16.f16", ", 1, 1, 0, %36", ", 1, 1, 0, %68", ", 1, 1, 0, %132");
   } else if constexpr (is_same<T, bf16>) {
     FRETWORK_WGMMA_SP_F32("k32.f32.bf16.bf16", ", 1, 1, 0, %36", ", 1, 1, 0, %68", ", 1, 1, 0, %132");

@@ -598,17 +598,15 @@ TEST_F(KroneckerCuda, ResidentWeights) {
   std::vector<Case> cases;
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const Order order : {Order::plain, Order::transposed, Order::padded}) {
-      for (const bool last : {false, true}) {
-        for (const Index batch : {8, 264, 25088}) {
-          cases.push_back({{1, 192, 48, 2}, batch, last, dtype, none, true, order});
-          cases.push_back({{2, 24, 40, 4}, batch, last, dtype, relu, true, order});
-          cases.push_back({{1, 72, 100, 2}, batch, last, dtype, gelu, false, order, 8});
-          cases.push_back({{3, 16, 24, 8}, batch, last, dtype, silu, true, order});
-        }
+      for (const Index batch : {8, 264, 25088}) {
+        cases.push_back({{1, 192, 48, 2}, batch, true, dtype, none, true, order});
+        cases.push_back({{2, 24, 40, 4}, batch, true, dtype, relu, true, order});
+        cases.push_back({{1, 72, 100, 2}, batch, true, dtype, gelu, false, order, 8});
+        cases.push_back({{3, 16, 24, 8}, batch, true, dtype, silu, true, order});
       }
     }
     cases.push_back({{1, 130, 256, 6}, 1000, true, dtype, none, true});
-    cases.push_back({{1, 64, 64, 2}, 130000, false, dtype, none, true});
+    cases.push_back({{1, 64, 64, 2}, 130000, true, dtype, none, true});
   }
   for (const Case& c : cases) {
     Forward f(c);
@@ -617,9 +615,11 @@ TEST_F(KroneckerCuda, ResidentWeights) {
     f.check();
     f.check_guard();
   }
-  // Too many for shared memory, no δ to bring together, and another type.
-  for (const Case& c : std::initializer_list<Case>{
-           {{1, 512, 1024, 2}, 1000, true}, {{2, 64, 64, 1}, 1000, true}, {{1, 64, 64, 2}, 1000, true, DType::f32}}) {
+  // Too many for shared memory, no δ to bring together, another type, and batch first.
+  for (const Case& c : std::initializer_list<Case>{{{1, 512, 1024, 2}, 1000, true},
+                                                   {{2, 64, 64, 1}, 1000, true},
+                                                   {{1, 64, 64, 2}, 1000, true, DType::f32},
+                                                   {{1, 64, 64, 2}, 1000, false}}) {
     EXPECT_FALSE(kronecker::hopper::run(Forward(c).problem(), context_, kronecker::hopper::Form::resident)) << c.text();
   }
 }
@@ -629,16 +629,12 @@ TEST_F(KroneckerCuda, DenseBlocksKeepInfinitiesApart) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";
   }
-  std::vector<Case> cases = dense_cases();
-  cases.push_back({{1, 96, 48, 2}, 300, false, DType::f16, Activation::none, true});
-  for (const Case& c : cases) {
-    const bool small = &c == &cases.back();
+  for (const Case& c : dense_cases()) {
     Forward f(c);
     const Index n = c.batch * 2 / 3, l = c.sizes.d - 1;  // of the last k of the last block
     f.x.host.set(n * f.x.view.strides[0] + f.x.view.size(1) - 1, std::numeric_limits<double>::infinity());
     f.upload();
-    const auto form = small ? kronecker::hopper::Form::resident : kronecker::hopper::Form::dense;
-    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), form)) << c.text();
+    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::dense)) << c.text();
     f.y.download();
     const Index features = f.y.view.size(1), block = c.sizes.b * c.sizes.d;
     for (Index row = 0; row < c.batch; ++row) {
@@ -816,6 +812,47 @@ TEST_F(KroneckerCuda, FewRowsInTiles) {
   }
 }
 
+/// Straight into fragments: every number of l, x and y in either layout, with lines that allow no vectors, and CTAs
+/// with and without warps along l, in one turn and in several, some with nothing to do.
+TEST_F(KroneckerCuda, FewRowsDirectly) {
+  using enum Activation;
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const bool last : {false, true}) {
+      for (const Index batch : {1, 2, 7, 8, 16, 30, 33, 196, 256}) {
+        cases.push_back({{2, 70, 72, 1}, batch, last, dtype, gelu, true});
+        cases.push_back({{1, 192, 48, 2}, batch, last, dtype, none, true});
+        cases.push_back({{1, 48, 200, 2}, batch, last, dtype, relu, false});
+        cases.push_back({{2, 33, 100, 2}, batch, last, dtype, silu, true, Order::plain, 8});
+        cases.push_back({{1, 40, 516, 4}, batch, last, dtype, relu, true, Order::plain, 1});
+        cases.push_back({{1, 60, 140, 4}, batch, last, dtype, none, true, Order::plain, 8});
+        cases.push_back({{3, 20, 36, 24}, batch, last, dtype, none, false});
+        cases.push_back({{1, 50, 516, 4}, batch, last, dtype, silu, true});
+        cases.push_back({{1, 80, 72, 32}, batch, last, dtype, gelu, true});
+        cases.push_back({{1, 17, 132, 8}, batch, last, dtype, none, true, Order::plain, 2});
+      }
+    }
+  }
+  for (const Case& c : cases) {
+    Forward f(c);
+    f.poison();
+    ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
+    f.check();
+    f.check_guard();
+  }
+}
+
+TEST_F(KroneckerCuda, FewRowsDirectlyLeaveTheRest) {
+  for (const Case& c :
+       std::initializer_list<Case>{{{2, 8, 8, 4}, 257, false},
+                                   {{2, 8, 8, 4}, 4, false, DType::f32},
+                                   {{2, 8, 8, 6}, 4, false},
+                                   {{2, 8, 9, 4}, 4, false},
+                                   {{2, 8, 8, 4}, 4, false, DType::f16, Activation::none, false, Order::transposed}}) {
+    EXPECT_FALSE(kronecker::direct::run(Forward(c).problem(), context_)) << c.text();
+  }
+}
+
 /// Rows that are not there, or are not numbers, are multiplied beside those that are.
 TEST_F(KroneckerCuda, FewRowsKeepApart) {
   for (const bool last : {false, true}) {
@@ -827,12 +864,16 @@ TEST_F(KroneckerCuda, FewRowsKeepApart) {
         f.x.host.set(n * f.x.view.strides[0] + feature * f.x.view.strides[1], std::numeric_limits<double>::quiet_NaN());
       }
       f.upload();
-      ASSERT_TRUE(kronecker::few::run(f.problem(), context_)) << c.text();
-      f.y.download();
-      for (Index at = 0, features = f.y.view.size(1); at < batch * features; ++at) {
-        const Index row = at / features, feature = at % features;
-        const double got = f.y.host.get(row * f.y.view.strides[0] + feature * f.y.view.strides[1]);
-        ASSERT_EQ(std::isnan(got), row == n) << c.text() << ": y[" << row << ", " << feature << "]";
+      for (const bool directly : {false, true}) {
+        ASSERT_TRUE(directly ? kronecker::direct::run(f.problem(), context_)
+                             : kronecker::few::run(f.problem(), context_))
+            << c.text();
+        f.y.download();
+        for (Index at = 0, features = f.y.view.size(1); at < batch * features; ++at) {
+          const Index row = at / features, feature = at % features;
+          const double got = f.y.host.get(row * f.y.view.strides[0] + feature * f.y.view.strides[1]);
+          ASSERT_EQ(std::isnan(got), row == n) << c.text() << ": y[" << row << ", " << feature << "]";
+        }
       }
     }
   }
@@ -853,10 +894,12 @@ TEST_F(KroneckerCuda, FewRowsRepeatThemselves) {
       const Case c{sizes, 13, last, DType::bf16, Activation::gelu, true};
       Forward f(c);
       std::vector<unsigned char> first;
-      for (int n = 0; n < 100; ++n) {
-        ASSERT_TRUE(kronecker::few::run(f.problem(), context_));
+      for (int n = 0; n < 200; ++n) {
+        const bool directly = n >= 100;
+        ASSERT_TRUE(directly ? kronecker::direct::run(f.problem(), context_)
+                             : kronecker::few::run(f.problem(), context_));
         f.y.download();
-        first = n == 0 ? f.y.host.bytes : first;
+        first = n % 100 == 0 ? f.y.host.bytes : first;
         ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
       }
     }

@@ -1,5 +1,5 @@
-// 2:4 products with few columns on a real GPU against float64 made from the nibbles alone on the host. Skipped where
-// there is none. DISABLED_Speed prints how fast the sparse operand is read.
+// 2:4 products with few columns, on mma.sp and on wgmma.sp, on a real GPU against float64 made from the nibbles alone
+// on the host. Skipped where there is none. DISABLED_Speed prints how fast the sparse operand is read.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,6 +17,7 @@
 #include "activated.h"
 #include "core/divide.h"
 #include "core/element.h"
+#include "ops/two_four/cuda_narrow.h"
 #include "ops/two_four/problem.h"
 #include "runtime/cuda_driver.h"
 
@@ -151,6 +152,10 @@ class Trial {
   bool run() const {
     Context context = Context::cuda(0);
     return cuda::run_few(problem(), context);
+  }
+  bool run(const narrow::Form& form) const {
+    Context context = Context::cuda(0);
+    return narrow::run(problem(), context, form);
   }
   const std::vector<std::uint8_t>& result() {
     out_.download();
@@ -444,6 +449,118 @@ TEST_F(TwoFourFewCuda, LeavesTheRestToOthers) {
   EXPECT_FALSE(takes([](Problem& p) { p.values.line = 132; }));
   EXPECT_FALSE(takes([](Problem& p) { p.values.data = static_cast<char*>(p.values.data) + 2; }));
   EXPECT_FALSE(takes([](Problem& p) { p.words.along = 2; }));
+}
+
+// ------------------------------------------------------------------------------------------------- on Hopper
+
+void try_form(const Case& c, const narrow::Form& form) {
+  Trial trial(c);
+  ASSERT_TRUE(trial.run(form)) << c.text();
+  SCOPED_TRACE(std::to_string(form.groups) + " warpgroups, split " + std::to_string(form.split));
+  trial.check();
+}
+
+class TwoFourNarrowCuda : public TwoFourFewCuda {
+ protected:
+  void SetUp() override {
+    TwoFourFewCuda::SetUp();
+    if (!IsSkipped() && driver::kernel_arch(0) != "sm_90a") {
+      GTEST_SKIP() << "needs sm_90a";
+    }
+  }
+};
+
+TEST_F(TwoFourNarrowCuda, EveryForm) {
+  for (const int groups : {1, 2}) {
+    for (int split = 1; split <= 8; ++split) {
+      for (const Index n : {1, 16, 31, 64}) {
+        const DType dtype = split % 2 == 0 ? DType::bf16 : DType::f16;
+        try_form({.m = 256, .n = n, .k = 1152, .dtype = dtype, .out = dtype}, {groups, split});
+      }
+    }
+  }
+}
+
+TEST_F(TwoFourNarrowCuda, EveryNumberOfColumns) {
+  for (Index n = 1; n <= 64; ++n) {
+    try_form({.m = 128, .n = n, .k = 640}, {.groups = 1 + static_cast<int>(n % 2), .split = 2});
+  }
+}
+
+TEST_F(TwoFourNarrowCuda, Depths) {
+  for (const Index k : {128, 256, 384, 512, 640, 1024, 2176, 4096, 14336}) {
+    for (const int groups : {1, 2}) {
+      try_form({.m = 128, .n = 40, .k = k}, {.groups = groups});
+      if (k >= 384) {
+        try_form({.m = 128, .n = 12, .k = k}, {.groups = groups, .split = 3});
+      }
+    }
+  }
+}
+
+TEST_F(TwoFourNarrowCuda, PitchesAndEpilogues) {
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const Activation activation : {Activation::none, Activation::relu, Activation::gelu, Activation::silu}) {
+      for (const bool bias : {false, true}) {
+        try_form({.m = 384,
+                  .n = 19,
+                  .k = 1024,
+                  .dtype = dtype,
+                  .out = dtype,
+                  .pad = 8,
+                  .shift = 8,
+                  .bias = bias,
+                  .activation = activation},
+                 {.groups = 2, .split = 3});
+      }
+    }
+  }
+  for (const int bytes : {1, 2, 4}) {
+    try_form({.m = 64, .n = 64, .k = 1024, .word_bytes = bytes}, {.groups = 1, .split = 2});
+  }
+}
+
+TEST_F(TwoFourNarrowCuda, WhatIsNotKeptIsNotMultiplied) {
+  for (const Index n : {1, 30, 64}) {
+    try_form({.m = 128, .n = n, .k = 1024, .spoil = true}, {.groups = 2, .split = 4});
+  }
+}
+
+TEST_F(TwoFourNarrowCuda, ManyRunsAreEqual) {
+  for (const Index n : {64, 16}) {
+    Trial trial({.m = 512, .n = n, .k = 4096});
+    ASSERT_TRUE(trial.run({.groups = 2, .split = 3}));
+    const std::vector<std::uint8_t> first = trial.result();
+    for (int count = 0; count < 1000; ++count) {
+      ASSERT_TRUE(trial.run({.groups = 2, .split = 3}));
+      ASSERT_EQ(first, trial.result()) << count;
+    }
+  }
+}
+
+TEST_F(TwoFourNarrowCuda, LeavesTheRestToOthers) {
+  const Trial trial({.m = 128, .n = 8, .k = 256});
+  Context context = Context::cuda(0);
+  const auto takes = [&](const auto& change, const narrow::Form& form = {}) {
+    Problem p = trial.problem();
+    change(p);
+    return narrow::run(p, context, form);
+  };
+  EXPECT_TRUE(takes([](Problem&) {}));
+  EXPECT_FALSE(takes([](Problem&) {}, {.groups = 3}));
+  EXPECT_FALSE(takes([](Problem&) {}, {.split = 3}));  // of two steps
+  EXPECT_FALSE(takes([](Problem& p) { p.n = 65; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.m = 64; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.k = 192; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.batch = 2; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.out = DType::f32; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.dtype = p.out = DType::i8; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.scale_b = {p.b.data, 1}; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.c.col = 129; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.c.row = 2; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.b.row = 2; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.values.line = 132; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.words.line = 17; }));
 }
 
 // ----------------------------------------------------------------------------------------------------- speed

@@ -194,6 +194,20 @@ def test_few_queries_share_keys(device, text, heads, depth):
         check(pattern, [strided(t.detach(), how).requires_grad_() for t in qkv])
 
 
+@pytest.mark.parametrize("span", [(-40, 60), (0, 20), (60, -40), (-1000, 1000)])
+def test_scores_that_grow(device, span):
+    """A row's largest score grows from tile to tile by much, by little or not at all, and its sums with it."""
+    pattern = parse("full((150,700))")
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = (t.detach() for t in inputs(device, dtype, pattern, 1, dims=(64, 128)))
+        q.mul_(0.1)[..., 0] = 1.0
+        k.mul_(0.1)[..., 0] = torch.linspace(*span, 700).to(k)
+        o, lse = fw.attention(q, k, v, pattern, 1.0, return_lse=True)
+        want, want_lse = dense(wide(q), wide(k), wide(v), pattern.mask(), 1.0)
+        compare(o, want, dtype, f"o, {dtype}")
+        compare(lse, want_lse, dtype, f"lse, {dtype}")
+
+
 def test_layouts_and_kronecker(device):
     layout, factor = fw.BlockLayout([[1, 0, 1], [0, 1, 1]], block=16), fw.KroneckerPattern(2, 8, 12, 3)
     for pattern in (layout, factor):
@@ -604,9 +618,9 @@ def test_bad_python_values(device):
         (dict(pattern=[]), "attention: pattern: expected .*, got an empty sequence"),
         (dict(pattern=[pattern]), "attention: pattern: expected a Pattern, or one for each of 4 query heads"),
         (dict(scale="x"), "attention: scale: expected a number"),
-        (dict(scale="0.5"), "attention: scale: expected a number, got str"),
+        (dict(scale="0.5"), "attention: scale: expected a number, got '0.5'"),
         (dict(scale=torch.tensor(0.5, requires_grad=True)), "attention: scale: expected a number, got a tensor that"),
-        (dict(dropout_p=True), "attention: dropout_p: expected a number, got bool"),
+        (dict(dropout_p=True), "attention: dropout_p: expected a number, got True"),
         (dict(bias=fw.alibi(torch.ones(4, requires_grad=True))), "attention: bias: expected slopes that require no"),
         (dict(bias=3.0), "attention: bias: expected a torch.Tensor, got float"),
         (dict(dropout_p=1.5), "attention: dropout_p: expected 0 to 1, got 1.5"),

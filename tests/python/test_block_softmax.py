@@ -127,8 +127,8 @@ def test_a_second_gradient_is_refused_clearly(device):
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"scale": "big"}, "scale: expected a number, got str"),
-        ({"scale": "1"}, "scale: expected a number, got str"),
+        ({"scale": "big"}, "scale: expected a number, got 'big'"),
+        ({"scale": "1"}, "scale: expected a number, got '1'"),
         ({"scale": 10**400}, "scale: expected a number of 64 bits, got a larger one"),
         ({"scale": torch.ones((), requires_grad=True)}, "scale: expected a number, got a tensor that requires grad"),
         ({"attn_mask_mode": None}, "attn_mask_mode: expected"),

@@ -88,7 +88,7 @@ def test_version_and_help() -> None:
         (["bench", "two_four", "--m", "12"], "--m and --k: expected multiples of 8, got 12 and 4096"),
         (["bench"], "expected one of attention, block, kronecker, two_four, got nothing"),
         (["bench", "attention", "--pass", "sideways"], "--pass: expected forward or backward, got sideways"),
-        (["bench", "attention", "--pattern", "full(7)"], "--pattern: expected a pattern of 2048 positions"),
+        (["bench", "attention", "--pattern", "full(7)"], "--pattern: expected a pattern of "),
         (["bench", "attention", "--pattern", "frob(7)"], "--pattern: "),
         (["bench", "attention", "--heads", "4", "--kv-heads", "3"], "--kv-heads: expected a number that divides the 4"),
         (["bench", "block", "--op", "frob"], "--op: expected dsd, dds, sdd or softmax, got frob"),

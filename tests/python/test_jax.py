@@ -524,6 +524,14 @@ def test_bad_unpack(shape):
         fj.unpack(jnp.ones(shape), fw.BlockLayout(SPARSE, 16))
 
 
+def test_bad_numbers():
+    layout = fw.BlockLayout(SPARSE, 16)
+    with rejects("block_softmax", TypeError):
+        fj.block_softmax(jnp.ones(PACKED), layout, scale="1")
+    with rejects("unpack", TypeError):
+        fj.unpack(jnp.ones(PACKED), layout, fill="0")
+
+
 def test_core_errors_arrive():
     """What the checks above would miss is still refused, with the core's text."""
     layout = fw.BlockLayout(SPARSE, 16)
@@ -543,5 +551,9 @@ def test_core_errors_arrive():
     "name", [f"fretwork.jax{room}" for room in ("", ".block", ".kronecker", ".regular", ".two_four")]
 )
 def test_examples(name):
-    result = doctest.testmod(importlib.import_module(name))
+    jax.config.update("jax_enable_x64", False)  # as users have it
+    try:
+        result = doctest.testmod(importlib.import_module(name))
+    finally:
+        jax.config.update("jax_enable_x64", True)
     assert result.failed == 0 and result.attempted > 0

@@ -1,7 +1,6 @@
 """The library's handlers, made known to XLA, and what the functions that call them share."""
 
 import ctypes
-from typing import Any
 
 import jax
 
@@ -41,16 +40,6 @@ _register()
 def operand(name: str, x: jax.Array) -> Operand:
     """An array as the checks see it."""
     return Operand(name, x.shape, x.dtype.name)
-
-
-def number(op: str, argument: str, value: Any) -> float:
-    """A Python float: what an op is specialised to, so no traced one."""
-    if isinstance(value, (str, bytes, bool)):  # which float() takes
-        raise TypeError(f"{op}: {argument}: expected a number, got {value!r}")
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{op}: {argument}: expected a number, got {type(value).__name__}") from None
 
 
 def check_precision(op: str, precision: object) -> None:

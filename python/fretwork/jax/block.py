@@ -17,7 +17,7 @@ from fretwork._shapes import both
 from fretwork.jax._handlers import check_precision as _check_precision
 from fretwork.jax._handlers import default_precision as _default_precision
 from fretwork.jax._handlers import operand as _operand
-from fretwork.pattern import BlockLayout, flag
+from fretwork.pattern import BlockLayout, flag, number
 
 
 def _check_layout(op: str, layout: object) -> None:
@@ -325,12 +325,13 @@ def block_softmax(
     for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
         if mode not in ("add", "mul"):
             _shapes.fail(op, name, '"add" or "mul"', repr(mode))
+    scale = number(op, "scale", scale)
     given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
     extras = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
     for name, mode in (("key_padding_mask", key_padding_mask_mode), ("attn_mask", attn_mask_mode)):
         if mode == "mul" and name in extras and jnp.issubdtype(extras[name].dtype, jnp.integer):
             extras[name] = extras[name] != 0
-    return _checked_softmax(layout, float(scale), key_padding_mask_mode, attn_mask_mode, jnp.asarray(values), extras)
+    return _checked_softmax(layout, scale, key_padding_mask_mode, attn_mask_mode, jnp.asarray(values), extras)
 
 
 # Dense to packed and back; each is the other's gradient.
@@ -401,4 +402,4 @@ def unpack(values: ArrayLike, layout: BlockLayout, fill: float = 0.0) -> jax.Arr
     [1.0, 1.0, 0.0, 0.0]
     """
     _check_layout("unpack", layout)
-    return _unpack(jnp.asarray(values), layout, float(fill))
+    return _unpack(jnp.asarray(values), layout, number("unpack", "fill", fill))

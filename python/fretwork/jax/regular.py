@@ -14,8 +14,8 @@ from jax.typing import ArrayLike
 
 from fretwork import _shapes
 from fretwork._shapes import fail
-from fretwork.jax._handlers import check_precision, default_precision, number, operand
-from fretwork.pattern import Pattern, row_width
+from fretwork.jax._handlers import check_precision, default_precision, operand
+from fretwork.pattern import Pattern, number, row_width
 
 
 class _Attention(NamedTuple):

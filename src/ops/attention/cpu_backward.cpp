@@ -382,8 +382,9 @@ class Backward {
       const std::int64_t places = pass.layer.columns.places(), before = member.columns * places;
       const auto row_tokens = std::span<const std::int64_t>(tokens).first(static_cast<std::size_t>(side));
       walk(component, tile, row_tokens, [&](const Strip& s) {
-        machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth, pass.turned + before * p_.depth, x, stride);
-        machine_.multiply_turned(s, more_left + s.first * p_.value_depth, p_.value_depth,
+        machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth, p_.depth, pass.turned + before * p_.depth, x,
+                                 stride);
+        machine_.multiply_turned(s, more_left + s.first * p_.value_depth, p_.value_depth, p_.value_depth,
                                  pass.turned_gradients + before * p_.value_depth, g, stride);
         gradients(pass, member, s, tokens.data() + s.first, x, g, stride, target != nullptr);
         if (first) {
@@ -436,9 +437,14 @@ class Backward {
         continue;
       }
       gradient.by_column = true;
-      for (const Piece& piece : s.pieces) {
+      for (std::size_t i = 0; i < s.pieces.size(); ++i) {
+        const Piece& piece = s.pieces[i];
         GradientRow<Acc> part = gradient;
         part.count = piece.end - piece.begin;
+        // Neighbours are one.
+        for (; i + 1 < s.pieces.size() && s.pieces[i + 1].place == piece.place + part.count; ++i) {
+          part.count += s.pieces[i + 1].end - s.pieces[i + 1].begin;
+        }
         part.scores += piece.at;
         part.gradients += piece.at;
         part.slope = part.slope != nullptr ? part.slope + piece.at : nullptr;

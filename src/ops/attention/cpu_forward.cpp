@@ -13,6 +13,9 @@ namespace {
 template <typename Acc>
 constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
 
+/// Least scale that scores may get late: without it they must not overflow.
+constexpr double kLeastLate = 1e-3;
+
 /// What rows have so far: for each head a top and a sum for each row, and rows of padded results, which hold nothing
 /// as long as the sum is zero.
 template <typename Acc>
@@ -27,7 +30,10 @@ class Forward {
       : p_(problem),
         context_(context),
         keys_(problem.depth, machine_.tiles),
-        values_(problem.value_depth, machine_.tiles) {}
+        values_(problem.value_depth, machine_.tiles),
+        late_(problem.softcap == 0 && problem.bias.data == nullptr && problem.slopes.data == nullptr &&
+              problem.scale >= kLeastLate && problem.scale <= 1),
+        factor_(static_cast<Acc>((late_ ? problem.scale : 1) / kSoftmaxUnit<Acc>)) {}
 
   void run(Plans plans) {
     for (const PlanHeads& set : head_sets(plans, p_.heads)) {
@@ -102,8 +108,7 @@ class Forward {
     buffers.tokens.assign(static_cast<std::size_t>(rows), -1);
     tokens_of(component.row_order, component.row_tiles[static_cast<std::size_t>(tile)], side, nullptr,
               buffers.tokens.data());
-    Acc* const left = need<Acc>(buffers.left, rows * p_.depth);
-    machine_.gather(p_.q, p_.dtype, query.head, buffers.tokens, p_.depth, static_cast<Acc>(p_.scale), left, p_.depth);
+    const Lefts left = queries(query.head, component, tile, rows, buffers);
     Acc* const tops = need<Acc>(buffers.statistics, 3 * rows);
     Acc *const sums = tops + rows, *const factors = sums + rows;
     Acc* const out = need<Acc>(buffers.sums, rows * width);
@@ -113,11 +118,13 @@ class Forward {
     const Acc* const keys = task.keys + query.slice * places * p_.depth;
     const Lines<Acc> values = task.packing.second_lines(query.slice);
     task.packing.need(tile, query.slice);
+    foresee(task, query, tile + 1, buffers.ahead);
     Walk walk(plan, tiles.rows, machine_.width());
     walk(component, tile, std::span(buffers.tokens).first(static_cast<std::size_t>(side)), [&](const Strip& s) {
-      machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth, keys, x, stride);
+      machine_.multiply_turned(s, left.data + s.first * left.apart, left.apart, p_.depth, keys, x, stride,
+                               &buffers.ahead);
       scores.adjust(s, query.head, buffers.tokens.data() + s.first, x, stride, nullptr, row);
-      machine_.rows.soften(x, stride, s.rows, s.length, tops + s.first, sums + s.first, factors);
+      machine_.rows.soften(x, stride, s.rows, s.length, factor_, tops + s.first, sums + s.first, factors);
       for (std::int64_t n = 0; n < s.rows; ++n) {
         if (factors[n] != 1) {
           machine_.rows.scale(out + (s.first + n) * width, width, factors[n]);
@@ -130,6 +137,40 @@ class Forward {
       machine_.multiply_lines(s, x, stride, values, values_, out + s.first * width);
     });
     end(task, query, unit, buffers.tokens, tops, sums, out);
+  }
+
+  struct Lefts {
+    const Acc* data;
+    std::int64_t apart;
+  };
+
+  /// The queries of a tile, in `rows` rows: where they are, if they need no scale and lie evenly and near each other
+  /// (far apart, they would meet in a few places of the cache), else gathered.
+  Lefts queries(Head head, const Component& component, std::int64_t tile, std::int64_t rows, Buffers& buffers) const {
+    constexpr std::int64_t kNear = 1024;
+    const Tile& of = component.row_tiles[static_cast<std::size_t>(tile)];
+    const std::int64_t apart = component.row_order.stride[2] * p_.q.row;
+    if (late_ && p_.q.col == 1 && size_of(p_.dtype) == sizeof(Acc) && of.count[0] * of.count[1] == 1 &&
+        of.count[2] == rows && apart > 0 && apart * static_cast<std::int64_t>(sizeof(Acc)) <= kNear) {
+      return {static_cast<const Acc*>(row_of(p_.q, p_.dtype, head, of.base)), apart};
+    }
+    Acc* const left = need<Acc>(buffers.left, rows * p_.depth);
+    machine_.gather(p_.q, p_.dtype, head, buffers.tokens, p_.depth, late_ ? Acc{1} : static_cast<Acc>(p_.scale), left,
+                    p_.depth);
+    return {left, p_.depth};
+  }
+
+  /// What the next tile of rows will read and write.
+  void foresee(const Task& task, const Query& query, std::int64_t tile, Ahead& ahead) const {
+    const Component& component = task.layer.component;
+    ahead.clear();
+    if (tile == std::ssize(component.row_tiles)) {
+      return;
+    }
+    task.packing.foresee(tile, query.slice, p_.depth, ahead);
+    const Tile& rows = component.row_tiles[static_cast<std::size_t>(tile)];
+    cpu::foresee(p_.q, p_.dtype, query.head, component.row_order, rows, p_.depth, p_.depth, ahead);
+    cpu::foresee(p_.o, p_.dtype, query.head, component.row_order, rows, p_.value_depth, p_.depth, ahead);
   }
 
   void begin(const Task& task, std::int64_t unit, std::span<const std::int64_t> tokens, Acc* tops, Acc* sums,
@@ -185,7 +226,7 @@ class Forward {
                          p_.dtype, p_.o.col);
     if (p_.lse.data != nullptr) {
       static_cast<Acc*>(p_.lse.data)[head.batch * p_.lse.batch + head.head * p_.lse.head + token * p_.lse.row] =
-          sum == 0 ? kNone<Acc> : top + std::log(sum);
+          sum == 0 ? kNone<Acc> : static_cast<Acc>(top * kSoftmaxUnit<Acc> + std::log(sum));
     }
   }
 
@@ -193,6 +234,8 @@ class Forward {
   Context& context_;
   Machine<Acc> machine_;
   Split keys_, values_;
+  bool late_;   ///< scores get their scale in the softmax, not through the queries
+  Acc factor_;  ///< of the scores, there
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numbers>
 
 #include "fretwork/tensor.h"
 
@@ -21,6 +22,10 @@ struct GradientRow {
   const Acc* slope = nullptr;  ///< if set, the derivative of the soft cap
 };
 
+/// The unit that the softmax counts scores in: fp32 in log 2, so that exponentials are powers of two.
+template <typename Acc>
+inline constexpr double kSoftmaxUnit = sizeof(Acc) == 8 ? 1 : std::numbers::ln2;
+
 template <typename Acc>
 struct Rows {
   /// to[n] = factor·data[n·step], any count.
@@ -35,6 +40,9 @@ struct Rows {
   void (*multiply)(Acc* x, const Acc* y, std::int64_t count);
   /// x[n] = −inf where bit n of `words` is not set.
   void (*select)(Acc* x, const std::uint32_t* words, std::int64_t count);
+  /// x = −inf outside of [begin + r, min(end + r, limit)) in row r of `rows`, which lie `stride` apart.
+  void (*band)(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, std::int64_t begin, std::int64_t end,
+               std::int64_t limit);
   /// x = cap·tanh(x / cap), and its derivative if `slope` is not null.
   void (*cap)(Acc* x, std::int64_t count, Acc cap, Acc* slope);
   /// x −= slope·|position − positions|.
@@ -44,9 +52,10 @@ struct Rows {
                        Acc factor, Acc* keep);
   void (*keep_rows)(const unsigned* states, std::int64_t token, std::int64_t count, std::uint64_t threshold, Acc factor,
                     Acc* keep);
-  /// One step of the softmax of `rows` rows: x becomes exp(x − top) of the new top, which and whose sum are kept in
-  /// tops and sums; factors is what earlier results are to be multiplied by.
-  void (*soften)(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc* tops, Acc* sums,
+  /// One step of the softmax of `rows` rows of scores, each worth factor·x in the softmax's unit: x becomes the
+  /// exponential of what it is below the new top, which and whose sum are kept in tops and sums; factors is what
+  /// earlier results are to be multiplied by. factor > 0.
+  void (*soften)(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc factor, Acc* tops, Acc* sums,
                  Acc* factors);
   void (*gradient)(const GradientRow<Acc>& row);
 };

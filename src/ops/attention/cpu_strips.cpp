@@ -135,7 +135,7 @@ void Walk::fill(Strip& strip, std::span<const Segment> segments) const {
     }
     const std::int64_t begin = range.begin / width_ * width_, end = ceil_div(range.end, width_) * width_;
     const std::int64_t place = segment.tile * plan_.shape.cols;
-    strip.pieces.push_back({place + begin, strip.length, begin, end, segment.mask});
+    strip.pieces.push_back({place + begin, strip.length, begin, end, range.begin, range.end, segment.mask});
     const Span span{place + range.begin, strip.length + range.begin - begin, range.end - range.begin};
     strip.length += end - begin;
     if (!strip.spans.empty()) {
@@ -246,13 +246,42 @@ Buffers& thread_buffers() {
   return buffers;
 }
 
+void Ahead::add(const void* rows, std::int64_t count, std::int64_t bytes, std::int64_t apart, std::int64_t steps) {
+  constexpr std::int64_t kAtOnce = 128;
+  const auto* const data = static_cast<const std::byte*>(rows);
+  if (apart == bytes) {  // one piece of memory
+    for (std::int64_t at = 0; at < count * bytes; at += steps * kAtOnce) {
+      lines_.push_back({data + at, kAtOnce});
+    }
+    return;
+  }
+  for (std::int64_t at = 0; at < bytes; at += kAtOnce) {
+    lines_.push_back({data + at, apart});
+  }
+}
+
+void foresee(const Operand& operand, DType dtype, Head head, const Order& order, const Tile& tile, std::int64_t depth,
+             std::int64_t steps, Ahead& ahead) {
+  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  if (operand.col == 1 && tile.count[0] * tile.count[1] == 1) {
+    ahead.add(row_of(operand, dtype, head, tile.base), tile.count[2], depth * size,
+              order.stride[2] * operand.row * size, steps);
+  }
+}
+
 template <typename Acc>
 void Machine<Acc>::gather(const Operand& from, DType dtype, Head head, std::span<const std::int64_t> tokens,
                           std::int64_t depth, Acc factor, Acc* to, std::int64_t stride) const {
   const auto bytes = depth * static_cast<std::int64_t>(size_of(dtype));
-  for (std::size_t n = 0; n < tokens.size(); ++n, to += stride) {
+  const bool dense = from.col == 1 && from.row == depth && stride == depth;
+  for (std::size_t n = 0, count = 1; n < tokens.size(); n += count, to += static_cast<std::int64_t>(count) * stride) {
+    // Neighbours on both sides are one row.
+    count = 1;
+    while (dense && tokens[n] >= 0 && n + count < tokens.size() && tokens[n + count] == tokens[n + count - 1] + 1) {
+      ++count;
+    }
     // Rows of a class lie apart, each perhaps on a page of its own.
-    if (from.col == 1 && n + kRowsAhead < tokens.size() && tokens[n + kRowsAhead] >= 0) {
+    if (from.col == 1 && count == 1 && n + kRowsAhead < tokens.size() && tokens[n + kRowsAhead] >= 0) {
       const auto* const ahead = static_cast<const std::byte*>(row_of(from, dtype, head, tokens[n + kRowsAhead]));
       for (std::int64_t at = 0; at < bytes; at += 64) {
         __builtin_prefetch(ahead + at);
@@ -261,28 +290,54 @@ void Machine<Acc>::gather(const Operand& from, DType dtype, Head head, std::span
     if (tokens[n] < 0) {
       std::fill_n(to, depth, Acc{0});
     } else {
-      rows.widen(row_of(from, dtype, head, tokens[n]), dtype, from.col, depth, factor, to);
+      rows.widen(row_of(from, dtype, head, tokens[n]), dtype, from.col, static_cast<std::int64_t>(count) * depth,
+                 factor, to);
     }
   }
 }
 
 template <typename Acc>
-void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int64_t depth, const Acc* turned,
-                                   Acc* scores, std::int64_t stride) const {
+void Machine<Acc>::multiply_turned(const Strip& strip, const Acc* left, std::int64_t apart, std::int64_t depth,
+                                   const Acc* turned, Acc* scores, std::int64_t stride, Ahead* ahead) const {
   const simd::Term term{left, 0, nullptr};
   simd::Product product;
   product.terms = &term;
   product.count = 1;
   product.steps = depth;
-  product.row_stride = depth;
+  product.row_stride = apart;
   product.step_stride = 1;
   product.sum_stride = stride;
+  product.right_stride = width();
+  product.right_apart = vectors() == 1 ? width() * depth : 0;
+  const std::int64_t panel = width(), half = panel / 2;
+  auto* const multiply_half = vectors() == 1 ? tiles.multiply_half_in_place : tiles.multiply_in_place[0];
+  // Calls a multiplier on columns of the panel that begins at n.
+  const auto multiply = [&](auto* multiplier, const Piece& piece, std::int64_t n, std::int64_t within = 0) {
+    product.right = const_cast<Acc*>(turned + (piece.place + n) * depth + within);
+    product.sums = scores + piece.at + n + within;
+    multiplier(product);
+  };
   for (const Piece& piece : strip.pieces) {
-    const Acc* panel = turned + piece.place * depth;
-    for (std::int64_t n = 0; n < piece.end - piece.begin; n += width(), panel += width() * depth) {
-      product.right = const_cast<Acc*>(panel);
-      product.sums = scores + piece.at + n;
-      tiles.multiply[vectors() - 1](product);
+    std::int64_t n = 0, count = piece.end - piece.begin;
+    // Half a panel that no row meets is left out, and neighbours are taken together.
+    if (multiply_half != nullptr && piece.first - piece.begin >= half) {
+      multiply(multiply_half, piece, 0, half);
+      n = panel;
+    }
+    const bool less = multiply_half != nullptr && n < count && piece.end - piece.last >= half;
+    count -= less ? panel : 0;
+    for (; vectors() == 1 && n + 2 * panel <= count; n += 2 * panel) {
+      if (ahead != nullptr) {
+        ahead->give(product);
+      }
+      multiply(tiles.multiply_in_place[1], piece, n);
+    }
+    product.soon = nullptr;
+    for (; n < count; n += panel) {
+      multiply(tiles.multiply_in_place[vectors() - 1], piece, n);
+    }
+    if (less) {
+      multiply(multiply_half, piece, n);
     }
   }
 }
@@ -304,7 +359,7 @@ void Machine<Acc>::multiply_lines(const Strip& strip, const Acc* scores, std::in
     for (std::int64_t p = 0; p < split.panels(); ++p) {
       product.right = const_cast<Acc*>(lines.data + lines.features * split.first(p));
       product.sums = sums + split.first(p);
-      tiles.multiply[split.vectors(p) - 1](product);
+      (lines.apart != 0 ? tiles.multiply_in_place : tiles.multiply)[split.vectors(p) - 1](product);
     }
   }
 }
@@ -399,15 +454,40 @@ void Packing<Acc>::pack(std::int64_t tile, std::int64_t h) const {
 }
 
 template <typename Acc>
-void Packing<Acc>::need(std::int64_t row_tile, std::int64_t h) {
+std::int64_t Packing<Acc>::missing(std::int64_t row_tile, std::int64_t h) const {
   const auto first = layer_.component.first.begin() + row_tile;
   for (std::int64_t r = first[0]; r < first[1] && !done_.empty(); ++r) {
     const Run& run = layer_.component.runs[static_cast<std::size_t>(r)];
     for (std::int64_t tile = run.first; tile < run.first + run.count; ++tile) {
-      if (auto& done = done_[static_cast<std::size_t>(h * tiles_ + tile)]; done == 0) {
-        pack(tile, h);
-        done = 1;
+      if (done_[static_cast<std::size_t>(h * tiles_ + tile)] == 0) {
+        return tile;
       }
+    }
+  }
+  return -1;
+}
+
+template <typename Acc>
+void Packing<Acc>::need(std::int64_t row_tile, std::int64_t h) {
+  for (std::int64_t tile = missing(row_tile, h); tile >= 0; tile = missing(row_tile, h)) {
+    pack(tile, h);
+    done_[static_cast<std::size_t>(h * tiles_ + tile)] = 1;
+  }
+}
+
+template <typename Acc>
+void Packing<Acc>::foresee(std::int64_t row_tile, std::int64_t h, std::int64_t steps, Ahead& ahead) const {
+  const std::int64_t tile = missing(row_tile, h);
+  for (const Packed* packed : {&first_, &second_}) {
+    if (tile < 0) {
+      return;
+    }
+    const std::int64_t depth = packed->split.depth();
+    cpu::foresee(packed->from, dtype_, heads_[static_cast<std::size_t>(h)], layer_.component.col_order,
+                 layer_.component.col_tiles[static_cast<std::size_t>(tile)], depth, steps, ahead);
+    if (packed->turned != nullptr) {
+      const std::int64_t cols = layer_.plan.shape.cols, bytes = depth * static_cast<std::int64_t>(sizeof(Acc));
+      ahead.add(packed->turned + (h * layer_.columns.places() + tile * cols) * depth, cols, bytes, bytes, steps);
     }
   }
 }
@@ -451,38 +531,38 @@ void Scores<Acc>::add_bias(const Strip& strip, Head head, std::int64_t token, Ac
 }
 
 template <typename Acc>
-void Scores<Acc>::mask(const Strip& strip, std::int64_t n, Acc* row) const {
-  constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
+void Scores<Acc>::mask(const Strip& strip, Acc* scores, std::int64_t stride) const {
+  const std::int64_t lanes = machine_.tiles.lanes;
   for (const Piece& piece : strip.pieces) {
     if (piece.mask < 0) {
       continue;
     }
     const Mask& mask = plan_.masks[static_cast<std::size_t>(piece.mask)];
-    const std::int64_t m = strip.first + n;
-    Acc* const x = row + piece.at - piece.begin;
-    if (mask.bits >= 0) {
-      const std::uint32_t* const words = plan_.bits.data() + mask.bits + m * plan_.shape.cols / 32;
-      // Panels may begin inside a word.
-      const std::int64_t first = std::min(ceil_div(piece.begin, 32) * 32, piece.end);
-      for (std::int64_t c = piece.begin; c < first; c += machine_.tiles.lanes) {
-        const std::uint32_t bits = words[c / 32] >> c % 32;
-        machine_.rows.select(x + c, &bits, machine_.tiles.lanes);
-      }
-      machine_.rows.select(x + first, words + first / 32, piece.end - first);
+    if (mask.bits < 0) {
+      machine_.rows.band(scores + piece.at, stride, strip.rows, piece.end - piece.begin,
+                         strip.first + mask.low - piece.begin, strip.first + mask.high + 1 - piece.begin,
+                         mask.limit - piece.begin);
       continue;
     }
-    const std::int64_t begin = std::clamp<std::int64_t>(m + mask.low, piece.begin, piece.end);
-    const std::int64_t end =
-        std::clamp<std::int64_t>(std::min<std::int64_t>(m + mask.high + 1, mask.limit), begin, piece.end);
-    std::fill(x + piece.begin, x + begin, kNone);
-    std::fill(x + end, x + piece.end, kNone);
+    const std::uint32_t* words = plan_.bits.data() + mask.bits + strip.first * plan_.shape.cols / 32;
+    Acc* x = scores + piece.at - piece.begin;
+    for (std::int64_t n = 0; n < strip.rows; ++n, words += plan_.shape.cols / 32, x += stride) {
+      // Panels may begin inside a word.
+      const std::int64_t first = std::min(ceil_div(piece.begin, 32) * 32, piece.end);
+      for (std::int64_t c = piece.begin; c < first; c += lanes) {
+        const std::uint32_t bits = words[c / 32] >> c % 32;
+        machine_.rows.select(x + c, &bits, lanes);
+      }
+      machine_.rows.select(x + first, words + first / 32, piece.end - first);
+    }
   }
 }
 
 template <typename Acc>
 void Scores<Acc>::adjust(const Strip& strip, Head head, const std::int64_t* tokens, Acc* scores, std::int64_t stride,
                          Acc* slopes, Acc* scratch) const {
-  for (std::int64_t n = 0; n < strip.rows; ++n) {
+  const bool plain = p_.softcap == 0 && p_.bias.data == nullptr && p_.slopes.data == nullptr;
+  for (std::int64_t n = 0; !plain && n < strip.rows; ++n) {
     Acc* const row = scores + n * stride;
     const std::int64_t token = tokens[n];
     if (p_.softcap != 0) {
@@ -500,8 +580,8 @@ void Scores<Acc>::adjust(const Strip& strip, Head head, const std::int64_t* toke
                             static_cast<Acc>(position), slope);
       }
     }
-    mask(strip, n, row);
   }
+  mask(strip, scores, stride);
 }
 
 template <typename Acc>

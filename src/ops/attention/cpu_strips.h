@@ -75,9 +75,10 @@ inline bool ends_whole(const std::vector<const Component*>& components) {
 void tokens_of(const Order& order, const Tile& tile, std::int64_t side, const std::uint32_t* used,
                std::int64_t* tokens);
 
-/// Columns [begin, end) of one column tile, whose scores stand from `at` on. Whole panels.
+/// Columns [begin, end) of one column tile, whose scores stand from `at` on. Whole panels; those before `first` and
+/// from `last` on are met by no row, and their scores may be anything until they are masked.
 struct Piece {
-  std::int64_t place, at, begin, end;
+  std::int64_t place, at, begin, end, first, last;
   std::int32_t mask;
 };
 
@@ -152,6 +153,29 @@ struct Lines {
   std::int64_t apart;     ///< of rows that are not packed, else 0
 };
 
+/// What the next tile of rows will touch: products fetch it on their way, two cache lines in each step.
+class Ahead {
+ public:
+  void clear() { lines_.clear(); }
+  /// `count` rows of `bytes` bytes, `apart` bytes from one to the next, for products of `steps` steps.
+  void add(const void* rows, std::int64_t count, std::int64_t bytes, std::int64_t apart, std::int64_t steps);
+  /// To a product of two vectors, if there is anything left.
+  void give(simd::Product& product) {
+    product.soon = lines_.empty() ? nullptr : lines_.back().data;
+    if (!lines_.empty()) {
+      product.soon_stride = lines_.back().apart;
+      lines_.pop_back();
+    }
+  }
+
+ private:
+  struct Lines {
+    const std::byte* data;
+    std::int64_t apart;
+  };
+  std::vector<Lines> lines_;
+};
+
 /// The tables for one type of sums, and the products of strips.
 template <typename Acc>
 struct Machine {
@@ -166,9 +190,10 @@ struct Machine {
   void gather(const Operand& from, DType dtype, Head head, std::span<const std::int64_t> tokens, std::int64_t depth,
               Acc factor, Acc* to, std::int64_t stride) const;
 
-  /// scores = left · turned: `left` is the first row of the strip.
-  void multiply_turned(const Strip& strip, const Acc* left, std::int64_t depth, const Acc* turned, Acc* scores,
-                       std::int64_t stride) const;
+  /// scores = left · turned: `left` is the first row of the strip, `apart` from the next. Fetches what is ahead, if
+  /// given.
+  void multiply_turned(const Strip& strip, const Acc* left, std::int64_t apart, std::int64_t depth, const Acc* turned,
+                       Acc* scores, std::int64_t stride, Ahead* ahead = nullptr) const;
   /// sums += scores · lines.
   void multiply_lines(const Strip& strip, const Acc* scores, std::int64_t stride, const Lines<Acc>& lines,
                       const Split& split, Acc* sums) const;
@@ -226,7 +251,7 @@ class Scores {
 
  private:
   void add_bias(const Strip& strip, Head head, std::int64_t token, Acc* row, Acc* scratch) const;
-  void mask(const Strip& strip, std::int64_t n, Acc* row) const;
+  void mask(const Strip& strip, Acc* scores, std::int64_t stride) const;
 
   const Problem& p_;
   const Plan& plan_;
@@ -259,6 +284,8 @@ class Packing {
           const Packed& first, const Packed& second, Context& context);
   /// Call it before the columns of head h are looked at from a tile of rows.
   void need(std::int64_t row_tile, std::int64_t h);
+  /// Adds columns that a tile of rows needs and that are not packed: those of one tile.
+  void foresee(std::int64_t row_tile, std::int64_t h, std::int64_t steps, Ahead& ahead) const;
   Lines<Acc> first_lines(std::int64_t h) const { return lines(first_, h); }
   Lines<Acc> second_lines(std::int64_t h) const { return lines(second_, h); }
 
@@ -267,6 +294,8 @@ class Packing {
     return layer_.columns.lines(packed, dtype_, heads_[static_cast<std::size_t>(h)], h);
   }
   void pack(std::int64_t tile, std::int64_t h) const;
+  /// The first tile of columns that a tile of rows needs and that is not packed, or −1.
+  std::int64_t missing(std::int64_t row_tile, std::int64_t h) const;
 
   const Layer<Acc>& layer_;
   const Machine<Acc>& machine_;
@@ -281,6 +310,7 @@ class Packing {
 struct Buffers {
   simd::Scratch wide, left, more_left, scores, gradients, slopes, row, sums, more_sums, statistics;
   std::vector<std::int64_t> tokens;
+  Ahead ahead;
 };
 Buffers& thread_buffers();
 
@@ -294,5 +324,9 @@ inline void* row_of(const Operand& o, DType dtype, Head head, std::int64_t token
   return static_cast<std::byte*>(o.data) +
          (head.batch * o.batch + head.head * o.head + token * o.row) * static_cast<std::int64_t>(size_of(dtype));
 }
+
+/// Adds the rows of a tile to what is fetched, if they lie evenly.
+void foresee(const Operand& operand, DType dtype, Head head, const Order& order, const Tile& tile, std::int64_t depth,
+             std::int64_t steps, Ahead& ahead);
 
 }  // namespace fretwork::attention_op::cpu

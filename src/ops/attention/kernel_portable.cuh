@@ -7,8 +7,14 @@
 
 namespace fretwork {
 
+/// A row's exponents are taken from some score on, and it takes a larger one only where that leads by this power of
+/// two: few tiles rescale what is summed, and no probability exceeds 2⁸.
+inline constexpr float kSlack = 8.0f;
+inline constexpr float kLargest = 3.4028235e38f;
+
 template <typename T, int Depth, bool Extras>
-__global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras).warps)
+__global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras).warps,
+                                  Extras ? (Depth <= 96 ? 2 : 1) : 1)
     attention_forward(const __grid_constant__ attention_op::ForwardParams p) {
   constexpr auto kShape = attention_op::forward_shape(Depth, Extras);
   constexpr int kRows = kShape.rows, kCols = kShape.cols, kThreads = 32 * kShape.warps;
@@ -23,35 +29,36 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
     whose = item;
   }
   const int key_head = item.head / p.heads.ratio;
-  const u8* keys = head_of<T>(p.k, item.batch, key_head);
-  const u8* values = head_of<T>(p.v, item.batch, key_head);
   const shared_tile<kLine> q{shared_address(memory)}, k{q.base + kRows * kLine}, v{k.base + kCols * kLine};
   tables.fill(p.plan, item.tile);
   __syncthreads();
 
-  const auto ask = [&](const auto& tile, const u8* from, int row_bytes, int depth, const Step& step) {
-    copy_columns<T, Depth, kCols, kThreads>(tile, from, row_bytes, depth, step, tables.place, p.plan.used);
-  };
+  const u8* const keys = head_of<T>(p.k, item.batch, key_head);
+  const u8* const values = head_of<T>(p.v, item.batch, key_head);
+  const ColumnCopies<T, Depth, kCols, kThreads, kLine> key_copies(k, p.depth), value_copies(v, p.value_depth);
+  key_copies.clear(keys);
+  value_copies.clear(values);
   copy_lines<T, Depth, kRows, kThreads, 4>(q, head_of<T>(p.q, item.batch, item.head), p.q.row, p.depth,
                                            [&](int n) { return tables.token[n]; });
   Walk<false> walk(p.plan, item.tile, 1);
   Step now = walk.take();
   if (now.there()) {
-    ask(k, keys, p.k.row, p.depth, now);
+    key_copies.ask(now, keys, p.k.row, tables.place, p.plan.used);
   }
   copy_async_commit();
+  now.settle();
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * (16 * kFrags);
   const auto row_of = [&](int i, int half) { return warp_row + 16 * i + 8 * half + lane / 4; };
-  const auto q_at = fragments_across(q, warp_row), v_at = fragments_across(v, 0);
-  const auto k_at = fragments_along(k);
+  const auto q_at = kept(fragments_across(q, warp_row)), v_at = kept(fragments_across(v, 0));
+  const auto k_at = kept(fragments_along(k));
   const Score<Extras> score = score_of<Extras>(p.score, item.batch, item.head, p.heads.all);
   register_sums<kFrags, Depth / 8> out = {};
-  float top[kFrags][2], total[kFrags][2];
+  float from[kFrags][2], total[kFrags][2];  // the lowest: no key yet
 #pragma unroll
   for (int i = 0; i < kFrags; ++i) {
-    top[i][0] = top[i][1] = -infinity();
+    from[i][0] = from[i][1] = -kLargest;
     total[i][0] = total[i][1] = 0.0f;
   }
 
@@ -59,7 +66,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   while (now.there()) {
     copy_async_wait<0>();
     __syncthreads();  // the keys are here, and the values before are done with
-    ask(v, values, p.v.row, p.value_depth, now);
+    value_copies.ask(now, values, p.v.row, tables.place, p.plan.used);
     copy_async_commit();
     const Step next = walk.take();
     register_sums<kFrags, kCols / 8> s = {};
@@ -67,7 +74,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
     copy_async_wait<0>();
     __syncthreads();  // the values are here, and the keys are done with
     if (next.there()) {
-      ask(k, keys, p.k.row, p.depth, next);
+      key_copies.ask(next, keys, p.k.row, tables.place, p.plan.used);
     }
     copy_async_commit();
 
@@ -82,46 +89,67 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
     } else if (now.mask >= 0) {
       apply_mask<kFrags, kCols>(s, p.plan, now.mask, warp_row);
     }
+    float high[kFrags][2];
+    bool grows = false;
 #pragma unroll
     for (int i = 0; i < kFrags; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float high = top[i][half];
+        float most = fmaxf(s.at[i][0][2 * half], s.at[i][0][2 * half + 1]);
 #pragma unroll
-        for (int j = 0; j < kCols / 8; ++j) {
-          high = fmaxf(high, fmaxf(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]));
+        for (int j = 1; j < kCols / 8; ++j) {
+          most = fmaxf(most, fmaxf(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]));
         }
-        high = reduce_lanes<4>(high, take_max{});
-        const float from = (high == -infinity() ? 0.0f : high) * score.factor;
-        const float shrink = exp2_fast(top[i][half] * score.factor - from);
-        top[i][half] = high;
-        float sum = 0.0f;
+        high[i][half] = reduce_lanes<4>(most, take_max{}) * score.factor;
+        grows = grows || high[i][half] > from[i][half] + kSlack;
+      }
+    }
+    if (__any_sync(~0u, grows)) {
 #pragma unroll
-        for (int j = 0; j < kCols / 8; ++j) {
+      for (int i = 0; i < kFrags; ++i) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s.at[i][j][2 * half + e];
-            x = exp2_fast(x * score.factor - from);
-            sum += x;
+        for (int half = 0; half < 2; ++half) {
+          const float to = high[i][half] > from[i][half] + kSlack ? high[i][half] : from[i][half];
+          const float shrink = exp2_fast(from[i][half] - to);
+          from[i][half] = to;
+          total[i][half] *= shrink;
+#pragma unroll
+          for (int j = 0; j < Depth / 8; ++j) {
+            out.at[i][j][2 * half] *= shrink;
+            out.at[i][j][2 * half + 1] *= shrink;
           }
         }
-        total[i][half] = total[i][half] * shrink + sum;
+      }
+    }
+    // Probabilities, two neighbours at a time, and their sums before anything is dropped or rounded.
+    float sum[kFrags][2] = {};
+    u32 shares[kCols / 16][kFrags][4];
 #pragma unroll
-        for (int j = 0; j < Depth / 8; ++j) {
-          out.at[i][j][2 * half] *= shrink;
-          out.at[i][j][2 * half + 1] *= shrink;
+    for (int n = 0; n < kCols / 4 * kFrags; ++n) {
+      const int block = n / 4 / kFrags, i = n / 4 % kFrags, e = n % 4, half = e % 2;
+      float* const x = s.at[i][2 * block + e / 2] + 2 * half;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        x[c] = exp2_fast(x[c] * score.factor - from[i][half]);
+      }
+      sum[i][half] += x[0] + x[1];
+      if constexpr (Extras) {
+        if (p.score.threshold != 0) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int col = now.tile.base + tables.place[16 * block + e / 2 * 8 + lane % 4 * 2 + c].offset;
+            x[c] = score.keeps(tables.token[row_of(i, half)], col) ? x[c] : 0.0f;
+          }
         }
       }
+      shares[block][i][e] = narrow_pair<T>(x[0], x[1]);
     }
-    if constexpr (Extras) {
-      if (p.score.threshold != 0) {
-        each_score(s, [&](int i, int half, int j, int e, float& x) {
-          const int col = now.tile.base + tables.place[8 * j + lane % 4 * 2 + e].offset;
-          x = score.keeps(tables.token[row_of(i, half)], col) ? x : 0.0f;
-        });
-      }
+    multiply_across<T, Depth, kFrags, kCols>(out, shares, v_at);
+#pragma unroll
+    for (int i = 0; i < kFrags; ++i) {
+      total[i][0] += sum[i][0];
+      total[i][1] += sum[i][1];
     }
-    multiply_sums<T, Depth, kFrags, kCols>(out, s, v_at);
     now = next;
   }
 
@@ -131,7 +159,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   const Staging<Depth> staging{reinterpret_cast<float*>(memory)};
   staging.put(out, warp_row, [&](int i, int half) {
     const float sum = reduce_lanes<4>(total[i][half], take_sum{});
-    const float lse = sum == 0.0f ? -infinity() : (top[i][half] * score.factor + log2f(sum)) * kLn2;
+    const float lse = sum == 0.0f ? -infinity() : (from[i][half] + log2f(sum)) * kLn2;
     const Merge merge(p, whose, tables.token[row_of(i, half)], lse);
     __syncwarp();
     if (lane % 4 == 0) {

@@ -55,13 +55,21 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   const auto stats_of = [&](int head) {
     return p.stats + (static_cast<i64>(item.batch) * p.heads.all + head) * p.queries;
   };
+  const shared_tile<kLine> columns{ring};
+  const ColumnCopies<T, Depth, kCols, kThreads, kLine> first_copies(columns, p.depth),
+      second_copies(columns, p.value_depth);
+#pragma unroll
+  for (u32 stage = 0; stage < 2; ++stage) {
+    first_copies.clear(static_cast<const u8*>(p.first.data), stage * 2 * kTileBytes);
+    second_copies.clear(static_cast<const u8*>(p.first.data), (stage * 2 + 1) * kTileBytes);
+  }
   const auto ask = [&](const Step& step, int stage) {
     const int head = Keys ? member_head(step.member) : item.head / p.heads.ratio;
-    const shared_tile<kLine> a{ring + stage * 2 * kTileBytes}, b{a.base + kTileBytes};
-    copy_columns<T, Depth, kCols, kThreads>(a, head_of<T>(p.other_first, item.batch, head), p.other_first.row, p.depth,
-                                            step, tables.place, p.plan.used);
-    copy_columns<T, Depth, kCols, kThreads>(b, head_of<T>(p.other_second, item.batch, head), p.other_second.row,
-                                            p.value_depth, step, tables.place, p.plan.used);
+    const u32 ahead = static_cast<u32>(stage) * 2 * kTileBytes;
+    first_copies.ask(step, head_of<T>(p.other_first, item.batch, head), p.other_first.row, tables.place, p.plan.used,
+                     ahead);
+    second_copies.ask(step, head_of<T>(p.other_second, item.batch, head), p.other_second.row, tables.place, p.plan.used,
+                      ahead + kTileBytes);
     if constexpr (Keys) {
       if (thread < kCols) {
         const Place place = tables.place[thread];
@@ -93,8 +101,8 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   const int warp_row = __shfl_sync(~0u, thread / 32, 0) * 16;
   register_sums<1, First ? Depth / 8 : 1> d_first = {};
   register_sums<1, Second ? Depth / 8 : 1> d_second = {};
-  const auto first_at = fragments_across(first, warp_row), across = fragments_across(shared_tile<kLine>{ring}, 0);
-  const auto along = fragments_along(shared_tile<kLine>{ring});
+  const auto first_at = kept(fragments_across(first, warp_row)), across = kept(fragments_across(columns, 0));
+  const auto along = kept(fragments_along(columns));
   int stage = 0;
 #pragma unroll 1
   while (now.there()) {

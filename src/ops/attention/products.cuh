@@ -6,28 +6,20 @@
 
 namespace fretwork {
 
-/// Where a lane reads fragments of a tile: 16 lines, and the four places in 128 bytes that 16 entries can begin at. All
-/// else is a distance that the compiler knows.
+/// Where a lane reads fragments of a tile. The four places in 128 bytes that 16 entries can begin at differ in two
+/// bits, and all else is a distance that the compiler knows: one register.
 template <int Bytes>
 struct Fragments {
-  u32 at[4];
+  u32 base;
 
-  __device__ __forceinline__ Fragments(shared_tile<Bytes> tile, u32 line, u32 half) {
-#pragma unroll
-    for (u32 c = 0; c < 4; ++c) {
-      at[c] = tile.chunk(line, 2 * c + half);
-    }
-  }
+  __device__ __forceinline__ Fragments(shared_tile<Bytes> tile, u32 line, u32 half) : base(tile.chunk(line, half)) {}
   __device__ __forceinline__ u32 operator()(int line, int entry) const {
-    return at[entry / 16 % 4] + static_cast<u32>(entry / 64 * 128 + line * Bytes);
+    return (base ^ static_cast<u32>(entry / 16 % 4 * 32)) + static_cast<u32>(entry / 64 * 128 + line * Bytes);
   }
   /// The same in a tile `bytes` further on.
   __device__ __forceinline__ Fragments operator+(u32 bytes) const {
     Fragments moved = *this;
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      moved.at[c] += bytes;
-    }
+    moved.base += bytes;
     return moved;
   }
 };
@@ -44,55 +36,92 @@ __device__ __forceinline__ Fragments<Bytes> fragments_along(shared_tile<Bytes> t
   return Fragments<Bytes>(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-/// sums += left·right for 16 along K, where `right(n)` loads the fragments of columns n to n + 15.
-template <typename T, int Frags, int Cols, typename Right>
-__device__ __forceinline__ void multiply_step(register_sums<Frags, Cols / 8>& sums, const u32 (&left)[Frags][4],
-                                              const Right& right) {
-#pragma unroll
-  for (int n = 0; n < Cols; n += 16) {
-    u32 b[4];
-    right(b, n);
-#pragma unroll
-    for (int i = 0; i < Frags; ++i) {
-      mma_sync<T>(sums.at[i][n / 8], left[i], b[0], b[1]);
-      mma_sync<T>(sums.at[i][n / 8 + 1], left[i], b[2], b[3]);
-    }
-  }
+/// The same where a loop would rather keep the register than compute it in every turn.
+template <int Bytes>
+__device__ __forceinline__ Fragments<Bytes> kept(Fragments<Bytes> from) {
+  from.base = kept(from.base);
+  return from;
 }
+
+/// Fragments of a right operand are asked for so many loads before they are used.
+inline constexpr int kAhead = 3;
 
 /// sums += left·rightᵀ, both tiles' lines along K.
 template <typename T, int Depth, int Frags, int Cols, int Bytes>
 __device__ __forceinline__ void multiply_lines(register_sums<Frags, Cols / 8>& sums, const Fragments<Bytes>& left,
                                                const Fragments<Bytes>& right) {
-#pragma unroll
-  for (int k = 0; k < Depth; k += 16) {
-    u32 a[Frags][4];
+  constexpr int kAcross = Cols / 16, kAll = Depth / 16 * kAcross, kRing = kAhead + 1;
+  u32 a[2][Frags][4], b[kRing][4];
+  const auto ask_left = [&](int k) {
 #pragma unroll
     for (int i = 0; i < Frags; ++i) {
-      ldmatrix(a[i], left(16 * i, k));
+      ldmatrix(a[k % 2][i], left(16 * i, 16 * k));
     }
-    multiply_step<T, Frags, Cols>(sums, a, [&](u32(&b)[4], int n) { ldmatrix(b, right(n, k)); });
+  };
+  const auto ask_right = [&](int n) { ldmatrix(b[n % kRing], right(n % kAcross * 16, n / kAcross * 16)); };
+  ask_left(0);
+#pragma unroll
+  for (int n = 0; n < min(kAhead, kAll); ++n) {
+    ask_right(n);
+  }
+#pragma unroll
+  for (int n = 0; n < kAll; ++n) {
+    if (n % kAcross == 0 && n + kAcross < kAll) {
+      ask_left(n / kAcross + 1);
+    }
+    if (n + kAhead < kAll) {
+      ask_right(n + kAhead);
+    }
+#pragma unroll
+    for (int i = 0; i < Frags; ++i) {
+      mma_sync<T>(sums.at[i][n % kAcross * 2], a[n / kAcross % 2][i], b[n % kRing][0], b[n % kRing][1]);
+      mma_sync<T>(sums.at[i][n % kAcross * 2 + 1], a[n / kAcross % 2][i], b[n % kRing][2], b[n % kRing][3]);
+    }
   }
 }
 
-/// sums += left·right: left is what an earlier product left in registers, right's lines run across K.
+/// sums += left·right: left in fragments, 16 along K each, and right's lines run across K.
+template <typename T, int Depth, int Frags, int Cols, int Bytes>
+__device__ __forceinline__ void multiply_across(register_sums<Frags, Depth / 8>& sums,
+                                                const u32 (&left)[Cols / 16][Frags][4], const Fragments<Bytes>& right) {
+  constexpr int kAcross = Depth / 16, kAll = Cols / 16 * kAcross, kRing = kAhead + 1;
+  u32 b[kRing][4];
+  const auto ask = [&](int n) { ldmatrix_trans(b[n % kRing], right(n / kAcross * 16, n % kAcross * 16)); };
+#pragma unroll
+  for (int n = 0; n < min(kAhead, kAll); ++n) {
+    ask(n);
+  }
+#pragma unroll
+  for (int n = 0; n < kAll; ++n) {
+    if (n + kAhead < kAll) {
+      ask(n + kAhead);
+    }
+#pragma unroll
+    for (int i = 0; i < Frags; ++i) {
+      mma_sync<T>(sums.at[i][n % kAcross * 2], left[n / kAcross][i], b[n % kRing][0], b[n % kRing][1]);
+      mma_sync<T>(sums.at[i][n % kAcross * 2 + 1], left[n / kAcross][i], b[n % kRing][2], b[n % kRing][3]);
+    }
+  }
+}
+
+/// The same where left is what an earlier product left in registers.
 template <typename T, int Depth, int Frags, int Cols, int Bytes>
 __device__ __forceinline__ void multiply_sums(register_sums<Frags, Depth / 8>& sums,
                                               const register_sums<Frags, Cols / 8>& left,
                                               const Fragments<Bytes>& right) {
+  u32 a[Cols / 16][Frags][4];
 #pragma unroll
-  for (int k = 0; k < Cols; k += 16) {
-    u32 a[Frags][4];
+  for (int k = 0; k < Cols / 16; ++k) {
 #pragma unroll
     for (int i = 0; i < Frags; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float* from = left.at[i][k / 8 + e / 2] + e % 2 * 2;
-        a[i][e] = narrow_pair<T>(from[0], from[1]);
+        const float* from = left.at[i][2 * k + e / 2] + e % 2 * 2;
+        a[k][i][e] = narrow_pair<T>(from[0], from[1]);
       }
     }
-    multiply_step<T, Frags, Depth>(sums, a, [&](u32(&b)[4], int n) { ldmatrix_trans(b, right(k, n)); });
   }
+  multiply_across<T, Depth, Frags, Cols>(sums, a, right);
 }
 
 /// Calls f(fragment, half, j, e, entry) for the entries of a lane.

@@ -26,6 +26,12 @@ using attention_op::RunArg;
 using attention_op::ScoreArg;
 using attention_op::TileArg;
 
+/// x in a register of its own: what a shuffle gave is not computed again wherever it is used.
+template <typename X>
+__device__ __forceinline__ X kept(X x) {
+  return __shfl_xor_sync(~0u, x, 0);
+}
+
 /// The lowest n bits, 0 ≤ n ≤ 32.
 __device__ __forceinline__ u32 low_bits(int n) {
   u32 power;
@@ -90,6 +96,12 @@ struct Step {
   int mask = -2;  ///< −1: whole; −2: there is no step
   int member = 0;
   __device__ __forceinline__ bool there() const { return mask > -2; }
+  /// Waits for what was read, so that a loop need not ask in every turn whether its first step has come.
+  __device__ __forceinline__ void settle() {
+    tile.base = kept(tile.base);
+    tile.inside = kept(tile.inside);
+    tile.used = kept(tile.used);
+  }
 };
 
 /// Gives the steps of a row tile, with Members once for each of them.
@@ -239,24 +251,85 @@ __device__ __forceinline__ void copy_lines(const Tile& tile, const u8* from, int
   }
 }
 
-/// Copies a step's column tile. Those under no mask are whole: nothing is asked of their places.
-template <typename T, int Depth, int Cols, int Threads, typename Tile>
-__device__ __forceinline__ void copy_columns(const Tile& tile, const u8* from, int row_bytes, int depth,
-                                             const Step& step, const Place (&places)[Cols], const u32* used) {
-  if (step.mask < 0) {
-    copy_lines<T, Depth, Cols, Threads, 4>(tile, from, row_bytes, depth,
-                                           [&](int n) { return step.tile.base + places[n].offset; });
-    return;
+/// What a thread copies of every column tile: the same 16 bytes of every kStep-th line. Kept in registers, so that a
+/// tile that is whole costs a product and a copy for each line.
+template <typename T, int Depth, int Cols, int Threads, int Bytes>
+class ColumnCopies {
+  static constexpr int kChunks = Depth / chunk_of<T>;
+  static constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
+  static constexpr int kStep = Threads / kLanes < Cols ? Threads / kLanes : Cols;  // lines at once
+  static constexpr int kCount = Cols / kStep;
+  static_assert(Cols % kStep == 0 && kStep % 4 == 0);
+
+ public:
+  __device__ __forceinline__ ColumnCopies(shared_tile<Bytes> tile, int depth) {
+    const int first = static_cast<int>(threadIdx.x) / kLanes, chunk = static_cast<int>(threadIdx.x) % kLanes;
+    to_ = kept(tile.chunk(static_cast<u32>(first), static_cast<u32>(chunk)));
+    bytes_ = kept(first < kStep && chunk < kChunks ? min(max(depth - chunk * chunk_of<T>, 0), chunk_of<T>) * 2 : -1);
   }
-  copy_lines<T, Depth, Cols, Threads, 1>(tile, from, row_bytes, depth, [&](int n) {
-    const Place place = places[n];
-    bool read = is_inside(step.tile.inside, place.at);
-    if (step.tile.used >= 0) {
-      read = read && (used[step.tile.used + n / 32] >> (n & 31) & 1) != 0;
+  /// Fills what lies behind the depth with zeros, which stay; of the tile `ahead` bytes further on.
+  __device__ __forceinline__ void clear(const u8* from, u32 ahead = 0) const {
+    if (bytes_ == 0) {
+#pragma unroll 1
+      for (int i = 0; i < kCount; ++i) {
+        copy_async_part(to(i) + ahead, from, 0);
+      }
     }
-    return read ? step.tile.base + place.offset : -1;
-  });
-}
+  }
+  __device__ __forceinline__ void ask(const Step& step, const u8* from, int row_bytes, const Place (&places)[Cols],
+                                      const u32* used, u32 ahead = 0) const {
+    const int first = static_cast<int>(threadIdx.x) / kLanes;
+    from += static_cast<int>(threadIdx.x) % kLanes * 16;
+    if (step.mask < 0 && bytes_ == 16) {
+      const u8* const base = row_at(from, step.tile.base, row_bytes);
+      int offset[kCount];  // all at once: shared memory is waited for once
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        offset[i] = places[first + i * kStep].offset;
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        copy_async_16(to(i) + ahead, row_at(base, offset[i], row_bytes), true);
+      }
+    } else if (bytes_ > 0) {
+      constexpr int kTogether = kCount < 4 ? kCount : 4;
+#pragma unroll 1
+      for (int i = 0; i < kCount; i += kTogether) {
+        int token[kTogether];
+#pragma unroll
+        for (int e = 0; e < kTogether; ++e) {
+          const Place place = places[first + (i + e) * kStep];
+          token[e] = is_inside(step.tile.inside, place.at) ? step.tile.base + place.offset : -1;
+        }
+        if (step.tile.used >= 0) {
+#pragma unroll
+          for (int e = 0; e < kTogether; ++e) {
+            const int n = first + (i + e) * kStep;
+            token[e] = (used[step.tile.used + n / 32] >> (n & 31) & 1) != 0 ? token[e] : -1;
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < kTogether; ++e) {
+          copy_async_part(to(i + e) + ahead, row_at(from, max(token[e], 0), row_bytes), token[e] < 0 ? 0 : bytes_);
+        }
+      }
+    }
+  }
+
+ private:
+  /// The i-th line's place. Lines permute their chunks in turns of eight, and four lines further on one bit differs.
+  __device__ __forceinline__ u32 to(int i) const {
+    return (kStep % 8 != 0 && i % 2 != 0 ? to_ ^ 16 : to_) + static_cast<u32>(i * kStep * Bytes);
+  }
+  /// Row n of what begins at `from`: one instruction, where 64-bit products take five.
+  static __device__ __forceinline__ const u8* row_at(const u8* from, int n, int row_bytes) {
+    const u8* row;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(row) : "r"(n), "r"(row_bytes), "l"(from));
+    return row;
+  }
+  u32 to_;
+  int bytes_;  ///< of 16, those that are read; −1: this thread copies nothing
+};
 
 /// N neighbours of a row from `col` on, as far as they are inside.
 template <typename T, int N>

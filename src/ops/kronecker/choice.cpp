@@ -18,7 +18,7 @@ struct Spelling {
   std::string_view name;
   int numbers;
 };
-constexpr std::array<Spelling, 11> kRoutes = {{{"best", 0},
+constexpr std::array<Spelling, 12> kRoutes = {{{"best", 0},
                                                {"hopper", 1},
                                                {"regroup", 1},
                                                {"dense", 1},
@@ -28,7 +28,8 @@ constexpr std::array<Spelling, 11> kRoutes = {{{"best", 0},
                                                {"simple", 0},
                                                {"rows", 1},
                                                {"lanes", 1},
-                                               {"few", 0}}};
+                                               {"few", 0},
+                                               {"direct", 0}}};
 constexpr std::array kPrecisions = {"ieee", "tf32", "tf32x3"};
 constexpr std::array kTypes = {DType::f64, DType::f32, DType::f16, DType::bf16};
 

@@ -13,10 +13,24 @@
 namespace fretwork::kronecker {
 
 /// `best` leaves it to the backend, which needs no table. Then those of a GPU, those of a CPU, and of both.
-enum class Route : std::uint8_t { best, hopper, regroup, dense, strided, cluster, portable, simple, rows, lanes, few };
+enum class Route : std::uint8_t {
+  best,
+  hopper,
+  regroup,
+  dense,
+  strided,
+  cluster,
+  portable,
+  simple,
+  rows,
+  lanes,
+  few,
+  direct
+};
 
 /// A way to run a product: "best", "hopper:128" (a tile's columns), "strided:16x4" (neighbouring δ, warps along the
-/// batch), "cluster", "rows:256" and "lanes:192" (batch rows that a thread takes at a time), "few".
+/// batch), "cluster", "rows:256" and "lanes:192" (batch rows that a thread takes at a time), "few",
+/// "direct".
 struct Choice {
   Route route = Route::best;
   int first = 0, second = 0;

@@ -268,6 +268,9 @@ void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, co
 
 void cuda::run(const Problem& problem, Context& context) {
   const driver::DeviceScope scope(context.device.index);
+  if (direct::pays(problem) && direct::run(problem, context)) {
+    return;
+  }
   if (few::pays(problem, context) && few::run(problem, context)) {
     return;
   }
@@ -295,6 +298,8 @@ bool cuda::run(const Problem& problem, Context& context, const Choice& choice) {
       return run_here(problem, context, choice.route);
     case Route::few:
       return few::run(problem, context);
+    case Route::direct:
+      return direct::run(problem, context);
     default:
       return false;
   }
@@ -310,7 +315,7 @@ std::vector<Choice> cuda::candidates(const Problem& problem, const Context& cont
   for (const auto& [v, wm] : strided::shapes(problem.dtype, context.precision)) {
     list.push_back({Route::strided, v, wm});
   }
-  list.insert(list.end(), {{Route::cluster}, {Route::few}, {Route::portable}, {Route::simple}});
+  list.insert(list.end(), {{Route::cluster}, {Route::few}, {Route::direct}, {Route::portable}, {Route::simple}});
   return list;
 }
 

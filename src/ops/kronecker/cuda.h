@@ -50,6 +50,15 @@ bool pays(const Problem& problem, const Context& context);
 bool run(const Problem& problem, Context& context);
 }  // namespace few
 
+/// Up to 256 batch rows of 16-bit types with d = 1, 2, 4 or a multiple of 8, weights as they lie: loads go straight to
+/// the fragments of an mma. Products only.
+namespace direct {
+inline constexpr std::int64_t kMostRows = 256;
+/// Whether this should be the fastest way, where it is one.
+bool pays(const Problem& problem);
+bool run(const Problem& problem, Context& context);
+}  // namespace direct
+
 /// Exact fp32 in large tiles on FFMA (sm_80 and later). Leaves the gradient of the bias to the caller.
 namespace ieee {
 bool run(const Problem& problem, Context& context);

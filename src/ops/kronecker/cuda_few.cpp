@@ -406,11 +406,10 @@ bool pays(const Problem& p, const Context& context) {
     return false;
   }
   if (p.batch > kMostRows) {
-    // One launch that reads the weights again for every 16 rows, against one that packs them and another (reckoned from
-    // times of those two; where weights are many, they are bound by memory and better).
+    // One launch that reads the weights again for every 16 rows, against one that packs them and another.
     constexpr std::int64_t kMostAgain = 4 << 20;
-    return p.batch <= kMostTileRows && bytes <= kMostAgain &&
-           choose_tiles(p, context).clocks < 8000 + 2.5e-3 * double(bytes);
+    return p.batch <= kMostTileRows && bytes * ceil_div(p.batch, std::int64_t{kTileRows}) <= kMostAgain &&
+           tiles_fit(p, 2, context);
   }
   if (tiles_fit(p, 2, context)) {  // the tensor cores keep up with memory
     return true;

@@ -46,8 +46,9 @@ KernelSpec dense_instance(DType dtype, int width, bool weights_k) {
   return instance("hopper_product", "product",
                   sized(dtype, width, false) + (weights_k ? ", true" : ", false") + ", true");
 }
-KernelSpec resident_instance(DType dtype, int width, bool last) {
-  return instance("hopper_resident", "product_resident", sized(dtype, width, last));
+KernelSpec resident_instance(DType dtype, int width) {
+  return instance("hopper_resident", "product_resident",
+                  std::string(device_type(dtype)) + ", " + std::to_string(width));
 }
 KernelSpec gradient_instance(DType dtype, int width, bool last) {
   return instance("hopper_gradient", "gradient", sized(dtype, width, last));
@@ -72,8 +73,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   list.push_back(interleaved_gradient_instance(4));
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const int width : kResidentWidths) {
-      list.push_back(resident_instance(dtype, width, false));
-      list.push_back(resident_instance(dtype, width, true));
+      list.push_back(resident_instance(dtype, width));
     }
   }
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
@@ -110,8 +110,8 @@ const Kernel& dense_kernel(DType dtype, int width, bool weights_k, int device) {
   return kernels.get(80 + place(dtype, width, weights_k), device,
                      [&] { return dense_instance(dtype, width, weights_k); });
 }
-const Kernel& resident_kernel(DType dtype, int width, bool last, int device) {
-  return kernels.get(104 + place(dtype, width, last), device, [&] { return resident_instance(dtype, width, last); });
+const Kernel& resident_kernel(DType dtype, int width, int device) {
+  return kernels.get(104 + place(dtype, width, true), device, [&] { return resident_instance(dtype, width); });
 }
 const Kernel& gradient_kernel(DType dtype, int width, bool last, int device) {
   return kernels.get(48 + place(dtype, width, last), device, [&] { return gradient_instance(dtype, width, last); });
@@ -379,7 +379,8 @@ void launch(const Kernel& kernel, const ProductParams& params, int shared, bool 
 
 void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
                     Context& context) {
-  ProductParams params = product_params(p, p.sizes, width, layout.last && p.sizes.b <= width ? 64 : 16);
+  // Batch last, x of a product with one tile of columns is not read again.
+  ProductParams params = product_params(p, p.sizes, width, layout.last && p.sizes.b <= width ? kMost : 16);
   params.x = operand_map(layout.x, !layout.last, kRows);
   params.weights = weights;
   params.y = operand_map(layout.y, !layout.last, 64);
@@ -493,12 +494,12 @@ void run_dense(const Problem& p, const Dense& one, Context& context) {
 struct Resident {
   int width, seats;
 };
-/// For `products` of s, of 16-bit types, where it takes no more turns than CTAs that change their columns, and so few
-/// that packing would be felt. Reckoned for many rows, so that it does not depend on the batch; with `any`, wherever it
-/// is possible.
-std::optional<Resident> resident(const Sizes& s, std::int64_t products, int multiprocessors, bool any) {
+/// For products of 16-bit types, batch last, where it takes no more turns than CTAs that change their columns, and so
+/// few that packing would be felt. Reckoned for many rows, so that it does not depend on the batch; with `any`,
+/// wherever it is possible.
+std::optional<Resident> resident(const Sizes& s, int multiprocessors, bool any) {
   constexpr std::int64_t kRowTiles = 25088 / kRows, kFewTurns = 8;
-  const auto seats = [&](int width) { return products * ceil_div(s.b, width); };
+  const auto seats = [&](int width) { return s.a * s.d * ceil_div(s.b, width); };
   const auto fits = [&](int width) {
     return ceil_div(s.c, 64) * width <= kMostKept && seats(width) <= multiprocessors;
   };
@@ -515,18 +516,16 @@ std::optional<Resident> resident(const Sizes& s, std::int64_t products, int mult
   return Resident{width, narrowed(seats(width))};
 }
 
-/// `whole` is p, or p with the d products of its blocks as one.
-void run_resident(const Problem& p, const Problem& whole, const Layout& layout, const Resident& kept,
-                  const Context& context) {
+void run_resident(const Problem& p, const Layout& layout, const Resident& kept, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
-  ProductParams params = product_params(whole, whole.sizes, kept.width, 1);
-  params.x = operand_map(layout.x, !layout.last, kRows);
-  params.y = operand_map(layout.y, !layout.last, 64);
+  ProductParams params = product_params(p, p.sizes, kept.width, 1);
+  params.x = operand_map(layout.x, false, kRows);
+  params.y = operand_map(layout.y, false, 64);
   params.share = divisor(kept.seats);
   params.total = narrowed(ceil_div(p.batch, kRows));
   params.strands = strands(p);
   const int each = std::min(params.total, multiprocessors / kept.seats);
-  resident_kernel(p.dtype, kept.width, layout.last, context.device.index)
+  resident_kernel(p.dtype, kept.width, context.device.index)
       .launch(std::int64_t{each} * kept.seats, kThreads, resident_shared_bytes(params.steps * kept.width), &params,
               context.stream);
 }
@@ -717,13 +716,13 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
     }
     return one.has_value();
   }
-  const bool may_keep = p.dtype != DType::f32 && s.d > 1 && wanted == 0;
   const Matrices matrices(p.w, s, p.dtype);
   const auto layout = form != Form::regrouped ? layout_of(p.x, p.y, p.batch, s, p.dtype) : std::nullopt;
   if (layout && layout->y.can_be_written()) {
-    const bool keep = may_keep && layout->last && (form == Form::best || form == Form::resident);
-    if (const auto kept = keep ? resident(s, s.a * s.d, multiprocessors, form == Form::resident) : std::nullopt) {
-      run_resident(p, p, *layout, *kept, context);
+    const bool may_keep = p.dtype != DType::f32 && s.d > 1 && wanted == 0 && layout->last &&
+                          (form == Form::best || form == Form::resident);
+    if (const auto kept = may_keep ? resident(s, multiprocessors, form == Form::resident) : std::nullopt) {
+      run_resident(p, *layout, *kept, context);
       return true;
     }
     if (form == Form::resident) {
@@ -734,27 +733,15 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
     launch_product(p, *layout, weights, matrices.unit_is_k(), width, matrices.bytes() > 0, context);
     return true;
   }
-  if (s.d == 1) {
+  if (s.d == 1 || form == Form::resident) {
     return false;
   }
   const int bytes = bytes_of(p.dtype);
   const Estimate times(s, p.dtype, p.batch);
   const auto rows = interleaved(p, multiprocessors);
-  const bool whole = form == Form::best || form == Form::resident;
-  if (const auto one = whole ? dense(p, 0) : std::nullopt; one && (form == Form::resident || dense_pays(p))) {
-    const Problem& problem = one->problem;
-    const bool any = form == Form::resident;
-    if (const auto kept = may_keep ? resident(problem.sizes, s.a, multiprocessors, any) : std::nullopt) {
-      run_resident(p, problem, one->layout, *kept, context);
-      return true;
-    }
-    if (!any) {
-      run_dense(p, *one, context);
-      return true;
-    }
-  }
-  if (form == Form::resident) {
-    return false;
+  if (const auto one = form == Form::best ? dense(p, 0) : std::nullopt; one && dense_pays(p)) {
+    run_dense(p, *one, context);
+    return true;
   }
   const double other = rows ? times.interleaved_product(rows->width) : times.strided_product();
   if (form != Form::direct && regroups(p.x, s.c, p.batch, s, bytes) && regroups(p.y, s.b, p.batch, s, bytes) &&

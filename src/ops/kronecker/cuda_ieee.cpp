@@ -206,7 +206,8 @@ void launch_lines(ProductParams& p, const LineWeights& weights, bool depth_inner
   // Runs of four never cross the end of what exists.
   p.vector = p.activation == 0 && wide(p.out) &&
              (depth_inner ? p.out.entry == 1 && p.cols % 4 == 0 : p.out.line == 1 && p.rows % 4 == 0);
-  launch(p, choose(kProductLines, p.rows, p.cols), depth_inner, false, context);
+  constexpr std::int64_t kManyRows = 25088;  // so that the choice does not depend on the batch, nor a layer's kernels
+  launch(p, choose(kProductLines, kManyRows, p.cols), depth_inner, false, context);
 }
 
 void run_lines(const Problem& problem, bool depth_inner, Context& context) {

@@ -22,13 +22,13 @@ __device__ __forceinline__ Seat seat_of(const ProductParams& p) {
 }
 
 /// The weights of a tile's columns, as the copy engine would fetch them with k as the unit axis: a line of 128 bytes
-/// for each column in every step. kDense: columns and depth have all δ of a block, with zeros where they differ.
-template <typename T, int kWidth, bool kDense>
+/// for each column in every step.
+template <int kWidth>
 __device__ __forceinline__ void keep_weights(const ProductParams& p, const Tile& t, u32 to) {
   constexpr int kUnit = 8, kAtOnce = 4;  // elements in 16 bytes, and such units of a thread whose loads go together
   const Strands& s = p.strands;
-  const int d = static_cast<int>(s.d.divisor), total = p.steps * kWidth * 8;
-  const u16* const from = static_cast<const u16*>(s.w) + t.i * s.w_i;
+  const int total = p.steps * kWidth * 8;
+  const u16* const from = static_cast<const u16*>(s.w) + t.i * s.w_i + t.l * s.w_l;
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x); first < total; first += kAtOnce * kThreads) {
     u32 found[kAtOnce][kUnit];
@@ -36,14 +36,12 @@ __device__ __forceinline__ void keep_weights(const ProductParams& p, const Tile&
     for (int a = 0; a < kAtOnce; ++a) {
       const int at = first + a * kThreads, line = at / 8, step = line / kWidth;
       const int col = t.col + line - step * kWidth, depth = step * 64 + at % 8 * kUnit;
-      const int j = kDense ? s.d.quotient(col) : col, l = kDense ? col - j * d : t.l;
-      const u16* const column = from + j * s.w_j + l * s.w_l;
+      const u16* const column = from + col * s.w_j;
 #pragma unroll
       for (int e = 0; e < kUnit; ++e) {
-        const int k = kDense ? s.d.quotient(depth + e) : depth + e;
         found[a][e] = 0;
-        if (at < total && col < p.b && k < s.c && (!kDense || depth + e - k * d == l)) {
-          found[a][e] = column[k * s.w_k];
+        if (at < total && col < p.b && depth + e < s.c) {
+          found[a][e] = column[(depth + e) * s.w_k];
         }
       }
     }
@@ -64,11 +62,11 @@ __device__ __forceinline__ void keep_weights(const ProductParams& p, const Tile&
 }
 
 /// As multiply_16, with a ring of x alone and the weights of all steps at `weights`.
-template <typename T, int kWidth, bool kLeftK>
+template <typename T, int kWidth>
 __device__ __forceinline__ void multiply_kept(float (&d)[kWidth / 2], int steps, Stages<0>& stages, u32 base,
                                               u32 weights, Stages<0>::Ring& ring) {
   using wgmma::Major;
-  constexpr Major kA = kLeftK ? Major::k : Major::mn;
+  constexpr Major kA = Major::mn;
   const u32 empty = shared_address(stages.empty), warpgroup = threadIdx.x / 128 - 1;
   int pending = -1;  // the stage that products in flight still read
 #pragma unroll 1
@@ -90,9 +88,8 @@ __device__ __forceinline__ void multiply_kept(float (&d)[kWidth / 2], int steps,
   release(empty, pending);
 }
 
-/// 16-bit types. kLast: the batch is the unit axis of x and y, and each δ is a product; else blocks of d products with
-/// zeros between. p.share counts the seats, p.total the tiles of rows.
-template <typename T, int kWidth, bool kLast>
+/// 16-bit types, batch last. p.share counts the seats, p.total the tiles of rows.
+template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads, 1) product_resident(const __grid_constant__ ProductParams p) {
   using S = Stages<0>;
   extern __shared__ u8 raw[];
@@ -111,8 +108,8 @@ __global__ void __launch_bounds__(kThreads, 1) product_resident(const __grid_con
       mbarrier::wait(shared_address(&stages.empty[ahead.stage]), ahead.parity);
       const u32 full = shared_address(&stages.full[ahead.stage]);
       mbarrier::arrive_expect(full, S::kBytes);
-      fetch_operand<T, !kLast, kRows>(base + ahead.stage * S::kBytes, &p.x, full, tile * kRows, step * kLine<T>,
-                                      seat.tile);
+      fetch_operand<T, false, kRows>(base + ahead.stage * S::kBytes, &p.x, full, tile * kRows, step * kLine<T>,
+                                     seat.tile);
       if (++step == p.steps) {
         step = 0;
         tile += seat.by;
@@ -125,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_resident(const __grid_con
     fetch_stages(S::kCount);  // none of which is in use
   }
   __syncwarp();
-  keep_weights<T, kWidth, !kLast>(p, seat.tile, weights);
+  keep_weights<kWidth>(p, seat.tile, weights);
   fence_async_proxy();  // wgmma reads what was written here
   __syncthreads();
   if (threadIdx.x < 128) {
@@ -149,8 +146,8 @@ __global__ void __launch_bounds__(kThreads, 1) product_resident(const __grid_con
       for (float& sum : d) {
         sum = 0.0f;
       }
-      multiply_kept<T, kWidth, !kLast>(d, p.steps, stages, base, weights, ring);
-      finish_tile<T, kWidth, kLast, !kLast>(p, t, d, carried, bias[warpgroup], buffers, turn);
+      multiply_kept<T, kWidth>(d, p.steps, stages, base, weights, ring);
+      finish_tile<T, kWidth, true, false>(p, t, d, carried, bias[warpgroup], buffers, turn);
     }
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();

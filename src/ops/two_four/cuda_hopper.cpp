@@ -45,18 +45,22 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
         list.push_back(instance(dtype, false, width));
       }
     }
+    if (size_of(dtype) == 2) {  // others have no gain from pairs
+      list.push_back(instance(dtype, false, 256, 2));
+    }
   }
   return list;
 }
 const KernelList kKernels{"two_four", list_kernels};
 
-constinit KernelTable<2 * kTypes.size() * kWidths.size()> kernels;
+constexpr std::size_t kSizes = kWidths.size() + 1;  // of tiles, and the widest in pairs
+constinit KernelTable<2 * kTypes.size() * kSizes> kernels;
 
-const Kernel& kernel(DType dtype, bool b_along_k, int width, int device) {
+const Kernel& kernel(DType dtype, bool b_along_k, int width, int pair, int device) {
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, dtype) - kTypes.begin());
   const auto which = static_cast<std::size_t>(std::ranges::find(kWidths, width) - kWidths.begin());
-  return kernels.get((type * kWidths.size() + which) * 2 + (b_along_k ? 1 : 0), device,
-                     [&] { return instance(dtype, b_along_k, width); });
+  return kernels.get((type * kSizes + (pair > 1 ? kWidths.size() : which)) * 2 + (b_along_k ? 1 : 0), device,
+                     [&] { return instance(dtype, b_along_k, width, pair); });
 }
 
 // ------------------------------------------------------------------------------------------------------- views
@@ -127,9 +131,10 @@ bool suits(const Problem& p, const Choice& choice, const Context& context) {
 
 }  // namespace
 
-KernelSpec instance(DType dtype, bool b_along_k, int width) {
+KernelSpec instance(DType dtype, bool b_along_k, int width, int pair) {
   return {"ops/two_four/kernel_hopper.cuh", std::string("fretwork::two_four::hopper::product<") + device_type(dtype) +
-                                                ", " + std::to_string(width) + (b_along_k ? ", true>" : ", false>")};
+                                                ", " + std::to_string(width) + (b_along_k ? ", true" : ", false") +
+                                                (pair > 1 ? ", true>" : ", false>")};
 }
 
 std::string Choice::text() const {
@@ -178,7 +183,7 @@ Choice choose(const Problem& p, int multiprocessors, const std::function<int(int
 Choice choose(const Problem& p, int device) {
   return choose(p, driver::device_info(device).multiprocessors, [&](int width, int size) {
     const bool along_k = size_of(p.dtype) != 2 || p.b.row == 1;
-    return kernel(p.dtype, along_k, width, device).resident_clusters(size, kThreads, shared_bytes(width));
+    return kernel(p.dtype, along_k, width, 1, device).resident_clusters(size, kThreads, shared_bytes(width));
   });
 }
 
@@ -239,13 +244,12 @@ bool run(const Problem& p, Context& context, const Choice& choice) {
   params.share = kShare / choice.pair;
   params.b_batch = p.b.batch != 0 ? 1 : 0;
   params.split = choice.split;
-  params.pair = choice.pair;
   params.transposed = transposed ? 1 : 0;
   params.direct = result ? 0 : 1;
   const int device = context.device.index, cluster = choice.split * choice.pair;
   const int rooms = driver::device_info(device).multiprocessors / cluster;
   const int clusters = choice.split > 1 ? params.total : std::min(params.total, rooms);
-  kernel(p.dtype, along_k.has_value(), choice.width, device)
+  kernel(p.dtype, along_k.has_value(), choice.width, choice.pair, device)
       .launch_clusters(clusters * cluster, cluster, kThreads, shared_bytes(choice.width), &params, context.stream);
   return true;
 }

@@ -21,8 +21,8 @@ Choice choose(const Problem& problem, int multiprocessors, const std::function<i
 /// The same on this device.
 Choice choose(const Problem& problem, int device);
 
-/// The kernel for tiles of this width; b_along_k: b is contiguous along k.
-KernelSpec instance(DType dtype, bool b_along_k, int width);
+/// The kernel for tiles of this width; b_along_k: b is contiguous along k; pair as in Choice.
+KernelSpec instance(DType dtype, bool b_along_k, int width, int pair = 1);
 
 /// False where the kernel does not take the problem, or not with this choice.
 bool run(const Problem& problem, Context& context, const Choice& choice);

@@ -31,13 +31,13 @@ struct Tile {
 
 /// `share` tiles of rows go through all columns before the next do: CTAs that run together share both operands in the
 /// cache. The CTAs of a cluster have neighbouring tiles of rows (pair) or parts of the depth (split).
-template <int kWidth, int kPerChunk>
+template <int kWidth, int kPerChunk, bool kPair>
 __device__ __forceinline__ Tile tile_at(const Params& p, int index, int rank) {
   const int each = p.row_tiles * p.col_tiles, batch = index / each, rest = index % each;
   const int set = rest / (p.share * p.col_tiles), in_set = rest % (p.share * p.col_tiles);
   const int rows = min(p.share, p.row_tiles - set * p.share);
   Tile t{(set * p.share + in_set % rows) * kRows, in_set / rows * kWidth, batch, 0, p.steps};
-  if (p.pair > 1) {
+  if constexpr (kPair) {
     t.row = 2 * t.row + rank * kRows;
   }
   if (p.split > 1) {
@@ -49,11 +49,12 @@ __device__ __forceinline__ Tile tile_at(const Params& p, int index, int rank) {
 }
 
 /// One thread fetches the steps of a tile: of b all, or half for both CTAs of a pair.
-template <typename T, int kWidth, bool kRightK>
+template <typename T, int kWidth, bool kRightK, bool kPair>
 __device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, kWidth>& s, u32 base, int rank,
                                       Ring<Shape<T, kWidth>::kStages>& ring, Ring<kChunks>& chunk) {
   using S = Shape<T, kWidth>;
-  const int z = t.batch * p.b_batch, mine = p.pair > 1 ? rank * (kWidth / 2) : 0, columns = kWidth / p.pair;
+  constexpr int kColumns = kPair ? kWidth / 2 : kWidth;
+  const int z = t.batch * p.b_batch, mine = kPair ? rank * kColumns : 0;
 #pragma unroll 1
   for (int step = t.first; step < t.last; ++step, ring.next()) {
     if (step % S::kPerChunk == 0) {
@@ -70,13 +71,13 @@ __device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, k
     tma::load(to, &p.values, full, step * (S::kDepth / 2), t.row, 0, 0);
     const auto load = [&](int col, int x, int y) {
       const u32 place = to + S::kLeftBytes + col * 128;
-      p.pair > 1 ? tma::load_to_ranks(place, &p.b, full, 3, x, y, z, 0) : tma::load(place, &p.b, full, x, y, z, 0);
+      kPair ? tma::load_to_ranks(place, &p.b, full, 3, x, y, z, 0) : tma::load(place, &p.b, full, x, y, z, 0);
     };
     if constexpr (kRightK) {
       load(mine, step * S::kDepth, t.col + mine);
     } else {
 #pragma unroll 1
-      for (int col = mine; col < mine + columns; col += S::kDepth) {
+      for (int col = mine; col < mine + kColumns; col += S::kDepth) {
         load(col, t.col + col, step * S::kDepth);
       }
     }
@@ -84,8 +85,9 @@ __device__ __forceinline__ void fetch(const Params& p, const Tile& t, Shape<T, k
 }
 
 /// A warp is done with a stage, which both CTAs of a pair fill.
-__device__ __forceinline__ void release_stage(u32 empty, u32 stage, int pair) {
-  if (pair == 1) {
+template <bool kPair>
+__device__ __forceinline__ void release_stage(u32 empty, u32 stage) {
+  if constexpr (!kPair) {
     release(empty, static_cast<int>(stage));
   } else {
     __syncwarp();
@@ -179,7 +181,7 @@ __device__ __forceinline__ void multiply_step(Sum (&d)[kWidth / 2], u32 at,
 
 /// A warpgroup multiplies the steps of a tile, 64 rows × kWidth. The next step's metadata is read while products run:
 /// a register of metadata must stay untouched until its products have completed.
-template <typename T, int kWidth, bool kRightK, typename Sum>
+template <typename T, int kWidth, bool kRightK, bool kPair, typename Sum>
 __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, const Tile& t, Shape<T, kWidth>& s,
                                          u32 base, Ring<Shape<T, kWidth>::kStages>& ring, Words<T, kWidth>& words) {
   using S = Shape<T, kWidth>;
@@ -196,7 +198,7 @@ __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, 
           words.read(e[1 - turn], s, p, t, step + turn + 1);
         }
         wgmma::wait<0>();
-        release_stage(shared_address(s.empty), ring.stage, p.pair);
+        release_stage<kPair>(shared_address(s.empty), ring.stage);
         ring.next();
       }
     }
@@ -432,8 +434,10 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
   }
 }
 
-/// kRightK: k is the unit axis of b, else n, which only 16-bit types have an instruction for.
-template <typename T, int kWidth, bool kRightK>
+/// kRightK: k is the unit axis of b, else n, which only 16-bit types have an instruction for. kPair: pairs of CTAs, a
+/// cluster, have tiles of rows side by side and share what they fetch of b; asked for at run time, it cost 5%, used or
+/// not.
+template <typename T, int kWidth, bool kRightK, bool kPair>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
   using S = Shape<T, kWidth>;
   using Sum = accumulator_t<T>;
@@ -441,10 +445,10 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   __shared__ S s;
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
   init_ring(s.words_full, s.words_empty, kChunks, 1, kThreads - 128);
-  init_ring(s.full, s.empty, S::kStages, 1, 8 * p.pair);
-  const int cluster = p.split * p.pair, rank = cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
+  init_ring(s.full, s.empty, S::kStages, 1, kPair ? 16 : 8);
+  const int cluster = kPair ? 2 : p.split, rank = cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   const int begin = static_cast<int>(blockIdx.x) / cluster, next = static_cast<int>(gridDim.x) / cluster;
-  if (p.pair > 1) {
+  if constexpr (kPair) {
     cluster_sync();  // the other's barriers are there
   }
   if (threadIdx.x < 128) {
@@ -459,7 +463,8 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       Ring<S::kStages> ring(1);
       Ring<kChunks> chunk(1);
       for (int index = begin; index < p.total; index += next) {
-        fetch<T, kWidth, kRightK>(p, tile_at<kWidth, S::kPerChunk>(p, index, rank), s, base, rank, ring, chunk);
+        fetch<T, kWidth, kRightK, kPair>(p, tile_at<kWidth, S::kPerChunk, kPair>(p, index, rank), s, base, rank, ring,
+                                         chunk);
       }
     }
     if (p.split > 1) {  // as the others meet
@@ -473,13 +478,13 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     Ring<S::kStages> ring(0);
     Words<T, kWidth> words(chunks);
     for (int index = begin; index < p.total; index += next) {
-      const Tile t = tile_at<kWidth, S::kPerChunk>(p, index, rank);
+      const Tile t = tile_at<kWidth, S::kPerChunk, kPair>(p, index, rank);
       Sum d[kWidth / 2];
 #pragma unroll
       for (Sum& sum : d) {
         sum = 0;
       }
-      multiply<T, kWidth, kRightK>(d, p, t, s, base, ring, words);
+      multiply<T, kWidth, kRightK, kPair>(d, p, t, s, base, ring, words);
       Place at{t.row + static_cast<int>(warpgroup) * 64, t.col, t.batch, kWidth, buffers, 1 + warpgroup};
       if (p.split > 1) {                              // one tile for each cluster
         constexpr int kSlices = kWidth > 64 ? 2 : 1;  // a piece of 16-bit results has 64 columns
@@ -495,7 +500,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       tma::store_wait();
     }
   }
-  if (p.pair > 1) {
+  if constexpr (kPair) {
     cluster_sync();  // the other may still write here
   }
 }

@@ -42,7 +42,6 @@ struct Params {
   int share;       ///< this many tiles of rows go through the columns together
   int b_batch;     ///< 0 where all batches share b
   int split;       ///< this many CTAs, a cluster, share the depth of a tile
-  int pair;        ///< 2: pairs of CTAs, a cluster, have tiles of rows side by side and share what they fetch of b
   int transposed;  ///< 1: m is the unit axis of the result
   int direct;      ///< 1: the copy engine cannot write the result
 };

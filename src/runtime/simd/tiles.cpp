@@ -320,8 +320,8 @@ HWY_INLINE void KeepLoaded(V& v) {
 #endif
 }
 
-/// What a product packs on its way; in_place: nothing, and the right side is no panel either.
-enum class Packs { nothing, left, right, in_place };
+/// What a product packs on its way.
+enum class Packs { nothing, left, right };
 
 /// The loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <typename Out, typename T, int kVectors, int kRun, Packs kPacks>
@@ -340,10 +340,9 @@ void MultiplyAs(const Product& p) {
     }
   }
   const std::int64_t row = p.row_stride, step = p.step_stride;
-  const std::int64_t down = kPacks == Packs::in_place ? p.right_stride : kWidth;
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
     const T* left = static_cast<const T*>(term->left) + p.shift;
-    const T* right = static_cast<const T*>(p.right) + term->depth * down;
+    const T* right = static_cast<const T*>(p.right) + term->depth * kWidth;
     // Blocks lie apart: fetch the beginning of the next one's rows at once, and its part of the panel step by step.
     const Term& next = term[term + 1 != p.terms + p.count ? 1 : 0];
 #pragma GCC unroll 8
@@ -352,12 +351,12 @@ void MultiplyAs(const Product& p) {
     }
     const bool told = p.soon != nullptr;
     const auto* soon = static_cast<const std::byte*>(
-        told ? p.soon : static_cast<const void*>(right + (next.depth - term->depth) * down));
-    const std::int64_t soon_stride = told ? p.soon_stride : down * std::int64_t{sizeof(T)};
+        told ? p.soon : static_cast<const void*>(right + (next.depth - term->depth) * kWidth));
+    const std::int64_t soon_stride = told ? p.soon_stride : kWidth * std::int64_t{sizeof(T)};
     const std::int64_t soon_apart = told ? p.soon_apart : kLanes * std::int64_t{sizeof(T)};
     [[maybe_unused]] const T* raw = static_cast<const T*>(p.raw);
     [[maybe_unused]] T* copy = static_cast<T*>(p.copy);
-    for (const T* const end = right + p.steps * down; right != end; right += down, left += step) {
+    for (const T* const end = right + p.steps * kWidth; right != end; right += kWidth, left += step) {
       V b[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
@@ -415,6 +414,65 @@ void MultiplyAs(const Product& p) {
   }
 }
 
+/// Hides where a pointer comes from.
+template <typename T>
+HWY_INLINE void Forget(T*& pointer) {
+#if HWY_ARCH_X86 || HWY_ARCH_ARM_A64
+  asm("" : "+r"(pointer));
+#endif
+}
+
+template <class D, int kVectors>
+void MultiplyInPlace(const Product& p) {
+  const D d;
+  using T = hn::TFromD<D>;
+  using V = hn::Vec<D>;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  constexpr std::int64_t kLine = 64;
+  T* const sums = static_cast<T*>(p.sums);
+  V sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      sum[i][v] = p.add ? hn::LoadU(d, sums + i * p.sum_stride + v * kLanes) : hn::Zero(d);
+    }
+  }
+  const std::int64_t row = p.row_stride, step = p.step_stride, down = p.right_stride;
+  const std::int64_t aside = p.right_apart != 0 ? p.right_apart : kLanes;
+  const T* left = static_cast<const T*>(p.terms->left) + p.shift;
+  const T* right = static_cast<const T*>(p.right) + p.terms->depth * down;
+  // The lower rows have a pointer of their own: GCC would hold the distances of all, more than there are registers.
+  const T* lower = left + kRows / 2 * row;
+  Forget(lower);
+  const auto* soon = static_cast<const std::byte*>(p.soon != nullptr ? p.soon : p.right);
+  const std::int64_t soon_stride = p.soon != nullptr ? p.soon_stride : 0;
+  for (const T* const end = right + p.steps * down; right != end; right += down, left += step, lower += step) {
+    V b[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      b[v] = hn::LoadU(d, right + v * aside);
+      __builtin_prefetch(soon + v * kLine, 0, 2);
+    }
+    soon += soon_stride;
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const V a = hn::Set(d, i < kRows / 2 ? left[i * row] : lower[(i - kRows / 2) * row]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        sum[i][v] = hn::MulAdd(a, b[v], sum[i][v]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      hn::StoreU(sum[i][v], d, sums + i * p.sum_stride + v * kLanes);
+    }
+  }
+}
+
 template <typename Out, typename T, int kVectors, int kRun = 1>
 void Multiply(const Product& p) {
   if constexpr (std::is_same_v<Out, T> && kRun == hn::MaxLanes(hn::ScalableTag<T>())) {
@@ -425,9 +483,6 @@ void Multiply(const Product& p) {
   if constexpr (std::is_same_v<Out, T> && kRun == 1) {
     if (p.raw != nullptr) {
       return MultiplyAs<Out, T, kVectors, kRun, Packs::right>(p);
-    }
-    if (p.right_stride != 0) {
-      return MultiplyAs<Out, T, kVectors, kRun, Packs::in_place>(p);
     }
   }
   MultiplyAs<Out, T, kVectors, kRun, Packs::nothing>(p);
@@ -444,10 +499,29 @@ constexpr Multiplier WithRuns() {
   }
 }
 
+template <typename In, class D, int kVectors>
+constexpr Multiplier InPlace() {
+  if constexpr (std::is_same_v<In, hn::TFromD<D>>) {
+    return &MultiplyInPlace<D, kVectors>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <typename In, typename T>
+constexpr Multiplier HalfInPlace() {
+  if constexpr (HWY_TARGET == HWY_AVX3) {
+    return InPlace<In, hn::Half<hn::ScalableTag<T>>, 1>();
+  } else {
+    return nullptr;
+  }
+}
+
 template <typename In, typename T>
 constexpr Tiles Table() {
+  using D = hn::ScalableTag<T>;
   Tiles table{kRows,
-              static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<T>())),
+              static_cast<std::int64_t>(hn::MaxLanes(D())),
               kRows == 8 && sizeof(In) == 2 ? 2 : kMaxVectors,
               1,
               sizeof(T),
@@ -456,6 +530,8 @@ constexpr Tiles Table() {
               false,
               &Pack<In, T>,
               {&Multiply<In, T, 1>, &Multiply<In, T, 2>, &Multiply<In, T, 3>},
+              {InPlace<In, D, 1>(), InPlace<In, D, 2>(), InPlace<In, D, 3>()},
+              HalfInPlace<In, T>(),
               {},
               &Store<In, T>};
   const auto fill = [&]<int... kLog>(std::integer_sequence<int, kLog...>) {

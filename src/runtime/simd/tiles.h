@@ -33,9 +33,8 @@ struct Product {
   std::int64_t count = 0;  ///< of terms
   std::int64_t steps = 0;  ///< depth of each term, in groups
   void* right = nullptr;   ///< the panel
-  /// If set, rows of the right side lie this far apart, as their owner has them, and are not a packed panel: of types
-  /// that are not widened, without runs.
-  std::int64_t right_stride = 0;
+  /// For multiply_in_place: distances of the right side's rows, and of a row's vectors where they are not neighbours.
+  std::int64_t right_stride = 0, right_apart = 0;
   bool packs = false;  ///< raw terms are packed while they are multiplied; otherwise they were
   /// From one raw row to the next, and from its beginning to the columns of this panel, which are contiguous.
   std::int64_t raw_stride = 0, raw_shift = 0;
@@ -83,6 +82,10 @@ struct Tiles {
                std::int64_t apart);
   /// By number of vectors, less one.
   void (*multiply[kMaxVectors])(const Product& product);
+  /// The same with a right side that is no panel, but lies as its owner has it: of one term, into sums. `half` is for
+  /// half a vector of columns, null where that takes as long as a whole one; all are null for types that are widened.
+  void (*multiply_in_place[kMaxVectors])(const Product& product);
+  void (*multiply_half_in_place)(const Product& product);
   /// The same where each place on the left holds a run of 2ʳ neighbours, used for the columns with the same j mod 2ʳ:
   ///   sums[i][j] += Σ_k left[i][k][j mod 2ʳ] · right[k][j].
   /// By r; null where a run is longer than a vector, and where products come in pairs.

@@ -326,8 +326,8 @@ FRETWORK_TARGET void store(const void* sums, std::int64_t sum_stride, std::int64
 
 const Tiles* paired_bf16_tiles() {
   static constexpr Tiles table{
-      kRows, kLanes, kVectors, kGroup, sizeof(Bits), sizeof(float), false, true, &pack, {&multiply<1>, &multiply<2>},
-      {},    &store};
+      kRows, kLanes,  kVectors, kGroup, sizeof(Bits), sizeof(float), false, true, &pack, {&multiply<1>, &multiply<2>},
+      {},    nullptr, {},       &store};
   static const bool supported = __builtin_cpu_supports("avx512bf16") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
                                 __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
   return supported ? &table : nullptr;

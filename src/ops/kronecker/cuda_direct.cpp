@@ -1,0 +1,173 @@
+// Some batch rows read straight into fragments: does the problem suit it, should it be the fastest way, the launch.
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "ops/kronecker/cuda.h"
+#include "ops/kronecker/params_direct.cuh"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::kronecker::direct {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+
+/// A kernel: neighbouring l of a lane (d itself, or 8 that divides it), steps whose loads go together, a warp's share
+/// in tiles of 16 outputs and of eight batch rows.
+struct Kind {
+  int v, steps, m, n;
+};
+constexpr Kind kKinds[] = {{1, 1, 1, 2}, {2, 2, 1, 2}, {2, 4, 1, 2}, {4, 2, 1, 2}, {4, 1, 2, 4}, {8, 1, 1, 2}};
+constexpr DType kTypes[] = {DType::f16, DType::bf16};
+
+KernelSpec instance(DType dtype, const Kind& kind) {
+  return {"ops/kronecker/kernel_direct.cuh", std::string("fretwork::kronecker::direct::product<") + device_type(dtype) +
+                                                 ", " + std::to_string(kind.v) + ", " + std::to_string(kind.steps) +
+                                                 ", " + std::to_string(kind.m) + ", " + std::to_string(kind.n) + ">"};
+}
+
+std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+  std::vector<KernelSpec> list;
+  for (const DType dtype : kTypes) {
+    for (const Kind& kind : kKinds) {
+      list.push_back(instance(dtype, kind));
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker", list_kernels};
+constinit KernelTable<std::size(kTypes) * std::size(kKinds)> kernels;
+
+/// Its place among kKinds; their number where there is none. Deep blocks with more than a few rows would be read too
+/// often by small shares.
+std::size_t kind_of(const Sizes& s, std::int64_t batch) {
+  const bool deep = s.c >= 512 && batch > few::kMostRows;
+  return s.d == 1       ? 0
+         : s.d == 2     ? (s.c < 128 ? 1 : 2)
+         : s.d == 4     ? (deep ? 4 : 3)
+         : s.d % 8 == 0 ? 5
+                        : std::size(kKinds);
+}
+
+/// Warps of a CTA: at most, and those of them that have l of their own.
+struct Warps {
+  int most, along_l;
+};
+/// Two tiles of eight l together make whole sectors of memory, which pays where CTAs are more than the machine has room
+/// for at once; where they still are, smaller ones.
+Warps warps_of(const Kind& kind, std::int64_t d, std::int64_t ctas, int multiprocessors) {
+  if (kind.v < 8) {
+    return {kind.v == 1 ? 16 : kind.v == 2 ? 12 : 8, 1};
+  }
+  if (d % 16 != 0 || ctas <= multiprocessors) {
+    return {8, 1};
+  }
+  return {ctas / 2 <= multiprocessors ? 8 : 4, 2};
+}
+
+Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
+
+bool aligned(const void* data, std::uintptr_t bytes) { return reinterpret_cast<std::uintptr_t>(data) % bytes == 0; }
+
+/// Weights as they are made, [j][k][l], whose lanes' shares are whole and begin at multiples of 16 bytes.
+bool suits(const Weights& w, const Sizes& s, const Kind& kind) {
+  return (s.d == 1 || w.d == 1) && w.c == s.d && s.c % (depth_of(kind.v) / 4) == 0 && (s.b == 1 || w.b % 8 == 0) &&
+         (s.a == 1 || w.a % 8 == 0) && aligned(w.data, 16);
+}
+
+/// Offsets within a block, a tile more than there is, and features of the result fit into 31 bits.
+bool small(const Problem& p) {
+  constexpr std::int64_t kTile = 64;
+  const auto& [a, b, c, d] = p.sizes;
+  const auto fits = [](std::int64_t count, std::int64_t stride) {
+    return stride >= 0 && count < kMost / std::max<std::int64_t>(stride, 1);
+  };
+  return b < kMost / 2 / d && c < kMost / 2 / d && fits((c + kTile) * d, p.x.feature) &&
+         fits(p.batch + kTile, p.x.batch) && fits(b + kTile, p.w.b) && a < kMost / ((b + kTile) * d) &&
+         fits(a * (b + kTile) * d, p.y.feature) && fits(a * (b + kTile) * d, p.bias.stride) && fits(1, p.y.batch) &&
+         a * b * d < kMost / (p.batch + kTile);
+}
+
+Params fill(const Problem& p) {
+  Params params{};
+  params.x = p.x.data;
+  params.w = p.w.data;
+  params.bias = p.bias.data;
+  params.y = p.y.data;
+  params.x_block = p.sizes.c * p.sizes.d * p.x.feature;
+  params.w_block = p.w.a;
+  params.x_batch = static_cast<int>(p.batch == 1 ? 0 : p.x.batch);
+  params.x_feature = static_cast<int>(p.x.feature);
+  params.y_batch = static_cast<int>(p.batch == 1 ? 0 : p.y.batch);
+  params.y_feature = static_cast<int>(p.y.feature);
+  params.w_b = static_cast<int>(p.sizes.b == 1 ? 0 : p.w.b);
+  params.bias_stride = static_cast<int>(p.bias.stride);
+  params.batch = static_cast<int>(p.batch);
+  params.b = static_cast<int>(p.sizes.b);
+  params.c = static_cast<int>(p.sizes.c);
+  params.d = static_cast<int>(p.sizes.d);
+  params.activation = static_cast<int>(p.activation);
+  params.first = p.x.feature == 1 && p.y.feature == 1 && aligned(p.x.data, 16) && aligned(p.y.data, 4) &&
+                 (p.batch == 1 || (p.x.batch % 8 == 0 && p.y.batch % 2 == 0));
+  params.last = !params.first && p.x.batch == 1 && p.y.batch == 1 && (p.batch | p.x.feature | p.y.feature) % 2 == 0 &&
+                aligned(p.x.data, 4) && aligned(p.y.data, 4);
+  return params;
+}
+
+}  // namespace
+
+bool pays(const Problem& p) {
+  if (p.batch <= few::kMostRows || p.batch > kMostRows) {
+    return p.batch <= few::kMostRows;
+  }
+  // Microseconds on an H200, fitted to times of 40 patterns with 196 rows. Here every 16 or 32 rows read the weights
+  // again and as many outputs x, in short lines where the batch is last; δ apart take most registers and run least at
+  // once.
+  const auto& [a, b, c, d] = p.sizes;
+  const bool last = p.x.feature != 1, far = d >= 8;
+  const double weights = 2e-6 * double(a * b * c * d), x = 2e-6 * double(p.batch * a * c * d);
+  const Kind& kind = kKinds[std::min(kind_of(p.sizes, p.batch), std::size(kKinds) - 1)];
+  const double read = weights * double(ceil_div(p.batch, std::int64_t{8} * kind.n)) +
+                      x * double(ceil_div(b, std::int64_t{16} * kind.m));
+  const double rate = kind.v == 1 ? 3.2 : far ? 2.0 : kind.m > 1 ? (last ? 3.3 : 4.5) : last ? 3.5 : 6.3;
+  const double here = (d == 1 ? 0.4 : 0.7) + read / rate;
+  // Elsewhere weights are packed first, but for d = 1.
+  const double moved = weights + x + 2e-6 * double(p.batch * a * b * d);
+  const double there = d == 1 ? 1.2 + moved / 2 : 6.3 + 1.3 * weights + 0.01 * double(c) + (far && !last ? 4.5 : 0.0);
+  return here < there;
+}
+
+bool run(const Problem& p, Context& context) {
+  const auto& [a, b, c, d] = p.sizes;
+  const std::size_t which = kind_of(p.sizes, p.batch);
+  const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, p.dtype) - std::begin(kTypes));
+  if (type == std::size(kTypes) || which == std::size(kKinds) || p.batch > kMostRows || !small(p) ||
+      !suits(p.w, p.sizes, kKinds[which]) || driver::device_info(context.device.index).arch < 80) {
+    return false;
+  }
+  const Kind& kind = kKinds[which];
+  const auto& [v, steps, m, n] = kind;
+  const std::int64_t groups = ceil_div(p.batch, std::int64_t{8} * n), j_tiles = ceil_div(b, std::int64_t{16} * m);
+  const std::int64_t tiles = a * groups * j_tiles, l_tiles = d / v;
+  const Warps most = warps_of(kind, d, tiles * l_tiles, driver::device_info(context.device.index).multiprocessors);
+  const std::int64_t chunks = ceil_div(c, std::int64_t{depth_of(v)} * steps);
+  const std::int64_t turns = ceil_div(chunks, std::int64_t{most.most / most.along_l});
+  Params params = fill(p);
+  params.groups = divisor(groups);
+  params.j_tiles = divisor(j_tiles);
+  params.l_tiles = divisor(l_tiles / most.along_l);
+  params.log_l = std::countr_zero(static_cast<unsigned>(most.along_l));
+  params.along_k = static_cast<int>(ceil_div(chunks, turns));
+  const int warps = params.along_k * most.along_l;
+  kernels.get(type * std::size(kKinds) + which, context.device.index, [&] { return instance(p.dtype, kind); })
+      .launch(tiles * (l_tiles / most.along_l), 32 * warps, warps * sums_bytes(v, m, n), &params, context.stream);
+  return true;
+}
+
+}  // namespace fretwork::kronecker::direct

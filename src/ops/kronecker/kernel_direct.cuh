@@ -1,0 +1,369 @@
+// Some batch rows, 16-bit types, weights as they lie: every load of a warp goes straight to the registers that an mma
+// reads, all of them before anything waits, and there is one barrier. Which k an entry of the depth stands for is free
+// as long as both operands agree, so a lane's entries are four neighbouring k of all its δ: 16 bytes or more.
+#pragma once
+
+#include "device/activation.cuh"
+#include "device/mma.cuh"
+#include "ops/kronecker/params_direct.cuh"
+
+namespace fretwork::kronecker::direct {
+
+/// Element e (0 or 1) of two words, as a word.
+__device__ __forceinline__ u32 pair_of(u32 first, u32 second, int e) {
+  return __byte_perm(first, second, e != 0 ? 0x7632 : 0x5410);
+}
+
+/// The transpose of an 8 × 8 matrix of 16-bit entries, whose row lane / 4 lies in four lanes.
+__device__ __forceinline__ u32 transposed(u32 from) {
+  u32 to;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(from));
+  return to;
+}
+
+/// 16, 4 or 2 bytes where `there`, else zeros; without a branch, so that loads follow each other closely.
+__device__ __forceinline__ void load_if(bool there, const void* from, u32* to) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];}"
+      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+      : "l"(from), "r"(static_cast<u32>(there)));
+}
+__device__ __forceinline__ u32 load_if(bool there, const void* from) {
+  u32 to;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@p ld.global.nc.b32 %0, [%1];}"
+      : "=r"(to)
+      : "l"(from), "r"(static_cast<u32>(there)));
+  return to;
+}
+__device__ __forceinline__ u32 load_16_if(bool there, const void* from) {
+  u16 to;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "mov.b16 %0, 0;\n"
+      "@p ld.global.nc.b16 %0, [%1];}"
+      : "=h"(to)
+      : "l"(from), "r"(static_cast<u32>(there)));
+  return to;
+}
+
+/// A lane's four k of V neighbouring l (V = 1: eight k) of a row: 4·V (8) elements, and the fragments of as many
+/// products as there are l (two) that they make.
+template <int V>
+inline constexpr int kWords = V == 1 ? 4 : 2 * V;
+template <int V>
+inline constexpr int kProducts = kWords<V> / 2;
+/// From k of one lane to that of the next.
+template <int V>
+inline constexpr int kLaneK = depth_of(V) / 4;
+
+template <int V>
+__device__ __forceinline__ void load_row(bool there, const u16* from, int d, u32 (&words)[kWords<V>]) {
+#pragma unroll
+  for (int w = 0; w < kWords<V>; w += 4) {
+    load_if(there, V == 8 ? from + w / 4 * d : from + 2 * w, words + w);
+  }
+}
+
+/// Entries 2·q and 2·q + 1 of the depth (half 0), or 2·q + 8 and 2·q + 9, in product e.
+template <int V>
+__device__ __forceinline__ u32 fragment(const u32 (&words)[kWords<V>], int e, int half) {
+  if constexpr (V == 1) {
+    return words[2 * e + half];
+  } else {
+    return pair_of(words[half * V + e / 2], words[half * V + V / 2 + e / 2], e % 2);
+  }
+}
+/// The k of such an entry, from the lane's first one, and its l.
+template <int V>
+__device__ __forceinline__ int k_of(int e, int half) {
+  return 2 * half + (V == 1 ? 4 * e : 0);
+}
+template <int V>
+__device__ __forceinline__ int l_of(int e) {
+  return V == 1 ? 0 : e;
+}
+
+/// The right operand of eight batch rows, as it is loaded; `rows` and `depth` of them exist. Batch first as
+/// load_row has it, else word 2·e + half is a fragment. Batch last fragments are transposed: lane / 4 counts k and
+/// neighbouring lanes have neighbouring rows.
+template <int V>
+__device__ __forceinline__ void load_first(const Params& p, const u16* from, int rows, int depth, u32 lane,
+                                           u32 (&words)[kWords<V>]) {
+  const int r = static_cast<int>(lane / 4), k = static_cast<int>(lane % 4) * kLaneK<V>;
+  load_row<V>(r < rows && k < depth, from + r * p.x_batch + k * p.d, p.d, words);
+}
+template <int V>
+__device__ __forceinline__ void load_last(const Params& p, const u16* from, int rows, int depth, u32 lane,
+                                          u32 (&words)[kWords<V>]) {
+  const int k = static_cast<int>(lane / 8 * kLaneK<V> + lane / 4 % 2), n = static_cast<int>(2 * (lane % 4));
+  const u16* const first = from + k * p.d * p.x_feature + n;
+#pragma unroll
+  for (int w = 0; w < kWords<V>; ++w) {
+    const int more = k_of<V>(w / 2, w % 2);
+    words[w] = load_if(n < rows && k + more < depth, first + (more * p.d + l_of<V>(w / 2)) * p.x_feature);
+  }
+}
+template <int V>
+__device__ __forceinline__ void load_any(const Params& p, const u16* from, int rows, int depth, u32 lane,
+                                         u32 (&words)[kWords<V>]) {
+  const int r = static_cast<int>(lane / 4), k = static_cast<int>(lane % 4) * kLaneK<V>;
+  const u16* const first = from + static_cast<i64>(r) * p.x_batch + k * p.d * p.x_feature;
+  const bool there = r < rows && k < depth;
+#pragma unroll
+  for (int w = 0; w < kWords<V>; ++w) {
+    const u16* const at = first + (k_of<V>(w / 2, w % 2) * p.d + l_of<V>(w / 2)) * p.x_feature;
+    words[w] = load_16_if(there, at) | load_16_if(there, at + p.d * p.x_feature) << 16;
+  }
+}
+
+struct alignas(16) Four {
+  float at[4];
+};
+
+/// Of the warps that have l of their own: there are tiles of l only where a lane has eight.
+template <int V>
+__device__ __forceinline__ int log_l(const Params& p) {
+  return V == 8 ? p.log_l : 0;
+}
+
+/// Where a CTA works.
+struct Place {
+  int i, j0, l0, n0;
+};
+
+/// Bias and activation of sums [l][j, j + 8][n, n + 1], and their places in the result.
+template <typename T, int kPair>
+__device__ __forceinline__ void finish(const Params& p, int feature, int j, int n, float (&sums)[kPair * 4]) {
+  if (p.bias != nullptr) {
+#pragma unroll
+    for (int s = 0; s < kPair; ++s) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (j + 8 * h < p.b) {
+          const float bias = widen(static_cast<const T*>(p.bias)[(feature + 8 * h * p.d + s) * p.bias_stride]);
+          sums[s * 4 + 2 * h] += bias;
+          sums[s * 4 + 2 * h + 1] += bias;
+        }
+      }
+    }
+  }
+  activate(sums, p.activation);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (j + 8 * h >= p.b) {
+      return;
+    }
+    T* const to = static_cast<T*>(p.y) + static_cast<i64>(n) * p.y_batch + (feature + 8 * h * p.d) * p.y_feature;
+    if (p.last) {
+#pragma unroll
+      for (int s = 0; s < kPair; ++s) {
+        *reinterpret_cast<u32*>(to + s * p.y_feature) = narrow_pair<T>(sums[s * 4 + 2 * h], sums[s * 4 + 2 * h + 1]);
+      }
+      continue;
+    }
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      if (n + g < p.batch) {
+        if (kPair == 2 && p.first) {
+          *reinterpret_cast<u32*>(to + g * p.y_batch) = narrow_pair<T>(sums[2 * h + g], sums[4 + 2 * h + g]);
+        } else {
+#pragma unroll
+          for (int s = 0; s < kPair; ++s) {
+            to[g * p.y_batch + s * p.y_feature] = narrow<T>(sums[s * 4 + 2 * h + g]);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// The sums of all warps, [along l][along k][l div 2][j][n][l mod 2][lane], become results.
+template <typename T, int V, int kM, int kN>
+__device__ __forceinline__ void store(const Params& p, const Four* parts, const Place& at) {
+  constexpr int kSums = V * kM * kN, kPair = V == 1 ? 1 : 2, kUnits = kSums / kPair * 32;
+#pragma unroll 1
+  for (u32 unit = threadIdx.x; unit < kUnits << log_l<V>(p); unit += blockDim.x) {
+    const u32 lane = unit % 32, rest = unit % kUnits / 32, tile = rest % kN, m = rest / kN % kM;
+    const u32 along_l = unit / kUnits, e = rest / (kN * kM) * kPair + along_l * V;
+    const int n = at.n0 + static_cast<int>(tile * 8 + lane % 4 * 2), j = at.j0 + static_cast<int>(m * 16 + lane / 4);
+    if (n >= p.batch) {
+      continue;
+    }
+    float sums[kPair * 4] = {};
+    const Four* from = parts + along_l * p.along_k * (kSums * 32) + rest * kPair * 32 + lane;
+#pragma unroll 4
+    for (int w = 0; w < p.along_k; ++w, from += kSums * 32) {
+#pragma unroll
+      for (int s = 0; s < kPair; ++s) {
+        const Four more = from[s * 32];
+#pragma unroll
+        for (int h = 0; h < 4; ++h) {
+          sums[s * 4 + h] += more.at[h];
+        }
+      }
+    }
+    finish<T, kPair>(p, (at.i * p.b + j) * p.d + at.l0 + static_cast<int>(e), j, n, sums);
+  }
+}
+
+/// What a warp multiplies.
+struct Share {
+  Place at;  ///< of its CTA
+  u32 lane, along_l, warp;
+  const u16 *weights, *x;  ///< of the lane's row, and of row n0; k = 0
+  int j, lane_k;
+
+  template <int V, int kM, int kN>
+  static __device__ __forceinline__ Share make(const Params& p) {
+    const auto split = [](int n, const Divisor& by, int& rest) {
+      const int quotient = by.quotient(n);
+      rest = n - quotient * static_cast<int>(by.divisor);
+      return quotient;
+    };
+    Share s;
+    int rest = split(static_cast<int>(blockIdx.x), p.groups, s.at.n0);
+    s.at.l0 = 0;
+    if constexpr (V == 8) {
+      rest = split(rest, p.l_tiles, s.at.l0);
+    }
+    s.at.i = split(rest, p.j_tiles, s.at.j0);
+    s.at.j0 *= 16 * kM;
+    s.at.l0 *= V << log_l<V>(p);
+    s.at.n0 *= 8 * kN;
+    s.lane = threadIdx.x % 32;
+    s.along_l = threadIdx.x / 32 & ((1u << log_l<V>(p)) - 1);
+    s.warp = threadIdx.x / 32 >> log_l<V>(p);
+    s.j = s.at.j0 + static_cast<int>(s.lane / 4);
+    s.lane_k = static_cast<int>(s.lane % 4) * kLaneK<V>;
+    const int l = s.at.l0 + static_cast<int>(s.along_l * V);
+    s.weights = static_cast<const u16*>(p.w) + s.at.i * p.w_block + l + s.j * p.w_b;
+    s.x = static_cast<const u16*>(p.x) + s.at.i * p.x_block + l * p.x_feature + s.at.n0 * static_cast<i64>(p.x_batch);
+    return s;
+  }
+};
+
+/// What was loaded of eight rows becomes fragments.
+template <int V>
+__device__ __forceinline__ void arrange_first(u32 (&words)[kWords<V>]) {
+  u32 arranged[kWords<V>];
+#pragma unroll
+  for (int w = 0; w < kWords<V>; ++w) {
+    arranged[w] = fragment<V>(words, w / 2, w % 2);
+  }
+#pragma unroll
+  for (int w = 0; w < kWords<V>; ++w) {
+    words[w] = arranged[w];
+  }
+}
+template <int V>
+__device__ __forceinline__ void arrange_last(u32 (&words)[kWords<V>]) {
+#pragma unroll
+  for (u32& word : words) {
+    word = transposed(word);
+  }
+}
+
+template <typename T, int V, int kM, int kN>
+__device__ __forceinline__ void multiply(const u32 (&left)[kM][2][kWords<V>], const u32 (&right)[kN][kWords<V>],
+                                         float (&sums)[V][kM][kN][4]) {
+#pragma unroll
+  for (int e = 0; e < kProducts<V>; ++e) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      const u32(&rows)[2][kWords<V>] = left[m];
+      const u32 a[4] = {fragment<V>(rows[0], e, 0), fragment<V>(rows[1], e, 0), fragment<V>(rows[0], e, 1),
+                        fragment<V>(rows[1], e, 1)};
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        mma_sync<T>(sums[l_of<V>(e)][m][n], a, right[n][2 * e], right[n][2 * e + 1]);
+      }
+    }
+  }
+}
+
+/// A warp's sums, where `store` finds them.
+template <int V, int kM, int kN>
+__device__ __forceinline__ void put(const Params& p, const Share& share, const float (&sums)[V][kM][kN][4],
+                                    Four* parts) {
+  Four* const to = parts + (share.along_l * p.along_k + share.warp) * (V * kM * kN * 32) + share.lane;
+#pragma unroll
+  for (int e = 0; e < V; ++e) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const int place = V == 1 ? m * kN + n : ((e / 2 * kM + m) * kN + n) * 2 + e % 2;
+        const float(&d)[4] = sums[e][m][n];
+        to[place * 32] = {{d[0], d[1], d[2], d[3]}};
+      }
+    }
+  }
+}
+
+/// A warp has 16·kM of b, V of d and 8·kN batch rows. Those of a CTA share the depth, kSteps steps at a time, but for
+/// groups that have l of their own. V is d, or 8 that divides it.
+template <typename T, int V, int kSteps, int kM, int kN>
+__global__ void __launch_bounds__(most_threads(V, kSteps, kM, kN), least_ctas(V, kSteps, kM, kN))
+    product(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) Four parts[];
+  constexpr int kDepth = depth_of(V);
+  const Share share = Share::make<V, kM, kN>(p);
+  float sums[V][kM][kN][4] = {};
+#pragma unroll 1
+  for (int k0 = static_cast<int>(share.warp) * (kSteps * kDepth); k0 < p.c; k0 += p.along_k * (kSteps * kDepth)) {
+    u32 left[kSteps][kM][2][kWords<V>], right[kSteps][kN][kWords<V>];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int k = k0 + s * kDepth + share.lane_k;
+#pragma unroll
+      for (int m = 0; m < 2 * kM; ++m) {
+        load_row<V>(k < p.c && share.j + m * 8 < p.b, share.weights + m * 8 * p.w_b + k * p.d, p.d,
+                    left[s][m / 2][m % 2]);
+      }
+    }
+    const auto each = [&](const auto& act) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          act(k0 + s * kDepth, n, right[s][n]);
+        }
+      }
+    };
+    const auto load = [&](const auto& how) {
+      each([&](int k, int n, u32(&words)[kWords<V>]) {
+        how(p, share.x + n * 8 * p.x_batch + k * p.d * p.x_feature, p.batch - share.at.n0 - n * 8, p.c - k, share.lane,
+            words);
+      });
+    };
+    if (p.first) {
+      load(load_first<V>);
+    } else if (p.last) {
+      load(load_last<V>);
+    } else {
+      load(load_any<V>);
+    }
+    if (p.first) {
+      each([](int, int, u32(&words)[kWords<V>]) { arrange_first<V>(words); });
+    } else if (p.last) {
+      each([](int, int, u32(&words)[kWords<V>]) { arrange_last<V>(words); });
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      multiply<T, V, kM, kN>(left[s], right[s], sums);
+    }
+  }
+  put<V, kM, kN>(p, share, sums, parts);
+  __syncthreads();
+  store<T, V, kM, kN>(p, parts, share.at);
+}
+
+}  // namespace fretwork::kronecker::direct

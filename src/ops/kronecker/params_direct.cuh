@@ -1,0 +1,36 @@
+// What the kernel for some batch rows that reads straight into fragments is launched with; shared by host and device.
+#pragma once
+
+#include "device/divide.cuh"
+
+namespace fretwork::kronecker::direct {
+
+/// k of a step of a warp: lanes hold four neighbours of each δ, or eight where there is but one.
+constexpr int depth_of(int v) { return v == 1 ? 32 : 16; }
+/// Bytes of a warp's sums.
+constexpr int sums_bytes(int v, int m, int n) { return v * m * n * 32 * 16; }
+/// Registers that sums, loads and addresses need; threads of a CTA at most, and CTAs that an SM should have room for.
+constexpr int registers_of(int v, int steps, int m, int n) {
+  return 4 * v * m * n + steps * (v == 1 ? 4 : 2 * v) * (2 * m + n) + 30;
+}
+constexpr int most_threads(int v, int steps, int m, int n) {
+  const int registers = registers_of(v, steps, m, n);
+  return registers > 128 ? 256 : registers > 80 || registers <= 64 ? 512 : 384;
+}
+constexpr int least_ctas(int v, int steps, int m, int n) { return registers_of(v, steps, m, n) <= 80 ? 2 : 1; }
+
+/// Strides in elements; the unit axes of the weights are l, then k. Offsets within a block of x, the weights and y fit
+/// into 31 bits.
+struct Params {
+  const void *x, *w, *bias;
+  void* y;
+  long long x_block, w_block;  ///< from one i to the next
+  int x_batch, x_feature, y_batch, y_feature, w_b, bias_stride;
+  int batch, b, c, d;
+  Divisor groups, j_tiles, l_tiles;
+  int activation;
+  int log_l, along_k;  ///< warps of a CTA that have l of their own, a power of two, and that share the depth
+  bool first, last;    ///< features of a row lie together, or rows of a feature, even in number; or neither
+};
+
+}  // namespace fretwork::kronecker::direct

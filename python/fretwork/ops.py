@@ -322,6 +322,8 @@ def _check_tensor(op: str, argument: str, value: object) -> None:
     if value.layout is not torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         raise RuntimeError(f"{op}: {argument}: expected a dense tensor, got one that is {kind}")
+    if type(value) is not Tensor and isinstance(value, torch.sparse.SparseSemiStructuredTensor):  # strided, it says
+        raise TypeError(f"{op}: {argument}: expected a dense tensor, got {type(value).__name__}; its to_dense() is one")
     # Torch would drop a tangent without a word.
     if (
         not torch.compiler.is_compiling()

@@ -384,6 +384,8 @@ def from_layout(
     """
     op, axis = "from_layout", _axis("from_layout", dim, ValueError)
     _check_tensor(op, "values", values)
+    if metadata is None:  # as torch's tensors for cuSPARSELt have it
+        _fail(op, "metadata", "words beside the values", "None; compress(t.to_dense()) instead", TypeError)
     _check_tensor(op, "metadata", metadata)
     _check_word(op, metadata_dtype)
     if values.dim() != 2:
@@ -610,8 +612,12 @@ def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFo
     ...     fw.two_four.load(f"{folder}/weight.safetensors")
     TwoFour(shape=(16, 16), dtype=torch.float32, dim=1, metadata=torch.int16)
     """
-    found = {}
-    with _safetensors("load").safe_open(_path("load", file), framework="pt", device=str(device)) as opened:
+    found, library = {}, _safetensors("load")
+    try:
+        held_open = library.safe_open(_path("load", file), framework="pt", device=str(device))
+    except library.SafetensorError as error:
+        _fail("load", "file", "a safetensors file", f"{file}: {error}")
+    with held_open as opened:
         texts = opened.metadata() or {}
         if texts.get("format") != "fretwork.two_four":
             _fail("load", "file", "a file of fretwork.two_four.save", f"{file} without that mark")

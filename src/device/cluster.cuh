@@ -13,6 +13,16 @@ __device__ __forceinline__ u32 cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
+/// All threads of a cluster of `ctas`; of one, or before sm_90, those of this CTA.
+__device__ __forceinline__ void meet(int ctas) {
+#if __CUDA_ARCH__ >= 900
+  if (ctas > 1) {
+    cluster_sync();
+    return;
+  }
+#endif
+  __syncthreads();
+}
 /// Arrives at the barrier that lies at `barrier` in CTA `rank` of the cluster. Releasing at the cluster's scope would
 /// wait for every store to global memory that is under way (MEMBAR.ALL.GPU); what was read needs no such fence.
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {

@@ -163,7 +163,7 @@ def two_four(device):
     kinds = [*KINDS, (torch.int8, None), (torch.float8_e4m3fn, None), (torch.float8_e5m2, None)]
     shapes, narrow = ((40, 64, 3), (72, 272, 40), (300, 1024, 392), (33, 36, 17)), ((128, 512, 24), (192, 1152, 64))
     for n, (dtype, precision) in enumerate(kinds):
-        for m, k, columns in (*shapes, *(narrow if dtype.itemsize == 2 else ())):
+        for m, k, columns in (*shapes, *(narrow if dtype == torch.bfloat16 else ())):
             s = fw.two_four.compress(fw.two_four.prune((tensor(device, torch.float16, m, k) * 3).to(dtype)))
             x, bias = (tensor(device, torch.float16, *shape) for shape in ((columns, k), (m,)))
             x, bias = x.to(dtype), bias if dtype == torch.int8 else bias.to(dtype if n < len(KINDS) else torch.bfloat16)

@@ -499,13 +499,21 @@ def test_empty_groups_of_cutlass_sm90(device):
 
 
 def test_a_checkpoint_of_torchs_semi_structured_tensors(tmp_path, device):
-    """Saved as its parts, which is what a state_dict of torch's tensors comes down to; the product is the same."""
+    """Torch's own class, saved and loaded; the product is the same. It has to be taken apart, and says so."""
     A, x = pruned(64, 128, torch.float16), torch.randn(5, 128).half()
     packed, meta = torch_compress(A)
-    torch.save({"weight.packed": packed, "weight.meta": meta}, tmp_path / "old.pt")
-    held = torch.load(tmp_path / "old.pt")
-    s = two_four.from_layout(held["weight.packed"], held["weight.meta"], "torch").to(device)
+    kind = torch.sparse.SparseSemiStructuredTensorCUTLASS
+    torch.save({"weight": kind(A.shape, packed, meta, None, None, None)}, tmp_path / "old.pt")
+    held = torch.load(tmp_path / "old.pt", weights_only=False)["weight"]
+    assert isinstance(held, kind)
+    s = two_four.from_layout(held.packed, held.meta, "torch").to(device)
     same(s.to_dense(), A)
+    with pytest.raises(
+        TypeError, match=r"compress: A: expected a dense tensor, got SparseSemiStructuredTensorCUTLASS;"
+    ):
+        two_four.compress(held)
+    with pytest.raises(TypeError, match=r"from_layout: metadata: expected words .*, got None; compress\(t.to_dense"):
+        two_four.from_layout(held.packed, None, "torch")
     assert_close(two_four.linear(x.to(device), s), x.double() @ A.double().T, torch.float16)
 
 
@@ -518,6 +526,9 @@ def test_files(dtype, tmp_path, device):
     up, down = pruned(8, 32, dtype, device), pruned(12, 6, dtype, device, 0)
     both = {"a.up": two_four.compress(up, metadata_dtype=torch.int32), "down": two_four.compress(down, dim=0)}
     two_four.save(file, both)
+    (tmp_path / "text").write_text("no file of numbers")
+    with pytest.raises(ValueError, match=r"load: file: expected a safetensors file, got .*text: "):
+        two_four.load(tmp_path / "text")
     found = two_four.load(file, device)
     assert set(found) == set(both) and found["a.up"].metadata.dtype == torch.int32 and found["down"].dim == 0
     same(found["a.up"].to_dense(), up)

@@ -254,17 +254,6 @@ __device__ __forceinline__ void store_tiles(const Params& p, const Place& at, co
   }
 }
 
-/// All CTAs that share the depth; alone, all threads.
-__device__ __forceinline__ void meet(const Params& p) {
-#if __CUDA_ARCH__ >= 900
-  if (p.split > 1) {
-    cluster_sync();
-    return;
-  }
-#endif
-  __syncthreads();
-}
-
 /// Nobody leaves while another may read from here; what was read needs no fence.
 __device__ __forceinline__ void part_company(const Params& p) {
 #if __CUDA_ARCH__ >= 900
@@ -372,7 +361,7 @@ __global__ void __launch_bounds__(kTileThreads, V == 8 ? 1 : 2) product_tiles(co
       }
     }
   }
-  meet(p);
+  meet(p.split);
   store_tiles<T, V>(p, at, rows, rank, parts);
   part_company(p);
 }

@@ -309,17 +309,6 @@ __device__ __forceinline__ void wait_for_copies(int left) {
   }
 }
 
-/// All CTAs that share the k of these rows; alone, all threads.
-__device__ __forceinline__ void meet(const Params& p) {
-#if __CUDA_ARCH__ >= 900
-  if (p.split > 1) {
-    cluster_sync();
-    return;
-  }
-#endif
-  __syncthreads();
-}
-
 /// Four rows of a column on their way to c.
 template <typename Out, typename Sum>
 __device__ __forceinline__ void store_rows(const Params& p, int row, int column, const Sum (&v)[4]) {
@@ -402,7 +391,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<T, kColumns>&
       mine[(8 * tile + e % 2) * pitch + e / 2 * 8] = bits_of(sums.at[e / 4][tile][e % 4]);
     }
   }
-  meet(p);
+  meet(p.split);
   const int log_fours = p.log_rows + 3, count = kColumns << log_fours;
   const int log_parts = kLogWarps - p.log_rows, parts = 1 << log_parts;
   for (int o = rank * kThreads + thread; o < count; o += p.split * kThreads) {

@@ -55,18 +55,26 @@ Columns columns_of(const Problem& p) {
   return {static_cast<int>(64 * ceil_div(p.depth, 64)), static_cast<int>(64 * ceil_div(p.value_depth, 64))};
 }
 
-KernelSpec forward_instance(DType dtype, const Columns& columns, bool general) {
-  return instance("forward", "forward", dtype, columns.text() + flag(general));
+/// What a kernel need not have where no component asks for it: masks of bits and columns that nothing uses; items that
+/// are pieces of tiles, and heads that share tiles.
+struct Extras {
+  bool general = false, pieces = false;
+
+  std::string text() const { return flag(general) + flag(pieces); }
+};
+
+KernelSpec forward_instance(DType dtype, const Columns& columns, const Extras& extras) {
+  return instance("forward", "forward", dtype, columns.text() + extras.text());
 }
-KernelSpec backward_instance(DType dtype, const Columns& columns, Make make, bool general) {
+KernelSpec backward_instance(DType dtype, const Columns& columns, Make make, const Extras& extras) {
   if (make == Make::values) {
-    return instance("backward_deep", "backward_deep_values", dtype, columns.text() + flag(general));
+    return instance("backward_deep", "backward_deep_values", dtype, columns.text() + extras.text());
   }
   if (columns.deep()) {
-    return instance("backward_deep", "backward_deep", dtype, columns.text() + flag(make == Make::keys) + flag(general));
+    return instance("backward_deep", "backward_deep", dtype, columns.text() + flag(make == Make::keys) + extras.text());
   }
   return instance("backward", make == Make::keys ? "backward_keys" : "backward_queries", dtype,
-                  columns.text() + flag(general));
+                  columns.text() + extras.text());
 }
 /// What makes the gradients of keys and values, or of queries.
 std::vector<Make> backward_makes(const Columns& columns, bool keys) {
@@ -90,11 +98,11 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(statistics_instance(dtype));
     list.push_back(join_instance(dtype));
     for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
-      for (const bool general : {false, true}) {
-        list.push_back(forward_instance(dtype, columns, general));
+      for (const Extras& extras : {Extras{false, false}, {false, true}, {true, false}, {true, true}}) {
+        list.push_back(forward_instance(dtype, columns, extras));
         for (const bool keys : {false, true}) {
           for (const Make make : backward_makes(columns, keys)) {
-            list.push_back(backward_instance(dtype, columns, make, general));
+            list.push_back(backward_instance(dtype, columns, make, extras));
           }
         }
       }
@@ -104,31 +112,31 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<262> kernels;
+constinit KernelTable<518> kernels;
 
-/// Which kernel; the last three have neither columns nor another kind.
+/// Which kernel; the last three have neither columns nor extras.
 struct Which {
   Make make;
   DType dtype;
   Columns columns{64, 64};
-  bool general = false;
+  Extras extras{};
 
   std::size_t number() const {
-    const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 |
-                            static_cast<unsigned>(columns.depth / 64 - 1) << 2 |
-                            static_cast<unsigned>(columns.values / 64 - 1) << 4;
-    constexpr unsigned kFill = 64 * static_cast<unsigned>(Make::fill);
+    const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{extras.general} << 1 |
+                            unsigned{extras.pieces} << 2 | static_cast<unsigned>(columns.depth / 64 - 1) << 3 |
+                            static_cast<unsigned>(columns.values / 64 - 1) << 5;
+    constexpr unsigned kFill = 128 * static_cast<unsigned>(Make::fill);
     const auto at = static_cast<unsigned>(make);
-    return (make < Make::fill ? 64 * at : kFill + 2 * (at - static_cast<unsigned>(Make::fill))) + within;
+    return (make < Make::fill ? 128 * at : kFill + 2 * (at - static_cast<unsigned>(Make::fill))) + within;
   }
   KernelSpec spec() const {
     switch (make) {
       case Make::forward:
-        return forward_instance(dtype, columns, general);
+        return forward_instance(dtype, columns, extras);
       case Make::keys:
       case Make::queries:
       case Make::values:
-        return backward_instance(dtype, columns, make, general);
+        return backward_instance(dtype, columns, make, extras);
       case Make::fill:
         return fill_instance(dtype);
       case Make::join:
@@ -294,105 +302,104 @@ DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
 // ---------------------------------------------------------------------------------------------- who does what
 
 struct Schedule {
-  std::size_t items, share, splits;  ///< where they are in the memory of all schedules of a plan
+  std::size_t items, pieces, share, splits;  ///< where they are in the memory of all schedules of a plan
   int grid;
   int split_count, parts;
-  LoadsOf loads;  ///< as in Deal
+  bool in_pieces;  ///< items may be pieces, or heads share tiles
+  LoadsOf loads;   ///< as in Deal
 };
 
-/// A task as kernels read it, which begin somewhere in the runs of its tile.
-Item item_of(const Task& task, const Component& component, int steps, int heads) {
-  Item item{
-      task.tile, static_cast<int>(task.pair / heads), static_cast<int>(task.pair % heads), task.steps, 0, 0, task.part,
-      0};
-  if (task.steps > 0) {
-    const auto tile = static_cast<std::size_t>(task.tile);
-    item.turn = task.begin / steps;
-    item.skip = task.begin % steps;
-    for (item.run = static_cast<int>(component.first[tile]);
-         item.skip >= component.runs[static_cast<std::size_t>(item.run)].count; ++item.run) {
-      item.skip -= component.runs[static_cast<std::size_t>(item.run)].count;
+/// Where a task begins in the runs of its tile, which have so many steps.
+PieceOf piece_of(const Task& task, const Component& component, int steps) {
+  PieceOf made{static_cast<int>(component.first[static_cast<std::size_t>(task.tile)]), 0, task.part, 0};
+  if (steps > 0) {
+    made.turn = task.begin / steps;
+    made.skip = task.begin % steps;
+    for (; made.skip >= component.runs[static_cast<std::size_t>(made.run)].count; ++made.run) {
+      made.skip -= component.runs[static_cast<std::size_t>(made.run)].count;
     }
   }
-  return item;
+  return made;
 }
 
-Schedule make_schedule(const Component& component, const std::vector<int>& steps, const Pairs& pairs, int repeat,
+Schedule make_schedule(const Plan& plan, std::size_t at, const std::vector<int>& steps, const Pairs& pairs, int repeat,
                        bool empty, const Cutting& cutting, int device, Pieces& pieces) {
   const Deal deal = deal_tasks(steps, pairs, repeat, empty, driver::device_info(device).multiprocessors, cutting);
+  const bool in_pieces = deal.parts() > 0 || plan.shape.rows < kRows;
+  const auto batch = [&](const auto& of) { return static_cast<int>(of.pair / pairs.heads); };
+  const auto head = [&](const auto& of) { return static_cast<int>(of.pair % pairs.heads); };
   std::vector<Item> items;
+  std::vector<PieceOf> begins;
   std::vector<int> share{0};
   for (const auto& list : deal.lists) {
     for (const Task& task : list) {
-      items.push_back(item_of(task, component, steps[static_cast<std::size_t>(task.tile)], pairs.heads));
+      items.push_back({task.tile, batch(task), head(task), task.steps});
+      if (in_pieces) {
+        begins.push_back(piece_of(task, plan.components[at], steps[static_cast<std::size_t>(task.tile)]));
+      }
     }
     share.push_back(static_cast<int>(items.size()));
   }
   std::vector<Split> splits;
   for (const Cut& cut : deal.cuts) {
-    splits.push_back({cut.tile,
-                      static_cast<int>(cut.pair / pairs.heads),
-                      static_cast<int>(cut.pair % pairs.heads),
-                      cut.first,
-                      cut.count,
-                      {}});
+    splits.push_back({cut.tile, batch(cut), head(cut), cut.first, cut.count});
   }
   return {pieces.add(items),
+          pieces.add(begins),
           pieces.add(share),
           pieces.add(splits),
           static_cast<int>(deal.lists.size()),
           static_cast<int>(splits.size()),
           deal.parts(),
+          in_pieces,
           deal.loads};
 }
 
 /// A plan and the schedules of its components for some number of heads.
 struct Prepared {
   std::shared_ptr<const DevicePlan> plan;
-  std::vector<std::size_t> order;   ///< of the components; the first one reaches all rows where any does
-  std::vector<Schedule> schedules;  ///< in that order
-  bool fill = false;                ///< rows may be reached by no component
-  driver::DeviceBuffer memory;      ///< of the schedules
+  std::vector<std::size_t> order;      ///< of the components; the first one reaches all rows where any does
+  std::vector<Schedule> schedules;     ///< in that order
+  bool fill = false;                   ///< rows may be reached by no component
+  driver::DeviceBuffer memory;         ///< of the schedules
+  std::shared_ptr<const Plan> beside;  ///< kept, as the plan is
 
   const DeviceComponent& component(std::size_t at) const { return plan->components[order[at]]; }
   std::size_t bytes() const { return memory.bytes(); }
 };
 
-/// What a launch may fill the time of: the one before it, or that of the queries after it.
+/// The launch whose time another may fill: the one before it, with the loads it was dealt, or else the one after it.
 struct Beside {
-  const Prepared* before = nullptr;
-  std::shared_ptr<const Plan> after = nullptr;
-  Pairs after_pairs{};
-
-  /// Differs where anything does; one that is wrong costs time only.
-  std::int64_t number() const {
-    const Plan* const other = before != nullptr ? before->plan->plan.get() : after.get();
-    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(other)) + after_pairs.heads +
-           (before != nullptr ? before->schedules.back().grid : 0);
-  }
+  std::shared_ptr<const Plan> plan = nullptr;
+  Pairs pairs{};
+  int repeat = 1;
+  const LoadsOf* before = nullptr;
 };
 
-Hash128 hash_of(const Plan* plan, std::initializer_list<std::int64_t> rest) {
+Hash128 hash_of(std::initializer_list<const Plan*> plans, std::initializer_list<std::int64_t> rest) {
   std::string bytes;
   const auto add = [&](const auto& value) { bytes.append(reinterpret_cast<const char*>(&value), sizeof value); };
-  add(plan);
+  std::for_each(plans.begin(), plans.end(), add);
   std::for_each(rest.begin(), rest.end(), add);
   return hash128(bytes);
 }
 
 std::shared_ptr<const DevicePlan> find_plan(const std::shared_ptr<const Plan>& plan, int device) {
   static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
-  return cache.get(hash_of(plan.get(), {device}), [&] { return make_plan(plan, device); });
+  return cache.get(hash_of({plan.get()}, {device}), [&] { return make_plan(plan, device); });
 }
 
 std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan, const Pairs& pairs, int repeat,
                                         int longest, const Beside& beside, const Context& context) {
   static PlanCache<Prepared>& cache = *std::make_unique<PlanCache<Prepared>>().release();
   const int device = context.device.index, ctas = driver::device_info(device).multiprocessors;
-  const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, longest,
-                                           beside.number(), device});
+  const Pairs& other = beside.pairs;
+  const Hash128 key =
+      hash_of({plan.get(), beside.plan.get()},
+              {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, longest, device, other.batch,
+               other.heads, other.together, other.backwards, beside.repeat, beside.before != nullptr});
   auto prepared = cache.get(key, [&] {
-    Prepared made{find_plan(plan, device), {}, {}, false, {}};
+    Prepared made{find_plan(plan, device), {}, {}, false, {}, beside.plan};
     Pieces pieces;
     made.order.resize(plan->components.size());
     std::iota(made.order.begin(), made.order.end(), std::size_t{0});
@@ -404,16 +411,16 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
     }
     Cutting cutting{longest};
     if (beside.before != nullptr) {
-      cutting.before = beside.before->schedules.back().loads;
-    } else if (beside.after != nullptr) {
-      const auto queries = find_plan(beside.after, device);
-      cutting.after = ways_to_deal(queries->components.front().steps, beside.after_pairs, 1, true, ctas);
+      cutting.before = *beside.before;
+    } else if (beside.plan != nullptr) {
+      const auto& next = find_plan(beside.plan, device)->components.front();
+      cutting.after = ways_to_deal(next.steps, beside.pairs, beside.repeat, true, ctas);
     }
     Pairs turn = pairs;
     for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {
       const bool empty = at == 0 && !made.fill;
-      made.schedules.push_back(make_schedule(plan->components[made.order[at]], made.component(at).steps, turn, repeat,
-                                             empty, cutting, device, pieces));
+      made.schedules.push_back(
+          make_schedule(*plan, made.order[at], made.component(at).steps, turn, repeat, empty, cutting, device, pieces));
     }
     made.memory = pieces.upload(device);
     return made;
@@ -563,6 +570,10 @@ struct Launch {
   }
 };
 
+Which which_of(Make make, const Problem& p, const Prepared& prepared, std::size_t at) {
+  return {make, p.dtype, columns_of(p), {prepared.component(at).general, prepared.schedules[at].in_pieces}};
+}
+
 /// What joins the parts of a launch; where they lie is told later.
 JoinParams join_of(const Prepared& prepared, std::size_t at) {
   JoinParams join{};
@@ -661,6 +672,7 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   params.v = *v;
   params.walk = walk_of(prepared, at);
   params.walk.row_places = pack > 1 ? kRows : params.walk.row_places;
+  params.pieces = piece<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
   params.pack = std::countr_zero(static_cast<unsigned>(pack));
   params.o = lines_of(p.o);
   params.lse = lines_of(p.lse);
@@ -677,10 +689,7 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   join.head0 = params.head0;
   join.pack = params.pack;
   join.merge = params.merge;
-  return Launch<ForwardParams>{{Make::forward, p.dtype, columns_of(p), c.general},
-                               prepared.schedules[at].grid,
-                               params,
-                               join,
+  return Launch<ForwardParams>{which_of(Make::forward, p, prepared, at), prepared.schedules[at].grid, params, join,
                                prepared.schedules[at].parts};
 }
 
@@ -784,6 +793,7 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.cols[0] = keys ? *q : *k;
   params.cols[1] = keys ? *d_o : *v;
   params.walk = walk_of(prepared, at);
+  params.pieces = piece<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
   const Lines d_v = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
   params.out[0] = make == Make::values
                       ? d_v
@@ -806,8 +816,8 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   join.lines[1] = make == Make::keys && !columns.deep() ? columns.values : 0;
   join.depth[1] = params.value_depth;
   join.merge = params.add;
-  return BackwardLaunch{
-      {make, p.dtype, columns, c.general}, prepared.schedules[at].grid, params, join, prepared.schedules[at].parts};
+  return BackwardLaunch{which_of(make, p, prepared, at), prepared.schedules[at].grid, params, join,
+                        prepared.schedules[at].parts};
 }
 
 /// A gradient that is to be zero before anything is added to it.
@@ -817,6 +827,13 @@ struct Zeros {
   std::int64_t depth;
 };
 
+/// Pairs whose gradients of keys and values, or of queries, one launch makes.
+Pairs backward_pairs(const Problem& p, const HeadRange& range, bool keys, bool backwards) {
+  const auto group = keys ? static_cast<int>(p.heads / p.kv_heads) : 1;
+  return {static_cast<int>(p.batch), static_cast<int>(range.count) / group, std::max(1, together(p) / group),
+          backwards};
+}
+
 /// What one direction of one range of heads launches; false where it cannot.
 bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, int longest, const Beside& beside,
                   const RowStats* stats, std::vector<std::shared_ptr<const Prepared>>& kept,
@@ -824,8 +841,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, i
   const Problem& p = b.forward;
   const std::int64_t group = p.heads / p.kv_heads;
   const Heads heads{range.first, range.count, range.first / group, range.count / group};
-  const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(keys ? heads.kv_count : heads.count),
-                    keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p), launches.size() % 2 == 1};
+  const Pairs pairs = backward_pairs(p, range, keys, launches.size() % 2 == 1);
   const auto prepared =
       kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, longest, beside, context));
   if (prepared->fill && keys) {
@@ -958,15 +974,17 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   const bool follow = queries_follow_keys(kv_ranges, ranges) && wants_keys && problem.d_q.data != nullptr;
   Beside beside;
   if (follow) {
-    beside.after = plans.front();
-    beside.after_pairs = {static_cast<int>(p.batch), static_cast<int>(p.heads), together(p), false};
+    beside = {ranges.front().plan, backward_pairs(p, ranges.front(), false, false), 1, nullptr};
   }
   for (const HeadRange& range : wants_keys ? kv_ranges : std::vector<HeadRange>{}) {
     if (!add_launches(problem, range, true, longest, beside, numbers, kept, launches, zeros, context)) {
       return false;
     }
   }
-  beside = {follow ? kept.back().get() : nullptr, nullptr, {}};
+  if (follow) {
+    beside = {kv_ranges.front().plan, backward_pairs(p, kv_ranges.front(), true, false), static_cast<int>(group),
+              &kept.back()->schedules.back().loads};
+  }
   for (const HeadRange& range : problem.d_q.data != nullptr ? ranges : std::vector<HeadRange>{}) {
     if (!add_launches(problem, range, false, longest, beside, numbers, kept, launches, zeros, context)) {
       return false;

@@ -41,6 +41,11 @@ __device__ __forceinline__ int4 read_note(const int4& note) {
   return n;
 }
 
+/// The part that an item is, read likewise.
+__device__ __forceinline__ int read_part(const int& part) {
+  return __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? part : 0, 0);
+}
+
 /// A tile of kHalves × 64 columns to `to`, each half in `half` bytes; `full` counts them.
 template <int kHalves>
 __device__ __forceinline__ void fetch(const Source& source, u32 to, u32 half, u32 full, const int4& tile, int batch,
@@ -149,10 +154,9 @@ __device__ __forceinline__ void begin_after_earlier_kernel() {
   let_next_kernel_start();
 }
 
-/// The token of the row (lane % 16 of the warp's 16) that a lane answers for, or −1. Tiles have kRows >> pack of them.
-__device__ __forceinline__ int own_token(const Walk& walk, int tile, int warpgroup, int pack = 0) {
-  const int rows = kRows >> pack, row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-  return __ldg(walk.row_tokens + tile * rows + (row & (rows - 1)));
+/// The token of the row (lane % 16 of the warp's 16) that a lane answers for, or −1.
+__device__ __forceinline__ int own_token(const Walk& walk, int tile, int warpgroup) {
+  return __ldg(walk.row_tokens + tile * kRows + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16);
 }
 
 /// s = left · rightᵀ: 64 rows of a tile and kCols rows of another, both with columns as their unit axis in halves of
@@ -204,6 +208,11 @@ __device__ __forceinline__ void put_rows(const float (&d)[kDepth / 2], u32 buffe
   } else {
     __syncwarp();
   }
+}
+
+/// The first row that a thread has of a tile; the other is 8 below it.
+__device__ __forceinline__ int tile_row(int warpgroup) {
+  return warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
 }
 
 /// A thread's sums of rows `row` and `row` + 8 times `factor`, to where parts lie.

@@ -16,11 +16,11 @@ struct ForwardShared {
   static constexpr u32 kColHalf = kCols * 128, kKeyTile = kHalves * kColHalf, kValueTile = kValueHalves * kColHalf;
   u64 q_full[kItems], q_empty[kItems], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   int4 items[kItems], steps[kStages];
-  int parts[kItems], used[kStages];
+  int used[kStages], parts[kItems];
 };
 
 /// Fetches everything this CTA needs, in the order in which it is used.
-template <int kDepth, int kValues>
+template <bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth, kValues>& shared, u32 q,
                                               u32 k, u32 v) {
   using S = ForwardShared<kDepth, kValues>;
@@ -33,27 +33,37 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
   const int end = __ldg(walk.share + blockIdx.x + 1);
 #pragma unroll 1
   for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i, items.next()) {
-    const int4 item = record(walk.items, 2 * i), from = record(walk.items, 2 * i + 1);
+    const int4 item = record(walk.items, i);
     const int4 place = record(walk.row_tiles, item.x);
+    int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1), skip = 0, left = item.w;
     mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
     const u32 q_full = shared_address(&shared.q_full[items.stage]);
     shared.items[items.stage] = {item.w, item.y, item.z, item.x};
-    shared.parts[items.stage] = from.z;
+    if constexpr (kPieces) {
+      const int4 piece = record(p.pieces, i);
+      first = piece.x;
+      skip = piece.y;
+      shared.parts[items.stage] = piece.z;
+    }
     mbarrier::arrive_expect(q_full, row_bytes);
     fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
-    const int kv_head = (p.head0 + (item.z << p.pack)) / p.group;
+    const int kv_head = (p.head0 + (kPieces ? item.z << p.pack : item.z)) / p.group;
 #pragma unroll 1
-    for (int r = from.x, skip = from.y, left = item.w; left > 0; ++r, skip = 0) {
-      const int4 run = record(walk.runs, 2 * r);
-      const int first = run.x + skip, count = min(run.y - skip, left);
-      left -= count;
+    for (int r = first; r < last && (!kPieces || left > 0); ++r) {
+      int4 run = record(walk.runs, 2 * r);
+      if constexpr (kPieces) {  // as much of it as is the item's
+        run.x += skip;
+        run.y = min(run.y - skip, left);
+        skip = 0;
+        left -= run.y;
+      }
 #pragma unroll 1
-      for (int n = 0; n < count; ++n, ring.next()) {
-        const int4 tile = record(walk.col_tiles, first + n);
+      for (int n = 0; n < run.y; ++n, ring.next()) {
+        const int4 tile = record(walk.col_tiles, run.x + n);
         mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
         const u32 k_full = shared_address(&shared.k_full[ring.stage]);
         shared.steps[ring.stage] = mask_of(walk, r);
-        shared.used[ring.stage] = word(walk.col_used, first + n);
+        shared.used[ring.stage] = word(walk.col_used, run.x + n);
         mbarrier::arrive_expect(k_full, key_bytes);
         fetch<kHalves>(p.k, k + ring.stage * S::kKeyTile, S::kColHalf, k_full, tile, item.y, kv_head);
         mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
@@ -103,20 +113,34 @@ struct DoneRows {
   float share[2], lse[2];
 };
 
-/// The first row that a thread has of a tile; the other is 8 below it.
-__device__ __forceinline__ int tile_row() {
-  return static_cast<int>(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) - 64;
-}
+// Where kernels for whole tiles of one head differ from those for pieces, they are left as they would be without them.
 
+/// A thread's first row among those of its head.
+template <bool kPieces>
+__device__ __forceinline__ int head_row(const ForwardParams& p, int warpgroup) {
+  const int row = tile_row(warpgroup);
+  return kPieces ? row & ((kRows >> p.pack) - 1) : row;
+}
 /// The head of a warp's rows.
-__device__ __forceinline__ int head_of(const ForwardParams& p, const int4& item) {
-  return p.head0 + (item.z << p.pack) + (tile_row() << p.pack) / kRows;
+template <bool kPieces>
+__device__ __forceinline__ int head_of(const ForwardParams& p, const int4& item, int warpgroup) {
+  return p.head0 + (kPieces ? (item.z << p.pack) + (tile_row(warpgroup) << p.pack) / kRows : item.z);
+}
+/// The token that a lane answers for, as own_token.
+template <bool kPieces>
+__device__ __forceinline__ int token_of(const ForwardParams& p, const int4& item, int warpgroup) {
+  if constexpr (!kPieces) {
+    return own_token(p.walk, item.w, warpgroup);
+  }
+  const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 16;
+  const int rows = kRows >> p.pack;
+  return __ldg(p.walk.row_tokens + item.w * rows + (row & (rows - 1)));
 }
 
 /// Brings near what a lane's row is to be joined with. Two lanes have each row.
 template <typename T, int kValues>
-__device__ __forceinline__ void prefetch_row(const ForwardParams& p, const int4& item, int token) {
-  const T* const out = static_cast<const T*>(p.o.data) + item.y * p.o.batch + head_of(p, item) * p.o.head;
+__device__ __forceinline__ void prefetch_row(const ForwardParams& p, int batch, int head, int token) {
+  const T* const out = static_cast<const T*>(p.o.data) + batch * p.o.batch + head * p.o.head;
 #pragma unroll
   for (int col = static_cast<int>(threadIdx.x) % 32 / 16 * 64; col < kValues; col += 128) {
     if (token >= 0 && col < p.value_depth) {
@@ -164,11 +188,11 @@ __device__ __forceinline__ void merge_rows(const ForwardParams& p, const T* out,
 /// Rounds the rows of a warp and stores them through its share of `buffer`, and their log-sum-exps. With `merge` they
 /// join what is there.
 template <typename T, int kValues>
-__device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& item, int own, float (&o)[kValues / 2],
-                                           RunningRows& rows, u32 buffer, u32 half) {
+__device__ __forceinline__ void store_rows(const ForwardParams& p, int batch, int head, int own,
+                                           float (&o)[kValues / 2], RunningRows& rows, u32 buffer, u32 half) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  T* const out = static_cast<T*>(p.o.data) + item.y * p.o.batch + head_of(p, item) * p.o.head;
-  float* const out_lse = static_cast<float*>(p.lse.data) + item.y * p.lse.batch + head_of(p, item) * p.lse.head;
+  T* const out = static_cast<T*>(p.o.data) + batch * p.o.batch + head * p.o.head;
+  float* const out_lse = static_cast<float*>(p.lse.data) + batch * p.lse.batch + head * p.lse.head;
   DoneRows done;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -206,9 +230,8 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& i
 
 /// A thread's sums as they stand, for those who join them.
 template <int kValues>
-__device__ __forceinline__ void store_part(const ForwardParams& p, int part, const float (&o)[kValues / 2],
+__device__ __forceinline__ void store_part(const ForwardParams& p, int part, int row, const float (&o)[kValues / 2],
                                            const RunningRows& rows) {
-  const int row = tile_row();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
@@ -220,8 +243,9 @@ __device__ __forceinline__ void store_part(const ForwardParams& p, int part, con
   put_part<kValues>(p.sums, part, row, o, 1.0f);
 }
 
-/// kGeneral: there are masks of bits, or keys that nothing uses.
-template <typename T, int kDepth, int kValues, bool kGeneral>
+/// kGeneral: there are masks of bits, or keys that nothing uses. kPieces: items may be pieces of tiles, and heads may
+/// share tiles.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
   using S = ForwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
@@ -240,13 +264,13 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       tma::prefetch(&p.q.map);
       tma::prefetch(&p.k.map);
       tma::prefetch(&p.v.map);
-      forward_fetch<kDepth, kValues>(p, shared, q, k, v);
+      forward_fetch<kPieces>(p, shared, q, k, v);
     }
     return;
   }
   more_registers<240>();
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
-  const int row = tile_row() & ((kRows >> p.pack) - 1);  // of its head's
+  const int row = head_row<kPieces>(p, warpgroup);
   const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
   Ring<S::kItems> items(0);
   Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
@@ -257,9 +281,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       break;
     }
     const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
-    const int token = own_token(p.walk, note.w, warpgroup, p.pack);
+    const int token = token_of<kPieces>(p, note, warpgroup);
     if (p.merge != 0) {
-      prefetch_row<T, kValues>(p, note, token);
+      prefetch_row<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token);
     }
     float o[kValues / 2], s[kCols / 2];
     u32 probabilities[kCols / 16][4];
@@ -331,11 +355,10 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       behind.next();
     }
     named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-    const int part = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.parts[items.stage] : 0, 0);
-    if (part >= 0) {
-      store_part<kValues>(p, part, o, rows);
+    if (const int part = kPieces ? read_part(shared.parts[items.stage]) : -1; part >= 0) {
+      store_part<kValues>(p, part, tile_row(warpgroup), o, rows);
     } else {
-      store_rows<T, kValues>(p, note, token, o, rows, own, S::kRowHalf);
+      store_rows<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token, o, rows, own, S::kRowHalf);
     }
     fence_async_proxy();  // the next q comes by the copy engine
     release(shared_address(shared.q_empty), static_cast<int>(items.stage));

@@ -51,17 +51,21 @@ struct RunOf {
   int kind, low, high, limit;
 };
 
-/// One thing to do for a CTA: a row tile of one head of one batch, `steps` pairs of tiles. They begin `skip` tiles into
-/// run `run`; where rows are keys, with query head `turn` of those that share them. `part` is where results go that are
-/// to be joined with those of other items, −1 where the item is a whole tile.
+/// One thing to do for a CTA: a row tile of one head of one batch, `steps` pairs of tiles.
 struct Item {
   int tile, batch, head, steps;
+};
+
+/// Where an item begins that may be a piece of its tile: `skip` tiles into run `run`, and where rows are keys with
+/// query head `turn` of those that share them. `part` is where results go that are to be joined with those of other
+/// items, −1 where the item is a whole tile.
+struct PieceOf {
   int run, skip, part, turn;
 };
 
 /// A row tile whose results lie in parts [first, first + count).
 struct Split {
-  int tile, batch, head, first, count, unused[3];
+  int tile, batch, head, first, count;
 };
 
 /// What a row has from a part of its columns, beside its sums: the highest score in units of log 2, and the sum of
@@ -89,20 +93,21 @@ struct Lines {
   long long batch, head, row;
 };
 
-/// Where a tile's rows are those of 2^pack heads that share keys, one head after the other, item.head counts such
-/// heads.
+/// What follows `scale` is for kernels whose items may be pieces. There a tile's rows may also be those of 2^pack heads
+/// that share keys, one head after the other, and item.head counts such heads.
 struct ForwardParams {
   Source q, k, v;
   Walk walk;
   Lines o, lse;
-  float* sums;      ///< of parts: kRows lines each
-  Share* shares;    ///< of each of those lines
   int group;        ///< query heads that share a key head
   int head0;        ///< the first head of o and lse, and where q begins
-  int pack;         ///< log2 of the heads in a tile
   int merge;        ///< 1: o and lse hold what earlier components gave
   int value_depth;  ///< columns of o; q, k and v have zeros beyond theirs
   float scale;      ///< times log2(e)
+  int pack;
+  const PieceOf* pieces;  ///< of each item
+  float* sums;            ///< of parts: kRows lines each
+  Share* shares;          ///< of each of those lines
 };
 
 /// Gradients of keys and values (rows are keys, columns queries) or of queries (the other way round).
@@ -110,15 +115,16 @@ struct BackwardParams {
   Source rows[2];  ///< k and v, or q and d_o
   Source cols[2];  ///< q and d_o, or k and v
   Walk walk;
-  Lines out[2];    ///< d_k and d_v, or d_q
-  float* sums[2];  ///< of parts: kRows lines each
+  Lines out[2];  ///< d_k and d_v, or d_q
   const RowStats* stats;
   int stats_batch, stats_head;
   int group;  ///< query heads that share a key head
   int add;    ///< 1: to what is there
   int early;  ///< 1: the kernel before waited for all that came before it, and its own results are not needed here
   int depth, value_depth;
-  float scale, scale_2;  ///< the latter times log2(e)
+  float scale, scale_2;   ///< the latter times log2(e)
+  const PieceOf* pieces;  ///< of each item, for kernels whose items may be pieces
+  float* sums[2];         ///< of parts: kRows lines each
 };
 
 inline constexpr int kJoinWarps = 4;

@@ -124,7 +124,12 @@ __device__ __forceinline__ int head_row(const ForwardParams& p, int warpgroup) {
 /// The head of a warp's rows.
 template <bool kPieces>
 __device__ __forceinline__ int head_of(const ForwardParams& p, const int4& item, int warpgroup) {
-  return p.head0 + (kPieces ? (item.z << p.pack) + (tile_row(warpgroup) << p.pack) / kRows : item.z);
+  if constexpr (!kPieces) {
+    return p.head0 + item.z;
+  }
+  const int within =
+      __shfl_sync(0xffffffffu, (tile_row(warpgroup) << p.pack) / kRows, 0);  // one for the warp: registers
+  return p.head0 + (item.z << p.pack) + within;
 }
 /// The token that a lane answers for, as own_token.
 template <bool kPieces>

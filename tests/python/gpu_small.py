@@ -107,12 +107,14 @@ def chains(device: str) -> None:
         fw.ksmm_chain(tensor(device, torch.float16, batch, sizes[1]), [first, second], bias=bias, activation="relu")
 
 
-# Type, depths of keys and values, pattern (in several components, with masks of bits, or with unused keys), options.
+# Type, depths of keys and values, pattern (in several components, with masks of bits, with unused keys, or with few
+# long rows or columns, whose tiles are cut and shared by heads), options.
 ATTENTION = [
     (torch.bfloat16, 64, 64, "strided(300,16)", {}),
     (torch.float16, 128, 128, "sliding_window(200,70,0) & dilated(200,60,3)", {}),
     (torch.bfloat16, 64, 128, "dilated((150,300),9,4,offset=0)", {}),
-    (torch.float16, 192, 128, "causal(200)", {}),
+    (torch.bfloat16, 128, 128, "causal((40,3000))", {}),
+    (torch.float16, 192, 128, "full((3000,40))", {}),
     (torch.bfloat16, 256, 256, "neighborhood((12,16),(5,5))", {}),
     (torch.float16, 32, 32, "longformer(150,20,(0,77))", {"softcap": 3.0, "dropout_p": 0.2}),
     (torch.bfloat16, 72, 40, "causal(150)", {"bias": True}),
@@ -132,16 +134,6 @@ def attention(device):
         fw.attention(q, k, v, pattern, **more).square().sum().backward()
     other = fw.Pattern.parse("causal(150)")
     fw.attention(q, k, v, [pattern, other, other, pattern]).square().sum().backward()
-
-
-def long_attention(device):
-    """Few rows against many keys, and few keys against many rows: tiles are cut, and heads share them."""
-    for depth, text in ((64, "causal((40,5000))"), (128, "full((5000,40))"), (192, "sinks((20,3000),4,2500)")):
-        pattern = fw.Pattern.parse(text)
-        rows, cols = pattern.shape
-        q, k, v = (tensor(device, torch.bfloat16, 1, h, s, depth) for h, s in ((4, rows), (2, cols), (2, cols)))
-        leaves = [t.requires_grad_() for t in (q, k, v)]
-        fw.attention(*leaves, pattern).square().sum().backward()
 
 
 def decoding(device):
@@ -177,8 +169,7 @@ def two_four(device):
         torch.ops.fretwork.two_four_prune_both(A, torch.int16)
 
 
-ATTENTIONS = (attention, long_attention, decoding, operators)
-PARTS = (products, long_rows, softmax, packing, kronecker, chains, *ATTENTIONS, two_four)
+PARTS = (products, long_rows, softmax, packing, kronecker, chains, attention, decoding, operators, two_four)
 
 
 def main(device: str = "cuda", *names: str) -> None:

@@ -514,6 +514,9 @@ class AttentionHopper : public testing::Test {
     }
   }
 };
+/// Columns of q and k, and of v; a test of each, because each has kernels to compile.
+class AttentionHopperColumns : public AttentionHopper, public testing::WithParamInterface<std::pair<Index, Index>> {};
+class AttentionHopperDeep : public AttentionHopperColumns {};
 
 /// Rows to look at: the first and last ones, and some between.
 std::set<Index> sampled(Index rows) {
@@ -592,7 +595,8 @@ void expect_forward(Data& s) {
               static_cast<long long>(s.sizes.depth), worst, worst_lse);
 }
 
-void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = false) {
+/// Row tiles of more than `longest` steps are cut, where it is not 0, and `pack` heads share a tile.
+void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = false, int longest = 0, int pack = 1) {
   Data s(pattern, sizes);
   if (spoil) {
     s.spoil_unused();
@@ -600,9 +604,11 @@ void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = fals
   s.upload();
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
-  Planner planner(pattern, hopper::forward_shape(s.problem()));
+  TileShape shape = hopper::forward_shape(s.problem());
+  shape.rows /= pack;
+  Planner planner(pattern, shape);
   planner.mark_unused();
-  ASSERT_TRUE(hopper::forward(s.problem(), {planner.get()}, context));
+  ASSERT_TRUE(hopper::forward(s.problem(), {planner.get()}, context, longest));
   expect_forward(s);
 }
 
@@ -732,7 +738,7 @@ double expect_rows(const char* what, Tensor& got, Index b, Index h, const double
   return worst;
 }
 
-void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = false) {
+void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = false, int longest = 0) {
   Data s(pattern, sizes);
   Gradients g(s, !spoil);
   if (spoil) {
@@ -748,7 +754,7 @@ void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = fal
   const auto rows = Planner(pattern, hopper::kBackwardShape).mark_unused().get();
   const auto cols = Planner(other, hopper::kBackwardShape).mark_unused().get();
   ASSERT_TRUE(hopper::forward(s.problem(), {plan}, context));
-  ASSERT_TRUE(hopper::backward(g.problem(s), {rows}, {cols}, context));
+  ASSERT_TRUE(hopper::backward(g.problem(s), {rows}, {cols}, context, longest));
   for (Tensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
     t->download();
   }
@@ -819,25 +825,26 @@ TEST_F(AttentionHopper, DeepForward) {
 }
 
 /// Maps of the copy engine may begin before an operand, and tiles reach beyond one; neither may be touched there.
-TEST_F(AttentionHopper, NothingBesideOperandsIsTouched) {
+TEST_P(AttentionHopperColumns, NothingBesideOperandsIsTouched) {
   const driver::DeviceScope scope(0);  // outlives the tensors
+  const auto [depth, values] = GetParam();
   for (const Place where : {Place::behind_hole, Place::before_hole}) {
     place = where;
-    for (const auto& [depth, values] :
-         {std::pair<Index, Index>{128, 128}, {64, 128}, {40, 72}, {160, 224}, {192, 128}, {256, 256}}) {
-      for (const bool tokens_first : {false, true}) {
-        const Sizes sizes{DType::bf16, 2, 4, 2, depth, tokens_first, 0.05, values};
-        for (const Pattern& pattern : {causal(700), strided(900, 64), dilated(777, 3, 300)}) {
-          check_forward(pattern, sizes);
-        }
-        for (const Pattern& pattern : {causal(300), strided(500, 64), dilated(333, 3, 60)}) {
-          check_backward(pattern, sizes);
-        }
+    for (const bool tokens_first : {false, true}) {
+      const Sizes sizes{DType::bf16, 2, 4, 2, depth, tokens_first, 0.05, values};
+      for (const Pattern& pattern : {causal(700), strided(900, 64), dilated(777, 3, 300)}) {
+        check_forward(pattern, sizes);
+      }
+      for (const Pattern& pattern : {causal(300), strided(500, 64), dilated(333, 3, 60)}) {
+        check_backward(pattern, sizes);
       }
     }
   }
   place = Place::anywhere;
 }
+INSTANTIATE_TEST_SUITE_P(Columns, AttentionHopperColumns,
+                         testing::ValuesIn(std::vector<std::pair<Index, Index>>{
+                             {128, 128}, {64, 128}, {40, 72}, {160, 224}, {192, 128}, {256, 256}}));
 
 /// Queries are few and late, so that most keys are used by none.
 Pattern late_window() { return {"late window", 64, 640, {{band(400, 500)}}}; }
@@ -878,22 +885,23 @@ TEST_F(AttentionHopper, KeysAreDoneWhenQueriesAre) {
 }
 
 /// Above 128 columns keys and values have a kernel each; columns of both are counted in 64s, each for itself.
-TEST_F(AttentionHopper, DeepBackward) {
-  for (const auto& [depth, values] :
-       {std::pair<Index, Index>{256, 256}, {192, 192}, {192, 128}, {160, 224}, {64, 256}, {256, 64}, {96, 136}}) {
-    const Sizes sizes{depth == 192 ? DType::f16 : DType::bf16, 1, 4, 2, depth, depth != values, 0.05, values};
-    for (const Pattern& pattern : {full(200, 70), causal(300), strided(500, 64), longformer(400, 60, 20),
-                                   neighbourhood(16, 20, 5, 8, 16), documents({100, 1, 63, 200})}) {
-      check_backward(pattern, sizes);
-    }
-    check_backward(one_class(400, 4, 1), sizes, true);
-    check_backward(late_window(), sizes, true);
+TEST_P(AttentionHopperDeep, Backward) {
+  const auto [depth, values] = GetParam();
+  const Sizes sizes{depth == 192 ? DType::f16 : DType::bf16, 1, 4, 2, depth, depth != values, 0.05, values};
+  for (const Pattern& pattern : {full(200, 70), causal(300), strided(500, 64), longformer(400, 60, 20),
+                                 neighbourhood(16, 20, 5, 8, 16), documents({100, 1, 63, 200})}) {
+    check_backward(pattern, sizes);
   }
-  for (const Index depth : {192, 256}) {  // rings go round many times, over several items
+  check_backward(one_class(400, 4, 1), sizes, true);
+  check_backward(late_window(), sizes, true);
+  if (depth == values) {  // rings go round many times, over several items
     check_backward(causal(1100), {DType::bf16, 1, 1, 1, depth, false, 0.05});
     check_backward(full(64, 1500), {DType::bf16, 1, 2, 1, depth, false, 0.05});
   }
 }
+INSTANTIATE_TEST_SUITE_P(Columns, AttentionHopperDeep,
+                         testing::ValuesIn(std::vector<std::pair<Index, Index>>{
+                             {256, 256}, {192, 192}, {192, 128}, {160, 224}, {64, 256}, {256, 64}, {96, 136}}));
 
 /// More items than CTAs, and nothing between one call and the next.
 TEST_F(AttentionHopper, DeepBackwardRepeatsBitForBit) {
@@ -924,6 +932,56 @@ TEST_F(AttentionHopper, DeepBackwardRepeatsBitForBit) {
 TEST_F(AttentionHopper, UnusedRowsMayBeNanInBackward) {
   check_backward(one_class(600, 4, 1), {}, true);
   check_backward(late_window(), {}, true);
+}
+
+/// Pieces begin and end within runs and, where heads share keys, within the queries of any head; later components join
+/// what earlier ones gave.
+TEST_F(AttentionHopper, TilesMayBeCut) {
+  for (const Pattern& pattern : patterns()) {
+    check_forward(pattern, {}, false, 3);
+  }
+  for (const int longest : {1, 3}) {
+    for (const Pattern& pattern : {causal(300), strided(400, 64), longformer(400, 60, 20), documents({100, 1, 263})}) {
+      for (const Index depth : {64, 128, 256}) {
+        const Sizes sizes{depth == 64 ? DType::f16 : DType::bf16, 1, 2, 1, depth, depth > 64, 0.1};
+        check_forward(pattern, sizes, false, longest);
+        check_backward(pattern, sizes, false, longest);
+      }
+    }
+    check_forward(one_class(600, 4, 1), {}, true, longest);
+    check_backward(one_class(300, 4, 1), {}, true, longest);
+    check_forward(late_window(), {}, true, longest);
+    check_backward(late_window(), {}, true, longest);
+  }
+}
+
+/// Few rows against many keys: the schedule cuts by itself.
+TEST_F(AttentionHopper, LongRowsAreCut) {
+  for (const Pattern& pattern : {full(60, 5000), causal(2600)}) {
+    check_forward(pattern, {DType::bf16, 1, 2, 1, 128, true, 0.1});
+  }
+  check_backward(full(60, 3000), {DType::bf16, 1, 2, 1, 128, true, 0.1});
+  check_backward(full(3000, 60), {DType::bf16, 1, 2, 1, 64, true, 0.1});
+}
+
+/// Heads that share keys fill a tile together; their tiles may be cut as well, and may be many.
+TEST_F(AttentionHopper, HeadsMayShareTiles) {
+  for (const int pack : {2, 4, 8}) {
+    const Index rows = 128 / pack;
+    for (const int longest : {0, 1}) {
+      for (const bool tokens_first : {false, true}) {
+        const Sizes sizes{DType::bf16, 2, 16, 2, 128, tokens_first, 0.1};
+        for (const Index some : {rows, rows - 3, rows / 2 + 1, 3 * rows + 1}) {
+          const Index first = 300 - some;
+          check_forward({"late causal", some, 300, {{band(-1000, first)}}}, sizes, false, longest, pack);
+        }
+        check_forward(strided(200, 16), {DType::f16, 1, 8, 1, 64, tokens_first, 0.1, 128}, false, longest, pack);
+        check_forward(neighbourhood(16, 20, 5, rows / 4, 4), {DType::bf16, 1, 8, 1, 192, tokens_first, 0.1}, false,
+                      longest, pack);
+        check_forward(late_window(), sizes, true, longest, pack);
+      }
+    }
+  }
 }
 
 TEST_F(AttentionHopper, HeadsMayDiffer) {
@@ -972,14 +1030,24 @@ TEST_F(AttentionHopper, RepeatsBitForBit) {
   const Pattern other = s.pattern.transposed();
   const hopper::Plans rows{Planner(s.pattern, hopper::kBackwardShape).get()};
   const hopper::Plans cols{Planner(other, hopper::kBackwardShape).get()};
-  ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context));
-  g.d_k.download();
-  const auto keys = g.d_k.host;
-  for (int n = 0; n < 100; ++n) {
-    ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context));
+  for (const int longest : {0, 3}) {
+    ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context, longest));
+    g.d_k.download();
+    const auto keys = g.d_k.host;
+    for (int n = 0; n < 100; ++n) {
+      ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context, longest));
+    }
+    g.d_k.download();
+    EXPECT_TRUE(keys == g.d_k.host);
   }
-  g.d_k.download();
-  EXPECT_TRUE(keys == g.d_k.host);
+  ASSERT_TRUE(hopper::forward(s.problem(), plans, context, 1));
+  s.o.download();
+  const auto cut = s.o.host;
+  for (int n = 0; n < 100; ++n) {
+    ASSERT_TRUE(hopper::forward(s.problem(), plans, context, 1));
+  }
+  s.o.download();
+  EXPECT_TRUE(cut == s.o.host);
 }
 
 // ------------------------------------------------------------------------------------------------------- times

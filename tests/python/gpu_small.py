@@ -107,12 +107,14 @@ def chains(device: str) -> None:
         fw.ksmm_chain(tensor(device, torch.float16, batch, sizes[1]), [first, second], bias=bias, activation="relu")
 
 
-# Type, depths of keys and values, pattern (in several components, with masks of bits, or with unused keys), options.
+# Type, depths of keys and values, pattern (in several components, with masks of bits, with unused keys, or with few
+# long rows or columns, whose tiles are cut and shared by heads), options.
 ATTENTION = [
     (torch.bfloat16, 64, 64, "strided(300,16)", {}),
     (torch.float16, 128, 128, "sliding_window(200,70,0) & dilated(200,60,3)", {}),
     (torch.bfloat16, 64, 128, "dilated((150,300),9,4,offset=0)", {}),
-    (torch.float16, 192, 128, "causal(200)", {}),
+    (torch.bfloat16, 128, 128, "causal((40,3000))", {}),
+    (torch.float16, 192, 128, "full((3000,40))", {}),
     (torch.bfloat16, 256, 256, "neighborhood((12,16),(5,5))", {}),
     (torch.float16, 32, 32, "longformer(150,20,(0,77))", {"softcap": 3.0, "dropout_p": 0.2}),
     (torch.bfloat16, 72, 40, "causal(150)", {"bias": True}),

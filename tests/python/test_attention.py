@@ -180,6 +180,28 @@ def test_heads_with_patterns(device, heads):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "causal((64, 700))",
+        "causal((40, 2300))",
+        "sinks((17, 900), 4, 300)",
+        "dilated((48, 600), 9, 4)",
+        "strided((33, 500), 16)",
+        "longformer((20, 400), 30, (3, 390))",
+        "from_mask",
+    ],
+)
+@pytest.mark.parametrize(("heads", "depth"), [((8, 1), 64), ((12, 3), 128), ((4, 2), 192)])
+def test_few_queries_share_keys(device, text, heads, depth):
+    """Heads of a group may share tiles, however their queries lie."""
+    torch.manual_seed(len(text))
+    pattern = fw.patterns.from_mask(torch.rand(30, 300) < 0.2) if text == "from_mask" else parse(text)
+    for dtype, how in ((torch.bfloat16, "plain"), (torch.float16, "transposed")):
+        qkv = inputs(device, dtype, pattern, 2, heads, (depth, depth))
+        check(pattern, [strided(t.detach(), how).requires_grad_() for t in qkv])
+
+
+@pytest.mark.parametrize(
     "text", ["sinks((1,300),4,90)", "full((1,77))", "strided((1,400),32)", "band((1,90),5,1,9)", "full((1,0))"]
 )
 @pytest.mark.parametrize("how", ["plain", "transposed", "sliced"])

@@ -589,7 +589,8 @@ void forward(const Problem& problem, Context& context) {
     return;
   }
   const driver::DeviceScope scope(context.device.index);
-  if (decode::forward(problem, score_arg(problem), context) || hopper::forward(problem, context)) {
+  if (hopper::forward_of_few(problem, context) || decode::forward(problem, score_arg(problem), context) ||
+      hopper::forward(problem, context)) {
     return;
   }
   const Problem& p = problem;

@@ -33,7 +33,7 @@ constexpr int kMostColumns = 256;  // that registers have room for
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
-enum class Make : unsigned { forward, keys, queries, values, fill, statistics };
+enum class Make : unsigned { forward, keys, queries, values, fill, statistics, join };
 
 KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest) {
   return {"ops/attention/kernel_hopper_" + file + ".cuh",
@@ -55,18 +55,26 @@ Columns columns_of(const Problem& p) {
   return {static_cast<int>(64 * ceil_div(p.depth, 64)), static_cast<int>(64 * ceil_div(p.value_depth, 64))};
 }
 
-KernelSpec forward_instance(DType dtype, const Columns& columns, bool general) {
-  return instance("forward", "forward", dtype, columns.text() + flag(general));
+/// What a kernel need not have where no component asks for it: masks of bits and columns that nothing uses; items that
+/// are pieces of tiles, and heads that share tiles.
+struct Extras {
+  bool general = false, pieces = false;
+
+  std::string text() const { return flag(general) + flag(pieces); }
+};
+
+KernelSpec forward_instance(DType dtype, const Columns& columns, const Extras& extras) {
+  return instance("forward", "forward", dtype, columns.text() + extras.text());
 }
-KernelSpec backward_instance(DType dtype, const Columns& columns, Make make, bool general) {
+KernelSpec backward_instance(DType dtype, const Columns& columns, Make make, const Extras& extras) {
   if (make == Make::values) {
-    return instance("backward_deep", "backward_deep_values", dtype, columns.text() + flag(general));
+    return instance("backward_deep", "backward_deep_values", dtype, columns.text() + extras.text());
   }
   if (columns.deep()) {
-    return instance("backward_deep", "backward_deep", dtype, columns.text() + flag(make == Make::keys) + flag(general));
+    return instance("backward_deep", "backward_deep", dtype, columns.text() + flag(make == Make::keys) + extras.text());
   }
   return instance("backward", make == Make::keys ? "backward_keys" : "backward_queries", dtype,
-                  columns.text() + flag(general));
+                  columns.text() + extras.text());
 }
 /// What makes the gradients of keys and values, or of queries.
 std::vector<Make> backward_makes(const Columns& columns, bool keys) {
@@ -78,6 +86,7 @@ KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype
 KernelSpec statistics_instance(DType dtype) {
   return {"ops/attention/kernel_rows.cuh", std::string("fretwork::attention_stats<") + device_type(dtype) + ", 8>"};
 }
+KernelSpec join_instance(DType dtype) { return instance("join", "join", dtype, ""); }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
@@ -87,12 +96,13 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     list.push_back(fill_instance(dtype));
     list.push_back(statistics_instance(dtype));
+    list.push_back(join_instance(dtype));
     for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
-      for (const bool general : {false, true}) {
-        list.push_back(forward_instance(dtype, columns, general));
+      for (const Extras& extras : {Extras{false, false}, {false, true}, {true, false}, {true, true}}) {
+        list.push_back(forward_instance(dtype, columns, extras));
         for (const bool keys : {false, true}) {
           for (const Make make : backward_makes(columns, keys)) {
-            list.push_back(backward_instance(dtype, columns, make, general));
+            list.push_back(backward_instance(dtype, columns, make, extras));
           }
         }
       }
@@ -102,31 +112,35 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<260> kernels;
+constinit KernelTable<518> kernels;
 
-/// Which kernel; the last two have neither columns nor another kind.
+/// Which kernel; the last three have neither columns nor extras.
 struct Which {
   Make make;
   DType dtype;
   Columns columns{64, 64};
-  bool general = false;
+  Extras extras{};
 
   std::size_t number() const {
-    const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{general} << 1 |
-                            static_cast<unsigned>(columns.depth / 64 - 1) << 2 |
-                            static_cast<unsigned>(columns.values / 64 - 1) << 4;
-    return (make == Make::statistics ? 258u : 64 * static_cast<unsigned>(make)) + within;
+    const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{extras.general} << 1 |
+                            unsigned{extras.pieces} << 2 | static_cast<unsigned>(columns.depth / 64 - 1) << 3 |
+                            static_cast<unsigned>(columns.values / 64 - 1) << 5;
+    constexpr unsigned kFill = 128 * static_cast<unsigned>(Make::fill);
+    const auto at = static_cast<unsigned>(make);
+    return (make < Make::fill ? 128 * at : kFill + 2 * (at - static_cast<unsigned>(Make::fill))) + within;
   }
   KernelSpec spec() const {
     switch (make) {
       case Make::forward:
-        return forward_instance(dtype, columns, general);
+        return forward_instance(dtype, columns, extras);
       case Make::keys:
       case Make::queries:
       case Make::values:
-        return backward_instance(dtype, columns, make, general);
+        return backward_instance(dtype, columns, make, extras);
       case Make::fill:
         return fill_instance(dtype);
+      case Make::join:
+        return join_instance(dtype);
       case Make::statistics:
         break;
     }
@@ -288,57 +302,104 @@ DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
 // ---------------------------------------------------------------------------------------------- who does what
 
 struct Schedule {
-  std::size_t items, share;  ///< where they are in the memory of all schedules of a plan
+  std::size_t items, pieces, share, splits;  ///< where they are in the memory of all schedules of a plan
   int grid;
+  int split_count, parts;
+  bool in_pieces;  ///< items may be pieces, or heads share tiles
+  LoadsOf loads;   ///< as in Deal
 };
 
-Schedule make_schedule(const DeviceComponent& component, const Pairs& pairs, int repeat, bool empty, int device,
-                       Pieces& pieces) {
-  const auto lists = deal_tasks(component.steps, pairs, repeat, empty, driver::device_info(device).multiprocessors);
+/// Where a task begins in the runs of its tile, which have so many steps.
+PieceOf piece_of(const Task& task, const Component& component, int steps) {
+  PieceOf made{static_cast<int>(component.first[static_cast<std::size_t>(task.tile)]), 0, task.part, 0};
+  if (steps > 0) {
+    made.turn = task.begin / steps;
+    made.skip = task.begin % steps;
+    for (; made.skip >= component.runs[static_cast<std::size_t>(made.run)].count; ++made.run) {
+      made.skip -= component.runs[static_cast<std::size_t>(made.run)].count;
+    }
+  }
+  return made;
+}
+
+Schedule make_schedule(const Plan& plan, std::size_t at, const std::vector<int>& steps, const Pairs& pairs, int repeat,
+                       bool empty, const Cutting& cutting, int device, Pieces& pieces) {
+  const Deal deal = deal_tasks(steps, pairs, repeat, empty, driver::device_info(device).multiprocessors, cutting);
+  const bool in_pieces = deal.parts() > 0 || plan.shape.rows < kRows;
+  const auto batch = [&](const auto& of) { return static_cast<int>(of.pair / pairs.heads); };
+  const auto head = [&](const auto& of) { return static_cast<int>(of.pair % pairs.heads); };
   std::vector<Item> items;
+  std::vector<PieceOf> begins;
   std::vector<int> share{0};
-  for (const auto& list : lists) {
+  for (const auto& list : deal.lists) {
     for (const Task& task : list) {
-      items.push_back({task.tile, static_cast<int>(task.pair / pairs.heads), static_cast<int>(task.pair % pairs.heads),
-                       component.steps[static_cast<std::size_t>(task.tile)] * repeat});
+      items.push_back({task.tile, batch(task), head(task), task.steps});
+      if (in_pieces) {
+        begins.push_back(piece_of(task, plan.components[at], steps[static_cast<std::size_t>(task.tile)]));
+      }
     }
     share.push_back(static_cast<int>(items.size()));
   }
-  return {pieces.add(items), pieces.add(share), static_cast<int>(lists.size())};
+  std::vector<Split> splits;
+  for (const Cut& cut : deal.cuts) {
+    splits.push_back({cut.tile, batch(cut), head(cut), cut.first, cut.count});
+  }
+  return {pieces.add(items),
+          pieces.add(begins),
+          pieces.add(share),
+          pieces.add(splits),
+          static_cast<int>(deal.lists.size()),
+          static_cast<int>(splits.size()),
+          deal.parts(),
+          in_pieces,
+          deal.loads};
 }
 
 /// A plan and the schedules of its components for some number of heads.
 struct Prepared {
   std::shared_ptr<const DevicePlan> plan;
-  std::vector<std::size_t> order;   ///< of the components; the first one reaches all rows where any does
-  std::vector<Schedule> schedules;  ///< in that order
-  bool fill = false;                ///< rows may be reached by no component
-  driver::DeviceBuffer memory;      ///< of the schedules
+  std::vector<std::size_t> order;      ///< of the components; the first one reaches all rows where any does
+  std::vector<Schedule> schedules;     ///< in that order
+  bool fill = false;                   ///< rows may be reached by no component
+  driver::DeviceBuffer memory;         ///< of the schedules
+  std::shared_ptr<const Plan> beside;  ///< kept, as the plan is
 
   const DeviceComponent& component(std::size_t at) const { return plan->components[order[at]]; }
   std::size_t bytes() const { return memory.bytes(); }
 };
 
-Hash128 hash_of(const Plan* plan, std::initializer_list<std::int64_t> rest) {
+/// The launch whose time another may fill: the one before it, with the loads it was dealt, or else the one after it.
+struct Beside {
+  std::shared_ptr<const Plan> plan = nullptr;
+  Pairs pairs{};
+  int repeat = 1;
+  const LoadsOf* before = nullptr;
+};
+
+Hash128 hash_of(std::initializer_list<const Plan*> plans, std::initializer_list<std::int64_t> rest) {
   std::string bytes;
   const auto add = [&](const auto& value) { bytes.append(reinterpret_cast<const char*>(&value), sizeof value); };
-  add(plan);
+  std::for_each(plans.begin(), plans.end(), add);
   std::for_each(rest.begin(), rest.end(), add);
   return hash128(bytes);
 }
 
 std::shared_ptr<const DevicePlan> find_plan(const std::shared_ptr<const Plan>& plan, int device) {
   static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
-  return cache.get(hash_of(plan.get(), {device}), [&] { return make_plan(plan, device); });
+  return cache.get(hash_of({plan.get()}, {device}), [&] { return make_plan(plan, device); });
 }
 
 std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan, const Pairs& pairs, int repeat,
-                                        const Context& context) {
+                                        int longest, const Beside& beside, const Context& context) {
   static PlanCache<Prepared>& cache = *std::make_unique<PlanCache<Prepared>>().release();
-  const int device = context.device.index;
-  const Hash128 key = hash_of(plan.get(), {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, device});
+  const int device = context.device.index, ctas = driver::device_info(device).multiprocessors;
+  const Pairs& other = beside.pairs;
+  const Hash128 key =
+      hash_of({plan.get(), beside.plan.get()},
+              {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, longest, device, other.batch,
+               other.heads, other.together, other.backwards, beside.repeat, beside.before != nullptr});
   auto prepared = cache.get(key, [&] {
-    Prepared made{find_plan(plan, device), {}, {}, false, {}};
+    Prepared made{find_plan(plan, device), {}, {}, false, {}, beside.plan};
     Pieces pieces;
     made.order.resize(plan->components.size());
     std::iota(made.order.begin(), made.order.end(), std::size_t{0});
@@ -348,10 +409,18 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
     if (!made.fill) {
       std::rotate(made.order.begin(), first, first + 1);
     }
+    Cutting cutting{longest};
+    if (beside.before != nullptr) {
+      cutting.before = *beside.before;
+    } else if (beside.plan != nullptr) {
+      const auto& next = find_plan(beside.plan, device)->components.front();
+      cutting.after = ways_to_deal(next.steps, beside.pairs, beside.repeat, true, ctas);
+    }
     Pairs turn = pairs;
     for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {
       const bool empty = at == 0 && !made.fill;
-      made.schedules.push_back(make_schedule(made.component(at), turn, repeat, empty, device, pieces));
+      made.schedules.push_back(
+          make_schedule(*plan, made.order[at], made.component(at).steps, turn, repeat, empty, cutting, device, pieces));
     }
     made.memory = pieces.upload(device);
     return made;
@@ -375,9 +444,11 @@ Operand from_head(Operand x, std::int64_t head, std::int64_t bytes) {
   return x;
 }
 
-/// `sizes`: batch, heads, tokens.
-std::optional<Source> make_source(const Operand& x, const std::array<std::int64_t, 3>& sizes, std::int64_t depth,
-                                  const Side& side) {
+/// `sizes`: batch, heads, tokens. With `pack` heads in a tile, of `room` rows each, sizes counts such heads.
+std::optional<Source> make_source(Operand x, const std::array<std::int64_t, 3>& sizes, std::int64_t depth,
+                                  const Side& side, int pack = 1, int room = 0) {
+  const std::int64_t next_head = x.head;
+  x.head *= pack;
   const std::int64_t unit =
       std::gcd(x.row, std::gcd(sizes[1] > 1 ? x.head : 0, sizes[0] > 1 ? x.batch : 0));  // in elements
   const std::int64_t batch = sizes[0] > 1 ? x.batch / unit : 0, head = sizes[1] > 1 ? x.head / unit : 0;
@@ -388,15 +459,19 @@ std::optional<Source> make_source(const Operand& x, const std::array<std::int64_
   }
   std::vector<std::uint64_t> lengths{static_cast<std::uint64_t>(depth)}, steps;
   std::vector<std::uint32_t> box{64};
-  const bool three = side.order.extent[0] > 1;
+  const bool three = side.order.extent[0] > 1 || pack > 1;
   for (std::size_t k = kTileAxes; k-- > (three ? 0u : 1u);) {
-    const int extent = side.order.extent[k];
-    const std::int64_t stride = extent > 1 ? side.order.stride[k] * x.row : unit;  // of one place it does not matter
+    const bool heads = k == 0 && pack > 1;
+    const int extent = heads ? pack : side.order.extent[k];
+    const std::int64_t stride = heads        ? next_head
+                                : extent > 1 ? side.order.stride[k] * x.row
+                                             : unit;  // of one place it does not matter
     if (stride <= 0 || stride >= 1LL << 38) {
       return std::nullopt;
     }
     lengths.push_back(static_cast<std::uint64_t>(extent));
-    box.push_back(static_cast<std::uint32_t>(extent));
+    const bool fills = k + 1 == kTileAxes && side.order.extent[1] == 1;  // the room of a head, with zeros
+    box.push_back(static_cast<std::uint32_t>(fills ? std::max(extent, room) : extent));
     steps.push_back(static_cast<std::uint64_t>(2 * stride));
   }
   lengths.push_back(static_cast<std::uint64_t>(places));
@@ -484,23 +559,98 @@ struct Launch {
   Which which;
   int grid;
   Params params;
+  JoinParams join{};  ///< of the parts, where there are any
+  int parts = 0;
+
+  /// Of memory for the parts.
+  std::size_t sums_bytes(int n) const { return static_cast<std::size_t>(parts) * kRows * 4 * join.lines[n]; }
+  std::size_t bytes() const {
+    const bool weighed = which.make == Make::forward;
+    return sums_bytes(0) + sums_bytes(1) + (weighed ? static_cast<std::size_t>(parts) * kRows * sizeof(Share) : 0);
+  }
 };
+
+Which which_of(Make make, const Problem& p, const Prepared& prepared, std::size_t at) {
+  return {make, p.dtype, columns_of(p), {prepared.component(at).general, prepared.schedules[at].in_pieces}};
+}
+
+/// What joins the parts of a launch; where they lie is told later.
+JoinParams join_of(const Prepared& prepared, std::size_t at) {
+  JoinParams join{};
+  join.splits = piece<Split>(prepared.memory, prepared.schedules[at].splits);
+  join.tiles = prepared.schedules[at].split_count;
+  join.row_tokens = piece<int>(prepared.plan->memory, prepared.component(at).rows.tokens);
+  return join;
+}
+
+void give_memory(Launch<ForwardParams>& launch, char* memory) {
+  launch.join.sums[0] = launch.params.sums = reinterpret_cast<float*>(memory);
+  launch.join.shares = launch.params.shares = reinterpret_cast<Share*>(memory + launch.sums_bytes(0));
+}
+void give_memory(Launch<BackwardParams>& launch, char* memory) {
+  launch.join.sums[0] = launch.params.sums[0] = reinterpret_cast<float*>(memory);
+  launch.join.sums[1] = launch.params.sums[1] = reinterpret_cast<float*>(memory + launch.sums_bytes(0));
+}
+
+/// Memory for the parts of all launches. Each has its own: a kernel may start before the one before it has ended.
+template <typename Params>
+std::size_t parts_bytes(const std::vector<Launch<Params>>& launches) {
+  return std::accumulate(launches.begin(), launches.end(), std::size_t{0},
+                         [](std::size_t sum, const Launch<Params>& launch) { return sum + launch.bytes(); });
+}
+template <typename Params>
+void give_parts(std::vector<Launch<Params>>& launches, const Workspace& memory) {
+  auto* at = static_cast<char*>(memory.data());
+  for (Launch<Params>& launch : launches) {
+    if (launch.parts > 0) {
+      give_memory(launch, at);
+      at += launch.bytes();
+    }
+  }
+}
 
 /// Has the kernels of all launches and of `others` ready; those that are new are compiled at once.
 template <typename Params>
 void prepare_kernels(const std::vector<Launch<Params>>& launches, std::vector<Which> others, int device) {
   for (const Launch<Params>& launch : launches) {
     others.push_back(launch.which);
+    if (launch.parts > 0) {
+      others.push_back({Make::join, launch.which.dtype});
+    }
   }
   kernels.prepare(std::span<const Which>(others), device);
 }
 
 template <typename Params>
+void launch_join(const Launch<Params>& launch, const Context& context) {
+  const std::int64_t rows = std::int64_t{launch.join.tiles} * kRows * (launch.join.lines[1] > 0 ? 2 : 1);
+  Which{Make::join, launch.which.dtype}
+      .kernel(context.device.index)
+      .launch_behind(rows / kJoinWarps, 32 * kJoinWarps, 0, &launch.join, context.stream);
+}
+
+bool starts_early(const ForwardParams&) { return false; }
+bool starts_early(const BackwardParams& params) { return params.early != 0; }
+
+/// Parts are joined before a kernel that waits for them; one that starts early does not.
+template <typename Params>
 void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, const Context& context) {
-  for (const Launch<Params>& launch : launches) {
-    launch.which.kernel(context.device.index)
-        .launch_behind(launch.grid, kThreads, shared_bytes, &launch.params, context.stream);
+  auto joined = launches.begin();
+  const auto join_until = [&](auto end) {
+    for (; joined != end; ++joined) {
+      if (joined->parts > 0) {
+        launch_join(*joined, context);
+      }
+    }
+  };
+  for (auto launch = launches.begin(); launch != launches.end(); ++launch) {
+    if (!starts_early(launch->params)) {
+      join_until(launch);
+    }
+    launch->which.kernel(context.device.index)
+        .launch_behind(launch->grid, kThreads, shared_bytes, &launch->params, context.stream);
   }
+  join_until(launches.end());
 }
 
 // ------------------------------------------------------------------------------------------------- forward
@@ -508,7 +658,9 @@ void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, c
 std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared,
                                                     std::size_t at) {
   const DeviceComponent& c = prepared.component(at);
-  const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count, p.rows}, p.depth, c.rows);
+  const int rows = range.plan->shape.rows, pack = kRows / rows;
+  const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count / pack, p.rows}, p.depth, c.rows,
+                             pack, pack > 1 ? rows : 0);
   const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.cols);
   const auto v = make_source(p.v, {p.batch, p.kv_heads, p.cols}, p.value_depth, c.cols);
   if (!q || !k || !v) {
@@ -519,6 +671,9 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   params.k = *k;
   params.v = *v;
   params.walk = walk_of(prepared, at);
+  params.walk.row_places = pack > 1 ? kRows : params.walk.row_places;
+  params.pieces = piece<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
+  params.pack = std::countr_zero(static_cast<unsigned>(pack));
   params.o = lines_of(p.o);
   params.lse = lines_of(p.lse);
   params.group = static_cast<int>(p.heads / p.kv_heads);
@@ -526,7 +681,52 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   params.merge = at > 0 || prepared.fill ? 1 : 0;
   params.scale = static_cast<float>(p.scale * 1.4426950408889634);
   params.value_depth = static_cast<int>(p.value_depth);
-  return Launch<ForwardParams>{{Make::forward, p.dtype, columns_of(p), c.general}, prepared.schedules[at].grid, params};
+  JoinParams join = join_of(prepared, at);
+  join.out[0] = params.o;
+  join.lse = params.lse;
+  join.lines[0] = columns_of(p).values;
+  join.depth[0] = params.value_depth;
+  join.head0 = params.head0;
+  join.pack = params.pack;
+  join.merge = params.merge;
+  return Launch<ForwardParams>{which_of(Make::forward, p, prepared, at), prepared.schedules[at].grid, params, join,
+                               prepared.schedules[at].parts};
+}
+
+std::int64_t steps_of(const Plan& plan) {
+  return std::accumulate(plan.components.begin(), plan.components.end(), std::int64_t{0},
+                         [](std::int64_t sum, const Component& c) { return sum + c.pairs; });
+}
+
+/// Can the copy engine bring the rows of all heads that share a tile, each head's in its room?
+bool packs(const Plan& plan) {
+  return plan.shape.rows == kRows ||
+         std::all_of(plan.components.begin(), plan.components.end(), [&](const Component& c) {
+           const auto& extent = c.row_order.extent;
+           return extent[0] == 1 && (extent[1] == 1 || extent[1] * extent[2] == plan.shape.rows);
+         });
+}
+
+/// Heads that may share a tile because they share keys and have few rows each.
+int heads_in_tile(const Problem& p) {
+  const std::int64_t group = p.heads / p.kv_heads;
+  const auto same = [&](const auto& pattern) { return pattern == p.patterns.front(); };
+  int pack = 1;
+  while (pack < 8 && group % (2 * pack) == 0 && 2 * pack * p.rows <= kRows) {
+    pack *= 2;
+  }
+  return p.q.head > 0 && std::all_of(p.patterns.begin(), p.patterns.end(), same) ? pack : 1;
+}
+
+/// A plan by which they do; null where there is none that takes fewer steps than one head in each tile.
+std::shared_ptr<const Plan> packed_plan(const Problem& p) {
+  const int pack = heads_in_tile(p);
+  if (pack == 1) {
+    return nullptr;
+  }
+  const TileShape shape = forward_shape(p);
+  auto made = plan(*p.patterns.front(), {shape.rows / pack, shape.cols});
+  return packs(*made) && steps_of(*made) < pack * steps_of(*plan(*p.patterns.front(), shape)) ? made : nullptr;
 }
 
 /// Zeros in all rows of x, and −∞ in lse where there is one.
@@ -593,6 +793,7 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.cols[0] = keys ? *q : *k;
   params.cols[1] = keys ? *d_o : *v;
   params.walk = walk_of(prepared, at);
+  params.pieces = piece<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
   const Lines d_v = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
   params.out[0] = make == Make::values
                       ? d_v
@@ -607,7 +808,16 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.value_depth = static_cast<int>(p.value_depth);
   params.scale = static_cast<float>(p.scale);
   params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
-  return BackwardLaunch{{make, p.dtype, columns_of(p), c.general}, prepared.schedules[at].grid, params};
+  const Columns columns = columns_of(p);
+  JoinParams join = join_of(prepared, at);
+  std::copy(std::begin(params.out), std::end(params.out), join.out);
+  join.lines[0] = make == Make::values ? columns.values : columns.depth;
+  join.depth[0] = make == Make::values ? params.value_depth : params.depth;
+  join.lines[1] = make == Make::keys && !columns.deep() ? columns.values : 0;
+  join.depth[1] = params.value_depth;
+  join.merge = params.add;
+  return BackwardLaunch{which_of(make, p, prepared, at), prepared.schedules[at].grid, params, join,
+                        prepared.schedules[at].parts};
 }
 
 /// A gradient that is to be zero before anything is added to it.
@@ -617,16 +827,23 @@ struct Zeros {
   std::int64_t depth;
 };
 
+/// Pairs whose gradients of keys and values, or of queries, one launch makes.
+Pairs backward_pairs(const Problem& p, const HeadRange& range, bool keys, bool backwards) {
+  const auto group = keys ? static_cast<int>(p.heads / p.kv_heads) : 1;
+  return {static_cast<int>(p.batch), static_cast<int>(range.count) / group, std::max(1, together(p) / group),
+          backwards};
+}
+
 /// What one direction of one range of heads launches; false where it cannot.
-bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, const RowStats* stats,
-                  std::vector<std::shared_ptr<const Prepared>>& kept, std::vector<BackwardLaunch>& launches,
-                  std::vector<Zeros>& zeros, const Context& context) {
+bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, int longest, const Beside& beside,
+                  const RowStats* stats, std::vector<std::shared_ptr<const Prepared>>& kept,
+                  std::vector<BackwardLaunch>& launches, std::vector<Zeros>& zeros, const Context& context) {
   const Problem& p = b.forward;
   const std::int64_t group = p.heads / p.kv_heads;
   const Heads heads{range.first, range.count, range.first / group, range.count / group};
-  const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(keys ? heads.kv_count : heads.count),
-                    keys ? std::max(1, together(p) / static_cast<int>(group)) : together(p), launches.size() % 2 == 1};
-  const auto prepared = kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, context));
+  const Pairs pairs = backward_pairs(p, range, keys, launches.size() % 2 == 1);
+  const auto prepared =
+      kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, longest, beside, context));
   if (prepared->fill && keys) {
     zeros.push_back({from_head(b.d_k, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.depth});
     zeros.push_back({from_head(b.d_v, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.value_depth});
@@ -645,6 +862,15 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, c
   return true;
 }
 
+/// The gradient of queries is one launch that starts where the one launch before it has ended: what one leaves to wait
+/// for, the other fills.
+bool queries_follow_keys(const std::vector<HeadRange>& keys, const std::vector<HeadRange>& queries) {
+  const auto one = [](const std::vector<HeadRange>& ranges) {
+    return ranges.size() == 1 && ranges.front().plan->components.size() == 1;
+  };
+  return one(keys) && one(queries);
+}
+
 /// The first launch of a gradient takes nothing from those of others, and they have waited for the statistics, unless
 /// there was no CTA to do so. Later ones add to what was there.
 void let_start_early(std::vector<BackwardLaunch>& launches) {
@@ -657,9 +883,9 @@ void let_start_early(std::vector<BackwardLaunch>& launches) {
 
 }  // namespace
 
-bool forward(const Problem& problem, const Plans& plans, Context& context) {
+bool forward(const Problem& problem, const Plans& plans, Context& context, int longest) {
   if (!suits(problem, context) ||
-      !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan); })) {
+      !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return fits(*plan) && packs(*plan); })) {
     return false;
   }
   Problem p = problem;
@@ -671,8 +897,10 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
   std::vector<Launch<ForwardParams>> launches;
   std::vector<HeadRange> fills;
   for (const HeadRange& range : ranges_of(plans, p.heads)) {
-    const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count), together(p), false};
-    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, context));
+    const int pack = kRows / range.plan->shape.rows;
+    const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count) / pack, std::max(1, together(p) / pack),
+                      false};
+    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, longest, {}, context));
     if (prepared->fill) {
       fills.push_back(range);
     }
@@ -684,6 +912,8 @@ bool forward(const Problem& problem, const Plans& plans, Context& context) {
       launches.push_back(*launch);
     }
   }
+  const Workspace parts(context, parts_bytes(launches));
+  give_parts(launches, parts);
   prepare_kernels(launches, std::vector<Which>(fills.empty() ? 0 : 1, {Make::fill, p.dtype}), context.device.index);
   for (const HeadRange& range : fills) {
     launch_fill(p.dtype, from_head(p.o, range.first, 2), from_head(p.lse, range.first, 4),
@@ -702,6 +932,9 @@ bool forward(const Problem& problem, Context& context) {
   if (!suits(problem, context)) {
     return false;
   }
+  if (const auto packed = packed_plan(problem)) {
+    return forward(problem, {packed}, context);
+  }
   Plans plans;
   for (const auto& pattern : problem.patterns) {
     plans.push_back(plan(*pattern, forward_shape(problem)));
@@ -709,7 +942,16 @@ bool forward(const Problem& problem, Context& context) {
   return forward(problem, plans, context);
 }
 
-bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context) {
+bool forward_of_few(const Problem& problem, Context& context) {
+  if (problem.rows < 4 || problem.rows > 16 || !suits(problem, context) || heads_in_tile(problem) * problem.rows < 32) {
+    return false;
+  }
+  const auto packed = packed_plan(problem);
+  return packed != nullptr && forward(problem, {packed}, context);
+}
+
+bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context,
+              int longest) {
   const Problem& p = problem.forward;
   const auto fit = [](const auto& plan) { return fits(*plan); };
   const std::int64_t group = p.heads / std::max<std::int64_t>(p.kv_heads, 1);
@@ -729,17 +971,28 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
   std::vector<BackwardLaunch> launches;
   std::vector<Zeros> zeros;
+  const bool follow = queries_follow_keys(kv_ranges, ranges) && wants_keys && problem.d_q.data != nullptr;
+  Beside beside;
+  if (follow) {
+    beside = {ranges.front().plan, backward_pairs(p, ranges.front(), false, false), 1, nullptr};
+  }
   for (const HeadRange& range : wants_keys ? kv_ranges : std::vector<HeadRange>{}) {
-    if (!add_launches(problem, range, true, numbers, kept, launches, zeros, context)) {
+    if (!add_launches(problem, range, true, longest, beside, numbers, kept, launches, zeros, context)) {
       return false;
     }
   }
+  if (follow) {
+    beside = {kv_ranges.front().plan, backward_pairs(p, kv_ranges.front(), true, false), static_cast<int>(group),
+              &kept.back()->schedules.back().loads};
+  }
   for (const HeadRange& range : problem.d_q.data != nullptr ? ranges : std::vector<HeadRange>{}) {
-    if (!add_launches(problem, range, false, numbers, kept, launches, zeros, context)) {
+    if (!add_launches(problem, range, false, longest, beside, numbers, kept, launches, zeros, context)) {
       return false;
     }
   }
   let_start_early(launches);
+  const Workspace parts(context, parts_bytes(launches));
+  give_parts(launches, parts);
   std::vector<Which> others{{Make::statistics, p.dtype}};
   if (!zeros.empty()) {
     others.push_back({Make::fill, p.dtype});

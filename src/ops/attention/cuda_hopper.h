@@ -15,12 +15,18 @@ namespace fretwork::attention_op::hopper {
 /// other, the other strides multiples of 16 bytes, 16-byte aligned). The device is current.
 bool forward(const Problem& problem, Context& context);
 bool backward(const BackwardProblem& problem, Context& context);
+/// The same for at most 16 queries, where heads that share keys fill a tile with them well enough that it beats
+/// decoding by tiles of 16.
+bool forward_of_few(const Problem& problem, Context& context);
 
-/// The same over given plans of these shapes, one for each of the problem's patterns, which are not looked at.
+/// The same over given plans of these shapes, one for each of the problem's patterns, which are not looked at. Forward
+/// plans may have a half, a quarter or an eighth of the rows where as many heads share keys and have the same plan:
+/// they share tiles. Row tiles of more than `longest` steps are cut, or those that would be waited for where it is 0.
 TileShape forward_shape(const Problem& problem);
 inline constexpr TileShape kBackwardShape{128, 64};
 using Plans = std::vector<std::shared_ptr<const Plan>>;
-bool forward(const Problem& problem, const Plans& plans, Context& context);
-bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context);
+bool forward(const Problem& problem, const Plans& plans, Context& context, int longest = 0);
+bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context,
+              int longest = 0);
 
 }  // namespace fretwork::attention_op::hopper

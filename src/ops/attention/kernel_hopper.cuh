@@ -41,6 +41,11 @@ __device__ __forceinline__ int4 read_note(const int4& note) {
   return n;
 }
 
+/// The part that an item is, read likewise.
+__device__ __forceinline__ int read_part(const int& part) {
+  return __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? part : 0, 0);
+}
+
 /// A tile of kHalves × 64 columns to `to`, each half in `half` bytes; `full` counts them.
 template <int kHalves>
 __device__ __forceinline__ void fetch(const Source& source, u32 to, u32 half, u32 full, const int4& tile, int batch,
@@ -202,6 +207,25 @@ __device__ __forceinline__ void put_rows(const float (&d)[kDepth / 2], u32 buffe
     put_rows<T, kDepth, kHalf + 1>(d, buffer, half);
   } else {
     __syncwarp();
+  }
+}
+
+/// The first row that a thread has of a tile; the other is 8 below it.
+__device__ __forceinline__ int tile_row(int warpgroup) {
+  return warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+}
+
+/// A thread's sums of rows `row` and `row` + 8 times `factor`, to where parts lie.
+template <int kDepth>
+__device__ __forceinline__ void put_part(float* sums, int part, int row, const float (&d)[kDepth / 2], float factor) {
+  float* const to = sums + (static_cast<i64>(part) * kRows + row) * kDepth + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int j = 0; j < kDepth / 8; ++j) {
+      *reinterpret_cast<float2*>(to + h * 8 * kDepth + 8 * j) =
+          float2{d[4 * j + 2 * h] * factor, d[4 * j + 2 * h + 1] * factor};
+    }
   }
 }
 

@@ -23,17 +23,42 @@ struct BackwardShared {
   u64 row_full[2], row_empty[2], full[kStages], empty[kStages];
   int4 items[2], steps[kStages];
   alignas(16) float stats[kStages][2][kStream];  ///< of keys' and values' columns
-  int used[kStages];
+  int used[kStages], parts[2];
 };
 
-/// Calls step(item, head, run, column tile) for all that this CTA does. Keys meet the queries of all heads that share
-/// them.
+/// Calls step(batch, head, run, column tile) for all steps of an item that begins and ends anywhere in its tile's.
 template <bool kKeys, typename Step>
+__device__ __forceinline__ void walk_piece(const BackwardParams& p, int i, const int4& item, Step& step) {
+  const Walk& walk = p.walk;
+  const int4 piece = record(p.pieces, i);
+  int head = kKeys ? item.z * p.group + piece.w : item.z / p.group, r = piece.x;
+  int tile = item.w > 0 ? record(walk.runs, 2 * r).x + piece.y : 0;
+#pragma unroll 1
+  for (int left = item.w; left > 0; --left) {
+    step(item.y, head, r, tile);
+    const int4 run = record(walk.runs, 2 * r);
+    if (++tile == run.x + run.y && left > 1) {
+      if (++r == word(walk.first, item.x + 1) && kKeys) {
+        r = word(walk.first, item.x);
+        ++head;
+      }
+      tile = record(walk.runs, 2 * r).x;
+    }
+  }
+}
+
+/// Calls step(batch, head, run, column tile) for all that this CTA does. Keys meet the queries of all heads that share
+/// them.
+template <bool kKeys, bool kPieces, typename Step>
 __device__ __forceinline__ void walk_steps(const BackwardParams& p, Step step) {
   const Walk& walk = p.walk;
 #pragma unroll 1
   for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i) {
     const int4 item = record(walk.items, i);
+    if constexpr (kPieces) {
+      walk_piece<kKeys>(p, i, item, step);
+      continue;
+    }
     int head = kKeys ? item.z * p.group : item.z / p.group;
     do {
 #pragma unroll 1
@@ -69,7 +94,7 @@ __device__ __forceinline__ void prefetch_rows(const BackwardParams& p, const int
 }
 
 /// One warp fetches the rows of each item.
-template <int kDepth, int kValues, bool kKeys>
+template <bool kKeys, bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows) {
   using S = BackwardShared<kDepth, kValues>;
   const Walk& walk = p.walk;
@@ -82,6 +107,9 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
       const int4 place = record(walk.row_tiles, item.x);
       const u32 full = shared_address(&shared.row_full[ring.stage]), to = rows + ring.stage * 2 * S::kRowTile;
       shared.items[ring.stage] = {item.w, item.y, item.z, item.x};
+      if constexpr (kPieces) {
+        shared.parts[ring.stage] = record(p.pieces, i).z;
+      }
       mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.row_places);
       fetch<S::kHalves>(p.rows[0], to, S::kRowHalf, full, place, item.y, item.z);
       fetch<S::kValueHalves>(p.rows[1], to + S::kRowTile, S::kRowHalf, full, place, item.y, item.z);
@@ -97,12 +125,12 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
 }
 
 /// A thread of another warp the columns of each step.
-template <int kDepth, int kValues, bool kKeys>
+template <bool kKeys, bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 cols) {
   using S = BackwardShared<kDepth, kValues>;
   const Walk& walk = p.walk;
   Ring<S::kStages> ring(1);
-  walk_steps<kKeys>(p, [&](int batch, int head, int r, int tile) {
+  walk_steps<kKeys, kPieces>(p, [&](int batch, int head, int r, int tile) {
     mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
     const u32 full = shared_address(&shared.full[ring.stage]), to = cols + ring.stage * 2 * S::kColTile;
     shared.steps[ring.stage] = mask_of(walk, r);
@@ -122,11 +150,11 @@ __device__ __forceinline__ float2 stats_of(const BackwardParams& p, int batch, i
 }
 
 /// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.
-template <typename S>
+template <bool kPieces, typename S>
 __device__ __forceinline__ void gather_stats(const BackwardParams& p, S& shared) {
   Ring<S::kStages> ring(1);
   const u32 lane = threadIdx.x % 32;
-  walk_steps<true>(p, [&](int batch, int head, int, int tile) {
+  walk_steps<true, kPieces>(p, [&](int batch, int head, int, int tile) {
     float2 pair[kStream / 32];
 #pragma unroll
     for (int n = 0; n < kStream / 32; ++n) {
@@ -183,11 +211,16 @@ __device__ __forceinline__ void add_words(T* to, const u32 (&words)[4]) {
 }
 
 /// Rounds a warp's rows times `factor` and stores their `depth` columns through its share of `buffer`, or adds them to
-/// what is there.
+/// what is there. A part goes to its place as it is.
 template <typename T, int kDepth>
-__device__ __forceinline__ void store_gradient(const BackwardParams& p, const Lines& out, int depth, const int4& item,
-                                               int own, float (&d)[kDepth / 2], float factor, u32 buffer) {
+__device__ __forceinline__ void store_gradient(const BackwardParams& p, int which, int depth, const int4& item,
+                                               int part, int own, float (&d)[kDepth / 2], float factor, u32 buffer) {
   constexpr u32 kHalf = kRows * 128;
+  const Lines& out = p.out[which];
+  if (part >= 0) {
+    put_part<kDepth>(p.sums[which], part, tile_row(static_cast<int>(threadIdx.x) / 128 - 1), d, factor);
+    return;
+  }
 #pragma unroll
   for (float& sum : d) {
     sum *= factor;
@@ -223,7 +256,7 @@ __device__ __forceinline__ void begin_backward(const BackwardParams& p) {
 }
 
 /// What both kernels begin with.
-template <int kDepth, int kValues, bool kKeys>
+template <bool kKeys, int kDepth, int kValues>
 __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared,
                                               u32 cols) {
   using S = BackwardShared<kDepth, kValues>;
@@ -233,29 +266,29 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
   begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
-template <int kDepth, int kValues, bool kKeys>
+template <bool kKeys, bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows,
                                           u32 cols) {
   if (threadIdx.x < 32) {
-    fetch_rows<kDepth, kValues, kKeys>(p, shared, rows);
+    fetch_rows<kKeys, kPieces>(p, shared, rows);
   } else if (threadIdx.x == 32) {
-    fetch_cols<kDepth, kValues, kKeys>(p, shared, cols);
+    fetch_cols<kKeys, kPieces>(p, shared, cols);
   } else if (kKeys && threadIdx.x / 32 == 2) {
-    gather_stats(p, shared);
+    gather_stats<kPieces>(p, shared);
   }
 }
 
-/// kGeneral: there are masks of bits, or queries that nothing uses.
-template <typename T, int kDepth, int kValues, bool kGeneral>
+/// kGeneral: there are masks of bits, or queries that nothing uses. kPieces: items may be pieces of tiles.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_constant__ BackwardParams p) {
   using S = BackwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
   const u32 rows = (shared_address(raw) + 1023) & ~1023u, cols = rows + 4 * S::kRowTile;
-  make_barriers<kDepth, kValues, true>(p, shared, cols);
+  make_barriers<true>(p, shared, cols);
   if (threadIdx.x < 128) {
     fewer_registers<S::kFetchRegisters>();
-    fetch_all<kDepth, kValues, true>(p, shared, rows, cols);
+    fetch_all<true, kPieces>(p, shared, rows, cols);
     return;
   }
   more_registers<S::kRegisters>();
@@ -345,24 +378,25 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
     const int4 note = read_note(shared.items[items.stage]);
     const int own = own_token(p.walk, note.w, warpgroup);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kDepth>(p, p.out[0], p.depth, note, own, dk, p.scale, k);
-    store_gradient<T, kValues>(p, p.out[1], p.value_depth, note, own, dv, 1.0f, v);
+    const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
+    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dk, p.scale, k);
+    store_gradient<T, kValues>(p, 1, p.value_depth, note, part, own, dv, 1.0f, v);
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), static_cast<int>(items.stage));
   }
 }
 
-/// kGeneral: there are masks of bits, or keys that nothing uses.
-template <typename T, int kDepth, int kValues, bool kGeneral>
+/// kGeneral: there are masks of bits, or keys that nothing uses. kPieces: items may be pieces of tiles.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_constant__ BackwardParams p) {
   using S = BackwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
   __shared__ S shared;
   const u32 rows = (shared_address(raw) + 1023) & ~1023u, cols = rows + 4 * S::kRowTile;
-  make_barriers<kDepth, kValues, false>(p, shared, cols);
+  make_barriers<false>(p, shared, cols);
   if (threadIdx.x < 128) {
     fewer_registers<S::kFetchRegisters>();
-    fetch_all<kDepth, kValues, false>(p, shared, rows, cols);
+    fetch_all<false, kPieces>(p, shared, rows, cols);
     return;
   }
   more_registers<S::kRegisters>();
@@ -434,7 +468,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
     wgmma::wait<0>();
     release(empty, pending);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kDepth>(p, p.out[0], p.depth, note, own, dq, p.scale, q);
+    const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
+    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dq, p.scale, q);
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), static_cast<int>(items.stage));
   }

@@ -28,12 +28,12 @@ struct DeepShared {
   u64 row_full[2], row_empty[2], full[kStages], empty[kStages], other_full[kOtherStages], other_empty[kOtherStages];
   int4 item, steps[kStages];
   alignas(16) float stats[kStages][2][kStream];
-  int used[kStages];
+  int used[kStages], part;
 };
 
 /// One warp fetches the rows of each item, the operand that is needed first as soon as the item before has done with
 /// it.
-template <int kDepth, int kValues, Deep kOf>
+template <bool kPieces, int kDepth, int kValues, Deep kOf>
 __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
                                                 u32 rows) {
   using S = DeepShared<kDepth, kValues, kOf>;
@@ -47,6 +47,9 @@ __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepSha
       const int4 place = record(walk.row_tiles, item.x);
       mbarrier::wait(empty, ring.parity);
       shared.item = {item.w, item.y, item.z, item.x};
+      if constexpr (kPieces) {
+        shared.part = record(p.pieces, i).z;
+      }
       mbarrier::arrive_expect(full, S::kHalves * 128 * walk.row_places);
       fetch<S::kHalves>(p.rows[0], rows, S::kRowHalf, full, place, item.y, item.z);
       if constexpr (kOf != Deep::values) {
@@ -66,14 +69,14 @@ __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepSha
 }
 
 /// A thread of another warp one operand of the columns of each step.
-template <bool kOther, int kDepth, int kValues, Deep kOf>
+template <bool kOther, bool kPieces, int kDepth, int kValues, Deep kOf>
 __device__ __forceinline__ void fetch_deep_cols(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
                                                 u32 tiles) {
   using S = DeepShared<kDepth, kValues, kOf>;
   constexpr int kHalves = kOther ? S::kValueHalves : S::kHalves;
   const Walk& walk = p.walk;
   Ring<kOther ? S::kOtherStages : S::kStages> ring(1);
-  walk_steps<S::kKeys>(p, [&](int batch, int head, int r, int tile) {
+  walk_steps<S::kKeys, kPieces>(p, [&](int batch, int head, int r, int tile) {
     const u32 full = shared_address(kOther ? shared.other_full : shared.full) + 8 * ring.stage;
     mbarrier::wait(shared_address(kOther ? shared.other_empty : shared.empty) + 8 * ring.stage, ring.parity);
     if constexpr (!kOther) {
@@ -99,18 +102,18 @@ __device__ __forceinline__ void make_deep_barriers(const BackwardParams& p, Deep
   begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
-template <int kDepth, int kValues, Deep kOf>
+template <bool kPieces, int kDepth, int kValues, Deep kOf>
 __device__ __forceinline__ void fetch_all_deep(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
                                                u32 rows) {
   using S = DeepShared<kDepth, kValues, kOf>;
   if (threadIdx.x < 32) {
-    fetch_deep_rows(p, shared, rows);
+    fetch_deep_rows<kPieces>(p, shared, rows);
   } else if (threadIdx.x == 32) {
-    fetch_deep_cols<false>(p, shared, rows + S::kCols);
+    fetch_deep_cols<false, kPieces>(p, shared, rows + S::kCols);
   } else if (threadIdx.x == 64) {
-    fetch_deep_cols<true>(p, shared, rows + S::kOtherCols);
+    fetch_deep_cols<true, kPieces>(p, shared, rows + S::kOtherCols);
   } else if (S::kKeys && threadIdx.x >= 96) {
-    gather_stats(p, shared);
+    gather_stats<kPieces>(p, shared);
   }
 }
 
@@ -140,7 +143,8 @@ __device__ __forceinline__ void cut_masked(float (&s)[kStream / 2], int kind, co
 }
 
 /// dq = scale · dS · k, or dk = scale · dSᵀ · q. kGeneral: there are masks of bits, or columns that nothing uses.
-template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral>
+/// kPieces: items may be pieces of tiles.
+template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kPieces>
 __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_constant__ BackwardParams p) {
   using S = DeepShared<kDepth, kValues, kKeys ? Deep::keys : Deep::queries>;
   extern __shared__ u8 raw[];
@@ -149,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
   make_deep_barriers(p, shared, rows + S::kCols);
   if (threadIdx.x < 128) {
     fewer_registers<S::kFetchRegisters>();
-    fetch_all_deep(p, shared, rows);
+    fetch_all_deep<kPieces>(p, shared, rows);
     return;
   }
   more_registers<S::kRegisters>();
@@ -246,10 +250,11 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
     wgmma::wait<0>();
     release_step();
     const int4 note = read_note(shared.item);
+    const int part = kPieces ? read_part(shared.part) : -1;
     release(row_empty, 0);  // the next item's rows of this operand come while these sums leave through the other's
     const int own = own_token(p.walk, note.w, warpgroup);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kDepth>(p, p.out[0], p.depth, note, own, sums, p.scale, other_rows);
+    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, sums, p.scale, other_rows);
     fence_async_proxy();  // the next rows come by the copy engine
     release(row_empty, 1);
   }
@@ -258,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
 
 /// dv = Pᵀ · d_o. The scores of a step are in the tensor cores while the probabilities of the step before meet d_o.
 /// kGeneral: there are masks of bits, or queries that nothing uses.
-template <typename T, int kDepth, int kValues, bool kGeneral>
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 __global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid_constant__ BackwardParams p) {
   using S = DeepShared<kDepth, kValues, Deep::values>;
   extern __shared__ u8 raw[];
@@ -267,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid
   make_deep_barriers(p, shared, rows + S::kCols);
   if (threadIdx.x < 128) {
     fewer_registers<S::kFetchRegisters>();
-    fetch_all_deep(p, shared, rows);
+    fetch_all_deep<kPieces>(p, shared, rows);
     return;
   }
   more_registers<S::kRegisters>();
@@ -348,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid
       end_values();
     }
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
-    store_gradient<T, kValues>(p, p.out[0], p.value_depth, note, own, dv, 1.0f, k);
+    store_gradient<T, kValues>(p, 0, p.value_depth, note, kPieces ? read_part(shared.part) : -1, own, dv, 1.0f, k);
     fence_async_proxy();  // the next rows come by the copy engine
     release(shared_address(shared.row_empty), 0);
   }

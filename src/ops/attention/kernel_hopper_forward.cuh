@@ -16,11 +16,11 @@ struct ForwardShared {
   static constexpr u32 kColHalf = kCols * 128, kKeyTile = kHalves * kColHalf, kValueTile = kValueHalves * kColHalf;
   u64 q_full[kItems], q_empty[kItems], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   int4 items[kItems], steps[kStages];
-  int used[kStages];
+  int used[kStages], parts[kItems];
 };
 
 /// Fetches everything this CTA needs, in the order in which it is used.
-template <int kDepth, int kValues>
+template <bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth, kValues>& shared, u32 q,
                                               u32 k, u32 v) {
   using S = ForwardShared<kDepth, kValues>;
@@ -35,16 +35,28 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
   for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i, items.next()) {
     const int4 item = record(walk.items, i);
     const int4 place = record(walk.row_tiles, item.x);
-    const int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1);
+    int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1), skip = 0, left = item.w;
     mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
     const u32 q_full = shared_address(&shared.q_full[items.stage]);
     shared.items[items.stage] = {item.w, item.y, item.z, item.x};
+    if constexpr (kPieces) {
+      const int4 piece = record(p.pieces, i);
+      first = piece.x;
+      skip = piece.y;
+      shared.parts[items.stage] = piece.z;
+    }
     mbarrier::arrive_expect(q_full, row_bytes);
     fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
-    const int kv_head = (p.head0 + item.z) / p.group;
+    const int kv_head = (p.head0 + (kPieces ? item.z << p.pack : item.z)) / p.group;
 #pragma unroll 1
-    for (int r = first; r < last; ++r) {
-      const int4 run = record(walk.runs, 2 * r);
+    for (int r = first; r < last && (!kPieces || left > 0); ++r) {
+      int4 run = record(walk.runs, 2 * r);
+      if constexpr (kPieces) {  // as much of it as is the item's
+        run.x += skip;
+        run.y = min(run.y - skip, left);
+        skip = 0;
+        left -= run.y;
+      }
 #pragma unroll 1
       for (int n = 0; n < run.y; ++n, ring.next()) {
         const int4 tile = record(walk.col_tiles, run.x + n);
@@ -101,10 +113,39 @@ struct DoneRows {
   float share[2], lse[2];
 };
 
+// Where kernels for whole tiles of one head differ from those for pieces, they are left as they would be without them.
+
+/// A thread's first row among those of its head.
+template <bool kPieces>
+__device__ __forceinline__ int head_row(const ForwardParams& p, int warpgroup) {
+  const int row = tile_row(warpgroup);
+  return kPieces ? row & ((kRows >> p.pack) - 1) : row;
+}
+/// The head of a warp's rows.
+template <bool kPieces>
+__device__ __forceinline__ int head_of(const ForwardParams& p, const int4& item, int warpgroup) {
+  if constexpr (!kPieces) {
+    return p.head0 + item.z;
+  }
+  const int within =
+      __shfl_sync(0xffffffffu, (tile_row(warpgroup) << p.pack) / kRows, 0);  // one for the warp: registers
+  return p.head0 + (item.z << p.pack) + within;
+}
+/// The token that a lane answers for, as own_token.
+template <bool kPieces>
+__device__ __forceinline__ int token_of(const ForwardParams& p, const int4& item, int warpgroup) {
+  if constexpr (!kPieces) {
+    return own_token(p.walk, item.w, warpgroup);
+  }
+  const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 16;
+  const int rows = kRows >> p.pack;
+  return __ldg(p.walk.row_tokens + item.w * rows + (row & (rows - 1)));
+}
+
 /// Brings near what a lane's row is to be joined with. Two lanes have each row.
 template <typename T, int kValues>
-__device__ __forceinline__ void prefetch_row(const ForwardParams& p, const int4& item, int token) {
-  const T* const out = static_cast<const T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
+__device__ __forceinline__ void prefetch_row(const ForwardParams& p, int batch, int head, int token) {
+  const T* const out = static_cast<const T*>(p.o.data) + batch * p.o.batch + head * p.o.head;
 #pragma unroll
   for (int col = static_cast<int>(threadIdx.x) % 32 / 16 * 64; col < kValues; col += 128) {
     if (token >= 0 && col < p.value_depth) {
@@ -152,11 +193,11 @@ __device__ __forceinline__ void merge_rows(const ForwardParams& p, const T* out,
 /// Rounds the rows of a warp and stores them through its share of `buffer`, and their log-sum-exps. With `merge` they
 /// join what is there.
 template <typename T, int kValues>
-__device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& item, int own, float (&o)[kValues / 2],
-                                           RunningRows& rows, u32 buffer, u32 half) {
+__device__ __forceinline__ void store_rows(const ForwardParams& p, int batch, int head, int own,
+                                           float (&o)[kValues / 2], RunningRows& rows, u32 buffer, u32 half) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  T* const out = static_cast<T*>(p.o.data) + item.y * p.o.batch + (p.head0 + item.z) * p.o.head;
-  float* const out_lse = static_cast<float*>(p.lse.data) + item.y * p.lse.batch + (p.head0 + item.z) * p.lse.head;
+  T* const out = static_cast<T*>(p.o.data) + batch * p.o.batch + head * p.o.head;
+  float* const out_lse = static_cast<float*>(p.lse.data) + batch * p.lse.batch + head * p.lse.head;
   DoneRows done;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -192,8 +233,24 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const int4& i
   }
 }
 
-/// kGeneral: there are masks of bits, or keys that nothing uses.
-template <typename T, int kDepth, int kValues, bool kGeneral>
+/// A thread's sums as they stand, for those who join them.
+template <int kValues>
+__device__ __forceinline__ void store_part(const ForwardParams& p, int part, int row, const float (&o)[kValues / 2],
+                                           const RunningRows& rows) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (threadIdx.x % 4 == 0) {
+      p.shares[part * kRows + row + 8 * h] = {rows.most[h] * p.scale, sum};
+    }
+  }
+  put_part<kValues>(p.sums, part, row, o, 1.0f);
+}
+
+/// kGeneral: there are masks of bits, or keys that nothing uses. kPieces: items may be pieces of tiles, and heads may
+/// share tiles.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
 __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
   using S = ForwardShared<kDepth, kValues>;
   extern __shared__ u8 raw[];
@@ -212,13 +269,13 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       tma::prefetch(&p.q.map);
       tma::prefetch(&p.k.map);
       tma::prefetch(&p.v.map);
-      forward_fetch<kDepth, kValues>(p, shared, q, k, v);
+      forward_fetch<kPieces>(p, shared, q, k, v);
     }
     return;
   }
   more_registers<240>();
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
-  const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+  const int row = head_row<kPieces>(p, warpgroup);
   const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
   Ring<S::kItems> items(0);
   Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
@@ -229,9 +286,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       break;
     }
     const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
-    const int token = own_token(p.walk, note.w, warpgroup);
+    const int token = token_of<kPieces>(p, note, warpgroup);
     if (p.merge != 0) {
-      prefetch_row<T, kValues>(p, note, token);
+      prefetch_row<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token);
     }
     float o[kValues / 2], s[kCols / 2];
     u32 probabilities[kCols / 16][4];
@@ -303,7 +360,11 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       behind.next();
     }
     named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
-    store_rows<T, kValues>(p, note, token, o, rows, own, S::kRowHalf);
+    if (const int part = kPieces ? read_part(shared.parts[items.stage]) : -1; part >= 0) {
+      store_part<kValues>(p, part, tile_row(warpgroup), o, rows);
+    } else {
+      store_rows<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token, o, rows, own, S::kRowHalf);
+    }
     fence_async_proxy();  // the next q comes by the copy engine
     release(shared_address(shared.q_empty), static_cast<int>(items.stage));
   }

@@ -56,6 +56,24 @@ struct Item {
   int tile, batch, head, steps;
 };
 
+/// Where an item begins that may be a piece of its tile: `skip` tiles into run `run`, and where rows are keys with
+/// query head `turn` of those that share them. `part` is where results go that are to be joined with those of other
+/// items, −1 where the item is a whole tile.
+struct PieceOf {
+  int run, skip, part, turn;
+};
+
+/// A row tile whose results lie in parts [first, first + count).
+struct Split {
+  int tile, batch, head, first, count;
+};
+
+/// What a row has from a part of its columns, beside its sums: the highest score in units of log 2, and the sum of
+/// exp2(score − highest).
+struct Share {
+  float highest, sum;
+};
+
 /// A plan's component and who does what. CTA c does items [share[c], share[c + 1]).
 struct Walk {
   const Place *row_tiles, *col_tiles;
@@ -75,6 +93,8 @@ struct Lines {
   long long batch, head, row;
 };
 
+/// What follows `scale` is for kernels whose items may be pieces. There a tile's rows may also be those of 2^pack heads
+/// that share keys, one head after the other, and item.head counts such heads.
 struct ForwardParams {
   Source q, k, v;
   Walk walk;
@@ -84,6 +104,10 @@ struct ForwardParams {
   int merge;        ///< 1: o and lse hold what earlier components gave
   int value_depth;  ///< columns of o; q, k and v have zeros beyond theirs
   float scale;      ///< times log2(e)
+  int pack;
+  const PieceOf* pieces;  ///< of each item
+  float* sums;            ///< of parts: kRows lines each
+  Share* shares;          ///< of each of those lines
 };
 
 /// Gradients of keys and values (rows are keys, columns queries) or of queries (the other way round).
@@ -98,7 +122,26 @@ struct BackwardParams {
   int add;    ///< 1: to what is there
   int early;  ///< 1: the kernel before waited for all that came before it, and its own results are not needed here
   int depth, value_depth;
-  float scale, scale_2;  ///< the latter times log2(e)
+  float scale, scale_2;   ///< the latter times log2(e)
+  const PieceOf* pieces;  ///< of each item, for kernels whose items may be pieces
+  float* sums[2];         ///< of parts: kRows lines each
+};
+
+inline constexpr int kJoinWarps = 4;
+
+/// Joins the parts of rows and puts them where they belong: with `shares` by the log-sum-exp, else by adding up.
+struct JoinParams {
+  const Split* splits;
+  int tiles;  ///< how many
+  const int* row_tokens;
+  const float* sums[2];  ///< of one or two results
+  const Share* shares;
+  Lines out[2], lse;
+  int lines[2];  ///< columns that a line of sums has
+  int depth[2];  ///< and those of the results
+  int head0;     ///< the first head of results
+  int pack;      ///< log2 of the heads in a tile
+  int merge;     ///< 1: results hold what earlier components gave
 };
 
 /// Rows that no element reaches.

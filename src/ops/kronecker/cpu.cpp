@@ -31,8 +31,9 @@ constexpr std::int64_t kPage = 4096, kFreshBytes = 8 << 20;
 constexpr std::int64_t kSmallBatch = 256;
 /// Features of a result that are turned together, and strips of outputs that x is worth turning for.
 constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
-/// The longest runs of δ, and the deepest block, that are turned at all; batch · d up to which full runs are.
-constexpr std::int64_t kTurnedRuns = 16, kTurnedDepth = 16384, kTurnedElements = 1024;
+/// The longest runs of δ, and the deepest block, that are turned at all; the longest and batch · d if runs fill
+/// vectors.
+constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, kTurnedElements = 1024;
 /// Batch rows that are few, and weights that a thread takes for them at a time.
 constexpr std::int64_t kFewRows = 8, kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
@@ -579,8 +580,8 @@ bool turns(const Problem& p) {
     const Tiles& tiles = simd::tiles(p.dtype);
     return tiles.group == 1 && (s.b < 2 * tiles.lanes || (p.batch <= kSmallBatch && !tiles.widens));
   }
-  const bool fills = (s.d & (s.d - 1)) == 0;
-  return !fills || (s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
+  const bool fills = (s.d & (s.d - 1)) == 0 || s.d % simd::widened_tiles(p.dtype).lanes == 0;
+  return !fills || (s.d <= kShortRun && s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
 }
 
 }  // namespace

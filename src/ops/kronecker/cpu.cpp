@@ -433,7 +433,7 @@ class Turned : Work {
       tiles_.pack({from.data, from.delta, from.row}, s_.c * s_.d, panel.count, panel.width, right, 0);
       for (std::int64_t row = 0; row < rows; row += stored_) {
         const std::int64_t height = std::min(stored_, rows - row);
-        add_up(i, first_row + row, height, panel, packed, right, sums);
+        fill_sums(i, first_row + row, height, panel, packed, right, sums);
         if (finishes_) {
           const void* const row_bias = p_.bias.data != nullptr ? sum_at(bias, row * s_.d) : nullptr;
           finish({sums, panel.width, height * s_.d, panel.width, row_bias, nullptr, p_.activation}, p_.dtype);
@@ -447,8 +447,8 @@ class Turned : Work {
  private:
   std::int64_t stride() const { return strips_.count * tiles_.rows * s_.c; }
   /// sums[(j, l)][n] for the outputs j from `first` on.
-  void add_up(std::int64_t i, std::int64_t first, std::int64_t rows, const Columns::Panel& panel, std::byte* packed,
-              std::byte* right, std::byte* sums) const {
+  void fill_sums(std::int64_t i, std::int64_t first, std::int64_t rows, const Columns::Panel& panel, std::byte* packed,
+                 std::byte* right, std::byte* sums) const {
     simd::Product product{.count = 1, .steps = s_.c};
     product.right_stride = s_.d * panel.width;
     product.sum_stride = s_.d * panel.width;

@@ -200,6 +200,7 @@ TEST(CpuChoices, TheUsualOneIsNotFarFromTheBest) {
                                      {{1, 64, 64, 3}, 512},
                                      {{2, 64, 64, 5}, 64},
                                      {{1, 192, 48, 2}, 16},
+                                     {{1, 64, 64, 27}, 16},
                                      {{4, 8, 8, 1}, 512}}) {
     Product product(sizes, batch, DType::f32, false, context);
     const Choice lanes{Route::lanes, 192};

@@ -31,8 +31,9 @@ constexpr std::int64_t kPage = 4096, kFreshBytes = 8 << 20;
 constexpr std::int64_t kSmallBatch = 256;
 /// Features of a result that are turned together, and strips of outputs that x is worth turning for.
 constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
-/// The longest runs of δ, and the deepest block, that are turned at all; batch · d up to which full runs are.
-constexpr std::int64_t kTurnedRuns = 16, kTurnedDepth = 16384, kTurnedElements = 1024;
+/// The longest runs of δ, and the deepest block, that are turned at all; the longest and batch · d if runs fill
+/// vectors.
+constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, kTurnedElements = 1024;
 /// Batch rows that are few, and weights that a thread takes for them at a time.
 constexpr std::int64_t kFewRows = 8, kFewElements = 32 << 10;
 /// Pieces of work per thread, if there are as many.
@@ -432,7 +433,7 @@ class Turned : Work {
       tiles_.pack({from.data, from.delta, from.row}, s_.c * s_.d, panel.count, panel.width, right, 0);
       for (std::int64_t row = 0; row < rows; row += stored_) {
         const std::int64_t height = std::min(stored_, rows - row);
-        add_up(i, first_row + row, height, panel, packed, right, sums);
+        fill_sums(i, first_row + row, height, panel, packed, right, sums);
         if (finishes_) {
           const void* const row_bias = p_.bias.data != nullptr ? sum_at(bias, row * s_.d) : nullptr;
           finish({sums, panel.width, height * s_.d, panel.width, row_bias, nullptr, p_.activation}, p_.dtype);
@@ -446,8 +447,8 @@ class Turned : Work {
  private:
   std::int64_t stride() const { return strips_.count * tiles_.rows * s_.c; }
   /// sums[(j, l)][n] for the outputs j from `first` on.
-  void add_up(std::int64_t i, std::int64_t first, std::int64_t rows, const Columns::Panel& panel, std::byte* packed,
-              std::byte* right, std::byte* sums) const {
+  void fill_sums(std::int64_t i, std::int64_t first, std::int64_t rows, const Columns::Panel& panel, std::byte* packed,
+                 std::byte* right, std::byte* sums) const {
     simd::Product product{.count = 1, .steps = s_.c};
     product.right_stride = s_.d * panel.width;
     product.sum_stride = s_.d * panel.width;
@@ -579,8 +580,8 @@ bool turns(const Problem& p) {
     const Tiles& tiles = simd::tiles(p.dtype);
     return tiles.group == 1 && (s.b < 2 * tiles.lanes || (p.batch <= kSmallBatch && !tiles.widens));
   }
-  const bool fills = (s.d & (s.d - 1)) == 0;
-  return !fills || (s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
+  const bool fills = (s.d & (s.d - 1)) == 0 || s.d % simd::widened_tiles(p.dtype).lanes == 0;
+  return !fills || (s.d <= kShortRun && s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
 }
 
 }  // namespace

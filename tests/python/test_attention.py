@@ -215,6 +215,8 @@ def test_one_query_of_shared_keys(device, text, how):
             bias = torch.randn(shape, device=device).to(dtype).requires_grad_()
             check(pattern, qkv, bias, softcap=2.0)
     check([pattern] * 5 + [parse(f"full({pattern.shape})")], qkv)
+    check(pattern, inputs(device, torch.float32, pattern, 1, (40, 2)))  # more than a tile's strip has
+    check(pattern, inputs(device, torch.float32, pattern, 1, (11, 1)))
     check(pattern, inputs(device, torch.float32, pattern, 2, (6, 2)), fw.alibi(torch.rand(6, device=device)))
 
 

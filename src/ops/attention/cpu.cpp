@@ -43,20 +43,24 @@ std::vector<std::shared_ptr<const Plan>> plans_of(const Problem& problem, bool t
   return plans;
 }
 
-/// Where each head has one query, and all the same pattern, the heads that share keys are rows of one tile: a row alone
-/// would leave most of a tile empty.
+/// Where each head has one query, and all the same pattern, heads that share keys are rows of one tile: a row alone
+/// would leave most of a strip of rows empty. No more rows than a strip, so that there is work for many threads.
 std::optional<Problem> heads_as_rows(const Problem& problem) {
   const std::int64_t group = problem.heads / problem.kv_heads;
-  if (problem.rows != 1 || group == 1 || problem.patterns.size() != 1 || problem.slopes.data != nullptr ||
+  std::int64_t rows = 8;
+  while (group % rows != 0) {
+    --rows;
+  }
+  if (problem.rows != 1 || rows == 1 || problem.patterns.size() != 1 || problem.slopes.data != nullptr ||
       problem.dropout.rate > 0) {
     return std::nullopt;
   }
   Problem turned = problem;
-  turned.heads = problem.kv_heads;
-  turned.rows = group;
+  turned.heads = problem.heads / rows;
+  turned.rows = rows;
   const auto turn = [&](auto& operand) {
     operand.row = operand.head;
-    operand.head *= group;
+    operand.head *= rows;
   };
   turn(turned.q);
   turn(turned.o);

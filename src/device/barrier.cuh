@@ -66,6 +66,10 @@ __device__ __forceinline__ void release(u32 empty, int stage) {
   }
 }
 
+/// The number of a warp or warpgroup, in a way that tells the compiler that a warp's threads agree on it. What follows
+/// from it, descriptors above all, then lies in uniform registers, and branches on it stay branches.
+__device__ __forceinline__ int uniform(u32 number) { return __shfl_sync(~0u, static_cast<int>(number), 0); }
+
 /// Joins `threads` threads of a CTA at barrier `id` (1…15; 0 is the CTA's own).
 __device__ __forceinline__ void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

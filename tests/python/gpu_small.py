@@ -1,9 +1,9 @@
 """A short run of every kind of kernel on tiny shapes, for compute-sanitizer: python tests/python/gpu_small.py [cpu]
 
 A few hundred launches: every product with every transpose, twice, over types, precisions and blocks in turn (gradients
-are products too), then a row long enough to be split, softmax with its extras and gradients, packing, Kronecker
-products, attention in each class of kernels with its gradients, decoding and SPLAT's operators, and 2:4 products and
-tools. `gpu_small.py cuda two_four` runs one part alone.
+are products too), then a row long enough to be split, lines with few blocks, softmax with its extras and gradients,
+packing, Kronecker products, attention in each class of kernels with its gradients, decoding and SPLAT's operators, and
+2:4 products and tools. `gpu_small.py cuda two_four` runs one part alone.
 """
 
 import itertools
@@ -56,6 +56,15 @@ def long_rows(device):
         values = tensor(device, dtype, layout.nnz, 32, 32)
         fw.dsd(values, tensor(device, dtype, 1280, 16), layout, precision="tf32")
         fw.block_softmax(values, layout)
+
+
+def many_lines(device):
+    """More lines of 64 rows than a GPU has multiprocessors, with few blocks: the ends of two lines share a tile."""
+    for dtype, block, trans in ((torch.float16, 64, False), (torch.bfloat16, 16, True), (torch.float16, 32, False)):
+        layout = fw.BlockLayout(torch.rand(140 * 64 // block, 5) < 0.3, block)
+        _, m, n = layout.shape
+        a, b = turned(tensor(device, dtype, m, 136), trans), tensor(device, dtype, 136, n)
+        fw.sdd(a, b, layout, trans)
 
 
 def softmax(device):
@@ -169,7 +178,7 @@ def two_four(device):
         torch.ops.fretwork.two_four_prune_both(A, torch.int16)
 
 
-PARTS = (products, long_rows, softmax, packing, kronecker, chains, attention, decoding, operators, two_four)
+PARTS = (products, long_rows, many_lines, softmax, packing, kronecker, chains, attention, decoding, operators, two_four)
 
 
 def main(device: str = "cuda", *names: str) -> None:

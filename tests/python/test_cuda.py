@@ -92,6 +92,27 @@ def test_large_shapes(block, dtype):
     assert close(fw.sdd(x, y, layout), layout.pack(x.float() @ y.float()))
 
 
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("trans_a", [False, True])
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_sdd_of_many_lines_with_few_blocks(block, trans_a, trans_b):
+    """More lines than multiprocessors: on Hopper the ends of two lines share a tile, which changes no bit."""
+    m, n, k = 300 * max(block, 64), 7 * block, 136
+    torch.manual_seed(block)
+    mask = torch.rand(2, m // block, n // block) < 0.25 * min(block, 64) / 64
+    layout = fw.BlockLayout(mask, block)
+    a, b = torch.randn(2, m, k).to("cuda", torch.float16), torch.randn(2, k, n).to("cuda", torch.float16)
+    a[0, :64], b[:, :, : block // 2] = a[0, :64] * 100, b[:, :, : block // 2] / 50
+    turned = (a.mT.contiguous() if trans_a else a, b.mT.contiguous() if trans_b else b)
+    got = fw.sdd(*turned, layout, trans_a, trans_b)
+    want = layout.pack(a.float() @ b.float())
+    assert ((got.float() - want).abs().max() / want.abs().max()).item() < 4e-3
+    mask[:, 64 // min(block, 64) :] = False  # few lines, none of which needs to share
+    few = fw.BlockLayout(mask, block)
+    kept = layout.unpack(got).reshape(2, m, n)
+    assert torch.equal(few.pack(kept), fw.sdd(*turned, few, trans_a, trans_b).reshape(few.nnz, block, block))
+
+
 def test_side_stream():
     layout, values, _, b = operands(64)
     want = fw.dsd(values, b, layout)

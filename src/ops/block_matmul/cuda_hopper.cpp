@@ -5,16 +5,15 @@
 #include <array>
 #include <bit>
 #include <cstring>
-#include <initializer_list>
 #include <limits>
 #include <optional>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "ops/block_matmul/params_hopper.cuh"
 #include "ops/block_matmul/plan.h"
+#include "ops/block_matmul/plan_sdd.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
@@ -28,6 +27,7 @@ namespace driver = fretwork::cuda;
 static_assert(sizeof(Segment) == sizeof(SpmmPlan::Segment) && sizeof(Split) == sizeof(SpmmPlan::Split));
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+constexpr int kSddStages = 4, kSddShared = 225 * 1024;
 constexpr int kWideShared = 4 * 49152 + 32768 + 1024, kNarrowShared = 4 * 49152 + 24576 + 1024;
 
 bool is_wide(std::int64_t block) { return block >= 64; }
@@ -133,11 +133,12 @@ struct DevicePlan {
   driver::DeviceBuffer steps, segments, splits;  ///< sdd: columns of slots, strips, nothing
   driver::DeviceBuffer blocks;                   ///< sdd only
   int segment_count = 0, split_count = 0, partial_count = 0, groups_per_head = 1, stride = 1;
-  bool pairs_only = false;  ///< sdd only
+  int stage_bytes = 0, reach_bytes = 0;  ///< sdd only
   std::size_t bytes() const { return steps.bytes() + segments.bytes() + splits.bytes() + blocks.bytes(); }
 };
 
-/// What a plan depends on beside the layout. For an sdd, `transposed` says that it computes Sᵀ.
+/// What a plan depends on beside the layout. For an sdd, `transposed` says that it computes Sᵀ; `parallel` is how
+/// often the layout's work is there.
 struct PlanKey {
   int kind, transposed, device, parallel, slot;
 };
@@ -175,126 +176,17 @@ DevicePlan make_spmm(const BlockLayout& layout, const PlanKey& key) {
   return made;
 }
 
-/// A slot that a line of 64 rows needs: its place, and the blocks at it as SddParams has them.
-struct Slot {
-  int column;
-  std::array<int, 8> blocks;
-};
-using Slots = std::vector<Slot>;
-
-/// Where blocks lie on lines and slots.
-struct SddGeometry {
-  const BlockIndex& index;
-  int block, slot, block_lines, block_columns;
-
-  int lines() const { return static_cast<int>(ceil_div(static_cast<std::int64_t>(block_lines) * block, 64)); }
-  int along_line() const { return std::max(64 / block, 1); }
-  int along_slot() const { return std::max(slot / block, 1); }
-  /// The slots of a line in the order of columns.
-  Slots slots(int head, int line) const {
-    const int first = line * 64 / block, last = std::min(first + along_line(), block_lines);
-    std::vector<int> place(static_cast<std::size_t>(ceil_div(static_cast<std::int64_t>(block_columns) * block, slot)),
-                           -1);
-    Slots found;
-    for (int row = first; row < last; ++row) {
-      for (const auto& entry : index.line(static_cast<std::int64_t>(head) * block_lines + row)) {
-        const auto other = static_cast<int>(entry.other);
-        for (int part = 0; part < block; part += slot) {  // a block of 128 is two slots
-          const int column = (other * block + part) / slot;
-          int& at = place[static_cast<std::size_t>(column)];
-          if (at < 0) {
-            at = static_cast<int>(found.size());
-            found.push_back({column, {-1, -1, -1, -1, -1, -1, -1, -1}});
-          }
-          const int cell = other % along_slot() * along_line() + row - first;
-          found[static_cast<std::size_t>(at)].blocks[static_cast<std::size_t>(cell)] = static_cast<int>(entry.block);
-        }
-      }
-    }
-    std::sort(found.begin(), found.end(), [](const Slot& a, const Slot& b) { return a.column < b.column; });
-    return found;
-  }
-};
-
-/// The strips of an sdd and the entries they name.
-struct Strips {
-  int most;   ///< slots of a pair; a strip of one line has twice as many
-  int cells;  ///< blocks of an entry
-  std::vector<Strip> items{};
-  std::vector<int> columns{}, blocks{};
-
-  void add_strip(int line, std::initializer_list<std::span<const Slot>> rows) {
-    items.push_back(
-        {line, rows.size() == 2 ? 1 : 0, static_cast<int>(columns.size()), static_cast<int>(rows.begin()->size())});
-    for (const auto& row : rows) {
-      for (const Slot& slot : row) {
-        columns.push_back(slot.column);
-        blocks.insert(blocks.end(), slot.blocks.begin(), slot.blocks.begin() + cells);
-      }
-    }
-  }
-  /// A line in full strips and one with the rest, which costs less where it is small.
-  void add_line(int line, std::span<const Slot> row) {
-    for (const auto each = static_cast<std::size_t>(2 * most); !row.empty();) {
-      const std::size_t count = std::min(each, row.size());
-      add_strip(line, {row.first(count)});
-      row = row.subspan(count);
-    }
-  }
-  /// What two lines share goes in full pairs: such a tile moves a third less. What is left goes line by line, unless
-  /// that is nothing but the end of what they share.
-  void add_lines(int line, const Slots& upper, const Slots& lower) {
-    Slots shared[2], rest[2];
-    for (std::size_t i = 0, j = 0; i < upper.size() || j < lower.size();) {
-      if (j == lower.size() || (i < upper.size() && upper[i].column < lower[j].column)) {
-        rest[0].push_back(upper[i++]);
-      } else if (i == upper.size() || lower[j].column < upper[i].column) {
-        rest[1].push_back(lower[j++]);
-      } else {
-        shared[0].push_back(upper[i++]);
-        shared[1].push_back(lower[j++]);
-      }
-    }
-    const auto each = static_cast<std::size_t>(most), size = shared[0].size();
-    const std::size_t paired = rest[0].empty() && rest[1].empty() ? size : size / each * each;
-    for (std::size_t at = 0; at < paired; at += each) {
-      const std::size_t count = std::min(each, paired - at);
-      add_strip(line, {std::span(shared[0]).subspan(at, count), std::span(shared[1]).subspan(at, count)});
-    }
-    for (int r = 0; r < 2; ++r) {
-      rest[r].insert(rest[r].end(), shared[r].begin() + static_cast<std::ptrdiff_t>(paired), shared[r].end());
-      add_line(line + r, rest[r]);
-    }
-  }
-};
-
-/// Strips that move most come first, otherwise they follow the layout.
 DevicePlan make_sdd(const BlockLayout& layout, const PlanKey& key) {
-  const BlockLayout::Sizes& sizes = layout.sizes();
-  const bool swaps = key.transposed != 0;
-  const SddGeometry geometry{swaps ? layout.by_col() : layout.by_row(), static_cast<int>(sizes.block_rows), key.slot,
-                             static_cast<int>(swaps ? sizes.cols : sizes.rows),
-                             static_cast<int>(swaps ? sizes.rows : sizes.cols)};
-  Strips strips{256 / key.slot, geometry.along_line() * geometry.along_slot()};
-  for (int head = 0; head < static_cast<int>(layout.heads()); ++head) {
-    for (int line = 0; line < geometry.lines(); line += 2) {
-      const Slots upper = geometry.slots(head, line);
-      const int at = head * geometry.lines() + line;
-      line + 1 < geometry.lines() ? strips.add_lines(at, upper, geometry.slots(head, line + 1))
-                                  : strips.add_line(at, upper);
-    }
-  }
-  std::stable_sort(strips.items.begin(), strips.items.end(), [&](const Strip& a, const Strip& b) {
-    const auto moved = [&](const Strip& s) { return 64 * (1 + s.pair) + s.count * key.slot; };
-    return moved(a) > moved(b);
-  });
+  const SddPlan plan = make_sdd_plan(layout, key.transposed != 0, key.slot, key.parallel,
+                                     driver::device_info(key.device).multiprocessors);
   DevicePlan made;
-  made.steps = upload(key.device, strips.columns);
-  made.blocks = upload(key.device, strips.blocks);
-  made.segments = upload(key.device, strips.items);
-  made.segment_count = static_cast<int>(strips.items.size());
-  made.groups_per_head = geometry.lines();
-  made.pairs_only = std::all_of(strips.items.begin(), strips.items.end(), [](const Strip& s) { return s.pair != 0; });
+  made.steps = upload(key.device, plan.columns);
+  made.blocks = upload(key.device, plan.blocks);
+  made.segments = upload(key.device, plan.strips);
+  made.segment_count = static_cast<int>(plan.strips.size());
+  made.groups_per_head = plan.lines;
+  made.stage_bytes = plan.stage_bytes;
+  made.reach_bytes = plan.reach_bytes;
   return made;
 }
 
@@ -419,7 +311,9 @@ bool run_sdd(const Problem& p, Context& context) {
   }
   // The copy engine is slow with rows of less than 64 bytes.
   const int slot = std::clamp(block, gathered_k ? 16 : 32, 64), device = context.device.index;
-  const auto plan = find_plan(p, {static_cast<int>(p.kind), swaps ? 1 : 0, device, 0, slot}, context);
+  const auto bucket = std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(p.z_out, 1, 16)));
+  const PlanKey key{static_cast<int>(p.kind), swaps ? 1 : 0, device, static_cast<int>(bucket), slot};
+  const auto plan = find_plan(p, key, context);
   const std::int64_t total = plan->segment_count * p.z_out;
   const int multiprocessors = driver::device_info(device).multiprocessors;
   // Few tiles of great depth leave most of the machine idle; the portable kernel cuts K for those.
@@ -445,16 +339,18 @@ bool run_sdd(const Problem& p, Context& context) {
   params.slot = slot;
   params.block_bits = std::countr_zero(static_cast<unsigned>(block));
   params.slot_bits = std::countr_zero(box);
-  params.stages = plan->pairs_only ? 4 : 3;
-  params.stage_bytes = plan->pairs_only ? 49152 : 73728;
+  // Products may read past the end of the last stage, but not of shared memory.
+  const int over = std::max(0, plan->reach_bytes - plan->stage_bytes);
+  params.stages = std::min(kSddStages, (kSddShared - over) / plan->stage_bytes);
+  params.stage_bytes = plan->stage_bytes;
   params.batches = batches_of(p);
   params.left_h = left->moves(2);
   params.left_z = left->moves(3);
   params.right_h = right->moves(2);
   params.right_z = right->moves(3);
   sdd_kernel(p.dtype, left_k, right_k, device)
-      .launch(std::min<std::int64_t>(total, multiprocessors), kThreads, 1024 + params.stages * params.stage_bytes,
-              &params, context.stream);
+      .launch(std::min<std::int64_t>(total, multiprocessors), kThreads,
+              1024 + params.stages * params.stage_bytes + over, &params, context.stream);
   return true;
 }
 

@@ -29,7 +29,7 @@ __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile
   using N = Narrow<kBlock>;
   constexpr int kPerColumn = 4 / N::kColumns, kBoxes = kDenseK ? 1 : 3;  // warps of a column, boxes of a strip
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // so the compiler knows it is uniform
+  const int warp = uniform(threadIdx.x / 32);
   const int column = warp / kPerColumn, part = warp % kPerColumn;
   constexpr u32 kAll = (1u << N::kRows) - 1, kFirst = (1u << N::kRows / kPerColumn) - 1;
   const u32 mine = kFirst << part * (N::kRows / kPerColumn);

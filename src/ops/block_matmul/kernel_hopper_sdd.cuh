@@ -1,6 +1,7 @@
 // A·B at the blocks of a layout on Hopper. The left operand comes in lines of 64 rows; of the right one only those
-// columns are fetched that some block of a line needs, in slots of a block or more. A tile is 64 rows × 512 gathered
-// columns, half of them for each warpgroup, or where two lines need the same columns 128 × 256, a line for each.
+// columns are fetched that some block of a line needs, in slots of a block or more. A warpgroup multiplies a line by up
+// to 256 gathered columns. The two of a tile have the same line and other columns, the same columns and other lines, or
+// ends of lines that have nothing in common and would be small tiles alone.
 // Absent blocks that share a line and a slot with present ones are computed and not written.
 #pragma once
 
@@ -8,8 +9,8 @@
 
 namespace fretwork::block_matmul::hopper {
 
-/// A stage: 64 of K of the line, of the slots (32 KB for each warpgroup), and in a pair the next line after 32 KB.
-inline constexpr u32 kSlotsAt = 8192, kHalfBytes = 32768, kNextLineAt = kSlotsAt + kHalfBytes;
+/// A stage: 64 of K of the tile's line or two lines, then of its slots.
+inline constexpr u32 kLineBytes = 8192;
 inline constexpr int kMostSlots = 32;
 
 struct SddRing {
@@ -23,30 +24,34 @@ struct SddRing {
 };
 
 struct SddTile {
-  Strip strip;
-  int line, h, z;
-  /// Slots that a warpgroup multiplies: all of them, or its half.
-  __device__ __forceinline__ int share() const { return strip.pair != 0 ? strip.count : (strip.count + 1) / 2; }
+  Strip strip;  ///< lines are those of head h
+  int h, z;
+  __device__ __forceinline__ int lines() const { return strip.lines[0] == strip.lines[1] ? 1 : 2; }
+  __device__ __forceinline__ int slots() const { return strip.counts[0] + strip.counts[1] - strip.shared; }
 };
 
 __device__ __forceinline__ SddTile sdd_tile(const SddParams& p, int index) {
-  const int4 s = __ldg(reinterpret_cast<const int4*>(p.strips) + index % p.strip_count);
-  return {{s.x, s.y, s.z, s.w}, s.x % p.lines, s.x / p.lines, index / p.strip_count};
+  SddTile t{p.strips[index % p.strip_count], 0, index / p.strip_count};
+  t.h = t.strip.lines[0] / p.lines;
+  t.strip.lines[0] -= t.h * p.lines;
+  t.strip.lines[1] -= t.h * p.lines;
+  return t;
 }
 
 /// Fetches the stages of one tile: each of four warps a quarter of the slots, and the last ones the lines.
 template <bool kLeftK, bool kRightK>
 __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, Barriers& barriers, u32 base,
-                                          SddRing& ring) {
+                                          SddRing& ring, int warp) {
   constexpr int kMine = kMostSlots / 4;
-  const int warp = static_cast<int>(threadIdx.x) / 32, each = t.share(), slot_bytes = p.slot * 128;
-  const bool left = 3 - warp <= t.strip.pair;
-  const int row = (t.line + 3 - warp) * 64, count = (t.strip.count + 3 - warp) / 4;
-  const u32 left_at = warp == 3 ? 0 : kNextLineAt;
+  const int slot_bytes = p.slot * 128;
+  const bool left = 3 - warp < t.lines();
+  const int row = (warp == 3 ? t.strip.lines[0] : t.strip.lines[1]) * 64, count = (t.slots() + 3 - warp) / 4;
+  const u32 left_at = warp == 3 ? 0 : kLineBytes, slots_at = t.lines() * kLineBytes + warp * slot_bytes;
   int columns[kMine];
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
-    columns[i] = i < count ? __ldg(p.columns + t.strip.first + warp + 4 * i) * p.slot : 0;
+    const int slot = warp + 4 * i, entry = t.strip.first + slot + (slot < t.strip.counts[0] ? 0 : t.strip.shared);
+    columns[i] = i < count ? __ldg(p.columns + entry) * p.slot : 0;
   }
   for (int sum = 0; sum < p.batches.z_sum * p.batches.h_sum; ++sum) {
     const int z = t.z + sum / p.batches.h_sum, h = t.h + sum % p.batches.h_sum;
@@ -54,7 +59,7 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
     for (int k = 0; k < p.depth; k += 64, ring.next(p)) {
       mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
       const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * p.stage_bytes;
-      mbarrier::arrive_expect(full, count * slot_bytes + (left ? 8192 : 0));
+      mbarrier::arrive_expect(full, count * slot_bytes + (left ? kLineBytes : 0));
       if (left) {
         kLeftK ? tma::load(at + left_at, &p.left, full, k, row, lh, lz)
                : tma::load(at + left_at, &p.left, full, row, k, lh, lz);
@@ -62,9 +67,7 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
         if (i < count) {
-          const int slot = warp + 4 * i;
-          const u32 half = slot < each ? 0 : kHalfBytes - each * slot_bytes;
-          const u32 to = at + kSlotsAt + half + slot * slot_bytes;
+          const u32 to = at + slots_at + 4 * i * slot_bytes;
           kRightK ? tma::load(to, &p.right, full, k, columns[i], rh, rz)
                   : tma::load(to, &p.right, full, columns[i], k, rh, rz);
         }
@@ -73,7 +76,7 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
   }
 }
 
-/// Slots without a copy in this tile hold old data, which goes to sums that are never written.
+/// What lies after a warpgroup's slots goes to sums that are never written.
 template <typename T, bool kLeftK, bool kRightK, int kN>
 __device__ __forceinline__ void sdd_multiply(float (&d)[128], int stages, const SddParams& p, Barriers& barriers,
                                              u32 base, SddRing& ring, u32 left_at, u32 right_at) {
@@ -166,17 +169,18 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
   init_barriers(barriers, p.stages, 4, 8);
   if (threadIdx.x < 128) {
     fewer_registers<56>();  // 128 · 56 + 256 · 224 is what the CTA has: asking for more waits for ever
+    const int warp = uniform(threadIdx.x / 32);
     if (threadIdx.x % 32 == 0) {
       SddRing ring{1};
       for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
         if (const int index = turn_tile(turn); index < p.total) {
-          sdd_fetch<kLeftK, kRightK>(p, sdd_tile(p, index), barriers, base, ring);
+          sdd_fetch<kLeftK, kRightK>(p, sdd_tile(p, index), barriers, base, ring, warp);
         }
       }
     }
   } else {
     more_registers<224>();
-    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+    const bool second = uniform(threadIdx.x / 128) == 2;
     const int stages = (p.depth + 63) / 64 * p.batches.z_sum * p.batches.h_sum;
     SddRing ring{0};
     for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
@@ -185,22 +189,21 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
         continue;
       }
       const SddTile t = sdd_tile(p, index);
-      const int each = t.share(), pair = t.strip.pair;
+      const int mine = second ? t.strip.counts[1] : t.strip.counts[0], before = second ? t.strip.counts[0] : 0;
       float d[128];
 #pragma unroll
       for (float& sum : d) {
         sum = 0.0f;
       }
-      const u32 left_at = pair != 0 ? warpgroup * kNextLineAt : 0;
-      const u32 right_at = kSlotsAt + (pair != 0 ? 0 : warpgroup * kHalfBytes);
-      if (each * p.slot > 128) {
+      const u32 left_at = second ? (t.lines() - 1) * kLineBytes : 0;
+      const u32 right_at = t.lines() * kLineBytes + (second ? before - t.strip.shared : 0) * p.slot * 128;
+      if (mine * p.slot > 128) {
         sdd_multiply<T, kLeftK, kRightK, 256>(d, stages, p, barriers, base, ring, left_at, right_at);
       } else {
         sdd_multiply<T, kLeftK, kRightK, 128>(d, stages, p, barriers, base, ring, left_at, right_at);
       }
       T* out = static_cast<T*>(p.out) + t.z * p.out_z;
-      const int mine = pair != 0 || warpgroup == 0 ? each : t.strip.count - each;
-      sdd_store<T, kSwapped>(d, p, out, t.line + pair * warpgroup, t.strip.first + warpgroup * each, mine);
+      sdd_store<T, kSwapped>(d, p, out, second ? t.strip.lines[1] : t.strip.lines[0], t.strip.first + before, mine);
     }
   }
 }

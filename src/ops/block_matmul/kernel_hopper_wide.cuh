@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
     }
   } else {
     more_registers<232>();
-    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+    const int warpgroup = uniform(threadIdx.x / 128) - 1;
     const u32 buffers = base + kStages * kStageBytes + warpgroup * 2 * kPieceBytes;
     Ring<kStages> ring(0);
     for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {

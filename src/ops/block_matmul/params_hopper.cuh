@@ -50,12 +50,12 @@ struct ReduceParams {
   long long rows, free, row_stride, free_stride, h_stride, z_stride;
 };
 
-/// One tile of an sdd: 64 rows of the left operand (head · lines + line) and `count` slots of the right one, half of
-/// them for each warpgroup; or with `pair` that line and the next, one for each warpgroup, and slots that both
-/// multiply. Entries [first, first + count) say where the slots come from and which blocks they make; with `pair` those
-/// of the next line follow.
+/// One tile of an sdd. Warpgroup w multiplies a line of 64 rows of the left operand (`lines[w]`, of head · lines +
+/// line) by `counts[w]` slots of the right one. Entries from `first` on say where the slots come from and which blocks
+/// they make, those of the second warpgroup after those of the first. The last `shared` slots of the first are the
+/// first ones of the second.
 struct Strip {
-  int line, pair, first, count;
+  int lines[2], first, counts[2], shared;
 };
 
 struct SddParams {

@@ -813,12 +813,13 @@ TEST_F(KroneckerCuda, FewRowsInTiles) {
 }
 
 /// Straight into fragments: every number of l, x and y in either layout, with lines that allow no vectors, and CTAs
-/// with and without warps along l, in one turn and in several, some with nothing to do.
+/// with and without warps that have l or outputs of their own, in one turn and in several, some with nothing to do.
 TEST_F(KroneckerCuda, FewRowsDirectly) {
   using enum Activation;
   std::vector<Case> cases;
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const bool last : {false, true}) {
+      cases.push_back({{8, 200, 512, 4}, 70, last, dtype, none, true});
       for (const Index batch : {1, 2, 7, 8, 16, 30, 33, 196, 256}) {
         cases.push_back({{2, 70, 72, 1}, batch, last, dtype, gelu, true});
         cases.push_back({{1, 192, 48, 2}, batch, last, dtype, none, true});

@@ -22,7 +22,7 @@ namespace {
 /// A few registers saved around a rare path are no harm; spills in a loop are.
 constexpr int kMostSpillBytes = 32;
 
-/// What is wrong with a kernel, or nothing. C7510, C7512 and C7513 mean that ptxas serialised wgmma.
+/// What is wrong with a kernel, or nothing. C7510, C7512, C7513, C7515 and others mean that ptxas serialised wgmma.
 std::string complaint(const ListedKernel& listed, const std::string& arch) {
   try {
     const KernelReport report = compile_kernel(listed.spec, arch).report;
@@ -33,10 +33,8 @@ std::string complaint(const ListedKernel& listed, const std::string& arch) {
     if (report.spill_bytes > kMostSpillBytes) {
       wrong += " spills " + std::to_string(report.spill_bytes) + " bytes";
     }
-    for (const char* code : {"C7510", "C7512", "C7513"}) {
-      if (report.log.find(code) != report.log.npos) {
-        wrong += std::string(" has warning ") + code;
-      }
+    if (report.log.find("are serialized") != report.log.npos) {
+      wrong += " has products that wait for each other";
     }
     return wrong.empty() ? "" : listed.op + ": " + listed.spec.instance + wrong;
   } catch (const Error& error) {

@@ -101,8 +101,13 @@ def kronecker(device):
             fw.ksmm(x, w, bs_last, bias, "gelu", "kernel", precision).sum().backward()
             few = x.detach()[:, : 3 + 9 * (n % 2)] if bs_last else x.detach()[: 3 + 9 * (n % 2)]
             fw.ksmm(few, w.detach(), bs_last, bias.detach(), None, "kernel", precision)
+    fw.ksmm(tensor(device, torch.float16, 140, 16384), tensor(device, torch.float16, 8, 100, 512, 4), algo="kernel")
     for batch in (3, 16, 40):  # clusters that share the depth of a few rows
         fw.ksmm(tensor(device, torch.float16, batch, 2400), tensor(device, torch.float16, 1, 40, 600, 4), algo="kernel")
+    for sizes in ((2, 136, 200, 4), (1, 600, 200, 2), (1, 40, 32, 16)):  # rows of neighbouring δ by the copy engine
+        a, b, c, d = sizes
+        x, bias = tensor(device, torch.float16, 300, a * c * d), tensor(device, torch.float16, a * b * d)
+        fw.ksmm(x, tensor(device, torch.float16, *sizes), False, bias, "silu", "kernel")
     w = tensor(device, torch.float16, 1, 192, 48, 2)  # which CTAs keep
     fw.ksmm(tensor(device, torch.float16, 300, 96), w, algo="kernel")
     fw.ksmm(tensor(device, torch.float16, 96, 304), w, True, algo="kernel")

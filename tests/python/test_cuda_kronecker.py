@@ -1,5 +1,6 @@
 """What only a GPU can show of the Kronecker products: repeated launches, graphs, and how many kernels a layer needs."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -94,25 +95,37 @@ def test_graphs_wait_for_packed_weights(pattern, bs_last):
 
 MANY_BATCHES = """
 import json, os, random, sys, torch, fretwork as fw
-pattern, dtype, bs_last = json.loads(sys.argv[1])
+pattern, dtype, precision, bs_last = json.loads(sys.argv[1])
 a, b, c, d = pattern
 w = torch.randn(pattern, device="cuda").to(getattr(torch, dtype))
 for batch in [1, 2, 16, 32, 33, 196, 1000, 25088] + random.Random(3).sample(range(1, 3000), 42):
     batch = (batch + 7) // 8 * 8 if bs_last and batch > 32 else batch
     shape = (a * c * d, batch) if bs_last else (batch, a * c * d)
-    fw.ksmm(torch.zeros(shape, device="cuda", dtype=w.dtype), w, bs_last, algo="kernel")
+    fw.ksmm(torch.zeros(shape, device="cuda", dtype=w.dtype), w, bs_last, algo="kernel", precision=precision)
 torch.cuda.synchronize()
 """
+FIFTY = [
+    *itertools.product(
+        [(6, 64, 64, 1), (4, 64, 64, 4), (1, 48, 48, 16), (1, 64, 64, 64)], ["float16", "float32"], [None]
+    ),
+    ((1, 768, 192, 2), "bfloat16", None),
+    ((1, 1024, 1024, 4), "float16", None),
+    ((3, 192, 768, 4), "bfloat16", None),
+    ((2, 768, 192, 16), "float16", None),
+    ((1, 96, 384, 64), "bfloat16", None),
+    ((1, 512, 512, 4), "float32", "tf32"),
+    ((1, 128, 128, 16), "float32", "tf32"),
+    ((2, 384, 384, 16), "float32", "ieee"),
+]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("pattern", [(6, 64, 64, 1), (4, 64, 64, 4), (1, 48, 48, 16), (1, 64, 64, 64)], ids=str)
+@pytest.mark.parametrize(("pattern", "dtype", "precision"), FIFTY, ids=str)
 @both_layouts
-def test_fifty_batch_sizes_need_two_kernels(pattern, dtype, bs_last, tmp_path):
+def test_fifty_batch_sizes_need_two_kernels(pattern, dtype, precision, bs_last, tmp_path):
     """One for a few rows and one for more. What packs weights is one for all patterns; batch last above 32 rows takes
     multiples of 8 here, since the copy engine cannot follow other lines and a third kernel does."""
     env = {**os.environ, "FRETWORK_CACHE_DIR": str(tmp_path)}
-    arguments = json.dumps([pattern, dtype, bs_last])
+    arguments = json.dumps([pattern, dtype, precision, bs_last])
     run = subprocess.run([sys.executable, "-c", MANY_BATCHES, arguments], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     packs = ("pack", "regroup", "order_weights")

@@ -9,6 +9,10 @@
 
 namespace fretwork::kronecker {
 
+/// More than a few rows are one kind of problem: a way and its tiles are chosen as if there were this many, so that a
+/// layer keeps to one kernel for them all.
+inline constexpr std::int64_t kManyRows = 25088;
+
 /// TMA and wgmma on sm_90a, 16-bit types and tf32: batch last, and batch first with d = 1 or where another way to bring
 /// the features of one δ together pays.
 namespace hopper {

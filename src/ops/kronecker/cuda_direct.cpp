@@ -18,52 +18,61 @@ namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 
-/// A kernel: neighbouring l of a lane (d itself, or 8 that divides it), steps whose loads go together, a warp's share
-/// in tiles of 16 outputs and of eight batch rows.
-struct Kind {
-  int v, steps, m, n;
+/// A warp's share: steps whose loads go together, and tiles of 16 outputs and of eight batch rows.
+struct Shape {
+  int steps, m, n;
 };
-constexpr Kind kKinds[] = {{1, 1, 1, 2}, {2, 2, 1, 2}, {2, 4, 1, 2}, {4, 2, 1, 2}, {4, 1, 2, 4}, {8, 1, 1, 2}};
+/// A kernel: neighbouring l of a lane (d itself, or 8 that divides it), and its shares of a few rows and of more.
+struct Kind {
+  int v;
+  Shape few, more;
+};
+constexpr Kind kKinds[] = {{1, {1, 1, 2}, {1, 1, 2}}, {2, {2, 1, 2}, {2, 1, 2}}, {2, {4, 1, 2}, {4, 1, 2}},
+                           {4, {2, 1, 2}, {2, 1, 2}}, {4, {2, 1, 2}, {1, 2, 4}}, {8, {1, 1, 2}, {1, 1, 2}}};
 constexpr DType kTypes[] = {DType::f16, DType::bf16};
 
-KernelSpec instance(DType dtype, const Kind& kind) {
-  return {"ops/kronecker/kernel_direct.cuh", std::string("fretwork::kronecker::direct::product<") + device_type(dtype) +
-                                                 ", " + std::to_string(kind.v) + ", " + std::to_string(kind.steps) +
-                                                 ", " + std::to_string(kind.m) + ", " + std::to_string(kind.n) + ">"};
+/// `first` is for layers whose batch is first.
+KernelSpec instance(DType dtype, const Kind& kind, bool first) {
+  std::string text = std::string("fretwork::kronecker::direct::product<") + device_type(dtype);
+  for (const int number : {kind.v, kind.few.steps, kind.few.m, kind.few.n, kind.more.steps, kind.more.m, kind.more.n}) {
+    text += ", " + std::to_string(number);
+  }
+  return {"ops/kronecker/kernel_direct.cuh", text + (first ? ", true>" : ", false>")};
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   std::vector<KernelSpec> list;
   for (const DType dtype : kTypes) {
     for (const Kind& kind : kKinds) {
-      list.push_back(instance(dtype, kind));
+      list.push_back(instance(dtype, kind, false));
+      list.push_back(instance(dtype, kind, true));
     }
   }
   return list;
 }
 const KernelList kKernels{"kronecker", list_kernels};
-constinit KernelTable<std::size(kTypes) * std::size(kKinds)> kernels;
+constinit KernelTable<2 * std::size(kTypes) * std::size(kKinds)> kernels;
 
 /// Its place among kKinds; their number where there is none. Deep blocks with more than a few rows would be read too
 /// often by small shares.
-std::size_t kind_of(const Sizes& s, std::int64_t batch) {
-  const bool deep = s.c >= 512 && batch > few::kMostRows;
+std::size_t kind_of(const Sizes& s) {
   return s.d == 1       ? 0
          : s.d == 2     ? (s.c < 128 ? 1 : 2)
-         : s.d == 4     ? (deep ? 4 : 3)
+         : s.d == 4     ? (s.c < 512 ? 3 : 4)
          : s.d % 8 == 0 ? 5
                         : std::size(kKinds);
 }
+const Shape& shape_of(const Kind& kind, std::int64_t batch) { return batch <= few::kMostRows ? kind.few : kind.more; }
 
-/// Warps of a CTA: at most, and those of them that have l of their own.
+/// Warps of a CTA: at most, and those of them that have l, or outputs, of their own.
 struct Warps {
-  int most, along_l;
+  int most, own;
 };
 /// Two tiles of eight l together make whole sectors of memory, which pays where CTAs are more than the machine has room
-/// for at once; where they still are, smaller ones.
-Warps warps_of(const Kind& kind, std::int64_t d, std::int64_t ctas, int multiprocessors) {
+/// for at once; where they still are, smaller ones. There two large shares read x together too.
+Warps warps_of(const Kind& kind, const Shape& shape, std::int64_t d, std::int64_t ctas, int multiprocessors) {
   if (kind.v < 8) {
-    return {kind.v == 1 ? 16 : kind.v == 2 ? 12 : 8, 1};
+    return {kind.v == 1 ? 16 : kind.v == 2 ? 12 : 8, shape.m > 1 && ctas > multiprocessors ? 2 : 1};
   }
   if (d % 16 != 0 || ctas <= multiprocessors) {
     return {8, 1};
@@ -132,10 +141,17 @@ bool pays(const Problem& p) {
   const auto& [a, b, c, d] = p.sizes;
   const bool last = p.x.feature != 1, far = d >= 8;
   const double weights = 2e-6 * double(a * b * c * d), x = 2e-6 * double(p.batch * a * c * d);
-  const Kind& kind = kKinds[std::min(kind_of(p.sizes, p.batch), std::size(kKinds) - 1)];
-  const double read = weights * double(ceil_div(p.batch, std::int64_t{8} * kind.n)) +
-                      x * double(ceil_div(b, std::int64_t{16} * kind.m));
-  const double rate = kind.v == 1 ? 3.2 : far ? 2.0 : kind.m > 1 ? (last ? 3.3 : 4.5) : last ? 3.5 : 6.3;
+  const Kind& kind = kKinds[std::min(kind_of(p.sizes), std::size(kKinds) - 1)];
+  const Shape& shape = shape_of(kind, p.batch);
+  const double read = weights * double(ceil_div(p.batch, std::int64_t{8} * shape.n)) +
+                      x * double(ceil_div(b, std::int64_t{16} * shape.m));
+  const double rate = kind.v == 1   ? 3.2
+                      : far         ? (d >= 32 ? 2.0
+                                       : last  ? 2.7
+                                               : 3.3)
+                      : shape.m > 1 ? (last ? 3.3 : 4.5)
+                      : last        ? 3.5
+                                    : 6.3;
   const double here = (d == 1 ? 0.4 : 0.7) + read / rate;
   // Elsewhere weights are packed first, but for d = 1.
   const double moved = weights + x + 2e-6 * double(p.batch * a * b * d);
@@ -145,28 +161,36 @@ bool pays(const Problem& p) {
 
 bool run(const Problem& p, Context& context) {
   const auto& [a, b, c, d] = p.sizes;
-  const std::size_t which = kind_of(p.sizes, p.batch);
+  const std::size_t which = kind_of(p.sizes);
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, p.dtype) - std::begin(kTypes));
   if (type == std::size(kTypes) || which == std::size(kKinds) || p.batch > kMostRows || !small(p) ||
       !suits(p.w, p.sizes, kKinds[which]) || driver::device_info(context.device.index).arch < 80) {
     return false;
   }
   const Kind& kind = kKinds[which];
-  const auto& [v, steps, m, n] = kind;
-  const std::int64_t groups = ceil_div(p.batch, std::int64_t{8} * n), j_tiles = ceil_div(b, std::int64_t{16} * m);
-  const std::int64_t tiles = a * groups * j_tiles, l_tiles = d / v;
-  const Warps most = warps_of(kind, d, tiles * l_tiles, driver::device_info(context.device.index).multiprocessors);
+  const int v = kind.v;
+  const Shape& shape = shape_of(kind, p.batch);
+  const auto& [steps, m, n] = shape;
+  const std::int64_t groups = ceil_div(p.batch, std::int64_t{8} * n), shares = ceil_div(b, std::int64_t{16} * m);
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const Warps most = warps_of(kind, shape, d, a * groups * shares * (d / v), multiprocessors);
+  const std::int64_t j_tiles = v == 8 ? shares : ceil_div(shares, std::int64_t{most.own});
+  const std::int64_t l_tiles = v == 8 ? d / v / most.own : 1;
   const std::int64_t chunks = ceil_div(c, std::int64_t{depth_of(v)} * steps);
-  const std::int64_t turns = ceil_div(chunks, std::int64_t{most.most / most.along_l});
+  const std::int64_t turns = ceil_div(chunks, std::int64_t{most.most / most.own});
   Params params = fill(p);
   params.groups = divisor(groups);
   params.j_tiles = divisor(j_tiles);
-  params.l_tiles = divisor(l_tiles / most.along_l);
-  params.log_l = std::countr_zero(static_cast<unsigned>(most.along_l));
+  params.l_tiles = divisor(l_tiles);
+  params.log_own = std::countr_zero(static_cast<unsigned>(most.own));
   params.along_k = static_cast<int>(ceil_div(chunks, turns));
-  const int warps = params.along_k * most.along_l;
-  kernels.get(type * std::size(kKinds) + which, context.device.index, [&] { return instance(p.dtype, kind); })
-      .launch(tiles * (l_tiles / most.along_l), 32 * warps, warps * sums_bytes(v, m, n), &params, context.stream);
+  params.more = p.batch > few::kMostRows;
+  const int warps = params.along_k * most.own;
+  const bool first = params.first && !p.last;
+  kernels
+      .get(2 * (type * std::size(kKinds) + which) + (first ? 1 : 0), context.device.index,
+           [&] { return instance(p.dtype, kind, first); })
+      .launch(a * groups * j_tiles * l_tiles, 32 * warps, warps * sums_bytes(v, m, n), &params, context.stream);
   return true;
 }
 

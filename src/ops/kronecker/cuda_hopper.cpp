@@ -20,6 +20,7 @@ namespace {
 namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
+constexpr std::int64_t kSomeRows = 512, kH200 = 132;  // multiprocessors
 constexpr int kWidths[] = {64, 128, 192, 256};
 constexpr int kResidentWidths[] = {64, 128, 192};
 constexpr bool fits(int width, int columns) {  // with the bias and barriers of a product
@@ -245,7 +246,9 @@ struct Estimate {
         start(6e-6 / double(batch * s.a * s.d)) {}
 
   double strided_product() const {
-    const double reached = s.d <= 4 ? 450e12 : s.d == 16 ? 235e12 : 115e12;
+    // Clusters of eight on 16 δ of 128 columns; where those of some rows do not all run at once, they read lines anew.
+    const bool anew = s.a * ceil_div(s.d, 16) * ceil_div(s.b, 128) * 8 > kH200;
+    const double reached = s.d <= 4 ? 450e12 : s.d == 16 ? 235e12 : anew ? 82e12 : 115e12;
     return tf32 ? std::max(1.7 * pass, flops / (s.d < 8 ? 48e12 : 33e12)) : std::max(1.5 * pass, flops / reached);
   }
   /// Columns of `width` read x and, for each 128 rows, the weights again, from L2.
@@ -286,13 +289,18 @@ std::optional<TiledView> grouped_view(void* data, std::int64_t width, std::int64
 
 // -------------------------------------------------------------------------------------------------- launches
 
-/// The width whose tiles take the least time: a tile costs its columns and, to fetch the batch again, 64 more.
-int product_width(const Problem& p, std::int64_t products, std::span<const int> widths, int multiprocessors) {
-  const std::int64_t others = ceil_div(p.batch, kRows) * products;
-  const auto cost = [&](int width) {
-    return ceil_div(others * ceil_div(p.sizes.b, width), multiprocessors) * (width + 64);
+/// A width for every batch. A tile costs its columns and, to fetch the batch again, 64 more; of the widths that take
+/// nearly the least time with many rows, the one that is best with some hundred.
+int product_width(const Sizes& s, std::int64_t products, std::span<const int> widths, int multiprocessors) {
+  const auto cost = [&](int width, std::int64_t rows) {
+    return ceil_div(ceil_div(rows, kRows) * products * ceil_div(s.b, width), multiprocessors) * (width + 64);
   };
-  return *std::ranges::min_element(widths, {}, cost);
+  const auto with_many = [&](int width) { return cost(width, kManyRows); };
+  const std::int64_t least = with_many(*std::ranges::min_element(widths, {}, with_many));
+  const auto with_some = [&](int width) {
+    return 100 * with_many(width) <= 104 * least ? cost(width, kSomeRows) : std::numeric_limits<std::int64_t>::max();
+  };
+  return *std::ranges::min_element(widths, {}, with_some);
 }
 
 /// How the batch of a gradient is cut.
@@ -371,8 +379,9 @@ ProductParams product_params(const Problem& p, const Sizes& s, int width, std::i
 }
 
 /// `behind`: the weights are being packed by the kernel before.
-void launch(const Kernel& kernel, const ProductParams& params, int shared, bool behind, const Context& context) {
+void launch(const Kernel& kernel, ProductParams params, int shared, bool behind, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  params.behind = behind;
   const auto how = behind ? &Kernel::launch_behind : &Kernel::launch;
   (kernel.*how)(std::min(params.total, multiprocessors), kThreads, shared, &params, context.stream);
 }
@@ -407,7 +416,7 @@ std::optional<Interleaved> interleaved(const Problem& p, int multiprocessors) {
   if (p.dtype != DType::f32 || (s.d != 2 && s.d != 4) || !x || !y || !y->can_be_written()) {
     return std::nullopt;
   }
-  const int width = product_width(p, s.a, s.d == 2 ? std::span<const int>(kTwo) : kFour, multiprocessors);
+  const int width = product_width(s, s.a, s.d == 2 ? std::span<const int>(kTwo) : kFour, multiprocessors);
   return Interleaved{*x, *y, narrowed(s.d), width};
 }
 void run_interleaved(const Problem& p, const Interleaved& rows, const Matrices& matrices, Context& context) {
@@ -456,12 +465,15 @@ std::optional<Dense> dense(const Problem& p, int wanted) {
   return Dense{one, *layout, width, {along_k, line, p.dtype == DType::f32}, bytes};
 }
 
-/// Whether that should be clearly faster than the ways that keep neighbouring δ together, of d = 2 or 4. Reckoned for
-/// many rows, so that it does not depend on the batch.
+/// Whether that should be clearly faster than the ways that keep neighbouring δ together, of d = 2 or 4. Odd d have no
+/// other way on the tensor cores.
 bool dense_pays(const Problem& p) {
   const Sizes& s = p.sizes;
-  const Estimate times(s, p.dtype, 25088);
-  const double strided = std::max(1.15 * times.pass, times.flops / (s.d == 2 ? 295e12 : 400e12));
+  if (s.d % 2 != 0) {
+    return true;
+  }
+  const Estimate times(s, p.dtype, kManyRows);
+  const double strided = std::max(1.15 * times.pass, times.flops / (s.d == 2 ? 410e12 : 430e12));
   const double rows = std::max(1.2 * times.pass, 0.72 * times.interleaved_product(s.d == 2 ? 128 : 64));
   const double other = times.tf32 ? rows : strided;  // by times on an H200
   return (s.d == 2 || s.d == 4) &&
@@ -498,7 +510,7 @@ struct Resident {
 /// few that packing would be felt. Reckoned for many rows, so that it does not depend on the batch; with `any`,
 /// wherever it is possible.
 std::optional<Resident> resident(const Sizes& s, int multiprocessors, bool any) {
-  constexpr std::int64_t kRowTiles = 25088 / kRows, kFewTurns = 8;
+  constexpr std::int64_t kRowTiles = kManyRows / kRows, kFewTurns = 8;
   const auto seats = [&](int width) { return s.a * s.d * ceil_div(s.b, width); };
   const auto fits = [&](int width) {
     return ceil_div(s.c, 64) * width <= kMostKept && seats(width) <= multiprocessors;
@@ -705,7 +717,7 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
     return false;
   }
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
-  const int width = wanted > 0 ? wanted : product_width(p, s.a * s.d, kWidths, multiprocessors);
+  const int width = wanted > 0 ? wanted : product_width(s, s.a * s.d, kWidths, multiprocessors);
   if (ceil_div(p.batch, kRows) > kMost / (ceil_div(s.b, width) * s.a * s.d)) {
     return false;
   }
@@ -737,7 +749,7 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
     return false;
   }
   const int bytes = bytes_of(p.dtype);
-  const Estimate times(s, p.dtype, p.batch);
+  const Estimate times(s, p.dtype, kManyRows);
   const auto rows = interleaved(p, multiprocessors);
   if (const auto one = form == Form::best ? dense(p, 0) : std::nullopt; one && dense_pays(p)) {
     run_dense(p, *one, context);

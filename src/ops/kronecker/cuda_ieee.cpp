@@ -206,7 +206,6 @@ void launch_lines(ProductParams& p, const LineWeights& weights, bool depth_inner
   // Runs of four never cross the end of what exists.
   p.vector = p.activation == 0 && wide(p.out) &&
              (depth_inner ? p.out.entry == 1 && p.cols % 4 == 0 : p.out.line == 1 && p.rows % 4 == 0);
-  constexpr std::int64_t kManyRows = 25088;  // so that the choice does not depend on the batch, nor a layer's kernels
   launch(p, choose(kProductLines, kManyRows, p.cols), depth_inner, false, context);
 }
 
@@ -220,7 +219,7 @@ void run_lines(const Problem& problem, bool depth_inner, Context& context) {
 bool regrouping_pays(const Problem& problem) {
   const auto& [a, b, c, d] = problem.sizes;
   const double flops = 2.0 * double(b) * double(c), pass = 4.0 * double(b + c) / 4.3e12;
-  const double before = (6 * flops / 1e12 + 6e-6 / double(a * d)) / double(problem.batch);  // weights, launches
+  const double before = (6 * flops / 1e12 + 6e-6 / double(a * d)) / double(kManyRows);  // weights, launches
   return d % 8 == 0 && before + 2.35 * pass + flops / 43e12 < flops / 31.5e12 &&
          regroups(problem.x, c, problem.batch, problem.sizes, 4) &&
          regroups(problem.y, b, problem.batch, problem.sizes, 4);

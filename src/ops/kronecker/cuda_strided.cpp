@@ -263,7 +263,7 @@ ClusterPlan plan_cluster(const Sizes& s, int v, bool flat) {
     const bool narrow = 5 * padded(192 / v) < 4 * padded(256 / v);
     plan.tile = {v, (narrow ? 192 : 256) / v};
     const std::int64_t slabs = ceil_div(s.b, plan.tile.columns);
-    plan.columns = slabs == 2 || (slabs % 2 == 0 && s.c >= 768) ? 2 : 1;
+    plan.columns = slabs == 2 || (slabs % 2 == 0 && (s.c >= 512 || (v == 8 && slabs >= 8))) ? 2 : 1;
   } else {
     plan.tile = {v, s.b <= 96 ? 24 : 32};
     plan.rows = 2;
@@ -350,6 +350,9 @@ void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& cont
   if (tile.v == 8) {
     params.y = make_map(problem.y, problem.batch, {u64(s.d), u64(s.b), u64(s.a)}, {16, 8, 1, u32(tile.rows())},
                         driver::Swizzle::b32);
+  } else if (s.b * s.d % 8 == 0) {  // lines end with whole units of 16 bytes
+    params.staged = true;
+    params.y = make_map(problem.y, problem.batch, {u64(s.b * s.d), u64(s.a)}, {64, 1, 64}, driver::Swizzle::b128);
   }
   params.product.y_flat = s.a == 1 || s.b % 2 == 0;
   const int size = plan.rows * plan.columns;

@@ -60,15 +60,20 @@ template <int V>
 inline constexpr int kWords = V == 1 ? 4 : 2 * V;
 template <int V>
 inline constexpr int kProducts = kWords<V> / 2;
-/// From k of one lane to that of the next.
+/// From k of one lane to that of the next, and between neighbouring k of a lane. Where each k has 16 bytes for itself,
+/// it is lanes that have neighbouring ones, so that they read the same line of memory.
 template <int V>
-inline constexpr int kLaneK = depth_of(V) / 4;
+inline constexpr int kLaneK = V == 8 ? 1 : depth_of(V) / 4;
+template <int V>
+inline constexpr int kNextK = V == 8 ? 4 : 1;
 
+/// `depth` k from the lane's first exist.
 template <int V>
-__device__ __forceinline__ void load_row(bool there, const u16* from, int d, u32 (&words)[kWords<V>]) {
+__device__ __forceinline__ void load_row(bool there, const u16* from, int depth, int d, u32 (&words)[kWords<V>]) {
 #pragma unroll
   for (int w = 0; w < kWords<V>; w += 4) {
-    load_if(there, V == 8 ? from + w / 4 * d : from + 2 * w, words + w);
+    const int k = V == 8 ? w / 4 * kNextK<V> : 0;
+    load_if(there && k < depth, V == 8 ? from + k * d : from + 2 * w, words + w);
   }
 }
 
@@ -84,7 +89,7 @@ __device__ __forceinline__ u32 fragment(const u32 (&words)[kWords<V>], int e, in
 /// The k of such an entry, from the lane's first one, and its l.
 template <int V>
 __device__ __forceinline__ int k_of(int e, int half) {
-  return 2 * half + (V == 1 ? 4 * e : 0);
+  return 2 * half * kNextK<V> + (V == 1 ? 4 * e : 0);
 }
 template <int V>
 __device__ __forceinline__ int l_of(int e) {
@@ -98,12 +103,13 @@ template <int V>
 __device__ __forceinline__ void load_first(const Params& p, const u16* from, int rows, int depth, u32 lane,
                                            u32 (&words)[kWords<V>]) {
   const int r = static_cast<int>(lane / 4), k = static_cast<int>(lane % 4) * kLaneK<V>;
-  load_row<V>(r < rows && k < depth, from + r * p.x_batch + k * p.d, p.d, words);
+  load_row<V>(r < rows, from + r * p.x_batch + k * p.d, depth - k, p.d, words);
 }
 template <int V>
 __device__ __forceinline__ void load_last(const Params& p, const u16* from, int rows, int depth, u32 lane,
                                           u32 (&words)[kWords<V>]) {
-  const int k = static_cast<int>(lane / 8 * kLaneK<V> + lane / 4 % 2), n = static_cast<int>(2 * (lane % 4));
+  const int k = static_cast<int>(lane / 8 * kLaneK<V> + lane / 4 % 2 * kNextK<V>);
+  const int n = static_cast<int>(2 * (lane % 4));
   const u16* const first = from + k * p.d * p.x_feature + n;
 #pragma unroll
   for (int w = 0; w < kWords<V>; ++w) {
@@ -116,11 +122,12 @@ __device__ __forceinline__ void load_any(const Params& p, const u16* from, int r
                                          u32 (&words)[kWords<V>]) {
   const int r = static_cast<int>(lane / 4), k = static_cast<int>(lane % 4) * kLaneK<V>;
   const u16* const first = from + static_cast<i64>(r) * p.x_batch + k * p.d * p.x_feature;
-  const bool there = r < rows && k < depth;
 #pragma unroll
   for (int w = 0; w < kWords<V>; ++w) {
-    const u16* const at = first + (k_of<V>(w / 2, w % 2) * p.d + l_of<V>(w / 2)) * p.x_feature;
-    words[w] = load_16_if(there, at) | load_16_if(there, at + p.d * p.x_feature) << 16;
+    const int more = k_of<V>(w / 2, w % 2);
+    const u16* const at = first + (more * p.d + l_of<V>(w / 2)) * p.x_feature;
+    const auto there = [&](int next) { return r < rows && k + more + next < depth; };
+    words[w] = load_16_if(there(0), at) | load_16_if(there(kNextK<V>), at + kNextK<V> * p.d * p.x_feature) << 16;
   }
 }
 
@@ -128,10 +135,11 @@ struct alignas(16) Four {
   float at[4];
 };
 
-/// Of the warps that have l of their own: there are tiles of l only where a lane has eight.
-template <int V>
-__device__ __forceinline__ int log_l(const Params& p) {
-  return V == 8 ? p.log_l : 0;
+/// Of the warps that have l or, with large shares, outputs of their own: there are tiles of l only where a lane has
+/// eight.
+template <int V, int kM>
+__device__ __forceinline__ int log_own(const Params& p) {
+  return V == 8 || kM > 1 ? p.log_own : 0;
 }
 
 /// Where a CTA works.
@@ -140,7 +148,7 @@ struct Place {
 };
 
 /// Bias and activation of sums [l][j, j + 8][n, n + 1], and their places in the result.
-template <typename T, int kPair>
+template <typename T, int kPair, bool kFirst>
 __device__ __forceinline__ void finish(const Params& p, int feature, int j, int n, float (&sums)[kPair * 4]) {
   if (p.bias != nullptr) {
 #pragma unroll
@@ -162,7 +170,7 @@ __device__ __forceinline__ void finish(const Params& p, int feature, int j, int 
       return;
     }
     T* const to = static_cast<T*>(p.y) + static_cast<i64>(n) * p.y_batch + (feature + 8 * h * p.d) * p.y_feature;
-    if (p.last) {
+    if (!kFirst && p.last) {
 #pragma unroll
       for (int s = 0; s < kPair; ++s) {
         *reinterpret_cast<u32*>(to + s * p.y_feature) = narrow_pair<T>(sums[s * 4 + 2 * h], sums[s * 4 + 2 * h + 1]);
@@ -172,7 +180,7 @@ __device__ __forceinline__ void finish(const Params& p, int feature, int j, int 
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
       if (n + g < p.batch) {
-        if (kPair == 2 && p.first) {
+        if (kPair == 2 && (kFirst || p.first)) {
           *reinterpret_cast<u32*>(to + g * p.y_batch) = narrow_pair<T>(sums[2 * h + g], sums[4 + 2 * h + g]);
         } else {
 #pragma unroll
@@ -185,20 +193,22 @@ __device__ __forceinline__ void finish(const Params& p, int feature, int j, int 
   }
 }
 
-/// The sums of all warps, [along l][along k][l div 2][j][n][l mod 2][lane], become results.
-template <typename T, int V, int kM, int kN>
+/// The sums of all warps, [own][along k][l div 2][j][n][l mod 2][lane], become results.
+template <typename T, int V, int kM, int kN, bool kFirst>
 __device__ __forceinline__ void store(const Params& p, const Four* parts, const Place& at) {
   constexpr int kSums = V * kM * kN, kPair = V == 1 ? 1 : 2, kUnits = kSums / kPair * 32;
 #pragma unroll 1
-  for (u32 unit = threadIdx.x; unit < kUnits << log_l<V>(p); unit += blockDim.x) {
+  for (u32 unit = threadIdx.x; unit < kUnits << log_own<V, kM>(p); unit += blockDim.x) {
     const u32 lane = unit % 32, rest = unit % kUnits / 32, tile = rest % kN, m = rest / kN % kM;
-    const u32 along_l = unit / kUnits, e = rest / (kN * kM) * kPair + along_l * V;
-    const int n = at.n0 + static_cast<int>(tile * 8 + lane % 4 * 2), j = at.j0 + static_cast<int>(m * 16 + lane / 4);
+    const u32 own = unit / kUnits, e = rest / (kN * kM) * kPair + (V == 8 ? own * V : 0);
+    const u32 tile_j = m + (V == 8 ? 0 : own * kM);
+    const int n = at.n0 + static_cast<int>(tile * 8 + lane % 4 * 2);
+    const int j = at.j0 + static_cast<int>(tile_j * 16 + lane / 4);
     if (n >= p.batch) {
       continue;
     }
     float sums[kPair * 4] = {};
-    const Four* from = parts + along_l * p.along_k * (kSums * 32) + rest * kPair * 32 + lane;
+    const Four* from = parts + own * p.along_k * (kSums * 32) + rest * kPair * 32 + lane;
 #pragma unroll 4
     for (int w = 0; w < p.along_k; ++w, from += kSums * 32) {
 #pragma unroll
@@ -210,14 +220,14 @@ __device__ __forceinline__ void store(const Params& p, const Four* parts, const 
         }
       }
     }
-    finish<T, kPair>(p, (at.i * p.b + j) * p.d + at.l0 + static_cast<int>(e), j, n, sums);
+    finish<T, kPair, kFirst>(p, (at.i * p.b + j) * p.d + at.l0 + static_cast<int>(e), j, n, sums);
   }
 }
 
 /// What a warp multiplies.
 struct Share {
   Place at;  ///< of its CTA
-  u32 lane, along_l, warp;
+  u32 lane, own, warp;
   const u16 *weights, *x;  ///< of the lane's row, and of row n0; k = 0
   int j, lane_k;
 
@@ -235,15 +245,15 @@ struct Share {
       rest = split(rest, p.l_tiles, s.at.l0);
     }
     s.at.i = split(rest, p.j_tiles, s.at.j0);
-    s.at.j0 *= 16 * kM;
-    s.at.l0 *= V << log_l<V>(p);
+    s.at.j0 *= 16 * kM << (V == 8 ? 0 : log_own<V, kM>(p));
+    s.at.l0 *= V << log_own<V, kM>(p);
     s.at.n0 *= 8 * kN;
     s.lane = threadIdx.x % 32;
-    s.along_l = threadIdx.x / 32 & ((1u << log_l<V>(p)) - 1);
-    s.warp = threadIdx.x / 32 >> log_l<V>(p);
-    s.j = s.at.j0 + static_cast<int>(s.lane / 4);
+    s.own = threadIdx.x / 32 & ((1u << log_own<V, kM>(p)) - 1);
+    s.warp = threadIdx.x / 32 >> log_own<V, kM>(p);
+    s.j = s.at.j0 + static_cast<int>(s.lane / 4 + (V == 8 ? 0 : s.own * (16 * kM)));
     s.lane_k = static_cast<int>(s.lane % 4) * kLaneK<V>;
-    const int l = s.at.l0 + static_cast<int>(s.along_l * V);
+    const int l = s.at.l0 + static_cast<int>(V == 8 ? s.own * V : 0);
     s.weights = static_cast<const u16*>(p.w) + s.at.i * p.w_block + l + s.j * p.w_b;
     s.x = static_cast<const u16*>(p.x) + s.at.i * p.x_block + l * p.x_feature + s.at.n0 * static_cast<i64>(p.x_batch);
     return s;
@@ -293,7 +303,7 @@ __device__ __forceinline__ void multiply(const u32 (&left)[kM][2][kWords<V>], co
 template <int V, int kM, int kN>
 __device__ __forceinline__ void put(const Params& p, const Share& share, const float (&sums)[V][kM][kN][4],
                                     Four* parts) {
-  Four* const to = parts + (share.along_l * p.along_k + share.warp) * (V * kM * kN * 32) + share.lane;
+  Four* const to = parts + (share.own * p.along_k + share.warp) * (V * kM * kN * 32) + share.lane;
 #pragma unroll
   for (int e = 0; e < V; ++e) {
 #pragma unroll
@@ -309,11 +319,9 @@ __device__ __forceinline__ void put(const Params& p, const Share& share, const f
 }
 
 /// A warp has 16·kM of b, V of d and 8·kN batch rows. Those of a CTA share the depth, kSteps steps at a time, but for
-/// groups that have l of their own. V is d, or 8 that divides it.
-template <typename T, int V, int kSteps, int kM, int kN>
-__global__ void __launch_bounds__(most_threads(V, kSteps, kM, kN), least_ctas(V, kSteps, kM, kN))
-    product(const __grid_constant__ Params p) {
-  extern __shared__ __align__(16) Four parts[];
+/// groups that have l, or outputs, of their own. V is d, or 8 that divides it.
+template <typename T, int V, int kSteps, int kM, int kN, bool kFirst>
+__device__ __forceinline__ void multiply_rows(const Params& p, Four* parts) {
   constexpr int kDepth = depth_of(V);
   const Share share = Share::make<V, kM, kN>(p);
   float sums[V][kM][kN][4] = {};
@@ -325,7 +333,7 @@ __global__ void __launch_bounds__(most_threads(V, kSteps, kM, kN), least_ctas(V,
       const int k = k0 + s * kDepth + share.lane_k;
 #pragma unroll
       for (int m = 0; m < 2 * kM; ++m) {
-        load_row<V>(k < p.c && share.j + m * 8 < p.b, share.weights + m * 8 * p.w_b + k * p.d, p.d,
+        load_row<V>(share.j + m * 8 < p.b, share.weights + m * 8 * p.w_b + k * p.d, p.c - k, p.d,
                     left[s][m / 2][m % 2]);
       }
     }
@@ -344,17 +352,14 @@ __global__ void __launch_bounds__(most_threads(V, kSteps, kM, kN), least_ctas(V,
             words);
       });
     };
-    if (p.first) {
+    if (kFirst || p.first) {
       load(load_first<V>);
-    } else if (p.last) {
-      load(load_last<V>);
-    } else {
-      load(load_any<V>);
-    }
-    if (p.first) {
       each([](int, int, u32(&words)[kWords<V>]) { arrange_first<V>(words); });
     } else if (p.last) {
+      load(load_last<V>);
       each([](int, int, u32(&words)[kWords<V>]) { arrange_last<V>(words); });
+    } else {
+      load(load_any<V>);
     }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -363,7 +368,22 @@ __global__ void __launch_bounds__(most_threads(V, kSteps, kM, kN), least_ctas(V,
   }
   put<V, kM, kN>(p, share, sums, parts);
   __syncthreads();
-  store<T, V, kM, kN>(p, parts, share.at);
+  store<T, V, kM, kN, kFirst>(p, parts, share.at);
+}
+
+/// One kernel for a few rows and for more, which may have larger shares. kFirst: p.first holds, and there is half the
+/// code to fetch.
+template <typename T, int V, int kSteps, int kM, int kN, int kMoreSteps, int kMoreM, int kMoreN, bool kFirst>
+__global__ void __launch_bounds__(most_threads(V, kMoreSteps, kMoreM, kMoreN),
+                                  least_ctas(V, kMoreSteps, kMoreM, kMoreN)) product(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) Four parts[];
+  if constexpr (kM != kMoreM || kN != kMoreN) {
+    if (p.more) {
+      multiply_rows<T, V, kMoreSteps, kMoreM, kMoreN, kFirst>(p, parts);
+      return;
+    }
+  }
+  multiply_rows<T, V, kSteps, kM, kN, kFirst>(p, parts);
 }
 
 }  // namespace fretwork::kronecker::direct

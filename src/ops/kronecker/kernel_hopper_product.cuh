@@ -35,7 +35,7 @@ struct Progress {
 
 /// The first stages of the ring: kLeft is x alone, else the weights alone.
 template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kLeft>
-__device__ __forceinline__ Progress fetch_ahead(const ProductParams& p, Stages<kWidth>& stages, int* tiles, u32 base) {
+__device__ __forceinline__ Progress fetch_ahead(const ProductParams& p, Stages<kWidth>& stages, u32 base) {
   using S = Stages<kWidth>;
   Progress at{static_cast<int>(blockIdx.x), 0, 0};
 #pragma unroll 1
@@ -43,9 +43,6 @@ __device__ __forceinline__ Progress fetch_ahead(const ProductParams& p, Stages<k
     const Tile t = product_tile<kWidth>(p, at.index);
     const u32 full = shared_address(&stages.full[at.stages]), to = base + at.stages * S::kBytes;
     if constexpr (kLeft) {
-      if (at.step == 0) {
-        tiles[at.stages] = at.index;
-      }
       mbarrier::arrive_expect(full, S::kBytes);
       fetch_operand<T, !kLast, kRows>(to, &p.x, full, t.row, at.step * kLine<T>, t);
     } else {
@@ -59,15 +56,15 @@ __device__ __forceinline__ Progress fetch_ahead(const ProductParams& p, Stages<k
   return at;
 }
 
-/// Fetches tiles until there are none. `tiles` says which one begins in a stage, or that all have gone. The weights may
-/// still be packed by the kernel before; x was there before that began.
+/// Fetches tiles until there are none. Where CTAs take what is next, `tiles` says which one begins in a stage, or that
+/// all have gone. The weights may still be packed by the kernel before; x was there before that began.
 template <typename T, int kWidth, bool kLast, bool kWeightsK>
 __device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles, u32 base) {
   Progress at{static_cast<int>(blockIdx.x), 0, 0};
-  if (p.taken == nullptr) {
-    fetch_ahead<T, kWidth, kLast, kWeightsK, true>(p, stages, tiles, base);
+  if (p.behind) {
+    fetch_ahead<T, kWidth, kLast, kWeightsK, true>(p, stages, base);
     wait_for_earlier_kernel();
-    at = fetch_ahead<T, kWidth, kLast, kWeightsK, false>(p, stages, tiles, base);
+    at = fetch_ahead<T, kWidth, kLast, kWeightsK, false>(p, stages, base);
   }
   typename Stages<kWidth>::Ring ring(1);
   for (u32 s = 0; s < at.stages; ++s) {
@@ -77,21 +74,27 @@ __device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidt
     next = next_tile(p, index);  // on its way while this one is fetched
     Tile t = product_tile<kWidth>(p, index);
     t.first = step;
-    if (step == 0) {
+    if (p.taken != nullptr) {
       mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
       tiles[ring.stage] = index;
     }
     fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, t, stages, base, ring);
   }
-  mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
-  tiles[ring.stage] = -1;
-  mbarrier::arrive(shared_address(&stages.full[ring.stage]));
+  if (p.taken != nullptr) {
+    mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
+    tiles[ring.stage] = p.total;
+    mbarrier::arrive(shared_address(&stages.full[ring.stage]));
+  }
 }
 
-/// The tile that begins in the ring's stage, once it is there. The lane that reads it is the one that releases stages.
+/// The CTA's next tile; where it takes what is next, the one that begins in the ring's stage, once it is there. The
+/// lane that reads it is the one that releases stages.
 template <int kWidth>
-__device__ __forceinline__ int tile_of(Stages<kWidth>& stages, const int* tiles,
-                                       const typename Stages<kWidth>::Ring& ring) {
+__device__ __forceinline__ int tile_of(const ProductParams& p, Stages<kWidth>& stages, const int* tiles,
+                                       const typename Stages<kWidth>::Ring& ring, int turn) {
+  if (p.taken == nullptr) {
+    return static_cast<int>(blockIdx.x + static_cast<u32>(turn) * gridDim.x);
+  }
   mbarrier::wait(shared_address(&stages.full[ring.stage]), ring.parity);
   int index = 0;
   if (threadIdx.x % 32 == 0) {
@@ -236,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     const u32 buffers = base + S::kCount * S::kBytes + warpgroup * 2 * kPieceBytes;
     typename S::Ring ring(0);
     u32 turn = 0;  // pieces stored so far
-    for (int index; (index = tile_of<kWidth>(stages, tiles, ring)) >= 0;) {
+    for (int index, tile = 0; (index = tile_of<kWidth>(p, stages, tiles, ring, tile)) < p.total; ++tile) {
       const Tile t = product_tile<kWidth>(p, index);
       const Bias<T, kWidth> carried(p, t);  // read while the products run
       float d[kWidth / 2], unused[4];

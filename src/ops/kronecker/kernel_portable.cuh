@@ -139,12 +139,16 @@ struct SumTile {
       }
       float v[kRun], add = p.bias != nullptr ? widen(bias[col * p.bias_col]) : 0.0f;
       load(v, place(row, col));
+      constexpr bool kTogether = kRun <= 4 && sizeof(Out) == 2;  // more would not fit into registers
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
         if (kByRow && e > 0 && e < count && p.bias != nullptr) {
           add = widen(bias[(col + e) * p.bias_col]);
         }
-        v[e] = activate_exactly(v[e] + add, p.activation);
+        v[e] = kTogether ? v[e] + add : activate_exactly(v[e] + add, p.activation);
+      }
+      if constexpr (kTogether) {
+        activate(v, p.activation);
       }
       Out* const here = to + row * p.out.line + col * p.out.entry;
       if (kRun > 1 && count == kRun) {
@@ -206,14 +210,15 @@ __global__ void __launch_bounds__(kThreads, kResident<T, Cols>)
   extern __shared__ __align__(128) u8 raw[];
   const u32 base = shared_address(raw);
 
-  i64 index = blockIdx.x;
-  const i64 col0 = index % p.col_tiles * Cols;
-  index /= p.col_tiles;
-  const i64 l = index % p.d;
-  index /= p.d;
-  const i64 i = index % p.a;
-  index /= p.a;
-  const i64 row0 = index % p.row_tiles * kRows, piece = index / p.row_tiles;
+  u32 index = blockIdx.x;
+  const auto split_off =
+      [&](i64 by) {  // in 32 bits, as a grid is their product: long division would take a tile's time
+        const u32 whole = index / static_cast<u32>(by), rest = index - whole * static_cast<u32>(by);
+        index = whole;
+        return static_cast<i64>(rest);
+      };
+  const i64 col0 = split_off(p.col_tiles) * Cols, l = split_off(p.d), i = split_off(p.a);
+  const i64 row0 = split_off(p.row_tiles) * kRows, piece = index;
   const i64 begin = piece * p.piece, end = min(p.depth, begin + p.piece);
   const int steps = end > begin ? static_cast<int>((end - begin + kStep - 1) / kStep) : 0;
   const Left left(p.left, i, l, row0, p.rows);

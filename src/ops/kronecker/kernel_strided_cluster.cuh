@@ -8,6 +8,7 @@
 
 #include "device/barrier.cuh"
 #include "device/cluster.cuh"
+#include "device/epilogue.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/kronecker/kernel_strided.cuh"
@@ -185,39 +186,43 @@ struct ClusterWork {
     }
   }
 
-  /// One tile's sums. A stage is free once the products that read it are done, which is when the next begin.
+  /// One tile's sums. Chunks are loaded, and in a stage paired, while the products before them run. All have come to
+  /// their end where the loop begins anew, or the compiler lets each wait for the one before.
   static __device__ __forceinline__ void multiply_tile(const ClusterParams& p, const ClusterSeat& seat,
                                                        typename Work::Sums& sums, u32 base, Barriers& barriers,
                                                        Slots& slots, int group) {
-    const auto release = [&](u32 slot) { seat.release(shared_address(&barriers.empty[slot])); };
-    u32 held = 0;
+    constexpr int kSteps = kTile.steps();
+    const auto arrived = [&] { mbarrier::wait(shared_address(&barriers.full[slots.stage]), slots.parity); };
+    quad raw[V];
+    arrived();
+    load_chunks(raw, base + slots.stage * kStage, group, 0);
 #pragma unroll 1
-    for (int stage = 0; stage < p.product.stages; ++stage, slots.next()) {
-      const u32 at = base + slots.stage * kStage;
-      mbarrier::wait(shared_address(&barriers.full[slots.stage]), slots.parity);
+    for (int stage = 0; stage < p.product.stages; ++stage) {
+      const u32 at = base + slots.stage * kStage, held = slots.stage;
+      u32 a[kSteps][V][4];
 #pragma unroll
-      for (int step = 0; step < kTile.steps(); ++step) {
-        quad raw[V];
-        load_chunks(raw, at, group, step);
-        wgmma::wait<0>();
-        if (step == 0 && stage > 0) {
-          release(held);
-        }
-        u32 a[V][4];
-        pair_chunks(a, raw);
+      for (int step = 0; step < kSteps; ++step) {
+        pair_chunks(a[step], raw);
         const u32 w = at + kTile.stage_x() + (V == 8 ? group * 8 : step * V) * (kColumns * 32);
         wgmma::fence();
 #pragma unroll
         for (int e = 0; e < V; ++e) {
-          wgmma::multiply<T, kColumns, wgmma::Major::k>(reinterpret_cast<float(&)[kColumns / 2]>(sums[e]), a[e],
+          wgmma::multiply<T, kColumns, wgmma::Major::k>(reinterpret_cast<float(&)[kColumns / 2]>(sums[e]), a[step][e],
                                                         wgmma::descriptor<32>(w + e * (kColumns * 32)));
         }
         wgmma::commit();
+        if (step + 1 < kSteps) {
+          load_chunks(raw, at, group, step + 1);
+        }
       }
-      held = slots.stage;
+      slots.next();
+      if (stage + 1 < p.product.stages) {
+        arrived();
+        load_chunks(raw, base + slots.stage * kStage, group, 0);
+      }
+      wgmma::wait<0>();
+      seat.release(shared_address(&barriers.empty[held]));
     }
-    wgmma::wait<0>();
-    release(held);
   }
 
   /// V = 8: the two halves of 16 δ meet in shared memory, eight columns at a time, and leave in rows of 32 bytes.
@@ -263,10 +268,62 @@ struct ClusterWork {
     }
   }
 
+  /// V = 2 and 4: a warpgroup's sums of 64 neighbours of its rows, from `piece` · 64, as the copy engine swizzles lines
+  /// of 128 bytes. Lanes of odd rows take another block of eight columns first: lanes that store together meet all
+  /// banks.
+  static __device__ __forceinline__ void write_rows(const typename Work::Sums& sums, int piece, u32 to) {
+    constexpr int kBlocks = 8 / V, kWords = V / 2;  // of eight columns in a piece; of a column
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+    for (u32 u = 0; u < 2; ++u) {
+      u32 words[kBlocks][2 * kWords];
+#pragma unroll
+      for (int q = 0; q < kBlocks; ++q) {
+        pack_words<T>(words[q], sums, 0, kWords, piece * kBlocks + q, 2 * u);
+        pack_words<T>(words[q] + kWords, sums, 0, kWords, piece * kBlocks + q, 2 * u + 1);
+      }
+      const u32 line = to + (16 * warp + g + 8 * u) * 128;
+#pragma unroll
+      for (u32 turn = 0; turn < kBlocks; ++turn) {
+        const u32 q = turn ^ (g % 2 * (kBlocks / 2));
+        u32 some[2 * kWords];
+#pragma unroll
+        for (int w = 0; w < 2 * kWords; ++w) {
+          some[w] = g % 2 != 0 ? words[turn ^ (kBlocks / 2)][w] : words[turn][w];
+        }
+        if constexpr (V == 4) {
+          store_quad(line + (((4 * q + t) ^ g) << 4), some);
+        } else {
+          asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(line + (((2 * q + t / 2) ^ g) << 4) + t % 2 * 8),
+                       "r"(some[0]), "r"(some[1])
+                       : "memory");
+        }
+      }
+    }
+  }
+  /// Through two buffers of each warpgroup; `turn` counts the pieces stored so far.
+  static __device__ __forceinline__ void store_rows(const ClusterParams& p, const ClusterItem& item,
+                                                    const typename Work::Sums& sums, u32 buffers, int group,
+                                                    u32& turn) {
+    const int row = static_cast<int>(item.n) + 64 * group;
+#pragma unroll
+    for (int piece = 0; piece < V * kColumns / 64; ++piece, ++turn) {
+      const int neighbour = item.slab * (V * kColumns) + piece * 64;
+      store_in_turn<2>(
+          turn, buffers, static_cast<u32>(1 + group), [&](u32 buffer) { write_rows(sums, piece, buffer); },
+          [&](u32 buffer) {
+            if (neighbour < p.product.b * V && row < p.product.batch) {
+              tma::store(&p.y, buffer, neighbour, item.i, row);
+            }
+          });
+    }
+  }
+
   static __device__ __forceinline__ void consume(const ClusterParams& p, const ClusterSeat& seat, i64 first, i64 by,
                                                  u32 base, Barriers& barriers) {
     const int group = static_cast<int>(threadIdx.x) / 128 - 1, warp = static_cast<int>(threadIdx.x) / 32 % 4;
     Slots slots(0);
+    u32 turn = 0;
 #pragma unroll 1
     for (i64 index = first; index < p.items; index += by) {
       const ClusterItem item(p, seat, kTile, index);
@@ -285,13 +342,15 @@ struct ClusterWork {
       }
       if constexpr (V == 8) {
         store_halves(p, item, sums, base + kTile.ring() * kStage, columns, group);
+      } else if (p.staged) {
+        store_rows(p, item, sums, base + kTile.ring() * kStage + group * 2 * kPieceBytes, group, turn);
       } else {
         const i64 row = item.n + 64 * group + 16 * warp;
         Work::store(p.product, sums, static_cast<T*>(p.product.y) + row * p.product.y_stride + out,
                     p.product.batch - row, columns);
       }
     }
-    if (V == 8 && threadIdx.x == 128) {
+    if (threadIdx.x % 128 == 0 && (V == 8 || p.staged)) {
       tma::store_wait();
     }
   }

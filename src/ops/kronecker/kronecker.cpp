@@ -65,6 +65,7 @@ Problem check(const char* op, const Argument& x, const Argument& w, const Tensor
   check_context(op, x, context);
   Problem problem{s,           x.view.size(0),  x.view.dtype, matrix(x.view),
                   matrix(out), weights(w.view), {},           options.activation};
+  problem.last = x.view.size(1) > 1 && x.view.strides[0] == 1;
   if (options.bias != nullptr) {
     check_shape(op, {"bias", *options.bias}, {features});
     check_like(op, {"bias", *options.bias}, x);

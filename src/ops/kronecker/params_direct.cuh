@@ -29,8 +29,9 @@ struct Params {
   int batch, b, c, d;
   Divisor groups, j_tiles, l_tiles;
   int activation;
-  int log_l, along_k;  ///< warps of a CTA that have l of their own, a power of two, and that share the depth
-  bool first, last;    ///< features of a row lie together, or rows of a feature, even in number; or neither
+  int log_own, along_k;  ///< warps of a CTA that have l or outputs of their own, a power of two; that share the depth
+  bool first, last;      ///< features of a row lie together, or rows of a feature, even in number; or neither
+  bool more;             ///< than a few rows
 };
 
 }  // namespace fretwork::kronecker::direct

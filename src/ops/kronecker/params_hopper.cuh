@@ -58,6 +58,7 @@ struct ProductParams {
   Divisor group;        ///< tiles of such a walk
   Strands strands;      ///< of dense blocks
   int* taken;           ///< tiles that CTAs have taken after their first, from 0; or null, and they take turns
+  bool behind;          ///< the weights are being packed by the kernel before, and CTAs take turns
 };
 
 /// Partial sums are matrices of b rows, `line` floats apart: c weights, then the row's sum of d_y.

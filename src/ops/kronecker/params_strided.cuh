@@ -69,17 +69,18 @@ struct ClusterTile {
   constexpr int stage_x() const { return rows() * deltas() * steps() * 32; }
   constexpr int stage_w() const { return columns * deltas() * steps() * 32; }
   constexpr int ring() const { return v == 2 ? 6 : 4; }
-  constexpr int shared() const { return 1024 + ring() * (stage_x() + stage_w()) + (v == 8 ? 2 * kStaging : 0); }
+  constexpr int shared() const { return 1024 + ring() * (stage_x() + stage_w()) + 2 * kStaging; }
 };
 
 /// A cluster of rows × columns CTAs: those of a row share x, those of a column share weights. In `product`, slabs
 /// counts all CTAs along b, and groups the clusters that a set of rows takes.
 struct ClusterParams {
   Map x;  ///< (δ, k, i, n), or where d is the δ of a CTA (k·δ, i, n)
-  Map y;  ///< (δ, j, i, n), V = 8 only
+  Map y;  ///< (δ, j, i, n), or where d is the δ of a CTA and `staged` (j·δ, i, n)
   ProductParams product;
   long long items;  ///< groups · sets of rows
   int cluster_rows, cluster_columns;
+  bool staged;  ///< V < 8: results leave by the copy engine
 };
 
 /// d_w: rows of the products are j, columns k, and K is the batch.

@@ -41,6 +41,7 @@ struct Problem {
   Weights w;
   Vector bias;
   Activation activation = Activation::none;
+  bool last = false;  ///< the batch is the unit axis of x, or would be if there were more than one row
 };
 
 /// d_w[i,j,k,l] = Σ_n d_y[n,(i,j,l)]·x[n,(i,k,l)], d_bias = Σ_n d_y[n]; the batch may be empty.

@@ -271,6 +271,35 @@ TEST_F(TwoFourFormatCuda, Compresses) {
   });
 }
 
+/// Nothing is cut or turned, which has a way of its own.
+TEST_F(TwoFourFormatCuda, CompressesWholeTiles) {
+  unsigned seed = 0;
+  for (const DType dtype : kTypes) {
+    for (const int word_bytes : {1, 2, 4}) {
+      for (const bool transposed : {false, true}) {
+        Both both(256, 768, dtype, word_bytes, transposed, Lie::lines, Lie::lines, Lie::lines);
+        SCOPED_TRACE(std::string(name_of(dtype)) + ", words of " + std::to_string(word_bytes));
+        fill_sparse(both.dense, dtype, ++seed);
+        if (seed % 2 == 0) {  // two groups that are not sparse
+          std::memset(both.dense.at(251, 740), 1, 4 * size_of(dtype));
+          std::memset(both.dense.at(77, 516), 1, 4 * size_of(dtype));
+        }
+        both.upload();
+        Bad bad, looked;
+        two_four::cpu::compress(both.on_host(), &bad.host, cpu);
+        two_four::cuda::compress(both.on_device(), bad.at(), gpu);
+        two_four::cuda::check(both.on_device(), looked.at(), gpu);
+        EXPECT_EQ(bad.host == -1, seed % 2 != 0);
+        EXPECT_EQ(bad.read(), bad.host);
+        EXPECT_EQ(looked.read(), bad.host);
+        if (seed % 2 != 0) {
+          both.compare();
+        }
+      }
+    }
+  }
+}
+
 TEST_F(TwoFourFormatCuda, FindsBadGroups) {
   each(sizes, [&](Both& both, unsigned seed) {
     const Format& f = both.format;

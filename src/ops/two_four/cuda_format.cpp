@@ -138,6 +138,14 @@ void begin(std::int64_t* bad, Context& context) {
   }
 }
 
+/// Whether all tiles are whole and all accesses wide, of the packed form too if there is one.
+bool plain(const Format& f, const FormatParams& q) {
+  const std::int64_t lines = kFormatLineBytes / static_cast<std::int64_t>(size_of(f.dtype));
+  const bool packs = q.packed.words != nullptr;
+  return q.dense.wide != 0 && q.dense.turned == 0 && f.lines % lines == 0 && f.k % kFormatTileK == 0 &&
+         (!packs || (q.packed.values.wide != 0 && q.packed.words_wide != 0));
+}
+
 void launch(Op op, const Format& f, const FormatParams& q, Context& context) {
   const std::size_t size = size_of(f.dtype);
   const std::int64_t tiles = ceil_div(f.lines, kFormatLineBytes / static_cast<std::int64_t>(size)) * q.tiles_k;
@@ -157,6 +165,7 @@ void compress(const Format& f, std::int64_t* bad, Context& context) {
   FormatParams q = params(f);
   q.dense = dense_matrix(f.dense, f);
   q.packed = packed(f, 8);
+  q.plain = plain(f, q) ? 1 : 0;
   q.bad = reinterpret_cast<unsigned long long*>(bad);
   begin(bad, context);
   launch(Op::compress, f, q, context);
@@ -166,6 +175,7 @@ void check(const Format& f, std::int64_t* bad, Context& context) {
   const driver::DeviceScope scope(context.device.index);
   FormatParams q = params(f);
   q.dense = dense_matrix(f.dense, f);
+  q.plain = plain(f, q) ? 1 : 0;
   q.bad = reinterpret_cast<unsigned long long*>(bad);
   begin(bad, context);
   launch(Op::compress, f, q, context);

@@ -14,9 +14,10 @@ __device__ __forceinline__ u32 group_set(const format_unit& unit, int g, u32 mag
   if constexpr (SIZE == 4) {
     return ((unit.words[2 * g] & magnitude) != 0 ? 1u : 0u) | ((unit.words[2 * g + 1] & magnitude) != 0 ? 2u : 0u);
   } else if constexpr (SIZE == 2) {
-    const u32 a = unit.words[2 * g] & magnitude, b = unit.words[2 * g + 1] & magnitude;
-    return ((a & 0xffffu) != 0 ? 1u : 0u) | (a >> 16 != 0 ? 2u : 0u) | ((b & 0xffffu) != 0 ? 4u : 0u) |
-           (b >> 16 != 0 ? 8u : 0u);
+    // A half of at most 0x7fff becomes one with its highest bit set, unless it is 0.
+    const u32 a = (unit.words[2 * g] & magnitude) + 0x7fff7fffu, b = (unit.words[2 * g + 1] & magnitude) + 0x7fff7fffu;
+    const u32 set = (a >> 15 & 0x10001u) | (b >> 13 & 0x40004u);
+    return (set | set >> 15) & 0xfu;
   } else {
     const u32 a = unit.words[g] & magnitude;
     return ((a & 0xffu) != 0 ? 1u : 0u) | ((a & 0xff00u) != 0 ? 2u : 0u) | ((a & 0xff0000u) != 0 ? 4u : 0u) |
@@ -187,11 +188,92 @@ __device__ __forceinline__ void finish_units(const FormatParams& p, const Format
   }
 }
 
+/// Four bytes of each of four neighbouring lanes, byte j for line j, become those of line lane % 4, lane by lane.
+__device__ __forceinline__ u32 turn_bytes(u32 mine) {
+  const u32 lane = threadIdx.x % 4;
+  const u32 other = __shfl_xor_sync(~0u, mine, 2);
+  // Lanes 0 and 1 take lines 0 and 1, lanes 2 and 3 the others: two bytes of an own and of another lane.
+  const u32 halves = lane < 2 ? __byte_perm(mine, other, 0x5410u) : __byte_perm(other, mine, 0x7632u);
+  const u32 near = __shfl_xor_sync(~0u, halves, 1);
+  return lane % 2 == 0 ? __byte_perm(halves, near, 0x6240u) : __byte_perm(near, halves, 0x7351u);
+}
+
+/// Compress where nothing is cut or turned: all of a thread's units are under way at once, its lines at equal
+/// distances.
+template <int SIZE>
+__device__ __forceinline__ void compress_plain(const FormatParams& p, FormatPlace at) {
+  using Tile = format_tile<SIZE>;
+  constexpr int kRows = kFormatThreads / Tile::kUnits, kCount = Tile::kPerThread;
+  const int x = static_cast<int>(threadIdx.x) % Tile::kUnits;
+  const i64 line = at.line + threadIdx.x / Tile::kUnits, k = at.k + x * Tile::kElements;
+  format_unit units[kCount];
+  {
+    const char* from = reinterpret_cast<const char*>(format_element<SIZE>(p.dense, line, k));
+    const i64 step = p.dense.line * (SIZE * kRows);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      units[n] = *reinterpret_cast<const format_unit*>(from + n * step);
+    }
+  }
+  u64 first = ~0ull;
+  u32 nibbles[kCount];
+  char* to = reinterpret_cast<char*>(format_element<SIZE>(p.packed.values, line, k / 2));
+  const i64 step = p.packed.values.line * (SIZE * kRows);
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    format_half half = {};
+    nibbles[n] = 0;
+    bool bad = false;
+#pragma unroll
+    for (int g = 0; g < Tile::kGroups; ++g) {
+      const u32 set = group_set<SIZE>(units[n], g, p.magnitude), nibble = nibble_of<SIZE>(set);
+      nibbles[n] |= nibble << 4 * g;
+      keep<SIZE>(units[n], g, nibble, half);
+      bad = bad || too_many<SIZE>(set);
+    }
+    if (bad) [[unlikely]] {
+#pragma unroll
+      for (int g = Tile::kGroups - 1; g >= 0; --g) {
+        if (too_many<SIZE>(group_set<SIZE>(units[n], g, p.magnitude))) {
+          const i64 begin = k + g * Tile::kGroup, y = line + n * kRows;
+          const u64 place = static_cast<u64>(p.transposed ? begin * p.lines + y : y * p.k + begin);
+          first = place < first ? place : first;
+        }
+      }
+    }
+    if (p.packed.words != nullptr) {
+      store_words<2>(to + n * step, half.words);
+    }
+  }
+  if (p.packed.words != nullptr) {
+    u8* words = meta_byte(p.packed, line, k / (2 * Tile::kGroup));
+    const i64 words_step = (p.packed.words_line << p.packed.word_shift) * kRows;
+    if constexpr (Tile::kMetaBytes == 2) {
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) {
+        *reinterpret_cast<u16*>(words + n * words_step) = static_cast<u16>(nibbles[n]);
+      }
+    } else {  // four lanes exchange what they have of four lines
+      words += threadIdx.x % 4 * (words_step - 1);
+#pragma unroll
+      for (int n = 0; n < kCount; n += 4) {
+        const u32 four = turn_bytes(nibbles[n] | nibbles[n + 1] << 8 | nibbles[n + 2] << 16 | nibbles[n + 3] << 24);
+        *reinterpret_cast<u32*>(words + n * words_step) = four;
+      }
+    }
+  }
+  report_first(p, first);
+}
+
 /// Without values it only looks.
 template <int SIZE>
 __global__ void __launch_bounds__(kFormatThreads) two_four_compress(const __grid_constant__ FormatParams p) {
   using Tile = format_tile<SIZE>;
   const FormatPlace at = format_place<SIZE>(p);
+  if (p.plain != 0) {
+    compress_plain<SIZE>(p, at);
+    return;
+  }
   u64 first = ~0ull;
   for_dense_units<SIZE>(p, at, [&](int y, int x, const format_unit& unit) {
     const i64 line = at.line + y, k = at.k + x * Tile::kElements;

@@ -30,7 +30,8 @@ struct FormatParams {
   unsigned long long* bad;  ///< the least place of something wrong, all ones before; or null
   long long lines, k;
   unsigned tiles_k;
-  int transposed;      ///< places are k·lines + line
+  int plain;       ///< whole tiles of matrices whose lines are aligned and lie along k, metadata for words of 4 bytes
+  int transposed;  ///< places are k·lines + line
   unsigned magnitude;  ///< the bits of a word that say whether its elements are zero
   unsigned largest;    ///< of an element: no magnitude has more, so that NaNs are alike
   unsigned valid;      ///< bit n: nibble n is one

@@ -205,9 +205,11 @@ def measure_chain(n: int, batch: int, dtype: torch.dtype, device: torch.device, 
         "dense": (lambda: torch.nn.functional.linear(x, layer), [layer]),
     }
     error = ((ways["kernel"][0]()[-64:].double() - want).abs().max() / want.abs().max()).item()
-    stream = torch.cuda.Stream() if device.type == "cuda" else None
-    calls: dict[str, dict[str, Any]] = {"forward": {}, "backward": {}}
     dy = torch.randn_like(x)
+    stream = torch.cuda.Stream() if device.type == "cuda" else None
+    if stream:
+        stream.wait_stream(torch.cuda.current_stream())
+    calls: dict[str, dict[str, Any]] = {"forward": {}, "backward": {}}
     for name, (call, leaves) in ways.items():
         with torch.cuda.stream(stream) if stream else nullcontext():
             y = call()

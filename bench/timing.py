@@ -61,7 +61,12 @@ def graphed(call: Call, stream: torch.cuda.Stream) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         call()
-    return graph.replay
+
+    def replay(kept: Call = call) -> None:
+        """Holds the call too: the graph reads what it does, as what autograd saved, and keeps none of it alive."""
+        graph.replay()
+
+    return replay
 
 
 def warm(call: Call, stream: torch.cuda.Stream, count: int = 20) -> Callable[[], float]:

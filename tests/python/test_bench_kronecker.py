@@ -4,7 +4,10 @@ import csv
 import json
 import math
 import sys
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 compare = pytest.importorskip("compare_kronecker")
 plot = pytest.importorskip("plot_kronecker")
 report = pytest.importorskip("report")
+timing = pytest.importorskip("timing")
 
 
 def test_parts_make_the_whole():
@@ -92,6 +96,23 @@ def test_chains_have_rows_and_a_table(tmp_path, monkeypatch, capsys):
     assert "chain [(8, 8, 8, 1)" in capsys.readouterr().err
     table = "\n".join(report.kronecker_section(rows))
     assert "| (8, 8, 8, 1), (1, 8, 8, 8) | 70 | float32 |" in table
+
+
+def test_a_graph_keeps_what_its_call_reads(monkeypatch):
+    class Operand:
+        pass
+
+    monkeypatch.setattr(timing.torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(timing.torch.cuda, "graph", lambda graph, stream: nullcontext())
+    monkeypatch.setattr(timing.torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    operand = Operand()
+    alive = weakref.ref(operand)
+    replay = timing.graphed(lambda operand=operand: operand, SimpleNamespace(synchronize=lambda: None))
+    del operand
+    assert alive() is not None
+    replay()
+    del replay
+    assert alive() is None
 
 
 def test_points_of_a_plot():

@@ -43,7 +43,9 @@ TEST(ChainPlan, SaysWhatRunsAlone) {
   EXPECT_EQ(ksmm_chain_plan(square, "cpu"), (Lines{"0: cpu", "1: cpu"}));
   EXPECT_EQ(ksmm_chain_plan(monarch(12, 20, 3, 5), "sm_90a"), (Lines{"0: simple", "1: strided"}));
   EXPECT_EQ(ksmm_chain_plan(square, "sm_90a", DType::f64), (Lines{"0: simple", "1: simple"}));
-  EXPECT_EQ(ksmm_chain_plan(std::vector<Sizes>{{1, 64, 64, 3}}, "sm_90a"), Lines{"0: simple"});
+  EXPECT_EQ(ksmm_chain_plan(std::vector<Sizes>{{1, 64, 64, 3}}, "sm_90a"), Lines{"0: dense blocks"});
+  EXPECT_EQ(ksmm_chain_plan(std::vector<Sizes>{{1, 64, 64, 3}}, "sm_80"), Lines{"0: simple"});
+  EXPECT_EQ(ksmm_chain_plan(std::vector<Sizes>{{1, 64, 64, 9}}, "sm_90a"), Lines{"0: simple"});
   EXPECT_EQ(ksmm_chain_plan(std::vector<Sizes>{{2, 20, 20, 1}}, "sm_90a"), Lines{"0: portable"});
   EXPECT_EQ(ksmm_chain_plan({}, "cpu"), Lines{});
 }
@@ -55,7 +57,7 @@ TEST(ChainPlan, LooksAtAFewRows) {
   EXPECT_EQ(plan({1, 64, 64, 4}, 16), "0: direct");
   EXPECT_EQ(plan({1, 64, 64, 6}, 16), "0: few");
   EXPECT_EQ(plan({1, 64, 64, 3}, 32), "0: few");
-  EXPECT_EQ(plan({1, 64, 64, 3}, 33), "0: simple");
+  EXPECT_EQ(plan({1, 64, 64, 3}, 33), "0: dense blocks");
   EXPECT_EQ(plan({1, 64, 64, 4}, 4096), "0: strided");
   EXPECT_EQ(error_of([&] { plan({1, 64, 64, 4}, -1); }), "plan: batch: expected at least 0, got -1");
 }

@@ -53,6 +53,9 @@ const char* way(const Sizes& s, const Target& target) {
   if (!target.last && s.d % 2 == 0) {
     return "strided";
   }
+  if (target.arch == "sm_90a" && !in_lines && s.d < 8 && s.b + s.c >= 32 && s.b * s.d % 8 == 0 && s.c * s.d % 8 == 0) {
+    return "dense blocks";
+  }
   return in_lines && (units || std::min(s.b, s.c) >= 16) ? "portable" : "simple";
 }
 

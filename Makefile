@@ -18,7 +18,7 @@ ACCEPT := $(wildcard ../shared/accept/test_block.py ../shared/accept/test_kronec
   ../shared/accept/test_attention.py ../shared/accept/test_two_four.py)
 CXX_FILES = $(shell find include src bindings tools tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
-.PHONY: help setup build demo test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench format clean
+.PHONY: help setup configure build demo test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench format clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -29,12 +29,15 @@ $(VENV)/.installed: requirements-dev.txt scripts/bootstrap
 	scripts/bootstrap $(PYTHON) $(VENV)
 	@touch $@
 
-build: setup  ## build the library, the program, the bindings and the C++ tests
-	@[ -f $(BUILD)/build.ninja ] && grep -qs FRETWORK_TESTS:BOOL=ON $(BUILD)/CMakeCache.txt \
-	  || cmake --preset release $(BUILD_FLAGS)
+build: configure  ## build the library, the program, the bindings and the C++ tests
 	@cmake --build $(BUILD)
 
-demo: build  ## show what Fretwork does on this machine
+configure: setup
+	@[ -f $(BUILD)/build.ninja ] && grep -qs FRETWORK_TESTS:BOOL=ON $(BUILD)/CMakeCache.txt \
+	  || cmake --preset release $(BUILD_FLAGS)
+
+demo: configure  ## show what Fretwork does on this machine
+	@cmake --build $(BUILD) --target fretwork_program fretwork_torch
 	@$(BUILD)/bin/fretwork info
 	@$(BUILD)/bin/fretwork show 'random_blocks((1,32,32),64,0.15,7)'
 	@$(BUILD)/bin/fretwork show 'strided(1024,64)'

@@ -49,7 +49,7 @@ the last ones are smaller. Lists (`globals`, `vertical`, `slash`, `lengths`, …
 integers, ranges too.
 
 Inside, a pattern is a few parts: boxes on the digits of positions. A window is a band in plain order; a dilated one is
-a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting, intersecting and taking away
+a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting and intersecting
 work on the ends of these bands, so nothing grows with the square of a length. What has no such form (random blocks,
 explicit masks) is listed. Grids whose steps do not divide each other, and strides whose common multiple is beyond
 4096, are united element by element, up to 2^28 of them.

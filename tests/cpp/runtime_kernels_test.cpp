@@ -20,7 +20,7 @@ namespace fretwork {
 namespace {
 
 /// A few registers saved around a rare path are no harm; spills in a loop are.
-constexpr int kMostSpillBytes = 40;
+constexpr int kMostSpillBytes = 32;
 
 /// What is wrong with a kernel, or nothing. C7510, C7512, C7513, C7515 and others mean that ptxas serialised wgmma.
 std::string complaint(const ListedKernel& listed, const std::string& arch) {

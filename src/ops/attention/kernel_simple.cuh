@@ -415,7 +415,7 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
 /// The gradient of the bias for the row tile of one (batch, head) of the bias, summed over those it is broadcast to.
 /// RowSums: over the tile's columns too. A CTA for each (batch, head, row tile).
 template <typename T, int Depth, bool Keys, bool RowSums>
-__global__ void __launch_bounds__(256) bias_gradient(const __grid_constant__ attention_op::BiasGradientParams p) {
+__global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ attention_op::BiasGradientParams p) {
   using Shape = SimpleShape<Depth>;
   constexpr int kSide = Shape::kSide, kEach = Shape::kEach;
   extern __shared__ __align__(16) float lines[];

@@ -17,9 +17,7 @@ def fault(file: Path, target: str) -> str | None:
     parts, into = file.parts, target.split("/")
     if target.startswith(FRAMEWORKS) and parts[0] != "bindings":
         return "framework headers belong to bindings/"
-    if target.startswith("cuda") and target.endswith(".h") and "/" not in target:
-        return "CUDA headers are not needed: the driver is opened at run time"
-    if target == "nvrtc.h" or into[0] == "cuda":
+    if into[0] == "cuda" or (target.startswith(("cuda", "nvrtc")) and target.endswith(".h") and len(into) == 1):
         return "CUDA headers are not needed: the driver is opened at run time"
     if ".." in into:
         return "files are named from the root of include/ or src/"

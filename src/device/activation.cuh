@@ -12,7 +12,7 @@ __device__ __forceinline__ Sum activate_exactly(Sum v, int kind) {
     case 1:
       return v > 0 || v != v ? v : Sum{0};
     case 2:
-      return Sum{0.5} * v * (Sum{1} + erf(v * Sum{0.70710678118654752440}));
+      return Sum{0.5} * v * erfc(v * Sum{-0.70710678118654752440});  // 1 + erf would cancel below 0
     case 3:
       return v / (Sum{1} + exp(-v));
     default:

@@ -141,6 +141,16 @@ def test_activations_of_extremes(dtype):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-30, equal_nan=True)
 
 
+def test_gelu_of_the_lower_tail(device):
+    """Small results are right to their own size: 1 + erf(x) would have cancelled."""
+    bias = torch.linspace(-9, -1, 65, device=device)
+    x, w = torch.zeros(1, 1, device=device), torch.zeros(1, len(bias), 1, 1, device=device)
+    for precision in ("ieee", "tf32", "tf32x3"):
+        got = fw.ksmm(x, w, bias=bias, activation="gelu", algo="kernel", precision=precision)[0]
+        exact = 0.5 * bias.double() * torch.special.erfc(bias.double() * -math.sqrt(0.5))
+        torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=0)
+
+
 @both_layouts
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_twice(activation, bs_last):

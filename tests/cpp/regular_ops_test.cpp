@@ -58,6 +58,14 @@ struct Tensor {
           dtype == DType::f16 ? f16_from_float(single) : bf16_from_float(single);
     }
   }
+  /// A row from its entry `from` on.
+  void poison(std::int64_t b, std::int64_t h, std::int64_t r, std::int64_t from = 0) {
+    for (std::int64_t c = from; c < sizes[3]; ++c) {
+      double& x = at(b, h, r, c);
+      x = std::numeric_limits<double>::quiet_NaN();
+      put(static_cast<std::size_t>(&x - numbers.data()), x);
+    }
+  }
   TensorView view(void* data, Device device) const {
     const std::int64_t row = sizes[3] + gap;
     const Sizes strides = {sizes[1] * sizes[2] * row, sizes[2] * row, row, 1};
@@ -115,13 +123,33 @@ void expect_near(double got, double want, DType dtype) {
   ASSERT_NEAR(got, want, tolerance * std::max(std::abs(want), 8.0));  // sums of hundreds of terms that cancel
 }
 
-/// Rows, batch 2, heads 4 on 2, against the definition.
-void check_operators(const std::shared_ptr<const RegularPattern>& p, DType dtype, std::int64_t depth, Device device) {
+/// Rows, batch 2, heads 4 on 2, against the definition. What the pattern does not use is NaN.
+void check_operators(const std::shared_ptr<const RegularPattern>& p, DType dtype, std::int64_t depth, Device device,
+                     std::int64_t room = 3) {
   const auto rows = p->acsr();
   const std::int64_t m = p->rows(), n = p->cols(), width = r_width(p);
-  Tensor q(dtype, {2, 4, m, depth}, 1), k(dtype, {2, 2, n, depth}, 2), x(dtype, {2, 4, m, width}, 3);
-  Tensor scores(dtype, {2, 4, m, width}, 4), out(dtype, {2, 4, m, depth}, 5), turned(dtype, {2, 2, n, depth}, 6);
-  Tensor weights(dtype, {2, 4, m, width}, 7);
+  Tensor q(dtype, {2, 4, m, depth}, 1, room), k(dtype, {2, 2, n, depth}, 2, room), x(dtype, {2, 4, m, width}, 3);
+  Tensor scores(dtype, {2, 4, m, width}, 4), out(dtype, {2, 4, m, depth}, 5, room);
+  Tensor turned(dtype, {2, 2, n, depth}, 6, room), weights(dtype, {2, 4, m, width}, 7);
+  std::vector<bool> used(static_cast<std::size_t>(n));
+  for (const auto& line : rows) {
+    for (std::int64_t t = 0; t < line.count; ++t) {
+      used[static_cast<std::size_t>(line.start + t * line.stride)] = true;
+    }
+  }
+  for (std::int64_t head = 0; head < 2 * 4; ++head) {
+    for (std::int64_t i = 0; i < m; ++i) {
+      x.poison(head / 4, head % 4, i, rows[static_cast<std::size_t>(i)].count);
+      if (rows[static_cast<std::size_t>(i)].count == 0) {
+        q.poison(head / 4, head % 4, i);
+      }
+    }
+    for (std::int64_t j = 0; j < n; ++j) {
+      if (!used[static_cast<std::size_t>(j)]) {
+        k.poison(head / 4, head % 2, j);
+      }
+    }
+  }
   on(
       device,
       [&](Context& c, const TensorView& a, const TensorView& b, const TensorView& y) { r_sddmm(a, b, p, y, c); }, q, k,
@@ -186,6 +214,38 @@ TEST(RegularOps, FollowTheirDefinition) {
         check_operators(pattern, dtype, 17, device);
         check_operators(pattern, dtype, pattern->cols() > 100 ? 8 : 150, device);
       }
+    }
+  }
+}
+
+/// Rows of whole 16-byte chunks, as tiles on tensor cores take them: more lines than one has, of several strides,
+/// remainders and lengths, with gaps between them, and some without entries.
+TEST(RegularOps, InTiles) {
+  std::vector<std::int64_t> start, stride, count, same;
+  for (std::int64_t i = 0; i < 150; ++i) {
+    start.push_back(i % 30 == 7 ? 400 : i * 5 % 97);
+    stride.push_back(i % 3 + 1);
+    same.push_back(3);
+    count.push_back(i % 11 == 0 ? 0 : i % 13 * 7);
+  }
+  const std::shared_ptr<const RegularPattern> all[] = {patterns::causal({150, 200}),
+                                                       patterns::dilated({333, 333}, 20, 4),
+                                                       patterns::acsr(start, stride, count, 700),
+                                                       patterns::acsr(start, same, count, 700),
+                                                       patterns::full({70, 130}),
+                                                       patterns::sliding_window({200, 260}, 33, 0),
+                                                       patterns::sliding_window({129, 129}, 0, 0)};
+  for (const Device device : devices()) {
+    for (const DType dtype : {DType::f16, DType::bf16}) {
+      for (const auto& pattern : all) {
+        check_operators(pattern, dtype, 24, device, 8);
+      }
+      if (device.type == DeviceType::cpu) {
+        break;
+      }
+      check_operators(all[1], dtype, 128, device, 0);
+      check_operators(all[3], dtype, 200, device, 8);
+      check_operators(all[5], dtype, 64, device, 0);
     }
   }
 }

@@ -25,6 +25,23 @@ struct RegularParams {
   int chunks;  ///< pieces of `depth`, a warp's share each
 };
 
+/// Up to 64 lines whose partners lie at base + s·step, 0 ≤ s < slots; each of those is a partner of one of them at
+/// least.
+struct RegularTile {
+  int first, lines;  ///< where they stand in `order`
+  int base, step, slots;
+};
+
+struct RegularTileParams {
+  const RegularLine* rows;   ///< the columns of each row
+  const int* order;          ///< rows, or columns where the result is by_col
+  const RegularTile* tiles;  ///< each as often as there are batches and heads of the result
+  RegularOperand values, by_row, by_col;
+  int tile_count;
+  int heads, group;  ///< as above
+  int width, depth;
+};
+
 struct RegularSoftmaxParams {
   const RegularLine* rows;
   RegularOperand in, d_out, out;

@@ -234,7 +234,11 @@ TEST(RegularOps, InTiles) {
                                                        patterns::acsr(start, same, count, 700),
                                                        patterns::full({70, 130}),
                                                        patterns::sliding_window({200, 260}, 33, 0),
-                                                       patterns::sliding_window({129, 129}, 0, 0)};
+                                                       patterns::sliding_window({129, 129}, 0, 0),
+                                                       patterns::full({5, 256}),
+                                                       patterns::full({3, 1000}),
+                                                       patterns::full({3, 2001}),
+                                                       patterns::full({3, 2056})};
   for (const Device device : devices()) {
     for (const DType dtype : {DType::f16, DType::bf16}) {
       for (const auto& pattern : all) {

@@ -24,8 +24,7 @@ constexpr const char* kTileSource = "ops/regular/kernel_tiles.cuh";
 constexpr int kTile = 64, kTileThreads = 128;  // lines and partners of a tile, and the threads it takes
 constexpr std::int64_t kWorthTiles = 16;       // elements of tiles that cost less than an entry by itself
 constexpr int kThreads = 256;                  // of a CTA, a warp for each line
-constexpr std::int64_t kLongRow = 512;         // entries from which a row's softmax takes several warps
-constexpr int kManyWarps = 8;
+constexpr int kMostHeld = 64;                  // entries of a lane where a warp holds a row for its softmax
 
 /// A pattern's progressions on the device, and the tiles that they make.
 struct Plan {
@@ -178,14 +177,18 @@ int tile_shared_bytes(Result result, std::int64_t depth) {
 }
 
 /// 16-byte accesses of whole rows.
-bool in_chunks(const Operand& o) {
-  return o.col == 1 && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0 && o.row % 8 == 0 && o.head % 8 == 0 &&
-         o.batch % 8 == 0;
+bool in_chunks(const Operand& o, std::int64_t chunk) {
+  return o.col == 1 && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0 && o.row % chunk == 0 &&
+         o.head % chunk == 0 && o.batch % chunk == 0;
 }
 
-KernelSpec softmax_spec(bool backward, DType dtype, int warps) {
-  return {kSource, std::string("fretwork::regular_softmax") + (backward ? "_backward<" : "<") + device_type(dtype) +
-                       ", " + std::to_string(warps) + ">"};
+/// `held` entries in each lane, `together` of them at a time; 0 where a warp does not hold a row.
+KernelSpec softmax_spec(bool backward, DType dtype, std::int64_t held, std::int64_t together) {
+  const std::string name = std::string("fretwork::regular_softmax") + (backward ? "_backward" : "");
+  const std::string type = device_type(dtype);
+  return {kSource, held == 0
+                       ? name + "<" + type + ">"
+                       : name + "_held<" + type + ", " + std::to_string(held) + ", " + std::to_string(together) + ">"};
 }
 
 /// Kernels count lines in 32 bits.
@@ -233,7 +236,7 @@ void run_lines(const Product& p, const Plan& by_rows, const Plan& by_lines, Cont
 /// Whether 16-byte accesses and tensor cores can do it, and tiles are worth it.
 bool fits_tiles(const Product& p, const Plan& by_rows, const Plan& by_lines) {
   return p.dtype != DType::f32 && p.depth % 8 == 0 && p.depth <= 256 && by_lines.tile_count > 0 && p.values.col == 1 &&
-         in_chunks(p.by_row) && in_chunks(p.by_col) && (p.result != Result::by_col || by_rows.stride > 0);
+         in_chunks(p.by_row, 8) && in_chunks(p.by_col, 8) && (p.result != Result::by_col || by_rows.stride > 0);
 }
 
 void run_tiles(const Product& p, const Plan& by_rows, const Plan& by_lines, Context& context) {
@@ -277,9 +280,17 @@ void run(const Softmax& s, Context& context) {
   q.heads = narrowed(s.heads);
   q.row_count = narrowed(s.rows);
   q.width = narrowed(s.width);
-  const int warps = s.width < kLongRow ? 1 : kManyWarps;
-  const Kernel& kernel = get_kernel(softmax_spec(s.d_out.data != nullptr, s.dtype, warps), context.device.index);
-  kernel.launch(tasks, 32 * warps, 0, &q, context.stream);
+  q.tasks = static_cast<unsigned>(tasks);
+  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(s.dtype));
+  const bool whole = s.width % chunk == 0 && in_chunks(s.in, chunk) && in_chunks(s.out, chunk) &&
+                     (s.d_out.data == nullptr || in_chunks(s.d_out, chunk));
+  const std::int64_t step = whole ? chunk : 4;
+  const std::int64_t held = ((s.width + 31) / 32 + step - 1) / step * step;
+  const bool holds = held <= kMostHeld;
+  const KernelSpec spec = softmax_spec(s.d_out.data != nullptr, s.dtype, holds ? held : 0, whole ? chunk : 1);
+  constexpr int kWarps = kThreads / 32;  // a row's each, or all of a row
+  get_kernel(spec, context.device.index)
+      .launch(holds ? (tasks + kWarps - 1) / kWarps : tasks, kThreads, 0, &q, context.stream);
 }
 
 namespace {
@@ -299,9 +310,12 @@ std::vector<KernelSpec> list(const std::string& /*arch*/) {
         specs.push_back(tile_spec(Result::by_col, dtype, depth, depth / 64));  // any stride
       }
     }
-    for (const int warps : {1, kManyWarps}) {
-      specs.push_back(softmax_spec(false, dtype, warps));
-      specs.push_back(softmax_spec(true, dtype, warps));
+    for (const bool backward : {false, true}) {
+      specs.push_back(softmax_spec(backward, dtype, 0, 0));
+      for (const int held : {8, 24, kMostHeld}) {  // any multiple of what is taken together
+        specs.push_back(softmax_spec(backward, dtype, held, 1));
+        specs.push_back(softmax_spec(backward, dtype, held, 16 / static_cast<int>(size_of(dtype))));
+      }
     }
   }
   return specs;

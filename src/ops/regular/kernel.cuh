@@ -2,6 +2,8 @@
 // is whole. Sums are fp32 in a fixed order.
 #pragma once
 
+#include "device/load.cuh"
+#include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "device/types.cuh"
 #include "ops/regular/params.h"
@@ -171,35 +173,129 @@ __global__ void __launch_bounds__(kRegularThreads, 3) regular_by_col(const __gri
   sum.store(regular_line<T>(p.by_col, my.batch, my.head, my.line), p.by_col.col);
 }
 
-/// out = softmax of scale·in over a row's entries; a CTA of 32·WARPS threads for each row.
-template <typename T, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS) regular_softmax(const __grid_constant__ RegularSoftmaxParams p) {
+inline constexpr int kSoftmaxWarps = 8;
+
+/// A warp's row of up to 32·N entries, N in each lane: C neighbours at a time, in one access.
+template <typename T, int N, int C>
+struct regular_row {
+  int count;
+  __device__ __forceinline__ int entry(int e) const { return e / C * 32 * C + threadIdx.x % 32 * C + e % C; }
+  __device__ __forceinline__ bool there(int e) const { return entry(e) < count; }
+  /// Anything beyond the row's entries.
+  __device__ __forceinline__ void load(float (&x)[N], const T* row, i64 col) const {
+#pragma unroll
+    for (int e = 0; e < N; e += C) {
+      if (there(e)) {
+        const run<T, C> some = load_run<T, C>(row + entry(e) * col);
+#pragma unroll
+        for (int u = 0; u < C; ++u) {
+          x[e + u] = widen(some.at(u));
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void store(T* row, i64 col, int width, const float (&x)[N]) const {
+#pragma unroll
+    for (int e = 0; e < N; e += C) {
+      if (entry(e) < width) {
+        float some[C];
+#pragma unroll
+        for (int u = 0; u < C; ++u) {
+          some[u] = there(e + u) ? x[e + u] : 0.0f;
+        }
+        store_run<T, C>(row + entry(e) * col, some);
+      }
+    }
+  }
+};
+
+/// out = softmax of scale·in over a row's entries, which a warp holds in registers.
+template <typename T, int N, int C>
+__global__ void __launch_bounds__(32 * kSoftmaxWarps)
+    regular_softmax_held(const __grid_constant__ RegularSoftmaxParams p) {
+  const u32 n = blockIdx.x * kSoftmaxWarps + threadIdx.x / 32;
+  if (n >= p.tasks) {
+    return;
+  }
+  const regular_task my(n, 1, p.row_count, p.heads);
+  const regular_row<T, N, C> row{p.rows[my.line].count};
+  float x[N], top = -infinity(), sum = 0;
+  row.load(x, regular_line<const T>(p.in, my.batch, my.head, my.line), p.in.col);
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    x[e] = row.there(e) ? p.scale * x[e] : -infinity();
+    top = fmaxf(top, x[e]);  // NaN loses, and shows in the sum
+  }
+  top = reduce_lanes<32>(top, take_max{});
+  top = top == -infinity() ? 0.0f : top;  // a row of −inf alone must not subtract it from itself
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    x[e] = expf(x[e] - top);
+    sum += x[e];
+  }
+  sum = reduce_lanes<32>(sum, take_sum{});
+  const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    x[e] *= share;
+  }
+  row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, p.width, x);
+}
+
+/// d_in = scale·out·(d_out − Σ out·d_out); `in` is the softmax here. Where nothing came out nothing counts.
+template <typename T, int N, int C>
+__global__ void __launch_bounds__(32 * kSoftmaxWarps)
+    regular_softmax_backward_held(const __grid_constant__ RegularSoftmaxParams p) {
+  const u32 n = blockIdx.x * kSoftmaxWarps + threadIdx.x / 32;
+  if (n >= p.tasks) {
+    return;
+  }
+  const regular_task my(n, 1, p.row_count, p.heads);
+  const regular_row<T, N, C> row{p.rows[my.line].count};
+  float x[N], d[N], dot = 0;
+  row.load(x, regular_line<const T>(p.in, my.batch, my.head, my.line), p.in.col);
+  row.load(d, regular_line<const T>(p.d_out, my.batch, my.head, my.line), p.d_out.col);
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    dot += row.there(e) && x[e] != 0.0f ? x[e] * d[e] : 0.0f;
+  }
+  dot = reduce_lanes<32>(dot, take_sum{});
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    x[e] = row.there(e) && x[e] != 0.0f ? p.scale * (x[e] * (d[e] - dot)) : 0.0f;
+  }
+  row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, p.width, x);
+}
+
+/// The same for longer rows, a CTA for each.
+template <typename T>
+__global__ void __launch_bounds__(32 * kSoftmaxWarps) regular_softmax(const __grid_constant__ RegularSoftmaxParams p) {
   const regular_task my(blockIdx.x, 1, p.row_count, p.heads);
   const int count = p.rows[my.line].count;
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
   T* const out = regular_line<T>(p.out, my.batch, my.head, my.line);
   const int thread = static_cast<int>(threadIdx.x);
   const auto score = [&](int t) { return p.scale * static_cast<float>(widen(in[t * p.in.col])); };
-  float top = __int_as_float(static_cast<int>(0xff800000u)), sum = 0;
-  for (int t = thread; t < count; t += 32 * WARPS) {
+  float top = -infinity(), sum = 0;
+  for (int t = thread; t < count; t += 32 * kSoftmaxWarps) {
     top = fmaxf(top, score(t));  // NaN loses, and shows in the sum
   }
-  top = reduce_block<WARPS>(top, take_max{});
-  // A row of −inf alone must not subtract it from itself.
-  top = top == __int_as_float(static_cast<int>(0xff800000u)) ? 0.0f : top;
-  for (int t = thread; t < count; t += 32 * WARPS) {
+  top = reduce_block<kSoftmaxWarps>(top, take_max{});
+  top = top == -infinity() ? 0.0f : top;
+  for (int t = thread; t < count; t += 32 * kSoftmaxWarps) {
     sum += expf(score(t) - top);
   }
-  sum = reduce_block<WARPS>(sum, take_sum{});
+  sum = reduce_block<kSoftmaxWarps>(sum, take_sum{});
   const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
-  for (int t = thread; t < p.width; t += 32 * WARPS) {
+  for (int t = thread; t < p.width; t += 32 * kSoftmaxWarps) {
     out[t * p.out.col] = narrow<T>(t < count ? expf(score(t) - top) * share : 0.0f);
   }
 }
 
-/// d_in = scale·out·(d_out − Σ out·d_out); `in` is the softmax here. Where nothing came out nothing counts.
-template <typename T, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS) regular_softmax_backward(const __grid_constant__ RegularSoftmaxParams p) {
+/// The same for longer rows, a CTA for each.
+template <typename T>
+__global__ void __launch_bounds__(32 * kSoftmaxWarps)
+    regular_softmax_backward(const __grid_constant__ RegularSoftmaxParams p) {
   const regular_task my(blockIdx.x, 1, p.row_count, p.heads);
   const int count = p.rows[my.line].count;
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
@@ -207,12 +303,12 @@ __global__ void __launch_bounds__(32 * WARPS) regular_softmax_backward(const __g
   T* const out = regular_line<T>(p.out, my.batch, my.head, my.line);
   const int thread = static_cast<int>(threadIdx.x);
   float dot = 0;
-  for (int t = thread; t < count; t += 32 * WARPS) {
+  for (int t = thread; t < count; t += 32 * kSoftmaxWarps) {
     const float x = widen(in[t * p.in.col]), d = widen(upstream[t * p.d_out.col]);
     dot += x != 0.0f ? x * d : 0.0f;
   }
-  dot = reduce_block<WARPS>(dot, take_sum{});
-  for (int t = thread; t < p.width; t += 32 * WARPS) {
+  dot = reduce_block<kSoftmaxWarps>(dot, take_sum{});
+  for (int t = thread; t < p.width; t += 32 * kSoftmaxWarps) {
     float result = 0;
     if (t < count) {
       const float x = widen(in[t * p.in.col]), d = widen(upstream[t * p.d_out.col]);

@@ -301,17 +301,18 @@ __global__ void __launch_bounds__(kRegularTileThreads)
   }
   const auto take = [&](int n, T(&x)[32]) {
     const T* const values = my.of(p.values, my.batch, head_of(n));
-    const int first = n % steps * kRegularTile + warp * 16;
+    const int slot = n % steps * kRegularTile + warp * 16;
+    const bool there = slot + lane % 16 < tile.slots;
+    const RegularLine line = there ? p.rows[partner(tile, slot + lane % 16)] : RegularLine{0, 1, 0};
 #pragma unroll
     for (int r = 0; r < 16; ++r) {
-      const bool there = first + r < tile.slots;
-      const i64 row = there ? partner(tile, first + r) : 0;
-      const RegularLine line = p.rows[row];
+      const int start = __shfl_sync(0xffffffffu, line.start, r), count = __shfl_sync(0xffffffffu, line.count, r);
+      const T* const row = values + partner(tile, slot + r) * p.values.row;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const u32 distance = static_cast<u32>(columns[half] - line.start), t = distance / kStride;
-        const bool entry = there && columns[half] >= line.start && t * kStride == distance && t < line.count;
-        x[2 * r + half] = entry ? values[row * p.values.row + t] : T{0};
+        const u32 distance = static_cast<u32>(columns[half] - start), t = distance / kStride;  // huge where negative
+        const bool entry = t * kStride == distance && t < static_cast<u32>(count);
+        x[2 * r + half] = entry ? row[t] : T{0};
       }
     }
   };

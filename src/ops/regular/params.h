@@ -46,6 +46,7 @@ struct RegularSoftmaxParams {
   const RegularLine* rows;
   RegularOperand in, d_out, out;
   float scale;
+  unsigned tasks;  ///< rows
   int heads, row_count, width;
 };
 

@@ -79,7 +79,7 @@ def product_shape(
     free = dense[-2] if trans_dense == (op == "dsd") else dense[-1]
     _, rows, cols = layout.shape
     kept = cols if trans_sparse == (op == "dsd") else rows
-    h = [1 if sum_h else heads(op, a, b, layout)] if z or len(dense) > 2 or layout.heads > 1 else []
+    h = [1 if sum_h else heads(op, a, b, layout)] if z or len(dense) > 2 or layout.heads != 1 else []
     return [*z, *h, *((kept, free) if op == "dsd" else (free, kept))]
 
 

@@ -171,6 +171,18 @@ def test_no_heads_at_all(op, device):
     assert out.shape == ((2, 0, 16, 5) if op == "dsd" else (2, 0, 5, 16)) and not values.grad.any()
 
 
+@pytest.mark.parametrize("op", ["dsd", "dds"])
+@pytest.mark.parametrize("lead", [(), (1,), (2, 1)], ids=str)
+def test_a_layout_of_no_heads(lead, op, device):
+    """The result has the layout's heads, none, also where the dense operand is one matrix."""
+    layout = fw.BlockLayout(torch.zeros(0, 2, 2, dtype=torch.bool), 8)
+    values = torch.zeros(0, 8, 8, device=device)
+    dense = torch.randn(*lead, 16, 5, device=device, requires_grad=True)
+    out = fw.dsd(values, dense, layout) if op == "dsd" else fw.dds(dense.mT, values, layout)
+    assert out.shape == (*lead[:-1], 0, *((16, 5) if op == "dsd" else (5, 16)))
+    assert not torch.autograd.grad(out.sum(), dense)[0].any()
+
+
 @pytest.mark.parametrize("value", ["no", "", None, 2, 0.0, [], torch.tensor(True)], ids=repr)
 @pytest.mark.parametrize("name", ["trans_a", "trans_b"])
 def test_a_transposition_is_a_bool(name, value):

@@ -243,6 +243,14 @@ def test_zero_batches_of_a_shared_operand(op, rng):
     check(function, reference, [inputs[0][:0], inputs[1][:1]], rng)
 
 
+@pytest.mark.parametrize("op", ["dsd", "dds"])
+def test_a_layout_of_no_heads(op):
+    layout, values, dense = fw.BlockLayout(np.zeros((0, 2, 2), bool), 8), jnp.zeros((0, 8, 8)), jnp.ones((16, 5))
+    call = lambda x: fj.dsd(values, x, layout) if op == "dsd" else fj.dds(x.T, values, layout)  # noqa: E731
+    assert call(dense).shape == ((0, 16, 5) if op == "dsd" else (0, 5, 16))
+    assert not jax.grad(lambda x: call(x).sum())(dense).any()
+
+
 @each_product
 def test_second_derivative(op, rng):
     function, reference, inputs = case(op, some_mask(rng, 2, 2, 2), rng, "float64", 8, 5, "tn")

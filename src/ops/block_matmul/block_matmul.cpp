@@ -161,7 +161,7 @@ Result check_spmm(const Check& check, const TensorView& values, const Argument& 
   if (has_z) {
     result.shape.push_back(sum_z ? 1 : result.z);
   }
-  if (has_z || view.rank > 2 || check.layout().heads() > 1) {
+  if (has_z || view.rank > 2 || check.layout().heads() != 1) {
     result.shape.push_back(sum_h ? 1 : result.h);
   }
   result.shape.insert(result.shape.end(), {sparse_first ? kept : free, sparse_first ? free : kept});

@@ -110,7 +110,7 @@ def block_softmax(
 
     `rpe` broadcasts to (Z, H, M, N), `key_padding_mask` is (Z, N), `attn_mask` (M, N) or (H, M, N). Mode "add" adds the
     mask (floating), "mul" turns its zeros (or False) into −inf and leaves the rest. Gradients go to values and rpe, not
-    to the masks.
+    to the masks: one that is added and requires grad is refused.
 
     >>> import torch, fretwork as fw
     >>> layout = fw.BlockLayout([[1, 0, 1]], block=8)
@@ -126,9 +126,15 @@ def block_softmax(
         key_padding_mask = _what_stays(key_padding_mask)
     if attn_mask_mode == "mul":
         attn_mask = _what_stays(attn_mask)
-    for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
+    masks = {"key_padding_mask": (key_padding_mask, key_padding_mask_mode), "attn_mask": (attn_mask, attn_mask_mode)}
+    for name, (mask, mode) in masks.items():
         if mode not in ("add", "mul"):
-            raise RuntimeError(f'block_softmax: {name}: expected "add" or "mul", got {mode!r}')
+            raise RuntimeError(f'block_softmax: {name}_mode: expected "add" or "mul", got {mode!r}')
+        if mask is not None and mode == "add" and mask.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"block_softmax: {name}: expected a mask without a gradient, got one that requires grad; "
+                "add what learns to rpe, or detach it"
+            )
     scale = _number("block_softmax", "scale", scale)
     return _softmax(values, key, scale, rpe, key_padding_mask, attn_mask, key_padding_mask_mode, attn_mask_mode)
 

@@ -144,6 +144,19 @@ def test_refused(options, text):
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_an_added_mask_that_should_learn_is_refused(name, device):
+    """It would never get a gradient; a mask of what stays has none to get."""
+    layout, values = fw.BlockLayout([[1, 1]], 8), torch.randn(1, 2, 8, 8, device=device)
+    mask = torch.randn((1, 16) if name == "key_padding_mask" else (8, 16), device=device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=rf"^block_softmax: {name}: expected .*, got .* grad; add .* to rpe"):
+        fw.block_softmax(values, layout, **{name: mask})
+    with torch.no_grad():
+        frozen = fw.block_softmax(values, layout, **{name: mask})
+    assert torch.equal(fw.block_softmax(values, layout, **{name: mask.detach()}), frozen)
+    assert fw.block_softmax(values, layout, **{name: mask, f"{name}_mode": "mul"}).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
 def test_a_bool_mask_is_not_added(name, device):
     """It would count True as 1; those who pass one mean what stays."""
     layout = fw.BlockLayout([[1, 1]], 8)

@@ -243,6 +243,16 @@ def test_zero_batches_of_a_shared_operand(op, rng):
     check(function, reference, [inputs[0][:0], inputs[1][:1]], rng)
 
 
+def test_softmax_is_differentiated_once():
+    layout = fw.BlockLayout([[1, 0], [1, 1]], 8)
+    first = jax.grad(lambda x: (fj.block_softmax(x, layout) ** 2).sum())
+    for transform in (lambda f: f, jax.jit, jax.vmap):
+        values = jnp.ones((2, 3, 8, 8)) if transform is jax.vmap else jnp.ones((3, 8, 8))
+        with pytest.raises(NotImplementedError, match=r"^block_softmax: gradient: expected .*, got a second time; "):
+            transform(jax.grad(lambda x: first(x).sum()))(values)
+        assert transform(first)(values).shape == values.shape
+
+
 @pytest.mark.parametrize("op", ["dsd", "dds"])
 def test_a_layout_of_no_heads(op):
     layout, values, dense = fw.BlockLayout(np.zeros((0, 2, 2), bool), 8), jnp.zeros((0, 8, 8)), jnp.ones((16, 5))

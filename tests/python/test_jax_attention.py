@@ -146,6 +146,19 @@ def test_operators(text):
     check_grads(lambda q, k: fwj.r_sddmm(q, k, pattern), arrays[:2], order=2, modes=["rev"], rtol=0.05)
 
 
+def test_what_is_differentiated_once_says_so():
+    pattern = parse("sliding_window(16, 3, 0)")
+    q = jnp.ones((1, 2, 16, 8))
+    calls = {
+        "attention": (lambda x: fwj.attention(x, q, q, pattern), q),
+        "r_softmax": (lambda x: fwj.r_softmax(x, pattern), fwj.r_sddmm(q, q, pattern)),
+    }
+    for op, (call, x) in calls.items():
+        first = jax.grad(lambda x, call=call: (call(x) ** 2).sum())
+        with pytest.raises(NotImplementedError, match=rf"^{op}: gradient: expected .*, got a second time; "):
+            jax.grad(lambda x, first=first: first(x).sum())(x)
+
+
 def test_bad_calls():
     pattern = parse("dilated(20, 2, 3)")
     q, k, v = map(to_jax, inputs(pattern))

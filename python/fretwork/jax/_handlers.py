@@ -1,6 +1,8 @@
 """The library's handlers, made known to XLA, and what the functions that call them share."""
 
 import ctypes
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -62,3 +64,16 @@ def default_precision() -> str:
     """JAX's own default lets a GPU round fp32 operands to tf32."""
     setting = str(jax.config.jax_default_matmul_precision).lower()  # type: ignore[attr-defined]
     return "ieee" if setting in ("highest", "float32", "f32_f32_f32") else "tf32"
+
+
+def differentiated_once(op: str, gradient: Callable[..., Any], instead: str) -> Callable[..., Any]:
+    """A gradient that has none itself, and says so before JAX names the call behind it."""
+    call = jax.custom_jvp(gradient)
+
+    @call.defjvp
+    def _(primals: object, tangents: object) -> NoReturn:
+        raise NotImplementedError(
+            f"{op}: gradient: expected to be differentiated once, got a second time; for second derivatives {instead}"
+        )
+
+    return call

@@ -17,6 +17,7 @@ from fretwork._shapes import both
 from fretwork.jax._handlers import array as _array
 from fretwork.jax._handlers import check_precision as _check_precision
 from fretwork.jax._handlers import default_precision as _default_precision
+from fretwork.jax._handlers import differentiated_once
 from fretwork.jax._handlers import operand as _operand
 from fretwork.pattern import BlockLayout, flag, number
 
@@ -263,7 +264,8 @@ def _softmax_gradients(p: _Softmax, out: jax.Array, d: jax.Array) -> Sequence[ja
             results[1] = results[1].sum(axis=1, keepdims=True)
         return results, [True] * len(results)
 
-    return call(out, d)
+    instead = "apply jax.nn.softmax to unpack(values, layout, fill=-jnp.inf)"
+    return differentiated_once("block_softmax", call, instead)(out, d)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -272,7 +274,7 @@ def _softmax(p: _Softmax, values: jax.Array, *extras: jax.Array) -> jax.Array:
 
 
 def _softmax_forward(p: _Softmax, values: jax.Array, *extras: jax.Array) -> tuple[jax.Array, jax.Array]:
-    out = _softmax_call(p, values, *extras)
+    out = _softmax(p, values, *extras)
     return out, out
 
 
@@ -321,7 +323,8 @@ def block_softmax(
     """Softmax over the stored entries of each row of values·scale + rpe + key padding + attention mask.
 
     `rpe` broadcasts to (Z, H, M, N); `key_padding_mask` is (Z, N), `attn_mask` (M, N) or (H, M, N). Mode "add" adds a
-    mask, "mul" turns its zeros into −inf. A row with nothing left gives zeros. Gradients go to values and rpe.
+    mask, "mul" turns its zeros into −inf. A row with nothing left gives zeros. Gradients go to values and rpe; masks
+    count as constants: add what learns to rpe.
 
     >>> layout = BlockLayout([[1, 0], [1, 1]], block=8)
     >>> block_softmax(jnp.zeros((3, 8, 8)), layout)[:, 0, 0].tolist()

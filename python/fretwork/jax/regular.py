@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from fretwork import _shapes
 from fretwork._shapes import fail
-from fretwork.jax._handlers import array, check_precision, default_precision, operand
+from fretwork.jax._handlers import array, check_precision, default_precision, differentiated_once, operand
 from fretwork.pattern import Pattern, number, row_width
 
 
@@ -116,7 +116,8 @@ def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
             found[3] = found[3].sum(axis=1, keepdims=True)
         return found, [True] * count
 
-    return call(*arguments)
+    instead = "apply jax.nn.softmax to scores with -inf where pattern.numpy_mask() is False"
+    return differentiated_once("attention", call, instead)(*arguments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -125,7 +126,7 @@ def _attention(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
 
 
 def _attention_forward(p: _Attention, *arguments: jax.Array) -> tuple[Sequence[jax.Array], tuple[jax.Array, ...]]:
-    results = _attention_call(p, *arguments)
+    results = _attention(p, *arguments)
     return results, (*arguments, *results)
 
 
@@ -331,7 +332,7 @@ def _softmax_backward(pattern: Pattern, scale: float, out: jax.Array, d: jax.Arr
         result, options = jax.ShapeDtypeStruct(out.shape, out.dtype), {"scale": np.float64(scale)}
         return jax.ffi.ffi_call("fretwork_r_softmax_backward", result)(out, d, pattern=pattern.text, **options)
 
-    return (_folded(call)(out, d),)
+    return (differentiated_once("r_softmax", _folded(call), "apply jax.nn.softmax to its entries")(out, d),)
 
 
 _softmax.defvjp(_softmax_forward, _softmax_backward)

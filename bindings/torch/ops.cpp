@@ -206,13 +206,14 @@ void block_softmax_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Text key = arguments.text();
   const double scale = arguments.number();
   const Text rpe = arguments.text();
+  const auto rpe_dtype = static_cast<std::int32_t>(arguments.integer());
 
   const auto layout = block_layout(kOp, key);
   const fretwork::TensorView result = view(kOp, "out", out), upstream = view(kOp, "d_out", d_out);
   const bool with_rpe = rpe.view() != "none";
   const Tensor d_values = empty_like(result.shape(), out);
   const Tensor d_rpe =
-      empty_like(with_rpe ? rpe_shape(rpe.view(), result, *layout) : std::vector<std::int64_t>{0}, out);
+      empty(with_rpe ? rpe_shape(rpe.view(), result, *layout) : std::vector<std::int64_t>{0}, rpe_dtype, out);
   const fretwork::TensorView d_rpe_view = view(kOp, "d_rpe", d_rpe);
   Call call(out);
   fretwork::block_softmax_backward(result, upstream, *layout, scale, view(kOp, "d_values", d_values),
@@ -332,7 +333,9 @@ STABLE_TORCH_LIBRARY(fretwork, m) {
   m.def(
       "block_softmax(Tensor values, str layout, float scale, Tensor? rpe, Tensor? key_padding_mask, Tensor? attn_mask, "
       "str key_padding_mask_mode, str attn_mask_mode) -> Tensor");
-  m.def("block_softmax_backward(Tensor out, Tensor d_out, str layout, float scale, str rpe) -> (Tensor, Tensor)");
+  m.def(
+      "block_softmax_backward(Tensor out, Tensor d_out, str layout, float scale, str rpe, ScalarType rpe_dtype) -> "
+      "(Tensor, Tensor)");
   m.def("block_pack(Tensor dense, str layout) -> Tensor");
   m.def("block_unpack(Tensor values, str layout, float fill) -> Tensor");
   m.def("kronecker_to_dense(Tensor w) -> Tensor");

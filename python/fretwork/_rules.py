@@ -145,15 +145,17 @@ def _softmax_fake(
 
 
 @torch.library.register_fake("fretwork::block_softmax_backward")
-def _softmax_backward_fake(out: Tensor, d_out: Tensor, key: str, scale: float, rpe: str) -> tuple[Tensor, Tensor]:
+def _softmax_backward_fake(
+    out: Tensor, d_out: Tensor, key: str, scale: float, rpe: str, rpe_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     shape = [0] if rpe == "none" else _rpe_shape(rpe, out, block_layout(key))
-    return out.new_empty(out.shape), out.new_empty(shape)
+    return out.new_empty(out.shape), out.new_empty(shape, dtype=rpe_dtype)
 
 
 def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.key, ctx.scale, rpe = inputs[:4]
     ctx.rpe = "none"
-    ctx.rpe_shape = None
+    ctx.rpe_shape, ctx.rpe_dtype = None, output.dtype
     if rpe is not None and ctx.needs_input_grad[3]:
         ctx.rpe_shape, ctx.rpe_dtype = rpe.shape, rpe.dtype
         # One number for a whole row only shifts it, which a softmax does not feel: no sum that rounds is asked for.
@@ -166,11 +168,10 @@ def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     (out,) = ctx.saved_tensors
-    d_values, d_rpe = _ops.block_softmax_backward.default(out, gradient, ctx.key, ctx.scale, ctx.rpe)
+    d_values, d_rpe = _ops.block_softmax_backward.default(out, gradient, ctx.key, ctx.scale, ctx.rpe, ctx.rpe_dtype)
     rpe = None
     if ctx.rpe_shape is not None:
-        rpe = gradient.new_zeros(ctx.rpe_shape) if ctx.rpe == "none" else d_rpe
-        rpe = rpe.to(ctx.rpe_dtype)
+        rpe = gradient.new_zeros(ctx.rpe_shape, dtype=ctx.rpe_dtype) if ctx.rpe == "none" else d_rpe
     return d_values if ctx.needs_input_grad[0] else None, None, None, rpe, None, None, None, None
 
 
@@ -203,14 +204,21 @@ def _softmax_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple
 
 
 def _softmax_backward_vmap(
-    info: Any, in_dims: tuple[Any, ...], out: Tensor, d_out: Tensor, key: str, scale: float, rpe: str
+    info: Any,
+    in_dims: tuple[Any, ...],
+    out: Tensor,
+    d_out: Tensor,
+    key: str,
+    scale: float,
+    rpe: str,
+    dtype: torch.dtype,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     batch, sample = info.batch_size, _sample(out, in_dims[0])
     z = _size(sample, -4)
     out, d_out = (_fold(t, d, batch, z, always=True) for t, d in zip((out, d_out), in_dims, strict=False))
     # The gradient of rpe is asked for with every Z, and summed here where rpe has none.
     asked = rpe if rpe == "none" else "z" + rpe[-3:].rjust(3, "1")
-    d_values, d_rpe = _ops.block_softmax_backward.default(out, d_out, key, scale, asked)
+    d_values, d_rpe = _ops.block_softmax_backward.default(out, d_out, key, scale, asked, dtype)
     if rpe == "none":
         return (d_values.reshape(batch, *sample), d_rpe.new_empty(batch, 0)), (0, 0)
     d_rpe = d_rpe.reshape(batch, z, *d_rpe.shape[1:])

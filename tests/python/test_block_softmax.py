@@ -109,6 +109,24 @@ def test_rpe_of_another_dtype(device):
     assert_close(gradients[1].bfloat16(), exact[1], torch.bfloat16, "gradient of rpe")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["plain", "vmap"])
+def test_the_gradient_of_a_float_rpe_is_not_rounded_to_half(lead, dtype, device):
+    """One number for a column sums over all rows, beyond what float16 holds and finer than bfloat16 does."""
+    layout = fw.BlockLayout(torch.ones(64, 1), 8)
+    values, upstream = torch.randn(*lead, 64, 8, 8).to(device, dtype), torch.zeros(*lead, 64, 8, 8)
+    upstream[..., 0] = 8192.0
+    rpe = torch.randn(8, device=device, requires_grad=True)
+    call = lambda v: fw.block_softmax(v, layout, rpe=rpe)  # noqa: E731
+    out = torch.vmap(call)(values) if lead else call(values)
+    (gradient,) = torch.autograd.grad(out, rpe, upstream.to(device, dtype))
+    r = rpe.detach().cpu().double().requires_grad_()
+    (exact,) = torch.autograd.grad((values.cpu().double() + r).softmax(-1), r, upstream.double())
+    assert gradient.dtype == torch.float32 and exact.abs().max() > 65504
+    assert not torch.equal(gradient, gradient.to(dtype).float())
+    assert (gradient.cpu() - exact).abs().max() < 1e-3 * exact.abs().max()  # it is made of a result that is rounded
+
+
 def test_only_rpe_requires_grad(device):
     layout = some_layout()
     rpe = torch.randn(1, 2, 48, 64, device=device, requires_grad=True)

@@ -45,7 +45,7 @@ def arguments(op, device, layout=None, dtype=torch.float32, grad=True, lead=(2, 
         return values(), layout.key, 0.5, rpe, None, torch.rand(m, n, device=device) < 0.8, "add", "mul"
     if op == "block_softmax_backward":
         with torch.no_grad():
-            return fw.block_softmax(values(), layout), values().detach(), layout.key, 0.5, "h1n"
+            return fw.block_softmax(values(), layout), values().detach(), layout.key, 0.5, "h1n", dtype
     if op == "block_pack":
         return tensor(*lead, m, n), layout.key
     return values(), layout.key, 2.0

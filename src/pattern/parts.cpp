@@ -190,7 +190,9 @@ void merge_along(std::vector<Part>& parts, std::size_t axis, std::size_t axes) {
       slots[n].others = k == axis ? slots[n].others : mixed(slots[n].others + k, parts[n][k]);
     }
   }
-  std::sort(slots.begin(), slots.end());
+  if (!std::is_sorted(slots.begin(), slots.end())) {
+    std::sort(slots.begin(), slots.end());
+  }
   const auto equal_others = [&](const Part& a, const Part& b) {
     bool equal = true;
     for (std::size_t k = 0; k < axes; ++k) {
@@ -310,6 +312,14 @@ Wide count(const PartGroup& group) {
 std::optional<AxisRange> join(const AxisRange& a, const AxisRange& b) {
   AxisRange both{std::min(a.row_begin, b.row_begin), std::max(a.row_end, b.row_end), std::min(a.col_begin, b.col_begin),
                  std::max(a.col_end, b.col_end),     std::min(a.low, b.low),         std::max(a.high, b.high)};
+  // A row that only one of them has must be the same in both: most that do not join are told by their nearest rows.
+  const auto differs = [&](const AxisRange& x, std::int64_t row) {
+    return std::max(both.col_begin, row + both.low) != std::max(x.col_begin, row + x.low) ||
+           std::min(both.col_end, row + both.high + 1) != std::min(x.col_end, row + x.high + 1);
+  };
+  if (a.row_end <= b.row_begin && (differs(a, a.row_end - 1) || differs(b, b.row_begin))) {
+    return std::nullopt;
+  }
   if (count(both) != count(a) + count(b)) {
     return std::nullopt;
   }

@@ -30,7 +30,7 @@ std::int64_t width_of(const AxisRange& a) { return std::min(cols_of(a), a.high -
 std::int64_t up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// At least as many as a part's elements, and of that order.
-double size_of(const Part& part, int axes) {
+double size_of(const AxisRange* part, int axes) {
   double product = 1;
   for (int k = 0; k < axes; ++k) {
     product *= static_cast<double>(rows_of(part[k])) * static_cast<double>(width_of(part[k]));
@@ -49,13 +49,14 @@ Reached reached(const AxisRange& part, std::int64_t first, std::int64_t last) {
 }
 
 /// What an axis spans, all parts together.
-AxisRange hull(std::span<const Part> parts, int axis) {
+AxisRange hull(const Parts& parts, int axis) {
   AxisRange all = parts[0][axis];
-  for (const Part& part : parts) {
-    all.row_begin = std::min(all.row_begin, part[axis].row_begin);
-    all.row_end = std::max(all.row_end, part[axis].row_end);
-    all.col_begin = std::min(all.col_begin, part[axis].col_begin);
-    all.col_end = std::max(all.col_end, part[axis].col_end);
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    const AxisRange& part = parts[p][axis];
+    all.row_begin = std::min(all.row_begin, part.row_begin);
+    all.row_end = std::max(all.row_end, part.row_end);
+    all.col_begin = std::min(all.col_begin, part.col_begin);
+    all.col_end = std::max(all.col_end, part.col_end);
   }
   return all;
 }
@@ -118,7 +119,7 @@ struct Choice {
 /// Chooses extents for parts that share their tiles.
 class Chooser {
  public:
-  Chooser(int axes, const TileShape& shape, std::span<const Part> parts) : axes_(axes), shape_(shape) {
+  Chooser(int axes, const TileShape& shape, const Parts& parts) : axes_(axes), shape_(shape), sample_(axes) {
     for (int k = 0; k < axes_; ++k) {
       hulls_[k] = hull(parts, k);
     }
@@ -210,7 +211,7 @@ class Chooser {
   }
 
   /// The largest parts, and some of the others in their stead.
-  void sample(std::span<const Part> parts) {
+  void sample(const Parts& parts) {
     std::vector<std::pair<double, std::size_t>> sizes(parts.size());
     for (std::size_t p = 0; p < parts.size(); ++p) {
       sizes[p] = {-size_of(parts[p], axes_), p};
@@ -220,7 +221,7 @@ class Chooser {
     const std::size_t others = std::min(parts.size() - largest, kOthers);
     for (std::size_t n = 0; n < largest + others; ++n) {
       const std::size_t at = n < largest ? n : largest + (n - largest) * (parts.size() - largest) / others;
-      sample_.push_back(parts[sizes[at].second]);
+      sample_.add(parts[sizes[at].second]);
       weight_.push_back(n < largest ? 1 : static_cast<double>(parts.size() - largest) / static_cast<double>(others));
     }
   }
@@ -286,11 +287,11 @@ class Chooser {
   }
 
   /// The different ranges of each axis: a grid's parts are products of a few of them.
-  void find_ranges(std::span<const Part> parts) {
+  void find_ranges(const Parts& parts) {
     for (int k = 0; k < axes_ && product_; ++k) {
-      for (const Part& part : parts) {
-        if (std::find(ranges_[k].begin(), ranges_[k].end(), part[k]) == ranges_[k].end()) {
-          ranges_[k].push_back(part[k]);
+      for (std::size_t p = 0; p < parts.size(); ++p) {
+        if (std::find(ranges_[k].begin(), ranges_[k].end(), parts[p][k]) == ranges_[k].end()) {
+          ranges_[k].push_back(parts[p][k]);
           if (ranges_[k].size() > kMostRanges) {
             product_ = false;
             return;
@@ -337,7 +338,7 @@ class Chooser {
   int axes_;
   TileShape shape_;
   std::array<AxisRange, kMaxAxes> hulls_{};
-  std::vector<Part> sample_;
+  Parts sample_;
   std::vector<double> weight_;
   std::array<std::vector<AxisRange>, kMaxAxes> ranges_;
   bool product_ = true;
@@ -346,14 +347,15 @@ class Chooser {
 };
 
 struct Cluster {
-  std::vector<Part> parts;
+  Parts parts;
   Choice choice;
 };
 
 /// Parts by the magnitudes of their ranges: what suits one of a kind suits the others.
-std::vector<std::vector<Part>> kinds(int axes, std::span<const Part> parts) {
-  std::map<std::array<std::uint8_t, 3 * kMaxAxes>, std::vector<Part>> found;
-  for (const Part& part : parts) {
+std::vector<Parts> kinds(int axes, const Parts& parts) {
+  std::map<std::array<std::uint8_t, 3 * kMaxAxes>, Parts> found;
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    const AxisRange* const part = parts[p];
     std::array<std::uint8_t, 3 * kMaxAxes> key{};
     std::size_t at = 0;
     for (int k = 0; k < axes; ++k) {
@@ -361,16 +363,16 @@ std::vector<std::vector<Part>> kinds(int axes, std::span<const Part> parts) {
         key[at++] = static_cast<std::uint8_t>(std::bit_width(static_cast<std::uint64_t>(length)));
       }
     }
-    found[key].push_back(part);
+    found.try_emplace(key, axes).first->second.add(part);
   }
-  std::vector<std::vector<Part>> made;
+  std::vector<Parts> made;
   for (auto& [key, members] : found) {
     made.push_back(std::move(members));
   }
   return made;
 }
 
-std::vector<Cluster> one_cluster(std::vector<Part> parts, const Choice& choice) {
+std::vector<Cluster> one_cluster(Parts parts, const Choice& choice) {
   std::vector<Cluster> made(1);
   made[0].parts = std::move(parts);
   made[0].choice = choice;
@@ -378,11 +380,10 @@ std::vector<Cluster> one_cluster(std::vector<Part> parts, const Choice& choice) 
 }
 
 /// Splits off the kind that loses most by sharing its tiles, with those that its tiles suit, while that pays.
-std::vector<Cluster> split(int axes, const TileShape& shape, std::vector<Part> parts) {
+std::vector<Cluster> split(int axes, const TileShape& shape, Parts parts) {
   constexpr std::size_t kMostKinds = 12;
   Choice shared = Chooser(axes, shape, parts).choose();
-  const std::vector<std::vector<Part>> members =
-      axes > 1 && parts.size() > 1 ? kinds(axes, parts) : std::vector<std::vector<Part>>();
+  const std::vector<Parts> members = axes > 1 && parts.size() > 1 ? kinds(axes, parts) : std::vector<Parts>();
   std::vector<Choice> alone;
   std::size_t worst = 0;
   double most = 0.1 * shared.cost;
@@ -398,15 +399,16 @@ std::vector<Cluster> split(int axes, const TileShape& shape, std::vector<Part> p
   if (worst == 0) {
     return one_cluster(std::move(parts), shared);
   }
-  std::vector<Part> off, rest;
+  Parts off(axes), rest(axes);
   for (std::size_t n = 0; n < members.size(); ++n) {
     const Choice& choice = alone[worst - 1];
     const bool suits =
         n + 1 == worst || Chooser(axes, shape, members[n]).rate(choice.row, choice.col).cost <= 1.1 * alone[n].cost;
-    std::vector<Part>& to = suits ? off : rest;
-    to.insert(to.end(), members[n].begin(), members[n].end());
+    for (std::size_t p = 0; p < members[n].size(); ++p) {
+      (suits ? off : rest).add(members[n][p]);
+    }
   }
-  if (rest.empty()) {
+  if (rest.size() == 0) {
     return one_cluster(std::move(parts), shared);
   }
   std::vector<Cluster> made = split(axes, shape, std::move(rest));
@@ -419,19 +421,23 @@ std::vector<Cluster> split(int axes, const TileShape& shape, std::vector<Part> p
 }
 
 /// Where parts begin and end on an axis.
-std::vector<std::int64_t> edges(std::span<const Part> parts, int axis, bool row) {
+std::vector<std::int64_t> edges(const Parts& parts, int axis, bool row) {
   std::vector<std::int64_t> found;
-  for (const Part& part : parts) {
-    found.push_back(row ? part[axis].row_begin : part[axis].col_begin);
-    found.push_back(row ? part[axis].row_end : part[axis].col_end);
+  found.reserve(2 * parts.size());
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    const AxisRange& part = parts[p][axis];
+    found.push_back(row ? part.row_begin : part.col_begin);
+    found.push_back(row ? part.row_end : part.col_end);
   }
-  std::sort(found.begin(), found.end());
+  if (!std::is_sorted(found.begin(), found.end())) {  // documents come in order
+    std::sort(found.begin(), found.end());
+  }
   found.erase(std::unique(found.begin(), found.end()), found.end());
   return found;
 }
 
 /// Column intervals for each row interval: as few as cover what its parts reach.
-void cut_own(std::span<const Part> parts, int axis, const Cuts& rows, int extent, std::span<const std::int64_t> forced,
+void cut_own(const Parts& parts, int axis, const Cuts& rows, int extent, std::span<const std::int64_t> forced,
              Cuts& cols, std::vector<int>& first) {
   std::vector<std::vector<int>> active(static_cast<std::size_t>(rows.size()));
   for (std::size_t p = 0; p < parts.size(); ++p) {
@@ -481,10 +487,10 @@ class Cutter {
       hulls_[k] = hull(a_.parts, k);
     }
     double most = 0;
-    for (const Part& part : a_.parts) {
-      if (const double size = size_of(part, a_.view.axes); size > most) {
+    for (std::size_t p = 0; p < a_.parts.size(); ++p) {
+      if (const double size = size_of(a_.parts[p], a_.view.axes); size > most) {
         most = size;
-        largest_ = part;
+        largest_ = a_.parts[p];
       }
     }
     a_.row.free_axis = free_axis(choice.row, true);
@@ -550,7 +556,7 @@ class Cutter {
         Cuts cols;
         std::vector<int> first;
         cut_own(a_.parts, k, row, col_extent, col_walls, cols, first);
-        consider(k, row, cols, first);
+        consider(k, row, std::move(cols), std::move(first));
       }
     }
   }
@@ -585,12 +591,12 @@ class Cutter {
   }
 
   /// `preference` below 1 takes these cuts even where they need a little more.
-  void consider(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own, double preference = 1) {
+  void consider(int k, const Cuts& rows, Cuts cols, std::vector<int> own, double preference = 1) {
     if (const double now = preference * cost(k, rows, cols, own); now < best_ * 0.99) {
       best_ = now;
       a_.row.cuts[k] = rows;
-      a_.col.cuts[k] = cols;
-      a_.col.own[k] = own;
+      a_.col.cuts[k] = std::move(cols);
+      a_.col.own[k] = std::move(own);
     }
   }
 
@@ -633,32 +639,34 @@ class Cutter {
   /// Parts by the magnitude of how many rows they have, then by where these begin: of each magnitude those that meet
   /// some rows stand together, however long others are.
   struct Ordered {
-    int magnitude;
     std::int64_t row_begin;
     std::size_t part;
-    bool operator<(const Ordered& other) const {
-      return magnitude != other.magnitude ? magnitude < other.magnitude : row_begin < other.row_begin;
-    }
+    auto operator<=>(const Ordered&) const = default;
   };
   void order_parts(int axis) {
-    order_.clear();
+    order_.assign(1, {});
     for (std::size_t p = 0; p < a_.parts.size(); ++p) {
       const AxisRange& part = a_.parts[p][axis];
-      order_.push_back(
-          {static_cast<int>(std::bit_width(static_cast<std::uint64_t>(rows_of(part)))), part.row_begin, p});
+      const auto magnitude = static_cast<std::size_t>(std::bit_width(static_cast<std::uint64_t>(rows_of(part))));
+      order_.resize(std::max(order_.size(), magnitude + 1));
+      order_[magnitude].push_back({part.row_begin, p});
     }
-    std::sort(order_.begin(), order_.end());
+    for (std::vector<Ordered>& some : order_) {
+      if (!std::is_sorted(some.begin(), some.end())) {
+        std::sort(some.begin(), some.end());
+      }
+    }
   }
   /// Those that may have rows of [begin, end).
   template <typename Act>
   void each_part(std::int64_t begin, std::int64_t end, const Act& act) const {
-    for (auto at = order_.begin(); at != order_.end();) {
-      const int magnitude = at->magnitude;
-      at = std::upper_bound(at, order_.end(), Ordered{magnitude, begin - (std::int64_t{1} << magnitude), 0});
-      for (; at != order_.end() && at->magnitude == magnitude && at->row_begin < end; ++at) {
+    for (std::size_t magnitude = 0; magnitude < order_.size(); ++magnitude) {
+      const std::vector<Ordered>& some = order_[magnitude];
+      const std::int64_t first = begin - (std::int64_t{1} << magnitude) + 1;
+      for (auto at = std::lower_bound(some.begin(), some.end(), Ordered{first, 0});
+           at != some.end() && at->row_begin < end; ++at) {
         act(at->part);
       }
-      at = std::lower_bound(at, order_.end(), Ordered{magnitude + 1, std::numeric_limits<std::int64_t>::min(), 0});
     }
   }
 
@@ -690,11 +698,11 @@ class Cutter {
   Arrangement& a_;
   std::array<bool, kMaxAxes> own_;
   Line row_line_, col_line_;
-  Part largest_{};
+  const AxisRange* largest_ = nullptr;
   std::array<AxisRange, kMaxAxes> hulls_{};
   double best_ = 0, reach_elsewhere_ = 1;
   std::vector<double> share_;
-  std::vector<Ordered> order_;
+  std::vector<std::vector<Ordered>> order_;  ///< by magnitude
   std::vector<std::pair<std::ptrdiff_t, std::ptrdiff_t>> met_;
 };
 
@@ -720,36 +728,36 @@ int run_axis(const Arrangement& a) {
 
 }  // namespace
 
-Part tightened(Part part, int axes) {
-  for (int k = 0; k < axes; ++k) {
-    AxisRange& axis = part[k];
-    axis.low = std::max(axis.low, axis.col_begin - (axis.row_end - 1));
-    axis.high = std::min(axis.high, axis.col_end - 1 - axis.row_begin);
-  }
-  return part;
+AxisRange tightened(AxisRange range) {
+  range.low = std::max(range.low, range.col_begin - (range.row_end - 1));
+  range.high = std::min(range.high, range.col_end - 1 - range.row_begin);
+  return range;
 }
 
 std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups,
                                  const TileShape& shape) {
-  std::vector<PartGroup> views;
+  std::vector<std::pair<View, Parts>> views;
   for (const PartGroup& group : groups) {
-    auto at = std::find_if(views.begin(), views.end(), [&](const PartGroup& v) { return v.view == group.view; });
+    const int axes = group.view.axes;
+    auto at = std::find_if(views.begin(), views.end(), [&](const auto& v) { return v.first == group.view; });
     if (at == views.end()) {
-      at = views.insert(at, {group.view, {}});
+      at = views.insert(at, {group.view, Parts(axes)});
     }
-    at->parts.reserve(at->parts.size() + group.parts.size());
+    at->second.reserve(at->second.size() + group.parts.size());
+    Part tight;
     for (const Part& part : group.parts) {
-      at->parts.push_back(tightened(part, group.view.axes));
+      std::transform(part.begin(), part.begin() + axes, tight.begin(), tightened);
+      at->second.add(tight.data());
     }
   }
   std::vector<Arrangement> made;
-  for (PartGroup& group : views) {
-    if (group.parts.empty()) {
+  for (auto& [view, parts] : views) {
+    if (parts.size() == 0) {
       continue;
     }
-    for (Cluster& cluster : split(group.view.axes, shape, std::move(group.parts))) {
+    for (Cluster& cluster : split(view.axes, shape, std::move(parts))) {
       Arrangement& a = made.emplace_back();
-      a.view = group.view;
+      a.view = view;
       a.parts = std::move(cluster.parts);
       Cutter(a, cluster.choice, rows, cols).cut_all();
       a.run_axis = run_axis(a);

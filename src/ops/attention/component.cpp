@@ -176,11 +176,12 @@ class Reaches {
       return;
     }
     part_ = part;
-    const int start =
-        static_cast<int>(std::upper_bound(rows_.end.begin(), rows_.end.end(), part.row_begin) - rows_.end.begin());
-    const int stop =
-        static_cast<int>(std::lower_bound(rows_.begin.begin(), rows_.begin.end(), part.row_end) - rows_.begin.begin());
-    met_ = stop_ = whole_ = broken_ = start < stop && own_.empty() ? first_col(part.row_begin) : 0;
+    const int start = start_ = above(rows_.end, part.row_begin, start_);
+    const int stop = above(rows_.begin, part.row_end - 1, start);
+    if (start < stop && own_.empty()) {  // the first interval that rows from here on can meet
+      first_col_ = above(cols_.end, std::max(part.col_begin, part.row_begin + part.low), first_col_);
+    }
+    met_ = stop_ = whole_ = broken_ = first_col_;
     parts_.push_back({start, std::max(start, stop), first_.size()});
     first_.push_back(found_.size());
     for (int i = start; i < stop; ++i) {
@@ -202,10 +203,16 @@ class Reaches {
     int first_row, last_row;
     std::size_t at;
   };
-  /// The first interval that rows from here on can meet.
-  int first_col(std::int64_t row) const {
-    const std::int64_t begin = std::max(part_.col_begin, row + part_.low);
-    return static_cast<int>(std::upper_bound(cols_.end.begin(), cols_.end.end(), begin) - cols_.end.begin());
+  /// The first of x above a value, looked for from a place on: most often parts follow one another.
+  static int above(const std::vector<std::int64_t>& x, std::int64_t value, int near) {
+    constexpr std::ptrdiff_t kSteps = 4;
+    auto at = x.begin() + (near > 0 && x[static_cast<std::size_t>(near - 1)] > value ? 0 : near);
+    for (const auto stop = at + std::min(kSteps, x.end() - at); at != stop; ++at) {
+      if (*at > value) {
+        return static_cast<int>(at - x.begin());
+      }
+    }
+    return static_cast<int>(std::upper_bound(at, x.end(), value) - x.begin());
   }
   void add(int i) {
     const std::int64_t from = rows_.begin[static_cast<std::size_t>(i)], to = rows_.end[static_cast<std::size_t>(i)];
@@ -268,6 +275,7 @@ class Reaches {
   const Cuts& cols_;
   const std::vector<int>& own_;
   Numbers& meetings_;
+  int start_ = 0, first_col_ = 0;  ///< of the part before
   int met_ = 0, stop_ = 0, whole_ = 0, broken_ = 0;
   std::vector<Rows> parts_;
   std::vector<std::size_t> first_;
@@ -275,12 +283,12 @@ class Reaches {
 };
 
 void set_range(std::uint32_t* words, int begin, int end) {
-  for (int n = begin; n < end;) {
-    const int stop = std::min(end, (n | 31) + 1);
-    const std::uint32_t bits = stop - n == 32 ? ~0u : ((1u << (stop - n)) - 1) << (n & 31);
-    words[n / 32] |= bits;
-    n = stop;
+  const int last = (end - 1) >> 5;
+  std::uint32_t bits = ~0u << (begin & 31);
+  for (int word = begin >> 5; word < last; ++word, bits = ~0u) {
+    words[word] |= bits;
   }
+  words[last] |= bits & ~0u >> (-end & 31);
 }
 
 class Maker {
@@ -293,8 +301,8 @@ class Maker {
         cols_(make_grid(in_.view, in_.col, in_.run_axis, in_.view.col_shift, plan.cols)) {
     for (std::size_t k = 0; k < static_cast<std::size_t>(in_.view.axes); ++k) {
       Reaches& axis = reaches_.emplace_back(in_.row.cuts[k], in_.col.cuts[k], in_.col.own[k], meetings_);
-      for (const Part& part : in_.parts) {
-        axis.add(part[k]);
+      for (std::size_t p = 0; p < in_.parts.size(); ++p) {
+        axis.add(in_.parts[p][k]);
       }
     }
     same_shape_until();
@@ -525,8 +533,7 @@ class Maker {
     const int shapes = shape_pairs_.of(pair_of(row_shape, col_shape));
     const int known = mask_keys_.of(pair_of(list, shapes));
     if (known == static_cast<int>(mask_index_.size())) {
-      mask_index_.push_back(draw(list, rows_.shapes[static_cast<std::size_t>(row_shape)],
-                                 cols_.shapes[static_cast<std::size_t>(col_shape)]));
+      mask_index_.push_back(draw(list, row_shape, cols_.shapes[static_cast<std::size_t>(col_shape)]));
     }
     return mask_index_[static_cast<std::size_t>(known)];
   }
@@ -543,9 +550,9 @@ class Maker {
     return axes;
   }
 
-  int draw(int list, const Inside& row, const Inside& col) {
+  int draw(int list, int row_shape, const Inside& col) {
+    const Inside& row = rows_.shapes[static_cast<std::size_t>(row_shape)];
     bits_.assign(static_cast<std::size_t>(plan_.shape.rows * plan_.shape.cols / 32), 0);
-    const std::vector<bool> inside = inside_rows(row);
     for (; list != 0; list = static_cast<int>(lists_.value(list - 1) >> 32)) {
       std::array<Meeting, kMaxAxes> met;
       int piece = static_cast<int>(lists_.value(list - 1) & 0xFFFFFFFFu) + 1;
@@ -571,81 +578,103 @@ class Maker {
         whole = col.end[u] - col.begin[u] == in_.col.extent[u];
       }
     }
-    return masks_.add(bits_, inside, prefix);
+    return masks_.add(bits_, inside_rows(row_shape), prefix);
   }
 
   /// The places of a row tile that are inside.
-  std::vector<bool> inside_rows(const Inside& row) const {
-    std::vector<bool> inside(static_cast<std::size_t>(plan_.shape.rows));
-    each_row(row, nullptr,
-             [&](int m, const std::array<int, kMaxAxes>&) { inside[static_cast<std::size_t>(m)] = true; });
+  const std::vector<bool>& inside_rows(int row_shape) {
+    inside_.resize(rows_.shapes.size());
+    std::vector<bool>& inside = inside_[static_cast<std::size_t>(row_shape)];
+    if (inside.empty()) {
+      inside.resize(static_cast<std::size_t>(plan_.shape.rows));
+      each_line(rows_.shapes[static_cast<std::size_t>(row_shape)],
+                [&](int m, int count, const std::array<int, kMaxAxes>&) {
+                  std::fill(inside.begin() + m, inside.begin() + m + count, true);
+                });
+    }
     return inside;
   }
 
   void draw_piece(const std::array<Meeting, kMaxAxes>& met, const Inside& row, const Inside& col) {
-    each_row(row, &met, [&](int m, const std::array<int, kMaxAxes>& digit) {
-      draw_row(met, digit, col, bits_.data() + m * (plan_.shape.cols / 32));
+    each_line(row, [&](int m, int count, const std::array<int, kMaxAxes>& digit) {
+      draw_line(met, digit, count, col, bits_.data() + m * (plan_.shape.cols / 32));
     });
   }
 
-  /// The places of a row tile with their digits, or those of them that meet.
+  /// The lines of a row tile's places that are inside: neighbours on its innermost axis, and the first one's digits.
   template <typename Act>
-  void each_row(const Inside& row, const std::array<Meeting, kMaxAxes>* met, const Act& act) const {
+  void each_line(const Inside& row, const Act& act) const {
     const std::array<int, kTileAxes> axes = tile_axes(in_.row);
-    std::array<int, kTileAxes> begin{0, 0, 0}, end{1, 1, 1};
-    std::array<int, kMaxAxes> digit{}, origin{};
+    std::array<int, kTileAxes> end{1, 1, 1};
+    std::array<int, kMaxAxes> digit{};
     for (std::size_t n = 0; n < kTileAxes; ++n) {
       if (axes[n] >= 0) {
         const auto k = static_cast<std::size_t>(axes[n]);
-        origin[n] = row.begin[k];
+        digit[k] = row.begin[k];
         end[n] = row.end[k] - row.begin[k];
-        if (met != nullptr) {
-          begin[n] = std::max(0, (*met)[k].row_begin - row.begin[k]);
-          end[n] = std::min(end[n], (*met)[k].row_end - row.begin[k]);
-        }
       }
     }
-    std::array<int, kTileAxes> at{};
-    for (at[0] = begin[0]; at[0] < end[0]; ++at[0]) {
-      for (at[1] = begin[1]; at[1] < end[1]; ++at[1]) {
-        for (at[2] = begin[2]; at[2] < end[2]; ++at[2]) {
-          for (std::size_t n = 0; n < kTileAxes; ++n) {
-            if (axes[n] >= 0) {
-              digit[static_cast<std::size_t>(axes[n])] = origin[n] + at[n];
-            }
+    std::array<int, 2> at{};
+    for (at[0] = 0; at[0] < end[0]; ++at[0]) {
+      for (at[1] = 0; at[1] < end[1]; ++at[1]) {
+        for (std::size_t n = 0; n < 2; ++n) {
+          if (axes[n] >= 0) {
+            const auto k = static_cast<std::size_t>(axes[n]);
+            digit[k] = row.begin[k] + at[n];
           }
-          act((at[0] * rows_.order.extent[1] + at[1]) * rows_.order.extent[2] + at[2], digit);
         }
+        act((at[0] * rows_.order.extent[1] + at[1]) * rows_.order.extent[2], end[2], digit);
       }
     }
   }
 
-  void draw_row(const std::array<Meeting, kMaxAxes>& met, const std::array<int, kMaxAxes>& digit, const Inside& col,
-                std::uint32_t* words) const {
-    std::array<int, kTileAxes> begin{0, 0, 0}, end{1, 1, 1};
-    int at = kTileAxes;
+  /// The columns of an axis that a row meets, of those of [from, to) and counted from there on.
+  struct Met {
+    int begin, end, low, high;
+    Met(const Meeting& m, int from, int to)
+        : begin(std::max(m.col_begin - from, 0)),
+          end(std::min(m.col_end, to) - from),
+          low(m.low == Meeting::kLow ? -(1 << 20) : m.low - from),
+          high(m.high == Meeting::kHigh ? 1 << 20 : m.high - from) {}
+    int first(int digit) const { return std::max(begin, digit + low); }
+    int last(int digit) const { return std::min(end, digit + high + 1); }
+  };
+
+  /// `count` rows along the tile's innermost axis, from these digits on; `words` are the first one's.
+  void draw_line(const std::array<Meeting, kMaxAxes>& met, const std::array<int, kMaxAxes>& digit, int count,
+                 const Inside& col, std::uint32_t* words) const {
+    const int own = tile_axes(in_.row)[kTileAxes - 1];
+    std::array<int, kTileAxes + 1> begin{}, end{1, 1, 1, 1};  // of a row's columns; the last for axes not in the tile
+    std::size_t along = kTileAxes, at = kTileAxes;            // the place of the own axis among those
     for (int k = in_.view.axes - 1; k >= 0; --k) {
       const auto u = static_cast<std::size_t>(k);
-      const Meeting& m = met[u];
-      const int d = digit[u];
-      if (d < m.row_begin || d >= m.row_end) {
+      const std::size_t here = in_.col.extent[u] > 1 ? --at : kTileAxes;
+      const Met now(met[u], col.begin[u], col.end[u]);
+      begin[here] = k == own ? 0 : now.first(digit[u]);
+      end[here] = k == own ? in_.col.extent[u] : now.last(digit[u]);
+      along = k == own ? here : along;
+      const bool meets = digit[u] >= met[u].row_begin && digit[u] < met[u].row_end && begin[here] < end[here];
+      if (k != own && !meets) {
         return;
-      }
-      const int from = std::max({m.col_begin, col.begin[u], m.low == Meeting::kLow ? 0 : d + m.low});
-      const int to = std::min({m.col_end, col.end[u], m.high == Meeting::kHigh ? Meeting::kEnd : d + m.high + 1});
-      if (from >= to) {
-        return;
-      }
-      if (in_.col.extent[u] > 1) {
-        --at;
-        begin[static_cast<std::size_t>(at)] = from - col.begin[u];
-        end[static_cast<std::size_t>(at)] = to - col.begin[u];
       }
     }
+    const auto u = static_cast<std::size_t>(std::max(own, 0));
+    const Meeting line = own >= 0 ? met[u] : Meeting{};
+    const Met now(line, own >= 0 ? col.begin[u] : 0, own >= 0 ? col.end[u] : 1);
+    const int from = std::max(0, line.row_begin - digit[u]), to = std::min(count, line.row_end - digit[u]);
     for (int a = begin[0]; a < end[0]; ++a) {
       for (int b = begin[1]; b < end[1]; ++b) {
-        const int line = (a * cols_.order.extent[1] + b) * cols_.order.extent[2];
-        set_range(words, line + begin[2], line + end[2]);
+        const int place = (a * cols_.order.extent[1] + b) * cols_.order.extent[2];
+        const int on_own = along == 0 ? a : along == 1 ? b : 0;
+        std::uint32_t* row = words + from * (plan_.shape.cols / 32);
+        for (int n = from; n < to; ++n, row += plan_.shape.cols / 32) {
+          const int first = now.first(digit[u] + n), last = now.last(digit[u] + n);
+          if (along == kTileAxes - 1 && first < last) {
+            set_range(row, place + first, place + last);
+          } else if (along != kTileAxes - 1 && first <= on_own && on_own < last) {
+            set_range(row, place + begin[2], place + end[2]);
+          }
+        }
       }
     }
   }
@@ -715,6 +744,7 @@ class Maker {
   static constexpr std::size_t kLine = 256;
   std::array<Before, kLine> before_;  ///< by place on a line of row tiles
   std::vector<std::uint32_t> bits_;
+  std::vector<std::vector<bool>> inside_;  ///< by shape of rows
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -35,10 +36,10 @@ class Masks {
   int add(std::span<const std::uint32_t> bits, const std::vector<bool>& inside, int prefix);
 
  private:
-  int add(const Mask& mask);
+  /// The index of the mask with this content, which is put behind the others if it is new.
+  int number(std::string_view content, const Mask& mask);
   Plan& plan_;
   std::unordered_map<Hash128, int> known_;
-  std::unordered_map<Hash128, int> bits_;
 };
 
 /// Row tiles that no part meets are kept if there are few of them (then covers_rows) and `cover` is set.

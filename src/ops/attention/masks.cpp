@@ -66,39 +66,43 @@ int Masks::add(std::span<const std::uint32_t> bits, const std::vector<bool>& ins
   const auto words = static_cast<std::size_t>(plan_.shape.cols / 32);
   std::vector<Interval> rows(inside.size());
   bool intervals = true;
-  for (std::size_t m = 0; m < rows.size() && intervals; ++m) {
-    const auto row = interval(bits.subspan(m * words, words));
+  int longest = 0;
+  std::optional<int> low;  // a band has one, whatever its limit: the last rows tell most masks that are none
+  for (int m = static_cast<int>(rows.size()) - 1; m >= 0 && intervals; --m) {
+    const auto at = static_cast<std::size_t>(m);
+    if (!inside[at]) {
+      continue;
+    }
+    const auto row = interval(bits.subspan(at * words, words));
     intervals = row.has_value();
-    rows[m] = row.value_or(Interval{0, 0});
-  }
-  if (intervals) {
-    int longest = 0;
-    for (const Interval& row : rows) {
-      longest = std::max(longest, row.end);
-    }
-    for (const int limit : {prefix, std::min(prefix, longest)}) {
-      if (const auto mask = band(rows, inside, limit)) {
-        const bool whole = mask->low == -kNone && mask->high == kNone && limit == plan_.shape.cols;
-        return whole ? -1 : add(*mask);
-      }
+    rows[at] = row.value_or(Interval{0, 0});
+    longest = std::max(longest, rows[at].end);
+    if (rows[at].begin > 0) {
+      intervals = intervals && low.value_or(rows[at].begin - m) == rows[at].begin - m;
+      low = rows[at].begin - m;
     }
   }
-  const auto* const bytes = reinterpret_cast<const char*>(bits.data());
-  const auto [known, added] =
-      bits_.try_emplace(hash128({bytes, bits.size_bytes()}), static_cast<int>(plan_.bits.size()));
-  if (added) {
-    if (plan_.bits.size() + bits.size() > plan_.bits.capacity()) {
-      plan_.bits.reserve(4 * plan_.bits.size() + bits.size());  // room costs no memory before it is used, copies do
+  for (const int limit : {prefix, std::min(prefix, longest)}) {
+    if (const auto mask = intervals ? band(rows, inside, limit) : std::nullopt) {
+      const bool whole = mask->low == -kNone && mask->high == kNone && limit == plan_.shape.cols;
+      const std::int32_t fields[] = {mask->low, mask->high, mask->limit};
+      return whole ? -1 : number({reinterpret_cast<const char*>(fields), sizeof fields}, *mask);
+    }
+  }
+  const std::size_t size = plan_.bits.size();
+  const int found = number({reinterpret_cast<const char*>(bits.data()), bits.size_bytes()},
+                           {-kNone, kNone, plan_.shape.cols, static_cast<std::int32_t>(size)});
+  if (plan_.masks[static_cast<std::size_t>(found)].bits == static_cast<std::int32_t>(size)) {  // it is new
+    if (size + bits.size() > plan_.bits.capacity()) {
+      plan_.bits.reserve(4 * size + bits.size());  // room costs no memory before it is used, copies do
     }
     plan_.bits.insert(plan_.bits.end(), bits.begin(), bits.end());
   }
-  return add({-kNone, kNone, plan_.shape.cols, known->second});
+  return found;
 }
 
-int Masks::add(const Mask& mask) {
-  const std::int32_t fields[] = {mask.low, mask.high, mask.limit, mask.bits};
-  const auto key = hash128({reinterpret_cast<const char*>(fields), sizeof fields});
-  const auto [known, added] = known_.try_emplace(key, static_cast<int>(plan_.masks.size()));
+int Masks::number(std::string_view content, const Mask& mask) {
+  const auto [known, added] = known_.try_emplace(hash128(content), static_cast<int>(plan_.masks.size()));
   if (added) {
     plan_.masks.push_back(mask);
   }

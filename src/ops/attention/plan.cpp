@@ -51,15 +51,15 @@ class Used {
 
   std::int64_t add(const View& view, const Part& part, bool row) {
     std::array<std::int64_t, kMaxAxes> at{};
-    std::int64_t places = 1, base = row ? -view.row_shift : -view.col_shift;
+    std::int64_t lines = 1, base = row ? -view.row_shift : -view.col_shift;
     const auto begin = [&](std::size_t k) { return row ? part[k].row_begin : part[k].col_begin; };
     const auto size = [&](std::size_t k) { return (row ? part[k].row_end : part[k].col_end) - begin(k); };
     const auto last = static_cast<std::size_t>(view.axes - 1);
     for (std::size_t k = 0; k <= last; ++k) {
       base += begin(k) * view.strides[k];
-      places *= size(k);
+      lines *= k < last ? size(k) : 1;
     }
-    for (std::int64_t line = places / size(last); line > 0; --line) {
+    for (std::int64_t line = 0; line < lines; ++line) {
       std::int64_t from = base;
       for (std::size_t k = 0; k < last; ++k) {
         from += at[k] * view.strides[k];
@@ -72,7 +72,7 @@ class Used {
         }
       }
     }
-    return places;
+    return lines * size(last);
   }
 
   void set(std::int64_t begin, std::int64_t end) {
@@ -196,9 +196,9 @@ std::vector<PartGroup> transposed(std::span<const PartGroup> groups) {
   for (PartGroup& group : made) {
     std::swap(group.view.row_shift, group.view.col_shift);
     for (Part& part : group.parts) {
-      part = tightened(part, group.view.axes);
       for (int k = 0; k < group.view.axes; ++k) {
         AxisRange& axis = part[static_cast<std::size_t>(k)];
+        axis = tightened(axis);
         std::swap(axis.row_begin, axis.col_begin);
         std::swap(axis.row_end, axis.col_end);
         axis.low = -std::exchange(axis.high, -axis.low);

@@ -79,17 +79,25 @@ std::vector<std::int64_t> Ends::forced_cuts(int axis) const {
 
 Cuts cut(std::int64_t begin, std::int64_t end, int extent, std::span<const std::int64_t> forced,
          std::span<const std::int64_t> wished) {
+  const auto after = [](auto at, auto last, std::int64_t value) {  // the first above it, which is near
+    while (at != last && *at <= value) {
+      ++at;
+    }
+    return at;
+  };
   Cuts made;
+  made.begin.reserve(static_cast<std::size_t>(std::max<std::int64_t>(0, end - begin) / extent) + 1);
+  made.end.reserve(made.begin.capacity());
   auto wall = forced.begin();
   auto wish = wished.begin();
   while (begin < end) {
-    wall = std::upper_bound(wall, forced.end(), begin);
+    wall = after(wall, forced.end(), begin);
     std::int64_t stop = std::min(end, begin + extent);
     stop = wall == forced.end() ? stop : std::min(stop, *wall);
     if (extent > 1) {
-      wish = std::upper_bound(wish, wished.end(), begin);
-      const auto after = std::upper_bound(wish, wished.end(), stop);
-      stop = after == wish ? stop : *(after - 1);
+      wish = after(wish, wished.end(), begin);
+      const auto last = after(wish, wished.end(), stop);
+      stop = last == wish ? stop : *(last - 1);
     }
     made.begin.push_back(begin);
     made.end.push_back(stop);

@@ -27,10 +27,24 @@ struct Side {
   int free_axis = 0;  ///< the one where tiles may be cut short by the sequence's ends
 };
 
+/// The parts of a view by as many ranges as it has axes: there may be many of them, and planning looks at them often.
+class Parts {
+ public:
+  explicit Parts(int axes = 1) : axes_(static_cast<std::size_t>(axes)) {}
+  std::size_t size() const { return ranges_.size() / axes_; }
+  const AxisRange* operator[](std::size_t part) const { return ranges_.data() + part * axes_; }
+  void add(const AxisRange* part) { ranges_.insert(ranges_.end(), part, part + axes_); }
+  void reserve(std::size_t parts) { ranges_.reserve(parts * axes_); }
+
+ private:
+  std::size_t axes_;
+  std::vector<AxisRange> ranges_;
+};
+
 /// Parts of one view that share their tiles.
 struct Arrangement {
   View view;
-  std::vector<Part> parts;
+  Parts parts;
   Side row, col;
   int run_axis = 0;  ///< tiles that follow each other along it have consecutive numbers
 };
@@ -83,8 +97,8 @@ class Ends {
   std::vector<Bound> high_;  ///< the sequence's end, and of each axis whose stride is no multiple of the next one's
 };
 
-/// The same part, with the bounds of bands that no pair of digits reaches moved to where they matter.
-Part tightened(Part part, int axes);
+/// The same range, with bounds of its band that no pair of digits reaches moved to where they matter.
+AxisRange tightened(AxisRange range);
 
 /// How the parts of a pattern are arranged in tiles.
 std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups,

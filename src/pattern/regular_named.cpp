@@ -318,7 +318,7 @@ RegularPtr document(std::span<const std::int64_t> lengths, bool causal) {
     AxisRange box = between(total, total + length, total, total + length);
     box.high = causal ? 0 : box.high;
     if (tighten(box)) {
-      groups[0].parts.push_back(part({box}));
+      groups[0].parts.emplace_back()[0] = box;
     }
     total += length;
   }

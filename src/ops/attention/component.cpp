@@ -530,7 +530,7 @@ class Maker {
   }
 
   int mask_of(int list, int row_shape, int col_shape) {
-    const int shapes = shape_pairs_.of(pair_of(row_shape, col_shape));
+    const int shapes = row_shape * static_cast<int>(cols_.shapes.size()) + col_shape;
     const int known = mask_keys_.of(pair_of(list, shapes));
     if (known == static_cast<int>(mask_index_.size())) {
       mask_index_.push_back(draw(list, row_shape, cols_.shapes[static_cast<std::size_t>(col_shape)]));
@@ -732,7 +732,7 @@ class Maker {
   Plan& plan_;
   Masks& masks_;
   Grid rows_, cols_;
-  Numbers meetings_, pieces_, lists_, shape_pairs_, mask_keys_;
+  Numbers meetings_, pieces_, lists_, mask_keys_;
   std::vector<int> mask_index_;
   std::vector<Reaches> reaches_;           ///< by axis
   std::vector<std::int32_t> until_;        ///< the first tile after this one that has another shape

@@ -35,11 +35,16 @@ class Masks {
   /// inside may be anything in it. The first `prefix` columns are inside.
   int add(std::span<const std::uint32_t> bits, const std::vector<bool>& inside, int prefix);
 
+  struct Interval {
+    int begin, end;
+  };
+
  private:
   /// The index of the mask with this content, which is put behind the others if it is new.
   int number(std::string_view content, const Mask& mask);
   Plan& plan_;
   std::unordered_map<Hash128, int> known_;
+  std::vector<Interval> rows_;  ///< of the mask that is looked at
 };
 
 /// Row tiles that no part meets are kept if there are few of them (then covers_rows) and `cover` is set.

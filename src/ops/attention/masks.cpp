@@ -13,9 +13,7 @@ namespace {
 
 constexpr int kNone = 1 << 20;  // a bound that no tile reaches
 
-struct Interval {
-  int begin, end;
-};
+using Interval = Masks::Interval;
 
 /// The set bits of a row, if they follow each other.
 std::optional<Interval> interval(std::span<const std::uint32_t> words) {
@@ -64,16 +62,14 @@ std::optional<Mask> band(const std::vector<Interval>& rows, const std::vector<bo
 
 int Masks::add(std::span<const std::uint32_t> bits, const std::vector<bool>& inside, int prefix) {
   const auto words = static_cast<std::size_t>(plan_.shape.cols / 32);
-  std::vector<Interval> rows(inside.size());
+  std::vector<Interval>& rows = rows_;
+  rows.resize(inside.size());
   bool intervals = true;
   int longest = 0;
   std::optional<int> low;  // a band has one, whatever its limit: the last rows tell most masks that are none
   for (int m = static_cast<int>(rows.size()) - 1; m >= 0 && intervals; --m) {
     const auto at = static_cast<std::size_t>(m);
-    if (!inside[at]) {
-      continue;
-    }
-    const auto row = interval(bits.subspan(at * words, words));
+    const auto row = inside[at] ? interval(bits.subspan(at * words, words)) : Interval{0, 0};
     intervals = row.has_value();
     rows[at] = row.value_or(Interval{0, 0});
     longest = std::max(longest, rows[at].end);
@@ -94,7 +90,7 @@ int Masks::add(std::span<const std::uint32_t> bits, const std::vector<bool>& ins
                            {-kNone, kNone, plan_.shape.cols, static_cast<std::int32_t>(size)});
   if (plan_.masks[static_cast<std::size_t>(found)].bits == static_cast<std::int32_t>(size)) {  // it is new
     if (size + bits.size() > plan_.bits.capacity()) {
-      plan_.bits.reserve(4 * size + bits.size());  // room costs no memory before it is used, copies do
+      plan_.bits.reserve(8 * size + bits.size());  // room costs no memory before it is used, copies do
     }
     plan_.bits.insert(plan_.bits.end(), bits.begin(), bits.end());
   }

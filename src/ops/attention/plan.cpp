@@ -20,22 +20,17 @@ namespace {
 /// One bit for each position of a side: whether some element has it.
 class Used {
  public:
-  Used(std::int64_t length, std::span<const PartGroup> groups, bool row)
-      : length_(length), words_(static_cast<std::size_t>((length + 63) / 64)) {
-    std::int64_t most = 0;  // no use in counting again before there can be enough
-    for (const PartGroup& group : groups) {
-      for (const Part& part : group.parts) {
-        most += add(group.view, part, row);
-        if (most >= length_) {
-          most = count();
-          all_ = most == length_;
-        }
-        if (all_) {
-          return;
-        }
-      }
+  Used(std::int64_t length, bool row)
+      : length_(length), row_(row), all_(length == 0), words_(static_cast<std::size_t>((length + 63) / 64)) {}
+  void add(const View& view, const Part& part) {
+    if (all_) {
+      return;
     }
-    all_ = length_ == 0;
+    most_ += set(view, part);
+    if (most_ >= length_) {  // no use in counting before there can be enough
+      most_ = count();
+      all_ = most_ == length_;
+    }
   }
   bool all() const { return all_; }
   bool operator[](std::int64_t at) const { return (words_[static_cast<std::size_t>(at / 64)] >> (at & 63) & 1) != 0; }
@@ -49,11 +44,11 @@ class Used {
     return sum;
   }
 
-  std::int64_t add(const View& view, const Part& part, bool row) {
+  std::int64_t set(const View& view, const Part& part) {
     std::array<std::int64_t, kMaxAxes> at{};
-    std::int64_t lines = 1, base = row ? -view.row_shift : -view.col_shift;
-    const auto begin = [&](std::size_t k) { return row ? part[k].row_begin : part[k].col_begin; };
-    const auto size = [&](std::size_t k) { return (row ? part[k].row_end : part[k].col_end) - begin(k); };
+    std::int64_t lines = 1, base = row_ ? -view.row_shift : -view.col_shift;
+    const auto begin = [&](std::size_t k) { return row_ ? part[k].row_begin : part[k].col_begin; };
+    const auto size = [&](std::size_t k) { return (row_ ? part[k].row_end : part[k].col_end) - begin(k); };
     const auto last = static_cast<std::size_t>(view.axes - 1);
     for (std::size_t k = 0; k <= last; ++k) {
       base += begin(k) * view.strides[k];
@@ -84,9 +79,9 @@ class Used {
     }
   }
 
-  std::int64_t length_;
+  std::int64_t length_, most_ = 0;
+  bool row_, all_;
   std::vector<std::uint64_t> words_;
-  bool all_ = false;
 };
 
 void mark(const Used& used, const Order& order, Plan& plan, Tile& tile, bool& all) {
@@ -178,7 +173,13 @@ Plan plan_parts(std::int64_t rows, std::int64_t cols, std::span<const PartGroup>
   }
   std::stable_sort(made.components.begin(), made.components.end(),
                    [](const Component& a, const Component& b) { return a.pairs > b.pairs; });
-  const Used used_rows(rows, groups, true), used_cols(cols, groups, false);
+  Used used_rows(rows, true), used_cols(cols, false);
+  for (const PartGroup& group : groups) {
+    for (const Part& part : group.parts) {
+      used_rows.add(group.view, part);
+      used_cols.add(group.view, part);
+    }
+  }
   made.all_rows_used = made.all_cols_used = true;
   for (Component& c : made.components) {
     for (std::size_t t = 0; t < c.row_tiles.size() && !used_rows.all(); ++t) {

@@ -5,6 +5,8 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <tuple>
+#include <utility>
 
 #include "ops/attention/tiling.h"
 
@@ -529,8 +531,7 @@ class Cutter {
     const auto [row_begin, row_end] = row_line_.range(k);
     best_ = std::numeric_limits<double>::max();
     reach_elsewhere_ = reach_elsewhere(k);
-    find_shares(k);
-    order_parts(k);
+    order_ranges(k);
     const auto rows_from = [&](std::int64_t origin, std::span<const std::int64_t> wished) {
       return with_origin(row_begin, row_end, origin, row_extent, row_walls, wished);
     };
@@ -592,7 +593,7 @@ class Cutter {
 
   /// `preference` below 1 takes these cuts even where they need a little more.
   void consider(int k, const Cuts& rows, Cuts cols, std::vector<int> own, double preference = 1) {
-    if (const double now = preference * cost(k, rows, cols, own); now < best_ * 0.99) {
+    if (const double now = preference * cost(rows, cols, own); now < best_ * 0.99) {
       best_ = now;
       a_.row.cuts[k] = rows;
       a_.col.cuts[k] = std::move(cols);
@@ -602,7 +603,7 @@ class Cutter {
 
   /// Pairs of intervals that some part meets and row intervals, from a sample of the rows; each as often as the parts
   /// have tiles on the other axes.
-  double cost(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
+  double cost(const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
     const std::int64_t samples = std::min<std::int64_t>(rows.size(), 256);
     double sum = 0;
     for (std::int64_t n = 0; n < samples; ++n) {
@@ -610,11 +611,10 @@ class Cutter {
       const auto from = own.empty() ? 0 : own[i], to = own.empty() ? cols.size() : own[i + 1];
       met_.clear();
       double share = 0;
-      each_part(rows.begin[i], rows.end[i], [&](std::size_t p) {
-        const AxisRange& part = a_.parts[p][k];
-        const Reached now = reached(part, rows.begin[i], rows.end[i] - 1);
-        if (part.row_end > rows.begin[i] && now.begin < now.end) {
-          share += share_[p];
+      each_range(rows.begin[i], rows.end[i], [&](const AxisRange& range, double of_row_tiles) {
+        const Reached now = reached(range, rows.begin[i], rows.end[i] - 1);
+        if (range.row_end > rows.begin[i] && now.begin < now.end) {
+          share += of_row_tiles;
           met_.emplace_back(
               std::upper_bound(cols.end.begin() + from, cols.end.begin() + to, now.begin) - cols.end.begin(),
               std::lower_bound(cols.begin.begin() + from, cols.begin.begin() + to, now.end) - cols.begin.begin());
@@ -636,51 +636,65 @@ class Cutter {
     return sum;
   }
 
-  /// Parts by the magnitude of how many rows they have, then by where these begin: of each magnitude those that meet
-  /// some rows stand together, however long others are.
+  /// The different ranges of an axis, by the magnitude of how many rows they have, then by where these begin: of each
+  /// magnitude those that meet some rows stand together, however long others are.
   struct Ordered {
-    std::int64_t row_begin;
-    std::size_t part;
-    auto operator<=>(const Ordered&) const = default;
+    AxisRange range;
+    double share;  ///< of the row tiles on the other axes, what the parts with this range have
+    auto key() const {
+      return std::tie(range.row_begin, range.row_end, range.col_begin, range.col_end, range.low, range.high);
+    }
   };
-  void order_parts(int axis) {
+  void order_ranges(int axis) {
+    const auto before = [](const Ordered& a, const Ordered& b) { return a.key() < b.key(); };
     order_.assign(1, {});
     for (std::size_t p = 0; p < a_.parts.size(); ++p) {
-      const AxisRange& part = a_.parts[p][axis];
-      const auto magnitude = static_cast<std::size_t>(std::bit_width(static_cast<std::uint64_t>(rows_of(part))));
+      const AxisRange& range = a_.parts[p][axis];
+      const auto magnitude = static_cast<std::size_t>(std::bit_width(static_cast<std::uint64_t>(rows_of(range))));
       order_.resize(std::max(order_.size(), magnitude + 1));
-      order_[magnitude].push_back({part.row_begin, p});
+      add_range(order_[magnitude], {range, share(p, axis)});
     }
     for (std::vector<Ordered>& some : order_) {
-      if (!std::is_sorted(some.begin(), some.end())) {
-        std::sort(some.begin(), some.end());
+      if (!std::is_sorted(some.begin(), some.end(), before)) {
+        std::sort(some.begin(), some.end(), before);
+        const std::vector<Ordered> all = std::exchange(some, {});
+        for (const Ordered& one : all) {
+          add_range(some, one);
+        }
       }
+    }
+  }
+  static void add_range(std::vector<Ordered>& some, const Ordered& one) {
+    if (!some.empty() && some.back().range == one.range) {
+      some.back().share += one.share;
+    } else {
+      some.push_back(one);
     }
   }
   /// Those that may have rows of [begin, end).
   template <typename Act>
-  void each_part(std::int64_t begin, std::int64_t end, const Act& act) const {
+  void each_range(std::int64_t begin, std::int64_t end, const Act& act) const {
     for (std::size_t magnitude = 0; magnitude < order_.size(); ++magnitude) {
       const std::vector<Ordered>& some = order_[magnitude];
-      const std::int64_t first = begin - (std::int64_t{1} << magnitude) + 1;
-      for (auto at = std::lower_bound(some.begin(), some.end(), Ordered{first, 0});
-           at != some.end() && at->row_begin < end; ++at) {
-        act(at->part);
+      const std::int64_t before = begin - (std::int64_t{1} << magnitude);
+      auto at = std::partition_point(some.begin(), some.end(),
+                                     [&](const Ordered& one) { return one.range.row_begin <= before; });
+      for (; at != some.end() && at->range.row_begin < end; ++at) {
+        act(at->range, at->share);
       }
     }
   }
 
   /// Of the row tiles on the other axes, the share that a part has.
-  void find_shares(int axis) {
-    share_.assign(a_.parts.size(), 1);
+  double share(std::size_t part, int axis) const {
+    double product = 1;
     for (int k = 0; k < a_.view.axes; ++k) {
       if (k != axis) {
         const double all = static_cast<double>(up(rows_of(hulls_[k]), a_.row.extent[k]));
-        for (std::size_t p = 0; p < a_.parts.size(); ++p) {
-          share_[p] *= static_cast<double>(up(rows_of(a_.parts[p][k]), a_.row.extent[k])) / all;
-        }
+        product *= static_cast<double>(up(rows_of(a_.parts[part][k]), a_.row.extent[k])) / all;
       }
     }
+    return product;
   }
 
   /// How many columns' intervals a row tile meets on the other axes.
@@ -701,7 +715,6 @@ class Cutter {
   const AxisRange* largest_ = nullptr;
   std::array<AxisRange, kMaxAxes> hulls_{};
   double best_ = 0, reach_elsewhere_ = 1;
-  std::vector<double> share_;
   std::vector<std::vector<Ordered>> order_;  ///< by magnitude
   std::vector<std::pair<std::ptrdiff_t, std::ptrdiff_t>> met_;
 };

@@ -550,7 +550,8 @@ class Maker {
     return axes;
   }
 
-  int draw(int list, int row_shape, const Inside& col) {
+  // Inlined, it would take the registers of the loops that call it now and then.
+  [[gnu::noinline]] int draw(int list, int row_shape, const Inside& col) {
     const Inside& row = rows_.shapes[static_cast<std::size_t>(row_shape)];
     bits_.assign(static_cast<std::size_t>(plan_.shape.rows * plan_.shape.cols / 32), 0);
     for (; list != 0; list = static_cast<int>(lists_.value(list - 1) >> 32)) {

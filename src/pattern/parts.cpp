@@ -5,6 +5,7 @@
 #include <functional>
 #include <numeric>
 #include <tuple>
+#include <utility>
 
 #include "fretwork/error.h"
 
@@ -406,6 +407,31 @@ std::vector<Part> subtract(const std::vector<Part>& from, const RowIndex& others
   return all;
 }
 
+namespace {
+
+/// A stable sort that moves each part once: they are large.
+template <typename Before>
+void sort_in_place(std::vector<Part>& parts, const Before& before) {
+  std::vector<std::size_t> from(parts.size());  // where the part of each place is now
+  std::iota(from.begin(), from.end(), std::size_t{0});
+  std::stable_sort(from.begin(), from.end(), [&](std::size_t a, std::size_t b) { return before(parts[a], parts[b]); });
+  for (std::size_t first = 0; first < from.size(); ++first) {
+    if (from[first] == first) {
+      continue;
+    }
+    const Part held = parts[first];
+    std::size_t at = first;
+    while (from[at] != first) {  // round the circle of those that follow one another
+      parts[at] = parts[from[at]];
+      at = std::exchange(from[at], at);
+    }
+    parts[at] = held;
+    from[at] = at;
+  }
+}
+
+}  // namespace
+
 void merge(std::vector<Part>& parts, int axes) {
   const auto in_order = [](const Part& a, const Part& b) { return key(a[0]) < key(b[0]); };
   // Each axis once more after the last that gained something.
@@ -415,7 +441,7 @@ void merge(std::vector<Part>& parts, int axes) {
     idle = parts.size() < before ? 0 : idle + 1;
   }
   if (!std::is_sorted(parts.begin(), parts.end(), in_order)) {
-    std::stable_sort(parts.begin(), parts.end(), in_order);
+    sort_in_place(parts, in_order);
   }
 }
 

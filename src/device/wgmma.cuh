@@ -18,6 +18,12 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 chunk = 16, u32 eight
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(chunk >> 4) << 16 |
          static_cast<u64>(eight >> 4) << 32 | kLayout << 62;
 }
+/// The same of units of eight rows × 16 bytes that are not swizzled: 128 bytes each. K-major; `next` bytes separate
+/// neighbouring ones along K, `eight` along M or N.
+__device__ __forceinline__ u64 descriptor(u32 address, u32 next, u32 eight) {
+  return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(next >> 4) << 16 |
+         static_cast<u64>(eight >> 4) << 32;
+}
 /// What to add to a descriptor for the next 16 of K.
 template <int kRow, Major kMajor>
 inline constexpr u64 kNextK = (kMajor == Major::k ? 32 : 16 * kRow) >> 4;
@@ -62,6 +68,9 @@ __device__ __forceinline__ void metadata_read(const u32 (&words)[kCount]) {
 #define FRETWORK_ACC24 \
   FRETWORK_ACC16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define FRETWORK_ACC28 \
+  FRETWORK_ACC24       \
+  ", %24, %25, %26, %27"
 #define FRETWORK_ACC32 \
   FRETWORK_ACC16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -168,6 +177,14 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], const u32 (&left)[4]
     } else {
       FRETWORK_WGMMA_RS("bf16", "48", FRETWORK_ACC24, "%24, %25, %26, %27", "%28", "%29", "%30", FRETWORK_F8(kAt),
                         FRETWORK_F8(kAt + 8), FRETWORK_F8(kAt + 16));
+    }
+  } else if constexpr (kN == 56) {
+    if constexpr (is_same<T, f16>) {
+      FRETWORK_WGMMA_RS("f16", "56", FRETWORK_ACC28, "%28, %29, %30, %31", "%32", "%33", "%34", FRETWORK_F8(kAt),
+                        FRETWORK_F8(kAt + 8), FRETWORK_F8(kAt + 16), FRETWORK_F4(kAt + 24));
+    } else {
+      FRETWORK_WGMMA_RS("bf16", "56", FRETWORK_ACC28, "%28, %29, %30, %31", "%32", "%33", "%34", FRETWORK_F8(kAt),
+                        FRETWORK_F8(kAt + 8), FRETWORK_F8(kAt + 16), FRETWORK_F4(kAt + 24));
     }
   } else if constexpr (kN == 96) {
     if constexpr (is_same<T, f16>) {

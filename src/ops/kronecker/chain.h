@@ -32,7 +32,8 @@ std::vector<Step> plan(std::span<const Sizes> factors, const Target& target);
 namespace cuda {
 /// Whether `first` and then `second`, which reads what `first` writes, can be one kernel: the middle never exists.
 bool fuses(const Problem& first, const Problem& second, const Context& context);
-/// Of the fused kernel's work, as a Monarch has it; 0 takes what was the fastest.
+/// Of the fused kernel's work, as a Monarch has it; 0 takes what was the fastest, and all of them 0 the faster kernel
+/// of two.
 struct Arrangement {
   int exchange = 0, first_warps = 0, second_warps = 0;
 };

@@ -30,6 +30,16 @@ KernelSpec pack_instance(const Monarch& m) {
   return {"ops/kronecker/kernel_chain_pack.cuh", "fretwork::kronecker::chain::pack<" + numbers(m) + ">"};
 }
 
+KernelSpec wide_instance(DType dtype) {
+  return {"ops/kronecker/kernel_chain_wide.cuh",
+          std::string("fretwork::kronecker::chain::fused_wide<") + device_type(dtype) + ">"};
+}
+KernelSpec wide_pack_instance() {
+  return {"ops/kronecker/kernel_chain_wide.cuh", "fretwork::kronecker::chain::pack_wide"};
+}
+/// Whether warpgroups can multiply it.
+bool wide(const Monarch& m) { return m.q == 64 && m.r == 64 && m.s == 64 && m.p == 64; }
+
 /// With CTAs that swap results, where there is room for it: pairs of CTAs, and the fewest warps, each with more of the
 /// weights, were the fastest on an H200.
 Monarch arranged(const Monarch& m, const cuda::Arrangement& a) {
@@ -50,9 +60,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
                                       {Sizes{32, 64, 64, 1}, Sizes{1, 32, 32, 64}},
                                       {Sizes{64, 64, 64, 1}, Sizes{1, 64, 64, 64}}}) {
     const Monarch m = arranged(*fuse(first, second), {});
-    list.push_back(pack_instance(m));
-    list.push_back(fused_instance(m, DType::f16));
-    list.push_back(fused_instance(m, DType::bf16));
+    list.push_back(wide(m) ? wide_pack_instance() : pack_instance(m));
+    for (const DType dtype : {DType::f16, DType::bf16}) {
+      list.push_back(wide(m) ? wide_instance(dtype) : fused_instance(m, dtype));
+    }
   }
   return list;
 }
@@ -73,6 +84,40 @@ Map x_map(const Problem& problem, const Monarch& m) {
   return std::bit_cast<Map>(driver::make_tensor_map(problem.x.data, 2, sizes, strides, box, driver::Swizzle::b128));
 }
 
+/// In boxes of 16 l × half of the rows × all j.
+Map y_map(const Problem& problem) {
+  const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
+  const std::uint64_t sizes[] = {64, u64(problem.batch), 64};
+  const std::uint64_t strides[] = {u64(problem.y.batch) * 2, 128};
+  const std::uint32_t box[] = {16, Wide::kRows / 2, 64};
+  return std::bit_cast<Map>(driver::make_tensor_map(problem.y.data, 2, sizes, strides, box, driver::Swizzle::b32));
+}
+
+PackParams pack_params(const Problem& first, const Problem& second, void* to) {
+  return {first.w.data, second.w.data, to, first.w.a, first.w.b, first.w.c, second.w.b, second.w.c, second.w.d};
+}
+
+void run_wide(const Problem& first, const Problem& second, Context& context) {
+  const int device = context.device.index;
+  const Workspace packed(context, static_cast<std::size_t>(Wide::kWords) * sizeof(std::uint32_t));
+  const PackParams pack = pack_params(first, second, packed.data());
+  get_kernel(wide_pack_instance(), device).launch(Wide::kWords / kPackThreads, kPackThreads, 0, &pack, context.stream);
+
+  WideParams params{};
+  params.x = x_map(first, *fuse(first.sizes, second.sizes));
+  params.y = y_map(second);
+  params.weights = packed.data();
+  params.bias = second.bias.data;
+  params.batch = first.batch;
+  params.bias_stride = second.bias.stride;
+  params.activation = static_cast<int>(second.activation);
+  const Kernel& kernel = get_kernel(wide_instance(first.dtype), device);
+  const std::int64_t clusters = std::min<std::int64_t>(
+      kernel.resident_clusters(Wide::kRanks, Wide::kThreads, Wide::kShared), ceil_div(first.batch, Wide::kRows));
+  kernel.launch_clusters(clusters * Wide::kRanks, Wide::kRanks, Wide::kThreads, Wide::kShared, &params, context.stream,
+                         true);
+}
+
 }  // namespace
 
 bool cuda::fuses(const Problem& first, const Problem& second, const Context& context) {
@@ -83,11 +128,15 @@ bool cuda::fuses(const Problem& first, const Problem& second, const Context& con
 
 void cuda::run(const Problem& first, const Problem& second, Context& context, const Arrangement& arrangement) {
   const driver::DeviceScope scope(context.device.index);
+  const bool free = arrangement.exchange == 0 && arrangement.first_warps == 0 && arrangement.second_warps == 0;
+  if (free && wide(*fuse(first.sizes, second.sizes))) {
+    run_wide(first, second, context);
+    return;
+  }
   const Monarch m = arranged(*fuse(first.sizes, second.sizes), arrangement);
   const int device = context.device.index;
   const Workspace packed(context, static_cast<std::size_t>(m.words()) * sizeof(std::uint32_t));
-  const PackParams pack{first.w.data, second.w.data, packed.data(), first.w.a, first.w.b,
-                        first.w.c,    second.w.b,    second.w.c,    second.w.d};
+  const PackParams pack = pack_params(first, second, packed.data());
   get_kernel(pack_instance(m), device)
       .launch(ceil_div(std::int64_t{m.words()}, kPackThreads), kPackThreads, 0, &pack, context.stream);
 

@@ -94,6 +94,30 @@ struct FusedParams {
   int activation;  ///< as fretwork::Activation counts
 };
 
+/// 64 products of 64 × 64 in each factor, by a cluster of eight CTAs with wgmma. Pairs of CTAs swap results, so that
+/// each stores 32 bytes at a time.
+struct Wide {
+  static constexpr int kRanks = 8, kRows = 16, kThreads = 384, kBarriers = 256;
+  static constexpr long long kWords = 1 << 18;  ///< 32-bit words of packed weights
+
+  // Bytes: of a slot of x or y; of 16 rows of one l and eight i, apart so that stores meet all banks; of what one CTA
+  // sends another; of a slot of the middle, which is there twice, as it is sent and as it arrives.
+  static constexpr int kSlot = 2 * kRows * 512, kLine = 272, kPiece = 8 * kLine, kMiddleBytes = kRanks * kPiece;
+  static constexpr int kXSlots = 4, kMiddleSlots = 3, kYSlots = 2, kReceivedSlots = 2;
+  static constexpr int kBias = 64 * 8 * 4;
+  static constexpr int kShared =
+      (kXSlots + kYSlots) * kSlot + kMiddleSlots * 2 * kMiddleBytes + kReceivedSlots * kSlot / 2 + kBias + kBarriers;
+};
+
+struct WideParams {
+  Map x;  ///< (64 features, batch, pieces of 64 features)
+  Map y;  ///< (l, batch, j)
+  const void* weights;
+  const void* bias;  ///< or null
+  long long batch, bias_stride;
+  int activation;  ///< as fretwork::Activation counts
+};
+
 /// Weights in the order in which the kernel's threads hold them: [rank][warp][words / 4][lane][4], first factor, then
 /// second.
 struct PackParams {

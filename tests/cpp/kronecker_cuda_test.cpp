@@ -843,6 +843,30 @@ TEST_F(KroneckerCuda, FewRowsDirectly) {
   }
 }
 
+/// As many tiles as fill an H200 once, so that wgmma multiplies them: one group of rows and several, the last of them
+/// shorter, and blocks of every depth.
+TEST_F(KroneckerCuda, DeepBlocks) {
+  using enum Activation;
+  for (const Case& c :
+       std::initializer_list<Case>{{{1, 1024, 1024, 4}, 196, false, DType::f16},
+                                   {{2, 512, 512, 4}, 170, false, DType::bf16, gelu, true},
+                                   {{8, 256, 512, 4}, 57, false, DType::f16, relu, true, Order::plain, 8},
+                                   {{13, 64, 768, 4}, 255, false, DType::bf16, silu, true},
+                                   {{16, 256, 512, 4}, 33, false, DType::f16, none, true}}) {
+    Forward f(c);
+    f.poison();
+    ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
+    f.check();
+    f.check_guard();
+    const std::vector<unsigned char> first = f.y.host.bytes;
+    for (int n = 0; n < 20; ++n) {
+      ASSERT_TRUE(kronecker::direct::run(f.problem(), context_));
+      f.y.download();
+      ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
+    }
+  }
+}
+
 TEST_F(KroneckerCuda, FewRowsDirectlyLeaveTheRest) {
   for (const Case& c :
        std::initializer_list<Case>{{{2, 8, 8, 4}, 257, false},

@@ -24,6 +24,7 @@ CASES = [
     ((2, 48, 40, 4), 300, torch.float32, "ieee"),
     ((1, 33, 17, 5), 196, torch.float16, None),
     ((2, 64, 96, 4), 196, torch.float16, None),
+    ((2, 512, 512, 4), 196, torch.float16, None),
     ((2, 64, 96, 4), 16, torch.float16, None),
     ((1, 256, 512, 4), 16, torch.float16, None),
     ((2, 64, 96, 4), 400, torch.float16, None),

@@ -31,18 +31,32 @@ constexpr Kind kKinds[] = {{1, {1, 1, 2}, {1, 1, 2}}, {2, {2, 1, 2}, {2, 1, 2}},
                            {4, {2, 1, 2}, {2, 1, 2}}, {4, {2, 1, 2}, {1, 2, 4}}, {8, {1, 1, 2}, {1, 1, 2}}};
 constexpr DType kTypes[] = {DType::f16, DType::bf16};
 
-/// `first` is for layers whose batch is first.
-KernelSpec instance(DType dtype, const Kind& kind, bool first) {
-  std::string text = std::string("fretwork::kronecker::direct::product<") + device_type(dtype);
-  for (const int number : {kind.v, kind.few.steps, kind.few.m, kind.few.n, kind.more.steps, kind.more.m, kind.more.n}) {
+std::string shares(const Kind& kind) {
+  std::string text;
+  for (const int number : {kind.few.steps, kind.few.m, kind.few.n, kind.more.steps, kind.more.m, kind.more.n}) {
     text += ", " + std::to_string(number);
   }
-  return {"ops/kronecker/kernel_direct.cuh", text + (first ? ", true>" : ", false>")};
+  return text;
+}
+/// `first` is for layers whose batch is first.
+KernelSpec instance(DType dtype, const Kind& kind, bool first) {
+  return {"ops/kronecker/kernel_direct.cuh", std::string("fretwork::kronecker::direct::product<") + device_type(dtype) +
+                                                 ", " + std::to_string(kind.v) + shares(kind) +
+                                                 (first ? ", true>" : ", false>")};
+}
+KernelSpec deep_instance(DType dtype, const Kind& kind) {
+  return {"ops/kronecker/kernel_direct_deep.cuh",
+          std::string("fretwork::kronecker::direct::deep<") + device_type(dtype) + shares(kind) + ">"};
 }
 
-std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+constexpr std::size_t kDeepKind = 4;
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   for (const DType dtype : kTypes) {
+    if (arch == "sm_90a") {
+      list.push_back(deep_instance(dtype, kKinds[kDeepKind]));
+    }
     for (const Kind& kind : kKinds) {
       list.push_back(instance(dtype, kind, false));
       list.push_back(instance(dtype, kind, true));
@@ -51,7 +65,8 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   return list;
 }
 const KernelList kKernels{"kronecker", list_kernels};
-constinit KernelTable<2 * std::size(kTypes) * std::size(kKinds)> kernels;
+constexpr std::size_t kDeep = 2 * std::size(kTypes) * std::size(kKinds);  // the first of deep blocks
+constinit KernelTable<kDeep + std::size(kTypes)> kernels;
 
 /// Its place among kKinds; their number where there is none. Deep blocks with more than a few rows would be read too
 /// often by small shares.
@@ -129,6 +144,41 @@ Params fill(const Problem& p) {
   return params;
 }
 
+/// Deep blocks with d = 4 on Hopper, whose batch is first, are for its own kernel.
+bool deep(const Problem& p, std::size_t kind, const Context& context) {
+  return kind == kDeepKind && p.sizes.b % 64 == 0 && p.sizes.c % 256 == 0 && p.sizes.c <= 1024 &&
+         (p.batch == 1 || p.y.batch % 4 == 0) && aligned(p.y.data, 8) &&
+         driver::kernel_arch(context.device.index) == "sm_90a";
+}
+/// Pairs of CTAs, each with 64 outputs and some rows, where they fill the machine, and once; else 0.
+std::int64_t deep_pairs(const Problem& p, int multiprocessors) {
+  const std::int64_t pairs = p.sizes.a * (p.sizes.b / 64) * ceil_div(p.batch, std::int64_t{kDeepRows});
+  return p.batch > few::kMostRows && p.x.batch > 0 && 16 * pairs >= 7 * multiprocessors && 2 * pairs <= multiprocessors
+             ? pairs
+             : 0;
+}
+
+/// In boxes of all rows of a CTA × 64 k.
+Map deep_map(const Problem& p) {
+  const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
+  const std::uint64_t sizes[] = {64, u64(p.batch), u64(p.sizes.a * p.sizes.c / 16)};
+  const std::uint64_t strides[] = {u64(p.x.batch) * 2, 128};
+  const std::uint32_t box[] = {64, kDeepRows, 4};
+  return std::bit_cast<Map>(driver::make_tensor_map(p.x.data, 2, sizes, strides, box, driver::Swizzle::b128));
+}
+
+void run_deep(const Kernel& kernel, const Problem& p, DeepParams& params, std::int64_t pairs, Context& context) {
+  const std::int64_t groups = ceil_div(p.batch, std::int64_t{kDeepRows});
+  params.x = deep_map(p);
+  params.direct.groups = divisor(groups);
+  params.direct.j_tiles = divisor(p.sizes.b / 64);
+  params.rows = static_cast<int>(ceil_div(p.batch, groups));
+  params.ctas = 2;
+  params.depth = static_cast<int>(p.sizes.c / 4);
+  kernel.launch_clusters(2 * pairs, 2, kDeepThreads, 2 * deep_region(params.depth) + kDeepBarriers, &params,
+                         context.stream);
+}
+
 }  // namespace
 
 bool pays(const Problem& p) {
@@ -178,7 +228,9 @@ bool run(const Problem& p, Context& context) {
   const std::int64_t l_tiles = v == 8 ? d / v / most.own : 1;
   const std::int64_t chunks = ceil_div(c, std::int64_t{depth_of(v)} * steps);
   const std::int64_t turns = ceil_div(chunks, std::int64_t{most.most / most.own});
-  Params params = fill(p);
+  DeepParams all{};
+  Params& params = all.direct;
+  params = fill(p);
   params.groups = divisor(groups);
   params.j_tiles = divisor(j_tiles);
   params.l_tiles = divisor(l_tiles);
@@ -187,10 +239,22 @@ bool run(const Problem& p, Context& context) {
   params.more = p.batch > few::kMostRows;
   const int warps = params.along_k * most.own;
   const bool first = params.first && !p.last;
+  const std::int64_t ctas = a * groups * j_tiles * l_tiles;
+  const int bytes = warps * sums_bytes(v, m, n);
+  if (first && deep(p, which, context)) {
+    const Kernel& kernel =
+        kernels.get(kDeep + type, context.device.index, [&] { return deep_instance(p.dtype, kind); });
+    if (const std::int64_t pairs = deep_pairs(p, multiprocessors); pairs > 0) {
+      run_deep(kernel, p, all, pairs, context);
+    } else {
+      kernel.launch(ctas, 32 * warps, bytes, &all, context.stream);
+    }
+    return true;
+  }
   kernels
       .get(2 * (type * std::size(kKinds) + which) + (first ? 1 : 0), context.device.index,
            [&] { return instance(p.dtype, kind, first); })
-      .launch(a * groups * j_tiles * l_tiles, 32 * warps, warps * sums_bytes(v, m, n), &params, context.stream);
+      .launch(ctas, 32 * warps, bytes, &params, context.stream);
   return true;
 }
 

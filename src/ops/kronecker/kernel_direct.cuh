@@ -371,12 +371,9 @@ __device__ __forceinline__ void multiply_rows(const Params& p, Four* parts) {
   store<T, V, kM, kN, kFirst>(p, parts, share.at);
 }
 
-/// One kernel for a few rows and for more, which may have larger shares. kFirst: p.first holds, and there is half the
-/// code to fetch.
+/// A few rows, or more, which may have larger shares.
 template <typename T, int V, int kSteps, int kM, int kN, int kMoreSteps, int kMoreM, int kMoreN, bool kFirst>
-__global__ void __launch_bounds__(most_threads(V, kMoreSteps, kMoreM, kMoreN),
-                                  least_ctas(V, kMoreSteps, kMoreM, kMoreN)) product(const __grid_constant__ Params p) {
-  extern __shared__ __align__(16) Four parts[];
+__device__ __forceinline__ void multiply_some(const Params& p, Four* parts) {
   if constexpr (kM != kMoreM || kN != kMoreN) {
     if (p.more) {
       multiply_rows<T, V, kMoreSteps, kMoreM, kMoreN, kFirst>(p, parts);
@@ -384,6 +381,14 @@ __global__ void __launch_bounds__(most_threads(V, kMoreSteps, kMoreM, kMoreN),
     }
   }
   multiply_rows<T, V, kSteps, kM, kN, kFirst>(p, parts);
+}
+
+/// kFirst: p.first holds, and there is half the code to fetch.
+template <typename T, int V, int kSteps, int kM, int kN, int kMoreSteps, int kMoreM, int kMoreN, bool kFirst>
+__global__ void __launch_bounds__(most_threads(V, kMoreSteps, kMoreM, kMoreN),
+                                  least_ctas(V, kMoreSteps, kMoreM, kMoreN)) product(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) Four parts[];
+  multiply_some<T, V, kSteps, kM, kN, kMoreSteps, kMoreM, kMoreN, kFirst>(p, parts);
 }
 
 }  // namespace fretwork::kronecker::direct

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/divide.cuh"
+#include "device/tensor_map.cuh"
 
 namespace fretwork::kronecker::direct {
 
@@ -19,6 +20,11 @@ constexpr int most_threads(int v, int steps, int m, int n) {
 }
 constexpr int least_ctas(int v, int steps, int m, int n) { return registers_of(v, steps, m, n) <= 80 ? 2 : 1; }
 
+/// Deep blocks with d = 4 on Hopper: rows of a CTA at most, its threads, and bytes of shared memory of a warpgroup,
+/// which first has so many k of x and then 64 outputs' sums.
+inline constexpr int kDeepRows = 56, kDeepThreads = 256, kDeepBarriers = 128;
+constexpr int deep_region(int depth) { return kDeepRows * (8 * depth > 1024 ? 8 * depth : 1024); }
+
 /// Strides in elements; the unit axes of the weights are l, then k. Offsets within a block of x, the weights and y fit
 /// into 31 bits.
 struct Params {
@@ -32,6 +38,12 @@ struct Params {
   int log_own, along_k;  ///< warps of a CTA that have l or outputs of their own, a power of two; that share the depth
   bool first, last;      ///< features of a row lie together, or rows of a feature, even in number; or neither
   bool more;             ///< than a few rows
+};
+
+struct DeepParams {
+  Map x;  ///< (16 k of all δ, batch, pieces of 16 k)
+  Params direct;
+  int rows, ctas, depth;  ///< of a CTA; that share the depth; k of a warpgroup
 };
 
 }  // namespace fretwork::kronecker::direct

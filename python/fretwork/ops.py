@@ -332,8 +332,8 @@ def _check_tensor(op: str, argument: str, value: object) -> None:
         raise TypeError(f"{op}: {argument}: expected a dense tensor, got {type(value).__name__}; its to_dense() is one")
     # Torch would drop a tangent without a word.
     if (
-        not torch.compiler.is_compiling()
-        and forward_ad._current_level >= 0
+        forward_ad._current_level >= 0
+        and not torch.compiler.is_compiling()
         and forward_ad.unpack_dual(value).tangent is not None
     ):
         raise NotImplementedError(

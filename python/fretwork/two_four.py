@@ -31,7 +31,8 @@ __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load
 
 _ops = torch.ops.fretwork
 _compress, _check, _check_metadata = _rules._compress, _rules._check_op, _rules._check_metadata
-_to_dense, _prune, _matmul, _plain_matmul = _rules._to_dense, _rules._prune, _rules._matmul, _rules._plain_matmul
+_to_dense, _prune, _matmul = _rules._to_dense, _rules._prune, _rules._matmul
+_plain_matmul = _rules._plain_matmul._op  # as the op calls it: one step of Python less
 
 _ACTIVATIONS = {None: "none", "relu": "relu", "gelu": "gelu", "silu": "silu"}
 _EMPTY = 0x44  # two groups that keep their first elements: what padding holds

@@ -17,6 +17,7 @@
 #include "activated.h"
 #include "core/divide.h"
 #include "core/element.h"
+#include "ops/two_four/cuda_direct.h"
 #include "ops/two_four/cuda_narrow.h"
 #include "ops/two_four/problem.h"
 #include "runtime/cuda_driver.h"
@@ -156,6 +157,10 @@ class Trial {
   bool run(const narrow::Form& form) const {
     Context context = Context::cuda(0);
     return narrow::run(problem(), context, form);
+  }
+  bool run(const direct::Form& form) const {
+    Context context = Context::cuda(0);
+    return direct::run(problem(), context, form);
   }
   const std::vector<std::uint8_t>& result() {
     out_.download();
@@ -561,6 +566,106 @@ TEST_F(TwoFourNarrowCuda, LeavesTheRestToOthers) {
   EXPECT_FALSE(takes([](Problem& p) { p.b.row = 2; }));
   EXPECT_FALSE(takes([](Problem& p) { p.values.line = 132; }));
   EXPECT_FALSE(takes([](Problem& p) { p.words.line = 17; }));
+}
+
+// --------------------------------------------------------------------------- few columns of small weights on Hopper
+
+void try_direct(const Case& c, const direct::Form& form) {
+  Trial trial(c);
+  ASSERT_TRUE(trial.run(form)) << c.text();
+  SCOPED_TRACE(std::to_string(form.warps) + " warps, " + std::to_string(form.blocks) + " blocks");
+  trial.check();
+}
+
+using TwoFourDirectCuda = TwoFourNarrowCuda;
+
+TEST_F(TwoFourDirectCuda, EveryForm) {
+  for (const int warps : {4, 8, 16}) {
+    for (const int blocks : {1, 2}) {
+      for (const Index n : {1, 8, 13, 16}) {
+        const DType dtype = blocks == 1 ? DType::bf16 : DType::f16;
+        if (n <= 8 || blocks == 1 || warps < 16) {
+          try_direct({.m = 64, .n = n, .k = 1152, .dtype = dtype, .out = dtype}, {warps, blocks});
+        }
+      }
+    }
+  }
+}
+
+TEST_F(TwoFourDirectCuda, RowsColumnsAndDepthsOfAnyNumber) {
+  for (Index n = 1; n <= 16; ++n) {
+    try_direct({.m = 5 * n, .n = n, .k = 384}, {.warps = 4});
+  }
+  for (const Index k : {128, 256, 640, 2048, 4224}) {
+    try_direct({.m = 33, .n = 3, .k = k}, {.warps = 8, .blocks = 2});
+    try_direct({.m = 47, .n = 11, .k = k}, {.warps = 16});
+  }
+}
+
+TEST_F(TwoFourDirectCuda, PitchesAndEpilogues) {
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const Activation activation : {Activation::none, Activation::relu, Activation::gelu, Activation::silu}) {
+      for (const bool bias : {false, true}) {
+        try_direct({.m = 40,
+                    .n = 9,
+                    .k = 512,
+                    .dtype = dtype,
+                    .out = dtype,
+                    .c_along_m = bias,
+                    .pad = 8,
+                    .shift = 8,
+                    .bias = bias,
+                    .activation = activation},
+                   {});
+      }
+    }
+  }
+  for (const int bytes : {1, 2, 4}) {
+    try_direct({.m = 64, .n = 4, .k = 1024, .word_bytes = bytes}, {});
+  }
+}
+
+TEST_F(TwoFourDirectCuda, WhatIsNotKeptIsNotMultiplied) {
+  for (const Index n : {1, 16}) {
+    try_direct({.m = 64, .n = n, .k = 1024, .spoil = true}, {});
+  }
+}
+
+TEST_F(TwoFourDirectCuda, ManyRunsAreEqual) {
+  for (const Index n : {16, 1}) {
+    Trial trial({.m = 1024, .n = n, .k = 2048});
+    ASSERT_TRUE(trial.run(direct::Form{}));
+    const std::vector<std::uint8_t> first = trial.result();
+    for (int count = 0; count < 1000; ++count) {
+      ASSERT_TRUE(trial.run(direct::Form{}));
+      ASSERT_EQ(first, trial.result()) << count;
+    }
+  }
+}
+
+TEST_F(TwoFourDirectCuda, LeavesTheRestToOthers) {
+  const Trial trial({.m = 128, .n = 8, .k = 256});
+  Context context = Context::cuda(0);
+  const auto takes = [&](const auto& change, const direct::Form& form = {}) {
+    Problem p = trial.problem();
+    change(p);
+    return direct::run(p, context, form);
+  };
+  EXPECT_TRUE(takes([](Problem&) {}));
+  EXPECT_FALSE(takes([](Problem&) {}, {.warps = 5}));
+  EXPECT_FALSE(takes([](Problem&) {}, {.blocks = 3}));
+  EXPECT_FALSE(takes([](Problem& p) { p.n = 16; }, {.warps = 16, .blocks = 2}));
+  EXPECT_FALSE(takes([](Problem& p) { p.n = 17; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.k = 192; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.batch = 2; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.out = DType::f32; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.dtype = p.out = DType::i8; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.scale_b = {p.b.data, 1}; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.b.row = 2; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.b.col = 257; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.values.line = 132; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.words.line = 17; }));
+  EXPECT_FALSE(takes([](Problem& p) { p.words.along = 2; }));
 }
 
 // ----------------------------------------------------------------------------------------------------- speed

@@ -253,8 +253,9 @@ void cuda::run(const Problem& problem, Context& context) {
   const driver::DeviceScope scope(context.device.index);
   // From here on wgmma is quicker, and it alone reads b along n as it lies.
   const bool few = problem.n * problem.batch <= 32 && problem.b.row == 1;
-  if (!(run_narrow(problem, context) || (few ? run_few(problem, context) || run_hopper(problem, context)
-                                             : run_hopper(problem, context) || run_few(problem, context)))) {
+  if (!(run_direct(problem, context) || run_narrow(problem, context) ||
+        (few ? run_few(problem, context) || run_hopper(problem, context)
+             : run_hopper(problem, context) || run_few(problem, context)))) {
     run_portable(problem, context);
   }
 }

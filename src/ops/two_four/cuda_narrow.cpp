@@ -70,15 +70,17 @@ bool suits(const Problem& p, const Form& form) {
 }
 
 /// Clocks that a form takes: memory gives the sparse operand, L2 that and b to all CTAs, each of which has a port to
-/// it. The numbers are those that chose best among all forms of 30 products, 512² to 14336 × 4096.
+/// it, and a CTA's sums go to others. The numbers are those that chose best among all forms of 39 products, 1024² to
+/// 14336 × 4096.
 double cost(const Problem& p, const Form& form) {
-  constexpr double kMemory = 1700, kL2 = 5000, kPort = 40;
+  constexpr double kMemory = 1200, kL2 = 5000, kPort = 40, kSums = 30, kMeet = 10;
   const auto ctas = static_cast<double>(p.m / rows(form.groups) * form.split);
   const std::int64_t steps = (p.k / kDepth + form.split - 1) / form.split;
   const double sparse = rows(form.groups) * (kDepth + kDepth / 8), b = double(p.n) * kDepth * 2;
   const double own = double(steps) * (sparse + b) / kPort;
   const double all = double(p.k / kDepth) / form.split * ctas;
-  return std::max({all * sparse / kMemory, all * (sparse + b) / kL2, own}) + own / 8;
+  const double sums = 4.0 * rows(form.groups) * columns_of(p) / kSums + kMeet * form.split;
+  return std::max({all * sparse / kMemory, all * (sparse + b) / kL2, own}) + own / 4 + sums;
 }
 
 /// The quickest by reckoning of those whose CTAs all run at once.

@@ -13,6 +13,7 @@
 #include "device/load.cuh"
 #include "device/mma.cuh"
 #include "device/types.cuh"
+#include "ops/two_four/metadata.cuh"
 #include "ops/two_four/params_few.cuh"
 
 namespace fretwork::two_four::few {
@@ -111,15 +112,8 @@ struct Sparse {
   }
 };
 
-/// Nibble t of each of four words of 16 bits, in the lower half.
-__device__ __forceinline__ u32 gather_nibbles(u32 low, u32 high, int t) {
-  const u32 apart = (low >> 4 * t & 0x000f000fu) | (high >> 4 * t & 0x000f000fu) << 8;  // of words 0, 2, 1, 3
-  return apart | apart >> 12;
-}
-
-/// What a lane gives to the mma of every step: of 16-bit types nibble t of four runs' words, of the first row of its 16
-/// in the lower half and of the one 8 below in the upper; of 8-bit types, for mma j, byte 2j + t / 2 of four runs'
-/// words of the row that t % 2 names.
+/// What a lane gives to the mma of every step: of 16-bit types what mma_metadata says, of 8-bit types, for mma j, byte
+/// 2j + t / 2 of four runs' words of the row that t % 2 names.
 template <typename T>
 __device__ __forceinline__ void read_words(const u8* from, int lane, u32 (&to)[kSteps][2][kFields<T>]) {
   const int t = lane % 4;
@@ -144,8 +138,7 @@ __device__ __forceinline__ void read_words(const u8* from, int lane, u32 (&to)[k
       const word_group<4> first = group(0, row), second = group(0, row + 8);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        to[step][h][0] = __byte_perm(gather_nibbles(first.words[2 * step], first.words[2 * step + 1], t),
-                                     gather_nibbles(second.words[2 * step], second.words[2 * step + 1], t), 0x5410);
+        to[step][h][0] = mma_metadata(first.words + 2 * step, second.words + 2 * step, t);
       }
     }
   }

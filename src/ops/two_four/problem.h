@@ -97,6 +97,7 @@ void prune_both(const Format& rows, const Format& cols, Context& context);
 void run(const Problem& problem, Context& context);
 
 /// The kernel classes behind run, quickest first; false: not for this problem.
+bool run_direct(const Problem& problem, Context& context);  ///< up to 16 columns of small weights, sm_90a
 bool run_few(const Problem& problem, Context& context);     ///< up to 64 columns, at the speed of memory
 bool run_narrow(const Problem& problem, Context& context);  ///< up to 64 columns of whole tiles, sm_90a
 bool run_hopper(const Problem& problem, Context& context);  ///< wgmma.sp, sm_90a

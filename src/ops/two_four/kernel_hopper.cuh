@@ -179,31 +179,55 @@ __device__ __forceinline__ void multiply_step(Sum (&d)[kWidth / 2], u32 at,
   wgmma::commit();
 }
 
-/// A warpgroup multiplies the steps of a tile, 64 rows × kWidth. The next step's metadata is read while products run:
-/// a register of metadata must stay untouched until its products have completed.
+/// A warpgroup multiplies the steps of a tile, 64 rows × kWidth. A step begins while the one before it runs; only when
+/// that has completed is its register of metadata read anew, which its products still look at. Branches lie where no
+/// product runs: with one in between, ptxas lets every product wait for the one before.
 template <typename T, int kWidth, bool kRightK, bool kPair, typename Sum>
 __device__ __forceinline__ void multiply(Sum (&d)[kWidth / 2], const Params& p, const Tile& t, Shape<T, kWidth>& s,
                                          u32 base, Ring<Shape<T, kWidth>::kStages>& ring, Words<T, kWidth>& words) {
   using S = Shape<T, kWidth>;
   u32 e[2][S::kRegisters];
-  words.read(e[0], s, p, t, t.first);
+  u32 oldest = ring.stage;  // that is not released
+  const auto begin = [&](const u32(&metadata)[S::kRegisters]) {
+    mbarrier::wait(shared_address(&s.full[ring.stage]), ring.parity);
+    multiply_step<T, kWidth, kRightK>(d, base + ring.stage * S::kBytes, metadata);
+    ring.next();
+  };
+  const auto release_oldest = [&] {
+    release_stage<kPair>(shared_address(s.empty), oldest);
+    oldest = oldest + 1 == S::kStages ? 0 : oldest + 1;
+  };
+  int step = t.first;
+  if ((t.last - t.first) % 2 != 0) {
+    words.read(e[0], s, p, t, step++);
+    begin(e[0]);
+    wgmma::wait<0>();
+    wgmma::metadata_read(e[0]);
+    release_oldest();
+  }
+  if (step == t.last) {
+    return;
+  }
+  words.read(e[0], s, p, t, step);
+  words.read(e[1], s, p, t, step + 1);
+  begin(e[0]);
 #pragma unroll 1
-  for (int step = t.first; step < t.last; step += 2) {
+  for (step += 2; step < t.last; step += 2) {
 #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
-      if (step + turn < t.last) {
-        mbarrier::wait(shared_address(&s.full[ring.stage]), ring.parity);
-        multiply_step<T, kWidth, kRightK>(d, base + ring.stage * S::kBytes, e[turn]);
-        if (step + turn + 1 < t.last) {
-          words.read(e[1 - turn], s, p, t, step + turn + 1);
-        }
-        wgmma::wait<0>();
-        wgmma::metadata_read(e[turn]);
-        release_stage<kPair>(shared_address(s.empty), ring.stage);
-        ring.next();
-      }
+      begin(e[1 - turn]);
+      wgmma::wait<1>();
+      wgmma::metadata_read(e[turn]);
+      release_oldest();
+      words.read(e[turn], s, p, t, step + turn);
     }
   }
+  begin(e[1]);
+  wgmma::wait<0>();
+  wgmma::metadata_read(e[0]);
+  wgmma::metadata_read(e[1]);
+  release_oldest();
+  release_oldest();
 }
 
 // ------------------------------------------------------------------------------------------------------- results

@@ -3,6 +3,7 @@
     python bench/compare_two_four.py                                   # this machine's GPU, or its CPU
     python bench/compare_two_four.py --dtypes bfloat16 --columns 1,64  # other numbers of columns (rows of x)
     python bench/compare_two_four.py --parts format
+    python bench/compare_two_four.py --parts product --shapes 2048x2048x2048,512x512x1 --peers dense
 
 A row of `product` is y = x·Wᵀ with W (m, k) 2:4 and x (n, k), as a layer calls it; of `matmul` W·b with b (k, n), and a
 batch of 8 matrices, n rows in all, times a (k, m) matrix that is sparse along k. "dense" is torch's product with the
@@ -289,6 +290,7 @@ def parsed() -> argparse.Namespace:
         "--dtypes", default="", help="bfloat16,float16,int8,float8_e4m3fn on a GPU, float32,bfloat16 on a CPU"
     )
     parser.add_argument("--columns", default="", help="rows of x for the layers' shapes, instead of the usual ones")
+    parser.add_argument("--shapes", default="", help="mxkxn, instead of the usual ones: 2048x2048x64,512x512x1")
     parser.add_argument("--peers", default="dense,cusparselt,torch", help="cuSPARSELt's search takes long for int8")
     parser.add_argument("--seconds", type=float, default=0.4, help="of measuring for a row")
     parser.add_argument("--rounds", type=int, default=25, help="that a row has at most")
@@ -298,7 +300,9 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def problems(gpu: bool, columns: list[int]) -> list[tuple[int, int, int]]:
+def problems(gpu: bool, columns: list[int], shapes: str) -> list[tuple[int, int, int]]:
+    if shapes:
+        return [(m, k, n) for m, k, n in (map(int, shape.split("x")) for shape in shapes.split(","))]
     if columns:
         return [(m, k, n) for m, k in SMALL for n in columns]
     if not gpu:
@@ -342,8 +346,8 @@ def main() -> None:
         for name in names if not gpu else names[:1]:
             for row in measure_format(8192 if gpu else 2048, getattr(torch, name), device, copies, options.seconds):
                 keep(row)
-    wanted = [(name, "linear", *p) for name in names for p in problems(gpu, numbers(options.columns, int))]
-    wanted = wanted if "product" in options.parts else []
+    shapes = problems(gpu, numbers(options.columns, int), options.shapes)
+    wanted = [(name, "linear", *p) for name in names for p in shapes] if "product" in options.parts else []
     if "matmul" in options.parts and gpu:
         wanted += [(name, *p) for name in names if name in ("bfloat16", "float16") for p in matmul_problems()]
     for name, op, m, k, n in wanted:

@@ -19,8 +19,8 @@ namespace {
 namespace driver = fretwork::cuda;
 
 TEST(Choice, IsItsText) {
-  for (const char* const text : {"best", "hopper:128", "regroup:64", "dense:256", "strided:16x4", "cluster", "portable",
-                                 "simple", "rows:256", "lanes:192", "few", "direct"}) {
+  for (const char* const text : {"best", "hopper:128", "regroup:64", "dense:256", "resident", "strided:16x4", "cluster",
+                                 "portable", "simple", "rows:256", "lanes:192", "few", "direct"}) {
     const auto choice = parse_choice(text);
     ASSERT_TRUE(choice) << text;
     EXPECT_EQ(text_of(*choice), text);

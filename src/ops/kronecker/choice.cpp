@@ -18,10 +18,11 @@ struct Spelling {
   std::string_view name;
   int numbers;
 };
-constexpr std::array<Spelling, 12> kRoutes = {{{"best", 0},
+constexpr std::array<Spelling, 13> kRoutes = {{{"best", 0},
                                                {"hopper", 1},
                                                {"regroup", 1},
                                                {"dense", 1},
+                                               {"resident", 0},
                                                {"strided", 2},
                                                {"cluster", 0},
                                                {"portable", 0},

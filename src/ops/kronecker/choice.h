@@ -18,6 +18,7 @@ enum class Route : std::uint8_t {
   hopper,
   regroup,
   dense,
+  resident,
   strided,
   cluster,
   portable,
@@ -28,9 +29,8 @@ enum class Route : std::uint8_t {
   direct
 };
 
-/// A way to run a product: "best", "hopper:128" (a tile's columns), "strided:16x4" (neighbouring δ, warps along the
-/// batch), "cluster", "rows:256" and "lanes:192" (batch rows that a thread takes at a time), "few",
-/// "direct".
+/// A way to run a product: "best", "hopper:128" (a tile's columns), "resident", "strided:16x4" (neighbouring δ, warps
+/// along the batch), "cluster", "rows:256" and "lanes:192" (batch rows that a thread takes at a time), "few", "direct".
 struct Choice {
   Route route = Route::best;
   int first = 0, second = 0;

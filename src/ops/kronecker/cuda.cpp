@@ -289,6 +289,8 @@ bool cuda::run(const Problem& problem, Context& context, const Choice& choice) {
       return hopper::run(problem, context, hopper::Form::regrouped, choice.first);
     case Route::dense:
       return hopper::run(problem, context, hopper::Form::dense, choice.first);
+    case Route::resident:
+      return hopper::run(problem, context, hopper::Form::resident);
     case Route::strided:
       return strided::run(problem, context, strided::Way::alone, {choice.first, choice.second});
     case Route::cluster:
@@ -315,7 +317,8 @@ std::vector<Choice> cuda::candidates(const Problem& problem, const Context& cont
   for (const auto& [v, wm] : strided::shapes(problem.dtype, context.precision)) {
     list.push_back({Route::strided, v, wm});
   }
-  list.insert(list.end(), {{Route::cluster}, {Route::few}, {Route::direct}, {Route::portable}, {Route::simple}});
+  list.insert(list.end(),
+              {{Route::resident}, {Route::cluster}, {Route::few}, {Route::direct}, {Route::portable}, {Route::simple}});
   return list;
 }
 

@@ -347,7 +347,10 @@ void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& cont
     params.x =
         make_map(problem.x, problem.batch, {u64(s.d), u64(s.c), u64(s.a)}, {16, 16, 1, rows}, driver::Swizzle::b32);
   }
-  if (tile.v == 8) {
+  if (tile.v == 8 && flat) {
+    params.y = make_map(problem.y, problem.batch, {u64(s.b * s.d), u64(s.a)}, {64, 1, u32(tile.rows())},
+                        driver::Swizzle::b128);
+  } else if (tile.v == 8) {
     params.y = make_map(problem.y, problem.batch, {u64(s.d), u64(s.b), u64(s.a)}, {16, 8, 1, u32(tile.rows())},
                         driver::Swizzle::b32);
   } else if (s.b * s.d % 8 == 0) {  // lines end with whole units of 16 bytes

@@ -225,11 +225,13 @@ struct ClusterWork {
     }
   }
 
-  /// V = 8: the two halves of 16 δ meet in shared memory, eight columns at a time, and leave in rows of 32 bytes.
+  /// V = 8: the two halves of 16 δ meet in shared memory, eight columns at a time, and leave in rows of 32 bytes, or
+  /// flat in lines of four columns.
   static __device__ __forceinline__ void store_halves(const ClusterParams& p, const ClusterItem& item,
                                                       const typename Work::Sums& sums, u32 staging, int columns,
                                                       int group) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
+    constexpr u32 kHalf = ClusterTile::kStaging / 2;
     const bool one = threadIdx.x == 128;
 #pragma unroll
     for (int q = 0; q < kColumns / 8; ++q) {
@@ -246,6 +248,12 @@ struct ClusterWork {
         u32 words[2][4];
         pack_words<T>(words[0], sums, 0, 4, q, 2 * u);
         pack_words<T>(words[1], sums, 0, 4, q, 2 * u + 1);
+        if constexpr (kFlat) {
+          const u32 line = buffer + (16 * warp + g + 8 * u) * 128 + (((2 * t + static_cast<u32>(group)) ^ g) << 4);
+          store_quad(line, words[0]);
+          store_quad(line + kHalf, words[1]);
+          continue;
+        }
 #pragma unroll
         for (u32 turn = 0; turn < 2; ++turn) {
           const u32 e =
@@ -262,7 +270,15 @@ struct ClusterWork {
       fence_async_proxy();
       named_barrier(1, 256);
       if (one) {
-        tma::store(&p.y, buffer, item.l, item.slab * kColumns + 8 * q, item.i, static_cast<int>(item.n));
+        const int column = item.slab * kColumns + 8 * q, n = static_cast<int>(item.n);
+        if constexpr (kFlat) {
+          tma::store(&p.y, buffer, column * 16, item.i, n);
+          if (8 * q + 4 < columns) {
+            tma::store(&p.y, buffer + kHalf, column * 16 + 64, item.i, n);
+          }
+        } else {
+          tma::store(&p.y, buffer, item.l, column, item.i, n);
+        }
         tma::store_commit();
       }
     }

@@ -76,7 +76,7 @@ struct ClusterTile {
 /// counts all CTAs along b, and groups the clusters that a set of rows takes.
 struct ClusterParams {
   Map x;  ///< (δ, k, i, n), or where d is the δ of a CTA (k·δ, i, n)
-  Map y;  ///< (δ, j, i, n), or where d is the δ of a CTA and `staged` (j·δ, i, n)
+  Map y;  ///< (δ, j, i, n), or where d is the δ of a CTA (and `staged` where V < 8) (j·δ, i, n)
   ProductParams product;
   long long items;  ///< groups · sets of rows
   int cluster_rows, cluster_columns;

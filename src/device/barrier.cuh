@@ -99,8 +99,12 @@ __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-/// Returns when the kernel that this one was launched behind has ended and its writes are seen.
-__device__ __forceinline__ void wait_for_earlier_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+/// Returns when the kernel that this one was launched behind has ended and its writes are seen. Before sm_90 none is.
+__device__ __forceinline__ void wait_for_earlier_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 /// Moves registers between the warpgroups of a CTA; each role is one branch of a single if/else.
 template <u32 kCount>

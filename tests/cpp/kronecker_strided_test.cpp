@@ -346,6 +346,11 @@ TEST_F(Strided, GradientInClusters) {
       {{1, 256, 128, 16}, 100, DType::bf16, Precision::tf32, Activation::none, true},
       {{2, 130, 70, 32}, 37, DType::f16, Precision::tf32, Activation::none, true, true, 8},
       {{1, 32, 256, 16}, 65, DType::f16},
+      {{2, 96, 100, 16}, 70, DType::bf16, Precision::tf32, Activation::none, true, false, 8},
+      {{1, 65, 70, 16}, 45, DType::f16, Precision::tf32, Activation::none, true},
+      {{1, 40, 36, 48}, 130, DType::f16, Precision::tf32, Activation::none, true},
+      {{1, 64, 64, 64}, 130, DType::bf16, Precision::tf32, Activation::none, true},
+      {{1, 8, 16, 16}, 5000, DType::f16, Precision::tf32, Activation::none, true},  // many pieces
       {{3, 5, 7, 16}, 1, DType::bf16, Precision::tf32, Activation::none, true},
       // d = 2 and 4 read rows as they lie, without clusters.
       {{1, 130, 70, 4}, 333, DType::f16, Precision::tf32, Activation::none, true},

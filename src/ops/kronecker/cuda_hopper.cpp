@@ -269,8 +269,14 @@ struct Estimate {
   double packing(std::int64_t times) const { return size() * double(times) * flops / 2 / 3e12 / double(batch); }
   double size() const { return tf32 ? 4.0 : 2.0; }
   double strided_gradient() const {
-    return tf32 ? std::max((s.d < 8 ? 6.5 : 2.9) * pass, flops / 25e12)
-                : std::max((s.d < 8 ? 1.8 : 2.35) * pass, flops / (s.d < 8 ? 200e12 : 60e12));
+    if (tf32) {
+      return std::max((s.d < 8 ? 6.5 : 2.9) * pass, flops / 25e12);
+    }
+    if (s.d % 16 == 0) {
+      return pass + flops / (s.d == 16 ? 215e12 : 165e12);
+    }
+    const bool flat = s.d == 2 || s.d == 4;
+    return std::max((flat ? 1.8 : 2.35) * pass, flops / (flat ? 200e12 : 60e12));
   }
   /// Tiles of 128 × `width` read both operands again for each other's, from L2.
   double interleaved_gradient(std::int64_t width) const {

@@ -64,15 +64,16 @@ KernelSpec cluster_kernel(DType dtype, const ClusterTile& tile, bool flat) {
 KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
   return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile)};
 }
-KernelSpec cluster_weight_kernel(DType dtype) {
-  return {kClusterWeight, std::string("fretwork::strided_cluster_weight<") + device_type(dtype) + ">"};
+KernelSpec cluster_weight_kernel(DType dtype, int deltas, bool flat) {
+  return {kClusterWeight, std::string("fretwork::strided_cluster_weight<") + device_type(dtype) + ", " +
+                              std::to_string(deltas) + (flat ? ", true>" : ", false>")};
 }
 KernelSpec flat_weight_kernel(DType dtype, int v) {
   return {kFlatWeight,
           std::string("fretwork::strided_flat_weight<") + device_type(dtype) + ", " + std::to_string(v) + ">"};
 }
-KernelSpec reduce_kernel(DType dtype) {
-  return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ">"};
+KernelSpec reduce_kernel(DType dtype, int wide) {
+  return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ", " + std::to_string(wide) + ">"};
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
@@ -93,7 +94,8 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     for (const Tile& tile : weight_tiles(size)) {  // one of each V
       list.push_back(pack_kernel(dtype, tile.v));
     }
-    list.push_back(reduce_kernel(dtype));
+    list.push_back(reduce_kernel(dtype, 1));
+    list.push_back(reduce_kernel(dtype, 4));
     if (arch == "sm_90a" && size == 2) {
       for (const int v : {8, 4, 2}) {
         for (const int most : {256, 192}) {
@@ -103,7 +105,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       for (const int columns : {32, 24}) {
         list.push_back(cluster_kernel(dtype, {8, columns}, true));
       }
-      list.push_back(cluster_weight_kernel(dtype));
+      list.push_back(cluster_weight_kernel(dtype, 16, true));
+      for (const int deltas : {16, 32, 64}) {
+        list.push_back(cluster_weight_kernel(dtype, deltas, false));
+      }
       list.push_back(flat_weight_kernel(dtype, 4));
       list.push_back(flat_weight_kernel(dtype, 2));
     }
@@ -309,12 +314,20 @@ Map make_map(const Matrix& m, std::int64_t batch, std::initializer_list<std::uin
   return encoded(m, sizes, strides, box, swizzle);
 }
 
-/// (δ, n, column, i), in boxes of 16 δ × 16 n × `columns`.
-Map make_batch_map(const Matrix& m, std::int64_t batch, const Sizes& s, std::int64_t count, int columns) {
+/// (δ, n, column, i), in boxes of `deltas` × 16 n × `columns`; `flat`: lines of four columns, of which d is 16.
+Map make_batch_map(const Matrix& m, std::int64_t batch, const Sizes& s, std::int64_t count, int columns, int deltas,
+                   bool flat) {
   const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
-  const std::uint64_t sizes[] = {u64(s.d), u64(batch), u64(count), u64(s.a)};
-  const std::uint64_t strides[] = {batch == 1 ? 32 : u64(m.batch) * 2, u64(s.d) * 2, u64(count * s.d) * 2};
-  return encoded(m, sizes, strides, {16, 16, static_cast<std::uint32_t>(columns), 1}, driver::Swizzle::b32);
+  const std::int64_t per = flat ? 4 : 1;
+  const std::uint64_t sizes[] = {u64(s.d * per), u64(batch), u64(count / per), u64(s.a)};
+  const std::uint64_t strides[] = {batch == 1 ? 32 : u64(m.batch) * 2, u64(s.d * per) * 2, u64(count * s.d) * 2};
+  const driver::Swizzle swizzle = flat || deltas == 64 ? driver::Swizzle::b128
+                                  : deltas == 32       ? driver::Swizzle::b64
+                                                       : driver::Swizzle::b32;
+  return encoded(m, sizes, strides,
+                 {static_cast<std::uint32_t>(flat ? 64 : deltas), ClusterGradientTile::kDepth,
+                  static_cast<std::uint32_t>(columns / per), 1},
+                 swizzle);
 }
 
 void run_clusters(const Problem& problem, const ClusterPlan& plan, Context& context) {
@@ -385,26 +398,34 @@ std::optional<Tile> plan_weight(const WeightProblem& problem, int shared_limit) 
   return best;
 }
 
-constexpr ClusterTile kGradientTile{8, 32};
+/// Clusters of a gradient: δ of a CTA, whether rows are read in lines, and CTAs.
+struct WeightClusters {
+  ClusterGradientTile tile;
+  bool flat;
+  int rows, columns;
+};
 
-/// The shape that needs the fewest clocks of an SM per row of the batch and δ, at best: memory moves 18 bytes in one,
-/// L2 24, and the tensor cores do 1300 operations.
-ClusterPlan plan_weight_cluster(const Sizes& s) {
-  ClusterPlan best;
-  double least = std::numeric_limits<double>::max();
-  for (const int size : {1, 2, 4, 8}) {
-    for (int columns = 1; columns <= size; columns *= 2) {
-      const int rows = size / columns;
-      const std::int64_t high = ceil_div(s.b, 64 * rows), wide = ceil_div(s.c, 32 * columns);
-      const double memory = 2.0 * double(s.b + s.c) / 18, l2 = 2.0 * double(high * s.c + wide * s.b) / 24;
-      const double clocks = std::max({memory, l2, 2.0 * double(high * 64 * rows * wide * 32 * columns) / 1300});
-      if (clocks < 0.97 * least) {
-        least = clocks;
-        best = {kGradientTile, rows, columns, 1};
-      }
+/// By times on an H200. Lines of 128 bytes, 64 δ or four columns of 16, need the fewest copies; large blocks read them
+/// more often, and 32 δ make squarer tiles. Clusters pay only where they waste nothing.
+WeightClusters plan_weight_cluster(const Sizes& s) {
+  constexpr std::int64_t kLarge = 1 << 15, kMany = 64, kSome = 16;  // weights of a product; CTAs, and of a factor
+  const bool flat = s.d == 16 && s.b % 4 == 0 && s.c % 4 == 0;
+  const int deltas = s.d % 64 == 0 && (s.b * s.c < kLarge || s.b < s.c) ? 64 : s.d % 32 == 0 ? 32 : 16;
+  WeightClusters plan{{deltas}, flat, 1, 1};
+  const auto dividing = [](std::int64_t slabs, int most) {
+    while (slabs % most != 0) {
+      most /= 2;
     }
+    return most;
+  };
+  const std::int64_t high = ceil_div(s.b, plan.tile.rows()), wide = ceil_div(s.c, ClusterGradientTile::kColumns);
+  if (plan.flat) {
+    plan.columns = wide == 2 ? 2 : 1;
+  } else if (plan.tile.deltas < 64 || (high * wide >= kSome && s.a * (s.d / 64) * high * wide >= kMany)) {
+    plan.rows = dividing(high, 4);
+    plan.columns = dividing(wide, plan.tile.deltas == 64 ? 2 : 4 / plan.rows);
   }
-  return best;
+  return plan;
 }
 
 WeightParams weight_params(const WeightProblem& problem) {
@@ -420,6 +441,7 @@ WeightParams weight_params(const WeightProblem& problem) {
   params.b = static_cast<int>(s.b);
   params.c = static_cast<int>(s.c);
   params.d = static_cast<int>(s.d);
+  params.bias_shares = 1;
   return params;
 }
 
@@ -428,29 +450,56 @@ struct Partials {
   Workspace weights, bias;
   Partials(const WeightProblem& problem, WeightParams& params, Context& context)
       : weights(context, static_cast<std::size_t>(params.pieces * params.weights) * sizeof(float)),
-        bias(context, problem.d_bias.data != nullptr
-                          ? static_cast<std::size_t>(params.pieces * params.features) * sizeof(float)
-                          : 0) {
+        bias(context,
+             problem.d_bias.data != nullptr
+                 ? static_cast<std::size_t>(params.pieces * params.bias_shares * params.features) * sizeof(float)
+                 : 0) {
     params.partials = static_cast<float*>(weights.data());
     params.bias_partials = static_cast<float*>(bias.data());
   }
 };
+constexpr std::int64_t kMostShares = 4;                   // in adding up a bias
 constexpr double kPartial = 2.0 * sizeof(float) * 32768;  // sums of a CTA, written and read again
 
 int ring_of(const Tile& tile, int shared_limit) { return std::clamp(shared_limit / tile.batch_stage(), 2, 4); }
 
 /// Adds the pieces of d_w and, where wanted, of d_bias.
 void reduce(const WeightProblem& problem, const WeightParams& params, Context& context) {
-  const auto add = [&](const ReduceParams& sum) {
-    get_kernel(reduce_kernel(problem.dtype), context.device.index)
-        .launch(ceil_div(sum.count, kThreads), kThreads, 0, &sum, context.stream);
+  // Many pieces are added by more threads.
+  const auto slices_of = [](int pieces, int most) {
+    return std::min(static_cast<int>(std::bit_ceil(static_cast<unsigned>(ceil_div(pieces, 4)))), most);
   };
   const Weights& w = problem.d_w;
-  add({params.partials, w.data, params.weights, params.pieces, w.a, w.b, w.c, w.d, params.b, params.c, params.d});
-  if (params.bias_partials != nullptr) {
-    add({params.bias_partials, problem.d_bias.data, params.features, params.pieces, 0, 0, 0, problem.d_bias.stride, 1,
-         1, static_cast<int>(params.features)});
-  }
+  ReduceParams sum{};
+  sum.partials = params.partials;
+  sum.bias_partials = params.bias_partials;
+  sum.to = w.data;
+  sum.bias = problem.d_bias.data;
+  sum.weights = params.weights;
+  sum.features = params.features;
+  sum.stride_a = w.a;
+  sum.stride_b = w.b;
+  sum.stride_c = w.c;
+  sum.stride_d = w.d;
+  sum.bias_stride = problem.d_bias.stride;
+  sum.pieces = params.pieces;
+  sum.slices = slices_of(sum.pieces, 8);
+  sum.bias_pieces = params.pieces * params.bias_shares;
+  sum.bias_slices = slices_of(sum.bias_pieces, 32);
+  sum.b = params.b;
+  sum.c = params.c;
+  sum.d = params.d;
+  const std::int64_t line = std::int64_t{params.c} * params.d;
+  sum.contiguous = w.d == 1 && w.c == params.d && w.b == line && w.a == line * params.b &&
+                   reinterpret_cast<std::uintptr_t>(w.data) % 16 == 0;
+  const int wide = sum.weights % 4 == 0 ? 4 : 1;
+  const std::int64_t ctas = ceil_div(sum.weights * sum.slices, std::int64_t{kThreads} * wide);
+  const std::int64_t bias_ctas = sum.bias_partials != nullptr ? ceil_div(sum.features * sum.bias_slices, kThreads) : 0;
+  sum.weight_ctas = static_cast<unsigned>(ctas);
+  const bool behind = driver::device_info(context.device.index).arch >= 90;
+  const auto how = behind ? &Kernel::launch_behind : &Kernel::launch;
+  (get_kernel(reduce_kernel(problem.dtype, wide), context.device.index).*how)(ctas + bias_ctas, kThreads, 0, &sum,
+                                                                              context.stream);
 }
 
 /// Whether rows of both operands can be read as they lie, all δ of a column together.
@@ -467,7 +516,9 @@ void run_flat(const WeightProblem& problem, Context& context) {
     return make_map(m, problem.batch, {static_cast<std::uint64_t>(columns * s.d), static_cast<std::uint64_t>(s.a)},
                     {64, 1, FlatTile::kDepth}, driver::Swizzle::b128);
   };
-  FlatWeightParams params{map(problem.x, s.c), map(problem.d_y, s.b), weight_params(problem)};
+  // Where memory is the limit, CTAs that read the same lines should not drift apart.
+  const bool skip = s.b * s.c > 84 * (s.b + s.c);
+  FlatWeightParams params{map(problem.x, s.c), map(problem.d_y, s.b), weight_params(problem), skip};
   WeightParams& weight = params.weight;
   weight.slabs_b = static_cast<int>(ceil_div(s.b, tile.rows()));
   weight.slabs_c = static_cast<int>(ceil_div(s.c, tile.columns()));
@@ -475,9 +526,33 @@ void run_flat(const WeightProblem& problem, Context& context) {
   weight.pieces = static_cast<int>(pieces_of(weight.groups, ceil_div(problem.batch, FlatTile::kDepth),
                                              driver::device_info(context.device.index).multiprocessors, tile.stage(),
                                              64 * 1024.0 + kPartial));
+  weight.bias_shares = static_cast<int>(std::min(kMostShares, ceil_div(s.c, tile.warp_columns())));
   const Partials partials(problem, weight, context);
   get_kernel(flat_weight_kernel(problem.dtype, tile.v), context.device.index)
       .launch(std::int64_t{weight.groups} * weight.pieces, FlatTile::kThreads, tile.shared(), &params, context.stream);
+  reduce(problem, weight, context);
+}
+
+void run_clusters(const WeightProblem& problem, Context& context) {
+  const Sizes& s = problem.sizes;
+  const auto [tile, flat, rows, columns] = plan_weight_cluster(s);
+  const int size = rows * columns;
+  const Kernel& kernel = get_kernel(cluster_weight_kernel(problem.dtype, tile.deltas, flat), context.device.index);
+  ClusterWeightParams params{
+      make_batch_map(problem.x, problem.batch, s, s.c, ClusterGradientTile::kColumns / rows, tile.deltas, flat),
+      make_batch_map(problem.d_y, problem.batch, s, s.b, tile.rows() / columns, tile.deltas, flat),
+      weight_params(problem), rows, columns};
+  WeightParams& weight = params.weight;
+  weight.slabs_b = static_cast<int>(ceil_div(s.b, tile.rows() * rows));
+  weight.slabs_c = static_cast<int>(ceil_div(s.c, ClusterGradientTile::kColumns * columns));
+  weight.groups = static_cast<int>(s.a * (s.d / tile.deltas) * weight.slabs_b * weight.slabs_c);
+  weight.bias_shares = static_cast<int>(std::min(kMostShares, ceil_div(s.c, ClusterGradientTile::kColumns)));
+  weight.pieces = static_cast<int>(pieces_of(weight.groups, ceil_div(problem.batch, ClusterGradientTile::kDepth),
+                                             kernel.resident_clusters(size, ClusterTile::kThreads, tile.shared()),
+                                             tile.stage(), 64 * 1024.0 + kPartial));
+  const Partials partials(problem, weight, context);
+  kernel.launch_clusters(std::int64_t{weight.groups} * weight.pieces * size, size, ClusterTile::kThreads, tile.shared(),
+                         &params, context.stream);
   reduce(problem, weight, context);
 }
 
@@ -566,43 +641,28 @@ bool run(const WeightProblem& problem, Context& context, Way way) {
     run_flat(problem, context);
     return true;
   }
-  WeightParams params = weight_params(problem);
   const bool fit = s.d % 16 == 0 && clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, context);
-  const ClusterPlan cluster = plan_weight_cluster(s);
-  // As measured: up to 20% faster for blocks of up to 128 columns, slower beyond.
-  const bool clusters = fit && way != Way::alone && (way == Way::clusters || s.c <= 128);
-  if (way == Way::clusters && !clusters) {
+  if (fit && way != Way::alone) {
+    run_clusters(problem, context);
+    return true;
+  }
+  if (way == Way::clusters) {
     return false;
   }
-  const int size = cluster.rows * cluster.columns;
-  const std::int64_t blocks = s.a * (s.d / (clusters ? 16 : tile->v));
-  params.slabs_b = static_cast<int>(ceil_div(s.b, clusters ? 64 * cluster.rows : tile->rows()));
-  params.slabs_c = static_cast<int>(ceil_div(s.c, clusters ? 32 * cluster.columns : tile->width()));
-  params.groups = static_cast<int>(blocks * params.slabs_b * params.slabs_c);
-  const Kernel& kernel =
-      get_kernel(clusters ? cluster_weight_kernel(problem.dtype) : weight_kernel(problem.dtype, products, *tile),
-                 context.device.index);
-  const int depth = clusters ? 16 : tile->batch_rows();
-  const int stage = clusters ? kGradientTile.stage_x() + kGradientTile.stage_w() : tile->batch_stage();
-  const int shared = clusters ? 1024 + kGradientTile.ring() * stage : ring_of(*tile, device.shared_per_block) * stage;
-  params.ring = shared / stage;
-  params.pieces = static_cast<int>(
-      pieces_of(params.groups, std::max<std::int64_t>(1, ceil_div(problem.batch, depth)),
-                clusters ? kernel.resident_clusters(size, ClusterTile::kThreads, shared) : device.multiprocessors,
-                stage, 64 * 1024.0 + kPartial));
+  WeightParams params = weight_params(problem);
+  params.slabs_b = static_cast<int>(ceil_div(s.b, tile->rows()));
+  params.slabs_c = static_cast<int>(ceil_div(s.c, tile->width()));
+  params.groups = static_cast<int>(s.a * (s.d / tile->v) * params.slabs_b * params.slabs_c);
+  params.ring = ring_of(*tile, device.shared_per_block);
+  params.pieces =
+      static_cast<int>(pieces_of(params.groups, std::max<std::int64_t>(1, ceil_div(problem.batch, tile->batch_rows())),
+                                 device.multiprocessors, tile->batch_stage(), 64 * 1024.0 + kPartial));
   params.x_flat = flat(*tile, s, s.c, problem.batch, problem.x, 16);
   params.dy_flat = flat(*tile, s, s.b, problem.batch, problem.d_y, 16);
-
   const Partials partials(problem, params, context);
-  const std::int64_t grid = std::int64_t{params.groups} * params.pieces;
-  if (clusters) {
-    const ClusterWeightParams shared_params{make_batch_map(problem.x, problem.batch, s, s.c, 32 / cluster.rows),
-                                            make_batch_map(problem.d_y, problem.batch, s, s.b, 64 / cluster.columns),
-                                            params, cluster.rows, cluster.columns};
-    kernel.launch_clusters(grid * size, size, ClusterTile::kThreads, shared, &shared_params, context.stream);
-  } else {
-    kernel.launch(grid, kThreads, shared, &params, context.stream);
-  }
+  get_kernel(weight_kernel(problem.dtype, products, *tile), context.device.index)
+      .launch(std::int64_t{params.groups} * params.pieces, kThreads, params.ring * tile->batch_stage(), &params,
+              context.stream);
   reduce(problem, params, context);
   return true;
 }

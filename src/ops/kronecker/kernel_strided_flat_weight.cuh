@@ -20,6 +20,7 @@ struct FlatGradient {
   static constexpr FlatTile kTile{V};
   static constexpr int kPer = 8 / V;                                              // columns of a chunk
   static constexpr int kLeft = kTile.left_lines(), kRight = kTile.right_lines();  // lines of a warp
+  static constexpr int kSteps = FlatTile::kDepth / 16;                            // of K in a stage
   static constexpr int kHigh = kPer / 2, kWide = kPer;  // blocks of 16 rows, of 8 columns, of a line
   struct Barriers {
     u64 full[kTile.ring()], empty[kTile.ring()];
@@ -30,7 +31,7 @@ struct FlatGradient {
   /// What a CTA works on: factor i, its first j and k, and a piece of the batch.
   struct Part {
     int i, j, k, piece;
-    i64 first, last;  ///< stages
+    int first, stages;
   };
 
   /// One thread: lines of d_y, then of x, FlatTile::kDepth rows each.
@@ -38,10 +39,10 @@ struct FlatGradient {
                                                  Barriers& barriers) {
     Slots slots(1);
 #pragma unroll 1
-    for (i64 stage = part.first; stage < part.last; ++stage, slots.next()) {
+    for (int stage = 0; stage < part.stages; ++stage, slots.next()) {
       const u32 full = shared_address(&barriers.full[slots.stage]);
       const u32 at = base + slots.stage * kTile.stage();
-      const int n = static_cast<int>(stage) * FlatTile::kDepth;
+      const int n = (part.first + stage) * FlatTile::kDepth;
       mbarrier::wait(shared_address(&barriers.empty[slots.stage]), slots.parity);
       mbarrier::arrive_expect(full, kTile.stage());
 #pragma unroll 1
@@ -71,44 +72,53 @@ struct FlatGradient {
     return pair_halves(raw[2 * half].word[word], raw[2 * half + 1].word[word], e % 2);
   }
 
-  /// Adds the products of 16 rows of the batch. `left` and `right` are the warp's first lines there.
+  /// Adds the products of 16 rows of the batch. `left` and `right` are the warp's first lines there. Chunks are loaded
+  /// while the products before them run.
   static __device__ __forceinline__ void add_step(Sums& sums, float (&bias)[kLeft][8], bool with_bias, u32 left,
                                                   u32 right) {
+    quad rows[kLeft][4], columns[2][4];
+#pragma unroll
+    for (int line = 0; line < kLeft; ++line) {
+      load_chunks(rows[line], left + line * FlatTile::kLine);
+    }
+    load_chunks(columns[0], right);
     u32 a[V][kLeft * kHigh][4];
 #pragma unroll
     for (int line = 0; line < kLeft; ++line) {
-      quad raw[4];
-      load_chunks(raw, left + line * FlatTile::kLine);
 #pragma unroll
       for (int e = 0; e < V; ++e) {
 #pragma unroll
         for (int m = 0; m < kHigh; ++m) {
 #pragma unroll
           for (int r = 0; r < 4; ++r) {
-            a[e][line * kHigh + m][r] = pair(raw, r / 2, 2 * m + r % 2, e);
+            a[e][line * kHigh + m][r] = pair(rows[line], r / 2, 2 * m + r % 2, e);
           }
         }
       }
-      if (with_bias) {
+    }
+    if (with_bias) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
+      for (int line = 0; line < kLeft; ++line) {
 #pragma unroll
-          for (int w = 0; w < 4; ++w) {
-            bias[line][2 * w] += widen(T{static_cast<u16>(raw[r].word[w])});
-            bias[line][2 * w + 1] += widen(T{static_cast<u16>(raw[r].word[w] >> 16)});
+        for (int n = 0; n < 8; ++n) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const u32 two = a[n % V][line * kHigh + n / V / 2][2 * h + n / V % 2];
+            bias[line][n] += widen(T{static_cast<u16>(two)}) + widen(T{static_cast<u16>(two >> 16)});
           }
         }
       }
     }
 #pragma unroll
     for (int line = 0; line < kRight; ++line) {
-      quad raw[4];
-      load_chunks(raw, right + line * FlatTile::kLine);
+      if (line + 1 < kRight) {
+        load_chunks(columns[(line + 1) % 2], right + (line + 1) * FlatTile::kLine);
+      }
 #pragma unroll
       for (int e = 0; e < V; ++e) {
 #pragma unroll
         for (int column = 0; column < kWide; ++column) {
-          const u32 low = pair(raw, 0, column, e), high = pair(raw, 1, column, e);
+          const u32 low = pair(columns[line % 2], 0, column, e), high = pair(columns[line % 2], 1, column, e);
 #pragma unroll
           for (int m = 0; m < kLeft * kHigh; ++m) {
             mma_sync<T>(sums[e][m][line * kWide + column], a[e][m], low, high);
@@ -150,26 +160,32 @@ struct FlatGradient {
   static __device__ __forceinline__ void consume(const FlatWeightParams& p, const Part& part, u32 base,
                                                  Barriers& barriers) {
     const WeightParams& w = p.weight;
-    const int warp = static_cast<int>(threadIdx.x) / 32 - 4, high = warp / 2, wide = warp % 2;
-    const int j = part.j + high * kLeft * (64 / V), k = part.k + wide * kRight * (64 / V);
-    const bool with_bias = w.bias_partials != nullptr && k == 0;
+    const int warp = uniform(threadIdx.x / 32) - 4, high = warp / 2, wide = warp % 2;
+    const int j = part.j + high * kLeft * (64 / V), k = part.k + wide * kTile.warp_columns();
+    const bool inside = !p.skip || (j < w.b && k < w.c);
+    const int share = k / kTile.warp_columns();
+    const bool bias_wanted = w.bias_partials != nullptr && share < w.bias_shares;
+    const u32 left = high * kLeft * FlatTile::kLine;
+    const u32 right = (kTile.all_left() + wide * kRight) * FlatTile::kLine;
     Sums sums = {};
     float bias[kLeft][8] = {};
     Slots slots(0);
 #pragma unroll 1
-    for (i64 stage = part.first; stage < part.last; ++stage, slots.next()) {
+    for (int stage = 0; stage < part.stages; ++stage, slots.next()) {
       const u32 at = base + slots.stage * kTile.stage();
       mbarrier::wait(shared_address(&barriers.full[slots.stage]), slots.parity);
-#pragma unroll 1
-      for (int step = 0; step < FlatTile::kDepth / 16; ++step) {
-        add_step(sums, bias, with_bias, at + high * kLeft * FlatTile::kLine + step * 2048,
-                 at + (kTile.all_left() + wide * kRight) * FlatTile::kLine + step * 2048);
+      if (inside) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          const bool with_bias = bias_wanted && (kSteps * stage + step) % w.bias_shares == share;
+          add_step(sums, bias, with_bias, left + at + step * 2048, right + at + step * 2048);
+        }
       }
-      mbarrier::arrive(shared_address(&barriers.empty[slots.stage]));
+      release(shared_address(barriers.empty), static_cast<int>(slots.stage));
     }
     const i64 row = static_cast<i64>(part.i) * w.b + j;
     store(w, sums, w.partials + part.piece * w.weights + (row * w.c + k) * V, w.b - j, w.c - k);
-    if (with_bias) {
+    if (bias_wanted) {
       const int g = static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
       for (int line = 0; line < kLeft; ++line) {
@@ -180,7 +196,8 @@ struct FlatGradient {
           sum += __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(sum), 2));
           const int column = line * (64 / V) + kPer * g + n / V;
           if (threadIdx.x % 4 == 0 && j + column < w.b) {
-            w.bias_partials[part.piece * w.features + (row + column) * V + n % V] = sum;
+            w.bias_partials[(static_cast<i64>(part.piece) * w.bias_shares + share) * w.features + (row + column) * V +
+                            n % V] = sum;
           }
         }
       }
@@ -201,13 +218,14 @@ __global__ void __launch_bounds__(kronecker::strided::FlatTile::kThreads, 1)
   const kronecker::strided::WeightParams& w = p.weight;
   const int group = static_cast<int>(blockIdx.x) % w.groups, piece = static_cast<int>(blockIdx.x) / w.groups;
   const i64 stages = (w.batch + kronecker::strided::FlatTile::kDepth - 1) / kronecker::strided::FlatTile::kDepth;
+  const int first = static_cast<int>(stages * piece / w.pieces);
   const typename Work::Part part{group / w.slabs_c / w.slabs_b,
                                  group / w.slabs_c % w.slabs_b * Work::kTile.rows(),
                                  group % w.slabs_c * Work::kTile.columns(),
                                  piece,
-                                 stages * piece / w.pieces,
-                                 stages * (piece + 1) / w.pieces};
-  init_ring(barriers.full, barriers.empty, Work::kTile.ring(), 1, 256);
+                                 first,
+                                 static_cast<int>(stages * (piece + 1) / w.pieces) - first};
+  init_ring(barriers.full, barriers.empty, Work::kTile.ring(), 1, 8);
   if (threadIdx.x < 128) {
     fewer_registers<24>();  // 128 · 24 + 256 · 240 is what the CTA has
     if (threadIdx.x == 0) {

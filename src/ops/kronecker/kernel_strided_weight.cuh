@@ -6,6 +6,7 @@
 // batch and writes its sums to its own place; strided_reduce adds the pieces in a fixed order.
 #pragma once
 
+#include "device/barrier.cuh"
 #include "ops/kronecker/kernel_strided_tile.cuh"
 
 namespace fretwork {
@@ -178,20 +179,21 @@ struct Gradient {
     }
   }
 
-  /// `to` is (i, j 0 and k 0 of the warp, δ 0).
+  /// `to` is (i, j 0 and k 0 of the warp, δ 0). Sub: columns that lane rows have of a chunk, or of two.
+  template <int Sub = kSub>
   static __device__ __forceinline__ void store(const WeightParams& p, const Sums& sums, float* to, int rows,
                                                int columns) {
     const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
     constexpr int kWide = V < 4 ? V : 4;
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const int j = V >= kChunk ? g + 8 * u : 2 * g + u;
+      const int j = Sub == 1 ? g + 8 * u : 2 * g + u;
       float* line = to + static_cast<i64>(j) * p.c * p.d;
 #pragma unroll
       for (int q = 0; q < kBlocks; ++q) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int k = 8 * (q / kSub * kSub) + (2 * t + e) * kSub + q % kSub;
+          const int k = 8 * (q / Sub * Sub) + (2 * t + e) * Sub + q % Sub;
           if (j < rows && k < columns) {
             float* place = line + k * p.d;
 #pragma unroll
@@ -279,21 +281,103 @@ __global__ void __launch_bounds__(kronecker::strided::kThreads, 1)
   }
 }
 
-/// Adds the pieces, rounds once, and stores with the result's own strides.
-template <typename T>
+/// `count` sums at `at` of each piece, added in a fixed order: a CTA's slices take every so many pieces, and each
+/// thread adds what they have, in shared memory.
+template <int kWide>
+__device__ __forceinline__ void add_pieces(float (&sum)[kWide], const float* from, i64 count, i64 at, int pieces,
+                                           int slices, float* shared) {
+  constexpr int kAhead = 4;
+  const int each = kronecker::strided::kThreads / slices, own = static_cast<int>(threadIdx.x) % each;
+#pragma unroll
+  for (float& one : sum) {
+    one = 0.0f;
+  }
+  for (int piece = static_cast<int>(threadIdx.x) / each; piece < pieces && at < count; piece += kAhead * slices) {
+    float loaded[kAhead][kWide];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {  // without branches, so that all are under way at once
+      const float* place = from + static_cast<i64>(min(piece + n * slices, pieces - 1)) * count + at;
+      if constexpr (kWide == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(place);
+        loaded[n][0] = four.x, loaded[n][1] = four.y, loaded[n][2] = four.z, loaded[n][3] = four.w;
+      } else {
+        loaded[n][0] = *place;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+#pragma unroll
+      for (int e = 0; e < kWide; ++e) {
+        sum[e] += piece + n * slices < pieces ? loaded[n][e] : 0.0f;
+      }
+    }
+  }
+  if (slices > 1) {
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) {
+      shared[e * kronecker::strided::kThreads + threadIdx.x] = sum[e];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) {
+      sum[e] = 0.0f;
+      for (int slice = 0; slice < slices; ++slice) {
+        sum[e] += shared[e * kronecker::strided::kThreads + slice * each + own];
+      }
+    }
+  }
+}
+
+/// Neighbours in aligned memory.
+template <typename T, int kWide>
+__device__ __forceinline__ void store_four(T* to, const float (&sum)[kWide]) {
+  u32 words[sizeof(T)];
+#pragma unroll
+  for (int n = 0; n < static_cast<int>(sizeof(T)); ++n) {
+    if constexpr (sizeof(T) == 2) {
+      words[n] = narrow<T>(sum[2 * n % kWide]).bits | static_cast<u32>(narrow<T>(sum[(2 * n + 1) % kWide]).bits) << 16;
+    } else {
+      words[n] = __float_as_uint(sum[n % kWide]);
+    }
+  }
+  store_words<static_cast<int>(sizeof(T))>(to, words);
+}
+
+/// Adds the pieces of d_w, kWide neighbours to a thread, and in the CTAs after those the pieces of d_bias; rounds once,
+/// and stores with the results' own strides.
+template <typename T, int kWide>
 __global__ void __launch_bounds__(kronecker::strided::kThreads)
     strided_reduce(const __grid_constant__ kronecker::strided::ReduceParams p) {
-  const i64 at = static_cast<i64>(blockIdx.x) * kronecker::strided::kThreads + threadIdx.x;
-  if (at >= p.count) {
-    return;
+  constexpr int kThreads = kronecker::strided::kThreads;
+  __shared__ float shared[kThreads * kWide];
+  wait_for_earlier_kernel();
+  const bool weights = blockIdx.x < p.weight_ctas;
+  const int each = kThreads / (weights ? p.slices : p.bias_slices), own = static_cast<int>(threadIdx.x) % each;
+  const bool first = static_cast<int>(threadIdx.x) < each;
+  if (weights) {
+    const i64 at = (static_cast<i64>(blockIdx.x) * each + own) * kWide;
+    float sum[kWide];
+    add_pieces<kWide>(sum, p.partials, p.weights, at, p.pieces, p.slices, shared);
+    if (!first || at >= p.weights) {
+      return;
+    }
+    if (kWide == 4 && p.contiguous) {
+      store_four(static_cast<T*>(p.to) + at, sum);
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) {
+      const i64 n = at + e, l = n % p.d, k = n / p.d % p.c, j = n / p.d / p.c % p.b, i = n / p.d / p.c / p.b;
+      static_cast<T*>(p.to)[i * p.stride_a + j * p.stride_b + k * p.stride_c + l * p.stride_d] = narrow<T>(sum[e]);
+    }
+  } else {
+    const i64 at = static_cast<i64>(blockIdx.x - p.weight_ctas) * each + own;
+    float sum[1];
+    add_pieces<1>(sum, p.bias_partials, p.features, at, p.bias_pieces, p.bias_slices, shared);
+    if (first && at < p.features) {
+      static_cast<T*>(p.bias)[at * p.bias_stride] = narrow<T>(sum[0]);
+    }
   }
-  float sum = 0.0f;
-#pragma unroll 4
-  for (i64 piece = 0; piece < p.pieces; ++piece) {
-    sum += p.partials[piece * p.count + at];
-  }
-  const i64 l = at % p.d, k = at / p.d % p.c, j = at / p.d / p.c % p.b, i = at / p.d / p.c / p.b;
-  static_cast<T*>(p.to)[i * p.stride_a + j * p.stride_b + k * p.stride_c + l * p.stride_d] = narrow<T>(sum);
 }
 
 }  // namespace fretwork

@@ -88,18 +88,31 @@ struct WeightParams {
   const void* x;
   const void* dy;
   float* partials;       ///< [piece][i][j][k][δ]
-  float* bias_partials;  ///< [piece][i][j][δ], or null
+  float* bias_partials;  ///< [piece][share][i][j][δ], or null
   long long batch, x_stride, dy_stride;
   long long weights, features;  ///< a·b·c·d, a·b·d
   int b, c, d;
   int slabs_b, slabs_c;
   int groups, pieces;
+  int bias_shares;  ///< so many of those that have the same j take turns in adding up the bias
   int ring;
   bool x_flat, dy_flat;
 };
 
-/// Hopper: a CTA sums 64 j × 32 k × 16 δ; the CTAs of a cluster's row share d_y, those of a column share x. In `weight`
-/// slabs and groups count clusters. Both maps are (δ, n, j or k, i).
+/// Hopper: a CTA sums 64 j × 32 k × 16 δ, or 32 j × 32 k × 32 δ, or 16 j × 32 k × 64 δ, `kDepth` rows of the batch at a
+/// time.
+struct ClusterGradientTile {
+  int deltas;
+  static constexpr int kColumns = 32, kDepth = 16;
+  constexpr int rows() const { return 1024 / deltas; }
+  constexpr int left() const { return rows() * kDepth * deltas * 2; }  ///< bytes of d_y in a stage
+  constexpr int stage() const { return left() + kColumns * kDepth * deltas * 2; }
+  constexpr int ring() const { return 196608 / stage(); }
+  constexpr int shared() const { return 1024 + ring() * stage(); }
+};
+
+/// The CTAs of a cluster's row share d_y, those of a column share x. In `weight` slabs and groups count clusters. Both
+/// maps are (δ, n, j or k, i), or where d is 16 (4 columns · δ, n, j or k by four, i).
 struct ClusterWeightParams {
   Map x, dy;
   WeightParams weight;
@@ -117,6 +130,7 @@ struct FlatTile {
   constexpr int all_right() const { return 2 * right_lines(); }
   constexpr int rows() const { return all_left() * 64 / v; }
   constexpr int columns() const { return all_right() * 64 / v; }
+  constexpr int warp_columns() const { return right_lines() * 64 / v; }
   constexpr int stage() const { return (all_left() + all_right()) * kLine; }
   constexpr int ring() const { return v == 4 ? 4 : 6; }
   constexpr int shared() const { return 1024 + ring() * stage(); }
@@ -125,14 +139,20 @@ struct FlatTile {
 struct FlatWeightParams {
   Map x, dy;  ///< (k or j · δ, i, n)
   WeightParams weight;
+  bool skip;  ///< what lies outside is not multiplied
 };
 
 struct ReduceParams {
   const float* partials;
+  const float* bias_partials;
   void* to;
-  long long count, pieces;
-  long long stride_a, stride_b, stride_c, stride_d;
+  void* bias;
+  long long weights, features;
+  long long stride_a, stride_b, stride_c, stride_d, bias_stride;
+  unsigned weight_ctas;  ///< those after add up the bias
+  int pieces, slices, bias_pieces, bias_slices;
   int b, c, d;
+  bool contiguous;  ///< d_w is, and aligned
 };
 
 }  // namespace fretwork::kronecker::strided

@@ -686,6 +686,21 @@ TEST_F(KroneckerCuda, WeightGradientsOfPartsOfTheBatch) {
   }
 }
 
+TEST_F(KroneckerCuda, DenseWeightGradients) {
+  if (!hopper()) {
+    GTEST_SKIP() << "not Hopper";
+  }
+  for (const Case& c :
+       std::initializer_list<Case>{{{2, 48, 40, 3}, 9000, false, DType::f16, Activation::none, true},  // many parts
+                                   {{3, 40, 24, 5}, 333, false, DType::bf16, Activation::none, true, Order::padded, 8},
+                                   {{1, 64, 72, 6}, 500, false, DType::f16},
+                                   {{1, 24, 40, 7}, 65, false, DType::bf16, Activation::none, true}}) {
+    Backward b(c);
+    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c))) << c.text();
+    b.check();
+  }
+}
+
 TEST_F(KroneckerCuda, InterleavedWeightGradients) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";

@@ -1,5 +1,6 @@
 // The host side of the Hopper kernels: does the problem suit them, its tensor maps, the launches.
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <limits>
 #include <optional>
@@ -283,6 +284,11 @@ struct Estimate {
     const double read = double(s.b * ceil_div(s.c, width) + s.c * ceil_div(s.b, kRows));
     return std::max({1.6 * pass, 4.0 * read / 5e12, flops / 240e12});
   }
+  /// With a block's d products as one, in tiles of 128 × `width`.
+  double dense_gradient(int width) const {
+    const double tiles = double(ceil_div(s.b * s.d, kRows) * kRows) * double(ceil_div(s.c * s.d, width) * width);
+    return std::max(1.3 * pass, 2.0 * tiles / double(s.d) / 550e12);
+  }
   double regrouped_gradient() const {
     return 2.35 * pass + std::max(1.3 * pass, flops / (tf32 ? 280e12 : 550e12)) + start;
   }
@@ -336,32 +342,42 @@ int gradient_width(std::int64_t c) {
   return *std::min_element(std::begin(kWidths), std::end(kWidths), [&](int a, int b) { return cost(a) < cost(b); });
 }
 
-/// Adds the parts at `sums` into d_w and d_bias; with no parts these become zeros.
-void unpack(const WeightProblem& p, const Workspace& sums, int line, std::int64_t parts, const Context& context) {
+/// Adds the parts at `sums` into d_w and d_bias; with no parts these become zeros. `dense`: of the products of a
+/// block's features of all δ, those of one δ count.
+void unpack(const WeightProblem& p, const Workspace& sums, std::int64_t line, std::int64_t parts, bool dense,
+            const Context& context) {
   const Sizes& s = p.sizes;
   const std::int64_t cols = s.c + (p.d_bias.data != nullptr ? 1 : 0), deep = std::min<std::int64_t>(s.d, 32);
-  const std::int64_t wide = kUnpackElements / deep;
-  const std::int64_t wide_tiles = ceil_div(s.b * cols, wide), deep_tiles = ceil_div(s.d, deep);
-  const UnpackParams params{static_cast<const float*>(sums.data()),
-                            p.d_w.data,
-                            p.d_bias.data,
-                            p.d_w.a,
-                            p.d_w.b,
-                            p.d_w.c,
-                            p.d_w.d,
-                            p.d_bias.stride,
-                            narrowed(s.b),
-                            narrowed(s.c),
-                            narrowed(s.d),
-                            line,
-                            narrowed(parts),
-                            narrowed(s.a * s.d),
-                            narrowed(wide),
-                            narrowed(deep),
-                            narrowed(wide_tiles),
-                            narrowed(deep_tiles)};
+  const std::int64_t slices = std::clamp<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(ceil_div(parts, 4))), 1,
+                                                       kMostSlices);  // many parts are added by more threads
+  const std::int64_t wide = kUnpackElements / slices / deep;
+  UnpackParams params{};
+  params.from = static_cast<const float*>(sums.data());
+  params.to = p.d_w.data;
+  params.bias = p.d_bias.data;
+  params.from_i = s.d * s.b * line;
+  params.from_l = dense ? line + 1 : s.b * line;
+  params.from_j = dense ? s.d * line : line;
+  params.from_k = dense ? s.d : 1;
+  params.part = s.a * s.d * s.b * line;
+  params.bias_back = dense ? 1 : 0;
+  params.stride_i = p.d_w.a;
+  params.stride_j = p.d_w.b;
+  params.stride_k = p.d_w.c;
+  params.stride_l = p.d_w.d;
+  params.bias_stride = p.d_bias.stride;
+  params.b = narrowed(s.b);
+  params.c = narrowed(s.c);
+  params.d = narrowed(s.d);
+  params.parts = narrowed(parts);
+  params.wide_tiles = narrowed(ceil_div(s.b * cols, wide));
+  params.deep_tiles = narrowed(ceil_div(s.d, deep));
+  params.slices = narrowed(slices);
+  params.wide = divisor(wide);
+  params.deep = divisor(deep);
+  params.cols = divisor(cols);
   unpack_kernel(p.dtype, context.device.index)
-      .launch(s.a * wide_tiles * deep_tiles, kPackThreads, 0, &params, context.stream);
+      .launch_behind(s.a * params.wide_tiles * params.deep_tiles, kPackThreads, 0, &params, context.stream);
 }
 
 /// All but the maps, for a·d products of b × c. At most `share` tiles of the batch go through all weights together.
@@ -636,7 +652,7 @@ void run_gradient(const WeightProblem& p, const Layout& layout, Context& context
   const GradientTile tile = gradient_tile(p.sizes.c);
   const GradientSums sums(p, p.batch, tile, context);
   launch_gradient(p, layout, tile, sums, false, context);
-  unpack(p, sums.space, narrowed(sums.line), sums.parts.count, context);
+  unpack(p, sums.space, sums.line, sums.parts.count, false, context);
 }
 
 /// Rows of the batch that are regrouped at a time, which bounds the workspace: so many that their sums are a small part
@@ -674,7 +690,7 @@ bool run_interleaved(const WeightProblem& p, Context& context) {
   const GradientSums sums(p, p.batch, tile, context);
   launch_gradient(p, interleaved_gradient_kernel(deltas, context.device.index), operand_map(*d_y, false, kRows),
                   operand_map(*x, false, width), tile, sums, false, context);
-  unpack(p, sums.space, narrowed(sums.line), sums.parts.count, context);
+  unpack(p, sums.space, sums.line, sums.parts.count, false, context);
   return true;
 }
 
@@ -697,7 +713,31 @@ void run_regrouped(const WeightProblem& p, std::int64_t most, Context& context) 
                         *grouped_view(d_y.data(), s.b, part.batch, s, bytes)};
     launch_gradient(part, layout, tile, sums, first > 0, context);
   }
-  unpack(p, sums.space, narrowed(sums.line), sums.parts.count, context);
+  unpack(p, sums.space, sums.line, sums.parts.count, false, context);
+}
+
+/// Batch first, 16-bit types: the d products of a block as one, of which only sums of one δ are kept. d times the
+/// arithmetic, and nothing leaks from one δ to another: the batch is the depth. False where it does not pay.
+bool run_dense(const WeightProblem& p, Context& context) {
+  const Sizes& s = p.sizes;
+  const Estimate times(s, p.dtype, p.batch);
+  WeightProblem one = p;
+  one.sizes = {s.a, s.b * s.d, s.c * s.d, 1};
+  if (times.tf32 || s.d == 2 || s.d == 4 || s.d > 7 || !suits_gradient(one, context)) {
+    return false;
+  }
+  const GradientTile tile = gradient_tile(one.sizes.c);
+  const auto layout = layout_of(p.x, p.d_y, p.batch, one.sizes, p.dtype);
+  const double other = can_regroup(p) ? times.regrouped_gradient() : times.strided_gradient();
+  const bool slow = s.d % 2 != 0;  // the others are not for the tensor cores
+  if (!layout || layout->last ||
+      (!slow && times.dense_gradient(tile.width) > std::min(other, times.strided_gradient()))) {
+    return false;
+  }
+  const GradientSums sums(one, p.batch, tile, context);
+  launch_gradient(one, *layout, tile, sums, false, context);
+  unpack(p, sums.space, sums.line, sums.parts.count, true, context);
+  return true;
 }
 
 /// False where rows cannot be regrouped, or it does not pay.
@@ -788,14 +828,14 @@ bool run(const WeightProblem& p, Context& context) {
     return false;
   }
   if (p.batch == 0) {
-    unpack(p, Workspace(context, 0), 0, 0, context);
+    unpack(p, Workspace(context, 0), 0, 0, false, context);
     return true;
   }
   if (const auto layout = layout_of(p.x, p.d_y, p.batch, s, p.dtype)) {
     run_gradient(p, *layout, context);
     return true;
   }
-  return s.d > 1 && (run_interleaved(p, context) || run_regrouped(p, context));
+  return s.d > 1 && (run_interleaved(p, context) || run_dense(p, context) || run_regrouped(p, context));
 }
 
 }  // namespace fretwork::kronecker::hopper

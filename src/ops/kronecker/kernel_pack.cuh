@@ -93,33 +93,58 @@ __global__ void __launch_bounds__(kPackThreads) pack_dense(const __grid_constant
   }
 }
 
-/// Adds the parts in their order. Columns are one more than c where the sums for the bias come along.
+/// Adds the parts in a fixed order: `slices` of threads take every so many of them, and then each other's sums. Columns
+/// are one more than c where the sums for the bias come along.
 template <typename T>
 __global__ void __launch_bounds__(kPackThreads) unpack(const __grid_constant__ UnpackParams p) {
-  __shared__ float turned[kUnpackElements + 32];
-  const Piece piece = piece_of(p.wide, p.deep, p.wide_tiles, p.deep_tiles);
-  const int cols = p.c + (p.bias != nullptr ? 1 : 0);
-  const int wide = min(p.wide, p.b * cols - piece.at), deep = min(p.deep, p.d - piece.l), pitch = p.wide + 1;
-  const i64 matrix = static_cast<i64>(p.b) * p.line;
-  const float* from = p.from + (static_cast<i64>(piece.i) * p.d + piece.l) * matrix;
+  constexpr int kEach = kUnpackElements / kPackThreads;  // sums of a thread, which are under way together
+  __shared__ float turned[kUnpackElements + kMostSlices * 32];
+  wait_for_earlier_kernel();
+  const int p_wide = static_cast<int>(p.wide.divisor), p_deep = static_cast<int>(p.deep.divisor);
+  const int cols = static_cast<int>(p.cols.divisor), pitch = p_wide + 1;
+  const Piece piece = piece_of(p_wide, p_deep, p.wide_tiles, p.deep_tiles);
+  const int wide = min(p_wide, p.b * cols - piece.at), deep = min(p_deep, p.d - piece.l);
+  const float* from[kEach];
+  float sum[kEach];
+  int place[kEach], left[kEach];  // parts
+#pragma unroll
+  for (int m = 0; m < kEach; ++m) {
+    const int n = static_cast<int>(threadIdx.x) + m * kPackThreads;
+    const int rest = p.wide.quotient(n), slice = p.deep.quotient(rest);
+    const int l = rest - slice * p_deep, own = n - rest * p_wide, at = piece.at + own;
+    const int j = p.cols.quotient(at), k = at - j * cols;
+    from[m] = p.from + piece.i * p.from_i + (piece.l + l) * p.from_l + j * p.from_j + k * p.from_k + slice * p.part;
+    from[m] -= k == p.c ? (piece.l + l) * p.bias_back : 0;
+    place[m] = rest * pitch + own;
+    left[m] = slice < p.slices && l < deep && own < wide ? p.parts - slice : 0;
+    sum[m] = 0.0f;
+  }
 #pragma unroll 4
-  for (int n = static_cast<int>(threadIdx.x); n < wide * deep; n += kPackThreads) {
-    const int l = n / wide, at = piece.at + n % wide;
-    const float* part = from + l * matrix + static_cast<i64>(at / cols) * p.line + at % cols;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int s = 0; s < p.parts; ++s) {
-      sum += part[s * p.products * matrix];
+  for (int s = 0; s < p.parts; s += p.slices) {
+#pragma unroll
+    for (int m = 0; m < kEach; ++m) {
+      sum[m] += s < left[m] ? *from[m] : 0.0f;
+      from[m] += p.slices * p.part;
     }
-    turned[l * pitch + n % wide] = sum;
+  }
+#pragma unroll
+  for (int m = 0; m < kEach; ++m) {
+    if (place[m] < p.slices * p_deep * pitch) {
+      turned[place[m]] = sum[m];
+    }
   }
   __syncthreads();
-  for (int n = static_cast<int>(threadIdx.x); n < wide * deep; n += kPackThreads) {
-    const int l = n % deep, at = piece.at + n / deep, j = at / cols, k = at % cols;
-    const T sum = narrow<T>(turned[l * pitch + n / deep]);
-    if (k < p.c) {
+  for (int n = static_cast<int>(threadIdx.x); n < wide * p_deep; n += kPackThreads) {
+    const int own = p.deep.quotient(n), l = n - own * p_deep, at = piece.at + own;
+    const int j = p.cols.quotient(at), k = at - j * cols;
+    float total = 0.0f;
+    for (int slice = 0; slice < p.slices; ++slice) {
+      total += turned[(slice * p_deep + l) * pitch + own];
+    }
+    const T sum = narrow<T>(total);
+    if (l < deep && k < p.c) {
       static_cast<T*>(p.to)[piece.i * p.stride_i + j * p.stride_j + k * p.stride_k + (piece.l + l) * p.stride_l] = sum;
-    } else {
+    } else if (l < deep) {
       static_cast<T*>(p.bias)[((static_cast<i64>(piece.i) * p.b + j) * p.d + piece.l + l) * p.bias_stride] = sum;
     }
   }

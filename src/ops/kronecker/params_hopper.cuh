@@ -93,14 +93,18 @@ struct DensePackParams {
   Divisor units, p, d;
 };
 
-/// The way back, adding `parts` of fp32 sums; column c of row j is the sum that goes to d_bias.
+/// The way back, adding `parts` of fp32 sums; column c of row j is the sum that goes to d_bias. A CTA has `slices` ·
+/// wide · deep of them in shared memory.
 struct UnpackParams {
   const float* from;
   void* to;
-  void* bias;  ///< or null
+  void* bias;                                      ///< or null
+  long long from_i, from_l, from_j, from_k, part;  ///< from one sum to the next, and from one part
   long long stride_i, stride_j, stride_k, stride_l, bias_stride;
-  int b, c, d, line, parts, products;
-  int wide, deep, wide_tiles, deep_tiles;
+  int bias_back;  ///< what from_l is too much for the column of the bias
+  int b, c, d, parts;
+  int wide_tiles, deep_tiles, slices;
+  Divisor wide, deep, cols;
 };
 
 /// Rows of blocks of features, strided by d, beside the same with the features of one δ together.
@@ -115,7 +119,7 @@ struct RegroupParams {
 inline constexpr int kRegroupThreads = 256;
 
 /// Elements of a CTA's share in packing and unpacking.
-inline constexpr int kPackThreads = 256, kPackElements = 4096, kUnpackElements = 1024;
+inline constexpr int kPackThreads = 256, kPackElements = 4096, kUnpackElements = 1024, kMostSlices = 8;
 inline constexpr int kPackLine = 16;  ///< the least line that is packed by rows
 
 }  // namespace fretwork::kronecker::hopper

@@ -723,7 +723,7 @@ bool run_dense(const WeightProblem& p, Context& context) {
   const Estimate times(s, p.dtype, p.batch);
   WeightProblem one = p;
   one.sizes = {s.a, s.b * s.d, s.c * s.d, 1};
-  if (times.tf32 || s.d == 2 || s.d == 4 || s.d > 7 || !suits_gradient(one, context)) {
+  if (times.tf32 || s.d == 4 || s.d > 7 || !suits_gradient(one, context)) {
     return false;
   }
   const GradientTile tile = gradient_tile(one.sizes.c);

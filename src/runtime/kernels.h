@@ -23,8 +23,10 @@ struct LaunchAttribute;
 /// One kernel: the embedded file that defines it and the name expression that instantiates it, such as
 /// {"ops/block_matmul/kernel_portable.cuh", "fretwork::spmm<fretwork::f16, 128, 128>"}.
 struct KernelSpec {
+  static constexpr int kBySize = -1;
   std::string source;  ///< or a whole program, generated: anything with a line break is one
   std::string instance;
+  int dynamic_shared = 0;  ///< bytes that a launch asks for, or kBySize: the problem decides; for the listing alone
   bool operator==(const KernelSpec&) const = default;
 };
 

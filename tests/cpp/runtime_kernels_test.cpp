@@ -117,6 +117,20 @@ TEST_P(AllKernels, CompileCleanly) {
 INSTANTIATE_TEST_SUITE_P(Architectures, AllKernels, testing::Values("sm_80", "sm_90a"),
                          [](const auto& arch) { return std::string(arch.param); });
 
+TEST(ListedKernels, SayWhatSharedMemoryTheyAskFor) {
+  for (const char* arch : {"sm_80", "sm_90a"}) {
+    std::map<std::string, bool> asks;  // by source
+    for (const ListedKernel& listed : all_kernels(arch)) {
+      asks[listed.spec.source] |= listed.spec.dynamic_shared != 0;
+    }
+    for (const EmbeddedSource& source : embedded_sources()) {
+      const bool dynamic = std::string(source.text).find("extern __shared__") != std::string::npos;
+      EXPECT_TRUE(!dynamic || !asks.contains(source.name) || asks[source.name])
+          << source.name << " has dynamic shared memory, and no KernelSpec of it says how much";
+    }
+  }
+}
+
 TEST(EmbeddedSources, AreTheFiles) {
   EXPECT_FALSE(embedded_sources().empty());
   for (const EmbeddedSource& source : embedded_sources()) {

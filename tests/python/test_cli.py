@@ -618,12 +618,26 @@ def test_compile_fills_the_cache(own_cache: dict[str, str]) -> None:
     assert first["arch"] == "sm_80" and first["kernels"]
     assert all(k["registers"] > 0 and not k["from_cache"] and k["error"] is None for k in first["kernels"])
     assert {k["op"] for k in first["kernels"]} == {"block_softmax"}
+    assert {k["dynamic_shared_bytes"] for k in first["kernels"]} == {0}
     assert all(k["from_cache"] for k in json.loads(ok(*command, "--json", env=own_cache))["kernels"])
     count = len(first["kernels"])
     assert f"{count} kernels for sm_80: 0 compiled, {count} from the cache" in ok(*command, env=own_cache)
     assert re.search(rf"kernels +{count}\n", ok("cache", env=own_cache))
     assert ok("cache", "clear", env=own_cache).startswith(f"removed {count} kernel")
     assert re.search(r"kernels +0\n", ok("cache", env=own_cache))
+
+
+def test_compile_tells_static_and_dynamic_shared_memory(own_cache: dict[str, str]) -> None:
+    own_cache = {**nvrtc_environment(), **own_cache}
+    if not json.loads(ok("info", "--json", env=own_cache))["nvrtc"]["available"]:
+        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
+    command = ("compile", "--arch", "sm_80", "--op", "block_matmul", "--match", "spmm<f16, 1, 128, 128, 4, 1, 1, 1>")
+    (kernel,) = json.loads(ok(*command, "--json", env=own_cache))["kernels"]
+    assert 0 < kernel["static_shared_bytes"] < 48 << 10 < kernel["dynamic_shared_bytes"] <= 163 << 10
+    assert re.search(
+        rf"regs +spills +static +dynamic.*\n.* {kernel['static_shared_bytes']} +{kernel['dynamic_shared_bytes']} ",
+        ok(*command, env=own_cache),
+    )
 
 
 def test_compile_without_nvrtc_says_where_to_get_it(own_cache: dict[str, str]) -> None:

@@ -111,13 +111,15 @@ void print_table(const std::vector<Outcome>& outcomes) {
   for (const Outcome& o : outcomes) {
     width = std::max(width, short_name(o.kernel.spec).size());
   }
-  fmt::print("{:<14} {:<{}} {:>5} {:>7} {:>8} {:>8}  {}\n", "op", "kernel", width, "regs", "spills", "shared", "ms",
-             "from");
+  fmt::print("{:<14} {:<{}} {:>5} {:>7} {:>7} {:>8} {:>7}  {}\n", "op", "kernel", width, "regs", "spills", "static",
+             "dynamic", "ms", "from");
   for (const Outcome& o : outcomes) {
     const KernelReport& r = o.report;
     fmt::print("{:<14} {:<{}} ", o.kernel.op, short_name(o.kernel.spec), width);
     if (o.failure.empty()) {
-      fmt::print("{:>5} {:>7} {:>8} {:>8.0f}  {}{}\n", r.registers, r.spill_bytes, r.static_shared_bytes, r.compile_ms,
+      const int dynamic = o.kernel.spec.dynamic_shared;
+      fmt::print("{:>5} {:>7} {:>7} {:>8} {:>7.0f}  {}{}\n", r.registers, r.spill_bytes, r.static_shared_bytes,
+                 dynamic == KernelSpec::kBySize ? "by size" : std::to_string(dynamic), r.compile_ms,
                  o.from_disk ? "cache" : "NVRTC", o.serialised() ? ", products serialised" : "");
     } else {
       fmt::print("failed\n");
@@ -135,7 +137,10 @@ void print_json(const std::vector<Outcome>& outcomes, const std::string& arch) {
                     {"registers", r.registers},
                     {"spill_bytes", r.spill_bytes},
                     {"stack_bytes", r.stack_bytes},
-                    {"shared_bytes", r.static_shared_bytes},
+                    {"static_shared_bytes", r.static_shared_bytes},
+                    {"dynamic_shared_bytes", o.kernel.spec.dynamic_shared == KernelSpec::kBySize
+                                                 ? nlohmann::ordered_json()
+                                                 : nlohmann::ordered_json(o.kernel.spec.dynamic_shared)},
                     {"serialised", o.serialised()},
                     {"ms", r.compile_ms},
                     {"from_cache", o.from_disk},
@@ -188,7 +193,9 @@ void add_compile(CLI::App& app) {
   command->add_flag("--no-spills", options->no_spills, "Exit with 1 if a kernel spills registers");
   command->add_flag("--json", options->json, "The table as JSON");
   command->footer(
-      "Columns: registers per thread, bytes spilled, bytes of static shared memory, milliseconds to compile.\n"
+      "Columns: registers per thread, bytes spilled, bytes of shared memory, static and asked for at a launch (by "
+      "size:\n"
+      "the problem decides), milliseconds to compile.\n"
       "Examples:\n"
       "  fretwork compile --arch sm_90a\n"
       "  fretwork compile --arch sm_80 --op block_matmul --no-spills\n"

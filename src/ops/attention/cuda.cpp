@@ -67,15 +67,17 @@ struct Config {
       const std::string begin = make == Make::forward     ? "fretwork::simple_forward<" + size
                                 : make == Make::d_queries ? "fretwork::simple_backward<" + size + ", false"
                                                           : "fretwork::simple_backward<" + size + ", true";
-      return {kSimpleSource, begin + (tf32 ? ", true>" : ", false>")};
+      return {kSimpleSource, begin + (tf32 ? ", true>" : ", false>"), shape().shared_bytes};
     }
     const std::string begin = std::string(device_type(dtype)) + ", " + size, end = extras ? ", true>" : ", false>";
     const char* const which = make == Make::d_queries       ? ", false, true, false"
                               : make == Make::d_keys_values ? ", true, true, true"
                               : make == Make::d_keys        ? ", true, true, false"
                                                             : ", true, false, true";
-    return make == Make::forward ? KernelSpec{kForwardSource, "fretwork::attention_forward<" + begin + end}
-                                 : KernelSpec{kBackwardSource, "fretwork::attention_backward<" + begin + which + end};
+    const bool forward = make == Make::forward;
+    return {forward ? kForwardSource : kBackwardSource,
+            (forward ? "fretwork::attention_forward<" + begin : "fretwork::attention_backward<" + begin + which) + end,
+            shape().shared_bytes};
   }
   const Kernel& kernel(int device) const {
     if (const int there = driver::device_info(device).shared_per_block; shape().shared_bytes > there) {
@@ -115,8 +117,10 @@ Config config_for(Make make, const Problem& p, const Context& context) {
 }
 
 KernelSpec bias_spec(DType dtype, int depth, bool keys, bool row_sums) {
-  return {kSimpleSource, std::string("fretwork::bias_gradient<") + device_type(dtype) + ", " + std::to_string(depth) +
-                             (keys ? ", true" : ", false") + (row_sums ? ", true>" : ", false>")};
+  return {kSimpleSource,
+          std::string("fretwork::bias_gradient<") + device_type(dtype) + ", " + std::to_string(depth) +
+              (keys ? ", true" : ", false") + (row_sums ? ", true>" : ", false>"),
+          simple_shape(depth, 4).shared_bytes};
 }
 KernelSpec stats_spec(DType dtype) {
   return {kRowsSource, std::string("fretwork::attention_stats<") + device_type(dtype) + ">"};

@@ -30,8 +30,10 @@ constexpr TileShape kTile{32, 64};  // of the plan that is asked for the keys
 // -------------------------------------------------------------------------------------------------- kernels
 
 KernelSpec decode_spec(DType dtype, int depth, bool extras) {
-  return {kSource, std::string("fretwork::attention_decode<") + device_type(dtype) + ", " + std::to_string(depth) +
-                       (extras ? ", true>" : ", false>")};
+  return {kSource,
+          std::string("fretwork::attention_decode<") + device_type(dtype) + ", " + std::to_string(depth) +
+              (extras ? ", true>" : ", false>"),
+          shared_bytes(depth)};
 }
 KernelSpec merge_spec(DType dtype, int depth) {
   return {kSource,

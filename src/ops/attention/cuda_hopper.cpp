@@ -88,8 +88,15 @@ KernelSpec statistics_instance(DType dtype) {
 }
 KernelSpec join_instance(DType dtype) { return instance("join", "join", dtype, ""); }
 
+int forward_shared(const Columns& columns);
+int backward_shared(const Columns& columns);
+
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
+  const auto add = [&](KernelSpec kernel, int shared) {
+    kernel.dynamic_shared = shared;
+    list.push_back(std::move(kernel));
+  };
   if (arch != "sm_90a") {
     return list;
   }
@@ -99,10 +106,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(join_instance(dtype));
     for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
       for (const Extras& extras : {Extras{false, false}, {false, true}, {true, false}, {true, true}}) {
-        list.push_back(forward_instance(dtype, columns, extras));
+        add(forward_instance(dtype, columns, extras), forward_shared(columns));
         for (const bool keys : {false, true}) {
           for (const Make make : backward_makes(columns, keys)) {
-            list.push_back(backward_instance(dtype, columns, make, extras));
+            add(backward_instance(dtype, columns, make, extras), backward_shared(columns));
           }
         }
       }

@@ -114,8 +114,10 @@ KernelSpec instance(Kind kind, DType dtype, int block, const Config& c, const Li
   if (!c.tensor_cores) {
     return {kSimple, "fretwork::simple_" + op + "<" + device_type(dtype) + n(c.rows) + ">"};
   }
-  return {kPortable, "fretwork::" + op + "<" + device_type(dtype) + n(c.products) + n(block) + n(c.tile) + n(c.stages) +
-                         n(lines.left_k) + n(lines.right_k) + (kind == Kind::spmm ? n(lines.out_rows) : "") + ">"};
+  return {kPortable,
+          "fretwork::" + op + "<" + device_type(dtype) + n(c.products) + n(block) + n(c.tile) + n(c.stages) +
+              n(lines.left_k) + n(lines.right_k) + (kind == Kind::spmm ? n(lines.out_rows) : "") + ">",
+          c.shared_bytes};
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {

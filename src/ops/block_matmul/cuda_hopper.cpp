@@ -34,9 +34,10 @@ bool is_wide(std::int64_t block) { return block >= 64; }
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
-KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest) {
+KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest,
+                    int shared) {
   return {"ops/block_matmul/kernel_hopper_" + file + ".cuh",
-          "fretwork::block_matmul::hopper::" + kernel + "<" + device_type(dtype) + rest + ">"};
+          "fretwork::block_matmul::hopper::" + kernel + "<" + device_type(dtype) + rest + ">", shared};
 }
 std::string number(int value) { return ", " + std::to_string(value); }
 std::string flag(bool value) { return value ? ", true" : ", false"; }
@@ -44,16 +45,17 @@ std::string flag(bool value) { return value ? ", true" : ", false"; }
 /// `size` is the width of a wide tile or the block of a narrow one.
 KernelSpec spmm_instance(bool wide, DType dtype, int size, bool sparse_k, bool dense_k, bool rows) {
   return instance(wide ? "wide" : "narrow", wide ? "spmm_wide" : "spmm_narrow", dtype,
-                  number(size) + flag(sparse_k) + flag(dense_k) + flag(rows));
+                  number(size) + flag(sparse_k) + flag(dense_k) + flag(rows), wide ? kWideShared : kNarrowShared);
 }
 /// Columns of the right operand are gathered, which takes K as its unit axis to be fast. Where only the left one has
 /// that, the kernel computes Sᵀ = Bᵀ·Aᵀ.
 bool sdd_swaps(bool left_k, bool right_k) { return left_k && !right_k; }
 KernelSpec sdd_instance(DType dtype, bool left_k, bool right_k) {
   const bool swaps = sdd_swaps(left_k, right_k);
-  return instance("sdd", "sdd", dtype, flag(swaps ? right_k : left_k) + flag(swaps ? left_k : right_k) + flag(swaps));
+  return instance("sdd", "sdd", dtype, flag(swaps ? right_k : left_k) + flag(swaps ? left_k : right_k) + flag(swaps),
+                  KernelSpec::kBySize);
 }
-KernelSpec reduce_instance(DType dtype) { return instance("reduce", "spmm_reduce", dtype, ""); }
+KernelSpec reduce_instance(DType dtype) { return instance("reduce", "spmm_reduce", dtype, "", 0); }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;

@@ -29,16 +29,26 @@ constexpr std::int64_t kMostPacked = std::numeric_limits<std::int32_t>::max() / 
 const char* sum_type(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
 std::size_t sum_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 
+std::int64_t simple_bytes(DType dtype) {
+  return std::max(2 * kWarps * kDepth * kLine, kWarps * kTile * (kTile + 1)) * static_cast<int>(sum_bytes(dtype));
+}
+std::int64_t portable_bytes(int cols) {
+  return std::max(kStages * kStageDepth * (kRows + cols), 4 * (kRows + 4) * (cols + 1));
+}
 KernelSpec simple_spec(DType dtype, bool sums, int deltas) {
-  return {kSimple, std::string("fretwork::kronecker::product_simple<") + device_type(dtype) + ", " +
-                       (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(deltas) + ">"};
+  return {kSimple,
+          std::string("fretwork::kronecker::product_simple<") + device_type(dtype) + ", " +
+              (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(deltas) + ">",
+          static_cast<int>(simple_bytes(dtype))};
 }
 /// `products` is 3 for tf32x3; `left`, `right`: depth is the operand's inner direction.
 KernelSpec portable_spec(DType dtype, bool sums, int products, int cols, bool left, bool right) {
   const auto flag = [](bool f) { return f ? ", true" : ", false"; };
-  return {kPortable, std::string("fretwork::kronecker::product_portable<") + device_type(dtype) + ", " +
-                         (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(products) + ", " +
-                         std::to_string(cols) + ", " + std::to_string(kStages) + flag(left) + flag(right) + ">"};
+  return {kPortable,
+          std::string("fretwork::kronecker::product_portable<") + device_type(dtype) + ", " +
+              (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(products) + ", " +
+              std::to_string(cols) + ", " + std::to_string(kStages) + flag(left) + flag(right) + ">",
+          static_cast<int>(portable_bytes(cols))};
 }
 KernelSpec spec(const char* name, DType dtype) {
   return {kSimple, std::string("fretwork::kronecker::") + name + "<" + device_type(dtype) + ">"};
@@ -101,10 +111,9 @@ void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context)
   p.left.unit = unit_of(p.left, dtype);
   p.right.unit = unit_of(p.right, dtype);
   p.out.unit = unit_of(p.out, sums ? DType::f32 : dtype);
-  const std::int64_t bytes = std::max(kStages * kStageDepth * (kRows + cols), 4 * (kRows + 4) * (cols + 1));
   const KernelSpec wanted = portable_spec(dtype, sums, products, cols, p.left.entry == 1, p.right.entry == 1);
   get_kernel(wanted, context.device.index)
-      .launch(p.pieces * p.row_tiles * p.a * p.d * p.col_tiles, 256, static_cast<int>(bytes), &p, context.stream);
+      .launch(p.pieces * p.row_tiles * p.a * p.d * p.col_tiles, 256, wanted.dynamic_shared, &p, context.stream);
 }
 
 void launch_simple(ProductParams& p, DType dtype, bool sums, Context& context) {
@@ -114,10 +123,9 @@ void launch_simple(ProductParams& p, DType dtype, bool sums, Context& context) {
   p.l_groups = ceil_div(p.d, static_cast<std::int64_t>(deltas));
   p.row_tiles = ceil_div(p.rows, kTile * kWarps / static_cast<std::int64_t>(deltas));
   p.col_tiles = ceil_div(p.cols, kTile);
-  const std::size_t bytes = std::max(2 * kWarps * kDepth * kLine, kWarps * kTile * (kTile + 1)) * sum_bytes(dtype);
   get_kernel(simple_spec(dtype, sums, static_cast<int>(deltas)), context.device.index)
-      .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, kWarps * 32, static_cast<int>(bytes), &p,
-              context.stream);
+      .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, kWarps * 32,
+              static_cast<int>(simple_bytes(dtype)), &p, context.stream);
 }
 
 void launch(ProductParams& p, DType dtype, bool sums, Context& context) {

@@ -23,8 +23,10 @@ std::string numbers(const Monarch& m) {
   return text;
 }
 KernelSpec fused_instance(const Monarch& m, DType dtype) {
-  return {"ops/kronecker/kernel_chain.cuh", std::string("fretwork::kronecker::chain::fused<") + device_type(dtype) +
-                                                ", " + numbers(m) + ", " + std::to_string(m.exchange) + ">"};
+  return {"ops/kronecker/kernel_chain.cuh",
+          std::string("fretwork::kronecker::chain::fused<") + device_type(dtype) + ", " + numbers(m) + ", " +
+              std::to_string(m.exchange) + ">",
+          m.shared()};
 }
 KernelSpec pack_instance(const Monarch& m) {
   return {"ops/kronecker/kernel_chain_pack.cuh", "fretwork::kronecker::chain::pack<" + numbers(m) + ">"};
@@ -32,7 +34,7 @@ KernelSpec pack_instance(const Monarch& m) {
 
 KernelSpec wide_instance(DType dtype) {
   return {"ops/kronecker/kernel_chain_wide.cuh",
-          std::string("fretwork::kronecker::chain::fused_wide<") + device_type(dtype) + ">"};
+          std::string("fretwork::kronecker::chain::fused_wide<") + device_type(dtype) + ">", Wide::kShared};
 }
 KernelSpec wide_pack_instance() {
   return {"ops/kronecker/kernel_chain_wide.cuh", "fretwork::kronecker::chain::pack_wide"};

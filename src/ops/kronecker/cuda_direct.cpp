@@ -40,13 +40,15 @@ std::string shares(const Kind& kind) {
 }
 /// `first` is for layers whose batch is first.
 KernelSpec instance(DType dtype, const Kind& kind, bool first) {
-  return {"ops/kronecker/kernel_direct.cuh", std::string("fretwork::kronecker::direct::product<") + device_type(dtype) +
-                                                 ", " + std::to_string(kind.v) + shares(kind) +
-                                                 (first ? ", true>" : ", false>")};
+  return {"ops/kronecker/kernel_direct.cuh",
+          std::string("fretwork::kronecker::direct::product<") + device_type(dtype) + ", " + std::to_string(kind.v) +
+              shares(kind) + (first ? ", true>" : ", false>"),
+          KernelSpec::kBySize};
 }
 KernelSpec deep_instance(DType dtype, const Kind& kind) {
   return {"ops/kronecker/kernel_direct_deep.cuh",
-          std::string("fretwork::kronecker::direct::deep<") + device_type(dtype) + shares(kind) + ">"};
+          std::string("fretwork::kronecker::direct::deep<") + device_type(dtype) + shares(kind) + ">",
+          KernelSpec::kBySize};
 }
 
 constexpr std::size_t kDeepKind = 4;

@@ -33,14 +33,16 @@ constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 64;
 constexpr int kDeltas[] = {8, 4, 2};
 
 KernelSpec tile_instance(DType dtype, int v) {
-  return {"ops/kronecker/kernel_few_tile.cuh", std::string("fretwork::kronecker::few::product_tiles<") +
-                                                   device_type(dtype) + ", " + std::to_string(v) + ">"};
+  return {"ops/kronecker/kernel_few_tile.cuh",
+          std::string("fretwork::kronecker::few::product_tiles<") + device_type(dtype) + ", " + std::to_string(v) + ">",
+          KernelSpec::kBySize};
 }
 KernelSpec instance(DType dtype, const Kind& kind) {
   constexpr const char* kNames[] = {"kAlongL", "kAlongK", "kAlongJ"};
-  return {"ops/kronecker/kernel_few.cuh", std::string("fretwork::kronecker::few::product<") + device_type(dtype) +
-                                              ", fretwork::kronecker::few::" + kNames[kind.axis] + ", " +
-                                              std::to_string(kind.v) + ">"};
+  return {"ops/kronecker/kernel_few.cuh",
+          std::string("fretwork::kronecker::few::product<") + device_type(dtype) +
+              ", fretwork::kronecker::few::" + kNames[kind.axis] + ", " + std::to_string(kind.v) + ">",
+          KernelSpec::kBySize};
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {

@@ -35,33 +35,38 @@ Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
-KernelSpec instance(const std::string& file, const std::string& kernel, const std::string& arguments) {
-  return {"ops/kronecker/kernel_" + file + ".cuh", "fretwork::kronecker::hopper::" + kernel + "<" + arguments + ">"};
+KernelSpec instance(const std::string& file, const std::string& kernel, const std::string& arguments, int shared) {
+  return {"ops/kronecker/kernel_" + file + ".cuh", "fretwork::kronecker::hopper::" + kernel + "<" + arguments + ">",
+          shared};
 }
 std::string sized(DType dtype, int width, bool last) {
   return std::string(device_type(dtype)) + ", " + std::to_string(width) + (last ? ", true" : ", false");
 }
 KernelSpec product_instance(DType dtype, int width, bool last, bool weights_k) {
-  return instance("hopper_product", "product", sized(dtype, width, last) + (weights_k ? ", true" : ", false"));
+  return instance("hopper_product", "product", sized(dtype, width, last) + (weights_k ? ", true" : ", false"),
+                  product_shared_bytes(width));
 }
 KernelSpec dense_instance(DType dtype, int width, bool weights_k) {
   return instance("hopper_product", "product",
-                  sized(dtype, width, false) + (weights_k ? ", true" : ", false") + ", true");
+                  sized(dtype, width, false) + (weights_k ? ", true" : ", false") + ", true",
+                  product_shared_bytes(width));
 }
 KernelSpec resident_instance(DType dtype, int width) {
-  return instance("hopper_resident", "product_resident",
-                  std::string(device_type(dtype)) + ", " + std::to_string(width));
+  return instance("hopper_resident", "product_resident", std::string(device_type(dtype)) + ", " + std::to_string(width),
+                  KernelSpec::kBySize);
 }
 KernelSpec gradient_instance(DType dtype, int width, bool last) {
-  return instance("hopper_gradient", "gradient", sized(dtype, width, last));
+  return instance("hopper_gradient", "gradient", sized(dtype, width, last), shared_bytes(width));
 }
 KernelSpec interleaved_instance(int deltas, int width) {
-  return instance("hopper_interleaved", "product_interleaved", std::to_string(deltas) + ", " + std::to_string(width));
+  return instance("hopper_interleaved", "product_interleaved", std::to_string(deltas) + ", " + std::to_string(width),
+                  shared_bytes(width));
 }
 KernelSpec interleaved_gradient_instance(int deltas) {
-  return instance("hopper_interleaved_gradient", "gradient_interleaved", std::to_string(deltas));
+  return instance("hopper_interleaved_gradient", "gradient_interleaved", std::to_string(deltas),
+                  interleaved_shared_bytes(deltas));
 }
-KernelSpec unpack_instance(DType dtype) { return instance("pack", "unpack", device_type(dtype)); }
+KernelSpec unpack_instance(DType dtype) { return instance("pack", "unpack", device_type(dtype), 0); }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;

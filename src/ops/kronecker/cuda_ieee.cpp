@@ -24,14 +24,25 @@ constexpr LineTile kProductLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 4, 1}, {3, 4, 1}
 constexpr LineTile kWeightLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 1, 1}, {3, 1, 1}};
 
 const char* flag(bool f) { return f ? ", true" : ", false"; }
+int line_bytes(const LineTile& t, bool left_depth, bool right_depth) {
+  const int ring = kLineStages * (line_words(t.rows(), left_depth) + line_words(t.cols(), right_depth));
+  const int half = t.rows() / 2 * (t.cols() + 1);  // of the tile, on its way out
+  return 4 * std::max(ring, half);
+}
+int delta_bytes(const DeltaTile& t, bool depth_inner) {
+  return 4 * kDeltaStages * (delta_words(t.rows(), t.v, depth_inner) + delta_words(t.cols(), t.v, depth_inner));
+}
 KernelSpec line_kernel(const LineTile& t, bool left_depth, bool right_depth) {
-  return {kLines, "fretwork::kronecker::ieee::product_ieee<" + std::to_string(t.quads) + ", " +
-                      std::to_string(t.warp_rows) + ", " + std::to_string(t.warp_cols) + flag(left_depth) +
-                      flag(right_depth) + ">"};
+  return {kLines,
+          "fretwork::kronecker::ieee::product_ieee<" + std::to_string(t.quads) + ", " + std::to_string(t.warp_rows) +
+              ", " + std::to_string(t.warp_cols) + flag(left_depth) + flag(right_depth) + ">",
+          line_bytes(t, left_depth, right_depth)};
 }
 KernelSpec delta_kernel(const DeltaTile& t, bool depth_inner) {
-  return {kDeltas, "fretwork::kronecker::ieee::deltas_ieee<" + std::to_string(t.v) + ", " + std::to_string(t.e) + ", " +
-                       std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">"};
+  return {kDeltas,
+          "fretwork::kronecker::ieee::deltas_ieee<" + std::to_string(t.v) + ", " + std::to_string(t.e) + ", " +
+              std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">",
+          delta_bytes(t, depth_inner)};
 }
 KernelSpec order_kernel() { return {kLines, "fretwork::kronecker::ieee::order_weights"}; }
 
@@ -120,10 +131,8 @@ void launch(ProductParams& p, const LineTile& t, bool left_depth, bool right_dep
   p.col_tiles = ceil_div(p.cols, t.cols());
   p.left.unit = wide(p.left) ? 16 : 4;
   p.right.unit = wide(p.right) ? 16 : 4;
-  const int ring = kLineStages * (line_words(t.rows(), left_depth) + line_words(t.cols(), right_depth));
-  const int half = t.rows() / 2 * (t.cols() + 1);  // of the tile, on its way out
   get_kernel(line_kernel(t, left_depth, right_depth), context.device.index)
-      .launch(p.pieces * p.row_tiles * p.a * p.d * p.col_tiles, t.threads(), 4 * std::max(ring, half), &p,
+      .launch(p.pieces * p.row_tiles * p.a * p.d * p.col_tiles, t.threads(), line_bytes(t, left_depth, right_depth), &p,
               context.stream);
 }
 
@@ -131,9 +140,9 @@ void launch(ProductParams& p, const DeltaTile& t, bool depth_inner, Context& con
   p.l_groups = p.d / t.v;
   p.row_tiles = ceil_div(p.rows, t.rows());
   p.col_tiles = ceil_div(p.cols, t.cols());
-  const int words = kDeltaStages * (delta_words(t.rows(), t.v, depth_inner) + delta_words(t.cols(), t.v, depth_inner));
   get_kernel(delta_kernel(t, depth_inner), context.device.index)
-      .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, t.threads(), 4 * words, &p, context.stream);
+      .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, t.threads(), delta_bytes(t, depth_inner), &p,
+              context.stream);
 }
 
 /// Sizes and strides of the weights' axes in the order that they are wanted in.

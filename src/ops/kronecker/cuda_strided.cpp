@@ -54,23 +54,28 @@ std::string arguments(DType dtype, int products, const Tile& tile) {
          ", " + std::to_string(tile.wm) + ">";
 }
 KernelSpec product_kernel(DType dtype, int products, const Tile& tile) {
-  return {kProduct, "fretwork::strided_product" + arguments(dtype, products, tile)};
+  return {kProduct, "fretwork::strided_product" + arguments(dtype, products, tile), KernelSpec::kBySize};
 }
 /// `flat`: d is 16.
 KernelSpec cluster_kernel(DType dtype, const ClusterTile& tile, bool flat) {
-  return {kCluster, std::string("fretwork::strided_cluster<") + device_type(dtype) + ", " + std::to_string(tile.v) +
-                        ", " + std::to_string(tile.columns) + (flat ? ", true>" : ", false>")};
+  return {kCluster,
+          std::string("fretwork::strided_cluster<") + device_type(dtype) + ", " + std::to_string(tile.v) + ", " +
+              std::to_string(tile.columns) + (flat ? ", true>" : ", false>"),
+          tile.shared()};
 }
 KernelSpec weight_kernel(DType dtype, int products, const Tile& tile) {
-  return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile)};
+  return {kWeight, "fretwork::strided_weight" + arguments(dtype, products, tile), KernelSpec::kBySize};
 }
 KernelSpec cluster_weight_kernel(DType dtype, int deltas, bool flat) {
-  return {kClusterWeight, std::string("fretwork::strided_cluster_weight<") + device_type(dtype) + ", " +
-                              std::to_string(deltas) + (flat ? ", true>" : ", false>")};
+  return {kClusterWeight,
+          std::string("fretwork::strided_cluster_weight<") + device_type(dtype) + ", " + std::to_string(deltas) +
+              (flat ? ", true>" : ", false>"),
+          KernelSpec::kBySize};
 }
 KernelSpec flat_weight_kernel(DType dtype, int v) {
   return {kFlatWeight,
-          std::string("fretwork::strided_flat_weight<") + device_type(dtype) + ", " + std::to_string(v) + ">"};
+          std::string("fretwork::strided_flat_weight<") + device_type(dtype) + ", " + std::to_string(v) + ">",
+          FlatTile{v}.shared()};
 }
 KernelSpec reduce_kernel(DType dtype, int wide) {
   return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ", " + std::to_string(wide) + ">"};

@@ -159,21 +159,22 @@ KernelSpec spec(Result result, DType dtype, int elements) {
                        type + ", " + std::to_string(elements) + ">"};
 }
 
-KernelSpec tile_spec(Result result, DType dtype, std::int64_t depth, std::int64_t stride) {
-  const std::string arguments = std::string(device_type(dtype)) + ", " + std::to_string((depth + 63) / 64 * 64);
-  switch (result) {
-    case Result::values:
-      return {kTileSource, "fretwork::regular_values_tiles<" + arguments + ">"};
-    case Result::by_row:
-      return {kTileSource, "fretwork::regular_by_row_tiles<" + arguments + ">"};
-    default:
-      return {kTileSource, "fretwork::regular_by_col_tiles<" + arguments + ", " + std::to_string(stride) + ">"};
-  }
-}
-
 int tile_shared_bytes(Result result, std::int64_t depth) {
   const int operand = kTile * static_cast<int>((depth + 63) / 64 * 64) * 2;
   return (result == Result::values ? std::max(operand, kTile * (kTile + 8) * 2) : kTile * kTile * 2) + 2 * operand;
+}
+
+KernelSpec tile_spec(Result result, DType dtype, std::int64_t depth, std::int64_t stride) {
+  const std::string arguments = std::string(device_type(dtype)) + ", " + std::to_string((depth + 63) / 64 * 64);
+  const int shared = tile_shared_bytes(result, depth);
+  switch (result) {
+    case Result::values:
+      return {kTileSource, "fretwork::regular_values_tiles<" + arguments + ">", shared};
+    case Result::by_row:
+      return {kTileSource, "fretwork::regular_by_row_tiles<" + arguments + ">", shared};
+    default:
+      return {kTileSource, "fretwork::regular_by_col_tiles<" + arguments + ", " + std::to_string(stride) + ">", shared};
+  }
 }
 
 /// 16-byte accesses of whole rows.

@@ -56,9 +56,10 @@ struct Variant {
   std::int64_t stage_bytes() const { return kRows * (kStageBytes / 2 + metadata_bytes()) + cols() * kStageBytes; }
   std::int64_t shared_bytes() const { return std::max(stages * stage_bytes(), sum_tile_bytes(cols())); }
   KernelSpec spec() const {
-    return {kPortable, std::string("fretwork::two_four::product_portable<") + device_type(dtype) + ", " +
-                           std::to_string(products) + (b_along_k ? ", true, " : ", false, ") + std::to_string(stages) +
-                           ">"};
+    return {kPortable,
+            std::string("fretwork::two_four::product_portable<") + device_type(dtype) + ", " +
+                std::to_string(products) + (b_along_k ? ", true, " : ", false, ") + std::to_string(stages) + ">",
+            static_cast<int>(shared_bytes())};
   }
   static constexpr std::size_t kCount = 5 * 2 * 2;
   std::size_t number() const {
@@ -71,7 +72,8 @@ struct Variant {
 };
 
 KernelSpec simple_spec(DType dtype) {
-  return {kSimple, std::string("fretwork::two_four::product_simple<") + device_type(dtype) + ">"};
+  return {kSimple, std::string("fretwork::two_four::product_simple<") + device_type(dtype) + ">",
+          static_cast<int>(sum_tile_bytes(kSimpleCols))};
 }
 KernelSpec metadata_spec() {
   return {kPack, "fretwork::two_four::pack_metadata<" + std::to_string(kPackThreads) + ">"};

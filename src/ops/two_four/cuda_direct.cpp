@@ -24,8 +24,10 @@ constexpr std::array kBlocks = {1, 2};
 constexpr std::array kWarps = {4, 8, 16};
 
 KernelSpec instance(DType dtype, int tiles, int blocks) {
-  return {"ops/two_four/kernel_direct.cuh", std::string("fretwork::two_four::direct::product<") + device_type(dtype) +
-                                                ", " + std::to_string(tiles) + ", " + std::to_string(blocks) + ">"};
+  return {"ops/two_four/kernel_direct.cuh",
+          std::string("fretwork::two_four::direct::product<") + device_type(dtype) + ", " + std::to_string(tiles) +
+              ", " + std::to_string(blocks) + ">",
+          KernelSpec::kBySize};
 }
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;

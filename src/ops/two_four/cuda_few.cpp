@@ -32,7 +32,8 @@ constexpr int kMostSplit = 8;
 
 KernelSpec instance(DType dtype, int columns) {
   return {"ops/two_four/kernel_few.cuh",
-          std::string("fretwork::two_four::few::product<") + device_type(dtype) + ", " + std::to_string(columns) + ">"};
+          std::string("fretwork::two_four::few::product<") + device_type(dtype) + ", " + std::to_string(columns) + ">",
+          KernelSpec::kBySize};
 }
 std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   std::vector<KernelSpec> list;

@@ -24,7 +24,7 @@ KernelSpec spec(Op op, std::size_t size) {
     return {"ops/two_four/kernel_format_check.cuh", kernel};
   }
   return {op == Op::squares ? "ops/two_four/kernel_format_square.cuh" : "ops/two_four/kernel_format.cuh",
-          kernel + "<" + std::to_string(size) + ">"};
+          kernel + "<" + std::to_string(size) + ">", op == Op::squares ? format_tile_bytes() : KernelSpec::kBySize};
 }
 
 std::vector<KernelSpec> list(const std::string& /*arch*/) {

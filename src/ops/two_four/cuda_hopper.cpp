@@ -129,9 +129,10 @@ bool suits(const Problem& p, const Choice& choice, const Context& context) {
 }  // namespace
 
 KernelSpec instance(DType dtype, bool b_along_k, int width, int pair) {
-  return {"ops/two_four/kernel_hopper.cuh", std::string("fretwork::two_four::hopper::product<") + device_type(dtype) +
-                                                ", " + std::to_string(width) + (b_along_k ? ", true" : ", false") +
-                                                (pair > 1 ? ", true>" : ", false>")};
+  return {"ops/two_four/kernel_hopper.cuh",
+          std::string("fretwork::two_four::hopper::product<") + device_type(dtype) + ", " + std::to_string(width) +
+              (b_along_k ? ", true" : ", false") + (pair > 1 ? ", true>" : ", false>"),
+          shared_bytes(width)};
 }
 
 std::string Choice::text() const {

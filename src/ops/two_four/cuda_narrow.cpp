@@ -25,8 +25,10 @@ constexpr std::array kGroups = {1, 2};
 static_assert(shared_bytes(64, 2) + 256 <= 227 << 10 && stages(64, 2) > 3);
 
 KernelSpec instance(DType dtype, int columns, int groups) {
-  return {"ops/two_four/kernel_narrow.cuh", std::string("fretwork::two_four::narrow::product<") + device_type(dtype) +
-                                                ", " + std::to_string(columns) + ", " + std::to_string(groups) + ">"};
+  return {"ops/two_four/kernel_narrow.cuh",
+          std::string("fretwork::two_four::narrow::product<") + device_type(dtype) + ", " + std::to_string(columns) +
+              ", " + std::to_string(groups) + ">",
+          shared_bytes(columns, groups)};
 }
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;

@@ -159,6 +159,36 @@ __device__ __forceinline__ int own_token(const Walk& walk, int tile, int warpgro
   return __ldg(walk.row_tokens + tile * kRows + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16);
 }
 
+/// Where registers have room for it, what a step needs first is asked for in the step before. The first step then finds
+/// no products of an earlier one and the last asks for none: step<first, last>(), each a copy of its own, since the
+/// compiler waits for every product where it is not certain which are under way.
+template <typename Step>
+__device__ __forceinline__ void each_step(int steps, Step& step) {
+  if (steps == 1) {
+    step.template operator()<true, true>();
+    return;
+  }
+  step.template operator()<true, false>();
+#pragma unroll 1
+  for (int n = 2; n < steps; ++n) {
+    step.template operator()<false, false>();
+  }
+  step.template operator()<false, true>();
+}
+
+/// What is the same for all lanes of a warp, so that the compiler knows it too: it keeps descriptors that are made of
+/// it in uniform registers, and does not move them there in each step.
+__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+/// Elements [kFrom, kTo) become powers of two.
+template <int kFrom, int kTo, int kSize>
+__device__ __forceinline__ void exp2_of(float (&x)[kSize]) {
+#pragma unroll
+  for (int i = kFrom; i < kTo; ++i) {
+    x[i] = exp2_fast(x[i]);
+  }
+}
+
 /// s = left · rightᵀ: 64 rows of a tile and kCols rows of another, both with columns as their unit axis in halves of
 /// 64. `left_half` and `right_half` bytes separate the halves.
 template <typename T, int kDepth, int kCols>

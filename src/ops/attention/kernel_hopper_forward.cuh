@@ -1,6 +1,7 @@
 // o = softmax(scale·q·kᵀ) · v over a component of a plan, and its log-sum-exp. One thread fetches: 128 rows of q for an
 // item, then 128 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are
 // on their way through the tensor cores while those of the step before meet v, and probabilities never leave registers.
+// With 64 columns they are on their way while exponents of the step before are taken, too.
 #pragma once
 
 #include "ops/attention/kernel_hopper.cuh"
@@ -14,6 +15,7 @@ struct ForwardShared {
   static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64;  ///< of 64 columns
   static constexpr u32 kRowHalf = kRows * 128, kRowTile = kRowHalf * (kHalves > kValueHalves ? kHalves : kValueHalves);
   static constexpr u32 kColHalf = kCols * 128, kKeyTile = kHalves * kColHalf, kValueTile = kValueHalves * kColHalf;
+  static constexpr bool kAhead = kDepth == 64 && kValues == 64;  ///< registers have room for two steps
   u64 q_full[kItems], q_empty[kItems], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   int4 items[kItems], steps[kStages];
   int used[kStages], parts[kItems];
@@ -103,6 +105,39 @@ struct RunningRows {
     for (int i = 0; i < kSize; ++i) {
       s[i] = exp2_fast(s[i] * scale - offset[i / 2 % 2]);
       sum[i / 2 % 2] += s[i];
+    }
+  }
+
+  /// The same in three parts, the second of which is exp2_of: first what exponents are taken of, apart from the scores
+  /// so that these make room for the next.
+  template <int kSize>
+  __device__ __forceinline__ void shift(const float (&s)[kSize], float (&x)[kSize], float scale,
+                                        float (&correction)[2]) {
+    float now[2][2] = {{most[0], s[1]}, {most[1], s[3]}}, offset[2];  // two chains a row: one waits for itself
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      now[i / 2 % 2][i % 2] = fmaxf(now[i / 2 % 2][i % 2], s[i]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float all = fmaxf(now[h][0], now[h][1]);
+      all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, 1));
+      all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, 2));
+      offset[h] = all == -infinity() ? 0.0f : all * scale;
+      correction[h] = most[h] == all ? 1.0f : exp2_fast(most[h] * scale - offset[h]);
+      most[h] = all;
+      sum[h] *= correction[h];
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      x[i] = s[i] * scale - offset[i / 2 % 2];
+    }
+  }
+  template <int kSize>
+  __device__ __forceinline__ void add_up(const float (&x)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      sum[i / 2 % 2] += x[i];
     }
   }
 };
@@ -310,48 +345,104 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       multiply_values<T, kValues, kCols>(o, probabilities, v + behind.stage * S::kValueTile, S::kColHalf);
       wgmma::commit();
     };
-#pragma unroll 1
-    for (int n = 0; n < note.x; ++n, ring.next()) {
-      mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
-      const int4 mask = read_note(shared.steps[ring.stage]);
-      wgmma::fence();
-      multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + ring.stage * S::kKeyTile, S::kColHalf);
-      wgmma::commit();
-      RowBits<kCols / 32> bits;
-      int used_now = -1;
-      if constexpr (kGeneral) {
-        used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
-        if (mask.x >= 0) {
-          bits.load(p.walk.bits + mask.x, row);
+    if constexpr (S::kAhead) {
+      float x[kCols / 2];
+      const u32 left = uniform(own);
+      const auto ask = [&] {
+        mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
+        wgmma::fence();
+        multiply_scores<T, kDepth, kCols>(s, left, S::kRowHalf, k + ring.stage * S::kKeyTile, S::kColHalf);
+        wgmma::commit();
+      };
+      const auto step = [&]<bool kFirst, bool kLast>() {
+        const int kind = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.steps[ring.stage].x : 0, 0);
+        int used_now = -1;
+        if constexpr (kGeneral) {
+          used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
         }
-      }
-      if (n > 0) {
-        add_values();
-        wgmma::wait<1>();
-      } else {
+        if (kGeneral && kind >= 0) {
+          RowBits<kCols / 32> bits;
+          bits.load(p.walk.bits + kind, row);
+          bits.cut(s, -infinity());
+        } else if (kind == kBand) {
+          cut_band(s, read_note(shared.steps[ring.stage]), row, -infinity());
+        }
+        release(k_empty, static_cast<int>(ring.stage));
+        ring.next();
+        float correction[2];
+        rows.shift(s, x, p.scale, correction);
+        if constexpr (!kLast) {
+          ask();
+        }
+        exp2_of<0, kCols / 4>(x);
+        if constexpr (!kFirst) {
+          add_values();
+        }
+        exp2_of<kCols / 4, kCols / 2>(x);
+        rows.add_up(x);
         wgmma::wait<0>();
-      }
-      release(k_empty, static_cast<int>(ring.stage));
-      if (kGeneral && mask.x >= 0) {
-        bits.cut(s, -infinity());
-      } else if (mask.x == kBand) {
-        cut_band(s, mask, row, -infinity());
-      }
-      float correction[2];
-      rows.add(s, p.scale, correction);
-      if (n > 0) {
-        wgmma::wait<0>();
-        release(v_empty, static_cast<int>(behind.stage));
-        behind.next();
-        if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
+        if constexpr (!kFirst) {
+          release(v_empty, static_cast<int>(behind.stage));
+          behind.next();
+          if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-          for (int i = 0; i < kValues / 2; ++i) {
-            o[i] *= correction[i / 2 % 2];
+            for (int i = 0; i < kValues / 2; ++i) {
+              o[i] *= correction[i / 2 % 2];
+            }
           }
         }
+        pack<T>(probabilities, x);
+        used = used_now;
+      };
+      if (note.x > 0) {
+        ask();
+        wgmma::wait<0>();
+        each_step(note.x, step);
       }
-      pack<T>(probabilities, s);
-      used = used_now;
+    } else {
+#pragma unroll 1
+      for (int n = 0; n < note.x; ++n, ring.next()) {
+        mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
+        const int4 mask = read_note(shared.steps[ring.stage]);
+        wgmma::fence();
+        multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + ring.stage * S::kKeyTile, S::kColHalf);
+        wgmma::commit();
+        RowBits<kCols / 32> bits;
+        int used_now = -1;
+        if constexpr (kGeneral) {
+          used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
+          if (mask.x >= 0) {
+            bits.load(p.walk.bits + mask.x, row);
+          }
+        }
+        if (n > 0) {
+          add_values();
+          wgmma::wait<1>();
+        } else {
+          wgmma::wait<0>();
+        }
+        release(k_empty, static_cast<int>(ring.stage));
+        if (kGeneral && mask.x >= 0) {
+          bits.cut(s, -infinity());
+        } else if (mask.x == kBand) {
+          cut_band(s, mask, row, -infinity());
+        }
+        float correction[2];
+        rows.add(s, p.scale, correction);
+        if (n > 0) {
+          wgmma::wait<0>();
+          release(v_empty, static_cast<int>(behind.stage));
+          behind.next();
+          if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < kValues / 2; ++i) {
+              o[i] *= correction[i / 2 % 2];
+            }
+          }
+        }
+        pack<T>(probabilities, s);
+        used = used_now;
+      }
     }
     if (note.x > 0) {
       add_values();

@@ -168,7 +168,7 @@ int backward_shared(const Columns& columns) {
     const auto [first, second] = deep_stages(columns.most(), false);
     return 1024 + 2 * columns.most() * (2 * kRows + (first + second) * kBackwardShape.cols);
   }
-  return 1024 + 2 * columns.most() * (4 * kRows + 2 * (columns.most() == 64 ? 4 : 3) * kBackwardShape.cols);
+  return 1024 + 2 * columns.most() * (4 * kRows + 2 * (columns.most() == 64 ? 6 : 3) * kBackwardShape.cols);
 }
 
 // ------------------------------------------------------------------------------------------ plans on the device

@@ -15,8 +15,9 @@ inline constexpr int kStream = 64;
 template <int kDepth, int kValues>
 struct BackwardShared {
   static constexpr int kMost = kDepth > kValues ? kDepth : kValues;
-  static constexpr int kStages = kMost == 64 ? 4 : 3;
+  static constexpr int kStages = kMost == 64 ? 6 : 3;
   static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64, kMostHalves = kMost / 64;
+  static constexpr bool kAhead = kMost == 64;  ///< registers have room for two steps
   static constexpr u32 kFetchRegisters = kMost == 64 ? 40 : 24, kRegisters = kMost == 64 ? 232 : 240;
   static constexpr u32 kRowHalf = kRows * 128, kRowTile = kMostHalves * kRowHalf;  ///< bytes of one operand
   static constexpr u32 kColHalf = kStream * 128, kColTile = kMostHalves * kColHalf;
@@ -314,67 +315,162 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
     for (float& sum : dv) {
       sum = 0.0f;
     }
-    int pending = -1;  // the stage that products in flight still read
-#pragma unroll 1
-    for (int n = 0; n < steps; ++n, ring.next()) {
-      const u32 q = cols + ring.stage * 2 * S::kColTile, d_o = q + S::kColTile;
-      mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
-      const int kind = read_note(shared.steps[ring.stage]).x;
-      if constexpr (kGeneral) {
-        const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
-        if (used >= 0) {
-          clear_unused<S::kHalves, kStream>(q, p.walk.used + used);
-          clear_unused<S::kValueHalves, kStream>(d_o, p.walk.used + used);
-          join_cleared(1 + warpgroup);
+    if constexpr (S::kAhead) {
+      float x[kStream / 2];
+      u32 left_too[kStream / 16][4];
+      Ring<S::kStages> next = ring;
+      int before = 0;
+      const auto at = [&](int stage) { return cols + stage * 2 * S::kColTile; };
+      const auto ask = [&] {
+        mbarrier::wait(shared_address(&shared.full[next.stage]), next.parity);
+        if constexpr (kGeneral) {
+          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[next.stage] : 0, 0);
+          if (used >= 0) {
+            clear_unused<S::kHalves, kStream>(at(next.stage), p.walk.used + used);
+            clear_unused<S::kValueHalves, kStream>(at(next.stage) + S::kColTile, p.walk.used + used);
+            join_cleared(1 + warpgroup);
+          }
         }
-        if (kind >= 0) {
-          prefetch_bits<kStream / 32>(p.walk.bits + kind, warp_row + lane / 4);
-        }
-      }
-      wgmma::fence();
-      multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
-      wgmma::commit();
-      multiply_scores<T, kValues, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
-      wgmma::commit();
-      wgmma::wait<1>();
-      release_lane(empty, pending);
-      pending = static_cast<int>(ring.stage);
-      const auto stat = [&](int which, int j) {
-        return *reinterpret_cast<const float2*>(&shared.stats[ring.stage][which][8 * j + lane % 4 * 2]);
+        wgmma::fence();
+        multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, at(next.stage), S::kColHalf);
+        next.next();
       };
+      const auto add = [&](int stage) {
+        wgmma::fence();
+        multiply_values<T, kValues, kStream>(dv, left, at(stage) + S::kColTile, S::kColHalf);
+        multiply_values<T, kDepth, kStream>(dk, left_too, at(stage), S::kColHalf);
+      };
+      const auto step = [&]<bool kFirst, bool kLast>() {
+        const int stage = static_cast<int>(ring.stage);
+        const int kind = read_note(shared.steps[stage]).x;
+        const auto stat = [&](int which, int j) {
+          return *reinterpret_cast<const float2*>(&shared.stats[stage][which][8 * j + lane % 4 * 2]);
+        };
 #pragma unroll
-      for (int j = 0; j < kStream / 8; ++j) {
-        const float2 lse = stat(0, j);
-        s[4 * j] = exp2_fast(s[4 * j] * p.scale_2 - lse.x);
-        s[4 * j + 1] = exp2_fast(s[4 * j + 1] * p.scale_2 - lse.y);
-        s[4 * j + 2] = exp2_fast(s[4 * j + 2] * p.scale_2 - lse.x);
-        s[4 * j + 3] = exp2_fast(s[4 * j + 3] * p.scale_2 - lse.y);
+        for (int j = 0; j < kStream / 8; ++j) {
+          const float2 lse = stat(0, j);
+          x[4 * j] = s[4 * j] * p.scale_2 - lse.x;
+          x[4 * j + 1] = s[4 * j + 1] * p.scale_2 - lse.y;
+          x[4 * j + 2] = s[4 * j + 2] * p.scale_2 - lse.x;
+          x[4 * j + 3] = s[4 * j + 3] * p.scale_2 - lse.y;
+        }
+        wgmma::fence();
+        multiply_scores<T, kValues, kStream>(dp, v, S::kRowHalf, at(stage) + S::kColTile, S::kColHalf);
+        wgmma::commit();
+        if constexpr (!kFirst) {
+          add(before);
+        }
+        if constexpr (!kLast) {
+          ask();
+        }
+        wgmma::commit();
+        exp2_of<0, kStream / 2>(x);
+        if (kGeneral && kind >= 0) {
+          RowBits<kStream / 32> bits;
+          bits.load(p.walk.bits + kind, warp_row + lane / 4);
+          bits.cut(x, 0.0f);
+        } else if (kind == kBand) {
+          cut_band(x, read_note(shared.steps[stage]), warp_row + lane / 4, 0.0f);
+        }
+        wgmma::wait<1>();
+        const auto to_gradients = [&]<bool kMasked>() {  // as to_score_gradients, but P stays and delta comes in turn
+#pragma unroll
+          for (int j = 0; j < kStream / 8; ++j) {
+            const float2 delta = stat(1, j);
+#pragma unroll
+            for (int i = 4 * j; i < 4 * j + 4; ++i) {
+              const bool none = kMasked && x[i] == 0.0f;
+              dp[i] = none ? 0.0f : x[i] * (dp[i] - (i % 2 == 0 ? delta.x : delta.y));
+            }
+          }
+        };
+        if (kind != kWhole) {
+          to_gradients.template operator()<true>();
+        } else {
+          to_gradients.template operator()<false>();
+        }
+        wgmma::wait<0>();
+        if constexpr (!kFirst) {
+          release_lane(empty, before);
+        }
+        pack<T>(left, x);
+        pack<T>(left_too, dp);
+        before = stage;
+        ring.next();
+      };
+      if (steps > 0) {
+        ask();
+        wgmma::commit();
+        wgmma::wait<0>();
+        each_step(steps, step);
+        add(before);
+        wgmma::commit();
+        wgmma::wait<0>();
+        release_lane(empty, before);
       }
-      if (kGeneral && kind >= 0) {
-        RowBits<kStream / 32> bits;
-        bits.load(p.walk.bits + kind, warp_row + lane / 4);
-        bits.cut(s, 0.0f);
-      } else if (kind == kBand) {
-        cut_band(s, read_note(shared.steps[ring.stage]), warp_row + lane / 4, 0.0f);
+    } else {
+      int pending = -1;  // the stage that products in flight still read
+#pragma unroll 1
+      for (int n = 0; n < steps; ++n, ring.next()) {
+        const u32 q = cols + ring.stage * 2 * S::kColTile, d_o = q + S::kColTile;
+        mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
+        const int kind = read_note(shared.steps[ring.stage]).x;
+        if constexpr (kGeneral) {
+          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
+          if (used >= 0) {
+            clear_unused<S::kHalves, kStream>(q, p.walk.used + used);
+            clear_unused<S::kValueHalves, kStream>(d_o, p.walk.used + used);
+            join_cleared(1 + warpgroup);
+          }
+          if (kind >= 0) {
+            prefetch_bits<kStream / 32>(p.walk.bits + kind, warp_row + lane / 4);
+          }
+        }
+        wgmma::fence();
+        multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
+        wgmma::commit();
+        multiply_scores<T, kValues, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
+        wgmma::commit();
+        wgmma::wait<1>();
+        release_lane(empty, pending);
+        pending = static_cast<int>(ring.stage);
+        const auto stat = [&](int which, int j) {
+          return *reinterpret_cast<const float2*>(&shared.stats[ring.stage][which][8 * j + lane % 4 * 2]);
+        };
+#pragma unroll
+        for (int j = 0; j < kStream / 8; ++j) {
+          const float2 lse = stat(0, j);
+          s[4 * j] = exp2_fast(s[4 * j] * p.scale_2 - lse.x);
+          s[4 * j + 1] = exp2_fast(s[4 * j + 1] * p.scale_2 - lse.y);
+          s[4 * j + 2] = exp2_fast(s[4 * j + 2] * p.scale_2 - lse.x);
+          s[4 * j + 3] = exp2_fast(s[4 * j + 3] * p.scale_2 - lse.y);
+        }
+        if (kGeneral && kind >= 0) {
+          RowBits<kStream / 32> bits;
+          bits.load(p.walk.bits + kind, warp_row + lane / 4);
+          bits.cut(s, 0.0f);
+        } else if (kind == kBand) {
+          cut_band(s, read_note(shared.steps[ring.stage]), warp_row + lane / 4, 0.0f);
+        }
+        pack<T>(left, s);
+        wgmma::fence();
+        multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
+        wgmma::commit();
+        wgmma::wait<0>();
+        float2 delta[kStream / 8];
+#pragma unroll
+        for (int j = 0; j < kStream / 8; ++j) {
+          delta[j] = stat(1, j);
+        }
+        to_score_gradients(s, dp, kind != kWhole, [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
+        pack<T>(left, s);
+        wgmma::fence();
+        multiply_values<T, kDepth, kStream>(dk, left, q, S::kColHalf);
+        wgmma::commit();
       }
-      pack<T>(left, s);
-      wgmma::fence();
-      multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
-      wgmma::commit();
       wgmma::wait<0>();
-      float2 delta[kStream / 8];
-#pragma unroll
-      for (int j = 0; j < kStream / 8; ++j) {
-        delta[j] = stat(1, j);
-      }
-      to_score_gradients(s, dp, kind != kWhole, [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
-      pack<T>(left, s);
-      wgmma::fence();
-      multiply_values<T, kDepth, kStream>(dk, left, q, S::kColHalf);
-      wgmma::commit();
+      release_lane(empty, pending);
     }
-    wgmma::wait<0>();
-    release_lane(empty, pending);
     const int4 note = read_note(shared.items[items.stage]);
     const int own = own_token(p.walk, note.w, warpgroup);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
@@ -424,49 +520,118 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
     for (float& sum : dq) {
       sum = 0.0f;
     }
-    int pending = -1;  // the stage that products in flight still read
-#pragma unroll 1
-    for (int n = 0; n < note.x; ++n, ring.next()) {
-      const u32 k = cols + ring.stage * 2 * S::kColTile, v = k + S::kColTile;
-      mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
-      const int4 mask = read_note(shared.steps[ring.stage]);
-      RowBits<kStream / 32> bits;
-      if constexpr (kGeneral) {
-        const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
-        if (used >= 0) {
-          clear_unused<S::kHalves, kStream>(k, p.walk.used + used);
-          join_cleared(1 + warpgroup);
+    if constexpr (S::kAhead) {
+      float x[kStream / 2];
+      Ring<S::kStages> next = ring;
+      int before = 0;
+      const auto at = [&](int stage) { return cols + stage * 2 * S::kColTile; };
+      const auto ask = [&] {
+        mbarrier::wait(shared_address(&shared.full[next.stage]), next.parity);
+        if constexpr (kGeneral) {
+          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[next.stage] : 0, 0);
+          if (used >= 0) {
+            clear_unused<S::kHalves, kStream>(at(next.stage), p.walk.used + used);
+            join_cleared(1 + warpgroup);
+          }
         }
-        if (mask.x >= 0) {
-          bits.load(p.walk.bits + mask.x, warp_row + lane / 4);
-        }
-      }
-      wgmma::fence();
-      multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
-      wgmma::commit();
-      multiply_scores<T, kValues, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
-      wgmma::commit();
-      wgmma::wait<1>();
-      release(empty, pending);
-      pending = static_cast<int>(ring.stage);
+        wgmma::fence();
+        multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, at(next.stage), S::kColHalf);
+        next.next();
+      };
+      const auto add = [&](int stage) {
+        wgmma::fence();
+        multiply_values<T, kDepth, kStream>(dq, left, at(stage), S::kColHalf);
+      };
+      const auto step = [&]<bool kFirst, bool kLast>() {
+        const int stage = static_cast<int>(ring.stage);
+        const int kind = read_note(shared.steps[stage]).x;
 #pragma unroll
-      for (int i = 0; i < kStream / 2; ++i) {
-        s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
+        for (int i = 0; i < kStream / 2; ++i) {
+          x[i] = s[i] * p.scale_2 - stats[i / 2 % 2].x;
+        }
+        wgmma::fence();
+        multiply_scores<T, kValues, kStream>(dp, d_o, S::kRowHalf, at(stage) + S::kColTile, S::kColHalf);
+        wgmma::commit();
+        if constexpr (!kLast) {
+          ask();
+        }
+        if constexpr (!kFirst) {
+          add(before);
+        }
+        wgmma::commit();
+        exp2_of<0, kStream / 2>(x);
+        if (kGeneral && kind >= 0) {
+          RowBits<kStream / 32> bits;
+          bits.load(p.walk.bits + kind, warp_row + lane / 4);
+          bits.cut(x, 0.0f);
+        } else if (kind == kBand) {
+          cut_band(x, read_note(shared.steps[stage]), warp_row + lane / 4, 0.0f);
+        }
+        wgmma::wait<1>();
+        to_score_gradients(x, dp, kind != kWhole, [&](int i) { return stats[i / 2 % 2].y; });
+        wgmma::wait<0>();
+        if constexpr (!kFirst) {
+          release(empty, before);
+        }
+        pack<T>(left, x);
+        before = stage;
+        ring.next();
+      };
+      if (note.x > 0) {
+        ask();
+        wgmma::commit();
+        wgmma::wait<0>();
+        each_step(note.x, step);
+        add(before);
+        wgmma::commit();
+        wgmma::wait<0>();
+        release(empty, before);
       }
-      if (kGeneral && mask.x >= 0) {
-        bits.cut(s, 0.0f);
-      } else if (mask.x == kBand) {
-        cut_band(s, mask, warp_row + lane / 4, 0.0f);
+    } else {
+      int pending = -1;  // the stage that products in flight still read
+#pragma unroll 1
+      for (int n = 0; n < note.x; ++n, ring.next()) {
+        const u32 k = cols + ring.stage * 2 * S::kColTile, v = k + S::kColTile;
+        mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
+        const int4 mask = read_note(shared.steps[ring.stage]);
+        RowBits<kStream / 32> bits;
+        if constexpr (kGeneral) {
+          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
+          if (used >= 0) {
+            clear_unused<S::kHalves, kStream>(k, p.walk.used + used);
+            join_cleared(1 + warpgroup);
+          }
+          if (mask.x >= 0) {
+            bits.load(p.walk.bits + mask.x, warp_row + lane / 4);
+          }
+        }
+        wgmma::fence();
+        multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
+        wgmma::commit();
+        multiply_scores<T, kValues, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
+        wgmma::commit();
+        wgmma::wait<1>();
+        release(empty, pending);
+        pending = static_cast<int>(ring.stage);
+#pragma unroll
+        for (int i = 0; i < kStream / 2; ++i) {
+          s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
+        }
+        if (kGeneral && mask.x >= 0) {
+          bits.cut(s, 0.0f);
+        } else if (mask.x == kBand) {
+          cut_band(s, mask, warp_row + lane / 4, 0.0f);
+        }
+        wgmma::wait<0>();
+        to_score_gradients(s, dp, mask.x != kWhole, [&](int i) { return stats[i / 2 % 2].y; });
+        pack<T>(left, s);
+        wgmma::fence();
+        multiply_values<T, kDepth, kStream>(dq, left, k, S::kColHalf);
+        wgmma::commit();
       }
       wgmma::wait<0>();
-      to_score_gradients(s, dp, mask.x != kWhole, [&](int i) { return stats[i / 2 % 2].y; });
-      pack<T>(left, s);
-      wgmma::fence();
-      multiply_values<T, kDepth, kStream>(dq, left, k, S::kColHalf);
-      wgmma::commit();
+      release(empty, pending);
     }
-    wgmma::wait<0>();
-    release(empty, pending);
     named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
     const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
     store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dq, p.scale, q);

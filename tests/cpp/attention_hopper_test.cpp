@@ -844,7 +844,7 @@ TEST_P(AttentionHopperColumns, NothingBesideOperandsIsTouched) {
 }
 INSTANTIATE_TEST_SUITE_P(Columns, AttentionHopperColumns,
                          testing::ValuesIn(std::vector<std::pair<Index, Index>>{
-                             {128, 128}, {64, 128}, {40, 72}, {160, 224}, {192, 128}, {256, 256}}));
+                             {128, 128}, {64, 64}, {64, 128}, {40, 72}, {160, 224}, {192, 128}, {256, 256}}));
 
 /// Queries are few and late, so that most keys are used by none.
 Pattern late_window() { return {"late window", 64, 640, {{band(400, 500)}}}; }
@@ -984,6 +984,27 @@ TEST_F(AttentionHopper, HeadsMayShareTiles) {
   }
 }
 
+/// Kernels for 64 columns have steps of their own: one, two or many, whole or masked, with keys that nothing uses, and
+/// in pieces.
+TEST_F(AttentionHopper, SixtyFourColumns) {
+  const Sizes sizes{DType::bf16, 1, 2, 1, 64, false, 0.1};
+  for (const Index cols : {1, 64, 65, 128, 129, 300, 1000}) {
+    check_forward(full(70, cols), sizes);
+    check_backward(full(70, cols), sizes);
+  }
+  for (const Pattern& pattern : patterns()) {
+    check_forward(pattern, sizes);
+    check_backward(pattern, {DType::f16, 1, 1, 1, 64, true, 0.1});
+  }
+  for (const int longest : {0, 1, 3}) {
+    for (const Pattern& pattern : {one_class(300, 4, 1), late_window()}) {
+      check_forward(pattern, sizes, true, longest);
+      check_backward(pattern, sizes, true, longest);
+    }
+    check_forward(late_window(), {DType::bf16, 2, 16, 2, 64, true, 0.1}, true, longest, 4);
+  }
+}
+
 TEST_F(AttentionHopper, HeadsMayDiffer) {
   const Pattern one = causal(500), two = window(500, 40);
   Data s(one, {DType::bf16, 2, 4, 2, 128, false, 0.1});
@@ -1011,8 +1032,8 @@ TEST_F(AttentionHopper, HeadsMayDiffer) {
   }
 }
 
-TEST_F(AttentionHopper, RepeatsBitForBit) {
-  Data s(strided(2048, 128), {DType::bf16, 1, 16, 16, 128, false, 0.1});
+void check_repeats(Index depth) {
+  Data s(strided(2048, 128), {DType::bf16, 1, 16, 16, depth, false, 0.1});
   s.upload();
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
@@ -1048,6 +1069,10 @@ TEST_F(AttentionHopper, RepeatsBitForBit) {
   }
   s.o.download();
   EXPECT_TRUE(cut == s.o.host);
+}
+TEST_F(AttentionHopper, RepeatsBitForBit) {
+  check_repeats(64);
+  check_repeats(128);
 }
 
 // ------------------------------------------------------------------------------------------------------- times

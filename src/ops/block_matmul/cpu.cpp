@@ -214,9 +214,15 @@ class Work {
       product.raw_shift = panel.first;
       const bool more = &panel != &slab.panels.back();
       for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
-        product.packs = row == 0;
-        fetch(more ? buffers.raw : buffers.next_raw, more ? panel.last : slab.first, product, row, rows);
-        product.shift = row / tiles_.rows * shift;
+        const std::int64_t strip = row / tiles_.rows;
+        product.packs = strip == 0;
+        // Where there are strips enough, the second and third fetch for the next panel, each one row of every pair.
+        const bool behind = more && rows >= 3 * tiles_.rows;
+        product.raw_soon = behind && (strip == 1 || strip == 2) ? panel.last + (strip - 1) * product.raw_stride : 0;
+        if (!behind) {
+          fetch(more ? buffers.raw : buffers.next_raw, more ? panel.last : slab.first, product, row, rows);
+        }
+        product.shift = strip * shift;
         product.sums = panel_sums + row * product.sum_stride * tiles_.sum;
         product.out = whole ? at(to.data, row * to.row_stride) : nullptr;
         tiles_.multiply[panel.vectors - 1](product);

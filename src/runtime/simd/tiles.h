@@ -38,6 +38,9 @@ struct Product {
   bool packs = false;  ///< raw terms are packed while they are multiplied; otherwise they were
   /// From one raw row to the next, and from its beginning to the columns of this panel, which are contiguous.
   std::int64_t raw_stride = 0, raw_shift = 0;
+  /// If not 0 and nothing is packed: from the beginning of a raw term to where one row of each group is fetched, step
+  /// by step.
+  std::int64_t raw_soon = 0;
   /// Distances on the left, in packed elements, from one row and from one step to the next.
   std::int64_t row_stride = 0, step_stride = 0;
   std::int64_t shift = 0;  ///< to be added to `left` of each term

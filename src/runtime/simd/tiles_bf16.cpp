@@ -131,7 +131,11 @@ FRETWORK_TARGET void multiply(const Product& p) {
       continue;
     }
     const std::int64_t ahead = (next.depth - term->depth) * (kWidth / kGroup);
-    for (; right != end; right += kWidth) {
+    const bool fetches = p.raw_soon != 0 && term->raw != nullptr;
+    const Bits* soon = fetches ? static_cast<const Bits*>(term->raw) + p.raw_soon : left.low;
+    const std::int64_t soon_step = fetches ? kGroup * p.raw_stride : 0;
+    for (; right != end; right += kWidth, soon += soon_step) {
+      _mm_prefetch(soon, _MM_HINT_T1);
 #pragma GCC unroll 8
       for (int v = 0; v < kWide; ++v) {
         pairs[v] = _mm512_loadu_si512(right + v * kLanes);

@@ -491,12 +491,21 @@ void run_spmm(const Problem& problem, const Config& config, Context& context) {
   const Workspace partials(
       context, static_cast<std::size_t>(batches * plan->partial_count * tiles * tile_floats) * sizeof(float));
   params.partials = static_cast<float*>(partials.data());
-  plan->kernel->launch(batches * plan->segment_count * tiles, config.threads, config.shared_bytes, &params,
-                       context.stream);
+  const auto launch = [&](std::int64_t segments) {
+    const std::int64_t items = batches * segments * tiles;
+    if (items > std::numeric_limits<int>::max()) {
+      throw Error("block_matmul", "out", "fewer than 2^31 tiles", std::to_string(items));
+    }
+    const std::int64_t ctas =
+        config.tensor_cores ? std::min<std::int64_t>(items, driver::device_info(context.device.index).multiprocessors)
+                            : items;
+    params.items = static_cast<unsigned>(items);
+    plan->kernel->launch(ctas, config.threads, config.shared_bytes, &params, context.stream);
+  };
+  launch(plan->segment_count);
   if (plan->split_count > 0) {
     params.reduce = true;
-    plan->kernel->launch(batches * plan->split_count * tiles, config.threads, config.shared_bytes, &params,
-                         context.stream);
+    launch(plan->split_count);
   }
 }
 

@@ -12,9 +12,9 @@ struct GridPlace {
 };
 
 /// Item `index` of batch · count · tiles; inside a batch: bands of tiles, in a band all segments, then its tiles.
-__device__ __forceinline__ GridPlace grid_place(const block_matmul::Grid& grid, u32 count) {
+__device__ __forceinline__ GridPlace grid_place(const block_matmul::Grid& grid, u32 count, u32 index) {
   const u32 each = count * static_cast<u32>(grid.tiles);
-  const u32 batch = blockIdx.x / each, in_batch = blockIdx.x % each;
+  const u32 batch = index / each, in_batch = index % each;
   const u32 full = count * static_cast<u32>(grid.band);
   const u32 band = in_batch / full, in_band = in_batch % full;
   const u32 first = band * static_cast<u32>(grid.band);
@@ -25,7 +25,7 @@ __device__ __forceinline__ GridPlace grid_place(const block_matmul::Grid& grid, 
           static_cast<int>(first + in_band % width), static_cast<i64>(batch)};
 }
 __device__ __forceinline__ GridPlace grid_place(const block_matmul::Grid& grid) {
-  return grid_place(grid, static_cast<u32>(grid.segment_count));
+  return grid_place(grid, static_cast<u32>(grid.segment_count), blockIdx.x);
 }
 
 }  // namespace fretwork

@@ -43,7 +43,8 @@ struct SpmmParams {
   MatrixArg dense, out;
   float* partials;
   long long free;
-  int rows;  ///< of the result, in elements
+  int rows;            ///< of the result, in elements
+  unsigned int items;  ///< tiles that the tensor-core kernel's CTAs share
   int z_sum, partial_count;
   int block_rows, block_cols;  ///< of op(S)
   bool dense_free_inner, blocks_col_inner;

@@ -69,6 +69,8 @@ test-cpp: build  # compiles a kernel in six of each family, for sm_80 or sm_90a;
 	ctest --preset release -j2
 
 test-python: export OMP_NUM_THREADS := 1
+# Code that XLA compiles around the library's need not be fast here.
+test-python: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 test-python: build
 	$(PY) -m pytest -q -n 2 tests/python
 	$(if $(ACCEPT),$(PY) -m pytest -q -n 2 -p no:cacheprovider $(ACCEPT))

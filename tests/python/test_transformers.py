@@ -67,7 +67,7 @@ def test_generation(device):
     reference.load_state_dict(ours.state_dict())
     assert ours.config.to_dict()["fretwork_pattern"] == "sliding_window({seq}, 8, 0)"
     ids = tokens(device, 20)
-    got, want = (m.generate(ids, max_new_tokens=20, do_sample=False) for m in (ours, reference))
+    got, want = (m.generate(ids, min_new_tokens=20, max_new_tokens=20, do_sample=False) for m in (ours, reference))
     assert torch.equal(got, want)
     with torch.no_grad():
         whole, part = ours(got).logits, ours(got[:, :30], use_cache=True)

@@ -31,6 +31,19 @@ __device__ __forceinline__ u32 load_shared_16(u32 address) {
   return r;
 }
 
+/// 16 bytes, `address` being a multiple of that. Not moved across other accesses.
+__device__ __forceinline__ void load_shared_128(u32 (&words)[4], u32 address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared_128(u32 address, const u32 (&words)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
 /// d += a·b: 16×8 with 32 bytes of K (16 of a 16-bit type, 8 of tf32).
 template <typename T>
 __device__ __forceinline__ void mma_sync(float (&d)[4], const u32* a, u32 b0, u32 b1) {

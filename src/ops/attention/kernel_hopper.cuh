@@ -5,6 +5,7 @@
 #include "device/epilogue.cuh"
 #include "device/load.cuh"
 #include "device/math.cuh"
+#include "device/mma.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/params_hopper.cuh"
@@ -270,10 +271,7 @@ struct Unit {
   }
   __device__ __forceinline__ void take(u32 (&words)[4], u32 buffer, u32 half) const {
     const u32 at = (threadIdx.x / 32 % 4 * 16 + row) * 128 + unit * 16;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(buffer + piece * half + tma::swizzled<128>(at))
-                 : "memory");
+    load_shared_128(words, buffer + piece * half + tma::swizzled<128>(at));
   }
 };
 

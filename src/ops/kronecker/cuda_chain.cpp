@@ -99,14 +99,14 @@ PackParams pack_params(const Problem& first, const Problem& second, void* to) {
   return {first.w.data, second.w.data, to, first.w.a, first.w.b, first.w.c, second.w.b, second.w.c, second.w.d};
 }
 
-void run_wide(const Problem& first, const Problem& second, Context& context) {
+void run_wide(const Problem& first, const Problem& second, const Monarch& m, Context& context) {
   const int device = context.device.index;
   const Workspace packed(context, static_cast<std::size_t>(Wide::kWords) * sizeof(std::uint32_t));
   const PackParams pack = pack_params(first, second, packed.data());
   get_kernel(wide_pack_instance(), device).launch(Wide::kWords / kPackThreads, kPackThreads, 0, &pack, context.stream);
 
   WideParams params{};
-  params.x = x_map(first, *fuse(first.sizes, second.sizes));
+  params.x = x_map(first, m);
   params.y = y_map(second);
   params.weights = packed.data();
   params.bias = second.bias.data;
@@ -131,11 +131,12 @@ bool cuda::fuses(const Problem& first, const Problem& second, const Context& con
 void cuda::run(const Problem& first, const Problem& second, Context& context, const Arrangement& arrangement) {
   const driver::DeviceScope scope(context.device.index);
   const bool free = arrangement.exchange == 0 && arrangement.first_warps == 0 && arrangement.second_warps == 0;
-  if (free && wide(*fuse(first.sizes, second.sizes))) {
-    run_wide(first, second, context);
+  const Monarch plain = *fuse(first.sizes, second.sizes);
+  if (free && wide(plain)) {
+    run_wide(first, second, plain, context);
     return;
   }
-  const Monarch m = arranged(*fuse(first.sizes, second.sizes), arrangement);
+  const Monarch m = arranged(plain, arrangement);
   const int device = context.device.index;
   const Workspace packed(context, static_cast<std::size_t>(m.words()) * sizeof(std::uint32_t));
   const PackParams pack = pack_params(first, second, packed.data());

@@ -33,10 +33,7 @@ struct Words4 {
 };
 __device__ __forceinline__ Words4 load_words(u32 address) {
   Words4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
-               : "r"(address)
-               : "memory");
+  load_shared_128(v.w, address);
   return v;
 }
 __device__ __forceinline__ void store_global(void* to, const Words4& v) {

@@ -6,6 +6,7 @@
 #include "device/activation.cuh"
 #include "device/barrier.cuh"
 #include "device/cluster.cuh"
+#include "device/mma.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/kronecker/params_chain.cuh"
@@ -16,19 +17,6 @@ namespace fretwork::kronecker::chain {
 struct Chunk {
   u32 w[4];
 };
-__device__ __forceinline__ void store_chunk(u32 to, const Chunk& c) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(c.w[0]), "r"(c.w[1]), "r"(c.w[2]), "r"(c.w[3])
-               : "memory");
-}
-__device__ __forceinline__ Chunk load_chunk(u32 from) {
-  Chunk c;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
-               : "r"(from)
-               : "memory");
-  return c;
-}
-
 /// The work of a CTA. One warpgroup has its eight i of the first factor, another its eight l of the second; of a third,
 /// warps fetch, store, and put together what two CTAs made.
 template <typename T>
@@ -141,11 +129,11 @@ struct WideWork {
         Chunk chunks[4];
 #pragma unroll
         for (u32 n = 0; n < 4; ++n) {
-          chunks[n] = load_chunk(slot + ((2 * warp + w) * 4 + n) * 512 + lane * 16);
+          load_shared_128(chunks[n].w, slot + ((2 * warp + w) * 4 + n) * 512 + lane * 16);
         }
 #pragma unroll
         for (u32 n = 0; n < 4; ++n) {
-          store_chunk(result + place_of_y(2 * warp + w, lane, n / 2, n % 2, part), chunks[n]);
+          store_shared_128(result + place_of_y(2 * warp + w, lane, n / 2, n % 2, part), chunks[n].w);
         }
       }
       __syncwarp();
@@ -215,15 +203,15 @@ struct WideWork {
       }
       mbarrier::wait(shared_address(&barriers.middle_empty[to.stage]), to.parity);
       const u32 slot = to.stage * Wide::kMiddleBytes, full = shared_address(&barriers.middle_full[to.stage]);
+      // A warp has all that goes to two CTAs. What this one keeps goes where it would arrive.
 #pragma unroll
-      for (int h = 0; h < 2;
-           ++h) {  // a warp has all that goes to two CTAs; what this one keeps goes where it would arrive
+      for (int h = 0; h < 2; ++h) {
         const u32 other = 2 * static_cast<u32>(warp) + h;
         const bool own = other == rank;
         const u32 piece = slot + place + other * kPiece + (own ? middle : send);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          store_chunk(piece + 128 * (n / 2) + 16 * (n % 2), chunk(sums, n / 2, h, n % 2));
+          store_shared_128(piece + 128 * (n / 2) + 16 * (n % 2), chunk(sums, n / 2, h, n % 2).w);
         }
         if (own) {
           fence_async_proxy();
@@ -285,7 +273,7 @@ struct WideWork {
       mbarrier::wait(shared_address(&barriers.y_empty[to.stage]), to.parity);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        store_chunk(y + to.stage * Wide::kSlot + place_of_y(warp, lane, n / 2, n % 2, own), kept[n]);
+        store_shared_128(y + to.stage * Wide::kSlot + place_of_y(warp, lane, n / 2, n % 2, own), kept[n].w);
       }
       fence_async_proxy();
       mbarrier::arrive(shared_address(&barriers.y_full[to.stage]));

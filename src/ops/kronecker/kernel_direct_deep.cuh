@@ -5,6 +5,7 @@
 
 #include "device/barrier.cuh"
 #include "device/cluster.cuh"
+#include "device/mma.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/kronecker/kernel_direct.cuh"
@@ -32,17 +33,14 @@ struct Deep {
       Pair pairs[8];
 #pragma unroll
       for (u32 n = 0; n < 8; ++n) {
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(pairs[n][0]), "=r"(pairs[n][1]), "=r"(pairs[n][2]), "=r"(pairs[n][3])
-                     : "r"(row + (n << 4 ^ key))
-                     : "memory");
+        load_shared_128(pairs[n], row + (n << 4 ^ key));
       }
 #pragma unroll
       for (u32 n = 0; n < 8; ++n) {
         const int l = n / 2, k = n % 2 * 4;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(row + (n << 4 ^ key)), "r"(both_of(pairs[k], l)),
-                     "r"(both_of(pairs[k + 1], l)), "r"(both_of(pairs[k + 2], l)), "r"(both_of(pairs[k + 3], l))
-                     : "memory");
+        const u32 turned[4] = {both_of(pairs[k], l), both_of(pairs[k + 1], l), both_of(pairs[k + 2], l),
+                               both_of(pairs[k + 3], l)};
+        store_shared_128(row + (n << 4 ^ key), turned);
       }
     }
   }

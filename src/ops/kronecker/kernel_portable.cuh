@@ -35,9 +35,7 @@ __device__ __forceinline__ void copy_in_units(u32 to, const void* from, int byte
         words[n / 4] |= static_cast<u32>(*reinterpret_cast<const u16*>(at + n)) << (n % 4 * 8);
       }
     }
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                 "r"(words[3])
-                 : "memory");
+    store_shared_128(to, words);
   }
 }
 

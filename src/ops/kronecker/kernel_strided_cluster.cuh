@@ -9,6 +9,7 @@
 #include "device/barrier.cuh"
 #include "device/cluster.cuh"
 #include "device/epilogue.cuh"
+#include "device/mma.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/kronecker/kernel_strided.cuh"
@@ -38,11 +39,6 @@ __device__ __forceinline__ void load_shared_bytes(u32 to, const void* from, int 
       "%4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "h"(mask)
       : "memory");
-}
-__device__ __forceinline__ void store_quad(u32 address, const u32 (&words)[4]) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-               "r"(words[3])
-               : "memory");
 }
 
 /// Where a CTA stands in its cluster, and whom its copies reach.
@@ -250,8 +246,8 @@ struct ClusterWork {
         pack_words<T>(words[1], sums, 0, 4, q, 2 * u + 1);
         if constexpr (kFlat) {
           const u32 line = buffer + (16 * warp + g + 8 * u) * 128 + (((2 * t + static_cast<u32>(group)) ^ g) << 4);
-          store_quad(line, words[0]);
-          store_quad(line + kHalf, words[1]);
+          store_shared_128(line, words[0]);
+          store_shared_128(line + kHalf, words[1]);
           continue;
         }
 #pragma unroll
@@ -263,8 +259,8 @@ struct ClusterWork {
           for (int w = 0; w < 4; ++w) {
             some[w] = e != 0 ? words[1][w] : words[0][w];
           }
-          store_quad(buffer + ((16 * warp + g + 8 * u) * 8 + 4 * e + t) * 32 + ((static_cast<u32>(group) ^ e) << 4),
-                     some);
+          store_shared_128(
+              buffer + ((16 * warp + g + 8 * u) * 8 + 4 * e + t) * 32 + ((static_cast<u32>(group) ^ e) << 4), some);
         }
       }
       fence_async_proxy();
@@ -308,7 +304,7 @@ struct ClusterWork {
           some[w] = g % 2 != 0 ? words[turn ^ (kBlocks / 2)][w] : words[turn][w];
         }
         if constexpr (V == 4) {
-          store_quad(line + (((4 * q + t) ^ g) << 4), some);
+          store_shared_128(line + (((4 * q + t) ^ g) << 4), some);
         } else {
           asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(line + (((2 * q + t / 2) ^ g) << 4) + t % 2 * 8),
                        "r"(some[0]), "r"(some[1])

@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
   row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, p.width, x);
 }
 
-/// The same for longer rows, a CTA for each.
+/// The softmax of longer rows, a CTA for each.
 template <typename T>
 __global__ void __launch_bounds__(32 * kSoftmaxWarps) regular_softmax(const __grid_constant__ RegularSoftmaxParams p) {
   const regular_task my(blockIdx.x, 1, p.row_count, p.heads);
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps) regular_softmax(const __gr
   }
 }
 
-/// The same for longer rows, a CTA for each.
+/// The gradient of `in` for longer rows, a CTA for each.
 template <typename T>
 __global__ void __launch_bounds__(32 * kSoftmaxWarps)
     regular_softmax_backward(const __grid_constant__ RegularSoftmaxParams p) {

@@ -16,7 +16,14 @@ void check_floating(const char* op, const char* argument, const TensorView& tens
   }
 }
 
+void check_context(const char* op, const Context& context) {
+  if (context.executor == nullptr || context.allocator == nullptr) {
+    throw Error(op, context.executor == nullptr ? "context.executor" : "context.allocator", "an address", "null");
+  }
+}
+
 void check_device(const char* op, const char* argument, const TensorView& tensor, const Context& context) {
+  check_context(op, context);
   if (tensor.device != context.device) {
     throw Error(op, argument, "a tensor on " + name_of(context.device), "one on " + name_of(tensor.device));
   }

@@ -562,6 +562,15 @@ TEST(BlockMatmul, MemoryThatIsNotThere) {
             "block_softmax: values: expected the address of (1, 8, 8), got null");
   EXPECT_EQ(error_of([&] { block_pack(no_dense, *layout, values, context); }),
             "pack: dense: expected the address of (8, 8), got null");
+  context.executor = nullptr;
+  EXPECT_EQ(error_of([&] { dsd(values, dense, *layout, dense, context); }),
+            "dsd: context.executor: expected an address, got null");
+  EXPECT_EQ(error_of([&] { block_softmax(values, *layout, values, context); }),
+            "block_softmax: context.executor: expected an address, got null");
+  context = Context::cpu();
+  context.allocator = nullptr;
+  EXPECT_EQ(error_of([&] { sdd(dense, dense, *layout, values, context); }),
+            "sdd: context.allocator: expected an address, got null");
 }
 
 TEST(BlockMatmulRounding, OnceToNearestEven) {

@@ -83,6 +83,7 @@ class Check {
     if (c.device != a.view.device) {
       fail("context", name_of(a.view.device) + " like the operands", name_of(c.device));
     }
+    check_context(op_, c);
     check_data(op_, a.name, a.view);
     check_data(op_, b.name, b.view);
     check_data(op_, "out", out);

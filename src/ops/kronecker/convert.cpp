@@ -111,6 +111,7 @@ ConvertProblem make_problem(const char* op, const TensorView& w, const TensorVie
   if (w.device != context.device) {
     throw Error(op, "context", name_of(w.device), name_of(context.device));
   }
+  check_context(op, context);
   ConvertProblem problem;
   problem.sizes = {w.size(0), w.size(1), w.size(2), w.size(3)};
   problem.element_bytes = static_cast<int>(size_of(w.dtype));

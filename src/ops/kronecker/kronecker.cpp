@@ -34,6 +34,7 @@ void check_context(const char* op, const Argument& a, const Context& context) {
   if (a.view.device != context.device) {
     throw Error(op, "context", name_of(a.view.device) + " like " + a.name, name_of(context.device));
   }
+  fretwork::check_context(op, context);
 }
 
 void check_shape(const char* op, const Argument& a, std::initializer_list<std::int64_t> shape) {

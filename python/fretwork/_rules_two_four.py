@@ -232,6 +232,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Without autocast, which a backward pass may run under: groups depend on the dtype, and so does the result."""
+    device = d_out.device.type
+    with torch.autocast("cpu" if device == "meta" else device, enabled=False):
+        return _gradients(ctx, d_out)
+
+
+def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     values, metadata, dense, bias, out, scale_a, scale_b = ctx.saved_tensors
     product = ctx.product
 

@@ -445,6 +445,30 @@ def test_autocast_follows_the_sparse_operand(device):
         assert x.grad.dtype == bias.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("product", ["left", "right", "linear"])
+def test_a_backward_pass_inside_autocast(product, dtype, device):
+    """Compiled graphs run theirs as the forward pass ran; nothing may be lowered there, fp32 least, whose groups are
+    not those of what it would become."""
+    torch._dynamo.reset()
+    A, B = pruned(8, 32, dtype, device), torch.randn(2, 32, 3, device=device).to(dtype)
+    s, bias = two_four.compress(A), torch.randn(8, device=device).to(dtype)
+
+    def loss(values, dense, bias):
+        t = two_four.TwoFour._of(values, s.metadata, 1)
+        if product == "left":
+            return two_four.matmul(t, dense, bias, "gelu").square().sum()
+        x = dense.mT
+        return (two_four.linear(x, t, bias) if product == "linear" else two_four.matmul(x, t.T, bias)).square().sum()
+
+    want = torch.autograd.grad(loss(*(inputs := [t.clone().requires_grad_() for t in (s.values, B, bias)])), inputs)
+    for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        with torch.autocast(device.type, torch.bfloat16):
+            got = torch.autograd.grad(call(*inputs), inputs)
+        for one, other in zip(got, want, strict=True):
+            assert_close(one, other, dtype)
+
+
 @pytest.mark.parametrize("prune", ["magnitude", "transposable"])
 def test_dense_training_under_autocast(prune, device):
     """The fp32 weight is lowered, then pruned by fours."""

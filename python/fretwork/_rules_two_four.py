@@ -306,10 +306,12 @@ def _register_each(op: str) -> None:
 
 def _check_metadata_vmap(
     info: Any, in_dims: tuple[Any, ...], values: Tensor, metadata: Tensor, dim: int
-) -> tuple[Tensor, int | None]:
-    if in_dims[1] is None:  # the same nibbles for all
+) -> tuple[Tensor, None]:
+    """One answer for all, which can be read: a place of one of them, or −1."""
+    if in_dims[1] is None and info.batch_size:  # the same nibbles for all
         return _check_metadata(values.select(in_dims[0], 0), metadata, dim), None
-    return _each(_check_metadata, info, in_dims, (values, metadata, dim))
+    found, _ = _each(_check_metadata, info, in_dims, (values, metadata, dim))
+    return found.amax(0) if info.batch_size else found.new_tensor(-1), None
 
 
 # The product, with gradient and without

@@ -413,6 +413,13 @@ def test_vmap_over_each_operand(device):
     got = torch.vmap(lambda v: two_four.matmul(fw.TwoFour(v, s.metadata), B[0]))(values)
     close(got, torch.stack([fw.TwoFour(v, s.metadata).to_dense() for v in values]) @ B[0])
     close(torch.vmap(lambda a: two_four.matmul(two_four.compress(two_four.prune(a)), B[0]))(A[:0]), A[:0] @ B[0])
+    close(torch.vmap(lambda v: two_four.matmul(fw.TwoFour(v, s.metadata), B[0]))(values[:0]), A[:0] @ B[0])
+    parts = [two_four.compress(a) for a in A]
+    values, words = torch.stack([t.values for t in parts]), torch.stack([t.metadata for t in parts])
+    close(torch.vmap(lambda v, m: two_four.matmul(fw.TwoFour(v, m), B[0]))(values, words), A @ B[0])
+    words[2, 0, 0] = 0
+    with pytest.raises(RuntimeError):
+        torch.vmap(lambda v, m: fw.TwoFour(v, m).to_dense())(values, words)
     with pytest.raises(RuntimeError, match="matmul: b: expected"):
         torch.vmap(lambda b: two_four.matmul(s, b))(x)
 

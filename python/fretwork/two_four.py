@@ -25,7 +25,7 @@ from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vm
 from fretwork._library import core, two_four_order
 from fretwork._rules_two_four import group_of, words_of
 from fretwork.ops import _check_tensor, _precision, _precision_of_torch
-from fretwork.pattern import whole_number
+from fretwork.pattern import flag, whole_number
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load", "matmul", "prune", "save"]
 
@@ -302,7 +302,7 @@ def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16
     _check_tensor("compress", "A", A)
     _check_word("compress", metadata_dtype)
     axis = _axis("compress", dim)
-    values, metadata = _compress(A, axis, metadata_dtype, bool(validate))
+    values, metadata = _compress(A, axis, metadata_dtype, flag("compress", "validate", validate))
     return TwoFour._of(values, metadata, axis)
 
 
@@ -318,7 +318,7 @@ def prune(A: Tensor, dim: int = -1, transposable: bool = False) -> Tensor:
     [[0.0, -5.0, 3.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
     """
     _check_tensor("prune", "A", A)
-    return _prune(A, _axis("prune", dim), bool(transposable))
+    return _prune(A, _axis("prune", dim), flag("prune", "transposable", transposable))
 
 
 def check(A: Tensor, dim: int = -1) -> tuple[bool, tuple[int, int] | None]:

@@ -192,7 +192,12 @@ def test_check_and_nibbles(rng):
     for values, metadata in [(s.values[0], s.metadata), (s.values, s.metadata[:3]), (s.values, s.values)]:
         with pytest.raises(ValueError, match=r"^TwoFour: \w+: expected .*, got "):
             two_four.TwoFour(values, metadata)
-    for call in (lambda: two_four.cat(3), lambda: two_four.cat(s), lambda: two_four.compress(A, dim=1.0)):
+    for call in [
+        lambda: two_four.cat(3), lambda: two_four.cat(s), lambda: two_four.compress(A, dim=1.0),
+        lambda: two_four.compress(A, validate="no"), lambda: two_four.prune(A, transposable="no"),
+        lambda: two_four.compress(A, metadata_dtype="word"),
+        lambda: two_four.matmul(A, s.T, out_dtype="wide"),
+    ]:  # fmt: skip
         with rejects(r"\w+", TypeError):
             call()
 

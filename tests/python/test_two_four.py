@@ -241,6 +241,7 @@ def test_wrong_kinds_are_refused(device):
             call()
     for call in [
         lambda: two_four.compress(B, 0.0), lambda: two_four.compress(B, False), lambda: two_four.prune(B, "0"),
+        lambda: two_four.compress(B, validate="no"), lambda: two_four.prune(B, transposable="no"),
         lambda: two_four.check(B, None), lambda: fw.TwoFour(s.values, s.metadata, 1.0), lambda: two_four.cat([s], 0.0),
         lambda: two_four.cat(3), lambda: two_four.cat(s), lambda: s[0.5:], lambda: s["a":],
         lambda: two_four.matmul(s, B, out_dtype="float32"), lambda: two_four.matmul(s, B, out_dtype=3),

@@ -26,7 +26,7 @@ from fretwork._library import two_four_order
 from fretwork._shapes import fail
 from fretwork.jax._handlers import array, check_precision, default_precision
 from fretwork.jax.kronecker import _ACTIVATIONS
-from fretwork.pattern import whole_number
+from fretwork.pattern import flag, whole_number
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "matmul", "prune"]
 
@@ -245,6 +245,7 @@ def compress(A: ArrayLike, dim: int = -1, metadata_dtype: DTypeLike = jnp.int16,
     Array([[77]], dtype=int8)
     """
     dense, axis = _matrix("compress", A, dim)
+    validate = flag("compress", "validate", validate)
     values, metadata, bad = _compress(axis, _word("compress", metadata_dtype), dense)
     if validate and (place := _place(bad)) is not None:
         most = "1 non-zero in every 2" if _group(dense.dtype) == 2 else "2 non-zeros in every 4"
@@ -252,8 +253,15 @@ def compress(A: ArrayLike, dim: int = -1, metadata_dtype: DTypeLike = jnp.int16,
     return TwoFour._of(values, metadata, axis)
 
 
+def _name(op: str, argument: str, dtype: DTypeLike) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        _refuse(op, argument, "a dtype", repr(dtype), TypeError)
+
+
 def _word(op: str, dtype: DTypeLike) -> str:
-    word = jnp.dtype(dtype).name
+    word = _name(op, "metadata_dtype", dtype)
     if word not in ("int8", "int16", "int32"):
         fail(op, "metadata_dtype", "int8, int16 or int32", word)
     return word
@@ -282,8 +290,9 @@ def prune(A: ArrayLike, dim: int = -1, transposable: bool = False) -> jax.Array:
     >>> two_four.prune(jnp.array([[1, -5, 3, 2]], jnp.float16)).tolist()
     [[0.0, -5.0, 3.0, 0.0]]
     """
-    dense, axis = _matrix("prune", A, dim, bool(transposable))
-    return _prune(axis, bool(transposable), dense)
+    transposable = flag("prune", "transposable", transposable)
+    dense, axis = _matrix("prune", A, dim, transposable)
+    return _prune(axis, transposable, dense)
 
 
 # Metadata as bytes and nibbles, for what is rare
@@ -456,7 +465,9 @@ def _product(
     if dense.ndim < (1 if op == "linear" else 2) or dense.shape[-2 if left else -1] != k:
         fail(op, name, f"(…, {k}, N)" if left else f"(…, {k})", dense.shape)
     default = {"int8": "int32", "float8_e4m3fn": "bfloat16", "float8_e5m2": "bfloat16"}
-    out = jnp.dtype(out_dtype).name if out_dtype is not None else default.get(dense.dtype.name, dense.dtype.name)
+    out = (
+        _name(op, "out_dtype", out_dtype) if out_dtype is not None else default.get(dense.dtype.name, dense.dtype.name)
+    )
     wider = (
         ("float32", "float16", "bfloat16") if dense.dtype.itemsize == 1 else ("float32",) * (dense.dtype.itemsize < 8)
     )

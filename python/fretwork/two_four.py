@@ -391,6 +391,8 @@ def from_layout(
     if metadata is None:  # as torch's tensors for cuSPARSELt have it
         _fail(op, "metadata", "words beside the values", "None; compress(t.to_dense()) instead", TypeError)
     _check_tensor(op, "metadata", metadata)
+    if metadata.is_floating_point() or metadata.is_complex():
+        _fail(op, "metadata", "integers", metadata.dtype)
     _check_word(op, metadata_dtype)
     if values.dim() != 2:
         _fail(op, "values", "a matrix, row by row of what is compressed", tuple(values.shape))
@@ -401,7 +403,9 @@ def from_layout(
         _fail(op, "metadata", f"{order.numel()} bytes", foreign.numel())
     per_line, held = -(-(k // group_of(values.dtype)) // 2), order >= 0
     plain = torch.zeros(lines * per_line, dtype=torch.uint8, device=values.device)  # what no byte is for is refused
-    plain[order[held]] = foreign.to(values.device)[held]
+    plain[order[held]] = foreign = foreign.to(values.device)[held]
+    if isinstance(layout, Tensor) and not torch.equal(plain[order[held]], foreign):
+        _fail(op, "metadata", "the same in all bytes that the layout has for one", "others")
     both = plain.view(lines, per_line)
     nibbles = torch.stack((both & 15, both >> 4), -1).flatten(1)[:, : k // group_of(values.dtype)]
     if layout == "cutlass_sm90":  # writes 0 for a group without non-zeros, which no instruction may read

@@ -159,6 +159,11 @@ def test_layouts_are_torchs(kind, rng):
         np.testing.assert_array_equal(np.asarray(metadata), want.numpy())
         back = two_four.from_layout(values, metadata, layout, metadata_dtype="int8")
         np.testing.assert_array_equal(np.asarray(back.to_dense(), np.float64), np.asarray(A, np.float64))
+    twice = np.concatenate((layout, layout))
+    two_four.from_layout(values, jnp.concatenate((metadata, metadata)), twice)
+    for words, order in ((jnp.concatenate((metadata, metadata[::-1])), twice), (metadata.astype("float32"), layout)):
+        with pytest.raises(ValueError, match=r"from_layout: metadata: expected .*got "):
+            two_four.from_layout(values, words, order)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])

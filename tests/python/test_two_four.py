@@ -513,6 +513,10 @@ def test_a_layout_of_ones_own(dim, dtype, device):
             s.export(bad)
     with pytest.raises(ValueError, match=r"from_layout: metadata: expected .*got "):
         two_four.from_layout(values, words[:-1], order, dim)
+    twice = torch.cat((order, order))
+    same(two_four.from_layout(values, torch.cat((words, words)), twice, dim).to_dense(), A)
+    with pytest.raises(ValueError, match=r"from_layout: metadata: expected the same .*got others"):
+        two_four.from_layout(values, torch.cat((words, words.flip(0))), twice, dim)
     missing = torch.where(order == 0, -1, order)
     with pytest.raises(ValueError, match=r"TwoFour: metadata: expected .*got "):
         two_four.from_layout(values, words, missing, dim)
@@ -523,6 +527,8 @@ def test_from_layout_checks(device):
     for arguments in [(values[0], words, "torch"), (values, words[:16], "torch"), (values[:7], words, "torch")]:
         with pytest.raises(ValueError, match=r"from_layout: .*: expected .*got "):
             two_four.from_layout(*arguments)
+    with pytest.raises(ValueError, match=r"from_layout: metadata: expected integers, got torch.float16"):
+        two_four.from_layout(values, words.view(torch.float16), "torch")
     with pytest.raises(TypeError, match=r"from_layout: metadata_dtype: expected .*got int16"):
         two_four.from_layout(values, words, "torch", metadata_dtype="int16")
 

@@ -380,6 +380,8 @@ def from_layout(
     """
     op = "from_layout"
     values, metadata = array(op, "values", values), array(op, "metadata", metadata)
+    if metadata.dtype.kind not in "iu":
+        _refuse(op, "metadata", "integers", metadata.dtype)
     if values.ndim != 2:
         _refuse(op, "values", "a matrix, row by row of what is compressed", values.shape)
     lines, k = values.shape[0], 2 * values.shape[1]
@@ -389,6 +391,8 @@ def from_layout(
         _refuse(op, "metadata", f"{order.size} bytes", foreign.size)
     per_line, held = _words_of(k, values.dtype, jnp.dtype("int8")), order >= 0
     plain = jnp.zeros(lines * per_line, jnp.uint8).at[order[held]].set(foreign[held])  # what no byte is for is refused
+    if not isinstance(foreign, jax.core.Tracer) and (plain[order[held]] != foreign[held]).any():
+        _refuse(op, "metadata", "the same in all bytes that the layout has for one", "others")
     nibbles = _nibbles(plain.reshape(lines, per_line), k // _group(values.dtype))
     if isinstance(layout, str) and layout == "cutlass_sm90":  # writes 0 for a group without non-zeros
         nibbles = jnp.where(nibbles == 0, jnp.uint8(4), nibbles)

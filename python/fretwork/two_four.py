@@ -596,7 +596,10 @@ def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -
     """
     if not isinstance(matrices, (TwoFour, Mapping)):
         _fail("save", "matrices", "a fretwork.TwoFour or a mapping of them", type(matrices).__name__, TypeError)
-    named = {"": matrices} if isinstance(matrices, TwoFour) else {str(name): s for name, s in matrices.items()}
+    given = {"": matrices} if isinstance(matrices, TwoFour) else matrices
+    named = {str(name): s for name, s in given.items()}
+    if len(named) < len(given):
+        _fail("save", "matrices", "names that differ as texts", ", ".join(map(repr, given)))
     tensors, texts, places = {}, {"format": "fretwork.two_four", "version": _VERSION}, set()
     for name, s in named.items():
         if not isinstance(s, TwoFour):
@@ -622,7 +625,11 @@ def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFo
     """
     found, library = {}, _safetensors("load")
     try:
-        held_open = library.safe_open(_path("load", file), framework="pt", device=str(device))
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        _fail("load", "device", "a torch.device or its name", repr(device))
+    try:
+        held_open = library.safe_open(_path("load", file), framework="pt")
     except library.SafetensorError as error:
         _fail("load", "file", "a safetensors file", f"{file}: {error}")
     with held_open as opened:
@@ -642,7 +649,7 @@ def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFo
                     _fail("load", "file", f"{' and '.join(names)} in {file}", f"no {' and no '.join(sorted(missing))}")
                 held -= set(names)
                 values, metadata = (t if text == "1" else t.t() for t in map(opened.get_tensor, names))
-                found[prefix[:-1]] = TwoFour(values, metadata, int(text))
+                found[prefix[:-1]] = TwoFour(values, metadata, int(text)).to(device)
         if held:
             _fail("load", "file", f"a dim for every matrix in {file}", f"none for {', '.join(sorted(held))}")
     return found[""] if list(found) == [""] else found

@@ -613,6 +613,12 @@ def test_files_are_checked(tmp_path):
     for wrong in ([s], torch.eye(4)):
         with pytest.raises(TypeError, match=r"save: matrices: expected .*got "):
             two_four.save(file, wrong)
+    with pytest.raises(ValueError, match=r"save: matrices: expected names that differ as texts, got 0, '0'"):
+        two_four.save(file, {0: s, "0": s})
+    two_four.save(file, s.T)
+    with pytest.raises(ValueError, match=r"load: device: expected .*got 'gpu'"):
+        two_four.load(file, "gpu")
+    assert two_four.load(file, "meta").values.is_meta and two_four.load(file, "cpu").values.stride(0) == 1
 
 
 def test_matrices_that_share_memory_are_saved(tmp_path):

@@ -491,7 +491,13 @@ def test_show_draws_two_four(tmp_path: Path) -> None:
             group = row[g : g + 4]
             assert sum(c in "▀█" for c in group) == 2 and sum(c in "▄█" for c in group) == 2
     assert svg.stat().st_size > 0 and png.stat().st_size > 0
+    assert f"wrote {png}\nwrote {svg}\n" in text
     assert json.loads(ok("show", "two_four(64,128,3)", "--json"))["nnz"] == 4096
+    file = two_four_file(tmp_path)
+    text = ok("show", file)
+    assert "two_four, a" in text and "one of 2 matrices in the file: a, b (--name)" in text
+    assert json.loads(ok("show", file, "--json", "--name", "b"))["name"] == "b"
+    assert "(--name)" not in ok("show", file, "--name", "b")
 
 
 def test_bench_two_four(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include "commands.h"
 #include "fretwork/error.h"
@@ -215,6 +216,36 @@ void show_chain(const ShowOptions& options) {
   }
 }
 
+/// The files that are asked for, of a grid of at most so many rows and columns.
+template <typename Grid>
+void write_pictures(const ShowOptions& options, bool empty, std::span<const std::int64_t> shape,
+                    const std::string& title, std::int64_t most_png, std::int64_t most_svg, const Grid& grid) {
+  if (empty && !(options.png.empty() && options.svg.empty())) {
+    throw Error("show", "pattern", "at least one element to draw", shape_text(shape));
+  }
+  const auto written = [&](const std::string& file) {
+    if (!options.json) {
+      fmt::print("wrote {}\n", file);
+    }
+  };
+  if (!options.png.empty()) {
+    write_png(grid(most_png), options.png);
+    written(options.png);
+  }
+  if (!options.svg.empty()) {
+    write_svg(grid(most_svg), title, options.svg);
+    written(options.svg);
+  }
+}
+
+std::string names_of(const std::vector<TwoFourMatrix>& found) {
+  std::string names;
+  for (const TwoFourMatrix& matrix : found) {
+    names += (names.empty() ? "" : ", ") + (matrix.name.empty() ? "''" : matrix.name);
+  }
+  return names;
+}
+
 bool is_two_four(const std::string& text) { return text.starts_with("two_four(") || text.ends_with(".safetensors"); }
 
 /// A 2:4 matrix, from a file or random. Every part of it is half full: what is worth seeing is a corner, place by
@@ -222,12 +253,15 @@ bool is_two_four(const std::string& text) { return text.starts_with("two_four(")
 void show_two_four(const ShowOptions& options) {
   const std::string& text = options.patterns.front();
   const bool random = text.starts_with("two_four(");
-  const TwoFourMatrix matrix = random ? random_two_four(text) : read_two_four(text, options.name, "show").front();
+  const std::vector<TwoFourMatrix> found =
+      random ? std::vector{random_two_four(text)} : read_two_four(text, options.name, "show");
+  const TwoFourMatrix& matrix = found.front();
   const auto shape = matrix.shape();
   const double dense = static_cast<double>(matrix.lines) * static_cast<double>(matrix.k);
   const bool empty = matrix.lines * matrix.k == 0;
   if (options.json) {
     const nlohmann::ordered_json json = {{"kind", "two_four"},
+                                         {"name", matrix.name},
                                          {"shape", shape},
                                          {"dim", matrix.dim},
                                          {"dtype", name_of(matrix.dtype)},
@@ -249,15 +283,11 @@ void show_two_four(const ShowOptions& options) {
       fmt::print("the first {} rows and {} columns\n", grid.rows, grid.cols);
     }
   }
-  if (empty && !(options.png.empty() && options.svg.empty())) {
-    throw Error("show", "matrix", "at least one element to draw", shape_text(shape));
+  if (!options.json && found.size() > 1) {
+    fmt::print("one of {} matrices in the file: {} (--name)\n", found.size(), names_of(found));
   }
-  if (!options.png.empty()) {
-    write_png(corner(matrix, 256, 256), options.png);
-  }
-  if (!options.svg.empty()) {
-    write_svg(corner(matrix, 64, 64), shortened(text, 120), options.svg);
-  }
+  write_pictures(options, empty, shape, shortened(text, 120), 256, 64,
+                 [&](std::int64_t most) { return corner(matrix, most, most); });
 }
 
 void show(const ShowOptions& options) {
@@ -282,22 +312,8 @@ void show(const ShowOptions& options) {
       print_picture(*pattern, survey, options);
     }
   }
-  if (empty && !(options.png.empty() && options.svg.empty())) {
-    throw Error("show", "pattern", "at least one element to draw", shape_text(pattern->shape()));
-  }
-  const auto written = [&](const std::string& file) {
-    if (!options.json) {
-      fmt::print("wrote {}\n", file);
-    }
-  };
-  if (!options.png.empty()) {
-    write_png(survey.occupancy(options.head, 1024, 1024), options.png);
-    written(options.png);
-  }
-  if (!options.svg.empty()) {
-    write_svg(survey.occupancy(options.head, 256, 256), shortened(pattern->text(), 120), options.svg);
-    written(options.svg);
-  }
+  write_pictures(options, empty, pattern->shape(), shortened(pattern->text(), 120), 1024, 256,
+                 [&](std::int64_t most) { return survey.occupancy(options.head, most, most); });
 }
 
 }  // namespace

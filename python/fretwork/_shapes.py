@@ -4,8 +4,8 @@ These are the core's own rules, for tracers, where no core runs; torch's fakes a
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from fretwork.pattern import BlockLayout, Pattern, row_width
 
@@ -300,3 +300,28 @@ def _check_shared(op: str, x: Operand, like: Operand, sizes: tuple[int, int, int
         fail(op, x.name, f"shape {(batch, own, cols, x.shape[3] if depth is None else depth)}", x.shape)
     if heads != own if 0 in (heads, own) else heads % own != 0:
         fail(op, x.name, f"a number of heads that divides {heads}", x.shape)
+
+
+def two_four_cut(
+    index: Any, shape: Shape, dim: int, whole: int, number: Callable[[str, str, Any], int]
+) -> tuple[slice, slice, slice]:
+    """Which lines of a 2:4 matrix, and of each which values and words, are s[index]; a word is of `whole` elements.
+
+    `slice.indices` would do some of it, but torch.compile does not follow it everywhere.
+    """
+    both = index if isinstance(index, tuple) else (index, slice(None))
+    if len(both) != 2 or not all(isinstance(i, slice) for i in both):
+        raise TypeError(f"TwoFour: index: expected one slice or two, got {index}")
+    if any(i.step not in (None, 1) for i in both):
+        raise ValueError(f"TwoFour: index: expected slices with step 1, got {index}")
+    cuts = []
+    for i, most in zip(both, shape, strict=True):
+        given = ((i.start, 0), (i.stop, most))
+        begin, end = (default if at is None else number("TwoFour", "index", at) for at, default in given)
+        begin, end = (min(max(at + most if at < 0 else at, 0), most) for at in (begin, end))
+        cuts.append((begin, max(begin, end)))
+    begin, end = cuts[dim]
+    if begin % whole or (end % whole and end != shape[dim]):
+        expected = f"multiples of {whole} along dim {dim}, whole words"
+        raise ValueError(f"TwoFour: index: expected {expected}, got [{begin}:{end}]")
+    return slice(*cuts[1 - dim]), slice(begin // 2, end // 2), slice(begin // whole, -(-end // whole))

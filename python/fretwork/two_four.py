@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
 from fretwork._library import core, two_four_order
 from fretwork._rules_two_four import group_of, words_of
+from fretwork._shapes import two_four_cut
 from fretwork.ops import _check_tensor, _precision, _precision_of_torch
 from fretwork.pattern import flag, whole_number
 
@@ -59,14 +60,6 @@ def _axis(op: str, dim: Any, kind: type[Exception] = RuntimeError) -> int:
 def _check_word(op: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype):
         _fail(op, "metadata_dtype", "torch.int8, int16 or int32", dtype, TypeError)
-
-
-def _range(index: slice, size: int) -> slice:
-    """The same with both ends inside; `slice.indices` is one that torch.compile does not follow everywhere."""
-    given = ((index.start, 0), (index.stop, size))
-    begin, end = (default if at is None else _whole("TwoFour", "index", at) for at, default in given)
-    begin, end = (min(max(at + size if at < 0 else at, 0), size) for at in (begin, end))
-    return slice(begin, max(begin, end))
 
 
 class TwoFour:
@@ -175,20 +168,10 @@ class TwoFour:
         >>> s[8:24].shape, s[:, 32:].shape
         (torch.Size([16, 64]), torch.Size([64, 32]))
         """
-        both = index if isinstance(index, tuple) else (index, slice(None))
-        if len(both) != 2 or not all(isinstance(i, slice) for i in both):
-            _fail("TwoFour", "index", "one slice or two", index, TypeError)
-        if any(i.step not in (None, 1) for i in both):
-            _fail("TwoFour", "index", "slices with step 1", index)
-        cuts = [_range(i, size) for i, size in zip(both, self.shape, strict=True)]
         whole = 2 * self.metadata.element_size() * group_of(self.dtype)
-        k, (begin, end) = self.shape[self.dim], (cuts[self.dim].start, cuts[self.dim].stop)
-        if begin % whole or (end % whole and end != k):
-            _fail("TwoFour", "index", f"multiples of {whole} along dim {self.dim}, whole words", f"[{begin}:{end}]")
-        values, words = list(cuts), list(cuts)
-        values[self.dim] = slice(begin // 2, end // 2)
-        words[self.dim] = slice(begin // whole, -(-end // whole))
-        return TwoFour._of(self.values[tuple(values)], self.metadata[tuple(words)], self.dim)
+        lines, kept, words = two_four_cut(index, self.shape, self.dim, whole, _whole)
+        values, metadata = ((lines, kept), (lines, words)) if self.dim else ((kept, lines), (words, lines))
+        return TwoFour._of(self.values[values], self.metadata[metadata], self.dim)
 
     def export(self, layout: str | Tensor, tile_k: int = 128) -> tuple[Tensor, Tensor]:
         """Values and metadata as others want them, row by row of what is compressed (of `s.T` where dim is 0).

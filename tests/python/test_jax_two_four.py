@@ -146,6 +146,27 @@ def test_cat_inside_words(kind, dim, rng):
     np.testing.assert_array_equal(twice.to_dense(), np.concatenate([A[1]] * 2, 1 if dim == 0 else 0))
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices(dim, rng):
+    A = pruned(rng, (48, 128), "float16")
+    A = A if dim else A.T
+    s = two_four.compress(A, dim)
+    for along, across in [
+        (slice(None), slice(3, 20)), (slice(16, 64), slice(None)), (slice(-16, 500), slice(9, 3)),
+        (slice(112, None), slice(-8, None)),
+    ]:  # fmt: skip
+        index = (across, along) if dim else (along, across)
+        part = s[index]
+        np.testing.assert_array_equal(np.asarray(part.to_dense()), np.asarray(A[index]))
+        assert part.shape == A[index].shape and part.dim == dim
+    rows = slice(16, 32)
+    np.testing.assert_array_equal(np.asarray(jax.jit(lambda s: s[rows])(s).to_dense()), np.asarray(A[rows]))
+    turned = s if dim else s.T
+    for index in [(slice(None), slice(8, 64)), slice(0, 8, 2), 3, (slice(0, 1),) * 3, slice(0.5, None)]:
+        with pytest.raises((ValueError, TypeError), match=r"TwoFour: index: expected .*got "):
+            turned[index]
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_layouts_are_torchs(kind, rng):
     A = pruned(rng, (64, 128), kind)

@@ -23,7 +23,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from fretwork._library import two_four_order
-from fretwork._shapes import fail
+from fretwork._shapes import fail, two_four_cut
 from fretwork.jax._handlers import array, check_precision, default_precision
 from fretwork.jax.kronecker import _ACTIVATIONS
 from fretwork.pattern import flag, whole_number
@@ -118,6 +118,19 @@ class TwoFour:
         """The matrix, with zeros where nothing is kept."""
         dense = _to_dense(self.values, self.metadata)
         return dense if self.dim else dense.T
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> TwoFour:
+        """s[a:b] and s[a:b, c:d]. Along `dim` a cut is between whole words of metadata.
+
+        >>> import jax.numpy as jnp
+        >>> from fretwork.jax import two_four
+        >>> s = two_four.compress(jnp.eye(64))
+        >>> s[8:24].shape, s[:, 32:].shape
+        ((16, 64), (64, 32))
+        """
+        whole = 2 * self.metadata.dtype.itemsize * _group(self.dtype)
+        lines, kept, words = two_four_cut(index, self.shape, self.dim, whole, whole_number)
+        return TwoFour._of(self.values[lines, kept], self.metadata[lines, words], self.dim)
 
     def export(self, layout: str | ArrayLike, tile_k: int = 128) -> tuple[jax.Array, jax.Array]:
         """See `fretwork.TwoFour.export`.

@@ -29,6 +29,14 @@ class Report:
     shared: int
 
 
+def _count(value: Any) -> int:
+    """An int from anything that counts as one; −1 from anything else."""
+    try:
+        return -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return -1
+
+
 class Kernel:
     """A kernel of `fw.jit.kernel`. Compiled when it is first launched on a GPU, or by `compile`."""
 
@@ -73,17 +81,14 @@ class Kernel:
         """
         held = [self._passed(n, a) for n, a in enumerate(arguments)]
         sizes = [self._three(what, given) for what, given in (("grid", grid), ("block", block))]
-        if type(shared_memory) is not int or not 0 <= shared_memory < 2**31:
+        if not 0 <= (dynamic := _count(shared_memory)) < 2**31:
             self._fail("shared_memory", "bytes as an int", repr(shared_memory))
         device = self._device(arguments)
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(a) for a in held))
         stream = torch.cuda.current_stream(device).cuda_stream
         loaded = self._loaded.get(device) or self._load(device)
         bytes_ = (ctypes.c_size_t * len(held))(*(ctypes.sizeof(a) for a in held))
-        if (
-            core().fretwork_kernel_launch(loaded, device, *sizes, shared_memory, pointers, bytes_, len(held), stream)
-            < 0
-        ):
+        if core().fretwork_kernel_launch(loaded, device, *sizes, dynamic, pointers, bytes_, len(held), stream) < 0:
             raise RuntimeError(last_error())
 
     def _load(self, device: int) -> int:
@@ -104,10 +109,10 @@ class Kernel:
             self._fail("device", "a GPU", "none", RuntimeError)
         return tensors[0][1].get_device() if tensors else torch.cuda.current_device()
 
-    def _passed(self, n: int, argument: object) -> ctypes._SimpleCData | ctypes.Structure | ctypes.Array:
+    def _passed(self, n: int, argument: object) -> Any:
         if isinstance(argument, Tensor):
             return ctypes.c_void_p(argument.data_ptr())
-        if isinstance(argument, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
+        if isinstance(argument, (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)):
             return argument
         if (scalar := _SCALARS.get(type(argument))) is None:
             expected = "a tensor, an int, a float, a bool or something of ctypes"
@@ -117,10 +122,9 @@ class Kernel:
         return scalar(argument)
 
     def _three(self, what: str, given: int | Sequence[int]) -> ctypes.Array[ctypes.c_uint]:
-        sizes: list[Any] = list(given) if isinstance(given, Sequence) else [given]
-        counts = [operator.index(n) for n in sizes if hasattr(n, "__index__") and not isinstance(n, bool)]
-        if not 1 <= len(sizes) == len(counts) <= 3 or any(not 1 <= n < 2**31 for n in counts):
-            self._fail(what, "one to three positive ints", given)
+        counts = [_count(n) for n in (given if isinstance(given, Sequence) else [given])]
+        if not 1 <= len(counts) <= 3 or any(not 1 <= n < 2**31 for n in counts):
+            self._fail(what, "one to three positive ints", repr(given))
         return (ctypes.c_uint * 3)(*counts, *[1] * (3 - len(counts)))
 
     def _fail(self, argument: str, expected: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:

@@ -3,7 +3,9 @@
 import copy
 import ctypes
 import pickle
+import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,8 +46,8 @@ def test_texts_are_checked(source, name):
 
 def test_arguments_are_checked(device):
     x = torch.zeros(4, device=device)
-    for grid in (0, (1, 2, 3, 4), (), -1, 1.5, (1, None), True):
-        with pytest.raises(ValueError, match="grid: expected one to three positive ints, got "):
+    for grid in (0, (1, 2, 3, 4), (), -1, 1.5, (1, None), True, "4", torch.tensor(1.5)):
+        with pytest.raises(ValueError, match="grid: expected one to three positive ints, got " + re.escape(repr(grid))):
             scale()(grid, 256, x)
     for kind, options, match in [
         (TypeError, {"n": "4"}, "argument 1: expected a tensor"),
@@ -54,6 +56,10 @@ def test_arguments_are_checked(device):
     ]:
         with pytest.raises(kind, match=match):
             scale()(1, 256, x, options.pop("n", 4), **options)
+    pair = type("Pair", (ctypes.Union,), {"_fields_": [("whole", ctypes.c_int), ("part", ctypes.c_short)]})
+    if device.type == "cpu":  # what is wrong is the tensor, which is looked at last
+        with pytest.raises(ValueError, match="argument 0: expected a tensor on a GPU, got one on cpu"):
+            scale()(np.int64(1), (256, np.int32(1)), x, pair(3), shared_memory=np.int64(16))
     with pytest.raises(TypeError, match="arch: expected a name such as sm_90a, got 90"):
         scale().compile(90)
     if device.type == "cpu":

@@ -46,6 +46,12 @@ def test_docs(file, count, tmp_path, monkeypatch):
         exec(compile(code, file, "exec"), {})
 
 
+def test_every_device_header_is_told():
+    told = (ROOT / "docs/kernels.md").read_text().split("## Headers")[1].split("##")[0]
+    named = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in told.splitlines() if line.startswith("|")))
+    assert sorted(named) == sorted(file.stem for file in (ROOT / "src/device").glob("*.cuh"))
+
+
 @pytest.mark.parametrize("file", ["README.md", "docs/two-four.md"])
 def test_cpp(file, tmp_path):
     compiler = shutil.which("g++") or pytest.skip("no g++ here")

@@ -20,6 +20,7 @@ rows so.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import warnings
 from collections.abc import Callable
@@ -316,8 +317,11 @@ def matmul_problems() -> list[tuple[str, int, int, int]]:
     return [(op, *shape) for op in ("matmul, sparse · dense", "matmul, batch · sparse") for shape in shapes]
 
 
-def fallback_problems() -> list[tuple[int, int, int, str]]:
+def fallback_problems(gpu: bool) -> list[tuple[int, int, int, str]]:
     """Weights from half a megabyte on, one with rows that are no multiple of 32 bytes, and the fp32 ways."""
+    if not gpu:
+        each = itertools.product((512, 2048), (1, 16, 64, 256, 2048), ("float32", "bfloat16"))
+        return [(size, size, n, kind) for size, n, kind in each]
     columns, weights = (1, 16, 64, 128, 256, 1024, 4096), [(512, 512), (1024, 1024), (2048, 2048), (4096, 4096)]
     half = [(m, k, n, "bfloat16") for m, k in [*weights, (14336, 4096), (4096, 4092)] for n in columns]
     return half + [
@@ -352,7 +356,7 @@ def main() -> None:
         wanted += [(name, *p) for name in names if name in ("bfloat16", "float16") for p in matmul_problems()]
     for name, op, m, k, n in wanted:
         keep(measure(op, m, k, n, getattr(torch, name), device, rates, options))
-    for m, k, n, kind in fallback_problems() if "fallback" in options.parts and gpu else []:
+    for m, k, n, kind in fallback_problems(gpu) if "fallback" in options.parts else []:
         keep(measure_fallback(m, k, n, kind, device, options.seconds))
     print("", *two_four_section(rows), sep="\n")
 

@@ -756,20 +756,21 @@ TEST(TwoFourLinear, RefusesInWords) {
   constexpr DType kHalf = DType::f16;
   const TwoFour weight{TensorView(kSomewhere, kHalf, {32, 24}), TensorView(kSomewhere, DType::i16, {32, 3}), 1};
   const auto linear = [&](const TwoFour& s, DType dtype, std::initializer_list<std::int64_t> x,
-                          const TensorView* bias = nullptr) {
+                          const TensorView* bias = nullptr, const TensorView* scale = nullptr) {
     return error_of([&] {
       two_four_linear(TensorView(kSomewhere, dtype, x), s, TensorView(kSomewhere, kHalf, {9, 32}), context,
-                      {.bias = bias});
+                      {.bias = bias, .scale_b = scale});
     });
   };
   const TensorView eight(kSomewhere, kHalf, {8}), wide(kSomewhere, DType::f32, {32});
   EXPECT_EQ(linear(weight, kHalf, {9, 44}), "linear: x: expected (…, 48), got (9, 44)");
-  EXPECT_EQ(linear(weight, DType::bf16, {9, 48}), "linear: x: expected float16 like s, got bfloat16");
+  EXPECT_EQ(linear(weight, DType::bf16, {9, 48}), "linear: x: expected float16, got bfloat16");
   EXPECT_EQ(linear(weight.transpose(), kHalf, {9, 32}),
             "linear: s: expected (out, in) compressed along in, dim 1, got dim 0");
   EXPECT_EQ(linear(weight, kHalf, {9, 48}, &eight), "linear: bias: expected (32,), got (8,)");
-  EXPECT_EQ(linear(weight, kHalf, {9, 48}, &wide), "linear: bias: expected float16 like the result, got float32");
-  EXPECT_EQ(linear(weight, kHalf, {8, 48}), "matmul: out: expected (8, 32), got (9, 32)");
+  EXPECT_EQ(linear(weight, kHalf, {9, 48}, &wide), "linear: bias: expected float16, got float32");
+  EXPECT_EQ(linear(weight, kHalf, {9, 48}, nullptr, &eight), "linear: scale_b: expected () or (32,), got (8,)");
+  EXPECT_EQ(linear(weight, kHalf, {8, 48}), "linear: out: expected (8, 32), got (9, 32)");
 }
 
 /// What bench/compare_two_four.py measured on an H200 (`fallback`), with its own kernels and the portable ones.

@@ -342,6 +342,8 @@ def test_what_has_no_gradient_says_so(device):
     t = s.to(torch.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match=r"matmul: gradient: expected .*got torch.float8_e4m3fn"):
         two_four.matmul(fw.TwoFour(t.values.requires_grad_(), t.metadata), B.detach().to(t.dtype))
+    with pytest.raises(NotImplementedError, match=r"linear: gradient: expected .*got torch.float8_e4m3fn"):
+        two_four.linear(B.detach().T.to(t.dtype), fw.TwoFour(t.values.requires_grad_(), t.metadata))
     A = torch.ones(4, 4, device=device, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"prune_both: gradient: expected .*got "):
         ops.two_four_prune_both(A, torch.int16)[0].sum().backward()

@@ -251,7 +251,7 @@ void two_four_prune_both(const TensorView& dense, const TwoFour& rows, const Two
   const Format f = check_dense("prune", "A", dense, 1, context);
   check_squares(dense, f.group());
   for (const auto& [m, axis] : {std::pair{&rows, 1}, std::pair{&cols, 0}}) {
-    if (axis_of(check_axis("prune", m->dim)) != axis) {
+    if (check_axis("prune", m->dim) != axis) {
       throw Error("prune", "dim", text(axis), text(m->dim));
     }
   }
@@ -264,15 +264,13 @@ void two_four_prune_both(const TensorView& dense, const TwoFour& rows, const Two
 
 namespace {
 
-constexpr const char* kMatmul = "matmul";
-
-/// A product as its caller sees it: which operand is dense, and what its sizes are called.
+/// A product as its caller sees it: what it and its operands are called.
 struct Sides {
-  const char *sparse, *dense;
+  const char *op, *sparse, *dense;
   bool left;  ///< the sparse operand is
 };
 
-void check_out_dtype(DType dtype, DType out) {
+void check_out_dtype(const char* op, DType dtype, DType out) {
   const bool byte = size_of(dtype) == 1, half = out == DType::f16 || out == DType::bf16;
   const bool right = out == dtype        ? !byte
                      : out == DType::f32 ? dtype != DType::f64
@@ -282,20 +280,20 @@ void check_out_dtype(DType dtype, DType out) {
                                  : byte                ? "bfloat16, float16 or float32"
                                  : size_of(dtype) >= 4 ? name_of(dtype)
                                                        : std::string(name_of(dtype)) + " or float32";
-    throw Error(kMatmul, "out_dtype", expected + " for " + name_of(dtype), name_of(out));
+    throw Error(op, "out_dtype", expected + " for " + name_of(dtype), name_of(out));
   }
 }
 
-Vector check_vector(const char* argument, const TensorView* t, std::int64_t count, DType dtype, bool or_one,
-                    const Context& context) {
+Vector check_vector(const char* op, const char* argument, const TensorView* t, std::int64_t count, DType dtype,
+                    bool or_one, const Context& context) {
   if (t == nullptr) {
     return {};
   }
   if (!(or_one && t->rank == 0) && (t->rank != 1 || t->size(0) != count)) {
     const std::int64_t shape[] = {count};
-    throw Error(kMatmul, argument, std::string(or_one ? "() or " : "") + shape_text(shape), shape_text(t->shape()));
+    throw Error(op, argument, std::string(or_one ? "() or " : "") + shape_text(shape), shape_text(t->shape()));
   }
-  check_like(kMatmul, argument, *t, dtype, context);
+  check_like(op, argument, *t, dtype, context);
   return {t->data, t->stride(0)};
 }
 
@@ -360,13 +358,13 @@ void check_shapes(const Sides& sides, const Format& s, const TensorView& b, cons
   const int contracted = sides.left ? -2 : -1, free = sides.left ? -1 : -2;
   if (b.rank < 2 || b.size(contracted) != s.k) {
     const std::string k = text(s.k);
-    throw Error(kMatmul, sides.dense, sides.left ? "(…, " + k + ", N)" : "(…, M, " + k + ")", shape_text(b.shape()));
+    throw Error(sides.op, sides.dense, sides.left ? "(…, " + k + ", N)" : "(…, M, " + k + ")", shape_text(b.shape()));
   }
   std::vector<std::int64_t> shape(b.shape().begin(), b.shape().end());
   shape.end()[contracted] = s.lines;
   shape.end()[free] = b.size(free);
   if (!std::ranges::equal(out.shape(), shape)) {
-    throw Error(kMatmul, "out", shape_text(shape), shape_text(out.shape()));
+    throw Error(sides.op, "out", shape_text(shape), shape_text(out.shape()));
   }
 }
 
@@ -374,14 +372,14 @@ void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, co
               const TwoFourOptions& options, Context& context) {
   const Format s = check_plain(sparse, context);
   if (s.transposed == sides.left) {
-    throw Error(kMatmul, sides.sparse,
+    throw Error(sides.op, sides.sparse,
                 std::string("a matrix compressed along the contracted axis, dim ") + (sides.left ? "1" : "0"),
                 "dim " + text(axis_of(sparse.dim)));
   }
-  check_like(kMatmul, sides.dense, b, s.dtype, context);
+  check_like(sides.op, sides.dense, b, s.dtype, context);
   check_shapes(sides, s, b, out);
-  check_out_dtype(s.dtype, out.dtype);
-  check_device(kMatmul, "out", out, context);
+  check_out_dtype(sides.op, s.dtype, out.dtype);
+  check_device(sides.op, "out", out, context);
   const int row = sides.left ? -2 : -1, col = sides.left ? -1 : -2;  // of b and c as the problem sees them
   Problem p;
   p.m = s.lines;
@@ -394,9 +392,9 @@ void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, co
   p.word_bytes = s.word_bytes;
   p.activation = options.activation;
   const std::int64_t a_rows = sides.left ? p.m : p.n, b_cols = sides.left ? p.n : p.m;
-  p.bias = check_vector("bias", options.bias, p.m, p.out, false, context);
-  p.scale_s = check_vector("scale_a", options.scale_a, a_rows, DType::f32, true, context);
-  p.scale_b = check_vector("scale_b", options.scale_b, b_cols, DType::f32, true, context);
+  p.bias = check_vector(sides.op, "bias", options.bias, p.m, p.out, false, context);
+  p.scale_s = check_vector(sides.op, "scale_a", options.scale_a, a_rows, DType::f32, true, context);
+  p.scale_b = check_vector(sides.op, "scale_b", options.scale_b, b_cols, DType::f32, true, context);
   if (!sides.left) {
     std::swap(p.scale_s, p.scale_b);
   }
@@ -411,24 +409,13 @@ void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, co
   run_all(p, std::span(all).subspan(1), context);
 }
 
-/// What linear says of its own arguments; the rest is matmul's.
-void check_linear(const TensorView& x, const TwoFour& weight, const TensorView& out, const TensorView* bias) {
-  constexpr const char* kOp = "linear";
-  if (axis_of(check_axis(kOp, weight.dim)) != 1) {
-    throw Error(kOp, "s", "(out, in) compressed along in, dim 1", "dim " + text(weight.dim));
+/// What linear says before its operands are turned to those of a matmul.
+void check_linear(const char* op, const TensorView& x, const TwoFour& weight) {
+  if (check_axis(op, weight.dim) != 1) {
+    throw Error(op, "s", "(out, in) compressed along in, dim 1", "dim " + text(weight.dim));
   }
-  const auto [features, k] = weight.shape();
-  if (x.rank < 1 || x.size(-1) != k) {
-    throw Error(kOp, "x", "(…, " + text(k) + ")", shape_text(x.shape()));
-  }
-  if (x.dtype != weight.values.dtype) {
-    throw Error(kOp, "x", std::string(name_of(weight.values.dtype)) + " like s", name_of(x.dtype));
-  }
-  if (bias != nullptr && (bias->rank != 1 || bias->size(0) != features)) {
-    throw Error(kOp, "bias", "(" + text(features) + ",)", shape_text(bias->shape()));
-  }
-  if (bias != nullptr && bias->dtype != out.dtype) {
-    throw Error(kOp, "bias", std::string(name_of(out.dtype)) + " like the result", name_of(bias->dtype));
+  if (const std::int64_t k = weight.shape()[1]; x.rank < 1 || x.size(-1) != k) {
+    throw Error(op, "x", "(…, " + text(k) + ")", shape_text(x.shape()));
   }
 }
 
@@ -445,18 +432,19 @@ TensorView in_rows(const TensorView& t) {
 
 void two_four_matmul(const TwoFour& a, const TensorView& b, const TensorView& out, Context& context,
                      const TwoFourOptions& options) {
-  multiply({"a", "b", true}, a, b, out, options, context);
+  multiply({"matmul", "a", "b", true}, a, b, out, options, context);
 }
 
 void two_four_matmul(const TensorView& a, const TwoFour& b, const TensorView& out, Context& context,
                      const TwoFourOptions& options) {
-  multiply({"b", "a", false}, b, a, out, options, context);
+  multiply({"matmul", "b", "a", false}, b, a, out, options, context);
 }
 
 void two_four_linear(const TensorView& x, const TwoFour& weight, const TensorView& out, Context& context,
                      const TwoFourOptions& options) {
-  check_linear(x, weight, out, options.bias);
-  two_four_matmul(in_rows(x), weight.transpose(), in_rows(out), context, options);
+  constexpr Sides kSides{"linear", "s", "x", false};
+  check_linear(kSides.op, x, weight);
+  multiply(kSides, weight.transpose(), in_rows(x), in_rows(out), options, context);
 }
 
 }  // namespace fretwork

@@ -76,8 +76,8 @@ class Kernel:
     ) -> None:
         """Starts it on torch's current stream of the device that the tensors are on.
 
-        A tensor is passed as its pointer, an int as `long long`, a float as `double`, a bool as `bool`; anything of
-        ctypes as it is (`ctypes.c_int(3)`, `ctypes.c_float(0.5)`, structures). `shared_memory` are dynamic bytes.
+        A tensor is passed as its pointer, an int as `long long`, a float as `double`, a bool as `bool`; numbers,
+        structures, unions and arrays of ctypes as they are (`ctypes.c_int(3)`). `shared_memory` are dynamic bytes.
         """
         held = [self._passed(n, a) for n, a in enumerate(arguments)]
         sizes = [self._three(what, given) for what, given in (("grid", grid), ("block", block))]

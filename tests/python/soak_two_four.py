@@ -27,7 +27,10 @@ KINDS = [
     (torch.int8, None),
     *((dtype, None) for dtype in FP8),
 ]
-OUTS = {torch.int8: (None, torch.float32, torch.bfloat16), **dict.fromkeys(FP8, (None, torch.float16, torch.float32))}
+OUTS = {
+    torch.int8: (None, torch.float32, torch.float16, torch.bfloat16),
+    **dict.fromkeys(FP8, (None, torch.float16, torch.float32)),
+}
 ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 # Rounding of a result, and what a sum may be off by for each of its terms, which are at most about 1.
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23, torch.int32: 0.0}

@@ -19,6 +19,8 @@ def test_every_kind_is_drawn():
     assert {(p.dtype, p.precision) for p in problems} == set(soak_two_four.KINDS)
     for what in ("left", "word", "strides", "values", "bias", "activation", "scales", "backward"):
         assert len({getattr(p, what) for p in problems}) > 1, what
+    wide = {None, torch.float32, torch.float16, torch.bfloat16}
+    assert {p.out for p in problems if p.dtype == torch.int8} == wide, "every result that int8 may have"
 
 
 def test_a_wrong_result_is_seen(monkeypatch):

@@ -214,10 +214,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     needs_values, needs_dense = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
     op = "linear" if ctx.product == "linear" else "matmul"
     if ctx.needs_input_grad[6] or ctx.needs_input_grad[7]:
-        raise NotImplementedError(f"{op}: scales: expected tensors without gradient, got one that requires it")
+        raise NotImplementedError(
+            f"{op}: scales: expected tensors without gradient, got one that requires it; multiply the result by it"
+        )
     if (needs_values or needs_dense) and values.dtype not in _LEARNING:
         raise NotImplementedError(
-            f"{op}: gradient: expected float64, float32, float16 or bfloat16 operands, got {values.dtype}"
+            f"{op}: gradient: expected float64, float32, float16 or bfloat16 operands, got {values.dtype}; "
+            "let one of these learn, and TwoFour.to makes the other"
         )
     again = ctx.activation in ("gelu", "silu")  # the sums before these are computed again
     ctx.dtype = dense.dtype

@@ -449,6 +449,7 @@ def _backward(p: _Product, operands: tuple[jax.Array, ...], d: jax.Array) -> tup
         if values.dtype.name != "int8":
             raise NotImplementedError(
                 f"matmul: gradient: expected {', '.join(_LEARNING[:-1])} or bfloat16 operands, got {values.dtype.name}"
+                "; let one of these learn, and compress what it became in the other"
             )
         return _no_gradient(values), _no_gradient(metadata), _no_gradient(dense), *d_bias
     d = d.astype(dense.dtype)
@@ -552,7 +553,7 @@ def matmul(
     if s.dim != left:
         raise NotImplementedError(
             f"matmul: {'a' if left else 'b'}: expected a matrix compressed along the axis that is summed over, "
-            f"dim={'-1' if left else '0'}, got dim={s.dim}"
+            f"dim={'-1' if left else '0'}, got dim={s.dim}; compress the dense matrix along that axis"
         )
     return _product("matmul", left, s, dense, bias, activation, out_dtype, precision, (scale_a, scale_b))
 
@@ -575,5 +576,7 @@ def linear(
     if not isinstance(s, TwoFour):
         fail("linear", "s", "a TwoFour", type(s).__name__)
     if s.dim != 1:
-        raise NotImplementedError("linear: s: expected (out, in) compressed along in, dim=-1, got dim=0")
+        raise NotImplementedError(
+            "linear: s: expected (out, in) compressed along in, dim=-1, got dim=0; compress the weight along that axis"
+        )
     return _product("linear", False, s, x, bias, activation, None, precision)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from fretwork.pattern import BlockLayout, Pattern, row_width
+from fretwork.pattern import BlockLayout, Pattern, row_width, whole_number
 
 Shape = Sequence[int]
 
@@ -24,8 +24,23 @@ class Operand(NamedTuple):
     device: str = ""
 
 
-def fail(op: str, argument: str, expected: object, got: object) -> NoReturn:
-    raise RuntimeError(f"{op}: {argument}: expected {expected}, got {got}")
+def fail(op: str, argument: str, expected: object, got: object, kind: type[Exception] = RuntimeError) -> NoReturn:
+    raise kind(f"{op}: {argument}: expected {expected}, got {got}")
+
+
+def refuse(op: str, argument: str, expected: object, got: object, kind: type[Exception] = ValueError) -> NoReturn:
+    """As constructors and pattern functions do."""
+    fail(op, argument, expected, got, kind)
+
+
+def two_four_axis(
+    op: str, dim: Any, kind: type[Exception] = RuntimeError, number: Callable[[str, str, Any], int] = whole_number
+) -> int:
+    """0 or 1."""
+    dim = number(op, "dim", dim)
+    if dim not in (-2, -1, 0, 1):
+        fail(op, "dim", "-1, 0 or 1", dim, kind)
+    return dim % 2
 
 
 def size(shape: Shape, d: int) -> int:
@@ -311,9 +326,9 @@ def two_four_cut(
     """
     both = index if isinstance(index, tuple) else (index, slice(None))
     if len(both) != 2 or not all(isinstance(i, slice) for i in both):
-        raise TypeError(f"TwoFour: index: expected one slice or two, got {index}")
+        refuse("TwoFour", "index", "one slice or two", index, TypeError)
     if any(i.step not in (None, 1) for i in both):
-        raise ValueError(f"TwoFour: index: expected slices with step 1, got {index}")
+        refuse("TwoFour", "index", "slices with step 1", index)
     cuts = []
     for i, most in zip(both, shape, strict=True):
         given = ((i.start, 0), (i.stop, most))
@@ -322,6 +337,5 @@ def two_four_cut(
         cuts.append((begin, max(begin, end)))
     begin, end = cuts[dim]
     if begin % whole or (end % whole and end != shape[dim]):
-        expected = f"multiples of {whole} along dim {dim}, whole words"
-        raise ValueError(f"TwoFour: index: expected {expected}, got [{begin}:{end}]")
+        refuse("TwoFour", "index", f"multiples of {whole} along dim {dim}, whole words", f"[{begin}:{end}]")
     return slice(*cuts[1 - dim]), slice(begin // 2, end // 2), slice(begin // whole, -(-end // whole))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
 from fretwork._library import core, two_four_order
 from fretwork._rules_two_four import group_of, words_of
-from fretwork._shapes import two_four_cut
+from fretwork._shapes import refuse, two_four_axis, two_four_cut
 from fretwork.ops import _check_tensor, _precision, _precision_of_torch
 from fretwork.pattern import flag, whole_number
 
@@ -40,26 +40,18 @@ _EMPTY = 0x44  # two groups that keep their first elements: what padding holds
 _log = logging.getLogger("fretwork")
 
 
-def _fail(op: str, argument: str, expected: object, got: object, kind: type[Exception] = ValueError) -> NoReturn:
-    raise kind(f"{op}: {argument}: expected {expected}, got {got}")
-
-
 def _whole(op: str, argument: str, value: Any) -> Any:
     """An int from anything that counts as one; what torch.compile and torch.export trace stays as it is."""
     return value if type(value) in (int, torch.SymInt) else whole_number(op, argument, value)
 
 
 def _axis(op: str, dim: Any, kind: type[Exception] = RuntimeError) -> int:
-    """0 or 1."""
-    dim = _whole(op, "dim", dim)
-    if dim not in (-2, -1, 0, 1):
-        _fail(op, "dim", "-1, 0 or 1", dim, kind)
-    return dim % 2
+    return two_four_axis(op, dim, kind, _whole)
 
 
 def _check_word(op: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype):
-        _fail(op, "metadata_dtype", "torch.int8, int16 or int32", dtype, TypeError)
+        refuse(op, "metadata_dtype", "torch.int8, int16 or int32", dtype, TypeError)
 
 
 class TwoFour:
@@ -102,7 +94,7 @@ class TwoFour:
             line, at = (row, col) if self.dim else (col, row)
             word, group = divmod(at // group_of(values.dtype), 2 * metadata.element_size())
             nibble = int((metadata if self.dim else metadata.t())[line, word].item()) >> 4 * group & 15
-            _fail("TwoFour", "metadata", f"nibbles that are {valid}", f"{nibble} for the group at {(row, col)}")
+            refuse("TwoFour", "metadata", f"nibbles that are {valid}", f"{nibble} for the group at {(row, col)}")
 
     @classmethod
     def _of(cls, values: Tensor, metadata: Tensor, dim: int) -> TwoFour:
@@ -154,7 +146,7 @@ class TwoFour:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         metadata = self.metadata
         if dtype not in (None, *_rules._KINDS):
-            _fail("TwoFour.to", "dtype", "a floating type or int8", dtype)
+            refuse("TwoFour.to", "dtype", "a floating type or int8", dtype)
         if dtype is not None and group_of(dtype) != group_of(self.dtype):
             metadata = regrouped(self, dtype)
         values = self.values.to(device=device, dtype=dtype, non_blocking=non_blocking)
@@ -245,11 +237,11 @@ def regrouped(s: TwoFour, dtype: torch.dtype) -> Tensor:
     nibbles = _nibbles(s)
     if group_of(dtype) == 4:  # two pairs side by side are a group that keeps one of each
         if nibbles.shape[1] % 2:
-            _fail("TwoFour.to", "dtype", f"a multiple of 4 along dim {s.dim} for {dtype}", tuple(s.shape))
+            refuse("TwoFour.to", "dtype", f"a multiple of 4 along dim {s.dim} for {dtype}", tuple(s.shape))
         second = (nibbles == 0xE).to(torch.uint8).unflatten(1, (-1, 2))
         return _words(second[..., 0] | (second[..., 1] + 2) << 2, s.metadata.dtype, s.dim)
     if not nibbles.is_meta and ((nibbles == 4) | (nibbles == 0xE)).any():
-        _fail("TwoFour.to", "dtype", "a matrix with one kept of every two for float32", "two of one pair")
+        refuse("TwoFour.to", "dtype", "a matrix with one kept of every two for float32", "two of one pair")
     first, second = (torch.where(index.bool(), 0xE, 4) for index in (nibbles & 1, nibbles >> 2 & 1))
     return _words(torch.stack((first, second), -1).flatten(1).to(torch.uint8), s.metadata.dtype, s.dim)
 
@@ -258,9 +250,9 @@ def _order(op: str, layout: str | Tensor, lines: int, k: int, dtype: torch.dtype
     if isinstance(layout, Tensor):
         size = lines * -(-(k // group_of(dtype)) // 2)
         if layout.dtype != torch.int64 or layout.dim() != 1:
-            _fail(op, "layout", "a name or one dimension of int64", f"{layout.dtype} {tuple(layout.shape)}")
+            refuse(op, "layout", "a name or one dimension of int64", f"{layout.dtype} {tuple(layout.shape)}")
         if layout.numel() and (int(layout.min()) < -1 or int(layout.max()) >= size):
-            _fail(op, "layout", f"-1 to {size - 1}", f"{int(layout.min())} to {int(layout.max())}")
+            refuse(op, "layout", f"-1 to {size - 1}", f"{int(layout.min())} to {int(layout.max())}")
         return layout
     name = str(dtype).removeprefix("torch.")
     return torch.from_numpy(two_four_order(op, layout, lines, k, name, _whole(op, "tile_k", tile_k)))
@@ -325,17 +317,17 @@ def cat(parts: Iterable[TwoFour], dim: int = 0) -> TwoFour:
     (torch.Size([64, 32]), torch.Size([32, 96]))
     """
     if isinstance(parts, TwoFour) or not isinstance(parts, Iterable):
-        _fail("cat", "parts", "a sequence of fretwork.TwoFour", type(parts).__name__, TypeError)
+        refuse("cat", "parts", "a sequence of fretwork.TwoFour", type(parts).__name__, TypeError)
     parts = list(parts)
     if not parts or not all(isinstance(s, TwoFour) for s in parts):
         got = "none" if not parts else ", ".join(type(s).__name__ for s in parts)
-        _fail("cat", "parts", "at least one fretwork.TwoFour", got, TypeError)
+        refuse("cat", "parts", "at least one fretwork.TwoFour", got, TypeError)
     axis, first = _axis("cat", dim, ValueError), parts[0]
     for n, s in enumerate(parts):
         kind, like = ((t.dtype, t.metadata.dtype, t.dim, t.shape[1 - axis], t.device) for t in (s, first))
         if kind != like:
             words = "{} in {} words with dim {}, {} along the other axis, on {}"
-            _fail("cat", f"parts[{n}]", words.format(*like), words.format(*kind))
+            refuse("cat", f"parts[{n}]", words.format(*like), words.format(*kind))
 
     def joined(tensors: list[Tensor]) -> Tensor:  # in memory as they are: lines in one piece
         return torch.cat(tensors, axis) if first.dim else torch.cat([t.t() for t in tensors], 1 - axis).t()
@@ -372,23 +364,23 @@ def from_layout(
     op, axis = "from_layout", _axis("from_layout", dim, ValueError)
     _check_tensor(op, "values", values)
     if metadata is None:  # as torch's tensors for cuSPARSELt have it
-        _fail(op, "metadata", "words beside the values", "None; compress(t.to_dense()) instead", TypeError)
+        refuse(op, "metadata", "words beside the values", "None; compress(t.to_dense()) instead", TypeError)
     _check_tensor(op, "metadata", metadata)
     if metadata.is_floating_point() or metadata.is_complex():
-        _fail(op, "metadata", "integers", metadata.dtype)
+        refuse(op, "metadata", "integers", metadata.dtype)
     _check_word(op, metadata_dtype)
     if values.dim() != 2:
-        _fail(op, "values", "a matrix, row by row of what is compressed", tuple(values.shape))
+        refuse(op, "values", "a matrix, row by row of what is compressed", tuple(values.shape))
     lines, k = values.shape[0], 2 * values.shape[1]
     order = _order(op, layout, lines, k, values.dtype, tile_k).to(values.device)
     foreign = metadata.detach().contiguous().view(torch.uint8).flatten()
     if foreign.numel() != order.numel():
-        _fail(op, "metadata", f"{order.numel()} bytes", foreign.numel())
+        refuse(op, "metadata", f"{order.numel()} bytes", foreign.numel())
     per_line, held = -(-(k // group_of(values.dtype)) // 2), order >= 0
     plain = torch.zeros(lines * per_line, dtype=torch.uint8, device=values.device)  # what no byte is for is refused
     plain[order[held]] = foreign = foreign.to(values.device)[held]
     if isinstance(layout, Tensor) and not torch.equal(plain[order[held]], foreign):
-        _fail(op, "metadata", "the same in all bytes that the layout has for one", "others")
+        refuse(op, "metadata", "the same in all bytes that the layout has for one", "others")
     both = plain.view(lines, per_line)
     nibbles = torch.stack((both & 15, both >> 4), -1).flatten(1)[:, : k // group_of(values.dtype)]
     if layout == "cutlass_sm90":  # writes 0 for a group without non-zeros, which no instruction may read
@@ -430,7 +422,7 @@ def matmul(
     """
     left = isinstance(a, TwoFour)
     if left == isinstance(b, TwoFour):
-        _fail("matmul", "a and b", "exactly one fretwork.TwoFour", "two" if left else "none", TypeError)
+        refuse("matmul", "a and b", "exactly one fretwork.TwoFour", "two" if left else "none", TypeError)
     s, dense = (a, b) if left else (b, a)
     assert isinstance(s, TwoFour)
     if s.dim != left:
@@ -443,7 +435,7 @@ def matmul(
         if extra is not None:
             _check_tensor("matmul", name, extra)
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        _fail("matmul", "out_dtype", "a torch.dtype or None", repr(out_dtype), TypeError)
+        refuse("matmul", "out_dtype", "a torch.dtype or None", repr(out_dtype), TypeError)
     how = "left" if left else "right"
     word, exact = _activation("matmul", activation), _exactness("matmul", s.dtype, precision)
     return _product(s, dense, bias, word, out_dtype, scale_a, scale_b, how, exact)
@@ -470,7 +462,7 @@ def linear(
     True
     """
     if not isinstance(s, TwoFour):
-        _fail("linear", "s", "a fretwork.TwoFour", type(s).__name__, TypeError)
+        refuse("linear", "s", "a fretwork.TwoFour", type(s).__name__, TypeError)
     if s.dim != 1:
         raise NotImplementedError(
             "linear: s: expected (out, in) compressed along in, dim=-1, got dim=0; compress the weight along that axis"
@@ -481,7 +473,7 @@ def linear(
     word, exact = _activation("linear", activation), _exactness("linear", s.values.dtype, precision)
     if fallback is not None:
         if fallback != "dense":
-            _fail("linear", "fallback", 'None or "dense"', repr(fallback), RuntimeError)
+            refuse("linear", "fallback", 'None or "dense"', repr(fallback), RuntimeError)
         if not torch.compiler.is_compiling() and _dense_wins(x, s, bias, exact):
             with torch.autocast(x.device.type, enabled=False):  # the result's dtype is the sparse product's
                 y = F.linear(x, s.to_dense(), bias)
@@ -510,7 +502,7 @@ def _product(s: TwoFour, *arguments: Any) -> Tensor:
 def _activation(op: str, name: str | None) -> str:
     word = _ACTIVATIONS.get(name) if name is None or isinstance(name, str) else None
     if word is None:
-        _fail(op, "activation", "None, relu, gelu or silu", repr(name), RuntimeError)
+        refuse(op, "activation", "None, relu, gelu or silu", repr(name), RuntimeError)
     return word
 
 
@@ -561,7 +553,7 @@ def _safetensors(op: str) -> Any:
 
 def _path(op: str, file: object) -> str:
     if not isinstance(file, (str, PathLike)):
-        _fail(op, "file", "a path", repr(file), TypeError)
+        refuse(op, "file", "a path", repr(file), TypeError)
     return str(fspath(file))
 
 
@@ -578,15 +570,15 @@ def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -
     torch.Size([16, 16])
     """
     if not isinstance(matrices, (TwoFour, Mapping)):
-        _fail("save", "matrices", "a fretwork.TwoFour or a mapping of them", type(matrices).__name__, TypeError)
+        refuse("save", "matrices", "a fretwork.TwoFour or a mapping of them", type(matrices).__name__, TypeError)
     given = {"": matrices} if isinstance(matrices, TwoFour) else matrices
     named = {str(name): s for name, s in given.items()}
     if len(named) < len(given):
-        _fail("save", "matrices", "names that differ as texts", ", ".join(map(repr, given)))
+        refuse("save", "matrices", "names that differ as texts", ", ".join(map(repr, given)))
     tensors, texts, places = {}, {"format": "fretwork.two_four", "version": _VERSION}, set()
     for name, s in named.items():
         if not isinstance(s, TwoFour):
-            _fail("save", f"matrices[{name!r}]", "a fretwork.TwoFour", type(s).__name__, TypeError)
+            refuse("save", f"matrices[{name!r}]", "a fretwork.TwoFour", type(s).__name__, TypeError)
         prefix = f"{name}." if name else ""
         for key, t in (("values", s.values.detach()), ("metadata", s.metadata)):
             lines = (t if s.dim else t.t()).contiguous()
@@ -610,29 +602,29 @@ def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFo
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError):
-        _fail("load", "device", "a torch.device or its name", repr(device))
+        refuse("load", "device", "a torch.device or its name", repr(device))
     try:
         held_open = library.safe_open(_path("load", file), framework="pt")
     except library.SafetensorError as error:
-        _fail("load", "file", "a safetensors file", f"{file}: {error}")
+        refuse("load", "file", "a safetensors file", f"{file}: {error}")
     with held_open as opened:
         texts = opened.metadata() or {}
         if texts.get("format") != "fretwork.two_four":
-            _fail("load", "file", "a file of fretwork.two_four.save", f"{file} without that mark")
+            refuse("load", "file", "a file of fretwork.two_four.save", f"{file} without that mark")
         if texts.get("version") != _VERSION:
-            _fail("load", "version", _VERSION, texts.get("version"))
+            refuse("load", "version", _VERSION, texts.get("version"))
         held = set(opened.keys())
         for key, text in texts.items():
             if key == "dim" or key.endswith(".dim"):
                 prefix = key[:-3]
                 if text not in ("0", "1"):
-                    _fail("load", key, "0 or 1", text)
+                    refuse("load", key, "0 or 1", text)
                 names = [prefix + part for part in ("values", "metadata")]
                 if missing := set(names) - held:
-                    _fail("load", "file", f"{' and '.join(names)} in {file}", f"no {' and no '.join(sorted(missing))}")
+                    refuse("load", "file", f"{' and '.join(names)} in {file}", f"no {' and no '.join(sorted(missing))}")
                 held -= set(names)
                 values, metadata = (t if text == "1" else t.t() for t in map(opened.get_tensor, names))
                 found[prefix[:-1]] = TwoFour(values, metadata, int(text)).to(device)
         if held:
-            _fail("load", "file", f"a dim for every matrix in {file}", f"none for {', '.join(sorted(held))}")
+            refuse("load", "file", f"a dim for every matrix in {file}", f"none for {', '.join(sorted(held))}")
     return found[""] if list(found) == [""] else found

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from fretwork._library import two_four_order
-from fretwork._shapes import fail, two_four_cut
+from fretwork._shapes import fail, refuse, two_four_axis, two_four_cut
 from fretwork.jax._handlers import array, check_precision, default_precision
 from fretwork.jax.kronecker import _ACTIVATIONS
 from fretwork.pattern import flag, whole_number
@@ -32,18 +32,6 @@ __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "matm
 
 _KINDS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 _LEARNING = _KINDS[:4]
-
-
-def _refuse(op: str, argument: str, expected: object, got: object, kind: type[Exception] = ValueError) -> NoReturn:
-    raise kind(f"{op}: {argument}: expected {expected}, got {got}")
-
-
-def _axis(op: str, dim: Any, kind: type[Exception] = RuntimeError) -> int:
-    """0 or 1."""
-    dim = whole_number(op, "dim", dim)
-    if dim not in (-2, -1, 0, 1):
-        _refuse(op, "dim", "-1, 0 or 1", dim, kind)
-    return dim % 2
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -66,7 +54,7 @@ class TwoFour:
     dim: int = -1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dim", _axis("TwoFour", self.dim, ValueError))
+        object.__setattr__(self, "dim", two_four_axis("TwoFour", self.dim, ValueError))
         for name in ("values", "metadata"):
             object.__setattr__(self, name, array("TwoFour", name, getattr(self, name)))
         if any(isinstance(part, jax.core.Tracer) for part in (self.values, self.metadata)):
@@ -81,7 +69,7 @@ class TwoFour:
             where = (line, k) if self.dim else (k, line)
             word, group = divmod(k // _group(self.dtype), 2 * self.metadata.dtype.itemsize)
             nibble = int(self.metadata[line, word]) >> 4 * group & 15
-            _refuse("TwoFour", "metadata", f"nibbles that are {valid}", f"{nibble} for the group at {where}")
+            refuse("TwoFour", "metadata", f"nibbles that are {valid}", f"{nibble} for the group at {where}")
 
     @classmethod
     def _of(cls, values: Any, metadata: Any, dim: int) -> TwoFour:
@@ -242,7 +230,7 @@ def _matrix(op: str, A: ArrayLike, dim: int, both: bool = False) -> tuple[jax.Ar
         fail(op, "A", ", ".join(_KINDS[:-1]) + " or int8", dense.dtype.name)
     if dense.ndim != 2:
         fail(op, "A", "a matrix", dense.shape)
-    axis, group = _axis(op, dim), _group(dense.dtype)
+    axis, group = two_four_axis(op, dim), _group(dense.dtype)
     for d in (0, 1) if both else (axis,):
         if dense.shape[d] % group:
             fail(op, "A", f"a multiple of {group} along dim {d}", dense.shape)
@@ -270,7 +258,7 @@ def _name(op: str, argument: str, dtype: DTypeLike) -> str:
     try:
         return jnp.dtype(dtype).name
     except TypeError:
-        _refuse(op, argument, "a dtype", repr(dtype), TypeError)
+        refuse(op, argument, "a dtype", repr(dtype), TypeError)
 
 
 def _word(op: str, dtype: DTypeLike) -> str:
@@ -290,7 +278,7 @@ def check(A: ArrayLike, dim: int = -1) -> tuple[bool, tuple[int, int] | None]:
     """
     dense, axis = _matrix("check", A, dim)
     if isinstance(dense, jax.core.Tracer):
-        _refuse("check", "A", "an array outside of jit, vmap and grad", "a traced one", NotImplementedError)
+        refuse("check", "A", "an array outside of jit, vmap and grad", "a traced one", NotImplementedError)
     place = _place(_call("check", _PLACE, dense, dim=np.int64(axis)))
     return (True, None) if place is None else (False, divmod(place, dense.shape[1]))
 
@@ -335,9 +323,9 @@ def _order(op: str, layout: str | ArrayLike, lines: int, k: int, dtype: Any, til
         return two_four_order(op, layout, lines, k, dtype.name, whole_number(op, "tile_k", tile_k))
     order, size = np.asarray(layout), lines * _words_of(k, dtype, jnp.dtype("int8"))
     if order.dtype.kind != "i" or order.ndim != 1:
-        _refuse(op, "layout", "a name or one dimension of integers", f"{order.dtype} {order.shape}")
+        refuse(op, "layout", "a name or one dimension of integers", f"{order.dtype} {order.shape}")
     if order.size and (order.min() < -1 or order.max() >= size):
-        _refuse(op, "layout", f"-1 to {size - 1}", f"{order.min()} to {order.max()}")
+        refuse(op, "layout", f"-1 to {size - 1}", f"{order.min()} to {order.max()}")
     return order
 
 
@@ -351,17 +339,17 @@ def cat(parts: Iterable[TwoFour], dim: int = 0) -> TwoFour:
     ((24, 12), (12, 36))
     """
     if not isinstance(parts, Iterable):
-        _refuse("cat", "parts", "a sequence of TwoFour", type(parts).__name__, TypeError)
+        refuse("cat", "parts", "a sequence of TwoFour", type(parts).__name__, TypeError)
     parts = list(parts)
     if not parts or not all(isinstance(s, TwoFour) for s in parts):
         got = ", ".join(type(s).__name__ for s in parts) or "none"
-        _refuse("cat", "parts", "at least one TwoFour", got, TypeError)
-    axis, first = _axis("cat", dim, ValueError), parts[0]
+        refuse("cat", "parts", "at least one TwoFour", got, TypeError)
+    axis, first = two_four_axis("cat", dim, ValueError), parts[0]
     for n, s in enumerate(parts):
         kind, like = ((t.dtype.name, t.metadata.dtype.name, t.dim, t.shape[1 - axis]) for t in (s, first))
         if kind != like:
             words = "{} in {} words with dim {}, {} along the other axis"
-            _refuse("cat", f"parts[{n}]", words.format(*like), words.format(*kind))
+            refuse("cat", f"parts[{n}]", words.format(*like), words.format(*kind))
     along = int(axis == first.dim)
     values, word = jnp.concatenate([s.values for s in parts], along), first.metadata.dtype
     groups = [2 * s.values.shape[1] // _group(first.dtype) for s in parts]
@@ -394,18 +382,18 @@ def from_layout(
     op = "from_layout"
     values, metadata = array(op, "values", values), array(op, "metadata", metadata)
     if metadata.dtype.kind not in "iu":
-        _refuse(op, "metadata", "integers", metadata.dtype)
+        refuse(op, "metadata", "integers", metadata.dtype)
     if values.ndim != 2:
-        _refuse(op, "values", "a matrix, row by row of what is compressed", values.shape)
+        refuse(op, "values", "a matrix, row by row of what is compressed", values.shape)
     lines, k = values.shape[0], 2 * values.shape[1]
     order = _order(op, layout, lines, k, values.dtype, tile_k)
     foreign = jax.lax.bitcast_convert_type(metadata, jnp.uint8).reshape(-1)
     if foreign.size != order.size:
-        _refuse(op, "metadata", f"{order.size} bytes", foreign.size)
+        refuse(op, "metadata", f"{order.size} bytes", foreign.size)
     per_line, held = _words_of(k, values.dtype, jnp.dtype("int8")), order >= 0
     plain = jnp.zeros(lines * per_line, jnp.uint8).at[order[held]].set(foreign[held])  # what no byte is for is refused
     if not isinstance(foreign, jax.core.Tracer) and (plain[order[held]] != foreign[held]).any():
-        _refuse(op, "metadata", "the same in all bytes that the layout has for one", "others")
+        refuse(op, "metadata", "the same in all bytes that the layout has for one", "others")
     nibbles = _nibbles(plain.reshape(lines, per_line), k // _group(values.dtype))
     if isinstance(layout, str) and layout == "cutlass_sm90":  # writes 0 for a group without non-zeros
         nibbles = jnp.where(nibbles == 0, jnp.uint8(4), nibbles)

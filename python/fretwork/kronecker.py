@@ -12,7 +12,7 @@ from torch import Tensor
 from fretwork import _rules_kronecker_convert as _convert_rules
 from fretwork._library import core, last_error
 from fretwork.ops import _check_tensor
-from fretwork.pattern import KroneckerPattern, kronecker_patterns, whole_number
+from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns, whole_number
 
 __all__ = ["butterfly", "from_dense", "monarch", "plan", "project", "to_dense"]
 
@@ -114,7 +114,14 @@ def plan(
     room = ctypes.create_string_buffer(64 * len(chain) + 1)
     name = str(dtype).removeprefix("torch.").encode()
     status = core().fretwork_kronecker_plan(
-        numbers, len(chain), arch.encode(), name, int(bs_last), whole_number("plan", "batch", batch), room, len(room)
+        numbers,
+        len(chain),
+        arch.encode(),
+        name,
+        flag("plan", "bs_last", bs_last),
+        whole_number("plan", "batch", batch),
+        room,
+        len(room),
     )
     if status < 0:
         raise ValueError(last_error())

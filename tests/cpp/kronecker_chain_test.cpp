@@ -62,6 +62,16 @@ TEST(ChainPlan, LooksAtAFewRows) {
   EXPECT_EQ(error_of([&] { plan({1, 64, 64, 4}, -1); }), "plan: batch: expected at least 0, got -1");
 }
 
+/// As the chain itself does: a few rows are bound by the weights, which each factor reads once.
+TEST(ChainPlan, FusesNoFewRows) {
+  const auto plan = [](std::int64_t batch) {
+    return ksmm_chain_plan(monarch(1024, 1024, 32, 32), "sm_90a", DType::f16, false, batch);
+  };
+  EXPECT_EQ(plan(1), (Lines{"0: direct", "1: direct"}));
+  EXPECT_EQ(plan(32), (Lines{"0: direct", "1: direct"}));
+  EXPECT_EQ(plan(33), Lines{"0+1: fused, 16 rows"});
+}
+
 TEST(ChainPlan, LooksAtEveryPair) {
   std::vector<Sizes> three = monarch(4096, 4096, 64, 64);
   three.insert(three.begin(), Sizes{1, 4096, 32, 1});

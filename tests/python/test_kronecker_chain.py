@@ -154,10 +154,13 @@ def test_plan():
         layer.plan("sm_70")
     factor = fw.nn.KSLinear([(1, 64, 64, 4)], dtype=torch.float16, device="meta")
     assert [factor.plan("sm_90a", batch) for batch in (1, 4096)] == ["0: direct", "0: strided"]
+    assert layer.plan("sm_90a", 32) == "0: direct\n1: direct" and "fused" in layer.plan("sm_90a", 33)
     with pytest.raises(ValueError, match=r"^plan: batch: expected at least 0, got -1"):
         factor.plan("sm_90a", -1)
     with pytest.raises(ValueError, match=r"^plan: dtype: expected float64, .*, got int8"):
         fw.kronecker.plan(patterns, dtype=torch.int8)
+    with pytest.raises(TypeError, match=r"^plan: bs_last: expected True or False, got 'no'"):
+        fw.kronecker.plan(patterns, bs_last="no")
     with pytest.raises(ValueError, match=r"^plan: patterns\[1\]: expected 12 in features"):
         fw.kronecker.plan([fw.KroneckerPattern(2, 6, 5, 1), fw.KroneckerPattern(1, 2, 3, 1)])
 

@@ -112,7 +112,8 @@ std::optional<Monarch> fuse(const Sizes& first, const Sizes& second) {
 }
 
 std::vector<Step> plan(std::span<const Sizes> factors, const Target& target) {
-  const bool fused = target.arch == "sm_90a" && half(target.dtype) && !target.last;
+  const bool many = target.batch == 0 || target.batch > few::kMostRows;
+  const bool fused = target.arch == "sm_90a" && half(target.dtype) && !target.last && many;
   std::vector<Step> steps;
   for (std::size_t n = 0; n < factors.size(); n += steps.back().count) {
     const bool two = fused && n + 1 < factors.size() && fuse(factors[n], factors[n + 1]);

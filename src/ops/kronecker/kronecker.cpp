@@ -7,6 +7,7 @@
 #include "fretwork/error.h"
 #include "ops/kronecker/chain.h"
 #include "ops/kronecker/choice.h"
+#include "ops/kronecker/cuda.h"
 #include "ops/kronecker/problem.h"
 #include "pattern/checks.h"
 
@@ -164,12 +165,12 @@ void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const 
   if (x.size(0) == 0) {
     return;
   }
-  // Steps end after `ends[n]` factors. Two buffers take turns between them.
-  constexpr std::int64_t kFew = 32;  // rows for which every factor reads its weights once, without packing them
+  // Steps end after `ends[n]` factors. Two buffers take turns between them. Of a few rows every factor reads its
+  // weights once, as they lie, where a fused kernel packs them first.
   std::vector<std::size_t> ends;
   std::int64_t widest = 0;
   for (std::size_t n = 0; n < problems.size(); n = ends.back()) {
-    const bool two = n + 1 < problems.size() && context.device.type == DeviceType::cuda && x.size(0) > kFew &&
+    const bool two = n + 1 < problems.size() && context.device.type == DeviceType::cuda && x.size(0) > few::kMostRows &&
                      chain::cuda::fuses(problems[n], problems[n + 1], context);
     ends.push_back(n + (two ? 2 : 1));
     const Sizes& s = problems[ends.back() - 1].sizes;

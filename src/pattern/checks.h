@@ -11,9 +11,9 @@
 namespace fretwork {
 
 void check_floating(const char* op, const char* argument, const TensorView& tensor);
-/// Memory of the context's device, and not null where there are elements.
 /// Threads and workspace are there.
 void check_context(const char* op, const Context& context);
+/// Memory of the context's device, and not null where there are elements.
 void check_device(const char* op, const char* argument, const TensorView& tensor, const Context& context);
 void check_data(const char* op, const char* argument, const TensorView& tensor);
 /// Blocks packed in `layout`, with or without Z; gives the batch, 1 where there is no Z.

@@ -53,7 +53,7 @@ TEST(Bucket, HoldsBatchesUpToTheNextPowerOfTwo) {
                               : TensorView(nullptr, DType::f32, {batch, 6});
     const TensorView w(nullptr, DType::f32, {1, 3, 3, 2});
     const Context context = Context::cpu();
-    return bucket_of(make_problem(x, w, x, context), context);
+    return bucket_of(make_problem(x, w, x), context);
   };
   EXPECT_EQ(text_of(*bucket(25088, false)), "1,3,3,2 float32 first 16384");
   EXPECT_EQ(bucket(16384, false), bucket(32767, false));
@@ -121,7 +121,7 @@ class Product {
 
  private:
   bool on_cuda() const { return context_.device.type == DeviceType::cuda; }
-  Problem problem() const { return make_problem(x_, w_, y_, context_); }
+  Problem problem() const { return make_problem(x_, w_, y_); }
   double number(std::size_t n) const {
     if (dtype_ == DType::f32) {
       return reinterpret_cast<const float*>(y_bytes_.data())[n];

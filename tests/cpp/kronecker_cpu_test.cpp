@@ -10,6 +10,7 @@
 
 #include "activated.h"
 #include "core/element.h"
+#include "error_text.h"
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
 
@@ -320,6 +321,51 @@ TEST(KroneckerCpu, SameBytesForAnyNumberOfThreads) {
       }
     }
   }
+}
+
+TEST(KroneckerCpu, RefusesWhatIsNotThere) {
+  std::vector<float> memory(4096);
+  Context context = Context::cpu();
+  const TensorView x(memory.data(), DType::f32, {3, 40}), w(memory.data(), DType::f32, {2, 3, 4, 5});
+  const TensorView out(memory.data(), DType::f32, {3, 30}), end(memory.data(), DType::f32, {1, 7, 30, 1});
+  const auto without = [](TensorView view) {
+    view.data = nullptr;
+    return view;
+  };
+  const TensorView bias = without({memory.data(), DType::f32, {30}});
+  EXPECT_EQ(error_of([&] { ksmm(without(x), w, out, context); }), "ksmm: x: expected the address of (3, 40), got null");
+  EXPECT_EQ(error_of([&] { ksmm(x, without(w), out, context); }),
+            "ksmm: w: expected the address of (2, 3, 4, 5), got null");
+  EXPECT_EQ(error_of([&] { ksmm(x, w, without(out), context); }),
+            "ksmm: out: expected the address of (3, 30), got null");
+  EXPECT_EQ(error_of([&] { ksmm(x, w, out, context, {.bias = &bias}); }),
+            "ksmm: bias: expected the address of (30,), got null");
+  EXPECT_EQ(error_of([&] { ksmm_backward_weight(x, without(out), w, nullptr, context); }),
+            "ksmm_backward_weight: d_out: expected the address of (3, 30), got null");
+  EXPECT_EQ(error_of([&] { ksmm_backward_weight(x, out, w, &bias, context); }),
+            "ksmm_backward_weight: d_bias: expected the address of (30,), got null");
+  const TensorView chain[] = {w, without(end)};
+  EXPECT_EQ(error_of([&] {
+              ksmm_chain(x, chain, {memory.data(), DType::f32, {3, 7}}, context);
+            }),
+            "ksmm_chain: weights[1]: expected the address of (1, 7, 30, 1), got null");
+  EXPECT_EQ(error_of([&] {
+              ksmm({nullptr, DType::f32, {0, 40}}, w, {nullptr, DType::f32, {0, 30}}, context);
+            }),
+            "no error");
+}
+
+TEST(KroneckerCpu, RefusesWhatIsElsewhere) {
+  std::vector<float> memory(4096);
+  Context context = Context::cpu();
+  const Device gpu{DeviceType::cuda, 0};
+  const TensorView x(memory.data(), DType::f32, {3, 40}), w(memory.data(), DType::f32, {2, 3, 4, 5});
+  const TensorView out(memory.data(), DType::f32, {3, 30});
+  TensorView far = w;
+  far.device = gpu;
+  EXPECT_EQ(error_of([&] { ksmm(x, far, out, context); }), "ksmm: w: expected a tensor on cpu, got one on cuda:0");
+  context.executor = nullptr;
+  EXPECT_EQ(error_of([&] { ksmm(x, w, out, context); }), "ksmm: context.executor: expected an address, got null");
 }
 
 }  // namespace

@@ -190,6 +190,13 @@ TEST(KroneckerConvert, BadCalls) {
               kronecker_from_dense_shape({memory.data(), DType::f32, {40, 30}}, {2, 3, 4, 5});
             }),
             "from_dense: dense: expected (30, 40) for kronecker(2,3,4,5), got (40, 30)");
+  const TensorView w(memory.data(), DType::f32, {2, 3, 4, 5}), dense(memory.data() + 100, DType::f32, {30, 40});
+  EXPECT_EQ(error_of([&] {
+              kronecker_to_dense(w, {nullptr, DType::f32, {30, 40}}, context);
+            }),
+            "to_dense: dense: expected the address of (30, 40), got null");
+  EXPECT_EQ(error_of([&] { kronecker_from_dense(dense, w, nullptr, context); }),
+            "from_dense: outside: expected an address, got null");
 }
 
 // Projection

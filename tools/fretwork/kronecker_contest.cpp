@@ -43,12 +43,12 @@ double tolerance_of(DType dtype, Precision precision) {
 std::string tuned_problem(const KroneckerCase& one, DType dtype, const Context& context) {
   const KroneckerViews views(one, dtype, context.device);
   // Both layouts have a place.
-  return text_of(*bucket_of(kronecker::make_problem(views.x, views.w, views.y, context), context));
+  return text_of(*bucket_of(kronecker::make_problem(views.x, views.w, views.y), context));
 }
 
 kronecker::Chosen chosen_for(const KroneckerCase& one, DType dtype, const Context& context) {
   const KroneckerViews views(one, dtype, context.device);
-  return chosen(kronecker::make_problem(views.x, views.w, views.y, context), context);
+  return chosen(kronecker::make_problem(views.x, views.w, views.y), context);
 }
 
 KroneckerContest::KroneckerContest(const KroneckerCase& one, DType dtype, Stopwatch& clock)
@@ -105,14 +105,14 @@ Verdict KroneckerContest::check() const {
 
 std::vector<Choice> KroneckerContest::choices() const {
   std::vector<Choice> list{Choice{}};
-  const auto others = candidates(kronecker::make_problem(views_.x, views_.w, views_.y, context_), context_);
+  const auto others = candidates(kronecker::make_problem(views_.x, views_.w, views_.y), context_);
   list.insert(list.end(), others.begin(), others.end());
   return list;
 }
 
 Candidate KroneckerContest::candidate(const Choice& choice) {
   const auto call = [this, choice] {
-    return run(kronecker::make_problem(views_.x, views_.w, views_.y, context_), context_, choice);
+    return run(kronecker::make_problem(views_.x, views_.w, views_.y), context_, choice);
   };
   const auto verify = [this, call] {
     y_.clear();

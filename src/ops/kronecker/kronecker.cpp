@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fretwork/error.h"
@@ -26,16 +27,16 @@ void check_like(const char* op, const Argument& given, const Argument& like) {
     throw Error(op, given.name, std::string(name_of(like.view.dtype)) + " like " + like.name,
                 name_of(given.view.dtype));
   }
-  if (given.view.device != like.view.device) {
-    throw Error(op, given.name, name_of(like.view.device) + " like " + like.name, name_of(given.view.device));
-  }
 }
 
-void check_context(const char* op, const Argument& a, const Context& context) {
-  if (a.view.device != context.device) {
-    throw Error(op, "context", name_of(a.view.device) + " like " + a.name, name_of(context.device));
+/// That what the caller gave is there, where the context is; a bias may be missing.
+void check_given(const char* op, std::initializer_list<std::pair<const char*, const TensorView*>> given,
+                 const Context& context) {
+  for (const auto& [name, view] : given) {
+    if (view != nullptr) {
+      check_device(op, name, *view, context);
+    }
   }
-  fretwork::check_context(op, context);
 }
 
 void check_shape(const char* op, const Argument& a, std::initializer_list<std::int64_t> shape) {
@@ -53,8 +54,7 @@ Matrix matrix(const TensorView& v) {
 
 Weights weights(const TensorView& w) { return {w.data, w.stride(0), w.stride(1), w.stride(2), w.stride(3)}; }
 
-Problem check(const char* op, const Argument& x, const Argument& w, const TensorView& out, const KsmmOptions& options,
-              const Context& context) {
+Problem check(const char* op, const Argument& x, const Argument& w, const TensorView& out, const KsmmOptions& options) {
   check_floating(op, x.name, x.view);
   check_like(op, w, x);
   const Sizes s = check_weights(op, w.name, w.view);
@@ -64,7 +64,6 @@ Problem check(const char* op, const Argument& x, const Argument& w, const Tensor
   const std::int64_t features = s.a * s.b * s.d;
   check_shape(op, {"out", out}, {x.view.size(0), features});
   check_like(op, {"out", out}, x);
-  check_context(op, x, context);
   Problem problem{s,           x.view.size(0),  x.view.dtype, matrix(x.view),
                   matrix(out), weights(w.view), {},           options.activation};
   problem.last = x.view.size(1) > 1 && x.view.strides[0] == 1;
@@ -94,9 +93,8 @@ Sizes check_weights(const char* op, const char* argument, const TensorView& w) {
   return s;
 }
 
-Problem make_problem(const TensorView& x, const TensorView& w, const TensorView& out, const Context& context,
-                     const KsmmOptions& options) {
-  return check("ksmm", {"x", x}, {"w", w}, out, options, context);
+Problem make_problem(const TensorView& x, const TensorView& w, const TensorView& out, const KsmmOptions& options) {
+  return check("ksmm", {"x", x}, {"w", w}, out, options);
 }
 
 }  // namespace kronecker
@@ -105,7 +103,9 @@ using namespace kronecker;
 
 void ksmm(const TensorView& x, const TensorView& w, const TensorView& out, Context& context,
           const KsmmOptions& options) {
-  run(make_problem(x, w, out, context, options), context);
+  const Problem problem = make_problem(x, w, out, options);
+  check_given("ksmm", {{"x", &x}, {"w", &w}, {"out", &out}, {"bias", options.bias}}, context);
+  run(problem, context);
 }
 
 void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const TensorView& d_w, const TensorView* d_bias,
@@ -117,7 +117,7 @@ void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const Te
   const Sizes s = check_weights(kOp, "d_w", d_w);
   check_shape(kOp, {"x", x}, {x.size(0), s.a * s.c * s.d});
   check_shape(kOp, {"d_out", d_out}, {x.size(0), s.a * s.b * s.d});
-  check_context(kOp, {"x", x}, context);
+  check_given(kOp, {{"x", &x}, {"d_out", &d_out}, {"d_w", &d_w}, {"d_bias", d_bias}}, context);
   WeightProblem problem{s, x.size(0), x.dtype, matrix(x), matrix(d_out), weights(d_w), {}};
   if (d_bias != nullptr) {
     check_shape(kOp, {"d_bias", *d_bias}, {s.a * s.b * s.d});
@@ -151,9 +151,11 @@ std::vector<Problem> check_chain(const TensorView& x, std::span<const TensorView
     const std::int64_t sizes[] = {x.size(0), s.a * s.b * s.d}, strides[] = {last ? 1 : sizes[1], last ? sizes[0] : 1};
     const bool end = n + 1 == weights.size();
     const TensorView to = end ? out : TensorView(nullptr, x.dtype, sizes, strides, x.device);
-    problems.push_back(check(kOp, {"x", from}, {name.c_str(), weights[n]}, to, end ? options : KsmmOptions{}, context));
+    problems.push_back(check(kOp, {"x", from}, {name.c_str(), weights[n]}, to, end ? options : KsmmOptions{}));
+    check_given(kOp, {{name.c_str(), &weights[n]}}, context);
     from = to;
   }
+  check_given(kOp, {{"x", &x}, {"out", &out}, {"bias", options.bias}}, context);
   return problems;
 }
 

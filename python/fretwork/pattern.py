@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -305,6 +305,7 @@ class KroneckerPattern(Pattern):
     """The support I_a ⊗ 1_{b×c} ⊗ I_d of one Kronecker factor.
 
     Its weights are (a, b, c, d): w[i, j, k, l] stands at row (i·b + j)·d + l, column (i·c + k)·d + l.
+    `a, b, c, d = p` unpacks it.
 
     >>> p = KroneckerPattern(2, 3, 4, 5)
     >>> p.shape, p.weight_shape, p.nnz, p.density
@@ -327,6 +328,15 @@ class KroneckerPattern(Pattern):
     def weight_shape(self) -> tuple[int, int, int, int]:
         """(a, b, c, d)."""
         return self._sizes
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, n: int) -> int:
+        return self._sizes[n]
 
     @property
     def T(self) -> KroneckerPattern:

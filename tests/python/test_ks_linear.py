@@ -209,6 +209,8 @@ def test_what_the_original_layer_offers(device):
     layer = ksmm.KSLinear(PATTERNS, algo="kernel", dtype=torch.float32, device=str(device))
     assert (layer.in_size, layer.out_size, layer.num_mat) == (30, 32, 2)
     assert [tuple(f.shape) for f in layer.factors] == PATTERNS
+    assert [(a, b, c, d) for a, b, c, d in layer.patterns] == PATTERNS == [tuple(p) for p in layer.patterns]
+    assert layer.patterns[-1][1] == 8 and all(len(p) == 4 for p in layer.patterns)
     assert layer.dtype == torch.float32 and layer.device.type == torch.device(device).type
     assert_close(layer.get_dense_product(), product(layer), torch.float32)
     assert layer.double().dtype == torch.float64  # as it is now

@@ -202,6 +202,7 @@ def ksmm_chain(
     bias: Tensor | None = None,
     activation: str | None = None,
     algo: str = "auto",
+    precision: str | None = None,
 ) -> Tensor:
     """One Kronecker factor after another, weights[0] first; bias and activation after the last. See `ksmm`.
 
@@ -218,7 +219,7 @@ def ksmm_chain(
         raise RuntimeError("ksmm_chain: weights: expected at least one, got none")
     for name, w in factors.items():
         _check_tensor("ksmm_chain", name, w)
-    return _apply_factors("ksmm_chain", x, factors, bs_last, bias, activation, algo, None)
+    return _apply_factors("ksmm_chain", x, factors, bs_last, bias, activation, algo, precision)
 
 
 def _apply_factors(

@@ -342,6 +342,7 @@ def test_precisions(precision, device):
     got = fw.ksmm(x, w, precision=precision).cpu().double()
     tolerance = 2e-3 if precision == "tf32" and device.type == "cuda" else 2e-5
     assert (got - want).abs().max() <= tolerance * want.abs().max()
+    assert torch.equal(fw.ksmm_chain(x, [w], precision=precision).cpu().double(), got)
 
 
 # Errors
@@ -407,6 +408,8 @@ def test_refused_chains(device):
     ]:
         with pytest.raises((RuntimeError, TypeError), match=f"^ksmm_chain: {text}"):
             fw.ksmm_chain(x, chosen)
+    with pytest.raises(RuntimeError, match=r"^ksmm_chain: precision: expected None, ieee, tf32 or tf32x3, got 'fast'"):
+        fw.ksmm_chain(x, weights[:1], precision="fast")
 
 
 def test_auto_is_the_kernel(device):

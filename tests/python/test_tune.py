@@ -214,12 +214,22 @@ def test_progress_in_a_terminal(folder: Path) -> None:
         (["kronecker", "--short", "--long"], "expected without"),
         (["kronecker", "--patterns", "1,2,3"], "tune: --patterns: expected a,b,c,d, four whole numbers, got '1,2,3'"),
         (["kronecker", "--patterns", os.devnull], "tune: /dev/null: expected at least one pattern"),
-        (["kronecker", "--candidates", "rows:64,warp:3"], "--candidates: expected such as rows:64,rows:256, got 'warp"),
+        *(
+            (
+                ["kronecker", "--device", "cpu", "--candidates", f"rows:64,{unknown}"],
+                f"tune: --candidates: expected some of best,rows:64,lanes:96,rows:128,lanes:192,rows:256,lanes:384,"
+                f"rows:512,lanes:768, got '{unknown}'",
+            )
+            for unknown in ("warp:3", "hopper:64", "rows:63", "")
+        ),
         (["kronecker", "--dtype", "fp8"], "tune: --dtype: expected float64"),
         (["kronecker", "--device", "tpu"], "tune: --device: expected cpu or cuda:N, got tpu"),
         (["kronecker", "--device", "cpu", "--precision", "tf32"], "tune: --precision: expected ieee"),
         (["kronecker", "--batch", "0"], "--batch: expected 1 to"),
         (["kronecker", "--compare", "--resume"], "expected without"),
+        (["kronecker", "--show", "--csv", "rows.csv"], "expected without"),
+        (["kronecker", "--show", "--resume"], "expected without"),
+        (["kronecker", "--patterns", "mine.txt"], "tune: --patterns: expected a file or a,b,c,d, got mine.txt"),
     ],
 )
 def test_bad_usage_is_one_line_and_2(arguments: list[str], says: str) -> None:

@@ -51,6 +51,14 @@ kronecker::Chosen chosen_for(const KroneckerCase& one, DType dtype, const Contex
   return chosen(kronecker::make_problem(views.x, views.w, views.y), context);
 }
 
+std::vector<Choice> choices_for(const KroneckerCase& one, DType dtype, const Context& context) {
+  const KroneckerViews views(one, dtype, context.device);
+  std::vector<Choice> list{Choice{}};
+  const auto others = candidates(kronecker::make_problem(views.x, views.w, views.y), context);
+  list.insert(list.end(), others.begin(), others.end());
+  return list;
+}
+
 KroneckerContest::KroneckerContest(const KroneckerCase& one, DType dtype, Stopwatch& clock)
     : case_(one),
       clock_(clock),
@@ -101,13 +109,6 @@ Verdict KroneckerContest::check() const {
     }
   }
   return {true, finite && worst <= tolerance_ * largest, squares / static_cast<double>(samples_.size())};
-}
-
-std::vector<Choice> KroneckerContest::choices() const {
-  std::vector<Choice> list{Choice{}};
-  const auto others = candidates(kronecker::make_problem(views_.x, views_.w, views_.y), context_);
-  list.insert(list.end(), others.begin(), others.end());
-  return list;
 }
 
 Candidate KroneckerContest::candidate(const Choice& choice) {

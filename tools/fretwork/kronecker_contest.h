@@ -15,14 +15,14 @@ namespace fretwork::cli {
 std::string tuned_problem(const KroneckerCase& one, DType dtype, const Context& context);
 /// What a call takes today, by tables or without.
 kronecker::Chosen chosen_for(const KroneckerCase& one, DType dtype, const Context& context);
+/// Every choice that the op lists, `best` first.
+std::vector<kronecker::Choice> choices_for(const KroneckerCase& one, DType dtype, const Context& context);
 
 /// Operands on the device, and some elements of the result in float64, computed here from their definition.
 class KroneckerContest {
  public:
   KroneckerContest(const KroneckerCase& one, DType dtype, Stopwatch& clock);
 
-  /// Every choice that the op lists, `best` first.
-  std::vector<kronecker::Choice> choices() const;
   /// Valid as long as this is.
   Candidate candidate(const kronecker::Choice& choice);
 

@@ -26,8 +26,8 @@ using kronecker::Choice;
 constexpr const char* kOp = "kronecker";
 
 struct TuneOptions {
-  std::optional<std::string> patterns;
-  std::string precision = "ieee", candidates, out;
+  std::optional<std::string> patterns, candidates;
+  std::string precision = "ieee", out;
   std::int64_t batch = 0;
   bool brief = false, lengthy = false, bs_last = false, resume = false, show = false, compare = false;
   RunOptions run{.command = "tune", .dtype = {}, .device = {}, .csv = {}, .json = {}, .threads = 0, .rounds = 0};
@@ -37,19 +37,36 @@ Patterns chosen_patterns(const TuneOptions& options) {
   if (!options.patterns) {
     return *named_grid(options.lengthy ? "paper" : "sample");
   }
-  return std::filesystem::exists(*options.patterns) ? read_patterns(*options.patterns, "tune")
-                                                    : parse_patterns(*options.patterns, "tune: --patterns");
+  if (std::filesystem::exists(*options.patterns)) {
+    return read_patterns(*options.patterns, "tune");
+  }
+  if (options.patterns->find(',') == std::string::npos) {
+    throw UsageError("tune: --patterns: expected a file or a,b,c,d, got " + *options.patterns);
+  }
+  return parse_patterns(*options.patterns, "tune: --patterns");
 }
 
-/// "rows:64,rows:256"; empty when all are meant.
-std::vector<Choice> read_choices(const std::string& text) {
-  std::vector<Choice> list;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    const std::string name = text.substr(begin, end - begin);
-    const std::optional<Choice> choice = kronecker::parse_choice(name);
-    if (!choice) {
-      throw UsageError("tune: --candidates: expected such as rows:64,rows:256, got '" + name + "'");
+/// "rows:64,rows:256" among those that some case has; empty when all are meant.
+std::vector<Choice> read_choices(const std::optional<std::string>& text, const std::vector<KroneckerCase>& cases,
+                                 DType dtype, const Context& context) {
+  std::vector<Choice> list, known;
+  for (const KroneckerCase& one : cases) {
+    for (const Choice& choice : choices_for(one, dtype, context)) {
+      if (std::ranges::find(known, choice) == known.end()) {
+        known.push_back(choice);
+      }
+    }
+  }
+  for (std::size_t begin = 0; text && begin <= text->size();) {
+    const std::size_t end = std::min(text->find(',', begin), text->size());
+    const std::string name = text->substr(begin, end - begin);
+    const auto choice = std::ranges::find(known, name, [](const Choice& one) { return kronecker::text_of(one); });
+    if (choice == known.end()) {
+      std::string names;
+      for (const Choice& one : known) {
+        names += (names.empty() ? "" : ",") + kronecker::text_of(one);
+      }
+      throw UsageError("tune: --candidates: expected some of " + names + ", got '" + name + "'");
     }
     list.push_back(*choice);
     begin = end + 1;
@@ -126,10 +143,11 @@ void show(const std::vector<KroneckerCase>& cases, DType dtype, const Context& c
   }
 }
 
-/// The heuristic's, and those that were asked for or all of them.
-std::vector<Candidate> candidates_of(KroneckerContest& contest, const std::vector<Choice>& wanted) {
+/// The heuristic's, and those of `choices` that were asked for or all of them.
+std::vector<Candidate> candidates_of(KroneckerContest& contest, const std::vector<Choice>& choices,
+                                     const std::vector<Choice>& wanted) {
   std::vector<Candidate> list;
-  for (const Choice& choice : contest.choices()) {
+  for (const Choice& choice : choices) {
     const bool asked = wanted.empty() || std::ranges::find(wanted, choice) != wanted.end();
     if (asked || choice == Choice{}) {
       list.push_back(contest.candidate(choice));
@@ -154,12 +172,12 @@ class Suite {
               : options.lengthy      ? 15
                                      : 7,
               kronecker::text_of(Choice{})},
-        clock_(run_.device(), run_.executor(), race_.rounds, run_.precision(options.precision)),
-        wanted_(read_choices(options.candidates)) {
+        clock_(run_.device(), run_.executor(), race_.rounds, run_.precision(options.precision)) {
     for (const auto& pattern : chosen_patterns(options)) {
       cases_.push_back({pattern, options.batch > 0 ? options.batch : usual_batch(run_.device()), options.bs_last});
       check_fits(cases_.back(), run_.dtype(), run_.device(), "tune");
     }
+    wanted_ = read_choices(options.candidates, cases_, run_.dtype(), clock_.context());
   }
 
   void run() {
@@ -207,7 +225,9 @@ class Suite {
     }
     KroneckerContest contest(one, run_.dtype(), clock_);
     const Choice now = options_.compare ? chosen_for(one, run_.dtype(), context).choice : Choice{};
-    const auto finishes = race(candidates_of(contest, options_.compare ? std::vector{now} : wanted_), race_, stopped);
+    const auto finishes = race(
+        candidates_of(contest, choices_for(one, run_.dtype(), context), options_.compare ? std::vector{now} : wanted_),
+        race_, stopped);
     if (!finishes) {
       return std::nullopt;
     }
@@ -246,8 +266,9 @@ void add_tune_kronecker(CLI::App& tune) {
   command->add_option("--candidates", options->candidates, "Only these, beside the heuristic's: rows:64,lanes:192");
   auto* const out = command->add_option("--out", options->out, "The table to add to (the user's, which the op reads)");
   auto* const resume = command->add_flag("--resume", options->resume, "Keep the rows that the table has already");
-  command->add_option("--csv", options->run.csv, "Write the rows to this file too");
+  auto* const csv = command->add_option("--csv", options->run.csv, "Write the rows to this file too");
   auto* const look = command->add_flag("--show", options->show, "Measure nothing: print what a call takes, and why");
+  look->excludes(out)->excludes(resume)->excludes(csv);
   command->add_flag("--compare", options->compare, "Measure what the tables say against the heuristic; write no table")
       ->excludes(out)
       ->excludes(resume)

@@ -25,6 +25,7 @@ import csv
 import json
 import math
 import random
+import statistics
 import sys
 import time
 from contextlib import nullcontext
@@ -39,6 +40,7 @@ from timing import as_called, copy_rate, graphed, medians
 
 IDENTITY = ("pattern", "batch", "layout", "dtype", "precision", "arch", "part")
 PEERS = ("bmm", "einsum", "bsr", "dense", "sparse")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 SLOW, FAST = ("bsr", "dense", "sparse"), ("bmm", "einsum")
 MONARCHS = {1024: (32, 32), 2048: (32, 32), 4096: (64, 64)}  # features, and p and q
 FACTS = [(1, 768, 192, 2), (6, 64, 64, 1), (1, 192, 48, 2), (4, 64, 64, 4), (1, 128, 128, 16), (1, 64, 64, 64),
@@ -107,6 +109,10 @@ def too_much(algo: str, p: Pattern, batch: int, rate: float) -> str | None:
     return None
 
 
+def precision_of(dtype: torch.dtype) -> str | None:
+    return torch.get_float32_matmul_precision() if dtype == torch.float32 else None
+
+
 def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torch.device, algos: list[str],
             rates: tuple[float, float], seconds: float, left_out: dict[str, str]) -> Row:  # fmt: skip
     a, b, _, d = p
@@ -148,7 +154,7 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
     flops, moved = 2.0 * batch * math.prod(p), (x.numel() + w.numel() + batch * a * b * d) * x.element_size()
     return {
         "part": "forward", "pattern": p, "batch": batch, "layout": "last" if last else "first", "dtype": str(dtype)[6:],
-        "precision": torch.get_float32_matmul_precision() if dtype == torch.float32 else None,
+        "precision": precision_of(dtype),
         "ms": ms, "as_called_ms": called("kernel"),
         # On a CPU large results come in fresh pages, which the system clears for everyone.
         "peers_as_called_ms": {algo: called(algo) for algo in calls if algo in FAST and device.type == "cpu"},
@@ -182,7 +188,7 @@ def measure_backward(p: Pattern, batch: int, last: bool, dtype: torch.dtype, dev
     ms = medians(calls, device, seconds=seconds)
     return {
         "part": "backward", "pattern": p, "batch": batch, "layout": "last" if last else "first",
-        "dtype": str(dtype)[6:], "ms": ms, "ratio": ms["backward"] / ms["forward"],
+        "dtype": str(dtype)[6:], "precision": precision_of(dtype), "ms": ms, "ratio": ms["backward"] / ms["forward"],
     }  # fmt: skip
 
 
@@ -227,7 +233,7 @@ def measure_chain(n: int, batch: int, dtype: torch.dtype, device: torch.device, 
 
 
 def geomean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+    return statistics.geometric_mean(values) if values else math.nan
 
 
 def summary(rows: list[Row]) -> None:
@@ -271,15 +277,30 @@ def write_csv(path: Path, rows: list[Row]) -> None:
 
 def given(text: str) -> list[Pattern]:
     """The patterns of --patterns."""
-    patterns = [tuple(numbers(one, int)) for one in text.split(";") if one]
+    patterns = [tuple(whole(one, "--patterns", "a,b,c,d;a,b,c,d and so on")) for one in text.split(";") if one]
     if any(len(p) != 4 or min(p) < 1 for p in patterns):
         raise SystemExit(f"--patterns: expected a,b,c,d;a,b,c,d and so on, got {text}")
     return [(a, b, c, d) for a, b, c, d in patterns]
 
 
+def whole(text: str, option: str, expected: str) -> list[int]:
+    try:
+        return numbers(text, int)
+    except ValueError:
+        raise SystemExit(f"{option}: expected {expected}, got {text}") from None
+
+
+def some_of(known: tuple[str, ...], text: str, option: str) -> list[str]:
+    """Names with commas, one at least."""
+    names = numbers(text, str)
+    if not names or not set(names) <= set(known):
+        raise SystemExit(f"{option}: expected some of {', '.join(known)}, got {text}")
+    return names
+
+
 def part_of(text: str, patterns: list[Pattern]) -> list[tuple[int, Pattern]]:
     """Part k of n, "k/n", of a grid, its patterns with their numbers."""
-    k, n = (int(t) for t in text.split("/"))
+    k, n = whole(text.replace("/", ","), "--part", "1/N to N/N") if text.count("/") == 1 else (0, 0)
     if not 1 <= k <= n:
         raise SystemExit(f"--part: expected 1/N to N/N, got {text}")
     return list(enumerate(patterns))[len(patterns) * (k - 1) // n : len(patterns) * k // n]
@@ -287,16 +308,17 @@ def part_of(text: str, patterns: list[Pattern]) -> list[tuple[int, Pattern]]:
 
 def kinds(options: argparse.Namespace, gpu: bool) -> list[tuple[torch.dtype, str]]:
     """Types, fp32 in each precision."""
-    names = numbers(options.dtypes or ("float16,bfloat16,float32" if gpu else "float32"), str)
+    names = some_of(DTYPES, options.dtypes or ("float16,bfloat16,float32" if gpu else "float32"), "--dtypes")
+    precisions = some_of(("highest", "high", "medium"), options.precisions, "--precisions")
     return [
         (getattr(torch, name), precision)
         for name in names
-        for precision in (numbers(options.precisions, str) if gpu and name == "float32" else ["highest"])
+        for precision in (precisions if gpu and name == "float32" else ["highest"])
     ]
 
 
 def chain_dtypes(options: argparse.Namespace, gpu: bool) -> list[torch.dtype]:
-    names = numbers(options.dtypes or ("float16,bfloat16" if gpu else "float32"), str)
+    names = some_of(DTYPES, options.dtypes or ("float16,bfloat16" if gpu else "float32"), "--dtypes")
     return [getattr(torch, name) for name in names]
 
 
@@ -332,15 +354,15 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     gpu = device.type == "cuda"
-    whole = options.grid == "paper"
+    is_paper = options.grid == "paper"
     grids = {"facts": lambda: FACTS, "sample": sample, "paper": paper}
     grid = part_of(options.part, given(options.patterns) or grids[options.grid]())
     parts = int(options.part.split("/")[1])
-    algos, layouts = asked(options.algos), numbers(options.layouts, str)
-    batches = numbers(options.batch or ("25088" if gpu else "2048"), int)
-    seconds = options.seconds if options.seconds is not None else 0.1 if whole else 0.5
-    minutes = options.minutes if options.minutes is not None else 23.0 / parts if whole else math.inf
-    every, slow_every = (options.peers_every or (4 if whole else 1)), (options.slow_every or (16 if whole else 1))
+    algos, layouts = asked(options.algos), some_of(("first", "last"), options.layouts, "--layouts")
+    batches = whole(options.batch or ("25088" if gpu else "2048"), "--batch", "whole numbers with commas")
+    seconds = options.seconds if options.seconds is not None else 0.1 if is_paper else 0.5
+    minutes = options.minutes if options.minutes is not None else 23.0 / parts if is_paper else math.inf
+    every, slow_every = (options.peers_every or (4 if is_paper else 1)), (options.slow_every or (16 if is_paper else 1))
     cases = [(kind, batch, case, layout) for kind in kinds(options, gpu) for batch in batches for case in grid
              for layout in layouts if not options.chains]  # fmt: skip
     chains = [(n, batch, dtype) for n in MONARCHS for batch in batches for dtype in chain_dtypes(options, gpu)
@@ -359,7 +381,7 @@ def main() -> None:
         )
         print(json.dumps(row["pattern"]), row["batch"], row["layout"], row["dtype"], times, floor, flush=True)
 
-    path = folder(options.out, facts) / ("kronecker_paper.json" if whole else "kronecker.json")
+    path = folder(options.out, facts) / ("kronecker_paper.json" if is_paper else "kronecker.json")
     try:
         for chain in chains:
             keep(measure_chain(*chain, device, copies, seconds))

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 compare = pytest.importorskip("compare_kronecker")
@@ -60,6 +61,31 @@ def test_a_run_has_every_row_and_a_table(tmp_path, monkeypatch, capsys):
 def test_unknown_algorithms_are_refused(algos):
     with pytest.raises(SystemExit, match="--algos: expected kernel and some of bmm"):
         compare.asked(algos)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--layouts", "both"], "--layouts: expected some of first, last, got both"),
+        (["--layouts", ""], "--layouts: expected some of first, last, got "),
+        (["--dtypes", "fp16"], "--dtypes: expected some of float64, float32, float16, bfloat16, got fp16"),
+        (["--precisions", "tf32"], "--precisions: expected some of highest, high, medium, got tf32"),
+        (["--part", "half"], "--part: expected 1/N to N/N, got half"),
+        (["--batch", "many"], "--batch: expected whole numbers with commas, got many"),
+        (["--patterns", "1,2,x,4"], "--patterns: expected a,b,c,d"),
+    ],
+)
+def test_what_it_cannot_measure_is_refused(arguments, says, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["compare", "--device", "cpu", "--out", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit, match=says):
+        compare.main()
+
+
+def test_gradients_say_their_precision():
+    device = torch.device("cpu")
+    for dtype, precision in ((torch.float32, torch.get_float32_matmul_precision()), (torch.bfloat16, None)):
+        row = compare.measure_backward((1, 8, 8, 2), 4, False, dtype, device, 0.01)
+        assert row["precision"] == precision and row["ratio"] > 0
 
 
 def test_patterns_of_ones_own():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,13 @@ def points(rows: list[Row], algo: str) -> tuple[list[float], list[float]]:
     return [intensity(r) for r in of], [r["ms"][algo] / r["floor_ms"] for r in of]
 
 
+def shown(rows: list[Row], batch: int | None = None) -> list[Row]:
+    """Those of a picture: forward, with a batch or the largest there is."""
+    forward = [r for r in rows if r["part"] == "forward" and r["arch"] == "auto"]
+    most = max((r["batch"] for r in forward), default=0)
+    return [r for r in forward if r["batch"] == (batch or most)]
+
+
 def panels(rows: list[Row]) -> dict[str, list[Row]]:
     """Rows by what a panel's title says."""
     found: dict[str, list[Row]] = {}
@@ -50,8 +57,14 @@ def panels(rows: list[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def geomean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+def labels(rows: list[Row]) -> dict[str, str]:
+    """What a panel's legend says of each algorithm that was measured."""
+    told = {}
+    for algo in STYLES:
+        if over := points(rows, algo)[1]:
+            name = "fretwork" if algo == "kernel" else algo
+            told[algo] = f"{name} ({statistics.geometric_mean(over):.1f}×, {len(over)})"
+    return told
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
@@ -68,11 +81,9 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
         1, len(by_type), figsize=(4.2 * len(by_type) + 0.8, 4.2), sharey=True, squeeze=False, layout="constrained"
     )
     for axis, (name, of) in zip(axes[0], by_type.items(), strict=True):
-        for algo, (colour, marker) in STYLES.items():
-            x, y = points(of, algo)
-            if x:
-                label = f"{'fretwork' if algo == 'kernel' else algo} ({geomean(y):.1f}×, {len(y)})"
-                axis.scatter(x, y, s=14, c=colour, marker=marker, linewidths=0.8, label=label)
+        for algo, label in labels(of).items():
+            colour, marker = STYLES[algo]
+            axis.scatter(*points(of, algo), s=14, c=colour, marker=marker, linewidths=0.8, label=label)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set(xscale="log", yscale="log", title=name, xlabel="FLOP / byte")
         axis.set_xticks([n for n in TICKS if axis.get_xlim()[0] <= n <= axis.get_xlim()[1]])
@@ -97,15 +108,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="rows with this batch (the largest there is)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="the folder for pictures")
     options = parser.parse_args()
-    rows = [r for file in options.rows for r in json.loads(file.read_text()) if r["part"] == "forward"]
-    batch = options.batch or max((r["batch"] for r in rows), default=0)
-    rows = [r for r in rows if r["batch"] == batch and r["arch"] == "auto"]
+    rows = shown([r for file in options.rows for r in json.loads(file.read_text())], options.batch)
     if not rows:
-        raise SystemExit(f"plot_kronecker: --rows: expected forward rows with batch {batch}, got none")
+        raise SystemExit("plot_kronecker: --rows: expected forward rows with such a batch, got none")
     for layout in ("first", "last"):
         if of := [r for r in rows if r["layout"] == layout]:
-            title = f"{of[0]['device']}, batch {layout}, {batch} rows: each point a pattern (geometric mean, count)"
-            draw(of, title, options.out / f"kronecker-{layout}.svg")
+            what = f"{of[0]['device']}, batch {layout}, {of[0]['batch']} rows"
+            draw(of, f"{what}: each point a pattern (geometric mean, count)", options.out / f"kronecker-{layout}.svg")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Writes docs/benchmarks.md, the README's table and the speeds of docs/patterns.md from bench/results: every figure
-comes from a row there."""
+"""Writes docs/benchmarks.md, the tables of README.md and of src/ops/kronecker/README.md and the speeds of
+docs/patterns.md from bench/results: every figure comes from a row there."""
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,27 +73,36 @@ def section(title: str, rows: list[Row]) -> list[str]:
 
 
 def kronecker_summary(rows: list[Row]) -> list[str]:
-    """Geometric means over the patterns of each kind with d > 1."""
-
-    def mean(values: list[float]) -> float | None:
-        return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+    """Geometric means over the patterns of each kind with d > 1, and of backward ÷ forward."""
 
     def kind(r: Row) -> tuple[str, str, int, str]:
         return r["dtype"], PRECISIONS.get(r["precision"], ""), r["batch"], r["layout"]
 
-    rows = [r for r in rows if r["pattern"][3] > 1]
-    lines = ["Geometric means over patterns with d > 1; batches up to 1024 are timed as CUDA graphs, peers too:", ""]
-    lines += ["| dtype | batch | layout | patterns | time ÷ floor | best peer ÷ ours | least | patterns with peers |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
-    for each in sorted({kind(r) for r in rows}, key=str):
-        of = [r for r in rows if kind(r) == each]
-        floor = mean([r["ms"]["kernel"] / r["floor_ms"] for r in of])
+    forward = [r for r in rows if r["part"] == "forward" and r["pattern"][3] > 1]
+    peers = sorted({algo for r in forward for algo in r["ms"]} - {"kernel"})
+    lines = ["Geometric means over patterns with d > 1; batches up to 1024 are timed as CUDA graphs, and so are peers,",
+             f"of which there are {', '.join(peers) or 'none'}:", "",
+             "| dtype | batch | layout | patterns | time ÷ floor | best peer ÷ ours | least | with peers | date |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for each in sorted({kind(r) for r in forward}, key=str):
+        of = [r for r in forward if kind(r) == each]
+        floor = statistics.geometric_mean(r["ms"]["kernel"] / r["floor_ms"] for r in of)
         beside = [r["ms"] for r in of if len(r["ms"]) > 1]
         best = [min(v for k, v in ms.items() if k != "kernel") / ms["kernel"] for ms in beside]
+        mean = statistics.geometric_mean(best) if best else None
+        days = sorted(r["date"] for r in of)
         lines.append(
-            f"| {each[0]} {each[1]} | {each[2]} | {each[3]} | {len(of)} | {number(floor, 2)} | "
-            f"{number(mean(best), 2)} | {number(min(best, default=None), 2)} | {len(best)} |"
+            f"| {each[0]} {each[1]} | {each[2]} | {each[3]} | {len(of)} | {number(floor, 2)} | {number(mean, 2)} | "
+            f"{number(min(best, default=None), 2)} | {len(best)} | {' to '.join(sorted({days[0], days[-1]}))} |"
         )
+    backward = [r for r in rows if r["part"] == "backward"]
+    for dtype, precision, batch, layout in sorted({kind({"precision": None, **r}) for r in backward}, key=str):
+        of = [r for r in backward if kind({"precision": None, **r}) == (dtype, precision, batch, layout)]
+        most = max(of, key=lambda r: r["ratio"])
+        mean = statistics.geometric_mean(r["ratio"] for r in of)
+        name = " ".join((dtype, precision)).strip()
+        lines += ["", f"Backward ÷ forward, {name}, batch {layout}, {batch} rows, {len(of)} patterns: {mean:.2f}, at "
+                  f"most {most['ratio']:.2f} with {tuple(most['pattern'])}."]  # fmt: skip
     return [*lines, ""]
 
 
@@ -107,7 +117,7 @@ def kronecker_section(rows: list[Row]) -> list[str]:
     """One line per pattern and layout: ours, the floor, and the fastest of torch's ways that ran."""
     lines = [f"## Kronecker products, {rows[0]['device']}", ""]
     forward = [r for r in rows if r["part"] == "forward"]
-    lines += kronecker_summary(forward)
+    lines += kronecker_summary(rows)
     lines += [
         "| pattern | batch | layout | dtype | ms | as called | floor ms | time ÷ floor | best peer ms | × it | error |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -366,12 +376,17 @@ def main() -> None:
 
     (ROOT / "docs/patterns.md").write_text(page())
 
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split("<!-- measured -->\n")
-    after = rest.split("<!-- end -->\n")[1]
     shown = readme_table(results("h200"), results("cpu"))
     shown += readme_attention({name: results(name.lower(), "attention") for name in README_ATTENTION})
-    readme.write_text("\n".join([f"{before}<!-- measured -->", *shown, f"<!-- end -->\n{after}"]))
+    put_in(ROOT / "README.md", shown)
+    put_in(ROOT / "src/ops/kronecker/README.md", kronecker_summary(results("h200", "kronecker")))
+
+
+def put_in(page: Path, shown: list[str]) -> None:
+    """Between the two marks of a page."""
+    before, rest = page.read_text().split("<!-- measured -->\n")
+    after = rest.split("<!-- end -->\n")[1]
+    page.write_text("\n".join([f"{before}<!-- measured -->", *shown, f"<!-- end -->\n{after}"]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import sys
 import weakref
 from contextlib import nullcontext
@@ -88,6 +89,34 @@ def test_gradients_say_their_precision():
         assert row["precision"] == precision and row["ratio"] > 0
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def results(machine):
+    return json.loads((ROOT / "bench/results" / machine / "kronecker.json").read_text())
+
+
+def test_pages_are_of_the_rows():
+    """After a change of the rows: python bench/report.py."""
+    measured = (ROOT / "docs/benchmarks.md").read_text()
+    for machine in ("h200", "cpu"):
+        assert "\n".join(report.kronecker_section(results(machine))).rstrip() in measured
+    assert "\n".join(report.kronecker_summary(results("h200"))) in (ROOT / "src/ops/kronecker/README.md").read_text()
+
+
+def test_plots_are_of_the_rows():
+    """After a change of the rows: python bench/plot_kronecker.py."""
+    rows = plot.shown(results("h200"))
+    for layout in ("first", "last"):
+        told = re.findall(r">([^<>]+)</text>", (ROOT / f"docs/kronecker-{layout}.svg").read_text())
+        panels = plot.panels([r for r in rows if r["layout"] == layout])
+        assert len(panels) == 4
+        for title, of in panels.items():
+            told = told[told.index(title) :]
+            legend = list(plot.labels(of).values())
+            assert told[1 : 1 + len(legend)] == legend
+
+
 def test_patterns_of_ones_own():
     assert compare.given("1,2,3,4;6,64,64,1;") == [(1, 2, 3, 4), (6, 64, 64, 1)] and compare.given("") == []
     for text in ("1,2,3", "1,2,3,0"):
@@ -149,7 +178,7 @@ def test_points_of_a_plot():
     assert plot.points([row], "bmm") == ([], [])
     tf32 = {**row, "dtype": "float32", "precision": "high"}
     assert list(plot.panels([row, tf32])) == ["float16", "float32 tf32"]
-    assert math.isclose(plot.geomean([1.0, 4.0]), 2.0)
+    assert plot.labels([row, {**row, "floor_ms": 0.375}]) == {"kernel": "fretwork (4.0×, 2)"}
 
 
 def test_plot_needs_rows(tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ class TunedTable {
   std::string text() const;
   /// Readers see the old file or the new one, whole. Throws Error.
   void write(const std::filesystem::path& file) const;
-  /// Takes over the rows that are new or faster; gives their number.
+  /// Takes over the rows that are new or, for one row of the batch, faster; gives their number.
   int merge(const TunedTable& other);
 
   Rows& rows(const std::string& device, const std::string& op) { return devices_[device][op]; }

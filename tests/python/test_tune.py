@@ -196,6 +196,11 @@ def test_best_merges_tables(folder: Path, tmp_path: Path) -> None:
     merged = rows_of(best)
     assert [row["choice"] for row in merged.values()] == ["rows:64", "rows:256"]
     assert json.loads(ok("tune", "--best", str(one), str(two))) == json.loads(best.read_text())
+    change(one, "2,8,16,4 float32 first 64", ms=1.9, batch=127)  # of more rows, each of which takes less
+    change(two, "2,8,16,4 float32 first 64", ms=1.0, batch=64, choice="best")
+    for tables in ([one, two], [two, one]):
+        (merged,) = json.loads(ok("tune", "--best", *map(str, tables)))["devices"].values()
+        assert merged["kronecker"]["2,8,16,4 float32 first 64"]["choice"] == "rows:64"
     assert not folder.exists()
 
 

@@ -39,7 +39,7 @@ configure: setup
 	  || cmake --preset release $(BUILD_FLAGS)
 
 demo: configure  ## show what Fretwork does on this machine
-	@cmake --build $(BUILD) --target fretwork_program fretwork_torch
+	@cmake --build $(BUILD) --target fretwork_program fretwork_torch fretwork_jax  # all that is installed
 	@$(BUILD)/bin/fretwork info
 	@$(BUILD)/bin/fretwork show 'random_blocks((1,32,32),64,0.15,7)'
 	@$(BUILD)/bin/fretwork show 'strided(1024,64)'

@@ -18,7 +18,7 @@ def library_path(name: str) -> Path:
     if not file.exists():
         raise ImportError(
             f"fretwork: libraries: expected {file.name} in {path}, got no such file; "
-            "install the package, or set FRETWORK_LIB_DIR to a build's lib folder"
+            "install the package, or build it (make build) and set FRETWORK_LIB_DIR to the build's lib folder"
         )
     return file
 

@@ -667,6 +667,15 @@ def build_example(prefix: Path, build: Path) -> None:
     assert product.returncode == 0 and "largest error" in product.stdout, product.stdout + product.stderr
 
 
+def test_the_demo_builds_all_that_is_installed() -> None:
+    rules = (ROOT / "cmake/install.cmake").read_text()
+    installed = set(re.findall(r"install\(TARGETS (\w+) ", rules))  # ${BINDING} is one of the loop's
+    (bindings,) = re.findall(r"foreach\(BINDING ([\w ]+)\)", rules)
+    demo = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
+    (built,) = re.findall(r"--target ([\w ]+)", demo)
+    assert installed | set(bindings.split()) <= {"fretwork", *built.split()}  # the others link the library
+
+
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 def test_an_installed_copy_works(tmp_path: Path) -> None:
     prefix, moved = tmp_path / "prefix", tmp_path / "elsewhere"

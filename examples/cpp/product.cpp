@@ -1,4 +1,5 @@
-// Multiplies a block-sparse matrix with a dense one on the CPU and checks the result against plain loops.
+// Multiplies a block-sparse matrix with a dense one on all cores of the CPU and checks the result against plain loops.
+#include <fretwork/executor_tbb.h>
 #include <fretwork/fretwork.h>
 
 #include <algorithm>
@@ -45,7 +46,8 @@ int run() {
   std::vector<float> values = random_numbers(layout->nnz() * 32 * 32), dense = random_numbers(cols * width);
   std::vector<float> out(static_cast<std::size_t>(rows * width));
 
-  fretwork::Context context = fretwork::Context::cpu();  // for threads, give it an executor: <fretwork/executor_tbb.h>
+  fretwork::TbbExecutor threads;  // without one, Context::cpu() runs everything on this thread
+  fretwork::Context context = fretwork::Context::cpu(threads);
   const auto f32 = fretwork::DType::f32;
   fretwork::dsd({values.data(), f32, {1, layout->nnz(), 32, 32}}, {dense.data(), f32, {1, 1, cols, width}}, *layout,
                 {out.data(), f32, {1, 1, rows, width}}, context);

@@ -1,4 +1,5 @@
-// An executor on oneTBB, for programs that bring no threads of their own. Include it and link TBB::tbb.
+// An executor on oneTBB, for programs that bring no threads of their own: TbbExecutor threads; Context::cpu(threads).
+// In CMake find_package(TBB), and link TBB::tbb beside fretwork::fretwork.
 #pragma once
 
 #include <tbb/blocked_range.h>

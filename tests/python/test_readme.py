@@ -32,7 +32,7 @@ def test_python(code):
     [
         ("docs/block-sparsity.md", 2),
         ("docs/kronecker.md", 3),
-        ("docs/patterns.md", 3),
+        ("docs/patterns.md", 4),
         ("docs/kernels.md", 2),
         ("docs/two-four.md", 4),
     ],
@@ -42,7 +42,8 @@ def test_docs(file, count, tmp_path, monkeypatch):
     codes = examples("python", file)
     assert len(codes) == count
     for code in codes:
-        pytest.importorskip("safetensors") if "safetensors" in code else None
+        for package in ("safetensors", "transformers"):
+            pytest.importorskip(package) if package in code else None
         exec(compile(code, file, "exec"), {})
 
 

@@ -88,6 +88,21 @@ def test_pattern_of_each_layer(device):
         ours(ids)
 
 
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ("strided(seq, 8)", r"as 'strided\(\{seq\}, 128\)', got 'strided\(seq, 8\)'.*strided: seq: expected"),
+        ("strided({seq})", r"got 'strided\(\{seq\}\)' \(strided: stride: expected a value"),
+        (["causal({seq})"] * 3, "one for each of 2, got a list of 3"),
+        (["causal({seq})"], "one for each of 2, got a list of 1"),
+    ],
+)
+def test_wrong_pattern(device, given, words):
+    ours, _ = twins(LlamaForCausalLM, LlamaConfig(**SIZES, fretwork_pattern=given), device)
+    with pytest.raises(ValueError, match=f"attention: fretwork_pattern: expected .*{words}"):
+        ours(tokens(device))
+
+
 def test_packed_sequences(device):
     """Documents in one row, as the docstring has them: a text of one length, and what it gives for another."""
     ours, theirs = twins(

@@ -30,19 +30,30 @@ _UNSEEN = torch.finfo(torch.float32).min / 4
 
 @functools.lru_cache(maxsize=1024)
 def _pattern(template: str, rows: int, cols: int) -> Pattern:
-    pattern = Pattern.parse(template.replace("{seq}", f"({rows}, {cols})"))
+    expected = "attention: fretwork_pattern: expected a text with {seq} for the lengths"
+    try:
+        pattern = Pattern.parse(template.replace("{seq}", f"({rows}, {cols})"))
+    except ValueError as error:
+        raise ValueError(f"{expected}, as 'strided({{seq}}, 128)', got {template!r} ({error})") from None
     if pattern.shape != (rows, cols):
-        raise ValueError(
-            f"attention: fretwork_pattern: expected a text with {{seq}} for the lengths, or one of shape "
-            f"({rows}, {cols}), got {template!r} of shape {pattern.shape}"
-        )
+        raise ValueError(f"{expected}, or one of shape ({rows}, {cols}), got {template!r} of shape {pattern.shape}")
     return pattern
+
+
+def _of_layer(given: list[str] | tuple[str, ...], config: Any, layer: Any) -> str:
+    layers = len(given) if getattr(config, "is_encoder_decoder", False) else config.num_hidden_layers
+    if layer is None or layer >= len(given) or layers != len(given):
+        raise ValueError(
+            "attention: fretwork_pattern: expected one text for all layers, or one for each"
+            f"{' (which these do not count)' if layer is None else f' of {layers}'}, got a list of {len(given)}"
+        )
+    return given[layer]
 
 
 def _template(module: torch.nn.Module, causal: bool, window: int | None) -> str:
     given = getattr(getattr(module, "config", None), "fretwork_pattern", None)
     if isinstance(given, (list, tuple)):
-        given = given[module.layer_idx]  # type: ignore[index]
+        given = _of_layer(given, module.config, getattr(module, "layer_idx", None))
     if given is not None:
         return str(given)
     if window is not None:

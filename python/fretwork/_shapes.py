@@ -204,6 +204,20 @@ def check_unpack(values: Operand, layout: BlockLayout, fill: float) -> None:
 # Attention
 
 
+def factor_features(op: str, name: str, w: Shape, before: int | None, x: Shape, bs_last: bool) -> int:
+    """The out features of a Kronecker factor that meets x, or as many features as the factor before it has left."""
+    if len(w) != 4 or 0 in w:
+        fail(op, name, "(a, b, c, d), each at least 1", tuple(w))
+    a, b, c, d = w
+    features = a * c * d
+    if before is None:
+        if x[0 if bs_last else -1] != features:
+            fail(op, f"x for {name}", f"({features}, …), a·c·d" if bs_last else f"(…, {features}), a·c·d", tuple(x))
+    elif before != features:
+        fail(op, name, f"{before} in features (a·c·d), as come before it", f"{features} of {tuple(w)}")
+    return a * b * d
+
+
 def check_attention(
     operands: Sequence[Operand],
     patterns: Sequence[Pattern],

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from fretwork import _ksmm_peers as peers
 from fretwork import _rules as _rules  # loads the library and registers gradients, fakes, vmap and autocast
 from fretwork import _rules_kronecker as _rules_kronecker
+from fretwork._shapes import factor_features
 from fretwork.pattern import BlockLayout, _parsed, flag, number
 
 torch.serialization.add_safe_globals([_parsed])  # so that torch.load takes patterns
@@ -294,18 +295,10 @@ def _check_factors(op: str, x: Tensor, factors: dict[str, Tensor], bs_last: bool
         raise RuntimeError(f"{op}: x: expected {'(features, …)' if bs_last else '(…, features)'}, got ()")
     if x.dtype not in FLOATING:
         raise RuntimeError(f"{op}: x: expected float64, float32, float16 or bfloat16, got {_name(x.dtype)}")
-    features = x.shape[0 if bs_last else -1]
+    features = None
     for name, w in factors.items():
         _check_like(op, name, w, x)
-        if w.dim() != 4 or 0 in w.shape:
-            raise RuntimeError(f"{op}: {name}: expected (a, b, c, d), each at least 1, got {tuple(w.shape)}")
-        a, b, c, d = w.shape
-        if a * c * d != features:
-            raise RuntimeError(
-                f"{op}: {name}: expected {features} in features (a·c·d), as come before it, "
-                f"got {a * c * d} of {tuple(w.shape)}"
-            )
-        features = a * b * d
+        features = factor_features(op, name, w.shape, features, x.shape, bs_last)
     if bias is not None:
         _check_like(op, "bias", bias, x)
         if tuple(bias.shape) != (features,):

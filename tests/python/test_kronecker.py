@@ -351,7 +351,8 @@ def test_precisions(precision, device):
 def test_refused(device):
     x, w = torch.zeros(3, 40, device=device), torch.zeros(2, 3, 4, 5, device=device)
     bad = {
-        r"w: expected 41 in features \(a·c·d\), as come before it, got 40 of \(2, 3, 4, 5\)": {"x": x.new_zeros(3, 41)},
+        r"x for w: expected \(…, 40\), a·c·d, got \(3, 41\)": {"x": x.new_zeros(3, 41)},
+        r"x for w: expected \(40, …\), a·c·d, got \(3, 40\)": {"bs_last": True},
         r"x: expected \(…, features\), got \(\)": {"x": x[0, 0]},
         r"w: expected \(a, b, c, d\), each at least 1, got \(2, 3, 20\)": {"w": w.flatten(2)},
         r"w: expected \(a, b, c, d\), each at least 1, got \(2, 0, 4, 5\)": {"w": w[:, :0]},
@@ -391,6 +392,8 @@ def test_ops_refuse_what_the_door_would(device):
     ]:
         with pytest.raises(RuntimeError, match=text):
             torch.ops.fretwork.ksmm(*arguments)
+    with pytest.raises(RuntimeError, match=r"ksmm_chain: x: expected \(batch, a·c·d = 40\), got \(3, 39\)"):
+        torch.ops.fretwork.ksmm_chain(x[:, :39], [w], None, *rest)
     for a, d in [(0, 5), (2, 0), (7, 1), (2, 3)]:
         with pytest.raises(RuntimeError, match=r"ksmm_backward_weight: .*: expected .*, got"):
             torch.ops.fretwork.ksmm_backward_weight(x, x[:, :30], a, d, False, "ieee", True)
@@ -401,7 +404,7 @@ def test_refused_chains(device):
     weights = [torch.zeros(s, device=device) for s in [(2, 3, 5, 4), (5, 3, 3, 2)]]
     for chosen, text in [
         (weights, r"weights\[1\]: expected 24 .*, got 30 of"),
-        (weights[1:], r"weights\[0\]: expected 40 .*, got 30 of"),
+        (weights[1:], r"x for weights\[0\]: expected \(…, 30\), a·c·d, got \(7, 40\)"),
         ([weights[0], weights[1].half()], r"weights\[1\]: expected float32 like x, got float16"),
         ([], "weights: expected at least one, got none"),
         (None, "weights: expected a sequence of tensors, got NoneType"),

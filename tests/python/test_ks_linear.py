@@ -154,7 +154,7 @@ def test_refused_inputs():
         layer(torch.ones(5, 31))
     with pytest.raises(RuntimeError, match=r"^KSLinear: x: expected \(30, …\), got \(5, 30\)"):
         fw.nn.KSLinear(PATTERNS, bs_last=True)(torch.ones(5, 30))
-    with pytest.raises(RuntimeError, match=r"^ksmm_chain: weights\[0\]: expected float16 like x, got float32"):
+    with pytest.raises(RuntimeError, match=r"^KSLinear: x: expected torch.float32 like the weights, got torch.float16"):
         layer(torch.ones(5, 30).half())
     with pytest.raises(TypeError, match=r"^KSLinear: linear: expected a torch.nn.Linear, got Identity"):
         fw.nn.KSLinear.from_dense(torch.nn.Identity(), PATTERNS)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from fretwork._shapes import check_floating, fail
+from fretwork._shapes import check_floating, factor_features, fail
 from fretwork.jax._handlers import array, check_precision, default_precision, operand
 from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
 
@@ -207,17 +207,12 @@ def _check_factors(op: str, x: jax.Array, factors: Sequence[jax.Array], bias: ja
     check_floating(op, operand("x", x))
     if x.ndim == 0:
         fail(op, "x", "(features, …)" if bs_last else "(…, features)", "()")
-    features = x.shape[0 if bs_last else -1]
+    features = None
     for n, w in enumerate(factors):
         name = "w" if op == "ksmm" else f"weights[{n}]"
         if w.dtype != x.dtype:
             fail(op, name, f"{x.dtype} like x", w.dtype)
-        if w.ndim != 4 or 0 in w.shape:
-            fail(op, name, "(a, b, c, d), each at least 1", w.shape)
-        a, b, c, d = w.shape
-        if a * c * d != features:
-            fail(op, name, f"{features} in features (a·c·d), as come before it", f"{a * c * d} of {w.shape}")
-        features = a * b * d
+        features = factor_features(op, name, w.shape, features, x.shape, bs_last)
     if bias is not None and bias.dtype != x.dtype:
         fail(op, "bias", f"{x.dtype} like x", bias.dtype)
     if bias is not None and bias.shape != (features,):

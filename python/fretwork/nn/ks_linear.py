@@ -147,6 +147,11 @@ class KSLinear(nn.Module):
         if x.dim() < 1 or x.shape[0 if self.bs_last else -1] != self.in_features:
             expected = f"({self.in_features}, …)" if self.bs_last else f"(…, {self.in_features})"
             raise RuntimeError(f"KSLinear: x: expected {expected}, got {tuple(x.shape)}")
+        weight = self.weights[0]
+        if x.device != weight.device:
+            raise RuntimeError(f"KSLinear: x: expected a tensor on {weight.device}, got one on {x.device}")
+        if x.dtype != weight.dtype and not ops._autocasts(x):
+            raise RuntimeError(f"KSLinear: x: expected {weight.dtype} like the weights, got {x.dtype}")
         return ops.ksmm_chain(x, list(self.weights), self.bs_last, self.bias, algo=self.algo)
 
     def extra_repr(self) -> str:

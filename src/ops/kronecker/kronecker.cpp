@@ -144,7 +144,7 @@ std::vector<Problem> check_chain(const TensorView& x, std::span<const TensorView
     const std::string name = "weights[" + std::to_string(n) + "]";
     check_like(kOp, {name.c_str(), weights[n]}, {"x", x});
     const Sizes s = check_weights(kOp, name.c_str(), weights[n]);
-    if (s.a * s.c * s.d != from.size(-1)) {
+    if (n > 0 && s.a * s.c * s.d != from.size(-1)) {  // of the first, x is to blame
       throw Error(kOp, name, std::to_string(from.size(-1)) + " in features (a·c·d), as come before it",
                   std::to_string(s.a * s.c * s.d) + " of " + shape_text(weights[n].shape()));
     }

@@ -62,7 +62,7 @@ def test_version_and_help() -> None:
         (["info", "--frob"], "--frob"),
         (["show"], "PATTERN: expected a value, got nothing"),
         (["show", "frob"], "show: PATTERN: expected one such as random_blocks((1,64,64),32,0.1,0), or -"),
-        (["show", "frob(1)"], "show: PATTERN: expected one of acsr, "),
+        (["show", "frob(1)"], "show: PATTERN: expected two_four or one of acsr, "),
         (["show", "random_blocks((1,4,4),16,1.5,0)"], "density: expected 0 to 1, got 1.5 "),
         (["show", LAYOUT, "--png"], "--png: expected a value, got nothing"),
         (["show", LAYOUT, LAYOUT], "show: PATTERN: expected several of Kronecker factors only, got "),
@@ -126,8 +126,10 @@ def test_version_and_help() -> None:
         (["compile", "--arch", "sm_80", "--match", "frob"], "--match: expected a part of a kernel's name, got frob"),
         (["cache", "frob"], "expected one of clear, got frob"),
         (["tune", "frob"], "expected one of kronecker, got frob"),
-        (["show", "--frob"], "expected nothing more, got '--frob'"),
-        (["bench", "block", "--frob", "1"], "expected nothing more, got '--frob 1'"),
+        (["show", "--frob"], "--frob: expected an option of fretwork show, got an unknown one"),
+        (["show", LAYOUT, "--wdith", "3"], "--wdith: expected an option of fretwork show, got an unknown one"),
+        (["bench", "block", "--frob", "1"], "--frob: expected an option of fretwork bench block, got an unknown one"),
+        (["bench", "block", "1"], "expected nothing more, got '1'"),
         (["bench", "block", "--density", "nan"], "--density: expected 0 to 1, got nan"),
         (["show", LAYOUT, "--png", ""], "--png: expected a value, got ''"),
         (["show", LAYOUT, "--svg="], "--svg: expected a value, got ''"),
@@ -650,7 +652,8 @@ def test_compile_without_nvrtc_says_where_to_get_it(own_cache: dict[str, str]) -
     done = run("compile", "--arch", "sm_80", env={**own_cache, "FRETWORK_NVRTC": "/nowhere"})
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "pip install" in done.stderr
-    assert "fretwork[cuda]" in ok("info", env={**own_cache, "FRETWORK_NVRTC": "/nowhere"})
+    told = ok("info", env={**own_cache, "FRETWORK_NVRTC": "/nowhere"})
+    assert "; pip install fretwork[cuda] brings it, or FRETWORK_NVRTC names it\n" in told
 
 
 def cmake(*arguments: object) -> None:

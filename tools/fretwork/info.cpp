@@ -106,7 +106,8 @@ void print(const Json& info) {
   const Json& compiler = info["nvrtc"];
   line("NVRTC", compiler["available"].get<bool>()
                     ? fmt::format("{}, {}", text(compiler["version"]), text(compiler["path"]))
-                    : fmt::format("not found: {}; pip install fretwork[cuda] brings it", text(compiler["reason"])));
+                    : fmt::format("not found: {}; pip install fretwork[cuda] brings it, or FRETWORK_NVRTC names it",
+                                  text(compiler["reason"])));
   const Json& cache = info["cache"];
   const std::string folder = text(cache["folder"]);
   line("cache", folder.empty() ? "none: compiled kernels are not kept"

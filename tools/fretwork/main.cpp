@@ -73,6 +73,10 @@ std::string problem_of(const CLI::App& command, const CLI::ParseError& error) {
   if (command.get_require_subcommand_min() > 0 || misnamed) {
     return expected_command(command);
   }
+  const auto option = std::ranges::find_if(extra, [](const std::string& word) { return word.starts_with("-"); });
+  if (option != extra.end()) {
+    return fmt::format("{}: expected an option of {}, got an unknown one", *option, full_name(command));
+  }
   return extra.empty() ? in_our_words(error.what())
                        : fmt::format("expected nothing more, got '{}'", fmt::join(extra, " "));
 }

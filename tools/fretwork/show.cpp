@@ -52,9 +52,13 @@ PatternPtr read_pattern(std::string text) {
   try {
     return parse_pattern(text);
   } catch (const Error& error) {
-    const std::string why = error.what(), parser = "Pattern.parse: text: ";  // the library's name for the argument
-    throw UsageError(fmt::format("show: PATTERN: {} (try: fretwork show --help)",
-                                 why.starts_with(parser) ? why.substr(parser.size()) : why));
+    const std::string parser = "Pattern.parse: text: ";  // the library's name for the argument
+    std::string why = error.what();
+    why.erase(0, why.starts_with(parser) ? parser.size() : 0);
+    if (why.starts_with("expected one of ")) {
+      why.insert(why.find("one of"), "two_four or ");  // which is no pattern, but shown
+    }
+    throw UsageError(fmt::format("show: PATTERN: {} (try: fretwork show --help)", why));
   }
 }
 

@@ -109,7 +109,7 @@ struct AttentionOptions {
   double softcap = 0;                          ///< c > 0 turns a score s into c·tanh(s/c)
   const TensorView* bias = nullptr;            ///< broadcasts to (B,Hq,Sq,Sk); added after scale and softcap
   const TensorView* slopes = nullptr;          ///< ALiBi (Hq) as lse: −slope·|p − j| is added, p = i + Sk − Sq
-  double dropout = 0;                          ///< rate, 0 ≤ rate < 1; needs a seed
+  double dropout = 0;                          ///< rate, 0 ≤ rate < 1; needs a seed. (Python gives zeros for 1.)
   const std::int64_t* dropout_seed = nullptr;  ///< one number on the context's device
 };
 

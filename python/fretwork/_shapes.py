@@ -250,8 +250,7 @@ def check_attention(
     check_patterns(op, patterns, heads, rows, cols)
     for x in extras:
         if x.name == "slopes":
-            if x.shape != (heads,):
-                fail(op, x.name, f"shape {(heads,)}", x.shape)
+            check_slopes(op, x.shape, heads)
         else:
             _check_bias(op, x, q, (batch, heads, rows, cols))
         _check_device(op, x, q)
@@ -261,6 +260,11 @@ def check_attention(
         fail(op, "softcap", "0 (none) or a positive number", softcap)
     if not 0 <= dropout_p <= 1:
         fail(op, "dropout_p", "0 to 1", dropout_p)
+
+
+def check_slopes(op: str, shape: Shape, heads: int) -> None:
+    if tuple(shape) != (heads,):
+        fail(op, "bias", f"slopes of shape {(heads,)}", tuple(shape))
 
 
 def _check_bias(op: str, x: Operand, q: Operand, full: tuple[int, ...]) -> None:
@@ -277,7 +281,7 @@ def check_patterns(op: str, patterns: Sequence[Pattern], heads: int, rows: int, 
         fail(op, "pattern", f"1 or {heads}, one for each query head", len(patterns))
     for p in patterns:
         if p.shape[-2:] != (rows, cols):
-            fail(op, "pattern", f"shape {(rows, cols)}, queries and keys", p.shape[-2:])
+            fail(op, "pattern", f"shape {(rows, cols)}, queries and keys of (B, H, S, D)", p.shape[-2:])
         if len(p.shape) > 2 and p.shape[0] != 1:
             fail(op, "pattern", "a regular pattern, a block layout of one head or a Kronecker pattern", p.text)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fretwork import _rules_regular as _rules_regular  # registers gradients, fakes, vmap and autocast
+from fretwork._shapes import check_slopes
 from fretwork.ops import _check_tensor, _name, _number, _precision
 from fretwork.pattern import Pattern
 
@@ -107,6 +108,8 @@ def _slopes(op: str, slopes: Tensor, q: Tensor) -> Tensor:
             f"{op}: bias: expected slopes that require no grad, got some that do; detach them, or give the bias as a "
             "tensor, −slopes[:, None, None] · |p − j|"
         )
+    if q.dim() == 4:
+        check_slopes(op, slopes.shape, q.shape[1])
     return slopes.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 

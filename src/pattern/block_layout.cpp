@@ -1,7 +1,5 @@
 // Block layouts: block((heads,rows,cols),(r,c),~bits), bits row-major, six to a character.
 #include <algorithm>
-#include <array>
-#include <charconv>
 
 #include "fretwork/error.h"
 #include "fretwork/tensor.h"
@@ -154,9 +152,7 @@ void BlockLayout::mask(std::span<std::uint8_t> out) const {
 
 std::shared_ptr<const BlockLayout> random_blocks(const BlockLayout::Sizes& sizes, double density, std::uint64_t seed) {
   if (!(density >= 0.0 && density <= 1.0)) {
-    std::array<char, 32> digits;
-    char* const end = std::to_chars(digits.data(), digits.data() + digits.size(), density).ptr;
-    throw Error("random_blocks", "density", "0 to 1", std::string(digits.data(), end));
+    throw Error("random_blocks", "density", "0 to 1", text::shortest(density));
   }
   const std::size_t count = checked_count(sizes);
   if (count > kMostRandom) {

@@ -2,6 +2,7 @@
 #include "pattern/text.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <list>
 #include <map>
@@ -305,6 +306,11 @@ std::string pack_bits(std::span<const std::uint8_t> mask) {
     digits[n] = kDigits[six];
   }
   return digits;
+}
+
+std::string shortest(double number) {
+  std::array<char, 32> digits;
+  return {digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr};
 }
 
 std::vector<std::uint8_t> bits(const Call& call, std::size_t position, const char* argument, std::size_t count) {

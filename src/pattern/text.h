@@ -50,6 +50,8 @@ std::vector<std::int64_t> integers(const Call& call, std::size_t position, const
 /// `count` zeros and ones from a word of bits, six to a character; and the word for them.
 std::vector<std::uint8_t> bits(const Call& call, std::size_t position, const char* argument, std::size_t count);
 std::string pack_bits(std::span<const std::uint8_t> mask);
+/// A number in as few digits as tell it from its neighbours.
+std::string shortest(double number);
 void expect_arguments(const Call& call, std::size_t count, const char* form);
 /// The same call with its keywords put in their places: one argument for each of the names, the word None where one of
 /// `others` is not given. Throws Error on one of `needed` that is missing, on keywords that are not among the names, on

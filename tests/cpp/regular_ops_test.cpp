@@ -282,13 +282,13 @@ TEST(Attention, RefusesBadCalls) {
   EXPECT_EQ(call.error(), "attention: pattern: expected 1 or 4, one for each query head, got 3");
   call = {};
   call.patterns = {patterns::causal(8)};
-  EXPECT_EQ(call.error(), "attention: pattern: expected shape (8, 12), queries and keys, got (8, 8)");
+  EXPECT_EQ(call.error(), "attention: pattern: expected shape (8, 12), queries and keys of (B, H, S, D), got (8, 8)");
   call = {};
   call.lse = TensorView(nullptr, DType::f64, {2, 4, 8});
   EXPECT_EQ(call.error(), "attention: lse: expected float32, got float64");
   call = {};
   call.options.dropout = 1.0;
-  EXPECT_EQ(call.error(), "attention: dropout: expected 0 or more and less than 1, got 1.000000");
+  EXPECT_EQ(call.error(), "attention: dropout: expected 0 or more and less than 1, got 1");
   call = {};
   call.options.dropout = 0.5;
   EXPECT_EQ(call.error(), "attention: dropout_seed: expected a seed where there is dropout, got none");

@@ -8,6 +8,7 @@
 #include "fretwork/ops.h"
 #include "ops/attention/problem.h"
 #include "pattern/checks.h"
+#include "pattern/text.h"
 
 namespace fretwork {
 namespace {
@@ -51,7 +52,8 @@ std::vector<RegularPtr> check_patterns(const char* op, std::span<const PatternPt
   for (const PatternPtr& pattern : patterns) {
     RegularPtr regular = check_regular(op, pattern);
     if (regular->rows() != p.rows || regular->cols() != p.cols) {
-      throw Error(op, "pattern", "shape " + shape_text(std::vector{p.rows, p.cols}) + ", queries and keys",
+      throw Error(op, "pattern",
+                  "shape " + shape_text(std::vector{p.rows, p.cols}) + ", queries and keys of (B, H, S, D)",
                   shape_text(regular->shape()));
     }
     const auto same =
@@ -141,10 +143,10 @@ void check_options(const char* op, const AttentionOptions& options, const Contex
   p.scale = options.scale.value_or(1 / std::sqrt(static_cast<double>(p.depth)));
   p.softcap = options.softcap;
   if (!std::isfinite(p.scale)) {
-    throw Error(op, "scale", "a finite number", std::to_string(p.scale));
+    throw Error(op, "scale", "a finite number", text::shortest(p.scale));
   }
   if (!std::isfinite(p.softcap) || p.softcap < 0) {
-    throw Error(op, "softcap", "0 (none) or a positive number", std::to_string(p.softcap));
+    throw Error(op, "softcap", "0 (none) or a positive number", text::shortest(p.softcap));
   }
   if (options.bias != nullptr) {
     p.bias = check_bias(op, "bias", *options.bias, p, context);
@@ -156,7 +158,7 @@ void check_options(const char* op, const AttentionOptions& options, const Contex
     p.slopes = {options.slopes->data, 0, options.slopes->stride(0), 0, 0};
   }
   if (!(options.dropout >= 0 && options.dropout < 1)) {
-    throw Error(op, "dropout", "0 or more and less than 1", std::to_string(options.dropout));
+    throw Error(op, "dropout", "0 or more and less than 1", text::shortest(options.dropout));
   }
   if (options.dropout > 0 && options.dropout_seed == nullptr) {
     throw Error(op, "dropout_seed", "a seed where there is dropout", "none");

@@ -1,7 +1,5 @@
 // Dense to packed blocks and back: what the copies accept, and which backend runs them.
-#include <array>
 #include <bit>
-#include <charconv>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -11,6 +9,7 @@
 #include "fretwork/ops.h"
 #include "ops/block_pack/problem.h"
 #include "pattern/checks.h"
+#include "pattern/text.h"
 
 namespace fretwork {
 namespace {
@@ -46,10 +45,8 @@ double largest(DType dtype) {
 
 std::uint64_t bits_of(double fill, DType dtype) {
   if (std::isfinite(fill) && std::abs(fill) > largest(dtype)) {
-    std::array<char, 32> digits{};
-    char* const end = std::to_chars(digits.data(), digits.data() + digits.size(), fill).ptr;
     throw Error("unpack", "fill", std::string("a number that ") + name_of(dtype) + " holds, or an infinity",
-                std::string(digits.data(), end));
+                text::shortest(fill));
   }
   switch (dtype) {
     case DType::f64:

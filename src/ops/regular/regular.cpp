@@ -9,6 +9,7 @@
 #include "fretwork/ops.h"
 #include "ops/regular/problem.h"
 #include "pattern/checks.h"
+#include "pattern/text.h"
 #include "runtime/plan_cache.h"
 
 namespace fretwork {
@@ -86,7 +87,8 @@ RegularPtr check_pattern(const char* op, const PatternPtr& pattern) {
   try {
     regular_op::rows_of(*regular);
   } catch (const Error& error) {
-    throw Error(op, "pattern", "one whose every row is a progression", error.what());
+    const std::string text = error.what();  // of acsr
+    throw Error(op + text.substr(text.find(':')));
   }
   return regular;
 }
@@ -157,7 +159,7 @@ void softmax(const char* op, const Named& in, const Named* d_out, const Named& o
   check_rank(op, in.name, in.tensor, "4 dimensions (B, H, Sq, W)");
   const RegularPtr regular = check_pattern(op, pattern);
   if (!std::isfinite(scale)) {
-    throw Error(op, "scale", "a finite number", std::to_string(scale));
+    throw Error(op, "scale", "a finite number", text::shortest(scale));
   }
   Softmax s;
   s.dtype = in.tensor.dtype;

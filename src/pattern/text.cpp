@@ -19,6 +19,8 @@ namespace text {
 namespace {
 
 constexpr int kMaxDepth = 64;
+/// A short text must not ask for unbounded memory.
+constexpr std::uint64_t kLongestRange = std::uint64_t{1} << 24;
 constexpr std::string_view kDigits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 
 bool starts_name(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
@@ -239,6 +241,26 @@ const T* argument_if(const Call& call, std::size_t position) {
   throw Error(call.name, argument, expected, there ? describe(call.arguments[position]) : "nothing");
 }
 
+/// range(stop), range(start, stop) or range(start, stop, step), as Python counts, upwards.
+std::vector<std::int64_t> counted(const Call& range) {
+  const std::size_t given = range.arguments.size();
+  const std::int64_t start = given > 1 ? integer(range, 0, "start") : 0;
+  const std::int64_t stop = integer(range, given > 1 ? 1 : 0, "stop"), step = given > 2 ? integer(range, 2, "step") : 1;
+  if (given > 3 || !range.keywords.empty() || step < 1) {
+    throw Error("range", "arguments", "stop, or start and stop, and a step of at least 1", "others");
+  }
+  const auto length = static_cast<std::uint64_t>(stop) - static_cast<std::uint64_t>(start);
+  const std::uint64_t count = stop > start ? (length - 1) / static_cast<std::uint64_t>(step) + 1 : 0;
+  if (count > kLongestRange) {
+    throw Error("range", "arguments", "at most 2^24 integers", std::to_string(count));
+  }
+  std::vector<std::int64_t> all(count);
+  for (std::size_t n = 0; n < all.size(); ++n) {
+    all[n] = start + static_cast<std::int64_t>(n) * step;
+  }
+  return all;
+}
+
 }  // namespace
 
 Call parse(std::string_view text) { return Parser(text).whole(); }
@@ -283,6 +305,9 @@ std::vector<std::int64_t> integers(const Call& call, std::size_t position, const
       all.push_back(*one);
     }
     return all;
+  }
+  if (const auto* range = argument_if<Call>(call, position); range != nullptr && range->name == "range") {
+    return counted(*range);
   }
   wrong_kind(call, position, argument, "an integer or a tuple of them");
 }

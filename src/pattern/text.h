@@ -45,7 +45,7 @@ PatternPtr remembered(PatternPtr pattern);
 std::int64_t integer(const Call& call, std::size_t position, const char* argument);
 double number(const Call& call, std::size_t position, const char* argument);
 const std::string& word(const Call& call, std::size_t position, const char* argument);
-/// A tuple of integers; a single integer counts as a tuple of one.
+/// A tuple of integers, or range(…); a single integer counts as a tuple of one.
 std::vector<std::int64_t> integers(const Call& call, std::size_t position, const char* argument);
 /// `count` zeros and ones from a word of bits, six to a character; and the word for them.
 std::vector<std::uint8_t> bits(const Call& call, std::size_t position, const char* argument, std::size_t count);

@@ -113,6 +113,27 @@ def test_lists_of_many_kinds(convert):
     assert P.acsr(convert([0, 1]), convert([1, 1]), convert([2, 3]), 4) == P.acsr([0, 1], [1, 1], [2, 3], cols=4)
 
 
+def test_ranges_in_texts():
+    assert fw.Pattern.parse("longformer(64,5,range(3))") == P.longformer(64, 5, range(3))
+    assert fw.Pattern.parse("vertical_slash(64, range(8, 40, 7), range(2, 5))") == P.vertical_slash(
+        64, range(8, 40, 7), range(2, 5)
+    )
+    assert fw.Pattern.parse("longformer(64,5,range(3,3))") == P.longformer(64, 5, [])
+    far = "longformer(64,5,range(-9223372036854775807,9223372036854775807))"
+    for text, words in {
+        "longformer(64,5,range())": "range: stop: expected an integer, got nothing",
+        "longformer(64,5,range(1,2,0))": "range: arguments: expected stop, or start and stop, and a step of at least 1",
+        "longformer(64,5,range(1,2,3,4))": "range: arguments: expected stop, or start and stop, and a step",
+        "longformer(64,5,range(stop=3))": "range: arguments: expected stop, or start and stop, and a step",
+        "longformer(64,5,range(16777217))": r"range: arguments: expected at most 2\^24 integers, got 16777217",
+        far: r"range: arguments: expected at most 2\^24 integers, got 18446744073709551614",
+        "longformer(64,5,full(3))": "longformer: globals: expected an integer or a tuple of them, got a pattern",
+        "range(3)": "Pattern.parse: text: expected one of ",
+    }.items():
+        with pytest.raises(ValueError, match=f"^{words}"):
+            fw.Pattern.parse(text)
+
+
 @pytest.mark.parametrize("call, text", [
     (lambda: P.strided(16.0, 2), "strided: seq: expected an int, got 16.0"),
     (lambda: P.strided(16, "2"), "strided: stride: expected an int, got '2'"),

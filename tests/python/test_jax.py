@@ -320,6 +320,26 @@ def test_traced_once(rng):
     assert block._product._cache_size() == before
 
 
+def test_patterns_are_static_arguments(rng):
+    """Without being named so; another one is another trace."""
+    traces = []
+
+    @jax.jit
+    def product(values, x, layout):
+        traces.append(layout)
+        return fj.dsd(values, x, layout)
+
+    first, second = (fw.BlockLayout(mask, block=16) for mask in ([[1, 0], [1, 1]], [[1, 1], [0, 1]]))
+    values, x = rng.standard_normal((3, 16, 16)), rng.standard_normal((32, 5))
+    for layout in (first, second, fw.BlockLayout([[1, 0], [1, 1]], block=16)):
+        got = product(values, x, layout)
+        assert np.allclose(got, layout.unpack(torch.tensor(values))[0].numpy() @ x)
+    assert traces == [first, second]
+    q, near, far = rng.standard_normal((1, 2, 9, 4)), fw.patterns.causal(9), fw.patterns.strided(9, 3)
+    assert np.array_equal(jax.jit(fj.attention)(q, q, q, [near, far]), fj.attention(q, q, q, [near, far]))
+    assert jax.tree.leaves([fw.KroneckerPattern(1, 2, 3, 4), near, first]) == []
+
+
 def test_many_threads_at_once(rng):
     """Calls that fill XLA's pool wait only for work that runs."""
     function, reference, (values, dense) = case("dsd", rng.random((1, 16, 16)) < 0.3, rng, block=32, free=64)

@@ -1,6 +1,7 @@
 """The ops on JAX arrays: under jit, grad and vmap, on CPU and CUDA.
 
-The functions are those of `fretwork` itself; a layout is a constant of the trace, like any static argument.
+The functions are those of `fretwork` itself; a layout or pattern is a constant of the trace, whether closed
+over or an argument.
 
 >>> import jax
 >>> import jax.numpy as jnp

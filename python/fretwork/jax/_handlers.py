@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from fretwork._library import library_path
 from fretwork._shapes import Operand, fail
+from fretwork.pattern import BlockLayout, KroneckerPattern, Pattern
 
 _OPS = (
     *("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_chain", "ksmm_backward_weight"),
@@ -35,6 +36,10 @@ def _register() -> None:
 
 
 _register()
+
+# Arguments of what jax.jit traces may be patterns: static ones, without being named so.
+for _kind in (Pattern, BlockLayout, KroneckerPattern):
+    jax.tree_util.register_static(_kind)
 
 
 # Checks. They follow the core's, which would only speak when the compiled program runs.

@@ -23,7 +23,7 @@ HEAD = """# Patterns
 
 A pattern says which keys a query sees. It is an immutable value: it has a text, by which it compares, and costs a few
 hundred bytes, however long the sequence. Query i stands at position p = i + offset; queries are the last ones (offset =
-Sk − Sq) unless `offset=` says otherwise. `seq` is S or (Sq, Sk).
+Sk − Sq) unless `offset=`, which every pattern with `seq` takes as a keyword, says otherwise. `seq` is S or (Sq, Sk).
 
 ```python
 import fretwork as fw
@@ -46,7 +46,7 @@ tuple with one for each: `window`, `dilation` and `causal` of `neighborhood`, `t
 p, p and one behind it. Near an end it is shifted inwards, so every query sees `window` positions; a causal axis sees
 fewer at its beginning. Windows of `swin` and tiles of `sliding_tile` that do not divide the grid are cut at its end:
 the last ones are smaller. Lists (`globals`, `vertical`, `slash`, `lengths`, …) are any sequences or arrays of
-integers, ranges too.
+integers, ranges too (in a text as well: `longformer(4096,256,range(64))`).
 
 Inside, a pattern is a few parts: boxes on the digits of positions. A window is a band in plain order; a dilated one is
 a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting and intersecting
@@ -74,9 +74,24 @@ slopes = fw.alibi(0.5 ** torch.arange(1, 5))  # or a tensor that broadcasts to (
 fw.attention(q, k, v, near, bias=slopes, softcap=30.0, scale=0.1, dropout_p=0.1)
 ```
 Only the pattern's scores are computed, forward and backward, on a CPU or a GPU. `fretwork.jax.attention` is the same in
-JAX, and Hugging Face models take a pattern in their configuration (`fretwork.compat.transformers`). In
+JAX; a pattern that is an argument of what `jax.jit` traces is a constant of it. In
 `examples/`, `custom_pattern.py` makes, draws and times a new one; `longformer_block.py` and `vision_neighborhood.py`
 train with patterns.
+
+Hugging Face models take a pattern in their configuration, as a text with `{seq}` for the lengths, one for all layers or
+a list with one for each; without one they keep the attention they have:
+```python
+import torch, fretwork.compat.transformers  # registers "fretwork"
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+config = LlamaConfig(**sizes, fretwork_pattern=["sliding_window({seq}, 511, 0)", "strided({seq}, 64)"])
+model = AutoModelForCausalLM.from_config(config, attn_implementation="fretwork")
+print(model(torch.randint(64, (1, 700))).logits.shape)
+```
+With trained weights, `model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fretwork")` and then
+`model.config.fretwork_pattern = "strided({seq}, 128)"`; it is saved with the model. Padding and caches that grow are
+taken care of; the module's docstring says what is not.
 
 Who wants the scores has SPLAT's three operators, for patterns whose rows are one progression each: `r_sddmm` computes
 them side by side (entry t of row i is key start[i] + t·stride[i]), `r_softmax` normalises them and `r_spmm` multiplies
@@ -135,7 +150,8 @@ ENTRIES = [
           "longformer(64,5,[0,1,40])", "longformer(16384, 512, range(64))"),
     Entry("bigbird", "bigbird(seq, block, window, globals, random, seed=0)",
           "on blocks P, J: |P − J| ≤ window, or P < globals, or J < globals, or J one of `random` drawn for P among "
-          "the others", "bigbird(64,4,1,1,2)", "bigbird(16384, 64, 1, 2, 3, seed=5)"),
+          "the others, or all of these if there are fewer", "bigbird(64,4,1,1,2)",
+          "bigbird(16384, 64, 1, 2, 3, seed=5)"),
     Entry("block_local", "block_local(seq, block, previous=0)", "0 ≤ ⌊p/block⌋ − ⌊j/block⌋ ≤ previous",
           "block_local(64,12,previous=1)", "block_local(16384, 1024)"),
     Entry("swin", "swin(height, width, window, shift=0)",

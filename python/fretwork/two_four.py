@@ -152,6 +152,18 @@ class TwoFour:
         values = self.values.to(device=device, dtype=dtype, non_blocking=non_blocking)
         return TwoFour._of(values, metadata.to(device=device, non_blocking=non_blocking), self.dim)
 
+    def cuda(self, device: torch.device | str | int | None = None) -> TwoFour:
+        return self.to("cuda" if device is None else device)
+
+    def cpu(self) -> TwoFour:
+        return self.to("cpu")
+
+    def __matmul__(self, b: Tensor) -> Tensor:
+        return matmul(self, b)
+
+    def __rmatmul__(self, a: Tensor) -> Tensor:
+        return matmul(a, self)
+
     def __getitem__(self, index: slice | tuple[slice, slice]) -> TwoFour:
         """s[a:b] and s[a:b, c:d]; copies nothing. Along `dim` a cut is between whole words of metadata.
 
@@ -586,7 +598,11 @@ def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -
             tensors[prefix + key] = lines.clone() if shared else lines
             places.add(lines.untyped_storage().data_ptr())
         texts[f"{prefix}dim"] = str(s.dim)
-    _safetensors("save").torch.save_file(tensors, _path("save", file), texts)
+    library = _safetensors("save")
+    try:
+        library.torch.save_file(tensors, _path("save", file), texts)
+    except library.SafetensorError as error:
+        refuse("save", "file", "a path that can be written", f"{file}: {error}")
 
 
 def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFour | dict[str, TwoFour]:

@@ -61,6 +61,12 @@ def test_the_form_is_torchs(kind, dim, rng, on_device):
         np.testing.assert_array_equal(np.asarray(got, np.float64), want)
 
 
+def test_as_arrays_are_multiplied(rng):
+    s, x = two_four.compress(pruned(rng, (24, 32), "float32")), jnp.asarray(rng.standard_normal((32, 5)), "float32")
+    assert jnp.array_equal(s @ x, two_four.matmul(s, x)) and jnp.array_equal(x.T @ s.T, two_four.matmul(x.T, s.T))
+    assert jnp.array_equal(jax.jit(lambda s, x: s @ x)(s, x), s @ x)
+
+
 @pytest.mark.parametrize(
     "batch, activation, dtype",
     [((), None, "float32"), ((2, 3), "gelu", "float32"), ((2, 3), "silu", "bfloat16"), ((), "relu", "float16")],

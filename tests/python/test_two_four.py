@@ -125,6 +125,23 @@ def test_repr_and_properties(device):
     assert s.device == s.values.device and s.dtype == torch.float32
 
 
+def test_as_tensors_are_multiplied_and_moved(device):
+    A, x = pruned(24, 32, torch.float32, device), torch.randn(32, 5, device=device)
+    s = two_four.compress(A)
+    assert torch.equal(s @ x, two_four.matmul(s, x)) and torch.equal(x.T @ s.T, two_four.matmul(x.T, s.T))
+    assert torch.equal(torch.compile(lambda y: s @ y, backend="eager")(x), s @ x)
+    with pytest.raises(TypeError, match=r"^matmul: a and b: expected exactly one fretwork.TwoFour, got two"):
+        s @ s.T
+    with pytest.raises(TypeError, match=r"^matmul: b: expected a torch.Tensor, got int"):
+        s @ 3
+    assert s.cpu().device.type == "cpu" and torch.equal(s.cpu().to_dense(), A.cpu())
+    if device.type == "cuda":
+        assert s.cpu().cuda().device.type == "cuda" and s.cpu().cuda(0).device == torch.device("cuda:0")
+    else:
+        with pytest.raises((AssertionError, RuntimeError)):  # as torch says it
+            s.cuda()
+
+
 @pytest.mark.parametrize("dim", [-1, 0])
 @pytest.mark.parametrize("word", [torch.int8, torch.int16, torch.int32], ids=str)
 def test_to_another_dtype(dim, word, device):
@@ -617,6 +634,8 @@ def test_files_are_checked(tmp_path):
             two_four.save(file, wrong)
     with pytest.raises(ValueError, match=r"save: matrices: expected names that differ as texts, got 0, '0'"):
         two_four.save(file, {0: s, "0": s})
+    with pytest.raises(ValueError, match=r"^save: file: expected a path that can be written, got .*no/file: "):
+        two_four.save(tmp_path / "no/file", s)
     two_four.save(file, s.T)
     with pytest.raises(ValueError, match=r"load: device: expected .*got 'gpu'"):
         two_four.load(file, "gpu")

@@ -107,6 +107,12 @@ class TwoFour:
         dense = _to_dense(self.values, self.metadata)
         return dense if self.dim else dense.T
 
+    def __matmul__(self, b: ArrayLike) -> jax.Array:
+        return matmul(self, b)
+
+    def __rmatmul__(self, a: ArrayLike) -> jax.Array:
+        return matmul(a, self)
+
     def __getitem__(self, index: slice | tuple[slice, slice]) -> TwoFour:
         """s[a:b] and s[a:b, c:d]. Along `dim` a cut is between whole words of metadata.
 

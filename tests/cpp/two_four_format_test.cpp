@@ -771,6 +771,8 @@ TEST(TwoFourLinear, RefusesInWords) {
   EXPECT_EQ(linear(weight, kHalf, {9, 48}, &wide), "linear: bias: expected float16, got float32");
   EXPECT_EQ(linear(weight, kHalf, {9, 48}, nullptr, &eight), "linear: scale_b: expected () or (32,), got (8,)");
   EXPECT_EQ(linear(weight, kHalf, {8, 48}), "linear: out: expected (8, 32), got (9, 32)");
+  const TwoFour nowhere{weight.values, TensorView(nullptr, DType::i16, {32, 3}), 1};
+  EXPECT_EQ(linear(nowhere, kHalf, {9, 48}), "TwoFour: metadata: expected the address of (32, 3), got null");
 }
 
 /// What bench/compare_two_four.py measured on an H200 (`fallback`), with its own kernels and the portable ones.

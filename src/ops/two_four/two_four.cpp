@@ -410,7 +410,8 @@ void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, co
 }
 
 /// What linear says before its operands are turned to those of a matmul.
-void check_linear(const char* op, const TensorView& x, const TwoFour& weight) {
+void check_linear(const char* op, const TensorView& x, const TwoFour& weight, const Context& context) {
+  check_plain(weight, context);
   if (check_axis(op, weight.dim) != 1) {
     throw Error(op, "s", "(out, in) compressed along in, dim 1", "dim " + text(weight.dim));
   }
@@ -443,7 +444,7 @@ void two_four_matmul(const TensorView& a, const TwoFour& b, const TensorView& ou
 void two_four_linear(const TensorView& x, const TwoFour& weight, const TensorView& out, Context& context,
                      const TwoFourOptions& options) {
   constexpr Sides kSides{"linear", "s", "x", false};
-  check_linear(kSides.op, x, weight);
+  check_linear(kSides.op, x, weight, context);
   multiply(kSides, weight.transpose(), in_rows(x), in_rows(out), options, context);
 }
 

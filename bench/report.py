@@ -19,6 +19,12 @@ def number(value: float | None, digits: int = 0) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def days(rows: list[Row]) -> str:
+    """When they were measured: a day, or the first and the last."""
+    dates = sorted(r["date"] for r in rows)
+    return " to ".join(sorted({dates[0], dates[-1]}))
+
+
 def product_table(rows: list[Row]) -> list[str]:
     unit = "TFLOP/s" if rows[0]["tflops"] > 5 else "GFLOP/s"
     factor = 1 if unit == "TFLOP/s" else 1000
@@ -57,7 +63,7 @@ def section(title: str, rows: list[Row]) -> list[str]:
         if products:
             first = products[0]
             kernels = "" if arch == "auto" else f", kernels forced to {arch}"
-            lines += [f"n = {first['n']}, torch {first['torch']}, {first['date']}{kernels}.", ""]
+            lines += [f"n = {first['n']}, torch {first['torch']}, {days(products)}{kernels}.", ""]
             lines += [*product_table(products), ""]
         if softmax := [r for r in of_arch if r["op"] == "block_softmax"]:
             lines += ["Softmax, (2, 8, n, n):", "", *softmax_table(softmax), ""]
@@ -90,10 +96,9 @@ def kronecker_summary(rows: list[Row]) -> list[str]:
         beside = [r["ms"] for r in of if len(r["ms"]) > 1]
         best = [min(v for k, v in ms.items() if k != "kernel") / ms["kernel"] for ms in beside]
         mean = statistics.geometric_mean(best) if best else None
-        days = sorted(r["date"] for r in of)
         lines.append(
             f"| {each[0]} {each[1]} | {each[2]} | {each[3]} | {len(of)} | {number(floor, 2)} | {number(mean, 2)} | "
-            f"{number(min(best, default=None), 2)} | {len(best)} | {' to '.join(sorted({days[0], days[-1]}))} |"
+            f"{number(min(best, default=None), 2)} | {len(best)} | {days(of)} |"
         )
     backward = [r for r in rows if r["part"] == "backward"]
     for dtype, precision, batch, layout in sorted({kind({"precision": None, **r}) for r in backward}, key=str):
@@ -208,7 +213,7 @@ def attention_section(rows: list[Row]) -> list[str]:
         of = [r for r in measured if kind(r) == each]
         forced = "" if arch == "auto" else f", kernels forced to {arch}"
         shared = "" if heads == kv_heads else f" ({kv_heads} of keys)"
-        where = f"torch {of[0]['torch']}{', Flex tuned' if flex == 'tuned' else ''}, {of[0]['date']}"
+        where = f"torch {of[0]['torch']}{', Flex tuned' if flex == 'tuned' else ''}, {days(of)}"
         lines += [f"B = {batch}, {heads} heads{shared}, S = {seq}, D = {depth}, {dtype}{forced}; {where}.", ""]
         lines += [*attention_table(of), ""]
     if decode := [r for r in rows if r["part"] == "decode"]:

@@ -104,6 +104,16 @@ def test_pages_are_of_the_rows():
     assert "\n".join(report.kronecker_summary(results("h200"))) in (ROOT / "src/ops/kronecker/README.md").read_text()
 
 
+def test_dates_are_all_of_the_rows():
+    """A page of measurements names the first and the last day of each table."""
+    rows = [{"date": f"2026-11-{day}"} for day in (16, 15, 17)]
+    assert report.days(rows) == "2026-11-15 to 2026-11-17" and report.days(rows[:1]) == "2026-11-16"
+    block = json.loads((ROOT / "bench/results/h200/block.json").read_text())
+    head = report.section("H200", block)[2]
+    dates = {r["date"] for r in block if r["arch"] == "auto" and r["op"] in ("dsd", "dds", "sdd")}
+    assert min(dates) in head and max(dates) in head and head in (ROOT / "docs/benchmarks.md").read_text()
+
+
 def test_plots_are_of_the_rows():
     """After a change of the rows: python bench/plot_kronecker.py."""
     rows = plot.shown(results("h200"))

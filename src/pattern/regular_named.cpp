@@ -1,6 +1,7 @@
 // The named patterns on sequences: what each allows, as disjoint parts from its rule.
 #include <set>
 
+#include "core/large_pages.h"
 #include "pattern/regular_text.h"
 
 namespace fretwork::patterns {
@@ -311,6 +312,7 @@ RegularPtr document(std::span<const std::int64_t> lengths, bool causal) {
   std::vector<PartGroup> groups(1);
   groups[0].view = flat_view();
   groups[0].parts.reserve(lengths.size());
+  ask_for_large_pages(groups[0].parts.data(), lengths.size() * sizeof(Part));
   for (const std::int64_t length : lengths) {
     if (length < 0 || length > kLargest || total + length > kLargest) {
       throw Error("document", "lengths", "lengths from 0 on with a sum up to 2^48", std::to_string(length));

@@ -232,7 +232,7 @@ class Planner {
     const auto cols = tile_tokens(out.col_order, out.col_tiles[static_cast<std::size_t>(t)], plan_.shape.cols);
     const int height = plan_.shape.rows, width = plan_.shape.cols;
     std::vector<std::uint32_t> bits(static_cast<std::size_t>(height * width / 32));
-    Mask band{height + width, -height - width, 0, -1};
+    Mask band{height + width, -height - width, 0};
     bool none = true, all = true;
     for (int m = 0; m < height; ++m) {
       for (int n = 0; n < width; ++n) {
@@ -241,7 +241,7 @@ class Planner {
         all = all && (there || rows[static_cast<std::size_t>(m)] < 0);
         if (there) {
           bits[static_cast<std::size_t>((m * width + n) / 32)] |= 1u << n % 32;
-          band = {std::min(band.low, n - m), std::max(band.high, n - m), std::max(band.limit, n + 1), -1};
+          band = {std::min(band.low, n - m), std::max(band.high, n - m), std::max(band.limit, n + 1)};
         }
       }
     }
@@ -252,15 +252,24 @@ class Planner {
       push(whole, t, -1);
       return;
     }
-    bool banded = true;
+    bool banded = true, intervals = true;
+    std::vector<Interval> each(static_cast<std::size_t>(height));
     for (int m = 0; m < height; ++m) {
+      Interval& row = each[static_cast<std::size_t>(m)];
       for (int n = 0; n < width; ++n) {
         const bool in_band = band.low <= n - m && n - m <= band.high && n < band.limit;
         const bool there = (bits[static_cast<std::size_t>((m * width + n) / 32)] >> n % 32 & 1u) != 0;
         banded = banded && (there == in_band || rows[static_cast<std::size_t>(m)] < 0);
+        if (there) {
+          intervals = intervals && (row.end == 0 || row.end == n);
+          row = {row.end == 0 ? static_cast<std::uint8_t>(n) : row.begin, static_cast<std::uint8_t>(n + 1)};
+        }
       }
     }
-    if (!banded) {
+    if (!banded && intervals) {
+      band = {0, 0, 0, -1, static_cast<int>(plan_.intervals.size())};
+      plan_.intervals.insert(plan_.intervals.end(), each.begin(), each.end());
+    } else if (!banded) {
       auto& number = known_[bits];
       if (number == 0) {
         number = static_cast<int>(plan_.bits.size()) + 1;

@@ -168,7 +168,7 @@ std::vector<int64_t> tokens(const Order& order, const Tile& tile, int side) {
 class Checker {
  public:
   Checker(const std::vector<std::uint8_t>& mask, const Plan& plan, std::string name)
-      : mask_(mask), plan_(plan), name_(std::move(name)), count_(mask.size()) {
+      : mask_(mask), plan_(plan), all_bits_(plan.all_bits()), name_(std::move(name)), count_(mask.size()) {
     row_used_.resize(plan.rows);
     col_used_.resize(plan.cols);
     for (int64_t i = 0; i < plan.rows; ++i) {
@@ -190,7 +190,8 @@ class Checker {
     for (std::size_t m = 0; m < plan_.masks.size(); ++m) {
       for (std::size_t n = 0; n < m; ++n) {
         const Mask &a = plan_.masks[m], &b = plan_.masks[n];
-        EXPECT_FALSE(a.low == b.low && a.high == b.high && a.limit == b.limit && a.bits == b.bits) << name_;
+        EXPECT_FALSE(a.low == b.low && a.high == b.high && a.limit == b.limit && a.bits == b.bits && a.rows == b.rows)
+            << name_;
       }
     }
     EXPECT_EQ(all_rows_, plan_.all_rows_used) << name_;
@@ -248,9 +249,14 @@ class Checker {
         bool bits = false;
         if (mask >= 0) {
           const Mask& k = plan_.masks[mask];
-          bits = k.bits >= 0;
-          there = bits ? (plan_.bits[k.bits + (m * plan_.shape.cols + n) / 32] >> (n % 32) & 1) != 0
-                       : k.low <= n - m && n - m <= k.high && n < k.limit;
+          bits = k.bits >= 0 || k.rows >= 0;
+          there = k.rows >= 0 ? plan_.intervals[k.rows + m].begin <= n && n < plan_.intervals[k.rows + m].end
+                  : bits      ? (plan_.bits[k.bits + (m * plan_.shape.cols + n) / 32] >> (n % 32) & 1) != 0
+                              : k.low <= n - m && n - m <= k.high && n < k.limit;
+          const int at = plan_.bits_of(k);
+          ASSERT_EQ(at >= 0, bits) << name_;
+          ASSERT_TRUE(!bits || there == ((all_bits_[at + (m * plan_.shape.cols + n) / 32] >> (n % 32) & 1) != 0))
+              << name_ << ": intervals that are drawn";
         }
         if (!there) {
           continue;
@@ -281,6 +287,7 @@ class Checker {
 
   const std::vector<std::uint8_t>& mask_;
   const Plan& plan_;
+  const std::vector<std::uint32_t> all_bits_;
   std::string name_;
   std::vector<std::uint8_t> count_;
   std::vector<bool> row_used_, col_used_;
@@ -300,7 +307,7 @@ void check(const Case& c, const TileShape& shape) {
       turned[j * c.rows + i] = mask[i * c.cols + j];
     }
   }
-  Checker(turned, plan_parts(c.cols, c.rows, transposed(c.groups), shape), name + " transposed").check();
+  Checker(turned, plan_parts(c.rows, c.cols, c.groups, shape, /*transpose=*/true), name + " transposed").check();
 }
 
 using Random = std::mt19937_64;
@@ -602,16 +609,15 @@ TEST(Plan, OfTexts) {
 
 /// Prints what a plan came to; times are not asserted, machines differ.
 void report(const Case& c, const TileShape& shape, bool turned = false) {
-  const std::vector<PartGroup> groups = turned ? transposed(c.groups) : c.groups;
   double best = 1e9;
   Plan plan;
   for (int n = 0; n < 3; ++n) {
     const std::clock_t begin = std::clock();
-    plan = plan_parts(turned ? c.cols : c.rows, turned ? c.rows : c.cols, groups, shape);
+    plan = plan_parts(c.rows, c.cols, c.groups, shape, turned);
     best = std::min(best, static_cast<double>(std::clock() - begin) * 1e3 / CLOCKS_PER_SEC);
   }
   double elements = 0;
-  for (const PartGroup& group : groups) {
+  for (const PartGroup& group : c.groups) {
     for (const Part& part : group.parts) {
       double product = 1;
       for (int k = 0; k < group.view.axes; ++k) {
@@ -625,10 +631,10 @@ void report(const Case& c, const TileShape& shape, bool turned = false) {
       elements += product;
     }
   }
-  std::printf("%s%s %ldx%ld in %dx%d: %.2f ms, %zu KB, %zu masks, %zu bits, ideal %.0f pairs\n", c.name.c_str(),
-              turned ? ".T" : "", static_cast<long>(plan.rows), static_cast<long>(plan.cols), shape.rows, shape.cols,
-              best, plan.bytes() / 1024, plan.masks.size(), plan.bits.size() * 32 / shape.rows / shape.cols,
-              elements / shape.rows / shape.cols);
+  std::printf("%s%s %ldx%ld in %dx%d: %.2f ms, %zu KB, %zu masks, %zu intervals, %zu bits, ideal %.0f pairs\n",
+              c.name.c_str(), turned ? ".T" : "", static_cast<long>(plan.rows), static_cast<long>(plan.cols),
+              shape.rows, shape.cols, best, plan.bytes() / 1024, plan.masks.size(), plan.intervals.size() / shape.rows,
+              plan.bits.size() * 32 / shape.rows / shape.cols, elements / shape.rows / shape.cols);
   for (const Component& k : plan.components) {
     const auto text = [](const Order& o) {
       std::string made;
@@ -720,7 +726,7 @@ TEST(Plan, OfLongSequencesIsSmall) {
   }
   const auto bounded = [](const Case& c, std::size_t megabytes, int64_t pairs) {
     for (const bool turned : {false, true}) {
-      const Plan plan = plan_parts(c.rows, c.cols, turned ? transposed(c.groups) : c.groups, kShapes[0]);
+      const Plan plan = plan_parts(c.rows, c.cols, c.groups, kShapes[0], turned);
       int64_t sum = 0;
       for (const Component& component : plan.components) {
         sum += component.pairs;

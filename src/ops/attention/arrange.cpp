@@ -544,20 +544,23 @@ class Cutter {
     if (wishes) {
       rows.push_back(rows_from(all.row_begin, row_edges));
     }
+    const Cuts tidy_cols = wishes && col_extent > 1 ? with_origin(all.col_begin, all.col_end, all.col_begin, col_extent,
+                                                                  col_walls, col_edges)
+                                                    : Cuts();
     for (const Cuts& row : rows) {
+      take_samples(row);
       const bool tidy = wishes && &row == &rows.back();
       for (const std::int64_t origin : col_origins(k, all, row)) {
         consider(k, row, with_origin(all.col_begin, all.col_end, origin, col_extent, col_walls, {}), {});
       }
       if (wishes && col_extent > 1) {
-        consider(k, row, with_origin(all.col_begin, all.col_end, all.col_begin, col_extent, col_walls, col_edges), {},
-                 tidy && a_.parts.size() > kManyParts ? kTidy : 1);
+        consider(k, row, tidy_cols, {}, tidy && a_.parts.size() > kManyParts ? kTidy : 1);
       }
       if (own_[k]) {
         Cuts cols;
         std::vector<int> first;
         cut_own(a_.parts, k, row, col_extent, col_walls, cols, first);
-        consider(k, row, std::move(cols), std::move(first));
+        consider(k, row, cols, first);
       }
     }
   }
@@ -592,37 +595,57 @@ class Cutter {
   }
 
   /// `preference` below 1 takes these cuts even where they need a little more.
-  void consider(int k, const Cuts& rows, Cuts cols, std::vector<int> own, double preference = 1) {
+  void consider(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own, double preference = 1) {
     if (const double now = preference * cost(rows, cols, own); now < best_ * 0.99) {
       best_ = now;
       a_.row.cuts[k] = rows;
-      a_.col.cuts[k] = std::move(cols);
-      a_.col.own[k] = std::move(own);
+      a_.col.cuts[k] = cols;
+      a_.col.own[k] = own;
     }
   }
 
-  /// Pairs of intervals that some part meets and row intervals, from a sample of the rows; each as often as the parts
-  /// have tiles on the other axes.
-  double cost(const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
-    const std::int64_t samples = std::min<std::int64_t>(rows.size(), 256);
-    double sum = 0;
-    for (std::int64_t n = 0; n < samples; ++n) {
-      const auto i = static_cast<std::size_t>((2 * n + 1) * rows.size() / (2 * samples));
-      const auto from = own.empty() ? 0 : own[i], to = own.empty() ? cols.size() : own[i + 1];
-      met_.clear();
+  /// A row interval of the sample, what parts have of it in row tiles on the other axes, and where what they reach
+  /// ends.
+  struct Sample {
+    std::size_t row;
+    double share;
+    std::size_t end;
+  };
+  void take_samples(const Cuts& rows) {
+    const std::int64_t count = std::min<std::int64_t>(rows.size(), 256);
+    samples_.clear();
+    reached_.clear();
+    for (std::int64_t n = 0; n < count; ++n) {
+      const auto i = static_cast<std::size_t>((2 * n + 1) * rows.size() / (2 * count));
       double share = 0;
       each_range(rows.begin[i], rows.end[i], [&](const AxisRange& range, double of_row_tiles) {
         const Reached now = reached(range, rows.begin[i], rows.end[i] - 1);
         if (range.row_end > rows.begin[i] && now.begin < now.end) {
           share += of_row_tiles;
-          met_.emplace_back(
-              std::upper_bound(cols.end.begin() + from, cols.end.begin() + to, now.begin) - cols.end.begin(),
-              std::lower_bound(cols.begin.begin() + from, cols.begin.begin() + to, now.end) - cols.begin.begin());
+          reached_.push_back(now);
         }
       });
+      samples_.push_back({i, share, reached_.size()});
+    }
+  }
+
+  /// Pairs of intervals that some part meets and row intervals, from the sample of the rows; each as often as the parts
+  /// have tiles on the other axes.
+  double cost(const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
+    double sum = 0;
+    std::size_t at = 0;
+    for (const auto& [i, share, end] : samples_) {
+      const auto from = own.empty() ? 0 : own[i], to = own.empty() ? cols.size() : own[i + 1];
+      met_.clear();
+      for (; at < end; ++at) {
+        met_.emplace_back(
+            std::upper_bound(cols.end.begin() + from, cols.end.begin() + to, reached_[at].begin) - cols.end.begin(),
+            std::lower_bound(cols.begin.begin() + from, cols.begin.begin() + to, reached_[at].end) -
+                cols.begin.begin());
+      }
       sum += std::min(1.0, share) * (1 + reach_elsewhere_ * static_cast<double>(covered()));
     }
-    return sum * rows.size() / static_cast<double>(samples);
+    return sum * rows.size() / static_cast<double>(samples_.size());
   }
 
   /// How many intervals those of met_ cover.
@@ -639,10 +662,10 @@ class Cutter {
   /// The different ranges of an axis, by the magnitude of how many rows they have, then by where these begin: of each
   /// magnitude those that meet some rows stand together, however long others are.
   struct Ordered {
-    AxisRange range;
+    const AxisRange* range;
     double share;  ///< of the row tiles on the other axes, what the parts with this range have
     auto key() const {
-      return std::tie(range.row_begin, range.row_end, range.col_begin, range.col_end, range.low, range.high);
+      return std::tie(range->row_begin, range->row_end, range->col_begin, range->col_end, range->low, range->high);
     }
   };
   void order_ranges(int axis) {
@@ -652,7 +675,7 @@ class Cutter {
       const AxisRange& range = a_.parts[p][axis];
       const auto magnitude = static_cast<std::size_t>(std::bit_width(static_cast<std::uint64_t>(rows_of(range))));
       order_.resize(std::max(order_.size(), magnitude + 1));
-      add_range(order_[magnitude], {range, share(p, axis)});
+      add_range(order_[magnitude], {&range, share(p, axis)});
     }
     for (std::vector<Ordered>& some : order_) {
       if (!std::is_sorted(some.begin(), some.end(), before)) {
@@ -665,7 +688,7 @@ class Cutter {
     }
   }
   static void add_range(std::vector<Ordered>& some, const Ordered& one) {
-    if (!some.empty() && some.back().range == one.range) {
+    if (!some.empty() && *some.back().range == *one.range) {
       some.back().share += one.share;
     } else {
       some.push_back(one);
@@ -678,9 +701,9 @@ class Cutter {
       const std::vector<Ordered>& some = order_[magnitude];
       const std::int64_t before = begin - (std::int64_t{1} << magnitude);
       auto at = std::partition_point(some.begin(), some.end(),
-                                     [&](const Ordered& one) { return one.range.row_begin <= before; });
-      for (; at != some.end() && at->range.row_begin < end; ++at) {
-        act(at->range, at->share);
+                                     [&](const Ordered& one) { return one.range->row_begin <= before; });
+      for (; at != some.end() && at->range->row_begin < end; ++at) {
+        act(*at->range, at->share);
       }
     }
   }
@@ -716,6 +739,8 @@ class Cutter {
   std::array<AxisRange, kMaxAxes> hulls_{};
   double best_ = 0, reach_elsewhere_ = 1;
   std::vector<std::vector<Ordered>> order_;  ///< by magnitude
+  std::vector<Sample> samples_;              ///< of the row intervals that are looked at
+  std::vector<Reached> reached_;
   std::vector<std::pair<std::ptrdiff_t, std::ptrdiff_t>> met_;
 };
 
@@ -741,28 +766,8 @@ int run_axis(const Arrangement& a) {
 
 }  // namespace
 
-AxisRange tightened(AxisRange range) {
-  range.low = std::max(range.low, range.col_begin - (range.row_end - 1));
-  range.high = std::min(range.high, range.col_end - 1 - range.row_begin);
-  return range;
-}
-
-std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups,
+std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::vector<Counted> views,
                                  const TileShape& shape) {
-  std::vector<std::pair<View, Parts>> views;
-  for (const PartGroup& group : groups) {
-    const int axes = group.view.axes;
-    auto at = std::find_if(views.begin(), views.end(), [&](const auto& v) { return v.first == group.view; });
-    if (at == views.end()) {
-      at = views.insert(at, {group.view, Parts(axes)});
-    }
-    at->second.reserve(at->second.size() + group.parts.size());
-    Part tight;
-    for (const Part& part : group.parts) {
-      std::transform(part.begin(), part.begin() + axes, tight.begin(), tightened);
-      at->second.add(tight.data());
-    }
-  }
   std::vector<Arrangement> made;
   for (auto& [view, parts] : views) {
     if (parts.size() == 0) {

@@ -170,6 +170,11 @@ class Reaches {
  public:
   Reaches(const Cuts& rows, const Cuts& cols, const std::vector<int>& own, Numbers& meetings)
       : rows_(rows), cols_(cols), own_(own), meetings_(meetings) {}
+  void reserve(std::size_t parts) {
+    parts_.reserve(parts);
+    first_.reserve(2 * parts);
+    found_.reserve(parts);
+  }
   void add(const AxisRange& part) {
     if (!parts_.empty() && part == part_) {  // as of the part before, which is common on a grid
       parts_.push_back(parts_.back());
@@ -282,15 +287,6 @@ class Reaches {
   std::vector<Reach> found_;
 };
 
-void set_range(std::uint32_t* words, int begin, int end) {
-  const int last = (end - 1) >> 5;
-  std::uint32_t bits = ~0u << (begin & 31);
-  for (int word = begin >> 5; word < last; ++word, bits = ~0u) {
-    words[word] |= bits;
-  }
-  words[last] |= bits & ~0u >> (-end & 31);
-}
-
 class Maker {
  public:
   Maker(const Arrangement& arrangement, Plan& plan, Masks& masks)
@@ -301,6 +297,7 @@ class Maker {
         cols_(make_grid(in_.view, in_.col, in_.run_axis, in_.view.col_shift, plan.cols)) {
     for (std::size_t k = 0; k < static_cast<std::size_t>(in_.view.axes); ++k) {
       Reaches& axis = reaches_.emplace_back(in_.row.cuts[k], in_.col.cuts[k], in_.col.own[k], meetings_);
+      axis.reserve(in_.parts.size());
       for (std::size_t p = 0; p < in_.parts.size(); ++p) {
         axis.add(in_.parts[p][k]);
       }
@@ -553,7 +550,7 @@ class Maker {
   // Inlined, it would take the registers of the loops that call it now and then.
   [[gnu::noinline]] int draw(int list, int row_shape, const Inside& col) {
     const Inside& row = rows_.shapes[static_cast<std::size_t>(row_shape)];
-    bits_.assign(static_cast<std::size_t>(plan_.shape.rows * plan_.shape.cols / 32), 0);
+    canvas_.clear(plan_.shape);
     for (; list != 0; list = static_cast<int>(lists_.value(list - 1) >> 32)) {
       std::array<Meeting, kMaxAxes> met;
       int piece = static_cast<int>(lists_.value(list - 1) & 0xFFFFFFFFu) + 1;
@@ -579,7 +576,7 @@ class Maker {
         whole = col.end[u] - col.begin[u] == in_.col.extent[u];
       }
     }
-    return masks_.add(bits_, inside_rows(row_shape), prefix);
+    return masks_.add(canvas_, inside_rows(row_shape), prefix);
   }
 
   /// The places of a row tile that are inside.
@@ -597,9 +594,8 @@ class Maker {
   }
 
   void draw_piece(const std::array<Meeting, kMaxAxes>& met, const Inside& row, const Inside& col) {
-    each_line(row, [&](int m, int count, const std::array<int, kMaxAxes>& digit) {
-      draw_line(met, digit, count, col, bits_.data() + m * (plan_.shape.cols / 32));
-    });
+    each_line(row,
+              [&](int m, int count, const std::array<int, kMaxAxes>& digit) { draw_line(met, digit, m, count, col); });
   }
 
   /// The lines of a row tile's places that are inside: neighbours on its innermost axis, and the first one's digits.
@@ -641,9 +637,9 @@ class Maker {
     int last(int digit) const { return std::min(end, digit + high + 1); }
   };
 
-  /// `count` rows along the tile's innermost axis, from these digits on; `words` are the first one's.
-  void draw_line(const std::array<Meeting, kMaxAxes>& met, const std::array<int, kMaxAxes>& digit, int count,
-                 const Inside& col, std::uint32_t* words) const {
+  /// `count` rows along the tile's innermost axis, from these digits and row m on.
+  void draw_line(const std::array<Meeting, kMaxAxes>& met, const std::array<int, kMaxAxes>& digit, int m, int count,
+                 const Inside& col) {
     const int own = tile_axes(in_.row)[kTileAxes - 1];
     std::array<int, kTileAxes + 1> begin{}, end{1, 1, 1, 1};  // of a row's columns; the last for axes not in the tile
     std::size_t along = kTileAxes, at = kTileAxes;            // the place of the own axis among those
@@ -667,13 +663,12 @@ class Maker {
       for (int b = begin[1]; b < end[1]; ++b) {
         const int place = (a * cols_.order.extent[1] + b) * cols_.order.extent[2];
         const int on_own = along == 0 ? a : along == 1 ? b : 0;
-        std::uint32_t* row = words + from * (plan_.shape.cols / 32);
-        for (int n = from; n < to; ++n, row += plan_.shape.cols / 32) {
+        for (int n = from; n < to; ++n) {
           const int first = now.first(digit[u] + n), last = now.last(digit[u] + n);
           if (along == kTileAxes - 1 && first < last) {
-            set_range(row, place + first, place + last);
+            canvas_.add(m + n, place + first, place + last);
           } else if (along != kTileAxes - 1 && first <= on_own && on_own < last) {
-            set_range(row, place + begin[2], place + end[2]);
+            canvas_.add(m + n, place + begin[2], place + end[2]);
           }
         }
       }
@@ -744,7 +739,7 @@ class Maker {
   std::vector<Found> found_, live_;
   static constexpr std::size_t kLine = 256;
   std::array<Before, kLine> before_;  ///< by place on a line of row tiles
-  std::vector<std::uint32_t> bits_;
+  Canvas canvas_;
   std::vector<std::vector<bool>> inside_;  ///< by shape of rows
 };
 

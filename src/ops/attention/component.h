@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
+#include <span>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -27,24 +27,63 @@ class Numbers {
   std::vector<std::int32_t> slots_;
 };
 
+/// Sets bits [begin, end), which are some.
+inline void set_range(std::uint32_t* words, int begin, int end) {
+  const int last = (end - 1) >> 5;
+  std::uint32_t bits = ~0u << (begin & 31);
+  for (int word = begin >> 5; word < last; ++word, bits = ~0u) {
+    words[word] |= bits;
+  }
+  words[last] |= bits & ~0u >> (-end & 31);
+}
+
+/// A mask that is being drawn: intervals while there is one to a row, then bits.
+class Canvas {
+ public:
+  void clear(const TileShape& shape);
+  /// Adds columns [begin, end), which are some and new, to a row.
+  void add(int row, int begin, int end) {
+    Interval& interval = rows_[static_cast<std::size_t>(row)];
+    if (bits_.empty() && interval.end == 0) {
+      interval = {static_cast<std::uint8_t>(begin), static_cast<std::uint8_t>(end)};
+    } else if (bits_.empty() && interval.end == begin) {
+      interval.end = static_cast<std::uint8_t>(end);
+    } else if (bits_.empty() && interval.begin == end) {
+      interval.begin = static_cast<std::uint8_t>(begin);
+    } else {
+      add_bits(row, begin, end);
+    }
+  }
+  /// The intervals, where each row is one; else the bits.
+  bool is_intervals();
+  std::span<const Interval> rows() const { return rows_; }
+  std::span<const std::uint32_t> bits() const { return bits_; }
+
+ private:
+  void add_bits(int row, int begin, int end);
+  std::size_t words_ = 0;  ///< of a row
+  std::vector<Interval> rows_;
+  std::vector<std::uint32_t> bits_;
+};
+
 /// The masks of a plan, each once.
 class Masks {
  public:
   explicit Masks(Plan& plan) : plan_(plan) {}
-  /// The index of the mask with these bits, or −1 where the tile pair is whole. A band is preferred; rows that are not
-  /// inside may be anything in it. The first `prefix` columns are inside.
-  int add(std::span<const std::uint32_t> bits, const std::vector<bool>& inside, int prefix);
-
-  struct Interval {
-    int begin, end;
-  };
+  /// The index of the mask that was drawn, or −1 where the tile pair is whole. A band is preferred, then intervals;
+  /// rows that are not inside may be anything in a band, and have nothing drawn. The first `prefix` columns are inside.
+  int add(Canvas& drawn, const std::vector<bool>& inside, int prefix);
 
  private:
+  using Known = std::unordered_map<Hash128, int>;
   /// The index of the mask with this content, which is put behind the others if it is new.
-  int number(std::string_view content, const Mask& mask);
+  template <typename T>
+  int number(Known& known, std::span<const T> content, const Mask& mask);
+  /// The same for a mask whose content is kept behind that of others, from *at on.
+  template <typename T>
+  int number(Known& known, std::span<const T> content, std::int32_t Mask::*at, std::vector<T>& all);
   Plan& plan_;
-  std::unordered_map<Hash128, int> known_;
-  std::vector<Interval> rows_;  ///< of the mask that is looked at
+  Known bands_, intervals_, bits_;
 };
 
 /// Row tiles that no part meets are kept if there are few of them (then covers_rows) and `cover` is set.

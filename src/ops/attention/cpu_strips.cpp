@@ -33,11 +33,22 @@ Range met(const Plan& plan, std::int32_t index, std::int64_t first, std::int64_t
   }
   const Mask& mask = plan.masks[static_cast<std::size_t>(index)];
   rows = std::min(rows, plan.shape.rows - first);
+  Range range{cols, 0};
+  if (mask.rows >= 0) {
+    for (const Interval& row :
+         std::span(plan.intervals)
+             .subspan(static_cast<std::size_t>(mask.rows + first), static_cast<std::size_t>(rows))) {
+      if (row.begin < row.end) {
+        range.begin = std::min<std::int64_t>(range.begin, row.begin);
+        range.end = std::max<std::int64_t>(range.end, row.end);
+      }
+    }
+    return range;
+  }
   if (mask.bits < 0) {
     return {std::max<std::int64_t>(first + mask.low, 0),
             std::min<std::int64_t>({first + rows + mask.high, mask.limit, cols})};
   }
-  Range range{cols, 0};
   const std::uint32_t* words = plan.bits.data() + mask.bits + first * cols / 32;
   for (std::int64_t r = 0; r < rows; ++r) {
     for (std::int64_t n = 0; n < cols; n += 32) {
@@ -538,6 +549,14 @@ void Scores<Acc>::mask(const Strip& strip, Acc* scores, std::int64_t stride) con
       continue;
     }
     const Mask& mask = plan_.masks[static_cast<std::size_t>(piece.mask)];
+    if (mask.rows >= 0) {
+      const Interval* const rows = plan_.intervals.data() + mask.rows + strip.first;
+      for (std::int64_t n = 0; n < strip.rows; ++n) {
+        machine_.rows.band(scores + n * stride + piece.at, stride, 1, piece.end - piece.begin,
+                           rows[n].begin - piece.begin, rows[n].end - piece.begin, piece.end - piece.begin);
+      }
+      continue;
+    }
     if (mask.bits < 0) {
       machine_.rows.band(scores + piece.at, stride, strip.rows, piece.end - piece.begin,
                          strip.first + mask.low - piece.begin, strip.first + mask.high + 1 - piece.begin,

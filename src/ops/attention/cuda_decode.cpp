@@ -115,6 +115,10 @@ class Users {
     }
   }
   bool has(const Mask& mask, int m, int n) const {
+    if (mask.rows >= 0) {
+      const auto [begin, end] = plan_.intervals[static_cast<std::size_t>(mask.rows + m)];
+      return begin <= n && n < end;
+    }
     if (mask.bits < 0) {
       return mask.low <= n - m && n - m <= mask.high && n < mask.limit;
     }

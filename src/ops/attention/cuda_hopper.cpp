@@ -249,7 +249,8 @@ RunOf run_of(const Run& run, const Plan& plan) {
   if (run.mask >= 0) {
     const Mask& mask = plan.masks[static_cast<std::size_t>(run.mask)];
     const int side = plan.shape.rows + plan.shape.cols;  // beyond it a bound says nothing, and sums could overflow
-    made.kind = mask.bits >= 0 ? mask.bits : kBand;
+    const std::int32_t bits = plan.bits_of(mask);
+    made.kind = bits >= 0 ? bits : kBand;
     made.low = std::clamp(mask.low, -side, side);
     made.high = std::clamp(mask.high, -side, side);
     made.limit = std::clamp(mask.limit, 0, side);
@@ -300,7 +301,7 @@ DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
   for (const Component& component : plan->components) {
     made.components.push_back(make_component(component, *plan, pieces));
   }
-  made.bits = pieces.add(plan->bits);
+  made.bits = pieces.add(plan->all_bits());
   made.used = pieces.add(plan->used);
   made.memory = pieces.upload(device);
   return made;

@@ -78,9 +78,10 @@ DevicePlan upload(const Plan& plan, int device) {
   for (const Mask& mask : plan.masks) {
     const int reach = 4 * std::max(plan.shape.rows, plan.shape.cols);  // kernels add to it
     masks.push_back({std::clamp(mask.low, -reach, reach), std::clamp(mask.high, -reach, reach),
-                     std::min(mask.limit, plan.shape.cols), mask.bits});
+                     std::min(mask.limit, plan.shape.cols), plan.bits_of(mask)});
   }
-  const std::size_t masks_at = pieces.add(masks), bits_at = pieces.add(plan.bits), used_at = pieces.add(plan.used);
+  const std::size_t masks_at = pieces.add(masks), bits_at = pieces.add(plan.all_bits()),
+                    used_at = pieces.add(plan.used);
   DevicePlan made;
   std::vector<Places> places;
   for (const Component& component : plan.components) {

@@ -22,7 +22,7 @@ class Used {
  public:
   Used(std::int64_t length, bool row)
       : length_(length), row_(row), all_(length == 0), words_(static_cast<std::size_t>((length + 63) / 64)) {}
-  void add(const View& view, const Part& part) {
+  void add(const View& view, const AxisRange* part) {
     if (all_) {
       return;
     }
@@ -44,7 +44,7 @@ class Used {
     return sum;
   }
 
-  std::int64_t set(const View& view, const Part& part) {
+  std::int64_t set(const View& view, const AxisRange* part) {
     std::array<std::int64_t, kMaxAxes> at{};
     std::int64_t lines = 1, base = row_ ? -view.row_shift : -view.col_shift;
     const auto begin = [&](std::size_t k) { return row_ ? part[k].row_begin : part[k].col_begin; };
@@ -104,6 +104,39 @@ void mark(const Used& used, const Order& order, Plan& plan, Tile& tile, bool& al
   }
 }
 
+/// The same range, with bounds of its band that no pair of digits reaches moved to where they matter.
+AxisRange tightened(AxisRange range) {
+  range.low = std::max(range.low, range.col_begin - (range.row_end - 1));
+  range.high = std::min(range.high, range.col_end - 1 - range.row_begin);
+  return range;
+}
+
+AxisRange transposed(const AxisRange& a) { return {a.col_begin, a.col_end, a.row_begin, a.row_end, -a.high, -a.low}; }
+
+/// The parts of each view, or those of the transposed pattern.
+std::vector<Counted> counted(std::span<const PartGroup> groups, bool transpose) {
+  std::vector<Counted> views;
+  for (const PartGroup& group : groups) {
+    View view = group.view;
+    if (transpose) {
+      std::swap(view.row_shift, view.col_shift);
+    }
+    auto at = std::find_if(views.begin(), views.end(), [&](const Counted& some) { return some.view == view; });
+    if (at == views.end()) {
+      at = views.insert(at, {view, Parts(view.axes)});
+    }
+    at->parts.reserve(at->parts.size() + group.parts.size());
+    Part tight;
+    for (const Part& part : group.parts) {
+      std::transform(part.begin(), part.begin() + view.axes, tight.begin(), [&](const AxisRange& range) {
+        return transpose ? transposed(tightened(range)) : tightened(range);
+      });
+      at->parts.add(tight.data());
+    }
+  }
+  return views;
+}
+
 /// Plain order, no runs: what is left of a plan where nothing is there.
 Component empty_component(const Plan& plan) {
   Component made;
@@ -123,11 +156,8 @@ std::shared_ptr<const Plan> find_plan(const RegularPattern& pattern, const TileS
   static PlanCache<Plan>& cache = *std::make_unique<PlanCache<Plan>>().release();
   const std::string key =
       std::to_string(shape.rows) + (transpose ? "t" : "x") + std::to_string(shape.cols) + " " + pattern.key();
-  return cache.get(hash128(key), [&] {
-    const std::vector<PartGroup>& groups = pattern.groups();
-    return transpose ? plan_parts(pattern.cols(), pattern.rows(), transposed(groups), shape)
-                     : plan_parts(pattern.rows(), pattern.cols(), groups, shape);
-  });
+  return cache.get(hash128(key),
+                   [&] { return plan_parts(pattern.rows(), pattern.cols(), pattern.groups(), shape, transpose); });
 }
 
 template <typename T>
@@ -150,36 +180,57 @@ std::string order_text(const Order& order) {
 }  // namespace
 
 std::size_t Plan::bytes() const {
-  std::size_t sum = sizeof(Plan) + size_of(masks) + bits.size() * sizeof(bits[0]) + size_of(used) + size_of(components);
+  std::size_t sum = sizeof(Plan) + size_of(masks) + intervals.size() * sizeof(intervals[0]) +
+                    bits.size() * sizeof(bits[0]) + size_of(used) + size_of(components);
   for (const Component& c : components) {
     sum += size_of(c.row_tiles) + size_of(c.col_tiles) + size_of(c.first) + size_of(c.runs);
   }
   return sum;
 }
 
-Plan plan_parts(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups, const TileShape& shape) {
+std::int32_t Plan::bits_of(const Mask& mask) const {
+  return mask.rows < 0 ? mask.bits : static_cast<std::int32_t>(bits.size()) + mask.rows * (shape.cols / 32);
+}
+
+std::vector<std::uint32_t> Plan::all_bits() const {
+  const auto words = static_cast<std::size_t>(shape.cols / 32);
+  std::vector<std::uint32_t> all(bits.size() + intervals.size() * words);
+  std::copy(bits.begin(), bits.end(), all.begin());
+  std::uint32_t* row = all.data() + bits.size();
+  for (const Interval& interval : intervals) {
+    if (interval.begin < interval.end) {
+      set_range(row, interval.begin, interval.end);
+    }
+    row += words;
+  }
+  return all;
+}
+
+Plan plan_parts(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups, const TileShape& shape,
+                bool transpose) {
   Plan made;
   made.shape = shape;
-  made.rows = rows;
-  made.cols = cols;
+  made.rows = transpose ? cols : rows;
+  made.cols = transpose ? rows : cols;
+  std::vector<Counted> views = counted(groups, transpose);
+  Used used_rows(made.rows, true), used_cols(made.cols, false);
+  for (const Counted& some : views) {
+    for (std::size_t p = 0; p < some.parts.size(); ++p) {
+      used_rows.add(some.view, some.parts[p]);
+      used_cols.add(some.view, some.parts[p]);
+    }
+  }
   Masks masks(made);
   if (rows > 0 && cols > 0) {
-    for (const Arrangement& arrangement : arrange(rows, cols, groups, shape)) {
+    for (const Arrangement& arrangement : arrange(made.rows, made.cols, std::move(views), shape)) {
       made.components.push_back(make_component(arrangement, made, masks, true));
     }
   }
-  if (made.components.empty() && rows > 0) {
+  if (made.components.empty() && made.rows > 0) {
     made.components.push_back(empty_component(made));
   }
   std::stable_sort(made.components.begin(), made.components.end(),
                    [](const Component& a, const Component& b) { return a.pairs > b.pairs; });
-  Used used_rows(rows, true), used_cols(cols, false);
-  for (const PartGroup& group : groups) {
-    for (const Part& part : group.parts) {
-      used_rows.add(group.view, part);
-      used_cols.add(group.view, part);
-    }
-  }
   made.all_rows_used = made.all_cols_used = true;
   for (Component& c : made.components) {
     for (std::size_t t = 0; t < c.row_tiles.size() && !used_rows.all(); ++t) {
@@ -187,23 +238,6 @@ Plan plan_parts(std::int64_t rows, std::int64_t cols, std::span<const PartGroup>
     }
     for (std::size_t t = 0; t < c.col_tiles.size() && !used_cols.all(); ++t) {
       mark(used_cols, c.col_order, made, c.col_tiles[t], made.all_cols_used);
-    }
-  }
-  return made;
-}
-
-std::vector<PartGroup> transposed(std::span<const PartGroup> groups) {
-  std::vector<PartGroup> made(groups.begin(), groups.end());
-  for (PartGroup& group : made) {
-    std::swap(group.view.row_shift, group.view.col_shift);
-    for (Part& part : group.parts) {
-      for (int k = 0; k < group.view.axes; ++k) {
-        AxisRange& axis = part[static_cast<std::size_t>(k)];
-        axis = tightened(axis);
-        std::swap(axis.row_begin, axis.col_begin);
-        std::swap(axis.row_end, axis.col_end);
-        axis.low = -std::exchange(axis.high, -axis.low);
-      }
     }
   }
   return made;

@@ -12,7 +12,7 @@
 
 namespace fretwork::attention_op {
 
-/// Rows and columns of a tile; columns a multiple of 32.
+/// Rows and columns of a tile; columns a multiple of 32, below 256.
 struct TileShape {
   int rows = 128, cols = 128;
   bool operator==(const TileShape&) const = default;
@@ -45,12 +45,19 @@ struct Run {
   std::int32_t first, count, mask;
 };
 
-/// Which elements (m, n) of a tile pair are there: low ≤ n − m ≤ high and n < limit; or, where bits ≥ 0, those whose
-/// bit is set: bit n % 32 of word bits + (m·cols + n) / 32 in Plan::bits. Places that are not inside never have theirs
-/// set (rows that are not inside may satisfy low ≤ n − m ≤ high: nobody stores them).
+/// Which elements (m, n) of a tile pair are there: low ≤ n − m ≤ high and n < limit; or, where rows ≥ 0, those of
+/// interval rows + m in Plan::intervals; or, where bits ≥ 0, those whose bit is set: bit n % 32 of word bits + (m·cols
+/// + n) / 32 in Plan::bits. Places that are not inside never have theirs set (rows that are not inside may satisfy low
+/// ≤ n − m ≤ high: nobody stores them).
 struct Mask {
   std::int32_t low, high, limit;
-  std::int32_t bits = -1;
+  std::int32_t bits = -1, rows = -1;
+};
+
+/// The columns [begin, end) of a row; none are 0, 0.
+struct Interval {
+  std::uint8_t begin, end;
+  bool operator==(const Interval&) const = default;
 };
 
 /// Tiles in one order. Components share no elements; what a row gets from each is merged by the log-sum-exp.
@@ -69,11 +76,16 @@ struct Plan {
   std::int64_t rows = 0, cols = 0;    ///< of the pattern
   std::vector<Component> components;  ///< the one with the most pairs first
   std::vector<Mask> masks;            ///< each once
+  std::vector<Interval> intervals;    ///< shape.rows for each different mask of intervals
   std::vector<std::uint32_t> bits;    ///< shape.rows × shape.cols / 32 words for each different mask of bits
   std::vector<std::uint32_t> used;    ///< max(rows, cols) / 32 words for each tile that has some
   bool all_rows_used = false, all_cols_used = false;  ///< no tile of that side has `used` ≥ 0
 
   std::size_t bytes() const;
+  /// For who knows no intervals: `bits`, with the masks of intervals drawn behind them; and where a mask's bits begin
+  /// there, −1 for a band.
+  std::vector<std::uint32_t> all_bits() const;
+  std::int32_t bits_of(const Mask& mask) const;
 };
 
 /// The plan, remembered by the pattern's text and the shape.

@@ -97,16 +97,19 @@ class Ends {
   std::vector<Bound> high_;  ///< the sequence's end, and of each axis whose stride is no multiple of the next one's
 };
 
-/// The same range, with bounds of its band that no pair of digits reaches moved to where they matter.
-AxisRange tightened(AxisRange range);
+/// Parts that are counted in the same way, tightened.
+struct Counted {
+  View view;
+  Parts parts;
+};
 
-/// How the parts of a pattern are arranged in tiles.
-std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups,
+/// How the parts of a pattern, each view once, are arranged in tiles.
+std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::vector<Counted> views,
                                  const TileShape& shape);
 
-/// The plan of disjoint parts.
-Plan plan_parts(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups, const TileShape& shape);
-/// The same with rows and columns exchanged.
-std::vector<PartGroup> transposed(std::span<const PartGroup> groups);
+/// The plan of disjoint parts of rows × cols elements; or that of the transposed elements, whose rows are these
+/// columns.
+Plan plan_parts(std::int64_t rows, std::int64_t cols, std::span<const PartGroup> groups, const TileShape& shape,
+                bool transpose = false);
 
 }  // namespace fretwork::attention_op

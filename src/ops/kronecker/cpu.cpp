@@ -5,11 +5,8 @@
 // depend on the number of threads.
 #include "ops/kronecker/cpu.h"
 
+#include "core/large_pages.h"
 #include "ops/kronecker/choice.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace fretwork::kronecker::cpu {
 namespace {
@@ -25,8 +22,8 @@ constexpr std::int64_t kShortRow = 128;
 constexpr std::int64_t kLine = 64;
 /// Depth of a panel of x at most.
 constexpr std::int64_t kPanelDepth = 256;
-/// Bytes of a page, and of a result that is worth a word about pages.
-constexpr std::int64_t kPage = 4096, kFreshBytes = 8 << 20;
+/// Bytes of a result that is worth a word about pages.
+constexpr std::int64_t kFreshBytes = 8 << 20;
 /// A batch for which weights are not worth packing, if the CPU can read them where they are.
 constexpr std::int64_t kSmallBatch = 256;
 /// Features of a result that are turned together, and strips of outputs that x is worth turning for.
@@ -519,21 +516,17 @@ class FewRows : Work {
   std::int64_t lanes_;
 };
 
-/// A large result often lies in fresh memory, whose pages the system provides one by one as they are first written:
-/// that takes longer than the product. Ask for large pages instead; memory in use already stays as it is.
-void ask_for_large_pages([[maybe_unused]] const Problem& p) {
-#if defined(__linux__)
+/// A large result often lies in fresh memory, whose pages would take longer than the product.
+void ask_for_large_pages(const Problem& p) {
   const auto extent = [](std::int64_t count, std::int64_t stride) { return (count - 1) * stride; };
   const std::int64_t rows = extent(p.batch, p.y.batch), cols = extent(p.sizes.a * p.sizes.b * p.sizes.d, p.y.feature);
   const auto size = static_cast<std::int64_t>(size_of(p.dtype));
-  const auto data = reinterpret_cast<std::intptr_t>(p.y.data);
-  const std::intptr_t first = data + (std::min<std::int64_t>(rows, 0) + std::min<std::int64_t>(cols, 0)) * size;
-  const std::intptr_t last = data + (std::max<std::int64_t>(rows, 0) + std::max<std::int64_t>(cols, 0) + 1) * size;
-  const std::intptr_t begin = ceil_div(first, kPage) * kPage;
-  if (last - begin >= kFreshBytes) {
-    madvise(reinterpret_cast<void*>(begin), static_cast<std::size_t>(last - begin), MADV_HUGEPAGE);
+  const std::int64_t first = (std::min<std::int64_t>(rows, 0) + std::min<std::int64_t>(cols, 0)) * size;
+  const std::int64_t last = (std::max<std::int64_t>(rows, 0) + std::max<std::int64_t>(cols, 0) + 1) * size;
+  if (last - first >= kFreshBytes) {
+    fretwork::ask_for_large_pages(static_cast<const std::byte*>(p.y.data) + first,
+                                  static_cast<std::size_t>(last - first));
   }
-#endif
 }
 
 template <typename Kind, typename... Most>

@@ -14,9 +14,10 @@ Writer& Writer::put(const std::string& name, const std::string& value) {
 std::string Writer::tuple(std::span<const std::int64_t> values) {
   std::string text = "(";
   for (const std::int64_t value : values) {
-    text += (text.size() == 1 ? "" : ",") + std::to_string(value);
+    text += text.size() == 1 ? "" : ",";
+    text += std::to_string(value);
   }
-  return text + (values.size() == 1 ? ",)" : ")");
+  return text += values.size() == 1 ? ",)" : ")";
 }
 
 Writer& Writer::add(const Seq& seq) {

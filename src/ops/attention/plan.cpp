@@ -20,23 +20,26 @@ namespace {
 /// One bit for each position of a side: whether some element has it.
 class Used {
  public:
-  Used(std::int64_t length, bool row)
-      : length_(length), row_(row), all_(length == 0), words_(static_cast<std::size_t>((length + 63) / 64)) {}
-  void add(const View& view, const AxisRange* part) {
-    if (all_) {
-      return;
+  Used(std::int64_t length, std::span<const Counted> views, bool row)
+      : length_(length), row_(row), all_(length == 0), words_(static_cast<std::size_t>((length + 63) / 64)) {
+    std::int64_t most = 0;
+    for (const Counted& some : views) {
+      for (std::size_t p = 0; p < some.parts.size() && !all_; ++p) {
+        most += set(some.view, some.parts[p]);
+        if (most >= length_) {  // no use in counting before there can be enough
+          most = count();
+          all_ = most == length_;
+        }
+      }
     }
-    most_ += set(view, part);
-    if (most_ >= length_) {  // no use in counting before there can be enough
-      most_ = count();
-      all_ = most_ == length_;
-    }
+    flush();
   }
   bool all() const { return all_; }
   bool operator[](std::int64_t at) const { return (words_[static_cast<std::size_t>(at / 64)] >> (at & 63) & 1) != 0; }
 
  private:
-  std::int64_t count() const {
+  std::int64_t count() {
+    flush();
     std::int64_t sum = 0;
     for (const std::uint64_t word : words_) {
       sum += std::popcount(word);
@@ -70,16 +73,26 @@ class Used {
     return lines * size(last);
   }
 
+  /// What follows on what came before, as documents do, is set with it.
   void set(std::int64_t begin, std::int64_t end) {
-    while (begin < end) {
-      const std::int64_t stop = std::min(end, (begin | 63) + 1);
-      const std::uint64_t bits = stop - begin == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << (stop - begin)) - 1;
-      words_[static_cast<std::size_t>(begin / 64)] |= bits << (begin & 63);
-      begin = stop;
+    if (begin != end_) {
+      flush();
+      begin_ = begin;
+    }
+    end_ = end;
+  }
+
+  void flush() {
+    while (begin_ < end_) {
+      const std::int64_t stop = std::min(end_, (begin_ | 63) + 1);
+      const std::uint64_t bits = stop - begin_ == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << (stop - begin_)) - 1;
+      words_[static_cast<std::size_t>(begin_ / 64)] |= bits << (begin_ & 63);
+      begin_ = stop;
     }
   }
 
-  std::int64_t length_, most_ = 0;
+  std::int64_t length_;
+  std::int64_t begin_ = 0, end_ = 0;  ///< not yet set
   bool row_, all_;
   std::vector<std::uint64_t> words_;
 };
@@ -213,13 +226,7 @@ Plan plan_parts(std::int64_t rows, std::int64_t cols, std::span<const PartGroup>
   made.rows = transpose ? cols : rows;
   made.cols = transpose ? rows : cols;
   std::vector<Counted> views = counted(groups, transpose);
-  Used used_rows(made.rows, true), used_cols(made.cols, false);
-  for (const Counted& some : views) {
-    for (std::size_t p = 0; p < some.parts.size(); ++p) {
-      used_rows.add(some.view, some.parts[p]);
-      used_cols.add(some.view, some.parts[p]);
-    }
-  }
+  const Used used_rows(made.rows, views, true), used_cols(made.cols, views, false);
   Masks masks(made);
   if (rows > 0 && cols > 0) {
     for (const Arrangement& arrangement : arrange(made.rows, made.cols, std::move(views), shape)) {

@@ -550,7 +550,7 @@ class Maker {
   // Inlined, it would take the registers of the loops that call it now and then.
   [[gnu::noinline]] int draw(int list, int row_shape, const Inside& col) {
     const Inside& row = rows_.shapes[static_cast<std::size_t>(row_shape)];
-    canvas_.clear(plan_.shape);
+    canvas_.clear(plan_.shape, cols_.order.extent[1] > 1);
     for (; list != 0; list = static_cast<int>(lists_.value(list - 1) >> 32)) {
       std::array<Meeting, kMaxAxes> met;
       int piece = static_cast<int>(lists_.value(list - 1) & 0xFFFFFFFFu) + 1;

@@ -40,18 +40,24 @@ inline void set_range(std::uint32_t* words, int begin, int end) {
 /// A mask that is being drawn: intervals while there is one to a row, then bits.
 class Canvas {
  public:
-  void clear(const TileShape& shape);
+  /// With bits from the beginning where rows of more than one interval are likely.
+  void clear(const TileShape& shape, bool as_bits);
   /// Adds columns [begin, end), which are some and new, to a row.
   void add(int row, int begin, int end) {
+    if (!bits_.empty()) {
+      set_range(bits_.data() + static_cast<std::size_t>(row) * words_, begin, end);
+      return;
+    }
     Interval& interval = rows_[static_cast<std::size_t>(row)];
-    if (bits_.empty() && interval.end == 0) {
+    if (interval.end == 0) {
       interval = {static_cast<std::uint8_t>(begin), static_cast<std::uint8_t>(end)};
-    } else if (bits_.empty() && interval.end == begin) {
+    } else if (interval.end == begin) {
       interval.end = static_cast<std::uint8_t>(end);
-    } else if (bits_.empty() && interval.begin == end) {
+    } else if (interval.begin == end) {
       interval.begin = static_cast<std::uint8_t>(begin);
     } else {
-      add_bits(row, begin, end);
+      go_on_with_bits();
+      add(row, begin, end);
     }
   }
   /// The intervals, where each row is one; else the bits.
@@ -60,7 +66,7 @@ class Canvas {
   std::span<const std::uint32_t> bits() const { return bits_; }
 
  private:
-  void add_bits(int row, int begin, int end);
+  void go_on_with_bits();
   std::size_t words_ = 0;  ///< of a row
   std::vector<Interval> rows_;
   std::vector<std::uint32_t> bits_;

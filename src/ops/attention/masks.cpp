@@ -57,22 +57,19 @@ std::optional<Mask> band(std::span<const Interval> rows, const std::vector<bool>
 
 }  // namespace
 
-void Canvas::clear(const TileShape& shape) {
+void Canvas::clear(const TileShape& shape, bool as_bits) {
   words_ = static_cast<std::size_t>(shape.cols / 32);
   rows_.assign(static_cast<std::size_t>(shape.rows), {});
-  bits_.clear();
+  bits_.assign(as_bits ? rows_.size() * words_ : 0, 0);
 }
 
-void Canvas::add_bits(int row, int begin, int end) {
-  if (bits_.empty()) {
-    bits_.resize(rows_.size() * words_);
-    for (std::size_t m = 0; m < rows_.size(); ++m) {
-      if (rows_[m].end != 0) {
-        set_range(bits_.data() + m * words_, rows_[m].begin, rows_[m].end);
-      }
+void Canvas::go_on_with_bits() {
+  bits_.resize(rows_.size() * words_);
+  for (std::size_t m = 0; m < rows_.size(); ++m) {
+    if (rows_[m].end != 0) {
+      set_range(bits_.data() + m * words_, rows_[m].begin, rows_[m].end);
     }
   }
-  set_range(bits_.data() + static_cast<std::size_t>(row) * words_, begin, end);
 }
 
 bool Canvas::is_intervals() {

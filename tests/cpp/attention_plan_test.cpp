@@ -739,7 +739,7 @@ TEST(Plan, OfLongSequencesIsSmall) {
     const auto pattern = regular(text);
     return Case{text, pattern->rows(), pattern->cols(), pattern->groups()};
   };
-  bounded(documents(lengths, true), 12, 13000);
+  bounded(documents(lengths, true), 3, 13000);
   bounded(named("neighborhood((64,128,128),7)"), 6, 140000);
   bounded(named("neighborhood((1024,1024),13)"), 4, 50000);
   bounded(named("bigbird(1048576,64,1,2,3)"), 6, 100000);

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/large_pages.h"
 #include "fretwork/error.h"
 
 namespace fretwork::parts {
@@ -209,7 +210,7 @@ void merge_along(std::vector<Part>& parts, std::size_t axis, std::size_t axes) {
     return;  // as most often: parts are large, and many of them take long to copy
   }
   std::vector<Part> merged;
-  merged.reserve(parts.size());
+  reserve(merged, parts.size());
   for (const Slot& slot : slots) {
     const Part& next = parts[slot.part];
     if (!merged.empty() && equal_others(merged.back(), next)) {
@@ -271,6 +272,11 @@ Part part(std::initializer_list<AxisRange> axes) {
   Part p{};
   std::copy(axes.begin(), axes.end(), p.begin());
   return p;
+}
+
+void reserve(std::vector<Part>& parts, std::size_t count) {
+  parts.reserve(count);
+  ask_for_large_pages(parts.data(), count * sizeof(Part));
 }
 
 bool tighten(AxisRange& a) {
@@ -447,7 +453,7 @@ void merge(std::vector<Part>& parts, int axes) {
 
 std::vector<Part> clipped(const View& view, const std::vector<Part>& wanted, std::int64_t rows, std::int64_t cols) {
   std::vector<Part> all, inside;
-  all.reserve(wanted.size());
+  reserve(all, wanted.size());
   unsigned classes = ~0U;
   for (const Part& part : wanted) {
     if (const unsigned now = by_class(part, view.axes); now != classes) {

@@ -42,6 +42,9 @@ View residue_view(std::int64_t stride, std::int64_t row_shift = 0, std::int64_t 
 /// A part from what its axes say.
 Part part(std::initializer_list<AxisRange> axes);
 
+/// Room for many parts. They are large, and so are the pages that are asked for.
+void reserve(std::vector<Part>& parts, std::size_t count);
+
 /// Makes the ends tight; false where nothing is left.
 bool tighten(AxisRange& range);
 bool tighten(Part& part, int axes);

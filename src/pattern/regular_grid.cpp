@@ -61,6 +61,7 @@ RegularPtr product(const char* op, std::string text, std::vector<GridAxis> axes)
     parts::merge(axis.parts, digits);
     parts::check_parts(op, parts::Wide(group.parts.size()) * axis.parts.size());
     std::vector<Part> next;
+    parts::reserve(next, group.parts.size() * axis.parts.size());
     for (const Part& before : group.parts) {
       for (const Part& here : axis.parts) {
         next.push_back(before);

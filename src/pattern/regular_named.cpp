@@ -1,7 +1,6 @@
 // The named patterns on sequences: what each allows, as disjoint parts from its rule.
 #include <set>
 
-#include "core/large_pages.h"
 #include "pattern/regular_text.h"
 
 namespace fretwork::patterns {
@@ -186,7 +185,7 @@ RegularPtr bigbird(const Seq& seq, std::int64_t block, std::int64_t window, std:
   const std::int64_t begin = std::max(first, floor_div(offset, side));
   const std::int64_t most = std::min(random, std::max<std::int64_t>(blocks - first, 0));
   parts::check_parts(kOp, Wide{most} * std::max<std::int64_t>(end - begin, 0));
-  wanted[0].parts.reserve(static_cast<std::size_t>(5 + most * std::max<std::int64_t>(end - begin, 0)));
+  parts::reserve(wanted[0].parts, static_cast<std::size_t>(5 + most * std::max<std::int64_t>(end - begin, 0)));
   for (std::int64_t row = begin; most > 0 && row < end; ++row) {
     const std::int64_t from = std::clamp(row - reach, first, blocks), to = std::clamp(row + reach + 1, first, blocks);
     std::uint64_t state = seed ^ (static_cast<std::uint64_t>(row) * 0xd1342543de82ef95);
@@ -311,8 +310,7 @@ RegularPtr document(std::span<const std::int64_t> lengths, bool causal) {
   std::int64_t total = 0;
   std::vector<PartGroup> groups(1);
   groups[0].view = flat_view();
-  groups[0].parts.reserve(lengths.size());
-  ask_for_large_pages(groups[0].parts.data(), lengths.size() * sizeof(Part));
+  parts::reserve(groups[0].parts, lengths.size());
   for (const std::int64_t length : lengths) {
     if (length < 0 || length > kLargest || total + length > kLargest) {
       throw Error("document", "lengths", "lengths from 0 on with a sum up to 2^48", std::to_string(length));

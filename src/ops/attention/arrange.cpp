@@ -422,39 +422,30 @@ std::vector<Cluster> split(int axes, const TileShape& shape, Parts parts) {
   return sum * kWorthSplitting < shared.cost ? std::move(made) : one_cluster(std::move(parts), shared);
 }
 
-/// Where parts begin and end on an axis.
-std::vector<std::int64_t> edges(const Parts& parts, int axis, bool row) {
-  std::vector<std::int64_t> found;
-  found.reserve(2 * parts.size());
-  for (std::size_t p = 0; p < parts.size(); ++p) {
-    const AxisRange& part = parts[p][axis];
-    found.push_back(row ? part.row_begin : part.col_begin);
-    found.push_back(row ? part.row_end : part.col_end);
-  }
-  if (!std::is_sorted(found.begin(), found.end())) {  // documents come in order
-    std::sort(found.begin(), found.end());
-  }
-  found.erase(std::unique(found.begin(), found.end()), found.end());
-  return found;
-}
-
 /// Column intervals for each row interval: as few as cover what its parts reach.
 void cut_own(const Parts& parts, int axis, const Cuts& rows, int extent, std::span<const std::int64_t> forced,
              Cuts& cols, std::vector<int>& first) {
-  std::vector<std::vector<int>> active(static_cast<std::size_t>(rows.size()));
-  for (std::size_t p = 0; p < parts.size(); ++p) {
-    const AxisRange& part = parts[p][axis];
-    auto at = std::upper_bound(rows.end.begin(), rows.end.end(), part.row_begin) - rows.end.begin();
-    for (; at < rows.size() && rows.begin[static_cast<std::size_t>(at)] < part.row_end; ++at) {
-      active[static_cast<std::size_t>(at)].push_back(static_cast<int>(p));
+  const auto visit = [&](const auto& act) {
+    for (std::size_t p = 0; p < parts.size(); ++p) {
+      const AxisRange& part = parts[p][axis];
+      auto at = static_cast<std::size_t>(std::upper_bound(rows.end.begin(), rows.end.end(), part.row_begin) -
+                                         rows.end.begin());
+      for (; at < rows.begin.size() && rows.begin[at] < part.row_end; ++at) {
+        act(at, p);
+      }
     }
-  }
+  };
+  std::vector<std::size_t> end(rows.begin.size() + 1);  // of a row interval's parts, once they are there
+  visit([&](std::size_t at, std::size_t) { ++end[at + 1]; });
+  std::partial_sum(end.begin(), end.end(), end.begin());
+  std::vector<std::size_t> active(end.back());
+  visit([&](std::size_t at, std::size_t p) { active[end[at]++] = p; });
   std::vector<Reached> ranges;
   first.assign(1, 0);
-  for (std::size_t i = 0; i < active.size(); ++i) {
+  for (std::size_t i = 0, next = 0; i < rows.begin.size(); ++i) {
     ranges.clear();
-    for (const int p : active[i]) {
-      const Reached now = reached(parts[static_cast<std::size_t>(p)][axis], rows.begin[i], rows.end[i] - 1);
+    for (; next < end[i]; ++next) {
+      const Reached now = reached(parts[active[next]][axis], rows.begin[i], rows.end[i] - 1);
       if (now.begin < now.end) {
         ranges.push_back(now);
       }
@@ -468,10 +459,10 @@ void cut_own(const Parts& parts, int axis, const Cuts& rows, int extent, std::sp
         for (std::size_t m = n; m < ranges.size() && ranges[m].begin < begin + extent; ++m) {
           need = std::max(need, std::min(ranges[m].end, begin + extent));
         }
-        const Cuts made = cut(begin, need, extent, forced, {});
-        cols.begin.push_back(made.begin[0]);
-        cols.end.push_back(made.end[0]);
-        begin = done = made.end[0];
+        const auto wall = std::upper_bound(forced.begin(), forced.end(), begin);
+        cols.begin.push_back(begin);
+        begin = done = wall == forced.end() ? need : std::min(need, *wall);
+        cols.end.push_back(done);
       }
     }
     first.push_back(cols.size());
@@ -539,7 +530,7 @@ class Cutter {
     if (row_extent > 1 && (all.row_begin - row_begin) % row_extent != 0) {
       rows.push_back(rows_from(all.row_begin, {}));
     }
-    const std::vector<std::int64_t> row_edges = edges(a_.parts, k, true), col_edges = edges(a_.parts, k, false);
+    const std::vector<std::int64_t> row_edges = edges(k, true), col_edges = edges(k, false);
     const bool wishes = row_extent > 1 && (row_edges.size() > 2 || col_edges.size() > 2);
     if (wishes) {
       rows.push_back(rows_from(all.row_begin, row_edges));
@@ -563,6 +554,35 @@ class Cutter {
         consider(k, row, cols, first);
       }
     }
+  }
+
+  /// Where parts begin and end on an axis. Documents come in order; else each different range is looked at once.
+  std::vector<std::int64_t> edges(int axis, bool row) const {
+    std::vector<std::int64_t> found;
+    bool sorted = true;
+    const auto add = [&](const AxisRange& range) {
+      const std::int64_t begin = row ? range.row_begin : range.col_begin, end = row ? range.row_end : range.col_end;
+      const std::size_t size = found.size();
+      if (size == 0 || found[size - 2] != begin || found[size - 1] != end) {
+        sorted = sorted && (size == 0 || found[size - 1] <= begin);
+        found.push_back(begin);
+        found.push_back(end);
+      }
+    };
+    for (std::size_t p = 0; p < a_.parts.size() && sorted; ++p) {
+      add(a_.parts[p][axis]);
+    }
+    if (!sorted) {
+      found.clear();
+      for (const std::vector<Ordered>& some : order_) {
+        for (const Ordered& one : some) {
+          add(*one.range);
+        }
+      }
+      std::sort(found.begin(), found.end());
+    }
+    found.erase(std::unique(found.begin(), found.end()), found.end());
+    return found;
   }
 
   /// A grid may begin with the columns or end with what the first rows of the largest part reach.

@@ -662,12 +662,14 @@ class Maker {
     for (int a = begin[0]; a < end[0]; ++a) {
       for (int b = begin[1]; b < end[1]; ++b) {
         const int place = (a * cols_.order.extent[1] + b) * cols_.order.extent[2];
+        if (along == kTileAxes - 1) {
+          const int first = place + digit[u] + from;
+          canvas_.add(m + from, to - from, place + now.begin, place + now.end, first + now.low, first + now.high + 1);
+          continue;
+        }
         const int on_own = along == 0 ? a : along == 1 ? b : 0;
         for (int n = from; n < to; ++n) {
-          const int first = now.first(digit[u] + n), last = now.last(digit[u] + n);
-          if (along == kTileAxes - 1 && first < last) {
-            canvas_.add(m + n, place + first, place + last);
-          } else if (along != kTileAxes - 1 && first <= on_own && on_own < last) {
+          if (now.first(digit[u] + n) <= on_own && on_own < now.last(digit[u] + n)) {
             canvas_.add(m + n, place + begin[2], place + end[2]);
           }
         }

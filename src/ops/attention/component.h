@@ -1,6 +1,7 @@
 // One arrangement as the runs of its row tiles, and the masks that all components of a plan share.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <unordered_map>
@@ -58,6 +59,20 @@ class Canvas {
     } else {
       go_on_with_bits();
       add(row, begin, end);
+    }
+  }
+  /// Adds columns [max(begin, low + n), min(end, high + n)), where these are some, to rows `row` + n, n < count.
+  void add(int row, int count, int begin, int end, int low, int high) {
+    Interval* const rows = rows_.data() + row;
+    bool bits = !bits_.empty();
+    for (int n = 0; n < count; ++n) {
+      const int first = std::max(begin, low + n), last = std::min(end, high + n);
+      if (first < last && !bits && rows[n].end == 0) {  // as most often
+        rows[n] = {static_cast<std::uint8_t>(first), static_cast<std::uint8_t>(last)};
+      } else if (first < last) {
+        add(row + n, first, last);
+        bits = !bits_.empty();
+      }
     }
   }
   /// The intervals, where each row is one; else the bits.

@@ -315,7 +315,7 @@ class Maker {
     std::vector<std::int64_t> first{0};
     for (std::size_t place = 0; place < rows_.number.size(); ++place) {
       if (const int tile = rows_.number[place]; tile >= 0) {
-        collect(at);
+        collect(place, at);
         met.push_back(!found_.empty());
         emit(rows_.shape[static_cast<std::size_t>(tile)], before(at), made);
         first.push_back(static_cast<std::int64_t>(made.runs.size()));
@@ -356,27 +356,29 @@ class Maker {
     }
   }
 
-  /// By the row intervals of the axis that has most of them.
+  /// By the row tiles that they meet.
   void sort_parts() {
-    for (int k = 1; k < in_.view.axes; ++k) {
-      if (in_.row.cuts[static_cast<std::size_t>(k)].size() >
-          in_.row.cuts[static_cast<std::size_t>(sorted_axis_)].size()) {
-        sorted_axis_ = k;
-      }
-    }
-    const auto k = static_cast<std::size_t>(sorted_axis_);
-    by_row_first_.resize(static_cast<std::size_t>(in_.row.cuts[k].size()) + 1);
+    part_first_.resize(rows_.number.size() + 1);
     const auto visit = [&](const auto& act) {
       for (int p = 0; p < static_cast<int>(in_.parts.size()); ++p) {
-        for (int i = reaches_[k].first_row(p); i < reaches_[k].last_row(p); ++i) {
-          act(static_cast<std::size_t>(i), p);
-        }
+        each_place(p, 0, 0, act);
       }
     };
-    visit([&](std::size_t i, int) { ++by_row_first_[i]; });
-    std::partial_sum(by_row_first_.begin(), by_row_first_.end(), by_row_first_.begin());
-    by_row_.resize(by_row_first_.back());
-    visit([&](std::size_t i, int p) { by_row_[--by_row_first_[i]] = p; });
+    visit([&](std::size_t place, int) { ++part_first_[place]; });
+    std::partial_sum(part_first_.begin(), part_first_.end(), part_first_.begin());
+    by_place_.resize(part_first_.back());
+    visit([&](std::size_t place, int p) { by_place_[--part_first_[place]] = p; });
+  }
+  /// The places, in the product of the row intervals, of a part.
+  template <typename Act>
+  void each_place(int part, std::size_t axis, std::int64_t place, const Act& act) const {
+    if (axis == reaches_.size()) {
+      act(static_cast<std::size_t>(place), part);
+      return;
+    }
+    for (int i = reaches_[axis].first_row(part); i < reaches_[axis].last_row(part); ++i) {
+      each_place(part, axis + 1, place + i * rows_.step[axis], act);
+    }
   }
 
   void advance(std::array<int, kMaxAxes>& at) const {
@@ -395,18 +397,10 @@ class Maker {
     }
   }
 
-  void collect(const std::array<int, kMaxAxes>& at) {
+  void collect(std::size_t place, const std::array<int, kMaxAxes>& at) {
     found_.clear();
-    const auto row = static_cast<std::size_t>(at[static_cast<std::size_t>(sorted_axis_)]);
-    for (std::size_t n = by_row_first_[row]; n < by_row_first_[row + 1]; ++n) {
-      const int p = by_row_[n];
-      bool active = true;
-      for (std::size_t k = 0; k < reaches_.size() && active; ++k) {
-        active = at[k] >= reaches_[k].first_row(p) && at[k] < reaches_[k].last_row(p);
-      }
-      if (active) {
-        expand(p, at, 0, 0, 0);
-      }
+    for (std::size_t n = part_first_[place]; n < part_first_[place + 1]; ++n) {
+      expand(by_place_[n], at, 0, 0, 0);
     }
   }
 
@@ -732,11 +726,10 @@ class Maker {
   Grid rows_, cols_;
   Numbers meetings_, pieces_, lists_, mask_keys_;
   std::vector<int> mask_index_;
-  std::vector<Reaches> reaches_;           ///< by axis
-  std::vector<std::int32_t> until_;        ///< the first tile after this one that has another shape
-  std::vector<std::size_t> by_row_first_;  ///< parts that meet an interval of the sorted axis
-  std::vector<int> by_row_;
-  int sorted_axis_ = 0;
+  std::vector<Reaches> reaches_;         ///< by axis
+  std::vector<std::int32_t> until_;      ///< the first tile after this one that has another shape
+  std::vector<std::size_t> part_first_;  ///< parts that meet a row tile: those of by_place_ from here on
+  std::vector<int> by_place_;
   bool same_row_ = false;
   std::vector<Found> found_, live_;
   static constexpr std::size_t kLine = 256;

@@ -187,9 +187,13 @@ class Reaches {
       first_col_ = above(cols_.end, std::max(part.col_begin, part.row_begin + part.low), first_col_);
     }
     met_ = stop_ = whole_ = broken_ = first_col_;
-    parts_.push_back({start, std::max(start, stop), first_.size()});
+    // Row intervals inside a box meet the same columns in the same way: one of them stands for all.
+    const bool box = own_.empty() && part.low <= part.col_begin - (part.row_end - 1) &&
+                     part.high >= part.col_end - 1 - part.row_begin;
+    const bool shared = box && stop - start > 3;
+    parts_.push_back({start, std::max(start, stop), shared, first_.size()});
     first_.push_back(found_.size());
-    for (int i = start; i < stop; ++i) {
+    for (int i = start; i < stop; i = shared && i == start + 1 ? stop - 1 : i + 1) {
       add(i);
       first_.push_back(found_.size());
     }
@@ -198,14 +202,16 @@ class Reaches {
   int last_row(int part) const { return parts_[static_cast<std::size_t>(part)].last_row; }
   std::span<const Reach> of(int part, int row) const {
     const Rows& rows = parts_[static_cast<std::size_t>(part)];
-    const std::size_t at = rows.at + static_cast<std::size_t>(row - rows.first_row);
+    const int n = !rows.shared ? row - rows.first_row : row == rows.first_row ? 0 : row == rows.last_row - 1 ? 2 : 1;
+    const std::size_t at = rows.at + static_cast<std::size_t>(n);
     return std::span(found_).subspan(first_[at], first_[at + 1] - first_[at]);
   }
 
  private:
-  /// A part's row intervals, and where their reaches begin in first_.
+  /// A part's row intervals, and where their reaches begin in first_; all but the first and the last may share theirs.
   struct Rows {
     int first_row, last_row;
+    bool shared;
     std::size_t at;
   };
   /// The first of x above a value, looked for from a place on: most often parts follow one another.
@@ -358,16 +364,16 @@ class Maker {
 
   /// By the row tiles that they meet.
   void sort_parts() {
-    part_first_.resize(rows_.number.size() + 1);
+    part_end_.resize(rows_.number.size() + 1);
     const auto visit = [&](const auto& act) {
       for (int p = 0; p < static_cast<int>(in_.parts.size()); ++p) {
         each_place(p, 0, 0, act);
       }
     };
-    visit([&](std::size_t place, int) { ++part_first_[place]; });
-    std::partial_sum(part_first_.begin(), part_first_.end(), part_first_.begin());
-    by_place_.resize(part_first_.back());
-    visit([&](std::size_t place, int p) { by_place_[--part_first_[place]] = p; });
+    visit([&](std::size_t place, int) { ++part_end_[place + 1]; });
+    std::partial_sum(part_end_.begin(), part_end_.end(), part_end_.begin());
+    by_place_.resize(part_end_.back());
+    visit([&](std::size_t place, int p) { by_place_[part_end_[place]++] = p; });
   }
   /// The places, in the product of the row intervals, of a part.
   template <typename Act>
@@ -399,7 +405,7 @@ class Maker {
 
   void collect(std::size_t place, const std::array<int, kMaxAxes>& at) {
     found_.clear();
-    for (std::size_t n = part_first_[place]; n < part_first_[place + 1]; ++n) {
+    for (std::size_t n = place > 0 ? part_end_[place - 1] : 0; n < part_end_[place]; ++n) {
       expand(by_place_[n], at, 0, 0, 0);
     }
   }
@@ -437,7 +443,10 @@ class Maker {
     before.row_shape = row_shape;
     before.found = found_;
     same_row_ = false;
-    std::sort(found_.begin(), found_.end(), [](const Found& a, const Found& b) { return a.first < b.first; });
+    const auto earlier = [](const Found& a, const Found& b) { return a.first < b.first; };
+    if (!std::is_sorted(found_.begin(), found_.end(), earlier)) {
+      std::sort(found_.begin(), found_.end(), earlier);
+    }
     std::vector<Found>& live = live_;
     live.clear();
     std::size_t next = 0;
@@ -726,9 +735,9 @@ class Maker {
   Grid rows_, cols_;
   Numbers meetings_, pieces_, lists_, mask_keys_;
   std::vector<int> mask_index_;
-  std::vector<Reaches> reaches_;         ///< by axis
-  std::vector<std::int32_t> until_;      ///< the first tile after this one that has another shape
-  std::vector<std::size_t> part_first_;  ///< parts that meet a row tile: those of by_place_ from here on
+  std::vector<Reaches> reaches_;       ///< by axis
+  std::vector<std::int32_t> until_;    ///< the first tile after this one that has another shape
+  std::vector<std::size_t> part_end_;  ///< parts that meet a row tile: those of by_place_ up to here
   std::vector<int> by_place_;
   bool same_row_ = false;
   std::vector<Found> found_, live_;

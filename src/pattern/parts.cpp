@@ -185,6 +185,13 @@ std::uint64_t mixed(std::uint64_t seed, const AxisRange& a) {
 
 /// Merges along one axis parts that are equal on the others and neighbours in order.
 void merge_along(std::vector<Part>& parts, std::size_t axis, std::size_t axes) {
+  const auto changes = [](const Part& a, const Part& b) {
+    return std::tie(b[0].row_begin, b[0].col_begin) < std::tie(a[0].row_begin, a[0].col_begin) ||
+           join(a[0], b[0]).has_value();
+  };
+  if (axes == 1 && std::adjacent_find(parts.begin(), parts.end(), changes) == parts.end()) {
+    return;  // as with documents
+  }
   std::vector<Slot> slots(parts.size());
   for (std::size_t n = 0; n < parts.size(); ++n) {
     slots[n] = {0, parts[n][axis].row_begin, parts[n][axis].col_begin, n};

@@ -415,7 +415,7 @@ class Maker {
     if (k == in_.view.axes) {
       for (const Reach& reach : of(part, at, in_.run_axis)) {
         const std::int32_t first = cols_.number[static_cast<std::size_t>(place + reach.first)];
-        found_.push_back({first, first + reach.last - reach.first, pieces_.of(pair_of(piece, reach.meeting))});
+        found_.push_back({first, first + reach.last - reach.first, piece_of(piece, reach.meeting)});
       }
       return;
     }
@@ -424,12 +424,14 @@ class Maker {
       return;
     }
     for (const Reach& reach : of(part, at, k)) {
-      const int longer = 1 + pieces_.of(pair_of(piece, reach.meeting));
+      const int longer = 1 + piece_of(piece, reach.meeting);
       for (int j = reach.first; j < reach.last; ++j) {
         expand(part, at, k + 1, place + j * cols_.step[static_cast<std::size_t>(k)], longer);
       }
     }
   }
+  /// The number of a piece, one meeting longer than another; on a single axis the meeting's own.
+  int piece_of(int before, int meeting) { return in_.view.axes == 1 ? meeting : pieces_.of(pair_of(before, meeting)); }
   std::span<const Reach> of(int part, const std::array<int, kMaxAxes>& at, int k) const {
     return reaches_[static_cast<std::size_t>(k)].of(part, at[static_cast<std::size_t>(k)]);
   }
@@ -558,9 +560,10 @@ class Maker {
       std::array<Meeting, kMaxAxes> met;
       int piece = static_cast<int>(lists_.value(list - 1) & 0xFFFFFFFFu) + 1;
       const auto take = [&](int k) {
-        met[static_cast<std::size_t>(k)] =
-            Meeting::unpack(meetings_.value(static_cast<int>(pieces_.value(piece - 1) & 0xFFFFFFFFu)));
-        piece = static_cast<int>(pieces_.value(piece - 1) >> 32);
+        const std::uint64_t pair =
+            in_.view.axes == 1 ? static_cast<std::uint64_t>(piece - 1) : pieces_.value(piece - 1);
+        met[static_cast<std::size_t>(k)] = Meeting::unpack(meetings_.value(static_cast<int>(pair & 0xFFFFFFFFu)));
+        piece = static_cast<int>(pair >> 32);
       };
       take(in_.run_axis);
       for (int k = in_.view.axes - 1; k >= 0; --k) {

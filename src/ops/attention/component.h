@@ -63,15 +63,19 @@ class Canvas {
   }
   /// Adds columns [max(begin, low + n), min(end, high + n)), where these are some, to rows `row` + n, n < count.
   void add(int row, int count, int begin, int end, int low, int high) {
-    Interval* const rows = rows_.data() + row;
-    bool bits = !bits_.empty();
-    for (int n = 0; n < count; ++n) {
+    int n = 0;
+    for (Interval* const rows = rows_.data() + row; n < count && bits_.empty(); ++n) {
       const int first = std::max(begin, low + n), last = std::min(end, high + n);
-      if (first < last && !bits && rows[n].end == 0) {  // as most often
+      if (first < last && rows[n].end == 0) {  // as most often
         rows[n] = {static_cast<std::uint8_t>(first), static_cast<std::uint8_t>(last)};
       } else if (first < last) {
         add(row + n, first, last);
-        bits = !bits_.empty();
+      }
+    }
+    std::uint32_t* words = bits_.data() + static_cast<std::size_t>(row + n) * words_;
+    for (; n < count; ++n, words += words_) {
+      if (const int first = std::max(begin, low + n), last = std::min(end, high + n); first < last) {
+        set_range(words, first, last);
       }
     }
   }

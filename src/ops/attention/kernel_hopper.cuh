@@ -149,6 +149,19 @@ struct RowBits {
   }
 };
 
+/// Replaces what a mask of this kind cuts off. The note and the bits are read only now: registers are short.
+template <bool kGeneral, int kSize>
+__device__ __forceinline__ void cut_masked(float (&s)[kSize], int kind, const int4& note, const u32* bits_of, int row,
+                                           float outside) {
+  if (kGeneral && kind >= 0) {
+    RowBits<kSize / 16> bits;
+    bits.load(bits_of + kind, row);
+    bits.cut(s, outside);
+  } else if (kind == kBand) {
+    cut_band(s, read_note(note), row, outside);
+  }
+}
+
 /// What a kernel does before it reads anything that another may have written.
 __device__ __forceinline__ void begin_after_earlier_kernel() {
   wait_for_earlier_kernel();

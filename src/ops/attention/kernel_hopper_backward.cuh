@@ -365,13 +365,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
         }
         wgmma::commit();
         exp2_of<0, kStream / 2>(x);
-        if (kGeneral && kind >= 0) {
-          RowBits<kStream / 32> bits;
-          bits.load(p.walk.bits + kind, warp_row + lane / 4);
-          bits.cut(x, 0.0f);
-        } else if (kind == kBand) {
-          cut_band(x, read_note(shared.steps[stage]), warp_row + lane / 4, 0.0f);
-        }
+        cut_masked<kGeneral>(x, kind, shared.steps[stage], p.walk.bits, warp_row + lane / 4, 0.0f);
         wgmma::wait<1>();
         const auto to_gradients = [&]<bool kMasked>() {  // as to_score_gradients, but P stays and delta comes in turn
 #pragma unroll
@@ -445,13 +439,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
           s[4 * j + 2] = exp2_fast(s[4 * j + 2] * p.scale_2 - lse.x);
           s[4 * j + 3] = exp2_fast(s[4 * j + 3] * p.scale_2 - lse.y);
         }
-        if (kGeneral && kind >= 0) {
-          RowBits<kStream / 32> bits;
-          bits.load(p.walk.bits + kind, warp_row + lane / 4);
-          bits.cut(s, 0.0f);
-        } else if (kind == kBand) {
-          cut_band(s, read_note(shared.steps[ring.stage]), warp_row + lane / 4, 0.0f);
-        }
+        cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, warp_row + lane / 4, 0.0f);
         pack<T>(left, s);
         wgmma::fence();
         multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
@@ -560,13 +548,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
         }
         wgmma::commit();
         exp2_of<0, kStream / 2>(x);
-        if (kGeneral && kind >= 0) {
-          RowBits<kStream / 32> bits;
-          bits.load(p.walk.bits + kind, warp_row + lane / 4);
-          bits.cut(x, 0.0f);
-        } else if (kind == kBand) {
-          cut_band(x, read_note(shared.steps[stage]), warp_row + lane / 4, 0.0f);
-        }
+        cut_masked<kGeneral>(x, kind, shared.steps[stage], p.walk.bits, warp_row + lane / 4, 0.0f);
         wgmma::wait<1>();
         to_score_gradients(x, dp, kind != kWhole, [&](int i) { return stats[i / 2 % 2].y; });
         wgmma::wait<0>();

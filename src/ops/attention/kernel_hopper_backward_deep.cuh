@@ -129,19 +129,6 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kStream / 2], const 
   }
 }
 
-/// Zeros for what a mask cuts off. The note and the bits are read only now: registers are short.
-template <bool kGeneral>
-__device__ __forceinline__ void cut_masked(float (&s)[kStream / 2], int kind, const int4& note, const u32* bits_of,
-                                           int row) {
-  if (kGeneral && kind >= 0) {
-    RowBits<kStream / 32> bits;
-    bits.load(bits_of + kind, row);
-    bits.cut(s, 0.0f);
-  } else if (kind == kBand) {
-    cut_band(s, read_note(note), row, 0.0f);
-  }
-}
-
 /// dq = scale · dS · k, or dk = scale · dSᵀ · q. kGeneral: there are masks of bits, or columns that nothing uses.
 /// kPieces: items may be pieces of tiles.
 template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kPieces>
@@ -229,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
           s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
         }
       }
-      cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row);
+      cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, 0.0f);
       wgmma::wait<0>();
       release(other_empty, static_cast<int>(other.stage));
       if constexpr (kKeys) {
@@ -313,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid
     };
     const auto end_scores = [&] {
       to_probabilities(s, shared.stats[ring.stage][0], p.scale_2);
-      cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row);
+      cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, 0.0f);
       release_lane(empty, static_cast<int>(ring.stage));
       ring.next();
     };

@@ -360,13 +360,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
         if constexpr (kGeneral) {
           used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
         }
-        if (kGeneral && kind >= 0) {
-          RowBits<kCols / 32> bits;
-          bits.load(p.walk.bits + kind, row);
-          bits.cut(s, -infinity());
-        } else if (kind == kBand) {
-          cut_band(s, read_note(shared.steps[ring.stage]), row, -infinity());
-        }
+        cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, -infinity());
         release(k_empty, static_cast<int>(ring.stage));
         ring.next();
         float correction[2];

@@ -84,32 +84,8 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
 struct RunningRows {
   float most[2], sum[2];
 
-  /// Turns scores into exponents relative to the new largest, and gives what older ones must be multiplied by.
-  template <int kSize>
-  __device__ __forceinline__ void add(float (&s)[kSize], float scale, float (&correction)[2]) {
-    float now[2] = {most[0], most[1]}, offset[2];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      now[i / 2 % 2] = fmaxf(now[i / 2 % 2], s[i]);
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
-      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
-      offset[h] = now[h] == -infinity() ? 0.0f : now[h] * scale;
-      correction[h] = most[h] == now[h] ? 1.0f : exp2_fast(most[h] * scale - offset[h]);
-      most[h] = now[h];
-      sum[h] *= correction[h];
-    }
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      s[i] = exp2_fast(s[i] * scale - offset[i / 2 % 2]);
-      sum[i / 2 % 2] += s[i];
-    }
-  }
-
-  /// The same in three parts, the second of which is exp2_of: first what exponents are taken of, apart from the scores
-  /// so that these make room for the next.
+  /// Finds the new largest and gives what exponents are to be taken of, which may be the scores' own place, and what
+  /// older ones must be multiplied by.
   template <int kSize>
   __device__ __forceinline__ void shift(const float (&s)[kSize], float (&x)[kSize], float scale,
                                         float (&correction)[2]) {
@@ -133,6 +109,7 @@ struct RunningRows {
       x[i] = s[i] * scale - offset[i / 2 % 2];
     }
   }
+  /// The exponents that exp2_of then made of it.
   template <int kSize>
   __device__ __forceinline__ void add_up(const float (&x)[kSize]) {
 #pragma unroll
@@ -422,7 +399,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
           cut_band(s, mask, row, -infinity());
         }
         float correction[2];
-        rows.add(s, p.scale, correction);
+        rows.shift(s, s, p.scale, correction);
+        exp2_of<0, kCols / 2>(s);
+        rows.add_up(s);
         if (n > 0) {
           wgmma::wait<0>();
           release(v_empty, static_cast<int>(behind.stage));

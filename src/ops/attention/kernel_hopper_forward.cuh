@@ -322,6 +322,16 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       multiply_values<T, kValues, kCols>(o, probabilities, v + behind.stage * S::kValueTile, S::kColHalf);
       wgmma::commit();
     };
+    const auto values_added = [&](const float(&correction)[2]) {
+      release(v_empty, static_cast<int>(behind.stage));
+      behind.next();
+      if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < kValues / 2; ++i) {
+          o[i] *= correction[i / 2 % 2];
+        }
+      }
+    };
     if constexpr (S::kAhead) {
       float x[kCols / 2];
       const u32 left = uniform(own);
@@ -353,14 +363,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
         rows.add_up(x);
         wgmma::wait<0>();
         if constexpr (!kFirst) {
-          release(v_empty, static_cast<int>(behind.stage));
-          behind.next();
-          if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
-#pragma unroll
-            for (int i = 0; i < kValues / 2; ++i) {
-              o[i] *= correction[i / 2 % 2];
-            }
-          }
+          values_added(correction);
         }
         pack<T>(probabilities, x);
         used = used_now;
@@ -404,14 +407,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
         rows.add_up(s);
         if (n > 0) {
           wgmma::wait<0>();
-          release(v_empty, static_cast<int>(behind.stage));
-          behind.next();
-          if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
-#pragma unroll
-            for (int i = 0; i < kValues / 2; ++i) {
-              o[i] *= correction[i / 2 % 2];
-            }
-          }
+          values_added(correction);
         }
         pack<T>(probabilities, s);
         used = used_now;

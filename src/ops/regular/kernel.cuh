@@ -33,7 +33,7 @@ __device__ __forceinline__ float sum_across(float (&x)[32]) {
   }
 }
 
-/// The warp's line and its piece of the depth.
+/// The line of a warp and its piece of the depth, or the head of a CTA and its tile.
 struct regular_task {
   int batch, head, line, chunk;
   __device__ __forceinline__ regular_task(u32 n, int chunks, int lines, int heads) {

@@ -4,28 +4,12 @@
 // order.
 #pragma once
 
-#include "device/load.cuh"
 #include "device/tile.cuh"
-#include "ops/regular/params.h"
+#include "ops/regular/kernel.cuh"
 
 namespace fretwork {
 
 inline constexpr int kRegularTile = 64, kRegularTileThreads = 128;
-
-template <typename T>
-struct regular_tile_task {
-  RegularTile tile;
-  int batch, head;
-  __device__ __forceinline__ regular_tile_task(const RegularTileParams& p, int heads) {
-    const int line = static_cast<int>(blockIdx.x) / p.tile_count;
-    tile = p.tiles[static_cast<int>(blockIdx.x) % p.tile_count];
-    batch = line / heads;
-    head = line % heads;
-  }
-  static __device__ __forceinline__ T* of(const RegularOperand& o, i64 batch, i64 head) {
-    return static_cast<T*>(o.data) + batch * o.batch + head * o.head;
-  }
-};
 
 __device__ __forceinline__ int tile_steps(const RegularTile& tile) {
   return (tile.slots + kRegularTile - 1) / kRegularTile;
@@ -102,21 +86,21 @@ __global__ void __launch_bounds__(kRegularTileThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   T* const staged = reinterpret_cast<T*>(shared) + warp * 16 * kPitch;
 
-  const regular_tile_task<T> my(p, p.heads);
-  const RegularTile tile = my.tile;
-  const T* const by_col = my.of(p.by_col, my.batch, my.head / p.group);
+  const regular_task my(blockIdx.x, p.tile_count, 1, p.heads);
+  const RegularTile tile = p.tiles[my.chunk];
+  const T* const by_col = regular_line<const T>(p.by_col, my.batch, my.head / p.group, 0);
   const auto fetch = [&](int n) {
     fetch_partners(right(n), by_col, p.by_col.row, tile, n, p.depth);
     copy_async_commit();
   };
   const int steps = tile_steps(tile);
   if (steps > 0) {
-    fetch_rows(left, static_cast<const T*>(my.of(p.by_row, my.batch, my.head)), p.by_row.row, tile.lines, p.depth,
+    fetch_rows(left, regular_line<const T>(p.by_row, my.batch, my.head, 0), p.by_row.row, tile.lines, p.depth,
                [&](int r) { return static_cast<i64>(p.order[tile.first + r]); });
     fetch(0);
   }
   const regular_rows rows(p, tile);
-  T* const values = my.of(p.values, my.batch, my.head);
+  T* const values = regular_line<T>(p.values, my.batch, my.head, 0);
 
   u32 a[kDepth / 16][4];
   for (int n = 0; n < steps; ++n) {
@@ -253,10 +237,10 @@ __global__ void __launch_bounds__(kRegularTileThreads)
     regular_by_row_tiles(const __grid_constant__ RegularTileParams p) {
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x % 32;
-  const regular_tile_task<T> my(p, p.heads);
-  const RegularTile tile = my.tile;
-  const T* const by_col = my.of(p.by_col, my.batch, my.head / p.group);
-  const T* const values = my.of(p.values, my.batch, my.head);
+  const regular_task my(blockIdx.x, p.tile_count, 1, p.heads);
+  const RegularTile tile = p.tiles[my.chunk];
+  const T* const by_col = regular_line<const T>(p.by_col, my.batch, my.head / p.group, 0);
+  const T* const values = regular_line<const T>(p.values, my.batch, my.head, 0);
   const regular_rows rows(p, tile);
   const auto fetch = [&](int n, shared_tile<2 * kDepth> to) {
     fetch_partners(to, by_col, p.by_col.row, tile, n, p.depth);
@@ -275,7 +259,7 @@ __global__ void __launch_bounds__(kRegularTileThreads)
   };
   regular_tile_product<T, kDepth> product;
   product.template add<true>(tile_steps(tile), shared_address(shared), fetch, take);
-  product.store(p, tile, my.of(p.by_row, my.batch, my.head), p.by_row.row);
+  product.store(p, tile, regular_line<T>(p.by_row, my.batch, my.head, 0), p.by_row.row);
 }
 
 /// by_col[j] = Σ x[i, t]·by_row[i] over the entries of column j and the heads that share it. All rows of more than one
@@ -285,12 +269,12 @@ __global__ void __launch_bounds__(kRegularTileThreads)
     regular_by_col_tiles(const __grid_constant__ RegularTileParams p) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const regular_tile_task<T> my(p, p.heads / p.group);
-  const RegularTile tile = my.tile;
+  const regular_task my(blockIdx.x, p.tile_count, 1, p.heads / p.group);
+  const RegularTile tile = p.tiles[my.chunk];
   const int steps = tile_steps(tile);
   const auto head_of = [&](int n) { return my.head * p.group + n / steps; };
   const auto fetch = [&](int n, shared_tile<2 * kDepth> to) {
-    const T* const by_row = my.of(p.by_row, my.batch, head_of(n));
+    const T* const by_row = regular_line<const T>(p.by_row, my.batch, head_of(n), 0);
     fetch_partners(to, by_row, p.by_row.row, tile, n % steps, p.depth);
   };
   int columns[2];  // of this lane
@@ -300,7 +284,7 @@ __global__ void __launch_bounds__(kRegularTileThreads)
     columns[half] = m < tile.lines ? p.order[tile.first + m] : -1;
   }
   const auto take = [&](int n, T(&x)[32]) {
-    const T* const values = my.of(p.values, my.batch, head_of(n));
+    const T* const values = regular_line<const T>(p.values, my.batch, head_of(n), 0);
     const int slot = n % steps * kRegularTile + warp * 16;
     const bool there = slot + lane % 16 < tile.slots;
     const RegularLine line = there ? p.rows[partner(tile, slot + lane % 16)] : RegularLine{0, 1, 0};
@@ -318,7 +302,7 @@ __global__ void __launch_bounds__(kRegularTileThreads)
   };
   regular_tile_product<T, kDepth> product;
   product.template add<false>(steps * p.group, shared_address(shared), fetch, take);
-  product.store(p, tile, my.of(p.by_col, my.batch, my.head), p.by_col.row);
+  product.store(p, tile, regular_line<T>(p.by_col, my.batch, my.head, 0), p.by_col.row);
 }
 
 }  // namespace fretwork

@@ -221,6 +221,33 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kCols / 2], u32 left,
   }
 }
 
+/// A warp's 16 rows of a tile, `half` bytes between its halves of 64 columns, as left operands.
+template <int kDepth>
+__device__ __forceinline__ void hold_rows(u32 (&held)[kDepth / 16][4], u32 tile, u32 half) {
+  const u32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    const u32 at = row * 128 + (k % 4 * 2 + threadIdx.x % 32 / 16) * 16;
+    wgmma::load_pieces(held[k], tile + k / 4 * half + tma::swizzled<128>(at));
+  }
+}
+/// The same with `left` held in registers: m64n64 that finds both operands in shared memory keeps it busy all the time
+/// that the tensor cores take, and it has tiles to receive, too.
+template <typename T, int kDepth, int kCols>
+__device__ __forceinline__ void multiply_scores(float (&s)[kCols / 2], const u32 (&left)[kDepth / 16][4], u32 right,
+                                                u32 right_half) {
+  using wgmma::Major;
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    const u64 b = wgmma::descriptor<128>(right + k / 4 * right_half) + k % 4 * wgmma::kNextK<128, Major::k>;
+    if (k == 0) {
+      wgmma::multiply<T, kCols, Major::k, 0, false>(s, left[k], b);
+    } else {
+      wgmma::multiply<T, kCols, Major::k>(s, left[k], b);
+    }
+  }
+}
+
 /// d += left · right, where `left` is 64 × kCols in registers as pairs and `right` kCols rows of kDepth columns.
 template <typename T, int kDepth, int kCols>
 __device__ __forceinline__ void multiply_values(float (&d)[kDepth / 2], const u32 (&left)[kCols / 16][4], u32 right,

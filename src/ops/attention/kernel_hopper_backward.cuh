@@ -317,7 +317,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
     }
     if constexpr (S::kAhead) {
       float x[kStream / 2];
-      u32 left_too[kStream / 16][4];
+      u32 left_too[kStream / 16][4], held[kValues / 16][4];  // of k and v there is room for one
+      hold_rows<kValues>(held, v, S::kRowHalf);
       Ring<S::kStages> next = ring;
       int before = 0;
       const auto at = [&](int stage) { return cols + stage * 2 * S::kColTile; };
@@ -355,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
           x[4 * j + 3] = s[4 * j + 3] * p.scale_2 - lse.y;
         }
         wgmma::fence();
-        multiply_scores<T, kValues, kStream>(dp, v, S::kRowHalf, at(stage) + S::kColTile, S::kColHalf);
+        multiply_scores<T, kValues, kStream>(dp, held, at(stage) + S::kColTile, S::kColHalf);
         wgmma::commit();
         if constexpr (!kFirst) {
           add(before);
@@ -510,6 +511,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
     }
     if constexpr (S::kAhead) {
       float x[kStream / 2];
+      u32 held[kDepth / 16][4], held_too[kValues / 16][4];
+      hold_rows<kDepth>(held, q, S::kRowHalf);
+      hold_rows<kValues>(held_too, d_o, S::kRowHalf);
       Ring<S::kStages> next = ring;
       int before = 0;
       const auto at = [&](int stage) { return cols + stage * 2 * S::kColTile; };
@@ -523,7 +527,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
           }
         }
         wgmma::fence();
-        multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, at(next.stage), S::kColHalf);
+        multiply_scores<T, kDepth, kStream>(s, held, at(next.stage), S::kColHalf);
         next.next();
       };
       const auto add = [&](int stage) {
@@ -538,7 +542,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
           x[i] = s[i] * p.scale_2 - stats[i / 2 % 2].x;
         }
         wgmma::fence();
-        multiply_scores<T, kValues, kStream>(dp, d_o, S::kRowHalf, at(stage) + S::kColTile, S::kColHalf);
+        multiply_scores<T, kValues, kStream>(dp, held_too, at(stage) + S::kColTile, S::kColHalf);
         wgmma::commit();
         if constexpr (!kLast) {
           ask();

@@ -1,4 +1,5 @@
-"""How every benchmark here takes time: peers interleaved in one run, medians, the L2 cache flushed on a GPU."""
+"""How every benchmark here takes time: peers interleaved in one run, medians. On a GPU the L2 cache is flushed before
+each call; on a CPU a peer's turn begins with a call that is not timed, so that all find caches as they left them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 
 import torch
 
@@ -20,11 +22,11 @@ def medians(calls: dict[str, Call], device: torch.device, rounds: int = 15, seco
         for call in calls.values():
             call()
             call()
-        once = _gpu_timer() if device.type == "cuda" else _cpu_time
+        turn = _gpu_timer() if device.type == "cuda" else _cpu_turn
         began = time.perf_counter()
         for n in range(rounds):
             for name, call in calls.items():
-                times[name].append(once(call))
+                times[name] += turn(call)
             if n >= 2 and time.perf_counter() - began > seconds:
                 break
     return {name: statistics.median(t) for name, t in times.items()}
@@ -113,22 +115,26 @@ def _memory_kept() -> Iterator[None]:
         mallopt(trim_threshold, 128 << 10)
 
 
-def _cpu_time(call: Call) -> float:
-    began = time.perf_counter()
+def _cpu_turn(call: Call, least: float = 0.01) -> list[float]:
+    """Short calls several times, as their medians should be as sure as those of long ones."""
     call()
-    return (time.perf_counter() - began) * 1e3
+    marks = [time.perf_counter()]
+    while marks[-1] - marks[0] < least:
+        call()
+        marks.append(time.perf_counter())
+    return [(end - begin) * 1e3 for begin, end in pairwise(marks)]
 
 
-def _gpu_timer() -> Callable[[Call], float]:
+def _gpu_timer() -> Callable[[Call], list[float]]:
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def once(call: Call) -> float:
+    def turn(call: Call) -> list[float]:
         flush.zero_()
         begin.record()
         call()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end)
+        return [begin.elapsed_time(end)]
 
-    return once
+    return turn

@@ -147,13 +147,13 @@ def as_called_and_warm(
     behind = None
     for name, call in run.items():
         once = as_called(call, device, 1)
-        count = 100 if once < 0.2 else 20 if once < 2 else 3
+        count, rounds = (100, 25) if once < 0.2 else (20, 9) if once < 2 else (3, 9 if once < 20 else 1)
         try:
             alone = warm(call, stream, count) if name != "torch" else None
         except Exception:  # what cannot be captured
             alone = None
             torch.cuda.synchronize()
-        turns = [(alone() if alone else 0.0, as_called(call, device, count)) for _ in range(9 if once < 20 else 1)]
+        turns = [(alone() if alone else 0.0, as_called(call, device, count)) for _ in range(rounds)]
         called[name] = statistics.median(turn[1] for turn in turns)
         if alone:
             within[name] = statistics.median(turn[0] for turn in turns)

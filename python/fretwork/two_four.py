@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
 from fretwork._library import core, two_four_order
@@ -436,7 +437,7 @@ def matmul(
     if left == isinstance(b, TwoFour):
         refuse("matmul", "a and b", "exactly one fretwork.TwoFour", "two" if left else "none", TypeError)
     s, dense = (a, b) if left else (b, a)
-    assert isinstance(s, TwoFour)
+    assert isinstance(s, TwoFour) and not isinstance(dense, TwoFour)
     if s.dim != left:
         raise NotImplementedError(
             f"matmul: {'a' if left else 'b'}: expected a matrix compressed along the axis that is summed over, "
@@ -482,7 +483,8 @@ def linear(
     _check_tensor("linear", "x", x)
     if bias is not None:
         _check_tensor("linear", "bias", bias)
-    word, exact = _activation("linear", activation), _exactness("linear", s.values.dtype, precision)
+    word = "none" if activation is None else _activation("linear", activation)
+    exact = _exactness("linear", s.values.dtype, precision)
     if fallback is not None:
         if fallback != "dense":
             refuse("linear", "fallback", 'None or "dense"', repr(fallback), RuntimeError)
@@ -493,22 +495,33 @@ def linear(
     return _product(s, x, bias, word, None, None, None, "linear", exact)
 
 
-def _product(s: TwoFour, *arguments: Any) -> Tensor:
+def _product(
+    s: TwoFour,
+    dense: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    product: str,
+    precision: str,
+) -> Tensor:
     """By the op with gradient rules only where they may be needed: torch looks at them in Python."""
     values = s.values
-    if torch.compiler.is_compiling():
-        return _matmul(values, s.metadata, *arguments)
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 and not is_compiling():
         _check_tensor("matmul", "values", values)  # which refuses tangents, as everywhere
-    dense, bias, _, _, scale_a, scale_b = arguments[:6]
-    learns = torch.is_grad_enabled() and (
-        values.requires_grad
-        or dense.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (scale_a is not None and scale_a.requires_grad)
-        or (scale_b is not None and scale_b.requires_grad)
+    learns = is_compiling() or (
+        is_grad_enabled()
+        and (
+            values.requires_grad
+            or dense.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (scale_a is not None and scale_a.requires_grad)
+            or (scale_b is not None and scale_b.requires_grad)
+        )
     )
-    return (_matmul if learns else _plain_matmul)(values, s.metadata, *arguments)
+    op = _matmul if learns else _plain_matmul
+    return op(values, s.metadata, dense, bias, activation, out_dtype, scale_a, scale_b, product, precision)
 
 
 def _activation(op: str, name: str | None) -> str:

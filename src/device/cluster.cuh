@@ -10,6 +10,17 @@ __device__ __forceinline__ u32 cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+/// The number of this cluster, and how many there are; a CTA that was launched without one is its own.
+__device__ __forceinline__ u32 cluster_index() {
+  u32 index;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ u32 cluster_count() {
+  u32 count;
+  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+  return count;
+}
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }

@@ -24,6 +24,7 @@ constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 constexpr std::array kTypes = {DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2, DType::f32};
 constexpr std::array kWidths = {256, 128, 64};
 constexpr std::array kSplits = {1, 2, 3, 4};
+static_assert(kSplits.back() == kMostSplit);
 constexpr int kShare = 16;  // tiles of rows that go through the columns together
 static_assert(std::ranges::all_of(kWidths, [](int width) { return shared_bytes(width) + 256 <= 227 << 10; }));
 
@@ -91,10 +92,14 @@ std::optional<TiledView> result_view(const Problem& p, bool transposed) {
   return view && view->can_be_written() ? view : std::nullopt;
 }
 
+/// Whether sums are results.
+bool is_plain(const Problem& p) {
+  return p.bias.data == nullptr && p.scale_s.data == nullptr && p.scale_b.data == nullptr &&
+         p.activation == Activation::none;
+}
+
 /// Whether a thread can make the result of its sums.
 bool can_finish(const Problem& p) {
-  const bool plain = p.bias.data == nullptr && p.scale_s.data == nullptr && p.scale_b.data == nullptr &&
-                     p.activation == Activation::none;
   switch (p.out) {
     case DType::f16:
     case DType::bf16:
@@ -102,7 +107,7 @@ bool can_finish(const Problem& p) {
     case DType::f32:  // these activations are as good as 16-bit results need
       return p.activation != Activation::gelu && p.activation != Activation::silu;
     default:
-      return p.out == DType::i32 && p.dtype == DType::i8 && plain;
+      return p.out == DType::i32 && p.dtype == DType::i8 && is_plain(p);
   }
 }
 
@@ -248,20 +253,29 @@ void set_result(const Problem& p, Params& params) {
   params.scale_b_stride = p.scale_b.stride;
   params.out_type = out_type(p.out);
   params.activation = static_cast<int>(p.activation);
+  params.plain = is_plain(p) ? 1 : 0;
 }
+
+Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
 
 /// How many tiles there are, and who has which.
 void set_tiles(const Problem& p, const Choice& choice, Params& params) {
+  const std::int64_t row_tiles = ceil_div(p.m, kRows * choice.pair), col_tiles = ceil_div(p.n, choice.width);
+  const std::int64_t share = std::min<std::int64_t>(kShare / choice.pair, row_tiles), tail = row_tiles % share;
   params.m = narrowed(p.m);
   params.n = narrowed(p.n);
   params.groups = narrowed(groups_of(p));
-  params.steps = narrowed(steps_of(p));
-  params.row_tiles = narrowed(ceil_div(p.m, kRows * choice.pair));
-  params.col_tiles = narrowed(ceil_div(p.n, choice.width));
-  params.total = narrowed(params.row_tiles * p.batch * params.col_tiles);
-  params.share = kShare / choice.pair;
+  params.total = narrowed(row_tiles * p.batch * col_tiles);
+  params.tiles = divisor(row_tiles * col_tiles);
+  params.set = divisor(share * col_tiles);
+  params.share = divisor(share);
+  params.tail = divisor(tail != 0 ? tail : share);
   params.b_batch = p.b.batch != 0 ? 1 : 0;
   params.split = choice.split;
+  const std::int64_t steps = steps_of(p), chunk = steps_of_chunk(bytes_of(p.dtype));
+  for (int part = 0; part <= choice.split; ++part) {
+    params.first_step[part] = narrowed(std::min(part * ceil_div(steps, chunk) / choice.split * chunk, steps));
+  }
 }
 
 }  // namespace

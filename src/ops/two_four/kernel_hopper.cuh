@@ -18,9 +18,9 @@ struct Shape {
   static constexpr u32 kStages = stages(kWidth), kBytes = stage_bytes(kWidth);
   static constexpr u32 kLeftRow = 64, kLeftBytes = kRows * kLeftRow;
   static constexpr int kDepth = 128 / static_cast<int>(sizeof(T));  ///< elements of b in a step
-  static constexpr int kWordBytes = sizeof(T) == 1 ? 16 : 8;        ///< of a row's metadata in a step
-  static constexpr int kPerChunk = kChunkRow / kWordBytes;          ///< steps
-  static constexpr int kRegisters = sizeof(T) == 1 ? 2 : 1;         ///< of metadata, for the two products of a step
+  static constexpr int kPerChunk = steps_of_chunk(sizeof(T));
+  static constexpr int kWordBytes = kChunkRow / kPerChunk;   ///< of a row's metadata in a step
+  static constexpr int kRegisters = sizeof(T) == 1 ? 2 : 1;  ///< of metadata, for the two products of a step
   u64 full[kStages], empty[kStages], words_full[kChunks], words_empty[kChunks];
 };
 
@@ -30,20 +30,20 @@ struct Tile {
 };
 
 /// `share` tiles of rows go through all columns before the next do: CTAs that run together share both operands in the
-/// cache. The CTAs of a cluster have neighbouring tiles of rows (pair) or parts of the depth (split).
-template <int kWidth, int kPerChunk, bool kPair>
+/// cache. The CTAs of a cluster have neighbouring tiles of rows (pair) or parts of the depth (split). Until it is known
+/// nothing is fetched, so that real divisions would show.
+template <int kWidth, bool kPair>
 __device__ __forceinline__ Tile tile_at(const Params& p, int index, int rank) {
-  const int each = p.row_tiles * p.col_tiles, batch = index / each, rest = index % each;
-  const int set = rest / (p.share * p.col_tiles), in_set = rest % (p.share * p.col_tiles);
-  const int rows = min(p.share, p.row_tiles - set * p.share);
-  Tile t{(set * p.share + in_set % rows) * kRows, in_set / rows * kWidth, batch, 0, p.steps};
+  const int each = static_cast<int>(p.tiles.divisor), size = static_cast<int>(p.set.divisor);
+  const int batch = p.tiles.quotient(index), rest = index - batch * each;
+  const int set = p.set.quotient(rest), in_set = rest - set * size;
+  const Divisor& rows = (set + 1) * size <= each ? p.share : p.tail;
+  const int col = rows.quotient(in_set), row = in_set - col * static_cast<int>(rows.divisor);
+  const int part = kPair ? 0 : rank;
+  Tile t{(set * static_cast<int>(p.share.divisor) + row) * kRows, col * kWidth, batch, p.first_step[part],
+         p.first_step[part + 1]};
   if constexpr (kPair) {
     t.row = 2 * t.row + rank * kRows;
-  }
-  if (p.split > 1) {
-    const int chunks = (p.steps + kPerChunk - 1) / kPerChunk;
-    t.first = rank * chunks / p.split * kPerChunk;
-    t.last = min((rank + 1) * chunks / p.split * kPerChunk, p.steps);
   }
   return t;
 }
@@ -390,7 +390,12 @@ __device__ __forceinline__ void copy_piece(const Params& p, const Place& at, int
   }
 }
 
-/// Sums leave in pieces of 64 columns of 16 bits or 32 of 32 (U is float, whatever the bits mean).
+/// A tile's pieces are a multiple of these.
+template <int kSize>
+inline constexpr int kBuffers = kSize > 32 ? 2 : 1;
+
+/// Sums leave in pieces of 64 columns of 16 bits or 32 of 32 (U is float, whatever the bits mean); those of 16 bits
+/// only to where the copy engine cannot write.
 template <typename U, int kPiece = 0, int kSize>
 __device__ __forceinline__ void store_sums(const float (&d)[kSize], const Params& p, const Place& at) {
   constexpr int kColumns = 128 / static_cast<int>(sizeof(U)), kSums = kColumns / 2;
@@ -410,19 +415,57 @@ __device__ __forceinline__ void store_sums(const float (&d)[kSize], const Params
     };
     const auto store = [&](u32 buffer) {
       const bool turned = p.transposed != 0;
-      if (p.direct == 0 && col < p.n && at.row < p.m) {
+      if (sizeof(U) == 4 && p.direct == 0 && col < p.n && at.row < p.m) {
         tma::store(&p.c, buffer, turned ? at.row : col, turned ? col : at.row, at.batch, 0);
-        if (sizeof(U) == 4 && turned && at.row + 32 < p.m) {  // the other 32 rows
+        if (turned && at.row + 32 < p.m) {  // the other 32 rows
           tma::store(&p.c, buffer + kPieceBytes / 2, at.row + 32, col, at.batch, 0);
         }
       }
     };
-    constexpr int kBuffers = kSize > 32 ? 2 : 1;  // a tile's pieces are a multiple of them
-    store_in_turn<kBuffers>(kPiece, at.buffers, at.barrier, write, store);
+    store_in_turn<kBuffers<kSize>>(kPiece, at.buffers, at.barrier, write, store);
     if (p.direct != 0) {
-      copy_piece<U>(p, at, col, at.buffers + kPiece % kBuffers * kPieceBytes);
+      copy_piece<U>(p, at, col, at.buffers + kPiece % kBuffers<kSize> * kPieceBytes);
     }
     store_sums<U, kPiece + 1>(d, p, at);
+  }
+}
+
+/// Sums of 16 bits leave in boxes of 64 columns, straight on: where other kernels have displaced this code, it comes
+/// from memory, and what branches off waits for that each time.
+template <typename U, bool kTransposed, int kPiece = 0, int kSize>
+__device__ __forceinline__ void store_boxes(const float (&d)[kSize], const Params& p, const Place& at) {
+  if constexpr (kPiece < kSize / 32) {
+    if (kPiece * 64 >= at.columns) {
+      return;
+    }
+    const int col = at.col + kPiece * 64;
+    store_in_turn<kBuffers<kSize>>(
+        kPiece, at.buffers, at.barrier, [&](u32 buffer) { store_piece<U, kTransposed, kPiece * 32>(d, buffer); },
+        [&](u32 buffer) {
+          if (col < p.n && at.row < p.m) {
+            tma::store(&p.c, buffer, kTransposed ? at.row : col, kTransposed ? col : at.row, at.batch, 0);
+          }
+        });
+    store_boxes<U, kTransposed, kPiece + 1>(d, p, at);
+  }
+}
+
+/// 64 columns at a time, in few instructions for what is rare.
+template <typename U, int kSize>
+__device__ __forceinline__ void store_in_turns(float (&d)[kSize], const Params& p, const Place& at) {
+  in_turns(d, [&](auto& some, int turn) {
+    store_sums<U>(some, p, {at.row, at.col + 64 * turn, at.batch, at.columns - 64 * turn, at.buffers, at.barrier});
+  });
+}
+
+template <typename U, int kSize>
+__device__ __forceinline__ void store_halves(float (&d)[kSize], const Params& p, const Place& at) {
+  if (p.direct != 0) {
+    store_in_turns<U>(d, p, at);
+  } else if (p.transposed != 0) {
+    store_boxes<U, true>(d, p, at);
+  } else {
+    store_boxes<U, false>(d, p, at);
   }
 }
 
@@ -438,24 +481,21 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
       f[n] = d[n];
     }
   }
-  if (p.out_type != OutType::i32) {
+  if (p.plain == 0) {
     finish(f, p, at.row, at.col);
   }
   if constexpr (is_same<T, float>) {
     store_sums<float>(f, p, at);
   } else if (p.out_type == OutType::f16 || p.out_type == OutType::bf16) {
     if constexpr (sizeof(T) == 2) {
-      store_sums<T>(f, p, at);
+      store_halves<T>(f, p, at);
     } else {
-      p.out_type == OutType::f16 ? store_sums<f16>(f, p, at) : store_sums<bf16>(f, p, at);
+      p.out_type == OutType::f16 ? store_halves<f16>(f, p, at) : store_halves<bf16>(f, p, at);
     }
   } else if constexpr (is_same<T, i8>) {
     store_sums<float>(f, p, at);
-  } else {  // rare, so that it may cost more time than code
-    in_turns(f, [&](auto& some, int turn) {
-      store_sums<float>(some, p,
-                        {at.row, at.col + 64 * turn, at.batch, at.columns - 64 * turn, at.buffers, at.barrier});
-    });
+  } else {
+    store_in_turns<float>(f, p, at);
   }
 }
 
@@ -471,8 +511,8 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
   init_ring(s.words_full, s.words_empty, kChunks, 1, kThreads - 128);
   init_ring(s.full, s.empty, S::kStages, 1, kPair ? 16 : 8);
-  const int cluster = kPair ? 2 : p.split, rank = cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
-  const int begin = static_cast<int>(blockIdx.x) / cluster, next = static_cast<int>(gridDim.x) / cluster;
+  const int rank = static_cast<int>(cluster_rank());
+  const int begin = static_cast<int>(cluster_index()), next = static_cast<int>(cluster_count());
   if constexpr (kPair) {
     cluster_sync();  // the other's barriers are there
   }
@@ -488,8 +528,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       Ring<S::kStages> ring(1);
       Ring<kChunks> chunk(1);
       for (int index = begin; index < p.total; index += next) {
-        fetch<T, kWidth, kRightK, kPair>(p, tile_at<kWidth, S::kPerChunk, kPair>(p, index, rank), s, base, rank, ring,
-                                         chunk);
+        fetch<T, kWidth, kRightK, kPair>(p, tile_at<kWidth, kPair>(p, index, rank), s, base, rank, ring, chunk);
       }
     }
     if (p.split > 1) {  // as the others meet
@@ -503,7 +542,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
     Ring<S::kStages> ring(0);
     Words<T, kWidth> words(chunks);
     for (int index = begin; index < p.total; index += next) {
-      const Tile t = tile_at<kWidth, S::kPerChunk, kPair>(p, index, rank);
+      const Tile t = tile_at<kWidth, kPair>(p, index, rank);
       Sum d[kWidth / 2];
 #pragma unroll
       for (Sum& sum : d) {

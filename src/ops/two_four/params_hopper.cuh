@@ -1,6 +1,7 @@
 // What the Hopper kernel of the 2:4 products is launched with. Host and device share it: plain data.
 #pragma once
 
+#include "device/divide.cuh"
 #include "device/tensor_map.cuh"
 #include "ops/two_four/out_type.cuh"
 
@@ -11,7 +12,10 @@ namespace fretwork::two_four::hopper {
 inline constexpr int kRows = 128, kThreads = 384;
 /// Metadata comes in chunks of 64 bytes of each row, for several steps of the depth.
 inline constexpr int kChunkRow = 64, kChunkBytes = kRows * kChunkRow, kChunks = 4;
+/// Of elements of so many bytes. A step of the depth is 128 bytes of b.
+constexpr int steps_of_chunk(int bytes) { return kChunkRow / (bytes == 1 ? 16 : 8); }
 inline constexpr int kStagingBytes = 32768;  ///< where results wait for the copy engine
+inline constexpr int kMostSplit = 4;         ///< CTAs, a cluster, that share the depth of a tile
 
 /// A stage is 128 bytes of the depth of b and the 64 bytes that are kept of the sparse operand.
 constexpr int stage_bytes(int width) { return kRows * 64 + width * 128; }
@@ -35,13 +39,15 @@ struct Params {
   long long bias_stride, scale_s_stride, scale_b_stride;
   OutType out_type;
   int activation;  ///< as fretwork::Activation counts
-  int m, n, groups, steps;
-  int row_tiles, col_tiles, total;
-  int share;       ///< this many tiles of rows go through the columns together
-  int b_batch;     ///< 0 where all batches share b
-  int split;       ///< this many CTAs, a cluster, share the depth of a tile
-  int transposed;  ///< 1: m is the unit axis of the result
-  int direct;      ///< 1: the copy engine cannot write the result
+  int plain;       ///< 1: sums are results, without scales, bias and activation
+  int m, n, groups, total;
+  Divisor tiles;                   ///< of a batch
+  Divisor set, share, tail;        ///< `share` tiles of rows, the last of them `tail`, go through the columns together
+  int split;                       ///< CTAs of a cluster that share the depth
+  int first_step[kMostSplit + 1];  ///< of each, and behind the last
+  int b_batch;                     ///< 0 where all batches share b
+  int transposed;                  ///< 1: m is the unit axis of the result
+  int direct;                      ///< 1: the copy engine cannot write the result
 };
 
 }  // namespace fretwork::two_four::hopper

@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <map>
+#include <memory>
 #include <utility>
 
 #include "core/element.h"
@@ -51,6 +53,16 @@ std::vector<std::byte> random_bytes(DType dtype, std::size_t count) {
   return bytes;
 }
 
+/// At least so many, drawn once: a tuner asks again for every problem.
+std::shared_ptr<const std::vector<std::byte>> drawn_bytes(DType dtype, std::size_t count) {
+  static std::map<DType, std::shared_ptr<const std::vector<std::byte>>> known;
+  auto& bytes = known[dtype];
+  if (bytes == nullptr || bytes->size() < count) {
+    bytes = std::make_shared<const std::vector<std::byte>>(random_bytes(dtype, count));
+  }
+  return bytes;
+}
+
 /// Copies the first `have` of `bytes` over the rest: `copy(to, from, count)`, twice as much each time.
 template <typename Copy>
 void repeat(std::byte* data, std::size_t have, std::size_t bytes, const Copy& copy) {
@@ -86,29 +98,29 @@ Data::Data(Device device, DType dtype, std::initializer_list<std::int64_t> sizes
     : view_(nullptr, dtype, sizes, device) {
   constexpr std::size_t kDrawn = 64 << 20;  // more is the same again: gigabytes would take longer than the work
   const std::size_t bytes = static_cast<std::size_t>(view_.elements()) * size_of(dtype);
-  drawn_ = random_bytes(dtype, std::min(bytes, kDrawn));
-  const std::size_t drawn = drawn_.size();
+  const std::size_t drawn = drawn_bytes_ = std::min(bytes, kDrawn);
+  drawn_ = drawn_bytes(dtype, drawn);
   if (device.type == DeviceType::cuda) {
     on_device_ = cuda::DeviceBuffer(device.index, nullptr, bytes);
     view_.data = on_device_.data();
     if (bytes > 0) {
       const cuda::DeviceScope scope(device.index);
-      cuda::copy_to_device(view_.data, drawn_.data(), drawn, nullptr);
+      cuda::copy_to_device(view_.data, drawn_->data(), drawn, nullptr);
       repeat(static_cast<std::byte*>(view_.data), drawn, bytes,
              [](void* to, const void* from, std::size_t n) { cuda::copy_on_device(to, from, n, nullptr); });
       cuda::synchronize(nullptr);
     }
   } else {
-    host_ = drawn_;
     host_.resize(bytes);
+    std::copy_n(drawn_->begin(), drawn, host_.begin());
     repeat(host_.data(), drawn, bytes, [](void* to, const void* from, std::size_t n) { std::memcpy(to, from, n); });
     view_.data = host_.data();
   }
 }
 
 double Data::drawn(std::int64_t at) const {
-  const auto count = static_cast<std::int64_t>(drawn_.size() / size_of(view_.dtype));
-  return read_element<double>(drawn_.data(), view_.dtype, at % count);
+  const auto count = static_cast<std::int64_t>(drawn_bytes_ / size_of(view_.dtype));
+  return read_element<double>(drawn_->data(), view_.dtype, at % count);
 }
 
 std::vector<double> Data::read(std::int64_t at, std::int64_t count) const {

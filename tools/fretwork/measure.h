@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -28,7 +29,9 @@ class Data {
 
  private:
   TensorView view_;
-  std::vector<std::byte> drawn_, host_;
+  std::shared_ptr<const std::vector<std::byte>> drawn_;  ///< at least drawn_bytes_; all data of a type has the same
+  std::size_t drawn_bytes_ = 0;
+  std::vector<std::byte> host_;
   cuda::DeviceBuffer on_device_;
 };
 

@@ -138,8 +138,8 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
             error_now = error_of(x, w, y, last)
         del y
         calls[algo] = call
-        limit = math.inf if algo == "kernel" else 20 if algo in SLOW else 200
-        if (ms_now := medians({algo: call}, device, rounds=1)[algo]) > limit:
+        limit = 20 if algo in SLOW else 200
+        if algo != "kernel" and (ms_now := medians({algo: call}, device, rounds=1)[algo]) > limit:
             once[algo] = ms_now  # far behind: one time is enough
     timed = {algo: call for algo, call in calls.items() if algo not in once}
     if device.type == "cuda" and batch <= FEW:  # kernels as short as the host's time for them

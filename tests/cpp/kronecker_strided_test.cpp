@@ -356,6 +356,8 @@ TEST_F(Strided, GradientInClusters) {
       {{1, 130, 70, 4}, 333, DType::f16, Precision::tf32, Activation::none, true},
       {{3, 34, 36, 4}, 1, DType::bf16, Precision::tf32, Activation::none, true},
       {{2, 260, 66, 4}, 100, DType::f16, Precision::tf32, Activation::none, true, true, 8},
+      {{1, 64, 128, 4}, 500, DType::f16, Precision::tf32, Activation::none, true},  // tiles with more columns than rows
+      {{2, 180, 260, 4}, 100, DType::bf16, Precision::tf32, Activation::none, true, true, 8},
       {{2, 260, 132, 2}, 500, DType::bf16, Precision::tf32, Activation::none, true, true, 8},
       {{1, 8, 8, 2}, 31, DType::f16},
       {{1, 36, 300, 2}, 1000, DType::f16, Precision::tf32, Activation::none, true},

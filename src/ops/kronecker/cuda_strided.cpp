@@ -72,10 +72,11 @@ KernelSpec cluster_weight_kernel(DType dtype, int deltas, bool flat) {
               (flat ? ", true>" : ", false>"),
           KernelSpec::kBySize};
 }
-KernelSpec flat_weight_kernel(DType dtype, int v) {
+KernelSpec flat_weight_kernel(DType dtype, const FlatTile& tile) {
   return {kFlatWeight,
-          std::string("fretwork::strided_flat_weight<") + device_type(dtype) + ", " + std::to_string(v) + ">",
-          FlatTile{v}.shared()};
+          std::string("fretwork::strided_flat_weight<") + device_type(dtype) + ", " + std::to_string(tile.v) +
+              (tile.broad ? ", true>" : ", false>"),
+          tile.shared()};
 }
 KernelSpec reduce_kernel(DType dtype, int wide) {
   return {kWeight, std::string("fretwork::strided_reduce<") + device_type(dtype) + ", " + std::to_string(wide) + ">"};
@@ -114,8 +115,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       for (const int deltas : {16, 32, 64}) {
         list.push_back(cluster_weight_kernel(dtype, deltas, false));
       }
-      list.push_back(flat_weight_kernel(dtype, 4));
-      list.push_back(flat_weight_kernel(dtype, 2));
+      for (const FlatTile& tile : {FlatTile{4}, FlatTile{4, true}, FlatTile{2}}) {
+        list.push_back(flat_weight_kernel(dtype, tile));
+      }
     }
   }
   return list;
@@ -514,9 +516,16 @@ bool flat_fits(const WeightProblem& problem, const Context& context) {
          clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, context);
 }
 
+/// The tile that has less of it outside the matrix.
+FlatTile flat_tile(const Sizes& s) {
+  const FlatTile high{static_cast<int>(s.d)}, broad{high.v, true};
+  const auto tiles = [&](const FlatTile& t) { return ceil_div(s.b, t.rows()) * ceil_div(s.c, t.columns()); };
+  return s.d == 4 && tiles(broad) < tiles(high) ? broad : high;
+}
+
 void run_flat(const WeightProblem& problem, Context& context) {
   const Sizes& s = problem.sizes;
-  const FlatTile tile{static_cast<int>(s.d)};
+  const FlatTile tile = flat_tile(s);
   const auto map = [&](const Matrix& m, std::int64_t columns) {
     return make_map(m, problem.batch, {static_cast<std::uint64_t>(columns * s.d), static_cast<std::uint64_t>(s.a)},
                     {64, 1, FlatTile::kDepth}, driver::Swizzle::b128);
@@ -533,7 +542,7 @@ void run_flat(const WeightProblem& problem, Context& context) {
                                              64 * 1024.0 + kPartial));
   weight.bias_shares = static_cast<int>(std::min(kMostShares, ceil_div(s.c, tile.warp_columns())));
   const Partials partials(problem, weight, context);
-  get_kernel(flat_weight_kernel(problem.dtype, tile.v), context.device.index)
+  get_kernel(flat_weight_kernel(problem.dtype, tile), context.device.index)
       .launch(std::int64_t{weight.groups} * weight.pieces, FlatTile::kThreads, tile.shared(), &params, context.stream);
   reduce(problem, weight, context);
 }

@@ -15,9 +15,9 @@
 namespace fretwork {
 namespace kronecker::strided {
 
-template <typename T, int V>
+template <typename T, int V, bool kBroad>
 struct FlatGradient {
-  static constexpr FlatTile kTile{V};
+  static constexpr FlatTile kTile{V, kBroad};
   static constexpr int kPer = 8 / V;                                              // columns of a chunk
   static constexpr int kLeft = kTile.left_lines(), kRight = kTile.right_lines();  // lines of a warp
   static constexpr int kSteps = FlatTile::kDepth / 16;                            // of K in a stage
@@ -160,7 +160,7 @@ struct FlatGradient {
   static __device__ __forceinline__ void consume(const FlatWeightParams& p, const Part& part, u32 base,
                                                  Barriers& barriers) {
     const WeightParams& w = p.weight;
-    const int warp = uniform(threadIdx.x / 32) - 4, high = warp / 2, wide = warp % 2;
+    const int warp = uniform(threadIdx.x / 32) - 4, high = warp / kTile.across(), wide = warp % kTile.across();
     const int j = part.j + high * kLeft * (64 / V), k = part.k + wide * kTile.warp_columns();
     const bool inside = !p.skip || (j < w.b && k < w.c);
     const int share = k / kTile.warp_columns();
@@ -208,10 +208,10 @@ struct FlatGradient {
 }  // namespace kronecker::strided
 
 /// CTA: group (slabs of k fastest, then of j, then i) and piece of the batch.
-template <typename T, int V>
+template <typename T, int V, bool kBroad>
 __global__ void __launch_bounds__(kronecker::strided::FlatTile::kThreads, 1)
     strided_flat_weight(const __grid_constant__ kronecker::strided::FlatWeightParams p) {
-  using Work = kronecker::strided::FlatGradient<T, V>;
+  using Work = kronecker::strided::FlatGradient<T, V, kBroad>;
   extern __shared__ __align__(128) u8 shared[];
   __shared__ __align__(16) typename Work::Barriers barriers;
   const u32 base = (shared_address(shared) + 1023) & ~1023u;

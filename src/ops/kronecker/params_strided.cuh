@@ -119,15 +119,18 @@ struct ClusterWeightParams {
   int cluster_rows, cluster_columns;
 };
 
-/// Hopper, d = V = 2 or 4: eight warps, four along j and two along k, sum 128 j × 256/V k × V δ. Memory moves in lines
-/// of 128 bytes, 64/V columns of all δ, `kDepth` rows of the batch at a time.
+/// Hopper, d = V = 2 or 4: eight warps, four along j and two along k, sum 128 j × 256/V k × V δ; or, where V = 4,
+/// `broad`: two and four, 64 j × 128 k, as many lines. Memory moves in lines of 128 bytes, 64/V columns of all δ,
+/// `kDepth` rows of the batch at a time.
 struct FlatTile {
   int v;
+  bool broad = false;
   static constexpr int kThreads = 384, kDepth = 32, kLine = kDepth * 128;  ///< bytes of a line in a stage
   constexpr int left_lines() const { return v == 4 ? 2 : 1; }              ///< of a warp: 32 j
   constexpr int right_lines() const { return 2; }
-  constexpr int all_left() const { return 4 * left_lines(); }
-  constexpr int all_right() const { return 2 * right_lines(); }
+  constexpr int across() const { return broad ? 4 : 2; }  ///< warps along k
+  constexpr int all_left() const { return 8 / across() * left_lines(); }
+  constexpr int all_right() const { return across() * right_lines(); }
   constexpr int rows() const { return all_left() * 64 / v; }
   constexpr int columns() const { return all_right() * 64 / v; }
   constexpr int warp_columns() const { return right_lines() * 64 / v; }

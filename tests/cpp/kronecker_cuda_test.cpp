@@ -860,7 +860,7 @@ TEST_F(KroneckerCuda, FewRowsDirectly) {
 }
 
 /// As many tiles as fill an H200 once, so that wgmma multiplies them: one group of rows and several, the last of them
-/// shorter, and blocks of every depth.
+/// shorter, and blocks of every depth. Then CTAs that have a whole depth, rows of eight and others.
 TEST_F(KroneckerCuda, DeepBlocks) {
   using enum Activation;
   for (const Case& c :
@@ -868,9 +868,36 @@ TEST_F(KroneckerCuda, DeepBlocks) {
                                    {{2, 512, 512, 4}, 170, false, DType::bf16, gelu, true},
                                    {{8, 256, 512, 4}, 57, false, DType::f16, relu, true, Order::plain, 8},
                                    {{13, 64, 768, 4}, 255, false, DType::bf16, silu, true},
-                                   {{16, 256, 512, 4}, 33, false, DType::f16, none, true}}) {
+                                   {{16, 256, 512, 4}, 33, false, DType::f16, none, true},
+                                   {{1, 512, 512, 4}, 196, false, DType::f16, none, true},
+                                   {{1, 512, 512, 4}, 33, false, DType::bf16, gelu, true, Order::plain, 8},
+                                   {{2, 64, 512, 4}, 256, false, DType::f16},
+                                   {{3, 192, 512, 4}, 121, false, DType::bf16, silu, true}}) {
     Forward f(c);
     f.poison();
+    ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
+    f.check();
+    f.check_guard();
+    const std::vector<unsigned char> first = f.y.host.bytes;
+    for (int n = 0; n < 20; ++n) {
+      ASSERT_TRUE(kronecker::direct::run(f.problem(), context_));
+      f.y.download();
+      ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
+    }
+  }
+}
+
+/// Batch last, d = 1, an even number of rows but none that the copy engine takes: a block of x is one piece of memory.
+/// Outputs that fill a CTA, several, or a part of one.
+TEST_F(KroneckerCuda, BlocksInOnePiece) {
+  using enum Activation;
+  for (const Case& c : std::initializer_list<Case>{{{128, 64, 64, 1}, 196, true, DType::f16},
+                                                   {{64, 80, 48, 1}, 250, true, DType::bf16, gelu, true},
+                                                   {{64, 144, 64, 1}, 222, true, DType::f16, relu, true},
+                                                   {{512, 64, 64, 1}, 34, true, DType::bf16, silu, true}}) {
+    Forward f(c);
+    f.poison();
+    ASSERT_TRUE(kronecker::direct::pays(f.problem())) << c.text();
     ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
     f.check();
     f.check_guard();

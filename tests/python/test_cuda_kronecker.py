@@ -25,6 +25,8 @@ CASES = [
     ((1, 33, 17, 5), 196, torch.float16, None),
     ((2, 64, 96, 4), 196, torch.float16, None),
     ((2, 512, 512, 4), 196, torch.float16, None),
+    ((1, 512, 512, 4), 196, torch.float16, None),
+    ((64, 64, 64, 1), 196, torch.bfloat16, None),
     ((2, 64, 96, 4), 16, torch.float16, None),
     ((1, 256, 512, 4), 16, torch.float16, None),
     ((2, 64, 96, 4), 400, torch.float16, None),

@@ -120,6 +120,40 @@ bool small(const Problem& p) {
          a * b * d < kMost / (p.batch + kTile);
 }
 
+/// Whether more than a few rows should be faster here than where weights are packed.
+bool cheap(const Problem& p) {
+  // Microseconds on an H200, fitted to times of 40 patterns with 196 rows. Here every 16 or 32 rows read the weights
+  // again and as many outputs x, in short lines where the batch is last; δ apart take most registers and run least at
+  // once.
+  const auto& [a, b, c, d] = p.sizes;
+  const bool last = p.x.feature != 1, far = d >= 8;
+  const double weights = 2e-6 * double(a * b * c * d), x = 2e-6 * double(p.batch * a * c * d);
+  const Kind& kind = kKinds[std::min(kind_of(p.sizes), std::size(kKinds) - 1)];
+  const Shape& shape = shape_of(kind, p.batch);
+  const double read = weights * double(ceil_div(p.batch, std::int64_t{8} * shape.n)) +
+                      x * double(ceil_div(b, std::int64_t{16} * shape.m));
+  const double rate = kind.v == 1   ? 3.2
+                      : far         ? (d >= 32 ? 2.0
+                                       : last  ? 2.7
+                                               : 3.3)
+                      : shape.m > 1 ? (last ? 3.3 : 4.5)
+                      : last        ? 3.5
+                                    : 6.3;
+  const double here = (d == 1 ? 0.4 : 0.7) + read / rate;
+  // Elsewhere weights are packed first, but for d = 1.
+  const double moved = weights + x + 2e-6 * double(p.batch * a * b * d);
+  const double there = d == 1 ? 1.2 + moved / 2 : 6.3 + 1.3 * weights + 0.01 * double(c) + (far && !last ? 4.5 : 0.0);
+  return here < there;
+}
+
+/// Batch last with d = 1, small blocks and lines that the copy engine cannot follow, each block of x in one piece.
+bool in_pieces(const Problem& p) {
+  const auto& [a, b, c, d] = p.sizes;
+  return d == 1 && b % 16 == 0 && c % 16 == 0 && c <= kPieceDepth && p.x.batch == 1 && p.x.feature == p.batch &&
+         p.y.batch == 1 && p.y.feature == p.batch && p.batch > few::kMostRows && p.batch % 2 == 0 && p.batch % 8 != 0 &&
+         aligned(p.x.data, 16) && aligned(p.y.data, 16) && !cheap(p);
+}
+
 Params fill(const Problem& p) {
   Params params{};
   params.x = p.x.data;
@@ -152,6 +186,11 @@ bool deep(const Problem& p, std::size_t kind, const Context& context) {
          (p.batch == 1 || p.y.batch % 4 == 0) && aligned(p.y.data, 8) &&
          driver::kernel_arch(context.device.index) == "sm_90a";
 }
+/// CTAs that have the whole depth, each with 32 outputs and some rows, where the machine has room for them all; else 0.
+std::int64_t whole_ctas(const Problem& p, int multiprocessors) {
+  const std::int64_t ctas = p.sizes.a * (p.sizes.b / kWholeOutputs) * ceil_div(p.batch, std::int64_t{kWholeRows});
+  return p.sizes.c == kWholeDepth && p.batch > few::kMostRows && p.x.batch > 0 && ctas <= multiprocessors ? ctas : 0;
+}
 /// Pairs of CTAs, each with 64 outputs and some rows, where they fill the machine, and once; else 0.
 std::int64_t deep_pairs(const Problem& p, int multiprocessors) {
   const std::int64_t pairs = p.sizes.a * (p.sizes.b / 64) * ceil_div(p.batch, std::int64_t{kDeepRows});
@@ -160,18 +199,18 @@ std::int64_t deep_pairs(const Problem& p, int multiprocessors) {
              : 0;
 }
 
-/// In boxes of all rows of a CTA × 64 k.
-Map deep_map(const Problem& p) {
+/// In boxes of `rows` rows × so many lines of 128 bytes.
+Map deep_map(const Problem& p, int rows, int lines) {
   const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
-  const std::uint64_t sizes[] = {64, u64(p.batch), u64(p.sizes.a * p.sizes.c / 16)};
+  const std::uint64_t sizes[] = {64, u64(p.batch), u64(p.sizes.a * p.sizes.c * p.sizes.d / 64)};
   const std::uint64_t strides[] = {u64(p.x.batch) * 2, 128};
-  const std::uint32_t box[] = {64, kDeepRows, 4};
+  const std::uint32_t box[] = {64, static_cast<std::uint32_t>(rows), static_cast<std::uint32_t>(lines)};
   return std::bit_cast<Map>(driver::make_tensor_map(p.x.data, 2, sizes, strides, box, driver::Swizzle::b128));
 }
 
 void run_deep(const Kernel& kernel, const Problem& p, DeepParams& params, std::int64_t pairs, Context& context) {
   const std::int64_t groups = ceil_div(p.batch, std::int64_t{kDeepRows});
-  params.x = deep_map(p);
+  params.x = deep_map(p, kDeepRows, 4);
   params.direct.groups = divisor(groups);
   params.direct.j_tiles = divisor(p.sizes.b / 64);
   params.rows = static_cast<int>(ceil_div(p.batch, groups));
@@ -181,34 +220,28 @@ void run_deep(const Kernel& kernel, const Problem& p, DeepParams& params, std::i
                          context.stream);
 }
 
+void run_whole(const Kernel& kernel, const Problem& p, DeepParams& params, std::int64_t ctas, Context& context) {
+  const std::int64_t groups = ceil_div(p.batch, std::int64_t{kWholeRows});
+  params.direct.groups = divisor(groups);
+  params.direct.j_tiles = divisor(p.sizes.b / kWholeOutputs);
+  params.rows = static_cast<int>(ceil_div(p.batch, groups));
+  params.x = deep_map(p, params.rows, 1);
+  params.ctas = 1;
+  kernel.launch(ctas, kDeepThreads, kWholeBytes, &params, context.stream);
+}
+
+void run_pieces(const Kernel& kernel, const Problem& p, Context& context) {
+  Params params = fill(p);
+  const std::int64_t tiles = ceil_div(p.sizes.b, std::int64_t{kPieceOutputs});
+  params.j_tiles = divisor(tiles);
+  params.piece = true;
+  kernel.launch(p.sizes.a * tiles, kPieceThreads, piece_bytes(params.c, params.batch), &params, context.stream);
+}
+
 }  // namespace
 
 bool pays(const Problem& p) {
-  if (p.batch <= few::kMostRows || p.batch > kMostRows) {
-    return p.batch <= few::kMostRows;
-  }
-  // Microseconds on an H200, fitted to times of 40 patterns with 196 rows. Here every 16 or 32 rows read the weights
-  // again and as many outputs x, in short lines where the batch is last; δ apart take most registers and run least at
-  // once.
-  const auto& [a, b, c, d] = p.sizes;
-  const bool last = p.x.feature != 1, far = d >= 8;
-  const double weights = 2e-6 * double(a * b * c * d), x = 2e-6 * double(p.batch * a * c * d);
-  const Kind& kind = kKinds[std::min(kind_of(p.sizes), std::size(kKinds) - 1)];
-  const Shape& shape = shape_of(kind, p.batch);
-  const double read = weights * double(ceil_div(p.batch, std::int64_t{8} * shape.n)) +
-                      x * double(ceil_div(b, std::int64_t{16} * shape.m));
-  const double rate = kind.v == 1   ? 3.2
-                      : far         ? (d >= 32 ? 2.0
-                                       : last  ? 2.7
-                                               : 3.3)
-                      : shape.m > 1 ? (last ? 3.3 : 4.5)
-                      : last        ? 3.5
-                                    : 6.3;
-  const double here = (d == 1 ? 0.4 : 0.7) + read / rate;
-  // Elsewhere weights are packed first, but for d = 1.
-  const double moved = weights + x + 2e-6 * double(p.batch * a * b * d);
-  const double there = d == 1 ? 1.2 + moved / 2 : 6.3 + 1.3 * weights + 0.01 * double(c) + (far && !last ? 4.5 : 0.0);
-  return here < there;
+  return p.batch <= few::kMostRows || (p.batch <= kMostRows && (cheap(p) || in_pieces(p)));
 }
 
 bool run(const Problem& p, Context& context) {
@@ -246,17 +279,22 @@ bool run(const Problem& p, Context& context) {
   if (first && deep(p, which, context)) {
     const Kernel& kernel =
         kernels.get(kDeep + type, context.device.index, [&] { return deep_instance(p.dtype, kind); });
-    if (const std::int64_t pairs = deep_pairs(p, multiprocessors); pairs > 0) {
+    if (const std::int64_t whole = whole_ctas(p, multiprocessors); whole > 0) {
+      run_whole(kernel, p, all, whole, context);
+    } else if (const std::int64_t pairs = deep_pairs(p, multiprocessors); pairs > 0) {
       run_deep(kernel, p, all, pairs, context);
     } else {
       kernel.launch(ctas, 32 * warps, bytes, &all, context.stream);
     }
     return true;
   }
-  kernels
-      .get(2 * (type * std::size(kKinds) + which) + (first ? 1 : 0), context.device.index,
-           [&] { return instance(p.dtype, kind, first); })
-      .launch(ctas, 32 * warps, bytes, &params, context.stream);
+  const Kernel& kernel = kernels.get(2 * (type * std::size(kKinds) + which) + (first ? 1 : 0), context.device.index,
+                                     [&] { return instance(p.dtype, kind, first); });
+  if (in_pieces(p)) {
+    run_pieces(kernel, p, context);
+  } else {
+    kernel.launch(ctas, 32 * warps, bytes, &params, context.stream);
+  }
   return true;
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "device/activation.cuh"
+#include "device/copy_async.cuh"
 #include "device/mma.cuh"
 #include "ops/kronecker/params_direct.cuh"
 
@@ -371,6 +372,83 @@ __device__ __forceinline__ void multiply_rows(const Params& p, Four* parts) {
   store<T, V, kM, kN, kFirst>(p, parts, share.at);
 }
 
+/// Batch last, d = 1, lines that begin anywhere: a block of x is copied as the one piece of memory that it is, and so
+/// is what becomes of it. A warp has 16 outputs and every fourth 16 batch rows. Two lines have (k, k + 1) of rows 2g
+/// and 2g + 1, columns g of two products, and a lane ends with four neighbouring rows. Its k are four neighbours, so
+/// that lanes meet different banks where lines are 8 bytes longer than a multiple of 64.
+template <typename T>
+__device__ __forceinline__ void multiply_piece(const Params& p, Four* parts) {
+  constexpr int kSteps = kPieceDepth / 16;
+  const int i = p.j_tiles.quotient(static_cast<int>(blockIdx.x));
+  const int j0 = (static_cast<int>(blockIdx.x) - i * static_cast<int>(p.j_tiles.divisor)) * kPieceOutputs;
+  const u32 piece = shared_address(parts);
+  const u8* const x = reinterpret_cast<const u8*>(static_cast<const u16*>(p.x) + i * p.x_block);
+  for (int n = static_cast<int>(threadIdx.x) * 16; n < p.c * p.batch * 2; n += kPieceThreads * 16) {
+    copy_async_16(piece + n, x + n, true);
+  }
+  copy_async_commit();
+
+  const int lane = static_cast<int>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+  const int warp = static_cast<int>(threadIdx.x / 32), j = j0 + warp % 4 * 16 + g;
+  const bool there = j0 + warp % 4 * 16 < p.b;  // outputs are a multiple of 16
+  const u16* const weights = static_cast<const u16*>(p.w) + i * p.w_block + j * p.w_b + 4 * t;
+  u32 left[kSteps][4];
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint2 two{};
+      if (there && s * 16 < p.c) {
+        two = *reinterpret_cast<const uint2*>(weights + h * 8 * p.w_b + s * 16);
+      }
+      left[s][h] = two.x;
+      left[s][2 + h] = two.y;
+    }
+  }
+  copy_async_wait<0>();
+  __syncthreads();
+  T* const results = reinterpret_cast<T*>(reinterpret_cast<u8*>(parts) + piece_x_bytes(p.c, p.batch));
+#pragma unroll 1
+  for (int n0 = warp / 4 * 16; there && n0 < p.batch; n0 += 64) {
+    float sums[2][4] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (s * 16 < p.c) {
+        u32 lines[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          lines[r] = load_shared_32(piece + ((s * 16 + 4 * t + r) * p.batch + n0 + 2 * g) * 2);
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          mma_sync<T>(sums[e], left[s], pair_of(lines[0], lines[1], e), pair_of(lines[2], lines[3], e));
+        }
+      }
+    }
+    const int n = n0 + 4 * t;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float bias =
+          p.bias != nullptr ? widen(static_cast<const T*>(p.bias)[(i * p.b + j + 8 * h) * p.bias_stride]) : 0.0f;
+      float v[4] = {sums[0][2 * h] + bias, sums[1][2 * h] + bias, sums[0][2 * h + 1] + bias, sums[1][2 * h + 1] + bias};
+      activate(v, p.activation);
+      u32* const to = reinterpret_cast<u32*>(results + (j - j0 + 8 * h) * p.batch + n);
+      if (n < p.batch) {
+        to[0] = narrow_pair<T>(v[0], v[1]);
+      }
+      if (n + 2 < p.batch) {
+        to[1] = narrow_pair<T>(v[2], v[3]);
+      }
+    }
+  }
+  __syncthreads();
+  u8* const y = reinterpret_cast<u8*>(static_cast<T*>(p.y) + static_cast<i64>(i * p.b + j0) * p.batch);
+  for (int n = static_cast<int>(threadIdx.x) * 16; n < min(kPieceOutputs, p.b - j0) * p.batch * 2;
+       n += kPieceThreads * 16) {
+    *reinterpret_cast<uint4*>(y + n) = *reinterpret_cast<const uint4*>(reinterpret_cast<const u8*>(results) + n);
+  }
+}
+
 /// A few rows, or more, which may have larger shares.
 template <typename T, int V, int kSteps, int kM, int kN, int kMoreSteps, int kMoreM, int kMoreN, bool kFirst>
 __device__ __forceinline__ void multiply_some(const Params& p, Four* parts) {
@@ -388,6 +466,12 @@ template <typename T, int V, int kSteps, int kM, int kN, int kMoreSteps, int kMo
 __global__ void __launch_bounds__(most_threads(V, kMoreSteps, kMoreM, kMoreN),
                                   least_ctas(V, kMoreSteps, kMoreM, kMoreN)) product(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) Four parts[];
+  if constexpr (V == 1 && !kFirst) {
+    if (p.piece) {
+      multiply_piece<T>(p, parts);
+      return;
+    }
+  }
   multiply_some<T, V, kSteps, kM, kN, kMoreSteps, kMoreM, kMoreN, kFirst>(p, parts);
 }
 

@@ -1,6 +1,7 @@
-// Deep blocks with d = 4, batch first, on Hopper: as kernel_direct.cuh has them, or, where that fills the machine once,
-// weights go from where they lie straight to the registers that wgmma reads as its left operand, and each CTA turns its
-// part of x to [l][k] in shared memory. Warpgroups, and the CTAs of a cluster, share the depth.
+// Deep blocks with d = 4, batch first, on Hopper: as kernel_direct.cuh has them, or in one of two ways where that fills
+// the machine once. CTAs with a whole depth of 512 have all of their loads leave together. Pairs of CTAs share the
+// depth, as their warpgroups do: weights go from where they lie straight to the registers that wgmma reads as its left
+// operand, and each CTA turns its part of x to [l][k] in shared memory.
 #pragma once
 
 #include "device/barrier.cuh"
@@ -197,12 +198,108 @@ __device__ __forceinline__ void multiply_deep(const DeepParams& deep, Four* part
   }
 }
 
+/// A CTA has 32 of b, all of c (512) and d, and up to 32 batch rows: all its loads leave at once, those of x by the
+/// copy engine and those of the weights straight to fragments. A warp has 16 outputs and a quarter of the depth.
+template <typename T>
+__device__ __forceinline__ void multiply_whole(const DeepParams& deep, Four* parts) {
+  constexpr int kSteps = kWholeDepth / 64, kTiles = kWholeRows / 8;
+  constexpr u32 kLines = kWholeRows * 128;  // 16 k of all δ of x
+  const Params& p = deep.direct;
+  const int warp = uniform(threadIdx.x / 32), quarter = warp / 2, own = warp % 2 * 16;
+  const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int tile = static_cast<int>(blockIdx.x), rest = p.groups.quotient(tile), i = p.j_tiles.quotient(rest);
+  const int n0 = (tile - rest * static_cast<int>(p.groups.divisor)) * deep.rows;
+  const int j0 = (rest - i * static_cast<int>(p.j_tiles.divisor)) * kWholeOutputs;
+  const u32 all = shared_address(parts), x = all + quarter * (kSteps * kLines);
+  const u32 sums_at = all + kWholeX, full = sums_at + 4 * kWholeSums + 8 * quarter;
+  if (threadIdx.x % 64 == 0) {
+    mbarrier::init(full, 1);
+    mbarrier::init_done();
+    mbarrier::arrive_expect(full, kSteps * static_cast<u32>(deep.rows) * 128);
+#pragma unroll 1
+    for (int s = 0; s < kSteps; ++s) {
+      tma::load(x + s * kLines, &deep.x, full, 0, n0, (i * 4 + quarter) * kSteps + s);
+    }
+  }
+  __syncwarp();
+  const u16* const weights = static_cast<const u16*>(p.w) + i * p.w_block +
+                             static_cast<i64>(j0 + own + static_cast<int>(g)) * p.w_b + quarter * (kSteps * 64) + t * 8;
+  Pair loads[kSteps][4];  // [half of k][row, row + 8]
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      load_if(true, weights + n % 2 * 8 * static_cast<i64>(p.w_b) + s * 64 + n / 2 * 32, loads[s][n]);
+    }
+  }
+  named_barrier(1 + quarter, 64);  // the copies' barrier is there
+  mbarrier::wait(full, 0);
+
+  // Column g of a product is row g / 2 + g % 2 · 4 of eight, so that eight lanes meet eight banks.
+  const u32 row = g / 2 + g % 2 * 4;
+  float sums[4][kTiles][4] = {};
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    u32 a[4][4];
+#pragma unroll
+    for (int l = 0; l < 4; ++l) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        a[l][n] = both_of(loads[s][n], l);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      Pair low, high;
+      const u32 line = x + s * kLines + (n * 8 + row) * 128;
+      load_shared_128(low, line + ((t ^ row) << 4));
+      load_shared_128(high, line + ((t ^ row ^ 4) << 4));
+#pragma unroll
+      for (int l = 0; l < 4; ++l) {
+        mma_sync<T>(sums[l][n], a[l], both_of(low, l), both_of(high, l));
+      }
+    }
+  }
+
+  const auto place = [](u32 column, u32 j) { return (column * kWholeOutputs + (j ^ column / 2 % 4 * 2)) * 16; };
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) {
+      const u32 words[4] = {__float_as_uint(sums[0][n][e]), __float_as_uint(sums[1][n][e]),
+                            __float_as_uint(sums[2][n][e]), __float_as_uint(sums[3][n][e])};
+      store_shared_128(sums_at + quarter * kWholeSums + place(n * 8 + 2 * t + e % 2, own + g + e / 2 * 8), words);
+    }
+  }
+  __syncthreads();
+  const int rows = min(deep.rows, p.batch - n0);
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const int column = n * 8 + warp, in = n * 8 + warp / 2 + warp % 2 * 4;
+    if (in < rows) {
+      float totals[4] = {};
+#pragma unroll
+      for (u32 from = 0; from < 4; ++from) {
+        Pair words;
+        load_shared_128(words, sums_at + from * kWholeSums + place(static_cast<u32>(column), lane));
+#pragma unroll
+        for (int l = 0; l < 4; ++l) {
+          totals[l] += __uint_as_float(words[l]);
+        }
+      }
+      finish_deep<T>(p, totals, n0 + in, (i * p.b + j0 + static_cast<int>(lane)) * 4);
+    }
+  }
+}
+
 /// One kernel for all batches up to 256 rows; of these, p.ctas picks those that go as above.
 template <typename T, int kSteps, int kM, int kN, int kMoreSteps, int kMoreM, int kMoreN>
 __global__ void __launch_bounds__(kDeepThreads, 1) deep(const __grid_constant__ DeepParams p) {
   extern __shared__ __align__(1024) Four sums_or_x[];
-  if (p.ctas > 0) {
+  if (p.ctas > 1) {
     multiply_deep<T>(p, sums_or_x);
+  } else if (p.ctas == 1) {
+    multiply_whole<T>(p, sums_or_x);
   } else {
     multiply_some<T, 4, kSteps, kM, kN, kMoreSteps, kMoreM, kMoreN, true>(p.direct, sums_or_x);
   }

@@ -25,6 +25,18 @@ constexpr int least_ctas(int v, int steps, int m, int n) { return registers_of(v
 inline constexpr int kDeepRows = 56, kDeepThreads = 256, kDeepBarriers = 128;
 constexpr int deep_region(int depth) { return kDeepRows * (8 * depth > 1024 ? 8 * depth : 1024); }
 
+/// The same where every CTA has the whole depth, 512: its outputs, rows at most, and bytes of shared memory, for x, the
+/// sums of four pairs of warps that share the depth, and their barriers.
+inline constexpr int kWholeDepth = 512, kWholeOutputs = 32, kWholeRows = 32;
+inline constexpr int kWholeX = kWholeRows * kWholeDepth * 8, kWholeSums = kWholeRows * kWholeOutputs * 16;
+inline constexpr int kWholeBytes = kWholeX + 4 * kWholeSums + 64;
+
+/// Batch last with d = 1, where a block of x is one piece of memory: its k at most, outputs of a CTA, its threads, and
+/// bytes of shared memory, for the piece and what the last lines' tails read behind it, and for the results.
+inline constexpr int kPieceDepth = 64, kPieceOutputs = 64, kPieceThreads = 512;
+constexpr int piece_x_bytes(int c, int batch) { return c * batch * 2 + 64; }
+constexpr int piece_bytes(int c, int batch) { return piece_x_bytes(c, batch) + kPieceOutputs * batch * 2; }
+
 /// Strides in elements; the unit axes of the weights are l, then k. Offsets within a block of x, the weights and y fit
 /// into 31 bits.
 struct Params {
@@ -38,12 +50,15 @@ struct Params {
   int log_own, along_k;  ///< warps of a CTA that have l or outputs of their own, a power of two; that share the depth
   bool first, last;      ///< features of a row lie together, or rows of a feature, even in number; or neither
   bool more;             ///< than a few rows
+  bool piece;            ///< blocks of x are pieces of memory
 };
 
 struct DeepParams {
-  Map x;  ///< (16 k of all δ, batch, pieces of 16 k)
+  Map x;  ///< (64 elements, batch, such lines)
   Params direct;
-  int rows, ctas, depth;  ///< of a CTA; that share the depth; k of a warpgroup
+  /// Of a CTA; that share the depth, 1 where each has the whole one, 0 where nothing but `direct` counts; k of a
+  /// warpgroup.
+  int rows, ctas, depth;
 };
 
 }  // namespace fretwork::kronecker::direct

@@ -537,7 +537,8 @@ struct Resident {
 /// few that packing would be felt. Reckoned for many rows, so that it does not depend on the batch; with `any`,
 /// wherever it is possible.
 std::optional<Resident> resident(const Sizes& s, int multiprocessors, bool any) {
-  constexpr std::int64_t kRowTiles = kManyRows / kRows, kFewTurns = 8;
+  constexpr std::int64_t kRowTiles = kManyRows / kRows;
+  const bool shallow = s.c <= 64;  // a turn is one step
   const auto seats = [&](int width) { return s.a * s.d * ceil_div(s.b, width); };
   const auto fits = [&](int width) {
     return ceil_div(s.c, 64) * width <= kMostKept && seats(width) <= multiprocessors;
@@ -548,7 +549,8 @@ std::optional<Resident> resident(const Sizes& s, int multiprocessors, bool any) 
   const auto others = [&](int width) { return ceil_div(kRowTiles * seats(width), multiprocessors) * (width + 64); };
   const int width = *std::ranges::min_element(kResidentWidths, {}, turns);
   const int other = *std::ranges::min_element(kWidths, {}, others);
-  const bool pays = turns(width) <= kFewTurns * (width + 64) && 100 * turns(width) <= 103 * others(other);
+  const bool pays =
+      turns(width) <= (shallow ? 49 : 8) * (width + 64) && 100 * turns(width) <= (shallow ? 105 : 103) * others(other);
   if (!fits(width) || (!any && !pays)) {
     return std::nullopt;
   }

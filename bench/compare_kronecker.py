@@ -49,7 +49,7 @@ A = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 BC = ((48, 48), (48, 192), (64, 64), (96, 96), (96, 384), (128, 128), (192, 48), (192, 192), (192, 768), (256, 256),
       (384, 96), (384, 384), (512, 512), (768, 192), (768, 768), (1024, 1024))  # fmt: skip
 D = (4, 16, 64)
-FEW = 1024  # batches up to here are timed as graphs
+FEW, SHORT_MS = 1024, 0.1  # batches, and floors, up to here are timed as graphs
 Pattern = tuple[int, int, int, int]
 
 
@@ -142,7 +142,9 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
         if algo != "kernel" and (ms_now := medians({algo: call}, device, rounds=1)[algo]) > limit:
             once[algo] = ms_now  # far behind: one time is enough
     timed = {algo: call for algo, call in calls.items() if algo not in once}
-    if device.type == "cuda" and batch <= FEW:  # kernels as short as the host's time for them
+    flops, moved = 2.0 * batch * math.prod(p), (x.numel() + w.numel() + batch * a * b * d) * x.element_size()
+    floor = max(flops / rates[1], moved / rates[0])
+    if device.type == "cuda" and (batch <= FEW or floor <= SHORT_MS):  # as short as the host's time for them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         timed = {algo: call if algo in ("bsr", "sparse") else graphed(call, stream) for algo, call in timed.items()}
@@ -151,7 +153,6 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
     def called(algo: str) -> float:
         return as_called(calls[algo], device, 10 if ms[algo] < 5 else 5)
 
-    flops, moved = 2.0 * batch * math.prod(p), (x.numel() + w.numel() + batch * a * b * d) * x.element_size()
     return {
         "part": "forward", "pattern": p, "batch": batch, "layout": "last" if last else "first", "dtype": str(dtype)[6:],
         "precision": precision_of(dtype),
@@ -159,7 +160,7 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
         # On a CPU large results come in fresh pages, which the system clears for everyone.
         "peers_as_called_ms": {algo: called(algo) for algo in calls if algo in FAST and device.type == "cpu"},
         "left_out": left_out,
-        "floor_ms": max(flops / rates[1], moved / rates[0]), "error": error_now,
+        "floor_ms": floor, "error": error_now,
     }  # fmt: skip
 
 

@@ -86,7 +86,8 @@ def kronecker_summary(rows: list[Row]) -> list[str]:
 
     forward = [r for r in rows if r["part"] == "forward" and r["pattern"][3] > 1]
     peers = sorted({algo for r in forward for algo in r["ms"]} - {"kernel"})
-    lines = ["Geometric means over patterns with d > 1; batches up to 1024 are timed as CUDA graphs, and so are peers,",
+    lines = ["Geometric means over patterns with d > 1; batches up to 1024 (and, since 16 November 2026, floors up to",
+             "0.1 ms) are timed as CUDA graphs, and so are peers,",
              f"of which there are {', '.join(peers) or 'none'}:", "",
              "| dtype | batch | layout | patterns | time ÷ floor | best peer ÷ ours | least | with peers | date |",
              "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip

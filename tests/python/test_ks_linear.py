@@ -62,8 +62,8 @@ def test_shapes_names_and_words():
 
 
 def test_initial_weights():
-    layer = fw.nn.KSLinear([(2, 30, 50, 10), (1, 20, 600, 1)])
-    for values, fan_in in [(layer.weights[0], 50), (layer.weights[1], 600), (layer.bias, 1000)]:
+    layer = fw.nn.KSLinear([(2, 30, 50, 10), (20, 20, 30, 1)])
+    for values, fan_in in [(layer.weights[0], 50), (layer.weights[1], 30), (layer.bias, 1000)]:
         bound = fan_in**-0.5
         assert 0.8 * bound < values.abs().max() <= bound
     before = [p.clone() for p in layer.parameters()]

@@ -436,6 +436,20 @@ class KroneckerCuda : public testing::Test {
     context_.precision = c.tf32 == Tf32::no ? Precision::ieee : Precision::tf32;
     return context_;
   }
+  /// Right, nothing written beside it, and the same in every run.
+  void check_direct(const Case& c) {
+    Forward f(c);
+    f.poison();
+    ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
+    f.check();
+    f.check_guard();
+    const std::vector<unsigned char> first = f.y.host.bytes;
+    for (int n = 0; n < 20; ++n) {
+      ASSERT_TRUE(kronecker::direct::run(f.problem(), context_));
+      f.y.download();
+      ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
+    }
+  }
   std::unique_ptr<cuda::DeviceScope> scope_;
   Context context_;
 };
@@ -873,17 +887,7 @@ TEST_F(KroneckerCuda, DeepBlocks) {
                                    {{1, 512, 512, 4}, 33, false, DType::bf16, gelu, true, Order::plain, 8},
                                    {{2, 64, 512, 4}, 256, false, DType::f16},
                                    {{3, 192, 512, 4}, 121, false, DType::bf16, silu, true}}) {
-    Forward f(c);
-    f.poison();
-    ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
-    f.check();
-    f.check_guard();
-    const std::vector<unsigned char> first = f.y.host.bytes;
-    for (int n = 0; n < 20; ++n) {
-      ASSERT_TRUE(kronecker::direct::run(f.problem(), context_));
-      f.y.download();
-      ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
-    }
+    ASSERT_NO_FATAL_FAILURE(check_direct(c));
   }
 }
 
@@ -895,18 +899,8 @@ TEST_F(KroneckerCuda, BlocksInOnePiece) {
                                                    {{64, 80, 48, 1}, 250, true, DType::bf16, gelu, true},
                                                    {{64, 144, 64, 1}, 222, true, DType::f16, relu, true},
                                                    {{512, 64, 64, 1}, 34, true, DType::bf16, silu, true}}) {
-    Forward f(c);
-    f.poison();
-    ASSERT_TRUE(kronecker::direct::pays(f.problem())) << c.text();
-    ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
-    f.check();
-    f.check_guard();
-    const std::vector<unsigned char> first = f.y.host.bytes;
-    for (int n = 0; n < 20; ++n) {
-      ASSERT_TRUE(kronecker::direct::run(f.problem(), context_));
-      f.y.download();
-      ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
-    }
+    ASSERT_TRUE(kronecker::direct::pays(Forward(c).problem())) << c.text();
+    ASSERT_NO_FATAL_FAILURE(check_direct(c));
   }
 }
 

@@ -69,8 +69,11 @@ test-cpp: build  # compiles a kernel in six of each family, for sm_80 or sm_90a;
 	ctest --preset release -j2
 
 test-python: export OMP_NUM_THREADS := 1
-# Code that XLA compiles around the library's need not be fast here.
+# Code that XLA compiles around the library's need not be fast here, and is kept: compiling it is half of these tests' time.
 test-python: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+test-python: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/jax
+test-python: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+test-python: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 test-python: build
 	$(PY) -m pytest -q -n 2 tests/python
 	$(if $(ACCEPT),$(PY) -m pytest -q -n 2 -p no:cacheprovider $(ACCEPT))

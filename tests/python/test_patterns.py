@@ -47,6 +47,25 @@ def test_algebra_follows_masks(parts, data):
     assert np.array_equal(P.from_mask(mask).numpy_mask(), mask)
 
 
+@pytest.mark.parametrize("stride", [9, 10**6])
+@pytest.mark.parametrize("seq", [(9, 5), (5, 9)])
+def test_strides_that_no_two_positions_share(seq, stride):
+    """They are plain order also where a multiple lies among the positions: who plans would look at every class."""
+    for offset in (-2, stride - 3):
+        p, j = np.ogrid[offset : offset + seq[0], : seq[1]]
+        for pattern, mask in (
+            (P.dilated(seq, 2, stride, offset=offset), ((p - j) % stride == 0) & (abs(p - j) <= 2 * stride)),
+            (P.strided(seq, stride, offset=offset), (j <= p) & ((p - j < stride) | ((p - j) % stride == 0))),
+            (P.fixed(seq, stride, 7, offset=offset), (j <= p) & ((p // stride == j // stride) | (j >= stride - 7))),
+            (P.block_local(seq, stride, 1, offset=offset), (p // stride - j // stride) // 2 == 0),
+            (P.band(seq, -3, stride, 2, offset=offset), (j - p == -3) | (j - p == stride - 3)),
+            (P.longnet(seq, [64], [stride], 1, offset=offset), (p // 64 == 0) & (p % stride == 1) & (j == 1)),
+        ):
+            assert np.array_equal(pattern.numpy_mask(), mask) and pattern.nnz == mask.sum(), pattern
+            assert pattern.nnz == 0 or "plain order: " in pattern.describe(), pattern
+            assert "modulo" not in pattern.describe() and "of strides" not in pattern.describe(), pattern
+
+
 @pytest.mark.parametrize("block", [8, (16, 24)])
 @pytest.mark.parametrize(
     "text", ["strided(100,9)", "dilated((50,130),3,7)", "band(40,1,3,0)", "kronecker(2,8,24,3)", "axial(8,9)"]

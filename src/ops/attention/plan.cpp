@@ -52,25 +52,52 @@ class Used {
     std::int64_t lines = 1, base = row_ ? -view.row_shift : -view.col_shift;
     const auto begin = [&](std::size_t k) { return row_ ? part[k].row_begin : part[k].col_begin; };
     const auto size = [&](std::size_t k) { return (row_ ? part[k].row_end : part[k].col_end) - begin(k); };
-    const auto last = static_cast<std::size_t>(view.axes - 1);
+    const auto last = static_cast<std::size_t>(view.axes - 1), inner = view.axes > 2 ? last - 1 : last;
     for (std::size_t k = 0; k <= last; ++k) {
       base += begin(k) * view.strides[k];
-      lines *= k < last ? size(k) : 1;
+      lines *= k < inner ? size(k) : 1;
+    }
+    if (inner < last) {
+      draw_line(size(inner), size(last), view.strides[inner]);
     }
     for (std::int64_t line = 0; line < lines; ++line) {
       std::int64_t from = base;
-      for (std::size_t k = 0; k < last; ++k) {
+      for (std::size_t k = 0; k < inner; ++k) {
         from += at[k] * view.strides[k];
       }
-      set(from, from + size(last));
-      for (std::size_t k = last; k-- > 0;) {
+      if (inner < last) {
+        set_line(from);
+      } else {
+        set(from, from + size(last));
+      }
+      for (std::size_t k = inner; k-- > 0;) {
         at[k] = at[k] + 1 == size(k) ? 0 : at[k] + 1;
         if (at[k] != 0) {
           break;
         }
       }
     }
-    return lines * size(last);
+    return lines * size(last) * (inner < last ? size(inner) : 1);
+  }
+
+  /// What a part has on its two innermost axes, which is the same wherever it is: `count` runs of `width`, `step`
+  /// apart.
+  void draw_line(std::int64_t count, std::int64_t width, std::int64_t step) {
+    line_.assign(static_cast<std::size_t>(((count - 1) * step + width + 63) / 64), 0);
+    for (std::int64_t n = 0; n < count; ++n) {
+      set_bits(line_, n * step, n * step + width);
+    }
+  }
+
+  void set_line(std::int64_t from) {
+    std::uint64_t* word = words_.data() + from / 64;
+    const int shift = static_cast<int>(from & 63);
+    for (const std::uint64_t bits : line_) {
+      *word++ |= bits << shift;
+      if (const std::uint64_t rest = shift == 0 ? 0 : bits >> (64 - shift); rest != 0) {
+        *word |= rest;
+      }
+    }
   }
 
   /// What follows on what came before, as documents do, is set with it.
@@ -83,18 +110,23 @@ class Used {
   }
 
   void flush() {
-    while (begin_ < end_) {
-      const std::int64_t stop = std::min(end_, (begin_ | 63) + 1);
-      const std::uint64_t bits = stop - begin_ == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << (stop - begin_)) - 1;
-      words_[static_cast<std::size_t>(begin_ / 64)] |= bits << (begin_ & 63);
-      begin_ = stop;
+    set_bits(words_, begin_, end_);
+    begin_ = end_;
+  }
+
+  static void set_bits(std::vector<std::uint64_t>& words, std::int64_t begin, std::int64_t end) {
+    while (begin < end) {
+      const std::int64_t stop = std::min(end, (begin | 63) + 1);
+      const std::uint64_t bits = stop - begin == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << (stop - begin)) - 1;
+      words[static_cast<std::size_t>(begin / 64)] |= bits << (begin & 63);
+      begin = stop;
     }
   }
 
   std::int64_t length_;
   std::int64_t begin_ = 0, end_ = 0;  ///< not yet set
   bool row_, all_;
-  std::vector<std::uint64_t> words_;
+  std::vector<std::uint64_t> words_, line_;
 };
 
 void mark(const Used& used, const Order& order, Plan& plan, Tile& tile, bool& all) {

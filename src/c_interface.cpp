@@ -175,13 +175,14 @@ fretwork_pattern* fretwork_pattern_intersection(const fretwork_pattern* left, co
 }
 
 int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int64_t col) {
-  return guarded(-1, [&] { return fretwork::as_regular(pattern->is)->contains(row, col) ? 1 : 0; });
+  return guarded(-1, [&] { return fretwork::as_regular("contains", pattern->is)->contains(row, col) ? 1 : 0; });
 }
 
 fretwork_pattern* fretwork_pattern_block_cover(const fretwork_pattern* pattern, int64_t block_rows, int64_t block_cols,
                                                double* fill_in) {
   return guarded(kNone, [&] {
-    const auto cover = fretwork::patterns::block_cover(*fretwork::as_regular(pattern->is), block_rows, block_cols);
+    const auto cover =
+        fretwork::patterns::block_cover(*fretwork::as_regular("block_cover", pattern->is), block_rows, block_cols);
     *fill_in = cover.fill_in;
     return handle(cover.layout);
   });
@@ -189,7 +190,7 @@ fretwork_pattern* fretwork_pattern_block_cover(const fretwork_pattern* pattern, 
 
 int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64_t* stride, int64_t* count) {
   return guarded(-1, [&] {
-    for (const auto& row : fretwork::as_regular(pattern->is)->acsr()) {
+    for (const auto& row : fretwork::as_regular("acsr", pattern->is)->acsr()) {
       *start++ = row.start;
       *stride++ = row.stride;
       *count++ = row.count;
@@ -200,7 +201,7 @@ int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64
 
 int64_t fretwork_pattern_describe(const fretwork_pattern* pattern, char* text, size_t size) {
   return guarded(int64_t{-1}, [&] {
-    const auto regular = fretwork::as_regular(pattern->is);
+    const auto regular = fretwork::as_regular("describe", pattern->is);
     const std::string lines = regular->describe() + fretwork::attention_cost(*regular);
     if (size > 0) {
       text[lines.copy(text, size - 1)] = '\0';

@@ -65,7 +65,7 @@ std::shared_ptr<const RegularPattern> check_regular(const char* op, const Patter
     }
   }
   try {
-    recent.emplace_front(pattern->text(), as_regular(pattern));
+    recent.emplace_front(pattern->text(), as_regular(op, pattern));
   } catch (const Error&) {
     throw Error(op, "pattern", kExpected, pattern->text());
   }

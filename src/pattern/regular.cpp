@@ -180,7 +180,7 @@ std::string turned_text(const std::string& text) {
 template <typename Combine>
 RegularPtr combined(const char* op, const PatternPtr& left, const PatternPtr& right, char symbol,
                     const Combine& combine) {
-  const RegularPtr a = as_regular(left), b = as_regular(right);
+  const RegularPtr a = as_regular(op, left), b = as_regular(op, right);
   if (a->rows() != b->rows() || a->cols() != b->cols()) {
     throw Error(op, "patterns", "equal shapes", shape_text(a->shape()) + " and " + shape_text(b->shape()));
   }
@@ -370,20 +370,20 @@ RegularPtr patterns::intersect(const PatternPtr& a, const PatternPtr& b) {
   return combined("intersection", a, b, '&', parts::intersect);
 }
 
-RegularPtr as_regular(const PatternPtr& pattern) {
+RegularPtr as_regular(const char* op, const PatternPtr& pattern) {
   if (auto regular = std::dynamic_pointer_cast<const RegularPattern>(pattern)) {
     return regular;
   }
   if (const auto* layout = dynamic_cast<const BlockLayout*>(pattern.get())) {
     if (layout->heads() != 1) {
-      throw Error("as_regular", "pattern", "a layout of one head", std::to_string(layout->heads()));
+      throw Error(op, "pattern", "a layout of one head", std::to_string(layout->heads()));
     }
     return patterns::from_layout(*layout);
   }
   if (const auto* kronecker = dynamic_cast<const KroneckerPattern*>(pattern.get())) {
     return patterns::from_kronecker(*kronecker);
   }
-  throw Error("as_regular", "pattern", "a regular pattern, a block layout or a Kronecker pattern",
+  throw Error(op, "pattern", "a regular pattern, a block layout or a Kronecker pattern",
               pattern ? pattern->text() : "nothing");
 }
 

@@ -40,7 +40,8 @@ struct PartGroup {
   std::vector<Part> parts;
 };
 
-/// The same pattern as parts: itself, a block layout of one head, or a Kronecker pattern. Throws Error on others.
-std::shared_ptr<const RegularPattern> as_regular(const PatternPtr& pattern);
+/// The same pattern as parts: itself, a block layout of one head, or a Kronecker pattern. Throws Error, naming `op`, on
+/// others.
+std::shared_ptr<const RegularPattern> as_regular(const char* op, const PatternPtr& pattern);
 
 }  // namespace fretwork

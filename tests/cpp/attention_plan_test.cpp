@@ -540,7 +540,9 @@ TEST(Plan, OfRandomParts) {
   }
 }
 
-std::shared_ptr<const RegularPattern> regular(const std::string& text) { return as_regular(parse_pattern(text)); }
+std::shared_ptr<const RegularPattern> regular(const std::string& text) {
+  return as_regular("plan", parse_pattern(text));
+}
 
 TEST(Plan, OfTexts) {
   int n = 0;

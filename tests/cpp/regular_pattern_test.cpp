@@ -603,7 +603,7 @@ TEST(RegularPattern, RefusesWhatItCannotBe) {
   refused("longformer(16, 1, [16])", "longformer: globals: expected positions from 0 to 15, got 16");
   refused("neighborhood((8,), 5, 2)", "neighborhood: window: expected at most 4");
   refused("causal(8)|causal(9)", "union: patterns: expected equal shapes, got (8, 8) and (9, 9)");
-  refused("block((2,1,1),(8,8),~D)|causal(8)", "as_regular: pattern: expected a layout of one head, got 2");
+  refused("block((2,1,1),(8,8),~D)|causal(8)", "union: pattern: expected a layout of one head, got 2");
   refused("acsr((0,2),(1,1),(1,3),4)", "acsr: start: expected columns from 0 to 3");
   refused("swin(1099511627776,8,2,shift=1)", "2^22 parts");
   refused("bigbird(1073741824,1,0,0,1)", "2^22 parts");

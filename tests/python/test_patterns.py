@@ -118,8 +118,13 @@ def test_layouts_and_kronecker_patterns_join():
     factor = fw.KroneckerPattern(2, 2, 2, 4)
     assert np.array_equal((factor & P.full(16)).numpy_mask(), factor.numpy_mask())
     assert np.array_equal((layout | factor).numpy_mask(), layout.numpy_mask()[0] | factor.numpy_mask())
-    with pytest.raises(ValueError, match="one head"):
-        P.causal(16) | fw.BlockLayout(np.ones((2, 2, 2), dtype=bool), block=8)
+    two = fw.BlockLayout(np.ones((2, 2, 2), dtype=bool), block=8)
+    for name, call in {
+        "union": lambda: P.causal(16) | two, "intersection": lambda: two & two, "contains": lambda: two.contains(0, 0),
+        "acsr": two.acsr, "describe": two.describe, "block_cover": two.block_cover,
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: pattern: expected a layout of one head, got 2"):
+            call()
     assert layout.contains(0, 7) and not layout.contains(0, 8) and len(factor.acsr()[0]) == 16
 
 

@@ -107,6 +107,7 @@ def test_describe():
         f"  on a GPU attention multiplies {3 * 128 * 128 / 32896:.3g} times the elements",
     ]
     assert "  32 tiles of 128×128 of tokens 4 apart\n" in P.dilated(2048, 64, 4).describe()
+    assert "  4 tiles of 128×128 in plain order\n" in P.causal((1, 512)).describe()
     assert "tiles of 128×128 of patches of 8×16\n" in P.neighborhood((64, 64), 7).describe()
     for without in (P.sliding_window(2**30, 4, 0), P.document([])):
         assert "attention" not in without.describe()

@@ -213,7 +213,7 @@ std::size_t size_of(const std::vector<T>& x) {
 std::string order_text(const Order& order) {
   const auto& [extent, stride] = order;
   if (extent[0] * extent[1] == 1) {
-    return stride[2] == 1 ? "in plain order" : "of tokens " + std::to_string(stride[2]) + " apart";
+    return stride[2] <= 1 ? "in plain order" : "of tokens " + std::to_string(stride[2]) + " apart";  // 0: of one token
   }
   std::string sides;
   for (const int side : extent) {

@@ -87,7 +87,9 @@ PartGroup difference(PartGroup group, const Groups& others) {
       continue;
     }
     if (const auto view = parts::common_view(group.view, other.view)) {
-      const parts::RowIndex away(parts::refined(other, *view));
+      std::vector<Part> gone = parts::refined(other, *view);
+      parts::merge(gone, view->axes);  // of many windows, cut alike, a few: each would cut all that is left once more
+      const parts::RowIndex away(std::move(gone));
       const std::vector<Part> refined = parts::refined(group, *view);
       // Where nothing is shared the coarser form stays.
       const bool touched = std::any_of(refined.begin(), refined.end(), [&](const Part& a) {

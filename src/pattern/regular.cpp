@@ -147,38 +147,30 @@ std::vector<std::string> operands(const std::string& text, char symbol) {
 
 bool is_compound(const std::string& text) { return operands(text, '|').size() + operands(text, '&').size() > 2; }
 
-/// The canonical text of a|b or a&b: each operand once, in the order of their texts.
-std::string combined_text(const std::string& a, const std::string& b, char symbol) {
-  std::vector<std::string> all;
-  for (const std::string* side : {&a, &b}) {
-    // An intersection's operands that are unions stand in brackets already; a whole union needs them.
-    const bool bracket = symbol == '&' && operands(*side, '|').size() > 1;
-    for (std::string& text : bracket ? std::vector{"(" + *side + ")"} : operands(*side, symbol)) {
-      all.push_back(std::move(text));
-    }
-  }
-  std::sort(all.begin(), all.end());
-  all.erase(std::unique(all.begin(), all.end()), all.end());
-  std::string text;
-  for (const std::string& one : all) {
-    text += (text.empty() ? "" : std::string(1, symbol)) + one;
-  }
-  // (a|b)&(a|b) is a|b.
-  return all.size() == 1 && text.front() == '(' && text.back() == ')' ? text.substr(1, text.size() - 2) : text;
+/// What `symbol` joins in a text, as it stands in a canonical one. An intersection's operands that are unions stand in
+/// brackets already; a whole union needs them.
+std::vector<std::string> joined_by(const std::string& text, char symbol) {
+  return symbol == '&' && operands(text, '|').size() > 1 ? std::vector{"(" + text + ")"} : operands(text, symbol);
 }
 
-/// Two transpositions cancel.
-std::string turned_text(const std::string& text) {
-  if (is_compound(text)) {
-    return "(" + text + ").T";
-  }
-  if (!text.ends_with(".T")) {
-    return text + ".T";
+/// The operands of the canonical text of a|b or a&b: each once, in the order of their texts.
+std::vector<std::string> in_order(std::vector<std::string> all, const std::vector<std::string>& more) {
+  all.insert(all.end(), more.begin(), more.end());
+  std::sort(all.begin(), all.end());
+  all.erase(std::unique(all.begin(), all.end()), all.end());
+  return all;
+}
+
+/// What a turned pattern was turned from; empty for others.
+std::string turned_from(const std::string& text) {
+  if (is_compound(text) || !text.ends_with(".T")) {
+    return {};
   }
   const std::string inner = text.substr(0, text.size() - 2);
   return inner.front() == '(' ? inner.substr(1, inner.size() - 2) : inner;
 }
 
+/// Equal patterns have equal parts: operands are combined in the order of the text, whatever they came in.
 template <typename Combine>
 RegularPtr combined(const char* op, const PatternPtr& left, const PatternPtr& right, char symbol,
                     const Combine& combine) {
@@ -186,11 +178,28 @@ RegularPtr combined(const char* op, const PatternPtr& left, const PatternPtr& ri
   if (a->rows() != b->rows() || a->cols() != b->cols()) {
     throw Error(op, "patterns", "equal shapes", shape_text(a->shape()) + " and " + shape_text(b->shape()));
   }
-  if (a->text() == b->text()) {
-    return a;
+  const auto of_a = joined_by(a->text(), symbol), of_b = joined_by(b->text(), symbol), all = in_order(of_a, of_b);
+  if (all == of_a || all == of_b) {
+    return all == of_a ? a : b;
   }
-  return RegularMaker::make(combined_text(a->text(), b->text(), symbol), a->rows(), a->cols(),
-                            combine(a->groups(), b->groups()));
+  const auto begins_with = [&](const std::vector<std::string>& some) {
+    return some.size() + 1 == all.size() && std::equal(some.begin(), some.end(), all.begin());
+  };
+  const auto operand = [&](std::size_t n) {
+    return all[n] == of_a.front() && of_a.size() == 1   ? a
+           : all[n] == of_b.front() && of_b.size() == 1 ? b
+                                                        : as_regular(op, parse_pattern(all[n]));
+  };
+  const bool from_a = begins_with(of_a), from_b = begins_with(of_b);
+  RegularPtr made = from_a ? a : from_b ? b : operand(0);
+  std::string text = all[0];
+  for (std::size_t n = 1; n < all.size(); ++n) {
+    text += symbol + all[n];
+    if (n + 1 == all.size() || !(from_a || from_b)) {
+      made = RegularMaker::make(text, a->rows(), a->cols(), combine(made->groups(), operand(n)->groups()));
+    }
+  }
+  return made;
 }
 
 /// A chain of | or &, folded from the left.
@@ -258,11 +267,15 @@ double RegularPattern::density() const {
 }
 
 PatternPtr RegularPattern::transpose() const {
+  if (const std::string before = turned_from(text()); !before.empty()) {
+    return parse_pattern(before);
+  }
   Groups turned;
   for (const PartGroup& group : groups_) {
     turned.push_back(parts::transposed(group));
   }
-  return RegularMaker::make(turned_text(text()), cols(), rows(), std::move(turned));
+  return RegularMaker::make((is_compound(text()) ? "(" + text() + ")" : text()) + ".T", cols(), rows(),
+                            std::move(turned));
 }
 
 bool RegularPattern::contains(std::int64_t row, std::int64_t col) const {

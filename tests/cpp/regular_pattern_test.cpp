@@ -1,6 +1,7 @@
 // Regular patterns: every named one against its rule, algebra against masks, parts that are disjoint and tight.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <random>
@@ -583,6 +584,28 @@ TEST(RegularPattern, TextsAreCanonical) {
   EXPECT_EQ(text("swin(8,8,4,shift=(2,2))"), "swin(8,8,4,shift=(2,2))");
   EXPECT_EQ(text("block((1,2,2),(8,8),~J).T"), text("block((1,2,2),(8,8),~J)"));
   EXPECT_EQ(text("block((1,2,2),(8,8),~J)|causal(16)"), "causal(16)|from_layout(block((1,2,2),(8,8),~J))");
+}
+
+TEST(RegularPattern, EqualPatternsHaveEqualParts) {
+  const auto same = [](const PatternPtr& left, const PatternPtr& right) {
+    const auto &a = dynamic_cast<const RegularPattern&>(*left), &b = dynamic_cast<const RegularPattern&>(*right);
+    ASSERT_EQ(a.text(), b.text());
+    EXPECT_TRUE(
+        std::equal(a.groups().begin(), a.groups().end(), b.groups().begin(), b.groups().end(),
+                   [](const PartGroup& x, const PartGroup& y) { return x.view == y.view && x.parts == y.parts; }))
+        << a.describe() << b.describe();
+  };
+  std::vector<PatternPtr> all{parsed("neighborhood((32,48),(5,7),(2,3))"), parsed("axial(32,48)"),
+                              parsed("longformer(1536,0,(0,1,2,3))"), parsed("dilated(1536,3,5)&causal(1536)")};
+  const auto first = patterns::unite(patterns::unite(all[0], all[1]), patterns::unite(all[2], all[3]));
+  same(first, first->transpose()->transpose());
+  std::sort(all.begin(), all.end());
+  do {
+    const auto now = patterns::unite(patterns::unite(patterns::unite(all[0], all[1]), all[2]), all[3]);
+    same(first, now);
+    same(patterns::intersect(first, patterns::intersect(all[1], all[2])),
+         patterns::intersect(all[2], patterns::intersect(now, all[1])));
+  } while (std::next_permutation(all.begin(), all.end()));
 }
 
 TEST(RegularPattern, RefusesWhatItCannotBe) {

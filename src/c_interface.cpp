@@ -123,6 +123,20 @@ fretwork_pattern* fretwork_pattern_transpose(const fretwork_pattern* pattern) {
 
 void fretwork_pattern_free(fretwork_pattern* pattern) { const std::unique_ptr<fretwork_pattern> owned(pattern); }
 
+int fretwork_pattern_hold(const fretwork_pattern* pattern) {
+  return guarded(-1, [&] {
+    fretwork::text::hold(*pattern->is);
+    return 0;
+  });
+}
+
+void fretwork_key_let_go(const char* key) {
+  guarded(-1, [&] {
+    fretwork::text::let_go(key);
+    return 0;
+  });
+}
+
 const char* fretwork_pattern_text(const fretwork_pattern* pattern) { return pattern->is->text().c_str(); }
 const char* fretwork_pattern_key(const fretwork_pattern* pattern) { return pattern->is->key().c_str(); }
 int fretwork_pattern_rank(const fretwork_pattern* pattern) { return static_cast<int>(pattern->is->shape().size()); }

@@ -24,6 +24,11 @@ fretwork_pattern* fretwork_kronecker_pattern(const int64_t sizes[4]);
 fretwork_pattern* fretwork_pattern_transpose(const fretwork_pattern* pattern);
 void fretwork_pattern_free(fretwork_pattern* pattern);
 
+/* A key that is no text itself is known here for as long as it is held, though no pattern need be there, and a while
+ * longer. It is held until let go as often. −1 where there is no memory. */
+int fretwork_pattern_hold(const fretwork_pattern* pattern);
+void fretwork_key_let_go(const char* key);
+
 /* The strings and the shape live as long as the pattern. */
 const char* fretwork_pattern_text(const fretwork_pattern* pattern);
 const char* fretwork_pattern_key(const fretwork_pattern* pattern);

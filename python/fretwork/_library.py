@@ -39,6 +39,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "block_layout": (_POINTER, [_INT64S, ctypes.c_void_p]),
     "pattern_transpose": (_POINTER, [_POINTER]),
     "pattern_free": (None, [_POINTER]),
+    "pattern_hold": (ctypes.c_int, [_POINTER]),
+    "key_let_go": (None, [ctypes.c_char_p]),
     "pattern_text": (ctypes.c_char_p, [_POINTER]),
     "pattern_key": (ctypes.c_char_p, [_POINTER]),
     "pattern_rank": (ctypes.c_int, [_POINTER]),

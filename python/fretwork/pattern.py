@@ -30,7 +30,7 @@ class Pattern:
     True
     """
 
-    __slots__ = ("_density", "_key", "_nnz", "_shape", "_text")
+    __slots__ = ("_density", "_held", "_key", "_nnz", "_shape", "_text")
     _text: str
     _key: str
     _shape: tuple[int, ...]
@@ -498,20 +498,35 @@ def _block_sides(op: str, block: Any) -> tuple[int, int]:
     return int(sides[0]), int(sides[1])
 
 
+class _Held:
+    """Lets the core forget a long text, which its key stands for, no sooner than the last pattern that has it."""
+
+    __slots__ = ("_key", "_let_go")
+
+    def __init__(self, handle: Any, key: bytes) -> None:
+        if core().fretwork_pattern_hold(handle) != 0:
+            raise MemoryError(last_error())
+        self._key, self._let_go = key, core().fretwork_key_let_go
+
+    def __del__(self) -> None:
+        if hasattr(self, "_let_go"):
+            self._let_go(self._key)
+
+
 def _open(pattern: Pattern) -> Any:
     """The core's pattern for the length of a scope. A value is its text, so none is held longer."""
-    key, text = pattern.key.encode(), pattern.text.encode()
-    handle = core().fretwork_pattern_parse(key, len(key))
-    # The core forgets the oldest of many long texts.
-    return owned(handle if handle or key == text else core().fretwork_pattern_parse(text, len(text)))
+    key = pattern.key.encode()
+    return owned(core().fretwork_pattern_parse(key, len(key)))
 
 
 def _fill(pattern: Pattern, handle: Any) -> Pattern:
     """Copies what Python asks often."""
     c = core()
+    text, key = c.fretwork_pattern_text(handle), c.fretwork_pattern_key(handle)
     facts: dict[str, object] = {
-        "_text": c.fretwork_pattern_text(handle).decode(),
-        "_key": c.fretwork_pattern_key(handle).decode(),
+        "_text": text.decode(),
+        "_key": key.decode(),
+        "_held": None if key == text else _Held(handle, key),
         "_shape": tuple(c.fretwork_pattern_shape(handle)[: c.fretwork_pattern_rank(handle)]),
         "_nnz": c.fretwork_pattern_nnz(handle),
         "_density": c.fretwork_pattern_density(handle),

@@ -428,22 +428,31 @@ std::int64_t weight(const Pattern& pattern) {
   return all;
 }
 
-/// Texts behind digests (a compiled graph may outlast the pattern it was made with) and patterns, the most recently
-/// used ones of each.
+/// Texts behind digests and patterns, the most recently used ones of each (a compiled graph may outlast the pattern it
+/// was made with), and every text that is held.
 class Memory {
  public:
   void keep(const std::string& key, const std::string& text) {
     const std::lock_guard lock(mutex_);
-    if (touch_text(key) != nullptr) {
-      return;
+    keep_text(key, text);
+  }
+
+  void hold(const std::string& key, const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    const Texts::iterator kept = keep_text(key, text);
+    if (kept->holders++ == 0) {
+      text_bytes_ -= kept->text.size();
+      held_.splice(held_.begin(), texts_, kept);
     }
-    texts_.emplace_front(key, text);
-    text_at_.emplace(key, texts_.begin());
-    text_bytes_ += text.size();
-    while (texts_.size() > 1 && text_bytes_ > kTextBytes) {
-      text_bytes_ -= texts_.back().second.size();
-      text_at_.erase(texts_.back().first);
-      texts_.pop_back();
+  }
+
+  void let_go(const std::string& key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = text_at_.find(key);
+    if (found != text_at_.end() && found->second->holders > 0 && --found->second->holders == 0) {
+      text_bytes_ += found->second->text.size();
+      texts_.splice(texts_.begin(), held_, found->second);
+      forget_texts();
     }
   }
 
@@ -484,14 +493,42 @@ class Memory {
   }
 
  private:
-  /// The text behind a key, now the most recent; null if there is none. The lock is held.
+  struct Text {
+    std::string key, text;
+    int holders = 0;
+  };
+  using Texts = std::list<Text>;
+
+  // The lock is held in these.
+
+  Texts::iterator keep_text(const std::string& key, const std::string& text) {
+    if (touch_text(key) == nullptr) {
+      texts_.push_front({key, text});
+      text_at_.emplace(key, texts_.begin());
+      text_bytes_ += text.size();
+      forget_texts();
+    }
+    return text_at_.at(key);
+  }
+
+  void forget_texts() {
+    while (texts_.size() > 1 && text_bytes_ > kTextBytes) {
+      text_bytes_ -= texts_.back().text.size();
+      text_at_.erase(texts_.back().key);
+      texts_.pop_back();
+    }
+  }
+
+  /// The text behind a key, now the most recent of those not held; null if there is none.
   const std::string* touch_text(const std::string& key) {
     const auto found = text_at_.find(key);
     if (found == text_at_.end()) {
       return nullptr;
     }
-    texts_.splice(texts_.begin(), texts_, found->second);
-    return &found->second->second;
+    if (found->second->holders == 0) {
+      texts_.splice(texts_.begin(), texts_, found->second);
+    }
+    return &found->second->text;
   }
 
   static constexpr std::size_t kTextBytes = std::size_t{256} << 20;
@@ -499,10 +536,9 @@ class Memory {
   static constexpr std::int64_t kStored = 8'000'000;  // and what they store together, some 32 bytes each
   using Order = std::list<std::pair<std::string, PatternPtr>>;
   std::mutex mutex_;
-  using Texts = std::list<std::pair<std::string, std::string>>;
-  Texts texts_;
+  Texts texts_, held_;
   std::unordered_map<std::string, Texts::iterator> text_at_;
-  std::size_t text_bytes_ = 0;
+  std::size_t text_bytes_ = 0;  // of those not held
   Order order_;
   std::int64_t stored_ = 0;
   std::unordered_map<std::string, Order::iterator> recent_;
@@ -544,6 +580,10 @@ PatternPtr text::remembered(PatternPtr pattern) {
   memory().remember(pattern->key(), pattern);
   return pattern;
 }
+
+void text::hold(const Pattern& pattern) { memory().hold(pattern.key(), pattern.text()); }
+
+void text::let_go(const std::string& key) { memory().let_go(key); }
 
 PatternPtr parse_pattern(std::string_view text) {
   const std::string key = key_of(text);

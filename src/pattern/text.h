@@ -40,6 +40,9 @@ struct Family {
 PatternPtr make(const Call& call);
 /// The same pattern, which parse_pattern will then find by its key: who made one by other means need not parse it.
 PatternPtr remembered(PatternPtr pattern);
+/// Keeps the text behind a pattern's key known, though the pattern may go, until it is let go as often.
+void hold(const Pattern& pattern);
+void let_go(const std::string& key);
 
 /// What a maker reads its arguments with: throws Error "name: argument: expected …, got …" on another kind.
 std::int64_t integer(const Call& call, std::size_t position, const char* argument);

@@ -106,6 +106,28 @@ def test_large_layouts_cross_by_digest():
     assert pickle.loads(pickle.dumps(layout)).key == layout.key
 
 
+def test_a_layout_is_known_for_as_long_as_it_lives():
+    """However many others have been made since: the core keeps 256 MiB of texts, and the latest 256 patterns."""
+
+    def with_block(n):
+        mask = np.zeros((9000, 9000), np.uint8)
+        mask[n, n] = 1
+        return fw.BlockLayout(mask, 8)
+
+    layout, values = with_block(0), torch.ones(1, 8, 8, requires_grad=True)
+    out = fw.dsd(values, torch.ones(9000 * 8, 1), layout)
+    keys = [with_block(n).key for n in range(1, 24)]
+    for n in range(1, 300):
+        fw.KroneckerPattern(n, 1, 1, 1)
+    assert fw.dsd(values, torch.ones(9000 * 8, 1), layout).equal(out) and layout == layout.T
+    out.sum().backward()
+    pattern.block_layout(keys[-1])
+    with pytest.raises(
+        ValueError, match=r"or the digest of one made in this process, got 'block@.*', which is unknown"
+    ):
+        pattern.block_layout(keys[0])
+
+
 def test_a_mask_too_large_to_make():
     layout = fw.Pattern.parse("random_blocks((1, 300, 300), 128, 0.01, 1)")
     with pytest.raises(ValueError, match=r"mask: pattern: expected at most 2\^30 elements, got 1474560000"):

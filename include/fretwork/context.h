@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <new>
 
 #include "fretwork/tensor.h"
 
@@ -27,6 +28,7 @@ Executor& serial_executor();
 class Allocator {
  public:
   virtual ~Allocator() = default;
+  /// Throws where there is none; null stands for std::bad_alloc.
   virtual void* allocate(std::size_t bytes) = 0;
   virtual void release(void* memory, std::size_t bytes) noexcept = 0;
 };
@@ -53,7 +55,11 @@ struct Context {
 class Workspace {
  public:
   Workspace(Context& context, std::size_t bytes)
-      : allocator_(context.allocator), bytes_(bytes), data_(bytes > 0 ? allocator_->allocate(bytes) : nullptr) {}
+      : allocator_(context.allocator), bytes_(bytes), data_(bytes > 0 ? allocator_->allocate(bytes) : nullptr) {
+    if (bytes > 0 && data_ == nullptr) {
+      throw std::bad_alloc();
+    }
+  }
   ~Workspace() {
     if (data_ != nullptr) {
       allocator_->release(data_, bytes_);

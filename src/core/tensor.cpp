@@ -60,7 +60,8 @@ bool is_floating(DType dtype) {
 }
 
 std::string name_of(Device device) {
-  return device.type == DeviceType::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
+  const bool cpu = device.type == DeviceType::cpu;
+  return cpu && device.index == 0 ? "cpu" : (cpu ? "cpu:" : "cuda:") + std::to_string(device.index);
 }
 
 TensorView::TensorView(void* data, DType dtype, std::span<const std::int64_t> sizes, Device device)

@@ -140,6 +140,23 @@ TEST(Contexts, CpuWorkspaceIsAligned) {
   EXPECT_EQ(context.executor, &serial_executor());
 }
 
+TEST(Contexts, AnAllocatorMayGiveNull) {
+  struct : Allocator {
+    void* allocate(std::size_t) override { return nullptr; }
+    void release(void*, std::size_t) noexcept override {}
+  } empty;
+  Context context = Context::cpu();
+  context.allocator = &empty;
+  EXPECT_THROW(Workspace(context, 100), std::bad_alloc);
+  EXPECT_EQ(Workspace(context, 0).data(), nullptr);
+}
+
+TEST(Devices, AreNamedApart) {
+  EXPECT_EQ(name_of(Device{}), "cpu");
+  EXPECT_EQ(name_of(Device{DeviceType::cpu, 1}), "cpu:1");
+  EXPECT_EQ(name_of(Device{DeviceType::cuda, 0}), "cuda:0");
+}
+
 TEST(Views, RefuseNegativeSizes) { EXPECT_THROW(TensorView(nullptr, DType::f32, {64, -10}), Error); }
 
 TEST(Contexts, WorkAsTheyAreMade) {

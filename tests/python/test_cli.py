@@ -79,6 +79,11 @@ def test_version_and_help() -> None:
         (["show", "kronecker(2,3)"], "expected a, b, c, d, got 2 of them"),
         (["show", LAYOUT, "--head", "1"], "--head: expected 0, got 1"),
         (["show", LAYOUT, "--head", "-1"], "--head"),
+        (["show", "two_four(8,8,0)", "--head", "1"], "--head: expected 0, got 1"),
+        (["show", "kronecker(2,3,4,1)", "kronecker(1,2,6,1)", "--head", "1"], "--head: expected 0, got 1"),
+        (["show", LAYOUT, "--name", "a"], "--name: expected with a .safetensors file, got it with random_blocks("),
+        (["show", LAYOUT, "--png", "x", "--svg", "x"], "--svg: expected another file than --png, got x"),
+        (["bench", "block", "--csv", "x", "--json", "x"], "--json: expected another file than --csv, got x"),
         (
             ["show", "two_four(8,6,0)"],
             "show: PATTERN: expected two_four(rows,cols,seed), rows and cols up to 32768, cols",

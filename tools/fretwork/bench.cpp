@@ -65,6 +65,14 @@ DType read_dtype(const RunOptions& options, Device device) {
   throw UsageError(fmt::format("{}: --dtype: expected {}, got {}", options.command, expected, text));
 }
 
+const RunOptions& checked(const RunOptions& options) {
+  if (!options.csv.empty() && options.csv == options.json) {
+    throw UsageError(
+        fmt::format("{}: --json: expected another file than --csv, got {}", options.command, options.json));
+  }
+  return options;
+}
+
 Error cannot_write(const RunOptions& options, const std::string& name) {
   return Error(fmt::format("{}: {}: cannot be written: {}", options.command, name, std::strerror(errno)));
 }
@@ -107,7 +115,7 @@ void add_run_options(CLI::App& command, RunOptions& options, const char* device)
 }
 
 Run::Run(const RunOptions& options)
-    : options_(options),
+    : options_(checked(options)),
       device_(read_device(options)),
       dtype_(read_dtype(options, device_)),
       executor_(options.threads > 0 ? options.threads : tbb::task_arena::automatic),

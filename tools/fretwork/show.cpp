@@ -294,7 +294,24 @@ void show_two_four(const ShowOptions& options) {
                  [&](std::int64_t most) { return corner(matrix, most, most); });
 }
 
+void check_head(const ShowOptions& options, std::int64_t heads) {
+  if (options.head < 0 || options.head >= std::max<std::int64_t>(heads, 1)) {
+    throw UsageError(fmt::format("show: --head: expected {}, got {}",
+                                 heads > 1 ? fmt::format("0 to {}", heads - 1) : "0", options.head));
+  }
+}
+
 void show(const ShowOptions& options) {
+  if (!options.name.empty() && !options.patterns.front().ends_with(".safetensors")) {
+    throw UsageError(fmt::format("show: --name: expected with a .safetensors file, got it with {}",
+                                 shortened(options.patterns.front(), 60)));
+  }
+  if (!options.png.empty() && options.png == options.svg) {
+    throw UsageError("show: --svg: expected another file than --png, got " + options.svg);
+  }
+  if (options.patterns.size() > 1 || is_two_four(options.patterns.front())) {
+    check_head(options, 1);
+  }
   if (options.patterns.size() > 1) {
     return show_chain(options);
   }
@@ -303,10 +320,7 @@ void show(const ShowOptions& options) {
   }
   const PatternPtr pattern = read_pattern(options.patterns.front());
   const Survey survey(*pattern);
-  if (options.head < 0 || options.head >= std::max<std::int64_t>(survey.heads(), 1)) {
-    throw UsageError(fmt::format("show: --head: expected {}, got {}",
-                                 survey.heads() > 1 ? fmt::format("0 to {}", survey.heads() - 1) : "0", options.head));
-  }
+  check_head(options, survey.heads());
   const bool empty = survey.heads() * survey.rows() * survey.cols() == 0;
   if (options.json) {
     print_json(*pattern, survey);

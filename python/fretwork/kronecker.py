@@ -47,6 +47,8 @@ def from_dense(dense: Tensor, pattern: KroneckerPattern) -> Tensor:
     if torch.compiler.is_compiling():  # a graph cannot read the place
         torch._assert_async(outside < 0, f"from_dense: dense: expected zero outside {pattern.text}, got another value")
         return w
+    if dense.is_meta:
+        raise RuntimeError("from_dense: dense: expected a matrix with data, got one on meta")
     if (place := int(outside.item())) >= 0:
         row, col = divmod(place, pattern.shape[1])
         value = dense[row, col].item()
@@ -71,6 +73,8 @@ def project(W: Tensor, patterns: Sequence[KroneckerPattern]) -> tuple[list[Tenso
     _check_tensor("project", "W", W)
     if not W.is_floating_point() or W.dim() != 2:
         raise RuntimeError(f"project: W: expected a floating (out, in) matrix, got {W.dtype} {tuple(W.shape)}")
+    if W.is_meta:
+        raise RuntimeError("project: W: expected a matrix with data, got one on meta")
     chain = kronecker_patterns("project", patterns)
     dense = W.detach().to("cpu", torch.float64).contiguous()
     weights = [torch.empty(p.weight_shape, dtype=torch.float64) for p in chain]

@@ -114,7 +114,10 @@ std::shared_ptr<const BlockLayout> to_block_layout(const KroneckerPattern& patte
 
 std::vector<Sizes> monarch(std::int64_t out_features, std::int64_t in_features, std::int64_t p, std::int64_t q) {
   const auto check = [](const char* name, std::int64_t n, const char* of_name, std::int64_t of) {
-    if (n < 1 || of < 1 || of % n != 0) {
+    if (of < 1) {
+      throw Error("monarch", of_name, "at least 1", std::to_string(of));
+    }
+    if (n < 1 || of % n != 0) {
       throw Error("monarch", name, std::string("a divisor of ") + of_name + " = " + std::to_string(of),
                   std::to_string(n));
     }

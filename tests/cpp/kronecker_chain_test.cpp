@@ -60,6 +60,9 @@ TEST(ChainPlan, LooksAtAFewRows) {
   EXPECT_EQ(plan({1, 64, 64, 3}, 33), "0: dense blocks");
   EXPECT_EQ(plan({1, 64, 64, 4}, 4096), "0: strided");
   EXPECT_EQ(error_of([&] { plan({1, 64, 64, 4}, -1); }), "plan: batch: expected at least 0, got -1");
+  EXPECT_EQ(error_of([&] { plan({1, 0, 64, 4}, 1); }), "KroneckerPattern: b: expected at least 1, got 0");
+  EXPECT_EQ(error_of([&] { ksmm_chain_plan({}, "cpu", DType::i8); }),
+            "plan: dtype: expected float64, float32, float16 or bfloat16, got int8");
 }
 
 /// As the chain itself does: a few rows are bound by the weights, which each factor reads once.

@@ -154,6 +154,7 @@ def test_conversions_refuse():
             NotImplementedError,
             "from_dense: dense: expected .* tangent, got",
         ),
+        (lambda: k.from_dense(w.to("meta")[0, 0], (1, 4, 5, 1)), RuntimeError, "dense: expected .* data, got one on"),
         (lambda: k.plan([]), ValueError, "plan: patterns: expected at least one, got none"),
         (lambda: k.plan([(1, 2, 3, 4)], 90), TypeError, "plan: arch: expected a str, got int"),
     ]:
@@ -229,7 +230,9 @@ def test_project_refuses():
             r"patterns\[1\]: expected one that chains .*, got",
         ),
         (lambda: fw.kronecker.project(W.T, monarch), RuntimeError, r"W: expected \(12, 20\) .*, got \(20, 12\)"),
+        (lambda: fw.kronecker.project(W.to("meta"), monarch), RuntimeError, "W: expected .* data, got one on meta"),
         (lambda: fw.kronecker.monarch(12, 20, 3.0, 5), TypeError, "p: expected an int, got 3.0"),
+        (lambda: fw.kronecker.monarch(12, 0, 3, 5), ValueError, "in_features: expected at least 1, got 0"),
         (lambda: fw.kronecker.butterfly(2**70), ValueError, "n: expected a number of 64 bits"),
     ]:
         with pytest.raises(error, match=f"^(project|monarch|butterfly): {text}"):

@@ -83,6 +83,7 @@ std::string named_arch(const std::string& arch) {
 }
 
 void check(std::span<const Sizes> patterns) {
+  std::ranges::for_each(patterns, KroneckerPattern::make);
   for (std::size_t n = 1; n < patterns.size(); ++n) {
     const Sizes &before = patterns[n - 1], &s = patterns[n];
     if (before.a * before.b * before.d != s.a * s.c * s.d) {
@@ -128,6 +129,9 @@ std::vector<std::string> ksmm_chain_plan(std::span<const KroneckerPattern::Sizes
                                          DType dtype, bool last, std::int64_t batch) {
   using namespace kronecker::chain;
   check(patterns);
+  if (!is_floating(dtype)) {
+    throw Error("plan", "dtype", "float64, float32, float16 or bfloat16", name_of(dtype));
+  }
   if (batch < 0) {
     throw Error("plan", "batch", "at least 0", std::to_string(batch));
   }

@@ -185,7 +185,9 @@ def _softmax_second(ctx: Any, *gradients: Tensor) -> None:
 def _softmax_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
     values, key, scale, rpe, key_padding, attn, *modes = arguments
     dims = dict(zip(("values", "key", "scale", "rpe", "key_padding", "attn"), in_dims, strict=False))
-    if dims["attn"] is not None:  # an attention mask has no Z to fold into
+    if info.batch_size == 0 and dims["attn"] is not None:  # then any mask will do
+        attn = attn.new_zeros(_sample(attn, dims["attn"]))
+    elif dims["attn"] is not None:  # an attention mask has no Z to fold into
         each = [
             [a if d is None else a.select(d, n) for a, d in zip(arguments, in_dims, strict=True)]
             for n in range(info.batch_size)

@@ -187,6 +187,9 @@ def test_vmap_of_softmax_and_packing(device):
         function = lambda v, e: fw.block_softmax(v, layout, **e)  # noqa: E731
         want = torch.stack([function(values[i], {k: e[i] for k, e in given.items()}) for i in range(3)])
         assert_close(torch.func.vmap(function)(values, given), want.double(), torch.float32)
+        none = values[:0].requires_grad_()
+        out = torch.func.vmap(function)(none, {k: e[:0] for k, e in given.items()})
+        assert out.shape == torch.autograd.grad(out.sum(), none)[0].shape == none.shape
     same = torch.func.vmap(lambda r: fw.block_softmax(values[0], layout, rpe=r))(torch.zeros(4, n, device=device))
     assert_close(same, fw.block_softmax(values[0], layout).expand(4, *values[0].shape).double(), torch.float32)
     dense = torch.func.vmap(layout.unpack)(values)

@@ -54,6 +54,10 @@ def test_attention_with_a_full_layout_is_torch_attention(device):
     out, weights = ours(q, k, v)
     assert weights is None
     assert_close(out, theirs(q, k, v, need_weights=False)[0].double(), torch.float32)
+    shared, _ = ours(q, k[:, :1], v[:, :1])
+    assert_close(shared, ours(q, k[:, :1].expand_as(k), v[:, :1].expand_as(v))[0].double(), torch.float32)
+    with pytest.raises(RuntimeError, match=r"sdd: b: expected \(…, 48, 8\), got \(1, 4, 144, 8\)"):
+        ours(q, k.reshape(144, 1, 32), v)
 
 
 def test_fixed_layouts():

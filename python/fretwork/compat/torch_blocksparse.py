@@ -228,10 +228,9 @@ class MultiheadAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        length, batch, _ = query.shape
         size = self.embed_dim // self.num_heads
         q, k, v = (
-            projected.reshape(-1, batch, self.num_heads, size).permute(1, 2, 0, 3)
+            projected.unflatten(-1, (self.num_heads, size)).permute(1, 2, 0, 3)
             for projected in (self.q_proj(query), self.k_proj(key), self.v_proj(value))
         )
         scores = ops.sdd(q, k, self.layout, trans_b=True)
@@ -247,7 +246,7 @@ class MultiheadAttention(nn.Module):
         )
         weights = nn.functional.dropout(weights, self.dropout, self.training)
         out = ops.dsd(weights, v, self.layout)
-        return self.out_proj(out.permute(2, 0, 1, 3).reshape(length, batch, self.embed_dim)), None
+        return self.out_proj(out.permute(2, 0, 1, 3).flatten(2)), None
 
 
 class Conv2d(nn.Module):

@@ -115,7 +115,8 @@ def _sparse_gradient(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, Tensor | Non
     d_w = None
     if ctx.needs_input_grad[1]:
         n = x.shape[1]
-        d_w = torch.einsum("ijln,ikln->ijkl", d_y.reshape(a, b, d, n), x.reshape(a, c, d, n))
+        # Not by einsum, which torch cannot map here.
+        d_w = (d_y.reshape(a, b, d, n).transpose(1, 2) @ x.reshape(a, c, d, n).permute(0, 2, 3, 1)).permute(0, 2, 3, 1)
     return d_x, d_w, None
 
 

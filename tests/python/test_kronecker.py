@@ -298,17 +298,19 @@ def check_vmap(function, operands, dims):
 
 
 @both_layouts
-def test_batched_gradients_and_nested_vmap(bs_last, device):
+@each_algo
+def test_batched_gradients_and_nested_vmap(algo, bs_last, device):
     x, w, bias = tensors([(2, 3, 4, 2)], (5,), device, bs_last=bs_last)
-    y = fw.ksmm(x, w, bs_last, bias, "gelu")
+    y = fw.ksmm(x, w, bs_last, bias, "gelu", algo)
     upstream = torch.randn(4, *y.shape, device=device)
     got = torch.autograd.grad(y, (x, w, bias), upstream, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(y, (x, w, bias), u, retain_graph=True) for u in upstream]
     for one, others in zip(got, zip(*each, strict=True), strict=True):
         assert_close(one, torch.stack(others).double(), torch.float32)
     many = torch.randn(3, 4, *x.shape, device=device)
-    nested = torch.func.vmap(torch.func.vmap(lambda t: fw.ksmm(t, w.detach(), bs_last)))(many)
-    want = torch.stack([torch.stack([fw.ksmm(t, w.detach(), bs_last) for t in row]) for row in many])
+    function = lambda t: fw.ksmm(t, w.detach(), bs_last, algo=algo)  # noqa: E731
+    nested = torch.func.vmap(torch.func.vmap(function))(many)
+    want = torch.stack([torch.stack([function(t) for t in row]) for row in many])
     assert_close(nested, want.double(), torch.float32)
 
 

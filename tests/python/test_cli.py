@@ -190,6 +190,8 @@ def test_info(own_cache: dict[str, str]) -> None:
     assert facts["cpu"]["threads"] >= 1 and facts["cpu"]["simd"]
     assert facts["cache"]["files"] == 0 and facts["cache"]["limit"] > 0
     assert f"FRETWORK_CACHE_DIR={own_cache['FRETWORK_CACHE_DIR']}" in facts["environment"]
+    odd = {**own_cache, "FRETWORK_CACHE_DIR": own_cache["FRETWORK_CACHE_DIR"] + "\udcff"}  # a byte that is no UTF-8
+    assert json.loads(ok("info", "--json", env=odd))["cache"]["folder"].endswith("cache\ufffd")
 
 
 def test_show_facts() -> None:

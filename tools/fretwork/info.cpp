@@ -138,7 +138,8 @@ void add_info(CLI::App& app) {
       "  fretwork info --json | jq .cpu");
   command->callback([json] {
     const Json info = describe();
-    *json ? fmt::print("{}\n", info.dump(2)) : print(info);
+    // A folder's name may be any bytes; JSON's are UTF-8.
+    *json ? fmt::print("{}\n", info.dump(2, ' ', false, Json::error_handler_t::replace)) : print(info);
   });
 }
 

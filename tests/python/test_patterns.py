@@ -3,7 +3,6 @@
 import importlib.util
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -48,14 +47,11 @@ def test_algebra_follows_masks(parts, data):
     assert np.array_equal(P.from_mask(mask).numpy_mask(), mask)
 
 
-@pytest.mark.parametrize("other", ["sliding_tile((256,256),8,3)", "swin(256,256,8)"])
+@pytest.mark.parametrize("other", ["sliding_tile((1024,1024),8,3)", "swin(1024,1024,8)"])
 def test_unions_of_windows_are_cheap(other):
-    """A thousand shifted windows, cut by the other grid, are a few kinds of pieces: milliseconds, not seconds."""
-    windows, grid = P.swin(256, 256, 8, 4), fw.Pattern.parse(other)
-    begin = time.process_time()
-    both = windows | grid
-    assert time.process_time() - begin < 1
-    assert both.nnz == windows.nnz + grid.nnz - (windows & grid).nnz
+    """16,384 shifted windows, cut by the other grid, are few kinds of pieces; one by one they took minutes."""
+    windows, grid = P.swin(1024, 1024, 8, 4), fw.Pattern.parse(other)
+    assert (windows | grid).nnz == windows.nnz + grid.nnz - (windows & grid).nnz
 
 
 @pytest.mark.parametrize("stride", [9, 10**6])

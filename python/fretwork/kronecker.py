@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fretwork import _rules_kronecker_convert as _convert_rules
+from fretwork._kronecker import butterfly, monarch, projected
 from fretwork._library import core, last_error
 from fretwork.ops import _check_tensor
 from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns, whole_number
@@ -75,21 +76,8 @@ def project(W: Tensor, patterns: Sequence[KroneckerPattern]) -> tuple[list[Tenso
         raise RuntimeError(f"project: W: expected a floating (out, in) matrix, got {W.dtype} {tuple(W.shape)}")
     if W.is_meta:
         raise RuntimeError("project: W: expected a matrix with data, got one on meta")
-    chain = kronecker_patterns("project", patterns)
-    dense = W.detach().to("cpu", torch.float64).contiguous()
-    weights = [torch.empty(p.weight_shape, dtype=torch.float64) for p in chain]
-    error = ctypes.c_double()
-    status = core().fretwork_kronecker_project(
-        dense.data_ptr(),
-        *dense.shape,
-        (ctypes.c_int64 * (4 * len(chain)))(*(n for p in chain for n in p.weight_shape)),
-        len(chain),
-        (ctypes.c_void_p * len(chain))(*(w.data_ptr() for w in weights)),
-        error,
-    )
-    if status != 0:
-        raise RuntimeError(last_error().replace("project: dense:", "project: W:", 1))
-    return [w.to(W.device, W.dtype) for w in weights], error.value
+    weights, error = projected(W.to(torch.float64).numpy(force=True), patterns)
+    return [torch.from_numpy(w).to(W.device, W.dtype) for w in weights], error
 
 
 def plan(
@@ -130,35 +118,3 @@ def plan(
     if status < 0:
         raise ValueError(last_error())
     return room.value.decode()
-
-
-def monarch(out_features: int, in_features: int, p: int, q: int) -> list[KroneckerPattern]:
-    """The two patterns of a Monarch matrix (out, in): q blocks of out/p × in/q, then out/p interleaved ones of p × q.
-
-    p divides out_features and q divides in_features.
-
-    >>> import fretwork as fw
-    >>> fw.kronecker.monarch(12, 20, 3, 5)
-    [KroneckerPattern(5, 4, 4, 1), KroneckerPattern(1, 3, 5, 4)]
-    """
-    names = ("out_features", "in_features", "p", "q")
-    numbers = [whole_number("monarch", n, v) for n, v in zip(names, (out_features, in_features, p, q), strict=True)]
-    room = (ctypes.c_int64 * 8)()
-    return _patterns(core().fretwork_kronecker_monarch(*numbers, room), room)
-
-
-def butterfly(n: int) -> list[KroneckerPattern]:
-    """The log2(n) patterns of a dyadic butterfly (n, n), n a power of two from 2 on.
-
-    >>> import fretwork as fw
-    >>> fw.kronecker.butterfly(8)
-    [KroneckerPattern(4, 2, 2, 1), KroneckerPattern(2, 2, 2, 2), KroneckerPattern(1, 2, 2, 4)]
-    """
-    room = (ctypes.c_int64 * (4 * 62))()
-    return _patterns(core().fretwork_kronecker_butterfly(whole_number("butterfly", "n", n), room), room)
-
-
-def _patterns(count: int, room: ctypes.Array[ctypes.c_int64]) -> list[KroneckerPattern]:
-    if count < 0:
-        raise ValueError(last_error())
-    return [KroneckerPattern(*room[4 * n : 4 * n + 4]) for n in range(count)]

@@ -18,6 +18,7 @@ MODULES = [
     "fretwork.patterns",
     "fretwork.ops",
     "fretwork.regular",
+    "fretwork._kronecker",
     "fretwork.kronecker",
     "fretwork.two_four",
     "fretwork.nn.block_sparse_linear",

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+import torch
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other test processes use the same GPU
 jax = pytest.importorskip("jax")
@@ -216,6 +217,17 @@ def test_dense_matrices(dtype, rng):
             fj.kronecker.from_dense(dense.at[3, 7].set(value), p)
 
 
+def test_projections_are_those_of_torch():
+    W = np.random.default_rng(0).standard_normal((12, 20)).astype("float32")
+    patterns = fj.kronecker.monarch(12, 20, 3, 5)
+    assert patterns == fw.kronecker.monarch(12, 20, 3, 5) and fj.kronecker.butterfly(8) == fw.kronecker.butterfly(8)
+    want, error = fw.kronecker.project(torch.from_numpy(W), patterns)
+    weights, same = fj.kronecker.project(W.T.copy().T, patterns)
+    assert same == error and all(np.array_equal(w, v) for w, v in zip(weights, want, strict=True))
+    halves, _ = fj.kronecker.project(jnp.asarray(W, jnp.bfloat16), patterns)
+    assert all(w.dtype == jnp.bfloat16 and w.shape == p.weight_shape for w, p in zip(halves, patterns, strict=True))
+
+
 def test_dense_matrices_refuse():
     k, p = fj.kronecker, fw.KroneckerPattern(2, 3, 4, 5)
     for call, error, text in [
@@ -231,6 +243,15 @@ def test_dense_matrices_refuse():
             lambda: jax.jit(lambda dense: k.from_dense(dense, p))(jnp.zeros((30, 40))),
             NotImplementedError,
             "from_dense: dense: expected an array with values, got one that is traced",
+        ),
+        (lambda: k.project(jnp.ones(3), [p]), RuntimeError, r"project: W: expected an \(out, in\) matrix, got \(3,\)"),
+        (lambda: k.project(jnp.ones((30, 40), int), [p]), RuntimeError, "project: W: expected float64, .*, got int"),
+        (lambda: k.project(jnp.ones((40, 30)), [p]), RuntimeError, r"project: W: expected \(30, 40\) as the patterns"),
+        (lambda: k.project(jnp.full((30, 40), math.nan), [p]), RuntimeError, "project: W: expected finite elements"),
+        (
+            lambda: jax.jit(lambda W: k.project(W, [p])[0])(jnp.zeros((30, 40))),
+            NotImplementedError,
+            "project: W: expected an array with values, got one that is traced",
         ),
     ]:
         with pytest.raises(error, match=f"^{text}"):

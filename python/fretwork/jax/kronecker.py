@@ -1,4 +1,4 @@
-"""Products of Kronecker factors on JAX arrays, and their dense matrices."""
+"""Products of Kronecker factors on JAX arrays, their dense matrices, and projections onto them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
+from fretwork._kronecker import butterfly, monarch, projected
 from fretwork._shapes import check_floating, factor_features, fail
 from fretwork.jax._handlers import array, check_precision, default_precision, operand
 from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
+
+__all__ = ["butterfly", "from_dense", "ksmm", "ksmm_chain", "monarch", "project", "to_dense"]
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -340,10 +343,7 @@ def from_dense(dense: ArrayLike, pattern: KroneckerPattern) -> jax.Array:
     check_floating("from_dense", operand("dense", dense))
     if dense.shape != pattern.shape:
         fail("from_dense", "dense", f"{pattern.shape} for {pattern.text}", dense.shape)
-    if isinstance(dense, jax.core.Tracer):
-        raise NotImplementedError(
-            "from_dense: dense: expected an array with values, got one that is traced; call it outside jit and grad"
-        )
+    _check_values("from_dense", "dense", dense)
     places = _places(*pattern.weight_shape)
     outside = np.array(dense)
     outside[places] = 0
@@ -352,3 +352,28 @@ def from_dense(dense: ArrayLike, pattern: KroneckerPattern) -> jax.Array:
         got = f"{outside[row, col]} at ({row}, {col})"
         fail("from_dense", "dense", f"zero outside {pattern.text}", got)
     return dense[places]
+
+
+def project(W: ArrayLike, patterns: Sequence[KroneckerPattern]) -> tuple[list[jax.Array], float]:
+    """Weights whose product is near W (out, in), in its dtype, and the relative error: `fretwork.kronecker.project`.
+
+    Computed in float64 on the CPU, of a matrix that is not traced.
+
+    >>> weights, error = project(jnp.ones((12, 20)), monarch(12, 20, 3, 5))
+    >>> [w.shape for w in weights], error < 1e-6
+    ([(5, 4, 4, 1), (1, 3, 5, 4)], True)
+    """
+    W = array("project", "W", W)
+    check_floating("project", operand("W", W))
+    if W.ndim != 2:
+        fail("project", "W", "an (out, in) matrix", W.shape)
+    _check_values("project", "W", W)
+    weights, error = projected(np.asarray(W).astype(np.float64), patterns)
+    return [jnp.asarray(w, W.dtype) for w in weights], error
+
+
+def _check_values(op: str, argument: str, x: jax.Array) -> None:
+    if isinstance(x, jax.core.Tracer):
+        raise NotImplementedError(
+            f"{op}: {argument}: expected an array with values, got one that is traced; call it outside jit and grad"
+        )

@@ -29,26 +29,7 @@ def _check_like(op: str, x: Tensor, others: dict[str, Tensor | None]) -> None:
 # Shapes, as the core has them. x is (batch, features), or (features, batch) where batch is last.
 
 
-@torch.library.register_fake("fretwork::ksmm")
-def _fake(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str) -> Tensor:
-    _check_like("ksmm", x, {"w": w, "bias": bias})
-    _check(w.dim() == 4, "ksmm", "w", "(a, b, c, d)", tuple(w.shape))
-    _check(x.dim() == 2, "ksmm", "x", "2 dimensions, batch and features", tuple(x.shape))
-    a, b, c, d = w.shape
-    batch, features = reversed(x.shape) if bs_last else x.shape
-    _check(features == a * c * d, "ksmm", "x", f"a·c·d = {a * c * d} features", features)
-    if bias is not None:
-        _check(tuple(bias.shape) == (a * b * d,), "ksmm", "bias", f"{(a * b * d,)}", tuple(bias.shape))
-    return x.new_empty((a * b * d, batch) if bs_last else (batch, a * b * d))
-
-
-@torch.library.register_fake("fretwork::ksmm_chain")
-def _chain_fake(
-    x: Tensor, weights: list[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
-) -> Tensor:
-    op = "ksmm_chain"
-    factors = {f"weights[{n}]": w for n, w in enumerate(weights)}
-    _check(len(weights) > 0, op, "weights", "at least one", "none")
+def _result(op: str, x: Tensor, factors: dict[str, Tensor], bias: Tensor | None, bs_last: bool) -> Tensor:
     _check_like(op, x, {**factors, "bias": bias})
     _check(x.dim() == 2, op, "x", "2 dimensions, batch and features", tuple(x.shape))
     batch, features = reversed(x.shape) if bs_last else x.shape
@@ -60,6 +41,19 @@ def _chain_fake(
     if bias is not None:
         _check(tuple(bias.shape) == (features,), op, "bias", f"{(features,)}", tuple(bias.shape))
     return x.new_empty((features, batch) if bs_last else (batch, features))
+
+
+@torch.library.register_fake("fretwork::ksmm")
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str) -> Tensor:
+    return _result("ksmm", x, {"w": w}, bias, bs_last)
+
+
+@torch.library.register_fake("fretwork::ksmm_chain")
+def _chain_fake(
+    x: Tensor, weights: list[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
+) -> Tensor:
+    _check(len(weights) > 0, "ksmm_chain", "weights", "at least one", "none")
+    return _result("ksmm_chain", x, {f"weights[{n}]": w for n, w in enumerate(weights)}, bias, bs_last)
 
 
 @torch.library.register_fake("fretwork::ksmm_backward_weight")

@@ -215,12 +215,14 @@ def test_compile(backend, bs_last, device):
 
 
 def test_shapes_are_checked_while_tracing():
-    op = torch.ops.fretwork.ksmm
+    ops = torch.ops.fretwork
     with torch.device("meta"):
         x, w = torch.empty(3, 40), torch.empty(2, 3, 4, 5)
         for bad in [(x[:, 1:], w, None), (x, w[0], None), (x, w, x[0]), (x.half(), w, None), (x[None], w, None)]:
             with pytest.raises(RuntimeError, match=r"^ksmm: \w+: expected .+, got .+"):
-                op(*bad, "none", False, "ieee")
+                ops.ksmm(*bad, "none", False, "ieee")
+            with pytest.raises(RuntimeError, match=r"^ksmm_chain: [\w\[\]]+: expected .+, got .+"):
+                ops.ksmm_chain(bad[0], [bad[1], torch.empty(1, 7, 30, 1)], bad[2], "none", False, "ieee")
 
 
 def test_export(tmp_path):

@@ -117,7 +117,8 @@ What a pattern costs: its scores, rounded up to tiles of the order that suits it
 neighbouring keys cost; a patch of a grid costs what a window costs. Bands narrower than a tile, and parts that need an
 order of their own beside others (strided has two), cost more than their scores. The parts of a union may overlap:
 every score is counted once. Make a pattern once and keep it: equal patterns share their plans.
-One made inside a function that `torch.compile` traces is a constant of its graph; other sizes are compiled anew.
+One made inside a function that `torch.compile` traces is a constant of its graph; other sizes are compiled anew. (The
+`.T` of one made there is not followed: write it in a text, `fw.Pattern.parse(f"strided({n},8).T")`.)
 `fretwork bench attention --seq 4096 --pattern 'strided(4096,64)'` says how fast one is on this machine, and
 [measurements](benchmarks.md) has all named ones beside other libraries.
 

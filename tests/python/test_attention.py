@@ -418,7 +418,8 @@ def test_compile_makes_patterns(device, dynamic):
     def call(q, k, given):
         seq = q.shape[2], k.shape[2]
         near = P.sliding_window(seq, 3, None) | P.longformer(seq, 1, [0, 2], offset=1)
-        return fw.attention(q, k, k, near & given.T)
+        turned = fw.Pattern.parse(f"sliding_window(({seq[1]}, {seq[0]}), 4, 4).T")
+        return fw.attention(q, k, k, near & given.T & turned)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for n in (5, 7, 12):

@@ -411,7 +411,8 @@ std::vector<Part> subtract(const std::vector<Part>& from, const RowIndex& others
     for (const Part& other : others.near(part[0])) {
       next.clear();
       for (const Part& p : left) {
-        subtract(p, other, axes, next);
+        // The others come in the order of their rows: what ends before this one meets none that follows.
+        p[0].row_end > other[0].row_begin ? subtract(p, other, axes, next) : all.push_back(p);
       }
       left.swap(next);
     }

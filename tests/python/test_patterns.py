@@ -47,11 +47,19 @@ def test_algebra_follows_masks(parts, data):
     assert np.array_equal(P.from_mask(mask).numpy_mask(), mask)
 
 
-@pytest.mark.parametrize("other", ["sliding_tile((1024,1024),8,3)", "swin(1024,1024,8)"])
-def test_unions_of_windows_are_cheap(other):
-    """16,384 shifted windows, cut by the other grid, are few kinds of pieces; one by one they took minutes."""
-    windows, grid = P.swin(1024, 1024, 8, 4), fw.Pattern.parse(other)
-    assert (windows | grid).nnz == windows.nnz + grid.nnz - (windows & grid).nnz
+LENGTHS = tuple(100 + n * 7919 % 2900 for n in range(640))
+
+
+@pytest.mark.parametrize("first, second", [
+    ("swin(1024,1024,8,shift=(4,4))", "sliding_tile((1024,1024),8,3)"),
+    ("swin(1024,1024,8,shift=(4,4))", "swin(1024,1024,8)"),
+    (f"document({LENGTHS},causal=True)", f"strided({sum(LENGTHS)},64)"),
+])  # fmt: skip
+def test_unions_of_many_parts_are_cheap(first, second):
+    """16,384 shifted windows, cut by another grid, are few kinds of pieces, and documents meet what is near them: each
+    with each they took minutes."""
+    a, b = fw.Pattern.parse(first), fw.Pattern.parse(second)
+    assert (a | b).nnz == a.nnz + b.nnz - (a & b).nnz
 
 
 @pytest.mark.parametrize("stride", [9, 10**6])

@@ -52,7 +52,8 @@ Inside, a pattern is a few parts: boxes on the digits of positions. A window is 
 a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting and intersecting
 work on the ends of these bands, so nothing grows with the square of a length. What has no such form (random blocks,
 explicit masks) is listed. Grids whose steps do not divide each other, and strides whose common multiple is beyond
-4096, are united element by element, up to 2^28 of them.
+4096, are united element by element, up to 2^28 of them in 2^25 runs: two dilations that are prime to each other up to
+some hundred thousand tokens, and not a million.
 
 `from_mask` reads its matrix once. It finds rectangles, triangles, bands and diagonals in plain order, and, where a
 distance between the runs of a row or between parts is frequent, the same in the residue classes of that distance:

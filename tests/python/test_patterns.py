@@ -47,7 +47,7 @@ def test_algebra_follows_masks(parts, data):
     assert np.array_equal(P.from_mask(mask).numpy_mask(), mask)
 
 
-LENGTHS = tuple(100 + n * 7919 % 2900 for n in range(640))
+LENGTHS = tuple(100 + n * 7919 % 2900 for n in range(4000))
 
 
 @pytest.mark.parametrize("first, second", [

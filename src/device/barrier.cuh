@@ -92,6 +92,20 @@ __device__ __forceinline__ bool named_barrier_any(u32 id, u32 threads, bool flag
 /// Ordinary writes to shared memory before this are seen by the copy engine and the tensor cores after a barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+/// The same of global memory, both ways.
+__device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+/// A number by which CTAs tell each other how far they are: what one did before it stored it is seen by one that loaded
+/// it.
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int number;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(number) : "l"(from) : "memory");
+  return number;
+}
+__device__ __forceinline__ void store_release(int* to, int number) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(number) : "memory");
+}
+
 /// The next kernel on the stream, if launched behind this one, may start once every CTA has said so or ended. Nothing
 /// before sm_90, where none is.
 __device__ __forceinline__ void let_next_kernel_start() {

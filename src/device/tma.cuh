@@ -39,6 +39,23 @@ __device__ __forceinline__ void load(u32 to, const void* map, u32 barrier, int x
       : "memory");
 }
 
+/// `bytes` from one place to another, both aligned to 16.
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_bytes(void* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+/// Adds floats to those in memory.
+__device__ __forceinline__ void add_floats(float* to, u32 from, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+
 /// To the same place in every CTA of the cluster whose bit is set in `ranks`, counted by the barrier there.
 __device__ __forceinline__ void load_to_ranks(u32 to, const void* map, u32 barrier, u16 ranks, int x, int y, int z,
                                               int w) {

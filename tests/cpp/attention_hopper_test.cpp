@@ -738,7 +738,8 @@ double expect_rows(const char* what, Tensor& got, Index b, Index h, const double
   return worst;
 }
 
-void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = false, int longest = 0) {
+void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = false, int longest = 0,
+                    hopper::Whole whole = hopper::Whole::if_it_pays) {
   Data s(pattern, sizes);
   Gradients g(s, !spoil);
   if (spoil) {
@@ -754,7 +755,7 @@ void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = fal
   const auto rows = Planner(pattern, hopper::kBackwardShape).mark_unused().get();
   const auto cols = Planner(other, hopper::kBackwardShape).mark_unused().get();
   ASSERT_TRUE(hopper::forward(s.problem(), {plan}, context));
-  ASSERT_TRUE(hopper::backward(g.problem(s), {rows}, {cols}, context, longest));
+  ASSERT_TRUE(hopper::backward(g.problem(s), {rows}, {cols}, context, longest, whole));
   for (Tensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
     t->download();
   }
@@ -1003,6 +1004,95 @@ TEST_F(AttentionHopper, SixtyFourColumns) {
     }
     check_forward(late_window(), {DType::bf16, 2, 16, 2, 64, true, 0.1}, true, longest, 4);
   }
+}
+
+/// Where queries meet every key, or all up to their own, one kernel makes all gradients: one key tile and many, more
+/// queries than keys, heads that share keys.
+TEST_F(AttentionHopper, WholeBackward) {
+  const auto check = [](const Pattern& pattern, const Sizes& sizes) {
+    check_backward(pattern, sizes, false, 0, hopper::Whole::always);
+  };
+  for (const Index depth : {64, 128}) {
+    check(full(128, 128), {DType::bf16, 1, 1, 1, depth, false, 0.1});
+    check(full(512, 512), {DType::bf16, 1, 1, 1, depth, true, 0.1});
+    check(full(640, 128), {DType::bf16, 1, 3, 1, depth, false, 0.1});
+    check(causal(128), {DType::bf16, 1, 1, 1, depth, false, 0.1});
+    check(causal(512), {DType::bf16, 1, 1, 1, depth, true, 0.1});
+    for (const Index shift : {0, 64, 200}) {
+      check({"shifted causal", 384, 256, {{band(-1000, shift)}}}, {DType::bf16, 1, 2, 1, depth, true, 0.1});
+    }
+    for (const Pattern& pattern : {full(384, 256), causal(256)}) {
+      check(pattern, {DType::f16, 2, 4, 2, depth == 64 ? 40 : 72, false, 0.1});
+    }
+  }
+  check(full(64 * 7, 128 * 3), {DType::bf16, 1, 1, 1, 64, false, 0.1, 48});
+}
+
+/// More items than CTAs, and nothing between one call and the next. Both ways agree; bit for bit each only with itself.
+TEST_F(AttentionHopper, WholeBackwardRepeatsBitForBit) {
+  for (const Pattern& pattern : {full(1024, 1024), causal(1024)}) {
+    for (const Index depth : {64, 128}) {
+      Data s(pattern, {DType::bf16, 1, 40, 20, depth, false, 0.05});
+      Gradients g(s, true);
+      s.upload();
+      g.upload();
+      Context context = Context::cuda(0);
+      const driver::DeviceScope scope(0);
+      ASSERT_TRUE(
+          hopper::forward(s.problem(), {Planner(s.pattern, hopper::forward_shape(s.problem())).get()}, context));
+      const hopper::Plans rows{Planner(pattern, hopper::kBackwardShape).get()};
+      const Pattern other = pattern.transposed();
+      const hopper::Plans cols{Planner(other, hopper::kBackwardShape).get()};
+      const auto gradients = [&](int times, hopper::Whole wanted) {
+        for (int n = 0; n < times; ++n) {
+          EXPECT_TRUE(hopper::backward(g.problem(s), rows, cols, context, 0, wanted));
+        }
+        for (Tensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
+          t->download();
+        }
+        return std::array{g.d_q.host, g.d_k.host, g.d_v.host};
+      };
+      const auto first = gradients(1, hopper::Whole::always);
+      EXPECT_TRUE(first == gradients(200, hopper::Whole::always));
+      const auto apart = gradients(1, hopper::Whole::never);
+      for (std::size_t which = 0; which < 3; ++which) {
+        float most = 0, worst = 0;
+        for (std::size_t n = 0; n < first[which].size(); ++n) {
+          const float one = widen(DType::bf16, first[which][n]), two = widen(DType::bf16, apart[which][n]);
+          most = std::max(most, std::abs(two));
+          worst = std::max(worst, std::abs(one - two));
+        }
+        EXPECT_LE(worst, 0.02f * most) << which;
+      }
+    }
+  }
+}
+
+/// Patterns and sizes that those kernels are not for.
+TEST_F(AttentionHopper, NotWhole) {
+  const auto refused = [](const Pattern& pattern, const Sizes& sizes) {
+    Data s(pattern, sizes);
+    Gradients g(s, true);
+    s.upload();
+    g.upload();
+    Context context = Context::cuda(0);
+    const driver::DeviceScope scope(0);
+    const hopper::Plans rows{Planner(pattern, hopper::kBackwardShape).get()};
+    const hopper::Plans cols{Planner(pattern.transposed(), hopper::kBackwardShape).get()};
+    return !hopper::backward(g.problem(s), rows, cols, context, 0, hopper::Whole::always);
+  };
+  for (const Index depth : {64, 128}) {
+    EXPECT_FALSE(refused(full(512, 512), {DType::bf16, 1, 2, 1, depth, false, 0.1}));
+    EXPECT_FALSE(refused(causal(512), {DType::bf16, 1, 2, 1, depth, false, 0.1}));
+  }
+  EXPECT_TRUE(refused(causal(300), {}));
+  EXPECT_TRUE(refused(window(256, 40), {}));
+  EXPECT_TRUE(refused(full(256, 200), {}));
+  EXPECT_TRUE(refused(full(200, 128), {}));
+  EXPECT_TRUE(refused(full(128, 256), {}));
+  EXPECT_TRUE(refused(documents({128, 128}), {}));
+  EXPECT_TRUE(refused(full(256, 256), {DType::bf16, 1, 1, 1, 64, false, 0.1, 128}));
+  EXPECT_TRUE(refused(full(256, 256), {DType::bf16, 1, 1, 1, 192, false, 0.1}));
 }
 
 TEST_F(AttentionHopper, HeadsMayDiffer) {

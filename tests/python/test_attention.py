@@ -627,6 +627,32 @@ def test_many_launches_are_equal(device, depth):
     assert differ == 0 and all(x.isfinite().all() for x in first)
 
 
+@pytest.mark.parametrize("text", ["full(4096)", "causal(4096)"])
+@pytest.mark.parametrize("depth", [64, 128])
+def test_gradients_beside_other_work(device, text, depth):
+    """Their CTAs wait for each other on Hopper, and must come to an end wherever others take their places."""
+    if device.type != "cuda":
+        pytest.skip("for kernels that run side by side")
+    pattern, d_o = parse(text), torch.randn(1, 16, 4096, depth, device=device).bfloat16()
+    sets = [inputs(device, torch.bfloat16, pattern, 1, (16, 16), (depth, depth)) for _ in range(4)]
+    streams = [torch.cuda.Stream() for _ in sets]
+    other, a = torch.cuda.Stream(), torch.randn(8192, 8192, device=device).bfloat16()
+    torch.cuda.synchronize()
+
+    def run():
+        with torch.cuda.stream(other):
+            torch.mm(a, a)
+        results = []
+        for qkv, stream in zip(sets, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results += torch.autograd.grad(fw.attention(*qkv, pattern), qkv, d_o)
+        torch.cuda.synchronize()
+        return results
+
+    first = run()
+    assert all(all(map(torch.equal, run(), first)) for _ in range(10))
+
+
 # Bad calls: the core and a tracer refuse the same things with the same words
 
 BAD = [

@@ -33,7 +33,7 @@ constexpr int kMostColumns = 256;  // that registers have room for
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
-enum class Make : unsigned { forward, keys, queries, values, fill, statistics, join };
+enum class Make : unsigned { forward, keys, queries, values, whole, finish, fill, statistics, join };
 
 KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest) {
   return {"ops/attention/kernel_hopper_" + file + ".cuh",
@@ -87,6 +87,12 @@ KernelSpec statistics_instance(DType dtype) {
   return {"ops/attention/kernel_rows.cuh", std::string("fretwork::attention_stats<") + device_type(dtype) + ", 8>"};
 }
 KernelSpec join_instance(DType dtype) { return instance("join", "join", dtype, ""); }
+/// Of kernels that make all gradients at once, for as many columns of q and k as of v.
+KernelSpec whole_instance(DType dtype, const Columns& columns, Make make, bool masked) {
+  return make == Make::whole
+             ? instance("backward_whole", "backward_whole", dtype, ", " + std::to_string(columns.most()) + flag(masked))
+             : instance("backward_whole", "finish_whole", dtype, ", " + std::to_string(columns.most()));
+}
 
 int forward_shared(const Columns& columns);
 int backward_shared(const Columns& columns);
@@ -104,6 +110,12 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(fill_instance(dtype));
     list.push_back(statistics_instance(dtype));
     list.push_back(join_instance(dtype));
+    for (const Columns& columns : {Columns{64, 64}, {128, 128}}) {
+      for (const bool masked : {false, true}) {
+        add(whole_instance(dtype, columns, Make::whole, masked), whole_shared(columns.most()));
+      }
+      list.push_back(whole_instance(dtype, columns, Make::finish, false));
+    }
     for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
       for (const Extras& extras : {Extras{false, false}, {false, true}, {true, false}, {true, true}}) {
         add(forward_instance(dtype, columns, extras), forward_shared(columns));
@@ -119,9 +131,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-constinit KernelTable<518> kernels;
+constinit KernelTable<774> kernels;
 
-/// Which kernel; the last three have neither columns nor extras.
+/// Which kernel; those from fill on have neither columns nor extras.
 struct Which {
   Make make;
   DType dtype;
@@ -146,6 +158,9 @@ struct Which {
         return backward_instance(dtype, columns, make, extras);
       case Make::fill:
         return fill_instance(dtype);
+      case Make::whole:
+      case Make::finish:
+        return whole_instance(dtype, columns, make, extras.general);
       case Make::join:
         return join_instance(dtype);
       case Make::statistics:
@@ -239,6 +254,7 @@ struct DevicePlan {
   std::shared_ptr<const Plan> plan;  ///< kept, so that its address stays its own
   std::vector<DeviceComponent> components;
   std::size_t bits = 0, used = 0;
+  std::optional<std::int64_t> edge;  ///< as edge_of finds it
   driver::DeviceBuffer memory;
 
   std::size_t bytes() const { return memory.bytes(); }
@@ -294,9 +310,62 @@ bool fits(const Plan& plan) {
          });
 }
 
+constexpr std::int64_t kNoEdge = -kMost / 2;
+
+/// Where a plan has all elements with column − row ≥ low and no others, in whole tiles one after the other, each row
+/// tile some and the first one some of each column tile: low, or kNoEdge where it has every element.
+std::optional<std::int64_t> edge_of(const Plan& plan) {
+  const auto follow = [](const Order& order, const std::vector<Tile>& tiles, int side, std::int64_t tokens) {
+    std::int64_t next = 0;
+    return order.extent == std::array{1, 1, side} && order.stride[2] == 1 &&
+           std::all_of(tiles.begin(), tiles.end(),
+                       [&](const Tile& t) { return std::exchange(next, next + side) == t.base && t.used < 0; }) &&
+           next == tokens;
+  };
+  if (plan.components.size() != 1) {
+    return std::nullopt;
+  }
+  const auto [rows, cols] = plan.shape;
+  const Component& c = plan.components.front();
+  std::int64_t low = kNoEdge;
+  const auto low_of = [&](const Run& run, std::size_t t) {
+    return plan.masks[static_cast<std::size_t>(run.mask)].low + cols * run.first - rows * static_cast<std::int64_t>(t);
+  };
+  if (const auto cut = std::find_if(c.runs.begin(), c.runs.end(), [](const Run& r) { return r.mask >= 0; });
+      cut != c.runs.end()) {
+    const auto after = std::upper_bound(c.first.begin(), c.first.end(), cut - c.runs.begin());
+    low = low_of(*cut, static_cast<std::size_t>(after - c.first.begin() - 1));
+  }
+  const auto fits_edge = [&](const Run& run, std::size_t t) {
+    const Mask* const mask = run.mask >= 0 ? &plan.masks[static_cast<std::size_t>(run.mask)] : nullptr;
+    return mask == nullptr ? low + rows * static_cast<std::int64_t>(t) - cols * run.first <= 1 - rows
+                           : run.count == 1 && low_of(run, t) == low && mask->high >= cols - 1 && mask->limit >= cols &&
+                                 mask->bits < 0 && mask->rows < 0;
+  };
+  for (std::size_t t = 0; t < c.row_tiles.size(); ++t) {
+    std::int64_t next = std::max<std::int64_t>(0, (rows * static_cast<std::int64_t>(t) + low) / cols);
+    if (t == 0 && next > 0) {
+      return std::nullopt;
+    }
+    for (auto n = static_cast<std::size_t>(c.first[t]); n < static_cast<std::size_t>(c.first[t + 1]); ++n) {
+      if (c.runs[n].first != next || !fits_edge(c.runs[n], t)) {
+        return std::nullopt;
+      }
+      next += c.runs[n].count;
+    }
+    if (c.first[t] == c.first[t + 1] || next != static_cast<std::int64_t>(c.col_tiles.size())) {
+      return std::nullopt;
+    }
+  }
+  return follow(c.row_order, c.row_tiles, rows, plan.rows) && follow(c.col_order, c.col_tiles, cols, plan.cols)
+             ? std::optional(low)
+             : std::nullopt;
+}
+
 DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
   DevicePlan made;
   made.plan = plan;
+  made.edge = edge_of(*plan);
   Pieces pieces;
   for (const Component& component : plan->components) {
     made.components.push_back(make_component(component, *plan, pieces));
@@ -763,7 +832,7 @@ struct Heads {
 
 OutputArg output_arg(const Operand& x) { return {x.data, x.batch, x.head, x.row, x.col, false}; }
 
-void launch_statistics(const BackwardProblem& b, RowStats* stats, Context& context) {
+void launch_statistics(const BackwardProblem& b, RowStats* stats, bool in_tiles, Context& context) {
   const Problem& p = b.forward;
   StatsParams params{};
   params.o = output_arg(p.o);
@@ -771,6 +840,7 @@ void launch_statistics(const BackwardProblem& b, RowStats* stats, Context& conte
   params.lse = output_arg(p.lse);
   params.d_lse = output_arg(b.d_lse);
   params.stats = stats;
+  params.in_tiles = in_tiles;
   params.rows = p.rows;
   params.all_rows = p.batch * p.heads * p.rows;
   params.heads = static_cast<int>(p.heads);
@@ -826,6 +896,76 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   join.merge = params.add;
   return BackwardLaunch{which_of(make, p, prepared, at), prepared.schedules[at].grid, params, join,
                         prepared.schedules[at].parts};
+}
+
+/// All gradients at once where every query meets every key, or all up to its own; false, having done nothing, where
+/// that does not suit or pay. The rows of `plan` are keys.
+bool backward_whole(const BackwardProblem& b, const std::shared_ptr<const Plan>& plan, Whole wanted, Context& context) {
+  const Problem& p = b.forward;
+  const int device = context.device.index, ctas = driver::device_info(device).multiprocessors;
+  const auto known = find_plan(plan, device);
+  const Columns columns = columns_of(p);
+  const std::int64_t row_tiles = p.cols / kRows, col_tiles = p.rows / kBackwardShape.cols;
+  const std::int64_t items = p.batch * p.kv_heads * row_tiles, tiles = p.batch * p.heads * col_tiles;
+  // A key tile that goes round comes to a query tile two steps after the one it waits for, or later.
+  const bool all = known->edge == kNoEdge;
+  if (!known->edge || columns.depth != columns.values || columns.deep() || (all && col_tiles < 2 * row_tiles) ||
+      2 * tiles >= kMost) {
+    return false;
+  }
+  const DeviceComponent& c = known->components.front();
+  // Tiles are not cut into pieces, and the last are waited for; those that do not go round begin one after the other.
+  // Measured, see README.md.
+  const bool pays = all ? col_tiles >= 16 && 10 * ceil_div(items, ctas) * ctas <= 11 * items
+                        : col_tiles >= 64 && 2 * items >= 7 * ctas && p.heads == p.kv_heads;
+  if (wanted == Whole::if_it_pays && !pays) {
+    return false;
+  }
+  const auto q = make_source(p.q, {p.batch, p.heads, p.rows}, p.depth, c.cols);
+  const auto d_o = make_source(b.d_o, {p.batch, p.heads, p.rows}, p.value_depth, c.cols);
+  const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.rows);
+  const auto v = make_source(p.v, {p.batch, p.kv_heads, p.cols}, p.value_depth, c.rows);
+  if (!q || !d_o || !k || !v) {
+    return false;
+  }
+  const auto size = static_cast<std::size_t>((all ? 2 : 1) * tiles);
+  const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowStats));
+  const Workspace sums(context, size * static_cast<std::size_t>(64 * columns.most()) * sizeof(float)),
+      turns(context, (size + 1) * sizeof(int));
+  WholeParams params{};
+  params.k = *k;
+  params.v = *v;
+  params.q = *q;
+  params.d_o = *d_o;
+  params.d_k = lines_of(b.d_k);
+  params.d_v = lines_of(b.d_v);
+  params.d_q = lines_of(b.d_q);
+  params.stats = static_cast<RowStats*>(stats.data());
+  params.sums = static_cast<float*>(sums.data());
+  params.turns = static_cast<int*>(turns.data());
+  params.taken = params.turns + size;
+  params.items = static_cast<int>(items);
+  params.row_tiles = static_cast<int>(row_tiles);
+  params.col_tiles = static_cast<int>(col_tiles);
+  params.low = static_cast<int>(*known->edge);
+  params.round = all ? 1 : 0;
+  params.pairs = static_cast<int>(p.batch * p.kv_heads);
+  params.together = all ? 1 : std::min(params.pairs, static_cast<int>(ceil_div(ctas, 8)));
+  params.tiles = static_cast<int>(tiles);
+  params.kv_heads = static_cast<int>(p.kv_heads);
+  params.group = static_cast<int>(p.heads / p.kv_heads);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  params.scale = static_cast<float>(p.scale);
+  params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
+  const Which multiply{Make::whole, p.dtype, columns, {!all, false}}, finish{Make::finish, p.dtype, columns};
+  kernels.prepare(std::span<const Which>({Which{Make::statistics, p.dtype}, multiply, finish}), device);
+  driver::fill_zero(turns.data(), (size + 1) * sizeof(int), context.stream);
+  launch_statistics(b, static_cast<RowStats*>(stats.data()), true, context);
+  multiply.kernel(device).launch_behind(std::min<std::int64_t>(ctas, items), whole_tiles(columns.most()).threads,
+                                        whole_shared(columns.most()), &params, context.stream);
+  finish.kernel(device).launch_behind(tiles, 128, 0, &params, context.stream);
+  return true;
 }
 
 /// A gradient that is to be zero before anything is added to it.
@@ -959,7 +1099,7 @@ bool forward_of_few(const Problem& problem, Context& context) {
 }
 
 bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context,
-              int longest) {
+              int longest, Whole wanted) {
   const Problem& p = problem.forward;
   const auto fit = [](const auto& plan) { return fits(*plan); };
   const std::int64_t group = p.heads / std::max<std::int64_t>(p.kv_heads, 1);
@@ -972,6 +1112,14 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
       (problem.d_q.data != nullptr && !movable(problem.d_q)) || p.batch * p.heads * p.rows >= kMost ||
       !std::all_of(plans.begin(), plans.end(), fit) || !std::all_of(transposed.begin(), transposed.end(), fit) ||
       !std::all_of(ranges.begin(), ranges.end(), whole) || !std::all_of(kv_ranges.begin(), kv_ranges.end(), whole)) {
+    return false;
+  }
+  const bool all = wants_keys && problem.d_q.data != nullptr && kv_ranges.size() == 1;
+  if (wanted != Whole::never && longest == 0 && all &&
+      backward_whole(problem, kv_ranges.front().plan, wanted, context)) {
+    return true;
+  }
+  if (wanted == Whole::always) {
     return false;
   }
   const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowStats));
@@ -1006,7 +1154,7 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
     others.push_back({Make::fill, p.dtype});
   }
   prepare_kernels(launches, std::move(others), context.device.index);
-  launch_statistics(problem, numbers, context);
+  launch_statistics(problem, numbers, false, context);
   for (const Zeros& zero : zeros) {
     launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, context);
   }

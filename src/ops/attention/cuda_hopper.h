@@ -19,6 +19,10 @@ bool backward(const BackwardProblem& problem, Context& context);
 /// decoding by tiles of 16.
 bool forward_of_few(const Problem& problem, Context& context);
 
+/// Which kernels make gradients: those for any pattern; those that make all at once, for patterns where every query
+/// meets every key or all up to its own, else none (then false); or whichever pays.
+enum class Whole { never, always, if_it_pays };
+
 /// The same over given plans of these shapes, one for each of the problem's patterns, which are not looked at. Forward
 /// plans may have a half, a quarter or an eighth of the rows where as many heads share keys and have the same plan:
 /// they share tiles. Row tiles of more than `longest` steps are cut, or those that would be waited for where it is 0.
@@ -27,6 +31,6 @@ inline constexpr TileShape kBackwardShape{128, 64};
 using Plans = std::vector<std::shared_ptr<const Plan>>;
 bool forward(const Problem& problem, const Plans& plans, Context& context, int longest = 0);
 bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context,
-              int longest = 0);
+              int longest = 0, Whole wanted = Whole::if_it_pays);
 
 }  // namespace fretwork::attention_op::hopper

@@ -212,16 +212,11 @@ __device__ __forceinline__ void add_words(T* to, const u32 (&words)[4]) {
 }
 
 /// Rounds a warp's rows times `factor` and stores their `depth` columns through its share of `buffer`, or adds them to
-/// what is there. A part goes to its place as it is.
+/// what is there. A lane answers for row `own`.
 template <typename T, int kDepth>
-__device__ __forceinline__ void store_gradient(const BackwardParams& p, int which, int depth, const int4& item,
-                                               int part, int own, float (&d)[kDepth / 2], float factor, u32 buffer) {
+__device__ __forceinline__ void store_lines(const Lines& out, int depth, int add, const int4& item, int own,
+                                            float (&d)[kDepth / 2], float factor, u32 buffer) {
   constexpr u32 kHalf = kRows * 128;
-  const Lines& out = p.out[which];
-  if (part >= 0) {
-    put_part<kDepth>(p.sums[which], part, tile_row(static_cast<int>(threadIdx.x) / 128 - 1), d, factor);
-    return;
-  }
 #pragma unroll
   for (float& sum : d) {
     sum *= factor;
@@ -236,12 +231,23 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& p, int whic
     const int token = __shfl_sync(0xffffffffu, own, unit.row);
     if (token >= 0 && unit.col < depth) {
       T* const at = to + token * out.row + unit.col;
-      if (p.add != 0) {
+      if (add != 0) {
         add_words<T>(at, words);
       } else {
         store_words<4>(at, words);
       }
     }
+  }
+}
+
+/// The same, except that a part goes to its place as it is.
+template <typename T, int kDepth>
+__device__ __forceinline__ void store_gradient(const BackwardParams& p, int which, int depth, const int4& item,
+                                               int part, int own, float (&d)[kDepth / 2], float factor, u32 buffer) {
+  if (part >= 0) {
+    put_part<kDepth>(p.sums[which], part, tile_row(static_cast<int>(threadIdx.x) / 128 - 1), d, factor);
+  } else {
+    store_lines<T, kDepth>(p.out[which], depth, p.add, item, own, d, factor, buffer);
   }
 }
 

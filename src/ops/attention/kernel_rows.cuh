@@ -35,7 +35,14 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
   }
   sum = reduce_lanes<kLanes>(sum, take_sum{});
   if (threadIdx.x % kLanes == 0 && index < p.all_rows) {
-    p.stats[at] = {lse == -infinity() ? infinity() : lse * kLog2e, sum - given};
+    const float lse_2 = lse == -infinity() ? infinity() : lse * kLog2e;
+    if (p.in_tiles) {
+      float* const to = reinterpret_cast<float*>(p.stats + at / 64 * 64) + at % 64;
+      to[0] = lse_2;
+      to[64] = sum - given;
+    } else {
+      p.stats[at] = {lse_2, sum - given};
+    }
   }
 }
 

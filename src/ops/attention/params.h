@@ -128,6 +128,7 @@ struct BiasGradientParams {
 struct StatsParams {
   OutputArg o, d_o, lse, d_lse;  ///< d_lse: absent when its data is null
   RowStats* stats;
+  bool in_tiles;             ///< of 64 rows, which are then those of a head: 64 × lse, 64 × delta
   long long rows, all_rows;  ///< of a head, of all
   int heads, value_depth;
 };

@@ -106,7 +106,7 @@ struct ForwardParams {
   float scale;      ///< times log2(e)
   int pack;
   const PieceOf* pieces;  ///< of each item
-  float* sums;            ///< of parts: kRows lines each
+  float* sums;            ///< a tile for each (batch, head, query tile); as many again where `round` is 1
   Share* shares;          ///< of each of those lines
 };
 
@@ -125,6 +125,40 @@ struct BackwardParams {
   float scale, scale_2;   ///< the latter times log2(e)
   const PieceOf* pieces;  ///< of each item, for kernels whose items may be pieces
   float* sums[2];         ///< of parts: kRows lines each
+};
+
+/// Of kernels that make all gradients at once, for so many columns: threads, and what shared memory has places for:
+/// key tiles of items, tiles of q and of d_o, dSᵀ of a step; dq of a step has two.
+struct WholeTiles {
+  int threads, items, queries, outputs, scores;
+};
+constexpr WholeTiles whole_tiles(int columns) {
+  return columns == 64 ? WholeTiles{512, 2, 4, 4, 2} : WholeTiles{384, 1, 3, 2, 1};
+}
+constexpr int whole_shared(int columns) {
+  const WholeTiles tiles = whole_tiles(columns);
+  return 1024 + 2 * columns * (2 * kRows * tiles.items + 64 * (tiles.queries + tiles.outputs)) +
+         2 * 64 * kRows * tiles.scores + 2 * 4 * 64 * columns;
+}
+
+/// All gradients of a pattern in which query i meets the keys up to i − low, in whole tiles; the first key tile meets
+/// all query tiles.
+struct WholeParams {
+  Source k, v, q, d_o;
+  Lines d_k, d_v, d_q;
+  const RowStats* stats;     ///< of each (batch, head, query), in tiles
+  float* sums;               ///< a tile for each (batch, head, query tile); as many again where `round` is 1
+  int* turns;                ///< how many key tiles each of them has met, zeros before
+  int* taken;                ///< how many items, a zero before
+  int items;                 ///< key tiles of all key heads and batches
+  int row_tiles, col_tiles;  ///< of keys, of queries
+  int low;
+  int round;            ///< 1: all meet all
+  int pairs, together;  ///< of key heads and batches; so many run through their tiles together
+  int tiles;            ///< query tiles of all heads and batches
+  int kv_heads, group;
+  int depth, value_depth;
+  float scale, scale_2;  ///< the latter times log2(e)
 };
 
 inline constexpr int kJoinWarps = 4;

@@ -106,7 +106,7 @@ struct ForwardParams {
   float scale;      ///< times log2(e)
   int pack;
   const PieceOf* pieces;  ///< of each item
-  float* sums;            ///< a tile for each (batch, head, query tile); as many again where `round` is 1
+  float* sums;            ///< of parts: kRows lines each
   Share* shares;          ///< of each of those lines
 };
 

@@ -28,7 +28,8 @@ struct Kind {
   Shape few, more;
 };
 constexpr Kind kKinds[] = {{1, {1, 1, 2}, {1, 1, 2}}, {2, {2, 1, 2}, {2, 1, 2}}, {2, {4, 1, 2}, {4, 1, 2}},
-                           {4, {2, 1, 2}, {2, 1, 2}}, {4, {2, 1, 2}, {1, 2, 4}}, {8, {1, 1, 2}, {1, 1, 2}}};
+                           {4, {2, 1, 2}, {2, 1, 2}}, {4, {4, 1, 2}, {1, 2, 4}}, {4, {2, 1, 2}, {1, 2, 4}},
+                           {8, {1, 1, 2}, {1, 1, 2}}};
 constexpr DType kTypes[] = {DType::f16, DType::bf16};
 
 std::string shares(const Kind& kind) {
@@ -51,13 +52,15 @@ KernelSpec deep_instance(DType dtype, const Kind& kind) {
           KernelSpec::kBySize};
 }
 
-constexpr std::size_t kDeepKind = 4;
+constexpr std::size_t kDeepKinds[] = {4, 5};
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   for (const DType dtype : kTypes) {
     if (arch == "sm_90a") {
-      list.push_back(deep_instance(dtype, kKinds[kDeepKind]));
+      for (const std::size_t kind : kDeepKinds) {
+        list.push_back(deep_instance(dtype, kKinds[kind]));
+      }
     }
     for (const Kind& kind : kKinds) {
       list.push_back(instance(dtype, kind, false));
@@ -68,15 +71,17 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 constexpr std::size_t kDeep = 2 * std::size(kTypes) * std::size(kKinds);  // the first of deep blocks
-constinit KernelTable<kDeep + std::size(kTypes)> kernels;
+constinit KernelTable<kDeep + std::size(kTypes) * std::size(kDeepKinds)> kernels;
 
 /// Its place among kKinds; their number where there is none. Deep blocks with more than a few rows would be read too
 /// often by small shares.
 std::size_t kind_of(const Sizes& s) {
   return s.d == 1       ? 0
          : s.d == 2     ? (s.c < 128 ? 1 : 2)
-         : s.d == 4     ? (s.c < 512 ? 3 : 4)
-         : s.d % 8 == 0 ? 5
+         : s.d == 4     ? (s.c < 512    ? 3
+                           : s.c == 512 ? 4
+                                        : 5)
+         : s.d % 8 == 0 ? 6
                         : std::size(kKinds);
 }
 const Shape& shape_of(const Kind& kind, std::int64_t batch) { return batch <= few::kMostRows ? kind.few : kind.more; }
@@ -173,6 +178,7 @@ Params fill(const Problem& p) {
   params.c = static_cast<int>(p.sizes.c);
   params.d = static_cast<int>(p.sizes.d);
   params.activation = static_cast<int>(p.activation);
+  params.plain = p.bias.data == nullptr && p.activation == Activation::none;
   params.first = p.x.feature == 1 && p.y.feature == 1 && aligned(p.x.data, 16) && aligned(p.y.data, 4) &&
                  (p.batch == 1 || (p.x.batch % 8 == 0 && p.y.batch % 2 == 0));
   params.last = !params.first && p.x.batch == 1 && p.y.batch == 1 && (p.batch | p.x.feature | p.y.feature) % 2 == 0 &&
@@ -182,8 +188,8 @@ Params fill(const Problem& p) {
 
 /// Deep blocks with d = 4 on Hopper, whose batch is first, are for its own kernel.
 bool deep(const Problem& p, std::size_t kind, const Context& context) {
-  return kind == kDeepKind && p.sizes.b % 64 == 0 && p.sizes.c % 256 == 0 && p.sizes.c <= 1024 &&
-         (p.batch == 1 || p.y.batch % 4 == 0) && aligned(p.y.data, 8) &&
+  return std::ranges::find(kDeepKinds, kind) != std::end(kDeepKinds) && p.sizes.b % 64 == 0 && p.sizes.c % 256 == 0 &&
+         p.sizes.c <= 1024 && (p.batch == 1 || p.y.batch % 4 == 0) && aligned(p.y.data, 8) &&
          driver::kernel_arch(context.device.index) == "sm_90a";
 }
 /// CTAs that have the whole depth, each with 32 outputs and some rows, where the machine has room for them all; else 0.
@@ -277,8 +283,8 @@ bool run(const Problem& p, Context& context) {
   const std::int64_t ctas = a * groups * j_tiles * l_tiles;
   const int bytes = warps * sums_bytes(v, m, n);
   if (first && deep(p, which, context)) {
-    const Kernel& kernel =
-        kernels.get(kDeep + type, context.device.index, [&] { return deep_instance(p.dtype, kind); });
+    const Kernel& kernel = kernels.get(kDeep + 2 * type + which - kDeepKinds[0], context.device.index,
+                                       [&] { return deep_instance(p.dtype, kind); });
     if (const std::int64_t whole = whole_ctas(p, multiprocessors); whole > 0) {
       run_whole(kernel, p, all, whole, context);
     } else if (const std::int64_t pairs = deep_pairs(p, multiprocessors); pairs > 0) {

@@ -148,10 +148,10 @@ struct Place {
   int i, j0, l0, n0;
 };
 
-/// Bias and activation of sums [l][j, j + 8][n, n + 1], and their places in the result.
-template <typename T, int kPair, bool kFirst>
+/// Bias and activation of sums [l][j, j + 8][n, n + 1], if they are not plain, and their places in the result.
+template <typename T, int kPair, bool kFirst, bool kPlain>
 __device__ __forceinline__ void finish(const Params& p, int feature, int j, int n, float (&sums)[kPair * 4]) {
-  if (p.bias != nullptr) {
+  if (!kPlain && p.bias != nullptr) {
 #pragma unroll
     for (int s = 0; s < kPair; ++s) {
 #pragma unroll
@@ -164,7 +164,9 @@ __device__ __forceinline__ void finish(const Params& p, int feature, int j, int 
       }
     }
   }
-  activate(sums, p.activation);
+  if constexpr (!kPlain) {
+    activate(sums, p.activation);
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (j + 8 * h >= p.b) {
@@ -195,8 +197,8 @@ __device__ __forceinline__ void finish(const Params& p, int feature, int j, int 
 }
 
 /// The sums of all warps, [own][along k][l div 2][j][n][l mod 2][lane], become results.
-template <typename T, int V, int kM, int kN, bool kFirst>
-__device__ __forceinline__ void store(const Params& p, const Four* parts, const Place& at) {
+template <typename T, int V, int kM, int kN, bool kFirst, bool kPlain>
+__device__ __forceinline__ void store_sums(const Params& p, const Four* parts, const Place& at) {
   constexpr int kSums = V * kM * kN, kPair = V == 1 ? 1 : 2, kUnits = kSums / kPair * 32;
 #pragma unroll 1
   for (u32 unit = threadIdx.x; unit < kUnits << log_own<V, kM>(p); unit += blockDim.x) {
@@ -221,7 +223,17 @@ __device__ __forceinline__ void store(const Params& p, const Four* parts, const 
         }
       }
     }
-    finish<T, kPair, kFirst>(p, (at.i * p.b + j) * p.d + at.l0 + static_cast<int>(e), j, n, sums);
+    finish<T, kPair, kFirst, kPlain>(p, (at.i * p.b + j) * p.d + at.l0 + static_cast<int>(e), j, n, sums);
+  }
+}
+
+/// The same. Plain sums have code of their own, in one piece: what it leaps to is not in the cache of a short launch.
+template <typename T, int V, int kM, int kN, bool kFirst>
+__device__ __forceinline__ void store(const Params& p, const Four* parts, const Place& at) {
+  if (p.plain) {
+    store_sums<T, V, kM, kN, kFirst, true>(p, parts, at);
+  } else {
+    store_sums<T, V, kM, kN, kFirst, false>(p, parts, at);
   }
 }
 

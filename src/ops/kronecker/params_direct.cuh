@@ -49,6 +49,7 @@ struct Params {
   int activation;
   int log_own, along_k;  ///< warps of a CTA that have l or outputs of their own, a power of two; that share the depth
   bool first, last;      ///< features of a row lie together, or rows of a feature, even in number; or neither
+  bool plain;            ///< neither bias nor activation
   bool more;             ///< than a few rows
   bool piece;            ///< blocks of x are pieces of memory
 };

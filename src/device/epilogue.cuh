@@ -49,22 +49,31 @@ __device__ __forceinline__ void store_in_turn(u32 turn, u32 buffers, u32 barrier
   }
 }
 
-/// The sums of a warpgroup leave in pieces of 64 columns (32 of fp32, whose rows are tf32's) through kBuffers buffers,
-/// which take turns: `turn` counts the pieces of earlier tiles, and matters where tiles are no multiple of kBuffers
-/// pieces. `store(piece, buffer)` is called by one thread. The last stores are still on their way when this returns.
+/// The sums of a warpgroup are pieces of 64 columns (32 of fp32, whose rows are tf32's), this many.
+template <typename T, int kSize>
+inline constexpr int pieces_of = kSize* static_cast<int>(sizeof(T)) / 64;
+
+/// One of them to shared memory, as store_piece does.
+template <typename T, bool kTransposed, int kPiece, int kSize>
+__device__ __forceinline__ void write_piece(const float (&d)[kSize], u32 to) {
+  constexpr int kAt = kSize / pieces_of<T, kSize> * kPiece;
+  if constexpr (is_same<T, float>) {
+    tf32::store_piece<kTransposed, kAt>(d, to);
+  } else {
+    store_piece<T, kTransposed, kAt>(d, to);
+  }
+}
+
+/// They leave through kBuffers buffers, which take turns: `turn` counts the pieces of earlier tiles, and matters where
+/// tiles are no multiple of kBuffers pieces. `store(piece, buffer)` is called by one thread. The last stores are still
+/// on their way when this returns.
 template <typename T, bool kTransposed, int kBuffers, int kPiece = 0, int kSize, typename Store>
 __device__ __forceinline__ void store_tile(const float (&d)[kSize], u32 buffers, u32 barrier, Store store,
                                            u32 turn = 0) {
-  constexpr int kSums = 64 / sizeof(T);  // of a thread in a piece
-  if constexpr (kPiece < kSize / kSums) {
-    const auto write = [&](u32 buffer) {
-      if constexpr (is_same<T, float>) {
-        tf32::store_piece<kTransposed, kSums * kPiece>(d, buffer);
-      } else {
-        store_piece<T, kTransposed, kSums * kPiece>(d, buffer);
-      }
-    };
-    store_in_turn<kBuffers>(turn + kPiece, buffers, barrier, write, [&](u32 buffer) { store(kPiece, buffer); });
+  if constexpr (kPiece < pieces_of<T, kSize>) {
+    store_in_turn<kBuffers>(
+        turn + kPiece, buffers, barrier, [&](u32 buffer) { write_piece<T, kTransposed, kPiece>(d, buffer); },
+        [&](u32 buffer) { store(kPiece, buffer); });
     store_tile<T, kTransposed, kBuffers, kPiece + 1>(d, buffers, barrier, store, turn);
   }
 }

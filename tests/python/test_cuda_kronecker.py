@@ -27,6 +27,10 @@ CASES = [
     ((2, 512, 512, 4), 196, torch.float16, None),
     ((1, 512, 512, 4), 196, torch.float16, None),
     ((64, 64, 64, 1), 196, torch.bfloat16, None),
+    ((6, 64, 64, 1), 1001, torch.float16, None),
+    ((4, 64, 64, 4), 1001, torch.bfloat16, None),
+    ((1, 256, 256, 16), 2047, torch.float16, None),
+    ((2, 48, 40, 2), 501, torch.float32, "tf32"),
     ((2, 64, 96, 4), 16, torch.float16, None),
     ((1, 256, 512, 4), 16, torch.float16, None),
     ((2, 64, 96, 4), 400, torch.float16, None),
@@ -102,7 +106,6 @@ pattern, dtype, precision, bs_last = json.loads(sys.argv[1])
 a, b, c, d = pattern
 w = torch.randn(pattern, device="cuda").to(getattr(torch, dtype))
 for batch in [1, 2, 16, 32, 33, 196, 1000, 25088] + random.Random(3).sample(range(1, 3000), 42):
-    batch = (batch + 7) // 8 * 8 if bs_last and batch > 32 else batch
     shape = (a * c * d, batch) if bs_last else (batch, a * c * d)
     fw.ksmm(torch.zeros(shape, device="cuda", dtype=w.dtype), w, bs_last, algo="kernel", precision=precision)
 torch.cuda.synchronize()
@@ -117,6 +120,9 @@ FIFTY = [
     ((2, 768, 192, 16), "float16", None),
     ((1, 96, 384, 64), "bfloat16", None),
     ((1, 512, 512, 4), "float32", "tf32"),
+    ((3, 100, 60, 3), "float16", None),
+    ((1, 64, 33, 1), "float16", None),
+    ((64, 8, 8, 4), "bfloat16", None),
     ((1, 128, 128, 16), "float32", "tf32"),
     ((2, 384, 384, 16), "float32", "ieee"),
 ]
@@ -125,8 +131,7 @@ FIFTY = [
 @pytest.mark.parametrize(("pattern", "dtype", "precision"), FIFTY, ids=str)
 @both_layouts
 def test_fifty_batch_sizes_need_two_kernels(pattern, dtype, precision, bs_last, tmp_path):
-    """One for a few rows and one for more. What packs weights is one for all patterns; batch last above 32 rows takes
-    multiples of 8 here, since the copy engine cannot follow other lines and a third kernel does."""
+    """One for a few rows and one for more. What packs weights is one for all patterns."""
     env = {**os.environ, "FRETWORK_CACHE_DIR": str(tmp_path)}
     arguments = json.dumps([pattern, dtype, precision, bs_last])
     run = subprocess.run([sys.executable, "-c", MANY_BATCHES, arguments], env=env, capture_output=True, text=True)

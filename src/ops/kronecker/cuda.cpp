@@ -83,19 +83,22 @@ int unit_of(const ProductOperand& o, DType dtype) {
   return 1 << std::min(std::countr_zero(bytes), 4);
 }
 
-bool tensor_cores(const ProductParams& p, DType dtype, const Context& context) {
+/// `product`: not a gradient, whose left operand is x.
+bool tensor_cores(const ProductParams& p, DType dtype, bool product, const Context& context) {
   const bool type =
       dtype == DType::f16 || dtype == DType::bf16 || (dtype == DType::f32 && context.precision != Precision::ieee);
   const int unit = std::min(unit_of(p.left, dtype), unit_of(p.right, dtype));
-  // Small copies are only worth it where tiles are well filled.
+  // Small copies are only worth it where tiles are well filled; but where the batch decides how small they are, it must
+  // not decide for another kernel.
+  const bool last = product && p.left.line == 1;
   return type && driver::device_info(context.device.index).arch >= 80 &&
-         (unit == 16 || (unit > 0 && std::min({p.rows, p.cols, p.depth}) >= 16));
+         (unit == 16 || (unit > 0 && (last || std::min({p.rows, p.cols, p.depth}) >= 16)));
 }
 
-/// The width of tiles whose turns, two CTAs to an SM, take the least time: a tile costs its columns and, to fetch the
-/// rows again, 64 more.
-int portable_cols(const ProductParams& p, int multiprocessors) {
-  const std::int64_t others = p.pieces * ceil_div(p.rows, kRows) * p.a * p.d;
+/// The width of tiles whose turns, two CTAs to an SM, take the least time with so many rows: a tile costs its columns
+/// and, to fetch the rows again, 64 more.
+int portable_cols(const ProductParams& p, std::int64_t rows, int multiprocessors) {
+  const std::int64_t others = p.pieces * ceil_div(rows, kRows) * p.a * p.d;
   const auto cost = [&](int cols) {
     return ceil_div(others * ceil_div(p.cols, cols), std::int64_t{2} * multiprocessors) * (cols + 64);
   };
@@ -105,7 +108,8 @@ int portable_cols(const ProductParams& p, int multiprocessors) {
 void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context) {
   const int products = dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
-  const int cols = p.cols > 64 && products == 1 ? portable_cols(p, multiprocessors) : 64;
+  const std::int64_t rows = sums ? p.rows : kManyRows;  // a product's are the batch
+  const int cols = p.cols > 64 && products == 1 ? portable_cols(p, rows, multiprocessors) : 64;
   p.row_tiles = ceil_div(p.rows, kRows);
   p.col_tiles = ceil_div(p.cols, cols);
   p.left.unit = unit_of(p.left, dtype);
@@ -129,7 +133,8 @@ void launch_simple(ProductParams& p, DType dtype, bool sums, Context& context) {
 }
 
 void launch(ProductParams& p, DType dtype, bool sums, Context& context) {
-  tensor_cores(p, dtype, context) ? launch_portable(p, dtype, sums, context) : launch_simple(p, dtype, sums, context);
+  tensor_cores(p, dtype, !sums, context) ? launch_portable(p, dtype, sums, context)
+                                         : launch_simple(p, dtype, sums, context);
 }
 
 /// The weights as an operand whose lines are outputs and whose entries are inputs.
@@ -169,14 +174,14 @@ bool run_here(const Problem& problem, Context& context, Route route = Route::bes
   const std::int64_t pitch = ceil_div(along_k ? c : b, chunk) * chunk, matrix = (along_k ? b : c) * pitch;
   lined.right = {nullptr, d * matrix, matrix, along_k ? pitch : 1, along_k ? 1 : pitch, along_k ? 2 : 1, 0};
   const bool pack_first = unit_of(p.right, problem.dtype) < 4 && matrix < kMostPacked && a * d < kMostPacked &&
-                          tensor_cores(lined, problem.dtype, context);
+                          tensor_cores(lined, problem.dtype, true, context);
   const Workspace packed(context, pack_first ? static_cast<std::size_t>(a * d * matrix) * size_of(problem.dtype) : 0);
   if (pack_first) {
     pack(problem.w, problem.sizes, problem.dtype, {along_k, pitch}, packed.data(), context);
     p = lined;
     p.right.data = packed.data();
   }
-  if (route == Route::portable && !tensor_cores(p, problem.dtype, context)) {
+  if (route == Route::portable && !tensor_cores(p, problem.dtype, true, context)) {
     return false;
   }
   launch(p, problem.dtype, false, context);
@@ -200,7 +205,7 @@ void run_here(const WeightProblem& problem, Context& context) {
   p.depth = problem.batch;
   p.a = a;
   p.d = d;
-  const bool matrices = tensor_cores(p, problem.dtype, context);
+  const bool matrices = tensor_cores(p, problem.dtype, false, context);
   const std::int64_t tiles =
       a * d * (matrices ? ceil_div(b, kRows) * ceil_div(c, 128) : ceil_div(b, kTile) * ceil_div(c, kTile));
   p.pieces = pieces_of(problem.batch, tiles, multiprocessors);

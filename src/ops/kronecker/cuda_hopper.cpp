@@ -166,6 +166,7 @@ std::optional<TiledView> row_view(const Matrix& m, std::int64_t batch, std::int6
 struct Layout {
   bool last;
   TiledView x, y;
+  bool by_threads = false;  ///< batch last, and nothing that the copy engine can move
 };
 std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s, DType dtype) {
   for (const bool last : {false, true}) {
@@ -176,6 +177,17 @@ std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t b
     }
   }
   return std::nullopt;
+}
+
+/// The same of a product. A row alone goes the way that it would with others.
+std::optional<Layout> layout_of(const Problem& p) {
+  const Sizes& s = p.sizes;
+  const auto layout = layout_of(p.x, p.y, p.batch, s, p.dtype);
+  const bool alone = p.batch == 1 && s.a * s.d * (s.b | s.c) * bytes_of(p.dtype) % 16 != 0;
+  if (layout && layout->y.can_be_written() && (layout->last || !alone)) {
+    return layout;
+  }
+  return p.x.batch == 1 && p.y.batch == 1 ? std::optional(Layout{true, {}, {}, true}) : std::nullopt;
 }
 
 /// What both problems need. A tile of tiny blocks moves too little to be worth its barriers.
@@ -405,6 +417,30 @@ ProductParams product_params(const Problem& p, const Sizes& s, int width, std::i
   return params;
 }
 
+Strands strands(const Problem& p, bool last) {
+  return {p.x.data,
+          p.w.data,
+          p.y.data,
+          last ? p.x.feature : p.x.batch,
+          last ? p.y.feature : p.y.batch,
+          p.w.a,
+          p.w.b,
+          p.w.c,
+          p.w.d,
+          narrowed(p.sizes.c),
+          divisor(p.sizes.d)};
+}
+
+/// Where x and y lie.
+void set_operands(ProductParams& params, const Problem& p, const Layout& layout) {
+  params.strands = strands(p, layout.last);
+  params.mapped = !layout.by_threads;
+  if (!layout.by_threads) {
+    params.x = operand_map(layout.x, !layout.last, kRows);
+    params.y = operand_map(layout.y, !layout.last, 64);
+  }
+}
+
 /// `behind`: the weights are being packed by the kernel before.
 void launch(const Kernel& kernel, ProductParams params, int shared, bool behind, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
@@ -417,11 +453,11 @@ void launch_product(const Problem& p, const Layout& layout, const Map& weights, 
                     Context& context) {
   // Batch last, x of a product with one tile of columns is not read again.
   ProductParams params = product_params(p, p.sizes, width, layout.last && p.sizes.b <= width ? kMost : 16);
-  params.x = operand_map(layout.x, !layout.last, kRows);
+  set_operands(params, p, layout);
   params.weights = weights;
-  params.y = operand_map(layout.y, !layout.last, 64);
   // Some microseconds to clear a number, for launches of a hundred or more.
-  const bool in_turns = params.total < 96 * driver::device_info(context.device.index).multiprocessors;
+  const bool in_turns =
+      layout.by_threads || params.total < 96 * driver::device_info(context.device.index).multiprocessors;
   const Workspace taken(context, in_turns ? 0 : sizeof(int));
   params.taken = static_cast<int*>(taken.data());
   if (!in_turns) {
@@ -507,11 +543,6 @@ bool dense_pays(const Problem& p) {
          times.dense_product(dense_width(s.b * s.d)) < 0.95 * (other + times.packing(3) + 1.6 * times.start);
 }
 
-Strands strands(const Problem& p) {
-  return {p.x.data, p.w.data, p.y.data, p.x.batch,           p.y.batch,         p.w.a,
-          p.w.b,    p.w.c,    p.w.d,    narrowed(p.sizes.c), divisor(p.sizes.d)};
-}
-
 void run_dense(const Problem& p, const Dense& one, Context& context) {
   const Sizes &s = p.sizes, &whole = one.problem.sizes;
   const auto& [along_k, line, tf32] = one.lines;
@@ -521,10 +552,8 @@ void run_dense(const Problem& p, const Dense& one, Context& context) {
   const auto weights =
       *make_tiled_view(space.data(), {entries, lines, 1, s.a}, {1, line, 0, lines * line}, bytes_of(p.dtype));
   ProductParams params = product_params(one.problem, whole, one.width, 16);
-  params.x = operand_map(one.layout.x, true, kRows);
+  set_operands(params, p, one.layout);
   params.weights = operand_map(weights, along_k, one.width);
-  params.y = operand_map(one.layout.y, true, 64);
-  params.strands = strands(p);
   launch(dense_kernel(p.dtype, one.width, along_k, context.device.index), params, product_shared_bytes(one.width), true,
          context);
 }
@@ -560,11 +589,9 @@ std::optional<Resident> resident(const Sizes& s, int multiprocessors, bool any) 
 void run_resident(const Problem& p, const Layout& layout, const Resident& kept, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
   ProductParams params = product_params(p, p.sizes, kept.width, 1);
-  params.x = operand_map(layout.x, false, kRows);
-  params.y = operand_map(layout.y, false, 64);
+  set_operands(params, p, layout);
   params.share = divisor(kept.seats);
   params.total = narrowed(ceil_div(p.batch, kRows));
-  params.strands = strands(p);
   const int each = std::min(params.total, multiprocessors / kept.seats);
   resident_kernel(p.dtype, kept.width, context.device.index)
       .launch(std::int64_t{each} * kept.seats, kThreads, resident_shared_bytes(params.steps * kept.width), &params,
@@ -782,8 +809,8 @@ bool run(const Problem& p, Context& context, Form form, int wanted) {
     return one.has_value();
   }
   const Matrices matrices(p.w, s, p.dtype);
-  const auto layout = form != Form::regrouped ? layout_of(p.x, p.y, p.batch, s, p.dtype) : std::nullopt;
-  if (layout && layout->y.can_be_written()) {
+  const auto layout = form != Form::regrouped ? layout_of(p) : std::nullopt;
+  if (layout) {
     const bool may_keep = p.dtype != DType::f32 && s.d > 1 && wanted == 0 && layout->last &&
                           (form == Form::best || form == Form::resident);
     if (const auto kept = may_keep ? resident(s, multiprocessors, form == Form::resident) : std::nullopt) {

@@ -12,10 +12,6 @@
 
 namespace fretwork::kronecker::chain {
 
-__device__ __forceinline__ void store_word(u32 address, u32 word) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
-}
-
 struct Words4 {
   u32 w[4];
   __device__ __forceinline__ void swap(int a, int b, bool when) {
@@ -227,8 +223,8 @@ struct Fused {
 #pragma unroll
       for (u32 e = 0; e < 2; ++e) {
         const u32 chunk = place + ((2 * t + e ^ g) << 4);
-        store_word(chunk, narrow_pair<T>(sums[0][n][e], sums[1][n][e]));
-        store_word(chunk + 8 * (kDeltas * 16), narrow_pair<T>(sums[0][n][2 + e], sums[1][n][2 + e]));
+        store_shared_32(chunk, narrow_pair<T>(sums[0][n][e], sums[1][n][e]));
+        store_shared_32(chunk + 8 * (kDeltas * 16), narrow_pair<T>(sums[0][n][2 + e], sums[1][n][2 + e]));
       }
     }
   }
@@ -355,8 +351,8 @@ struct Fused {
       for (u32 e = 0; e < 2; ++e) {
         const u32 chunk = (8 * (tile + n) + 2 * t + e) * (kDeltas / 8) + pair / 4;
         const u32 at = (chunk ^ swizzle) << 4;
-        store_word(upper + at, narrow_pair<T>(sums[0][n][e], sums[1][n][e]));
-        store_word(lower + at, narrow_pair<T>(sums[0][n][2 + e], sums[1][n][2 + e]));
+        store_shared_32(upper + at, narrow_pair<T>(sums[0][n][e], sums[1][n][e]));
+        store_shared_32(lower + at, narrow_pair<T>(sums[0][n][2 + e], sums[1][n][2 + e]));
       }
     }
   }
@@ -419,7 +415,7 @@ struct Fused {
       for (u32 n = threadIdx.x; n < kP * kDeltas / 2; n += kMonarch.threads()) {
         const u32 j = 2 * n / kDeltas, l = rank * kDeltas + 2 * n % kDeltas;
         const T* from = static_cast<const T*>(p.bias) + static_cast<i64>(j * kS + l) * p.bias_stride;
-        store_word(bias + 4 * n, from[0].bits | static_cast<u32>(from[p.bias_stride].bits) << 16);
+        store_shared_32(bias + 4 * n, from[0].bits | static_cast<u32>(from[p.bias_stride].bits) << 16);
       }
     }
   }

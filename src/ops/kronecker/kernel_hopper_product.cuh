@@ -4,7 +4,7 @@
 #include "device/activation.cuh"
 #include "device/epilogue.cuh"
 #include "device/load.cuh"
-#include "ops/kronecker/kernel_hopper.cuh"
+#include "ops/kronecker/kernel_hopper_lines.cuh"
 
 namespace fretwork::kronecker::hopper {
 
@@ -87,6 +87,24 @@ __device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidt
   }
 }
 
+/// The same for lines that the copy engine cannot follow. All fetching threads call it; CTAs take turns.
+template <typename T, int kWidth, bool kWeightsK>
+__device__ __forceinline__ void fetch_tile_lines(const ProductParams& p, Stages<kWidth>& stages, u32 base) {
+  using S = Stages<kWidth>;
+  const int cta = static_cast<int>(blockIdx.x), ctas = static_cast<int>(gridDim.x);
+  const auto weights = [&](u32 stage, const Tile& t, int step) {
+    const u32 full = shared_address(&stages.full[stage]), to = base + stage * S::kBytes + kLeftBytes;
+    mbarrier::arrive_expect(full, S::kBytes - kLeftBytes);
+    fetch_operand<T, kWeightsK, kWidth>(to, &p.weights, full, t.col, step * kLine<T>, t);
+  };
+  if (p.behind) {
+    wait_for_earlier_kernel();
+  }
+  fetch_lines<T>(
+      p, stages, base, line_ends(base + S::kCount * S::kBytes), (p.total - cta + ctas - 1) / ctas,
+      [&](int turn) { return product_tile<kWidth>(p, cta + turn * ctas); }, weights);
+}
+
 /// The CTA's next tile; where it takes what is next, the one that begins in the ring's stage, once it is there. The
 /// lane that reads it is the one that releases stages.
 template <int kWidth>
@@ -161,7 +179,7 @@ __device__ __forceinline__ void add_up_again(const ProductParams& p, const Tile&
     const int n = row + row_of<T, true>(at % 2), col = t.col + at / 4 * 8 + threadIdx.x % 4 * 2 + at / 2 % 2;
     if (n < p.batch && col < p.b) {
       const int j = s.d.quotient(col), l = col - j * d;
-      const T* x = static_cast<const T*>(s.x) + n * s.x_row + static_cast<i64>(t.i) * s.c * d + l;
+      const T* x = static_cast<const T*>(s.x) + n * s.x_line + static_cast<i64>(t.i) * s.c * d + l;
       const T* w = static_cast<const T*>(s.w) + t.i * s.w_i + j * s.w_j + l * s.w_l;
       float sum[1] = {0.0f};
 #pragma unroll 4
@@ -171,14 +189,14 @@ __device__ __forceinline__ void add_up_again(const ProductParams& p, const Tile&
       const i64 feature = static_cast<i64>(t.i) * p.b + col;
       sum[0] += p.bias != nullptr ? widen(static_cast<const T*>(p.bias)[feature * p.bias_stride]) : 0.0f;
       activate(sum, p.activation);
-      static_cast<T*>(s.y)[n * s.y_row + feature] = narrow<T>(sum[0]);
+      static_cast<T*>(s.y)[n * s.y_line + feature] = narrow<T>(sum[0]);
     }
   }
 }
 
 /// A warpgroup's sums of a tile become results: its 64 rows leave through two buffers at `buffers`. `turn` counts the
-/// pieces stored so far. kDense: see `product`.
-template <typename T, int kWidth, bool kLast, bool kDense>
+/// pieces stored so far. kDense, kByThreads: see `product`.
+template <typename T, int kWidth, bool kLast, bool kDense, bool kByThreads>
 __device__ __forceinline__ void finish_tile(const ProductParams& p, const Tile& t, float (&d)[kWidth / 2],
                                             const Bias<T, kWidth>& carried, T (&bias)[kWidth], u32 buffers, u32& turn) {
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
@@ -201,8 +219,12 @@ __device__ __forceinline__ void finish_tile(const ProductParams& p, const Tile& 
       }
     }
   };
-  store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, store, turn);
-  turn += kWidth / kLine<T>;
+  if constexpr (kByThreads) {
+    store_lines<T>(p, t, row, d, buffers, 1 + warpgroup);
+  } else {
+    store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, store, turn);
+    turn += kWidth / kLine<T>;
+  }
   if (spoilt) {
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();  // what is stored next lies on top
@@ -214,20 +236,17 @@ __device__ __forceinline__ void finish_tile(const ProductParams& p, const Tile& 
   }
 }
 
-/// kLast: the batch is the unit axis of x and y, else the features. kWeightsK: k is the unit axis of the weights, else
-/// j, which tf32 (T is float) has no instruction for. kDense: blocks of d products with zeros between, batch first.
-template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense = false>
-__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductParams p) {
+/// What a kernel's CTAs do. kByThreads: x and y have no maps.
+template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense, bool kByThreads>
+__device__ __forceinline__ void make_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles,
+                                           T (&bias)[2][kWidth], u32 base) {
   using S = Stages<kWidth>;
-  extern __shared__ u8 raw[];
-  __shared__ S stages;
-  __shared__ int tiles[S::kCount];
-  __shared__ alignas(16) T bias[2][kWidth];
-  const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  init_ring(stages.full, stages.empty, S::kCount, 1, 8);
+  init_ring(stages.full, stages.empty, S::kCount, kByThreads ? 1 + kLineArrivals : 1, 8);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if (threadIdx.x == 0) {
+    if constexpr (kByThreads) {
+      fetch_tile_lines<T, kWidth, kWeightsK>(p, stages, base);
+    } else if (threadIdx.x == 0) {
       tma::prefetch(&p.x);
       tma::prefetch(&p.weights);
       tma::prefetch(&p.y);
@@ -248,11 +267,27 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
         sum = 0.0f;
       }
       multiply<T, kWidth, !kLast, kWeightsK, false>(d, unused, p.steps, stages, base, ring, 0);
-      finish_tile<T, kWidth, kLast, kDense>(p, t, d, carried, bias[warpgroup], buffers, turn);
+      finish_tile<T, kWidth, kLast, kDense, kByThreads>(p, t, d, carried, bias[warpgroup], buffers, turn);
     }
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();
     }
+  }
+}
+
+/// kLast: the batch is the unit axis of x and y, else the features. kWeightsK: k is the unit axis of the weights, else
+/// j, which tf32 (T is float) has no instruction for. kDense: blocks of d products with zeros between, batch first.
+template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense = false>
+__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductParams p) {
+  extern __shared__ u8 raw[];
+  __shared__ Stages<kWidth> stages;
+  __shared__ int tiles[Stages<kWidth>::kCount];
+  __shared__ alignas(16) T bias[2][kWidth];
+  const u32 base = (shared_address(raw) + 1023) & ~1023u;
+  if (!kLast || p.mapped) {  // apart, so that its code is in one piece
+    make_tiles<T, kWidth, kLast, kWeightsK, kDense, false>(p, stages, tiles, bias, base);
+  } else if constexpr (kLast) {
+    make_tiles<T, kWidth, kLast, kWeightsK, kDense, true>(p, stages, tiles, bias, base);
   }
 }
 

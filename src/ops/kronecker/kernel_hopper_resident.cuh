@@ -88,17 +88,13 @@ __device__ __forceinline__ void multiply_kept(float (&d)[kWidth / 2], int steps,
   release(empty, pending);
 }
 
-/// 16-bit types, batch last. p.share counts the seats, p.total the tiles of rows.
-template <typename T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 1) product_resident(const __grid_constant__ ProductParams p) {
+/// What a kernel's CTAs do. kByThreads: x and y have no maps.
+template <typename T, int kWidth, bool kByThreads>
+__device__ __forceinline__ void make_seat(const ProductParams& p, Stages<0>& stages, T (&bias)[2][kWidth], u32 base) {
   using S = Stages<0>;
-  extern __shared__ u8 raw[];
-  __shared__ S stages;
-  __shared__ alignas(16) T bias[2][kWidth];
-  const u32 base = (shared_address(raw) + 1023) & ~1023u, staging = base + S::kCount * S::kBytes;
-  const u32 weights = staging + kStagingBytes;
+  const u32 staging = base + S::kCount * S::kBytes, weights = staging + kStagingBytes;
   const Seat seat = seat_of<kWidth>(p);
-  init_ring(stages.full, stages.empty, S::kCount, 1, 8);
+  init_ring(stages.full, stages.empty, S::kCount, kByThreads ? kLineArrivals : 1, 8);
 
   int tile = seat.first, step = 0;  // that are fetched next
   S::Ring ahead(1);
@@ -116,7 +112,12 @@ __global__ void __launch_bounds__(kThreads, 1) product_resident(const __grid_con
       }
     }
   };
-  if (threadIdx.x == 0) {
+  const auto tile_of = [&](int turn) {
+    Tile t = seat.tile;
+    t.row = (seat.first + turn * seat.by) * kRows;
+    return t;
+  };
+  if (!kByThreads && threadIdx.x == 0) {
     tma::prefetch(&p.x);
     tma::prefetch(&p.y);
     fetch_stages(S::kCount);  // none of which is in use
@@ -127,7 +128,10 @@ __global__ void __launch_bounds__(kThreads, 1) product_resident(const __grid_con
   __syncthreads();
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if (threadIdx.x == 0) {
+    if constexpr (kByThreads) {
+      fetch_lines<T>(p, stages, base, line_ends(staging), (p.total - seat.first + seat.by - 1) / seat.by, tile_of,
+                     [](u32, const Tile&, int) {});
+    } else if (threadIdx.x == 0) {
       fetch_stages(~0u);
     }
   } else {
@@ -137,9 +141,8 @@ __global__ void __launch_bounds__(kThreads, 1) product_resident(const __grid_con
     S::Ring ring(0);
     u32 turn = 0;  // pieces stored so far
 #pragma unroll 1
-    for (int row = seat.first; row < p.total; row += seat.by) {
-      Tile t = seat.tile;
-      t.row = row * kRows;
+    for (int row = 0; seat.first + row * seat.by < p.total; ++row) {
+      const Tile t = tile_of(row);
       const Bias<T, kWidth> carried(p, t);  // read while the products run
       float d[kWidth / 2];
 #pragma unroll
@@ -147,11 +150,25 @@ __global__ void __launch_bounds__(kThreads, 1) product_resident(const __grid_con
         sum = 0.0f;
       }
       multiply_kept<T, kWidth>(d, p.steps, stages, base, weights, ring);
-      finish_tile<T, kWidth, true, false>(p, t, d, carried, bias[warpgroup], buffers, turn);
+      finish_tile<T, kWidth, true, false, kByThreads>(p, t, d, carried, bias[warpgroup], buffers, turn);
     }
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();
     }
+  }
+}
+
+/// 16-bit types, batch last. p.share counts the seats, p.total the tiles of rows.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kThreads, 1) product_resident(const __grid_constant__ ProductParams p) {
+  extern __shared__ u8 raw[];
+  __shared__ Stages<0> stages;
+  __shared__ alignas(16) T bias[2][kWidth];
+  const u32 base = (shared_address(raw) + 1023) & ~1023u;
+  if (p.mapped) {
+    make_seat<T, kWidth, false>(p, stages, bias, base);
+  } else {
+    make_seat<T, kWidth, true>(p, stages, bias, base);
   }
 }
 

@@ -33,12 +33,13 @@ constexpr int interleaved_shared_bytes(int deltas) {
   return interleaved_stages(deltas) * interleaved_stage_bytes(deltas) + 1024;
 }
 
-/// Where the d products of a block are multiplied as one dense matrix, batch first: what each is made of, for sums that
-/// an infinity of another δ has spoilt through the zeros between them. Also the weights that CTAs keep.
+/// Operands as they lie, for what threads move or read themselves: lines that the copy engine cannot follow, weights
+/// that CTAs keep, and, where the d products of a block are multiplied as one dense matrix, what each is made of, for
+/// sums that an infinity of another δ has spoilt through the zeros between them.
 struct Strands {
   const void *x, *w;
   void* y;
-  long long x_row, y_row;
+  long long x_line, y_line;  ///< from one row to the next, or batch last from one feature
   long long w_i, w_j, w_k, w_l;
   int c;
   Divisor d;
@@ -56,9 +57,10 @@ struct ProductParams {
   Divisor d, col_tiles;
   Divisor share, tail;  ///< this many tiles of the batch go through all weights together; the rest do at the end
   Divisor group;        ///< tiles of such a walk
-  Strands strands;      ///< of dense blocks
-  int* taken;           ///< tiles that CTAs have taken after their first, from 0; or null, and they take turns
-  bool behind;          ///< the weights are being packed by the kernel before, and CTAs take turns
+  Strands strands;
+  int* taken;   ///< tiles that CTAs have taken after their first, from 0; or null, and they take turns
+  bool behind;  ///< the weights are being packed by the kernel before, and CTAs take turns
+  bool mapped;  ///< x and y have maps; else the batch is last, threads move both, and CTAs take turns
 };
 
 /// Partial sums are matrices of b rows, `line` floats apart: c weights, then the row's sum of d_y.

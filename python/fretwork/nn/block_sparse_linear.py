@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fretwork.nn._called import always_called
 from fretwork.ops import FLOATING, _autocasts, dds
 from fretwork.pattern import BlockLayout, flag, whole_number
 
@@ -39,6 +40,7 @@ class BlockSparseLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        always_called(self)
         if not isinstance(layout, BlockLayout):
             raise TypeError(f"BlockSparseLinear: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}")
         in_features = whole_number("BlockSparseLinear", "in_features", in_features)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fretwork import ops
+from fretwork.nn._called import always_called
 from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
 
 Patterns = Iterable[KroneckerPattern | Sequence[int]]
@@ -45,6 +46,7 @@ class KSLinear(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        always_called(self)
         self.patterns = _chain(patterns)
         self.in_features, self.out_features = self.patterns[0].shape[1], self.patterns[-1].shape[0]
         if algo not in ops.ALGOS:

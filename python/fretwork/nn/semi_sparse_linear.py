@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from fretwork import _rules_two_four as _rules
 from fretwork import two_four
+from fretwork.nn._called import always_called
 from fretwork.ops import _number
 from fretwork.pattern import whole_number
 from fretwork.two_four import TwoFour
@@ -54,6 +55,7 @@ class SemiSparseLinear(nn.Module):
         decay: float = 0.0,
     ) -> None:
         super().__init__()
+        always_called(self)
         if prune not in _PRUNES:
             raise ValueError(f"SemiSparseLinear: prune: expected magnitude, transposable or None, got {prune!r}")
         if trainable not in _TRAINABLES:

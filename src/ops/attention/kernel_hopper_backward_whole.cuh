@@ -359,6 +359,7 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
         ask_next();
         mbarrier::wait(shared_address(&shared.scores_full[places.stage]), places.parity);
         wgmma::fence();
+        static_assert(S::kTiles.items == 1);  // so that k lies at `rows`
         multiply_gradients<T>(dp, rows + warpgroup * S::kRowHalf, scores);
         wgmma::commit();
         mbarrier::wait(shared_address(&shared.sums_empty[sums.stage]), sums.parity);

@@ -101,13 +101,16 @@ void refuse_empty_values(int argc, char** argv) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Regular sparsity for deep learning: block layouts, Kronecker factors, 2:4 and the operators on them.",
-               "fretwork");
+  CLI::App app(
+      "Structured sparsity for deep learning: attention patterns, block layouts, Kronecker factors, 2:4, and the "
+      "operators on them.",
+      "fretwork");
   app.set_version_flag("--version", std::string("fretwork ") + FRETWORK_VERSION);
   app.footer(
       "Examples:\n"
       "  fretwork info\n"
       "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
+      "  fretwork show 'strided(1024,64)|sinks(1024,4,128)'\n"
       "  fretwork bench block --n 2048 --block 32,64 --density 0.5,0.1\n"
       "  fretwork bench kronecker --patterns '6,64,64,1;1,768,192,2' --backward\n"
       "  fretwork tune kronecker\n"

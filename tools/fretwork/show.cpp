@@ -106,7 +106,8 @@ void print_facts(const Pattern& pattern, const Survey& survey) {
                           : fmt::format("{} on the diagonal, each {} interleaved ones of {} x {}", a, d, b, c));
     line("rows", fmt::format("{} elements in each, {} apart", count_text(c), d));
   }
-  if (const auto* regular = dynamic_cast<const RegularPattern*>(&pattern)) {
+  const auto* regular = dynamic_cast<const RegularPattern*>(&pattern);
+  if (regular != nullptr) {
     const auto each = [&](const char* name, const std::string& lines, std::size_t from) {
       for (std::size_t at = from; at < lines.size(); at = lines.find('\n', at) + 1) {
         line(name, lines.substr(at + 2, lines.find('\n', at) - at - 2));  // beyond the indent
@@ -122,9 +123,11 @@ void print_facts(const Pattern& pattern, const Survey& survey) {
   const double stored = 2.0 * static_cast<double>(pattern.nnz()) * static_cast<double>(elements);
   const double dense = 2.0 * static_cast<double>(survey.heads()) * static_cast<double>(survey.rows()) *
                        static_cast<double>(survey.cols());
-  line("fp16", fmt::format("{} stored, {} if dense", bytes_text(stored), bytes_text(dense)));
+  if (regular == nullptr) {  // whose scores are not stored
+    line("fp16", fmt::format("{} stored, {} if dense", bytes_text(stored), bytes_text(dense)));
+  }
   for (std::int64_t h = 0; kronecker == nullptr && h < std::min(survey.heads(), kHeadsListed); ++h) {
-    line(fmt::format("head {}", h).c_str(), head_line(survey.facts(h), unit));
+    line(regular != nullptr ? "rows" : fmt::format("head {}", h).c_str(), head_line(survey.facts(h), unit));
   }
   if (survey.heads() > kHeadsListed) {
     line("", fmt::format("… and {} more heads (all of them with --json)", survey.heads() - kHeadsListed));

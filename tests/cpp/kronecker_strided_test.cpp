@@ -290,6 +290,18 @@ TEST_F(Strided, Clusters) {
   }
 }
 
+/// A CTA's tiles have one or three pieces of eight columns, in turns through two buffers, and follow each other so fast
+/// that a piece is still on its way out when the next tile's first is there.
+TEST_F(Strided, OddPiecesOfManyTiles) {
+  if (driver::kernel_arch(0) != "sm_90a") {
+    GTEST_SKIP() << "clusters are for sm_90a";
+  }
+  for (const Case& c : {Case{{1, 23, 1, 16}, 100'000}, Case{{1, 8, 1, 16}, 100'000}, Case{{2, 439, 2, 16}, 748},
+                        Case{{1, 72, 2, 32}, 6'000}}) {
+    check_product(c, strided::Way::clusters);
+  }
+}
+
 TEST_F(Strided, ActivationsAndBias) {
   for (const Activation activation : {Activation::none, Activation::relu, Activation::gelu, Activation::silu}) {
     for (const std::int64_t d : {2, 4, 8, 16}) {

@@ -222,10 +222,11 @@ struct ClusterWork {
   }
 
   /// V = 8: the two halves of 16 δ meet in shared memory, eight columns at a time, and leave in rows of 32 bytes, or
-  /// flat in lines of four columns.
+  /// flat in lines of four columns. `turn` counts the pieces stored so far, earlier tiles' too: an odd number of them
+  /// may be one tile's.
   static __device__ __forceinline__ void store_halves(const ClusterParams& p, const ClusterItem& item,
                                                       const typename Work::Sums& sums, u32 staging, int columns,
-                                                      int group) {
+                                                      int group, u32& turn) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
     constexpr u32 kHalf = ClusterTile::kStaging / 2;
     const bool one = threadIdx.x == 128;
@@ -234,7 +235,7 @@ struct ClusterWork {
       if (8 * q >= columns) {
         break;
       }
-      const u32 buffer = staging + q % 2 * ClusterTile::kStaging;
+      const u32 buffer = staging + turn++ % 2 * ClusterTile::kStaging;
       if (one) {
         tma::store_wait_read<1>();
       }
@@ -251,9 +252,9 @@ struct ClusterWork {
           continue;
         }
 #pragma unroll
-        for (u32 turn = 0; turn < 2; ++turn) {
+        for (u32 part = 0; part < 2; ++part) {
           const u32 e =
-              turn ^ (g & 1);  // lanes of odd rows take the second four columns first: eight lanes, eight banks
+              part ^ (g & 1);  // lanes of odd rows take the second four columns first: eight lanes, eight banks
           u32 some[4];
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
@@ -353,7 +354,7 @@ struct ClusterWork {
         Work::finish(sums, p.product.activation);
       }
       if constexpr (V == 8) {
-        store_halves(p, item, sums, base + kTile.ring() * kStage, columns, group);
+        store_halves(p, item, sums, base + kTile.ring() * kStage, columns, group, turn);
       } else if (p.staged) {
         store_rows(p, item, sums, base + kTile.ring() * kStage + group * 2 * kPieceBytes, group, turn);
       } else {

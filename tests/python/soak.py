@@ -1,8 +1,9 @@
 """Thousands of random problems against float64 on the device itself: the loop that every soak runs.
 
-A soak draws a problem from (number, seed) and runs it, which gives by how much the worst element is beyond what
-rounding explains: above 1 is wrong. The figures stay on the device and are looked at once per few hundred problems, so
-that nothing waits for the GPU. The seed of the run and the number of a problem repeat it: --seed S --only N.
+A soak draws a problem from (number, seed) and runs it, which gives for each result, by name, by how much its worst
+element is beyond what rounding explains: above 1 is wrong. The figures stay on the device and are looked at once per
+few hundred problems, so that nothing waits for the GPU. The seed of the run and the number of a problem repeat it:
+--seed S --only N.
 """
 
 import argparse
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 
 Draw = Callable[[int, int], Any]
-Run = Callable[[Any, int, torch.device], Tensor]
+Run = Callable[[Any, int, torch.device], dict[str, Tensor]]
 
 
 def soak(draw: Draw, run: Run, count: int, seed: int, device: torch.device, seconds: float = 0.0) -> int:
     """Problems done; AssertionError names those that are wrong."""
     began, done = time.perf_counter(), 0
-    pending: list[tuple[Any, Tensor]] = []
+    pending: list[tuple[Any, dict[str, Tensor]]] = []
     for number in range(count):
         problem = draw(number, seed)
         pending.append((problem, run(problem, seed, device)))
@@ -37,9 +38,10 @@ def soak(draw: Draw, run: Run, count: int, seed: int, device: torch.device, seco
     return done
 
 
-def check(pending: list[tuple[Any, Tensor]], seed: int) -> None:
-    beyond = torch.stack([e for _, e in pending]).cpu()
-    wrong = [f"{pending[n][0]} by {beyond[n]:.3g}" for n in (beyond > 1).nonzero().flatten().tolist()]
+def check(pending: list[tuple[Any, dict[str, Tensor]]], seed: int) -> None:
+    parts = [(problem, name) for problem, results in pending for name in results]
+    beyond = torch.stack([e for _, results in pending for e in results.values()]).cpu()
+    wrong = [f"{parts[n][0]}: {parts[n][1]} by {beyond[n]:.3g}" for n in (beyond > 1).nonzero().flatten().tolist()]
     assert not wrong, f"seed {seed}: {len(wrong)} wrong, among them\n" + "\n".join(wrong[:5])
 
 
@@ -55,7 +57,7 @@ def main(doc: str, draw: Draw, run: Run) -> None:
     print(f"seed {options.seed}")
     if options.only is not None:
         problem = draw(options.only, options.seed)
-        print(problem, "excess", float(run(problem, options.seed, device)))
+        print(problem, "excess", {name: float(e) for name, e in run(problem, options.seed, device).items()})
         return
     began = time.perf_counter()
     done = soak(draw, run, options.count, options.seed, device, options.seconds)

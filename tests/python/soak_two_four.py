@@ -122,7 +122,7 @@ def excess(got: Tensor, want: Tensor, terms: int, problem: Problem, scale: float
     return ((got.double() - want).abs() / allowed).nan_to_num(math.inf).amax()
 
 
-def run(problem: Problem, seed: int, device: torch.device) -> Tensor:
+def run(problem: Problem, seed: int, device: torch.device) -> dict[str, Tensor]:
     p = problem
     torch.manual_seed(seed * 1_000_003 + p.number)
     dense = numbers((p.m, p.k), p.dtype, device)
@@ -157,7 +157,7 @@ def run(problem: Problem, seed: int, device: torch.device) -> Tensor:
         want = want + (wide_bias[:, None] if p.left else wide_bias)
     want = ACTIVATIONS[p.activation](want)
     assert got.shape == want.shape and got.dtype == out, problem
-    worst = [excess(got.detach(), want.detach(), p.k // 2, problem)]
+    worst = {"result": excess(got.detach(), want.detach(), p.k // 2, problem)}
     if p.backward:
         upstream = torch.rand(want.shape, device=device).to(out)
         ours = torch.autograd.grad(got, [t for t, _ in leaves], upstream)
@@ -166,8 +166,9 @@ def run(problem: Problem, seed: int, device: torch.device) -> Tensor:
         # products that they are may add up parts in the type.
         scale_ = 1.0 + 6 * ROUNDING[p.dtype] / TERM[p.precision or "ieee"]
         terms = max(p.m, p.n * math.prod(p.batch)) + p.k
-        worst += [excess(one, other, terms, problem, scale_) for one, other in zip(ours, exact, strict=True)]
-    return torch.stack(worst).amax()
+        for name, one, other in zip(("d_x", "d_bias"), ours, exact, strict=False):
+            worst[name] = excess(one, other, terms, problem, scale_)
+    return worst
 
 
 if __name__ == "__main__":

@@ -323,7 +323,9 @@ HWY_INLINE void KeepLoaded(V& v) {
 /// What a product packs on its way.
 enum class Packs { nothing, left, right };
 
-/// The loops over sums are unrolled early, or GCC would pass the sums through memory.
+/// The inner loop of every product of tiles: kRows × kVectors vectors of sums, to which each term (for dsd a block of
+/// the sparse side) adds its rows times the packed panel of the dense side from the term's depth on (see Product). The
+/// loops over sums are unrolled early, or GCC would pass the sums through memory.
 template <typename Out, typename T, int kVectors, int kRun, Packs kPacks>
 void MultiplyAs(const Product& p) {
   const hn::ScalableTag<T> d;

@@ -179,6 +179,19 @@ __device__ __forceinline__ void release_lane(u32 empty, int stage) {
   }
 }
 
+/// P = exp2(s · scale − lse) of columns' statistics: `lse(j)` has those of a lane's two columns of eight.
+template <typename Lse>
+__device__ __forceinline__ void to_probabilities(float (&s)[kStream / 2], float scale, Lse lse) {
+#pragma unroll
+  for (int j = 0; j < kStream / 8; ++j) {
+    const float2 both = lse(j);
+    s[4 * j] = exp2_fast(s[4 * j] * scale - both.x);
+    s[4 * j + 1] = exp2_fast(s[4 * j + 1] * scale - both.y);
+    s[4 * j + 2] = exp2_fast(s[4 * j + 2] * scale - both.x);
+    s[4 * j + 3] = exp2_fast(s[4 * j + 3] * scale - both.y);
+  }
+}
+
 /// dS = P∘(dP − delta), where what is not in the pattern stays 0 whatever dP is. `delta(i)` belongs to element i.
 template <typename Delta>
 __device__ __forceinline__ void to_score_gradients(float (&s)[kStream / 2], const float (&dp)[kStream / 2], bool masked,
@@ -438,14 +451,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
         const auto stat = [&](int which, int j) {
           return *reinterpret_cast<const float2*>(&shared.stats[ring.stage][which][8 * j + lane % 4 * 2]);
         };
-#pragma unroll
-        for (int j = 0; j < kStream / 8; ++j) {
-          const float2 lse = stat(0, j);
-          s[4 * j] = exp2_fast(s[4 * j] * p.scale_2 - lse.x);
-          s[4 * j + 1] = exp2_fast(s[4 * j + 1] * p.scale_2 - lse.y);
-          s[4 * j + 2] = exp2_fast(s[4 * j + 2] * p.scale_2 - lse.x);
-          s[4 * j + 3] = exp2_fast(s[4 * j + 3] * p.scale_2 - lse.y);
-        }
+        to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
         cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, warp_row + lane / 4, 0.0f);
         pack<T>(left, s);
         wgmma::fence();

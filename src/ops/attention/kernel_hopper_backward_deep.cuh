@@ -117,16 +117,9 @@ __device__ __forceinline__ void fetch_all_deep(const BackwardParams& p, DeepShar
   }
 }
 
-/// P = exp2(s · scale − lse) of the columns' statistics.
 __device__ __forceinline__ void to_probabilities(float (&s)[kStream / 2], const float (&lse_of)[kStream], float scale) {
-#pragma unroll
-  for (int j = 0; j < kStream / 8; ++j) {
-    const float2 lse = *reinterpret_cast<const float2*>(&lse_of[8 * j + threadIdx.x % 4 * 2]);
-    s[4 * j] = exp2_fast(s[4 * j] * scale - lse.x);
-    s[4 * j + 1] = exp2_fast(s[4 * j + 1] * scale - lse.y);
-    s[4 * j + 2] = exp2_fast(s[4 * j + 2] * scale - lse.x);
-    s[4 * j + 3] = exp2_fast(s[4 * j + 3] * scale - lse.y);
-  }
+  to_probabilities(s, scale,
+                   [&](int j) { return *reinterpret_cast<const float2*>(&lse_of[8 * j + threadIdx.x % 4 * 2]); });
 }
 
 /// dq = scale · dS · k, or dk = scale · dSᵀ · q. kGeneral: there are masks of bits, or columns that nothing uses.

@@ -278,14 +278,7 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
       wgmma::fence();
       multiply_scores<T, kColumns, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
       wgmma::commit();
-#pragma unroll
-      for (int j = 0; j < kStream / 8; ++j) {
-        const float2 lse = stat(0, j);
-        s[4 * j] = exp2_fast(s[4 * j] * p.scale_2 - lse.x);
-        s[4 * j + 1] = exp2_fast(s[4 * j + 1] * p.scale_2 - lse.y);
-        s[4 * j + 2] = exp2_fast(s[4 * j + 2] * p.scale_2 - lse.x);
-        s[4 * j + 3] = exp2_fast(s[4 * j + 3] * p.scale_2 - lse.y);
-      }
+      to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
       const bool cut = kMasked && low > 1 - kRows;
       if (cut) {
         cut_band(s, {kBand, low, kStream, kStream}, warpgroup * 64 + warp_row + lane / 4, 0.0f);

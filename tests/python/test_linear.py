@@ -125,22 +125,3 @@ def test_autocast_decides_the_dtype(device):
     layer = fw.nn.BlockSparseLinear(64, 48, some_layout(1, 3, 4), device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert layer(torch.randn(5, 64, device=device)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("kind", ["block", "kronecker", "values", "dense"])
-def test_in_an_encoder_layer_of_torch(kind):
-    """Which reads the weights of its linear layers at inference and would not call what stands in their place."""
-    torch.manual_seed(0)
-    make = {
-        "block": lambda: fw.nn.BlockSparseLinear.from_dense(
-            torch.nn.Linear(32, 64), fw.BlockLayout(torch.eye(2, 1).bool(), 32)
-        ),
-        "kronecker": lambda: fw.nn.KSLinear([(1, 8, 4, 8), (8, 8, 8, 1)]),
-        "values": lambda: fw.nn.SemiSparseLinear(32, 64),
-        "dense": lambda: fw.nn.SemiSparseLinear(32, 64, prune="transposable", trainable="dense"),
-    }[kind]
-    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-    layer.linear1, x = make(), torch.randn(2, 5, 32)
-    want = layer(x)
-    with torch.no_grad():
-        assert torch.allclose(copy.deepcopy(layer).eval()(x), want, atol=1e-5)

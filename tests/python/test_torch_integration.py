@@ -1,5 +1,6 @@
 """The ops as torch sees them: opcheck, compile, export, vmap, autocast, inference mode, threads, memory, errors."""
 
+import copy
 import functools
 import gc
 import itertools
@@ -437,3 +438,22 @@ def test_precisions(name, device):
     got = fw.sdd(a, b, layout, precision=name)
     tolerance = 2e-3 if name == "tf32" and device.type == "cuda" else 2e-5
     assert (got.double().cpu() - want).abs().max() <= tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["block", "kronecker", "values", "dense"])
+def test_in_an_encoder_layer_of_torch(kind):
+    """Which reads the weights of its linear layers at inference and would not call what stands in their place."""
+    torch.manual_seed(0)
+    make = {
+        "block": lambda: fw.nn.BlockSparseLinear.from_dense(
+            torch.nn.Linear(32, 64), fw.BlockLayout(torch.eye(2, 1).bool(), 32)
+        ),
+        "kronecker": lambda: fw.nn.KSLinear([(1, 8, 4, 8), (8, 8, 8, 1)]),
+        "values": lambda: fw.nn.SemiSparseLinear(32, 64),
+        "dense": lambda: fw.nn.SemiSparseLinear(32, 64, prune="transposable", trainable="dense"),
+    }[kind]
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    layer.linear1, x = make(), torch.randn(2, 5, 32)
+    want = layer(x)
+    with torch.no_grad():
+        assert torch.allclose(copy.deepcopy(layer).eval()(x), want, atol=1e-5)

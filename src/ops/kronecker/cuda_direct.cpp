@@ -283,8 +283,8 @@ bool run(const Problem& p, Context& context) {
   const std::int64_t ctas = a * groups * j_tiles * l_tiles;
   const int bytes = warps * sums_bytes(v, m, n);
   if (first && deep(p, which, context)) {
-    const Kernel& kernel = kernels.get(kDeep + 2 * type + which - kDeepKinds[0], context.device.index,
-                                       [&] { return deep_instance(p.dtype, kind); });
+    const Kernel& kernel = kernels.get(kDeep + std::size(kDeepKinds) * type + which - kDeepKinds[0],
+                                       context.device.index, [&] { return deep_instance(p.dtype, kind); });
     if (const std::int64_t whole = whole_ctas(p, multiprocessors); whole > 0) {
       run_whole(kernel, p, all, whole, context);
     } else if (const std::int64_t pairs = deep_pairs(p, multiprocessors); pairs > 0) {

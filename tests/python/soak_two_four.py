@@ -137,10 +137,11 @@ def run(problem: Problem, seed: int, device: torch.device) -> dict[str, Tensor]:
     scales = {"none": (None, None), "one": (torch.tensor(0.5, device=device), None),
               "each": tuple(torch.rand(size, device=device) + 0.2 for size in (p.m, p.n))}[p.scales]  # fmt: skip
     wide, wide_x, wide_bias = kept.double(), x.double(), None if bias is None else bias.double()
-    leaves: list[tuple[Tensor, Tensor]] = []
+    leaves: dict[str, tuple[Tensor, Tensor]] = {}
     if p.backward:
-        leaves = [(given.requires_grad_(), wide_x.requires_grad_())]
-        leaves += [(bias.requires_grad_(), wide_bias.requires_grad_())] if bias is not None else []  # type: ignore[union-attr]
+        leaves["d_x"] = given.requires_grad_(), wide_x.requires_grad_()
+        if bias is not None and wide_bias is not None:
+            leaves["d_bias"] = bias.requires_grad_(), wide_bias.requires_grad_()
     by_sparse, by_dense = scales
     options = {"bias": bias, "activation": p.activation, "out_dtype": p.out, "precision": p.precision}
     if p.left:
@@ -160,13 +161,13 @@ def run(problem: Problem, seed: int, device: torch.device) -> dict[str, Tensor]:
     worst = {"result": excess(got.detach(), want.detach(), p.k // 2, problem)}
     if p.backward:
         upstream = torch.rand(want.shape, device=device).to(out)
-        ours = torch.autograd.grad(got, [t for t, _ in leaves], upstream)
-        exact = torch.autograd.grad(want, [e for _, e in leaves], upstream.double())
+        ours = torch.autograd.grad(got, [t for t, _ in leaves.values()], upstream)
+        exact = torch.autograd.grad(want, [e for _, e in leaves.values()], upstream.double())
         # Gradients pass a rounding to the type in the middle, where an activation has one of its own, and the dense
         # products that they are may add up parts in the type.
         scale_ = 1.0 + 6 * ROUNDING[p.dtype] / TERM[p.precision or "ieee"]
         terms = max(p.m, p.n * math.prod(p.batch)) + p.k
-        for name, one, other in zip(("d_x", "d_bias"), ours, exact, strict=False):
+        for name, one, other in zip(leaves, ours, exact, strict=True):
             worst[name] = excess(one, other, terms, problem, scale_)
     return worst
 

@@ -500,7 +500,7 @@ def test_a_backward_pass_inside_autocast(product, dtype, device):
 def test_dense_training_under_autocast(prune, device):
     """The fp32 weight is lowered, then pruned by fours."""
     layer = fw.nn.SemiSparseLinear.from_dense(torch.nn.Linear(32, 16, device=device), prune, "dense")
-    x = torch.randn(4, 32, device=device, requires_grad=True)
+    x = (torch.rand(4, 32, device=device) + 0.1).requires_grad_()  # whose sums, the gradient, cannot be 0 by chance
     with torch.autocast(device.type, torch.bfloat16):
         y = layer(x)
     want = x.bfloat16() @ two_four.prune(layer.weight.detach().bfloat16(), transposable=prune == "transposable").T

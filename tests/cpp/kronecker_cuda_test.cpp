@@ -522,7 +522,8 @@ TEST_F(KroneckerCuda, HopperProducts) {
   }
 }
 
-/// Batch last with lines that begin anywhere, which threads fetch and store: every width, and every place in 16 bytes.
+/// Batch last with lines that begin anywhere, which threads store and, where the copy engine cannot take a block's
+/// neighbouring lines as one, fetch: every width, and every place in 16 bytes.
 TEST_F(KroneckerCuda, LinesThatBeginAnywhere) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";
@@ -543,6 +544,10 @@ TEST_F(KroneckerCuda, LinesThatBeginAnywhere) {
                                   {{2, 130, 100, 3}, 385, true, dtype, relu, true, Order::plain, 3, tf32},
                                   {{5, 16, 264, 2}, 71, true, dtype, none, true, Order::transposed, 1, tf32},
                                   {{1, 64, 66, 4}, 25089, true, dtype, none, true, Order::plain, 0, tf32},
+                                  {{2, 72, 136, 8}, 333, true, dtype, gelu, true, Order::transposed, 2, tf32},
+                                  {{1, 264, 200, 4}, 198, true, dtype, none, true, Order::plain, 4, tf32},
+                                  {{3, 64, 40, 16}, 7, true, dtype, relu, true, Order::padded, 0, tf32},
+                                  {{2, 72, 64, 4}, 25090, true, dtype, none, true, Order::plain, 0, tf32},
                               });
   }
   using kronecker::hopper::Form;
@@ -580,7 +585,8 @@ TEST_F(KroneckerCuda, ManyTiles) {
   }
   for (const bool last : {false, true}) {
     for (const Case& c : {Case{{1024, 16, 16, 1}, 1672, last, DType::f16, Activation::relu, true},
-                          {{1024, 16, 136, 1}, 1672, last, DType::bf16, Activation::none, true}}) {
+                          {{1024, 16, 136, 1}, 1672, last, DType::bf16, Activation::none, true},
+                          {{64, 16, 24, 16}, 1673, true, DType::f16, Activation::none, true}}) {
       Forward f(c);
       ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c))) << c.text();
       f.check();

@@ -166,7 +166,14 @@ std::optional<TiledView> row_view(const Matrix& m, std::int64_t batch, std::int6
 struct Layout {
   bool last;
   TiledView x, y;
-  bool by_threads = false;  ///< batch last, and nothing that the copy engine can move
+  bool by_threads = false;  ///< batch last, and y is nothing that the copy engine can store; x has a view of
+                            ///< neighbours, or is nothing that it can fetch
+
+  bool neighbours() const { return by_threads && x.data != nullptr; }
+  /// Tiles that hold so many rows, though the first may begin up to a unit of 16 bytes early.
+  std::int64_t row_tiles(std::int64_t batch) const {
+    return ceil_div(batch + (neighbours() ? 16 / x.element_bytes - 1 : 0), kRows);
+  }
 };
 std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t batch, const Sizes& s, DType dtype) {
   for (const bool last : {false, true}) {
@@ -179,6 +186,22 @@ std::optional<Layout> layout_of(const Matrix& x, const Matrix& y, std::int64_t b
   return std::nullopt;
 }
 
+/// x, batch last with lines that begin anywhere, if it has a view in which features k·d to k·d + d - 1 of a block are
+/// one line, which begins where the copy engine can go, and y could have one: lines of one δ then begin at the same
+/// place of a unit of 16 bytes in both. Tiles begin with the unit, and have rows beside the batch's that nobody stores.
+std::optional<TiledView> neighbour_view(const Problem& p) {
+  const Sizes& s = p.sizes;
+  const int bytes = bytes_of(p.dtype);
+  const auto view = [&](const Matrix& m, std::int64_t features) {
+    const std::int64_t next = s.d * m.feature;
+    return m.feature < p.batch ? std::nullopt
+                               : make_tiled_view(m.data, {next - m.feature + p.batch, features, 1, s.a},
+                                                 {1, next, 0, features * next}, bytes);
+  };
+  const auto x = view(p.x, s.c), y = view(p.y, s.b);
+  return y && (p.x.feature - p.y.feature) * bytes % 16 == 0 ? x : std::nullopt;
+}
+
 /// The same of a product. A row alone goes the way that it would with others.
 std::optional<Layout> layout_of(const Problem& p) {
   const Sizes& s = p.sizes;
@@ -187,7 +210,10 @@ std::optional<Layout> layout_of(const Problem& p) {
   if (layout && layout->y.can_be_written() && (layout->last || !alone)) {
     return layout;
   }
-  return p.x.batch == 1 && p.y.batch == 1 ? std::optional(Layout{true, {}, {}, true}) : std::nullopt;
+  if (p.x.batch != 1 || p.y.batch != 1) {
+    return std::nullopt;
+  }
+  return Layout{true, neighbour_view(p).value_or(TiledView{}), {}, true};
 }
 
 /// What both problems need. A tile of tiny blocks moves too little to be worth its barriers.
@@ -398,8 +424,8 @@ void unpack(const WeightProblem& p, const Workspace& sums, std::int64_t line, st
 }
 
 /// All but the maps, for a·d products of b × c. At most `share` tiles of the batch go through all weights together.
-ProductParams product_params(const Problem& p, const Sizes& s, int width, std::int64_t share) {
-  const std::int64_t row_tiles = ceil_div(p.batch, kRows), col_tiles = ceil_div(s.b, width), products = s.a * s.d;
+ProductParams product_params(const Problem& p, const Sizes& s, std::int64_t row_tiles, int width, std::int64_t share) {
+  const std::int64_t col_tiles = ceil_div(s.b, width), products = s.a * s.d;
   share = std::min(share, row_tiles);
   ProductParams params{};
   params.bias = p.bias.data;
@@ -435,8 +461,11 @@ Strands strands(const Problem& p, bool last) {
 void set_operands(ProductParams& params, const Problem& p, const Layout& layout) {
   params.strands = strands(p, layout.last);
   params.mapped = !layout.by_threads;
-  if (!layout.by_threads) {
+  params.neighbours = layout.neighbours();
+  if (params.mapped || params.neighbours) {
     params.x = operand_map(layout.x, !layout.last, kRows);
+  }
+  if (params.mapped) {
     params.y = operand_map(layout.y, !layout.last, 64);
   }
 }
@@ -452,12 +481,13 @@ void launch(const Kernel& kernel, ProductParams params, int shared, bool behind,
 void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
                     Context& context) {
   // Batch last, x of a product with one tile of columns is not read again.
-  ProductParams params = product_params(p, p.sizes, width, layout.last && p.sizes.b <= width ? kMost : 16);
+  ProductParams params =
+      product_params(p, p.sizes, layout.row_tiles(p.batch), width, layout.last && p.sizes.b <= width ? kMost : 16);
   set_operands(params, p, layout);
   params.weights = weights;
   // Some microseconds to clear a number, for launches of a hundred or more.
-  const bool in_turns =
-      layout.by_threads || params.total < 96 * driver::device_info(context.device.index).multiprocessors;
+  const bool fetched = params.mapped || params.neighbours;  // by the copy engine
+  const bool in_turns = !fetched || params.total < 96 * driver::device_info(context.device.index).multiprocessors;
   const Workspace taken(context, in_turns ? 0 : sizeof(int));
   params.taken = static_cast<int*>(taken.data());
   if (!in_turns) {
@@ -486,7 +516,8 @@ void run_interleaved(const Problem& p, const Interleaved& rows, const Matrices& 
   const auto& [x, y, deltas, width] = rows;
   const Sizes& s = p.sizes;
   const Workspace space(context, matrices.bytes());
-  ProductParams params = product_params(p, {s.a, s.b * s.d, s.c * s.d, 1}, width * deltas, 16);
+  ProductParams params =
+      product_params(p, {s.a, s.b * s.d, s.c * s.d, 1}, ceil_div(p.batch, kRows), width * deltas, 16);
   params.x = operand_map(x, true, kRows);
   params.weights = matrices.view(space, context)
                        .map(static_cast<std::uint32_t>(32 / deltas), static_cast<std::uint32_t>(width),
@@ -551,7 +582,7 @@ void run_dense(const Problem& p, const Dense& one, Context& context) {
   const std::int64_t entries = along_k ? whole.c : whole.b, lines = along_k ? whole.b : whole.c;
   const auto weights =
       *make_tiled_view(space.data(), {entries, lines, 1, s.a}, {1, line, 0, lines * line}, bytes_of(p.dtype));
-  ProductParams params = product_params(one.problem, whole, one.width, 16);
+  ProductParams params = product_params(one.problem, whole, ceil_div(p.batch, kRows), one.width, 16);
   set_operands(params, p, one.layout);
   params.weights = operand_map(weights, along_k, one.width);
   launch(dense_kernel(p.dtype, one.width, along_k, context.device.index), params, product_shared_bytes(one.width), true,
@@ -588,10 +619,10 @@ std::optional<Resident> resident(const Sizes& s, int multiprocessors, bool any) 
 
 void run_resident(const Problem& p, const Layout& layout, const Resident& kept, const Context& context) {
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
-  ProductParams params = product_params(p, p.sizes, kept.width, 1);
+  ProductParams params = product_params(p, p.sizes, layout.row_tiles(p.batch), kept.width, 1);
   set_operands(params, p, layout);
   params.share = divisor(kept.seats);
-  params.total = narrowed(ceil_div(p.batch, kRows));
+  params.total = narrowed(layout.row_tiles(p.batch));
   const int each = std::min(params.total, multiprocessors / kept.seats);
   resident_kernel(p.dtype, kept.width, context.device.index)
       .launch(std::int64_t{each} * kept.seats, kThreads, resident_shared_bytes(params.steps * kept.width), &params,

@@ -42,16 +42,16 @@ __device__ __forceinline__ void fetch_operand(u32 to, const Map* map, u32 full, 
   }
 }
 
-/// One thread fetches the stages of a tile.
+/// One thread fetches the stages of a tile, whose rows lie where `from` says.
 template <typename T, int kWidth, bool kLeftK, bool kRightK>
-__device__ __forceinline__ void fetch(const Map* left, const Map* right, const Tile& t, Stages<kWidth>& stages,
-                                      u32 base, typename Stages<kWidth>::Ring& ring) {
+__device__ __forceinline__ void fetch(const Map* left, const Map* right, const Tile& t, const Tile& from,
+                                      Stages<kWidth>& stages, u32 base, typename Stages<kWidth>::Ring& ring) {
   using S = Stages<kWidth>;
   for (int step = t.first; step < t.last; ++step, ring.next()) {
     mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
     const u32 full = shared_address(&stages.full[ring.stage]), to = base + ring.stage * S::kBytes;
     mbarrier::arrive_expect(full, S::kBytes);
-    fetch_operand<T, kLeftK, kRows>(to, left, full, t.row, step * kLine<T>, t);
+    fetch_operand<T, kLeftK, kRows>(to, left, full, from.row, step * kLine<T>, from);
     fetch_operand<T, kRightK, kWidth>(to + kLeftBytes, right, full, t.col, step * kLine<T>, t);
   }
 }

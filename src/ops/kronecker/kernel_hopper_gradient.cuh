@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kThreads, 1) gradient(const __grid_constant__ 
       tma::prefetch(&p.x);
       typename S::Ring ring(1);
       for (int index = static_cast<int>(blockIdx.x); index < p.total; index += static_cast<int>(gridDim.x)) {
-        fetch<T, kWidth, kLast, kLast>(&p.d_y, &p.x, gradient_tile<kWidth>(p, index), stages, base, ring);
+        const Tile t = gradient_tile<kWidth>(p, index);
+        fetch<T, kWidth, kLast, kLast>(&p.d_y, &p.x, t, t, stages, base, ring);
       }
     } else if (kTurns && threadIdx.x >= 32) {
       int steps = 0;  // of all tiles

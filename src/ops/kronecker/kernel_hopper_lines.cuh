@@ -1,5 +1,7 @@
 // Batch last with lines that begin anywhere, which the copy engine cannot follow: the fetching warps copy the units of
-// 16 bytes that a line lies in and shift it into place there, and all threads of a warpgroup store its results.
+// 16 bytes that a line lies in and shift it into place there, and all threads of a warpgroup store its results. Where a
+// block's d neighbouring lines, taken as one, begin at such a unit, the copy engine does fetch: lines of one δ all
+// begin at the same place of a unit, and their tiles begin with the unit.
 #pragma once
 
 #include "device/copy_async.cuh"
@@ -196,6 +198,53 @@ __device__ __forceinline__ void store_lines(const ProductParams& p, const Tile& 
     named_barrier(barrier, 128);
     store_line_piece<T>(p, t, row, t.col + kPiece * kLine<T>, buffer);
     store_lines<T, kPiece + 1>(p, t, row, d, buffer, barrier);
+  }
+}
+
+/// The same of neighbours: rows from `row` begin at a unit of 16 bytes in y as well. Units of which only a part is of
+/// the batch leave by elements.
+template <typename T>
+__device__ __forceinline__ void store_unit_piece(const ProductParams& p, const Tile& t, int row, int col, u32 from) {
+  constexpr int kUnit = 16 / static_cast<int>(sizeof(T)), kUnits = 64 / kUnit, kLines = 128 / kUnits;
+  const Strands& s = p.strands;
+  const int thread = static_cast<int>(threadIdx.x % 128), unit = thread % kUnits, line = thread / kUnits;
+  const int first = row + unit * kUnit;
+  const i64 feature = (static_cast<i64>(t.i) * p.b + col + line) * p.d.divisor + t.l;
+  T* to = static_cast<T*>(s.y) + feature * s.y_line + first;
+  from += unit / 8 * (kLine<T> * 128);
+#pragma unroll 1
+  for (int n = line; n < min(kLine<T>, p.b - col); n += kLines, to += kLines * p.d.divisor * s.y_line) {
+    const u32 at = from + tma::swizzled<128>(n * 128 + unit % 8 * 16);
+    if (first >= 0 && first + kUnit <= p.batch) {
+      u32 words[4];
+      load_shared_128(words, at);
+      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+#pragma unroll 1
+      for (int e = max(-first, 0); e < min(kUnit, p.batch - first); ++e) {
+        if constexpr (sizeof(T) < 4) {
+          reinterpret_cast<u16*>(to)[e] = static_cast<u16>(load_shared_16(at + e * 2));
+        } else {
+          reinterpret_cast<u32*>(to)[e] = load_shared_32(at + e * 4);
+        }
+      }
+    }
+  }
+}
+
+/// The same of all sums of a warpgroup, by turns through two buffers.
+template <typename T, int kPiece = 0, int kSize>
+__device__ __forceinline__ void store_units(const ProductParams& p, const Tile& t, int row, const float (&d)[kSize],
+                                            u32 buffers, u32 barrier) {
+  if constexpr (kPiece < pieces_of<T, kSize>) {
+    const u32 buffer = buffers + kPiece % 2 * kPieceBytes;
+    if constexpr (kPiece == 0) {
+      named_barrier(barrier, 128);  // the tile before has left
+    }
+    write_piece<T, true, kPiece>(d, buffer);
+    named_barrier(barrier, 128);
+    store_unit_piece<T>(p, t, row, t.col + kPiece * kLine<T>, buffer);
+    store_units<T, kPiece + 1>(p, t, row, d, buffers, barrier);
   }
 }
 

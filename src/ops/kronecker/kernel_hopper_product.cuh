@@ -21,6 +21,26 @@ __device__ __forceinline__ Tile product_tile(const ProductParams& p, int index) 
   return {(group * static_cast<int>(p.share.divisor) + row) * kRows, col * kWidth, l, i, 0, p.steps};
 }
 
+/// kByThreads: where x has a map of neighbours, a line begins within a unit of 16 bytes, and its tiles up to so many
+/// rows earlier.
+template <typename T, bool kByThreads>
+__device__ __forceinline__ Tile from_unit(const ProductParams& p, Tile t) {
+  if (kByThreads && p.neighbours) {
+    t.row -= t.l * static_cast<int>(p.strands.x_line) % (16 / static_cast<int>(sizeof(T)));
+  }
+  return t;
+}
+
+/// Where the copy engine finds a tile's rows of x.
+template <bool kByThreads>
+__device__ __forceinline__ Tile source_of(const ProductParams& p, Tile t) {
+  if constexpr (kByThreads) {
+    t.row += t.l * static_cast<int>(p.strands.x_line);
+    t.l = 0;
+  }
+  return t;
+}
+
 /// The CTA's next tile. Some SMs are nearer to memory than others, so that in a long launch each takes what is next.
 __device__ __forceinline__ int next_tile(const ProductParams& p, int index) {
   const int all = static_cast<int>(gridDim.x);
@@ -34,17 +54,18 @@ struct Progress {
 };
 
 /// The first stages of the ring: kLeft is x alone, else the weights alone.
-template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kLeft>
+template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kByThreads, bool kLeft>
 __device__ __forceinline__ Progress fetch_ahead(const ProductParams& p, Stages<kWidth>& stages, u32 base) {
   using S = Stages<kWidth>;
   Progress at{static_cast<int>(blockIdx.x), 0, 0};
 #pragma unroll 1
   for (; at.stages < S::kCount && at.index < p.total; ++at.stages) {
-    const Tile t = product_tile<kWidth>(p, at.index);
+    const Tile t = from_unit<T, kByThreads>(p, product_tile<kWidth>(p, at.index));
     const u32 full = shared_address(&stages.full[at.stages]), to = base + at.stages * S::kBytes;
     if constexpr (kLeft) {
+      const Tile from = source_of<kByThreads>(p, t);
       mbarrier::arrive_expect(full, S::kBytes);
-      fetch_operand<T, !kLast, kRows>(to, &p.x, full, t.row, at.step * kLine<T>, t);
+      fetch_operand<T, !kLast, kRows>(to, &p.x, full, from.row, at.step * kLine<T>, from);
     } else {
       fetch_operand<T, kWeightsK, kWidth>(to + kLeftBytes, &p.weights, full, t.col, at.step * kLine<T>, t);
     }
@@ -58,13 +79,13 @@ __device__ __forceinline__ Progress fetch_ahead(const ProductParams& p, Stages<k
 
 /// Fetches tiles until there are none. Where CTAs take what is next, `tiles` says which one begins in a stage, or that
 /// all have gone. The weights may still be packed by the kernel before; x was there before that began.
-template <typename T, int kWidth, bool kLast, bool kWeightsK>
+template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kByThreads>
 __device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles, u32 base) {
   Progress at{static_cast<int>(blockIdx.x), 0, 0};
   if (p.behind) {
-    fetch_ahead<T, kWidth, kLast, kWeightsK, true>(p, stages, base);
+    fetch_ahead<T, kWidth, kLast, kWeightsK, kByThreads, true>(p, stages, base);
     wait_for_earlier_kernel();
-    at = fetch_ahead<T, kWidth, kLast, kWeightsK, false>(p, stages, base);
+    at = fetch_ahead<T, kWidth, kLast, kWeightsK, kByThreads, false>(p, stages, base);
   }
   typename Stages<kWidth>::Ring ring(1);
   for (u32 s = 0; s < at.stages; ++s) {
@@ -72,13 +93,13 @@ __device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidt
   }
   for (int index = at.index, step = at.step, next; index < p.total; index = next, step = 0) {
     next = next_tile(p, index);  // on its way while this one is fetched
-    Tile t = product_tile<kWidth>(p, index);
+    Tile t = from_unit<T, kByThreads>(p, product_tile<kWidth>(p, index));
     t.first = step;
     if (p.taken != nullptr) {
       mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
       tiles[ring.stage] = index;
     }
-    fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, t, stages, base, ring);
+    fetch<T, kWidth, !kLast, kWeightsK>(&p.x, &p.weights, t, source_of<kByThreads>(p, t), stages, base, ring);
   }
   if (p.taken != nullptr) {
     mbarrier::wait(shared_address(&stages.empty[ring.stage]), ring.parity);
@@ -220,7 +241,8 @@ __device__ __forceinline__ void finish_tile(const ProductParams& p, const Tile& 
     }
   };
   if constexpr (kByThreads) {
-    store_lines<T>(p, t, row, d, buffers, 1 + warpgroup);
+    p.neighbours ? store_units<T>(p, t, row, d, buffers, 1 + warpgroup)
+                 : store_lines<T>(p, t, row, d, buffers, 1 + warpgroup);
   } else {
     store_tile<T, kLast, 2>(d, buffers, 1 + warpgroup, store, turn);
     turn += kWidth / kLine<T>;
@@ -236,21 +258,24 @@ __device__ __forceinline__ void finish_tile(const ProductParams& p, const Tile& 
   }
 }
 
-/// What a kernel's CTAs do. kByThreads: x and y have no maps.
+/// What a kernel's CTAs do. kByThreads: y has no map, and x one of neighbours or none.
 template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kDense, bool kByThreads>
 __device__ __forceinline__ void make_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles,
                                            T (&bias)[2][kWidth], u32 base) {
   using S = Stages<kWidth>;
-  init_ring(stages.full, stages.empty, S::kCount, kByThreads ? 1 + kLineArrivals : 1, 8);
+  const bool lines = kByThreads && !p.neighbours;
+  init_ring(stages.full, stages.empty, S::kCount, lines ? 1 + kLineArrivals : 1, 8);
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if constexpr (kByThreads) {
+    if (lines) {
       fetch_tile_lines<T, kWidth, kWeightsK>(p, stages, base);
     } else if (threadIdx.x == 0) {
       tma::prefetch(&p.x);
       tma::prefetch(&p.weights);
-      tma::prefetch(&p.y);
-      fetch_tiles<T, kWidth, kLast, kWeightsK>(p, stages, tiles, base);
+      if constexpr (!kByThreads) {
+        tma::prefetch(&p.y);
+      }
+      fetch_tiles<T, kWidth, kLast, kWeightsK, kByThreads>(p, stages, tiles, base);
     }
   } else {
     more_registers<232>();
@@ -259,7 +284,7 @@ __device__ __forceinline__ void make_tiles(const ProductParams& p, Stages<kWidth
     typename S::Ring ring(0);
     u32 turn = 0;  // pieces stored so far
     for (int index, tile = 0; (index = tile_of<kWidth>(p, stages, tiles, ring, tile)) < p.total; ++tile) {
-      const Tile t = product_tile<kWidth>(p, index);
+      const Tile t = from_unit<T, kByThreads>(p, product_tile<kWidth>(p, index));
       const Bias<T, kWidth> carried(p, t);  // read while the products run
       float d[kWidth / 2], unused[4];
 #pragma unroll

@@ -12,13 +12,14 @@ struct Seat {
   Tile tile;
   int first, by;
 };
-template <int kWidth>
+template <typename T, int kWidth, bool kByThreads>
 __device__ __forceinline__ Seat seat_of(const ProductParams& p) {
   const int cta = static_cast<int>(blockIdx.x), seats = static_cast<int>(p.share.divisor);
   const int first = p.share.quotient(cta), seat = cta - first * seats;
   const int product = p.col_tiles.quotient(seat), col = seat - product * static_cast<int>(p.col_tiles.divisor);
   const int i = p.d.quotient(product), l = product - i * static_cast<int>(p.d.divisor);
-  return {{0, col * kWidth, l, i, 0, p.steps}, first, static_cast<int>(gridDim.x) / seats};
+  const Tile tile = from_unit<T, kByThreads>(p, {0, col * kWidth, l, i, 0, p.steps});
+  return {tile, first, static_cast<int>(gridDim.x) / seats};
 }
 
 /// The weights of a tile's columns, as the copy engine would fetch them with k as the unit axis: a line of 128 bytes
@@ -88,14 +89,16 @@ __device__ __forceinline__ void multiply_kept(float (&d)[kWidth / 2], int steps,
   release(empty, pending);
 }
 
-/// What a kernel's CTAs do. kByThreads: x and y have no maps.
+/// What a kernel's CTAs do. kByThreads: y has no map, and x one of neighbours or none.
 template <typename T, int kWidth, bool kByThreads>
 __device__ __forceinline__ void make_seat(const ProductParams& p, Stages<0>& stages, T (&bias)[2][kWidth], u32 base) {
   using S = Stages<0>;
   const u32 staging = base + S::kCount * S::kBytes, weights = staging + kStagingBytes;
-  const Seat seat = seat_of<kWidth>(p);
-  init_ring(stages.full, stages.empty, S::kCount, kByThreads ? kLineArrivals : 1, 8);
+  const Seat seat = seat_of<T, kWidth, kByThreads>(p);
+  const bool lines = kByThreads && !p.neighbours;
+  init_ring(stages.full, stages.empty, S::kCount, lines ? kLineArrivals : 1, 8);
 
+  const Tile from = source_of<kByThreads>(p, seat.tile);
   int tile = seat.first, step = 0;  // that are fetched next
   S::Ring ahead(1);
   const auto fetch_stages = [&](u32 most) {
@@ -104,8 +107,8 @@ __device__ __forceinline__ void make_seat(const ProductParams& p, Stages<0>& sta
       mbarrier::wait(shared_address(&stages.empty[ahead.stage]), ahead.parity);
       const u32 full = shared_address(&stages.full[ahead.stage]);
       mbarrier::arrive_expect(full, S::kBytes);
-      fetch_operand<T, false, kRows>(base + ahead.stage * S::kBytes, &p.x, full, tile * kRows, step * kLine<T>,
-                                     seat.tile);
+      fetch_operand<T, false, kRows>(base + ahead.stage * S::kBytes, &p.x, full, from.row + tile * kRows,
+                                     step * kLine<T>, from);
       if (++step == p.steps) {
         step = 0;
         tile += seat.by;
@@ -114,12 +117,14 @@ __device__ __forceinline__ void make_seat(const ProductParams& p, Stages<0>& sta
   };
   const auto tile_of = [&](int turn) {
     Tile t = seat.tile;
-    t.row = (seat.first + turn * seat.by) * kRows;
+    t.row += (seat.first + turn * seat.by) * kRows;
     return t;
   };
-  if (!kByThreads && threadIdx.x == 0) {
+  if (!lines && threadIdx.x == 0) {
     tma::prefetch(&p.x);
-    tma::prefetch(&p.y);
+    if constexpr (!kByThreads) {
+      tma::prefetch(&p.y);
+    }
     fetch_stages(S::kCount);  // none of which is in use
   }
   __syncwarp();
@@ -128,7 +133,7 @@ __device__ __forceinline__ void make_seat(const ProductParams& p, Stages<0>& sta
   __syncthreads();
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if constexpr (kByThreads) {
+    if (lines) {
       fetch_lines<T>(p, stages, base, line_ends(staging), (p.total - seat.first + seat.by - 1) / seat.by, tile_of,
                      [](u32, const Tile&, int) {});
     } else if (threadIdx.x == 0) {

@@ -58,9 +58,11 @@ struct ProductParams {
   Divisor share, tail;  ///< this many tiles of the batch go through all weights together; the rest do at the end
   Divisor group;        ///< tiles of such a walk
   Strands strands;
-  int* taken;   ///< tiles that CTAs have taken after their first, from 0; or null, and they take turns
-  bool behind;  ///< the weights are being packed by the kernel before, and CTAs take turns
-  bool mapped;  ///< x and y have maps; else the batch is last, threads move both, and CTAs take turns
+  int* taken;       ///< tiles that CTAs have taken after their first, from 0; or null, and they take turns
+  bool behind;      ///< the weights are being packed by the kernel before, and CTAs take turns
+  bool mapped;      ///< x and y have maps; else the batch is last, and threads store y
+  bool neighbours;  ///< then: x has a map all the same, in which a block's d neighbouring lines are one, and tiles
+                    ///< begin at a unit of 16 bytes in it; else threads fetch x, and CTAs take turns
 };
 
 /// Partial sums are matrices of b rows, `line` floats apart: c weights, then the row's sum of d_y.

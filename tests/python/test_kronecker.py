@@ -183,6 +183,19 @@ def test_only_some_require_grad(which, activation, device):
 # As torch sees them
 
 
+@both_layouts
+@pytest.mark.parametrize(("features", "batch"), [(3, 1 << 16), (4200, 1 << 11)], ids=str)
+def test_bias_of_a_long_batch(features, batch, bs_last):
+    """Rows are added up by hundreds: one by one, what follows a large one would be lost."""
+    upstream = torch.ones(features, batch) if bs_last else torch.ones(batch, features)
+    upstream.select(int(bs_last), 0).fill_(2.0**24)
+    bias = torch.zeros(features, requires_grad=True)
+    w = torch.zeros(1, 1, 1, features, requires_grad=True)  # with it the core adds up, not torch
+    y = fw.ksmm(torch.zeros_like(upstream), w, bs_last, bias)
+    _, sums = torch.autograd.grad(y, (w, bias), upstream)
+    assert (sums.double() - (2.0**24 + batch - 1)).abs().max() < 300
+
+
 def op_arguments(op, device, bs_last, bias=True, activation="gelu", grad=True):
     x, w, b = tensors([(2, 3, 4, 5)], (7,), device, bs_last=bs_last, grad=grad)
     if op == "ksmm":

@@ -17,6 +17,14 @@ constexpr std::int64_t kBlockRows = 128, kBlockLanes = 1024;
 /// Blocks wanted of a call, so that all threads have work.
 constexpr std::int64_t kBlocks = 64;
 
+/// The batch in as many pieces as `jobs` of each leave wanting, in multiples of `unit`.
+Split pieces_of(std::int64_t batch, std::int64_t jobs, std::int64_t unit) {
+  const std::int64_t count = std::max<std::int64_t>(batch, 1);
+  const std::int64_t pieces =
+      std::clamp(kBlocks / jobs, std::int64_t{1}, std::max<std::int64_t>(batch / kLeastPiece, 1));
+  return even(count, ceil_div(count, pieces), unit);
+}
+
 class WeightWork {
  public:
   WeightWork(const WeightProblem& problem, bool last)
@@ -33,10 +41,7 @@ class WeightWork {
     for (const Part& part : parts_) {
       lanes_ = std::max(lanes_, ceil_div(part.columns.panels(), blocks_) * tiles_.vectors * tiles_.lanes);
     }
-    const std::int64_t most =
-        std::clamp(kBlocks / jobs(), std::int64_t{1}, std::max<std::int64_t>(p_.batch / kLeastPiece, 1));
-    batch_ =
-        even(std::max<std::int64_t>(p_.batch, 1), ceil_div(std::max<std::int64_t>(p_.batch, 1), most), tiles_.group);
+    batch_ = pieces_of(p_.batch, jobs(), tiles_.group);
   }
 
   /// Blocks of the result; and the pieces of the batch for each.
@@ -173,34 +178,55 @@ class WeightWork {
   Split batch_{1, 1};
 };
 
-/// Σ_n d_y[n], a panel of features at a time.
+/// Σ_n d_y[n], a panel of features and a piece of the batch at a time; pieces are added in their order.
 void add_bias(const WeightProblem& p, bool last, Context& context) {
   const Tiles& tiles = simd::widened_tiles(p.dtype);
   const Packing packing(p.dtype, tiles);
-  const std::int64_t features = p.sizes.a * p.sizes.b * p.sizes.d, width = 64;
-  const std::int64_t jobs = ceil_div(features, width);
-  const double operations = 4 * static_cast<double>(features) * static_cast<double>(p.batch + 1);
-  context.executor->parallel_for(jobs, grain(jobs, operations), [&](std::int64_t begin, std::int64_t end) {
-    Buffers& buffers = Buffers::of_thread();
-    std::byte* const packed = buffers.right.need(packing.bytes(kDepth * width));
-    std::byte* const sums = buffers.sums.need(packing.bytes(width));
-    for (std::int64_t f = begin * width; f < std::min(end * width, features); f += width) {
-      const std::int64_t count = std::min(width, features - f);
-      std::memset(sums, 0, packing.bytes(width));
-      for (std::int64_t n = 0; n < p.batch; n += kDepth) {
-        const std::int64_t depth = std::min(kDepth, p.batch - n);
-        void* const from = packing.at(p.d_y.data, n * p.d_y.batch + f * p.d_y.feature);
-        if (last) {
-          tiles.pack({from, p.d_y.feature, p.d_y.batch}, count, depth, depth, packed, 0);
-          add_up(packed, count, depth, true, sums, p.dtype);
-        } else {
-          tiles.pack({from, p.d_y.batch, p.d_y.feature}, depth, count, count, packed, 0);
-          add_up(packed, depth, count, false, sums, p.dtype);
-        }
+  const std::int64_t features = p.sizes.a * p.sizes.b * p.sizes.d, width = 64, jobs = ceil_div(features, width);
+  const Split batch = pieces_of(p.batch, jobs, 1);
+  const std::int64_t pieces = batch.pieces();
+  const std::size_t size = packing.bytes(width);
+  const Workspace workspace(context, pieces == 1 ? 0 : static_cast<std::size_t>(jobs * pieces) * size);
+  std::byte* const partial = static_cast<std::byte*>(workspace.data());
+  const auto store = [&](std::int64_t job, std::byte* sums) {
+    const std::int64_t f = job * width;
+    tiles.store(sums, width, 1, std::min(width, features - f),
+                {packing.at(p.d_bias.data, f * p.d_bias.stride), 0, p.d_bias.stride}, false);
+  };
+  const auto add_piece = [&](std::int64_t job, std::int64_t piece, std::byte* sums) {
+    const std::int64_t f = job * width, count = std::min(width, features - f);
+    const std::int64_t end = std::min((piece + 1) * batch.each, p.batch);
+    std::byte* const packed = Buffers::of_thread().right.need(packing.bytes(kDepth * width));
+    std::memset(sums, 0, size);
+    for (std::int64_t n = piece * batch.each; n < end; n += kDepth) {
+      const std::int64_t depth = std::min(kDepth, end - n);
+      void* const from = packing.at(p.d_y.data, n * p.d_y.batch + f * p.d_y.feature);
+      if (last) {
+        tiles.pack({from, p.d_y.feature, p.d_y.batch}, count, depth, depth, packed, 0);
+        add_up(packed, count, depth, true, sums, p.dtype);
+      } else {
+        tiles.pack({from, p.d_y.batch, p.d_y.feature}, depth, count, count, packed, 0);
+        add_up(packed, depth, count, false, sums, p.dtype);
       }
-      tiles.store(sums, width, 1, count, {packing.at(p.d_bias.data, f * p.d_bias.stride), 0, p.d_bias.stride}, false);
     }
-  });
+  };
+  const double operations = 4 * static_cast<double>(features) * static_cast<double>(p.batch + 1);
+  context.executor->parallel_for(
+      jobs * pieces, grain(jobs * pieces, operations), [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t n = begin; n < end; ++n) {
+          std::byte* const sums =
+              partial == nullptr ? Buffers::of_thread().sums.need(size) : partial + static_cast<std::size_t>(n) * size;
+          add_piece(n / pieces, n % pieces, sums);
+          if (partial == nullptr) {
+            store(n, sums);
+          }
+        }
+      });
+  for (std::int64_t job = 0; partial != nullptr && job < jobs; ++job) {
+    std::byte* const sums = partial + static_cast<std::size_t>(job * pieces) * size;
+    add_up(sums + size, pieces - 1, width, false, sums, p.dtype);
+    store(job, sums);
+  }
 }
 
 }  // namespace

@@ -34,16 +34,18 @@ void AddUp(const T* from, std::int64_t rows, std::int64_t cols, bool along, T* t
     return;
   }
   for (std::int64_t j = 0; j < whole; j += kLanes) {
-    auto sum = hn::LoadU(d, to + j);
+    auto sum = hn::Zero(d);  // not what is there already: small terms would be lost in a large sum
     for (std::int64_t i = 0; i < rows; ++i) {
       sum = hn::Add(sum, hn::LoadU(d, from + i * cols + j));
     }
-    hn::StoreU(sum, d, to + j);
+    hn::StoreU(hn::Add(hn::LoadU(d, to + j), sum), d, to + j);
   }
   for (std::int64_t j = whole; j < cols; ++j) {
+    T sum = 0;
     for (std::int64_t i = 0; i < rows; ++i) {
-      to[j] += from[i * cols + j];
+      sum += from[i * cols + j];
     }
+    to[j] += sum;
   }
 }
 

@@ -279,16 +279,19 @@ def write_csv(path: Path, rows: list[Row]) -> None:
 def given(text: str) -> list[Pattern]:
     """The patterns of --patterns."""
     patterns = [tuple(whole(one, "--patterns", "a,b,c,d;a,b,c,d and so on")) for one in text.split(";") if one]
-    if any(len(p) != 4 or min(p) < 1 for p in patterns):
+    if any(len(p) != 4 for p in patterns):
         raise SystemExit(f"--patterns: expected a,b,c,d;a,b,c,d and so on, got {text}")
     return [(a, b, c, d) for a, b, c, d in patterns]
 
 
 def whole(text: str, option: str, expected: str) -> list[int]:
+    """Numbers from 1 on with commas, one at least."""
     try:
-        return numbers(text, int)
+        if min(found := numbers(text, int)) > 0:
+            return found
     except ValueError:
-        raise SystemExit(f"{option}: expected {expected}, got {text}") from None
+        pass
+    raise SystemExit(f"{option}: expected {expected}, got {text}")
 
 
 def some_of(known: tuple[str, ...], text: str, option: str) -> list[str]:
@@ -360,7 +363,7 @@ def main() -> None:
     grid = part_of(options.part, given(options.patterns) or grids[options.grid]())
     parts = int(options.part.split("/")[1])
     algos, layouts = asked(options.algos), some_of(("first", "last"), options.layouts, "--layouts")
-    batches = whole(options.batch or ("25088" if gpu else "2048"), "--batch", "whole numbers with commas")
+    batches = whole(options.batch or ("25088" if gpu else "2048"), "--batch", "numbers from 1 on with commas")
     seconds = options.seconds if options.seconds is not None else 0.1 if is_paper else 0.5
     minutes = options.minutes if options.minutes is not None else 23.0 / parts if is_paper else math.inf
     every, slow_every = (options.peers_every or (4 if is_paper else 1)), (options.slow_every or (16 if is_paper else 1))

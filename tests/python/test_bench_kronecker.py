@@ -72,7 +72,8 @@ def test_unknown_algorithms_are_refused(algos):
         (["--dtypes", "fp16"], "--dtypes: expected some of float64, float32, float16, bfloat16, got fp16"),
         (["--precisions", "tf32"], "--precisions: expected some of highest, high, medium, got tf32"),
         (["--part", "half"], "--part: expected 1/N to N/N, got half"),
-        (["--batch", "many"], "--batch: expected whole numbers with commas, got many"),
+        (["--batch", "many"], "--batch: expected numbers from 1 on with commas, got many"),
+        (["--batch", "16,0"], "--batch: expected numbers from 1 on with commas, got 16,0"),
         (["--patterns", "1,2,x,4"], "--patterns: expected a,b,c,d"),
     ],
 )

@@ -81,6 +81,12 @@ def test_given_weights():
     assert all(p.dtype == torch.float16 for p in fw.nn.KSLinear(PATTERNS, weights, dtype=torch.float16).parameters())
 
 
+def test_frozen_weights_stay_frozen():
+    frozen = torch.nn.Parameter(torch.zeros(2, 3, 4, 5), requires_grad=False)
+    layer = fw.nn.KSLinear([(2, 3, 4, 5)], [frozen], dtype=torch.float16)
+    assert not layer.weights[0].requires_grad and layer.bias.requires_grad
+
+
 def test_state_copies_and_moves(device):
     layer = fw.nn.KSLinear(PATTERNS, device=device)
     x = torch.randn(5, 30, device=device)
@@ -215,6 +221,18 @@ def test_what_the_original_layer_offers(device):
     assert_close(layer.get_dense_product(), product(layer), torch.float32)
     assert layer.double().dtype == torch.float64  # as it is now
     assert set(layer.state_dict()) == {"weights.0", "weights.1", "bias"}
+
+
+def test_the_original_layer_copies_what_it_is_given():
+    for given in (torch.ones, lambda *p: torch.nn.Parameter(torch.ones(*p), requires_grad=False)):
+        weights = [given(*p) for p in PATTERNS]
+        layer, other = (
+            ksmm.KSLinear(PATTERNS, weights, algo=algo, dtype=torch.float32) for algo in ("kernel", "dense")
+        )
+        assert all(w.requires_grad for w in layer.weights)
+        with torch.no_grad():
+            layer.weights[0].zero_()
+        assert torch.equal(other.weights[0], torch.ones(PATTERNS[0])) and torch.equal(other.weights[0], weights[0])
 
 
 def test_the_original_layer(device):

@@ -5,7 +5,7 @@ weights of `dense` stand on the pattern only. Factors have the shape (a, b, c, d
 whatever the algo and layout; `load_state_dict` takes the original's checkpoints, whose shapes depend on both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fretwork.pattern import KroneckerPattern
 class KSLinear(nn.KSLinear):
     """y = x Wᵀ + bias with W a product of Kronecker-sparse factors; dense and float16 where nothing else is said.
 
+    `weights` given at the start are copied, so that layers made of the same ones are trained apart.
     A checkpoint of the original with the same `algo` can be loaded: its `factors.N` are turned to (a, b, c, d), and a
     bias of (out, 1), which it has with `bs_last`, to (out,). One of `dense` whose factor has non-zeros outside the
     pattern, as the original draws them, is refused.
@@ -42,6 +43,8 @@ class KSLinear(nn.KSLinear):
         bs_last: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
+        if isinstance(weights, Iterable):
+            weights = [w.detach().clone() if isinstance(w, Tensor) else w for w in weights]
         super().__init__(patterns, weights, bias, algo, dtype, bs_last, device)
 
     @property

@@ -203,6 +203,8 @@ def _of_patterns(given: Iterable[Tensor], patterns: list[KroneckerPattern]) -> l
 
 
 def _parameter(w: Tensor, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
-    """A parameter stays the one it is, so that layers can share it."""
+    """A parameter stays the one it is, so that layers can share it, or as frozen as it is where it has to change."""
     moved = w.to(device=w.device if device is None else device, dtype=dtype or w.dtype)
-    return w if moved is w and isinstance(w, nn.Parameter) else nn.Parameter(moved.detach())
+    if not isinstance(w, nn.Parameter):
+        return nn.Parameter(moved.detach())
+    return w if moved is w else nn.Parameter(moved.detach(), requires_grad=w.requires_grad)

@@ -234,6 +234,14 @@ def test_show_a_kronecker_factor() -> None:
     assert large == [" " * 4 * (n // 2) + "▒▒▒▒" + " " * 4 * (7 - n // 2) for n in range(16)]
 
 
+def test_show_a_large_kronecker_factor() -> None:
+    text = "kronecker(128,128,128,4)"  # of the paper; a mask would take 4 GiB
+    heads = json.loads(ok("show", text, "--json"))["heads"]
+    assert heads == [{"nnz": 4 * 128**3, "shortest_row": 128, "longest_row": 128, "empty_rows": 0}]
+    lines = [line.strip("│") for line in ok("show", text, "--width", "66").splitlines() if line.startswith("│")]
+    assert lines == [(" " * (2 * n) + "░░").ljust(64) for n in range(32)]
+
+
 def test_show_a_chain() -> None:
     factors = ("kronecker(64,64,64,1)", "kronecker(1,64,64,64)")
     facts = json.loads(ok("show", *factors, "--json"))

@@ -11,8 +11,8 @@ namespace fretwork::cli {
 namespace {
 
 constexpr std::int64_t kMaxMask = std::int64_t{1} << 30;
-/// Regular patterns are read row by row from here on, and of each square so many rows.
-constexpr double kLongRegular = 1 << 24;
+/// Regular and Kronecker patterns of more elements are long: of each square so many rows are read.
+constexpr double kLong = 1 << 24;
 constexpr std::int64_t kSamples = 8;
 constexpr std::int64_t kMaxRows = std::int64_t{1} << 28;
 
@@ -25,6 +25,16 @@ void add_area(Occupancy& grid, std::int64_t y0, std::int64_t y1, std::int64_t x0
       const std::int64_t width = std::min(x1, (x + 1) * cell) - std::max(x0, x * cell);
       grid.share[static_cast<std::size_t>(y * grid.cols + x)] += static_cast<double>(height * width);
     }
+  }
+}
+
+/// Adds begin, begin + step, … below `end`, columns of a row of squares, `weight` for each.
+void add_run(Occupancy& grid, std::int64_t y, std::int64_t begin, std::int64_t end, std::int64_t step, double weight) {
+  const auto before = [&](std::int64_t column) { return (column - begin + step - 1) / step; };
+  for (std::int64_t x = begin / grid.cell; x * grid.cell < end; ++x) {
+    const std::int64_t first = std::max(begin, x * grid.cell), last = std::min(end, (x + 1) * grid.cell);
+    grid.share[static_cast<std::size_t>(y * grid.cols + x)] +=
+        weight * static_cast<double>(before(last) - before(first));
   }
 }
 
@@ -50,13 +60,14 @@ Survey::Survey(const Pattern& pattern)
   cols_ = shape[shape.size() - 1];
   heads_ = std::accumulate(shape.begin(), shape.end() - 2, std::int64_t{1}, std::multiplies<>{});
   const double elements = static_cast<double>(heads_) * static_cast<double>(rows_) * static_cast<double>(cols_);
-  if (elements > kLongRegular) {
+  long_ = elements > kLong;
+  if (long_) {
     regular_ = dynamic_cast<const RegularPattern*>(&pattern);
   }
   if (regular_ != nullptr && rows_ > kMaxRows) {
     throw Error("show", "pattern", "at most 2^28 rows", std::to_string(rows_));
   }
-  if (blocks_ == nullptr && regular_ == nullptr) {
+  if (blocks_ == nullptr && regular_ == nullptr && kronecker_ == nullptr) {
     if (elements > double{kMaxMask}) {
       throw Error("show", "pattern", "at most 2^30 elements", std::to_string(rows_) + " x " + std::to_string(cols_));
     }
@@ -73,6 +84,9 @@ HeadFacts Survey::facts(std::int64_t head) const {
     const auto [least, most] = std::minmax_element(lengths.begin(), lengths.end());
     return {regular_->nnz(), *least, *most, std::count(lengths.begin(), lengths.end(), 0)};
   }
+  if (kronecker_ != nullptr) {
+    return {kronecker_->nnz(), kronecker_->sizes().c, kronecker_->sizes().c, 0};
+  }
   for (std::int64_t l = head * lines; l < (head + 1) * lines; ++l) {
     const auto row = mask_.begin() + l * cols_;
     const std::int64_t length = blocks_ != nullptr ? static_cast<std::int64_t>(blocks_->by_row().line(l).size())
@@ -85,16 +99,21 @@ HeadFacts Survey::facts(std::int64_t head) const {
   return facts;
 }
 
-void Survey::add_samples(Occupancy& grid) const {
+void Survey::add_rows(Occupancy& grid) const {
   for (std::int64_t y = 0; y < grid.rows; ++y) {
-    const std::int64_t height = std::min(grid.cell, rows_ - y * grid.cell), samples = std::min(height, kSamples);
+    const std::int64_t height = std::min(grid.cell, rows_ - y * grid.cell);
+    const std::int64_t samples = long_ ? std::min(height, kSamples) : height;
+    const double each = static_cast<double>(height) / static_cast<double>(samples);
     for (std::int64_t n = 0; n < samples; ++n) {
-      for (const auto& [begin, end] : regular_->row(y * grid.cell + n * height / samples)) {
-        for (std::int64_t x = begin / grid.cell; x * grid.cell < end; ++x) {
-          const std::int64_t width = std::min(end, (x + 1) * grid.cell) - std::max(begin, x * grid.cell);
-          grid.share[static_cast<std::size_t>(y * grid.cols + x)] +=
-              static_cast<double>(width * height) / static_cast<double>(samples);
-        }
+      const std::int64_t row = y * grid.cell + n * height / samples;
+      if (kronecker_ != nullptr) {
+        const auto& [a, b, c, d] = kronecker_->sizes();
+        const std::int64_t begin = row / (b * d) * c * d + row % d;
+        add_run(grid, y, begin, begin + (c - 1) * d + 1, d, each);
+        continue;
+      }
+      for (const auto& [begin, end] : regular_->row(row)) {
+        add_run(grid, y, begin, end, 1, each);
       }
     }
   }
@@ -122,8 +141,8 @@ Occupancy Survey::occupancy(std::int64_t head, std::int64_t max_rows, std::int64
         add_area(grid, i * r, (i + 1) * r, entry.other * c, (entry.other + 1) * c);
       }
     }
-  } else if (regular_ != nullptr) {
-    add_samples(grid);
+  } else if (regular_ != nullptr || kronecker_ != nullptr) {
+    add_rows(grid);
   } else {
     for (std::int64_t y = 0; y < rows_; ++y) {
       const auto row = mask_.begin() + (head * rows_ + y) * cols_;

@@ -22,8 +22,8 @@ struct Occupancy {
 
 class Survey {
  public:
-  /// Block layouts are read from their index, long regular patterns row by row; others through mask(), which throws
-  /// Error above 2³⁰ elements.
+  /// Block layouts are read from their index, Kronecker and long regular patterns row by row; others through mask(),
+  /// which throws Error above 2³⁰ elements.
   explicit Survey(const Pattern& pattern);
 
   std::int64_t heads() const { return heads_; }
@@ -32,15 +32,16 @@ class Survey {
   std::int64_t cols() const { return cols_; }
   HeadFacts facts(std::int64_t head) const;
   /// The finest grid of at most max_rows×max_cols squares; a square of a block layout is a block or several,
-  /// and the blocks of a Kronecker factor begin with a square where that costs little. Of a long regular pattern some
-  /// rows of each square are looked at.
+  /// and the blocks of a Kronecker factor begin with a square where that costs little. Of a long pattern some rows of
+  /// each square are looked at.
   Occupancy occupancy(std::int64_t head, std::int64_t max_rows, std::int64_t max_cols) const;
 
  private:
-  void add_samples(Occupancy& grid) const;
+  void add_rows(Occupancy& grid) const;
   const BlockLayout* blocks_ = nullptr;
   const KroneckerPattern* kronecker_ = nullptr;
   const RegularPattern* regular_ = nullptr;  ///< one that is too long for a mask
+  bool long_ = false;
   std::int64_t heads_ = 1, rows_ = 1, cols_ = 1;
   std::vector<std::uint8_t> mask_;
 };

@@ -211,6 +211,17 @@ def test_checkpoints_of_the_original_layer(algo, bs_last):
             layer.load_state_dict(bad)
 
 
+@pytest.mark.parametrize(
+    ("algo", "other"), [("kernel", "bmm"), ("kernel", "einsum"), ("bmm", "kernel"), ("bmm", "einsum")]
+)
+def test_checkpoints_of_another_algo_are_refused(algo, other):
+    """They have as many elements, in another order."""
+    layer = ksmm.KSLinear([(2, 3, 4, 5)], bias=False, algo=algo)
+    state = {"factors.0": stored_by_the_original(torch.randn(2, 3, 4, 5), other)}
+    with pytest.raises(RuntimeError, match=rf"KSLinear: factors.0: of algo {algo}: expected \(.*\), got \("):
+        layer.load_state_dict(state)
+
+
 def test_what_the_original_layer_offers(device):
     layer = ksmm.KSLinear(PATTERNS, algo="kernel", dtype=torch.float32, device=str(device))
     assert (layer.in_size, layer.out_size, layer.num_mat) == (30, 32, 2)

@@ -104,6 +104,9 @@ class KSLinear(nn.KSLinear):
 def _weights_of(factor: Tensor, pattern: KroneckerPattern, algo: str) -> Tensor:
     """(a, b, c, d) from how the original stores a factor for an algo."""
     a, b, c, d = pattern.weight_shape
+    shape = {"kernel": (a * d * c, b), "bmm": (a * d, b, c)}.get(algo)
+    if shape is not None and tuple(factor.shape) != shape:
+        raise RuntimeError(f"expected {shape}, got {tuple(factor.shape)}")
     if algo == "kernel":
         return factor.reshape(a, d, c, b).permute(0, 3, 2, 1)
     if algo == "bmm":

@@ -578,13 +578,14 @@ TEST_F(KroneckerCuda, LinesThatBeginAnywhere) {
   }
 }
 
-/// So many tiles that CTAs take the next one instead of turns.
+/// So many tiles that CTAs take the next ones instead of turns; batch last two at once, of which the last may be alone.
 TEST_F(KroneckerCuda, ManyTiles) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";
   }
   for (const bool last : {false, true}) {
     for (const Case& c : {Case{{1024, 16, 16, 1}, 1672, last, DType::f16, Activation::relu, true},
+                          {{1025, 16, 16, 1}, 1640, last, DType::f16, Activation::none, true},
                           {{1024, 16, 136, 1}, 1672, last, DType::bf16, Activation::none, true},
                           {{64, 16, 24, 16}, 1673, true, DType::f16, Activation::none, true}}) {
       Forward f(c);

@@ -440,6 +440,7 @@ ProductParams product_params(const Problem& p, const Sizes& s, std::int64_t row_
   params.share = divisor(share);
   params.tail = divisor(std::max<std::int64_t>(row_tiles % share, 1));
   params.group = divisor(share * col_tiles * products);
+  params.together = 1;
   return params;
 }
 
@@ -480,9 +481,8 @@ void launch(const Kernel& kernel, ProductParams params, int shared, bool behind,
 
 void launch_product(const Problem& p, const Layout& layout, const Map& weights, bool weights_k, int width, bool behind,
                     Context& context) {
-  // Batch last, x of a product with one tile of columns is not read again.
-  ProductParams params =
-      product_params(p, p.sizes, layout.row_tiles(p.batch), width, layout.last && p.sizes.b <= width ? kMost : 16);
+  const bool once = layout.last && p.sizes.b <= width;  // one tile has all columns: x is not read again
+  ProductParams params = product_params(p, p.sizes, layout.row_tiles(p.batch), width, once ? kMost : 16);
   set_operands(params, p, layout);
   params.weights = weights;
   // Some microseconds to clear a number, for launches of a hundred or more.
@@ -491,6 +491,7 @@ void launch_product(const Problem& p, const Layout& layout, const Map& weights, 
   const Workspace taken(context, in_turns ? 0 : sizeof(int));
   params.taken = static_cast<int*>(taken.data());
   if (!in_turns) {
+    params.together = once ? 512 / (kRows * bytes_of(p.dtype)) : 1;  // so many bytes of a line in memory
     driver::fill_zero(taken.data(), sizeof(int), context.stream);
   }
   launch(product_kernel(p.dtype, width, layout.last, weights_k, context.device.index), params,

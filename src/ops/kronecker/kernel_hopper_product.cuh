@@ -44,7 +44,10 @@ __device__ __forceinline__ Tile source_of(const ProductParams& p, Tile t) {
 /// The CTA's next tile. Some SMs are nearer to memory than others, so that in a long launch each takes what is next.
 __device__ __forceinline__ int next_tile(const ProductParams& p, int index) {
   const int all = static_cast<int>(gridDim.x);
-  return p.taken != nullptr ? atomicAdd(p.taken, 1) + all : index + all;
+  if (p.taken == nullptr) {
+    return index + all;
+  }
+  return (index + 1) % p.together != 0 ? index + 1 : (atomicAdd(p.taken, 1) + all) * p.together;
 }
 
 /// How far the fetching thread is.
@@ -81,7 +84,7 @@ __device__ __forceinline__ Progress fetch_ahead(const ProductParams& p, Stages<k
 /// all have gone. The weights may still be packed by the kernel before; x was there before that began.
 template <typename T, int kWidth, bool kLast, bool kWeightsK, bool kByThreads>
 __device__ __forceinline__ void fetch_tiles(const ProductParams& p, Stages<kWidth>& stages, int* tiles, u32 base) {
-  Progress at{static_cast<int>(blockIdx.x), 0, 0};
+  Progress at{static_cast<int>(blockIdx.x) * p.together, 0, 0};
   if (p.behind) {
     fetch_ahead<T, kWidth, kLast, kWeightsK, kByThreads, true>(p, stages, base);
     wait_for_earlier_kernel();

@@ -58,7 +58,8 @@ struct ProductParams {
   Divisor share, tail;  ///< this many tiles of the batch go through all weights together; the rest do at the end
   Divisor group;        ///< tiles of such a walk
   Strands strands;
-  int* taken;       ///< tiles that CTAs have taken after their first, from 0; or null, and they take turns
+  int* taken;       ///< what CTAs have taken after their first, from 0; or null, and they take turns
+  int together;     ///< neighbouring tiles that are taken at once; 1 in turns
   bool behind;      ///< the weights are being packed by the kernel before, and CTAs take turns
   bool mapped;      ///< x and y have maps; else the batch is last, and threads store y
   bool neighbours;  ///< then: x has a map all the same, in which a block's d neighbouring lines are one, and tiles

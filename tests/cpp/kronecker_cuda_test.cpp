@@ -948,6 +948,22 @@ TEST_F(KroneckerCuda, DeepBlocks) {
   }
 }
 
+/// d = 2 and so many rows that an H200 is filled by tiles, whose x goes through shared memory: one, two and four warps
+/// with outputs of their own, rows, outputs and depths that are no multiples of theirs, and the deepest.
+TEST_F(KroneckerCuda, TilesOfSomeRows) {
+  using enum Activation;
+  for (const Case& c :
+       std::initializer_list<Case>{{{1, 768, 192, 2}, 196, false, DType::f16},
+                                   {{1, 768, 192, 2}, 256, false, DType::bf16, gelu, true},
+                                   {{1, 384, 384, 2}, 255, false, DType::f16, relu, true},
+                                   {{2, 300, 196, 2}, 200, false, DType::bf16, silu, true},
+                                   {{3, 128, 256, 2}, 250, false, DType::f16, none, true, Order::plain, 8},
+                                   {{1, 520, 324, 2}, 229, false, DType::f16, none, true},
+                                   {{1, 384, 768, 2}, 196, false, DType::bf16}}) {
+    ASSERT_NO_FATAL_FAILURE(check_direct(c));
+  }
+}
+
 /// Batch last, d = 1, an even number of rows but none that the copy engine takes: a block of x is one piece of memory.
 /// Outputs that fill a CTA, several, or a part of one.
 TEST_F(KroneckerCuda, BlocksInOnePiece) {
@@ -975,15 +991,17 @@ TEST_F(KroneckerCuda, FewRowsDirectlyLeaveTheRest) {
 /// Rows that are not there, or are not numbers, are multiplied beside those that are.
 TEST_F(KroneckerCuda, FewRowsKeepApart) {
   for (const bool last : {false, true}) {
-    for (const Index batch : {3, 8, 13, 40}) {
-      const Case c{{1, 48, 500, 4}, batch, last, DType::f16, Activation::none, true};
+    for (const Index batch : {3, 8, 13, 40, 196}) {
+      const bool tiles = batch > 40;
+      const Case c{
+          tiles ? Sizes{1, 768, 192, 2} : Sizes{1, 48, 500, 4}, batch, last, DType::f16, Activation::none, true};
       Forward f(c);
       const Index n = batch - 2;
       for (Index feature = 0; feature < f.x.view.size(1); ++feature) {
         f.x.host.set(n * f.x.view.strides[0] + feature * f.x.view.strides[1], std::numeric_limits<double>::quiet_NaN());
       }
       f.upload();
-      for (const bool directly : {false, true}) {
+      for (const bool directly : {tiles, true}) {
         ASSERT_TRUE(directly ? kronecker::direct::run(f.problem(), context_)
                              : kronecker::few::run(f.problem(), context_))
             << c.text();

@@ -159,6 +159,34 @@ bool in_pieces(const Problem& p) {
          aligned(p.x.data, 16) && aligned(p.y.data, 16) && !cheap(p);
 }
 
+/// d = 2, batch first, where tiles run all at once, one on each SM, and read so much less than `ctas` of single shares
+/// that copies through shared memory pay: warps with outputs of their own, as a power of two, rows (else none), parts
+/// of the depth and bytes of shared memory.
+struct Tile {
+  int log_own = 0;
+  std::int64_t rows = 0, parts = 0, bytes = 0;
+};
+Tile tile_of(const Problem& p, std::int64_t ctas, const driver::DeviceInfo& device) {
+  const auto& [a, b, c, d] = p.sizes;
+  constexpr std::int64_t kGain = 40 << 10;  // bytes of an SM
+  const std::int64_t row = c * d * 2, parts = ceil_div(c, std::int64_t{kTileSteps} * depth_of(2));
+  std::int64_t least = ceil_div(ctas, std::int64_t{device.multiprocessors}) * (32 * row) - kGain;
+  Tile best;
+  for (int log_own = 0; log_own <= 2; ++log_own) {
+    const std::int64_t own = 1 << log_own, groups = device.multiprocessors / (a * ceil_div(b, 16 * own));
+    if (groups == 0 || parts > kTileParts || parts * own > kTileWarps) {
+      continue;
+    }
+    const std::int64_t rows = ceil_div(p.batch, groups), whole = rows > kTileFewer ? kTileRows : kTileFewer;
+    const std::int64_t bytes = tile_bytes(parts, own, whole), read = (16 * own + whole) * row;
+    if (rows <= kTileRows && read < least && bytes <= device.shared_per_block) {
+      best = {log_own, rows, parts, bytes};
+      least = read;
+    }
+  }
+  return best;
+}
+
 Params fill(const Problem& p) {
   Params params{};
   params.x = p.x.data;
@@ -236,6 +264,19 @@ void run_whole(const Kernel& kernel, const Problem& p, DeepParams& params, std::
   kernel.launch(ctas, kDeepThreads, kWholeBytes, &params, context.stream);
 }
 
+void run_tiles(const Kernel& kernel, const Problem& p, Params& params, const Tile& tile, Context& context) {
+  const std::int64_t own = 1 << tile.log_own, groups = ceil_div(p.batch, tile.rows);
+  const std::int64_t j_tiles = ceil_div(p.sizes.b, 16 * own);
+  params.groups = divisor(groups);
+  params.j_tiles = divisor(j_tiles);
+  params.log_own = tile.log_own;
+  params.along_k = static_cast<int>(tile.parts);
+  params.rows = static_cast<int>(tile.rows);
+  params.apart = false;
+  kernel.launch(p.sizes.a * groups * j_tiles, static_cast<int>(32 * tile.parts * own), static_cast<int>(tile.bytes),
+                &params, context.stream);
+}
+
 void run_pieces(const Kernel& kernel, const Problem& p, Context& context) {
   Params params = fill(p);
   const std::int64_t tiles = ceil_div(p.sizes.b, std::int64_t{kPieceOutputs});
@@ -263,7 +304,8 @@ bool run(const Problem& p, Context& context) {
   const Shape& shape = shape_of(kind, p.batch);
   const auto& [steps, m, n] = shape;
   const std::int64_t groups = ceil_div(p.batch, std::int64_t{8} * n), shares = ceil_div(b, std::int64_t{16} * m);
-  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const driver::DeviceInfo& device = driver::device_info(context.device.index);
+  const int multiprocessors = device.multiprocessors;
   const Warps most = warps_of(kind, shape, d, a * groups * shares * (d / v), multiprocessors);
   const std::int64_t j_tiles = v == 8 ? shares : ceil_div(shares, std::int64_t{most.own});
   const std::int64_t l_tiles = v == 8 ? d / v / most.own : 1;
@@ -278,10 +320,13 @@ bool run(const Problem& p, Context& context) {
   params.log_own = std::countr_zero(static_cast<unsigned>(most.own));
   params.along_k = static_cast<int>(ceil_div(chunks, turns));
   params.more = p.batch > few::kMostRows;
+  params.rows = 8 * n;
+  params.apart = true;
   const int warps = params.along_k * most.own;
   const bool first = params.first && !p.last;
   const std::int64_t ctas = a * groups * j_tiles * l_tiles;
   const int bytes = warps * sums_bytes(v, m, n);
+  const bool tiles = first && params.more && v == 2 && steps == kTileSteps;
   if (first && deep(p, which, context)) {
     const Kernel& kernel = kernels.get(kDeep + std::size(kDeepKinds) * type + which - kDeepKinds[0],
                                        context.device.index, [&] { return deep_instance(p.dtype, kind); });
@@ -298,6 +343,8 @@ bool run(const Problem& p, Context& context) {
                                      [&] { return instance(p.dtype, kind, first); });
   if (in_pieces(p)) {
     run_pieces(kernel, p, context);
+  } else if (const Tile tile = tiles ? tile_of(p, ctas, device) : Tile{}; tile.rows > 0) {
+    run_tiles(kernel, p, params, tile, context);
   } else {
     kernel.launch(ctas, 32 * warps, bytes, &params, context.stream);
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "device/activation.cuh"
+#include "device/barrier.cuh"
 #include "device/copy_async.cuh"
 #include "device/mma.cuh"
 #include "ops/kronecker/params_direct.cuh"
@@ -61,6 +62,11 @@ template <int V>
 inline constexpr int kWords = V == 1 ? 4 : 2 * V;
 template <int V>
 inline constexpr int kProducts = kWords<V> / 2;
+/// d, which is V where lanes have all l.
+template <int V>
+__device__ __forceinline__ int stride_of(const Params& p) {
+  return V == 8 ? p.d : V;
+}
 /// From k of one lane to that of the next, and between neighbouring k of a lane. Where each k has 16 bytes for itself,
 /// it is lanes that have neighbouring ones, so that they read the same line of memory.
 template <int V>
@@ -104,32 +110,61 @@ template <int V>
 __device__ __forceinline__ void load_first(const Params& p, const u16* from, int rows, int depth, u32 lane,
                                            u32 (&words)[kWords<V>]) {
   const int r = static_cast<int>(lane / 4), k = static_cast<int>(lane % 4) * kLaneK<V>;
-  load_row<V>(r < rows, from + r * p.x_batch + k * p.d, depth - k, p.d, words);
+  load_row<V>(r < rows, from + r * p.x_batch + k * stride_of<V>(p), depth - k, stride_of<V>(p), words);
 }
 template <int V>
 __device__ __forceinline__ void load_last(const Params& p, const u16* from, int rows, int depth, u32 lane,
                                           u32 (&words)[kWords<V>]) {
   const int k = static_cast<int>(lane / 8 * kLaneK<V> + lane / 4 % 2 * kNextK<V>);
   const int n = static_cast<int>(2 * (lane % 4));
-  const u16* const first = from + k * p.d * p.x_feature + n;
+  const u16* const first = from + k * stride_of<V>(p) * p.x_feature + n;
 #pragma unroll
   for (int w = 0; w < kWords<V>; ++w) {
     const int more = k_of<V>(w / 2, w % 2);
-    words[w] = load_if(n < rows && k + more < depth, first + (more * p.d + l_of<V>(w / 2)) * p.x_feature);
+    words[w] = load_if(n < rows && k + more < depth, first + (more * stride_of<V>(p) + l_of<V>(w / 2)) * p.x_feature);
   }
 }
 template <int V>
 __device__ __forceinline__ void load_any(const Params& p, const u16* from, int rows, int depth, u32 lane,
                                          u32 (&words)[kWords<V>]) {
   const int r = static_cast<int>(lane / 4), k = static_cast<int>(lane % 4) * kLaneK<V>;
-  const u16* const first = from + static_cast<i64>(r) * p.x_batch + k * p.d * p.x_feature;
+  const u16* const first = from + static_cast<i64>(r) * p.x_batch + k * stride_of<V>(p) * p.x_feature;
 #pragma unroll
   for (int w = 0; w < kWords<V>; ++w) {
     const int more = k_of<V>(w / 2, w % 2);
-    const u16* const at = first + (more * p.d + l_of<V>(w / 2)) * p.x_feature;
+    const u16* const at = first + (more * stride_of<V>(p) + l_of<V>(w / 2)) * p.x_feature;
     const auto there = [&](int next) { return r < rows && k + more + next < depth; };
-    words[w] = load_16_if(there(0), at) | load_16_if(there(kNextK<V>), at + kNextK<V> * p.d * p.x_feature) << 16;
+    words[w] = load_16_if(there(0), at) | load_16_if(there(kNextK<V>), at + kNextK<V> * stride_of<V>(p) * p.x_feature)
+                                              << 16;
   }
+}
+
+/// 16 bytes to shared memory, of which `bytes` are read and the rest zero.
+__device__ __forceinline__ void copy_if(bool there, u32 to, const void* from, int bytes) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;}" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(static_cast<u32>(there))
+      : "memory");
+}
+
+/// 4 or 2 bytes where `there`, without a branch too.
+__device__ __forceinline__ void store_if(bool there, void* to, u32 word) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p st.global.b32 [%0], %1;}" ::"l"(to),
+      "r"(word), "r"(static_cast<u32>(there))
+      : "memory");
+}
+__device__ __forceinline__ void store_if(bool there, void* to, u16 half) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p st.global.b16 [%0], %1;}" ::"l"(to),
+      "h"(half), "r"(static_cast<u32>(there))
+      : "memory");
 }
 
 struct alignas(16) Four {
@@ -138,10 +173,18 @@ struct alignas(16) Four {
 
 /// Of the warps that have l or, with large shares, outputs of their own: there are tiles of l only where a lane has
 /// eight.
-template <int V, int kM>
+template <int V, int kM, int kN>
 __device__ __forceinline__ int log_own(const Params& p) {
-  return V == 8 || kM > 1 ? p.log_own : 0;
+  return V == 8 || kM * kN > 2 ? p.log_own : 0;
 }
+
+/// Pointers advance from load to load, and neither loads nor stores leap. Elsewhere registers are short, or, where l
+/// are apart, results leave in pieces of sectors, which is slower when they leave faster.
+template <int V, bool kFirst>
+inline constexpr bool kStraight = kFirst&& V < 8;
+/// Neighbouring l that a thread stores.
+template <int V>
+inline constexpr int kPair = V == 1 ? 1 : 2;
 
 /// Where a CTA works.
 struct Place {
@@ -149,11 +192,12 @@ struct Place {
 };
 
 /// Bias and activation of sums [l][j, j + 8][n, n + 1], if they are not plain, and their places in the result.
-template <typename T, int kPair, bool kFirst, bool kPlain>
-__device__ __forceinline__ void finish(const Params& p, int feature, int j, int n, float (&sums)[kPair * 4]) {
+template <typename T, int V, bool kFirst, bool kPlain>
+__device__ __forceinline__ void finish(const Params& p, int feature, int j, int n, float (&sums)[kPair<V> * 4],
+                                       int rows) {
   if (!kPlain && p.bias != nullptr) {
 #pragma unroll
-    for (int s = 0; s < kPair; ++s) {
+    for (int s = 0; s < kPair<V>; ++s) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (j + 8 * h < p.b) {
@@ -169,25 +213,38 @@ __device__ __forceinline__ void finish(const Params& p, int feature, int j, int 
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    if constexpr (kStraight<V, kFirst>) {
+      T* const first = static_cast<T*>(p.y) + static_cast<i64>(n) * p.y_batch + feature + 8 * h * p.d;
+#pragma unroll
+      for (int g = 0; g < 2; ++g) {
+        const bool there = j + 8 * h < p.b && n + g < rows;
+        if constexpr (kPair<V> == 2) {
+          store_if(there, first + g * p.y_batch, narrow_pair<T>(sums[2 * h + g], sums[4 + 2 * h + g]));
+        } else {
+          store_if(there, first + g * p.y_batch, narrow<T>(sums[2 * h + g]).bits);
+        }
+      }
+      continue;
+    }
     if (j + 8 * h >= p.b) {
       return;
     }
     T* const to = static_cast<T*>(p.y) + static_cast<i64>(n) * p.y_batch + (feature + 8 * h * p.d) * p.y_feature;
     if (!kFirst && p.last) {
 #pragma unroll
-      for (int s = 0; s < kPair; ++s) {
+      for (int s = 0; s < kPair<V>; ++s) {
         *reinterpret_cast<u32*>(to + s * p.y_feature) = narrow_pair<T>(sums[s * 4 + 2 * h], sums[s * 4 + 2 * h + 1]);
       }
       continue;
     }
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
-      if (n + g < p.batch) {
-        if (kPair == 2 && (kFirst || p.first)) {
+      if (n + g < rows) {
+        if (kPair<V> == 2 && (kFirst || p.first)) {
           *reinterpret_cast<u32*>(to + g * p.y_batch) = narrow_pair<T>(sums[2 * h + g], sums[4 + 2 * h + g]);
         } else {
 #pragma unroll
-          for (int s = 0; s < kPair; ++s) {
+          for (int s = 0; s < kPair<V>; ++s) {
             to[g * p.y_batch + s * p.y_feature] = narrow<T>(sums[s * 4 + 2 * h + g]);
           }
         }
@@ -198,42 +255,66 @@ __device__ __forceinline__ void finish(const Params& p, int feature, int j, int 
 
 /// The sums of all warps, [own][along k][l div 2][j][n][l mod 2][lane], become results.
 template <typename T, int V, int kM, int kN, bool kFirst, bool kPlain>
-__device__ __forceinline__ void store_sums(const Params& p, const Four* parts, const Place& at) {
-  constexpr int kSums = V * kM * kN, kPair = V == 1 ? 1 : 2, kUnits = kSums / kPair * 32;
+__device__ __forceinline__ void store_sums(const Params& p, const Four* parts, const Place& at, int end) {
+  constexpr int kSums = V * kM * kN, kUnits = kSums / kPair<V> * 32;
 #pragma unroll 1
-  for (u32 unit = threadIdx.x; unit < kUnits << log_own<V, kM>(p); unit += blockDim.x) {
+  for (u32 unit = threadIdx.x; unit < kUnits << log_own<V, kM, kN>(p); unit += blockDim.x) {
     const u32 lane = unit % 32, rest = unit % kUnits / 32, tile = rest % kN, m = rest / kN % kM;
-    const u32 own = unit / kUnits, e = rest / (kN * kM) * kPair + (V == 8 ? own * V : 0);
+    const u32 own = unit / kUnits, e = rest / (kN * kM) * kPair<V> + (V == 8 ? own * V : 0);
     const u32 tile_j = m + (V == 8 ? 0 : own * kM);
     const int n = at.n0 + static_cast<int>(tile * 8 + lane % 4 * 2);
     const int j = at.j0 + static_cast<int>(tile_j * 16 + lane / 4);
-    if (n >= p.batch) {
+    if (n >= end) {
       continue;
     }
-    float sums[kPair * 4] = {};
-    const Four* from = parts + own * p.along_k * (kSums * 32) + rest * kPair * 32 + lane;
+    float sums[kPair<V> * 4] = {};
+    const Four* from = parts + own * p.along_k * (kSums * 32) + rest * kPair<V> * 32 + lane;
+    if constexpr (V == 8) {
 #pragma unroll 4
-    for (int w = 0; w < p.along_k; ++w, from += kSums * 32) {
+      for (int w = 0; w < p.along_k; ++w, from += kSums * 32) {
 #pragma unroll
-      for (int s = 0; s < kPair; ++s) {
-        const Four more = from[s * 32];
+        for (int s = 0; s < kPair<V>; ++s) {
+          const Four more = from[s * 32];
 #pragma unroll
-        for (int h = 0; h < 4; ++h) {
-          sums[s * 4 + h] += more.at[h];
+          for (int h = 0; h < 4; ++h) {
+            sums[s * 4 + h] += more.at[h];
+          }
+        }
+      }
+    } else {
+      constexpr int kTogether = 4;  // parts whose loads leave together, with no leap for those that are not there
+#pragma unroll 1
+      for (int w = 0; w < p.along_k; w += kTogether, from += kTogether * kSums * 32) {
+        u32 words[kTogether][kPair<V>][4] = {};
+#pragma unroll
+        for (int v = 0; v < kTogether; ++v) {
+#pragma unroll
+          for (int s = 0; s < kPair<V>; ++s) {
+            if (w + v < p.along_k) {
+              load_shared_128(words[v][s], shared_address(from + (v * kSums + s) * 32));
+            }
+          }
+        }
+#pragma unroll
+        for (int v = 0; v < kTogether; ++v) {
+#pragma unroll
+          for (int s = 0; s < kPair<V> * 4; ++s) {
+            sums[s] += __uint_as_float(words[v][s / 4][s % 4]);
+          }
         }
       }
     }
-    finish<T, kPair, kFirst, kPlain>(p, (at.i * p.b + j) * p.d + at.l0 + static_cast<int>(e), j, n, sums);
+    finish<T, V, kFirst, kPlain>(p, (at.i * p.b + j) * p.d + at.l0 + static_cast<int>(e), j, n, sums, end);
   }
 }
 
 /// The same. Plain sums have code of their own, in one piece: what it leaps to is not in the cache of a short launch.
 template <typename T, int V, int kM, int kN, bool kFirst>
-__device__ __forceinline__ void store(const Params& p, const Four* parts, const Place& at) {
+__device__ __forceinline__ void store(const Params& p, const Four* parts, const Place& at, int end) {
   if (p.plain) {
-    store_sums<T, V, kM, kN, kFirst, true>(p, parts, at);
+    store_sums<T, V, kM, kN, kFirst, true>(p, parts, at, end);
   } else {
-    store_sums<T, V, kM, kN, kFirst, false>(p, parts, at);
+    store_sums<T, V, kM, kN, kFirst, false>(p, parts, at, end);
   }
 }
 
@@ -245,7 +326,7 @@ struct Share {
   int j, lane_k;
 
   template <int V, int kM, int kN>
-  static __device__ __forceinline__ Share make(const Params& p) {
+  static __device__ __forceinline__ Share make(const Params& p, int rows) {
     const auto split = [](int n, const Divisor& by, int& rest) {
       const int quotient = by.quotient(n);
       rest = n - quotient * static_cast<int>(by.divisor);
@@ -258,12 +339,12 @@ struct Share {
       rest = split(rest, p.l_tiles, s.at.l0);
     }
     s.at.i = split(rest, p.j_tiles, s.at.j0);
-    s.at.j0 *= 16 * kM << (V == 8 ? 0 : log_own<V, kM>(p));
-    s.at.l0 *= V << log_own<V, kM>(p);
-    s.at.n0 *= 8 * kN;
+    s.at.j0 *= 16 * kM << (V == 8 ? 0 : log_own<V, kM, kN>(p));
+    s.at.l0 *= V << log_own<V, kM, kN>(p);
+    s.at.n0 *= rows;
     s.lane = threadIdx.x % 32;
-    s.own = threadIdx.x / 32 & ((1u << log_own<V, kM>(p)) - 1);
-    s.warp = threadIdx.x / 32 >> log_own<V, kM>(p);
+    s.own = threadIdx.x / 32 & ((1u << log_own<V, kM, kN>(p)) - 1);
+    s.warp = threadIdx.x / 32 >> log_own<V, kM, kN>(p);
     s.j = s.at.j0 + static_cast<int>(s.lane / 4 + (V == 8 ? 0 : s.own * (16 * kM)));
     s.lane_k = static_cast<int>(s.lane % 4) * kLaneK<V>;
     const int l = s.at.l0 + static_cast<int>(V == 8 ? s.own * V : 0);
@@ -336,17 +417,21 @@ __device__ __forceinline__ void put(const Params& p, const Share& share, const f
 template <typename T, int V, int kSteps, int kM, int kN, bool kFirst>
 __device__ __forceinline__ void multiply_rows(const Params& p, Four* parts) {
   constexpr int kDepth = depth_of(V);
-  const Share share = Share::make<V, kM, kN>(p);
+  const Share share = Share::make<V, kM, kN>(p, 8 * kN);
   float sums[V][kM][kN][4] = {};
-#pragma unroll 1
-  for (int k0 = static_cast<int>(share.warp) * (kSteps * kDepth); k0 < p.c; k0 += p.along_k * (kSteps * kDepth)) {
+  constexpr bool straight = kStraight<V, kFirst>;
+  const i64 eight = 8 * p.w_b, eight_rows = 8 * p.x_batch;
+  const int d = stride_of<V>(p);
+  const auto turn = [&](int k0) {
     u32 left[kSteps][kM][2][kWords<V>], right[kSteps][kN][kWords<V>];
+    const u16* const weights = share.weights + (k0 + share.lane_k) * d;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int k = k0 + s * kDepth + share.lane_k;
 #pragma unroll
       for (int m = 0; m < 2 * kM; ++m) {
-        load_row<V>(share.j + m * 8 < p.b, share.weights + m * 8 * p.w_b + k * p.d, p.c - k, p.d,
+        load_row<V>(share.j + m * 8 < p.b,
+                    straight ? weights + m * eight + s * kDepth * d : share.weights + m * 8 * p.w_b + k * d, p.c - k, d,
                     left[s][m / 2][m % 2]);
       }
     }
@@ -361,11 +446,19 @@ __device__ __forceinline__ void multiply_rows(const Params& p, Four* parts) {
     };
     const auto load = [&](const auto& how) {
       each([&](int k, int n, u32(&words)[kWords<V>]) {
-        how(p, share.x + n * 8 * p.x_batch + k * p.d * p.x_feature, p.batch - share.at.n0 - n * 8, p.c - k, share.lane,
+        how(p, share.x + n * 8 * p.x_batch + k * d * p.x_feature, p.batch - share.at.n0 - n * 8, p.c - k, share.lane,
             words);
       });
     };
-    if (kFirst || p.first) {
+    if constexpr (straight) {
+      const int r = static_cast<int>(share.lane / 4);
+      const u16* const x = share.x + r * p.x_batch + (k0 + share.lane_k) * d;
+      each([&](int k, int n, u32(&words)[kWords<V>]) {
+        load_row<V>(r + n * 8 < p.batch - share.at.n0, x + n * eight_rows + (k - k0) * d, p.c - k - share.lane_k, d,
+                    words);
+      });
+      each([](int, int, u32(&words)[kWords<V>]) { arrange_first<V>(words); });
+    } else if (kFirst || p.first) {
       load(load_first<V>);
       each([](int, int, u32(&words)[kWords<V>]) { arrange_first<V>(words); });
     } else if (p.last) {
@@ -378,10 +471,76 @@ __device__ __forceinline__ void multiply_rows(const Params& p, Four* parts) {
     for (int s = 0; s < kSteps; ++s) {
       multiply<T, V, kM, kN>(left[s], right[s], sums);
     }
+  };
+  int k0 = static_cast<int>(share.warp) * (kSteps * kDepth);
+  const int next = p.along_k * (kSteps * kDepth);
+  if constexpr (V < 8) {
+#pragma unroll 1
+    do {  // every warp has a turn
+      turn(k0);
+    } while ((k0 += next) < p.c);
+  } else {
+#pragma unroll 1
+    for (; k0 < p.c; k0 += next) {
+      turn(k0);
+    }
   }
   put<V, kM, kN>(p, share, sums, parts);
   __syncthreads();
-  store<T, V, kM, kN, kFirst>(p, parts, share.at);
+  store<T, V, kM, kN, kFirst>(p, parts, share.at, p.batch);
+}
+
+/// d = 2, batch first, all of x and the weights at once: a warp has 16 outputs, kTileSteps steps of the depth and all
+/// rows of the CTA, up to 8·kN. Those that share a part of the depth copy its x to shared memory together.
+template <typename T, int kN>
+__device__ __forceinline__ void multiply_tile(const Params& p, Four* parts) {
+  constexpr int V = 2, kDepth = kTileSteps * depth_of(V);
+  const Share share = Share::make<V, 1, kN>(p, p.rows);
+  const int k0 = static_cast<int>(share.warp) * kDepth, rows = min(p.rows, p.batch - share.at.n0);
+  const u16* const weights = share.weights + (k0 + share.lane_k) * V;
+  const int depth = p.c - k0 - share.lane_k;
+  u32 left[kTileSteps][1][2][kWords<V>];
+#pragma unroll
+  for (int s = 0; s < kTileSteps; ++s) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      load_row<V>(share.j + m * 8 < p.b, weights + m * static_cast<i64>(8 * p.w_b) + s * depth_of(V) * V,
+                  depth - s * depth_of(V), V, left[s][0][m]);
+    }
+  }
+  // A warp copies two rows at a time, kN times for each quarter of the rows that is its own.
+  const u32 x =
+      shared_address(parts) + (p.along_k << p.log_own) * sums_bytes(V, 1, kN) + share.warp * (8 * kN * kTilePitch);
+  const int piece = static_cast<int>(share.lane % 16), bytes = k0 + piece * 4 < p.c ? 16 : 0;
+#pragma unroll 1
+  for (int quarter = static_cast<int>(share.own); quarter < 4; quarter += 1 << p.log_own) {
+    const int row = quarter * (2 * kN) + static_cast<int>(share.lane / 16);
+    const u16* from = share.x + row * p.x_batch + k0 * V + piece * 8;
+#pragma unroll
+    for (int n = 0; n < 2 * kN; n += 2, from += 2 * static_cast<i64>(p.x_batch)) {
+      copy_if(row + n < rows, x + (row + n) * kTilePitch + piece * 16, from, bytes);
+    }
+  }
+  copy_async_commit();
+  named_barrier(1 + share.warp, 32 << p.log_own);  // keeps the compiler from moving loads behind the wait
+  copy_async_wait<0>();
+  named_barrier(1 + share.warp, 32 << p.log_own);
+
+  float sums[V][1][kN][4] = {};
+  const u32 lines = x + share.lane / 4 * kTilePitch + share.lane % 4 * 16;
+#pragma unroll
+  for (int s = 0; s < kTileSteps; ++s) {
+    u32 right[kN][kWords<V>];
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      load_shared_128(right[n], lines + n * 8 * kTilePitch + s * 64);
+      arrange_first<V>(right[n]);
+    }
+    multiply<T, V, 1, kN>(left[s], right, sums);
+  }
+  put<V, 1, kN>(p, share, sums, parts);
+  __syncthreads();
+  store<T, V, 1, kN, true>(p, parts, share.at, share.at.n0 + rows);
 }
 
 /// Batch last, d = 1, lines that begin anywhere: a block of x is copied as the one piece of memory that it is, and so
@@ -481,6 +640,16 @@ __global__ void __launch_bounds__(most_threads(V, kMoreSteps, kMoreM, kMoreN),
   if constexpr (V == 1 && !kFirst) {
     if (p.piece) {
       multiply_piece<T>(p, parts);
+      return;
+    }
+  }
+  if constexpr (V == 2 && kSteps == kTileSteps && kFirst) {
+    if (!p.apart) {
+      if (p.rows > kTileFewer) {
+        multiply_tile<T, kTileRows / 8>(p, parts);
+      } else {
+        multiply_tile<T, kTileFewer / 8>(p, parts);
+      }
       return;
     }
   }

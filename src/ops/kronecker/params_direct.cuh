@@ -37,21 +37,34 @@ inline constexpr int kPieceDepth = 64, kPieceOutputs = 64, kPieceThreads = 512;
 constexpr int piece_x_bytes(int c, int batch) { return c * batch * 2 + 64; }
 constexpr int piece_bytes(int c, int batch) { return piece_x_bytes(c, batch) + kPieceOutputs * batch * 2; }
 
+/// Tiles, batch first with d = 2: steps of a warp, rows at most and of those that have fewer, bytes from a row of x in
+/// shared memory to the next, so that two of them meet different banks, warps and parts of the depth at most, and bytes
+/// of shared memory, for the sums and x.
+inline constexpr int kTileSteps = 4, kTileRows = 40, kTileFewer = 24, kTilePitch = kTileSteps * 64 + 64;
+inline constexpr int kTileWarps = 16, kTileParts = 14;
+constexpr long long tile_bytes(long long parts, long long own, long long rows) {
+  return parts * (own * sums_bytes(2, 1, static_cast<int>(rows / 8)) + rows * kTilePitch);
+}
+
 /// Strides in elements; the unit axes of the weights are l, then k. Offsets within a block of x, the weights and y fit
-/// into 31 bits.
+/// into 31 bits. What every call needs comes first: each 64 bytes are a trip to memory.
 struct Params {
-  const void *x, *w, *bias;
+  const void *x, *w;
   void* y;
   long long x_block, w_block;  ///< from one i to the next
-  int x_batch, x_feature, y_batch, y_feature, w_b, bias_stride;
+  int x_batch, y_batch, w_b;
   int batch, b, c, d;
-  Divisor groups, j_tiles, l_tiles;
-  int activation;
+  Divisor groups, j_tiles;
+  int rows;              ///< of a CTA
   int log_own, along_k;  ///< warps of a CTA that have l or outputs of their own, a power of two; that share the depth
-  bool first, last;      ///< features of a row lie together, or rows of a feature, even in number; or neither
   bool plain;            ///< neither bias nor activation
+  bool apart;            ///< warps load x for themselves
   bool more;             ///< than a few rows
+  bool first, last;      ///< features of a row lie together, or rows of a feature, even in number; or neither
   bool piece;            ///< blocks of x are pieces of memory
+  int x_feature, y_feature, bias_stride, activation;
+  Divisor l_tiles;
+  const void* bias;
 };
 
 struct DeepParams {

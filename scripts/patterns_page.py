@@ -52,7 +52,7 @@ Inside, a pattern is a few parts: boxes on the digits of positions. A window is 
 a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting and intersecting
 work on the ends of these bands, so nothing grows with the square of a length. What has no such form (random blocks,
 explicit masks) is listed. Grids whose steps do not divide each other, and strides whose common multiple is beyond
-4096, are united element by element, up to 2^28 of them in 2^25 runs: two dilations that are prime to each other up to
+4096, are united element by element, up to 2^28 of them in 2^25 runs: wide dilations that are prime to each other up to
 some hundred thousand tokens, and not a million.
 
 `from_mask` reads its matrix once. It finds rectangles, triangles, bands and diagonals in plain order, and, where a
@@ -118,6 +118,10 @@ What a pattern costs: its scores, rounded up to tiles of the order that suits it
 neighbouring keys cost; a patch of a grid costs what a window costs. Bands narrower than a tile, and parts that need an
 order of their own beside others (strided has two), cost more than their scores. The parts of a union may overlap:
 every score is counted once. Make a pattern once and keep it: equal patterns share their plans.
+The same pairs may cost more when they are written in another way: strides are found where a pattern has them as
+strides, not among the columns of `vertical_slash` or the globals of `longformer`, and `from_mask` may settle on a
+distance that fits less well. Where `describe()` says that tiles hold many times the elements, write the pattern as a
+union of its parts. In fp32 on a CPU one query against all keys takes longer than torch's.
 One made inside a function that `torch.compile` traces is a constant of its graph; other sizes are compiled anew. (The
 `.T` of one made there is not followed: write it in a text, `fw.Pattern.parse(f"strided({n},8).T")`.)
 `fretwork bench attention --seq 4096 --pattern 'strided(4096,64)'` says how fast one is on this machine, and

@@ -30,7 +30,7 @@ class SemiSparseLinear(nn.Module):
     >>> import torch, fretwork as fw
     >>> layer = fw.nn.SemiSparseLinear(64, 32, dtype=torch.bfloat16)
     >>> layer
-    SemiSparseLinear(in_features=64, out_features=32, bias=True, prune=magnitude, trainable=values)
+    SemiSparseLinear(in_features=64, out_features=32, bias=True, prune=magnitude, trainable=values, kept=2:4)
     >>> layer(torch.randn(5, 64).bfloat16()).shape, layer.values.shape, layer.metadata.shape
     (torch.Size([5, 32]), torch.Size([32, 32]), torch.Size([32, 2]))
     """
@@ -215,9 +215,12 @@ class SemiSparseLinear(nn.Module):
                 errors.append(f"{prefix}metadata: {error}")
 
     def extra_repr(self) -> str:
+        dtype = (self.weight if self.trainable == "dense" else self.values).dtype
+        group = _rules.group_of(dtype)  # 2 of fp32, which keeps one of two
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"prune={self.prune}, trainable={self.trainable}" + (f", decay={self.decay:g}" if self.decay else "")
+            f"prune={self.prune}, trainable={self.trainable}, kept={group // 2}:{group}"
+            + (f", decay={self.decay:g}" if self.decay else "")
         )
 
 

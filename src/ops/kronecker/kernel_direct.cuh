@@ -181,7 +181,7 @@ __device__ __forceinline__ int log_own(const Params& p) {
 /// Pointers advance from load to load, and neither loads nor stores leap. Elsewhere registers are short, or, where l
 /// are apart, results leave in pieces of sectors, which is slower when they leave faster.
 template <int V, bool kFirst>
-inline constexpr bool kStraight = kFirst&& V < 8;
+inline constexpr bool kStraight = V < 8 && kFirst;
 /// Neighbouring l that a thread stores.
 template <int V>
 inline constexpr int kPair = V == 1 ? 1 : 2;

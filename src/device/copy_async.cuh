@@ -21,6 +21,16 @@ __device__ __forceinline__ void copy_async_part(u32 shared, const void* global, 
                : "memory");
 }
 
+/// The same where `there`, else nothing; without a branch, which the compiler would make of an `if`.
+__device__ __forceinline__ void copy_async_part_if(bool there, u32 shared, const void* global, int bytes) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;}" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(static_cast<u32>(there))
+      : "memory");
+}
+
 /// kSize (4 or 8) bytes, of which the first `bytes` are read and the rest are zero.
 template <int kSize>
 __device__ __forceinline__ void copy_async_small(u32 shared, const void* global, int bytes) {

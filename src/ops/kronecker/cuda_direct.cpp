@@ -320,7 +320,6 @@ bool run(const Problem& p, Context& context) {
   params.log_own = std::countr_zero(static_cast<unsigned>(most.own));
   params.along_k = static_cast<int>(ceil_div(chunks, turns));
   params.more = p.batch > few::kMostRows;
-  params.rows = 8 * n;
   params.apart = true;
   const int warps = params.along_k * most.own;
   const bool first = params.first && !p.last;

@@ -55,6 +55,23 @@ __device__ __forceinline__ u32 load_16_if(bool there, const void* from) {
       : "l"(from), "r"(static_cast<u32>(there)));
   return to;
 }
+/// 4 or 2 bytes where `there`, without a branch too.
+__device__ __forceinline__ void store_if(bool there, void* to, u32 word) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p st.global.b32 [%0], %1;}" ::"l"(to),
+      "r"(word), "r"(static_cast<u32>(there))
+      : "memory");
+}
+__device__ __forceinline__ void store_if(bool there, void* to, u16 half) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p st.global.b16 [%0], %1;}" ::"l"(to),
+      "h"(half), "r"(static_cast<u32>(there))
+      : "memory");
+}
 
 /// A lane's four k of V neighbouring l (V = 1: eight k) of a row: 4·V (8) elements, and the fragments of as many
 /// products as there are l (two) that they make.
@@ -137,34 +154,6 @@ __device__ __forceinline__ void load_any(const Params& p, const u16* from, int r
     words[w] = load_16_if(there(0), at) | load_16_if(there(kNextK<V>), at + kNextK<V> * stride_of<V>(p) * p.x_feature)
                                               << 16;
   }
-}
-
-/// 16 bytes to shared memory, of which `bytes` are read and the rest zero.
-__device__ __forceinline__ void copy_if(bool there, u32 to, const void* from, int bytes) {
-  asm volatile(
-      "{.reg .pred p;\n"
-      "setp.ne.u32 p, %3, 0;\n"
-      "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;}" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(static_cast<u32>(there))
-      : "memory");
-}
-
-/// 4 or 2 bytes where `there`, without a branch too.
-__device__ __forceinline__ void store_if(bool there, void* to, u32 word) {
-  asm volatile(
-      "{.reg .pred p;\n"
-      "setp.ne.u32 p, %2, 0;\n"
-      "@p st.global.b32 [%0], %1;}" ::"l"(to),
-      "r"(word), "r"(static_cast<u32>(there))
-      : "memory");
-}
-__device__ __forceinline__ void store_if(bool there, void* to, u16 half) {
-  asm volatile(
-      "{.reg .pred p;\n"
-      "setp.ne.u32 p, %2, 0;\n"
-      "@p st.global.b16 [%0], %1;}" ::"l"(to),
-      "h"(half), "r"(static_cast<u32>(there))
-      : "memory");
 }
 
 struct alignas(16) Four {
@@ -518,7 +507,7 @@ __device__ __forceinline__ void multiply_tile(const Params& p, Four* parts) {
     const u16* from = share.x + row * p.x_batch + k0 * V + piece * 8;
 #pragma unroll
     for (int n = 0; n < 2 * kN; n += 2, from += 2 * static_cast<i64>(p.x_batch)) {
-      copy_if(row + n < rows, x + (row + n) * kTilePitch + piece * 16, from, bytes);
+      copy_async_part_if(row + n < rows, x + (row + n) * kTilePitch + piece * 16, from, bytes);
     }
   }
   copy_async_commit();

@@ -55,7 +55,7 @@ struct Params {
   int x_batch, y_batch, w_b;
   int batch, b, c, d;
   Divisor groups, j_tiles;
-  int rows;              ///< of a CTA
+  int rows;              ///< of a tile
   int log_own, along_k;  ///< warps of a CTA that have l or outputs of their own, a power of two; that share the depth
   bool plain;            ///< neither bias nor activation
   bool apart;            ///< warps load x for themselves

@@ -1,6 +1,7 @@
 // The operators. Each checks its arguments, throws Error on a bad one, and runs where the context says.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -37,6 +38,25 @@ std::vector<std::int64_t> dsd_shape(const TensorView& values, const TensorView& 
                                     const MatmulOptions& options = {});
 std::vector<std::int64_t> dds_shape(const TensorView& a, const TensorView& values, const BlockLayout& layout,
                                     const MatmulOptions& options = {});
+
+/// The geometry of a 2-D convolution, (height, width) each. `padding` is above and left, `padding_end` below and right.
+struct ConvOptions {
+  std::array<std::int64_t, 2> kernel{1, 1}, stride{1, 1}, padding{0, 0}, padding_end{0, 0}, dilation{1, 1};
+  const TensorView* bias = nullptr;  ///< (out channels); null is none. The gradients do not read it.
+};
+
+/// A convolution whose weight holds whole blocks. `layout` has a head for each kernel position, row by row, of blocks
+/// (output channels × input channels). x (N,C,H,W), values (nnz,b,b), out (N,K,P,Q), of any strides.
+void block_conv2d(const TensorView& x, const TensorView& values, const BlockLayout& layout, const TensorView& out,
+                  Context& context, const ConvOptions& options = {});
+/// Its gradients to x and to values.
+void block_conv2d_backward_x(const TensorView& d_out, const TensorView& values, const BlockLayout& layout,
+                             const TensorView& d_x, Context& context, const ConvOptions& options = {});
+void block_conv2d_backward_values(const TensorView& x, const TensorView& d_out, const BlockLayout& layout,
+                                  const TensorView& d_values, Context& context, const ConvOptions& options = {});
+/// The shape that `out` must have, after all checks that need no data.
+std::vector<std::int64_t> block_conv2d_shape(const TensorView& x, const TensorView& values, const BlockLayout& layout,
+                                             const ConvOptions& options = {});
 
 /// "add" adds the mask; "mul" turns its zeros into −inf and leaves the rest.
 enum class MaskMode : std::uint8_t { add, mul };

@@ -64,6 +64,18 @@ __device__ __forceinline__ void write_piece(const float (&d)[kSize], u32 to) {
   }
 }
 
+/// They leave through one buffer: all threads of the warpgroup call `store(piece, buffer)`.
+template <typename T, bool kTransposed, int kPiece = 0, int kSize, typename Store>
+__device__ __forceinline__ void store_tile_by_threads(const float (&d)[kSize], u32 buffer, u32 barrier, Store store) {
+  if constexpr (kPiece < pieces_of<T, kSize>) {
+    named_barrier(barrier, 128);
+    write_piece<T, kTransposed, kPiece>(d, buffer);
+    named_barrier(barrier, 128);
+    store(kPiece, buffer);
+    store_tile_by_threads<T, kTransposed, kPiece + 1>(d, buffer, barrier, store);
+  }
+}
+
 /// They leave through kBuffers buffers, which take turns: `turn` counts the pieces of earlier tiles, and matters where
 /// tiles are no multiple of kBuffers pieces. `store(piece, buffer)` is called by one thread. The last stores are still
 /// on their way when this returns.

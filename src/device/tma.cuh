@@ -39,6 +39,17 @@ __device__ __forceinline__ void load(u32 to, const void* map, u32 barrier, int x
       : "memory");
 }
 
+/// A column of pixels of a map made by im2col: from base pixel (w, h, n) on, in the order of memory, each moved by the
+/// kernel position's offsets.
+__device__ __forceinline__ void load_pixels(u32 to, const void* map, u32 barrier, int c, int w, int h, int n,
+                                            u16 offset_w, u16 offset_h) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6}], [%2], {%7, %8};" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(offset_w), "h"(offset_h)
+      : "memory");
+}
+
 /// `bytes` from one place to another, both aligned to 16.
 __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

@@ -101,6 +101,9 @@ struct Driver {
   Function<TensorMap*, int, std::uint32_t, void*, const std::uint64_t*, const std::uint64_t*, const std::uint32_t*,
            const std::uint32_t*, int, int, int, int>
       tensor_map{library, "cuTensorMapEncodeTiled"};
+  Function<TensorMap*, int, std::uint32_t, void*, const std::uint64_t*, const std::uint64_t*, const int*, const int*,
+           std::uint32_t, std::uint32_t, const std::uint32_t*, int, int, int, int>
+      pixel_map{library, "cuTensorMapEncodeIm2col"};
 };
 
 /// Opened on first use; throws Error, saying why, when there is no driver or no device.

@@ -301,6 +301,42 @@ TensorMap make_tensor_map(const void* data, int element_bytes, std::span<const s
   return map;
 }
 
+namespace {
+
+/// What lies between the last base pixel and the end of the image, as the copy engine counts it.
+std::int64_t upper_corner(const PixelMap& map, std::size_t axis) {
+  return map.first[axis] + (map.count[axis] - 1) * map.mul[axis] + 1 - static_cast<std::int64_t>(map.sizes[axis + 1]);
+}
+
+}  // namespace
+
+bool can_map_pixels(const PixelMap& map) {
+  const auto corner = [](std::int64_t at) { return at >= -128 && at <= 127; };
+  bool can = map.data != nullptr && reinterpret_cast<std::uintptr_t>(map.data) % 16 == 0;
+  for (const std::uint64_t size : map.sizes) {
+    can = can && size > 0 && size < (1ULL << 31);
+  }
+  for (const std::uint64_t stride : map.strides) {
+    can = can && stride > 0 && stride % 16 == 0 && stride < (1ULL << 40);
+  }
+  for (std::size_t axis = 0; axis < 2; ++axis) {
+    can =
+        can && corner(map.first[axis]) && corner(upper_corner(map, axis)) && map.mul[axis] <= 8 && map.count[axis] > 0;
+  }
+  return can;
+}
+
+TensorMap make_pixel_map(const PixelMap& map, std::uint32_t channels, std::uint32_t pixels, Swizzle swizzle) {
+  constexpr int kUint16 = 1, kNoInterleave = 0, kPromote256 = 3, kFillZeros = 0;
+  const int lower[2] = {static_cast<int>(map.first[0]), static_cast<int>(map.first[1])};
+  const int upper[2] = {static_cast<int>(upper_corner(map, 0)), static_cast<int>(upper_corner(map, 1))};
+  const std::uint32_t steps[4] = {1, static_cast<std::uint32_t>(map.mul[0]), static_cast<std::uint32_t>(map.mul[1]), 1};
+  TensorMap made;
+  driver().pixel_map(&made, kUint16, 4, const_cast<void*>(map.data), map.sizes.data(), map.strides.data(), lower, upper,
+                     channels, pixels, steps, kNoInterleave, static_cast<int>(swizzle), kPromote256, kFillZeros);
+  return made;
+}
+
 DeviceBuffer::DeviceBuffer(int device, const void* host, std::size_t bytes) : device_(device), bytes_(bytes) {
   if (bytes == 0) {
     return;

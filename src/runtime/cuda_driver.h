@@ -60,6 +60,19 @@ class DeviceScope {
 TensorMap make_tensor_map(const void* data, int element_bytes, std::span<const std::uint64_t> sizes,
                           std::span<const std::uint64_t> strides, std::span<const std::uint32_t> box, Swizzle swizzle);
 
+/// A map over images (C, W, H, N) of 16-bit channels that gathers columns of `pixels` pixels, `channels` of each.
+/// `strides` in bytes, of W, H and N; `first`, `mul` and `count` are those of base pixels along W and H: the first
+/// one's place, the distance to the next, how many there are.
+struct PixelMap {
+  const void* data;
+  std::array<std::uint64_t, 4> sizes;
+  std::array<std::uint64_t, 3> strides;
+  std::array<std::int64_t, 2> first, mul, count;
+};
+/// Whether the copy engine can have such a map.
+bool can_map_pixels(const PixelMap& map);
+TensorMap make_pixel_map(const PixelMap& map, std::uint32_t channels, std::uint32_t pixels, Swizzle swizzle);
+
 /// Device memory for the life of the object (plans). Uploads on a private stream, also while the caller captures.
 class DeviceBuffer {
  public:

@@ -12,7 +12,7 @@
 
 #include "error_text.h"
 #include "fretwork/fretwork.h"
-#include "ops/block_matmul/plan.h"
+#include "blocks/plan.h"
 
 namespace fretwork {
 namespace {
@@ -590,7 +590,7 @@ TEST(BlockMatmulRounding, OnceToNearestEven) {
 
 /// Every block is in one step, and two columns 2n and 2n + 1 that a group needs are one pair of its segment.
 TEST(BlockMatmulPlan, PairsStayTogether) {
-  using block_matmul::SpmmPlan;
+  using blocks::SpmmPlan;
   constexpr std::int64_t kLines = 29, kColumns = 37;
   constexpr std::int32_t kGroup = 3;
   std::mt19937 random(5);
@@ -602,7 +602,7 @@ TEST(BlockMatmulPlan, PairsStayTogether) {
     const auto layout = BlockLayout::make({1, kLines, kColumns, 16, 16}, mask);
     for (const std::int32_t longest : {0, 7}) {
       const SpmmPlan plan =
-          block_matmul::make_spmm_plan(*layout, false, kGroup, longest, block_matmul::StepOrder::pairs);
+          blocks::make_spmm_plan(*layout, false, kGroup, longest, blocks::StepOrder::pairs);
       std::map<std::pair<int, int>, std::pair<const SpmmPlan::Segment*, int>> places;  // of a group's columns
       std::int64_t blocks = 0;
       for (const auto& segment : plan.segments) {

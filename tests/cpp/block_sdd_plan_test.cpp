@@ -9,9 +9,9 @@
 #include <set>
 #include <vector>
 
-#include "ops/block_matmul/plan_sdd.h"
+#include "blocks/plan_sdd.h"
 
-namespace fretwork::block_matmul::hopper {
+namespace fretwork::blocks {
 namespace {
 
 std::shared_ptr<const BlockLayout> random_layout(std::int64_t heads, std::int64_t rows, std::int64_t cols,
@@ -92,4 +92,4 @@ TEST(BlockSddPlan, LinesThatNeedTheSameColumnsShareThem) {
 }
 
 }  // namespace
-}  // namespace fretwork::block_matmul::hopper
+}  // namespace fretwork::blocks

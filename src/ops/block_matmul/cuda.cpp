@@ -6,10 +6,10 @@
 #include <string>
 #include <utility>
 
+#include "blocks/plan.h"
 #include "fretwork/error.h"
 #include "ops/block_matmul/cuda_hopper.h"
 #include "ops/block_matmul/params.h"
-#include "ops/block_matmul/plan.h"
 #include "ops/block_matmul/problem.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -174,7 +174,7 @@ struct Steps {
 };
 
 /// Heads summed into the result follow each other in a group's steps.
-Steps device_steps(const SpmmPlan& plan, std::int64_t h_sum) {
+Steps device_steps(const blocks::SpmmPlan& plan, std::int64_t h_sum) {
   const std::size_t from_stride = 1 + static_cast<std::size_t>(plan.group_rows), stride = from_stride + 1;
   std::vector<std::pair<std::int32_t, std::int32_t>> ranges(static_cast<std::size_t>(plan.heads) *
                                                             static_cast<std::size_t>(plan.groups_per_head));
@@ -249,7 +249,7 @@ int longest_segment(const Steps& steps, const Shape& shape, const Config& config
 
 DevicePlan make_plan(const Problem& problem, const Config& config, const PlanKey& key) {
   const Shape shape = shape_of(problem);
-  const SpmmPlan plan = make_spmm_plan(*problem.layout, problem.transposed, config.group_rows, 0);
+  const blocks::SpmmPlan plan = blocks::make_spmm_plan(*problem.layout, problem.transposed, config.group_rows, 0);
   std::vector<Segment> segments;
   std::vector<Split> splits;
   Steps steps = device_steps(plan, problem.kind == Kind::spmm ? problem.h_sum : 1);

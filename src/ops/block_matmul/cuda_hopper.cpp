@@ -11,51 +11,18 @@
 #include <utility>
 #include <vector>
 
-#include "ops/block_matmul/params_hopper.cuh"
-#include "ops/block_matmul/plan.h"
-#include "ops/block_matmul/plan_sdd.h"
-#include "runtime/cuda_driver.h"
-#include "runtime/kernels.h"
+#include "blocks/hopper.h"
 #include "runtime/plan_cache.h"
-#include "runtime/tensor_map.h"
 
 namespace fretwork::block_matmul::hopper {
 namespace {
 
 namespace driver = fretwork::cuda;
-
-static_assert(sizeof(Segment) == sizeof(SpmmPlan::Segment) && sizeof(Split) == sizeof(SpmmPlan::Split));
+using namespace blocks;  // NOLINT: the host side that it shares with the convolution
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-constexpr int kSddStages = 4, kSddShared = 225 * 1024;
-constexpr int kWideShared = 4 * 49152 + 32768 + 1024, kNarrowShared = 4 * 49152 + 24576 + 1024;
-
-bool is_wide(std::int64_t block) { return block >= 64; }
 
 // ---------------------------------------------------------------------------------------------- which kernel
-
-KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest,
-                    int shared) {
-  return {"ops/block_matmul/kernel_hopper_" + file + ".cuh",
-          "fretwork::block_matmul::hopper::" + kernel + "<" + device_type(dtype) + rest + ">", shared};
-}
-std::string number(int value) { return ", " + std::to_string(value); }
-std::string flag(bool value) { return value ? ", true" : ", false"; }
-
-/// `size` is the width of a wide tile or the block of a narrow one.
-KernelSpec spmm_instance(bool wide, DType dtype, int size, bool sparse_k, bool dense_k, bool rows) {
-  return instance(wide ? "wide" : "narrow", wide ? "spmm_wide" : "spmm_narrow", dtype,
-                  number(size) + flag(sparse_k) + flag(dense_k) + flag(rows), wide ? kWideShared : kNarrowShared);
-}
-/// Columns of the right operand are gathered, which takes K as its unit axis to be fast. Where only the left one has
-/// that, the kernel computes Sᵀ = Bᵀ·Aᵀ.
-bool sdd_swaps(bool left_k, bool right_k) { return left_k && !right_k; }
-KernelSpec sdd_instance(DType dtype, bool left_k, bool right_k) {
-  const bool swaps = sdd_swaps(left_k, right_k);
-  return instance("sdd", "sdd", dtype, flag(swaps ? right_k : left_k) + flag(swaps ? left_k : right_k) + flag(swaps),
-                  KernelSpec::kBySize);
-}
-KernelSpec reduce_instance(DType dtype) { return instance("reduce", "spmm_reduce", dtype, "", 0); }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
@@ -67,7 +34,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     for (int order = 0; order < 8; ++order) {
       const bool a = (order & 1) != 0, b = (order & 2) != 0, rows = (order & 4) != 0;
       for (const int size : {256, 128, 32, 16}) {
-        list.push_back(spmm_instance(size >= 128, dtype, size, a, b, rows));
+        list.push_back(spmm_instance(dtype, size, a, b, rows));
       }
       if (!rows) {
         list.push_back(sdd_instance(dtype, a, b));
@@ -83,7 +50,7 @@ constinit KernelTable<128> kernels;
 const Kernel& spmm_kernel(DType dtype, int size, bool sparse_k, bool dense_k, bool rows, int device) {
   const unsigned type = dtype == DType::f16 ? 0 : 1, place = size == 256 ? 0 : size == 128 ? 1 : size == 32 ? 2 : 3;
   const unsigned which = type | place << 1 | unsigned{sparse_k} << 3 | unsigned{dense_k} << 4 | unsigned{rows} << 5;
-  return kernels.get(which, device, [&] { return spmm_instance(size >= 128, dtype, size, sparse_k, dense_k, rows); });
+  return kernels.get(which, device, [&] { return spmm_instance(dtype, size, sparse_k, dense_k, rows); });
 }
 const Kernel& sdd_kernel(DType dtype, bool left_k, bool right_k, int device) {
   const unsigned which = 64 | (dtype == DType::f16 ? 0u : 1u) | unsigned{left_k} << 1 | unsigned{right_k} << 2;
@@ -94,27 +61,6 @@ const Kernel& reduce_kernel(DType dtype, int device) {
 }
 
 // --------------------------------------------------------------------------------------------- tensor maps
-
-/// The unit axis, the other one, and two that are 1 where broadcast.
-struct View : TiledView {
-  bool last = true;  ///< the unit axis is the columns (or the K axis of a block)
-
-  int moves(int dimension) const { return sizes[static_cast<std::size_t>(dimension)] > 1 ? 1 : 0; }
-};
-
-/// A view of rows × cols × two batch dimensions, if the copy engine can make one. A stride of 0 broadcasts.
-std::optional<View> make_view(const void* data, std::int64_t rows, std::int64_t cols, std::int64_t row_stride,
-                              std::int64_t col_stride, std::array<std::int64_t, 2> batch_sizes,
-                              std::array<std::int64_t, 2> batch_strides) {
-  const bool last = cols == 1 ? row_stride != 1 || rows == 1 : col_stride == 1;
-  if (!last && row_stride != 1 && rows != 1) {
-    return std::nullopt;
-  }
-  const auto size = [&](std::size_t d) { return batch_strides[d] != 0 ? batch_sizes[d] : 1; };
-  const auto view = make_tiled_view(data, {last ? cols : rows, last ? rows : cols, size(0), size(1)},
-                                    {1, last ? row_stride : col_stride, batch_strides[0], batch_strides[1]});
-  return view ? std::optional(View{*view, last}) : std::nullopt;
-}
 
 std::optional<View> matrix_view(const Matrix& m, std::int64_t z, std::int64_t h) {
   return make_view(m.data, m.rows, m.cols, m.row_stride, m.col_stride, {h, z}, {m.h_stride, m.z_stride});
@@ -131,66 +77,11 @@ std::optional<View> blocks_view(const Problem& p) {
 
 // ------------------------------------------------------------------------------------------------------ plans
 
-struct DevicePlan {
-  driver::DeviceBuffer steps, segments, splits;  ///< sdd: columns of slots, strips, nothing
-  driver::DeviceBuffer blocks;                   ///< sdd only
-  int segment_count = 0, split_count = 0, partial_count = 0, groups_per_head = 1, stride = 1;
-  int stage_bytes = 0, reach_bytes = 0;  ///< sdd only
-  std::size_t bytes() const { return steps.bytes() + segments.bytes() + splits.bytes() + blocks.bytes(); }
-};
-
 /// What a plan depends on beside the layout. For an sdd, `transposed` says that it computes Sᵀ; `parallel` is how
 /// often the layout's work is there.
 struct PlanKey {
   int kind, transposed, device, parallel, slot;
 };
-
-template <typename Item>
-driver::DeviceBuffer upload(int device, const std::vector<Item>& items) {
-  return driver::DeviceBuffer(device, items.data(), items.size() * sizeof(Item));
-}
-
-/// A group longer than its fair share of a machine that would otherwise idle is cut, but not below 1024 of K.
-SpmmPlan balanced_plan(const BlockLayout& layout, const PlanKey& key, int group_rows) {
-  const StepOrder order = is_wide(layout.sizes().block_rows) ? StepOrder::columns : StepOrder::pairs;
-  SpmmPlan plan = make_spmm_plan(layout, key.transposed != 0, group_rows, 0, order);
-  const auto all = static_cast<std::int64_t>(plan.steps.size()) / (1 + group_rows);
-  const std::int64_t fair = ceil_div(all * key.parallel, driver::device_info(key.device).multiprocessors);
-  const std::int64_t longest = std::max(fair, 1024 / layout.sizes().block_rows);
-  const SpmmPlan::Segment& first = plan.segments.front();
-  return first.last - first.first > longest
-             ? make_spmm_plan(layout, key.transposed != 0, group_rows, static_cast<std::int32_t>(longest), order)
-             : plan;
-}
-
-DevicePlan make_spmm(const BlockLayout& layout, const PlanKey& key) {
-  const auto block = static_cast<int>(layout.sizes().block_rows);
-  const SpmmPlan plan = balanced_plan(layout, key, (is_wide(block) ? kTileM : kNarrow) / block);
-  DevicePlan made;
-  made.steps = upload(key.device, plan.steps);
-  made.segments = upload(key.device, plan.segments);
-  made.splits = upload(key.device, plan.splits);
-  made.segment_count = static_cast<int>(plan.segments.size());
-  made.split_count = static_cast<int>(plan.splits.size());
-  made.partial_count = plan.partials;
-  made.groups_per_head = plan.groups_per_head;
-  made.stride = 1 + plan.group_rows;
-  return made;
-}
-
-DevicePlan make_sdd(const BlockLayout& layout, const PlanKey& key) {
-  const SddPlan plan = make_sdd_plan(layout, key.transposed != 0, key.slot, key.parallel,
-                                     driver::device_info(key.device).multiprocessors);
-  DevicePlan made;
-  made.steps = upload(key.device, plan.columns);
-  made.blocks = upload(key.device, plan.blocks);
-  made.segments = upload(key.device, plan.strips);
-  made.segment_count = static_cast<int>(plan.strips.size());
-  made.groups_per_head = plan.lines;
-  made.stage_bytes = plan.stage_bytes;
-  made.reach_bytes = plan.reach_bytes;
-  return made;
-}
 
 std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, const PlanKey& key, const Context& context) {
   static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
@@ -198,7 +89,11 @@ std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, const PlanKe
   std::memcpy(bytes.data(), &key, sizeof key);
   bytes += problem.layout->key();
   auto plan = cache.get(hash128(bytes), [&] {
-    return problem.kind == Kind::spmm ? make_spmm(*problem.layout, key) : make_sdd(*problem.layout, key);
+    if (problem.kind == Kind::spmm) {
+      return DevicePlan(key.device, balanced_plan(*problem.layout, problem.transposed, key.parallel, key.device));
+    }
+    return DevicePlan(key.device, make_sdd_plan(*problem.layout, key.transposed != 0, key.slot, key.parallel,
+                                                driver::device_info(key.device).multiprocessors));
   });
   if (driver::is_capturing(context.stream)) {
     cache.pin(plan);
@@ -212,14 +107,6 @@ std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, const PlanKe
 int heads_of(const Problem& p) { return p.layout->heads() == 1 ? static_cast<int>(p.h_out) : 1; }
 
 Batches batches_of(const Problem& p) { return {heads_of(p), static_cast<int>(p.z_sum), static_cast<int>(p.h_sum)}; }
-
-/// Segments that walk the free dimension together: as many as have blocks that stay in the cache meanwhile.
-int share_of(const Problem& p, int segments) {
-  constexpr std::int64_t kCache = 16 << 20;
-  const std::int64_t block = p.layout->sizes().block_rows;
-  const std::int64_t bytes = std::max<std::int64_t>(1, p.layout->nnz() * block * block * 2 / segments);
-  return static_cast<int>(std::clamp<std::int64_t>(kCache / bytes, 16, std::max(16, segments)));
-}
 
 bool run_spmm(const Problem& p, Context& context) {
   const auto sparse = blocks_view(p);
@@ -259,12 +146,13 @@ bool run_spmm(const Problem& p, Context& context) {
   params.stride = plan->stride;
   params.groups_per_head = plan->groups_per_head;
   params.segment_count = plan->segment_count;
-  params.share = share_of(p, plan->segment_count);
+  params.share = share_of(*p.layout, plan->segment_count);
   params.tiles = static_cast<int>(tiles);
   params.free = static_cast<int>(p.out.cols);
   params.total = static_cast<int>(total);
   params.partial_count = plan->partial_count;
   params.batches = batches_of(p);
+  params.sparse_block = sparse->moves(2);
   params.sparse_z = sparse->moves(3);
   params.dense_h = dense->moves(2);
   params.dense_z = dense->moves(3);
@@ -341,9 +229,7 @@ bool run_sdd(const Problem& p, Context& context) {
   params.slot = slot;
   params.block_bits = std::countr_zero(static_cast<unsigned>(block));
   params.slot_bits = std::countr_zero(box);
-  // Products may read past the end of the last stage, but not of shared memory.
-  const int over = std::max(0, plan->reach_bytes - plan->stage_bytes);
-  params.stages = std::min(kSddStages, (kSddShared - over) / plan->stage_bytes);
+  params.stages = plan->sdd_stages();
   params.stage_bytes = plan->stage_bytes;
   params.batches = batches_of(p);
   params.left_h = left->moves(2);
@@ -351,22 +237,19 @@ bool run_sdd(const Problem& p, Context& context) {
   params.right_h = right->moves(2);
   params.right_z = right->moves(3);
   sdd_kernel(p.dtype, left_k, right_k, device)
-      .launch(std::min<std::int64_t>(total, multiprocessors), kThreads,
-              1024 + params.stages * params.stage_bytes + over, &params, context.stream);
+      .launch(std::min<std::int64_t>(total, multiprocessors), kThreads, plan->sdd_shared(), &params, context.stream);
   return true;
 }
 
 /// What both kinds need; everything else is a matter of strides.
 bool suits(const Problem& p, const Context& context) {
-  const auto& s = p.layout->sizes();
-  const bool block = s.block_rows == s.block_cols &&
-                     (s.block_rows == 16 || s.block_rows == 32 || s.block_rows == 64 || s.block_rows == 128);
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
   const bool work = p.layout->nnz() > 0 && p.z_out > 0 && p.h_out > 0 && p.z_sum > 0 && p.h_sum > 0 &&
                     p.z_out * p.z_sum * p.h_out * p.h_sum <= kMost;
   // Heads of a layout that add up would need steps of several heads in one tile.
   const bool heads = p.layout->heads() == 1 || p.h_sum == 1;
-  return block && type && work && heads && driver::kernel_arch(context.device.index) == "sm_90a";
+  return has_kernels(p.layout->sizes()) && type && work && heads &&
+         driver::kernel_arch(context.device.index) == "sm_90a";
 }
 
 }  // namespace

@@ -4,10 +4,10 @@
 
 #include <vector>
 
+#include "blocks/params.cuh"
 #include "fretwork/pattern.h"
-#include "ops/block_matmul/params_hopper.cuh"
 
-namespace fretwork::block_matmul::hopper {
+namespace fretwork::blocks {
 
 struct SddPlan {
   std::vector<Strip> strips;         ///< those that move most first
@@ -21,4 +21,4 @@ struct SddPlan {
 /// `ctas` CTAs.
 SddPlan make_sdd_plan(const BlockLayout& layout, bool transposed, int slot, int times, int ctas);
 
-}  // namespace fretwork::block_matmul::hopper
+}  // namespace fretwork::blocks

@@ -5,9 +5,9 @@
 // Absent blocks that share a line and a slot with present ones are computed and not written.
 #pragma once
 
-#include "ops/block_matmul/kernel_hopper.cuh"
+#include "blocks/kernel.cuh"
 
-namespace fretwork::block_matmul::hopper {
+namespace fretwork::blocks {
 
 /// A stage: 64 of K of the tile's line or two lines, then of its slots.
 inline constexpr u32 kLineBytes = 8192;
@@ -39,7 +39,7 @@ __device__ __forceinline__ SddTile sdd_tile(const SddParams& p, int index) {
 }
 
 /// Fetches the stages of one tile: each of four warps a quarter of the slots, and the last ones the lines.
-template <bool kLeftK, bool kRightK>
+template <bool kLeftK, bool kRightK, bool kImage>
 __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, Barriers& barriers, u32 base,
                                           SddRing& ring, int warp) {
   constexpr int kMine = kMostSlots / 4;
@@ -51,12 +51,14 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
     const int slot = warp + 4 * i, entry = t.strip.first + slot + (slot < t.strip.counts[0] ? 0 : t.strip.shared);
-    columns[i] = i < count ? __ldg(p.columns + entry) * p.slot : 0;
+    columns[i] = i < count ? __ldg(p.columns + entry) * (kImage ? 1 : p.slot) : 0;
   }
   for (int sum = 0; sum < p.batches.z_sum * p.batches.h_sum; ++sum) {
     const int z = t.z + sum / p.batches.h_sum, h = t.h + sum % p.batches.h_sum;
     const int lh = h * p.left_h, lz = z * p.left_z, rh = h * p.right_h, rz = z * p.right_z;
-    for (int k = 0; k < p.depth; k += 64, ring.next(p)) {
+    const int begin = kImage ? t.z * p.span : 0, end = kImage ? min(begin + p.span, p.depth) : p.depth;
+    for (int k = begin; k < end; k += 64, ring.next(p)) {
+      const Pixel pixel = kImage ? pixel_at(p.pixels, k) : Pixel{};
       mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
       const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * p.stage_bytes;
       mbarrier::arrive_expect(full, count * slot_bytes + (left ? kLineBytes : 0));
@@ -68,8 +70,9 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
       for (int i = 0; i < kMine; ++i) {
         if (i < count) {
           const u32 to = at + slots_at + 4 * i * slot_bytes;
-          kRightK ? tma::load(to, &p.right, full, k, columns[i], rh, rz)
-                  : tma::load(to, &p.right, full, columns[i], k, rh, rz);
+          kImage    ? load_pixels(to, &p.right, full, p.pixels, pixel, channel_block(columns[i]) * p.slot, columns[i])
+          : kRightK ? tma::load(to, &p.right, full, k, columns[i], rh, rz)
+                    : tma::load(to, &p.right, full, columns[i], k, rh, rz);
         }
       }
     }
@@ -160,8 +163,30 @@ __device__ __forceinline__ void sdd_store(const float (&d)[128], const SddParams
   }
 }
 
-/// kLeftK, kRightK: K is the unit axis of that operand. kSwapped: left and right are those of Sᵀ = Bᵀ·Aᵀ.
-template <typename T, bool kLeftK, bool kRightK, bool kSwapped>
+/// The same as floats, as the threads hold them: what one piece of K makes.
+__device__ __forceinline__ void sdd_store_sums(const float (&d)[128], const SddParams& p, float* out, int line,
+                                               int first, int slots) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int line_bits = max(6 - p.block_bits, 0), cell_bits = line_bits + max(p.slot_bits - p.block_bits, 0);
+  const int cell = p.block < 64 ? 16 * warp >> p.block_bits : 0;
+  const int row = ((64 * line + 16 * warp) & (p.block - 1)) + lane / 4;
+  const int* blocks = p.blocks + (static_cast<i64>(first) << cell_bits) + cell;
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    const int column = 8 * j + lane % 4 * 2, slot = column >> p.slot_bits;
+    const int in_slot = (column & (p.slot - 1)) >> p.block_bits;
+    const int block = slot < slots ? __ldg(blocks + (slot << cell_bits) + (in_slot << line_bits)) : -1;
+    if (block >= 0) {
+      float* const to = out + block * p.out_block + static_cast<i64>(row) * p.out_row + (column & (p.block - 1));
+      *reinterpret_cast<float2*>(to) = make_float2(d[4 * j], d[4 * j + 1]);
+      *reinterpret_cast<float2*>(to + 8 * p.out_row) = make_float2(d[4 * j + 2], d[4 * j + 3]);
+    }
+  }
+}
+
+/// kLeftK, kRightK: K is the unit axis of that operand. kSwapped: left and right are those of Sᵀ = Bᵀ·Aᵀ. kImage: the
+/// right operand is gathered from images; neither has K as its unit axis, and z counts pieces of K.
+template <typename T, bool kLeftK, bool kRightK, bool kSwapped, bool kImage>
 __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddParams p) {
   extern __shared__ u8 raw[];
   __shared__ Barriers barriers;
@@ -174,14 +199,13 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
       SddRing ring{1};
       for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
         if (const int index = turn_tile(turn); index < p.total) {
-          sdd_fetch<kLeftK, kRightK>(p, sdd_tile(p, index), barriers, base, ring, warp);
+          sdd_fetch<kLeftK, kRightK, kImage>(p, sdd_tile(p, index), barriers, base, ring, warp);
         }
       }
     }
   } else {
     more_registers<224>();
     const bool second = uniform(threadIdx.x / 128) == 2;
-    const int stages = (p.depth + 63) / 64 * p.batches.z_sum * p.batches.h_sum;
     SddRing ring{0};
     for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
       const int index = turn_tile(turn);
@@ -189,6 +213,8 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
         continue;
       }
       const SddTile t = sdd_tile(p, index);
+      const int depth = kImage ? min(p.span, p.depth - t.z * p.span) : p.depth;
+      const int stages = (depth + 63) / 64 * p.batches.z_sum * p.batches.h_sum;
       const int mine = second ? t.strip.counts[1] : t.strip.counts[0], before = second ? t.strip.counts[0] : 0;
       float d[128];
 #pragma unroll
@@ -202,10 +228,14 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
       } else {
         sdd_multiply<T, kLeftK, kRightK, 128>(d, stages, p, barriers, base, ring, left_at, right_at);
       }
-      T* out = static_cast<T*>(p.out) + t.z * p.out_z;
-      sdd_store<T, kSwapped>(d, p, out, second ? t.strip.lines[1] : t.strip.lines[0], t.strip.first + before, mine);
+      const int line = second ? t.strip.lines[1] : t.strip.lines[0], first = t.strip.first + before;
+      if constexpr (kImage) {
+        sdd_store_sums(d, p, static_cast<float*>(p.out) + t.z * p.out_z, line, first, mine);
+      } else {
+        sdd_store<T, kSwapped>(d, p, static_cast<T*>(p.out) + t.z * p.out_z, line, first, mine);
+      }
     }
   }
 }
 
-}  // namespace fretwork::block_matmul::hopper
+}  // namespace fretwork::blocks

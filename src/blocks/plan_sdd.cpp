@@ -1,5 +1,5 @@
 // Lines, the slots they need, and how they are made into tiles that keep all CTAs busy for as long.
-#include "ops/block_matmul/plan_sdd.h"
+#include "blocks/plan_sdd.h"
 
 #include <algorithm>
 #include <array>
@@ -9,7 +9,7 @@
 
 #include "core/divide.h"
 
-namespace fretwork::block_matmul::hopper {
+namespace fretwork::blocks {
 namespace {
 
 /// A slot that a line of 64 rows needs: its place, and the blocks at it as SddParams has them.
@@ -236,4 +236,4 @@ SddPlan make_sdd_plan(const BlockLayout& layout, bool transposed, int slot, int 
   return plan;
 }
 
-}  // namespace fretwork::block_matmul::hopper
+}  // namespace fretwork::blocks

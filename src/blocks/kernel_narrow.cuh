@@ -3,9 +3,9 @@
 // registers once per column and meets every block of that column.
 #pragma once
 
-#include "ops/block_matmul/kernel_hopper.cuh"
+#include "blocks/kernel.cuh"
 
-namespace fretwork::block_matmul::hopper {
+namespace fretwork::blocks {
 
 /// A stage holds kColumns block columns, 64 of K: strips of the dense operand (24 KB), then room for every block. Two
 /// strips that are neighbours come in boxes of both: the copy engine takes a row of 64 bytes in little more time than
@@ -23,7 +23,7 @@ struct Narrow {
 /// Fetches the stages of one tile. Issuing copies takes time, so four warps share the work: warp w has a column (blocks
 /// of 16) or half the rows of one (32). Lane r reads the entry of block-row r and copies that block; lane 0 copies the
 /// strip.
-template <int kBlock, bool kDenseK>
+template <int kBlock, bool kDenseK, bool kImage>
 __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile& t, Barriers& barriers, u32 base,
                                              typename Narrow<kBlock>::Ring& ring) {
   using N = Narrow<kBlock>;
@@ -34,6 +34,7 @@ __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile
   constexpr u32 kAll = (1u << N::kRows) - 1, kFirst = (1u << N::kRows / kPerColumn) - 1;
   const u32 mine = kFirst << part * (N::kRows / kPerColumn);
   const int free = t.tile * kNarrow;
+  const Pixel pixel = kImage ? pixel_at(p.pixels, free) : Pixel{};
   const auto entry = [&](int first) {  // lane kRows has the column, the next one that of the other of two
     const int k = first + (lane == N::kRows + 1 ? column ^ 1 : column);
     const bool inside = k < t.segment.last && lane <= N::kRows + 1;
@@ -53,7 +54,7 @@ __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile
       const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * N::kStageBytes;
       // The warps of a column, or of two, take turns with the boxes of the strip.
       const int log_sharers = kPerColumn / 2 + paired, sharers = 1 << log_sharers, turn = warp & (sharers - 1);
-      const int row = (paired != 0 ? min(own, other) : own) * kBlock;
+      const int first = paired != 0 ? min(own, other) : own, row = first * kBlock;
       const u32 strip = at + (column & ~paired) * N::kStripBytes, box_bytes = N::kStripBytes / kBoxes << paired;
       const int count = mask == 0 ? 0 : (kBoxes - 1 - turn + sharers) >> log_sharers;
       mbarrier::wait(shared_address(&barriers.empty[ring.stage]), ring.parity);
@@ -64,15 +65,16 @@ __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile
 #pragma unroll
         for (int i = 0; i < kBoxes; ++i) {
           if (mask != 0 && (i & (sharers - 1)) == turn) {
-            kDenseK ? tma::load(strip, map, full, row, free, dh, dz)
-                    : tma::load(strip + i * box_bytes, map, full, free + i * 64, row, dh, dz);
+            kImage    ? load_pixels(strip, map, full, p.pixels, pixel, channel_block(first) * kBlock, first)
+            : kDenseK ? tma::load(strip, map, full, row, free, dh, dz)
+                      : tma::load(strip + i * box_bytes, map, full, free + i * 64, row, dh, dz);
           }
         }
       }
       __syncwarp();
       if (now >= 0 && (mine >> lane & 1) != 0) {
         const u32 block = at + N::kBlocksAt + (column * N::kRows + lane) * N::kBlockBytes;
-        tma::load(block, &p.sparse, full, 0, 0, now, sz);
+        tma::load(block, &p.sparse, full, 0, 0, now * p.sparse_block, sz);
       }
     }
   }
@@ -159,9 +161,21 @@ __device__ __forceinline__ void narrow_multiply(float (&d)[kNarrow / 2], int sta
   }
 }
 
+/// What the sums of a tile start from: a row's bias, or zero. Rows are the columns of these sums.
+template <typename T>
+__device__ __forceinline__ void narrow_start(float (&d)[kNarrow / 2], const SpmmParams& p, int row, bool biased) {
+  const T* const bias = static_cast<const T*>(p.bias);
+  const int lane = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kNarrow / 2; ++i) {
+    const int at = row + i / 4 * 8 + lane + i % 2;
+    d[i] = biased && at < p.rows ? widen(bias[at * p.bias_stride]) : 0.0f;
+  }
+}
+
 /// kSparseK: K is the unit axis of op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit
-/// axis.
-template <typename T, int kBlock, bool kSparseK, bool kDenseK, bool kRows>
+/// axis. kImage: as spmm_wide has it.
+template <typename T, int kBlock, bool kSparseK, bool kDenseK, bool kRows, bool kImage>
 __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_constant__ SpmmParams p) {
   using N = Narrow<kBlock>;
   extern __shared__ u8 raw[];
@@ -173,7 +187,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_co
     typename N::Ring ring(1);
     for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
       if (const int index = turn_tile(turn); index < p.total) {
-        narrow_fetch<kBlock, kDenseK>(p, spmm_tile(p, index), barriers, base, ring);
+        narrow_fetch<kBlock, kDenseK, kImage>(p, spmm_tile(p, index), barriers, base, ring);
       }
     }
   } else {
@@ -188,9 +202,13 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_co
       }
       const SpmmTile t = spmm_tile(p, index);
       float d[kNarrow / 2];
+      if constexpr (kImage) {
+        narrow_start<T>(d, p, t.place * kNarrow, p.bias != nullptr && t.segment.partial < 0);
+      } else {
 #pragma unroll
-      for (float& sum : d) {
-        sum = 0.0f;
+        for (float& sum : d) {
+          sum = 0.0f;
+        }
       }
       const int steps = t.segment.last - t.segment.first;
       const int stages = (steps + N::kColumns - 1) / N::kColumns * p.batches.z_sum * p.batches.h_sum;
@@ -200,6 +218,12 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_co
         continue;
       }
       const int free = t.tile * kNarrow + static_cast<int>(warpgroup) * 64;
+      if (kImage && p.image.data != nullptr) {
+        store_tile_by_threads<T, !kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+          store_image<T, kRows>(p, buffer, t.place * kNarrow + piece * 64, free);
+        });
+        continue;
+      }
       store_tile<T, !kRows, 1>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
         const int row = t.place * kNarrow + piece * 64;
         if (free < p.free) {
@@ -213,4 +237,4 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_co
   }
 }
 
-}  // namespace fretwork::block_matmul::hopper
+}  // namespace fretwork::blocks

@@ -6,7 +6,7 @@
 
 #include "fretwork/pattern.h"
 
-namespace fretwork::block_matmul {
+namespace fretwork::blocks {
 
 /// A group is `group_rows` neighbouring block-rows of op(S) in one head. Its steps walk the union of their columns, so
 /// that rows of a group share each strip of the dense operand. A segment is a run of steps of one group that one CTA
@@ -37,4 +37,4 @@ enum class StepOrder : std::uint8_t { columns, pairs };
 SpmmPlan make_spmm_plan(const BlockLayout& layout, bool transposed, std::int32_t group_rows, std::int32_t longest,
                         StepOrder order = StepOrder::columns);
 
-}  // namespace fretwork::block_matmul
+}  // namespace fretwork::blocks

@@ -2,15 +2,16 @@
 // One warp fetches (blocks and strips of the dense operand, 64 of K at a time, four stages), two warpgroups multiply.
 #pragma once
 
-#include "ops/block_matmul/kernel_hopper.cuh"
+#include "blocks/kernel.cuh"
 
-namespace fretwork::block_matmul::hopper {
+namespace fretwork::blocks {
 
 /// Fetches the stages of one tile. Blocks of 64: each warpgroup has its own block-row, which may lack the column.
-template <int kWidth, bool kSparseK, bool kDenseK>
+template <int kWidth, bool kSparseK, bool kDenseK, bool kImage>
 __device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& t, Barriers& barriers, u32 base,
                                            Ring<kStages>& ring) {
   const bool small = p.block == 64;
+  const Pixel pixel = kImage ? pixel_at(p.pixels, t.tile * kWidth) : Pixel{};
   for (int part = 0; part < p.batches.z_sum * p.batches.h_sum; ++part) {
     const int z = t.z + part / p.batches.h_sum, h = t.h + part % p.batches.h_sum;
     const int sz = z * p.sparse_z, dz = z * p.dense_z, dh = h * p.dense_h;
@@ -23,17 +24,19 @@ __device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& 
         barriers.flags[ring.stage][0] = (upper >= 0 ? 1u : 0u) | (lower >= 0 ? 2u : 0u);
         mbarrier::arrive_expect(full, kWidth * 128 + (upper >= 0 ? 8192u : 0u) + (lower >= 0 ? 8192u : 0u));
         const u32 a = base + ring.stage * kStageBytes, b = a + 16384;
-        const int below = small ? 0 : 64;
+        const int below = small ? 0 : 64, first = upper * p.sparse_block, second = lower * p.sparse_block;
         if (upper >= 0) {
-          kSparseK ? tma::load(a, &p.sparse, full, inner, 0, upper, sz)
-                   : tma::load(a, &p.sparse, full, 0, inner, upper, sz);
+          kSparseK ? tma::load(a, &p.sparse, full, inner, 0, first, sz)
+                   : tma::load(a, &p.sparse, full, 0, inner, first, sz);
         }
         if (lower >= 0) {
-          kSparseK ? tma::load(a + 8192, &p.sparse, full, inner, below, lower, sz)
-                   : tma::load(a + 8192, &p.sparse, full, below, inner, lower, sz);
+          kSparseK ? tma::load(a + 8192, &p.sparse, full, inner, below, second, sz)
+                   : tma::load(a + 8192, &p.sparse, full, below, inner, second, sz);
         }
         const int row = column * p.block + inner, free = t.tile * kWidth;
-        if constexpr (kDenseK) {
+        if constexpr (kImage) {
+          load_pixels(b, &p.dense, full, p.pixels, pixel, channel_block(column) * p.block + inner, column);
+        } else if constexpr (kDenseK) {
           tma::load(b, &p.dense, full, row, free, dh, dz);
         } else {
           for (int c = 0; c < kWidth / 64; ++c) {
@@ -84,9 +87,23 @@ __device__ __forceinline__ void wide_multiply(float (&d)[kWidth / 2], int stages
   release(empty, pending);
 }
 
+/// What the sums of a tile start from: a row's bias, or zero.
+template <typename T, int kSize>
+__device__ __forceinline__ void wide_start(float (&d)[kSize], const SpmmParams& p, int row, bool biased) {
+  const int upper = row + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+  const T* const bias = static_cast<const T*>(p.bias);
+  const float first = biased && upper < p.rows ? widen(bias[upper * p.bias_stride]) : 0.0f;
+  const float second = biased && upper + 8 < p.rows ? widen(bias[(upper + 8) * p.bias_stride]) : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    d[i] = i / 2 % 2 == 0 ? first : second;
+  }
+}
+
 /// kWidth: a tile's share of the free dimension, 256, or 128 where there is no more. kSparseK: K is the unit axis of
-/// op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit axis.
-template <typename T, int kWidth, bool kSparseK, bool kDenseK, bool kRows>
+/// op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit axis. kImage: the dense operand is
+/// gathered from images, whose channels are their unit axis, and the result is images.
+template <typename T, int kWidth, bool kSparseK, bool kDenseK, bool kRows, bool kImage>
 __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__ SpmmParams p) {
   extern __shared__ u8 raw[];
   __shared__ Barriers barriers;
@@ -101,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
       Ring<kStages> ring(1);
       for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
         if (const int index = turn_tile(turn); index < p.total) {
-          wide_fetch<kWidth, kSparseK, kDenseK>(p, spmm_tile(p, index), barriers, base, ring);
+          wide_fetch<kWidth, kSparseK, kDenseK, kImage>(p, spmm_tile(p, index), barriers, base, ring);
         }
       }
     }
@@ -116,18 +133,21 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
         continue;
       }
       const SpmmTile t = spmm_tile(p, index);
+      const int row = t.place * kTileM + warpgroup * 64;
       float d[kWidth / 2];
-#pragma unroll
-      for (float& sum : d) {
-        sum = 0.0f;
-      }
+      wide_start<T>(d, p, row, kImage && p.bias != nullptr && t.segment.partial < 0);
       const int steps = (t.segment.last - t.segment.first) * p.batches.z_sum * p.batches.h_sum;
       wide_multiply<T, kWidth, kSparseK, kDenseK>(d, steps * (p.block / 64), barriers, base, ring, warpgroup);
       if (t.segment.partial >= 0) {
         store_partial<kThreads - 128>(d, p.partials, t.partial);
         continue;
       }
-      const int row = t.place * kTileM + warpgroup * 64;
+      if (kImage && p.image.data != nullptr) {
+        store_tile_by_threads<T, kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+          store_image<T, kRows>(p, buffer, row, t.tile * kWidth + piece * 64);
+        });
+        continue;
+      }
       store_tile<T, kRows, 2>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
         const int free = t.tile * kWidth + piece * 64;
         if (free < p.free) {
@@ -141,4 +161,4 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
   }
 }
 
-}  // namespace fretwork::block_matmul::hopper
+}  // namespace fretwork::blocks

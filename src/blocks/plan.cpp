@@ -1,5 +1,5 @@
 // Groups, the union of their columns, and the order of work.
-#include "ops/block_matmul/plan.h"
+#include "blocks/plan.h"
 
 #include <algorithm>
 #include <limits>
@@ -7,7 +7,7 @@
 
 #include "fretwork/error.h"
 
-namespace fretwork::block_matmul {
+namespace fretwork::blocks {
 namespace {
 
 constexpr std::int32_t kAbsent = -1;
@@ -114,4 +114,4 @@ SpmmPlan make_spmm_plan(const BlockLayout& layout, bool transposed, std::int32_t
   return plan;
 }
 
-}  // namespace fretwork::block_matmul
+}  // namespace fretwork::blocks

@@ -1,9 +1,9 @@
-// What the Hopper kernels of the block products are launched with. Host and device share it, so it holds plain data.
+// What the Hopper kernels of blocks are launched with. Host and device share it, so it holds plain data.
 #pragma once
 
 #include "device/tensor_map.cuh"
 
-namespace fretwork::block_matmul::hopper {
+namespace fretwork::blocks {
 
 /// As in SpmmPlan.
 struct Segment {
@@ -25,6 +25,24 @@ struct Batches {
   int z_sum, h_sum;
 };
 
+/// Where the dense operand is gathered from images, its free dimension is the pixels of the result, row by row and
+/// image by image: pixel (n, u, v) reads (n, u·mul_h + first_h, v·mul_w + first_w), moved by a step's offset.
+struct Pixels {
+  int count, per_image, per_row;  ///< of the result
+  int first_h, first_w, mul_h, mul_w;
+};
+
+/// A step's column then is the block of channels, and the offset of its kernel position in the upper two bytes.
+inline constexpr int kChannelBits = 16, kOffsetBits = 8;
+inline constexpr int kMostChannelBlocks = 1 << kChannelBits, kMostOffset = 127;
+
+/// A result that the copy engine cannot write: images with any strides, in elements.
+struct ImageOut {
+  void* data;  ///< null: the copy engine writes
+  long long n, c, h, w;
+  int vector;  ///< 16 bytes of channels, or of pixels, are neighbours in memory
+};
+
 struct SpmmParams {
   Map sparse;  ///< (unit axis, other axis of a block, packed block, z)
   Map dense;   ///< (unit axis, other axis, h, z)
@@ -37,7 +55,13 @@ struct SpmmParams {
   int segment_count, share;  ///< `share` segments walk the tiles of the free dimension together
   int tiles, free, total, partial_count;
   Batches batches;
-  int sparse_z, dense_z, dense_h;
+  int sparse_block, sparse_z, dense_z, dense_h;
+  // Images only.
+  Pixels pixels{};
+  ImageOut image{};
+  int rows = 0;                ///< channels of the result
+  const void* bias = nullptr;  ///< of each row; null is none
+  long long bias_stride = 0;
 };
 
 struct ReduceParams {
@@ -48,6 +72,11 @@ struct ReduceParams {
   int rows_first;  ///< 1: a tile is rows × free; 0: free × rows
   int width;       ///< columns of a tile
   long long rows, free, row_stride, free_stride, h_stride, z_stride;
+  // Images only: `free` counts pixels, and strides are those of `image`.
+  Pixels pixels{};
+  ImageOut image{};
+  const void* bias = nullptr;
+  long long bias_stride = 0;
 };
 
 /// One tile of an sdd. Warpgroup w multiplies a line of 64 rows of the left operand (`lines[w]`, of head · lines +
@@ -71,6 +100,17 @@ struct SddParams {
   int stages, stage_bytes;    ///< of the ring
   Batches batches;
   int left_z, left_h, right_z, right_h;
+  // Images only: K is the pixels, cut into pieces of `span`; sums of a piece go to `out` as floats.
+  Pixels pixels{};
+  int span = 0;
 };
 
-}  // namespace fretwork::block_matmul::hopper
+/// Adds up what pieces made of blocks, in order.
+struct SumParams {
+  const float* from;  ///< (pieces, blocks, rows, cols)
+  void* to;
+  int pieces, blocks, rows, cols;
+  long long block_stride, row_stride, col_stride;  ///< of `to`
+};
+
+}  // namespace fretwork::blocks

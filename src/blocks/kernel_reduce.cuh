@@ -1,10 +1,9 @@
 // Adds the partial tiles of groups that several CTAs shared, in the order of their segments, and writes the result.
 #pragma once
 
-#include "device/types.cuh"
-#include "ops/block_matmul/params_hopper.cuh"
+#include "blocks/kernel.cuh"
 
-namespace fretwork::block_matmul::hopper {
+namespace fretwork::blocks {
 
 /// One CTA per (split, tile, batch), as many threads as multiplied; a thread adds the 128 sums that a thread of the
 /// product held.
@@ -28,10 +27,17 @@ __global__ void __launch_bounds__(384) spmm_reduce(const __grid_constant__ Reduc
     const int m = 16 * warp + lane / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane % 4 * 2 + i % 2;
     const i64 row = p.rows_first ? place * kTileM + m : place * kNarrow + n;
     const i64 free = p.rows_first ? tile * p.width + n : tile * kNarrow + m;
-    if (row < p.rows && free < p.free) {
-      out[row * p.row_stride + free * p.free_stride] = narrow<T>(sum);
+    if (row >= p.rows || free >= p.free) {
+      continue;
     }
+    if (p.pixels.count == 0) {
+      out[row * p.row_stride + free * p.free_stride] = narrow<T>(sum);
+      continue;
+    }
+    const Pixel at = pixel_at(p.pixels, static_cast<int>(free));
+    const float bias = p.bias == nullptr ? 0.0f : widen(static_cast<const T*>(p.bias)[row * p.bias_stride]);
+    out[at.n * p.image.n + row * p.image.c + at.u * p.image.h + at.v * p.image.w] = narrow<T>(sum + bias);
   }
 }
 
-}  // namespace fretwork::block_matmul::hopper
+}  // namespace fretwork::blocks

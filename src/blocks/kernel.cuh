@@ -1,0 +1,116 @@
+// What the Hopper kernels of blocks have in common: the order of tiles, their partial sums, their barriers, and how
+// they read and write images.
+#pragma once
+
+#include "blocks/params.cuh"
+#include "device/barrier.cuh"
+#include "device/epilogue.cuh"
+#include "device/mma.cuh"
+#include "device/tma.cuh"
+#include "device/wgmma.cuh"
+
+namespace fretwork::blocks {
+
+inline constexpr u32 kStages = 4, kStageBytes = 49152;
+
+/// Which tile a CTA does in its n-th turn; odd turns run backwards, so that no CTA always gets the longest.
+__device__ __forceinline__ int turn_tile(int turn) {
+  const int place = (turn & 1) != 0 ? static_cast<int>(gridDim.x - 1 - blockIdx.x) : static_cast<int>(blockIdx.x);
+  return turn * static_cast<int>(gridDim.x) + place;
+}
+
+struct SpmmTile {
+  Segment segment;
+  int place, tile, h, z, partial;
+};
+
+/// Tiles run through batches, then sets of `share` segments, then the free dimension, then the set: CTAs that run at
+/// the same time share strips of the dense operand in the cache.
+__device__ __forceinline__ SpmmTile spmm_tile(const SpmmParams& p, int index) {
+  const int per_batch = p.segment_count * p.tiles;
+  const int batch = index / per_batch, rest = index % per_batch;
+  const int set = rest / (p.share * p.tiles), in_set = rest % (p.share * p.tiles);
+  const int wide = min(p.share, p.segment_count - set * p.share);
+  const int4 s = __ldg(reinterpret_cast<const int4*>(p.segments) + set * p.share + in_set % wide);
+  SpmmTile t{{s.x, s.y, s.z, s.w}, s.x % p.groups_per_head, in_set / wide, 0, 0, 0};
+  t.h = s.x / p.groups_per_head + batch % p.batches.heads;
+  t.z = batch / p.batches.heads;
+  t.partial = (batch * p.tiles + t.tile) * p.partial_count + s.w;
+  return t;
+}
+
+/// Sums of a segment that is only a part of its group, in the order threads hold them.
+template <int kConsumers, int kSize>
+__device__ __forceinline__ void store_partial(const float (&d)[kSize], float* partials, int index) {
+  float* to = partials + static_cast<i64>(index) * (kSize * kConsumers) + (threadIdx.x - 128);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    to[i * kConsumers] = d[i];
+  }
+}
+
+/// Pixel `index` of a result.
+struct Pixel {
+  int n, u, v;
+};
+__device__ __forceinline__ Pixel pixel_at(const Pixels& p, int index) {
+  const int n = index / p.per_image, rest = index - n * p.per_image, u = rest / p.per_row;
+  return {n, u, rest - u * p.per_row};
+}
+
+/// Fetches `channel` and its neighbours of the pixels from `at` on, as a step's column says.
+__device__ __forceinline__ void load_pixels(u32 to, const Map* map, u32 full, const Pixels& p, const Pixel& at,
+                                            int channel, int column) {
+  const u16 right = static_cast<u16>(column >> kChannelBits & ((1 << kOffsetBits) - 1));
+  const u16 down = static_cast<u16>(column >> (kChannelBits + kOffsetBits));
+  tma::load_pixels(to, map, full, channel, at.v * p.mul_w + p.first_w, at.u * p.mul_h + p.first_h, at.n, right, down);
+}
+__device__ __forceinline__ int channel_block(int column) { return column & (kMostChannelBlocks - 1); }
+
+/// Threads of a warpgroup write a piece of 64 rows × 64 pixels that lies in shared memory: lines of pixels, each 64
+/// channels (kRows), or lines of channels.
+template <typename T, bool kRows>
+__device__ __forceinline__ void store_image(const SpmmParams& p, u32 piece, int row, int free) {
+  const ImageOut& out = p.image;
+  T* const data = static_cast<T*>(out.data);
+#pragma unroll 1
+  for (int id = static_cast<int>(threadIdx.x) % 128; id < 512; id += 128) {
+    const int line = id / 8, unit = id % 8 * 8;
+    const int channel = row + (kRows ? unit : line), pixel = free + (kRows ? line : unit);
+    if (channel >= p.rows || pixel >= p.free) {
+      continue;
+    }
+    u32 words[4];
+    load_shared_128(words, piece + tma::swizzled<128>(line * 128 + unit * 2));
+    const Pixel first = pixel_at(p.pixels, pixel);
+    T* const to = data + first.n * out.n + first.u * out.h + first.v * out.w + channel * out.c;
+    if (out.vector != 0) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const T value = __builtin_bit_cast(T, static_cast<u16>(words[i / 2] >> 16 * (i % 2)));
+      if constexpr (kRows) {
+        if (channel + i < p.rows) {
+          to[i * out.c] = value;
+        }
+      } else if (pixel + i < p.free) {
+        const Pixel at = pixel_at(p.pixels, pixel + i);
+        data[at.n * out.n + at.u * out.h + at.v * out.w + channel * out.c] = value;
+      }
+    }
+  }
+}
+
+struct Barriers {
+  u64 full[kStages], empty[kStages];
+  u32 flags[kStages][4];
+};
+
+/// `fetchers` warps fill a stage, `consumers` warps empty it.
+__device__ __forceinline__ void init_barriers(Barriers& barriers, u32 stages, u32 fetchers, u32 consumers) {
+  init_ring(barriers.full, barriers.empty, stages, fetchers, consumers);
+}
+
+}  // namespace fretwork::blocks

@@ -1,0 +1,513 @@
+// The convolution on the Hopper kernels of blocks. The kernel positions of a weight stand side by side as the columns
+// of one wide block matrix, and the dense operand is gathered from the images by the copy engine: a column of pixels at
+// a time, moved by the offset of a kernel position, with zeros outside the image.
+//
+// The gradient of the input of a convolution with strides is one such product for each residue of an output position
+// modulo the strides: only some kernel positions meet it, and they meet it at whole positions.
+#include "ops/block_conv/cuda_hopper.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "blocks/hopper.h"
+#include "ops/block_conv/params.h"
+#include "runtime/plan_cache.h"
+
+namespace fretwork::block_conv::hopper {
+namespace {
+
+namespace driver = fretwork::cuda;
+using namespace blocks;  // NOLINT: the host side that it shares with the block products
+
+constexpr std::int64_t kUnit = 8;  ///< 16-bit elements in 16 bytes
+constexpr const char* kFile = "ops/block_conv/kernel_generic.cuh";
+
+// ---------------------------------------------------------------------------------------------- which kernel
+
+KernelSpec turn_instance() { return {kFile, "fretwork::block_conv::to_channels_last", 0}; }
+KernelSpec pack_instance() { return {kFile, "fretwork::block_conv::pack_blocks", 0}; }
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (arch != "sm_90a") {
+    return list;
+  }
+  list.push_back(turn_instance());
+  list.push_back(pack_instance());
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const int size : {256, 128, 32, 16}) {
+      for (int order = 0; order < 4; ++order) {
+        list.push_back(spmm_instance(dtype, size, (order & 1) != 0, true, (order & 2) != 0, true));
+      }
+    }
+    list.push_back(sdd_instance(dtype, false, false, true));
+  }
+  return list;
+}
+const KernelList kKernels{"block_conv", list_kernels};
+
+// --------------------------------------------------------------------------------------------------- operands
+
+/// Whether channels are neighbours and everything else lies in units of 16 bytes.
+bool channels_last(const Image& i) {
+  const auto whole = [](std::int64_t size, std::int64_t stride) {
+    return size == 1 || (stride > 0 && stride % kUnit == 0);
+  };
+  return i.c_stride == 1 && whole(i.n, i.n_stride) && whole(i.h, i.h_stride) && whole(i.w, i.w_stride) &&
+         reinterpret_cast<std::uintptr_t>(i.data) % 16 == 0;
+}
+/// Whether pixels follow one another at one distance.
+bool one_line(const Image& i) {
+  return (i.h == 1 || i.h_stride == i.w * i.w_stride) && (i.n == 1 || i.n_stride == i.h * i.w * i.w_stride);
+}
+
+/// Images in channels-last order, copied if they are not. `dense`: pixels have to be one line too.
+class ChannelsLast {
+ public:
+  ChannelsLast(const Image& from, bool dense, Context& context)
+      : image_(from),
+        space_(context, channels_last(from) && (!dense || one_line(from))
+                            ? 0
+                            : static_cast<std::size_t>(from.pixels() * from.c) * sizeof(std::uint16_t)) {
+    if (space_.data() == nullptr) {
+      return;
+    }
+    const bool lines = from.w_stride == 1 && from.h_stride == from.w && from.h * from.w % kUnit == 0 &&
+                       from.n_stride % kUnit == 0 && from.c_stride % kUnit == 0 &&
+                       reinterpret_cast<std::uintptr_t>(from.data) % 16 == 0;
+    const TurnParams params{
+        {from.data, from.n_stride, from.c_stride, from.h_stride, from.w_stride, static_cast<int>(from.n),
+         static_cast<int>(from.c), static_cast<int>(from.h), static_cast<int>(from.w)},
+        space_.data(),
+        lines ? 1 : 0};
+    const std::int64_t tiles =
+        from.n * ceil_div(from.h * from.w, std::int64_t{64}) * ceil_div(from.c, std::int64_t{64});
+    get_kernel(turn_instance(), context.device.index).launch(tiles, 256, 0, &params, context.stream);
+    image_ = {space_.data(), from.n, from.c, from.h, from.w, from.h * from.w * from.c, 1, from.w * from.c, from.c};
+  }
+  const Image& image() const { return image_; }
+
+ private:
+  Image image_;
+  Workspace space_;
+};
+
+/// The packed blocks as the copy engine reads them, copied if it cannot.
+class Blocks {
+ public:
+  Blocks(const Problem& p, Context& context)
+      : view_(view_of(p, p.values)),
+        space_(context, view_ ? 0
+                              : static_cast<std::size_t>(p.layout->nnz() * p.block_rows() * p.block_cols()) *
+                                    sizeof(std::uint16_t)) {
+    if (view_) {
+      return;
+    }
+    const auto block = static_cast<int>(p.layout->sizes().block_rows);
+    const PackParams params{
+        {p.values.data, p.values.block_stride, p.values.row_stride, p.values.col_stride, block, block},
+        space_.data(),
+        static_cast<int>(p.layout->nnz())};
+    get_kernel(pack_instance(), context.device.index)
+        .launch(std::min<std::int64_t>(p.layout->nnz() * block * block / 256, 1 << 14), 256, 0, &params,
+                context.stream);
+    view_ = view_of(p, {space_.data(), static_cast<std::int64_t>(block) * block, block, 1});
+  }
+  const View& view() const { return *view_; }
+
+ private:
+  static std::optional<View> view_of(const Problem& p, const Values& v) {
+    const std::int64_t block = p.layout->sizes().block_rows;
+    return make_view(v.data, block, block, p.transposed ? v.col_stride : v.row_stride,
+                     p.transposed ? v.row_stride : v.col_stride, {p.layout->nnz(), 1}, {v.block_stride, 0});
+  }
+  std::optional<View> view_;
+  Workspace space_;
+};
+
+// ---------------------------------------------------------------------------------------------------- classes
+
+/// One axis for the output positions `at`, `at` + div, …: which kernel positions meet them, and how far each moves.
+struct AxisClass {
+  std::int64_t at = 0, count = 0, first = 0, mul = 1;
+  std::vector<int> taps, offsets;
+
+  AxisClass(const Axis& axis, std::int64_t residue, std::int64_t size) : at(residue), mul(axis.mul) {
+    count = size > residue ? ceil_div(size - residue, axis.div) : 0;
+    std::vector<std::int64_t> moved;
+    for (std::int64_t r = 0; r < axis.taps; ++r) {
+      const std::int64_t to = axis.at(residue, r);
+      if (to % axis.div == 0) {
+        taps.push_back(static_cast<int>(r));
+        moved.push_back(to / axis.div);
+      }
+    }
+    first = moved.empty() ? 0 : *std::min_element(moved.begin(), moved.end());
+    for (const std::int64_t to : moved) {
+      offsets.push_back(static_cast<int>(std::min<std::int64_t>(to - first, kMostOffset + 1)));
+    }
+  }
+  bool fits() const {
+    return std::all_of(offsets.begin(), offsets.end(), [](int offset) { return offset <= kMostOffset; });
+  }
+};
+
+driver::PixelMap pixel_map(const Image& in, const AxisClass& y, const AxisClass& x) {
+  const auto bytes = [&](std::int64_t size, std::int64_t stride) {
+    return static_cast<std::uint64_t>((size == 1 ? in.c : stride) * 2);  // of a size of 1 any will do
+  };
+  const auto whole = [](std::int64_t size) { return static_cast<std::uint64_t>(size); };
+  return {in.data,
+          {whole(in.c), whole(in.w), whole(in.h), whole(in.n)},
+          {bytes(in.w, in.w_stride), bytes(in.h, in.h_stride), bytes(in.n, in.n_stride)},
+          {x.first, y.first},
+          {x.mul, y.mul},
+          {x.count, y.count}};
+}
+
+Map pixels_of(const driver::PixelMap& map, int channels, int pixels) {
+  const auto swizzle = channels == 64   ? driver::Swizzle::b128
+                       : channels == 32 ? driver::Swizzle::b64
+                                        : driver::Swizzle::b32;
+  return std::bit_cast<Map>(
+      driver::make_pixel_map(map, static_cast<std::uint32_t>(channels), static_cast<std::uint32_t>(pixels), swizzle));
+}
+
+Pixels pixels_arg(const Image& in, const AxisClass& y, const AxisClass& x) {
+  return {static_cast<int>(in.n * y.count * x.count),
+          static_cast<int>(y.count * x.count),
+          static_cast<int>(x.count),
+          static_cast<int>(y.first),
+          static_cast<int>(x.first),
+          static_cast<int>(y.mul),
+          static_cast<int>(x.mul)};
+}
+
+// ------------------------------------------------------------------------------------------------------ plans
+
+/// The blocks of some kernel positions side by side: column (position · stride + block column), stride even, so that
+/// no two neighbouring columns 2n, 2n + 1 belong to different positions.
+struct SideBySide {
+  std::shared_ptr<const BlockLayout> layout;
+  std::vector<int> numbers;  ///< of the packed blocks, in the order of `layout`
+  std::vector<int> offsets;  ///< of each position, as a step's column has it
+  int stride;
+
+  SideBySide(const Problem& p, const AxisClass& y, const AxisClass& x)
+      : stride(static_cast<int>((p.others() + 1) / 2 * 2)) {
+    const auto cols = std::max<std::size_t>(1, y.taps.size() * x.taps.size()) * static_cast<std::size_t>(stride);
+    std::vector<int> grid(static_cast<std::size_t>(p.lines()) * cols, -1);
+    for (std::size_t r = 0; r < y.taps.size(); ++r) {
+      for (std::size_t s = 0; s < x.taps.size(); ++s) {
+        const std::int64_t tap = y.taps[r] * p.x.taps + x.taps[s];
+        const std::size_t column = offsets.size() * static_cast<std::size_t>(stride);
+        offsets.push_back(x.offsets[s] << kChannelBits | y.offsets[r] << (kChannelBits + kOffsetBits));
+        for (std::int64_t line = 0; line < p.lines(); ++line) {
+          for (const auto& [other, block] : p.index().line(tap * p.lines() + line)) {
+            grid[static_cast<std::size_t>(line) * cols + column + static_cast<std::size_t>(other)] =
+                static_cast<int>(block);
+          }
+        }
+      }
+    }
+    std::vector<std::uint8_t> mask(grid.size());
+    for (std::size_t i = 0; i < grid.size(); ++i) {
+      mask[i] = grid[i] >= 0 ? 1 : 0;
+      if (grid[i] >= 0) {
+        numbers.push_back(grid[i]);
+      }
+    }
+    const std::int64_t block = p.block_rows();
+    layout = BlockLayout::make({1, p.lines(), static_cast<std::int64_t>(cols), block, block}, mask);
+  }
+  /// A column in units of `unit` channels, as kernels decode it.
+  int column(int at, int per_block_num, int per_block_den) const {
+    const int per_tap = stride * per_block_num / per_block_den;
+    return offsets[static_cast<std::size_t>(at / per_tap)] | at % per_tap;
+  }
+  void number(std::vector<int>& blocks) const {
+    for (int& block : blocks) {
+      block = block < 0 ? block : numbers[static_cast<std::size_t>(block)];
+    }
+  }
+};
+
+DevicePlan spmm_plan(const SideBySide& side, int parallel, int device) {
+  SpmmPlan plan = balanced_plan(*side.layout, false, parallel, device);
+  const auto width = static_cast<std::size_t>(1 + plan.group_rows);
+  for (std::size_t at = 0; at < plan.steps.size(); at += width) {
+    plan.steps[at] = side.column(plan.steps[at], 1, 1);
+    for (std::size_t r = 1; r < width; ++r) {
+      int& block = plan.steps[at + r];
+      block = block < 0 ? block : side.numbers[static_cast<std::size_t>(block)];
+    }
+  }
+  return DevicePlan(device, plan);
+}
+
+DevicePlan sdd_plan(const SideBySide& side, int slot, int device) {
+  constexpr int kTimes = 16;  // pieces of K make many tiles of each
+  const auto block = static_cast<int>(side.layout->sizes().block_rows);
+  SddPlan plan = make_sdd_plan(*side.layout, false, slot, kTimes, driver::device_info(device).multiprocessors);
+  for (int& column : plan.columns) {
+    column = side.column(column, block, slot);
+  }
+  side.number(plan.blocks);
+  return DevicePlan(device, plan);
+}
+
+std::shared_ptr<const DevicePlan> find_plan(const Problem& p, const AxisClass& y, const AxisClass& x, int parallel,
+                                            int slot, const Context& context) {
+  static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
+  std::string key = "conv";
+  const auto add = [&](std::int64_t number) { key += " " + std::to_string(number); };
+  for (const AxisClass* axis : {&y, &x}) {
+    for (std::size_t n = 0; n < axis->taps.size(); ++n) {
+      add(axis->taps[n]);
+      add(axis->offsets[n]);
+    }
+    key += ",";
+  }
+  add(p.transposed ? 1 : 0);
+  add(p.x.taps);
+  add(parallel);
+  add(slot);
+  add(context.device.index);
+  key += " " + p.layout->key();
+  auto plan = cache.get(hash128(key), [&] {
+    const SideBySide side(p, y, x);
+    const int device = context.device.index;
+    return slot == 0 ? spmm_plan(side, parallel, device) : sdd_plan(side, slot, device);
+  });
+  if (driver::is_capturing(context.stream)) {
+    cache.pin(plan);
+  }
+  return plan;
+}
+
+// --------------------------------------------------------------------------------------------------- launches
+
+/// The positions of one class in the result.
+Image class_of(const Image& out, const Axis& y_axis, const Axis& x_axis, const AxisClass& y, const AxisClass& x) {
+  Image part = out;
+  part.data = static_cast<std::uint16_t*>(out.data) + y.at * out.h_stride + x.at * out.w_stride;
+  part.h = y.count;
+  part.w = x.count;
+  part.h_stride = out.h_stride * y_axis.div;
+  part.w_stride = out.w_stride * x_axis.div;
+  return part;
+}
+
+/// How threads write images, where the copy engine cannot.
+ImageOut image_out(const Image& out, bool rows) {
+  const bool aligned = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0;
+  const auto whole = [](std::int64_t stride) { return stride % kUnit == 0; };
+  const bool vector = aligned && whole(out.n_stride) &&
+                      (rows ? whole(out.h_stride) && whole(out.w_stride)
+                            : out.w_stride == 1 && (out.h == 1 || out.h_stride == out.w) && whole(out.h * out.w) &&
+                                  whole(out.c_stride));
+  return {out.data, out.n_stride, out.c_stride, out.h_stride, out.w_stride, vector ? 1 : 0};
+}
+
+void run_class(const Problem& p, const Blocks& blocks, const Image& in, const AxisClass& y, const AxisClass& x,
+               Context& context) {
+  const Image out = class_of(p.out, p.y, p.x, y, x);
+  const auto block = static_cast<int>(p.block_rows());
+  const bool wide = is_wide(block), rows = out.c_stride == 1;
+  const std::int64_t pixels = out.pixels();
+  const int width = !wide ? kNarrow : pixels > 128 ? 256 : 128, device = context.device.index;
+  const std::int64_t tiles = ceil_div(pixels, width);
+  const auto bucket = std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(tiles, 1, 1024)));
+  const auto plan = find_plan(p, y, x, static_cast<int>(bucket), 0, context);
+  const int consumers = (wide ? kThreads : kNarrowThreads) - 128;
+  const Workspace partials(context, static_cast<std::size_t>(plan->partial_count * tiles) *
+                                        static_cast<std::size_t>(consumers * width / 2) * sizeof(float));
+  const int unit = wide ? 64 : block;
+  const driver::PixelMap map = pixel_map(in, y, x);
+  SpmmParams params{};
+  params.sparse = blocks.view().map(static_cast<std::uint32_t>(unit), static_cast<std::uint32_t>(unit));
+  params.dense = pixels_of(map, unit, width);
+  if (!wide) {
+    params.pair = pixels_of(map, 2 * unit, width);
+  }
+  const auto written = rows && channels_last(out) && one_line(out)
+                           ? make_tiled_view(out.data, {out.c, pixels, 1, 1}, {1, out.w_stride, 0, 0})
+                           : std::nullopt;
+  if (written) {
+    params.out = written->map(64, 64);
+  } else {
+    params.image = image_out(out, rows);
+    params.out = params.dense;  // never used, but kernels fetch it ahead
+  }
+  params.steps = static_cast<const int*>(plan->steps.data());
+  params.segments = static_cast<const Segment*>(plan->segments.data());
+  params.partials = static_cast<float*>(partials.data());
+  params.block = block;
+  params.stride = plan->stride;
+  params.groups_per_head = plan->groups_per_head;
+  params.segment_count = plan->segment_count;
+  params.share = share_of(*p.layout, plan->segment_count);
+  params.tiles = static_cast<int>(tiles);
+  params.free = static_cast<int>(pixels);
+  params.total = static_cast<int>(plan->segment_count * tiles);
+  params.partial_count = plan->partial_count;
+  params.batches = {1, 1, 1};
+  params.sparse_block = blocks.view().moves(2);
+  params.pixels = pixels_arg(in, y, x);
+  params.rows = static_cast<int>(out.c);
+  params.bias = p.bias;
+  params.bias_stride = p.bias_stride;
+  get_kernel(spmm_instance(p.dtype, wide ? width : block, blocks.view().last, true, rows, true), device)
+      .launch(std::min<std::int64_t>(params.total, driver::device_info(device).multiprocessors), consumers + 128,
+              wide ? kWideShared : kNarrowShared, &params, context.stream);
+  if (plan->split_count > 0) {
+    ReduceParams reduce{};
+    reduce.out = out.data;
+    reduce.partials = params.partials;
+    reduce.splits = static_cast<const Split*>(plan->splits.data());
+    reduce.groups_per_head = plan->groups_per_head;
+    reduce.tiles = params.tiles;
+    reduce.heads = 1;
+    reduce.partial_count = plan->partial_count;
+    reduce.split_count = plan->split_count;
+    reduce.rows_first = wide ? 1 : 0;
+    reduce.width = width;
+    reduce.rows = out.c;
+    reduce.free = pixels;
+    reduce.pixels = params.pixels;
+    reduce.image = image_out(out, rows);
+    reduce.bias = p.bias;
+    reduce.bias_stride = p.bias_stride;
+    get_kernel(reduce_instance(p.dtype), device)
+        .launch(plan->split_count * tiles, consumers, 0, &reduce, context.stream);
+  }
+}
+
+bool run_product(const Problem& p, Context& context) {
+  std::vector<AxisClass> ys, xs;
+  for (std::int64_t a = 0; a < p.y.div; ++a) {
+    ys.emplace_back(p.y, a, p.out.h);
+  }
+  for (std::int64_t b = 0; b < p.x.div; ++b) {
+    xs.emplace_back(p.x, b, p.out.w);
+  }
+  std::erase_if(ys, [](const AxisClass& c) { return c.count == 0; });
+  std::erase_if(xs, [](const AxisClass& c) { return c.count == 0; });
+  Image form = p.in;  // strides of a copy would do
+  form.data = reinterpret_cast<void*>(16);
+  form.c_stride = 1, form.w_stride = form.c, form.h_stride = form.w * form.c, form.n_stride = form.h * form.w * form.c;
+  for (const AxisClass& y : ys) {
+    for (const AxisClass& x : xs) {
+      if (!y.fits() || !x.fits() || !driver::can_map_pixels(pixel_map(form, y, x))) {
+        return false;
+      }
+    }
+  }
+  const ChannelsLast in(p.in, false, context);
+  const Blocks blocks(p, context);
+  for (const AxisClass& y : ys) {
+    for (const AxisClass& x : xs) {
+      run_class(p, blocks, in.image(), y, x, context);
+    }
+  }
+  return true;
+}
+
+/// Pieces of K: as many as leave the machine idle for the least share of the time.
+int pieces_of(int tiles, std::int64_t pixels, int multiprocessors) {
+  constexpr int kMostPieces = 64;
+  constexpr std::int64_t kLeastSpan = 512;
+  int best = 1;
+  double least = 1e30;
+  for (int pieces = 1; pieces <= kMostPieces && (pieces == 1 || pixels / pieces >= kLeastSpan); ++pieces) {
+    const double turns = static_cast<double>(ceil_div(tiles * pieces, multiprocessors));
+    // A turn costs about four stages of 64 pixels beside its own, to fill and to drain.
+    const double time = turns * (static_cast<double>(pixels) / pieces + 256.0);
+    if (time < least) {
+      least = time;
+      best = pieces;
+    }
+  }
+  return best;
+}
+
+bool run_weight(const Problem& p, Context& context) {
+  const AxisClass y(p.y, 0, p.out.h), x(p.x, 0, p.out.w);
+  Image form = p.in;
+  form.data = reinterpret_cast<void*>(16);
+  form.c_stride = 1, form.w_stride = form.c, form.h_stride = form.w * form.c, form.n_stride = form.h * form.w * form.c;
+  if (!y.fits() || !x.fits() || !driver::can_map_pixels(pixel_map(form, y, x))) {
+    return false;
+  }
+  const ChannelsLast in(p.in, false, context), out(p.out, true, context);
+  const auto block = static_cast<int>(p.block_rows());
+  const int slot = std::clamp(block, 32, 64), device = context.device.index;
+  const auto plan = find_plan(p, y, x, 0, slot, context);
+  const int multiprocessors = driver::device_info(device).multiprocessors;
+  const std::int64_t pixels = p.out.pixels(), size = p.layout->nnz() * block * block;
+  const int pieces = pieces_of(plan->segment_count, pixels, multiprocessors);
+  const Workspace sums(context, static_cast<std::size_t>(size * pieces) * sizeof(float));
+  const auto left = make_tiled_view(out.image().data, {p.out.c, pixels, 1, 1}, {1, out.image().w_stride, 0, 0});
+  if (!left) {
+    return false;
+  }
+  SddParams params{};
+  params.left = left->map(64, 64);
+  params.right = pixels_of(pixel_map(in.image(), y, x), slot, 64);
+  params.out = sums.data();
+  params.out_z = size;
+  params.out_block = static_cast<long long>(block) * block;
+  params.strips = static_cast<const Strip*>(plan->segments.data());
+  params.columns = static_cast<const int*>(plan->steps.data());
+  params.blocks = static_cast<const int*>(plan->blocks.data());
+  params.strip_count = plan->segment_count;
+  params.lines = plan->groups_per_head;
+  params.total = plan->segment_count * pieces;
+  params.out_row = block;
+  params.depth = static_cast<int>(pixels);
+  params.block = block;
+  params.slot = slot;
+  params.block_bits = std::countr_zero(static_cast<unsigned>(block));
+  params.slot_bits = std::countr_zero(static_cast<unsigned>(slot));
+  params.stages = plan->sdd_stages();
+  params.stage_bytes = plan->stage_bytes;
+  params.batches = {1, 1, 1};
+  params.pixels = pixels_arg(in.image(), y, x);
+  params.span = static_cast<int>(ceil_div(ceil_div(pixels, pieces), std::int64_t{64}) * 64);
+  get_kernel(sdd_instance(p.dtype, false, false, true), device)
+      .launch(std::min(params.total, multiprocessors), kThreads, plan->sdd_shared(), &params, context.stream);
+  const SumParams sum{static_cast<const float*>(sums.data()),
+                      p.values.data,
+                      pieces,
+                      static_cast<int>(p.layout->nnz()),
+                      block,
+                      block,
+                      p.values.block_stride,
+                      p.values.row_stride,
+                      p.values.col_stride};
+  get_kernel(sum_pieces_instance(p.dtype), device)
+      .launch(std::min<std::int64_t>(ceil_div(size, 256), 1 << 14), 256, 0, &sum, context.stream);
+  return true;
+}
+
+bool suits(const Problem& p, const Context& context) {
+  const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
+  const bool work = p.layout->nnz() > 0 && p.in.pixels() > 0 && p.out.pixels() > 0;
+  return type && work && has_kernels(p.layout->sizes()) && p.others() + 1 < kMostChannelBlocks &&
+         driver::kernel_arch(context.device.index) == "sm_90a";
+}
+
+}  // namespace
+
+bool run(const Problem& problem, Context& context) {
+  if (!suits(problem, context)) {
+    return false;
+  }
+  return problem.kind == Kind::product ? run_product(problem, context) : run_weight(problem, context);
+}
+
+}  // namespace fretwork::block_conv::hopper

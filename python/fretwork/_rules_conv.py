@@ -129,18 +129,20 @@ def _register_vmap(op: str, tensors: int, folds: bool) -> None:
     call = getattr(_ops, op).default
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
-        first, dim, size = arguments[0], in_dims[0], info.batch_size
-        if folds and first.dim() == 5 and all(d is None for d in in_dims[1:tensors]):
-            images = first.movedim(dim, 0)
-            result = call(images.flatten(0, 1), *arguments[1:])
-            return result.unflatten(0, images.shape[:2]), 0
+        first, rest = arguments[:tensors], arguments[tensors:]
+        dims, size = in_dims[:tensors], info.batch_size
+        if folds and dims[0] is not None and all(d is None for d in dims[1:]):
+            images = first[0].movedim(dims[0], 0)
+            if images.dim() == 5:
+                result = call(images.reshape(-1, *images.shape[2:]), *first[1:], *rest)
+                return result.reshape(*images.shape[:2], *result.shape[1:]), 0
         if size == 0:
-            empty = (a if d is None else a.new_zeros(_sample(a, d)) for a, d in zip(arguments, in_dims, strict=True))
-            return call(*empty).expand(1, *(-1,) * (3 if op.endswith("values") else 4))[:0], 0
-        each = (
-            [a if d is None else a.select(d, n) for a, d in zip(arguments, in_dims, strict=True)] for n in range(size)
-        )
-        return torch.stack([call(*one) for one in each]), 0
+            one = call(
+                *(t if d is None else t.new_zeros(_sample(t, d)) for t, d in zip(first, dims, strict=True)), *rest
+            )
+            return one.new_empty((0, *one.shape)), 0
+        each = ([t if d is None else t.select(d, n) for t, d in zip(first, dims, strict=True)] for n in range(size))
+        return torch.stack([call(*one, *rest) for one in each]), 0
 
     torch.library.register_vmap(f"fretwork::{op}", vmap)
 

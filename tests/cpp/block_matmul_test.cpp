@@ -7,12 +7,12 @@
 #include <iostream>
 #include <map>
 #include <random>
-#include <thread>
 #include <tuple>
 
 #include "error_text.h"
 #include "fretwork/fretwork.h"
 #include "ops/block_matmul/plan.h"
+#include "threads.h"
 
 namespace fretwork {
 namespace {
@@ -158,30 +158,6 @@ bool close(double got, const Sum& sum, DType dtype) {
              ? std::abs(got - sum.value) <= unit * std::abs(sum.value) + accumulated * sum.magnitude + 1e-7
              : !std::isfinite(got);
 }
-
-/// Starts threads for every call and gives each an equal share.
-class Threads final : public Executor {
- public:
-  explicit Threads(int count) : count_(count) {}
-  int concurrency() const override { return count_; }
-  void parallel_for(std::int64_t count, std::int64_t,
-                    const std::function<void(std::int64_t, std::int64_t)>& body) override {
-    std::vector<std::thread> threads;
-    for (std::int64_t t = 0; t < count_; ++t) {
-      threads.emplace_back([&, t] {
-        if (count * t / count_ < count * (t + 1) / count_) {
-          body(count * t / count_, count * (t + 1) / count_);
-        }
-      });
-    }
-    for (auto& thread : threads) {
-      thread.join();
-    }
-  }
-
- private:
-  int count_;
-};
 
 enum class Mode { sdd, dsd, dds };
 

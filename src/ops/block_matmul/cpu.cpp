@@ -11,18 +11,19 @@
 #include <vector>
 
 #include "ops/block_matmul/problem.h"
-#include "runtime/simd/tiles.h"
+#include "runtime/simd/slabs.h"
+#include "runtime/simd/strips.h"
 
 namespace fretwork::block_matmul::cpu {
 namespace {
 
 using simd::Place;
+using simd::Slab;
+using simd::Slabs;
 using simd::Tiles;
 
 /// Depth of a panel of sdd: 2048 × 48 fp32 leave room in a second-level cache of 1 MB.
 constexpr std::int64_t kDeepest = 2048;
-/// What the panels of a slab may take of a second-level cache, and how many there are at most.
-constexpr std::int64_t kSlabBytes = 3200 << 10, kMaxPanels = 8;
 /// Stretches per thread, and the least work worth one.
 constexpr std::int64_t kStretches = 4;
 constexpr double kLeastFlops = 2e6;
@@ -51,49 +52,7 @@ Buffers& thread_buffers() {
   return buffers;
 }
 
-/// Columns of a result: panels of a few vectors, and slabs of as many panels as a cache holds at full depth.
-class Slabs {
- public:
-  /// There are `share` slabs or a multiple of it, if there are panels enough.
-  Slabs(std::int64_t cols, std::int64_t depth, std::int64_t share, const Tiles& tiles)
-      : cols_(cols), lanes_(tiles.lanes), vectors_(ceil_div(cols, lanes_)), panels_(ceil_div(vectors_, tiles.vectors)) {
-    const std::int64_t panel_bytes = depth * tiles.vectors * lanes_ * static_cast<std::int64_t>(tiles.element);
-    const std::int64_t fit =
-        std::clamp(kSlabBytes / std::max<std::int64_t>(panel_bytes, 1), std::int64_t{1}, kMaxPanels);
-    count_ = std::min(panels_, ceil_div(ceil_div(panels_, fit), share) * share);
-  }
-  std::int64_t count() const { return count_; }
-  std::int64_t vectors() const { return vectors_; }
-  std::int64_t first_panel(std::int64_t slab) const { return panels_ * slab / count_; }
-  std::int64_t first_vector(std::int64_t panel) const { return vectors_ * panel / panels_; }
-
-  struct Panel {
-    std::int64_t first, last;     ///< columns of the result
-    std::int64_t vectors, width;  ///< and width of all of these
-  };
-  Panel panel(std::int64_t n) const {
-    const std::int64_t from = first_vector(n), to = first_vector(n + 1);
-    return {from * lanes_, std::min(to * lanes_, cols_), to - from, (to - from) * lanes_};
-  }
-
- private:
-  std::int64_t cols_, lanes_, vectors_, panels_, count_;
-};
-
-struct Slab {
-  std::vector<Slabs::Panel> panels;
-  std::int64_t first = 0, width = 0;
-  Slab(const Slabs& slabs, std::int64_t slab) {
-    for (std::int64_t n = slabs.first_panel(slab); n < slabs.first_panel(slab + 1); ++n) {
-      panels.push_back(slabs.panel(n));
-      width += panels.back().width;
-    }
-    first = panels.front().first;
-  }
-  bool whole() const { return panels.back().last - first == width; }  ///< no panel is wider than its columns
-};
-
-/// What both kinds share: operands by batch, and a strip of the left operand in a form the multiplier reads.
+/// What both kinds share: operands by batch, panels of the right one, and the products of a strip with them.
 class Work {
  public:
   Work(const Problem& problem, const Tiles& tiles)
@@ -118,55 +77,9 @@ class Work {
             m.col_stride};
   }
   std::int64_t head(std::int64_t h) const { return p_.layout->heads() == 1 ? 0 : h; }
-  std::int64_t depth_padded(std::int64_t depth) const { return ceil_div(depth, tiles_.group) * tiles_.group; }
+  std::int64_t depth_padded(std::int64_t depth) const { return simd::depth_padded(tiles_, depth); }
   std::size_t panel_bytes(std::int64_t depth, std::int64_t width) const {
-    return static_cast<std::size_t>(depth_padded(depth) * width) * tiles_.element;
-  }
-
-  /// How the strips of one tile are read.
-  enum class Strip : std::uint8_t { as_is, as_rows, as_panel };
-  Strip strip_form(const Place& left, std::int64_t rows, std::int64_t depth, bool near) const {
-    const bool full = rows % tiles_.rows == 0, along = left.col_stride == 1 && depth % tiles_.group == 0;
-    if (full && !tiles_.widens && (along || (tiles_.group == 1 && near))) {
-      return Strip::as_is;
-    }
-    return full && along && tiles_.group == 1 ? Strip::as_rows : Strip::as_panel;
-  }
-  void set_strides(Strip form, const Place& left, std::int64_t depth, simd::Product& product) const {
-    product.steps = depth_padded(depth) / tiles_.group;
-    product.row_stride = form == Strip::as_is ? left.row_stride : form == Strip::as_rows ? depth : tiles_.group;
-    product.step_stride = form == Strip::as_is     ? left.col_stride * tiles_.group
-                          : form == Strip::as_rows ? 1
-                                                   : tiles_.group * tiles_.rows;
-  }
-  /// Points the terms of a product, which are `rows` rows as they lie in memory, to a form the multiplier reads.
-  /// Returns how far the left sides of the next strip lie behind those of the first.
-  std::int64_t form_strips(Strip form, const Place& left, std::int64_t rows, std::int64_t depth, Buffers& buffers,
-                           simd::Product& product) const {
-    auto& terms = buffers.terms;
-    product.terms = terms.data();
-    product.count = static_cast<std::int64_t>(terms.size());
-    if (form == Strip::as_is) {
-      return tiles_.rows * left.row_stride;
-    }
-    const std::size_t strip_bytes = panel_bytes(depth, tiles_.rows);
-    const std::size_t shift = strip_bytes * terms.size();
-    std::byte* const to = buffers.strip.need(shift * static_cast<std::size_t>(ceil_div(rows, tiles_.rows)));
-    for (std::size_t n = 0; n < terms.size(); ++n) {
-      std::byte* const strip = to + n * strip_bytes;
-      void* const data = const_cast<void*>(terms[n].left);
-      terms[n].left = strip;
-      if (form == Strip::as_panel) {
-        tiles_.pack({data, left.col_stride, left.row_stride}, depth, rows, tiles_.rows, strip,
-                    static_cast<std::int64_t>(shift));
-        continue;
-      }
-      for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
-        tiles_.pack({at(data, row * left.row_stride), left.row_stride, left.col_stride}, tiles_.rows, depth, depth,
-                    strip + static_cast<std::size_t>(row / tiles_.rows) * shift, 0);
-      }
-    }
-    return static_cast<std::int64_t>(shift / tiles_.element);
+    return simd::panel_bytes(tiles_, depth, width);
   }
 
   /// Rows [depth, depth + count) of the panels of a slab, which lie one after the other and are `deep` rows each.
@@ -420,13 +333,11 @@ class Spmm : Work {
   std::int64_t gather(Buffers& buffers, std::span<const BlockIndex::Entry> entries, std::int64_t z,
                       std::int64_t first_row, std::int64_t rows, simd::Product& product) const {
     const Place block{at(p_.sparse.data, z * p_.sparse.z_stride + first_row * row_stride_), row_stride_, depth_stride_};
-    const Strip form = strip_form(block, rows, depth_, true);
     buffers.terms.clear();
     for (const auto& [other, number] : entries) {
       buffers.terms.push_back({at(block.data, number * p_.sparse.block_stride), other * depth_padded(depth_), nullptr});
     }
-    set_strides(form, block, depth_, product);
-    return form_strips(form, block, rows, depth_, buffers, product);
+    return simd::set_left(tiles_, p_.dtype, {block, rows, depth_, true}, buffers.terms, buffers.strip, product);
   }
 
   const BlockIndex& index_;
@@ -509,10 +420,9 @@ class Sdd : Work {
         simd::Product product;
         product.add = phase > 0;
         const Place left = place(p_.left, zb, hb, line * sizes_.block_rows + first_row, k);
-        const Strip form = strip_form(left, rows, depth, false);
         buffers.terms.assign(1, {left.data, 0, nullptr});
-        set_strides(form, left, depth, product);
-        const std::int64_t shift = form_strips(form, left, rows, depth, buffers, product);
+        const std::int64_t shift =
+            simd::set_left(tiles_, p_.dtype, {left, rows, depth, false}, buffers.terms, buffers.strip, product);
         const Values& s = p_.sparse;
         multiply(slab, packed, depth, product, shift, rows,
                  sums + (phases > 1 ? strip_sums * static_cast<std::size_t>(unit - begin) : 0), phase == phases - 1,

@@ -1,5 +1,6 @@
 // XLA FFI handlers, one per op and platform: buffers become views, XLA's threads, stream and memory become the context.
 // Patterns arrive as their texts in an attribute, so that an exported program carries them.
+#include <array>
 #include <cstdint>
 #include <string>
 
@@ -135,6 +136,40 @@ void pack(Call& call) { fretwork::block_pack(call.in(0), *call.layout(), call.ou
 
 void unpack(Call& call) {
   fretwork::block_unpack(call.in(0), *call.layout(), call.attribute<double>("fill"), call.out(0), call.context);
+}
+
+/// Kernel size, stride, padding (top, left, bottom, right) and dilation.
+fretwork::ConvOptions conv_options(Call& call) {
+  const auto numbers = [&](const char* name) { return call.attribute<ffi::Span<const std::int64_t>>(name).begin(); };
+  const auto two = [](const std::int64_t* given) { return std::array{given[0], given[1]}; };
+  call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
+  fretwork::ConvOptions options;
+  options.kernel = two(numbers("kernel_size"));
+  options.stride = two(numbers("stride"));
+  options.padding = two(numbers("padding"));
+  options.padding_end = two(numbers("padding") + 2);
+  options.dilation = two(numbers("dilation"));
+  return options;
+}
+
+/// Inputs: x, values and, when there are three, the bias.
+void block_conv2d(Call& call) {
+  fretwork::ConvOptions options = conv_options(call);
+  const TensorView bias = call.args.size() > 2 ? call.in(2) : TensorView{};
+  options.bias = call.args.size() > 2 ? &bias : nullptr;
+  fretwork::block_conv2d(call.in(0), call.in(1), *call.layout(), call.out(0), call.context, options);
+}
+
+/// Inputs: the gradient of the result, and values.
+void block_conv2d_backward_x(Call& call) {
+  const fretwork::ConvOptions options = conv_options(call);
+  fretwork::block_conv2d_backward_x(call.in(0), call.in(1), *call.layout(), call.out(0), call.context, options);
+}
+
+/// Inputs: x, and the gradient of the result.
+void block_conv2d_backward_values(Call& call) {
+  const fretwork::ConvOptions options = conv_options(call);
+  fretwork::block_conv2d_backward_values(call.in(0), call.in(1), *call.layout(), call.out(0), call.context, options);
 }
 
 /// Batch × features as the core sees it: batch last is a transposed view.
@@ -374,6 +409,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_pack_cpu, on_cpu<pack>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_pack_cuda, on_cuda<pack>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_unpack_cpu, on_cpu<unpack>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_unpack_cuda, on_cuda<unpack>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_cpu, on_cpu<block_conv2d>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_cuda, on_cuda<block_conv2d>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_backward_x_cpu, on_cpu<block_conv2d_backward_x>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_backward_x_cuda, on_cuda<block_conv2d_backward_x>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_backward_values_cpu, on_cpu<block_conv2d_backward_values>,
+                              cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_block_conv2d_backward_values_cuda, on_cuda<block_conv2d_backward_values>,
+                              cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_cpu, on_cpu<ksmm>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_cuda, on_cuda<ksmm>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_ksmm_chain_cpu, on_cpu<ksmm_chain>, cpu_call());

@@ -51,6 +51,7 @@ class Arguments {
   Tensor tensor() { return take<Tensor>(); }
   std::optional<Tensor> optional_tensor() { return take<std::optional<Tensor>>(); }
   std::vector<Tensor> tensors() { return take<std::vector<Tensor>>(); }
+  std::vector<std::int64_t> integers() { return take<std::vector<std::int64_t>>(); }
   Text text() { return Text(*next_++); }
   bool flag() { return take<bool>(); }
   double number() { return take<double>(); }
@@ -266,6 +267,14 @@ inline fretwork::Activation activation_named(const char* op, std::string_view na
     }
   }
   throw fretwork::Error(op, "activation", "none, relu, gelu or silu", std::string(name));
+}
+
+inline std::shared_ptr<const fretwork::BlockLayout> block_layout(const char* op, const Text& key) {
+  auto layout = std::dynamic_pointer_cast<const fretwork::BlockLayout>(fretwork::parse_pattern(key.view()));
+  if (layout == nullptr) {
+    throw fretwork::Error(op, "layout", "a block layout", std::string(key.view()));
+  }
+  return layout;
 }
 
 /// The context of one call: where `like` lives, on torch's stream, memory and threads.

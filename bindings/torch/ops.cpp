@@ -6,14 +6,6 @@ namespace {
 
 using namespace fretwork_torch;  // NOLINT: what every op here is made of
 
-std::shared_ptr<const fretwork::BlockLayout> block_layout(const char* op, const Text& key) {
-  auto layout = std::dynamic_pointer_cast<const fretwork::BlockLayout>(fretwork::parse_pattern(key.view()));
-  if (layout == nullptr) {
-    throw fretwork::Error(op, "layout", "a block layout", std::string(key.view()));
-  }
-  return layout;
-}
-
 /// One of the three products: its name, what its operands are called, and the core's functions.
 struct Product {
   const char *op, *first, *second;

@@ -17,9 +17,10 @@ __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
     from fretwork import jit, kronecker, nn, two_four
+    from fretwork.conv import block_conv2d
     from fretwork.ops import block_softmax, dds, dsd, ksmm, ksmm_chain, sdd
     from fretwork.regular import alibi, attention, r_sddmm, r_softmax, r_spmm
     from fretwork.two_four import TwoFour
 
-    __all__ += ["alibi", "attention", "block_softmax", "dds", "dsd", "jit", "kronecker", "ksmm", "ksmm_chain", "nn"]
-    __all__ += ["TwoFour", "r_sddmm", "r_softmax", "r_spmm", "sdd", "two_four"]
+    __all__ += ["alibi", "attention", "block_conv2d", "block_softmax", "dds", "dsd", "jit", "kronecker", "ksmm"]
+    __all__ += ["TwoFour", "ksmm_chain", "nn", "r_sddmm", "r_softmax", "r_spmm", "sdd", "two_four"]

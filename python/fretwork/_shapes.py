@@ -201,6 +201,90 @@ def check_unpack(values: Operand, layout: BlockLayout, fill: float) -> None:
         fail("unpack", "fill", f"a number that {values.dtype} holds, or an infinity", fill)
 
 
+# The convolution
+
+
+class ConvGeometry(NamedTuple):
+    """(height, width) each; padding is (top, left, bottom, right)."""
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int, int, int]
+    dilation: tuple[int, int]
+
+
+def conv_geometry(
+    op: str, kernel_size: Any, stride: Any, padding: Any, dilation: Any, kind: type[Exception] = RuntimeError
+) -> ConvGeometry:
+    """From ints and pairs of them; padding also "same" or "valid"."""
+    kernel, steps = _pair(op, "kernel_size", kernel_size, 1, kind), _pair(op, "stride", stride, 1, kind)
+    gaps = _pair(op, "dilation", dilation, 1, kind)
+    if not isinstance(padding, str):
+        begin = _pair(op, "padding", padding, 0, kind)
+        return ConvGeometry(kernel, steps, (*begin, *begin), gaps)
+    if padding not in ("same", "valid"):
+        fail(op, "padding", 'an int, a pair of ints, "same" or "valid"', repr(padding), kind)
+    if padding == "valid":
+        return ConvGeometry(kernel, steps, (0, 0, 0, 0), gaps)
+    if steps != (1, 1):
+        fail(op, "padding", '"same" with a stride of 1 only', f'"same" with {steps}', kind)
+    whole = [gap * (size - 1) for gap, size in zip(gaps, kernel, strict=True)]
+    (top, left), (bottom, right) = [n // 2 for n in whole], [n - n // 2 for n in whole]
+    return ConvGeometry(kernel, steps, (top, left, bottom, right), gaps)
+
+
+def _pair(op: str, argument: str, value: Any, least: int, kind: type[Exception]) -> tuple[int, int]:
+    numbers = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(numbers) != 2:
+        fail(op, argument, "an int or a pair of ints", value, kind)
+    first, second = (n if type(n) is int else whole_number(op, argument, n) for n in numbers)
+    if first < least or second < least:
+        fail(op, argument, f"at least {least} along both axes", (first, second), kind)
+    return first, second
+
+
+def channels_last(shape: Shape, strides: Shape) -> bool:
+    """Whether images (N, C, H, W) have their channels innermost: as torch's memory format of that name has it, and as
+    slices and permutations of such tensors do. Where a memory format cannot be told, as of 1×1 images, it is NCHW."""
+    n, c, h, w = shape
+    inner = strides[1]
+    if n == 0 or c == 0 or h * w <= 1 or inner == 0:
+        return False
+    return (h == 1 or inner < strides[2]) and (w == 1 or inner < strides[3])
+
+
+def check_conv2d(operands: Sequence[Operand], layout: BlockLayout, geometry: ConvGeometry) -> tuple[int, int, int, int]:
+    """x, values and, where there is one, the bias; gives the result's shape."""
+    op = "block_conv2d"
+    x, values, *rest = operands
+    kernel, stride, padding, dilation = geometry
+    if layout.heads != kernel[0] * kernel[1]:
+        fail(op, "kernel_size", f"as many positions as the layout has heads, {layout.heads}", kernel)
+    _, channels_out, channels_in = layout.shape
+    check_floating(op, x)
+    if len(x.shape) != 4 or x.shape[1] != channels_in:
+        fail(op, "x", f"(N, {channels_in}, H, W)", x.shape)
+    check_floating(op, values)
+    if len(values.shape) != 3:
+        fail(op, "values", packed_shape(layout), values.shape)
+    _check_packed(op, values, layout)
+    for one in (values, *rest):
+        if one.name == "bias" and one.shape != (channels_out,):
+            fail(op, "bias", f"({channels_out})", one.shape)
+        if one.dtype != x.dtype:
+            fail(op, one.name, f"{x.dtype} like x", one.dtype)
+        if one.device != x.device:
+            fail(op, one.name, f"{x.device} like x", one.device)
+    sizes = []
+    for axis, word in enumerate(("height", "width")):
+        padded = x.shape[2 + axis] + padding[axis] + padding[2 + axis]
+        reach = (kernel[axis] - 1) * dilation[axis] + 1
+        if padded < reach:
+            fail(op, "x", f"a padded {word} of at least {reach}", x.shape)
+        sizes.append((padded - reach) // stride[axis] + 1)
+    return x.shape[0], channels_out, sizes[0], sizes[1]
+
+
 # Attention
 
 

@@ -243,6 +243,22 @@ class BlockLayout(Pattern):
         with owned(core().fretwork_block_layout(sizes, bits.ctypes.data)) as handle:
             _fill(self, handle)
 
+    @classmethod
+    def for_conv2d(cls, mask: Any, block: int | tuple[int, int] = 32) -> BlockLayout:
+        """The layout of a convolution's weight, from a mask (out blocks, in blocks, kh, kw) of 0 and 1.
+
+        It has a head for each kernel position (r, s), r·kw + s; a block is (output channels, input channels).
+
+        >>> import numpy as np
+        >>> BlockLayout.for_conv2d(np.ones((4, 2, 3, 3), bool), block=16)
+        BlockLayout(heads=9, blocks=(4, 2), block=16, nnz=72, density=1)
+        """
+        bits = zeros_and_ones("for_conv2d", "mask", mask)
+        if bits.ndim != 4:
+            raise ValueError(f"for_conv2d: mask: expected (out blocks, in blocks, kh, kw), got {bits.shape}")
+        out, inner, kh, kw = bits.shape
+        return cls(bits.transpose(2, 3, 0, 1).reshape(kh * kw, out, inner), block)
+
     @property
     def heads(self) -> int:
         """The number of heads, each with blocks of its own."""

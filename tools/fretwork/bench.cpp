@@ -170,10 +170,12 @@ void add_bench(CLI::App& app) {
       "Examples:\n"
       "  fretwork bench attention --seq 4096 --pattern 'strided(4096,64)'\n"
       "  fretwork bench block --n 2048 --block 32,64\n"
+      "  fretwork bench conv --layer 256x56 --block 64 --format nhwc\n"
       "  fretwork bench kronecker --grid facts\n"
       "  fretwork bench two_four --columns 1,64,4096");
   add_bench_attention(*bench);
   add_bench_block(*bench);
+  add_bench_conv(*bench);
   add_bench_kronecker(*bench);
   add_bench_two_four(*bench);
 }

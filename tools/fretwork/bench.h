@@ -55,6 +55,7 @@ class Run {
 
 void add_bench_attention(CLI::App& bench);
 void add_bench_block(CLI::App& bench);
+void add_bench_conv(CLI::App& bench);
 void add_bench_kronecker(CLI::App& bench);
 void add_bench_two_four(CLI::App& bench);
 

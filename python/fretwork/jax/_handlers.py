@@ -13,6 +13,7 @@ from fretwork.pattern import BlockLayout, KroneckerPattern, Pattern
 
 _OPS = (
     *("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_chain", "ksmm_backward_weight"),
+    *("block_conv2d", "block_conv2d_backward_x", "block_conv2d_backward_values"),
     *("attention", "attention_backward"),
     *("r_sddmm", "r_spmm", "r_spmm_transposed", "r_softmax", "r_softmax_backward"),
     *(

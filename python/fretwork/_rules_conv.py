@@ -1,0 +1,165 @@
+"""What torch needs of the block-sparse convolution beyond running it: shapes, gradients, vmap and autocast.
+
+y = S ∗ x ties three tensors, and each op gives one from the other two: the gradients of each op are the other two.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fretwork import _shapes
+from fretwork._rules import _library, _lowered, _operand, _sample  # which loads the library
+from fretwork._shapes import ConvGeometry
+from fretwork.pattern import block_layout
+
+_ops = torch.ops.fretwork
+_conv = _ops.block_conv2d.default
+_backward_x, _backward_values = _ops.block_conv2d_backward_x.default, _ops.block_conv2d_backward_values.default
+
+Numbers = Sequence[int]
+
+
+def _empty(like: Tensor, shape: Numbers, channels_last: bool) -> Tensor:
+    if not channels_last:
+        return like.new_empty(shape)
+    n, c, h, w = shape
+    return like.new_empty((n, h, w, c)).permute(0, 3, 1, 2)
+
+
+def _geometry(kernel_size: Numbers, stride: Numbers, padding: Numbers, dilation: Numbers) -> ConvGeometry:
+    return ConvGeometry(*(tuple(numbers) for numbers in (kernel_size, stride, padding, dilation)))  # type: ignore[arg-type]
+
+
+@torch.library.register_fake("fretwork::block_conv2d")
+def _conv_fake(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    key: str,
+    kernel_size: Numbers,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    precision: str,
+    channels_last: bool,
+) -> Tensor:
+    given = [("x", x), ("values", values), *([] if bias is None else [("bias", bias)])]
+    geometry = _geometry(kernel_size, stride, padding, dilation)
+    shape = _shapes.check_conv2d([_operand(*one) for one in given], block_layout(key), geometry)
+    return _empty(x, shape, channels_last)
+
+
+@torch.library.register_fake("fretwork::block_conv2d_backward_x")
+def _backward_x_fake(d_out: Tensor, values: Tensor, key: str, *rest: Any) -> Tensor:
+    *_, height, width, channels_last = rest
+    return _empty(d_out, (d_out.shape[0], block_layout(key).shape[2], height, width), channels_last)
+
+
+@torch.library.register_fake("fretwork::block_conv2d_backward_values")
+def _backward_values_fake(x: Tensor, d_out: Tensor, key: str, *rest: Any) -> Tensor:
+    return x.new_empty(_shapes.packed_shape(block_layout(key)))
+
+
+# Gradients. ctx.call has what all three ops take behind their tensors.
+
+
+def _conv_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, values, _, *ctx.call, ctx.channels_last = inputs
+    ctx.size = x.shape[2:]
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values if ctx.needs_input_grad[0] else None)
+
+
+def _conv_gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    x, values = ctx.saved_tensors
+    d_bias = _sum_of_pixels(d_out) if ctx.needs_input_grad[2] else None
+    if 0 in d_out.stride():  # one number for many, as a mean's gradient is: the fast kernels read rows
+        d_out = d_out.contiguous(memory_format=torch.channels_last if ctx.channels_last else torch.contiguous_format)
+    d_x = _backward_x(d_out, values, *ctx.call, *ctx.size, ctx.channels_last) if ctx.needs_input_grad[0] else None
+    d_values = _backward_values(x, d_out, *ctx.call) if ctx.needs_input_grad[1] else None
+    return d_x, d_values, d_bias, *(None,) * 7
+
+
+def _sum_of_pixels(d_out: Tensor) -> Tensor:
+    """In float32, also over many pixels of 16 bits."""
+    wide = torch.promote_types(d_out.dtype, torch.float32)
+    return d_out.sum((0, 2, 3), dtype=wide).to(d_out.dtype)
+
+
+def _backward_x_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    d_out, values, *ctx.call, _, _, ctx.channels_last = inputs
+    ctx.save_for_backward(d_out if ctx.needs_input_grad[1] else None, values if ctx.needs_input_grad[0] else None)
+
+
+def _backward_x_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    d_out, values = ctx.saved_tensors
+    d_d_out = _conv(g, values, None, *ctx.call, ctx.channels_last) if ctx.needs_input_grad[0] else None
+    d_values = _backward_values(g, d_out, *ctx.call) if ctx.needs_input_grad[1] else None
+    return d_d_out, d_values, *(None,) * 9
+
+
+def _backward_values_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, d_out, *ctx.call = inputs
+    ctx.size, ctx.formats = x.shape[2:], [_shapes.channels_last(t.shape, t.stride()) for t in (x, d_out)]
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, d_out if ctx.needs_input_grad[0] else None)
+
+
+def _backward_values_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, d_out = ctx.saved_tensors
+    d_x = _backward_x(d_out, g, *ctx.call, *ctx.size, ctx.formats[0]) if ctx.needs_input_grad[0] else None
+    d_d_out = _conv(x, g, None, *ctx.call, ctx.formats[1]) if ctx.needs_input_grad[1] else None
+    return d_x, d_d_out, *(None,) * 6
+
+
+torch.library.register_autograd("fretwork::block_conv2d", _conv_gradient, setup_context=_conv_setup)
+torch.library.register_autograd(
+    "fretwork::block_conv2d_backward_x", _backward_x_gradient, setup_context=_backward_x_setup
+)
+torch.library.register_autograd(
+    "fretwork::block_conv2d_backward_values", _backward_values_gradient, setup_context=_backward_values_setup
+)
+
+
+# vmap: images that are mapped become part of N; values that are mapped take a call each.
+
+
+def _register_vmap(op: str, tensors: int, folds: bool) -> None:
+    """`folds` where only the first of the tensors, which is images, needs to be mapped."""
+    call = getattr(_ops, op).default
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        first, rest = arguments[:tensors], arguments[tensors:]
+        dims, size = in_dims[:tensors], info.batch_size
+        if folds and dims[0] is not None and all(d is None for d in dims[1:]):
+            images = first[0].movedim(dims[0], 0)
+            if images.dim() == 5:
+                result = call(images.reshape(-1, *images.shape[2:]), *first[1:], *rest)
+                return result.reshape(*images.shape[:2], *result.shape[1:]), 0
+        if size == 0:
+            one = call(
+                *(t if d is None else t.new_zeros(_sample(t, d)) for t, d in zip(first, dims, strict=True)), *rest
+            )
+            return one.new_empty((0, *one.shape)), 0
+        each = ([t if d is None else t.select(d, n) for t, d in zip(first, dims, strict=True)] for n in range(size))
+        return torch.stack([call(*one, *rest) for one in each]), 0
+
+    torch.library.register_vmap(f"fretwork::{op}", vmap)
+
+
+_register_vmap("block_conv2d", 3, folds=True)
+_register_vmap("block_conv2d_backward_x", 2, folds=True)
+_register_vmap("block_conv2d_backward_values", 2, folds=False)
+
+
+def _conv_autocast(x: Tensor, values: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        return _conv(
+            _lowered(x, dtype), _lowered(values, dtype), None if bias is None else _lowered(bias, dtype), *rest
+        )
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("block_conv2d", _conv_autocast, f"Autocast{_device}")

@@ -162,14 +162,24 @@ __device__ __forceinline__ void narrow_multiply(float (&d)[kNarrow / 2], int sta
 }
 
 /// What the sums of a tile start from: a row's bias, or zero. Rows are the columns of these sums.
-template <typename T>
-__device__ __forceinline__ void narrow_start(float (&d)[kNarrow / 2], const SpmmParams& p, int row, bool biased) {
-  const T* const bias = static_cast<const T*>(p.bias);
-  const int lane = static_cast<int>(threadIdx.x) % 4 * 2;
+template <typename T, typename Params>
+__device__ __forceinline__ void narrow_start(float (&d)[kNarrow / 2], const Params& p, int row, bool biased) {
 #pragma unroll
-  for (int i = 0; i < kNarrow / 2; ++i) {
-    const int at = row + i / 4 * 8 + lane + i % 2;
-    d[i] = biased && at < p.rows ? widen(bias[at * p.bias_stride]) : 0.0f;
+  for (float& sum : d) {
+    sum = 0.0f;
+  }
+  if (!biased) {
+    return;
+  }
+  int at = row + static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kNarrow / 2; i += 4, at += 8) {
+    asm volatile("" ::: "memory");  // one after the other: all at once would take more registers than there are
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const T* const from = static_cast<const T*>(p.bias) + (at + j) * p.bias_stride;
+      d[i + j] = d[i + j + 2] = at + j < p.rows ? widen(*from) : 0.0f;
+    }
   }
 }
 

@@ -13,8 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "blocks/hopper.h"
-#include "ops/block_conv/params.h"
+#include "ops/block_conv/cuda_operands.h"
 #include "runtime/plan_cache.h"
 
 namespace fretwork::block_conv::hopper {
@@ -23,13 +22,7 @@ namespace {
 namespace driver = fretwork::cuda;
 using namespace blocks;  // NOLINT: the host side that it shares with the block products
 
-constexpr std::int64_t kUnit = 8;  ///< 16-bit elements in 16 bytes
-constexpr const char* kFile = "ops/block_conv/kernel_generic.cuh";
-
 // ---------------------------------------------------------------------------------------------- which kernel
-
-KernelSpec turn_instance() { return {kFile, "fretwork::block_conv::to_channels_last", 0}; }
-KernelSpec pack_instance() { return {kFile, "fretwork::block_conv::pack_blocks", 0}; }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
@@ -50,111 +43,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
 }
 const KernelList kKernels{"block_conv", list_kernels};
 
-// --------------------------------------------------------------------------------------------------- operands
-
-/// Whether channels are neighbours and everything else lies in units of 16 bytes.
-bool channels_last(const Image& i) {
-  const auto whole = [](std::int64_t size, std::int64_t stride) {
-    return size == 1 || (stride > 0 && stride % kUnit == 0);
-  };
-  return i.c_stride == 1 && whole(i.n, i.n_stride) && whole(i.h, i.h_stride) && whole(i.w, i.w_stride) &&
-         reinterpret_cast<std::uintptr_t>(i.data) % 16 == 0;
-}
-/// Whether pixels follow one another at one distance.
-bool one_line(const Image& i) {
-  return (i.h == 1 || i.h_stride == i.w * i.w_stride) && (i.n == 1 || i.n_stride == i.h * i.w * i.w_stride);
-}
-
-/// Images in channels-last order, copied if they are not. `dense`: pixels have to be one line too.
-class ChannelsLast {
- public:
-  ChannelsLast(const Image& from, bool dense, Context& context)
-      : image_(from),
-        space_(context, channels_last(from) && (!dense || one_line(from))
-                            ? 0
-                            : static_cast<std::size_t>(from.pixels() * from.c) * sizeof(std::uint16_t)) {
-    if (space_.data() == nullptr) {
-      return;
-    }
-    const bool lines = from.w_stride == 1 && from.h_stride == from.w && from.h * from.w % kUnit == 0 &&
-                       from.n_stride % kUnit == 0 && from.c_stride % kUnit == 0 &&
-                       reinterpret_cast<std::uintptr_t>(from.data) % 16 == 0;
-    const TurnParams params{
-        {from.data, from.n_stride, from.c_stride, from.h_stride, from.w_stride, static_cast<int>(from.n),
-         static_cast<int>(from.c), static_cast<int>(from.h), static_cast<int>(from.w)},
-        space_.data(),
-        lines ? 1 : 0};
-    const std::int64_t tiles =
-        from.n * ceil_div(from.h * from.w, std::int64_t{64}) * ceil_div(from.c, std::int64_t{64});
-    get_kernel(turn_instance(), context.device.index).launch(tiles, 256, 0, &params, context.stream);
-    image_ = {space_.data(), from.n, from.c, from.h, from.w, from.h * from.w * from.c, 1, from.w * from.c, from.c};
-  }
-  const Image& image() const { return image_; }
-
- private:
-  Image image_;
-  Workspace space_;
-};
-
-/// The packed blocks as the copy engine reads them, copied if it cannot.
-class Blocks {
- public:
-  Blocks(const Problem& p, Context& context)
-      : view_(view_of(p, p.values)),
-        space_(context, view_ ? 0
-                              : static_cast<std::size_t>(p.layout->nnz() * p.block_rows() * p.block_cols()) *
-                                    sizeof(std::uint16_t)) {
-    if (view_) {
-      return;
-    }
-    const auto block = static_cast<int>(p.layout->sizes().block_rows);
-    const PackParams params{
-        {p.values.data, p.values.block_stride, p.values.row_stride, p.values.col_stride, block, block},
-        space_.data(),
-        static_cast<int>(p.layout->nnz())};
-    get_kernel(pack_instance(), context.device.index)
-        .launch(std::min<std::int64_t>(p.layout->nnz() * block * block / 256, 1 << 14), 256, 0, &params,
-                context.stream);
-    view_ = view_of(p, {space_.data(), static_cast<std::int64_t>(block) * block, block, 1});
-  }
-  const View& view() const { return *view_; }
-
- private:
-  static std::optional<View> view_of(const Problem& p, const Values& v) {
-    const std::int64_t block = p.layout->sizes().block_rows;
-    return make_view(v.data, block, block, p.transposed ? v.col_stride : v.row_stride,
-                     p.transposed ? v.row_stride : v.col_stride, {p.layout->nnz(), 1}, {v.block_stride, 0});
-  }
-  std::optional<View> view_;
-  Workspace space_;
-};
-
 // ---------------------------------------------------------------------------------------------------- classes
-
-/// One axis for the output positions `at`, `at` + div, …: which kernel positions meet them, and how far each moves.
-struct AxisClass {
-  std::int64_t at = 0, count = 0, first = 0, mul = 1;
-  std::vector<int> taps, offsets;
-
-  AxisClass(const Axis& axis, std::int64_t residue, std::int64_t size) : at(residue), mul(axis.mul) {
-    count = size > residue ? ceil_div(size - residue, axis.div) : 0;
-    std::vector<std::int64_t> moved;
-    for (std::int64_t r = 0; r < axis.taps; ++r) {
-      const std::int64_t to = axis.at(residue, r);
-      if (to % axis.div == 0) {
-        taps.push_back(static_cast<int>(r));
-        moved.push_back(to / axis.div);
-      }
-    }
-    first = moved.empty() ? 0 : *std::min_element(moved.begin(), moved.end());
-    for (const std::int64_t to : moved) {
-      offsets.push_back(static_cast<int>(std::min<std::int64_t>(to - first, kMostOffset + 1)));
-    }
-  }
-  bool fits() const {
-    return std::all_of(offsets.begin(), offsets.end(), [](int offset) { return offset <= kMostOffset; });
-  }
-};
 
 driver::PixelMap pixel_map(const Image& in, const AxisClass& y, const AxisClass& x) {
   const auto bytes = [&](std::int64_t size, std::int64_t stride) {
@@ -291,31 +180,9 @@ std::shared_ptr<const DevicePlan> find_plan(const Problem& p, const AxisClass& y
 
 // --------------------------------------------------------------------------------------------------- launches
 
-/// The positions of one class in the result.
-Image class_of(const Image& out, const Axis& y_axis, const Axis& x_axis, const AxisClass& y, const AxisClass& x) {
-  Image part = out;
-  part.data = static_cast<std::uint16_t*>(out.data) + y.at * out.h_stride + x.at * out.w_stride;
-  part.h = y.count;
-  part.w = x.count;
-  part.h_stride = out.h_stride * y_axis.div;
-  part.w_stride = out.w_stride * x_axis.div;
-  return part;
-}
-
-/// How threads write images, where the copy engine cannot.
-ImageOut image_out(const Image& out, bool rows) {
-  const bool aligned = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0;
-  const auto whole = [](std::int64_t stride) { return stride % kUnit == 0; };
-  const bool vector = aligned && whole(out.n_stride) &&
-                      (rows ? whole(out.h_stride) && whole(out.w_stride)
-                            : out.w_stride == 1 && (out.h == 1 || out.h_stride == out.w) && whole(out.h * out.w) &&
-                                  whole(out.c_stride));
-  return {out.data, out.n_stride, out.c_stride, out.h_stride, out.w_stride, vector ? 1 : 0};
-}
-
 void run_class(const Problem& p, const Blocks& blocks, const Image& in, const AxisClass& y, const AxisClass& x,
                Context& context) {
-  const Image out = class_of(p.out, p.y, p.x, y, x);
+  const Image out = class_of(p, y, x);
   const auto block = static_cast<int>(p.block_rows());
   const bool wide = is_wide(block), rows = out.c_stride == 1;
   const std::int64_t pixels = out.pixels();
@@ -411,7 +278,9 @@ bool run_product(const Problem& p, Context& context) {
   const Blocks blocks(p, context);
   for (const AxisClass& y : ys) {
     for (const AxisClass& x : xs) {
-      run_class(p, blocks, in.image(), y, x, context);
+      if (!run_patches(p, blocks, in.image(), y, x, context)) {
+        run_class(p, blocks, in.image(), y, x, context);
+      }
     }
   }
   return true;

@@ -1,0 +1,62 @@
+// What the Hopper kernels of the convolution read and write: images in channels-last order, packed blocks, and the
+// classes of output positions that meet the same kernel positions.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "blocks/hopper.h"
+#include "ops/block_conv/problem.h"
+
+namespace fretwork::block_conv::hopper {
+
+KernelSpec turn_instance();
+KernelSpec pack_instance();
+
+/// Whether channels are neighbours and everything else lies in units of 16 bytes.
+bool channels_last(const Image& image);
+/// Whether pixels follow one another at one distance.
+bool one_line(const Image& image);
+
+/// Images in channels-last order, copied if they are not. `dense`: pixels have to be one line too.
+class ChannelsLast {
+ public:
+  ChannelsLast(const Image& from, bool dense, Context& context);
+  const Image& image() const { return image_; }
+
+ private:
+  Image image_;
+  Workspace space_;
+};
+
+/// The packed blocks as the copy engine reads them, copied if it cannot.
+class Blocks {
+ public:
+  Blocks(const Problem& p, Context& context);
+  const blocks::View& view() const { return *view_; }
+
+ private:
+  std::optional<blocks::View> view_;
+  Workspace space_;
+};
+
+/// One axis for the output positions `at`, `at` + div, …: which kernel positions meet them, and how far each moves.
+struct AxisClass {
+  std::int64_t at = 0, count = 0, first = 0, mul = 1;
+  std::vector<int> taps, offsets;
+
+  AxisClass(const Axis& axis, std::int64_t residue, std::int64_t size);
+  bool fits() const;
+};
+
+/// The positions of one class in the result.
+Image class_of(const Problem& p, const AxisClass& y, const AxisClass& x);
+
+/// How threads write images. `rows`: channels are neighbours.
+blocks::ImageOut image_out(const Image& out, bool rows);
+
+/// The columns of the kernel `patch` runs a class, where it is faster than gathering every kernel position's pixels.
+bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const AxisClass& y, const AxisClass& x,
+                 Context& context);
+
+}  // namespace fretwork::block_conv::hopper

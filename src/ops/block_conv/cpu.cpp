@@ -26,7 +26,7 @@ using simd::Slabs;
 /// Results larger than this go past the caches, which they would only flush.
 constexpr std::int64_t kStreamedBytes = 4 << 20;
 
-/// What a run of pixels outside of every image reads; as long as the widest panel.
+/// What a run of pixels outside of every image reads: as long as the widest panel, and slack on both sides.
 alignas(64) constexpr std::array<std::byte, 1024> kZeros{};
 
 /// Whether bytes are whole cache lines.
@@ -163,7 +163,7 @@ class Results {
   template <typename Add>
   void add_zeros(std::int64_t pixels, const Add& add) const {
     if (pixels > 0) {
-      add(kZeros.data(), 0, pixels);
+      add(kZeros.data() + simd::kRunSlack, 0, pixels);
     }
   }
 

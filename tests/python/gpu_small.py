@@ -2,8 +2,8 @@
 
 A few hundred launches: every product with every transpose, twice, over types, precisions and blocks in turn (gradients
 are products too), then a row long enough to be split, lines with few blocks, softmax with its extras and gradients,
-packing, Kronecker products, attention in each class of kernels with its gradients, decoding and SPLAT's operators, and
-2:4 products and tools. `gpu_small.py cuda two_four` runs one part alone.
+packing, convolutions with their gradients, Kronecker products, attention in each class of kernels with its gradients,
+decoding and SPLAT's operators, and 2:4 products and tools. `gpu_small.py cuda two_four` runs one part alone.
 """
 
 import itertools
@@ -81,6 +81,25 @@ def softmax(device):
         numbers = {"key_padding_mask": key_padding.to(device), "attn_mask": attn.to(device, dtype)}
         fw.block_softmax(values.detach(), layout, 0.5, **numbers, key_padding_mask_mode="mul")
     fw.block_softmax(values.detach().mT.contiguous().mT, layout, -0.5)  # no neighbours to read at once
+
+
+def convolutions(device):
+    """Both memory formats, in turn with the types; strides, dilation, a kernel of even size, a kernel of one."""
+    cases = [
+        (16, (3, 3), {"padding": 1}), (32, (3, 3), {"padding": 1, "stride": 2}), (64, (1, 1), {}),
+        (8, (2, 4), {"padding": "same"}), (128, (3, 3), {"padding": 2, "dilation": 2}),
+        ((16, 32), (1, 3), {"stride": 3}),
+    ]  # fmt: skip
+    for n, (block, kernel, geometry) in enumerate(cases):
+        layout = fw.BlockLayout.for_conv2d(torch.rand(2, 3, *kernel) < 0.7, block)
+        for m in range(2):
+            dtype, precision = KINDS[(2 * n + m) % len(KINDS)]
+            x = tensor(device, dtype, 2, layout.shape[2], 13, 11)
+            x = (x.contiguous(memory_format=torch.channels_last) if (n + m) % 2 else x).requires_grad_()
+            values = tensor(device, dtype, layout.nnz, *layout.block_shape).requires_grad_()
+            bias = tensor(device, dtype, layout.shape[1]).requires_grad_()
+            options = {**geometry, "bias": bias, "precision": precision}
+            fw.block_conv2d(x, values, layout, kernel, **options).square().sum().backward()
 
 
 def packing(device):
@@ -184,7 +203,8 @@ def two_four(device):
         torch.ops.fretwork.two_four_prune_both(A, torch.int16)
 
 
-PARTS = (products, long_rows, many_lines, softmax, packing, kronecker, chains, attention, decoding, operators, two_four)
+PARTS = (products, long_rows, many_lines, softmax, packing, convolutions, kronecker, chains, attention, decoding)
+PARTS += (operators, two_four)
 
 
 def main(device: str = "cuda", *names: str) -> None:

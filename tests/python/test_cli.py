@@ -48,7 +48,7 @@ def test_version_and_help() -> None:
     for command in ("info", "show", "bench", "tune", "two_four", "compile", "cache"):
         assert command in top
         assert "fretwork " + command in ok(command, "--help")
-    for suite in ("attention", "block", "kronecker", "two_four"):
+    for suite in ("attention", "block", "conv", "kronecker", "two_four"):
         assert "Example" in ok("bench", suite, "--help")
     for command in ("show", "two_four", "compile", "cache", "info"):
         assert "Example" in ok(command, "--help")
@@ -91,13 +91,24 @@ def test_version_and_help() -> None:
         (["show", "two_four(8,8)"], "got two_four(8,8)"),
         (["two_four", "inspect"], "FILE: expected a value, got nothing"),
         (["bench", "two_four", "--m", "12"], "--m and --k: expected multiples of 8, got 12 and 4096"),
-        (["bench"], "expected one of attention, block, kronecker, two_four, got nothing"),
+        (["bench"], "expected one of attention, block, conv, kronecker, two_four, got nothing"),
         (["bench", "attention", "--pass", "sideways"], "--pass: expected forward or backward, got sideways"),
         (["bench", "attention", "--pattern", "full(7)"], "--pattern: expected a pattern of "),
         (["bench", "attention", "--pattern", "frob(7)"], "--pattern: "),
         (["bench", "attention", "--heads", "4", "--kv-heads", "3"], "--kv-heads: expected a number that divides the 4"),
         (["bench", "block", "--op", "frob"], "--op: expected dsd, dds, sdd or softmax, got frob"),
         (["bench", "block", "--n", "100", "--block", "32"], "--n: expected a multiple"),
+        (
+            ["bench", "conv", "--layer", "16x"],
+            "--layer: expected CHANNELSxSIZE or INxOUTxSIZE",
+        ),
+        (
+            ["bench", "conv", "--layer", "20x8", "--block", "8"],
+            "--layer: expected channels that are a multiple of every",
+        ),
+        (["bench", "conv", "--layer", "8x3", "--block", "8", "--kernel", "9", "--padding", "0"], "an image of"),
+        (["bench", "conv", "--op", "both"], "--op: expected one of forward, backward_x, backward_values, got both"),
+        (["bench", "conv", "--format", "hwc"], "--format: expected one of nhwc, nchw, got hwc"),
         (["bench", "block", "--density", "1.5"], "--density: expected 0 to 1, got '1.5'"),
         (["bench", "block", "--dtype", "int8"], "--dtype: expected float64"),
         (["bench", "block", "--device", "tpu"], "--device: expected cpu or cuda:N, got tpu"),
@@ -383,6 +394,38 @@ def test_bench_measures_every_case(tmp_path: Path) -> None:
         assert row["unit"] == ("GB/s" if row["op"] == "softmax" else "GFLOP/s")
     summary = json.loads(whole.read_text())
     assert summary["threads"] == 2 and summary["dtype"] == "bfloat16" and len(summary["rows"]) == 16
+
+
+def test_bench_conv_measures_every_case(tmp_path: Path) -> None:
+    rows, whole = tmp_path / "rows.csv", tmp_path / "whole.json"
+    text = ok(
+        *(
+            "bench",
+            "conv",
+            "--layer",
+            "16x8,32x16x7",
+            "--block",
+            "8,16",
+            "--density",
+            "0.5",
+            "--stride",
+            "2",
+            "--batch",
+        ),
+        *("3", "--op", "forward,backward_x,backward_values", "--rounds", "1", "--csv", str(rows), "--json", str(whole)),
+    )
+    assert "of dense:" in text and "3 images, kernel 3, stride 2, padding 1, dilation 1" in text
+    with rows.open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 2 * 3 * 2 * 2 and {row["format"] for row in table} == {"nhwc", "nchw"}
+    assert {(row["in"], row["out"], row["image"]) for row in table} == {("16", "16", "8"), ("32", "16", "7")}
+    for row in table:
+        work = 2 * int(row["nnz"]) * int(row["block"]) ** 2 * 3 * 4 * 4  # both images become 4 × 4
+        assert float(row["gflops"]) == pytest.approx(work / float(row["ms"]) / 1e6, rel=1e-3)
+    summary = json.loads(whole.read_text())
+    assert summary["kernel"] == 3 and [row["ms"] for row in summary["rows"]] == pytest.approx(
+        [float(row["ms"]) for row in table], rel=1e-4
+    )
 
 
 def test_bench_attention_measures_every_pattern(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fretwork as fw
 
-SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 F32 = torch.float32
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 

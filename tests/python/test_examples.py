@@ -17,10 +17,12 @@ MODULES = [
     "fretwork.pattern",
     "fretwork.patterns",
     "fretwork.ops",
+    "fretwork.conv",
     "fretwork.regular",
     "fretwork._kronecker",
     "fretwork.kronecker",
     "fretwork.two_four",
+    "fretwork.nn.block_sparse_conv2d",
     "fretwork.nn.block_sparse_linear",
     "fretwork.nn.ks_linear",
     "fretwork.nn.semi_sparse_linear",
@@ -79,6 +81,15 @@ def test_vit_block(printed):
     assert {name: row[0] for name, row in rows.items()} == {"dense": "1,181,568", "kronecker": "640,896"}
     for _, _, ms, first, last in rows.values():
         assert float(ms) > 0 and float(last) < float(first)
+
+
+def test_sparse_resnet(printed):
+    arguments = ("--images", "8", "--width", "32", "--steps", "12", "--device", "cpu")
+    rows = {line.split()[0]: line.split()[1:] for line in printed("sparse_resnet.py", *arguments)[-2:]}
+    assert set(rows) == {"dense", "sparse"}
+    for _, ms, first, *_, last in rows.values():
+        assert float(ms) > 0 and float(last) < float(first)
+    assert int(rows["sparse"][0].replace(",", "")) < 0.5 * int(rows["dense"][0].replace(",", ""))
 
 
 def test_longformer_block(printed):

@@ -587,7 +587,7 @@ def test_core_errors_arrive():
 
 
 @pytest.mark.parametrize(
-    "name", [f"fretwork.jax{room}" for room in ("", ".block", ".kronecker", ".regular", ".two_four")]
+    "name", [f"fretwork.jax{room}" for room in ("", ".block", ".conv", ".kronecker", ".regular", ".two_four")]
 )
 def test_examples(name):
     jax.config.update("jax_enable_x64", False)  # as users have it
@@ -609,6 +609,7 @@ NO_ARRAYS = {
     "dds: values": lambda bad: fj.dds(MATRIX, bad, LAYOUT_OF_ONE),
     "block_softmax: values": lambda bad: fj.block_softmax(bad, LAYOUT_OF_ONE),
     "unpack: values": lambda bad: fj.unpack(bad, LAYOUT_OF_ONE),
+    "block_conv2d: x": lambda bad: fj.block_conv2d(bad, MATRIX[None], LAYOUT_OF_ONE, 1),
     "attention: k": lambda bad: fj.attention(MATRIX[None, None], bad, bad, fw.patterns.causal(8)),
     "r_spmm: v": lambda bad: fj.r_spmm(MATRIX[None, None], bad, fw.patterns.causal(8)),
     "alibi: slopes": fj.alibi,

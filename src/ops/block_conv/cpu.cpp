@@ -2,9 +2,9 @@
 //
 // Results fall into classes (one but for the gradient of a strided convolution, see AxisClass). The pixels of a class
 // lie on a line and are cut into panels of a few vectors, and those into slabs. A slab packs the image rows that it
-// reads once, and puts each column of the product (a kernel position and a block of channels) together from runs of
-// them; every block row shares it. A sum is computed by one thread in a fixed order: bias, then kernel positions, then
-// blocks. So results do not depend on the number of threads.
+// reads once. A few panels at a time then put each column of the product (a kernel position and a block of channels)
+// together from runs of them, once for all block rows. A sum is computed by one thread in a fixed order: bias, then
+// kernel positions, then blocks. So results do not depend on the number of threads.
 #include "ops/block_conv/cpu.h"
 
 #include <algorithm>
@@ -22,11 +22,18 @@ namespace {
 
 using simd::Slab;
 using simd::Slabs;
+using Panels = std::span<const Slabs::Panel>;
+
+/// Panels of a slab: neighbouring slabs share the rows at their edges, and each packs them.
+constexpr std::int64_t kSlabPanels = 24;
+/// Panels multiplied together. Two leave most of a second-level cache to what they are put together from; where blocks
+/// are copied first, that takes more of them to pay.
+constexpr std::size_t kTogether = 2, kTogetherCopied = 8;
 
 /// Results larger than this go past the caches, which they would only flush.
 constexpr std::int64_t kStreamedBytes = 4 << 20;
 
-/// What a run of pixels outside of every image reads; as long as the widest panel.
+/// What a run of pixels outside of every image reads: as long as the widest panel, and slack on both sides.
 alignas(64) constexpr std::array<std::byte, 1024> kZeros{};
 
 /// Whether bytes are whole cache lines.
@@ -35,6 +42,7 @@ bool lines(std::intptr_t bytes) { return bytes % 64 == 0; }
 struct Buffers {
   simd::Scratch panels, strips, sums;
   ImageRows::Packed rows;
+  std::int64_t first_row = 0;       ///< of the slab's results
   std::vector<std::int64_t> slots;  ///< by row of results and tap along y; −1 lies outside
   std::vector<std::uint8_t> packed;
   std::vector<simd::Term> terms;
@@ -62,8 +70,9 @@ class Results {
         // Runs write past their last row.
         column_depth_(simd::depth_padded(tiles, depth_) + tiles.group),
         columns_(number_columns()),
-        slabs_(problem.out.n * image_, columns_ * column_depth_, stretches, tiles),
+        slabs_(problem.out.n * image_, kSlabPanels, stretches, tiles),
         parts_(std::clamp(ceil_div(stretches, slabs_.count()), std::int64_t{1}, problem.lines())) {
+    together_ = simd::copied(tiles, strips()) ? kTogetherCopied : kTogether;
     h_stride_ = problem.out.h_stride * problem.y.div;
     w_stride_ = problem.out.w_stride * problem.x.div;
     const bool rows_join = y_.count == 1 || h_stride_ == x_.count * w_stride_;
@@ -81,10 +90,13 @@ class Results {
     Buffers& buffers = thread_buffers();
     const Slab slab(slabs_, task / parts_);
     name_rows(slab, buffers);
-    buffers.packed.assign(static_cast<std::size_t>(columns_), 0);
-    std::byte* const panels = buffers.panels.need(simd::panel_bytes(tiles_, deep(), slab.width) + simd::kRunSlack);
-    for (std::int64_t line = cut(task % parts_); line < cut(task % parts_ + 1); ++line) {
-      multiply(slab, line, panels, buffers);
+    for (Panels rest = slab.panels; !rest.empty(); rest = rest.subspan(std::min(together_, rest.size()))) {
+      const Panels panels = rest.first(std::min(together_, rest.size()));
+      buffers.packed.assign(static_cast<std::size_t>(columns_), 0);
+      buffers.panels.need(panels.size() * simd::panel_bytes(tiles_, deep(), panel_stride()) + simd::kRunSlack);
+      for (std::int64_t line = cut(task % parts_); line < cut(task % parts_ + 1); ++line) {
+        multiply(panels, line, buffers);
+      }
     }
   }
 
@@ -127,7 +139,8 @@ class Results {
   void name_rows(const Slab& slab, Buffers& buffers) const {
     rows_.clear(buffers.rows);
     buffers.slots.clear();
-    for (std::int64_t row = slab.first / x_.count; row <= (slab.panels.back().last - 1) / x_.count; ++row) {
+    buffers.first_row = slab.first / x_.count;
+    for (std::int64_t row = buffers.first_row; row <= (slab.panels.back().last - 1) / x_.count; ++row) {
       for (const auto& tap : y_.taps) {
         const std::int64_t y = y_.at(row % y_.count, tap);
         buffers.slots.push_back(y_.inside(y) ? rows_.slot(buffers.rows, row / y_.count, y) : -1);
@@ -136,61 +149,74 @@ class Results {
     rows_.allocate(buffers.rows);
   }
 
-  /// One column of the product for all panels of a slab.
-  void pack_column(const Slab& slab, std::size_t r, std::size_t s, std::int64_t other, std::int64_t column,
-                   std::byte* panels, Buffers& buffers) const {
-    const std::int64_t first_row = slab.first / x_.count, groups = simd::depth_padded(tiles_, depth_) / tiles_.group;
-    for (const Slabs::Panel& panel : slab.panels) {
-      buffers.runs.clear();
-      const auto add = [&](const std::byte* from, std::int64_t stride, std::int64_t pixels) {
-        buffers.runs.push_back({from, stride, pixels * rows_.unit()});
-      };
-      for (std::int64_t pixel = panel.first, next = 0; pixel < panel.last; pixel = next) {
-        const std::int64_t row = pixel / x_.count, u = pixel % x_.count;
-        next = std::min(pixel + x_.count - u, panel.last);
-        const std::int64_t slot = buffers.slots[static_cast<std::size_t>(row - first_row) * y_.taps.size() + r];
-        if (slot < 0) {
-          add_zeros(next - pixel, add);
-        } else {
-          add(rows_.at(buffers.rows, slot, s, other) + u * rows_.unit(), rows_.width() * rows_.unit(), next - pixel);
-        }
-      }
-      add_zeros(panel.first + panel.width - panel.last, add);
-      simd::join_runs(buffers.runs, groups, panels + simd::panel_bytes(tiles_, column * column_depth_, panel.width));
-      panels += simd::panel_bytes(tiles_, deep(), panel.width);
+  /// Where a panel is packed, the first or a later one of those together.
+  std::byte* packed(Buffers& buffers, std::size_t panel) const {
+    return buffers.panels.need(0) + panel * simd::panel_bytes(tiles_, deep(), panel_stride());
+  }
+  std::int64_t panel_stride() const { return tiles_.vectors * tiles_.lanes; }
+
+  /// One column of the product for some panels.
+  void pack_column(Panels panels, std::size_t r, std::size_t s, std::int64_t other, std::int64_t column,
+                   Buffers& buffers) const {
+    for (std::size_t n = 0; n < panels.size(); ++n) {
+      const Slabs::Panel& panel = panels[n];
+      list_runs(panel, r, s, other, buffers);
+      simd::join_runs(buffers.runs, simd::depth_padded(tiles_, depth_) / tiles_.group,
+                      packed(buffers, n) + simd::panel_bytes(tiles_, column * column_depth_, panel.width));
     }
+  }
+  /// Where the pixels of a panel lie in packed rows.
+  void list_runs(const Slabs::Panel& panel, std::size_t r, std::size_t s, std::int64_t other, Buffers& buffers) const {
+    buffers.runs.clear();
+    const auto add = [&](const std::byte* from, std::int64_t stride, std::int64_t pixels) {
+      buffers.runs.push_back({from, stride, pixels * rows_.unit()});
+    };
+    for (std::int64_t pixel = panel.first, next = 0; pixel < panel.last; pixel = next) {
+      const std::int64_t row = pixel / x_.count, u = pixel % x_.count;
+      next = std::min(pixel + x_.count - u, panel.last);
+      const auto at = static_cast<std::size_t>(row - buffers.first_row) * y_.taps.size() + r;
+      if (const std::int64_t slot = buffers.slots[at]; slot < 0) {
+        add_zeros(next - pixel, add);
+      } else {
+        add(rows_.at(buffers.rows, slot, s, other) + u * rows_.unit(), rows_.width() * rows_.unit(), next - pixel);
+      }
+    }
+    add_zeros(panel.first + panel.width - panel.last, add);
   }
   template <typename Add>
   void add_zeros(std::int64_t pixels, const Add& add) const {
     if (pixels > 0) {
-      add(kZeros.data(), 0, pixels);
+      add(kZeros.data() + simd::kRunSlack, 0, pixels);
     }
   }
 
-  /// One block row of the result for all panels of a slab.
-  void multiply(const Slab& slab, std::int64_t line, std::byte* panels, Buffers& buffers) const {
+  /// The blocks as the left side.
+  simd::Strips strips() const {
     const Values& v = p_.values;
-    const std::int64_t rows = p_.block_rows();
     const simd::Place block{v.data, p_.transposed ? v.col_stride : v.row_stride,
                             p_.transposed ? v.row_stride : v.col_stride};
+    return {block, p_.block_rows(), depth_, true};
+  }
+
+  /// One block row of the result for some panels.
+  void multiply(Panels panels, std::int64_t line, Buffers& buffers) const {
+    const Values& v = p_.values;
     buffers.terms.clear();
     each_block(line, [&](std::size_t r, std::size_t s, std::size_t at, const BlockIndex::Entry& entry) {
       const std::int64_t column = column_[at];
-      if (auto& packed = buffers.packed[static_cast<std::size_t>(column)]; packed == 0) {
-        pack_column(slab, r, s, entry.other, column, panels, buffers);
-        packed = 1;
+      if (auto& done = buffers.packed[static_cast<std::size_t>(column)]; done == 0) {
+        pack_column(panels, r, s, entry.other, column, buffers);
+        done = 1;
       }
       buffers.terms.push_back({element(v.data, entry.block * v.block_stride), column * column_depth_, nullptr});
     });
     simd::Product product;
-    const std::int64_t shift =
-        simd::set_left(tiles_, p_.dtype, {block, rows, depth_, true}, buffers.terms, buffers.strips, product);
+    const std::int64_t shift = simd::set_left(tiles_, p_.dtype, strips(), buffers.terms, buffers.strips, product);
     product.add = p_.bias != nullptr;
     product.out_stride = p_.out.c_stride;
-    for (const Slabs::Panel& panel : slab.panels) {
-      product.right = panels;
-      multiply_panel(panel, line, product, shift, buffers);
-      panels += simd::panel_bytes(tiles_, deep(), panel.width);
+    for (std::size_t n = 0; n < panels.size(); ++n) {
+      product.right = packed(buffers, n);
+      multiply_panel(panels[n], line, product, shift, buffers);
     }
   }
 
@@ -247,7 +273,8 @@ class Results {
   std::vector<std::int64_t> cost_;    ///< before each line
   std::int64_t columns_;
   Slabs slabs_;
-  std::int64_t parts_;  ///< of a slab's lines
+  std::int64_t parts_;        ///< of a slab's lines
+  std::size_t together_ = 0;  ///< panels
   std::int64_t h_stride_, w_stride_;
   std::int64_t piece_;  ///< pixels of a class that lie `w_stride_` apart: all, an image or a row
   bool stream_;

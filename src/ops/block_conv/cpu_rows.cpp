@@ -80,13 +80,14 @@ std::int64_t ImageRows::slot(Packed& packed, std::int64_t image, std::int64_t y)
 
 void ImageRows::allocate(Packed& packed) const {
   const std::size_t parts = packed.rows.size() * phases_.size();
-  packed.memory.need(parts * phase_bytes_);
+  packed.memory.need(static_cast<std::size_t>(simd::kRunSlack) + parts * phase_bytes_);
   packed.done.assign(parts * static_cast<std::size_t>(p_.others()), 0);
 }
 
 const std::byte* ImageRows::at(Packed& packed, std::int64_t slot, std::size_t tap, std::int64_t other) const {
   const std::size_t part = static_cast<std::size_t>(slot) * phases_.size() + tap_phase_[tap];
-  std::byte* const block = packed.memory.need(0) + part * phase_bytes_ + static_cast<std::size_t>(other) * block_bytes_;
+  std::byte* const block =
+      packed.memory.need(0) + simd::kRunSlack + part * phase_bytes_ + static_cast<std::size_t>(other) * block_bytes_;
   auto& done = packed.done[part * static_cast<std::size_t>(p_.others()) + static_cast<std::size_t>(other)];
   if (done == 0) {
     pack(packed, slot, tap_phase_[tap], other, block);

@@ -41,7 +41,7 @@ class Blocks {
         x_(problem.x, problem.out.w, problem.in.w, 0),
         rows_(problem, tiles, x_),
         size_(static_cast<std::int64_t>(size_of(problem.dtype))),
-        panels_(Slabs(problem.block_rows(), 1, 1, tiles), 0),
+        panels_(Slabs(problem.block_rows(), problem.block_rows(), 1, tiles), 0),
         chunk_(std::max<std::int64_t>(1, kChunk / std::max<std::int64_t>(1, x_.count))) {
     const std::int64_t strips = ceil_div(problem.block_cols(), tiles.rows);
     sum_bytes_ = static_cast<std::size_t>(strips * tiles.rows * panels_.width) * tiles.sum;

@@ -162,7 +162,7 @@ class Spmm : Work {
   Spmm(const Problem& problem, const Tiles& tiles, std::int64_t stretches)
       : Work(problem, tiles),
         index_(problem.transposed ? problem.layout->by_col() : problem.layout->by_row()),
-        slabs_(problem.out.cols, problem.right.rows,
+        slabs_(problem.out.cols, simd::panels_that_fit(problem.right.rows, tiles),
                std::max<std::int64_t>(1, ceil_div(stretches, std::max<std::int64_t>(1, problem.z_out * problem.h_out))),
                tiles) {
     const BlockLayout::Sizes& s = problem.layout->sizes();
@@ -358,7 +358,7 @@ class Sdd : Work {
         strips_(ceil_div(sizes_.block_rows, tiles.rows)),
         depth_(none_ ? 0 : problem.left.cols),
         pieces_(std::max<std::int64_t>(1, ceil_div(depth_, kDeepest))),
-        slabs_(sizes_.block_cols, std::min(depth_, kDeepest), 1, tiles) {
+        slabs_(sizes_.block_cols, simd::panels_that_fit(std::min(depth_, kDeepest), tiles), 1, tiles) {
     batch_first_.push_back(0);
     for (std::int64_t batch = 0; batch < problem.z_out * problem.h_out; ++batch) {
       const std::int64_t blocks = first_of(batch % problem.h_out, sizes_.cols) - first_of(batch % problem.h_out, 0);

@@ -12,15 +12,18 @@ namespace fretwork::simd {
 /// What the panels of a slab may take of a second-level cache, and how many there are at most.
 inline constexpr std::int64_t kSlabBytes = 3200 << 10, kMaxPanels = 8;
 
-/// Columns of a result: panels of a few vectors, and slabs of as many panels as a cache holds at full depth.
+/// How many panels of a depth a cache holds.
+inline std::int64_t panels_that_fit(std::int64_t depth, const Tiles& tiles) {
+  const std::int64_t bytes = depth * tiles.vectors * tiles.lanes * static_cast<std::int64_t>(tiles.element);
+  return std::clamp(kSlabBytes / std::max<std::int64_t>(bytes, 1), std::int64_t{1}, kMaxPanels);
+}
+
+/// Columns of a result: panels of a few vectors, and slabs of `fit` panels at most.
 class Slabs {
  public:
   /// There are `share` slabs or a multiple of it, if there are panels enough.
-  Slabs(std::int64_t cols, std::int64_t depth, std::int64_t share, const Tiles& tiles)
+  Slabs(std::int64_t cols, std::int64_t fit, std::int64_t share, const Tiles& tiles)
       : cols_(cols), lanes_(tiles.lanes), vectors_(ceil_div(cols, lanes_)), panels_(ceil_div(vectors_, tiles.vectors)) {
-    const std::int64_t panel_bytes = depth * tiles.vectors * lanes_ * static_cast<std::int64_t>(tiles.element);
-    const std::int64_t fit =
-        std::clamp(kSlabBytes / std::max<std::int64_t>(panel_bytes, 1), std::int64_t{1}, kMaxPanels);
     count_ = std::min(panels_, ceil_div(ceil_div(panels_, fit), share) * share);
   }
   std::int64_t count() const { return count_; }

@@ -34,6 +34,8 @@ std::size_t panel_bytes(const Tiles& tiles, std::int64_t depth, std::int64_t wid
   return static_cast<std::size_t>(depth_padded(tiles, depth) * width) * tiles.element;
 }
 
+bool copied(const Tiles& tiles, const Strips& strips) { return form_of(tiles, strips) != Form::as_is; }
+
 std::int64_t set_left(const Tiles& tiles, DType dtype, const Strips& s, std::vector<Term>& terms, Scratch& copies,
                       Product& product) {
   const Form form = form_of(tiles, s);

@@ -19,6 +19,9 @@ struct Strips {
   bool near;  ///< columns of a strip lie close together, so that reading them as they lie costs little
 };
 
+/// Whether the multiplier cannot read them as they lie.
+bool copied(const Tiles& tiles, const Strips& strips);
+
 /// Points `terms`, which lie in memory, to a form that the multiplier reads, copied to `copies` if need be, and tells
 /// `product` of them. Returns how far the left sides of the next strip lie behind those of the first.
 std::int64_t set_left(const Tiles& tiles, DType dtype, const Strips& strips, std::vector<Term>& terms, Scratch& copies,

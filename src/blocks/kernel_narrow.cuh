@@ -162,8 +162,8 @@ __device__ __forceinline__ void narrow_multiply(float (&d)[kNarrow / 2], int sta
 }
 
 /// What the sums of a tile start from: a row's bias, or zero. Rows are the columns of these sums.
-template <typename T, typename Params>
-__device__ __forceinline__ void narrow_start(float (&d)[kNarrow / 2], const Params& p, int row, bool biased) {
+template <typename T>
+__device__ __forceinline__ void narrow_start(float (&d)[kNarrow / 2], const SpmmParams& p, int row, bool biased) {
 #pragma unroll
   for (float& sum : d) {
     sum = 0.0f;

@@ -58,6 +58,16 @@ driver::PixelMap pixel_map(const Image& in, const AxisClass& y, const AxisClass&
           {x.count, y.count}};
 }
 
+/// Whether the copy engine gathers from such images, in whatever order they lie: ChannelsLast brings them to theirs.
+bool can_gather(const Image& in, const AxisClass& y, const AxisClass& x) {
+  Image copy = in;
+  copy.data = reinterpret_cast<void*>(16);
+  copy.w_stride = in.c;
+  copy.h_stride = in.w * in.c;
+  copy.n_stride = in.h * in.w * in.c;
+  return y.fits() && x.fits() && driver::can_map_pixels(pixel_map(copy, y, x));
+}
+
 Map pixels_of(const driver::PixelMap& map, int channels, int pixels) {
   const auto swizzle = channels == 64   ? driver::Swizzle::b128
                        : channels == 32 ? driver::Swizzle::b64
@@ -114,25 +124,20 @@ struct SideBySide {
     layout = BlockLayout::make({1, p.lines(), static_cast<std::int64_t>(cols), block, block}, mask);
   }
   /// A column in units of `unit` channels, as kernels decode it.
-  int column(int at, int per_block_num, int per_block_den) const {
-    const int per_tap = stride * per_block_num / per_block_den;
+  int column(int at, int unit) const {
+    const int per_tap = stride * static_cast<int>(layout->sizes().block_rows) / unit;
     return offsets[static_cast<std::size_t>(at / per_tap)] | at % per_tap;
   }
-  void number(std::vector<int>& blocks) const {
-    for (int& block : blocks) {
-      block = block < 0 ? block : numbers[static_cast<std::size_t>(block)];
-    }
-  }
+  int number(int block) const { return block < 0 ? block : numbers[static_cast<std::size_t>(block)]; }
 };
 
 DevicePlan spmm_plan(const SideBySide& side, int parallel, int device) {
   SpmmPlan plan = balanced_plan(*side.layout, false, parallel, device);
   const auto width = static_cast<std::size_t>(1 + plan.group_rows);
   for (std::size_t at = 0; at < plan.steps.size(); at += width) {
-    plan.steps[at] = side.column(plan.steps[at], 1, 1);
+    plan.steps[at] = side.column(plan.steps[at], static_cast<int>(side.layout->sizes().block_rows));
     for (std::size_t r = 1; r < width; ++r) {
-      int& block = plan.steps[at + r];
-      block = block < 0 ? block : side.numbers[static_cast<std::size_t>(block)];
+      plan.steps[at + r] = side.number(plan.steps[at + r]);
     }
   }
   return DevicePlan(device, plan);
@@ -140,12 +145,13 @@ DevicePlan spmm_plan(const SideBySide& side, int parallel, int device) {
 
 DevicePlan sdd_plan(const SideBySide& side, int slot, int device) {
   constexpr int kTimes = 16;  // pieces of K make many tiles of each
-  const auto block = static_cast<int>(side.layout->sizes().block_rows);
   SddPlan plan = make_sdd_plan(*side.layout, false, slot, kTimes, driver::device_info(device).multiprocessors);
   for (int& column : plan.columns) {
-    column = side.column(column, block, slot);
+    column = side.column(column, slot);
   }
-  side.number(plan.blocks);
+  for (int& block : plan.blocks) {
+    block = side.number(block);
+  }
   return DevicePlan(device, plan);
 }
 
@@ -264,12 +270,9 @@ bool run_product(const Problem& p, Context& context) {
   }
   std::erase_if(ys, [](const AxisClass& c) { return c.count == 0; });
   std::erase_if(xs, [](const AxisClass& c) { return c.count == 0; });
-  Image form = p.in;  // strides of a copy would do
-  form.data = reinterpret_cast<void*>(16);
-  form.c_stride = 1, form.w_stride = form.c, form.h_stride = form.w * form.c, form.n_stride = form.h * form.w * form.c;
   for (const AxisClass& y : ys) {
     for (const AxisClass& x : xs) {
-      if (!y.fits() || !x.fits() || !driver::can_map_pixels(pixel_map(form, y, x))) {
+      if (!can_gather(p.in, y, x)) {
         return false;
       }
     }
@@ -278,9 +281,7 @@ bool run_product(const Problem& p, Context& context) {
   const Blocks blocks(p, context);
   for (const AxisClass& y : ys) {
     for (const AxisClass& x : xs) {
-      if (!run_patches(p, blocks, in.image(), y, x, context)) {
-        run_class(p, blocks, in.image(), y, x, context);
-      }
+      run_class(p, blocks, in.image(), y, x, context);
     }
   }
   return true;
@@ -306,10 +307,7 @@ int pieces_of(int tiles, std::int64_t pixels, int multiprocessors) {
 
 bool run_weight(const Problem& p, Context& context) {
   const AxisClass y(p.y, 0, p.out.h), x(p.x, 0, p.out.w);
-  Image form = p.in;
-  form.data = reinterpret_cast<void*>(16);
-  form.c_stride = 1, form.w_stride = form.c, form.h_stride = form.w * form.c, form.n_stride = form.h * form.w * form.c;
-  if (!y.fits() || !x.fits() || !driver::can_map_pixels(pixel_map(form, y, x))) {
+  if (!can_gather(p.in, y, x)) {
     return false;
   }
   const ChannelsLast in(p.in, false, context), out(p.out, true, context);

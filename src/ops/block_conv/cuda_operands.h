@@ -55,8 +55,4 @@ Image class_of(const Problem& p, const AxisClass& y, const AxisClass& x);
 /// How threads write images. `rows`: channels are neighbours.
 blocks::ImageOut image_out(const Image& out, bool rows);
 
-/// The columns of the kernel `patch` runs a class, where it is faster than gathering every kernel position's pixels.
-bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const AxisClass& y, const AxisClass& x,
-                 Context& context);
-
 }  // namespace fretwork::block_conv::hopper

@@ -110,18 +110,23 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def measure(case: Case, which: str, formats: list[str], device: torch.device, seconds: float) -> dict[str, Row]:
-    """A row for each memory format, all of them in the same rounds."""
-    calls = {f"{who} {name}": call for name in formats for who, call in case.calls(which=which, name=name).items()}
+    """A row for each memory format, all of them in the same rounds, with torch's convolution in both."""
+    calls = {
+        f"{who} {name}": call
+        for name in FORMATS
+        for who, call in case.calls(name, which).items()
+        if who == "dense" or name in formats
+    }
     ms = medians(calls, device, seconds=seconds)
     products = 1 if which == "forward" else 2
     # What a user would have without blocks: torch's faster format, whichever ours has.
-    dense = min(ms[f"dense {name}"] for name in formats)
+    dense = min(ms[f"dense {name}"] for name in FORMATS)
     rows = {}
     for name in formats:
         ours = ms[f"ours {name}"]
         rate, dense_rate = products * case.flops / ours / 1e9, products * case.dense_flops / dense / 1e9
         rows[name] = {
-            "ms": {"ours": ours, **{f"dense {n}": ms[f"dense {n}"] for n in formats}},
+            "ms": {"ours": ours, **{f"dense {n}": ms[f"dense {n}"] for n in FORMATS}},
             "tflops": rate, "dense_tflops": dense_rate, "share": rate / dense_rate, "speedup": dense / ours,
             "as_called_ms": as_called(calls[f"ours {name}"], device, 5), "error": case.error(name, which),
         }  # fmt: skip

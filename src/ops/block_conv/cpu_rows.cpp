@@ -1,7 +1,6 @@
 // Which positions a class of results reads, and the image rows packed for them.
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include "ops/block_conv/cpu.h"
 #include "runtime/simd/runs.h"
@@ -10,8 +9,7 @@
 namespace fretwork::block_conv::cpu {
 namespace {
 
-/// Stretches per thread, and the least work worth one.
-constexpr std::int64_t kStretches = 4;
+/// The least work worth a stretch.
 constexpr double kLeastFlops = 2e6;
 
 std::int64_t floor_div(std::int64_t n, std::int64_t by) { return n >= 0 ? n / by : -ceil_div(-n, by); }
@@ -116,8 +114,8 @@ void ImageRows::pack(Packed& packed, std::int64_t slot, std::size_t phase, std::
   tiles_.pack({from, in.c_stride, in.w_stride * x_.mul}, p_.block_cols(), last - first, width_, to + before, 0);
 }
 
-std::int64_t stretches_for(double flops, const Context& context) {
-  const auto most = static_cast<double>(kStretches * std::max(context.executor->concurrency(), 1));
+std::int64_t stretches_for(double flops, std::int64_t per_thread, const Context& context) {
+  const auto most = static_cast<double>(per_thread * std::max(context.executor->concurrency(), 1));
   return static_cast<std::int64_t>(std::clamp(flops / kLeastFlops, 1.0, most));
 }
 

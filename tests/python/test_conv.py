@@ -124,6 +124,25 @@ def test_any_problem(problem, device):
     check(mask, block, x, values, bias, lambda shape: tensor(names[3], *shape), **geometry)
 
 
+@pytest.mark.parametrize(
+    "kernel, geometry",
+    [
+        ((2, 4), {"padding": "same"}),
+        ((4, 2), {"padding": "same", "dilation": (1, 3)}),
+        ((3, 2), {"padding": "valid", "stride": (1, 2)}),
+        ((3, 3), {"padding": 2, "stride": 2, "dilation": 2}),
+        ((1, 5), {"padding": (3, 4), "stride": (4, 1)}),
+    ],
+    ids=str,
+)
+def test_geometries(kernel, geometry, device):
+    """Such as "same" with kernels of even size, which has more padding at the end."""
+    mask = kernel_mask(kernel)
+    shapes = (2, 32, 11, 9), (int(mask.sum()), 16, 16), (48,)
+    tensors = (torch.randn(s, device=device) for s in shapes)
+    check(mask, 16, *tensors, lambda s: torch.randn(s, device=device), **geometry)
+
+
 @pytest.mark.parametrize("name", [*VIEWS, *EXPANDED])
 def test_ops_on_views(name, device):
     """Each tensor of each of the three ops as a view: the same as on a contiguous copy."""
@@ -173,6 +192,7 @@ def test_memory_formats(device):
         "one pixel": (images(device, 2, 16, 1, 1, memory_format=LAST), FIRST),
         "one image": (images(device, 1, 16, 6, 7, memory_format=LAST), LAST),
         "transposed": (images(device, 2, 16, 7, 6).mT, FIRST),
+        "one channel for all": (images(device, 2, 1, 6, 7).expand(2, 16, 6, 7), FIRST),
         "one number": (torch.randn(1, device=device).expand(2, 16, 6, 7), FIRST),
     }
     for name, (x, wanted) in cases.items():
@@ -188,13 +208,14 @@ def test_memory_formats(device):
 
 
 def test_bias_is_summed_in_float32(device):
-    """20,000 equal numbers: a sum of 16 bits would stop at 256 or 2048 of them."""
+    """20,000 numbers, rounded once: sums of rows that are rounded to 16 bits would end at the next number."""
     layout = fw.BlockLayout.for_conv2d(torch.ones(1, 1, 1, 1), 8)
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype, each, total in ((torch.float16, 1 + 2**-10, 20016.0), (torch.bfloat16, 1 + 2**-7, 20096.0)):
         bias = torch.zeros(8, device=device, dtype=dtype, requires_grad=True)
         x, values = (torch.zeros(s, device=device, dtype=dtype) for s in ((2, 8, 100, 100), (1, 8, 8)))
-        fw.block_conv2d(x, values, layout, 1, bias=bias).sum().backward()
-        assert torch.equal(bias.grad, torch.full_like(bias, 20000.0))
+        upstream = torch.full_like(x, each)
+        fw.block_conv2d(x, values, layout, 1, bias=bias).backward(upstream)
+        assert torch.equal(bias.grad, torch.full_like(bias, total))
 
 
 def test_second_derivatives():

@@ -30,6 +30,8 @@ constexpr std::int64_t kSlabPanels = 24;
 /// are copied first, that takes more of them to pay.
 constexpr std::size_t kTogether = 2, kTogetherCopied = 8;
 
+/// Stretches of work for each thread.
+constexpr std::int64_t kStretches = 4;
 /// Results larger than this go past the caches, which they would only flush.
 constexpr std::int64_t kStreamedBytes = 4 << 20;
 
@@ -287,7 +289,7 @@ void product(const Problem& problem, Context& context) {
                        static_cast<double>(problem.block_rows() * problem.block_cols());
   const std::int64_t y_classes = std::min(problem.y.div, problem.out.h),
                      classes = y_classes * std::min(problem.x.div, problem.out.w);
-  const std::int64_t stretches = ceil_div(stretches_for(flops, context), classes);
+  const std::int64_t stretches = ceil_div(stretches_for(flops, kStretches, context), classes);
   std::vector<std::unique_ptr<Results>> all;
   std::vector<std::int64_t> first{0};
   for (std::int64_t n = 0; n < classes; ++n) {

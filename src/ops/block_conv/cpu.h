@@ -67,8 +67,8 @@ class ImageRows {
   std::size_t block_bytes_ = 0, phase_bytes_ = 0;
 };
 
-/// Stretches of work per thread, and how many of them `flops` are worth.
-std::int64_t stretches_for(double flops, const Context& context);
+/// How many stretches of work `flops` are worth, at most so many for each thread.
+std::int64_t stretches_for(double flops, std::int64_t per_thread, const Context& context);
 
 void weight(const Problem& problem, Context& context);
 

@@ -1,7 +1,6 @@
 // Which positions a class of results reads, and the image rows packed for them.
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include "ops/block_conv/cpu.h"
 #include "runtime/simd/runs.h"
@@ -10,8 +9,7 @@
 namespace fretwork::block_conv::cpu {
 namespace {
 
-/// Stretches per thread, and the least work worth one.
-constexpr std::int64_t kStretches = 4;
+/// The least work worth a stretch.
 constexpr double kLeastFlops = 2e6;
 
 std::int64_t floor_div(std::int64_t n, std::int64_t by) { return n >= 0 ? n / by : -ceil_div(-n, by); }
@@ -53,9 +51,7 @@ ImageRows::ImageRows(const Problem& problem, const Tiles& tiles, const AxisClass
     }
   }
   block_bytes_ = simd::panel_bytes(tiles, p_.block_cols(), width_);
-  // Behind the last block: a row that packing clears, the rest of a run's last vector, and the rest of a strip's rows.
-  phase_bytes_ = block_bytes_ * static_cast<std::size_t>(p_.others()) +
-                 static_cast<std::size_t>(tiles.rows * width_ * unit_ + simd::kRunSlack);
+  phase_bytes_ = block_bytes_ * static_cast<std::size_t>(p_.others());
 }
 
 void ImageRows::clear(Packed& packed) const {
@@ -80,7 +76,9 @@ std::int64_t ImageRows::slot(Packed& packed, std::int64_t image, std::int64_t y)
 
 void ImageRows::allocate(Packed& packed) const {
   const std::size_t parts = packed.rows.size() * phases_.size();
-  packed.memory.need(static_cast<std::size_t>(simd::kRunSlack) + parts * phase_bytes_);
+  // Behind the last block: a row that packing clears, the rest of a run's last vector, and the rest of a strip's rows.
+  const auto behind = static_cast<std::size_t>(tiles_.rows * width_ * unit_ + simd::kRunSlack);
+  packed.memory.need(simd::kRunSlack + parts * phase_bytes_ + behind);
   packed.done.assign(parts * static_cast<std::size_t>(p_.others()), 0);
 }
 
@@ -109,15 +107,15 @@ void ImageRows::pack(Packed& packed, std::int64_t slot, std::size_t phase, std::
   const std::int64_t element = row / in.h * in.n_stride + other * p_.block_cols() * in.c_stride +
                                row % in.h * in.h_stride + at_first * in.w_stride;
   auto* const from = static_cast<std::byte*>(in.data) + element * static_cast<std::int64_t>(size_of(p_.dtype));
-  // Zeros behind a channel go on to where the next one's first position in the image lies: before the first channel by
-  // hand, and behind the last they fall on the next block's own or on nothing.
+  // Zeros behind a channel go on to where the next one's first position in the image lies, and that is the same place
+  // in every row and phase. So only those before the first channel are left, and those behind the last fall on zeros.
   const std::int64_t before = (first - low_) * unit_;
   std::memset(to, 0, static_cast<std::size_t>(before));
   tiles_.pack({from, in.c_stride, in.w_stride * x_.mul}, p_.block_cols(), last - first, width_, to + before, 0);
 }
 
-std::int64_t stretches_for(double flops, const Context& context) {
-  const auto most = static_cast<double>(kStretches * std::max(context.executor->concurrency(), 1));
+std::int64_t stretches_for(double flops, std::int64_t per_thread, const Context& context) {
+  const auto most = static_cast<double>(per_thread * std::max(context.executor->concurrency(), 1));
   return static_cast<std::int64_t>(std::clamp(flops / kLeastFlops, 1.0, most));
 }
 

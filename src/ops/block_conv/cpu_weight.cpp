@@ -16,8 +16,11 @@ namespace {
 using simd::Slab;
 using simd::Slabs;
 
-/// Pixels of a chunk: their part of dy for one block stays in a first-level cache while the strips of x use it.
-constexpr std::int64_t kChunk = 160;
+/// Pixels of a chunk: their part of dy for one block stays near while the strips of x use it, and the sums of all
+/// blocks are read and written once for each chunk.
+constexpr std::int64_t kChunk = 320;
+/// One stretch of blocks for each thread: all blocks cost the same, and each stretch packs dy for itself.
+constexpr std::int64_t kStretches = 1;
 
 struct Buffers {
   simd::Scratch panels, sums;
@@ -193,7 +196,7 @@ class Blocks {
 void weight(const Problem& problem, Context& context) {
   // Not in pairs: those would be of pixels, and a kernel position may move x by one.
   const Blocks blocks(problem, simd::widened_tiles(problem.dtype));
-  const std::int64_t count = std::min(blocks.count(), stretches_for(blocks.flops(), context));
+  const std::int64_t count = std::min(blocks.count(), stretches_for(blocks.flops(), kStretches, context));
   context.executor->parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
     blocks.run(blocks.count() * begin / count, blocks.count() * end / count);
   });

@@ -88,8 +88,8 @@ __device__ __forceinline__ void wide_multiply(float (&d)[kWidth / 2], int stages
 }
 
 /// What the sums of a tile start from: a row's bias, or zero.
-template <typename T, int kSize>
-__device__ __forceinline__ void wide_start(float (&d)[kSize], const SpmmParams& p, int row, bool biased) {
+template <typename T, int kSize, typename Params>
+__device__ __forceinline__ void wide_start(float (&d)[kSize], const Params& p, int row, bool biased) {
   const int upper = row + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
   const T* const bias = static_cast<const T*>(p.bias);
   const float first = biased && upper < p.rows ? widen(bias[upper * p.bias_stride]) : 0.0f;

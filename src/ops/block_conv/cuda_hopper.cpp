@@ -158,20 +158,10 @@ DevicePlan sdd_plan(const SideBySide& side, int slot, int device) {
 std::shared_ptr<const DevicePlan> find_plan(const Problem& p, const AxisClass& y, const AxisClass& x, int parallel,
                                             int slot, const Context& context) {
   static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
-  std::string key = "conv";
-  const auto add = [&](std::int64_t number) { key += " " + std::to_string(number); };
-  for (const AxisClass* axis : {&y, &x}) {
-    for (std::size_t n = 0; n < axis->taps.size(); ++n) {
-      add(axis->taps[n]);
-      add(axis->offsets[n]);
-    }
-    key += ",";
+  std::string key = "conv " + class_key(p, y, x);
+  for (const int number : {parallel, slot, context.device.index}) {
+    key += " " + std::to_string(number);
   }
-  add(p.transposed ? 1 : 0);
-  add(p.x.taps);
-  add(parallel);
-  add(slot);
-  add(context.device.index);
   key += " " + p.layout->key();
   auto plan = cache.get(hash128(key), [&] {
     const SideBySide side(p, y, x);
@@ -281,7 +271,9 @@ bool run_product(const Problem& p, Context& context) {
   const Blocks blocks(p, context);
   for (const AxisClass& y : ys) {
     for (const AxisClass& x : xs) {
-      run_class(p, blocks, in.image(), y, x, context);
+      if (!run_patches(p, blocks, in.image(), y, x, context)) {
+        run_class(p, blocks, in.image(), y, x, context);
+      }
     }
   }
   return true;

@@ -102,6 +102,17 @@ Image class_of(const Problem& p, const AxisClass& y, const AxisClass& x) {
   return part;
 }
 
+std::string class_key(const Problem& p, const AxisClass& y, const AxisClass& x) {
+  std::string key = std::to_string(p.x.taps) + (p.transposed ? " t" : " n");
+  for (const AxisClass* axis : {&y, &x}) {
+    for (std::size_t n = 0; n < axis->taps.size(); ++n) {
+      key += " " + std::to_string(axis->taps[n]) + "+" + std::to_string(axis->offsets[n]);
+    }
+    key += ",";
+  }
+  return key;
+}
+
 ImageOut image_out(const Image& out, bool rows) {
   const bool lines = out.w_stride == 1 && (out.h == 1 || out.h_stride == out.w) && whole(out.h * out.w);
   const bool vector = aligned(out.data) && whole(out.n_stride) &&

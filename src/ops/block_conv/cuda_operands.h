@@ -52,7 +52,14 @@ struct AxisClass {
 /// The positions of one class in the result.
 Image class_of(const Problem& p, const AxisClass& y, const AxisClass& x);
 
+/// What a plan depends on beside the layout and the device.
+std::string class_key(const Problem& p, const AxisClass& y, const AxisClass& x);
+
 /// How threads write images. `rows`: channels are neighbours.
 blocks::ImageOut image_out(const Image& out, bool rows);
+
+/// Runs a class on the patch kernel, which fetches pixels once for all kernel positions; false where it does not fit.
+bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const AxisClass& y, const AxisClass& x,
+                 Context& context);
 
 }  // namespace fretwork::block_conv::hopper

@@ -567,6 +567,10 @@ def test_bench_kronecker_measures_every_pattern(tmp_path: Path) -> None:
         assert float(row["floor_ms"]) == pytest.approx(floor, rel=1e-3)
         assert float(row["over_floor"]) == pytest.approx(ms / floor, rel=1e-3)
         assert float(row["std"]) >= 0 and float(row["backward_ms"]) > 0
+        times = [float(time) for time in row["times"].split()]
+        assert len(times) == 2 and ms == pytest.approx(max(times), rel=1e-3)  # of two rounds the upper is the median
+        assert float(row["mean"]) == pytest.approx(sum(times) / 2, rel=1e-3)
+        assert float(row["iqr"]) == pytest.approx(abs(times[1] - times[0]) / 2, rel=0.02, abs=1e-6)
         assert (row["layout"], row["dtype"], row["device"], row["threads"]) == ("last", "bfloat16", "cpu", "2")
     assert [row["pattern"] for row in rates["rows"]] == [[2, 8, 16, 4], [3, 8, 8, 1]]
     assert rates["batch"] == 48 and rates["threads"] == 2 and rates["rows"][0]["backward_ms"] > 0
@@ -591,6 +595,7 @@ def test_bench_kronecker_beside_dense(tmp_path: Path) -> None:
     text = small_bench("--patterns", "1,8,8,3", "--algos", "dense", "--csv", str(file))
     (alone,) = csv.DictReader(file.read_text().splitlines())
     assert float(alone["dense_ms"]) > 0 and alone["ms"] == alone["over_floor"] == "" and float(alone["floor_ms"]) > 0
+    assert alone["mean"] == alone["iqr"] == alone["times"] == ""
     assert alone["threads"] == small["threads"] and "geometric mean" not in text
 
 

@@ -204,7 +204,7 @@ const char* device_type(DType dtype) {
 }
 
 CompiledKernel compile_kernel(const KernelSpec& spec, const std::string& arch, const std::string& chosen) {
-  check_arch(arch);
+  check_arch(chosen.empty() ? arch : chosen);
   const std::string program = program_of(spec);
   const std::vector<std::string> options = options_for(arch, chosen.empty() ? arch : chosen);
   const std::string key = key_of(program, spec.instance, options);

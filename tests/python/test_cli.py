@@ -655,6 +655,21 @@ def test_compile_fills_the_cache(own_cache: dict[str, str]) -> None:
     assert re.search(r"kernels +0\n", ok("cache", env=own_cache))
 
 
+def test_compile_for_turing(own_cache: dict[str, str]) -> None:
+    """Small batches and products in lines, in both 16-bit types; what older GPUs and other kernels are told."""
+    own_cache = {**nvrtc_environment(), **own_cache}
+    done = run("compile", "--arch", "sm_70", env=own_cache)
+    assert done.returncode == 2
+    assert "--arch: expected an architecture from sm_75 on (NVRTC 13 compiles for no older one)" in done.stderr
+    if not json.loads(ok("info", "--json", env=own_cache))["nvrtc"]["available"]:
+        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
+    command = ("compile", "--arch", "sm_75", "--op", "kronecker", "--json", "--match")
+    for match, count in (("few::product<bf16, kronecker::few::kAlongL", 3), ("1, 64, 2, true, true", 2)):
+        kernels = json.loads(ok(*command, match, env=own_cache))["kernels"]
+        assert len(kernels) == count and all(k["error"] is None and k["registers"] > 0 for k in kernels), kernels
+    assert run(*command, "strided::", env=own_cache).returncode == 2  # for sm_80 and later
+
+
 def test_compile_tells_static_and_dynamic_shared_memory(own_cache: dict[str, str]) -> None:
     own_cache = {**nvrtc_environment(), **own_cache}
     if not json.loads(ok("info", "--json", env=own_cache))["nvrtc"]["available"]:

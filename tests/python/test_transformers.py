@@ -128,6 +128,14 @@ def test_gradients_of_padded_rows(device):
         assert torch.allclose(x, y.grad, rtol=1e-3, atol=1e-3 * y.grad.abs().max()), name
 
 
+def test_padded_rows_under_autocast(device):
+    model, (ids, mask) = model_with(POSITIONAL[0], device), padded(device, [(20, 0), (0, 0)])
+    with torch.autocast(device.type, torch.bfloat16):
+        got = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        want = model(ids[:1, 20:]).logits
+    assert torch.allclose(got[0, 20:].float(), want[0].float(), atol=2e-2)
+
+
 def test_long_patterns_are_not_compared_but_grouped(device, monkeypatch):
     """What costs too much to compare is computed row by row: the results are the same."""
     model, (ids, mask) = model_with("strided({seq}, 7)", device), padded(device, [(20, 0), (0, 4)])

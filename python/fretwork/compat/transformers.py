@@ -182,7 +182,9 @@ def _by_groups(
         hidden = any(_ends(mask)[n][:2] != (left, right) for n in members)
         bias = _seen(mask[at, keys]) if hidden else None
         own = _pattern(template, queries.stop - queries.start, cols - left - right)
-        o[at, :, queries] = attention(q[at, :, queries], k[at, :, keys], v[at, :, keys], own, scale, bias, *options)
+        part = attention(q[at, :, queries], k[at, :, keys], v[at, :, keys], own, scale, bias, *options)
+        o = o.to(part.dtype)  # another one under autocast
+        o[at, :, queries] = part
     return o
 
 

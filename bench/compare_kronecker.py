@@ -4,15 +4,22 @@
     python bench/compare_kronecker.py --batch 1,16,196              # small batches
     python bench/compare_kronecker.py --grid paper                  # all of the paper, in under 25 minutes on an H200
     python bench/compare_kronecker.py --grid paper --part 2/4       # the second quarter of it
+    python bench/compare_kronecker.py --grid paper --peers all      # every peer in every row, in hours
+    python bench/compare_kronecker.py --grid paper --peers all --resume    # goes on where that was stopped or killed
     python bench/compare_kronecker.py --chains                      # two factors, as Monarch matrices have them
 
 Rows go to bench/results/<device>/kronecker.json (kronecker_paper.json for the paper's grid) and, as a table, to the
-.csv beside it, losing ones too. The floor of a row is its bytes (x, w and y once) at the copy rate of the run or its
-FLOPs at the dense rate of the run, whichever takes longer.
+.csv beside it, losing ones too: mean, median, interquartile range and all times, in milliseconds. A time is one call on
+a GPU, and the median of a turn of some 10 ms on a CPU. The floor of a row is its bytes (x, w and y once) at the copy
+rate of the run or its FLOPs at the dense rate of the run, whichever takes longer.
 
 The paper's grid has 376 patterns in both layouts, in fp16, bf16, and fp32 as ieee and as tf32: 3008 rows. Ours runs in
 each; bmm and einsum in every 4th pattern, dense, bsr and sparse in every 16th, and none of them in a row that comes
-later than its share of --minutes. What a row leaves out, and what was not asked for, stands in it with the reason.
+later than its share of --minutes, unless --peers all. What a row leaves out, and what was not asked for, stands in it
+with the reason.
+
+Rows are written to a .partial file as they are measured. A run that was interrupted or killed goes on with the same
+options and --resume; what is there already is not measured again.
 
 The floor of a chain is x and y once at the copy rate of the run, as if its weights and all between the factors cost
 nothing.
@@ -28,6 +35,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,8 +43,8 @@ from typing import Any
 import torch
 
 import fretwork as fw
-from rows import RESULTS, Row, folder, machine, numbers, store
-from timing import as_called, copy_rate, graphed, medians
+from rows import RESULTS, Journal, Row, folder, machine, numbers, store
+from timing import as_called, copy_rate, graphed, medians, turns
 
 IDENTITY = ("pattern", "batch", "layout", "dtype", "precision", "arch", "part")
 PEERS = ("bmm", "einsum", "bsr", "dense", "sparse")
@@ -99,12 +107,12 @@ def sampled(number: int, algos: list[str], every: int, slow_every: int, late: bo
     return left_out
 
 
-def too_much(algo: str, p: Pattern, batch: int, rate: float) -> str | None:
+def too_much(algo: str, p: Pattern, batch: int, rate: float, patient: bool) -> str | None:
     """Why a peer is left out of a row, if it is; the reason goes into the row."""
     a, b, c, d = p
     if algo in ("dense", "bsr", "sparse") and a * b * d * a * c * d > 2**31:
         return "the dense matrix has more than 2^31 elements"
-    if algo == "dense" and 2.0 * batch * a * b * d * a * c * d / rate > 50:
+    if algo == "dense" and not patient and 2.0 * batch * a * b * d * a * c * d / rate > 50:
         return "more than 50 ms at the dense rate"
     return None
 
@@ -114,12 +122,12 @@ def precision_of(dtype: torch.dtype) -> str | None:
 
 
 def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torch.device, algos: list[str],
-            rates: tuple[float, float], seconds: float, left_out: dict[str, str]) -> Row:  # fmt: skip
+            rates: tuple[float, float], seconds: float, left_out: dict[str, str], patient: bool) -> Row:  # fmt: skip
     a, b, _, d = p
     x, w = inputs(p, batch, last, dtype, device)
     left_out = {
         **{algo: "not asked for" for algo in PEERS if algo not in algos},
-        **{algo: why for algo in algos if (why := too_much(algo, p, batch, rates[1]))},
+        **{algo: why for algo in algos if (why := too_much(algo, p, batch, rates[1], patient))},
         **left_out,
     }
     calls: dict[str, Any] = {}
@@ -148,7 +156,11 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         timed = {algo: call if algo in ("bsr", "sparse") else graphed(call, stream) for algo, call in timed.items()}
-    ms = medians(timed, device, seconds=seconds) | once
+    times = {
+        name: [statistics.median(turn) for turn in of] for name, of in turns(timed, device, seconds=seconds).items()
+    }
+    times |= {algo: [time] for algo, time in once.items()}
+    ms = {algo: statistics.median(of) for algo, of in times.items()}
 
     def called(algo: str) -> float:
         return as_called(calls[algo], device, 10 if ms[algo] < 5 else 5)
@@ -156,7 +168,8 @@ def measure(p: Pattern, batch: int, last: bool, dtype: torch.dtype, device: torc
     return {
         "part": "forward", "pattern": p, "batch": batch, "layout": "last" if last else "first", "dtype": str(dtype)[6:],
         "precision": precision_of(dtype),
-        "ms": ms, "as_called_ms": called("kernel"),
+        "ms": ms, "times_ms": {algo: [float(f"{ms:.5g}") for ms in of] for algo, of in times.items()},
+        "as_called_ms": called("kernel"),
         # On a CPU large results come in fresh pages, which the system clears for everyone.
         "peers_as_called_ms": {algo: called(algo) for algo in calls if algo in FAST and device.type == "cpu"},
         "left_out": left_out,
@@ -261,19 +274,27 @@ def summary(rows: list[Row]) -> None:
         print(f"backward / forward: {geomean(ratios):.2f} (most {max(ratios):.2f})", file=sys.stderr)
 
 
+def spread(times: list[float]) -> list[str]:
+    """Mean, median and interquartile range of times, and all of them, as columns of a table."""
+    quarters = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [times[0]] * 3
+    numbers = statistics.fmean(times), statistics.median(times), quarters[2] - quarters[0]
+    return [f"{n:.5g}" for n in numbers] + [" ".join(f"{t:.5g}" for t in times)]
+
+
 def write_csv(path: Path, rows: list[Row]) -> None:
     """One line per pattern and algorithm, in the columns that users of KSMM know; why, where there is no time."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(
-            ["batch_size", "a", "b", "c", "d", "layout", "dtype", "precision", "algo", "ms", "floor_ms", "why"]
-        )
+        case = ["batch_size", "a", "b", "c", "d", "layout", "dtype", "precision", "algo"]
+        writer.writerow([*case, "mean", "median", "iqr", "times", "floor_ms", "why"])
         for r in (r for r in rows if r["part"] == "forward"):
             case = [r["batch"], *r["pattern"], r["layout"], r["dtype"], r["precision"] or ""]
             for algo, ms in r["ms"].items():
-                writer.writerow([*case, algo, f"{ms:.6g}", f"{r['floor_ms']:.6g}", ""])
+                times = r.get("times_ms", {}).get(algo)  # rows of earlier versions have the median alone
+                columns = spread(times) if times else ["", f"{ms:.5g}", "", ""]
+                writer.writerow([*case, algo, *columns, f"{r['floor_ms']:.6g}", ""])
             for algo, why in r["left_out"].items():
-                writer.writerow([*case, algo, "", f"{r['floor_ms']:.6g}", why])
+                writer.writerow([*case, algo, "", "", "", "", f"{r['floor_ms']:.6g}", why])
 
 
 def given(text: str) -> list[Pattern]:
@@ -334,7 +355,7 @@ def asked(text: str) -> list[str]:
     return algos
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--grid", choices=("facts", "sample", "paper"), default="sample")
@@ -350,61 +371,112 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, help="that peers may make the whole run last (no limit; 23 of the paper's)"
     )
+    parser.add_argument(
+        "--peers",
+        choices=("sampled", "all"),
+        help="all: every peer in every row, however long (all; sampled of the paper's)",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with a run of the same options that was stopped")
     parser.add_argument("--peers-every", type=int, help="n: peers in every n-th pattern (1; 4 of the paper's grid)")
     parser.add_argument("--slow-every", type=int, help="the same for dense, bsr and sparse (1; 16 of the paper's grid)")
     parser.add_argument("--part", default="1/1", help="k/n: part k of n of the grid")
     parser.add_argument("--csv", type=Path, help="the table, if not beside the rows")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    device = torch.device(options.device)
-    gpu = device.type == "cuda"
-    is_paper = options.grid == "paper"
+    if options.peers == "all" and (options.peers_every or options.slow_every):
+        raise SystemExit("--peers all: expected without --peers-every and --slow-every, got one of them")
+    return options
+
+
+Case = tuple[tuple[torch.dtype, str], int, tuple[int, Pattern], str]  # type and precision, batch, number, layout
+Chain = tuple[int, int, torch.dtype]  # features, batch, type
+
+
+def all_cases(options: argparse.Namespace, gpu: bool) -> tuple[list[Case], list[Chain]]:
+    """What is to be measured: products, or chains."""
     grids = {"facts": lambda: FACTS, "sample": sample, "paper": paper}
     grid = part_of(options.part, given(options.patterns) or grids[options.grid]())
-    parts = int(options.part.split("/")[1])
-    algos, layouts = asked(options.algos), some_of(("first", "last"), options.layouts, "--layouts")
+    layouts = some_of(("first", "last"), options.layouts, "--layouts")
     batches = whole(options.batch or ("25088" if gpu else "2048"), "--batch", "numbers from 1 on with commas")
-    seconds = options.seconds if options.seconds is not None else 0.1 if is_paper else 0.5
-    minutes = options.minutes if options.minutes is not None else 23.0 / parts if is_paper else math.inf
-    every, slow_every = (options.peers_every or (4 if is_paper else 1)), (options.slow_every or (16 if is_paper else 1))
-    cases = [(kind, batch, case, layout) for kind in kinds(options, gpu) for batch in batches for case in grid
-             for layout in layouts if not options.chains]  # fmt: skip
-    chains = [(n, batch, dtype) for n in MONARCHS for batch in batches for dtype in chain_dtypes(options, gpu)
-              if options.chains]  # fmt: skip
-    began, rows, facts = time.perf_counter(), [], machine(device)
-    copies, rates = copy_rate(device), {}
-    print(f"{len(chains)} chains" if chains else f"{len(cases)} rows of {len(grid)} patterns", file=sys.stderr)
+    types = kinds(options, gpu)
+    if options.chains:
+        return [], [(n, batch, dtype) for n in MONARCHS for batch in batches for dtype in chain_dtypes(options, gpu)]
+    return [
+        (kind, batch, case, layout) for kind in types for batch in batches for case in grid for layout in layouts
+    ], []
 
-    def keep(row: Row) -> None:
-        rows.append({**facts, **row})
-        times = " ".join(f"{k} {v:.4f}" for k, v in row["ms"].items())
-        floor = (
-            f"floor {row['floor_ms']:.4f} error {row['error']:.0e}"
-            if "floor_ms" in row
-            else f"ratio {row['ratio']:.2f}"
-        )
-        print(json.dumps(row["pattern"]), row["batch"], row["layout"], row["dtype"], times, floor, flush=True)
 
-    path = folder(options.out, facts) / ("kronecker_paper.json" if is_paper else "kronecker.json")
-    try:
-        for chain in chains:
-            keep(measure_chain(*chain, device, copies, seconds))
-        for done, ((dtype, precision), batch, (number, p), layout) in enumerate(cases):
-            torch.set_float32_matmul_precision(precision)
+def new_chains(chains: list[Chain], journal: Journal, facts: Row, device: torch.device, s: float) -> Iterator[Row]:
+    """The rows of chains that are not there yet, from `s` seconds of measuring each."""
+    copies = copy_rate(device)
+    for n, batch, dtype in chains:
+        pattern = [p.weight_shape for p in fw.kronecker.monarch(n, n, *MONARCHS[n])]
+        case = {"part": "chain", "pattern": pattern, "batch": batch, "layout": "first", "dtype": str(dtype)[6:]}
+        if {**facts, **case} not in journal:
+            yield measure_chain(n, batch, dtype, device, copies, s)
+
+
+def new_products(
+    cases: list[Case], options: argparse.Namespace, journal: Journal, facts: Row, device: torch.device, seconds: float
+) -> Iterator[Row]:
+    """The rows of products, and of their gradients where they are asked for, that are not there yet."""
+    began, algos, copies, rates = time.perf_counter(), asked(options.algos), copy_rate(device), {}
+    samples = options.peers == "sampled" or (options.grid == "paper" and options.peers is None)
+    usual = 23.0 / int(options.part.split("/")[1]) if samples else math.inf
+    minutes = options.minutes if options.minutes is not None else usual
+    every, slow_every = (options.peers_every or (4 if samples else 1)), (options.slow_every or (16 if samples else 1))
+    for done, ((dtype, precision), batch, (number, p), layout) in enumerate(cases):
+        torch.set_float32_matmul_precision(precision)
+        args = (p, batch, layout == "last", dtype, device)
+        case = {**facts, "pattern": p, "batch": batch, "layout": layout, "dtype": str(dtype)[6:],
+                "precision": precision_of(dtype)}  # fmt: skip
+        if {**case, "part": "forward"} not in journal:
             if (dtype, precision) not in rates:
                 rates[dtype, precision] = dense_rate(dtype, device)
             late = time.perf_counter() - began > 10 + (done + 1) / len(cases) * 60 * minutes
             left_out = sampled(number, algos, every, slow_every, late)
-            args = (p, batch, layout == "last", dtype, device)
+            floors = (copies, rates[dtype, precision])
             with torch.inference_mode():
-                keep(measure(*args, algos, (copies, rates[dtype, precision]), seconds, left_out))
-            if options.backward:
-                keep(measure_backward(*args, seconds))
+                row = measure(*args, algos, floors, seconds, left_out, options.peers == "all")
+            yield row
+        if options.backward and {**case, "part": "backward"} not in journal:
+            yield measure_backward(*args, seconds)
+
+
+def say(row: Row) -> None:
+    times = " ".join(f"{k} {v:.4f}" for k, v in row["ms"].items())
+    rest = f"ratio {row['ratio']:.2f}" if "ratio" in row else f"floor {row['floor_ms']:.4f} error {row['error']:.0e}"
+    print(json.dumps(row["pattern"]), row["batch"], row["layout"], row["dtype"], times, rest, flush=True)
+
+
+def main() -> None:
+    options = read_options()
+    device, is_paper = torch.device(options.device), options.grid == "paper"
+    cases, chains = all_cases(options, device.type == "cuda")
+    asked(options.algos)
+    seconds = options.seconds if options.seconds is not None else 0.1 if is_paper else 0.5
+    began, facts = time.perf_counter(), machine(device)
+    path = folder(options.out, facts) / ("kronecker_paper.json" if is_paper else "kronecker.json")
+    changes_no_row = ("out", "csv", "resume", "minutes")
+    question = {**{k: v for k, v in vars(options).items() if k not in changes_no_row}, "machine": facts["device"]}
+    journal = Journal(path.with_suffix(".partial"), question, IDENTITY, options.resume)
+    if journal.abandoned:
+        store(path, journal.abandoned, IDENTITY)  # measured all the same
+    print(f"{len(cases)} products, {len(chains)} chains, {len(journal.rows)} rows are there already", file=sys.stderr)
+    complete = False
+    try:
+        args = (journal, facts, device, seconds)
+        for row in new_chains(chains, *args) if options.chains else new_products(cases, options, *args):
+            journal.add({**facts, **row})
+            say(row)
+        complete = True
     finally:
-        store(path, rows, IDENTITY)
+        store(path, journal.rows, IDENTITY)
         write_csv(options.csv or path.with_suffix(".csv"), json.loads(path.read_text()))
-        summary(rows)
-        print(f"{len(rows)} rows in {(time.perf_counter() - began) / 60:.1f} minutes", file=sys.stderr)
+        summary(journal.rows)
+        print(f"{len(journal.rows)} rows in {(time.perf_counter() - began) / 60:.1f} minutes", file=sys.stderr)
+        if complete:
+            journal.remove()
 
 
 if __name__ == "__main__":

@@ -53,7 +53,67 @@ def store(path: Path, rows: list[Row], identity: tuple[str, ...], unsaid: Row | 
         key = json.dumps([said.get(k) for k in identity])  # as a file has it: a tuple is a list there
         kept[key] = {**row, **_earlier(kept.get(key, {}), row)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept.values()) + "\n]\n")
+    new = path.with_suffix(".new")
+    new.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept.values()) + "\n]\n")
+    new.replace(path)  # a process that is killed leaves the old rows
+
+
+class Journal:
+    """The rows of a run as they are measured, one on each line of a file, so that a run that is killed can go on.
+
+    The first line says what the run was asked for: rows are taken over by a run of the same question alone. `done`
+    has them, by identity. Those of another run that was stopped are `abandoned`.
+    """
+
+    def __init__(self, path: Path, question: Row, identity: tuple[str, ...], resume: bool) -> None:
+        self._path, self._identity = path, identity
+        asked, self.rows = _read_journal(path)
+        if resume and asked is not None and asked != _as_in_a_file(question):
+            differs = ", ".join(k for k in question if asked.get(k) != _as_in_a_file(question[k]))
+            raise SystemExit(f"--resume: expected the options of the run that was stopped, got another {differs}")
+        self.abandoned: list[Row] = []
+        if not resume:
+            self.rows, self.abandoned = [], self.rows
+        self.done = {self._key(row) for row in self.rows}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w")
+        for line in (question, *self.rows):
+            self._write(line)
+
+    def __contains__(self, row: Row) -> bool:
+        return self._key(row) in self.done
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.done.add(self._key(row))
+        self._write(row)
+
+    def remove(self) -> None:
+        """When the run is complete."""
+        self._file.close()
+        self._path.unlink()
+
+    def _key(self, row: Row) -> str:
+        return json.dumps([row.get(k) for k in self._identity])
+
+    def _write(self, line: Row) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def _as_in_a_file(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _read_journal(path: Path) -> tuple[Row | None, list[Row]]:
+    """The question and the rows; a line that a killed process did not finish is left out."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return (lines[0], lines[1:]) if lines else (None, [])
 
 
 def _earlier(old: Row, new: Row) -> Row:

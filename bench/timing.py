@@ -18,11 +18,19 @@ Call = Callable[[], object]
 
 
 def medians(calls: dict[str, Call], device: torch.device, rounds: int = 15, seconds: float = 2.0) -> dict[str, float]:
-    """Median milliseconds of each call, in interleaved rounds; stops early after `seconds` once each ran 3 times.
+    """Median milliseconds of each call, in interleaved rounds; stops early after `seconds` once each ran 3 times."""
+    of = turns(calls, device, rounds, seconds)
+    return {name: statistics.median(ms for turn in all_turns for ms in turn) for name, all_turns in of.items()}
+
+
+def turns(
+    calls: dict[str, Call], device: torch.device, rounds: int = 15, seconds: float = 2.0
+) -> dict[str, list[list[float]]]:
+    """The times behind `medians`: of each call, for each round, the milliseconds of its turn (one on a GPU).
 
     Rounds have their own order, the same in every run: who comes behind a long dense product finds the GPU slower.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[list[float]]] = {name: [] for name in calls}
     order, orders = list(calls), random.Random(0)
     with nullcontext() if device.type == "cuda" else _memory_kept():
         for call in calls.values():
@@ -33,10 +41,10 @@ def medians(calls: dict[str, Call], device: torch.device, rounds: int = 15, seco
         for n in range(rounds):
             orders.shuffle(order)
             for name in order:
-                times[name] += turn(calls[name])
+                times[name].append(turn(calls[name]))
             if n >= 2 and time.perf_counter() - began > seconds:
                 break
-    return {name: statistics.median(t) for name, t in times.items()}
+    return times
 
 
 def copy_rate(device: torch.device) -> float:

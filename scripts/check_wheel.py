@@ -1,7 +1,7 @@
-"""Builds the wheel, installs it into a second, clean environment and runs it there, away from the source tree.
+"""Installs the package into a clean environment, as a wheel and as `pip install -e .`, and runs it there.
 
 The clean environment sees torch through a path file, so that nothing is downloaded twice; Fretwork itself can only come
-from the wheel.
+from what is installed. The editable install uses the objects that the wheel was built from.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ layout = fw.BlockLayout(torch.tensor([[1, 0], [1, 1]]), 16)
 values, x = torch.randn(3, 16, 16), torch.randn(32, 5)
 error = (fw.dsd(values, x, layout) - layout.unpack(values) @ x).abs().max().item()
 assert error < 1e-4, error
+assert fw.__file__.startswith("PLACE"), fw.__file__
 same = fwj.dsd(jnp.asarray(values.numpy()), jnp.asarray(x.numpy()), layout)
 assert abs(same - fw.dsd(values, x, layout).numpy()).max() < 1e-4
 print(fw.__file__, "works: error", error)
@@ -32,13 +33,8 @@ def run(*command: str | Path, **options: str) -> None:
     subprocess.run([str(c) for c in command], check=True, cwd=FOLDER, env={**environment, **options})
 
 
-def main() -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for old in FOLDER.glob("*.whl"):
-        old.unlink()
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", FOLDER, ROOT)
-    (wheel,) = FOLDER.glob("*.whl")
-    assert "-py3-none-" in wheel.name, f"{wheel.name}: expected a wheel for any Python"
+def clean_environment() -> Path:
+    """The Python of a new environment in which nothing is installed; it finds torch where this Python has it."""
     clean = FOLDER / "venv"
     venv.create(clean, with_pip=True, clear=True)
     python = clean / "bin" / "python"
@@ -46,9 +42,41 @@ def main() -> None:
         [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], text=True
     )
     (Path(site.strip()) / "torch.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
-    run(python, "-c", PROGRAM)
-    run(clean / "bin" / "fretwork", "info")
+    return python
+
+
+def check(python: Path, place: Path) -> None:
+    """The package comes from a folder, and its libraries and its program work."""
+    run(python, "-c", PROGRAM.replace("PLACE", str(place)))
+    run(python.parent / "fretwork", "info")
+
+
+def check_requirements(python: Path) -> None:
+    """A Python without torch asks for it, whichever way the package is to be installed."""
+    program = f"""
+import sys; sys.path[:0] = [{str(ROOT / "scripts")!r}]
+import build_backend
+for hook in (build_backend.get_requires_for_build_wheel, build_backend.get_requires_for_build_editable):
+    assert {{"torch", "jaxlib"}} <= {{need.split("=")[0].split(">")[0] for need in hook()}}, hook()
+"""
+    subprocess.run([python, "-c", program], check=True, cwd=ROOT)
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for old in FOLDER.glob("*.whl"):
+        old.unlink()
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", FOLDER, ROOT)
+    (wheel,) = FOLDER.glob("*.whl")
+    assert "-py3-none-" in wheel.name, f"{wheel.name}: expected a wheel for any Python"
+    python = clean_environment()
+    install = (python, "-m", "pip", "install", "-q", "--no-deps", "--no-index")
+    run(*install, wheel)
+    check(python, FOLDER)
+    check_requirements(python)
+    run(python, "-m", "pip", "uninstall", "-q", "-y", "fretwork")
+    run(*install, "--no-build-isolation", "-e", ROOT)
+    check(python, ROOT / "python")
 
 
 if __name__ == "__main__":

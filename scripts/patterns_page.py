@@ -87,12 +87,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 config = LlamaConfig(**sizes, fretwork_pattern=["sliding_window({seq}, 511, 0)", "strided({seq}, 64)"])
-model = AutoModelForCausalLM.from_config(config, attn_implementation="fretwork")
+model = AutoModelForCausalLM.from_config(config)  # a pattern means attn_implementation="fretwork"
 print(model(torch.randint(64, (1, 700))).logits.shape)
 ```
 With trained weights, `model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fretwork")` and then
-`model.config.fretwork_pattern = "strided({seq}, 128)"`; it is saved with the model. Padding and caches that grow are
-taken care of; the module's docstring says what is not.
+`model.config.fretwork_pattern = "strided({seq}, 128)"`; it is saved with the model, and loading the model restores it.
+Positions count from a row's first real token, so a row with padding on either side has the results of the row alone,
+also with patterns tied to positions (`sinks`, `fixed`, …); rows with different padding are then computed in groups.
+Caches that grow are taken care of; the module's docstring says what is not.
 
 Who wants the scores has SPLAT's three operators, for patterns whose rows are one progression each: `r_sddmm` computes
 them side by side (entry t of row i is key start[i] + t·stride[i]), `r_softmax` normalises them and `r_spmm` multiplies

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,16 +12,20 @@ import numpy as np
 
 
 def library_path(name: str) -> Path:
-    """The file of a library, such as "fretwork_torch", in $FRETWORK_LIB_DIR if that is set, else in the package."""
-    folder = os.environ.get("FRETWORK_LIB_DIR")
-    path = Path(folder) if folder else Path(__file__).parent / "lib"
-    file = path / f"lib{name}.so"
-    if not file.exists():
-        raise ImportError(
-            f"fretwork: libraries: expected {file.name} in {path}, got no such file; "
-            "install the package, or build it (make build) and set FRETWORK_LIB_DIR to the build's lib folder"
-        )
-    return file
+    """The file of a library, such as "fretwork_torch", in $FRETWORK_LIB_DIR if that is set, else in the package.
+
+    A package that was installed with `pip install -e` has two folders: the source tree's, and the one with what was
+    built.
+    """
+    given = os.environ.get("FRETWORK_LIB_DIR")
+    folders = [Path(given)] if given else [Path(folder) / "lib" for folder in sys.modules["fretwork"].__path__]
+    for folder in folders:
+        if (file := folder / f"lib{name}.so").exists():
+            return file
+    raise ImportError(
+        f"fretwork: libraries: expected lib{name}.so in {' or '.join(map(str, folders))}, got no such file; "
+        "install the package, or build it (make build) and set FRETWORK_LIB_DIR to the build's lib folder"
+    )
 
 
 class _Handle(ctypes.Structure):

@@ -1,4 +1,5 @@
-// Warp-wide matrix instructions of sm_80 and later: ldmatrix, mma.sync and, where a is 2:4, mma.sp.
+// Warp-wide matrix instructions of sm_80 and later: ldmatrix, mma.sync and, where a is 2:4, mma.sp. Before sm_80 there
+// is mma.sync of f16 alone.
 #pragma once
 
 #include "device/types.cuh"
@@ -52,9 +53,18 @@ __device__ __forceinline__ void store_shared_128(u32 address, const u32 (&words)
 template <typename T>
 __device__ __forceinline__ void mma_sync(float (&d)[4], const u32* a, u32 b0, u32 b1) {
   if constexpr (is_same<T, f16>) {
+#ifdef FRETWORK_BEFORE_SM80
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // of the depth
+      asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+          : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(half == 0 ? b0 : b1));
+    }
+#else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
   } else if constexpr (is_same<T, bf16>) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -63,6 +63,21 @@ __device__ __forceinline__ float widen(f8_e4m3 x) {
   return x.bits & 0x80u ? -size : size;
 }
 
+/// FRETWORK_BEFORE_SM80 is defined where kernels are chosen for a GPU before sm_80: its instructions are then done
+/// without.
+#ifdef FRETWORK_BEFORE_SM80
+__device__ __forceinline__ u16 bf16_bits(float x) {
+  const u32 bits = __float_as_uint(x);
+  return x != x ? u16{0x7fff} : static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+#else
+__device__ __forceinline__ u16 bf16_bits(float x) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+#endif
+
 /// Rounds to nearest even.
 template <typename T, typename From>
 __device__ __forceinline__ T narrow(From x) {
@@ -71,9 +86,7 @@ __device__ __forceinline__ T narrow(From x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.bits) : "f"(static_cast<float>(x)));
     return r;
   } else if constexpr (is_same<T, bf16>) {
-    bf16 r;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(static_cast<float>(x)));
-    return r;
+    return bf16{bf16_bits(static_cast<float>(x))};
   } else {
     return static_cast<T>(x);
   }
@@ -84,6 +97,9 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return static_cas
 /// Two neighbours in one register, `low` first in memory.
 template <typename T>
 __device__ __forceinline__ u32 narrow_pair(float low, float high) {
+#ifdef FRETWORK_BEFORE_SM80
+  return static_cast<u32>(narrow<T>(high).bits) << 16 | narrow<T>(low).bits;
+#else
   u32 pair;
   if constexpr (is_same<T, f16>) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -91,6 +107,7 @@ __device__ __forceinline__ u32 narrow_pair(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   }
   return pair;
+#endif
 }
 
 }  // namespace fretwork

@@ -257,12 +257,28 @@ std::string kernel_arch(int device) {
   return "sm_" + std::to_string(arch) + (arch == 90 ? "a" : "");
 }
 
+int arch_number(const std::string& arch) {
+  int number = 0;
+  const char* const digits = arch.data() + std::min(arch.find_first_of("0123456789"), arch.size());
+  std::from_chars(digits, arch.data() + arch.size(), number);
+  return number;
+}
+
+int arch_number(int device) {
+  const char* const forced = std::getenv("FRETWORK_ARCH");
+  const int number = forced != nullptr && *forced != '\0' ? arch_number(std::string(forced)) : 0;
+  return number > 0 ? number : device_info(device).arch;
+}
+
+int shared_limit(int device) {
+  constexpr int kTuring = 64 * 1024;
+  const int limit = device_info(device).shared_per_block;
+  return arch_number(device) < 80 ? std::min(limit, kTuring) : limit;
+}
+
 std::string binary_arch(int device) {
   const std::string chosen = kernel_arch(device);
-  const int arch = device_info(device).arch;
-  int wanted = 0;
-  const char* const digits = chosen.data() + std::min(chosen.find_first_of("0123456789"), chosen.size());
-  std::from_chars(digits, chosen.data() + chosen.size(), wanted);
+  const int arch = device_info(device).arch, wanted = arch_number(chosen);
   return wanted > 0 && wanted / 10 < arch / 10 ? "sm_" + std::to_string(arch) : chosen;
 }
 

@@ -39,6 +39,11 @@ const DeviceInfo& device_info(int device);
 
 /// The architecture that kernels are chosen by on this device: "sm_90a", "sm_80", …; FRETWORK_ARCH overrides.
 std::string kernel_arch(int device);
+/// Its number: 90, 80, 75. 0 where it has none.
+int arch_number(const std::string& arch);
+int arch_number(int device);
+/// Shared memory that a block may ask for, on a device whose kernels are chosen by that architecture.
+int shared_limit(int device);
 /// What they are compiled for: the same, except that machine code of an older generation does not run on this one, so
 /// FRETWORK_ARCH=sm_80 on Hopper gives "sm_90".
 std::string binary_arch(int device);

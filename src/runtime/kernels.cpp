@@ -23,8 +23,26 @@ namespace {
 /// Shared memory a block gets without asking.
 constexpr int kSharedByDefault = 48 * 1024;
 
-std::vector<std::string> options_for(const std::string& arch) {
-  return {"--gpu-architecture=" + arch, "--std=c++20", "--device-as-default-execution-space", "--ptxas-options=-v"};
+/// A kernel that was chosen for a GPU before sm_80 uses no instruction of sm_80, whatever it runs on.
+bool before_sm80(const std::string& chosen) {
+  const int number = cuda::arch_number(chosen);
+  return number > 0 && number < 80;
+}
+
+std::vector<std::string> options_for(const std::string& arch, const std::string& chosen) {
+  std::vector<std::string> options = {"--gpu-architecture=" + arch, "--std=c++20",
+                                      "--device-as-default-execution-space", "--ptxas-options=-v"};
+  if (before_sm80(chosen)) {
+    options.push_back("--define-macro=FRETWORK_BEFORE_SM80");
+  }
+  return options;
+}
+
+/// Throws Error for a GPU that there are no kernels for.
+void check_arch(const std::string& arch) {
+  if (const int number = cuda::arch_number(arch); number > 0 && number < kLeastArch) {
+    throw Error("cuda", "device", "a GPU from sm_75 on (NVRTC 13 compiles for no older one)", arch);
+  }
 }
 
 std::string join(const std::vector<std::string>& words) {
@@ -98,6 +116,10 @@ CompiledKernel compile_now(const KernelSpec& spec, const std::string& program,
                            const std::vector<std::string>& options) {
   const auto begin = std::chrono::steady_clock::now();
   nvrtc::Result result = nvrtc::compile(program, spec.instance, options, embedded_sources());
+  if (!result.ok && result.log.find("requires .target sm_80") != std::string::npos) {
+    throw Error("compile_kernel", spec.instance, "a GPU from sm_80 on, whose tensor cores or copies it needs",
+                options.front().substr(options.front().find("sm_")) + " (docs/kernels.md says what runs there)");
+  }
   if (!result.ok) {
     throw Error("compile_kernel", spec.instance, "a kernel that compiles with " + join(options),
                 "NVRTC's log:\n" + result.log);
@@ -141,7 +163,12 @@ class Once {
   std::unordered_map<std::string, std::shared_ptr<Slot>> slots_;
 };
 
-using Listers = std::vector<std::pair<std::string, KernelList::Lister>>;
+struct Listed {
+  std::string op;
+  KernelList::Lister lister;
+  int least_arch;
+};
+using Listers = std::vector<Listed>;
 
 Listers& listers() {
   static Listers all;
@@ -176,9 +203,10 @@ const char* device_type(DType dtype) {
   throw Error("kernel", "dtype", "one that device code has", name_of(dtype));
 }
 
-CompiledKernel compile_kernel(const KernelSpec& spec, const std::string& arch) {
+CompiledKernel compile_kernel(const KernelSpec& spec, const std::string& arch, const std::string& chosen) {
+  check_arch(chosen.empty() ? arch : chosen);
   const std::string program = program_of(spec);
-  const std::vector<std::string> options = options_for(arch);
+  const std::vector<std::string> options = options_for(arch, chosen.empty() ? arch : chosen);
   const std::string key = key_of(program, spec.instance, options);
   static Once<CompiledKernel>& at_work = *std::make_unique<Once<CompiledKernel>>().release();
   const auto slot = at_work.slot(key);
@@ -334,7 +362,7 @@ const Kernel& get_kernel(const KernelSpec& spec, int device) {
   const auto slot = loaded.slot(std::to_string(device) + " " + arch + " " + spec.instance + " " + spec.source);
   const std::lock_guard lock(slot->mutex);
   if (!slot->thing) {
-    slot->thing.emplace(spec, compile_kernel(spec, cuda::binary_arch(device)), device);
+    slot->thing.emplace(spec, compile_kernel(spec, cuda::binary_arch(device), arch), device);
   }
   return *slot->thing;
 }
@@ -360,11 +388,14 @@ void prepare_kernels(std::span<const KernelSpec> specs, int device) {
   }
 }
 
-KernelList::KernelList(const char* op, Lister lister) { listers().emplace_back(op, lister); }
+KernelList::KernelList(const char* op, Lister lister, int least_arch) { listers().push_back({op, lister, least_arch}); }
 
 std::vector<ListedKernel> all_kernels(const std::string& arch) {
   std::vector<ListedKernel> all;
-  for (const auto& [op, lister] : listers()) {
+  for (const auto& [op, lister, least_arch] : listers()) {
+    if (cuda::arch_number(arch) < least_arch) {
+      continue;
+    }
     for (KernelSpec& spec : lister(arch)) {
       all.push_back({op, std::move(spec)});
     }

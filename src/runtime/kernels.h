@@ -50,8 +50,9 @@ struct CompiledKernel {
 
 /// From the disk cache, else compiled and stored. Throws Error with the kernel's name, options and NVRTC's log when it
 /// does not compile, or where to get NVRTC when there is none. Threads and processes that want the same kernel at once
-/// compile it once per process at most.
-CompiledKernel compile_kernel(const KernelSpec& spec, const std::string& arch);
+/// compile it once per process at most. `chosen` is the architecture that the kernel was chosen by, where that is an
+/// older one: it then uses no newer instruction.
+CompiledKernel compile_kernel(const KernelSpec& spec, const std::string& arch, const std::string& chosen = "");
 
 /// A kernel loaded on a device. Lives as long as the process.
 class Kernel {
@@ -147,11 +148,13 @@ struct EmbeddedSource {
 const std::vector<EmbeddedSource>& embedded_sources();
 
 /// Every instantiation that an op can ask for on an architecture, so that `fretwork compile` and the tests can make
-/// them all. Ops register theirs at namespace scope.
+/// them all. Ops register theirs at namespace scope. Before `least_arch` none of the list is chosen.
 struct KernelList {
   using Lister = std::vector<KernelSpec> (*)(const std::string& arch);
-  KernelList(const char* op, Lister lister);
+  KernelList(const char* op, Lister lister, int least_arch = 80);
 };
+/// The first that NVRTC compiles for, and that any kernel is for.
+inline constexpr int kLeastArch = 75;
 struct ListedKernel {
   std::string op;
   KernelSpec spec;

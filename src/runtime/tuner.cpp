@@ -68,6 +68,14 @@ bool beats(const Finish& one, const Finish& favourite, double margin) {
          quartile(one.rounds, true) < quartile(favourite.rounds, false);
 }
 
+/// Between two rounds where it falls there, as NumPy has it. `sorted` is not empty.
+double percentile(const std::vector<double>& sorted, double share) {
+  const double at = share * static_cast<double>(sorted.size() - 1);
+  const auto below = static_cast<std::size_t>(at);
+  const double above = sorted[std::min(below + 1, sorted.size() - 1)];
+  return sorted[below] + (at - static_cast<double>(below)) * (above - sorted[below]);
+}
+
 /// Held by this process alone; -1 when another has it. Throws Error.
 int lock_file(const std::string& name) {
   for (;;) {
@@ -97,9 +105,13 @@ Times times_of(std::vector<double> rounds) {
   for (const double ms : rounds) {
     squares += (ms - mean) * (ms - mean);
   }
-  const auto middle = rounds.begin() + std::ssize(rounds) / 2;
-  std::nth_element(rounds.begin(), middle, rounds.end());
-  return {*middle, std::sqrt(squares / count)};
+  std::vector<double> sorted = rounds;
+  std::ranges::sort(sorted);
+  return {.ms = sorted[sorted.size() / 2],
+          .std = std::sqrt(squares / count),
+          .mean = mean,
+          .iqr = percentile(sorted, 0.75) - percentile(sorted, 0.25),
+          .rounds = std::move(rounds)};
 }
 
 std::optional<std::vector<Finish>> race(std::span<const Candidate> candidates, const RaceOptions& options,

@@ -17,6 +17,9 @@ namespace fretwork {
 struct Times {
   double ms = 0;   ///< the median
   double std = 0;  ///< the standard deviation
+  double mean = 0;
+  double iqr = 0;  ///< the interquartile range
+  std::vector<double> rounds{};
 };
 /// `rounds` is not empty.
 Times times_of(std::vector<double> rounds);

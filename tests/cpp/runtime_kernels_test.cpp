@@ -1,5 +1,5 @@
-// The kernels that ops can ask for compile without a GPU: one in six of each family, for one of the two classes, and
-// with FRETWORK_ALL_KERNELS every one for both; and the sources are embedded whole.
+// The kernels that ops can ask for compile without a GPU: one in six of each family, for one of the two classes, one in
+// 18 of those of sm_75, and with FRETWORK_ALL_KERNELS every one for all; and the sources are embedded whole.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -61,17 +61,20 @@ std::vector<ListedKernel> chosen_kernels(const std::string& arch) {
     return text;
   };
   std::map<std::string, std::vector<std::pair<std::string, std::string>>> variants;
-  for (const char* each : {"sm_80", "sm_90a"}) {
+  const std::vector<const char*> classes =
+      arch == "sm_75" ? std::vector{"sm_75"} : std::vector{"sm_80", "sm_90a"};  // older ones are compiled otherwise
+  for (const char* each : classes) {
     for (const ListedKernel& listed : all_kernels(each)) {
       variants[name(listed.spec)].emplace_back(each, listed.spec.instance);
     }
   }
+  const std::size_t share = arch == "sm_75" ? 18 : 6;
   std::map<std::string, std::size_t> family;  // without numbers: how many came before
   std::map<std::string, bool> left_out;
   for (const auto& [kernel, of_it] : variants) {
     std::string words = kernel;
     std::erase_if(words, [](char c) { return c >= '0' && c <= '9'; });
-    left_out[kernel] = family[words]++ % 6 != 0;
+    left_out[kernel] = family[words]++ % share != 0;
   }
   std::erase_if(chosen, [&](const ListedKernel& listed) {
     const std::string kernel = name(listed.spec);
@@ -114,7 +117,7 @@ TEST_P(AllKernels, CompileCleanly) {
   std::printf("%zu kernels for %s\n", all.size(), GetParam());
 }
 
-INSTANTIATE_TEST_SUITE_P(Architectures, AllKernels, testing::Values("sm_80", "sm_90a"),
+INSTANTIATE_TEST_SUITE_P(Architectures, AllKernels, testing::Values("sm_75", "sm_80", "sm_90a"),
                          [](const auto& arch) { return std::string(arch.param); });
 
 TEST(ListedKernels, SayWhatSharedMemoryTheyAskFor) {
@@ -129,6 +132,38 @@ TEST(ListedKernels, SayWhatSharedMemoryTheyAskFor) {
           << source.name << " has dynamic shared memory, and no KernelSpec of it says how much";
     }
   }
+}
+
+TEST(ListedKernels, FitTheSharedMemoryOfTuring) {
+  int count = 0;
+  for (const ListedKernel& listed : all_kernels("sm_75")) {
+    EXPECT_LE(listed.spec.dynamic_shared, 64 * 1024) << listed.spec.instance;
+    ++count;
+  }
+  EXPECT_GT(count, 0);
+}
+
+TEST(Compile, SaysWhatAnOldGpuLacks) {
+  const auto said = [](const KernelSpec& spec, const char* arch) {
+    try {
+      compile_kernel(spec, arch);
+      return std::string("nothing");
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+  };
+  const KernelSpec tiny{"__global__ void k() {}\n", "k"};
+  EXPECT_EQ(said(tiny, "sm_70"),
+            "cuda: device: expected a GPU from sm_75 on (NVRTC 13 compiles for no older one), got sm_70");
+  if (nvrtc::library().path.empty()) {
+    GTEST_SKIP() << "no NVRTC: " << nvrtc::library().reason;
+  }
+  EXPECT_EQ(said(tiny, "sm_75"), "nothing");
+  const KernelSpec copies{"__global__ void k() { asm volatile(\"cp.async.commit_group;\"); }\n", "k"};
+  EXPECT_EQ(said(copies, "sm_75")
+                .find("compile_kernel: k: expected a GPU from sm_80 on, whose tensor cores or copies it "
+                      "needs, got sm_75"),
+            0u);
 }
 
 TEST(EmbeddedSources, AreTheFiles) {

@@ -121,6 +121,11 @@ TEST(Times, AreMedianAndDeviation) {
   const Times times = times_of({3, 1, 2, 10, 4});
   EXPECT_EQ(times.ms, 3);
   EXPECT_NEAR(times.std, 3.16228, 1e-4);
+  EXPECT_EQ(times.mean, 4);
+  EXPECT_EQ(times.iqr, 2);
+  EXPECT_EQ(times.rounds, (std::vector<double>{3, 1, 2, 10, 4}));
+  EXPECT_NEAR(times_of({1, 2, 4, 8}).iqr, 3.25, 1e-12);  // 5 − 1.75, between rounds
+  EXPECT_EQ(times_of({7}).iqr, 0);
 }
 
 TunedRow row(const std::string& choice, double ms) { return {choice, 100, ms, 0.125, 0.25, 2 * ms, {{choice, ms}}}; }

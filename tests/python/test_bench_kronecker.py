@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,12 +51,73 @@ def test_a_run_has_every_row_and_a_table(tmp_path, monkeypatch, capsys):
     assert len(rows) == 8 and len(table) == 48  # four patterns in two layouts, six algorithms
     assert all(set(r["ms"]) | set(r["left_out"]) == {"kernel", *compare.PEERS} for r in rows)
     assert all(r["left_out"][algo] == "not asked for" for r in rows for algo in ("bmm", "bsr", "dense"))
-    assert all((line["ms"] == "") != (line["why"] == "") for line in table)
+    assert all((line["median"] == "") != (line["why"] == "") for line in table)
+    for line in (line for line in table if line["median"]):
+        times = sorted(float(t) for t in line["times"].split())
+        assert len(times) >= 1 and times[0] <= float(line["mean"]) <= times[-1] * 1.0001
+        assert times[0] <= float(line["median"]) <= times[-1] and 0 <= float(line["iqr"]) <= times[-1] - times[0] + 1e-4
     reasons = {"", "not asked for", "measured in every 4th pattern", "measured in every 16th pattern"}
     assert {line["why"] for line in table} == reasons
     assert "8 rows in" in capsys.readouterr().err
     assert {"bmm", "einsum"} & set(rows[0]["ms"]) == set(rows[0]["peers_as_called_ms"]) == {"einsum"}
     assert report.as_called(rows[0]).endswith(")") and "(" not in report.as_called(rows[1] | {"peers_as_called_ms": {}})
+
+
+def test_spread_is_numpys():
+    times = [3.0, 1.0, 2.0, 10.0, 4.0, 7.5]
+    low, high = np.percentile(times, [25, 75])
+    assert compare.spread(times) == [f"{n:.5g}" for n in (np.mean(times), np.median(times), high - low)] + [
+        "3 1 2 10 4 7.5"
+    ]
+    assert compare.spread([0.25]) == ["0.25", "0.25", "0", "0.25"]
+
+
+def test_all_peers_and_resume(tmp_path, monkeypatch, capsys):
+    """A run that stops goes on where it was, also behind a line that was not finished; every peer has a time."""
+    arguments = ["--device", "cpu", "--grid", "paper", "--part", "1/188", "--batch", "2", "--seconds", "0.01"]
+    arguments += ["--peers", "all", "--algos", "kernel,einsum,bmm", "--out", str(tmp_path)]
+    monkeypatch.setattr(compare, "copy_rate", lambda device: 1e6)
+    monkeypatch.setattr(compare, "dense_rate", lambda dtype, device: 1e6)
+    measure, measured = compare.measure, []
+
+    def stops(*args):
+        measured.append(args[:3])
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(compare, "measure", stops)
+    monkeypatch.setattr(sys, "argv", ["compare", *arguments])
+    with pytest.raises(KeyboardInterrupt):
+        compare.main()
+    partial = tmp_path / "cpu" / "kronecker_paper.partial"
+    assert len(partial.read_text().splitlines()) == 3  # what was asked for, and two rows
+    partial.write_text(partial.read_text() + '{"device": "th')  # as a killed process leaves it
+    monkeypatch.setattr(sys, "argv", ["compare", *arguments, "--resume", "--layouts", "first"])
+    with pytest.raises(SystemExit, match="--resume: expected the options of the run that was stopped, got another lay"):
+        compare.main()
+    monkeypatch.setattr(sys, "argv", ["compare", *arguments, "--resume"])
+    compare.main()
+    assert "2 rows are there already" in capsys.readouterr().err
+    assert len(measured) == 3 + 2 and measured[2:4] == [measured[2], measured[2]]  # four rows; the third one again
+    rows = json.loads((tmp_path / "cpu" / "kronecker_paper.json").read_text())
+    assert len(rows) == 4 and all(set(r["ms"]) == {"kernel", "einsum", "bmm"} for r in rows) and not partial.exists()
+    partial.write_text("{}\n" + json.dumps({**rows[0], "batch": 77}) + "\n")  # another run, which nobody resumed
+    monkeypatch.setattr(sys, "argv", ["compare", *arguments, "--part", "1/376", "--layouts", "last"])
+    compare.main()
+    rows = json.loads((tmp_path / "cpu" / "kronecker_paper.json").read_text())
+    assert len(rows) == 5 and sum(r["batch"] == 77 for r in rows) == 1
+    monkeypatch.setattr(sys, "argv", ["compare", *arguments, "--peers-every", "2"])
+    with pytest.raises(SystemExit, match="--peers all: expected without --peers-every"):
+        compare.main()
+
+
+def test_patience():
+    """A dense peer that takes long is left out, unless all are asked for; one without room is always."""
+    long, large = (16, 1024, 1024, 2), (64, 192, 192, 64)
+    assert "50 ms" in compare.too_much("dense", long, 25088, 1e9, False)
+    assert compare.too_much("dense", long, 25088, 1e9, True) is None
+    assert "2^31" in compare.too_much("dense", large, 1, 1e9, True)
 
 
 @pytest.mark.parametrize("algos", ["", "bmm", "kernel,fast"])

@@ -610,6 +610,10 @@ def test_bench_kronecker_measures_every_pattern(tmp_path: Path) -> None:
         assert float(row["floor_ms"]) == pytest.approx(floor, rel=1e-3)
         assert float(row["over_floor"]) == pytest.approx(ms / floor, rel=1e-3)
         assert float(row["std"]) >= 0 and float(row["backward_ms"]) > 0
+        times = [float(time) for time in row["times"].split()]
+        assert len(times) == 2 and ms == pytest.approx(max(times), rel=1e-3)  # of two rounds the upper is the median
+        assert float(row["mean"]) == pytest.approx(sum(times) / 2, rel=1e-3)
+        assert float(row["iqr"]) == pytest.approx(abs(times[1] - times[0]) / 2, rel=0.02, abs=1e-6)
         assert (row["layout"], row["dtype"], row["device"], row["threads"]) == ("last", "bfloat16", "cpu", "2")
     assert [row["pattern"] for row in rates["rows"]] == [[2, 8, 16, 4], [3, 8, 8, 1]]
     assert rates["batch"] == 48 and rates["threads"] == 2 and rates["rows"][0]["backward_ms"] > 0
@@ -634,6 +638,7 @@ def test_bench_kronecker_beside_dense(tmp_path: Path) -> None:
     text = small_bench("--patterns", "1,8,8,3", "--algos", "dense", "--csv", str(file))
     (alone,) = csv.DictReader(file.read_text().splitlines())
     assert float(alone["dense_ms"]) > 0 and alone["ms"] == alone["over_floor"] == "" and float(alone["floor_ms"]) > 0
+    assert alone["mean"] == alone["iqr"] == alone["times"] == ""
     assert alone["threads"] == small["threads"] and "geometric mean" not in text
 
 
@@ -691,6 +696,21 @@ def test_compile_fills_the_cache(own_cache: dict[str, str]) -> None:
     assert re.search(rf"kernels +{count}\n", ok("cache", env=own_cache))
     assert ok("cache", "clear", env=own_cache).startswith(f"removed {count} kernel")
     assert re.search(r"kernels +0\n", ok("cache", env=own_cache))
+
+
+def test_compile_for_turing(own_cache: dict[str, str]) -> None:
+    """Small batches and products in lines, in both 16-bit types; what older GPUs and other kernels are told."""
+    own_cache = {**nvrtc_environment(), **own_cache}
+    done = run("compile", "--arch", "sm_70", env=own_cache)
+    assert done.returncode == 2
+    assert "--arch: expected an architecture from sm_75 on (NVRTC 13 compiles for no older one)" in done.stderr
+    if not json.loads(ok("info", "--json", env=own_cache))["nvrtc"]["available"]:
+        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
+    command = ("compile", "--arch", "sm_75", "--op", "kronecker", "--json", "--match")
+    for match, count in (("few::product<bf16, kronecker::few::kAlongL", 3), ("1, 64, 2, true, true", 2)):
+        kernels = json.loads(ok(*command, match, env=own_cache))["kernels"]
+        assert len(kernels) == count and all(k["error"] is None and k["registers"] > 0 for k in kernels), kernels
+    assert run(*command, "strided::", env=own_cache).returncode == 2  # for sm_80 and later
 
 
 def test_compile_tells_static_and_dynamic_shared_memory(own_cache: dict[str, str]) -> None:

@@ -150,9 +150,15 @@ def test_plan():
     assert fw.nn.KSLinear(patterns, algo="einsum", device="meta").plan("sm_90a") == "0: einsum\n1: einsum"
     with pytest.raises(ValueError, match=r"^plan: arch: expected cpu, a GPU such as cuda:0, or an arch.*, got tpu"):
         layer.plan("tpu")
-    with pytest.raises(ValueError, match=r"^plan: arch: expected sm_80 or later, .*, got sm_70"):
+    with pytest.raises(ValueError, match=r"^plan: arch: expected sm_75 or later, as NVRTC 13 .*, got sm_70"):
         layer.plan("sm_70")
     factor = fw.nn.KSLinear([(1, 64, 64, 4)], dtype=torch.float16, device="meta")
+    for dtype, plans in (
+        (torch.float16, ["direct", "direct", "portable", "simple"]),
+        (torch.bfloat16, ["few", "few", "simple", "simple"]),  # no tensor cores for it
+    ):
+        one, four = (fw.nn.KSLinear([(1, 64, 64, d)], dtype=dtype, device="meta") for d in (1, 4))
+        assert [f.plan("sm_75", n) for n in (16, 4096) for f in (one, four)] == [f"0: {plan}" for plan in plans]
     assert [factor.plan("sm_90a", batch) for batch in (1, 4096)] == ["0: direct", "0: strided"]
     assert layer.plan("sm_90a", 32) == "0: direct\n1: direct" and "fused" in layer.plan("sm_90a", 33)
     with pytest.raises(ValueError, match=r"^plan: batch: expected at least 0, got -1"):

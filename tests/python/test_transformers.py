@@ -1,14 +1,24 @@
 """Stock Hugging Face models on fretwork's attention, with random weights: the same numbers as their own attention."""
 
 import copy
+import json
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
-import fretwork.compat.transformers  # noqa: F401
+import fretwork.compat.transformers
 
 SIZES = dict(
     vocab_size=64,
@@ -57,6 +67,153 @@ def test_padding(device):
     mask[1, :20] = 0
     got, want = (model(ids, attention_mask=mask).logits for model in (ours, theirs))
     assert torch.allclose(got[mask.bool()], want[mask.bool()], atol=1e-4)
+
+
+POSITIONAL = [
+    "sinks({seq}, 4, 16)",
+    "fixed({seq}, 8, 2)",
+    "block_local({seq}, 16, 1) & causal({seq})",
+    "longformer({seq}, 8, (0, 3, 11)) & causal({seq})",
+    "sliding_window({seq}, 4, 0) | fixed({seq}, 16, 1)",
+    "bigbird({seq}, 8, 1, 1, 1) & causal({seq})",
+]
+
+
+def model_with(pattern, device):
+    config = LlamaConfig(**SIZES, fretwork_pattern=pattern)
+    return LlamaForCausalLM._from_config(config, attn_implementation="fretwork").to(device).eval()
+
+
+def padded(device, ends, length=50):
+    """Random rows and their attention mask, with so much padding left and right."""
+    ids = torch.randint(1, 64, (len(ends), length), device=device)
+    mask = torch.ones(len(ends), length, dtype=torch.long, device=device)
+    for row, (left, right) in enumerate(ends):
+        mask[row, :left] = 0
+        mask[row, length - right :] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("ends", [[(20, 0), (0, 0), (7, 0)], [(0, 9), (0, 0), (0, 9)], [(5, 3), (1, 0), (0, 30)]])
+@pytest.mark.parametrize("pattern", [*POSITIONAL, "strided({seq}, 7)", "sliding_window({seq}, 8, 0)"])
+def test_padded_rows_are_the_rows_alone(device, pattern, ends):
+    model, (ids, mask) = model_with(pattern, device), padded(device, ends)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    got = model(ids, attention_mask=mask, position_ids=positions).logits
+    for row in range(len(ends)):
+        alone = mask[row].bool()
+        want = model(ids[row : row + 1, alone]).logits[0]
+        assert torch.allclose(got[row, alone], want, atol=1e-4), (got[row, alone] - want).abs().max()
+
+
+@pytest.mark.parametrize("pattern", [POSITIONAL[0], "strided({seq}, 7)", [POSITIONAL[1], "causal({seq})"]])
+def test_left_padded_generation(device, pattern):
+    model, (ids, mask) = model_with(pattern, device), padded(device, [(20, 0), (0, 0), (7, 0)], 40)
+    options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    got = model.generate(ids, attention_mask=mask, **options)
+    for row in range(3):
+        want = model.generate(ids[row : row + 1, mask[row].bool()], **options)
+        assert torch.equal(got[row, 40:], want[0, -12:])
+
+
+def test_gradients_of_padded_rows(device):
+    model, (ids, mask) = model_with(POSITIONAL[0], device), padded(device, [(20, 0), (0, 4)])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()].square().sum().backward()
+    got = [x.grad.clone() for x in model.parameters()]
+    model.zero_grad()
+    for row in range(2):
+        model(ids[row : row + 1, mask[row].bool()]).logits.square().sum().backward()
+    for x, (name, y) in zip(got, model.named_parameters(), strict=True):
+        assert torch.allclose(x, y.grad, rtol=1e-3, atol=1e-3 * y.grad.abs().max()), name
+
+
+def test_padded_rows_under_autocast(device):
+    model, (ids, mask) = model_with(POSITIONAL[0], device), padded(device, [(20, 0), (0, 0)])
+    with torch.autocast(device.type, torch.bfloat16):
+        got = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        want = model(ids[:1, 20:]).logits
+    assert torch.allclose(got[0, 20:].float(), want[0].float(), atol=2e-2)
+
+
+def test_long_patterns_are_not_compared_but_grouped(device, monkeypatch):
+    """What costs too much to compare is computed row by row: the results are the same."""
+    model, (ids, mask) = model_with("strided({seq}, 7)", device), padded(device, [(20, 0), (0, 4)])
+    want = model(ids, attention_mask=mask).logits
+    monkeypatch.setattr(fretwork.compat.transformers, "_LARGEST_COMPARED", 0)
+    fretwork.compat.transformers._same_without.cache_clear()
+    assert torch.allclose(model(ids, attention_mask=mask).logits[mask.bool()], want[mask.bool()], atol=1e-4)
+
+
+def test_right_padding_before_a_global_token(device):
+    """A pattern that has no shorter form stays as long as the row; the padding is not seen."""
+    model, (ids, mask) = model_with("longformer({seq}, 8, (0, 40))", device), padded(device, [(0, 20), (4, 0), (2, 0)])
+    got = model(ids, attention_mask=mask).logits[0]
+    ids[0, 30:] = 1  # other padding
+    assert torch.allclose(model(ids, attention_mask=mask).logits[0, :30], got[:30], atol=1e-5)
+
+
+def test_padding_of_an_encoder(device):
+    config = BertConfig(**{k: SIZES[k] for k in SIZES if "key_value" not in k}, fretwork_pattern="fixed({seq}, 8, 2)")
+    model = BertModel(config).to(device).eval()
+    assert model.config._attn_implementation == "fretwork"
+    ids, mask = padded(device, [(0, 20), (0, 0), (6, 0), (50, 0)])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    got = model(ids, attention_mask=mask, position_ids=positions).last_hidden_state
+    for row in range(3):
+        alone = mask[row].bool()
+        assert torch.allclose(got[row, alone], model(ids[row : row + 1, alone]).last_hidden_state[0], atol=1e-4)
+    assert got.isfinite().all()
+
+
+def test_keys_left_out_inside_a_row(device):
+    model, (ids, mask) = model_with("sinks({seq}, 4, 16)", device), padded(device, [(0, 0), (3, 0)])
+    mask[0, 20:25] = 0
+    with pytest.raises(ValueError, match=r"attention: attention_mask: expected padding at the ends.*'sinks"):
+        model(ids, attention_mask=mask)
+    model.config.fretwork_pattern = "causal({seq})"
+    _, theirs = twins(LlamaForCausalLM, LlamaConfig(**SIZES), device)
+    theirs.load_state_dict(model.state_dict())
+    got, want = (m(ids, attention_mask=mask).logits for m in (model, theirs))
+    assert torch.allclose(got[mask.bool()], want[mask.bool()], atol=1e-4)
+    mask[0] = 1
+    model.config.fretwork_pattern = "document((20, 30), causal=True)"
+    with pytest.raises(ValueError, match=r"fretwork_pattern: expected \{seq\} in a text for left padding, got 'docu"):
+        model(ids, attention_mask=mask)
+
+
+def test_cache_without_the_keys_of_a_pattern(device):
+    """The cache of a model with a sliding window drops keys: patterns inside the window work, others raise."""
+    config = MistralConfig(**SIZES, sliding_window=9, fretwork_pattern="sinks({seq}, 2, 5)")
+    model = MistralForCausalLM(config).to(device).eval()
+    ids, mask = padded(device, [(4, 0), (0, 0)], 20)
+    options = dict(attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    with pytest.raises(NotImplementedError, match=r"past_key_values: expected a cache of all keys for .*'sinks"):
+        model.generate(ids, **options)
+    got = model.generate(ids, past_key_values=DynamicCache(), **options)
+    alone = model.generate(ids[:1, 4:], past_key_values=DynamicCache(), **(options | {"attention_mask": mask[:1, 4:]}))
+    assert torch.equal(got[0, 4:], alone[0])
+    model.config.fretwork_pattern = "dilated({seq}, 2, 3, True)"
+    got, want = (model.generate(ids, past_key_values=c, **options) for c in (None, DynamicCache()))
+    assert torch.equal(got, want)
+
+
+def test_a_saved_pattern_is_restored(device, tmp_path):
+    model = model_with("sinks({seq}, 4, 16)", device)
+    ids = tokens(device)
+    want = model(ids).logits
+    model.save_pretrained(tmp_path)
+    for kind in (AutoModelForCausalLM, LlamaForCausalLM):
+        loaded = kind.from_pretrained(tmp_path).to(device)
+        assert loaded.config._attn_implementation == "fretwork"
+        assert torch.allclose(loaded(ids).logits, want, atol=1e-5)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "fretwork"
+    other = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert other.config._attn_implementation == "sdpa" and "attn_implementation" not in other.config.to_dict()
+    plain = json.loads((tmp_path / "config.json").read_text())
+    del plain["attn_implementation"]  # as versions before this one have saved it
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    assert LlamaForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "fretwork"
 
 
 def test_generation(device):

@@ -66,8 +66,12 @@ def test_tunes_and_the_op_reads_it(folder: Path, tmp_path: Path) -> None:
     with (tmp_path / "rows.csv").open() as lines:
         reader = csv.DictReader(lines)
         table = list(reader)
-        assert " ".join(reader.fieldnames or []).startswith("batch_size a b c d configuration ms std mse ")
+        columns = "batch_size a b c d kernel tile_columns deltas batch_warps batch_rows ms std mse "
+        assert " ".join(reader.fieldnames or []).startswith(columns)
     assert [row["configuration"] for row in table] == [row["choice"] for row in found.values()]
+    for row in table:  # the same in columns, empty where a kernel has no such parameter
+        assert row["configuration"] == row["kernel"] + (f":{row['batch_rows']}" if row["batch_rows"] else "")
+        assert row["tile_columns"] == row["deltas"] == row["batch_warps"] == ""
 
     assert json.loads(ok("info", "--json"))["tables"][-1] == str(file) and str(file) in ok("info")
 
@@ -106,6 +110,21 @@ def grid(tmp_path: Path, count: int) -> str:
     file = tmp_path / "patterns"
     file.write_text("a b c d\n" + "".join(f"1 {8 * n} 16 4\n" for n in range(1, count + 1)))
     return str(file)
+
+
+def test_configurations_are_in_columns(folder: Path, tmp_path: Path) -> None:
+    """As in KSMM's tables; a row of any kernel, as a resumed run finds it in its table."""
+    common = ("--patterns", "2,8,16,4;3,8,8,1;1,8,8,8;1,8,8,4", *TWO)
+    ok("tune", "kronecker", *common)
+    file, choices = the_table(folder), ("strided:16x4", "hopper:128", "lanes:96", "best")
+    for problem, choice in zip(("2,8,16,4", "3,8,8,1", "1,8,8,8", "1,8,8,4"), choices, strict=True):
+        change(file, f"{problem} float32 first 64", choice=choice)
+    ok("tune", "kronecker", *common, "--resume", "--csv", str(tmp_path / "rows.csv"))
+    with (tmp_path / "rows.csv").open() as lines:
+        names = ("kernel", "tile_columns", "deltas", "batch_warps", "batch_rows")
+        found = [tuple(row[name] for name in names) for row in csv.DictReader(lines)]
+    assert found == [("strided", "", "16", "4", ""), ("hopper", "128", "", "", ""), ("lanes", "", "", "", "96"),
+                     ("best", "", "", "", "")]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])

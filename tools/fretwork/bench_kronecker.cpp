@@ -85,6 +85,15 @@ std::vector<KroneckerCase> all_cases(const KroneckerOptions& options, const Patt
   return cases;
 }
 
+/// Columns of the CSV: mean, interquartile range, and every round.
+std::string spread_of(const Times& times) {
+  std::string all;
+  for (const double ms : times.rounds) {
+    all += fmt::format("{}{:.5g}", all.empty() ? "" : " ", ms);
+  }
+  return fmt::format("{:.6g},{:.3g},{}", times.mean, times.iqr, all);
+}
+
 class KroneckerReport {
  public:
   KroneckerReport(Run& run, const KroneckerOptions& options, const Algos& algos, const Rates& rates)
@@ -104,7 +113,7 @@ class KroneckerReport {
     std::fflush(stdout);
     run_.csv(
         "batch_size,a,b,c,d,layout,dtype,precision,ms,std,gb_per_s,gflop_per_s,floor_ms,over_floor,backward_ms,"
-        "backward_std,device,threads,dense_ms");
+        "backward_std,device,threads,dense_ms,mean,iqr,times");
   }
 
   /// Without `times` the kernel was not asked for.
@@ -114,12 +123,13 @@ class KroneckerReport {
     nlohmann::ordered_json row = {{"pattern", {a, b, c, d}}};
     std::string forward = ",,,", over, backward = ",";  // columns of the CSV
     if (times) {
-      const auto& [ms, std] = times->forward;
+      const double ms = times->forward.ms, std = times->forward.std;
       const double gbs = bytes_of(one, run_.dtype()) / ms * 1e-6, gflops = flops_of(one) / ms * 1e-6;
       fmt::print("{:<20} {:>10.4f} {:>9.4f} {:>8.1f} {:>9.1f} {:>10.4f} {:>7.2f}", text_of(one.pattern), ms, std, gbs,
                  gflops, floor, ms / floor);
       forward = fmt::format("{:.6g},{:.3g},{:.6g},{:.6g}", ms, std, gbs, gflops);
       over = fmt::format("{:.4f}", ms / floor);
+      row.update({{"mean", times->forward.mean}, {"iqr", times->forward.iqr}, {"times", times->forward.rounds}});
       row.update({{"ms", ms}, {"std", std}, {"gb_per_s", gbs}, {"gflop_per_s", gflops}, {"over_floor", ms / floor}});
       (d > 1 ? strided_ : contiguous_).add(ms / floor);
       if (times->backward) {
@@ -139,9 +149,10 @@ class KroneckerReport {
     }
     fmt::print("\n");
     std::fflush(stdout);
-    run_.csv(fmt::format("{},{},{},{},{},{},{},{},{},{:.6g},{},{},{},{},{}", one.batch, a, b, c, d, layout(),
+    run_.csv(fmt::format("{},{},{},{},{},{},{},{},{},{:.6g},{},{},{},{},{},{}", one.batch, a, b, c, d, layout(),
                          name_of(run_.dtype()), precision(), forward, floor, over, backward, name_of(run_.device()),
-                         run_.threads(), dense ? fmt::format("{:.6g}", dense->ms) : ""));
+                         run_.threads(), dense ? fmt::format("{:.6g}", dense->ms) : "",
+                         times ? spread_of(times->forward) : ",,"));
     rows_.push_back(std::move(row));
   }
 
@@ -230,7 +241,8 @@ void add_bench_kronecker(CLI::App& bench_command) {
       "KSMM paper's grid. A file has a pattern a line, a,b,c,d, or is a table with columns a, b, c and d, such as "
       "--csv\n"
       "writes. GB/s counts x, w and y once, GFLOP/s the non-zeros; on CUDA the L2 cache is flushed before each call.\n"
-      "Rows reach the CSV as they are measured: a run that is interrupted keeps them.\n"
+      "Rows reach the CSV as they are measured: a run that is interrupted keeps them. Its ms is the median, times has\n"
+      "every round.\n"
       "Examples:\n"
       "  fretwork bench kronecker\n"
       "  fretwork bench kronecker --patterns '6,64,64,1;1,768,192,2' --batch 4096 --backward\n"

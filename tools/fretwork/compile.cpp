@@ -46,8 +46,11 @@ std::string short_name(const KernelSpec& spec) {
 }
 
 std::vector<Outcome> listed(const CompileOptions& options) {
-  if (!std::regex_match(options.arch, std::regex("sm_([89][0-9]|1[0-9]{2})[af]?"))) {
-    throw UsageError("compile: --arch: expected an architecture from sm_80 on, such as sm_90a, got " + options.arch);
+  if (!std::regex_match(options.arch, std::regex("sm_(75|[89][0-9]|1[0-9]{2})[af]?"))) {
+    throw UsageError(
+        "compile: --arch: expected an architecture from sm_75 on (NVRTC 13 compiles for no older one), such as sm_90a, "
+        "got " +
+        options.arch);
   }
   const auto wanted = [&](const ListedKernel& kernel) {
     const bool of_op =
@@ -72,7 +75,7 @@ std::vector<Outcome> listed(const CompileOptions& options) {
     }
   }
   if (known.empty()) {
-    throw UsageError("compile: --arch: expected one that there are kernels for (sm_80 and later), got " + options.arch);
+    throw UsageError("compile: --arch: expected one that there are kernels for (sm_75 and later), got " + options.arch);
   }
   if (chosen.empty()) {
     throw UsageError("compile: --match: expected a part of a kernel's name, got " + options.match);
@@ -187,7 +190,7 @@ void add_compile(CLI::App& app) {
   const auto options = std::make_shared<CompileOptions>();
   CLI::App* const command =
       app.add_subcommand("compile", "Compile every kernel for an architecture into the cache; needs no GPU");
-  command->add_option("--arch", options->arch, "The architecture: sm_80 and later, sm_90a for Hopper")->required();
+  command->add_option("--arch", options->arch, "The architecture: sm_75 and later, sm_90a for Hopper")->required();
   command->add_option("--op", options->ops, "Only the kernels of these ops")->delimiter(',');
   command->add_option("--match", options->match, "Only kernels whose name contains this");
   command->add_flag("--no-spills", options->no_spills, "Exit with 1 if a kernel spills registers");

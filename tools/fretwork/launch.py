@@ -8,5 +8,8 @@ import sys
 spec = importlib.util.find_spec("fretwork")
 if spec is None or not spec.submodule_search_locations:
     sys.exit("fretwork: the Python package is not installed for " + sys.executable)
-program = os.path.join(spec.submodule_search_locations[0], "bin", "fretwork")
+programs = [os.path.join(folder, "bin", "fretwork") for folder in spec.submodule_search_locations]
+program = next((file for file in programs if os.path.exists(file)), None)  # beside the sources, or where it was built
+if program is None:
+    sys.exit("fretwork: the program is not in " + " or ".join(map(os.path.dirname, programs)))
 os.execv(program, [program, *sys.argv[1:]])

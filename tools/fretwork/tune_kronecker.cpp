@@ -1,5 +1,6 @@
 // `fretwork tune kronecker`: the fastest way of each product, into a table that the op reads.
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -101,6 +102,18 @@ class Gain {
   std::string where_;
 };
 
+/// Columns of the CSV: the kernel and its parameters, empty for those that it has not.
+std::string configuration_of(const TunedRow& row) {
+  // A row of a table that an older or a newer version wrote may name another.
+  const auto choice = kronecker::parse_choice(row.choice);
+  const kronecker::Columns columns = choice ? kronecker::columns_of(*choice) : kronecker::Columns{row.choice};
+  std::string text(columns.kernel);
+  for (const int value : columns.parameters) {
+    text += value > 0 ? fmt::format(",{}", value) : ",";
+  }
+  return text;
+}
+
 class TuneReport {
  public:
   TuneReport(Run& run, const TuneOptions& options) : run_(run), options_(options) {}
@@ -111,7 +124,8 @@ class TuneReport {
     fmt::print("{:<20} {:<14} {:>10} {:>9} {:>9} {:>12} {:>6}\n", "pattern", "choice", "ms", "std", "mse",
                "heuristic ms", "/ms");
     std::fflush(stdout);
-    run_.csv("batch_size,a,b,c,d,configuration,ms,std,mse,heuristic_ms,layout,dtype,precision,device");
+    run_.csv("batch_size,a,b,c,d,kernel," + fmt::format("{}", fmt::join(kronecker::kParameters, ",")) +
+             ",ms,std,mse,heuristic_ms,layout,dtype,precision,device,configuration");
   }
 
   void add(const KroneckerCase& one, const TunedRow& row) {
@@ -119,9 +133,9 @@ class TuneReport {
     fmt::print("{:<20} {:<14} {:>10.4f} {:>9.4f} {:>9.2g} {:>12.4f} {:>6.2f}\n", text_of(one.pattern), row.choice,
                row.ms, row.std, row.mse, row.heuristic_ms, row.heuristic_ms / row.ms);
     std::fflush(stdout);
-    run_.csv(fmt::format("{},{},{},{},{},{},{:.6g},{:.3g},{:.3g},{:.6g},{},{},{},\"{}\"", row.batch, a, b, c, d,
-                         row.choice, row.ms, row.std, row.mse, row.heuristic_ms, layout(), name_of(run_.dtype()),
-                         precision(), device_name(run_.device())));
+    run_.csv(fmt::format("{},{},{},{},{},{},{:.6g},{:.3g},{:.3g},{:.6g},{},{},{},\"{}\",{}", row.batch, a, b, c, d,
+                         configuration_of(row), row.ms, row.std, row.mse, row.heuristic_ms, layout(),
+                         name_of(run_.dtype()), precision(), device_name(run_.device()), row.choice));
     gain_.add(text_of(one.pattern), row);
   }
 

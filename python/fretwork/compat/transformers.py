@@ -1,24 +1,32 @@
 """Hugging Face models with `attn_implementation="fretwork"`: importing this module registers it.
 
 The pattern is given in the model's configuration as a text with {seq} for the lengths (or without, for calls of one
-length), one for all layers or a list with one for each, so that it is saved and loaded with the model:
+length), one for all layers or a list with one for each:
 
     import fretwork.compat.transformers
     config = LlamaConfig(..., fretwork_pattern="strided({seq}, 128)")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="fretwork")
+    model = AutoModelForCausalLM.from_config(config)
 
-Without one a model keeps the attention it has: causal, with its sliding window where it has one, or full. Keys that the
-attention mask leaves out as padding are not seen. Caches that grow with the sequence work; a static cache raises.
-Position ids that begin anew inside a row (packed sequences) are not looked at: give the lengths of the documents, as in
-`model.config.fretwork_pattern = "document((700, 324), causal=True)"` for rows of 1024 tokens.
+It is saved and loaded with the model. A configuration with a pattern means `attn_implementation="fretwork"` unless
+another one is named; where this module is not imported, transformers refuses the model that was saved with it.
+
+Without a pattern a model keeps the attention it has: causal, with its sliding window where it has one, or full. Keys
+that the attention mask leaves out as padding are not seen, and positions of a pattern count from a row's first real
+token, so that a padded row has the results of the row alone: rows are computed in groups of equal padding where the
+pattern is not the same for all of them. Keys left out inside a row raise with a pattern that depends on positions.
+Caches that grow with the sequence work; a static cache raises, and so does one that has dropped keys that the pattern
+needs. Position ids that begin anew inside a row (packed sequences) are not looked at: give the lengths of the
+documents, as in `model.config.fretwork_pattern = "document((700, 324), causal=True)"` for rows of 1024 tokens.
+A mask of four dimensions is added to the scores as it is, and positions count from the row's first column.
 """
 
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fretwork.ops import _check_tensor
 from fretwork.pattern import Pattern
@@ -50,15 +58,134 @@ def _of_layer(given: list[str] | tuple[str, ...], config: Any, layer: Any) -> st
     return given[layer]
 
 
-def _template(module: torch.nn.Module, causal: bool, window: int | None) -> str:
-    given = getattr(getattr(module, "config", None), "fretwork_pattern", None)
+def _given(module: torch.nn.Module) -> str | None:
+    """The text that the configuration has for this layer."""
+    config = getattr(module, "config", None)
+    given = getattr(config, "fretwork_pattern", None)
+    if given is None:
+        return None
+    _remember(config)
     if isinstance(given, (list, tuple)):
-        given = _of_layer(given, module.config, getattr(module, "layer_idx", None))
-    if given is not None:
-        return str(given)
+        given = _of_layer(given, config, getattr(module, "layer_idx", None))
+    return str(given)
+
+
+def _own(causal: bool, window: int | None) -> str:
+    """The text of the attention that a model has by itself."""
     if window is not None:
         return f"sliding_window({{seq}}, {window - 1}, {'0' if causal else window - 1})"
     return "causal({seq})" if causal else "full({seq})"
+
+
+# A row's padding: how many keys at its beginning and at its end, and whether others are left out between them.
+_Ends = tuple[int, int, bool]
+
+
+def _read_ends(mask: Tensor) -> list[_Ends]:
+    """The padding of each row of a mask (B, Sk), in one copy from the device."""
+    seen, cols = mask.bool().cumsum(1), mask.shape[1]
+    count = seen[:, -1]
+    left = (seen == 0).sum(1)
+    right = (seen == count[:, None]).sum(1) - 1
+    return [
+        (first, last if total else 0, total > 0 and first + last + total != cols)
+        for first, last, total in torch.stack([left, right, count], 1).tolist()
+    ]
+
+
+def _ends(mask: Tensor) -> list[_Ends]:
+    """The same, read once for all layers where `padding_mask` made the mask."""
+    known: list[_Ends] | None = getattr(mask, "_fretwork_ends", None)
+    return _read_ends(mask) if known is None else known
+
+
+# Masks up to this many elements are compared; beyond, groups of rows cost less than the comparison.
+_LARGEST_COMPARED = 2**20
+
+
+def _real_queries(rows: int, cols: int, left: int, right: int) -> slice:
+    """Which queries are no padding; they stand at the last `rows` of `cols` positions."""
+    first = max(left - (cols - rows), 0)
+    return slice(first, max(rows - right, first))
+
+
+@functools.lru_cache(maxsize=4096)
+def _same_without(template: str, rows: int, cols: int, left: int, right: int) -> bool:
+    """Whether the pattern of the whole row, cut to what is no padding, is known to be the pattern of the row alone."""
+    if left == right == 0 or "{seq}" not in template:
+        return True
+    if rows * cols > _LARGEST_COMPARED:
+        return False
+    queries = _real_queries(rows, cols, left, right)
+    whole = _pattern(template, rows, cols).numpy_mask()[queries, left : cols - right]
+    return 0 in whole.shape or np.array_equal(whole, _pattern(template, *whole.shape).numpy_mask())
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(template: str, rows: int, cols: int, left: int, right: int) -> tuple[int, int]:
+    """What to cut off. Nothing on the right where no such pattern is so short (a global token beyond its end)."""
+    queries = _real_queries(rows, cols, left, right)
+    try:
+        if right and left + right < cols:
+            _pattern(template, queries.stop - queries.start, cols - left - right)
+    except ValueError:
+        return left, 0
+    return left, right
+
+
+def _is(template: str, rows: int, cols: int, *texts: str) -> bool:
+    return any(_pattern(template, rows, cols) == _pattern(text, rows, cols) for text in texts)
+
+
+def _groups(module: torch.nn.Module, causal: bool, template: str, rows: int, mask: Tensor) -> list[tuple[int, int]]:
+    """The padding of each row if rows are to be computed by themselves, or nothing if one call serves them all."""
+    cols, ends = mask.shape[1], _ends(mask)
+    if _is(template, rows, cols, "full({seq})"):
+        return []
+    if getattr(module, "is_cross_attention", False) or (getattr(module, "is_decoder", False) and not causal):
+        raise NotImplementedError(
+            f"attention: fretwork_pattern: expected 'full({{seq}})' where the keys are another sequence with padding, "
+            f"got {template!r}"
+        )
+    if any(holes for _, _, holes in ends) and not _is(template, rows, cols, "causal({seq})"):
+        raise ValueError(
+            "attention: attention_mask: expected padding at the ends of a row, got keys left out inside one, which "
+            f"{template!r} would count as positions; pad on the left to generate, or give what is added to the scores, "
+            "(B, 1, Sq, Sk)"
+        )
+    if "{seq}" not in template and any(left for left, _, _ in ends):
+        raise ValueError(f"attention: fretwork_pattern: expected {{seq}} in a text for left padding, got {template!r}")
+    cuts = {(left, right): _cut(template, rows, cols, left, right) for left, right, _ in ends}
+    if all(_same_without(template, rows, cols, *cut) for cut in cuts.values()):
+        return []
+    return [cuts[left, right] for left, right, _ in ends]
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """A bias that hides padding, of a mask (B, Sk) or one that broadcasts to (B, H, Sq, Sk)."""
+    mask = mask[:, None, None] if mask.dim() == 2 else mask
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask.bool(), _UNSEEN)
+
+
+def _by_groups(
+    q: Tensor, k: Tensor, v: Tensor, template: str, mask: Tensor, cuts: list[tuple[int, int]], scale: Any, *options: Any
+) -> Tensor:
+    """Each group of rows of equal padding without it; zeros for queries that are padding."""
+    rows, cols = q.shape[2], k.shape[2]
+    o = q.new_zeros(*q.shape[:3], v.shape[3])
+    for left, right in sorted(set(cuts)):
+        queries, keys = _real_queries(rows, cols, left, right), slice(left, cols - right)
+        if queries.start == queries.stop or left == cols:
+            continue
+        members = [n for n, cut in enumerate(cuts) if cut == (left, right)]
+        at = torch.tensor(members, device=q.device)
+        hidden = any(_ends(mask)[n][:2] != (left, right) for n in members)
+        bias = _seen(mask[at, keys]) if hidden else None
+        own = _pattern(template, queries.stop - queries.start, cols - left - right)
+        part = attention(q[at, :, queries], k[at, :, keys], v[at, :, keys], own, scale, bias, *options)
+        o = o.to(part.dtype)  # another one under autocast
+        o[at, :, queries] = part
+    return o
 
 
 def attention_forward(
@@ -78,31 +205,89 @@ def attention_forward(
     where a key is padding, or something to add to the scores, (B, 1 or H, Sq, Sk)."""
     _check_tensor("attention", "q", query)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    pattern = _pattern(_template(module, causal, sliding_window), query.shape[2], key.shape[2])
-    bias = None
-    if attention_mask is not None:
-        padding = attention_mask.dim() == 2
-        bias = attention_mask[:, None, None] if padding else attention_mask[..., : key.shape[2]]
-        if padding or bias.dtype == torch.bool:
-            bias = torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias.bool(), _UNSEEN)
-    o = attention(query, key, value, pattern, scaling, bias, softcap or 0.0, dropout)
-    return o.transpose(1, 2).contiguous(), None
+    given, rows, cols = _given(module), query.shape[2], key.shape[2]
+    template = _own(causal, sliding_window) if given is None else given
+    pattern = _pattern(template, rows, cols)
+    options = (softcap or 0.0, dropout)
+    bias = attention_mask
+    if attention_mask is not None and attention_mask.dim() == 2:
+        if given is not None and (cuts := _groups(module, causal, given, rows, attention_mask)):
+            o = _by_groups(query, key, value, given, attention_mask, cuts, scaling, *options)
+            return o.transpose(1, 2).contiguous(), None
+        bias = _seen(attention_mask)
+    elif attention_mask is not None:
+        bias = attention_mask[..., :cols]
+        bias = _seen(bias) if bias.dtype == torch.bool else bias
+    return attention(query, key, value, pattern, scaling, bias, *options).transpose(1, 2).contiguous(), None
+
+
+def _check_dropped(config: Any, ends: list[_Ends], rows: int, kept: int, dropped: int) -> None:
+    """A cache of the last `kept` keys serves patterns that need no other key and no position."""
+    given = getattr(config, "fretwork_pattern", None) or []
+    kinds = getattr(config, "layer_types", None)
+    if isinstance(given, (list, tuple)) and kinds and len(kinds) == len(given):
+        given = [text for text, kind in zip(given, kinds, strict=True) if kind != "full_attention"]
+    for template in {given} if isinstance(given, str) else set(given):
+        for left in {left for left, _, _ in ends if left < dropped + kept} or {0}:
+            cut, cols = max(dropped - left, 0), dropped + kept - left
+            fits = rows * cols <= _LARGEST_COMPARED
+            if fits:
+                whole = _pattern(template, rows, cols).numpy_mask()
+                fits = not whole[:, :cut].any() and _same_without(template, rows, cols, cut, 0)
+            if not fits:
+                raise NotImplementedError(
+                    f"attention: past_key_values: expected a cache of all keys for fretwork_pattern {template!r}, got "
+                    f"one that keeps the last {kept}; give past_key_values=DynamicCache()"
+                )
 
 
 def padding_mask(
-    *args: Any, q_length: int = 0, kv_length: int = 0, q_offset: Any = 0, kv_offset: int = 0, **kwargs: Any
+    *args: Any,
+    q_length: int = 0,
+    kv_length: int = 0,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    **kwargs: Any,
 ) -> Tensor | None:
     """What a model makes of its attention mask: the padding alone, or None where there is none."""
-    if isinstance(q_offset, Tensor) or (q_offset and q_offset + q_length != kv_offset + kv_length):
+    own_keys = q_offset or "allow_is_bidirectional_skip" not in kwargs  # else they may be another sequence's
+    if isinstance(q_offset, Tensor) or (own_keys and q_offset + q_length != kv_offset + kv_length):
         raise NotImplementedError(
             "attention: past_key_values: expected a cache as long as the sequence, got a static one; use DynamicCache"
         )
-    mask: Tensor | None = kwargs.get("attention_mask")
-    if mask is None:
+    if kv_offset:
+        ends = [] if attention_mask is None else _read_ends(attention_mask)
+        _check_dropped(config, ends, q_length, kv_length, kv_offset)
+    if attention_mask is None:
         return None
-    mask = mask[:, -kv_length:] if kv_length else mask
-    return None if bool(mask.all()) else mask
+    mask = attention_mask[:, -kv_length:]  # a tensor of its own, also where it is the whole
+    ends = mask._fretwork_ends = _read_ends(mask)  # type: ignore[attr-defined]
+    return mask if any(left or right or holes for left, right, holes in ends) else None
+
+
+def _remember(config: Any) -> None:
+    """Saved with the pattern: a program that does not import this module then raises instead of leaving it out."""
+    if getattr(config, "attn_implementation", None) != "fretwork":
+        config.attn_implementation = "fretwork"
+
+
+_chosen = PreTrainedModel.get_correct_attn_implementation
+
+
+@functools.wraps(_chosen)
+def _with_pattern(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
+    """transformers' choice of an attention, with ours for a configuration that has a pattern and names none."""
+    has_pattern = getattr(self.config, "fretwork_pattern", None) is not None
+    chosen = _chosen(self, requested_attention or ("fretwork" if has_pattern else None), *args, **kwargs)
+    if chosen != "fretwork":
+        vars(self.config).pop("attn_implementation", None)
+    elif has_pattern:
+        _remember(self.config)
+    return chosen
 
 
 AttentionInterface.register("fretwork", attention_forward)
 AttentionMaskInterface.register("fretwork", padding_mask)
+PreTrainedModel.get_correct_attn_implementation = _with_pattern

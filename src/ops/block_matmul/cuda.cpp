@@ -81,9 +81,9 @@ Shape shape_of(const Problem& problem) {
 /// Batches that the grid covers beside the heads of the layout.
 std::int64_t grid_heads(const Problem& problem) { return problem.layout->heads() == 1 ? problem.h_out : 1; }
 
-Config choose(const Problem& problem, Precision precision, const driver::DeviceInfo& device) {
+Config choose(const Problem& problem, Precision precision, int arch, const driver::DeviceInfo& device) {
   const Shape shape = shape_of(problem);
-  if (!fits_tensor_cores(problem, precision, device.arch)) {
+  if (!fits_tensor_cores(problem, precision, arch)) {
     return simple_config(shape.block_rows);
   }
   const int block = static_cast<int>(shape.block_rows);
@@ -132,6 +132,9 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   for (const char* bits : {"fretwork::u16", "float"}) {
     list.push_back({kSimple, std::string("fretwork::copy_aligned<") + bits + ">"});
   }
+  if (driver::arch_number(arch) < 80) {
+    return list;
+  }
   const int limit = arch.starts_with("sm_9") || arch.starts_with("sm_10") ? kSharedSm90
                     : arch == "sm_80" || arch == "sm_87"                  ? kSharedSm80
                                                                           : kSharedOther;
@@ -155,7 +158,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   }
   return list;
 }
-const KernelList kKernels{"block_matmul", list_kernels};
+const KernelList kKernels{"block_matmul", list_kernels, kLeastArch};
 
 // ---------------------------------------------------------------------------------------------------- the plan
 
@@ -573,7 +576,8 @@ void cuda::run(const Problem& problem, Context& context) {
   if (hopper::run(problem, context)) {
     return;
   }
-  const Config config = choose(problem, context.precision, driver::device_info(context.device.index));
+  const Config config = choose(problem, context.precision, driver::arch_number(context.device.index),
+                               driver::device_info(context.device.index));
   problem.kind == Kind::spmm ? run_spmm(problem, config, context) : run_sdd(problem, config, context);
 }
 

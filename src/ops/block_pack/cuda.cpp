@@ -138,7 +138,7 @@ std::vector<KernelSpec> list(const std::string& /*arch*/) {
   return specs;
 }
 
-const KernelList kernels("block_pack", list);
+const KernelList kernels("block_pack", list, kLeastArch);
 
 }  // namespace
 

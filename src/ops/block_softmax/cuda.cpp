@@ -411,7 +411,7 @@ std::vector<KernelSpec> list(const std::string& /*arch*/) {
   return specs;
 }
 
-const KernelList kernels("block_softmax", list);
+const KernelList kernels("block_softmax", list, kLeastArch);
 
 }  // namespace
 

@@ -43,6 +43,12 @@ __device__ __forceinline__ Acc safe(Acc top) {
 /// The larger of each half; NaN loses to a number.
 template <typename T>
 __device__ __forceinline__ u32 max_pair(u32 a, u32 b) {
+#ifdef FRETWORK_BEFORE_SM80
+  const auto larger = [&](int shift) {
+    return fmaxf(widen(T{static_cast<u16>(a >> shift)}), widen(T{static_cast<u16>(b >> shift)}));
+  };
+  return narrow_pair<T>(larger(0), larger(16));
+#else
   u32 c;
   if constexpr (is_same<T, f16>) {
     asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
@@ -50,6 +56,7 @@ __device__ __forceinline__ u32 max_pair(u32 a, u32 b) {
     asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   }
   return c;
+#endif
 }
 
 /// The largest element of some runs. 16-bit ones are compared as packed pairs and widened once, at the end.

@@ -7,6 +7,7 @@
 #include "fretwork/error.h"
 #include "ops/kronecker/cuda.h"
 #include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
 
 namespace fretwork {
 namespace kronecker::chain {
@@ -41,7 +42,8 @@ const char* way(const Sizes& s, const Target& target) {
   if (!half(target.dtype)) {
     return "simple";
   }
-  if (goes_direct(s, target)) {
+  const bool tensor_cores = has_mma(target.dtype, fretwork::cuda::arch_number(target.arch));
+  if (tensor_cores && goes_direct(s, target)) {
     return "direct";
   }
   if (target.batch > 0 && target.batch <= few::kMostRows) {
@@ -50,13 +52,13 @@ const char* way(const Sizes& s, const Target& target) {
   if (target.arch == "sm_90a" && in_lines && s.b + s.c >= 32 && (target.last || units)) {
     return "hopper";
   }
-  if (!target.last && s.d % 2 == 0) {
+  if (!target.last && s.d % 2 == 0 && fretwork::cuda::arch_number(target.arch) >= 80) {
     return "strided";
   }
   if (target.arch == "sm_90a" && !in_lines && s.d < 8 && s.b + s.c >= 32 && s.b * s.d % 8 == 0 && s.c * s.d % 8 == 0) {
     return "dense blocks";
   }
-  return in_lines && (units || std::min(s.b, s.c) >= 16) ? "portable" : "simple";
+  return tensor_cores && in_lines && (units || std::min(s.b, s.c) >= 16) ? "portable" : "simple";
 }
 
 /// The number from `from` on, which a letter may follow; −1 where there is none.
@@ -73,8 +75,8 @@ std::string named_arch(const std::string& arch) {
   if (arch.starts_with("cuda:") && number_at(arch, 5) >= 0) {
     return fretwork::cuda::kernel_arch(number_at(arch, 5));
   }
-  if (arch.starts_with("sm_") && number_at(arch, 3) >= 0 && number_at(arch, 3) < 80) {
-    throw Error("plan", "arch", "sm_80 or later, which the kernels need", arch);
+  if (arch.starts_with("sm_") && number_at(arch, 3) >= 0 && number_at(arch, 3) < kLeastArch) {
+    throw Error("plan", "arch", "sm_75 or later, as NVRTC 13 compiles for no older GPU", arch);
   }
   if (arch != "cpu" && !(arch.starts_with("sm_") && number_at(arch, 3) >= 0)) {
     throw Error("plan", "arch", "cpu, a GPU such as cuda:0, or an architecture such as sm_90a", arch);

@@ -13,24 +13,25 @@
 namespace fretwork::kronecker {
 namespace {
 
-/// A route's name and the numbers that follow it.
+/// A route's name and the parameters that follow it, as places in `kParameters`.
 struct Spelling {
   std::string_view name;
-  int numbers;
+  int numbers = 0;
+  std::array<std::size_t, 2> parameters{};
 };
-constexpr std::array<Spelling, 13> kRoutes = {{{"best", 0},
-                                               {"hopper", 1},
-                                               {"regroup", 1},
-                                               {"dense", 1},
-                                               {"resident", 0},
-                                               {"strided", 2},
-                                               {"cluster", 0},
-                                               {"portable", 0},
-                                               {"simple", 0},
-                                               {"rows", 1},
-                                               {"lanes", 1},
-                                               {"few", 0},
-                                               {"direct", 0}}};
+constexpr std::array<Spelling, 13> kRoutes = {{{"best"},
+                                               {"hopper", 1, {0}},
+                                               {"regroup", 1, {0}},
+                                               {"dense", 1, {0}},
+                                               {"resident"},
+                                               {"strided", 2, {1, 2}},
+                                               {"cluster"},
+                                               {"portable"},
+                                               {"simple"},
+                                               {"rows", 1, {3}},
+                                               {"lanes", 1, {3}},
+                                               {"few"},
+                                               {"direct"}}};
 constexpr std::array kPrecisions = {"ieee", "tf32", "tf32x3"};
 constexpr std::array kTypes = {DType::f64, DType::f32, DType::f16, DType::bf16};
 
@@ -73,10 +74,19 @@ Tuned& tuned() {
 }  // namespace
 
 std::string text_of(const Choice& choice) {
-  const auto& [name, numbers] = kRoutes[static_cast<std::size_t>(choice.route)];
+  const auto& [name, numbers, parameters] = kRoutes[static_cast<std::size_t>(choice.route)];
   std::string text(name);
   text += numbers > 0 ? ":" + std::to_string(choice.first) : "";
   return text + (numbers > 1 ? "x" + std::to_string(choice.second) : "");
+}
+
+Columns columns_of(const Choice& choice) {
+  const Spelling& route = kRoutes[static_cast<std::size_t>(choice.route)];
+  Columns columns{route.name};
+  for (int n = 0; n < route.numbers; ++n) {
+    columns.parameters[route.parameters[static_cast<std::size_t>(n)]] = n == 0 ? choice.first : choice.second;
+  }
+  return columns;
 }
 
 std::optional<Choice> parse_choice(std::string_view text) {

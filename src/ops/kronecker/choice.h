@@ -1,6 +1,7 @@
 // How a product is run: the ways there are, which one the tables name for a problem, and running it one way.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -37,6 +38,13 @@ struct Choice {
   bool operator==(const Choice&) const = default;
 };
 std::string text_of(const Choice& choice);
+/// A choice in columns: the kernel's name, and each of `kParameters` that it has, by name.
+inline constexpr std::array<std::string_view, 4> kParameters = {"tile_columns", "deltas", "batch_warps", "batch_rows"};
+struct Columns {
+  std::string_view kernel;
+  std::array<int, kParameters.size()> parameters{};  ///< 0 for one that the kernel has not
+};
+Columns columns_of(const Choice& choice);
 /// Nothing for what is no choice.
 std::optional<Choice> parse_choice(std::string_view text);
 

@@ -21,34 +21,40 @@ namespace driver = fretwork::cuda;
 
 constexpr const char* kSimple = "ops/kronecker/kernel_simple.cuh";
 constexpr const char* kPortable = "ops/kronecker/kernel_portable.cuh";
-constexpr std::int64_t kRows = 128, kStages = 3, kStageDepth = 128;      // as the portable kernel has them
-constexpr std::int64_t kTile = 32, kWarps = 8, kDepth = 16, kLine = 36;  // as the simple kernel has them
+constexpr std::int64_t kRows = 128, kStageDepth = 128;       // as the portable kernel has them
+constexpr std::int64_t kTile = 32, kDepth = 16, kLine = 36;  // as the simple kernel has them
 
 constexpr std::int64_t kMostPacked = std::numeric_limits<std::int32_t>::max() / 2;
 
 const char* sum_type(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
 std::size_t sum_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 
-std::int64_t simple_bytes(DType dtype) {
-  return std::max(2 * kWarps * kDepth * kLine, kWarps * kTile * (kTile + 1)) * static_cast<int>(sum_bytes(dtype));
+/// Before sm_80 a CTA has 64 KB of shared memory.
+int simple_warps(DType dtype, int arch) { return dtype == DType::f64 && arch < 80 ? 4 : 8; }
+int portable_stages(int arch) { return arch < 80 ? 2 : 3; }
+bool has_portable(DType dtype, int arch) { return has_mma(dtype, arch) || (dtype == DType::f32 && arch >= 80); }
+
+std::int64_t simple_bytes(DType dtype, std::int64_t warps) {
+  return std::max(2 * warps * kDepth * kLine, warps * kTile * (kTile + 1)) * static_cast<int>(sum_bytes(dtype));
 }
-std::int64_t portable_bytes(int cols) {
-  return std::max(kStages * kStageDepth * (kRows + cols), 4 * (kRows + 4) * (cols + 1));
+std::int64_t portable_bytes(int cols, std::int64_t stages) {
+  return std::max(stages * kStageDepth * (kRows + cols), 4 * (kRows + 4) * (cols + 1));
 }
-KernelSpec simple_spec(DType dtype, bool sums, int deltas) {
+KernelSpec simple_spec(DType dtype, bool sums, int deltas, int warps) {
   return {kSimple,
           std::string("fretwork::kronecker::product_simple<") + device_type(dtype) + ", " +
-              (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(deltas) + ">",
-          static_cast<int>(simple_bytes(dtype))};
+              (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(deltas) + ", " +
+              std::to_string(warps) + ">",
+          static_cast<int>(simple_bytes(dtype, warps))};
 }
 /// `products` is 3 for tf32x3; `left`, `right`: depth is the operand's inner direction.
-KernelSpec portable_spec(DType dtype, bool sums, int products, int cols, bool left, bool right) {
+KernelSpec portable_spec(DType dtype, bool sums, int products, int cols, int stages, bool left, bool right) {
   const auto flag = [](bool f) { return f ? ", true" : ", false"; };
   return {kPortable,
           std::string("fretwork::kronecker::product_portable<") + device_type(dtype) + ", " +
               (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(products) + ", " +
-              std::to_string(cols) + ", " + std::to_string(kStages) + flag(left) + flag(right) + ">",
-          static_cast<int>(portable_bytes(cols))};
+              std::to_string(cols) + ", " + std::to_string(stages) + flag(left) + flag(right) + ">",
+          static_cast<int>(portable_bytes(cols, stages))};
 }
 KernelSpec spec(const char* name, DType dtype) {
   return {kSimple, std::string("fretwork::kronecker::") + name + "<" + device_type(dtype) + ">"};
@@ -91,7 +97,7 @@ bool tensor_cores(const ProductParams& p, DType dtype, bool product, const Conte
   // Small copies are only worth it where tiles are well filled; but where the batch decides how small they are, it must
   // not decide for another kernel.
   const bool last = product && p.left.line == 1;
-  return type && driver::device_info(context.device.index).arch >= 80 &&
+  return type && has_portable(dtype, driver::arch_number(context.device.index)) &&
          (unit == 16 || (unit > 0 && (last || std::min({p.rows, p.cols, p.depth}) >= 16)));
 }
 
@@ -108,14 +114,16 @@ int portable_cols(const ProductParams& p, std::int64_t rows, int multiprocessors
 void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context) {
   const int products = dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const int stages = portable_stages(driver::arch_number(context.device.index));
   const std::int64_t rows = sums ? p.rows : kManyRows;  // a product's are the batch
-  const int cols = p.cols > 64 && products == 1 ? portable_cols(p, rows, multiprocessors) : 64;
+  const bool wide = p.cols > 64 && products == 1 && stages == 3;
+  const int cols = wide ? portable_cols(p, rows, multiprocessors) : 64;
   p.row_tiles = ceil_div(p.rows, kRows);
   p.col_tiles = ceil_div(p.cols, cols);
   p.left.unit = unit_of(p.left, dtype);
   p.right.unit = unit_of(p.right, dtype);
   p.out.unit = unit_of(p.out, sums ? DType::f32 : dtype);
-  const KernelSpec wanted = portable_spec(dtype, sums, products, cols, p.left.entry == 1, p.right.entry == 1);
+  const KernelSpec wanted = portable_spec(dtype, sums, products, cols, stages, p.left.entry == 1, p.right.entry == 1);
   get_kernel(wanted, context.device.index)
       .launch(p.pieces * p.row_tiles * p.a * p.d * p.col_tiles, 256, wanted.dynamic_shared, &p, context.stream);
 }
@@ -123,13 +131,15 @@ void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context)
 void launch_simple(ProductParams& p, DType dtype, bool sums, Context& context) {
   // One δ at a time where memory runs along something else anyway.
   const bool along_l = p.left.fast == 0 || p.out.fast == 0;
-  const auto deltas = along_l ? std::bit_ceil(static_cast<std::uint64_t>(std::min<std::int64_t>(p.d, kWarps))) : 1;
+  const int warps = simple_warps(dtype, driver::arch_number(context.device.index));
+  const auto deltas = along_l ? std::bit_ceil(static_cast<std::uint64_t>(std::min<std::int64_t>(p.d, warps))) : 1;
   p.l_groups = ceil_div(p.d, static_cast<std::int64_t>(deltas));
-  p.row_tiles = ceil_div(p.rows, kTile * kWarps / static_cast<std::int64_t>(deltas));
+  p.row_tiles = ceil_div(p.rows, kTile * warps / static_cast<std::int64_t>(deltas));
   p.col_tiles = ceil_div(p.cols, kTile);
-  get_kernel(simple_spec(dtype, sums, static_cast<int>(deltas)), context.device.index)
-      .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, kWarps * 32,
-              static_cast<int>(simple_bytes(dtype)), &p, context.stream);
+  const KernelSpec wanted = simple_spec(dtype, sums, static_cast<int>(deltas), warps);
+  get_kernel(wanted, context.device.index)
+      .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, warps * 32, wanted.dynamic_shared, &p,
+              context.stream);
 }
 
 void launch(ProductParams& p, DType dtype, bool sums, Context& context) {
@@ -240,13 +250,15 @@ void sum_batch(const WeightProblem& problem, Context& context) {
              {0, 0, 0, problem.d_bias.stride}, context);
 }
 
-std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+std::vector<KernelSpec> list_kernels(const std::string& arch_name) {
+  const int arch = driver::arch_number(arch_name), stages = portable_stages(arch);
   std::vector<KernelSpec> list;
   for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
-    for (const int deltas : {1, 2, 4, 8}) {
-      list.push_back(simple_spec(dtype, false, deltas));
+    const int warps = simple_warps(dtype, arch);
+    for (int deltas = 1; deltas <= warps; deltas *= 2) {
+      list.push_back(simple_spec(dtype, false, deltas, warps));
       if (dtype == DType::f16 || dtype == DType::bf16) {
-        list.push_back(simple_spec(dtype, true, deltas));
+        list.push_back(simple_spec(dtype, true, deltas, warps));
       }
     }
     for (const char* const name : {"sum_batch", "sum_pieces"}) {
@@ -255,18 +267,19 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   }
   for (const auto& [dtype, products] : {std::pair{DType::f16, 1}, {DType::bf16, 1}, {DType::f32, 1}, {DType::f32, 3}}) {
     for (const int cols : {64, 128}) {
-      for (int order = 0; order < 4 && (products == 1 || cols == 64); ++order) {
+      const bool here = has_portable(dtype, arch) && (cols == 64 || (products == 1 && stages == 3));
+      for (int order = 0; order < 4 && here; ++order) {
         const bool left = (order & 1) != 0, right = (order & 2) != 0;
-        list.push_back(portable_spec(dtype, false, products, cols, left, right));
+        list.push_back(portable_spec(dtype, false, products, cols, stages, left, right));
         if (dtype != DType::f32) {  // gradients
-          list.push_back(portable_spec(dtype, true, products, cols, left, right));
+          list.push_back(portable_spec(dtype, true, products, cols, stages, left, right));
         }
       }
     }
   }
   return list;
 }
-const KernelList kKernels{"kronecker", list_kernels};
+const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
 
 }  // namespace
 

@@ -13,6 +13,11 @@ namespace fretwork::kronecker {
 /// layer keeps to one kernel for them all.
 inline constexpr std::int64_t kManyRows = 25088;
 
+/// Whether the tensor cores of an architecture multiply a 16-bit type.
+inline bool has_mma(DType dtype, int arch) {
+  return dtype == DType::f16 ? arch >= 75 : dtype == DType::bf16 && arch >= 80;
+}
+
 /// TMA and wgmma on sm_90a, 16-bit types and tf32: batch last, and batch first with d = 1 or where another way to bring
 /// the features of one δ together pays.
 namespace hopper {

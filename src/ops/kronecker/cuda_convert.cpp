@@ -52,7 +52,7 @@ std::vector<KernelSpec> list(const std::string& /*arch*/) {
   return specs;
 }
 
-const KernelList kernels("kronecker", list);
+const KernelList kernels("kronecker", list, kLeastArch);
 
 }  // namespace
 

@@ -57,6 +57,9 @@ constexpr std::size_t kDeepKinds[] = {4, 5};
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   for (const DType dtype : kTypes) {
+    if (!has_mma(dtype, driver::arch_number(arch))) {
+      continue;
+    }
     if (arch == "sm_90a") {
       for (const std::size_t kind : kDeepKinds) {
         list.push_back(deep_instance(dtype, kKinds[kind]));
@@ -69,7 +72,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   }
   return list;
 }
-const KernelList kKernels{"kronecker", list_kernels};
+const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
 constexpr std::size_t kDeep = 2 * std::size(kTypes) * std::size(kKinds);  // the first of deep blocks
 constinit KernelTable<kDeep + std::size(kTypes) * std::size(kDeepKinds)> kernels;
 
@@ -166,7 +169,7 @@ struct Tile {
   int log_own = 0;
   std::int64_t rows = 0, parts = 0, bytes = 0;
 };
-Tile tile_of(const Problem& p, std::int64_t ctas, const driver::DeviceInfo& device) {
+Tile tile_of(const Problem& p, std::int64_t ctas, const driver::DeviceInfo& device, int shared_limit) {
   const auto& [a, b, c, d] = p.sizes;
   constexpr std::int64_t kGain = 40 << 10;  // bytes of an SM
   const std::int64_t row = c * d * 2, parts = ceil_div(c, std::int64_t{kTileSteps} * depth_of(2));
@@ -179,7 +182,7 @@ Tile tile_of(const Problem& p, std::int64_t ctas, const driver::DeviceInfo& devi
     }
     const std::int64_t rows = ceil_div(p.batch, groups), whole = rows > kTileFewer ? kTileRows : kTileFewer;
     const std::int64_t bytes = tile_bytes(parts, own, whole), read = (16 * own + whole) * row;
-    if (rows <= kTileRows && read < least && bytes <= device.shared_per_block) {
+    if (rows <= kTileRows && read < least && bytes <= shared_limit) {
       best = {log_own, rows, parts, bytes};
       least = read;
     }
@@ -296,7 +299,7 @@ bool run(const Problem& p, Context& context) {
   const std::size_t which = kind_of(p.sizes);
   const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, p.dtype) - std::begin(kTypes));
   if (type == std::size(kTypes) || which == std::size(kKinds) || p.batch > kMostRows || !small(p) ||
-      !suits(p.w, p.sizes, kKinds[which]) || driver::device_info(context.device.index).arch < 80) {
+      !suits(p.w, p.sizes, kKinds[which]) || !has_mma(p.dtype, driver::arch_number(context.device.index))) {
     return false;
   }
   const Kind& kind = kKinds[which];
@@ -326,6 +329,10 @@ bool run(const Problem& p, Context& context) {
   const std::int64_t ctas = a * groups * j_tiles * l_tiles;
   const int bytes = warps * sums_bytes(v, m, n);
   const bool tiles = first && params.more && v == 2 && steps == kTileSteps;
+  const int shared_limit = driver::shared_limit(context.device.index);
+  if ((in_pieces(p) ? piece_bytes(params.c, params.batch) : bytes) > shared_limit) {
+    return false;  // before sm_80
+  }
   if (first && deep(p, which, context)) {
     const Kernel& kernel = kernels.get(kDeep + std::size(kDeepKinds) * type + which - kDeepKinds[0],
                                        context.device.index, [&] { return deep_instance(p.dtype, kind); });
@@ -342,7 +349,7 @@ bool run(const Problem& p, Context& context) {
                                      [&] { return instance(p.dtype, kind, first); });
   if (in_pieces(p)) {
     run_pieces(kernel, p, context);
-  } else if (const Tile tile = tiles ? tile_of(p, ctas, device) : Tile{}; tile.rows > 0) {
+  } else if (const Tile tile = tiles ? tile_of(p, ctas, device, shared_limit) : Tile{}; tile.rows > 0) {
     run_tiles(kernel, p, params, tile, context);
   } else {
     kernel.launch(ctas, 32 * warps, bytes, &params, context.stream);

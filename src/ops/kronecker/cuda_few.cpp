@@ -31,6 +31,8 @@ constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 64;
 
 /// Neighbouring l of a lane on the tensor cores.
 constexpr int kDeltas[] = {8, 4, 2};
+/// Before sm_80 the sums of more would not fit into shared memory.
+int most_deltas(int arch) { return arch < 80 ? 4 : 8; }
 
 KernelSpec tile_instance(DType dtype, int v) {
   return {"ops/kronecker/kernel_few_tile.cuh",
@@ -45,21 +47,22 @@ KernelSpec instance(DType dtype, const Kind& kind) {
           KernelSpec::kBySize};
 }
 
-std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  const int number = driver::arch_number(arch);
   std::vector<KernelSpec> list;
   for (const DType dtype : kTypes) {
     for (const Kind& kind : kKinds) {
       list.push_back(instance(dtype, kind));
     }
     for (const int v : kDeltas) {
-      if (dtype != DType::f32) {
+      if (dtype != DType::f32 && has_mma(dtype, number) && v <= most_deltas(number)) {
         list.push_back(tile_instance(dtype, v));
       }
     }
   }
   return list;
 }
-const KernelList kKernels{"kronecker", list_kernels};
+const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
 
 /// By type (its place in kTypes): the kinds, then the tiles of each number of l.
 constexpr std::size_t kOfType = std::size(kKinds) + std::size(kDeltas);
@@ -150,6 +153,7 @@ Spread choose_spread(const Problem& p, const Kind& kind, bool k_next, int multip
 
 /// The same on the tensor cores, by warps and, along the depth, CTAs of a cluster.
 struct TileSpread {
+  static constexpr std::int64_t kRoom = 80 * 1024;
   int v = 0, log_l = 0, log_k = 0, log_j = 0, split = 1;
   std::int64_t tile_l = 0, tile_j = 0, step = 0, part = 0;
   TileSpread() = default;
@@ -165,10 +169,10 @@ struct TileSpread {
     part = each * step;
     split = static_cast<int>(ceil_div(steps, each));  // none has nothing to do
   }
-  /// Steps that x is fetched for at once, in up to 80 KB.
-  std::int64_t steps(std::int64_t rows) const {
+  /// Steps that x is fetched for at once, in up to so many bytes.
+  std::int64_t steps(std::int64_t rows, std::int64_t room = kRoom) const {
     const std::int64_t bytes = (step / 16) * rows * 4 * tile_pitch(static_cast<int>(tile_l)) * 2;
-    return std::min(part / step, std::max<std::int64_t>(80 * 1024 / bytes, 1));
+    return std::min(part / step, std::max<std::int64_t>(room / bytes, 1));
   }
   int log_cells() const { return std::countr_zero(static_cast<std::uint64_t>(tile_l * tile_j)); }
   std::int64_t places(const Sizes& s, std::int64_t batch) const {
@@ -292,8 +296,9 @@ Params fill(const Problem& p, const AnySpread& spread, std::int64_t rows) {
 /// Lanes can read `v` neighbouring l at once, for the tensor cores.
 bool tiles_fit(const Problem& p, int v, const Context& context) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
-  return type && p.w.d == 1 && p.sizes.d % v == 0 && whole(p.w, p.sizes, kAlongL, v, 2) &&
-         driver::device_info(context.device.index).arch >= 80;
+  const int arch = driver::arch_number(context.device.index);
+  return type && p.w.d == 1 && p.sizes.d % v == 0 && whole(p.w, p.sizes, kAlongL, v, 2) && has_mma(p.dtype, arch) &&
+         v <= most_deltas(arch);
 }
 
 bool has_clusters(const Context& context) { return driver::kernel_arch(context.device.index) == "sm_90a"; }
@@ -363,7 +368,8 @@ void run_tiles(const Problem& p, const TileSpread& spread, Context& context) {
   params.split = spread.split;
   params.by_split = divisor(spread.split);
   params.part = static_cast<int>(spread.part);
-  params.chunk = static_cast<int>(spread.steps(room) * spread.step);
+  const std::int64_t x_room = std::min<std::int64_t>(TileSpread::kRoom, driver::shared_limit(context.device.index));
+  params.chunk = static_cast<int>(spread.steps(room, x_room) * spread.step);
   params.pitch = tile_pitch(static_cast<int>(spread.tile_l));
   params.x_vector = x_vectors(p, spread.tile_l, spread.step, false);
   params.x_pairs = x_pairs(p);

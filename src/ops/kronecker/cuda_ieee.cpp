@@ -48,11 +48,8 @@ KernelSpec order_kernel() { return {kLines, "fretwork::kronecker::ieee::order_we
 
 constexpr int kNeighbours = 2;  // δ of a thread
 
-std::vector<KernelSpec> list_kernels(const std::string& arch) {
+std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   std::vector<KernelSpec> list;
-  if (arch < "sm_80" && arch.size() == 5) {
-    return list;
-  }
   list.push_back(order_kernel());
   for (const LineTile& t : kProductLines) {
     list.push_back(line_kernel(t, false, false));
@@ -77,7 +74,7 @@ const KernelList kKernels{"kronecker", list_kernels};
 bool here(DType dtype, const Sizes& s, const Context& context) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();  // weights are ordered in 32 bits
   return dtype == DType::f32 && s.a * s.c * s.d * (s.b + 3) < kMost && context.precision == Precision::ieee &&
-         driver::device_info(context.device.index).arch >= 80;
+         driver::arch_number(context.device.index) >= 80;
 }
 
 /// Every line of an operand whose inner stride is 1 begins at 16 bytes.

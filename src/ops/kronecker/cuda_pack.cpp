@@ -43,6 +43,9 @@ KernelSpec regroup_four_instance(bool back) {
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list{pack_instance(DType::f16, false), pack_instance(DType::f32, false)};
+  if (fretwork::cuda::arch_number(arch) < 80) {
+    return list;
+  }
   if (arch == "sm_90a") {
     list.push_back(pack_instance(DType::f32, true));
     list.push_back(pack_dense_instance(DType::f16));
@@ -58,7 +61,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   }
   return list;
 }
-const KernelList kKernels{"kronecker", list_kernels};
+const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
 
 /// Packing by type (three), then regrouping by type, δ and way, then with d = 4, then packing dense blocks.
 constinit KernelTable<3 + 2 * 7 + 2> kernels;

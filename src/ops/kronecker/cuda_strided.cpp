@@ -84,9 +84,6 @@ KernelSpec reduce_kernel(DType dtype, int wide) {
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
-  if (arch < "sm_80" && arch.size() == 5) {
-    return list;
-  }
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     const int size = static_cast<int>(size_of(dtype));
     for (const int products : dtype == DType::f32 ? std::vector{1, 3} : std::vector{1}) {
@@ -587,7 +584,7 @@ bool run(const Problem& problem, Context& context, Way way, Shape shape) {
   const driver::DeviceInfo& device = driver::device_info(context.device.index);
   const int size = static_cast<int>(size_of(problem.dtype));
   const int products = products_of(problem.dtype, context.precision);
-  if (device.arch < 80 || products == 0 || s.d < 2 || !small_enough(s) ||
+  if (driver::arch_number(context.device.index) < 80 || products == 0 || s.d < 2 || !small_enough(s) ||
       std::abs(problem.bias.stride) * s.a * s.b * s.d > std::numeric_limits<std::int32_t>::max()) {
     return false;
   }
@@ -644,7 +641,7 @@ bool run(const WeightProblem& problem, Context& context, Way way) {
   const Sizes& s = problem.sizes;
   const driver::DeviceInfo& device = driver::device_info(context.device.index);
   const int products = products_of(problem.dtype, context.precision);
-  if (device.arch < 80 || products == 0 || s.d < 2 || !small_enough(s)) {
+  if (driver::arch_number(context.device.index) < 80 || products == 0 || s.d < 2 || !small_enough(s)) {
     return false;
   }
   const std::optional<Tile> tile = plan_weight(problem, device.shared_per_block);

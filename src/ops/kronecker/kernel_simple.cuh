@@ -1,5 +1,6 @@
 // The plain path: any strides, sizes and element type, on FFMA (DFMA). A warp multiplies a tile of 32 × 32 for one δ;
-// a CTA has eight, for as many neighbouring δ as there are up to eight, so that what lies together is read together.
+// a CTA has eight (four of fp64 before sm_80, which has less shared memory), for as many neighbouring δ as there are up
+// to that, so that what lies together is read together.
 #pragma once
 
 #include "device/activation.cuh"
@@ -8,7 +9,7 @@
 
 namespace fretwork::kronecker {
 
-inline constexpr int kTile = 32, kWarps = 8, kDepth = 16, kLine = kTile + 4;
+inline constexpr int kTile = 32, kDepth = 16, kLine = kTile + 4;
 
 /// Where entry n of a block of Lines × Deltas × Entries stands, in the order that memory has.
 template <int Lines, int Deltas, int Entries>
@@ -25,8 +26,8 @@ struct Place {
   }
 };
 
-/// Deltas: 1, 2, 4 or 8 neighbouring δ of a CTA; it then has 8 / Deltas tiles of rows.
-template <typename T, typename Out, int Deltas>
+/// Deltas: 1, 2, 4 or 8 neighbouring δ of a CTA; it then has kWarps / Deltas tiles of rows.
+template <typename T, typename Out, int Deltas, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 1) product_simple(const __grid_constant__ ProductParams p) {
   using Sum = accumulator_t<T>;
   constexpr int kRows = kTile * kWarps / Deltas;

@@ -247,6 +247,13 @@ RegularPtr block_local(const Seq& seq, std::int64_t block, std::int64_t previous
               {{residue_view(bounded(block), offset), {part({differing(-bounded(previous), 0), kAnywhere})}}});
 }
 
+RegularPtr block_causal(const Seq& seq, std::int64_t block) {
+  const std::int64_t offset = checked_offset("block_causal", seq);
+  check_least("block_causal", "block", block, 1);
+  return make(Writer("block_causal").add(seq).add(block).offset(seq).done(), seq,
+              {{residue_view(bounded(block), offset), {part({differing(-kFar, 0), kAnywhere})}}});
+}
+
 RegularPtr prefix_lm(const Seq& seq, std::int64_t prefix) {
   const std::int64_t offset = checked_offset("prefix_lm", seq);
   check_least("prefix_lm", "prefix", prefix, 0);
@@ -373,6 +380,10 @@ const Family kBlockLocal{"block_local", [](const Call& given) -> PatternPtr {
                            return block_local(read_seq(call, 3), integer(call, 1, "block"),
                                               read_or(call, 2, "previous", 0));
                          }};
+const Family kBlockCausal{"block_causal", [](const Call& given) -> PatternPtr {
+                            const Call call = ordered(given, {"seq", "block"}, {"offset"});
+                            return block_causal(read_seq(call, 2), integer(call, 1, "block"));
+                          }};
 const Family kPrefixLm{"prefix_lm", [](const Call& given) -> PatternPtr {
                          const Call call = ordered(given, {"seq", "prefix"}, {"offset"});
                          return prefix_lm(read_seq(call, 2), integer(call, 1, "prefix"));

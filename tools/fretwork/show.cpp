@@ -13,8 +13,9 @@
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
 #include "fretwork/tensor.h"
+#include "pattern/picture.h"
+#include "pattern/survey.h"
 #include "picture.h"
-#include "survey.h"
 #include "terminal.h"
 #include "two_four_matrix.h"
 
@@ -160,20 +161,6 @@ void print_json(const Pattern& pattern, const Survey& survey) {
                              {"empty_rows", facts.empty_rows}});
   }
   fmt::print("{}\n", json.dump(2));
-}
-
-void print_picture(const Pattern& pattern, const Survey& survey, const ShowOptions& options) {
-  constexpr std::int64_t kMaxRows = 96;  // 48 lines
-  const std::int64_t width = options.width > 0 ? options.width : terminal_width();
-  const Occupancy grid = survey.occupancy(options.head, kMaxRows, std::max<std::int64_t>(1, width - 2));
-  fmt::print("{}", terminal_picture(grid, wants_colour()));
-  if (survey.heads() > 1) {
-    fmt::print("head {} of {}\n", options.head, survey.heads());
-  }
-  const auto* layout = dynamic_cast<const BlockLayout*>(&pattern);
-  if (grid.cell > (layout != nullptr ? layout->sizes().block_rows : 1)) {
-    fmt::print("shades: how full each square of {0} x {0} elements is\n", grid.cell);
-  }
 }
 
 /// Several Kronecker factors, in order of application: what they make together, and how it would run.
@@ -330,7 +317,8 @@ void show(const ShowOptions& options) {
   } else {
     print_facts(*pattern, survey);
     if (!empty) {
-      print_picture(*pattern, survey, options);
+      const int width = options.width > 0 ? options.width : terminal_width();
+      fmt::print("{}", draw(*pattern, {options.head, width, wants_colour()}));
     }
   }
   write_pictures(options, empty, pattern->shape(), shortened(pattern->text(), 120), 1024, 256,

@@ -1,5 +1,5 @@
 // Counts over block indices and masks.
-#include "survey.h"
+#include "pattern/survey.h"
 
 #include <algorithm>
 #include <numeric>
@@ -7,7 +7,7 @@
 
 #include "fretwork/error.h"
 
-namespace fretwork::cli {
+namespace fretwork {
 namespace {
 
 constexpr std::int64_t kMaxMask = std::int64_t{1} << 30;
@@ -73,6 +73,12 @@ Survey::Survey(const Pattern& pattern)
     }
     mask_.resize(static_cast<std::size_t>(heads_ * rows_ * cols_));
     pattern.mask(mask_);
+  }
+}
+
+void Survey::check_head(std::int64_t head) const {
+  if (head < 0 || head >= std::max<std::int64_t>(heads_, 1)) {
+    throw Error("show", "head", heads_ > 1 ? "0 to " + std::to_string(heads_ - 1) : "0", std::to_string(head));
   }
 }
 
@@ -161,4 +167,4 @@ Occupancy Survey::occupancy(std::int64_t head, std::int64_t max_rows, std::int64
   return grid;
 }
 
-}  // namespace fretwork::cli
+}  // namespace fretwork

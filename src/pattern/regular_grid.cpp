@@ -1,5 +1,7 @@
 // The named patterns on grids: a rule for each axis, and their product. An axis may be counted in two digits, such as
 // the tile and the place in it, or the rank in a residue class and the class.
+#include <bit>
+
 #include "fretwork/tensor.h"
 #include "pattern/regular_text.h"
 
@@ -133,8 +135,12 @@ struct Neighborhood {
   std::int64_t length, window, dilation, stride;
   bool causal;
   bool dilates() const { return dilation > 1 && dilation < length; }
-  bool groups() const { return stride > 1; }
-  int digits() const { return length == 1 ? 0 : 1 + (dilates() ? 1 : 0) + (groups() ? 1 : 0); }
+  std::int64_t groups() const { return length / (stride * dilation) + 1; }
+  /// Windows are whole groups, and these whole parts of tiles.
+  bool aligned() const {
+    return std::has_single_bit(static_cast<std::uint64_t>(stride)) && window % stride == 0 &&
+           (causal || (stride / 2 - window / 2) % stride == 0);
+  }
 };
 
 /// `grouped`: groups have a digit of their own, so that a few parts say all; else there is a part for each group.
@@ -195,21 +201,30 @@ GridAxis neighborhood_axis(const Neighborhood& n, bool grouped) {
   return axis;
 }
 
-/// Where there are more digits than a view has axes, the axes with the fewest groups do without one for them.
+/// Groups get a digit of their own where windows are whole groups, and on the axes with the most of them where a part
+/// for each would be too many: else tiles fit the windows better without. A view has room for so many digits.
 std::vector<GridAxis> neighborhood_axes(const std::vector<Neighborhood>& all) {
+  constexpr double kManyParts = 1 << 15;
+  std::vector<bool> grouped(all.size());
+  std::vector<std::size_t> order;
   int digits = 0;
-  std::vector<std::pair<std::int64_t, std::size_t>> order;
+  double parts = 1;
   for (std::size_t k = 0; k < all.size(); ++k) {
-    digits += all[k].digits();
-    if (all[k].groups()) {
-      order.emplace_back(all[k].length / (all[k].stride * all[k].dilation), k);
+    digits += all[k].dilates() ? 2 : 1;
+    if (all[k].stride > 1) {
+      order.push_back(k);
+      parts *= static_cast<double>(all[k].groups());
     }
   }
-  std::sort(order.begin(), order.end());
-  std::vector<bool> grouped(all.size());
-  for (const auto& [groups, k] : order) {
-    grouped[k] = digits <= kMaxAxes;
-    digits -= grouped[k] ? 0 : 1;
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return std::pair(!all[a].aligned(), -all[a].groups()) < std::pair(!all[b].aligned(), -all[b].groups());
+  });
+  for (const std::size_t k : order) {
+    if (digits < kMaxAxes && (all[k].aligned() || parts > kManyParts)) {
+      grouped[k] = true;
+      ++digits;
+      parts /= static_cast<double>(all[k].groups());
+    }
   }
   std::vector<GridAxis> axes;
   for (std::size_t k = 0; k < all.size(); ++k) {

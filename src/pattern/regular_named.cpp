@@ -250,8 +250,22 @@ RegularPtr block_local(const Seq& seq, std::int64_t block, std::int64_t previous
 RegularPtr block_causal(const Seq& seq, std::int64_t block) {
   const std::int64_t offset = checked_offset("block_causal", seq);
   check_least("block_causal", "block", block, 1);
-  return make(Writer("block_causal").add(seq).add(block).offset(seq).done(), seq,
-              {{residue_view(bounded(block), offset), {part({differing(-kFar, 0), kAnywhere})}}});
+  std::string text = Writer("block_causal").add(seq).add(block).offset(seq).done();
+  if (block == 1) {
+    return flat(std::move(text), seq, offset, differing(-kFar, 0));
+  }
+  // Plain order needs the fewest tiles, whatever the block, but a part for each block; many blocks have a digit.
+  constexpr std::int64_t kManyBlocks = 1 << 15;
+  const std::int64_t side = bounded(block), first = floor_div(offset, side),
+                     last = floor_div(offset + seq.rows - 1, side);
+  if (last - first >= kManyBlocks) {
+    return make(std::move(text), seq, {{residue_view(side, offset), {part({differing(-kFar, 0), kAnywhere})}}});
+  }
+  std::vector<Part> all;
+  for (std::int64_t b = first; b <= last; ++b) {
+    all.push_back(part({between(b * side, (b + 1) * side, 0, (b + 1) * side)}));
+  }
+  return make(std::move(text), seq, {{flat_view(offset), all}});
 }
 
 RegularPtr prefix_lm(const Seq& seq, std::int64_t prefix) {

@@ -665,7 +665,8 @@ def _diagonal(*texts: str) -> Pattern:
         return _from_handle(core().fretwork_pattern_diag(array, len(handles)))
 
 
-for _function in (_parsed, _transposed, _combined, _sliced, _placed, _prefixed, _diagonal):  # what torch.compiler.assume_constant_result does, without torch
+# What torch.compiler.assume_constant_result does, without torch.
+for _function in (_parsed, _transposed, _combined, _sliced, _placed, _prefixed, _diagonal):
     _function._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 

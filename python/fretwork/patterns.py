@@ -348,9 +348,7 @@ def from_block_mask(block_mask: BlockMask) -> Pattern | list[Pattern]:
     from fretwork import _block_mask
 
     (rows, cols), heads = _block_mask.runs("from_block_mask", block_mask)
-    made = [
-        _from_handle(core().fretwork_pattern_from_runs(rows, cols, runs.ctypes.data, len(runs))) for runs in heads
-    ]
+    made = [_from_handle(core().fretwork_pattern_from_runs(rows, cols, runs.ctypes.data, len(runs))) for runs in heads]
     return made[0] if len(made) == 1 else made
 
 
@@ -361,7 +359,7 @@ def place(pattern: Pattern, shape: tuple[int, int], at: tuple[int, int] = (0, 0)
     [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     """
     sizes, corner = _pair("place", "shape", shape), _pair("place", "at", at)
-    return _placed(_given("place", "pattern", pattern).text, *sizes, *corner)
+    return _placed(_given("place", "pattern", pattern)._text, *sizes, *corner)
 
 
 def diag(patterns: Iterable[Pattern]) -> Pattern:
@@ -372,7 +370,7 @@ def diag(patterns: Iterable[Pattern]) -> Pattern:
     """
     if isinstance(patterns, Pattern) or not isinstance(patterns, Iterable):
         raise TypeError(f"diag: patterns: expected a sequence of patterns, got {type(patterns).__name__}")
-    return _diagonal(*[_given("diag", f"patterns[{n}]", pattern).text for n, pattern in enumerate(patterns)])
+    return _diagonal(*[_given("diag", f"patterns[{n}]", pattern)._text for n, pattern in enumerate(patterns)])
 
 
 def with_prefix(pattern: Pattern, n: int) -> Pattern:
@@ -381,7 +379,7 @@ def with_prefix(pattern: Pattern, n: int) -> Pattern:
     >>> with_prefix(neighborhood((2, 2), 1), 1).mask().int().tolist()
     [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 0, 1]]
     """
-    return _prefixed(_given("with_prefix", "pattern", pattern).text, whole_number("with_prefix", "n", n))
+    return _prefixed(_given("with_prefix", "pattern", pattern)._text, whole_number("with_prefix", "n", n))
 
 
 def _made(op: str, **arguments: Any) -> Pattern:

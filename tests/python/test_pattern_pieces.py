@@ -129,7 +129,7 @@ def attends(pattern, mask, device, dtype=torch.float32, batch=1, heads=(2, 1), d
     assert_close(o, want, dtype, f"o of {pattern}")
     got = torch.autograd.grad(o, tensors, up)
     for n, (x, y) in enumerate(zip(got, torch.autograd.grad(want, wide, up.double().cpu()), strict=True)):
-        assert_close(x, y, dtype, f"gradient {n} of {pattern}", floor=0.1)
+        assert_close(x, y, dtype, f"gradient {n} of {pattern}", floor=1.0)
 
 
 def test_attention_on_random_pieces(dice, device):

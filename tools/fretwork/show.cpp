@@ -15,6 +15,7 @@
 #include "fretwork/tensor.h"
 #include "pattern/picture.h"
 #include "pattern/survey.h"
+#include "pattern/text.h"
 #include "picture.h"
 #include "terminal.h"
 #include "two_four_matrix.h"
@@ -78,7 +79,7 @@ Units units_of(const Pattern& pattern) {
 /// The family's name; a regular pattern made of others is "regular".
 std::string kind_of(const Pattern& pattern) {
   const std::string& text = pattern.text();
-  const bool made = text.find_first_of("|&") != text.npos || text.ends_with(".T");
+  const bool made = text::is_compound(text) || text.ends_with(".T") || text.ends_with(']');
   return made ? "regular" : text.substr(0, text.find('('));
 }
 
@@ -349,12 +350,15 @@ void add_show(CLI::App& app) {
       "  kronecker(a,b,c,d)                                    one Kronecker factor, I_a x 1_(b,c) x I_d\n"
       "  strided(S,stride), sliding_window(S,left,right), …    a regular pattern (docs/patterns.md), or several with | "
       "&\n"
+      "  P[8:,:100], place(P,(R,C),at=(r,c)), diag([P,P]),     pieces of patterns, and patterns made of them\n"
+      "  with_prefix(P,n)\n"
       "  two_four(rows,cols,seed), FILE.safetensors            a random 2:4 matrix, or one of fw.two_four.save\n"
       "Examples:\n"
       "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
       "  fretwork show 'random_blocks((4,32,32),(16,64),0.25,7)' --head 3 --png layout.png\n"
       "  fretwork show 'kronecker(2,16,16,4)'\n"
       "  fretwork show 'strided(16384,128) | longformer(16384,512,[0,1])'\n"
+      "  fretwork show 'with_prefix(neighborhood((24,24),7),1)[:100]'\n"
       "  fretwork show 'kronecker(64,64,64,1)' 'kronecker(1,64,64,64)'\n"
       "  fretwork show 'two_four(32,64,0)'\n"
       "  fretwork show - --json < layout.txt\n"

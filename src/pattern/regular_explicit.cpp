@@ -178,7 +178,7 @@ std::vector<Run> joined(std::int64_t rows, std::int64_t cols, std::span<const Ru
 }
 
 /// The runs of bands (row_begin, row_end, col_begin, col_end, low, high), as the text of from_runs has them.
-std::vector<Run> read_bands(const Call& call, std::size_t position) {
+std::vector<Run> read_bands(const Call& call, std::size_t position, std::int64_t rows, std::int64_t cols) {
   constexpr const char* kExpected = "tuples of 6 integers";
   const auto* bands = std::get_if<text::Tuple>(&call.arguments[position].is);
   if (bands == nullptr) {
@@ -191,10 +191,9 @@ std::vector<Run> read_bands(const Call& call, std::size_t position) {
       throw Error(call.name, "bands", kExpected, std::to_string(six.size()) + " numbers");
     }
     AxisRange band{six[0], six[1], six[2], six[3], six[4], six[5]};
-    for (const std::int64_t number : six) {
-      if (number < -kLargest || number > kLargest) {
-        throw Error(call.name, "bands", "numbers from -2^48 to 2^48", std::to_string(number));
-      }
+    if (band.row_begin < 0 || band.row_end > rows || band.col_begin < 0 || band.col_end > cols ||
+        std::max(std::abs(bounded(band.low)), std::abs(bounded(band.high))) > kLargest) {
+      throw Error(call.name, "bands", "bands inside " + shape_text(std::vector{rows, cols}), shape_text(six));
     }
     if (!tighten(band)) {
       throw Error(call.name, "bands", "bands that hold an element", "one that does not");
@@ -426,7 +425,8 @@ const Family kFromMask{"from_mask", [](const Call& given) -> PatternPtr {
 const Family kFromRuns{"from_runs", [](const Call& given) -> PatternPtr {
                          const Call call = ordered(given, {"shape", "bands"});
                          const auto shape = read_shape(call);
-                         return from_runs(shape[0], shape[1], read_bands(call, 1));
+                         check_sizes("from_runs", shape[0], shape[1], "shape");
+                         return from_runs(shape[0], shape[1], read_bands(call, 1, shape[0], shape[1]));
                        }};
 const Family kTree{
     "tree", [](const Call& given) -> PatternPtr { return tree(read_list(ordered(given, {"parents"}), 0, "parents")); }};

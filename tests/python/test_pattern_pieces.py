@@ -201,7 +201,12 @@ def test_random_neighborhoods(dice):
         for length, (window, dilation, causal, stride) in zip(shape, options, strict=True):
             want = np.kron(want, axis_neighborhood(length, window, dilation, causal, stride)).astype(bool)
         window, dilation, causal, stride = zip(*options, strict=True)
-        is_pattern(P.neighborhood(tuple(shape), window, dilation, causal, stride), want)
+        pattern = P.neighborhood(tuple(shape), window, dilation, causal, stride)
+        is_pattern(pattern, want)
+        for most in (len(want), shape[-1]):  # and of one line of the grid
+            begin = dice.randint(0, len(want) - 1)
+            rows, cols = (slice(at, at + dice.randint(0, most)) for at in (begin, max(0, begin - dice.randint(0, 3))))
+            is_pattern(pattern[rows, cols], want[rows, cols])
 
 
 def test_random_trees_and_blocks(dice):

@@ -424,3 +424,6 @@ def test_pictures(capsys):
     assert P.full((0, 4))._repr_svg_() is None and P.causal(1 << 30)._repr_svg_() is None
     assert P.from_mask(np.eye(4))._repr_svg_().startswith("<svg") and "&amp;" in (P.causal(4) & P.full(4))._repr_svg_()
     P.causal(4)[2:2].show()
+    begin = time.perf_counter()
+    assert P.bigbird(1 << 20, 64, 1, 1, 3)._repr_svg_().count("<path") > 3  # of some rows, not of every part for each
+    assert time.perf_counter() - begin < 5

@@ -231,6 +231,11 @@ def grid_cases(s: int, sizes: Sizes) -> dict[str, Case]:
             lambda: p.neighborhood(two, n, causal=(True, False)),
             on_grid(two, [ending(n), clamped(n, two[1])]),
         )
+    if min(two) >= 3 * t:
+        cases["neighborhood strided"] = (
+            lambda: p.neighborhood(two, 3 * t, stride=t),
+            on_grid(two, [tile_of(clamped(3, size // t), t) for size in two]),
+        )
     if min(two) // 2 >= small:
         cases["neighborhood dilated"] = (
             lambda: p.neighborhood(two, small, dilation=2),
@@ -249,6 +254,40 @@ def grid_cases(s: int, sizes: Sizes) -> dict[str, Case]:
     return cases
 
 
+def with_drafts(s: int, drafts: int, chains: int) -> list[int]:
+    """The parents of a prompt and, behind it, of drafts in `chains` chains that take turns."""
+    prompt = s - drafts
+    return [n - 1 if n < prompt else max(prompt - 1, n - chains) for n in range(s)]
+
+
+def piece_cases(s: int, sizes: Sizes) -> dict[str, Case]:
+    """Patterns of blocks and trees, and patterns made of others."""
+    p, w, stride = fw.patterns, sizes.w, sizes.stride
+    few, half, drafts, row, col = max(w // 8, 1), s // 2, s // 8, s // 4, s // 8
+
+    def drafted(i: Any, j: Any) -> Any:
+        return (j <= i) & ((j < s - drafts) | ((i - j) % 4 == 0))
+
+    def halves(i: Any, j: Any) -> Any:
+        far = (i >= half) & ((i - j < stride) | ((i - j) % stride == 0))
+        return (j <= i) & (((i < half) & (j < half)) | (far & (j >= half)))
+
+    return {
+        "block-causal": (lambda: p.block_causal(s, 2 * w), lambda i, j: j // (2 * w) <= i // (2 * w)),
+        "tree": (lambda: p.tree(with_drafts(s, drafts, 4)), drafted),
+        "place": (
+            lambda: p.place(p.causal(half), (s, s), at=(row, col)),
+            lambda i, j: (j >= col) & (j - col <= i - row) & (i - row < half),
+        ),
+        "diag": (lambda: p.diag([p.causal(half), p.strided(s - half, stride)]), halves),
+        "prefix tokens": (
+            lambda: p.with_prefix(p.sliding_window(s - few, w, w), few),
+            lambda i, j: (i < few) | (j < few) | ((i - j <= w) & (j - i <= w)),
+        ),
+    }
+
+
 def cases(s: int, device: torch.device, sizes: Sizes) -> dict[str, Case]:
     """Patterns by name: how Fretwork makes them, and the rule that others are given."""
-    return {**flat_cases(s, device, sizes), **grid_cases(s, sizes), **explicit_cases(s, device, sizes)}
+    flat, pieces = flat_cases(s, device, sizes), piece_cases(s, sizes)
+    return {**flat, **grid_cases(s, sizes), **pieces, **explicit_cases(s, device, sizes)}

@@ -40,13 +40,29 @@ print(small.mask().int())
 is also what to save, though pickle and `torch.load` take patterns as they are. Where every row is one progression,
 `p.acsr()` gives (start, stride, count) of each row. Pictures below have queries downwards and keys to the right.
 
+Patterns are made of others, too. `p[8:, :100]` is a piece of one, `place` puts one into a larger, empty one, `diag`
+puts several along the diagonal, `with_prefix` adds tokens in front that see all and are seen by all, such as a ViT's
+class token. Their parts move, nothing becomes a mask: a piece of a million tokens costs what the pattern costs, and
+attention plans it as well. `p.show()` draws in the terminal, and a notebook shows a pattern as a picture.
+```python
+import torch, fretwork as fw
+
+image = fw.patterns.with_prefix(fw.patterns.neighborhood((24, 24), 7), 1)  # a class token before 576 patches
+packed = fw.patterns.diag([image, fw.patterns.causal(100)])  # beside a text of 100 tokens
+q, k, v = (torch.randn(1, 2, 677, 32) for _ in range(3))
+whole = fw.attention(q, k, v, packed)
+last = fw.attention(q[:, :, 500:], k, v, packed[500:])  # some of the queries, with their own rows of the pattern
+print((whole[:, :, 500:] - last).abs().max())
+packed.show(width=60)
+```
+
 On grids, positions count along the last axis first. What belongs to an axis may be one number for all of them or a
-tuple with one for each: `window`, `dilation` and `causal` of `neighborhood`, `tile` and `window` of `sliding_tile`,
-`window` and `shift` of `swin`. A neighbourhood of an even window has its extra position on the left: 4 are two before
-p, p and one behind it. Near an end it is shifted inwards, so every query sees `window` positions; a causal axis sees
-fewer at its beginning. Windows of `swin` and tiles of `sliding_tile` that do not divide the grid are cut at its end:
-the last ones are smaller. Lists (`globals`, `vertical`, `slash`, `lengths`, …) are any sequences or arrays of
-integers, ranges too (in a text as well: `longformer(4096,256,range(64))`).
+tuple with one for each: `window`, `dilation`, `causal` and `stride` of `neighborhood`, `tile` and `window` of
+`sliding_tile`, `window` and `shift` of `swin`. A neighbourhood of an even window has its extra position on the left: 4
+are two before p, p and one behind it. Near an end it is shifted inwards, so every query sees `window` positions; a
+causal axis sees fewer at its beginning. Windows of `swin` and tiles of `sliding_tile` that do not divide the grid are
+cut at its end: the last ones are smaller. Lists (`globals`, `vertical`, `slash`, `lengths`, `parents`, …) are any
+sequences or arrays of integers, ranges too (in a text as well: `longformer(4096,256,range(64))`).
 
 Inside, a pattern is a few parts: boxes on the digits of positions. A window is a band in plain order; a dilated one is
 a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting and intersecting
@@ -162,14 +178,17 @@ ENTRIES = [
           "bigbird(16384, 64, 1, 2, 3, seed=5)"),
     Entry("block_local", "block_local(seq, block, previous=0)", "0 ≤ ⌊p/block⌋ − ⌊j/block⌋ ≤ previous",
           "block_local(64,12,previous=1)", "block_local(16384, 1024)"),
+    Entry("block_causal", "block_causal(seq, block)", "⌊j/block⌋ ≤ ⌊p/block⌋", "block_causal(64,12)",
+          "block_causal(16384, 1024)"),
     Entry("swin", "swin(height, width, window, shift=0)",
           "the same window after a cyclic shift by −shift on both axes, and the same side of the wrap",
           "swin(8,8,4,shift=2)", "swin(128, 128, 16, shift=8)"),
     Entry("axial", "axial(height, width)", "the same row or the same column of a grid", "axial(8,8)",
           "axial(128, 128)"),
-    Entry("neighborhood", "neighborhood(shape, window, dilation=1, causal=False)",
+    Entry("neighborhood", "neighborhood(shape, window, dilation=1, causal=False, stride=1)",
           "on each of one to three axes: j among the `window` positions of p's residue class around p, shifted to stay "
-          "inside; on a causal axis those that end at p", "neighborhood((8,8),3)", "neighborhood((128, 128), 13)"),
+          "inside; on a causal axis those that end at p; `stride` positions of a class share the window of the middle "
+          "one, on a causal axis of the last one", "neighborhood((8,8),3)", "neighborhood((128, 128), 13)"),
     Entry("sliding_tile", "sliding_tile(shape, tile, window)", "a neighbourhood of `window` tiles, on tile coordinates",
           "sliding_tile((8,8),2,3)", "sliding_tile((128, 128), 8, 3)"),
     Entry("longnet", "longnet(seq, segments, rates, head=0)",
@@ -177,6 +196,9 @@ ENTRIES = [
           "longnet(16384, [2048, 4096, 8192], [1, 2, 4])"),
     Entry("document", "document(lengths, causal=False)", "the same document (and j ≤ p)",
           "document([20,8,30,6],causal=True)", "document([5461, 2340, 3276, 1820, 3487], causal=True)"),
+    Entry("tree", "tree(parents)", "j is p or one of its ancestors; parents[p] < p, −1 for a root",
+          "tree([-1,0,1,2,3,4,5,5,5,6,6,7,8,9,9,10,11,12,12,13,14])",
+          "tree([n - 1 if n < 14336 else max(14335, n - 4) for n in range(16384)])"),
     Entry("prefix_lm", "prefix_lm(seq, prefix)", "j < prefix or j ≤ p", "prefix_lm(64,20)", "prefix_lm(16384, 2048)"),
     Entry("sinks", "sinks(seq, sinks, window)", "j ≤ p, and j < sinks or p − j < window (StreamingLLM)",
           "sinks(64,4,12)", "sinks(16384, 64, 1024)"),
@@ -191,9 +213,20 @@ ENTRIES = [
     Entry("from_mask", "from_mask(mask)",
           "mask[i, j]: bands, rectangles and repeated distances are found in it, the rest is listed",
           "from_mask((8,8),~BCECIQgCEEB)", " a window of ±128 and 512 rectangles of up to 256 a side"),
+    Entry("from_block_mask", "from_block_mask(block_mask)",
+          "a full block of FlexAttention's BlockMask has it, or a partial one whose `mask_mod` says so",
+          "from_runs((24,24),[(0,24,0,24,-23,0),(0,9,12,20,4,19)])", " what `create_block_mask` makes of a function"),
     Entry("acsr", "acsr(start, stride, count, cols)", "j = start[i] + t·stride[i], 0 ≤ t < count[i]",
           "acsr([0,3,6,1,9,2,0,5],[1,2,3,4,1,5,2,3],[9,6,4,4,3,3,8,4],18)",
           " 512 keys that end at p, 1, 2, 3 or 4 apart in turn, each for 512 rows"),
+    Entry("slice", "p[8:, :100]", "p has it, counted from the slice's first row and column", "strided(64,8)[20:60,8:]",
+          " a slice of a pattern"),
+    Entry("place", "place(p, (rows, cols), at=(0, 0))", "p has (i − at[0], j − at[1])",
+          "place(axial(6,8),(64,56),at=(10,4))", "place(causal(8192), (16384, 16384), at=(4096, 2048))"),
+    Entry("diag", "diag([p1, p2])", "p and j belong to the same pattern of the list, which has it",
+          "diag([causal(20),strided(28,6),full((16,10))])", "diag([causal(8192), strided(8192, 128)])"),
+    Entry("with_prefix", "with_prefix(p, n)", "p < n or j < n, or the pattern has (p − n, j − n)",
+          "with_prefix(neighborhood((6,10),3),4)", "with_prefix(sliding_window(16320, 512, 512), 64)"),
 ]  # fmt: skip
 
 

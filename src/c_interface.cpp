@@ -1,5 +1,6 @@
 // The C interface: patterns behind opaque handles, exceptions turned into texts at the border.
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -83,6 +84,14 @@ fretwork::DType floating_named(const std::string& name) {
 int64_t* write_sizes(const KroneckerSizes& s, int64_t* out) {
   const int64_t all[] = {s.a, s.b, s.c, s.d};
   return std::copy(std::begin(all), std::end(all), out);
+}
+
+/// As much as there is room for; the length of all.
+int64_t write_text(const std::string& all, char* text, size_t size) {
+  if (size > 0) {
+    text[all.copy(text, size - 1)] = '\0';
+  }
+  return static_cast<int64_t>(all.size());
 }
 
 int write_all(const std::vector<KroneckerSizes>& patterns, int64_t* out) {
@@ -188,6 +197,40 @@ fretwork_pattern* fretwork_pattern_intersection(const fretwork_pattern* left, co
   return guarded(kNone, [&] { return handle(fretwork::patterns::intersect(left->is, right->is)); });
 }
 
+fretwork_pattern* fretwork_pattern_slice(const fretwork_pattern* pattern, const int64_t ends[4]) {
+  return guarded(kNone, [&] {
+    return handle(fretwork::patterns::slice(pattern->is, {ends[0], ends[1]}, {ends[2], ends[3]}));
+  });
+}
+
+fretwork_pattern* fretwork_pattern_place(const fretwork_pattern* pattern, int64_t rows, int64_t cols, int64_t row,
+                                         int64_t col) {
+  return guarded(kNone, [&] { return handle(fretwork::patterns::place(pattern->is, rows, cols, row, col)); });
+}
+
+fretwork_pattern* fretwork_pattern_diag(const fretwork_pattern* const* patterns, size_t count) {
+  return guarded(kNone, [&] {
+    std::vector<fretwork::PatternPtr> all;
+    std::transform(patterns, patterns + count, std::back_inserter(all), [](const auto* one) { return one->is; });
+    return handle(fretwork::patterns::diag(all));
+  });
+}
+
+fretwork_pattern* fretwork_pattern_with_prefix(const fretwork_pattern* pattern, int64_t n) {
+  return guarded(kNone, [&] { return handle(fretwork::patterns::with_prefix(pattern->is, n)); });
+}
+
+fretwork_pattern* fretwork_pattern_from_runs(int64_t rows, int64_t cols, const int64_t* runs, size_t count) {
+  return guarded(kNone, [&] {
+    std::vector<fretwork::patterns::Run> all(count);
+    for (auto& run : all) {
+      run = {runs[0], runs[1], runs[2]};
+      runs += 3;
+    }
+    return handle(fretwork::patterns::from_runs(rows, cols, all));
+  });
+}
+
 int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int64_t col) {
   return guarded(-1, [&] { return fretwork::as_regular("contains", pattern->is)->contains(row, col) ? 1 : 0; });
 }
@@ -216,12 +259,19 @@ int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64
 int64_t fretwork_pattern_describe(const fretwork_pattern* pattern, char* text, size_t size) {
   return guarded(int64_t{-1}, [&] {
     const auto regular = fretwork::as_regular("describe", pattern->is);
-    const std::string lines = regular->describe() + fretwork::attention_cost(*regular);
-    if (size > 0) {
-      text[lines.copy(text, size - 1)] = '\0';
-    }
-    return static_cast<int64_t>(lines.size());
+    return write_text(regular->describe() + fretwork::attention_cost(*regular), text, size);
   });
+}
+
+int64_t fretwork_pattern_draw(const fretwork_pattern* pattern, int64_t head, int width, int colour, char* text,
+                              size_t size) {
+  return guarded(int64_t{-1}, [&] {
+    return write_text(fretwork::draw(*pattern->is, {head, width, colour != 0}), text, size);
+  });
+}
+
+int64_t fretwork_pattern_svg(const fretwork_pattern* pattern, int64_t head, char* text, size_t size) {
+  return guarded(int64_t{-1}, [&] { return write_text(fretwork::draw_svg(*pattern->is, head), text, size); });
 }
 
 int fretwork_kronecker_sizes(const fretwork_pattern* pattern, int64_t sizes[4]) {
@@ -265,10 +315,7 @@ int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch
     for (const std::string& line : fretwork::ksmm_chain_plan(sizes, arch, floating_named(dtype), bs_last != 0, batch)) {
       lines += (lines.empty() ? "" : "\n") + line;
     }
-    if (size > 0) {
-      text[lines.copy(text, size - 1)] = '\0';
-    }
-    return static_cast<int>(lines.size());
+    return static_cast<int>(write_text(lines, text, size));
   });
 }
 

@@ -49,6 +49,15 @@ fretwork_pattern* fretwork_pattern_from_acsr(const int64_t* start, const int64_t
  * below. */
 fretwork_pattern* fretwork_pattern_union(const fretwork_pattern* left, const fretwork_pattern* right);
 fretwork_pattern* fretwork_pattern_intersection(const fretwork_pattern* left, const fretwork_pattern* right);
+/* Rows and columns [begin, end) of a pattern, ends as (row, row, column, column); the pattern's first element at (row,
+ * col) of rows × cols; `count` patterns along the diagonal; n tokens in front that see all and are seen by all. */
+fretwork_pattern* fretwork_pattern_slice(const fretwork_pattern* pattern, const int64_t ends[4]);
+fretwork_pattern* fretwork_pattern_place(const fretwork_pattern* pattern, int64_t rows, int64_t cols, int64_t row,
+                                         int64_t col);
+fretwork_pattern* fretwork_pattern_diag(const fretwork_pattern* const* patterns, size_t count);
+fretwork_pattern* fretwork_pattern_with_prefix(const fretwork_pattern* pattern, int64_t n);
+/* What `count` runs (row, begin, end) say together, in any order. */
+fretwork_pattern* fretwork_pattern_from_runs(int64_t rows, int64_t cols, const int64_t* runs, size_t count);
 /* Whether an element is there: 1, 0, or −1 where the pattern is not regular. */
 int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int64_t col);
 /* The blocks that it touches as a block layout, and the share of their elements that it has not; or null. */
@@ -58,6 +67,11 @@ fretwork_pattern* fretwork_pattern_block_cover(const fretwork_pattern* pattern, 
 int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64_t* stride, int64_t* count);
 /* What was recognised, in `text` of `size` bytes; gives the length without the end, whether it fits or not. */
 int64_t fretwork_pattern_describe(const fretwork_pattern* pattern, char* text, size_t size);
+
+/* A picture of one head in lines of `width` characters, with a terminal's colours or without; and as SVG. As above. */
+int64_t fretwork_pattern_draw(const fretwork_pattern* pattern, int64_t head, int width, int colour, char* text,
+                              size_t size);
+int64_t fretwork_pattern_svg(const fretwork_pattern* pattern, int64_t head, char* text, size_t size);
 
 /* Writes (a, b, c, d); −1 when the pattern is no Kronecker pattern. */
 int fretwork_kronecker_sizes(const fretwork_pattern* pattern, int64_t sizes[4]);

@@ -135,6 +135,16 @@ std::vector<KroneckerPattern::Sizes> monarch(std::int64_t out_features, std::int
                                              std::int64_t q);
 std::vector<KroneckerPattern::Sizes> butterfly(std::int64_t n);
 
+/// A framed picture in lines of at most `width` characters; colours are those of a terminal. The same as SVG. Of a long
+/// pattern some rows of each square are looked at.
+struct DrawOptions {
+  std::int64_t head = 0;
+  int width = 80;
+  bool colour = false;
+};
+std::string draw(const Pattern& pattern, const DrawOptions& options = {});
+std::string draw_svg(const Pattern& pattern, std::int64_t head = 0);
+
 struct PartGroup;
 
 /// Every row's columns are a few affine progressions: windows, strides, grids, documents, and unions and intersections

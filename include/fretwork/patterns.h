@@ -37,6 +37,8 @@ RegularPtr bigbird(const Seq& seq, std::int64_t block, std::int64_t window, std:
                    std::uint64_t seed = 0);
 /// 0 ≤ ⌊p/block⌋ − ⌊j/block⌋ ≤ previous.
 RegularPtr block_local(const Seq& seq, std::int64_t block, std::int64_t previous = 0);
+/// ⌊j/block⌋ ≤ ⌊p/block⌋.
+RegularPtr block_causal(const Seq& seq, std::int64_t block);
 /// For some (w, r) of segments and rates: ⌊p/w⌋ = ⌊j/w⌋ and p ≡ j ≡ head (mod r).
 RegularPtr longnet(const Seq& seq, std::span<const std::int64_t> segments, std::span<const std::int64_t> rates,
                    std::int64_t head = 0);
@@ -55,13 +57,23 @@ using Axes = std::span<const std::int64_t>;
 RegularPtr swin(std::int64_t height, std::int64_t width, Axes window, Axes shift);
 RegularPtr axial(std::int64_t height, std::int64_t width);  ///< the same row or column
 /// Per axis the `window` positions of p's class modulo `dilation` around it, shifted to stay inside; on a causal axis
-/// those that end at p, cut at the border. One to three axes; `causal` holds 0 and 1.
-RegularPtr neighborhood(Axes shape, Axes window, Axes dilation, Axes causal);
+/// those that end at p, cut at the border. `stride` positions of a class share the window of the middle one, on a
+/// causal axis of the last one. One to three axes; `causal` holds 0 and 1.
+RegularPtr neighborhood(Axes shape, Axes window, Axes dilation, Axes causal,
+                        Axes stride = std::array<std::int64_t, 1>{1});
 /// A neighbourhood of `window` tiles.
 RegularPtr sliding_tile(Axes shape, Axes tile, Axes window);
 
 /// What stands in a matrix of rows × cols bytes, 0 or 1, row-major.
 RegularPtr from_mask(std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> mask);
+/// A query and keys [begin, end) that it sees.
+struct Run {
+  std::int64_t row, begin, end;
+};
+/// What runs in any order say together; such as the blocks of a mask that is full or empty elsewhere.
+RegularPtr from_runs(std::int64_t rows, std::int64_t cols, std::span<const Run> runs);
+/// j is p or one of its ancestors. parents[p] < p, or −1 for a root.
+RegularPtr tree(std::span<const std::int64_t> parents);
 /// One head of a layout.
 RegularPtr from_layout(const BlockLayout& layout, std::int64_t head = 0);
 /// The blocks that a pattern touches, as a layout of one head whose last blocks may reach beyond the pattern, and the
@@ -76,6 +88,21 @@ RegularPtr from_kronecker(const KroneckerPattern& pattern);
 /// One progression for each row, inside the columns.
 RegularPtr acsr(std::span<const std::int64_t> start, std::span<const std::int64_t> stride,
                 std::span<const std::int64_t> count, std::int64_t cols);
+
+/// Rows or columns [begin, end).
+struct Span {
+  std::int64_t begin, end;
+  std::int64_t length() const { return end - begin; }
+};
+/// Pieces of patterns, and patterns in larger ones: their parts move, nothing becomes a mask. In a text a slice is
+/// pattern[begin:end,begin:end].
+RegularPtr slice(const PatternPtr& pattern, Span rows, Span cols);
+/// The pattern's first element at (row, col) of an otherwise empty matrix; and patterns along the diagonal.
+RegularPtr place(const PatternPtr& pattern, std::int64_t rows, std::int64_t cols, std::int64_t row = 0,
+                 std::int64_t col = 0);
+RegularPtr diag(std::span<const PatternPtr> patterns);
+/// A square pattern with n tokens in front of it that see all and are seen by all.
+RegularPtr with_prefix(const PatternPtr& pattern, std::int64_t n);
 
 /// What is in either, and in both. The shapes must be equal; block layouts of one head and Kronecker patterns may join.
 RegularPtr unite(const PatternPtr& a, const PatternPtr& b);

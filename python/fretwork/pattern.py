@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
 import operator
+import os
+import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +127,21 @@ class Pattern:
         """
         return _combined("intersection", self._text, other._text) if isinstance(other, Pattern) else NotImplemented
 
+    def __getitem__(self, place: Any) -> Any:
+        """Rows, and columns behind a comma, as slices with step 1. The parts move; nothing becomes a mask.
+
+        >>> p = Pattern.parse("strided(4096, 128)")[1024:, :2048]
+        >>> p.shape, p.text
+        ((3072, 2048), 'strided(4096,128)[1024:4096,0:2048]')
+        """
+        both = place if isinstance(place, tuple) else (place,)
+        if not 1 <= len(both) <= 2 or not all(isinstance(one, slice) for one in both):
+            raise TypeError(f"Pattern: index: expected slices such as p[8:, :100], got {place!r}")
+        ends: list[int] = []
+        for one, length in zip((*both, slice(None))[:2], self._shape[-2:], strict=True):
+            ends += _slice_ends(one, length)
+        return _sliced(self._text, *ends)
+
     def contains(self, row: int, col: int) -> bool:
         """Whether query `row` may see key `col`.
 
@@ -184,12 +203,47 @@ class Pattern:
           15 tiles of 128×128 in plain order
           on a GPU attention multiplies 1.98 times the elements
         """
+        return self._text_of("describe")
+
+    def show(self, head: int = 0, width: int | None = None) -> None:
+        """Prints a picture, as `fretwork show` draws it: queries downwards, keys to the right.
+
+        `width` is what a line may take; the terminal's by default.
+
+        >>> Pattern.parse("causal(8)").show()
+        ┌────────┐
+        │█▄      │
+        │███▄    │
+        │█████▄  │
+        │███████▄│
+        └────────┘
+        """
+        columns = shutil.get_terminal_size().columns if width is None else whole_number("show", "width", width)
+        if not 3 <= columns <= 1000:
+            if width is not None:
+                raise ValueError(f"show: width: expected 3 to 1000, got {width}")
+            columns = 80
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        print(self._text_of("draw", whole_number("show", "head", head), columns, int(colour)), end="")
+
+    def _repr_svg_(self) -> str | None:
+        """The picture in a notebook; None where there is nothing to draw or too much."""
+        if math.prod(self._shape) == 0:
+            return None
+        try:
+            return self._text_of("svg", 0)
+        except ValueError:
+            return None
+
+    def _text_of(self, function: str, *arguments: int) -> str:
+        """A text that the core writes of a pattern."""
+        write = getattr(core(), f"fretwork_pattern_{function}")
         with _open(self) as handle:
             room = ctypes.create_string_buffer(1 << 12)
-            length = core().fretwork_pattern_describe(handle, room, len(room))
+            length = write(handle, *arguments, room, len(room))
             if length >= len(room):
                 room = ctypes.create_string_buffer(length + 1)
-                core().fretwork_pattern_describe(handle, room, len(room))
+                write(handle, *arguments, room, len(room))
         if length < 0:
             raise ValueError(last_error())
         return room.value.decode()
@@ -351,8 +405,9 @@ class KroneckerPattern(Pattern):
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def __getitem__(self, n: int) -> int:
-        return self._sizes[n]
+    def __getitem__(self, n: Any) -> Any:
+        is_place = isinstance(n, tuple) and all(isinstance(one, slice) for one in n)
+        return super().__getitem__(n) if is_place else self._sizes[n]
 
     @property
     def T(self) -> KroneckerPattern:
@@ -463,6 +518,17 @@ def kronecker_patterns(op: str, patterns: Any, only: str | None = None) -> list[
             detail = str(error).removeprefix("KroneckerPattern: ")
             raise type(error)(f"{op}: {name}: {detail}") from None
     return made
+
+
+def _slice_ends(one: slice, length: int) -> tuple[int, int]:
+    """[begin, end) of a slice, as Python counts."""
+    try:
+        begin, end, step = one.indices(length)
+    except (TypeError, ValueError):
+        raise TypeError(f"Pattern: index: expected integers as ends of a slice, got {one!r}") from None
+    if step != 1:
+        raise ValueError(f"Pattern: index: expected slices with step 1, got step {step}")
+    return begin, max(begin, end)
 
 
 def _check_kronecker(op: str, right: object) -> None:
@@ -593,7 +659,30 @@ def _combined(how: str, left: str, right: str) -> Pattern:
         return _from_handle(getattr(core(), f"fretwork_pattern_{how}")(first, second))
 
 
-for _function in (_parsed, _transposed, _combined):  # what torch.compiler.assume_constant_result does, without torch
+def _sliced(text: str, *ends: int) -> Pattern:
+    with _open(_read(text)) as handle:
+        return _from_handle(core().fretwork_pattern_slice(handle, _int64s(ends)))
+
+
+def _placed(text: str, *place: int) -> Pattern:
+    with _open(_read(text)) as handle:
+        return _from_handle(core().fretwork_pattern_place(handle, *place))
+
+
+def _prefixed(text: str, n: int) -> Pattern:
+    with _open(_read(text)) as handle:
+        return _from_handle(core().fretwork_pattern_with_prefix(handle, n))
+
+
+def _diagonal(*texts: str) -> Pattern:
+    with contextlib.ExitStack() as stack:
+        handles = [stack.enter_context(_open(_read(text))) for text in texts]
+        array = (type(handles[0]) * len(handles))(*handles) if handles else None
+        return _from_handle(core().fretwork_pattern_diag(array, len(handles)))
+
+
+# What torch.compiler.assume_constant_result does, without torch.
+for _function in (_parsed, _transposed, _combined, _sliced, _placed, _prefixed, _diagonal):
     _function._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 

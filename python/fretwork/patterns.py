@@ -1,7 +1,8 @@
 """Regular patterns by name: windows, strides, dilations, grids, documents, and explicit ones.
 
 Query i stands at position p = i + offset, where offset = Sk − Sq unless given: queries are the last Sq positions. `seq`
-is S or (Sq, Sk). Patterns combine with `|` and `&`; `.T` exchanges queries and keys. Nothing here needs torch.
+is S or (Sq, Sk). Patterns combine with `|` and `&`; `.T` exchanges queries and keys; p[8:, :100] is a piece of one.
+Only `from_block_mask` needs torch.
 
 >>> import fretwork as fw
 >>> p = fw.patterns.sliding_window(4096, 255, 0) | fw.patterns.dilated(4096, 8, 256)
@@ -17,17 +18,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fretwork._library import core
-from fretwork.pattern import BlockLayout, KroneckerPattern, Pattern, _from_handle, _parsed, whole_number, zeros_and_ones
+from fretwork.pattern import (
+    BlockLayout,
+    KroneckerPattern,
+    Pattern,
+    _diagonal,
+    _from_handle,
+    _parsed,
+    _placed,
+    _prefixed,
+    whole_number,
+    zeros_and_ones,
+)
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn.attention.flex_attention import BlockMask
 
     Array = torch.Tensor | np.ndarray | Iterable[int]
 
 __all__ = [
-    "acsr", "axial", "band", "bigbird", "block_local", "causal", "dilated", "document", "fixed", "from_layout",
-    "from_mask", "full", "longformer", "longnet", "neighborhood", "prefix_lm", "sinks", "sliding_tile",
-    "sliding_window", "strided", "swin", "vertical_slash",
+    "acsr", "axial", "band", "bigbird", "block_causal", "block_local", "causal", "diag", "dilated", "document", "fixed",
+    "from_block_mask", "from_layout", "from_mask", "full", "longformer", "longnet", "neighborhood", "place",
+    "prefix_lm", "sinks", "sliding_tile", "sliding_window", "strided", "swin", "tree", "vertical_slash", "with_prefix",
 ]  # fmt: skip
 
 Seq = int | tuple[int, int]
@@ -129,6 +142,15 @@ def block_local(seq: Seq, block: int, previous: int = 0, *, offset: int | None =
     return _made("block_local", seq=_seq("block_local", seq), block=block, previous=previous, offset=offset)
 
 
+def block_causal(seq: Seq, block: int, *, offset: int | None = None) -> Pattern:
+    """Keys of the same block, or of any block before it: ⌊j/block⌋ ≤ ⌊p/block⌋.
+
+    >>> block_causal(6, 2).mask().int().tolist()[2]
+    [1, 1, 1, 1, 0, 0]
+    """
+    return _made("block_causal", seq=_seq("block_causal", seq), block=block, offset=offset)
+
+
 def swin(height: int, width: int, window: PerAxis, shift: PerAxis = 0) -> Pattern:
     """Grid positions in the same window after a cyclic shift by −shift, and on the same side of the wrap.
 
@@ -154,15 +176,23 @@ def axial(height: int, width: int) -> Pattern:
 
 
 def neighborhood(
-    shape: PerAxis, window: PerAxis, dilation: PerAxis = 1, causal: bool | tuple[bool, ...] = False
+    shape: PerAxis,
+    window: PerAxis,
+    dilation: PerAxis = 1,
+    causal: bool | tuple[bool, ...] = False,
+    stride: PerAxis = 1,
 ) -> Pattern:
     """Grid positions that are near on every axis of one to three (NATTEN).
 
     On each axis: the `window` positions of p's residue class modulo `dilation` around p, shifted to stay inside (an
-    even window has its extra one on the left); on a causal axis those that end at p, cut at the border.
+    even window has its extra one on the left); on a causal axis those that end at p, cut at the border. With a `stride`
+    the positions of a class form groups, and a group shares the window of its middle position, index g·stride + stride
+    // 2 or the last one; on a causal axis that of its last position, as far as p.
 
     >>> neighborhood((6,), 3).mask().int().tolist()[:2]
     [[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
+    >>> neighborhood((6,), 3, stride=2).mask().int().tolist()[2:4]
+    [[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0]]
     """
     op, lengths = "neighborhood", _grid("neighborhood", shape)
     flags = tuple(_flag(op, x) for x in causal) if isinstance(causal, (tuple, list)) else _flag(op, causal)
@@ -172,6 +202,7 @@ def neighborhood(
         window=_per_axis(op, "window", window, len(lengths)),
         dilation=_per_axis(op, "dilation", dilation, len(lengths)),
         causal=_as_many(op, "causal", flags, len(lengths)),
+        stride=_per_axis(op, "stride", stride, len(lengths)),
     )
 
 
@@ -208,6 +239,15 @@ def document(lengths: Array, causal: bool = False) -> Pattern:
     [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
     """
     return _made("document", lengths=_list("document", "lengths", lengths), causal=_flag("document", causal))
+
+
+def tree(parents: Array) -> Pattern:
+    """Keys that are p or one of its ancestors: parents[p] < p, −1 for a root (drafts of speculative decoding).
+
+    >>> tree([-1, 0, 0, 1]).mask().int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    """
+    return _made("tree", parents=_list("tree", "parents", parents))
 
 
 def prefix_lm(seq: Seq, prefix: int, *, offset: int | None = None) -> Pattern:
@@ -293,6 +333,55 @@ def from_layout(layout: BlockLayout, head: int = 0) -> Pattern:
     return _parsed(f"from_layout({layout.text},head={whole_number('from_layout', 'head', head)})")
 
 
+def from_block_mask(block_mask: BlockMask) -> Pattern | list[Pattern]:
+    """What a BlockMask of FlexAttention allows, one pattern, or one for each head where it has several.
+
+    `mask_mod` is asked for the elements of partial blocks; full blocks do not ask it. A batch of more than one is
+    refused: make a block mask, and a pattern of it, for each example.
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
+    >>> p = from_block_mask(block_mask)
+    >>> p.shape, p.nnz == causal(300).nnz
+    ((300, 300), True)
+    """
+    from fretwork import _block_mask
+
+    (rows, cols), heads = _block_mask.runs("from_block_mask", block_mask)
+    made = [_from_handle(core().fretwork_pattern_from_runs(rows, cols, runs.ctypes.data, len(runs))) for runs in heads]
+    return made[0] if len(made) == 1 else made
+
+
+def place(pattern: Pattern, shape: tuple[int, int], at: tuple[int, int] = (0, 0)) -> Pattern:
+    """An otherwise empty pattern of `shape` with the top left corner of `pattern` at `at`.
+
+    >>> place(causal(2), (3, 4), at=(1, 2)).mask().int().tolist()
+    [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    """
+    sizes, corner = _pair("place", "shape", shape), _pair("place", "at", at)
+    return _placed(_given("place", "pattern", pattern)._text, *sizes, *corner)
+
+
+def diag(patterns: Iterable[Pattern]) -> Pattern:
+    """Patterns along the diagonal, each beginning where the one before it ends; nothing elsewhere.
+
+    >>> diag([causal(2), full((1, 2))]).mask().int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1]]
+    """
+    if isinstance(patterns, Pattern) or not isinstance(patterns, Iterable):
+        raise TypeError(f"diag: patterns: expected a sequence of patterns, got {type(patterns).__name__}")
+    return _diagonal(*[_given("diag", f"patterns[{n}]", pattern)._text for n, pattern in enumerate(patterns)])
+
+
+def with_prefix(pattern: Pattern, n: int) -> Pattern:
+    """A square pattern with `n` tokens in front that see all and are seen by all, such as a ViT's class token.
+
+    >>> with_prefix(neighborhood((2, 2), 1), 1).mask().int().tolist()
+    [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 0, 1]]
+    """
+    return _prefixed(_given("with_prefix", "pattern", pattern)._text, whole_number("with_prefix", "n", n))
+
+
 def _made(op: str, **arguments: Any) -> Pattern:
     """The pattern of a call: its text, which the core parses, checks and makes canonical."""
     return _parsed(f"{op}({','.join(f'{name}={_word(op, name, value)}' for name, value in arguments.items())})")
@@ -304,6 +393,19 @@ def _word(op: str, name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return f"({','.join(map(str, value))},)" if value else "()"
     return str(whole_number(op, name, value))
+
+
+def _given(op: str, argument: str, pattern: Any) -> Pattern:
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"{op}: {argument}: expected a pattern, got {type(pattern).__name__}")
+    return pattern
+
+
+def _pair(op: str, name: str, value: Any) -> tuple[int, int]:
+    numbers = _list(op, name, value)
+    if len(numbers) != 2:
+        raise ValueError(f"{op}: {name}: expected two numbers, got {len(numbers)}")
+    return numbers[0], numbers[1]
 
 
 def _flag(op: str, value: Any) -> bool:

@@ -95,27 +95,6 @@ std::vector<Piece> cut_differences(std::int64_t low, std::int64_t high, std::int
 /// Classes that are counted one by one where two moduli have no other common view.
 constexpr std::int64_t kFewClasses = 4096;
 
-using AxisPair = std::array<AxisRange, 2>;
-
-/// An axis counted x = q·radix + m, as tight pairs of ranges for q and m.
-std::vector<AxisPair> split(const AxisRange& x, std::int64_t radix) {
-  std::vector<AxisPair> pairs;
-  const auto differences = cut_differences(x.low, x.high, radix);
-  const auto cols = cut(x.col_begin, x.col_end, radix, false);
-  for (const Piece& r : cut(x.row_begin, x.row_end, radix, false)) {
-    for (const Piece& c : cols) {
-      for (const Piece& d : differences) {
-        AxisPair pair{AxisRange{r.high_begin, r.high_end, c.high_begin, c.high_end, d.high_begin, d.high_end},
-                      AxisRange{r.low_begin, r.low_end, c.low_begin, c.low_end, d.low_begin, d.low_end}};
-        if (tighten(pair[0]) && tighten(pair[1])) {
-          pairs.push_back(pair);
-        }
-      }
-    }
-  }
-  return pairs;
-}
-
 /// One side of a part: [begin, end) on each axis.
 using Side = std::array<std::array<std::int64_t, 2>, kMaxAxes>;
 
@@ -477,6 +456,29 @@ std::vector<Part> clipped(const View& view, const std::vector<Part>& wanted, std
   return all;
 }
 
+std::vector<std::array<AxisRange, 2>> split(const AxisRange& x, std::int64_t radix) {
+  std::vector<std::array<AxisRange, 2>> pairs;
+  const auto differences = cut_differences(x.low, x.high, radix);
+  const auto cols = cut(x.col_begin, x.col_end, radix, false);
+  for (const Piece& r : cut(x.row_begin, x.row_end, radix, false)) {
+    for (const Piece& c : cols) {
+      for (const Piece& d : differences) {
+        std::array pair{AxisRange{r.high_begin, r.high_end, c.high_begin, c.high_end, d.high_begin, d.high_end},
+                        AxisRange{r.low_begin, r.low_end, c.low_begin, c.low_end, d.low_begin, d.low_end}};
+        if (tighten(pair[0]) && tighten(pair[1])) {
+          pairs.push_back(pair);
+        }
+      }
+    }
+  }
+  return pairs;
+}
+
+bool alike(const View& a, const View& b) {
+  return a.axes == b.axes && std::equal(a.strides.begin(), a.strides.begin() + a.axes, b.strides.begin()) &&
+         (a.row_shift - b.row_shift) % a.strides[0] == 0 && (a.col_shift - b.col_shift) % a.strides[0] == 0;
+}
+
 std::optional<View> common_view(const View& a, const View& b) {
   const auto fits = [](const View& from, const View& to) {
     return (from.row_shift - to.row_shift) % from.strides[0] == 0 &&
@@ -592,6 +594,23 @@ std::vector<Part> refined(const PartGroup& group, const View& finer) {
   }
   merge(all, finer.axes);
   return all;
+}
+
+void fold(PartGroup& group, std::int64_t rows, std::int64_t cols) {
+  View& view = group.view;
+  while (view.axes > 1 && view.strides[0] >= std::max(rows, cols) && view.strides[0] % view.strides[1] == 0) {
+    const std::int64_t turns = view.strides[0] / view.strides[1];
+    for (Part& part : group.parts) {
+      const std::int64_t row = part[0].row_begin * turns, col = part[0].col_begin * turns;
+      AxisRange next = part[1];
+      next = {next.row_begin + row, next.row_end + row,   next.col_begin + col,
+              next.col_end + col,   next.low + col - row, next.high + col - row};
+      std::copy(part.begin() + 2, part.end(), part.begin() + 1);
+      part[0] = next;
+    }
+    std::copy(view.strides.begin() + 1, view.strides.end(), view.strides.begin());
+    --view.axes;
+  }
 }
 
 AxisRange hull(const View& view, const Part& part) {

@@ -78,9 +78,18 @@ void merge(std::vector<Part>& parts, int axes);
 /// The elements of rows × cols that satisfy one of `wanted`, as tight parts.
 std::vector<Part> clipped(const View& view, const std::vector<Part>& wanted, std::int64_t rows, std::int64_t cols);
 
+/// An axis counted x = q·radix + m, as tight pairs of ranges for q and m.
+std::vector<std::array<AxisRange, 2>> split(const AxisRange& x, std::int64_t radix);
+
+/// Whether two views count alike but for whole turns of the outermost digit.
+bool alike(const View& a, const View& b);
 /// A view in which parts of both can be counted, if there is one; and the parts of a group in such a view.
 std::optional<View> common_view(const View& a, const View& b);
 std::vector<Part> refined(const PartGroup& group, const View& finer);
+
+/// Counts an outermost axis on which no two rows and no two columns of rows × cols differ with the next one: there may
+/// be far more digits than positions, and who plans looks at each.
+void fold(PartGroup& group, std::int64_t rows, std::int64_t cols);
 
 /// The rows, columns and differences, in the matrix's own numbers, that a part does not leave.
 AxisRange hull(const View& view, const Part& part);

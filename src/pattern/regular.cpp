@@ -19,7 +19,6 @@ using Groups = std::vector<PartGroup>;
 
 /// Where views do not agree, at most so many elements are listed.
 constexpr Wide kMostListed = Wide{1} << 28;
-constexpr std::size_t kMostRuns = std::size_t{1} << 25;
 
 /// The elements of a group for which keep(row, col) holds, as flat parts.
 template <typename Keep>
@@ -49,7 +48,7 @@ PartGroup listed(const char* op, const PartGroup& group, const Keep& keep) {
       };
       down(down, 0, columns.first);
     });
-    if (runs.size() > kMostRuns) {
+    if (runs.size() > parts::kMostRuns) {
       throw Error(op, "patterns", "views whose strides divide each other, or at most 2^25 runs of elements", "more");
     }
   }
@@ -130,27 +129,11 @@ PartGroup shared(const PartGroup& left, const PartGroup& right) {
   return both;
 }
 
-/// The operands that stand between `symbol` outside all brackets; the text itself if it does not occur.
-std::vector<std::string> operands(const std::string& text, char symbol) {
-  std::vector<std::string> all(1);
-  int depth = 0;
-  for (const char c : text) {
-    depth += (c == '(') - (c == ')');
-    if (depth == 0 && c == symbol) {
-      all.emplace_back();
-    } else {
-      all.back() += c;
-    }
-  }
-  return all;
-}
-
-bool is_compound(const std::string& text) { return operands(text, '|').size() + operands(text, '&').size() > 2; }
-
 /// What `symbol` joins in a text, as it stands in a canonical one. An intersection's operands that are unions stand in
 /// brackets already; a whole union needs them.
 std::vector<std::string> joined_by(const std::string& text, char symbol) {
-  return symbol == '&' && operands(text, '|').size() > 1 ? std::vector{"(" + text + ")"} : operands(text, symbol);
+  return symbol == '&' && text::operands(text, '|').size() > 1 ? std::vector{"(" + text + ")"}
+                                                               : text::operands(text, symbol);
 }
 
 /// The operands of the canonical text of a|b or a&b: each once, in the order of their texts.
@@ -163,11 +146,11 @@ std::vector<std::string> in_order(std::vector<std::string> all, const std::vecto
 
 /// What a turned pattern was turned from; empty for others.
 std::string turned_from(const std::string& text) {
-  if (is_compound(text) || !text.ends_with(".T")) {
+  if (text::is_compound(text) || !text.ends_with(".T")) {
     return {};
   }
   const std::string inner = text.substr(0, text.size() - 2);
-  return inner.front() == '(' ? inner.substr(1, inner.size() - 2) : inner;
+  return inner.front() == '(' && inner.back() == ')' ? inner.substr(1, inner.size() - 2) : inner;
 }
 
 /// Equal patterns have equal parts: operands are combined in the order of the text, whatever they came in.
@@ -238,14 +221,11 @@ RegularPtr RegularMaker::make(std::string text, std::int64_t rows, std::int64_t 
   made->shape_ = {rows, cols};
   Groups& all = made->groups_;
   for (PartGroup& group : groups) {
-    if (group.view.axes == 1) {  // plain order is one view, wherever it is counted from
-      const auto flat = std::find_if(all.begin(), all.end(), [](const PartGroup& g) { return g.view.axes == 1; });
-      if (flat != all.end()) {
-        group = {flat->view, parts::refined(group, flat->view)};
-      }
-    }
-    const auto same = std::find_if(all.begin(), all.end(), [&](const PartGroup& g) { return g.view == group.view; });
+    // Views whose shifts are whole turns apart are one, plain order wherever it is counted from.
+    const auto same =
+        std::find_if(all.begin(), all.end(), [&](const PartGroup& g) { return parts::alike(g.view, group.view); });
     if (same != all.end()) {
+      group = {same->view, parts::refined(group, same->view)};
       same->parts.insert(same->parts.end(), group.parts.begin(), group.parts.end());
     } else if (!group.parts.empty()) {
       all.push_back(std::move(group));
@@ -270,12 +250,15 @@ PatternPtr RegularPattern::transpose() const {
   if (const std::string before = turned_from(text()); !before.empty()) {
     return parse_pattern(before);
   }
+  if (const auto before = text::sliced_from(text())) {  // a slice stays the outermost
+    const auto& [row, col] = before->at;
+    return patterns::slice(parse_pattern(before->pattern)->transpose(), {col, col + cols()}, {row, row + rows()});
+  }
   Groups turned;
   for (const PartGroup& group : groups_) {
     turned.push_back(parts::transposed(group));
   }
-  return RegularMaker::make((is_compound(text()) ? "(" + text() + ")" : text()) + ".T", cols(), rows(),
-                            std::move(turned));
+  return RegularMaker::make(text::bracketed(text()) + ".T", cols(), rows(), std::move(turned));
 }
 
 bool RegularPattern::contains(std::int64_t row, std::int64_t col) const {

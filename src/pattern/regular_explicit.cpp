@@ -1,4 +1,5 @@
-// Regular patterns that carry their data: masks, block layouts, Kronecker patterns, and progressions row by row.
+// Regular patterns that carry their data: masks, runs, trees, block layouts, Kronecker patterns, and progressions row
+// by row.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -33,8 +34,8 @@ std::shared_ptr<const BlockLayout> head_of(const BlockLayout& layout, std::int64
 }
 
 /// The blocks of a layout's one head, as runs of block columns.
-std::vector<parts::Run> block_runs(const BlockLayout& layout) {
-  std::vector<parts::Run> runs;
+std::vector<Run> block_runs(const BlockLayout& layout) {
+  std::vector<Run> runs;
   for (std::int64_t i = 0; i < layout.sizes().rows; ++i) {
     for (const BlockIndex::Entry& entry : layout.by_row().line(i)) {
       if (!runs.empty() && runs.back().row == i && runs.back().end == entry.other) {
@@ -56,8 +57,8 @@ const Call& pattern_argument(const Call& call, std::size_t position, const char*
 }
 
 /// Runs of ones in a row-major matrix of bytes.
-std::vector<parts::Run> mask_runs(std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> mask) {
-  std::vector<parts::Run> runs;
+std::vector<Run> mask_runs(std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> mask) {
+  std::vector<Run> runs;
   for (std::int64_t i = 0; i < rows; ++i) {
     const auto begin = mask.begin() + i * cols, end = begin + cols;
     for (auto at = std::find(begin, end, 1); at != end;) {
@@ -87,7 +88,7 @@ std::vector<std::int64_t> frequent(const std::map<std::int64_t, std::int64_t>& c
 
 /// Distances at which a mask may repeat: between runs of a row, and between the first rows of parts. Where there are
 /// many parts only those that an eighth of them keep: each takes long to try, and random masks keep none.
-std::vector<std::int64_t> periods(const std::vector<parts::Run>& runs, const std::vector<Part>& flat) {
+std::vector<std::int64_t> periods(const std::vector<Run>& runs, const std::vector<Part>& flat) {
   constexpr std::size_t kMany = 4096;
   std::map<std::int64_t, std::int64_t> along, down;
   for (std::size_t n = 1; n < runs.size(); ++n) {
@@ -131,7 +132,7 @@ std::vector<PartGroup> counted(const std::vector<Part>& flat, std::int64_t perio
 }
 
 /// What a mask's flat parts are when counted in the best of a few periods.
-std::vector<PartGroup> arranged(std::vector<Part> flat, const std::vector<parts::Run>& runs) {
+std::vector<PartGroup> arranged(std::vector<Part> flat, const std::vector<Run>& runs) {
   constexpr std::size_t kFew = 4, kMany = std::size_t{1} << 18;
   parts::merge(flat, 1);
   std::vector<PartGroup> best{{parts::flat_view(), flat}};
@@ -149,6 +150,98 @@ std::vector<PartGroup> arranged(std::vector<Part> flat, const std::vector<parts:
     }
   }
   return best;
+}
+
+/// In order, and each element once; a run that is none or that leaves the matrix is refused.
+std::vector<Run> joined(std::int64_t rows, std::int64_t cols, std::span<const Run> runs) {
+  if (runs.size() > parts::kMostRuns) {
+    throw Error("from_runs", "runs", "at most 2^25", std::to_string(runs.size()));
+  }
+  std::vector<Run> sorted(runs.begin(), runs.end()), all;
+  const auto before = [](const Run& a, const Run& b) { return std::tie(a.row, a.begin) < std::tie(b.row, b.begin); };
+  if (!std::is_sorted(sorted.begin(), sorted.end(), before)) {
+    std::sort(sorted.begin(), sorted.end(), before);
+  }
+  for (const Run& run : sorted) {
+    if (run.row < 0 || run.row >= rows || run.begin < 0 || run.begin >= run.end || run.end > cols) {
+      throw Error(
+          "from_runs", "runs", "[begin, end) of a row inside " + shape_text(std::vector{rows, cols}),
+          "[" + std::to_string(run.begin) + ", " + std::to_string(run.end) + ") of row " + std::to_string(run.row));
+    }
+    if (!all.empty() && all.back().row == run.row && all.back().end >= run.begin) {
+      all.back().end = std::max(all.back().end, run.end);
+    } else {
+      all.push_back(run);
+    }
+  }
+  return all;
+}
+
+/// The runs of bands (row_begin, row_end, col_begin, col_end, low, high), as the text of from_runs has them.
+std::vector<Run> read_bands(const Call& call, std::size_t position, std::int64_t rows, std::int64_t cols) {
+  constexpr const char* kExpected = "tuples of 6 integers";
+  const auto* bands = std::get_if<text::Tuple>(&call.arguments[position].is);
+  if (bands == nullptr) {
+    throw Error(call.name, "bands", kExpected, "something else");
+  }
+  std::vector<Run> runs;
+  for (const text::Value& value : *bands) {
+    const auto six = text::integers({call.name, {value}}, 0, "bands");
+    if (six.size() != 6) {
+      throw Error(call.name, "bands", kExpected, std::to_string(six.size()) + " numbers");
+    }
+    AxisRange band{six[0], six[1], six[2], six[3], six[4], six[5]};
+    if (band.row_begin < 0 || band.row_end > rows || band.col_begin < 0 || band.col_end > cols ||
+        std::max(std::abs(bounded(band.low)), std::abs(bounded(band.high))) > kLargest) {
+      throw Error(call.name, "bands", "bands inside " + shape_text(std::vector{rows, cols}), shape_text(six));
+    }
+    if (!tighten(band)) {
+      throw Error(call.name, "bands", "bands that hold an element", "one that does not");
+    }
+    if (runs.size() + static_cast<std::size_t>(band.row_end - band.row_begin) > parts::kMostRuns) {
+      throw Error(call.name, "bands", "at most 2^25 rows together", "more");
+    }
+    for (std::int64_t row = band.row_begin; row < band.row_end; ++row) {
+      runs.push_back({row, std::max(band.col_begin, row + band.low), std::min(band.col_end, row + band.high + 1)});
+    }
+  }
+  return runs;
+}
+
+/// The runs of ancestors of every node, the node with them. A node continues its parent's last run or begins one.
+std::vector<Run> ancestors(std::span<const std::int64_t> parents) {
+  struct Node {
+    std::int64_t begin, before;  ///< of the node's last run; the node that ends the run before it, or −1
+    std::size_t runs;
+  };
+  std::vector<Node> nodes(parents.size());
+  std::size_t count = 0;
+  for (std::size_t n = 0; n < parents.size(); ++n) {
+    const auto at = static_cast<std::int64_t>(n);
+    const std::int64_t parent = parents[n];
+    if (parent < -1 || parent >= at) {
+      throw Error("tree", "parents", "-1 to " + std::to_string(at - 1) + " for node " + std::to_string(at),
+                  std::to_string(parent));
+    }
+    const Node above = parent < 0 ? Node{0, -1, 0} : nodes[static_cast<std::size_t>(parent)];
+    nodes[n] = parent >= 0 && parent == at - 1 ? above : Node{at, parent, above.runs + 1};
+    count += nodes[n].runs;
+    if (count > parts::kMostRuns) {
+      throw Error("tree", "parents", "at most 2^25 runs of ancestors that follow one another, all nodes together",
+                  "more");
+    }
+  }
+  std::vector<Run> runs(count);
+  auto end = runs.begin();
+  for (std::size_t n = 0; n < nodes.size(); ++n) {
+    auto at = end += static_cast<std::ptrdiff_t>(nodes[n].runs);
+    for (auto node = static_cast<std::int64_t>(n); node >= 0;) {
+      const Node& one = nodes[static_cast<std::size_t>(node)];
+      *--at = {static_cast<std::int64_t>(n), one.begin, node + 1};
+      node = one.before;
+    }
+  }
+  return runs;
 }
 
 void check_progression(std::size_t row, std::int64_t start, std::int64_t stride, std::int64_t count,
@@ -183,9 +276,36 @@ RegularPtr from_mask(std::int64_t rows, std::int64_t cols, std::span<const std::
     throw Error("from_mask", "mask", "0 or 1 everywhere", std::to_string(*bad));
   }
   const std::array<std::int64_t, 2> shape{rows, cols};
-  const std::vector<parts::Run> runs = mask_runs(rows, cols, mask);
+  const std::vector<Run> runs = mask_runs(rows, cols, mask);
   return RegularMaker::make(Writer("from_mask").add(shape).add("~" + text::pack_bits(mask)).done(), rows, cols,
                             arranged(parts::from_runs(runs), runs));
+}
+
+RegularPtr from_runs(std::int64_t rows, std::int64_t cols, std::span<const Run> runs) {
+  check_sizes("from_runs", rows, cols, "shape");
+  const std::vector<Run> all = joined(rows, cols, runs);
+  std::vector<Part> flat = parts::from_runs(all);
+  parts::check_parts("from_runs", static_cast<parts::Wide>(flat.size()));
+  parts::merge(flat, 1);
+  std::string bands;
+  for (const Part& p : flat) {
+    const AxisRange& a = p[0];
+    const std::array six{a.row_begin, a.row_end, a.col_begin, a.col_end, a.low, a.high};
+    bands += (bands.empty() ? "" : ",") + Writer("").add(six).done().substr(1);
+    bands.pop_back();
+  }
+  const std::array<std::int64_t, 2> shape{rows, cols};
+  return RegularMaker::make(Writer("from_runs").add(shape).add("[" + bands + "]").done(), rows, cols,
+                            arranged(std::move(flat), all));
+}
+
+RegularPtr tree(std::span<const std::int64_t> parents) {
+  const auto length = static_cast<std::int64_t>(parents.size());
+  check_sizes("tree", length, length, "parents");
+  const std::vector<Run> runs = ancestors(parents);
+  std::vector<Part> flat = parts::from_runs(runs);
+  parts::check_parts("tree", static_cast<parts::Wide>(flat.size()));
+  return RegularMaker::make(Writer("tree").add(parents).done(), length, length, arranged(std::move(flat), runs));
 }
 
 RegularPtr acsr(std::span<const std::int64_t> start, std::span<const std::int64_t> stride,
@@ -198,7 +318,7 @@ RegularPtr acsr(std::span<const std::int64_t> start, std::span<const std::int64_
   const auto rows = static_cast<std::int64_t>(start.size());
   check_sizes("acsr", rows, cols, "cols");
   std::vector<std::int64_t> starts(start.begin(), start.end()), strides(stride.begin(), stride.end());
-  std::vector<parts::Run> runs;
+  std::vector<Run> runs;
   std::map<std::int64_t, PartGroup> classes;
   for (std::size_t n = 0; n < start.size(); ++n) {
     check_progression(n, start[n], stride[n], count[n], cols);
@@ -239,7 +359,7 @@ RegularPtr from_layout(const BlockLayout& layout, std::int64_t head) {
     }
   } else {
     group.view = parts::flat_view();
-    for (const parts::Run& run : block_runs(*one)) {
+    for (const Run& run : block_runs(*one)) {
       AxisRange box = between(run.row * r, (run.row + 1) * r, run.begin * c, run.end * c);
       tighten(box);
       group.parts.push_back(part({box}));
@@ -287,16 +407,29 @@ RegularPtr from_kronecker(const KroneckerPattern& pattern) {
 
 namespace {
 
+std::vector<std::int64_t> read_shape(const Call& call) {
+  auto shape = read_list(call, 0, "shape");
+  if (shape.size() != 2) {
+    throw Error(call.name, "shape", "(rows, cols)", std::to_string(shape.size()) + " numbers");
+  }
+  return shape;
+}
+
 const Family kFromMask{"from_mask", [](const Call& given) -> PatternPtr {
                          const Call call = ordered(given, {"shape", "bits"});
-                         const auto shape = read_list(call, 0, "shape");
-                         if (shape.size() != 2) {
-                           throw Error(call.name, "shape", "(rows, cols)", std::to_string(shape.size()) + " numbers");
-                         }
+                         const auto shape = read_shape(call);
                          check_sizes("from_mask", shape[0], shape[1], "shape");
                          return from_mask(shape[0], shape[1],
                                           bits(call, 1, "bits", static_cast<std::size_t>(shape[0] * shape[1])));
                        }};
+const Family kFromRuns{"from_runs", [](const Call& given) -> PatternPtr {
+                         const Call call = ordered(given, {"shape", "bands"});
+                         const auto shape = read_shape(call);
+                         check_sizes("from_runs", shape[0], shape[1], "shape");
+                         return from_runs(shape[0], shape[1], read_bands(call, 1, shape[0], shape[1]));
+                       }};
+const Family kTree{
+    "tree", [](const Call& given) -> PatternPtr { return tree(read_list(ordered(given, {"parents"}), 0, "parents")); }};
 const Family kAcsr{"acsr", [](const Call& given) -> PatternPtr {
                      const Call call = ordered(given, {"start", "stride", "count", "cols"});
                      return acsr(read_list(call, 0, "start"), read_list(call, 1, "stride"), read_list(call, 2, "count"),

@@ -1,5 +1,7 @@
 // The named patterns on grids: a rule for each axis, and their product. An axis may be counted in two digits, such as
 // the tile and the place in it, or the rank in a residue class and the class.
+#include <bit>
+
 #include "fretwork/tensor.h"
 #include "pattern/regular_text.h"
 
@@ -75,18 +77,79 @@ RegularPtr product(const char* op, std::string text, std::vector<GridAxis> axes)
   return RegularMaker::make(std::move(text), size, size, {std::move(group)});
 }
 
-/// The window of each rank of a class, as rows × columns of ranks: the interior, and the clamped ends.
-std::vector<AxisRange> ranks(std::int64_t length, std::int64_t window, bool causal) {
-  if (causal) {
-    return {parts::meet(between(0, length, 0, length), differing(1 - window, 0))};
+/// What the ranks 0 … length − 1 of a residue class see. Groups of `stride` ranks share a window: it moves with the
+/// groups [begin, end), where it begins `first` ranks behind the group, and stands still at both ends.
+struct Windows {
+  std::int64_t begin, end, first;
+  std::vector<AxisRange> still;  ///< as ranks × ranks
+};
+
+Windows windows(std::int64_t length, std::int64_t window, bool causal, std::int64_t stride) {
+  const std::int64_t whole = length / stride;
+  if (causal) {  // the last of a group leads
+    const std::int64_t begin = (window - 1) / stride, head = begin * stride, tail = whole * stride;
+    return {begin,
+            whole,
+            stride - window,
+            {parts::meet(between(0, head, 0, head), differing(-kFar, 0)),
+             parts::meet(between(tail, length, length - window, length), differing(-kFar, 0))}};
   }
-  const std::int64_t left = window / 2, right = window - 1 - left;
-  return {parts::meet(between(left, length - right, 0, length), differing(-left, right)), between(0, left, 0, window),
-          between(length - right, length, length - window, length)};
+  const std::int64_t first = stride / 2 - window / 2;  // the middle one leads
+  const std::int64_t begin = (stride - 1 - first) / stride;
+  const std::int64_t end = std::max(begin, std::min((length - window - first) / stride + 1, whole));
+  return {begin,
+          end,
+          first,
+          {between(0, begin * stride, 0, window), between(end * stride, length, length - window, length)}};
 }
 
-GridAxis neighborhood_axis(std::int64_t length, std::int64_t window, std::int64_t dilation, bool causal) {
+/// The moving windows in digits of groups and places in them.
+std::vector<std::array<AxisRange, 2>> in_groups(const Windows& w, std::int64_t window, bool causal,
+                                                std::int64_t stride) {
+  std::vector<std::array<AxisRange, 2>> all;
+  for (const auto& [group, place] : parts::split(between(0, 1, w.first, causal ? 0 : w.first + window), stride)) {
+    all.push_back({parts::meet(between(w.begin, w.end, -kFar, kFar), differing(group.col_begin, group.col_end - 1)),
+                   between(0, stride, place.col_begin, place.col_end)});
+  }
+  if (causal) {
+    all.push_back({parts::meet(between(w.begin, w.end, -kFar, kFar), differing(0, 0)),
+                   parts::meet(between(0, stride, 0, stride), differing(-kFar, 0))});
+  }
+  return all;
+}
+
+/// The moving windows in ranks: a band, or a box for each group.
+std::vector<AxisRange> in_ranks(const Windows& w, std::int64_t window, bool causal, std::int64_t stride) {
+  if (stride == 1) {
+    return {parts::meet(between(w.begin, w.end, -kFar, kFar), differing(w.first, w.first + window - 1))};
+  }
+  std::vector<AxisRange> all;
+  for (std::int64_t g = w.begin; g < w.end; ++g) {
+    const std::int64_t at = g * stride, from = at + w.first;
+    all.push_back(parts::meet(between(at, at + stride, from, from + window), differing(-kFar, causal ? 0 : kFar)));
+  }
+  return all;
+}
+
+struct Neighborhood {
+  std::int64_t length, window, dilation, stride;
+  bool causal;
+  bool dilates() const { return dilation > 1 && dilation < length; }
+  std::int64_t groups() const { return length / (stride * dilation) + 1; }
+  /// Windows are whole groups, and these whole parts of tiles.
+  bool aligned() const {
+    return std::has_single_bit(static_cast<std::uint64_t>(stride)) && window % stride == 0 &&
+           (causal || (stride / 2 - window / 2) % stride == 0);
+  }
+};
+
+/// `grouped`: groups have a digit of their own, so that a few parts say all; else there is a part for each group.
+GridAxis neighborhood_axis(const Neighborhood& n, bool grouped) {
+  const auto& [length, window, dilation, stride, causal] = n;
   const std::int64_t shortest = std::max<std::int64_t>(length / dilation, 1);
+  if (stride > window) {
+    throw Error("neighborhood", "stride", "at most window = " + std::to_string(window), std::to_string(stride));
+  }
   if (length == 0) {  // no class is too short, and nothing meets
     return {0, {1}};
   }
@@ -94,25 +157,80 @@ GridAxis neighborhood_axis(std::int64_t length, std::int64_t window, std::int64_
     throw Error("neighborhood", "window", "at most " + std::to_string(shortest) + ", the shortest residue class",
                 std::to_string(window));
   }
-  if (dilation == 1 || dilation >= length) {
-    GridAxis axis(length, {1});
-    const bool alone = dilation > 1;
-    for (const AxisRange& range : alone ? std::vector{parts::meet(between(0, length, 0, length), differing(0, 0))}
-                                        : ranks(length, window, causal)) {
-      axis.add(part({range}));
-    }
+  const std::int64_t step = n.dilates() ? dilation : 1;
+  std::vector<std::int64_t> units{step};
+  if (grouped) {
+    units.insert(units.begin(), stride * step);
+  }
+  if (step > 1) {
+    units.push_back(1);
+  }
+  GridAxis axis(length, units);
+  if (dilation > 1 && step == 1) {  // each position is a class of its own
+    axis.add(part({parts::meet(between(0, length, 0, length), differing(0, 0))}));
     return axis;
   }
-  GridAxis axis(length, {dilation, 1});
-  const std::int64_t longer = length % dilation;
   const auto classes = [&](std::int64_t begin, std::int64_t end, std::int64_t members) {
-    for (const AxisRange& range : ranks(members, window, causal)) {
-      axis.add(part({range, {begin, end, begin, end, 0, 0}}));
+    const AxisRange same{begin, end, begin, end, 0, 0};
+    const Windows w = windows(members, window, causal, stride);
+    if (!grouped) {
+      std::vector<AxisRange> all = in_ranks(w, window, causal, stride);
+      parts::check_parts("neighborhood", static_cast<parts::Wide>(all.size()));
+      all.insert(all.end(), w.still.begin(), w.still.end());
+      for (const AxisRange& range : all) {
+        axis.add(part({range, same}));
+      }
+      return;
+    }
+    for (const auto& [group, place] : in_groups(w, window, causal, stride)) {
+      axis.add(part({group, place, same}));
+    }
+    for (AxisRange still : w.still) {
+      if (tighten(still)) {
+        for (const auto& [group, place] : parts::split(still, stride)) {
+          axis.add(part({group, place, same}));
+        }
+      }
     }
   };
-  classes(0, longer, length / dilation + 1);
-  classes(longer, dilation, length / dilation);
+  const std::int64_t longer = length % step;
+  if (longer > 0) {
+    classes(0, longer, length / step + 1);
+  }
+  classes(longer, step, length / step);
   return axis;
+}
+
+/// Groups get a digit of their own where windows are whole groups, and on the axes with the most of them where a part
+/// for each would be too many: else tiles fit the windows better without. A view has room for so many digits.
+std::vector<GridAxis> neighborhood_axes(const std::vector<Neighborhood>& all) {
+  constexpr double kManyParts = 1 << 15;
+  std::vector<bool> grouped(all.size());
+  std::vector<std::size_t> order;
+  int digits = 0;
+  double parts = 1;
+  for (std::size_t k = 0; k < all.size(); ++k) {
+    digits += all[k].dilates() ? 2 : 1;
+    if (all[k].stride > 1) {
+      order.push_back(k);
+      parts *= static_cast<double>(all[k].groups());
+    }
+  }
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return std::pair(!all[a].aligned(), -all[a].groups()) < std::pair(!all[b].aligned(), -all[b].groups());
+  });
+  for (const std::size_t k : order) {
+    if (digits < kMaxAxes && (all[k].aligned() || parts > kManyParts)) {
+      grouped[k] = true;
+      ++digits;
+      parts /= static_cast<double>(all[k].groups());
+    }
+  }
+  std::vector<GridAxis> axes;
+  for (std::size_t k = 0; k < all.size(); ++k) {
+    axes.push_back(neighborhood_axis(all[k], grouped[k]));
+  }
+  return axes;
 }
 
 /// Adds what `tiles` says of tile coordinates, where the last tile of an axis may be cut.
@@ -125,6 +243,14 @@ void add_tiles(GridAxis& axis, std::int64_t tile, const AxisRange& tiles) {
           {parts::meet(tiles, between(starts[r], ends[r], starts[c], ends[c])), between(0, inside[r], 0, inside[c])}));
     }
   }
+}
+
+/// The windows of single ranks.
+std::vector<AxisRange> moving_and_still(std::int64_t length, std::int64_t window) {
+  const Windows w = windows(length, window, false, 1);
+  std::vector<AxisRange> all = in_ranks(w, window, false, 1);
+  all.insert(all.end(), w.still.begin(), w.still.end());
+  return all;
 }
 
 GridAxis tile_axis(std::int64_t length, std::int64_t tile, std::int64_t window) {
@@ -141,7 +267,7 @@ GridAxis tile_axis(std::int64_t length, std::int64_t tile, std::int64_t window) 
     return axis;
   }
   GridAxis axis(length, tile == 1 ? std::vector<std::int64_t>{1} : std::vector<std::int64_t>{tile, 1});
-  for (const AxisRange& range : ranks(tiles, window, false)) {
+  for (const AxisRange& range : moving_and_still(tiles, window)) {
     if (tile == 1) {
       axis.add(part({range}));
     } else {
@@ -243,15 +369,16 @@ RegularPtr axial(std::int64_t height, std::int64_t width) {
                  part({differing(1, kFar), differing(0, 0)})}}});
 }
 
-RegularPtr neighborhood(Axes shape, Axes window, Axes dilation, Axes causal) {
+RegularPtr neighborhood(Axes shape, Axes window, Axes dilation, Axes causal, Axes stride) {
   constexpr const char* kOp = "neighborhood";
   check_shape(kOp, shape);
   const auto windows = per_axis(kOp, "window", window, shape.size(), 1);
   const auto dilations = per_axis(kOp, "dilation", dilation, shape.size(), 1);
   const auto flags = per_axis(kOp, "causal", causal, shape.size(), 0);
-  std::vector<GridAxis> axes;
+  const auto strides = per_axis(kOp, "stride", stride, shape.size(), 1);
+  std::vector<Neighborhood> all;
   for (std::size_t k = 0; k < shape.size(); ++k) {
-    axes.push_back(neighborhood_axis(shape[k], windows[k], dilations[k], flags[k] != 0));
+    all.push_back({shape[k], windows[k], dilations[k], strides[k], flags[k] != 0});
   }
   Writer text(kOp);
   text.add(shape);
@@ -264,7 +391,8 @@ RegularPtr neighborhood(Axes shape, Axes window, Axes dilation, Axes causal) {
     }
     text.keyword("causal", words + (flags.size() == 1 ? ",)" : ")"));
   }
-  return product(kOp, text.done(), std::move(axes));
+  text.keyword("stride", strides, 1);
+  return product(kOp, text.done(), neighborhood_axes(all));
 }
 
 RegularPtr sliding_tile(Axes shape, Axes tile, Axes window) {
@@ -300,9 +428,10 @@ const Family kAxial{"axial", [](const Call& given) -> PatternPtr {
                       return axial(integer(call, 0, "height"), integer(call, 1, "width"));
                     }};
 const Family kNeighborhood{"neighborhood", [](const Call& given) -> PatternPtr {
-                             const Call call = ordered(given, {"shape", "window"}, {"dilation", "causal"});
+                             const Call call = ordered(given, {"shape", "window"}, {"dilation", "causal", "stride"});
                              return neighborhood(read_list(call, 0, "shape"), read_list(call, 1, "window"),
-                                                 list_or(call, 2, "dilation", 1), read_flags(call, 3, "causal"));
+                                                 list_or(call, 2, "dilation", 1), read_flags(call, 3, "causal"),
+                                                 list_or(call, 4, "stride", 1));
                            }};
 const Family kSlidingTile{"sliding_tile", [](const Call& given) -> PatternPtr {
                             const Call call = ordered(given, {"shape", "tile", "window"});

@@ -21,10 +21,9 @@ namespace parts {
 std::vector<PartGroup> unite(const std::vector<PartGroup>& a, const std::vector<PartGroup>& b);
 std::vector<PartGroup> intersect(const std::vector<PartGroup>& a, const std::vector<PartGroup>& b);
 
-/// Elements as runs of a row, for where views do not agree.
-struct Run {
-  std::int64_t row, begin, end;
-};
+/// Elements as runs of a row, for where views do not agree; and how many of them there may be.
+using patterns::Run;
+inline constexpr std::size_t kMostRuns = std::size_t{1} << 25;
 /// Flat parts of sorted, disjoint runs: rectangles, triangles and bands where neighbouring rows allow.
 std::vector<Part> from_runs(const std::vector<Run>& runs);
 

@@ -247,6 +247,27 @@ RegularPtr block_local(const Seq& seq, std::int64_t block, std::int64_t previous
               {{residue_view(bounded(block), offset), {part({differing(-bounded(previous), 0), kAnywhere})}}});
 }
 
+RegularPtr block_causal(const Seq& seq, std::int64_t block) {
+  const std::int64_t offset = checked_offset("block_causal", seq);
+  check_least("block_causal", "block", block, 1);
+  std::string text = Writer("block_causal").add(seq).add(block).offset(seq).done();
+  if (block == 1) {
+    return flat(std::move(text), seq, offset, differing(-kFar, 0));
+  }
+  // Plain order needs the fewest tiles, whatever the block, but a part for each block; many blocks have a digit.
+  constexpr std::int64_t kManyBlocks = 1 << 15;
+  const std::int64_t side = bounded(block), first = floor_div(offset, side),
+                     last = floor_div(offset + seq.rows - 1, side);
+  if (last - first >= kManyBlocks) {
+    return make(std::move(text), seq, {{residue_view(side, offset), {part({differing(-kFar, 0), kAnywhere})}}});
+  }
+  std::vector<Part> all;
+  for (std::int64_t b = first; b <= last; ++b) {
+    all.push_back(part({between(b * side, (b + 1) * side, 0, (b + 1) * side)}));
+  }
+  return make(std::move(text), seq, {{flat_view(offset), all}});
+}
+
 RegularPtr prefix_lm(const Seq& seq, std::int64_t prefix) {
   const std::int64_t offset = checked_offset("prefix_lm", seq);
   check_least("prefix_lm", "prefix", prefix, 0);
@@ -373,6 +394,10 @@ const Family kBlockLocal{"block_local", [](const Call& given) -> PatternPtr {
                            return block_local(read_seq(call, 3), integer(call, 1, "block"),
                                               read_or(call, 2, "previous", 0));
                          }};
+const Family kBlockCausal{"block_causal", [](const Call& given) -> PatternPtr {
+                            const Call call = ordered(given, {"seq", "block"}, {"offset"});
+                            return block_causal(read_seq(call, 2), integer(call, 1, "block"));
+                          }};
 const Family kPrefixLm{"prefix_lm", [](const Call& given) -> PatternPtr {
                          const Call call = ordered(given, {"seq", "prefix"}, {"offset"});
                          return prefix_lm(read_seq(call, 2), integer(call, 1, "prefix"));

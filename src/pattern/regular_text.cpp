@@ -74,30 +74,11 @@ std::vector<std::int64_t> checked_set(const char* op, const char* argument, std:
   return sorted;
 }
 
-namespace {
-
-/// Residue classes in which no two rows and no two columns meet, as plain order: there may be far more of them than
-/// positions, and who plans looks at each.
-void flatten(PartGroup& group) {
-  const std::int64_t stride = group.view.strides[0];
-  group.view = parts::flat_view(group.view.row_shift, group.view.col_shift);
-  for (Part& part : group.parts) {
-    const AxisRange turn = part[0], rest = part[1];
-    const std::int64_t row = turn.row_begin * stride, col = turn.col_begin * stride;
-    part = parts::part({{row + rest.row_begin, row + rest.row_end, col + rest.col_begin, col + rest.col_end,
-                         col - row + rest.low, col - row + rest.high}});
-  }
-}
-
-}  // namespace
-
 std::vector<PartGroup> clipped(const Seq& seq, const std::vector<Wanted>& wanted) {
   std::vector<PartGroup> groups;
   for (const Wanted& one : wanted) {
     PartGroup& group = groups.emplace_back(one.view, parts::clipped(one.view, one.parts, seq.rows, seq.cols));
-    if (group.view.axes == 2 && group.view.strides[0] >= std::max(seq.rows, seq.cols)) {
-      flatten(group);
-    }
+    parts::fold(group, seq.rows, seq.cols);
   }
   return groups;
 }

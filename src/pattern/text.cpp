@@ -9,6 +9,7 @@
 #include <mutex>
 #include <numeric>
 #include <unordered_map>
+#include <utility>
 
 #include "core/hash.h"
 #include "fretwork/error.h"
@@ -65,18 +66,61 @@ class Parser {
       fail("at most 64 levels of nesting");
     }
     Call call;
-    if (take('(')) {
+    if (begun_) {
+      call = std::move(*begun_);
+      begun_.reset();
+    } else if (take('(')) {
       call = expression(depth + 1);
       need(')');
     } else {
       call = plain(depth);
     }
+    return with_postfixes(depth, std::move(call));
+  }
+
+  // call := … ('.T' | '[' slice (',' slice)? ']')*;  slice := integer? ':' integer?
+  Call with_postfixes(int depth, Call call) {
     bool turned = false;  // two transpositions cancel, however many there are
-    while (take('.')) {
-      need('T');
-      turned = !turned;
+    const auto turn = [&] {
+      if (std::exchange(turned, false)) {
+        call = Call{"transpose", {Value{std::move(call)}}};
+      }
+    };
+    while (true) {
+      if (take('.')) {
+        need('T');
+        turned = !turned;
+      } else if (take('[')) {
+        turn();
+        if (++depth > kMaxDepth) {
+          fail("at most 64 levels of nesting");
+        }
+        Call slice{"slice", {Value{std::move(call)}}};
+        ends(slice);
+        if (take(',')) {
+          ends(slice);
+        } else {
+          slice.arguments.resize(5, Value{std::string("None")});
+        }
+        need(']');
+        call = std::move(slice);
+      } else {
+        turn();
+        return call;
+      }
     }
-    return turned ? Call{"transpose", {Value{std::move(call)}}} : call;
+  }
+
+  // The ends of a slice, None where there is none.
+  void ends(Call& slice) {
+    const auto end = [&] {
+      skip();
+      const bool given = at_ < text_.size() && (is_digit(text_[at_]) || text_[at_] == '-');
+      slice.arguments.push_back(given ? number_token() : Value{std::string("None")});
+    };
+    end();
+    need(':');
+    end();
   }
 
   Call plain(int depth) {
@@ -99,9 +143,9 @@ class Parser {
     return call;
   }
 
-  // Items up to the closing bracket, which it takes.
+  // Items up to the closing bracket, which it takes; whether the last had a comma behind it, as in (16,).
   template <typename Item>
-  void list(int depth, char close, const Item& item) {
+  bool list(int depth, char close, const Item& item) {
     if (depth > kMaxDepth) {
       fail("at most 64 levels of nesting");
     }
@@ -111,11 +155,12 @@ class Parser {
           fail(std::string("',' or '") + close + "'");
         }
         if (take(close)) {
-          break;  // a trailing comma, as in (16,)
+          return true;
         }
       }
       item();
     }
+    return false;
   }
 
   // The word before a '=', or nothing taken.
@@ -141,7 +186,11 @@ class Parser {
     if (c == '(' || c == '[') {
       ++at_;
       Tuple values;
-      list(depth + 1, c == '(' ? ')' : ']', [&] { values.push_back(value(depth + 1)); });
+      const bool comma = list(depth + 1, c == '(' ? ')' : ']', [&] { values.push_back(value(depth + 1)); });
+      if (c == '(' && values.size() == 1 && !comma && std::holds_alternative<Call>(values[0].is)) {
+        begun_ = std::get<Call>(std::move(values[0].is));  // no tuple: a pattern in brackets, on which more may follow
+        return {expression(depth + 1)};
+      }
       return {std::move(values)};
     }
     if (c == '~') {
@@ -219,6 +268,7 @@ class Parser {
 
   std::string_view text_;
   std::size_t at_ = 0;
+  std::optional<Call> begun_;  ///< the first operand of the expression that comes next, read already
 };
 
 std::map<std::string, Maker, std::less<>>& families() {
@@ -393,6 +443,36 @@ Call ordered(const Call& call, std::initializer_list<const char*> needed, std::i
 bool is_none(const Call& call, std::size_t position) {
   const auto* value = argument_if<std::string>(call, position);
   return value != nullptr && *value == "None";
+}
+
+std::vector<std::string> operands(const std::string& text, char symbol) {
+  std::vector<std::string> all(1);
+  int depth = 0;
+  for (const char c : text) {
+    depth += (c == '(') - (c == ')');
+    if (depth == 0 && c == symbol) {
+      all.emplace_back();
+    } else {
+      all.back() += c;
+    }
+  }
+  return all;
+}
+
+bool is_compound(const std::string& text) { return operands(text, '|').size() + operands(text, '&').size() > 2; }
+
+std::string bracketed(const std::string& text) { return is_compound(text) ? "(" + text + ")" : text; }
+
+std::optional<SlicedFrom> sliced_from(const std::string& text) {
+  if (!text.ends_with(']') || is_compound(text)) {
+    return std::nullopt;
+  }
+  const std::size_t bracket = text.rfind('['), comma = text.find(',', bracket);
+  std::string pattern = text.substr(0, bracket);
+  if (pattern.front() == '(' && pattern.back() == ')') {
+    pattern = pattern.substr(1, pattern.size() - 2);
+  }
+  return SlicedFrom{std::move(pattern), {std::stoll(text.substr(bracket + 1)), std::stoll(text.substr(comma + 1))}};
 }
 
 PatternPtr make(const Call& call) {

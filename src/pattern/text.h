@@ -1,9 +1,11 @@
 // The text form of patterns: name(argument, …, keyword=argument). A family joins by registering a maker under its name;
 // the grammar knows no family. Arguments are integers, decimals, words (~bits, names), tuples in () or [], and other
-// patterns; `|`, `&` and `.T` become calls of "union", "intersection" and "transpose".
+// patterns; `|`, `&`, `.T` and [begin:end, begin:end] become calls of "union", "intersection", "transpose" and "slice".
 #pragma once
 
+#include <array>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -35,6 +37,18 @@ using Maker = PatternPtr (*)(const Call&);
 struct Family {
   Family(const char* name, Maker maker);
 };
+
+/// What canonical texts are made of: the operands between `symbol` outside all brackets, the text itself if it does not
+/// occur; whether | or & joins several; the text as what a postfix may follow.
+std::vector<std::string> operands(const std::string& text, char symbol);
+bool is_compound(const std::string& text);
+std::string bracketed(const std::string& text);
+/// What a slice is of, and the row and column at which it begins; nothing for other texts.
+struct SlicedFrom {
+  std::string pattern;
+  std::array<std::int64_t, 2> at;
+};
+std::optional<SlicedFrom> sliced_from(const std::string& text);
 
 /// The pattern that a call describes.
 PatternPtr make(const Call& call);

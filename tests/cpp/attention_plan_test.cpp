@@ -592,7 +592,20 @@ TEST(Plan, OfTexts) {
                                  "sliding_window(290,9,2) | strided(290,6)",
                                  "sliding_window(290,9,2) & strided(290,6)",
                                  "(sliding_window(290,30,2) | strided(290,6)) & document((140,150))",
-                                 "strided(290,6) & longformer(290,3,(0,50))"}) {
+                                 "strided(290,6) & longformer(290,3,(0,50))",
+                                 "neighborhood((19,22),(7,9),stride=(3,4))",
+                                 "neighborhood((24,20),12,stride=4)",
+                                 "neighborhood((6,8,7),(3,2,3),2,(True,False,False),stride=2)",
+                                 "block_causal((140,280),24)",
+                                 "tree((-1,0,1,2,3,3,3,4,4,5,6,7,7,8,12))",
+                                 "place(neighborhood((16,20),5),(400,410),at=(33,7))",
+                                 "place(sliding_tile((16,16),4,3),(280,300),at=(5,41))",
+                                 "with_prefix(neighborhood((5,8,9),3),1)",
+                                 "with_prefix(swin(16,20,4,2),130)",
+                                 "diag([strided(150,8),axial(9,10),strided(100,8),causal((9,30))])",
+                                 "(strided(290,6)|longformer(290,3,(0,50)))[37:260,11:]",
+                                 "neighborhood((19,22),5)[100:,:303]",
+                                 "neighborhood((6,8,7),(3,3,3),2)[50:200,10:300]"}) {
     const auto pattern = regular(text);
     ASSERT_NE(pattern, nullptr) << text;
     for (const TileShape& shape : {kShapes[n % 4], kShapes[(n + 1) % 4]}) {

@@ -428,6 +428,8 @@ TEST(Text, FuzzParsesOrThrowsError) {
                                          "neighborhood((8,8),3,2)",
                                          "document((3,0,9,4),causal=True)&causal(16)",
                                          "acsr((3,0,9,1,2),(2,1,1,4,3),(3,0,1,3,2),10)",
+                                         "place(strided(9,2)[1:8,2:],(9,9),at=(1,2))|diag([causal(4),full(5)])",
+                                         "from_runs((9,9),[(0,9,0,9,-8,0),(1,3,5,6,2,4)]).T",
                                          "block((1,1,1),8,~" + std::string(100, 'A') + ")",
                                          "block@99aa06d3014798d86001c324468d497f"};
   std::mt19937 random(20240229);

@@ -492,6 +492,16 @@ TEST(RegularPattern, MasksOfNamedPatternsAreRecognised) {
   }
 }
 
+/// A matrix of bytes as large as it is needed, with another in it.
+Mask with_inside(std::int64_t rows, std::int64_t cols, const Mask& inner, std::int64_t inner_rows,
+                 std::int64_t inner_cols, std::int64_t row, std::int64_t col, Mask into = {}) {
+  into.resize(static_cast<std::size_t>(rows * cols));
+  for (std::int64_t i = 0; i < inner_rows; ++i) {
+    std::copy_n(inner.begin() + i * inner_cols, inner_cols, into.begin() + (i + row) * cols + col);
+  }
+  return into;
+}
+
 /// A random expression over patterns of one shape, and its mask by brute force.
 struct Random {
   explicit Random(std::uint64_t seed) : engine(seed) {}
@@ -529,9 +539,42 @@ struct Random {
     }
   }
 
+  static std::string pair(std::int64_t a, std::int64_t b) {
+    return "(" + std::to_string(a) + "," + std::to_string(b) + ")";
+  }
+
+  std::pair<std::string, Mask> sliced(std::int64_t rows, std::int64_t cols, int depth) {
+    const std::int64_t row = below(9), col = below(9), whole_cols = cols + col + below(9);
+    const auto [text, whole] = expression(rows + row + below(9), whole_cols, depth - 1);
+    Mask mask;
+    for (std::int64_t i = row; i < row + rows; ++i) {
+      mask.insert(mask.end(), whole.begin() + i * whole_cols + col, whole.begin() + i * whole_cols + col + cols);
+    }
+    const auto ends = [](std::int64_t at, std::int64_t length) {
+      return std::to_string(at) + ":" + std::to_string(at + length);
+    };
+    return {"(" + text + ")[" + ends(row, rows) + "," + ends(col, cols) + "]", mask};
+  }
+
   std::pair<std::string, Mask> expression(std::int64_t rows, std::int64_t cols, int depth) {
-    const std::int64_t kind = depth == 0 ? 0 : below(4);
-    if (kind == 0) {
+    const std::int64_t kind = depth == 0 ? 0 : below(7);
+    if (kind == 4) {
+      return sliced(rows, cols, depth);
+    }
+    if (kind == 5) {
+      const std::int64_t r = below(rows) + 1, c = below(cols) + 1, row = below(rows - r + 1), col = below(cols - c + 1);
+      const auto [text, mask] = expression(r, c, depth - 1);
+      return {"place(" + text + "," + pair(rows, cols) + ",at=" + pair(row, col) + ")",
+              with_inside(rows, cols, mask, r, c, row, col)};
+    }
+    if (kind == 6 && rows > 1 && cols > 1) {
+      const std::int64_t r = below(rows - 1) + 1, c = below(cols - 1) + 1;
+      const auto [a, first] = expression(r, c, depth - 1);
+      const auto [b, second] = expression(rows - r, cols - c, depth - 1);
+      return {"diag([" + a + "," + b + "])",
+              with_inside(rows, cols, second, rows - r, cols - c, r, c, with_inside(rows, cols, first, r, c, 0, 0))};
+    }
+    if (kind == 0 || kind == 6) {
       const std::string text = leaf(rows, cols);
       return {text, mask_of(*parse_pattern(text))};
     }
@@ -552,7 +595,7 @@ struct Random {
 
 TEST(RegularPattern, RandomExpressionsAreTheirMasks) {
   Random random(5);
-  for (int n = 0; n < 400; ++n) {
+  for (int n = 0; n < 600; ++n) {
     const auto [text, mask] = random.expression(20 + random.below(8), 20 + random.below(12), 3);
     SCOPED_TRACE(text);
     check(parsed(text), mask);
@@ -582,6 +625,15 @@ TEST(RegularPattern, TextsAreCanonical) {
   EXPECT_EQ(text("neighborhood((8,8),(3,3),causal=(True,False))"), "neighborhood((8,8),3,causal=(True,False))");
   EXPECT_EQ(text("swin(8,8,4,shift=(2,2))"), "swin(8,8,4,shift=(2,2))");
   EXPECT_EQ(text("block((1,2,2),(8,8),~J).T"), text("block((1,2,2),(8,8),~J)"));
+  EXPECT_EQ(text("causal(8)[:][2:,:5][1:4]"), "causal(8)[3:6,0:5]");
+  EXPECT_EQ(text("causal(8)[-3:, :-1].T"), "causal(8).T[0:7,5:8]");
+  EXPECT_EQ(text("(causal(8)|full(8))[1:].T.T"), "(causal(8)|full(8))[1:8,0:8]");
+  EXPECT_EQ(text("place(causal(8),(8,8))[0:8]"), "causal(8)");
+  EXPECT_EQ(text("diag([causal(8),(full(2)|causal(2))&full(2),])"), "diag([causal(8),(causal(2)|full(2))&full(2)])");
+  EXPECT_EQ(text("with_prefix(place((causal(2)),(3,3),at=[1,0]),1)"), "with_prefix(place(causal(2),(3,3),at=(1,0)),1)");
+  EXPECT_EQ(text("neighborhood((8,8),4,stride=(1,1))"), "neighborhood((8,8),4)");
+  EXPECT_EQ(text("from_runs((3,4),[(0,1,0,2,0,1),(1,2,0,2,-1,0),(0,1,2,3,2,2)])"),
+            "from_runs((3,4),[(0,1,0,3,0,2),(1,2,0,2,-1,0)])");
   EXPECT_EQ(text("block((1,2,2),(8,8),~J)|causal(16)"), "causal(16)|from_layout(block((1,2,2),(8,8),~J))");
 }
 
@@ -631,6 +683,20 @@ TEST(RegularPattern, RefusesWhatItCannotBe) {
   refused("bigbird(1073741824,1,0,0,1)", "2^22 parts");
   refused("causal(8).S", "expected 'T'");
   refused("from_mask((2,2),~Z)", "from_mask: bits:");
+  refused("causal(8)[1:2:3]", "expected ']'");
+  refused("causal(8)[2]", "expected ':'");
+  refused("place(causal(8),(9,9),at=(2,0))", "place: shape: expected room for (8, 8) at (2, 0), got (9, 9)");
+  refused("place(causal(8),(9,9),at=(-1,0))", "place: at: expected numbers from 0 on, got (-1, 0)");
+  refused("diag([])", "diag: patterns: expected at least one, got none");
+  refused("with_prefix(full((3,5)),1)", "with_prefix: pattern: expected a square one, got (3, 5)");
+  refused("with_prefix(full(3),9223372036854775807)", "with_prefix: n: expected sizes from 0");
+  refused("tree((-1,1))", "tree: parents: expected -1 to 0 for node 1, got 1");
+  refused("neighborhood((8,8),3,stride=(1,4))", "neighborhood: stride: expected at most window = 3, got 4");
+  refused("from_runs((4,4),[(0,5,0,4,-9,9)])", "from_runs: bands: expected bands inside (4, 4)");
+  EXPECT_NE(error_of([] {
+              patterns::slice(patterns::causal(8), {2, 9}, {0, 8});
+            }).find("slice: rows: expected"),
+            std::string::npos);
 }
 
 /// All of them together take some milliseconds; what looks at each pair would not end.
@@ -643,6 +709,12 @@ TEST(RegularPattern, MillionsOfTokensCostNothing) {
   EXPECT_EQ(patterns::document(lengths)->nnz(), 4096 * 256 * 256);
   const std::vector<std::int64_t> shape{1024, 1024}, window{13}, one{1}, no{0};
   EXPECT_EQ(patterns::neighborhood(shape, window, one, no)->nnz(), kLong * 13 * 13);
+  const auto grid = patterns::neighborhood(shape, window, one, no, std::vector<std::int64_t>{8});
+  EXPECT_EQ(patterns::with_prefix(grid, 3)->nnz(), kLong * 13 * 13 + 3 * (2 * kLong + 3));
+  EXPECT_EQ(patterns::slice(patterns::strided(kLong, 1024), {4096, kLong}, {0, kLong / 2})->groups().size(), 2U);
+  EXPECT_EQ(patterns::diag(std::vector<PatternPtr>(100, grid))->rows(), 100 * kLong);
+  EXPECT_EQ(patterns::place(grid, kLong + 7, 3 * kLong, 3, kLong)->nnz(), grid->nnz());
+  EXPECT_EQ(patterns::block_causal(kLong, 2)->nnz(), kLong * (kLong + 2) / 2);
   EXPECT_EQ(parsed("longnet(1048576,(2048,8192,32768),(1,4,16))")->rows(), kLong);
   EXPECT_EQ(parsed("sliding_window(1048576,1023,0)|strided(1048576,1024)")->text().size(), 52U);
   EXPECT_EQ(patterns::intersect(patterns::document(lengths), patterns::causal(kLong))->nnz(), 4096 * 256 * 257 / 2);
@@ -658,8 +730,13 @@ TEST(RegularPattern, ParserSurvivesNoise) {
                                        "document([3,4],causal=True)",
                                        "from_layout(block((1,2,2),(8,8),~J),head=0)",
                                        "sliding_window(9,None,0)",
-                                       "swin(8,8,4,shift=2)"};
-  constexpr std::string_view kLetters = "()[],=.|&~T0123456789-abcdefNone \t_@\0é";
+                                       "swin(8,8,4,shift=2)",
+                                       "place(causal(8)[2:,:5],(9,9),at=(1,2))",
+                                       "diag([causal(4),(full(3)|causal(3)).T[1:2]])",
+                                       "with_prefix(axial(2,3),2)&full(8)",
+                                       "from_runs((9,9),[(0,9,0,9,-8,0),(1,3,5,6,2,4)])",
+                                       "tree((-1,0,0,2,-1))"};
+  constexpr std::string_view kLetters = "()[],:=.|&~T0123456789-abcdefNone \t_@\0é";
   Random random(11);
   for (int n = 0; n < 20000; ++n) {
     std::string text = seeds[static_cast<std::size_t>(random.below(std::ssize(seeds)))];

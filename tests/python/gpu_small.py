@@ -149,6 +149,8 @@ ATTENTION = [
     (torch.bfloat16, 128, 128, "causal((40,3000))", {}),
     (torch.float16, 192, 128, "full((3000,40))", {}),
     (torch.bfloat16, 256, 256, "neighborhood((12,16),(5,5))", {}),
+    (torch.bfloat16, 128, 64, "place(neighborhood((12,16),7,stride=2),(300,260),at=(31,7))", {}),
+    (torch.float16, 64, 64, "with_prefix(sliding_tile((16,16),4,3),3)[10:,5:]", {}),
     (torch.float16, 32, 32, "longformer(150,20,(0,77))", {"softcap": 3.0, "dropout_p": 0.2}),
     (torch.bfloat16, 72, 40, "causal(150)", {"bias": True}),
     (torch.float32, 100, 128, "causal(100)", {"precision": "tf32"}),

@@ -27,6 +27,7 @@ MODULES = [
     "fretwork.nn.ks_linear",
     "fretwork.nn.semi_sparse_linear",
     "fretwork.compat.ksmm",
+    "fretwork.compat.natten",
     "fretwork.compat.torch_blocksparse",
 ]
 

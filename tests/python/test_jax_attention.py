@@ -39,7 +39,7 @@ def inputs(pattern, batch=2, heads=(4, 2), dims=(16, 24)):
     return [torch.randn(s, requires_grad=True) for s in shapes]
 
 
-@pytest.mark.parametrize("feature", ["plain", "bias", "wide bias", "alibi", "heads"])
+@pytest.mark.parametrize("feature", ["plain", "bias", "wide bias", "alibi", "heads", "pieces"])
 def test_attention(feature):
     pattern = parse("strided((30, 40), 6) | band((30, 40), 3, 1, 2)")
     qkv = inputs(pattern)
@@ -47,6 +47,14 @@ def test_attention(feature):
     bias = torch.randn(shape, requires_grad=True) if "bias" in feature else None
     slopes = torch.rand(4)
     patterns = [pattern, parse("causal((30, 40))")] * 2 if feature == "heads" else pattern
+    if feature == "pieces":
+        tree, grid = fw.patterns.tree([-1, 0, 0, 1, 3] * 4), fw.patterns.neighborhood((5, 8), 4, stride=2)
+        patterns = [
+            fw.patterns.diag([tree, fw.patterns.causal((10, 20))]),
+            fw.patterns.place(grid[3:22], (30, 40), at=(7, 0)),
+            fw.patterns.with_prefix(grid, 3)[5:35, 2:42],
+            fw.patterns.block_causal((30, 40), 7),
+        ]
     tensors = [*qkv, *([] if bias is None else [bias])]
     want = fw.attention(*qkv, patterns, 0.3, fw.alibi(slopes) if feature == "alibi" else bias, 2.0, return_lse=True)
     weights = [torch.randn_like(t) for t in want]

@@ -1,16 +1,12 @@
-// Pictures of an occupancy grid: text for a terminal, PNG, SVG.
+// Pictures of an occupancy grid as files: PNG, SVG.
 #pragma once
 
 #include <filesystem>
 #include <string>
 
-#include "survey.h"
+#include "pattern/survey.h"
 
 namespace fretwork::cli {
-
-/// Framed, two squares to a character, one above the other. Without colours a grid that is not only full and empty
-/// squares becomes shades, which take both squares together.
-std::string terminal_picture(const Occupancy& grid, bool colour);
 
 /// Both throw Error when the file cannot be written.
 void write_png(const Occupancy& grid, const std::filesystem::path& file);

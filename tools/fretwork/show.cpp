@@ -13,8 +13,10 @@
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
 #include "fretwork/tensor.h"
+#include "pattern/picture.h"
+#include "pattern/survey.h"
+#include "pattern/text.h"
 #include "picture.h"
-#include "survey.h"
 #include "terminal.h"
 #include "two_four_matrix.h"
 
@@ -77,7 +79,7 @@ Units units_of(const Pattern& pattern) {
 /// The family's name; a regular pattern made of others is "regular".
 std::string kind_of(const Pattern& pattern) {
   const std::string& text = pattern.text();
-  const bool made = text.find_first_of("|&") != text.npos || text.ends_with(".T");
+  const bool made = text::is_compound(text) || text.ends_with(".T") || text.ends_with(']');
   return made ? "regular" : text.substr(0, text.find('('));
 }
 
@@ -160,20 +162,6 @@ void print_json(const Pattern& pattern, const Survey& survey) {
                              {"empty_rows", facts.empty_rows}});
   }
   fmt::print("{}\n", json.dump(2));
-}
-
-void print_picture(const Pattern& pattern, const Survey& survey, const ShowOptions& options) {
-  constexpr std::int64_t kMaxRows = 96;  // 48 lines
-  const std::int64_t width = options.width > 0 ? options.width : terminal_width();
-  const Occupancy grid = survey.occupancy(options.head, kMaxRows, std::max<std::int64_t>(1, width - 2));
-  fmt::print("{}", terminal_picture(grid, wants_colour()));
-  if (survey.heads() > 1) {
-    fmt::print("head {} of {}\n", options.head, survey.heads());
-  }
-  const auto* layout = dynamic_cast<const BlockLayout*>(&pattern);
-  if (grid.cell > (layout != nullptr ? layout->sizes().block_rows : 1)) {
-    fmt::print("shades: how full each square of {0} x {0} elements is\n", grid.cell);
-  }
 }
 
 /// Several Kronecker factors, in order of application: what they make together, and how it would run.
@@ -330,7 +318,8 @@ void show(const ShowOptions& options) {
   } else {
     print_facts(*pattern, survey);
     if (!empty) {
-      print_picture(*pattern, survey, options);
+      const int width = options.width > 0 ? options.width : terminal_width();
+      fmt::print("{}", draw(*pattern, {options.head, width, wants_colour()}));
     }
   }
   write_pictures(options, empty, pattern->shape(), shortened(pattern->text(), 120), 1024, 256,
@@ -361,12 +350,15 @@ void add_show(CLI::App& app) {
       "  kronecker(a,b,c,d)                                    one Kronecker factor, I_a x 1_(b,c) x I_d\n"
       "  strided(S,stride), sliding_window(S,left,right), …    a regular pattern (docs/patterns.md), or several with | "
       "&\n"
+      "  P[8:,:100], place(P,(R,C),at=(r,c)), diag([P,P]),     pieces of patterns, and patterns made of them\n"
+      "  with_prefix(P,n)\n"
       "  two_four(rows,cols,seed), FILE.safetensors            a random 2:4 matrix, or one of fw.two_four.save\n"
       "Examples:\n"
       "  fretwork show 'random_blocks((1,64,64),32,0.1,0)'\n"
       "  fretwork show 'random_blocks((4,32,32),(16,64),0.25,7)' --head 3 --png layout.png\n"
       "  fretwork show 'kronecker(2,16,16,4)'\n"
       "  fretwork show 'strided(16384,128) | longformer(16384,512,[0,1])'\n"
+      "  fretwork show 'with_prefix(neighborhood((24,24),7),1)[:100]'\n"
       "  fretwork show 'kronecker(64,64,64,1)' 'kronecker(1,64,64,64)'\n"
       "  fretwork show 'two_four(32,64,0)'\n"
       "  fretwork show - --json < layout.txt\n"

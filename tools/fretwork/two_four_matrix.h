@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "fretwork/tensor.h"
-#include "survey.h"
+#include "pattern/survey.h"
 
 namespace fretwork::cli {
 

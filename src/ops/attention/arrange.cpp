@@ -136,8 +136,9 @@ class Chooser {
     std::vector<Choice> starts;
     for (const Extents& row : rows) {
       Extents col = row;
-      for (int k = 0; k < axes_; ++k) {
-        col[k] = static_cast<int>(std::min<std::int64_t>(row[k], cols_of(hulls_[k])));
+      for (int k = 0; k < axes_; ++k) {  // a whole axis meets a whole axis
+        const std::int64_t reach = row[k] > 1 && row[k] == rows_of(hulls_[k]) ? shape_.cols : row[k];
+        col[k] = static_cast<int>(std::min(reach, cols_of(hulls_[k])));
       }
       while (places(col) > shape_.cols) {
         int& longest = *std::max_element(col.begin(), col.end());
@@ -472,8 +473,8 @@ void cut_own(const Parts& parts, int axis, const Cuts& rows, int extent, std::sp
 /// Cuts the axes of a cluster. Of the ways there are, the one with the fewest pairs on that axis.
 class Cutter {
  public:
-  Cutter(Arrangement& a, const Choice& choice, std::int64_t rows, std::int64_t cols)
-      : a_(a), own_(choice.own), row_line_(a.view, a.view.row_shift, rows), col_line_(a.view, a.view.col_shift, cols) {
+  Cutter(Arrangement& a, const Choice& choice)
+      : a_(a), own_(choice.own), row_line_(a.view, a.row), col_line_(a.view, a.col) {
     a_.row.extent = choice.row;
     a_.col.extent = choice.col;
     for (int k = 0; k < a_.view.axes; ++k) {
@@ -764,6 +765,33 @@ class Cutter {
   std::vector<std::pair<std::ptrdiff_t, std::ptrdiff_t>> met_;
 };
 
+/// Tiles lie inside the sequence. In orders of several axes they also keep to the turns of the outermost digit that the
+/// parts touch: where a grid stands inside a longer sequence, its tiles need not be cut where that one ends.
+void find_positions(Arrangement& a, std::int64_t rows, std::int64_t cols) {
+  const auto floor_to = [](std::int64_t x, std::int64_t unit) { return x - ((x % unit) + unit) % unit; };
+  for (const bool row : {true, false}) {
+    Side& side = row ? a.row : a.col;
+    side.first = row ? a.view.row_shift : a.view.col_shift;
+    side.last = side.first + (row ? rows : cols);
+    std::int64_t first = side.last, last = side.first;
+    for (std::size_t p = 0; p < a.parts.size() && a.view.axes > 1; ++p) {
+      std::int64_t begin = 0, end = 1;
+      for (int k = 0; k < a.view.axes; ++k) {
+        const AxisRange& part = a.parts[p][k];
+        begin += (row ? part.row_begin : part.col_begin) * a.view.strides[k];
+        end += ((row ? part.row_end : part.col_end) - 1) * a.view.strides[k];
+      }
+      first = std::min(first, begin);
+      last = std::max(last, end);
+    }
+    if (a.view.axes > 1) {
+      const std::int64_t turn = a.view.strides[0];
+      side.first = std::max(side.first, floor_to(first, turn));
+      side.last = std::min(side.last, floor_to(last - 1, turn) + turn);
+    }
+  }
+}
+
 /// The axis along which row tiles meet the longest intervals of column tiles.
 int run_axis(const Arrangement& a) {
   int best = 0;
@@ -797,7 +825,8 @@ std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::vect
       Arrangement& a = made.emplace_back();
       a.view = view;
       a.parts = std::move(cluster.parts);
-      Cutter(a, cluster.choice, rows, cols).cut_all();
+      find_positions(a, rows, cols);
+      Cutter(a, cluster.choice).cut_all();
       a.run_axis = run_axis(a);
     }
   }

@@ -115,8 +115,8 @@ Tile tile_of(const View& view, const Side& side, std::int64_t shift, std::span<c
   return tile;
 }
 
-Grid make_grid(const View& view, const Side& side, int run_axis, std::int64_t shift, std::int64_t length) {
-  const Ends ends(Line(view, shift, length));
+Grid make_grid(const View& view, const Side& side, int run_axis, std::int64_t shift) {
+  const Ends ends(Line(view, side));
   Grid grid;
   grid.order = order_of(view, side);
   std::array<int, kMaxAxes> axes{};
@@ -299,8 +299,8 @@ class Maker {
       : in_(arrangement),
         plan_(plan),
         masks_(masks),
-        rows_(make_grid(in_.view, in_.row, in_.run_axis, in_.view.row_shift, plan.rows)),
-        cols_(make_grid(in_.view, in_.col, in_.run_axis, in_.view.col_shift, plan.cols)) {
+        rows_(make_grid(in_.view, in_.row, in_.run_axis, in_.view.row_shift)),
+        cols_(make_grid(in_.view, in_.col, in_.run_axis, in_.view.col_shift)) {
     for (std::size_t k = 0; k < static_cast<std::size_t>(in_.view.axes); ++k) {
       Reaches& axis = reaches_.emplace_back(in_.row.cuts[k], in_.col.cuts[k], in_.col.own[k], meetings_);
       axis.reserve(in_.parts.size());

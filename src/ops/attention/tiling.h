@@ -24,7 +24,8 @@ struct Side {
   /// Columns only, where not empty: row interval i has the intervals [own[i], own[i + 1]) to itself; they rise within
   /// those, and different rows' may overlap.
   std::array<std::vector<int>, kMaxAxes> own;
-  int free_axis = 0;  ///< the one where tiles may be cut short by the sequence's ends
+  int free_axis = 0;                 ///< the one where tiles may be cut short by the sequence's ends
+  std::int64_t first = 0, last = 0;  ///< positions [first, last) that tiles may have
 };
 
 /// The parts of a view by as many ranges as it has axes: there may be many of them, and planning looks at them often.
@@ -55,8 +56,8 @@ struct Line {
   std::array<std::int64_t, kMaxAxes> strides;
   std::int64_t first, last;
 
-  Line(const View& view, std::int64_t shift, std::int64_t length)
-      : axes(view.axes), strides(view.strides), first(shift), last(shift + length) {}
+  Line(const View& view, const Side& side)
+      : axes(view.axes), strides(view.strides), first(side.first), last(side.last) {}
   std::array<std::int64_t, kMaxAxes> digits(std::int64_t position) const;
   /// Which digits of an axis there are.
   std::pair<std::int64_t, std::int64_t> range(int axis) const;

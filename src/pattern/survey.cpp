@@ -1,13 +1,14 @@
 // Counts over block indices and masks.
-#include "survey.h"
+#include "pattern/survey.h"
 
 #include <algorithm>
 #include <numeric>
 #include <string>
 
 #include "fretwork/error.h"
+#include "pattern/parts.h"
 
-namespace fretwork::cli {
+namespace fretwork {
 namespace {
 
 constexpr std::int64_t kMaxMask = std::int64_t{1} << 30;
@@ -76,6 +77,12 @@ Survey::Survey(const Pattern& pattern)
   }
 }
 
+void Survey::check_head(std::int64_t head) const {
+  if (head < 0 || head >= std::max<std::int64_t>(heads_, 1)) {
+    throw Error("show", "head", heads_ > 1 ? "0 to " + std::to_string(heads_ - 1) : "0", std::to_string(head));
+  }
+}
+
 HeadFacts Survey::facts(std::int64_t head) const {
   const std::int64_t lines = blocks_ != nullptr ? blocks_->sizes().rows : rows_;
   HeadFacts facts;
@@ -100,20 +107,35 @@ HeadFacts Survey::facts(std::int64_t head) const {
 }
 
 void Survey::add_rows(Occupancy& grid) const {
+  struct Sample {
+    std::int64_t row, y;
+    double weight;
+  };
+  std::vector<Sample> samples;
   for (std::int64_t y = 0; y < grid.rows; ++y) {
     const std::int64_t height = std::min(grid.cell, rows_ - y * grid.cell);
-    const std::int64_t samples = long_ ? std::min(height, kSamples) : height;
-    const double each = static_cast<double>(height) / static_cast<double>(samples);
-    for (std::int64_t n = 0; n < samples; ++n) {
-      const std::int64_t row = y * grid.cell + n * height / samples;
-      if (kronecker_ != nullptr) {
-        const auto& [a, b, c, d] = kronecker_->sizes();
-        const std::int64_t begin = row / (b * d) * c * d + row % d;
-        add_run(grid, y, begin, begin + (c - 1) * d + 1, d, each);
-        continue;
-      }
-      for (const auto& [begin, end] : regular_->row(row)) {
-        add_run(grid, y, begin, end, 1, each);
+    const std::int64_t count = long_ ? std::min(height, kSamples) : height;
+    for (std::int64_t n = 0; n < count; ++n) {
+      samples.push_back(
+          {y * grid.cell + n * height / count, y, static_cast<double>(height) / static_cast<double>(count)});
+    }
+  }
+  if (kronecker_ != nullptr) {
+    const auto& [a, b, c, d] = kronecker_->sizes();
+    for (const auto& [row, y, weight] : samples) {
+      const std::int64_t begin = row / (b * d) * c * d + row % d;
+      add_run(grid, y, begin, begin + (c - 1) * d + 1, d, weight);
+    }
+    return;
+  }
+  for (const PartGroup& group : regular_->groups()) {
+    for (const Part& part : group.parts) {
+      const AxisRange hull = parts::hull(group.view, part);
+      auto at = std::ranges::lower_bound(samples, hull.row_begin, {}, &Sample::row);
+      for (; at != samples.end() && at->row < hull.row_end; ++at) {
+        parts::for_each_run(group.view, part, at->row, [&](std::int64_t begin, std::int64_t end) {
+          add_run(grid, at->y, begin, end, 1, at->weight);
+        });
       }
     }
   }
@@ -161,4 +183,4 @@ Occupancy Survey::occupancy(std::int64_t head, std::int64_t max_rows, std::int64
   return grid;
 }
 
-}  // namespace fretwork::cli
+}  // namespace fretwork

@@ -6,7 +6,7 @@
 
 #include "fretwork/pattern.h"
 
-namespace fretwork::cli {
+namespace fretwork {
 
 /// One matrix of the pattern, in the family's unit (blocks for a block layout, elements otherwise).
 struct HeadFacts {
@@ -30,6 +30,8 @@ class Survey {
   /// Elements of one head's matrix.
   std::int64_t rows() const { return rows_; }
   std::int64_t cols() const { return cols_; }
+  /// Throws Error unless there is such a head.
+  void check_head(std::int64_t head) const;
   HeadFacts facts(std::int64_t head) const;
   /// The finest grid of at most max_rows×max_cols squares; a square of a block layout is a block or several,
   /// and the blocks of a Kronecker factor begin with a square where that costs little. Of a long pattern some rows of
@@ -46,4 +48,4 @@ class Survey {
   std::vector<std::uint8_t> mask_;
 };
 
-}  // namespace fretwork::cli
+}  // namespace fretwork

@@ -299,6 +299,7 @@ struct Case {
   bool drop_empty_rows = false;
   double scale = 0.3, softcap = 0, dropout = 0, size = 1;
   std::array<Index, 4> bias{0, 0, 0, 0};  ///< none
+  double far_bias = 0;  ///< if not zero, what all of the bias is for the second half of the keys; else 0
   DType bias_dtype = DType::f32;
   bool slopes = false, d_lse = false;
   int layout = 0;
@@ -337,6 +338,9 @@ Tensors make(const Case& c, std::mt19937& random) {
   x.d_o.randomise(random);
   x.d_lse.randomise(random);
   x.bias.randomise(random);
+  if (c.far_bias != 0) {
+    x.bias.each([&](Index b, Index h, Index i, Index j) { x.bias.set(b, h, i, j, j < c.cols / 2 ? 0 : c.far_bias); });
+  }
   x.slopes.randomise(random, 0.1);
   return x;
 }
@@ -452,7 +456,7 @@ struct Reference {
       if (!pattern(i, j)) {
         continue;
       }
-      p[n] = std::exp(s[n] - log_sum);
+      p[n] = std::exp(s[n] - top) / total;
       for (Index d = 0; d < c.value_depth; ++d) {
         o[at((b * c.heads + h) * c.rows + i, c.value_depth, d)] += p[n] * keep[n] * x.v.get(b, kv, j, d);
         d_p[n] += keep[n] * x.d_o.get(b, h, i, d) * x.v.get(b, kv, j, d);
@@ -850,6 +854,23 @@ TEST(AttentionCpu, LargeScores) {
   run(c, x, serial_executor());
   const Reference expected(c, x);
   expect_close(x.o, expected.o, 5e-3, "o");
+}
+
+TEST(AttentionCpu, LargeBias) {  // a number, however large: rows that see no other keys average them
+  for (const double size : {1e5, 1e9, 1e11, 1e13, 1e20, 1e30, 2e38, 3.4e38}) {
+    for (const double bias : {-size, size}) {
+      SCOPED_TRACE(std::to_string(bias));
+      Case c = with(window(40, 40, 3, 3));
+      c.size = 0;  // scores are the bias alone, which has no room for more
+      c.bias = {1, 1, 1, 40};
+      c.far_bias = bias;
+      c.d_lse = true;
+      check(c);
+      c.bias = {1, 2, 40, 40};
+      c.dtype = DType::f64;
+      check(c);
+    }
+  }
 }
 
 }  // namespace

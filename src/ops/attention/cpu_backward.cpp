@@ -2,6 +2,7 @@
 // the transposed pattern for theirs, and scores are computed again in both. A gradient is summed by one task in a fixed
 // order, so that results do not depend on the number of threads.
 #include <algorithm>
+#include <cmath>
 #include <deque>
 #include <limits>
 #include <optional>
@@ -101,7 +102,7 @@ class Backward {
   }
 
   void run(Plans plans, Plans transposed) {
-    prepare();
+    prepare(plans);
     if (b_.d_q.data != nullptr || (bias_ && !bias_->by_key())) {
       run(plans, false);
     }
@@ -144,7 +145,7 @@ class Backward {
     const Layer<Acc>& layer;
     Packing<Acc>& packing;
     const Acc *turned, *turned_gradients;  ///< for the scores, and for the gradients of the probabilities
-    const Acc *lse, *delta;                ///< by place, where rows are keys
+    const Acc *lse, *rest, *delta;         ///< by place, where rows are keys
     const unsigned* states;
   };
   /// Heads that share a plan, with its components.
@@ -154,8 +155,36 @@ class Backward {
     bool whole;  ///< the last holds every row
   };
 
+  /// From here on what rounding a log-sum-exp leaves out counts: a probability would be wrong by 6e-5 in fp32.
+  static constexpr Acc kLargeLse = 1024;
+
+  /// What lse lost to rounding, if some row's is large. A bias or slopes make it so; it takes the forward again.
+  void find_rest(Plans plans) {
+    const std::int64_t rows = p_.batch * p_.heads * p_.rows;
+    const auto large = [&](std::int64_t n) {
+      return std::isfinite(lse_.data()[n]) && std::abs(lse_.data()[n]) > kLargeLse;
+    };
+    bool any = false;
+    for (std::int64_t n = 0; n < rows && (p_.bias.data != nullptr || p_.slopes.data != nullptr) && !any; ++n) {
+      any = large(n);
+    }
+    if (!any) {
+      return;
+    }
+    rest_.emplace(context_, rows);
+    const Workspace out(context_, static_cast<std::size_t>(rows * p_.value_depth) * size_of(p_.dtype));
+    Problem again = p_;
+    again.o = {out.data(), p_.heads * p_.rows * p_.value_depth, p_.rows * p_.value_depth, p_.value_depth, 1};
+    again.lse = {lse_.data(), p_.heads * p_.rows, p_.rows, 1, 0};
+    again.lse_rest = again.lse;
+    again.lse_rest.data = rest_->data();
+    forward(again, plans, context_);
+    std::replace(lse_.data(), lse_.data() + rows, -std::numeric_limits<Acc>::infinity(),
+                 std::numeric_limits<Acc>::infinity());
+  }
+
   /// lse as it is subtracted, +inf for a row with no element, and delta = Σ d_o∘o − d_lse.
-  void prepare() {
+  void prepare(Plans plans) {
     const std::int64_t grain = std::max<std::int64_t>(1, (std::int64_t{1} << 15) / p_.value_depth);
     context_.executor->parallel_for(p_.batch * p_.heads * p_.rows, grain, [&](std::int64_t begin, std::int64_t end) {
       Acc* const o = need<Acc>(thread_buffers().left, 2 * p_.value_depth);
@@ -179,6 +208,7 @@ class Backward {
             machine_.rows.dot(o, d_o, p_.value_depth) - (b_.d_lse.data != nullptr ? of_row(b_.d_lse) : 0);
       }
     });
+    find_rest(plans);
   }
 
   void run(Plans plans, bool transposed) {
@@ -196,7 +226,7 @@ class Backward {
     const std::int64_t heads = p_.heads / p_.kv_heads, features = keys_.padded() + values_.padded();
     const std::int64_t columns = transposed ? heads * places : places;
     const std::int64_t rows = transposed ? p_.cols : heads * p_.rows;
-    const std::int64_t bytes = Memory::bytes<Acc>(columns * (2 * features + 3)) + Memory::bytes<Acc>(rows * features) +
+    const std::int64_t bytes = Memory::bytes<Acc>(columns * (2 * features + 4)) + Memory::bytes<Acc>(rows * features) +
                                kPieces * Memory::bytes<Acc>(1);
     const bool together = bias_ && bias_->by_key() == transposed;
     for_slices(p_.batch * p_.kv_heads, bytes, together, context_,
@@ -206,7 +236,7 @@ class Backward {
                });
   }
   /// Most pieces that a range takes of its memory.
-  static constexpr std::int64_t kPieces = 9;
+  static constexpr std::int64_t kPieces = 10;
 
   /// Rows' sums as they wait for the next component, zeros at first.
   void make_sums(Sums& sums, std::int64_t rows, Memory& memory) const {
@@ -252,7 +282,8 @@ class Backward {
                           : nullptr;
     Packing<Acc> packing(layer, machine_, p_.dtype, slices, {p_.k, keys_, turned_keys, keys},
                          {p_.v, values_, turned_values, nullptr}, context);
-    run({false, layer, packing, turned_keys, turned_values, nullptr, nullptr, nullptr}, units, target, context);
+    run({false, layer, packing, turned_keys, turned_values, nullptr, nullptr, nullptr, nullptr}, units, target,
+        context);
   }
 
   void key_gradients(const std::deque<Layers>& all, std::int64_t first, std::int64_t last, Context& context,
@@ -300,6 +331,7 @@ class Backward {
     Packing<Acc> packing(layer, machine_, p_.dtype, heads, {p_.q, keys_, turned_queries, queries},
                          {b_.d_o, values_, turned_gradients, gradients}, context);
     Acc* const lse = memory.take<Acc>(places);
+    Acc* const rest = rest_ ? memory.take<Acc>(places) : nullptr;
     Acc* const delta = memory.take<Acc>(places);
     unsigned* const states = layer.scores.dropped() ? memory.take<unsigned>(places) : nullptr;
     context.executor->parallel_for(places, 1 << 13, [&](std::int64_t begin, std::int64_t end) {
@@ -309,12 +341,15 @@ class Backward {
         const std::int64_t at = (head.batch * p_.heads + head.head) * p_.rows + token;
         lse[n] = token < 0 ? std::numeric_limits<Acc>::infinity() : lse_.data()[at];
         delta[n] = token < 0 ? 0 : delta_.data()[at];
+        if (rest != nullptr) {
+          rest[n] = token < 0 ? 0 : rest_->data()[at];
+        }
         if (states != nullptr) {
           states[n] = layer.scores.state(head, token);
         }
       }
     });
-    run({true, layer, packing, turned_queries, turned_gradients, lse, delta, states}, units, target, context);
+    run({true, layer, packing, turned_queries, turned_gradients, lse, rest, delta, states}, units, target, context);
   }
 
   /// The rows' gradients, and then those of the bias, if these rows sum it up.
@@ -432,6 +467,7 @@ class Backward {
       }
       if (!pass.transposed) {
         gradient.lse = tokens[n] < 0 ? &kInfinity : lse_.data() + rows_before + tokens[n];
+        gradient.rest = rest_ && tokens[n] >= 0 ? rest_->data() + rows_before + tokens[n] : nullptr;
         gradient.delta = tokens[n] < 0 ? &kZero : delta_.data() + rows_before + tokens[n];
         machine_.rows.gradient(gradient);
         continue;
@@ -450,6 +486,7 @@ class Backward {
         part.slope = part.slope != nullptr ? part.slope + piece.at : nullptr;
         part.keep = part.keep != nullptr ? part.keep + piece.at : nullptr;
         part.lse = pass.lse + places_before + piece.place;
+        part.rest = pass.rest != nullptr ? pass.rest + places_before + piece.place : nullptr;
         part.delta = pass.delta + places_before + piece.place;
         machine_.rows.gradient(part);
       }
@@ -492,6 +529,7 @@ class Backward {
   Machine<Acc> machine_;
   Split keys_, values_;
   Array<Acc> lse_, delta_;
+  std::optional<Array<Acc>> rest_;  ///< of lse, if it counts
   std::optional<BiasSums<Acc>> bias_;
 };
 

@@ -33,6 +33,7 @@ class Forward {
         values_(problem.value_depth, machine_.tiles),
         late_(problem.softcap == 0 && problem.bias.data == nullptr && problem.slopes.data == nullptr &&
               problem.scale >= kLeastLate && problem.scale <= 1),
+        unit_(static_cast<Acc>(late_ ? problem.scale : 1)),
         factor_(static_cast<Acc>((late_ ? problem.scale : 1) / kSoftmaxUnit<Acc>)) {}
 
   void run(Plans plans) {
@@ -224,10 +225,19 @@ class Forward {
     }
     machine_.rows.narrow(out, p_.value_depth, sum == 0 ? Acc{0} : 1 / sum, row_of(p_.o, p_.dtype, head, token),
                          p_.dtype, p_.o.col);
-    if (p_.lse.data != nullptr) {
-      static_cast<Acc*>(p_.lse.data)[head.batch * p_.lse.batch + head.head * p_.lse.head + token * p_.lse.row] =
-          sum == 0 ? kNone<Acc> : static_cast<Acc>(top * kSoftmaxUnit<Acc> + std::log(sum));
+    const auto put = [&](const Operand& to, Acc value) {
+      if (to.data != nullptr) {
+        static_cast<Acc*>(to.data)[head.batch * to.batch + head.head * to.head + token * to.row] = value;
+      }
+    };
+    if (sum == 0) {
+      put(p_.lse, kNone<Acc>);
+      put(p_.lse_rest, 0);
+      return;
     }
+    const Acc high = top * unit_, low = std::log(sum), both = high + low, of_low = both - high;
+    put(p_.lse, both);
+    put(p_.lse_rest, (high - (both - of_low)) + (low - of_low));  // exact, whichever of the two is larger
   }
 
   const Problem& p_;
@@ -235,7 +245,8 @@ class Forward {
   Machine<Acc> machine_;
   Split keys_, values_;
   bool late_;   ///< scores get their scale in the softmax, not through the queries
-  Acc factor_;  ///< of the scores, there
+  Acc unit_;    ///< what a score is worth there
+  Acc factor_;  ///< the same in the softmax's unit
 };
 
 }  // namespace

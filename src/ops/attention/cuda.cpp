@@ -105,6 +105,9 @@ bool has_extras(const Problem& p) {
   return p.softcap > 0 || p.bias.data != nullptr || p.slopes.data != nullptr || p.dropout.rate > 0 || !(p.scale > 0);
 }
 
+/// Whether the kernels' statistics are ScoreStats: in float they all do more than a scale.
+bool scored(const Problem& p) { return p.dtype == DType::f32 || has_extras(p); }
+
 Config config_for(Make make, const Problem& p, const Context& context) {
   const std::int64_t deepest = std::max(p.depth, p.value_depth);
   const bool simple = p.dtype == DType::f32;
@@ -122,8 +125,9 @@ KernelSpec bias_spec(DType dtype, int depth, bool keys, bool row_sums) {
               (keys ? ", true" : ", false") + (row_sums ? ", true>" : ", false>"),
           simple_shape(depth, 4).shared_bytes};
 }
-KernelSpec stats_spec(DType dtype) {
-  return {kRowsSource, std::string("fretwork::attention_stats<") + device_type(dtype) + ">"};
+KernelSpec stats_spec(DType dtype, bool score) {
+  return {kRowsSource,
+          std::string("fretwork::attention_stats<") + device_type(dtype) + ", 1, " + (score ? "true>" : "false>")};
 }
 KernelSpec copy_spec(DType from, DType to) {
   return {kRowsSource, std::string("fretwork::attention_copy<") + device_type(from) + ", " + device_type(to) + ">"};
@@ -159,9 +163,10 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
     }
   }
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-    list.push_back(stats_spec(dtype));
+    list.push_back(stats_spec(dtype, true));
     list.push_back(copy_spec(dtype, dtype));
     if (dtype != DType::f32) {
+      list.push_back(stats_spec(dtype, false));
       list.push_back(copy_spec(DType::f32, dtype));
     }
     list.push_back(sum_spec(dtype));
@@ -349,6 +354,43 @@ bool one_component_each(const std::vector<Prepared>& sets) {
   return std::all_of(sets.begin(), sets.end(), [](const Prepared& s) { return s.plan->components.size() <= 1; });
 }
 
+// ------------------------------------------------------------------------------------------------------ forward
+
+/// All but where results go, and what they are merged with.
+ForwardParams forward_params(const Problem& p, const Input& q, const Input& k, const Input& v) {
+  ForwardParams params{};
+  params.score = score_arg(p);
+  params.q = q.arg();
+  params.k = k.arg();
+  params.v = v.arg();
+  params.queries = static_cast<int>(p.rows);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  return params;
+}
+
+std::size_t sums_bytes(const Problem& p) {
+  return static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowSum);
+}
+
+/// `merge`: results hold something before the first component.
+void launch_forward(const Config& config, const std::vector<Prepared>& sets, ForwardParams& params, bool merge,
+                    Context& context) {
+  const Kernel& kernel = config.kernel(context.device.index);
+  const KernelShape shape = config.shape();
+  for (const Prepared& set : sets) {
+    params.heads = set.heads.arg;
+    params.merge = merge;
+    for (const ComponentArg& component : set.plan->components) {
+      params.plan = component;
+      if (const std::int64_t grid = set.grid(component); grid > 0) {
+        kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
+      }
+      params.merge = true;
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------------------- gradients
 
 /// What the gradients of a call read.
@@ -356,6 +398,7 @@ struct Given {
   const BackwardProblem& problem;
   Input q, k, v, d_o;
   Workspace stats;
+  const Workspace sums;  ///< of rows with a large log-sum-exp
 
   Given(const BackwardProblem& b, Context& context)
       : problem(b),
@@ -365,23 +408,44 @@ struct Given {
         v(b.forward.v, {b.forward.batch, b.forward.kv_heads, b.forward.cols, b.forward.value_depth}, b.forward.dtype,
           context),
         d_o(b.d_o, {b.forward.batch, b.forward.heads, b.forward.rows, b.forward.value_depth}, b.forward.dtype, context),
-        stats(context,
-              static_cast<std::size_t>(b.forward.batch * b.forward.heads * b.forward.rows) * sizeof(RowStats)) {
+        stats(context, static_cast<std::size_t>(b.forward.batch * b.forward.heads * b.forward.rows) *
+                           (scored(b.forward) ? sizeof(ScoreStats) : sizeof(RowStats))),
+        sums(context, may_be_large(b.forward) ? sums_bytes(b.forward) : 0) {
     const Problem& p = b.forward;
+    if (sums.data() != nullptr) {
+      find_sums(context);
+    }
     StatsParams params{};
+    params.sums = static_cast<const RowSum*>(sums.data());
     params.o = output_arg(p.o, p.dtype);
     params.d_o = output_arg(b.d_o, p.dtype);
     params.lse = output_arg(p.lse, DType::f32);
     params.d_lse = output_arg(b.d_lse, DType::f32);
-    params.stats = static_cast<RowStats*>(stats.data());
+    params.stats = stats.data();
     params.rows = p.rows;
     params.all_rows = p.batch * p.heads * p.rows;
     params.heads = static_cast<int>(p.heads);
     params.value_depth = static_cast<int>(p.value_depth);
     if (params.all_rows > 0) {
-      get_kernel(stats_spec(p.dtype), context.device.index)
+      get_kernel(stats_spec(p.dtype, scored(p)), context.device.index)
           .launch(ceil_div(params.all_rows, 8), 256, 0, &params, context.stream);
     }
+  }
+
+ private:
+  /// Where a log-sum-exp may be much larger than a product with the scale is.
+  static bool may_be_large(const Problem& p) { return p.bias.data != nullptr || p.slopes.data != nullptr; }
+
+  /// A large log-sum-exp has lost its smaller part to rounding: the forward again, for tiles that have such rows.
+  void find_sums(Context& context) const {
+    const Problem& p = problem.forward;
+    const Config config = config_for(Make::forward, p, context);
+    driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
+    ForwardParams params = forward_params(p, q, k, v);
+    params.lse = output_arg(p.lse, DType::f32);
+    params.sums = static_cast<RowSum*>(sums.data());
+    params.again = true;
+    launch_forward(config, prepare(p, config.tile(), false, context), params, true, context);
   }
 };
 
@@ -428,7 +492,7 @@ BackwardParams backward_params(const Given& given) {
   const Problem& p = given.problem.forward;
   BackwardParams params{};
   params.score = score_arg(p);
-  params.stats = static_cast<const RowStats*>(given.stats.data());
+  params.stats = given.stats.data();
   params.queries = static_cast<int>(p.rows);
   params.depth = static_cast<int>(p.depth);
   params.value_depth = static_cast<int>(p.value_depth);
@@ -530,7 +594,7 @@ void bias_gradient(const Given& given, Context& context) {
   params.second = keys ? given.v.arg() : given.d_o.arg();
   params.other_first = keys ? given.q.arg() : given.k.arg();
   params.other_second = keys ? given.d_o.arg() : given.v.arg();
-  params.stats = static_cast<const RowStats*>(given.stats.data());
+  params.stats = static_cast<const ScoreStats*>(given.stats.data());
   params.out = static_cast<float*>(space.data());
   params.out_batch = at.batch;
   params.out_head = at.head;
@@ -604,37 +668,19 @@ void forward(const Problem& problem, Context& context) {
   const Input k(p.k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, context);
   const Input v(p.v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, context);
   const bool fills = !all_cover(sets), merges = fills || !one_component_each(sets);
-  const Sizes lse_sizes{p.batch, p.heads, p.rows, 1};
-  const Workspace own_lse(context, merges && p.lse.data == nullptr
-                                       ? static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(float)
-                                       : 0);
-  const Operand lse = own_lse.data() != nullptr ? contiguous(own_lse.data(), lse_sizes, 1) : p.lse;
+  const Workspace sums(context, merges ? sums_bytes(p) : 0);
   if (fills) {
     fill(p.o, {p.batch, p.heads, p.rows, p.value_depth}, p.dtype, 0.0f, context);
-    fill(lse, lse_sizes, DType::f32, -std::numeric_limits<float>::infinity(), context);
-  }
-  ForwardParams params{};
-  params.score = score_arg(p);
-  params.q = q.arg();
-  params.k = k.arg();
-  params.v = v.arg();
-  params.o = output_arg(p.o, p.dtype);
-  params.lse = output_arg(lse, DType::f32);
-  params.depth = static_cast<int>(p.depth);
-  params.value_depth = static_cast<int>(p.value_depth);
-  const Kernel& kernel = config.kernel(context.device.index);
-  const KernelShape shape = config.shape();
-  for (const Prepared& set : sets) {
-    params.heads = set.heads.arg;
-    params.merge = fills;
-    for (const ComponentArg& component : set.plan->components) {
-      params.plan = component;
-      if (const std::int64_t grid = set.grid(component); grid > 0) {
-        kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
-      }
-      params.merge = true;
+    if (p.lse.data != nullptr) {
+      fill(p.lse, {p.batch, p.heads, p.rows, 1}, DType::f32, -std::numeric_limits<float>::infinity(), context);
     }
+    driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
   }
+  ForwardParams params = forward_params(p, q, k, v);
+  params.o = output_arg(p.o, p.dtype);
+  params.lse = output_arg(p.lse, DType::f32);
+  params.sums = static_cast<RowSum*>(sums.data());
+  launch_forward(config, sets, params, fills, context);
 }
 
 void backward(const BackwardProblem& problem, Context& context) {

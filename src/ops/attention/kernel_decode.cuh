@@ -28,16 +28,16 @@ struct DecodeRow {
 
 /// What a part's sums count for beside the highest score of all; a part that has none, or only NaN, keeps its sums'
 /// NaN.
-__device__ __forceinline__ float share_of(float highest_here, float highest) {
-  return exp2_fast(highest_here - (highest == -infinity() ? 0.0f : highest));
+__device__ __forceinline__ float share_of(const DecodeParams& p, float highest_here, float highest) {
+  return exp2_fast((highest_here - (highest == -infinity() ? 0.0f : highest)) * (p.unit * kLog2e));
 }
 
-/// Writes a row's log-sum-exp; `top` in units of log 2.
+/// Writes a row's log-sum-exp.
 __device__ __forceinline__ void store_lse(const DecodeParams& p, int batch, const DecodeRow& row, float top,
                                           float sum) {
   if (p.lse.data != nullptr) {
     static_cast<float*>(p.lse.data)[batch * p.lse.batch + row.head * p.lse.head + row.query * p.lse.row] =
-        sum == 0.0f ? -infinity() : (top + log2f(sum)) * kLn2;
+        sum == 0.0f ? -infinity() : top * p.unit + log2f(sum) * kLn2;
   }
 }
 template <typename T>
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
                              DecodeRow(p, kv_head, tile * kRows + lane / 4 + 8)};
   const Score<Extras> scores[2] = {score_of<Extras>(p.score, batch, rows[0].head, p.heads),
                                    score_of<Extras>(p.score, batch, rows[1].head, p.heads)};
-  const float factor = scores[0].factor;
+  const float factor = p.unit * kLog2e;
   const auto k_at = fragments_along(k);
   const auto v_at = fragments_across(v, 0);
   register_sums<1, Depth / 8> out = {};
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
       }
     }
     each_score(s, [&](int, int half, int, int, float& x) {
-      x = exp2_fast(x * factor - (top[half] == -infinity() ? 0.0f : top[half] * factor));
+      x = exp2_fast((x - (top[half] == -infinity() ? 0.0f : top[half])) * factor);
       total[half] += x;
     });
     if constexpr (Extras) {
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
     const int row = lane / 4 + 8 * half;
     total[half] = reduce_lanes<4>(total[half], take_sum{});
     if (lane % 4 == 0) {
-      shares[warp][row] = Share{top[half] * factor, total[half]};
+      shares[warp][row] = Share{top[half], total[half]};
     }
 #pragma unroll
     for (int j = 0; j < Depth / 8; ++j) {
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       const Share part = shares[w][line_of];
-      const float share = share_of(part.highest, highest);
+      const float share = share_of(p, part.highest, highest);
       const float4 from = *reinterpret_cast<const float4*>(sums + (w * kRows + line_of) * kSumLine + col);
       sum += share * part.sum;
       x[0] += share * from.x;
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::kMergeWarps)
 #pragma unroll(Depth > 128 ? 2 : 4)
   for (int s = 0; s < p.segments; ++s) {
     const Share part = p.shares[place(s)];
-    const float share = share_of(part.highest, highest);
+    const float share = share_of(p, part.highest, highest);
     const float* const from = p.sums + place(s) * Depth + lane;
     sum += share * part.sum;
 #pragma unroll

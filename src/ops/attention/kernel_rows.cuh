@@ -9,8 +9,9 @@
 
 namespace fretwork {
 
-/// A warp for each query; or, where rows of o and d_o can be read kRun = 8 neighbours at a time, 16 lanes.
-template <typename T, int kRun = 1>
+/// A warp for each query; or, where rows of o and d_o can be read kRun = 8 neighbours at a time, 16 lanes. kScore:
+/// ScoreStats are made.
+template <typename T, int kRun = 1, bool kScore = false>
 __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ attention_op::StatsParams p) {
   constexpr int kLanes = kRun > 1 ? 16 : 32;
   let_next_kernel_start();
@@ -35,13 +36,20 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
   }
   sum = reduce_lanes<kLanes>(sum, take_sum{});
   if (threadIdx.x % kLanes == 0 && index < p.all_rows) {
+    if constexpr (kScore) {
+      const RowSum all =
+          p.sums != nullptr && is_large(lse) ? p.sums[at] : RowSum{lse == -infinity() ? infinity() : lse, 1.0f};
+      static_cast<ScoreStats*>(p.stats)[at] = {all.top, sum - given, log2f(all.sum), 0.0f};
+      return;
+    }
+    auto* const stats = static_cast<RowStats*>(p.stats);
     const float lse_2 = lse == -infinity() ? infinity() : lse * kLog2e;
     if (p.in_tiles) {
-      float* const to = reinterpret_cast<float*>(p.stats + at / 64 * 64) + at % 64;
+      float* const to = reinterpret_cast<float*>(stats + at / 64 * 64) + at % 64;
       to[0] = lse_2;
       to[64] = sum - given;
     } else {
-      p.stats[at] = {lse_2, sum - given};
+      stats[at] = {lse_2, sum - given};
     }
   }
 }

@@ -239,6 +239,9 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
   const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
   tables.fill(p.plan, item.tile);
   __syncthreads();
+  if (is_done(p, item, tables.token)) {
+    return;
+  }
   fill_lines<float, Depth>(q, head_of<float>(p.q, item.batch, item.head), p.q.row, p.depth,
                            [&](int n) { return tables.token[n]; });
   const Score<true> score(p.score, item.batch, item.head, p.heads.all);
@@ -273,12 +276,12 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
         high = fmaxf(high, s[i][j]);
       }
       high = reduce_lanes<16>(high, take_max{});
-      const float from = high == -infinity() ? 0.0f : high, shrink = exp2_fast(top[i] - from);
+      const float from = high == -infinity() ? 0.0f : high, shrink = exp2_fast(score.exponent(top[i], from));
       top[i] = high;
       total[i] *= shrink;
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
-        s[i][j] = exp2_fast(s[i][j] - from);
+        s[i][j] = exp2_fast(score.exponent(s[i][j], from));
         total[i] += s[i][j];
         if (!score.keeps(tables.token[y + 16 * i], now.tile.base + tables.place[x + 16 * j].offset)) {
           s[i][j] = 0.0f;
@@ -298,11 +301,11 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
   for (int i = 0; i < kEach; ++i) {
     const float sum = reduce_lanes<16>(total[i], take_sum{});
     const int token = tables.token[y + 16 * i];
-    const Merge merge(p, item, token, sum == 0.0f ? -infinity() : (top[i] + log2f(sum)) * kLn2);
-    const float share = sum == 0.0f ? 0.0f : p.score.kept / sum * merge.here;
+    const Merge merge(score, p, item, token, {top[i], sum});
+    const float share = p.score.kept * merge.here;
 #pragma unroll
     for (int c = 0; c < Depth / 64; ++c) {
-      if (merge.writes) {
+      if (merge.writes && p.o.data != nullptr) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           out[i][c][e] *= share;
@@ -312,7 +315,7 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
     }
     __syncwarp();
     if (x == 0) {
-      merge.store_lse();
+      merge.store();
     }
   }
 }
@@ -321,16 +324,16 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
 template <int Depth>
 __device__ __forceinline__ void simple_gradients(simple_scores<Depth>& s, simple_scores<Depth>& g,
                                                  const ComponentArg& plan, const Step& now, const Score<true>& score,
-                                                 const RowStats* stats, bool keys, bool through_cap, const int* tokens,
-                                                 const Place* places) {
+                                                 const ScoreStats* stats, bool keys, bool through_cap,
+                                                 const int* tokens, const Place* places) {
   const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
   each_simple<Depth>(plan, now.mask, [&](int i, int j, bool there) {
     const int row = tokens[y + 16 * i], col = now.tile.base + places[x + 16 * j].offset;
     const int query = keys ? col : row, key = keys ? row : col;
     if (row >= 0 && there) {
-      const RowStats of = stats[query];
+      const ScoreStats of = stats[query];
       float slope;
-      const float share = exp2_fast(score.prepare(s[i][j], query, key, slope) - of.lse);
+      const float share = score.share(score.prepare(s[i][j], query, key, slope), of);
       const bool keeps = score.keeps(query, key);
       g[i][j] = share * ((keeps ? g[i][j] * score.arg.kept : 0.0f) - of.delta) * (through_cap ? slope : 1.0f);
       s[i][j] = keeps ? share : 0.0f;
@@ -398,9 +401,10 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
     dot_lines<Depth, Tf32>(s, first, a, exchange);
     dot_lines<Depth, Tf32>(g, second, b, exchange);
     const Score<true> score(p.score, item.batch, query_head, p.heads.all);
-    simple_gradients<Depth>(s, g, p.plan, now, score,
-                            p.stats + (static_cast<i64>(item.batch) * p.heads.all + query_head) * p.queries, Keys, true,
-                            tables.token, tables.place);
+    simple_gradients<Depth>(
+        s, g, p.plan, now, score,
+        static_cast<const ScoreStats*>(p.stats) + (static_cast<i64>(item.batch) * p.heads.all + query_head) * p.queries,
+        Keys, true, tables.token, tables.place);
     if constexpr (Keys) {
       add_lines<Depth, Tf32>(d_second, s, exchange, b);
     }

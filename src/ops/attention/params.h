@@ -86,14 +86,31 @@ struct RowStats {
   float lse, delta;
 };
 
+/// The same for kernels with more than a scale: the log-sum-exp as it is, and what is to be added to it in units of
+/// log 2, because a large one has no room for it.
+struct ScoreStats {
+  float lse, delta, rest, pad;
+};
+
+/// A log-sum-exp of which nothing is rounded away: top + log(sum). Zeros where there is no element.
+struct RowSum {
+  float top, sum;
+};
+
+/// From here on what rounding a log-sum-exp leaves out counts in gradients: probabilities would be wrong by 6e-5.
+inline constexpr float kLargeLse = 1024.0f;
+
 struct ForwardParams {
   ComponentArg plan;
   HeadsArg heads;
   ScoreArg score;
   InputArg q, k, v;
   OutputArg o, lse;  ///< lse: absent when its data is null
+  RowSum* sums;      ///< of each (batch, head, query): what components hand on. Null where there is only one
+  int queries;
   int depth, value_depth;
-  bool merge;  ///< o and lse hold what the components before gave
+  bool merge;  ///< o and sums hold what the components before gave
+  bool again;  ///< lse is given: of rows where it is large, sums are written and nothing else is
 };
 
 /// Rows are queries, and the first gradient is theirs; or keys, and the gradients are the keys' and the values'.
@@ -104,7 +121,8 @@ struct BackwardParams {
   ScoreArg score;
   InputArg first, second, other_first, other_second;
   OutputArg d_first, d_second;
-  const RowStats* stats;  ///< of each (batch, head, query)
+  const void*
+      stats;  ///< of each (batch, head, query): RowStats, or ScoreStats where more than a scale is done to scores
   int queries;
   int depth, value_depth;
   bool add;  ///< the gradients are float and are added to
@@ -115,7 +133,7 @@ struct BiasGradientParams {
   ComponentArg plan;
   ScoreArg score;
   InputArg first, second, other_first, other_second;
-  const RowStats* stats;
+  const ScoreStats* stats;
   float* out;  ///< added to
   long long out_batch, out_head, out_row, out_col;
   const int* heads;  ///< those with this pattern, or null for all
@@ -127,9 +145,10 @@ struct BiasGradientParams {
 /// Statistics of the rows for the gradients.
 struct StatsParams {
   OutputArg o, d_o, lse, d_lse;  ///< d_lse: absent when its data is null
-  RowStats* stats;
-  bool in_tiles;             ///< of 64 rows, which are then those of a head: 64 × lse, 64 × delta
-  long long rows, all_rows;  ///< of a head, of all
+  void* stats;                   ///< RowStats or ScoreStats
+  const RowSum* sums;            ///< of rows with a large lse, where ScoreStats are wanted; or null
+  bool in_tiles;                 ///< of 64 rows, which are then those of a head: 64 × lse, 64 × delta
+  long long rows, all_rows;      ///< of a head, of all
   int heads, value_depth;
 };
 

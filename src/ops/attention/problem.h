@@ -41,6 +41,9 @@ struct Problem {
   Operand q, k, v;
   Operand o;    ///< forward: the result; backward: as it was
   Operand lse;  ///< (batch, head, row), col unused, f32 (f64 where dtype is): natural logarithm
+  /// As lse: what its rounding left out, which matters to gradients where it is large. The CPU's forward writes it
+  /// where it is given.
+  Operand lse_rest;
   Bias bias;
   Operand slopes;  ///< ALiBi: of lse's type, by head only: −slope·|row + cols − rows − col| is added. Absent when data
                    ///< is null

@@ -22,8 +22,10 @@ using attention_op::MaskArg;
 using attention_op::OrderArg;
 using attention_op::OutputArg;
 using attention_op::RowStats;
+using attention_op::RowSum;
 using attention_op::RunArg;
 using attention_op::ScoreArg;
+using attention_op::ScoreStats;
 using attention_op::TileArg;
 
 /// x in a register of its own: what a shuffle gave is not computed again wherever it is used.
@@ -147,14 +149,23 @@ __device__ __forceinline__ u32 mask_word(const MaskArg& mask, const u32* bits, i
   return low_bits(min(max(high, 0), 32)) & ~low_bits(min(max(low, 0), 32));
 }
 
-/// Everything about an element of the scores beside its product. `Extras` false: scale only.
+/// Everything about an element of the scores beside its product. `Extras` false: scale only. Exponents of 2 are counted
+/// from a level: a row's highest score, or near it.
 template <bool Extras>
 struct Score {
   float factor;  ///< of the product, so that exponents are of 2
+
+  __device__ __forceinline__ float level(float score) const { return score * factor; }
+  __device__ __forceinline__ float exponent(float score, float level) const { return score * factor - level; }
+  static constexpr float kLevelLog2 = 1.0f, kLevel = kLn2;  ///< what a level is worth, in units of log 2 and of 1
+  using Stats = RowStats;
 };
+/// Scores may be as large as numbers are: differences are taken before anything is multiplied, since products would be
+/// rounded or overflow.
 template <>
 struct Score<true> {
-  float factor;  ///< 1: `prepare` multiplies
+  static constexpr float kLevelLog2 = kLog2e, kLevel = 1.0f;
+  using Stats = ScoreStats;
   const ScoreArg& arg;
   i64 bias_at;
   float slope;
@@ -162,8 +173,7 @@ struct Score<true> {
   i64 seed;
 
   __device__ __forceinline__ Score(const ScoreArg& score, int batch, int head, int heads)
-      : factor(1.0f),
-        arg(score),
+      : arg(score),
         bias_at(batch * score.bias_batch + head * score.bias_head),
         slope(score.slopes != nullptr ? score.slopes[head * score.slope_stride] : 0.0f),
         batch_head(static_cast<i64>(batch) * heads + head),
@@ -175,7 +185,13 @@ struct Score<true> {
            : arg.bias_type == BiasType::f16 ? widen(static_cast<const f16*>(arg.bias)[at])
                                             : widen(static_cast<const bf16*>(arg.bias)[at]);
   }
-  /// The score from the product, times log2 e; `slope_of_cap` is softcap's derivative there.
+  __device__ __forceinline__ float level(float score) const { return score; }
+  __device__ __forceinline__ float exponent(float score, float level) const { return (score - level) * kLog2e; }
+  /// The share of a score in its row.
+  __device__ __forceinline__ float share(float score, const ScoreStats& of) const {
+    return exp2_fast(exponent(score, of.lse) - of.rest);
+  }
+  /// The score from the product; `slope_of_cap` is softcap's derivative there.
   __device__ __forceinline__ float prepare(float product, int row, int col, float& slope_of_cap) const {
     float x = product * arg.scale;
     slope_of_cap = 1.0f;
@@ -187,8 +203,7 @@ struct Score<true> {
     if (arg.bias != nullptr) {
       x += bias(row, col);
     }
-    x -= slope * static_cast<float>(abs(row + arg.distance - col));
-    return x * kLog2e;
+    return x - slope * static_cast<float>(abs(row + arg.distance - col));
   }
   __device__ __forceinline__ bool keeps(int row, int col) const {
     return arg.threshold == 0 || random_bits(random_row(seed, batch_head, row), col) >= arg.threshold;
@@ -361,35 +376,73 @@ __device__ __forceinline__ void load_some(const T* row, const OutputArg& out, in
   }
 }
 
-/// How a row's result joins what the components before gave it, by the log-sum-exp.
+/// Whether what rounding left out of a log-sum-exp counts.
+__device__ __forceinline__ bool is_large(float lse) {
+  return fabsf(lse) > attention_op::kLargeLse && fabsf(lse) < infinity();
+}
+__device__ __forceinline__ float* lse_of(const attention_op::ForwardParams& p, const Item& item, int token) {
+  return static_cast<float*>(p.lse.data) + item.batch * p.lse.batch + item.head * p.lse.head + token * p.lse.row;
+}
+/// Whether a CTA has nothing to do because it runs again for rows of a large log-sum-exp. All threads call it.
+template <int Rows>
+__device__ __forceinline__ bool is_done(const attention_op::ForwardParams& p, const Item& item,
+                                        const int (&token)[Rows]) {
+  if (!p.again) {
+    return false;
+  }
+  bool any = false;
+  for (int n = static_cast<int>(threadIdx.x); n < Rows; n += static_cast<int>(blockDim.x)) {
+    any = any || (token[n] >= 0 && is_large(*lse_of(p, item, token[n])));
+  }
+  return __syncthreads_or(any ? 1 : 0) == 0;
+}
+
+/// How a row's result joins what the components before gave it.
 struct Merge {
   bool writes;                       ///< false: the row has nothing new, or is not there
-  float before = 0.0f, here = 1.0f;  ///< shares of the old result and of the new one
-  float lse;
+  float before = 0.0f, here = 0.0f;  ///< share of the old result, and what the new sum of values is multiplied by
+  float lse = -infinity();
+  RowSum all;
+  RowSum* sum_at;
   float* lse_at;
 
-  __device__ __forceinline__ Merge(const attention_op::ForwardParams& p, const Item& item, int token, float lse_here)
+  /// `top` is a level of a Score.
+  template <typename Score>
+  __device__ __forceinline__ Merge(const Score&, const attention_op::ForwardParams& p, const Item& item, int token,
+                                   const RowSum& mine)
       : writes(token >= 0),
-        lse(lse_here),
-        lse_at(static_cast<float*>(p.lse.data) + item.batch * p.lse.batch + item.head * p.lse.head +
-               token * p.lse.row) {
-    if (p.lse.data == nullptr) {
+        all(mine),
+        sum_at(p.sums != nullptr ? p.sums + (static_cast<i64>(item.batch) * p.heads.all + item.head) * p.queries + token
+                                 : nullptr),
+        lse_at(p.lse.data != nullptr ? lse_of(p, item, token) : nullptr) {
+    if (writes && p.again) {
+      writes = is_large(*lse_at);
       lse_at = nullptr;
     }
-    if (!writes || !p.merge) {
-      return;
+    if (writes && p.merge) {
+      const RowSum old = *sum_at;
+      writes = mine.sum != 0.0f;
+      if (writes && old.sum != 0.0f) {
+        all.top = fmaxf(old.top, mine.top);
+        before = old.sum * exp2_fast((old.top - all.top) * Score::kLevelLog2);
+        here = exp2_fast((mine.top - all.top) * Score::kLevelLog2);
+        all.sum = before + mine.sum * here;
+        before /= all.sum;
+        here /= all.sum;
+      }
     }
-    const float old = *lse_at;
-    writes = lse != -infinity();
-    if (writes && old != -infinity()) {
-      const float high = fmaxf(old, lse), both = high + logf(expf(old - high) + expf(lse - high));
-      before = expf(old - both);
-      here = expf(lse - both);
-      lse = both;
+    if (before == 0.0f && here == 0.0f && mine.sum != 0.0f) {  // the only one
+      here = 1.0f / mine.sum;
+    }
+    if (all.sum != 0.0f) {
+      lse = all.top * Score::kLevel + log2f(all.sum) * kLn2;
     }
   }
   /// By one thread, after all that share the row have made theirs.
-  __device__ __forceinline__ void store_lse() const {
+  __device__ __forceinline__ void store() const {
+    if (writes && sum_at != nullptr) {
+      *sum_at = all;
+    }
     if (writes && lse_at != nullptr) {
       *lse_at = lse;
     }

@@ -182,3 +182,35 @@ def test_bad_calls():
     ]:
         with pytest.raises(TypeError, match=words):
             call()
+
+
+@pytest.mark.parametrize("own_patterns", [False, True])
+def test_padding_and_patterns_of_elements(own_patterns):
+    """NaN in keys that are not seen stays there; vmap gives what its elements give."""
+    near, far = parse("sliding_window((20, 30), 6, 2)"), parse("strided((20, 30), 5)")
+    pattern = [[near], [far]] if own_patterns else near
+    padding = torch.arange(30) >= torch.tensor([[18], [25]])
+    q, k, v = inputs(near)
+    with torch.no_grad():
+        k[padding[:, None].expand(k.shape[:3])] = torch.nan
+    want = fw.attention(q, k, v, pattern, key_padding_mask=padding, return_lse=True)
+    weights = [torch.randn_like(t) for t in want]
+    expected = torch.autograd.grad(want, (q, k, v), weights)
+
+    def call(q, k, v, mask):
+        return fwj.attention(q, k, v, pattern, key_padding_mask=mask, return_lse=True)
+
+    def loss(q, k, v, mask):
+        return sum((x * to_jax(w)).sum() for x, w in zip(call(q, k, v, mask), weights, strict=True))
+
+    arrays, mask = [to_jax(t) for t in (q, k, v)], to_jax(padding)
+    for x, y in zip(jax.jit(call)(*arrays, mask), want, strict=True):
+        close(x, y)
+    for x, y in zip(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays, mask), expected, strict=True):
+        close(x, y, 1e-4)
+    masks = jnp.stack([mask, mask])
+    mapped = jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), (None, None, None, 0))(*arrays, masks)
+    for x, y in zip(mapped, expected, strict=True):
+        close(x[1], y, 1e-4)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=r"attention: key_padding_mask: expected .+, got"):
+        call(*arrays, mask[:, :-1])

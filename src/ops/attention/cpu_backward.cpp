@@ -104,10 +104,16 @@ class Backward {
   void run(Plans plans, Plans transposed) {
     prepare(plans);
     if (b_.d_q.data != nullptr || (bias_ && !bias_->by_key())) {
-      run(plans, false);
+      for (const PlanRange& range : batch_ranges(plans, p_.batch, p_.heads)) {
+        run(range, false);
+      }
     }
     if (b_.d_k.data != nullptr || b_.d_v.data != nullptr || (bias_ && bias_->by_key())) {
-      run(transposed, true);
+      for (const PlanRange& range : batch_ranges(transposed, p_.batch, p_.heads)) {
+        run(range, true);
+      }
+      clear_padding(b_.d_k, p_.depth);
+      clear_padding(b_.d_v, p_.value_depth);
     }
     if (bias_) {
       bias_->store(machine_.rows);
@@ -211,10 +217,24 @@ class Backward {
     find_rest(plans);
   }
 
-  void run(Plans plans, bool transposed) {
+  /// Keys that are not seen have zero gradients.
+  void clear_padding(const Operand& gradient, std::int64_t depth) const {
+    if (p_.padding.data == nullptr || gradient.data == nullptr) {
+      return;
+    }
+    const std::vector<Acc> zeros(static_cast<std::size_t>(depth));
+    for (std::int64_t n = 0; n < p_.batch * p_.kv_heads * p_.cols; ++n) {
+      const Head head{n / p_.cols / p_.kv_heads, n / p_.cols % p_.kv_heads};
+      if (const std::int64_t key = n % p_.cols; p_.padding(head.batch, key)) {
+        machine_.rows.narrow(zeros.data(), depth, 1, row_of(gradient, p_.dtype, head, key), p_.dtype, gradient.col);
+      }
+    }
+  }
+
+  void run(const PlanRange& range, bool transposed) {
     std::deque<Layers> all;
     std::int64_t places = 0;
-    for (const PlanHeads& set : head_sets(plans, p_.heads)) {
+    for (const PlanHeads& set : head_sets(range.things, p_.heads)) {
       const auto components = in_order(*set.thing);
       Layers& layers = all.emplace_back(set);
       layers.whole = ends_whole(components);
@@ -229,10 +249,11 @@ class Backward {
     const std::int64_t bytes = Memory::bytes<Acc>(columns * (2 * features + 4)) + Memory::bytes<Acc>(rows * features) +
                                kPieces * Memory::bytes<Acc>(1);
     const bool together = bias_ && bias_->by_key() == transposed;
-    for_slices(p_.batch * p_.kv_heads, bytes, together, context_,
+    const std::int64_t before = range.first * p_.kv_heads;
+    for_slices(range.count * p_.kv_heads, bytes, together, context_,
                [&](std::int64_t first, std::int64_t last, Context& context, Memory memory) {
-                 transposed ? key_gradients(all, first, last, context, memory)
-                            : query_gradients(all, first, last, context, memory);
+                 transposed ? key_gradients(all, before + first, before + last, context, memory)
+                            : query_gradients(all, before + first, before + last, context, memory);
                });
   }
   /// Most pieces that a range takes of its memory.
@@ -405,6 +426,12 @@ class Backward {
     const Member* loaded = nullptr;
     for (const Member& member : unit.members) {
       if (loaded == nullptr || loaded->row != member.row) {
+        if (pass.transposed && p_.padding.data != nullptr) {
+          tokens_of(component.row_order, component.row_tiles[static_cast<std::size_t>(tile)], side, nullptr,
+                    tokens.data());
+          std::ranges::replace_if(
+              tokens, [&](std::int64_t key) { return key >= 0 && p_.padding(member.row.batch, key); }, -1);
+        }
         machine_.gather(pass.transposed ? p_.k : p_.q, p_.dtype, member.row, tokens, p_.depth,
                         static_cast<Acc>(p_.scale), left, p_.depth);
         machine_.gather(pass.transposed ? p_.v : b_.d_o, p_.dtype, member.row, tokens, p_.value_depth, 1, more_left,

@@ -37,7 +37,14 @@ class Forward {
         factor_(static_cast<Acc>((late_ ? problem.scale : 1) / kSoftmaxUnit<Acc>)) {}
 
   void run(Plans plans) {
-    for (const PlanHeads& set : head_sets(plans, p_.heads)) {
+    for (const PlanRange& range : batch_ranges(plans, p_.batch, p_.heads)) {
+      run(range);
+    }
+  }
+
+ private:
+  void run(const PlanRange& range) {
+    for (const PlanHeads& set : head_sets(range.things, p_.heads)) {
       const auto components = in_order(*set.thing);
       std::deque<Layer<Acc>> layers;
       std::int64_t places = 0;
@@ -48,14 +55,14 @@ class Forward {
       const std::int64_t rows = waits ? p_.heads / p_.kv_heads * p_.rows : 0;
       const std::int64_t bytes = Memory::bytes<Acc>(places * p_.depth) + Memory::bytes<Acc>(places * values_.padded()) +
                                  2 * Memory::bytes<Acc>(rows) + Memory::bytes<Acc>(rows * values_.padded());
-      for_slices(p_.batch * p_.kv_heads, bytes, false, context_,
+      const std::int64_t before = range.first * p_.kv_heads;
+      for_slices(range.count * p_.kv_heads, bytes, false, context_,
                  [&](std::int64_t first, std::int64_t last, Context& context, Memory memory) {
-                   run(set, layers, waits, whole, first, last, context, memory);
+                   run(set, layers, waits, whole, before + first, before + last, context, memory);
                  });
     }
   }
 
- private:
   struct Task {
     const Layer<Acc>& layer;
     Packing<Acc>& packing;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "fretwork/error.h"
 #include "ops/attention/cuda_decode.h"
 #include "ops/attention/cuda_hopper.h"
+#include "ops/attention/cuda_padding.h"
 #include "ops/attention/device_plan.h"
 #include "ops/attention/heads.h"
 #include "ops/attention/params.h"
@@ -267,6 +269,7 @@ ScoreArg score_arg(const Problem& p) {
   arg.slopes = static_cast<const float*>(p.slopes.data);
   arg.slope_stride = p.slopes.head;
   arg.distance = static_cast<int>(p.cols - p.rows);
+  arg.first_batch = static_cast<int>(p.first_batch);
   arg.seed = reinterpret_cast<const long long*>(p.dropout.seed);
   arg.threshold = static_cast<unsigned>(std::min(std::floor(p.dropout.rate * 0x1p32), 0x1p32 - 1));
   arg.kept = p.dropout.rate > 0 ? static_cast<float>(1 / (1 - p.dropout.rate)) : 1.0f;
@@ -288,10 +291,24 @@ void check(const Problem& p) {
 
 // ---------------------------------------------------------------------------------------------------- heads
 
-using PatternHeads = HeadSet<RegularPattern>;
+/// Heads with the same pattern, of some batch elements.
+struct PatternHeads : HeadSet<RegularPattern> {
+  std::int64_t first_batch, batch;
+};
+using PatternRange = BatchRange<RegularPattern>;
+
+std::vector<PatternRange> ranges_of(const Problem& p) {
+  return batch_ranges(std::span<const std::shared_ptr<const RegularPattern>>(p.patterns), p.batch, p.heads);
+}
 
 std::vector<PatternHeads> heads_of(const Problem& p) {
-  return head_sets(std::span<const std::shared_ptr<const RegularPattern>>(p.patterns), p.heads);
+  std::vector<PatternHeads> sets;
+  for (const PatternRange& range : ranges_of(p)) {
+    for (auto& set : head_sets(range.things, p.heads)) {
+      sets.push_back({std::move(set), range.first, range.count});
+    }
+  }
+  return sets;
 }
 
 /// A set's heads on the device; with `by_key_head`, gathered under the key heads that they share.
@@ -304,7 +321,8 @@ struct DeviceHeads {
     arg = {nullptr,
            nullptr,
            static_cast<int>(by_key_head ? p.kv_heads : p.heads),
-           static_cast<int>(p.batch),
+           static_cast<int>(set.first_batch),
+           static_cast<int>(set.batch),
            ratio,
            static_cast<int>(p.heads)};
     if (std::ssize(set.heads) == p.heads) {
@@ -333,16 +351,38 @@ struct DeviceHeads {
 struct Prepared {
   std::shared_ptr<const DevicePlan> plan;
   DeviceHeads heads;
+  std::vector<ComponentArg> components;            ///< the plan's, with the columns that are seen
+  std::vector<std::unique_ptr<SeenColumns>> seen;  ///< where they are
 
   std::int64_t grid(const ComponentArg& component) const {
     return static_cast<std::int64_t>(component.row_tile_count) * heads.arg.batch * heads.arg.count;
   }
 };
 
+/// Has a component's columns be those that are seen.
+std::unique_ptr<SeenColumns> see(const Problem& p, ComponentArg& component, int side, Context& context) {
+  SeenParams params{};
+  params.order = component.col_order;
+  params.tiles = component.col_tiles;
+  params.used = component.used;
+  params.side = side;
+  params.tile_count = component.col_tile_count;
+  auto made = std::make_unique<SeenColumns>(p, params, context);
+  component.seen = made->first();
+  component.used = made->words();
+  return made;
+}
+
 std::vector<Prepared> prepare(const Problem& p, const TileShape& tile, bool keys, Context& context) {
   std::vector<Prepared> all;
   for (const PatternHeads& set : heads_of(p)) {
-    all.push_back({device_plan(*set.thing, tile, keys, context), DeviceHeads(p, set, keys, context)});
+    Prepared& made = all.emplace_back(device_plan(*set.thing, tile, keys, context), DeviceHeads(p, set, keys, context));
+    made.components = made.plan->components;
+    for (ComponentArg& component : made.components) {
+      if (p.padding.data != nullptr && !keys) {
+        made.seen.push_back(see(p, component, tile.cols, context));
+      }
+    }
   }
   return all;
 }
@@ -381,7 +421,7 @@ void launch_forward(const Config& config, const std::vector<Prepared>& sets, For
   for (const Prepared& set : sets) {
     params.heads = set.heads.arg;
     params.merge = merge;
-    for (const ComponentArg& component : set.plan->components) {
+    for (const ComponentArg& component : set.components) {
       params.plan = component;
       if (const std::int64_t grid = set.grid(component); grid > 0) {
         kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
@@ -504,7 +544,7 @@ void launch_all(const Config& config, const std::vector<Prepared>& sets, Backwar
   const KernelShape shape = config.shape();
   for (const Prepared& set : sets) {
     params.heads = set.heads.arg;
-    for (const ComponentArg& component : set.plan->components) {
+    for (const ComponentArg& component : set.components) {
       params.plan = component;
       if (const std::int64_t grid = set.grid(component); grid > 0) {
         kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
@@ -560,11 +600,14 @@ void key_gradients(const Given& given, Context& context) {
   Target d_v(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, params.add, zero_first, context);
   params.d_first = d_k.arg();
   params.d_second = d_v.arg();
+  params.padding = padding_arg(p);
   for (const Config& config : configs) {
     launch_all(config, sets, params, context);
   }
   d_k.finish();
   d_v.finish();
+  clear_padding(p, b.d_k, p.depth, context);
+  clear_padding(p, b.d_v, p.value_depth, context);
 }
 
 /// A bias that is not broadcast along rows or columns gets each element's sum; else the plan whose rows remain is
@@ -600,7 +643,7 @@ void bias_gradient(const Given& given, Context& context) {
   params.out_head = at.head;
   params.out_row = at.row;
   params.out_col = at.col;
-  params.batch = static_cast<int>(p.batch);
+  params.padding = keys ? padding_arg(p) : PaddingArg{};
   params.all = static_cast<int>(p.heads);
   params.ratio = static_cast<int>(p.heads / p.kv_heads);
   params.queries = static_cast<int>(p.rows);
@@ -614,10 +657,13 @@ void bias_gradient(const Given& given, Context& context) {
     const DeviceHeads heads(p, set, false, context);
     params.heads = heads.arg.heads;
     params.head_count = heads.arg.count;
-    for (const ComponentArg& component : plan->components) {
+    params.first_batch = heads.arg.first_batch;
+    params.batch = heads.arg.batch;
+    for (ComponentArg component : plan->components) {
+      const auto seen = p.padding.data != nullptr && !keys ? see(p, component, shape.cols, context) : nullptr;
       params.plan = component;
-      const std::int64_t grid = static_cast<std::int64_t>(component.row_tile_count) * (params.sum_batch ? 1 : p.batch) *
-                                (params.sum_heads ? 1 : params.head_count);
+      const std::int64_t grid = static_cast<std::int64_t>(component.row_tile_count) *
+                                (params.sum_batch ? 1 : params.batch) * (params.sum_heads ? 1 : params.head_count);
       if (grid > 0) {
         kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
       }
@@ -630,6 +676,39 @@ void bias_gradient(const Given& given, Context& context) {
     get_kernel(sum_spec(b.d_bias.dtype), context.device.index)
         .launch(made.batch * made.heads * made.cols, 256, 0, &copy, context.stream);
   }
+}
+
+/// The batch elements [first, first + count) of something with a stride for them.
+template <typename T>
+T from_batch(T x, std::int64_t first, DType dtype) {
+  if (x.data != nullptr) {
+    x.data = static_cast<char*>(x.data) + first * x.batch * static_cast<std::int64_t>(size_of(dtype));
+  }
+  return x;
+}
+Problem part_of(Problem p, const PatternRange& range) {
+  const std::int64_t first = range.first;
+  p.patterns.assign(range.things.begin(), range.things.end());
+  p.batch = range.count;
+  p.first_batch += first;
+  for (Operand* const x : {&p.q, &p.k, &p.v, &p.o}) {
+    *x = from_batch(*x, first, p.dtype);
+  }
+  p.lse = from_batch(p.lse, first, DType::f32);
+  p.bias = from_batch(p.bias, first, p.bias.dtype);
+  p.padding.data = p.padding.data != nullptr ? p.padding.data + first * p.padding.batch : nullptr;
+  return p;
+}
+/// Without the bias's gradient, which may be a sum over all elements.
+BackwardProblem part_of(const BackwardProblem& b, const PatternRange& range) {
+  BackwardProblem part = b;
+  part.forward = part_of(b.forward, range);
+  for (Operand* const x : {&part.d_o, &part.d_q, &part.d_k, &part.d_v}) {
+    *x = from_batch(*x, range.first, b.forward.dtype);
+  }
+  part.d_lse = from_batch(part.d_lse, range.first, DType::f32);
+  part.d_bias = {};
+  return part;
 }
 
 /// All gradients where there is not a score.
@@ -657,6 +736,12 @@ void forward(const Problem& problem, Context& context) {
     return;
   }
   const driver::DeviceScope scope(context.device.index);
+  if (const auto ranges = ranges_of(problem); ranges.size() > 1) {
+    for (const PatternRange& range : ranges) {
+      forward(part_of(problem, range), context);
+    }
+    return;
+  }
   if (hopper::forward_of_few(problem, context) || decode::forward(problem, score_arg(problem), context) ||
       hopper::forward(problem, context)) {
     return;
@@ -689,6 +774,15 @@ void backward(const BackwardProblem& problem, Context& context) {
   const Problem& p = problem.forward;
   if (p.batch * p.heads * p.rows * p.cols == 0) {
     fill_zeros(problem, context);
+    return;
+  }
+  if (const auto ranges = ranges_of(p); ranges.size() > 1) {
+    for (const PatternRange& range : ranges) {
+      backward(part_of(problem, range), context);
+    }
+    if (problem.d_bias.data != nullptr) {
+      bias_gradient(Given(problem, context), context);
+    }
     return;
   }
   if (hopper::backward(problem, context)) {

@@ -219,6 +219,7 @@ Params params_of(const Problem& p, const ScoreArg& score, const DeviceSteps& ste
   params.score = score;
   params.tokens = steps.tokens;
   params.masks = steps.masks;
+  params.padding = {p.padding.data, p.padding.batch, p.padding.col};
   params.bits = steps.bits;
   params.steps = steps.count;
   params.rows = static_cast<int>(p.rows);

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   value_copies.clear(values);
   copy_lines<T, Depth, kRows, kThreads, 4>(q, head_of<T>(p.q, item.batch, item.head), p.q.row, p.depth,
                                            [&](int n) { return tables.token[n]; });
-  Walk<false> walk(p.plan, item.tile, 1);
+  Walk<false> walk(p.plan, item.tile, 1, item.batch);
   Step now = walk.take();
   if (now.there()) {
     key_copies.ask(now, keys, p.k.row, tables.place, p.plan.used);
@@ -85,15 +85,15 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
     copy_async_commit();
 
     if constexpr (Extras) {
-      const MaskWords<kFrags, kCols> there(p.plan, now.mask, warp_row);
+      const MaskWords<kFrags, kCols, true> there(p.plan, now, warp_row);
       each_score(s, [&](int i, int half, int j, int e, float& x) {
         const int token = tables.token[row_of(i, half)];
         const int col = now.tile.base + tables.place[8 * j + lane % 4 * 2 + e].offset;
         float slope;
         x = token >= 0 && there(i, half, j, e) ? score.prepare(x, token, col, slope) : -infinity();
       });
-    } else if (now.mask >= 0) {
-      apply_mask<kFrags, kCols>(s, p.plan, now.mask, warp_row);
+    } else if (!is_whole(now)) {
+      apply_mask<kFrags, kCols>(s, p.plan, now, warp_row);
     }
     float high[kFrags][2];
     bool grows = false;

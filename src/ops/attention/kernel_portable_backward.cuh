@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const shared_tile<kLine> first{shared_address(memory)}, second{first.base + kRows * kLine};
   const u32 ring = second.base + kRows * kLine;
-  tables.fill(p.plan, item.tile);
+  tables.fill(p.plan, item.tile, p.padding, item.batch);
   __syncthreads();
 
   const auto member_head = [&](int member) {
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
       stats[0][n] = tables.token[n] >= 0 ? stats_of(item.head)[tables.token[n]] : Stats{infinity(), 0.0f};
     }
   }
-  Walk<Keys> walk(p.plan, item.tile, item.member_count);
+  Walk<Keys> walk(p.plan, item.tile, item.member_count, item.batch);
   Step now = walk.take();
   if (now.there()) {
     ask(now, 0);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
     };
     const auto score = score_of<Extras>(p.score, item.batch, member_head(now.member), p.heads.all);
     if constexpr (Extras) {
-      const MaskWords<1, kCols> there(p.plan, now.mask, warp_row);
+      const MaskWords<1, kCols, !Keys> there(p.plan, now, warp_row);
       each_score(s, [&](int i, int half, int j, int e, float& x) {
         float& gradient = g.at[i][j][2 * half + e];
         const int row = tables.token[warp_row + 8 * half + lane / 4];
@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
         x = exp2_fast(x * score.factor - of.lse);
         g.at[i][j][2 * half + e] = x * (g.at[i][j][2 * half + e] - of.delta);
       });
-      if (now.mask >= 0) {
-        const MaskWords<1, kCols> there(p.plan, now.mask, warp_row);
+      if (!is_whole(now)) {
+        const MaskWords<1, kCols, !Keys> there(p.plan, now, warp_row);
         each_score(s, [&](int i, int half, int j, int e, float& x) {
           const bool is = there(i, half, j, e);
           x = is ? x : 0.0f;

@@ -54,6 +54,50 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
   }
 }
 
+/// A warp for each column tile of each batch element.
+__global__ void __launch_bounds__(256) attention_seen(const __grid_constant__ attention_op::SeenParams p) {
+  const int at = static_cast<int>(blockIdx.x * 8 + threadIdx.x / 32), lane = static_cast<int>(threadIdx.x) % 32;
+  if (at >= p.all) {
+    return;
+  }
+  const int batch = at / p.tile_count, tile = at - batch * p.tile_count, words = p.side / 32;
+  const int used = p.tokens != nullptr ? p.tile_used[tile] : p.tiles[tile].used;
+  u32 hides = 0;
+  for (int w = 0; w < words; ++w) {
+    int token = -1;
+    if (p.tokens != nullptr) {
+      token = p.tokens[tile * p.side + 32 * w + lane];
+    } else if (const Place place = place_of(p.order, 32 * w + lane); is_inside(p.tiles[tile].inside, place.at)) {
+      token = p.tiles[tile].base + place.offset;
+    }
+    const bool hidden = token >= 0 && is_padding(p.padding, batch, token);
+    const u32 word = __ballot_sync(~0u, token >= 0 && !hidden) & (used >= 0 ? p.used[used + w] : ~0u);
+    hides |= __ballot_sync(~0u, hidden);
+    if (lane == 0) {
+      p.words[at * words + w] = word;
+    }
+  }
+  if (lane == 0) {
+    p.first[at] = hides != 0 || used >= 0 ? at * words : -1;
+  }
+}
+
+/// A warp for 32 keys.
+template <typename T>
+__global__ void __launch_bounds__(256) attention_clear(const __grid_constant__ attention_op::ClearParams p) {
+  const i64 index = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+  const i64 line = (p.keys + 31) / 32 * 32, set = min(index, p.all - 1) / line, batch = set / p.heads;
+  const int key = static_cast<int>(min(index, p.all - 1) - set * line), lane = static_cast<int>(threadIdx.x) % 32;
+  T* const head = static_cast<T*>(p.out.data) + batch * p.out.batch + (set - batch * p.heads) * p.out.head;
+  const bool hidden = index < p.all && key < p.keys && is_padding(p.padding, static_cast<int>(batch), key);
+  for (u32 left = __ballot_sync(~0u, hidden); left != 0; left &= left - 1) {
+    T* const row = head + (key - lane + __ffs(static_cast<int>(left)) - 1) * p.out.row;
+    for (int col = lane; col < p.depth; col += 32) {
+      row[col * p.out.col] = narrow<T>(0.0f);
+    }
+  }
+}
+
 /// Moves elements between places of any strides, rounding to To.
 template <typename From, typename To>
 __global__ void __launch_bounds__(256) attention_copy(const __grid_constant__ attention_op::CopyParams p) {

@@ -19,8 +19,9 @@ struct Params {
   InputArg q, k, v;
   OutputArg o, lse;  ///< lse: absent when its data is null
   ScoreArg score;
-  float unit;                  ///< what scores are worth when they are compared: the scale, or 1 where it is in them
-  const int* tokens;           ///< kKeys of each step, −1 where there is none
+  float unit;         ///< what scores are worth when they are compared: the scale, or 1 where it is in them
+  const int* tokens;  ///< kKeys of each step, −1 where there is none
+  PaddingArg padding;
   const int* masks;            ///< of each step: −1 where every query has all of its keys, else which of `bits`
   const unsigned short* bits;  ///< of each mask and query: bit n says whether key n is there
   float* sums;                 ///< of each CTA: kRows lines of values; null where a CTA has all steps and writes o

@@ -21,6 +21,7 @@ using attention_op::kInside;
 using attention_op::MaskArg;
 using attention_op::OrderArg;
 using attention_op::OutputArg;
+using attention_op::PaddingArg;
 using attention_op::RowStats;
 using attention_op::RowSum;
 using attention_op::RunArg;
@@ -80,6 +81,7 @@ __device__ __forceinline__ Item item_of(const ComponentArg& plan, const HeadsArg
   item.tile = plan.by_work[tile];
   item.batch = static_cast<int>(set / static_cast<u32>(heads.count));
   const int n = static_cast<int>(set) - item.batch * heads.count;
+  item.batch += heads.first_batch;
   if (rows_are_keys) {
     item.head = heads.groups != nullptr ? heads.groups[3 * n] : n;
     item.first_member = heads.groups != nullptr ? heads.groups[3 * n + 1] : n * heads.ratio;
@@ -110,8 +112,19 @@ struct Step {
 template <bool Members>
 class Walk {
  public:
-  __device__ __forceinline__ Walk(const ComponentArg& plan, int row_tile, int members)
-      : plan_(plan), begin_(plan.first[row_tile]), end_(plan.first[row_tile + 1]), run_(begin_), members_(members) {}
+  __device__ __forceinline__ Walk(const ComponentArg& plan, int row_tile, int members, int batch)
+      : plan_(plan),
+        seen_(!Members && plan.seen != nullptr ? plan.seen + batch * plan.col_tile_count : nullptr),
+        begin_(plan.first[row_tile]),
+        end_(plan.first[row_tile + 1]),
+        run_(begin_),
+        members_(members) {}
+  /// The step that was taken last, as another batch element's queries see it.
+  __device__ __forceinline__ void see_as(Step& step, int batch) const {
+    if (plan_.seen != nullptr) {
+      step.tile.used = plan_.seen[batch * plan_.col_tile_count + tile_ - 1];
+    }
+  }
 
   __device__ __forceinline__ Step take() {
     Step step;
@@ -128,7 +141,11 @@ class Walk {
       last_ = run.first + run.count;
       mask_ = run.mask;
     }
-    step.tile = plan_.col_tiles[tile_++];
+    step.tile = plan_.col_tiles[tile_];
+    if (!Members && seen_ != nullptr) {
+      step.tile.used = seen_[tile_];
+    }
+    ++tile_;
     step.mask = mask_;
     step.member = Members ? member_ : 0;
     return step;
@@ -136,8 +153,27 @@ class Walk {
 
  private:
   const ComponentArg& plan_;
+  const int* seen_;  ///< of the batch element's column tiles
   int begin_, end_, run_, members_, member_ = 0, tile_ = 0, last_ = 0, mask_ = -1;
 };
+
+/// Whether all of a step's elements are there, as far as a tile goes.
+__device__ __forceinline__ bool is_whole(const Step& step) { return step.mask < 0 && step.tile.used < 0; }
+
+__device__ __forceinline__ bool is_padding(const PaddingArg& padding, int batch, int key) {
+  return padding.data != nullptr && padding.data[batch * padding.batch + key * padding.col] != 0;
+}
+
+/// The mask of a step; one without has all.
+template <int Cols>
+__device__ __forceinline__ MaskArg mask_of(const ComponentArg& plan, const Step& step) {
+  return step.mask >= 0 ? plan.masks[step.mask] : MaskArg{-4096, 4096, Cols, -1};
+}
+
+/// The columns of a step that are used and seen: word w of them.
+__device__ __forceinline__ u32 used_word(const ComponentArg& plan, const Step& step, int w) {
+  return step.tile.used >= 0 ? plan.used[step.tile.used + w] : ~0u;
+}
 
 /// Word w of row m of a mask: bit n stands for column 32·w + n.
 template <int Cols>
@@ -176,7 +212,7 @@ struct Score<true> {
       : arg(score),
         bias_at(batch * score.bias_batch + head * score.bias_head),
         slope(score.slopes != nullptr ? score.slopes[head * score.slope_stride] : 0.0f),
-        batch_head(static_cast<i64>(batch) * heads + head),
+        batch_head(static_cast<i64>(score.first_batch + batch) * heads + head),
         seed(score.threshold != 0 ? *score.seed : 0) {}
 
   __device__ __forceinline__ float bias(int row, int col) const {
@@ -225,11 +261,14 @@ struct Tables {
   int token[Rows];
   Place place[Cols];
 
-  __device__ __forceinline__ void fill(const ComponentArg& plan, int row_tile) {
+  /// Without those that are padding of a batch element.
+  __device__ __forceinline__ void fill(const ComponentArg& plan, int row_tile, const PaddingArg& padding = {},
+                                       int batch = 0) {
     const TileArg tile = plan.row_tiles[row_tile];
     for (int n = static_cast<int>(threadIdx.x); n < Rows; n += static_cast<int>(blockDim.x)) {
       const Place at = place_of(plan.row_order, n);
-      token[n] = is_inside(tile.inside, at.at) ? tile.base + at.offset : -1;
+      const int is = tile.base + at.offset;
+      token[n] = is_inside(tile.inside, at.at) && !is_padding(padding, batch, is) ? is : -1;
     }
     for (int n = static_cast<int>(threadIdx.x); n < Cols; n += static_cast<int>(blockDim.x)) {
       place[n] = place_of(plan.col_order, n);
@@ -295,7 +334,7 @@ class ColumnCopies {
                                       const u32* used, u32 ahead = 0) const {
     const int first = static_cast<int>(threadIdx.x) / kLanes;
     from += static_cast<int>(threadIdx.x) % kLanes * 16;
-    if (step.mask < 0 && bytes_ == 16) {
+    if (is_whole(step) && bytes_ == 16) {
       const u8* const base = row_at(from, step.tile.base, row_bytes);
       int offset[kCount];  // all at once: shared memory is waited for once
 #pragma unroll

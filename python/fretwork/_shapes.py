@@ -296,10 +296,10 @@ def flat_patterns(op: str, pattern: Any, queries: Shape) -> tuple[Any, ...]:
     for n, row in enumerate(pattern):
         _check_sequence(op, f"pattern[{n}]", row)
         _check_patterns(op, f"pattern[{n}]", row, heads)
-        rows.append(tuple(row) * (heads or 1) if len(row) == 1 else tuple(row))
+        rows.append([row[0] for _ in range(heads or 1)] if len(row) == 1 else row)
     if batch is not None and len(rows) != batch:
         fail(op, "pattern", f"{batch} sequences, one for each element of the batch", len(rows))
-    return rows[0] if len(set(rows)) == 1 else tuple(p for row in rows for p in row)
+    return tuple(p for row in rows for p in row)
 
 
 def _check_sequence(op: str, argument: str, patterns: object) -> None:
@@ -313,7 +313,7 @@ def _check_patterns(op: str, argument: str, patterns: Sequence[object], heads: i
     for n, p in enumerate(patterns):
         if not isinstance(p, Pattern):
             raise TypeError(f"{op}: {argument}[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
-    if heads is not None and len(patterns) not in (1, heads):
+    if heads is not None and len(patterns) != 1 and len(patterns) != heads:
         fail(op, argument, f"1 or {heads}, one for each query head", len(patterns))
 
 

@@ -169,7 +169,7 @@ def test_bad_calls():
         (lambda: fwj.attention(q, k, v, pattern, softcap=-1.0), "attention: softcap: expected"),
         (lambda: fwj.r_sddmm(q, k[..., :3], pattern), "r_sddmm: k: expected shape"),
         (lambda: fwj.r_softmax(q, pattern), "r_softmax: x: expected shape"),
-        (lambda: fwj.attention(q, k, v, [pattern]), "attention: pattern: expected a Pattern, or one for each of 4"),
+        (lambda: fwj.attention(q, k, v, [pattern] * 3), "attention: pattern: expected 1 or 4, one for each query head"),
         (lambda: fwj.attention(q, k, v, pattern, float("nan")), "attention: scale: expected a finite number, got nan"),
     ]:
         with pytest.raises(RuntimeError, match=words):

@@ -223,6 +223,9 @@ def test_sequences_of_patterns(device):
     want = fw.attention(q, k, v, causal)
     for same in ([causal], [causal] * 4, [[causal]] * 3, [[causal] * 4, [causal], [causal]]):
         assert torch.equal(fw.attention(q, k, v, same), want)
+    own = [[causal], [P.full(40)], [causal] * 4]
+    compiled = torch.compile(lambda q: fw.attention(q, k, v, own), fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(q), fw.attention(q, k, v, own))
     mapped = torch.func.vmap(lambda q: fw.attention(q, k, v, [[causal], [P.full(40)], [causal]]))(q.expand(2, *q.shape))
     torch.testing.assert_close(mapped[1], fw.attention(q, k, v, [[causal], [P.full(40)], [causal]]))
 

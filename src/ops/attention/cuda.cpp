@@ -376,7 +376,8 @@ std::unique_ptr<SeenColumns> see(const Problem& p, ComponentArg& component, int 
 std::vector<Prepared> prepare(const Problem& p, const TileShape& tile, bool keys, Context& context) {
   std::vector<Prepared> all;
   for (const PatternHeads& set : heads_of(p)) {
-    Prepared& made = all.emplace_back(device_plan(*set.thing, tile, keys, context), DeviceHeads(p, set, keys, context));
+    all.push_back({device_plan(*set.thing, tile, keys, context), DeviceHeads(p, set, keys, context), {}, {}});
+    Prepared& made = all.back();
     made.components = made.plan->components;
     for (ComponentArg& component : made.components) {
       if (p.padding.data != nullptr && !keys) {

@@ -226,8 +226,8 @@ void ksmm_backward_weight(Call& call) {
                                  call.context);
 }
 
-/// Options of attention from the attributes and the inputs from `first` on: those of bias, slopes and dropout's seed
-/// (64 bits in any type) that the attribute "extras" names by b, s and d.
+/// Options of attention from the attributes and the inputs from `first` on: those of bias, slopes, dropout's seed (64
+/// bits in any type) and key padding that the attribute "extras" names by b, s, d and k.
 class AttentionCall {
  public:
   AttentionCall(Call& call, std::size_t first) {
@@ -239,9 +239,9 @@ class AttentionCall {
       if (kind == 'd') {
         options.dropout_seed = static_cast<const std::int64_t*>(call.memory(first++));
       } else {
-        TensorView& place = kind == 'b' ? bias_ : slopes_;
+        TensorView& place = kind == 'b' ? bias_ : kind == 's' ? slopes_ : key_padding_;
         place = call.in(first++);
-        (kind == 'b' ? options.bias : options.slopes) = &place;
+        (kind == 'b' ? options.bias : kind == 's' ? options.slopes : options.key_padding) = &place;
       }
     }
     call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
@@ -252,7 +252,7 @@ class AttentionCall {
   fretwork::AttentionOptions options;
 
  private:
-  TensorView bias_, slopes_;
+  TensorView bias_, slopes_, key_padding_;
 };
 
 /// Inputs: q, k, v and the extras. Outputs: o and lse.

@@ -26,10 +26,12 @@ struct Features {
 
 /// The same as the core has them.
 struct Options {
-  Options(const char* op, const Features& f, const Tensor& q)
+  Options(const char* op, const Features& f, const Tensor& q, const std::optional<Tensor>& padding)
       : patterns(fretwork::parse_patterns(f.patterns.view())),
         bias(f.bias.has_value() ? view(op, "bias", *f.bias) : fretwork::TensorView{}),
-        slopes(f.slopes.has_value() ? view(op, "slopes", *f.slopes) : fretwork::TensorView{}) {
+        slopes(f.slopes.has_value() ? view(op, "slopes", *f.slopes) : fretwork::TensorView{}),
+        key_padding(padding.has_value() ? view(op, "key_padding_mask", *padding, {"bool"}) : fretwork::TensorView{}) {
+    options.key_padding = padding.has_value() ? &key_padding : nullptr;
     options.scale = f.scale;
     options.softcap = f.softcap;
     options.bias = f.bias.has_value() ? &bias : nullptr;
@@ -47,7 +49,7 @@ struct Options {
   Options(const Options&) = delete;
   Options& operator=(const Options&) = delete;
   std::vector<fretwork::PatternPtr> patterns;
-  fretwork::TensorView bias, slopes;
+  fretwork::TensorView bias, slopes, key_padding;
   fretwork::AttentionOptions options;
 };
 
@@ -56,8 +58,9 @@ void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);
   const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
   const Features features(arguments);
+  const std::optional<Tensor> padding = arguments.optional_tensor();
 
-  const Options options(kOp, features, q);
+  const Options options(kOp, features, q, padding);
   const fretwork::TensorView queries = view(kOp, "q", q), keys = view(kOp, "k", k), values = view(kOp, "v", v);
   // Operands of another rank give some shape; the core refuses them before it looks at the result.
   const std::int64_t sizes[] = {queries.size(0), queries.size(1), queries.size(2), values.size(3)};
@@ -100,8 +103,9 @@ void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Features features(arguments);
   const bool needs_q = arguments.flag(), needs_k = arguments.flag(), needs_v = arguments.flag(),
              needs_bias = arguments.flag() && features.bias.has_value();
+  const std::optional<Tensor> padding = arguments.optional_tensor();
 
-  const Options options(kOp, features, q);
+  const Options options(kOp, features, q, padding);
   const fretwork::TensorView d_lse_view = d_lse.has_value() ? view(kOp, "d_lse", *d_lse) : fretwork::TensorView{};
   const Gradient d_q("d_q", q, needs_q), d_k("d_k", k, needs_k), d_v("d_v", v, needs_v),
       d_bias("d_bias", features.bias.value_or(q), needs_bias);
@@ -204,12 +208,13 @@ void implement(torch::stable::detail::StableLibrary& m) {
 STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, str patterns, float? scale, Tensor? bias, Tensor? slopes, float "
-      "softcap, float dropout_p, Tensor? seed, str precision) -> (Tensor out, Tensor lse)");
+      "softcap, float dropout_p, Tensor? seed, str precision, Tensor? key_padding_mask=None) -> (Tensor out, Tensor "
+      "lse)");
   m.def(
       "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, str "
       "patterns, float? scale, Tensor? bias, Tensor? slopes, float softcap, float dropout_p, Tensor? seed, str "
-      "precision, bool needs_q, bool needs_k, bool needs_v, bool needs_bias) -> (Tensor d_q, Tensor d_k, Tensor d_v, "
-      "Tensor d_bias)");
+      "precision, bool needs_q, bool needs_k, bool needs_v, bool needs_bias, Tensor? key_padding_mask=None) -> (Tensor "
+      "d_q, Tensor d_k, Tensor d_v, Tensor d_bias)");
   m.def("r_sddmm(Tensor q, Tensor k, str pattern) -> Tensor");
   m.def("r_softmax(Tensor x, str pattern, float scale) -> Tensor");
   m.def("r_softmax_backward(Tensor out, Tensor d_out, str pattern, float scale) -> Tensor");

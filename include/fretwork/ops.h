@@ -131,12 +131,15 @@ struct AttentionOptions {
   const TensorView* slopes = nullptr;          ///< ALiBi (Hq) as lse: −slope·|p − j| is added, p = i + Sk − Sq
   double dropout = 0;                          ///< rate, 0 ≤ rate < 1; needs a seed. (Python gives zeros for 1.)
   const std::int64_t* dropout_seed = nullptr;  ///< one number on the context's device
+  const TensorView* key_padding =
+      nullptr;  ///< (B,Sk) bool: true where no query sees the key, whose k and v may hold NaN
 };
 
 /// out = softmax(scale·q·kᵀ + …)·v over the keys that each query's pattern holds, and lse, its natural log-sum-exp. q
 /// (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv), Hq a multiple of Hk: query head h uses key head h / (Hq/Hk). `patterns`
-/// is one for all heads or one for each query head, regular or a block layout of one head or a Kronecker pattern. out
-/// (B,Hq,Sq,Dv); lse, which may be null, (B,Hq,Sq) of f32 (f64 for f64). A query without keys gives 0 and −inf.
+/// is one for all heads, one for each query head, or one for each batch element and query head (Hq of the first
+/// element, then of the next), regular or a block layout of one head or a Kronecker pattern. out (B,Hq,Sq,Dv); lse,
+/// which may be null, (B,Hq,Sq) of f32 (f64 for f64). A query without keys gives 0 and −inf.
 void attention(const TensorView& q, const TensorView& k, const TensorView& v, std::span<const PatternPtr> patterns,
                const TensorView& out, const TensorView* lse, Context& context, const AttentionOptions& options = {});
 inline void attention(const TensorView& q, const TensorView& k, const TensorView& v, const PatternPtr& pattern,

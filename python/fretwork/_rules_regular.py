@@ -14,7 +14,9 @@ _attention, _attention_backward = _ops.attention.default, _ops.attention_backwar
 
 
 def _patterns(keys: str) -> list[Pattern]:
-    return [Pattern.parse(key) for key in keys.split("\n")]
+    lines = keys.split("\n")
+    known = {key: Pattern.parse(key) for key in dict.fromkeys(lines)}
+    return [known[key] for key in lines]
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -34,8 +36,9 @@ def _attention_fake(
     dropout_p: float,
     seed: Tensor | None,
     precision: str,
+    key_padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    given = {"bias": bias, "slopes": slopes}
+    given = {"bias": bias, "slopes": slopes, "key_padding_mask": key_padding_mask}
     extras = [_operand(name, t) for name, t in given.items() if t is not None]
     operands = [_operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
     _shapes.check_attention(operands, _patterns(patterns), extras, scale, softcap, dropout_p)
@@ -46,7 +49,7 @@ def _attention_fake(
 def _attention_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    bias, needs = rest[2], rest[-4:]
+    bias, needs = rest[2], rest[8:12]
     return tuple(
         torch.empty_like(t, memory_format=torch.contiguous_format) if wanted and t is not None else q.new_empty(0)
         for t, wanted in zip((q, k, v, bias), needs, strict=True)
@@ -54,26 +57,28 @@ def _attention_backward_fake(
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.patterns, ctx.scale, bias, slopes, ctx.softcap, ctx.dropout_p, seed, ctx.precision = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, slopes, seed)
+    q, k, v, ctx.patterns, ctx.scale, bias, slopes, ctx.softcap, ctx.dropout_p, seed, ctx.precision = inputs[:11]
+    padding = inputs[11] if len(inputs) > 11 else None
+    ctx.save_for_backward(q, k, v, *output, bias, slopes, seed, padding)
+    ctx.inputs = len(inputs)
     ctx.set_materialize_grads(False)
 
 
 def _attention_gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, bias, slopes, seed = ctx.saved_tensors
+    q, k, v, out, lse, bias, slopes, seed, padding = ctx.saved_tensors
     needs = [ctx.needs_input_grad[n] for n in (0, 1, 2, 5)]
     if d_out is None:
         if d_lse is None:
-            return (None,) * 11
+            return (None,) * ctx.inputs
         d_out = torch.zeros_like(out)
     if 0 in d_out.stride():  # one number for many, as a sum's gradient is: the fast kernels read rows
         d_out = d_out.contiguous()
     found = _attention_backward(
         *(q, k, v, out, lse, d_out, d_lse, ctx.patterns, ctx.scale, bias, slopes, ctx.softcap, ctx.dropout_p, seed),
-        *(ctx.precision, *needs),
+        *(ctx.precision, *needs, padding),
     )
     d_q, d_k, d_v, d_bias = (d if wanted else None for d, wanted in zip(found, needs, strict=True))
-    return d_q, d_k, d_v, None, None, d_bias, None, None, None, None, None
+    return d_q, d_k, d_v, None, None, d_bias, *(None,) * (ctx.inputs - 6)
 
 
 def _attention_second(ctx: Any, *gradients: Tensor) -> None:
@@ -108,13 +113,20 @@ def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     return lead.expand(size, batch, *lead.shape[2:]).flatten(0, 1)
 
 
+def _by_element(patterns: str, queries: Any) -> bool:
+    """Whether each element of a batch has patterns of its own."""
+    return patterns.count("\n") + 1 not in (1, queries[1])
+
+
 def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision = arguments
+    q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision = arguments[:11]
+    padding, padding_dim = (arguments[11], in_dims[11]) if len(arguments) > 11 else (None, None)
     size = info.batch_size
-    # Samples have dropout and slopes of their own: a batch of one call would not.
+    # Samples have dropout, slopes and patterns of their own elements: a batch of one call would not.
     alone = (
         seed is not None
         or in_dims[6] is not None
+        or _by_element(patterns, _sample(q, in_dims[0]))
         or any(t.dim() != (4 if d is None else 5) for t, d in zip((q, k, v), in_dims, strict=False))
     )
     if size == 0:  # nobody draws, and slopes are nobody's
@@ -126,7 +138,11 @@ def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
     q, k, v = (_fold(t, d, size) for t, d in zip((q, k, v), in_dims, strict=False))
     if bias is not None:
         bias = _fold_bias(bias, in_dims[5], size, batch)
-    found = _attention(q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision)
+    if padding is not None:
+        padding = _fold(padding, padding_dim, size)
+    if size == 0:
+        patterns = patterns.split("\n")[0]
+    found = _attention(q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding)
     return tuple(t.unflatten(0, (size, batch)) for t in found), (0, 0)
 
 

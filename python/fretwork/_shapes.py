@@ -310,7 +310,7 @@ def check_attention(
     softcap: float,
     dropout_p: float,
 ) -> None:
-    """q, k and v; one pattern, or one for each head; of bias and slopes those that are there, by their names."""
+    """q, k and v; patterns; of bias, slopes and key_padding_mask those that are there, by their names."""
     op = "attention"
     q, k, v = operands
     if len(q.shape) != 4:
@@ -331,10 +331,15 @@ def check_attention(
     for x in (q, v):
         if x.shape[3] < 1:
             fail(op, x.name, "a last dimension of at least 1", x.shape)
-    check_patterns(op, patterns, heads, rows, cols)
+    check_patterns(op, patterns, batch, heads, rows, cols)
     for x in extras:
         if x.name == "slopes":
             check_slopes(op, x.shape, heads)
+        elif x.name == "key_padding_mask":
+            if x.dtype != "bool":
+                fail(op, x.name, "bool", x.dtype)
+            if tuple(x.shape) != (batch, cols):
+                fail(op, x.name, f"shape {(batch, cols)}, one for each key", x.shape)
         else:
             _check_bias(op, x, q, (batch, heads, rows, cols))
         _check_device(op, x, q)
@@ -359,11 +364,49 @@ def _check_bias(op: str, x: Operand, q: Operand, full: tuple[int, ...]) -> None:
         fail(op, x.name, f"a shape that broadcasts to {full}", x.shape)
 
 
-def check_patterns(op: str, patterns: Sequence[Pattern], heads: int, rows: int, cols: int) -> None:
+def flat_patterns(op: str, pattern: Any, queries: Shape) -> tuple[Any, ...]:
+    """The patterns of a call as an op takes them: one, Hq of them, or Hq for each of B elements, one after another.
+
+    `pattern` is one, a sequence of one or Hq, or a sequence of B sequences of one or Hq each; `queries` is q's shape.
+    """
+    if isinstance(pattern, Pattern):
+        return (pattern,)
+    batch, heads = queries[:2] if len(queries) == 4 else (None, None)
+    _check_sequence(op, "pattern", pattern)
+    if not any(isinstance(p, Sequence) and not isinstance(p, str) for p in pattern):
+        _check_patterns(op, "pattern", pattern, heads)
+        return tuple(pattern)
+    rows = []
+    for n, row in enumerate(pattern):
+        _check_sequence(op, f"pattern[{n}]", row)
+        _check_patterns(op, f"pattern[{n}]", row, heads)
+        rows.append([row[0] for _ in range(heads or 1)] if len(row) == 1 else row)
+    if batch is not None and len(rows) != batch:
+        fail(op, "pattern", f"{batch} sequences, one for each element of the batch", len(rows))
+    return tuple(p for row in rows for p in row)
+
+
+def _check_sequence(op: str, argument: str, patterns: object) -> None:
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence) or len(patterns) == 0:
+        got = "an empty sequence" if isinstance(patterns, Sequence) and not patterns else type(patterns).__name__
+        way = {"Tensor": " (fw.patterns.from_mask makes one)", "str": " (fw.Pattern.parse reads one)"}.get(got, "")
+        raise TypeError(f"{op}: {argument}: expected a fretwork.Pattern or a sequence of them, got {got}{way}")
+
+
+def _check_patterns(op: str, argument: str, patterns: Sequence[object], heads: int | None) -> None:
+    for n, p in enumerate(patterns):
+        if not isinstance(p, Pattern):
+            raise TypeError(f"{op}: {argument}[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
+    if heads is not None and len(patterns) != 1 and len(patterns) != heads:
+        fail(op, argument, f"1 or {heads}, one for each query head", len(patterns))
+
+
+def check_patterns(op: str, patterns: Sequence[Pattern], batch: int, heads: int, rows: int, cols: int) -> None:
     """A block layout has a dimension of heads, of which attention takes one."""
-    if len(patterns) not in (1, heads):
-        fail(op, "pattern", f"1 or {heads}, one for each query head", len(patterns))
-    for p in patterns:
+    if len(patterns) not in (1, heads, batch * heads):
+        expected = f"1, {heads}, one for each query head, or {batch * heads}, for each element of the batch too"
+        fail(op, "pattern", expected, len(patterns))
+    for p in dict.fromkeys(patterns):
         if p.shape[-2:] != (rows, cols):
             fail(op, "pattern", f"shape {(rows, cols)}, queries and keys of (B, H, S, D)", p.shape[-2:])
         if len(p.shape) > 2 and p.shape[0] != 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fretwork import _rules_regular as _rules_regular  # registers gradients, fakes, vmap and autocast
-from fretwork._shapes import check_slopes
+from fretwork._shapes import check_slopes, flat_patterns
 from fretwork.ops import _check_tensor, _name, _number, _precision
 from fretwork.pattern import Pattern
 
@@ -51,24 +51,26 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | Sequence[Pattern],
+    pattern: Pattern | Sequence[Pattern] | Sequence[Sequence[Pattern]],
     scale: float | None = None,
     bias: Tensor | alibi | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     return_lse: bool = False,
     *,
+    key_padding_mask: Tensor | None = None,
     precision: str | None = None,
 ) -> Any:
     """Attention in which a query sees the keys that `pattern` holds.
 
     o = dropout(softmax(softcap(scale · q kᵀ) + bias)) v. q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) and o
-    (B, Hq, Sq, Dv); Hq is a multiple of Hk, and query head h uses key head h // (Hq/Hk). `pattern` is one for all
-    heads or a sequence of Hq, (Sq, Sk) each: of `fw.patterns`, a `BlockLayout` of one head or a `KroneckerPattern`.
-    `scale` is 1/√D unless given. `bias` broadcasts to (B, Hq, Sq, Sk), or is `fw.alibi(slopes)`. A softcap c > 0 turns
-    a score s into c · tanh(s/c). Dropout follows `torch.manual_seed`. With `return_lse` the result is (o, lse), lse
-    (B, Hq, Sq) the natural log-sum-exp of each query's scores. A query without keys gives zeros and −inf. `precision`
-    is that of `fw.sdd`; "tf32x3" is computed as "ieee".
+    (B, Hq, Sq, Dv); Hq is a multiple of Hk, and query head h uses key head h // (Hq/Hk). `pattern` is one, a sequence
+    of Hq, or a sequence of B sequences of one or Hq, (Sq, Sk) each: of `fw.patterns`, a `BlockLayout` of one head or a
+    `KroneckerPattern`. `key_padding_mask` is (B, Sk) of bool: keys where it is True are not seen, whatever they and
+    their values hold, and get zero gradients. `scale` is 1/√D unless given. `bias` broadcasts to (B, Hq, Sq, Sk), or is
+    `fw.alibi(slopes)`. A softcap c > 0 turns a score s into c · tanh(s/c). Dropout follows `torch.manual_seed`. With
+    `return_lse` the result is (o, lse), lse (B, Hq, Sq) the natural log-sum-exp of each query's scores. A query without
+    keys gives zeros and −inf. `precision` is that of `fw.sdd`; "tf32x3" is computed as "ieee".
 
     >>> import torch, fretwork as fw
     >>> q, k, v = (torch.randn(1, 2, 100, 16, requires_grad=True) for _ in range(3))
@@ -76,6 +78,10 @@ def attention(
     >>> o.sum().backward()
     >>> o.shape, q.grad.shape
     (torch.Size([1, 2, 100, 16]), torch.Size([1, 2, 100, 16]))
+    >>> padding = torch.arange(100)[None] >= 60
+    >>> o = fw.attention(q, k, v, fw.patterns.causal(100), key_padding_mask=padding)
+    >>> torch.allclose(o[:, :, :60], fw.attention(q, k, v, fw.patterns.causal(100))[:, :, :60])
+    True
     """
     op = "attention"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -85,7 +91,9 @@ def attention(
         slopes, bias = _slopes(op, bias.slopes, q), None
     elif bias is not None:
         _check_tensor(op, "bias", bias)
-    keys = _keys(op, pattern, q)
+    if key_padding_mask is not None:
+        _check_tensor(op, "key_padding_mask", key_padding_mask)
+    keys = _keys(flat_patterns(op, pattern, q.shape))
     if scale is not None:
         scale = _number(op, "scale", scale)
     rate = _number(op, "dropout_p", dropout_p)
@@ -96,7 +104,7 @@ def attention(
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
     cap = _number(op, "softcap", softcap)
     p = rate if rate < 1 else 0.0
-    o, lse = _attention(q, k, v, keys, scale, bias, slopes, cap, p, seed, _precision(op, precision))
+    o, lse = _attention(q, k, v, keys, scale, bias, slopes, cap, p, seed, _precision(op, precision), key_padding_mask)
     if rate == 1:
         o = torch.where(torch.zeros_like(o, dtype=torch.bool), o, 0)  # all dropped; zero gradients
     return (o, lse) if return_lse else o
@@ -113,22 +121,10 @@ def _slopes(op: str, slopes: Tensor, q: Tensor) -> Tensor:
     return slopes.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _keys(op: str, pattern: object, q: Tensor | None = None) -> str:
+def _keys(patterns: Sequence[Pattern]) -> str:
     """What stands for the patterns inside an op, one on each line; a graph that may be saved gets the whole texts."""
     exporting = torch.compiler.is_exporting()
-    if isinstance(pattern, Pattern):
-        return pattern._text if exporting else pattern._key
-    if isinstance(pattern, str) or not isinstance(pattern, Sequence) or len(pattern) == 0:
-        got = "an empty sequence" if isinstance(pattern, Sequence) and not pattern else type(pattern).__name__
-        way = {"Tensor": " (fw.patterns.from_mask makes one)", "str": " (fw.Pattern.parse reads one)"}.get(got, "")
-        raise TypeError(f"{op}: pattern: expected a fretwork.Pattern or a sequence of them, got {got}{way}")
-    for n, p in enumerate(pattern):
-        if not isinstance(p, Pattern):
-            raise TypeError(f"{op}: pattern[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
-    if len(pattern) == 1 and q is not None and q.dim() == 4 and q.shape[1] != 1:  # inside the op one serves all
-        expected = f"a Pattern, or one for each of {q.shape[1]} query heads"
-        raise RuntimeError(f"{op}: pattern: expected {expected}, got one in a list")
-    return "\n".join(p._text if exporting else p._key for p in pattern)
+    return "\n".join(p._text if exporting else p._key for p in patterns)
 
 
 _r_sddmm, _r_spmm = torch.ops.fretwork.r_sddmm.default, torch.ops.fretwork.r_spmm.default
@@ -181,4 +177,4 @@ def r_spmm(x: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
 def _one_key(op: str, pattern: object) -> str:
     if not isinstance(pattern, Pattern):
         raise TypeError(f"{op}: pattern: expected a fretwork.Pattern, got {type(pattern).__name__}")
-    return _keys(op, pattern)
+    return _keys((pattern,))

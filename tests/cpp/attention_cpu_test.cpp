@@ -299,8 +299,11 @@ struct Case {
   bool drop_empty_rows = false;
   double scale = 0.3, softcap = 0, dropout = 0, size = 1;
   std::array<Index, 4> bias{0, 0, 0, 0};  ///< none
+  double far_bias = 0;  ///< if not zero, what all of the bias is for the second half of the keys; else 0
   DType bias_dtype = DType::f32;
   bool slopes = false, d_lse = false;
+  Index padding =
+      0;  ///< if not 0, key j of batch element b is not seen where (j + b) % padding is 0, nor the last third
   int layout = 0;
   std::vector<RegularPtr> named;  ///< if any, the planner's own plans of these, whose masks `patterns` are
   bool poison = false;            ///< NaN in keys and queries that are not used
@@ -310,6 +313,10 @@ struct Tensors {
   Tensor q, k, v, d_o, d_lse, bias, slopes;
   Tensor o, lse, d_q, d_k, d_v, d_bias;
   Index seed = 0x123456789abcdef;
+  std::vector<std::uint8_t> padding{};  ///< two bytes for each (batch, key), of which the second counts
+  bool hidden(Index b, Index j, Index cols) const {
+    return !padding.empty() && padding[static_cast<std::size_t>(2 * (b * cols + j) + 1)] != 0;
+  }
 };
 
 DType statistics(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
@@ -337,7 +344,23 @@ Tensors make(const Case& c, std::mt19937& random) {
   x.d_o.randomise(random);
   x.d_lse.randomise(random);
   x.bias.randomise(random);
+  if (c.far_bias != 0) {
+    x.bias.each([&](Index b, Index h, Index i, Index j) { x.bias.set(b, h, i, j, j < c.cols / 2 ? 0 : c.far_bias); });
+  }
   x.slopes.randomise(random, 0.1);
+  for (Index n = 0; n < c.batch * c.cols && c.padding != 0; ++n) {
+    const Index b = n / c.cols, j = n % c.cols;
+    const bool hidden = (j + b) % c.padding == 0 || 3 * j >= 2 * c.cols;
+    x.padding.insert(x.padding.end(), {std::uint8_t{1}, static_cast<std::uint8_t>(hidden ? 1 : 0)});
+    for (Index h = 0; h < c.kv_heads && hidden; ++h) {  // what is not seen may be anything
+      for (Index d = 0; d < c.depth; ++d) {
+        x.k.set(b, h, j, d, std::numeric_limits<double>::quiet_NaN());
+      }
+      for (Index d = 0; d < c.value_depth; ++d) {
+        x.v.set(b, h, j, d, kInfinity);
+      }
+    }
+  }
   return x;
 }
 
@@ -368,6 +391,9 @@ BackwardProblem problem_of(const Case& c, Tensors& x) {
     p.slopes = x.slopes.operand();
   }
   p.dropout = {c.dropout, &x.seed};
+  if (c.padding != 0) {
+    p.padding = {x.padding.data() + 1, 2 * c.cols, 2};
+  }
   b.d_o = x.d_o.operand();
   if (c.d_lse) {
     b.d_lse = x.d_lse.operand();
@@ -402,7 +428,9 @@ struct Reference {
   static std::size_t count(Index a, Index b, Index c, Index d) { return static_cast<std::size_t>(a * b * c * d); }
 
   void row(const Case& c, Tensors& x, Index b, Index h, Index i) {
-    const Pattern2& pattern = c.patterns[c.patterns.size() == 1 ? 0 : static_cast<std::size_t>(h)];
+    const std::size_t count = c.patterns.size(), own = static_cast<std::size_t>(b * c.heads + h);
+    const Pattern2& there = c.patterns[count == 1 ? 0 : own % count];
+    const auto pattern = [&](Index row_at, Index j) { return there(row_at, j) && !x.hidden(b, j, c.cols); };
     const Index kv = h / (c.heads / c.kv_heads);
     Numbers s(static_cast<std::size_t>(c.cols), -kInfinity), slope(s.size(), 1), keep(s.size(), 1), p(s.size());
     double top = -kInfinity;
@@ -452,7 +480,7 @@ struct Reference {
       if (!pattern(i, j)) {
         continue;
       }
-      p[n] = std::exp(s[n] - log_sum);
+      p[n] = std::exp(s[n] - top) / total;
       for (Index d = 0; d < c.value_depth; ++d) {
         o[at((b * c.heads + h) * c.rows + i, c.value_depth, d)] += p[n] * keep[n] * x.v.get(b, kv, j, d);
         d_p[n] += keep[n] * x.d_o.get(b, h, i, d) * x.v.get(b, kv, j, d);
@@ -850,6 +878,59 @@ TEST(AttentionCpu, LargeScores) {
   run(c, x, serial_executor());
   const Reference expected(c, x);
   expect_close(x.o, expected.o, 5e-3, "o");
+}
+
+TEST(AttentionCpu, Padding) {  // alone, and with all that there is
+  for (const DType dtype : {DType::f64, DType::f32, DType::bf16}) {
+    for (const Pattern2& pattern : {full(70, 150), window(150, 150, 40, 3), dilated(130, 130, 5, 7)}) {
+      Case c = with(pattern);
+      c.dtype = dtype;
+      c.heads = 4;
+      c.kv_heads = 2;
+      c.padding = 5;
+      check(c);
+      c.cuts = {{Cut::residues, 7}, {Cut::plain, 1}};
+      c.bias = {1, 1, 1, c.cols};
+      c.slopes = c.d_lse = true;
+      c.dropout = 0.2;
+      c.softcap = 3;
+      check(c);
+      c.bias = {1, 4, c.rows, c.cols};
+      c.padding = 1;  // nothing is left
+      check(c);
+    }
+  }
+}
+
+TEST(AttentionCpu, PatternsOfBatchElements) {
+  Case c = with(full(90, 90));
+  c.batch = 3;
+  c.heads = 2;
+  c.kv_heads = 1;
+  c.patterns = {window(90, 90, 4, 4),      full(90, 90), dilated(90, 90, 3, 5),
+                random_pattern(90, 90, 7), full(90, 90), window(90, 90, 4, 4)};
+  check(c);
+  c.bias = {1, 1, 1, 90};
+  c.dropout = 0.1;
+  c.padding = 4;
+  check(c);
+}
+
+TEST(AttentionCpu, LargeBias) {  // a number, however large: rows that see no other keys average them
+  for (const double size : {1e5, 1e9, 1e11, 1e13, 1e20, 1e30, 2e38, 3.4e38}) {
+    for (const double bias : {-size, size}) {
+      SCOPED_TRACE(std::to_string(bias));
+      Case c = with(window(40, 40, 3, 3));
+      c.size = 0;  // scores are the bias alone, which has no room for more
+      c.bias = {1, 1, 1, 40};
+      c.far_bias = bias;
+      c.d_lse = true;
+      check(c);
+      c.bias = {1, 2, 40, 40};
+      c.dtype = DType::f64;
+      check(c);
+    }
+  }
 }
 
 }  // namespace

@@ -279,7 +279,11 @@ TEST(Attention, RefusesBadCalls) {
   EXPECT_EQ(call.error(), "attention: k: expected float32 like q, got float16");
   call = {};
   call.patterns.assign(3, call.patterns[0]);
-  EXPECT_EQ(call.error(), "attention: pattern: expected 1 or 4, one for each query head, got 3");
+  EXPECT_EQ(
+      call.error(),
+      "attention: pattern: expected 1, 4, one for each query head, or 8, for each element of the batch too, got 3");
+  call.patterns.assign(8, call.patterns[0]);
+  EXPECT_EQ(call.error(), "no error");
   call = {};
   call.patterns = {patterns::causal(8)};
   EXPECT_EQ(call.error(), "attention: pattern: expected shape (8, 12), queries and keys of (B, H, S, D), got (8, 8)");
@@ -296,6 +300,10 @@ TEST(Attention, RefusesBadCalls) {
   const TensorView slopes(nullptr, DType::f32, {3});
   call.options.slopes = &slopes;
   EXPECT_EQ(call.error(), "attention: slopes: expected shape (4,), got (3,)");
+  call = {};
+  const TensorView padding(call.memory.data(), DType::boolean, {2, 8});
+  call.options.key_padding = &padding;
+  EXPECT_EQ(call.error(), "attention: key_padding_mask: expected shape (2, 12), got (2, 8)");
   EXPECT_EQ(Call().error(), "no error");
 }
 

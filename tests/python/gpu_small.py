@@ -169,6 +169,15 @@ def attention(device):
         fw.attention(q, k, v, pattern, **more).square().sum().backward()
     other = fw.Pattern.parse("causal(150)")
     fw.attention(q, k, v, [pattern, other, other, pattern]).square().sum().backward()
+    cols = k.shape[2]
+    padding = torch.arange(cols, device=device)[None] % 5 > 2
+    far = torch.zeros(cols, device=device)
+    far[cols // 2 :] = -1e30
+    for dtype in (torch.float32, torch.bfloat16):
+        operands = [tensor(device, dtype, 2, h, cols, 64).requires_grad_() for h in (4, 2, 2)]
+        for bias in (None, far.clone().requires_grad_()):
+            o = fw.attention(*operands, pattern, bias=bias, key_padding_mask=padding.expand(q.shape[0], cols))
+            o.square().sum().backward()
 
 
 def decoding(device):
@@ -176,6 +185,8 @@ def decoding(device):
         pattern = fw.patterns.sinks((2, 1500), 4, 900)
         q, k, v = (tensor(device, dtype, 1, h, s, depth) for h, s in ((4, 2), (2, 1500), (2, 1500)))
         fw.attention(q, k, v, pattern)
+        padding = torch.arange(k.shape[2], device=device)[None] % 3 == 0
+        fw.attention(q, k, v, pattern, key_padding_mask=padding.expand(q.shape[0], -1))
 
 
 def operators(device):

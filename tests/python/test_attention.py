@@ -708,7 +708,7 @@ def test_bad_python_values(device):
         (dict(pattern="causal(9)"), "attention: pattern: expected a fretwork.Pattern or a sequence of them, got str"),
         (dict(pattern=[pattern, 9]), r"attention: pattern\[1\]: expected a fretwork.Pattern, got int"),
         (dict(pattern=[]), "attention: pattern: expected .*, got an empty sequence"),
-        (dict(pattern=[pattern]), "attention: pattern: expected a Pattern, or one for each of 4 query heads"),
+        (dict(pattern=[pattern] * 3), "attention: pattern: expected 1 or 4, one for each query head, got 3"),
         (dict(scale="x"), "attention: scale: expected a number"),
         (dict(scale="0.5"), "attention: scale: expected a number, got '0.5'"),
         (dict(scale=torch.tensor(0.5, requires_grad=True)), "attention: scale: expected a number, got a tensor that"),

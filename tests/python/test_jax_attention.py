@@ -177,7 +177,7 @@ def test_bad_calls():
         (lambda: fwj.attention(q, k, v, pattern, softcap=-1.0), "attention: softcap: expected"),
         (lambda: fwj.r_sddmm(q, k[..., :3], pattern), "r_sddmm: k: expected shape"),
         (lambda: fwj.r_softmax(q, pattern), "r_softmax: x: expected shape"),
-        (lambda: fwj.attention(q, k, v, [pattern]), "attention: pattern: expected a Pattern, or one for each of 4"),
+        (lambda: fwj.attention(q, k, v, [pattern] * 3), "attention: pattern: expected 1 or 4, one for each query head"),
         (lambda: fwj.attention(q, k, v, pattern, float("nan")), "attention: scale: expected a finite number, got nan"),
     ]:
         with pytest.raises(RuntimeError, match=words):
@@ -190,3 +190,35 @@ def test_bad_calls():
     ]:
         with pytest.raises(TypeError, match=words):
             call()
+
+
+@pytest.mark.parametrize("own_patterns", [False, True])
+def test_padding_and_patterns_of_elements(own_patterns):
+    """NaN in keys that are not seen stays there; vmap gives what its elements give."""
+    near, far = parse("sliding_window((20, 30), 6, 2)"), parse("strided((20, 30), 5)")
+    pattern = [[near], [far]] if own_patterns else near
+    padding = torch.arange(30) >= torch.tensor([[18], [25]])
+    q, k, v = inputs(near)
+    with torch.no_grad():
+        k[padding[:, None].expand(k.shape[:3])] = torch.nan
+    want = fw.attention(q, k, v, pattern, key_padding_mask=padding, return_lse=True)
+    weights = [torch.randn_like(t) for t in want]
+    expected = torch.autograd.grad(want, (q, k, v), weights)
+
+    def call(q, k, v, mask):
+        return fwj.attention(q, k, v, pattern, key_padding_mask=mask, return_lse=True)
+
+    def loss(q, k, v, mask):
+        return sum((x * to_jax(w)).sum() for x, w in zip(call(q, k, v, mask), weights, strict=True))
+
+    arrays, mask = [to_jax(t) for t in (q, k, v)], to_jax(padding)
+    for x, y in zip(jax.jit(call)(*arrays, mask), want, strict=True):
+        close(x, y)
+    for x, y in zip(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays, mask), expected, strict=True):
+        close(x, y, 1e-4)
+    masks = jnp.stack([mask, mask])
+    mapped = jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), (None, None, None, 0))(*arrays, masks)
+    for x, y in zip(mapped, expected, strict=True):
+        close(x[1], y, 1e-4)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=r"attention: key_padding_mask: expected .+, got"):
+        call(*arrays, mask[:, :-1])

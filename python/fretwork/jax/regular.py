@@ -26,7 +26,7 @@ class _Attention(NamedTuple):
     softcap: float
     dropout_p: float
     precision: str
-    extras: str  # which of bias (4 dimensions), slopes and dropout's seed there are, as "b", "s", "d"
+    extras: str  # which of bias (4 dimensions), slopes, dropout's seed and key padding there are, as "b", "s", "d", "k"
 
     def options(self) -> dict[str, Any]:
         numbers = {"scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p}
@@ -37,10 +37,10 @@ class _Attention(NamedTuple):
             **{name: np.float64(number) for name, number in numbers.items()},
         }
 
-    def alone(self, batched: Sequence[bool]) -> bool:
+    def alone(self, batched: Sequence[bool], heads: int) -> bool:
         """Whether the elements of a vmap have something of their own that a batch shares; the extras come last."""
         own = dict(zip(self.extras, batched[len(batched) - len(self.extras) :], strict=True))
-        return "d" in own or own.get("s", False)
+        return "d" in own or own.get("s", False) or len(self.patterns) not in (1, heads)
 
 
 def _wide(dtype: Any) -> Any:
@@ -81,12 +81,12 @@ def _attention_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]
 
     @call.def_vmap
     def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:
-        if p.alone(batched):
+        if p.alone(batched, arguments[0].shape[-3]):
             return _one_by_one(functools.partial(_attention_call, p), batched, arguments), [True, True]
         batch = arguments[0].shape[1 if batched[0] else 0]
         folded = [_fold(x, many, size) for x, many in zip(arguments[:3], batched, strict=False)]
         for kind, many, x in zip(p.extras, batched[3:], arguments[3:], strict=True):
-            same = kind == "s" or (not many and x.shape[0] == 1)
+            same = kind == "s" or (kind == "b" and not many and x.shape[0] == 1)
             folded.append(x if same else _fold_bias(x, many, size, batch))
         return [x.reshape(size, batch, *x.shape[1:]) for x in _attention_call(p, *folded)], [True, True]
 
@@ -105,7 +105,7 @@ def _gradient_call(p: _Attention, *arguments: jax.Array) -> Sequence[jax.Array]:
     @call.def_vmap
     def _(size: int, batched: list[bool], *arguments: jax.Array) -> tuple[Sequence[jax.Array], list[bool]]:
         count = 4 if "b" in p.extras else 3
-        if p.alone(batched):
+        if p.alone(batched, arguments[0].shape[-3]):
             return _one_by_one(functools.partial(_gradient_call, p), batched, arguments), [True] * count
         batch = arguments[0].shape[1 if batched[0] else 0]
         folded = [_fold(x, many, size) for x, many in zip(arguments[:7], batched, strict=False)]
@@ -174,10 +174,10 @@ def _checked_attention(
     v: jax.Array,
     extras: dict[str, jax.Array],
 ) -> Sequence[jax.Array]:
-    known = [operand(name, extras[name]) for name in ("bias", "slopes") if name in extras]
+    known = [operand(name, extras[name]) for name in ("bias", "slopes", "key_padding_mask") if name in extras]
     operands = [operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     _shapes.check_attention(operands, patterns, known, scale, softcap, dropout_p)
-    ordered = {name: extras[name] for name in ("bias", "slopes", "dropout") if name in extras}
+    ordered = {name: extras[name] for name in ("bias", "slopes", "dropout", "key_padding_mask") if name in extras}
     if "slopes" in ordered:
         ordered["slopes"] = ordered["slopes"].astype(_wide(q.dtype))
     if "bias" in ordered:
@@ -199,7 +199,7 @@ def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    pattern: Pattern | Sequence[Pattern],
+    pattern: Pattern | Sequence[Pattern] | Sequence[Sequence[Pattern]],
     scale: float | None = None,
     bias: ArrayLike | alibi | None = None,
     softcap: float = 0.0,
@@ -207,12 +207,14 @@ def attention(
     return_lse: bool = False,
     *,
     dropout_key: jax.Array | None = None,
+    key_padding_mask: ArrayLike | None = None,
     precision: str | None = None,
 ) -> Any:
     """Attention in which a query sees the keys that `pattern` holds; arguments as `fretwork.attention` has them.
 
     q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), Hq a multiple of Hk. `bias` broadcasts to (B, Hq, Sq, Sk)
-    or is `alibi(slopes)`. Dropout takes a key of `jax.random`. With `return_lse` the result is (o, lse).
+    or is `alibi(slopes)`. Keys where `key_padding_mask` (B, Sk) is True are not seen. Dropout takes a key of
+    `jax.random`. With `return_lse` the result is (o, lse).
 
     >>> import fretwork as fw
     >>> q = k = v = jnp.ones((1, 2, 50, 16))
@@ -233,24 +235,13 @@ def attention(
         if dropout_key is None:
             fail(op, "dropout_key", "a key of jax.random where there is dropout", None)
         extras["dropout"] = jax.random.bits(dropout_key, (2,), jnp.uint32)  # the 64 bits of a seed
+    if key_padding_mask is not None:
+        extras["key_padding_mask"] = array(op, "key_padding_mask", key_padding_mask)
     arrays = [array(op, name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
-    patterns = (pattern,) if isinstance(pattern, Pattern) else _sequence(op, pattern, arrays[0].shape)
+    patterns = _shapes.flat_patterns(op, pattern, arrays[0].shape)
     numbers = (None if scale is None else number(op, "scale", scale), number(op, "softcap", softcap), rate)
     o, lse = _checked_attention(patterns, *numbers, precision, *arrays, extras)
     return (o, lse) if return_lse else o
-
-
-def _sequence(op: str, patterns: object, queries: tuple[int, ...]) -> tuple[Pattern, ...]:
-    if isinstance(patterns, str) or not isinstance(patterns, Sequence) or len(patterns) == 0:
-        raise TypeError(
-            f"{op}: pattern: expected a fretwork.Pattern or a sequence of them, got {type(patterns).__name__}"
-        )
-    for n, p in enumerate(patterns):
-        if not isinstance(p, Pattern):
-            raise TypeError(f"{op}: pattern[{n}]: expected a fretwork.Pattern, got {type(p).__name__}")
-    if len(patterns) == 1 and len(queries) == 4 and queries[1] != 1:  # inside the op one serves all
-        fail(op, "pattern", f"a Pattern, or one for each of {queries[1]} query heads", "one in a list")
-    return tuple(patterns)
 
 
 # SPLAT's operators. x[i, t] = a[i] · b[column] ties three arrays; each product gives one from the other two, so that

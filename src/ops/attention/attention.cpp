@@ -42,11 +42,26 @@ void check_shape(const char* op, const char* argument, const TensorView& tensor,
 /// What attention computes in: the type of lse.
 DType statistics_type(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
-/// One for all heads where they are equal.
+/// As few as there can be: one for all heads where they are equal, one for each where all batch elements have the same.
+void shorten(std::vector<RegularPtr>& patterns, std::int64_t heads) {
+  const auto repeats = [&](std::int64_t period) {
+    const auto from = patterns.begin() + std::min(period, std::ssize(patterns));
+    return std::equal(from, patterns.end(), patterns.begin());
+  };
+  for (const std::int64_t period : {std::int64_t{1}, std::max<std::int64_t>(heads, 1)}) {
+    if (repeats(period) && std::ssize(patterns) > period) {
+      patterns.resize(static_cast<std::size_t>(period));
+    }
+  }
+}
+
 std::vector<RegularPtr> check_patterns(const char* op, std::span<const PatternPtr> patterns, const Problem& p) {
   const auto count = static_cast<std::int64_t>(patterns.size());
-  if (count != 1 && count != p.heads) {
-    throw Error(op, "pattern", "1 or " + std::to_string(p.heads) + ", one for each query head", std::to_string(count));
+  if (count != 1 && count != p.heads && count != p.batch * p.heads) {
+    throw Error(op, "pattern",
+                "1, " + std::to_string(p.heads) + ", one for each query head, or " + std::to_string(p.batch * p.heads) +
+                    ", for each element of the batch too",
+                std::to_string(count));
   }
   std::vector<RegularPtr> found;
   for (const PatternPtr& pattern : patterns) {
@@ -60,9 +75,7 @@ std::vector<RegularPtr> check_patterns(const char* op, std::span<const PatternPt
         std::ranges::find_if(found, [&](const auto& f) { return f == regular || f->text() == regular->text(); });
     found.push_back(same == found.end() ? std::move(regular) : *same);
   }
-  if (std::ranges::all_of(found, [&](const auto& f) { return f == found[0]; })) {
-    found.resize(1);
-  }
+  shorten(found, p.heads);
   return found;
 }
 
@@ -164,6 +177,12 @@ void check_options(const char* op, const AttentionOptions& options, const Contex
     throw Error(op, "dropout_seed", "a seed where there is dropout", "none");
   }
   p.dropout = {options.dropout, options.dropout > 0 ? options.dropout_seed : nullptr};
+  if (const TensorView* const padding = options.key_padding; padding != nullptr) {
+    check_dtype(op, "key_padding_mask", *padding, DType::boolean);
+    check_shape(op, "key_padding_mask", *padding, {p.batch, p.cols});
+    check_device(op, "key_padding_mask", *padding, context);
+    p.padding = {static_cast<const std::uint8_t*>(padding->data), padding->stride(0), padding->stride(1)};
+  }
 }
 
 /// lse or its gradient.

@@ -9,7 +9,8 @@
 
 namespace fretwork::attention_op::cpu {
 
-/// One for all heads, or one for each query head; equal ones are the same object.
+/// One for all heads, one for each query head, or one for each (batch element, query head); equal ones are the same
+/// object.
 using Plans = std::span<const std::shared_ptr<const Plan>>;
 
 void forward(const Problem& problem, Plans plans, Context& context);

@@ -2,6 +2,7 @@
 // the transposed pattern for theirs, and scores are computed again in both. A gradient is summed by one task in a fixed
 // order, so that results do not depend on the number of threads.
 #include <algorithm>
+#include <cmath>
 #include <deque>
 #include <limits>
 #include <optional>
@@ -101,12 +102,18 @@ class Backward {
   }
 
   void run(Plans plans, Plans transposed) {
-    prepare();
+    prepare(plans);
     if (b_.d_q.data != nullptr || (bias_ && !bias_->by_key())) {
-      run(plans, false);
+      for (const PlanRange& range : batch_ranges(plans, p_.batch, p_.heads)) {
+        run(range, false);
+      }
     }
     if (b_.d_k.data != nullptr || b_.d_v.data != nullptr || (bias_ && bias_->by_key())) {
-      run(transposed, true);
+      for (const PlanRange& range : batch_ranges(transposed, p_.batch, p_.heads)) {
+        run(range, true);
+      }
+      clear_padding(b_.d_k, p_.depth);
+      clear_padding(b_.d_v, p_.value_depth);
     }
     if (bias_) {
       bias_->store(machine_.rows);
@@ -144,7 +151,7 @@ class Backward {
     const Layer<Acc>& layer;
     Packing<Acc>& packing;
     const Acc *turned, *turned_gradients;  ///< for the scores, and for the gradients of the probabilities
-    const Acc *lse, *delta;                ///< by place, where rows are keys
+    const Acc *lse, *rest, *delta;         ///< by place, where rows are keys
     const unsigned* states;
   };
   /// Heads that share a plan, with its components.
@@ -154,8 +161,36 @@ class Backward {
     bool whole;  ///< the last holds every row
   };
 
+  /// From here on what rounding a log-sum-exp leaves out counts: a probability would be wrong by 6e-5 in fp32.
+  static constexpr Acc kLargeLse = 1024;
+
+  /// What lse lost to rounding, if some row's is large. A bias or slopes make it so; it takes the forward again.
+  void find_rest(Plans plans) {
+    const std::int64_t rows = p_.batch * p_.heads * p_.rows;
+    const auto large = [&](std::int64_t n) {
+      return std::isfinite(lse_.data()[n]) && std::abs(lse_.data()[n]) > kLargeLse;
+    };
+    bool any = false;
+    for (std::int64_t n = 0; n < rows && (p_.bias.data != nullptr || p_.slopes.data != nullptr) && !any; ++n) {
+      any = large(n);
+    }
+    if (!any) {
+      return;
+    }
+    rest_.emplace(context_, rows);
+    const Workspace out(context_, static_cast<std::size_t>(rows * p_.value_depth) * size_of(p_.dtype));
+    Problem again = p_;
+    again.o = {out.data(), p_.heads * p_.rows * p_.value_depth, p_.rows * p_.value_depth, p_.value_depth, 1};
+    again.lse = {lse_.data(), p_.heads * p_.rows, p_.rows, 1, 0};
+    again.lse_rest = again.lse;
+    again.lse_rest.data = rest_->data();
+    forward(again, plans, context_);
+    std::replace(lse_.data(), lse_.data() + rows, -std::numeric_limits<Acc>::infinity(),
+                 std::numeric_limits<Acc>::infinity());
+  }
+
   /// lse as it is subtracted, +inf for a row with no element, and delta = Σ d_o∘o − d_lse.
-  void prepare() {
+  void prepare(Plans plans) {
     const std::int64_t grain = std::max<std::int64_t>(1, (std::int64_t{1} << 15) / p_.value_depth);
     context_.executor->parallel_for(p_.batch * p_.heads * p_.rows, grain, [&](std::int64_t begin, std::int64_t end) {
       Acc* const o = need<Acc>(thread_buffers().left, 2 * p_.value_depth);
@@ -179,12 +214,27 @@ class Backward {
             machine_.rows.dot(o, d_o, p_.value_depth) - (b_.d_lse.data != nullptr ? of_row(b_.d_lse) : 0);
       }
     });
+    find_rest(plans);
   }
 
-  void run(Plans plans, bool transposed) {
+  /// Keys that are not seen have zero gradients.
+  void clear_padding(const Operand& gradient, std::int64_t depth) const {
+    if (p_.padding.data == nullptr || gradient.data == nullptr) {
+      return;
+    }
+    const std::vector<Acc> zeros(static_cast<std::size_t>(depth));
+    for (std::int64_t n = 0; n < p_.batch * p_.kv_heads * p_.cols; ++n) {
+      const Head head{n / p_.cols / p_.kv_heads, n / p_.cols % p_.kv_heads};
+      if (const std::int64_t key = n % p_.cols; p_.padding(head.batch, key)) {
+        machine_.rows.narrow(zeros.data(), depth, 1, row_of(gradient, p_.dtype, head, key), p_.dtype, gradient.col);
+      }
+    }
+  }
+
+  void run(const PlanRange& range, bool transposed) {
     std::deque<Layers> all;
     std::int64_t places = 0;
-    for (const PlanHeads& set : head_sets(plans, p_.heads)) {
+    for (const PlanHeads& set : head_sets(range.things, p_.heads)) {
       const auto components = in_order(*set.thing);
       Layers& layers = all.emplace_back(set);
       layers.whole = ends_whole(components);
@@ -196,17 +246,18 @@ class Backward {
     const std::int64_t heads = p_.heads / p_.kv_heads, features = keys_.padded() + values_.padded();
     const std::int64_t columns = transposed ? heads * places : places;
     const std::int64_t rows = transposed ? p_.cols : heads * p_.rows;
-    const std::int64_t bytes = Memory::bytes<Acc>(columns * (2 * features + 3)) + Memory::bytes<Acc>(rows * features) +
+    const std::int64_t bytes = Memory::bytes<Acc>(columns * (2 * features + 4)) + Memory::bytes<Acc>(rows * features) +
                                kPieces * Memory::bytes<Acc>(1);
     const bool together = bias_ && bias_->by_key() == transposed;
-    for_slices(p_.batch * p_.kv_heads, bytes, together, context_,
+    const std::int64_t before = range.first * p_.kv_heads;
+    for_slices(range.count * p_.kv_heads, bytes, together, context_,
                [&](std::int64_t first, std::int64_t last, Context& context, Memory memory) {
-                 transposed ? key_gradients(all, first, last, context, memory)
-                            : query_gradients(all, first, last, context, memory);
+                 transposed ? key_gradients(all, before + first, before + last, context, memory)
+                            : query_gradients(all, before + first, before + last, context, memory);
                });
   }
   /// Most pieces that a range takes of its memory.
-  static constexpr std::int64_t kPieces = 9;
+  static constexpr std::int64_t kPieces = 10;
 
   /// Rows' sums as they wait for the next component, zeros at first.
   void make_sums(Sums& sums, std::int64_t rows, Memory& memory) const {
@@ -252,7 +303,8 @@ class Backward {
                           : nullptr;
     Packing<Acc> packing(layer, machine_, p_.dtype, slices, {p_.k, keys_, turned_keys, keys},
                          {p_.v, values_, turned_values, nullptr}, context);
-    run({false, layer, packing, turned_keys, turned_values, nullptr, nullptr, nullptr}, units, target, context);
+    run({false, layer, packing, turned_keys, turned_values, nullptr, nullptr, nullptr, nullptr}, units, target,
+        context);
   }
 
   void key_gradients(const std::deque<Layers>& all, std::int64_t first, std::int64_t last, Context& context,
@@ -300,6 +352,7 @@ class Backward {
     Packing<Acc> packing(layer, machine_, p_.dtype, heads, {p_.q, keys_, turned_queries, queries},
                          {b_.d_o, values_, turned_gradients, gradients}, context);
     Acc* const lse = memory.take<Acc>(places);
+    Acc* const rest = rest_ ? memory.take<Acc>(places) : nullptr;
     Acc* const delta = memory.take<Acc>(places);
     unsigned* const states = layer.scores.dropped() ? memory.take<unsigned>(places) : nullptr;
     context.executor->parallel_for(places, 1 << 13, [&](std::int64_t begin, std::int64_t end) {
@@ -309,12 +362,15 @@ class Backward {
         const std::int64_t at = (head.batch * p_.heads + head.head) * p_.rows + token;
         lse[n] = token < 0 ? std::numeric_limits<Acc>::infinity() : lse_.data()[at];
         delta[n] = token < 0 ? 0 : delta_.data()[at];
+        if (rest != nullptr) {
+          rest[n] = token < 0 ? 0 : rest_->data()[at];
+        }
         if (states != nullptr) {
           states[n] = layer.scores.state(head, token);
         }
       }
     });
-    run({true, layer, packing, turned_queries, turned_gradients, lse, delta, states}, units, target, context);
+    run({true, layer, packing, turned_queries, turned_gradients, lse, rest, delta, states}, units, target, context);
   }
 
   /// The rows' gradients, and then those of the bias, if these rows sum it up.
@@ -370,6 +426,12 @@ class Backward {
     const Member* loaded = nullptr;
     for (const Member& member : unit.members) {
       if (loaded == nullptr || loaded->row != member.row) {
+        if (pass.transposed && p_.padding.data != nullptr) {
+          tokens_of(component.row_order, component.row_tiles[static_cast<std::size_t>(tile)], side, nullptr,
+                    tokens.data());
+          std::ranges::replace_if(
+              tokens, [&](std::int64_t key) { return key >= 0 && p_.padding(member.row.batch, key); }, -1);
+        }
         machine_.gather(pass.transposed ? p_.k : p_.q, p_.dtype, member.row, tokens, p_.depth,
                         static_cast<Acc>(p_.scale), left, p_.depth);
         machine_.gather(pass.transposed ? p_.v : b_.d_o, p_.dtype, member.row, tokens, p_.value_depth, 1, more_left,
@@ -432,6 +494,7 @@ class Backward {
       }
       if (!pass.transposed) {
         gradient.lse = tokens[n] < 0 ? &kInfinity : lse_.data() + rows_before + tokens[n];
+        gradient.rest = rest_ && tokens[n] >= 0 ? rest_->data() + rows_before + tokens[n] : nullptr;
         gradient.delta = tokens[n] < 0 ? &kZero : delta_.data() + rows_before + tokens[n];
         machine_.rows.gradient(gradient);
         continue;
@@ -450,6 +513,7 @@ class Backward {
         part.slope = part.slope != nullptr ? part.slope + piece.at : nullptr;
         part.keep = part.keep != nullptr ? part.keep + piece.at : nullptr;
         part.lse = pass.lse + places_before + piece.place;
+        part.rest = pass.rest != nullptr ? pass.rest + places_before + piece.place : nullptr;
         part.delta = pass.delta + places_before + piece.place;
         machine_.rows.gradient(part);
       }
@@ -492,6 +556,7 @@ class Backward {
   Machine<Acc> machine_;
   Split keys_, values_;
   Array<Acc> lse_, delta_;
+  std::optional<Array<Acc>> rest_;  ///< of lse, if it counts
   std::optional<BiasSums<Acc>> bias_;
 };
 

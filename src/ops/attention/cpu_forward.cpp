@@ -33,10 +33,18 @@ class Forward {
         values_(problem.value_depth, machine_.tiles),
         late_(problem.softcap == 0 && problem.bias.data == nullptr && problem.slopes.data == nullptr &&
               problem.scale >= kLeastLate && problem.scale <= 1),
+        unit_(static_cast<Acc>(late_ ? problem.scale : 1)),
         factor_(static_cast<Acc>((late_ ? problem.scale : 1) / kSoftmaxUnit<Acc>)) {}
 
   void run(Plans plans) {
-    for (const PlanHeads& set : head_sets(plans, p_.heads)) {
+    for (const PlanRange& range : batch_ranges(plans, p_.batch, p_.heads)) {
+      run(range);
+    }
+  }
+
+ private:
+  void run(const PlanRange& range) {
+    for (const PlanHeads& set : head_sets(range.things, p_.heads)) {
       const auto components = in_order(*set.thing);
       std::deque<Layer<Acc>> layers;
       std::int64_t places = 0;
@@ -47,14 +55,14 @@ class Forward {
       const std::int64_t rows = waits ? p_.heads / p_.kv_heads * p_.rows : 0;
       const std::int64_t bytes = Memory::bytes<Acc>(places * p_.depth) + Memory::bytes<Acc>(places * values_.padded()) +
                                  2 * Memory::bytes<Acc>(rows) + Memory::bytes<Acc>(rows * values_.padded());
-      for_slices(p_.batch * p_.kv_heads, bytes, false, context_,
+      const std::int64_t before = range.first * p_.kv_heads;
+      for_slices(range.count * p_.kv_heads, bytes, false, context_,
                  [&](std::int64_t first, std::int64_t last, Context& context, Memory memory) {
-                   run(set, layers, waits, whole, first, last, context, memory);
+                   run(set, layers, waits, whole, before + first, before + last, context, memory);
                  });
     }
   }
 
- private:
   struct Task {
     const Layer<Acc>& layer;
     Packing<Acc>& packing;
@@ -224,10 +232,19 @@ class Forward {
     }
     machine_.rows.narrow(out, p_.value_depth, sum == 0 ? Acc{0} : 1 / sum, row_of(p_.o, p_.dtype, head, token),
                          p_.dtype, p_.o.col);
-    if (p_.lse.data != nullptr) {
-      static_cast<Acc*>(p_.lse.data)[head.batch * p_.lse.batch + head.head * p_.lse.head + token * p_.lse.row] =
-          sum == 0 ? kNone<Acc> : static_cast<Acc>(top * kSoftmaxUnit<Acc> + std::log(sum));
+    const auto put = [&](const Operand& to, Acc value) {
+      if (to.data != nullptr) {
+        static_cast<Acc*>(to.data)[head.batch * to.batch + head.head * to.head + token * to.row] = value;
+      }
+    };
+    if (sum == 0) {
+      put(p_.lse, kNone<Acc>);
+      put(p_.lse_rest, 0);
+      return;
     }
+    const Acc high = top * unit_, low = std::log(sum), both = high + low, of_low = both - high;
+    put(p_.lse, both);
+    put(p_.lse_rest, (high - (both - of_low)) + (low - of_low));  // exact, whichever of the two is larger
   }
 
   const Problem& p_;
@@ -235,7 +252,8 @@ class Forward {
   Machine<Acc> machine_;
   Split keys_, values_;
   bool late_;   ///< scores get their scale in the softmax, not through the queries
-  Acc factor_;  ///< of the scores, there
+  Acc unit_;    ///< what a score is worth there
+  Acc factor_;  ///< the same in the softmax's unit
 };
 
 }  // namespace

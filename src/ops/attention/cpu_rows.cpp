@@ -301,7 +301,7 @@ HWY_INLINE void SoftenRows(Acc* x, std::int64_t stride, std::int64_t count, Acc 
     V<Acc> e[kCount];
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i) {
-      e[i] = hn::MulSub(hn::LoadU(d, x + i * stride + n), times, base[i]);
+      e[i] = hn::Mul(hn::Sub(hn::LoadU(d, x + i * stride + n), base[i]), times);
     }
     Exp<true>(e);
 #pragma GCC unroll 8
@@ -314,7 +314,7 @@ HWY_INLINE void SoftenRows(Acc* x, std::int64_t stride, std::int64_t count, Acc 
     const Acc top = factors[i];
     // Without earlier results there is nothing to multiply.
     const bool same = tops[i] == top || tops[i] == kNone<Acc>;
-    factors[i] = same ? Acc{1} : std::exp((tops[i] - top) * static_cast<Acc>(kSoftmaxUnit<Acc>));
+    factors[i] = same ? Acc{1} : std::exp((tops[i] - top) * (factor * static_cast<Acc>(kSoftmaxUnit<Acc>)));
     sums[i] = sums[i] * factors[i] + hn::GetLane(hn::SumOfLanes(d, sum[i]));
     tops[i] = top;
   }
@@ -324,7 +324,7 @@ template <typename Acc>
 void Soften(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc factor, Acc* tops, Acc* sums,
             Acc* factors) {
   for (std::int64_t r = 0; r < rows; ++r) {
-    factors[r] = std::max(tops[r], factor * Highest(x + r * stride, count));
+    factors[r] = std::max(tops[r], Highest(x + r * stride, count));
   }
   std::int64_t r = 0;
   for (; r + kAbreast <= rows; r += kAbreast) {
@@ -344,7 +344,11 @@ HWY_INLINE void GradientFrom(const GradientRow<Acc>& row, std::int64_t n) {
   for (int i = 0; i < kCount; ++i) {
     const std::int64_t at = n + i * kLanes<Acc>;
     const auto lse = kByColumn ? hn::LoadU(d, row.lse + at) : hn::Set(d, *row.lse);
-    p[i] = AtMost(hn::Set(d, Acc{88}), hn::Sub(hn::LoadU(d, row.scores + at), lse));
+    p[i] = hn::Sub(hn::LoadU(d, row.scores + at), lse);
+    if (row.rest != nullptr) {
+      p[i] = hn::Sub(p[i], kByColumn ? hn::LoadU(d, row.rest + at) : hn::Set(d, *row.rest));
+    }
+    p[i] = AtMost(hn::Set(d, Acc{88}), p[i]);
   }
   Exp<false>(p);
 #pragma GCC unroll 8

@@ -13,9 +13,10 @@ namespace fretwork::attention_op::cpu {
 template <typename Acc>
 struct GradientRow {
   std::int64_t count = 0;
-  Acc* scores = nullptr;     ///< in: scores; out: probabilities, dropped ones zero and kept ones scaled
-  Acc* gradients = nullptr;  ///< in: gradients of those; out: gradients of the scores
-  const Acc* lse = nullptr;  ///< one, or one for each column
+  Acc* scores = nullptr;      ///< in: scores; out: probabilities, dropped ones zero and kept ones scaled
+  Acc* gradients = nullptr;   ///< in: gradients of those; out: gradients of the scores
+  const Acc* lse = nullptr;   ///< one, or one for each column
+  const Acc* rest = nullptr;  ///< if set, what is to be added to lse: the part that its rounding left out
   const Acc* delta = nullptr;
   bool by_column = false;
   const Acc* keep = nullptr;   ///< if set, zero or the factor of what is kept
@@ -53,8 +54,9 @@ struct Rows {
   void (*keep_rows)(const unsigned* states, std::int64_t token, std::int64_t count, std::uint64_t threshold, Acc factor,
                     Acc* keep);
   /// One step of the softmax of `rows` rows of scores, each worth factor·x in the softmax's unit: x becomes the
-  /// exponential of what it is below the new top, which and whose sum are kept in tops and sums; factors is what
-  /// earlier results are to be multiplied by. factor > 0.
+  /// exponential of factor·(x − the new top). tops has the highest x, sums the sum of the exponentials; factors is what
+  /// earlier results are to be multiplied by. factor > 0. Differences come first: a large score times a factor would be
+  /// rounded, or overflow.
   void (*soften)(Acc* x, std::int64_t stride, std::int64_t rows, std::int64_t count, Acc factor, Acc* tops, Acc* sums,
                  Acc* factors);
   void (*gradient)(const GradientRow<Acc>& row);

@@ -2,6 +2,7 @@
 #include "ops/attention/cpu_strips.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -375,8 +376,25 @@ void Machine<Acc>::multiply_lines(const Strip& strip, const Acc* scores, std::in
   }
 }
 
+SeenColumns::SeenColumns(const Problem& problem, std::span<const std::int64_t> tokens, std::int64_t side)
+    : side_(side), tiles_(std::ssize(tokens) / side) {
+  hidden_.resize(static_cast<std::size_t>(problem.batch * tiles_));
+  words_.assign(static_cast<std::size_t>(problem.batch * tiles_ * side / 32), 0);
+  for (std::int64_t b = 0; b < problem.batch; ++b) {
+    for (std::size_t n = 0; n < tokens.size(); ++n) {
+      const std::size_t at = static_cast<std::size_t>(b) * tokens.size() + n;
+      if (tokens[n] >= 0 && problem.padding(b, tokens[n])) {
+        hidden_[at / static_cast<std::size_t>(side)] = 1;
+        any_ = true;
+      } else {
+        words_[at / 32] |= 1u << at % 32;
+      }
+    }
+  }
+}
+
 template <typename Acc>
-Columns<Acc>::Columns(const Plan& plan, const Component& component)
+Columns<Acc>::Columns(const Problem& problem, const Plan& plan, const Component& component, bool transposed)
     : component_(component),
       side_(plan.shape.cols),
       tokens_(component.col_tiles.size() * static_cast<std::size_t>(side_)) {
@@ -391,6 +409,9 @@ Columns<Acc>::Columns(const Plan& plan, const Component& component)
               tokens_.data() + t * static_cast<std::size_t>(side_));
   }
   step_ = even ? step : 0;
+  if (problem.padding.data != nullptr && !transposed) {
+    seen_ = SeenColumns(problem, tokens_, side_);
+  }
 }
 
 template <typename Acc>
@@ -413,9 +434,19 @@ void Columns<Acc>::pack(const Machine<Acc>& machine, DType dtype, Head head, std
   // Rows at even distances are read where they are. Nobody looks at places that are not inside.
   simd::Place place{row_of(from, dtype, head, of.base), order.stride[2] * from.row, from.col};
   std::int64_t count = of.count[2];
-  if (of.used >= 0 || of.count[0] * of.count[1] != 1 || size_of(dtype) != sizeof(Acc)) {
+  const bool hides = seen_.any(head.batch, tile);
+  if (hides || of.used >= 0 || of.count[0] * of.count[1] != 1 || size_of(dtype) != sizeof(Acc)) {
     Acc* const wide = need<Acc>(thread_buffers().wide, side_ * depth);
-    machine.gather(from, dtype, head, {tokens_.data() + first, static_cast<std::size_t>(side_)}, depth, 1, wide, depth);
+    std::span<const std::int64_t> tokens(tokens_.data() + first, static_cast<std::size_t>(side_));
+    std::array<std::int64_t, 256> some;
+    if (hides) {
+      const std::uint32_t* const words = seen_.words(head.batch, tile);
+      for (std::size_t n = 0; n < tokens.size(); ++n) {
+        some[n] = (words[n / 32] >> n % 32 & 1) != 0 ? tokens[n] : -1;
+      }
+      tokens = std::span(some).first(tokens.size());
+    }
+    machine.gather(from, dtype, head, tokens, depth, 1, wide, depth);
     place = {wide, depth, 1};
     count = side_;
   }
@@ -543,7 +574,6 @@ void Scores<Acc>::add_bias(const Strip& strip, Head head, std::int64_t token, Ac
 
 template <typename Acc>
 void Scores<Acc>::mask(const Strip& strip, Acc* scores, std::int64_t stride) const {
-  const std::int64_t lanes = machine_.tiles.lanes;
   for (const Piece& piece : strip.pieces) {
     if (piece.mask < 0) {
       continue;
@@ -564,15 +594,32 @@ void Scores<Acc>::mask(const Strip& strip, Acc* scores, std::int64_t stride) con
       continue;
     }
     const std::uint32_t* words = plan_.bits.data() + mask.bits + strip.first * plan_.shape.cols / 32;
-    Acc* x = scores + piece.at - piece.begin;
-    for (std::int64_t n = 0; n < strip.rows; ++n, words += plan_.shape.cols / 32, x += stride) {
-      // Panels may begin inside a word.
-      const std::int64_t first = std::min(ceil_div(piece.begin, 32) * 32, piece.end);
-      for (std::int64_t c = piece.begin; c < first; c += lanes) {
-        const std::uint32_t bits = words[c / 32] >> c % 32;
-        machine_.rows.select(x + c, &bits, lanes);
-      }
-      machine_.rows.select(x + first, words + first / 32, piece.end - first);
+    for (std::int64_t n = 0; n < strip.rows; ++n, words += plan_.shape.cols / 32) {
+      select(piece, words, scores + n * stride);
+    }
+  }
+}
+
+template <typename Acc>
+void Scores<Acc>::select(const Piece& piece, const std::uint32_t* words, Acc* row) const {
+  const std::int64_t lanes = machine_.tiles.lanes;
+  Acc* const x = row + piece.at - piece.begin;
+  // Panels may begin inside a word.
+  const std::int64_t first = std::min(ceil_div(piece.begin, 32) * 32, piece.end);
+  for (std::int64_t c = piece.begin; c < first; c += lanes) {
+    const std::uint32_t bits = words[c / 32] >> c % 32;
+    machine_.rows.select(x + c, &bits, lanes);
+  }
+  machine_.rows.select(x + first, words + first / 32, piece.end - first);
+}
+
+template <typename Acc>
+void Scores<Acc>::hide(const Strip& strip, std::int64_t batch, Acc* scores, std::int64_t stride) const {
+  const SeenColumns& seen = columns_.seen();
+  for (const Piece& piece : strip.pieces) {
+    const std::int64_t tile = piece.place / plan_.shape.cols;
+    for (std::int64_t n = 0; seen.any(batch, tile) && n < strip.rows; ++n) {
+      select(piece, seen.words(batch, tile), scores + n * stride);
     }
   }
 }
@@ -601,6 +648,9 @@ void Scores<Acc>::adjust(const Strip& strip, Head head, const std::int64_t* toke
     }
   }
   mask(strip, scores, stride);
+  if (columns_.seen().any()) {
+    hide(strip, head.batch, scores, stride);
+  }
 }
 
 template <typename Acc>

@@ -49,6 +49,7 @@ using SliceBody = std::function<void(std::int64_t first, std::int64_t last, Cont
 void for_slices(std::int64_t slices, std::int64_t bytes, bool together, Context& context, const SliceBody& body);
 
 using PlanHeads = HeadSet<Plan>;
+using PlanRange = BatchRange<Plan>;
 
 struct Head {
   std::int64_t batch, head;
@@ -199,11 +200,35 @@ struct Machine {
                       const Split& split, Acc* sums) const;
 };
 
-/// The columns of a component: which tokens they are, and operands packed in their order.
+/// Which columns of a component are keys that a batch element's queries see.
+class SeenColumns {
+ public:
+  SeenColumns() = default;  ///< all
+  SeenColumns(const Problem& problem, std::span<const std::int64_t> tokens, std::int64_t side);
+  /// Whether there is any that is not seen.
+  bool any() const { return any_; }
+  bool any(std::int64_t batch, std::int64_t tile) const {
+    return any_ && hidden_[static_cast<std::size_t>(batch * tiles_ + tile)] != 0;
+  }
+  /// A bit for each place of a tile, set where it is seen.
+  const std::uint32_t* words(std::int64_t batch, std::int64_t tile) const {
+    return words_.data() + (batch * tiles_ + tile) * side_ / 32;
+  }
+
+ private:
+  std::int64_t side_ = 32, tiles_ = 0;
+  bool any_ = false;
+  std::vector<std::uint8_t> hidden_;  ///< of each (batch, tile)
+  std::vector<std::uint32_t> words_;
+};
+
+/// The columns of a component: which tokens they are, and operands packed in their order. `transposed`: they are
+/// queries.
 template <typename Acc>
 class Columns {
  public:
-  Columns(const Plan& plan, const Component& component);
+  Columns(const Problem& problem, const Plan& plan, const Component& component, bool transposed);
+  const SeenColumns& seen() const { return seen_; }
   std::int64_t places() const { return static_cast<std::int64_t>(tokens_.size()); }
   const std::int64_t* tokens() const { return tokens_.data(); }
 
@@ -217,7 +242,8 @@ class Columns {
   /// Whether an operand's lines are read where they are: places follow one another at even distances and all are used,
   /// and their rows are whole vectors of the sums' type.
   bool in_place(const Operand& from, DType dtype, const Split& split) const {
-    return step_ * from.row != 0 && from.col == 1 && size_of(dtype) == sizeof(Acc) && split.padded() == split.depth();
+    return !seen_.any() && step_ * from.row != 0 && from.col == 1 && size_of(dtype) == sizeof(Acc) &&
+           split.padded() == split.depth();
   }
   Lines<Acc> lines(const Packed& packed, DType dtype, Head head, std::int64_t h) const;
   /// Packs the rows of one tile, which go to the h-th head's place.
@@ -229,6 +255,7 @@ class Columns {
   std::int64_t side_;
   std::int64_t step_ = 0;  ///< from the token of one place to that of the next, if it is the same for all
   std::vector<std::int64_t> tokens_;
+  SeenColumns seen_;
 };
 
 /// What is done to scores before the softmax, and which are kept after it. `transposed`: rows are keys.
@@ -252,6 +279,9 @@ class Scores {
  private:
   void add_bias(const Strip& strip, Head head, std::int64_t token, Acc* row, Acc* scratch) const;
   void mask(const Strip& strip, Acc* scores, std::int64_t stride) const;
+  /// Takes out what no bit is set for in the words of a tile.
+  void select(const Piece& piece, const std::uint32_t* words, Acc* row) const;
+  void hide(const Strip& strip, std::int64_t batch, Acc* scores, std::int64_t stride) const;
 
   const Problem& p_;
   const Plan& plan_;
@@ -270,7 +300,10 @@ struct Layer {
   Scores<Acc> scores;
 
   Layer(const Problem& problem, const Plan& of, const Component& this_one, bool transposed, const Machine<Acc>& machine)
-      : plan(of), component(this_one), columns(of, this_one), scores(problem, of, columns, transposed, machine) {}
+      : plan(of),
+        component(this_one),
+        columns(problem, of, this_one, transposed),
+        scores(problem, of, columns, transposed, machine) {}
   Layer(const Layer&) = delete;
 };
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "fretwork/error.h"
 #include "ops/attention/cuda_decode.h"
 #include "ops/attention/cuda_hopper.h"
+#include "ops/attention/cuda_padding.h"
 #include "ops/attention/device_plan.h"
 #include "ops/attention/heads.h"
 #include "ops/attention/params.h"
@@ -105,6 +107,9 @@ bool has_extras(const Problem& p) {
   return p.softcap > 0 || p.bias.data != nullptr || p.slopes.data != nullptr || p.dropout.rate > 0 || !(p.scale > 0);
 }
 
+/// Whether the kernels' statistics are ScoreStats: in float they all do more than a scale.
+bool scored(const Problem& p) { return p.dtype == DType::f32 || has_extras(p); }
+
 Config config_for(Make make, const Problem& p, const Context& context) {
   const std::int64_t deepest = std::max(p.depth, p.value_depth);
   const bool simple = p.dtype == DType::f32;
@@ -122,8 +127,9 @@ KernelSpec bias_spec(DType dtype, int depth, bool keys, bool row_sums) {
               (keys ? ", true" : ", false") + (row_sums ? ", true>" : ", false>"),
           simple_shape(depth, 4).shared_bytes};
 }
-KernelSpec stats_spec(DType dtype) {
-  return {kRowsSource, std::string("fretwork::attention_stats<") + device_type(dtype) + ">"};
+KernelSpec stats_spec(DType dtype, bool score) {
+  return {kRowsSource,
+          std::string("fretwork::attention_stats<") + device_type(dtype) + ", 1, " + (score ? "true>" : "false>")};
 }
 KernelSpec copy_spec(DType from, DType to) {
   return {kRowsSource, std::string("fretwork::attention_copy<") + device_type(from) + ", " + device_type(to) + ">"};
@@ -159,9 +165,10 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
     }
   }
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-    list.push_back(stats_spec(dtype));
+    list.push_back(stats_spec(dtype, true));
     list.push_back(copy_spec(dtype, dtype));
     if (dtype != DType::f32) {
+      list.push_back(stats_spec(dtype, false));
       list.push_back(copy_spec(DType::f32, dtype));
     }
     list.push_back(sum_spec(dtype));
@@ -262,6 +269,7 @@ ScoreArg score_arg(const Problem& p) {
   arg.slopes = static_cast<const float*>(p.slopes.data);
   arg.slope_stride = p.slopes.head;
   arg.distance = static_cast<int>(p.cols - p.rows);
+  arg.first_batch = static_cast<int>(p.first_batch);
   arg.seed = reinterpret_cast<const long long*>(p.dropout.seed);
   arg.threshold = static_cast<unsigned>(std::min(std::floor(p.dropout.rate * 0x1p32), 0x1p32 - 1));
   arg.kept = p.dropout.rate > 0 ? static_cast<float>(1 / (1 - p.dropout.rate)) : 1.0f;
@@ -283,10 +291,24 @@ void check(const Problem& p) {
 
 // ---------------------------------------------------------------------------------------------------- heads
 
-using PatternHeads = HeadSet<RegularPattern>;
+/// Heads with the same pattern, of some batch elements.
+struct PatternHeads : HeadSet<RegularPattern> {
+  std::int64_t first_batch, batch;
+};
+using PatternRange = BatchRange<RegularPattern>;
+
+std::vector<PatternRange> ranges_of(const Problem& p) {
+  return batch_ranges(std::span<const std::shared_ptr<const RegularPattern>>(p.patterns), p.batch, p.heads);
+}
 
 std::vector<PatternHeads> heads_of(const Problem& p) {
-  return head_sets(std::span<const std::shared_ptr<const RegularPattern>>(p.patterns), p.heads);
+  std::vector<PatternHeads> sets;
+  for (const PatternRange& range : ranges_of(p)) {
+    for (auto& set : head_sets(range.things, p.heads)) {
+      sets.push_back({std::move(set), range.first, range.count});
+    }
+  }
+  return sets;
 }
 
 /// A set's heads on the device; with `by_key_head`, gathered under the key heads that they share.
@@ -299,7 +321,8 @@ struct DeviceHeads {
     arg = {nullptr,
            nullptr,
            static_cast<int>(by_key_head ? p.kv_heads : p.heads),
-           static_cast<int>(p.batch),
+           static_cast<int>(set.first_batch),
+           static_cast<int>(set.batch),
            ratio,
            static_cast<int>(p.heads)};
     if (std::ssize(set.heads) == p.heads) {
@@ -328,16 +351,39 @@ struct DeviceHeads {
 struct Prepared {
   std::shared_ptr<const DevicePlan> plan;
   DeviceHeads heads;
+  std::vector<ComponentArg> components;            ///< the plan's, with the columns that are seen
+  std::vector<std::unique_ptr<SeenColumns>> seen;  ///< where they are
 
   std::int64_t grid(const ComponentArg& component) const {
     return static_cast<std::int64_t>(component.row_tile_count) * heads.arg.batch * heads.arg.count;
   }
 };
 
+/// Has a component's columns be those that are seen.
+std::unique_ptr<SeenColumns> see(const Problem& p, ComponentArg& component, int side, Context& context) {
+  SeenParams params{};
+  params.order = component.col_order;
+  params.tiles = component.col_tiles;
+  params.used = component.used;
+  params.side = side;
+  params.tile_count = component.col_tile_count;
+  auto made = std::make_unique<SeenColumns>(p, params, context);
+  component.seen = made->first();
+  component.used = made->words();
+  return made;
+}
+
 std::vector<Prepared> prepare(const Problem& p, const TileShape& tile, bool keys, Context& context) {
   std::vector<Prepared> all;
   for (const PatternHeads& set : heads_of(p)) {
-    all.push_back({device_plan(*set.thing, tile, keys, context), DeviceHeads(p, set, keys, context)});
+    all.push_back({device_plan(*set.thing, tile, keys, context), DeviceHeads(p, set, keys, context), {}, {}});
+    Prepared& made = all.back();
+    made.components = made.plan->components;
+    for (ComponentArg& component : made.components) {
+      if (p.padding.data != nullptr && !keys) {
+        made.seen.push_back(see(p, component, tile.cols, context));
+      }
+    }
   }
   return all;
 }
@@ -349,6 +395,43 @@ bool one_component_each(const std::vector<Prepared>& sets) {
   return std::all_of(sets.begin(), sets.end(), [](const Prepared& s) { return s.plan->components.size() <= 1; });
 }
 
+// ------------------------------------------------------------------------------------------------------ forward
+
+/// All but where results go, and what they are merged with.
+ForwardParams forward_params(const Problem& p, const Input& q, const Input& k, const Input& v) {
+  ForwardParams params{};
+  params.score = score_arg(p);
+  params.q = q.arg();
+  params.k = k.arg();
+  params.v = v.arg();
+  params.queries = static_cast<int>(p.rows);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  return params;
+}
+
+std::size_t sums_bytes(const Problem& p) {
+  return static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowSum);
+}
+
+/// `merge`: results hold something before the first component.
+void launch_forward(const Config& config, const std::vector<Prepared>& sets, ForwardParams& params, bool merge,
+                    Context& context) {
+  const Kernel& kernel = config.kernel(context.device.index);
+  const KernelShape shape = config.shape();
+  for (const Prepared& set : sets) {
+    params.heads = set.heads.arg;
+    params.merge = merge;
+    for (const ComponentArg& component : set.components) {
+      params.plan = component;
+      if (const std::int64_t grid = set.grid(component); grid > 0) {
+        kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
+      }
+      params.merge = true;
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------------------- gradients
 
 /// What the gradients of a call read.
@@ -356,6 +439,7 @@ struct Given {
   const BackwardProblem& problem;
   Input q, k, v, d_o;
   Workspace stats;
+  const Workspace sums;  ///< of rows with a large log-sum-exp
 
   Given(const BackwardProblem& b, Context& context)
       : problem(b),
@@ -365,23 +449,44 @@ struct Given {
         v(b.forward.v, {b.forward.batch, b.forward.kv_heads, b.forward.cols, b.forward.value_depth}, b.forward.dtype,
           context),
         d_o(b.d_o, {b.forward.batch, b.forward.heads, b.forward.rows, b.forward.value_depth}, b.forward.dtype, context),
-        stats(context,
-              static_cast<std::size_t>(b.forward.batch * b.forward.heads * b.forward.rows) * sizeof(RowStats)) {
+        stats(context, static_cast<std::size_t>(b.forward.batch * b.forward.heads * b.forward.rows) *
+                           (scored(b.forward) ? sizeof(ScoreStats) : sizeof(RowStats))),
+        sums(context, may_be_large(b.forward) ? sums_bytes(b.forward) : 0) {
     const Problem& p = b.forward;
+    if (sums.data() != nullptr) {
+      find_sums(context);
+    }
     StatsParams params{};
+    params.sums = static_cast<const RowSum*>(sums.data());
     params.o = output_arg(p.o, p.dtype);
     params.d_o = output_arg(b.d_o, p.dtype);
     params.lse = output_arg(p.lse, DType::f32);
     params.d_lse = output_arg(b.d_lse, DType::f32);
-    params.stats = static_cast<RowStats*>(stats.data());
+    params.stats = stats.data();
     params.rows = p.rows;
     params.all_rows = p.batch * p.heads * p.rows;
     params.heads = static_cast<int>(p.heads);
     params.value_depth = static_cast<int>(p.value_depth);
     if (params.all_rows > 0) {
-      get_kernel(stats_spec(p.dtype), context.device.index)
+      get_kernel(stats_spec(p.dtype, scored(p)), context.device.index)
           .launch(ceil_div(params.all_rows, 8), 256, 0, &params, context.stream);
     }
+  }
+
+ private:
+  /// Where a log-sum-exp may be much larger than a product with the scale is.
+  static bool may_be_large(const Problem& p) { return p.bias.data != nullptr || p.slopes.data != nullptr; }
+
+  /// A large log-sum-exp has lost its smaller part to rounding: the forward again, for tiles that have such rows.
+  void find_sums(Context& context) const {
+    const Problem& p = problem.forward;
+    const Config config = config_for(Make::forward, p, context);
+    driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
+    ForwardParams params = forward_params(p, q, k, v);
+    params.lse = output_arg(p.lse, DType::f32);
+    params.sums = static_cast<RowSum*>(sums.data());
+    params.again = true;
+    launch_forward(config, prepare(p, config.tile(), false, context), params, true, context);
   }
 };
 
@@ -428,7 +533,7 @@ BackwardParams backward_params(const Given& given) {
   const Problem& p = given.problem.forward;
   BackwardParams params{};
   params.score = score_arg(p);
-  params.stats = static_cast<const RowStats*>(given.stats.data());
+  params.stats = given.stats.data();
   params.queries = static_cast<int>(p.rows);
   params.depth = static_cast<int>(p.depth);
   params.value_depth = static_cast<int>(p.value_depth);
@@ -440,7 +545,7 @@ void launch_all(const Config& config, const std::vector<Prepared>& sets, Backwar
   const KernelShape shape = config.shape();
   for (const Prepared& set : sets) {
     params.heads = set.heads.arg;
-    for (const ComponentArg& component : set.plan->components) {
+    for (const ComponentArg& component : set.components) {
       params.plan = component;
       if (const std::int64_t grid = set.grid(component); grid > 0) {
         kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
@@ -496,11 +601,14 @@ void key_gradients(const Given& given, Context& context) {
   Target d_v(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, params.add, zero_first, context);
   params.d_first = d_k.arg();
   params.d_second = d_v.arg();
+  params.padding = padding_arg(p);
   for (const Config& config : configs) {
     launch_all(config, sets, params, context);
   }
   d_k.finish();
   d_v.finish();
+  clear_padding(p, b.d_k, p.depth, context);
+  clear_padding(p, b.d_v, p.value_depth, context);
 }
 
 /// A bias that is not broadcast along rows or columns gets each element's sum; else the plan whose rows remain is
@@ -530,13 +638,13 @@ void bias_gradient(const Given& given, Context& context) {
   params.second = keys ? given.v.arg() : given.d_o.arg();
   params.other_first = keys ? given.q.arg() : given.k.arg();
   params.other_second = keys ? given.d_o.arg() : given.v.arg();
-  params.stats = static_cast<const RowStats*>(given.stats.data());
+  params.stats = static_cast<const ScoreStats*>(given.stats.data());
   params.out = static_cast<float*>(space.data());
   params.out_batch = at.batch;
   params.out_head = at.head;
   params.out_row = at.row;
   params.out_col = at.col;
-  params.batch = static_cast<int>(p.batch);
+  params.padding = keys ? padding_arg(p) : PaddingArg{};
   params.all = static_cast<int>(p.heads);
   params.ratio = static_cast<int>(p.heads / p.kv_heads);
   params.queries = static_cast<int>(p.rows);
@@ -550,10 +658,13 @@ void bias_gradient(const Given& given, Context& context) {
     const DeviceHeads heads(p, set, false, context);
     params.heads = heads.arg.heads;
     params.head_count = heads.arg.count;
-    for (const ComponentArg& component : plan->components) {
+    params.first_batch = heads.arg.first_batch;
+    params.batch = heads.arg.batch;
+    for (ComponentArg component : plan->components) {
+      const auto seen = p.padding.data != nullptr && !keys ? see(p, component, shape.cols, context) : nullptr;
       params.plan = component;
-      const std::int64_t grid = static_cast<std::int64_t>(component.row_tile_count) * (params.sum_batch ? 1 : p.batch) *
-                                (params.sum_heads ? 1 : params.head_count);
+      const std::int64_t grid = static_cast<std::int64_t>(component.row_tile_count) *
+                                (params.sum_batch ? 1 : params.batch) * (params.sum_heads ? 1 : params.head_count);
       if (grid > 0) {
         kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
       }
@@ -566,6 +677,39 @@ void bias_gradient(const Given& given, Context& context) {
     get_kernel(sum_spec(b.d_bias.dtype), context.device.index)
         .launch(made.batch * made.heads * made.cols, 256, 0, &copy, context.stream);
   }
+}
+
+/// The batch elements [first, first + count) of something with a stride for them.
+template <typename T>
+T from_batch(T x, std::int64_t first, DType dtype) {
+  if (x.data != nullptr) {
+    x.data = static_cast<char*>(x.data) + first * x.batch * static_cast<std::int64_t>(size_of(dtype));
+  }
+  return x;
+}
+Problem part_of(Problem p, const PatternRange& range) {
+  const std::int64_t first = range.first;
+  p.patterns.assign(range.things.begin(), range.things.end());
+  p.batch = range.count;
+  p.first_batch += first;
+  for (Operand* const x : {&p.q, &p.k, &p.v, &p.o}) {
+    *x = from_batch(*x, first, p.dtype);
+  }
+  p.lse = from_batch(p.lse, first, DType::f32);
+  p.bias = from_batch(p.bias, first, p.bias.dtype);
+  p.padding.data = p.padding.data != nullptr ? p.padding.data + first * p.padding.batch : nullptr;
+  return p;
+}
+/// Without the bias's gradient, which may be a sum over all elements.
+BackwardProblem part_of(const BackwardProblem& b, const PatternRange& range) {
+  BackwardProblem part = b;
+  part.forward = part_of(b.forward, range);
+  for (Operand* const x : {&part.d_o, &part.d_q, &part.d_k, &part.d_v}) {
+    *x = from_batch(*x, range.first, b.forward.dtype);
+  }
+  part.d_lse = from_batch(part.d_lse, range.first, DType::f32);
+  part.d_bias = {};
+  return part;
 }
 
 /// All gradients where there is not a score.
@@ -593,6 +737,12 @@ void forward(const Problem& problem, Context& context) {
     return;
   }
   const driver::DeviceScope scope(context.device.index);
+  if (const auto ranges = ranges_of(problem); ranges.size() > 1) {
+    for (const PatternRange& range : ranges) {
+      forward(part_of(problem, range), context);
+    }
+    return;
+  }
   if (hopper::forward_of_few(problem, context) || decode::forward(problem, score_arg(problem), context) ||
       hopper::forward(problem, context)) {
     return;
@@ -604,37 +754,19 @@ void forward(const Problem& problem, Context& context) {
   const Input k(p.k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, context);
   const Input v(p.v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, context);
   const bool fills = !all_cover(sets), merges = fills || !one_component_each(sets);
-  const Sizes lse_sizes{p.batch, p.heads, p.rows, 1};
-  const Workspace own_lse(context, merges && p.lse.data == nullptr
-                                       ? static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(float)
-                                       : 0);
-  const Operand lse = own_lse.data() != nullptr ? contiguous(own_lse.data(), lse_sizes, 1) : p.lse;
+  const Workspace sums(context, merges ? sums_bytes(p) : 0);
   if (fills) {
     fill(p.o, {p.batch, p.heads, p.rows, p.value_depth}, p.dtype, 0.0f, context);
-    fill(lse, lse_sizes, DType::f32, -std::numeric_limits<float>::infinity(), context);
-  }
-  ForwardParams params{};
-  params.score = score_arg(p);
-  params.q = q.arg();
-  params.k = k.arg();
-  params.v = v.arg();
-  params.o = output_arg(p.o, p.dtype);
-  params.lse = output_arg(lse, DType::f32);
-  params.depth = static_cast<int>(p.depth);
-  params.value_depth = static_cast<int>(p.value_depth);
-  const Kernel& kernel = config.kernel(context.device.index);
-  const KernelShape shape = config.shape();
-  for (const Prepared& set : sets) {
-    params.heads = set.heads.arg;
-    params.merge = fills;
-    for (const ComponentArg& component : set.plan->components) {
-      params.plan = component;
-      if (const std::int64_t grid = set.grid(component); grid > 0) {
-        kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
-      }
-      params.merge = true;
+    if (p.lse.data != nullptr) {
+      fill(p.lse, {p.batch, p.heads, p.rows, 1}, DType::f32, -std::numeric_limits<float>::infinity(), context);
     }
+    driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
   }
+  ForwardParams params = forward_params(p, q, k, v);
+  params.o = output_arg(p.o, p.dtype);
+  params.lse = output_arg(p.lse, DType::f32);
+  params.sums = static_cast<RowSum*>(sums.data());
+  launch_forward(config, sets, params, fills, context);
 }
 
 void backward(const BackwardProblem& problem, Context& context) {
@@ -643,6 +775,15 @@ void backward(const BackwardProblem& problem, Context& context) {
   const Problem& p = problem.forward;
   if (p.batch * p.heads * p.rows * p.cols == 0) {
     fill_zeros(problem, context);
+    return;
+  }
+  if (const auto ranges = ranges_of(p); ranges.size() > 1) {
+    for (const PatternRange& range : ranges) {
+      backward(part_of(problem, range), context);
+    }
+    if (problem.d_bias.data != nullptr) {
+      bias_gradient(Given(problem, context), context);
+    }
     return;
   }
   if (hopper::backward(problem, context)) {

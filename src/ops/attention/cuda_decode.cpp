@@ -219,6 +219,7 @@ Params params_of(const Problem& p, const ScoreArg& score, const DeviceSteps& ste
   params.score = score;
   params.tokens = steps.tokens;
   params.masks = steps.masks;
+  params.padding = {p.padding.data, p.padding.batch, p.padding.col};
   params.bits = steps.bits;
   params.steps = steps.count;
   params.rows = static_cast<int>(p.rows);
@@ -292,6 +293,7 @@ bool forward(const Problem& p, const ScoreArg& score, Context& context, int segm
   }
   const bool extras = score.softcap > 0 || score.bias != nullptr || score.slopes != nullptr || score.threshold != 0 ||
                       !(score.scale > 0);
+  params.unit = extras ? 1.0f : score.scale;
   kernel_of(p.dtype, depth, extras ? 1 : 0, device)
       .launch(grid, 32 * shape_of(depth).warps, shared_bytes(depth), &params, context.stream);
   if (lines > 0) {

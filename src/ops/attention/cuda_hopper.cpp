@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <iterator>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <span>
@@ -15,6 +16,7 @@
 #include <utility>
 
 #include "core/divide.h"
+#include "ops/attention/cuda_padding.h"
 #include "ops/attention/heads.h"
 #include "ops/attention/params_hopper.cuh"
 #include "ops/attention/pieces.h"
@@ -88,10 +90,10 @@ KernelSpec statistics_instance(DType dtype) {
 }
 KernelSpec join_instance(DType dtype) { return instance("join", "join", dtype, ""); }
 /// Of kernels that make all gradients at once, for as many columns of q and k as of v.
-KernelSpec whole_instance(DType dtype, const Columns& columns, Make make, bool masked) {
-  return make == Make::whole
-             ? instance("backward_whole", "backward_whole", dtype, ", " + std::to_string(columns.most()) + flag(masked))
-             : instance("backward_whole", "finish_whole", dtype, ", " + std::to_string(columns.most()));
+KernelSpec whole_instance(DType dtype, const Columns& columns, Make make, bool masked, bool padded) {
+  return make == Make::whole ? instance("backward_whole", "backward_whole", dtype,
+                                        ", " + std::to_string(columns.most()) + flag(masked) + flag(padded))
+                             : instance("backward_whole", "finish_whole", dtype, ", " + std::to_string(columns.most()));
 }
 
 int forward_shared(const Columns& columns);
@@ -111,10 +113,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     list.push_back(statistics_instance(dtype));
     list.push_back(join_instance(dtype));
     for (const Columns& columns : {Columns{64, 64}, {128, 128}}) {
-      for (const bool masked : {false, true}) {
-        add(whole_instance(dtype, columns, Make::whole, masked), whole_shared(columns.most()));
+      for (const auto& [masked, padded] : {std::pair{false, false}, {true, false}, {true, true}}) {
+        add(whole_instance(dtype, columns, Make::whole, masked, padded), whole_shared(columns.most()));
       }
-      list.push_back(whole_instance(dtype, columns, Make::finish, false));
+      list.push_back(whole_instance(dtype, columns, Make::finish, false, false));
     }
     for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
       for (const Extras& extras : {Extras{false, false}, {false, true}, {true, false}, {true, true}}) {
@@ -133,7 +135,8 @@ const KernelList kKernels{"attention", list_kernels};
 
 constinit KernelTable<774> kernels;
 
-/// Which kernel; those from fill on have neither columns nor extras.
+/// Which kernel; those from fill on have neither columns nor extras. Of `whole` ones extras say whether there are
+/// masks, and padding.
 struct Which {
   Make make;
   DType dtype;
@@ -160,7 +163,7 @@ struct Which {
         return fill_instance(dtype);
       case Make::whole:
       case Make::finish:
-        return whole_instance(dtype, columns, make, extras.general);
+        return whole_instance(dtype, columns, make, extras.general, extras.pieces);
       case Make::join:
         return join_instance(dtype);
       case Make::statistics:
@@ -244,6 +247,7 @@ Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, P
 
 struct DeviceComponent {
   Side rows, cols;
+  int col_count = 0;                ///< of column tiles
   std::size_t first = 0, runs = 0;  ///< where they are in the plan's memory
   std::vector<int> steps;           ///< of each row tile
   bool general = false;             ///< has masks of bits, or columns that nothing uses
@@ -278,6 +282,7 @@ DeviceComponent make_component(const Component& component, const Plan& plan, Pie
   DeviceComponent made;
   made.rows = make_side(component.row_order, component.row_tiles, plan.shape.rows, pieces);
   made.cols = make_side(component.col_order, component.col_tiles, plan.shape.cols, pieces);
+  made.col_count = static_cast<int>(component.col_tiles.size());
   made.covers_rows = component.covers_rows;
   std::vector<int> first(component.first.begin(), component.first.end());
   std::vector<RunOf> runs;
@@ -647,8 +652,29 @@ struct Launch {
   }
 };
 
-Which which_of(Make make, const Problem& p, const Prepared& prepared, std::size_t at) {
-  return {make, p.dtype, columns_of(p), {prepared.component(at).general, prepared.schedules[at].in_pieces}};
+/// `seen`: some keys may be padding.
+Which which_of(Make make, const Problem& p, const Prepared& prepared, std::size_t at, bool seen) {
+  return {make, p.dtype, columns_of(p), {prepared.component(at).general || seen, prepared.schedules[at].in_pieces}};
+}
+
+/// What says which columns of the launches' tiles are seen, until all is launched.
+using Seen = std::vector<std::unique_ptr<SeenColumns>>;
+
+/// Has a walk's columns be those keys that are seen, if some are padding.
+void see(const Problem& p, const DeviceComponent& component, int side, Walk& walk, Seen& seen, Context& context) {
+  if (p.padding.data == nullptr) {
+    return;
+  }
+  SeenParams params{};
+  params.tokens = walk.col_tokens;
+  params.tile_used = walk.col_used;
+  params.used = walk.used;
+  params.side = side;
+  params.tile_count = component.col_count;
+  const auto& made = *seen.emplace_back(std::make_unique<SeenColumns>(p, params, context));
+  walk.col_used = made.first();
+  walk.col_used_batch = params.tile_count;
+  walk.used = made.words();
 }
 
 /// What joins the parts of a launch; where they lie is told later.
@@ -733,7 +759,7 @@ void launch_all(const std::vector<Launch<Params>>& launches, int shared_bytes, c
 // ------------------------------------------------------------------------------------------------- forward
 
 std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared,
-                                                    std::size_t at) {
+                                                    std::size_t at, Seen& seen, Context& context) {
   const DeviceComponent& c = prepared.component(at);
   const int rows = range.plan->shape.rows, pack = kRows / rows;
   const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count / pack, p.rows}, p.depth, c.rows,
@@ -749,6 +775,7 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   params.v = *v;
   params.walk = walk_of(prepared, at);
   params.walk.row_places = pack > 1 ? kRows : params.walk.row_places;
+  see(p, c, range.plan->shape.cols, params.walk, seen, context);
   params.pieces = piece<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
   params.pack = std::countr_zero(static_cast<unsigned>(pack));
   params.o = lines_of(p.o);
@@ -766,8 +793,8 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   join.head0 = params.head0;
   join.pack = params.pack;
   join.merge = params.merge;
-  return Launch<ForwardParams>{which_of(Make::forward, p, prepared, at), prepared.schedules[at].grid, params, join,
-                               prepared.schedules[at].parts};
+  return Launch<ForwardParams>{which_of(Make::forward, p, prepared, at, !seen.empty()), prepared.schedules[at].grid,
+                               params, join, prepared.schedules[at].parts};
 }
 
 std::int64_t steps_of(const Plan& plan) {
@@ -852,7 +879,8 @@ void launch_statistics(const BackwardProblem& b, RowStats* stats, bool in_tiles,
 
 /// Gradients from one component: of queries, of keys, of values, or of keys and values where registers hold both.
 std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
-                                              std::size_t at, Make make, const RowStats* stats) {
+                                              std::size_t at, Make make, const RowStats* stats, Seen& seen,
+                                              Context& context) {
   const Problem& p = b.forward;
   const bool keys = make != Make::queries;
   const DeviceComponent& c = prepared.component(at);
@@ -871,6 +899,9 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.cols[0] = keys ? *q : *k;
   params.cols[1] = keys ? *d_o : *v;
   params.walk = walk_of(prepared, at);
+  if (!keys) {
+    see(p, c, kBackwardShape.cols, params.walk, seen, context);
+  }
   params.pieces = piece<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
   const Lines d_v = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
   params.out[0] = make == Make::values
@@ -894,8 +925,8 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   join.lines[1] = make == Make::keys && !columns.deep() ? columns.values : 0;
   join.depth[1] = params.value_depth;
   join.merge = params.add;
-  return BackwardLaunch{which_of(make, p, prepared, at), prepared.schedules[at].grid, params, join,
-                        prepared.schedules[at].parts};
+  return BackwardLaunch{which_of(make, p, prepared, at, !keys && !seen.empty()), prepared.schedules[at].grid, params,
+                        join, prepared.schedules[at].parts};
 }
 
 /// All gradients at once where every query meets every key, or all up to its own; false, having done nothing, where
@@ -958,13 +989,17 @@ bool backward_whole(const BackwardProblem& b, const std::shared_ptr<const Plan>&
   params.value_depth = static_cast<int>(p.value_depth);
   params.scale = static_cast<float>(p.scale);
   params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
-  const Which multiply{Make::whole, p.dtype, columns, {!all, false}}, finish{Make::finish, p.dtype, columns};
+  const bool padded = p.padding.data != nullptr;
+  params.padding = padding_arg(p);
+  const Which multiply{Make::whole, p.dtype, columns, {!all || padded, padded}}, finish{Make::finish, p.dtype, columns};
   kernels.prepare(std::span<const Which>({Which{Make::statistics, p.dtype}, multiply, finish}), device);
   driver::fill_zero(turns.data(), (size + 1) * sizeof(int), context.stream);
   launch_statistics(b, static_cast<RowStats*>(stats.data()), true, context);
   multiply.kernel(device).launch_behind(std::min<std::int64_t>(ctas, items), whole_tiles(columns.most()).threads,
                                         whole_shared(columns.most()), &params, context.stream);
   finish.kernel(device).launch_behind(tiles, 128, 0, &params, context.stream);
+  clear_padding(p, b.d_k, p.depth, context);
+  clear_padding(p, b.d_v, p.value_depth, context);
   return true;
 }
 
@@ -985,7 +1020,7 @@ Pairs backward_pairs(const Problem& p, const HeadRange& range, bool keys, bool b
 /// What one direction of one range of heads launches; false where it cannot.
 bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, int longest, const Beside& beside,
                   const RowStats* stats, std::vector<std::shared_ptr<const Prepared>>& kept,
-                  std::vector<BackwardLaunch>& launches, std::vector<Zeros>& zeros, const Context& context) {
+                  std::vector<BackwardLaunch>& launches, std::vector<Zeros>& zeros, Seen& seen, Context& context) {
   const Problem& p = b.forward;
   const std::int64_t group = p.heads / p.kv_heads;
   const Heads heads{range.first, range.count, range.first / group, range.count / group};
@@ -1000,7 +1035,7 @@ bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, i
   }
   for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
     for (const Make make : backward_makes(columns_of(p), keys)) {
-      const auto launch = backward_launch(b, heads, *prepared, at, make, stats);
+      const auto launch = backward_launch(b, heads, *prepared, at, make, stats, seen, context);
       if (!launch) {
         return false;
       }
@@ -1044,6 +1079,7 @@ bool forward(const Problem& problem, const Plans& plans, Context& context, int l
   std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
   std::vector<Launch<ForwardParams>> launches;
   std::vector<HeadRange> fills;
+  Seen seen;
   for (const HeadRange& range : ranges_of(plans, p.heads)) {
     const int pack = kRows / range.plan->shape.rows;
     const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count) / pack, std::max(1, together(p) / pack),
@@ -1053,7 +1089,7 @@ bool forward(const Problem& problem, const Plans& plans, Context& context, int l
       fills.push_back(range);
     }
     for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
-      const auto launch = forward_launch(p, range, *prepared, at);
+      const auto launch = forward_launch(p, range, *prepared, at, seen, context);
       if (!launch) {
         return false;
       }
@@ -1127,13 +1163,14 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
   std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
   std::vector<BackwardLaunch> launches;
   std::vector<Zeros> zeros;
+  Seen seen;
   const bool follow = queries_follow_keys(kv_ranges, ranges) && wants_keys && problem.d_q.data != nullptr;
   Beside beside;
   if (follow) {
     beside = {ranges.front().plan, backward_pairs(p, ranges.front(), false, false), 1, nullptr};
   }
   for (const HeadRange& range : wants_keys ? kv_ranges : std::vector<HeadRange>{}) {
-    if (!add_launches(problem, range, true, longest, beside, numbers, kept, launches, zeros, context)) {
+    if (!add_launches(problem, range, true, longest, beside, numbers, kept, launches, zeros, seen, context)) {
       return false;
     }
   }
@@ -1142,7 +1179,7 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
               &kept.back()->schedules.back().loads};
   }
   for (const HeadRange& range : problem.d_q.data != nullptr ? ranges : std::vector<HeadRange>{}) {
-    if (!add_launches(problem, range, false, longest, beside, numbers, kept, launches, zeros, context)) {
+    if (!add_launches(problem, range, false, longest, beside, numbers, kept, launches, zeros, seen, context)) {
       return false;
     }
   }
@@ -1159,6 +1196,8 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
     launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, context);
   }
   launch_all(launches, backward_shared(columns_of(p)), context);
+  clear_padding(p, problem.d_k, p.depth, context);
+  clear_padding(p, problem.d_v, p.value_depth, context);
   return true;
 }
 

@@ -98,6 +98,7 @@ DevicePlan upload(const Plan& plan, int device) {
     arg.row_order = order_arg(component.row_order);
     arg.col_order = order_arg(component.col_order);
     arg.row_tile_count = narrow(static_cast<std::int64_t>(component.row_tiles.size()));
+    arg.col_tile_count = narrow(static_cast<std::int64_t>(component.col_tiles.size()));
     const std::vector<int> order = by_work(component, arg.long_tiles);
     places.push_back({pieces.add(tile_args(component.row_tiles)), pieces.add(tile_args(component.col_tiles)),
                       pieces.add(first), pieces.add(runs), pieces.add(order)});

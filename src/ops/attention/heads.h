@@ -1,4 +1,4 @@
-// The query heads that share a pattern or a plan.
+// The batch elements and query heads that share a pattern or a plan.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,32 @@
 #include <vector>
 
 namespace fretwork::attention_op {
+
+/// Neighbouring batch elements whose heads have the same things.
+template <typename Thing>
+struct BatchRange {
+  std::int64_t first, count;
+  std::span<const std::shared_ptr<const Thing>> things;  ///< one, or one for each head
+};
+
+/// `things`: one for all heads, one for each, or one for each (batch element, head); equal ones are the same object.
+template <typename Thing>
+std::vector<BatchRange<Thing>> batch_ranges(std::span<const std::shared_ptr<const Thing>> things, std::int64_t batch,
+                                            std::int64_t heads) {
+  if (batch == 1 || std::ssize(things) != batch * heads) {
+    return {{0, batch, things}};
+  }
+  std::vector<BatchRange<Thing>> ranges;
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const auto own = things.subspan(static_cast<std::size_t>(b * heads), static_cast<std::size_t>(heads));
+    if (!ranges.empty() && std::ranges::equal(ranges.back().things, own)) {
+      ++ranges.back().count;
+    } else {
+      ranges.push_back({b, 1, own});
+    }
+  }
+  return ranges;
+}
 
 /// Heads with the same Thing, ascending.
 template <typename Thing>

@@ -28,16 +28,16 @@ struct DecodeRow {
 
 /// What a part's sums count for beside the highest score of all; a part that has none, or only NaN, keeps its sums'
 /// NaN.
-__device__ __forceinline__ float share_of(float highest_here, float highest) {
-  return exp2_fast(highest_here - (highest == -infinity() ? 0.0f : highest));
+__device__ __forceinline__ float share_of(const DecodeParams& p, float highest_here, float highest) {
+  return exp2_fast((highest_here - (highest == -infinity() ? 0.0f : highest)) * (p.unit * kLog2e));
 }
 
-/// Writes a row's log-sum-exp; `top` in units of log 2.
+/// Writes a row's log-sum-exp.
 __device__ __forceinline__ void store_lse(const DecodeParams& p, int batch, const DecodeRow& row, float top,
                                           float sum) {
   if (p.lse.data != nullptr) {
     static_cast<float*>(p.lse.data)[batch * p.lse.batch + row.head * p.lse.head + row.query * p.lse.row] =
-        sum == 0.0f ? -infinity() : (top + log2f(sum)) * kLn2;
+        sum == 0.0f ? -infinity() : top * p.unit + log2f(sum) * kLn2;
   }
 }
 template <typename T>
@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
   constexpr int kLanes = Depth / 8, kTogether = 32 / kLanes;  // lanes that copy a line, lines copied at once
   extern __shared__ __align__(128) u8 memory[];
   __shared__ Share shares[kWarps][kRows];
+  __shared__ u32 seen[kWarps][kStages];  // which keys of a stage
   let_next_kernel_start();
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -74,7 +75,19 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
   const shared_tile<kLine> k{ring}, v{ring + kKeys * kLine};
 
   const auto token_of = [&](int step) { return step < last ? p.tokens[step * kKeys + lane % kKeys] : -1; };
-  const auto ask = [&](int stage, int token) {
+  // Whether a key is padding is asked for a step after its token is known, so that nothing waits for either.
+  const auto hides = [&](int token) -> u32 {
+    return p.padding.data != nullptr && token >= 0 ? p.padding.data[batch * p.padding.batch + token * p.padding.col]
+                                                   : 0u;
+  };
+  const auto ask = [&](int stage, int of, u32 hidden) {
+    const int token = hidden != 0 ? -1 : of;
+    if (p.padding.data != nullptr) {
+      const u32 there = __ballot_sync(~0u, token >= 0);
+      if (lane == 0) {
+        seen[warp][stage] = there;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kKeys / kTogether; ++i) {
       const int n = lane / kLanes + i * kTogether, at = __shfl_sync(~0u, token, n);
@@ -85,9 +98,14 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
     }
   };
   int tokens[kStages];  // of the steps that are asked for first, and of the one after them
+  u32 hidden[kStages];
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
     tokens[s] = token_of(first + s * kWarps);
+  }
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) {
+    hidden[s] = hides(tokens[s]);
   }
   // The queries come first, through the stage that is asked for last.
   const shared_tile<kLine> q_tile{ring + (kStages - 1) * kStage};
@@ -105,11 +123,12 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
     if (first + s * kWarps < last) {
-      ask(s, tokens[s]);
+      ask(s, tokens[s], hidden[s]);
     }
     copy_async_commit();
   }
-  int asked = first + (kStages - 1) * kWarps, token = tokens[kStages - 1];
+  int asked = first + (kStages - 1) * kWarps, token = tokens[kStages - 1], later = token_of(asked + kWarps);
+  u32 hidden_now = hidden[kStages - 1];
   copy_async_wait<kStages - 1>();
   __syncwarp();
   u32 q[Depth / 16][4];
@@ -123,7 +142,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
                              DecodeRow(p, kv_head, tile * kRows + lane / 4 + 8)};
   const Score<Extras> scores[2] = {score_of<Extras>(p.score, batch, rows[0].head, p.heads),
                                    score_of<Extras>(p.score, batch, rows[1].head, p.heads)};
-  const float factor = scores[0].factor;
+  const float factor = p.unit * kLog2e;
   const auto k_at = fragments_along(k);
   const auto v_at = fragments_across(v, 0);
   register_sums<1, Depth / 8> out = {};
@@ -136,11 +155,13 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
     copy_async_wait<kStages - 2>();
     __syncwarp();  // the oldest stage is here, and the one before it is done with
     if (asked < last) {
-      ask(stage == 0 ? kStages - 1 : stage - 1, token);
+      ask(stage == 0 ? kStages - 1 : stage - 1, token, hidden_now);
     }
     copy_async_commit();
     asked += kWarps;
-    token = token_of(asked);
+    token = later;
+    hidden_now = hides(token);
+    later = token_of(asked + kWarps);
 
     // Four fragments at a time, and sums that do not wait for each other: there are few warps to wait in turn.
     register_sums<1, 4> parts = {};
@@ -168,6 +189,11 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
       for (int half = 0; half < 2; ++half) {
         there[half] = static_cast<u32>(p.bits[mask * p.rows + rows[half].query]) >> (lane % 4 * 2);
       }
+    }
+    if (p.padding.data != nullptr) {
+      const u32 is = seen[warp][stage] >> (lane % 4 * 2);
+      there[0] &= is;
+      there[1] &= is;
     }
     const auto col_of = [&](int j, int e) { return p.tokens[step * kKeys + 8 * j + lane % 4 * 2 + e]; };
     each_score(s, [&](int, int half, int j, int e, float& x) {
@@ -201,7 +227,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
       }
     }
     each_score(s, [&](int, int half, int, int, float& x) {
-      x = exp2_fast(x * factor - (top[half] == -infinity() ? 0.0f : top[half] * factor));
+      x = exp2_fast((x - (top[half] == -infinity() ? 0.0f : top[half])) * factor);
       total[half] += x;
     });
     if constexpr (Extras) {
@@ -243,7 +269,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
     const int row = lane / 4 + 8 * half;
     total[half] = reduce_lanes<4>(total[half], take_sum{});
     if (lane % 4 == 0) {
-      shares[warp][row] = Share{top[half] * factor, total[half]};
+      shares[warp][row] = Share{top[half], total[half]};
     }
 #pragma unroll
     for (int j = 0; j < Depth / 8; ++j) {
@@ -268,7 +294,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::shape_of(Depth).war
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       const Share part = shares[w][line_of];
-      const float share = share_of(part.highest, highest);
+      const float share = share_of(p, part.highest, highest);
       const float4 from = *reinterpret_cast<const float4*>(sums + (w * kRows + line_of) * kSumLine + col);
       sum += share * part.sum;
       x[0] += share * from.x;
@@ -329,7 +355,7 @@ __global__ void __launch_bounds__(32 * attention_op::decode::kMergeWarps)
 #pragma unroll(Depth > 128 ? 2 : 4)
   for (int s = 0; s < p.segments; ++s) {
     const Share part = p.shares[place(s)];
-    const float share = share_of(part.highest, highest);
+    const float share = share_of(p, part.highest, highest);
     const float* const from = p.sums + place(s) * Depth + lane;
     sum += share * part.sum;
 #pragma unroll

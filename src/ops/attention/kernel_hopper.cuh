@@ -108,6 +108,29 @@ __device__ __forceinline__ void cut_band(float (&s)[kSize], const int4& note, in
   }
 }
 
+/// Replaces the scores of columns that are not used, or not seen: of any rows.
+template <int kSize>
+__device__ __forceinline__ void cut_columns(float (&s)[kSize], const u32* used, float outside) {
+#pragma unroll
+  for (int w = 0; w < kSize / 16; ++w) {
+    const u32 word = __ldg(used + w) >> threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const bool there = (word & 1u << (n / 2 * 8 + n % 2)) != 0;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& score = s[(w * 4 + n / 2) * 4 + 2 * h + n % 2];
+        score = there ? score : outside;
+      }
+    }
+  }
+}
+
+/// Where the `used` bits of a column tile begin, or −1.
+__device__ __forceinline__ int used_of(const Walk& walk, int batch, int tile) {
+  return word(walk.col_used, batch * walk.col_used_batch + tile);
+}
+
 /// Brings the bits of a thread's two rows near, for those who have no registers for them yet.
 template <int kWords>
 __device__ __forceinline__ void prefetch_bits(const u32* mask, int row) {

@@ -135,7 +135,7 @@ __device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShar
     mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
     const u32 full = shared_address(&shared.full[ring.stage]), to = cols + ring.stage * 2 * S::kColTile;
     shared.steps[ring.stage] = mask_of(walk, r);
-    shared.used[ring.stage] = word(walk.col_used, tile);
+    shared.used[ring.stage] = used_of(walk, batch, tile);
     mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.col_places);
     const int4 place = record(walk.col_tiles, tile);
     fetch<S::kHalves>(p.cols[0], to, S::kColHalf, full, place, batch, head);
@@ -565,8 +565,16 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
         wgmma::commit();
         exp2_of<0, kStream / 2>(x);
         cut_masked<kGeneral>(x, kind, shared.steps[stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+        bool masked = kind != kWhole;
+        if constexpr (kGeneral) {
+          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[stage] : 0, 0);
+          if (used >= 0) {
+            cut_columns(x, p.walk.used + used, 0.0f);
+            masked = true;
+          }
+        }
         wgmma::wait<1>();
-        to_score_gradients(x, dp, kind != kWhole, [&](int i) { return stats[i / 2 % 2].y; });
+        to_score_gradients(x, dp, masked, [&](int i) { return stats[i / 2 % 2].y; });
         wgmma::wait<0>();
         if constexpr (!kFirst) {
           release(empty, before);
@@ -593,8 +601,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
         mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
         const int4 mask = read_note(shared.steps[ring.stage]);
         RowBits<kStream / 32> bits;
+        int used = -1;
         if constexpr (kGeneral) {
-          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
+          used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
           if (used >= 0) {
             clear_unused<S::kHalves, kStream>(k, p.walk.used + used);
             join_cleared(1 + warpgroup);
@@ -620,8 +629,12 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
         } else if (mask.x == kBand) {
           cut_band(s, mask, warp_row + lane / 4, 0.0f);
         }
+        if (kGeneral && used >= 0) {
+          cut_columns(s, p.walk.used + used, 0.0f);
+        }
         wgmma::wait<0>();
-        to_score_gradients(s, dp, mask.x != kWhole, [&](int i) { return stats[i / 2 % 2].y; });
+        to_score_gradients(s, dp, mask.x != kWhole || (kGeneral && used >= 0),
+                           [&](int i) { return stats[i / 2 % 2].y; });
         pack<T>(left, s);
         wgmma::fence();
         multiply_values<T, kDepth, kStream>(dq, left, k, S::kColHalf);

@@ -81,7 +81,7 @@ __device__ __forceinline__ void fetch_deep_cols(const BackwardParams& p, DeepSha
     mbarrier::wait(shared_address(kOther ? shared.other_empty : shared.empty) + 8 * ring.stage, ring.parity);
     if constexpr (!kOther) {
       shared.steps[ring.stage] = mask_of(walk, r);
-      shared.used[ring.stage] = word(walk.col_used, tile);
+      shared.used[ring.stage] = used_of(walk, batch, tile);
     }
     mbarrier::arrive_expect(full, kHalves * 128 * walk.col_places);
     const int4 place = record(walk.col_tiles, tile);
@@ -181,8 +181,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
       const u32 other_col = rows + S::kOtherCols + other.stage * S::kColTile;
       mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
       const int kind = read_note(shared.steps[ring.stage]).x;
+      int used = -1;
       if constexpr (kGeneral) {
-        const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
+        used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
         if (used >= 0) {  // what dP finds in the other operand is left out with the scores
           clear_unused<S::kHalves, kStream>(col, p.walk.used + used);
           join_cleared(1 + warpgroup);
@@ -210,6 +211,10 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
         }
       }
       cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, 0.0f);
+      const bool hides = kGeneral && !kKeys && used >= 0;
+      if (hides) {
+        cut_columns(s, p.walk.used + used, 0.0f);
+      }
       wgmma::wait<0>();
       release(other_empty, static_cast<int>(other.stage));
       if constexpr (kKeys) {
@@ -220,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
         }
         to_score_gradients(s, dp, kind != kWhole, [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
       } else {
-        to_score_gradients(s, dp, kind != kWhole, [&](int i) { return stats[i / 2 % 2].y; });
+        to_score_gradients(s, dp, kind != kWhole || hides, [&](int i) { return stats[i / 2 % 2].y; });
       }
       pack<T>(left, s);
       wgmma::fence();

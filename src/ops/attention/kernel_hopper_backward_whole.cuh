@@ -232,9 +232,34 @@ __device__ __forceinline__ void multiply_queries(const WholeParams& p, WholeShar
   });
 }
 
+/// Which of a warp's 16 keys are padding, a bit for each; rows of k that are become zeros, because dq is a sum over
+/// them. All threads of a warpgroup call it, for the keys from `first` on that its half of k has.
+template <typename S>
+__device__ __forceinline__ u32 hide_keys(const WholeParams& p, int batch, int first, u32 k) {
+  const auto is_padding = [&](int key) { return p.padding.data[batch * p.padding.batch + key * p.padding.col] != 0; };
+  const u32 row = threadIdx.x % 64, part = threadIdx.x / 64 % 2;
+  if (is_padding(first + static_cast<int>(row))) {
+#pragma unroll
+    for (int n = 0; n < S::kHalves * 4; ++n) {
+      const u32 to = k + n / 4 * S::kRowHalf + row * 128 + (part * 4 + n % 4) * 16;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+    }
+  }
+  const int own = static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16);
+  return __ballot_sync(0xffffffffu, is_padding(first + own)) & 0xffffu;
+}
+/// Replaces the scores of those keys.
+__device__ __forceinline__ void cut_keys(float (&s)[kStream / 2], u32 hidden) {
+  const u32 own = hidden >> threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int i = 0; i < kStream / 2; ++i) {
+    s[i] = (own & (i / 2 % 2 == 0 ? 1u : 256u)) != 0 ? 0.0f : s[i];
+  }
+}
+
 /// Two warpgroups of 64 keys each. While exponents are taken or dS is made, products are under way. With 128 columns
 /// each also makes dq of 64 columns, where dP was, and finds dSᵀ for dk in shared memory: registers are all taken.
-template <typename T, bool kMasked, int kColumns>
+template <typename T, bool kMasked, bool kPadded, int kColumns>
 __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<kColumns>& shared, u32 rows) {
   using S = WholeShared<kColumns>;
   using wgmma::Major;
@@ -258,6 +283,12 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
       multiply_scores<T, kColumns, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
       wgmma::commit();
     };
+    u32 hidden = 0;
+    if constexpr (kPadded) {
+      const WholeItem of(p, index);
+      hidden = hide_keys<S>(p, of.batch, of.tile * kRows + warpgroup * 64, k);
+      join_cleared(1 + warpgroup);
+    }
     mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
     ask(at(ring.stage));
     wgmma::wait<0>();
@@ -283,6 +314,9 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
       if (cut) {
         cut_band(s, {kBand, low, kStream, kStream}, warpgroup * 64 + warp_row + lane / 4, 0.0f);
       }
+      if (kPadded && hidden != 0) {
+        cut_keys(s, hidden);
+      }
       if constexpr (kMasked) {
         low += (n - 1) % steps == 0 ? (1 - steps) * kStream : kStream;
       }
@@ -305,7 +339,7 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
           }
         }
       };
-      if (cut) {
+      if (cut || (kPadded && hidden != 0)) {
         to_gradients.template operator()<true>();
       } else {
         to_gradients.template operator()<false>();
@@ -379,8 +413,8 @@ __device__ __forceinline__ void multiply_keys(const WholeParams& p, WholeShared<
   });
 }
 
-/// kMasked: query tiles may be under a band.
-template <typename T, int kColumns, bool kMasked>
+/// kMasked: query tiles may be under a band. kPadded: keys may be padding.
+template <typename T, int kColumns, bool kMasked, bool kPadded>
 __global__ void __launch_bounds__(whole_tiles(kColumns).threads, 1)
     backward_whole(const __grid_constant__ WholeParams p) {
   using S = WholeShared<kColumns>;
@@ -410,7 +444,7 @@ __global__ void __launch_bounds__(whole_tiles(kColumns).threads, 1)
     }
   } else {
     more_registers<S::kRegisters>();
-    multiply_keys<T, kMasked>(p, shared, rows);
+    multiply_keys<T, kMasked, kPadded>(p, shared, rows);
   }
 }
 

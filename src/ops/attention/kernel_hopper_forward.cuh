@@ -65,7 +65,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
         mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
         const u32 k_full = shared_address(&shared.k_full[ring.stage]);
         shared.steps[ring.stage] = mask_of(walk, r);
-        shared.used[ring.stage] = word(walk.col_used, run.x + n);
+        shared.used[ring.stage] = used_of(walk, item.y, run.x + n);
         mbarrier::arrive_expect(k_full, key_bytes);
         fetch<kHalves>(p.k, k + ring.stage * S::kKeyTile, S::kColHalf, k_full, tile, item.y, kv_head);
         mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
@@ -348,6 +348,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
           used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
         }
         cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, -infinity());
+        if (kGeneral && used_now >= 0) {
+          cut_columns(s, p.walk.used + used_now, -infinity());
+        }
         release(k_empty, static_cast<int>(ring.stage));
         ring.next();
         float correction[2];
@@ -400,6 +403,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
           bits.cut(s, -infinity());
         } else if (mask.x == kBand) {
           cut_band(s, mask, row, -infinity());
+        }
+        if (kGeneral && used_now >= 0) {
+          cut_columns(s, p.walk.used + used_now, -infinity());
         }
         float correction[2];
         rows.shift(s, s, p.scale, correction);

@@ -9,7 +9,8 @@ namespace fretwork {
 
 /// A row's exponents are taken from some score on, and it takes a larger one only where that leads by this power of
 /// two: few tiles rescale what is summed, and no probability exceeds 2⁸.
-inline constexpr float kSlack = 8.0f;
+template <typename Score>
+inline constexpr float kSlack = 8.0f / Score::kLevelLog2;
 inline constexpr float kLargest = 3.4028235e38f;
 
 template <typename T, int Depth, bool Extras>
@@ -32,6 +33,11 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   const shared_tile<kLine> q{shared_address(memory)}, k{q.base + kRows * kLine}, v{k.base + kCols * kLine};
   tables.fill(p.plan, item.tile);
   __syncthreads();
+  if constexpr (Extras) {
+    if (is_done(p, item, tables.token)) {
+      return;
+    }
+  }
 
   const u8* const keys = head_of<T>(p.k, item.batch, key_head);
   const u8* const values = head_of<T>(p.v, item.batch, key_head);
@@ -40,7 +46,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   value_copies.clear(values);
   copy_lines<T, Depth, kRows, kThreads, 4>(q, head_of<T>(p.q, item.batch, item.head), p.q.row, p.depth,
                                            [&](int n) { return tables.token[n]; });
-  Walk<false> walk(p.plan, item.tile, 1);
+  Walk<false> walk(p.plan, item.tile, 1, item.batch);
   Step now = walk.take();
   if (now.there()) {
     key_copies.ask(now, keys, p.k.row, tables.place, p.plan.used);
@@ -79,15 +85,15 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
     copy_async_commit();
 
     if constexpr (Extras) {
-      const MaskWords<kFrags, kCols> there(p.plan, now.mask, warp_row);
+      const MaskWords<kFrags, kCols, true> there(p.plan, now, warp_row);
       each_score(s, [&](int i, int half, int j, int e, float& x) {
         const int token = tables.token[row_of(i, half)];
         const int col = now.tile.base + tables.place[8 * j + lane % 4 * 2 + e].offset;
         float slope;
         x = token >= 0 && there(i, half, j, e) ? score.prepare(x, token, col, slope) : -infinity();
       });
-    } else if (now.mask >= 0) {
-      apply_mask<kFrags, kCols>(s, p.plan, now.mask, warp_row);
+    } else if (!is_whole(now)) {
+      apply_mask<kFrags, kCols>(s, p.plan, now, warp_row);
     }
     float high[kFrags][2];
     bool grows = false;
@@ -100,8 +106,8 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
         for (int j = 1; j < kCols / 8; ++j) {
           most = fmaxf(most, fmaxf(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]));
         }
-        high[i][half] = reduce_lanes<4>(most, take_max{}) * score.factor;
-        grows = grows || high[i][half] > from[i][half] + kSlack;
+        high[i][half] = score.level(reduce_lanes<4>(most, take_max{}));
+        grows = grows || high[i][half] > from[i][half] + kSlack<Score<Extras>>;
       }
     }
     if (__any_sync(~0u, grows)) {
@@ -109,8 +115,8 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
       for (int i = 0; i < kFrags; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float to = high[i][half] > from[i][half] + kSlack ? high[i][half] : from[i][half];
-          const float shrink = exp2_fast(from[i][half] - to);
+          const float to = high[i][half] > from[i][half] + kSlack<Score<Extras>> ? high[i][half] : from[i][half];
+          const float shrink = exp2_fast((from[i][half] - to) * Score<Extras>::kLevelLog2);
           from[i][half] = to;
           total[i][half] *= shrink;
 #pragma unroll
@@ -130,7 +136,7 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
       float* const x = s.at[i][2 * block + e / 2] + 2 * half;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        x[c] = exp2_fast(x[c] * score.factor - from[i][half]);
+        x[c] = exp2_fast(score.exponent(x[c], from[i][half]));
       }
       sum[i][half] += x[0] + x[1];
       if constexpr (Extras) {
@@ -159,14 +165,13 @@ __global__ void __launch_bounds__(32 * attention_op::forward_shape(Depth, Extras
   const Staging<Depth> staging{reinterpret_cast<float*>(memory)};
   staging.put(out, warp_row, [&](int i, int half) {
     const float sum = reduce_lanes<4>(total[i][half], take_sum{});
-    const float lse = sum == 0.0f ? -infinity() : (from[i][half] + log2f(sum)) * kLn2;
-    const Merge merge(p, whose, tables.token[row_of(i, half)], lse);
+    const Merge merge(score, p, whose, tables.token[row_of(i, half)], {from[i][half], sum});
     __syncwarp();
     if (lane % 4 == 0) {
-      merge.store_lse();
-      before[row_of(i, half)] = merge.writes ? merge.before : -1.0f;
+      merge.store();
+      before[row_of(i, half)] = merge.writes && p.o.data != nullptr ? merge.before : -1.0f;
     }
-    return sum == 0.0f ? 0.0f : kept / sum * merge.here;
+    return kept * merge.here;
   });
   __syncthreads();
   staging.template each<kRows, kThreads>(p.value_depth, [&](int row, int col, float(&x)[8]) {

@@ -36,13 +36,14 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
   constexpr int kLine = attention_op::line_bytes(Depth), kTileBytes = kCols * kLine;
   extern __shared__ __align__(1024) u8 memory[];
   __shared__ Tables<kRows, kCols> tables;
-  __shared__ __align__(8) RowStats stats[Keys ? 2 : 1][Keys ? kCols : kRows];
+  using Stats = typename Score<Extras>::Stats;
+  __shared__ __align__(sizeof(Stats)) Stats stats[Keys ? 2 : 1][Keys ? kCols : kRows];
 
   const Item item = item_of(p.plan, p.heads, Keys);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const shared_tile<kLine> first{shared_address(memory)}, second{first.base + kRows * kLine};
   const u32 ring = second.base + kRows * kLine;
-  tables.fill(p.plan, item.tile);
+  tables.fill(p.plan, item.tile, p.padding, item.batch);
   __syncthreads();
 
   const auto member_head = [&](int member) {
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
     return p.heads.heads != nullptr ? p.heads.heads[n] : n;
   };
   const auto stats_of = [&](int head) {
-    return p.stats + (static_cast<i64>(item.batch) * p.heads.all + head) * p.queries;
+    return static_cast<const Stats*>(p.stats) + (static_cast<i64>(item.batch) * p.heads.all + head) * p.queries;
   };
   const shared_tile<kLine> columns{ring};
   const ColumnCopies<T, Depth, kCols, kThreads, kLine> first_copies(columns, p.depth),
@@ -74,8 +75,9 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
       if (thread < kCols) {
         const Place place = tables.place[thread];
         const bool read = is_inside(step.tile.inside, place.at);
-        copy_async_small<8>(shared_address(&stats[stage][thread]),
-                            stats_of(head) + (read ? step.tile.base + place.offset : 0), read ? 8 : 0);
+        constexpr int kBytes = sizeof(Stats);
+        copy_async_small<kBytes>(shared_address(&stats[stage][thread]),
+                                 stats_of(head) + (read ? step.tile.base + place.offset : 0), read ? kBytes : 0);
       }
     }
   };
@@ -87,10 +89,10 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
                                            p.value_depth, row_token);
   if constexpr (!Keys) {
     for (int n = thread; n < kRows; n += kThreads) {
-      stats[0][n] = tables.token[n] >= 0 ? stats_of(item.head)[tables.token[n]] : RowStats{infinity(), 0.0f};
+      stats[0][n] = tables.token[n] >= 0 ? stats_of(item.head)[tables.token[n]] : Stats{infinity(), 0.0f};
     }
   }
-  Walk<Keys> walk(p.plan, item.tile, item.member_count);
+  Walk<Keys> walk(p.plan, item.tile, item.member_count, item.batch);
   Step now = walk.take();
   if (now.there()) {
     ask(now, 0);
@@ -125,16 +127,16 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
     };
     const auto score = score_of<Extras>(p.score, item.batch, member_head(now.member), p.heads.all);
     if constexpr (Extras) {
-      const MaskWords<1, kCols> there(p.plan, now.mask, warp_row);
+      const MaskWords<1, kCols, !Keys> there(p.plan, now, warp_row);
       each_score(s, [&](int i, int half, int j, int e, float& x) {
         float& gradient = g.at[i][j][2 * half + e];
         const int row = tables.token[warp_row + 8 * half + lane / 4];
         const int col = now.tile.base + tables.place[8 * j + lane % 4 * 2 + e].offset;
         const int query = Keys ? col : row, key = Keys ? row : col;
         if (row >= 0 && there(i, half, j, e)) {
-          const RowStats of = stat(half, j, e);
+          const ScoreStats of = stat(half, j, e);
           float slope;
-          const float share = exp2_fast(score.prepare(x, query, key, slope) - of.lse);
+          const float share = score.share(score.prepare(x, query, key, slope), of);
           const bool keeps = score.keeps(query, key);
           gradient = share * ((keeps ? gradient * p.score.kept : 0.0f) - of.delta) * slope;
           x = keeps ? share : 0.0f;
@@ -148,8 +150,8 @@ __global__ void __launch_bounds__(32 * attention_op::backward_shape(Depth, Extra
         x = exp2_fast(x * score.factor - of.lse);
         g.at[i][j][2 * half + e] = x * (g.at[i][j][2 * half + e] - of.delta);
       });
-      if (now.mask >= 0) {
-        const MaskWords<1, kCols> there(p.plan, now.mask, warp_row);
+      if (!is_whole(now)) {
+        const MaskWords<1, kCols, !Keys> there(p.plan, now, warp_row);
         each_score(s, [&](int i, int half, int j, int e, float& x) {
           const bool is = there(i, half, j, e);
           x = is ? x : 0.0f;

@@ -9,8 +9,9 @@
 
 namespace fretwork {
 
-/// A warp for each query; or, where rows of o and d_o can be read kRun = 8 neighbours at a time, 16 lanes.
-template <typename T, int kRun = 1>
+/// A warp for each query; or, where rows of o and d_o can be read kRun = 8 neighbours at a time, 16 lanes. kScore:
+/// ScoreStats are made.
+template <typename T, int kRun = 1, bool kScore = false>
 __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ attention_op::StatsParams p) {
   constexpr int kLanes = kRun > 1 ? 16 : 32;
   let_next_kernel_start();
@@ -35,13 +36,64 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
   }
   sum = reduce_lanes<kLanes>(sum, take_sum{});
   if (threadIdx.x % kLanes == 0 && index < p.all_rows) {
+    if constexpr (kScore) {
+      const RowSum all =
+          p.sums != nullptr && is_large(lse) ? p.sums[at] : RowSum{lse == -infinity() ? infinity() : lse, 1.0f};
+      static_cast<ScoreStats*>(p.stats)[at] = {all.top, sum - given, log2f(all.sum), 0.0f};
+      return;
+    }
+    auto* const stats = static_cast<RowStats*>(p.stats);
     const float lse_2 = lse == -infinity() ? infinity() : lse * kLog2e;
     if (p.in_tiles) {
-      float* const to = reinterpret_cast<float*>(p.stats + at / 64 * 64) + at % 64;
+      float* const to = reinterpret_cast<float*>(stats + at / 64 * 64) + at % 64;
       to[0] = lse_2;
       to[64] = sum - given;
     } else {
-      p.stats[at] = {lse_2, sum - given};
+      stats[at] = {lse_2, sum - given};
+    }
+  }
+}
+
+/// A warp for each column tile of each batch element.
+__global__ void __launch_bounds__(256) attention_seen(const __grid_constant__ attention_op::SeenParams p) {
+  const int at = static_cast<int>(blockIdx.x * 8 + threadIdx.x / 32), lane = static_cast<int>(threadIdx.x) % 32;
+  if (at >= p.all) {
+    return;
+  }
+  const int batch = at / p.tile_count, tile = at - batch * p.tile_count, words = p.side / 32;
+  const int used = p.tokens != nullptr ? p.tile_used[tile] : p.tiles[tile].used;
+  u32 hides = 0;
+  for (int w = 0; w < words; ++w) {
+    int token = -1;
+    if (p.tokens != nullptr) {
+      token = p.tokens[tile * p.side + 32 * w + lane];
+    } else if (const Place place = place_of(p.order, 32 * w + lane); is_inside(p.tiles[tile].inside, place.at)) {
+      token = p.tiles[tile].base + place.offset;
+    }
+    const bool hidden = token >= 0 && is_padding(p.padding, batch, token);
+    const u32 word = __ballot_sync(~0u, token >= 0 && !hidden) & (used >= 0 ? p.used[used + w] : ~0u);
+    hides |= __ballot_sync(~0u, hidden);
+    if (lane == 0) {
+      p.words[at * words + w] = word;
+    }
+  }
+  if (lane == 0) {
+    p.first[at] = hides != 0 || used >= 0 ? at * words : -1;
+  }
+}
+
+/// A warp for 32 keys.
+template <typename T>
+__global__ void __launch_bounds__(256) attention_clear(const __grid_constant__ attention_op::ClearParams p) {
+  const i64 index = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+  const i64 line = (p.keys + 31) / 32 * 32, set = min(index, p.all - 1) / line, batch = set / p.heads;
+  const int key = static_cast<int>(min(index, p.all - 1) - set * line), lane = static_cast<int>(threadIdx.x) % 32;
+  T* const head = static_cast<T*>(p.out.data) + batch * p.out.batch + (set - batch * p.heads) * p.out.head;
+  const bool hidden = index < p.all && key < p.keys && is_padding(p.padding, static_cast<int>(batch), key);
+  for (u32 left = __ballot_sync(~0u, hidden); left != 0; left &= left - 1) {
+    T* const row = head + (key - lane + __ffs(static_cast<int>(left)) - 1) * p.out.row;
+    for (int col = lane; col < p.depth; col += 32) {
+      row[col * p.out.col] = narrow<T>(0.0f);
     }
   }
 }

@@ -208,16 +208,16 @@ __device__ __forceinline__ void add_lines(simple_sums<Depth>& sums, const simple
 
 /// Calls f(i, j, whether the element is there) for a thread's scores.
 template <int Depth, typename F>
-__device__ __forceinline__ void each_simple(const ComponentArg& plan, int which, const F& f) {
+__device__ __forceinline__ void each_simple(const ComponentArg& plan, const Step& step, const F& f) {
   using Shape = SimpleShape<Depth>;
-  const MaskArg mask = which >= 0 ? plan.masks[which] : MaskArg{-4096, 4096, Shape::kSide, -1};
+  const MaskArg mask = mask_of<Shape::kSide>(plan, step);
   const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
 #pragma unroll
   for (int i = 0; i < Shape::kEach; ++i) {
     u32 words[Shape::kSide / 32];
 #pragma unroll
     for (int w = 0; w < Shape::kSide / 32; ++w) {
-      words[w] = mask_word<Shape::kSide>(mask, plan.bits, y + 16 * i, w);
+      words[w] = mask_word<Shape::kSide>(mask, plan.bits, y + 16 * i, w) & used_word(plan, step, w);
     }
 #pragma unroll
     for (int j = 0; j < Shape::kEach; ++j) {
@@ -239,6 +239,9 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
   const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
   tables.fill(p.plan, item.tile);
   __syncthreads();
+  if (is_done(p, item, tables.token)) {
+    return;
+  }
   fill_lines<float, Depth>(q, head_of<float>(p.q, item.batch, item.head), p.q.row, p.depth,
                            [&](int n) { return tables.token[n]; });
   const Score<true> score(p.score, item.batch, item.head, p.heads.all);
@@ -249,7 +252,7 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
     top[i] = -infinity();
     total[i] = 0.0f;
   }
-  Walk<false> walk(p.plan, item.tile, 1);
+  Walk<false> walk(p.plan, item.tile, 1, item.batch);
 #pragma unroll 1
   for (Step now = walk.take(); now.there(); now = walk.take()) {
     __syncthreads();
@@ -260,7 +263,7 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
     __syncthreads();
     simple_scores<Depth> s;
     dot_lines<Depth, Tf32>(s, q, k, exchange);
-    each_simple<Depth>(p.plan, now.mask, [&](int i, int j, bool there) {
+    each_simple<Depth>(p.plan, now, [&](int i, int j, bool there) {
       const int row = tables.token[y + 16 * i], col = now.tile.base + tables.place[x + 16 * j].offset;
       float slope;
       s[i][j] = row >= 0 && there ? score.prepare(s[i][j], row, col, slope) : -infinity();
@@ -273,12 +276,12 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
         high = fmaxf(high, s[i][j]);
       }
       high = reduce_lanes<16>(high, take_max{});
-      const float from = high == -infinity() ? 0.0f : high, shrink = exp2_fast(top[i] - from);
+      const float from = high == -infinity() ? 0.0f : high, shrink = exp2_fast(score.exponent(top[i], from));
       top[i] = high;
       total[i] *= shrink;
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
-        s[i][j] = exp2_fast(s[i][j] - from);
+        s[i][j] = exp2_fast(score.exponent(s[i][j], from));
         total[i] += s[i][j];
         if (!score.keeps(tables.token[y + 16 * i], now.tile.base + tables.place[x + 16 * j].offset)) {
           s[i][j] = 0.0f;
@@ -298,11 +301,11 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
   for (int i = 0; i < kEach; ++i) {
     const float sum = reduce_lanes<16>(total[i], take_sum{});
     const int token = tables.token[y + 16 * i];
-    const Merge merge(p, item, token, sum == 0.0f ? -infinity() : (top[i] + log2f(sum)) * kLn2);
-    const float share = sum == 0.0f ? 0.0f : p.score.kept / sum * merge.here;
+    const Merge merge(score, p, item, token, {top[i], sum});
+    const float share = p.score.kept * merge.here;
 #pragma unroll
     for (int c = 0; c < Depth / 64; ++c) {
-      if (merge.writes) {
+      if (merge.writes && p.o.data != nullptr) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           out[i][c][e] *= share;
@@ -312,7 +315,7 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
     }
     __syncwarp();
     if (x == 0) {
-      merge.store_lse();
+      merge.store();
     }
   }
 }
@@ -321,16 +324,16 @@ __global__ void __launch_bounds__(256) simple_forward(const __grid_constant__ at
 template <int Depth>
 __device__ __forceinline__ void simple_gradients(simple_scores<Depth>& s, simple_scores<Depth>& g,
                                                  const ComponentArg& plan, const Step& now, const Score<true>& score,
-                                                 const RowStats* stats, bool keys, bool through_cap, const int* tokens,
-                                                 const Place* places) {
+                                                 const ScoreStats* stats, bool keys, bool through_cap,
+                                                 const int* tokens, const Place* places) {
   const int x = static_cast<int>(threadIdx.x) % 16, y = static_cast<int>(threadIdx.x) / 16;
-  each_simple<Depth>(plan, now.mask, [&](int i, int j, bool there) {
+  each_simple<Depth>(plan, now, [&](int i, int j, bool there) {
     const int row = tokens[y + 16 * i], col = now.tile.base + places[x + 16 * j].offset;
     const int query = keys ? col : row, key = keys ? row : col;
     if (row >= 0 && there) {
-      const RowStats of = stats[query];
+      const ScoreStats of = stats[query];
       float slope;
-      const float share = exp2_fast(score.prepare(s[i][j], query, key, slope) - of.lse);
+      const float share = score.share(score.prepare(s[i][j], query, key, slope), of);
       const bool keeps = score.keeps(query, key);
       g[i][j] = share * ((keeps ? g[i][j] * score.arg.kept : 0.0f) - of.delta) * (through_cap ? slope : 1.0f);
       s[i][j] = keeps ? share : 0.0f;
@@ -374,7 +377,7 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
                *const b = a + Shape::kTile, *const exchange = b + Shape::kTile;
 
   const Item item = item_of(p.plan, p.heads, Keys);
-  tables.fill(p.plan, item.tile);
+  tables.fill(p.plan, item.tile, p.padding, item.batch);
   __syncthreads();
   const auto row_token = [&](int n) { return tables.token[n]; };
   fill_lines<float, Depth>(first, head_of<float>(p.first, item.batch, item.head), p.first.row, p.depth, row_token);
@@ -382,7 +385,7 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
                            row_token);
   simple_sums<Depth> d_first = {};
   float d_second[Keys ? Shape::kEach : 1][Depth / 64][4] = {};
-  Walk<Keys> walk(p.plan, item.tile, item.member_count);
+  Walk<Keys> walk(p.plan, item.tile, item.member_count, item.batch);
 #pragma unroll 1
   for (Step now = walk.take(); now.there(); now = walk.take()) {
     const int member = item.first_member + now.member;
@@ -398,9 +401,10 @@ __global__ void __launch_bounds__(256) simple_backward(const __grid_constant__ a
     dot_lines<Depth, Tf32>(s, first, a, exchange);
     dot_lines<Depth, Tf32>(g, second, b, exchange);
     const Score<true> score(p.score, item.batch, query_head, p.heads.all);
-    simple_gradients<Depth>(s, g, p.plan, now, score,
-                            p.stats + (static_cast<i64>(item.batch) * p.heads.all + query_head) * p.queries, Keys, true,
-                            tables.token, tables.place);
+    simple_gradients<Depth>(
+        s, g, p.plan, now, score,
+        static_cast<const ScoreStats*>(p.stats) + (static_cast<i64>(item.batch) * p.heads.all + query_head) * p.queries,
+        Keys, true, tables.token, tables.place);
     if constexpr (Keys) {
       add_lines<Depth, Tf32>(d_second, s, exchange, b);
     }
@@ -420,6 +424,7 @@ __global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ 
   constexpr int kSide = Shape::kSide, kEach = Shape::kEach;
   extern __shared__ __align__(16) float lines[];
   __shared__ Tables<kSide, kSide> tables;
+  __shared__ int seen[kSide];  // the rows of a batch element
   float *const first = lines, *const second = first + Shape::kTile, *const a = second + Shape::kTile,
                *const b = a + Shape::kTile;
 
@@ -427,15 +432,16 @@ __global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ 
   const u32 tiles = static_cast<u32>(p.plan.row_tile_count), set = blockIdx.x / tiles;
   const int tile = p.plan.by_work[blockIdx.x - set * tiles];
   const u32 head_sets = p.sum_heads ? 1u : static_cast<u32>(p.head_count);
-  const int batch_set = static_cast<int>(set / head_sets), head_set = static_cast<int>(set % head_sets);
+  const int batch_set = p.first_batch + static_cast<int>(set / head_sets), head_set = static_cast<int>(set % head_sets);
   const auto head_at = [&](int n) { return p.heads != nullptr ? p.heads[n] : n; };
-  const int batch_begin = p.sum_batch ? 0 : batch_set, batch_end = p.sum_batch ? p.batch : batch_set + 1;
+  const int batch_begin = p.sum_batch ? p.first_batch : batch_set;
+  const int batch_end = p.sum_batch ? p.first_batch + p.batch : batch_set + 1;
   const int head_begin = p.sum_heads ? 0 : head_set, head_end = p.sum_heads ? p.head_count : head_set + 1;
   float* const out =
       p.out + (p.sum_batch ? 0 : batch_set * p.out_batch) + (p.sum_heads ? 0 : head_at(head_set) * p.out_head);
   tables.fill(p.plan, tile);
   simple_scores<Depth> sum = {};
-  Walk<false> walk(p.plan, tile, 1);
+  Walk<false> walk(p.plan, tile, 1, 0);
 #pragma unroll 1
   for (Step now = walk.take(); now.there(); now = walk.take()) {
 #pragma unroll 1
@@ -444,22 +450,29 @@ __global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ 
       for (int n = head_begin; n < head_end; ++n) {
         const int head = head_at(n), key_head = head / p.ratio;
         const int row_head = Keys ? key_head : head, col_head = Keys ? head : key_head;
+        Step step = now;
+        walk.see_as(step, batch);
         __syncthreads();
-        const auto row_token = [&](int m) { return tables.token[m]; };
+        for (int m = static_cast<int>(threadIdx.x); m < kSide; m += static_cast<int>(blockDim.x)) {
+          const int token = tables.token[m];
+          seen[m] = token >= 0 && is_padding(p.padding, batch, token) ? -1 : token;
+        }
+        __syncthreads();
+        const auto row_token = [&](int m) { return seen[m]; };
         fill_lines<T, Depth>(first, head_of<T>(p.first, batch, row_head), p.first.row, p.depth, row_token);
         fill_lines<T, Depth>(second, head_of<T>(p.second, batch, row_head), p.second.row, p.value_depth, row_token);
-        fill_columns<T, Depth>(a, head_of<T>(p.other_first, batch, col_head), p.other_first.row, p.depth, now,
+        fill_columns<T, Depth>(a, head_of<T>(p.other_first, batch, col_head), p.other_first.row, p.depth, step,
                                tables.place, p.plan.used);
-        fill_columns<T, Depth>(b, head_of<T>(p.other_second, batch, col_head), p.other_second.row, p.value_depth, now,
+        fill_columns<T, Depth>(b, head_of<T>(p.other_second, batch, col_head), p.other_second.row, p.value_depth, step,
                                tables.place, p.plan.used);
         __syncthreads();
         simple_scores<Depth> s, g;
         dot_lines<Depth>(s, first, a);
         dot_lines<Depth>(g, second, b);
         const Score<true> score(p.score, batch, head, p.all);
-        simple_gradients<Depth>(s, g, p.plan, now, score,
-                                p.stats + (static_cast<i64>(batch) * p.all + head) * p.queries, Keys, false,
-                                tables.token, tables.place);
+        simple_gradients<Depth>(s, g, p.plan, step, score,
+                                p.stats + (static_cast<i64>(batch) * p.all + head) * p.queries, Keys, false, seen,
+                                tables.place);
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
 #pragma unroll
@@ -470,7 +483,8 @@ __global__ void __launch_bounds__(256, 2) bias_gradient(const __grid_constant__ 
       }
     }
     if constexpr (!RowSums) {
-      each_simple<Depth>(p.plan, now.mask, [&](int i, int j, bool there) {
+      now.tile.used = -1;  // what no batch element has is zero
+      each_simple<Depth>(p.plan, now, [&](int i, int j, bool there) {
         const int row = tables.token[y + 16 * i], col = now.tile.base + tables.place[x + 16 * j].offset;
         if (row >= 0 && there) {
           out[row * p.out_row + col * p.out_col] += sum[i][j];

@@ -49,18 +49,27 @@ struct ComponentArg {
   const RunArg* runs;
   const MaskArg* masks;
   const unsigned *bits, *used;
+  const int* seen;  ///< where keys are padded, in place of TileArg::used for each (batch, column tile); or null
+  int col_tile_count;
   const int* by_work;  ///< row tiles, those with the most work first
   int row_tile_count;
   int long_tiles;  ///< so many of by_work are far longer than the rest: they run before all others
 };
 
+/// Keys of each batch element that no query sees: those whose byte is not zero. Absent when data is null.
+struct PaddingArg {
+  const unsigned char* data;
+  long long batch, col;
+};
+
 /// Which (batch, head) a CTA's row tile belongs to. Lists are null where all heads take part.
 struct HeadsArg {
-  const int* heads;   ///< query heads, `count` of them; with `groups`, all of their members one after the other
-  const int* groups;  ///< key heads: {key head, first of its query heads in `heads`, how many} for each
-  int count;          ///< query heads, or key heads where keys are the rows
-  int batch, ratio;   ///< query heads of a key head
-  int all;            ///< query heads of the problem
+  const int* heads;        ///< query heads, `count` of them; with `groups`, all of their members one after the other
+  const int* groups;       ///< key heads: {key head, first of its query heads in `heads`, how many} for each
+  int count;               ///< query heads, or key heads where keys are the rows
+  int first_batch, batch;  ///< the elements that take part
+  int ratio;               ///< query heads of a key head
+  int all;                 ///< query heads of the problem
 };
 
 enum class BiasType : int { f32, f16, bf16 };
@@ -74,7 +83,8 @@ struct ScoreArg {
   BiasType bias_type;
   const float* slopes;
   long long slope_stride;
-  int distance;  ///< keys minus queries
+  int distance;     ///< keys minus queries
+  int first_batch;  ///< of the whole call's elements: dropout counts from there
   const long long* seed;
   unsigned threshold;  ///< 0: no dropout
   float kept;          ///< what kept probabilities are multiplied by
@@ -86,14 +96,31 @@ struct RowStats {
   float lse, delta;
 };
 
+/// The same for kernels with more than a scale: the log-sum-exp as it is, and what is to be added to it in units of
+/// log 2, because a large one has no room for it.
+struct ScoreStats {
+  float lse, delta, rest, pad;
+};
+
+/// A log-sum-exp of which nothing is rounded away: top + log(sum). Zeros where there is no element.
+struct RowSum {
+  float top, sum;
+};
+
+/// From here on what rounding a log-sum-exp leaves out counts in gradients: probabilities would be wrong by 6e-5.
+inline constexpr float kLargeLse = 1024.0f;
+
 struct ForwardParams {
   ComponentArg plan;
   HeadsArg heads;
   ScoreArg score;
   InputArg q, k, v;
   OutputArg o, lse;  ///< lse: absent when its data is null
+  RowSum* sums;      ///< of each (batch, head, query): what components hand on. Null where there is only one
+  int queries;
   int depth, value_depth;
-  bool merge;  ///< o and lse hold what the components before gave
+  bool merge;  ///< o and sums hold what the components before gave
+  bool again;  ///< lse is given: of rows where it is large, sums are written and nothing else is
 };
 
 /// Rows are queries, and the first gradient is theirs; or keys, and the gradients are the keys' and the values'.
@@ -104,10 +131,12 @@ struct BackwardParams {
   ScoreArg score;
   InputArg first, second, other_first, other_second;
   OutputArg d_first, d_second;
-  const RowStats* stats;  ///< of each (batch, head, query)
+  const void*
+      stats;  ///< of each (batch, head, query): RowStats, or ScoreStats where more than a scale is done to scores
   int queries;
   int depth, value_depth;
-  bool add;  ///< the gradients are float and are added to
+  bool add;            ///< the gradients are float and are added to
+  PaddingArg padding;  ///< of the rows, where they are keys
 };
 
 /// A gradient of the bias: of each element, or summed over a row of the plan.
@@ -115,21 +144,46 @@ struct BiasGradientParams {
   ComponentArg plan;
   ScoreArg score;
   InputArg first, second, other_first, other_second;
-  const RowStats* stats;
+  const ScoreStats* stats;
   float* out;  ///< added to
   long long out_batch, out_head, out_row, out_col;
   const int* heads;  ///< those with this pattern, or null for all
   int head_count;
-  int batch, all, ratio, queries, depth, value_depth;
+  int first_batch, batch;  ///< the elements with this pattern
+  int all, ratio, queries, depth, value_depth;
   bool sum_batch, sum_heads;
+  PaddingArg padding;  ///< of the rows, where they are keys
+};
+
+/// Which columns of a side's tiles the queries of each batch element see. Tiles are TileArg in an order, or tokens of
+/// each place and where `used` bits begin.
+struct SeenParams {
+  OrderArg order;
+  const TileArg* tiles;
+  const int *tokens, *tile_used;
+  const unsigned* used;
+  PaddingArg padding;
+  int side, tile_count;
+  int all;          ///< tiles of all batch elements
+  int* first;       ///< of each: where its words begin, or −1 where all of its columns are seen and used
+  unsigned* words;  ///< of each: side / 32
+};
+
+/// Zeros in the rows of keys that are not seen.
+struct ClearParams {
+  OutputArg out;
+  PaddingArg padding;
+  long long all;  ///< keys of all batch elements and heads, each head's rounded up to 32
+  int heads, keys, depth;
 };
 
 /// Statistics of the rows for the gradients.
 struct StatsParams {
   OutputArg o, d_o, lse, d_lse;  ///< d_lse: absent when its data is null
-  RowStats* stats;
-  bool in_tiles;             ///< of 64 rows, which are then those of a head: 64 × lse, 64 × delta
-  long long rows, all_rows;  ///< of a head, of all
+  void* stats;                   ///< RowStats or ScoreStats
+  const RowSum* sums;            ///< of rows with a large lse, where ScoreStats are wanted; or null
+  bool in_tiles;                 ///< of 64 rows, which are then those of a head: 64 × lse, 64 × delta
+  long long rows, all_rows;      ///< of a head, of all
   int heads, value_depth;
 };
 

@@ -8,8 +8,8 @@ namespace fretwork::attention_op::decode {
 inline constexpr int kRows = 16;  ///< of a tile: heads of a group × queries
 inline constexpr int kKeys = 16;  ///< of a step, which one warp multiplies
 
-/// What a row has from a part of its keys, beside the sum of values: the highest score in units of log 2, and the sum
-/// of exp2(score − highest).
+/// What a row has from a part of its keys, beside the sum of values: the highest score, and the sum of
+/// exp(unit·(score − highest)).
 struct alignas(8) Share {
   float highest, sum;
 };
@@ -19,7 +19,9 @@ struct Params {
   InputArg q, k, v;
   OutputArg o, lse;  ///< lse: absent when its data is null
   ScoreArg score;
-  const int* tokens;           ///< kKeys of each step, −1 where there is none
+  float unit;         ///< what scores are worth when they are compared: the scale, or 1 where it is in them
+  const int* tokens;  ///< kKeys of each step, −1 where there is none
+  PaddingArg padding;
   const int* masks;            ///< of each step: −1 where every query has all of its keys, else which of `bits`
   const unsigned short* bits;  ///< of each mask and query: bit n says whether key n is there
   float* sums;                 ///< of each CTA: kRows lines of values; null where a CTA has all steps and writes o

@@ -80,7 +80,8 @@ struct Walk {
   const int* first;  ///< of the runs of each row tile
   const RunOf* runs;
   const int *row_tokens, *col_tokens;  ///< of each place of each tile, −1 where there is none
-  const int* col_used;                 ///< as in Tile
+  const int* col_used;                 ///< as in Tile; of each batch element, where keys are padded
+  int col_used_batch;                  ///< tiles of an element there, else 0
   const unsigned *bits, *used;
   const Item* items;
   const int* share;
@@ -159,6 +160,7 @@ struct WholeParams {
   int kv_heads, group;
   int depth, value_depth;
   float scale, scale_2;  ///< the latter times log2(e)
+  PaddingArg padding;
 };
 
 inline constexpr int kJoinWarps = 4;

@@ -30,21 +30,34 @@ struct Dropout {
   const std::int64_t* seed = nullptr;  ///< on the context's device
 };
 
+/// Keys of each batch element that no query sees: those whose byte is not zero. Absent when data is null.
+struct KeyPadding {
+  const std::uint8_t* data = nullptr;
+  std::int64_t batch = 0, col = 0;
+  bool operator()(std::int64_t of, std::int64_t key) const { return data[of * batch + key * col] != 0; }
+};
+
 struct Problem {
   DType dtype = DType::f32;
   std::int64_t batch = 0, heads = 0, kv_heads = 0;  ///< query head h uses key head h / (heads / kv_heads)
+  std::int64_t first_batch = 0;                     ///< of a larger call's elements: dropout counts from there
   std::int64_t rows = 0, cols = 0;                  ///< queries, keys
   std::int64_t depth = 0, value_depth = 0;
-  /// One for all heads, or one for each query head. Equal ones are the same object.
+  /// One for all heads, one for each query head, or one for each (batch element, query head). Equal ones are the same
+  /// object.
   std::vector<std::shared_ptr<const RegularPattern>> patterns;
   double scale = 1, softcap = 0;  ///< softcap 0: none
   Operand q, k, v;
   Operand o;    ///< forward: the result; backward: as it was
   Operand lse;  ///< (batch, head, row), col unused, f32 (f64 where dtype is): natural logarithm
+  /// As lse: what its rounding left out, which matters to gradients where it is large. The CPU's forward writes it
+  /// where it is given.
+  Operand lse_rest;
   Bias bias;
   Operand slopes;  ///< ALiBi: of lse's type, by head only: −slope·|row + cols − rows − col| is added. Absent when data
                    ///< is null
   Dropout dropout;
+  KeyPadding padding;
 };
 
 /// Gradients; absent ones (data null) are not wanted. d_lse may be absent: then it is zero.

@@ -142,14 +142,14 @@ __device__ __forceinline__ void each_score(register_sums<Frags, Cols>& s, const 
   }
 }
 
-/// Which of a lane's entries a mask has: a word for 32 columns of each of its rows, shifted to the lane's columns.
-template <int Frags, int Cols>
+/// Which of a lane's entries a step has: a word for 32 columns of each of its rows, shifted to the lane's columns.
+/// Used: columns may be padding, which no mask knows of.
+template <int Frags, int Cols, bool Used>
 struct MaskWords {
   u32 word[Frags][2][Cols / 32];
 
-  /// All of them where `which` is −1.
-  __device__ __forceinline__ MaskWords(const ComponentArg& plan, int which, int warp_row) {
-    const MaskArg mask = which >= 0 ? plan.masks[which] : MaskArg{-Cols * 64, Cols * 64, Cols, -1};
+  __device__ __forceinline__ MaskWords(const ComponentArg& plan, const Step& step, int warp_row) {
+    const MaskArg mask = mask_of<Cols>(plan, step);
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int i = 0; i < Frags; ++i) {
@@ -157,8 +157,9 @@ struct MaskWords {
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int w = 0; w < Cols / 32; ++w) {
-          word[i][half][w] =
-              mask_word<Cols>(mask, plan.bits, warp_row + 16 * i + 8 * half + lane / 4, w) >> (lane % 4 * 2);
+          word[i][half][w] = (mask_word<Cols>(mask, plan.bits, warp_row + 16 * i + 8 * half + lane / 4, w) &
+                              (Used ? used_word(plan, step, w) : ~0u)) >>
+                             (lane % 4 * 2);
         }
       }
     }
@@ -168,11 +169,11 @@ struct MaskWords {
   }
 };
 
-/// Takes out the scores that a mask does not have. Word by word: registers are few.
+/// Takes out the scores that a step does not have. Word by word: registers are few.
 template <int Frags, int Cols>
-__device__ __forceinline__ void apply_mask(register_sums<Frags, Cols / 8>& s, const ComponentArg& plan, int which,
-                                           int warp_row) {
-  const MaskArg mask = plan.masks[which];
+__device__ __forceinline__ void apply_mask(register_sums<Frags, Cols / 8>& s, const ComponentArg& plan,
+                                           const Step& step, int warp_row) {
+  const MaskArg mask = mask_of<Cols>(plan, step);
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int i = 0; i < Frags; ++i) {
@@ -181,7 +182,7 @@ __device__ __forceinline__ void apply_mask(register_sums<Frags, Cols / 8>& s, co
 #pragma unroll
       for (int w = 0; w < Cols / 32; ++w) {
         const int row = warp_row + 16 * i + 8 * half + lane / 4;
-        const u32 word = mask_word<Cols>(mask, plan.bits, row, w) >> (lane % 4 * 2);
+        const u32 word = (mask_word<Cols>(mask, plan.bits, row, w) & used_word(plan, step, w)) >> (lane % 4 * 2);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
           float& x = s.at[i][4 * w + n / 2][2 * half + n % 2];

@@ -21,9 +21,12 @@ using attention_op::kInside;
 using attention_op::MaskArg;
 using attention_op::OrderArg;
 using attention_op::OutputArg;
+using attention_op::PaddingArg;
 using attention_op::RowStats;
+using attention_op::RowSum;
 using attention_op::RunArg;
 using attention_op::ScoreArg;
+using attention_op::ScoreStats;
 using attention_op::TileArg;
 
 /// x in a register of its own: what a shuffle gave is not computed again wherever it is used.
@@ -78,6 +81,7 @@ __device__ __forceinline__ Item item_of(const ComponentArg& plan, const HeadsArg
   item.tile = plan.by_work[tile];
   item.batch = static_cast<int>(set / static_cast<u32>(heads.count));
   const int n = static_cast<int>(set) - item.batch * heads.count;
+  item.batch += heads.first_batch;
   if (rows_are_keys) {
     item.head = heads.groups != nullptr ? heads.groups[3 * n] : n;
     item.first_member = heads.groups != nullptr ? heads.groups[3 * n + 1] : n * heads.ratio;
@@ -108,8 +112,19 @@ struct Step {
 template <bool Members>
 class Walk {
  public:
-  __device__ __forceinline__ Walk(const ComponentArg& plan, int row_tile, int members)
-      : plan_(plan), begin_(plan.first[row_tile]), end_(plan.first[row_tile + 1]), run_(begin_), members_(members) {}
+  __device__ __forceinline__ Walk(const ComponentArg& plan, int row_tile, int members, int batch)
+      : plan_(plan),
+        seen_(!Members && plan.seen != nullptr ? plan.seen + batch * plan.col_tile_count : nullptr),
+        begin_(plan.first[row_tile]),
+        end_(plan.first[row_tile + 1]),
+        run_(begin_),
+        members_(members) {}
+  /// The step that was taken last, as another batch element's queries see it.
+  __device__ __forceinline__ void see_as(Step& step, int batch) const {
+    if (plan_.seen != nullptr) {
+      step.tile.used = plan_.seen[batch * plan_.col_tile_count + tile_ - 1];
+    }
+  }
 
   __device__ __forceinline__ Step take() {
     Step step;
@@ -126,7 +141,11 @@ class Walk {
       last_ = run.first + run.count;
       mask_ = run.mask;
     }
-    step.tile = plan_.col_tiles[tile_++];
+    step.tile = plan_.col_tiles[tile_];
+    if (!Members && seen_ != nullptr) {
+      step.tile.used = seen_[tile_];
+    }
+    ++tile_;
     step.mask = mask_;
     step.member = Members ? member_ : 0;
     return step;
@@ -134,8 +153,27 @@ class Walk {
 
  private:
   const ComponentArg& plan_;
+  const int* seen_;  ///< of the batch element's column tiles
   int begin_, end_, run_, members_, member_ = 0, tile_ = 0, last_ = 0, mask_ = -1;
 };
+
+/// Whether all of a step's elements are there, as far as a tile goes.
+__device__ __forceinline__ bool is_whole(const Step& step) { return step.mask < 0 && step.tile.used < 0; }
+
+__device__ __forceinline__ bool is_padding(const PaddingArg& padding, int batch, int key) {
+  return padding.data != nullptr && padding.data[batch * padding.batch + key * padding.col] != 0;
+}
+
+/// The mask of a step; one without has all.
+template <int Cols>
+__device__ __forceinline__ MaskArg mask_of(const ComponentArg& plan, const Step& step) {
+  return step.mask >= 0 ? plan.masks[step.mask] : MaskArg{-4096, 4096, Cols, -1};
+}
+
+/// The columns of a step that are used and seen: word w of them.
+__device__ __forceinline__ u32 used_word(const ComponentArg& plan, const Step& step, int w) {
+  return step.tile.used >= 0 ? plan.used[step.tile.used + w] : ~0u;
+}
 
 /// Word w of row m of a mask: bit n stands for column 32·w + n.
 template <int Cols>
@@ -147,14 +185,23 @@ __device__ __forceinline__ u32 mask_word(const MaskArg& mask, const u32* bits, i
   return low_bits(min(max(high, 0), 32)) & ~low_bits(min(max(low, 0), 32));
 }
 
-/// Everything about an element of the scores beside its product. `Extras` false: scale only.
+/// Everything about an element of the scores beside its product. `Extras` false: scale only. Exponents of 2 are counted
+/// from a level: a row's highest score, or near it.
 template <bool Extras>
 struct Score {
   float factor;  ///< of the product, so that exponents are of 2
+
+  __device__ __forceinline__ float level(float score) const { return score * factor; }
+  __device__ __forceinline__ float exponent(float score, float level) const { return score * factor - level; }
+  static constexpr float kLevelLog2 = 1.0f, kLevel = kLn2;  ///< what a level is worth, in units of log 2 and of 1
+  using Stats = RowStats;
 };
+/// Scores may be as large as numbers are: differences are taken before anything is multiplied, since products would be
+/// rounded or overflow.
 template <>
 struct Score<true> {
-  float factor;  ///< 1: `prepare` multiplies
+  static constexpr float kLevelLog2 = kLog2e, kLevel = 1.0f;
+  using Stats = ScoreStats;
   const ScoreArg& arg;
   i64 bias_at;
   float slope;
@@ -162,11 +209,10 @@ struct Score<true> {
   i64 seed;
 
   __device__ __forceinline__ Score(const ScoreArg& score, int batch, int head, int heads)
-      : factor(1.0f),
-        arg(score),
+      : arg(score),
         bias_at(batch * score.bias_batch + head * score.bias_head),
         slope(score.slopes != nullptr ? score.slopes[head * score.slope_stride] : 0.0f),
-        batch_head(static_cast<i64>(batch) * heads + head),
+        batch_head(static_cast<i64>(score.first_batch + batch) * heads + head),
         seed(score.threshold != 0 ? *score.seed : 0) {}
 
   __device__ __forceinline__ float bias(int row, int col) const {
@@ -175,7 +221,13 @@ struct Score<true> {
            : arg.bias_type == BiasType::f16 ? widen(static_cast<const f16*>(arg.bias)[at])
                                             : widen(static_cast<const bf16*>(arg.bias)[at]);
   }
-  /// The score from the product, times log2 e; `slope_of_cap` is softcap's derivative there.
+  __device__ __forceinline__ float level(float score) const { return score; }
+  __device__ __forceinline__ float exponent(float score, float level) const { return (score - level) * kLog2e; }
+  /// The share of a score in its row.
+  __device__ __forceinline__ float share(float score, const ScoreStats& of) const {
+    return exp2_fast(exponent(score, of.lse) - of.rest);
+  }
+  /// The score from the product; `slope_of_cap` is softcap's derivative there.
   __device__ __forceinline__ float prepare(float product, int row, int col, float& slope_of_cap) const {
     float x = product * arg.scale;
     slope_of_cap = 1.0f;
@@ -187,8 +239,7 @@ struct Score<true> {
     if (arg.bias != nullptr) {
       x += bias(row, col);
     }
-    x -= slope * static_cast<float>(abs(row + arg.distance - col));
-    return x * kLog2e;
+    return x - slope * static_cast<float>(abs(row + arg.distance - col));
   }
   __device__ __forceinline__ bool keeps(int row, int col) const {
     return arg.threshold == 0 || random_bits(random_row(seed, batch_head, row), col) >= arg.threshold;
@@ -210,11 +261,14 @@ struct Tables {
   int token[Rows];
   Place place[Cols];
 
-  __device__ __forceinline__ void fill(const ComponentArg& plan, int row_tile) {
+  /// Without those that are padding of a batch element.
+  __device__ __forceinline__ void fill(const ComponentArg& plan, int row_tile, const PaddingArg& padding = {},
+                                       int batch = 0) {
     const TileArg tile = plan.row_tiles[row_tile];
     for (int n = static_cast<int>(threadIdx.x); n < Rows; n += static_cast<int>(blockDim.x)) {
       const Place at = place_of(plan.row_order, n);
-      token[n] = is_inside(tile.inside, at.at) ? tile.base + at.offset : -1;
+      const int is = tile.base + at.offset;
+      token[n] = is_inside(tile.inside, at.at) && !is_padding(padding, batch, is) ? is : -1;
     }
     for (int n = static_cast<int>(threadIdx.x); n < Cols; n += static_cast<int>(blockDim.x)) {
       place[n] = place_of(plan.col_order, n);
@@ -280,7 +334,7 @@ class ColumnCopies {
                                       const u32* used, u32 ahead = 0) const {
     const int first = static_cast<int>(threadIdx.x) / kLanes;
     from += static_cast<int>(threadIdx.x) % kLanes * 16;
-    if (step.mask < 0 && bytes_ == 16) {
+    if (is_whole(step) && bytes_ == 16) {
       const u8* const base = row_at(from, step.tile.base, row_bytes);
       int offset[kCount];  // all at once: shared memory is waited for once
 #pragma unroll
@@ -361,35 +415,73 @@ __device__ __forceinline__ void load_some(const T* row, const OutputArg& out, in
   }
 }
 
-/// How a row's result joins what the components before gave it, by the log-sum-exp.
+/// Whether what rounding left out of a log-sum-exp counts.
+__device__ __forceinline__ bool is_large(float lse) {
+  return fabsf(lse) > attention_op::kLargeLse && fabsf(lse) < infinity();
+}
+__device__ __forceinline__ float* lse_of(const attention_op::ForwardParams& p, const Item& item, int token) {
+  return static_cast<float*>(p.lse.data) + item.batch * p.lse.batch + item.head * p.lse.head + token * p.lse.row;
+}
+/// Whether a CTA has nothing to do because it runs again for rows of a large log-sum-exp. All threads call it.
+template <int Rows>
+__device__ __forceinline__ bool is_done(const attention_op::ForwardParams& p, const Item& item,
+                                        const int (&token)[Rows]) {
+  if (!p.again) {
+    return false;
+  }
+  bool any = false;
+  for (int n = static_cast<int>(threadIdx.x); n < Rows; n += static_cast<int>(blockDim.x)) {
+    any = any || (token[n] >= 0 && is_large(*lse_of(p, item, token[n])));
+  }
+  return __syncthreads_or(any ? 1 : 0) == 0;
+}
+
+/// How a row's result joins what the components before gave it.
 struct Merge {
   bool writes;                       ///< false: the row has nothing new, or is not there
-  float before = 0.0f, here = 1.0f;  ///< shares of the old result and of the new one
-  float lse;
+  float before = 0.0f, here = 0.0f;  ///< share of the old result, and what the new sum of values is multiplied by
+  float lse = -infinity();
+  RowSum all;
+  RowSum* sum_at;
   float* lse_at;
 
-  __device__ __forceinline__ Merge(const attention_op::ForwardParams& p, const Item& item, int token, float lse_here)
+  /// `top` is a level of a Score.
+  template <typename Score>
+  __device__ __forceinline__ Merge(const Score&, const attention_op::ForwardParams& p, const Item& item, int token,
+                                   const RowSum& mine)
       : writes(token >= 0),
-        lse(lse_here),
-        lse_at(static_cast<float*>(p.lse.data) + item.batch * p.lse.batch + item.head * p.lse.head +
-               token * p.lse.row) {
-    if (p.lse.data == nullptr) {
+        all(mine),
+        sum_at(p.sums != nullptr ? p.sums + (static_cast<i64>(item.batch) * p.heads.all + item.head) * p.queries + token
+                                 : nullptr),
+        lse_at(p.lse.data != nullptr ? lse_of(p, item, token) : nullptr) {
+    if (writes && p.again) {
+      writes = is_large(*lse_at);
       lse_at = nullptr;
     }
-    if (!writes || !p.merge) {
-      return;
+    if (writes && p.merge) {
+      const RowSum old = *sum_at;
+      writes = mine.sum != 0.0f;
+      if (writes && old.sum != 0.0f) {
+        all.top = fmaxf(old.top, mine.top);
+        before = old.sum * exp2_fast((old.top - all.top) * Score::kLevelLog2);
+        here = exp2_fast((mine.top - all.top) * Score::kLevelLog2);
+        all.sum = before + mine.sum * here;
+        before /= all.sum;
+        here /= all.sum;
+      }
     }
-    const float old = *lse_at;
-    writes = lse != -infinity();
-    if (writes && old != -infinity()) {
-      const float high = fmaxf(old, lse), both = high + logf(expf(old - high) + expf(lse - high));
-      before = expf(old - both);
-      here = expf(lse - both);
-      lse = both;
+    if (before == 0.0f && here == 0.0f && mine.sum != 0.0f) {  // the only one
+      here = 1.0f / mine.sum;
+    }
+    if (all.sum != 0.0f) {
+      lse = all.top * Score::kLevel + log2f(all.sum) * kLn2;
     }
   }
   /// By one thread, after all that share the row have made theirs.
-  __device__ __forceinline__ void store_lse() const {
+  __device__ __forceinline__ void store() const {
+    if (writes && sum_at != nullptr) {
+      *sum_at = all;
+    }
     if (writes && lse_at != nullptr) {
       *lse_at = lse;
     }

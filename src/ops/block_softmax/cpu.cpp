@@ -9,6 +9,7 @@
 #include <hwy/highway.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -218,9 +219,10 @@ void apply(const Dense& mask, const Row& row, Blocks blocks, const BlockLayout::
   }
 }
 
-/// In place over whole vectors; a row with nothing left becomes zeros.
+/// The softmax of factor·x, factor > 0, in place over whole vectors; a row with nothing left becomes zeros.
+/// Differences come first: a large factor times x would overflow.
 template <typename Acc>
-void softmax_row(Acc* x, std::size_t count) {
+void softmax_row(Acc* x, std::size_t count, Acc factor) {
   const Tag<Acc> d;
   constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
   auto tops = hn::Set(d, kNone);
@@ -230,18 +232,18 @@ void softmax_row(Acc* x, std::size_t count) {
   }
   const Acc highest = hn::GetLane(hn::MaxOfLanes(d, tops));
   // A row of −inf alone must not subtract it from itself; NaN still shows through the sum.
-  const auto top = hn::Set(d, highest == kNone ? Acc{0} : highest);
+  const auto top = hn::Set(d, highest == kNone ? Acc{0} : highest), times = hn::Set(d, factor);
   auto sums = hn::Zero(d);
   for (std::size_t n = 0; n < count; n += hn::Lanes(d)) {
-    const auto v = hn::Sub(hn::LoadU(d, x + n), top);
+    const auto v = hn::Mul(hn::Sub(hn::LoadU(d, x + n), top), times);
     const auto e = hn::IfThenElse(hn::IsNaN(v), v, hn::Exp(d, v));  // Exp alone makes NaN a zero
     sums = hn::Add(sums, e);
     hn::StoreU(e, d, x + n);
   }
   const Acc sum = hn::GetLane(hn::SumOfLanes(d, sums));
-  const auto factor = hn::Set(d, sum == Acc{0} ? Acc{0} : Acc{1} / sum);
+  const auto share = hn::Set(d, sum == Acc{0} ? Acc{0} : Acc{1} / sum);
   for (std::size_t n = 0; n < count; n += hn::Lanes(d)) {
-    hn::StoreU(hn::Mul(hn::LoadU(d, x + n), factor), d, x + n);
+    hn::StoreU(hn::Mul(hn::LoadU(d, x + n), share), d, x + n);
   }
 }
 
@@ -252,7 +254,10 @@ void forward_row(const Problem& p, const Row& row, Blocks blocks, Acc* x, Scratc
   const auto& s = p.layout->sizes();
   const std::size_t count = blocks.size() * static_cast<std::size_t>(s.block_cols);
   const std::size_t whole = Scratch<Acc>::whole(count);
-  const auto scale = hn::Set(d, static_cast<Acc>(p.scale));
+  // Where nothing is added the size of the scale comes last, and only its sign now.
+  const bool plain = p.rpe.data == nullptr && p.attn.data == nullptr && p.key_padding.data == nullptr && p.scale != 0;
+  const auto factor = static_cast<Acc>(plain ? std::abs(p.scale) : 1);
+  const auto scale = hn::Set(d, static_cast<Acc>(p.scale) / factor);
   for (std::size_t n = 0; n < whole; n += hn::Lanes(d)) {
     hn::StoreU(hn::Mul(hn::LoadU(d, x + n), scale), d, x + n);
   }
@@ -262,7 +267,7 @@ void forward_row(const Problem& p, const Row& row, Blocks blocks, Acc* x, Scratc
   apply(key_last ? p.attn : p.key_padding, row, blocks, s, extra, x);
   apply(key_last ? p.key_padding : p.attn, row, blocks, s, extra, x);
   Scratch<Acc>::pad(x, count, -std::numeric_limits<Acc>::infinity());
-  softmax_row(x, whole);
+  softmax_row(x, whole, factor);
 }
 
 template <typename Acc>

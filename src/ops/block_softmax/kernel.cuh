@@ -31,9 +31,6 @@ __device__ __forceinline__ float power(float x) {
 }
 __device__ __forceinline__ double power(double x) { return exp(x); }
 
-__device__ __forceinline__ float fused(float a, float b, float c) { return fmaf(a, b, c); }
-__device__ __forceinline__ double fused(double a, double b, double c) { return fma(a, b, c); }
-
 /// −inf itself must not be subtracted from −inf; NaN still shows, as it enters the sum.
 template <typename Acc>
 __device__ __forceinline__ Acc safe(Acc top) {
@@ -196,7 +193,7 @@ struct parts {
   }
 };
 
-/// A sum of powers relative to the highest exponent.
+/// A sum of powers relative to the highest entry.
 template <typename Acc>
 struct tally {
   Acc top, sum;
@@ -231,7 +228,8 @@ __global__ void __launch_bounds__(THREADS, EXTRAS == SoftmaxExtras::none && size
   const auto values = my.of(p.values), results = my.of(p.out);
 
   // The runs as stored (negated where the scale is negative), or with extras the finished sums. An entry's exponent is
-  // x·factor, and the factor is not negative.
+  // (x − top)·factor, and the factor is not negative. Differences come first: a large x·factor would be rounded, or
+  // overflow.
   run<T, RUN> stored[K];
   Acc summed[kExtras ? K : 1][RUN];
   const Acc scale = static_cast<Acc>(p.scale);
@@ -294,7 +292,7 @@ __global__ void __launch_bounds__(THREADS, EXTRAS == SoftmaxExtras::none && size
       return static_cast<Acc>(widen(stored[k].at(e)));
     }
   };
-  // The highest exponent of the kept runs.
+  // The highest entry of the kept runs.
   const auto highest = [&](int first) -> Acc {
     peak<T, RUN, Acc> largest;
 #pragma unroll
@@ -310,8 +308,11 @@ __global__ void __launch_bounds__(THREADS, EXTRAS == SoftmaxExtras::none && size
         }
       }
     }
-    const Acc top = kExtras ? largest.top : largest.value();
-    return top == minus_infinity<Acc>() ? top : top * factor;
+    return kExtras ? largest.top : largest.value();
+  };
+  // A sum of powers relative to `from`, as it is relative to a higher one.
+  const auto moved = [&](Acc part, Acc from, Acc to) -> Acc {
+    return from == minus_infinity<Acc>() ? part : part * power((from - safe(to)) * factor);
   };
 
   // Each thread's own tally.
@@ -321,14 +322,14 @@ __global__ void __launch_bounds__(THREADS, EXTRAS == SoftmaxExtras::none && size
     load(first);
     const Acc higher = take_max{}(highest(first), top), base = safe(higher);
     Acc odd = 0;  // two chains of additions, as one would wait for itself
-    sum *= power(top - base);
+    sum = moved(sum, top, higher);
     top = higher;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (my.has(first, k)) {
 #pragma unroll
         for (int e = 0; e < RUN; ++e) {
-          (e % 2 == 0 ? sum : odd) += power(fused(element(k, e), factor, -base));
+          (e % 2 == 0 ? sum : odd) += power((element(k, e) - base) * factor);
         }
       }
     }
@@ -337,14 +338,14 @@ __global__ void __launch_bounds__(THREADS, EXTRAS == SoftmaxExtras::none && size
 
   // The row's: over lanes, then over warps.
   Acc base = reduce_bits<Place::kRowBits>(top, take_max{});
-  sum = reduce_bits<Place::kRowBits>(sum * power(top - safe(base)), take_sum{});
+  sum = reduce_bits<Place::kRowBits>(moved(sum, top, base), take_sum{});
   if constexpr (Place::kShared) {
     __shared__ parts<Place, tally<Acc>> shared;
     if (my.warps > 1) {
       tally<Acc> all{minus_infinity<Acc>(), 0};
       shared.put(my, {base, sum});
       shared.each(my, [&](const tally<Acc>& part) { all.top = take_max{}(part.top, all.top); });
-      shared.each(my, [&](const tally<Acc>& part) { all.sum += part.sum * power(part.top - safe(all.top)); });
+      shared.each(my, [&](const tally<Acc>& part) { all.sum += moved(part.sum, part.top, all.top); });
       base = all.top;
       sum = all.sum;
     }
@@ -363,7 +364,7 @@ __global__ void __launch_bounds__(THREADS, EXTRAS == SoftmaxExtras::none && size
         Acc x[RUN];
 #pragma unroll
         for (int e = 0; e < RUN; ++e) {
-          x[e] = power(fused(element(k, e), factor, -base)) * share;
+          x[e] = power((element(k, e) - base) * factor) * share;
         }
         store_run<T, RUN>(to, x);
       }

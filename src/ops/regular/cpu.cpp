@@ -9,6 +9,7 @@
 #include <hwy/highway.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <type_traits>
 #include <utility>
@@ -282,9 +283,12 @@ void softmax_row(Acc* x, std::size_t count, Acc scale) {
   constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
   const Tag<Acc> d;
   const std::size_t lanes = hn::Lanes(d);
+  // Differences come before the scale's size: a large one times x would overflow.
+  const Acc size = scale == 0 ? Acc{1} : std::abs(scale), sign = scale / size;
+  const auto times = hn::Set(d, size);
   Acc top = kNone;
   for (std::size_t n = 0; n < count; ++n) {
-    x[n] *= scale;
+    x[n] *= sign;
     top = x[n] > top ? x[n] : top;  // NaN is never greater
   }
   // A row of −inf alone must not subtract it from itself; NaN still shows through the sum.
@@ -292,7 +296,7 @@ void softmax_row(Acc* x, std::size_t count, Acc scale) {
   auto sums = hn::Zero(d);
   for (std::size_t n = 0; n < count; n += lanes) {  // the scratch row ends with a whole vector
     const auto there = hn::FirstN(d, count - n);
-    const auto v = hn::Sub(hn::LoadU(d, x + n), base);
+    const auto v = hn::Mul(hn::Sub(hn::LoadU(d, x + n), base), times);
     const auto power = hn::IfThenElse(hn::IsNaN(v), v, hn::Exp(d, v));  // Exp alone makes NaN a zero
     const auto e = hn::IfThenElseZero(there, power);
     sums = hn::Add(sums, e);

@@ -219,18 +219,20 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
   }
   const regular_task my(n, 1, p.row_count, p.heads);
   const regular_row<T, N, C> row{p.rows[my.line].count};
+  // Differences come before the scale's size: a large one times x would overflow.
+  const float size = p.scale == 0.0f ? 1.0f : fabsf(p.scale), sign = p.scale / size;
   float x[N], top = -infinity(), sum = 0;
   row.load(x, regular_line<const T>(p.in, my.batch, my.head, my.line), p.in.col);
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    x[e] = row.there(e) ? p.scale * x[e] : -infinity();
+    x[e] = row.there(e) ? sign * x[e] : -infinity();
     top = fmaxf(top, x[e]);  // NaN loses, and shows in the sum
   }
   top = reduce_lanes<32>(top, take_max{});
   top = top == -infinity() ? 0.0f : top;  // a row of −inf alone must not subtract it from itself
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    x[e] = expf(x[e] - top);
+    x[e] = expf((x[e] - top) * size);
     sum += x[e];
   }
   sum = reduce_lanes<32>(sum, take_sum{});
@@ -275,7 +277,8 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps) regular_softmax(const __gr
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
   T* const out = regular_line<T>(p.out, my.batch, my.head, my.line);
   const int thread = static_cast<int>(threadIdx.x);
-  const auto score = [&](int t) { return p.scale * static_cast<float>(widen(in[t * p.in.col])); };
+  const float size = p.scale == 0.0f ? 1.0f : fabsf(p.scale), sign = p.scale / size;  // which comes last
+  const auto score = [&](int t) { return sign * static_cast<float>(widen(in[t * p.in.col])); };
   float top = -infinity(), sum = 0;
   for (int t = thread; t < count; t += 32 * kSoftmaxWarps) {
     top = fmaxf(top, score(t));  // NaN loses, and shows in the sum
@@ -283,12 +286,12 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps) regular_softmax(const __gr
   top = reduce_block<kSoftmaxWarps>(top, take_max{});
   top = top == -infinity() ? 0.0f : top;
   for (int t = thread; t < count; t += 32 * kSoftmaxWarps) {
-    sum += expf(score(t) - top);
+    sum += expf((score(t) - top) * size);
   }
   sum = reduce_block<kSoftmaxWarps>(sum, take_sum{});
   const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
   for (int t = thread; t < p.width; t += 32 * kSoftmaxWarps) {
-    out[t * p.out.col] = narrow<T>(t < count ? expf(score(t) - top) * share : 0.0f);
+    out[t * p.out.col] = narrow<T>(t < count ? expf((score(t) - top) * size) * share : 0.0f);
   }
 }
 

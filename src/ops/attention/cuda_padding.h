@@ -1,0 +1,33 @@
+// Keys that a batch element's queries do not see, on a GPU: what every class of kernels reads of them, and the zeros
+// that their gradients are.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/attention/params.h"
+#include "ops/attention/problem.h"
+
+namespace fretwork::attention_op {
+
+PaddingArg padding_arg(const Problem& problem);
+
+/// Which columns of tiles are seen, for each batch element, as bits that take the place of a plan's `used` ones: tiles
+/// without padding have none, and kernels go through them as if there were none anywhere.
+class SeenColumns {
+ public:
+  /// `tiles` says which: order and tiles, or tokens and tile_used; used, side, tile_count. Launches the kernel that
+  /// writes them.
+  SeenColumns(const Problem& problem, SeenParams tiles, Context& context);
+  /// Of each (batch, tile): the first of its words, or −1.
+  const int* first() const { return static_cast<const int*>(memory_.data()); }
+  const unsigned* words() const { return reinterpret_cast<const unsigned*>(first() + count_); }
+
+ private:
+  std::int64_t count_;
+  Workspace memory_;
+};
+
+/// After the gradient of keys or values is made: zeros for those that are not seen. Absent ones are left alone.
+void clear_padding(const Problem& problem, const Operand& gradient, std::int64_t depth, Context& context);
+
+}  // namespace fretwork::attention_op

@@ -23,6 +23,7 @@ MODULES = [
     "fretwork.two_four",
     "fretwork.nn.block_sparse_linear",
     "fretwork.nn.ks_linear",
+    "fretwork.nn.multihead_attention",
     "fretwork.nn.semi_sparse_linear",
     "fretwork.compat.ksmm",
     "fretwork.compat.torch_blocksparse",

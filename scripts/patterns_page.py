@@ -80,7 +80,7 @@ JAX; a pattern that is an argument of what `jax.jit` traces is a constant of it.
 train with patterns.
 
 ### As a layer
-`fw.nn.MultiheadAttention` is `torch.nn.MultiheadAttention` with a pattern: the same parameters, keys in the state dict and
+`fw.nn.MultiheadAttention` is `torch.nn.MultiheadAttention` with a pattern: the same parameters, state-dict keys and
 call, so a checkpoint loads, and `from_dense` takes over a layer. The pattern is one for all heads, one for each, or a
 function of (Sq, Sk), which serves every length. It works in torch's encoder and decoder layers, in eval mode too, where
 torch computes dense attention for its own layers without a call of the module.
@@ -98,8 +98,8 @@ last, _ = attn(x[:, -1:], x)  # one query, all keys: it is the last position
 assert torch.allclose(last, out[:, -1:], atol=1e-5)
 ```
 True in `key_padding_mask` and `attn_mask` means not seen, and floats are added, as in torch. Leave out a mask that the
-pattern or `is_causal` implies: a mask is read, a pattern is not computed. A query that sees no key gives the output bias,
-not NaN. Attention weights are not stored, so `need_weights=True` is refused. In Flax the same parameters serve a pattern by
+pattern or `is_causal` implies: a mask has to be read. A query that sees no key gives the output bias, not NaN.
+Attention weights are not stored, so `need_weights=True` is refused. Flax's own layer takes a pattern as its
 `attention_fn`: `examples/flax_sparse_mhsa.py`.
 
 ### In Hugging Face models

@@ -27,6 +27,10 @@ MODULES = [
     "fretwork.nn.semi_sparse_linear",
     "fretwork.compat.ksmm",
     "fretwork.compat.torch_blocksparse",
+    *(f"fretwork.compat.torch_blocksparse.{name}" for name in ("attention", "batchnorm", "conv", "matmul", "permute")),
+    *(f"fretwork.compat.torch_blocksparse.{name}" for name in ("deepspeedsparseselfattention", "relu", "softmax")),
+    *(f"fretwork.compat.deepspeed.{name}" for name in ("matmul", "sparse_self_attention", "sparsity_config")),
+    "fretwork.compat.deepspeed",
 ]
 
 

@@ -173,7 +173,9 @@ class MultiheadAttention(Structured):
         key = query if key is None else key
         value = key if value is None else value
         self._check_inputs(query, key, value)
-        q, k, v = (self._heads(x) for x in self._project(query, key, value))
+        apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        projected = project((query, key, value), self.in_proj_weight, apart, self.in_proj_bias)
+        q, k, v = (self._heads(x) for x in projected)
         pattern = self._pattern_of(q.shape[2], k.shape[2], is_causal)
         bias = None if attn_mask is None else _attention_mask(attn_mask, q, k)
         padding = None if key_padding_mask is None else _padding_mask(key_padding_mask, k, query.dim() == 2)
@@ -203,22 +205,6 @@ class MultiheadAttention(Structured):
         if value.shape[:-1] != key.shape[:-1]:
             expected = f"{tuple(key.shape[:-1])} before its features, like the key"
             raise RuntimeError(f"{_OP}: value: expected {expected}, got {tuple(value.shape)}")
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        """One product for inputs that are the same tensor."""
-        weight, bias = self.in_proj_weight, self.in_proj_bias
-        if weight is not None and query is key and key is value:
-            return F.linear(query, weight, bias).chunk(3, -1)
-        embed, narrow = self.embed_dim, self.num_kv_heads * self.head_dim
-        weights: Sequence[Any] = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        if weight is not None:
-            if key is value:
-                ends = [bias[:embed], bias[embed:]] if bias is not None else [None, None]
-                pair = F.linear(key, weight[embed:], ends[1]).chunk(2, -1)
-                return F.linear(query, weight[:embed], ends[0]), *pair
-            weights = weight.chunk(3)
-        biases = bias.split([embed, narrow, narrow]) if bias is not None else [None] * 3
-        return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, H, S, D) from what a projection gives, without a copy."""
@@ -282,6 +268,22 @@ class MultiheadAttention(Structured):
         }
         said = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, pattern={_shortened(text)}{said}"
+
+
+def project(
+    inputs: tuple[Tensor, Tensor, Tensor], packed: Tensor | None, apart: Sequence[Tensor | None], bias: Tensor | None
+) -> Sequence[Tensor]:
+    """Query, key and value by a packed weight or three; one product for inputs that are the same tensor."""
+    query, key, value = inputs
+    if packed is not None and query is key and key is value:
+        return F.linear(query, packed, bias).chunk(3, -1)
+    weights = [w for w in (apart if packed is None else packed.chunk(3)) if w is not None]
+    biases = [None] * 3 if bias is None else bias.split([len(w) for w in weights])
+    if packed is not None and key is value:
+        size = len(weights[0])
+        pair = F.linear(key, packed[size:], None if bias is None else bias[size:]).chunk(2, -1)
+        return F.linear(query, weights[0], biases[0]), *pair
+    return [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
 
 
 def _positive(argument: str, value: Any) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,17 +20,25 @@ import fretwork.jax as fj
 WIDTH, HEADS = 64, 2
 
 
-def sparse(pattern: fw.Pattern) -> Callable[..., jax.Array]:
-    """An `attention_fn` in which queries see the keys of `pattern`. Flax has (B, S, H, D), Fretwork (B, H, S, D)."""
+Patterns = fw.Pattern | Sequence[fw.Pattern]
+
+
+def sparse(pattern: Patterns | Callable[[int, int], Patterns]) -> Callable[..., jax.Array]:
+    """An `attention_fn` in which queries see the keys of a pattern: one, one for each head, or a function of (Sq, Sk).
+
+    A mask, True where a key is seen, hides more, such as padding. Flax has (B, S, H, D), Fretwork (B, H, S, D).
+    """
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = None, mask: Any = None, *,
                dropout_rng: Any = None, dropout_rate: float = 0.0, deterministic: bool = False,
                **_: Any) -> jax.Array:  # fmt: skip
         if mask is not None:
-            raise ValueError("the pattern is the mask: expected none beside it")
+            hidden = jnp.where(mask, 0, -jnp.inf).astype(query.dtype)
+            bias = hidden if bias is None else bias + hidden
         q, k, v = (x.swapaxes(1, 2) for x in (query, key, value))
+        seen = pattern(q.shape[2], k.shape[2]) if callable(pattern) else pattern
         rate = 0.0 if deterministic else dropout_rate
-        return fj.attention(q, k, v, pattern, bias=bias, dropout_p=rate, dropout_key=dropout_rng).swapaxes(1, 2)
+        return fj.attention(q, k, v, seen, bias=bias, dropout_p=rate, dropout_key=dropout_rng).swapaxes(1, 2)
 
     return attend
 
@@ -77,6 +85,10 @@ def main(options: argparse.Namespace) -> None:
     params = plain.init(jax.random.key(0), x)
     error = jnp.abs(block.apply(params, x) - plain.apply(params, x, mask)).max()
     print(f"{pattern.text}, density {pattern.density:.4f}; error against the masked block {error:.1e}")
+    every = Block(sparse(lambda rows, cols: fw.patterns.sinks((rows, cols), 4, 64)))  # for sequences of any length
+    padded = jnp.arange(options.seq)[None, None, None] < options.seq // 2
+    error = jnp.abs(every.apply(params, x, padded) - plain.apply(params, x, mask & padded))
+    print(f"the same with the second half as padding: error {error[:, : options.seq // 2].max():.1e}")
     print("block    ms a step  loss at first   at last")
     train("masked", plain, mask, options)
     train("sparse", block, None, options)

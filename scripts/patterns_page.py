@@ -95,6 +95,30 @@ JAX; a pattern that is an argument of what `jax.jit` traces is a constant of it.
 `examples/`, `custom_pattern.py` makes, draws and times a new one; `longformer_block.py` and `vision_neighborhood.py`
 train with patterns.
 
+### As a layer
+`fw.nn.MultiheadAttention` is `torch.nn.MultiheadAttention` with a pattern: the same parameters, state-dict keys and
+call, so a checkpoint loads, and `from_dense` takes over a layer. The pattern is one for all heads, one for each, or a
+function of (Sq, Sk), which serves every length. It works in torch's encoder and decoder layers, in eval mode too, where
+torch computes dense attention for its own layers without a call of the module.
+```python
+import torch, fretwork as fw
+
+layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+layer.self_attn = fw.nn.MultiheadAttention.from_dense(layer.self_attn, fw.patterns.sliding_window(512, 64, 64))
+x, padding = torch.randn(2, 512, 64), torch.arange(512) >= torch.tensor([[512], [300]])
+layer.eval()(x, src_key_padding_mask=padding)
+
+attn = fw.nn.MultiheadAttention(64, 4, lambda sq, sk: fw.patterns.sinks((sq, sk), 4, 128), num_kv_heads=2)
+out, _ = attn(x, is_causal=True)  # pattern & causal
+last, _ = attn(x[:, -1:], x)  # one query, all keys: it is the last position
+assert torch.allclose(last, out[:, -1:], atol=1e-5)
+```
+True in `key_padding_mask` and `attn_mask` means not seen, and floats are added, as in torch. Leave out a mask that the
+pattern or `is_causal` implies: a mask has to be read. A query that sees no key gives the output bias, not NaN.
+Attention weights are not stored, so `need_weights=True` is refused. Flax's own layer takes a pattern as its
+`attention_fn`: `examples/flax_sparse_mhsa.py`.
+
+### In Hugging Face models
 Hugging Face models take a pattern in their configuration, as a text with `{seq}` for the lengths, one for all layers or
 a list with one for each; without one they keep the attention they have:
 ```python
@@ -112,6 +136,7 @@ Positions count from a row's first real token, so a row with padding on either s
 also with patterns tied to positions (`sinks`, `fixed`, …); rows with different padding are then computed in groups.
 Caches that grow are taken care of; the module's docstring says what is not.
 
+### Scores, softmax and product apart
 Who wants the scores has SPLAT's three operators, for patterns whose rows are one progression each: `r_sddmm` computes
 them side by side (entry t of row i is key start[i] + t·stride[i]), `r_softmax` normalises them and `r_spmm` multiplies
 values, each with gradients. `block_cover` turns any pattern into the blocks that it touches, for the operators of

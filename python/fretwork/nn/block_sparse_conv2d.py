@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from fretwork import _shapes, conv
+from fretwork.nn._structure import Structured
 from fretwork.ops import FLOATING, _autocasts
 from fretwork.pattern import BlockLayout, flag, whole_number
 
 _Two = int | tuple[int, int]
 
 
-class BlockSparseConv2d(nn.Module):
+class BlockSparseConv2d(Structured):
     """A convolution whose weight (out_channels, in_channels, kh, kw) has the blocks of `layout` and nothing else.
 
     `layout` is that of `BlockLayout.for_conv2d`. `weight` holds the packed blocks, (nnz, rows, cols). Drop-in for

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from fretwork.nn._called import always_called
+from fretwork.nn._structure import Structured
 from fretwork.ops import FLOATING, _autocasts, dds
 from fretwork.pattern import BlockLayout, flag, whole_number
 
 
-class BlockSparseLinear(nn.Module):
+class BlockSparseLinear(Structured):
     """y = x Wᵀ + bias, where W (out_features, in_features) has the blocks of `layout` (one head) and nothing else.
 
-    `weight` holds the packed blocks, (nnz, rows, cols). Drop-in for `torch.nn.Linear`. A state_dict holds parameters
-    only: keep `layout.text` beside it, and make the layer that loads it with `fw.Pattern.parse(text)`.
+    `weight` holds the packed blocks, (nnz, rows, cols). Drop-in for `torch.nn.Linear`. The layout travels in
+    the state_dict's metadata, and weights of another layout are refused; its keys are `weight` and `bias`.
 
     >>> import torch, fretwork as fw
     >>> layer = fw.nn.BlockSparseLinear(64, 32, fw.BlockLayout([[1, 0, 0, 1], [0, 1, 0, 0]], block=16))
@@ -111,6 +112,9 @@ class BlockSparseLinear(nn.Module):
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)  # which autocast may have chosen
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+    def _structure(self) -> str:
+        return self.layout.text
 
     def extra_repr(self) -> str:
         return (

@@ -9,17 +9,19 @@ from torch import Tensor, nn
 
 from fretwork import ops
 from fretwork.nn._called import always_called
+from fretwork.nn._structure import Structured
 from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
 
 Patterns = Iterable[KroneckerPattern | Sequence[int]]
 
 
-class KSLinear(nn.Module):
+class KSLinear(Structured):
     """y = x Wᵀ + bias, where W is the product of factors with the given patterns; patterns[0] is applied first.
 
     A pattern is a `fw.KroneckerPattern` or its (a, b, c, d). `weights` has a parameter of that shape for each. Drop-in
     for `torch.nn.Linear`, and with `bs_last` for features that come first, x (in_features, …). `algo` is that of
-    `fw.ksmm`. `weights` given at the start are taken as they are, and dtype and device follow them.
+    `fw.ksmm`. `weights` given at the start are taken as they are, and dtype and device follow them. The patterns travel
+    in the state_dict's metadata, and weights of others are refused.
 
     >>> import torch, fretwork as fw
     >>> layer = fw.nn.KSLinear([(6, 4, 5, 1), (1, 8, 6, 4)])
@@ -155,6 +157,9 @@ class KSLinear(nn.Module):
         if x.dtype != weight.dtype and not ops._autocasts(x):
             raise RuntimeError(f"KSLinear: x: expected {weight.dtype} like the weights, got {x.dtype}")
         return ops.ksmm_chain(x, list(self.weights), self.bs_last, self.bias, algo=self.algo)
+
+    def _structure(self) -> str:
+        return "; ".join(p.text for p in self.patterns)
 
     def extra_repr(self) -> str:
         patterns = ", ".join(str(p.weight_shape) for p in self.patterns)

@@ -131,9 +131,7 @@ def check_all(pattern, device, dtype, heads=(4, 2), dims=(24, 16), how="plain", 
     options = {"dtype": dtype, "how": how, "which": which}
     scores = check(lambda q, k: fw.r_sddmm(q, k, pattern), reference.sddmm, (q, k), **options)
     x = poisoned(scores)
-    weights = check(
-        lambda x: fw.r_softmax(x, pattern, 0.3), lambda x: reference.softmax(x, 0.3), (x,), **options
-    )
+    weights = check(lambda x: fw.r_softmax(x, pattern, 0.3), lambda x: reference.softmax(x, 0.3), (x,), **options)
     check(lambda x, v: fw.r_spmm(x, v, pattern), reference.spmm, (poisoned(weights), v), **options)
 
 

@@ -298,7 +298,7 @@ void run(const Softmax& s, Context& context) {
   const auto plan = softmax_plan(*s.pattern, context);
   const bool backward = s.d_out.data != nullptr;
   constexpr double kLargest = std::numeric_limits<float>::max();
-  const SplitScale split(s.scale, kLargest);
+  const SplitScale split(s.scale, kLargest / 2);  // which log2(e) may multiply
   RegularSoftmaxParams q{};
   q.first = data<long long>(plan->first);
   q.in = params(s.in);

@@ -245,42 +245,68 @@ struct regular_row {
       }
     }
   }
-  /// And zeros from the last entry on.
+  /// x is zero beyond the row's entries. And zeros from there on.
   __device__ __forceinline__ void store(T* row, i64 col, int width, const float (&x)[N]) const {
     const int held = min(width, N * 32 - lead);  // what is stored from registers
+    if constexpr (C == 1) {
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        if (entry(e) < held) {
+          row[entry(e) * col] = narrow<T>(x[e]);
+        }
+      }
+      for (int t = held + static_cast<int>(threadIdx.x % 32); t < width; t += 32) {
+        row[t * col] = T{};
+      }
+    } else {
+      store_chunks(row, held, x);
+      fill_zeros(row + held, row + width);
+    }
+  }
+
+ private:
+  /// Chunks that reach beyond the row on either side are stored element by element, once for all lanes that have one.
+  __device__ __forceinline__ void store_chunks(T* row, int held, const float (&x)[N]) const {
+    float rest[C];
+    int last = held;  // where `rest` begins; nothing if that is the end
 #pragma unroll
     for (int e = 0; e < N; e += C) {
       const int first = entry(e);
       float some[C];
 #pragma unroll
       for (int u = 0; u < C; ++u) {
-        some[u] = there(e + u) ? x[e + u] : 0.0f;
+        some[u] = x[e + u];
       }
-      if (C > 1 && first >= 0 && first + C <= held) {
+      const bool behind = first + C > held && first < held;
+      if (first >= 0 && first + C <= held) {
         store_run<T, C>(row + first, some);
-      } else {
-#pragma unroll
-        for (int u = 0; u < C; ++u) {
-          if (static_cast<u32>(first + u) < static_cast<u32>(held)) {
-            row[(first + u) * col] = narrow<T>(some[u]);
-          }
-        }
+      } else if (e == 0 && first < 0 && !behind) {
+        store_some(row, first, held, some);
       }
+#pragma unroll
+      for (int u = 0; u < C; ++u) {
+        rest[u] = behind ? some[u] : rest[u];
+      }
+      last = behind ? first : last;
     }
-    if constexpr (C > 1) {
-      fill_zeros(row + held, row + width);
-    } else {
-      for (int t = held + static_cast<int>(threadIdx.x % 32); t < width; t += 32) {
-        row[t * col] = T{};
+    if (last < held) {
+      store_some(row, last, held, rest);
+    }
+  }
+  __device__ __forceinline__ void store_some(T* row, int first, int end, const float (&x)[C]) const {
+#pragma unroll
+    for (int u = 0; u < C; ++u) {
+      if (static_cast<u32>(first + u) < static_cast<u32>(end)) {
+        row[first + u] = narrow<T>(x[u]);
       }
     }
   }
 };
 
-/// exp(x), x ≤ 0 or NaN.
+/// exp(after·x), x ≤ 0 or NaN; fast where T is rounded to 16 bits. `after` is at most half of the largest number.
 template <typename T>
-__device__ __forceinline__ float regular_exp(float x) {
-  return sizeof(T) == 2 ? exp2_fast(x * kLog2e) : expf(x);
+__device__ __forceinline__ float regular_exp(float after, float x) {
+  return sizeof(T) == 2 ? exp2_fast(after * kLog2e * x) : expf(after * x);
 }
 
 /// out = softmax of scale·in over a row's entries, which a warp holds in registers.
@@ -305,7 +331,7 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
   top = top == -infinity() ? 0.0f : top;  // a row of −inf alone must not subtract it from itself
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    x[e] = regular_exp<T>(p.after * (x[e] - top));
+    x[e] = regular_exp<T>(p.after, x[e] - top);
     sum += x[e];
   }
   sum = reduce_lanes<32>(sum, take_sum{});
@@ -313,6 +339,12 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     x[e] *= share;
+  }
+  if (share != share) {  // which zeros are not to become
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      x[e] = row.there(e) ? x[e] : 0.0f;
+    }
   }
   row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, p.width, x);
 }
@@ -358,12 +390,12 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps) regular_softmax(const __gr
   top = reduce_block<kSoftmaxWarps>(top, take_max{});
   top = top == -infinity() ? 0.0f : top;
   for (int t = thread; t < my.count; t += 32 * kSoftmaxWarps) {
-    sum += regular_exp<T>(p.after * (score(t) - top));
+    sum += regular_exp<T>(p.after, score(t) - top);
   }
   sum = reduce_block<kSoftmaxWarps>(sum, take_sum{});
   const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
   for (int t = thread; t < p.width; t += 32 * kSoftmaxWarps) {
-    out[t * p.out.col] = narrow<T>(t < my.count ? regular_exp<T>(p.after * (score(t) - top)) * share : 0.0f);
+    out[t * p.out.col] = narrow<T>(t < my.count ? regular_exp<T>(p.after, score(t) - top) * share : 0.0f);
   }
 }
 

@@ -22,9 +22,9 @@ using driver::DeviceBuffer;
 constexpr const char* kSource = "ops/regular/kernel.cuh";
 constexpr const char* kTileSource = "ops/regular/kernel_tiles.cuh";
 constexpr int kTileThreads = 2 * kRegularLines;
-constexpr int kThreads = 256;       // of a CTA, a warp for each line
-constexpr int kMostHeld = 64;       // entries of a lane where a warp holds a row for its softmax
-constexpr int kTilesAtOnce = 1024;  // more than run at once, so that a head's sums are free when they are needed again
+constexpr int kThreads = 256;      // of a CTA, a warp for each line
+constexpr int kMostHeld = 64;      // entries of a lane where a warp holds a row for its softmax
+constexpr int kTilesAtOnce = 600;  // more than run at once: a head's sums are free when their place is needed again
 
 int narrowed(std::int64_t n) {
   if (n > std::numeric_limits<int>::max()) {
@@ -202,7 +202,7 @@ void run_tiles(const Product& p, const TilePlan& plan, Context& context) {
   const std::int64_t tasks = checked_tasks(heads * q.tile_count);
   const bool waits = p.result != Result::values && plan.wave_count > 1;
   q.wave_count = waits ? plan.wave_count : 1;
-  q.ring = narrowed(std::min(heads, std::max<std::int64_t>(4, kTilesAtOnce / q.tile_count + 1)));
+  q.ring = narrowed(std::min(heads, std::max<std::int64_t>(2, kTilesAtOnce / q.tile_count + 1)));
   const std::size_t counters = waits ? static_cast<std::size_t>(heads * plan.wave_count + 1) * sizeof(int) : 0;
   const Workspace sums(context, waits ? static_cast<std::size_t>(q.ring * std::int64_t{plan.sums} * p.depth) * 4 : 0);
   const Workspace done(context, counters);

@@ -30,7 +30,12 @@ UNIONS = [
     "block_local((0, 8), 4)",
 ]
 # Several tiles of a GPU, of several strides, and one that is cut into pieces.
-LARGE = ["strided(700, 16)", "longformer(1700, 9, (5, 1000))", "axial(20, 30)", "sliding_window((300, 333), 70, 3)"]
+LARGE = [
+    ("strided(700, 16)", 64, 256),
+    ("longformer(1700, 9, (5, 1000))", 64, 120),
+    ("axial(20, 30)", 120, 136),
+    ("sliding_window((300, 333), 70, 3)", 200, 64),
+]
 
 
 def some_pattern():
@@ -161,10 +166,9 @@ def test_operators(device, text, heads):
         check_all(parse(text), device, dtype, heads, (24, 16) if heads != (3, 1) else (17, 40))
 
 
-@pytest.mark.parametrize("text", LARGE)
-@pytest.mark.parametrize("depth", [64, 120])
-def test_large_operators(device, text, depth):
-    check_all(parse(text), device, torch.bfloat16, (2, 1), (depth, 256 if depth == 64 else 136), batch=1)
+@pytest.mark.parametrize("text, depth, value_depth", LARGE)
+def test_large_operators(device, text, depth, value_depth):
+    check_all(parse(text), device, torch.bfloat16, (2, 1), (depth, value_depth), batch=1)
 
 
 def test_random_patterns(device):

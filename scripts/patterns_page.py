@@ -38,8 +38,8 @@ print(small.mask().int())
 `|` unites, `&` intersects, `.T` exchanges queries and keys. `fw.Pattern.parse(text)` reads a text back, and
 `fretwork show 'sliding_window(4096,255,0) | dilated(4096,8,256)'` draws one in the terminal (`--png`, `--svg`). A text
 is also what to save, though pickle and `torch.load` take patterns as they are. Where every row is one progression,
-`p.acsr()` gives (start, stride, count) of each row; `p.columns()` lists the keys of each row of any pattern in ascending
-order, −1 behind its end. Pictures below have queries downwards and keys to the right.
+`p.acsr()` gives (start, stride, count) of each row; `p.columns()` lists the keys of each row of any pattern, ascending,
+−1 behind its end. Pictures below have queries downwards and keys to the right.
 
 On grids, positions count along the last axis first. What belongs to an axis may be one number for all of them or a
 tuple with one for each: `window`, `dilation` and `causal` of `neighborhood`, `tile` and `window` of `sliding_tile`,
@@ -95,9 +95,10 @@ With trained weights, `model = AutoModelForCausalLM.from_pretrained(name, attn_i
 `model.config.fretwork_pattern = "strided({seq}, 128)"`; it is saved with the model. Padding and caches that grow are
 taken care of; the module's docstring says what is not.
 
-Who wants the scores has SPLAT's three operators, for every pattern: `r_sddmm` computes them side by side (entry t of row
-i is key `p.columns()[i, t]`), `r_softmax` normalises them and `r_spmm` multiplies values, each with gradients. All rows
-are as wide as the widest: one query that sees all keys makes scores of (B, H, Sq, Sk). `block_cover` turns any pattern into the blocks that it touches, for the operators of
+Who wants the scores has SPLAT's three operators, for every pattern: `r_sddmm` computes them side by side (entry t of
+row i is key `p.columns()[i, t]`), `r_softmax` normalises them and `r_spmm` multiplies values, each with gradients. All
+rows are as wide as the widest: one query that sees all keys makes scores of (B, H, Sq, Sk).
+`block_cover` turns any pattern into the blocks that it touches, for the operators of
 [block sparsity](block-sparsity.md), and says which share of them the pattern leaves out.
 ```python
 import torch, fretwork as fw

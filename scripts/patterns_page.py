@@ -38,7 +38,8 @@ print(small.mask().int())
 `|` unites, `&` intersects, `.T` exchanges queries and keys. `fw.Pattern.parse(text)` reads a text back, and
 `fretwork show 'sliding_window(4096,255,0) | dilated(4096,8,256)'` draws one in the terminal (`--png`, `--svg`). A text
 is also what to save, though pickle and `torch.load` take patterns as they are. Where every row is one progression,
-`p.acsr()` gives (start, stride, count) of each row. Pictures below have queries downwards and keys to the right.
+`p.acsr()` gives (start, stride, count) of each row; `p.columns()` lists the keys of each row of any pattern, ascending,
+−1 behind its end. Pictures below have queries downwards and keys to the right.
 
 Patterns are made of others, too. `p[8:, :100]` is a piece of one, `place` puts one into a larger, empty one, `diag`
 puts several along the diagonal, `with_prefix` adds tokens in front that see all and are seen by all, such as a ViT's
@@ -137,20 +138,20 @@ also with patterns tied to positions (`sinks`, `fixed`, …); rows with differen
 Caches that grow are taken care of; the module's docstring says what is not.
 
 ### Scores, softmax and product apart
-Who wants the scores has SPLAT's three operators, for patterns whose rows are one progression each: `r_sddmm` computes
-them side by side (entry t of row i is key start[i] + t·stride[i]), `r_softmax` normalises them and `r_spmm` multiplies
-values, each with gradients. `block_cover` turns any pattern into the blocks that it touches, for the operators of
+Who wants the scores has SPLAT's three operators, for every pattern: `r_sddmm` computes them side by side (entry t of
+row i is key `p.columns()[i, t]`), `r_softmax` normalises them and `r_spmm` multiplies values, each with gradients. All
+rows are as wide as the widest: one query that sees all keys makes scores of (B, H, Sq, Sk).
+`block_cover` turns any pattern into the blocks that it touches, for the operators of
 [block sparsity](block-sparsity.md), and says which share of them the pattern leaves out.
 ```python
 import torch, fretwork as fw
 
 q, k, v = (torch.randn(1, 2, 256, 32) for _ in range(3))
-p = fw.patterns.dilated(256, 8, 4)
-scores = fw.r_sddmm(q, k, p)  # (1, 2, 256, 17): a row has up to 17 keys
+p = fw.patterns.strided(256, 16)
+scores = fw.r_sddmm(q, k, p)  # (1, 2, 256, 31): a row has up to 31 keys
 weights = fw.r_softmax(scores, p, scale=32**-0.5)
 print((fw.r_spmm(weights, v, p) - fw.attention(q, k, v, p)).abs().max())
-start, stride, count = p.acsr()
-print(weights[0, 0, 100, : count[100]], start[100] + stride[100] * torch.arange(count[100]))  # and their keys
+print(weights[0, 0, 100], p.columns()[100])  # and their keys
 
 layout, fill_in = p.block_cover(32)
 print(layout, f"{fill_in:.0%} of the blocks' elements are not the pattern's")

@@ -344,6 +344,19 @@ int64_t fretwork_pattern_width(const fretwork_pattern* pattern, const char* op) 
   return guarded(int64_t{-1}, [&] { return fretwork::r_width(pattern->is, op); });
 }
 
+int fretwork_pattern_columns(const fretwork_pattern* pattern, int64_t width, int32_t* columns) {
+  return guarded(-1, [&] {
+    const auto entries = fretwork::as_regular("columns", pattern->is)->entries();
+    for (std::size_t i = 0; i + 1 < entries.first.size(); ++i) {
+      int32_t* const row = columns + static_cast<int64_t>(i) * width;
+      int32_t* const end =
+          std::copy(entries.columns.begin() + entries.first[i], entries.columns.begin() + entries.first[i + 1], row);
+      std::fill(end, row + width, -1);
+    }
+    return 0;
+  });
+}
+
 int fretwork_kernel_compile(const char* source, const char* name, const char* arch, int64_t report[4]) {
   return guarded(-1, [&] {
     const fretwork::KernelReport r = fretwork::compile_kernel({source, name}, arch).report;

@@ -95,6 +95,8 @@ int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, 
 /* Entries of the longest row of a pattern whose every row is one progression; -1 where that is not so, with an error
  * that names `op`. */
 int64_t fretwork_pattern_width(const fretwork_pattern* pattern, const char* op);
+/* The columns of each row in ascending order, −1 behind a row's end: rows × width, width that of the widest row. */
+int fretwork_pattern_columns(const fretwork_pattern* pattern, int64_t width, int32_t* columns);
 
 /* Kernels of the caller's own: CUDA C++ that may include Fretwork's device headers ("device/mma.cuh" and so on), and
  * the name of a __global__ function in it, with template arguments where it has some. Compiled through the same cache

@@ -164,9 +164,9 @@ void attention_backward(const TensorView& q, const TensorView& k, const TensorVi
 /// elements they multiply. Empty where there are no elements, and beyond four million positions.
 std::string attention_cost(const RegularPattern& pattern);
 
-/// SPLAT's operators, on patterns whose every row is one progression (RegularPattern::acsr). Scores are stored side by
-/// side, (B,H,Sq,W), W the entries of the longest row: entry t of row i is key start[i] + t·stride[i]. What lies beyond
-/// a row's count is written as zero and never read. Heads of k and v are shared as in attention.
+/// SPLAT's operators. Scores are stored side by side, (B,H,Sq,W), W the entries of the longest row: the entries of a
+/// row are its keys in ascending order (RegularPattern::entries). What lies behind a row's end is written as zero and
+/// never used. Heads of k and v are shared as in attention.
 ///
 /// W. An error names `op`.
 std::int64_t r_width(const PatternPtr& pattern, const char* op = "r_width");

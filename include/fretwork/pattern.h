@@ -161,6 +161,13 @@ class RegularPattern final : public Pattern {
   bool contains(std::int64_t row, std::int64_t col) const;
   /// One progression for each row. Throws Error that names the first row that is not one.
   std::vector<Progression> acsr() const;
+  /// Every row's columns in ascending order, one row behind another: row i has columns[first[i]] to
+  /// columns[first[i + 1] − 1]. Throws Error from 2^31 columns on.
+  struct Entries {
+    std::vector<std::int64_t> first;
+    std::vector<std::int32_t> columns;
+  };
+  Entries entries() const;
   /// How many columns each row has; and the columns of one row, as ranges [begin, end) in order.
   std::vector<std::int64_t> row_lengths() const;
   std::vector<std::array<std::int64_t, 2>> row(std::int64_t row) const;

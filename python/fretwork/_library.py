@@ -98,6 +98,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
         [ctypes.c_int64] * 3 + [ctypes.c_char_p] * 2 + [ctypes.c_int, ctypes.c_char_p],
     ),
     "pattern_width": (ctypes.c_int64, [_POINTER, ctypes.c_char_p]),
+    "pattern_columns": (ctypes.c_int, [_POINTER, ctypes.c_int64, ctypes.c_void_p]),
     "kronecker_project": (
         ctypes.c_int,
         [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, _INT64S, ctypes.c_int, _POINTERS, _DOUBLE],

@@ -211,20 +211,28 @@ def _product_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
 
 
+def _rows(d: Tensor) -> Tensor:
+    """A gradient whose rows are side by side, which a sum's is not: the fast kernels read rows."""
+    return d if d.stride(-1) == 1 and 0 not in d.stride() else d.contiguous()
+
+
 def _r_sddmm_gradient(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     q, k = ctx.saved_tensors
+    d = _rows(d)
     d_q = _r_spmm(d, k, ctx.key) if ctx.needs_input_grad[0] else None
     return d_q, _r_spmm_transposed(d, q, ctx.key, ctx.heads) if ctx.needs_input_grad[1] else None, None
 
 
 def _r_spmm_gradient(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     x, v = ctx.saved_tensors
+    d = _rows(d)
     d_x = _r_sddmm(d, v, ctx.key) if ctx.needs_input_grad[0] else None
     return d_x, _r_spmm_transposed(x, d, ctx.key, ctx.heads) if ctx.needs_input_grad[1] else None, None
 
 
 def _r_spmm_transposed_gradient(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     x, y = ctx.saved_tensors
+    d = _rows(d)
     d_x = _r_sddmm(y, d, ctx.key) if ctx.needs_input_grad[0] else None
     return d_x, _r_spmm(x, d, ctx.key) if ctx.needs_input_grad[1] else None, None, None
 
@@ -236,7 +244,7 @@ def _r_softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _r_softmax_gradient(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     (out,) = ctx.saved_tensors
-    return _r_softmax_backward(out, d, ctx.key, ctx.scale), None, None
+    return _r_softmax_backward(out, _rows(d), ctx.key, ctx.scale), None, None
 
 
 def _r_softmax_second(ctx: Any, *gradients: Tensor) -> None:

@@ -180,6 +180,34 @@ class Pattern:
                 raise ValueError(last_error())
         return start, stride, count
 
+    def columns(self) -> torch.Tensor:
+        """The keys of each row in ascending order, −1 behind a row's end: (Sq, W) int32, W the widest row.
+
+        This is where the entries of `fw.r_sddmm` stand: entry t of row i is key columns[i, t].
+
+        >>> Pattern.parse("sinks(5, 1, 2)").columns().tolist()
+        [[0, -1, -1], [0, 1, -1], [0, 1, 2], [0, 2, 3], [0, 3, 4]]
+        """
+        import torch
+
+        return torch.from_numpy(self.numpy_columns())
+
+    def numpy_columns(self) -> np.ndarray:
+        """The same as a NumPy array.
+
+        >>> Pattern.parse("causal(2)").numpy_columns().tolist()
+        [[0, -1], [0, 1]]
+        """
+        rows, width = self._shape[-2], row_width(self, "columns")
+        if rows * width > _LARGEST_MASK:
+            got = f"{rows * width} in {(rows, width)}"
+            raise ValueError(f"columns: pattern: expected a table of at most 2^30 elements, got {got}")
+        table = np.empty((rows, width), dtype=np.int32)
+        with _open(self) as handle:
+            if core().fretwork_pattern_columns(handle, width, table.ctypes.data) != 0:
+                raise ValueError(last_error())
+        return table
+
     def block_cover(self, block: int | tuple[int, int] = 32) -> tuple[BlockLayout, float]:
         """The blocks that the pattern touches, and the share of their elements that it leaves out (the fill-in).
 
@@ -696,7 +724,7 @@ def block_layout(key: str) -> BlockLayout:
 
 @functools.lru_cache(maxsize=256)
 def row_width(pattern: Pattern, op: str) -> int:
-    """Entries of the longest row of a pattern whose every row is one progression; else an error that names `op`."""
+    """Entries of the longest row of a pattern; where it has none, an error that names `op`."""
     with _open(pattern) as handle:
         width = core().fretwork_pattern_width(handle, op.encode())
     if width < 0:

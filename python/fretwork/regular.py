@@ -134,9 +134,9 @@ _r_softmax = torch.ops.fretwork.r_softmax.default
 def r_sddmm(q: Tensor, k: Tensor, pattern: Pattern) -> Tensor:
     """The scores q kᵀ that a pattern holds, side by side: (B, Hq, Sq, W), W the entries of the longest row.
 
-    Every row of the pattern is one progression, `start, stride, count = pattern.acsr()`: entry t of row i is the score
-    of key start[i] + t · stride[i], and zero from count[i] on. q is (B, Hq, Sq, D), k (B, Hk, Sk, D), heads shared as
-    in `attention`.
+    The entries of a row are its keys in ascending order: entry t of row i is the score of key
+    `pattern.columns()[i, t]`, and zero where that is −1, behind the row's end. q is (B, Hq, Sq, D), k (B, Hk, Sk, D),
+    heads shared as in `attention`.
 
     >>> import torch, fretwork as fw
     >>> pattern = fw.patterns.sliding_window(6, 2, 0)
@@ -149,7 +149,9 @@ def r_sddmm(q: Tensor, k: Tensor, pattern: Pattern) -> Tensor:
 
 
 def r_softmax(x: Tensor, pattern: Pattern, scale: float = 1.0) -> Tensor:
-    """Softmax of scale · x over the entries of each row, as `r_sddmm` stores them; zeros beyond.
+    """Softmax of scale · x over the entries of each row, as `r_sddmm` stores them; zeros behind a row's end.
+
+    What lies there in x is never used. A row of −inf alone gives zeros.
 
     >>> import torch, fretwork as fw
     >>> fw.r_softmax(torch.zeros(1, 1, 4, 2), fw.patterns.sliding_window(4, 1, 0))[0, 0].tolist()[:2]
@@ -163,7 +165,7 @@ def r_spmm(x: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
     """x v for weights x (B, Hq, Sq, W) as `r_sddmm` stores them; v is (B, Hk, Sk, Dv), the result (B, Hq, Sq, Dv).
 
     >>> import torch, fretwork as fw
-    >>> p = fw.patterns.dilated(40, 3, 4)
+    >>> p = fw.patterns.strided(40, 6)
     >>> q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
     >>> o = fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, p), p, scale=0.25), v, p)
     >>> torch.allclose(o, fw.attention(q, k, v, p), atol=1e-5)

@@ -1,4 +1,7 @@
 // Regular patterns: what they say of themselves, and how they unite, meet and turn.
+#include <algorithm>
+#include <iterator>
+#include <limits>
 #include <map>
 #include <numeric>
 
@@ -266,24 +269,57 @@ bool RegularPattern::contains(std::int64_t row, std::int64_t col) const {
                      [&](const PartGroup& group) { return parts::contains(group, row, col); });
 }
 
+namespace {
+
+/// Calls visit(row, column) for every element of a group.
+template <typename Visit>
+void for_each_element(const PartGroup& group, const Visit& visit) {
+  for (const Part& part : group.parts) {
+    parts::for_each_row(group.view, part, [&](std::int64_t row, const parts::Columns& columns) {
+      const auto down = [&](const auto& self, std::size_t axis, std::int64_t at) -> void {
+        if (axis == kMaxAxes) {
+          visit(row, at);
+          return;
+        }
+        for (std::int64_t n = 0; n < columns.extent[axis]; ++n) {
+          self(self, axis + 1, at + n * columns.stride[axis]);
+        }
+      };
+      down(down, 0, columns.first);
+    });
+  }
+}
+
+}  // namespace
+
 void RegularPattern::mask(std::span<std::uint8_t> out) const {
   clear(out);
   for (const PartGroup& group : groups_) {
-    for (const Part& part : group.parts) {
-      parts::for_each_row(group.view, part, [&](std::int64_t row, const parts::Columns& columns) {
-        const auto down = [&](const auto& self, std::size_t axis, std::int64_t at) -> void {
-          if (axis == kMaxAxes) {
-            out[static_cast<std::size_t>(at)] = 1;
-            return;
-          }
-          for (std::int64_t n = 0; n < columns.extent[axis]; ++n) {
-            self(self, axis + 1, at + n * columns.stride[axis]);
-          }
-        };
-        down(down, 0, row * cols() + columns.first);
-      });
+    for_each_element(
+        group, [&](std::int64_t row, std::int64_t col) { out[static_cast<std::size_t>(row * cols() + col)] = 1; });
+  }
+}
+
+RegularPattern::Entries RegularPattern::entries() const {
+  if (cols() > std::numeric_limits<std::int32_t>::max()) {
+    throw Error("entries", "pattern", "fewer than 2^31 columns", std::to_string(cols()));
+  }
+  Entries all{{0}, std::vector<std::int32_t>(static_cast<std::size_t>(nnz()))};
+  const std::vector<std::int64_t> lengths = row_lengths();
+  std::partial_sum(lengths.begin(), lengths.end(), std::back_inserter(all.first));
+  std::vector<std::int64_t> next(all.first.begin(), all.first.end() - 1);
+  for (const PartGroup& group : groups_) {
+    for_each_element(group, [&](std::int64_t row, std::int64_t col) {
+      all.columns[static_cast<std::size_t>(next[static_cast<std::size_t>(row)]++)] = static_cast<std::int32_t>(col);
+    });
+  }
+  for (std::size_t i = 0; i < lengths.size(); ++i) {
+    const auto begin = all.columns.begin() + all.first[i], end = all.columns.begin() + all.first[i + 1];
+    if (!std::is_sorted(begin, end)) {
+      std::sort(begin, end);
     }
   }
+  return all;
 }
 
 std::vector<RegularPattern::Progression> RegularPattern::acsr() const {

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <limits>
+#include <span>
 #include <vector>
 
 #include "core/half.h"
@@ -126,21 +127,26 @@ void expect_near(double got, double want, DType dtype) {
 /// Rows, batch 2, heads 4 on 2, against the definition. What the pattern does not use is NaN.
 void check_operators(const std::shared_ptr<const RegularPattern>& p, DType dtype, std::int64_t depth, Device device,
                      std::int64_t room = 3) {
-  const auto rows = p->acsr();
+  const auto entries = p->entries();
+  const auto row_of = [&](std::int64_t i) {
+    const auto n = static_cast<std::size_t>(i);
+    return std::span(entries.columns)
+        .subspan(static_cast<std::size_t>(entries.first[n]),
+                 static_cast<std::size_t>(entries.first[n + 1] - entries.first[n]));
+  };
+  const auto count_of = [&](std::int64_t i) { return static_cast<std::int64_t>(row_of(i).size()); };
   const std::int64_t m = p->rows(), n = p->cols(), width = r_width(p);
   Tensor q(dtype, {2, 4, m, depth}, 1, room), k(dtype, {2, 2, n, depth}, 2, room), x(dtype, {2, 4, m, width}, 3);
   Tensor scores(dtype, {2, 4, m, width}, 4), out(dtype, {2, 4, m, depth}, 5, room);
   Tensor turned(dtype, {2, 2, n, depth}, 6, room), weights(dtype, {2, 4, m, width}, 7);
   std::vector<bool> used(static_cast<std::size_t>(n));
-  for (const auto& line : rows) {
-    for (std::int64_t t = 0; t < line.count; ++t) {
-      used[static_cast<std::size_t>(line.start + t * line.stride)] = true;
-    }
+  for (const std::int32_t j : entries.columns) {
+    used[static_cast<std::size_t>(j)] = true;
   }
   for (std::int64_t head = 0; head < 2 * 4; ++head) {
     for (std::int64_t i = 0; i < m; ++i) {
-      x.poison(head / 4, head % 4, i, rows[static_cast<std::size_t>(i)].count);
-      if (rows[static_cast<std::size_t>(i)].count == 0) {
+      x.poison(head / 4, head % 4, i, count_of(i));
+      if (count_of(i) == 0) {
         q.poison(head / 4, head % 4, i);
       }
     }
@@ -169,15 +175,15 @@ void check_operators(const std::shared_ptr<const RegularPattern>& p, DType dtype
   for (std::int64_t b = 0; b < 2; ++b) {
     for (std::int64_t h = 0; h < 4; ++h) {
       for (std::int64_t i = 0; i < m; ++i) {
-        const auto& line = rows[static_cast<std::size_t>(i)];
+        const std::int64_t count = count_of(i);
         std::vector<double> row(static_cast<std::size_t>(depth));
         double total = 0;
-        for (std::int64_t t = 0; t < line.count; ++t) {
+        for (std::int64_t t = 0; t < count; ++t) {
           total += std::exp(1.5 * x.at(b, h, i, t));
         }
         for (std::int64_t t = 0; t < width; ++t) {
-          const bool there = t < line.count;
-          const std::int64_t j = there ? line.start + t * line.stride : 0;
+          const bool there = t < count;
+          const std::int64_t j = there ? row_of(i)[static_cast<std::size_t>(t)] : 0;
           double dot = 0;
           for (std::int64_t d = 0; there && d < depth; ++d) {
             dot += q.at(b, h, i, d) * k.at(b, h / 2, j, d);
@@ -203,8 +209,13 @@ void check_operators(const std::shared_ptr<const RegularPattern>& p, DType dtype
 TEST(RegularOps, FollowTheirDefinition) {
   const std::int64_t start[] = {3, 0, 9, 1, 2}, stride[] = {2, 1, 1, 4, 3}, count[] = {3, 0, 1, 3, 2};
   const std::shared_ptr<const RegularPattern> all[] = {
-      patterns::causal({37, 50}), patterns::dilated({45, 45}, 3, 4), patterns::acsr(start, stride, count, 10),
-      patterns::full({3, 90}), patterns::sliding_window({40, 700}, {}, 0)};
+      patterns::causal({37, 50}),
+      patterns::dilated({45, 45}, 3, 4),
+      patterns::acsr(start, stride, count, 10),
+      patterns::full({3, 90}),
+      patterns::sliding_window({40, 700}, {}, 0),
+      patterns::strided({40, 61}, 7),
+      patterns::unite(patterns::dilated({45, 45}, 2, 5), patterns::strided({45, 45}, 6))};
   for (const Device device : devices()) {
     for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
       if (device.type == DeviceType::cuda && dtype == DType::f64) {
@@ -218,8 +229,8 @@ TEST(RegularOps, FollowTheirDefinition) {
   }
 }
 
-/// Rows of whole 16-byte chunks, as tiles on tensor cores take them: more lines than one has, of several strides,
-/// remainders and lengths, with gaps between them, and some without entries.
+/// Operands of whole 16-byte chunks, as tiles on tensor cores take them: more lines than one has, of several strides,
+/// remainders and lengths, with gaps between them, and some without entries; lines that several tiles share.
 TEST(RegularOps, InTiles) {
   std::vector<std::int64_t> start, stride, count, same;
   for (std::int64_t i = 0; i < 150; ++i) {
@@ -238,7 +249,10 @@ TEST(RegularOps, InTiles) {
                                                        patterns::full({5, 256}),
                                                        patterns::full({3, 1000}),
                                                        patterns::full({3, 2001}),
-                                                       patterns::full({3, 2056})};
+                                                       patterns::full({3, 2056}),
+                                                       patterns::strided({300, 330}, 9),
+                                                       patterns::strided({500, 500}, 16),
+                                                       patterns::axial(12, 15)};
   for (const Device device : devices()) {
     for (const DType dtype : {DType::f16, DType::bf16}) {
       for (const auto& pattern : all) {

@@ -190,9 +190,10 @@ def decoding(device):
 
 
 def operators(device):
-    pattern = fw.patterns.dilated(100, 3, 4)
-    for dtype in (torch.float16, torch.float32):
-        q, k, v = (tensor(device, dtype, 1, h, 100, 24).requires_grad_() for h in (4, 2, 2))
+    """Tiles of several waves, with rows that begin anywhere in their 16 bytes; and lists."""
+    cases = (fw.patterns.longformer(1701, 5, [3]), torch.float16), (fw.patterns.strided(200, 16), torch.float32)
+    for pattern, dtype in cases:
+        q, k, v = (tensor(device, dtype, 1, h, pattern.shape[0], 24).requires_grad_() for h in (4, 2, 2))
         fw.r_spmm(fw.r_softmax(fw.r_sddmm(q, k, pattern), pattern, 0.3), v, pattern).square().sum().backward()
 
 

@@ -123,7 +123,7 @@ def test_dropout():
         fwj.attention(q, k, v, pattern, dropout_p=0.5)
 
 
-@pytest.mark.parametrize("text", ["dilated((30, 40), 3, 4)", "acsr((3,0,9,1,2),(2,1,1,4,3),(3,0,1,3,2),10)"])
+@pytest.mark.parametrize("text", ["dilated((30, 40), 3, 4)", "longformer((20, 30), 2, (5,))", "axial(5, 6)"])
 def test_operators(text):
     pattern = parse(text)
     tensors = inputs(pattern)

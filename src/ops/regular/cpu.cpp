@@ -9,8 +9,8 @@
 #include <hwy/highway.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
+#include <span>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -121,15 +121,16 @@ using Tag = hn::ScalableTag<Acc>;
 
 constexpr int kAtOnce = 4;  // rows that a pass over an operand takes, as one would wait for memory
 
-/// out[n] = left · right[n·step], for `count` neighbours n. Lengths are `depth`.
+/// out[n] = left · right[columns[n]·step]. Lengths are `depth`.
 template <typename Acc>
-void dots(const Acc* left, const Acc* right, std::int64_t step, std::int64_t count, std::int64_t depth, Acc* out) {
+void dots(const Acc* left, const Acc* right, std::int64_t step, std::span<const std::int32_t> columns,
+          std::int64_t depth, Acc* out) {
   const Tag<Acc> d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d)), count = static_cast<std::int64_t>(columns.size());
   for (std::int64_t n = 0; n < count; n += kAtOnce) {
     const Acc* r[kAtOnce];
     for (int u = 0; u < kAtOnce; ++u) {
-      r[u] = right + std::min<std::int64_t>(n + u, count - 1) * step;
+      r[u] = right + columns[static_cast<std::size_t>(std::min<std::int64_t>(n + u, count - 1))] * step;
     }
     auto s0 = hn::Zero(d), s1 = hn::Zero(d), s2 = hn::Zero(d), s3 = hn::Zero(d);
     std::int64_t e = 0;
@@ -213,12 +214,8 @@ void values(const Product& p, Context& context) {
     std::vector<Acc> found(static_cast<std::size_t>(p.width));
     for (std::int64_t n = begin; n < end; ++n) {
       const std::int64_t z = n / p.rows / p.heads, h = n / p.rows % p.heads, i = n % p.rows;
-      const Progression& line = rows->lines[static_cast<std::size_t>(i)];
-      if (line.count > 0) {
-        dots(left.row(z, h, i), right.row(z, h / group, line.start), line.stride * right.from.row, line.count, p.depth,
-             found.data());
-      }
-      std::fill(found.begin() + line.count, found.end(), Acc{0});
+      dots(left.row(z, h, i), right.row(z, h / group, 0), right.from.row, rows->row(i), p.depth, found.data());
+      std::fill(found.begin() + rows->count(i), found.end(), Acc{0});
       narrow(found.data(), p.width, p.values.data, p.dtype, start(p.values, z, h, i), p.values.col);
     }
   });
@@ -236,11 +233,11 @@ void by_row(const Product& p, Context& context) {
     RowSum<Acc> sum(p.depth);
     for (std::int64_t n = begin; n < end; ++n) {
       const std::int64_t z = n / p.rows / p.heads, h = n / p.rows % p.heads, i = n % p.rows;
-      const Progression& line = rows->lines[static_cast<std::size_t>(i)];
-      widen(p.values.data, p.dtype, start(p.values, z, h, i), p.values.col, line.count, x.data());
+      const auto columns = rows->row(i);
+      widen(p.values.data, p.dtype, start(p.values, z, h, i), p.values.col, rows->count(i), x.data());
       sum.clear();
-      for (std::int64_t t = 0; t < line.count; ++t) {
-        sum.add(x[static_cast<std::size_t>(t)], right.row(z, h / group, line.start + t * line.stride));
+      for (std::size_t t = 0; t < columns.size(); ++t) {
+        sum.add(x[t], right.row(z, h / group, columns[t]));
       }
       narrow(sum.finish(), p.depth, p.by_row.data, p.dtype, start(p.by_row, z, h, i), p.by_row.col);
     }
@@ -250,7 +247,6 @@ void by_row(const Product& p, Context& context) {
 /// by_col[j] = Σ x[i, t]·by_row[i] over the entries of column j and the heads that share it.
 template <typename Acc>
 void by_col(const Product& p, Context& context) {
-  const auto rows = rows_of(*p.pattern);
   const auto columns = columns_of(*p.pattern);
   const Wide<Acc> left(p.by_row, p.dtype, p.batch, p.heads, p.rows, p.depth, context);
   const std::int64_t tasks = p.batch * p.kv_heads * p.cols, group = p.heads / std::max<std::int64_t>(p.kv_heads, 1);
@@ -260,15 +256,10 @@ void by_col(const Product& p, Context& context) {
       RowSum<Acc> sum(p.depth);
       for (std::int64_t n = begin; n < end; ++n) {
         const std::int64_t z = n / p.cols / p.kv_heads, head = n / p.cols % p.kv_heads, j = n % p.cols;
-        const Progression& column = columns->lines[static_cast<std::size_t>(j)];
         sum.clear();
         for (std::int64_t h = head * group; h < (head + 1) * group; ++h) {
-          for (std::int64_t s = 0; s < column.count; ++s) {
-            const std::int64_t at = column.start + s * column.stride;
-            const std::int64_t i = columns->list.empty() ? at : columns->list[static_cast<std::size_t>(at)];
-            const Progression& line = rows->lines[static_cast<std::size_t>(i)];
-            const std::int64_t t = (j - line.start) / line.stride;
-            sum.add(read(start(p.values, z, h, i) + t * p.values.col), left.row(z, h, i));
+          for (const Columns::Entry& entry : columns->column(j)) {
+            sum.add(read(start(p.values, z, h, entry.row) + entry.place * p.values.col), left.row(z, h, entry.row));
           }
         }
         narrow(sum.finish(), p.depth, p.by_col.data, p.dtype, start(p.by_col, z, head, j), p.by_col.col);
@@ -279,33 +270,30 @@ void by_col(const Product& p, Context& context) {
 
 /// In place; a row with nothing left becomes zeros.
 template <typename Acc>
-void softmax_row(Acc* x, std::size_t count, Acc scale) {
+void softmax_row(Acc* x, std::size_t count, Acc before, Acc after) {
   constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
   const Tag<Acc> d;
   const std::size_t lanes = hn::Lanes(d);
-  // Differences come before the scale's size: a large one times x would overflow.
-  const Acc size = scale == 0 ? Acc{1} : std::abs(scale), sign = scale / size;
-  const auto times = hn::Set(d, size);
   Acc top = kNone;
   for (std::size_t n = 0; n < count; ++n) {
-    x[n] *= sign;
+    x[n] *= before;
     top = x[n] > top ? x[n] : top;  // NaN is never greater
   }
   // A row of −inf alone must not subtract it from itself; NaN still shows through the sum.
-  const auto base = hn::Set(d, top == kNone ? Acc{0} : top);
+  const auto base = hn::Set(d, top == kNone ? Acc{0} : top), factor = hn::Set(d, after);
   auto sums = hn::Zero(d);
   for (std::size_t n = 0; n < count; n += lanes) {  // the scratch row ends with a whole vector
     const auto there = hn::FirstN(d, count - n);
-    const auto v = hn::Mul(hn::Sub(hn::LoadU(d, x + n), base), times);
+    const auto v = hn::Mul(factor, hn::Sub(hn::LoadU(d, x + n), base));
     const auto power = hn::IfThenElse(hn::IsNaN(v), v, hn::Exp(d, v));  // Exp alone makes NaN a zero
     const auto e = hn::IfThenElseZero(there, power);
     sums = hn::Add(sums, e);
     hn::StoreU(e, d, x + n);
   }
   const Acc sum = hn::GetLane(hn::SumOfLanes(d, sums));
-  const Acc factor = sum == Acc{0} ? Acc{0} : Acc{1} / sum;
+  const Acc share = sum == Acc{0} ? Acc{0} : Acc{1} / sum;
   for (std::size_t n = 0; n < count; ++n) {
-    x[n] *= factor;
+    x[n] *= share;
   }
 }
 
@@ -324,6 +312,10 @@ void gradient_row(const Acc* out, Acc* d_out, std::size_t count, Acc scale) {
 template <typename Acc>
 void softmax(const Softmax& s, Context& context) {
   const auto rows = rows_of(*s.pattern);
+  constexpr double kLargest = std::numeric_limits<Acc>::max();
+  const SplitScale split(s.scale, kLargest);
+  const auto before = static_cast<Acc>(split.before), after = static_cast<Acc>(split.after);
+  const auto scale = static_cast<Acc>(std::clamp(s.scale, -kLargest, kLargest));
   const std::int64_t tasks = s.batch * s.heads * s.rows;
   const std::size_t width = static_cast<std::size_t>(s.width) + hn::Lanes(Tag<Acc>());
   context.executor->parallel_for(
@@ -331,14 +323,14 @@ void softmax(const Softmax& s, Context& context) {
         std::vector<Acc> x(width), d(s.d_out.data == nullptr ? 0 : width);
         for (std::int64_t n = begin; n < end; ++n) {
           const std::int64_t z = n / s.rows / s.heads, h = n / s.rows % s.heads, i = n % s.rows;
-          const std::int64_t count = rows->lines[static_cast<std::size_t>(i)].count;
+          const std::int64_t count = rows->count(i);
           widen(s.in.data, s.dtype, start(s.in, z, h, i), s.in.col, count, x.data());
           std::vector<Acc>& result = d.empty() ? x : d;
           if (d.empty()) {
-            softmax_row(x.data(), static_cast<std::size_t>(count), static_cast<Acc>(s.scale));
+            softmax_row(x.data(), static_cast<std::size_t>(count), before, after);
           } else {
             widen(s.d_out.data, s.dtype, start(s.d_out, z, h, i), s.d_out.col, count, d.data());
-            gradient_row(x.data(), d.data(), static_cast<std::size_t>(count), static_cast<Acc>(s.scale));
+            gradient_row(x.data(), d.data(), static_cast<std::size_t>(count), scale);
           }
           std::fill(result.begin() + count, result.begin() + s.width, Acc{0});
           narrow(result.data(), s.width, s.out.data, s.dtype, start(s.out, z, h, i), s.out.col);

@@ -1,38 +1,30 @@
-// SPLAT's operators on a GPU: copy the progressions once, fill parameters, get the kernel, launch.
+// SPLAT's operators on a GPU: upload what the pattern says once, fill parameters, get the kernel, launch.
 #include <algorithm>
+#include <array>
 #include <cstdint>
-#include <functional>
 #include <limits>
-#include <numeric>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "fretwork/error.h"
 #include "ops/regular/params.h"
 #include "ops/regular/problem.h"
+#include "ops/regular/tiles.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
 
 namespace fretwork::regular_op::cuda {
 namespace {
 
-using fretwork::cuda::DeviceBuffer;
+namespace driver = fretwork::cuda;
+using driver::DeviceBuffer;
 
 constexpr const char* kSource = "ops/regular/kernel.cuh";
 constexpr const char* kTileSource = "ops/regular/kernel_tiles.cuh";
-constexpr int kTile = 64, kTileThreads = 128;  // lines and partners of a tile, and the threads it takes
-constexpr std::int64_t kWorthTiles = 16;       // elements of tiles that cost less than an entry by itself
-constexpr int kThreads = 256;                  // of a CTA, a warp for each line
-constexpr int kMostHeld = 64;                  // entries of a lane where a warp holds a row for its softmax
-
-/// A pattern's progressions on the device, and the tiles that they make.
-struct Plan {
-  DeviceBuffer lines, list, order, tiles;
-  int tile_count = 0;  ///< none where tiles would be mostly empty
-  int stride = 0;      ///< of all lines, or 0
-  std::size_t bytes() const { return lines.bytes() + list.bytes() + order.bytes() + tiles.bytes(); }
-};
+constexpr int kTileThreads = 2 * kRegularLines;
+constexpr int kThreads = 256;      // of a CTA, a warp for each line
+constexpr int kMostHeld = 64;      // entries of a lane where a warp holds a row for its softmax
+constexpr int kTilesAtOnce = 600;  // more than run at once: a head's sums are free when their place is needed again
 
 int narrowed(std::int64_t n) {
   if (n > std::numeric_limits<int>::max()) {
@@ -45,103 +37,64 @@ template <typename T>
 DeviceBuffer upload(const std::vector<T>& host, int device) {
   return host.empty() ? DeviceBuffer() : DeviceBuffer(device, host.data(), host.size() * sizeof(T));
 }
-
-/// The stride of all lines of more than one entry; 0 where they have several.
-int common_stride(const std::vector<RegularLine>& lines) {
-  int stride = 1;
-  bool first = true;
-  for (const RegularLine& line : lines) {
-    if (line.count > 1) {
-      if (!first && line.stride != stride) {
-        return 0;
-      }
-      stride = line.stride;
-      first = false;
-    }
-  }
-  return stride;
-}
-
-/// Lines in the order in which tiles take them: those of one stride and remainder side by side, by their start.
-std::vector<int> tile_order(const std::vector<RegularLine>& lines) {
-  const auto place = [&](int n) {
-    const RegularLine& line = lines[static_cast<std::size_t>(n)];
-    return std::tuple(line.stride, line.start % line.stride, line.start);
-  };
-  std::vector<int> order(lines.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, {}, place);
-  return order;
-}
-
-/// The longest first. Lines share a tile while no partner between theirs is missing.
-std::vector<RegularTile> make_tiles(const std::vector<RegularLine>& lines, const std::vector<int>& order) {
-  std::vector<RegularTile> tiles;
-  for (int n = 0; n < static_cast<int>(order.size()); ++n) {
-    const RegularLine& line = lines[static_cast<std::size_t>(order[static_cast<std::size_t>(n)])];
-    const auto joins = [&](const RegularTile& tile) {
-      return tile.lines < kTile && tile.step == line.stride && (line.start - tile.base) % tile.step == 0 &&
-             (line.start - tile.base) / tile.step <= tile.slots;
-    };
-    if (tiles.empty() || !joins(tiles.back())) {
-      tiles.push_back({n, 0, line.start, line.stride, 0});
-    }
-    RegularTile& tile = tiles.back();
-    ++tile.lines;
-    tile.slots = std::max(tile.slots, (line.start - tile.base) / tile.step + line.count);
-  }
-  std::ranges::stable_sort(tiles, std::ranges::greater{}, &RegularTile::slots);
-  return tiles;
-}
-
-Plan make_plan(const std::vector<Progression>& lines, const std::vector<std::int64_t>& list, int device) {
-  std::vector<RegularLine> narrow_lines;
-  narrow_lines.reserve(lines.size());
-  for (const Progression& line : lines) {
-    narrow_lines.push_back({narrowed(line.start), line.count > 1 ? narrowed(line.stride) : 1, narrowed(line.count)});
-  }
-  std::vector<int> narrow_list(list.size());
-  std::ranges::transform(list, narrow_list.begin(), narrowed);
-  Plan plan{upload(narrow_lines, device), upload(narrow_list, device), {}, {}, 0, common_stride(narrow_lines)};
-  if (list.empty()) {
-    const std::vector<int> order = tile_order(narrow_lines);
-    const std::vector<RegularTile> tiles = make_tiles(narrow_lines, order);
-    std::int64_t area = 0, entries = 0;
-    for (const RegularTile& tile : tiles) {
-      area += (tile.slots + kTile - 1) / kTile * std::int64_t{kTile} * kTile;
-    }
-    for (const RegularLine& line : narrow_lines) {
-      entries += line.count;
-    }
-    if (area <= kWorthTiles * entries) {
-      plan.order = upload(order, device);
-      plan.tiles = upload(tiles, device);
-      plan.tile_count = static_cast<int>(tiles.size());
-    }
-  }
-  return plan;
+template <typename T>
+const T* data(const DeviceBuffer& buffer) {
+  return static_cast<const T*>(buffer.data());
 }
 
 /// Remembered by pattern and device, and kept for good once a graph refers to it.
-template <typename Make>
-std::shared_ptr<const Plan> remember(const std::string& what, Context& context, const Make& make) {
+template <typename Plan, typename Make>
+std::shared_ptr<const Plan> remember(const std::string& what, const RegularPattern& pattern, Context& context,
+                                     const Make& make) {
   static PlanCache<Plan>& cache = *std::make_unique<PlanCache<Plan>>().release();
-  auto plan = cache.get(hash128(what + "@" + std::to_string(context.device.index)), make);
-  if (fretwork::cuda::is_capturing(context.stream)) {
+  auto plan = cache.get(hash128(what + " " + pattern.key() + "@" + std::to_string(context.device.index)), make);
+  if (driver::is_capturing(context.stream)) {
     cache.pin(plan);
   }
   return plan;
 }
 
-std::shared_ptr<const Plan> row_plan(const RegularPattern& pattern, Context& context) {
-  return remember("rows " + pattern.key(), context,
-                  [&] { return make_plan(rows_of(pattern)->lines, {}, context.device.index); });
+/// Entries as lists: the columns of rows, or RegularPlaces of columns.
+struct ListPlan {
+  DeviceBuffer first, entries;
+  std::size_t bytes() const { return first.bytes() + entries.bytes(); }
+};
+
+std::shared_ptr<const ListPlan> row_lists(const RegularPattern& pattern, Context& context) {
+  return remember<ListPlan>("rows", pattern, context, [&] {
+    const auto rows = rows_of(pattern);
+    return ListPlan{upload(rows->first, context.device.index), upload(rows->columns, context.device.index)};
+  });
 }
 
-std::shared_ptr<const Plan> column_plan(const RegularPattern& pattern, Context& context) {
-  return remember("columns " + pattern.key(), context, [&] {
+std::shared_ptr<const ListPlan> column_lists(const RegularPattern& pattern, Context& context) {
+  static_assert(sizeof(Columns::Entry) == sizeof(RegularPlace));
+  return remember<ListPlan>("columns", pattern, context, [&] {
     const auto columns = columns_of(pattern);
-    return make_plan(columns->lines, columns->list, context.device.index);
+    return ListPlan{upload(columns->first, context.device.index), upload(columns->entries, context.device.index)};
+  });
+}
+
+struct TilePlan {
+  DeviceBuffer tiles, lines, bits, partners, wave_tiles, first;
+  int tile_count = 0, wave_count = 0, sums = 0;  ///< no tiles where they would be mostly empty
+  std::size_t bytes() const { return lines.bytes() + bits.bytes() + partners.bytes() + first.bytes(); }
+};
+
+std::shared_ptr<const TilePlan> tile_plan(const RegularPattern& pattern, bool by_col, Context& context) {
+  return remember<TilePlan>(by_col ? "column tiles" : "row tiles", pattern, context, [&] {
+    const int device = context.device.index;
+    const Tiles made =
+        by_col ? make_tiles(*columns_of(pattern), pattern.rows()) : make_tiles(*rows_of(pattern), pattern.cols());
+    return TilePlan{upload(made.tiles, device),
+                    upload(made.lines, device),
+                    upload(made.bits, device),
+                    upload(made.partners, device),
+                    upload(made.wave_tiles, device),
+                    by_col ? DeviceBuffer() : upload(rows_of(pattern)->first, device),
+                    static_cast<int>(made.tiles.size()),
+                    static_cast<int>(made.wave_tiles.size()),
+                    made.sums};
   });
 }
 
@@ -159,37 +112,28 @@ KernelSpec spec(Result result, DType dtype, int elements) {
                        type + ", " + std::to_string(elements) + ">"};
 }
 
+/// What kernel_tiles.cuh lays out.
 int tile_shared_bytes(Result result, std::int64_t depth) {
-  const int operand = kTile * static_cast<int>((depth + 63) / 64 * 64) * 2;
-  return (result == Result::values ? std::max(operand, kTile * (kTile + 8) * 2) : kTile * kTile * 2) + 2 * operand;
+  constexpr int kStage = kRegularLines * 88 * 2, kStep = kRegularLines * 16 + kRegularBlock * 4;
+  const int panels = kRegularBlock * static_cast<int>((depth + 63) / 64 * 64) * 2;
+  const int x = result == Result::values ? std::max(2 * panels, kStage) : 2 * kStage;
+  return 2 * panels + x + 3 * kStep + 2 * kRegularLines * 4 + 16;
 }
 
-KernelSpec tile_spec(Result result, DType dtype, std::int64_t depth, std::int64_t stride) {
-  const std::string arguments = std::string(device_type(dtype)) + ", " + std::to_string((depth + 63) / 64 * 64);
-  const int shared = tile_shared_bytes(result, depth);
-  switch (result) {
-    case Result::values:
-      return {kTileSource, "fretwork::regular_values_tiles<" + arguments + ">", shared};
-    case Result::by_row:
-      return {kTileSource, "fretwork::regular_by_row_tiles<" + arguments + ">", shared};
-    default:
-      return {kTileSource, "fretwork::regular_by_col_tiles<" + arguments + ", " + std::to_string(stride) + ">", shared};
-  }
+KernelSpec tile_spec(Result result, DType dtype, std::int64_t depth, const std::string& arch) {
+  const char* const name = result == Result::values   ? "regular_values_tiles"
+                           : result == Result::by_row ? "regular_by_row_tiles"
+                                                      : "regular_by_col_tiles";
+  return {kTileSource,
+          std::string("fretwork::") + name + "<" + device_type(dtype) + ", " + std::to_string((depth + 63) / 64 * 64) +
+              ", " + (arch == "sm_90a" ? "true" : "false") + ">",
+          tile_shared_bytes(result, depth)};
 }
 
 /// 16-byte accesses of whole rows.
-bool in_chunks(const Operand& o, std::int64_t chunk) {
-  return o.col == 1 && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0 && o.row % chunk == 0 &&
-         o.head % chunk == 0 && o.batch % chunk == 0;
-}
-
-/// `held` entries in each lane, `together` of them at a time; 0 where a warp does not hold a row.
-KernelSpec softmax_spec(bool backward, DType dtype, std::int64_t held, std::int64_t together) {
-  const std::string name = std::string("fretwork::regular_softmax") + (backward ? "_backward" : "");
-  const std::string type = device_type(dtype);
-  return {kSource, held == 0
-                       ? name + "<" + type + ">"
-                       : name + "_held<" + type + ", " + std::to_string(held) + ", " + std::to_string(together) + ">"};
+bool in_chunks(const Operand& o) {
+  return o.col == 1 && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0 && o.row % 8 == 0 && o.head % 8 == 0 &&
+         o.batch % 8 == 0;
 }
 
 /// Kernels count lines in 32 bits.
@@ -202,9 +146,8 @@ std::int64_t checked_tasks(std::int64_t count) {
 
 /// What both kinds of kernel are told.
 template <typename Params>
-Params common_params(const Product& p, const Plan& by_rows) {
+Params common_params(const Product& p) {
   Params q{};
-  q.rows = static_cast<const RegularLine*>(by_rows.lines.data());
   q.values = params(p.values);
   q.by_row = params(p.by_row);
   q.by_col = params(p.by_col);
@@ -216,15 +159,19 @@ Params common_params(const Product& p, const Plan& by_rows) {
 }
 
 /// A warp for each line, whatever the operands and the pattern.
-void run_lines(const Product& p, const Plan& by_rows, const Plan& by_lines, Context& context) {
-  const bool columns = p.result == Result::by_col;
+void run_lists(const Product& p, Context& context) {
+  const bool by_col = p.result == Result::by_col;
+  const auto lists = by_col ? column_lists(*p.pattern, context) : row_lists(*p.pattern, context);
   const int elements = elements_of_lane(p.depth);
-  auto q = common_params<RegularParams>(p, by_rows);
+  auto q = common_params<RegularParams>(p);
   q.chunks = p.result == Result::values ? 1 : narrowed((p.depth + 32 * elements - 1) / (32 * elements));
-  const std::int64_t tasks = checked_tasks(p.batch * (columns ? p.kv_heads * p.cols : p.heads * p.rows) * q.chunks);
-  if (columns) {
-    q.columns = static_cast<const RegularLine*>(by_lines.lines.data());
-    q.list = static_cast<const int*>(by_lines.list.data());
+  const std::int64_t tasks = checked_tasks(p.batch * (by_col ? p.kv_heads * p.cols : p.heads * p.rows) * q.chunks);
+  if (by_col) {
+    q.col_first = data<long long>(lists->first);
+    q.places = data<RegularPlace>(lists->entries);
+  } else {
+    q.first = data<long long>(lists->first);
+    q.columns = data<int>(lists->entries);
   }
   q.tasks = static_cast<unsigned>(tasks);
   q.row_count = narrowed(p.rows);
@@ -234,69 +181,160 @@ void run_lines(const Product& p, const Plan& by_rows, const Plan& by_lines, Cont
   kernel.launch((tasks + kWarps - 1) / kWarps, kThreads, 0, &q, context.stream);
 }
 
-/// Whether 16-byte accesses and tensor cores can do it, and tiles are worth it.
-bool fits_tiles(const Product& p, const Plan& by_rows, const Plan& by_lines) {
-  return p.dtype != DType::f32 && p.depth % 8 == 0 && p.depth <= 256 && by_lines.tile_count > 0 && p.values.col == 1 &&
-         in_chunks(p.by_row, 8) && in_chunks(p.by_col, 8) && (p.result != Result::by_col || by_rows.stride > 0);
+/// Whether 16-byte accesses and tensor cores can do it.
+bool fits_tiles(const Product& p, const Context& context) {
+  return p.dtype != DType::f32 && p.depth % 8 == 0 && p.depth <= 256 && p.values.col == 1 && in_chunks(p.by_row) &&
+         in_chunks(p.by_col) &&
+         tile_shared_bytes(p.result, p.depth) <= driver::device_info(context.device.index).shared_per_block;
 }
 
-void run_tiles(const Product& p, const Plan& by_rows, const Plan& by_lines, Context& context) {
-  auto q = common_params<RegularTileParams>(p, by_rows);
-  q.order = static_cast<const int*>(by_lines.order.data());
-  q.tiles = static_cast<const RegularTile*>(by_lines.tiles.data());
-  q.tile_count = by_lines.tile_count;
-  const std::int64_t heads = p.result == Result::by_col ? p.kv_heads : p.heads;
-  const Kernel& kernel = get_kernel(tile_spec(p.result, p.dtype, p.depth, by_rows.stride), context.device.index);
-  kernel.launch(checked_tasks(p.batch * heads * q.tile_count), kTileThreads, tile_shared_bytes(p.result, p.depth), &q,
-                context.stream);
+void run_tiles(const Product& p, const TilePlan& plan, Context& context) {
+  auto q = common_params<RegularTileParams>(p);
+  q.tiles = data<RegularTile>(plan.tiles);
+  q.lines = data<RegularTileLine>(plan.lines);
+  q.bits = data<RegularBits>(plan.bits);
+  q.partners = data<int>(plan.partners);
+  q.first = data<long long>(plan.first);
+  q.wave_tiles = data<int>(plan.wave_tiles);
+  q.tile_count = plan.tile_count;
+  q.sum_count = plan.sums;
+  const std::int64_t heads = p.batch * (p.result == Result::by_col ? p.kv_heads : p.heads);
+  const std::int64_t tasks = checked_tasks(heads * q.tile_count);
+  const bool waits = p.result != Result::values && plan.wave_count > 1;
+  q.wave_count = waits ? plan.wave_count : 1;
+  q.ring = narrowed(std::min(heads, std::max<std::int64_t>(2, kTilesAtOnce / q.tile_count + 1)));
+  const std::size_t counters = waits ? static_cast<std::size_t>(heads * plan.wave_count + 1) * sizeof(int) : 0;
+  const Workspace sums(context, waits ? static_cast<std::size_t>(q.ring * std::int64_t{plan.sums} * p.depth) * 4 : 0);
+  const Workspace done(context, counters);
+  if (waits) {
+    q.sums = static_cast<float*>(sums.data());
+    q.taken = static_cast<int*>(done.data());
+    q.done = q.taken + 1;
+    driver::fill_zero(done.data(), counters, context.stream);
+  }
+  const int device = context.device.index;
+  get_kernel(tile_spec(p.result, p.dtype, p.depth, driver::kernel_arch(device)), device)
+      .launch(tasks, kTileThreads, tile_shared_bytes(p.result, p.depth), &q, context.stream);
 }
 
 }  // namespace
 
 void run(const Product& p, Context& context) {
-  const bool columns = p.result == Result::by_col;
-  const std::int64_t lines = p.batch * (columns ? p.kv_heads * p.cols : p.heads * p.rows);
+  const bool by_col = p.result == Result::by_col;
+  const std::int64_t lines = p.batch * (by_col ? p.kv_heads * p.cols : p.heads * p.rows);
   if (lines == 0 || (p.result == Result::values ? p.width : p.depth) == 0) {
     return;
   }
-  const fretwork::cuda::DeviceScope scope(context.device.index);
-  const auto by_rows = row_plan(*p.pattern, context);
-  const auto by_lines = columns ? column_plan(*p.pattern, context) : by_rows;
-  (fits_tiles(p, *by_rows, *by_lines) ? run_tiles : run_lines)(p, *by_rows, *by_lines, context);
-}
-
-void run(const Softmax& s, Context& context) {
-  const std::int64_t tasks = checked_tasks(s.batch * s.heads * s.rows);
-  if (tasks * s.width == 0) {
-    return;
+  const driver::DeviceScope scope(context.device.index);
+  if (fits_tiles(p, context)) {
+    const auto plan = tile_plan(*p.pattern, by_col, context);
+    if (plan->tile_count > 0) {
+      return run_tiles(p, *plan, context);
+    }
   }
-  const fretwork::cuda::DeviceScope scope(context.device.index);
-  const auto plan = row_plan(*s.pattern, context);
-  RegularSoftmaxParams q{};
-  q.rows = static_cast<const RegularLine*>(plan->lines.data());
-  q.in = params(s.in);
-  q.d_out = params(s.d_out);
-  q.out = params(s.out);
-  q.scale = static_cast<float>(s.scale);
-  q.heads = narrowed(s.heads);
-  q.row_count = narrowed(s.rows);
-  q.width = narrowed(s.width);
-  q.tasks = static_cast<unsigned>(tasks);
-  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(s.dtype));
-  const bool whole = s.width % chunk == 0 && in_chunks(s.in, chunk) && in_chunks(s.out, chunk) &&
-                     (s.d_out.data == nullptr || in_chunks(s.d_out, chunk));
-  const std::int64_t step = whole ? chunk : 4;
-  const std::int64_t held = ((s.width + 31) / 32 + step - 1) / step * step;
-  const bool holds = held <= kMostHeld;
-  const KernelSpec spec = softmax_spec(s.d_out.data != nullptr, s.dtype, holds ? held : 0, whole ? chunk : 1);
-  constexpr int kWarps = kThreads / 32;  // a row's each, or all of a row
-  get_kernel(spec, context.device.index)
-      .launch(holds ? (tasks + kWarps - 1) / kWarps : tasks, kThreads, 0, &q, context.stream);
+  run_lists(p, context);
 }
 
 namespace {
 
-std::vector<KernelSpec> list(const std::string& /*arch*/) {
+/// Rows that a warp holds, and longer ones.
+struct SoftmaxPlan {
+  DeviceBuffer first, rows;
+  int held = 0, longer = 0;       ///< how many; the longer ones stand behind
+  std::int64_t most_entries = 0;  ///< of those held
+  std::size_t bytes() const { return first.bytes() + rows.bytes(); }
+};
+
+std::shared_ptr<const SoftmaxPlan> softmax_plan(const RegularPattern& pattern, Context& context) {
+  return remember<SoftmaxPlan>("softmax", pattern, context, [&] {
+    const auto lengths = pattern.row_lengths();
+    std::vector<std::int64_t> first = {0};
+    std::vector<int> held, longer;
+    SoftmaxPlan plan;
+    for (const std::int64_t count : lengths) {
+      const bool fits = count <= 32 * kMostHeld - 8;  // with what a chunk may have in front of the row
+      (fits ? held : longer).push_back(static_cast<int>(first.size()) - 1);
+      plan.most_entries = std::max(plan.most_entries, fits ? count : 0);
+      first.push_back(first.back() + count);
+    }
+    plan.held = static_cast<int>(held.size());
+    plan.longer = static_cast<int>(longer.size());
+    held.insert(held.end(), longer.begin(), longer.end());
+    plan.first = upload(first, context.device.index);
+    plan.rows = upload(held, context.device.index);
+    return plan;
+  });
+}
+
+/// `held` entries in each lane, `together` of them at a time; 0 where a warp does not hold a row.
+KernelSpec softmax_spec(bool backward, DType dtype, std::int64_t held, std::int64_t together) {
+  const std::string name = std::string("fretwork::regular_softmax") + (backward ? "_backward" : "");
+  const std::string type = device_type(dtype);
+  return {kSource, held == 0
+                       ? name + "<" + type + ">"
+                       : name + "_held<" + type + ", " + std::to_string(held) + ", " + std::to_string(together) + ">"};
+}
+
+/// Whether each row of both begins at the same place of its 16 bytes.
+bool aligned_alike(const Operand& a, const Operand& b, std::int64_t chunk) {
+  const auto differs = [&](std::int64_t x, std::int64_t y) { return (x - y) % chunk != 0; };
+  return a.col == 1 && b.col == 1 && !differs(a.row, b.row) && !differs(a.head, b.head) && !differs(a.batch, b.batch) &&
+         reinterpret_cast<std::uintptr_t>(a.data) % 16 == reinterpret_cast<std::uintptr_t>(b.data) % 16;
+}
+
+const void* end_of(const Softmax& s, const Operand& o) {
+  const std::int64_t last =
+      (s.batch - 1) * o.batch + (s.heads - 1) * o.head + (s.rows - 1) * o.row + (s.width - 1) * o.col;
+  return static_cast<const char*>(o.data) + (last + 1) * static_cast<std::int64_t>(size_of(s.dtype));
+}
+
+}  // namespace
+
+void run(const Softmax& s, Context& context) {
+  if (s.batch * s.heads * s.rows * s.width == 0) {
+    return;
+  }
+  const driver::DeviceScope scope(context.device.index);
+  const auto plan = softmax_plan(*s.pattern, context);
+  const bool backward = s.d_out.data != nullptr;
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  const SplitScale split(s.scale, kLargest / 2);  // which log2(e) may multiply
+  RegularSoftmaxParams q{};
+  q.first = data<long long>(plan->first);
+  q.in = params(s.in);
+  q.out = params(s.out);
+  q.in_end = end_of(s, s.in);
+  if (backward) {
+    q.d_out = params(s.d_out);
+    q.d_out_end = end_of(s, s.d_out);
+  }
+  q.before = static_cast<float>(split.before);
+  q.after = static_cast<float>(split.after);
+  q.scale = static_cast<float>(std::clamp(s.scale, -kLargest, kLargest));
+  q.heads = narrowed(s.heads);
+  q.width = narrowed(s.width);
+  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(s.dtype));
+  const bool whole = aligned_alike(s.in, s.out, chunk) && (!backward || aligned_alike(s.in, s.d_out, chunk));
+  const std::int64_t step = whole ? chunk : 4, front = whole ? chunk - 1 : 0;
+  const std::int64_t held = std::max(((plan->most_entries + front + 31) / 32 + step - 1) / step * step, step);
+  constexpr int kWarps = kThreads / 32;  // a row's each, or all of a row
+  const auto launch = [&](int first, int rows, std::int64_t in_lane, int rows_of_cta) {
+    if (rows > 0) {
+      q.rows = data<int>(plan->rows) + first;
+      q.row_count = rows;
+      const std::int64_t tasks = checked_tasks(s.batch * s.heads * rows);
+      q.tasks = static_cast<unsigned>(tasks);
+      get_kernel(softmax_spec(backward, s.dtype, in_lane, whole ? chunk : 1), context.device.index)
+          .launch((tasks + rows_of_cta - 1) / rows_of_cta, kThreads, 0, &q, context.stream);
+    }
+  };
+  launch(0, plan->held, held, kWarps);
+  launch(plan->held, plan->longer, 0, 1);
+}
+
+namespace {
+
+std::vector<KernelSpec> list(const std::string& arch) {
   std::vector<KernelSpec> specs;
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     specs.push_back(spec(Result::values, dtype, 0));
@@ -305,10 +343,10 @@ std::vector<KernelSpec> list(const std::string& /*arch*/) {
       specs.push_back(spec(Result::by_col, dtype, elements));
     }
     for (const std::int64_t depth : {64, 128, 192, 256}) {
-      if (dtype != DType::f32) {
-        specs.push_back(tile_spec(Result::values, dtype, depth, 0));
-        specs.push_back(tile_spec(Result::by_row, dtype, depth, 0));
-        specs.push_back(tile_spec(Result::by_col, dtype, depth, depth / 64));  // any stride
+      for (const Result result : {Result::values, Result::by_row, Result::by_col}) {
+        if (dtype != DType::f32) {
+          specs.push_back(tile_spec(result, dtype, depth, arch));
+        }
       }
     }
     for (const bool backward : {false, true}) {

@@ -1,5 +1,5 @@
-// SPLAT's operators: a warp for each row or column, lanes on neighbouring elements of an operand, so that every access
-// is whole. Sums are fp32 in a fixed order.
+// SPLAT's operators from lists of columns: a warp for each row or column, lanes on neighbouring elements of an operand,
+// so that every access is whole. Sums are fp32 in a fixed order.
 #pragma once
 
 #include "device/load.cuh"
@@ -54,25 +54,28 @@ __global__ void __launch_bounds__(kRegularThreads) regular_values(const __grid_c
   }
   const int lane = threadIdx.x % 32;
   const regular_task my(n, 1, p.row_count, p.heads);
-  const RegularLine line = p.rows[my.line];
+  const int* const columns = p.columns + p.first[my.line];
+  const int count = static_cast<int>(p.first[my.line + 1] - p.first[my.line]);
   const T* const left = regular_line<const T>(p.by_row, my.batch, my.head, my.line);
-  const T* const right = regular_line<const T>(p.by_col, my.batch, my.head / p.group, line.start);
+  const T* const right = regular_line<const T>(p.by_col, my.batch, my.head / p.group, 0);
   T* const out = regular_line<T>(p.values, my.batch, my.head, my.line);
-  const i64 step = line.stride * p.by_col.row;
   for (int first = 0; first < p.width; first += 32) {
-    const int there = line.count - first;  // entries from here on, maybe none
+    const int there = count - first;  // entries from here on, maybe none
+    const int column = lane < there ? columns[first + lane] : 0;
     float part[32];
 #pragma unroll
     for (int u = 0; u < 32; ++u) {
       part[u] = 0;
     }
-    for (int e = there > 0 ? lane : p.depth; e < p.depth; e += 32) {
-      const float x = widen(left[e * p.by_row.col]);
-      const T* const from = right + first * step + e * p.by_col.col;
+    for (int chunk = there > 0 ? 0 : p.depth; chunk < p.depth; chunk += 32) {
+      const int e = chunk + lane;
+      const bool inside = e < p.depth;
+      const float x = inside ? static_cast<float>(widen(left[e * p.by_row.col])) : 0.0f;
 #pragma unroll
       for (int u = 0; u < 32; ++u) {
-        if (u < there) {
-          part[u] = fmaf(x, static_cast<float>(widen(from[u * step])), part[u]);
+        const i64 j = __shfl_sync(0xffffffffu, column, u);
+        if (u < there && inside) {
+          part[u] = fmaf(x, static_cast<float>(widen(right[j * p.by_col.row + e * p.by_col.col])), part[u]);
         }
       }
     }
@@ -122,18 +125,19 @@ __global__ void __launch_bounds__(kRegularThreads, 3) regular_by_row(const __gri
   }
   const int lane = threadIdx.x % 32;
   const regular_task my(n, p.chunks, p.row_count, p.heads);
-  const RegularLine line = p.rows[my.line];
+  const int* const columns = p.columns + p.first[my.line];
+  const int count = static_cast<int>(p.first[my.line + 1] - p.first[my.line]);
   const T* const values = regular_line<const T>(p.values, my.batch, my.head, my.line);
-  const T* right = regular_line<const T>(p.by_col, my.batch, my.head / p.group, line.start);
-  const i64 step = line.stride * p.by_col.row;
+  const T* const right = regular_line<const T>(p.by_col, my.batch, my.head / p.group, 0);
   regular_sum<T, N> sum(my.chunk, p.depth);
-  for (int first = 0; first < line.count; first += 32) {
-    const int many = min(32, line.count - first);
+  for (int first = 0; first < count; first += 32) {
+    const int many = min(32, count - first);
+    const int column = lane < many ? columns[first + lane] : 0;
     const float x = lane < many ? static_cast<float>(widen(values[(first + lane) * p.values.col])) : 0.0f;
 #pragma unroll 4
     for (int u = 0; u < many; ++u) {
-      sum.add(__shfl_sync(0xffffffffu, x, u), right, p.by_col.col);
-      right += step;
+      const i64 j = __shfl_sync(0xffffffffu, column, u);
+      sum.add(__shfl_sync(0xffffffffu, x, u), right + j * p.by_col.row, p.by_col.col);
     }
   }
   sum.store(regular_line<T>(p.by_row, my.batch, my.head, my.line), p.by_row.col);
@@ -148,20 +152,19 @@ __global__ void __launch_bounds__(kRegularThreads, 3) regular_by_col(const __gri
   }
   const int lane = threadIdx.x % 32;
   const regular_task my(n, p.chunks, p.col_count, p.heads / p.group);
-  const RegularLine column = p.columns[my.line];
+  const RegularPlace* const places = p.places + p.col_first[my.line];
+  const int count = static_cast<int>(p.col_first[my.line + 1] - p.col_first[my.line]);
   regular_sum<T, N> sum(my.chunk, p.depth);
   for (int head = my.head * p.group; head < (my.head + 1) * p.group; ++head) {
     const T* const left = regular_line<const T>(p.by_row, my.batch, head, 0);
-    for (int first = 0; first < column.count; first += 32) {
-      const int many = min(32, column.count - first);
+    for (int first = 0; first < count; first += 32) {
+      const int many = min(32, count - first);
       int row = 0;
       float x = 0;
       if (lane < many) {
-        const int at = column.start + (first + lane) * column.stride;
-        row = p.list == nullptr ? at : p.list[at];
-        const RegularLine line = p.rows[row];
-        const int t = (my.line - line.start) / line.stride;
-        x = widen(regular_line<const T>(p.values, my.batch, head, row)[t * p.values.col]);
+        const RegularPlace at = places[first + lane];
+        row = at.row;
+        x = widen(regular_line<const T>(p.values, my.batch, head, row)[at.place * p.values.col]);
       }
 #pragma unroll 4
       for (int u = 0; u < many; ++u) {
@@ -175,39 +178,136 @@ __global__ void __launch_bounds__(kRegularThreads, 3) regular_by_col(const __gri
 
 inline constexpr int kSoftmaxWarps = 8;
 
-/// A warp's row of up to 32·N entries, N in each lane: C neighbours at a time, in one access.
+/// Zeros from `to` to `end`, by a warp.
+template <typename T>
+__device__ __forceinline__ void fill_zeros(T* to, T* end) {
+  constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
+  const int lane = threadIdx.x % 32;
+  T* const whole = reinterpret_cast<T*>((reinterpret_cast<u64>(to) + 15) / 16 * 16);
+  for (T* at = to + lane; at < end && at < whole; at += 32) {
+    *at = T{};
+  }
+  const u32 zeros[4] = {};
+  T* at = whole + lane * kChunk;
+  for (; at + kChunk <= end; at += 32 * kChunk) {
+    store_words<4>(at, zeros);
+  }
+  for (; at < end; ++at) {  // one lane's, less than a chunk
+    *at = T{};
+  }
+}
+
+/// The row of a warp or a CTA.
+struct regular_softmax_row {
+  int batch, head, line, count;
+  __device__ __forceinline__ regular_softmax_row(const RegularSoftmaxParams& p, u32 n) {
+    const regular_task my(n, 1, p.row_count, p.heads);
+    batch = my.batch;
+    head = my.head;
+    line = p.rows[my.line];
+    count = static_cast<int>(p.first[line + 1] - p.first[line]);
+  }
+};
+
+/// A warp's row of up to 32·N entries, N in each lane: C neighbours at a time, in one aligned access. Where C is more
+/// than 1, the row may begin `lead` elements behind an aligned address, and all tensors have the same lead.
 template <typename T, int N, int C>
 struct regular_row {
-  int count;
-  __device__ __forceinline__ int entry(int e) const { return e / C * 32 * C + threadIdx.x % 32 * C + e % C; }
-  __device__ __forceinline__ bool there(int e) const { return entry(e) < count; }
-  /// Anything beyond the row's entries.
-  __device__ __forceinline__ void load(float (&x)[N], const T* row, i64 col) const {
+  int count, lead;
+  __device__ __forceinline__ regular_row(int entries, const T* row)
+      : count(entries), lead(C > 1 ? static_cast<int>(reinterpret_cast<u64>(row) / sizeof(T) % C) : 0) {}
+  /// Negative in front of the row.
+  __device__ __forceinline__ int entry(int e) const { return e / C * 32 * C + threadIdx.x % 32 * C + e % C - lead; }
+  __device__ __forceinline__ bool there(int e) const { return static_cast<u32>(entry(e)) < static_cast<u32>(count); }
+  /// Anything beyond the row's entries. What an access reads around them lies in the same 16 bytes as one of them, and
+  /// in front of `end`.
+  __device__ __forceinline__ void load(float (&x)[N], const T* row, i64 col, const void* end) const {
 #pragma unroll
     for (int e = 0; e < N; e += C) {
-      if (there(e)) {
-        const run<T, C> some = load_run<T, C>(row + entry(e) * col);
+      const T* const from = row + entry(e) * col;
+      if constexpr (C == 1) {
+        if (there(e)) {
+          x[e] = widen(*from);
+        }
+      } else if (entry(e) < count && from + C <= static_cast<const T*>(end)) {
+        const run<T, C> some = load_run<T, C>(from);
 #pragma unroll
         for (int u = 0; u < C; ++u) {
           x[e + u] = widen(some.at(u));
         }
+      } else {
+#pragma unroll
+        for (int u = 0; u < C; ++u) {
+          if (there(e + u)) {
+            x[e + u] = widen(from[u]);
+          }
+        }
       }
     }
   }
+  /// x is zero beyond the row's entries. And zeros from there on.
   __device__ __forceinline__ void store(T* row, i64 col, int width, const float (&x)[N]) const {
+    const int held = min(width, N * 32 - lead);  // what is stored from registers
+    if constexpr (C == 1) {
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        if (entry(e) < held) {
+          row[entry(e) * col] = narrow<T>(x[e]);
+        }
+      }
+      for (int t = held + static_cast<int>(threadIdx.x % 32); t < width; t += 32) {
+        row[t * col] = T{};
+      }
+    } else {
+      store_chunks(row, held, x);
+      fill_zeros(row + held, row + width);
+    }
+  }
+
+ private:
+  /// Chunks that reach beyond the row on either side are stored element by element, once for all lanes that have one.
+  __device__ __forceinline__ void store_chunks(T* row, int held, const float (&x)[N]) const {
+    float rest[C];
+    int last = held;  // where `rest` begins; nothing if that is the end
 #pragma unroll
     for (int e = 0; e < N; e += C) {
-      if (entry(e) < width) {
-        float some[C];
+      const int first = entry(e);
+      float some[C];
 #pragma unroll
-        for (int u = 0; u < C; ++u) {
-          some[u] = there(e + u) ? x[e + u] : 0.0f;
-        }
-        store_run<T, C>(row + entry(e) * col, some);
+      for (int u = 0; u < C; ++u) {
+        some[u] = x[e + u];
+      }
+      const bool behind = first + C > held && first < held;
+      if (first >= 0 && first + C <= held) {
+        store_run<T, C>(row + first, some);
+      } else if (e == 0 && first < 0 && !behind) {
+        store_some(row, first, held, some);
+      }
+#pragma unroll
+      for (int u = 0; u < C; ++u) {
+        rest[u] = behind ? some[u] : rest[u];
+      }
+      last = behind ? first : last;
+    }
+    if (last < held) {
+      store_some(row, last, held, rest);
+    }
+  }
+  __device__ __forceinline__ void store_some(T* row, int first, int end, const float (&x)[C]) const {
+#pragma unroll
+    for (int u = 0; u < C; ++u) {
+      if (static_cast<u32>(first + u) < static_cast<u32>(end)) {
+        row[first + u] = narrow<T>(x[u]);
       }
     }
   }
 };
+
+/// exp(after·x), x ≤ 0 or NaN; fast where T is rounded to 16 bits. `after` is at most half of the largest number.
+template <typename T>
+__device__ __forceinline__ float regular_exp(float after, float x) {
+  return sizeof(T) == 2 ? exp2_fast(after * kLog2e * x) : expf(after * x);
+}
 
 /// out = softmax of scale·in over a row's entries, which a warp holds in registers.
 template <typename T, int N, int C>
@@ -217,22 +317,21 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
   if (n >= p.tasks) {
     return;
   }
-  const regular_task my(n, 1, p.row_count, p.heads);
-  const regular_row<T, N, C> row{p.rows[my.line].count};
-  // Differences come before the scale's size: a large one times x would overflow.
-  const float size = p.scale == 0.0f ? 1.0f : fabsf(p.scale), sign = p.scale / size;
+  const regular_softmax_row my(p, n);
+  const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
+  const regular_row<T, N, C> row(my.count, in);
   float x[N], top = -infinity(), sum = 0;
-  row.load(x, regular_line<const T>(p.in, my.batch, my.head, my.line), p.in.col);
+  row.load(x, in, p.in.col, p.in_end);
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    x[e] = row.there(e) ? sign * x[e] : -infinity();
+    x[e] = row.there(e) ? p.before * x[e] : -infinity();
     top = fmaxf(top, x[e]);  // NaN loses, and shows in the sum
   }
   top = reduce_lanes<32>(top, take_max{});
   top = top == -infinity() ? 0.0f : top;  // a row of −inf alone must not subtract it from itself
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    x[e] = expf((x[e] - top) * size);
+    x[e] = regular_exp<T>(p.after, x[e] - top);
     sum += x[e];
   }
   sum = reduce_lanes<32>(sum, take_sum{});
@@ -240,6 +339,12 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     x[e] *= share;
+  }
+  if (share != share) {  // which zeros are not to become
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      x[e] = row.there(e) ? x[e] : 0.0f;
+    }
   }
   row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, p.width, x);
 }
@@ -252,11 +357,12 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
   if (n >= p.tasks) {
     return;
   }
-  const regular_task my(n, 1, p.row_count, p.heads);
-  const regular_row<T, N, C> row{p.rows[my.line].count};
+  const regular_softmax_row my(p, n);
+  const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
+  const regular_row<T, N, C> row(my.count, in);
   float x[N], d[N], dot = 0;
-  row.load(x, regular_line<const T>(p.in, my.batch, my.head, my.line), p.in.col);
-  row.load(d, regular_line<const T>(p.d_out, my.batch, my.head, my.line), p.d_out.col);
+  row.load(x, in, p.in.col, p.in_end);
+  row.load(d, regular_line<const T>(p.d_out, my.batch, my.head, my.line), p.d_out.col, p.d_out_end);
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     dot += row.there(e) && x[e] != 0.0f ? x[e] * d[e] : 0.0f;
@@ -272,26 +378,24 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
 /// The softmax of longer rows, a CTA for each.
 template <typename T>
 __global__ void __launch_bounds__(32 * kSoftmaxWarps) regular_softmax(const __grid_constant__ RegularSoftmaxParams p) {
-  const regular_task my(blockIdx.x, 1, p.row_count, p.heads);
-  const int count = p.rows[my.line].count;
+  const regular_softmax_row my(p, blockIdx.x);
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
   T* const out = regular_line<T>(p.out, my.batch, my.head, my.line);
   const int thread = static_cast<int>(threadIdx.x);
-  const float size = p.scale == 0.0f ? 1.0f : fabsf(p.scale), sign = p.scale / size;  // which comes last
-  const auto score = [&](int t) { return sign * static_cast<float>(widen(in[t * p.in.col])); };
+  const auto score = [&](int t) { return p.before * static_cast<float>(widen(in[t * p.in.col])); };
   float top = -infinity(), sum = 0;
-  for (int t = thread; t < count; t += 32 * kSoftmaxWarps) {
+  for (int t = thread; t < my.count; t += 32 * kSoftmaxWarps) {
     top = fmaxf(top, score(t));  // NaN loses, and shows in the sum
   }
   top = reduce_block<kSoftmaxWarps>(top, take_max{});
   top = top == -infinity() ? 0.0f : top;
-  for (int t = thread; t < count; t += 32 * kSoftmaxWarps) {
-    sum += expf((score(t) - top) * size);
+  for (int t = thread; t < my.count; t += 32 * kSoftmaxWarps) {
+    sum += regular_exp<T>(p.after, score(t) - top);
   }
   sum = reduce_block<kSoftmaxWarps>(sum, take_sum{});
   const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
   for (int t = thread; t < p.width; t += 32 * kSoftmaxWarps) {
-    out[t * p.out.col] = narrow<T>(t < count ? expf((score(t) - top) * size) * share : 0.0f);
+    out[t * p.out.col] = narrow<T>(t < my.count ? regular_exp<T>(p.after, score(t) - top) * share : 0.0f);
   }
 }
 
@@ -299,21 +403,20 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps) regular_softmax(const __gr
 template <typename T>
 __global__ void __launch_bounds__(32 * kSoftmaxWarps)
     regular_softmax_backward(const __grid_constant__ RegularSoftmaxParams p) {
-  const regular_task my(blockIdx.x, 1, p.row_count, p.heads);
-  const int count = p.rows[my.line].count;
+  const regular_softmax_row my(p, blockIdx.x);
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
   const T* const upstream = regular_line<const T>(p.d_out, my.batch, my.head, my.line);
   T* const out = regular_line<T>(p.out, my.batch, my.head, my.line);
   const int thread = static_cast<int>(threadIdx.x);
   float dot = 0;
-  for (int t = thread; t < count; t += 32 * kSoftmaxWarps) {
+  for (int t = thread; t < my.count; t += 32 * kSoftmaxWarps) {
     const float x = widen(in[t * p.in.col]), d = widen(upstream[t * p.d_out.col]);
     dot += x != 0.0f ? x * d : 0.0f;
   }
   dot = reduce_block<kSoftmaxWarps>(dot, take_sum{});
   for (int t = thread; t < p.width; t += 32 * kSoftmaxWarps) {
     float result = 0;
-    if (t < count) {
+    if (t < my.count) {
       const float x = widen(in[t * p.in.col]), d = widen(upstream[t * p.d_out.col]);
       result = x != 0.0f ? p.scale * (x * (d - dot)) : 0.0f;
     }

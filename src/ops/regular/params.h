@@ -3,20 +3,21 @@
 
 namespace fretwork {
 
-/// start + t·stride, 0 ≤ t < count.
-struct RegularLine {
-  int start, stride, count;
-};
-
 struct RegularOperand {
   void* data;
   long long batch, head, row, col;
 };
 
+/// The entry of a column: x[row, place].
+struct RegularPlace {
+  int row, place;
+};
+
 struct RegularParams {
-  const RegularLine* rows;     ///< the columns of each row
-  const RegularLine* columns;  ///< the rows of each column, or places in the list of them
-  const int* list;             ///< null where columns are progressions
+  const long long* first;      ///< where the columns of each row begin
+  const int* columns;          ///< ascending in each row
+  const long long* col_first;  ///< where the entries of each column begin
+  const RegularPlace* places;  ///< by ascending row
   RegularOperand values, by_row, by_col;
   unsigned tasks;    ///< lines, each as often as it has chunks
   int heads, group;  ///< of x; of them, how many share a head of by_col
@@ -25,28 +26,57 @@ struct RegularParams {
   int chunks;  ///< pieces of `depth`, a warp's share each
 };
 
-/// Up to 64 lines whose partners lie at base + s·step, 0 ≤ s < slots; each of those is a partner of one of them at
-/// least.
+/// What a block of up to 64 columns holds of a row: the columns whose bits are set, at x[row, base] and the places
+/// behind it, in ascending order.
+struct alignas(16) RegularBits {
+  unsigned long long mask;
+  int base, row;  ///< row −1: none
+};
+
+/// The tile shapes. A tile is kRegularLines lines of the result, in kRegularGroups groups of 64; a step is 64 partners,
+/// which all groups of the tile share.
+inline constexpr int kRegularBlock = 64, kRegularGroups = 2, kRegularLines = kRegularGroups * kRegularBlock;
+
+/// Lines of the result and the steps that are summed for them. Tiles of one wave share no lines.
 struct RegularTile {
-  int first, lines;  ///< where they stand in `order`
-  int base, step, slots;
+  int lines;         ///< where they stand, kRegularLines of them
+  int first, steps;  ///< of the steps
+  int wave;
+  int shared;  ///< whether another tile has one of the lines, too
+};
+
+/// A line of a tile. Where several tiles have it, each adds to what the ones of earlier waves left.
+struct RegularTileLine {
+  int line;            ///< −1: none
+  int sum;             ///< its place among the sums that wait in memory, or −1 where one tile has it all
+  int earlier, later;  ///< whether tiles of earlier and of later waves have it too
 };
 
 struct RegularTileParams {
-  const RegularLine* rows;   ///< the columns of each row
-  const int* order;          ///< rows, or columns where the result is by_col
-  const RegularTile* tiles;  ///< each as often as there are batches and heads of the result
+  const RegularTile* tiles;      ///< each as often as there are batches and heads of the result, by rising waves
+  const RegularTileLine* lines;  ///< rows, or columns where the result is by_col
+  const RegularBits* bits;       ///< kRegularLines for each step: of a tile's rows, or of a step's rows in each group
+  const int* partners;           ///< 64 for each step, −1: none
+  const long long* first;        ///< where the columns of each row begin; for the zeros behind a row's end
   RegularOperand values, by_row, by_col;
-  int tile_count;
+  float* sums;            ///< (ring, sums of a head, depth)
+  int* done;              ///< (batches and heads of the result, waves): finished tiles that share lines, zeros before
+  int* taken;             ///< tiles that were taken so far, zero before
+  const int* wave_tiles;  ///< those of each wave that share lines
+  int tile_count, wave_count, sum_count;
+  int ring;          ///< heads whose sums have room in memory at once
   int heads, group;  ///< as above
   int width, depth;
 };
 
 struct RegularSoftmaxParams {
-  const RegularLine* rows;
+  const long long* first;  ///< as above
+  const int* rows;         ///< those that this launch computes
   RegularOperand in, d_out, out;
+  const void *in_end, *d_out_end;  ///< behind the last element
+  float before, after;             ///< scale = before·after, |before| ≤ 1 ≤ after
   float scale;
-  unsigned tasks;  ///< rows
+  unsigned tasks;  ///< rows of all batches and heads
   int heads, row_count, width;
 };
 

@@ -1,6 +1,7 @@
-// SPLAT's operators on rows that are progressions: what they accept, which backend runs them, and where entries stand.
+// SPLAT's operators: what they accept, which backend runs them, and where entries stand.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,49 +18,47 @@ namespace regular_op {
 namespace {
 
 Rows make_rows(const RegularPattern& pattern) {
-  Rows rows{pattern.acsr()};
-  for (Progression& line : rows.lines) {
-    rows.width = std::max(rows.width, line.count);
-    line.stride = line.count > 1 ? line.stride : 1;
-  }
-  return rows;
-}
-
-/// Every entry, sorted by column.
-Columns listed_columns(const RegularPattern& pattern) {
-  const auto rows = rows_of(pattern);
-  Columns columns{std::vector<Progression>(static_cast<std::size_t>(pattern.cols()), Progression{0, 1, 0}), {}};
-  const auto each = [&](const auto& f) {
-    for (std::size_t i = 0; i < rows->lines.size(); ++i) {
-      const Progression& line = rows->lines[i];
-      for (std::int64_t t = 0; t < line.count; ++t) {
-        f(static_cast<std::int64_t>(i), columns.lines[static_cast<std::size_t>(line.start + t * line.stride)]);
-      }
-    }
-  };
-  each([](std::int64_t, Progression& column) { ++column.count; });
-  std::int64_t total = 0;
-  for (Progression& column : columns.lines) {
-    column.start = total;
-    total += std::exchange(column.count, 0);
-  }
-  columns.list.resize(static_cast<std::size_t>(total));
-  each([&](std::int64_t i, Progression& column) {
-    columns.list[static_cast<std::size_t>(column.start + column.count++)] = i;
-  });
-  return columns;
+  auto entries = pattern.entries();
+  return {std::move(entries.first), std::move(entries.columns)};
 }
 
 Columns make_columns(const RegularPattern& pattern) {
-  const auto turned = std::dynamic_pointer_cast<const RegularPattern>(pattern.transpose());
-  try {
-    return {turned->acsr(), {}};
-  } catch (const Error&) {  // no progressions that way
-    return listed_columns(pattern);
+  const auto rows = rows_of(pattern);
+  Columns columns{std::vector<std::int64_t>(static_cast<std::size_t>(pattern.cols()) + 1), {}};
+  for (const std::int32_t j : rows->columns) {
+    ++columns.first[static_cast<std::size_t>(j) + 1];
   }
+  std::partial_sum(columns.first.begin(), columns.first.end(), columns.first.begin());
+  std::vector<std::int64_t> next(columns.first.begin(), columns.first.end() - 1);
+  columns.entries.resize(rows->columns.size());
+  for (std::int64_t i = 0; i < pattern.rows(); ++i) {
+    std::int32_t place = 0;
+    for (const std::int32_t j : rows->row(i)) {
+      columns.entries[static_cast<std::size_t>(next[static_cast<std::size_t>(j)]++)] = {static_cast<std::int32_t>(i),
+                                                                                        place++};
+    }
+  }
+  return columns;
 }
 
+/// What the cache of widths holds.
+struct Width {
+  std::int64_t entries;
+};
+
 }  // namespace
+
+/// Entries of the longest row, which are not listed for it.
+static std::int64_t width_of(const RegularPattern& pattern) {
+  static PlanCache<Width>& cache = *std::make_unique<PlanCache<Width>>().release();
+  return cache
+      .get(hash128(pattern.key()),
+           [&] {
+             const auto lengths = pattern.row_lengths();
+             return Width{lengths.empty() ? 0 : *std::ranges::max_element(lengths)};
+           })
+      ->entries;
+}
 
 std::shared_ptr<const Rows> rows_of(const RegularPattern& pattern) {
   static PlanCache<Rows>& cache = *std::make_unique<PlanCache<Rows>>().release();
@@ -80,18 +79,6 @@ using regular_op::Product;
 using regular_op::Result;
 using regular_op::Softmax;
 using RegularPtr = std::shared_ptr<const RegularPattern>;
-
-/// A pattern whose rows are progressions.
-RegularPtr check_pattern(const char* op, const PatternPtr& pattern) {
-  RegularPtr regular = check_regular(op, pattern);
-  try {
-    regular_op::rows_of(*regular);
-  } catch (const Error& error) {
-    const std::string text = error.what();  // of acsr
-    throw Error(op + text.substr(text.find(':')));
-  }
-  return regular;
-}
 
 Operand check_tensor(const char* op, const char* argument, const TensorView& t, const TensorView& like,
                      std::initializer_list<std::int64_t> shape, const Context& context) {
@@ -126,7 +113,7 @@ void product(const char* op, Result result, const Named& values, const Named& by
              const PatternPtr& pattern, Context& context) {
   check_rank(op, by_row.name, by_row.tensor, "4 dimensions (B, Hq, Sq, D)");
   check_rank(op, by_col.name, by_col.tensor, "4 dimensions (B, Hk, Sk, D)");
-  const RegularPtr regular = check_pattern(op, pattern);
+  const RegularPtr regular = check_regular(op, pattern);
   Product p;
   p.result = result;
   p.pattern = regular.get();
@@ -140,7 +127,7 @@ void product(const char* op, Result result, const Named& values, const Named& by
   p.rows = regular->rows();
   p.cols = regular->cols();
   p.depth = deep.size(3);
-  p.width = regular_op::rows_of(*regular)->width;
+  p.width = regular_op::width_of(*regular);
   if (p.kv_heads == 0 || p.heads == 0 ? p.heads != p.kv_heads : p.heads % p.kv_heads != 0) {
     throw Error(op, by_col.name, "a number of heads that divides " + std::to_string(p.heads),
                 shape_text(by_col.tensor.shape()));
@@ -157,7 +144,7 @@ void product(const char* op, Result result, const Named& values, const Named& by
 void softmax(const char* op, const Named& in, const Named* d_out, const Named& out, const PatternPtr& pattern,
              double scale, Context& context) {
   check_rank(op, in.name, in.tensor, "4 dimensions (B, H, Sq, W)");
-  const RegularPtr regular = check_pattern(op, pattern);
+  const RegularPtr regular = check_regular(op, pattern);
   if (!std::isfinite(scale)) {
     throw Error(op, "scale", "a finite number", text::shortest(scale));
   }
@@ -167,7 +154,7 @@ void softmax(const char* op, const Named& in, const Named* d_out, const Named& o
   s.batch = in.tensor.size(0);
   s.heads = in.tensor.size(1);
   s.rows = regular->rows();
-  s.width = regular_op::rows_of(*regular)->width;
+  s.width = regular_op::width_of(*regular);
   s.scale = scale;
   const std::initializer_list<std::int64_t> shape = {s.batch, s.heads, s.rows, s.width};
   s.in = check_tensor(op, in.name, in.tensor, in.tensor, shape, context);
@@ -181,7 +168,7 @@ void softmax(const char* op, const Named& in, const Named* d_out, const Named& o
 }  // namespace
 
 std::int64_t r_width(const PatternPtr& pattern, const char* op) {
-  return regular_op::rows_of(*check_pattern(op, pattern))->width;
+  return regular_op::width_of(*check_regular(op, pattern));
 }
 
 void r_sddmm(const TensorView& q, const TensorView& k, const PatternPtr& pattern, const TensorView& out,

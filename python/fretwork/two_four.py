@@ -61,8 +61,8 @@ class TwoFour:
     Of every group of four neighbours along `dim` (of two for fp32) half are kept. `values` has half the size along
     `dim`. Group g of a line has the nibble idx0 | idx1 << 2, idx0 < idx1, at bit 4g of the line's words, which have 8,
     16 or 32 bits, signed or not; an fp32 pair has 4 (the first is kept) or 0xE (the second). `fw.two_four.compress`
-    makes one from a dense matrix. Here anyone's values and words become one, after a look at every nibble: a group whose
-    values are zero may have any, and has 4 in `metadata`, a copy. Gradients go to `values`.
+    makes one from a dense matrix. Here anyone's values and words become one, after a look at every nibble: a group
+    whose values are zero may have any, and has 4 in `metadata`, which is a copy. Gradients go to `values`.
 
     >>> import torch, fretwork as fw
     >>> s = fw.TwoFour(torch.tensor([[1.0, 2.0]]).half(), torch.tensor([[0x4E]], dtype=torch.int8))
@@ -229,7 +229,8 @@ def _of_bytes(values: Tensor, dtype: torch.dtype, metadata: Tensor, dim: int) ->
     return _restored(values.view(dtype), metadata, dim)
 
 
-torch.serialization.add_safe_globals([TwoFour, _restored, _of_bytes])  # so that torch.load takes them as it takes tensors
+# So that torch.load takes them as it takes tensors.
+torch.serialization.add_safe_globals([TwoFour, _restored, _of_bytes])
 
 
 # Metadata as bytes and nibbles, for what is rare. Lines are rows here.
@@ -445,7 +446,7 @@ def matmul(
     True
     >>> torch.allclose(fw.two_four.matmul(B.mT, fw.two_four.compress(A).T), B.mT @ A.T, atol=1e-5)
     True
-    >>> s, x = fw.two_four.compress(torch.tensor([[0, 100, 0, -7]], dtype=torch.int8)), torch.ones(4, 1, dtype=torch.int8)
+    >>> s, x = fw.two_four.compress(torch.tensor([[0, 100, 0, -7]]).char()), torch.ones(4, 1).char()
     >>> fw.two_four.matmul(s, x, out_dtype=torch.int8, scale_out=torch.tensor(0.5)).item()  # 46.5, to even
     46
     """

@@ -288,7 +288,7 @@ class Work {
     if (biased || p_.activation != Activation::none) {
       F bias[kLines];
       for (std::int64_t i = 0; i < job.lines; ++i) {
-        bias[i] = biased ? read_element<F>(p_.bias.data, p_.bias_dtype, (job.line + i) * p_.bias.stride) : F{0};
+        bias[i] = biased ? read_element<F>(p_.bias.data, p_.bias_dtype(), (job.line + i) * p_.bias.stride) : F{0};
       }
       simd::finish({sums, width, job.lines, width, biased ? bias : nullptr, nullptr, p_.activation},
                    std::is_same_v<F, double> ? DType::f64 : DType::f32);

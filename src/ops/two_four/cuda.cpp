@@ -193,7 +193,7 @@ ProductParams params_of(const Problem& problem, std::int64_t cols) {
   p.band = kBand;
   p.scale_out = problem.scale_out;
   p.out = out_type(problem.out);
-  p.bias_type = out_type(problem.bias_dtype);
+  p.bias_type = out_type(problem.bias_dtype());
   p.activation = static_cast<int>(problem.activation);
   p.c_by_row = p.n > 1 && (p.m == 1 || std::abs(p.c_col) <= std::abs(p.c_row));
   const std::int64_t size = bytes_of(problem.out), near = p.c_by_row ? p.c_col : p.c_row;

@@ -178,7 +178,7 @@ Params fill(const Problem& p, const Kind& kind, const Spread& spread) {
       p.c.row == 1 && aligned(p.c.data, 4 * size_of(p.out)) && keeps(p.n, p.c.col, 4) && keeps(p.batch, p.c.batch, 4);
   params.scale_out = p.scale_out;
   params.out = out_type(p.out);
-  params.bias_type = out_type(p.bias_dtype);
+  params.bias_type = out_type(p.bias_dtype());
   return params;
 }
 

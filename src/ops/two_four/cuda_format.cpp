@@ -202,10 +202,11 @@ void check_metadata(const Format& f, const Matrix& to, bool keep_valid, std::int
   q.element_bytes = static_cast<int>(size_of(f.dtype));
   q.keep_valid = keep_valid ? 1 : 0;
   begin(bad, context);
-  const std::int64_t tiles = ceil_div(f.lines, kFormatCheckLines) * q.tiles_k;
-  static KernelTable<1> table;
-  table.get(0, context.device.index, [] { return spec(Op::check_metadata, 0); })
-      .launch(tiles, kFormatThreads, 0, &q, context.stream);
+  if (const std::int64_t tiles = ceil_div(f.lines, kFormatCheckLines) * q.tiles_k; tiles > 0) {
+    static KernelTable<1> table;
+    table.get(0, context.device.index, [] { return spec(Op::check_metadata, 0); })
+        .launch(tiles, kFormatThreads, 0, &q, context.stream);
+  }
 }
 
 void to_dense(const Format& f, Context& context) {

@@ -258,7 +258,7 @@ void set_result(const Problem& p, Params& params) {
   params.scale_b_stride = p.scale_b.stride;
   params.scale_out = p.scale_out;
   params.out_type = out_type(p.out);
-  params.bias_type = out_type(p.bias_dtype);
+  params.bias_type = out_type(p.bias_dtype());
   params.convert = leaves_as_is(p) ? 0 : 1;
   params.wide = can_store_four(p, transposed) ? 1 : 0;
   params.activation = static_cast<int>(p.activation);

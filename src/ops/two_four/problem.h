@@ -50,12 +50,13 @@ struct Problem {
   Matrix values, words;
   int word_bytes = 2;
   Dense b, c;
-  Vector bias;
-  DType bias_dtype = DType::f32;  ///< that of `out`, or f32 where that has 8 bits
-  Vector scale_s, scale_b;        ///< f32
+  Vector bias;              ///< of dtype `out`
+  bool bias_f32 = false;    ///< but of f32, where `out` has 8 bits
+  Vector scale_s, scale_b;  ///< f32
   Activation activation = Activation::none;
   const float* scale_out = nullptr;  ///< or null
 
+  DType bias_dtype() const { return bias_f32 ? DType::f32 : out; }
   /// Whether sums are results, but for rounding.
   bool is_plain() const {
     return bias.data == nullptr && scale_s.data == nullptr && scale_b.data == nullptr && scale_out == nullptr &&

@@ -426,9 +426,8 @@ void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, co
   p.word_bytes = s.word_bytes;
   p.activation = options.activation;
   const std::int64_t a_rows = sides.left ? p.m : p.n, b_cols = sides.left ? p.n : p.m;
-  p.bias_dtype =
-      options.bias != nullptr && options.bias->dtype == DType::f32 && size_of(p.out) == 1 ? DType::f32 : p.out;
-  p.bias = check_vector(sides.op, "bias", options.bias, p.m, p.bias_dtype, false, context);
+  p.bias_f32 = options.bias != nullptr && options.bias->dtype == DType::f32 && size_of(p.out) == 1;
+  p.bias = check_vector(sides.op, "bias", options.bias, p.m, p.bias_dtype(), false, context);
   p.scale_out = check_scalar(sides.op, "scale_out", options.scale_out, context);
   p.scale_s = check_vector(sides.op, "scale_a", options.scale_a, a_rows, DType::f32, true, context);
   p.scale_b = check_vector(sides.op, "scale_b", options.scale_b, b_cols, DType::f32, true, context);

@@ -37,6 +37,7 @@ _to_dense, _prune, _matmul = _rules._to_dense, _rules._prune, _rules._matmul
 _plain_matmul = _rules._plain_matmul._op  # as the op calls it: one step of Python less
 
 _ACTIVATIONS = {None: "none", "relu": "relu", "gelu": "gelu", "silu": "silu"}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 _EMPTY = 0x44  # two groups that keep their first elements: what padding holds
 _log = logging.getLogger("fretwork")
 
@@ -91,10 +92,10 @@ class TwoFour:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With a look at every nibble; fp8 as bytes, for pickle cannot hold it."""
-        if self.dtype not in _rules._SMALL:
-            return _restored, (self.values, self.metadata, self.dim)
-        return _of_bytes, (self.values.detach().view(torch.uint8), self.dtype, self.metadata, self.dim)
+        """With a look at every nibble. fp8 and unsigned words are shown as types that pickle can hold."""
+        small, plain = self.dtype in _rules._SMALL, _SIGNED.get(self.metadata.dtype, self.metadata.dtype)
+        values = self.values.detach().view(torch.uint8) if small else self.values
+        return _restored, (values, self.metadata.view(plain), self.dim, self.dtype, self.metadata.dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -220,13 +221,18 @@ def canonical(values: Tensor, metadata: Tensor, dim: int, keep_valid: bool = Fal
     return words
 
 
-def _restored(values: Tensor, metadata: Tensor, dim: int) -> TwoFour:
-    """What was one before: places of zeros stay where they are."""
+def _restored(
+    values: Tensor, metadata: Tensor, dim: int, dtype: torch.dtype | None = None, word: torch.dtype | None = None
+) -> TwoFour:
+    """What was one before: places of zeros stay where they are. dtype and word are what its parts are shown as."""
+    values = values if dtype in (None, values.dtype) else values.view(dtype)
+    metadata = metadata if word is None else metadata.view(word)
     return TwoFour._of(values, canonical(values, metadata, dim, keep_valid=True), dim)
 
 
 def _of_bytes(values: Tensor, dtype: torch.dtype, metadata: Tensor, dim: int) -> TwoFour:
-    return _restored(values.view(dtype), metadata, dim)
+    """As pickles of version 0.1 call it."""
+    return _restored(values, metadata, dim, dtype)
 
 
 # So that torch.load takes them as it takes tensors.

@@ -15,6 +15,7 @@
 #include "fretwork/executor_tbb.h"
 #include "ops/two_four/cpu.h"
 #include "ops/two_four/problem.h"
+#include "result_types.h"
 
 namespace fretwork::two_four {
 namespace {
@@ -186,34 +187,11 @@ class Example {
     return {result, rounding * (size + 1e-3) * std::abs(after) + last * std::abs(result) + step};
   }
 
-  /// Relative, and that of numbers near zero.
-  static std::array<double, 2> rounding_of(DType out) {
-    switch (out) {
-      case DType::f16:
-        return {0x1p-11, 0x1p-24};
-      case DType::bf16:
-        return {0x1p-8, 0};
-      case DType::f8_e4m3:
-        return {0x1p-4, 0x1p-10};
-      case DType::f8_e5m2:
-        return {0x1p-3, 0x1p-17};
-      case DType::i8:
-        return {0, 0.5};
-      default:
-        return {0, 0};
-    }
-  }
-  /// What 8 bits hold.
-  double saturated(double x) const {
-    const double most = t.out == DType::i8 ? 127 : t.out == DType::f8_e4m3 ? 448 : 57344;
-    return size_of(t.out) > 1 ? x : std::clamp(x, t.out == DType::i8 ? -128 : -most, most);
-  }
-
   void check() const {
     SCOPED_TRACE(text());
     c.each([&](Index z, Index i, Index j) {
       const auto [exact, bound] = expected(z, i, j);
-      const double wanted = saturated(exact), got = c.get(z, i, j);
+      const double wanted = saturated(t.out, exact), got = c.get(z, i, j);
       if (t.out == DType::f16 && std::abs(wanted) > 65472) {  // what rounds to infinity, or nearly
         EXPECT_GE(std::copysign(1.0, wanted) * got, 65440) << wanted;
         return;

@@ -81,13 +81,14 @@ KernelSpec metadata_spec() {
   return {kPack, "fretwork::two_four::pack_metadata<" + std::to_string(kPackThreads) + ">"};
 }
 
-/// Whether fp8 is multiplied as it is. sm_80 has no fp8, and sm_90's mma.sp converts it each time to f16, which holds
-/// it exactly: there it is converted once.
+/// Whether fp8 is multiplied as it is: sm_89 and sm_12x have mma.sp for it. sm_80 has no fp8, and for sm_90 to sm_11x
+/// ptxas converts operands before each mma.sp, which takes the registers that sums need. There fp8 is converted once,
+/// to f16, which holds it exactly.
 bool multiplies_fp8(const std::string& arch) {
   int number = 0;
   const std::size_t digits = std::min(arch.find_first_of("0123456789"), arch.size());
   std::from_chars(arch.data() + digits, arch.data() + arch.size(), number);
-  return number >= 89 && number != 90;
+  return number == 89 || number >= 120;
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {

@@ -63,12 +63,12 @@ const fretwork::KroneckerPattern& as_kronecker(const fretwork_pattern* pattern) 
 fretwork::DType sparse_dtype(const char* op, const std::string& name) {
   using fretwork::DType;
   for (const DType dtype :
-       {DType::f64, DType::f32, DType::f16, DType::bf16, DType::f8_e4m3, DType::f8_e5m2, DType::i8}) {
+       {DType::f64, DType::f32, DType::f16, DType::bf16, DType::f8_e4m3, DType::f8_e5m2, DType::i8, DType::u8}) {
     if (name == fretwork::name_of(dtype)) {
       return dtype;
     }
   }
-  throw fretwork::Error(op, "dtype", "a floating type, float8_e4m3fn, float8_e5m2 or int8", name);
+  throw fretwork::Error(op, "dtype", "a floating type, float8_e4m3fn, float8_e5m2, int8 or uint8", name);
 }
 
 fretwork::DType floating_named(const std::string& name) {

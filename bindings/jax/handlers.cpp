@@ -35,6 +35,12 @@ DType dtype_of(ffi::DataType type) {
       return DType::i16;
     case ffi::S32:
       return DType::i32;
+    case ffi::U8:
+      return DType::u8;
+    case ffi::U16:
+      return DType::u16;
+    case ffi::U32:
+      return DType::u32;
     default:
       throw Error("fretwork.jax", "dtype", "float64, float32, float16, bfloat16 or bool",
                   "XLA's type " + std::to_string(static_cast<int>(type)));
@@ -304,9 +310,9 @@ void two_four_check(Call& call) {
                            static_cast<std::int64_t*>(call.out(0).data), call.context);
 }
 
-void two_four_check_metadata(Call& call) {
-  fretwork::two_four_check_metadata({call.in(0), call.in(1), 1}, static_cast<std::int64_t*>(call.out(0).data),
-                                    call.context);
+void two_four_canonical(Call& call) {
+  fretwork::two_four_canonical({call.in(0), call.in(1), 1}, call.out(0), call.attribute<bool>("keep_valid"),
+                               static_cast<std::int64_t*>(call.out(1).data), call.context);
 }
 
 void two_four_to_dense(Call& call) {
@@ -441,8 +447,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_compress_cpu, on_cpu<two_four_co
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_compress_cuda, on_cuda<two_four_compress>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_check_cpu, on_cpu<two_four_check>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_check_cuda, on_cuda<two_four_check>, cuda_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_check_metadata_cpu, on_cpu<two_four_check_metadata>, cpu_call());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_check_metadata_cuda, on_cuda<two_four_check_metadata>, cuda_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_canonical_cpu, on_cpu<two_four_canonical>, cpu_call());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_canonical_cuda, on_cuda<two_four_canonical>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_to_dense_cpu, on_cpu<two_four_to_dense>, cpu_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_to_dense_cuda, on_cuda<two_four_to_dense>, cuda_call());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fretwork_two_four_gather_cpu, on_cpu<two_four_gather>, cpu_call());

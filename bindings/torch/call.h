@@ -83,7 +83,10 @@ inline const std::vector<DTypeCode>& dtype_codes() {
                                                {aoti_torch_dtype_float8_e4m3fn(), DType::f8_e4m3},
                                                {aoti_torch_dtype_float8_e5m2(), DType::f8_e5m2},
                                                {aoti_torch_dtype_int16(), DType::i16},
-                                               {aoti_torch_dtype_int32(), DType::i32}};
+                                               {aoti_torch_dtype_int32(), DType::i32},
+                                               {aoti_torch_dtype_uint8(), DType::u8},
+                                               {aoti_torch_dtype_uint16(), DType::u16},
+                                               {aoti_torch_dtype_uint32(), DType::u32}};
   return codes;
 }
 
@@ -120,10 +123,11 @@ inline fretwork::Device device_of(const Tensor& tensor) {
   return {cuda ? fretwork::DeviceType::cuda : fretwork::DeviceType::cpu, cuda ? tensor.get_device_index() : 0};
 }
 
-/// What an argument may hold, in words. Only words of metadata and sums of int8 are int16 or int32.
+/// What an argument may hold, in words. Only what belongs to 2:4 matrices is an integer of more than 8 bits or an
+/// unsigned one: i16 and what DType has behind it.
 struct Kinds {
   const char* words;
-  bool wide_integers = false;
+  bool integers = false;
 };
 inline constexpr Kinds kFloating{"float64, float32, float16 or bfloat16"};
 inline constexpr Kinds kFloatingOrBool{"bool, float64, float32, float16 or bfloat16"};
@@ -134,8 +138,7 @@ inline fretwork::TensorView view(const char* op, const char* argument, const Ten
   const std::int32_t code = dtype_code(tensor);
   const auto& codes = dtype_codes();
   const auto known = std::find_if(codes.begin(), codes.end(), [&](const auto& c) { return c.code == code; });
-  const auto wide = [](fretwork::DType d) { return d == fretwork::DType::i16 || d == fretwork::DType::i32; };
-  if (known == codes.end() || (wide(known->dtype) && !kinds.wide_integers)) {
+  if (known == codes.end() || (known->dtype >= fretwork::DType::i16 && !kinds.integers)) {
     throw fretwork::Error(op, argument, kinds.words, foreign_dtype_name(code));
   }
   const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -244,6 +247,16 @@ inline void* current_stream(int device) {
   return stream;
 }
 
+/// A thread of autograd's may begin with one of our ops, and go on with cuBLAS, which wants a current context: where
+/// there is none, torch's current device gets its own.
+inline void give_context(int device) {
+  if (std::int32_t current = -1; !fretwork::has_cuda_context() &&
+                                 aoti_torch_get_current_device_index(&current) == AOTI_TORCH_SUCCESS &&
+                                 current == device) {
+    fretwork::set_cuda_context(device);
+  }
+}
+
 inline fretwork::Precision precision_named(const char* op, std::string_view name) {
   if (name == "ieee") {
     return fretwork::Precision::ieee;
@@ -286,6 +299,7 @@ class Call {
     context_.executor = &executor_;
     if (context_.device.type == fretwork::DeviceType::cuda) {
       context_.stream = current_stream(context_.device.index);
+      give_context(context_.device.index);
     }
   }
   Call(const Call&) = delete;

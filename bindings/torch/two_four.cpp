@@ -9,9 +9,9 @@ namespace {
 using namespace fretwork_torch;  // NOLINT: what every op here is made of
 using fretwork::DType, fretwork::TensorView, fretwork::TwoFour;
 
-constexpr Kinds kElements{"float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8"};
-constexpr Kinds kWords{"int8, int16 or int32", true};
-constexpr Kinds kResult{"int32, float64, float32, float16 or bfloat16", true};
+constexpr Kinds kElements{"float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8 or uint8", true};
+constexpr Kinds kWords{"int8, int16, int32, uint8, uint16 or uint32", true};
+constexpr Kinds kResult{"int32, float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8", true};
 
 /// A dtype as torch counts them, which is how it comes into an op.
 DType dtype_numbered(const char* op, const char* argument, std::int64_t code, const Kinds& kinds) {
@@ -105,14 +105,22 @@ void check(StableIValue* stack, std::uint64_t, std::uint64_t) {
   stack[0] = torch::stable::detail::from(bad);
 }
 
-void check_metadata(StableIValue* stack, std::uint64_t, std::uint64_t) {
+void canonical(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  constexpr const char* kOp = "TwoFour";
   Arguments arguments(stack);
   const Tensor values = arguments.tensor(), metadata = arguments.tensor();
-  const TwoFour matrix = sparse("TwoFour", values, metadata, arguments.integer());
+  const std::int64_t dim = arguments.integer();
+  const bool keep_valid = arguments.flag();
+
+  const TwoFour matrix = sparse(kOp, values, metadata, dim);
+  const bool down = dim == 0;
+  const Tensor words = empty_lines(matrix.metadata.size(down ? 1 : 0), matrix.metadata.size(down ? 0 : 1), dim,
+                                   dtype_code(metadata), metadata);
   const Tensor bad = empty({}, aoti_torch_dtype_int64(), values);
   Call call(values);
-  fretwork::two_four_check_metadata(matrix, place_of(bad), call.context());
-  stack[0] = torch::stable::detail::from(bad);
+  fretwork::two_four_canonical(matrix, view(kOp, "metadata", words, kWords), keep_valid, place_of(bad), call.context());
+  stack[0] = torch::stable::detail::from(words);
+  stack[1] = torch::stable::detail::from(bad);
 }
 
 void to_dense(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -175,7 +183,8 @@ void prune_both(StableIValue* stack, std::uint64_t, std::uint64_t) {
 std::int32_t result_code(const Tensor& dense) {
   const std::int32_t code = dtype_code(dense);
   const bool small = code == aoti_torch_dtype_float8_e4m3fn() || code == aoti_torch_dtype_float8_e5m2();
-  return code == aoti_torch_dtype_int8() ? aoti_torch_dtype_int32() : small ? aoti_torch_dtype_bfloat16() : code;
+  const bool integer = code == aoti_torch_dtype_int8() || code == aoti_torch_dtype_uint8();
+  return integer ? aoti_torch_dtype_int32() : small ? aoti_torch_dtype_bfloat16() : code;
 }
 
 /// product: "left" is s·dense, "right" dense·s, and "linear" dense·sᵀ, whose dense may have one dimension.
@@ -187,6 +196,7 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const std::optional<std::int64_t> out_dtype = arguments.optional_integer();
   const std::optional<Tensor> scale_a = arguments.optional_tensor(), scale_b = arguments.optional_tensor();
   const Text product = arguments.text(), precision = arguments.text();
+  const std::optional<Tensor> scale_out = arguments.optional_tensor();
 
   const bool left = product.view() == "left", linear = product.view() == "linear";
   const char* const op = linear ? "linear" : "matmul";
@@ -195,12 +205,12 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const std::int32_t code = static_cast<std::int32_t>(out_dtype.value_or(result_code(dense)));
   dtype_numbered(op, "out_dtype", code, kResult);  // refuses others before there is a result
 
-  const std::array<std::optional<Tensor>, 3> given{bias, scale_a, scale_b};
-  std::array<TensorView, 3> views;
-  std::array<const TensorView*, 3> places{};
+  const std::array<std::optional<Tensor>, 4> given{bias, scale_a, scale_b, scale_out};
+  std::array<TensorView, 4> views;
+  std::array<const TensorView*, 4> places{};
   for (std::size_t n = 0; n < given.size(); ++n) {
     if (given[n].has_value()) {
-      constexpr std::array kNames{"bias", "scale_a", "scale_b"};
+      constexpr std::array kNames{"bias", "scale_a", "scale_b", "scale_out"};
       views[n] = view(op, kNames[n], *given[n], kResult);
       places[n] = &views[n];
     }
@@ -221,7 +231,8 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const fretwork::TwoFourOptions options{.bias = places[0],
                                          .activation = activation_named(op, activation.view()),
                                          .scale_a = places[1],
-                                         .scale_b = places[2]};
+                                         .scale_b = places[2],
+                                         .scale_out = places[3]};
   if (linear) {
     fretwork::two_four_linear(input, s, output, call.context(), options);
   } else if (left) {
@@ -235,7 +246,7 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("two_four_compress", &compress);
   m.impl("two_four_check", &check);
-  m.impl("two_four_check_metadata", &check_metadata);
+  m.impl("two_four_canonical", &canonical);
   m.impl("two_four_to_dense", &to_dense);
   m.impl("two_four_gather", &gather);
   m.impl("two_four_prune", &prune);
@@ -251,7 +262,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
       "two_four_compress(Tensor dense, int dim, ScalarType metadata_dtype, bool validate) -> (Tensor values, Tensor "
       "metadata)");
   m.def("two_four_check(Tensor dense, int dim) -> Tensor");
-  m.def("two_four_check_metadata(Tensor values, Tensor metadata, int dim) -> Tensor");
+  m.def(
+      "two_four_canonical(Tensor values, Tensor metadata, int dim, bool keep_valid) -> (Tensor metadata, Tensor bad)");
   m.def("two_four_to_dense(Tensor values, Tensor metadata, int dim) -> Tensor");
   m.def("two_four_gather(Tensor dense, Tensor metadata, int dim) -> Tensor");
   m.def("two_four_prune(Tensor dense, int dim, bool transposable) -> Tensor");
@@ -261,7 +273,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fretwork, m) {
   // The second has no gradient: rules for one run in Python at every call, and cost more than the call.
   for (const std::string name : {"two_four_matmul", "_two_four_matmul"}) {
     m.def((name + "(Tensor values, Tensor metadata, Tensor dense, Tensor? bias, str activation, ScalarType? out_dtype, "
-                  "Tensor? scale_a, Tensor? scale_b, str product, str precision) -> Tensor")
+                  "Tensor? scale_a, Tensor? scale_b, str product, str precision, Tensor? scale_out=None) -> Tensor")
               .c_str());
   }
 }

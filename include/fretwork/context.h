@@ -51,6 +51,12 @@ struct Context {
   static Context cuda(int device = 0, void* stream = nullptr);
 };
 
+/// Whether the calling thread has a current CUDA context; false without a driver.
+bool has_cuda_context();
+/// Makes a device's primary context the calling thread's, as the CUDA runtime does on first use. Ops leave a thread's
+/// context as it was: a caller that goes on with a library that expects one calls this first, where there is none.
+void set_cuda_context(int device);
+
 /// Memory from a context's allocator for the length of a scope.
 class Workspace {
  public:

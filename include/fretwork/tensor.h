@@ -10,7 +10,7 @@
 
 namespace fretwork {
 
-enum class DType : std::uint8_t { f64, f32, f16, bf16, f8_e4m3, f8_e5m2, i8, boolean, i16, i32 };
+enum class DType : std::uint8_t { f64, f32, f16, bf16, f8_e4m3, f8_e5m2, i8, boolean, i16, i32, u8, u16, u32 };
 
 std::size_t size_of(DType dtype);
 const char* name_of(DType dtype);

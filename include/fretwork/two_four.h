@@ -19,7 +19,7 @@ namespace fretwork {
 /// words have 8, 16 or 32 bits. An f32 pair has 4 (the first is kept) or 0xE (the second).
 struct TwoFour {
   TensorView values;    ///< (M, K/2), or (K/2, N) where dim is 0
-  TensorView metadata;  ///< (M, words) or (words, N) of i8, i16 or i32
+  TensorView metadata;  ///< (M, words) or (words, N) of i8, i16, i32 or the unsigned types of these sizes
   int dim = 1;          ///< the compressed axis: 0 or 1
 
   /// Of the matrix that this stands for.
@@ -43,8 +43,13 @@ std::int64_t two_four_words(std::int64_t k, DType dtype, DType word);
 void two_four_compress(const TensorView& dense, const TwoFour& out, std::int64_t* bad, Context& context);
 /// Only looks.
 void two_four_check(const TensorView& dense, int dim, std::int64_t* bad, Context& context);
-/// Whether every nibble that stands for a group is a valid one: *bad is the place of the first group whose is not.
+/// Whether every nibble that stands for a group with a number is a valid one: *bad is the place of the first that is
+/// not. A group of zeros may have any.
 void two_four_check_metadata(const TwoFour& matrix, std::int64_t* bad, Context& context);
+/// The same, and takes anyone's words in: `words`, which is like matrix.metadata or is it, gets what a kernel may read.
+/// Groups of zeros get nibble 4; with keep_valid only those of them whose nibble is not valid.
+void two_four_canonical(const TwoFour& matrix, const TensorView& words, bool keep_valid, std::int64_t* bad,
+                        Context& context);
 /// Zeros where nothing is kept.
 void two_four_to_dense(const TwoFour& matrix, const TensorView& dense, Context& context);
 /// out.values = the elements of `dense` where out.metadata keeps one: the gradient of to_dense.
@@ -64,14 +69,16 @@ std::vector<std::int64_t> two_four_order(const char* op, std::string_view layout
 
 /// Options of the products; a null pointer is something that is not there.
 struct TwoFourOptions {
-  const TensorView* bias = nullptr;  ///< one for each line of the sparse operand, of the dtype of the result
+  /// One for each line of the sparse operand, of the dtype of the result, or f32 where that has 8 bits.
+  const TensorView* bias = nullptr;
   Activation activation = Activation::none;
-  const TensorView* scale_a = nullptr;  ///< f32, one number () or one for each row of a (M)
-  const TensorView* scale_b = nullptr;  ///< f32, one number () or one for each column of b (N)
+  const TensorView* scale_a = nullptr;    ///< f32, one number () or one for each row of a (M)
+  const TensorView* scale_b = nullptr;    ///< f32, one number () or one for each column of b (N)
+  const TensorView* scale_out = nullptr;  ///< f32, one number (), after the activation
 };
 
-/// out = activation(a·b·scales + bias). b (…, K, N), out (…, M, N); any strides. The result has the dtype of b or f32;
-/// i32, f32, f16 or bf16 for i8; bf16, f16 or f32 for fp8.
+/// out = activation(a·b·scale_a·scale_b + bias)·scale_out. b (…, K, N), out (…, M, N); any strides. The result has any
+/// floating dtype, fp8 or i8, and of integers also i32. Rounded once, to nearest even; i8 and fp8 are saturated.
 void two_four_matmul(const TwoFour& a, const TensorView& b, const TensorView& out, Context& context,
                      const TwoFourOptions& options = {});
 /// The same with the sparse operand on the right: a (…, M, K), b (K, N) with dim 0, out (…, M, N).

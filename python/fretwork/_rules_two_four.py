@@ -12,15 +12,17 @@ from fretwork._shapes import fail
 
 _ops = torch.ops.fretwork
 _compress, _check_op = _ops.two_four_compress.default, _ops.two_four_check.default
-_check_metadata = _ops.two_four_check_metadata.default
+_canonical = _ops.two_four_canonical.default
 _to_dense, _gather = _ops.two_four_to_dense.default, _ops.two_four_gather.default
 _prune, _prune_both = _ops.two_four_prune.default, _ops.two_four_prune_both.default
 _matmul, _plain_matmul = _ops.two_four_matmul.default, _ops._two_four_matmul.default
 
 _LEARNING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
-_KINDS = (*_LEARNING, *_SMALL, torch.int8)
-_WORDS = (torch.int8, torch.int16, torch.int32)
+_INTEGERS = (torch.int8, torch.uint8)
+_KINDS = (*_LEARNING, *_SMALL, *_INTEGERS)
+_WORDS = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32)
+WORDS_TEXT = "int8, int16, int32 or the unsigned types of these sizes"
 
 
 def group_of(dtype: torch.dtype) -> int:
@@ -35,7 +37,12 @@ def words_of(k: int, dtype: torch.dtype, word: torch.dtype) -> int:
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of a product, where none is asked for."""
-    return torch.int32 if dtype == torch.int8 else torch.bfloat16 if dtype in _SMALL else dtype
+    return torch.int32 if dtype in _INTEGERS else torch.bfloat16 if dtype in _SMALL else dtype
+
+
+def bias_dtypes(out: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Of a product whose result has this dtype."""
+    return (out, torch.float32) if out.itemsize == 1 else (out,)
 
 
 def _check(right: bool, op: str, argument: str, expected: object, got: object) -> None:
@@ -53,7 +60,7 @@ def _check_device(op: str, argument: str, t: Tensor, like: Tensor) -> None:
 
 def _check_dense(op: str, dense: Tensor, dim: int) -> tuple[int, int]:
     """Lines and elements of a line."""
-    _check(dense.dtype in _KINDS, op, "A", "a floating type or int8", dense.dtype)
+    _check(dense.dtype in _KINDS, op, "A", "a floating type, int8 or uint8", dense.dtype)
     _check(dense.dim() == 2, op, "A", "a matrix", tuple(dense.shape))
     _check(dim in (0, 1), op, "dim", "-1, 0 or 1", dim)
     group, k = group_of(dense.dtype), dense.shape[dim]
@@ -64,8 +71,8 @@ def _check_dense(op: str, dense: Tensor, dim: int) -> tuple[int, int]:
 def _check_plain(values: Tensor, metadata: Tensor, dim: int) -> tuple[int, int]:
     """Rows and columns of the matrix."""
     op = "TwoFour"
-    _check(values.dtype in _KINDS, op, "values", "a floating type or int8", values.dtype)
-    _check(metadata.dtype in _WORDS, op, "metadata", "int8, int16 or int32", metadata.dtype)
+    _check(values.dtype in _KINDS, op, "values", "a floating type, int8 or uint8", values.dtype)
+    _check(metadata.dtype in _WORDS, op, "metadata", WORDS_TEXT, metadata.dtype)
     _check(values.dim() == 2, op, "values", "a matrix", tuple(values.shape))
     _check(dim in (0, 1), op, "dim", "-1, 0 or 1", dim)
     lines, k = values.shape[1 - dim], 2 * values.shape[dim]
@@ -85,7 +92,7 @@ def _lines(like: Tensor, lines: int, along: int, dim: int, dtype: torch.dtype | 
 
 def _made(op: str, dense: Tensor, dim: int, word: torch.dtype) -> tuple[Tensor, Tensor]:
     lines, k = _check_dense(op, dense, dim)
-    _check(word in _WORDS, op, "metadata_dtype", "int8, int16 or int32", word)
+    _check(word in _WORDS, op, "metadata_dtype", WORDS_TEXT, word)
     return _lines(dense, lines, k // 2, dim), _lines(dense, lines, words_of(k, dense.dtype, word), dim, word)
 
 
@@ -100,10 +107,11 @@ def _check_fake(dense: Tensor, dim: int) -> Tensor:
     return dense.new_empty((), dtype=torch.int64)
 
 
-@torch.library.register_fake("fretwork::two_four_check_metadata")
-def _check_metadata_fake(values: Tensor, metadata: Tensor, dim: int) -> Tensor:
+@torch.library.register_fake("fretwork::two_four_canonical")
+def _canonical_fake(values: Tensor, metadata: Tensor, dim: int, keep_valid: bool) -> tuple[Tensor, Tensor]:
     _check_plain(values, metadata, dim)
-    return values.new_empty((), dtype=torch.int64)
+    words = _lines(metadata, metadata.shape[1 - dim], metadata.shape[dim], dim)
+    return words, values.new_empty((), dtype=torch.int64)
 
 
 @torch.library.register_fake("fretwork::two_four_to_dense")
@@ -144,6 +152,7 @@ def _matmul_fake(
     scale_b: Tensor | None,
     product: str,
     precision: str,
+    scale_out: Tensor | None = None,
 ) -> Tensor:
     right = product == "right"
     rows, cols = _check_plain(values, metadata, 0 if right else 1)
@@ -157,13 +166,17 @@ def _matmul_fake(
     shape = list(dense.shape)
     shape[contracted] = lines
     out = out_dtype or result_dtype(dense.dtype)
+    whole = (torch.int32,) if dense.dtype in _INTEGERS else ()
+    _check(out in (*_LEARNING, *_SMALL, torch.int8, *whole), op, "out_dtype", f"one for {dense.dtype}", out)
     if bias is not None:
         _check(tuple(bias.shape) == (lines,), op, "bias", (lines,), tuple(bias.shape))
-        _check(bias.dtype == out, op, "bias", out, bias.dtype)
+        _check(bias.dtype in bias_dtypes(out), op, "bias", out, bias.dtype)
     for scale, count in ((scale_a, -2), (scale_b, -1)):
         if scale is not None:
             right_shape = scale.dim() == 0 or tuple(scale.shape) == (shape[count],)
             _check(right_shape, op, "scale_a" if count == -2 else "scale_b", "one number or one of each", scale.shape)
+    if scale_out is not None:
+        _check(scale_out.dim() == 0, op, "scale_out", "one number", tuple(scale_out.shape))
     return dense.new_empty(shape, dtype=out)
 
 
@@ -210,10 +223,10 @@ def _prune_both_gradient(ctx: Any, *gradients: Any) -> None:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, metadata, dense, bias, ctx.activation, _, scale_a, scale_b, ctx.product, ctx.precision = inputs
+    values, metadata, dense, bias, ctx.activation, _, scale_a, scale_b, ctx.product, ctx.precision, scale_out = inputs
     needs_values, needs_dense = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
     op = "linear" if ctx.product == "linear" else "matmul"
-    if ctx.needs_input_grad[6] or ctx.needs_input_grad[7]:
+    if ctx.needs_input_grad[6] or ctx.needs_input_grad[7] or ctx.needs_input_grad[10]:
         raise NotImplementedError(
             f"{op}: scales: expected tensors without gradient, got one that requires it; multiply the result by it"
         )
@@ -222,16 +235,24 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             f"{op}: gradient: expected float64, float32, float16 or bfloat16 operands, got {values.dtype}; "
             "let one of these learn, and TwoFour.to makes the other"
         )
-    again = ctx.activation in ("gelu", "silu")  # the sums before these are computed again
+    if any(ctx.needs_input_grad) and output.dtype not in _LEARNING:
+        raise NotImplementedError(
+            f"{op}: gradient: expected a float64, float32, float16 or bfloat16 result, got {output.dtype}; "
+            "round the result of one of these"
+        )
+    ctx.again = ctx.activation in ("gelu", "silu")  # the sums before these are computed again
+    ctx.again |= ctx.activation == "relu" and scale_out is not None  # which may hide their sign
+    again = ctx.again
     ctx.dtype = dense.dtype
     ctx.save_for_backward(
         values if needs_dense or again else None,
         metadata,
         dense if needs_values or again else None,
         bias if again else None,
-        output if ctx.activation == "relu" else None,
+        output if ctx.activation == "relu" and not again else None,
         scale_a,
         scale_b,
+        scale_out,
     )
 
 
@@ -243,12 +264,15 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    values, metadata, dense, bias, out, scale_a, scale_b = ctx.saved_tensors
+    values, metadata, dense, bias, out, scale_a, scale_b, scale_out = ctx.saved_tensors
     product = ctx.product
+    if scale_out is not None:
+        d_out = d_out * scale_out
 
     def sums() -> Tensor:
         return _matmul(values, metadata, dense, bias, "none", d_out.dtype, scale_a, scale_b, product, ctx.precision)
 
+    out = sums() if ctx.activation == "relu" and ctx.again else out
     d = _before_activation(ctx.activation, d_out, out, sums)
     needs_values, _, needs_dense, needs_bias = ctx.needs_input_grad[:4]
     d_values = d_dense = d_bias = None
@@ -262,7 +286,7 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         d_dense = a.T @ d if product == "left" else d @ (a.T if product == "right" else a)
     if needs_values:
         d_values = _gather(_outer(product, d, dense), metadata, 0 if product == "right" else 1)
-    return d_values, None, d_dense, d_bias, *(None,) * 6
+    return d_values, None, d_dense, d_bias, *(None,) * 7
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -308,14 +332,12 @@ def _register_each(op: str) -> None:
     torch.library.register_vmap(f"fretwork::{op}", vmap)
 
 
-def _check_metadata_vmap(
-    info: Any, in_dims: tuple[Any, ...], values: Tensor, metadata: Tensor, dim: int
-) -> tuple[Tensor, None]:
+def _canonical_vmap(
+    info: Any, in_dims: tuple[Any, ...], values: Tensor, metadata: Tensor, dim: int, keep_valid: bool
+) -> tuple[tuple[Tensor, Tensor], tuple[int, None]]:
     """One answer for all, which can be read: a place of one of them, or −1."""
-    if in_dims[1] is None and info.batch_size:  # the same nibbles for all
-        return _check_metadata(values.select(in_dims[0], 0), metadata, dim), None
-    found, _ = _each(_check_metadata, info, in_dims, (values, metadata, dim))
-    return found.amax(0) if info.batch_size else found.new_tensor(-1), None
+    (words, found), _ = _each(_canonical, info, in_dims, (values, metadata, dim, keep_valid))
+    return (words, found.amax(0) if info.batch_size else found.new_tensor(-1)), (0, None)
 
 
 # The product, with gradient and without
@@ -328,7 +350,7 @@ def _register_product(op: str) -> None:
         """With gradient either way: what is batched hides whether it requires one, and shows it only here."""
         values, metadata, dense, *rest = arguments
         alone = any(d is not None for n, d in enumerate(in_dims) if n != 2)
-        if alone or dense.dim() < (2 if rest[-2] == "linear" else 3):
+        if alone or dense.dim() < (2 if rest[5] == "linear" else 3):
             return _each(_matmul, info, in_dims, arguments)
         return _matmul(values, metadata, dense.movedim(in_dims[2], 0), *rest), 0
 
@@ -340,7 +362,8 @@ def _register_product(op: str) -> None:
         if dense.dtype in common and values.dtype in common:
             dense = dense.to(values.dtype)
         if bias is not None and bias.dtype in common:
-            bias = bias.to(out or result_dtype(dense.dtype))
+            takes = bias_dtypes(out or result_dtype(dense.dtype))
+            bias = bias if bias.dtype in takes else bias.to(takes[-1])
         with torch.autocast(dense.device.type, enabled=False):
             return call(values, metadata, dense, bias, activation, out, *rest)
 
@@ -358,6 +381,6 @@ torch.library.register_autograd("fretwork::two_four_prune_both", _prune_both_gra
 torch.library.register_autograd("fretwork::two_four_matmul", _gradient, setup_context=_setup)
 for _name in ("compress", "check", "to_dense", "gather", "prune", "prune_both"):
     _register_each(f"two_four_{_name}")
-torch.library.register_vmap("fretwork::two_four_check_metadata", _check_metadata_vmap)
+torch.library.register_vmap("fretwork::two_four_canonical", _canonical_vmap)
 for _name in ("two_four_matmul", "_two_four_matmul"):
     _register_product(_name)

@@ -32,11 +32,12 @@ from fretwork.pattern import flag, whole_number
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load", "matmul", "prune", "save"]
 
 _ops = torch.ops.fretwork
-_compress, _check, _check_metadata = _rules._compress, _rules._check_op, _rules._check_metadata
+_compress, _check, _canonical = _rules._compress, _rules._check_op, _rules._canonical
 _to_dense, _prune, _matmul = _rules._to_dense, _rules._prune, _rules._matmul
 _plain_matmul = _rules._plain_matmul._op  # as the op calls it: one step of Python less
 
 _ACTIVATIONS = {None: "none", "relu": "relu", "gelu": "gelu", "silu": "silu"}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 _EMPTY = 0x44  # two groups that keep their first elements: what padding holds
 _log = logging.getLogger("fretwork")
 
@@ -52,7 +53,7 @@ def _axis(op: str, dim: Any, kind: type[Exception] = RuntimeError) -> int:
 
 def _check_word(op: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype):
-        refuse(op, "metadata_dtype", "torch.int8, int16 or int32", dtype, TypeError)
+        refuse(op, "metadata_dtype", f"torch's {_rules.WORDS_TEXT}", dtype, TypeError)
 
 
 class TwoFour:
@@ -60,8 +61,9 @@ class TwoFour:
 
     Of every group of four neighbours along `dim` (of two for fp32) half are kept. `values` has half the size along
     `dim`. Group g of a line has the nibble idx0 | idx1 << 2, idx0 < idx1, at bit 4g of the line's words, which have 8,
-    16 or 32 bits; an fp32 pair has 4 (the first is kept) or 0xE (the second). `fw.two_four.compress` makes one from a
-    dense matrix; here anyone's values and words become one, after a look at every nibble. Gradients go to `values`.
+    16 or 32 bits, signed or not; an fp32 pair has 4 (the first is kept) or 0xE (the second). `fw.two_four.compress`
+    makes one from a dense matrix. Here anyone's values and words become one, after a look at every nibble: a group
+    whose values are zero may have any, and has 4 in `metadata`, which is a copy. Gradients go to `values`.
 
     >>> import torch, fretwork as fw
     >>> s = fw.TwoFour(torch.tensor([[1.0, 2.0]]).half(), torch.tensor([[0x4E]], dtype=torch.int8))
@@ -79,23 +81,8 @@ class TwoFour:
     def __init__(self, values: Tensor, metadata: Tensor, dim: int = -1) -> None:
         _check_tensor("TwoFour", "values", values)
         _check_tensor("TwoFour", "metadata", metadata)
-        self.values, self.metadata, self.dim = values, metadata, _axis("TwoFour", dim, ValueError)
-        try:
-            bad = _check_metadata(values.detach(), metadata, self.dim)
-        except RuntimeError as error:  # as an op says it
-            if str(error).startswith("TwoFour: "):
-                raise ValueError(str(error)) from None
-            raise
-        if torch.compiler.is_compiling() or bad.is_meta:  # nothing can be read there
-            return
-        place = int(bad.item())
-        if place >= 0:
-            valid = "4 or 14" if values.dtype == torch.float32 else "4, 8, 9, 12, 13 or 14"
-            row, col = divmod(place, self.shape[1])
-            line, at = (row, col) if self.dim else (col, row)
-            word, group = divmod(at // group_of(values.dtype), 2 * metadata.element_size())
-            nibble = int((metadata if self.dim else metadata.t())[line, word].item()) >> 4 * group & 15
-            refuse("TwoFour", "metadata", f"nibbles that are {valid}", f"{nibble} for the group at {(row, col)}")
+        self.values, self.dim = values, _axis("TwoFour", dim, ValueError)
+        self.metadata = canonical(values, metadata, self.dim)
 
     @classmethod
     def _of(cls, values: Tensor, metadata: Tensor, dim: int) -> TwoFour:
@@ -105,10 +92,10 @@ class TwoFour:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Through the constructor, which looks at every nibble; fp8 as bytes, for pickle cannot hold it."""
-        if self.dtype not in _rules._SMALL:
-            return TwoFour, (self.values, self.metadata, self.dim)
-        return _of_bytes, (self.values.detach().view(torch.uint8), self.dtype, self.metadata, self.dim)
+        """With a look at every nibble. fp8 and unsigned words are shown as types that pickle can hold."""
+        small, plain = self.dtype in _rules._SMALL, _SIGNED.get(self.metadata.dtype, self.metadata.dtype)
+        values = self.values.detach().view(torch.uint8) if small else self.values
+        return _restored, (values, self.metadata.view(plain), self.dim, self.dtype, self.metadata.dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -147,7 +134,7 @@ class TwoFour:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         metadata = self.metadata
         if dtype not in (None, *_rules._KINDS):
-            refuse("TwoFour.to", "dtype", "a floating type or int8", dtype)
+            refuse("TwoFour.to", "dtype", "a floating type, int8 or uint8", dtype)
         if dtype is not None and group_of(dtype) != group_of(self.dtype):
             metadata = regrouped(self, dtype)
         values = self.values.to(device=device, dtype=dtype, non_blocking=non_blocking)
@@ -213,11 +200,43 @@ class TwoFour:
         )
 
 
+def canonical(values: Tensor, metadata: Tensor, dim: int, keep_valid: bool = False) -> Tensor:
+    """Words as kernels may read them: groups of zeros have nibble 4, with `keep_valid` only if theirs was not valid."""
+    try:
+        words, bad = _canonical(values.detach(), metadata, dim, keep_valid)
+    except RuntimeError as error:  # as an op says it
+        if str(error).startswith("TwoFour: "):
+            raise ValueError(str(error)) from None
+        raise
+    if torch.compiler.is_compiling() or bad.is_meta:  # nothing can be read there
+        return words
+    place = int(bad.item())
+    if place >= 0:
+        valid = "4 or 14" if values.dtype == torch.float32 else "4, 8, 9, 12, 13 or 14"
+        row, col = divmod(place, values.shape[1] * (1 + dim))
+        line, at = (row, col) if dim else (col, row)
+        word, group = divmod(at // group_of(values.dtype), 2 * metadata.element_size())
+        nibble = int((metadata if dim else metadata.t())[line, word].item()) >> 4 * group & 15
+        refuse("TwoFour", "metadata", f"nibbles that are {valid}", f"{nibble} for the group at {(row, col)}")
+    return words
+
+
+def _restored(
+    values: Tensor, metadata: Tensor, dim: int, dtype: torch.dtype | None = None, word: torch.dtype | None = None
+) -> TwoFour:
+    """What was one before: places of zeros stay where they are. dtype and word are what its parts are shown as."""
+    values = values if dtype in (None, values.dtype) else values.view(dtype)
+    metadata = metadata if word is None else metadata.view(word)
+    return TwoFour._of(values, canonical(values, metadata, dim, keep_valid=True), dim)
+
+
 def _of_bytes(values: Tensor, dtype: torch.dtype, metadata: Tensor, dim: int) -> TwoFour:
-    return TwoFour(values.view(dtype), metadata, dim)
+    """As pickles of version 0.1 call it."""
+    return _restored(values, metadata, dim, dtype)
 
 
-torch.serialization.add_safe_globals([TwoFour, _of_bytes])  # so that torch.load takes them as it takes tensors
+# So that torch.load takes them as it takes tensors.
+torch.serialization.add_safe_globals([TwoFour, _restored, _of_bytes])
 
 
 # Metadata as bytes and nibbles, for what is rare. Lines are rows here.
@@ -278,7 +297,7 @@ def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16
     """The plain form of a matrix that has it: at most two non-zeros in every four along `dim` (one in two for fp32).
 
     A group with more is refused, and named; with `validate=False` nobody looks, and on a GPU nobody waits. −0.0 counts
-    as zero, NaN does not. Words of metadata have 8, 16 or 32 bits. Gradients go to what is kept.
+    as zero, NaN does not. Words of metadata have 8, 16 or 32 bits, signed or not. Gradients go to what is kept.
 
     >>> import torch, fretwork as fw
     >>> fw.two_four.compress(torch.eye(8).half(), metadata_dtype=torch.int8).metadata[:3].tolist()
@@ -396,8 +415,6 @@ def from_layout(
         refuse(op, "metadata", "the same in all bytes that the layout has for one", "others")
     both = plain.view(lines, per_line)
     nibbles = torch.stack((both & 15, both >> 4), -1).flatten(1)[:, : k // group_of(values.dtype)]
-    if layout == "cutlass_sm90":  # writes 0 for a group without non-zeros, which no instruction may read
-        nibbles = torch.where(nibbles == 0, 4, nibbles)
     return TwoFour(values if axis else values.t(), _words(nibbles, metadata_dtype, axis), axis)
 
 
@@ -412,16 +429,19 @@ def matmul(
     out_dtype: torch.dtype | None = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
+    scale_out: Tensor | None = None,
     *,
     precision: str | None = None,
 ) -> Tensor:
-    """activation(a·b·scales + bias), where one of a and b is a `TwoFour` compressed along the axis that is summed over.
+    """activation(a·b·scale_a·scale_b + bias)·scale_out, where one of a and b is a `TwoFour` compressed along the axis
+    that is summed over.
 
     a is (M, K) with dim=-1 and b (…, K, N), or a (…, M, K) and b (K, N) with dim=0; strides may be any. The sums are
-    fp32 (int32 for int8), the result has the operands' dtype (int32 for int8, bfloat16 for fp8) unless `out_dtype`
-    says otherwise: float32 always, float16 and bfloat16 for 8-bit operands. `bias` has one number for each feature of
-    the sparse operand, in the result's dtype. `activation` is None, "relu", "gelu" (with erf) or "silu". `scale_a` and
-    `scale_b` are fp32, one number or one for each row of a and column of b. `precision` is that of `fw.sdd`.
+    fp32 (int32 for int8 and uint8), the result has the operands' dtype (int32 for integers, bfloat16 for fp8) unless
+    `out_dtype` says otherwise: any floating type, fp8 or int8. It is rounded once, to nearest even; fp8 and int8 are
+    saturated. `bias` has one number for each feature of the sparse operand, in the result's dtype (or fp32, where that
+    has 8 bits). `activation` is None, "relu", "gelu" (with erf) or "silu". Scales are fp32: `scale_a` and `scale_b` one
+    number or one for each row of a and column of b, `scale_out` one number. `precision` is that of `fw.sdd`.
 
     Gradients go to the dense operand, bias and `values`. Under autocast the dense operand takes the dtype of the
     sparse one.
@@ -432,6 +452,9 @@ def matmul(
     True
     >>> torch.allclose(fw.two_four.matmul(B.mT, fw.two_four.compress(A).T), B.mT @ A.T, atol=1e-5)
     True
+    >>> s, x = fw.two_four.compress(torch.tensor([[0, 100, 0, -7]]).char()), torch.ones(4, 1).char()
+    >>> fw.two_four.matmul(s, x, out_dtype=torch.int8, scale_out=torch.tensor(0.5)).item()  # 46.5, to even
+    46
     """
     left = isinstance(a, TwoFour)
     if left == isinstance(b, TwoFour):
@@ -444,14 +467,14 @@ def matmul(
             f"dim={'-1' if left else '0'}, got dim={s.dim}; compress the dense matrix along that axis"
         )
     _check_tensor("matmul", "b" if left else "a", dense)
-    for name, extra in (("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
+    for name, extra in (("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b), ("scale_out", scale_out)):
         if extra is not None:
             _check_tensor("matmul", name, extra)
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         refuse("matmul", "out_dtype", "a torch.dtype or None", repr(out_dtype), TypeError)
     how = "left" if left else "right"
     word, exact = _activation("matmul", activation), _exactness("matmul", s.dtype, precision)
-    return _product(s, dense, bias, word, out_dtype, scale_a, scale_b, how, exact)
+    return _product(s, dense, bias, word, out_dtype, scale_a, scale_b, how, exact, scale_out)
 
 
 def linear(
@@ -505,6 +528,7 @@ def _product(
     scale_b: Tensor | None,
     product: str,
     precision: str,
+    scale_out: Tensor | None = None,
 ) -> Tensor:
     """By the op with gradient rules only where they may be needed: torch looks at them in Python."""
     values = s.values
@@ -518,10 +542,11 @@ def _product(
             or (bias is not None and bias.requires_grad)
             or (scale_a is not None and scale_a.requires_grad)
             or (scale_b is not None and scale_b.requires_grad)
+            or (scale_out is not None and scale_out.requires_grad)
         )
     )
     op = _matmul if learns else _plain_matmul
-    return op(values, s.metadata, dense, bias, activation, out_dtype, scale_a, scale_b, product, precision)
+    return op(values, s.metadata, dense, bias, activation, out_dtype, scale_a, scale_b, product, precision, scale_out)
 
 
 def _activation(op: str, name: str | None) -> str:
@@ -653,7 +678,7 @@ def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFo
                     refuse("load", "file", f"{' and '.join(names)} in {file}", f"no {' and no '.join(sorted(missing))}")
                 held -= set(names)
                 values, metadata = (t if text == "1" else t.t() for t in map(opened.get_tensor, names))
-                found[prefix[:-1]] = TwoFour(values, metadata, int(text)).to(device)
+                found[prefix[:-1]] = _restored(values, metadata, int(text)).to(device)
         if held:
             refuse("load", "file", f"a dim for every matrix in {file}", f"none for {', '.join(sorted(held))}")
     return found[""] if list(found) == [""] else found

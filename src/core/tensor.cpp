@@ -15,15 +15,18 @@ std::size_t size_of(DType dtype) {
       return 8;
     case DType::f32:
     case DType::i32:
+    case DType::u32:
       return 4;
     case DType::f16:
     case DType::bf16:
     case DType::i16:
+    case DType::u16:
       return 2;
     case DType::f8_e4m3:
     case DType::f8_e5m2:
     case DType::i8:
     case DType::boolean:
+    case DType::u8:
       return 1;
   }
   return 0;
@@ -51,6 +54,12 @@ const char* name_of(DType dtype) {
       return "int16";
     case DType::i32:
       return "int32";
+    case DType::u8:
+      return "uint8";
+    case DType::u16:
+      return "uint16";
+    case DType::u32:
+      return "uint32";
   }
   return "?";
 }

@@ -177,7 +177,8 @@ __device__ __forceinline__ void gemm_sp_half(Sum (&sums)[Rows][Eights][4], const
 
 /// A warp's sums += a·b of a stage: Rows × 16 rows from m0, Eights × 8 columns from n0; m0 and n0 count from the
 /// beginning of the operands and are multiples of 16 and 8. Entry e of sums[r][c]: row m0 + 16r + lane / 4 + e / 2 · 8,
-/// column n0 + 8c + lane % 4 · 2 + e % 2. T: f16, bf16, float (as tf32; Products 3: nearly fp32) or i8 (sums are int).
+/// column n0 + 8c + lane % 4 · 2 + e % 2. T: f16, bf16, float (as tf32; Products 3: nearly fp32), i8 or u8 (sums are
+/// int), or from sm_89 on f8_e4m3 or f8_e5m2, for which sm_89 and sm_12x have an instruction of their own.
 /// values: value_tile or register_values. columns: shared_tile or register_columns; a tile's lines are columns
 /// (BAlongK) or rows of b. All lanes call it together.
 template <typename T, bool BAlongK, int Products = 1, int Rows, int Eights, typename Sum, typename A, typename B>

@@ -23,8 +23,8 @@ __device__ __forceinline__ void tiles_written() { fence_async_proxy(); }
 
 /// A warpgroup's sums += a·b of a stage: 64 rows from m0, kN (128 or 256) columns from n0, multiples of 8. Sums 4j … 4j
 /// + 3 of a thread: row m0 + 16 · warp + lane / 4 (the last two: 8 further down), columns n0 + 8j + lane % 4 · 2 and
-/// the next one. T: f16, bf16, float (tf32, of which the hardware cuts the lower bits), f8_e4m3, f8_e5m2, or i8 (sums
-/// are int). `values` begin at a multiple of 512. All four warps call it together; it is done when this returns.
+/// the next one. T: f16, bf16, float (tf32, of which the hardware cuts the lower bits), f8_e4m3, f8_e5m2, or i8 or u8
+/// (sums are int). `values` begin at a multiple of 512. All four warps call it together; it is done when this returns.
 template <typename T, int kN, typename Sum, typename Layout>
 __device__ __forceinline__ void gemm_sp(Sum (&d)[kN / 2], const value_tile& values, const swizzled_tile& columns,
                                         const Layout& layout, int m0, int n0) {

@@ -80,7 +80,8 @@ __device__ __forceinline__ void mma_sync(float (&d)[4], const u32* a, u32 b0, u3
 /// d += a·b where a is 2:4 (1:2 for tf32): 16×8 with 64 bytes of K, of which a has the 32 that are kept. Lanes of a
 /// quad hold the metadata of rows lane / 4 and lane / 4 + 8. Of 16-bit types and tf32: two lanes, those that kSelector
 /// (0 or 1) names, each 16 bits of either row, the lower row low; the odd lane has the second half of K. Of 8-bit types
-/// (kSelector 0): all four, 32 bits each, odd lanes of the upper row, the last two of the second half of K.
+/// (kSelector 0): all four, 32 bits each, odd lanes of the upper row, the last two of the second half of K. fp8 needs
+/// sm_89.
 template <typename T, int kSelector, typename Sum>
 __device__ __forceinline__ void mma_sparse(Sum (&d)[4], const u32* a, const u32* b, u32 metadata) {
 #define FRETWORK_MMA_SPARSE(shape_and_types, constraint)                                                       \
@@ -95,6 +96,12 @@ __device__ __forceinline__ void mma_sparse(Sum (&d)[4], const u32* a, const u32*
     FRETWORK_MMA_SPARSE("m16n8k32.row.col.f32.bf16.bf16.f32", "+f");
   } else if constexpr (is_same<T, float>) {
     FRETWORK_MMA_SPARSE("m16n8k16.row.col.f32.tf32.tf32.f32", "+f");
+  } else if constexpr (is_same<T, f8_e4m3>) {
+    FRETWORK_MMA_SPARSE("m16n8k64.row.col.f32.e4m3.e4m3.f32", "+f");
+  } else if constexpr (is_same<T, f8_e5m2>) {
+    FRETWORK_MMA_SPARSE("m16n8k64.row.col.f32.e5m2.e5m2.f32", "+f");
+  } else if constexpr (is_same<T, u8>) {
+    FRETWORK_MMA_SPARSE("m16n8k64.row.col.s32.u8.u8.s32", "+r");
   } else {
     static_assert(is_same<T, i8>);
     FRETWORK_MMA_SPARSE("m16n8k64.row.col.s32.s8.s8.s32", "+r");

@@ -41,6 +41,10 @@ template <>
 struct accumulator<i8> {
   using type = int;
 };
+template <>
+struct accumulator<u8> {
+  using type = int;
+};
 template <typename T>
 using accumulator_t = typename accumulator<T>::type;
 
@@ -78,7 +82,36 @@ __device__ __forceinline__ u16 bf16_bits(float x) {
 }
 #endif
 
-/// Rounds to nearest even.
+/// Two neighbours in 16 bits, `low` first in memory: f8_e4m3 or f8_e5m2, rounded to nearest even and saturated.
+template <typename T>
+__device__ __forceinline__ u32 narrow_pair_8(float low, float high) {
+  constexpr bool kE4m3 = is_same<T, f8_e4m3>;
+#if __CUDA_ARCH__ >= 890
+  u16 pair;
+  if constexpr (kE4m3) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+#else
+  constexpr int kMantissa = kE4m3 ? 3 : 2, kBias = kE4m3 ? 7 : 15, kCut = 23 - kMantissa;
+  constexpr u32 kTop = kE4m3 ? 0x7e : 0x7b, kOffset = (127u - kBias) << 23, kLeast = kOffset + (1u << 23);
+  constexpr u32 kStep = (127u + 24 - kBias - kMantissa) << 23;  // a number whose last bit is a subnormal's
+  u32 pair = 0;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const u32 bits = __float_as_uint(n == 0 ? low : high), rest = bits & 0x7fffffffu;
+    const u32 small = __float_as_uint(__uint_as_float(rest) + __uint_as_float(kStep)) - kStep;
+    const u32 normal = (rest + ((1u << (kCut - 1)) - 1u) + (rest >> kCut & 1u) - kOffset) >> kCut;
+    const u32 size = rest >= (kTop << kCut) + kOffset ? kTop : rest < kLeast ? small : normal;
+    pair |= (rest > 0x7f800000u ? 0x7fu : size | (bits >> 24 & 0x80u)) << 8 * n;
+  }
+  return pair;
+#endif
+}
+
+/// Rounds to nearest even; integers of 8 bits and fp8 are saturated.
 template <typename T, typename From>
 __device__ __forceinline__ T narrow(From x) {
   if constexpr (is_same<T, f16>) {
@@ -87,6 +120,10 @@ __device__ __forceinline__ T narrow(From x) {
     return r;
   } else if constexpr (is_same<T, bf16>) {
     return bf16{bf16_bits(static_cast<float>(x))};
+  } else if constexpr (is_same<T, f8_e4m3> || is_same<T, f8_e5m2>) {
+    return {static_cast<u8>(narrow_pair_8<T>(static_cast<float>(x), 0.0f))};
+  } else if constexpr (is_same<T, i8>) {
+    return static_cast<i8>(max(-128, min(127, __float2int_rn(static_cast<float>(x)))));
   } else {
     return static_cast<T>(x);
   }

@@ -278,6 +278,15 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[kN / 2], const u32 (&le
     FRETWORK_WGMMA_SP(type, "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", signs_256, FRETWORK_F32(0), \
                       FRETWORK_F32(32), FRETWORK_F32(64), FRETWORK_F32(96));                                    \
   }
+#define FRETWORK_WGMMA_SP_I32(type)                                                                                    \
+  if constexpr (kN == 64) {                                                                                            \
+    FRETWORK_WGMMA_SP(type, "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", "", FRETWORK_I32(0));                    \
+  } else if constexpr (kN == 128) {                                                                                    \
+    FRETWORK_WGMMA_SP(type, "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", "", FRETWORK_I32(0), FRETWORK_I32(32)); \
+  } else {                                                                                                             \
+    FRETWORK_WGMMA_SP(type, "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", "", FRETWORK_I32(0),               \
+                      FRETWORK_I32(32), FRETWORK_I32(64), FRETWORK_I32(96));                                           \
+  }
 
 /// d[64 × kN] += left · right over 64 bytes of right's K and the 32 bytes of left that are kept of them. `metadata` as
 /// plain words of a line have it, and it must stay untouched until the product has completed. With lane / 4 = r of a
@@ -312,22 +321,17 @@ __device__ __forceinline__ void multiply_sparse(Sum (&d)[kN / 2], u64 left, u64 
     FRETWORK_WGMMA_SP_F32("k64.f32.e5m2.e5m2", ", 1, 1", ", 1, 1", ", 1, 1");
   } else if constexpr (is_same<T, float>) {
     FRETWORK_WGMMA_SP_F32("k16.f32.tf32.tf32", ", 1, 1", ", 1, 1", ", 1, 1");
+  } else if constexpr (is_same<T, u8>) {
+    FRETWORK_WGMMA_SP_I32("k64.s32.u8.u8");
   } else {
     static_assert(is_same<T, i8>);
-    if constexpr (kN == 64) {
-      FRETWORK_WGMMA_SP("k64.s32.s8.s8", "64", FRETWORK_ACC32, "%32", "%33", "%34", "%35", "", FRETWORK_I32(0));
-    } else if constexpr (kN == 128) {
-      FRETWORK_WGMMA_SP("k64.s32.s8.s8", "128", FRETWORK_ACC64, "%64", "%65", "%66", "%67", "", FRETWORK_I32(0),
-                        FRETWORK_I32(32));
-    } else {
-      FRETWORK_WGMMA_SP("k64.s32.s8.s8", "256", FRETWORK_ACC128, "%128", "%129", "%130", "%131", "", FRETWORK_I32(0),
-                        FRETWORK_I32(32), FRETWORK_I32(64), FRETWORK_I32(96));
-    }
+    FRETWORK_WGMMA_SP_I32("k64.s32.s8.s8");
   }
 }
 
 #undef FRETWORK_WGMMA_SP
 #undef FRETWORK_WGMMA_SP_F32
+#undef FRETWORK_WGMMA_SP_I32
 #undef FRETWORK_WGMMA_SS
 #undef FRETWORK_WGMMA_RS
 #undef FRETWORK_WGMMA_TF32

@@ -64,6 +64,7 @@ struct Driver {
   Function<std::size_t*, int> device_memory{library, "cuDeviceTotalMem_v2"};
   Function<Handle*, int> primary_retain{library, "cuDevicePrimaryCtxRetain"};
   Function<Handle*> ctx_current{library, "cuCtxGetCurrent"};
+  Function<Handle> ctx_set{library, "cuCtxSetCurrent"};
   Function<Handle> ctx_push{library, "cuCtxPushCurrent_v2"};
   Function<Handle*> ctx_pop{library, "cuCtxPopCurrent_v2"};
 

@@ -455,4 +455,11 @@ Context Context::cuda(int device, void* stream) {
   return context;
 }
 
+bool has_cuda_context() {
+  cuda::Handle current = nullptr;
+  return cuda::available() && cuda::driver().ctx_current.attempt(&current) == 0 && current != nullptr;
+}
+
+void set_cuda_context(int device) { cuda::driver().ctx_set(cuda::primary_context(device)); }
+
 }  // namespace fretwork

@@ -199,6 +199,12 @@ const char* device_type(DType dtype) {
       return "short";
     case DType::i32:
       return "int";
+    case DType::u8:
+      return "fretwork::u8";
+    case DType::u16:
+      return "fretwork::u16";
+    case DType::u32:
+      return "fretwork::u32";
   }
   throw Error("kernel", "dtype", "one that device code has", name_of(dtype));
 }

@@ -120,6 +120,22 @@ TEST_P(AllKernels, CompileCleanly) {
 INSTANTIATE_TEST_SUITE_P(Architectures, AllKernels, testing::Values("sm_75", "sm_80", "sm_90a"),
                          [](const auto& arch) { return std::string(arch.param); });
 
+/// There 2:4 products multiply fp8 as it is; elsewhere as f16, or by wgmma.
+TEST(ListedKernels, HaveSparseFp8WhereItIsAnInstruction) {
+  for (const auto& [arch, count] : {std::pair{"sm_80", 0}, {"sm_89", 2}, {"sm_90a", 0}, {"sm_100", 0}, {"sm_120", 2}}) {
+    int found = 0;
+    for (const ListedKernel& listed : all_kernels(arch)) {
+      if (listed.spec.instance.find("product_portable<fretwork::f8_") != std::string::npos) {
+        ++found;
+        if (std::string(arch) == "sm_89" && !nvrtc::library().path.empty()) {
+          EXPECT_EQ(complaint(listed, arch), "");
+        }
+      }
+    }
+    EXPECT_EQ(found, count) << arch;
+  }
+}
+
 TEST(ListedKernels, SayWhatSharedMemoryTheyAskFor) {
   for (const char* arch : {"sm_80", "sm_90a"}) {
     std::map<std::string, bool> asks;  // by source

@@ -17,6 +17,7 @@
 #include "activated.h"
 #include "core/half.h"
 #include "ops/two_four/problem.h"
+#include "result_types.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"
@@ -65,6 +66,8 @@ struct Memory {
         return float_from_bf16(at<std::uint16_t>(n));
       case DType::i8:
         return at<std::int8_t>(n);
+      case DType::u8:
+        return at<std::uint8_t>(n);
       case DType::i32:
         return at<std::int32_t>(n);
       default:
@@ -95,6 +98,8 @@ struct Memory {
       const unsigned digits = dtype == DType::f8_e4m3 ? 3 : 2, least = dtype == DType::f8_e4m3 ? 4 : 12;
       at<std::uint8_t>(n) =
           static_cast<std::uint8_t>(((least + random() % 5) << digits | random() % (1u << digits)) | random() % 2 << 7);
+    } else if (dtype == DType::u8) {
+      at<std::uint8_t>(n) = static_cast<std::uint8_t>(random());
     } else if (dtype == DType::i8) {
       set(n, static_cast<double>(random() % 256) - 128);
     } else {
@@ -157,10 +162,6 @@ struct Layout {
   }
 };
 
-double unit(DType dtype) {
-  return dtype == DType::f16 ? 1.0 / 2048 : dtype == DType::bf16 ? 1.0 / 256 : dtype == DType::f32 ? 6e-8 : 0.0;
-}
-
 struct Product {
   Case c;
   std::mt19937 random;
@@ -200,7 +201,8 @@ struct Product {
       }
       c.out == DType::i32 ? bias.set(i, static_cast<double>(random() % 2000001) - 1e6)
                           : bias.randomise(i, random, false);
-      scale_s.set(i, (0.25 + static_cast<double>(random() % 1000) / 500) * (c.dtype == DType::i8 ? 1e-3 : 1.0));
+      scale_s.set(i,
+                  (0.25 + static_cast<double>(random() % 1000) / 500) * (two_four::is_integer(c.dtype) ? 1e-3 : 1.0));
     }
     for (Index j = 0; j < c.n; ++j) {
       scale_b.set(j, 0.25 + static_cast<double>(random() % 1000) / 500);
@@ -278,7 +280,7 @@ struct Product {
     return found;
   }
   /// How far products and sums may be off, relative to the magnitudes that are added.
-  double slack() const { return c.dtype == DType::i8 ? 0.0 : 2e-6; }
+  double slack() const { return two_four::is_integer(c.dtype) ? 0.0 : 2e-6; }
 
   void check_element(Index z, Index i, Index j, const std::vector<std::pair<Index, double>>& row, int& wrong) {
     double sum = 0, magnitude = 0;
@@ -290,13 +292,14 @@ struct Product {
     const double scale = (c.scale_s == Scale::none ? 1.0 : scale_s.get(c.scale_s == Scale::each ? i : 0)) *
                          (c.scale_b == Scale::none ? 1.0 : scale_b.get(c.scale_b == Scale::each ? j : 0));
     const double added = c.bias ? bias.get(i) : 0.0, before = sum * scale + added;
-    double want = activated(c.activation, before);
+    double want = saturated(c.out, activated(c.activation, before));
     const bool integers =
         c.out == DType::i32 && c.scale_s == Scale::none && c.scale_b == Scale::none && c.activation <= Activation::relu;
     double most = 0;
     if (!integers) {
-      const double applied = unit(c.out) > 1e-5 && c.activation != Activation::none ? 3e-5 : 0.0;
-      most = (1.01 * unit(c.out) + applied) * std::abs(want) + 1.2 * magnitude * scale * slack() +
+      const auto [last, step] = rounding_of(c.out);
+      const double applied = c.out != DType::f32 && c.activation != Activation::none ? 3e-5 : 0.0;
+      most = step + (1.01 * last + applied) * std::abs(want) + 1.2 * magnitude * scale * slack() +
              5e-7 * (std::abs(sum * scale) + std::abs(added)) + 1e-7 + (c.out == DType::i32 ? 0.51 : 0.0);
       if (c.out == DType::f16) {
         most += 3e-8;
@@ -388,13 +391,20 @@ constexpr std::array kAllTypes = {
     Types{DType::f8_e5m2, DType::bf16},
     Types{DType::f8_e5m2, DType::f16},
     Types{DType::f8_e5m2, DType::f32},
+    Types{DType::u8, DType::i32},
+    Types{DType::u8, DType::i8},
+    Types{DType::i8, DType::i8},
+    Types{DType::f8_e4m3, DType::f8_e4m3},
+    Types{DType::f8_e5m2, DType::f8_e5m2},
+    Types{DType::f16, DType::bf16},
+    Types{DType::f32, DType::f8_e4m3, Precision::tf32},
 };
 
 Case with_types(Case c, const Types& types) {
   c.dtype = types.dtype;
   c.out = types.out;
   c.precision = types.precision;
-  if (c.dtype == DType::i8 && c.out != DType::i32) {  // sums are large numbers
+  if (two_four::is_integer(c.dtype) && c.out != DType::i32) {  // sums are large numbers
     c.scale_s = c.scale_s == Scale::none ? Scale::one : c.scale_s;
   }
   return c;
@@ -403,7 +413,7 @@ Case with_types(Case c, const Types& types) {
 /// Every valid nibble at every place of a tile and of two stages.
 TEST_F(TwoFourCuda, EveryNibbleEverywhere) {
   for (const Types& types : kAllTypes) {
-    if (types.dtype == DType::i8 && types.out == DType::f16) {
+    if (two_four::is_integer(types.dtype) && (types.out == DType::f16 || types.out == DType::i8)) {
       continue;  // sums are beyond it without a scale
     }
     const Index group = group_of(types.dtype), k = 64 * group;
@@ -533,7 +543,7 @@ TEST_F(TwoFourCuda, RandomProblems) {
 /// What no line keeps is not multiplied.
 TEST_F(TwoFourCuda, NumbersThatAreNotKeptDoNotLeak) {
   for (const Types& types : kAllTypes) {
-    if (types.dtype == DType::i8) {
+    if (two_four::is_integer(types.dtype)) {
       continue;
     }
     const Index group = group_of(types.dtype);
@@ -571,7 +581,7 @@ TEST_F(TwoFourCuda, NumbersThatAreNotKeptDoNotLeak) {
 /// ... and what is kept is, where it is multiplied by zero too.
 TEST_F(TwoFourCuda, NumbersThatAreKeptStay) {
   for (const Types& types : kAllTypes) {
-    if (types.dtype == DType::i8 || is_fp8(types.dtype)) {
+    if (size_of(types.dtype) == 1) {
       continue;
     }
     Case c = with_types({128, 128, 128}, types);

@@ -20,6 +20,7 @@
 #include "ops/two_four/cuda_direct.h"
 #include "ops/two_four/cuda_narrow.h"
 #include "ops/two_four/problem.h"
+#include "result_types.h"
 #include "runtime/cuda_driver.h"
 
 namespace fretwork::two_four {
@@ -68,19 +69,10 @@ struct Bytes {
   void* at(Index byte) const { return static_cast<std::uint8_t*>(device.data()) + byte; }
 };
 
-double get(const Bytes& bytes, DType dtype, Index at) {
-  switch (dtype) {
-    case DType::i8:
-      return reinterpret_cast<const std::int8_t*>(bytes.host.data())[at];
-    case DType::i32:
-      return reinterpret_cast<const std::int32_t*>(bytes.host.data())[at];
-    default:
-      return read_element<double>(bytes.host.data(), dtype, at);
-  }
-}
+double get(const Bytes& bytes, DType dtype, Index at) { return read_element<double>(bytes.host.data(), dtype, at); }
 void set(Bytes& bytes, DType dtype, Index at, double x) {
-  if (dtype == DType::i8) {
-    bytes.host[static_cast<std::size_t>(at)] = static_cast<std::uint8_t>(static_cast<std::int8_t>(x));
+  if (dtype == DType::u8) {
+    bytes.host[static_cast<std::size_t>(at)] = static_cast<std::uint8_t>(std::abs(x));
   } else {
     write_element(bytes.host.data(), dtype, at, x);
   }
@@ -99,11 +91,6 @@ struct Place {
   Index count(Index batches) const { return shift + batches * batch + 16; }
   Dense dense(const Bytes& bytes, DType dtype) const { return {bytes.at(shift * size(dtype)), row, col, batch}; }
 };
-
-/// Half a unit in the last place, relative.
-double unit(DType dtype) {
-  return dtype == DType::f16 ? 1.0 / 2048 : dtype == DType::bf16 ? 1.0 / 256 : dtype == DType::f32 ? 6e-8 : 0.0;
-}
 
 class Trial {
  public:
@@ -197,7 +184,7 @@ class Trial {
   void fill() {
     std::mt19937 random(static_cast<unsigned>(c_.m * 7 + c_.n * 5 + c_.k));
     std::uniform_real_distribution<double> numbers(-1.0, 1.0);
-    const bool whole = c_.dtype == DType::i8;             // what lies between is then far from 0
+    const bool whole = is_integer(c_.dtype);              // what lies between is then far from 0
     const double most = c_.out == DType::i32 ? 127 : 20;  // sums of 16 bits stay finite
     const auto operand = [&] { return whole ? std::round(most * numbers(random)) : numbers(random); };
     const auto set_all = [&](Bytes& bytes) {
@@ -252,8 +239,10 @@ class Trial {
     if (c_.bias) {
       sum += get(bias_, c_.out, i);
     }
-    const double want = activated(c_.activation, sum);
-    const double slack = c_.out == DType::i32 ? 0 : 4e-6 * magnitude + (unit(c_.out) + 2e-5) * std::abs(want) + 1e-6;
+    const double want = saturated(c_.out, activated(c_.activation, sum));
+    const auto [last, step] = rounding_of(c_.out);
+    const double slack =
+        c_.out == DType::i32 ? 0 : 4e-6 * magnitude + (1.01 * last + 2e-5) * std::abs(want) + step + 1e-6;
     const bool good = std::abs(got - want) <= slack;
     if (!good && wrong < 3) {
       ADD_FAILURE() << c_.text() << ": (" << z << ", " << i << ", " << j << ") is " << got << ", not " << want;
@@ -398,16 +387,17 @@ TEST_F(TwoFourFewCuda, Bytes) {
   for (const Index n : {1, 7, 16, 17, 50, 64}) {
     for (const Index k : {32, 96, 512, 544, 2080, 4096}) {
       try_case({.m = 70, .n = n, .k = k, .dtype = DType::i8, .out = DType::i32});
+      try_case({.m = 70, .n = n, .k = k, .dtype = DType::u8, .out = DType::i32});
     }
   }
-  for (const DType out : {DType::i32, DType::f32, DType::f16, DType::bf16}) {
+  for (const DType out : {DType::i32, DType::f32, DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2}) {
     for (const bool along : {true, false}) {
       for (const Index pad : {0, 1, 4, 16}) {
         const bool more = out != DType::i32;
         try_case({.m = 133,
                   .n = 21,
                   .k = 544,
-                  .dtype = DType::i8,
+                  .dtype = along ? DType::i8 : DType::u8,
                   .out = out,
                   .word_bytes = 4,
                   .b_along_k = along,

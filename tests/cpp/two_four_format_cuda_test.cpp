@@ -25,7 +25,7 @@ using two_four::Matrix;
 using Index = std::int64_t;
 using Bytes = std::vector<unsigned char>;
 
-constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2};
+constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16, DType::i8, DType::u8, DType::f8_e4m3, DType::f8_e5m2};
 
 /// How lines × positions lie in memory: contiguous along a line or across lines, with wider pitches, from odd places.
 enum class Lie { lines, lines_wide, lines_odd, across, across_wide, across_odd, scattered };
@@ -93,7 +93,7 @@ class Elements {
   std::uint32_t any() { return random() & mask(); }
   std::uint32_t small() {
     const std::uint32_t n = random() % 6;
-    if (dtype_ == DType::i8) {
+    if (two_four::is_integer(dtype_)) {
       return n;
     }
     const std::uint32_t ones[] = {0, sign(), one(), one() | sign(), one() + 1, one() + 2};
@@ -101,22 +101,22 @@ class Elements {
   }
   /// Numbers near one, as weights are.
   std::uint32_t plain() {
-    if (dtype_ == DType::i8) {
+    if (two_four::is_integer(dtype_)) {
       return random() & mask();
     }
     const std::uint32_t low = dtype_ == DType::f32 ? 22 : dtype_ == DType::f16 ? 10 : dtype_ == DType::bf16 ? 8 : 3;
     return (one() - (random() & ((4u << low) - 1) & (mask() >> 2))) | (random() % 2 != 0 ? sign() : 0);
   }
-  std::uint32_t zero() { return dtype_ == DType::i8 || random() % 4 != 0 ? 0 : sign(); }
+  std::uint32_t zero() { return two_four::is_integer(dtype_) || random() % 4 != 0 ? 0 : sign(); }
   std::uint32_t number() {
     const std::uint32_t bits = any();
-    return (dtype_ == DType::i8 ? bits : bits & ~sign()) == 0 ? one() : bits;
+    return (two_four::is_integer(dtype_) ? bits : bits & ~sign()) == 0 ? one() : bits;
   }
   std::uint32_t random() { return static_cast<std::uint32_t>(random_()); }
 
  private:
   std::uint32_t mask() const { return size_ == 4 ? ~0u : (1u << 8 * size_) - 1; }
-  std::uint32_t sign() const { return dtype_ == DType::i8 ? 0 : 1u << (8 * size_ - 1); }
+  std::uint32_t sign() const { return two_four::is_integer(dtype_) ? 0 : 1u << (8 * size_ - 1); }
   std::uint32_t one() const {
     switch (dtype_) {
       case DType::f32:
@@ -324,7 +324,7 @@ TEST_F(TwoFourFormatCuda, FindsBadGroups) {
     two_four::cuda::compress(both.on_device(), again.at(), gpu);
     EXPECT_EQ(again.read(), bad.host);
     Bad nibbles;
-    two_four::cuda::check_metadata(both.on_device(), nibbles.at(), gpu);
+    two_four::cuda::check_metadata(both.on_device(), {}, true, nibbles.at(), gpu);
     EXPECT_EQ(nibbles.read(), -1);
   });
 }
@@ -345,9 +345,13 @@ TEST_F(TwoFourFormatCuda, ChecksMetadata) {
     }
     both.upload();
     Bad bad;
-    two_four::cpu::check_metadata(both.on_host(), &bad.host, cpu);
-    EXPECT_EQ(bad.host == -1, seed % 4 == 0);
-    two_four::cuda::check_metadata(both.on_device(), bad.at(), gpu);
+    two_four::cpu::check_metadata(both.on_host(), {}, true, &bad.host, cpu);
+    two_four::cuda::check_metadata(both.on_device(), {}, true, bad.at(), gpu);
+    EXPECT_EQ(bad.read(), bad.host);
+    both.compare();  // nothing was written
+    const bool keep_valid = seed % 2 == 0;
+    two_four::cpu::check_metadata(both.on_host(), both.on_host().words, keep_valid, &bad.host, cpu);
+    two_four::cuda::check_metadata(both.on_device(), both.on_device().words, keep_valid, bad.at(), gpu);
     EXPECT_EQ(bad.read(), bad.host);
     both.compare();
   });
@@ -446,7 +450,11 @@ TEST_F(TwoFourFormatCuda, EmptyMatricesAreGood) {
   for (const auto& [lines, k] : {std::array<Index, 2>{0, 16}, {16, 0}, {0, 0}}) {
     Both both(lines, k, DType::bf16, 2, false, Lie::lines, Lie::lines, Lie::lines);
     both.upload();
-    const auto looks = {two_four::cuda::compress, two_four::cuda::check, two_four::cuda::check_metadata};
+    const auto look_at_words = [](const Format& f, std::int64_t* bad, Context& context) {
+      two_four::cuda::check_metadata(f, f.words, false, bad, context);
+    };
+    using Look = void (*)(const Format&, std::int64_t*, Context&);
+    const auto looks = {Look{two_four::cuda::compress}, Look{two_four::cuda::check}, Look{look_at_words}};
     for (const auto look : looks) {
       Bad bad;
       look(both.on_device(), bad.at(), gpu);
@@ -534,7 +542,7 @@ TEST_F(TwoFourFormatCuda, DISABLED_Speed) {
     time("compress", kBytes + kHalf + kWords, [&] { two_four::cuda::compress(pruned, bad.at(), gpu); });
     time("check", kBytes, [&] { two_four::cuda::check(pruned, bad.at(), gpu); });
     time("check, all bad", kBytes, [&] { two_four::cuda::check(f, bad.at(), gpu); });
-    time("check_metadata", kWords, [&] { two_four::cuda::check_metadata(f, bad.at(), gpu); });
+    time("check_metadata", kWords, [&] { two_four::cuda::check_metadata(f, {}, true, bad.at(), gpu); });
     time("gather", kBytes + kHalf + kWords, [&] { two_four::cuda::gather(f, gpu); });
     time("to_dense", kBytes + kHalf + kWords, [&] { two_four::cuda::to_dense(pruned, gpu); });
     Both other(kSide, kSide, DType::bf16, 2, true, Lie::lines, Lie::lines, Lie::lines);

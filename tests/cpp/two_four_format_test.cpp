@@ -20,8 +20,9 @@
 namespace fretwork {
 namespace {
 
-constexpr DType kTypes[] = {DType::f64, DType::f32, DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2};
-constexpr DType kWords[] = {DType::i8, DType::i16, DType::i32};
+constexpr DType kTypes[] = {DType::f64, DType::f32, DType::f16,     DType::bf16,
+                            DType::i8,  DType::u8,  DType::f8_e4m3, DType::f8_e5m2};
+constexpr DType kWords[] = {DType::i8, DType::i16, DType::i32, DType::u8, DType::u16, DType::u32};
 
 double value_of(std::uint64_t bits, DType dtype) {
   const auto small = static_cast<std::uint16_t>(bits);
@@ -36,6 +37,8 @@ double value_of(std::uint64_t bits, DType dtype) {
       return float_from_bf16(small);
     case DType::i8:
       return static_cast<std::int8_t>(bits);
+    case DType::u8:
+      return static_cast<std::uint8_t>(bits);
     case DType::f8_e5m2:
       return float_from_f16(static_cast<std::uint16_t>(small << 8));
     default: {
@@ -325,6 +328,65 @@ TEST(TwoFourFormat, NamesTheFirstInvalidNibble) {
       }
     }
   }
+}
+
+/// Groups of zeros with any nibble become canonical, or stay where it was valid; a number beside an invalid one is bad.
+TEST(TwoFourFormat, TakesInAnyNibbleBesideZeros) {
+  for_all([](DType dtype, Lie lie, int dim, Random& random, Context& context) {
+    const std::int64_t group = two_four_group(dtype), half = group / 2;
+    const unsigned valid = group == 2 ? 0x4010 : 0x7310;
+    for (const auto& [lines, groups] : {std::pair<std::int64_t, std::int64_t>{5, 11}, {67, 700}}) {
+      const DType word = kWords[random() % 6];
+      Plain plain(dtype, word, lines, groups * group, dim, lie), words(dtype, word, lines, groups * group, dim);
+      std::int64_t first = -1;
+      const auto each = static_cast<std::int64_t>(2 * plain.words.size);
+      std::vector<unsigned> codes(static_cast<std::size_t>(lines * groups)), canonical = codes;
+      const bool keep = random() % 2 == 0, spoil = random() % 2 == 0;
+      for (std::int64_t line = 0; line < lines; ++line) {
+        for (std::int64_t g = 0; g < groups; ++g) {
+          const bool empty = random() % 2 == 0, bad = spoil && random() % 50 == 0;
+          const std::uint64_t minus = two_four::is_integer(dtype) ? 0 : std::uint64_t{1} << (8 * size_of(dtype) - 1);
+          for (std::int64_t n = 0; n < half; ++n) {
+            plain.values.set(line, g * half + n, empty ? random() % 2 * minus : 3 + random() % 9);
+          }
+          unsigned code = static_cast<unsigned>(random() % 16);
+          while (!empty && ((valid >> code & 1) == 0) != bad) {
+            code = static_cast<unsigned>(random() % 16);
+          }
+          const auto at = static_cast<std::size_t>(line * groups + g);
+          codes[at] = code;
+          canonical[at] = empty && !(keep && (valid >> code & 1) != 0) ? 4 : code;
+          const std::int64_t place = dim == 0 ? g * group * lines + line : (line * groups + g) * group;
+          first = !empty && bad && (first < 0 || place < first) ? place : first;
+        }
+        for (std::int64_t w = 0; w < plain.words.cols(); ++w) {
+          std::uint64_t bits = 0;
+          for (std::int64_t g = w * each; g < (w + 1) * each; ++g) {
+            bits |= std::uint64_t{g < groups ? codes[static_cast<std::size_t>(line * groups + g)] : 15}
+                    << 4 * (g % each);
+          }
+          plain.words.set(line, w, bits);
+        }
+      }
+      std::int64_t bad = 0;
+      two_four_check_metadata(plain.form, &bad, context);
+      EXPECT_EQ(bad, first);
+      two_four_canonical(plain.form, words.form.metadata, keep, &bad, context);
+      EXPECT_EQ(bad, first);
+      for (std::int64_t n = 0; n < lines * groups; ++n) {
+        ASSERT_EQ(plain.code(n / groups, n % groups), codes[static_cast<std::size_t>(n)]) << "what is given stays";
+        ASSERT_EQ(words.code(n / groups, n % groups), canonical[static_cast<std::size_t>(n)]) << n;
+      }
+      for (std::int64_t g = groups; g < plain.words.cols() * each; ++g) {
+        ASSERT_EQ(words.code(lines - 1, g), 4u) << "padding";
+      }
+      two_four_canonical(plain.form, plain.form.metadata, keep, &bad, context);  // in place
+      for (std::int64_t n = 0; n < lines * groups; ++n) {
+        ASSERT_EQ(plain.code(n / groups, n % groups), canonical[static_cast<std::size_t>(n)]) << n;
+      }
+      EXPECT_TRUE(plain.words.guarded() && words.words.guarded());
+    }
+  });
 }
 
 TEST(TwoFourFormat, GathersWhatIsKept) {
@@ -729,14 +791,15 @@ TEST(TwoFourMatmul, RefusesInWords) {
   EXPECT_EQ(left(form(kHalf, 0), kHalf, {32, 8}, kHalf),
             "matmul: a: expected a matrix compressed along the contracted axis, dim 1, got dim 0");
   EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 9}, kHalf), "matmul: out: expected (32, 9), got (32, 8)");
-  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, DType::bf16),
-            "matmul: out_dtype: expected float16 or float32 for float16, got bfloat16");
-  EXPECT_EQ(left(form(DType::i8, 1), DType::i8, {48, 8}, DType::i8),
-            "matmul: out_dtype: expected int32, float32, float16 or bfloat16 for int8, got int8");
-  EXPECT_EQ(left(form(DType::f8_e4m3, 1), DType::f8_e4m3, {48, 8}, DType::i32),
-            "matmul: out_dtype: expected bfloat16, float16 or float32 for float8_e4m3fn, got int32");
-  EXPECT_EQ(left(form(DType::f64, 1), DType::f64, {48, 8}, DType::f32),
-            "matmul: out_dtype: expected float64 for float64, got float32");
+  const std::string others = "float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2 for ";
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, DType::i32),
+            "matmul: out_dtype: expected float64, " + others + "float16, got int32");
+  EXPECT_EQ(left(form(DType::i8, 1), DType::i8, {48, 8}, DType::u8),
+            "matmul: out_dtype: expected int32, " + others + "int8, got uint8");
+  EXPECT_EQ(left(form(DType::u8, 1), DType::u8, {48, 8}, DType::f64),
+            "matmul: out_dtype: expected int32, " + others + "uint8, got float64");
+  EXPECT_EQ(left(form(DType::f8_e4m3, 1), DType::f8_e4m3, {48, 8}, DType::boolean),
+            "matmul: out_dtype: expected float64, " + others + "float8_e4m3fn, got bool");
   const TensorView eight(kSomewhere, kHalf, {8}), scale(kSomewhere, DType::f32, {31});
   EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {&eight, Activation::none, nullptr, nullptr}),
             "matmul: bias: expected (32,), got (8,)");
@@ -744,6 +807,11 @@ TEST(TwoFourMatmul, RefusesInWords) {
             "matmul: scale_a: expected () or (32,), got (31,)");
   EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {nullptr, Activation::none, nullptr, &scale}),
             "matmul: scale_b: expected () or (8,), got (31,)");
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {.scale_out = &scale}),
+            "matmul: scale_out: expected one number (), got (31,)");
+  const TensorView wide(kSomewhere, DType::f32, {32});
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {.bias = &wide}),
+            "matmul: bias: expected float16, got float32");
   EXPECT_EQ(error_of([&] {
               two_four_matmul(TensorView(kSomewhere, kHalf, {9, 44}), form(kHalf, 0),
                               TensorView(kSomewhere, kHalf, {9, 32}), context);
@@ -820,8 +888,9 @@ TEST(TwoFourFormat, RefusesInWords) {
   EXPECT_EQ(check(DType::f32, {8, 7}, -1), "check: A: expected a multiple of 2 along dim 1, got (8, 7)");
   EXPECT_EQ(check(DType::f32, {8}, 1), "check: A: expected a matrix, got (8,)");
   EXPECT_EQ(check(DType::f32, {8, 8}, 2), "check: dim: expected -1, 0 or 1, got 2");
-  EXPECT_EQ(check(DType::i32, {8, 8}, 1),
-            "check: A: expected float64, float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2, got int32");
+  EXPECT_EQ(
+      check(DType::i32, {8, 8}, 1),
+      "check: A: expected float64, float32, float16, bfloat16, int8, uint8, float8_e4m3fn or float8_e5m2, got int32");
   const auto form = [&](DType dtype, std::initializer_list<std::int64_t> values, DType word,
                         std::initializer_list<std::int64_t> words, int dim) {
     const TwoFour m{TensorView(kSomewhere, dtype, values), TensorView(kSomewhere, word, words), dim};
@@ -834,7 +903,7 @@ TEST(TwoFourFormat, RefusesInWords) {
   EXPECT_EQ(form(DType::f16, {4, 15}, DType::i16, {4, 2}, 1),
             "TwoFour: values: expected whole groups: a multiple of 2 along dim 1, got (4, 15)");
   EXPECT_EQ(form(DType::f16, {4, 16}, DType::f16, {4, 2}, 1),
-            "TwoFour: metadata: expected int8, int16 or int32, got float16");
+            "TwoFour: metadata: expected int8, int16, int32 or the unsigned types of these sizes, got float16");
   EXPECT_EQ(form(DType::f16, {16}, DType::i16, {2}, 1), "TwoFour: values: expected a matrix, got (16,)");
   EXPECT_EQ(form(DType::f32, {4, 16}, DType::i16, {4, 2}, 1),
             "TwoFour: metadata: expected (4, 4) of int16 for values (4, 16), got (4, 2)");

@@ -17,6 +17,7 @@
 #include "core/half.h"
 #include "ops/two_four/cuda_hopper.h"
 #include "ops/two_four/problem.h"
+#include "result_types.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/nvrtc.h"
 
@@ -71,6 +72,8 @@ struct Elements {
         return float_from_bf16(read<std::uint16_t>(at));
       case DType::i8:
         return read<std::int8_t>(at);
+      case DType::u8:
+        return read<std::uint8_t>(at);
       case DType::i32:
         return read<std::int32_t>(at);
       case DType::f8_e4m3:
@@ -93,6 +96,9 @@ struct Elements {
       case DType::i8:
         return write(at,
                      static_cast<std::int8_t>(real ? std::uniform_int_distribution<int>(-128, 127)(random) : whole));
+      case DType::u8:
+        return write(
+            at, static_cast<std::uint8_t>(real ? std::uniform_int_distribution<int>(0, 255)(random) : std::abs(whole)));
       default:
         return write(at, f8_near(number));
     }
@@ -266,7 +272,7 @@ struct Data {
     }
     const bool f8 = c.dtype == DType::f8_e4m3 || c.dtype == DType::f8_e5m2;
     const bool tf32 = c.dtype == DType::f32 && c.real;
-    double slack = magnitude * (c.dtype == DType::i8 ? 0.0 : f8 ? 1.0 / 4096 : tf32 ? 5e-4 : 1e-6);
+    double slack = magnitude * (is_integer(c.dtype) ? 0.0 : f8 ? 1.0 / 4096 : tf32 ? 5e-4 : 1e-6);
     if (c.scales > 0) {
       const double scale = double(scale_s[c.scales == 2 ? static_cast<std::size_t>(i) : 0]) *
                            double(scale_b[c.scales == 2 ? static_cast<std::size_t>(j) : 0]);
@@ -276,12 +282,10 @@ struct Data {
     if (c.bias) {
       sum += bias.get(i);
     }
-    const double unit = c.out == DType::f16    ? 1.0 / 2048
-                        : c.out == DType::bf16 ? 1.0 / 256
-                        : c.out == DType::f32  ? 3e-7
-                                               : 0;
-    const double want = activated(c.activation, sum);
-    return {want, 1.05 * unit * std::abs(want) + 2 * slack + (c.out == DType::i32 ? 0.0 : 1e-6)};
+    const auto [last, step] = rounding_of(c.out);
+    const double want = saturated(c.out, activated(c.activation, sum)),
+                 unit = std::max(last, c.out == DType::f32 ? 3e-7 : 0);
+    return {want, 1.05 * unit * std::abs(want) + step + 2 * slack + (c.out == DType::i32 ? 0.0 : 1e-6)};
   }
   /// All results, or for large ones every so many, and that nothing else was written.
   void check() {
@@ -339,16 +343,20 @@ const std::vector<Choice> kForms = {{.width = 256}, {.width = 256, .split = 2}, 
                                     {.width = 64},  {.width = 64, .split = 3},  {.width = 64, .split = 4}};
 constexpr int kWidths[] = {256, 128, 64};
 
-/// Of a type: its own and f32, or what 8-bit types give.
-std::vector<DType> outs_of(DType dtype) {
-  if (dtype == DType::i8) {
-    return {DType::i32, DType::f32, DType::f16, DType::bf16};
+/// Of a type: what leaves as it is, its own and f32, or what 8-bit types give; then what threads convert.
+std::vector<DType> outs_of(DType dtype, bool converted = true) {
+  std::vector<DType> outs = {DType::f32};
+  const bool byte = size_of(dtype) == 1;
+  for (const DType out : {DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2}) {
+    const bool half = size_of(out) == 2;
+    if (converted || (half && (byte || dtype == out))) {
+      outs.push_back(out);
+    }
   }
-  if (dtype == DType::f32) {
-    return {DType::f32};
+  if (is_integer(dtype)) {
+    outs.push_back(DType::i32);
   }
-  return size_of(dtype) == 1 ? std::vector<DType>{DType::bf16, DType::f16, DType::f32}
-                             : std::vector<DType>{dtype, DType::f32};
+  return outs;
 }
 
 // -------------------------------------------------------------------------------------------------------- tests
@@ -369,8 +377,10 @@ TEST_F(TwoFourHopper, Tails) {
                                         {129, 257, 260}, {250, 130, 1020}, {384, 40, 640}, {40, 520, 384},
                                         {7, 300, 2060}};
   for (const auto& [m, n, k] : sizes) {
-    for (const DType dtype : {DType::bf16, DType::f16, DType::i8, DType::f8_e4m3, DType::f8_e5m2, DType::f32}) {
-      for (const DType out : outs_of(dtype)) {
+    for (const DType dtype :
+         {DType::bf16, DType::f16, DType::i8, DType::u8, DType::f8_e4m3, DType::f8_e5m2, DType::f32}) {
+      const bool converted = (m + n + static_cast<Index>(dtype)) % 2 == 0;
+      for (const DType out : outs_of(dtype, converted)) {
         for (const bool c : {true, false}) {
           const bool b = (m + n + k / 4 + (c ? 1 : 0)) % 2 == 0;
           const Case each{.m = m, .n = n, .k = k, .dtype = dtype, .out = out, .b_along_k = b, .c_along_m = c};
@@ -483,12 +493,13 @@ TEST_F(TwoFourHopper, ManyTiles) {
 }
 
 TEST_F(TwoFourHopper, RandomProblems) {
-  constexpr DType kTypes[] = {DType::bf16, DType::f16, DType::i8, DType::f8_e4m3, DType::f8_e5m2, DType::f32};
+  constexpr DType kTypes[] = {DType::bf16,    DType::f16,     DType::i8, DType::u8,
+                              DType::f8_e4m3, DType::f8_e5m2, DType::f32};
   std::mt19937 random(7);
   const auto below = [&](Index n) { return static_cast<Index>(random() % static_cast<unsigned>(n)); };
   for (int n = 0; n < 200 && !HasFailure(); ++n) {
     Case c{.m = 1 + below(400), .n = 1 + below(600), .k = 4 * (1 + below(200))};
-    c.dtype = kTypes[below(6)];
+    c.dtype = kTypes[below(7)];
     const std::vector<DType> outs = outs_of(c.dtype);
     c.out = outs[static_cast<std::size_t>(below(static_cast<Index>(outs.size())))];
     c.b_along_k = below(2) == 0;
@@ -503,7 +514,7 @@ TEST_F(TwoFourHopper, RandomProblems) {
       c.scales = static_cast<int>(below(3));
       c.activation = static_cast<Activation>(below(c.out == DType::f32 ? 2 : 4));
     }
-    c.real = c.dtype != DType::i8 || c.out == DType::i32;
+    c.real = !is_integer(c.dtype) || c.out == DType::i32;
     if (below(3) == 0) {  // whole units, as most are
       c.m = round_up(c.m, 16);
       c.n = round_up(c.n, 16);

@@ -539,6 +539,11 @@ def test_two_four_inspect_reads_what_was_saved(tmp_path: Path) -> None:
     rows = [line for line in ok("two_four", "inspect", file, "--rows", "6").splitlines() if line.startswith("  word")]
     numbers = [0.0 if n == "." else float(n) for row in rows for n in row.split("│", 1)[1].replace("│", " ").split()]
     assert numbers == pytest.approx(pruned.flatten().tolist(), rel=1e-3)
+    whole = fw.two_four.compress(torch.tensor([[0, 200, 0, 7]], dtype=torch.uint8), metadata_dtype=torch.uint16)
+    fw.two_four.save(file, whole)
+    (matrix,) = json.loads(ok("two_four", "inspect", file, "--json"))["matrices"]
+    assert (matrix["dtype"], matrix["word"], matrix["nibbles"]) == ("uint8", "uint16", {"D": 1})
+    assert "│ . 200 . 7 │" in ok("two_four", "inspect", file) and "▀ ▀" in ok("show", file)
 
 
 def test_show_draws_two_four(tmp_path: Path) -> None:

@@ -23,14 +23,14 @@ ACTIVATIONS = {
     "gelu": lambda y: jax.nn.gelu(y, approximate=False),
     "silu": jax.nn.silu,
 }
-BYTES = ["int8", "float8_e4m3fn", "float8_e5m2"]
+BYTES = ["int8", "uint8", "float8_e4m3fn", "float8_e5m2"]
 each_dim = pytest.mark.parametrize("dim", [-1, 0])
 
 
 def pruned(rng, shape, dtype, dim=-1):
     """No zeros among what is kept."""
-    A = rng.integers(1, 100, shape) * rng.choice([-1, 1], shape)
-    return two_four.prune(jnp.asarray(A if dtype == "int8" else A / 64, dtype), dim)
+    A = rng.integers(1, 100, shape) * (1 if dtype == "uint8" else rng.choice([-1, 1], shape))
+    return two_four.prune(jnp.asarray(A if dtype in ("int8", "uint8") else A / 64, dtype), dim)
 
 
 def of(s, values):
@@ -45,7 +45,7 @@ def test_the_form_is_torchs(kind, dim, rng, on_device):
     shape = (24, 36) if dim else (36, 24)
     A = pruned(rng, shape, kind, dim)
     wide = torch.from_numpy(np.array(A, np.float64)).to(getattr(torch, kind))
-    for word in ("int8", "int16", "int32"):
+    for word in ("int8", "int16", "int32", "uint8", "uint16", "uint32"):
         s, t = two_four.compress(A, dim, word), fw.two_four.compress(wide, dim, getattr(torch, word))
         assert s.shape == shape == s.T.T.shape and s.T.shape == shape[::-1]
         values, metadata = (x if dim else x.T for x in (t.values, t.metadata))
@@ -54,7 +54,7 @@ def test_the_form_is_torchs(kind, dim, rng, on_device):
         np.testing.assert_array_equal(np.asarray(s.to_dense(), np.float64), np.asarray(A, np.float64))
         np.testing.assert_array_equal(np.asarray(s.T.to_dense(), np.float64), np.asarray(A.T, np.float64))
     for transposable in (False, True):
-        full = jnp.asarray(rng.integers(-99, 99, (16, 24)), kind)
+        full = jnp.asarray(rng.integers(0 if kind == "uint8" else -99, 99, (16, 24)), kind)
         got = two_four.prune(full, dim, transposable)
         want = torch.from_numpy(np.array(full, np.float64)).to(getattr(torch, kind))
         want = fw.two_four.prune(want, dim, transposable).double().numpy()
@@ -127,17 +127,68 @@ def test_vmap(rng):
 
 @pytest.mark.parametrize("kind", BYTES)
 def test_small_types(kind, rng):
-    A, x = pruned(rng, (8, 32), kind), jnp.asarray(rng.integers(-9, 9, (3, 32)), kind)
+    integers = kind in ("int8", "uint8")
+    A, x = pruned(rng, (8, 32), kind), jnp.asarray(rng.integers(0 if kind == "uint8" else -9, 9, (3, 32)), kind)
     want = np.asarray(x, np.float64) @ np.asarray(A, np.float64).T
     y = two_four.linear(x, two_four.compress(A))
-    assert y.dtype == ("int32" if kind == "int8" else "bfloat16")
-    assert_close(y, want, "float32" if kind == "int8" else "bfloat16", "value")
+    assert y.dtype == ("int32" if integers else "bfloat16")
+    assert_close(y, want, "float32" if integers else "bfloat16", "value")
     y = two_four.matmul(x, two_four.compress(A).T, out_dtype="float32")
     assert_close(y, want, "float16", "wide")
     bias = jnp.ones(8, "float32")
-    if kind == "int8":
+    if integers:
         grad = jax.grad(lambda b: two_four.matmul(x, two_four.compress(A).T, b, out_dtype="float32").sum())(bias)
         assert_close(grad, np.full(8, 3.0), "float32", "bias")
+
+
+@pytest.mark.parametrize(
+    "kind, out",
+    [("int8", "int8"), ("uint8", "float8_e4m3fn"), ("float8_e5m2", "float8_e5m2"), ("bfloat16", "float8_e5m2"),
+     ("bfloat16", "float16"), ("float32", "int8"), ("float32", "bfloat16")],
+)  # fmt: skip
+def test_results_of_other_types(kind, out, rng):
+    """The kernel's rounding and XLA's, which follows where there are scales, are the same: to even, and saturated."""
+    least = 0 if kind == "uint8" else -4
+    A = two_four.prune(jnp.asarray(rng.integers(least, 5, (16, 32)), kind))
+    B = jnp.asarray(rng.integers(least, 5, (32, 9)), kind)
+    s, plain = two_four.compress(A), np.asarray(A, np.float64) @ np.asarray(B, np.float64)
+
+    def rounded(exact):
+        if out == "int8":
+            return np.clip(np.rint(exact), -128, 127)
+        most = float(jnp.finfo(out).max)
+        return np.asarray(jnp.asarray(np.clip(exact, -most, most), "float32").astype(out), np.float64)
+
+    def product(b, scale):
+        return two_four.matmul(s, b, activation="relu", out_dtype=out, scale_out=scale)
+
+    for factor in (None, 0.125, 32.0):
+        got = product(B, None) if factor is None else jax.jit(product)(B, jnp.float32(factor))
+        assert got.dtype == out
+        np.testing.assert_array_equal(np.asarray(got, np.float64), rounded(np.maximum(plain, 0) * (factor or 1.0)))
+    if kind == "bfloat16" and out == "float8_e5m2":
+        with rejects("matmul", NotImplementedError):
+            jax.grad(lambda b: two_four.matmul(s, b, out_dtype=out).astype("float32").sum())(B)
+    for bad in (jnp.ones(1, "float32"), jnp.float16(1)):
+        with rejects("matmul"):
+            two_four.matmul(s, B, out_dtype=out, scale_out=bad)
+
+
+@each_dim
+@pytest.mark.parametrize("word", ["int16", "uint8", "uint32"])
+def test_groups_of_zeros_take_any_nibble(word, dim, rng):
+    A = np.array(pruned(rng, (8, 32) if dim else (32, 8), "float16", dim))
+    (A if dim else A.T)[:, 8:16] = 0
+    s = two_four.compress(A, dim, word)
+    both = np.array(s.metadata).view(np.uint8)
+    both[:, 1] = rng.integers(0, 256, 8)
+    t = two_four.TwoFour(s.values, jnp.asarray(both.view(word)), dim)
+    assert t.metadata.dtype == word
+    np.testing.assert_array_equal(np.asarray(t.metadata), np.asarray(s.metadata))
+    inside = jax.jit(lambda v, m: two_four.TwoFour(v, m, dim).metadata)(s.values, jnp.asarray(both.view(word)))
+    np.testing.assert_array_equal(np.asarray(inside), np.asarray(s.metadata))
+    with pytest.raises(ValueError, match=r"^TwoFour: metadata: .* got 0 for the group at \(0, 0\)"):
+        two_four.TwoFour(s.values, jnp.asarray((both & 0xF0).view(word)), dim)
 
 
 @each_dim

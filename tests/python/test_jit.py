@@ -169,23 +169,31 @@ STAGES = [
     ("float", torch.float32, True, False),
     ("float", torch.float32, False, True),
     ("signed char", torch.int8, True, True),
+    ("unsigned char", torch.uint8, True, False),
+    ("fretwork::f8_e4m3", torch.float8_e4m3fn, True, False),
+    ("fretwork::f8_e5m2", torch.float8_e5m2, True, True),
 ]
+INTEGERS = (torch.int8, torch.uint8)
 
 
 @pytest.mark.parametrize("kind, dtype, along_k, registers", STAGES)
 def test_gemm_sp(kind, dtype, along_k, registers, device):
-    integers = dtype == torch.int8
+    integers, fp8 = dtype in INTEGERS, dtype.is_floating_point and dtype.itemsize == 1
     flags = ", ".join("true" if flag else "false" for flag in (along_k, registers))
     kernel = fw.jit.kernel(GEMM_SP, f"stage<{kind}, {flags}, {'int' if integers else 'float'}>")
     if device.type == "cpu":
-        assert all(kernel.compile(arch).spills == 0 for arch in ("sm_80", "sm_90a"))
+        assert all(kernel.compile(arch).spills == 0 for arch in ("sm_89" if fp8 else "sm_80", "sm_90a"))
         return
+    if fp8 and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("fp8 begins with sm_89")
     torch.manual_seed(0)
     k = 128 // dtype.itemsize
     # Small whole numbers: sums are exact in every type.
-    A = fw.two_four.prune(torch.randint(-9, 10, (32, k), device=device).to(torch.float32 if k == 32 else torch.half))
+    least, most = (0, 9) if dtype == torch.uint8 else (-4, 4) if fp8 else (-9, 9)
+    wide = torch.float32 if k == 32 else torch.half
+    A = fw.two_four.prune(torch.randint(least, most + 1, (32, k), device=device).to(wide))
     s = fw.two_four.compress(A.to(dtype))
-    B = torch.randint(-9, 10, (k, 16), device=device)
+    B = torch.randint(least, most + 1, (k, 16), device=device)
     line = 16 if along_k else 128 // dtype.itemsize  # of rows of b there are 128 bytes
     b = B.T if along_k else torch.nn.functional.pad(B, (0, line - 16))
     out = torch.empty(32, 16, device=device, dtype=torch.int32 if integers else torch.float32)
@@ -227,12 +235,13 @@ __global__ void __launch_bounds__(128) stage(const u8* values, const u16* words,
         ("fretwork::f16", torch.float16),
         ("float", torch.float32),
         ("signed char", torch.int8),
+        ("unsigned char", torch.uint8),
         ("fretwork::f8_e4m3", torch.float8_e4m3fn),
         ("fretwork::f8_e5m2", torch.float8_e5m2),
     ],
 )
 def test_gemm_sp_on_hopper(kind, dtype, device):
-    integers = dtype == torch.int8
+    integers = dtype in INTEGERS
     kernel = fw.jit.kernel(HOPPER, f"stage<{kind}, {'int' if integers else 'float'}>")
     if device.type == "cpu":
         assert kernel.compile("sm_90a").spills == 0
@@ -242,9 +251,10 @@ def test_gemm_sp_on_hopper(kind, dtype, device):
     torch.manual_seed(0)
     k = 128 // dtype.itemsize
     wide = torch.float32 if k == 32 else torch.half
-    A = fw.two_four.prune(torch.randint(-4, 5, (64, k), device=device).to(wide))  # exact in every type
+    least = 0 if dtype == torch.uint8 else -4
+    A = fw.two_four.prune(torch.randint(least, 5, (64, k), device=device).to(wide))  # exact in every type
     s = fw.two_four.compress(A.to(dtype))
-    B = torch.randint(-4, 5, (128, k), device=device).to(wide)
+    B = torch.randint(least, 5, (128, k), device=device).to(wide)
     out = torch.empty(64, 128, device=device, dtype=torch.int32 if integers else torch.float32)
     kernel(1, 128, s.values.contiguous(), s.metadata.flip(0, 1).contiguous(), B.to(dtype), out)
     assert torch.equal(out.double(), A.double() @ B.double().T)

@@ -17,10 +17,13 @@ def test_random_products(device):
 def test_every_kind_is_drawn():
     problems = [soak_two_four.draw(n, 7) for n in range(2000)]
     assert {(p.dtype, p.precision) for p in problems} == set(soak_two_four.KINDS)
-    for what in ("left", "word", "strides", "values", "bias", "activation", "scales", "backward"):
+    for what in ("left", "bias", "activation", "scales", "scale_out", "backward"):
         assert len({getattr(p, what) for p in problems}) > 1, what
-    wide = {None, torch.float32, torch.float16, torch.bfloat16}
-    assert {p.out for p in problems if p.dtype == torch.int8} == wide, "every result that int8 may have"
+    assert {p.word for p in problems} == set(soak_two_four.WORDS)
+    for what, rank in (("strides", 4), ("values", 2), ("gradient", 4)):
+        assert {getattr(p, what) for p in problems} == set(soak_two_four.views(rank)), what
+    for dtype, _ in soak_two_four.KINDS:
+        assert {p.out for p in problems if p.dtype == dtype} == set(soak_two_four.OUTS), "every result"
 
 
 def test_a_wrong_result_is_seen(monkeypatch):
@@ -28,7 +31,7 @@ def test_a_wrong_result_is_seen(monkeypatch):
 
     def wrong(*args, **options):
         c = right(*args, **options)
-        return c + (torch.arange(c.shape[-1]) == 0).to(c.dtype) * 3
+        return (c.float() + (torch.arange(c.shape[-1]) == 0) * 3).to(c.dtype)
 
     monkeypatch.setattr(fw.two_four, "matmul", wrong)
     with pytest.raises(AssertionError, match="wrong, among them"):

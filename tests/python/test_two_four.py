@@ -6,6 +6,7 @@ import itertools
 import logging
 import pickle
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -21,13 +22,16 @@ from fretwork import two_four
 from fretwork._library import core
 
 ops = torch.ops.fretwork
-BYTES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+BYTES = [torch.int8, torch.uint8, *FP8]
+SIGNED = {torch.uint8: torch.int8, torch.uint16: torch.int16, torch.uint32: torch.int32}
 
 
 def pruned(rows, cols, dtype=torch.float32, device="cpu", dim=-1):
     """Random, with as many non-zeros as there may be."""
     A = torch.randint(1, 100, (rows, cols)) * (torch.randint(0, 2, (rows, cols)) * 2 - 1)
-    A = A.to(dtype) if dtype == torch.int8 else (A / 64).to(dtype)
+    A = A.abs() if dtype == torch.uint8 else A
+    A = (A if dtype in (torch.int8, torch.uint8) else A / 64).to(dtype)
     return two_four.prune(A.to(device), dim=dim)
 
 
@@ -186,7 +190,11 @@ def samples(device):
     return {
         "compress": [(A, 1, torch.int16, True), (A, 1, torch.int8, False), (A.detach().T, 0, torch.int32, True)],
         "check": [(A.detach(), 1), (torch.ones(4, 8, device=device), 0)],
-        "check_metadata": [(s.values, s.metadata, 1), (s.T.values, s.T.metadata, 0)],
+        "canonical": [
+            (s.values, s.metadata, 1, False),
+            (s.T.values, s.T.metadata.view(torch.uint16), 0, True),
+            (torch.zeros_like(whole.values), torch.zeros_like(whole.metadata), 1, False),
+        ],
         "to_dense": [(values, s.metadata, 1), (down, across.metadata, 0)],
         "gather": [(A, s.metadata, 1), (A.detach().T, s.T.metadata, 0)],
         "prune": [(A, 1, False), (A, 0, True)],
@@ -198,12 +206,14 @@ def samples(device):
             (values, s.metadata, x, bias, "silu", None, None, None, "linear", "ieee"),
             (values, s.metadata, x[0, 0], bias, "none", None, None, None, "linear", "ieee"),
             (whole.values, whole.metadata, small, None, "none", torch.float32, scale, None, "left", "ieee"),
+            (values, s.metadata, x, bias, "relu", None, None, None, "linear", "ieee", scale.new_tensor(-2.0)),
+            (whole.values, whole.metadata, small, scale, "relu", torch.int8, scale, None, "left", "ieee", scale[0] + 0),
         ],
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "op", ["compress", "check", "check_metadata", "to_dense", "gather", "prune", "prune_both", "matmul"]
+    "op", ["compress", "check", "canonical", "to_dense", "gather", "prune", "prune_both", "matmul"]
 )
 def test_opcheck(op, device):
     for arguments in samples(device)[op]:
@@ -248,7 +258,8 @@ def test_wrong_kinds_are_refused(device):
         lambda: two_four.matmul(s, [1.0]), lambda: two_four.matmul(s, B, bias=1.0), lambda: two_four.linear([1.0], s),
         lambda: two_four.matmul(s, B, scale_a=2.0), lambda: two_four.linear(B.T, s, fallback="sparse"),
         lambda: two_four.matmul(s, B, precision="half"), lambda: two_four.linear(B.T, s, activation="tanh"),
-        lambda: two_four.matmul(s, B, out_dtype=torch.float16), lambda: two_four.matmul(s, B, out_dtype=torch.int64),
+        lambda: two_four.matmul(s, B, out_dtype=torch.int32), lambda: two_four.matmul(s, B, out_dtype=torch.int64),
+            lambda: two_four.matmul(s, B, scale_out=2.0), lambda: two_four.matmul(s, B, scale_out=B[:1, 0]),
         lambda: two_four.prune(B, dim=2**32), lambda: two_four.check(B, dim=2**32),
         lambda: fw.TwoFour(s.values, s.metadata, 2**32 + 1), lambda: two_four.compress(B, dim=2**70),
         lambda: two_four.matmul(s, B, activation=["relu"]), lambda: fw.TwoFour(s.values, s.metadata.to("meta")),
@@ -308,12 +319,198 @@ def test_matrices_without_memory():
 
 def test_other_operators_still_refuse_integers(device):
     layout = fw.BlockLayout([[1]], block=16)
-    for dtype in (torch.int16, torch.int32):
+    for dtype in (torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32):
         x = torch.ones(16, 16, device=device).to(dtype)
         with pytest.raises(
             RuntimeError, match=f"sdd: a: expected float64, float32, float16 or bfloat16, got {str(dtype)[6:]}"
         ):
             fw.sdd(x, x, layout)
+
+
+# Words that others wrote
+
+
+def nibbles_of(metadata):
+    """(lines, groups), lines being rows."""
+    both = metadata.contiguous().view(torch.uint8)
+    return torch.stack((both & 15, both >> 4), -1).flatten(1).cpu()
+
+
+@pytest.mark.parametrize("word", [torch.int16, *SIGNED], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, *BYTES], ids=str)
+def test_groups_of_zeros_take_any_nibble(dtype, word, device):
+    """And the product is that of the dense matrix, whatever stood there; what a user keeps stays as it was."""
+    empty = torch.rand(24, 16).lt(0.4).repeat_interleave(4, 1)
+    A = torch.where(empty, 0.0, pruned(24, 64, dtype).double()).to(dtype).to(device)
+    s = two_four.compress(A, metadata_dtype=word)
+    half = 1 if dtype == torch.float32 else 2
+    empty = (s.values.float() == 0).unflatten(1, (-1, half)).all(-1).cpu()
+    nibbles = torch.where(empty, torch.randint(0, 16, empty.shape), nibbles_of(s.metadata)[:, : empty.shape[1]])
+    both = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).to(torch.uint8).to(device).view(word)
+    before = both.view(torch.uint8).clone()
+    for t in (fw.TwoFour(s.values, both), fw.TwoFour(s.values.t(), both.t(), dim=0).T):
+        assert t.metadata.dtype == word and torch.equal(nibbles_of(t.metadata), nibbles_of(s.metadata))
+        same(t.to_dense(), A)
+        same(two_four.linear(torch.eye(64, device=device).to(dtype), t), A.double().T)
+    assert torch.equal(both.view(torch.uint8), before)
+    kept = two_four.canonical(s.values, both, 1, keep_valid=True)
+    valid = [4, 14] if half == 1 else [4, 8, 9, 12, 13, 14]
+    want = torch.where(torch.isin(nibbles, torch.tensor(valid)), nibbles, 4)
+    assert torch.equal(nibbles_of(kept).long(), want), "what may be read"
+
+
+def test_zeros_stay_where_they_were(tmp_path, device):
+    """A mask is more than its values: zeros that learn keep their places in files, pickles and state dicts."""
+    s = two_four.compress(pruned(16, 32, torch.float16, device))
+    zeros = fw.TwoFour._of(torch.zeros_like(s.values), s.metadata, 1)
+    assert torch.equal(pickle.loads(pickle.dumps(zeros)).metadata, s.metadata)
+    assert torch.equal(copy.deepcopy(zeros).metadata, s.metadata)
+    layer = fw.nn.SemiSparseLinear.from_sparse(zeros)
+    other = fw.nn.SemiSparseLinear(32, 16, bias=False, device=device, dtype=torch.float16)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.sparse.metadata, layer.sparse.metadata)
+    state = layer.state_dict()
+    state["metadata"] = torch.zeros_like(state["metadata"])
+    other.load_state_dict(state)
+    assert (nibbles_of(other.metadata) == 4).all(), "what no instruction may read"
+    pytest.importorskip("safetensors")
+    two_four.save(tmp_path / "zeros.safetensors", zeros)
+    assert torch.equal(two_four.load(tmp_path / "zeros.safetensors", device).metadata, s.metadata)
+
+
+@pytest.mark.parametrize("word", SIGNED, ids=str)
+def test_unsigned_words_are_cut_joined_moved_and_stored(word, tmp_path, device):
+    A = pruned(32, 128, torch.float16, device)
+    s, signed = (two_four.compress(A, metadata_dtype=w) for w in (word, SIGNED[word]))
+
+    def alike(one, other):
+        assert one.metadata.dtype == word and torch.equal(one.metadata.view(SIGNED[word]), other.metadata)
+        same(one.to_dense(), other.to_dense())
+
+    alike(s[8:24, 32:], signed[8:24, 32:])
+    for dim in (0, 1):
+        alike(
+            two_four.cat([s, s[:, :32] if dim else s], dim),
+            two_four.cat([signed, signed[:, :32] if dim else signed], dim),
+        )
+    alike(two_four.cat([s, two_four.compress(A[:, :4], metadata_dtype=word), s], 1),
+          two_four.cat([signed, two_four.compress(A[:, :4], metadata_dtype=SIGNED[word]), signed], 1))  # fmt: skip
+    alike(s.to("cpu"), signed.to("cpu"))
+    alike(copy.deepcopy(s), signed)
+    alike(pickle.loads(pickle.dumps(s)), signed)
+    for ours, theirs in zip(s.export("torch"), signed.export("torch"), strict=True):
+        assert torch.equal(ours, theirs)
+    alike(two_four.from_layout(*s.export("torch"), "torch", metadata_dtype=word), signed)
+    pytest.importorskip("safetensors")
+    two_four.save(tmp_path / "weight.safetensors", s)
+    alike(two_four.load(tmp_path / "weight.safetensors", device), signed)
+
+
+# Results of any type
+
+
+def narrowed(exact, out):
+    if out == torch.int8:
+        return exact.round().clamp(-128, 127)
+    largest = torch.finfo(out).max
+    return exact.clamp(-largest, largest).float().to(out).double()
+
+
+@pytest.mark.parametrize("out", [torch.int8, *FP8, torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, *FP8, torch.bfloat16, torch.float32], ids=str)
+def test_every_result_of_every_operand(dtype, out, device):
+    """Whole numbers that every sum holds, in sizes for every class of kernels, on both sides, scaled and biased."""
+    for m, n, k in [(64, 1, 128), (72, 16, 256), (130, 40, 132), (256, 264, 512), (33, 300, 64)]:
+        least = 0 if dtype == torch.uint8 else -3
+        A = two_four.prune(torch.randint(least, 4, (m, k)).to(torch.float32 if dtype == torch.float32 else torch.int8))
+        B = torch.randint(least, 4, (k, n))
+        s, b = two_four.compress(A.to(dtype).to(device)), B.to(dtype).to(device)
+        bias = torch.randint(-8, 9, (m,)).double()
+        kind = out if out.itemsize > 1 or n == 40 else torch.float32
+        plain = A.double() @ B.double()
+        options = {"precision": "tf32", "bias": bias.to(kind).to(device), "activation": "relu",
+                   "scale_out": torch.tensor(0.25, device=device), "out_dtype": out}  # fmt: skip
+        want = (plain + bias[:, None]).relu() * 0.25
+        want = narrowed(want, out) if out.itemsize == 1 else want.to(out).double()
+        same(two_four.matmul(s, b, **options), want)
+        same(two_four.matmul(b.T, s.T, **options), want.T)
+        same(
+            two_four.matmul(s, b.T.contiguous().T, out_dtype=out),
+            narrowed(plain, out) if out.itemsize == 1 else plain.to(out),
+        )
+
+
+def test_8_bits_round_once_and_saturate(device):
+    """Every fp8 number comes back, what lies in between goes to the nearest, ties to even, and NaN stays."""
+    s = two_four.compress(torch.tensor([[1.0, 0.0]], device=device))
+
+    def rounded(x, out):
+        both = torch.stack((x, torch.zeros_like(x))).to(device)
+        return two_four.matmul(s, both, out_dtype=out, precision="ieee")[0].cpu()
+
+    for out in FP8:
+        numbers = torch.arange(256).to(torch.uint8).view(out).float()
+        finite, largest = numbers[numbers.isfinite()].unique(), torch.finfo(out).max
+        ties = (finite[1:] + finite[:-1]) / 2
+        beyond = torch.tensor([float("inf"), float("-inf"), 1e30, -1e30, 1e-30, largest * 1.04])
+        x = torch.cat([finite, ties, ties.nextafter(finite[1:]), ties.nextafter(finite[:-1]), beyond]).unique() + 0.0
+        want = x.clamp(-largest, largest).to(out)
+        assert torch.equal(rounded(x, out).view(torch.uint8), want.view(torch.uint8))
+        assert rounded(torch.tensor([float("nan")]), out).float().isnan().all()
+    x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 127.4, 127.5, 300, -128.5, -128.6, 1e9, float("-inf"), float("nan")])
+    assert rounded(x, torch.int8).tolist() == [0, 2, 2, 0, -2, 127, 127, 127, -128, -128, 127, -128, 0]
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_gradient_of_a_scaled_result(activation, device):
+    A, B = pruned(8, 32, torch.float32, device), torch.randn(32, 5, device=device, requires_grad=True)
+    s, bias = two_four.compress(A), torch.randn(8, device=device, requires_grad=True)
+    values, scale = s.values.clone().requires_grad_(), torch.tensor(-0.5, device=device)
+    c = two_four.matmul(fw.TwoFour(values, s.metadata), B, bias, activation, scale_out=scale, precision="ieee")
+    upstream = torch.randn_like(c)
+    c.backward(upstream)
+    wide = [t.detach().cpu().double().requires_grad_() for t in (A, B, bias)]
+    exact = wide[0] @ wide[1] + wide[2][:, None]
+    ((getattr(F, activation)(exact) if activation else exact) * -0.5).backward(upstream.cpu().double())
+    assert_close(B.grad, wide[1].grad, torch.float32)
+    assert_close(bias.grad, wide[2].grad, torch.float32)
+    kept = torch.where(A.cpu() != 0, wide[0].grad, 0)
+    assert_close(fw.TwoFour(values.grad, s.metadata).to_dense(), kept, torch.float32)
+
+
+def test_narrow_results_elsewhere(device):
+    """Traced, compiled, batched by vmap, under autocast and without memory."""
+    s, b = two_four.compress(pruned(16, 32, torch.int8, device)), torch.ones(3, 32, 5, device=device).char()
+    bias, scale = torch.randn(16, device=device), torch.tensor(0.125, device=device)
+
+    def f(b):
+        return two_four.matmul(s, b, bias, "relu", torch.int8, scale_out=scale)
+
+    want = f(b)
+    assert want.dtype == torch.int8 and want.shape == (3, 16, 5)
+    same(torch.compile(f, backend="eager", fullgraph=True)(b), want)
+    same(torch.vmap(f)(b), want)
+    with torch.autocast(device.type, torch.bfloat16):
+        same(f(b), want)
+    empty = s.to("meta")
+    assert two_four.matmul(empty, b.to("meta"), out_dtype=torch.float8_e5m2).dtype == torch.float8_e5m2
+
+
+def test_a_backward_pass_warns_of_nothing(device):
+    """autograd's own thread begins with one of our ops, and goes on with cuBLAS: that has a context there."""
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    program = (
+        "import torch, fretwork as fw\n"
+        "s = fw.two_four.compress(fw.two_four.prune(torch.randn(64, 128, device='cuda').half()))\n"
+        "values = s.values.clone().requires_grad_()\n"
+        "x = torch.randn(5, 128, device='cuda').half().requires_grad_()\n"
+        "fw.two_four.linear(x, fw.TwoFour(values, s.metadata)).sum().backward()\n"
+        "torch.cuda.synchronize()\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "always", "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "CUDA context" not in done.stderr, done.stderr
 
 
 # Gradients
@@ -361,6 +558,9 @@ def test_what_has_no_gradient_says_so(device):
         two_four.matmul(fw.TwoFour(t.values.requires_grad_(), t.metadata), B.detach().to(t.dtype))
     with pytest.raises(NotImplementedError, match=r"linear: gradient: expected .*got torch.float8_e4m3fn; let"):
         two_four.linear(B.detach().T.to(t.dtype), fw.TwoFour(t.values.requires_grad_(), t.metadata))
+    for out in (torch.int8, torch.float8_e5m2):
+        with pytest.raises(NotImplementedError, match=rf"matmul: gradient: expected .* result, got {out}"):
+            two_four.matmul(s, B, out_dtype=out)
     A = torch.ones(4, 4, device=device, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"prune_both: gradient: expected .*got "):
         ops.two_four_prune_both(A, torch.int16)[0].sum().backward()

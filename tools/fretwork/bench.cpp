@@ -50,18 +50,17 @@ DType read_dtype(const RunOptions& options, Device device) {
     return device.type == DeviceType::cpu ? DType::f32 : DType::f16;
   }
   constexpr std::pair<const char*, DType> kShort[] = {
-      {"fp64", DType::f64}, {"fp32", DType::f32},    {"fp16", DType::f16},         {"bf16", DType::bf16},
-      {"int8", DType::i8},  {"fp8", DType::f8_e4m3}, {"fp8_e5m2", DType::f8_e5m2},
+      {"fp64", DType::f64}, {"fp32", DType::f32}, {"fp16", DType::f16},    {"bf16", DType::bf16},
+      {"int8", DType::i8},  {"uint8", DType::u8}, {"fp8", DType::f8_e4m3}, {"fp8_e5m2", DType::f8_e5m2},
   };
   for (const auto& [name, dtype] : kShort) {
     if ((text == name || text == name_of(dtype)) && (options.bytes || size_of(dtype) > 1)) {
       return dtype;
     }
   }
-  const char* const expected =
-      options.bytes
-          ? "float64, float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2 (fp64 … bf16, fp8, fp8_e5m2)"
-          : "float64, float32, float16 or bfloat16 (fp64, fp32, fp16, bf16)";
+  const char* const expected = options.bytes ? "float64, float32, float16, bfloat16, int8, uint8, float8_e4m3fn or "
+                                               "float8_e5m2 (fp64 … bf16, fp8, fp8_e5m2)"
+                                             : "float64, float32, float16 or bfloat16 (fp64, fp32, fp16, bf16)";
   throw UsageError(fmt::format("{}: --dtype: expected {}, got {}", options.command, expected, text));
 }
 
@@ -100,7 +99,7 @@ void flush_file(std::ofstream& file, const RunOptions& options, const std::strin
 void add_machine_options(CLI::App& command, RunOptions& options, const char* device, const char* rounds) {
   command.add_option("--dtype", options.dtype,
                      fmt::format("float64, float32, float16, bfloat16, or fp64 … bf16{} (float32; on CUDA float16)",
-                                 options.bytes ? ", int8, fp8, fp8_e5m2" : ""));
+                                 options.bytes ? ", int8, uint8, fp8, fp8_e5m2" : ""));
   command.add_option("--device", options.device, fmt::format("cpu or cuda:N ({})", device));
   command.add_option("--threads", options.threads, "Threads on the CPU (all)")
       ->check(CLI::Range(1, 4096).description(""));

@@ -36,7 +36,7 @@ double sparse_ms(const TwoFourCase& one, DType dtype, Stopwatch& clock) {
   const Data dense(device, dtype, {one.m, one.k}), pruned(device, dtype, {one.m, one.k});
   const Data values(device, dtype, {one.m, one.k / 2});
   const Data metadata(device, DType::i16, {one.m, two_four_words(one.k, dtype, DType::i16)});
-  const DType result = dtype == DType::i8 ? DType::i32 : is_byte(dtype) ? DType::bf16 : dtype;
+  const DType result = dtype == DType::i8 || dtype == DType::u8 ? DType::i32 : is_byte(dtype) ? DType::bf16 : dtype;
   const Data x(device, dtype, {one.n, one.k}), y(device, result, {one.n, one.m});
   const TwoFour weight{values.view(), metadata.view(), 1};
   two_four_prune(dense.view(), 1, false, pruned.view(), context);

@@ -45,6 +45,7 @@ std::vector<std::byte> random_bytes(DType dtype, std::size_t count) {
       fill_bits<std::uint8_t>(bytes, 0x38, 0x83);
       break;
     case DType::i8:
+    case DType::u8:
       fill_bits<std::uint8_t>(bytes, 0x01, 0xff);
       break;
     default:

@@ -127,10 +127,11 @@ class TensorFile {
 
 TwoFourMatrix read_one(TensorFile& file, const std::string& name, const std::string& dim) {
   static constexpr std::pair<const char*, DType> kTypes[] = {
-      {"F64", DType::f64}, {"F32", DType::f32},         {"F16", DType::f16},        {"BF16", DType::bf16},
-      {"I8", DType::i8},   {"F8_E4M3", DType::f8_e4m3}, {"F8_E5M2", DType::f8_e5m2}};
-  static constexpr std::pair<const char*, DType> kWords[] = {
-      {"I8", DType::i8}, {"I16", DType::i16}, {"I32", DType::i32}};
+      {"F64", DType::f64}, {"F32", DType::f32}, {"F16", DType::f16},         {"BF16", DType::bf16},
+      {"I8", DType::i8},   {"U8", DType::u8},   {"F8_E4M3", DType::f8_e4m3}, {"F8_E5M2", DType::f8_e5m2}};
+  static constexpr std::pair<const char*, DType> kWords[] = {{"I8", DType::i8},   {"I16", DType::i16},
+                                                             {"I32", DType::i32}, {"U8", DType::u8},
+                                                             {"U16", DType::u16}, {"U32", DType::u32}};
   const std::string prefix = name.empty() ? "" : name + ".";
   if (dim != "0" && dim != "1") {
     file.refuse("0 or 1 as " + prefix + "dim", dim);

@@ -19,7 +19,7 @@ _OPS = (
     *(
         "two_four_compress",
         "two_four_check",
-        "two_four_check_metadata",
+        "two_four_canonical",
         "two_four_to_dense",
         "two_four_gather",
         "two_four_prune",

@@ -30,8 +30,9 @@ from fretwork.pattern import flag, whole_number
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "matmul", "prune"]
 
-_KINDS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-_LEARNING = _KINDS[:4]
+_KINDS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+_LEARNING, _SMALL, _INTEGERS = _KINDS[:4], _KINDS[4:6], _KINDS[6:]
+_WORDS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -40,7 +41,8 @@ class TwoFour:
     """A matrix compressed along `dim`, line by line: `values` (lines, K/2) and `metadata` (lines, words).
 
     A line is a row where dim is 1 and a column where it is 0. A pytree; gradients go to `values`. Every nibble is
-    looked at, but not while jax traces, as in `jit` and `grad`.
+    looked at, but not while jax traces, as in `jit` and `grad`. A group whose values are zero may have any nibble, and
+    has 4 in `metadata`.
 
     >>> import jax.numpy as jnp
     >>> from fretwork.jax import two_four
@@ -57,18 +59,18 @@ class TwoFour:
         object.__setattr__(self, "dim", two_four_axis("TwoFour", self.dim, ValueError))
         for name in ("values", "metadata"):
             object.__setattr__(self, name, array("TwoFour", name, getattr(self, name)))
-        if any(isinstance(part, jax.core.Tracer) for part in (self.values, self.metadata)):
-            return
+        given = self.metadata
         try:
-            bad = _place(_call("check_metadata", _PLACE, self.values, self.metadata))
+            words, place = _canonical(jax.lax.stop_gradient(self.values), given)
         except RuntimeError as error:  # what the core says, after what XLA puts before it
             raise ValueError(str(error).rpartition("INVALID_ARGUMENT: ")[2].splitlines()[0]) from None
-        if bad is not None:
+        object.__setattr__(self, "metadata", words)
+        if (bad := _place(place)) is not None:
             valid = "4 or 14" if _group(self.dtype) == 2 else "4, 8, 9, 12, 13 or 14"
             line, k = divmod(bad, 2 * self.values.shape[1])
             where = (line, k) if self.dim else (k, line)
             word, group = divmod(k // _group(self.dtype), 2 * self.metadata.dtype.itemsize)
-            nibble = int(self.metadata[line, word]) >> 4 * group & 15
+            nibble = int(given[line, word]) >> 4 * group & 15
             refuse("TwoFour", "metadata", f"nibbles that are {valid}", f"{nibble} for the group at {where}")
 
     @classmethod
@@ -160,6 +162,12 @@ def _place(bad: jax.Array) -> int | None:
     return place if place >= 0 else None
 
 
+def _canonical(values: jax.Array, metadata: jax.Array) -> Any:
+    """Words that kernels may read, and the place of a group with a number and no valid nibble."""
+    results = [jax.ShapeDtypeStruct(metadata.shape, metadata.dtype), _PLACE]
+    return _call("canonical", results, values, metadata, keep_valid=False)
+
+
 def _group(dtype: Any) -> int:
     return 2 if dtype == jnp.float32 else 4
 
@@ -233,7 +241,7 @@ def _matrix(op: str, A: ArrayLike, dim: int, both: bool = False) -> tuple[jax.Ar
     """The array and 0 or 1 for the axis, after the core's own checks."""
     dense = array(op, "A", A)
     if dense.dtype.name not in _KINDS:
-        fail(op, "A", ", ".join(_KINDS[:-1]) + " or int8", dense.dtype.name)
+        fail(op, "A", ", ".join(_KINDS[:-1]) + " or uint8", dense.dtype.name)
     if dense.ndim != 2:
         fail(op, "A", "a matrix", dense.shape)
     axis, group = two_four_axis(op, dim), _group(dense.dtype)
@@ -269,8 +277,8 @@ def _name(op: str, argument: str, dtype: DTypeLike) -> str:
 
 def _word(op: str, dtype: DTypeLike) -> str:
     word = _name(op, "metadata_dtype", dtype)
-    if word not in ("int8", "int16", "int32"):
-        fail(op, "metadata_dtype", "int8, int16 or int32", word)
+    if word not in _WORDS:
+        fail(op, "metadata_dtype", ", ".join(_WORDS[:-1]) + " or uint32", word)
     return word
 
 
@@ -401,8 +409,6 @@ def from_layout(
     if not isinstance(foreign, jax.core.Tracer) and (plain[order[held]] != foreign[held]).any():
         refuse(op, "metadata", "the same in all bytes that the layout has for one", "others")
     nibbles = _nibbles(plain.reshape(lines, per_line), k // _group(values.dtype))
-    if isinstance(layout, str) and layout == "cutlass_sm90":  # writes 0 for a group without non-zeros
-        nibbles = jnp.where(nibbles == 0, jnp.uint8(4), nibbles)
     return TwoFour(values, _words(nibbles, jnp.dtype(_word(op, metadata_dtype))), dim)
 
 
@@ -433,6 +439,11 @@ def _forward(p: _Product, *operands: jax.Array) -> tuple[jax.Array, tuple[jax.Ar
 
 def _backward(p: _Product, operands: tuple[jax.Array, ...], d: jax.Array) -> tuple[Any, ...]:
     values, metadata, dense, *bias = operands
+    if values.dtype.name in _LEARNING and p.out not in _LEARNING:
+        raise NotImplementedError(
+            f"matmul: gradient: expected a {', '.join(_LEARNING[:-1])} or bfloat16 result, got {p.out}; "
+            "round the result of one of these"
+        )
     if p.activation != "none":
         wide = jnp.promote_types(d.dtype, jnp.float32)
         sums = _matmul(p._replace(activation="none"), *operands).astype(wide)  # once more
@@ -440,7 +451,7 @@ def _backward(p: _Product, operands: tuple[jax.Array, ...], d: jax.Array) -> tup
     summed = tuple(n for n in range(d.ndim) if n != d.ndim - (2 if p.left else 1))
     d_bias = [d.sum(summed).astype(bias[0].dtype)] if bias else []
     if values.dtype.name not in _LEARNING:
-        if values.dtype.name != "int8":
+        if values.dtype.name not in _INTEGERS:
             raise NotImplementedError(
                 f"matmul: gradient: expected {', '.join(_LEARNING[:-1])} or bfloat16 operands, got {values.dtype.name}"
                 "; let one of these learn, and compress what it became in the other"
@@ -467,7 +478,7 @@ def _product(
     activation: str | None,
     out_dtype: DTypeLike | None,
     precision: str | None,
-    scales: tuple[ArrayLike | None, ArrayLike | None] = (None, None),
+    scales: tuple[ArrayLike | None, ...] = (None, None, None),
 ) -> jax.Array:
     name = "x" if op == "linear" else "b" if left else "a"
     dense = array(op, name, dense)
@@ -476,25 +487,23 @@ def _product(
         fail(op, name, f"{s.values.dtype.name} like the sparse operand", dense.dtype.name)
     if dense.ndim < (1 if op == "linear" else 2) or dense.shape[-2 if left else -1] != k:
         fail(op, name, f"(…, {k}, N)" if left else f"(…, {k})", dense.shape)
-    default = {"int8": "int32", "float8_e4m3fn": "bfloat16", "float8_e5m2": "bfloat16"}
-    out = (
-        _name(op, "out_dtype", out_dtype) if out_dtype is not None else default.get(dense.dtype.name, dense.dtype.name)
-    )
-    wider = (
-        ("float32", "float16", "bfloat16") if dense.dtype.itemsize == 1 else ("float32",) * (dense.dtype.itemsize < 8)
-    )
-    may = {default.get(dense.dtype.name, dense.dtype.name), *wider}
+    kind = dense.dtype.name
+    integers = kind in _INTEGERS
+    out = "int32" if integers else "bfloat16" if kind in _SMALL else kind
+    out = out if out_dtype is None else _name(op, "out_dtype", out_dtype)
+    may = [*(["int32"] if integers else ["float64"]), "float32", "float16", "bfloat16", *_SMALL, "int8"]
     if out not in may:
-        fail(op, "out_dtype", " or ".join(sorted(may)) + f" for {dense.dtype.name}", out)
+        fail(op, "out_dtype", ", ".join(may[:-1]) + f" or int8 for {kind}", out)
     if activation is not None and (not isinstance(activation, str) or activation not in _ACTIVATIONS):
         fail(op, "activation", "None, relu, gelu or silu", repr(activation))
     check_precision(op, precision)
     extra = [] if bias is None else [array(op, "bias", bias)]
     for b in extra:
-        if b.shape != (lines,) or b.dtype.name != out:
+        takes = (out, "float32") if jnp.dtype(out).itemsize == 1 else (out,)
+        if b.shape != (lines,) or b.dtype.name not in takes:
             fail(op, "bias", f"({lines},) of {out}", f"{b.shape} of {b.dtype.name}")
     p = _Product(left, activation or "none", out, precision or default_precision())
-    if scales != (None, None):
+    if any(scale is not None for scale in scales):
         return _scaled(p, s, dense, extra, scales)
     if dense.ndim == 1:
         return _matmul(p, s.values, s.metadata, dense[None], *extra)[0]
@@ -502,10 +511,10 @@ def _product(
 
 
 def _scaled(
-    p: _Product, s: TwoFour, dense: jax.Array, bias: list[jax.Array], scales: tuple[ArrayLike | None, ArrayLike | None]
+    p: _Product, s: TwoFour, dense: jax.Array, bias: list[jax.Array], scales: tuple[ArrayLike | None, ...]
 ) -> jax.Array:
     """Scales, bias and activation after the product, in fp32, as XLA fuses them; gradients go to all of them."""
-    sums = {"int8": "int32", "float64": "float64"}.get(dense.dtype.name, "float32")
+    sums = "int32" if dense.dtype.name in _INTEGERS else "float64" if dense.dtype == jnp.float64 else "float32"
     y = _matmul(p._replace(activation="none", out=sums), s.values, s.metadata, dense)
     y = y.astype(jnp.promote_types(y.dtype, jnp.float32) if sums != "int32" else jnp.float32)
     for name, given, axis in (("scale_a", scales[0], -2), ("scale_b", scales[1], -1)):
@@ -515,9 +524,26 @@ def _scaled(
                 fail("matmul", name, f"() or ({y.shape[axis]},) of float32", f"{scale.shape} of {scale.dtype.name}")
             y = y * (scale[:, None] if scale.ndim and axis == -2 else scale)
     for b in bias:
-        y = y + (b[:, None] if p.left else b)
+        y = y + (b[:, None] if p.left else b).astype(y.dtype)
     y = y if p.activation == "none" else _ACTIVATIONS[p.activation](y)
-    return (jnp.rint(y) if p.out == "int32" else y).astype(p.out)
+    if scales[2] is not None:
+        scale = array("matmul", "scale_out", scales[2])
+        if scale.dtype.name != "float32" or scale.shape:
+            fail("matmul", "scale_out", "() of float32", f"{scale.shape} of {scale.dtype.name}")
+        y = y * scale
+    return _rounded(y, p.out)
+
+
+def _rounded(y: jax.Array, out: str) -> jax.Array:
+    """To nearest even; int8 and fp8 are saturated."""
+    if out == "int32":
+        return jnp.rint(y).astype(out)
+    if out == "int8":
+        return jnp.where(jnp.isnan(y), 0, jnp.clip(jnp.rint(y), -128, 127)).astype(out)
+    if out in _SMALL:
+        largest = float(jnp.finfo(out).max)
+        y = jnp.clip(y, -largest, largest)
+    return y.astype(out)
 
 
 def matmul(
@@ -528,6 +554,7 @@ def matmul(
     out_dtype: DTypeLike | None = None,
     scale_a: ArrayLike | None = None,
     scale_b: ArrayLike | None = None,
+    scale_out: ArrayLike | None = None,
     *,
     precision: str | None = None,
 ) -> jax.Array:
@@ -549,7 +576,7 @@ def matmul(
             f"matmul: {'a' if left else 'b'}: expected a matrix compressed along the axis that is summed over, "
             f"dim={'-1' if left else '0'}, got dim={s.dim}; compress the dense matrix along that axis"
         )
-    return _product("matmul", left, s, dense, bias, activation, out_dtype, precision, (scale_a, scale_b))
+    return _product("matmul", left, s, dense, bias, activation, out_dtype, precision, (scale_a, scale_b, scale_out))
 
 
 def linear(

@@ -210,7 +210,8 @@ class SemiSparseLinear(nn.Module):
         super()._load_from_state_dict(state, prefix, texts, strict, missing, unexpected, errors)
         if self.trainable == "values" and not self.values.is_meta:
             try:
-                TwoFour(self.values.detach(), self.metadata)
+                with torch.no_grad():
+                    self.metadata.copy_(two_four.canonical(self.values, self.metadata, 1, keep_valid=True))
             except (ValueError, RuntimeError) as error:
                 errors.append(f"{prefix}metadata: {error}")
 

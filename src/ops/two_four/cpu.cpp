@@ -94,7 +94,9 @@ void widen(const void* from, std::int64_t step, std::int64_t count, DType dtype,
     }
   };
   if constexpr (std::is_integral_v<T>) {
-    each(static_cast<const std::int8_t*>(from), [](std::int8_t x) { return static_cast<T>(x); });
+    const auto wide = [](auto x) { return static_cast<T>(x); };
+    dtype == DType::u8 ? each(static_cast<const std::uint8_t*>(from), wide)
+                       : each(static_cast<const std::int8_t*>(from), wide);
   } else if (std::is_same_v<T, Bf16> && !is_floating(dtype) && step == 1) {
     widen_pairs(static_cast<const std::uint8_t*>(from), count, dtype, reinterpret_cast<std::uint16_t*>(out));
   } else if (!is_floating(dtype)) {
@@ -248,7 +250,7 @@ class Work {
   /// i32 results that need no fractions on the way are computed without.
   bool stays_whole() const {
     return p_.out == DType::i32 && p_.scale_s.data == nullptr && p_.scale_b.data == nullptr &&
-           (p_.activation == Activation::none || p_.activation == Activation::relu);
+           p_.scale_out == nullptr && (p_.activation == Activation::none || p_.activation == Activation::relu);
   }
   std::int32_t whole_bias(std::int64_t line) const {
     return p_.bias.data != nullptr ? static_cast<const std::int32_t*>(p_.bias.data)[line * p_.bias.stride] : 0;
@@ -264,16 +266,6 @@ class Work {
             std::max(static_cast<std::int32_t>(sum + bias), least);
       }
     }
-  }
-
-  /// An integer is the nearest one, the range's end for what is outside it and 0 for NaN, as a GPU has it.
-  void store_one(std::int64_t at, double x) const {
-    if (p_.out != DType::i32) {
-      return write_element(p_.c.data, p_.out, at, x);
-    }
-    using Limits = std::numeric_limits<std::int32_t>;
-    const double nearest = std::clamp(std::nearbyint(x), double{Limits::min()}, double{Limits::max()});
-    static_cast<std::int32_t*>(p_.c.data)[at] = std::isnan(x) ? 0 : static_cast<std::int32_t>(nearest);
   }
 
   /// Where in c an element of a job is.
@@ -296,24 +288,33 @@ class Work {
     if (biased || p_.activation != Activation::none) {
       F bias[kLines];
       for (std::int64_t i = 0; i < job.lines; ++i) {
-        bias[i] = !biased                ? F{0}
-                  : p_.out == DType::i32 ? static_cast<F>(whole_bias(job.line + i))
-                                         : read_element<F>(p_.bias.data, p_.out, (job.line + i) * p_.bias.stride);
+        bias[i] = biased ? read_element<F>(p_.bias.data, p_.bias_dtype(), (job.line + i) * p_.bias.stride) : F{0};
       }
       simd::finish({sums, width, job.lines, width, biased ? bias : nullptr, nullptr, p_.activation},
                    std::is_same_v<F, double> ? DType::f64 : DType::f32);
     }
-    if (p_.out == DType::i32 || (std::is_same_v<F, double> && p_.out == DType::f32)) {
+    if (p_.scale_out != nullptr) {
+      for (std::int64_t n = 0; n < job.lines * width; ++n) {
+        sums[n] *= static_cast<F>(*p_.scale_out);
+      }
+    }
+    store(job, sums);
+  }
+
+  /// Rounds, once.
+  template <typename F>
+  void store(const Job& job, const F* sums) const {
+    if (!is_floating(p_.out) || (p_.out == DType::f64) != std::is_same_v<F, double>) {  // not of the tiles' types
       for (std::int64_t i = 0; i < job.lines; ++i) {
         for (std::int64_t j = 0; j < job.cols; ++j) {
-          store_one(place(job, i, j), sums[i * width + j]);
+          write_element(p_.c.data, p_.out, place(job, i, j), sums[i * job.width() + j]);
         }
       }
       return;
     }
     const std::int64_t first = place(job, 0, 0) * static_cast<std::int64_t>(size_of(p_.out));
     const simd::Place to{static_cast<std::byte*>(p_.c.data) + first, p_.c.row, p_.c.col};
-    simd::widened_tiles(p_.out).store(sums, width, job.lines, job.cols, to, false);
+    simd::widened_tiles(p_.out).store(sums, job.width(), job.lines, job.cols, to, false);
   }
 
   const Problem& p_;
@@ -486,6 +487,7 @@ void run_widened(const Problem& problem, Context& context) {
     case DType::f64:
       return run_with<double, double>(problem, context);
     case DType::i8:
+    case DType::u8:
       return run_with<std::int32_t, std::int32_t>(problem, context);
     default:
       return run_with<float, float>(problem, context);
@@ -500,6 +502,7 @@ void run(const Problem& problem, Context& context) {
     case DType::f8_e5m2:
       return has_pairs() ? run_with<float, Bf16>(p, context) : run_widened(p, context);
     case DType::i8:
+    case DType::u8:
       return has_pairs() ? run_with<std::int32_t, std::int16_t>(p, context) : run_widened(p, context);
     default:
       return run_widened(p, context);

@@ -154,7 +154,7 @@ void for_tiles(const Format& f, Context& context, const Make& make) {
 
 template <typename T>
 bool is_zero(T bits, DType dtype) {
-  return (dtype == DType::i8 ? bits : static_cast<T>(bits << 1)) == 0;
+  return (is_integer(dtype) ? bits : static_cast<T>(bits << 1)) == 0;
 }
 
 template <typename T>
@@ -270,22 +270,53 @@ void check(const Format& f, std::int64_t* bad, Context& context) {
   *bad = first.place();
 }
 
-void check_metadata(const Format& f, std::int64_t* bad, Context& context) {
-  const unsigned valid = valid_nibbles(f.group());
-  First first;
-  for_tiles(f, context, [&] {
-    return [&, codes = Codes(f)](const Tile& t) mutable {
-      const std::int64_t groups = t.count / f.group();
-      for (std::int64_t l = 0; l < t.lines; ++l) {
-        const std::uint8_t* const all = codes.read(t.line + l, t.at / f.group(), groups);
-        const auto* const found = std::find_if(all, all + groups, [&](unsigned c) { return (valid >> c & 1) == 0; });
-        if (found != all + groups) {
-          first.at(f, t.line + l, t.at + (found - all) * f.group());
-        }
+namespace {
+
+/// Looks at a tile's codes, of which bit n of `valid` says whether n is one, and writes canonical ones unless `to` is
+/// null.
+template <typename T>
+void check_codes(const Format& f, const Tile& t, unsigned valid, bool keep_valid, Window<T>& values, Codes& from,
+                 Codes* to, First& first) {
+  const std::int64_t groups = t.count / f.group(), kept = f.group() / 2;
+  const auto lines = values.load(halved(t));
+  for (std::int64_t l = 0; l < t.lines; ++l) {
+    const std::uint8_t* const all = from.read(t.line + l, t.at / f.group(), groups);
+    for (std::int64_t g = 0; g < groups; ++g) {
+      const bool right = (valid >> all[g] & 1) != 0;
+      const T* const pair = lines[l] + g * kept;
+      const bool empty = (to != nullptr || !right) && is_zero(pair[0], f.dtype) && is_zero(pair[kept - 1], f.dtype);
+      if (!right && !empty) {
+        first.at(f, t.line + l, t.at + g * f.group());
       }
-    };
+      if (to != nullptr) {
+        to->data()[g] = empty && !(keep_valid && right) ? std::uint8_t{4} : all[g];
+      }
+    }
+    if (to != nullptr) {
+      to->write(t.line + l, t.at / f.group(), groups);
+    }
+  }
+}
+
+}  // namespace
+
+void check_metadata(const Format& f, const Matrix& to, bool keep_valid, std::int64_t* bad, Context& context) {
+  const unsigned valid = valid_nibbles(f.group());
+  Format written = f;
+  written.words = to;
+  First first;
+  with_elements(f.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    for_tiles(f, context, [&] {
+      return [&, values = Window<T>(f.values, group_kernels<T>(f.dtype)), from = Codes(f),
+              codes = Codes(written)](const Tile& t) mutable {
+        check_codes(f, t, valid, keep_valid, values, from, to.data != nullptr ? &codes : nullptr, first);
+      };
+    });
   });
-  *bad = first.place();
+  if (bad != nullptr) {
+    *bad = first.place();
+  }
 }
 
 void to_dense(const Format& f, Context& context) {

@@ -25,7 +25,7 @@ struct Element {
   using Sum = S;
   static constexpr B kMask = integer ? static_cast<B>(~B{0}) : static_cast<B>(static_cast<B>(~B{0}) >> 1);
   static constexpr B kTop = top;
-  static constexpr bool kInfinite = infinite, kInteger = integer;
+  static constexpr bool kInfinite = infinite, kInteger = integer, kUnsigned = false;
   static constexpr int kShift = shift, kExponent = exponent;
 };
 using F64 = Element<std::uint64_t, double, 0x7ff0'0000'0000'0000, true, 0, 0>;
@@ -35,6 +35,10 @@ using Bf16 = Element<std::uint16_t, float, 0x7f80, true, 16, 0>;
 using F8E4m3 = Element<std::uint8_t, float, 0x7e, false, 20, 120>;
 using F8E5m2 = Element<std::uint8_t, float, 0x7c, true, 21, 112>;
 using I8 = Element<std::uint8_t, float, 0xff, false, 0, 0, true>;
+/// Its bits are its magnitude, whose highest one lies where others have a sign.
+struct U8 : I8 {
+  static constexpr bool kUnsigned = true;
+};
 
 /// The three ways to halve four, as bits of the half with the first.
 constexpr int kHalves[] = {0b0011, 0b0101, 0b1001};
@@ -220,7 +224,9 @@ bool LookAcross(const typename E::Bits* dense, std::int64_t pitch, std::int64_t 
 template <typename E, class D>
 HWY_INLINE hn::Vec<D> Key(D d, hn::Vec<D> v) {
   using T = hn::TFromD<D>;
-  if constexpr (E::kInteger) {  // −128 is its own negative, and 127 above all others after the subtraction
+  if constexpr (E::kUnsigned) {
+    return hn::Xor(v, hn::Set(d, std::numeric_limits<T>::min()));
+  } else if constexpr (E::kInteger) {  // −128 is its own negative, and 127 above all others after the subtraction
     return hn::Sub(hn::Abs(v), hn::Set(d, T{1}));
   } else {
     return hn::Min(hn::And(v, hn::Set(d, static_cast<T>(E::kMask))), hn::Set(d, static_cast<T>(E::kTop + 1)));
@@ -316,7 +322,9 @@ template <typename E, class D>
 HWY_INLINE hn::Vec<hn::RebindToSigned<D>> SizeBits(D, hn::Vec<hn::Rebind<typename E::Bits, D>> v) {
   const hn::RebindToSigned<D> di;
   const hn::Rebind<typename E::Bits, D> db;
-  if constexpr (E::kInteger) {
+  if constexpr (E::kUnsigned) {
+    return hn::PromoteTo(di, v);
+  } else if constexpr (E::kInteger) {
     return hn::Abs(hn::PromoteTo(di, hn::BitCast(hn::RebindToSigned<decltype(db)>(), v)));
   } else if constexpr (sizeof(hn::TFromD<D>) == sizeof(typename E::Bits)) {
     return hn::BitCast(di, hn::And(v, hn::Set(db, E::kMask)));
@@ -578,7 +586,10 @@ const GroupKernels<typename E::Bits>* Kernels() {
 }
 
 const GroupKernels<std::uint8_t>* Bytes(DType dtype) {
-  return dtype == DType::i8 ? Kernels<I8>() : dtype == DType::f8_e4m3 ? Kernels<F8E4m3>() : Kernels<F8E5m2>();
+  return dtype == DType::i8        ? Kernels<I8>()
+         : dtype == DType::u8      ? Kernels<U8>()
+         : dtype == DType::f8_e4m3 ? Kernels<F8E4m3>()
+                                   : Kernels<F8E5m2>();
 }
 const GroupKernels<std::uint16_t>* Halves(DType dtype) {
   return dtype == DType::f16 ? Kernels<F16>() : Kernels<Bf16>();

@@ -1,6 +1,8 @@
 // 2:4 products on the GPU: which class of kernel runs, and the portable one, which takes everything: on the sparse
 // tensor cores, after operands that do not lie in lines of whole chunks were copied so, or on the simple kernel.
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <cstdint>
 #include <cstdlib>
 #include <initializer_list>
@@ -26,6 +28,8 @@ constexpr const char* kPortable = "ops/two_four/kernel_portable.cuh";
 constexpr const char* kSimple = "ops/two_four/kernel_simple.cuh";
 constexpr std::int64_t kRows = 128, kStageBytes = 128, kPackThreads = 256;  // as the kernels have them
 constexpr std::int64_t kSimpleCols = 64, kBand = 16;
+constexpr std::array kTypes = {DType::f32, DType::f16,     DType::bf16,   DType::i8,
+                               DType::u8,  DType::f8_e4m3, DType::f8_e5m2};
 /// Products so small that copying an operand takes longer than the simple kernel.
 constexpr std::int64_t kSmall = 1 << 18;
 
@@ -40,7 +44,7 @@ constexpr std::int64_t sum_tile_bytes(std::int64_t cols) {
 
 /// What the portable kernel multiplies in: its type, tf32x3's three products, and how b lies.
 struct Variant {
-  DType dtype = DType::f16;  ///< f32, f16, bf16 or i8
+  DType dtype = DType::f16;
   int products = 1;
   bool b_along_k = true;
   int stages = 3;
@@ -52,7 +56,7 @@ struct Variant {
   std::int64_t cols() const { return products == 3 ? 64 : 128; }
   std::int64_t depth() const { return kStageBytes / bytes_of(dtype); }
   /// Metadata of a row in a stage.
-  std::int64_t metadata_bytes() const { return dtype == DType::i8 ? 16 : 8; }
+  std::int64_t metadata_bytes() const { return bytes_of(dtype) == 1 ? 16 : 8; }
   std::int64_t stage_bytes() const { return kRows * (kStageBytes / 2 + metadata_bytes()) + cols() * kStageBytes; }
   std::int64_t shared_bytes() const { return std::max(stages * stage_bytes(), sum_tile_bytes(cols())); }
   KernelSpec spec() const {
@@ -61,12 +65,10 @@ struct Variant {
                 std::to_string(products) + (b_along_k ? ", true, " : ", false, ") + std::to_string(stages) + ">",
             static_cast<int>(shared_bytes())};
   }
-  static constexpr std::size_t kCount = 5 * 2 * 2;
+  static constexpr std::size_t kCount = (kTypes.size() + 1) * 2 * 2;
   std::size_t number() const {
-    const std::size_t type = dtype == DType::f32    ? (products == 3 ? 1 : 0)
-                             : dtype == DType::f16  ? 2
-                             : dtype == DType::bf16 ? 3
-                                                    : 4;
+    const auto found = static_cast<std::size_t>(std::ranges::find(kTypes, dtype) - kTypes.begin());
+    const std::size_t type = products == 3 ? kTypes.size() : found;
     return (type * 2 + (b_along_k ? 1 : 0)) * 2 + (stages == 4 ? 1 : 0);
   }
 };
@@ -79,7 +81,15 @@ KernelSpec metadata_spec() {
   return {kPack, "fretwork::two_four::pack_metadata<" + std::to_string(kPackThreads) + ">"};
 }
 
-constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2};
+/// Whether fp8 is multiplied as it is: sm_89 and sm_12x have mma.sp for it. sm_80 has no fp8, and for sm_90 to sm_11x
+/// ptxas converts operands before each mma.sp, which takes the registers that sums need. There fp8 is converted once,
+/// to f16, which holds it exactly.
+bool multiplies_fp8(const std::string& arch) {
+  int number = 0;
+  const std::size_t digits = std::min(arch.find_first_of("0123456789"), arch.size());
+  std::from_chars(arch.data() + digits, arch.data() + arch.size(), number);
+  return number == 89 || number >= 120;
+}
 
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   const std::int64_t shared = (arch.starts_with("sm_9") || arch.starts_with("sm_10") ? 227
@@ -93,8 +103,12 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     }
     list.push_back(Variant{DType::f32, 3, along_k, shared}.spec());
   }
-  list.push_back(Variant{DType::i8, 1, true, shared}.spec());
-  std::transform(std::begin(kTypes), std::end(kTypes), std::back_inserter(list), simple_spec);
+  for (const DType dtype : {DType::i8, DType::u8, DType::f8_e4m3, DType::f8_e5m2}) {
+    if (!is_fp8(dtype) || multiplies_fp8(arch)) {
+      list.push_back(Variant{dtype, 1, true, shared}.spec());
+    }
+  }
+  std::ranges::transform(kTypes, std::back_inserter(list), simple_spec);
   return list;
 }
 const KernelList kKernels{"two_four", list_kernels};
@@ -129,10 +143,7 @@ bool in_chunks_across(const LinesArg& lines, std::int64_t count, std::int64_t si
   return in_chunks({lines.data, lines.along, lines.line, lines.batch}, count, size);
 }
 
-bool is_fp8(DType dtype) { return dtype == DType::f8_e4m3 || dtype == DType::f8_e5m2; }
-Copy copy_of(DType dtype) {
-  return dtype == DType::f8_e4m3 ? Copy::e4m3_to_f16 : dtype == DType::f8_e5m2 ? Copy::e5m2_to_f16 : plain_copy(dtype);
-}
+Copy to_f16(DType dtype) { return dtype == DType::f8_e4m3 ? Copy::e4m3_to_f16 : Copy::e5m2_to_f16; }
 
 /// Metadata as whole stages of bytes: as it is, or a copy with valid nibbles behind the last group.
 class Metadata {
@@ -181,7 +192,9 @@ ProductParams params_of(const Problem& problem, std::int64_t cols) {
   p.row_tiles = ceil_div(p.m, kRows);
   p.col_tiles = ceil_div(p.n, cols);
   p.band = kBand;
+  p.scale_out = problem.scale_out;
   p.out = out_type(problem.out);
+  p.bias_type = out_type(problem.bias_dtype());
   p.activation = static_cast<int>(problem.activation);
   p.c_by_row = p.n > 1 && (p.m == 1 || std::abs(p.c_col) <= std::abs(p.c_row));
   const std::int64_t size = bytes_of(problem.out), near = p.c_by_row ? p.c_col : p.c_row;
@@ -195,20 +208,20 @@ bool tensor_cores(const Problem& problem, const Context& context) {
 }
 
 void run_simple(const Problem& problem, Context& context) {
-  static KernelTable<std::size(kTypes)>& kernels = *std::make_unique<KernelTable<std::size(kTypes)>>().release();
+  static KernelTable<kTypes.size()>& kernels = *std::make_unique<KernelTable<kTypes.size()>>().release();
   ProductParams p = params_of(problem, kSimpleCols);
   p.values = values_arg(problem);
   p.b = b_arg(problem);
   p.words = metadata_arg(problem);
-  const auto which = static_cast<std::size_t>(std::find(std::begin(kTypes), std::end(kTypes), problem.dtype) - kTypes);
+  const auto which = static_cast<std::size_t>(std::ranges::find(kTypes, problem.dtype) - kTypes.begin());
   kernels.get(which, context.device.index, [&] { return simple_spec(problem.dtype); })
       .launch(p.row_tiles * p.col_tiles * problem.batch, 128, static_cast<int>(sum_tile_bytes(kSimpleCols)), &p,
               context.stream);
 }
 
-/// fp8 is multiplied as f16, which holds it exactly: sm_80 has no fp8, and sm_90's mma.sp would convert it each time.
 Variant variant_of(const Problem& problem, const Context& context) {
-  const bool convert = is_fp8(problem.dtype), bytes = bytes_of(problem.dtype) == 1;
+  const bool convert = is_fp8(problem.dtype) && !multiplies_fp8(driver::kernel_arch(context.device.index)),
+             bytes = bytes_of(problem.dtype) == 1;
   const LinesArg b = b_arg(problem);
   const std::int64_t size = bytes_of(problem.dtype);
   const bool along_k = bytes || !in_chunks_across(b, problem.n, size) || in_chunks(b, problem.k, size);
@@ -229,7 +242,7 @@ bool run_tensor_cores(const Problem& problem, Context& context) {
   if ((pack_values || pack_b || pack_words) && problem.m * problem.n * problem.batch <= kSmall / problem.k) {
     return false;
   }
-  const Copy copy = copy_of(problem.dtype);
+  const Copy copy = convert ? to_f16(problem.dtype) : plain_copy(problem.dtype);
   const Lines values(pack_values ? copy : Copy::none, values_arg(problem), problem.m, kept, 1, context);
   const Lines b(pack_b ? copy : Copy::none, b_arg(problem), problem.n, problem.k, problem.batch, context);
   const Metadata words(pack_words, problem, variant, context);

@@ -64,7 +64,7 @@ bool suits(const Problem& p) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 64;
   const bool type = std::ranges::find(kTypes, p.dtype) != kTypes.end() && p.out == p.dtype;
   const bool sizes = p.batch == 1 && p.n <= 8 * kTiles.back() && p.m < kMost && p.k > 0 && p.k % kDepth == 0 &&
-                     p.k < kMost && p.scale_s.data == nullptr && p.scale_b.data == nullptr;
+                     p.k < kMost && p.scale_s.data == nullptr && p.scale_b.data == nullptr && p.scale_out == nullptr;
   return type && sizes && p.values.along == 1 && in_units(p.values.data, p.m, 2 * p.values.line) &&
          p.words.along == 1 && in_units(p.words.data, p.m, p.words.line * p.word_bytes) && p.b.row == 1 &&
          in_units(p.b.data, p.n, 2 * p.b.col);

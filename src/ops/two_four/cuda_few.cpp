@@ -25,8 +25,10 @@ struct Kind {
   int columns;
   int bytes;
 };
-constexpr Kind kKinds[] = {
-    {DType::f16, 8 | 16 | 32 | 64, 2}, {DType::bf16, 8 | 16 | 32 | 64, 2}, {DType::i8, 16 | 64, 1}};
+constexpr Kind kKinds[] = {{DType::f16, 8 | 16 | 32 | 64, 2},
+                           {DType::bf16, 8 | 16 | 32 | 64, 2},
+                           {DType::i8, 16 | 64, 1},
+                           {DType::u8, 16 | 64, 1}};
 constexpr int kLeastColumns = 8, kSizes = 4;  // 8, 16, 32, 64
 constexpr int kMostSplit = 8;
 
@@ -57,12 +59,10 @@ bool keeps(std::int64_t count, std::int64_t stride, std::int64_t multiple) {
 }
 
 bool gives(const Problem& p) {
-  if (p.dtype != DType::i8) {
-    return p.out == p.dtype || p.out == DType::f32;
+  if (!is_integer(p.dtype)) {
+    return (p.out == p.dtype || p.out == DType::f32) && p.scale_out == nullptr;
   }
-  const bool plain = p.bias.data == nullptr && p.scale_s.data == nullptr && p.scale_b.data == nullptr &&
-                     p.activation == Activation::none;
-  return p.out == DType::f32 || p.out == DType::f16 || p.out == DType::bf16 || (p.out == DType::i32 && plain);
+  return p.out == DType::i32 ? p.is_plain() : p.out != DType::f32 || p.scale_out == nullptr;
 }
 
 /// Values in 16 bytes, the metadata of these at once, and types and numbers that the kernel knows.
@@ -176,7 +176,9 @@ Params fill(const Problem& p, const Kind& kind, const Spread& spread) {
   params.c_rows = p.n == 1 || std::llabs(p.c.row) <= std::llabs(p.c.col);
   params.c_wide =
       p.c.row == 1 && aligned(p.c.data, 4 * size_of(p.out)) && keeps(p.n, p.c.col, 4) && keeps(p.batch, p.c.batch, 4);
+  params.scale_out = p.scale_out;
   params.out = out_type(p.out);
+  params.bias_type = out_type(p.bias_dtype());
   return params;
 }
 

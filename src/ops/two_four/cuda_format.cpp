@@ -71,7 +71,7 @@ FormatPacked packed(const Format& f, std::int64_t unit) {
   return q;
 }
 
-/// Of a word of elements: what is not the sign, except that an i8 is zero only where all bits are.
+/// Of a word of elements: what is not the sign, except that an integer is zero only where all bits are.
 unsigned magnitude_bits(DType dtype) {
   switch (dtype) {
     case DType::f32:
@@ -80,6 +80,7 @@ unsigned magnitude_bits(DType dtype) {
     case DType::bf16:
       return 0x7fff7fffu;
     case DType::i8:
+    case DType::u8:
       return 0xffffffffu;
     default:
       return 0x7f7f7f7fu;
@@ -97,6 +98,8 @@ unsigned largest_bits(DType dtype) {
       return 0x7f81u;
     case DType::f8_e5m2:
       return 0x7du;
+    case DType::u8:
+      return 0xffu;
     default:
       return 0x7fu;
   }
@@ -114,6 +117,8 @@ FormatKind kind(DType dtype) {
       return FormatKind::f8_e4m3;
     case DType::f8_e5m2:
       return FormatKind::f8_e5m2;
+    case DType::u8:
+      return FormatKind::u8;
     default:
       return FormatKind::i8;
   }
@@ -181,15 +186,21 @@ void check(const Format& f, std::int64_t* bad, Context& context) {
   launch(Op::compress, f, q, context);
 }
 
-void check_metadata(const Format& f, std::int64_t* bad, Context& context) {
+void check_metadata(const Format& f, const Matrix& to, bool keep_valid, std::int64_t* bad, Context& context) {
   const driver::DeviceScope scope(context.device.index);
   FormatParams q = params(f);
   q.packed = packed(f, 8);
+  if (to.data != nullptr) {
+    Format written = f;
+    written.words = to;
+    q.cols = packed(written, 8);
+  }
   q.bad = reinterpret_cast<unsigned long long*>(bad);
-  q.k = f.groups();
-  q.tiles_k = static_cast<unsigned>(ceil_div(q.k, 2 * kFormatCheckBytes));
+  q.tiles_k = static_cast<unsigned>(ceil_div(q.packed.bytes, kFormatCheckBytes));
   q.valid = valid_nibbles(f.group());
-  q.largest = static_cast<unsigned>(f.group());
+  q.group = static_cast<int>(f.group());
+  q.element_bytes = static_cast<int>(size_of(f.dtype));
+  q.keep_valid = keep_valid ? 1 : 0;
   begin(bad, context);
   if (const std::int64_t tiles = ceil_div(f.lines, kFormatCheckLines) * q.tiles_k; tiles > 0) {
     static KernelTable<1> table;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <limits>
 #include <optional>
 #include <string>
@@ -21,7 +22,8 @@ namespace {
 namespace driver = fretwork::cuda;
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
-constexpr std::array kTypes = {DType::f16, DType::bf16, DType::i8, DType::f8_e4m3, DType::f8_e5m2, DType::f32};
+constexpr std::array kTypes = {DType::f16,     DType::bf16,    DType::i8, DType::u8,
+                               DType::f8_e4m3, DType::f8_e5m2, DType::f32};
 constexpr std::array kWidths = {256, 128, 64};
 constexpr std::array kSplits = {1, 2, 3, 4};
 static_assert(kSplits.back() == kMostSplit);
@@ -92,23 +94,19 @@ std::optional<TiledView> result_view(const Problem& p, bool transposed) {
   return view && view->can_be_written() ? view : std::nullopt;
 }
 
-/// Whether sums are results.
-bool is_plain(const Problem& p) {
-  return p.bias.data == nullptr && p.scale_s.data == nullptr && p.scale_b.data == nullptr &&
-         p.activation == Activation::none;
+/// Whether results of this type leave as others do, not converted by threads on their way.
+bool leaves_as_is(const Problem& p) {
+  const bool half = p.out == DType::f16 || p.out == DType::bf16;
+  return p.out == DType::f32 || p.out == DType::i32 || (half && (size_of(p.dtype) == 1 || p.dtype == p.out));
 }
 
 /// Whether a thread can make the result of its sums.
 bool can_finish(const Problem& p) {
-  switch (p.out) {
-    case DType::f16:
-    case DType::bf16:
-      return size_of(p.dtype) == 1 || p.dtype == p.out;
-    case DType::f32:  // these activations are as good as 16-bit results need
-      return p.activation != Activation::gelu && p.activation != Activation::silu;
-    default:
-      return p.out == DType::i32 && p.dtype == DType::i8 && is_plain(p);
+  if (p.out == DType::i32) {
+    return p.is_plain();
   }
+  const bool exact = p.out == DType::f32;  // these activations are as good as narrower results need
+  return !exact || (p.activation != Activation::gelu && p.activation != Activation::silu);
 }
 
 /// Steps of the depth, 128 bytes of b each.
@@ -231,11 +229,18 @@ class Operands {
   bool along_k_;
 };
 
+/// Whether four neighbours in c, from a multiple of four on, can be written at once.
+bool can_store_four(const Problem& p, bool transposed) {
+  const std::int64_t near = transposed ? p.c.row : p.c.col, far = transposed ? p.c.col : p.c.row;
+  return near == 1 && far % 4 == 0 && (p.batch == 1 || p.c.batch % 4 == 0) &&
+         reinterpret_cast<std::uintptr_t>(p.c.data) % (4 * size_of(p.out)) == 0;
+}
+
 /// Where results go and what is done to them.
 void set_result(const Problem& p, Params& params) {
   const bool transposed = p.c.row == 1 && p.c.col != 1;
   const auto unit = static_cast<std::uint32_t>(128 / bytes_of(p.out));
-  const auto result = result_view(p, transposed);
+  const auto result = leaves_as_is(p) ? result_view(p, transposed) : std::nullopt;
   if (result) {
     params.c = result->map(unit, transposed ? unit : 64);
   }
@@ -251,9 +256,13 @@ void set_result(const Problem& p, Params& params) {
   params.scale_s_stride = p.scale_s.stride;
   params.scale_b = static_cast<const float*>(p.scale_b.data);
   params.scale_b_stride = p.scale_b.stride;
+  params.scale_out = p.scale_out;
   params.out_type = out_type(p.out);
+  params.bias_type = out_type(p.bias_dtype());
+  params.convert = leaves_as_is(p) ? 0 : 1;
+  params.wide = can_store_four(p, transposed) ? 1 : 0;
   params.activation = static_cast<int>(p.activation);
-  params.plain = is_plain(p) ? 1 : 0;
+  params.plain = p.is_plain() ? 1 : 0;
 }
 
 Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }

@@ -64,7 +64,8 @@ bool suits(const Problem& p) {
                      p.k % kDepth == 0 && p.k < kMost;
   const bool result =
       p.c.row == 1 && reinterpret_cast<std::uintptr_t>(p.c.data) % 4 == 0 && (p.n == 1 || p.c.col % 2 == 0);
-  return type && sizes && result && p.words.along == 1 && p.scale_s.data == nullptr && p.scale_b.data == nullptr;
+  return type && sizes && result && p.words.along == 1 && p.scale_s.data == nullptr && p.scale_b.data == nullptr &&
+         p.scale_out == nullptr;
 }
 bool suits(const Problem& p, const Form& form) {
   return std::ranges::find(kGroups, form.groups) != kGroups.end() && p.m % rows(form.groups) == 0 && form.split >= 1 &&

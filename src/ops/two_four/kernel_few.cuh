@@ -13,6 +13,7 @@
 #include "device/load.cuh"
 #include "device/mma.cuh"
 #include "device/types.cuh"
+#include "ops/two_four/kernel_out.cuh"
 #include "ops/two_four/metadata.cuh"
 #include "ops/two_four/params_few.cuh"
 
@@ -320,10 +321,10 @@ __device__ __forceinline__ void store_rows(const Params& p, int row, int column,
   }
 }
 
-/// Scales, bias and activation of four rows of a column.
-template <typename Out, typename Sum>
-__device__ __forceinline__ void finish(const Params& p, int row, int column, const Sum (&sums)[4]) {
-  float v[4];
+/// Sums of four rows of a column with their scales and a bias of type `bias`.
+template <typename Sum>
+__device__ __forceinline__ void scale_rows(const Params& p, int row, int column, OutType bias, const Sum (&sums)[4],
+                                           float (&v)[4]) {
   const int j = column % p.n;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
@@ -336,12 +337,16 @@ __device__ __forceinline__ void finish(const Params& p, int row, int column, con
       v[e] *= p.scale_b[j * p.scale_b_stride];
     }
     if (p.bias != nullptr) {
-      v[e] += widen(static_cast<const Out*>(p.bias)[line * p.bias_stride]);
+      v[e] += as_number(p.bias, line * p.bias_stride, bias);
     }
   }
-  if constexpr (!is_same<Out, float>) {
-    activate(v, p.activation);
-  } else if (p.activation != 0) {
+}
+
+template <typename Sum>
+__device__ __forceinline__ void finish_f32(const Params& p, int row, int column, const Sum (&sums)[4]) {
+  float v[4];
+  scale_rows(p, row, column, OutType::f32, sums, v);
+  if (p.activation != 0) {
 #pragma unroll 1
     for (int e = 0; e < 4; ++e) {  // in turn through v[0]: this is much code
       const float first = activate_exactly(v[0], p.activation);
@@ -351,22 +356,44 @@ __device__ __forceinline__ void finish(const Params& p, int row, int column, con
       v[3] = first;
     }
   }
+  store_rows<float>(p, row, column, v);
+}
+
+/// A result of 16 bits, like the operands.
+template <typename Out, typename Sum>
+__device__ __forceinline__ void finish_16(const Params& p, int row, int column, const Sum (&sums)[4]) {
+  float v[4];
+  scale_rows(p, row, column, is_same<Out, f16> ? OutType::f16 : OutType::bf16, sums, v);
+  activate(v, p.activation);
   store_rows<Out>(p, row, column, v);
 }
-template <typename T, typename Sum>
-__device__ __forceinline__ void finish_as(const Params& p, int row, int column, const Sum (&sums)[4]) {
-  if (p.out == OutType::f32) {
-    finish<float>(p, row, column, sums);
-  } else if constexpr (!is_byte<T>) {
-    finish<T>(p, row, column, sums);
-  } else {
-    if constexpr (is_same<T, i8>) {
-      if (p.out == OutType::i32) {
-        store_rows<int>(p, row, column, sums);
-        return;
-      }
+
+/// Of 8-bit operands any result of 16 or 8 bits.
+template <typename Sum>
+__device__ __forceinline__ void finish_narrow(const Params& p, int row, int column, const Sum (&sums)[4]) {
+  float v[4];
+  scale_rows(p, row, column, p.bias_type, sums, v);
+  activate(v, p.activation);
+  if (p.scale_out != nullptr) {
+    const float scale = *p.scale_out;
+#pragma unroll
+    for (float& x : v) {
+      x *= scale;
     }
-    p.out == OutType::f16 ? finish<f16>(p, row, column, sums) : finish<bf16>(p, row, column, sums);
+  }
+  store_four(p.c, column_offset(p, column, p.c_col, p.c_batch) + row * p.c_row, p.c_row, v, p.m - row, p.out, p.c_wide);
+}
+
+template <typename T, typename Sum>
+__device__ __forceinline__ void finish(const Params& p, int row, int column, const Sum (&sums)[4]) {
+  if (p.out == OutType::f32) {
+    finish_f32(p, row, column, sums);
+  } else if constexpr (!is_byte<T>) {
+    finish_16<T>(p, row, column, sums);
+  } else if (p.out == OutType::i32) {
+    store_rows<int>(p, row, column, sums);
+  } else {
+    finish_narrow(p, row, column, sums);
   }
 }
 
@@ -402,7 +429,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<T, kColumns>&
           total[e] += from_bits<accumulator_t<T>>(more[e]);
         }
       }
-      finish_as<T>(p, row0 + row, column, total);
+      finish<T>(p, row0 + row, column, total);
     }
   }
 #if __CUDA_ARCH__ >= 900

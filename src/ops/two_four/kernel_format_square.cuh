@@ -26,6 +26,7 @@ __device__ __forceinline__ float magnitude_of(FormatKind kind, u32 bits) {
     x = kind == FormatKind::f16 ? widen(f16{static_cast<u16>(bits)}) : widen(bf16{static_cast<u16>(bits)});
   } else {
     x = kind == FormatKind::i8        ? static_cast<float>(static_cast<i8>(bits))
+        : kind == FormatKind::u8      ? static_cast<float>(bits)
         : kind == FormatKind::f8_e4m3 ? widen(f8_e4m3{static_cast<u8>(bits)})
                                       : widen(f8_e5m2{static_cast<u8>(bits)});
   }
@@ -196,7 +197,8 @@ __device__ __forceinline__ u32 measure<1>(const FormatParams& p, const format_sq
   const auto each_row = [&](u32 carry, const auto& magnitudes, const auto& widen_byte) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const u32 sizes = magnitudes(rows[r].words[0]), some = (sizes + 0x7f7f7f7fu) & 0x80808080u;
+      const u32 sizes = magnitudes(rows[r].words[0]);
+      const u32 some = ((sizes & 0x7f7f7f7fu) + 0x7f7f7f7fu | sizes) & 0x80808080u;
       there |= some * 0x00204081u >> 28 << 4 * r;
       special |= carry != 0 ? sizes + carry : 0u;
 #pragma unroll
@@ -206,11 +208,12 @@ __device__ __forceinline__ u32 measure<1>(const FormatParams& p, const format_sq
     }
   };
   const auto unsign = [](u32 word) { return word & 0x7f7f7f7fu; };
-  if (p.kind == FormatKind::i8) {  // a byte below the bits of 2^23 is added to it
+  if (p.kind == FormatKind::i8 || p.kind == FormatKind::u8) {  // a byte below the bits of 2^23 is added to it
+    const u32 signs = p.kind == FormatKind::i8 ? 0x01010101u : 0u;
     each_row(
         0,
-        [](u32 word) {
-          const u32 minus = word >> 7 & 0x01010101u;
+        [signs](u32 word) {
+          const u32 minus = word >> 7 & signs;
           return (word ^ minus * 0xffu) + minus;
         },
         [](u32 sizes, int c) {

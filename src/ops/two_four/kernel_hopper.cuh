@@ -8,6 +8,7 @@
 #include "device/epilogue.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
+#include "ops/two_four/kernel_out.cuh"
 #include "ops/two_four/params_hopper.cuh"
 
 namespace fretwork::two_four::hopper {
@@ -281,13 +282,6 @@ __device__ __forceinline__ void add_parts(Sum (&d)[kSize], u32 base, int rank, i
   }
 }
 
-__device__ __forceinline__ float bias_at(const Params& p, int row) {
-  const i64 at = row * p.bias_stride;
-  return p.out_type == OutType::f16    ? widen(static_cast<const f16*>(p.bias)[at])
-         : p.out_type == OutType::bf16 ? widen(static_cast<const bf16*>(p.bias)[at])
-                                       : static_cast<const float*>(p.bias)[at];
-}
-
 /// Calls `work(some, turn)` for 32 sums (64 columns) at a time, which then change places: unrolled for all of them, an
 /// activation took the compiler a third of its time.
 template <int kSize, typename Work>
@@ -308,7 +302,7 @@ __device__ __forceinline__ void in_turns(float (&d)[kSize], Work work) {
   }
 }
 
-/// Scales, bias and activation of sums whose first row and column in the result are these.
+/// Scales, bias, activation and the result's scale of sums whose first row and column in the result are these.
 template <int kSize>
 __device__ __forceinline__ void finish(float (&d)[kSize], const Params& p, int row, int col) {
   row += static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
@@ -334,7 +328,8 @@ __device__ __forceinline__ void finish(float (&d)[kSize], const Params& p, int r
     }
   }
   if (p.bias != nullptr) {
-    const float bias[2] = {bias_at(p, rows[0]), bias_at(p, rows[1])};
+    const float bias[2] = {as_number(p.bias, rows[0] * p.bias_stride, p.bias_type),
+                           as_number(p.bias, rows[1] * p.bias_stride, p.bias_type)};
 #pragma unroll
     for (int n = 0; n < kSize; ++n) {
       d[n] += bias[n / 2 % 2];
@@ -342,6 +337,13 @@ __device__ __forceinline__ void finish(float (&d)[kSize], const Params& p, int r
   }
   if (p.activation != 0) {
     in_turns(d, [&](auto& some, int) { activate(some, p.activation); });
+  }
+  if (p.scale_out != nullptr) {
+    const float scale = __ldg(p.scale_out);
+#pragma unroll
+    for (float& x : d) {
+      x *= scale;
+    }
   }
 }
 
@@ -390,13 +392,33 @@ __device__ __forceinline__ void copy_piece(const Params& p, const Place& at, int
   }
 }
 
+/// The same from a piece of f32 to a result of 16 or 8 bits, four neighbours at a time.
+__device__ __forceinline__ void convert_piece(const Params& p, const Place& at, int col, u32 buffer) {
+  const bool turned = p.transposed != 0;
+  const int lines = turned ? 32 : 64;
+#pragma unroll 1
+  for (int n = static_cast<int>(threadIdx.x % 128); n < 64 * 32 / 4; n += 128) {
+    const int unit = n % 8 * 4, line = n / 8 % lines, box = n / 8 / lines;
+    const int i = at.row + (turned ? box * 32 + unit : line), j = col + (turned ? line : unit);
+    if (i < p.m && j < p.n) {
+      float v[4];
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                   : "r"(buffer + box * 4096 + tma::swizzled<128>(line * 128 + unit * 4))
+                   : "memory");
+      store_four(p.out, at.batch * p.c_batch + i * p.c_row + j * p.c_col, turned ? p.c_row : p.c_col, v,
+                 turned ? p.m - i : p.n - j, p.out_type, p.wide != 0);
+    }
+  }
+}
+
 /// A tile's pieces are a multiple of these.
 template <int kSize>
 inline constexpr int kBuffers = kSize > 32 ? 2 : 1;
 
-/// Sums leave in pieces of 64 columns of 16 bits or 32 of 32 (U is float, whatever the bits mean); those of 16 bits
-/// only to where the copy engine cannot write.
-template <typename U, int kPiece = 0, int kSize>
+/// Sums leave in pieces of 64 columns of 16 bits or 32 of 32 (U is float, whatever the bits mean), by the copy engine
+/// or, with kByThreads, by threads where it cannot write; those of 16 bits only by threads.
+template <typename U, bool kByThreads, int kPiece = 0, int kSize>
 __device__ __forceinline__ void store_sums(const float (&d)[kSize], const Params& p, const Place& at) {
   constexpr int kColumns = 128 / static_cast<int>(sizeof(U)), kSums = kColumns / 2;
   if constexpr (kPiece < kSize / kSums) {
@@ -423,10 +445,15 @@ __device__ __forceinline__ void store_sums(const float (&d)[kSize], const Params
       }
     };
     store_in_turn<kBuffers<kSize>>(kPiece, at.buffers, at.barrier, write, store);
-    if (p.direct != 0) {
-      copy_piece<U>(p, at, col, at.buffers + kPiece % kBuffers<kSize> * kPieceBytes);
+    if constexpr (kByThreads) {
+      const u32 buffer = at.buffers + kPiece % kBuffers<kSize> * kPieceBytes;
+      if (sizeof(U) == 4 && p.convert != 0) {
+        convert_piece(p, at, col, buffer);
+      } else if (p.direct != 0) {
+        copy_piece<U>(p, at, col, buffer);
+      }
     }
-    store_sums<U, kPiece + 1>(d, p, at);
+    store_sums<U, kByThreads, kPiece + 1>(d, p, at);
   }
 }
 
@@ -454,7 +481,8 @@ __device__ __forceinline__ void store_boxes(const float (&d)[kSize], const Param
 template <typename U, int kSize>
 __device__ __forceinline__ void store_in_turns(float (&d)[kSize], const Params& p, const Place& at) {
   in_turns(d, [&](auto& some, int turn) {
-    store_sums<U>(some, p, {at.row, at.col + 64 * turn, at.batch, at.columns - 64 * turn, at.buffers, at.barrier});
+    store_sums<U, true>(some, p,
+                        {at.row, at.col + 64 * turn, at.batch, at.columns - 64 * turn, at.buffers, at.barrier});
   });
 }
 
@@ -484,18 +512,16 @@ __device__ __forceinline__ void store(const Sum (&d)[kSize], const Params& p, co
   if (p.plain == 0) {
     finish(f, p, at.row, at.col);
   }
-  if constexpr (is_same<T, float>) {
-    store_sums<float>(f, p, at);
-  } else if (p.out_type == OutType::f16 || p.out_type == OutType::bf16) {
-    if constexpr (sizeof(T) == 2) {
-      store_halves<T>(f, p, at);
+  if (p.out_type == OutType::f32 || p.out_type == OutType::i32 || p.convert != 0) {
+    if constexpr (is_same<T, float> || is_same<Sum, int>) {
+      p.direct != 0 ? store_in_turns<float>(f, p, at) : store_sums<float, false>(f, p, at);
     } else {
-      p.out_type == OutType::f16 ? store_halves<f16>(f, p, at) : store_halves<bf16>(f, p, at);
+      store_in_turns<float>(f, p, at);
     }
-  } else if constexpr (is_same<T, i8>) {
-    store_sums<float>(f, p, at);
-  } else {
-    store_in_turns<float>(f, p, at);
+  } else if constexpr (sizeof(T) == 2) {
+    store_halves<T>(f, p, at);
+  } else if constexpr (sizeof(T) == 1) {
+    p.out_type == OutType::f16 ? store_halves<f16>(f, p, at) : store_halves<bf16>(f, p, at);
   }
 }
 

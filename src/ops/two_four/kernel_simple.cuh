@@ -1,6 +1,6 @@
-// Products of anything: every type, stride and size, in fp32 (int32 for i8) without tensor cores. A CTA makes 128 × 64
-// sums, a thread 8 × 8. Each group's elements of b lie in registers, and what a row keeps is chosen there: nothing else
-// is multiplied.
+// Products of anything: every type, stride and size, in fp32 (int32 for i8 and u8) without tensor cores. A CTA makes
+// 128 × 64 sums, a thread 8 × 8. Each group's elements of b lie in registers, and what a row keeps is chosen there:
+// nothing else is multiplied.
 #pragma once
 
 #include "ops/two_four/kernel_store.cuh"
@@ -12,6 +12,7 @@ namespace fretwork::two_four {
 inline constexpr int kSimpleRows = 128, kSimpleCols = 64, kSimpleThreads = 128, kSimpleGroups = 16;
 
 __device__ __forceinline__ int widen_sum(i8 x) { return x; }
+__device__ __forceinline__ int widen_sum(u8 x) { return x; }
 template <typename T>
 __device__ __forceinline__ float widen_sum(T x) {
   return widen(x);

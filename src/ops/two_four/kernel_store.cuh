@@ -5,22 +5,10 @@
 #include "device/activation.cuh"
 #include "device/load.cuh"
 #include "device/types.cuh"
+#include "ops/two_four/kernel_out.cuh"
 #include "ops/two_four/params.h"
 
 namespace fretwork::two_four {
-
-__device__ __forceinline__ float as_number(const void* data, i64 at, OutType type) {
-  switch (type) {
-    case OutType::f16:
-      return widen(static_cast<const f16*>(data)[at]);
-    case OutType::bf16:
-      return widen(static_cast<const bf16*>(data)[at]);
-    case OutType::i32:
-      return static_cast<float>(static_cast<const int*>(data)[at]);
-    default:
-      return static_cast<const float*>(data)[at];
-  }
-}
 
 inline constexpr int kRun = 8;  // neighbours in c that a thread finishes at once
 
@@ -105,7 +93,7 @@ struct SumTile {
   __device__ __forceinline__ void store(const ProductParams& p) const {
     load_vectors(p);
     __syncthreads();
-    // One at a time where it takes many instructions; results of 16 bits are activated on the way.
+    // One at a time where it takes many instructions; narrower results are activated on the way.
     const bool exactly = p.activation != 0 && !integers(p) && (p.out == OutType::f32 || p.out == OutType::i32);
     if (exactly) {
       activate_sums(p);
@@ -118,7 +106,7 @@ struct SumTile {
   /// i32 results that need no fractions stay integers, and their bias too.
   static __device__ __forceinline__ bool integers(const ProductParams& p) {
     return is_same<Sum, int> && p.out == OutType::i32 && p.scale_s.data == nullptr && p.scale_b.data == nullptr &&
-           p.activation <= 1;
+           p.scale_out == nullptr && p.activation <= 1;
   }
 
   __device__ __forceinline__ void load_vectors(const ProductParams& p) const {
@@ -131,7 +119,7 @@ struct SumTile {
       const i64 at = (row0 + n) * p.bias.stride;
       row_bias[n] = p.bias.data == nullptr ? 0.0f
                     : whole                ? __int_as_float(static_cast<const int*>(p.bias.data)[at])
-                                           : as_number(p.bias.data, at, p.out);
+                                           : as_number(p.bias.data, at, p.bias_type);
     }
     for (int n = static_cast<int>(threadIdx.x); n < kCols && col0 + n < p.n; n += kThreads) {
       col_scale[n] = scale(p.scale_b, col0 + n);
@@ -228,8 +216,15 @@ struct SumTile {
   }
 
   static __device__ __forceinline__ void finish(const ProductParams& p, float (&v)[kRun], i64 at, i64 step, int count) {
-    if (p.out == OutType::f16 || p.out == OutType::bf16) {
+    if (p.out != OutType::f32 && p.out != OutType::i32) {
       activate(v, p.activation);
+    }
+    if (p.scale_out != nullptr) {
+      const float scale = *p.scale_out;
+#pragma unroll
+      for (float& x : v) {
+        x *= scale;
+      }
     }
     switch (p.out) {
       case OutType::f32:
@@ -248,7 +243,13 @@ struct SumTile {
           rounded[e] = __float2int_rn(v[e]);
         }
         store_integers(p.c, at, step, rounded, count, p.c_vector);
+        break;
       }
+      default:
+#pragma unroll
+        for (int e = 0; e < kRun; e += 4) {
+          store_four(p.c, at + e * step, step, v + e, count - e, p.out, p.c_vector);
+        }
     }
   }
 };

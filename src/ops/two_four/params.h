@@ -34,7 +34,8 @@ struct ProductParams {
   VectorArg bias, scale_s, scale_b;
   long long m, n, k;
   long long row_tiles, col_tiles, band;  ///< tiles of c; `band` rows of them are done before the next
-  OutType out;
+  const float* scale_out;                ///< or null
+  OutType out, bias_type;
   int activation;  ///< as fretwork::Activation counts
   bool c_by_row;   ///< the nearest neighbours in c are those of a row
   bool c_vector;   ///< 16 bytes of c can be written at once along them

@@ -27,7 +27,7 @@ constexpr int sums_bytes(int columns, int log_rows) { return parts_of(log_rows) 
 /// Strides of the operands are in bytes, others in elements. A column is j of n of a batch: columns = batch·n.
 struct Params {
   const void *values, *words, *b, *bias;
-  const float *scale_s, *scale_b;
+  const float *scale_s, *scale_b, *scale_out;
   void* c;
   long long values_line, words_line;
   long long b_row, b_col, b_batch;
@@ -38,7 +38,7 @@ struct Params {
   int split;     ///< CTAs of a cluster, which share the k of their rows
   int stages;    ///< of the ring in shared memory, 2 to kMostStages
   int activation;
-  OutType out;
+  OutType out, bias_type;
   int words_step;    ///< bytes of metadata that can be read at once: 16, 4 or less
   long long b_wide;  ///< from column to column of b in bytes, if four of them can be read at once; else 0
   bool c_rows;       ///< neighbouring threads write neighbouring rows of c, not columns

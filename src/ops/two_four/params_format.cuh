@@ -22,7 +22,7 @@ struct FormatPacked {
 };
 
 /// How the bits of an element become a magnitude.
-enum class FormatKind : int { f32, f16, bf16, f8_e4m3, f8_e5m2, i8 };
+enum class FormatKind : int { f32, f16, bf16, f8_e4m3, f8_e5m2, i8, u8 };
 
 struct FormatParams {
   FormatMatrix dense, out;
@@ -34,8 +34,9 @@ struct FormatParams {
   int transposed;  ///< places are k·lines + line
   unsigned magnitude;  ///< the bits of a word that say whether its elements are zero
   unsigned largest;    ///< of an element: no magnitude has more, so that NaNs are alike
-  unsigned valid;      ///< bit n: nibble n is one
   FormatKind kind;
+  unsigned valid;  ///< of a look at metadata: bit n: nibble n is one
+  int group, element_bytes, keep_valid;
 };
 
 /// A CTA's tile: kFormatTileK elements of as many lines as make 128 bytes.

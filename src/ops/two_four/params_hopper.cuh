@@ -33,12 +33,14 @@ struct Params {
   Map b;       ///< k × n or n × k
   Map c;       ///< n × m or, transposed, m × n
   void* out;
-  long long c_row, c_col, c_batch;  ///< strides of `out` in elements
-  const void* bias;                 ///< of the result's dtype, or null
-  const float *scale_s, *scale_b;   ///< or null
+  long long c_row, c_col, c_batch;             ///< strides of `out` in elements
+  const void* bias;                            ///< or null
+  const float *scale_s, *scale_b, *scale_out;  ///< or null
   long long bias_stride, scale_s_stride, scale_b_stride;
-  OutType out_type;
+  OutType out_type, bias_type;
   int activation;  ///< as fretwork::Activation counts
+  int convert;     ///< 1: threads make results, of 16 or 8 bits, of sums as f32; the copy engine writes none of them
+  int wide;        ///< 1: four of them at once
   int plain;       ///< 1: sums are results, without scales, bias and activation
   int m, n, groups, total;
   Divisor tiles;                   ///< of a batch

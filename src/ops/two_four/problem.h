@@ -41,9 +41,9 @@ struct Dense {
   std::int64_t row = 0, col = 0, batch = 0;
 };
 
-/// c[z, i, j] = activation(Σ_k s[i, k]·b[z, k, j]·scale_s[i]·scale_b[j] + bias[i]): s (m × k) is the sparse operand, b
-/// (k × n), c (m × n). A sparse right operand is this with b and c transposed by their strides. Nothing is empty but
-/// perhaps k.
+/// c[z, i, j] = activation(Σ_k s[i, k]·b[z, k, j]·scale_s[i]·scale_b[j] + bias[i])·scale_out: s (m × k) is the sparse
+/// operand, b (k × n), c (m × n). A sparse right operand is this with b and c transposed by their strides. Nothing is
+/// empty but perhaps k.
 struct Problem {
   std::int64_t m = 0, n = 0, k = 0, batch = 1;
   DType dtype = DType::f32, out = DType::f32;
@@ -51,14 +51,28 @@ struct Problem {
   int word_bytes = 2;
   Dense b, c;
   Vector bias;              ///< of dtype `out`
+  bool bias_f32 = false;    ///< but of f32, where `out` has 8 bits
   Vector scale_s, scale_b;  ///< f32
   Activation activation = Activation::none;
+  const float* scale_out = nullptr;  ///< or null
+
+  DType bias_dtype() const { return bias_f32 ? DType::f32 : out; }
+  /// Whether sums are results, but for rounding.
+  bool is_plain() const {
+    return bias.data == nullptr && scale_s.data == nullptr && scale_b.data == nullptr && scale_out == nullptr &&
+           activation == Activation::none;
+  }
 };
+
+/// Types whose sums are i32, and whose zero has no sign.
+constexpr bool is_integer(DType dtype) { return dtype == DType::i8 || dtype == DType::u8; }
+constexpr bool is_fp8(DType dtype) { return dtype == DType::f8_e4m3 || dtype == DType::f8_e5m2; }
 
 namespace cpu {
 void compress(const Format& f, std::int64_t* bad, Context& context);
-void check(const Format& f, std::int64_t* bad, Context& context);           ///< reads dense
-void check_metadata(const Format& f, std::int64_t* bad, Context& context);  ///< reads words
+void check(const Format& f, std::int64_t* bad, Context& context);  ///< reads dense
+/// Reads words and values. `to`, unless it has no data, gets the canonical words; it may be f.words.
+void check_metadata(const Format& f, const Matrix& to, bool keep_valid, std::int64_t* bad, Context& context);
 void to_dense(const Format& f, Context& context);
 void gather(const Format& f, Context& context);  ///< reads dense and words, writes values
 /// From f.dense to `out`; transposable needs lines to be a multiple of the group.
@@ -81,6 +95,12 @@ inline OutType out_type(DType dtype) {
       return OutType::bf16;
     case DType::i32:
       return OutType::i32;
+    case DType::i8:
+      return OutType::i8;
+    case DType::f8_e4m3:
+      return OutType::f8_e4m3;
+    case DType::f8_e5m2:
+      return OutType::f8_e5m2;
     default:
       return OutType::f32;
   }
@@ -89,7 +109,7 @@ inline OutType out_type(DType dtype) {
 namespace cuda {
 void compress(const Format& f, std::int64_t* bad, Context& context);
 void check(const Format& f, std::int64_t* bad, Context& context);
-void check_metadata(const Format& f, std::int64_t* bad, Context& context);
+void check_metadata(const Format& f, const Matrix& to, bool keep_valid, std::int64_t* bad, Context& context);
 void to_dense(const Format& f, Context& context);
 void gather(const Format& f, Context& context);
 void prune(const Format& f, const Matrix& out, bool transposable, Context& context);

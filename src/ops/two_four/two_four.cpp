@@ -31,18 +31,19 @@ int check_axis(const char* op, int dim) {
 }
 
 void check_dtype(const char* op, const char* argument, const TensorView& t, const Context& context) {
-  const bool narrow = t.dtype == DType::i8 || t.dtype == DType::f8_e4m3 || t.dtype == DType::f8_e5m2;
-  if (!narrow && (!is_floating(t.dtype) || (on_gpu(context) && t.dtype == DType::f64))) {
+  if (!is_integer(t.dtype) && !is_fp8(t.dtype) &&
+      (!is_floating(t.dtype) || (on_gpu(context) && t.dtype == DType::f64))) {
     throw Error(op, argument,
                 std::string(on_gpu(context) ? "" : "float64, ") +
-                    "float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2",
+                    "float32, float16, bfloat16, int8, uint8, float8_e4m3fn or float8_e5m2",
                 name_of(t.dtype));
   }
 }
 
 void check_word(const char* op, const char* argument, DType word) {
-  if (word != DType::i8 && word != DType::i16 && word != DType::i32) {
-    throw Error(op, argument, "int8, int16 or int32", name_of(word));
+  constexpr std::array kWords{DType::i8, DType::i16, DType::i32, DType::u8, DType::u16, DType::u32};
+  if (std::ranges::find(kWords, word) == kWords.end()) {
+    throw Error(op, argument, "int8, int16, int32 or the unsigned types of these sizes", name_of(word));
   }
 }
 
@@ -199,11 +200,32 @@ void two_four_check(const TensorView& dense, int dim, std::int64_t* bad, Context
   }
 }
 
+namespace {
+
+void look_at_words(const Format& f, const Matrix& to, bool keep_valid, std::int64_t* bad, Context& context) {
+  if (!is_empty(f, bad, context)) {
+    on_gpu(context) ? gpu::check_metadata(f, to, keep_valid, bad, context)
+                    : cpu::check_metadata(f, to, keep_valid, bad, context);
+  }
+}
+
+}  // namespace
+
 void two_four_check_metadata(const TwoFour& m, std::int64_t* bad, Context& context) {
   const Format f = check_plain(m, context);
-  if (bad != nullptr && !is_empty(f, bad, context)) {
-    on_gpu(context) ? gpu::check_metadata(f, bad, context) : cpu::check_metadata(f, bad, context);
+  if (bad != nullptr) {
+    look_at_words(f, {}, true, bad, context);
   }
+}
+
+void two_four_canonical(const TwoFour& m, const TensorView& words, bool keep_valid, std::int64_t* bad,
+                        Context& context) {
+  const Format f = check_plain(m, context);
+  if (!std::ranges::equal(words.shape(), m.metadata.shape())) {
+    throw Error("TwoFour", "words", shape_text(m.metadata.shape()), shape_text(words.shape()));
+  }
+  check_like("TwoFour", "words", words, m.metadata.dtype, context);
+  look_at_words(f, matrix(words, axis_of(m.dim)), keep_valid, bad, context);
 }
 
 void two_four_to_dense(const TwoFour& m, const TensorView& dense, Context& context) {
@@ -270,17 +292,18 @@ struct Sides {
   bool left;  ///< the sparse operand is
 };
 
-void check_out_dtype(const char* op, DType dtype, DType out) {
-  const bool byte = size_of(dtype) == 1, half = out == DType::f16 || out == DType::bf16;
-  const bool right = out == dtype        ? !byte
-                     : out == DType::f32 ? dtype != DType::f64
-                                         : byte && (half || out == DType::i32);
-  if (!right || (out == DType::i32 && dtype != DType::i8)) {
-    const std::string expected = dtype == DType::i8    ? "int32, float32, float16 or bfloat16"
-                                 : byte                ? "bfloat16, float16 or float32"
-                                 : size_of(dtype) >= 4 ? name_of(dtype)
-                                                       : std::string(name_of(dtype)) + " or float32";
-    throw Error(op, "out_dtype", expected + " for " + name_of(dtype), name_of(out));
+void check_out_dtype(const char* op, DType dtype, DType out, const Context& context) {
+  const bool integers = is_integer(dtype), wide = !integers && !on_gpu(context);
+  const bool right = out == DType::f64   ? wide
+                     : out == DType::i32 ? integers
+                                         : is_floating(out) || is_fp8(out) || out == DType::i8;
+  if (!right) {
+    throw Error(op, "out_dtype",
+                std::string(integers ? "int32, "
+                            : wide   ? "float64, "
+                                     : "") +
+                    "float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2 for " + name_of(dtype),
+                name_of(out));
   }
 }
 
@@ -295,6 +318,17 @@ Vector check_vector(const char* op, const char* argument, const TensorView* t, s
   }
   check_like(op, argument, *t, dtype, context);
   return {t->data, t->stride(0)};
+}
+
+const float* check_scalar(const char* op, const char* argument, const TensorView* t, const Context& context) {
+  if (t == nullptr) {
+    return nullptr;
+  }
+  if (t->rank != 0) {
+    throw Error(op, argument, "one number ()", shape_text(t->shape()));
+  }
+  check_like(op, argument, *t, DType::f32, context);
+  return static_cast<const float*>(t->data);
 }
 
 /// What both dense tensors step through together.
@@ -378,7 +412,7 @@ void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, co
   }
   check_like(sides.op, sides.dense, b, s.dtype, context);
   check_shapes(sides, s, b, out);
-  check_out_dtype(sides.op, s.dtype, out.dtype);
+  check_out_dtype(sides.op, s.dtype, out.dtype, context);
   check_device(sides.op, "out", out, context);
   const int row = sides.left ? -2 : -1, col = sides.left ? -1 : -2;  // of b and c as the problem sees them
   Problem p;
@@ -392,7 +426,9 @@ void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, co
   p.word_bytes = s.word_bytes;
   p.activation = options.activation;
   const std::int64_t a_rows = sides.left ? p.m : p.n, b_cols = sides.left ? p.n : p.m;
-  p.bias = check_vector(sides.op, "bias", options.bias, p.m, p.out, false, context);
+  p.bias_f32 = options.bias != nullptr && options.bias->dtype == DType::f32 && size_of(p.out) == 1;
+  p.bias = check_vector(sides.op, "bias", options.bias, p.m, p.bias_dtype(), false, context);
+  p.scale_out = check_scalar(sides.op, "scale_out", options.scale_out, context);
   p.scale_s = check_vector(sides.op, "scale_a", options.scale_a, a_rows, DType::f32, true, context);
   p.scale_b = check_vector(sides.op, "scale_b", options.scale_b, b_cols, DType::f32, true, context);
   if (!sides.left) {

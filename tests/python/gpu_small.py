@@ -200,28 +200,27 @@ def operators(device):
 def two_four(device):
     """Few columns, more, and enough for several tiles; operands that must be copied first; then the tools."""
     kinds = [*KINDS, (torch.int8, None), (torch.uint8, None), (torch.float8_e4m3fn, None), (torch.float8_e5m2, None)]
-    integers, outs = (torch.int8, torch.uint8), (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
+    integers, outs = (torch.int8, torch.uint8), (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     shapes, narrow = ((40, 64, 3), (72, 272, 40), (300, 1024, 392), (33, 36, 17)), ((128, 512, 24), (192, 1152, 64))
     for n, (dtype, precision) in enumerate(kinds):
-        twin = dtype in (
-            torch.float8_e5m2,
-            torch.uint8,
-        )  # copies and the way along an axis go by a type's size, which another has
+        # Copies and the way along an axis go by a type's size, which another has.
+        twin = dtype in (torch.float8_e5m2, torch.uint8)
         for m, k, columns in (*(shapes[:3] if twin else shapes), *(narrow if dtype == torch.bfloat16 else ())):
             s = fw.two_four.compress(fw.two_four.prune((tensor(device, torch.float16, m, k) * 3).abs().to(dtype)))
-            fw.TwoFour(s.values, s.metadata.view(torch.uint16))
             x, bias = (tensor(device, torch.float16, *shape).abs() for shape in ((columns, k), (m,)))
             x, bias = x.to(dtype), bias if dtype in integers else bias.to(dtype if n < len(KINDS) else torch.bfloat16)
             fw.two_four.matmul(x, s.T, precision=precision)
             out = torch.float16 if dtype in integers else None
             fw.two_four.matmul(s, x.t().contiguous(), bias, "gelu", out, precision=precision)
-            for out in outs if columns % 2 else outs[:1]:
-                fw.two_four.matmul(x, s.T, out_dtype=out, scale_out=x.new_tensor(0.5, dtype=torch.float32))
-        A = tensor(device, torch.float16, 40, 72).to(dtype)
+            if dtype == torch.int8 or columns > 300:  # threads convert, in every class of kernels
+                scale = torch.full((), 0.5, device=device)
+                fw.two_four.matmul(x, s.T, out_dtype=outs[n % 3], scale_out=scale, precision=precision)
+        A = tensor(device, torch.float16, 40, 72).abs().to(dtype)
         for dim in (1,) if twin else (0, 1):
             p = fw.two_four.prune(A, dim)
             fw.two_four.compress(p, dim).to_dense()
         torch.ops.fretwork.two_four_prune_both(A, torch.int16)
+    fw.TwoFour(s.values, s.metadata.view(torch.uint16))
 
 
 PARTS = (products, long_rows, many_lines, softmax, packing, convolutions, kronecker, chains, attention, decoding)

@@ -500,7 +500,7 @@ def spoil(*keys: str, value: object):
         (None, {"c.dim": "1"}, 0, "expected a tensor 'c.values', got none"),
         (None, {}, 1, "bytes, which b.metadata reaches, got "),
         (None, {}, 30, "expected a safetensors file, got "),
-        (spoil("a.values", "dtype", value="U8"), {}, 0, "for a.values, got U8"),
+        (spoil("a.values", "dtype", value="U64"), {}, 0, "for a.values, got U64"),
         (spoil("a.values", "shape", value=[8]), {}, 0, "expected two sizes for a.values, got [8]"),
         (spoil("a.values", "shape", value=[1, 9]), {}, 0, "expected 18 bytes for a.values, got [0,16]"),
         (spoil("a.values", "data_offsets", value=[-16, 0]), {}, 0, "expected 16 bytes for a.values, got [-16,0]"),

@@ -440,6 +440,23 @@ def test_every_result_of_every_operand(dtype, out, device):
         )
 
 
+def test_uint8_has_no_sign(device):
+    """0 to 255 in products of every class, and magnitudes that order as numbers do."""
+    for m, n, k in [(64, 1, 128), (72, 16, 256), (130, 40, 132), (256, 264, 512)]:
+        full = torch.randint(0, 256, (m, k), dtype=torch.uint8)
+        groups = full.long().unflatten(1, (-1, 4))
+        rank = groups * 4 + torch.tensor([3, 2, 1, 0])  # of equal ones the first
+        A = torch.where(rank >= rank.topk(2).values[..., 1:], groups, 0).flatten(1)
+        B = torch.randint(0, 256, (k, n), dtype=torch.uint8)
+        pruned_ = two_four.prune(full.to(device))
+        same(pruned_, A)
+        s = two_four.compress(pruned_)
+        same(two_four.matmul(s, B.to(device)), A @ B.long())
+        same(two_four.matmul(B.T.contiguous().to(device), s.T), (A @ B.long()).T)
+    square = torch.tensor([[200, 1, 1, 199]] * 2 + [[1, 180, 127, 1]] * 2, dtype=torch.uint8, device=device)
+    assert (two_four.prune(square, transposable=True) > 1).sum() == 8
+
+
 def test_8_bits_round_once_and_saturate(device):
     """Every fp8 number comes back, what lies in between goes to the nearest, ties to even, and NaN stays."""
     s = two_four.compress(torch.tensor([[1.0, 0.0]], device=device))

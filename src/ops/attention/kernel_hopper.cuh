@@ -126,9 +126,10 @@ __device__ __forceinline__ void cut_columns(float (&s)[kSize], const u32* used, 
   }
 }
 
-/// Where the `used` bits of a column tile begin, or −1.
+/// Where the `used` bits of a column tile begin, or −1. kSeen: columns are keys, which may be padding.
+template <bool kSeen>
 __device__ __forceinline__ int used_of(const Walk& walk, int batch, int tile) {
-  return word(walk.col_used, batch * walk.col_used_batch + tile);
+  return word(walk.col_used, (kSeen ? batch * walk.col_used_batch : 0) + tile);
 }
 
 /// Brings the bits of a thread's two rows near, for those who have no registers for them yet.

@@ -135,7 +135,7 @@ __device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShar
     mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
     const u32 full = shared_address(&shared.full[ring.stage]), to = cols + ring.stage * 2 * S::kColTile;
     shared.steps[ring.stage] = mask_of(walk, r);
-    shared.used[ring.stage] = used_of(walk, batch, tile);
+    shared.used[ring.stage] = used_of<!kKeys>(walk, batch, tile);
     mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.col_places);
     const int4 place = record(walk.col_tiles, tile);
     fetch<S::kHalves>(p.cols[0], to, S::kColHalf, full, place, batch, head);

@@ -81,7 +81,7 @@ __device__ __forceinline__ void fetch_deep_cols(const BackwardParams& p, DeepSha
     mbarrier::wait(shared_address(kOther ? shared.other_empty : shared.empty) + 8 * ring.stage, ring.parity);
     if constexpr (!kOther) {
       shared.steps[ring.stage] = mask_of(walk, r);
-      shared.used[ring.stage] = used_of(walk, batch, tile);
+      shared.used[ring.stage] = used_of<!S::kKeys>(walk, batch, tile);
     }
     mbarrier::arrive_expect(full, kHalves * 128 * walk.col_places);
     const int4 place = record(walk.col_tiles, tile);

@@ -65,7 +65,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
         mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
         const u32 k_full = shared_address(&shared.k_full[ring.stage]);
         shared.steps[ring.stage] = mask_of(walk, r);
-        shared.used[ring.stage] = used_of(walk, item.y, run.x + n);
+        shared.used[ring.stage] = used_of<true>(walk, item.y, run.x + n);
         mbarrier::arrive_expect(k_full, key_bytes);
         fetch<kHalves>(p.k, k + ring.stage * S::kKeyTile, S::kColHalf, k_full, tile, item.y, kv_head);
         mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);

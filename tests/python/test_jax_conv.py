@@ -59,8 +59,17 @@ def problem(rng, kernel, dtype="float32", block=8):  # noqa: F811
     return mask, fw.BlockLayout.for_conv2d(mask, block), [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
 
 
+def test_every_type(rng, dtype):  # noqa: F811
+    check(*GEOMETRIES[3], rng, dtype)
+
+
 @pytest.mark.parametrize("kernel, geometry", GEOMETRIES, ids=str)
-def test_value_and_gradients(kernel, geometry, rng, dtype):  # noqa: F811
+def test_geometries(kernel, geometry, rng):  # noqa: F811
+    check(kernel, geometry, rng, "float32")
+
+
+def check(kernel, geometry, rng, dtype):  # noqa: F811
+    """The value, with and without bias, and the gradients."""
     mask, layout, operands = problem(rng, kernel, dtype)
     wide = [x.astype("float64") for x in operands]
 

@@ -17,7 +17,9 @@ export FRETWORK_LIB_DIR := $(CURDIR)/$(BUILD)/lib
 # The program knows no Python environment: tell it where NVRTC lies (a folder).
 export FRETWORK_NVRTC = $(shell ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/lib 2>/dev/null | head -1)
 ACCEPT := $(wildcard ../shared/accept/test_block.py ../shared/accept/test_kronecker.py \
-  ../shared/accept/test_attention.py ../shared/accept/test_two_four.py)
+  ../shared/accept/test_attention.py ../shared/accept/test_two_four.py ../shared/accept/test_daily.py)
+# Its cases have names of their own in each process, so that two cannot share them.
+ACCEPT_ALONE := $(wildcard ../shared/accept/test_modules.py)
 CXX_FILES = $(shell find include src bindings tools tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
 .PHONY: help setup configure build demo test lint test-cpp test-python test-sanitizers test-wheel gpu-test bench format clean
@@ -77,6 +79,7 @@ test-python: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 test-python: build
 	$(PY) -m pytest -q -n 2 tests/python
 	$(if $(ACCEPT),$(PY) -m pytest -q -n 2 -p no:cacheprovider $(ACCEPT))
+	$(if $(ACCEPT_ALONE),$(PY) -m pytest -q -p no:cacheprovider $(ACCEPT_ALONE))
 
 test-sanitizers: setup
 	@for kind in asan tsan; do \

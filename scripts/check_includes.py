@@ -1,4 +1,4 @@
-"""Checks what may include what: core ← pattern ← runtime ← blocks ← ops ← bindings and tools; device code stays closed."""
+"""Checks what may include what: core ← pattern ← runtime ← blocks ← ops ← bindings, tools; device code is closed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ def fault(file: Path, target: str) -> str | None:
     if into[0] in ("bindings", "tools"):
         return f"the library lies below {into[0]}"
     if file.suffix == ".cuh" or file.name == "params.h":
-        closed = into[0] == "device" or (into[0] == "blocks" and parts[1] == "ops") or target.startswith("/".join(parts[1:-1]) + "/")
+        closed = (
+            into[0] == "device"
+            or (into[0] == "blocks" and parts[1] == "ops")
+            or target.startswith("/".join(parts[1:-1]) + "/")
+        )
         device = target.endswith((".cuh", "/params.h"))
-        return None if closed and device else "device code includes device code of device/, blocks/ and its own room only"
+        return (
+            None if closed and device else "device code includes device code of device/, blocks/ and its own room only"
+        )
     if parts[1] == "ops" and into[0] == "ops" and into[1] != parts[2]:
         return "an op does not include another op"
     if parts[1] in LAYERS and into[0] in LAYERS and LAYERS[into[0]] > LAYERS[parts[1]]:

@@ -549,14 +549,21 @@ def kronecker_patterns(op: str, patterns: Any, only: str | None = None) -> list[
 
 
 def _slice_ends(one: slice, length: int) -> tuple[int, int]:
-    """[begin, end) of a slice, as Python counts."""
-    try:
-        begin, end, step = one.indices(length)
-    except (TypeError, ValueError):
-        raise TypeError(f"Pattern: index: expected integers as ends of a slice, got {one!r}") from None
-    if step != 1:
-        raise ValueError(f"Pattern: index: expected slices with step 1, got step {step}")
-    return begin, max(begin, end)
+    """[begin, end) of a slice, as Python counts. Not by slice.indices, which torch.compile may not trace."""
+
+    def whole(end: Any, default: int) -> int:
+        if end is None:
+            return default
+        try:
+            at = operator.index(end)
+        except TypeError:
+            raise TypeError(f"Pattern: index: expected integers as ends of a slice, got {one!r}") from None
+        return max(at + length, 0) if at < 0 else min(at, length)
+
+    if one.step not in (None, 1):
+        raise ValueError(f"Pattern: index: expected slices with step 1, got step {one.step!r}")
+    begin = whole(one.start, 0)
+    return begin, max(begin, whole(one.stop, length))
 
 
 def _check_kronecker(op: str, right: object) -> None:

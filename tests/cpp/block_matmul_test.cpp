@@ -577,8 +577,7 @@ TEST(BlockMatmulPlan, PairsStayTogether) {
     }
     const auto layout = BlockLayout::make({1, kLines, kColumns, 16, 16}, mask);
     for (const std::int32_t longest : {0, 7}) {
-      const SpmmPlan plan =
-          blocks::make_spmm_plan(*layout, false, kGroup, longest, blocks::StepOrder::pairs);
+      const SpmmPlan plan = blocks::make_spmm_plan(*layout, false, kGroup, longest, blocks::StepOrder::pairs);
       std::map<std::pair<int, int>, std::pair<const SpmmPlan::Segment*, int>> places;  // of a group's columns
       std::int64_t blocks = 0;
       for (const auto& segment : plan.segments) {

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_close, dense_of, packed_of
 
-import fretwork as fw
 import fretwork.compat.deepspeed as ds
 import fretwork.compat.torch_blocksparse as tbs
 
@@ -168,10 +167,6 @@ def test_self_attention_without_projections(device):
         assert_close(got, scores.softmax(-1) @ v.double(), torch.float32)
 
 
-needs_conv = pytest.mark.skipif(not hasattr(fw, "block_conv2d"), reason="no convolution here")
-
-
-@needs_conv
 @pytest.mark.parametrize("order", ["NHWC", "CHWN"])
 @pytest.mark.parametrize("fused, bias", [(False, False), (True, True)])
 def test_conv(order, fused, bias, device):
@@ -198,7 +193,6 @@ def test_conv(order, fused, bias, device):
         assert_close(g, w, torch.float32)
 
 
-@needs_conv
 def test_conv_of_another_layout():
     """A checkpoint brings its layout; blocks that two layouts share can be kept."""
     masks = torch.zeros(2, 2, 2, 1, 1).long()

@@ -39,8 +39,6 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings(name):
-    if name.endswith("torch_blocksparse.conv") and not hasattr(importlib.import_module("fretwork"), "block_conv2d"):
-        pytest.skip("no convolution here")
     module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0 and result.attempted > 0

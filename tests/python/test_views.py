@@ -30,7 +30,7 @@ def view(like: Tensor, kind: str, rng: random.Random) -> Tensor:
         return fresh.permute(order).contiguous().permute([order.index(d) for d in range(len(shape))])
     if kind == "sliced":
         room = torch.full([n + rng.choice([1, 3, 8, 16]) for n in shape], float("nan"), **options)
-        return room[tuple(slice(rng.randrange(m - n + 1), None) for m, n in zip(room.shape, shape))][
+        return room[tuple(slice(rng.randrange(m - n + 1), None) for m, n in zip(room.shape, shape, strict=True))][
             tuple(slice(n) for n in shape)
         ].copy_(fresh)
     if kind == "misaligned":
@@ -62,7 +62,7 @@ def check(call: Callable[..., Tensor], shapes: list[Any], dtype: torch.dtype, de
     torch.manual_seed(seed)
     kinds = [rng.choice(KINDS) for _ in range(len(shapes) + 1)]
     templates = [torch.empty(s, dtype=dtype, device=device) for s in shapes]
-    inputs = [view(t, k, rng).detach().requires_grad_() for t, k in zip(templates, kinds)]
+    inputs = [view(t, k, rng).detach().requires_grad_() for t, k in zip(templates, kinds, strict=False)]
     copies = [contiguous(t.detach()).requires_grad_() for t in inputs]
     what = f"seed {seed}, {kinds}, {[tuple(s) for s in shapes]}"
     got, want = call(*inputs), call(*copies)
@@ -70,7 +70,7 @@ def check(call: Callable[..., Tensor], shapes: list[Any], dtype: torch.dtype, de
     upstream = view(got.detach(), kinds[-1], rng)
     gradients = torch.autograd.grad(got, inputs, upstream, allow_unused=True)
     wanted = torch.autograd.grad(want, copies, contiguous(upstream), allow_unused=True)
-    for n, (g, w) in enumerate(zip(gradients, wanted)):
+    for n, (g, w) in enumerate(zip(gradients, wanted, strict=True)):
         close(g, w, dtype, f"{what}, gradient {n}", floor=0.1)  # what equal inputs cancel is rounding
 
 
@@ -183,5 +183,6 @@ def test_one_block_for_all(device: torch.device) -> None:
             for x, y in zip(
                 torch.autograd.grad(c, (a, b), values, retain_graph=True),
                 torch.autograd.grad(c, (a, b), contiguous(values)),
+                strict=True,
             ):
                 close(x, y, dtype, f"sdd {block}")

@@ -363,8 +363,8 @@ def _attend(
     padding: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Attention, where a padding mask (B, Sk) is one more bias."""
-    if padding is not None:
+    """Attention; a padding mask (B, Sk) of floats is one more bias."""
+    if padding is not None and padding.dtype != torch.bool:
         added = _as_added(padding, q)[:, None, None]
-        bias = added if bias is None else bias + added
-    return attention(q, k, v, pattern, bias=bias, dropout_p=dropout)
+        bias, padding = added if bias is None else bias + added, None
+    return attention(q, k, v, pattern, bias=bias, dropout_p=dropout, key_padding_mask=padding)

@@ -234,7 +234,10 @@ __global__ void __launch_bounds__(THREADS, EXTRAS == SoftmaxExtras::none && size
   Acc summed[kExtras ? K : 1][RUN];
   const Acc scale = static_cast<Acc>(p.scale);
   const bool negate = !kExtras && scale < Acc(0);
-  const Acc factor = (kExtras ? Acc(1) : negate ? -scale : scale) * kUnit<Acc>;
+  // Where the factor overflows, the largest number does as well: equal entries are 0 apart.
+  constexpr Acc kLargest = sizeof(Acc) == 8 ? Acc(1.7976931348623157e308) : Acc(3.4028234e38f);
+  const Acc unbounded = (kExtras ? Acc(1) : negate ? -scale : scale) * kUnit<Acc>;
+  const Acc factor = unbounded > kLargest ? kLargest : unbounded;
 
   // Adds an extra of type X to the kept runs, or takes entries out.
   [[maybe_unused]] const auto extend = [&]<typename X>(const SoftmaxDense& d, int first, X*) {

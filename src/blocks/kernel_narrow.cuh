@@ -161,16 +161,9 @@ __device__ __forceinline__ void narrow_multiply(float (&d)[kNarrow / 2], int sta
   }
 }
 
-/// What the sums of a tile start from: a row's bias, or zero. Rows are the columns of these sums.
+/// As wide_add_bias has it. Rows are the columns of these sums.
 template <typename T>
-__device__ __forceinline__ void narrow_start(float (&d)[kNarrow / 2], const SpmmParams& p, int row, bool biased) {
-#pragma unroll
-  for (float& sum : d) {
-    sum = 0.0f;
-  }
-  if (!biased) {
-    return;
-  }
+__device__ __forceinline__ void narrow_add_bias(float (&d)[kNarrow / 2], const SpmmParams& p, int row) {
   int at = row + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int i = 0; i < kNarrow / 2; i += 4, at += 8) {
@@ -178,7 +171,9 @@ __device__ __forceinline__ void narrow_start(float (&d)[kNarrow / 2], const Spmm
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const T* const from = static_cast<const T*>(p.bias) + (at + j) * p.bias_stride;
-      d[i + j] = d[i + j + 2] = at + j < p.rows ? widen(*from) : 0.0f;
+      const float bias = at + j < p.rows ? widen(*from) : 0.0f;
+      d[i + j] += bias;
+      d[i + j + 2] += bias;
     }
   }
 }
@@ -212,13 +207,9 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_co
       }
       const SpmmTile t = spmm_tile(p, index);
       float d[kNarrow / 2];
-      if constexpr (kImage) {
-        narrow_start<T>(d, p, t.place * kNarrow, p.bias != nullptr && t.segment.partial < 0);
-      } else {
 #pragma unroll
-        for (float& sum : d) {
-          sum = 0.0f;
-        }
+      for (float& sum : d) {
+        sum = 0.0f;
       }
       const int steps = t.segment.last - t.segment.first;
       const int stages = (steps + N::kColumns - 1) / N::kColumns * p.batches.z_sum * p.batches.h_sum;
@@ -228,6 +219,9 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_co
         continue;
       }
       const int free = t.tile * kNarrow + static_cast<int>(warpgroup) * 64;
+      if (kImage && p.bias != nullptr) {
+        narrow_add_bias<T>(d, p, t.place * kNarrow);
+      }
       if (kImage && p.image.data != nullptr) {
         store_tile_by_threads<T, !kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
           store_image<T, kRows>(p, buffer, t.place * kNarrow + piece * 64, free);

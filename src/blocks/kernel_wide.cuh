@@ -87,16 +87,17 @@ __device__ __forceinline__ void wide_multiply(float (&d)[kWidth / 2], int stages
   release(empty, pending);
 }
 
-/// What the sums of a tile start from: a row's bias, or zero.
+/// Adds the bias of its rows to a tile's finished sums. Sums that start from anything but constants would make the
+/// compiler run the products one after the other.
 template <typename T, int kSize, typename Params>
-__device__ __forceinline__ void wide_start(float (&d)[kSize], const Params& p, int row, bool biased) {
+__device__ __forceinline__ void wide_add_bias(float (&d)[kSize], const Params& p, int row) {
   const int upper = row + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
   const T* const bias = static_cast<const T*>(p.bias);
-  const float first = biased && upper < p.rows ? widen(bias[upper * p.bias_stride]) : 0.0f;
-  const float second = biased && upper + 8 < p.rows ? widen(bias[(upper + 8) * p.bias_stride]) : 0.0f;
+  const float first = upper < p.rows ? widen(bias[upper * p.bias_stride]) : 0.0f;
+  const float second = upper + 8 < p.rows ? widen(bias[(upper + 8) * p.bias_stride]) : 0.0f;
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    d[i] = i / 2 % 2 == 0 ? first : second;
+    d[i] += i / 2 % 2 == 0 ? first : second;
   }
 }
 
@@ -135,12 +136,18 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
       const SpmmTile t = spmm_tile(p, index);
       const int row = t.place * kTileM + warpgroup * 64;
       float d[kWidth / 2];
-      wide_start<T>(d, p, row, kImage && p.bias != nullptr && t.segment.partial < 0);
+#pragma unroll
+      for (float& sum : d) {
+        sum = 0.0f;
+      }
       const int steps = (t.segment.last - t.segment.first) * p.batches.z_sum * p.batches.h_sum;
       wide_multiply<T, kWidth, kSparseK, kDenseK>(d, steps * (p.block / 64), barriers, base, ring, warpgroup);
       if (t.segment.partial >= 0) {
         store_partial<kThreads - 128>(d, p.partials, t.partial);
         continue;
+      }
+      if (kImage && p.bias != nullptr) {
+        wide_add_bias<T>(d, p, row);
       }
       if (kImage && p.image.data != nullptr) {
         store_tile_by_threads<T, kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {

@@ -233,8 +233,14 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
       const PatchSegment& s = p.segments[index % p.segment_count];
       const int row = s.place * kTileRows + warpgroup * 64;
       float d[128];
-      blocks::wide_start<T>(d, p, row, p.bias != nullptr);
+#pragma unroll
+      for (float& sum : d) {
+        sum = 0.0f;
+      }
       patch_multiply<T, kBlock, kSparseK>(d, p, s, barriers, base, own, ring, patches, warpgroup);
+      if (p.bias != nullptr) {
+        blocks::wide_add_bias<T>(d, p, row);
+      }
       const PatchTile t = patch_tile(p, index);
       if (p.direct.data != nullptr) {
         store_tile_by_threads<T, kRows>(d, buffer, 1 + warpgroup, [&](int piece, u32 from) {

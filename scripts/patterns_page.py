@@ -90,7 +90,18 @@ o, lse = fw.attention(q, k, v, [near, near, far, far], return_lse=True)  # or on
 last = fw.attention(q[:, :, -1:], k, v, fw.patterns.sinks((1, 512), 4, 128))  # decoding: one query, all keys
 slopes = fw.alibi(0.5 ** torch.arange(1, 5))  # or a tensor that broadcasts to (B, Hq, Sq, Sk)
 fw.attention(q, k, v, near, bias=slopes, softcap=30.0, scale=0.1, dropout_p=0.1)
+
+q, k, v = (t.detach().expand(2, -1, -1, -1) for t in (q, k, v))  # a batch of two
+lengths = torch.tensor([512, 300])
+padding = torch.arange(512) >= lengths[:, None]  # (B, Sk), True: not seen
+fw.attention(q, k, v, near, key_padding_mask=padding)
+fw.attention(q, k, v, [[near], [near, near, far, far]])  # patterns of each element, one or one for each head
 ```
+Keys that `key_padding_mask` names are left out of every kernel's scores, whatever they and their values hold (NaN too),
+and their gradients are zeros. A query with no key left gives zeros and a log-sum-exp of −inf. It costs what its tiles
+cost: those without padding run as they do without a mask. A finite bias is a number, however large: a row whose keys
+all have −1e30 is their softmax. Only −inf takes a key out.
+
 Only the pattern's scores are computed, forward and backward, on a CPU or a GPU. `fretwork.jax.attention` is the same in
 JAX; a pattern that is an argument of what `jax.jit` traces is a constant of it. In
 `examples/`, `custom_pattern.py` makes, draws and times a new one; `longformer_block.py` and `vision_neighborhood.py`

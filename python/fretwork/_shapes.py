@@ -265,12 +265,11 @@ def check_conv2d(operands: Sequence[Operand], layout: BlockLayout, geometry: Con
     if len(x.shape) != 4 or x.shape[1] != channels_in:
         fail(op, "x", f"(N, {channels_in}, H, W)", x.shape)
     check_floating(op, values)
-    if len(values.shape) != 3:
+    if tuple(values.shape) != packed_shape(layout):
         fail(op, "values", packed_shape(layout), values.shape)
-    _check_packed(op, values, layout)
     for one in (values, *rest):
         if one.name == "bias" and one.shape != (channels_out,):
-            fail(op, "bias", f"({channels_out})", one.shape)
+            fail(op, "bias", (channels_out,), one.shape)
         if one.dtype != x.dtype:
             fail(op, one.name, f"{x.dtype} like x", one.dtype)
         if one.device != x.device:

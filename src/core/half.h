@@ -24,8 +24,11 @@ inline float float_from_f16(std::uint16_t bits) {
   if (rest >= 0x7c00u) {
     return std::bit_cast<float>(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
   }
-  // 2^112 moves the exponent's bias from 15 to 127, and is exact for subnormals too.
-  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(std::bit_cast<float>(rest << 13) * 0x1.0p112f) | sign);
+  // The exponent's bias moves from 15 to 127. Subnormals are multiples of 2^-24: no fp32 subnormal is met on the way,
+  // which a process that flushes them to zero would lose.
+  const std::uint32_t size = rest < 0x400u ? std::bit_cast<std::uint32_t>(static_cast<float>(rest) * 0x1.0p-24f)
+                                           : (rest << 13) + (112u << 23);
+  return std::bit_cast<float>(size | sign);
 }
 
 inline std::uint16_t f16_from_float(float x) {

@@ -564,7 +564,7 @@ TEST(BlockConvErrors, NameTheArgument) {
             "block_conv2d: out: expected (1, 8, 3, 3), got (1, 8, 3, 4)");
   const TensorView long_bias = view({9});
   EXPECT_TRUE(forward(x, values, out, with([&](auto& o) { o.bias = &long_bias; }))
-                  .starts_with("block_conv2d: bias: expected (8), got (9"));
+                  .starts_with("block_conv2d: bias: expected (8,), got (9,)"));
   EXPECT_EQ(error_of([&] { block_conv2d_backward_x(x, values, *layout, x, context, options); }),
             "block_conv2d_backward_x: d_out: expected (1, 8, 3, 3), got (1, 8, 3, 4)");
   EXPECT_EQ(error_of([&] { block_conv2d_backward_values(x, out, *layout, x, context, options); }),

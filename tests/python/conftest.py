@@ -29,6 +29,12 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
+def subnormals():
+    """What torch.compile builds flushes them to zero in the thread that loads it, and torch's own fp8 needs them."""
+    torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
 def fresh_seed():
     """A new seed every run, printed on failure; FRETWORK_SEED repeats one."""
     seed = int(os.environ.get("FRETWORK_SEED", int.from_bytes(os.urandom(4), "little")))

@@ -432,7 +432,7 @@ def test_from_dense_keeps_what_the_dense_layer_was():
         ({"x": torch.ones(2, 16, 2, 6)}, "block_conv2d: x: expected a padded height of at least 3, got (2, 16, 2, 6)"),
         ({"x": torch.ones(2, 16, 6, 6).half()}, "block_conv2d: values: expected float16 like x, got float32"),
         ({"values": torch.ones(3, 8, 8)}, "block_conv2d: values: expected "),
-        ({"bias": torch.ones(8)}, "block_conv2d: bias: expected (24), got (8,)"),
+        ({"bias": torch.ones(8)}, "block_conv2d: bias: expected (24,), got (8,)"),
         ({"bias": 1.0}, "block_conv2d: bias: expected a torch.Tensor, got float"),
         ({"layout": None}, "block_conv2d: layout: expected a fretwork.BlockLayout, got NoneType"),
         ({"precision": "half"}, "block_conv2d: precision: expected None, ieee, tf32 or tf32x3, got 'half'"),

@@ -42,16 +42,10 @@ class Check {
   }
   void values(const TensorView& v) const {
     check_floating(op_, "values", v);
-    if (v.rank != 3) {
-      const auto& s = layout_.sizes();
-      fail("values", shape_text(std::array{layout_.nnz(), s.block_rows, s.block_cols}), shape_text(v.shape()));
-    }
-    check_packed(op_, "values", v, layout_);
+    shape("values", v, std::array{layout_.nnz(), layout_.sizes().block_rows, layout_.sizes().block_cols});
   }
   void bias(const TensorView& b) const {
-    if (b.rank != 1 || b.size(0) != out_channels()) {
-      fail("bias", "(" + std::to_string(out_channels()) + ")", shape_text(b.shape()));
-    }
+    shape("bias", b, std::array{out_channels()});
   }
   void like(const char* argument, const TensorView& tensor, const char* other, const TensorView& wanted) const {
     if (tensor.dtype != wanted.dtype) {

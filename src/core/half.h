@@ -26,8 +26,8 @@ inline float float_from_f16(std::uint16_t bits) {
   }
   // The exponent's bias moves from 15 to 127. Subnormals are multiples of 2^-24: no fp32 subnormal is met on the way,
   // which a process that flushes them to zero would lose.
-  const std::uint32_t size = rest < 0x400u ? std::bit_cast<std::uint32_t>(static_cast<float>(rest) * 0x1.0p-24f)
-                                           : (rest << 13) + (112u << 23);
+  const std::uint32_t size =
+      rest < 0x400u ? std::bit_cast<std::uint32_t>(static_cast<float>(rest) * 0x1.0p-24f) : (rest << 13) + (112u << 23);
   return std::bit_cast<float>(size | sign);
 }
 

@@ -44,9 +44,7 @@ class Check {
     check_floating(op_, "values", v);
     shape("values", v, std::array{layout_.nnz(), layout_.sizes().block_rows, layout_.sizes().block_cols});
   }
-  void bias(const TensorView& b) const {
-    shape("bias", b, std::array{out_channels()});
-  }
+  void bias(const TensorView& b) const { shape("bias", b, std::array{out_channels()}); }
   void like(const char* argument, const TensorView& tensor, const char* other, const TensorView& wanted) const {
     if (tensor.dtype != wanted.dtype) {
       fail(argument, std::string(name_of(wanted.dtype)) + " like " + other, name_of(tensor.dtype));

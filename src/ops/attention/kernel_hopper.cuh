@@ -75,16 +75,21 @@ __device__ __forceinline__ void clear_unplaced(u32 tiles, int count, int rows, i
   }
 }
 
-/// Zeros in the rows of a fetched tile that nothing in the pattern uses: they may hold NaN. The threads of a warpgroup
-/// call it together, then join_cleared; the other warpgroup may do the same.
+/// Zeros in the rows of a fetched tile that nothing in the pattern uses, or that are padding: they may hold NaN. The
+/// threads of a warpgroup call it together, then join_cleared; the other warpgroup may do the same. A warp stores four
+/// rows of 128 bytes at a time, which meets every bank once.
 template <int kHalves, int kTileRows>
 __device__ __forceinline__ void clear_unused(u32 tile, const u32* used) {
-  const u32 row = threadIdx.x % 128;
-  if (row < kTileRows && (__ldg(used + row / 32) >> row % 32 & 1) == 0) {
+  constexpr u32 kOwn = kTileRows / 4;  // rows of a warp
+  const u32 first = threadIdx.x / 32 % 4 * kOwn, lane = threadIdx.x % 32;
+  const u32 rows = __ldg(used + first / 32) >> (first % 32 + lane / 8);
+  const u32 to = tile + first * 128 + lane * 16;
 #pragma unroll
-    for (int n = 0; n < kHalves * 8; ++n) {
-      const u32 to = tile + n / 8 * (kTileRows * 128) + row * 128 + n % 8 * 16;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+  for (u32 n = 0; n < kHalves * kOwn / 4; ++n) {
+    const u32 half = n / (kOwn / 4), row = n % (kOwn / 4) * 4;
+    if ((rows >> row & 1) == 0) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to + half * (kTileRows * 128) + row * 128), "r"(0)
+                   : "memory");
     }
   }
 }

@@ -309,15 +309,20 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     for (float& sum : o) {
       sum = 0.0f;
     }
+    // Where no products are under way: a branch between them makes the compiler put exponents there, too, so that the
+    // tensor cores wait.
     int used = -1;
-    const auto add_values = [&] {
-      mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
+    const auto clear_values = [&] {
       if constexpr (kGeneral) {
         if (used >= 0) {
+          mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
           clear_unused<S::kValueHalves, kCols>(v + behind.stage * S::kValueTile, p.walk.used + used);
           join_cleared(1 + warpgroup);
         }
       }
+    };
+    const auto add_values = [&] {
+      mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
       wgmma::fence();
       multiply_values<T, kValues, kCols>(o, probabilities, v + behind.stage * S::kValueTile, S::kColHalf);
       wgmma::commit();
@@ -346,6 +351,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
         int used_now = -1;
         if constexpr (kGeneral) {
           used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
+        }
+        if constexpr (!kFirst) {
+          clear_values();
         }
         cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, -infinity());
         if (kGeneral && used_now >= 0) {
@@ -379,6 +387,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     } else {
 #pragma unroll 1
       for (int n = 0; n < note.x; ++n, ring.next()) {
+        clear_values();
         mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
         const int4 mask = read_note(shared.steps[ring.stage]);
         wgmma::fence();
@@ -420,6 +429,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       }
     }
     if (note.x > 0) {
+      clear_values();
       add_values();
       wgmma::wait<0>();
       release(v_empty, static_cast<int>(behind.stage));

@@ -661,9 +661,9 @@ Which which_of(Make make, const Problem& p, const Prepared& prepared, std::size_
 using Seen = std::vector<std::unique_ptr<SeenColumns>>;
 
 /// Has a walk's columns be those keys that are seen, if some are padding.
-void see(const Problem& p, const DeviceComponent& component, int side, Walk& walk, Seen& seen, Context& context) {
+SeenTiles see(const Problem& p, const DeviceComponent& component, int side, Walk& walk, Seen& seen, Context& context) {
   if (p.padding.data == nullptr) {
-    return;
+    return {};
   }
   SeenParams params{};
   params.tokens = walk.col_tokens;
@@ -675,6 +675,7 @@ void see(const Problem& p, const DeviceComponent& component, int side, Walk& wal
   walk.col_used = made.first();
   walk.col_used_batch = params.tile_count;
   walk.used = made.words();
+  return {made.tile_words(), made.group_count()};
 }
 
 /// What joins the parts of a launch; where they lie is told later.
@@ -775,7 +776,7 @@ std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const Head
   params.v = *v;
   params.walk = walk_of(prepared, at);
   params.walk.row_places = pack > 1 ? kRows : params.walk.row_places;
-  see(p, c, range.plan->shape.cols, params.walk, seen, context);
+  params.seen = see(p, c, range.plan->shape.cols, params.walk, seen, context);
   params.pieces = piece<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
   params.pack = std::countr_zero(static_cast<unsigned>(pack));
   params.o = lines_of(p.o);
@@ -900,7 +901,7 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
   params.cols[1] = keys ? *d_o : *v;
   params.walk = walk_of(prepared, at);
   if (!keys) {
-    see(p, c, kBackwardShape.cols, params.walk, seen, context);
+    params.seen = see(p, c, kBackwardShape.cols, params.walk, seen, context);
   }
   params.pieces = piece<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
   const Lines d_v = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};

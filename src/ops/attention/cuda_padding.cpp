@@ -30,13 +30,16 @@ PaddingArg padding_arg(const Problem& problem) {
 
 SeenColumns::SeenColumns(const Problem& problem, SeenParams tiles, Context& context)
     : count_(problem.batch * tiles.tile_count),
-      memory_(context, static_cast<std::size_t>(count_ * (1 + tiles.side / 32)) * sizeof(int)) {
+      side_words_(tiles.side / 32),
+      groups_(ceil_div(tiles.tile_count, kSeenTiles)),
+      memory_(context, static_cast<std::size_t>(count_ * (1 + side_words_) + problem.batch * groups_) * sizeof(int)) {
   tiles.padding = padding_arg(problem);
-  tiles.all = static_cast<int>(count_);
   tiles.first = static_cast<int*>(memory_.data());
   tiles.words = reinterpret_cast<unsigned*>(tiles.first + count_);
+  tiles.tile_words = tiles.words + count_ * side_words_;
   if (count_ > 0) {
-    get_kernel(seen_spec(), context.device.index).launch(ceil_div(count_, 8), 256, 0, &tiles, context.stream);
+    get_kernel(seen_spec(), context.device.index)
+        .launch(problem.batch * groups_, 32 * kSeenTiles, 0, &tiles, context.stream);
   }
 }
 

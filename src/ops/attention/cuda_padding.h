@@ -21,9 +21,12 @@ class SeenColumns {
   /// Of each (batch, tile): the first of its words, or −1.
   const int* first() const { return static_cast<const int*>(memory_.data()); }
   const unsigned* words() const { return reinterpret_cast<const unsigned*>(first() + count_); }
+  /// Of each batch element, group_count() words: a bit for each tile, 1 where some of its columns are seen.
+  const unsigned* tile_words() const { return words() + count_ * side_words_; }
+  int group_count() const { return static_cast<int>(groups_); }
 
  private:
-  std::int64_t count_;
+  std::int64_t count_, side_words_, groups_;
   Workspace memory_;
 };
 

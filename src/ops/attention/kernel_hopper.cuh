@@ -137,6 +137,35 @@ __device__ __forceinline__ int used_of(const Walk& walk, int batch, int tile) {
   return word(walk.col_used, (kSeen ? batch * walk.col_used_batch : 0) + tile);
 }
 
+/// The bit of a column tile and those of the 31 − tile % 32 after it: does a batch element see any key there?
+__device__ __forceinline__ u32 seen_from(const SeenTiles& seen, int batch, int tile) {
+  return static_cast<u32>(word(reinterpret_cast<const int*>(seen.words), batch * seen.batch + tile / 32)) >> tile % 32;
+}
+__device__ __forceinline__ bool sees_tile(const SeenTiles& seen, int batch, int tile) {
+  return seen.words == nullptr || (seen_from(seen, batch, tile) & 1) != 0;
+}
+/// The steps of an item that begins `skip` tiles into run `run` and has `left` tiles: those with keys that are seen.
+__device__ __forceinline__ int seen_steps(const Walk& walk, const SeenTiles& seen, int batch, int run, int skip,
+                                          int left) {
+  if (seen.words == nullptr) {
+    return left;
+  }
+  int sum = 0;
+#pragma unroll 1
+  for (; left > 0; ++run, skip = 0) {
+    const int4 tiles = record(walk.runs, 2 * run);
+    const int end = tiles.x + min(tiles.y, skip + left);
+#pragma unroll 1
+    for (int tile = tiles.x + skip; tile < end;) {
+      const int count = min(32 - tile % 32, end - tile);
+      sum += __popc(seen_from(seen, batch, tile) & ~0u >> (32 - count));
+      tile += count;
+      left -= count;
+    }
+  }
+  return sum;
+}
+
 /// Brings the bits of a thread's two rows near, for those who have no registers for them yet.
 template <int kWords>
 __device__ __forceinline__ void prefetch_bits(const u32* mask, int row) {

@@ -94,8 +94,18 @@ __device__ __forceinline__ void prefetch_rows(const BackwardParams& p, const int
   }
 }
 
-/// One warp fetches the rows of each item.
-template <bool kKeys, bool kPieces, int kDepth, int kValues>
+/// The steps of item i: where columns are keys, those with some that are seen.
+template <bool kSeen, bool kPieces>
+__device__ __forceinline__ int steps_of(const BackwardParams& p, int i, const int4& item) {
+  if constexpr (!kSeen) {
+    return item.w;
+  }
+  const int4 piece = kPieces ? record(p.pieces, i) : int4{word(p.walk.first, item.x), 0, 0, 0};
+  return seen_steps(p.walk, p.seen, item.y, piece.x, piece.y, item.w);
+}
+
+/// One warp fetches the rows of each item. kSeen: columns are keys that may be padding.
+template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows) {
   using S = BackwardShared<kDepth, kValues>;
   const Walk& walk = p.walk;
@@ -107,7 +117,7 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
     if (threadIdx.x == 0) {
       const int4 place = record(walk.row_tiles, item.x);
       const u32 full = shared_address(&shared.row_full[ring.stage]), to = rows + ring.stage * 2 * S::kRowTile;
-      shared.items[ring.stage] = {item.w, item.y, item.z, item.x};
+      shared.items[ring.stage] = {steps_of<kSeen, kPieces>(p, i, item), item.y, item.z, item.x};
       if constexpr (kPieces) {
         shared.parts[ring.stage] = record(p.pieces, i).z;
       }
@@ -126,12 +136,15 @@ __device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShar
 }
 
 /// A thread of another warp the columns of each step.
-template <bool kKeys, bool kPieces, int kDepth, int kValues>
+template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 cols) {
   using S = BackwardShared<kDepth, kValues>;
   const Walk& walk = p.walk;
   Ring<S::kStages> ring(1);
   walk_steps<kKeys, kPieces>(p, [&](int batch, int head, int r, int tile) {
+    if (kSeen && !sees_tile(p.seen, batch, tile)) {
+      return;
+    }
     mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
     const u32 full = shared_address(&shared.full[ring.stage]), to = cols + ring.stage * 2 * S::kColTile;
     shared.steps[ring.stage] = mask_of(walk, r);
@@ -286,13 +299,13 @@ __device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardS
   begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
-template <bool kKeys, bool kPieces, int kDepth, int kValues>
+template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows,
                                           u32 cols) {
   if (threadIdx.x < 32) {
-    fetch_rows<kKeys, kPieces>(p, shared, rows);
+    fetch_rows<kKeys, kSeen, kPieces>(p, shared, rows);
   } else if (threadIdx.x == 32) {
-    fetch_cols<kKeys, kPieces>(p, shared, cols);
+    fetch_cols<kKeys, kSeen, kPieces>(p, shared, cols);
   } else if (kKeys && threadIdx.x / 32 == 2) {
     gather_stats<kPieces>(p, shared);
   }
@@ -308,7 +321,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_consta
   make_barriers<true>(p, shared, cols);
   if (threadIdx.x < 128) {
     fewer_registers<S::kFetchRegisters>();
-    fetch_all<true, kPieces>(p, shared, rows, cols);
+    fetch_all<true, false, kPieces>(p, shared, rows, cols);
     return;
   }
   more_registers<S::kRegisters>();
@@ -493,7 +506,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_con
   make_barriers<false>(p, shared, cols);
   if (threadIdx.x < 128) {
     fewer_registers<S::kFetchRegisters>();
-    fetch_all<false, kPieces>(p, shared, rows, cols);
+    fetch_all<false, kGeneral, kPieces>(p, shared, rows, cols);
     return;
   }
   more_registers<S::kRegisters>();

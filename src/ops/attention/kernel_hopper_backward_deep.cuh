@@ -32,8 +32,8 @@ struct DeepShared {
 };
 
 /// One warp fetches the rows of each item, the operand that is needed first as soon as the item before has done with
-/// it.
-template <bool kPieces, int kDepth, int kValues, Deep kOf>
+/// it. kSeen: columns are keys that may be padding.
+template <bool kSeen, bool kPieces, int kDepth, int kValues, Deep kOf>
 __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
                                                 u32 rows) {
   using S = DeepShared<kDepth, kValues, kOf>;
@@ -46,7 +46,7 @@ __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepSha
     if (threadIdx.x == 0) {
       const int4 place = record(walk.row_tiles, item.x);
       mbarrier::wait(empty, ring.parity);
-      shared.item = {item.w, item.y, item.z, item.x};
+      shared.item = {steps_of<kSeen, kPieces>(p, i, item), item.y, item.z, item.x};
       if constexpr (kPieces) {
         shared.part = record(p.pieces, i).z;
       }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepSha
 }
 
 /// A thread of another warp one operand of the columns of each step.
-template <bool kOther, bool kPieces, int kDepth, int kValues, Deep kOf>
+template <bool kOther, bool kSeen, bool kPieces, int kDepth, int kValues, Deep kOf>
 __device__ __forceinline__ void fetch_deep_cols(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
                                                 u32 tiles) {
   using S = DeepShared<kDepth, kValues, kOf>;
@@ -77,6 +77,9 @@ __device__ __forceinline__ void fetch_deep_cols(const BackwardParams& p, DeepSha
   const Walk& walk = p.walk;
   Ring<kOther ? S::kOtherStages : S::kStages> ring(1);
   walk_steps<S::kKeys, kPieces>(p, [&](int batch, int head, int r, int tile) {
+    if (kSeen && !sees_tile(p.seen, batch, tile)) {
+      return;
+    }
     const u32 full = shared_address(kOther ? shared.other_full : shared.full) + 8 * ring.stage;
     mbarrier::wait(shared_address(kOther ? shared.other_empty : shared.empty) + 8 * ring.stage, ring.parity);
     if constexpr (!kOther) {
@@ -102,16 +105,16 @@ __device__ __forceinline__ void make_deep_barriers(const BackwardParams& p, Deep
   begin_backward(p);
 }
 /// The roles of the warpgroup that fetches, a warp for each.
-template <bool kPieces, int kDepth, int kValues, Deep kOf>
+template <bool kSeen, bool kPieces, int kDepth, int kValues, Deep kOf>
 __device__ __forceinline__ void fetch_all_deep(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
                                                u32 rows) {
   using S = DeepShared<kDepth, kValues, kOf>;
   if (threadIdx.x < 32) {
-    fetch_deep_rows<kPieces>(p, shared, rows);
+    fetch_deep_rows<kSeen, kPieces>(p, shared, rows);
   } else if (threadIdx.x == 32) {
-    fetch_deep_cols<false, kPieces>(p, shared, rows + S::kCols);
+    fetch_deep_cols<false, kSeen, kPieces>(p, shared, rows + S::kCols);
   } else if (threadIdx.x == 64) {
-    fetch_deep_cols<true, kPieces>(p, shared, rows + S::kOtherCols);
+    fetch_deep_cols<true, kSeen, kPieces>(p, shared, rows + S::kOtherCols);
   } else if (S::kKeys && threadIdx.x >= 96) {
     gather_stats<kPieces>(p, shared);
   }
@@ -133,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_consta
   make_deep_barriers(p, shared, rows + S::kCols);
   if (threadIdx.x < 128) {
     fewer_registers<S::kFetchRegisters>();
-    fetch_all_deep<kPieces>(p, shared, rows);
+    fetch_all_deep<kGeneral && !kKeys, kPieces>(p, shared, rows);
     return;
   }
   more_registers<S::kRegisters>();
@@ -257,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid
   make_deep_barriers(p, shared, rows + S::kCols);
   if (threadIdx.x < 128) {
     fewer_registers<S::kFetchRegisters>();
-    fetch_all_deep<kPieces>(p, shared, rows);
+    fetch_all_deep<false, kPieces>(p, shared, rows);
     return;
   }
   more_registers<S::kRegisters>();

@@ -22,7 +22,7 @@ struct ForwardShared {
 };
 
 /// Fetches everything this CTA needs, in the order in which it is used.
-template <bool kPieces, int kDepth, int kValues>
+template <bool kGeneral, bool kPieces, int kDepth, int kValues>
 __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth, kValues>& shared, u32 q,
                                               u32 k, u32 v) {
   using S = ForwardShared<kDepth, kValues>;
@@ -47,6 +47,9 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
       skip = piece.y;
       shared.parts[items.stage] = piece.z;
     }
+    if constexpr (kGeneral) {
+      shared.items[items.stage].x = seen_steps(walk, p.seen, item.y, first, skip, left);
+    }
     mbarrier::arrive_expect(q_full, row_bytes);
     fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
     const int kv_head = (p.head0 + (kPieces ? item.z << p.pack : item.z)) / p.group;
@@ -60,7 +63,10 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
         left -= run.y;
       }
 #pragma unroll 1
-      for (int n = 0; n < run.y; ++n, ring.next()) {
+      for (int n = 0; n < run.y; ++n) {
+        if (kGeneral && !sees_tile(p.seen, item.y, run.x + n)) {
+          continue;
+        }
         const int4 tile = record(walk.col_tiles, run.x + n);
         mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
         const u32 k_full = shared_address(&shared.k_full[ring.stage]);
@@ -72,6 +78,7 @@ __device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardSha
         const u32 v_full = shared_address(&shared.v_full[ring.stage]);
         mbarrier::arrive_expect(v_full, value_bytes);
         fetch<S::kValueHalves>(p.v, v + ring.stage * S::kValueTile, S::kColHalf, v_full, tile, item.y, kv_head);
+        ring.next();
       }
     }
   }
@@ -281,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
       tma::prefetch(&p.q.map);
       tma::prefetch(&p.k.map);
       tma::prefetch(&p.v.map);
-      forward_fetch<kPieces>(p, shared, q, k, v);
+      forward_fetch<kGeneral, kPieces>(p, shared, q, k, v);
     }
     return;
   }

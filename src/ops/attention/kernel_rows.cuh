@@ -54,31 +54,59 @@ __global__ void __launch_bounds__(256) attention_stats(const __grid_constant__ a
   }
 }
 
-/// A warp for each column tile of each batch element.
-__global__ void __launch_bounds__(256) attention_seen(const __grid_constant__ attention_op::SeenParams p) {
-  const int at = static_cast<int>(blockIdx.x * 8 + threadIdx.x / 32), lane = static_cast<int>(threadIdx.x) % 32;
-  if (at >= p.all) {
-    return;
+/// A warp for each column tile of each batch element. The masks of a tile are asked for all at once.
+__global__ void __launch_bounds__(32 * attention_op::kSeenTiles)
+    attention_seen(const __grid_constant__ attention_op::SeenParams p) {
+  constexpr int kWords = 4;  // the most that a tile has
+  __shared__ u32 any;
+  const int groups = (p.tile_count + 31) / 32, batch = static_cast<int>(blockIdx.x) / groups;
+  const int group = static_cast<int>(blockIdx.x) - batch * groups, words = p.side / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int tile = group * 32 + warp, at = batch * p.tile_count + tile;
+  let_next_kernel_start();
+  if (threadIdx.x == 0) {
+    any = 0;
   }
-  const int batch = at / p.tile_count, tile = at - batch * p.tile_count, words = p.side / 32;
-  const int used = p.tokens != nullptr ? p.tile_used[tile] : p.tiles[tile].used;
-  u32 hides = 0;
-  for (int w = 0; w < words; ++w) {
-    int token = -1;
-    if (p.tokens != nullptr) {
-      token = p.tokens[tile * p.side + 32 * w + lane];
-    } else if (const Place place = place_of(p.order, 32 * w + lane); is_inside(p.tiles[tile].inside, place.at)) {
-      token = p.tiles[tile].base + place.offset;
+  __syncthreads();
+  if (tile < p.tile_count) {
+    const int used = p.tokens != nullptr ? p.tile_used[tile] : p.tiles[tile].used;
+    int token[kWords];
+    bool hidden[kWords];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      token[w] = -1;
+      if (w < words && p.tokens != nullptr) {
+        token[w] = p.tokens[tile * p.side + 32 * w + lane];
+      } else if (w < words) {
+        const Place place = place_of(p.order, 32 * w + lane);
+        token[w] = is_inside(p.tiles[tile].inside, place.at) ? p.tiles[tile].base + place.offset : -1;
+      }
     }
-    const bool hidden = token >= 0 && is_padding(p.padding, batch, token);
-    const u32 word = __ballot_sync(~0u, token >= 0 && !hidden) & (used >= 0 ? p.used[used + w] : ~0u);
-    hides |= __ballot_sync(~0u, hidden);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      hidden[w] = token[w] >= 0 && is_padding(p.padding, batch, token[w]);
+    }
+    u32 hides = 0, sees = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      hides |= __ballot_sync(~0u, hidden[w]);
+      const u32 seen = __ballot_sync(~0u, token[w] >= 0 && !hidden[w]);
+      if (w < words) {
+        const u32 word = seen & (used >= 0 ? p.used[used + w] : ~0u);
+        sees |= word;
+        if (lane == 0) {
+          p.words[at * words + w] = word;
+        }
+      }
+    }
     if (lane == 0) {
-      p.words[at * words + w] = word;
+      p.first[at] = hides != 0 || used >= 0 ? at * words : -1;
+      atomicOr(&any, (sees != 0 ? 1u : 0u) << warp);
     }
   }
-  if (lane == 0) {
-    p.first[at] = hides != 0 || used >= 0 ? at * words : -1;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    p.tile_words[blockIdx.x] = any;
   }
 }
 

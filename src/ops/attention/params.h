@@ -164,10 +164,11 @@ struct SeenParams {
   const unsigned* used;
   PaddingArg padding;
   int side, tile_count;
-  int all;          ///< tiles of all batch elements
-  int* first;       ///< of each: where its words begin, or −1 where all of its columns are seen and used
-  unsigned* words;  ///< of each: side / 32
+  int* first;            ///< of each: where its words begin, or −1 where all of its columns are seen and used
+  unsigned* words;       ///< of each: side / 32
+  unsigned* tile_words;  ///< of each batch element: a bit for each tile, 1 where some column is seen and used
 };
+inline constexpr int kSeenTiles = 32;  ///< of a CTA, a warp for each
 
 /// Zeros in the rows of keys that are not seen.
 struct ClearParams {

@@ -88,6 +88,12 @@ struct Walk {
   int row_places, col_places;  ///< of a tile
 };
 
+/// Column tiles of which a batch element sees some key, a bit for each: the others are no steps. words null: all.
+struct SeenTiles {
+  const unsigned* words;
+  int batch;  ///< words of an element
+};
+
 /// Rows in plain memory; strides in elements.
 struct Lines {
   void* data;
@@ -109,6 +115,7 @@ struct ForwardParams {
   const PieceOf* pieces;  ///< of each item
   float* sums;            ///< of parts: kRows lines each
   Share* shares;          ///< of each of those lines
+  SeenTiles seen;         ///< for kernels that know of columns which nothing uses
 };
 
 /// Gradients of keys and values (rows are keys, columns queries) or of queries (the other way round).
@@ -126,6 +133,7 @@ struct BackwardParams {
   float scale, scale_2;   ///< the latter times log2(e)
   const PieceOf* pieces;  ///< of each item, for kernels whose items may be pieces
   float* sums[2];         ///< of parts: kRows lines each
+  SeenTiles seen;         ///< where columns are keys, for kernels that know of columns which nothing uses
 };
 
 /// Of kernels that make all gradients at once, for so many columns: threads, and what shared memory has places for:

@@ -130,6 +130,63 @@ def test_nothing_padded_changes_nothing(device):
         assert torch.equal(fw.attention(*qkv, pattern, key_padding_mask=none), fw.attention(*qkv, pattern))
 
 
+def tiles_of_padding(device, cols):
+    """Whole tiles of 64 and of 128 keys at the start, in the middle, at the end, every other one; single keys at edges
+    of tiles, hidden and seen. Kernels skip tiles with nothing seen, and mask those with some."""
+    at = torch.arange(cols, device=device)
+    edges = torch.isin(at, torch.tensor([0, 63, 64, 127, 128, 191, 255, 256, cols - 1], device=device))
+    masks = {
+        "start": at < 128,
+        "start and one key": at < 129,
+        "middle": (at >= 192) & (at < 320),
+        "end": at >= cols // 128 * 128,
+        "end but one key": at >= cols // 128 * 128 - 127,
+        "alternate 64": at // 64 % 2 == 0,
+        "alternate 128": at // 128 % 2 == 1,
+        "edges hidden": edges,
+        "edges seen": ~edges,
+        "one key seen": at != 320,
+        "all": at >= 0,
+    }
+    return torch.stack(list(masks.values()))
+
+
+TILED = ["full((130, 450))", "causal(450)", "sliding_window(450, 100, 60)", "strided(450, 64)"]
+
+
+@pytest.mark.parametrize("text", TILED)
+@pytest.mark.parametrize("heads, dim", [((1, 1), 64), ((2, 1), 128), ((1, 1), 192)])
+def test_hidden_tiles(device, text, heads, dim):
+    """Every mask is a batch element of its own: tiles that one skips, others see."""
+    pattern = fw.Pattern.parse(text)
+    padding = tiles_of_padding(device, pattern.shape[1])
+    for dtype in [torch.float32] if device.type == "cpu" else [torch.float16, torch.bfloat16, torch.float32]:
+        qkv = inputs(device, dtype, pattern.shape, len(padding), heads, (dim, dim))
+        check(pattern, pattern.mask(), padding, qkv)
+
+
+@pytest.mark.parametrize("text", ["full((40, 2500))", "sinks((40, 2500), 4, 2300)", "longformer(700, 9, [0, 310])"])
+def test_hidden_tiles_of_pieces(device, text):
+    """Long row tiles are cut into pieces, and heads that share keys share tiles: a piece may have nothing to do."""
+    pattern = fw.Pattern.parse(text.replace("[", "(").replace("]", ",)"))
+    at = torch.arange(pattern.shape[1], device=device)
+    half = len(at) // 2
+    padding = torch.stack([at < half + 150, at >= half - 20, at // 64 % 3 != 0, at >= 0, at < 0])
+    for dtype in [torch.float32] if device.type == "cpu" else [torch.bfloat16]:
+        check(pattern, pattern.mask(), padding, inputs(device, dtype, pattern.shape, 5, (4, 1)))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hidden_tiles_are_deterministic(device, dim):
+    """And a mask that hides nothing changes no bit where there are many tiles."""
+    pattern, dtype = P.causal(450), torch.float32 if device.type == "cpu" else torch.bfloat16
+    qkv = inputs(device, dtype, pattern.shape, 11, (1, 1), (dim, dim))
+    padding = tiles_of_padding(device, 450)
+    call = [fw.attention(*qkv, pattern, key_padding_mask=mask) for mask in (padding, padding, padding & False, None)]
+    assert torch.equal(call[0], call[1])
+    assert torch.equal(call[2], call[3])
+
+
 @pytest.mark.parametrize("pattern", [P.full(1024), P.causal(4096)], ids=["full", "causal"])
 @pytest.mark.parametrize("depth", [64, 128])
 def test_all_gradients_at_once(device, pattern, depth):

@@ -607,8 +607,7 @@ void key_gradients(const Given& given, Context& context) {
   }
   d_k.finish();
   d_v.finish();
-  clear_padding(p, b.d_k, p.depth, context);
-  clear_padding(p, b.d_v, p.value_depth, context);
+  clear_padding(b, context);
 }
 
 /// A bias that is not broadcast along rows or columns gets each element's sum; else the plan whose rows remain is

@@ -999,8 +999,7 @@ bool backward_whole(const BackwardProblem& b, const std::shared_ptr<const Plan>&
   multiply.kernel(device).launch_behind(std::min<std::int64_t>(ctas, items), whole_tiles(columns.most()).threads,
                                         whole_shared(columns.most()), &params, context.stream);
   finish.kernel(device).launch_behind(tiles, 128, 0, &params, context.stream);
-  clear_padding(p, b.d_k, p.depth, context);
-  clear_padding(p, b.d_v, p.value_depth, context);
+  clear_padding(b, context);
   return true;
 }
 
@@ -1197,8 +1196,7 @@ bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& t
     launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, context);
   }
   launch_all(launches, backward_shared(columns_of(p)), context);
-  clear_padding(p, problem.d_k, p.depth, context);
-  clear_padding(p, problem.d_v, p.value_depth, context);
+  clear_padding(problem, context);
   return true;
 }
 

@@ -43,20 +43,23 @@ SeenColumns::SeenColumns(const Problem& problem, SeenParams tiles, Context& cont
   }
 }
 
-void clear_padding(const Problem& problem, const Operand& gradient, std::int64_t depth, Context& context) {
-  const std::int64_t all = problem.batch * problem.kv_heads * (ceil_div(problem.cols, 32) * 32);
-  if (problem.padding.data == nullptr || gradient.data == nullptr || all == 0) {
+void clear_padding(const BackwardProblem& problem, Context& context) {
+  const Problem& p = problem.forward;
+  const std::int64_t all = p.batch * p.kv_heads * (ceil_div(p.cols, 32) * 32);
+  if (p.padding.data == nullptr || (problem.d_k.data == nullptr && problem.d_v.data == nullptr) || all == 0) {
     return;
   }
+  const auto output = [](const Operand& x) { return OutputArg{x.data, x.batch, x.head, x.row, x.col, false}; };
   ClearParams params{};
-  params.out = {gradient.data, gradient.batch, gradient.head, gradient.row, gradient.col, false};
-  params.padding = padding_arg(problem);
+  params.out[0] = output(problem.d_k);
+  params.out[1] = output(problem.d_v);
+  params.padding = padding_arg(p);
   params.all = all;
-  params.heads = static_cast<int>(problem.kv_heads);
-  params.keys = static_cast<int>(problem.cols);
-  params.depth = static_cast<int>(depth);
-  get_kernel(clear_spec(problem.dtype), context.device.index)
-      .launch(ceil_div(all, 256), 256, 0, &params, context.stream);
+  params.heads = static_cast<int>(p.kv_heads);
+  params.keys = static_cast<int>(p.cols);
+  params.depth[0] = static_cast<int>(p.depth);
+  params.depth[1] = static_cast<int>(p.value_depth);
+  get_kernel(clear_spec(p.dtype), context.device.index).launch(ceil_div(all, 256), 256, 0, &params, context.stream);
 }
 
 }  // namespace fretwork::attention_op

@@ -30,7 +30,7 @@ class SeenColumns {
   Workspace memory_;
 };
 
-/// After the gradient of keys or values is made: zeros for those that are not seen. Absent ones are left alone.
-void clear_padding(const Problem& problem, const Operand& gradient, std::int64_t depth, Context& context);
+/// After the gradients of keys and values are made: zeros for those that are not seen. Absent ones are left alone.
+void clear_padding(const BackwardProblem& problem, Context& context);
 
 }  // namespace fretwork::attention_op

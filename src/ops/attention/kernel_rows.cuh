@@ -116,12 +116,17 @@ __global__ void __launch_bounds__(256) attention_clear(const __grid_constant__ a
   const i64 index = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
   const i64 line = (p.keys + 31) / 32 * 32, set = min(index, p.all - 1) / line, batch = set / p.heads;
   const int key = static_cast<int>(min(index, p.all - 1) - set * line), lane = static_cast<int>(threadIdx.x) % 32;
-  T* const head = static_cast<T*>(p.out.data) + batch * p.out.batch + (set - batch * p.heads) * p.out.head;
   const bool hidden = index < p.all && key < p.keys && is_padding(p.padding, static_cast<int>(batch), key);
-  for (u32 left = __ballot_sync(~0u, hidden); left != 0; left &= left - 1) {
-    T* const row = head + (key - lane + __ffs(static_cast<int>(left)) - 1) * p.out.row;
-    for (int col = lane; col < p.depth; col += 32) {
-      row[col * p.out.col] = narrow<T>(0.0f);
+  const u32 rows = __ballot_sync(~0u, hidden);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const OutputArg& out = p.out[n];
+    T* const head = static_cast<T*>(out.data) + batch * out.batch + (set - batch * p.heads) * out.head;
+    for (u32 left = out.data != nullptr ? rows : 0; left != 0; left &= left - 1) {
+      T* const row = head + (key - lane + __ffs(static_cast<int>(left)) - 1) * out.row;
+      for (int col = lane; col < p.depth[n]; col += 32) {
+        row[col * out.col] = narrow<T>(0.0f);
+      }
     }
   }
 }

@@ -170,12 +170,13 @@ struct SeenParams {
 };
 inline constexpr int kSeenTiles = 32;  ///< of a CTA, a warp for each
 
-/// Zeros in the rows of keys that are not seen.
+/// Zeros in the rows of keys that are not seen, of up to two tensors: data may be null.
 struct ClearParams {
-  OutputArg out;
+  OutputArg out[2];
   PaddingArg padding;
   long long all;  ///< keys of all batch elements and heads, each head's rounded up to 32
-  int heads, keys, depth;
+  int heads, keys;
+  int depth[2];
 };
 
 /// Statistics of the rows for the gradients.

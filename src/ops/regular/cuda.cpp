@@ -239,28 +239,25 @@ namespace {
 
 /// Rows that a warp holds, and longer ones.
 struct SoftmaxPlan {
-  DeviceBuffer first, rows;
+  DeviceBuffer rows;
   int held = 0, longer = 0;       ///< how many; the longer ones stand behind
   std::int64_t most_entries = 0;  ///< of those held
-  std::size_t bytes() const { return first.bytes() + rows.bytes(); }
+  std::size_t bytes() const { return rows.bytes(); }
 };
 
 std::shared_ptr<const SoftmaxPlan> softmax_plan(const RegularPattern& pattern, Context& context) {
   return remember<SoftmaxPlan>("softmax", pattern, context, [&] {
-    const auto lengths = pattern.row_lengths();
-    std::vector<std::int64_t> first = {0};
-    std::vector<int> held, longer;
+    std::vector<RegularSoftmaxRow> held, longer;
     SoftmaxPlan plan;
-    for (const std::int64_t count : lengths) {
+    int row = 0;
+    for (const std::int64_t count : pattern.row_lengths()) {
       const bool fits = count <= 32 * kMostHeld - 8;  // with what a chunk may have in front of the row
-      (fits ? held : longer).push_back(static_cast<int>(first.size()) - 1);
+      (fits ? held : longer).push_back({row++, narrowed(count)});
       plan.most_entries = std::max(plan.most_entries, fits ? count : 0);
-      first.push_back(first.back() + count);
     }
     plan.held = static_cast<int>(held.size());
     plan.longer = static_cast<int>(longer.size());
     held.insert(held.end(), longer.begin(), longer.end());
-    plan.first = upload(first, context.device.index);
     plan.rows = upload(held, context.device.index);
     return plan;
   });
@@ -275,11 +272,39 @@ KernelSpec softmax_spec(bool backward, DType dtype, std::int64_t held, std::int6
                        : name + "_held<" + type + ", " + std::to_string(held) + ", " + std::to_string(together) + ">"};
 }
 
-/// Whether each row of both begins at the same place of its 16 bytes.
-bool aligned_alike(const Operand& a, const Operand& b, std::int64_t chunk) {
+/// Whether each row of both begins at the same place of a chunk of so many elements.
+bool aligned_alike(const Operand& a, const Operand& b, std::int64_t chunk, std::int64_t size) {
   const auto differs = [&](std::int64_t x, std::int64_t y) { return (x - y) % chunk != 0; };
+  const auto place = [&](const Operand& o) {
+    return reinterpret_cast<std::uintptr_t>(o.data) % static_cast<std::uintptr_t>(chunk * size);
+  };
   return a.col == 1 && b.col == 1 && !differs(a.row, b.row) && !differs(a.head, b.head) && !differs(a.batch, b.batch) &&
-         reinterpret_cast<std::uintptr_t>(a.data) % 16 == reinterpret_cast<std::uintptr_t>(b.data) % 16;
+         place(a) == place(b);
+}
+
+/// How a warp takes a row: `held` entries in a lane, `together` at a time.
+struct Lanes {
+  std::int64_t held, together;
+};
+
+/// Rows that begin anywhere may fill large chunks badly (513 entries: 65 chunks of 8, in three rounds of 32 lanes), and
+/// each entry that a lane has costs, there or not. So of all sizes of a chunk, the one of the fewest entries.
+Lanes lanes_of(const Softmax& s, std::int64_t most_entries) {
+  const auto size = static_cast<std::int64_t>(size_of(s.dtype));
+  const auto in_lane = [&](std::int64_t front, std::int64_t step) {
+    return std::max(((most_entries + front + 31) / 32 + step - 1) / step * step, step);
+  };
+  Lanes best{in_lane(0, 4), 1};
+  for (std::int64_t chunk = 16 / size; chunk > 1; chunk /= 2) {
+    const bool alike = aligned_alike(s.in, s.out, chunk, size) &&
+                       (s.d_out.data == nullptr || aligned_alike(s.in, s.d_out, chunk, size));
+    const bool led = !aligned_alike(s.in, {nullptr, 0, 0, 0, 1}, chunk, size);
+    const Lanes some{in_lane(led ? chunk - 1 : 0, chunk), chunk};
+    if (alike && (best.together == 1 || some.held < best.held)) {
+      best = some;
+    }
+  }
+  return best;
 }
 
 const void* end_of(const Softmax& s, const Operand& o) {
@@ -300,7 +325,6 @@ void run(const Softmax& s, Context& context) {
   constexpr double kLargest = std::numeric_limits<float>::max();
   const SplitScale split(s.scale, kLargest / 2);  // which log2(e) may multiply
   RegularSoftmaxParams q{};
-  q.first = data<long long>(plan->first);
   q.in = params(s.in);
   q.out = params(s.out);
   q.in_end = end_of(s, s.in);
@@ -313,22 +337,19 @@ void run(const Softmax& s, Context& context) {
   q.scale = static_cast<float>(std::clamp(s.scale, -kLargest, kLargest));
   q.heads = narrowed(s.heads);
   q.width = narrowed(s.width);
-  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(s.dtype));
-  const bool whole = aligned_alike(s.in, s.out, chunk) && (!backward || aligned_alike(s.in, s.d_out, chunk));
-  const std::int64_t step = whole ? chunk : 4, front = whole ? chunk - 1 : 0;
-  const std::int64_t held = std::max(((plan->most_entries + front + 31) / 32 + step - 1) / step * step, step);
+  const Lanes lanes = lanes_of(s, plan->most_entries);
   constexpr int kWarps = kThreads / 32;  // a row's each, or all of a row
   const auto launch = [&](int first, int rows, std::int64_t in_lane, int rows_of_cta) {
     if (rows > 0) {
-      q.rows = data<int>(plan->rows) + first;
+      q.rows = data<RegularSoftmaxRow>(plan->rows) + first;
       q.row_count = rows;
       const std::int64_t tasks = checked_tasks(s.batch * s.heads * rows);
       q.tasks = static_cast<unsigned>(tasks);
-      get_kernel(softmax_spec(backward, s.dtype, in_lane, whole ? chunk : 1), context.device.index)
+      get_kernel(softmax_spec(backward, s.dtype, in_lane, lanes.together), context.device.index)
           .launch((tasks + rows_of_cta - 1) / rows_of_cta, kThreads, 0, &q, context.stream);
     }
   };
-  launch(0, plan->held, held, kWarps);
+  launch(0, plan->held, lanes.held, kWarps);
   launch(plan->held, plan->longer, 0, 1);
 }
 
@@ -351,9 +372,10 @@ std::vector<KernelSpec> list(const std::string& arch) {
     }
     for (const bool backward : {false, true}) {
       specs.push_back(softmax_spec(backward, dtype, 0, 0));
-      for (const int held : {8, 24, kMostHeld}) {  // any multiple of what is taken together
-        specs.push_back(softmax_spec(backward, dtype, held, 1));
-        specs.push_back(softmax_spec(backward, dtype, held, 16 / static_cast<int>(size_of(dtype))));
+      for (const int held : {8, 18, 24, kMostHeld}) {  // any multiple of what is taken together
+        for (int together = 16 / static_cast<int>(size_of(dtype)); together > 0; together /= 2) {
+          specs.push_back(softmax_spec(backward, dtype, held, together));
+        }
       }
     }
   }

@@ -202,44 +202,67 @@ struct regular_softmax_row {
   int batch, head, line, count;
   __device__ __forceinline__ regular_softmax_row(const RegularSoftmaxParams& p, u32 n) {
     const regular_task my(n, 1, p.row_count, p.heads);
+    const u64 row = *reinterpret_cast<const u64*>(p.rows + my.line);
     batch = my.batch;
     head = my.head;
-    line = p.rows[my.line];
-    count = static_cast<int>(p.first[line + 1] - p.first[line]);
+    line = static_cast<int>(row);
+    count = static_cast<int>(row >> 32);
   }
 };
+
+/// The same pointer to global memory, computed once: accesses at fixed distances from it are to take no arithmetic of
+/// their own.
+template <typename T>
+__device__ __forceinline__ T* opaque(T* p) {
+  asm volatile("" : "+l"(p));
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
 
 /// A warp's row of up to 32·N entries, N in each lane: C neighbours at a time, in one aligned access. Where C is more
 /// than 1, the row may begin `lead` elements behind an aligned address, and all tensors have the same lead.
 template <typename T, int N, int C>
 struct regular_row {
   int count, lead;
+  int own;  ///< the lane's first place, counted from the aligned address
   __device__ __forceinline__ regular_row(int entries, const T* row)
-      : count(entries), lead(C > 1 ? static_cast<int>(reinterpret_cast<u64>(row) / sizeof(T) % C) : 0) {}
+      : count(entries),
+        lead(C > 1 ? static_cast<int>(reinterpret_cast<u64>(row) / sizeof(T) % C) : 0),
+        own(static_cast<int>(threadIdx.x % 32) * C) {}
+  __device__ __forceinline__ static constexpr int offset(int e) { return e / C * 32 * C + e % C; }
   /// Negative in front of the row.
-  __device__ __forceinline__ int entry(int e) const { return e / C * 32 * C + threadIdx.x % 32 * C + e % C - lead; }
-  __device__ __forceinline__ bool there(int e) const { return static_cast<u32>(entry(e)) < static_cast<u32>(count); }
+  __device__ __forceinline__ int entry(int e) const { return own - lead + offset(e); }
+  __device__ __forceinline__ bool there(int e) const {
+    return offset(e) < count + lead - own && (e >= C || own + e >= lead);
+  }
   /// Anything beyond the row's entries. What an access reads around them lies in the same 16 bytes as one of them, and
   /// in front of `end`.
   __device__ __forceinline__ void load(float (&x)[N], const T* row, i64 col, const void* end) const {
+    if constexpr (C == 1) {
 #pragma unroll
-    for (int e = 0; e < N; e += C) {
-      const T* const from = row + entry(e) * col;
-      if constexpr (C == 1) {
+      for (int e = 0; e < N; ++e) {
         if (there(e)) {
-          x[e] = widen(*from);
+          x[e] = widen(row[entry(e) * col]);
         }
-      } else if (entry(e) < count && from + C <= static_cast<const T*>(end)) {
-        const run<T, C> some = load_run<T, C>(from);
+      }
+    } else {
+      const i64 readable = static_cast<const T*>(end) - row;
+      const int whole = readable >= count + C ? count : static_cast<int>(readable) - C + 1;  // accesses begin below
+      const T* const from = opaque(row + (own - lead));
+      run<T, C> some[N / C];
 #pragma unroll
-        for (int u = 0; u < C; ++u) {
-          x[e + u] = widen(some.at(u));
-        }
-      } else {
+      for (int e = 0; e < N; e += C) {
+        some[e / C] = load_run_if<T, C>(entry(e) < whole, from + offset(e));
+      }
 #pragma unroll
-        for (int u = 0; u < C; ++u) {
-          if (there(e + u)) {
-            x[e + u] = widen(from[u]);
+      for (int e = 0; e < N; ++e) {
+        x[e] = widen(some[e / C].at(e % C));
+      }
+      if (whole < count) {  // the tensor's last row
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+          if (entry(e - e % C) >= whole && there(e)) {
+            x[e] = widen(row[entry(e)]);
           }
         }
       }
@@ -259,16 +282,19 @@ struct regular_row {
         row[t * col] = T{};
       }
     } else {
-      store_chunks(row, held, x);
-      fill_zeros(row + held, row + width);
+      store_chunks(opaque(row + (own - lead)), held, x);
+      if (held < width) {
+        fill_zeros(row + held, row + width);
+      }
     }
   }
 
  private:
-  /// Chunks that reach beyond the row on either side are stored element by element, once for all lanes that have one.
-  __device__ __forceinline__ void store_chunks(T* row, int held, const float (&x)[N]) const {
+  /// Chunks that reach beyond the row on either side are stored element by element. In front that is the first; behind
+  /// it is one of the last two, as N is no more than the longest row needs.
+  __device__ __forceinline__ void store_chunks(T* to, int held, const float (&x)[N]) const {
     float rest[C];
-    int last = held;  // where `rest` begins; nothing if that is the end
+    int last = N * 32;  // where `rest` goes
 #pragma unroll
     for (int e = 0; e < N; e += C) {
       const int first = entry(e);
@@ -277,27 +303,31 @@ struct regular_row {
       for (int u = 0; u < C; ++u) {
         some[u] = x[e + u];
       }
-      const bool behind = first + C > held && first < held;
-      if (first >= 0 && first + C <= held) {
-        store_run<T, C>(row + first, some);
-      } else if (e == 0 && first < 0 && !behind) {
-        store_some(row, first, held, some);
+      if ((e > 0 || first >= 0) && first + C <= held) {
+        store_run<T, C>(to + offset(e), some);
       }
+      if (e == 0 || e + 2 * C >= N) {
+        const bool partial = first < held && (first < 0 || first + C > held);
+        if (e == 0 && partial) {
+          store_some(to, 0, held, some);
+        } else if (e > 0) {
 #pragma unroll
-      for (int u = 0; u < C; ++u) {
-        rest[u] = behind ? some[u] : rest[u];
+          for (int u = 0; u < C; ++u) {
+            rest[u] = partial ? some[u] : rest[u];
+          }
+          last = partial ? offset(e) : last;
+        }
       }
-      last = behind ? first : last;
     }
-    if (last < held) {
-      store_some(row, last, held, rest);
+    if (last < N * 32) {
+      store_some(to, last, held, rest);
     }
   }
-  __device__ __forceinline__ void store_some(T* row, int first, int end, const float (&x)[C]) const {
+  __device__ __forceinline__ void store_some(T* to, int at, int end, const float (&x)[C]) const {
 #pragma unroll
     for (int u = 0; u < C; ++u) {
-      if (static_cast<u32>(first + u) < static_cast<u32>(end)) {
-        row[first + u] = narrow<T>(x[u]);
+      if (static_cast<u32>(own - lead + at + u) < static_cast<u32>(end)) {
+        to[at + u] = narrow<T>(x[u]);
       }
     }
   }
@@ -311,7 +341,7 @@ __device__ __forceinline__ float regular_exp(float after, float x) {
 
 /// out = softmax of scale·in over a row's entries, which a warp holds in registers.
 template <typename T, int N, int C>
-__global__ void __launch_bounds__(32 * kSoftmaxWarps)
+__global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 ? 5 : 1)
     regular_softmax_held(const __grid_constant__ RegularSoftmaxParams p) {
   const u32 n = blockIdx.x * kSoftmaxWarps + threadIdx.x / 32;
   if (n >= p.tasks) {
@@ -341,6 +371,8 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
     x[e] *= share;
   }
   if (share != share) {  // which zeros are not to become
+    regular_row<T, N, C> row(my.count, in);
+    asm volatile("" : "+r"(row.count));  // so that no predicate is kept from above for this
 #pragma unroll
     for (int e = 0; e < N; ++e) {
       x[e] = row.there(e) ? x[e] : 0.0f;

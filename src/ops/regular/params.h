@@ -69,9 +69,12 @@ struct RegularTileParams {
   int width, depth;
 };
 
+struct alignas(8) RegularSoftmaxRow {
+  int row, count;
+};
+
 struct RegularSoftmaxParams {
-  const long long* first;  ///< as above
-  const int* rows;         ///< those that this launch computes
+  const RegularSoftmaxRow* rows;  ///< those that this launch computes
   RegularOperand in, d_out, out;
   const void *in_end, *d_out_end;  ///< behind the last element
   float before, after;             ///< scale = before·after, |before| ≤ 1 ≤ after

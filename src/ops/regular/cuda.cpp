@@ -24,6 +24,7 @@ constexpr const char* kTileSource = "ops/regular/kernel_tiles.cuh";
 constexpr int kTileThreads = 2 * kRegularLines;
 constexpr int kThreads = 256;      // of a CTA, a warp for each line
 constexpr int kMostHeld = 64;      // entries of a lane where a warp holds a row for its softmax
+constexpr int kMostInPairs = 32;   // of them, where they are not taken 16 bytes at a time: registers
 constexpr int kTilesAtOnce = 600;  // more than run at once: a head's sums are free when their place is needed again
 
 int narrowed(std::int64_t n) {
@@ -300,7 +301,8 @@ Lanes lanes_of(const Softmax& s, std::int64_t most_entries) {
                        (s.d_out.data == nullptr || aligned_alike(s.in, s.d_out, chunk, size));
     const bool led = !aligned_alike(s.in, {nullptr, 0, 0, 0, 1}, chunk, size);
     const Lanes some{in_lane(led ? chunk - 1 : 0, chunk), chunk};
-    if (alike && (best.together == 1 || some.held < best.held)) {
+    const bool fewer = some.held <= kMostInPairs && (best.together == 1 || some.held < best.held);
+    if (alike && (chunk == 16 / size || fewer)) {
       best = some;
     }
   }
@@ -373,7 +375,8 @@ std::vector<KernelSpec> list(const std::string& arch) {
     for (const bool backward : {false, true}) {
       specs.push_back(softmax_spec(backward, dtype, 0, 0));
       for (const int held : {8, 18, 24, kMostHeld}) {  // any multiple of what is taken together
-        for (int together = 16 / static_cast<int>(size_of(dtype)); together > 0; together /= 2) {
+        const int most = 16 / static_cast<int>(size_of(dtype));
+        for (int together = most; together > 0; together = held > kMostInPairs && together > 1 ? 1 : together / 2) {
           specs.push_back(softmax_spec(backward, dtype, held, together));
         }
       }

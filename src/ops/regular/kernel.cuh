@@ -177,7 +177,6 @@ __global__ void __launch_bounds__(kRegularThreads, 3) regular_by_col(const __gri
 }
 
 inline constexpr int kSoftmaxWarps = 8;
-
 /// Zeros from `to` to `end`, by a warp.
 template <typename T>
 __device__ __forceinline__ void fill_zeros(T* to, T* end) {
@@ -383,7 +382,7 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 ? 5 : 1)
 
 /// d_in = scale·out·(d_out − Σ out·d_out); `in` is the softmax here. Where nothing came out nothing counts.
 template <typename T, int N, int C>
-__global__ void __launch_bounds__(32 * kSoftmaxWarps)
+__global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 && C > 1 ? 4 : 1)
     regular_softmax_backward_held(const __grid_constant__ RegularSoftmaxParams p) {
   const u32 n = blockIdx.x * kSoftmaxWarps + threadIdx.x / 32;
   if (n >= p.tasks) {

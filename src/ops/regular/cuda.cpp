@@ -115,7 +115,7 @@ KernelSpec spec(Result result, DType dtype, int elements) {
 
 /// What kernel_tiles.cuh lays out.
 int tile_shared_bytes(Result result, std::int64_t depth) {
-  constexpr int kStage = kRegularLines * 88 * 2, kStep = kRegularLines * 16 + kRegularBlock * 4;
+  constexpr int kStage = kRegularLines * kRegularPitch * 2, kStep = kRegularLines * 16 + kRegularBlock * 4;
   const int panels = kRegularBlock * static_cast<int>((depth + 63) / 64 * 64) * 2;
   const int x = result == Result::values ? std::max(2 * panels, kStage) : 2 * kStage;
   return 2 * panels + x + 3 * kStep + 2 * kRegularLines * 4 + 16;
@@ -131,10 +131,13 @@ KernelSpec tile_spec(Result result, DType dtype, std::int64_t depth, const std::
           tile_shared_bytes(result, depth)};
 }
 
+/// Kernels count a row's bytes in 32 bits.
+bool short_rows(const Operand& o) { return o.row >= 0 && o.row < std::int64_t{1} << 30; }
+
 /// 16-byte accesses of whole rows.
 bool in_chunks(const Operand& o) {
-  return o.col == 1 && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0 && o.row % 8 == 0 && o.head % 8 == 0 &&
-         o.batch % 8 == 0;
+  return o.col == 1 && short_rows(o) && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0 && o.row % 8 == 0 &&
+         o.head % 8 == 0 && o.batch % 8 == 0;
 }
 
 /// Kernels count lines in 32 bits.
@@ -184,8 +187,8 @@ void run_lists(const Product& p, Context& context) {
 
 /// Whether 16-byte accesses and tensor cores can do it.
 bool fits_tiles(const Product& p, const Context& context) {
-  return p.dtype != DType::f32 && p.depth % 8 == 0 && p.depth <= 256 && p.values.col == 1 && in_chunks(p.by_row) &&
-         in_chunks(p.by_col) &&
+  return p.dtype != DType::f32 && p.depth % 8 == 0 && p.depth <= 256 && p.values.col == 1 && short_rows(p.values) &&
+         in_chunks(p.by_row) && in_chunks(p.by_col) &&
          tile_shared_bytes(p.result, p.depth) <= driver::device_info(context.device.index).shared_per_block;
 }
 

@@ -18,7 +18,7 @@ inline constexpr u32 kRegularRow = kRegularPitch * 2;  ///< bytes of a row of x 
 inline constexpr int kRegularStage = kRegularLines * kRegularPitch * 2;
 /// CTAs of a multiprocessor that registers and shared memory are to be left for.
 template <int kDepth, bool kWarpgroup>
-inline constexpr int kRegularCtas = kDepth > 128 ? 1 : 2;
+inline constexpr int kRegularCtas = kDepth > 128 ? 1 : 2 + (kWarpgroup && kDepth == 64);
 
 /// 64 rows of an operand in panels of 128 bytes; the chunks of a row are permuted as wgmma expects it.
 template <int kDepth>

@@ -388,15 +388,21 @@ template <bool kFull, typename T, typename Number>
 __device__ __forceinline__ int fetch_stretches(const RegularBits* bits, u32 to, const regular_rows<T>& x,
                                                const Number& number) {
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % 8;
+  const T* from[4];
+  int bytes[4];
+  bool there[4];
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    const int r = q * 4 + lane / 8;
-    const regular_shape b(bits[r]);
+    const regular_shape b(bits[q * 4 + lane / 8]);
     const T* const slots = x.slots(number(q), b.origin);
     const int behind = c * 8 - lead_of(low_bits(slots));  // the first of the chunk, as a slot
-    const bool there = kFull || (b.first() < behind + 8 && behind < b.end());
-    copy_async_part_if(there, to + r * kRegularRow + c * 16, chunk_of(slots, c),
-                       kFull ? 16 : min(16, (b.end() - behind) * 2));
+    from[q] = chunk_of(slots, c);
+    bytes[q] = kFull ? 16 : min(16, (b.end() - behind) * 2);
+    there[q] = kFull || (b.first() < behind + 8 && behind < b.end());
+  }
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {  // together: each group of copies has some cost of its own
+    copy_async_part_if(there[q], to + (q * 4 + lane / 8) * kRegularRow + c * 16, from[q], bytes[q]);
   }
   const regular_shape b(bits[lane % 16]);
   const T* const slots = x.slots(number(4), b.origin);
@@ -582,7 +588,7 @@ __global__ void __launch_bounds__(kRegularTileThreads, kRegularCtas<kDepth, kWar
       [&](int n, const regular_step& step) {
         const RegularBits* const bits = step.bits + warp * 16 + lane / 4;
         const regular_shape shapes[2] = {regular_shape(bits[0]), regular_shape(bits[8])};
-        u32 a[4][4] = {}, x[2];  // slot 0 of the lane's rows
+        u32 a[4][4] = {}, x[2], words[2];  // slot 0 of the lane's rows, and the word of its first pair
         const auto collect = [&](const auto& pair) {
 #pragma unroll
           for (int c = 0; c < 8; ++c) {
@@ -596,9 +602,11 @@ __global__ void __launch_bounds__(kRegularTileThreads, kRegularCtas<kDepth, kWar
         for (int half = 0; half < 2; ++half) {
           x[half] = memory.x(n) + (warp * 16 + lane / 4 + 8 * half) * kRegularRow +
                     lead_of((rows >> 16 * half) + static_cast<u32>(shapes[half].origin) * 2) * 2;
+          words[half] = (x[half] & ~3u) + lane % 4 * 4;
+          asm volatile("" : "+r"(words[half]));  // once
         }
         const auto neighbours = [&](int half, int c) {
-          const u32 at = (x[half] & ~3u) + lane % 4 * 4 + c * 16;
+          const u32 at = words[half] + c * 16;
           return __funnelshift_r(load_shared_32(at), load_shared_32(at + 4), x[half] % 4 * 8);
         };
         const auto bit = [&](int c) { return c % 4 * 8 + lane % 4 * 2; };

@@ -60,7 +60,7 @@ struct RegularTileLine {
 };
 
 struct RegularTileParams {
-  const RegularTile* tiles;      ///< each as often as there are batches and heads of the result, by rising waves
+  const RegularTile* tiles;      ///< for each batch and head of the result; a tile waits for earlier ones alone
   const RegularTileLine* lines;  ///< rows, or columns where the result is by_col
   const RegularBits* bits;       ///< kRegularLines for each step: of a tile's rows, or of a step's rows in each group
   const int* partners;           ///< 64 for each step, −1: none

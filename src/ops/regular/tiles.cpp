@@ -332,7 +332,6 @@ Tiles Maker::finish() {
     }
   }
   out_.lines = std::move(lines);
-  std::ranges::stable_sort(out_.tiles, {}, [](const RegularTile& t) { return std::pair(t.wave, -t.steps); });
   for (RegularTile& tile : out_.tiles) {
     shape(tile);
     const std::span members(out_.lines.data() + tile.lines, kRegularLines);
@@ -340,6 +339,9 @@ Tiles Maker::finish() {
     out_.wave_tiles.resize(std::max(out_.wave_tiles.size(), static_cast<std::size_t>(tile.wave) + 1));
     out_.wave_tiles[static_cast<std::size_t>(tile.wave)] += tile.shared;
   }
+  // Those that wait for one another first: their sums are long done when the others end.
+  std::ranges::stable_sort(out_.tiles, {},
+                           [](const RegularTile& t) { return std::tuple(1 - t.shared, t.wave, -t.steps); });
   return std::move(out_);
 }
 

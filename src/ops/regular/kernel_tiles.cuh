@@ -471,10 +471,35 @@ __device__ __forceinline__ u32 take_tile(const RegularTileParams& p, u32* room) 
   return *room;
 }
 
+/// Adds what earlier tiles left of a line to the lane's sums of it. Several loads are under way at once.
+template <int kDepth>
+__device__ __forceinline__ void add_earlier(float (&d)[kDepth / 2], int half, const float* sums, int depth) {
+  constexpr int kTogether = 8;
+#pragma unroll
+  for (int first = 0; first < kDepth / 8; first += kTogether) {
+    float x[kTogether], y[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      x[u] = y[u] = 0;
+      if ((first + u) * 8 < depth) {  // from L2: this multiprocessor may remember what another head left here
+        asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(x[u]), "=f"(y[u])
+                     : "l"(sums + (first + u) * 8)
+                     : "memory");
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      d[4 * (first + u) + 2 * half] += x[u];
+      d[4 * (first + u) + 2 * half + 1] += y[u];
+    }
+  }
+}
+
 /// Stores the sums of a tile: as the result, or for the tiles of later waves. `head` counts heads of all batches.
 template <typename T, int kDepth>
 __device__ __forceinline__ void store_sums(const RegularTileParams& p, const RegularTile& tile, int head,
-                                           const float (&d)[kDepth / 2], T* to, i64 stride) {
+                                           float (&d)[kDepth / 2], T* to, i64 stride) {
   const bool shared = tile.shared != 0;
   if (shared) {
     wait_for_waves(p, tile, head);
@@ -488,16 +513,13 @@ __device__ __forceinline__ void store_sums(const RegularTileParams& p, const Reg
     }
     T* const row = to + line.line * stride + lane % 4 * 2;
     float* const sums = p.sums + (static_cast<i64>(head % p.ring) * p.sum_count + line.sum) * p.depth + lane % 4 * 2;
+    if (line.earlier != 0) {
+      add_earlier<kDepth>(d, half, sums, p.depth);
+    }
 #pragma unroll
     for (int c = 0; c < kDepth / 8; ++c) {
       if (c * 8 < p.depth) {
-        float first = d[4 * c + 2 * half], second = d[4 * c + 2 * half + 1];
-        if (line.earlier != 0) {
-          float x, y;  // from L2: this multiprocessor may remember what another head left here
-          asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "l"(sums + c * 8) : "memory");
-          first += x;
-          second += y;
-        }
+        const float first = d[4 * c + 2 * half], second = d[4 * c + 2 * half + 1];
         if (line.later != 0) {
           const u32 words[2] = {__float_as_uint(first), __float_as_uint(second)};
           store_words<2>(sums + c * 8, words);

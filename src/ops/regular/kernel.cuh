@@ -177,18 +177,18 @@ __global__ void __launch_bounds__(kRegularThreads, 3) regular_by_col(const __gri
 }
 
 inline constexpr int kSoftmaxWarps = 8;
-/// Zeros from `to` to `end`, by a warp.
-template <typename T>
+/// Zeros from `to` to `end`, by kLanes neighbouring lanes.
+template <int kLanes = 32, typename T>
 __device__ __forceinline__ void fill_zeros(T* to, T* end) {
   constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % kLanes;
   T* const whole = reinterpret_cast<T*>((reinterpret_cast<u64>(to) + 15) / 16 * 16);
-  for (T* at = to + lane; at < end && at < whole; at += 32) {
+  for (T* at = to + lane; at < end && at < whole; at += kLanes) {
     *at = T{};
   }
   const u32 zeros[4] = {};
   T* at = whole + lane * kChunk;
-  for (; at + kChunk <= end; at += 32 * kChunk) {
+  for (; at + kChunk <= end; at += kLanes * kChunk) {
     store_words<4>(at, zeros);
   }
   for (; at < end; ++at) {  // one lane's, less than a chunk

@@ -368,14 +368,12 @@ __global__ void __launch_bounds__(kRegularTileThreads, kRegularCtas<kDepth, kWar
           writer.write(bits);
         }
       });
-  for (int r = 0; r < 16; ++r) {
-    const RegularTileLine line = lines[warp * 16 + r];
+#pragma unroll 1
+  for (int q = 0; q < 4; ++q) {
+    const RegularTileLine line = lines[warp * 16 + writer.row_of(q)];
     if (line.line >= 0 && line.earlier == 0) {
-      const i64 count = p.first[line.line + 1] - p.first[line.line];
-      if (count < p.width) {
-        T* const row = x.slots(line.line, 0);
-        fill_zeros(row + count, row + p.width);
-      }
+      T* const row = x.slots(line.line, 0);
+      fill_zeros<8>(row + (p.first[line.line + 1] - p.first[line.line]), row + p.width);
     }
   }
 }

@@ -694,7 +694,6 @@ __global__ void __launch_bounds__(kRegularTileThreads, kRegularCtas<kDepth, kWar
         const RegularBits* const bits = step.bits + warp / 4 * kRegularBlock;
         const u32* const starts = memory.starts(n) + warp / 4 * kRegularBlock;
         const u32 x = memory.x(n);
-        const regular_masks masks = masks_of(regular_shape(bits[lane]), regular_shape(bits[lane + 32]));
         u32 a[4][4] = {};
         const auto collect = [&](const auto& found) {
 #pragma unroll
@@ -708,24 +707,31 @@ __global__ void __launch_bounds__(kRegularTileThreads, kRegularCtas<kDepth, kWar
             a[c / 2][c % 2 * 2 + 1] = __byte_perm(low[1], high[1], 0x5410);
           }
         };
-        if (masks == regular_masks::full) {
-          collect([&](u32(&two)[2], int, u32 row) {
-            two[0] = load_shared_16(row + column * 2);
-            two[1] = load_shared_16(row + column * 2 + 16);
-          });
-        } else if (masks != regular_masks::none) {
-          collect([&](u32(&two)[2], int i, u32 row) {
-            const regular_mask mask(bits[i].mask);
-            const u32 here = mask.word(upper) >> bit;
-            u32 at = row + column * 2, next = at + 16;
-            if (masks == regular_masks::any) {
-              const u32 entries = row + regular_shape(bits[i]).first() * 2;
-              at = entries + mask.rank(upper, bit) * 2;
-              next = entries + mask.rank(upper, bit + 8) * 2;
-            }
-            two[0] = (here & 1) ? load_shared_16(at) : 0;
-            two[1] = (here & 0x100) ? load_shared_16(next) : 0;
-          });
+        const auto neighbours = [&](u32(&two)[2], int, u32 row) {
+          two[0] = load_shared_16(row + column * 2);
+          two[1] = load_shared_16(row + column * 2 + 16);
+        };
+        switch (masks_of(regular_shape(bits[lane]), regular_shape(bits[lane + 32]))) {
+          case regular_masks::none:
+            break;
+          case regular_masks::full:
+            collect(neighbours);
+            break;
+          case regular_masks::runs:
+            collect([&](u32(&two)[2], int i, u32 row) {
+              const u32 here = reinterpret_cast<const u32*>(&bits[i].mask)[upper ? 1 : 0] >> bit;
+              neighbours(two, i, row);
+              two[0] = (here & 1) ? two[0] : 0;
+              two[1] = (here & 0x100) ? two[1] : 0;
+            });
+            break;
+          case regular_masks::any:
+            collect([&](u32(&two)[2], int i, u32 row) {
+              const regular_mask mask(bits[i].mask);
+              const u32 here = mask.word(upper) >> bit, entries = row + regular_shape(bits[i]).first() * 2;
+              two[0] = (here & 1) ? load_shared_16(entries + mask.rank(upper, bit) * 2) : 0;
+              two[1] = (here & 0x100) ? load_shared_16(entries + mask.rank(upper, bit + 8) * 2) : 0;
+            });
         }
         sums.add(a, memory.right(n));
       });

@@ -383,8 +383,8 @@ __global__ void __launch_bounds__(kRegularTileThreads, kRegularCtas<kDepth, kWar
 /// masks are. number(q) says which row of x has the warp's row q · 4 + lane / 8, and, for 4, lane % 16. Returns the
 /// lead of row lane % 16.
 template <bool kFull, typename T, typename Number>
-__device__ __forceinline__ int fetch_stretches(const RegularBits* bits, u32 to, const regular_rows<T>& x,
-                                               const Number& number) {
+__device__ __forceinline__ int copy_stretches(const RegularBits* bits, u32 to, const regular_rows<T>& x,
+                                              const Number& number) {
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % 8;
   const T* from[4];
   int bytes[4];
@@ -408,6 +408,17 @@ __device__ __forceinline__ int fetch_stretches(const RegularBits* bits, u32 to, 
   copy_async_part_if(lane < 16 && left > 0 && b.any(), to + lane % 16 * kRegularRow + 2 * kRegularBlock,
                      chunk_of(slots, 8), left * 2);
   return lead;
+}
+
+/// The same, whatever the masks are; nothing, and 0, where there are none.
+template <typename T, typename Number>
+__device__ __forceinline__ int fetch_stretches(const RegularBits* bits, u32 to, const regular_rows<T>& x,
+                                               const Number& number) {
+  const regular_shape own(bits[threadIdx.x % 16]);
+  if (__all_sync(0xffffffffu, own.full())) {
+    return copy_stretches<true>(bits, to, x, number);
+  }
+  return __any_sync(0xffffffffu, own.any()) ? copy_stretches<false>(bits, to, x, number) : 0;
 }
 
 /// 64 lines of a result for each group, 16 of them and all of the depth in each warp: sums of x times partners.
@@ -598,11 +609,7 @@ __global__ void __launch_bounds__(kRegularTileThreads, kRegularCtas<kDepth, kWar
         const RegularBits* const bits = step.bits + warp * 16;
         const u32 to = memory.x(n) + warp * 16 * kRegularRow;
         const auto number = [&](int q) { return numbers[q]; };
-        if (__all_sync(0xffffffffu, regular_shape(bits[lane % 16]).full())) {
-          fetch_stretches<true>(bits, to, values, number);
-        } else {
-          fetch_stretches<false>(bits, to, values, number);
-        }
+        fetch_stretches(bits, to, values, number);
         by_col(memory.right(n), [&](int r) { return step.partners[r]; });
       },
       [&](int n, const regular_step& step) {
@@ -682,9 +689,7 @@ __global__ void __launch_bounds__(kRegularTileThreads, kRegularCtas<kDepth, kWar
         const regular_rows<const T> x{values.values + round * p.values.head, values.stride};
         const u32 to = memory.x(n) + warp * 16 * kRegularRow;
         const auto number = [&](int q) { return partners[q < 4 ? q * 4 + lane / 8 : lane % 16]; };
-        const bool full = __all_sync(0xffffffffu, regular_shape(bits[lane % 16]).full());
-        const int lead =
-            full ? fetch_stretches<true>(bits, to, x, number) : fetch_stretches<false>(bits, to, x, number);
+        const int lead = fetch_stretches(bits, to, x, number);
         memory.starts(n)[warp * 16 + lane % 16] = (warp * 16 + lane % 16) * kRegularRow + lead * 2;
         regular_fetcher<kDepth> rows = by_row;
         rows.from += round * p.by_row.head * 2;

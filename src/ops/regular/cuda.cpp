@@ -25,6 +25,8 @@ constexpr int kTileThreads = 2 * kRegularLines;
 constexpr int kThreads = 256;      // of a CTA, a warp for each line
 constexpr int kMostHeld = 64;      // entries of a lane where a warp holds a row for its softmax
 constexpr int kMostInPairs = 32;   // of them, where they are not taken 16 bytes at a time: registers
+constexpr int kMostInFew = 20;     // and where less than a warp holds a row
+constexpr int kRowCost = 24;       // of a lane, in entries
 constexpr int kTilesAtOnce = 600;  // more than run at once: a head's sums are free when their place is needed again
 
 int narrowed(std::int64_t n) {
@@ -267,13 +269,18 @@ std::shared_ptr<const SoftmaxPlan> softmax_plan(const RegularPattern& pattern, C
   });
 }
 
-/// `held` entries in each lane, `together` of them at a time; 0 where a warp does not hold a row.
-KernelSpec softmax_spec(bool backward, DType dtype, std::int64_t held, std::int64_t together) {
+/// How a row is taken: by `lanes` lanes of a warp, `held` entries in each, `together` at a time; or, where `held` is 0,
+/// by a CTA that does not hold it.
+struct Lanes {
+  std::int64_t held = 0, together = 1, lanes = 32;
+};
+
+KernelSpec softmax_spec(bool backward, DType dtype, const Lanes& lanes) {
   const std::string name = std::string("fretwork::regular_softmax") + (backward ? "_backward" : "");
   const std::string type = device_type(dtype);
-  return {kSource, held == 0
-                       ? name + "<" + type + ">"
-                       : name + "_held<" + type + ", " + std::to_string(held) + ", " + std::to_string(together) + ">"};
+  const auto numbers = ", " + std::to_string(lanes.held) + ", " + std::to_string(lanes.together) + ", " +
+                       std::to_string(lanes.lanes) + ">";
+  return {kSource, lanes.held == 0 ? name + "<" + type + ">" : name + "_held<" + type + numbers};
 }
 
 /// Whether each row of both begins at the same place of a chunk of so many elements.
@@ -286,27 +293,29 @@ bool aligned_alike(const Operand& a, const Operand& b, std::int64_t chunk, std::
          place(a) == place(b);
 }
 
-/// How a warp takes a row: `held` entries in a lane, `together` at a time.
-struct Lanes {
-  std::int64_t held, together;
-};
-
-/// Rows that begin anywhere may fill large chunks badly (513 entries: 65 chunks of 8, in three rounds of 32 lanes), and
-/// each entry that a lane has costs, there or not. So of all sizes of a chunk, the one of the fewest entries.
+/// A row costs each lane of it about ten instructions for each entry that the lane has room for, there or not, and as
+/// much as kRowCost entries besides. Rows that begin anywhere may fill large chunks badly (513 entries: 65 chunks of 8,
+/// in three rounds of 32 lanes), and short ones are better taken by half a warp. So of all sizes of a chunk and all
+/// numbers of lanes, the cheapest.
 Lanes lanes_of(const Softmax& s, std::int64_t most_entries) {
-  const auto size = static_cast<std::int64_t>(size_of(s.dtype));
-  const auto in_lane = [&](std::int64_t front, std::int64_t step) {
-    return std::max(((most_entries + front + 31) / 32 + step - 1) / step * step, step);
+  const auto size = static_cast<std::int64_t>(size_of(s.dtype)), largest = 16 / size;
+  const auto some = [&](std::int64_t lanes, std::int64_t chunk, std::int64_t front, std::int64_t step) {
+    const std::int64_t held = ((most_entries + front + lanes - 1) / lanes + step - 1) / step * step;
+    return Lanes{std::max(held, step), chunk, lanes};
   };
-  Lanes best{in_lane(0, 4), 1};
-  for (std::int64_t chunk = 16 / size; chunk > 1; chunk /= 2) {
+  const auto cost = [](const Lanes& l) { return l.lanes * (l.held + kRowCost); };
+  Lanes best = some(32, 1, 0, 4);
+  for (std::int64_t chunk = largest; chunk > 1; chunk /= 2) {
     const bool alike = aligned_alike(s.in, s.out, chunk, size) &&
                        (s.d_out.data == nullptr || aligned_alike(s.in, s.d_out, chunk, size));
     const bool led = !aligned_alike(s.in, {nullptr, 0, 0, 0, 1}, chunk, size);
-    const Lanes some{in_lane(led ? chunk - 1 : 0, chunk), chunk};
-    const bool fewer = some.held <= kMostInPairs && (best.together == 1 || some.held < best.held);
-    if (alike && (chunk == 16 / size || fewer)) {
-      best = some;
+    for (const std::int64_t lanes : {32, 16, 8}) {
+      const Lanes other = some(lanes, chunk, led ? chunk - 1 : 0, chunk);
+      const bool whole = lanes == 32 && chunk == largest;
+      const bool fits = other.held <= (lanes == 32 ? kMostInPairs : kMostInFew);
+      if (alike && (whole || (fits && (best.together == 1 || cost(other) < cost(best))))) {
+        best = other;
+      }
     }
   }
   return best;
@@ -343,19 +352,18 @@ void run(const Softmax& s, Context& context) {
   q.heads = narrowed(s.heads);
   q.width = narrowed(s.width);
   const Lanes lanes = lanes_of(s, plan->most_entries);
-  constexpr int kWarps = kThreads / 32;  // a row's each, or all of a row
-  const auto launch = [&](int first, int rows, std::int64_t in_lane, int rows_of_cta) {
+  const auto launch = [&](int first, int rows, const Lanes& some, std::int64_t rows_of_cta) {
     if (rows > 0) {
       q.rows = data<RegularSoftmaxRow>(plan->rows) + first;
       q.row_count = rows;
       const std::int64_t tasks = checked_tasks(s.batch * s.heads * rows);
       q.tasks = static_cast<unsigned>(tasks);
-      get_kernel(softmax_spec(backward, s.dtype, in_lane, lanes.together), context.device.index)
+      get_kernel(softmax_spec(backward, s.dtype, some), context.device.index)
           .launch((tasks + rows_of_cta - 1) / rows_of_cta, kThreads, 0, &q, context.stream);
     }
   };
-  launch(0, plan->held, lanes.held, kWarps);
-  launch(plan->held, plan->longer, 0, 1);
+  launch(0, plan->held, lanes, kThreads / lanes.lanes);
+  launch(plan->held, plan->longer, {}, 1);
 }
 
 namespace {
@@ -376,11 +384,14 @@ std::vector<KernelSpec> list(const std::string& arch) {
       }
     }
     for (const bool backward : {false, true}) {
-      specs.push_back(softmax_spec(backward, dtype, 0, 0));
-      for (const int held : {8, 18, 24, kMostHeld}) {  // any multiple of what is taken together
+      specs.push_back(softmax_spec(backward, dtype, {}));
+      for (const int held : {8, 16, 18, 24, kMostHeld}) {  // any multiple of what is taken together
         const int most = 16 / static_cast<int>(size_of(dtype));
         for (int together = most; together > 0; together = held > kMostInPairs && together > 1 ? 1 : together / 2) {
-          specs.push_back(softmax_spec(backward, dtype, held, together));
+          specs.push_back(softmax_spec(backward, dtype, {held, together, 32}));
+          if (held <= kMostInFew && together > 1) {
+            specs.push_back(softmax_spec(backward, dtype, {held, together, 16}));
+          }
         }
       }
     }

@@ -196,16 +196,16 @@ __device__ __forceinline__ void fill_zeros(T* to, T* end) {
   }
 }
 
-/// The row of a warp or a CTA.
+/// The row of some lanes or of a CTA.
 struct regular_softmax_row {
   int batch, head, line, count;
-  __device__ __forceinline__ regular_softmax_row(const RegularSoftmaxParams& p, u32 n) {
+  __device__ __forceinline__ regular_softmax_row(const RegularSoftmaxParams& p, u32 n, bool idle = false) {
     const regular_task my(n, 1, p.row_count, p.heads);
     const u64 row = *reinterpret_cast<const u64*>(p.rows + my.line);
     batch = my.batch;
     head = my.head;
     line = static_cast<int>(row);
-    count = static_cast<int>(row >> 32);
+    count = idle ? 0 : static_cast<int>(row >> 32);
   }
 };
 
@@ -218,17 +218,17 @@ __device__ __forceinline__ T* opaque(T* p) {
   return p;
 }
 
-/// A warp's row of up to 32·N entries, N in each lane: C neighbours at a time, in one aligned access. Where C is more
-/// than 1, the row may begin `lead` elements behind an aligned address, and all tensors have the same lead.
-template <typename T, int N, int C>
+/// A row of up to L·N entries of L neighbouring lanes, N in each: C neighbours at a time, in one aligned access. Where
+/// C is more than 1, the row may begin `lead` elements behind an aligned address, and all tensors have the same lead.
+template <typename T, int N, int C, int L>
 struct regular_row {
   int count, lead;
   int own;  ///< the lane's first place, counted from the aligned address
   __device__ __forceinline__ regular_row(int entries, const T* row)
       : count(entries),
         lead(C > 1 ? static_cast<int>(reinterpret_cast<u64>(row) / sizeof(T) % C) : 0),
-        own(static_cast<int>(threadIdx.x % 32) * C) {}
-  __device__ __forceinline__ static constexpr int offset(int e) { return e / C * 32 * C + e % C; }
+        own(static_cast<int>(threadIdx.x % L) * C) {}
+  __device__ __forceinline__ static constexpr int offset(int e) { return e / C * L * C + e % C; }
   /// Negative in front of the row.
   __device__ __forceinline__ int entry(int e) const { return own - lead + offset(e); }
   __device__ __forceinline__ bool there(int e) const {
@@ -269,7 +269,7 @@ struct regular_row {
   }
   /// x is zero beyond the row's entries. And zeros from there on.
   __device__ __forceinline__ void store(T* row, i64 col, int width, const float (&x)[N]) const {
-    const int held = min(width, N * 32 - lead);  // what is stored from registers
+    const int held = min(width, N * L - lead);  // what is stored from registers
     if constexpr (C == 1) {
 #pragma unroll
       for (int e = 0; e < N; ++e) {
@@ -277,13 +277,13 @@ struct regular_row {
           row[entry(e) * col] = narrow<T>(x[e]);
         }
       }
-      for (int t = held + static_cast<int>(threadIdx.x % 32); t < width; t += 32) {
+      for (int t = held + static_cast<int>(threadIdx.x % L); t < width; t += L) {
         row[t * col] = T{};
       }
     } else {
       store_chunks(opaque(row + (own - lead)), held, x);
       if (held < width) {
-        fill_zeros(row + held, row + width);
+        fill_zeros<L>(row + held, row + width);
       }
     }
   }
@@ -293,7 +293,7 @@ struct regular_row {
   /// it is one of the last two, as N is no more than the longest row needs.
   __device__ __forceinline__ void store_chunks(T* to, int held, const float (&x)[N]) const {
     float rest[C];
-    int last = N * 32;  // where `rest` goes
+    int last = N * L;  // where `rest` goes
 #pragma unroll
     for (int e = 0; e < N; e += C) {
       const int first = entry(e);
@@ -318,7 +318,7 @@ struct regular_row {
         }
       }
     }
-    if (last < N * 32) {
+    if (last < N * L) {
       store_some(to, last, held, rest);
     }
   }
@@ -338,17 +338,16 @@ __device__ __forceinline__ float regular_exp(float after, float x) {
   return sizeof(T) == 2 ? exp2_fast(after * kLog2e * x) : expf(after * x);
 }
 
-/// out = softmax of scale·in over a row's entries, which a warp holds in registers.
-template <typename T, int N, int C>
+/// out = softmax of scale·in over a row's entries, which L lanes hold in registers.
+template <typename T, int N, int C, int L>
 __global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 ? 5 : 1)
     regular_softmax_held(const __grid_constant__ RegularSoftmaxParams p) {
-  const u32 n = blockIdx.x * kSoftmaxWarps + threadIdx.x / 32;
-  if (n >= p.tasks) {
-    return;
-  }
-  const regular_softmax_row my(p, n);
+  const u32 n = blockIdx.x * (32 * kSoftmaxWarps / L) + threadIdx.x / L;
+  const bool idle = n >= p.tasks;  // but lanes beside may not be
+  const regular_softmax_row my(p, idle ? p.tasks - 1 : n, idle);
+  const int width = idle ? 0 : p.width;
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
-  const regular_row<T, N, C> row(my.count, in);
+  const regular_row<T, N, C, L> row(my.count, in);
   float x[N], top = -infinity(), sum = 0;
   row.load(x, in, p.in.col, p.in_end);
 #pragma unroll
@@ -356,41 +355,40 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 ? 5 : 1)
     x[e] = row.there(e) ? p.before * x[e] : -infinity();
     top = fmaxf(top, x[e]);  // NaN loses, and shows in the sum
   }
-  top = reduce_lanes<32>(top, take_max{});
+  top = reduce_lanes<L>(top, take_max{});
   top = top == -infinity() ? 0.0f : top;  // a row of −inf alone must not subtract it from itself
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     x[e] = regular_exp<T>(p.after, x[e] - top);
     sum += x[e];
   }
-  sum = reduce_lanes<32>(sum, take_sum{});
+  sum = reduce_lanes<L>(sum, take_sum{});
   const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     x[e] *= share;
   }
   if (share != share) {  // which zeros are not to become
-    regular_row<T, N, C> row(my.count, in);
+    regular_row<T, N, C, L> row(my.count, in);
     asm volatile("" : "+r"(row.count));  // so that no predicate is kept from above for this
 #pragma unroll
     for (int e = 0; e < N; ++e) {
       x[e] = row.there(e) ? x[e] : 0.0f;
     }
   }
-  row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, p.width, x);
+  row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, width, x);
 }
 
 /// d_in = scale·out·(d_out − Σ out·d_out); `in` is the softmax here. Where nothing came out nothing counts.
-template <typename T, int N, int C>
+template <typename T, int N, int C, int L>
 __global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 && C > 1 ? 4 : 1)
     regular_softmax_backward_held(const __grid_constant__ RegularSoftmaxParams p) {
-  const u32 n = blockIdx.x * kSoftmaxWarps + threadIdx.x / 32;
-  if (n >= p.tasks) {
-    return;
-  }
-  const regular_softmax_row my(p, n);
+  const u32 n = blockIdx.x * (32 * kSoftmaxWarps / L) + threadIdx.x / L;
+  const bool idle = n >= p.tasks;  // but lanes beside may not be
+  const regular_softmax_row my(p, idle ? p.tasks - 1 : n, idle);
+  const int width = idle ? 0 : p.width;
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
-  const regular_row<T, N, C> row(my.count, in);
+  const regular_row<T, N, C, L> row(my.count, in);
   float x[N], d[N], dot = 0;
   row.load(x, in, p.in.col, p.in_end);
   row.load(d, regular_line<const T>(p.d_out, my.batch, my.head, my.line), p.d_out.col, p.d_out_end);
@@ -398,12 +396,12 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 && C > 1 ? 4 : 1)
   for (int e = 0; e < N; ++e) {
     dot += row.there(e) && x[e] != 0.0f ? x[e] * d[e] : 0.0f;
   }
-  dot = reduce_lanes<32>(dot, take_sum{});
+  dot = reduce_lanes<L>(dot, take_sum{});
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     x[e] = row.there(e) && x[e] != 0.0f ? p.scale * (x[e] * (d[e] - dot)) : 0.0f;
   }
-  row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, p.width, x);
+  row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, width, x);
 }
 
 /// The softmax of longer rows, a CTA for each.

@@ -385,12 +385,14 @@ std::vector<KernelSpec> list(const std::string& arch) {
     }
     for (const bool backward : {false, true}) {
       specs.push_back(softmax_spec(backward, dtype, {}));
-      for (const int held : {8, 16, 18, 24, kMostHeld}) {  // any multiple of what is taken together
-        const int most = 16 / static_cast<int>(size_of(dtype));
-        for (int together = most; together > 0; together = held > kMostInPairs && together > 1 ? 1 : together / 2) {
-          specs.push_back(softmax_spec(backward, dtype, {held, together, 32}));
-          if (held <= kMostInFew && together > 1) {
-            specs.push_back(softmax_spec(backward, dtype, {held, together, 16}));
+      const int largest = 16 / static_cast<int>(size_of(dtype));
+      for (const int held : {8, 18, 24, kMostHeld}) {  // any multiple of what is taken together
+        for (const int together : {1, 2, 4, 8}) {
+          for (const int lanes : {32, 16}) {
+            const bool taken = together == largest || (together < largest && held <= kMostInPairs) || together == 1;
+            if (taken && held % together == 0 && (lanes == 32 || (held <= kMostInFew && together > 1))) {
+              specs.push_back(softmax_spec(backward, dtype, {held, together, lanes}));
+            }
           }
         }
       }

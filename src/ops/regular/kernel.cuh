@@ -177,6 +177,11 @@ __global__ void __launch_bounds__(kRegularThreads, 3) regular_by_col(const __gri
 }
 
 inline constexpr int kSoftmaxWarps = 8;
+#if __CUDA_ARCH__ >= 900
+inline constexpr int kBackwardCtas = 4;  ///< that registers are left for; before, the compiler needs some more
+#else
+inline constexpr int kBackwardCtas = 3;
+#endif
 /// Zeros from `to` to `end`, by kLanes neighbouring lanes.
 template <int kLanes = 32, typename T>
 __device__ __forceinline__ void fill_zeros(T* to, T* end) {
@@ -340,10 +345,13 @@ __device__ __forceinline__ float regular_exp(float after, float x) {
 
 /// out = softmax of scale·in over a row's entries, which L lanes hold in registers.
 template <typename T, int N, int C, int L>
-__global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 ? 5 : 1)
+__global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 && C > 1 ? 5 : 1)
     regular_softmax_held(const __grid_constant__ RegularSoftmaxParams p) {
   const u32 n = blockIdx.x * (32 * kSoftmaxWarps / L) + threadIdx.x / L;
-  const bool idle = n >= p.tasks;  // but lanes beside may not be
+  if (L == 32 && n >= p.tasks) {
+    return;
+  }
+  const bool idle = L < 32 && n >= p.tasks;  // but lanes beside may not be
   const regular_softmax_row my(p, idle ? p.tasks - 1 : n, idle);
   const int width = idle ? 0 : p.width;
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
@@ -381,10 +389,13 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 ? 5 : 1)
 
 /// d_in = scale·out·(d_out − Σ out·d_out); `in` is the softmax here. Where nothing came out nothing counts.
 template <typename T, int N, int C, int L>
-__global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 && C > 1 ? 4 : 1)
+__global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 && C > 1 ? kBackwardCtas : 1)
     regular_softmax_backward_held(const __grid_constant__ RegularSoftmaxParams p) {
   const u32 n = blockIdx.x * (32 * kSoftmaxWarps / L) + threadIdx.x / L;
-  const bool idle = n >= p.tasks;  // but lanes beside may not be
+  if (L == 32 && n >= p.tasks) {
+    return;
+  }
+  const bool idle = L < 32 && n >= p.tasks;  // but lanes beside may not be
   const regular_softmax_row my(p, idle ? p.tasks - 1 : n, idle);
   const int width = idle ? 0 : p.width;
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);

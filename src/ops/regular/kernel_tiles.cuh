@@ -368,13 +368,14 @@ __global__ void __launch_bounds__(kRegularTileThreads, kRegularCtas<kDepth, kWar
           writer.write(bits);
         }
       });
-#pragma unroll 1
-  for (int q = 0; q < 4; ++q) {
-    const RegularTileLine line = lines[warp * 16 + writer.row_of(q)];
-    if (line.line >= 0 && line.earlier == 0) {
-      T* const row = x.slots(line.line, 0);
-      fill_zeros<8>(row + (p.first[line.line + 1] - p.first[line.line]), row + p.width);
-    }
+  // Zeros behind the ends of rows, a row at a time: neighbouring stores, where there are many.
+  const RegularTileLine own = lines[warp * 16 + lane % 16];
+  const int entries =
+      own.line >= 0 && own.earlier == 0 ? static_cast<int>(p.first[own.line + 1] - p.first[own.line]) : p.width;
+  for (u32 left = __ballot_sync(~0u, entries < p.width) & 0xffff; left != 0; left &= left - 1) {
+    const int r = __ffs(static_cast<int>(left)) - 1;
+    T* const row = x.slots(__shfl_sync(~0u, own.line, r), 0);
+    fill_zeros(row + __shfl_sync(~0u, entries, r), row + p.width);
   }
 }
 

@@ -32,6 +32,10 @@ __device__ __forceinline__ u32 load_shared_16(u32 address) {
   return r;
 }
 
+__device__ __forceinline__ void store_shared_16(u32 address, u16 x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_32(u32 address, u32 word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }

@@ -48,13 +48,12 @@ Found entries_of(const Tiles& tiles, bool by_row) {
       const int* const partners = tiles.partners.data() + static_cast<std::ptrdiff_t>(s) * kRegularBlock;
       for (int e = 0; e < kRegularLines; ++e) {
         const RegularBits& bits = tiles.bits[static_cast<std::size_t>(s * kRegularLines + e)];
-        std::int64_t place = bits.base;
+        std::int64_t place = bits.mask == 0 ? 0 : bits.origin + std::countr_zero(bits.mask);
         for (std::uint64_t left = bits.mask; left != 0; left &= left - 1) {
           const int bit = std::countr_zero(left), group = e / kRegularBlock * kRegularBlock;
           const RegularTileLine* const lines = tiles.lines.data() + tile.lines;
           const int line = by_row ? lines[e].line : lines[group + bit].line;
           const int partner = by_row ? partners[bit] : partners[e - group];
-          EXPECT_EQ(bits.row, by_row ? line : partner);
           EXPECT_TRUE(line >= 0 && partner >= 0);
           const auto at = by_row ? std::tuple<std::int64_t, std::int64_t>(line, partner)
                                  : std::tuple<std::int64_t, std::int64_t>(partner, line);
@@ -66,14 +65,36 @@ Found entries_of(const Tiles& tiles, bool by_row) {
   return found;
 }
 
+/// Shapes say what masks are; a row goes on where the next step of its tile has the places behind.
+void check_shapes(const Tiles& tiles) {
+  for (const RegularTile& tile : tiles.tiles) {
+    for (int e = 0; e < kRegularLines; ++e) {
+      const auto at = [&](int s) { return tiles.bits[static_cast<std::size_t>((tile.first + s) * kRegularLines + e)]; };
+      for (int s = 0; s < tile.steps; ++s) {
+        const RegularBits b = at(s);
+        const std::uint64_t aligned = b.mask == 0 ? 0 : b.mask >> (b.shape & 0xff);
+        EXPECT_EQ(aligned & 1, b.mask == 0 ? 0u : 1u);
+        EXPECT_EQ(std::popcount(b.mask), static_cast<int>(b.shape >> 8 & 0xff) - static_cast<int>(b.shape & 0xff));
+        EXPECT_EQ((aligned & (aligned + 1)) == 0, (b.shape & kRegularRun) != 0);
+        const bool joins = s > 0 && at(s - 1).mask >> 63 != 0 && (b.mask & 1) != 0 && (b.shape & kRegularRun) != 0 &&
+                           (at(s - 1).shape & kRegularRun) != 0 && at(s - 1).origin + 64 == b.origin;
+        EXPECT_EQ((b.shape & kRegularJoins) != 0, joins);
+        EXPECT_EQ(s > 0 && (at(s - 1).shape & kRegularGoesOn) != 0, joins);
+      }
+      EXPECT_TRUE(tile.steps == 0 || (at(tile.steps - 1).shape & kRegularGoesOn) == 0);
+    }
+  }
+}
+
 /// Lines follow one another by waves, and know what was before and what is to come.
 void check_lines(const Tiles& tiles, std::int64_t lines) {
   std::map<int, std::vector<RegularTileLine>> of_line;
   std::map<int, int> last_wave;
   std::vector<int> wave_tiles(tiles.wave_tiles.size());
-  int wave = 0;
+  int wave = 0, alone = 0;
   for (const RegularTile& tile : tiles.tiles) {
-    EXPECT_GE(tile.wave, wave);
+    EXPECT_TRUE(tile.shared == 0 || (alone == 0 && tile.wave >= wave)) << "waits for one that comes later";
+    alone += 1 - tile.shared;
     wave = tile.wave;
     wave_tiles[static_cast<std::size_t>(wave)] += tile.shared;
     int shared = 0;
@@ -118,6 +139,8 @@ TEST(RegularTiles, HaveEveryEntryOnce) {
     const Tiles by_col = make_tiles(*columns_of(*pattern), pattern->rows());
     EXPECT_TRUE(entries_of(by_row, true) == want);  // not EXPECT_EQ, which would print thousands
     EXPECT_TRUE(entries_of(by_col, false) == want);
+    check_shapes(by_row);
+    check_shapes(by_col);
     check_lines(by_row, pattern->rows());
     check_lines(by_col, pattern->cols());
   }

@@ -199,6 +199,35 @@ def test_deterministic(device, text):
     assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(first, call(), strict=True))
 
 
+@pytest.mark.parametrize("offset", range(8))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sliding_window((200, 420), 20, 170)",  # runs of one, two and three steps
+        "longformer(300, 40, (0, 150))",  # a run beside single columns
+        "bigbird(256, 16, 1, 1, 2, seed=3)",
+        "strided(300, 16)",
+    ],
+)
+def test_rows_that_begin_anywhere(device, text, offset):
+    """Rows of x at every place of their 16 bytes, between numbers that must not be used."""
+    pattern = parse(text)
+    reference = Reference(pattern)
+    rows, width = reference.there.shape
+    dtype = (torch.bfloat16, torch.float16)[offset % 2]
+    q, k, v = draw(pattern, device, dtype, 1, (2, 2), (64, 64))
+    scores = fw.r_sddmm(q, k, pattern)
+    assert_close(scores, reference.sddmm(q.cpu().double(), k.cpu().double()), dtype, "scores")
+    stride = width + offset // 3
+    room = torch.full((2 * rows * stride + 16,), NAN, device=device, dtype=dtype)
+    x = room.as_strided((1, 2, rows, width), (2 * rows * stride, rows * stride, stride, 1), offset)
+    x[..., reference.there.to(device)] = scores[..., reference.there.to(device)]
+    exact = torch.where(reference.there, x.cpu().double(), 0.0)
+    assert_close(fw.r_spmm(x, v, pattern), reference.spmm(exact, v.cpu().double()), dtype, "r_spmm")
+    got = torch.ops.fretwork.r_spmm_transposed(x, q, pattern.key, 2)
+    assert_close(got, reference.matrix(exact).mT @ q.cpu().double(), dtype, "r_spmm_transposed")
+
+
 def test_unused_keys_never_leak(device):
     pattern = fw.patterns.strided((20, 90), 7) & fw.patterns.sliding_window((20, 90), 30, 0)
     used = pattern.mask().any(0).to(device)
@@ -235,14 +264,14 @@ def test_softmax_of_infinities(device):
     assert got[0, 0, 5:7].isnan().any(-1).all() and got[0, 0, [0, 1, 2, 3, 4, 7, 8]].isfinite().all()
 
 
-@pytest.mark.parametrize("width", [255, 513, 2039, 2041, 2500])
+@pytest.mark.parametrize("width", [3, 63, 130, 255, 256, 320, 512, 513, 2039, 2041, 2500])
 def test_softmax_of_long_rows(device, width):
     """Held by a warp or not, with rows that begin anywhere in their 16 bytes."""
     pattern = fw.patterns.sliding_window((40, width), width - 1, 0)
     reference = Reference(pattern)
     for dtype in dtypes_of(device):
         x = torch.randn(1, 1, 40, width, device=device).to(dtype)
-        for how in ("plain", "misaligned", "every other"):
+        for how in ("plain", "misaligned", "sliced", "every other"):
             check(lambda x: fw.r_softmax(x, pattern), lambda x: reference.softmax(x, 1.0), (x,), dtype, how)
 
 

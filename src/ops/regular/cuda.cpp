@@ -24,6 +24,9 @@ constexpr const char* kTileSource = "ops/regular/kernel_tiles.cuh";
 constexpr int kTileThreads = 2 * kRegularLines;
 constexpr int kThreads = 256;      // of a CTA, a warp for each line
 constexpr int kMostHeld = 64;      // entries of a lane where a warp holds a row for its softmax
+constexpr int kMostInPairs = 32;   // of them, where they are not taken 16 bytes at a time: registers
+constexpr int kMostInFew = 20;     // and where less than a warp holds a row
+constexpr int kRowCost = 24;       // of a lane, in entries
 constexpr int kTilesAtOnce = 600;  // more than run at once: a head's sums are free when their place is needed again
 
 int narrowed(std::int64_t n) {
@@ -114,7 +117,7 @@ KernelSpec spec(Result result, DType dtype, int elements) {
 
 /// What kernel_tiles.cuh lays out.
 int tile_shared_bytes(Result result, std::int64_t depth) {
-  constexpr int kStage = kRegularLines * 88 * 2, kStep = kRegularLines * 16 + kRegularBlock * 4;
+  constexpr int kStage = kRegularLines * kRegularPitch * 2, kStep = kRegularLines * 16 + kRegularBlock * 4;
   const int panels = kRegularBlock * static_cast<int>((depth + 63) / 64 * 64) * 2;
   const int x = result == Result::values ? std::max(2 * panels, kStage) : 2 * kStage;
   return 2 * panels + x + 3 * kStep + 2 * kRegularLines * 4 + 16;
@@ -130,10 +133,13 @@ KernelSpec tile_spec(Result result, DType dtype, std::int64_t depth, const std::
           tile_shared_bytes(result, depth)};
 }
 
+/// Kernels count a row's bytes in 32 bits.
+bool short_rows(const Operand& o) { return o.row >= 0 && o.row < std::int64_t{1} << 30; }
+
 /// 16-byte accesses of whole rows.
 bool in_chunks(const Operand& o) {
-  return o.col == 1 && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0 && o.row % 8 == 0 && o.head % 8 == 0 &&
-         o.batch % 8 == 0;
+  return o.col == 1 && short_rows(o) && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0 && o.row % 8 == 0 &&
+         o.head % 8 == 0 && o.batch % 8 == 0;
 }
 
 /// Kernels count lines in 32 bits.
@@ -183,8 +189,8 @@ void run_lists(const Product& p, Context& context) {
 
 /// Whether 16-byte accesses and tensor cores can do it.
 bool fits_tiles(const Product& p, const Context& context) {
-  return p.dtype != DType::f32 && p.depth % 8 == 0 && p.depth <= 256 && p.values.col == 1 && in_chunks(p.by_row) &&
-         in_chunks(p.by_col) &&
+  return p.dtype != DType::f32 && p.depth % 8 == 0 && p.depth <= 256 && p.values.col == 1 && short_rows(p.values) &&
+         in_chunks(p.by_row) && in_chunks(p.by_col) &&
          tile_shared_bytes(p.result, p.depth) <= driver::device_info(context.device.index).shared_per_block;
 }
 
@@ -239,47 +245,80 @@ namespace {
 
 /// Rows that a warp holds, and longer ones.
 struct SoftmaxPlan {
-  DeviceBuffer first, rows;
+  DeviceBuffer rows;
   int held = 0, longer = 0;       ///< how many; the longer ones stand behind
   std::int64_t most_entries = 0;  ///< of those held
-  std::size_t bytes() const { return first.bytes() + rows.bytes(); }
+  std::size_t bytes() const { return rows.bytes(); }
 };
 
 std::shared_ptr<const SoftmaxPlan> softmax_plan(const RegularPattern& pattern, Context& context) {
   return remember<SoftmaxPlan>("softmax", pattern, context, [&] {
-    const auto lengths = pattern.row_lengths();
-    std::vector<std::int64_t> first = {0};
-    std::vector<int> held, longer;
+    std::vector<RegularSoftmaxRow> held, longer;
     SoftmaxPlan plan;
-    for (const std::int64_t count : lengths) {
+    int row = 0;
+    for (const std::int64_t count : pattern.row_lengths()) {
       const bool fits = count <= 32 * kMostHeld - 8;  // with what a chunk may have in front of the row
-      (fits ? held : longer).push_back(static_cast<int>(first.size()) - 1);
+      (fits ? held : longer).push_back({row++, narrowed(count)});
       plan.most_entries = std::max(plan.most_entries, fits ? count : 0);
-      first.push_back(first.back() + count);
     }
     plan.held = static_cast<int>(held.size());
     plan.longer = static_cast<int>(longer.size());
     held.insert(held.end(), longer.begin(), longer.end());
-    plan.first = upload(first, context.device.index);
     plan.rows = upload(held, context.device.index);
     return plan;
   });
 }
 
-/// `held` entries in each lane, `together` of them at a time; 0 where a warp does not hold a row.
-KernelSpec softmax_spec(bool backward, DType dtype, std::int64_t held, std::int64_t together) {
+/// How a row is taken: by `lanes` lanes of a warp, `held` entries in each, `together` at a time; or, where `held` is 0,
+/// by a CTA that does not hold it.
+struct Lanes {
+  std::int64_t held = 0, together = 1, lanes = 32;
+};
+
+KernelSpec softmax_spec(bool backward, DType dtype, const Lanes& lanes) {
   const std::string name = std::string("fretwork::regular_softmax") + (backward ? "_backward" : "");
   const std::string type = device_type(dtype);
-  return {kSource, held == 0
-                       ? name + "<" + type + ">"
-                       : name + "_held<" + type + ", " + std::to_string(held) + ", " + std::to_string(together) + ">"};
+  const auto numbers = ", " + std::to_string(lanes.held) + ", " + std::to_string(lanes.together) + ", " +
+                       std::to_string(lanes.lanes) + ">";
+  return {kSource, lanes.held == 0 ? name + "<" + type + ">" : name + "_held<" + type + numbers};
 }
 
-/// Whether each row of both begins at the same place of its 16 bytes.
-bool aligned_alike(const Operand& a, const Operand& b, std::int64_t chunk) {
+/// Whether each row of both begins at the same place of a chunk of so many elements.
+bool aligned_alike(const Operand& a, const Operand& b, std::int64_t chunk, std::int64_t size) {
   const auto differs = [&](std::int64_t x, std::int64_t y) { return (x - y) % chunk != 0; };
+  const auto place = [&](const Operand& o) {
+    return reinterpret_cast<std::uintptr_t>(o.data) % static_cast<std::uintptr_t>(chunk * size);
+  };
   return a.col == 1 && b.col == 1 && !differs(a.row, b.row) && !differs(a.head, b.head) && !differs(a.batch, b.batch) &&
-         reinterpret_cast<std::uintptr_t>(a.data) % 16 == reinterpret_cast<std::uintptr_t>(b.data) % 16;
+         place(a) == place(b);
+}
+
+/// A row costs each lane of it about ten instructions for each entry that the lane has room for, there or not, and as
+/// much as kRowCost entries besides. Rows that begin anywhere may fill large chunks badly (513 entries: 65 chunks of 8,
+/// in three rounds of 32 lanes), and short ones are better taken by half a warp. So of all sizes of a chunk and all
+/// numbers of lanes, the cheapest.
+Lanes lanes_of(const Softmax& s, std::int64_t most_entries) {
+  const auto size = static_cast<std::int64_t>(size_of(s.dtype)), largest = 16 / size;
+  const auto some = [&](std::int64_t lanes, std::int64_t chunk, std::int64_t front, std::int64_t step) {
+    const std::int64_t held = ((most_entries + front + lanes - 1) / lanes + step - 1) / step * step;
+    return Lanes{std::max(held, step), chunk, lanes};
+  };
+  const auto cost = [](const Lanes& l) { return l.lanes * (l.held + kRowCost); };
+  Lanes best = some(32, 1, 0, 4);
+  for (std::int64_t chunk = largest; chunk > 1; chunk /= 2) {
+    const bool alike = aligned_alike(s.in, s.out, chunk, size) &&
+                       (s.d_out.data == nullptr || aligned_alike(s.in, s.d_out, chunk, size));
+    const bool led = !aligned_alike(s.in, {nullptr, 0, 0, 0, 1}, chunk, size);
+    for (const std::int64_t lanes : {32, 16, 8}) {
+      const Lanes other = some(lanes, chunk, led ? chunk - 1 : 0, chunk);
+      const bool whole = lanes == 32 && chunk == largest;
+      const bool fits = other.held <= (lanes == 32 ? kMostInPairs : kMostInFew);
+      if (alike && (whole || (fits && (best.together == 1 || cost(other) < cost(best))))) {
+        best = other;
+      }
+    }
+  }
+  return best;
 }
 
 const void* end_of(const Softmax& s, const Operand& o) {
@@ -300,7 +339,6 @@ void run(const Softmax& s, Context& context) {
   constexpr double kLargest = std::numeric_limits<float>::max();
   const SplitScale split(s.scale, kLargest / 2);  // which log2(e) may multiply
   RegularSoftmaxParams q{};
-  q.first = data<long long>(plan->first);
   q.in = params(s.in);
   q.out = params(s.out);
   q.in_end = end_of(s, s.in);
@@ -313,23 +351,19 @@ void run(const Softmax& s, Context& context) {
   q.scale = static_cast<float>(std::clamp(s.scale, -kLargest, kLargest));
   q.heads = narrowed(s.heads);
   q.width = narrowed(s.width);
-  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(s.dtype));
-  const bool whole = aligned_alike(s.in, s.out, chunk) && (!backward || aligned_alike(s.in, s.d_out, chunk));
-  const std::int64_t step = whole ? chunk : 4, front = whole ? chunk - 1 : 0;
-  const std::int64_t held = std::max(((plan->most_entries + front + 31) / 32 + step - 1) / step * step, step);
-  constexpr int kWarps = kThreads / 32;  // a row's each, or all of a row
-  const auto launch = [&](int first, int rows, std::int64_t in_lane, int rows_of_cta) {
+  const Lanes lanes = lanes_of(s, plan->most_entries);
+  const auto launch = [&](int first, int rows, const Lanes& some, std::int64_t rows_of_cta) {
     if (rows > 0) {
-      q.rows = data<int>(plan->rows) + first;
+      q.rows = data<RegularSoftmaxRow>(plan->rows) + first;
       q.row_count = rows;
       const std::int64_t tasks = checked_tasks(s.batch * s.heads * rows);
       q.tasks = static_cast<unsigned>(tasks);
-      get_kernel(softmax_spec(backward, s.dtype, in_lane, whole ? chunk : 1), context.device.index)
+      get_kernel(softmax_spec(backward, s.dtype, some), context.device.index)
           .launch((tasks + rows_of_cta - 1) / rows_of_cta, kThreads, 0, &q, context.stream);
     }
   };
-  launch(0, plan->held, held, kWarps);
-  launch(plan->held, plan->longer, 0, 1);
+  launch(0, plan->held, lanes, kThreads / lanes.lanes);
+  launch(plan->held, plan->longer, {}, 1);
 }
 
 namespace {
@@ -350,10 +384,17 @@ std::vector<KernelSpec> list(const std::string& arch) {
       }
     }
     for (const bool backward : {false, true}) {
-      specs.push_back(softmax_spec(backward, dtype, 0, 0));
-      for (const int held : {8, 24, kMostHeld}) {  // any multiple of what is taken together
-        specs.push_back(softmax_spec(backward, dtype, held, 1));
-        specs.push_back(softmax_spec(backward, dtype, held, 16 / static_cast<int>(size_of(dtype))));
+      specs.push_back(softmax_spec(backward, dtype, {}));
+      const int largest = 16 / static_cast<int>(size_of(dtype));
+      for (const int held : {8, 18, 24, kMostHeld}) {  // any multiple of what is taken together
+        for (const int together : {1, 2, 4, 8}) {
+          for (const int lanes : {32, 16}) {
+            const bool taken = together == largest || (together < largest && held <= kMostInPairs) || together == 1;
+            if (taken && held % together == 0 && (lanes == 32 || (held <= kMostInFew && together > 1))) {
+              specs.push_back(softmax_spec(backward, dtype, {held, together, lanes}));
+            }
+          }
+        }
       }
     }
   }

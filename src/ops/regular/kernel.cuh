@@ -177,19 +177,23 @@ __global__ void __launch_bounds__(kRegularThreads, 3) regular_by_col(const __gri
 }
 
 inline constexpr int kSoftmaxWarps = 8;
-
-/// Zeros from `to` to `end`, by a warp.
-template <typename T>
+#if __CUDA_ARCH__ >= 900
+inline constexpr int kBackwardCtas = 4;  ///< that registers are left for; before, the compiler needs some more
+#else
+inline constexpr int kBackwardCtas = 3;
+#endif
+/// Zeros from `to` to `end`, by kLanes neighbouring lanes.
+template <int kLanes = 32, typename T>
 __device__ __forceinline__ void fill_zeros(T* to, T* end) {
   constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % kLanes;
   T* const whole = reinterpret_cast<T*>((reinterpret_cast<u64>(to) + 15) / 16 * 16);
-  for (T* at = to + lane; at < end && at < whole; at += 32) {
+  for (T* at = to + lane; at < end && at < whole; at += kLanes) {
     *at = T{};
   }
   const u32 zeros[4] = {};
   T* at = whole + lane * kChunk;
-  for (; at + kChunk <= end; at += 32 * kChunk) {
+  for (; at + kChunk <= end; at += kLanes * kChunk) {
     store_words<4>(at, zeros);
   }
   for (; at < end; ++at) {  // one lane's, less than a chunk
@@ -197,49 +201,72 @@ __device__ __forceinline__ void fill_zeros(T* to, T* end) {
   }
 }
 
-/// The row of a warp or a CTA.
+/// The row of some lanes or of a CTA.
 struct regular_softmax_row {
   int batch, head, line, count;
-  __device__ __forceinline__ regular_softmax_row(const RegularSoftmaxParams& p, u32 n) {
+  __device__ __forceinline__ regular_softmax_row(const RegularSoftmaxParams& p, u32 n, bool idle = false) {
     const regular_task my(n, 1, p.row_count, p.heads);
+    const u64 row = *reinterpret_cast<const u64*>(p.rows + my.line);
     batch = my.batch;
     head = my.head;
-    line = p.rows[my.line];
-    count = static_cast<int>(p.first[line + 1] - p.first[line]);
+    line = static_cast<int>(row);
+    count = idle ? 0 : static_cast<int>(row >> 32);
   }
 };
 
-/// A warp's row of up to 32·N entries, N in each lane: C neighbours at a time, in one aligned access. Where C is more
-/// than 1, the row may begin `lead` elements behind an aligned address, and all tensors have the same lead.
-template <typename T, int N, int C>
+/// The same pointer to global memory, computed once: accesses at fixed distances from it are to take no arithmetic of
+/// their own.
+template <typename T>
+__device__ __forceinline__ T* opaque(T* p) {
+  asm volatile("" : "+l"(p));
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
+
+/// A row of up to L·N entries of L neighbouring lanes, N in each: C neighbours at a time, in one aligned access. Where
+/// C is more than 1, the row may begin `lead` elements behind an aligned address, and all tensors have the same lead.
+template <typename T, int N, int C, int L>
 struct regular_row {
   int count, lead;
+  int own;  ///< the lane's first place, counted from the aligned address
   __device__ __forceinline__ regular_row(int entries, const T* row)
-      : count(entries), lead(C > 1 ? static_cast<int>(reinterpret_cast<u64>(row) / sizeof(T) % C) : 0) {}
+      : count(entries),
+        lead(C > 1 ? static_cast<int>(reinterpret_cast<u64>(row) / sizeof(T) % C) : 0),
+        own(static_cast<int>(threadIdx.x % L) * C) {}
+  __device__ __forceinline__ static constexpr int offset(int e) { return e / C * L * C + e % C; }
   /// Negative in front of the row.
-  __device__ __forceinline__ int entry(int e) const { return e / C * 32 * C + threadIdx.x % 32 * C + e % C - lead; }
-  __device__ __forceinline__ bool there(int e) const { return static_cast<u32>(entry(e)) < static_cast<u32>(count); }
+  __device__ __forceinline__ int entry(int e) const { return own - lead + offset(e); }
+  __device__ __forceinline__ bool there(int e) const {
+    return offset(e) < count + lead - own && (e >= C || own + e >= lead);
+  }
   /// Anything beyond the row's entries. What an access reads around them lies in the same 16 bytes as one of them, and
   /// in front of `end`.
   __device__ __forceinline__ void load(float (&x)[N], const T* row, i64 col, const void* end) const {
+    if constexpr (C == 1) {
 #pragma unroll
-    for (int e = 0; e < N; e += C) {
-      const T* const from = row + entry(e) * col;
-      if constexpr (C == 1) {
+      for (int e = 0; e < N; ++e) {
         if (there(e)) {
-          x[e] = widen(*from);
+          x[e] = widen(row[entry(e) * col]);
         }
-      } else if (entry(e) < count && from + C <= static_cast<const T*>(end)) {
-        const run<T, C> some = load_run<T, C>(from);
+      }
+    } else {
+      const i64 readable = static_cast<const T*>(end) - row;
+      const int whole = readable >= count + C ? count : static_cast<int>(readable) - C + 1;  // accesses begin below
+      const T* const from = opaque(row + (own - lead));
+      run<T, C> some[N / C];
 #pragma unroll
-        for (int u = 0; u < C; ++u) {
-          x[e + u] = widen(some.at(u));
-        }
-      } else {
+      for (int e = 0; e < N; e += C) {
+        some[e / C] = load_run_if<T, C>(entry(e) < whole, from + offset(e));
+      }
 #pragma unroll
-        for (int u = 0; u < C; ++u) {
-          if (there(e + u)) {
-            x[e + u] = widen(from[u]);
+      for (int e = 0; e < N; ++e) {
+        x[e] = widen(some[e / C].at(e % C));
+      }
+      if (whole < count) {  // the tensor's last row
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+          if (entry(e - e % C) >= whole && there(e)) {
+            x[e] = widen(row[entry(e)]);
           }
         }
       }
@@ -247,7 +274,7 @@ struct regular_row {
   }
   /// x is zero beyond the row's entries. And zeros from there on.
   __device__ __forceinline__ void store(T* row, i64 col, int width, const float (&x)[N]) const {
-    const int held = min(width, N * 32 - lead);  // what is stored from registers
+    const int held = min(width, N * L - lead);  // what is stored from registers
     if constexpr (C == 1) {
 #pragma unroll
       for (int e = 0; e < N; ++e) {
@@ -255,20 +282,23 @@ struct regular_row {
           row[entry(e) * col] = narrow<T>(x[e]);
         }
       }
-      for (int t = held + static_cast<int>(threadIdx.x % 32); t < width; t += 32) {
+      for (int t = held + static_cast<int>(threadIdx.x % L); t < width; t += L) {
         row[t * col] = T{};
       }
     } else {
-      store_chunks(row, held, x);
-      fill_zeros(row + held, row + width);
+      store_chunks(opaque(row + (own - lead)), held, x);
+      if (held < width) {
+        fill_zeros<L>(row + held, row + width);
+      }
     }
   }
 
  private:
-  /// Chunks that reach beyond the row on either side are stored element by element, once for all lanes that have one.
-  __device__ __forceinline__ void store_chunks(T* row, int held, const float (&x)[N]) const {
+  /// Chunks that reach beyond the row on either side are stored element by element. In front that is the first; behind
+  /// it is one of the last two, as N is no more than the longest row needs.
+  __device__ __forceinline__ void store_chunks(T* to, int held, const float (&x)[N]) const {
     float rest[C];
-    int last = held;  // where `rest` begins; nothing if that is the end
+    int last = N * L;  // where `rest` goes
 #pragma unroll
     for (int e = 0; e < N; e += C) {
       const int first = entry(e);
@@ -277,27 +307,31 @@ struct regular_row {
       for (int u = 0; u < C; ++u) {
         some[u] = x[e + u];
       }
-      const bool behind = first + C > held && first < held;
-      if (first >= 0 && first + C <= held) {
-        store_run<T, C>(row + first, some);
-      } else if (e == 0 && first < 0 && !behind) {
-        store_some(row, first, held, some);
+      if ((e > 0 || first >= 0) && first + C <= held) {
+        store_run<T, C>(to + offset(e), some);
       }
+      if (e == 0 || e + 2 * C >= N) {
+        const bool partial = first < held && (first < 0 || first + C > held);
+        if (e == 0 && partial) {
+          store_some(to, 0, held, some);
+        } else if (e > 0) {
 #pragma unroll
-      for (int u = 0; u < C; ++u) {
-        rest[u] = behind ? some[u] : rest[u];
+          for (int u = 0; u < C; ++u) {
+            rest[u] = partial ? some[u] : rest[u];
+          }
+          last = partial ? offset(e) : last;
+        }
       }
-      last = behind ? first : last;
     }
-    if (last < held) {
-      store_some(row, last, held, rest);
+    if (last < N * L) {
+      store_some(to, last, held, rest);
     }
   }
-  __device__ __forceinline__ void store_some(T* row, int first, int end, const float (&x)[C]) const {
+  __device__ __forceinline__ void store_some(T* to, int at, int end, const float (&x)[C]) const {
 #pragma unroll
     for (int u = 0; u < C; ++u) {
-      if (static_cast<u32>(first + u) < static_cast<u32>(end)) {
-        row[first + u] = narrow<T>(x[u]);
+      if (static_cast<u32>(own - lead + at + u) < static_cast<u32>(end)) {
+        to[at + u] = narrow<T>(x[u]);
       }
     }
   }
@@ -309,17 +343,19 @@ __device__ __forceinline__ float regular_exp(float after, float x) {
   return sizeof(T) == 2 ? exp2_fast(after * kLog2e * x) : expf(after * x);
 }
 
-/// out = softmax of scale·in over a row's entries, which a warp holds in registers.
-template <typename T, int N, int C>
-__global__ void __launch_bounds__(32 * kSoftmaxWarps)
+/// out = softmax of scale·in over a row's entries, which L lanes hold in registers.
+template <typename T, int N, int C, int L>
+__global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 && C > 1 ? 5 : 1)
     regular_softmax_held(const __grid_constant__ RegularSoftmaxParams p) {
-  const u32 n = blockIdx.x * kSoftmaxWarps + threadIdx.x / 32;
-  if (n >= p.tasks) {
+  const u32 n = blockIdx.x * (32 * kSoftmaxWarps / L) + threadIdx.x / L;
+  if (L == 32 && n >= p.tasks) {
     return;
   }
-  const regular_softmax_row my(p, n);
+  const bool idle = L < 32 && n >= p.tasks;  // but lanes beside may not be
+  const regular_softmax_row my(p, idle ? p.tasks - 1 : n, idle);
+  const int width = idle ? 0 : p.width;
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
-  const regular_row<T, N, C> row(my.count, in);
+  const regular_row<T, N, C, L> row(my.count, in);
   float x[N], top = -infinity(), sum = 0;
   row.load(x, in, p.in.col, p.in_end);
 #pragma unroll
@@ -327,39 +363,43 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
     x[e] = row.there(e) ? p.before * x[e] : -infinity();
     top = fmaxf(top, x[e]);  // NaN loses, and shows in the sum
   }
-  top = reduce_lanes<32>(top, take_max{});
+  top = reduce_lanes<L>(top, take_max{});
   top = top == -infinity() ? 0.0f : top;  // a row of −inf alone must not subtract it from itself
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     x[e] = regular_exp<T>(p.after, x[e] - top);
     sum += x[e];
   }
-  sum = reduce_lanes<32>(sum, take_sum{});
+  sum = reduce_lanes<L>(sum, take_sum{});
   const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     x[e] *= share;
   }
   if (share != share) {  // which zeros are not to become
+    regular_row<T, N, C, L> row(my.count, in);
+    asm volatile("" : "+r"(row.count));  // so that no predicate is kept from above for this
 #pragma unroll
     for (int e = 0; e < N; ++e) {
       x[e] = row.there(e) ? x[e] : 0.0f;
     }
   }
-  row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, p.width, x);
+  row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, width, x);
 }
 
 /// d_in = scale·out·(d_out − Σ out·d_out); `in` is the softmax here. Where nothing came out nothing counts.
-template <typename T, int N, int C>
-__global__ void __launch_bounds__(32 * kSoftmaxWarps)
+template <typename T, int N, int C, int L>
+__global__ void __launch_bounds__(32 * kSoftmaxWarps, N <= 20 && C > 1 ? kBackwardCtas : 1)
     regular_softmax_backward_held(const __grid_constant__ RegularSoftmaxParams p) {
-  const u32 n = blockIdx.x * kSoftmaxWarps + threadIdx.x / 32;
-  if (n >= p.tasks) {
+  const u32 n = blockIdx.x * (32 * kSoftmaxWarps / L) + threadIdx.x / L;
+  if (L == 32 && n >= p.tasks) {
     return;
   }
-  const regular_softmax_row my(p, n);
+  const bool idle = L < 32 && n >= p.tasks;  // but lanes beside may not be
+  const regular_softmax_row my(p, idle ? p.tasks - 1 : n, idle);
+  const int width = idle ? 0 : p.width;
   const T* const in = regular_line<const T>(p.in, my.batch, my.head, my.line);
-  const regular_row<T, N, C> row(my.count, in);
+  const regular_row<T, N, C, L> row(my.count, in);
   float x[N], d[N], dot = 0;
   row.load(x, in, p.in.col, p.in_end);
   row.load(d, regular_line<const T>(p.d_out, my.batch, my.head, my.line), p.d_out.col, p.d_out_end);
@@ -367,12 +407,12 @@ __global__ void __launch_bounds__(32 * kSoftmaxWarps)
   for (int e = 0; e < N; ++e) {
     dot += row.there(e) && x[e] != 0.0f ? x[e] * d[e] : 0.0f;
   }
-  dot = reduce_lanes<32>(dot, take_sum{});
+  dot = reduce_lanes<L>(dot, take_sum{});
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     x[e] = row.there(e) && x[e] != 0.0f ? p.scale * (x[e] * (d[e] - dot)) : 0.0f;
   }
-  row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, p.width, x);
+  row.store(regular_line<T>(p.out, my.batch, my.head, my.line), p.out.col, width, x);
 }
 
 /// The softmax of longer rows, a CTA for each.

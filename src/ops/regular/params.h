@@ -26,16 +26,23 @@ struct RegularParams {
   int chunks;  ///< pieces of `depth`, a warp's share each
 };
 
-/// What a block of up to 64 columns holds of a row: the columns whose bits are set, at x[row, base] and the places
-/// behind it, in ascending order.
+/// What a step holds of a row: the columns whose bits are set, side by side in x in ascending order. The first stands
+/// at x[row, origin + its bit], so where all bits are neighbours (a run), each stands at origin + its bit.
 struct alignas(16) RegularBits {
   unsigned long long mask;
-  int base, row;  ///< row −1: none
+  int origin;
+  unsigned shape;  ///< the first bit, that and the number of bits << 8, and the flags below; without bits, 64 and 64
 };
+
+inline constexpr unsigned kRegularRun = 1u << 16;     ///< all bits are neighbours, or there is none
+inline constexpr unsigned kRegularJoins = 1u << 17;   ///< the first bit is 0, and its place follows the step before
+inline constexpr unsigned kRegularGoesOn = 1u << 18;  ///< the next step joins
 
 /// The tile shapes. A tile is kRegularLines lines of the result, in kRegularGroups groups of 64; a step is 64 partners,
 /// which all groups of the tile share.
 inline constexpr int kRegularBlock = 64, kRegularGroups = 2, kRegularLines = kRegularGroups * kRegularBlock;
+/// Elements of a row of x in shared memory: those of a step and up to seven in front, in whole chunks of 16 bytes.
+inline constexpr int kRegularPitch = 72;
 
 /// Lines of the result and the steps that are summed for them. Tiles of one wave share no lines.
 struct RegularTile {
@@ -53,7 +60,7 @@ struct RegularTileLine {
 };
 
 struct RegularTileParams {
-  const RegularTile* tiles;      ///< each as often as there are batches and heads of the result, by rising waves
+  const RegularTile* tiles;      ///< for each batch and head of the result; a tile waits for earlier ones alone
   const RegularTileLine* lines;  ///< rows, or columns where the result is by_col
   const RegularBits* bits;       ///< kRegularLines for each step: of a tile's rows, or of a step's rows in each group
   const int* partners;           ///< 64 for each step, −1: none
@@ -69,9 +76,12 @@ struct RegularTileParams {
   int width, depth;
 };
 
+struct alignas(8) RegularSoftmaxRow {
+  int row, count;
+};
+
 struct RegularSoftmaxParams {
-  const long long* first;  ///< as above
-  const int* rows;         ///< those that this launch computes
+  const RegularSoftmaxRow* rows;  ///< those that this launch computes
   RegularOperand in, d_out, out;
   const void *in_end, *d_out_end;  ///< behind the last element
   float before, after;             ///< scale = before·after, |before| ≤ 1 ≤ after

@@ -169,9 +169,10 @@ class Maker {
   bool worthwhile() const { return steps() <= most_steps_; }
   void mark(std::span<const Member> members);
   void fill(std::span<const Member> members);
-  void put(int step, int at, int bit, int place, int row);
+  void put(int step, int at, int bit, int place);
   void emit(std::span<const Member> members);
   void cut(const RegularTile& tile, std::int64_t most, std::vector<RegularTileLine>& lines);
+  void shape(const RegularTile& tile);
 
   const Lists* lists_;
   bool by_row_;
@@ -205,14 +206,14 @@ void Maker::mark(std::span<const Member> members) {
   }
 }
 
-void Maker::put(int step, int at, int bit, int place, int row) {
+void Maker::put(int step, int at, int bit, int place) {
   Last& last = last_[static_cast<std::size_t>(step) * kRegularLines + static_cast<std::size_t>(at)];
   auto& copies = steps_[static_cast<std::size_t>(step)];
   if (place != last.place + 1) {
     if (++last.copy == static_cast<int>(copies.size())) {
-      copies.emplace_back().fill({0, 0, -1});
+      copies.emplace_back().fill({0, 0, 0});
     }
-    copies[static_cast<std::size_t>(last.copy)][static_cast<std::size_t>(at)] = {0, place, row};
+    copies[static_cast<std::size_t>(last.copy)][static_cast<std::size_t>(at)] = {0, place - bit, 0};
   }
   last.place = place;
   copies[static_cast<std::size_t>(last.copy)][static_cast<std::size_t>(at)].mask |= std::uint64_t{1} << bit;
@@ -227,8 +228,7 @@ void Maker::fill(std::span<const Member> members) {
     members[n].each(*lists_, [&](const Entry& entry) {
       const int slot = slot_of_[static_cast<std::size_t>(entry.partner)];
       const int step = slot / kRegularBlock, partner = slot % kRegularBlock;
-      by_row_ ? put(step, group + line, partner, entry.place, members[n].line)
-              : put(step, group + partner, line, entry.place, entry.partner);
+      by_row_ ? put(step, group + line, partner, entry.place) : put(step, group + partner, line, entry.place);
     });
   }
 }
@@ -289,6 +289,26 @@ void Maker::cut(const RegularTile& tile, std::int64_t most, std::vector<RegularT
   }
 }
 
+/// Says what a tile's masks look like, and where a row goes on from step to step.
+void Maker::shape(const RegularTile& tile) {
+  for (int e = 0; e < kRegularLines; ++e) {
+    RegularBits* before = nullptr;
+    for (int s = tile.first; s < tile.first + tile.steps; ++s) {
+      RegularBits& b = out_.bits[static_cast<std::size_t>(s) * kRegularLines + static_cast<std::size_t>(e)];
+      const int first = std::countr_zero(b.mask), end = first + std::popcount(b.mask);  // 64 where there is none
+      const bool run = b.mask == 0 || end == 64 - std::countl_zero(b.mask);
+      b.shape = static_cast<unsigned>(first) | static_cast<unsigned>(end) << 8 | (run ? kRegularRun : 0);
+      const bool joins = before != nullptr && before->mask >> 63 != 0 && (before->shape & kRegularRun) != 0 && run &&
+                         (b.mask & 1) != 0 && b.origin == before->origin + kRegularBlock;
+      if (joins) {
+        b.shape |= kRegularJoins;
+        before->shape |= kRegularGoesOn;
+      }
+      before = &b;
+    }
+  }
+}
+
 /// Cuts long tiles, and says which lines have several and in which order tiles run.
 Tiles Maker::finish() {
   const std::vector<RegularTile> whole = std::exchange(out_.tiles, {});
@@ -312,13 +332,16 @@ Tiles Maker::finish() {
     }
   }
   out_.lines = std::move(lines);
-  std::ranges::stable_sort(out_.tiles, {}, [](const RegularTile& t) { return std::pair(t.wave, -t.steps); });
   for (RegularTile& tile : out_.tiles) {
+    shape(tile);
     const std::span members(out_.lines.data() + tile.lines, kRegularLines);
     tile.shared = std::ranges::any_of(members, [](const RegularTileLine& m) { return m.sum >= 0; }) ? 1 : 0;
     out_.wave_tiles.resize(std::max(out_.wave_tiles.size(), static_cast<std::size_t>(tile.wave) + 1));
     out_.wave_tiles[static_cast<std::size_t>(tile.wave)] += tile.shared;
   }
+  // Those that wait for one another first: their sums are long done when the others end.
+  std::ranges::stable_sort(out_.tiles, {},
+                           [](const RegularTile& t) { return std::tuple(1 - t.shared, t.wave, -t.steps); });
   return std::move(out_);
 }
 

@@ -12,7 +12,7 @@ namespace fretwork::regular_op {
 /// Lines are the rows of the pattern, or its columns; partners are the others. No tiles where they would be mostly
 /// empty.
 struct Tiles {
-  std::vector<RegularTile> tiles;      ///< by rising waves, the longest of each first
+  std::vector<RegularTile> tiles;      ///< those that share lines first, by rising waves, the longest of each first
   std::vector<RegularTileLine> lines;  ///< kRegularLines for each tile, those of a group ascending
   std::vector<RegularBits> bits;       ///< kRegularLines for each step
   std::vector<int> partners;           ///< 64 for each step, ascending

@@ -21,6 +21,16 @@ __device__ __forceinline__ void arrive(u32 barrier) {
 __device__ __forceinline__ void arrive_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+/// Whether the phase of this parity has completed.
+__device__ __forceinline__ bool test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
 /// Returns when the phase of this parity has completed. A fresh barrier has "completed" parity 1.
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   asm volatile(

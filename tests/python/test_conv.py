@@ -59,17 +59,17 @@ def viewed(name, tensor):
     return {**VIEWS, **EXPANDED}[name](tensor)
 
 
-def check(mask, block, x, values, bias, d_out, **geometry):
-    """The value and the three gradients, for the tensors as they lie."""
+def check(mask, block, x, values, bias, d_out, reference="cpu", **geometry):
+    """The value and the three gradients, for the tensors as they lie. The reference is computed on a device."""
     layout, kernel, dtype = fw.BlockLayout.for_conv2d(mask, block), tuple(mask.shape[2:]), x.dtype
     given = [t.detach().requires_grad_() for t in (x, values, bias)]
-    wide = [t.detach().cpu().double().contiguous().requires_grad_() for t in given]
+    wide = [t.detach().to(reference).double().contiguous().requires_grad_() for t in given]
     got = fw.block_conv2d(*given[:2], layout, kernel, bias=given[2], **geometry)
-    want = F.conv2d(wide[0], dense_weight(wide[1], mask, layout.block_shape), wide[2], **geometry)
+    want = F.conv2d(wide[0], dense_weight(wide[1], mask.to(reference), layout.block_shape), wide[2], **geometry)
     assert_close(got, want, dtype)
     upstream = d_out(want.shape)
     found = torch.autograd.grad(got, given, upstream)
-    wanted = torch.autograd.grad(want, wide, upstream.detach().cpu().double())
+    wanted = torch.autograd.grad(want, wide, upstream.detach().to(reference).double())
     for name, g, w in zip(("x", "values", "bias"), found, wanted, strict=True):
         assert_close(g, w, dtype, f"gradient of {name}", floor=max(1e-3, 0.05 * max(map(abs_max, wanted))))
     return got, found
@@ -481,6 +481,41 @@ def test_autocast_of_other_devices_does_not_reach_the_layer(device):
         layer(torch.ones(1, 16, 4, 4, device=device).half())
     with pytest.raises(RuntimeError, match=r"BlockSparseConv2d: x: expected \(N, 16, H, W\), got \(16, 4, 4\)"):
         layer(torch.ones(16, 4, 4, device=device))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    "kernel, image, geometry",
+    [
+        ((3, 3), (33, 40), {"padding": 1}),
+        ((3, 3), (56, 57), {"padding": 0}),
+        ((5, 2), (24, 25), {"padding": (3, 1)}),
+        ((3, 3), (11, 16), {"padding": 2, "dilation": 2}),
+        ((1, 3), (61, 64), {"padding": (0, 2), "dilation": (1, 2)}),
+        ((3, 3), (40, 31), {"padding": 1, "stride": (2, 1)}),
+        ((3, 3), (56, 56), {"padding": 3}),
+    ],
+    ids=str,
+)
+def test_many_pixels(block, kernel, image, geometry, device):
+    """Enough of them for the kernels of whole machines, in both orders of x and of the incoming gradient, with an odd
+    number of block rows."""
+    if device.type != "cuda":
+        pytest.skip("for --device cuda")
+    mask = kernel_mask(kernel, max(3, 320 // block), max(2, 128 // block), 0.4)
+    batch = -(-50_000 // (image[0] * image[1]))
+    orders = [(a, b) for a in (FIRST, LAST) for b in (FIRST, LAST)]
+    for n, (order, incoming) in enumerate(orders):
+        dtype = (torch.float16, torch.bfloat16)[n % 2]
+        x = images(device, batch, mask.shape[1] * block, *image, memory_format=order).to(dtype)
+        values = (torch.randn(int(mask.sum()), block, block, device=device) / block).to(dtype)
+        bias = torch.randn(mask.shape[0] * block, device=device).to(dtype)
+
+        def d_out(shape, incoming=incoming, dtype=dtype):
+            return images(device, *shape, memory_format=incoming).to(dtype)
+
+        check(mask, block, x, values, bias, d_out, reference=device, **geometry)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

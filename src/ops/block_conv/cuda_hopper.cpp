@@ -46,16 +46,7 @@ const KernelList kKernels{"block_conv", list_kernels};
 // ---------------------------------------------------------------------------------------------------- classes
 
 driver::PixelMap pixel_map(const Image& in, const AxisClass& y, const AxisClass& x) {
-  const auto bytes = [&](std::int64_t size, std::int64_t stride) {
-    return static_cast<std::uint64_t>((size == 1 ? in.c : stride) * 2);  // of a size of 1 any will do
-  };
-  const auto whole = [](std::int64_t size) { return static_cast<std::uint64_t>(size); };
-  return {in.data,
-          {whole(in.c), whole(in.w), whole(in.h), whole(in.n)},
-          {bytes(in.w, in.w_stride), bytes(in.h, in.h_stride), bytes(in.n, in.n_stride)},
-          {x.first, y.first},
-          {x.mul, y.mul},
-          {x.count, y.count}};
+  return hopper::pixel_map(in, {x.first, y.first}, {x.mul, y.mul}, {x.count, y.count});
 }
 
 /// Whether the copy engine gathers from such images, in whatever order they lie: ChannelsLast brings them to theirs.
@@ -66,14 +57,6 @@ bool can_gather(const Image& in, const AxisClass& y, const AxisClass& x) {
   copy.h_stride = in.w * in.c;
   copy.n_stride = in.h * in.w * in.c;
   return y.fits() && x.fits() && driver::can_map_pixels(pixel_map(copy, y, x));
-}
-
-Map pixels_of(const driver::PixelMap& map, int channels, int pixels) {
-  const auto swizzle = channels == 64   ? driver::Swizzle::b128
-                       : channels == 32 ? driver::Swizzle::b64
-                                        : driver::Swizzle::b32;
-  return std::bit_cast<Map>(
-      driver::make_pixel_map(map, static_cast<std::uint32_t>(channels), static_cast<std::uint32_t>(pixels), swizzle));
 }
 
 Pixels pixels_arg(const Image& in, const AxisClass& y, const AxisClass& x) {
@@ -267,12 +250,18 @@ bool run_product(const Problem& p, Context& context) {
       }
     }
   }
-  const ChannelsLast in(p.in, false, context);
   const Blocks blocks(p, context);
+  std::optional<ChannelsLast> copied;
   for (const AxisClass& y : ys) {
     for (const AxisClass& x : xs) {
-      if (!run_patches(p, blocks, in.image(), y, x, context)) {
-        run_class(p, blocks, in.image(), y, x, context);
+      if (run_patches(p, blocks, p.in, y, x, context)) {
+        continue;
+      }
+      if (!copied) {
+        copied.emplace(p.in, false, context);
+      }
+      if (copied->image().data == p.in.data || !run_patches(p, blocks, copied->image(), y, x, context)) {
+        run_class(p, blocks, copied->image(), y, x, context);
       }
     }
   }

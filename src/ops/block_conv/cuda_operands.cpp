@@ -2,12 +2,14 @@
 #include "ops/block_conv/cuda_operands.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "ops/block_conv/params.h"
 
 namespace fretwork::block_conv::hopper {
 namespace {
 
+namespace driver = fretwork::cuda;
 using namespace blocks;  // NOLINT: the host side that it shares with the block products
 
 constexpr std::int64_t kUnit = 8;  ///< 16-bit elements in 16 bytes
@@ -111,6 +113,28 @@ std::string class_key(const Problem& p, const AxisClass& y, const AxisClass& x) 
     key += ",";
   }
   return key;
+}
+
+driver::PixelMap pixel_map(const Image& in, std::array<std::int64_t, 2> first, std::array<std::int64_t, 2> mul,
+                           std::array<std::int64_t, 2> count) {
+  const auto bytes = [&](std::int64_t size, std::int64_t stride) {
+    return static_cast<std::uint64_t>((size == 1 ? in.c : stride) * 2);  // of a size of 1 any will do
+  };
+  const auto whole_size = [](std::int64_t size) { return static_cast<std::uint64_t>(size); };
+  return {in.data,
+          {whole_size(in.c), whole_size(in.w), whole_size(in.h), whole_size(in.n)},
+          {bytes(in.w, in.w_stride), bytes(in.h, in.h_stride), bytes(in.n, in.n_stride)},
+          first,
+          mul,
+          count};
+}
+
+Map pixels_of(const driver::PixelMap& map, int channels, int pixels) {
+  const auto swizzle = channels == 64   ? driver::Swizzle::b128
+                       : channels == 32 ? driver::Swizzle::b64
+                                        : driver::Swizzle::b32;
+  return std::bit_cast<Map>(
+      driver::make_pixel_map(map, static_cast<std::uint32_t>(channels), static_cast<std::uint32_t>(pixels), swizzle));
 }
 
 ImageOut image_out(const Image& out, bool rows) {

@@ -2,6 +2,7 @@
 // classes of output positions that meet the same kernel positions.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -54,6 +55,12 @@ Image class_of(const Problem& p, const AxisClass& y, const AxisClass& x);
 
 /// What a plan depends on beside the layout and the device.
 std::string class_key(const Problem& p, const AxisClass& y, const AxisClass& x);
+
+/// Images whose channels are neighbours as the copy engine gathers them, (w, h) each: its first pixel, the distance and
+/// the number of those it visits. Then 64, 32 or 16 channels × `pixels` of them.
+fretwork::cuda::PixelMap pixel_map(const Image& in, std::array<std::int64_t, 2> first, std::array<std::int64_t, 2> mul,
+                                   std::array<std::int64_t, 2> count);
+Map pixels_of(const fretwork::cuda::PixelMap& map, int channels, int pixels);
 
 /// How threads write images. `rows`: channels are neighbours.
 blocks::ImageOut image_out(const Image& out, bool rows);

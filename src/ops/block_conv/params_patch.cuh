@@ -2,43 +2,67 @@
 #pragma once
 
 #include "blocks/params.cuh"
+#include "device/divide.cuh"
 
 namespace fretwork::block_conv {
 
-/// A tile is 8 × 32 pixels of the result × 128 rows. A patch is what it reads of 64 channels, edges included: rows of
-/// pixels, 128 bytes each.
-inline constexpr int kTileWidth = 8, kTileHeight = 32, kTileRows = 128, kPatchChannels = 64;
+/// A tile is 256 neighbouring places × twice 64 rows. A patch is what it reads of 64 channels, 128 bytes for each
+/// place.
+inline constexpr int kTilePlaces = 256, kPatchChannels = 64;
 inline constexpr int kMostPatches = 4;
 /// Of the blocks of one warpgroup.
 inline constexpr int kBlockStages = 3, kBlockStageBytes = 8192;
-/// Shared memory behind the patches: the blocks of both warpgroups, their pieces of the result, and alignment.
-inline constexpr int kPatchRest = 2 * kBlockStages * kBlockStageBytes + 4 * 8192 + 1024;
+/// Images whose pixels are neighbours come in pieces of 64 pixels × 64 channels, to be turned.
+inline constexpr int kTurnStages = 4, kTurnBytes = 8192, kMostPieces = 32;
+/// Results leave 128 places at a time. Of a channel's pixels, where they are neighbours, so many have room: those of
+/// 128 places, what is left over from the places before, room to begin each of two images with 16 bytes, and one for
+/// what is not a pixel of the result.
+inline constexpr int kHalfPlaces = 128, kLineSlots = kHalfPlaces + 24, kNoSlot = kLineSlots - 1;
+/// Shared memory of an SM; of it, what kernels have as static variables (at most), and of the rest what is not patches:
+/// the blocks of both warpgroups, pieces to be turned, both parts of the result, and alignment.
 inline constexpr int kPatchShared = 227 * 1024;
+constexpr int patch_static(bool turned) { return turned ? 6656 : 1536; }
+constexpr int patch_rest(bool turned, bool rows) {
+  return 2 * kBlockStages * kBlockStageBytes + (turned ? kTurnStages * kTurnBytes : 0) +
+         2 * (rows ? 2 * 8192 : 64 * kLineSlots * 2) + 1024;
+}
 
 /// What one warpgroup multiplies at once: the blocks of 64 rows, and the patch (counted in its segment), the block of
-/// channels in it, and the row of it where the kernel position begins.
+/// channels in it, and the place in it where the kernel position begins.
 inline constexpr int kShiftBits = 12, kColumnBits = 2;
 
-/// The work of 128 rows on a tile: patches [patches, patches + patch_count) of 64 channels each, and steps of the upper
-/// and lower warpgroup.
+/// The work of twice 64 rows on a tile: where they begin, patches [patches, patches + patch_count) of 64 channels each,
+/// and the steps of both warpgroups.
 struct PatchSegment {
-  int place, patches, patch_count, first[2], last[2], unused;
+  int rows[2], patches, patch_count, first[2], last[2];
+};
+
+/// All images as one line of places. An image is `rows` rows of `row` places, of which the first is pixel
+/// (first_h, first_w): a margin of zeros where that is negative. The margin behind a row is the one before the next.
+struct Line {
+  int row, image;  ///< places
+  int first_h, first_w;
+  int images;
+  Divisor by_row, by_image;
 };
 
 struct PatchParams {
   Map sparse;  ///< (unit axis, other axis of a block, packed block, 1)
-  Map image;   ///< (c, w, h, n)
-  Map out;     ///< the same of the result, where the copy engine writes it
+  Map image;   ///< a column of places; or, to be turned, (pixel, channel, image, 1)
   const PatchSegment* segments;
   const int* channels;  ///< of patches, in units of 64
   const int* steps;     ///< (where it lies, then blocks from the top, −1 where there is none), a fixed number of each
   int segment_count, total, sparse_block, block_count;
-  int tiles_w, tiles_h;  ///< of an image
-  int patch_count, patch_stride, patch_bytes,
-      pitch;                    ///< the ring of patches; rows of a patch from pixel to pixel below
-  int mul_h, first_w, first_h;  ///< the first pixel that a result's first reads
-  int width, height, rows;      ///< of the result
-  blocks::ImageOut direct;      ///< where threads write it
+  int split_bits;  ///< a block is 2^bits × 2^bits pieces of 64 × 64, and `steps` count those
+  Line line;
+  int patch_count, patch_stride;     ///< the ring of patches
+  int patch_columns, column_places;  ///< of a patch
+  int in_height, in_width;
+  Divisor by_width;
+  int width, height, rows;  ///< of the result
+  void* out;
+  int unit_n, unit_h, unit_w;  ///< its strides in units of 16 bytes, where channels are neighbours
+  long long out_n, out_c;      ///< where pixels are
   const void* bias;
   long long bias_stride;
 };

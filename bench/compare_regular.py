@@ -6,8 +6,8 @@
 For each operator, forward and backward: microseconds, the floor and the floor's share of the time. The floor reads
 each input once and writes each output once at --rate (4.2 TB/s). Of x, the entries are read, and all of (B, H, S, W)
 is written, zeros behind a row's end included. Backward is all that the gradients of all inputs take: both products of
-r_sddmm and r_spmm read x or its gradient once each. L2 is flushed before each call. FRETWORK_ARCH=sm_80 forces the
-portable kernels.
+r_sddmm and r_spmm read x or its gradient once each. L2 is flushed before each call. Rows go to
+bench/results/<device>/regular.json. FRETWORK_ARCH=sm_80 forces the portable kernels and marks the rows so.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
 import fretwork as fw
 from fretwork.pattern import Pattern, row_width
+from rows import RESULTS, Row, folder, machine, store
 from timing import Call, medians
+
+IDENTITY = ("pattern", "seq", "heads", "depth", "dtype", "operator", "arch")
 
 PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "window": lambda s: fw.patterns.sliding_window(s, 256, 256),
@@ -63,8 +67,12 @@ def main() -> None:
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--rate", type=float, default=4.2, help="TB/s")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    print(torch.cuda.get_device_name())
+    device = torch.device("cuda")
+    facts = machine(device)
+    rows: list[Row] = []
+    print(facts["device"])
     print(f"{'pattern':<12}{'dtype':<10}{'D':>4}  {'operator':<20}{'us':>10}{'floor us':>10}{'ratio':>7}")
     for name in given.patterns.split(","):
         p = PATTERNS[name](given.seq)
@@ -72,14 +80,17 @@ def main() -> None:
             for depth in map(int, given.depths.split(",")):
                 begin = time.perf_counter()
                 for operator, call, moved in cases(p, given.heads, depth, getattr(torch, dtype)):
-                    us = 1e3 * medians({operator: call}, torch.device("cuda"), given.rounds)[operator]
+                    us = 1e3 * medians({operator: call}, device, given.rounds)[operator]
                     floor = moved / given.rate / 1e6
+                    case = {"pattern": name, "seq": given.seq, "heads": given.heads, "depth": depth, "dtype": dtype}
+                    rows.append({**facts, **case, "operator": operator, "us": us, "floor_us": floor})
                     print(
                         f"{name:<12}{dtype:<10}{depth:>4}  {operator:<20}{us:>10.1f}{floor:>10.1f}{floor / us:>7.2f}",
                         flush=True,
                     )
                 torch.cuda.empty_cache()
                 print(f"# {time.perf_counter() - begin:.1f} s with plans and compilation", flush=True)
+                store(folder(given.out, facts) / "regular.json", rows, IDENTITY)
 
 
 if __name__ == "__main__":

@@ -99,8 +99,9 @@ fw.attention(q, k, v, [[near], [near, near, far, far]])  # patterns of each elem
 ```
 Keys that `key_padding_mask` names are left out of every kernel's scores, whatever they and their values hold (NaN too),
 and their gradients are zeros. A query with no key left gives zeros and a log-sum-exp of −inf. It costs what its tiles
-cost: those without padding run as they do without a mask. A finite bias is a number, however large: a row whose keys
-all have −1e30 is their softmax. Only −inf takes a key out.
+cost: those without padding run as they do without a mask, and on Hopper the forward pass and the gradient of queries
+skip those that are all padding. A finite bias is a number, however large: a row whose keys all have −1e30 is their
+softmax. Only −inf takes a key out.
 
 Only the pattern's scores are computed, forward and backward, on a CPU or a GPU. `fretwork.jax.attention` is the same in
 JAX; a pattern that is an argument of what `jax.jit` traces is a constant of it. In

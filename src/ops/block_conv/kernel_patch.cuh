@@ -120,7 +120,7 @@ struct Turner {
       const int row = n * p.line.image + u * p.line.row + v - first;
       const bool inside = h < p.in_height && u >= 0 && v >= 0 && v < p.line.row && u * p.line.row < p.line.image &&
                           row >= 0 && row < patch_places(p);
-      table[piece++][lane] = static_cast<u16>(inside ? row : kNowhere);
+      table[piece++][lane % 8 * 4 + lane / 8] = static_cast<u16>(inside ? row : kNowhere);
     });
     margin = 0;
     for (int i = 0, place = static_cast<int>(half) * 32 + lane; place < patch_places(p); ++i, place += 64) {
@@ -132,15 +132,20 @@ struct Turner {
     __syncwarp();
     return piece;
   }
-  /// Lines of channels become lines of places.
-  __device__ __forceinline__ void turn(u32 piece, u32 patch, const u16 (&rows)[32]) const {
+  /// Where the lane's rows of 16 bytes go: those of pixels lane % 8 + 8 · i.
+  __device__ __forceinline__ void places(u32 (&to)[4], u32 patch, int piece) const {
     const u32 lane = threadIdx.x % 32;
-    u32 to[4], r[8][4];
+    const uint2 rows = *reinterpret_cast<const uint2*>(table[piece] + lane % 8 * 4);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
-      const u32 row = rows[i * 8 + lane % 8];
+      const u32 row = (i < 2 ? rows.x : rows.y) >> i % 2 * 16 & 0xffff;
       to[i] = row == kNowhere ? nowhere + lane * 16 : patch + tma::swizzled<128>(row * 128 + lane / 8 * 16);
     }
+  }
+  /// Lines of channels become lines of places.
+  __device__ __forceinline__ void turn(u32 piece, const u32 (&to)[4]) const {
+    const u32 lane = threadIdx.x % 32;
+    u32 r[8][4];
 #pragma unroll
     for (u32 n = 0; n < 8; ++n) {  // 8 pixels × 32 channels
       wgmma::load_pieces_transposed(r[n],
@@ -166,8 +171,10 @@ struct Turner {
         }
       }
       for (int piece = 0; piece < count; ++piece, turns.next()) {
+        u32 to[4];
+        places(to, patch, piece);
         mbarrier::wait(shared_address(&barriers.turn_full[turns.stage]), turns.parity);
-        turn(pieces + turns.stage * kTurnBytes, patch, table[piece]);
+        turn(pieces + turns.stage * kTurnBytes, to);
         release(shared_address(barriers.turn_empty), static_cast<int>(turns.stage));
       }
       fence_async_proxy();
@@ -382,13 +389,22 @@ __device__ __forceinline__ void store_units(const PatchParams& p, const PixelSlo
   if (slot >= kLineSlots || pixel < first || pixel + 8 > last) {
     return;
   }
-  T* const to = static_cast<T*>(p.out) + (slots.n + image) * p.out_n + row * p.out_c + pixel;
-#pragma unroll 4
-  for (int line = top; line < 64; line += 4) {
-    u32 words[4];
-    load_shared_128(words, lines + line * kLineSlots * 2 + slot * 2);
-    if (row + line < p.rows) {
-      store_words<4>(to + line * p.out_c, words);
+  T* to = static_cast<T*>(p.out) + (slots.n + image) * p.out_n + (row + top) * p.out_c + pixel;
+  u32 from = lines + top * kLineSlots * 2 + slot * 2;
+  const i64 next = 4 * p.out_c;
+  const int rows = p.rows - row - top;  // a warp has every fourth
+#pragma unroll 1
+  for (int line = 0; line < 64; line += 16, from += 16 * kLineSlots * 2) {
+    u32 words[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      load_shared_128(words[i], from + 4 * i * kLineSlots * 2);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i, to += next) {
+      if (line + 4 * i < rows) {
+        store_words<4>(to, words[i]);
+      }
     }
   }
 }
@@ -432,10 +448,14 @@ __device__ __forceinline__ void write_slots(const float (&d)[128], u8* lines, co
   constexpr int kEightRows = 8 * kLineSlots * 2;
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   u8* const rows = lines + (thread / 32 * 16 + lane / 4) * kLineSlots * 2;
+  u32 pairs[16];  // all at once: the compiler cannot know that stores do not change the table
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
-    const u32 pair = *reinterpret_cast<const u32*>(table + j * 8 + lane % 4 * 2);
-    u8 *const left = rows + (pair & 0xffff), *const right = rows + (pair >> 16);
+    pairs[j] = *reinterpret_cast<const u32*>(table + j * 8 + lane % 4 * 2);
+  }
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    u8 *const left = rows + (pairs[j] & 0xffff), *const right = rows + (pairs[j] >> 16);
     const float* const from = d + kHalf * 64 + 4 * j;
     const u32 a = narrow_pair<T>(from[0], from[1]), b = narrow_pair<T>(from[2], from[3]);
     *reinterpret_cast<u16*>(left) = static_cast<u16>(a);

@@ -46,7 +46,9 @@ class Case:
     def __init__(self, layer: Layer, batch: int, block: int, density: float, dtype: torch.dtype, device: torch.device):
         torch.manual_seed(block * 1000 + int(density * 100))
         blocks = layer.out // block, layer.inner // block
-        self.layout = fw.BlockLayout.for_conv2d(torch.rand(*blocks, 3, 3) < density, block)
+        mask = torch.zeros(blocks[0] * blocks[1] * 9, dtype=torch.bool)
+        mask[torch.randperm(len(mask))[: max(1, round(density * len(mask)))]] = True
+        self.layout = fw.BlockLayout.for_conv2d(mask.view(*blocks, 3, 3), block)
         scale = (9 * layer.inner * max(density, 1e-3)) ** -0.5
         self.values = (torch.randn(self.layout.nnz, block, block, device=device) * scale).to(dtype)
         matrices = self.layout.unpack(self.values)

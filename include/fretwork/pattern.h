@@ -76,6 +76,11 @@ class BlockLayout final : public Pattern {
 
   /// `mask` holds heads·rows·cols bytes, each 0 or 1. Throws Error otherwise.
   static std::shared_ptr<const BlockLayout> make(const Sizes& sizes, std::span<const std::uint8_t> mask);
+  /// The layout of a convolution's weight, from a mask (out blocks, in blocks, kh, kw): a head for each kernel position
+  /// (r, s), r·kw + s; a block is (output channels, input channels).
+  static std::shared_ptr<const BlockLayout> for_conv2d(const std::array<std::int64_t, 4>& blocks,
+                                                       std::span<const std::uint8_t> mask, std::int64_t block_rows,
+                                                       std::int64_t block_cols);
 
   const Sizes& sizes() const { return sizes_; }
   std::int64_t heads() const { return sizes_.heads; }

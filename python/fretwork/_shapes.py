@@ -377,6 +377,8 @@ def flat_patterns(op: str, pattern: Any, queries: Shape) -> tuple[Any, ...]:
         return tuple(pattern)
     rows = []
     for n, row in enumerate(pattern):
+        if isinstance(row, Pattern):
+            raise TypeError(f"{op}: pattern[{n}]: expected a sequence of patterns, as others are, got a Pattern")
         _check_sequence(op, f"pattern[{n}]", row)
         _check_patterns(op, f"pattern[{n}]", row, heads)
         rows.append([row[0] for _ in range(heads or 1)] if len(row) == 1 else row)

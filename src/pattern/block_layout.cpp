@@ -121,6 +121,26 @@ std::shared_ptr<const BlockLayout> BlockLayout::make(const Sizes& sizes, std::sp
   return std::shared_ptr<const BlockLayout>(new BlockLayout(sizes, mask));
 }
 
+std::shared_ptr<const BlockLayout> BlockLayout::for_conv2d(const std::array<std::int64_t, 4>& blocks,
+                                                           std::span<const std::uint8_t> mask, std::int64_t block_rows,
+                                                           std::int64_t block_cols) {
+  const auto [out, in, kh, kw] = blocks;
+  for (const std::int64_t size : blocks) {
+    if (size < 1) {
+      throw Error("for_conv2d", "blocks", "(out blocks, in blocks, kh, kw) of at least 1", std::to_string(size));
+    }
+  }
+  const Sizes sizes{kh * kw, out, in, block_rows, block_cols};
+  if (const std::size_t count = checked_count(sizes); mask.size() != count) {
+    throw Error("for_conv2d", "mask", std::to_string(count) + " entries", std::to_string(mask.size()));
+  }
+  std::vector<std::uint8_t> heads(mask.size());
+  for (std::size_t n = 0, positions = static_cast<std::size_t>(kh * kw); n < mask.size(); ++n) {
+    heads[n % positions * static_cast<std::size_t>(out * in) + n / positions] = mask[n];
+  }
+  return make(sizes, heads);
+}
+
 double BlockLayout::density() const {
   const double all = static_cast<double>(sizes_.heads) * static_cast<double>(sizes_.rows * sizes_.cols);
   return all > 0 ? static_cast<double>(nnz_) / all : 0.0;

@@ -220,8 +220,8 @@ std::vector<Run> ancestors(std::span<const std::int64_t> parents) {
     const auto at = static_cast<std::int64_t>(n);
     const std::int64_t parent = parents[n];
     if (parent < -1 || parent >= at) {
-      throw Error("tree", "parents", "-1 to " + std::to_string(at - 1) + " for node " + std::to_string(at),
-                  std::to_string(parent));
+      const std::string range = at == 0 ? "-1" : "-1 to " + std::to_string(at - 1);
+      throw Error("tree", "parents", range + " for node " + std::to_string(at), std::to_string(parent));
     }
     const Node above = parent < 0 ? Node{0, -1, 0} : nodes[static_cast<std::size_t>(parent)];
     nodes[n] = parent >= 0 && parent == at - 1 ? above : Node{at, parent, above.runs + 1};

@@ -519,6 +519,21 @@ TEST(BlockConvLarge, PastTheCaches) {
   }
 }
 
+TEST(BlockConvLayout, HasAHeadForEachKernelPosition) {
+  const std::vector<std::uint8_t> mask = {1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 0, 1};  // (3, 1, 2, 2)
+  const auto layout = BlockLayout::for_conv2d({3, 1, 2, 2}, mask, 8, 16);
+  const auto same = BlockLayout::make({4, 3, 1, 8, 16}, std::vector<std::uint8_t>{1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1});
+  EXPECT_EQ(layout->key(), same->key());
+  EXPECT_EQ(error_of([&] {
+              BlockLayout::for_conv2d({3, 1, 2, 3}, mask, 8, 16);
+            }),
+            "for_conv2d: mask: expected 18 entries, got 12");
+  EXPECT_EQ(error_of([&] {
+              BlockLayout::for_conv2d({3, 0, 2, 2}, {}, 8, 16);
+            }),
+            "for_conv2d: blocks: expected (out blocks, in blocks, kh, kw) of at least 1, got 0");
+}
+
 TEST(BlockConvErrors, NameTheArgument) {
   const auto layout = BlockLayout::make({2, 1, 1, 8, 8}, std::vector<std::uint8_t>{1, 1});
   std::vector<float> data(4096);

@@ -100,6 +100,14 @@ def convolutions(device):
             bias = tensor(device, dtype, layout.shape[1]).requires_grad_()
             options = {**geometry, "bias": bias, "precision": precision}
             fw.block_conv2d(x, values, layout, kernel, **options).square().sum().backward()
+    if torch.device(device).type != "cuda":
+        return
+    for block, memory_format in ((64, torch.contiguous_format), (32, torch.channels_last)):  # pixels for whole machines
+        layout = fw.BlockLayout.for_conv2d(torch.rand(128 // block, 128 // block, 3, 3) < 0.3, block)
+        x = tensor(device, torch.float16, 12, 128, 56, 56).contiguous(memory_format=memory_format)
+        bias = tensor(device, torch.float16, 128)
+        values = tensor(device, torch.float16, layout.nnz, block, block)
+        fw.block_conv2d(x, values, layout, 3, padding=1, bias=bias)
 
 
 def packing(device):

@@ -56,11 +56,11 @@ def test_pair(section, before, left, right):
     ours = out_of(before, right)
     assert ours.isfinite().all() and ours.abs().max() > 0
     if section in ON_A_GPU and not torch.cuda.is_available():
-        return
+        pytest.skip("ours is right; theirs needs a GPU")
     try:
         theirs = out_of(before, left)
-    except ModuleNotFoundError:
-        return
+    except ModuleNotFoundError as missing:
+        pytest.skip(f"ours is right; theirs is not installed: {missing.name}")
     tolerance = 2e-3 if ours.dtype == torch.float16 else 1e-5
     torch.testing.assert_close(ours, theirs.to(ours.device), rtol=tolerance, atol=tolerance * ours.abs().max().item())
 

@@ -167,6 +167,20 @@ def test_self_attention_without_projections(device):
         assert_close(got, scores.softmax(-1) @ v.double(), torch.float32)
 
 
+def test_shapes_of_keys_and_masks():
+    attention = tbs.DeepSpeedSparseSelfAttention()
+    key = torch.randn(2, 3, 8, 32)
+    assert torch.equal(attention.transpose_key_for_scores(key, 32), key.mT)
+    assert attention.transpose_key_for_scores(key, 8) is key
+    mask = torch.ones(2, 1, 1, 32, dtype=torch.bool)
+    found = attention.transpose_mask_for_sparse(torch.float16, mask, is_key_padding_mask=True)
+    assert found.shape == (2, 32) and found.dtype == torch.float16
+    assert attention.transpose_mask_for_sparse(torch.float16, mask[:1, :, :, :1], True).shape == (1,)
+    assert attention.transpose_mask_for_sparse(torch.float32, torch.ones(1, 1, 32, 32)).shape == (32, 32)
+    with pytest.raises(RuntimeError, match=r"key: expected \(2, 4, 16, 64\) like the query, got \(2, 4, 63, 16\)"):
+        attention(torch.zeros(2, 4, 16, 64), torch.zeros(2, 4, 63, 16), torch.zeros(2, 4, 16, 64))
+
+
 @pytest.mark.parametrize("order", ["NHWC", "CHWN"])
 @pytest.mark.parametrize("fused, bias", [(False, False), (True, True)])
 def test_conv(order, fused, bias, device):
@@ -421,6 +435,11 @@ def test_dense_configuration():
         (lambda: tbs.SparsityConfig(attention="x"), ValueError),
         (lambda: tbs.MultiheadAttention(30, 4, LAYOUT, 16), ValueError),
         (lambda: tbs.MultiheadAttention(32, 4, LAYOUT, 16, add_bias_kv=True), NotImplementedError),
+        (lambda: tbs.MultiheadAttention(32, 2, LAYOUT), TypeError),
+        (lambda: tbs.MultiheadAttention(32, 2), TypeError),
+        (lambda: tbs.Conv2d(8, 8, 3, LAYOUT, 8), TypeError),
+        (lambda: ds.FixedSparsityConfig(4, block=0), ValueError),
+        (lambda: ds.SparseSelfAttention(3), TypeError),
     ],
 )
 def test_refused(make, error):

@@ -106,6 +106,23 @@ def test_padded_rows_are_the_rows_alone(device, pattern, ends):
         assert torch.allclose(got[row, alone], want, atol=1e-4), (got[row, alone] - want).abs().max()
 
 
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_whole_mask_does_not_count_padding(device, additive):
+    """As (B, 1, Sq, Sk): right where positions do not matter, refused where they do."""
+    ids, mask = padded(device, [(9, 0), (0, 0)], 40)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = mask.bool()[:, None, None] & torch.ones(40, 40, device=device).tril().bool()
+    whole = torch.zeros(whole.shape, device=device).masked_fill(~whole, -1e30) if additive else whole
+    model = model_with("sliding_window({seq}, 8, 0)", device)
+    got = model(ids, attention_mask=whole, position_ids=positions).logits[0, 9:]
+    assert torch.allclose(got, model(ids[:1, 9:]).logits[0], atol=1e-4)
+    with pytest.raises(ValueError, match=r"attention_mask: expected padding as \(B, Sk\) .*, got \(2, 1, 40, 40\)"):
+        model_with("sinks({seq}, 4, 8)", device)(ids, attention_mask=whole, position_ids=positions)
+    nothing_hidden = torch.ones(40, 40, device=device).tril().bool()[None, None]
+    model = model_with("sinks({seq}, 4, 8)", device)
+    assert torch.allclose(model(ids, attention_mask=nothing_hidden).logits, model(ids).logits, atol=1e-4)
+
+
 @pytest.mark.parametrize("pattern", [POSITIONAL[0], "strided({seq}, 7)", [POSITIONAL[1], "causal({seq})"]])
 def test_left_padded_generation(device, pattern):
     model, (ids, mask) = model_with(pattern, device), padded(device, [(20, 0), (0, 0), (7, 0)], 40)
@@ -214,6 +231,14 @@ def test_a_saved_pattern_is_restored(device, tmp_path):
     del plain["attn_implementation"]  # as versions before this one have saved it
     (tmp_path / "config.json").write_text(json.dumps(plain))
     assert LlamaForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "fretwork"
+
+
+def test_a_pattern_that_came_after_the_attention_is_saved_with_its_name(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.set_attn_implementation("fretwork")
+    model.config.fretwork_pattern = "sinks({seq}, 4, 8)"
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "fretwork"
 
 
 def test_generation(device):

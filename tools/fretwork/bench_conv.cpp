@@ -196,7 +196,7 @@ class ConvReport {
 
   void header() {
     fmt::print("{}, {}, median of {} rounds\n", run_.machine(), name_of(run_.dtype()), run_.rounds());
-    fmt::print("{} images, kernel {}, stride {}, padding {}, dilation {}\n", options_.batch, options_.kernel,
+    fmt::print("batch {}, kernel {}, stride {}, padding {}, dilation {}\n", options_.batch, options_.kernel,
                options_.stride, padding_of(options_), options_.dilation);
     fmt::print("of dense: of the rate of the same op with every block there (largest block), measured in this run\n");
     fmt::print("{:<15} {:<6} {:>13} {:>5} {:>8} {:>8} {:>10} {:>17} {:>8}\n", "op", "format", "layer", "block",

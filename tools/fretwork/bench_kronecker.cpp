@@ -112,7 +112,7 @@ class KroneckerReport {
     fmt::print("{}\n", algos_.dense ? fmt::format(" {:>10}", "dense ms") : "");
     std::fflush(stdout);
     run_.csv(
-        "batch_size,a,b,c,d,layout,dtype,precision,ms,std,gb_per_s,gflop_per_s,floor_ms,over_floor,backward_ms,"
+        "batch_size,a,b,c,d,layout,dtype,precision,median,std,gb_per_s,gflop_per_s,floor_ms,over_floor,backward_ms,"
         "backward_std,device,threads,dense_ms,mean,iqr,times");
   }
 

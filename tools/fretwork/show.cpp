@@ -132,7 +132,7 @@ void print_facts(const Pattern& pattern, const Survey& survey) {
     line(regular != nullptr ? "rows" : fmt::format("head {}", h).c_str(), head_line(survey.facts(h), unit));
   }
   if (survey.heads() > kHeadsListed) {
-    line("", fmt::format("… and {} more heads (all of them with --json)", survey.heads() - kHeadsListed));
+    line("", fmt::format("… and {} more (all of them with --json)", survey.heads() - kHeadsListed));
   }
   line("text", shortened(pattern.text(), 60));
 }

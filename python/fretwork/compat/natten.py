@@ -114,4 +114,5 @@ def _pattern(op: str, grid: tuple[int, ...], window: Any, stride: Any, dilation:
         return neighborhood(grid, window, dilation, causal, stride)
     except (TypeError, ValueError) as error:
         _, argument, rest = str(error).split(": ", 2)
+        rest = rest.replace("at most window", "at most kernel_size")
         raise type(error)(f"{op}: {_NAMES.get(argument, argument)}: {rest}") from None

@@ -17,7 +17,8 @@ pattern is not the same for all of them. Keys left out inside a row raise with a
 Caches that grow with the sequence work; a static cache raises, and so does one that has dropped keys that the pattern
 needs. Position ids that begin anew inside a row (packed sequences) are not looked at: give the lengths of the
 documents, as in `model.config.fretwork_pattern = "document((700, 324), causal=True)"` for rows of 1024 tokens.
-A mask of four dimensions is added to the scores as it is, and positions count from the row's first column.
+A mask of four dimensions is added to the scores as it is. Where it hides keys from all queries and the pattern would
+count them as positions, it raises: give the padding as (B, Sk) instead.
 """
 
 import functools
@@ -34,6 +35,7 @@ from fretwork.regular import attention
 
 # Added to the scores of padding; the smallest number there is would be infinite after another is added.
 _UNSEEN = torch.finfo(torch.float32).min / 4
+_HIDES = -1e4  # what a mask adds to the scores of keys that it hides is this or less
 
 
 @functools.lru_cache(maxsize=1024)
@@ -161,6 +163,20 @@ def _groups(module: torch.nn.Module, causal: bool, template: str, rows: int, mas
     return [cuts[left, right] for left, right, _ in ends]
 
 
+def _check_whole(module: torch.nn.Module, causal: bool, template: str, rows: int, mask: Tensor) -> None:
+    """Raises where a mask (B, 1 or H, Sq, Sk) hides keys from all queries that the pattern counts as positions."""
+    if (ends := getattr(mask, "_fretwork_ends", None)) is None:
+        seen = mask if mask.dtype == torch.bool else mask > _HIDES
+        ends = mask._fretwork_ends = _read_ends(seen.flatten(1, -2).any(1))  # type: ignore[attr-defined]
+    padding = torch.ones(len(ends), mask.shape[-1], dtype=torch.bool)
+    padding._fretwork_ends = ends  # type: ignore[attr-defined]
+    if any(left or right or holes for left, right, holes in ends) and _groups(module, causal, template, rows, padding):
+        raise ValueError(
+            "attention: attention_mask: expected padding as (B, Sk) where a pattern depends on positions, got "
+            f"{tuple(mask.shape)} with keys that no query sees, which {template!r} would count"
+        )
+
+
 def _seen(mask: Tensor) -> Tensor:
     """A bias that hides padding, of a mask (B, Sk) or one that broadcasts to (B, H, Sq, Sk)."""
     mask = mask[:, None, None] if mask.dim() == 2 else mask
@@ -216,6 +232,8 @@ def attention_forward(
             return o.transpose(1, 2).contiguous(), None
         bias = _seen(attention_mask)
     elif attention_mask is not None:
+        if given is not None:
+            _check_whole(module, causal, given, rows, attention_mask)
         bias = attention_mask[..., :cols]
         bias = _seen(bias) if bias.dtype == torch.bool else bias
     return attention(query, key, value, pattern, scaling, bias, *options).transpose(1, 2).contiguous(), None
@@ -273,7 +291,7 @@ def _remember(config: Any) -> None:
         config.attn_implementation = "fretwork"
 
 
-_chosen = PreTrainedModel.get_correct_attn_implementation
+_chosen, _save = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.save_pretrained
 
 
 @functools.wraps(_chosen)
@@ -288,6 +306,16 @@ def _with_pattern(self: Any, requested_attention: str | None, *args: Any, **kwar
     return chosen
 
 
+@functools.wraps(_save)
+def _save_with_name(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A pattern that was given after the attention was chosen is saved with its name, too."""
+    chosen = getattr(self.config, "_attn_implementation", None) == "fretwork"
+    if chosen and getattr(self.config, "fretwork_pattern", None) is not None:
+        _remember(self.config)
+    return _save(self, *args, **kwargs)
+
+
 AttentionInterface.register("fretwork", attention_forward)
 AttentionMaskInterface.register("fretwork", padding_mask)
 PreTrainedModel.get_correct_attn_implementation = _with_pattern
+PreTrainedModel.save_pretrained = _save_with_name

@@ -18,6 +18,8 @@ import importlib
 import sys
 
 from fretwork.compat.deepspeed import matmul, softmax
+from fretwork.compat.deepspeed.matmul import MatMul
+from fretwork.compat.deepspeed.softmax import Softmax
 from fretwork.compat.deepspeed.sparse_self_attention import SparseSelfAttention
 from fretwork.compat.deepspeed.sparsity_config import (
     BigBirdSparsityConfig,
@@ -35,6 +37,8 @@ __all__ = [
     "DenseSparsityConfig",
     "FixedSparsityConfig",
     "LocalSlidingWindowSparsityConfig",
+    "MatMul",
+    "Softmax",
     "SparseSelfAttention",
     "SparsityConfig",
     "VariableSparsityConfig",

@@ -31,6 +31,10 @@ class SparseSelfAttention(DeepSpeedSparseSelfAttention):
         max_seq_length: int = 2048,
     ) -> None:
         config = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
+        if not hasattr(config, "make_layout"):
+            raise TypeError(
+                f"{type(self).__name__}: sparsity_config: expected a SparsityConfig, got {type(config).__name__}"
+            )
         super().__init__(config, key_padding_mask_mode, attn_mask_mode)
         self.register_buffer("master_layout", config.make_layout(max_seq_length))
         self._need_layout_synchronization = True

@@ -22,6 +22,9 @@ class SparsityConfig:
     attention = "bidirectional"
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
+        for name, count in (("num_heads", num_heads), ("block", block)):
+            if count < 1:
+                self._refuse(name, "at least 1", count)
         self.num_heads, self.block, self.different_layout_per_head = num_heads, block, different_layout_per_head
         self.num_layout_heads = num_heads if different_layout_per_head else 1
 

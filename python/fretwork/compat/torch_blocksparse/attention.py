@@ -238,12 +238,16 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _by_layout(
-    layout: Tensor, block: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
+    layout: Tensor | None = None, block: int = 0, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
     add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None,
     key_padding_mask_mode: str = "add", attn_mask_mode: str = "mul", *, batch_first: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The constructor of the last version, behind embed_dim and num_heads."""
-    return {"sparsity": None} | locals()
+    options = locals()
+    for name, there in (("layout", layout is not None), ("block", block > 0)):
+        if not there:
+            raise TypeError(f"{_OP}: {name}: expected the {name} of the weights behind num_heads, got none")
+    return {"sparsity": None} | options
 
 
 def _by_info(

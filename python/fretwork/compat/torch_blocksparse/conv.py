@@ -50,6 +50,8 @@ class Conv2d(nn.Module):
     ) -> None:
         super().__init__()
         always_called(self)
+        if not isinstance(kernel_size, (tuple, list)) or len(kernel_size) != 2:
+            raise TypeError(f"Conv2d: kernel_size: expected (height, width), got {kernel_size!r}")
         if order not in _ORDERS:
             raise ValueError(f"Conv2d: order: expected NHWC or CHWN, got {order!r}")
         for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):

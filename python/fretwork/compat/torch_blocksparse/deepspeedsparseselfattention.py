@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fretwork.compat.torch_blocksparse.attention import _ops_of, blocks_of, layout_of, make_layout
@@ -96,6 +97,15 @@ class DeepSpeedSparseSelfAttention(nn.Module):
             self._ops[H, L] = _ops_of(self._layout(H, L), self.sparsity_config.block)
         return self._ops[H, L]
 
+    def transpose_key_for_scores(self, x: Tensor, L: int) -> Tensor:
+        """Keys as (B, H, L, D), also where they come as (B, H, D, L)."""
+        return x if x.shape[-2] == L else x.mT
+
+    def transpose_mask_for_sparse(self, qtype: torch.dtype, x: Tensor, is_key_padding_mask: bool = False) -> Tensor:
+        """A mask of the query's type without its dimensions of size 1; of padding, the first one stays."""
+        x = x.to(qtype)
+        return x.reshape(x.shape[0], *(n for n in x.shape[1:] if n > 1)) if is_key_padding_mask else x.squeeze()
+
     def forward(
         self,
         query: Tensor,
@@ -108,10 +118,12 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         op = type(self).__name__
         if query.dim() != 4:
             raise RuntimeError(f"{op}: query: expected (B, H, L, D), got {tuple(query.shape)}")
-        key = key if key.shape[-2] == query.shape[-2] else key.mT
-        for name, x in (("key", key), ("value", value)):
+        turned = self.transpose_key_for_scores(key, query.shape[-2])
+        for name, given, x in (("key", key, turned), ("value", value, value)):
             if x.shape != query.shape:
-                raise RuntimeError(f"{op}: {name}: expected {tuple(query.shape)} like the query, got {tuple(x.shape)}")
+                expected = f"{tuple(query.shape)} like the query"
+                raise RuntimeError(f"{op}: {name}: expected {expected}, got {tuple(given.shape)}")
+        key = turned
         sdd, dsd, softmax = self.get_ops(*query.shape[1:3])
         if key_padding_mask is not None:
             key_padding_mask = key_padding_mask.reshape(key_padding_mask.shape[0], query.shape[2])

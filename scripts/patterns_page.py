@@ -150,9 +150,10 @@ also with patterns tied to positions (`sinks`, `fixed`, …); rows with differen
 Caches that grow are taken care of; the module's docstring says what is not.
 
 ### Scores, softmax and product apart
-Who wants the scores has SPLAT's three operators, for every pattern: `r_sddmm` computes them side by side (entry t of
-row i is key `p.columns()[i, t]`), `r_softmax` normalises them and `r_spmm` multiplies values, each with gradients. All
-rows are as wide as the widest: one query that sees all keys makes scores of (B, H, Sq, Sk).
+Who wants the scores has three operators, those of the SPLAT paper on regular sparsity, for every pattern: `r_sddmm`
+computes them side by side (entry t of row i is key `p.columns()[i, t]`), `r_softmax` normalises them and `r_spmm`
+multiplies values, each with gradients. All rows are as wide as the widest: one query that sees all keys makes scores of
+(B, H, Sq, Sk).
 `block_cover` turns any pattern into the blocks that it touches, for the operators of
 [block sparsity](block-sparsity.md), and says which share of them the pattern leaves out.
 ```python

@@ -387,7 +387,7 @@ def test_natten(dice, device):
 
 @pytest.mark.parametrize("call, said", [
     ("na2d(x, x, x, 9)", "na2d: kernel_size: expected at most 8, the shortest residue class, got 9"),
-    ("na2d(x, x, x, 3, stride=4)", "na2d: stride: expected at most window = 3, got 4"),
+    ("na2d(x, x, x, 3, stride=4)", "na2d: stride: expected at most kernel_size = 3, got 4"),
     ("na2d(x, x, x, 3, is_causal=1)", "na2d: is_causal: expected True or False, got 1"),
     ("na1d(x, x, x, 3)", r"na1d: query: expected \(batch, length, heads, dim\), got \(1, 8, 8, 2, 4\)"),
     ("na2d(x, x[:, 1:], x, 3)", r"na2d: key: expected the grid \(8, 8\) of query, got \(1, 7, 8, 2, 4\)"),

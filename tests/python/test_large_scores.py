@@ -117,15 +117,18 @@ def test_softmaxes_with_a_large_scale(device, scale):
         x = (4 * torch.randn(2, layout.nnz, 16, 16)).to(device, dtype).requires_grad_()
         got = fw.block_softmax(x, layout, scale=scale)
         wide = x.detach().double().cpu()
-        rounding = max(1e-6, torch.finfo(dtype).eps)  # of a third, where three entries are equal
-        want = torch.cat([wide[:, 0], wide[:, 1]], -1).mul(scale).softmax(-1)
-        close(torch.cat([got[:, 0], got[:, 1]], -1), want, rounding, "block_softmax")
-        close(got[:, 2], wide[:, 2].mul(scale).softmax(-1), rounding, "block_softmax")
+
+        def shares_of(t, dtype=dtype):
+            """Rounded: where three entries are equal they have a third each."""
+            return t.mul(scale).softmax(-1).to(dtype).double()
+
+        want = shares_of(torch.cat([wide[:, 0], wide[:, 1]], -1))
+        close(torch.cat([got[:, 0], got[:, 1]], -1), want, 1e-6, "block_softmax")
+        close(got[:, 2], shares_of(wide[:, 2]), 1e-6, "block_softmax")
         assert not torch.autograd.grad(got, x, torch.randn(got.shape).to(got))[0].isnan().any()  # equal entries: inf
         y = (4 * torch.randn(1, 2, 40, 7)).to(device, dtype).requires_grad_()
         shares = fw.r_softmax(y, pattern, scale)
-        wanted = (y.detach().double().cpu() * scale).softmax(-1)
-        close(shares[..., 3:37, :], wanted[..., 3:37, :], rounding, "r_softmax")
+        close(shares[..., 3:37, :], shares_of(y.detach().double().cpu())[..., 3:37, :], 1e-6, "r_softmax")
         assert shares.isfinite().all() and not torch.autograd.grad(shares, y, torch.randn_like(shares))[0].isnan().any()
 
 

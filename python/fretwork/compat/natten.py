@@ -4,6 +4,7 @@ Each is `fw.attention` over `fw.patterns.neighborhood` of the grid, on a CPU or 
 gradients. Key and value heads may be fewer than query heads, which then share them in groups.
 """
 
+import re
 from typing import Any
 
 from torch import Tensor
@@ -114,5 +115,6 @@ def _pattern(op: str, grid: tuple[int, ...], window: Any, stride: Any, dilation:
         return neighborhood(grid, window, dilation, causal, stride)
     except (TypeError, ValueError) as error:
         _, argument, rest = str(error).split(": ", 2)
-        rest = rest.replace("at most window", "at most kernel_size")
+        for ours, theirs in _NAMES.items():
+            rest = re.sub(rf"\b{ours}\b", theirs, rest)
         raise type(error)(f"{op}: {_NAMES.get(argument, argument)}: {rest}") from None

@@ -139,9 +139,10 @@ def _is(template: str, rows: int, cols: int, *texts: str) -> bool:
     return any(_pattern(template, rows, cols) == _pattern(text, rows, cols) for text in texts)
 
 
-def _groups(module: torch.nn.Module, causal: bool, template: str, rows: int, mask: Tensor) -> list[tuple[int, int]]:
+def _groups(
+    module: torch.nn.Module, causal: bool, template: str, rows: int, cols: int, ends: list[_Ends]
+) -> list[tuple[int, int]]:
     """The padding of each row if rows are to be computed by themselves, or nothing if one call serves them all."""
-    cols, ends = mask.shape[1], _ends(mask)
     if _is(template, rows, cols, "full({seq})"):
         return []
     if getattr(module, "is_cross_attention", False) or (getattr(module, "is_decoder", False) and not causal):
@@ -168,9 +169,8 @@ def _check_whole(module: torch.nn.Module, causal: bool, template: str, rows: int
     if (ends := getattr(mask, "_fretwork_ends", None)) is None:
         seen = mask if mask.dtype == torch.bool else mask > _HIDES
         ends = mask._fretwork_ends = _read_ends(seen.flatten(1, -2).any(1))  # type: ignore[attr-defined]
-    padding = torch.ones(len(ends), mask.shape[-1], dtype=torch.bool)
-    padding._fretwork_ends = ends  # type: ignore[attr-defined]
-    if any(left or right or holes for left, right, holes in ends) and _groups(module, causal, template, rows, padding):
+    padded = any(left or right or holes for left, right, holes in ends)
+    if padded and _groups(module, causal, template, rows, mask.shape[-1], ends):
         raise ValueError(
             "attention: attention_mask: expected padding as (B, Sk) where a pattern depends on positions, got "
             f"{tuple(mask.shape)} with keys that no query sees, which {template!r} would count"
@@ -227,7 +227,8 @@ def attention_forward(
     options = (softcap or 0.0, dropout)
     bias = attention_mask
     if attention_mask is not None and attention_mask.dim() == 2:
-        if given is not None and (cuts := _groups(module, causal, given, rows, attention_mask)):
+        length = attention_mask.shape[1]
+        if given is not None and (cuts := _groups(module, causal, given, rows, length, _ends(attention_mask))):
             o = _by_groups(query, key, value, given, attention_mask, cuts, scaling, *options)
             return o.transpose(1, 2).contiguous(), None
         bias = _seen(attention_mask)

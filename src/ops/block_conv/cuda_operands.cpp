@@ -17,6 +17,8 @@ constexpr const char* kFile = "ops/block_conv/kernel_generic.cuh";
 
 bool aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
 bool whole(std::int64_t stride) { return stride % kUnit == 0; }
+/// Whether steps along a dimension are units of 16 bytes forward; where it has one place there are none.
+bool units(std::int64_t size, std::int64_t stride) { return size == 1 || (stride > 0 && whole(stride)); }
 
 std::optional<View> view_of(const Problem& p, const Values& v) {
   const std::int64_t block = p.layout->sizes().block_rows;
@@ -30,8 +32,12 @@ KernelSpec turn_instance() { return {kFile, "fretwork::block_conv::to_channels_l
 KernelSpec pack_instance() { return {kFile, "fretwork::block_conv::pack_blocks", 0}; }
 
 bool channels_last(const Image& i) {
-  const auto unit = [](std::int64_t size, std::int64_t stride) { return size == 1 || (stride > 0 && whole(stride)); };
-  return i.c_stride == 1 && unit(i.n, i.n_stride) && unit(i.h, i.h_stride) && unit(i.w, i.w_stride) && aligned(i.data);
+  return i.c_stride == 1 && units(i.n, i.n_stride) && units(i.h, i.h_stride) && units(i.w, i.w_stride) &&
+         aligned(i.data);
+}
+bool pixels_last(const Image& i) {
+  return i.w_stride == 1 && (i.h == 1 || i.h_stride == i.w) && units(i.c, i.c_stride) && units(i.n, i.n_stride) &&
+         aligned(i.data);
 }
 bool one_line(const Image& i) {
   return (i.h == 1 || i.h_stride == i.w * i.w_stride) && (i.n == 1 || i.n_stride == i.h * i.w * i.w_stride);

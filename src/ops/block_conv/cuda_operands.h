@@ -16,6 +16,8 @@ KernelSpec pack_instance();
 
 /// Whether channels are neighbours and everything else lies in units of 16 bytes.
 bool channels_last(const Image& image);
+/// Whether the pixels of an image are neighbours and everything else lies in units of 16 bytes.
+bool pixels_last(const Image& image);
 /// Whether pixels follow one another at one distance.
 bool one_line(const Image& image);
 

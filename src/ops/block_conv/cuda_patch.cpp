@@ -148,9 +148,10 @@ PatchPlan make_plan(const Problem& p, const AxisClass& y, const AxisClass& x, in
     PatchSegment segment{};
     segment.patches = static_cast<int>(channels.size());
     std::map<int, int> patches;  // of 64 channels: their patch
-    const auto lines_at = [&](std::size_t half) {
-      return static_cast<std::size_t>(pair[half]) < lines.size() ? lines[static_cast<std::size_t>(pair[half])]
-                                                                 : Lines{};
+    const auto lines_at = [&](std::size_t half) -> const Lines& {
+      static const Lines kNone;
+      const auto at = static_cast<std::size_t>(pair[half]);
+      return at < lines.size() ? lines[at] : kNone;
     };
     for (const std::size_t half : {0, 1}) {
       for (const auto& [key, numbers] : lines_at(half)) {
@@ -193,13 +194,6 @@ std::shared_ptr<const PatchPlan> find_plan(const Problem& p, const AxisClass& y,
   return plan;
 }
 
-/// Whether pixels are neighbours, in units of 16 bytes.
-bool pixels_last(const Image& i) {
-  const auto whole = [](std::int64_t stride) { return stride > 0 && stride % kMapUnit == 0; };
-  return i.w_stride == 1 && (i.h == 1 || i.h_stride == i.w) && whole(i.c_stride) && (i.n == 1 || whole(i.n_stride)) &&
-         reinterpret_cast<std::uintptr_t>(i.data) % 16 == 0;
-}
-
 bool suits(const PatchShape& shape, const AxisClass& y, const AxisClass& x, double most) {
   const auto pixels = static_cast<double>(shape.images * y.count * x.count);
   const bool fits = shape.places() < 1 << kShiftBits && shape.row >= 8 && shape.row * shape.rows >= kHalfPlaces &&
@@ -240,11 +234,12 @@ bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const 
   }
   const auto image = image_map(in, shape, y, x, turned);
   const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
-  const auto plan = find_plan(p, y, x, static_cast<int>(shape.row), context);
-  const std::int64_t total = shape.tiles() * plan->segment_count;
+  const std::int64_t sets = ceil_div(p.lines() * block, std::int64_t{64});  // of 64 rows; two make a segment
+  const std::int64_t total = shape.tiles() * ceil_div(sets, std::int64_t{2});
   if (!image || total < multiprocessors || total > 1 << 30) {
     return false;
   }
+  const auto plan = find_plan(p, y, x, static_cast<int>(shape.row), context);
   const auto unit = static_cast<std::uint32_t>(std::min(block, 64));
   PatchParams params{};
   params.sparse = blocks.view().map(unit, unit);

@@ -1,5 +1,6 @@
 // The host side of the patch kernel: does a class suit it, its plan, the launch.
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <limits>
 #include <map>
@@ -92,88 +93,131 @@ struct PatchPlan {
   std::size_t bytes() const { return segments.bytes() + channels.bytes() + steps.bytes(); }
 };
 
-/// The blocks of 64 rows, by (64 channels, kernel position, block of channels in them).
-using Lines = std::map<std::array<int, 3>, std::array<int, 4>>;
+/// Rows and columns of op(S) in units of a block, or of 64 where blocks are larger.
+struct Units {
+  int unit, along, split;  ///< units in 64 rows, and along a block
 
-/// `row` is the first of the 64. Blocks of 128 count as four of 64.
-Lines lines_of(const Problem& p, const AxisClass& y, const AxisClass& x, std::int64_t row) {
-  const auto block = static_cast<int>(p.block_rows());
-  const int unit = std::min(block, 64), along = 64 / unit, split = block / unit;
-  const auto half = static_cast<int>(row / 64 % split);
-  Lines found;
-  for (std::size_t r = 0; r < y.taps.size(); ++r) {
-    for (std::size_t s = 0; s < x.taps.size(); ++s) {
-      const std::int64_t tap = y.taps[r] * p.x.taps + x.taps[s];
-      for (int i = 0; i < along && row / block + i < p.lines(); ++i) {
-        for (const auto& [other, number] : p.index().line(tap * p.lines() + row / block + i)) {
-          for (int part = 0; part < split; ++part) {
-            const int column = static_cast<int>(other) * split + part;
-            const std::array key{column / along, static_cast<int>(r * x.taps.size() + s), column % along};
-            auto [at, fresh] = found.try_emplace(key, std::array{-1, -1, -1, -1});
-            at->second[static_cast<std::size_t>(i)] = (static_cast<int>(number) * split + half) * split + part;
-          }
+  explicit Units(const Problem& p)
+      : unit(static_cast<int>(std::min<std::int64_t>(p.block_rows(), 64))),
+        along(64 / unit),
+        split(static_cast<int>(p.block_rows()) / unit) {}
+};
+
+/// The units of a row of them: their numbers by (column · kernel positions + kernel position).
+using Row = std::map<std::int64_t, int>;
+
+std::vector<Row> rows_of(const Problem& p, const AxisClass& y, const AxisClass& x) {
+  const Units units(p);
+  const auto taps = static_cast<std::int64_t>(y.taps.size() * x.taps.size());
+  std::vector<Row> rows(static_cast<std::size_t>(p.lines() * units.split));
+  for (std::int64_t at = 0; at < taps; ++at) {
+    const auto r = static_cast<std::size_t>(at) / x.taps.size(), s = static_cast<std::size_t>(at) % x.taps.size();
+    const std::int64_t tap = y.taps[r] * p.x.taps + x.taps[s];
+    for (std::size_t n = 0; n < rows.size(); ++n) {
+      const std::int64_t line = static_cast<std::int64_t>(n) / units.split;
+      const int down = static_cast<int>(n) % units.split;
+      for (const auto& [other, number] : p.index().line(tap * p.lines() + line)) {
+        for (int right = 0; right < units.split; ++right) {
+          rows[n][(other * units.split + right) * taps + at] =
+              (static_cast<int>(number) * units.split + down) * units.split + right;
         }
       }
     }
   }
-  return found;
+  return rows;
 }
 
-/// Sets of 64 rows that a tile computes together: those of about as many steps, so that no warpgroup waits for another.
-std::vector<std::array<std::int64_t, 2>> pairs_of(const std::vector<Lines>& lines) {
-  std::vector<std::int64_t> order(lines.size());
-  std::iota(order.begin(), order.end(), std::int64_t{0});
-  std::ranges::stable_sort(order, std::greater<>(),
-                           [&](std::int64_t n) { return lines[static_cast<std::size_t>(n)].size(); });
-  if (order.size() % 2 != 0) {
-    order.push_back(static_cast<std::int64_t>(lines.size()));  // rows that the result does not have
+/// Rows that are multiplied side by side, as many as make 64, and their columns: the number of each row's unit, −1
+/// where it has none. Every column is multiplied as a whole.
+struct Set {
+  std::array<int, 4> rows{-1, -1, -1, -1};
+  std::map<std::int64_t, std::array<int, 4>> columns;
+
+  void add(std::size_t at, int n, const Row& row) {
+    rows[at] = n;
+    for (const auto& [column, number] : row) {
+      columns.try_emplace(column, std::array{-1, -1, -1, -1}).first->second[at] = number;
+    }
   }
-  std::vector<std::array<std::int64_t, 2>> pairs;
-  for (std::size_t n = 0; n < order.size(); n += 2) {
-    pairs.push_back({order[n], order[n + 1]});
+};
+
+/// A bit for each column.
+using Bits = std::vector<std::uint64_t>;
+
+Bits bits_of(const Row& row, std::int64_t columns) {
+  Bits bits(static_cast<std::size_t>(ceil_div(columns, std::int64_t{64})));
+  for (const auto& [column, number] : row) {
+    bits[static_cast<std::size_t>(column / 64)] |= std::uint64_t{1} << (column % 64);
   }
-  return pairs;
+  return bits;
+}
+int common(const Bits& a, const Bits& b) {
+  return std::transform_reduce(a.begin(), a.end(), b.begin(), 0, std::plus<>(),
+                               [](std::uint64_t x, std::uint64_t y) { return std::popcount(x & y); });
+}
+
+/// Rows with common columns belong together: the longest row that is left, then those that have most in common with the
+/// set so far. Two sets share a tile, those of about as many columns, so that no warpgroup waits for another.
+std::vector<Set> sets_of(const std::vector<Row>& rows, std::size_t along, std::int64_t columns) {
+  std::vector<Bits> bits(rows.size());
+  std::ranges::transform(rows, bits.begin(), [&](const Row& row) { return bits_of(row, columns); });
+  std::vector<std::size_t> left(rows.size());
+  std::iota(left.begin(), left.end(), std::size_t{0});
+  std::ranges::stable_sort(left, std::greater<>(), [&](std::size_t n) { return rows[n].size(); });
+  std::vector<Set> sets;
+  while (!left.empty()) {
+    Set set;
+    Bits all(bits.front().size());
+    for (std::size_t at = 0; at < along && !left.empty(); ++at) {
+      const auto best =
+          at == 0 ? left.begin() : std::ranges::max_element(left, {}, [&](auto n) { return common(bits[n], all); });
+      set.add(at, static_cast<int>(*best), rows[*best]);
+      std::ranges::transform(all, bits[*best], all.begin(), std::bit_or<>());
+      left.erase(best);
+    }
+    sets.push_back(std::move(set));
+  }
+  std::ranges::stable_sort(sets, std::greater<>(), [](const Set& set) { return set.columns.size(); });
+  sets.resize((sets.size() + 1) / 2 * 2);
+  return sets;
 }
 
 PatchPlan make_plan(const Problem& p, const AxisClass& y, const AxisClass& x, int line_row, int device) {
-  const auto block = static_cast<int>(p.block_rows());
-  const auto blocks = static_cast<std::size_t>(64 / std::min(block, 64));
-  std::vector<Lines> lines;
-  for (std::int64_t row = 0; row < p.lines() * block; row += 64) {
-    lines.push_back(lines_of(p, y, x, row));
-  }
+  const Units units(p);
+  const auto taps = static_cast<std::int64_t>(y.taps.size() * x.taps.size());
+  const auto along = static_cast<std::size_t>(units.along);
   std::vector<PatchSegment> segments;
   std::vector<int> channels, steps;
-  for (const auto& pair : pairs_of(lines)) {
+  const std::vector<Set> sets = sets_of(rows_of(p, y, x), along, p.others() * units.split * taps);
+  for (std::size_t n = 0; n < sets.size(); n += 2) {
     PatchSegment segment{};
     segment.patches = static_cast<int>(channels.size());
-    std::map<int, int> patches;  // of 64 channels: their patch
-    const auto lines_at = [&](std::size_t half) -> const Lines& {
-      static const Lines kNone;
-      const auto at = static_cast<std::size_t>(pair[half]);
-      return at < lines.size() ? lines[at] : kNone;
-    };
-    for (const std::size_t half : {0, 1}) {
-      for (const auto& [key, numbers] : lines_at(half)) {
-        patches[key[0]] = 0;
+    std::map<std::int64_t, int> patches;  // of 64 channels: their patch
+    for (std::size_t half = 0; half < 2; ++half) {
+      for (const auto& [column, numbers] : sets[n + half].columns) {
+        patches[column / taps / units.along] = 0;
       }
     }
     for (auto& [group, patch] : patches) {
       patch = segment.patch_count++;
-      channels.push_back(group);
+      channels.push_back(static_cast<int>(group));
     }
-    for (const std::size_t half : {0, 1}) {
-      segment.rows[half] = static_cast<int>(pair[half]) * 64;
-      segment.first[half] = static_cast<int>(steps.size() / (1 + blocks));
-      for (const auto& [key, numbers] : lines_at(half)) {
-        const auto [group, tap, column] = key;
+    for (std::size_t half = 0; half < 2; ++half) {
+      const Set& set = sets[n + half];
+      for (std::size_t i = 0; i < set.rows.size(); ++i) {
+        segment.rows[half][i] = set.rows[i] < 0 ? kNoChannel : set.rows[i] * units.unit;
+      }
+      segment.first[half] = static_cast<int>(steps.size() / (1 + along));
+      for (const auto& [key, numbers] : set.columns) {
+        const auto column = static_cast<int>(key / taps), tap = static_cast<int>(key % taps);
         const auto taps_x = static_cast<int>(x.taps.size());
         const int shift = y.offsets[static_cast<std::size_t>(tap / taps_x)] * line_row +
                           x.offsets[static_cast<std::size_t>(tap % taps_x)];
-        steps.push_back((patches[group] << kColumnBits | column) << kShiftBits | shift);
-        steps.insert(steps.end(), numbers.begin(), numbers.begin() + static_cast<std::ptrdiff_t>(blocks));
+        const int patch = patches[column / units.along];
+        steps.push_back((patch << kColumnBits | column % units.along) << kShiftBits | shift);
+        steps.insert(steps.end(), numbers.begin(), numbers.begin() + units.along);
       }
-      segment.last[half] = static_cast<int>(steps.size() / (1 + blocks));
+      segment.last[half] = static_cast<int>(steps.size() / (1 + along));
     }
     segments.push_back(segment);
   }

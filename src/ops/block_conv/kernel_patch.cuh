@@ -322,11 +322,17 @@ __device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParam
   walk.release_to(s.patch_count, p, barriers, patches);
 }
 
+/// The channel of one of a warpgroup's 64 rows, whose block rows begin with those in `rows`. From kNoChannel on: none.
+template <int kBlock>
+__device__ __forceinline__ int channel_of(const int* rows, int row) {
+  return __ldg(rows + row / kBlock) + row % kBlock;
+}
+
 /// Stores a warpgroup's sums where channels are neighbours, 128 places at a time, 16 bytes by each thread. `table` has
 /// room for where the places lie. The copy engine cannot do it: it refuses boxes that begin before an image's row.
-template <typename T, int kHalf = 0>
+template <typename T, int kBlock, int kHalf = 0>
 __device__ __forceinline__ void store_rows(const float (&d)[128], const PatchParams& p, u32 buffer, int* table,
-                                           u32 barrier, int row, int first) {
+                                           u32 barrier, const int* rows, int first) {
   const int thread = static_cast<int>(threadIdx.x) % 128;
   const Place at = place_at(p.line, first + kHalf * kHalfPlaces + thread);
   const bool pixel = at.n < p.line.images && at.u < p.height && at.v < p.width;
@@ -335,17 +341,18 @@ __device__ __forceinline__ void store_rows(const float (&d)[128], const PatchPar
   write_piece<T, true, 2 * kHalf>(d, buffer);
   write_piece<T, true, 2 * kHalf + 1>(d, buffer + kPieceBytes);
   named_barrier(barrier, 128);
+  const int unit = thread % 8, channel = channel_of<kBlock>(rows, unit * 8);
 #pragma unroll 4
-  for (int id = thread; id < kHalfPlaces * 8; id += 128) {
-    const int place = id / 8, unit = id % 8, to = table[place];
+  for (int place = thread / 8; place < kHalfPlaces; place += 16) {
+    const int to = table[place];
     u32 words[4];
     load_shared_128(words, buffer + place / 64 * kPieceBytes + tma::swizzled<128>(place % 64 * 128 + unit * 16));
-    if (to >= 0 && row + unit * 8 < p.rows) {
-      store_words<4>(static_cast<T*>(p.out) + (static_cast<i64>(to) * 8 + row + unit * 8), words);
+    if (to >= 0 && channel < p.rows) {
+      store_words<4>(static_cast<T*>(p.out) + (static_cast<i64>(to) * 8 + channel), words);
     }
   }
   if constexpr (kHalf == 0) {
-    store_rows<T, 1>(d, p, buffer, table, barrier, row, first);
+    store_rows<T, kBlock, 1>(d, p, buffer, table, barrier, rows, first);
   }
 }
 
@@ -380,44 +387,46 @@ struct PixelSlots {
 };
 
 /// Writes 64 rows that lie in shared memory in slots: whole units of 16 bytes, a warp a row at a time.
-template <typename T>
-__device__ __forceinline__ void store_units(const PatchParams& p, const PixelSlots& slots, u32 lines, int row) {
-  static_assert(kLineSlots / 8 <= 32);
+template <typename T, int kBlock>
+__device__ __forceinline__ void store_units(const PatchParams& p, const PixelSlots& slots, u32 lines, const int* rows) {
+  static_assert(kLineSlots / 8 <= 32 && kBlock % 16 == 0);
   const int slot = static_cast<int>(threadIdx.x) % 32 * 8, top = static_cast<int>(threadIdx.x) % 128 / 32;
   const int image = slot < slots.second ? 0 : 1, pixel = image == 0 ? slots.start() + slot : slot - slots.second;
   const int first = image == 0 ? slots.first[0] : 0, last = image == 0 ? slots.last[0] : slots.last[1];
   if (slot >= kLineSlots || pixel < first || pixel + 8 > last) {
     return;
   }
-  T* to = static_cast<T*>(p.out) + (slots.n + image) * p.out_n + (row + top) * p.out_c + pixel;
-  u32 from = lines + top * kLineSlots * 2 + slot * 2;
+  T* const out = static_cast<T*>(p.out) + (slots.n + image) * p.out_n + pixel;
   const i64 next = 4 * p.out_c;
-  const int rows = p.rows - row - top;  // a warp has every fourth
 #pragma unroll 1
-  for (int line = 0; line < 64; line += 16, from += 16 * kLineSlots * 2) {
+  for (int line = 0; line < 64; line += 16) {  // a warp has every fourth of them
+    const u32 from = lines + (line + top) * kLineSlots * 2 + slot * 2;
     u32 words[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       load_shared_128(words[i], from + 4 * i * kLineSlots * 2);
     }
+    const int channel = channel_of<kBlock>(rows, line) + top;
+    if (channel < p.rows) {  // which is a multiple of 16
+      T* to = out + channel * p.out_c;
 #pragma unroll
-    for (int i = 0; i < 4; ++i, to += next) {
-      if (line + 4 * i < rows) {
+      for (int i = 0; i < 4; ++i, to += next) {
         store_words<4>(to, words[i]);
       }
     }
   }
 }
 /// Of the unit at a slot, pixels [first, last), which are not all of it; two threads for each row.
-template <typename T>
-__device__ __forceinline__ void store_part(const PatchParams& p, int n, u32 lines, int row, int slot, int first,
+template <typename T, int kBlock>
+__device__ __forceinline__ void store_part(const PatchParams& p, int n, u32 lines, const int* rows, int slot, int first,
                                            int last) {
   const int line = static_cast<int>(threadIdx.x) % 128 / 2, half = static_cast<int>(threadIdx.x) % 2 * 4;
-  if (first >= last || row + line >= p.rows) {
+  const int channel = channel_of<kBlock>(rows, line);
+  if (first >= last || channel >= p.rows) {
     return;
   }
   const int pixel = (first & ~7) + half;
-  T* const to = static_cast<T*>(p.out) + n * p.out_n + (row + line) * p.out_c + pixel;
+  T* const to = static_cast<T*>(p.out) + n * p.out_n + channel * p.out_c + pixel;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (pixel + i >= first && pixel + i < last) {
@@ -426,19 +435,19 @@ __device__ __forceinline__ void store_part(const PatchParams& p, int n, u32 line
     }
   }
 }
-template <typename T>
-__device__ __forceinline__ void store_slots(const PatchParams& p, const PixelSlots& s, u32 lines, int row) {
-  store_units<T>(p, s, lines, row);
+template <typename T, int kBlock>
+__device__ __forceinline__ void store_slots(const PatchParams& p, const PixelSlots& s, u32 lines, const int* rows) {
+  store_units<T, kBlock>(p, s, lines, rows);
   const int inside = (s.first[0] + 7) & ~7, behind = s.last[0] & ~7;  // first and last end of a unit
   if (inside != s.first[0]) {
-    store_part<T>(p, s.n, lines, row, 0, s.first[0], min(inside, s.last[0]));
+    store_part<T, kBlock>(p, s.n, lines, rows, 0, s.first[0], min(inside, s.last[0]));
   }
   if (behind >= inside && behind != s.last[0]) {
-    store_part<T>(p, s.n, lines, row, behind - s.start(), behind, s.last[0]);
+    store_part<T, kBlock>(p, s.n, lines, rows, behind - s.start(), behind, s.last[0]);
   }
   if (s.last[1] % 8 != 0) {
     const int behind_second = s.last[1] & ~7;
-    store_part<T>(p, s.n + 1, lines, row, s.second + behind_second, behind_second, s.last[1]);
+    store_part<T, kBlock>(p, s.n + 1, lines, rows, s.second + behind_second, behind_second, s.last[1]);
   }
 }
 
@@ -458,18 +467,22 @@ __device__ __forceinline__ void write_slots(const float (&d)[128], u8* lines, co
     u8 *const left = rows + (pairs[j] & 0xffff), *const right = rows + (pairs[j] >> 16);
     const float* const from = d + kHalf * 64 + 4 * j;
     const u32 a = narrow_pair<T>(from[0], from[1]), b = narrow_pair<T>(from[2], from[3]);
-    *reinterpret_cast<u16*>(left) = static_cast<u16>(a);
-    *reinterpret_cast<u16*>(right) = static_cast<u16>(a >> 16);
-    *reinterpret_cast<u16*>(left + kEightRows) = static_cast<u16>(b);
-    *reinterpret_cast<u16*>(right + kEightRows) = static_cast<u16>(b >> 16);
+    if ((pairs[j] & 0xffff) < kLineSlots * 2) {
+      *reinterpret_cast<u16*>(left) = static_cast<u16>(a);
+      *reinterpret_cast<u16*>(left + kEightRows) = static_cast<u16>(b);
+    }
+    if (pairs[j] >> 16 < kLineSlots * 2) {
+      *reinterpret_cast<u16*>(right) = static_cast<u16>(a >> 16);
+      *reinterpret_cast<u16*>(right + kEightRows) = static_cast<u16>(b >> 16);
+    }
   }
 }
 
 /// Stores a warpgroup's sums where pixels are neighbours, 128 places at a time. Pixels at the end of the first half
 /// that do not fill 16 bytes wait for the second. `table` has room for slots.
-template <typename T>
+template <typename T, int kBlock>
 __device__ __forceinline__ void store_lines(const float (&d)[128], const PatchParams& p, u8* lines, u16* table,
-                                            u32 barrier, int row, int first) {
+                                            u32 barrier, const int* rows, int first) {
   const int thread = static_cast<int>(threadIdx.x) % 128;
   PixelSlots upper(p, first), lower(p, first + kHalfPlaces);
   named_barrier(barrier, 128);
@@ -482,7 +495,7 @@ __device__ __forceinline__ void store_lines(const float (&d)[128], const PatchPa
   if (whole) {
     upper.last[0] = max(lower.start(), upper.first[0]);
   }
-  store_slots<T>(p, upper, shared_address(lines), row);
+  store_slots<T, kBlock>(p, upper, shared_address(lines), rows);
   table[thread] = static_cast<u16>(lower.slot(p, first + kHalfPlaces + thread) * 2);
   named_barrier(barrier, 128);
   if (whole) {
@@ -496,7 +509,7 @@ __device__ __forceinline__ void store_lines(const float (&d)[128], const PatchPa
   }
   write_slots<T, 1>(d, lines, table);
   named_barrier(barrier, 128);
-  store_slots<T>(p, lower, shared_address(lines), row);
+  store_slots<T, kBlock>(p, lower, shared_address(lines), rows);
 }
 
 /// kSparseK: K is the unit axis of op(S)'s blocks. kTurned: the pixels of x are neighbours, not its channels. kRows:
@@ -555,7 +568,7 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
     PatchRing patches{0};
     for_tiles([&](int index) {
       const PatchSegment& s = p.segments[index % p.segment_count];
-      const int row = warpgroup == 0 ? s.rows[0] : s.rows[1], first = first_place(p, index);
+      const int first = first_place(p, index);
       float d[128];
 #pragma unroll
       for (float& sum : d) {
@@ -563,12 +576,14 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
       }
       patch_multiply<T, kBlock, kSparseK>(d, p, s, barriers, base, own, ring, patches, warpgroup);
       if (p.bias != nullptr) {
-        blocks::wide_add_bias<T>(d, p, row);
+        const int warp_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+        blocks::wide_add_bias<T>(d, p, channel_of<kBlock>(s.rows[warpgroup], warp_row) - warp_row);
       }
       if constexpr (kRows) {
-        store_rows<T>(d, p, buffer, places[warpgroup], 1 + warpgroup, row, first);
+        store_rows<T, kBlock>(d, p, buffer, places[warpgroup], 1 + warpgroup, s.rows[warpgroup], first);
       } else {
-        store_lines<T>(d, p, raw + (buffer - shared_address(raw)), slots[warpgroup], 1 + warpgroup, row, first);
+        store_lines<T, kBlock>(d, p, raw + (buffer - shared_address(raw)), slots[warpgroup], 1 + warpgroup,
+                               s.rows[warpgroup], first);
       }
     });
   }

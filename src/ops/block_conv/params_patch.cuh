@@ -31,10 +31,11 @@ constexpr int patch_rest(bool turned, bool rows) {
 /// channels in it, and the place in it where the kernel position begins.
 inline constexpr int kShiftBits = 12, kColumnBits = 2;
 
-/// The work of twice 64 rows on a tile: where they begin, patches [patches, patches + patch_count) of 64 channels each,
-/// and the steps of both warpgroups.
+/// The work of twice 64 rows on a tile: the channels with which their block rows begin, kNoChannel where there is none;
+/// patches [patches, patches + patch_count) of 64 channels each; and the steps of both warpgroups.
+inline constexpr int kNoChannel = 1 << 30;
 struct PatchSegment {
-  int rows[2], patches, patch_count, first[2], last[2];
+  int rows[2][4], patches, patch_count, first[2], last[2];
 };
 
 /// All images as one line of places. An image is `rows` rows of `row` places, of which the first is pixel

@@ -222,18 +222,21 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_co
       if (kImage && p.bias != nullptr) {
         narrow_add_bias<T>(d, p, t.place * kNarrow);
       }
-      if (kImage && p.image.data != nullptr) {
+      if constexpr (kImage && !kRows) {
+        store_lines<T, true, 1>(d, p, buffers, 1 + warpgroup,
+                                [&](int piece) { return make_int2(t.place * kNarrow + piece * 64, free); });
+      } else if (kImage && p.image.data != nullptr) {
         store_tile_by_threads<T, !kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
           store_image<T, kRows>(p, buffer, t.place * kNarrow + piece * 64, free);
         });
-        continue;
+      } else {
+        store_tile<T, !kRows, 1>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+          const int row = t.place * kNarrow + piece * 64;
+          if (free < p.free) {
+            kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);
+          }
+        });
       }
-      store_tile<T, !kRows, 1>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
-        const int row = t.place * kNarrow + piece * 64;
-        if (free < p.free) {
-          kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);
-        }
-      });
     }
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();

@@ -149,18 +149,21 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
       if (kImage && p.bias != nullptr) {
         wide_add_bias<T>(d, p, row);
       }
-      if (kImage && p.image.data != nullptr) {
+      if constexpr (kImage && !kRows) {
+        store_lines<T, false, 2>(d, p, buffers, 1 + warpgroup,
+                                 [&](int piece) { return make_int2(row, t.tile * kWidth + piece * 64); });
+      } else if (kImage && p.image.data != nullptr) {
         store_tile_by_threads<T, kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
           store_image<T, kRows>(p, buffer, row, t.tile * kWidth + piece * 64);
         });
-        continue;
+      } else {
+        store_tile<T, kRows, 2>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
+          const int free = t.tile * kWidth + piece * 64;
+          if (free < p.free) {
+            kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);
+          }
+        });
       }
-      store_tile<T, kRows, 2>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
-        const int free = t.tile * kWidth + piece * 64;
-        if (free < p.free) {
-          kRows ? tma::store(&p.out, buffer, row, free, t.h, t.z) : tma::store(&p.out, buffer, free, row, t.h, t.z);
-        }
-      });
     }
     if (threadIdx.x % 128 == 0) {
       tma::store_wait();

@@ -41,6 +41,7 @@ struct ImageOut {
   void* data;  ///< null: the copy engine writes
   long long n, c, h, w;
   int vector;  ///< 16 bytes of channels, or of pixels, are neighbours in memory
+  int lines;   ///< the copy engine writes (pixel, channel, image, 1) where 64 pixels are of one image
 };
 
 struct SpmmParams {

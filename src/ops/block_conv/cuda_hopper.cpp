@@ -186,8 +186,10 @@ void run_class(const Problem& p, const Blocks& blocks, const Image& in, const Ax
   if (written) {
     params.out = written->map(64, 64);
   } else {
+    const auto lines = rows ? std::nullopt : lines_of(out);
     params.image = image_out(out, rows);
-    params.out = params.dense;  // never used, but kernels fetch it ahead
+    params.image.lines = lines && lines->can_be_written() ? 1 : 0;
+    params.out = params.image.lines != 0 ? lines->map(64, 64) : params.dense;  // kernels fetch it ahead
   }
   params.steps = static_cast<const int*>(plan->steps.data());
   params.segments = static_cast<const Segment*>(plan->segments.data());

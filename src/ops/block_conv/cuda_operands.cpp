@@ -39,6 +39,10 @@ bool pixels_last(const Image& i) {
   return i.w_stride == 1 && (i.h == 1 || i.h_stride == i.w) && units(i.c, i.c_stride) && units(i.n, i.n_stride) &&
          aligned(i.data);
 }
+std::optional<TiledView> lines_of(const Image& i) {
+  return pixels_last(i) ? make_tiled_view(i.data, {i.h * i.w, i.c, i.n, 1}, {1, i.c_stride, i.n_stride, 0})
+                        : std::nullopt;
+}
 bool one_line(const Image& i) {
   return (i.h == 1 || i.h_stride == i.w * i.w_stride) && (i.n == 1 || i.n_stride == i.h * i.w * i.w_stride);
 }
@@ -147,7 +151,7 @@ ImageOut image_out(const Image& out, bool rows) {
   const bool lines = out.w_stride == 1 && (out.h == 1 || out.h_stride == out.w) && whole(out.h * out.w);
   const bool vector = aligned(out.data) && whole(out.n_stride) &&
                       (rows ? whole(out.h_stride) && whole(out.w_stride) : lines && whole(out.c_stride));
-  return {out.data, out.n_stride, out.c_stride, out.h_stride, out.w_stride, vector ? 1 : 0};
+  return {out.data, out.n_stride, out.c_stride, out.h_stride, out.w_stride, vector ? 1 : 0, 0};
 }
 
 }  // namespace fretwork::block_conv::hopper

@@ -18,6 +18,8 @@ KernelSpec pack_instance();
 bool channels_last(const Image& image);
 /// Whether the pixels of an image are neighbours and everything else lies in units of 16 bytes.
 bool pixels_last(const Image& image);
+/// Such images as (pixel, channel, image, 1), if the copy engine can move them.
+std::optional<TiledView> lines_of(const Image& image);
 /// Whether pixels follow one another at one distance.
 bool one_line(const Image& image);
 

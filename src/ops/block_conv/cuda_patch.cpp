@@ -18,12 +18,16 @@ namespace driver = fretwork::cuda;
 using namespace blocks;  // NOLINT: the host side that it shares with the block products
 
 /// Places for each pixel of the result up to which this kernel pays. Elsewhere columns of pixels are fetched for every
-/// kernel position, from images whose channels are neighbours: of those that are `turned` here, that takes a copy.
+/// kernel position, from images whose channels are neighbours: of those that are `turned` here, that takes a copy,
+/// which is faster all the same where blocks are larger.
 double most_places(int block, bool turned) {
+  if (block > 32) {
+    return 0.0;
+  }
   if (turned) {
     return block == 16 ? 1.05 : 1.3;
   }
-  return block == 32 ? 1.05 : 0.0;  // others are as fast with columns, or faster
+  return block == 32 ? 1.05 : 0.0;
 }
 
 KernelSpec instance(DType dtype, int block, bool sparse_k, bool turned, bool rows) {
@@ -40,7 +44,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     return list;
   }
   for (const DType dtype : {DType::f16, DType::bf16}) {
-    for (const int block : {16, 32, 64}) {
+    for (const int block : {16, 32}) {
       for (int order = 0; order < 8; ++order) {
         const bool turned = (order & 2) != 0;
         if (most_places(block, turned) > 0) {
@@ -93,41 +97,25 @@ struct PatchPlan {
   std::size_t bytes() const { return segments.bytes() + channels.bytes() + steps.bytes(); }
 };
 
-/// Rows and columns of op(S) in units of a block, or of 64 where blocks are larger.
-struct Units {
-  int unit, along, split;  ///< units in 64 rows, and along a block
-
-  explicit Units(const Problem& p)
-      : unit(static_cast<int>(std::min<std::int64_t>(p.block_rows(), 64))),
-        along(64 / unit),
-        split(static_cast<int>(p.block_rows()) / unit) {}
-};
-
-/// The units of a row of them: their numbers by (column · kernel positions + kernel position).
+/// The blocks of a row: their numbers by (column · kernel positions + kernel position).
 using Row = std::map<std::int64_t, int>;
 
 std::vector<Row> rows_of(const Problem& p, const AxisClass& y, const AxisClass& x) {
-  const Units units(p);
   const auto taps = static_cast<std::int64_t>(y.taps.size() * x.taps.size());
-  std::vector<Row> rows(static_cast<std::size_t>(p.lines() * units.split));
+  std::vector<Row> rows(static_cast<std::size_t>(p.lines()));
   for (std::int64_t at = 0; at < taps; ++at) {
     const auto r = static_cast<std::size_t>(at) / x.taps.size(), s = static_cast<std::size_t>(at) % x.taps.size();
     const std::int64_t tap = y.taps[r] * p.x.taps + x.taps[s];
-    for (std::size_t n = 0; n < rows.size(); ++n) {
-      const std::int64_t line = static_cast<std::int64_t>(n) / units.split;
-      const int down = static_cast<int>(n) % units.split;
-      for (const auto& [other, number] : p.index().line(tap * p.lines() + line)) {
-        for (int right = 0; right < units.split; ++right) {
-          rows[n][(other * units.split + right) * taps + at] =
-              (static_cast<int>(number) * units.split + down) * units.split + right;
-        }
+    for (std::int64_t n = 0; n < p.lines(); ++n) {
+      for (const auto& [other, number] : p.index().line(tap * p.lines() + n)) {
+        rows[static_cast<std::size_t>(n)][other * taps + at] = static_cast<int>(number);
       }
     }
   }
   return rows;
 }
 
-/// Rows that are multiplied side by side, as many as make 64, and their columns: the number of each row's unit, −1
+/// Rows that are multiplied side by side, as many as make 64, and their columns: the number of each row's block, −1
 /// where it has none. Every column is multiplied as a whole.
 struct Set {
   std::array<int, 4> rows{-1, -1, -1, -1};
@@ -156,26 +144,76 @@ int common(const Bits& a, const Bits& b) {
                                [](std::uint64_t x, std::uint64_t y) { return std::popcount(x & y); });
 }
 
+/// Which rows make a set.
+using Group = std::vector<std::size_t>;
+
 /// Rows with common columns belong together: the longest row that is left, then those that have most in common with the
-/// set so far. Two sets share a tile, those of about as many columns, so that no warpgroup waits for another.
+/// group so far.
+std::vector<Group> group_rows(const std::vector<Row>& rows, const std::vector<Bits>& bits, std::size_t along) {
+  Group left(rows.size());
+  std::iota(left.begin(), left.end(), std::size_t{0});
+  std::ranges::stable_sort(left, std::greater<>(), [&](std::size_t n) { return rows[n].size(); });
+  std::vector<Group> groups;
+  while (!left.empty()) {
+    Bits all(bits.front().size());
+    groups.emplace_back();
+    while (groups.back().size() < along && !left.empty()) {
+      const auto best = groups.back().empty()
+                            ? left.begin()
+                            : std::ranges::max_element(left, {}, [&](auto n) { return common(bits[n], all); });
+      std::ranges::transform(all, bits[*best], all.begin(), std::bit_or<>());
+      groups.back().push_back(*best);
+      left.erase(best);
+    }
+  }
+  return groups;
+}
+
+/// Exchanges rows of two groups as long as that leaves fewer columns to multiply.
+void exchange_rows(std::vector<Group>& groups, const std::vector<Bits>& bits) {
+  constexpr std::size_t kMostGroups = 64;  // it takes time
+  const auto columns = [&](const Group& group) {
+    Bits all(bits.front().size());
+    for (const std::size_t n : group) {
+      std::ranges::transform(all, bits[n], all.begin(), std::bit_or<>());
+    }
+    return common(all, all);
+  };
+  const auto improve = [&](Group& a, Group& b) {
+    const int before = columns(a) + columns(b);
+    for (std::size_t& x : a) {
+      for (std::size_t& y : b) {
+        std::swap(x, y);
+        if (columns(a) + columns(b) < before) {
+          return true;
+        }
+        std::swap(x, y);
+      }
+    }
+    return false;
+  };
+  bool again = groups.size() <= kMostGroups;
+  while (again) {
+    again = false;
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      for (std::size_t j = i + 1; j < groups.size(); ++j) {
+        again = improve(groups[i], groups[j]) || again;
+      }
+    }
+  }
+}
+
+/// Two sets share a tile, those of about as many columns, so that no warpgroup waits for another.
 std::vector<Set> sets_of(const std::vector<Row>& rows, std::size_t along, std::int64_t columns) {
   std::vector<Bits> bits(rows.size());
   std::ranges::transform(rows, bits.begin(), [&](const Row& row) { return bits_of(row, columns); });
-  std::vector<std::size_t> left(rows.size());
-  std::iota(left.begin(), left.end(), std::size_t{0});
-  std::ranges::stable_sort(left, std::greater<>(), [&](std::size_t n) { return rows[n].size(); });
-  std::vector<Set> sets;
-  while (!left.empty()) {
-    Set set;
-    Bits all(bits.front().size());
-    for (std::size_t at = 0; at < along && !left.empty(); ++at) {
-      const auto best =
-          at == 0 ? left.begin() : std::ranges::max_element(left, {}, [&](auto n) { return common(bits[n], all); });
-      set.add(at, static_cast<int>(*best), rows[*best]);
-      std::ranges::transform(all, bits[*best], all.begin(), std::bit_or<>());
-      left.erase(best);
+  std::vector<Group> groups = group_rows(rows, bits, along);
+  exchange_rows(groups, bits);
+  std::vector<Set> sets(groups.size());
+  for (std::size_t n = 0; n < groups.size(); ++n) {
+    for (std::size_t at = 0; at < groups[n].size(); ++at) {
+      sets[n].add(at, static_cast<int>(groups[n][at]), rows[groups[n][at]]);
     }
-    sets.push_back(std::move(set));
   }
   std::ranges::stable_sort(sets, std::greater<>(), [](const Set& set) { return set.columns.size(); });
   sets.resize((sets.size() + 1) / 2 * 2);
@@ -183,19 +221,19 @@ std::vector<Set> sets_of(const std::vector<Row>& rows, std::size_t along, std::i
 }
 
 PatchPlan make_plan(const Problem& p, const AxisClass& y, const AxisClass& x, int line_row, int device) {
-  const Units units(p);
+  const auto block = static_cast<int>(p.block_rows());
   const auto taps = static_cast<std::int64_t>(y.taps.size() * x.taps.size());
-  const auto along = static_cast<std::size_t>(units.along);
+  const auto along = static_cast<std::size_t>(64 / block);
   std::vector<PatchSegment> segments;
   std::vector<int> channels, steps;
-  const std::vector<Set> sets = sets_of(rows_of(p, y, x), along, p.others() * units.split * taps);
+  const std::vector<Set> sets = sets_of(rows_of(p, y, x), along, p.others() * taps);
   for (std::size_t n = 0; n < sets.size(); n += 2) {
     PatchSegment segment{};
     segment.patches = static_cast<int>(channels.size());
     std::map<std::int64_t, int> patches;  // of 64 channels: their patch
     for (std::size_t half = 0; half < 2; ++half) {
       for (const auto& [column, numbers] : sets[n + half].columns) {
-        patches[column / taps / units.along] = 0;
+        patches[column / taps / static_cast<std::int64_t>(along)] = 0;
       }
     }
     for (auto& [group, patch] : patches) {
@@ -205,7 +243,7 @@ PatchPlan make_plan(const Problem& p, const AxisClass& y, const AxisClass& x, in
     for (std::size_t half = 0; half < 2; ++half) {
       const Set& set = sets[n + half];
       for (std::size_t i = 0; i < set.rows.size(); ++i) {
-        segment.rows[half][i] = set.rows[i] < 0 ? kNoChannel : set.rows[i] * units.unit;
+        segment.rows[half][i] = set.rows[i] < 0 ? kNoChannel : set.rows[i] * block;
       }
       segment.first[half] = static_cast<int>(steps.size() / (1 + along));
       for (const auto& [key, numbers] : set.columns) {
@@ -213,9 +251,9 @@ PatchPlan make_plan(const Problem& p, const AxisClass& y, const AxisClass& x, in
         const auto taps_x = static_cast<int>(x.taps.size());
         const int shift = y.offsets[static_cast<std::size_t>(tap / taps_x)] * line_row +
                           x.offsets[static_cast<std::size_t>(tap % taps_x)];
-        const int patch = patches[column / units.along];
-        steps.push_back((patch << kColumnBits | column % units.along) << kShiftBits | shift);
-        steps.insert(steps.end(), numbers.begin(), numbers.begin() + units.along);
+        const int patch = patches[column / (64 / block)];
+        steps.push_back((patch << kColumnBits | column % (64 / block)) << kShiftBits | shift);
+        steps.insert(steps.end(), numbers.begin(), numbers.begin() + 64 / block);
       }
       segment.last[half] = static_cast<int>(steps.size() / (1 + along));
     }
@@ -250,7 +288,7 @@ bool suits(const PatchShape& shape, const AxisClass& y, const AxisClass& x, doub
 std::optional<Map> image_map(const Image& in, const PatchShape& shape, const AxisClass& y, const AxisClass& x,
                              bool turned) {
   if (turned) {
-    const auto view = make_tiled_view(in.data, {in.h * in.w, in.c, in.n, 1}, {1, in.c_stride, in.n_stride, 0});
+    const auto view = lines_of(in);
     return view ? std::optional(view->map(64, kPatchChannels)) : std::nullopt;
   }
   const driver::PixelMap map = pixel_map(in, {x.first, y.first}, {1, 1}, {shape.row, shape.rows});
@@ -273,7 +311,7 @@ bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const 
   }
   const int patches = shape.count(turned, rows);
   const auto block = static_cast<int>(p.block_rows());
-  if (patches < 2 || !suits(shape, y, x, most_places(std::min(block, 64), turned))) {
+  if (patches < 2 || !suits(shape, y, x, most_places(block, turned))) {
     return false;
   }
   const auto image = image_map(in, shape, y, x, turned);
@@ -284,9 +322,8 @@ bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const 
     return false;
   }
   const auto plan = find_plan(p, y, x, static_cast<int>(shape.row), context);
-  const auto unit = static_cast<std::uint32_t>(std::min(block, 64));
   PatchParams params{};
-  params.sparse = blocks.view().map(unit, unit);
+  params.sparse = blocks.view().map(static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(block));
   params.image = *image;
   params.out = out.data;
   params.unit_n = static_cast<int>(out.n_stride / kMapUnit);
@@ -301,7 +338,6 @@ bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const 
   params.total = static_cast<int>(total);
   params.sparse_block = blocks.view().moves(2);
   params.block_count = static_cast<int>(p.layout->nnz());
-  params.split_bits = block == 128 ? 1 : 0;
   params.line = {static_cast<int>(shape.row),
                  static_cast<int>(shape.rows * shape.row),
                  static_cast<int>(y.first),
@@ -321,7 +357,7 @@ bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const 
   params.rows = static_cast<int>(out.c);
   params.bias = p.bias;
   params.bias_stride = p.bias_stride;
-  get_kernel(instance(p.dtype, static_cast<int>(unit), blocks.view().last, turned, rows), device)
+  get_kernel(instance(p.dtype, block, blocks.view().last, turned, rows), device)
       .launch(std::min<std::int64_t>(total, multiprocessors), kThreads,
               patches * params.patch_stride + patch_rest(turned, rows), &params, context.stream);
   return true;

@@ -139,7 +139,8 @@ struct Turner {
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
       const u32 row = (i < 2 ? rows.x : rows.y) >> i % 2 * 16 & 0xffff;
-      to[i] = row == kNowhere ? nowhere + lane * 16 : patch + tma::swizzled<128>(row * 128 + lane / 8 * 16);
+      to[i] = row == kNowhere ? nowhere + lane / 4 * 128 + lane % 4 * 16
+                              : patch + tma::swizzled<128>(row * 128 + lane / 8 * 16);
     }
   }
   /// Lines of channels become lines of places.
@@ -206,7 +207,7 @@ struct StepWalk {
 
 /// A warp fetches the blocks of all tiles, half of it those of one warpgroup, a lane for each block of a stage. The
 /// halves go on independently. Where a block is absent the box lies outside the tensor, which gives zeros.
-template <int kBlock, bool kSparseK>
+template <int kBlock>
 __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers& barriers, u32 blocks) {
   using P = Patch<kBlock>;
   const int warpgroup = static_cast<int>(threadIdx.x) % 32 / 16, lane = static_cast<int>(threadIdx.x) % 16;
@@ -238,9 +239,7 @@ __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers
       if (mine) {
         const u32 to = blocks + (warpgroup * kBlockStages + ring.stage) * kBlockStageBytes + step * P::kStepBytes +
                        row * P::kBlockBytes;
-        const int number = block >= 0 ? (block >> 2 * p.split_bits) * p.sparse_block : p.block_count;
-        const int down = block >> p.split_bits & p.split_bits, right = block & p.split_bits;
-        tma::load(to, &p.sparse, full, 64 * (kSparseK ? right : down), 64 * (kSparseK ? down : right), number, 0);
+        tma::load(to, &p.sparse, full, 0, 0, block >= 0 ? block * p.sparse_block : p.block_count, 0);
       }
       walk.at += P::kSteps;
       ring.next();
@@ -291,7 +290,8 @@ __device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParam
     const u32 stage = ring.stage;
 #pragma unroll
     for (int i = 0; i < P::kSteps; ++i) {
-      const u32 where = __shfl_sync(~0u, barriers.words[warpgroup][stage][i], 0);
+      // The lane that releases a stage is the one that reads what it holds.
+      const u32 where = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? barriers.words[warpgroup][stage][i] : 0u, 0);
       if (where == ~0u) {
         continue;
       }
@@ -342,13 +342,19 @@ __device__ __forceinline__ void store_rows(const float (&d)[128], const PatchPar
   write_piece<T, true, 2 * kHalf + 1>(d, buffer + kPieceBytes);
   named_barrier(barrier, 128);
   const int unit = thread % 8, channel = channel_of<kBlock>(rows, unit * 8);
-#pragma unroll 4
-  for (int place = thread / 8; place < kHalfPlaces; place += 16) {
-    const int to = table[place];
-    u32 words[4];
-    load_shared_128(words, buffer + place / 64 * kPieceBytes + tma::swizzled<128>(place % 64 * 128 + unit * 16));
-    if (to >= 0 && channel < p.rows) {
-      store_words<4>(static_cast<T*>(p.out) + (static_cast<i64>(to) * 8 + channel), words);
+  constexpr int kTimes = kHalfPlaces / 16;
+  int to[kTimes];
+  u32 words[kTimes][4];
+#pragma unroll
+  for (int i = 0; i < kTimes; ++i) {
+    const int place = thread / 8 + 16 * i;
+    to[i] = table[place];
+    load_shared_128(words[i], buffer + place / 64 * kPieceBytes + tma::swizzled<128>(place % 64 * 128 + unit * 16));
+  }
+#pragma unroll
+  for (int i = 0; i < kTimes; ++i) {
+    if (to[i] >= 0 && channel < p.rows) {
+      store_words<4>(static_cast<T*>(p.out) + (static_cast<i64>(to[i]) * 8 + channel), words[i]);
     }
   }
   if constexpr (kHalf == 0) {
@@ -467,11 +473,11 @@ __device__ __forceinline__ void write_slots(const float (&d)[128], u8* lines, co
     u8 *const left = rows + (pairs[j] & 0xffff), *const right = rows + (pairs[j] >> 16);
     const float* const from = d + kHalf * 64 + 4 * j;
     const u32 a = narrow_pair<T>(from[0], from[1]), b = narrow_pair<T>(from[2], from[3]);
-    if ((pairs[j] & 0xffff) < kLineSlots * 2) {
+    if ((pairs[j] & 0xffff) != kNoSlot * 2) {
       *reinterpret_cast<u16*>(left) = static_cast<u16>(a);
       *reinterpret_cast<u16*>(left + kEightRows) = static_cast<u16>(b);
     }
-    if (pairs[j] >> 16 < kLineSlots * 2) {
+    if (pairs[j] >> 16 != kNoSlot * 2) {
       *reinterpret_cast<u16*>(right) = static_cast<u16>(a >> 16);
       *reinterpret_cast<u16*>(right + kEightRows) = static_cast<u16>(b >> 16);
     }
@@ -521,7 +527,7 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
   __shared__ __align__(16) u16 slots[kRows ? 1 : 2][kHalfPlaces];
   __shared__ int places[kRows ? 2 : 1][kHalfPlaces];
   __shared__ __align__(16) u16 table[kTurned ? 2 : 1][kTurned ? kMostPieces : 1][32];
-  __shared__ __align__(16) u8 nowhere[kTurned ? 1024 : 16];
+  __shared__ __align__(128) u8 nowhere[kTurned ? 2048 : 16];
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
   const u32 blocks_at = base + p.patch_count * p.patch_stride, pieces = blocks_at + 2 * kBlockStages * kBlockStageBytes;
   const u32 results = pieces + (kTurned ? kTurnStages * kTurnBytes : 0);
@@ -553,10 +559,10 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
         kTurned ? fetch_pieces(p, index, barriers, pieces, turns) : fetch_patches(p, index, barriers, base, ring);
       });
     } else if (warp == 1) {
-      fetch_blocks<kBlock, kSparseK>(p, barriers, blocks_at);
+      fetch_blocks<kBlock>(p, barriers, blocks_at);
     } else if (kTurned && warp >= 2) {
       const u32 half = static_cast<u32>(warp) - 2;
-      Turner turner{base, pieces, shared_address(nowhere) + half * 512, half, table[kTurned ? half : 0]};
+      Turner turner{base, pieces, shared_address(nowhere) + half * 1024, half, table[kTurned ? half : 0]};
       for_tiles([&](int index) { turner.run(p, index, barriers); });
     }
   } else {

@@ -15,13 +15,13 @@ inline constexpr int kBlockStages = 3, kBlockStageBytes = 8192;
 /// Images whose pixels are neighbours come in pieces of 64 pixels × 64 channels, to be turned.
 inline constexpr int kTurnStages = 4, kTurnBytes = 8192, kMostPieces = 32;
 /// Results leave 128 places at a time. Of a channel's pixels, where they are neighbours, so many have room: those of
-/// 128 places, what is left over from the places before, room to begin each of two images with 16 bytes, and one for
-/// what is not a pixel of the result.
-inline constexpr int kHalfPlaces = 128, kLineSlots = kHalfPlaces + 24, kNoSlot = kLineSlots - 1;
+/// 128 places, what is left over from the places before, and room to begin each of two images with 16 bytes. What is
+/// not a pixel of the result has no slot.
+inline constexpr int kHalfPlaces = 128, kLineSlots = kHalfPlaces + 24, kNoSlot = kLineSlots;
 /// Shared memory of an SM; of it, what kernels have as static variables (at most), and of the rest what is not patches:
 /// the blocks of both warpgroups, pieces to be turned, both parts of the result, and alignment.
 inline constexpr int kPatchShared = 227 * 1024;
-constexpr int patch_static(bool turned) { return turned ? 6656 : 1536; }
+constexpr int patch_static(bool turned) { return turned ? 7680 : 1536; }
 constexpr int patch_rest(bool turned, bool rows) {
   return 2 * kBlockStages * kBlockStageBytes + (turned ? kTurnStages * kTurnBytes : 0) +
          2 * (rows ? 2 * 8192 : 64 * kLineSlots * 2) + 1024;
@@ -54,7 +54,6 @@ struct PatchParams {
   const int* channels;  ///< of patches, in units of 64
   const int* steps;     ///< (where it lies, then blocks from the top, −1 where there is none), a fixed number of each
   int segment_count, total, sparse_block, block_count;
-  int split_bits;  ///< a block is 2^bits × 2^bits pieces of 64 × 64, and `steps` count those
   Line line;
   int patch_count, patch_stride;     ///< the ring of patches
   int patch_columns, column_places;  ///< of a patch

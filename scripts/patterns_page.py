@@ -112,7 +112,8 @@ train with patterns.
 `fw.nn.MultiheadAttention` is `torch.nn.MultiheadAttention` with a pattern: the same parameters, state-dict keys and
 call, so a checkpoint loads, and `from_dense` takes over a layer. The pattern is one for all heads, one for each, or a
 function of (Sq, Sk), which serves every length. It works in torch's encoder and decoder layers, in eval mode too, where
-torch computes dense attention for its own layers without a call of the module.
+torch computes dense attention for its own layers without a call of the module. A `TransformerEncoder` of such layers
+warns that it will not pack padded batches; `enable_nested_tensor=False` tells it so.
 ```python
 import torch, fretwork as fw
 

@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import logging
+import os
 import pickle
 import re
 import subprocess
@@ -887,7 +888,9 @@ def test_where_dense_wins():
 
     for n in (1, 1000):  # there are no sparse units for it
         assert wins(n, 64, b"float32", b"cuda", b"ieee") == 1 and wins(n, 64, b"float32", b"cpu", b"ieee") == 0
-    assert wins(256, 4096, b"float32", b"cuda", b"tf32") == 1 and wins(4096, 4096, b"float32", b"cuda", b"tf32") == 0
+    assert wins(256, 4096, b"float32", b"cuda", b"tf32") == 1
+    if not os.environ.get("FRETWORK_ARCH"):  # other classes of kernels lose to a Hopper GPU's dense product
+        assert wins(4096, 4096, b"float32", b"cuda", b"tf32") == 0
     assert wins(0, 64, b"float32", b"cuda", b"ieee") == 0
     assert wins(16, 4092, b"bfloat16", b"cuda", b"ieee") == 0  # lines that begin anywhere
     assert wins(1, 64, b"int64", b"cuda", b"ieee") == -1

@@ -495,6 +495,7 @@ def test_autocast_of_other_devices_does_not_reach_the_layer(device):
         ((1, 3), (61, 64), {"padding": (0, 2), "dilation": (1, 2)}),
         ((3, 3), (40, 31), {"padding": 1, "stride": (2, 1)}),
         ((3, 3), (56, 56), {"padding": 3}),
+        ((3, 3), (7, 8), {"padding": 1}),
     ],
     ids=str,
 )

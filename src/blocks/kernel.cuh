@@ -106,29 +106,23 @@ __device__ __forceinline__ void store_image(const SpmmParams& p, u32 piece, int 
 /// The sums of a warpgroup to images whose channels are no neighbours, in pieces of 64 rows × 64 pixels: by the copy
 /// engine, or by threads where it cannot, or a piece is of two images. where(piece) is its first row and pixel.
 template <typename T, bool kTransposed, int kBuffers, int kPiece = 0, int kSize, typename Where>
-__device__ __forceinline__ void store_lines(const float (&d)[kSize], const SpmmParams& p, u32 buffers, u32 barrier,
-                                            Where where) {
+__device__ __forceinline__ void store_nchw(const float (&d)[kSize], const SpmmParams& p, u32 buffers, u32 barrier,
+                                           Where where) {
   if constexpr (kPiece < pieces_of<T, kSize>) {
-    const bool leader = threadIdx.x % 128 == 0;
-    const u32 buffer = buffers + kPiece % kBuffers * kPieceBytes;
-    if (leader) {
-      tma::store_wait_read<kBuffers - 1>();
-    }
-    named_barrier(barrier, 128);
-    write_piece<T, kTransposed, kPiece>(d, buffer);
-    fence_async_proxy();
-    named_barrier(barrier, 128);
     const int2 at = where(kPiece);
     const int n = at.y / p.pixels.per_image, pixel = at.y - n * p.pixels.per_image;
-    if (p.image.lines == 0 || pixel + 64 > p.pixels.per_image) {
-      store_image<T, false>(p, buffer, at.x, at.y);
-    } else if (leader && at.y < p.free) {
-      tma::store(&p.out, buffer, pixel, at.x, n, 0);
+    const bool box = p.image.lines != 0 && pixel + 64 <= p.pixels.per_image;
+    store_in_turn<kBuffers>(
+        kPiece, buffers, barrier, [&](u32 buffer) { write_piece<T, kTransposed, kPiece>(d, buffer); },
+        [&](u32 buffer) {
+          if (box && at.y < p.free) {
+            tma::store(&p.out, buffer, pixel, at.x, n, 0);
+          }
+        });
+    if (!box) {
+      store_image<T, false>(p, buffers + kPiece % kBuffers * kPieceBytes, at.x, at.y);
     }
-    if (leader) {
-      tma::store_commit();
-    }
-    store_lines<T, kTransposed, kBuffers, kPiece + 1>(d, p, buffers, barrier, where);
+    store_nchw<T, kTransposed, kBuffers, kPiece + 1>(d, p, buffers, barrier, where);
   }
 }
 

@@ -223,8 +223,8 @@ __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_co
         narrow_add_bias<T>(d, p, t.place * kNarrow);
       }
       if constexpr (kImage && !kRows) {
-        store_lines<T, true, 1>(d, p, buffers, 1 + warpgroup,
-                                [&](int piece) { return make_int2(t.place * kNarrow + piece * 64, free); });
+        store_nchw<T, true, 1>(d, p, buffers, 1 + warpgroup,
+                               [&](int piece) { return make_int2(t.place * kNarrow + piece * 64, free); });
       } else if (kImage && p.image.data != nullptr) {
         store_tile_by_threads<T, !kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
           store_image<T, kRows>(p, buffer, t.place * kNarrow + piece * 64, free);

@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__
         wide_add_bias<T>(d, p, row);
       }
       if constexpr (kImage && !kRows) {
-        store_lines<T, false, 2>(d, p, buffers, 1 + warpgroup,
-                                 [&](int piece) { return make_int2(row, t.tile * kWidth + piece * 64); });
+        store_nchw<T, false, 2>(d, p, buffers, 1 + warpgroup,
+                                [&](int piece) { return make_int2(row, t.tile * kWidth + piece * 64); });
       } else if (kImage && p.image.data != nullptr) {
         store_tile_by_threads<T, kRows>(d, buffers, 1 + warpgroup, [&](int piece, u32 buffer) {
           store_image<T, kRows>(p, buffer, row, t.tile * kWidth + piece * 64);

@@ -36,7 +36,7 @@ struct Pixels {
 inline constexpr int kChannelBits = 16, kOffsetBits = 8;
 inline constexpr int kMostChannelBlocks = 1 << kChannelBits, kMostOffset = 127;
 
-/// A result that the copy engine cannot write: images with any strides, in elements.
+/// A result that the copy engine cannot write, or not all of: images with any strides, in elements.
 struct ImageOut {
   void* data;  ///< null: the copy engine writes
   long long n, c, h, w;

@@ -223,17 +223,18 @@ std::vector<Set> sets_of(const std::vector<Row>& rows, std::size_t along, std::i
 PatchPlan make_plan(const Problem& p, const AxisClass& y, const AxisClass& x, int line_row, int device) {
   const auto block = static_cast<int>(p.block_rows());
   const auto taps = static_cast<std::int64_t>(y.taps.size() * x.taps.size());
-  const auto along = static_cast<std::size_t>(64 / block);
+  const int along = 64 / block;
+  const std::size_t step_size = static_cast<std::size_t>(1 + along);
   std::vector<PatchSegment> segments;
   std::vector<int> channels, steps;
-  const std::vector<Set> sets = sets_of(rows_of(p, y, x), along, p.others() * taps);
+  const std::vector<Set> sets = sets_of(rows_of(p, y, x), static_cast<std::size_t>(along), p.others() * taps);
   for (std::size_t n = 0; n < sets.size(); n += 2) {
     PatchSegment segment{};
     segment.patches = static_cast<int>(channels.size());
     std::map<std::int64_t, int> patches;  // of 64 channels: their patch
     for (std::size_t half = 0; half < 2; ++half) {
       for (const auto& [column, numbers] : sets[n + half].columns) {
-        patches[column / taps / static_cast<std::int64_t>(along)] = 0;
+        patches[column / taps / along] = 0;
       }
     }
     for (auto& [group, patch] : patches) {
@@ -245,17 +246,16 @@ PatchPlan make_plan(const Problem& p, const AxisClass& y, const AxisClass& x, in
       for (std::size_t i = 0; i < set.rows.size(); ++i) {
         segment.rows[half][i] = set.rows[i] < 0 ? kNoChannel : set.rows[i] * block;
       }
-      segment.first[half] = static_cast<int>(steps.size() / (1 + along));
+      segment.first[half] = static_cast<int>(steps.size() / step_size);
       for (const auto& [key, numbers] : set.columns) {
         const auto column = static_cast<int>(key / taps), tap = static_cast<int>(key % taps);
         const auto taps_x = static_cast<int>(x.taps.size());
         const int shift = y.offsets[static_cast<std::size_t>(tap / taps_x)] * line_row +
                           x.offsets[static_cast<std::size_t>(tap % taps_x)];
-        const int patch = patches[column / (64 / block)];
-        steps.push_back((patch << kColumnBits | column % (64 / block)) << kShiftBits | shift);
-        steps.insert(steps.end(), numbers.begin(), numbers.begin() + 64 / block);
+        steps.push_back((patches[column / along] << kColumnBits | column % along) << kShiftBits | shift);
+        steps.insert(steps.end(), numbers.begin(), numbers.begin() + along);
       }
-      segment.last[half] = static_cast<int>(steps.size() / (1 + along));
+      segment.last[half] = static_cast<int>(steps.size() / step_size);
     }
     segments.push_back(segment);
   }

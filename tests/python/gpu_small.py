@@ -102,7 +102,8 @@ def convolutions(device):
             fw.block_conv2d(x, values, layout, kernel, **options).square().sum().backward()
     if torch.device(device).type != "cuda":
         return
-    for block, memory_format in ((64, torch.contiguous_format), (32, torch.channels_last)):  # pixels for whole machines
+    orders = torch.contiguous_format, torch.channels_last
+    for block, memory_format in itertools.product((64, 32), orders):  # pixels for whole machines
         layout = fw.BlockLayout.for_conv2d(torch.rand(128 // block, 128 // block, 3, 3) < 0.3, block)
         x = tensor(device, torch.float16, 12, 128, 56, 56).contiguous(memory_format=memory_format)
         bias = tensor(device, torch.float16, 128)

@@ -888,9 +888,10 @@ def test_where_dense_wins():
 
     for n in (1, 1000):  # there are no sparse units for it
         assert wins(n, 64, b"float32", b"cuda", b"ieee") == 1 and wins(n, 64, b"float32", b"cpu", b"ieee") == 0
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    behind = hopper and os.environ.get("FRETWORK_ARCH", "") not in ("", "sm_90a")  # older kernels on a newer GPU
     assert wins(256, 4096, b"float32", b"cuda", b"tf32") == 1
-    if not os.environ.get("FRETWORK_ARCH"):  # other classes of kernels lose to a Hopper GPU's dense product
-        assert wins(4096, 4096, b"float32", b"cuda", b"tf32") == 0
+    assert wins(4096, 4096, b"float32", b"cuda", b"tf32") == int(behind)
     assert wins(0, 64, b"float32", b"cuda", b"ieee") == 0
     assert wins(16, 4092, b"bfloat16", b"cuda", b"ieee") == 0  # lines that begin anywhere
     assert wins(1, 64, b"int64", b"cuda", b"ieee") == -1

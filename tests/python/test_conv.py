@@ -520,6 +520,24 @@ def test_many_pixels(block, kernel, image, geometry, device):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("order", [FIRST, LAST], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_few_rows_have_blocks(block, order, device):
+    """Most tiles of the result have nothing to multiply, and the others only some of x."""
+    if device.type != "cuda":
+        pytest.skip("for --device cuda")
+    mask = torch.zeros(512 // block, 256 // block, 3, 3, dtype=torch.bool)
+    mask[1, -1, 0, 2] = mask[-1, 0, 1, 1] = mask[-1, 1, 2, 0] = True
+    x = images(device, 20, mask.shape[1] * block, 56, 56, memory_format=order).half()
+    values, bias = (torch.randn(shape, device=device).half() for shape in [(3, block, block), (512,)])
+
+    def d_out(shape):
+        return images(device, *shape, memory_format=order).half()
+
+    check(mask, block, x, values, bias, d_out, reference=device, padding=1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_graph_capture(device):
     """Replayed with other contents."""
     if device.type != "cuda":

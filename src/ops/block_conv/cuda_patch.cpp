@@ -18,16 +18,14 @@ namespace driver = fretwork::cuda;
 using namespace blocks;  // NOLINT: the host side that it shares with the block products
 
 /// Places for each pixel of the result up to which this kernel pays. Elsewhere columns of pixels are fetched for every
-/// kernel position, from images whose channels are neighbours: of those that are `turned` here, that takes a copy,
-/// which is faster all the same where blocks are larger.
-double most_places(int block, bool turned) {
-  if (block > 32) {
-    return 0.0;
-  }
+/// kernel position, from images whose channels are neighbours: of those that are `turned` here, that takes a copy.
+/// Every two sets of 64 rows turn the image again, which costs large blocks more than it spares them.
+double most_places(int block, bool turned, std::int64_t sets) {
+  constexpr std::int64_t kMostSets = 4;
   if (turned) {
-    return block == 16 ? 1.05 : 1.3;
+    return block == 16 ? 1.05 : block == 32 || (block == 64 && sets <= kMostSets) ? 1.3 : 0.0;
   }
-  return block == 32 ? 1.05 : 0.0;
+  return block == 32 ? 1.1 : 0.0;
 }
 
 KernelSpec instance(DType dtype, int block, bool sparse_k, bool turned, bool rows) {
@@ -44,10 +42,10 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
     return list;
   }
   for (const DType dtype : {DType::f16, DType::bf16}) {
-    for (const int block : {16, 32}) {
+    for (const int block : {16, 32, 64}) {
       for (int order = 0; order < 8; ++order) {
         const bool turned = (order & 2) != 0;
-        if (most_places(block, turned) > 0) {
+        if (most_places(block, turned, 1) > 0) {
           list.push_back(instance(dtype, block, (order & 1) != 0, turned, (order & 4) != 0));
         }
       }
@@ -73,21 +71,29 @@ struct PatchShape {
   std::int64_t row, rows, images;
   int columns = 1, column = kTilePlaces;  ///< a patch is this many columns of so many places
 
-  PatchShape(const Image& in, const AxisClass& y, const AxisClass& x)
+  /// `even`: rows have an even number of places. A patch that is `turned` is one column.
+  PatchShape(const Image& in, const AxisClass& y, const AxisClass& x, bool turned, bool even)
       : row(places_of(x, in.w)), rows(places_of(y, in.h)), images(in.n) {
+    row += even ? row % 2 : 0;
     constexpr int kMostOfColumn = 256, kEight = 8;  // of the copy engine; of swizzled rows
     const std::int64_t reach = reach_of(y) * row + reach_of(x);
-    columns = static_cast<int>(ceil_div(kTilePlaces + reach, std::int64_t{kMostOfColumn}));
+    columns = turned ? 1 : static_cast<int>(ceil_div(kTilePlaces + reach, std::int64_t{kMostOfColumn}));
     column =
         static_cast<int>(ceil_div(ceil_div(kTilePlaces + reach, std::int64_t{columns}), std::int64_t{kEight})) * kEight;
   }
   int places() const { return columns * column; }
+  /// Whether every pixel has a place.
+  bool has_all(const Image& in, const AxisClass& y, const AxisClass& x) const {
+    return x.first <= 0 && y.first <= 0 && in.w - x.first <= row && in.h - y.first <= rows;
+  }
   std::int64_t line() const { return images * rows * row; }
-  std::int64_t tiles() const { return ceil_div(line(), std::int64_t{kTilePlaces}); }
-  int stride() const { return static_cast<int>(ceil_div(places() * 128, 1024)) * 1024; }
+  int stride(bool turned) const {
+    return static_cast<int>(ceil_div((places() + (turned ? kSpareRows : 0)) * 128, 1024)) * 1024;
+  }
   /// Of patches that have room beside the rest.
   int count(bool turned, bool rows) const {
-    return std::min(kMostPatches, (kPatchShared - patch_static(turned) - patch_rest(turned, rows)) / stride());
+    return std::min(kMostPatches,
+                    (kPatchShared - patch_static(turned, rows) - patch_rest(turned, rows)) / stride(turned));
   }
 };
 
@@ -284,6 +290,15 @@ bool suits(const PatchShape& shape, const AxisClass& y, const AxisClass& x, doub
          static_cast<double>(shape.line()) <= most * pixels;
 }
 
+/// Whether results can leave as lines of pixels, two at a time, each image's a multiple of 16 bytes.
+bool has_whole_lines(const Image& out) {
+  return pixels_last(out) && out.h * out.w % kMapUnit == 0 && out.w % 2 == 0 && out.w >= kMapUnit;
+}
+
+/// From a tile to the next where it begins with a pixel at a multiple of 16 bytes: behind seven pixels, or fewer, and
+/// the margin between rows if it lies there.
+std::int64_t pixel_places(std::int64_t row, std::int64_t width) { return kTilePlaces - 7 - (row - width); }
+
 /// A column of places of a patch, or pixels that have yet to be turned.
 std::optional<Map> image_map(const Image& in, const PatchShape& shape, const AxisClass& y, const AxisClass& x,
                              bool turned) {
@@ -302,23 +317,24 @@ bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const 
   const Image out = class_of(p, y, x);
   const bool turned = !channels_last(in), rows = channels_last(out);
   const bool counted = out.n * out.n_stride / kMapUnit < std::numeric_limits<int>::max();  // as the kernel does
-  if ((turned && !pixels_last(in)) || (!rows && !pixels_last(out)) || !counted) {
+  if ((turned && !pixels_last(in)) || (!rows && !has_whole_lines(out)) || !counted) {
     return false;
   }
-  const PatchShape shape(in, y, x);
-  if (turned && in.w > shape.row) {
-    return false;  // rows of pixels that no place stands for
+  const PatchShape shape(in, y, x, turned, !rows);
+  if (turned && !shape.has_all(in, y, x)) {
+    return false;
   }
   const int patches = shape.count(turned, rows);
   const auto block = static_cast<int>(p.block_rows());
-  if (patches < 2 || !suits(shape, y, x, most_places(block, turned))) {
+  const std::int64_t sets = ceil_div(p.lines() * block, std::int64_t{64});  // of 64 rows; two make a segment
+  if (patches < 2 || !suits(shape, y, x, most_places(block, turned, sets))) {
     return false;
   }
   const auto image = image_map(in, shape, y, x, turned);
   const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
-  const std::int64_t sets = ceil_div(p.lines() * block, std::int64_t{64});  // of 64 rows; two make a segment
-  const std::int64_t total = shape.tiles() * ceil_div(sets, std::int64_t{2});
-  if (!image || total < multiprocessors || total > 1 << 30) {
+  const std::int64_t tile_places = rows ? kTilePlaces : pixel_places(shape.row, out.w);
+  const std::int64_t total = ceil_div(shape.line(), tile_places) * ceil_div(sets, std::int64_t{2});
+  if (!image || tile_places < kTilePlaces * 7 / 8 || total < multiprocessors || total > 1 << 30) {
     return false;
   }
   const auto plan = find_plan(p, y, x, static_cast<int>(shape.row), context);
@@ -336,6 +352,7 @@ bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const 
   params.steps = static_cast<const int*>(plan->steps.data());
   params.segment_count = plan->segment_count;
   params.total = static_cast<int>(total);
+  params.tile_places = static_cast<int>(tile_places);
   params.sparse_block = blocks.view().moves(2);
   params.block_count = static_cast<int>(p.layout->nnz());
   params.line = {static_cast<int>(shape.row),
@@ -346,15 +363,18 @@ bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const 
                  Divisor(static_cast<unsigned>(shape.row)),
                  Divisor(static_cast<unsigned>(shape.rows * shape.row))};
   params.patch_count = patches;
-  params.patch_stride = shape.stride();
+  params.patch_stride = shape.stride(turned);
   params.patch_columns = shape.columns;
   params.column_places = shape.column;
   params.in_height = static_cast<int>(in.h);
   params.in_width = static_cast<int>(in.w);
   params.by_width = Divisor(static_cast<unsigned>(in.w));
+  params.by_pieces = Divisor(static_cast<unsigned>(ceil_div(in.h * in.w, std::int64_t{64})));
   params.width = static_cast<int>(out.w);
   params.height = static_cast<int>(out.h);
   params.rows = static_cast<int>(out.c);
+  params.by_out_width = Divisor(static_cast<unsigned>(out.w));
+  params.by_pixels = Divisor(static_cast<unsigned>(out.h * out.w));
   params.bias = p.bias;
   params.bias_stride = p.bias_stride;
   get_kernel(instance(p.dtype, block, blocks.view().last, turned, rows), device)

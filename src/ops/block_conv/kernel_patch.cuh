@@ -13,10 +13,20 @@
 namespace fretwork::block_conv {
 
 struct PatchBarriers {
-  u64 full[2][kBlockStages], empty[2][kBlockStages];
+  u64 full[2][kMostBlockStages], empty[2][kMostBlockStages];
   u64 patch_full[kMostPatches], patch_empty[kMostPatches];
-  u64 turn_full[kTurnStages], turn_empty[kTurnStages];
-  u32 words[2][kBlockStages][4];
+  u64 turn_full[kTurnStages], turn_empty[kTurnStages], listed[2];
+  u32 words[2][kMostBlockStages][4];
+};
+
+/// How pieces of an image become the patch of a tile: the same for all channels. A row of 16 bytes lies at
+/// (entry ^ column of 16 bytes) · 16 in the patch.
+struct alignas(16) TurnTable {
+  u16 rows[kMostPieces][64];  ///< of pixel 32 · a + 8 · b + c of a piece: at 32 · a + 4 · c + b
+  u32 margin[kMostPieces];    ///< a bit for each place that is no pixel
+  int count;                  ///< pieces
+
+  static __device__ __forceinline__ u32 entry(int row) { return static_cast<u32>(row * 8 | row % 8); }
 };
 
 /// A stage holds 64 of K of 64 rows: kSteps steps of a block's depth, each of kBlocks blocks.
@@ -47,13 +57,32 @@ __device__ __forceinline__ Place place_at(const Line& line, int place) {
   return {n, u, rest - u * line.row};
 }
 __device__ __forceinline__ int patch_places(const PatchParams& p) { return p.patch_columns * p.column_places; }
+
+/// Where pixels of the result are neighbours, a tile begins with one that lies at a multiple of 16 bytes: the first
+/// from `place` on, counted through all images.
+__device__ __forceinline__ int first_pixel(const PatchParams& p, int place) {
+  Place at = place_at(p.line, place);
+  if (at.v >= p.width) {
+    at = {at.n, at.u + 1, 0};
+  }
+  const int pixels = p.width * p.height, pixel = (at.u * p.width + at.v + 7) & ~7;
+  return min(at.n, p.line.images) * pixels + (at.n < p.line.images ? min(pixel, pixels) : 0);
+}
+/// The first place of a tile.
+template <bool kRows>
 __device__ __forceinline__ int first_place(const PatchParams& p, int index) {
-  return index / p.segment_count * kTilePlaces;
+  const int place = index / p.segment_count * p.tile_places;
+  if constexpr (kRows) {
+    return place;
+  }
+  const int pixel = first_pixel(p, place), n = p.by_pixels.quotient(pixel), rest = pixel - n * p.width * p.height;
+  const int u = p.by_out_width.quotient(rest);
+  return n * p.line.image + u * p.line.row + rest - u * p.width;
 }
 
 /// One thread fetches the patches of a tile.
-__device__ __forceinline__ void fetch_patches(const PatchParams& p, int index, PatchBarriers& barriers, u32 base,
-                                              PatchRing& ring) {
+__device__ __forceinline__ void fetch_patches(const PatchParams& p, int index, int first, PatchBarriers& barriers,
+                                              u32 base, PatchRing& ring) {
   const PatchSegment& s = p.segments[index % p.segment_count];
   for (int i = 0; i < s.patch_count; ++i, ring.next(p)) {
     const int channel = __ldg(p.channels + s.patches + i) * kPatchChannels;
@@ -61,96 +90,114 @@ __device__ __forceinline__ void fetch_patches(const PatchParams& p, int index, P
     mbarrier::wait(shared_address(&barriers.patch_empty[ring.stage]), ring.parity);
     mbarrier::arrive_expect(full, patch_places(p) * 128);
     for (int column = 0; column < p.patch_columns; ++column) {
-      const Place at = place_at(p.line, first_place(p, index) + column * p.column_places);
+      const Place at = place_at(p.line, first + column * p.column_places);
       tma::load_pixels(base + ring.stage * p.patch_stride + column * p.column_places * 128, &p.image, full, channel,
                        at.v + p.line.first_w, at.u + p.line.first_h, at.n, 0, 0);
     }
   }
 }
 
-/// The pixels of a patch that begins at a place, 64 neighbours of an image at a time: body(n, first of them).
-template <typename Body>
-__device__ __forceinline__ void for_pieces(const PatchParams& p, int first, Body body) {
+/// The first pixel of x from a place of an image on.
+__device__ __forceinline__ int pixel_from(const PatchParams& p, int place) {
   const Line& line = p.line;
-  const int end = first + patch_places(p), last = min(line.by_image.quotient(end - 1), line.images - 1);
-  const auto pixel_of = [&](int place) {  // the first one from a place of an image on
-    const int row = line.by_row.quotient(place), h = row + line.first_h, w = place - row * line.row + line.first_w;
-    return h < 0 ? 0 : min(h, p.in_height) * p.in_width + (h < p.in_height ? min(max(w, 0), p.in_width) : 0);
-  };
-  for (int n = line.by_image.quotient(first); n <= last; ++n) {
-    const int to = pixel_of(min(end - n * line.image, line.image));
-    for (int m = pixel_of(max(first - n * line.image, 0)) & ~7; m < to; m += 64) {
-      body(n, m);
-    }
-  }
+  const int row = line.by_row.quotient(place), h = row + line.first_h, w = place - row * line.row + line.first_w;
+  return h < 0 ? 0 : min(h, p.in_height) * p.in_width + (h < p.in_height ? min(max(w, 0), p.in_width) : 0);
 }
+
+/// The pieces of a patch that begins at place `first`: 64 neighbouring pixels of an image each, one image after the
+/// other. The first image's begin at pixel `start`, others' at 0.
+struct Pieces {
+  int n, start, first_count, per_image;
+  int last, to;  ///< the last image, and where its pixels end
+
+  __device__ __forceinline__ Pieces(const PatchParams& p, int first)
+      : n(p.line.by_image.quotient(first)), per_image((p.in_width * p.in_height + 63) / 64) {
+    const int end = first + patch_places(p), image = p.line.image;
+    start = pixel_from(p, first - n * image) & ~7;
+    first_count = (p.in_width * p.in_height - start + 63) / 64;
+    last = min(p.line.by_image.quotient(end - 1), p.line.images - 1);
+    to = pixel_from(p, min(end - last * image, image));
+  }
+  /// In units of 64: the piece of an image's pixel, and which it is of them.
+  __device__ __forceinline__ int at(int image, int pixel) const {
+    return image == n ? pixel - start : (first_count + (image - n - 1) * per_image) * 64 + pixel;
+  }
+  __device__ __forceinline__ int count() const { return last < n ? 0 : (at(last, to) + 63) / 64; }
+};
 
 /// One thread fetches what is to be turned.
-__device__ __forceinline__ void fetch_pieces(const PatchParams& p, int index, PatchBarriers& barriers, u32 pieces,
-                                             Ring<kTurnStages>& ring) {
+__device__ __forceinline__ void fetch_pieces(const PatchParams& p, int index, int first, PatchBarriers& barriers,
+                                             u32 pieces, Ring<kTurnStages>& ring) {
   const PatchSegment& s = p.segments[index % p.segment_count];
+  const Pieces all(p, first);
   for (int i = 0; i < s.patch_count; ++i) {
     const int channel = __ldg(p.channels + s.patches + i) * kPatchChannels;
-    for_pieces(p, first_place(p, index), [&](int n, int m) {
-      const u32 full = shared_address(&barriers.turn_full[ring.stage]);
-      mbarrier::wait(shared_address(&barriers.turn_empty[ring.stage]), ring.parity);
-      mbarrier::arrive_expect(full, kTurnBytes);
-      tma::load(pieces + ring.stage * kTurnBytes, &p.image, full, m, channel, n, 0);
-      ring.next();
-    });
+    for (int n = all.n; n <= all.last; ++n) {
+      const int to = n == all.last ? all.to : p.in_width * p.in_height;
+      for (int pixel = n == all.n ? all.start : 0; pixel < to; pixel += 64, ring.next()) {
+        const u32 full = shared_address(&barriers.turn_full[ring.stage]);
+        mbarrier::wait(shared_address(&barriers.turn_empty[ring.stage]), ring.parity);
+        mbarrier::arrive_expect(full, kTurnBytes);
+        tma::load(pieces + ring.stage * kTurnBytes, &p.image, full, pixel, channel, n, 0);
+      }
+    }
   }
 }
 
-/// Two warps make the patches of a tile from pieces, each of 32 of the 64 pixels of a piece. `table` has the rows of
-/// the patch where a warp's pixels go; they are the same for all channels.
+/// The warpgroups that multiply list how a tile's patch is made of pieces. Pixels that it does not have go to rows
+/// behind it.
+__device__ __forceinline__ void list_turns(const PatchParams& p, int first, TurnTable& table) {
+  const Line& line = p.line;
+  const Pieces pieces(p, first);
+  const int thread = static_cast<int>(threadIdx.x) - 128, end = patch_places(p), count = pieces.count();
+  const int origin = -line.first_h * line.row - line.first_w - first;  // the place of pixel (0, 0) of image 0
+#pragma unroll 1
+  for (int from = 0; from < count * 64; from += 256) {
+    const int at = from + thread, behind = at / 64 - pieces.first_count, of = p.by_pieces.quotient(max(behind, 0));
+    const int n = behind < 0 ? pieces.n : pieces.n + 1 + of;
+    const int pixel = behind < 0 ? pieces.start + at : (behind - of * pieces.per_image) * 64 + at % 64;
+    const int h = p.by_width.quotient(pixel), row = origin + n * line.image + pixel + h * (line.row - p.in_width);
+    const bool inside = h < p.in_height && row >= 0 && row < end;
+    if (at < count * 64) {
+      table.rows[at / 64][at % 64 / 32 * 32 + at % 8 * 4 + at / 8 % 4] =
+          static_cast<u16>(TurnTable::entry(inside ? row : end + at / 32 % 2 * 8 + at % 8));
+    }
+  }
+#pragma unroll 1
+  for (int from = 0; from < end; from += 256) {
+    const int place = from + thread;
+    const Place at = place_at(line, first + place);
+    const int h = at.u + line.first_h, w = at.v + line.first_w;
+    const bool pixel = at.n < line.images && h >= 0 && h < p.in_height && w >= 0 && w < p.in_width;
+    const u32 margin = __ballot_sync(~0u, place < end && !pixel);
+    if (thread % 32 == 0) {
+      table.margin[place / 32] = margin;
+    }
+  }
+  if (thread == 0) {
+    table.count = count;
+  }
+}
+
+/// Two warps make the patches of a tile from pieces, each of 32 of the 64 pixels of a piece.
 struct Turner {
-  static constexpr u32 kNowhere = 0xffff;
-  u32 base, pieces, nowhere, half;
-  u16 (*table)[32];
+  u32 base, pieces, half;
+  const TurnTable* tables;
   PatchRing ring{1};
   Ring<kTurnStages> turns{0};
+  Ring<2> lists{0};
 
-  /// Lists the places of a tile's patch: pixels, and in `margin` which of every 64th place is none. How many pieces.
-  __device__ __forceinline__ int list(const PatchParams& p, int first, u32& margin) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    int piece = 0;
-    for_pieces(p, first, [&](int n, int m) {
-      const int pixel = m + static_cast<int>(half) * 32 + lane, h = p.by_width.quotient(pixel);
-      const int u = h - p.line.first_h, v = pixel - h * p.in_width - p.line.first_w;
-      const int row = n * p.line.image + u * p.line.row + v - first;
-      const bool inside = h < p.in_height && u >= 0 && v >= 0 && v < p.line.row && u * p.line.row < p.line.image &&
-                          row >= 0 && row < patch_places(p);
-      table[piece++][lane % 8 * 4 + lane / 8] = static_cast<u16>(inside ? row : kNowhere);
-    });
-    margin = 0;
-    for (int i = 0, place = static_cast<int>(half) * 32 + lane; place < patch_places(p); ++i, place += 64) {
-      const Place at = place_at(p.line, first + place);
-      const int h = at.u + p.line.first_h, w = at.v + p.line.first_w;
-      const bool pixel = at.n < p.line.images && h >= 0 && h < p.in_height && w >= 0 && w < p.in_width;
-      margin |= (pixel ? 0u : 1u) << i;
-    }
-    __syncwarp();
-    return piece;
-  }
-  /// Where the lane's rows of 16 bytes go: those of pixels lane % 8 + 8 · i.
-  __device__ __forceinline__ void places(u32 (&to)[4], u32 patch, int piece) const {
-    const u32 lane = threadIdx.x % 32;
-    const uint2 rows = *reinterpret_cast<const uint2*>(table[piece] + lane % 8 * 4);
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      const u32 row = (i < 2 ? rows.x : rows.y) >> i % 2 * 16 & 0xffff;
-      to[i] = row == kNowhere ? nowhere + lane / 4 * 128 + lane % 4 * 16
-                              : patch + tma::swizzled<128>(row * 128 + lane / 8 * 16);
-    }
-  }
-  /// Lines of channels become lines of places.
-  __device__ __forceinline__ void turn(u32 piece, const u32 (&to)[4]) const {
-    const u32 lane = threadIdx.x % 32;
-    u32 r[8][4];
+  /// Lines of channels become lines of places. `rows` are those of pixels lane % 8 + 8 · i.
+  __device__ __forceinline__ void turn(u32 piece, u32 patch, uint2 rows) const {
+    const u32 lane = threadIdx.x % 32, from = piece + lane * 128, column = half * 4 ^ lane % 8;
+    u32 r[8][4], to[4];
 #pragma unroll
     for (u32 n = 0; n < 8; ++n) {  // 8 pixels × 32 channels
-      wgmma::load_pieces_transposed(r[n],
-                                    piece + tma::swizzled<128>((n % 2 * 32 + lane) * 128 + (half * 4 + n / 2) * 16));
+      wgmma::load_pieces_transposed(r[n], from + (column ^ n / 2) * 16 + n % 2 * 4096);
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      to[i] = patch + (((i < 2 ? rows.x : rows.y) >> i % 2 * 16 & 0xffff) ^ lane / 8) * 16;
     }
 #pragma unroll
     for (u32 n = 0; n < 8; ++n) {
@@ -158,30 +205,41 @@ struct Turner {
     }
   }
   __device__ __forceinline__ void run(const PatchParams& p, int index, PatchBarriers& barriers) {
-    const PatchSegment& s = p.segments[index % p.segment_count];
-    const int first = first_place(p, index);
-    u32 margin;
-    const int count = list(p, first, margin);
-    for (int i = 0; i < s.patch_count; ++i, ring.next(p)) {
+    const int patches = p.segments[index % p.segment_count].patch_count;
+    if (patches == 0) {
+      return;
+    }
+    const u32 full = shared_address(barriers.turn_full), empty = shared_address(barriers.turn_empty);
+    const u32 lane = threadIdx.x % 32;
+    mbarrier::wait(shared_address(&barriers.listed[lists.stage]), lists.parity);
+    const TurnTable& table = tables[lists.stage];
+    const u16* const rows = table.rows[0] + half * 32 + lane % 8 * 4;
+    const int count = table.count;
+    u32 margin = 0;  // of the lane's places
+    for (u32 i = 0, place = half * 32; place < static_cast<u32>(patch_places(p)); ++i, place += 64) {
+      margin |= (table.margin[place / 32] >> lane & 1) << i;
+    }
+    for (int i = 0; i < patches; ++i, ring.next(p)) {
       const u32 patch = base + ring.stage * p.patch_stride;
       mbarrier::wait(shared_address(&barriers.patch_empty[ring.stage]), ring.parity);
       for (u32 left = margin; left != 0; left &= left - 1) {
-        const u32 place = (__ffs(static_cast<int>(left)) - 1) * 64 + half * 32 + threadIdx.x % 32;
+        const u32 place = (__ffs(static_cast<int>(left)) - 1) * 64 + half * 32 + lane;
         for (u32 unit = 0; unit < 8; ++unit) {
           store_shared_128(patch + place * 128 + unit * 16, {0, 0, 0, 0});
         }
       }
+      uint2 next = *reinterpret_cast<const uint2*>(rows);
       for (int piece = 0; piece < count; ++piece, turns.next()) {
-        u32 to[4];
-        places(to, patch, piece);
-        mbarrier::wait(shared_address(&barriers.turn_full[turns.stage]), turns.parity);
-        turn(pieces + turns.stage * kTurnBytes, to);
-        release(shared_address(barriers.turn_empty), static_cast<int>(turns.stage));
+        const uint2 now = next;
+        next = *reinterpret_cast<const uint2*>(rows + min(piece + 1, count - 1) * 64);
+        mbarrier::wait(full + 8 * turns.stage, turns.parity);
+        turn(pieces + turns.stage * kTurnBytes, patch, now);
+        release(empty, static_cast<int>(turns.stage));
       }
       fence_async_proxy();
       release(shared_address(barriers.patch_full), static_cast<int>(ring.stage));
     }
-    __syncwarp();  // before the table changes
+    lists.next();
   }
 };
 
@@ -207,13 +265,13 @@ struct StepWalk {
 
 /// A warp fetches the blocks of all tiles, half of it those of one warpgroup, a lane for each block of a stage. The
 /// halves go on independently. Where a block is absent the box lies outside the tensor, which gives zeros.
-template <int kBlock>
+template <int kBlock, int kStages>
 __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers& barriers, u32 blocks) {
   using P = Patch<kBlock>;
   const int warpgroup = static_cast<int>(threadIdx.x) % 32 / 16, lane = static_cast<int>(threadIdx.x) % 16;
   const int step = lane / P::kBlocks, row = lane % P::kBlocks;
   const bool used = lane < P::kSteps * P::kBlocks;
-  Ring<kBlockStages> ring(1);
+  Ring<kStages> ring(1);
   StepWalk walk;
   bool more = walk.find(p, warpgroup);
   while (__any_sync(~0u, more)) {
@@ -228,8 +286,12 @@ __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers
     } while (!__any_sync(~0u, ready));
     if (ready) {
       const u32 full = shared_address(&barriers.full[warpgroup][ring.stage]), half = 0xffffu << 16 * warpgroup;
-      if (used && row == 0) {
-        barriers.words[warpgroup][ring.stage][step] = where;
+#pragma unroll
+      for (int i = 0; i < P::kSteps; ++i) {  // the lane that saw the stage empty writes what it is to hold
+        const u32 word = __shfl_sync(half, where, warpgroup * 16 + i * P::kBlocks);
+        if (lane == 0) {
+          barriers.words[warpgroup][ring.stage][i] = word;
+        }
       }
       __syncwarp(half);
       if (lane == 0) {
@@ -237,7 +299,7 @@ __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers
       }
       __syncwarp(half);
       if (mine) {
-        const u32 to = blocks + (warpgroup * kBlockStages + ring.stage) * kBlockStageBytes + step * P::kStepBytes +
+        const u32 to = blocks + (warpgroup * kStages + ring.stage) * kBlockStageBytes + step * P::kStepBytes +
                        row * P::kBlockBytes;
         tma::load(to, &p.sparse, full, 0, 0, block >= 0 ? block * p.sparse_block : p.block_count, 0);
       }
@@ -273,9 +335,9 @@ struct PatchWalk {
 };
 
 /// Multiplies the steps of one warpgroup. A patch is released when all products that read it are done.
-template <typename T, int kBlock, bool kSparseK>
+template <typename T, int kBlock, bool kSparseK, int kStages>
 __device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParams& p, const PatchSegment& s,
-                                               PatchBarriers& barriers, u32 base, u32 blocks, Ring<kBlockStages>& ring,
+                                               PatchBarriers& barriers, u32 base, u32 blocks, Ring<kStages>& ring,
                                                PatchRing& patches, int warpgroup) {
   using P = Patch<kBlock>;
   using wgmma::Major;
@@ -328,16 +390,24 @@ __device__ __forceinline__ int channel_of(const int* rows, int row) {
   return __ldg(rows + row / kBlock) + row % kBlock;
 }
 
-/// Stores a warpgroup's sums where channels are neighbours, 128 places at a time, 16 bytes by each thread. `table` has
-/// room for where the places lie. The copy engine cannot do it: it refuses boxes that begin before an image's row.
+/// Where a tile's places lie in a result whose channels are neighbours, in units of 16 bytes; −1 for what is no pixel.
+__device__ __forceinline__ void list_places(const PatchParams& p, int* table, int first) {
+#pragma unroll
+  for (int from = 0; from < kTilePlaces; from += 128) {
+    const int place = from + static_cast<int>(threadIdx.x) % 128;
+    const Place at = place_at(p.line, first + place);
+    const bool pixel = at.n < p.line.images && at.u < p.height && at.v < p.width;
+    table[place] = pixel ? at.n * p.unit_n + at.u * p.unit_h + at.v * p.unit_w : -1;
+  }
+}
+
+/// Stores a warpgroup's sums where channels are neighbours, 128 places at a time, 16 bytes by each thread. The copy
+/// engine cannot do it: it refuses boxes that begin before an image's row.
 template <typename T, int kBlock, int kHalf = 0>
-__device__ __forceinline__ void store_rows(const float (&d)[128], const PatchParams& p, u32 buffer, int* table,
-                                           u32 barrier, const int* rows, int first) {
+__device__ __forceinline__ void store_rows(const float (&d)[128], const PatchParams& p, u32 buffer, const int* table,
+                                           u32 barrier, const int* rows) {
   const int thread = static_cast<int>(threadIdx.x) % 128;
-  const Place at = place_at(p.line, first + kHalf * kHalfPlaces + thread);
-  const bool pixel = at.n < p.line.images && at.u < p.height && at.v < p.width;
   named_barrier(barrier, 128);
-  table[thread] = pixel ? at.n * p.unit_n + at.u * p.unit_h + at.v * p.unit_w : -1;
   write_piece<T, true, 2 * kHalf>(d, buffer);
   write_piece<T, true, 2 * kHalf + 1>(d, buffer + kPieceBytes);
   named_barrier(barrier, 128);
@@ -348,7 +418,7 @@ __device__ __forceinline__ void store_rows(const float (&d)[128], const PatchPar
 #pragma unroll
   for (int i = 0; i < kTimes; ++i) {
     const int place = thread / 8 + 16 * i;
-    to[i] = table[place];
+    to[i] = table[kHalf * kHalfPlaces + place];
     load_shared_128(words[i], buffer + place / 64 * kPieceBytes + tma::swizzled<128>(place % 64 * 128 + unit * 16));
   }
 #pragma unroll
@@ -358,178 +428,75 @@ __device__ __forceinline__ void store_rows(const float (&d)[128], const PatchPar
     }
   }
   if constexpr (kHalf == 0) {
-    store_rows<T, kBlock, 1>(d, p, buffer, table, barrier, rows, first);
+    store_rows<T, kBlock, 1>(d, p, buffer, table, barrier, rows);
   }
 }
 
-/// 128 places of a channel as they lie in memory, where the pixels of an image are neighbours: those of at most two
-/// images, each from a slot on that lies as its first pixel does in 16 bytes.
-struct PixelSlots {
-  int n, first[2], last[2], second;  ///< pixels of images n and n + 1; the second image's slots begin there
-
-  __device__ __forceinline__ PixelSlots(const PatchParams& p, int place) {
-    const auto pixel_of = [&](int at) {
-      const int u = p.line.by_row.quotient(at), v = at - u * p.line.row;
-      return u < p.height ? u * p.width + min(v, p.width) : p.height * p.width;
-    };
-    n = p.line.by_image.quotient(place);
-    const int at = place - n * p.line.image, left = at + kHalfPlaces - p.line.image;
-    first[0] = pixel_of(at);
-    last[0] = n < p.line.images ? (left > 0 ? p.height * p.width : pixel_of(at + kHalfPlaces)) : first[0];
-    first[1] = 0;
-    last[1] = left > 0 && n + 1 < p.line.images ? pixel_of(left) : 0;
-    second = (last[0] - start() + 7) & ~7;
-  }
-  __device__ __forceinline__ int start() const { return first[0] & ~7; }
-  /// Whether an image ends here, or nothing is left of them.
-  __device__ __forceinline__ bool ends(const PatchParams& p) const { return last[0] == p.height * p.width; }
-  __device__ __forceinline__ int slot(const PatchParams& p, int place) const {
-    const Place at = place_at(p.line, place);
-    const int pixel = at.u * p.width + at.v;
-    return at.n >= p.line.images || at.u >= p.height || at.v >= p.width ? kNoSlot
-           : at.n == n                                                  ? pixel - start()
-                                                                        : second + pixel;
-  }
-};
-
-/// Writes 64 rows that lie in shared memory in slots: whole units of 16 bytes, a warp a row at a time.
-template <typename T, int kBlock>
-__device__ __forceinline__ void store_units(const PatchParams& p, const PixelSlots& slots, u32 lines, const int* rows) {
-  static_assert(kLineSlots / 8 <= 32 && kBlock % 16 == 0);
-  const int slot = static_cast<int>(threadIdx.x) % 32 * 8, top = static_cast<int>(threadIdx.x) % 128 / 32;
-  const int image = slot < slots.second ? 0 : 1, pixel = image == 0 ? slots.start() + slot : slot - slots.second;
-  const int first = image == 0 ? slots.first[0] : 0, last = image == 0 ? slots.last[0] : slots.last[1];
-  if (slot >= kLineSlots || pixel < first || pixel + 8 > last) {
-    return;
-  }
-  T* const out = static_cast<T*>(p.out) + (slots.n + image) * p.out_n + pixel;
-  const i64 next = 4 * p.out_c;
-#pragma unroll 1
-  for (int line = 0; line < 64; line += 16) {  // a warp has every fourth of them
-    const u32 from = lines + (line + top) * kLineSlots * 2 + slot * 2;
-    u32 words[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      load_shared_128(words[i], from + 4 * i * kLineSlots * 2);
-    }
-    const int channel = channel_of<kBlock>(rows, line) + top;
-    if (channel < p.rows) {  // which is a multiple of 16
-      T* to = out + channel * p.out_c;
-#pragma unroll
-      for (int i = 0; i < 4; ++i, to += next) {
-        store_words<4>(to, words[i]);
-      }
-    }
-  }
+/// Where a warpgroup's sums stand in a row of pixels, counted through all images from the tile's first on: those of
+/// places 8 · j + 2 · i and the next in table[32 · i + j]. Rows have an even number of places and of pixels, so both
+/// are pixels or none is. What is none, or the next tile's, has a slot of its own.
+__device__ __forceinline__ void list_slots(const PatchParams& p, u16* table, int first, int2 pixels) {
+  const int pair = static_cast<int>(threadIdx.x) % 128, i = pair % 4;
+  const Place at = place_at(p.line, first + 2 * pair);
+  const int slot = (at.n * p.height + at.u) * p.width + at.v - pixels.x;
+  const bool pixel = at.u < p.height && at.v < p.width && slot < pixels.y - pixels.x;
+  table[32 * i + pair / 4] = static_cast<u16>(2 * (pixel ? slot : kTilePlaces + 2 * i));
 }
-/// Of the unit at a slot, pixels [first, last), which are not all of it; two threads for each row.
-template <typename T, int kBlock>
-__device__ __forceinline__ void store_part(const PatchParams& p, int n, u32 lines, const int* rows, int slot, int first,
-                                           int last) {
-  const int line = static_cast<int>(threadIdx.x) % 128 / 2, half = static_cast<int>(threadIdx.x) % 2 * 4;
-  const int channel = channel_of<kBlock>(rows, line);
-  if (first >= last || channel >= p.rows) {
-    return;
-  }
-  const int pixel = (first & ~7) + half;
-  T* const to = static_cast<T*>(p.out) + n * p.out_n + channel * p.out_c + pixel;
+
+/// Stores a warpgroup's sums where pixels are neighbours. Each warp has a buffer for eight rows: those of lane / 4 of
+/// its 16, then those 8 further down. A lane writes 16 bytes of each.
+template <typename T, int kBlock, int kHalf = 0>
+__device__ __forceinline__ void store_lines(const float (&d)[128], const PatchParams& p, u8* lines, const u16* table,
+                                            const int* rows, int2 pixels) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  u8* const line = lines + lane / 4 * kLineBytes;
+  u32 slots[16];  // together: the compiler cannot know that stores do not change the table
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (pixel + i >= first && pixel + i < last) {
-      to[i] =
-          __builtin_bit_cast(T, static_cast<u16>(load_shared_16(lines + (line * kLineSlots + slot + half + i) * 2)));
-    }
-  }
-}
-template <typename T, int kBlock>
-__device__ __forceinline__ void store_slots(const PatchParams& p, const PixelSlots& s, u32 lines, const int* rows) {
-  store_units<T, kBlock>(p, s, lines, rows);
-  const int inside = (s.first[0] + 7) & ~7, behind = s.last[0] & ~7;  // first and last end of a unit
-  if (inside != s.first[0]) {
-    store_part<T, kBlock>(p, s.n, lines, rows, 0, s.first[0], min(inside, s.last[0]));
-  }
-  if (behind >= inside && behind != s.last[0]) {
-    store_part<T, kBlock>(p, s.n, lines, rows, behind - s.start(), behind, s.last[0]);
-  }
-  if (s.last[1] % 8 != 0) {
-    const int behind_second = s.last[1] & ~7;
-    store_part<T, kBlock>(p, s.n + 1, lines, rows, s.second + behind_second, behind_second, s.last[1]);
-  }
-}
-
-/// The sums of 128 places to their slots, of which `table` has twice the number.
-template <typename T, int kHalf>
-__device__ __forceinline__ void write_slots(const float (&d)[128], u8* lines, const u16* table) {
-  constexpr int kEightRows = 8 * kLineSlots * 2;
-  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
-  u8* const rows = lines + (thread / 32 * 16 + lane / 4) * kLineSlots * 2;
-  u32 pairs[16];  // all at once: the compiler cannot know that stores do not change the table
-#pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    pairs[j] = *reinterpret_cast<const u32*>(table + j * 8 + lane % 4 * 2);
+    const uint4 four = *reinterpret_cast<const uint4*>(table + lane % 4 * 32 + i * 8);
+    slots[4 * i] = four.x;
+    slots[4 * i + 1] = four.y;
+    slots[4 * i + 2] = four.z;
+    slots[4 * i + 3] = four.w;
   }
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    u8 *const left = rows + (pairs[j] & 0xffff), *const right = rows + (pairs[j] >> 16);
-    const float* const from = d + kHalf * 64 + 4 * j;
-    const u32 a = narrow_pair<T>(from[0], from[1]), b = narrow_pair<T>(from[2], from[3]);
-    if ((pairs[j] & 0xffff) != kNoSlot * 2) {
-      *reinterpret_cast<u16*>(left) = static_cast<u16>(a);
-      *reinterpret_cast<u16*>(left + kEightRows) = static_cast<u16>(b);
-    }
-    if (pairs[j] >> 16 != kNoSlot * 2) {
-      *reinterpret_cast<u16*>(right) = static_cast<u16>(a >> 16);
-      *reinterpret_cast<u16*>(right + kEightRows) = static_cast<u16>(b >> 16);
+  for (int j = 0; j < 32; ++j) {
+    const u32 slot = slots[j / 2] >> j % 2 * 16 & 0xffff;
+    *reinterpret_cast<u32*>(line + slot) = narrow_pair<T>(d[4 * j + 2 * kHalf], d[4 * j + 2 * kHalf + 1]);
+  }
+  __syncwarp();
+  u32 words[8][4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    load_shared_128(words[i], shared_address(lines) + i * kLineBytes + lane * 16);
+  }
+  const int channel = channel_of<kBlock>(rows, static_cast<int>(threadIdx.x) % 128 / 32 * 16) + kHalf * 8;
+  const int pixel = pixels.x + lane * 8, n = p.by_pixels.quotient(pixel);
+  if (pixel < pixels.y && channel < p.rows) {  // which is a multiple of 16
+    T* to = static_cast<T*>(p.out) + n * p.out_n + channel * p.out_c + pixel - n * p.width * p.height;
+#pragma unroll
+    for (int i = 0; i < 8; ++i, to += p.out_c) {
+      store_words<4>(to, words[i]);
     }
   }
-}
-
-/// Stores a warpgroup's sums where pixels are neighbours, 128 places at a time. Pixels at the end of the first half
-/// that do not fill 16 bytes wait for the second. `table` has room for slots.
-template <typename T, int kBlock>
-__device__ __forceinline__ void store_lines(const float (&d)[128], const PatchParams& p, u8* lines, u16* table,
-                                            u32 barrier, const int* rows, int first) {
-  const int thread = static_cast<int>(threadIdx.x) % 128;
-  PixelSlots upper(p, first), lower(p, first + kHalfPlaces);
-  named_barrier(barrier, 128);
-  table[thread] = static_cast<u16>(upper.slot(p, first + thread) * 2);
-  named_barrier(barrier, 128);
-  write_slots<T, 0>(d, lines, table);
-  named_barrier(barrier, 128);
-  const bool whole = upper.last[1] == 0 && !upper.ends(p);
-  const int from = lower.start() - upper.start();  // where the second half's first 16 bytes stand now
-  if (whole) {
-    upper.last[0] = max(lower.start(), upper.first[0]);
+  __syncwarp();
+  if constexpr (kHalf == 0) {
+    store_lines<T, kBlock, 1>(d, p, lines, table, rows, pixels);
   }
-  store_slots<T, kBlock>(p, upper, shared_address(lines), rows);
-  table[thread] = static_cast<u16>(lower.slot(p, first + kHalfPlaces + thread) * 2);
-  named_barrier(barrier, 128);
-  if (whole) {
-    if (thread < 64) {
-      u32 words[4];
-      load_shared_128(words, shared_address(lines) + thread * kLineSlots * 2 + from * 2);
-      store_shared_128(shared_address(lines) + thread * kLineSlots * 2, words);
-    }
-    lower.first[0] = max(lower.start(), upper.first[0]);
-    named_barrier(barrier, 128);
-  }
-  write_slots<T, 1>(d, lines, table);
-  named_barrier(barrier, 128);
-  store_slots<T, kBlock>(p, lower, shared_address(lines), rows);
 }
 
 /// kSparseK: K is the unit axis of op(S)'s blocks. kTurned: the pixels of x are neighbours, not its channels. kRows:
 /// the channels of the result are.
 template <typename T, int kBlock, bool kSparseK, bool kTurned, bool kRows>
 __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_constant__ PatchParams p) {
+  constexpr int kStages = block_stages(kTurned, kRows);
   extern __shared__ u8 raw[];
   __shared__ __align__(16) PatchBarriers barriers;
-  __shared__ __align__(16) u16 slots[kRows ? 1 : 2][kHalfPlaces];
-  __shared__ int places[kRows ? 2 : 1][kHalfPlaces];
-  __shared__ __align__(16) u16 table[kTurned ? 2 : 1][kTurned ? kMostPieces : 1][32];
-  __shared__ __align__(128) u8 nowhere[kTurned ? 2048 : 16];
+  __shared__ __align__(16) u16 slots[2][2][kRows ? 8 : kTilePlaces / 2];  // of this tile and the one before
+  __shared__ int places[2][2][kRows ? kTilePlaces : 1];
+  __shared__ __align__(16) TurnTable tables[kTurned ? 2 : 1];
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
-  const u32 blocks_at = base + p.patch_count * p.patch_stride, pieces = blocks_at + 2 * kBlockStages * kBlockStageBytes;
+  const u32 blocks_at = base + p.patch_count * p.patch_stride, pieces = blocks_at + 2 * kStages * kBlockStageBytes;
   const u32 results = pieces + (kTurned ? kTurnStages * kTurnBytes : 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kMostPatches; ++i) {
@@ -540,12 +507,15 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
       mbarrier::init(shared_address(&barriers.turn_full[i]), 1);
       mbarrier::init(shared_address(&barriers.turn_empty[i]), 2);
     }
+    for (u64& listed : barriers.listed) {
+      mbarrier::init(shared_address(&listed), 256);
+    }
   }
-  init_ring(&barriers.full[0][0], &barriers.empty[0][0], 2 * kBlockStages, 1, 4);
+  init_ring(&barriers.full[0][0], &barriers.empty[0][0], 2 * kMostBlockStages, 1, 4);
   const auto for_tiles = [&](auto body) {
     for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
       if (const int index = blocks::turn_tile(turn); index < p.total) {
-        body(index);
+        body(index, turn);
       }
     }
   };
@@ -555,26 +525,47 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
     if (threadIdx.x == 0) {
       PatchRing ring{1};
       Ring<kTurnStages> turns(1);
-      for_tiles([&](int index) {
-        kTurned ? fetch_pieces(p, index, barriers, pieces, turns) : fetch_patches(p, index, barriers, base, ring);
+      for_tiles([&](int index, int) {
+        const int first = first_place<kRows>(p, index);
+        kTurned ? fetch_pieces(p, index, first, barriers, pieces, turns)
+                : fetch_patches(p, index, first, barriers, base, ring);
       });
     } else if (warp == 1) {
-      fetch_blocks<kBlock>(p, barriers, blocks_at);
+      fetch_blocks<kBlock, kStages>(p, barriers, blocks_at);
     } else if (kTurned && warp >= 2) {
-      const u32 half = static_cast<u32>(warp) - 2;
-      Turner turner{base, pieces, shared_address(nowhere) + half * 1024, half, table[kTurned ? half : 0]};
-      for_tiles([&](int index) { turner.run(p, index, barriers); });
+      Turner turner{base, pieces, static_cast<u32>(warp) - 2, tables};
+      for_tiles([&](int index, int) { turner.run(p, index, barriers); });
     }
   } else {
     more_registers<216>();
     const int warpgroup = uniform(threadIdx.x / 128) - 1;
-    const u32 own = blocks_at + warpgroup * kBlockStages * kBlockStageBytes;
-    const u32 buffer = results + warpgroup * (kRows ? 2 * kPieceBytes : 64 * kLineSlots * 2);
-    Ring<kBlockStages> ring(0);
+    const u32 own = blocks_at + warpgroup * kStages * kBlockStageBytes;
+    const u32 buffer = results + (kRows ? warpgroup * 2 * kPieceBytes : (threadIdx.x / 32 - 4) * 8 * kLineBytes);
+    Ring<kStages> ring(0);
     PatchRing patches{0};
-    for_tiles([&](int index) {
+    Ring<2> lists(0);
+    const auto list = [&](int turn) {  // if there is such a tile, and it has patches
+      const int index = blocks::turn_tile(turn);
+      if (kTurned && turn * static_cast<int>(gridDim.x) < p.total && index < p.total &&
+          p.segments[index % p.segment_count].patch_count > 0) {
+        list_turns(p, first_place<kRows>(p, index), tables[kTurned ? lists.stage : 0]);
+        mbarrier::arrive(shared_address(&barriers.listed[lists.stage]));
+        lists.next();
+      }
+    };
+    list(0);
+    for_tiles([&](int index, int turn) {
       const PatchSegment& s = p.segments[index % p.segment_count];
-      const int first = first_place(p, index);
+      const int first = first_place<kRows>(p, index), parity = turn % 2;
+      list(turn + 1);  // its table was that of an earlier tile than this, of which all patches have been used
+      int2 pixels{};
+      if constexpr (kRows) {
+        list_places(p, places[warpgroup][parity], first);
+      } else {
+        const int place = index / p.segment_count * p.tile_places;
+        pixels = {first_pixel(p, place), first_pixel(p, place + p.tile_places)};
+        list_slots(p, slots[warpgroup][parity], first, pixels);
+      }
       float d[128];
 #pragma unroll
       for (float& sum : d) {
@@ -586,10 +577,11 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
         blocks::wide_add_bias<T>(d, p, channel_of<kBlock>(s.rows[warpgroup], warp_row) - warp_row);
       }
       if constexpr (kRows) {
-        store_rows<T, kBlock>(d, p, buffer, places[warpgroup], 1 + warpgroup, s.rows[warpgroup], first);
+        store_rows<T, kBlock>(d, p, buffer, places[warpgroup][parity], 1 + warpgroup, s.rows[warpgroup]);
       } else {
-        store_lines<T, kBlock>(d, p, raw + (buffer - shared_address(raw)), slots[warpgroup], 1 + warpgroup,
-                               s.rows[warpgroup], first);
+        named_barrier(1 + warpgroup, 128);  // the table is complete; the other one is read by nobody
+        store_lines<T, kBlock>(d, p, raw + (buffer - shared_address(raw)), slots[warpgroup][parity], s.rows[warpgroup],
+                               pixels);
       }
     });
   }

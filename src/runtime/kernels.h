@@ -21,7 +21,7 @@ struct LaunchAttribute;
 }
 
 /// One kernel: the embedded file that defines it and the name expression that instantiates it, such as
-/// {"ops/block_matmul/kernel_portable.cuh", "fretwork::spmm<fretwork::f16, 128, 128>"}.
+/// {"ops/block_matmul/cuda/portable.cuh", "fretwork::spmm<fretwork::f16, 128, 128>"}.
 struct KernelSpec {
   static constexpr int kBySize = -1;
   std::string source;  ///< or a whole program, generated: anything with a line break is one

@@ -15,7 +15,7 @@
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
 #include "fretwork/patterns.h"
-#include "ops/attention/cpu.h"
+#include "ops/attention/cpu/run.h"
 
 namespace fretwork::attention_op {
 namespace {

@@ -17,8 +17,8 @@
 #include "core/half.h"
 #include "device/random.cuh"
 #include "fretwork/patterns.h"
-#include "ops/attention/cuda_decode.h"
-#include "ops/attention/params_decode.cuh"
+#include "ops/attention/cuda/decode.h"
+#include "ops/attention/cuda/params_decode.cuh"
 #include "runtime/cuda_driver.h"
 
 namespace fretwork::attention_op {

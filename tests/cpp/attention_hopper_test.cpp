@@ -23,7 +23,7 @@
 
 #include "core/half.h"
 #include "fretwork/patterns.h"
-#include "ops/attention/cuda_hopper.h"
+#include "ops/attention/cuda/hopper.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/nvrtc.h"
 

@@ -15,7 +15,7 @@
 
 #include "activated.h"
 #include "core/half.h"
-#include "ops/kronecker/cuda.h"
+#include "ops/kronecker/cuda/launch.h"
 #include "runtime/cuda_driver.h"
 
 namespace fretwork::kronecker {

@@ -13,7 +13,7 @@
 #include "activated.h"
 #include "core/element.h"
 #include "fretwork/executor_tbb.h"
-#include "ops/two_four/cpu.h"
+#include "ops/two_four/cpu/run.h"
 #include "ops/two_four/problem.h"
 #include "result_types.h"
 

@@ -15,7 +15,7 @@
 
 #include "activated.h"
 #include "core/half.h"
-#include "ops/two_four/cuda_hopper.h"
+#include "ops/two_four/cuda/hopper.h"
 #include "ops/two_four/problem.h"
 #include "result_types.h"
 #include "runtime/cuda_driver.h"

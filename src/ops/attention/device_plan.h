@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "ops/attention/params.h"
+#include "ops/attention/cuda/params.h"
 #include "ops/attention/plan.h"
 #include "runtime/cuda_driver.h"
 

@@ -5,7 +5,7 @@
 #include <charconv>
 
 #include "fretwork/error.h"
-#include "ops/kronecker/cuda.h"
+#include "ops/kronecker/cuda/launch.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 

@@ -8,7 +8,7 @@
 #include "fretwork/error.h"
 #include "ops/kronecker/chain.h"
 #include "ops/kronecker/choice.h"
-#include "ops/kronecker/cuda.h"
+#include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/problem.h"
 #include "pattern/checks.h"
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "ops/regular/params.h"
+#include "ops/regular/cuda/params.h"
 #include "ops/regular/problem.h"
 
 namespace fretwork::regular_op {

@@ -5,7 +5,7 @@
 
 #include "fretwork/context.h"
 #include "fretwork/two_four.h"
-#include "ops/two_four/out_type.cuh"
+#include "ops/two_four/cuda/out_type.cuh"
 
 namespace fretwork::two_four {
 

@@ -1,0 +1,570 @@
+// Attention on the CPU, backward. Rows of queries walk the plan for their own gradients, rows of keys walk the plan of
+// the transposed pattern for theirs, and scores are computed again in both. A gradient is summed by one task in a fixed
+// order, so that results do not depend on the number of threads.
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <limits>
+#include <optional>
+
+#include "ops/attention/cpu/strips.h"
+
+namespace fretwork::attention_op::cpu {
+namespace {
+
+/// Memory of a call for numbers of one type.
+template <typename T>
+class Array {
+ public:
+  Array(Context& context, std::int64_t count, bool zero = false)
+      : memory_(context, static_cast<std::size_t>(count) * sizeof(T)) {
+    if (zero) {
+      const std::int64_t grain = std::int64_t{1} << 18;
+      context.executor->parallel_for(
+          count, grain, [&](std::int64_t begin, std::int64_t end) { std::fill(data() + begin, data() + end, T{0}); });
+    }
+  }
+  T* data() const { return static_cast<T*>(memory_.data()); }
+
+ private:
+  Workspace memory_;
+};
+
+/// The gradient of the bias while it is summed. Places of one task's rows are no other's: rows of queries, or, where
+/// the bias is the same for all of them, rows of keys.
+template <typename Acc>
+class BiasSums {
+ public:
+  BiasSums(const BackwardProblem& b, Context& context)
+      : b_(b),
+        by_key_(b.bias_sizes[2] != b.forward.rows && b.bias_sizes[3] != 1),
+        rows_(by_key_ ? 1 : std::max<std::int64_t>(b.forward.rows, 1)),  // one number has a place without queries too
+        cols_(b.bias_sizes[3]),
+        sums_(context, groups() * rows_ * cols_, true) {}
+
+  bool by_key() const { return by_key_; }
+  std::int64_t groups() const { return b_.bias_sizes[0] * b_.bias_sizes[1]; }
+  std::int64_t group(Head head) const {
+    return (b_.bias_sizes[0] == 1 ? 0 : head.batch) * b_.bias_sizes[1] + (b_.bias_sizes[1] == 1 ? 0 : head.head);
+  }
+  /// Adds a row of a strip: `token` is the row's, `tokens` are those of the places.
+  void add(std::int64_t group, const Strip& strip, std::int64_t token, const std::int64_t* tokens,
+           const Acc* row) const {
+    Acc* const to = sums_.data() + (group * rows_ + (by_key_ ? 0 : token)) * cols_ + (by_key_ ? token : 0);
+    const std::int64_t step = by_key_ || cols_ == 1 ? 0 : 1;
+    for (const Piece& piece : strip.pieces) {
+      for (std::int64_t n = 0; n < piece.end - piece.begin; ++n) {
+        if (const std::int64_t column = tokens[piece.place + n]; column >= 0) {
+          to[column * step] += row[piece.at + n];
+        }
+      }
+    }
+  }
+  void store(const Rows<Acc>& rows) const {
+    const Bias& d = b_.d_bias;
+    const auto size = static_cast<std::int64_t>(size_of(d.dtype));
+    for (std::int64_t g = 0; g < groups(); ++g) {
+      std::byte* const to =
+          static_cast<std::byte*>(d.data) + (g / b_.bias_sizes[1] * d.batch + g % b_.bias_sizes[1] * d.head) * size;
+      Acc* const from = sums_.data() + g * rows_ * cols_;
+      if (b_.bias_sizes[2] == 1) {
+        for (std::int64_t n = 1; n < rows_; ++n) {  // then cols_ is 1, or rows_
+          from[0] += from[n];
+        }
+      }
+      for (std::int64_t i = 0; i < b_.bias_sizes[2]; ++i) {
+        rows.narrow(from + i * cols_, cols_, Acc{1}, to + i * d.row * size, d.dtype, d.col);
+      }
+    }
+  }
+
+ private:
+  const BackwardProblem& b_;
+  bool by_key_;
+  std::int64_t rows_, cols_;
+  Array<Acc> sums_;
+};
+
+template <typename Acc>
+class Backward {
+ public:
+  Backward(const BackwardProblem& problem, Context& context)
+      : b_(problem),
+        p_(problem.forward),
+        context_(context),
+        keys_(p_.depth, machine_.tiles),
+        values_(p_.value_depth, machine_.tiles),
+        lse_(context, p_.batch * p_.heads * p_.rows),
+        delta_(context, p_.batch * p_.heads * p_.rows) {
+    if (b_.d_bias.data != nullptr) {
+      bias_.emplace(b_, context);
+    }
+  }
+
+  void run(Plans plans, Plans transposed) {
+    prepare(plans);
+    if (b_.d_q.data != nullptr || (bias_ && !bias_->by_key())) {
+      for (const PlanRange& range : batch_ranges(plans, p_.batch, p_.heads)) {
+        run(range, false);
+      }
+    }
+    if (b_.d_k.data != nullptr || b_.d_v.data != nullptr || (bias_ && bias_->by_key())) {
+      for (const PlanRange& range : batch_ranges(transposed, p_.batch, p_.heads)) {
+        run(range, true);
+      }
+      clear_padding(b_.d_k, p_.depth);
+      clear_padding(b_.d_v, p_.value_depth);
+    }
+    if (bias_) {
+      bias_->store(machine_.rows);
+    }
+  }
+
+ private:
+  /// A query head as part of a unit of work: where its rows and its packed columns are.
+  struct Member {
+    Head query, row;
+    std::int64_t columns;
+  };
+  /// What one task sums up for a tile of rows.
+  struct Unit {
+    std::int64_t number;  ///< of a key head or of a query head, among those at hand; or of a group of the bias
+    std::vector<Member> members;
+  };
+  /// The gradients of some rows, and what they have so far, if they have parts.
+  struct Sums {
+    const Operand& to;  ///< absent: not wanted
+    const Split& split;
+    Acc factor;
+    Acc* so_far = nullptr;
+    bool wanted() const { return to.data != nullptr; }
+  };
+  /// Of queries, or of keys (first) and values (second).
+  struct Target {
+    Sums first, second;
+    bool adds = false;   ///< something was summed before
+    bool stays = false;  ///< something is summed after
+  };
+  /// One component, with its columns packed.
+  struct Pass {
+    bool transposed;
+    const Layer<Acc>& layer;
+    Packing<Acc>& packing;
+    const Acc *turned, *turned_gradients;  ///< for the scores, and for the gradients of the probabilities
+    const Acc *lse, *rest, *delta;         ///< by place, where rows are keys
+    const unsigned* states;
+  };
+  /// Heads that share a plan, with its components.
+  struct Layers {
+    PlanHeads set;
+    std::deque<Layer<Acc>> layers;
+    bool whole;  ///< the last holds every row
+  };
+
+  /// From here on what rounding a log-sum-exp leaves out counts: a probability would be wrong by 6e-5 in fp32.
+  static constexpr Acc kLargeLse = 1024;
+
+  /// What lse lost to rounding, if some row's is large. A bias or slopes make it so; it takes the forward again.
+  void find_rest(Plans plans) {
+    const std::int64_t rows = p_.batch * p_.heads * p_.rows;
+    const auto large = [&](std::int64_t n) {
+      return std::isfinite(lse_.data()[n]) && std::abs(lse_.data()[n]) > kLargeLse;
+    };
+    bool any = false;
+    for (std::int64_t n = 0; n < rows && (p_.bias.data != nullptr || p_.slopes.data != nullptr) && !any; ++n) {
+      any = large(n);
+    }
+    if (!any) {
+      return;
+    }
+    rest_.emplace(context_, rows);
+    const Workspace out(context_, static_cast<std::size_t>(rows * p_.value_depth) * size_of(p_.dtype));
+    Problem again = p_;
+    again.o = {out.data(), p_.heads * p_.rows * p_.value_depth, p_.rows * p_.value_depth, p_.value_depth, 1};
+    again.lse = {lse_.data(), p_.heads * p_.rows, p_.rows, 1, 0};
+    again.lse_rest = again.lse;
+    again.lse_rest.data = rest_->data();
+    forward(again, plans, context_);
+    std::replace(lse_.data(), lse_.data() + rows, -std::numeric_limits<Acc>::infinity(),
+                 std::numeric_limits<Acc>::infinity());
+  }
+
+  /// lse as it is subtracted, +inf for a row with no element, and delta = Σ d_o∘o − d_lse.
+  void prepare(Plans plans) {
+    const std::int64_t grain = std::max<std::int64_t>(1, (std::int64_t{1} << 15) / p_.value_depth);
+    context_.executor->parallel_for(p_.batch * p_.heads * p_.rows, grain, [&](std::int64_t begin, std::int64_t end) {
+      Acc* const o = need<Acc>(thread_buffers().left, 2 * p_.value_depth);
+      Acc* const d_o = o + p_.value_depth;
+      for (std::int64_t n = begin; n < end; ++n) {
+        const std::int64_t row = n % p_.rows;
+        const Head head{n / p_.rows / p_.heads, n / p_.rows % p_.heads};
+        const auto of_row = [&](const Operand& x) {
+          return static_cast<const Acc*>(x.data)[head.batch * x.batch + head.head * x.head + row * x.row];
+        };
+        constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
+        const Acc lse = of_row(p_.lse);
+        lse_.data()[n] = lse == -kInfinity ? kInfinity : lse;
+        delta_.data()[n] = 0;
+        if (lse == -kInfinity) {
+          continue;
+        }
+        machine_.gather(p_.o, p_.dtype, head, {&row, 1}, p_.value_depth, 1, o, 0);
+        machine_.gather(b_.d_o, p_.dtype, head, {&row, 1}, p_.value_depth, 1, d_o, 0);
+        delta_.data()[n] =
+            machine_.rows.dot(o, d_o, p_.value_depth) - (b_.d_lse.data != nullptr ? of_row(b_.d_lse) : 0);
+      }
+    });
+    find_rest(plans);
+  }
+
+  /// Keys that are not seen have zero gradients.
+  void clear_padding(const Operand& gradient, std::int64_t depth) const {
+    if (p_.padding.data == nullptr || gradient.data == nullptr) {
+      return;
+    }
+    const std::vector<Acc> zeros(static_cast<std::size_t>(depth));
+    for (std::int64_t n = 0; n < p_.batch * p_.kv_heads * p_.cols; ++n) {
+      const Head head{n / p_.cols / p_.kv_heads, n / p_.cols % p_.kv_heads};
+      if (const std::int64_t key = n % p_.cols; p_.padding(head.batch, key)) {
+        machine_.rows.narrow(zeros.data(), depth, 1, row_of(gradient, p_.dtype, head, key), p_.dtype, gradient.col);
+      }
+    }
+  }
+
+  void run(const PlanRange& range, bool transposed) {
+    std::deque<Layers> all;
+    std::int64_t places = 0;
+    for (const PlanHeads& set : head_sets(range.things, p_.heads)) {
+      const auto components = in_order(*set.thing);
+      Layers& layers = all.emplace_back(set);
+      layers.whole = ends_whole(components);
+      for (const Component* component : components) {
+        layers.layers.emplace_back(p_, *set.thing, *component, transposed, machine_);
+        places = std::max(places, layers.layers.back().columns.places());
+      }
+    }
+    const std::int64_t heads = p_.heads / p_.kv_heads, features = keys_.padded() + values_.padded();
+    const std::int64_t columns = transposed ? heads * places : places;
+    const std::int64_t rows = transposed ? p_.cols : heads * p_.rows;
+    const std::int64_t bytes = Memory::bytes<Acc>(columns * (2 * features + 4)) + Memory::bytes<Acc>(rows * features) +
+                               kPieces * Memory::bytes<Acc>(1);
+    const bool together = bias_ && bias_->by_key() == transposed;
+    const std::int64_t before = range.first * p_.kv_heads;
+    for_slices(range.count * p_.kv_heads, bytes, together, context_,
+               [&](std::int64_t first, std::int64_t last, Context& context, Memory memory) {
+                 transposed ? key_gradients(all, before + first, before + last, context, memory)
+                            : query_gradients(all, before + first, before + last, context, memory);
+               });
+  }
+  /// Most pieces that a range takes of its memory.
+  static constexpr std::int64_t kPieces = 10;
+
+  /// Rows' sums as they wait for the next component, zeros at first.
+  void make_sums(Sums& sums, std::int64_t rows, Memory& memory) const {
+    if (sums.wanted()) {
+      sums.so_far = memory.take<Acc>(rows * sums.split.padded());
+      std::fill_n(sums.so_far, rows * sums.split.padded(), Acc{0});
+    }
+  }
+
+  void query_gradients(const std::deque<Layers>& all, std::int64_t first, std::int64_t last, Context& context,
+                       Memory memory) {
+    const std::vector<Head> slices = key_heads(p_, first, last);
+    for (const Layers& layers : all) {
+      std::vector<Unit> units;
+      std::vector<Head> rows;
+      for (const Query& query : queries_of(p_, layers.set, first, last)) {
+        units.push_back({std::ssize(units), {{query.head, query.head, query.slice}}});
+        rows.push_back(query.head);
+      }
+      Memory rest = memory;
+      Target target{{b_.d_q, keys_, static_cast<Acc>(p_.scale)}, {kAbsent, values_, 1}};
+      if (layers.layers.size() != 1 || !layers.whole) {
+        make_sums(target.first, std::ssize(units) * p_.rows, rest);
+      }
+      for (const Layer<Acc>& layer : layers.layers) {
+        target.adds = &layer != &layers.layers.front();
+        target.stays = !layers.whole || &layer != &layers.layers.back();
+        query_component(layer, slices, units, target, context, rest);
+      }
+      if (!layers.whole) {
+        finish(target.first, rows, p_.rows, context);
+      }
+    }
+  }
+
+  void query_component(const Layer<Acc>& layer, std::span<const Head> slices, const std::vector<Unit>& units,
+                       const Target& target, Context& context, Memory memory) {
+    const std::int64_t places = layer.columns.places() * std::ssize(slices);
+    Acc* const turned_keys = memory.take<Acc>(places * p_.depth);
+    Acc* const turned_values = memory.take<Acc>(places * p_.value_depth);
+    Acc* const keys = target.first.wanted() && !layer.columns.in_place(p_.k, p_.dtype, keys_)
+                          ? memory.take<Acc>(places * keys_.padded())
+                          : nullptr;
+    Packing<Acc> packing(layer, machine_, p_.dtype, slices, {p_.k, keys_, turned_keys, keys},
+                         {p_.v, values_, turned_values, nullptr}, context);
+    run({false, layer, packing, turned_keys, turned_values, nullptr, nullptr, nullptr, nullptr}, units, target,
+        context);
+  }
+
+  void key_gradients(const std::deque<Layers>& all, std::int64_t first, std::int64_t last, Context& context,
+                     Memory memory) {
+    const std::vector<Head> slices = key_heads(p_, first, last);
+    Target target{{b_.d_k, keys_, static_cast<Acc>(p_.scale)}, {b_.d_v, values_, 1}};
+    const bool whole = all.size() == 1 && all.front().whole;
+    if (!whole || all.front().layers.size() != 1) {
+      make_sums(target.first, std::ssize(slices) * p_.cols, memory);
+      make_sums(target.second, std::ssize(slices) * p_.cols, memory);
+    }
+    for (const Layers& layers : all) {
+      std::vector<Unit> units;
+      std::vector<Head> heads;
+      for (const Query& query : queries_of(p_, layers.set, first, last)) {
+        if (units.empty() || units.back().number != query.slice) {
+          units.push_back({query.slice, {}});
+        }
+        units.back().members.push_back({query.head, slices[static_cast<std::size_t>(query.slice)], std::ssize(heads)});
+        heads.push_back(query.head);
+      }
+      for (const Layer<Acc>& layer : layers.layers) {
+        target.adds = target.first.so_far != nullptr || target.second.so_far != nullptr;
+        target.stays = !whole || &layer != &layers.layers.back();
+        key_component(layer, heads, units, target, context, memory);
+      }
+    }
+    if (!whole) {
+      finish(target.first, slices, p_.cols, context);
+      finish(target.second, slices, p_.cols, context);
+    }
+  }
+
+  void key_component(const Layer<Acc>& layer, std::span<const Head> heads, const std::vector<Unit>& units,
+                     const Target& target, Context& context, Memory memory) {
+    const std::int64_t places = layer.columns.places() * std::ssize(heads);
+    Acc* const turned_queries = memory.take<Acc>(places * p_.depth);
+    Acc* const turned_gradients = memory.take<Acc>(places * p_.value_depth);
+    Acc* const queries = target.first.wanted() && !layer.columns.in_place(p_.q, p_.dtype, keys_)
+                             ? memory.take<Acc>(places * keys_.padded())
+                             : nullptr;
+    Acc* const gradients = target.second.wanted() && !layer.columns.in_place(b_.d_o, p_.dtype, values_)
+                               ? memory.take<Acc>(places * values_.padded())
+                               : nullptr;
+    Packing<Acc> packing(layer, machine_, p_.dtype, heads, {p_.q, keys_, turned_queries, queries},
+                         {b_.d_o, values_, turned_gradients, gradients}, context);
+    Acc* const lse = memory.take<Acc>(places);
+    Acc* const rest = rest_ ? memory.take<Acc>(places) : nullptr;
+    Acc* const delta = memory.take<Acc>(places);
+    unsigned* const states = layer.scores.dropped() ? memory.take<unsigned>(places) : nullptr;
+    context.executor->parallel_for(places, 1 << 13, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t n = begin; n < end; ++n) {
+        const Head head = heads[static_cast<std::size_t>(n / layer.columns.places())];
+        const std::int64_t token = layer.columns.tokens()[n % layer.columns.places()];
+        const std::int64_t at = (head.batch * p_.heads + head.head) * p_.rows + token;
+        lse[n] = token < 0 ? std::numeric_limits<Acc>::infinity() : lse_.data()[at];
+        delta[n] = token < 0 ? 0 : delta_.data()[at];
+        if (rest != nullptr) {
+          rest[n] = token < 0 ? 0 : rest_->data()[at];
+        }
+        if (states != nullptr) {
+          states[n] = layer.scores.state(head, token);
+        }
+      }
+    });
+    run({true, layer, packing, turned_queries, turned_gradients, lse, rest, delta, states}, units, target, context);
+  }
+
+  /// The rows' gradients, and then those of the bias, if these rows sum it up.
+  void run(const Pass& pass, const std::vector<Unit>& units, const Target& target, Context& context) {
+    const TileShape& shape = pass.layer.plan.shape;
+    const double flops =
+        6.0 * static_cast<double>(shape.rows * shape.cols) * static_cast<double>(p_.depth + p_.value_depth);
+    const auto go = [&](const std::vector<Unit>& of, const Target* to) {
+      share(pass.layer.component, std::ssize(of), flops, context,
+            [&](std::int64_t unit, std::int64_t tile) { run(pass, of[static_cast<std::size_t>(unit)], tile, to); });
+    };
+    if (target.first.wanted() || target.second.wanted()) {
+      go(units, &target);
+    }
+    if (bias_ && bias_->by_key() == pass.transposed) {
+      std::vector<Unit> groups;
+      for (const Unit& unit : units) {
+        for (const Member& member : unit.members) {
+          const std::int64_t number = bias_->group(member.query);
+          auto group = std::ranges::find(groups, number, &Unit::number);
+          if (group == groups.end()) {
+            group = groups.insert(group, {number, {}});
+          }
+          group->members.push_back(member);
+        }
+      }
+      go(groups, nullptr);
+    }
+  }
+
+  /// Without a target it is the bias whose gradient is summed.
+  void run(const Pass& pass, const Unit& unit, std::int64_t tile, const Target* target) const {
+    Buffers& buffers = thread_buffers();
+    const Plan& plan = pass.layer.plan;
+    const Component& component = pass.layer.component;
+    const simd::Tiles& tiles = machine_.tiles;
+    const std::int64_t side = plan.shape.rows, rows = ceil_div(side, tiles.rows) * tiles.rows;
+    const std::int64_t stride = Walk::most_columns(plan) + tiles.lanes;
+    auto& tokens = buffers.tokens;
+    tokens.assign(static_cast<std::size_t>(rows), -1);
+    tokens_of(component.row_order, component.row_tiles[static_cast<std::size_t>(tile)], side, nullptr, tokens.data());
+    Acc* const left = need<Acc>(buffers.left, rows * p_.depth);
+    Acc* const more_left = need<Acc>(buffers.more_left, rows * p_.value_depth);
+    Acc* const sums = need<Acc>(buffers.sums, rows * keys_.padded());
+    Acc* const more_sums = need<Acc>(buffers.more_sums, rows * values_.padded());
+    const bool first = target != nullptr && target->first.wanted(),
+               second = target != nullptr && target->second.wanted();
+    std::fill_n(sums, first ? rows * keys_.padded() : 0, Acc{0});
+    std::fill_n(more_sums, second ? rows * values_.padded() : 0, Acc{0});
+    Acc* const x = need<Acc>(buffers.scores, tiles.rows * stride);
+    Acc* const g = need<Acc>(buffers.gradients, tiles.rows * stride);
+    Walk walk(plan, tiles.rows, machine_.width());
+    const Member* loaded = nullptr;
+    for (const Member& member : unit.members) {
+      if (loaded == nullptr || loaded->row != member.row) {
+        if (pass.transposed && p_.padding.data != nullptr) {
+          tokens_of(component.row_order, component.row_tiles[static_cast<std::size_t>(tile)], side, nullptr,
+                    tokens.data());
+          std::ranges::replace_if(
+              tokens, [&](std::int64_t key) { return key >= 0 && p_.padding(member.row.batch, key); }, -1);
+        }
+        machine_.gather(pass.transposed ? p_.k : p_.q, p_.dtype, member.row, tokens, p_.depth,
+                        static_cast<Acc>(p_.scale), left, p_.depth);
+        machine_.gather(pass.transposed ? p_.v : b_.d_o, p_.dtype, member.row, tokens, p_.value_depth, 1, more_left,
+                        p_.value_depth);
+        loaded = &member;
+      }
+      pass.packing.need(tile, member.columns);
+      const auto lines = first ? pass.packing.first_lines(member.columns) : Lines<Acc>{};
+      const auto gradient_lines = second ? pass.packing.second_lines(member.columns) : Lines<Acc>{};
+      const std::int64_t places = pass.layer.columns.places(), before = member.columns * places;
+      const auto row_tokens = std::span<const std::int64_t>(tokens).first(static_cast<std::size_t>(side));
+      walk(component, tile, row_tokens, [&](const Strip& s) {
+        machine_.multiply_turned(s, left + s.first * p_.depth, p_.depth, p_.depth, pass.turned + before * p_.depth, x,
+                                 stride);
+        machine_.multiply_turned(s, more_left + s.first * p_.value_depth, p_.value_depth, p_.value_depth,
+                                 pass.turned_gradients + before * p_.value_depth, g, stride);
+        gradients(pass, member, s, tokens.data() + s.first, x, g, stride, target != nullptr);
+        if (first) {
+          machine_.multiply_lines(s, g, stride, lines, keys_, sums + s.first * keys_.padded());
+        }
+        if (second) {
+          machine_.multiply_lines(s, x, stride, gradient_lines, values_, more_sums + s.first * values_.padded());
+        }
+        for (std::int64_t n = 0; target == nullptr && n < s.rows; ++n) {
+          if (const std::int64_t token = tokens[static_cast<std::size_t>(s.first + n)]; token >= 0) {
+            bias_->add(unit.number, s, token, pass.layer.columns.tokens(), g + n * stride);
+          }
+        }
+      });
+    }
+    const std::int64_t before = unit.number * (pass.transposed ? p_.cols : p_.rows);
+    for (std::int64_t n = 0; target != nullptr && n < side; ++n) {
+      if (const std::int64_t token = tokens[static_cast<std::size_t>(n)]; token >= 0) {
+        store(*target, target->first, before + token, unit.members[0].row, token, sums + n * keys_.padded());
+        store(*target, target->second, before + token, unit.members[0].row, token, more_sums + n * values_.padded());
+      }
+    }
+  }
+
+  /// Scores and gradients of probabilities become probabilities and gradients of scores.
+  void gradients(const Pass& pass, const Member& member, const Strip& s, const std::int64_t* tokens, Acc* x, Acc* g,
+                 std::int64_t stride, bool capped) const {
+    Buffers& buffers = thread_buffers();
+    const Scores<Acc>& scores = pass.layer.scores;
+    Acc* const row = need<Acc>(buffers.row, stride);
+    Acc* const slopes = capped && scores.capped() ? need<Acc>(buffers.slopes, machine_.tiles.rows * stride) : nullptr;
+    scores.adjust(s, member.query, tokens, x, stride, slopes, row);
+    constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity(), kZero = 0;
+    const std::int64_t rows_before = (member.query.batch * p_.heads + member.query.head) * p_.rows;
+    const std::int64_t places_before = member.columns * pass.layer.columns.places();
+    for (std::int64_t n = 0; n < s.rows; ++n) {
+      GradientRow<Acc> gradient;
+      gradient.count = s.length;
+      gradient.scores = x + n * stride;
+      gradient.gradients = g + n * stride;
+      gradient.slope = slopes != nullptr ? slopes + n * stride : nullptr;
+      if (scores.dropped()) {
+        scores.keep(s, member.query, tokens[n], pass.transposed ? pass.states + places_before : nullptr, row);
+        gradient.keep = row;
+      }
+      if (!pass.transposed) {
+        gradient.lse = tokens[n] < 0 ? &kInfinity : lse_.data() + rows_before + tokens[n];
+        gradient.rest = rest_ && tokens[n] >= 0 ? rest_->data() + rows_before + tokens[n] : nullptr;
+        gradient.delta = tokens[n] < 0 ? &kZero : delta_.data() + rows_before + tokens[n];
+        machine_.rows.gradient(gradient);
+        continue;
+      }
+      gradient.by_column = true;
+      for (std::size_t i = 0; i < s.pieces.size(); ++i) {
+        const Piece& piece = s.pieces[i];
+        GradientRow<Acc> part = gradient;
+        part.count = piece.end - piece.begin;
+        // Neighbours are one.
+        for (; i + 1 < s.pieces.size() && s.pieces[i + 1].place == piece.place + part.count; ++i) {
+          part.count += s.pieces[i + 1].end - s.pieces[i + 1].begin;
+        }
+        part.scores += piece.at;
+        part.gradients += piece.at;
+        part.slope = part.slope != nullptr ? part.slope + piece.at : nullptr;
+        part.keep = part.keep != nullptr ? part.keep + piece.at : nullptr;
+        part.lse = pass.lse + places_before + piece.place;
+        part.rest = pass.rest != nullptr ? pass.rest + places_before + piece.place : nullptr;
+        part.delta = pass.delta + places_before + piece.place;
+        machine_.rows.gradient(part);
+      }
+    }
+  }
+
+  void store(const Target& target, const Sums& to, std::int64_t row, Head head, std::int64_t token, Acc* sums) const {
+    if (!to.wanted()) {
+      return;
+    }
+    const std::int64_t width = to.split.padded();
+    if (target.stays) {
+      machine_.rows.add(to.so_far + row * width, sums, width);
+      return;
+    }
+    if (target.adds) {
+      machine_.rows.add(sums, to.so_far + row * width, width);
+    }
+    machine_.rows.narrow(sums, to.split.depth(), to.factor, row_of(to.to, p_.dtype, head, token), p_.dtype, to.to.col);
+  }
+
+  void finish(const Sums& sums, std::span<const Head> heads, std::int64_t rows, Context& context) const {
+    if (!sums.wanted()) {
+      return;
+    }
+    const std::int64_t width = sums.split.padded(), grain = std::max<std::int64_t>(1, (std::int64_t{1} << 16) / width);
+    context.executor->parallel_for(std::ssize(heads) * rows, grain, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t n = begin; n < end; ++n) {
+        machine_.rows.narrow(sums.so_far + n * width, sums.split.depth(), sums.factor,
+                             row_of(sums.to, p_.dtype, heads[static_cast<std::size_t>(n / rows)], n % rows), p_.dtype,
+                             sums.to.col);
+      }
+    });
+  }
+
+  static constexpr Operand kAbsent{};
+  const BackwardProblem& b_;
+  const Problem& p_;
+  Context& context_;
+  Machine<Acc> machine_;
+  Split keys_, values_;
+  Array<Acc> lse_, delta_;
+  std::optional<Array<Acc>> rest_;  ///< of lse, if it counts
+  std::optional<BiasSums<Acc>> bias_;
+};
+
+}  // namespace
+
+void backward(const BackwardProblem& problem, Plans plans, Plans transposed, Context& context) {
+  problem.forward.dtype == DType::f64 ? Backward<double>(problem, context).run(plans, transposed)
+                                      : Backward<float>(problem, context).run(plans, transposed);
+}
+
+}  // namespace fretwork::attention_op::cpu

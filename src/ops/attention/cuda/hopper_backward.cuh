@@ -1,0 +1,668 @@
+// Gradients of attention over a component of a plan, without atomics. Each CTA owns 128 rows (two operands) and streams
+// tiles of 64 columns (two operands) past them. For keys and values the rows are keys, so that Pᵀ and dSᵀ come out of
+// the tensor cores as the left operands of the next products; for queries the rows are queries. P is computed anew from
+// the log-sum-exp.
+#pragma once
+
+#include "device/load.cuh"
+#include "ops/attention/cuda/hopper.cuh"
+
+namespace fretwork::attention_op::hopper {
+
+inline constexpr int kStream = 64;
+
+/// For kDepth columns of q and k and kValues of v and d_o. All tiles have room for the larger.
+template <int kDepth, int kValues>
+struct BackwardShared {
+  static constexpr int kMost = kDepth > kValues ? kDepth : kValues;
+  static constexpr int kStages = kMost == 64 ? 6 : 3;
+  static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64, kMostHalves = kMost / 64;
+  static constexpr bool kAhead = kMost == 64;  ///< registers have room for two steps
+  static constexpr u32 kFetchRegisters = kMost == 64 ? 40 : 24, kRegisters = kMost == 64 ? 232 : 240;
+  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kMostHalves * kRowHalf;  ///< bytes of one operand
+  static constexpr u32 kColHalf = kStream * 128, kColTile = kMostHalves * kColHalf;
+  u64 row_full[2], row_empty[2], full[kStages], empty[kStages];
+  int4 items[2], steps[kStages];
+  alignas(16) float stats[kStages][2][kStream];  ///< of keys' and values' columns
+  int used[kStages], parts[2];
+};
+
+/// Calls step(batch, head, run, column tile) for all steps of an item that begins and ends anywhere in its tile's.
+template <bool kKeys, typename Step>
+__device__ __forceinline__ void walk_piece(const BackwardParams& p, int i, const int4& item, Step& step) {
+  const Walk& walk = p.walk;
+  const int4 piece = record(p.pieces, i);
+  int head = kKeys ? item.z * p.group + piece.w : item.z / p.group, r = piece.x;
+  int tile = item.w > 0 ? record(walk.runs, 2 * r).x + piece.y : 0;
+#pragma unroll 1
+  for (int left = item.w; left > 0; --left) {
+    step(item.y, head, r, tile);
+    const int4 run = record(walk.runs, 2 * r);
+    if (++tile == run.x + run.y && left > 1) {
+      if (++r == word(walk.first, item.x + 1) && kKeys) {
+        r = word(walk.first, item.x);
+        ++head;
+      }
+      tile = record(walk.runs, 2 * r).x;
+    }
+  }
+}
+
+/// Calls step(batch, head, run, column tile) for all that this CTA does. Keys meet the queries of all heads that share
+/// them.
+template <bool kKeys, bool kPieces, typename Step>
+__device__ __forceinline__ void walk_steps(const BackwardParams& p, Step step) {
+  const Walk& walk = p.walk;
+#pragma unroll 1
+  for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i) {
+    const int4 item = record(walk.items, i);
+    if constexpr (kPieces) {
+      walk_piece<kKeys>(p, i, item, step);
+      continue;
+    }
+    int head = kKeys ? item.z * p.group : item.z / p.group;
+    do {
+#pragma unroll 1
+      for (int r = word(walk.first, item.x); r < word(walk.first, item.x + 1); ++r) {
+        const int4 run = record(walk.runs, 2 * r);
+        int tile = run.x;
+#pragma unroll 1
+        for (int n = run.y; n > 0; --n, ++tile) {
+          step(item.y, head, r, tile);
+        }
+      }
+    } while (kKeys && ++head % p.group != 0);
+  }
+}
+
+/// Brings near what those who multiply ask for at the ends of an item: the tokens of its rows, and for queries their
+/// statistics. A lane has four rows.
+template <bool kKeys>
+__device__ __forceinline__ void prefetch_rows(const BackwardParams& p, const int4& item) {
+  const int4 tokens = record(p.walk.row_tokens + item.x * kRows, threadIdx.x % 32);
+  if constexpr (!kKeys) {
+    const RowStats* const stats = p.stats + item.y * p.stats_batch + item.z * p.stats_head;
+    const auto prefetch = [&](int token) {
+      if (token >= 0) {
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(stats + token));
+      }
+    };
+    prefetch(tokens.x);
+    prefetch(tokens.y);
+    prefetch(tokens.z);
+    prefetch(tokens.w);
+  }
+}
+
+/// The steps of item i: where columns are keys, those with some that are seen.
+template <bool kSeen, bool kPieces>
+__device__ __forceinline__ int steps_of(const BackwardParams& p, int i, const int4& item) {
+  if constexpr (!kSeen) {
+    return item.w;
+  }
+  const int4 piece = kPieces ? record(p.pieces, i) : int4{word(p.walk.first, item.x), 0, 0, 0};
+  return seen_steps(p.walk, p.seen, item.y, piece.x, piece.y, item.w);
+}
+
+/// One warp fetches the rows of each item. kSeen: columns are keys that may be padding.
+template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
+__device__ __forceinline__ void fetch_rows(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows) {
+  using S = BackwardShared<kDepth, kValues>;
+  const Walk& walk = p.walk;
+  Ring<2> ring(1);
+#pragma unroll 1
+  for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, ring.next()) {
+    const int4 item = record(walk.items, i);
+    mbarrier::wait(shared_address(&shared.row_empty[ring.stage]), ring.parity);
+    if (threadIdx.x == 0) {
+      const int4 place = record(walk.row_tiles, item.x);
+      const u32 full = shared_address(&shared.row_full[ring.stage]), to = rows + ring.stage * 2 * S::kRowTile;
+      shared.items[ring.stage] = {steps_of<kSeen, kPieces>(p, i, item), item.y, item.z, item.x};
+      if constexpr (kPieces) {
+        shared.parts[ring.stage] = record(p.pieces, i).z;
+      }
+      mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.row_places);
+      fetch<S::kHalves>(p.rows[0], to, S::kRowHalf, full, place, item.y, item.z);
+      fetch<S::kValueHalves>(p.rows[1], to + S::kRowTile, S::kRowHalf, full, place, item.y, item.z);
+    }
+    __syncwarp();
+    prefetch_rows<kKeys>(p, item);
+  }
+  if (threadIdx.x == 0) {
+    mbarrier::wait(shared_address(&shared.row_empty[ring.stage]), ring.parity);
+    shared.items[ring.stage] = {-1, 0, 0, 0};
+    mbarrier::arrive(shared_address(&shared.row_full[ring.stage]));
+  }
+}
+
+/// A thread of another warp the columns of each step.
+template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
+__device__ __forceinline__ void fetch_cols(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 cols) {
+  using S = BackwardShared<kDepth, kValues>;
+  const Walk& walk = p.walk;
+  Ring<S::kStages> ring(1);
+  walk_steps<kKeys, kPieces>(p, [&](int batch, int head, int r, int tile) {
+    if (kSeen && !sees_tile(p.seen, batch, tile)) {
+      return;
+    }
+    mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
+    const u32 full = shared_address(&shared.full[ring.stage]), to = cols + ring.stage * 2 * S::kColTile;
+    shared.steps[ring.stage] = mask_of(walk, r);
+    shared.used[ring.stage] = used_of<!kKeys>(walk, batch, tile);
+    mbarrier::arrive_expect(full, (S::kHalves + S::kValueHalves) * 128 * walk.col_places);
+    const int4 place = record(walk.col_tiles, tile);
+    fetch<S::kHalves>(p.cols[0], to, S::kColHalf, full, place, batch, head);
+    fetch<S::kValueHalves>(p.cols[1], to + S::kColTile, S::kColHalf, full, place, batch, head);
+    ring.next();
+  });
+}
+
+/// A plain load: the kernel before, which this one may have been launched behind, wrote them.
+__device__ __forceinline__ float2 stats_of(const BackwardParams& p, int batch, int head, int token) {
+  const int at = batch * p.stats_batch + head * p.stats_head + token;
+  return token >= 0 ? reinterpret_cast<const float2*>(p.stats)[at] : float2{0.0f, 0.0f};
+}
+
+/// One warp gathers the statistics of the queries in a stage's columns; every lane says that its own are there.
+template <bool kPieces, typename S>
+__device__ __forceinline__ void gather_stats(const BackwardParams& p, S& shared) {
+  Ring<S::kStages> ring(1);
+  const u32 lane = threadIdx.x % 32;
+  walk_steps<true, kPieces>(p, [&](int batch, int head, int, int tile) {
+    float2 pair[kStream / 32];
+#pragma unroll
+    for (int n = 0; n < kStream / 32; ++n) {
+      pair[n] = stats_of(p, batch, head, word(p.walk.col_tokens, tile * kStream + n * 32 + lane));
+    }
+    mbarrier::wait(shared_address(&shared.empty[ring.stage]), ring.parity);
+#pragma unroll
+    for (int n = 0; n < kStream / 32; ++n) {
+      shared.stats[ring.stage][0][n * 32 + lane] = pair[n].x;
+      shared.stats[ring.stage][1][n * 32 + lane] = pair[n].y;
+    }
+    mbarrier::arrive(shared_address(&shared.full[ring.stage]));
+    ring.next();
+  });
+}
+
+/// Every lane lets its stage go: each has read statistics there with loads of its own.
+__device__ __forceinline__ void release_lane(u32 empty, int stage) {
+  if (stage >= 0) {
+    mbarrier::arrive(empty + 8 * stage);
+  }
+}
+
+/// P = exp2(s · scale − lse) of columns' statistics: `lse(j)` has those of a lane's two columns of eight.
+template <typename Lse>
+__device__ __forceinline__ void to_probabilities(float (&s)[kStream / 2], float scale, Lse lse) {
+#pragma unroll
+  for (int j = 0; j < kStream / 8; ++j) {
+    const float2 both = lse(j);
+    s[4 * j] = exp2_fast(s[4 * j] * scale - both.x);
+    s[4 * j + 1] = exp2_fast(s[4 * j + 1] * scale - both.y);
+    s[4 * j + 2] = exp2_fast(s[4 * j + 2] * scale - both.x);
+    s[4 * j + 3] = exp2_fast(s[4 * j + 3] * scale - both.y);
+  }
+}
+
+/// dS = P∘(dP − delta), where what is not in the pattern stays 0 whatever dP is. `delta(i)` belongs to element i.
+template <typename Delta>
+__device__ __forceinline__ void to_score_gradients(float (&s)[kStream / 2], const float (&dp)[kStream / 2], bool masked,
+                                                   Delta delta) {
+  if (masked) {
+#pragma unroll
+    for (int i = 0; i < kStream / 2; ++i) {
+      s[i] = s[i] == 0.0f ? 0.0f : s[i] * (dp[i] - delta(i));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kStream / 2; ++i) {
+      s[i] *= dp[i] - delta(i);
+    }
+  }
+}
+
+/// Adds eight numbers to those in memory, which takes no answer. No two threads of a launch add to the same place, so
+/// that results do not depend on their order.
+template <typename T>
+__device__ __forceinline__ void add_words(T* to, const u32 (&words)[4]) {
+  if constexpr (is_same<T, f16>) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  } else {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  }
+}
+
+/// Rounds a warp's rows times `factor` and stores their `depth` columns through its share of `buffer`, or adds them to
+/// what is there. A lane answers for row `own`.
+template <typename T, int kDepth>
+__device__ __forceinline__ void store_lines(const Lines& out, int depth, int add, const int4& item, int own,
+                                            float (&d)[kDepth / 2], float factor, u32 buffer) {
+  constexpr u32 kHalf = kRows * 128;
+#pragma unroll
+  for (float& sum : d) {
+    sum *= factor;
+  }
+  put_rows<T, kDepth>(d, buffer, kHalf);
+  T* const to = static_cast<T*>(out.data) + item.y * out.batch + item.z * out.head;
+#pragma unroll
+  for (int n = 0; n < kDepth / 16; ++n) {
+    const Unit unit(n);
+    u32 words[4];
+    unit.take(words, buffer, kHalf);
+    const int token = __shfl_sync(0xffffffffu, own, unit.row);
+    if (token >= 0 && unit.col < depth) {
+      T* const at = to + token * out.row + unit.col;
+      if (add != 0) {
+        add_words<T>(at, words);
+      } else {
+        store_words<4>(at, words);
+      }
+    }
+  }
+}
+
+/// The same, except that a part goes to its place as it is.
+template <typename T, int kDepth>
+__device__ __forceinline__ void store_gradient(const BackwardParams& p, int which, int depth, const int4& item,
+                                               int part, int own, float (&d)[kDepth / 2], float factor, u32 buffer) {
+  if (part >= 0) {
+    put_part<kDepth>(p.sums[which], part, tile_row(static_cast<int>(threadIdx.x) / 128 - 1), d, factor);
+  } else {
+    store_lines<T, kDepth>(p.out[which], depth, p.add, item, own, d, factor, buffer);
+  }
+}
+
+/// What a kernel does before it reads anything that another may have written. One that is early does not wait for the
+/// kernel before until it ends itself.
+__device__ __forceinline__ void begin_backward(const BackwardParams& p) {
+  if (p.early == 0) {
+    wait_for_earlier_kernel();
+  } else {
+    __threadfence();  // statistics that this multiprocessor's own cache has may be an earlier call's
+  }
+  let_next_kernel_start();
+}
+
+/// What both kernels begin with.
+template <bool kKeys, int kDepth, int kValues>
+__device__ __forceinline__ void make_barriers(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared,
+                                              u32 cols) {
+  using S = BackwardShared<kDepth, kValues>;
+  clear_unplaced(cols, 2 * S::kStages * S::kMostHalves, kStream, p.walk.col_places);
+  init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
+  init_ring(shared.full, shared.empty, S::kStages, kKeys ? 33 : 1, kKeys ? 256 : 8);
+  begin_backward(p);
+}
+/// The roles of the warpgroup that fetches, a warp for each.
+template <bool kKeys, bool kSeen, bool kPieces, int kDepth, int kValues>
+__device__ __forceinline__ void fetch_all(const BackwardParams& p, BackwardShared<kDepth, kValues>& shared, u32 rows,
+                                          u32 cols) {
+  if (threadIdx.x < 32) {
+    fetch_rows<kKeys, kSeen, kPieces>(p, shared, rows);
+  } else if (threadIdx.x == 32) {
+    fetch_cols<kKeys, kSeen, kPieces>(p, shared, cols);
+  } else if (kKeys && threadIdx.x / 32 == 2) {
+    gather_stats<kPieces>(p, shared);
+  }
+}
+
+/// kGeneral: there are masks of bits, or queries that nothing uses. kPieces: items may be pieces of tiles.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+__global__ void __launch_bounds__(kThreads, 1) backward_keys(const __grid_constant__ BackwardParams p) {
+  using S = BackwardShared<kDepth, kValues>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  const u32 rows = (shared_address(raw) + 1023) & ~1023u, cols = rows + 4 * S::kRowTile;
+  make_barriers<true>(p, shared, cols);
+  if (threadIdx.x < 128) {
+    fewer_registers<S::kFetchRegisters>();
+    fetch_all<true, false, kPieces>(p, shared, rows, cols);
+    return;
+  }
+  more_registers<S::kRegisters>();
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+  const u32 empty = shared_address(shared.empty);
+  Ring<2> items(0);
+  Ring<S::kStages> ring(0);
+  for (;; items.next()) {
+    mbarrier::wait(shared_address(&shared.row_full[items.stage]), items.parity);
+    const int steps = read_note(shared.items[items.stage]).x;  // the rest is read again: registers are short
+    if (steps < 0) {
+      break;
+    }
+    const u32 k = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, v = k + S::kRowTile;
+    float dk[kDepth / 2], dv[kValues / 2], s[kStream / 2], dp[kStream / 2];
+    u32 left[kStream / 16][4];
+#pragma unroll
+    for (float& sum : dk) {
+      sum = 0.0f;
+    }
+#pragma unroll
+    for (float& sum : dv) {
+      sum = 0.0f;
+    }
+    if constexpr (S::kAhead) {
+      float x[kStream / 2];
+      u32 left_too[kStream / 16][4], held[kValues / 16][4];  // of k and v there is room for one
+      hold_rows<kValues>(held, v, S::kRowHalf);
+      Ring<S::kStages> next = ring;
+      int before = 0;
+      const auto at = [&](int stage) { return cols + stage * 2 * S::kColTile; };
+      const auto ask = [&] {
+        mbarrier::wait(shared_address(&shared.full[next.stage]), next.parity);
+        if constexpr (kGeneral) {
+          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[next.stage] : 0, 0);
+          if (used >= 0) {
+            clear_unused<S::kHalves, kStream>(at(next.stage), p.walk.used + used);
+            clear_unused<S::kValueHalves, kStream>(at(next.stage) + S::kColTile, p.walk.used + used);
+            join_cleared(1 + warpgroup);
+          }
+        }
+        wgmma::fence();
+        multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, at(next.stage), S::kColHalf);
+        next.next();
+      };
+      const auto add = [&](int stage) {
+        wgmma::fence();
+        multiply_values<T, kValues, kStream>(dv, left, at(stage) + S::kColTile, S::kColHalf);
+        multiply_values<T, kDepth, kStream>(dk, left_too, at(stage), S::kColHalf);
+      };
+      const auto step = [&]<bool kFirst, bool kLast>() {
+        const int stage = static_cast<int>(ring.stage);
+        const int kind = read_note(shared.steps[stage]).x;
+        const auto stat = [&](int which, int j) {
+          return *reinterpret_cast<const float2*>(&shared.stats[stage][which][8 * j + lane % 4 * 2]);
+        };
+#pragma unroll
+        for (int j = 0; j < kStream / 8; ++j) {
+          const float2 lse = stat(0, j);
+          x[4 * j] = s[4 * j] * p.scale_2 - lse.x;
+          x[4 * j + 1] = s[4 * j + 1] * p.scale_2 - lse.y;
+          x[4 * j + 2] = s[4 * j + 2] * p.scale_2 - lse.x;
+          x[4 * j + 3] = s[4 * j + 3] * p.scale_2 - lse.y;
+        }
+        wgmma::fence();
+        multiply_scores<T, kValues, kStream>(dp, held, at(stage) + S::kColTile, S::kColHalf);
+        wgmma::commit();
+        if constexpr (!kFirst) {
+          add(before);
+        }
+        if constexpr (!kLast) {
+          ask();
+        }
+        wgmma::commit();
+        exp2_of<0, kStream / 2>(x);
+        cut_masked<kGeneral>(x, kind, shared.steps[stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+        wgmma::wait<1>();
+        const auto to_gradients = [&]<bool kMasked>() {  // as to_score_gradients, but P stays and delta comes in turn
+#pragma unroll
+          for (int j = 0; j < kStream / 8; ++j) {
+            const float2 delta = stat(1, j);
+#pragma unroll
+            for (int i = 4 * j; i < 4 * j + 4; ++i) {
+              const bool none = kMasked && x[i] == 0.0f;
+              dp[i] = none ? 0.0f : x[i] * (dp[i] - (i % 2 == 0 ? delta.x : delta.y));
+            }
+          }
+        };
+        if (kind != kWhole) {
+          to_gradients.template operator()<true>();
+        } else {
+          to_gradients.template operator()<false>();
+        }
+        wgmma::wait<0>();
+        if constexpr (!kFirst) {
+          release_lane(empty, before);
+        }
+        pack<T>(left, x);
+        pack<T>(left_too, dp);
+        before = stage;
+        ring.next();
+      };
+      if (steps > 0) {
+        ask();
+        wgmma::commit();
+        wgmma::wait<0>();
+        each_step(steps, step);
+        add(before);
+        wgmma::commit();
+        wgmma::wait<0>();
+        release_lane(empty, before);
+      }
+    } else {
+      int pending = -1;  // the stage that products in flight still read
+#pragma unroll 1
+      for (int n = 0; n < steps; ++n, ring.next()) {
+        const u32 q = cols + ring.stage * 2 * S::kColTile, d_o = q + S::kColTile;
+        mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
+        const int kind = read_note(shared.steps[ring.stage]).x;
+        if constexpr (kGeneral) {
+          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
+          if (used >= 0) {
+            clear_unused<S::kHalves, kStream>(q, p.walk.used + used);
+            clear_unused<S::kValueHalves, kStream>(d_o, p.walk.used + used);
+            join_cleared(1 + warpgroup);
+          }
+          if (kind >= 0) {
+            prefetch_bits<kStream / 32>(p.walk.bits + kind, warp_row + lane / 4);
+          }
+        }
+        wgmma::fence();
+        multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, q, S::kColHalf);
+        wgmma::commit();
+        multiply_scores<T, kValues, kStream>(dp, v, S::kRowHalf, d_o, S::kColHalf);
+        wgmma::commit();
+        wgmma::wait<1>();
+        release_lane(empty, pending);
+        pending = static_cast<int>(ring.stage);
+        const auto stat = [&](int which, int j) {
+          return *reinterpret_cast<const float2*>(&shared.stats[ring.stage][which][8 * j + lane % 4 * 2]);
+        };
+        to_probabilities(s, p.scale_2, [&](int j) { return stat(0, j); });
+        cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+        pack<T>(left, s);
+        wgmma::fence();
+        multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
+        wgmma::commit();
+        wgmma::wait<0>();
+        float2 delta[kStream / 8];
+#pragma unroll
+        for (int j = 0; j < kStream / 8; ++j) {
+          delta[j] = stat(1, j);
+        }
+        to_score_gradients(s, dp, kind != kWhole, [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
+        pack<T>(left, s);
+        wgmma::fence();
+        multiply_values<T, kDepth, kStream>(dk, left, q, S::kColHalf);
+        wgmma::commit();
+      }
+      wgmma::wait<0>();
+      release_lane(empty, pending);
+    }
+    const int4 note = read_note(shared.items[items.stage]);
+    const int own = own_token(p.walk, note.w, warpgroup);
+    named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
+    const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
+    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dk, p.scale, k);
+    store_gradient<T, kValues>(p, 1, p.value_depth, note, part, own, dv, 1.0f, v);
+    fence_async_proxy();  // the next rows come by the copy engine
+    release(shared_address(shared.row_empty), static_cast<int>(items.stage));
+  }
+}
+
+/// kGeneral: there are masks of bits, or keys that nothing uses. kPieces: items may be pieces of tiles.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+__global__ void __launch_bounds__(kThreads, 1) backward_queries(const __grid_constant__ BackwardParams p) {
+  using S = BackwardShared<kDepth, kValues>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  const u32 rows = (shared_address(raw) + 1023) & ~1023u, cols = rows + 4 * S::kRowTile;
+  make_barriers<false>(p, shared, cols);
+  if (threadIdx.x < 128) {
+    fewer_registers<S::kFetchRegisters>();
+    fetch_all<false, kGeneral, kPieces>(p, shared, rows, cols);
+    return;
+  }
+  more_registers<S::kRegisters>();
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+  const u32 empty = shared_address(shared.empty);
+  Ring<2> items(0);
+  Ring<S::kStages> ring(0);
+  for (;; items.next()) {
+    mbarrier::wait(shared_address(&shared.row_full[items.stage]), items.parity);
+    const int4 note = read_note(shared.items[items.stage]);
+    if (note.x < 0) {
+      break;
+    }
+    const u32 q = rows + items.stage * 2 * S::kRowTile + warpgroup * 8192, d_o = q + S::kRowTile;
+    const int own = own_token(p.walk, note.w, warpgroup);
+    float2 stats[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      stats[h] = stats_of(p, note.y, note.z, __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h));
+    }
+    float dq[kDepth / 2], s[kStream / 2], dp[kStream / 2];
+    u32 left[kStream / 16][4];
+#pragma unroll
+    for (float& sum : dq) {
+      sum = 0.0f;
+    }
+    if constexpr (S::kAhead) {
+      float x[kStream / 2];
+      u32 held[kDepth / 16][4], held_too[kValues / 16][4];
+      hold_rows<kDepth>(held, q, S::kRowHalf);
+      hold_rows<kValues>(held_too, d_o, S::kRowHalf);
+      Ring<S::kStages> next = ring;
+      int before = 0;
+      const auto at = [&](int stage) { return cols + stage * 2 * S::kColTile; };
+      const auto ask = [&] {
+        mbarrier::wait(shared_address(&shared.full[next.stage]), next.parity);
+        if constexpr (kGeneral) {
+          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[next.stage] : 0, 0);
+          if (used >= 0) {
+            clear_unused<S::kHalves, kStream>(at(next.stage), p.walk.used + used);
+            join_cleared(1 + warpgroup);
+          }
+        }
+        wgmma::fence();
+        multiply_scores<T, kDepth, kStream>(s, held, at(next.stage), S::kColHalf);
+        next.next();
+      };
+      const auto add = [&](int stage) {
+        wgmma::fence();
+        multiply_values<T, kDepth, kStream>(dq, left, at(stage), S::kColHalf);
+      };
+      const auto step = [&]<bool kFirst, bool kLast>() {
+        const int stage = static_cast<int>(ring.stage);
+        const int kind = read_note(shared.steps[stage]).x;
+#pragma unroll
+        for (int i = 0; i < kStream / 2; ++i) {
+          x[i] = s[i] * p.scale_2 - stats[i / 2 % 2].x;
+        }
+        wgmma::fence();
+        multiply_scores<T, kValues, kStream>(dp, held_too, at(stage) + S::kColTile, S::kColHalf);
+        wgmma::commit();
+        if constexpr (!kLast) {
+          ask();
+        }
+        if constexpr (!kFirst) {
+          add(before);
+        }
+        wgmma::commit();
+        exp2_of<0, kStream / 2>(x);
+        cut_masked<kGeneral>(x, kind, shared.steps[stage], p.walk.bits, warp_row + lane / 4, 0.0f);
+        bool masked = kind != kWhole;
+        if constexpr (kGeneral) {
+          const int used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[stage] : 0, 0);
+          if (used >= 0) {
+            cut_columns(x, p.walk.used + used, 0.0f);
+            masked = true;
+          }
+        }
+        wgmma::wait<1>();
+        to_score_gradients(x, dp, masked, [&](int i) { return stats[i / 2 % 2].y; });
+        wgmma::wait<0>();
+        if constexpr (!kFirst) {
+          release(empty, before);
+        }
+        pack<T>(left, x);
+        before = stage;
+        ring.next();
+      };
+      if (note.x > 0) {
+        ask();
+        wgmma::commit();
+        wgmma::wait<0>();
+        each_step(note.x, step);
+        add(before);
+        wgmma::commit();
+        wgmma::wait<0>();
+        release(empty, before);
+      }
+    } else {
+      int pending = -1;  // the stage that products in flight still read
+#pragma unroll 1
+      for (int n = 0; n < note.x; ++n, ring.next()) {
+        const u32 k = cols + ring.stage * 2 * S::kColTile, v = k + S::kColTile;
+        mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
+        const int4 mask = read_note(shared.steps[ring.stage]);
+        RowBits<kStream / 32> bits;
+        int used = -1;
+        if constexpr (kGeneral) {
+          used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
+          if (used >= 0) {
+            clear_unused<S::kHalves, kStream>(k, p.walk.used + used);
+            join_cleared(1 + warpgroup);
+          }
+          if (mask.x >= 0) {
+            bits.load(p.walk.bits + mask.x, warp_row + lane / 4);
+          }
+        }
+        wgmma::fence();
+        multiply_scores<T, kDepth, kStream>(s, q, S::kRowHalf, k, S::kColHalf);
+        wgmma::commit();
+        multiply_scores<T, kValues, kStream>(dp, d_o, S::kRowHalf, v, S::kColHalf);
+        wgmma::commit();
+        wgmma::wait<1>();
+        release(empty, pending);
+        pending = static_cast<int>(ring.stage);
+#pragma unroll
+        for (int i = 0; i < kStream / 2; ++i) {
+          s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
+        }
+        if (kGeneral && mask.x >= 0) {
+          bits.cut(s, 0.0f);
+        } else if (mask.x == kBand) {
+          cut_band(s, mask, warp_row + lane / 4, 0.0f);
+        }
+        if (kGeneral && used >= 0) {
+          cut_columns(s, p.walk.used + used, 0.0f);
+        }
+        wgmma::wait<0>();
+        to_score_gradients(s, dp, mask.x != kWhole || (kGeneral && used >= 0),
+                           [&](int i) { return stats[i / 2 % 2].y; });
+        pack<T>(left, s);
+        wgmma::fence();
+        multiply_values<T, kDepth, kStream>(dq, left, k, S::kColHalf);
+        wgmma::commit();
+      }
+      wgmma::wait<0>();
+      release(empty, pending);
+    }
+    named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
+    const int part = kPieces ? read_part(shared.parts[items.stage]) : -1;
+    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, dq, p.scale, q);
+    fence_async_proxy();  // the next rows come by the copy engine
+    release(shared_address(shared.row_empty), static_cast<int>(items.stage));
+  }
+  wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+}
+
+}  // namespace fretwork::attention_op::hopper

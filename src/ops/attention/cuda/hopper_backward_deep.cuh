@@ -1,0 +1,351 @@
+// Gradients of attention where a head has more than 128 columns, so that registers hold one sum at a time: a kernel
+// each for queries, keys and values, eight products in all. A CTA owns 128 rows and streams tiles of 64 columns past
+// them, as those for fewer columns do; the two operands of the columns have rings of their own, because one of them is
+// free again before the other.
+#pragma once
+
+#include "ops/attention/cuda/hopper_backward.cuh"
+
+namespace fretwork::attention_op::hopper {
+
+/// Whose gradients. Rows are q and d_o, k and v, or k alone; columns k and v, or q and d_o.
+enum class Deep { queries, keys, values };
+
+/// For kDepth columns of q and k and kValues of v and d_o. All tiles have room for the larger. Rows lie first, then the
+/// tiles of the first operand that streams, then those of the other. A step's notes and statistics are the first one's.
+template <int kDepth, int kValues, Deep kOf>
+struct DeepShared {
+  static constexpr int kMost = kDepth > kValues ? kDepth : kValues;
+  static constexpr DeepStages kDeepStages = deep_stages(kMost, kOf == Deep::values);
+  static constexpr int kStages = kDeepStages.first, kOtherStages = kDeepStages.second;
+  static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64, kMostHalves = kMost / 64;
+  static constexpr bool kTight = kOf != Deep::values && kDepth == 256;
+  static constexpr u32 kFetchRegisters = kTight ? 24 : 40, kRegisters = kTight ? 240 : 232;
+  static constexpr bool kKeys = kOf != Deep::queries;  ///< rows are keys, and columns have statistics
+  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kMostHalves * kRowHalf;  ///< bytes of one operand
+  static constexpr u32 kColHalf = kStream * 128, kColTile = kMostHalves * kColHalf;
+  static constexpr u32 kCols = (kOf == Deep::values ? 1 : 2) * kRowTile, kOtherCols = kCols + kStages * kColTile;
+  u64 row_full[2], row_empty[2], full[kStages], empty[kStages], other_full[kOtherStages], other_empty[kOtherStages];
+  int4 item, steps[kStages];
+  alignas(16) float stats[kStages][2][kStream];
+  int used[kStages], part;
+};
+
+/// One warp fetches the rows of each item, the operand that is needed first as soon as the item before has done with
+/// it. kSeen: columns are keys that may be padding.
+template <bool kSeen, bool kPieces, int kDepth, int kValues, Deep kOf>
+__device__ __forceinline__ void fetch_deep_rows(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
+                                                u32 rows) {
+  using S = DeepShared<kDepth, kValues, kOf>;
+  const Walk& walk = p.walk;
+  const u32 full = shared_address(shared.row_full), empty = shared_address(shared.row_empty);
+  Ring<1> ring(1);
+#pragma unroll 1
+  for (int i = word(walk.share, blockIdx.x); i < word(walk.share, blockIdx.x + 1); ++i, ring.next()) {
+    const int4 item = record(walk.items, i);
+    if (threadIdx.x == 0) {
+      const int4 place = record(walk.row_tiles, item.x);
+      mbarrier::wait(empty, ring.parity);
+      shared.item = {steps_of<kSeen, kPieces>(p, i, item), item.y, item.z, item.x};
+      if constexpr (kPieces) {
+        shared.part = record(p.pieces, i).z;
+      }
+      mbarrier::arrive_expect(full, S::kHalves * 128 * walk.row_places);
+      fetch<S::kHalves>(p.rows[0], rows, S::kRowHalf, full, place, item.y, item.z);
+      if constexpr (kOf != Deep::values) {
+        mbarrier::wait(empty + 8, ring.parity);
+        mbarrier::arrive_expect(full + 8, S::kValueHalves * 128 * walk.row_places);
+        fetch<S::kValueHalves>(p.rows[1], rows + S::kRowTile, S::kRowHalf, full + 8, place, item.y, item.z);
+      }
+    }
+    __syncwarp();
+    prefetch_rows<S::kKeys>(p, item);
+  }
+  if (threadIdx.x == 0) {
+    mbarrier::wait(empty, ring.parity);
+    shared.item = {-1, 0, 0, 0};
+    mbarrier::arrive(full);
+  }
+}
+
+/// A thread of another warp one operand of the columns of each step.
+template <bool kOther, bool kSeen, bool kPieces, int kDepth, int kValues, Deep kOf>
+__device__ __forceinline__ void fetch_deep_cols(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
+                                                u32 tiles) {
+  using S = DeepShared<kDepth, kValues, kOf>;
+  constexpr int kHalves = kOther ? S::kValueHalves : S::kHalves;
+  const Walk& walk = p.walk;
+  Ring<kOther ? S::kOtherStages : S::kStages> ring(1);
+  walk_steps<S::kKeys, kPieces>(p, [&](int batch, int head, int r, int tile) {
+    if (kSeen && !sees_tile(p.seen, batch, tile)) {
+      return;
+    }
+    const u32 full = shared_address(kOther ? shared.other_full : shared.full) + 8 * ring.stage;
+    mbarrier::wait(shared_address(kOther ? shared.other_empty : shared.empty) + 8 * ring.stage, ring.parity);
+    if constexpr (!kOther) {
+      shared.steps[ring.stage] = mask_of(walk, r);
+      shared.used[ring.stage] = used_of<!S::kKeys>(walk, batch, tile);
+    }
+    mbarrier::arrive_expect(full, kHalves * 128 * walk.col_places);
+    const int4 place = record(walk.col_tiles, tile);
+    fetch<kHalves>(p.cols[kOther ? 1 : 0], tiles + ring.stage * S::kColTile, S::kColHalf, full, place, batch, head);
+    ring.next();
+  });
+}
+
+/// What all three begin with.
+template <int kDepth, int kValues, Deep kOf>
+__device__ __forceinline__ void make_deep_barriers(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
+                                                   u32 cols) {
+  using S = DeepShared<kDepth, kValues, kOf>;
+  clear_unplaced(cols, (S::kStages + S::kOtherStages) * S::kMostHalves, kStream, p.walk.col_places);
+  init_ring(shared.row_full, shared.row_empty, 2, 1, 8);
+  init_ring(shared.full, shared.empty, S::kStages, S::kKeys ? 33 : 1, S::kKeys ? 256 : 8);
+  init_ring(shared.other_full, shared.other_empty, S::kOtherStages, 1, 8);
+  begin_backward(p);
+}
+/// The roles of the warpgroup that fetches, a warp for each.
+template <bool kSeen, bool kPieces, int kDepth, int kValues, Deep kOf>
+__device__ __forceinline__ void fetch_all_deep(const BackwardParams& p, DeepShared<kDepth, kValues, kOf>& shared,
+                                               u32 rows) {
+  using S = DeepShared<kDepth, kValues, kOf>;
+  if (threadIdx.x < 32) {
+    fetch_deep_rows<kSeen, kPieces>(p, shared, rows);
+  } else if (threadIdx.x == 32) {
+    fetch_deep_cols<false, kSeen, kPieces>(p, shared, rows + S::kCols);
+  } else if (threadIdx.x == 64) {
+    fetch_deep_cols<true, kSeen, kPieces>(p, shared, rows + S::kOtherCols);
+  } else if (S::kKeys && threadIdx.x >= 96) {
+    gather_stats<kPieces>(p, shared);
+  }
+}
+
+__device__ __forceinline__ void to_probabilities(float (&s)[kStream / 2], const float (&lse_of)[kStream], float scale) {
+  to_probabilities(s, scale,
+                   [&](int j) { return *reinterpret_cast<const float2*>(&lse_of[8 * j + threadIdx.x % 4 * 2]); });
+}
+
+/// dq = scale · dS · k, or dk = scale · dSᵀ · q. kGeneral: there are masks of bits, or columns that nothing uses.
+/// kPieces: items may be pieces of tiles.
+template <typename T, int kDepth, int kValues, bool kKeys, bool kGeneral, bool kPieces>
+__global__ void __launch_bounds__(kThreads, 1) backward_deep(const __grid_constant__ BackwardParams p) {
+  using S = DeepShared<kDepth, kValues, kKeys ? Deep::keys : Deep::queries>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  const u32 rows = (shared_address(raw) + 1023) & ~1023u;
+  make_deep_barriers(p, shared, rows + S::kCols);
+  if (threadIdx.x < 128) {
+    fewer_registers<S::kFetchRegisters>();
+    fetch_all_deep<kGeneral && !kKeys, kPieces>(p, shared, rows);
+    return;
+  }
+  more_registers<S::kRegisters>();
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
+  const u32 own_rows = rows + warpgroup * 8192, other_rows = own_rows + S::kRowTile;
+  const u32 empty = shared_address(shared.empty), other_empty = shared_address(shared.other_empty);
+  const u32 row_full = shared_address(shared.row_full), row_empty = shared_address(shared.row_empty);
+  Ring<1> items(0);
+  Ring<S::kStages> ring(0);
+  Ring<S::kOtherStages> other(0);
+  for (;; items.next()) {
+    mbarrier::wait(row_full, items.parity);
+    const int steps = read_note(shared.item).x;  // the rest is read again: registers are short
+    if (steps < 0) {
+      break;
+    }
+    float2 stats[2];
+    if constexpr (!kKeys) {
+      const int4 note = read_note(shared.item);
+      const int own = own_token(p.walk, note.w, warpgroup);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        stats[h] = stats_of(p, note.y, note.z, __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h));
+      }
+    }
+    float sums[kDepth / 2], s[kStream / 2], dp[kStream / 2];
+    u32 left[kStream / 16][4];
+#pragma unroll
+    for (float& sum : sums) {
+      sum = 0.0f;
+    }
+    mbarrier::wait(row_full + 8, items.parity);
+    int pending = -1;  // the stage that products in flight still read
+    const auto release_step = [&] {
+      if constexpr (kKeys) {
+        release_lane(empty, pending);
+      } else {
+        release(empty, pending);
+      }
+    };
+#pragma unroll 1
+    for (int n = 0; n < steps; ++n, ring.next(), other.next()) {
+      const u32 col = rows + S::kCols + ring.stage * S::kColTile;
+      const u32 other_col = rows + S::kOtherCols + other.stage * S::kColTile;
+      mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
+      const int kind = read_note(shared.steps[ring.stage]).x;
+      int used = -1;
+      if constexpr (kGeneral) {
+        used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
+        if (used >= 0) {  // what dP finds in the other operand is left out with the scores
+          clear_unused<S::kHalves, kStream>(col, p.walk.used + used);
+          join_cleared(1 + warpgroup);
+        }
+        if (kind >= 0) {
+          prefetch_bits<kStream / 32>(p.walk.bits + kind, row);
+        }
+      }
+      wgmma::fence();
+      multiply_scores<T, kDepth, kStream>(s, own_rows, S::kRowHalf, col, S::kColHalf);
+      wgmma::commit();
+      mbarrier::wait(shared_address(&shared.other_full[other.stage]), other.parity);
+      wgmma::fence();
+      multiply_scores<T, kValues, kStream>(dp, other_rows, S::kRowHalf, other_col, S::kColHalf);
+      wgmma::commit();
+      wgmma::wait<1>();
+      release_step();
+      pending = static_cast<int>(ring.stage);
+      if constexpr (kKeys) {
+        to_probabilities(s, shared.stats[ring.stage][0], p.scale_2);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kStream / 2; ++i) {
+          s[i] = exp2_fast(s[i] * p.scale_2 - stats[i / 2 % 2].x);
+        }
+      }
+      cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, 0.0f);
+      const bool hides = kGeneral && !kKeys && used >= 0;
+      if (hides) {
+        cut_columns(s, p.walk.used + used, 0.0f);
+      }
+      wgmma::wait<0>();
+      release(other_empty, static_cast<int>(other.stage));
+      if constexpr (kKeys) {
+        float2 delta[kStream / 8];
+#pragma unroll
+        for (int j = 0; j < kStream / 8; ++j) {
+          delta[j] = *reinterpret_cast<const float2*>(&shared.stats[ring.stage][1][8 * j + lane % 4 * 2]);
+        }
+        to_score_gradients(s, dp, kind != kWhole, [&](int i) { return i % 2 == 0 ? delta[i / 4].x : delta[i / 4].y; });
+      } else {
+        to_score_gradients(s, dp, kind != kWhole || hides, [&](int i) { return stats[i / 2 % 2].y; });
+      }
+      pack<T>(left, s);
+      wgmma::fence();
+      multiply_values<T, kDepth, kStream>(sums, left, col, S::kColHalf);
+      wgmma::commit();
+    }
+    wgmma::wait<0>();
+    release_step();
+    const int4 note = read_note(shared.item);
+    const int part = kPieces ? read_part(shared.part) : -1;
+    release(row_empty, 0);  // the next item's rows of this operand come while these sums leave through the other's
+    const int own = own_token(p.walk, note.w, warpgroup);
+    named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
+    store_gradient<T, kDepth>(p, 0, p.depth, note, part, own, sums, p.scale, other_rows);
+    fence_async_proxy();  // the next rows come by the copy engine
+    release(row_empty, 1);
+  }
+  wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+}
+
+/// dv = Pᵀ · d_o. The scores of a step are in the tensor cores while the probabilities of the step before meet d_o.
+/// kGeneral: there are masks of bits, or queries that nothing uses.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+__global__ void __launch_bounds__(kThreads, 1) backward_deep_values(const __grid_constant__ BackwardParams p) {
+  using S = DeepShared<kDepth, kValues, Deep::values>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  const u32 rows = (shared_address(raw) + 1023) & ~1023u;
+  make_deep_barriers(p, shared, rows + S::kCols);
+  if (threadIdx.x < 128) {
+    fewer_registers<S::kFetchRegisters>();
+    fetch_all_deep<false, kPieces>(p, shared, rows);
+    return;
+  }
+  more_registers<S::kRegisters>();
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1, lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
+  const u32 k = rows + warpgroup * 8192;
+  const u32 empty = shared_address(shared.empty), other_empty = shared_address(shared.other_empty);
+  Ring<1> items(0);
+  Ring<S::kStages> ring(0);
+  Ring<S::kOtherStages> behind(0);  // of the step whose probabilities are to be multiplied
+  for (;; items.next()) {
+    mbarrier::wait(shared_address(shared.row_full), items.parity);
+    const int4 note = read_note(shared.item);
+    if (note.x < 0) {
+      break;
+    }
+    const int own = own_token(p.walk, note.w, warpgroup);
+    float dv[kValues / 2], s[kStream / 2];
+    u32 left[kStream / 16][4];
+#pragma unroll
+    for (float& sum : dv) {
+      sum = 0.0f;
+    }
+    int kind = kWhole, used = -1, used_before = -1;
+    const auto begin_scores = [&] {
+      mbarrier::wait(shared_address(&shared.full[ring.stage]), ring.parity);
+      kind = read_note(shared.steps[ring.stage]).x;
+      wgmma::fence();
+      multiply_scores<T, kDepth, kStream>(s, k, S::kRowHalf, rows + S::kCols + ring.stage * S::kColTile, S::kColHalf);
+      wgmma::commit();
+      if constexpr (kGeneral) {
+        used_before = used;
+        used = __shfl_sync(0xffffffffu, lane == 0 ? shared.used[ring.stage] : 0, 0);
+        if (kind >= 0) {
+          prefetch_bits<kStream / 32>(p.walk.bits + kind, row);
+        }
+      }
+    };
+    const auto end_scores = [&] {
+      to_probabilities(s, shared.stats[ring.stage][0], p.scale_2);
+      cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, 0.0f);
+      release_lane(empty, static_cast<int>(ring.stage));
+      ring.next();
+    };
+    const auto add_values = [&](int unused) {
+      const u32 d_o = rows + S::kOtherCols + behind.stage * S::kColTile;
+      mbarrier::wait(shared_address(&shared.other_full[behind.stage]), behind.parity);
+      if constexpr (kGeneral) {
+        if (unused >= 0) {
+          clear_unused<S::kValueHalves, kStream>(d_o, p.walk.used + unused);
+          join_cleared(1 + warpgroup);
+        }
+      }
+      wgmma::fence();
+      multiply_values<T, kValues, kStream>(dv, left, d_o, S::kColHalf);
+      wgmma::commit();
+    };
+    const auto end_values = [&] {
+      wgmma::wait<0>();
+      release(other_empty, static_cast<int>(behind.stage));
+      behind.next();
+    };
+    if (note.x > 0) {
+      begin_scores();
+      wgmma::wait<0>();
+      end_scores();
+      pack<T>(left, s);
+#pragma unroll 1
+      for (int n = 1; n < note.x; ++n) {
+        begin_scores();
+        add_values(used_before);
+        wgmma::wait<1>();
+        end_scores();
+        end_values();
+        pack<T>(left, s);
+      }
+      add_values(used);
+      end_values();
+    }
+    named_barrier(1 + warpgroup, 128);  // no one reads this half of the rows any more
+    store_gradient<T, kValues>(p, 0, p.value_depth, note, kPieces ? read_part(shared.part) : -1, own, dv, 1.0f, k);
+    fence_async_proxy();  // the next rows come by the copy engine
+    release(shared_address(shared.row_empty), 0);
+  }
+  wait_for_earlier_kernel();  // whoever waits for this one waits for that one too
+}
+
+}  // namespace fretwork::attention_op::hopper

@@ -1,0 +1,474 @@
+// o = softmax(scale·q·kᵀ) · v over a component of a plan, and its log-sum-exp. One thread fetches: 128 rows of q for an
+// item, then 128 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are
+// on their way through the tensor cores while those of the step before meet v, and probabilities never leave registers.
+// With 64 columns they are on their way while exponents of the step before are taken, too.
+#pragma once
+
+#include "ops/attention/cuda/hopper.cuh"
+
+namespace fretwork::attention_op::hopper {
+
+template <int kDepth, int kValues>
+struct ForwardShared {
+  static constexpr ForwardTiles kTiles = forward_tiles(kDepth, kValues);
+  static constexpr int kCols = kTiles.cols, kItems = kTiles.items, kStages = kTiles.stages;
+  static constexpr int kHalves = kDepth / 64, kValueHalves = kValues / 64;  ///< of 64 columns
+  static constexpr u32 kRowHalf = kRows * 128, kRowTile = kRowHalf * (kHalves > kValueHalves ? kHalves : kValueHalves);
+  static constexpr u32 kColHalf = kCols * 128, kKeyTile = kHalves * kColHalf, kValueTile = kValueHalves * kColHalf;
+  static constexpr bool kAhead = kDepth == 64 && kValues == 64;  ///< registers have room for two steps
+  u64 q_full[kItems], q_empty[kItems], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  int4 items[kItems], steps[kStages];
+  int used[kStages], parts[kItems];
+};
+
+/// Fetches everything this CTA needs, in the order in which it is used.
+template <bool kGeneral, bool kPieces, int kDepth, int kValues>
+__device__ __forceinline__ void forward_fetch(const ForwardParams& p, ForwardShared<kDepth, kValues>& shared, u32 q,
+                                              u32 k, u32 v) {
+  using S = ForwardShared<kDepth, kValues>;
+  constexpr int kHalves = S::kHalves;
+  const Walk& walk = p.walk;
+  Ring<S::kItems> items(1);
+  Ring<S::kStages> ring(1);
+  const u32 row_bytes = kHalves * 128 * walk.row_places, key_bytes = kHalves * 128 * walk.col_places;
+  const u32 value_bytes = S::kValueHalves * 128 * walk.col_places;
+  const int end = __ldg(walk.share + blockIdx.x + 1);
+#pragma unroll 1
+  for (int i = __ldg(walk.share + blockIdx.x); i < end; ++i, items.next()) {
+    const int4 item = record(walk.items, i);
+    const int4 place = record(walk.row_tiles, item.x);
+    int first = __ldg(walk.first + item.x), last = __ldg(walk.first + item.x + 1), skip = 0, left = item.w;
+    mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
+    const u32 q_full = shared_address(&shared.q_full[items.stage]);
+    shared.items[items.stage] = {item.w, item.y, item.z, item.x};
+    if constexpr (kPieces) {
+      const int4 piece = record(p.pieces, i);
+      first = piece.x;
+      skip = piece.y;
+      shared.parts[items.stage] = piece.z;
+    }
+    if constexpr (kGeneral) {
+      shared.items[items.stage].x = seen_steps(walk, p.seen, item.y, first, skip, left);
+    }
+    mbarrier::arrive_expect(q_full, row_bytes);
+    fetch<kHalves>(p.q, q + items.stage * S::kRowTile, S::kRowHalf, q_full, place, item.y, item.z);
+    const int kv_head = (p.head0 + (kPieces ? item.z << p.pack : item.z)) / p.group;
+#pragma unroll 1
+    for (int r = first; r < last && (!kPieces || left > 0); ++r) {
+      int4 run = record(walk.runs, 2 * r);
+      if constexpr (kPieces) {  // as much of it as is the item's
+        run.x += skip;
+        run.y = min(run.y - skip, left);
+        skip = 0;
+        left -= run.y;
+      }
+#pragma unroll 1
+      for (int n = 0; n < run.y; ++n) {
+        if (kGeneral && !sees_tile(p.seen, item.y, run.x + n)) {
+          continue;
+        }
+        const int4 tile = record(walk.col_tiles, run.x + n);
+        mbarrier::wait(shared_address(&shared.k_empty[ring.stage]), ring.parity);
+        const u32 k_full = shared_address(&shared.k_full[ring.stage]);
+        shared.steps[ring.stage] = mask_of(walk, r);
+        shared.used[ring.stage] = used_of<true>(walk, item.y, run.x + n);
+        mbarrier::arrive_expect(k_full, key_bytes);
+        fetch<kHalves>(p.k, k + ring.stage * S::kKeyTile, S::kColHalf, k_full, tile, item.y, kv_head);
+        mbarrier::wait(shared_address(&shared.v_empty[ring.stage]), ring.parity);
+        const u32 v_full = shared_address(&shared.v_full[ring.stage]);
+        mbarrier::arrive_expect(v_full, value_bytes);
+        fetch<S::kValueHalves>(p.v, v + ring.stage * S::kValueTile, S::kColHalf, v_full, tile, item.y, kv_head);
+        ring.next();
+      }
+    }
+  }
+  mbarrier::wait(shared_address(&shared.q_empty[items.stage]), items.parity);
+  shared.items[items.stage] = {-1, 0, 0, 0};
+  mbarrier::arrive(shared_address(&shared.q_full[items.stage]));
+}
+
+/// The softmax of a thread's two rows so far: largest score, and the sum of exponents relative to it.
+struct RunningRows {
+  float most[2], sum[2];
+
+  /// Finds the new largest and gives what exponents are to be taken of, which may be the scores' own place, and what
+  /// older ones must be multiplied by.
+  template <int kSize>
+  __device__ __forceinline__ void shift(const float (&s)[kSize], float (&x)[kSize], float scale,
+                                        float (&correction)[2]) {
+    float now[2][2] = {{most[0], s[1]}, {most[1], s[3]}}, offset[2];  // two chains a row: one waits for itself
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      now[i / 2 % 2][i % 2] = fmaxf(now[i / 2 % 2][i % 2], s[i]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float all = fmaxf(now[h][0], now[h][1]);
+      all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, 1));
+      all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, 2));
+      offset[h] = all == -infinity() ? 0.0f : all * scale;
+      correction[h] = most[h] == all ? 1.0f : exp2_fast(most[h] * scale - offset[h]);
+      most[h] = all;
+      sum[h] *= correction[h];
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      x[i] = s[i] * scale - offset[i / 2 % 2];
+    }
+  }
+  /// The exponents that exp2_of then made of it.
+  template <int kSize>
+  __device__ __forceinline__ void add_up(const float (&x)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      sum[i / 2 % 2] += x[i];
+    }
+  }
+};
+
+/// A thread's two rows as they leave: what to multiply their sums by, and their log-sum-exps in units of log 2.
+struct DoneRows {
+  int token[2];
+  float share[2], lse[2];
+};
+
+// Where kernels for whole tiles of one head differ from those for pieces, they are left as they would be without them.
+
+/// A thread's first row among those of its head.
+template <bool kPieces>
+__device__ __forceinline__ int head_row(const ForwardParams& p, int warpgroup) {
+  const int row = tile_row(warpgroup);
+  return kPieces ? row & ((kRows >> p.pack) - 1) : row;
+}
+/// The head of a warp's rows.
+template <bool kPieces>
+__device__ __forceinline__ int head_of(const ForwardParams& p, const int4& item, int warpgroup) {
+  if constexpr (!kPieces) {
+    return p.head0 + item.z;
+  }
+  const int within =
+      __shfl_sync(0xffffffffu, (tile_row(warpgroup) << p.pack) / kRows, 0);  // one for the warp: registers
+  return p.head0 + (item.z << p.pack) + within;
+}
+/// The token that a lane answers for, as own_token.
+template <bool kPieces>
+__device__ __forceinline__ int token_of(const ForwardParams& p, const int4& item, int warpgroup) {
+  if constexpr (!kPieces) {
+    return own_token(p.walk, item.w, warpgroup);
+  }
+  const int row = warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 16;
+  const int rows = kRows >> p.pack;
+  return __ldg(p.walk.row_tokens + item.w * rows + (row & (rows - 1)));
+}
+
+/// Brings near what a lane's row is to be joined with. Two lanes have each row.
+template <typename T, int kValues>
+__device__ __forceinline__ void prefetch_row(const ForwardParams& p, int batch, int head, int token) {
+  const T* const out = static_cast<const T*>(p.o.data) + batch * p.o.batch + head * p.o.head;
+#pragma unroll
+  for (int col = static_cast<int>(threadIdx.x) % 32 / 16 * 64; col < kValues; col += 128) {
+    if (token >= 0 && col < p.value_depth) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(out + token * p.o.row + col));
+    }
+  }
+}
+
+/// Joins a thread's sums with what is there.
+template <typename T, int kValues>
+__device__ __forceinline__ void merge_rows(const ForwardParams& p, const T* out, const float* out_lse,
+                                           float (&o)[kValues / 2], DoneRows& rows) {
+  float old_lse[2] = {-infinity(), -infinity()};
+  u32 old[2][kValues / 8];  // asked for all at once
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const u32* const from = reinterpret_cast<const u32*>(out + rows.token[h] * p.o.row) + threadIdx.x % 4;
+    if (rows.token[h] >= 0) {
+      old_lse[h] = out_lse[rows.token[h] * p.lse.row] * kLog2e;
+    }
+#pragma unroll
+    for (int j = 0; j < kValues / 8; ++j) {
+      old[h][j] = rows.token[h] >= 0 && 8 * j < p.value_depth ? from[4 * j] : 0;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float most = fmaxf(old_lse[h], rows.lse[h]);
+    const bool any = most != -infinity();
+    const float a = any ? exp2_fast(old_lse[h] - most) : 0.0f, b = any ? exp2_fast(rows.lse[h] - most) : 0.0f;
+    const float all = any ? reciprocal(a + b) : 1.0f, keep = a * all, add = rows.share[h] * b * all;
+    rows.lse[h] = any ? most + log2_fast(a + b) : most;
+    rows.share[h] = 1.0f;
+#pragma unroll
+    for (int j = 0; j < kValues / 8; ++j) {
+      float& x = o[4 * j + 2 * h];
+      float& y = o[4 * j + 2 * h + 1];
+      x = x * add + keep * widen(T{static_cast<u16>(old[h][j])});
+      y = y * add + keep * widen(T{static_cast<u16>(old[h][j] >> 16)});
+    }
+  }
+  __syncwarp();  // the quad has read the old lse
+}
+
+/// Rounds the rows of a warp and stores them through its share of `buffer`, and their log-sum-exps. With `merge` they
+/// join what is there.
+template <typename T, int kValues>
+__device__ __forceinline__ void store_rows(const ForwardParams& p, int batch, int head, int own,
+                                           float (&o)[kValues / 2], RunningRows& rows, u32 buffer, u32 half) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  T* const out = static_cast<T*>(p.o.data) + batch * p.o.batch + head * p.o.head;
+  float* const out_lse = static_cast<float*>(p.lse.data) + batch * p.lse.batch + head * p.lse.head;
+  DoneRows done;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    done.share[h] = sum == 0.0f ? 0.0f : reciprocal(sum);
+    done.lse[h] = sum == 0.0f ? -infinity() : rows.most[h] * p.scale + log2_fast(sum);
+    done.token[h] = __shfl_sync(0xffffffffu, own, lane / 4 + 8 * h);
+  }
+  if (p.merge != 0) {
+    merge_rows<T, kValues>(p, out, out_lse, o, done);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (lane % 4 == 0 && done.token[h] >= 0) {
+      out_lse[done.token[h] * p.lse.row] = done.lse[h] * kLn2;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kValues / 2; ++i) {
+    o[i] *= done.share[i / 2 % 2];
+  }
+  put_rows<T, kValues>(o, buffer, half);
+#pragma unroll
+  for (int n = 0; n < kValues / 16; ++n) {
+    const Unit unit(n);
+    u32 words[4];
+    unit.take(words, buffer, half);
+    const int token = __shfl_sync(0xffffffffu, own, unit.row);
+    if (token >= 0 && unit.col < p.value_depth) {
+      store_words<4>(out + token * p.o.row + unit.col, words);
+    }
+  }
+}
+
+/// A thread's sums as they stand, for those who join them.
+template <int kValues>
+__device__ __forceinline__ void store_part(const ForwardParams& p, int part, int row, const float (&o)[kValues / 2],
+                                           const RunningRows& rows) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float sum = rows.sum[h] + __shfl_xor_sync(0xffffffffu, rows.sum[h], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (threadIdx.x % 4 == 0) {
+      p.shares[part * kRows + row + 8 * h] = {rows.most[h] * p.scale, sum};
+    }
+  }
+  put_part<kValues>(p.sums, part, row, o, 1.0f);
+}
+
+/// kGeneral: there are masks of bits, or keys that nothing uses. kPieces: items may be pieces of tiles, and heads may
+/// share tiles.
+template <typename T, int kDepth, int kValues, bool kGeneral, bool kPieces>
+__global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams p) {
+  using S = ForwardShared<kDepth, kValues>;
+  extern __shared__ u8 raw[];
+  __shared__ S shared;
+  constexpr int kCols = S::kCols;
+  const u32 q = (shared_address(raw) + 1023) & ~1023u;
+  const u32 k = q + S::kItems * S::kRowTile, v = k + S::kStages * S::kKeyTile;
+  clear_unplaced(k, S::kStages * (S::kHalves + S::kValueHalves), kCols, p.walk.col_places);
+  init_ring(shared.q_full, shared.q_empty, S::kItems, 1, 8);
+  init_ring(shared.k_full, shared.k_empty, S::kStages, 1, 8);
+  init_ring(shared.v_full, shared.v_empty, S::kStages, 1, 8);
+  begin_after_earlier_kernel();
+  if (threadIdx.x < 128) {
+    fewer_registers<24>();
+    if (threadIdx.x == 0) {
+      tma::prefetch(&p.q.map);
+      tma::prefetch(&p.k.map);
+      tma::prefetch(&p.v.map);
+      forward_fetch<kGeneral, kPieces>(p, shared, q, k, v);
+    }
+    return;
+  }
+  more_registers<240>();
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+  const int row = head_row<kPieces>(p, warpgroup);
+  const u32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
+  Ring<S::kItems> items(0);
+  Ring<S::kStages> ring(0), behind(0);  // `behind` is the step whose values are to be added
+  for (;; items.next()) {
+    mbarrier::wait(shared_address(&shared.q_full[items.stage]), items.parity);
+    const int4 note = read_note(shared.items[items.stage]);
+    if (note.x < 0) {
+      break;
+    }
+    const u32 own = q + items.stage * S::kRowTile + warpgroup * 8192;
+    const int token = token_of<kPieces>(p, note, warpgroup);
+    if (p.merge != 0) {
+      prefetch_row<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token);
+    }
+    float o[kValues / 2], s[kCols / 2];
+    u32 probabilities[kCols / 16][4];
+    RunningRows rows{{-infinity(), -infinity()}, {0.0f, 0.0f}};
+#pragma unroll
+    for (float& sum : o) {
+      sum = 0.0f;
+    }
+    // Where no products are under way: a branch between them makes the compiler put exponents there, too, so that the
+    // tensor cores wait.
+    int used = -1;
+    const auto clear_values = [&] {
+      if constexpr (kGeneral) {
+        if (used >= 0) {
+          mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
+          clear_unused<S::kValueHalves, kCols>(v + behind.stage * S::kValueTile, p.walk.used + used);
+          join_cleared(1 + warpgroup);
+        }
+      }
+    };
+    const auto add_values = [&] {
+      mbarrier::wait(shared_address(&shared.v_full[behind.stage]), behind.parity);
+      wgmma::fence();
+      multiply_values<T, kValues, kCols>(o, probabilities, v + behind.stage * S::kValueTile, S::kColHalf);
+      wgmma::commit();
+    };
+    const auto values_added = [&](const float(&correction)[2]) {
+      release(v_empty, static_cast<int>(behind.stage));
+      behind.next();
+      if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < kValues / 2; ++i) {
+          o[i] *= correction[i / 2 % 2];
+        }
+      }
+    };
+    if constexpr (S::kAhead) {
+      float x[kCols / 2];
+      const u32 left = uniform(own);
+      const auto ask = [&] {
+        mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
+        wgmma::fence();
+        multiply_scores<T, kDepth, kCols>(s, left, S::kRowHalf, k + ring.stage * S::kKeyTile, S::kColHalf);
+        wgmma::commit();
+      };
+      const auto step = [&]<bool kFirst, bool kLast>() {
+        const int kind = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.steps[ring.stage].x : 0, 0);
+        int used_now = -1;
+        if constexpr (kGeneral) {
+          used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
+        }
+        if constexpr (!kFirst) {
+          clear_values();
+        }
+        cut_masked<kGeneral>(s, kind, shared.steps[ring.stage], p.walk.bits, row, -infinity());
+        if (kGeneral && used_now >= 0) {
+          cut_columns(s, p.walk.used + used_now, -infinity());
+        }
+        release(k_empty, static_cast<int>(ring.stage));
+        ring.next();
+        float correction[2];
+        rows.shift(s, x, p.scale, correction);
+        if constexpr (!kLast) {
+          ask();
+        }
+        exp2_of<0, kCols / 4>(x);
+        if constexpr (!kFirst) {
+          add_values();
+        }
+        exp2_of<kCols / 4, kCols / 2>(x);
+        rows.add_up(x);
+        wgmma::wait<0>();
+        if constexpr (!kFirst) {
+          values_added(correction);
+        }
+        pack<T>(probabilities, x);
+        used = used_now;
+      };
+      if (note.x > 0) {
+        ask();
+        wgmma::wait<0>();
+        each_step(note.x, step);
+      }
+    } else {
+#pragma unroll 1
+      for (int n = 0; n < note.x; ++n, ring.next()) {
+        clear_values();
+        mbarrier::wait(shared_address(&shared.k_full[ring.stage]), ring.parity);
+        const int4 mask = read_note(shared.steps[ring.stage]);
+        wgmma::fence();
+        multiply_scores<T, kDepth, kCols>(s, own, S::kRowHalf, k + ring.stage * S::kKeyTile, S::kColHalf);
+        wgmma::commit();
+        RowBits<kCols / 32> bits;
+        int used_now = -1;
+        if constexpr (kGeneral) {
+          used_now = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? shared.used[ring.stage] : 0, 0);
+          if (mask.x >= 0) {
+            bits.load(p.walk.bits + mask.x, row);
+          }
+        }
+        if (n > 0) {
+          add_values();
+          wgmma::wait<1>();
+        } else {
+          wgmma::wait<0>();
+        }
+        release(k_empty, static_cast<int>(ring.stage));
+        if (kGeneral && mask.x >= 0) {
+          bits.cut(s, -infinity());
+        } else if (mask.x == kBand) {
+          cut_band(s, mask, row, -infinity());
+        }
+        if (kGeneral && used_now >= 0) {
+          cut_columns(s, p.walk.used + used_now, -infinity());
+        }
+        float correction[2];
+        rows.shift(s, s, p.scale, correction);
+        exp2_of<0, kCols / 2>(s);
+        rows.add_up(s);
+        if (n > 0) {
+          wgmma::wait<0>();
+          values_added(correction);
+        }
+        pack<T>(probabilities, s);
+        used = used_now;
+      }
+    }
+    if (note.x > 0) {
+      clear_values();
+      add_values();
+      wgmma::wait<0>();
+      release(v_empty, static_cast<int>(behind.stage));
+      behind.next();
+    }
+    named_barrier(1 + warpgroup, 128);  // no one reads this half of q any more
+    if (const int part = kPieces ? read_part(shared.parts[items.stage]) : -1; part >= 0) {
+      store_part<kValues>(p, part, tile_row(warpgroup), o, rows);
+    } else {
+      store_rows<T, kValues>(p, note.y, head_of<kPieces>(p, note, warpgroup), token, o, rows, own, S::kRowHalf);
+    }
+    fence_async_proxy();  // the next q comes by the copy engine
+    release(shared_address(shared.q_empty), static_cast<int>(items.stage));
+  }
+}
+
+/// o = 0 and lse = −∞, one warp for each row.
+template <typename T>
+__global__ void __launch_bounds__(256) fill(const __grid_constant__ FillParams p) {
+  const i64 index = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
+  if (index >= p.rows) {
+    return;
+  }
+  const i64 pair = index / p.per_head, row = index % p.per_head, batch = pair / p.heads, head = pair % p.heads;
+  T* const out = static_cast<T*>(p.o.data) + batch * p.o.batch + head * p.o.head + row * p.o.row;
+  for (u32 n = threadIdx.x % 32; n < p.depth / 8; n += 32) {
+    const u32 zeros[4] = {0, 0, 0, 0};
+    store_words<4>(out + 8 * n, zeros);
+  }
+  if (threadIdx.x % 32 == 0 && p.lse.data != nullptr) {
+    static_cast<float*>(p.lse.data)[batch * p.lse.batch + head * p.lse.head + row * p.lse.row] = -infinity();
+  }
+}
+
+}  // namespace fretwork::attention_op::hopper

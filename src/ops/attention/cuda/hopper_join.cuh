@@ -1,0 +1,90 @@
+// Joins what the Hopper kernels of attention leave of row tiles that were cut into pieces: a warp for each row and
+// result, the pieces in their order.
+#pragma once
+
+#include "device/barrier.cuh"
+#include "device/load.cuh"
+#include "device/math.cuh"
+#include "device/reduce.cuh"
+#include "ops/attention/cuda/params_hopper.cuh"
+
+namespace fretwork::attention_op::hopper {
+
+/// What a part's sums count for beside the highest score of all; a part that has none, or only NaN, keeps its sums'
+/// NaN.
+__device__ __forceinline__ float share_of(float highest_here, float highest) {
+  return exp2_fast(highest_here - (highest == -infinity() ? 0.0f : highest));
+}
+
+/// How the parts of a row are weighed: against the highest score of all, and what is there already as one more.
+struct RowShares {
+  float highest = 0.0f, sum = 1.0f, before = 1.0f;
+
+  /// `old` is the log-sum-exp of what is there, in units of log 2.
+  __device__ __forceinline__ void add_up(const Share* shares, int count, float old) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    highest = old;
+    for (int s = lane; s < count; s += 32) {
+      highest = fmaxf(highest, shares[s * kRows].highest);
+    }
+    highest = reduce_lanes<32>(highest, take_max{});
+    sum = 0.0f;
+    for (int s = lane; s < count; s += 32) {
+      sum += shares[s * kRows].sum * share_of(shares[s * kRows].highest, highest);
+    }
+    before = share_of(old, highest);
+    sum = reduce_lanes<32>(sum, take_sum{}) + before;
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(32 * kJoinWarps) join(const __grid_constant__ JoinParams p) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int at = static_cast<int>(blockIdx.x * kJoinWarps + threadIdx.x / 32), which = at / (p.tiles * kRows);
+  const int index = at - which * p.tiles * kRows, row = index % kRows;
+  wait_for_earlier_kernel();
+  const Split split = p.splits[index / kRows];
+  const int rows = kRows >> p.pack, token = p.row_tokens[split.tile * rows + (row & (rows - 1))];
+  const int head = p.head0 + (split.head << p.pack) + row / rows;
+  if (token < 0) {
+    return;
+  }
+  const i64 first = static_cast<i64>(split.first) * kRows + row;
+  const bool weighed = p.shares != nullptr;
+  float* const lse =
+      static_cast<float*>(p.lse.data) + split.batch * p.lse.batch + head * p.lse.head + token * p.lse.row;
+  RowShares shares;
+  if (weighed) {
+    shares.add_up(p.shares + first, split.count, p.merge != 0 ? *lse * kLog2e : -infinity());
+  }
+  const Lines& out = p.out[which];
+  T* const to = static_cast<T*>(out.data) + split.batch * out.batch + head * out.head + token * out.row;
+  const float factor = shares.sum == 0.0f ? 0.0f : 1.0f / shares.sum;
+  for (int col = 4 * lane; col < p.depth[which]; col += 128) {
+    const float* from = p.sums[which] + first * p.lines[which] + col;
+    float x[4] = {};
+    if (p.merge != 0) {
+      const run<T, 4> old = load_run<T, 4>(to + col);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        x[e] = shares.before * widen(old.at(e));
+      }
+    }
+#pragma unroll 8
+    for (int s = 0; s < split.count; ++s) {
+      const float4 part = *reinterpret_cast<const float4*>(from + static_cast<i64>(s) * kRows * p.lines[which]);
+      const float share = weighed ? share_of(p.shares[first + s * kRows].highest, shares.highest) : 1.0f;
+      x[0] += share * part.x;
+      x[1] += share * part.y;
+      x[2] += share * part.z;
+      x[3] += share * part.w;
+    }
+    const u32 words[2] = {narrow_pair<T>(x[0] * factor, x[1] * factor), narrow_pair<T>(x[2] * factor, x[3] * factor)};
+    store_words<2>(to + col, words);
+  }
+  if (weighed && lane == 0) {
+    *lse = shares.sum == 0.0f ? -infinity() : (shares.highest + log2f(shares.sum)) * kLn2;
+  }
+}
+
+}  // namespace fretwork::attention_op::hopper

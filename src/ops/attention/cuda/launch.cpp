@@ -1,0 +1,811 @@
+// Attention on a GPU: choose a kernel, find the plan, bring operands to a readable form, launch once for each
+// component.
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/divide.h"
+#include "fretwork/error.h"
+#include "ops/attention/cuda/decode.h"
+#include "ops/attention/cuda/hopper.h"
+#include "ops/attention/cuda/padding.h"
+#include "ops/attention/device_plan.h"
+#include "ops/attention/heads.h"
+#include "ops/attention/cuda/params.h"
+#include "ops/attention/plan.h"
+#include "ops/attention/problem.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::attention_op {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr const char* kForwardSource = "ops/attention/cuda/portable.cuh";
+constexpr const char* kBackwardSource = "ops/attention/cuda/portable_backward.cuh";
+constexpr const char* kSimpleSource = "ops/attention/cuda/simple.cuh";
+constexpr const char* kRowsSource = "ops/attention/cuda/rows.cuh";
+constexpr int kDepths[] = {32, 64, 96, 128, 192, 256};  // of 16-bit kernels
+constexpr int kSimpleDepths[] = {64, 128, 256};
+constexpr int kTables = 4096;  // more than a kernel's static shared memory
+
+// -------------------------------------------------------------------------------------------------- kernels
+
+/// What a kernel makes; d_keys and d_values apart where a row is deep.
+enum class Make { forward, d_queries, d_keys_values, d_keys, d_values };
+
+/// Which kernel, and its sizes.
+struct Config {
+  Make make;
+  DType dtype;
+  int depth;
+  bool extras;
+  bool tf32 = false;  ///< float products on the tensor cores
+
+  bool simple() const { return dtype == DType::f32; }
+  KernelShape shape() const {
+    return simple()                ? simple_shape(depth, make == Make::forward ? 3 : 4, tf32)
+           : make == Make::forward ? forward_shape(depth, extras)
+                                   : backward_shape(depth, extras);
+  }
+  TileShape tile() const { return {shape().rows, shape().cols}; }
+  std::size_t number() const {
+    std::size_t n = 0;
+    while (kDepths[n] != depth) {
+      ++n;
+    }
+    n = n * 5 + static_cast<std::size_t>(make);
+    return (n * 2 + (simple() ? tf32 : extras)) * 3 + (dtype == DType::f32 ? 0 : dtype == DType::f16 ? 1 : 2);
+  }
+  KernelSpec spec() const {
+    const std::string size = std::to_string(depth);
+    if (simple()) {
+      const std::string begin = make == Make::forward     ? "fretwork::simple_forward<" + size
+                                : make == Make::d_queries ? "fretwork::simple_backward<" + size + ", false"
+                                                          : "fretwork::simple_backward<" + size + ", true";
+      return {kSimpleSource, begin + (tf32 ? ", true>" : ", false>"), shape().shared_bytes};
+    }
+    const std::string begin = std::string(device_type(dtype)) + ", " + size, end = extras ? ", true>" : ", false>";
+    const char* const which = make == Make::d_queries       ? ", false, true, false"
+                              : make == Make::d_keys_values ? ", true, true, true"
+                              : make == Make::d_keys        ? ", true, true, false"
+                                                            : ", true, false, true";
+    const bool forward = make == Make::forward;
+    return {forward ? kForwardSource : kBackwardSource,
+            (forward ? "fretwork::attention_forward<" + begin : "fretwork::attention_backward<" + begin + which) + end,
+            shape().shared_bytes};
+  }
+  const Kernel& kernel(int device) const {
+    if (const int there = driver::device_info(device).shared_per_block; shape().shared_bytes > there) {
+      throw Error("attention", "q",
+                  "a head size whose tiles fit the " + std::to_string(there) + " bytes of shared memory on this GPU",
+                  std::to_string(depth) + ", which needs " + std::to_string(shape().shared_bytes));
+    }
+    return table.get(number(), device, [&] { return spec(); });
+  }
+  static inline KernelTable<std::size(kDepths) * 5 * 2 * 3> table;
+};
+
+/// The smallest depth that a kernel is made for.
+template <std::size_t N>
+int depth_for(const int (&depths)[N], std::int64_t depth) {
+  const int* const found = std::lower_bound(std::begin(depths), std::end(depths), depth);
+  if (found == std::end(depths)) {
+    throw Error("attention", "q", "head sizes up to " + std::to_string(depths[N - 1]), std::to_string(depth));
+  }
+  return *found;
+}
+
+/// Whether more than a positive scale is done to scores.
+bool has_extras(const Problem& p) {
+  return p.softcap > 0 || p.bias.data != nullptr || p.slopes.data != nullptr || p.dropout.rate > 0 || !(p.scale > 0);
+}
+
+/// Whether the kernels' statistics are ScoreStats: in float they all do more than a scale.
+bool scored(const Problem& p) { return p.dtype == DType::f32 || has_extras(p); }
+
+Config config_for(Make make, const Problem& p, const Context& context) {
+  const std::int64_t deepest = std::max(p.depth, p.value_depth);
+  const bool simple = p.dtype == DType::f32;
+  Config config{make, p.dtype, simple ? depth_for(kSimpleDepths, deepest) : depth_for(kDepths, deepest),
+                simple || has_extras(p), simple && context.precision == Precision::tf32};
+  if (config.shape().shared_bytes > driver::device_info(context.device.index).shared_per_block - kTables) {
+    config.tf32 = false;  // exact, which needs less
+  }
+  return config;
+}
+
+KernelSpec bias_spec(DType dtype, int depth, bool keys, bool row_sums) {
+  return {kSimpleSource,
+          std::string("fretwork::bias_gradient<") + device_type(dtype) + ", " + std::to_string(depth) +
+              (keys ? ", true" : ", false") + (row_sums ? ", true>" : ", false>"),
+          simple_shape(depth, 4).shared_bytes};
+}
+KernelSpec stats_spec(DType dtype, bool score) {
+  return {kRowsSource,
+          std::string("fretwork::attention_stats<") + device_type(dtype) + ", 1, " + (score ? "true>" : "false>")};
+}
+KernelSpec copy_spec(DType from, DType to) {
+  return {kRowsSource, std::string("fretwork::attention_copy<") + device_type(from) + ", " + device_type(to) + ">"};
+}
+KernelSpec sum_spec(DType to) { return {kRowsSource, std::string("fretwork::attention_sum<") + device_type(to) + ">"}; }
+
+std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+  std::vector<KernelSpec> list;
+  for (const int depth : kSimpleDepths) {
+    for (const Make make : {Make::forward, Make::d_queries, Make::d_keys_values}) {
+      list.push_back(Config{make, DType::f32, depth, true, false}.spec());
+      list.push_back(Config{make, DType::f32, depth, true, true}.spec());
+    }
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      list.push_back(bias_spec(dtype, depth, false, false));
+      list.push_back(bias_spec(dtype, depth, false, true));
+      list.push_back(bias_spec(dtype, depth, true, true));
+    }
+  }
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const int depth : kDepths) {
+      for (const bool extras : {false, true}) {
+        const auto add = [&](Make make) { list.push_back(Config{make, dtype, depth, extras}.spec()); };
+        add(Make::forward);
+        add(Make::d_queries);
+        if (depth <= 128) {
+          add(Make::d_keys_values);
+        } else {
+          add(Make::d_keys);
+          add(Make::d_values);
+        }
+      }
+    }
+  }
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    list.push_back(stats_spec(dtype, true));
+    list.push_back(copy_spec(dtype, dtype));
+    if (dtype != DType::f32) {
+      list.push_back(stats_spec(dtype, false));
+      list.push_back(copy_spec(DType::f32, dtype));
+    }
+    list.push_back(sum_spec(dtype));
+  }
+  return list;
+}
+const KernelList kKernels{"attention", list_kernels};
+
+// ------------------------------------------------------------------------------------------------- operands
+
+void run_copy(const CopyParams& params, DType from, DType to, Context& context) {
+  const std::int64_t count = params.sizes[0] * params.sizes[1] * params.sizes[2] * params.sizes[3];
+  if (count > 0) {
+    get_kernel(copy_spec(from, to), context.device.index)
+        .launch(std::min<std::int64_t>(ceil_div(count, 256), 1 << 16), 256, 0, &params, context.stream);
+  }
+}
+
+/// Sizes of an operand with a matrix for each (batch, head).
+struct Sizes {
+  std::int64_t batch, heads, rows, cols;
+};
+
+CopyParams copy_params(const void* from, const Operand& at, void* to, const Operand& to_at, const Sizes& s) {
+  return {from,
+          to,
+          {s.batch, s.heads, s.rows, s.cols},
+          {at.batch, at.head, at.row, at.col},
+          {to_at.batch, to_at.head, to_at.row, to_at.col},
+          0.0f};
+}
+
+void fill(const Operand& out, const Sizes& sizes, DType dtype, float value, Context& context) {
+  CopyParams params = copy_params(nullptr, {}, out.data, out, sizes);
+  params.value = value;
+  run_copy(params, dtype, dtype, context);
+}
+
+/// Row after row, each `line` elements long.
+Operand contiguous(void* data, const Sizes& s, std::int64_t line) {
+  return {data, s.heads * s.rows * line, s.rows * line, line, 1};
+}
+
+/// An operand as the kernels read it: itself, or an aligned copy for the length of a call.
+class Input {
+ public:
+  Input(const Operand& of, const Sizes& sizes, DType dtype, Context& context)
+      : line_(ceil_div(sizes.cols, chunk(dtype)) * chunk(dtype)),
+        space_(context,
+               readable(of, sizes, dtype)
+                   ? 0
+                   : static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * line_) * size_of(dtype)) {
+    Operand at = of;
+    if (space_.data() != nullptr) {
+      at = contiguous(space_.data(), sizes, line_);
+      run_copy(copy_params(of.data, of, at.data, at, sizes), dtype, dtype, context);
+    }
+    arg_ = {at.data, at.batch, at.head, static_cast<int>(at.row * static_cast<std::int64_t>(size_of(dtype)))};
+  }
+  const InputArg& arg() const { return arg_; }
+
+ private:
+  static std::int64_t chunk(DType dtype) { return 16 / static_cast<std::int64_t>(size_of(dtype)); }
+  /// Kernels read 16 bytes at a time and count a row's bytes in 32 bits.
+  static bool readable(const Operand& of, const Sizes& sizes, DType dtype) {
+    const auto whole = [&](std::int64_t stride) { return stride % chunk(dtype) == 0; };
+    return (of.col == 1 || sizes.cols == 1) && whole(of.row) && whole(of.head) && whole(of.batch) &&
+           reinterpret_cast<std::uintptr_t>(of.data) % 16 == 0 &&
+           std::abs(of.row) <= std::numeric_limits<int>::max() / static_cast<std::int64_t>(size_of(dtype));
+  }
+
+  std::int64_t line_;
+  Workspace space_;
+  InputArg arg_{};
+};
+
+OutputArg output_arg(const Operand& out, DType dtype) {
+  const auto whole = [&](std::int64_t stride) {
+    return stride % (16 / static_cast<std::int64_t>(size_of(dtype))) == 0;
+  };
+  const bool vector = out.col == 1 && whole(out.row) && whole(out.head) && whole(out.batch) &&
+                      reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0;
+  return {out.data, out.batch, out.head, out.row, out.col, vector};
+}
+
+ScoreArg score_arg(const Problem& p) {
+  ScoreArg arg{};
+  arg.scale = static_cast<float>(p.scale);
+  arg.softcap = static_cast<float>(p.softcap);
+  arg.bias = p.bias.data;
+  arg.bias_batch = p.bias.batch;
+  arg.bias_head = p.bias.head;
+  arg.bias_row = p.bias.row;
+  arg.bias_col = p.bias.col;
+  arg.bias_type = p.bias.dtype == DType::f16    ? BiasType::f16
+                  : p.bias.dtype == DType::bf16 ? BiasType::bf16
+                                                : BiasType::f32;
+  arg.slopes = static_cast<const float*>(p.slopes.data);
+  arg.slope_stride = p.slopes.head;
+  arg.distance = static_cast<int>(p.cols - p.rows);
+  arg.first_batch = static_cast<int>(p.first_batch);
+  arg.seed = reinterpret_cast<const long long*>(p.dropout.seed);
+  arg.threshold = static_cast<unsigned>(std::min(std::floor(p.dropout.rate * 0x1p32), 0x1p32 - 1));
+  arg.kept = p.dropout.rate > 0 ? static_cast<float>(1 / (1 - p.dropout.rate)) : 1.0f;
+  return arg;
+}
+
+void check(const Problem& p) {
+  if (p.dtype == DType::f64) {
+    throw Error("attention", "q", "float32, float16 or bfloat16 on a GPU", name_of(p.dtype));
+  }
+  if (p.bias.data != nullptr && p.bias.dtype == DType::f64) {
+    throw Error("attention", "bias", "float32, float16 or bfloat16 on a GPU", name_of(p.bias.dtype));
+  }
+  constexpr std::int64_t kMost = std::numeric_limits<int>::max();
+  if (p.rows > kMost || p.cols > kMost || p.batch * p.heads > kMost) {
+    throw Error("attention", "q", "sizes below 2^31", std::to_string(std::max({p.rows, p.cols, p.batch * p.heads})));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- heads
+
+/// Heads with the same pattern, of some batch elements.
+struct PatternHeads : HeadSet<RegularPattern> {
+  std::int64_t first_batch, batch;
+};
+using PatternRange = BatchRange<RegularPattern>;
+
+std::vector<PatternRange> ranges_of(const Problem& p) {
+  return batch_ranges(std::span<const std::shared_ptr<const RegularPattern>>(p.patterns), p.batch, p.heads);
+}
+
+std::vector<PatternHeads> heads_of(const Problem& p) {
+  std::vector<PatternHeads> sets;
+  for (const PatternRange& range : ranges_of(p)) {
+    for (auto& set : head_sets(range.things, p.heads)) {
+      sets.push_back({std::move(set), range.first, range.count});
+    }
+  }
+  return sets;
+}
+
+/// A set's heads on the device; with `by_key_head`, gathered under the key heads that they share.
+struct DeviceHeads {
+  HeadsArg arg{};
+  std::shared_ptr<const DeviceNumbers> heads, groups;
+
+  DeviceHeads(const Problem& p, const PatternHeads& set, bool by_key_head, Context& context) {
+    const int ratio = static_cast<int>(p.heads / p.kv_heads);
+    arg = {nullptr,
+           nullptr,
+           static_cast<int>(by_key_head ? p.kv_heads : p.heads),
+           static_cast<int>(set.first_batch),
+           static_cast<int>(set.batch),
+           ratio,
+           static_cast<int>(p.heads)};
+    if (std::ssize(set.heads) == p.heads) {
+      return;
+    }
+    heads = device_numbers(set.heads, context);
+    arg.heads = heads->data();
+    arg.count = static_cast<int>(set.heads.size());
+    if (by_key_head) {
+      std::vector<int> list;
+      for (std::size_t n = 0; n < set.heads.size(); ++n) {
+        const int key_head = set.heads[n] / ratio;
+        if (list.empty() || list[list.size() - 3] != key_head) {
+          list.insert(list.end(), {key_head, static_cast<int>(n), 0});
+        }
+        ++list.back();
+      }
+      groups = device_numbers(list, context);
+      arg.groups = groups->data();
+      arg.count = static_cast<int>(list.size() / 3);
+    }
+  }
+};
+
+/// A set with its plan and heads, ready to launch.
+struct Prepared {
+  std::shared_ptr<const DevicePlan> plan;
+  DeviceHeads heads;
+  std::vector<ComponentArg> components;            ///< the plan's, with the columns that are seen
+  std::vector<std::unique_ptr<SeenColumns>> seen;  ///< where they are
+
+  std::int64_t grid(const ComponentArg& component) const {
+    return static_cast<std::int64_t>(component.row_tile_count) * heads.arg.batch * heads.arg.count;
+  }
+};
+
+/// Has a component's columns be those that are seen.
+std::unique_ptr<SeenColumns> see(const Problem& p, ComponentArg& component, int side, Context& context) {
+  SeenParams params{};
+  params.order = component.col_order;
+  params.tiles = component.col_tiles;
+  params.used = component.used;
+  params.side = side;
+  params.tile_count = component.col_tile_count;
+  auto made = std::make_unique<SeenColumns>(p, params, context);
+  component.seen = made->first();
+  component.used = made->words();
+  return made;
+}
+
+std::vector<Prepared> prepare(const Problem& p, const TileShape& tile, bool keys, Context& context) {
+  std::vector<Prepared> all;
+  for (const PatternHeads& set : heads_of(p)) {
+    all.push_back({device_plan(*set.thing, tile, keys, context), DeviceHeads(p, set, keys, context), {}, {}});
+    Prepared& made = all.back();
+    made.components = made.plan->components;
+    for (ComponentArg& component : made.components) {
+      if (p.padding.data != nullptr && !keys) {
+        made.seen.push_back(see(p, component, tile.cols, context));
+      }
+    }
+  }
+  return all;
+}
+
+bool all_cover(const std::vector<Prepared>& sets) {
+  return std::all_of(sets.begin(), sets.end(), [](const Prepared& s) { return s.plan->covers_rows; });
+}
+bool one_component_each(const std::vector<Prepared>& sets) {
+  return std::all_of(sets.begin(), sets.end(), [](const Prepared& s) { return s.plan->components.size() <= 1; });
+}
+
+// ------------------------------------------------------------------------------------------------------ forward
+
+/// All but where results go, and what they are merged with.
+ForwardParams forward_params(const Problem& p, const Input& q, const Input& k, const Input& v) {
+  ForwardParams params{};
+  params.score = score_arg(p);
+  params.q = q.arg();
+  params.k = k.arg();
+  params.v = v.arg();
+  params.queries = static_cast<int>(p.rows);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  return params;
+}
+
+std::size_t sums_bytes(const Problem& p) {
+  return static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowSum);
+}
+
+/// `merge`: results hold something before the first component.
+void launch_forward(const Config& config, const std::vector<Prepared>& sets, ForwardParams& params, bool merge,
+                    Context& context) {
+  const Kernel& kernel = config.kernel(context.device.index);
+  const KernelShape shape = config.shape();
+  for (const Prepared& set : sets) {
+    params.heads = set.heads.arg;
+    params.merge = merge;
+    for (const ComponentArg& component : set.components) {
+      params.plan = component;
+      if (const std::int64_t grid = set.grid(component); grid > 0) {
+        kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
+      }
+      params.merge = true;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------- gradients
+
+/// What the gradients of a call read.
+struct Given {
+  const BackwardProblem& problem;
+  Input q, k, v, d_o;
+  Workspace stats;
+  const Workspace sums;  ///< of rows with a large log-sum-exp
+
+  Given(const BackwardProblem& b, Context& context)
+      : problem(b),
+        q(b.forward.q, {b.forward.batch, b.forward.heads, b.forward.rows, b.forward.depth}, b.forward.dtype, context),
+        k(b.forward.k, {b.forward.batch, b.forward.kv_heads, b.forward.cols, b.forward.depth}, b.forward.dtype,
+          context),
+        v(b.forward.v, {b.forward.batch, b.forward.kv_heads, b.forward.cols, b.forward.value_depth}, b.forward.dtype,
+          context),
+        d_o(b.d_o, {b.forward.batch, b.forward.heads, b.forward.rows, b.forward.value_depth}, b.forward.dtype, context),
+        stats(context, static_cast<std::size_t>(b.forward.batch * b.forward.heads * b.forward.rows) *
+                           (scored(b.forward) ? sizeof(ScoreStats) : sizeof(RowStats))),
+        sums(context, may_be_large(b.forward) ? sums_bytes(b.forward) : 0) {
+    const Problem& p = b.forward;
+    if (sums.data() != nullptr) {
+      find_sums(context);
+    }
+    StatsParams params{};
+    params.sums = static_cast<const RowSum*>(sums.data());
+    params.o = output_arg(p.o, p.dtype);
+    params.d_o = output_arg(b.d_o, p.dtype);
+    params.lse = output_arg(p.lse, DType::f32);
+    params.d_lse = output_arg(b.d_lse, DType::f32);
+    params.stats = stats.data();
+    params.rows = p.rows;
+    params.all_rows = p.batch * p.heads * p.rows;
+    params.heads = static_cast<int>(p.heads);
+    params.value_depth = static_cast<int>(p.value_depth);
+    if (params.all_rows > 0) {
+      get_kernel(stats_spec(p.dtype, scored(p)), context.device.index)
+          .launch(ceil_div(params.all_rows, 8), 256, 0, &params, context.stream);
+    }
+  }
+
+ private:
+  /// Where a log-sum-exp may be much larger than a product with the scale is.
+  static bool may_be_large(const Problem& p) { return p.bias.data != nullptr || p.slopes.data != nullptr; }
+
+  /// A large log-sum-exp has lost its smaller part to rounding: the forward again, for tiles that have such rows.
+  void find_sums(Context& context) const {
+    const Problem& p = problem.forward;
+    const Config config = config_for(Make::forward, p, context);
+    driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
+    ForwardParams params = forward_params(p, q, k, v);
+    params.lse = output_arg(p.lse, DType::f32);
+    params.sums = static_cast<RowSum*>(sums.data());
+    params.again = true;
+    launch_forward(config, prepare(p, config.tile(), false, context), params, true, context);
+  }
+};
+
+/// Where a gradient is made: in place, or in float where several launches add to it.
+class Target {
+ public:
+  Target(const Operand& out, const Sizes& sizes, DType dtype, bool adds, bool zero_first, Context& context)
+      : out_(out),
+        sizes_(sizes),
+        dtype_(dtype),
+        context_(context),
+        space_(context, out.data != nullptr && adds && dtype != DType::f32
+                            ? static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * sizes.cols) * 4
+                            : 0) {
+    if (space_.data() != nullptr) {
+      driver::fill_zero(space_.data(),
+                        static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * sizes.cols) * 4,
+                        context.stream);
+    } else if (out.data != nullptr && (adds || zero_first)) {
+      fill(out, sizes, dtype, 0.0f, context);
+    }
+  }
+  OutputArg arg() const {
+    return space_.data() != nullptr ? output_arg(contiguous(space_.data(), sizes_, sizes_.cols), DType::f32)
+                                    : output_arg(out_, dtype_);
+  }
+  /// After the last launch.
+  void finish() {
+    if (space_.data() != nullptr) {
+      run_copy(copy_params(space_.data(), contiguous(nullptr, sizes_, sizes_.cols), out_.data, out_, sizes_),
+               DType::f32, dtype_, context_);
+    }
+  }
+
+ private:
+  Operand out_;
+  Sizes sizes_;
+  DType dtype_;
+  Context& context_;
+  Workspace space_;
+};
+
+BackwardParams backward_params(const Given& given) {
+  const Problem& p = given.problem.forward;
+  BackwardParams params{};
+  params.score = score_arg(p);
+  params.stats = given.stats.data();
+  params.queries = static_cast<int>(p.rows);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  return params;
+}
+
+void launch_all(const Config& config, const std::vector<Prepared>& sets, BackwardParams& params, Context& context) {
+  const Kernel& kernel = config.kernel(context.device.index);
+  const KernelShape shape = config.shape();
+  for (const Prepared& set : sets) {
+    params.heads = set.heads.arg;
+    for (const ComponentArg& component : set.components) {
+      params.plan = component;
+      if (const std::int64_t grid = set.grid(component); grid > 0) {
+        kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
+      }
+    }
+  }
+}
+
+void query_gradient(const Given& given, Context& context) {
+  const Problem& p = given.problem.forward;
+  const Config config = config_for(Make::d_queries, p, context);
+  const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
+  BackwardParams params = backward_params(given);
+  params.first = given.q.arg();
+  params.second = given.d_o.arg();
+  params.other_first = given.k.arg();
+  params.other_second = given.v.arg();
+  params.add = !one_component_each(sets);
+  Target d_q(given.problem.d_q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, params.add, !all_cover(sets), context);
+  params.d_first = d_q.arg();
+  launch_all(config, sets, params, context);
+  d_q.finish();
+}
+
+/// Of keys and values: one kernel, or one for each that is wanted where a row is deep.
+std::vector<Config> key_configs(const BackwardProblem& b, const Context& context) {
+  const Config both = config_for(Make::d_keys_values, b.forward, context);
+  if (both.simple() || both.depth <= 128) {
+    return {both};
+  }
+  std::vector<Config> apart;
+  for (const auto& [make, wanted] : {std::pair{Make::d_keys, b.d_k.data}, std::pair{Make::d_values, b.d_v.data}}) {
+    if (wanted != nullptr) {
+      apart.push_back(config_for(make, b.forward, context));
+    }
+  }
+  return apart;
+}
+
+void key_gradients(const Given& given, Context& context) {
+  const BackwardProblem& b = given.problem;
+  const Problem& p = b.forward;
+  const std::vector<Config> configs = key_configs(b, context);
+  const std::vector<Prepared> sets = prepare(p, configs.front().tile(), true, context);
+  BackwardParams params = backward_params(given);
+  params.first = given.k.arg();
+  params.second = given.v.arg();
+  params.other_first = given.q.arg();
+  params.other_second = given.d_o.arg();
+  params.add = !one_component_each(sets) || (sets.size() > 1 && p.heads != p.kv_heads);
+  const bool zero_first = !all_cover(sets);
+  Target d_k(b.d_k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, params.add, zero_first, context);
+  Target d_v(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, params.add, zero_first, context);
+  params.d_first = d_k.arg();
+  params.d_second = d_v.arg();
+  params.padding = padding_arg(p);
+  for (const Config& config : configs) {
+    launch_all(config, sets, params, context);
+  }
+  d_k.finish();
+  d_v.finish();
+  clear_padding(b, context);
+}
+
+/// A bias that is not broadcast along rows or columns gets each element's sum; else the plan whose rows remain is
+/// walked and its columns are summed, and what remains of a bias broadcast along both is one more sum.
+void bias_gradient(const Given& given, Context& context) {
+  const BackwardProblem& b = given.problem;
+  const Problem& p = b.forward;
+  const Sizes sizes{b.bias_sizes[0], b.bias_sizes[1], b.bias_sizes[2], b.bias_sizes[3]};
+  const bool one_row = sizes.rows != p.rows, one_col = sizes.cols != p.cols;
+  const bool keys = one_row && !one_col, row_sums = one_row || one_col, both = one_row && one_col;
+  const int depth = depth_for(kSimpleDepths, std::max(p.depth, p.value_depth));
+  const KernelShape shape = simple_shape(depth, 4);
+
+  const Sizes made{sizes.batch, sizes.heads, both ? p.rows : sizes.rows, sizes.cols};
+  const std::size_t bytes = static_cast<std::size_t>(made.batch * made.heads * made.rows * made.cols) * 4;
+  if (bytes == 0) {
+    return;
+  }
+  const Workspace space(context, bytes);
+  driver::fill_zero(space.data(), bytes, context.stream);
+  const Operand at = contiguous(space.data(), made, made.cols);
+  const Operand out{b.d_bias.data, b.d_bias.batch, b.d_bias.head, b.d_bias.row, b.d_bias.col};
+
+  BiasGradientParams params{};
+  params.score = score_arg(p);
+  params.first = keys ? given.k.arg() : given.q.arg();
+  params.second = keys ? given.v.arg() : given.d_o.arg();
+  params.other_first = keys ? given.q.arg() : given.k.arg();
+  params.other_second = keys ? given.d_o.arg() : given.v.arg();
+  params.stats = static_cast<const ScoreStats*>(given.stats.data());
+  params.out = static_cast<float*>(space.data());
+  params.out_batch = at.batch;
+  params.out_head = at.head;
+  params.out_row = at.row;
+  params.out_col = at.col;
+  params.padding = keys ? padding_arg(p) : PaddingArg{};
+  params.all = static_cast<int>(p.heads);
+  params.ratio = static_cast<int>(p.heads / p.kv_heads);
+  params.queries = static_cast<int>(p.rows);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  params.sum_batch = sizes.batch != p.batch;
+  params.sum_heads = sizes.heads != p.heads;
+  const Kernel& kernel = get_kernel(bias_spec(p.dtype, depth, keys, row_sums), context.device.index);
+  for (const PatternHeads& set : heads_of(p)) {
+    const auto plan = device_plan(*set.thing, {shape.rows, shape.cols}, keys, context);
+    const DeviceHeads heads(p, set, false, context);
+    params.heads = heads.arg.heads;
+    params.head_count = heads.arg.count;
+    params.first_batch = heads.arg.first_batch;
+    params.batch = heads.arg.batch;
+    for (ComponentArg component : plan->components) {
+      const auto seen = p.padding.data != nullptr && !keys ? see(p, component, shape.cols, context) : nullptr;
+      params.plan = component;
+      const std::int64_t grid = static_cast<std::int64_t>(component.row_tile_count) *
+                                (params.sum_batch ? 1 : params.batch) * (params.sum_heads ? 1 : params.head_count);
+      if (grid > 0) {
+        kernel.launch(grid, 32 * shape.warps, shape.shared_bytes, &params, context.stream);
+      }
+    }
+  }
+  const CopyParams copy = copy_params(space.data(), at, out.data, out, made);
+  if (!both) {
+    run_copy(copy, DType::f32, b.d_bias.dtype, context);
+  } else {
+    get_kernel(sum_spec(b.d_bias.dtype), context.device.index)
+        .launch(made.batch * made.heads * made.cols, 256, 0, &copy, context.stream);
+  }
+}
+
+/// The batch elements [first, first + count) of something with a stride for them.
+template <typename T>
+T from_batch(T x, std::int64_t first, DType dtype) {
+  if (x.data != nullptr) {
+    x.data = static_cast<char*>(x.data) + first * x.batch * static_cast<std::int64_t>(size_of(dtype));
+  }
+  return x;
+}
+Problem part_of(Problem p, const PatternRange& range) {
+  const std::int64_t first = range.first;
+  p.patterns.assign(range.things.begin(), range.things.end());
+  p.batch = range.count;
+  p.first_batch += first;
+  for (Operand* const x : {&p.q, &p.k, &p.v, &p.o}) {
+    *x = from_batch(*x, first, p.dtype);
+  }
+  p.lse = from_batch(p.lse, first, DType::f32);
+  p.bias = from_batch(p.bias, first, p.bias.dtype);
+  p.padding.data = p.padding.data != nullptr ? p.padding.data + first * p.padding.batch : nullptr;
+  return p;
+}
+/// Without the bias's gradient, which may be a sum over all elements.
+BackwardProblem part_of(const BackwardProblem& b, const PatternRange& range) {
+  BackwardProblem part = b;
+  part.forward = part_of(b.forward, range);
+  for (Operand* const x : {&part.d_o, &part.d_q, &part.d_k, &part.d_v}) {
+    *x = from_batch(*x, range.first, b.forward.dtype);
+  }
+  part.d_lse = from_batch(part.d_lse, range.first, DType::f32);
+  part.d_bias = {};
+  return part;
+}
+
+/// All gradients where there is not a score.
+void fill_zeros(const BackwardProblem& b, Context& context) {
+  const Problem& p = b.forward;
+  const auto zero = [&](const Operand& out, const Sizes& sizes, DType dtype) {
+    if (out.data != nullptr) {
+      fill(out, sizes, dtype, 0.0f, context);
+    }
+  };
+  zero(b.d_q, {p.batch, p.heads, p.rows, p.depth}, p.dtype);
+  zero(b.d_k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype);
+  zero(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype);
+  zero({b.d_bias.data, b.d_bias.batch, b.d_bias.head, b.d_bias.row, b.d_bias.col},
+       {b.bias_sizes[0], b.bias_sizes[1], b.bias_sizes[2], b.bias_sizes[3]}, b.d_bias.dtype);
+}
+
+}  // namespace
+
+namespace cuda {
+
+void forward(const Problem& problem, Context& context) {
+  check(problem);
+  if (problem.batch * problem.heads * problem.rows == 0) {
+    return;
+  }
+  const driver::DeviceScope scope(context.device.index);
+  if (const auto ranges = ranges_of(problem); ranges.size() > 1) {
+    for (const PatternRange& range : ranges) {
+      forward(part_of(problem, range), context);
+    }
+    return;
+  }
+  if (hopper::forward_of_few(problem, context) || decode::forward(problem, score_arg(problem), context) ||
+      hopper::forward(problem, context)) {
+    return;
+  }
+  const Problem& p = problem;
+  const Config config = config_for(Make::forward, p, context);
+  const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
+  const Input q(p.q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, context);
+  const Input k(p.k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, context);
+  const Input v(p.v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype, context);
+  const bool fills = !all_cover(sets), merges = fills || !one_component_each(sets);
+  const Workspace sums(context, merges ? sums_bytes(p) : 0);
+  if (fills) {
+    fill(p.o, {p.batch, p.heads, p.rows, p.value_depth}, p.dtype, 0.0f, context);
+    if (p.lse.data != nullptr) {
+      fill(p.lse, {p.batch, p.heads, p.rows, 1}, DType::f32, -std::numeric_limits<float>::infinity(), context);
+    }
+    driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
+  }
+  ForwardParams params = forward_params(p, q, k, v);
+  params.o = output_arg(p.o, p.dtype);
+  params.lse = output_arg(p.lse, DType::f32);
+  params.sums = static_cast<RowSum*>(sums.data());
+  launch_forward(config, sets, params, fills, context);
+}
+
+void backward(const BackwardProblem& problem, Context& context) {
+  check(problem.forward);
+  const driver::DeviceScope scope(context.device.index);
+  const Problem& p = problem.forward;
+  if (p.batch * p.heads * p.rows * p.cols == 0) {
+    fill_zeros(problem, context);
+    return;
+  }
+  if (const auto ranges = ranges_of(p); ranges.size() > 1) {
+    for (const PatternRange& range : ranges) {
+      backward(part_of(problem, range), context);
+    }
+    if (problem.d_bias.data != nullptr) {
+      bias_gradient(Given(problem, context), context);
+    }
+    return;
+  }
+  if (hopper::backward(problem, context)) {
+    return;
+  }
+  const bool queries = problem.d_q.data != nullptr, keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
+  if (queries && keys) {
+    std::vector<Config> wanted = key_configs(problem, context);
+    wanted.push_back(config_for(Make::d_queries, p, context));
+    Config::table.prepare(std::span<const Config>(wanted), context.device.index);
+  }
+  const Given given(problem, context);
+  if (queries) {
+    query_gradient(given, context);
+  }
+  if (keys) {
+    key_gradients(given, context);
+  }
+  if (problem.d_bias.data != nullptr) {
+    bias_gradient(given, context);
+  }
+}
+
+}  // namespace cuda
+
+}  // namespace fretwork::attention_op

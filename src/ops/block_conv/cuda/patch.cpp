@@ -1,0 +1,386 @@
+// The host side of the patch kernel: does a class suit it, its plan, the launch.
+#include <algorithm>
+#include <bit>
+#include <functional>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <string>
+
+#include "ops/block_conv/cuda/operands.h"
+#include "ops/block_conv/cuda/params_patch.cuh"
+#include "runtime/plan_cache.h"
+
+namespace fretwork::block_conv::hopper {
+namespace {
+
+namespace driver = fretwork::cuda;
+using namespace blocks;  // NOLINT: the host side that it shares with the block products
+
+/// Places for each pixel of the result up to which this kernel pays. Elsewhere columns of pixels are fetched for every
+/// kernel position, from images whose channels are neighbours: of those that are `turned` here, that takes a copy.
+/// Every two sets of 64 rows turn the image again, which costs large blocks more than it spares them.
+double most_places(int block, bool turned, std::int64_t sets) {
+  constexpr std::int64_t kMostSets = 4;
+  if (turned) {
+    return block == 16 ? 1.05 : block == 32 || (block == 64 && sets <= kMostSets) ? 1.3 : 0.0;
+  }
+  return block == 32 ? 1.1 : 0.0;
+}
+
+KernelSpec instance(DType dtype, int block, bool sparse_k, bool turned, bool rows) {
+  const auto flag = [](bool value) { return value ? ", true" : ", false"; };
+  return {"ops/block_conv/cuda/patch.cuh",
+          "fretwork::block_conv::patch<" + std::string(device_type(dtype)) + ", " + std::to_string(block) +
+              flag(sparse_k) + flag(turned) + flag(rows) + ">",
+          KernelSpec::kBySize};
+}
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (arch != "sm_90a") {
+    return list;
+  }
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const int block : {16, 32, 64}) {
+      for (int order = 0; order < 8; ++order) {
+        const bool turned = (order & 2) != 0;
+        if (most_places(block, turned, 1) > 0) {
+          list.push_back(instance(dtype, block, (order & 1) != 0, turned, (order & 4) != 0));
+        }
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"block_conv", list_kernels};
+
+int reach_of(const AxisClass& axis) {
+  return axis.offsets.empty() ? 0 : *std::max_element(axis.offsets.begin(), axis.offsets.end());
+}
+
+/// One axis of the line of places. What it leaves out of the positions that a row reads lies in the margin before the
+/// next row: zeros in both.
+std::int64_t places_of(const AxisClass& axis, std::int64_t size) {
+  const std::int64_t span = axis.count + reach_of(axis), margin = std::max<std::int64_t>(0, -axis.first);
+  return std::min(span, std::max({axis.count, size - axis.first, span - margin}));
+}
+
+/// How a class of pixels lies in one line of places, and what a tile of them reads.
+struct PatchShape {
+  std::int64_t row, rows, images;
+  int columns = 1, column = kTilePlaces;  ///< a patch is this many columns of so many places
+
+  /// `even`: rows have an even number of places. A patch that is `turned` is one column.
+  PatchShape(const Image& in, const AxisClass& y, const AxisClass& x, bool turned, bool even)
+      : row(places_of(x, in.w)), rows(places_of(y, in.h)), images(in.n) {
+    row += even ? row % 2 : 0;
+    constexpr int kMostOfColumn = 256, kEight = 8;  // of the copy engine; of swizzled rows
+    const std::int64_t reach = reach_of(y) * row + reach_of(x);
+    columns = turned ? 1 : static_cast<int>(ceil_div(kTilePlaces + reach, std::int64_t{kMostOfColumn}));
+    column =
+        static_cast<int>(ceil_div(ceil_div(kTilePlaces + reach, std::int64_t{columns}), std::int64_t{kEight})) * kEight;
+  }
+  int places() const { return columns * column; }
+  /// Whether every pixel has a place.
+  bool has_all(const Image& in, const AxisClass& y, const AxisClass& x) const {
+    return x.first <= 0 && y.first <= 0 && in.w - x.first <= row && in.h - y.first <= rows;
+  }
+  std::int64_t line() const { return images * rows * row; }
+  int stride(bool turned) const {
+    return static_cast<int>(ceil_div((places() + (turned ? kSpareRows : 0)) * 128, 1024)) * 1024;
+  }
+  /// Of patches that have room beside the rest.
+  int count(bool turned, bool rows) const {
+    return std::min(kMostPatches,
+                    (kPatchShared - patch_static(turned, rows) - patch_rest(turned, rows)) / stride(turned));
+  }
+};
+
+struct PatchPlan {
+  driver::DeviceBuffer segments, channels, steps;
+  int segment_count = 0;
+  std::size_t bytes() const { return segments.bytes() + channels.bytes() + steps.bytes(); }
+};
+
+/// The blocks of a row: their numbers by (column · kernel positions + kernel position).
+using Row = std::map<std::int64_t, int>;
+
+std::vector<Row> rows_of(const Problem& p, const AxisClass& y, const AxisClass& x) {
+  const auto taps = static_cast<std::int64_t>(y.taps.size() * x.taps.size());
+  std::vector<Row> rows(static_cast<std::size_t>(p.lines()));
+  for (std::int64_t at = 0; at < taps; ++at) {
+    const auto r = static_cast<std::size_t>(at) / x.taps.size(), s = static_cast<std::size_t>(at) % x.taps.size();
+    const std::int64_t tap = y.taps[r] * p.x.taps + x.taps[s];
+    for (std::int64_t n = 0; n < p.lines(); ++n) {
+      for (const auto& [other, number] : p.index().line(tap * p.lines() + n)) {
+        rows[static_cast<std::size_t>(n)][other * taps + at] = static_cast<int>(number);
+      }
+    }
+  }
+  return rows;
+}
+
+/// Rows that are multiplied side by side, as many as make 64, and their columns: the number of each row's block, −1
+/// where it has none. Every column is multiplied as a whole.
+struct Set {
+  std::array<int, 4> rows{-1, -1, -1, -1};
+  std::map<std::int64_t, std::array<int, 4>> columns;
+
+  void add(std::size_t at, int n, const Row& row) {
+    rows[at] = n;
+    for (const auto& [column, number] : row) {
+      columns.try_emplace(column, std::array{-1, -1, -1, -1}).first->second[at] = number;
+    }
+  }
+};
+
+/// A bit for each column.
+using Bits = std::vector<std::uint64_t>;
+
+Bits bits_of(const Row& row, std::int64_t columns) {
+  Bits bits(static_cast<std::size_t>(ceil_div(columns, std::int64_t{64})));
+  for (const auto& [column, number] : row) {
+    bits[static_cast<std::size_t>(column / 64)] |= std::uint64_t{1} << (column % 64);
+  }
+  return bits;
+}
+int common(const Bits& a, const Bits& b) {
+  return std::transform_reduce(a.begin(), a.end(), b.begin(), 0, std::plus<>(),
+                               [](std::uint64_t x, std::uint64_t y) { return std::popcount(x & y); });
+}
+
+/// Which rows make a set.
+using Group = std::vector<std::size_t>;
+
+/// Rows with common columns belong together: the longest row that is left, then those that have most in common with the
+/// group so far.
+std::vector<Group> group_rows(const std::vector<Row>& rows, const std::vector<Bits>& bits, std::size_t along) {
+  Group left(rows.size());
+  std::iota(left.begin(), left.end(), std::size_t{0});
+  std::ranges::stable_sort(left, std::greater<>(), [&](std::size_t n) { return rows[n].size(); });
+  std::vector<Group> groups;
+  while (!left.empty()) {
+    Bits all(bits.front().size());
+    groups.emplace_back();
+    while (groups.back().size() < along && !left.empty()) {
+      const auto best = groups.back().empty()
+                            ? left.begin()
+                            : std::ranges::max_element(left, {}, [&](auto n) { return common(bits[n], all); });
+      std::ranges::transform(all, bits[*best], all.begin(), std::bit_or<>());
+      groups.back().push_back(*best);
+      left.erase(best);
+    }
+  }
+  return groups;
+}
+
+/// Exchanges rows of two groups as long as that leaves fewer columns to multiply.
+void exchange_rows(std::vector<Group>& groups, const std::vector<Bits>& bits) {
+  constexpr std::size_t kMostGroups = 64;  // it takes time
+  const auto columns = [&](const Group& group) {
+    Bits all(bits.front().size());
+    for (const std::size_t n : group) {
+      std::ranges::transform(all, bits[n], all.begin(), std::bit_or<>());
+    }
+    return common(all, all);
+  };
+  const auto improve = [&](Group& a, Group& b) {
+    const int before = columns(a) + columns(b);
+    for (std::size_t& x : a) {
+      for (std::size_t& y : b) {
+        std::swap(x, y);
+        if (columns(a) + columns(b) < before) {
+          return true;
+        }
+        std::swap(x, y);
+      }
+    }
+    return false;
+  };
+  bool again = groups.size() <= kMostGroups;
+  while (again) {
+    again = false;
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      for (std::size_t j = i + 1; j < groups.size(); ++j) {
+        again = improve(groups[i], groups[j]) || again;
+      }
+    }
+  }
+}
+
+/// Two sets share a tile, those of about as many columns, so that no warpgroup waits for another.
+std::vector<Set> sets_of(const std::vector<Row>& rows, std::size_t along, std::int64_t columns) {
+  std::vector<Bits> bits(rows.size());
+  std::ranges::transform(rows, bits.begin(), [&](const Row& row) { return bits_of(row, columns); });
+  std::vector<Group> groups = group_rows(rows, bits, along);
+  exchange_rows(groups, bits);
+  std::vector<Set> sets(groups.size());
+  for (std::size_t n = 0; n < groups.size(); ++n) {
+    for (std::size_t at = 0; at < groups[n].size(); ++at) {
+      sets[n].add(at, static_cast<int>(groups[n][at]), rows[groups[n][at]]);
+    }
+  }
+  std::ranges::stable_sort(sets, std::greater<>(), [](const Set& set) { return set.columns.size(); });
+  sets.resize((sets.size() + 1) / 2 * 2);
+  return sets;
+}
+
+PatchPlan make_plan(const Problem& p, const AxisClass& y, const AxisClass& x, int line_row, int device) {
+  const auto block = static_cast<int>(p.block_rows());
+  const auto taps = static_cast<std::int64_t>(y.taps.size() * x.taps.size());
+  const int along = 64 / block;
+  const std::size_t step_size = static_cast<std::size_t>(1 + along);
+  std::vector<PatchSegment> segments;
+  std::vector<int> channels, steps;
+  const std::vector<Set> sets = sets_of(rows_of(p, y, x), static_cast<std::size_t>(along), p.others() * taps);
+  for (std::size_t n = 0; n < sets.size(); n += 2) {
+    PatchSegment segment{};
+    segment.patches = static_cast<int>(channels.size());
+    std::map<std::int64_t, int> patches;  // of 64 channels: their patch
+    for (std::size_t half = 0; half < 2; ++half) {
+      for (const auto& [column, numbers] : sets[n + half].columns) {
+        patches[column / taps / along] = 0;
+      }
+    }
+    for (auto& [group, patch] : patches) {
+      patch = segment.patch_count++;
+      channels.push_back(static_cast<int>(group));
+    }
+    for (std::size_t half = 0; half < 2; ++half) {
+      const Set& set = sets[n + half];
+      for (std::size_t i = 0; i < set.rows.size(); ++i) {
+        segment.rows[half][i] = set.rows[i] < 0 ? kNoChannel : set.rows[i] * block;
+      }
+      segment.first[half] = static_cast<int>(steps.size() / step_size);
+      for (const auto& [key, numbers] : set.columns) {
+        const auto column = static_cast<int>(key / taps), tap = static_cast<int>(key % taps);
+        const auto taps_x = static_cast<int>(x.taps.size());
+        const int shift = y.offsets[static_cast<std::size_t>(tap / taps_x)] * line_row +
+                          x.offsets[static_cast<std::size_t>(tap % taps_x)];
+        steps.push_back((patches[column / along] << kColumnBits | column % along) << kShiftBits | shift);
+        steps.insert(steps.end(), numbers.begin(), numbers.begin() + along);
+      }
+      segment.last[half] = static_cast<int>(steps.size() / step_size);
+    }
+    segments.push_back(segment);
+  }
+  return {driver::DeviceBuffer(device, segments.data(), segments.size() * sizeof(PatchSegment)),
+          driver::DeviceBuffer(device, channels.data(), channels.size() * sizeof(int)),
+          driver::DeviceBuffer(device, steps.data(), steps.size() * sizeof(int)), static_cast<int>(segments.size())};
+}
+
+std::shared_ptr<const PatchPlan> find_plan(const Problem& p, const AxisClass& y, const AxisClass& x, int line_row,
+                                           const Context& context) {
+  static PlanCache<PatchPlan>& cache = *std::make_unique<PlanCache<PatchPlan>>().release();
+  std::string key = "patch " + class_key(p, y, x) + " " + std::to_string(line_row) + " " +
+                    std::to_string(context.device.index) + " " + p.layout->key();
+  auto plan = cache.get(hash128(key), [&] { return make_plan(p, y, x, line_row, context.device.index); });
+  if (driver::is_capturing(context.stream)) {
+    cache.pin(plan);
+  }
+  return plan;
+}
+
+bool suits(const PatchShape& shape, const AxisClass& y, const AxisClass& x, double most) {
+  const auto pixels = static_cast<double>(shape.images * y.count * x.count);
+  const bool fits = shape.places() < 1 << kShiftBits && shape.row >= 8 && shape.row * shape.rows >= kHalfPlaces &&
+                    shape.line() < 1 << 30;
+  return fits && x.mul == 1 && y.mul == 1 && y.taps.size() * x.taps.size() > 1 &&
+         static_cast<double>(shape.line()) <= most * pixels;
+}
+
+/// Whether results can leave as lines of pixels, two at a time, each image's a multiple of 16 bytes.
+bool has_whole_lines(const Image& out) {
+  return pixels_last(out) && out.h * out.w % kMapUnit == 0 && out.w % 2 == 0 && out.w >= kMapUnit;
+}
+
+/// From a tile to the next where it begins with a pixel at a multiple of 16 bytes: behind seven pixels, or fewer, and
+/// the margin between rows if it lies there.
+std::int64_t pixel_places(std::int64_t row, std::int64_t width) { return kTilePlaces - 7 - (row - width); }
+
+/// A column of places of a patch, or pixels that have yet to be turned.
+std::optional<Map> image_map(const Image& in, const PatchShape& shape, const AxisClass& y, const AxisClass& x,
+                             bool turned) {
+  if (turned) {
+    const auto view = lines_of(in);
+    return view ? std::optional(view->map(64, kPatchChannels)) : std::nullopt;
+  }
+  const driver::PixelMap map = pixel_map(in, {x.first, y.first}, {1, 1}, {shape.row, shape.rows});
+  return driver::can_map_pixels(map) ? std::optional(pixels_of(map, kPatchChannels, shape.column)) : std::nullopt;
+}
+
+}  // namespace
+
+bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const AxisClass& y, const AxisClass& x,
+                 Context& context) {
+  const Image out = class_of(p, y, x);
+  const bool turned = !channels_last(in), rows = channels_last(out);
+  const bool counted = out.n * out.n_stride / kMapUnit < std::numeric_limits<int>::max();  // as the kernel does
+  if ((turned && !pixels_last(in)) || (!rows && !has_whole_lines(out)) || !counted) {
+    return false;
+  }
+  const PatchShape shape(in, y, x, turned, !rows);
+  if (turned && !shape.has_all(in, y, x)) {
+    return false;
+  }
+  const int patches = shape.count(turned, rows);
+  const auto block = static_cast<int>(p.block_rows());
+  const std::int64_t sets = ceil_div(p.lines() * block, std::int64_t{64});  // of 64 rows; two make a segment
+  if (patches < 2 || !suits(shape, y, x, most_places(block, turned, sets))) {
+    return false;
+  }
+  const auto image = image_map(in, shape, y, x, turned);
+  const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
+  const std::int64_t tile_places = rows ? kTilePlaces : pixel_places(shape.row, out.w);
+  const std::int64_t total = ceil_div(shape.line(), tile_places) * ceil_div(sets, std::int64_t{2});
+  if (!image || tile_places < kTilePlaces * 7 / 8 || total < multiprocessors || total > 1 << 30) {
+    return false;
+  }
+  const auto plan = find_plan(p, y, x, static_cast<int>(shape.row), context);
+  PatchParams params{};
+  params.sparse = blocks.view().map(static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(block));
+  params.image = *image;
+  params.out = out.data;
+  params.unit_n = static_cast<int>(out.n_stride / kMapUnit);
+  params.unit_h = static_cast<int>(out.h_stride / kMapUnit);
+  params.unit_w = static_cast<int>(out.w_stride / kMapUnit);
+  params.out_n = out.n_stride;
+  params.out_c = out.c_stride;
+  params.segments = static_cast<const PatchSegment*>(plan->segments.data());
+  params.channels = static_cast<const int*>(plan->channels.data());
+  params.steps = static_cast<const int*>(plan->steps.data());
+  params.segment_count = plan->segment_count;
+  params.total = static_cast<int>(total);
+  params.tile_places = static_cast<int>(tile_places);
+  params.sparse_block = blocks.view().moves(2);
+  params.block_count = static_cast<int>(p.layout->nnz());
+  params.line = {static_cast<int>(shape.row),
+                 static_cast<int>(shape.rows * shape.row),
+                 static_cast<int>(y.first),
+                 static_cast<int>(x.first),
+                 static_cast<int>(in.n),
+                 Divisor(static_cast<unsigned>(shape.row)),
+                 Divisor(static_cast<unsigned>(shape.rows * shape.row))};
+  params.patch_count = patches;
+  params.patch_stride = shape.stride(turned);
+  params.patch_columns = shape.columns;
+  params.column_places = shape.column;
+  params.in_height = static_cast<int>(in.h);
+  params.in_width = static_cast<int>(in.w);
+  params.by_width = Divisor(static_cast<unsigned>(in.w));
+  params.by_pieces = Divisor(static_cast<unsigned>(ceil_div(in.h * in.w, std::int64_t{64})));
+  params.width = static_cast<int>(out.w);
+  params.height = static_cast<int>(out.h);
+  params.rows = static_cast<int>(out.c);
+  params.by_out_width = Divisor(static_cast<unsigned>(out.w));
+  params.by_pixels = Divisor(static_cast<unsigned>(out.h * out.w));
+  params.bias = p.bias;
+  params.bias_stride = p.bias_stride;
+  get_kernel(instance(p.dtype, block, blocks.view().last, turned, rows), device)
+      .launch(std::min<std::int64_t>(total, multiprocessors), kThreads,
+              patches * params.patch_stride + patch_rest(turned, rows), &params, context.stream);
+  return true;
+}
+
+}  // namespace fretwork::block_conv::hopper

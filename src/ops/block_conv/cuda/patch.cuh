@@ -1,0 +1,590 @@
+// Products over images on Hopper that fetch every pixel once for all kernel positions. All images lie in one line of
+// places, margins included (`Line`), and a CTA has a tile of 256 neighbouring places × twice 64 rows. It fetches what
+// the tile reads of 64 channels, its patch; a kernel position reads the same patch some places further, as a descriptor
+// may begin at any row of a swizzled tile. Places are N. Each of two warpgroups has 64 rows of op(S) and walks its own
+// blocks, which fill 64 rows side by side, with zeros where one is absent. Results of places that are no pixels are
+// never written.
+#pragma once
+
+#include "blocks/kernel_wide.cuh"
+#include "device/load.cuh"
+#include "ops/block_conv/cuda/params_patch.cuh"
+
+namespace fretwork::block_conv {
+
+struct PatchBarriers {
+  u64 full[2][kMostBlockStages], empty[2][kMostBlockStages];
+  u64 patch_full[kMostPatches], patch_empty[kMostPatches];
+  u64 turn_full[kTurnStages], turn_empty[kTurnStages], listed[2];
+  u32 words[2][kMostBlockStages][4];
+};
+
+/// How pieces of an image become the patch of a tile: the same for all channels. A row of 16 bytes lies at
+/// (entry ^ column of 16 bytes) · 16 in the patch.
+struct alignas(16) TurnTable {
+  u16 rows[kMostPieces][64];  ///< of pixel 32 · a + 8 · b + c of a piece: at 32 · a + 4 · c + b
+  u32 margin[kMostPieces];    ///< a bit for each place that is no pixel
+  int count;                  ///< pieces
+
+  static __device__ __forceinline__ u32 entry(int row) { return static_cast<u32>(row * 8 | row % 8); }
+};
+
+/// A stage holds 64 of K of 64 rows: kSteps steps of a block's depth, each of kBlocks blocks.
+template <int kBlock>
+struct Patch {
+  static constexpr int kSteps = 64 / kBlock, kBlocks = 64 / kBlock, kStride = 1 + kBlocks;
+  static constexpr int kLine = 2 * kBlock;  ///< bytes of a swizzled row
+  static constexpr u32 kStepBytes = 64 * kLine, kBlockBytes = kBlock * kLine;
+};
+
+/// Where the ring of patches stands; its length is the launch's.
+struct PatchRing {
+  u32 parity, stage = 0;
+  __device__ __forceinline__ void next(const PatchParams& p) {
+    if (++stage == static_cast<u32>(p.patch_count)) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// Place (u, v) of image n: of the result, if it has one there.
+struct Place {
+  int n, u, v;
+};
+__device__ __forceinline__ Place place_at(const Line& line, int place) {
+  const int n = line.by_image.quotient(place), rest = place - n * line.image, u = line.by_row.quotient(rest);
+  return {n, u, rest - u * line.row};
+}
+__device__ __forceinline__ int patch_places(const PatchParams& p) { return p.patch_columns * p.column_places; }
+
+/// Where pixels of the result are neighbours, a tile begins with one that lies at a multiple of 16 bytes: the first
+/// from `place` on, counted through all images.
+__device__ __forceinline__ int first_pixel(const PatchParams& p, int place) {
+  Place at = place_at(p.line, place);
+  if (at.v >= p.width) {
+    at = {at.n, at.u + 1, 0};
+  }
+  const int pixels = p.width * p.height, pixel = (at.u * p.width + at.v + 7) & ~7;
+  return min(at.n, p.line.images) * pixels + (at.n < p.line.images ? min(pixel, pixels) : 0);
+}
+/// The first place of a tile.
+template <bool kRows>
+__device__ __forceinline__ int first_place(const PatchParams& p, int index) {
+  const int place = index / p.segment_count * p.tile_places;
+  if constexpr (kRows) {
+    return place;
+  }
+  const int pixel = first_pixel(p, place), n = p.by_pixels.quotient(pixel), rest = pixel - n * p.width * p.height;
+  const int u = p.by_out_width.quotient(rest);
+  return n * p.line.image + u * p.line.row + rest - u * p.width;
+}
+
+/// One thread fetches the patches of a tile.
+__device__ __forceinline__ void fetch_patches(const PatchParams& p, int index, int first, PatchBarriers& barriers,
+                                              u32 base, PatchRing& ring) {
+  const PatchSegment& s = p.segments[index % p.segment_count];
+  for (int i = 0; i < s.patch_count; ++i, ring.next(p)) {
+    const int channel = __ldg(p.channels + s.patches + i) * kPatchChannels;
+    const u32 full = shared_address(&barriers.patch_full[ring.stage]);
+    mbarrier::wait(shared_address(&barriers.patch_empty[ring.stage]), ring.parity);
+    mbarrier::arrive_expect(full, patch_places(p) * 128);
+    for (int column = 0; column < p.patch_columns; ++column) {
+      const Place at = place_at(p.line, first + column * p.column_places);
+      tma::load_pixels(base + ring.stage * p.patch_stride + column * p.column_places * 128, &p.image, full, channel,
+                       at.v + p.line.first_w, at.u + p.line.first_h, at.n, 0, 0);
+    }
+  }
+}
+
+/// The first pixel of x from a place of an image on.
+__device__ __forceinline__ int pixel_from(const PatchParams& p, int place) {
+  const Line& line = p.line;
+  const int row = line.by_row.quotient(place), h = row + line.first_h, w = place - row * line.row + line.first_w;
+  return h < 0 ? 0 : min(h, p.in_height) * p.in_width + (h < p.in_height ? min(max(w, 0), p.in_width) : 0);
+}
+
+/// The pieces of a patch that begins at place `first`: 64 neighbouring pixels of an image each, one image after the
+/// other. The first image's begin at pixel `start`, others' at 0.
+struct Pieces {
+  int n, start, first_count, per_image;
+  int last, to;  ///< the last image, and where its pixels end
+
+  __device__ __forceinline__ Pieces(const PatchParams& p, int first)
+      : n(p.line.by_image.quotient(first)), per_image((p.in_width * p.in_height + 63) / 64) {
+    const int end = first + patch_places(p), image = p.line.image;
+    start = pixel_from(p, first - n * image) & ~7;
+    first_count = (p.in_width * p.in_height - start + 63) / 64;
+    last = min(p.line.by_image.quotient(end - 1), p.line.images - 1);
+    to = pixel_from(p, min(end - last * image, image));
+  }
+  /// In units of 64: the piece of an image's pixel, and which it is of them.
+  __device__ __forceinline__ int at(int image, int pixel) const {
+    return image == n ? pixel - start : (first_count + (image - n - 1) * per_image) * 64 + pixel;
+  }
+  __device__ __forceinline__ int count() const { return last < n ? 0 : (at(last, to) + 63) / 64; }
+};
+
+/// One thread fetches what is to be turned.
+__device__ __forceinline__ void fetch_pieces(const PatchParams& p, int index, int first, PatchBarriers& barriers,
+                                             u32 pieces, Ring<kTurnStages>& ring) {
+  const PatchSegment& s = p.segments[index % p.segment_count];
+  const Pieces all(p, first);
+  for (int i = 0; i < s.patch_count; ++i) {
+    const int channel = __ldg(p.channels + s.patches + i) * kPatchChannels;
+    for (int n = all.n; n <= all.last; ++n) {
+      const int to = n == all.last ? all.to : p.in_width * p.in_height;
+      for (int pixel = n == all.n ? all.start : 0; pixel < to; pixel += 64, ring.next()) {
+        const u32 full = shared_address(&barriers.turn_full[ring.stage]);
+        mbarrier::wait(shared_address(&barriers.turn_empty[ring.stage]), ring.parity);
+        mbarrier::arrive_expect(full, kTurnBytes);
+        tma::load(pieces + ring.stage * kTurnBytes, &p.image, full, pixel, channel, n, 0);
+      }
+    }
+  }
+}
+
+/// The warpgroups that multiply list how a tile's patch is made of pieces. Pixels that it does not have go to rows
+/// behind it.
+__device__ __forceinline__ void list_turns(const PatchParams& p, int first, TurnTable& table) {
+  const Line& line = p.line;
+  const Pieces pieces(p, first);
+  const int thread = static_cast<int>(threadIdx.x) - 128, end = patch_places(p), count = pieces.count();
+  const int origin = -line.first_h * line.row - line.first_w - first;  // the place of pixel (0, 0) of image 0
+#pragma unroll 1
+  for (int from = 0; from < count * 64; from += 256) {
+    const int at = from + thread, behind = at / 64 - pieces.first_count, of = p.by_pieces.quotient(max(behind, 0));
+    const int n = behind < 0 ? pieces.n : pieces.n + 1 + of;
+    const int pixel = behind < 0 ? pieces.start + at : (behind - of * pieces.per_image) * 64 + at % 64;
+    const int h = p.by_width.quotient(pixel), row = origin + n * line.image + pixel + h * (line.row - p.in_width);
+    const bool inside = h < p.in_height && row >= 0 && row < end;
+    if (at < count * 64) {
+      table.rows[at / 64][at % 64 / 32 * 32 + at % 8 * 4 + at / 8 % 4] =
+          static_cast<u16>(TurnTable::entry(inside ? row : end + at / 32 % 2 * 8 + at % 8));
+    }
+  }
+#pragma unroll 1
+  for (int from = 0; from < end; from += 256) {
+    const int place = from + thread;
+    const Place at = place_at(line, first + place);
+    const int h = at.u + line.first_h, w = at.v + line.first_w;
+    const bool pixel = at.n < line.images && h >= 0 && h < p.in_height && w >= 0 && w < p.in_width;
+    const u32 margin = __ballot_sync(~0u, place < end && !pixel);
+    if (thread % 32 == 0) {
+      table.margin[place / 32] = margin;
+    }
+  }
+  if (thread == 0) {
+    table.count = count;
+  }
+}
+
+/// Two warps make the patches of a tile from pieces, each of 32 of the 64 pixels of a piece.
+struct Turner {
+  u32 base, pieces, half;
+  const TurnTable* tables;
+  PatchRing ring{1};
+  Ring<kTurnStages> turns{0};
+  Ring<2> lists{0};
+
+  /// Lines of channels become lines of places. `rows` are those of pixels lane % 8 + 8 · i.
+  __device__ __forceinline__ void turn(u32 piece, u32 patch, uint2 rows) const {
+    const u32 lane = threadIdx.x % 32, from = piece + lane * 128, column = half * 4 ^ lane % 8;
+    u32 r[8][4], to[4];
+#pragma unroll
+    for (u32 n = 0; n < 8; ++n) {  // 8 pixels × 32 channels
+      wgmma::load_pieces_transposed(r[n], from + (column ^ n / 2) * 16 + n % 2 * 4096);
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      to[i] = patch + (((i < 2 ? rows.x : rows.y) >> i % 2 * 16 & 0xffff) ^ lane / 8) * 16;
+    }
+#pragma unroll
+    for (u32 n = 0; n < 8; ++n) {
+      wgmma::store_pieces(to[n / 2] ^ n % 2 * 64, r[n][0], r[n][1], r[n][2], r[n][3]);
+    }
+  }
+  __device__ __forceinline__ void run(const PatchParams& p, int index, PatchBarriers& barriers) {
+    const int patches = p.segments[index % p.segment_count].patch_count;
+    if (patches == 0) {
+      return;
+    }
+    const u32 full = shared_address(barriers.turn_full), empty = shared_address(barriers.turn_empty);
+    const u32 lane = threadIdx.x % 32;
+    mbarrier::wait(shared_address(&barriers.listed[lists.stage]), lists.parity);
+    const TurnTable& table = tables[lists.stage];
+    const u16* const rows = table.rows[0] + half * 32 + lane % 8 * 4;
+    const int count = table.count;
+    u32 margin = 0;  // of the lane's places
+    for (u32 i = 0, place = half * 32; place < static_cast<u32>(patch_places(p)); ++i, place += 64) {
+      margin |= (table.margin[place / 32] >> lane & 1) << i;
+    }
+    for (int i = 0; i < patches; ++i, ring.next(p)) {
+      const u32 patch = base + ring.stage * p.patch_stride;
+      mbarrier::wait(shared_address(&barriers.patch_empty[ring.stage]), ring.parity);
+      for (u32 left = margin; left != 0; left &= left - 1) {
+        const u32 place = (__ffs(static_cast<int>(left)) - 1) * 64 + half * 32 + lane;
+        for (u32 unit = 0; unit < 8; ++unit) {
+          store_shared_128(patch + place * 128 + unit * 16, {0, 0, 0, 0});
+        }
+      }
+      uint2 next = *reinterpret_cast<const uint2*>(rows);
+      for (int piece = 0; piece < count; ++piece, turns.next()) {
+        const uint2 now = next;
+        next = *reinterpret_cast<const uint2*>(rows + min(piece + 1, count - 1) * 64);
+        mbarrier::wait(full + 8 * turns.stage, turns.parity);
+        turn(pieces + turns.stage * kTurnBytes, patch, now);
+        release(empty, static_cast<int>(turns.stage));
+      }
+      fence_async_proxy();
+      release(shared_address(barriers.patch_full), static_cast<int>(ring.stage));
+    }
+    lists.next();
+  }
+};
+
+/// Where one warpgroup stands in its steps.
+struct StepWalk {
+  int turn = -1, at = 0, last = 0;
+
+  /// Goes to the next tile if this one has no more; whether there is a step.
+  __device__ __forceinline__ bool find(const PatchParams& p, int warpgroup) {
+    while (at >= last) {
+      if (++turn * static_cast<int>(gridDim.x) >= p.total) {
+        return false;
+      }
+      if (const int index = blocks::turn_tile(turn); index < p.total) {
+        const PatchSegment& s = p.segments[index % p.segment_count];
+        at = warpgroup == 0 ? s.first[0] : s.first[1];
+        last = warpgroup == 0 ? s.last[0] : s.last[1];
+      }
+    }
+    return true;
+  }
+};
+
+/// A warp fetches the blocks of all tiles, half of it those of one warpgroup, a lane for each block of a stage. The
+/// halves go on independently. Where a block is absent the box lies outside the tensor, which gives zeros.
+template <int kBlock, int kStages>
+__device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers& barriers, u32 blocks) {
+  using P = Patch<kBlock>;
+  const int warpgroup = static_cast<int>(threadIdx.x) % 32 / 16, lane = static_cast<int>(threadIdx.x) % 16;
+  const int step = lane / P::kBlocks, row = lane % P::kBlocks;
+  const bool used = lane < P::kSteps * P::kBlocks;
+  Ring<kStages> ring(1);
+  StepWalk walk;
+  bool more = walk.find(p, warpgroup);
+  while (__any_sync(~0u, more)) {
+    const bool mine = more && used && walk.at + step < walk.last;
+    const int* const from = p.steps + static_cast<i64>(walk.at + step) * P::kStride;
+    const int block = mine ? __ldg(from + 1 + row) : -1;
+    const u32 where = mine ? static_cast<u32>(__ldg(from)) : ~0u;
+    bool ready;
+    do {
+      ready = more && mbarrier::test(shared_address(&barriers.empty[warpgroup][ring.stage]), ring.parity);
+      ready = __shfl_sync(~0u, static_cast<int>(ready), warpgroup * 16) != 0;
+    } while (!__any_sync(~0u, ready));
+    if (ready) {
+      const u32 full = shared_address(&barriers.full[warpgroup][ring.stage]), half = 0xffffu << 16 * warpgroup;
+#pragma unroll
+      for (int i = 0; i < P::kSteps; ++i) {  // the lane that saw the stage empty writes what it is to hold
+        const u32 word = __shfl_sync(half, where, warpgroup * 16 + i * P::kBlocks);
+        if (lane == 0) {
+          barriers.words[warpgroup][ring.stage][i] = word;
+        }
+      }
+      __syncwarp(half);
+      if (lane == 0) {
+        mbarrier::arrive_expect(full, min(P::kSteps, walk.last - walk.at) * P::kStepBytes);
+      }
+      __syncwarp(half);
+      if (mine) {
+        const u32 to = blocks + (warpgroup * kStages + ring.stage) * kBlockStageBytes + step * P::kStepBytes +
+                       row * P::kBlockBytes;
+        tma::load(to, &p.sparse, full, 0, 0, block >= 0 ? block * p.sparse_block : p.block_count, 0);
+      }
+      walk.at += P::kSteps;
+      ring.next();
+      more = walk.find(p, warpgroup);
+    }
+    __syncwarp();
+  }
+}
+
+/// The patches of a segment as one warpgroup goes through them. It waits for each, also for those it does not need: a
+/// release must not count for an earlier use of the same place.
+struct PatchWalk {
+  int at = 0;
+  bool here = false;  ///< patch `at` has arrived
+
+  /// Releases patches up to `wanted`; no product that reads them may be under way.
+  __device__ __forceinline__ void release_to(int wanted, const PatchParams& p, PatchBarriers& barriers,
+                                             PatchRing& ring) {
+    for (; at < wanted; ++at, ring.next(p)) {
+      wait(barriers, ring);
+      release(shared_address(barriers.patch_empty), static_cast<int>(ring.stage));
+      here = false;
+    }
+  }
+  __device__ __forceinline__ void wait(PatchBarriers& barriers, const PatchRing& ring) {
+    if (!here) {
+      mbarrier::wait(shared_address(&barriers.patch_full[ring.stage]), ring.parity);
+      here = true;
+    }
+  }
+};
+
+/// Multiplies the steps of one warpgroup. A patch is released when all products that read it are done.
+template <typename T, int kBlock, bool kSparseK, int kStages>
+__device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParams& p, const PatchSegment& s,
+                                               PatchBarriers& barriers, u32 base, u32 blocks, Ring<kStages>& ring,
+                                               PatchRing& patches, int warpgroup) {
+  using P = Patch<kBlock>;
+  using wgmma::Major;
+  constexpr Major kA = kSparseK ? Major::k : Major::mn;
+  const int steps = warpgroup == 0 ? s.last[0] - s.first[0] : s.last[1] - s.first[1];
+  const u32 empty = shared_address(barriers.empty[warpgroup]);
+  int pending = -1;
+  PatchWalk walk;
+#pragma unroll 1
+  for (int n = 0; n < steps; n += P::kSteps, ring.next()) {
+    mbarrier::wait(shared_address(&barriers.full[warpgroup][ring.stage]), ring.parity);
+    const u32 stage = ring.stage;
+#pragma unroll
+    for (int i = 0; i < P::kSteps; ++i) {
+      // The lane that releases a stage is the one that reads what it holds.
+      const u32 where = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? barriers.words[warpgroup][stage][i] : 0u, 0);
+      if (where == ~0u) {
+        continue;
+      }
+      const int wanted = static_cast<int>(where >> (kShiftBits + kColumnBits));
+      if (walk.at != wanted) {
+        wgmma::commit();
+        wgmma::wait<0>();
+        walk.release_to(wanted, p, barriers, patches);
+      }
+      walk.wait(barriers, patches);
+      const u32 row = where & ((1u << kShiftBits) - 1);
+      const u32 column = where >> kShiftBits & ((1u << kColumnBits) - 1);
+      const u64 a = wgmma::descriptor<P::kLine>(blocks + stage * kBlockStageBytes + i * P::kStepBytes, P::kBlockBytes);
+      const u64 b = wgmma::descriptor<128>(base + patches.stage * p.patch_stride + row * 128 + column * P::kLine);
+      wgmma::fence();
+#pragma unroll
+      for (int q = 0; q < kBlock / 16; ++q) {
+        wgmma::multiply<T, 256, kA, Major::k>(d, a + q * wgmma::kNextK<P::kLine, kA>, b + q * 2);
+      }
+    }
+    wgmma::commit();
+    wgmma::wait<1>();
+    release(empty, pending);
+    pending = static_cast<int>(stage);
+  }
+  wgmma::wait<0>();
+  release(empty, pending);
+  walk.release_to(s.patch_count, p, barriers, patches);
+}
+
+/// The channel of one of a warpgroup's 64 rows, whose block rows begin with those in `rows`. From kNoChannel on: none.
+template <int kBlock>
+__device__ __forceinline__ int channel_of(const int* rows, int row) {
+  return __ldg(rows + row / kBlock) + row % kBlock;
+}
+
+/// Where a tile's places lie in a result whose channels are neighbours, in units of 16 bytes; −1 for what is no pixel.
+__device__ __forceinline__ void list_places(const PatchParams& p, int* table, int first) {
+#pragma unroll
+  for (int from = 0; from < kTilePlaces; from += 128) {
+    const int place = from + static_cast<int>(threadIdx.x) % 128;
+    const Place at = place_at(p.line, first + place);
+    const bool pixel = at.n < p.line.images && at.u < p.height && at.v < p.width;
+    table[place] = pixel ? at.n * p.unit_n + at.u * p.unit_h + at.v * p.unit_w : -1;
+  }
+}
+
+/// Stores a warpgroup's sums where channels are neighbours, 128 places at a time, 16 bytes by each thread. The copy
+/// engine cannot do it: it refuses boxes that begin before an image's row.
+template <typename T, int kBlock, int kHalf = 0>
+__device__ __forceinline__ void store_rows(const float (&d)[128], const PatchParams& p, u32 buffer, const int* table,
+                                           u32 barrier, const int* rows) {
+  const int thread = static_cast<int>(threadIdx.x) % 128;
+  named_barrier(barrier, 128);
+  write_piece<T, true, 2 * kHalf>(d, buffer);
+  write_piece<T, true, 2 * kHalf + 1>(d, buffer + kPieceBytes);
+  named_barrier(barrier, 128);
+  const int unit = thread % 8, channel = channel_of<kBlock>(rows, unit * 8);
+  constexpr int kTimes = kHalfPlaces / 16;
+  int to[kTimes];
+  u32 words[kTimes][4];
+#pragma unroll
+  for (int i = 0; i < kTimes; ++i) {
+    const int place = thread / 8 + 16 * i;
+    to[i] = table[kHalf * kHalfPlaces + place];
+    load_shared_128(words[i], buffer + place / 64 * kPieceBytes + tma::swizzled<128>(place % 64 * 128 + unit * 16));
+  }
+#pragma unroll
+  for (int i = 0; i < kTimes; ++i) {
+    if (to[i] >= 0 && channel < p.rows) {
+      store_words<4>(static_cast<T*>(p.out) + (static_cast<i64>(to[i]) * 8 + channel), words[i]);
+    }
+  }
+  if constexpr (kHalf == 0) {
+    store_rows<T, kBlock, 1>(d, p, buffer, table, barrier, rows);
+  }
+}
+
+/// Where a warpgroup's sums stand in a row of pixels, counted through all images from the tile's first on: those of
+/// places 8 · j + 2 · i and the next in table[32 · i + j]. Rows have an even number of places and of pixels, so both
+/// are pixels or none is. What is none, or the next tile's, has a slot of its own.
+__device__ __forceinline__ void list_slots(const PatchParams& p, u16* table, int first, int2 pixels) {
+  const int pair = static_cast<int>(threadIdx.x) % 128, i = pair % 4;
+  const Place at = place_at(p.line, first + 2 * pair);
+  const int slot = (at.n * p.height + at.u) * p.width + at.v - pixels.x;
+  const bool pixel = at.u < p.height && at.v < p.width && slot < pixels.y - pixels.x;
+  table[32 * i + pair / 4] = static_cast<u16>(2 * (pixel ? slot : kTilePlaces + 2 * i));
+}
+
+/// Stores a warpgroup's sums where pixels are neighbours. Each warp has a buffer for eight rows: those of lane / 4 of
+/// its 16, then those 8 further down. A lane writes 16 bytes of each.
+template <typename T, int kBlock, int kHalf = 0>
+__device__ __forceinline__ void store_lines(const float (&d)[128], const PatchParams& p, u8* lines, const u16* table,
+                                            const int* rows, int2 pixels) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  u8* const line = lines + lane / 4 * kLineBytes;
+  u32 slots[16];  // together: the compiler cannot know that stores do not change the table
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint4 four = *reinterpret_cast<const uint4*>(table + lane % 4 * 32 + i * 8);
+    slots[4 * i] = four.x;
+    slots[4 * i + 1] = four.y;
+    slots[4 * i + 2] = four.z;
+    slots[4 * i + 3] = four.w;
+  }
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    const u32 slot = slots[j / 2] >> j % 2 * 16 & 0xffff;
+    *reinterpret_cast<u32*>(line + slot) = narrow_pair<T>(d[4 * j + 2 * kHalf], d[4 * j + 2 * kHalf + 1]);
+  }
+  __syncwarp();
+  u32 words[8][4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    load_shared_128(words[i], shared_address(lines) + i * kLineBytes + lane * 16);
+  }
+  const int channel = channel_of<kBlock>(rows, static_cast<int>(threadIdx.x) % 128 / 32 * 16) + kHalf * 8;
+  const int pixel = pixels.x + lane * 8, n = p.by_pixels.quotient(pixel);
+  if (pixel < pixels.y && channel < p.rows) {  // which is a multiple of 16
+    T* to = static_cast<T*>(p.out) + n * p.out_n + channel * p.out_c + pixel - n * p.width * p.height;
+#pragma unroll
+    for (int i = 0; i < 8; ++i, to += p.out_c) {
+      store_words<4>(to, words[i]);
+    }
+  }
+  __syncwarp();
+  if constexpr (kHalf == 0) {
+    store_lines<T, kBlock, 1>(d, p, lines, table, rows, pixels);
+  }
+}
+
+/// kSparseK: K is the unit axis of op(S)'s blocks. kTurned: the pixels of x are neighbours, not its channels. kRows:
+/// the channels of the result are.
+template <typename T, int kBlock, bool kSparseK, bool kTurned, bool kRows>
+__global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_constant__ PatchParams p) {
+  constexpr int kStages = block_stages(kTurned, kRows);
+  extern __shared__ u8 raw[];
+  __shared__ __align__(16) PatchBarriers barriers;
+  __shared__ __align__(16) u16 slots[2][2][kRows ? 8 : kTilePlaces / 2];  // of this tile and the one before
+  __shared__ int places[2][2][kRows ? kTilePlaces : 1];
+  __shared__ __align__(16) TurnTable tables[kTurned ? 2 : 1];
+  const u32 base = (shared_address(raw) + 1023) & ~1023u;
+  const u32 blocks_at = base + p.patch_count * p.patch_stride, pieces = blocks_at + 2 * kStages * kBlockStageBytes;
+  const u32 results = pieces + (kTurned ? kTurnStages * kTurnBytes : 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kMostPatches; ++i) {
+      mbarrier::init(shared_address(&barriers.patch_full[i]), kTurned ? 2 : 1);
+      mbarrier::init(shared_address(&barriers.patch_empty[i]), 8);
+    }
+    for (int i = 0; i < kTurnStages; ++i) {
+      mbarrier::init(shared_address(&barriers.turn_full[i]), 1);
+      mbarrier::init(shared_address(&barriers.turn_empty[i]), 2);
+    }
+    for (u64& listed : barriers.listed) {
+      mbarrier::init(shared_address(&listed), 256);
+    }
+  }
+  init_ring(&barriers.full[0][0], &barriers.empty[0][0], 2 * kMostBlockStages, 1, 4);
+  const auto for_tiles = [&](auto body) {
+    for (int turn = 0; turn * static_cast<int>(gridDim.x) < p.total; ++turn) {
+      if (const int index = blocks::turn_tile(turn); index < p.total) {
+        body(index, turn);
+      }
+    }
+  };
+  if (threadIdx.x < 128) {
+    fewer_registers<72>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (threadIdx.x == 0) {
+      PatchRing ring{1};
+      Ring<kTurnStages> turns(1);
+      for_tiles([&](int index, int) {
+        const int first = first_place<kRows>(p, index);
+        kTurned ? fetch_pieces(p, index, first, barriers, pieces, turns)
+                : fetch_patches(p, index, first, barriers, base, ring);
+      });
+    } else if (warp == 1) {
+      fetch_blocks<kBlock, kStages>(p, barriers, blocks_at);
+    } else if (kTurned && warp >= 2) {
+      Turner turner{base, pieces, static_cast<u32>(warp) - 2, tables};
+      for_tiles([&](int index, int) { turner.run(p, index, barriers); });
+    }
+  } else {
+    more_registers<216>();
+    const int warpgroup = uniform(threadIdx.x / 128) - 1;
+    const u32 own = blocks_at + warpgroup * kStages * kBlockStageBytes;
+    const u32 buffer = results + (kRows ? warpgroup * 2 * kPieceBytes : (threadIdx.x / 32 - 4) * 8 * kLineBytes);
+    Ring<kStages> ring(0);
+    PatchRing patches{0};
+    Ring<2> lists(0);
+    const auto list = [&](int turn) {  // if there is such a tile, and it has patches
+      const int index = blocks::turn_tile(turn);
+      if (kTurned && turn * static_cast<int>(gridDim.x) < p.total && index < p.total &&
+          p.segments[index % p.segment_count].patch_count > 0) {
+        list_turns(p, first_place<kRows>(p, index), tables[kTurned ? lists.stage : 0]);
+        mbarrier::arrive(shared_address(&barriers.listed[lists.stage]));
+        lists.next();
+      }
+    };
+    list(0);
+    for_tiles([&](int index, int turn) {
+      const PatchSegment& s = p.segments[index % p.segment_count];
+      const int first = first_place<kRows>(p, index), parity = turn % 2;
+      list(turn + 1);  // its table was that of an earlier tile than this, of which all patches have been used
+      int2 pixels{};
+      if constexpr (kRows) {
+        list_places(p, places[warpgroup][parity], first);
+      } else {
+        const int place = index / p.segment_count * p.tile_places;
+        pixels = {first_pixel(p, place), first_pixel(p, place + p.tile_places)};
+        list_slots(p, slots[warpgroup][parity], first, pixels);
+      }
+      float d[128];
+#pragma unroll
+      for (float& sum : d) {
+        sum = 0.0f;
+      }
+      patch_multiply<T, kBlock, kSparseK>(d, p, s, barriers, base, own, ring, patches, warpgroup);
+      if (p.bias != nullptr) {
+        const int warp_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+        blocks::wide_add_bias<T>(d, p, channel_of<kBlock>(s.rows[warpgroup], warp_row) - warp_row);
+      }
+      if constexpr (kRows) {
+        store_rows<T, kBlock>(d, p, buffer, places[warpgroup][parity], 1 + warpgroup, s.rows[warpgroup]);
+      } else {
+        named_barrier(1 + warpgroup, 128);  // the table is complete; the other one is read by nobody
+        store_lines<T, kBlock>(d, p, raw + (buffer - shared_address(raw)), slots[warpgroup][parity], s.rows[warpgroup],
+                               pixels);
+      }
+    });
+  }
+}
+
+}  // namespace fretwork::block_conv

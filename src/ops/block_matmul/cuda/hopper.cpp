@@ -1,0 +1,264 @@
+// The host side of the Hopper kernels: does the problem suit them, its plan, its tensor maps, the launch.
+#include "ops/block_matmul/cuda/hopper.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "blocks/hopper.h"
+#include "runtime/plan_cache.h"
+
+namespace fretwork::block_matmul::hopper {
+namespace {
+
+namespace driver = fretwork::cuda;
+using namespace blocks;  // NOLINT: the host side that it shares with the convolution
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+
+// ---------------------------------------------------------------------------------------------- which kernel
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list;
+  if (arch != "sm_90a") {
+    return list;
+  }
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    list.push_back(reduce_instance(dtype));
+    for (int order = 0; order < 8; ++order) {
+      const bool a = (order & 1) != 0, b = (order & 2) != 0, rows = (order & 4) != 0;
+      for (const int size : {256, 128, 32, 16}) {
+        list.push_back(spmm_instance(dtype, size, a, b, rows));
+      }
+      if (!rows) {
+        list.push_back(sdd_instance(dtype, a, b));
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"block_matmul", list_kernels};
+
+constinit KernelTable<128> kernels;
+
+const Kernel& spmm_kernel(DType dtype, int size, bool sparse_k, bool dense_k, bool rows, int device) {
+  const unsigned type = dtype == DType::f16 ? 0 : 1, place = size == 256 ? 0 : size == 128 ? 1 : size == 32 ? 2 : 3;
+  const unsigned which = type | place << 1 | unsigned{sparse_k} << 3 | unsigned{dense_k} << 4 | unsigned{rows} << 5;
+  return kernels.get(which, device, [&] { return spmm_instance(dtype, size, sparse_k, dense_k, rows); });
+}
+const Kernel& sdd_kernel(DType dtype, bool left_k, bool right_k, int device) {
+  const unsigned which = 64 | (dtype == DType::f16 ? 0u : 1u) | unsigned{left_k} << 1 | unsigned{right_k} << 2;
+  return kernels.get(which, device, [&] { return sdd_instance(dtype, left_k, right_k); });
+}
+const Kernel& reduce_kernel(DType dtype, int device) {
+  return kernels.get(dtype == DType::f16 ? 96 : 97, device, [&] { return reduce_instance(dtype); });
+}
+
+// --------------------------------------------------------------------------------------------- tensor maps
+
+std::optional<View> matrix_view(const Matrix& m, std::int64_t z, std::int64_t h) {
+  return make_view(m.data, m.rows, m.cols, m.row_stride, m.col_stride, {h, z}, {m.h_stride, m.z_stride});
+}
+
+/// Blocks of op(S): rows × K of each.
+std::optional<View> blocks_view(const Problem& p) {
+  const Values& v = p.sparse;
+  const std::int64_t block = p.layout->sizes().block_rows;
+  return make_view(v.data, block, block, p.transposed ? v.col_stride : v.row_stride,
+                   p.transposed ? v.row_stride : v.col_stride, {p.layout->nnz(), p.z_out * p.z_sum},
+                   {v.block_stride, v.z_stride});
+}
+
+// ------------------------------------------------------------------------------------------------------ plans
+
+/// What a plan depends on beside the layout. For an sdd, `transposed` says that it computes Sᵀ; `parallel` is how
+/// often the layout's work is there.
+struct PlanKey {
+  int kind, transposed, device, parallel, slot;
+};
+
+std::shared_ptr<const DevicePlan> find_plan(const Problem& problem, const PlanKey& key, const Context& context) {
+  static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
+  std::string bytes(sizeof key, '\0');
+  std::memcpy(bytes.data(), &key, sizeof key);
+  bytes += problem.layout->key();
+  auto plan = cache.get(hash128(bytes), [&] {
+    if (problem.kind == Kind::spmm) {
+      return DevicePlan(key.device, balanced_plan(*problem.layout, problem.transposed, key.parallel, key.device));
+    }
+    return DevicePlan(key.device, make_sdd_plan(*problem.layout, key.transposed != 0, key.slot, key.parallel,
+                                                driver::device_info(key.device).multiprocessors));
+  });
+  if (driver::is_capturing(context.stream)) {
+    cache.pin(plan);
+  }
+  return plan;
+}
+
+// --------------------------------------------------------------------------------------------------- launches
+
+/// One segment stands for this many heads of the result.
+int heads_of(const Problem& p) { return p.layout->heads() == 1 ? static_cast<int>(p.h_out) : 1; }
+
+Batches batches_of(const Problem& p) { return {heads_of(p), static_cast<int>(p.z_sum), static_cast<int>(p.h_sum)}; }
+
+bool run_spmm(const Problem& p, Context& context) {
+  const auto sparse = blocks_view(p);
+  const auto dense = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
+  const auto out = matrix_view(p.out, p.z_out, p.h_out);
+  if (!sparse || !dense || !out || !out->can_be_written()) {
+    return false;
+  }
+  const auto block = static_cast<int>(p.layout->sizes().block_rows);
+  const bool wide = is_wide(block);
+  const int width = !wide ? kNarrow : p.out.cols > 128 ? 256 : 128;
+  const std::int64_t tiles = ceil_div(p.out.cols, width), batches = p.z_out * heads_of(p);
+  // Only how full the machine is matters, so batch sizes share a plan.
+  const auto bucket = std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(tiles * batches, 1, 1024)));
+  const PlanKey key{static_cast<int>(p.kind), p.transposed ? 1 : 0, context.device.index, static_cast<int>(bucket), 0};
+  const auto plan = find_plan(p, key, context);
+  const std::int64_t total = plan->segment_count * tiles * batches;
+  if (total > kMost / 2 || plan->partial_count * tiles * batches > kMost) {
+    return false;
+  }
+  const int consumers = (wide ? kThreads : kNarrowThreads) - 128;
+  const Workspace partials(context, static_cast<std::size_t>(plan->partial_count * tiles * batches) *
+                                        static_cast<std::size_t>(consumers * width / 2) * sizeof(float));
+  const bool dense_k = !dense->last;
+  const auto unit = static_cast<std::uint32_t>(wide ? 64 : block), strip = static_cast<std::uint32_t>(width);
+  SpmmParams params{};
+  params.sparse = sparse->map(unit, unit);
+  params.dense = dense_k ? dense->map(unit, strip) : dense->map(64, unit);
+  if (!wide) {
+    params.pair = dense_k ? dense->map(2 * unit, strip) : dense->map(64, 2 * unit);
+  }
+  params.out = out->map(64, 64);
+  params.steps = static_cast<const int*>(plan->steps.data());
+  params.segments = static_cast<const Segment*>(plan->segments.data());
+  params.partials = static_cast<float*>(partials.data());
+  params.block = block;
+  params.stride = plan->stride;
+  params.groups_per_head = plan->groups_per_head;
+  params.segment_count = plan->segment_count;
+  params.share = share_of(*p.layout, plan->segment_count);
+  params.tiles = static_cast<int>(tiles);
+  params.free = static_cast<int>(p.out.cols);
+  params.total = static_cast<int>(total);
+  params.partial_count = plan->partial_count;
+  params.batches = batches_of(p);
+  params.sparse_block = sparse->moves(2);
+  params.sparse_z = sparse->moves(3);
+  params.dense_h = dense->moves(2);
+  params.dense_z = dense->moves(3);
+
+  const int device = context.device.index;
+  spmm_kernel(p.dtype, wide ? width : block, sparse->last, dense_k, !out->last, device)
+      .launch(std::min<std::int64_t>(total, driver::device_info(device).multiprocessors), consumers + 128,
+              wide ? kWideShared : kNarrowShared, &params, context.stream);
+  if (plan->split_count > 0) {
+    const ReduceParams reduce{p.out.data,
+                              params.partials,
+                              static_cast<const Split*>(plan->splits.data()),
+                              plan->groups_per_head,
+                              params.tiles,
+                              params.batches.heads,
+                              plan->partial_count,
+                              plan->split_count,
+                              wide ? 1 : 0,
+                              width,
+                              p.out.rows,
+                              p.out.cols,
+                              p.out.row_stride,
+                              p.out.col_stride,
+                              p.out.h_stride,
+                              p.out.z_stride};
+    reduce_kernel(p.dtype, device).launch(plan->split_count * tiles * batches, consumers, 0, &reduce, context.stream);
+  }
+  return true;
+}
+
+bool run_sdd(const Problem& p, Context& context) {
+  const auto block = static_cast<int>(p.layout->sizes().block_rows);
+  const Values& v = p.sparse;
+  auto left = matrix_view(p.left, p.z_out * p.z_sum, p.h_out * p.h_sum);
+  auto right = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
+  const bool out = v.data != nullptr && reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0 && v.col_stride == 1 &&
+                   v.row_stride % kMapUnit == 0 && v.block_stride % kMapUnit == 0 && v.z_stride % kMapUnit == 0 &&
+                   v.row_stride > 0 && v.row_stride <= kMost;
+  if (!left || !right || !out || heads_of(p) != 1) {
+    return false;
+  }
+  const bool left_k = left->last, right_k = !right->last, swaps = sdd_swaps(left_k, right_k);
+  const bool gathered_k = left_k || right_k;
+  if (swaps) {
+    std::swap(left, right);
+  }
+  // The copy engine is slow with rows of less than 64 bytes.
+  const int slot = std::clamp(block, gathered_k ? 16 : 32, 64), device = context.device.index;
+  const auto bucket = std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(p.z_out, 1, 16)));
+  const PlanKey key{static_cast<int>(p.kind), swaps ? 1 : 0, device, static_cast<int>(bucket), slot};
+  const auto plan = find_plan(p, key, context);
+  const std::int64_t total = plan->segment_count * p.z_out;
+  const int multiprocessors = driver::device_info(device).multiprocessors;
+  // Few tiles of great depth leave most of the machine idle; the portable kernel cuts K for those.
+  if (total > kMost / 2 || (total * 4 <= multiprocessors && p.left.cols * p.z_sum * p.h_sum >= 2048)) {
+    return false;
+  }
+  const auto box = static_cast<std::uint32_t>(slot);
+  SddParams params{};
+  params.left = left->map(64, 64);
+  params.right = gathered_k ? right->map(64, box) : right->map(box, 64);
+  params.out = v.data;
+  params.out_z = v.z_stride;
+  params.out_block = v.block_stride;
+  params.strips = static_cast<const Strip*>(plan->segments.data());
+  params.columns = static_cast<const int*>(plan->steps.data());
+  params.blocks = static_cast<const int*>(plan->blocks.data());
+  params.strip_count = plan->segment_count;
+  params.lines = plan->groups_per_head;
+  params.total = static_cast<int>(total);
+  params.out_row = static_cast<int>(v.row_stride);
+  params.depth = static_cast<int>(p.left.cols);
+  params.block = block;
+  params.slot = slot;
+  params.block_bits = std::countr_zero(static_cast<unsigned>(block));
+  params.slot_bits = std::countr_zero(box);
+  params.stages = plan->sdd_stages();
+  params.stage_bytes = plan->stage_bytes;
+  params.batches = batches_of(p);
+  params.left_h = left->moves(2);
+  params.left_z = left->moves(3);
+  params.right_h = right->moves(2);
+  params.right_z = right->moves(3);
+  sdd_kernel(p.dtype, left_k, right_k, device)
+      .launch(std::min<std::int64_t>(total, multiprocessors), kThreads, plan->sdd_shared(), &params, context.stream);
+  return true;
+}
+
+/// What both kinds need; everything else is a matter of strides.
+bool suits(const Problem& p, const Context& context) {
+  const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
+  const bool work = p.layout->nnz() > 0 && p.z_out > 0 && p.h_out > 0 && p.z_sum > 0 && p.h_sum > 0 &&
+                    p.z_out * p.z_sum * p.h_out * p.h_sum <= kMost;
+  // Heads of a layout that add up would need steps of several heads in one tile.
+  const bool heads = p.layout->heads() == 1 || p.h_sum == 1;
+  return has_kernels(p.layout->sizes()) && type && work && heads &&
+         driver::kernel_arch(context.device.index) == "sm_90a";
+}
+
+}  // namespace
+
+bool run(const Problem& problem, Context& context) {
+  if (!suits(problem, context)) {
+    return false;
+  }
+  return problem.kind == Kind::spmm ? run_spmm(problem, context) : run_sdd(problem, context);
+}
+
+}  // namespace fretwork::block_matmul::hopper

@@ -1,0 +1,625 @@
+// The product on the CPU. Batch first, lanes hold output features (j, l) as they lie in memory: no δ is ever sorted
+// out, since a run of x over l is repeated along a vector by the load itself. Batch last, lanes hold the batch.
+//
+// Weights are packed once, for all threads. A sum is computed whole by one thread in a fixed order, so results do not
+// depend on the number of threads.
+#include "ops/kronecker/cpu/run.h"
+
+#include "core/large_pages.h"
+#include "ops/kronecker/choice.h"
+
+namespace fretwork::kronecker::cpu {
+namespace {
+
+/// Elements of a row of the left side that are multiplied at a time: 8 such rows leave room in a first-level cache.
+constexpr std::int64_t kLeftRow = 1024;
+/// Packed weights that a strip of x meets: they leave room in a second-level cache of 1 MB.
+constexpr std::int64_t kBlockElements = 128 << 10;
+/// Batch rows, and batch columns, that a thread works on at a time.
+constexpr std::int64_t kBlockRows = 256, kBlockCols = 192;
+/// Elements of x up to which what follows is not foreseen by hardware.
+constexpr std::int64_t kShortRow = 128;
+constexpr std::int64_t kLine = 64;
+/// Depth of a panel of x at most.
+constexpr std::int64_t kPanelDepth = 256;
+/// Bytes of a result that is worth a word about pages.
+constexpr std::int64_t kFreshBytes = 8 << 20;
+/// A batch for which weights are not worth packing, if the CPU can read them where they are.
+constexpr std::int64_t kSmallBatch = 256;
+/// Features of a result that are turned together, and strips of outputs that x is worth turning for.
+constexpr std::int64_t kTurnedRows = 128, kTurnedStrips = 4;
+/// The longest runs of δ, and the deepest block, that are turned at all; the longest and batch · d if runs fill
+/// vectors.
+constexpr std::int64_t kTurnedRuns = 32, kTurnedDepth = 16384, kShortRun = 16, kTurnedElements = 1024;
+/// Batch rows that are few, and weights that a thread takes for them at a time.
+constexpr std::int64_t kFewRows = 8, kFewElements = 32 << 10;
+/// Pieces of work per thread, if there are as many.
+constexpr std::int64_t kPieces = 4;
+
+class Work {
+ public:
+  Work(const Problem& problem, const Tiles& tiles, Context& context)
+      : p_(problem),
+        s_(problem.sizes),
+        tiles_(tiles),
+        packing_(problem.dtype, tiles),
+        sums_packing_(problem.dtype, simd::widened_tiles(problem.dtype)),
+        depth_(packing_.padded(s_.c)),
+        wanted_(kPieces * std::max(context.executor->concurrency(), 1)),
+        size_(static_cast<std::int64_t>(size_of(problem.dtype))),
+        finishes_(problem.bias.data != nullptr || problem.activation != Activation::none),
+        far_(problem.batch * s_.a * s_.c * s_.d * size_ > kStreamedBytes),
+        stream_(problem.batch * s_.a * s_.b * s_.d * size_ > kStreamedBytes) {}
+
+ protected:
+  /// x of diagonal block i by (n, k, l), y by (n, j, l), w by (k, j, l).
+  Operand x(std::int64_t i) const {
+    return {packing_.at(p_.x.data, i * s_.c * s_.d * p_.x.feature), p_.x.batch, s_.d * p_.x.feature, p_.x.feature};
+  }
+  Operand y(std::int64_t i) const {
+    return {packing_.at(p_.y.data, i * s_.b * s_.d * p_.y.feature), p_.y.batch, s_.d * p_.y.feature, p_.y.feature};
+  }
+  Operand w(std::int64_t i) const { return {packing_.at(p_.w.data, i * p_.w.a), p_.w.c, p_.w.b, p_.w.d}; }
+
+  /// The bias on the lanes of a panel, of the type of sums.
+  void pack_bias(std::int64_t i, const Chunk& chunk, const Columns::Panel& panel, std::byte* out) const {
+    const std::int64_t first = (i * s_.b + panel.first) * s_.d + chunk.first, step = p_.bias.stride;
+    sums_packing_.right({packing_.at(p_.bias.data, first * step), 0, s_.d * step, step}, 1, chunk, panel, out);
+  }
+  std::byte* sum_at(std::byte* sums, std::int64_t n) const { return sums + n * static_cast<std::int64_t>(tiles_.sum); }
+
+  const Problem& p_;
+  const Sizes& s_;
+  const Tiles& tiles_;
+  Packing packing_, sums_packing_;
+  std::int64_t depth_;            ///< of packed weights
+  std::int64_t wanted_;           ///< pieces of work
+  std::int64_t size_;             ///< bytes of an element
+  bool finishes_, far_, stream_;  ///< there is a bias or activation; x does not fit caches; nor does y
+};
+
+/// Rows are the batch; columns are output features, with their δ on neighbouring lanes.
+class BatchFirst : Work {
+ public:
+  /// A thread takes up to `most` batch rows at a time.
+  BatchFirst(const Problem& problem, Context& context, std::int64_t most = kBlockRows)
+      : Work(problem, problem.sizes.d == 1 ? simd::tiles(problem.dtype) : simd::widened_tiles(problem.dtype), context),
+        rows_{problem.batch, ceil_div(std::min(most, problem.batch), tiles_.rows) * tiles_.rows} {
+    std::int64_t offset = 0;
+    for (const Chunk& chunk : chunks(s_.d, tiles_.lanes)) {
+      const Columns columns(s_.b, chunk.run(), tiles_);
+      const Split depth = even(depth_, std::max<std::int64_t>(1, kLeftRow / chunk.run()), tiles_.group);
+      parts_.push_back({chunk, columns, depth, offset});
+      blocks_ = std::max(blocks_, ceil_div(columns.lanes() * depth.each, kBlockElements));
+      panels_ = std::max(panels_, columns.panels());
+      offset += depth_ * columns.lanes();
+    }
+    stride_ = offset;
+    // Few diagonal blocks: more and smaller pieces, first of the batch, then of features.
+    const auto few = [&] { return jobs() < wanted_; };
+    while (few() && rows_.each > 4 * tiles_.rows) {
+      rows_.each = ceil_div(rows_.each / 2, tiles_.rows) * tiles_.rows;
+    }
+    while (few() && blocks_ < panels_) {
+      ++blocks_;
+    }
+  }
+
+  std::size_t weight_bytes() const { return packing_.bytes(s_.a * stride_); }
+  std::int64_t weight_jobs() const { return s_.a * count() * panels_; }
+  void pack_weights(std::int64_t job, std::byte* packed) const {
+    const std::int64_t i = job / panels_ / count();
+    const Part& part = parts_[static_cast<std::size_t>(job / panels_ % count())];
+    if (job % panels_ < part.columns.panels()) {
+      const Columns::Panel panel = part.columns.panel(job % panels_);
+      packing_.right(packing_.at(w(i), 0, panel.first, part.chunk.first), s_.c, part.chunk, panel,
+                     packed + packing_.bytes(place(i, part, panel, 0)));
+    }
+  }
+
+  std::int64_t jobs() const { return rows_.pieces() * s_.a * count() * blocks_; }
+  void multiply(std::int64_t job, std::byte* packed) const {
+    const std::int64_t block = job % blocks_, i = job / blocks_ / count() % s_.a;
+    const Part& part = parts_[static_cast<std::size_t>(job / blocks_ % count())];
+    const std::int64_t first_row = job / blocks_ / count() / s_.a * rows_.each;
+    const std::int64_t last_row = std::min(first_row + rows_.each, p_.batch);
+    const std::int64_t panels = part.columns.panels();
+    const std::int64_t first = panels * block / blocks_, last = panels * (block + 1) / blocks_;
+    if (first == last) {
+      return;
+    }
+    const std::int64_t lane = part.columns.panel(first).first_vector * tiles_.lanes;
+    const std::int64_t lanes =
+        part.columns.panel(last - 1).first_vector * tiles_.lanes + part.columns.panel(last - 1).width - lane;
+    Buffers& buffers = Buffers::of_thread();
+    std::byte* const left = buffers.left.need(packing_.bytes(tiles_.rows * part.depth.each * part.chunk.run()));
+    const bool once = part.depth.pieces() == 1;
+    const bool fetches = far_ && (s_.d > part.chunk.run() || part.depth.each * part.chunk.run() <= kShortRow);
+    // Runs of a whole vector are packed by the first product of a strip, and fetched by those of the strip before.
+    const bool whole_runs = !tiles_.widens && part.chunk.full() && part.chunk.run() == tiles_.lanes &&
+                            tiles_.lanes > 1 && p_.x.feature == 1 &&
+                            !packing_.strip(x(i), part.depth.each, part.chunk).together;
+    // The bias, one tile's sums, and if they are computed piece by piece, all sums.
+    std::byte* const bias = buffers.sums.need(
+        tiles_.sum * static_cast<std::size_t>(lanes + tiles_.rows * lanes + (once ? 0 : rows_.each * lanes)));
+    std::byte* const sums = sum_at(bias, lanes);
+    for (std::int64_t n = first; n < last && p_.bias.data != nullptr; ++n) {
+      const Columns::Panel panel = part.columns.panel(n);
+      pack_bias(i, part.chunk, panel, sum_at(bias, panel.first_vector * tiles_.lanes - lane));
+    }
+    for (std::int64_t piece = 0; piece < part.depth.pieces(); ++piece) {
+      const std::int64_t k = piece * part.depth.each, depth = part.depth.size(piece);
+      for (std::int64_t row = first_row; row < last_row; row += tiles_.rows) {
+        const std::int64_t rows = std::min(tiles_.rows, last_row - row);
+        const Operand from = packing_.at(x(i), row, k, part.chunk.first);
+        const bool on_the_way = whole_runs && rows == tiles_.rows;
+        const Packing::Strip strip = on_the_way
+                                         ? packing_.strip(from, depth, part.chunk)
+                                         : packing_.left(from, rows, std::min(depth, s_.c - k), part.chunk, left);
+        simd::Term term{on_the_way ? from.data : left, 0, nullptr};
+        simd::Product product{.terms = &term, .count = 1, .steps = depth / tiles_.group};
+        product.row_stride = on_the_way ? from.row : strip.row;
+        product.step_stride = on_the_way ? from.col : strip.step;
+        product.copy = on_the_way ? left : nullptr;
+        product.add = piece > 0;
+        const Operand next = packing_.at(x(i), row + tiles_.rows, k, part.chunk.first);
+        product.soon_stride = next.col * size_;
+        product.soon_apart = next.row * size_;
+        std::int64_t fetched = 0;  // rows of the next strip
+        const bool follows = fetches && row + 2 * tiles_.rows <= last_row;
+        for (std::int64_t n = first; n < last; ++n) {
+          const Columns::Panel panel = part.columns.panel(n);
+          if (follows && !on_the_way) {
+            fetch(next, depth, part.chunk, n - first, last - first);
+          }
+          const bool soon = follows && on_the_way && fetched < tiles_.rows;
+          product.soon = soon ? packing_.at(next.data, fetched * next.row) : nullptr;
+          fetched += panel.vectors;
+          const std::int64_t lane_here = panel.first_vector * tiles_.lanes - lane;
+          product.right = packed + packing_.bytes(place(i, part, panel, k));
+          product.sum_stride = once ? panel.width : lanes;
+          product.sums = sum_at(sums, once ? 0 : (row - first_row) * lanes + lane_here);
+          const bool whole = piece + 1 == part.depth.pieces();
+          const Operand to = packing_.at(y(i), row, panel.first, part.chunk.first);
+          const bool direct = whole && !finishes_ && rows == tiles_.rows && to_memory(part.chunk, panel, to, product);
+          product.out = direct ? to.data : nullptr;
+          (tiles_.group > 1 ? tiles_.multiply : tiles_.multiply_runs[part.chunk.log])[panel.vectors - 1](product);
+          term.left = left;
+          product.row_stride = strip.row;
+          product.step_stride = strip.step;
+          product.copy = nullptr;
+          if (whole && !direct) {
+            if (finishes_) {
+              const void* const col_bias = p_.bias.data != nullptr ? sum_at(bias, lane_here) : nullptr;
+              finish({product.sums, product.sum_stride, rows, panel.width, nullptr, col_bias, p_.activation}, p_.dtype);
+            }
+            packing_.store(static_cast<const std::byte*>(product.sums), product.sum_stride, rows, panel.count,
+                           part.chunk, to, stream_);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  struct Part {
+    Chunk chunk;
+    Columns columns;
+    Split depth;
+    std::int64_t offset;  ///< of its packed weights
+  };
+  std::int64_t count() const { return static_cast<std::int64_t>(parts_.size()); }
+  std::int64_t place(std::int64_t i, const Part& part, const Columns::Panel& panel, std::int64_t k) const {
+    return i * stride_ + part.offset + panel.first_vector * tiles_.lanes * depth_ + k * panel.width;
+  }
+  /// Fetches a share of the tile of x that is packed next. Inline, as GCC would otherwise find that it does nothing.
+  [[gnu::always_inline]] void fetch(const Operand& from, std::int64_t depth, const Chunk& chunk, std::int64_t share,
+                                    std::int64_t shares) const {
+    const bool along = from.col == chunk.run();
+    const std::int64_t step = along ? kLine : from.col * size_;
+    const std::int64_t steps = along ? ceil_div(depth * from.col * size_, kLine) : depth;
+    for (std::int64_t i = 0; i < tiles_.rows; ++i) {
+      const auto* const row = static_cast<const std::byte*>(from.data) + i * from.row * size_;
+      for (std::int64_t n = steps * share / shares; n < steps * (share + 1) / shares; ++n) {
+        __builtin_prefetch(row + n * step, 0, 2);
+      }
+    }
+  }
+  /// Whether a tile's vectors lie in memory as they do in registers; says how.
+  bool to_memory(const Chunk& chunk, const Columns::Panel& panel, const Operand& to, simd::Product& product) const {
+    const bool vector = chunk.run() == tiles_.lanes, neighbours = to.col == chunk.run();
+    if (to.delta != 1 || !chunk.full() || panel.count * chunk.run() != panel.width || (!vector && !neighbours)) {
+      return false;
+    }
+    const auto lines = [&](std::intptr_t bytes) { return bytes % 64 == 0; };
+    product.out_stride = to.row;
+    product.vector_stride = vector ? to.col : 0;
+    product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(to.data)) && lines(to.row * size_) &&
+                     lines(to.col * size_ * tiles_.lanes / chunk.run()) && lines(tiles_.lanes * size_);
+    return true;
+  }
+
+  std::vector<Part> parts_;
+  Split rows_;
+  std::int64_t blocks_ = 1, panels_ = 1, stride_ = 0;
+};
+
+/// Rows are output features of one δ; columns are the batch.
+class BatchLast : Work {
+ public:
+  /// A thread takes up to `most` batch columns at a time.
+  BatchLast(const Problem& problem, Context& context, std::int64_t most = kBlockCols)
+      : Work(problem, simd::tiles(problem.dtype), context),
+        strips_{ceil_div(s_.b, tiles_.rows), ceil_div(s_.b, tiles_.rows)},
+        cols_{problem.batch,
+              std::max(most / (tiles_.lanes * tiles_.vectors), std::int64_t{1}) * tiles_.lanes * tiles_.vectors},
+        pieces_(even(depth_, kPanelDepth, tiles_.group)),
+        as_is_(problem.batch <= kSmallBatch && can_be_left(problem, tiles_)) {
+    const auto few = [&] { return jobs() < wanted_; };
+    while (few() && cols_.each > tiles_.lanes * tiles_.vectors) {
+      cols_.each -= tiles_.lanes * tiles_.vectors;
+    }
+    while (few() && strips_.each > 1) {
+      strips_.each = ceil_div(strips_.each, 2);
+    }
+  }
+
+  /// Whether weights can be read where they are.
+  static bool can_be_left(const Problem& problem, const Tiles& tiles) {
+    return problem.w.c == 1 && !tiles.widens && problem.sizes.b % tiles.rows == 0 && problem.sizes.c % tiles.group == 0;
+  }
+
+  std::size_t weight_bytes() const { return as_is_ ? 0 : packing_.bytes(s_.a * s_.d * stride()); }
+  std::int64_t weight_jobs() const { return as_is_ ? 0 : s_.a * s_.d; }
+  void pack_weights(std::int64_t job, std::byte* packed) const {
+    const Operand from = packing_.at(w(job / s_.d), 0, 0, job % s_.d);
+    tiles_.pack({from.data, from.row, from.col}, s_.c, s_.b, tiles_.rows, packed + packing_.bytes(job * stride()),
+                static_cast<std::int64_t>(packing_.bytes(depth_ * tiles_.rows)));
+  }
+
+  std::int64_t jobs() const { return s_.a * s_.d * cols_.pieces() * strips_.pieces(); }
+  void multiply(std::int64_t job, std::byte* packed) const {
+    const std::int64_t group = job / strips_.pieces() / cols_.pieces(), i = group / s_.d, l = group % s_.d;
+    const std::int64_t first_col = job / strips_.pieces() % cols_.pieces() * cols_.each;
+    const std::int64_t first_strip = job % strips_.pieces() * strips_.each;
+    const std::int64_t first_row = first_strip * tiles_.rows;
+    const std::int64_t rows = std::min(strips_.each * tiles_.rows, s_.b - first_row);
+    const Chunk one{l, 1, 0};
+    const Columns columns(std::min(cols_.each, p_.batch - first_col), 1, tiles_);
+    Buffers& buffers = Buffers::of_thread();
+    const bool once = pieces_.pieces() == 1;
+    const std::int64_t padded_rows = ceil_div(rows, tiles_.rows) * tiles_.rows;
+    std::byte* const bias =
+        buffers.sums.need(tiles_.sum * static_cast<std::size_t>(padded_rows * (1 + columns.lanes())));
+    std::byte* const sums = sum_at(bias, padded_rows);
+    if (p_.bias.data != nullptr) {
+      pack_bias(i, one, {first_row, rows, 0, 0, padded_rows}, bias);
+    }
+    std::byte* const right = buffers.right.need(packing_.bytes(pieces_.each * columns.lanes()));
+    // The first strip of weights packs a panel that lies in rows, and the second fetches the panel to its right.
+    const bool on_the_way = !tiles_.widens && tiles_.group == 1 && p_.x.batch == 1;
+    for (std::int64_t piece = 0; piece < pieces_.pieces(); ++piece) {
+      const std::int64_t k = piece * pieces_.each, depth = pieces_.size(piece);
+      const Operand from = packing_.at(x(i), first_col, k, l);
+      // Panels of one width together, so that rows of x are read on and on.
+      for (std::int64_t n = 0, same = 1; n < columns.panels() && !on_the_way; n += same) {
+        const Columns::Panel panel = columns.panel(n);
+        std::int64_t count = panel.count;
+        for (same = 1; n + same < columns.panels() && columns.panel(n + same).width == panel.width; ++same) {
+          count += columns.panel(n + same).count;
+        }
+        tiles_.pack({packing_.at(from.data, panel.first * from.row), from.col, from.row}, std::min(depth, s_.c - k),
+                    count, panel.width, right + packing_.bytes(depth * panel.first_vector * tiles_.lanes),
+                    static_cast<std::int64_t>(packing_.bytes(depth * panel.width)));
+      }
+      for (std::int64_t n = 0; n < columns.panels(); ++n) {
+        const Columns::Panel panel = columns.panel(n);
+        const std::int64_t lane = panel.first_vector * tiles_.lanes;
+        const bool whole_panel = panel.count == panel.width;
+        void* const data = packing_.at(from.data, panel.first * from.row);
+        std::byte* const to = on_the_way ? right : right + packing_.bytes(depth * lane);
+        if (on_the_way && !whole_panel) {
+          tiles_.pack({data, from.col, from.row}, depth, panel.count, panel.width, to, 0);
+        }
+        simd::Product product{.count = 1, .steps = depth / tiles_.group, .right = to};
+        product.raw_stride = from.col;
+        product.row_stride = as_is_ ? p_.w.b : tiles_.group;
+        product.step_stride = as_is_ ? tiles_.group : tiles_.group * tiles_.rows;
+        product.add = piece > 0;
+        product.sum_stride = once ? panel.width : columns.lanes();
+        const bool whole = piece + 1 == pieces_.pieces();
+        const Operand out = packing_.at(y(i), first_col + panel.first, 0, l);
+        for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+          const std::int64_t height = std::min(tiles_.rows, rows - row);
+          const simd::Term term{left(packed, group, first_row + row, k), 0, nullptr};
+          product.terms = &term;
+          product.raw = on_the_way && whole_panel && row == 0 ? data : nullptr;
+          const bool fetches = on_the_way && row == tiles_.rows && first_col + panel.first + panel.width < p_.batch;
+          product.soon = fetches ? packing_.at(data, panel.width) : nullptr;
+          product.soon_stride = from.col * size_;
+          product.soon_apart = kLine;
+          product.sums = sum_at(sums, once ? 0 : row * columns.lanes() + lane);
+          const Place place{packing_.at(out.data, (first_row + row) * out.col), out.col, out.row};
+          const bool direct = whole && !finishes_ && height == tiles_.rows && whole_panel && out.row == 1;
+          const auto lines = [&](std::intptr_t bytes) { return bytes % 64 == 0; };
+          product.out = direct ? place.data : nullptr;
+          product.out_stride = out.col;
+          product.stream = stream_ && lines(reinterpret_cast<std::intptr_t>(place.data)) && lines(out.col * size_) &&
+                           lines(panel.width * size_);
+          tiles_.multiply[panel.vectors - 1](product);
+          if (whole && !direct) {
+            if (finishes_) {
+              const void* const row_bias = p_.bias.data != nullptr ? sum_at(bias, row) : nullptr;
+              finish({product.sums, product.sum_stride, height, panel.width, row_bias, nullptr, p_.activation},
+                     p_.dtype);
+            }
+            tiles_.store(product.sums, product.sum_stride, height, panel.count, place, stream_);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  std::int64_t stride() const { return strips_.count * tiles_.rows * depth_; }
+  /// A strip of weights from depth k on.
+  const void* left(std::byte* packed, std::int64_t group, std::int64_t row, std::int64_t k) const {
+    return as_is_ ? packing_.at(w(group / s_.d), k, row, group % s_.d).data
+                  : packed + packing_.bytes(group * stride() + row * depth_ + k * tiles_.rows);
+  }
+
+  Split strips_, cols_, pieces_;
+  bool as_is_;
+};
+
+/// Batch first, with the batch on lanes: x is turned as it lies, all δ of a panel of batch rows at once, so that one δ
+/// is every d-th row of the panel. Sums of all δ lie together too, and are turned back in whole runs of features.
+class Turned : Work {
+ public:
+  /// A thread takes up to `most` batch rows at a time.
+  Turned(const Problem& problem, Context& context, std::int64_t most = kBlockCols)
+      : Work(problem, simd::widened_tiles(problem.dtype), context),
+        strips_{ceil_div(s_.b, tiles_.rows), ceil_div(s_.b, tiles_.rows)},
+        cols_(even(problem.batch, std::max(most, tiles_.lanes), tiles_.lanes)),
+        stored_(std::max<std::int64_t>(1, kTurnedRows / (s_.d * tiles_.rows)) * tiles_.rows),
+        as_is_(!tiles_.widens && s_.b % tiles_.rows == 0) {
+    const auto few = [&] { return jobs() < wanted_; };
+    while (few() && cols_.each > tiles_.lanes * tiles_.vectors) {
+      cols_.each -= tiles_.lanes;
+    }
+    while (few() && strips_.each >= 2 * kTurnedStrips) {  // each turns x for itself
+      strips_.each = ceil_div(strips_.each, 2);
+    }
+  }
+
+  static bool fits(const Problem& p) {
+    const auto& s = p.sizes;
+    return s.d <= kTurnedRuns && s.c * s.d <= kTurnedDepth && p.x.feature == 1 && p.y.feature == 1;
+  }
+
+  std::size_t weight_bytes() const { return as_is_ ? 0 : packing_.bytes(s_.a * s_.d * stride()); }
+  std::int64_t weight_jobs() const { return as_is_ ? 0 : s_.a * s_.d; }
+  void pack_weights(std::int64_t job, std::byte* packed) const {
+    const Operand from = packing_.at(w(job / s_.d), 0, 0, job % s_.d);
+    tiles_.pack({from.data, from.row, from.col}, s_.c, s_.b, tiles_.rows, packed + packing_.bytes(job * stride()),
+                static_cast<std::int64_t>(packing_.bytes(s_.c * tiles_.rows)));
+  }
+
+  std::int64_t jobs() const { return s_.a * cols_.pieces() * strips_.pieces(); }
+  void multiply(std::int64_t job, std::byte* packed) const {
+    const std::int64_t i = job / strips_.pieces() / cols_.pieces();
+    const std::int64_t first_col = job / strips_.pieces() % cols_.pieces() * cols_.each;
+    const std::int64_t first_row = job % strips_.pieces() * strips_.each * tiles_.rows;
+    const std::int64_t rows = std::min(strips_.each * tiles_.rows, s_.b - first_row);
+    const Columns columns(std::min(cols_.each, p_.batch - first_col), 1, tiles_);
+    Buffers& buffers = Buffers::of_thread();
+    const std::int64_t widest = tiles_.lanes * tiles_.vectors,
+                       features = ceil_div(rows, tiles_.rows) * tiles_.rows * s_.d;
+    std::byte* const right = buffers.right.need(packing_.bytes(s_.c * s_.d * widest));
+    std::byte* const bias =
+        buffers.sums.need(tiles_.sum * static_cast<std::size_t>(features + stored_ * s_.d * widest));
+    std::byte* const sums = sum_at(bias, features);
+    if (p_.bias.data != nullptr) {
+      const std::int64_t first = (i * s_.b + first_row) * s_.d;
+      tiles_.pack({packing_.at(p_.bias.data, first * p_.bias.stride), 0, p_.bias.stride}, 1, rows * s_.d, features,
+                  bias, 0);
+    }
+    for (std::int64_t n = 0; n < columns.panels(); ++n) {
+      const Columns::Panel panel = columns.panel(n);
+      const Operand from = packing_.at(x(i), first_col + panel.first, 0, 0);
+      tiles_.pack({from.data, from.delta, from.row}, s_.c * s_.d, panel.count, panel.width, right, 0);
+      for (std::int64_t row = 0; row < rows; row += stored_) {
+        const std::int64_t height = std::min(stored_, rows - row);
+        fill_sums(i, first_row + row, height, panel, packed, right, sums);
+        if (finishes_) {
+          const void* const row_bias = p_.bias.data != nullptr ? sum_at(bias, row * s_.d) : nullptr;
+          finish({sums, panel.width, height * s_.d, panel.width, row_bias, nullptr, p_.activation}, p_.dtype);
+        }
+        const Operand out = packing_.at(y(i), first_col + panel.first, first_row + row, 0);
+        tiles_.store(sums, panel.width, height * s_.d, panel.count, {out.data, out.delta, out.row}, stream_);
+      }
+    }
+  }
+
+ private:
+  std::int64_t stride() const { return strips_.count * tiles_.rows * s_.c; }
+  /// sums[(j, l)][n] for the outputs j from `first` on.
+  void fill_sums(std::int64_t i, std::int64_t first, std::int64_t rows, const Columns::Panel& panel, std::byte* packed,
+                 std::byte* right, std::byte* sums) const {
+    simd::Product product{.count = 1, .steps = s_.c};
+    product.right_stride = s_.d * panel.width;
+    product.sum_stride = s_.d * panel.width;
+    product.row_stride = as_is_ ? p_.w.b : 1;
+    product.step_stride = as_is_ ? p_.w.c : tiles_.rows;
+    for (std::int64_t row = 0; row < rows; row += tiles_.rows) {
+      for (std::int64_t l = 0; l < s_.d; ++l) {
+        const simd::Term term{as_is_ ? packing_.at(w(i), 0, first + row, l).data
+                                     : packed + packing_.bytes((i * s_.d + l) * stride() + (first + row) * s_.c),
+                              0, nullptr};
+        product.terms = &term;
+        product.right = right + packing_.bytes(l * panel.width);
+        product.sums = sum_at(sums, (row * s_.d + l) * panel.width);
+        tiles_.multiply_in_place[panel.vectors - 1](product);
+      }
+    }
+  }
+
+  Split strips_, cols_;
+  std::int64_t stored_;  ///< outputs of a panel that are stored together
+  bool as_is_;           ///< weights are read where they are
+};
+
+/// A few batch rows: weights stream by once, as they lie in memory, each row (k, l) against those of x.
+class FewRows : Work {
+ public:
+  FewRows(const Problem& problem, Context& context)
+      : Work(problem, simd::widened_tiles(problem.dtype), context),
+        rows_(
+            even(s_.b, std::clamp<std::int64_t>(kFewElements / (s_.c * s_.d), 4, std::max<std::int64_t>(s_.b, 4)), 4)),
+        lanes_(ceil_div(rows_.each * s_.d, tiles_.lanes) * tiles_.lanes) {}
+
+  static bool fits(const Problem& p) {
+    const std::int64_t d = p.sizes.d, lanes = simd::widened_tiles(p.dtype).lanes;
+    return p.batch <= kFewRows && (p.dtype == DType::f32 || p.dtype == DType::f64) && (p.w.d == 1 || d == 1) &&
+           p.w.c == d && p.x.feature == 1 && (d % lanes == 0 || (d < lanes && (d & (d - 1)) == 0));
+  }
+
+  std::size_t weight_bytes() const { return 0; }
+  std::int64_t weight_jobs() const { return 0; }
+  void pack_weights(std::int64_t /*job*/, std::byte* /*packed*/) const {}
+
+  std::int64_t jobs() const { return s_.a * rows_.pieces(); }
+  void multiply(std::int64_t job, std::byte* /*packed*/) const {
+    const std::int64_t i = job / rows_.pieces(), j = job % rows_.pieces() * rows_.each;
+    const std::int64_t rows = rows_.size(job % rows_.pieces()), cols = rows * s_.d;
+    std::byte* const bias =
+        Buffers::of_thread().sums.need(tiles_.sum * static_cast<std::size_t>(lanes_ * (1 + p_.batch)));
+    std::byte* const sums = sum_at(bias, lanes_);
+    dots({packing_.at(w(i), 0, j, 0).data, x(i).data, p_.w.b, p_.x.batch, rows, p_.batch, s_.c, s_.d, sums, lanes_},
+         p_.dtype);
+    if (finishes_) {
+      const bool biased = p_.bias.data != nullptr;
+      if (biased) {
+        tiles_.pack({packing_.at(p_.bias.data, (i * s_.b + j) * s_.d * p_.bias.stride), 0, p_.bias.stride}, 1, cols,
+                    lanes_, bias, 0);
+      }
+      finish({sums, lanes_, p_.batch, ceil_div(cols, tiles_.lanes) * tiles_.lanes, nullptr, biased ? bias : nullptr,
+              p_.activation},
+             p_.dtype);
+    }
+    const Operand to = packing_.at(y(i), 0, j, 0);
+    tiles_.store(sums, lanes_, p_.batch, cols, {to.data, to.row, to.delta}, false);
+  }
+
+ private:
+  Split rows_;
+  std::int64_t lanes_;
+};
+
+/// A large result often lies in fresh memory, whose pages would take longer than the product.
+void ask_for_large_pages(const Problem& p) {
+  const auto extent = [](std::int64_t count, std::int64_t stride) { return (count - 1) * stride; };
+  const std::int64_t rows = extent(p.batch, p.y.batch), cols = extent(p.sizes.a * p.sizes.b * p.sizes.d, p.y.feature);
+  const auto size = static_cast<std::int64_t>(size_of(p.dtype));
+  const std::int64_t first = (std::min<std::int64_t>(rows, 0) + std::min<std::int64_t>(cols, 0)) * size;
+  const std::int64_t last = (std::max<std::int64_t>(rows, 0) + std::max<std::int64_t>(cols, 0) + 1) * size;
+  if (last - first >= kFreshBytes) {
+    fretwork::ask_for_large_pages(static_cast<const std::byte*>(p.y.data) + first,
+                                  static_cast<std::size_t>(last - first));
+  }
+}
+
+template <typename Kind, typename... Most>
+void run_as(const Problem& problem, Context& context, Most... most) {
+  const Sizes& s = problem.sizes;
+  const Kind work(problem, context, most...);
+  const Workspace workspace(context, work.weight_bytes());
+  std::byte* const packed = static_cast<std::byte*>(workspace.data());
+  const double weights = static_cast<double>(s.a * s.b * s.c) * static_cast<double>(s.d);
+  if (const std::int64_t jobs = work.weight_jobs(); jobs > 0) {
+    context.executor->parallel_for(jobs, grain(jobs, 16 * weights), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t job = begin; job < end; ++job) {
+        work.pack_weights(job, packed);
+      }
+    });
+  }
+  const double operations = 2 * weights * static_cast<double>(std::max<std::int64_t>(problem.batch, 8));
+  context.executor->parallel_for(work.jobs(), grain(work.jobs(), operations),
+                                 [&](std::int64_t begin, std::int64_t end) {
+                                   for (std::int64_t job = begin; job < end; ++job) {
+                                     work.multiply(job, packed);
+                                   }
+                                   simd::finish_streams();
+                                 });
+}
+
+/// Whether the batch goes on lanes: where it is contiguous, and where turning x and y is less work than turning w.
+bool batch_on_lanes(const Problem& p) {
+  const auto& s = p.sizes;
+  const bool last = p.batch > 1 && p.x.batch == 1 && p.y.batch == 1;
+  const bool small = p.batch <= std::max<std::int64_t>(8, s.b * s.c / (s.b + s.c)) && p.batch <= kSmallBatch;
+  return last || (s.d == 1 && small && BatchLast::can_be_left(p, simd::tiles(p.dtype)));
+}
+
+/// Whether turning x and y is less work than packing w for runs of δ: where these do not fill vectors (as 3 of 4 lanes,
+/// or 8 outputs of 16), and for small batches. Fitted to times with and without AVX512-BF16's pairs, which turn
+/// nothing.
+bool turns(const Problem& p) {
+  const auto& s = p.sizes;
+  if (!Turned::fits(p)) {
+    return false;
+  }
+  if (s.d == 1) {
+    const Tiles& tiles = simd::tiles(p.dtype);
+    return tiles.group == 1 && (s.b < 2 * tiles.lanes || (p.batch <= kSmallBatch && !tiles.widens));
+  }
+  const bool fills = (s.d & (s.d - 1)) == 0 || s.d % simd::widened_tiles(p.dtype).lanes == 0;
+  return !fills || (s.d <= kShortRun && s.b % 8 == 0 && p.batch * s.d <= kTurnedElements);
+}
+
+}  // namespace
+
+void run(const Problem& problem, Context& context) {
+  ask_for_large_pages(problem);
+  if (FewRows::fits(problem)) {
+    run_as<FewRows>(problem, context);
+    return;
+  }
+  if (turns(problem)) {
+    run_as<Turned>(problem, context);
+    return;
+  }
+  batch_on_lanes(problem) ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
+}
+
+bool run(const Problem& problem, Context& context, const Choice& choice) {
+  switch (choice.route) {
+    case Route::rows:
+      ask_for_large_pages(problem);
+      run_as<BatchFirst>(problem, context, choice.first);
+      return true;
+    case Route::lanes:
+      ask_for_large_pages(problem);
+      Turned::fits(problem) ? run_as<Turned>(problem, context, choice.first)
+                            : run_as<BatchLast>(problem, context, choice.first);
+      return true;
+    case Route::few:
+      return FewRows::fits(problem) && (run_as<FewRows>(problem, context), true);
+    default:
+      return false;
+  }
+}
+
+std::vector<Choice> candidates(const Problem& problem) {
+  std::vector<Choice> list;
+  for (const int factor : {1, 2, 4, 8}) {
+    list.push_back({Route::rows, static_cast<int>(kBlockRows) * factor / 4});
+    list.push_back({Route::lanes, static_cast<int>(kBlockCols) * factor / 2});
+  }
+  if (FewRows::fits(problem)) {
+    list.push_back({Route::few});
+  }
+  return list;
+}
+
+}  // namespace fretwork::kronecker::cpu

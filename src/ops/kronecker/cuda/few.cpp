@@ -1,0 +1,455 @@
+// A few batch rows: along which axis weights are read, how threads are spread, the launch.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/params_few.cuh"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::kronecker::few {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+/// The axis of a thread's neighbouring weights, and their number.
+struct Kind {
+  Axis axis;
+  int v;
+};
+constexpr Kind kKinds[] = {{kAlongL, 4}, {kAlongL, 2}, {kAlongL, 1}, {kAlongK, 4}, {kAlongJ, 4}};
+constexpr DType kTypes[] = {DType::f16, DType::bf16, DType::f32};
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 64;
+
+/// Neighbouring l of a lane on the tensor cores.
+constexpr int kDeltas[] = {8, 4, 2};
+/// Before sm_80 the sums of more would not fit into shared memory.
+int most_deltas(int arch) { return arch < 80 ? 4 : 8; }
+
+KernelSpec tile_instance(DType dtype, int v) {
+  return {"ops/kronecker/cuda/few_tile.cuh",
+          std::string("fretwork::kronecker::few::product_tiles<") + device_type(dtype) + ", " + std::to_string(v) + ">",
+          KernelSpec::kBySize};
+}
+KernelSpec instance(DType dtype, const Kind& kind) {
+  constexpr const char* kNames[] = {"kAlongL", "kAlongK", "kAlongJ"};
+  return {"ops/kronecker/cuda/few.cuh",
+          std::string("fretwork::kronecker::few::product<") + device_type(dtype) +
+              ", fretwork::kronecker::few::" + kNames[kind.axis] + ", " + std::to_string(kind.v) + ">",
+          KernelSpec::kBySize};
+}
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  const int number = driver::arch_number(arch);
+  std::vector<KernelSpec> list;
+  for (const DType dtype : kTypes) {
+    for (const Kind& kind : kKinds) {
+      list.push_back(instance(dtype, kind));
+    }
+    for (const int v : kDeltas) {
+      if (dtype != DType::f32 && has_mma(dtype, number) && v <= most_deltas(number)) {
+        list.push_back(tile_instance(dtype, v));
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
+
+/// By type (its place in kTypes): the kinds, then the tiles of each number of l.
+constexpr std::size_t kOfType = std::size(kKinds) + std::size(kDeltas);
+constinit KernelTable<std::size(kTypes) * kOfType> kernels;
+
+/// A vector of `v` begins at a multiple of its size wherever i, l, j and k (but for `axis`) stand.
+bool whole(const Weights& w, const Sizes& s, Axis axis, int v, std::size_t size) {
+  const auto fits = [&](std::int64_t count, std::int64_t stride) { return count == 1 || stride % v == 0; };
+  return reinterpret_cast<std::uintptr_t>(w.data) % (static_cast<std::size_t>(v) * size) == 0 && fits(s.a, w.a) &&
+         (axis == kAlongJ || fits(s.b, w.b)) && (axis == kAlongK || fits(s.c, w.c)) &&
+         (axis == kAlongL || fits(s.d, w.d));
+}
+
+/// The kind that reads most at once; its place among kKinds.
+std::size_t choose_kind(const Weights& w, const Sizes& s, std::size_t size) {
+  const auto suits = [&](const Kind& kind) {
+    const std::int64_t count = kind.axis == kAlongL ? s.d : kind.axis == kAlongK ? s.c : s.b;
+    const std::int64_t stride = kind.axis == kAlongL ? w.d : kind.axis == kAlongK ? w.c : w.b;
+    return stride == 1 && count % kind.v == 0 && count > 1 && whole(w, s, kind.axis, kind.v, size);
+  };
+  for (const std::size_t n : {0u, 3u, 4u, 1u}) {
+    if (suits(kKinds[n])) {
+      return n;
+    }
+  }
+  return 2;
+}
+
+/// How many threads stand along each axis, as powers of two, and what follows from it.
+struct Spread {
+  int log_l = 0, log_k = 0, log_j = 0;
+  std::int64_t tile_l = 0, tile_j = 0, step = 0;
+  Spread() = default;
+  Spread(const Kind& kind, int l, int k)
+      : log_l(l),
+        log_k(k),
+        log_j(std::countr_zero(static_cast<unsigned>(kThreads)) - l - k),
+        tile_l(std::int64_t{kind.axis == kAlongL ? kind.v : 1} << l),
+        tile_j((std::int64_t{vectors_of(kind.axis, kind.v)} * (kind.axis == kAlongJ ? kind.v : 1)) << log_j),
+        step(std::int64_t{kind.axis == kAlongK ? kind.v : 1} << k) {}
+};
+
+/// Clocks that a spread takes at best: the SM with most CTAs moves their weights, x and sums, and no CTA is faster than
+/// its loads, which wait for each other.
+double cost(const Problem& p, const Kind& kind, const Spread& spread, bool k_next, int multiprocessors) {
+  constexpr double kMemory = 18, kL2 = 26, kX = 24, kLatency = 700, kResident = 2;
+  const Sizes& s = p.sizes;
+  const auto size = static_cast<double>(size_of(p.dtype));
+  const std::int64_t groups = ceil_div(p.batch, kRows);
+  const std::int64_t ctas = s.a * ceil_div(s.d, spread.tile_l) * ceil_div(s.b, spread.tile_j) * groups;
+  const auto steps = static_cast<double>(ceil_div(s.c, spread.step)), rows = double(std::min<std::int64_t>(p.batch, 8));
+  const int sums = sums_of(kind.axis, kind.v);
+  // What lies together in memory of what a step reads; the rest of a sector is read in vain.
+  const double run = size * double(kind.axis == kAlongL   ? spread.tile_l
+                                   : kind.axis == kAlongK ? spread.step
+                                                          : std::int64_t{kind.v} << spread.log_j);
+  const bool joined = kind.axis == kAlongL && spread.tile_l >= s.d;
+  const double together = joined ? run * double(1 << (k_next ? spread.log_k : spread.log_j)) : run;
+  const double bytes = steps * kThreads * vectors_of(kind.axis, kind.v) * kind.v * size * std::max(1.0, 32 / together);
+  const double ffma = steps * kThreads * vectors_of(kind.axis, kind.v) * kind.v * (rows + 2) / 110;
+  const double x = rows * double(s.c * spread.tile_l) * 4 / kX, ends = rows * sums * 8;
+  const double rate = groups == 1 ? kMemory : kL2;  // only the first group of rows waits for memory
+  const double busy = double(ceil_div(ctas, multiprocessors)) * (std::max(bytes / rate, ffma) + x + ends);
+  const double turns = double(ceil_div(ctas, static_cast<std::int64_t>(kResident) * multiprocessors));
+  return std::max(busy, turns * (steps / 2 + 3) * kLatency);
+}
+
+Spread choose_spread(const Problem& p, const Kind& kind, bool k_next, int multiprocessors) {
+  constexpr int kLog = std::countr_zero(static_cast<unsigned>(kThreads));
+  const auto log_up = [](std::int64_t n) {
+    return static_cast<int>(std::bit_width(static_cast<std::uint64_t>(n - 1)));
+  };
+  const int most_l = kind.axis == kAlongL ? std::min(5, log_up(ceil_div(p.sizes.d, kind.v))) : 0;
+  const int most_k = std::min(kLog, log_up(ceil_div(p.sizes.c, kind.axis == kAlongK ? kind.v : 1)));
+  Spread best;
+  double least = std::numeric_limits<double>::max();
+  for (int l = 0; l <= most_l; ++l) {
+    for (int k = 0; k <= std::min(most_k, kLog - l); ++k) {
+      const Spread spread(kind, l, k);
+      if (const double clocks = cost(p, kind, spread, k_next, multiprocessors); clocks < least) {
+        least = clocks;
+        best = spread;
+      }
+    }
+  }
+  return best;
+}
+
+/// The same on the tensor cores, by warps and, along the depth, CTAs of a cluster.
+struct TileSpread {
+  static constexpr std::int64_t kRoom = 80 * 1024;
+  int v = 0, log_l = 0, log_k = 0, log_j = 0, split = 1;
+  std::int64_t tile_l = 0, tile_j = 0, step = 0, part = 0;
+  TileSpread() = default;
+  TileSpread(int deltas, int l, int k, std::int64_t c, int ctas)
+      : v(deltas),
+        log_l(l),
+        log_k(k),
+        log_j(std::countr_zero(static_cast<unsigned>(kWarps)) - l - k),
+        tile_l(std::int64_t{v} << l),
+        tile_j(std::int64_t{kTileSide} << log_j),
+        step(std::int64_t{16} << k) {
+    const std::int64_t steps = ceil_div(c, step), each = ceil_div(steps, std::int64_t{ctas});
+    part = each * step;
+    split = static_cast<int>(ceil_div(steps, each));  // none has nothing to do
+  }
+  /// Steps that x is fetched for at once, in up to so many bytes.
+  std::int64_t steps(std::int64_t rows, std::int64_t room = kRoom) const {
+    const std::int64_t bytes = (step / 16) * rows * 4 * tile_pitch(static_cast<int>(tile_l)) * 2;
+    return std::min(part / step, std::max<std::int64_t>(room / bytes, 1));
+  }
+  int log_cells() const { return std::countr_zero(static_cast<std::uint64_t>(tile_l * tile_j)); }
+  std::int64_t places(const Sizes& s, std::int64_t batch) const {
+    return s.a * ceil_div(s.d, tile_l) * ceil_div(s.b, tile_j) * ceil_div(batch, std::int64_t{kTileRows});
+  }
+};
+
+/// Batch rows that a CTA on the tensor cores has room for, and those that it fetches.
+std::int64_t room_of(std::int64_t batch) { return batch <= 8 ? 8 : kTileRows; }
+std::int64_t fetched(std::int64_t batch) {
+  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(std::min<std::int64_t>(batch, kTileRows))));
+}
+
+/// As `cost`, for warps on the tensor cores. From times on an H200, a step takes a whole trip to memory: the loads of
+/// the next one are under way while this one is multiplied, but that is soon done. So do trips for x.
+double tile_cost(const Problem& p, const TileSpread& spread, int multiprocessors) {
+  constexpr double kMemory = 18, kL2 = 26, kX = 24, kTrip = 1400, kStart = 800, kMeeting = 1200;
+  const Sizes& s = p.sizes;
+  const std::int64_t rows = fetched(p.batch), ctas = spread.places(s, p.batch) * spread.split;
+  const auto steps = double(spread.part) / double(spread.step);
+  const double run = spread.tile_l >= s.d ? 32 : 2.0 * double(spread.tile_l);
+  const double bytes = steps * kTileThreads * 8 * spread.v * 2 * std::max(1.0, 32 / run);
+  const auto x = double(rows * spread.part * spread.tile_l);
+  const int sums = spread.split << spread.log_k;
+  const double ends =
+      std::ceil(double(rows << spread.log_cells()) / (4.0 * kTileThreads * spread.split)) * (150 + 12.0 * sums);
+  const double rate = p.batch <= kTileRows ? kMemory : kL2;  // only the first rows wait for memory
+  const double busy = double(ceil_div(ctas, multiprocessors)) * (bytes / rate + 2 * x / kX + ends);
+  const double chunks = std::ceil(steps / double(spread.steps(room_of(p.batch))));
+  const double trips = steps + std::ceil(x / chunks / 8192) * chunks - 1;  // the first of both go together
+  const double turns = double(ceil_div(ctas, (spread.v == 8 ? 1 : 2) * multiprocessors));
+  return std::max(busy, turns * (kStart + trips * kTrip + ends + (spread.split > 1 ? kMeeting : 0)));
+}
+
+/// The best for `v` neighbouring l, and its cost.
+struct TileChoice {
+  TileSpread spread;
+  double clocks = std::numeric_limits<double>::max();
+};
+TileChoice choose_tiles(const Problem& p, int v, bool clusters, int multiprocessors) {
+  constexpr int kLog = std::countr_zero(static_cast<unsigned>(kWarps));
+  const Sizes& s = p.sizes;
+  TileChoice best;
+  for (int l = 0; l <= kLog && (l == 0 || v << (l - 1) < s.d); ++l) {
+    for (int k = 0; k <= kLog - l && (k == 0 || 16 << (k - 1) < s.c); ++k) {
+      // More CTAs than fit twice need no more.
+      const std::int64_t places = TileSpread(v, l, k, s.c, 1).places(s, p.batch);
+      const int most = clusters && places < 2 * multiprocessors ? kMostSplit : 1;
+      for (int wanted = 1, last = 0; wanted <= most; ++wanted) {
+        const TileSpread spread(v, l, k, s.c, wanted);
+        if (spread.split == last) {
+          continue;
+        }
+        last = spread.split;
+        if (const double clocks = tile_cost(p, spread, multiprocessors); clocks < best.clocks) {
+          best = {spread, clocks};
+        }
+      }
+    }
+  }
+  return best;
+}
+
+/// Four neighbours of x can be read at once: l of one k, or with all l of several k.
+bool x_vectors(const Problem& p, std::int64_t tile_l, std::int64_t step, bool several_k) {
+  const Sizes& s = p.sizes;
+  const std::size_t bytes = 4 * size_of(p.dtype);
+  const bool within = tile_l % 4 == 0 && s.d % 4 == 0;
+  const bool across = several_k && tile_l == s.d && s.c * s.d % 4 == 0 && step * s.d % 4 == 0;
+  return p.x.feature == 1 && (within || across) && reinterpret_cast<std::uintptr_t>(p.x.data) % bytes == 0 &&
+         (p.batch == 1 || p.x.batch % 4 == 0);
+}
+
+/// Two neighbouring l of x can be read at once.
+bool x_pairs(const Problem& p) {
+  return p.x.feature == 1 && (p.batch == 1 || p.x.batch % 2 == 0) &&
+         reinterpret_cast<std::uintptr_t>(p.x.data) % 4 == 0;
+}
+
+/// Four rows of x can be read at once: batch last, and none of them is missing.
+bool x_rows(const Problem& p) {
+  return p.x.batch == 1 && p.batch % 4 == 0 && p.x.feature % 4 == 0 &&
+         reinterpret_cast<std::uintptr_t>(p.x.data) % (4 * size_of(p.dtype)) == 0;
+}
+
+Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
+
+/// What both kinds of kernel are told of the problem and of how it is spread over `rows` at a time.
+template <typename AnySpread>
+Params fill(const Problem& p, const AnySpread& spread, std::int64_t rows) {
+  const Sizes& s = p.sizes;
+  Params params{};
+  params.x = p.x.data;
+  params.w = p.w.data;
+  params.bias = p.bias.data;
+  params.y = p.y.data;
+  params.x_batch = p.x.batch;
+  params.x_feature = p.x.feature;
+  params.y_batch = p.y.batch;
+  params.y_feature = p.y.feature;
+  params.w_a = p.w.a;
+  params.w_b = p.w.b;
+  params.w_c = p.w.c;
+  params.w_d = p.w.d;
+  params.bias_stride = p.bias.stride;
+  params.batch = static_cast<int>(p.batch);
+  params.b = static_cast<int>(s.b);
+  params.c = static_cast<int>(s.c);
+  params.d = static_cast<int>(s.d);
+  params.log_l = spread.log_l;
+  params.log_k = spread.log_k;
+  params.log_j = spread.log_j;
+  params.split = 1;
+  params.groups = divisor(ceil_div(p.batch, rows));
+  params.j_tiles = divisor(ceil_div(s.b, spread.tile_j));
+  params.l_tiles = divisor(ceil_div(s.d, spread.tile_l));
+  params.activation = static_cast<int>(p.activation);
+  return params;
+}
+
+/// Lanes can read `v` neighbouring l at once, for the tensor cores.
+bool tiles_fit(const Problem& p, int v, const Context& context) {
+  const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
+  const int arch = driver::arch_number(context.device.index);
+  return type && p.w.d == 1 && p.sizes.d % v == 0 && whole(p.w, p.sizes, kAlongL, v, 2) && has_mma(p.dtype, arch) &&
+         v <= most_deltas(arch);
+}
+
+bool has_clusters(const Context& context) { return driver::kernel_arch(context.device.index) == "sm_90a"; }
+
+/// The number of l that suits best, of those whose bits are set: the same for every batch, as each is another kernel. 0
+/// for none.
+int choose_deltas(Problem p, unsigned fitting, bool clusters, int multiprocessors) {
+  p.batch = kTileRows;
+  int best = 0;
+  double least = std::numeric_limits<double>::max();
+  for (const int v : kDeltas) {
+    if ((fitting & static_cast<unsigned>(v)) != 0) {
+      // Shorter loads must pay: they make more tiles, but also more requests.
+      if (const double clocks = choose_tiles(p, v, clusters, multiprocessors).clocks; clocks < 0.85 * least) {
+        least = clocks;
+        best = v;
+      }
+    }
+  }
+  return best;
+}
+
+/// The way on the tensor cores; its clocks are without end where there is none. Choosing takes longer than a launch, so
+/// that what was chosen lately is kept.
+TileChoice choose_tiles(const Problem& p, const Context& context) {
+  struct Kept {
+    Sizes sizes{};
+    std::int64_t batch = 0;
+    unsigned fitting = 0;
+    int multiprocessors = 0;
+    bool clusters = false;
+    bool operator==(const Kept&) const = default;
+  };
+  thread_local std::array<std::pair<Kept, TileChoice>, 16> lately;
+  Kept now{p.sizes, p.batch, 0, driver::device_info(context.device.index).multiprocessors, has_clusters(context)};
+  for (const int v : kDeltas) {
+    now.fitting |= tiles_fit(p, v, context) ? static_cast<unsigned>(v) : 0u;
+  }
+  const Sizes& s = p.sizes;
+  auto& [kept, choice] =
+      lately[static_cast<std::size_t>(s.a + s.b + s.b / 16 + s.c / 8 + s.d + p.batch) % lately.size()];
+  if (now != kept) {
+    const int v = choose_deltas(p, now.fitting, now.clusters, now.multiprocessors);
+    choice = v == 0 ? TileChoice{} : choose_tiles(p, v, now.clusters, now.multiprocessors);
+    kept = now;
+  }
+  return choice;
+}
+
+void launch(const Params& params, const Problem& p, std::size_t which, std::int64_t shared, Context& context) {
+  const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, p.dtype) - std::begin(kTypes));
+  const std::int64_t grid = p.sizes.a * params.l_tiles.divisor * params.j_tiles.divisor * params.groups.divisor;
+  const bool tiles = which >= std::size(kKinds);
+  kernels
+      .get(type * kOfType + which, context.device.index,
+           [&] {
+             return tiles ? tile_instance(p.dtype, kDeltas[which - std::size(kKinds)])
+                          : instance(p.dtype, kKinds[which]);
+           })
+      .launch_clusters(grid * params.split, params.split, tiles ? kTileThreads : kThreads, static_cast<int>(shared),
+                       &params, context.stream);
+}
+
+void run_tiles(const Problem& p, const TileSpread& spread, Context& context) {
+  const std::int64_t room = room_of(p.batch);
+  Params params = fill(p, spread, kTileRows);
+  params.split = spread.split;
+  params.by_split = divisor(spread.split);
+  params.part = static_cast<int>(spread.part);
+  const std::int64_t x_room = std::min<std::int64_t>(TileSpread::kRoom, driver::shared_limit(context.device.index));
+  params.chunk = static_cast<int>(spread.steps(room, x_room) * spread.step);
+  params.pitch = tile_pitch(static_cast<int>(spread.tile_l));
+  params.x_vector = x_vectors(p, spread.tile_l, spread.step, false);
+  params.x_pairs = x_pairs(p);
+  params.x_rows = x_rows(p);
+  params.log_rows = std::countr_zero(static_cast<std::uint64_t>(fetched(p.batch)));
+  const std::int64_t x = params.chunk / 16 * room * 4 * params.pitch * 2;
+  const std::int64_t sums = (room << spread.log_k) * sums_pitch(spread.log_cells()) * std::int64_t{sizeof(float)};
+  const auto which = static_cast<std::size_t>(std::ranges::find(kDeltas, spread.v) - std::begin(kDeltas));
+  launch(params, p, std::size(kKinds) + which, std::max(x, sums), context);
+}
+
+void run_threads(const Problem& p, Context& context) {
+  const Sizes& s = p.sizes;
+  const std::size_t which = choose_kind(p.w, s, size_of(p.dtype));
+  const Kind& kind = kKinds[which];
+  const bool k_next = std::llabs(p.w.c) <= std::llabs(p.w.b) && kind.axis != kAlongJ;
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const Spread spread = choose_spread(p, kind, k_next, multiprocessors);
+  Params params = fill(p, spread, kRows);
+  params.k_next = k_next;
+  params.x_vector = x_vectors(p, spread.tile_l, spread.step, true);
+  // x in shared memory: all k where they fit, else whole steps of them.
+  constexpr std::int64_t kPositions = 1536;
+  const std::int64_t steps =
+      std::min(ceil_div(s.c, spread.step), std::max<std::int64_t>(kPositions / (spread.step * spread.tile_l), 1));
+  params.chunk = static_cast<int>(steps * spread.step);
+  params.pitch = static_cast<int>(ceil_div(steps * spread.step * spread.tile_l, 32) * 32 + 4);
+  const std::int64_t rows = p.batch == 1 ? 1 : p.batch <= 4 ? 4 : kRows;
+  const std::int64_t floats = rows * std::max(params.pitch, sums_of(kind.axis, kind.v) * kPitch);
+  launch(params, p, which, floats * static_cast<std::int64_t>(sizeof(float)), context);
+}
+
+}  // namespace
+
+bool pays(const Problem& p, const Context& context) {
+  // Batch last, so many weights should sooner be packed and multiplied (reckoned): more than eight rows are fetched
+  // again for every tile of outputs.
+  constexpr std::int64_t kManyWeights = 32 << 20;  // bytes
+  const Sizes& s = p.sizes;
+  const std::int64_t bytes = s.a * s.b * s.c * s.d * static_cast<std::int64_t>(size_of(p.dtype));
+  if (p.batch > 8 && p.x.batch == 1 && p.y.batch == 1 && bytes >= kManyWeights) {
+    return false;
+  }
+  if (p.batch > kMostRows) {
+    // One launch that reads the weights again for every 16 rows, against one that packs them and another.
+    constexpr std::int64_t kMostAgain = 4 << 20;
+    return p.batch <= kMostTileRows && bytes * ceil_div(p.batch, std::int64_t{kTileRows}) <= kMostAgain &&
+           tiles_fit(p, 2, context);
+  }
+  if (tiles_fit(p, 2, context)) {  // the tensor cores keep up with memory
+    return true;
+  }
+  // So does FFMA with eight rows, and with sixteen it is still faster than packing weights, which d = 1 does not need:
+  // there copies and products of whole tiles are sooner done, where each SM has one. Exact fp32 has nothing faster.
+  const bool exact = p.dtype == DType::f32 && context.precision == Precision::ieee;
+  if (s.d > 1 || p.dtype == DType::f32) {
+    return exact || p.batch <= 16;
+  }
+  const bool in_one_go = has_clusters(context) && s.c <= 128 &&
+                         s.a * ceil_div(s.b, 64) <= driver::device_info(context.device.index).multiprocessors;
+  return p.batch <= 8 && !in_one_go;
+}
+
+bool run(const Problem& p, Context& context) {
+  const Sizes& s = p.sizes;
+  const bool type = std::ranges::find(kTypes, p.dtype) != std::end(kTypes);
+  // One CTA for each (i, j, l) is more than there ever are.
+  const bool sizes = s.b < kMost && s.c < kMost && s.d < kMost && s.a < kMost && s.a * s.b < kMost * 8 / s.d;
+  if (!type || p.batch > kMostTileRows || !sizes) {
+    return false;
+  }
+  if (const TileChoice tiles = choose_tiles(p, context); tiles.spread.v > 0) {
+    run_tiles(p, tiles.spread, context);
+    return true;
+  }
+  if (p.batch <= kMostRows) {
+    run_threads(p, context);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace fretwork::kronecker::few

@@ -1,0 +1,335 @@
+// Exact fp32 on a GPU: which tiles a problem is cut into, and the launches.
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "ops/kronecker/cuda/launch.h"
+#include "ops/kronecker/cuda/pack.h"
+#include "ops/kronecker/cuda/params.h"
+#include "ops/kronecker/cuda/params_ieee.cuh"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::kronecker::ieee {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr const char* kLines = "ops/kronecker/cuda/ieee.cuh";
+constexpr const char* kDeltas = "ops/kronecker/cuda/ieee_strided.cuh";
+
+constexpr LineTile kProductLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 4, 1}, {3, 4, 1}};
+constexpr LineTile kWeightLines[] = {{4, 2, 2}, {3, 2, 2}, {4, 1, 1}, {3, 1, 1}};
+
+const char* flag(bool f) { return f ? ", true" : ", false"; }
+int line_bytes(const LineTile& t, bool left_depth, bool right_depth) {
+  const int ring = kLineStages * (line_words(t.rows(), left_depth) + line_words(t.cols(), right_depth));
+  const int half = t.rows() / 2 * (t.cols() + 1);  // of the tile, on its way out
+  return 4 * std::max(ring, half);
+}
+int delta_bytes(const DeltaTile& t, bool depth_inner) {
+  return 4 * kDeltaStages * (delta_words(t.rows(), t.v, depth_inner) + delta_words(t.cols(), t.v, depth_inner));
+}
+KernelSpec line_kernel(const LineTile& t, bool left_depth, bool right_depth) {
+  return {kLines,
+          "fretwork::kronecker::ieee::product_ieee<" + std::to_string(t.quads) + ", " + std::to_string(t.warp_rows) +
+              ", " + std::to_string(t.warp_cols) + flag(left_depth) + flag(right_depth) + ">",
+          line_bytes(t, left_depth, right_depth)};
+}
+KernelSpec delta_kernel(const DeltaTile& t, bool depth_inner) {
+  return {kDeltas,
+          "fretwork::kronecker::ieee::deltas_ieee<" + std::to_string(t.v) + ", " + std::to_string(t.e) + ", " +
+              std::to_string(t.c) + ", " + std::to_string(t.warps) + flag(depth_inner) + ">",
+          delta_bytes(t, depth_inner)};
+}
+KernelSpec order_kernel() { return {kLines, "fretwork::kronecker::ieee::order_weights"}; }
+
+constexpr int kNeighbours = 2;  // δ of a thread
+
+std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
+  std::vector<KernelSpec> list;
+  list.push_back(order_kernel());
+  for (const LineTile& t : kProductLines) {
+    list.push_back(line_kernel(t, false, false));
+    list.push_back(line_kernel(t, true, false));
+  }
+  for (const LineTile& t : kWeightLines) {
+    list.push_back(line_kernel(t, true, true));
+    if (t.warp_rows == 1) {
+      list.push_back(line_kernel(t, false, false));
+    }
+  }
+  for (const int v : {8, 4, 2}) {
+    for (const int c : {16, 12}) {
+      list.push_back(delta_kernel({v, kNeighbours, c / kNeighbours, v == 8 ? 8 : 4}, true));
+      list.push_back(delta_kernel({v, kNeighbours, c / kNeighbours, 4}, false));
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker", list_kernels};
+
+bool here(DType dtype, const Sizes& s, const Context& context) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();  // weights are ordered in 32 bits
+  return dtype == DType::f32 && s.a * s.c * s.d * (s.b + 3) < kMost && context.precision == Precision::ieee &&
+         driver::arch_number(context.device.index) >= 80;
+}
+
+/// Every line of an operand whose inner stride is 1 begins at 16 bytes.
+bool wide(const ProductOperand& o) {
+  const std::int64_t across = o.entry == 1 ? o.line : o.entry;
+  return (across | o.i | o.l) % 4 == 0 && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0;
+}
+
+/// Lines are batch rows, or features where the batch is the depth. Steps that nobody takes are zero.
+ProductOperand operand(const Matrix& m, const Sizes& s, std::int64_t width, bool batch_is_entry) {
+  const std::int64_t across = s.d * m.feature;
+  return {m.data,
+          s.a > 1 ? width * across : 0,
+          s.d > 1 ? m.feature : 0,
+          batch_is_entry ? across : m.batch,
+          batch_is_entry ? m.batch : across,
+          (m.batch == 1) != batch_is_entry ? 1 : 2,
+          0};
+}
+
+ProductParams product_params(const Problem& problem) {
+  const auto& [a, b, c, d] = problem.sizes;
+  ProductParams p{};
+  p.left = operand(problem.x, problem.sizes, c, false);
+  p.out = operand(problem.y, problem.sizes, b, false);
+  p.bias = problem.bias.data;
+  p.bias_i = b * d * problem.bias.stride;
+  p.bias_l = problem.bias.stride;
+  p.bias_col = d * problem.bias.stride;
+  p.rows = problem.batch;
+  p.cols = b;
+  p.depth = p.piece = c;
+  p.a = a;
+  p.d = p.l_groups = d;
+  p.pieces = 1;
+  p.activation = static_cast<int>(problem.activation);
+  return p;
+}
+
+/// The tile with the least to do; the narrow ones read more for each product.
+const LineTile& choose(std::span<const LineTile> tiles, std::int64_t rows, std::int64_t cols) {
+  const auto cost = [&](const LineTile& t) {
+    const double area = double(ceil_div(rows, t.rows()) * t.rows()) * double(ceil_div(cols, t.cols()) * t.cols());
+    return area * (1 + 4.0 / t.rows() + 4.0 / t.cols());
+  };
+  return *std::ranges::min_element(tiles, {}, cost);
+}
+
+void launch(ProductParams& p, const LineTile& t, bool left_depth, bool right_depth, Context& context) {
+  p.row_tiles = ceil_div(p.rows, t.rows());
+  p.col_tiles = ceil_div(p.cols, t.cols());
+  p.left.unit = wide(p.left) ? 16 : 4;
+  p.right.unit = wide(p.right) ? 16 : 4;
+  get_kernel(line_kernel(t, left_depth, right_depth), context.device.index)
+      .launch(p.pieces * p.row_tiles * p.a * p.d * p.col_tiles, t.threads(), line_bytes(t, left_depth, right_depth), &p,
+              context.stream);
+}
+
+void launch(ProductParams& p, const DeltaTile& t, bool depth_inner, Context& context) {
+  p.l_groups = p.d / t.v;
+  p.row_tiles = ceil_div(p.rows, t.rows());
+  p.col_tiles = ceil_div(p.cols, t.cols());
+  get_kernel(delta_kernel(t, depth_inner), context.device.index)
+      .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, t.threads(), delta_bytes(t, depth_inner), &p,
+              context.stream);
+}
+
+/// Sizes and strides of the weights' axes in the order that they are wanted in.
+void order(const Weights& w, void* to, const std::int64_t (&sizes)[4], const std::int64_t (&strides)[4],
+           std::int64_t line, Context& context) {
+  OrderParams p{static_cast<const float*>(w.data), static_cast<float*>(to), {}, {}, static_cast<unsigned>(line), 0};
+  std::copy(std::begin(strides), std::end(strides), p.strides);
+  std::transform(std::begin(sizes), std::end(sizes), p.sizes, [](auto n) { return static_cast<unsigned>(n); });
+  p.count = static_cast<unsigned>(sizes[0] * sizes[1] * sizes[2] * line);
+  get_kernel(order_kernel(), context.device.index)
+      .launch(std::min<std::int64_t>(ceil_div(p.count, 256), 1 << 16), 256, 0, &p, context.stream);
+}
+
+/// Neighbouring δ that a CTA takes, or 0: what lies between them must be copied in 16 bytes.
+int deltas_of(std::int64_t d, std::int64_t b, std::int64_t c) {
+  return d % 8 == 0 ? 8 : d % 4 == 0 ? 4 : d == 2 && b % 2 == 0 && c % 2 == 0 ? 2 : 0;
+}
+bool along_deltas(const Matrix& m, std::int64_t batch) {
+  return m.feature == 1 && (batch == 1 || m.batch % 4 == 0) && reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0;
+}
+
+DeltaTile delta_tile(int v, std::int64_t cols, int warps) {
+  const bool narrow = ceil_div(cols, 48) * 48 < ceil_div(cols, 64) * 64;
+  return {v, kNeighbours, (narrow ? 12 : 16) / kNeighbours, warps};
+}
+
+void run_deltas(const Problem& problem, int v, Context& context) {
+  const auto& [a, b, c, d] = problem.sizes;
+  const Weights& w = problem.w;
+  ProductParams p = product_params(problem);
+  const bool plain = w.d == 1 && w.c == d && w.b % 4 == 0 && (a == 1 || w.a % 4 == 0) &&
+                     reinterpret_cast<std::uintptr_t>(w.data) % 16 == 0;
+  const Workspace packed(context, plain ? 0 : static_cast<std::size_t>(a * b * c * d) * 4);
+  p.right = {w.data, w.a, 1, w.b, d, 0, 0};
+  if (!plain) {
+    order(w, packed.data(), {a, b, c, d}, {w.a, w.b, w.c, w.d}, d, context);
+    p.right = {packed.data(), b * c * d, 1, c * d, d, 0, 0};
+  }
+  p.vector = p.activation == 0 && p.out.l == 1 && p.out.line % 2 == 0 && p.out.entry % 2 == 0 &&
+             reinterpret_cast<std::uintptr_t>(p.out.data) % 8 == 0;
+  launch(p, delta_tile(v, b, v == 8 ? 8 : 4), true, context);  // warps as measured on an H200
+}
+
+/// Weights in lines along the outputs, which lanes read: as they are, or in an order of their own.
+struct LineWeights {
+  Workspace packed;
+  ProductOperand operand;
+
+  LineWeights(const Problem& problem, Context& context)
+      : packed(context, plain(problem) ? 0 : static_cast<std::size_t>(count(problem.sizes)) * 4),
+        operand(as_is(problem)) {
+    if (packed.data() != nullptr) {
+      const auto& [a, b, c, d] = problem.sizes;
+      const Weights& w = problem.w;
+      const std::int64_t line = ceil_div(b, 4) * 4;
+      order(w, packed.data(), {a, d, c, b}, {w.a, w.d, w.c, w.b}, line, context);
+      operand = {packed.data(), d * c * line, c * line, 1, line, 1, 0};
+    }
+  }
+  static std::int64_t count(const Sizes& s) { return s.a * s.d * s.c * ceil_div(s.b, 4) * 4; }
+  static ProductOperand as_is(const Problem& problem) {
+    const Weights& w = problem.w;
+    return {w.data, problem.sizes.a > 1 ? w.a : 0, problem.sizes.d > 1 ? w.d : 0, w.b, w.c, 1, 0};
+  }
+  static bool plain(const Problem& problem) { return problem.w.b == 1 && wide(as_is(problem)); }
+};
+
+void launch_lines(ProductParams& p, const LineWeights& weights, bool depth_inner, Context& context) {
+  p.right = weights.operand;
+  // Runs of four never cross the end of what exists.
+  p.vector = p.activation == 0 && wide(p.out) &&
+             (depth_inner ? p.out.entry == 1 && p.cols % 4 == 0 : p.out.line == 1 && p.rows % 4 == 0);
+  launch(p, choose(kProductLines, kManyRows, p.cols), depth_inner, false, context);
+}
+
+void run_lines(const Problem& problem, bool depth_inner, Context& context) {
+  ProductParams p = product_params(problem);
+  launch_lines(p, LineWeights(problem, context), depth_inner, context);
+}
+
+/// Batch first with d > 1: whether bringing the features of one δ together takes less time than lines save. By times on
+/// an H200, whose FFMA reach 43 TFLOP/s on lines and 31.5 on eight neighbouring δ; on four they are as fast.
+bool regrouping_pays(const Problem& problem) {
+  const auto& [a, b, c, d] = problem.sizes;
+  const double flops = 2.0 * double(b) * double(c), pass = 4.0 * double(b + c) / 4.3e12;
+  const double before = (6 * flops / 1e12 + 6e-6 / double(a * d)) / double(kManyRows);  // weights, launches
+  return d % 8 == 0 && before + 2.35 * pass + flops / 43e12 < flops / 31.5e12 &&
+         regroups(problem.x, c, problem.batch, problem.sizes, 4) &&
+         regroups(problem.y, b, problem.batch, problem.sizes, 4);
+}
+
+/// A part of the batch at a time, which bounds the workspace.
+void run_regrouped(const Problem& problem, Context& context) {
+  constexpr std::int64_t kBytes = std::int64_t{512} << 20, kRows = 128;
+  const Sizes& s = problem.sizes;
+  const std::int64_t wide_x = s.a * s.d * s.c, wide_y = s.a * s.d * s.b;
+  const std::int64_t parts = ceil_div(problem.batch * (wide_x + wide_y) * 4, kBytes);
+  const std::int64_t most = std::min(problem.batch, ceil_div(ceil_div(problem.batch, parts), kRows) * kRows);
+  const LineWeights weights(problem, context);
+  const Workspace x(context, static_cast<std::size_t>(most * wide_x) * 4),
+      y(context, static_cast<std::size_t>(most * wide_y) * 4);
+  for (std::int64_t first = 0; first < problem.batch; first += most) {
+    Problem part = problem;
+    part.batch = std::min(most, problem.batch - first);
+    part.x.data = static_cast<float*>(problem.x.data) + first * problem.x.batch;
+    part.y.data = static_cast<float*>(problem.y.data) + first * problem.y.batch;
+    regroup(part.x, x.data(), s.c, part.batch, s, 4, false, context);
+    ProductParams p = product_params(part);
+    p.left = {x.data(), s.d * s.c, s.c, wide_x, 1, 2, 0};
+    p.out = {y.data(), s.d * s.b, s.b, wide_y, 1, 2, 0};
+    launch_lines(p, weights, true, context);
+    regroup(part.y, y.data(), s.b, part.batch, s, 4, true, context);
+  }
+}
+
+/// Pieces of the batch, in whole waves of what the machine holds at once.
+std::int64_t pieces_of(std::int64_t batch, std::int64_t tiles, std::int64_t slots) {
+  std::int64_t best = 1;
+  double least = std::numeric_limits<double>::max();
+  for (std::int64_t pieces = 1; pieces <= std::clamp<std::int64_t>(batch / 256, 1, 256); ++pieces) {
+    const double cost = double(ceil_div(tiles * pieces, slots)) / double(pieces) * (1 + 0.005 * double(pieces));
+    if (cost < least) {
+      least = cost;
+      best = pieces;
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+bool run(const Problem& problem, Context& context) {
+  if (!here(problem.dtype, problem.sizes, context)) {
+    return false;
+  }
+  const auto& [a, b, c, d] = problem.sizes;
+  const int v = deltas_of(d, b, c);
+  if (v > 0 && along_deltas(problem.x, problem.batch)) {
+    regrouping_pays(problem) ? run_regrouped(problem, context) : run_deltas(problem, v, context);
+    return true;
+  }
+  const bool first = d == 1 && problem.x.feature == 1;
+  if (first || problem.x.batch == 1) {
+    run_lines(problem, first, context);
+    return true;
+  }
+  return false;
+}
+
+bool run(const WeightProblem& problem, Context& context) {
+  if (!here(problem.dtype, problem.sizes, context)) {
+    return false;
+  }
+  const auto& [a, b, c, d] = problem.sizes;
+  const int v = deltas_of(d, b, c);
+  const bool deltas = v > 0 && along_deltas(problem.x, problem.batch) && along_deltas(problem.d_y, problem.batch);
+  const bool first = d == 1 && problem.x.feature == 1 && problem.d_y.feature == 1;
+  if (!deltas && !first && (problem.x.batch != 1 || problem.d_y.batch != 1)) {
+    return false;
+  }
+  ProductParams p{};
+  p.left = operand(problem.d_y, problem.sizes, b, true);
+  p.right = operand(problem.x, problem.sizes, c, true);
+  p.rows = b;
+  p.cols = c;
+  p.depth = problem.batch;
+  p.a = a;
+  p.d = d;
+  p.out_piece = a * b * c * d;
+  const LineTile& lines = choose(kWeightLines, b, c);
+  const DeltaTile neighbours = delta_tile(v, c, 4);
+  const std::int64_t tiles = deltas ? a * (d / v) * ceil_div(b, neighbours.rows()) * ceil_div(c, neighbours.cols())
+                                    : a * d * ceil_div(b, lines.rows()) * ceil_div(c, lines.cols());
+  const std::int64_t slots = driver::device_info(context.device.index).multiprocessors * std::int64_t{256} /
+                             (deltas ? neighbours.threads() : lines.threads());
+  p.pieces = pieces_of(problem.batch, tiles, slots);
+  p.piece = ceil_div(std::max<std::int64_t>(problem.batch, 1), p.pieces * kLineStep) * kLineStep;
+  const Workspace sums(context, static_cast<std::size_t>(p.pieces * p.out_piece) * 4);
+  const Weights& w = problem.d_w;
+  if (deltas) {
+    p.out = {sums.data(), b * c * d, 1, c * d, d, 0, 0};
+    p.vector = true;
+    launch(p, neighbours, false, context);
+    sum_pieces(sums.data(), p.pieces, DType::f32, w.data, {a, b, c, d}, {w.a, w.b, w.c, w.d}, context);
+  } else {
+    p.out = {sums.data(), d * b * c, b * c, c, 1, 2, 0};
+    launch(p, lines, !first, !first, context);
+    sum_pieces(sums.data(), p.pieces, DType::f32, w.data, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
+  }
+  return true;
+}
+
+}  // namespace fretwork::kronecker::ieee

@@ -1,0 +1,364 @@
+// The products on a GPU: the fastest ways are asked in turn; what none takes runs on the portable kernel where both
+// operands lie in lines, and on the simple one everywhere else.
+#include "ops/kronecker/cuda/launch.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <string>
+
+#include "fretwork/error.h"
+#include "ops/kronecker/choice.h"
+#include "ops/kronecker/cuda/pack.h"
+#include "ops/kronecker/cuda/params.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/kernels.h"
+
+namespace fretwork::kronecker {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+constexpr const char* kSimple = "ops/kronecker/cuda/simple.cuh";
+constexpr const char* kPortable = "ops/kronecker/cuda/portable.cuh";
+constexpr std::int64_t kRows = 128, kStageDepth = 128;       // as the portable kernel has them
+constexpr std::int64_t kTile = 32, kDepth = 16, kLine = 36;  // as the simple kernel has them
+
+constexpr std::int64_t kMostPacked = std::numeric_limits<std::int32_t>::max() / 2;
+
+const char* sum_type(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
+std::size_t sum_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
+
+/// Before sm_80 a CTA has 64 KB of shared memory.
+int simple_warps(DType dtype, int arch) { return dtype == DType::f64 && arch < 80 ? 4 : 8; }
+int portable_stages(int arch) { return arch < 80 ? 2 : 3; }
+bool has_portable(DType dtype, int arch) { return has_mma(dtype, arch) || (dtype == DType::f32 && arch >= 80); }
+
+std::int64_t simple_bytes(DType dtype, std::int64_t warps) {
+  return std::max(2 * warps * kDepth * kLine, warps * kTile * (kTile + 1)) * static_cast<int>(sum_bytes(dtype));
+}
+std::int64_t portable_bytes(int cols, std::int64_t stages) {
+  return std::max(stages * kStageDepth * (kRows + cols), 4 * (kRows + 4) * (cols + 1));
+}
+KernelSpec simple_spec(DType dtype, bool sums, int deltas, int warps) {
+  return {kSimple,
+          std::string("fretwork::kronecker::product_simple<") + device_type(dtype) + ", " +
+              (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(deltas) + ", " +
+              std::to_string(warps) + ">",
+          static_cast<int>(simple_bytes(dtype, warps))};
+}
+/// `products` is 3 for tf32x3; `left`, `right`: depth is the operand's inner direction.
+KernelSpec portable_spec(DType dtype, bool sums, int products, int cols, int stages, bool left, bool right) {
+  const auto flag = [](bool f) { return f ? ", true" : ", false"; };
+  return {kPortable,
+          std::string("fretwork::kronecker::product_portable<") + device_type(dtype) + ", " +
+              (sums ? sum_type(dtype) : device_type(dtype)) + ", " + std::to_string(products) + ", " +
+              std::to_string(cols) + ", " + std::to_string(stages) + flag(left) + flag(right) + ">",
+          static_cast<int>(portable_bytes(cols, stages))};
+}
+KernelSpec spec(const char* name, DType dtype) {
+  return {kSimple, std::string("fretwork::kronecker::") + name + "<" + device_type(dtype) + ">"};
+}
+
+/// An operand of a·d products. `fast` is the axis with the least distance between neighbours.
+ProductOperand operand(void* data, std::int64_t i, std::int64_t l, std::int64_t line, std::int64_t entry, bool has_l) {
+  const auto near = [](std::int64_t stride) {
+    return stride == 0 ? std::numeric_limits<std::int64_t>::max() : std::abs(stride);
+  };
+  const bool l_first = has_l && near(l) < near(line) && near(l) < near(entry);
+  return {data, i, l, line, entry, l_first ? 0 : near(line) <= near(entry) ? 1 : 2, 0};
+}
+
+/// x or y as an operand whose lines are batch rows and whose entries are the features of one δ. Steps that nobody takes
+/// are zero, so that they spoil no alignment.
+ProductOperand matrix_operand(const Matrix& m, const Sizes& s, std::int64_t width, bool batch_is_entry) {
+  const std::int64_t across = s.d * m.feature;
+  return operand(m.data, s.a > 1 ? width * across : 0, s.d > 1 ? m.feature : 0, batch_is_entry ? across : m.batch,
+                 batch_is_entry ? m.batch : across, s.d > 1);
+}
+
+/// Bytes, up to 16, that can be copied at once along the operand's lines: each begins at a multiple of them. 0 where it
+/// has no inner direction.
+int unit_of(const ProductOperand& o, DType dtype) {
+  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  if (o.entry != 1 && o.line != 1) {
+    return 0;
+  }
+  const std::int64_t across = o.entry == 1 ? o.line : o.entry;
+  const auto bytes = static_cast<std::uint64_t>((across | o.i | o.l) * size) | reinterpret_cast<std::uintptr_t>(o.data);
+  return 1 << std::min(std::countr_zero(bytes), 4);
+}
+
+/// `product`: not a gradient, whose left operand is x.
+bool tensor_cores(const ProductParams& p, DType dtype, bool product, const Context& context) {
+  const bool type =
+      dtype == DType::f16 || dtype == DType::bf16 || (dtype == DType::f32 && context.precision != Precision::ieee);
+  const int unit = std::min(unit_of(p.left, dtype), unit_of(p.right, dtype));
+  // Small copies are only worth it where tiles are well filled; but where the batch decides how small they are, it must
+  // not decide for another kernel.
+  const bool last = product && p.left.line == 1;
+  return type && has_portable(dtype, driver::arch_number(context.device.index)) &&
+         (unit == 16 || (unit > 0 && (last || std::min({p.rows, p.cols, p.depth}) >= 16)));
+}
+
+/// The width of tiles whose turns, two CTAs to an SM, take the least time with so many rows: a tile costs its columns
+/// and, to fetch the rows again, 64 more.
+int portable_cols(const ProductParams& p, std::int64_t rows, int multiprocessors) {
+  const std::int64_t others = p.pieces * ceil_div(rows, kRows) * p.a * p.d;
+  const auto cost = [&](int cols) {
+    return ceil_div(others * ceil_div(p.cols, cols), std::int64_t{2} * multiprocessors) * (cols + 64);
+  };
+  return cost(64) < cost(128) ? 64 : 128;
+}
+
+void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context) {
+  const int products = dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const int stages = portable_stages(driver::arch_number(context.device.index));
+  const std::int64_t rows = sums ? p.rows : kManyRows;  // a product's are the batch
+  const bool wide = p.cols > 64 && products == 1 && stages == 3;
+  const int cols = wide ? portable_cols(p, rows, multiprocessors) : 64;
+  p.row_tiles = ceil_div(p.rows, kRows);
+  p.col_tiles = ceil_div(p.cols, cols);
+  p.left.unit = unit_of(p.left, dtype);
+  p.right.unit = unit_of(p.right, dtype);
+  p.out.unit = unit_of(p.out, sums ? DType::f32 : dtype);
+  const KernelSpec wanted = portable_spec(dtype, sums, products, cols, stages, p.left.entry == 1, p.right.entry == 1);
+  get_kernel(wanted, context.device.index)
+      .launch(p.pieces * p.row_tiles * p.a * p.d * p.col_tiles, 256, wanted.dynamic_shared, &p, context.stream);
+}
+
+void launch_simple(ProductParams& p, DType dtype, bool sums, Context& context) {
+  // One δ at a time where memory runs along something else anyway.
+  const bool along_l = p.left.fast == 0 || p.out.fast == 0;
+  const int warps = simple_warps(dtype, driver::arch_number(context.device.index));
+  const auto deltas = along_l ? std::bit_ceil(static_cast<std::uint64_t>(std::min<std::int64_t>(p.d, warps))) : 1;
+  p.l_groups = ceil_div(p.d, static_cast<std::int64_t>(deltas));
+  p.row_tiles = ceil_div(p.rows, kTile * warps / static_cast<std::int64_t>(deltas));
+  p.col_tiles = ceil_div(p.cols, kTile);
+  const KernelSpec wanted = simple_spec(dtype, sums, static_cast<int>(deltas), warps);
+  get_kernel(wanted, context.device.index)
+      .launch(p.pieces * p.row_tiles * p.a * p.l_groups * p.col_tiles, warps * 32, wanted.dynamic_shared, &p,
+              context.stream);
+}
+
+void launch(ProductParams& p, DType dtype, bool sums, Context& context) {
+  tensor_cores(p, dtype, !sums, context) ? launch_portable(p, dtype, sums, context)
+                                         : launch_simple(p, dtype, sums, context);
+}
+
+/// The weights as an operand whose lines are outputs and whose entries are inputs.
+ProductOperand weight_operand(const Problem& problem) {
+  const Weights& w = problem.w;
+  const Sizes& s = problem.sizes;
+  return operand(w.data, s.a > 1 ? w.a : 0, s.d > 1 ? w.d : 0, w.b, w.c, s.d > 1);
+}
+
+/// By the kernel of that route, or the better of the two. False where the portable one cannot.
+bool run_here(const Problem& problem, Context& context, Route route = Route::best) {
+  const auto& [a, b, c, d] = problem.sizes;
+  ProductParams p{};
+  p.left = matrix_operand(problem.x, problem.sizes, c, false);
+  p.right = weight_operand(problem);
+  p.out = matrix_operand(problem.y, problem.sizes, b, false);
+  p.bias = problem.bias.data;
+  p.bias_i = b * d * problem.bias.stride;
+  p.bias_l = problem.bias.stride;
+  p.bias_col = d * problem.bias.stride;
+  p.rows = problem.batch;
+  p.cols = b;
+  p.depth = p.piece = c;
+  p.a = a;
+  p.d = d;
+  p.pieces = 1;
+  p.activation = static_cast<int>(problem.activation);
+  if (route == Route::simple) {
+    launch_simple(p, problem.dtype, false, context);
+    return true;
+  }
+
+  // Weights that lie otherwise are brought into lines, of the nearer neighbours, when x already lies so.
+  ProductParams lined = p;
+  const bool along_k = std::abs(problem.w.c) <= std::abs(problem.w.b);
+  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(problem.dtype));
+  const std::int64_t pitch = ceil_div(along_k ? c : b, chunk) * chunk, matrix = (along_k ? b : c) * pitch;
+  lined.right = {nullptr, d * matrix, matrix, along_k ? pitch : 1, along_k ? 1 : pitch, along_k ? 2 : 1, 0};
+  const bool pack_first = unit_of(p.right, problem.dtype) < 4 && matrix < kMostPacked && a * d < kMostPacked &&
+                          tensor_cores(lined, problem.dtype, true, context);
+  const Workspace packed(context, pack_first ? static_cast<std::size_t>(a * d * matrix) * size_of(problem.dtype) : 0);
+  if (pack_first) {
+    pack(problem.w, problem.sizes, problem.dtype, {along_k, pitch}, packed.data(), context);
+    p = lined;
+    p.right.data = packed.data();
+  }
+  if (route == Route::portable && !tensor_cores(p, problem.dtype, true, context)) {
+    return false;
+  }
+  launch(p, problem.dtype, false, context);
+  return true;
+}
+
+/// Pieces of the batch that fill the machine `tiles` at a time, none shorter than 256.
+std::int64_t pieces_of(std::int64_t batch, std::int64_t tiles, int multiprocessors) {
+  return std::clamp<std::int64_t>(std::min(ceil_div(2 * multiprocessors, tiles), batch / 256), 1, 256);
+}
+
+void run_here(const WeightProblem& problem, Context& context) {
+  const auto& [a, b, c, d] = problem.sizes;
+  const std::int64_t count = a * b * c * d;
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  ProductParams p{};
+  p.left = matrix_operand(problem.d_y, problem.sizes, b, true);
+  p.right = matrix_operand(problem.x, problem.sizes, c, true);
+  p.rows = b;
+  p.cols = c;
+  p.depth = problem.batch;
+  p.a = a;
+  p.d = d;
+  const bool matrices = tensor_cores(p, problem.dtype, false, context);
+  const std::int64_t tiles =
+      a * d * (matrices ? ceil_div(b, kRows) * ceil_div(c, 128) : ceil_div(b, kTile) * ceil_div(c, kTile));
+  p.pieces = pieces_of(problem.batch, tiles, multiprocessors);
+  p.piece = ceil_div(std::max<std::int64_t>(problem.batch, 1), p.pieces * kDepth) * kDepth;
+  p.out_piece = count;
+  const Workspace sums(context, static_cast<std::size_t>(p.pieces * count) * sum_bytes(problem.dtype));
+  const Weights& w = problem.d_w;
+  if (matrices || d == 1) {
+    p.out = operand(sums.data(), d * b * c, b * c, c, 1, false);
+    launch(p, problem.dtype, true, context);
+    sum_pieces(sums.data(), p.pieces, problem.dtype, w.data, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
+  } else {
+    p.out = operand(sums.data(), b * c * d, 1, c * d, d, true);
+    launch(p, problem.dtype, true, context);
+    sum_pieces(sums.data(), p.pieces, problem.dtype, w.data, {a, b, c, d}, {w.a, w.b, w.c, w.d}, context);
+  }
+}
+
+void sum_batch(const WeightProblem& problem, Context& context) {
+  const auto& [a, b, c, d] = problem.sizes;
+  const std::int64_t features = a * b * d, groups = ceil_div(features, 32);
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const std::int64_t pieces = pieces_of(problem.batch, groups, multiprocessors);
+  const Workspace sums(context, static_cast<std::size_t>(pieces * features) * sum_bytes(problem.dtype));
+  const BatchSumParams p{
+      problem.d_y.data, problem.d_y.batch, problem.d_y.feature,
+      problem.batch,    features,          ceil_div(std::max<std::int64_t>(problem.batch, 1), pieces),
+      sums.data()};
+  get_kernel(spec("sum_batch", problem.dtype), context.device.index)
+      .launch(groups * pieces, 256, 0, &p, context.stream);
+  sum_pieces(sums.data(), pieces, problem.dtype, problem.d_bias.data, {1, 1, 1, features},
+             {0, 0, 0, problem.d_bias.stride}, context);
+}
+
+std::vector<KernelSpec> list_kernels(const std::string& arch_name) {
+  const int arch = driver::arch_number(arch_name), stages = portable_stages(arch);
+  std::vector<KernelSpec> list;
+  for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
+    const int warps = simple_warps(dtype, arch);
+    for (int deltas = 1; deltas <= warps; deltas *= 2) {
+      list.push_back(simple_spec(dtype, false, deltas, warps));
+      if (dtype == DType::f16 || dtype == DType::bf16) {
+        list.push_back(simple_spec(dtype, true, deltas, warps));
+      }
+    }
+    for (const char* const name : {"sum_batch", "sum_pieces"}) {
+      list.push_back(spec(name, dtype));
+    }
+  }
+  for (const auto& [dtype, products] : {std::pair{DType::f16, 1}, {DType::bf16, 1}, {DType::f32, 1}, {DType::f32, 3}}) {
+    for (const int cols : {64, 128}) {
+      const bool here = has_portable(dtype, arch) && (cols == 64 || (products == 1 && stages == 3));
+      for (int order = 0; order < 4 && here; ++order) {
+        const bool left = (order & 1) != 0, right = (order & 2) != 0;
+        list.push_back(portable_spec(dtype, false, products, cols, stages, left, right));
+        if (dtype != DType::f32) {  // gradients
+          list.push_back(portable_spec(dtype, true, products, cols, stages, left, right));
+        }
+      }
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
+
+}  // namespace
+
+void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
+                const std::int64_t (&strides)[4], Context& context) {
+  PieceSumParams p{from, pieces, sizes[0] * sizes[1] * sizes[2] * sizes[3], to, {}, {}};
+  std::copy(std::begin(sizes), std::end(sizes), p.sizes);
+  std::copy(std::begin(strides), std::end(strides), p.strides);
+  get_kernel(spec("sum_pieces", dtype), context.device.index)
+      .launch(std::min<std::int64_t>(ceil_div(p.count, 256), 1 << 16), 256, 0, &p, context.stream);
+}
+
+void cuda::run(const Problem& problem, Context& context) {
+  const driver::DeviceScope scope(context.device.index);
+  if (direct::pays(problem) && direct::run(problem, context)) {
+    return;
+  }
+  if (few::pays(problem, context) && few::run(problem, context)) {
+    return;
+  }
+  const auto few_run = [&] { return problem.batch <= few::kMostRows && few::run(problem, context); };
+  if (!hopper::run(problem, context) && !strided::run(problem, context) && !few_run() && !ieee::run(problem, context)) {
+    run_here(problem, context);
+  }
+}
+
+bool cuda::run(const Problem& problem, Context& context, const Choice& choice) {
+  const driver::DeviceScope scope(context.device.index);
+  switch (choice.route) {
+    case Route::hopper:
+      return hopper::run(problem, context, hopper::Form::direct, choice.first);
+    case Route::regroup:
+      return hopper::run(problem, context, hopper::Form::regrouped, choice.first);
+    case Route::dense:
+      return hopper::run(problem, context, hopper::Form::dense, choice.first);
+    case Route::resident:
+      return hopper::run(problem, context, hopper::Form::resident);
+    case Route::strided:
+      return strided::run(problem, context, strided::Way::alone, {choice.first, choice.second});
+    case Route::cluster:
+      return strided::run(problem, context, strided::Way::clusters);
+    case Route::portable:
+    case Route::simple:
+      return run_here(problem, context, choice.route);
+    case Route::few:
+      return few::run(problem, context);
+    case Route::direct:
+      return direct::run(problem, context);
+    default:
+      return false;
+  }
+}
+
+std::vector<Choice> cuda::candidates(const Problem& problem, const Context& context) {
+  std::vector<Choice> list;
+  for (const int width : hopper::widths()) {
+    list.push_back({Route::hopper, width});
+    list.push_back({Route::regroup, width});
+    list.push_back({Route::dense, width});
+  }
+  for (const auto& [v, wm] : strided::shapes(problem.dtype, context.precision)) {
+    list.push_back({Route::strided, v, wm});
+  }
+  list.insert(list.end(),
+              {{Route::resident}, {Route::cluster}, {Route::few}, {Route::direct}, {Route::portable}, {Route::simple}});
+  return list;
+}
+
+void cuda::run(const WeightProblem& problem, Context& context) {
+  const driver::DeviceScope scope(context.device.index);
+  if (hopper::run(problem, context) || strided::run(problem, context)) {
+    return;
+  }
+  if (!ieee::run(problem, context)) {
+    run_here(problem, context);
+  }
+  if (problem.d_bias.data != nullptr) {
+    sum_batch(problem, context);
+  }
+}
+
+}  // namespace fretwork::kronecker

@@ -1,0 +1,201 @@
+// Packing weights, on a GPU: in registers, 16 bytes at a time, where they lie as usual; through shared memory, one
+// element at a time, everywhere else.
+#include "ops/kronecker/cuda/pack.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "runtime/kernels.h"
+
+namespace fretwork::kronecker {
+namespace {
+
+using hopper::PackParams;
+using hopper::RegroupParams;
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
+
+int narrowed(std::int64_t value) { return static_cast<int>(value); }
+Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
+
+KernelSpec pack_instance(DType dtype, bool tf32) {
+  const char* const bits = size_of(dtype) == 2 ? "fretwork::u16" : tf32 ? "float" : "fretwork::u32";
+  return {"ops/kronecker/cuda/pack.cuh", std::string("fretwork::kronecker::hopper::pack<") + bits + ">"};
+}
+KernelSpec pack_dense_instance(DType dtype) {
+  return {"ops/kronecker/cuda/pack.cuh", std::string("fretwork::kronecker::hopper::pack_dense<") +
+                                               (size_of(dtype) == 2 ? "fretwork::u16>" : "float>")};
+}
+KernelSpec regroup_instance(int bytes, int deltas, bool back) {
+  return {"ops/kronecker/cuda/regroup.cuh", std::string("fretwork::kronecker::hopper::regroup<fretwork::u") +
+                                                  std::to_string(8 * bytes) + ", " + std::to_string(deltas) +
+                                                  (back ? ", true>" : ", false>")};
+}
+/// fp32 with d = 4.
+KernelSpec regroup_four_instance(bool back) {
+  return {"ops/kronecker/cuda/regroup.cuh",
+          std::string("fretwork::kronecker::hopper::regroup_four") + (back ? "<true>" : "<false>")};
+}
+
+std::vector<KernelSpec> list_kernels(const std::string& arch) {
+  std::vector<KernelSpec> list{pack_instance(DType::f16, false), pack_instance(DType::f32, false)};
+  if (fretwork::cuda::arch_number(arch) < 80) {
+    return list;
+  }
+  if (arch == "sm_90a") {
+    list.push_back(pack_instance(DType::f32, true));
+    list.push_back(pack_dense_instance(DType::f16));
+    list.push_back(pack_dense_instance(DType::f32));
+  }
+  list.push_back(regroup_four_instance(false));
+  list.push_back(regroup_four_instance(true));
+  for (const auto& [bytes, deltas] : {std::pair{2, 2}, {2, 4}, {2, 8}, {4, 2}, {4, 4}}) {
+    list.push_back(regroup_instance(bytes, deltas, false));
+    if (arch == "sm_90a" || bytes == 4) {
+      list.push_back(regroup_instance(bytes, deltas, true));
+    }
+  }
+  return list;
+}
+const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
+
+/// Packing by type (three), then regrouping by type, δ and way, then with d = 4, then packing dense blocks.
+constinit KernelTable<3 + 2 * 7 + 2> kernels;
+
+/// Lines of `entries`, as memory has them.
+struct Shape {
+  std::int64_t lines, entries, line, entry;  ///< how many, and the strides from one to the next
+};
+
+/// Where neighbours along l and the entries of a line follow each other, packing is regrouping: lines are the blocks of
+/// a row, and the rows are i.
+bool pack_in_registers(const Weights& w, const Sizes& s, const Shape& shape, DType dtype, const Lines& lines, void* to,
+                       const Context& context) {
+  const auto bytes = static_cast<std::int64_t>(size_of(dtype)), unit = 16 / bytes;
+  const auto whole = [&](std::int64_t count, std::int64_t stride) { return count == 1 || stride % unit == 0; };
+  const bool groups = s.d % unit == 0 || s.d == 4 || s.d == 2;
+  if (!groups || w.d != 1 || shape.entry != s.d || shape.entries % 8 != 0 || !whole(shape.lines, shape.line) ||
+      !whole(s.a, w.a) || reinterpret_cast<std::uintptr_t>(w.data) % 16 != 0 ||
+      s.a * s.d >= kMost / shape.lines * 16 / shape.entries) {
+    return false;
+  }
+  const std::int64_t deltas = std::min(s.d, unit), matrix = shape.lines * lines.pitch;
+  RegroupParams params{};
+  params.strided = w.data;
+  params.strided_row = w.a;
+  params.strided_block = shape.line;
+  params.grouped = to;
+  params.grouped_row = s.d * matrix;
+  params.grouped_block = lines.pitch;
+  params.grouped_delta = matrix;
+  params.d = narrowed(s.d);
+  params.total = narrowed(s.a * shape.lines * (shape.entries / 8) * (s.d / deltas));
+  params.groups = divisor(s.d / deltas);
+  params.eights = divisor(shape.entries / 8);
+  params.a = divisor(shape.lines);
+  params.tf32 = lines.tf32;
+  regroup(params, static_cast<int>(bytes), false, context);
+  return true;
+}
+
+}  // namespace
+
+void pack_dense(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context) {
+  const Shape shape = lines.along_k ? Shape{s.b, s.c, w.b, w.c} : Shape{s.c, s.b, w.c, w.b};
+  const std::int64_t units = lines.pitch * static_cast<std::int64_t>(size_of(dtype)) / 16;
+  hopper::DensePackParams params{};
+  params.from = w.data;
+  params.to = to;
+  params.stride_i = w.a;
+  params.stride_p = shape.line;
+  params.stride_q = shape.entry;
+  params.stride_l = w.d;
+  params.q = narrowed(shape.entries);
+  params.line = narrowed(lines.pitch);
+  params.total = narrowed(s.a * shape.lines * units);
+  params.units = divisor(units);
+  params.p = divisor(shape.lines);
+  params.d = divisor(s.d);
+  kernels.get(size_of(dtype) == 2 ? 17 : 18, context.device.index, [&] { return pack_dense_instance(dtype); })
+      .launch(ceil_div(params.total, hopper::kPackThreads), hopper::kPackThreads, 0, &params, context.stream);
+}
+
+void regroup(const RegroupParams& params, int bytes, bool back, const Context& context) {
+  const int deltas = std::min(params.d, 16 / bytes);
+  if (bytes == 4 && params.d == 4) {
+    kernels.get(back ? 16 : 15, context.device.index, [&] { return regroup_four_instance(back); })
+        .launch(ceil_div(params.total, hopper::kRegroupThreads), hopper::kRegroupThreads, 0, &params, context.stream);
+    return;
+  }
+  kernels
+      .get(3 + static_cast<std::size_t>((bytes / 4 * 3 + deltas / 4) * 2 + (back ? 1 : 0)), context.device.index,
+           [&] { return regroup_instance(bytes, deltas, back); })
+      .launch(ceil_div(params.total, hopper::kRegroupThreads), hopper::kRegroupThreads, 0, &params, context.stream);
+}
+
+void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, void* to, const Context& context) {
+  const Shape shape = lines.along_k ? Shape{s.b, s.c, w.b, w.c} : Shape{s.c, s.b, w.c, w.b};
+  if (pack_in_registers(w, s, shape, dtype, lines, to, context)) {
+    return;
+  }
+  // Neighbours in memory lie across the lines: a CTA takes whole ones.
+  const bool by_rows = shape.lines > 1 && shape.entries > 1 && std::llabs(shape.line) < std::llabs(shape.entry) &&
+                       s.d < 8 && shape.entries >= hopper::kPackLine && shape.entries * s.d <= hopper::kPackElements;
+  const std::int64_t deep = std::min<std::int64_t>(s.d, 32), whole = by_rows ? shape.entries : 1;
+  const std::int64_t wide = hopper::kPackElements / deep / whole * whole;
+  const std::int64_t wide_tiles = ceil_div(shape.lines * shape.entries, wide), deep_tiles = ceil_div(s.d, deep);
+  PackParams params{};
+  params.from = w.data;
+  params.to = to;
+  params.stride_i = w.a;
+  params.stride_p = shape.line;
+  params.stride_q = shape.entry;
+  params.stride_l = w.d;
+  params.p = narrowed(shape.lines);
+  params.q = narrowed(shape.entries);
+  params.d = narrowed(s.d);
+  params.line = narrowed(lines.pitch);
+  params.wide = narrowed(wide);
+  params.deep = narrowed(deep);
+  params.wide_tiles = narrowed(wide_tiles);
+  params.deep_tiles = narrowed(deep_tiles);
+  params.by_rows = by_rows ? 1 : 0;
+  kernels
+      .get(size_of(dtype) == 2 ? 0
+           : lines.tf32        ? 2
+                               : 1,
+           context.device.index, [&] { return pack_instance(dtype, lines.tf32); })
+      .launch(s.a * wide_tiles * deep_tiles, hopper::kPackThreads, 0, &params, context.stream);
+}
+
+bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
+  const std::int64_t unit = 16 / bytes;
+  const bool groups = s.d % unit == 0 || s.d == 4 || s.d == 2;
+  return groups && m.feature == 1 && width % 8 == 0 && m.batch % unit == 0 &&
+         reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0 && s.a * width * s.d * batch / 16 < kMost;
+}
+
+void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,
+             bool back, const Context& context) {
+  const std::int64_t groups = s.d / std::min<std::int64_t>(s.d, 16 / bytes);
+  RegroupParams params{};
+  params.strided = m.data;
+  params.strided_row = m.batch;
+  params.strided_block = width * s.d;
+  params.grouped = grouped;
+  params.grouped_row = s.a * s.d * width;
+  params.grouped_block = s.d * width;
+  params.grouped_delta = width;
+  params.d = narrowed(s.d);
+  params.total = narrowed(batch * s.a * groups * (width / 8));
+  params.groups = divisor(groups);
+  params.eights = divisor(width / 8);
+  params.a = divisor(s.a);
+  regroup(params, bytes, back, context);
+}
+
+}  // namespace fretwork::kronecker

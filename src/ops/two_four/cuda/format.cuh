@@ -1,0 +1,359 @@
+// The plain 2:4 form and what makes and undoes it, line by line: compress, check, gather, to_dense, prune. A thread
+// takes units of 16 bytes of a line, several at once.
+#pragma once
+
+#include "ops/two_four/cuda/format_tile.cuh"
+
+namespace fretwork {
+
+extern __shared__ __align__(16) unsigned char format_shared[];
+
+/// Which elements of group g are not zero, a bit each.
+template <int SIZE>
+__device__ __forceinline__ u32 group_set(const format_unit& unit, int g, u32 magnitude) {
+  if constexpr (SIZE == 4) {
+    return ((unit.words[2 * g] & magnitude) != 0 ? 1u : 0u) | ((unit.words[2 * g + 1] & magnitude) != 0 ? 2u : 0u);
+  } else if constexpr (SIZE == 2) {
+    // A half of at most 0x7fff becomes one with its highest bit set, unless it is 0.
+    const u32 a = (unit.words[2 * g] & magnitude) + 0x7fff7fffu, b = (unit.words[2 * g + 1] & magnitude) + 0x7fff7fffu;
+    const u32 set = (a >> 15 & 0x10001u) | (b >> 13 & 0x40004u);
+    return (set | set >> 15) & 0xfu;
+  } else {
+    const u32 a = unit.words[g] & magnitude;
+    return ((a & 0xffu) != 0 ? 1u : 0u) | ((a & 0xff00u) != 0 ? 2u : 0u) | ((a & 0xff0000u) != 0 ? 4u : 0u) |
+           (a >> 24 != 0 ? 8u : 0u);
+  }
+}
+
+template <int SIZE>
+__device__ __forceinline__ bool too_many(u32 set) {
+  return SIZE == 4 ? set == 3u : __popc(set) > 2;
+}
+
+/// The nibble that keeps a set; of fewer than may be kept, with the lowest free indices; of more, any valid one.
+template <int SIZE>
+__device__ __forceinline__ u32 nibble_of(u32 set) {
+  if constexpr (SIZE == 4) {
+    return set == 2u ? 0xeu : 0x4u;
+  } else {  // sets 15 … 8, then 7 … 0
+    return ((set & 8u) != 0 ? 0x498e4dccu : 0x49884444u) >> 4 * (set & 7u) & 0xfu;
+  }
+}
+
+/// Adds what `nibble` keeps of group g to the kept half of a unit.
+template <int SIZE>
+__device__ __forceinline__ void keep(const format_unit& unit, int g, u32 nibble, format_half& half) {
+  const u32 first = nibble & 3u, second = nibble >> 2 & 3u;
+  if constexpr (SIZE == 4) {
+    half.words[g] = (nibble & 2u) != 0 ? unit.words[2 * g + 1] : unit.words[2 * g];
+  } else if constexpr (SIZE == 2) {
+    half.words[g] = __byte_perm(unit.words[2 * g], unit.words[2 * g + 1], first * 0x22u + second * 0x2200u + 0x1010u);
+  } else {  // bytes 4 … 7 of the permutation are zeros
+    half.words[g / 2] |= __byte_perm(unit.words[g], 0u, first | second << 4 | 0x4400u) << 16 * (g % 2);
+  }
+}
+
+/// Spreads group g's half; zeros where nothing is kept.
+template <int SIZE>
+__device__ __forceinline__ void spread(const format_half& half, int g, u32 nibble, format_unit& unit) {
+  const u32 first = nibble & 3u, second = nibble >> 2 & 3u;
+  if constexpr (SIZE == 4) {
+    unit.words[2 * g] = (nibble & 2u) != 0 ? 0u : half.words[g];
+    unit.words[2 * g + 1] = (nibble & 2u) != 0 ? half.words[g] : 0u;
+  } else if constexpr (SIZE == 2) {  // for each element the bytes it takes: 4 is a zero
+    const u32 take = 0x44444444u ^ 0x54u << 8 * first ^ 0x76u << 8 * second;
+    unit.words[2 * g] = __byte_perm(half.words[g], 0u, take & 0xffffu);
+    unit.words[2 * g + 1] = __byte_perm(half.words[g], 0u, take >> 16);
+  } else {
+    const u32 take = 0x4444u ^ 4u << 4 * first ^ 5u << 4 * second;
+    unit.words[g] = __byte_perm(half.words[g / 2] >> 16 * (g % 2), 0u, take);
+  }
+}
+
+/// Leaves of group g only the elements of a set.
+template <int SIZE>
+__device__ __forceinline__ void clear_others(format_unit& unit, int g, u32 set) {
+  if constexpr (SIZE == 1) {
+    unit.words[g] &=
+        (set & 1u) * 0xffu | (set >> 1 & 1u) * 0xff00u | (set >> 2 & 1u) * 0xff0000u | (set >> 3) * 0xff000000u;
+  } else {
+    constexpr u32 kOnes = SIZE == 2 ? 0xffffu : 0xffffffffu;
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      unit.words[2 * g + w] &=
+          SIZE == 2 ? (set >> 2 * w & 1u) * kOnes | (set >> (2 * w + 1) & 1u) * (kOnes << 16) : (set >> w & 1u) * kOnes;
+    }
+  }
+}
+
+template <int SIZE>
+__device__ __forceinline__ u32 element_of(const format_unit& unit, int e) {
+  constexpr u32 kOnes = SIZE == 4 ? 0xffffffffu : (1u << 8 * (SIZE % 4)) - 1u;
+  return unit.words[e * SIZE / 4] >> 8 * (e * SIZE % 4) & kOnes;
+}
+
+/// An element's magnitude as a number that orders; NaNs are alike and above all.
+template <int SIZE>
+__device__ __forceinline__ u32 order_of(const FormatParams& p, u32 bits) {
+  if (SIZE == 1 && p.kind == FormatKind::i8) {
+    const int x = static_cast<i8>(bits);
+    return static_cast<u32>(x < 0 ? -x : x);
+  }
+  const u32 size = bits & p.magnitude;
+  return size < p.largest ? size : p.largest;
+}
+
+/// The half of group g with the largest magnitudes; of equal ones the lower index wins.
+template <int SIZE>
+__device__ __forceinline__ u32 largest_set(const FormatParams& p, const format_unit& unit, int g) {
+  constexpr int kGroup = format_tile<SIZE>::kGroup;
+  u32 x[kGroup];
+#pragma unroll
+  for (int e = 0; e < kGroup; ++e) {
+    x[e] = order_of<SIZE>(p, element_of<SIZE>(unit, g * kGroup + e));
+  }
+  if constexpr (kGroup == 2) {
+    return x[0] >= x[1] ? 1u : 2u;
+  } else {
+    u32 beaten[4] = {};  // by how many of the others
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+#pragma unroll
+      for (int b = a + 1; b < 4; ++b) {
+        const bool lower = x[a] >= x[b];
+        beaten[a] += lower ? 0u : 1u;
+        beaten[b] += lower ? 1u : 0u;
+      }
+    }
+    return (beaten[0] < 2u ? 1u : 0u) | (beaten[1] < 2u ? 2u : 0u) | (beaten[2] < 2u ? 4u : 0u) |
+           (beaten[3] < 2u ? 8u : 0u);
+  }
+}
+
+/// Calls read(first) for four of this thread's units, kFormatThreads apart, then use(slot, line, unit) for each, until
+/// all of the tile's units have been used: the reads of four are under way together. Lines and units are the tile's.
+template <int SIZE, typename Read, typename Use>
+__device__ __forceinline__ void for_units(const Read& read, const Use& use) {
+  using Tile = format_tile<SIZE>;
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x); first < Tile::kLines * Tile::kUnits; first += 4 * kFormatThreads) {
+    read(first);
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      const int n = first + u * kFormatThreads;
+      use(u, n / Tile::kUnits, n % Tile::kUnits);
+    }
+  }
+}
+
+/// A dense matrix's units, whichever way it lies: use(line, unit, what it holds).
+template <int SIZE, typename Use>
+__device__ __forceinline__ void for_dense_units(const FormatParams& p, FormatPlace at, const Use& use) {
+  using Tile = format_tile<SIZE>;
+  if (p.dense.turned) {
+    load_turned<SIZE>(p, p.dense, at, format_shared);
+    __syncthreads();
+  }
+  format_unit units[4];
+  for_units<SIZE>(
+      [&](int first) {
+        if (p.dense.turned) {
+#pragma unroll
+          for (int u = 0; u < 4; ++u) {
+            const int n = first + u * kFormatThreads;
+            units[u] = unit_of<SIZE>(format_shared, n / Tile::kUnits, n % Tile::kUnits);
+          }
+        } else {
+          load_pieces<SIZE, 4>(p, p.dense, at, first, units);
+        }
+      },
+      [&](int slot, int line, int unit) { use(line, unit, units[slot]); });
+}
+
+/// Writes a unit of a dense matrix, which lies either way; finish_units follows.
+template <int SIZE>
+__device__ __forceinline__ void put_unit(const FormatParams& p, const FormatMatrix& m, FormatPlace at, int line,
+                                         int unit, const format_unit& what) {
+  if (m.turned) {
+    unit_of<SIZE>(format_shared, line, unit) = what;
+  } else {
+    store_unit<SIZE>(p, m, at.line + line, at.k + unit * format_tile<SIZE>::kElements, what);
+  }
+}
+template <int SIZE>
+__device__ __forceinline__ void finish_units(const FormatParams& p, const FormatMatrix& m, FormatPlace at) {
+  if (m.turned) {
+    __syncthreads();
+    store_turned<SIZE>(p, m, at, format_shared);
+  }
+}
+
+/// Four bytes of each of four neighbouring lanes, byte j for line j, become those of line lane % 4, lane by lane.
+__device__ __forceinline__ u32 turn_bytes(u32 mine) {
+  const u32 lane = threadIdx.x % 4;
+  const u32 other = __shfl_xor_sync(~0u, mine, 2);
+  // Lanes 0 and 1 take lines 0 and 1, lanes 2 and 3 the others: two bytes of an own and of another lane.
+  const u32 halves = lane < 2 ? __byte_perm(mine, other, 0x5410u) : __byte_perm(other, mine, 0x7632u);
+  const u32 near = __shfl_xor_sync(~0u, halves, 1);
+  return lane % 2 == 0 ? __byte_perm(halves, near, 0x6240u) : __byte_perm(near, halves, 0x7351u);
+}
+
+/// Compress where nothing is cut or turned: all of a thread's units are under way at once, its lines at equal
+/// distances.
+template <int SIZE>
+__device__ __forceinline__ void compress_plain(const FormatParams& p, FormatPlace at) {
+  using Tile = format_tile<SIZE>;
+  constexpr int kRows = kFormatThreads / Tile::kUnits, kCount = Tile::kPerThread;
+  const int x = static_cast<int>(threadIdx.x) % Tile::kUnits;
+  const i64 line = at.line + threadIdx.x / Tile::kUnits, k = at.k + x * Tile::kElements;
+  format_unit units[kCount];
+  {
+    const char* from = reinterpret_cast<const char*>(format_element<SIZE>(p.dense, line, k));
+    const i64 step = p.dense.line * (SIZE * kRows);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      units[n] = *reinterpret_cast<const format_unit*>(from + n * step);
+    }
+  }
+  u64 first = ~0ull;
+  u32 nibbles[kCount];
+  char* to = reinterpret_cast<char*>(format_element<SIZE>(p.packed.values, line, k / 2));
+  const i64 step = p.packed.values.line * (SIZE * kRows);
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    format_half half = {};
+    nibbles[n] = 0;
+    bool bad = false;
+#pragma unroll
+    for (int g = 0; g < Tile::kGroups; ++g) {
+      const u32 set = group_set<SIZE>(units[n], g, p.magnitude), nibble = nibble_of<SIZE>(set);
+      nibbles[n] |= nibble << 4 * g;
+      keep<SIZE>(units[n], g, nibble, half);
+      bad = bad || too_many<SIZE>(set);
+    }
+    if (bad) [[unlikely]] {
+#pragma unroll
+      for (int g = Tile::kGroups - 1; g >= 0; --g) {
+        if (too_many<SIZE>(group_set<SIZE>(units[n], g, p.magnitude))) {
+          const i64 begin = k + g * Tile::kGroup, y = line + n * kRows;
+          const u64 place = static_cast<u64>(p.transposed ? begin * p.lines + y : y * p.k + begin);
+          first = place < first ? place : first;
+        }
+      }
+    }
+    if (p.packed.words != nullptr) {
+      store_words<2>(to + n * step, half.words);
+    }
+  }
+  if (p.packed.words != nullptr) {
+    u8* words = meta_byte(p.packed, line, k / (2 * Tile::kGroup));
+    const i64 words_step = (p.packed.words_line << p.packed.word_shift) * kRows;
+    if constexpr (Tile::kMetaBytes == 2) {
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) {
+        *reinterpret_cast<u16*>(words + n * words_step) = static_cast<u16>(nibbles[n]);
+      }
+    } else {  // four lanes exchange what they have of four lines
+      words += threadIdx.x % 4 * (words_step - 1);
+#pragma unroll
+      for (int n = 0; n < kCount; n += 4) {
+        const u32 four = turn_bytes(nibbles[n] | nibbles[n + 1] << 8 | nibbles[n + 2] << 16 | nibbles[n + 3] << 24);
+        *reinterpret_cast<u32*>(words + n * words_step) = four;
+      }
+    }
+  }
+  report_first(p, first);
+}
+
+/// Without values it only looks.
+template <int SIZE>
+__global__ void __launch_bounds__(kFormatThreads) two_four_compress(const __grid_constant__ FormatParams p) {
+  using Tile = format_tile<SIZE>;
+  const FormatPlace at = format_place<SIZE>(p);
+  if (p.plain != 0) {
+    compress_plain<SIZE>(p, at);
+    return;
+  }
+  u64 first = ~0ull;
+  for_dense_units<SIZE>(p, at, [&](int y, int x, const format_unit& unit) {
+    const i64 line = at.line + y, k = at.k + x * Tile::kElements;
+    format_half half = {};
+    u32 nibbles = 0;
+#pragma unroll
+    for (int g = 0; g < Tile::kGroups; ++g) {
+      const u32 set = group_set<SIZE>(unit, g, p.magnitude), nibble = nibble_of<SIZE>(set);
+      nibbles |= nibble << 4 * g;
+      keep<SIZE>(unit, g, nibble, half);
+      if (too_many<SIZE>(set)) {
+        const i64 begin = k + g * Tile::kGroup;
+        const u64 place = static_cast<u64>(p.transposed ? begin * p.lines + line : line * p.k + begin);
+        first = place < first ? place : first;
+      }
+    }
+    if (p.packed.words != nullptr) {
+      store_values<SIZE>(p, line, k, half);
+      store_nibbles<SIZE>(p, line, k, nibbles);
+    }
+  });
+  report_first(p, first);
+}
+
+template <int SIZE>
+__global__ void __launch_bounds__(kFormatThreads) two_four_gather(const __grid_constant__ FormatParams p) {
+  using Tile = format_tile<SIZE>;
+  const FormatPlace at = format_place<SIZE>(p);
+  for_dense_units<SIZE>(p, at, [&](int y, int x, const format_unit& unit) {
+    const i64 line = at.line + y, k = at.k + x * Tile::kElements;
+    const u32 nibbles = load_nibbles<SIZE>(p, line, k);
+    format_half half = {};
+#pragma unroll
+    for (int g = 0; g < Tile::kGroups; ++g) {
+      keep<SIZE>(unit, g, nibbles >> 4 * g & 0xfu, half);
+    }
+    store_values<SIZE>(p, line, k, half);
+  });
+}
+
+template <int SIZE>
+__global__ void __launch_bounds__(kFormatThreads) two_four_to_dense(const __grid_constant__ FormatParams p) {
+  using Tile = format_tile<SIZE>;
+  const FormatPlace at = format_place<SIZE>(p);
+  format_half halves[4];
+  u32 nibbles[4];
+  for_units<SIZE>(
+      [&](int first) {
+        load_pieces<SIZE, 2>(p, p.packed.values, at, first, halves);
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+          const int n = first + u * kFormatThreads;
+          nibbles[u] = load_nibbles<SIZE>(p, at.line + n / Tile::kUnits, at.k + n % Tile::kUnits * Tile::kElements);
+        }
+      },
+      [&](int slot, int y, int x) {
+        format_unit unit;
+#pragma unroll
+        for (int g = 0; g < Tile::kGroups; ++g) {
+          spread<SIZE>(halves[slot], g, nibbles[slot] >> 4 * g & 0xfu, unit);
+        }
+        put_unit<SIZE>(p, p.dense, at, y, x, unit);
+      });
+  finish_units<SIZE>(p, p.dense, at);
+}
+
+/// By magnitude, from dense to out, which may be the same. A thread reads and writes the same units, so one tile in
+/// shared memory serves both.
+template <int SIZE>
+__global__ void __launch_bounds__(kFormatThreads) two_four_prune(const __grid_constant__ FormatParams p) {
+  const FormatPlace at = format_place<SIZE>(p);
+  for_dense_units<SIZE>(p, at, [&](int y, int x, const format_unit& unit) {
+    format_unit rest = unit;
+#pragma unroll
+    for (int g = 0; g < format_tile<SIZE>::kGroups; ++g) {
+      clear_others<SIZE>(rest, g, largest_set<SIZE>(p, unit, g));
+    }
+    put_unit<SIZE>(p, p.out, at, y, x, rest);
+  });
+  finish_units<SIZE>(p, p.out, at);
+}
+
+}  // namespace fretwork

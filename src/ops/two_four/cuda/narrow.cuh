@@ -1,0 +1,254 @@
+// 2:4 products of 16-bit types with up to 64 columns on Hopper, b along k and the result along m, of whole tiles. They
+// take little longer than a launch: what counts is how soon the first bytes are asked for and the last sums are out.
+#pragma once
+
+#include "device/activation.cuh"
+#include "device/barrier.cuh"
+#include "device/cluster.cuh"
+#include "device/tma.cuh"
+#include "device/wgmma.cuh"
+#include "ops/two_four/cuda/params_narrow.cuh"
+
+namespace fretwork::two_four::narrow {
+
+/// What a CTA has, and its barriers.
+template <int kColumns, int kGroups>
+struct Shape {
+  static constexpr u32 kStages = stages(kColumns, kGroups), kBytes = stage_bytes(kColumns, kGroups);
+  static constexpr u32 kWarps = 4 * kGroups, kUnits = units(kColumns, kGroups), kThreads = threads(kGroups);
+  static constexpr u32 kLeftBytes = rows(kGroups) * 128, kChunkBytes = chunk_bytes(kGroups);
+  static constexpr u32 kWords = kStages * kBytes, kSums = kWords + kChunks * kChunkBytes;  ///< where they begin
+  u64 full[kStages], empty[kStages], words_full[kChunks], words_empty[kChunks], sums;
+};
+
+/// One thread makes the barriers; `received` bytes of sums will come from the other CTAs.
+template <typename S>
+__device__ __forceinline__ void make_barriers(S& s, u32 received) {
+#pragma unroll 1
+  for (u32 n = 0; n < S::kStages; ++n) {
+    mbarrier::init(shared_address(&s.full[n]), 1);
+    mbarrier::init(shared_address(&s.empty[n]), S::kWarps);
+  }
+#pragma unroll 1
+  for (u32 n = 0; n < kChunks; ++n) {
+    mbarrier::init(shared_address(&s.words_full[n]), 1);
+    mbarrier::init(shared_address(&s.words_empty[n]), 32 * S::kWarps);
+  }
+  mbarrier::init(shared_address(&s.sums), 1);
+  mbarrier::init_done();
+  mbarrier::arrive_expect(shared_address(&s.sums), received);
+}
+
+/// One thread fetches `count` steps from `first` on.
+template <int kColumns, typename S>
+__device__ __forceinline__ void fetch(const Params& p, S& s, u32 base, int row, int first, int count) {
+  Ring<S::kStages> ring(1);
+  Ring<kChunks> chunk(1);
+#pragma unroll 1
+  for (int step = 0; step < count; ++step, ring.next()) {
+    if (step % kPerChunk == 0) {
+      mbarrier::wait(shared_address(&s.words_empty[chunk.stage]), chunk.parity);
+      const u32 full = shared_address(&s.words_full[chunk.stage]);
+      mbarrier::arrive_expect(full, S::kChunkBytes);
+      tma::load(base + S::kWords + chunk.stage * S::kChunkBytes, &p.words, full, (first + step) * (kDepth / 8), row, 0,
+                0);
+      chunk.next();
+    }
+    mbarrier::wait(shared_address(&s.empty[ring.stage]), ring.parity);
+    const u32 full = shared_address(&s.full[ring.stage]), to = base + ring.stage * S::kBytes;
+    mbarrier::arrive_expect(full, S::kBytes);
+    tma::load(to, &p.values, full, (first + step) * (kDepth / 2), row, 0, 0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      tma::load(to + S::kLeftBytes + h * (kColumns * 128), &p.b, full, (first + step) * kDepth + h * 64, 0, 0, 0);
+    }
+  }
+}
+
+/// A lane's metadata of step after step, from chunks whose rows of 64 bytes the copy engine has swizzled.
+template <typename S>
+struct Words {
+  u32 at, turned;  ///< where a lane's first row begins; what switches units of 16 bytes
+  Ring<kChunks> chunk{0};
+
+  __device__ __forceinline__ explicit Words(u32 base) {
+    const u32 lane = threadIdx.x % 32;
+    at = base + S::kWords + (threadIdx.x / 32 * 16 + lane / 4) * 64 + lane % 4 * 2;
+    turned = (lane / 8 % 4) << 4;
+  }
+  __device__ __forceinline__ void read(u32 (&e)[2], S& s, int step) {
+    const u32 in_chunk = static_cast<u32>(step) % kPerChunk;
+    if (in_chunk == 0) {
+      mbarrier::wait(shared_address(&s.words_full[chunk.stage]), chunk.parity);
+    }
+#pragma unroll
+    for (u32 h = 0; h < 2; ++h) {
+      const u32 from = at + chunk.stage * S::kChunkBytes + (in_chunk * 16 ^ turned) + h * 8;
+      u16 low, high;
+      asm volatile("ld.shared.b16 %0, [%1];" : "=h"(low) : "r"(from));
+      asm volatile("ld.shared.b16 %0, [%1];" : "=h"(high) : "r"(from + 8 * 64));
+      e[h] = static_cast<u32>(high) << 16 | low;
+    }
+    if (in_chunk == kPerChunk - 1) {
+      mbarrier::arrive(shared_address(&s.words_empty[chunk.stage]));  // every lane for itself
+      chunk.next();
+    }
+  }
+};
+
+/// A warpgroup multiplies 64 rows. The next step's metadata is read while products run: a register of metadata must
+/// stay untouched until its products have completed.
+template <typename T, int kColumns, typename S>
+__device__ __forceinline__ void multiply(float (&d)[kColumns / 2], S& s, u32 base, int count) {
+  Ring<S::kStages> ring(0);
+  Words<S> words(base);
+  u32 e[2][2];
+  words.read(e[0], s, 0);
+#pragma unroll 1
+  for (int pair = 0; pair < count; pair += 2) {
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+      const int step = pair + turn;
+      if (step < count) {
+        mbarrier::wait(shared_address(&s.full[ring.stage]), ring.parity);
+        const u32 at = base + ring.stage * S::kBytes;
+        const u64 left = wgmma::descriptor<128>(at + threadIdx.x / 128 * (64 * 128));
+        const u64 right = wgmma::descriptor<128>(at + S::kLeftBytes);
+        wgmma::fence();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const u64 a = left + h * 4, b = right + h * (kColumns * 128 >> 4);
+          wgmma::multiply_sparse<T, kColumns, wgmma::Major::k, 0>(d, a, b, e[turn][h]);
+          wgmma::multiply_sparse<T, kColumns, wgmma::Major::k, 1>(d, a + 2, b + 4, e[turn][h]);
+        }
+        wgmma::commit();
+        if (step + 1 < count) {
+          words.read(e[1 - turn], s, step + 1);
+        }
+        wgmma::wait<0>();
+        wgmma::metadata_read(e[turn]);
+        release(shared_address(s.empty), static_cast<int>(ring.stage));
+        ring.next();
+      }
+    }
+  }
+}
+
+/// Sends a warp's sums, unit by unit, to the CTAs that finish them. There they lie by sender.
+template <typename S, int kSize>
+__device__ __forceinline__ void send(const float (&d)[kSize], const Params& p, S& s, u32 base, u32 rank) {
+  const u32 mine = base + S::kSums + rank * p.slots * kUnitBytes + threadIdx.x % 32 * 16;
+#pragma unroll
+  for (u32 j = 0; j < kSize / 4; ++j) {
+    const u32 unit = j * S::kWarps + threadIdx.x / 32, owner = ((unit + 1) * p.split - 1) / S::kUnits;
+    const u32 to = mine + (unit - p.first_unit[owner]) * kUnitBytes;
+    const u32 sums[4] = {__float_as_uint(d[4 * j]), __float_as_uint(d[4 * j + 1]), __float_as_uint(d[4 * j + 2]),
+                         __float_as_uint(d[4 * j + 3])};
+    if (owner == rank) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(sums[0]), "r"(sums[1]), "r"(sums[2]),
+                   "r"(sums[3])
+                   : "memory");
+    } else {
+      store_to_rank(to, sums, shared_address(&s.sums), owner);
+    }
+  }
+}
+
+/// Bias and activation of rows `row` and `row` + 8 of two columns.
+template <typename T>
+__device__ __forceinline__ void finish(float (&v)[4], const Params& p, int row) {
+  if (p.bias != nullptr) {
+    const T* const bias = static_cast<const T*>(p.bias);
+    const float first = widen(bias[row * p.bias_stride]), second = widen(bias[(row + 8) * p.bias_stride]);
+    v[0] += first;
+    v[1] += first;
+    v[2] += second;
+    v[3] += second;
+  }
+  if (p.activation != 0) {
+    activate(v, p.activation);
+  }
+}
+
+/// Adds up what arrived, always in the same order, and writes it.
+template <typename T, typename S>
+__device__ __forceinline__ void store(const Params& p, u32 base, int row0, u32 rank) {
+  const u32 lane = threadIdx.x % 32, first = p.first_unit[rank], last = p.first_unit[rank + 1];
+#pragma unroll 1
+  for (u32 unit = first + threadIdx.x / 32; unit < last; unit += S::kWarps) {
+    u32 from = base + S::kSums + (unit - first) * kUnitBytes + lane * 16;
+    float v[4] = {};
+#pragma unroll 1
+    for (int q = 0; q < p.split; ++q, from += p.slots * kUnitBytes) {
+      float more[4];
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(more[0]), "=f"(more[1]), "=f"(more[2]), "=f"(more[3])
+                   : "r"(from)
+                   : "memory");
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        v[e] += more[e];
+      }
+    }
+    const int row = row0 + static_cast<int>(unit % S::kWarps * 16 + lane / 4);
+    if (p.bias != nullptr || p.activation != 0) [[unlikely]] {
+      finish<T>(v, p, row);
+    }
+    // A lane has two columns of two rows; with the lane of the next row it exchanges one, for rows side by side.
+    const bool odd = lane / 4 % 2 != 0;
+    const float top = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 4), low = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 4);
+    const int col = static_cast<int>(unit / S::kWarps * 8 + lane % 4 * 2 + (odd ? 1 : 0));
+    if (col < p.n) {
+      u32* const to = reinterpret_cast<u32*>(static_cast<T*>(p.out) + col * p.c_col + (row & ~1));
+      to[0] = odd ? narrow_pair<T>(top, v[1]) : narrow_pair<T>(v[0], top);
+      to[4] = odd ? narrow_pair<T>(low, v[3]) : narrow_pair<T>(v[2], low);
+    }
+  }
+}
+
+/// The last warp fetches as soon as it has made the barriers; the others meet it without stopping it. Nobody sends to a
+/// CTA that has not begun, nor ends before all was sent to it.
+template <typename T, int kColumns, int kGroups>
+__global__ void __launch_bounds__(threads(kGroups), 1) product(const __grid_constant__ Params p) {
+  using S = Shape<kColumns, kGroups>;
+  constexpr u32 kMeet = 1, kSent = 2;  // named barriers
+  extern __shared__ u8 raw[];
+  __shared__ S s;
+  const u32 base = (shared_address(raw) + 1023) & ~1023u, rank = cluster_rank();
+  const int row = static_cast<int>((static_cast<u64>(blockIdx.x) * p.inverse >> 31) * rows(kGroups));
+  const int first = p.first_step[rank], count = p.first_step[rank + 1] - first;
+  if (threadIdx.x >= 128 * kGroups) {
+    const bool fetches = threadIdx.x == 128 * kGroups;
+    if (fetches) {
+      make_barriers(s, (p.first_unit[rank + 1] - p.first_unit[rank]) * (p.split - 1) * kUnitBytes);
+    }
+    __syncwarp();
+    asm volatile("bar.arrive %0, %1;" ::"n"(kMeet), "n"(S::kThreads) : "memory");
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    if (fetches) {
+      wait_for_earlier_kernel();
+      fetch<kColumns>(p, s, base, row, first, count);
+    }
+    __syncwarp();
+    let_next_kernel_start();
+    asm volatile("barrier.cluster.wait;" ::: "memory");
+  } else {
+    named_barrier(kMeet, S::kThreads);
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    float d[kColumns / 2];
+#pragma unroll
+    for (float& sum : d) {
+      sum = 0;
+    }
+    multiply<T, kColumns>(d, s, base, count);
+    let_next_kernel_start();
+    asm volatile("barrier.cluster.wait;" ::: "memory");
+    send(d, p, s, base, rank);
+    named_barrier(kSent, 128 * kGroups);  // what this CTA keeps
+    mbarrier::wait(shared_address(&s.sums), 0);
+    wait_for_earlier_kernel();
+    store<T, S>(p, base, row, rank);
+  }
+}
+
+}  // namespace fretwork::two_four::narrow

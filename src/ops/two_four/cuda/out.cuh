@@ -1,0 +1,80 @@
+// Numbers of any type that a bias has, and on their way into any that a result has, as kernels are told at run time.
+#pragma once
+
+#include "device/load.cuh"
+#include "device/types.cuh"
+#include "ops/two_four/cuda/out_type.cuh"
+
+namespace fretwork::two_four {
+
+__device__ __forceinline__ float as_number(const void* data, i64 at, OutType type) {
+  switch (type) {
+    case OutType::f16:
+      return widen(static_cast<const f16*>(data)[at]);
+    case OutType::bf16:
+      return widen(static_cast<const bf16*>(data)[at]);
+    case OutType::i32:
+      return static_cast<float>(static_cast<const int*>(data)[at]);
+    case OutType::i8:
+      return static_cast<float>(static_cast<const i8*>(data)[at]);
+    case OutType::f8_e4m3:
+      return widen(static_cast<const f8_e4m3*>(data)[at]);
+    case OutType::f8_e5m2:
+      return widen(static_cast<const f8_e5m2*>(data)[at]);
+    default:
+      return static_cast<const float*>(data)[at];
+  }
+}
+
+/// Four neighbours of a result of 8 bits, the first lowest.
+__device__ __forceinline__ u32 four_bytes(const float* v, OutType type) {
+  if (type == OutType::f8_e4m3) {
+    return narrow_pair_8<f8_e4m3>(v[0], v[1]) | narrow_pair_8<f8_e4m3>(v[2], v[3]) << 16;
+  }
+  if (type == OutType::f8_e5m2) {
+    return narrow_pair_8<f8_e5m2>(v[0], v[1]) | narrow_pair_8<f8_e5m2>(v[2], v[3]) << 16;
+  }
+  u32 four = 0;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    four |= static_cast<u32>(static_cast<u8>(narrow<i8>(v[e]))) << 8 * e;
+  }
+  return four;
+}
+
+/// Rounds four neighbours of a result of 16 or 8 bits, `step` apart from element `at` on, of which `count` exist.
+/// `wide`: all four can be written at once.
+__device__ __forceinline__ void store_four(void* c, i64 at, i64 step, const float* v, int count, OutType type,
+                                           bool wide) {
+  if (type == OutType::f16 || type == OutType::bf16) {
+    const bool f = type == OutType::f16;
+    const u32 words[2] = {f ? narrow_pair<f16>(v[0], v[1]) : narrow_pair<bf16>(v[0], v[1]),
+                          f ? narrow_pair<f16>(v[2], v[3]) : narrow_pair<bf16>(v[2], v[3])};
+    u16* const to = static_cast<u16*>(c) + at;
+    if (wide && count >= 4) {
+      store_words<2>(to, words);
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (e < count) {
+        to[e * step] = static_cast<u16>(words[e / 2] >> 16 * (e % 2));
+      }
+    }
+    return;
+  }
+  const u32 four = four_bytes(v, type);
+  u8* const to = static_cast<u8*>(c) + at;
+  if (wide && count >= 4) {
+    *reinterpret_cast<u32*>(to) = four;
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    if (e < count) {
+      to[e * step] = static_cast<u8>(four >> 8 * e);
+    }
+  }
+}
+
+}  // namespace fretwork::two_four

@@ -2,6 +2,7 @@
 #include "blocks/hopper.h"
 
 #include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "core/divide.h"
@@ -102,6 +103,53 @@ int share_of(const BlockLayout& layout, int segments) {
   const std::int64_t block = layout.sizes().block_rows;
   const std::int64_t bytes = std::max<std::int64_t>(1, layout.nnz() * block * block * 2 / segments);
   return static_cast<int>(std::clamp<std::int64_t>(kCache / bytes, 16, std::max(16, segments)));
+}
+
+SpmmShape::SpmmShape(std::int64_t block, std::int64_t free, std::int64_t batch_count)
+    : width(!is_wide(block) ? kNarrow
+            : free > 128    ? 256
+                            : 128),
+      tiles(ceil_div(free, width)),
+      batches(batch_count),
+      wide(is_wide(block)) {}
+
+int SpmmShape::bucket() const {
+  return static_cast<int>(
+      std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(tiles * batches, 1, 1024))));
+}
+std::size_t SpmmShape::partial_bytes(const DevicePlan& plan) const {
+  return static_cast<std::size_t>(plan.partial_count * tiles * batches) *
+         static_cast<std::size_t>(consumers() * width / 2) * sizeof(float);
+}
+
+SpmmParams spmm_params(const DevicePlan& plan, const SpmmShape& shape, const BlockLayout& layout, void* partials) {
+  SpmmParams params{};
+  params.steps = static_cast<const int*>(plan.steps.data());
+  params.segments = static_cast<const Segment*>(plan.segments.data());
+  params.partials = static_cast<float*>(partials);
+  params.block = static_cast<int>(layout.sizes().block_rows);
+  params.stride = plan.stride;
+  params.groups_per_head = plan.groups_per_head;
+  params.segment_count = plan.segment_count;
+  params.share = share_of(layout, plan.segment_count);
+  params.tiles = static_cast<int>(shape.tiles);
+  params.total = static_cast<int>(plan.segment_count * shape.tiles * shape.batches);
+  params.partial_count = plan.partial_count;
+  return params;
+}
+
+ReduceParams reduce_params(const DevicePlan& plan, const SpmmShape& shape, const void* partials, int heads) {
+  ReduceParams params{};
+  params.partials = static_cast<const float*>(partials);
+  params.splits = static_cast<const Split*>(plan.splits.data());
+  params.groups_per_head = plan.groups_per_head;
+  params.tiles = static_cast<int>(shape.tiles);
+  params.heads = heads;
+  params.partial_count = plan.partial_count;
+  params.split_count = plan.split_count;
+  params.rows_first = shape.wide ? 1 : 0;
+  params.width = shape.width;
+  return params;
 }
 
 }  // namespace fretwork::blocks

@@ -73,4 +73,26 @@ SpmmPlan balanced_plan(const BlockLayout& layout, bool transposed, int parallel,
 /// Segments that walk the free dimension together: as many as have blocks that stay in the cache meanwhile.
 int share_of(const BlockLayout& layout, int segments);
 
+// --------------------------------------------------------------------------------------------------- launches
+
+/// The shape of a launch of `spmm_wide` or `spmm_narrow`.
+struct SpmmShape {
+  int width;             ///< of a tile along the free dimension
+  std::int64_t tiles;    ///< along it
+  std::int64_t batches;  ///< how often the layout's work is there
+  bool wide;
+
+  SpmmShape(std::int64_t block, std::int64_t free, std::int64_t batches);
+  int consumers() const { return (wide ? kThreads : kNarrowThreads) - 128; }
+  int shared() const { return wide ? kWideShared : kNarrowShared; }
+  /// Batch sizes share a plan: only how full the machine is matters.
+  int bucket() const;
+  std::size_t partial_bytes(const DevicePlan& plan) const;
+};
+
+/// What a plan and a shape say; the operands are left to the caller.
+SpmmParams spmm_params(const DevicePlan& plan, const SpmmShape& shape, const BlockLayout& layout, void* partials);
+/// The same for the kernel that adds partial sums. `heads` as in Batches.
+ReduceParams reduce_params(const DevicePlan& plan, const SpmmShape& shape, const void* partials, int heads);
+
 }  // namespace fretwork::blocks

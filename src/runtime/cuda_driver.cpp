@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "fretwork/error.h"
+#include "runtime/alignment.h"
 #include "runtime/cuda_api.h"
 
 namespace fretwork::cuda {
@@ -328,7 +329,7 @@ std::int64_t upper_corner(const PixelMap& map, std::size_t axis) {
 
 bool can_map_pixels(const PixelMap& map) {
   const auto corner = [](std::int64_t at) { return at >= -128 && at <= 127; };
-  bool can = map.data != nullptr && reinterpret_cast<std::uintptr_t>(map.data) % 16 == 0;
+  bool can = map.data != nullptr && is_aligned(map.data, 16);
   for (const std::uint64_t size : map.sizes) {
     can = can && size > 0 && size < (1ULL << 31);
   }

@@ -4,6 +4,7 @@
 #include <bit>
 #include <limits>
 
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 
 namespace fretwork {
@@ -39,7 +40,7 @@ std::optional<TiledView> make_tiled_view(const void* data, const std::array<std:
       return std::nullopt;
     }
   }
-  return data != nullptr && reinterpret_cast<std::uintptr_t>(data) % 16 == 0 ? std::optional(view) : std::nullopt;
+  return data != nullptr && is_aligned(data, 16) ? std::optional(view) : std::nullopt;
 }
 
 }  // namespace fretwork

@@ -14,6 +14,7 @@
 #include "core/divide.h"
 #include "ops/attention/cuda/params_decode.cuh"
 #include "ops/attention/pieces.h"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
@@ -194,9 +195,8 @@ int segments_for(std::int64_t sets, int steps, int depth, const driver::DeviceIn
 
 /// Rows of 16-byte pieces, and a row's bytes counted in 32 bits.
 bool readable(const Operand& x, std::int64_t cols) {
-  const auto whole = [](std::int64_t stride) { return stride % 8 == 0; };
-  return (x.col == 1 || cols == 1) && whole(x.row) && whole(x.head) && whole(x.batch) &&
-         reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 && std::abs(x.row) <= std::numeric_limits<int>::max() / 2;
+  return (x.col == 1 || cols == 1) && is_aligned(x.data, {x.row, x.head, x.batch}, 2, 16) &&
+         std::abs(x.row) <= std::numeric_limits<int>::max() / 2;
 }
 
 InputArg input_arg(const Operand& x) { return {x.data, x.batch, x.head, static_cast<int>(2 * x.row)}; }

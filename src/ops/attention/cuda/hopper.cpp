@@ -17,10 +17,11 @@
 
 #include "core/divide.h"
 #include "ops/attention/cuda/padding.h"
-#include "ops/attention/heads.h"
 #include "ops/attention/cuda/params_hopper.cuh"
+#include "ops/attention/heads.h"
 #include "ops/attention/pieces.h"
 #include "ops/attention/schedule.h"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
@@ -517,8 +518,8 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
 
 /// True when rows can be moved 16 bytes at a time.
 bool movable(const Operand& x) {
-  return x.data != nullptr && reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 && x.col == 1 && x.row > 0 &&
-         x.row % 8 == 0 && x.head >= 0 && x.head % 8 == 0 && x.batch >= 0 && x.batch % 8 == 0;
+  return x.data != nullptr && x.col == 1 && x.row > 0 && x.head >= 0 && x.batch >= 0 &&
+         is_aligned(x.data, {x.row, x.head, x.batch}, 2, 16);
 }
 
 Operand from_head(Operand x, std::int64_t head, std::int64_t bytes) {

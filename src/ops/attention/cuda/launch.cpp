@@ -14,11 +14,12 @@
 #include "ops/attention/cuda/decode.h"
 #include "ops/attention/cuda/hopper.h"
 #include "ops/attention/cuda/padding.h"
+#include "ops/attention/cuda/params.h"
 #include "ops/attention/device_plan.h"
 #include "ops/attention/heads.h"
-#include "ops/attention/cuda/params.h"
 #include "ops/attention/plan.h"
 #include "ops/attention/problem.h"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -234,9 +235,7 @@ class Input {
   static std::int64_t chunk(DType dtype) { return 16 / static_cast<std::int64_t>(size_of(dtype)); }
   /// Kernels read 16 bytes at a time and count a row's bytes in 32 bits.
   static bool readable(const Operand& of, const Sizes& sizes, DType dtype) {
-    const auto whole = [&](std::int64_t stride) { return stride % chunk(dtype) == 0; };
-    return (of.col == 1 || sizes.cols == 1) && whole(of.row) && whole(of.head) && whole(of.batch) &&
-           reinterpret_cast<std::uintptr_t>(of.data) % 16 == 0 &&
+    return (of.col == 1 || sizes.cols == 1) && is_aligned(of.data, {of.row, of.head, of.batch}, size_of(dtype), 16) &&
            std::abs(of.row) <= std::numeric_limits<int>::max() / static_cast<std::int64_t>(size_of(dtype));
   }
 
@@ -246,11 +245,7 @@ class Input {
 };
 
 OutputArg output_arg(const Operand& out, DType dtype) {
-  const auto whole = [&](std::int64_t stride) {
-    return stride % (16 / static_cast<std::int64_t>(size_of(dtype))) == 0;
-  };
-  const bool vector = out.col == 1 && whole(out.row) && whole(out.head) && whole(out.batch) &&
-                      reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0;
+  const bool vector = out.col == 1 && is_aligned(out.data, {out.row, out.head, out.batch}, size_of(dtype), 16);
   return {out.data, out.batch, out.head, out.row, out.col, vector};
 }
 

@@ -159,79 +159,61 @@ std::shared_ptr<const DevicePlan> find_plan(const Problem& p, const AxisClass& y
 
 // --------------------------------------------------------------------------------------------------- launches
 
+/// Where the copy engine writes a result: as one line of channels-last pixels, or lines of each channel's. Threads
+/// write others, as `params.image` says.
+void set_out(SpmmParams& params, const Image& out, bool rows) {
+  const auto line = rows && channels_last(out) && one_line(out)
+                        ? make_tiled_view(out.data, {out.c, out.pixels(), 1, 1}, {1, out.w_stride, 0, 0})
+                        : std::nullopt;
+  if (line) {
+    params.out = line->map(64, 64);
+    return;
+  }
+  const auto lines = rows ? std::nullopt : lines_of(out);
+  params.image = image_out(out, rows);
+  params.image.lines = lines && lines->can_be_written() ? 1 : 0;
+  params.out = params.image.lines != 0 ? lines->map(64, 64) : params.dense;  // kernels fetch it ahead
+}
+
 void run_class(const Problem& p, const Blocks& blocks, const Image& in, const AxisClass& y, const AxisClass& x,
                Context& context) {
   const Image out = class_of(p, y, x);
   const auto block = static_cast<int>(p.block_rows());
-  const bool wide = is_wide(block), rows = out.c_stride == 1;
-  const std::int64_t pixels = out.pixels();
-  const int width = !wide ? kNarrow : pixels > 128 ? 256 : 128, device = context.device.index;
-  const std::int64_t tiles = ceil_div(pixels, width);
-  const auto bucket = std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(tiles, 1, 1024)));
-  const auto plan = find_plan(p, y, x, static_cast<int>(bucket), 0, context);
-  const int consumers = (wide ? kThreads : kNarrowThreads) - 128;
-  const Workspace partials(context, static_cast<std::size_t>(plan->partial_count * tiles) *
-                                        static_cast<std::size_t>(consumers * width / 2) * sizeof(float));
-  const int unit = wide ? 64 : block;
+  const bool rows = out.c_stride == 1;
+  const int device = context.device.index;
+  const SpmmShape shape(block, out.pixels(), 1);
+  const auto plan = find_plan(p, y, x, shape.bucket(), 0, context);
+  const Workspace partials(context, shape.partial_bytes(*plan));
+  const int unit = shape.wide ? 64 : block;
   const driver::PixelMap map = pixel_map(in, y, x);
-  SpmmParams params{};
+  SpmmParams params = spmm_params(*plan, shape, *p.layout, partials.data());
   params.sparse = blocks.view().map(static_cast<std::uint32_t>(unit), static_cast<std::uint32_t>(unit));
-  params.dense = pixels_of(map, unit, width);
-  if (!wide) {
-    params.pair = pixels_of(map, 2 * unit, width);
+  params.dense = pixels_of(map, unit, shape.width);
+  if (!shape.wide) {
+    params.pair = pixels_of(map, 2 * unit, shape.width);
   }
-  const auto written = rows && channels_last(out) && one_line(out)
-                           ? make_tiled_view(out.data, {out.c, pixels, 1, 1}, {1, out.w_stride, 0, 0})
-                           : std::nullopt;
-  if (written) {
-    params.out = written->map(64, 64);
-  } else {
-    const auto lines = rows ? std::nullopt : lines_of(out);
-    params.image = image_out(out, rows);
-    params.image.lines = lines && lines->can_be_written() ? 1 : 0;
-    params.out = params.image.lines != 0 ? lines->map(64, 64) : params.dense;  // kernels fetch it ahead
-  }
-  params.steps = static_cast<const int*>(plan->steps.data());
-  params.segments = static_cast<const Segment*>(plan->segments.data());
-  params.partials = static_cast<float*>(partials.data());
-  params.block = block;
-  params.stride = plan->stride;
-  params.groups_per_head = plan->groups_per_head;
-  params.segment_count = plan->segment_count;
-  params.share = share_of(*p.layout, plan->segment_count);
-  params.tiles = static_cast<int>(tiles);
-  params.free = static_cast<int>(pixels);
-  params.total = static_cast<int>(plan->segment_count * tiles);
-  params.partial_count = plan->partial_count;
+  set_out(params, out, rows);
+  params.free = static_cast<int>(out.pixels());
   params.batches = {1, 1, 1};
   params.sparse_block = blocks.view().moves(2);
   params.pixels = pixels_arg(in, y, x);
   params.rows = static_cast<int>(out.c);
   params.bias = p.bias;
   params.bias_stride = p.bias_stride;
-  get_kernel(spmm_instance(p.dtype, wide ? width : block, blocks.view().last, true, rows, true), device)
-      .launch(std::min<std::int64_t>(params.total, driver::device_info(device).multiprocessors), consumers + 128,
-              wide ? kWideShared : kNarrowShared, &params, context.stream);
+  get_kernel(spmm_instance(p.dtype, shape.wide ? shape.width : block, blocks.view().last, true, rows, true), device)
+      .launch(std::min<std::int64_t>(params.total, driver::device_info(device).multiprocessors),
+              shape.consumers() + 128, shape.shared(), &params, context.stream);
   if (plan->split_count > 0) {
-    ReduceParams reduce{};
+    ReduceParams reduce = reduce_params(*plan, shape, partials.data(), 1);
     reduce.out = out.data;
-    reduce.partials = params.partials;
-    reduce.splits = static_cast<const Split*>(plan->splits.data());
-    reduce.groups_per_head = plan->groups_per_head;
-    reduce.tiles = params.tiles;
-    reduce.heads = 1;
-    reduce.partial_count = plan->partial_count;
-    reduce.split_count = plan->split_count;
-    reduce.rows_first = wide ? 1 : 0;
-    reduce.width = width;
     reduce.rows = out.c;
-    reduce.free = pixels;
+    reduce.free = out.pixels();
     reduce.pixels = params.pixels;
     reduce.image = image_out(out, rows);
     reduce.bias = p.bias;
     reduce.bias_stride = p.bias_stride;
     get_kernel(reduce_instance(p.dtype), device)
-        .launch(plan->split_count * tiles, consumers, 0, &reduce, context.stream);
+        .launch(plan->split_count * shape.tiles, shape.consumers(), 0, &reduce, context.stream);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <bit>
 
 #include "ops/block_conv/cuda/params.h"
+#include "runtime/alignment.h"
 
 namespace fretwork::block_conv::hopper {
 namespace {
@@ -15,7 +16,6 @@ using namespace blocks;  // NOLINT: the host side that it shares with the block 
 constexpr std::int64_t kUnit = 8;  ///< 16-bit elements in 16 bytes
 constexpr const char* kFile = "ops/block_conv/cuda/generic.cuh";
 
-bool aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
 bool whole(std::int64_t stride) { return stride % kUnit == 0; }
 /// Whether steps along a dimension are units of 16 bytes forward; where it has one place there are none.
 bool units(std::int64_t size, std::int64_t stride) { return size == 1 || (stride > 0 && whole(stride)); }
@@ -33,11 +33,11 @@ KernelSpec pack_instance() { return {kFile, "fretwork::block_conv::pack_blocks",
 
 bool channels_last(const Image& i) {
   return i.c_stride == 1 && units(i.n, i.n_stride) && units(i.h, i.h_stride) && units(i.w, i.w_stride) &&
-         aligned(i.data);
+         is_aligned(i.data, 16);
 }
 bool pixels_last(const Image& i) {
   return i.w_stride == 1 && (i.h == 1 || i.h_stride == i.w) && units(i.c, i.c_stride) && units(i.n, i.n_stride) &&
-         aligned(i.data);
+         is_aligned(i.data, 16);
 }
 std::optional<TiledView> lines_of(const Image& i) {
   return pixels_last(i) ? make_tiled_view(i.data, {i.h * i.w, i.c, i.n, 1}, {1, i.c_stride, i.n_stride, 0})
@@ -56,7 +56,7 @@ ChannelsLast::ChannelsLast(const Image& from, bool dense, Context& context)
     return;
   }
   const bool lines = from.w_stride == 1 && from.h_stride == from.w && whole(from.h * from.w) && whole(from.n_stride) &&
-                     whole(from.c_stride) && aligned(from.data);
+                     whole(from.c_stride) && is_aligned(from.data, 16);
   const TurnParams params{
       {from.data, from.n_stride, from.c_stride, from.h_stride, from.w_stride, static_cast<int>(from.n),
        static_cast<int>(from.c), static_cast<int>(from.h), static_cast<int>(from.w)},
@@ -149,7 +149,7 @@ Map pixels_of(const driver::PixelMap& map, int channels, int pixels) {
 
 ImageOut image_out(const Image& out, bool rows) {
   const bool lines = out.w_stride == 1 && (out.h == 1 || out.h_stride == out.w) && whole(out.h * out.w);
-  const bool vector = aligned(out.data) && whole(out.n_stride) &&
+  const bool vector = is_aligned(out.data, 16) && whole(out.n_stride) &&
                       (rows ? whole(out.h_stride) && whole(out.w_stride) : lines && whole(out.c_stride));
   return {out.data, out.n_stride, out.c_stride, out.h_stride, out.w_stride, vector ? 1 : 0, 0};
 }

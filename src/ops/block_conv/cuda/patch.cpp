@@ -310,76 +310,98 @@ std::optional<Map> image_map(const Image& in, const PatchShape& shape, const Axi
   return driver::can_map_pixels(map) ? std::optional(pixels_of(map, kPatchChannels, shape.column)) : std::nullopt;
 }
 
+int whole(std::int64_t size) { return static_cast<int>(size); }
+Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
+
+/// One product: what it reads and writes, and the tiles it is cut into.
+struct PatchLaunch {
+  const Problem& p;
+  const AxisClass &y, &x;
+  Image in, out;
+  bool turned, rows;  ///< the pixels of x are neighbours; the channels of the result are
+  PatchShape shape;
+  std::int64_t sets, tile_places, total;
+
+  PatchLaunch(const Problem& problem, const Image& image, const AxisClass& down, const AxisClass& right)
+      : p(problem),
+        y(down),
+        x(right),
+        in(image),
+        out(class_of(p, y, x)),
+        turned(!channels_last(in)),
+        rows(channels_last(out)),
+        shape(in, y, x, turned, !rows),
+        sets(ceil_div(p.lines() * p.block_rows(), std::int64_t{64})),  // of 64 rows; two make a segment
+        tile_places(rows ? kTilePlaces : pixel_places(shape.row, out.w)),
+        total(tile_places > 0 ? ceil_div(shape.line(), tile_places) * ceil_div(sets, std::int64_t{2}) : 0) {}
+
+  int block() const { return whole(p.block_rows()); }
+  int patches() const { return shape.count(turned, rows); }
+  bool fits(int multiprocessors) const {
+    const bool counted = out.n * out.n_stride / kMapUnit < std::numeric_limits<int>::max();  // as the kernel does
+    const bool reads = !turned || (pixels_last(in) && shape.has_all(in, y, x));
+    const bool writes = rows || (has_whole_lines(out) && tile_places >= kTilePlaces * 7 / 8);
+    return reads && writes && counted && patches() >= 2 && suits(shape, y, x, most_places(block(), turned, sets)) &&
+           total >= multiprocessors && total <= 1 << 30;
+  }
+  PatchParams params(const PatchPlan& plan, const Blocks& blocks, const Map& image) const;
+};
+
+PatchParams PatchLaunch::params(const PatchPlan& plan, const Blocks& blocks, const Map& image) const {
+  PatchParams params{};
+  params.sparse = blocks.view().map(static_cast<std::uint32_t>(block()), static_cast<std::uint32_t>(block()));
+  params.image = image;
+  params.segments = static_cast<const PatchSegment*>(plan.segments.data());
+  params.channels = static_cast<const int*>(plan.channels.data());
+  params.steps = static_cast<const int*>(plan.steps.data());
+  params.segment_count = plan.segment_count;
+  params.total = whole(total);
+  params.tile_places = whole(tile_places);
+  params.sparse_block = blocks.view().moves(2);
+  params.block_count = whole(p.layout->nnz());
+  const std::int64_t image_places = shape.rows * shape.row;
+  params.line = {whole(shape.row), whole(image_places), whole(y.first),       whole(x.first),
+                 whole(in.n),      divisor(shape.row),  divisor(image_places)};
+  params.patch_count = patches();
+  params.patch_stride = shape.stride(turned);
+  params.patch_columns = shape.columns;
+  params.column_places = shape.column;
+  params.in_height = whole(in.h);
+  params.in_width = whole(in.w);
+  params.by_width = divisor(in.w);
+  params.by_pieces = divisor(ceil_div(in.h * in.w, std::int64_t{64}));
+  params.width = whole(out.w);
+  params.height = whole(out.h);
+  params.rows = whole(out.c);
+  params.by_out_width = divisor(out.w);
+  params.by_pixels = divisor(out.h * out.w);
+  params.out = out.data;
+  params.unit_n = whole(out.n_stride / kMapUnit);
+  params.unit_h = whole(out.h_stride / kMapUnit);
+  params.unit_w = whole(out.w_stride / kMapUnit);
+  params.out_n = out.n_stride;
+  params.out_c = out.c_stride;
+  params.bias = p.bias;
+  params.bias_stride = p.bias_stride;
+  return params;
+}
+
 }  // namespace
 
 bool run_patches(const Problem& p, const Blocks& blocks, const Image& in, const AxisClass& y, const AxisClass& x,
                  Context& context) {
-  const Image out = class_of(p, y, x);
-  const bool turned = !channels_last(in), rows = channels_last(out);
-  const bool counted = out.n * out.n_stride / kMapUnit < std::numeric_limits<int>::max();  // as the kernel does
-  if ((turned && !pixels_last(in)) || (!rows && !has_whole_lines(out)) || !counted) {
-    return false;
-  }
-  const PatchShape shape(in, y, x, turned, !rows);
-  if (turned && !shape.has_all(in, y, x)) {
-    return false;
-  }
-  const int patches = shape.count(turned, rows);
-  const auto block = static_cast<int>(p.block_rows());
-  const std::int64_t sets = ceil_div(p.lines() * block, std::int64_t{64});  // of 64 rows; two make a segment
-  if (patches < 2 || !suits(shape, y, x, most_places(block, turned, sets))) {
-    return false;
-  }
-  const auto image = image_map(in, shape, y, x, turned);
   const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
-  const std::int64_t tile_places = rows ? kTilePlaces : pixel_places(shape.row, out.w);
-  const std::int64_t total = ceil_div(shape.line(), tile_places) * ceil_div(sets, std::int64_t{2});
-  if (!image || tile_places < kTilePlaces * 7 / 8 || total < multiprocessors || total > 1 << 30) {
+  const PatchLaunch launch(p, in, y, x);
+  const auto image = launch.fits(multiprocessors) ? image_map(in, launch.shape, y, x, launch.turned) : std::nullopt;
+  if (!image) {
     return false;
   }
-  const auto plan = find_plan(p, y, x, static_cast<int>(shape.row), context);
-  PatchParams params{};
-  params.sparse = blocks.view().map(static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(block));
-  params.image = *image;
-  params.out = out.data;
-  params.unit_n = static_cast<int>(out.n_stride / kMapUnit);
-  params.unit_h = static_cast<int>(out.h_stride / kMapUnit);
-  params.unit_w = static_cast<int>(out.w_stride / kMapUnit);
-  params.out_n = out.n_stride;
-  params.out_c = out.c_stride;
-  params.segments = static_cast<const PatchSegment*>(plan->segments.data());
-  params.channels = static_cast<const int*>(plan->channels.data());
-  params.steps = static_cast<const int*>(plan->steps.data());
-  params.segment_count = plan->segment_count;
-  params.total = static_cast<int>(total);
-  params.tile_places = static_cast<int>(tile_places);
-  params.sparse_block = blocks.view().moves(2);
-  params.block_count = static_cast<int>(p.layout->nnz());
-  params.line = {static_cast<int>(shape.row),
-                 static_cast<int>(shape.rows * shape.row),
-                 static_cast<int>(y.first),
-                 static_cast<int>(x.first),
-                 static_cast<int>(in.n),
-                 Divisor(static_cast<unsigned>(shape.row)),
-                 Divisor(static_cast<unsigned>(shape.rows * shape.row))};
-  params.patch_count = patches;
-  params.patch_stride = shape.stride(turned);
-  params.patch_columns = shape.columns;
-  params.column_places = shape.column;
-  params.in_height = static_cast<int>(in.h);
-  params.in_width = static_cast<int>(in.w);
-  params.by_width = Divisor(static_cast<unsigned>(in.w));
-  params.by_pieces = Divisor(static_cast<unsigned>(ceil_div(in.h * in.w, std::int64_t{64})));
-  params.width = static_cast<int>(out.w);
-  params.height = static_cast<int>(out.h);
-  params.rows = static_cast<int>(out.c);
-  params.by_out_width = Divisor(static_cast<unsigned>(out.w));
-  params.by_pixels = Divisor(static_cast<unsigned>(out.h * out.w));
-  params.bias = p.bias;
-  params.bias_stride = p.bias_stride;
-  get_kernel(instance(p.dtype, block, blocks.view().last, turned, rows), device)
-      .launch(std::min<std::int64_t>(total, multiprocessors), kThreads,
-              patches * params.patch_stride + patch_rest(turned, rows), &params, context.stream);
+  const auto plan = find_plan(p, y, x, whole(launch.shape.row), context);
+  const PatchParams params = launch.params(*plan, blocks, *image);
+  get_kernel(instance(p.dtype, launch.block(), blocks.view().last, launch.turned, launch.rows), device)
+      .launch(std::min<std::int64_t>(launch.total, multiprocessors), kThreads,
+              params.patch_count * params.patch_stride + patch_rest(launch.turned, launch.rows), &params,
+              context.stream);
   return true;
 }
 

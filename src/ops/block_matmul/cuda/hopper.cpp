@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "blocks/hopper.h"
+#include "runtime/alignment.h"
 #include "runtime/plan_cache.h"
 
 namespace fretwork::block_matmul::hopper {
@@ -116,41 +117,25 @@ bool run_spmm(const Problem& p, Context& context) {
     return false;
   }
   const auto block = static_cast<int>(p.layout->sizes().block_rows);
-  const bool wide = is_wide(block);
-  const int width = !wide ? kNarrow : p.out.cols > 128 ? 256 : 128;
-  const std::int64_t tiles = ceil_div(p.out.cols, width), batches = p.z_out * heads_of(p);
-  // Only how full the machine is matters, so batch sizes share a plan.
-  const auto bucket = std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(tiles * batches, 1, 1024)));
-  const PlanKey key{static_cast<int>(p.kind), p.transposed ? 1 : 0, context.device.index, static_cast<int>(bucket), 0};
+  const SpmmShape shape(block, p.out.cols, p.z_out * heads_of(p));
+  const PlanKey key{static_cast<int>(p.kind), p.transposed ? 1 : 0, context.device.index, shape.bucket(), 0};
   const auto plan = find_plan(p, key, context);
-  const std::int64_t total = plan->segment_count * tiles * batches;
-  if (total > kMost / 2 || plan->partial_count * tiles * batches > kMost) {
+  const std::int64_t total = plan->segment_count * shape.tiles * shape.batches;
+  if (total > kMost / 2 || plan->partial_count * shape.tiles * shape.batches > kMost) {
     return false;
   }
-  const int consumers = (wide ? kThreads : kNarrowThreads) - 128;
-  const Workspace partials(context, static_cast<std::size_t>(plan->partial_count * tiles * batches) *
-                                        static_cast<std::size_t>(consumers * width / 2) * sizeof(float));
+  const Workspace partials(context, shape.partial_bytes(*plan));
   const bool dense_k = !dense->last;
-  const auto unit = static_cast<std::uint32_t>(wide ? 64 : block), strip = static_cast<std::uint32_t>(width);
-  SpmmParams params{};
+  const auto unit = static_cast<std::uint32_t>(shape.wide ? 64 : block),
+             strip = static_cast<std::uint32_t>(shape.width);
+  SpmmParams params = spmm_params(*plan, shape, *p.layout, partials.data());
   params.sparse = sparse->map(unit, unit);
   params.dense = dense_k ? dense->map(unit, strip) : dense->map(64, unit);
-  if (!wide) {
+  if (!shape.wide) {
     params.pair = dense_k ? dense->map(2 * unit, strip) : dense->map(64, 2 * unit);
   }
   params.out = out->map(64, 64);
-  params.steps = static_cast<const int*>(plan->steps.data());
-  params.segments = static_cast<const Segment*>(plan->segments.data());
-  params.partials = static_cast<float*>(partials.data());
-  params.block = block;
-  params.stride = plan->stride;
-  params.groups_per_head = plan->groups_per_head;
-  params.segment_count = plan->segment_count;
-  params.share = share_of(*p.layout, plan->segment_count);
-  params.tiles = static_cast<int>(tiles);
   params.free = static_cast<int>(p.out.cols);
-  params.total = static_cast<int>(total);
-  params.partial_count = plan->partial_count;
   params.batches = batches_of(p);
   params.sparse_block = sparse->moves(2);
   params.sparse_z = sparse->moves(3);
@@ -158,27 +143,20 @@ bool run_spmm(const Problem& p, Context& context) {
   params.dense_z = dense->moves(3);
 
   const int device = context.device.index;
-  spmm_kernel(p.dtype, wide ? width : block, sparse->last, dense_k, !out->last, device)
-      .launch(std::min<std::int64_t>(total, driver::device_info(device).multiprocessors), consumers + 128,
-              wide ? kWideShared : kNarrowShared, &params, context.stream);
+  spmm_kernel(p.dtype, shape.wide ? shape.width : block, sparse->last, dense_k, !out->last, device)
+      .launch(std::min<std::int64_t>(total, driver::device_info(device).multiprocessors), shape.consumers() + 128,
+              shape.shared(), &params, context.stream);
   if (plan->split_count > 0) {
-    const ReduceParams reduce{p.out.data,
-                              params.partials,
-                              static_cast<const Split*>(plan->splits.data()),
-                              plan->groups_per_head,
-                              params.tiles,
-                              params.batches.heads,
-                              plan->partial_count,
-                              plan->split_count,
-                              wide ? 1 : 0,
-                              width,
-                              p.out.rows,
-                              p.out.cols,
-                              p.out.row_stride,
-                              p.out.col_stride,
-                              p.out.h_stride,
-                              p.out.z_stride};
-    reduce_kernel(p.dtype, device).launch(plan->split_count * tiles * batches, consumers, 0, &reduce, context.stream);
+    ReduceParams reduce = reduce_params(*plan, shape, partials.data(), params.batches.heads);
+    reduce.out = p.out.data;
+    reduce.rows = p.out.rows;
+    reduce.free = p.out.cols;
+    reduce.row_stride = p.out.row_stride;
+    reduce.free_stride = p.out.col_stride;
+    reduce.h_stride = p.out.h_stride;
+    reduce.z_stride = p.out.z_stride;
+    reduce_kernel(p.dtype, device)
+        .launch(plan->split_count * shape.tiles * shape.batches, shape.consumers(), 0, &reduce, context.stream);
   }
   return true;
 }
@@ -188,9 +166,8 @@ bool run_sdd(const Problem& p, Context& context) {
   const Values& v = p.sparse;
   auto left = matrix_view(p.left, p.z_out * p.z_sum, p.h_out * p.h_sum);
   auto right = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
-  const bool out = v.data != nullptr && reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0 && v.col_stride == 1 &&
-                   v.row_stride % kMapUnit == 0 && v.block_stride % kMapUnit == 0 && v.z_stride % kMapUnit == 0 &&
-                   v.row_stride > 0 && v.row_stride <= kMost;
+  const bool out = v.data != nullptr && v.col_stride == 1 && v.row_stride > 0 && v.row_stride <= kMost &&
+                   is_aligned(v.data, {v.row_stride, v.block_stride, v.z_stride}, 2, 16);
   if (!left || !right || !out || heads_of(p) != 1) {
     return false;
   }

@@ -11,6 +11,7 @@
 #include "ops/block_matmul/cuda/hopper.h"
 #include "ops/block_matmul/cuda/params.h"
 #include "ops/block_matmul/problem.h"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
@@ -338,7 +339,7 @@ bool aligned(const void* data, int chunk, std::initializer_list<std::int64_t> wi
   constexpr std::int64_t kFarthest = std::numeric_limits<std::int32_t>::max() / 16;
   const auto whole = [&](std::int64_t s) { return s % chunk == 0; };
   const auto near = [&](std::int64_t s) { return whole(s) && std::abs(s / chunk) <= kFarthest; };
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && std::all_of(within.begin(), within.end(), near) &&
+  return is_aligned(data, 16) && std::all_of(within.begin(), within.end(), near) &&
          std::all_of(batch.begin(), batch.end(), whole);
 }
 

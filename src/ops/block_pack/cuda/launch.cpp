@@ -8,6 +8,7 @@
 #include "ops/block_pack/cuda/params.h"
 #include "ops/block_pack/problem.h"
 #include "pattern/checks.h"
+#include "runtime/alignment.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
 
@@ -57,11 +58,12 @@ std::shared_ptr<const Plan> plan_for(const BlockLayout& layout, Context& context
 
 /// Elements that one access can take on both sides: 16 bytes of them, or one.
 int elements_per_unit(const Problem& p) {
-  const auto whole = [&](std::int64_t elements) { return elements * p.element_bytes % kVector == 0; };
-  const auto place = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % kVector == 0; };
-  const bool wide = p.dense.col == 1 && p.values.col == 1 && whole(p.layout->sizes().block_cols) && whole(p.dense.z) &&
-                    whole(p.dense.h) && whole(p.dense.row) && whole(p.values.z) && whole(p.values.block) &&
-                    whole(p.values.row) && place(p.dense.data) && place(p.values.data);
+  const auto& dense = p.dense;
+  const auto& values = p.values;
+  const std::int64_t block_cols = p.layout->sizes().block_cols;
+  const bool wide = dense.col == 1 && values.col == 1 &&
+                    is_aligned(dense.data, {dense.z, dense.h, dense.row, block_cols}, p.element_bytes, kVector) &&
+                    is_aligned(values.data, {values.z, values.block, values.row}, p.element_bytes, kVector);
   return wide ? kVector / p.element_bytes : 1;
 }
 
@@ -105,7 +107,7 @@ KernelSpec spec(bool unpack, std::int64_t unit_bytes, bool small) {
                            : unit_bytes == 8 ? "fretwork::u64"
                                              : "fretwork::word_group<4>";
   return {"ops/block_pack/cuda/kernel.cuh", std::string("fretwork::block_") + (unpack ? "unpack<" : "pack<") + unit +
-                                           (small ? ", fretwork::u32>" : ", fretwork::i64>")};
+                                                (small ? ", fretwork::u32>" : ", fretwork::i64>")};
 }
 
 }  // namespace

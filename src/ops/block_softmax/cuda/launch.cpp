@@ -11,6 +11,7 @@
 #include "ops/block_softmax/cuda/params.h"
 #include "ops/block_softmax/problem.h"
 #include "pattern/checks.h"
+#include "runtime/alignment.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
 
@@ -203,21 +204,14 @@ SoftmaxTasks tasks(const Config& config, const Plan& plan, std::int64_t batch, c
           divisor(std::max<std::int64_t>(batch, 1))};
 }
 
-/// True when every place that `strides` reach is a multiple of `bytes`.
-bool aligned(const void* data, std::initializer_list<std::int64_t> strides, std::size_t element, std::size_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(data) % bytes == 0 &&
-         std::all_of(strides.begin(), strides.end(),
-                     [&](std::int64_t s) { return static_cast<std::size_t>(s < 0 ? -s : s) * element % bytes == 0; });
-}
-
 bool takes_vectors(const Packed& p, DType dtype, std::int64_t cols) {
-  return size_of(dtype) <= 4 && p.col == 1 && aligned(p.data, {p.z, p.block, p.row, cols}, size_of(dtype), kVector);
+  return size_of(dtype) <= 4 && p.col == 1 && is_aligned(p.data, {p.z, p.block, p.row, cols}, size_of(dtype), kVector);
 }
 
 /// Whether runs as long as 16 bytes of `values` can be read.
 bool takes_vectors(const Dense& d, DType values) {
   const std::size_t bytes = kVector / size_of(values) * size_of(d.dtype);
-  return d.col == 1 && aligned(d.data, {d.z, d.h, d.row}, size_of(d.dtype), std::min<std::size_t>(bytes, kVector));
+  return d.col == 1 && is_aligned(d.data, {d.z, d.h, d.row}, size_of(d.dtype), std::min<std::size_t>(bytes, kVector));
 }
 
 SoftmaxPacked params(const Packed& p) { return {p.data, p.z, p.block, p.row, p.col}; }

@@ -1,10 +1,12 @@
 // The host side of the kernel that fuses two factors: does the problem suit it, its tensor map, the launches.
+#include "ops/kronecker/chain.h"
+
 #include <algorithm>
 #include <bit>
 #include <limits>
 #include <string>
 
-#include "ops/kronecker/chain.h"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -73,8 +75,7 @@ const KernelList kKernels{"kronecker", list_kernels};
 
 /// Rows of neighbouring features that begin at 16 bytes.
 bool in_rows(const Matrix& m) {
-  return m.feature == 1 && m.batch > 0 && m.batch % 8 == 0 && m.batch < std::int64_t{1} << 38 &&
-         reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0;
+  return m.feature == 1 && m.batch > 0 && m.batch % 8 == 0 && m.batch < std::int64_t{1} << 38 && is_aligned(m.data, 16);
 }
 
 /// In boxes of 16 rows × what a CTA takes of the features.

@@ -8,6 +8,7 @@
 
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/params_direct.cuh"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -107,12 +108,10 @@ Warps warps_of(const Kind& kind, const Shape& shape, std::int64_t d, std::int64_
 
 Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
 
-bool aligned(const void* data, std::uintptr_t bytes) { return reinterpret_cast<std::uintptr_t>(data) % bytes == 0; }
-
 /// Weights as they are made, [j][k][l], whose lanes' shares are whole and begin at multiples of 16 bytes.
 bool suits(const Weights& w, const Sizes& s, const Kind& kind) {
   return (s.d == 1 || w.d == 1) && w.c == s.d && s.c % (depth_of(kind.v) / 4) == 0 && (s.b == 1 || w.b % 8 == 0) &&
-         (s.a == 1 || w.a % 8 == 0) && aligned(w.data, 16);
+         (s.a == 1 || w.a % 8 == 0) && is_aligned(w.data, 16);
 }
 
 /// Offsets within a block, a tile more than there is, and features of the result fit into 31 bits.
@@ -159,7 +158,7 @@ bool in_pieces(const Problem& p) {
   const auto& [a, b, c, d] = p.sizes;
   return d == 1 && b % 16 == 0 && c % 16 == 0 && c <= kPieceDepth && p.x.batch == 1 && p.x.feature == p.batch &&
          p.y.batch == 1 && p.y.feature == p.batch && p.batch > few::kMostRows && p.batch % 2 == 0 && p.batch % 8 != 0 &&
-         aligned(p.x.data, 16) && aligned(p.y.data, 16) && !cheap(p);
+         is_aligned(p.x.data, 16) && is_aligned(p.y.data, 16) && !cheap(p);
 }
 
 /// d = 2, batch first, where tiles run all at once, one on each SM, and read so much less than `ctas` of single shares
@@ -210,17 +209,17 @@ Params fill(const Problem& p) {
   params.d = static_cast<int>(p.sizes.d);
   params.activation = static_cast<int>(p.activation);
   params.plain = p.bias.data == nullptr && p.activation == Activation::none;
-  params.first = p.x.feature == 1 && p.y.feature == 1 && aligned(p.x.data, 16) && aligned(p.y.data, 4) &&
+  params.first = p.x.feature == 1 && p.y.feature == 1 && is_aligned(p.x.data, 16) && is_aligned(p.y.data, 4) &&
                  (p.batch == 1 || (p.x.batch % 8 == 0 && p.y.batch % 2 == 0));
   params.last = !params.first && p.x.batch == 1 && p.y.batch == 1 && (p.batch | p.x.feature | p.y.feature) % 2 == 0 &&
-                aligned(p.x.data, 4) && aligned(p.y.data, 4);
+                is_aligned(p.x.data, 4) && is_aligned(p.y.data, 4);
   return params;
 }
 
 /// Deep blocks with d = 4 on Hopper, whose batch is first, are for its own kernel.
 bool deep(const Problem& p, std::size_t kind, const Context& context) {
   return std::ranges::find(kDeepKinds, kind) != std::end(kDeepKinds) && p.sizes.b % 64 == 0 && p.sizes.c % 256 == 0 &&
-         p.sizes.c <= 1024 && (p.batch == 1 || p.y.batch % 4 == 0) && aligned(p.y.data, 8) &&
+         p.sizes.c <= 1024 && (p.batch == 1 || p.y.batch % 4 == 0) && is_aligned(p.y.data, 8) &&
          driver::kernel_arch(context.device.index) == "sm_90a";
 }
 /// CTAs that have the whole depth, each with 32 outputs and some rows, where the machine has room for them all; else 0.

@@ -12,6 +12,7 @@
 
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/params_few.cuh"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -71,7 +72,7 @@ constinit KernelTable<std::size(kTypes) * kOfType> kernels;
 /// A vector of `v` begins at a multiple of its size wherever i, l, j and k (but for `axis`) stand.
 bool whole(const Weights& w, const Sizes& s, Axis axis, int v, std::size_t size) {
   const auto fits = [&](std::int64_t count, std::int64_t stride) { return count == 1 || stride % v == 0; };
-  return reinterpret_cast<std::uintptr_t>(w.data) % (static_cast<std::size_t>(v) * size) == 0 && fits(s.a, w.a) &&
+  return is_aligned(w.data, static_cast<std::size_t>(v) * size) && fits(s.a, w.a) &&
          (axis == kAlongJ || fits(s.b, w.b)) && (axis == kAlongK || fits(s.c, w.c)) &&
          (axis == kAlongL || fits(s.d, w.d));
 }
@@ -242,20 +243,17 @@ bool x_vectors(const Problem& p, std::int64_t tile_l, std::int64_t step, bool se
   const std::size_t bytes = 4 * size_of(p.dtype);
   const bool within = tile_l % 4 == 0 && s.d % 4 == 0;
   const bool across = several_k && tile_l == s.d && s.c * s.d % 4 == 0 && step * s.d % 4 == 0;
-  return p.x.feature == 1 && (within || across) && reinterpret_cast<std::uintptr_t>(p.x.data) % bytes == 0 &&
-         (p.batch == 1 || p.x.batch % 4 == 0);
+  return p.x.feature == 1 && (within || across) && is_aligned(p.x.data, bytes) && (p.batch == 1 || p.x.batch % 4 == 0);
 }
 
 /// Two neighbouring l of x can be read at once.
 bool x_pairs(const Problem& p) {
-  return p.x.feature == 1 && (p.batch == 1 || p.x.batch % 2 == 0) &&
-         reinterpret_cast<std::uintptr_t>(p.x.data) % 4 == 0;
+  return p.x.feature == 1 && (p.batch == 1 || p.x.batch % 2 == 0) && is_aligned(p.x.data, 4);
 }
 
 /// Four rows of x can be read at once: batch last, and none of them is missing.
 bool x_rows(const Problem& p) {
-  return p.x.batch == 1 && p.batch % 4 == 0 && p.x.feature % 4 == 0 &&
-         reinterpret_cast<std::uintptr_t>(p.x.data) % (4 * size_of(p.dtype)) == 0;
+  return p.x.batch == 1 && p.batch % 4 == 0 && p.x.feature % 4 == 0 && is_aligned(p.x.data, 4 * size_of(p.dtype));
 }
 
 Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }

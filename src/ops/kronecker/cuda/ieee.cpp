@@ -9,6 +9,7 @@
 #include "ops/kronecker/cuda/pack.h"
 #include "ops/kronecker/cuda/params.h"
 #include "ops/kronecker/cuda/params_ieee.cuh"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -80,7 +81,7 @@ bool here(DType dtype, const Sizes& s, const Context& context) {
 /// Every line of an operand whose inner stride is 1 begins at 16 bytes.
 bool wide(const ProductOperand& o) {
   const std::int64_t across = o.entry == 1 ? o.line : o.entry;
-  return (across | o.i | o.l) % 4 == 0 && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0;
+  return (across | o.i | o.l) % 4 == 0 && is_aligned(o.data, 16);
 }
 
 /// Lines are batch rows, or features where the batch is the depth. Steps that nobody takes are zero.
@@ -158,7 +159,7 @@ int deltas_of(std::int64_t d, std::int64_t b, std::int64_t c) {
   return d % 8 == 0 ? 8 : d % 4 == 0 ? 4 : d == 2 && b % 2 == 0 && c % 2 == 0 ? 2 : 0;
 }
 bool along_deltas(const Matrix& m, std::int64_t batch) {
-  return m.feature == 1 && (batch == 1 || m.batch % 4 == 0) && reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0;
+  return m.feature == 1 && (batch == 1 || m.batch % 4 == 0) && is_aligned(m.data, 16);
 }
 
 DeltaTile delta_tile(int v, std::int64_t cols, int warps) {
@@ -170,16 +171,15 @@ void run_deltas(const Problem& problem, int v, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
   const Weights& w = problem.w;
   ProductParams p = product_params(problem);
-  const bool plain = w.d == 1 && w.c == d && w.b % 4 == 0 && (a == 1 || w.a % 4 == 0) &&
-                     reinterpret_cast<std::uintptr_t>(w.data) % 16 == 0;
+  const bool plain = w.d == 1 && w.c == d && w.b % 4 == 0 && (a == 1 || w.a % 4 == 0) && is_aligned(w.data, 16);
   const Workspace packed(context, plain ? 0 : static_cast<std::size_t>(a * b * c * d) * 4);
   p.right = {w.data, w.a, 1, w.b, d, 0, 0};
   if (!plain) {
     order(w, packed.data(), {a, b, c, d}, {w.a, w.b, w.c, w.d}, d, context);
     p.right = {packed.data(), b * c * d, 1, c * d, d, 0, 0};
   }
-  p.vector = p.activation == 0 && p.out.l == 1 && p.out.line % 2 == 0 && p.out.entry % 2 == 0 &&
-             reinterpret_cast<std::uintptr_t>(p.out.data) % 8 == 0;
+  p.vector =
+      p.activation == 0 && p.out.l == 1 && p.out.line % 2 == 0 && p.out.entry % 2 == 0 && is_aligned(p.out.data, 8);
   launch(p, delta_tile(v, b, v == 8 ? 8 : 4), true, context);  // warps as measured on an H200
 }
 

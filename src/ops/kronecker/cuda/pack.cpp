@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/alignment.h"
 #include "runtime/kernels.h"
 
 namespace fretwork::kronecker {
@@ -28,12 +29,12 @@ KernelSpec pack_instance(DType dtype, bool tf32) {
 }
 KernelSpec pack_dense_instance(DType dtype) {
   return {"ops/kronecker/cuda/pack.cuh", std::string("fretwork::kronecker::hopper::pack_dense<") +
-                                               (size_of(dtype) == 2 ? "fretwork::u16>" : "float>")};
+                                             (size_of(dtype) == 2 ? "fretwork::u16>" : "float>")};
 }
 KernelSpec regroup_instance(int bytes, int deltas, bool back) {
   return {"ops/kronecker/cuda/regroup.cuh", std::string("fretwork::kronecker::hopper::regroup<fretwork::u") +
-                                                  std::to_string(8 * bytes) + ", " + std::to_string(deltas) +
-                                                  (back ? ", true>" : ", false>")};
+                                                std::to_string(8 * bytes) + ", " + std::to_string(deltas) +
+                                                (back ? ", true>" : ", false>")};
 }
 /// fp32 with d = 4.
 KernelSpec regroup_four_instance(bool back) {
@@ -79,8 +80,7 @@ bool pack_in_registers(const Weights& w, const Sizes& s, const Shape& shape, DTy
   const auto whole = [&](std::int64_t count, std::int64_t stride) { return count == 1 || stride % unit == 0; };
   const bool groups = s.d % unit == 0 || s.d == 4 || s.d == 2;
   if (!groups || w.d != 1 || shape.entry != s.d || shape.entries % 8 != 0 || !whole(shape.lines, shape.line) ||
-      !whole(s.a, w.a) || reinterpret_cast<std::uintptr_t>(w.data) % 16 != 0 ||
-      s.a * s.d >= kMost / shape.lines * 16 / shape.entries) {
+      !whole(s.a, w.a) || !is_aligned(w.data, 16) || s.a * s.d >= kMost / shape.lines * 16 / shape.entries) {
     return false;
   }
   const std::int64_t deltas = std::min(s.d, unit), matrix = shape.lines * lines.pitch;
@@ -175,8 +175,8 @@ void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, voi
 bool regroups(const Matrix& m, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes) {
   const std::int64_t unit = 16 / bytes;
   const bool groups = s.d % unit == 0 || s.d == 4 || s.d == 2;
-  return groups && m.feature == 1 && width % 8 == 0 && m.batch % unit == 0 &&
-         reinterpret_cast<std::uintptr_t>(m.data) % 16 == 0 && s.a * width * s.d * batch / 16 < kMost;
+  return groups && m.feature == 1 && width % 8 == 0 && m.batch % unit == 0 && is_aligned(m.data, 16) &&
+         s.a * width * s.d * batch / 16 < kMost;
 }
 
 void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t batch, const Sizes& s, int bytes,

@@ -12,6 +12,7 @@
 
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/params_strided.cuh"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -136,8 +137,7 @@ bool small_enough(const Sizes& s) {
 
 /// Whether rows and features lie so that `bytes` can be moved at once from every multiple of `bytes`.
 bool moves(const Matrix& m, std::int64_t batch, int size, int bytes) {
-  return m.feature == 1 && reinterpret_cast<std::uintptr_t>(m.data) % static_cast<unsigned>(bytes) == 0 &&
-         (batch == 1 || m.batch * size % bytes == 0);
+  return m.feature == 1 && is_aligned(m.data, bytes) && (batch == 1 || m.batch * size % bytes == 0);
 }
 
 /// Whether the δ groups of `tile` can be moved: d holds whole groups, and they are aligned.
@@ -229,9 +229,8 @@ void pack(const Problem& problem, int deltas, int slab, int slabs, int steps, bo
   params.steps = steps;
   params.turned = turned;
   const int size = static_cast<int>(size_of(problem.dtype)), bytes = std::min(16, deltas * size);
-  const auto whole = [&](std::int64_t stride) { return stride * size % bytes == 0; };
-  params.vector = problem.w.d == 1 && whole(problem.w.a) && whole(problem.w.b) && whole(problem.w.c) &&
-                  reinterpret_cast<std::uintptr_t>(problem.w.data) % static_cast<unsigned>(bytes) == 0;
+  const Weights& w = problem.w;
+  params.vector = w.d == 1 && is_aligned(w.data, {w.a, w.b, w.c}, size, bytes);
   get_kernel(pack_kernel(problem.dtype, deltas), context.device.index)
       .launch(ceil_div(2 * params.rows, kThreads), kThreads, 0, &params, context.stream);
 }
@@ -252,8 +251,7 @@ ProductParams product_params(const Problem& problem, const void* packed) {
   params.c = static_cast<int>(s.c);
   params.d = static_cast<int>(s.d);
   params.activation = static_cast<int>(problem.activation);
-  params.bias_vector = problem.bias.data != nullptr && problem.bias.stride == 1 &&
-                       reinterpret_cast<std::uintptr_t>(problem.bias.data) % 16 == 0;
+  params.bias_vector = problem.bias.data != nullptr && problem.bias.stride == 1 && is_aligned(problem.bias.data, 16);
   return params;
 }
 
@@ -494,8 +492,7 @@ void reduce(const WeightProblem& problem, const WeightParams& params, Context& c
   sum.c = params.c;
   sum.d = params.d;
   const std::int64_t line = std::int64_t{params.c} * params.d;
-  sum.contiguous = w.d == 1 && w.c == params.d && w.b == line && w.a == line * params.b &&
-                   reinterpret_cast<std::uintptr_t>(w.data) % 16 == 0;
+  sum.contiguous = w.d == 1 && w.c == params.d && w.b == line && w.a == line * params.b && is_aligned(w.data, 16);
   const int wide = sum.weights % 4 == 0 ? 4 : 1;
   const std::int64_t ctas = ceil_div(sum.weights * sum.slices, std::int64_t{kThreads} * wide);
   const std::int64_t bias_ctas = sum.bias_partials != nullptr ? ceil_div(sum.features * sum.bias_slices, kThreads) : 0;

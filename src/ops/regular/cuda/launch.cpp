@@ -10,6 +10,7 @@
 #include "ops/regular/cuda/params.h"
 #include "ops/regular/problem.h"
 #include "ops/regular/tiles.h"
+#include "runtime/alignment.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
 
@@ -138,8 +139,7 @@ bool short_rows(const Operand& o) { return o.row >= 0 && o.row < std::int64_t{1}
 
 /// 16-byte accesses of whole rows.
 bool in_chunks(const Operand& o) {
-  return o.col == 1 && short_rows(o) && reinterpret_cast<std::uintptr_t>(o.data) % 16 == 0 && o.row % 8 == 0 &&
-         o.head % 8 == 0 && o.batch % 8 == 0;
+  return o.col == 1 && short_rows(o) && is_aligned(o.data, {o.row, o.head, o.batch}, 2, 16);
 }
 
 /// Kernels count lines in 32 bits.

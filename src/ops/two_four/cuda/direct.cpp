@@ -10,6 +10,7 @@
 
 #include "core/divide.h"
 #include "ops/two_four/cuda/params_direct.cuh"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -56,7 +57,7 @@ int tiles_of(const Problem& p) { return static_cast<int>(ceil_div(p.n, 8)); }
 
 /// Whether lines of `count` that are `bytes` apart begin with whole units of 16 bytes.
 bool in_units(const void* data, std::int64_t count, std::int64_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && (count == 1 || bytes % 16 == 0);
+  return is_aligned(data, 16) && (count == 1 || bytes % 16 == 0);
 }
 
 /// As a linear layer calls it: operands along k in whole blocks.

@@ -10,6 +10,7 @@
 #include "core/divide.h"
 #include "ops/two_four/cuda/params_few.cuh"
 #include "ops/two_four/problem.h"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -52,7 +53,6 @@ const KernelList kKernels{"two_four", list_kernels};
 constexpr std::size_t kCount = std::size(kKinds) * kSizes;
 constinit KernelTable<kCount> kernels;
 
-bool aligned(const void* data, std::size_t bytes) { return reinterpret_cast<std::uintptr_t>(data) % bytes == 0; }
 /// Steps of `stride` keep what `count` of them start from a multiple of.
 bool keeps(std::int64_t count, std::int64_t stride, std::int64_t multiple) {
   return count == 1 || stride % multiple == 0;
@@ -71,9 +71,9 @@ bool suits(const Problem& p, const Kind& kind) {
   const std::int64_t run = kRunBytes / kind.bytes;
   const bool sizes = p.n <= kMostColumns && p.batch <= kMostColumns && p.n * p.batch <= kMostColumns && p.m <= kMost &&
                      p.k <= kMost && p.k > 0 && p.k % run == 0;
-  return gives(p) && sizes && p.values.along == 1 && aligned(p.values.data, 16) &&
+  return gives(p) && sizes && p.values.along == 1 && is_aligned(p.values.data, 16) &&
          keeps(p.m, p.values.line * kind.bytes, 16) && (p.words.along == 1 || p.k <= 8 * p.word_bytes) &&
-         aligned(p.words.data, static_cast<std::size_t>(run / 8)) && keeps(p.m, p.words.line * p.word_bytes, run / 8);
+         is_aligned(p.words.data, run / 8) && keeps(p.m, p.words.line * p.word_bytes, run / 8);
 }
 
 /// How many warps of a CTA stand along the rows (as a power of two), how many CTAs share the k of their rows, and the
@@ -134,7 +134,7 @@ Spread choose(const Problem& p, const Kind& kind, int columns, const Kernel& ker
 std::int64_t wide_step(const Problem& p, int bytes) {
   const std::int64_t step = (p.n == 1 ? p.b.batch : p.b.col) * bytes;
   const bool one = p.n * p.batch == 1, even = p.n == 1 || p.batch == 1 || p.b.batch == p.n * p.b.col;
-  const bool wide = p.b.row == 1 && aligned(p.b.data, 4) && even && (one || (step % 4 == 0 && step != 0));
+  const bool wide = p.b.row == 1 && is_aligned(p.b.data, 4) && even && (one || (step % 4 == 0 && step != 0));
   return !wide ? 0 : one ? 4 : step;
 }
 
@@ -167,15 +167,14 @@ Params fill(const Problem& p, const Kind& kind, const Spread& spread) {
   params.stages = spread.stages;
   params.activation = static_cast<int>(p.activation);
   for (params.words_step = 16; params.words_step > 2; params.words_step /= 4) {
-    if (aligned(p.words.data, static_cast<std::size_t>(params.words_step)) &&
-        keeps(p.m, params.words_line, params.words_step)) {
+    if (is_aligned(p.words.data, params.words_step) && keeps(p.m, params.words_line, params.words_step)) {
       break;
     }
   }
   params.b_wide = wide_step(p, kind.bytes);
   params.c_rows = p.n == 1 || std::llabs(p.c.row) <= std::llabs(p.c.col);
-  params.c_wide =
-      p.c.row == 1 && aligned(p.c.data, 4 * size_of(p.out)) && keeps(p.n, p.c.col, 4) && keeps(p.batch, p.c.batch, 4);
+  params.c_wide = p.c.row == 1 && is_aligned(p.c.data, 4 * size_of(p.out)) && keeps(p.n, p.c.col, 4) &&
+                  keeps(p.batch, p.c.batch, 4);
   params.scale_out = p.scale_out;
   params.out = out_type(p.out);
   params.bias_type = out_type(p.bias_dtype());

@@ -7,6 +7,7 @@
 
 #include "ops/two_four/cuda/params_format.cuh"
 #include "ops/two_four/problem.h"
+#include "runtime/alignment.h"
 #include "runtime/kernels.h"
 
 namespace fretwork::two_four::cuda {
@@ -43,8 +44,7 @@ std::int64_t ceil_div(std::int64_t n, std::int64_t by) { return (n + by - 1) / b
 
 /// Whether accesses of `unit` bytes along an axis of `count` elements stay aligned and inside.
 bool whole(const Matrix& m, std::int64_t pitch, std::int64_t count, std::int64_t size, std::int64_t unit) {
-  return reinterpret_cast<std::uintptr_t>(m.data) % static_cast<std::uintptr_t>(unit) == 0 &&
-         pitch * size % unit == 0 && count * size % unit == 0;
+  return is_aligned(m.data, unit) && pitch * size % unit == 0 && count * size % unit == 0;
 }
 
 FormatMatrix dense_matrix(const Matrix& m, const Format& f) {

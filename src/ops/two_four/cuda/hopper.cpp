@@ -12,6 +12,7 @@
 #include "core/divide.h"
 #include "ops/two_four/cuda/lines.h"
 #include "ops/two_four/cuda/params_hopper.cuh"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/tensor_map.h"
@@ -232,8 +233,7 @@ class Operands {
 /// Whether four neighbours in c, from a multiple of four on, can be written at once.
 bool can_store_four(const Problem& p, bool transposed) {
   const std::int64_t near = transposed ? p.c.row : p.c.col, far = transposed ? p.c.col : p.c.row;
-  return near == 1 && far % 4 == 0 && (p.batch == 1 || p.c.batch % 4 == 0) &&
-         reinterpret_cast<std::uintptr_t>(p.c.data) % (4 * size_of(p.out)) == 0;
+  return near == 1 && far % 4 == 0 && (p.batch == 1 || p.c.batch % 4 == 0) && is_aligned(p.c.data, 4 * size_of(p.out));
 }
 
 /// Where results go and what is done to them.

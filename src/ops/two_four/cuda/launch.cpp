@@ -15,6 +15,7 @@
 #include "ops/two_four/cuda/lines.h"
 #include "ops/two_four/cuda/params.h"
 #include "ops/two_four/problem.h"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -115,13 +116,7 @@ const KernelList kKernels{"two_four", list_kernels};
 
 // --------------------------------------------------------------------------------------------------- operands
 
-/// Whether a pointer and what is added to it are multiples of `bytes`.
-bool aligned(const void* data, std::initializer_list<std::int64_t> steps, std::int64_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(data) % static_cast<std::uintptr_t>(bytes) == 0 &&
-         std::all_of(steps.begin(), steps.end(), [&](std::int64_t step) { return step % bytes == 0; });
-}
-
-/// Steps that nobody takes are zero, so that they spoil no alignment.
+/// Strides of dimensions of size 1 are set to 0.
 LinesArg values_arg(const Problem& p) {
   return {p.values.data, p.m > 1 ? p.values.line : 0, p.k > 2 ? p.values.along : 1, 0};
 }
@@ -136,7 +131,7 @@ MetadataArg metadata_arg(const Problem& p) {
 
 /// Whether `count` elements of each line, `size` bytes each, are whole chunks of 16 bytes.
 bool in_chunks(const LinesArg& lines, std::int64_t count, std::int64_t size) {
-  return lines.along == 1 && count * size % 16 == 0 && aligned(lines.data, {lines.line * size, lines.batch * size}, 16);
+  return lines.along == 1 && count * size % 16 == 0 && is_aligned(lines.data, {lines.line, lines.batch}, size, 16);
 }
 /// The same across the lines: their elements of one position are neighbours.
 bool in_chunks_across(const LinesArg& lines, std::int64_t count, std::int64_t size) {
@@ -171,7 +166,7 @@ class Metadata {
 bool in_stages(const Problem& p, const Variant& variant) {
   const MetadataArg words = metadata_arg(p);
   return words.along == p.word_bytes && p.k % variant.depth() == 0 &&
-         aligned(words.data, {words.line}, variant.metadata_bytes());
+         is_aligned(words.data, {words.line}, 1, variant.metadata_bytes());
 }
 
 // ---------------------------------------------------------------------------------------------------- launches
@@ -198,7 +193,7 @@ ProductParams params_of(const Problem& problem, std::int64_t cols) {
   p.activation = static_cast<int>(problem.activation);
   p.c_by_row = p.n > 1 && (p.m == 1 || std::abs(p.c_col) <= std::abs(p.c_row));
   const std::int64_t size = bytes_of(problem.out), near = p.c_by_row ? p.c_col : p.c_row;
-  p.c_vector = near == 1 && aligned(p.c, {(p.c_by_row ? p.c_row : p.c_col) * size, p.c_batch * size}, 16);
+  p.c_vector = near == 1 && is_aligned(p.c, {p.c_by_row ? p.c_row : p.c_col, p.c_batch}, size, 16);
   return p;
 }
 

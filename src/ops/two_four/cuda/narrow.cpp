@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ops/two_four/cuda/params_narrow.cuh"
+#include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/tensor_map.h"
@@ -62,8 +63,7 @@ bool suits(const Problem& p) {
   const bool type = std::ranges::find(kTypes, p.dtype) != kTypes.end() && p.out == p.dtype;
   const bool sizes = p.batch == 1 && p.n <= kColumns.back() && p.m % rows(1) == 0 && p.m < kMost && p.k > 0 &&
                      p.k % kDepth == 0 && p.k < kMost;
-  const bool result =
-      p.c.row == 1 && reinterpret_cast<std::uintptr_t>(p.c.data) % 4 == 0 && (p.n == 1 || p.c.col % 2 == 0);
+  const bool result = p.c.row == 1 && is_aligned(p.c.data, 4) && (p.n == 1 || p.c.col % 2 == 0);
   return type && sizes && result && p.words.along == 1 && p.scale_s.data == nullptr && p.scale_b.data == nullptr &&
          p.scale_out == nullptr;
 }

@@ -81,7 +81,7 @@ test-python: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/jax
 test-python: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 test-python: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 test-python: build
-	$(PY) -m pytest -q -n 2 tests/python
+	$(PY) -m pytest -q -n 2 tests
 	$(if $(ACCEPT),$(PY) -m pytest -q -n 2 -p no:cacheprovider $(ACCEPT))
 	$(if $(ACCEPT_ALONE),$(PY) -m pytest -q -p no:cacheprovider $(ACCEPT_ALONE))
 	$(if $(ACCEPT_PATTERNS),$(PY) -m pytest -q -p no:cacheprovider $(ACCEPT_PATTERNS) -k "$(PATTERN_TESTS)")

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "core/divide.h"
-#include "ops/attention/cpu/run.h"
 #include "ops/attention/cpu/rows.h"
+#include "ops/attention/cpu/run.h"
 #include "ops/attention/heads.h"
 #include "runtime/simd/tiles.h"
 

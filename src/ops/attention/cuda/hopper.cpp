@@ -39,7 +39,7 @@ constexpr int kMostColumns = 256;  // that registers have room for
 enum class Make : unsigned { forward, keys, queries, values, whole, finish, fill, statistics, join };
 
 KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest) {
-  return {"ops/attention/kernel_hopper_" + file + ".cuh",
+  return {"ops/attention/cuda/hopper_" + file + ".cuh",
           "fretwork::attention_op::hopper::" + kernel + "<" + device_type(dtype) + rest + ">"};
 }
 std::string flag(bool value) { return value ? ", true" : ", false"; }

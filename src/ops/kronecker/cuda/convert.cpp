@@ -1,9 +1,10 @@
 // Copies between weights and dense matrices on a GPU.
+#include "ops/kronecker/convert.h"
+
 #include <limits>
 #include <string>
 #include <vector>
 
-#include "ops/kronecker/convert.h"
 #include "ops/kronecker/cuda/params_convert.cuh"
 #include "runtime/kernels.h"
 

@@ -5,8 +5,8 @@
 
 #include "device/load.cuh"
 #include "device/types.cuh"
-#include "ops/kronecker/cuda/simple.cuh"
 #include "ops/kronecker/cuda/params_few.cuh"
+#include "ops/kronecker/cuda/simple.cuh"
 
 namespace fretwork::kronecker::few {
 

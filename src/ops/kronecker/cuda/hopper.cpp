@@ -36,7 +36,7 @@ Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
 // ---------------------------------------------------------------------------------------------- which kernel
 
 KernelSpec instance(const std::string& file, const std::string& kernel, const std::string& arguments, int shared) {
-  return {"ops/kronecker/kernel_" + file + ".cuh", "fretwork::kronecker::hopper::" + kernel + "<" + arguments + ">",
+  return {"ops/kronecker/cuda/" + file + ".cuh", "fretwork::kronecker::hopper::" + kernel + "<" + arguments + ">",
           shared};
 }
 std::string sized(DType dtype, int width, bool last) {

@@ -1,5 +1,5 @@
-// The faster ways a GPU runs a Kronecker product. Each says whether it took the problem; launch.cpp asks them in turn and
-// runs what none takes. A way that takes a gradient gives that of the bias as well, unless it says otherwise.
+// The faster ways a GPU runs a Kronecker product. Each says whether it took the problem; launch.cpp asks them in turn
+// and runs what none takes. A way that takes a gradient gives that of the bias as well, unless it says otherwise.
 #pragma once
 
 #include <span>

@@ -4,8 +4,8 @@
 
 #include "device/load.cuh"
 #include "device/tile.cuh"
-#include "ops/kronecker/cuda/simple.cuh"
 #include "ops/kronecker/cuda/params.h"
+#include "ops/kronecker/cuda/simple.cuh"
 
 namespace fretwork::kronecker {
 

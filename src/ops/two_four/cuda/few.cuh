@@ -13,8 +13,8 @@
 #include "device/load.cuh"
 #include "device/mma.cuh"
 #include "device/types.cuh"
-#include "ops/two_four/cuda/out.cuh"
 #include "ops/two_four/cuda/metadata.cuh"
+#include "ops/two_four/cuda/out.cuh"
 #include "ops/two_four/cuda/params_few.cuh"
 
 namespace fretwork::two_four::few {

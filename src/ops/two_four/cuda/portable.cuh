@@ -4,8 +4,8 @@
 #pragma once
 
 #include "device/gemm_sp.cuh"
-#include "ops/two_four/cuda/store.cuh"
 #include "ops/two_four/cuda/params.h"
+#include "ops/two_four/cuda/store.cuh"
 
 namespace fretwork::two_four {
 

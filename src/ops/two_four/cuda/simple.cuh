@@ -3,9 +3,9 @@
 // nothing else is multiplied.
 #pragma once
 
-#include "ops/two_four/cuda/store.cuh"
 #include "ops/two_four/cuda/metadata.cuh"
 #include "ops/two_four/cuda/params.h"
+#include "ops/two_four/cuda/store.cuh"
 
 namespace fretwork::two_four {
 

@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "fretwork/error.h"
@@ -120,6 +121,18 @@ TEST_P(AllKernels, CompileCleanly) {
 
 INSTANTIATE_TEST_SUITE_P(Architectures, AllKernels, testing::Values("sm_75", "sm_80", "sm_90a"),
                          [](const auto& arch) { return std::string(arch.param); });
+
+TEST(ListedKernels, HaveSources) {
+  std::set<std::string> sources;
+  for (const EmbeddedSource& source : embedded_sources()) {
+    sources.insert(std::string(source.name));
+  }
+  for (const char* arch : {"sm_75", "sm_80", "sm_90a"}) {
+    for (const ListedKernel& listed : all_kernels(arch)) {
+      EXPECT_TRUE(sources.contains(listed.spec.source)) << listed.op << ": " << listed.spec.source;
+    }
+  }
+}
 
 /// There 2:4 products multiply fp8 as it is; elsewhere as f16, or by wgmma.
 TEST(ListedKernels, HaveSparseFp8WhereItIsAnInstruction) {

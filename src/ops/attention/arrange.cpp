@@ -1,4 +1,5 @@
-// Which tiles a pattern's parts are cut into: the orders and cuts that need the fewest tile pairs.
+// Chooses the tiles of a pattern: for each view, which axes a tile spans and where axes are cut, with the fewest tile
+// pairs.
 #include <algorithm>
 #include <bit>
 #include <cmath>

@@ -1,5 +1,6 @@
-// Runs by end points: on each axis a part meets an interval of column intervals, all but a few of them in the same way;
-// a tile pair is a product of such meetings. Its mask is drawn once for each different product.
+// Builds the runs of a component from the end points of its parts. On each axis a part meets an interval of column
+// intervals, most of them in the same way. A tile pair is a product of such meetings; each distinct product is drawn as
+// a mask once.
 #include "ops/attention/component.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// One arrangement as the runs of its row tiles, and the masks that all components of a plan share.
+// Turns one arrangement into a component: the runs of its row tiles, and masks that all components of a plan share.
 #pragma once
 
 #include <algorithm>

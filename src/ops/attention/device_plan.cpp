@@ -1,4 +1,4 @@
-// Uploading plans: one piece of memory for each, and row tiles in the order they are worked off.
+// Uploads plans, with one allocation and one copy each, and lists row tiles in the order in which CTAs take them.
 #include "ops/attention/device_plan.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Plans on a device, as both classes of kernels read them.
+// Plans on a device, for the portable and the fp32 kernels. The Hopper kernels have a format of their own
+// (cuda/hopper.cpp).
 #pragma once
 
 #include <memory>

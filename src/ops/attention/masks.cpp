@@ -1,4 +1,4 @@
-// The masks of a plan: bands where they are enough, else intervals or bits, each kept once.
+// The masks of a plan: a band if possible, else an interval per row, else bits. Each distinct mask is stored once.
 #include <algorithm>
 #include <bit>
 #include <optional>

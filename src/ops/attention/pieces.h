@@ -1,4 +1,4 @@
-// Arrays that travel to a device together: one allocation and one copy for all that a plan has there.
+// An upload arena: arrays that go to a device together, in one allocation and one copy.
 #pragma once
 
 #include <cstddef>

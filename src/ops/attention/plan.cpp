@@ -1,4 +1,4 @@
-// Plans: their components, which places are used, and the ones that were made before.
+// Makes plans from patterns, marks the rows and columns that some element uses, and caches the result.
 #include "ops/attention/plan.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// A pattern as the kernels walk it: tiles of rows, each with the tiles of columns it meets. Exact: every element of the
-// pattern is in one tile pair of one component and no other element is. The plan of the transposed pattern, with shapes
-// of its own, is what the gradients of keys and values walk.
+// A pattern in the order in which kernels process it: row tiles, each with the column tiles it meets. Every element of
+// the pattern is in exactly one tile pair of one component, and masks exclude everything else. Gradients of keys and
+// values use the plan of the transposed pattern, which has its own tile shape.
 #pragma once
 
 #include <array>

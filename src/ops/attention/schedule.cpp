@@ -1,4 +1,4 @@
-// How the tiles of attention are dealt out to CTAs, and which are cut first.
+// Deals row tiles out to CTAs, and splits those that the others would wait for.
 #include "ops/attention/schedule.h"
 
 #include <algorithm>

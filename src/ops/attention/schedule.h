@@ -1,4 +1,4 @@
-// Who does what: the row tiles of all pairs of batch and head, dealt out to CTAs that stay until all is done.
+// Work distribution: the row tiles of all (batch, head) pairs, dealt out to persistent CTAs.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Cutting axes into intervals and boxes of digits at the ends of a sequence.
+// Cuts axes into intervals, and boxes of digits at the ends of a sequence.
 #include "ops/attention/tiling.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// How a plan's tiles are cut: each axis of a view into intervals of digits, tiles being their products.
+// How tiles are cut: each axis of a view into intervals of digits. A tile is a product of intervals.
 #pragma once
 
 #include <array>

@@ -1,6 +1,6 @@
-// Attention on the CPU, backward. Rows of queries walk the plan for their own gradients, rows of keys walk the plan of
-// the transposed pattern for theirs, and scores are computed again in both. A gradient is summed by one task in a fixed
-// order, so that results do not depend on the number of threads.
+// Attention on the CPU, backward. The gradient of queries uses the plan of the pattern, those of keys and values the
+// plan of the transposed pattern; both recompute the scores. One task sums a gradient in a fixed order, so results do
+// not depend on the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <deque>

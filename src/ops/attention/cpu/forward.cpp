@@ -1,5 +1,5 @@
-// Attention on the CPU, forward. Each task holds a tile of queries with the running maxima, sums and results of its
-// rows while the keys pass by. Where a pattern has several components, what a row has so far waits in a workspace.
+// Attention on the CPU, forward. A task holds a tile of queries, with the running maxima, sums and results of its rows,
+// and streams the keys. If a pattern has several components, the state of a row is kept in workspace between them.
 #include <algorithm>
 #include <cmath>
 #include <deque>

@@ -1,4 +1,4 @@
-// What rows of scores go through on the CPU, vector by vector. One table of functions for each type of sums, for the
+// Vector operations on rows of scores on the CPU. There is one table of functions for each accumulator type, for the
 // best instruction set of this machine; a call fetches its table once.
 #pragma once
 

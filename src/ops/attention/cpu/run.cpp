@@ -1,4 +1,4 @@
-// Attention on the CPU: how the tiles are shaped, and which plans the patterns have for it.
+// Attention on the CPU: chooses the tile shape and gets the plans of the patterns.
 #include "ops/attention/cpu/run.h"
 
 #include <optional>

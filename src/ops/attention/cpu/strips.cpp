@@ -1,4 +1,4 @@
-// The walk over a plan, packing, and what scores go through: see strips.h.
+// Walking a plan, packing operands, and what is done to scores: see strips.h.
 #include "ops/attention/cpu/strips.h"
 
 #include <algorithm>

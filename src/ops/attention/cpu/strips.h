@@ -1,6 +1,6 @@
-// How the CPU walks a plan. The columns of a component are packed once, in the order of its tiles; a task takes a tile
-// of rows through them strip by strip (as many rows as the tile multiplier has), looking only at the columns that some
-// row of the strip meets.
+// How the CPU walks a plan. The columns of a component are packed once, in tile order. A task multiplies a row tile
+// with them strip by strip (a strip has as many rows as the tile multiplier) and visits only the columns that some row
+// of the strip meets.
 #pragma once
 
 #include <cstdint>

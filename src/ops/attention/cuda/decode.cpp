@@ -1,4 +1,4 @@
-// The host side of attention with few queries: which keys are used, into how many segments they are cut, the launches.
+// The host side of decoding: lists the used keys, chooses the number of segments, launches.
 #include "ops/attention/cuda/decode.h"
 
 #include <algorithm>

@@ -1,7 +1,7 @@
-// Attention of few queries on mma.sync and cp.async (sm_80 and later), 16-bit types: reading keys and values is all
-// that takes time. A tile's rows are the queries of all heads that share a key head, so that each key is read once. The
-// keys are cut into segments, a CTA for each; its warps take steps of 16 keys in turn, each through a ring of its own,
-// and meet only at the end.
+// Attention with few queries on mma.sync and cp.async (sm_80 and later), 16-bit types. It is bound by reading keys and
+// values. The rows of a tile are the queries of all heads that share a key head, so each key is read once per tile. The
+// keys are cut into segments, one CTA each. The warps of a CTA take steps of 16 keys in turn, each through its own
+// ring, and combine their results at the end.
 #pragma once
 
 #include "device/barrier.cuh"

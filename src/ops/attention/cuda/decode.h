@@ -1,4 +1,4 @@
-// Attention of few queries against many keys on a GPU: split over the keys.
+// Attention with few queries against many keys on a GPU, split over the keys.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The host side of the Hopper kernels of attention: does the problem suit them, plans on the device, who does what, the
-// tensor maps, the launches.
+// The host side of the Hopper kernels: whether they support a problem, plans on the device, schedules, tensor maps,
+// launches.
 #include "ops/attention/cuda/hopper.h"
 
 #include <algorithm>

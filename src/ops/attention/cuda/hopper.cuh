@@ -1,4 +1,4 @@
-// What the Hopper kernels of attention have in common: how tiles are fetched and how masks cut scores.
+// What the Hopper kernels share: loading tiles, applying masks, the products of a step.
 #pragma once
 
 #include "device/barrier.cuh"

@@ -1,4 +1,4 @@
-// Attention on Hopper's own instructions, for the problems that suit them.
+// Attention on Hopper's TMA and wgmma, for the problems that support it.
 #pragma once
 
 #include <memory>

@@ -1,7 +1,7 @@
-// Gradients of attention over a component of a plan, without atomics. Each CTA owns 128 rows (two operands) and streams
-// tiles of 64 columns (two operands) past them. For keys and values the rows are keys, so that Pᵀ and dSᵀ come out of
-// the tensor cores as the left operands of the next products; for queries the rows are queries. P is computed anew from
-// the log-sum-exp.
+// Gradients of attention over a component of a plan: two kernels, seven products, no atomics on shared results. A CTA
+// owns 128 rows (two operands) and streams tiles of 64 columns (two operands). In backward_keys the rows are keys, so
+// Pᵀ and dSᵀ leave the tensor cores as the left operands of the next products; in backward_queries the rows are
+// queries. P is recomputed from the log-sum-exp.
 #pragma once
 
 #include "device/load.cuh"

@@ -1,7 +1,6 @@
-// Gradients of attention where a head has more than 128 columns, so that registers hold one sum at a time: a kernel
-// each for queries, keys and values, eight products in all. A CTA owns 128 rows and streams tiles of 64 columns past
-// them, as those for fewer columns do; the two operands of the columns have rings of their own, because one of them is
-// free again before the other.
+// Gradients of attention with a head dim above 128, where registers hold one accumulator tile at a time: a kernel each
+// for queries, keys and values, eight products in all. As for smaller head dims, a CTA owns 128 rows and streams tiles
+// of 64 columns. The two streamed operands have separate rings, because one of them is free before the other.
 #pragma once
 
 #include "ops/attention/cuda/hopper_backward.cuh"

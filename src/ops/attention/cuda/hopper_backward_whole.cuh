@@ -1,13 +1,13 @@
-// Gradients of attention where every query meets every key, or all up to its own: five products, where queries'
-// gradients by themselves would take two more. A CTA owns 128 keys and streams 64 queries at a time past them, as
-// backward_keys does. Its dSᵀ goes to shared memory, where it is multiplied by kᵀ as well. What that gives is added to
-// queries' sums in memory by the copy engine, key tile after key tile: each waits for its turn, so the order of all
-// sums is fixed. A key tile waits only for the one before it, which some CTA took earlier: whatever else runs on the
-// device, the turn comes.
+// All gradients of attention where every query meets every key, or all keys up to its own: five products, where
+// separate kernels for keys and queries take seven. A CTA owns 128 keys and streams 64 queries at a time, as
+// backward_keys does. dSᵀ also goes to shared memory, where it is multiplied by kᵀ. TMA adds the result to the sum of
+// the query tile in memory. Key tiles add in a fixed order: each waits until the one before it has added, which a
+// counter per query tile tells. CTAs take key tiles in this order from a counter, so the predecessor of a running key
+// tile is running or done, and there is no deadlock whatever else runs on the device.
 //
-// Where every query meets every key, key tile j begins 2j steps before the end of the queries and goes round, so that
-// CTAs which run side by side are at different queries, and each comes to a query tile two steps after the one it waits
-// for. What comes before the end adds up in a second sum of its own.
+// If every query meets every key, key tile j begins 2j steps before the end of the queries and wraps around. So CTAs
+// that run at the same time are at different queries, and each reaches a query tile two steps after the one it waits
+// for. What is added before the wrap has a second sum.
 #pragma once
 
 #include "ops/attention/cuda/hopper_backward.cuh"

@@ -1,7 +1,7 @@
-// o = softmax(scale·q·kᵀ) · v over a component of a plan, and its log-sum-exp. One thread fetches: 128 rows of q for an
-// item, then 128 rows of k and of v for each step. Two warpgroups of 64 rows multiply; the scores of a step are
-// on their way through the tensor cores while those of the step before meet v, and probabilities never leave registers.
-// With 64 columns they are on their way while exponents of the step before are taken, too.
+// o = softmax(scale·q·kᵀ) · v over a component of a plan, and its log-sum-exp. One thread loads 128 rows of q for an
+// item, then 128 or 64 rows of k and v for each step. Two warpgroups own 64 rows each. The scores of a step are in the
+// tensor cores while the probabilities of the previous step are multiplied by v; probabilities never leave registers.
+// With a head dim of 64, the exponentials of the previous step overlap as well.
 #pragma once
 
 #include "ops/attention/cuda/hopper.cuh"

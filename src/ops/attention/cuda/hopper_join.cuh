@@ -1,5 +1,4 @@
-// Joins what the Hopper kernels of attention leave of row tiles that were cut into pieces: a warp for each row and
-// result, the pieces in their order.
+// Joins the partial results of row tiles that were split: one warp per row and result, pieces in their order.
 #pragma once
 
 #include "device/barrier.cuh"

@@ -1,5 +1,4 @@
-// Attention on a GPU: choose a kernel, find the plan, bring operands to a readable form, launch once for each
-// component.
+// Attention on a GPU: chooses a kernel, gets the plan, makes operands readable, launches once per component.
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>

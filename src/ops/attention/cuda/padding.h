@@ -1,5 +1,4 @@
-// Keys that a batch element's queries do not see, on a GPU: what every class of kernels reads of them, and the zeros
-// that their gradients are.
+// Key padding on a GPU: the bits of visible columns that kernels read, and zero gradients for padding keys.
 #pragma once
 
 #include <cstdint>

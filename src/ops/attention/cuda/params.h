@@ -1,4 +1,4 @@
-// What the host hands to the kernels of attention. Shared by host and device: plain types, device pointers only.
+// The parameters of attention's kernels. Shared by host and device: plain types, device pointers only.
 #pragma once
 
 namespace fretwork::attention_op {

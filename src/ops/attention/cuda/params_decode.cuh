@@ -1,4 +1,4 @@
-// What the host hands to the kernels of attention with few queries. Shared by host and device.
+// The parameters of the decoding kernels. Shared by host and device.
 #pragma once
 
 #include "ops/attention/cuda/params.h"

@@ -1,4 +1,4 @@
-// What the Hopper kernels of attention are launched with. Host and device share it, so it holds plain data.
+// The parameters of the Hopper kernels. Shared by host and device: plain types only.
 #pragma once
 
 #include "device/tensor_map.cuh"

@@ -1,5 +1,5 @@
-// Attention on mma.sync and cp.async (sm_80 and later), 16-bit types. A CTA owns 128 queries; keys and values pass
-// through one tile each: while one is multiplied the other is on its way.
+// Attention on mma.sync and cp.async (sm_80 and later), 16-bit types. A CTA owns 128 queries. There is one tile for
+// keys and one for values: while one is multiplied, the other is loaded.
 #pragma once
 
 #include "ops/attention/cuda/products.cuh"

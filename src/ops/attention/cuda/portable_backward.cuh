@@ -1,7 +1,7 @@
 // Gradients of attention on mma.sync and cp.async (sm_80 and later), 16-bit types. A CTA owns a tile of queries and
-// meets their keys, or owns keys and meets their queries: the same loop, as either side reads two matrices (Q and dO, K
-// and V), scores are the product of the first ones, their gradients come from the product of the second ones, and each
-// gradient is a product with the other side's matrix.
+// streams their keys, or owns keys and streams their queries. Both are the same loop: each side has two matrices (Q and
+// dO, or K and V); the product of the first ones gives the scores, that of the second ones dP, and each gradient is a
+// product with a matrix of the other side.
 #pragma once
 
 #include "ops/attention/cuda/products.cuh"

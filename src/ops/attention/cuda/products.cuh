@@ -1,4 +1,4 @@
-// Tiles of scores on mma.sync: the products that make and use them, and which entries are there.
+// Tiles of scores on mma.sync: the products that make and use them, and their masks.
 #pragma once
 
 #include "device/tile.cuh"

@@ -1,4 +1,4 @@
-// What goes before and after attention's products: statistics of the rows, copies, fills and sums of lines.
+// Kernels that run before and after the products: row statistics, padding bits, copies, fills and sums.
 #pragma once
 
 #include "device/barrier.cuh"

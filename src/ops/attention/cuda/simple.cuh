@@ -1,6 +1,6 @@
-// Attention and its gradients for float inputs, in exact float products or on the tensor cores in tf32; and the bias's
-// gradient for all types, exact. A CTA
-// of 16 × 16 threads owns a square tile: thread (y, x) has the rows y + 16·i and the columns x + 16·j of the scores.
+// Attention and its gradients in fp32, exact on FFMA or in tf32 on the tensor cores; and the gradient of a bias for all
+// types, exact. A CTA of 16 × 16 threads owns a square tile: thread (y, x) has rows y + 16·i and columns x + 16·j of
+// the scores.
 #pragma once
 
 #include "device/mma.cuh"

@@ -1,5 +1,5 @@
-// What the kernels of attention share: which tile a CTA has, how it walks the columns that meet it, which elements are
-// there, and what is done to a score.
+// What the portable, fp32 and decoding kernels share: which tile a CTA has, the steps of its walk, masks, and
+// everything that is done to a score besides its product.
 #pragma once
 
 #include "device/copy_async.cuh"

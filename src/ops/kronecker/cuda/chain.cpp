@@ -1,4 +1,4 @@
-// Host side of the fused kernels for two factors: which problems fit, tensor maps, launches.
+// The host side of the kernel that fuses two factors: does the problem suit it, its tensor map, the launches.
 #include <algorithm>
 #include <bit>
 #include <limits>

@@ -1,4 +1,4 @@
-// The planner of chains, and how it says what it plans.
+// Plans a chain of factors (which neighbours run as one kernel), and describes the plan in words.
 #include "ops/kronecker/chain.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Chains of Kronecker factors: which neighbours run as one kernel, and the kernel that does.
+// Chains of Kronecker factors: which neighbouring factors are fused, and the fused kernel.
 #pragma once
 
 #include <optional>

@@ -1,4 +1,4 @@
-// Choices and problems as text, and the look-up.
+// Choices and tuning buckets as text, and the look-up in tuned tables.
 #include "ops/kronecker/choice.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// How a product is run: the ways there are, which one the tables name for a problem, and running it one way.
+// A Choice names one way to run a product: its text, its look-up in tuned tables, and running it.
 #pragma once
 
 #include <array>

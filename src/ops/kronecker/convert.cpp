@@ -1,4 +1,4 @@
-// Weights to a dense matrix and back: what the copies accept, the CPU's loops, and which backend runs them.
+// Copies between weights and dense matrices: argument checks, the CPU loops, and the choice of backend.
 #include "ops/kronecker/convert.h"
 
 #include <algorithm>

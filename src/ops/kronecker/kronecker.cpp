@@ -1,4 +1,4 @@
-// What the Kronecker products accept, the form they are brought to, and which backend runs them.
+// Kronecker products: argument checks, the problem that backends receive, and the choice of backend.
 #include <algorithm>
 #include <cstdlib>
 #include <string>

@@ -1,4 +1,4 @@
-// The product of a Kronecker factor and its gradients, reached after all checks.
+// What the backends receive: a Kronecker product or its weight gradient, after all checks.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,11 @@
-// Projection: the Kronecker factors whose product is nearest a dense matrix, by singular values of its blocks.
+// Projection: the Kronecker factors whose product is nearest to a dense matrix, by singular value decompositions.
 //
-// left·right (chainable, of inner rank r) holds, at the rows of one (block of left, δ) and the columns of one block α
-// of right, any matrix of rank r and nothing else; these blocks do not overlap, so the nearest product has their
-// truncated SVDs. A longer chain gives off its left-most factor again and again. Every finished factor keeps
-// orthonormal columns U, so that an error made later in what is to its right has the same norm in the whole; errors of
-// all steps and what lies outside the pattern are orthogonal, and their squares add (arXiv 2411.04506).
+// A product left·right of two chainable factors with inner rank r consists of blocks: the rows of one (block of left,
+// δ) and the columns of one block α of right. Each block may be any matrix of rank r, everything else is zero, and
+// blocks do not overlap. So the nearest product has the truncated SVD of each block. A longer chain peels off its
+// left-most factor repeatedly. Every finished factor keeps orthonormal columns U, so a later error to its right has the
+// same norm in the whole product. The errors of all steps and what lies outside the pattern are orthogonal, and their
+// squares add (arXiv 2411.04506).
 #include <Eigen/QR>
 #include <Eigen/SVD>
 #include <algorithm>

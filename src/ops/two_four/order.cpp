@@ -1,4 +1,4 @@
-// Where other libraries put the bytes of the metadata.
+// The metadata orders of other libraries: where torch and CUTLASS put each byte.
 #include <algorithm>
 #include <string>
 

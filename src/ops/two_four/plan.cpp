@@ -1,4 +1,4 @@
-// Whether a 2:4 product is worth its format, by what was measured (the rows `fallback` of bench/results).
+// Where a dense product is faster than a 2:4 one, by measurements (the rows `fallback` of bench/results).
 #include "fretwork/two_four.h"
 #include "ops/two_four/problem.h"
 #include "runtime/cuda_driver.h"

@@ -1,4 +1,4 @@
-// What the 2:4 operators accept, the form they are brought to, and which backend runs them.
+// The 2:4 operators: argument checks, the problem that backends receive, and the choice of backend.
 #include "fretwork/two_four.h"
 
 #include <algorithm>

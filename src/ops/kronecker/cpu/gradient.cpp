@@ -1,8 +1,8 @@
-// The gradients of weights and bias on the CPU: products whose depth is the batch. Rows are d_y's features j, columns
-// x's features k; batch first their δ stay together on lanes, as in the product itself.
+// The gradients of weights and bias on the CPU: products whose depth is the batch. Rows are features j of d_y, columns
+// features k of x; batch first, their δ stay together on lanes, as in the product.
 //
-// Where there are few weights the batch is cut into pieces, whose number does not depend on the threads, and their sums
-// are added in order: results are the same for any number of threads.
+// Where weights are few, the batch is cut into pieces whose sums are added in order. The number of pieces does not
+// depend on the number of threads, so results do not either.
 #include "ops/kronecker/cpu/run.h"
 
 namespace fretwork::kronecker::cpu {

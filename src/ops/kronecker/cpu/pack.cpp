@@ -1,4 +1,4 @@
-// Panels, strips and results of the CPU's products, whichever way their operands lie.
+// Packs panels and strips and stores results of the CPU products, for operands of any strides.
 #include "ops/kronecker/cpu/run.h"
 
 namespace fretwork::kronecker::cpu {

@@ -1,8 +1,8 @@
-// The product on the CPU. Batch first, lanes hold output features (j, l) as they lie in memory: no δ is ever sorted
-// out, since a run of x over l is repeated along a vector by the load itself. Batch last, lanes hold the batch.
+// The product on the CPU. Batch first, lanes hold output features (j, l) as they lie in memory: a load repeats a run of
+// x over l along the vector, so no δ is ever transposed. Batch last, lanes hold the batch.
 //
-// Weights are packed once, for all threads. A sum is computed whole by one thread in a fixed order, so results do not
-// depend on the number of threads.
+// Weights are packed once, for all threads. A sum is computed by one thread in a fixed order, so results do not depend
+// on the number of threads.
 #include "ops/kronecker/cpu/run.h"
 
 #include "core/large_pages.h"

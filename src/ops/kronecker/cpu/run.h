@@ -1,4 +1,4 @@
-// What the CPU's products and gradients share: how δ and columns are laid on vector lanes, and how operands are packed.
+// What the CPU products and gradients share: the layout of δ and columns on vector lanes, and packing of operands.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// What the CPU's products do on vectors beside tiles: sums for a bias' gradient, and the products of a few batch rows.
-// Compiled once per instruction set.
+// Vector code of the CPU beside tiles: sums for the bias gradient, and the products of a few batch rows. Compiled once
+// per instruction set.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/kronecker/cpu/vectors.cpp"
 #include <hwy/foreach_target.h>

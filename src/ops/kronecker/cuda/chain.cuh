@@ -1,6 +1,7 @@
 // Two Kronecker factors in one pass on Hopper: y[n,(j,l)] = activation(Σ_i w2[j,i,l]·Σ_k w1[i,l,k]·x[n,(i,k)] + bias).
-// The weights stay in the registers of a cluster for the whole launch. Half of a CTA's warps multiply its blocks i, 16
-// rows at a time, and send the middle to the CTAs that own its l; the other half multiply those.
+// A cluster holds all weights in registers for the whole launch. One group of a CTA's warps multiplies its blocks i of
+// the first factor, 16 rows at a time, and sends the intermediate to the CTAs that own its l. The other group
+// multiplies the second factor.
 #pragma once
 
 #include "device/activation.cuh"

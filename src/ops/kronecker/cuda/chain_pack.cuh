@@ -1,4 +1,4 @@
-// The weights of two factors, brought into the order in which the threads of the fused kernel hold them.
+// Packs the weights of two factors in the order in which the threads of chain.cuh hold them.
 #pragma once
 
 #include "device/barrier.cuh"

@@ -1,6 +1,6 @@
-// Two Kronecker factors of 64 products of 64 × 64 in one pass on Hopper, as chain.cuh has them, but by wgmma:
-// weights are its left operand and stay in the registers of a cluster of eight CTAs, 16 rows of the batch are its
-// columns. A thread then has the same place of all eight products of its CTA, which are neighbours in memory.
+// Two Kronecker factors of 64 products of 64 × 64 in one pass on Hopper, as chain.cuh, but on wgmma. Weights are its
+// left operand and stay in the registers of a cluster of eight CTAs; 16 rows of the batch are its columns. So a thread
+// gets the same element of all eight products of its CTA, and these eight are neighbours in memory.
 #pragma once
 
 #include "device/activation.cuh"

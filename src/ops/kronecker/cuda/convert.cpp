@@ -1,4 +1,4 @@
-// Copies between weights and dense matrices on a GPU.
+// Launches the copies between weights and dense matrices on a GPU.
 #include "ops/kronecker/convert.h"
 
 #include <limits>

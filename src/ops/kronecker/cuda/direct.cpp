@@ -1,4 +1,5 @@
-// Some batch rows read straight into fragments: does the problem suit it, should it be the fastest way, the launch.
+// Host side of the small-batch kernels that load straight into mma fragments: which problems fit, when they pay,
+// launch.
 #include <algorithm>
 #include <bit>
 #include <cstdint>

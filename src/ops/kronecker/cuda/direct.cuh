@@ -1,6 +1,7 @@
-// Some batch rows, 16-bit types, weights as they lie: every load of a warp goes straight to the registers that an mma
-// reads, all of them before anything waits, and there is one barrier. Which k an entry of the depth stands for is free
-// as long as both operands agree, so a lane's entries are four neighbouring k of all its δ: 16 bytes or more.
+// Up to 256 batch rows of 16-bit types; weights are read where they lie. Every load of a warp goes straight to the
+// registers that mma reads. All loads are issued before the first wait, and there is one barrier. Which k an entry of a
+// fragment stands for is free if both operands agree. So a lane's entries are four neighbouring k of all its δ: 16
+// bytes or more.
 #pragma once
 
 #include "device/activation.cuh"

@@ -1,7 +1,7 @@
-// Deep blocks with d = 4, batch first, on Hopper: as direct.cuh has them, or in one of two ways where that fills
-// the machine once. CTAs with a whole depth of 512 have all of their loads leave together. Pairs of CTAs share the
-// depth, as their warpgroups do: weights go from where they lie straight to the registers that wgmma reads as its left
-// operand, and each CTA turns its part of x to [l][k] in shared memory.
+// Deep blocks with d = 4, batch first, on Hopper: direct.cuh, with two more branches for grids that fill the machine
+// once. Where c is 512, a CTA has the whole depth and issues all its loads together. Else a pair of CTAs shares the
+// depth: weights go from memory straight to the registers that wgmma reads as its left operand, and each CTA transposes
+// its part of x to [l][k] in shared memory.
 #pragma once
 
 #include "device/barrier.cuh"

@@ -1,4 +1,5 @@
-// A few batch rows: along which axis weights are read, how threads are spread, the launch.
+// Host side of the kernels for up to 32 batch rows of any strides: the axis weights are read along, the distribution of
+// threads, launch.
 #include <algorithm>
 #include <array>
 #include <bit>

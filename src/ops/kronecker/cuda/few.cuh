@@ -1,6 +1,6 @@
-// A few batch rows (up to 32, eight to a CTA): one pass over the weights as they lie. Threads read neighbouring weights
-// into registers one step ahead, multiply them by x in shared memory with fp32 sums, and add up their sums over k at
-// the end, in a fixed order.
+// Up to 32 batch rows, eight per CTA, on FFMA: one pass over the weights where they lie. Threads load neighbouring
+// weights into registers one step ahead and multiply them by x in shared memory, with fp32 sums. At the end the sums
+// over k are reduced in a fixed order.
 #pragma once
 
 #include "device/load.cuh"

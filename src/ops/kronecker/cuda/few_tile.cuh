@@ -1,8 +1,8 @@
-// A few batch rows on the tensor cores, 16-bit types with d even: still one pass over the weights as they lie. A lane
-// loads V neighbouring l at the eight (j, k) that it owns in an mma's left operand, one step ahead, and pairs halves
-// with byte permutes: the fragments of V products at once. x waits in shared memory in the order of the right operand,
-// so that 16 bytes are the fragments of two l. Where blocks are too few for the machine, a cluster of CTAs shares the
-// depth and adds up its sums at the end.
+// Small batches on the tensor cores, 16-bit types with d even: one pass over the weights where they lie. A lane loads V
+// neighbouring l at the eight (j, k) that it owns in the left operand of an mma, one step ahead, and pairs halves with
+// byte permutes: the fragments of V products at once. x lies in shared memory in the order of the right operand, so 16
+// bytes are the fragments of two l. Where blocks are too few to fill the machine, a cluster of CTAs splits the depth
+// and reduces at the end.
 #pragma once
 
 #include "device/activation.cuh"

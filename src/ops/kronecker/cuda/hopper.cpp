@@ -1,4 +1,4 @@
-// The host side of the Hopper kernels: does the problem suit them, its tensor maps, the launches.
+// Host side of the Hopper kernels: which problems fit, tensor maps, launches.
 #include <algorithm>
 #include <bit>
 #include <cstdlib>

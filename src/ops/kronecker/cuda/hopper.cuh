@@ -1,5 +1,5 @@
-// What the Hopper kernels of the Kronecker products have in common: a ring of stages that one thread fills with 128
-// bytes of the depth of both operands, and the loop of products over it.
+// What the Hopper kernels share: a ring of stages, each 128 bytes of the depth of both operands, filled by one thread,
+// and the loop of wgmma over it.
 #pragma once
 
 #include "device/barrier.cuh"

@@ -1,5 +1,6 @@
-// The gradient of the weights on Hopper as a·d products: rows are a factor's b, columns its c, depth the batch, cut
-// into parts whose sums go to workspace. The sums of d_y over the batch, which is the bias's gradient, come along.
+// The gradient of the weights on Hopper as a·d products: rows are b, columns c, and the depth is the batch. The batch
+// is split into parts whose sums go to a workspace. The bias gradient, the sum of d_y over the batch, is computed in
+// the same pass.
 #pragma once
 
 #include "ops/kronecker/cuda/hopper.cuh"

@@ -1,6 +1,6 @@
-// y = activation(x·Kᵀ + bias) on Hopper in tf32, batch first with d = 2 or 4: rows of x and y are read and written as
-// they lie, and hold the d products of a block by turns. Columns and depth are counted in neighbours of memory, (j, l)
-// and (k, l).
+// y = activation(x·Kᵀ + bias) on Hopper in tf32, batch first with d = 2 or 4. Rows of x and y are read and written as
+// they lie; they hold the d products of a block interleaved. Columns and depth are counted in memory order, (j, l) and
+// (k, l).
 #pragma once
 
 #include "device/activation.cuh"

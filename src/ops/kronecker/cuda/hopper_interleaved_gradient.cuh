@@ -1,6 +1,6 @@
-// The gradient of the weights on Hopper in tf32, batch first with d = 2 or 4: rows of d_y and x come as they lie, and a
-// CTA adds up the d products of a block at once. Boxes of x are turned around in place, as its lines must run along the
-// batch.
+// The gradient of the weights on Hopper in tf32, batch first with d = 2 or 4. Rows of d_y and x are fetched as they
+// lie, and a CTA sums the d products of a block at once. Boxes of x are transposed in place, because wgmma needs lines
+// along the batch.
 #pragma once
 
 #include "ops/kronecker/cuda/hopper_gradient.cuh"

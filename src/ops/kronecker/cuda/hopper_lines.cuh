@@ -1,7 +1,7 @@
-// Batch last with lines that begin anywhere, which the copy engine cannot follow: the fetching warps copy the units of
-// 16 bytes that a line lies in and shift it into place there, and all threads of a warpgroup store its results. Where a
-// block's d neighbouring lines, taken as one, begin at such a unit, the copy engine does fetch: lines of one δ all
-// begin at the same place of a unit, and their tiles begin with the unit.
+// Batch last with lines that are not aligned to 16 bytes, which TMA cannot address. The producer warps copy the 16-byte
+// units that a line lies in and shift it into place in shared memory; all threads of a warpgroup store results. Where
+// the d neighbouring lines of a block, taken as one, are aligned, TMA does fetch: lines of one δ then begin at the same
+// offset in a unit, and tiles begin at a unit boundary.
 #pragma once
 
 #include "device/copy_async.cuh"

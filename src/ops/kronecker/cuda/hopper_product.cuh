@@ -1,4 +1,4 @@
-// y = activation(x·Kᵀ + bias) on Hopper as a·d products: rows are the batch, columns a factor's b, depth its c.
+// y = activation(x·Kᵀ + bias) on Hopper as a·d products: rows are the batch, columns b, depth c.
 #pragma once
 
 #include "device/activation.cuh"

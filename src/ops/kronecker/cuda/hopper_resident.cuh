@@ -1,6 +1,6 @@
-// Products whose weights fit into shared memory beside a ring for x: all threads put them there from where they lie,
-// while the first rows of x are on their way, so that no launch packs them first. A CTA keeps its columns and takes
-// rows in turn.
+// Products whose weights fit into shared memory beside a ring for x. All threads gather the weights from where they lie
+// while the first rows of x are fetched, so no kernel packs them first. A CTA keeps its columns and loops over row
+// tiles.
 #pragma once
 
 #include "ops/kronecker/cuda/hopper_product.cuh"

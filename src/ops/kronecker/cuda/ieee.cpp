@@ -1,4 +1,4 @@
-// Exact fp32 on a GPU: which tiles a problem is cut into, and the launches.
+// Exact fp32 on a GPU: tile choice and launches.
 #include <algorithm>
 #include <limits>
 #include <optional>

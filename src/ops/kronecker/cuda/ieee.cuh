@@ -1,4 +1,4 @@
-// Exact fp32 products on FFMA where the operands lie in lines: along the depth, or along rows and columns. A thread has
+// Exact fp32 products on FFMA for operands with a unit stride, along the depth or along rows and columns. A thread has
 // 8 × 4·Quads sums, a warp 64 × 16·Quads; a ring of stages is filled ahead. sm_80 and later.
 #pragma once
 

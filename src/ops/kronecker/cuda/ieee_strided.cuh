@@ -1,5 +1,5 @@
-// Exact fp32 products on FFMA for neighbouring δ, batch first. Lanes run along δ, so that memory, shared memory and
-// lanes have the same order and nothing is turned around: y[n,j,δ] += w[j,k,δ]·x[n,k,δ]. sm_80 and later.
+// Exact fp32 products on FFMA for neighbouring δ, batch first: y[n,j,δ] += w[j,k,δ]·x[n,k,δ]. Lanes run along δ, so
+// global memory, shared memory and lanes have the same order and nothing is transposed. sm_80 and later.
 #pragma once
 
 #include "ops/kronecker/cuda/ieee_tile.cuh"

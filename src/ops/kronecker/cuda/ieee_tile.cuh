@@ -1,4 +1,5 @@
-// What the exact fp32 kernels share: a thread's operands out of shared memory, its multiplications, and activations.
+// What the exact fp32 kernels share: copies to shared memory, a thread's operands, its multiplications, and
+// activations.
 #pragma once
 
 #include "device/activation.cuh"

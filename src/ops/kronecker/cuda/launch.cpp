@@ -1,5 +1,5 @@
-// The products on a GPU: the fastest ways are asked in turn; what none takes runs on the portable kernel where both
-// operands lie in lines, and on the simple one everywhere else.
+// Kronecker products on a GPU. The families of launch.h are asked in turn. What none takes runs on the portable kernel
+// where both operands have a unit stride, and on the simple kernel everywhere else.
 #include "ops/kronecker/cuda/launch.h"
 
 #include <algorithm>

@@ -1,5 +1,6 @@
-// The faster ways a GPU runs a Kronecker product. Each says whether it took the problem; launch.cpp asks them in turn
-// and runs what none takes. A way that takes a gradient gives that of the bias as well, unless it says otherwise.
+// The kernel families of the Kronecker products on a GPU. Each run() returns whether it took the problem; launch.cpp
+// asks them in turn. A family that takes a weight gradient computes the bias gradient too, unless its comment says
+// otherwise.
 #pragma once
 
 #include <span>

@@ -1,5 +1,5 @@
-// Packing weights, on a GPU: in registers, 16 bytes at a time, where they lie as usual; through shared memory, one
-// element at a time, everywhere else.
+// Packs weights on a GPU: in registers, 16 bytes at a time, for the usual strides; through shared memory, one element
+// at a time, for all others.
 #include "ops/kronecker/cuda/pack.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Weights (a,b,c,d) to a·d matrices and back. Memory has l next to l and a matrix has neighbours of its own line next
-// to each other, so a CTA turns a piece around in shared memory.
+// Weights (a,b,c,d) to a·d matrices and back. Memory is contiguous along l, a matrix along its own lines, so a CTA
+// transposes a piece in shared memory.
 #pragma once
 
 #include "device/barrier.cuh"

@@ -1,4 +1,4 @@
-// Weights and rows of neighbouring δ brought into lines of one δ each, on a GPU.
+// Packs weights and rows of neighbouring δ into lines of one δ each, on a GPU.
 #pragma once
 
 #include "ops/kronecker/cuda/params_hopper.cuh"

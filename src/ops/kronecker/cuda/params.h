@@ -1,4 +1,4 @@
-// What the simple, the portable and the exact fp32 kernels are launched with; shared by host and device.
+// Parameters of the simple, the portable and the exact fp32 kernels; shared by host and device.
 #pragma once
 
 namespace fretwork::kronecker {

@@ -1,4 +1,4 @@
-// What the kernel that fuses two factors is launched with, and how it divides its work. Host and device share it.
+// Parameters of the fused kernels for two factors, and how they divide the work; shared by host and device.
 #pragma once
 
 #include "device/tensor_map.cuh"

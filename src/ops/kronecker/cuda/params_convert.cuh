@@ -1,4 +1,4 @@
-// What the copies between weights and dense matrices are launched with; shared by host and device.
+// Parameters of the copies between weights and dense matrices; shared by host and device.
 #pragma once
 
 namespace fretwork {

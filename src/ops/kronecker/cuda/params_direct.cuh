@@ -1,4 +1,4 @@
-// What the kernel for some batch rows that reads straight into fragments is launched with; shared by host and device.
+// Parameters and tile sizes of the small-batch kernels that load straight into fragments; shared by host and device.
 #pragma once
 
 #include "device/divide.cuh"

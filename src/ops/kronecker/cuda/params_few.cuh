@@ -1,4 +1,4 @@
-// What the kernel for a few batch rows is launched with; shared by host and device.
+// Parameters of the kernels for up to 32 batch rows of any strides; shared by host and device.
 #pragma once
 
 #include "device/divide.cuh"

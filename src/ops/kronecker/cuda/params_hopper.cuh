@@ -1,4 +1,4 @@
-// What the Hopper kernels of the Kronecker products are launched with. Host and device share it: plain data.
+// Parameters and tile sizes of the Hopper kernels; shared by host and device.
 #pragma once
 
 #include "device/divide.cuh"

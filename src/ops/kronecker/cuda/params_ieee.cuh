@@ -1,4 +1,4 @@
-// What the exact fp32 kernels are launched with; shared by host and device.
+// Parameters of the exact fp32 kernels; shared by host and device.
 #pragma once
 
 #include "ops/kronecker/cuda/params.h"

@@ -1,4 +1,4 @@
-// What the kernels for neighbouring δ are launched with, and the sizes of their tiles. Host and device share it.
+// Parameters and tile sizes of the kernels for neighbouring δ; shared by host and device.
 #pragma once
 
 #include "device/tensor_map.cuh"

@@ -1,5 +1,5 @@
-// Products on the tensor cores of sm_80 and later, where both operands lie in lines: along the depth, or along rows and
-// columns. A CTA makes 128 × Cols sums; a ring of stages is filled ahead, 16 bytes at a time where lines allow.
+// Products on the tensor cores for operands with a unit stride, along the depth or along rows and columns. A CTA has
+// 128 × Cols sums; a ring of stages is filled ahead, 16 bytes at a time where the alignment allows.
 #pragma once
 
 #include "device/load.cuh"

@@ -1,6 +1,5 @@
-// Rows of x, y or weights with neighbouring δ, [k][l], to rows with neighbouring features of one δ, [l][k], and back. A
-// thread turns eight features of L neighbouring δ around in registers, or four threads do; both sides move 16 bytes at
-// a time.
+// Transposes rows of x, y or weights from [k][l] to [l][k] and back. A thread, or four threads, transpose eight
+// features of L neighbouring δ in registers; both sides move 16 bytes at a time.
 #pragma once
 
 #include "device/barrier.cuh"

@@ -1,6 +1,6 @@
-// The plain path: any strides, sizes and element type, on FFMA (DFMA). A warp multiplies a tile of 32 × 32 for one δ;
-// a CTA has eight (four of fp64 before sm_80, which has less shared memory), for as many neighbouring δ as there are up
-// to that, so that what lies together is read together.
+// The plain kernel: any strides, sizes and element type, on FFMA (DFMA). A warp multiplies a 32 × 32 tile of one δ. A
+// CTA has eight warps (four for fp64 before sm_80, which has less shared memory), on up to as many neighbouring δ, so
+// that contiguous elements are read together.
 #pragma once
 
 #include "device/activation.cuh"

@@ -1,4 +1,4 @@
-// Batch first with d > 1 on the tensor cores: which δ stay together, what stays on chip, and the launches.
+// Batch first with d > 1 on the tensor cores: how many δ stay together, what stays on chip, and the launches.
 #include <algorithm>
 #include <bit>
 #include <cmath>

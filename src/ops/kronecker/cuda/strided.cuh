@@ -1,12 +1,13 @@
 // Batch first, d > 1, on the tensor cores of sm_80 and later, without transposing x: y[n,(i,j,l)] = activation(Σ_k
 // w[i,j,k,l]·x[n,(i,k,l)] + bias).
 //
-// A CTA multiplies V neighbouring δ at once. A lane's 16-byte load at (n, k) brings the δ that neighbour each other;
-// halves of the loads at k and k + 1 pair up with byte permutes into the A fragments of those δ's products. Weights are
-// packed beforehand, so ldmatrix gives B fragments. Per step a warp reads 512·V bytes of x and 8 KB of weights from
-// shared memory for 131 KFLOP: at 128 bytes per clock that is 1,000 to 1,800 FLOP per clock, enough to follow memory up
-// to b = c = 128. Where the weights of a CTA fit on chip they stay (V·b·c up to 64K of 16 bits) and L2 carries x once
-// per slab of columns; otherwise they come again with every tile of rows and L2 (24 bytes per clock) is the limit.
+// A CTA multiplies V neighbouring δ at once. A lane's 16-byte load at (n, k) holds neighbouring δ; byte permutes pair
+// the halves of the loads at k and k + 1 into the A fragments of the products of these δ. Weights are packed
+// beforehand, so ldmatrix gives B fragments. Per step a warp reads 512·V bytes of x and 8 KB of weights from shared
+// memory for 131 KFLOP. At 128 bytes per clock that is 1,000 to 1,800 FLOP per clock, enough to keep up with memory to
+// b = c = 128. Where the weights of a CTA fit on chip (V·b·c up to 64K of 16 bits) they stay, and L2 delivers x once
+// per slab of columns. Otherwise weights are fetched again with every tile of rows, and L2 (24 bytes per clock) is the
+// limit.
 #pragma once
 
 #include "device/activation.cuh"

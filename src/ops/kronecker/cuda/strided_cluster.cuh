@@ -1,9 +1,9 @@
-// The product of strided.cuh on Hopper: the copy engine fetches x and the packed weights, and the A fragments
-// that byte permutes build are what wgmma takes from registers; B are weights in shared memory, read once per 64 rows.
+// The product of strided.cuh on Hopper: TMA fetches x and the packed weights. The A fragments that byte permutes build
+// are the register operand of wgmma; B are weights in shared memory, read once per 64 rows.
 //
-// Where d is 2, 4 or 16, x comes in lines of 128 bytes that hold all δ of neighbouring k, and a CTA needs nobody, or
-// one that shares x. Other d are fetched in pieces of 32 bytes (16 δ of one k), which L2 serves at half its rate: a
-// cluster of 2 × 4 CTAs brings each piece of x to four of them and each piece of the weights to two.
+// Where d is 2, 4 or 16, x comes in lines of 64 or 128 bytes that hold all δ of neighbouring k, and a CTA works alone
+// or shares x with one other. Other d are fetched in pieces of 32 bytes (16 δ of one k), which L2 serves at half its
+// rate: a cluster of 2 × 4 CTAs multicasts each piece of x to four of them and each piece of the weights to two.
 #pragma once
 
 #include "device/barrier.cuh"

@@ -1,11 +1,11 @@
-// The gradient of strided_weight.cuh on Hopper, 16-bit types, d a multiple of 16: the copy engine fetches, and
-// clusters of CTAs share d_y and x.
+// The gradient of strided_weight.cuh on Hopper, 16-bit types, d a multiple of 16: TMA fetches, and clusters of CTAs
+// share d_y and x.
 //
-// It lays both operands down as [j or k][n][16, 32 or 64 δ], whatever their order in memory, or where d is 16 as lines
-// of 128 bytes with all δ of four neighbouring columns, [4 columns][n]. A lane loads chunks of 8 δ at four n, which
-// pair up into the fragments of eight products whose K is the batch. Which column a fragment's row stands for is free,
-// and which n an entry of K does as long as both operands agree: chosen so that eight lanes that load together meet
-// different banks.
+// TMA writes both operands as [j or k][n][16, 32 or 64 δ], whatever their order in memory; where d is 16 as 128-byte
+// lines with all δ of four neighbouring columns, [4 columns][n]. A lane loads chunks of 8 δ at four n, which pair up
+// into the fragments of eight products whose K is the batch. Which column a fragment's row stands for is free, and so
+// is which n an entry of K stands for if both operands agree. The order is chosen so that eight lanes that load
+// together hit different banks.
 #pragma once
 
 #include "device/barrier.cuh"

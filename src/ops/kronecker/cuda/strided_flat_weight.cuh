@@ -1,10 +1,10 @@
 // The gradient of the weights on Hopper where d is 2 or 4 and 16-bit rows are read as they lie: dw[i,j,k,l] = Σ_n
 // dy[n,(i,j,l)]·x[n,(i,k,l)].
 //
-// The copy engine brings lines of 128 bytes, all δ of 64/V neighbouring columns, one below the other along the batch,
-// which is K of the products. A lane's chunk of 16 bytes holds 8/V columns of one n: chunks of four n pair up with byte
-// permutes into the fragments of V products and several rows (or columns) at once. Which column a fragment's row stands
-// for is free, so a lane takes the columns of its chunk.
+// TMA brings lines of 128 bytes, all δ of 64/V neighbouring columns, one below the other along the batch, which is K of
+// the products. A lane's chunk of 16 bytes holds 8/V columns of one n: chunks of four n pair up with byte permutes into
+// the fragments of V products and several rows (or columns) at once. Which column a fragment's row stands for is free,
+// so a lane takes the columns of its chunk.
 #pragma once
 
 #include "device/barrier.cuh"

@@ -1,4 +1,4 @@
-// Brings weights of any strides into the order in which strided.cuh reads them.
+// Packs weights of any strides in the order in which strided.cuh reads them.
 #pragma once
 
 #include "device/barrier.cuh"

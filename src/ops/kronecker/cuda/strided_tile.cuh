@@ -1,5 +1,5 @@
-// Tiles of V neighbouring δ: how [row][k][δ] comes into shared memory, and how one 16-byte load of a lane serves the
-// fragments of several products.
+// Tiles of V neighbouring δ: copying [row][k][δ] to shared memory, and 16-byte loads that each serve the fragments of
+// several products.
 #pragma once
 
 #include "device/copy_async.cuh"

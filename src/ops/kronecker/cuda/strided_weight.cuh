@@ -1,9 +1,9 @@
 // The gradient of the weights, batch first, d > 1: d_w[i,j,k,l] = Σ_n d_y[n,(i,j,l)]·x[n,(i,k,l)], and d_bias = Σ_n
 // d_y.
 //
-// Products over the batch of V neighbouring δ at once, rows j and columns k. Both operands come as [n][j or k][δ], and
+// Products over the batch for V neighbouring δ at once, rows j and columns k. Both operands come as [n][j or k][δ], and
 // the halves of a lane's 16-byte loads at n and n + 1 pair up into fragments of either. A CTA takes a piece of the
-// batch and writes its sums to its own place; strided_reduce adds the pieces in a fixed order.
+// batch and writes its partial sums to a workspace; strided_reduce adds the pieces in a fixed order.
 #pragma once
 
 #include "device/barrier.cuh"

@@ -1,4 +1,4 @@
-// What makes and undoes the plain form, on the CPU: tiles of lines, brought together where they are scattered.
+// Makes and undoes the plain form on the CPU, in tiles of lines; scattered lines are gathered first.
 #include <algorithm>
 #include <atomic>
 #include <cstring>

@@ -1,5 +1,5 @@
-// Runs of 2:4 groups on Highway: compiled once per instruction set, chosen at run time. Vectors hold the same element
-// of neighbouring groups, so that what is decided for a group is decided in every lane at once.
+// Runs of 2:4 groups on Highway: compiled once per instruction set, chosen at run time. A vector holds the same element
+// of neighbouring groups, so each lane decides for one group.
 #include "ops/two_four/cpu/groups.h"
 
 #include <algorithm>

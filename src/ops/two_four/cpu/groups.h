@@ -1,4 +1,4 @@
-// Runs of 2:4 groups on the CPU, contiguous in memory, worked on with vectors. A code is a group's nibble in a byte.
+// Vector functions on contiguous runs of 2:4 groups, for the CPU. A code is a group's nibble in a byte.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The kernels of the CPU's 2:4 products in pairs, for CPUs with AVX512-BF16: a group's two kept values are one word,
-// and one instruction multiplies both and adds. bf16 with sums of fp32, and int16 with sums of int32.
+// CPU kernels of 2:4 products on AVX512-BF16: a group's two kept values are one word, and one instruction multiplies
+// and adds both. bf16 with fp32 sums, and int16 with int32 sums.
 #include "ops/two_four/cpu/run.h"
 #include "runtime/simd/tiles.h"
 

@@ -1,6 +1,6 @@
-// 2:4 products on the CPU. A job is a block of lines of the sparse operand with a block of columns of the dense one; it
-// keeps its sums, adds to them a piece of the depth at a time, and finishes them: scales, bias, activation, rounding.
-// A sum is computed whole by one thread in a fixed order, so results do not depend on the number of threads.
+// 2:4 products on the CPU. A job is a block of lines of the sparse operand with a block of columns of the dense one. It
+// adds up one piece of the depth after another, and finishes its sums: scales, bias, activation, rounding. A sum is
+// computed by one thread in a fixed order, so results do not depend on the number of threads.
 #include "ops/two_four/cpu/run.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The kernels behind the CPU's 2:4 products: some lines of the sparse operand against a packed piece of the dense one.
+// The kernels of the CPU's 2:4 products: some lines of the sparse operand times a packed piece of the dense one.
 #pragma once
 
 #include <algorithm>

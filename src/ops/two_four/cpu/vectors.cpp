@@ -1,5 +1,5 @@
-// The kernels of the CPU's 2:4 products on Highway: compiled once per instruction set, chosen at run time. Nibbles pick
-// what a kept value meets by an address or by a blend: nothing is gathered, and nothing that is not kept is multiplied.
+// CPU kernels of 2:4 products on Highway: compiled once per instruction set, chosen at run time. A nibble selects what
+// a kept value multiplies, by an address or by a blend: nothing is gathered, and nothing else is multiplied.
 #include "ops/two_four/cpu/run.h"
 
 #undef HWY_TARGET_INCLUDE

@@ -1,4 +1,4 @@
-// 2:4 products with few columns and small weights on Hopper: which are for this kernel, its form, the launch.
+// Host side of the kernel for few columns and small weights on Hopper: which problems fit, its configuration, launch.
 #include "ops/two_four/cuda/direct.h"
 
 #include <algorithm>

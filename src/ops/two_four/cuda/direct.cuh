@@ -1,7 +1,7 @@
-// 2:4 products of 16-bit types with few columns and weights so small that a launch takes longer than reading them. No
-// ring, no cluster, nothing through shared memory but sums: a CTA has 16 rows and all of the depth, its warps share the
-// depth, and every lane asks at once for all that it multiplies. Which k the slots of an mma stand for is as in
-// few.cuh: lane t of a quad has run t of four, and of b every second word of runs t / 2 and t / 2 + 2.
+// 2:4 products of 16-bit types with few columns and weights so small that a launch takes longer than reading them.
+// There is no ring and no cluster, and only sums go through shared memory. A CTA has 16 rows and the whole depth, its
+// warps split the depth, and every lane issues all its loads at once. The k of the slots of an mma are as in few.cuh:
+// lane t of a quad has run t of four, and of b every second word of runs t / 2 and t / 2 + 2.
 #pragma once
 
 #include "device/activation.cuh"

@@ -1,4 +1,5 @@
-// How the kernel for few columns and small weights is run, for those who try its forms: run_direct chooses one itself.
+// Runs the kernel for few columns and small weights in a given configuration, for tests and benchmarks; run_direct
+// chooses one.
 #pragma once
 
 #include "ops/two_four/problem.h"

@@ -1,4 +1,4 @@
-// 2:4 products with few columns: which are for this kernel, how warps and CTAs share them, the launch.
+// Host side of the mma.sp kernel for up to 64 columns: which problems fit, how warps and CTAs share the work, launch.
 #include <algorithm>
 #include <array>
 #include <cstdint>

@@ -1,9 +1,9 @@
-// 2:4 products with few columns, at the speed at which memory gives the sparse operand. Everything comes through a ring
-// of stages in shared memory, several ahead, by copies that need no registers. A lane multiplies 16 bytes of values at
-// once: which k an mma's slots stand for is free as long as values, nibbles and b agree. Of four neighbouring runs of k
-// (64 of 16-bit types, 128 of 8-bit ones) lane t of a quad has run t, in four registers. The first mma takes registers
-// 0 and 1 of the four lanes, the second 2 and 3. A lane's metadata then gathers what belongs to one register of each
-// lane, and its part of b lies in two runs, 4 bytes of every 8: b waits in the order that lanes want it in.
+// 2:4 products with up to 64 columns, at the rate at which memory delivers the sparse operand. Everything comes through
+// a ring of stages in shared memory, several ahead, by cp.async. Which k the slots of an mma stand for is free if
+// values, nibbles and b agree, so a lane multiplies 16 bytes of values at once. Of four neighbouring runs of k (64 of
+// 16-bit types, 128 of 8-bit ones) lane t of a quad has run t, in four registers. The first mma takes registers 0 and 1
+// of the four lanes, the second 2 and 3. A lane's metadata then gathers what belongs to one register of each lane. Its
+// part of b lies in two runs, 4 bytes of every 8, so b is stored in the order in which lanes read it.
 #pragma once
 
 #include "device/activation.cuh"

@@ -1,4 +1,4 @@
-// What makes and undoes the plain form, on the GPU: fill parameters, get the kernel, launch.
+// Host side of the kernels that make and undo the plain form: parameters and launches.
 #include <bit>
 #include <cstdint>
 #include <cstdlib>

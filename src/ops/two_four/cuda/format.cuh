@@ -1,5 +1,5 @@
-// The plain 2:4 form and what makes and undoes it, line by line: compress, check, gather, to_dense, prune. A thread
-// takes units of 16 bytes of a line, several at once.
+// Kernels that make and undo the plain 2:4 form, line by line: compress, check, gather, to_dense, prune. A thread takes
+// units of 16 bytes of a line, several at once.
 #pragma once
 
 #include "ops/two_four/cuda/format_tile.cuh"

@@ -1,4 +1,4 @@
-// Takes in the metadata of a 2:4 matrix that others made: looks whether it is valid and makes it canonical.
+// Checks the metadata of a 2:4 matrix that others made, and makes it canonical.
 #pragma once
 
 #include "ops/two_four/cuda/format_tile.cuh"

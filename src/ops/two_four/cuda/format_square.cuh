@@ -1,5 +1,6 @@
-// Transposable pruning: of each 4×4 square (f32: 2×2) the half of every row and column with the largest sum, written as
-// a dense matrix or as both compressions. A tile stays in shared memory, so each element is read once.
+// Transposable pruning: keeps half of every row and column of each 4 × 4 square (f32: 2 × 2), with the largest sum of
+// magnitudes. The result is a dense matrix or both compressions. A tile stays in shared memory, so each element is read
+// once.
 #pragma once
 
 #include "ops/two_four/cuda/format.cuh"

@@ -1,5 +1,5 @@
-// Tiles of a dense matrix for the 2:4 conversions. A unit is 16 bytes of neighbours along a line; a matrix whose
-// neighbours in memory are of different lines goes through shared memory and is turned there.
+// Tiles of a dense matrix for the 2:4 conversions. A unit is 16 bytes of neighbours along a line. A matrix whose memory
+// neighbours belong to different lines is transposed in shared memory.
 #pragma once
 
 #include "device/load.cuh"

@@ -1,4 +1,4 @@
-// 2:4 products on Hopper's sparse tensor cores: does the problem suit them, its tensor maps, the launch.
+// Host side of the wgmma.sp kernel: which problems fit, its configuration, tensor maps, launch.
 #include "ops/two_four/cuda/hopper.h"
 
 #include <algorithm>

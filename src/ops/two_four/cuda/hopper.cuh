@@ -1,5 +1,5 @@
-// 2:4 products on Hopper's sparse tensor cores: one thread fetches values, metadata and b, two warpgroups multiply 64
-// rows each. Depths are counted in bytes, so that one loop serves every type.
+// 2:4 products on Hopper's sparse tensor cores (wgmma.sp): one thread fetches values, metadata and b, two warpgroups
+// multiply 64 rows each. Depths are counted in bytes, so one loop serves every type.
 #pragma once
 
 #include "device/activation.cuh"

@@ -1,4 +1,4 @@
-// How the Hopper kernel of the 2:4 products is run, for those who try its forms: run_hopper chooses one itself.
+// Runs the wgmma.sp kernel in a given configuration, for tests and benchmarks; run_hopper chooses one.
 #pragma once
 
 #include <functional>

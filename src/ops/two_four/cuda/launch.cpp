@@ -1,5 +1,6 @@
-// 2:4 products on the GPU: which class of kernel runs, and the portable one, which takes everything: on the sparse
-// tensor cores, after operands that do not lie in lines of whole chunks were copied so, or on the simple kernel.
+// 2:4 products on a GPU: asks the kernels in turn, and launches the last two itself. The portable kernel runs on the
+// sparse tensor cores, after operands that do not lie in lines of 16-byte chunks were copied. The simple kernel takes
+// the rest.
 #include <algorithm>
 #include <array>
 #include <charconv>

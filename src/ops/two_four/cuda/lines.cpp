@@ -1,4 +1,4 @@
-// Copies of operands of 2:4 products as lines along k: their kernels, their workspace, the launch.
+// Copies operands of 2:4 products to lines along k: kernels, workspace, launch.
 #include "ops/two_four/cuda/lines.h"
 
 #include <array>

@@ -1,5 +1,5 @@
-// Operands of 2:4 products as the tensor cores' kernels read them: lines along k, copied so for the length of a call
-// where they do not lie so.
+// Operands of 2:4 products as the tensor-core kernels read them: lines along k, or a copy in such lines for the
+// duration of a call.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// Metadata of any strides, a byte of a line at a time; and as mma.sp takes it from lanes that have a run each.
+// Reads metadata of any strides, one byte of a line at a time, and arranges it as mma.sp takes it from lanes that have
+// a run each.
 #pragma once
 
 #include "device/types.cuh"

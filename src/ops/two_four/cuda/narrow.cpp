@@ -1,4 +1,4 @@
-// 2:4 products with up to 64 columns on Hopper: which are for this kernel, how CTAs share them, the launch.
+// Host side of the kernel for up to 64 columns on Hopper: which problems fit, how CTAs share the work, launch.
 #include "ops/two_four/cuda/narrow.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// 2:4 products of 16-bit types with up to 64 columns on Hopper, b along k and the result along m, of whole tiles. They
-// take little longer than a launch: what counts is how soon the first bytes are asked for and the last sums are out.
+// 2:4 products of 16-bit types with up to 64 columns on Hopper, b along k and the result along m, in whole tiles. They
+// take little longer than a launch, so latency counts: the first loads are issued early, and the last sums leave soon.
 #pragma once
 
 #include "device/activation.cuh"

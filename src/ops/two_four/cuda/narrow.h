@@ -1,4 +1,5 @@
-// How the kernel for up to 64 columns on Hopper is run, for those who try its forms: run_narrow chooses one itself.
+// Runs the kernel for up to 64 columns on Hopper in a given configuration, for tests and benchmarks; run_narrow chooses
+// one.
 #pragma once
 
 #include "ops/two_four/problem.h"

@@ -1,4 +1,4 @@
-// Numbers of any type that a bias has, and on their way into any that a result has, as kernels are told at run time.
+// Converts at run time: a bias of any type to float, and float to any result type.
 #pragma once
 
 #include "device/load.cuh"

@@ -1,4 +1,4 @@
-// What the result and the bias of a 2:4 product are made of, as its kernels are told. Host and device share it.
+// The types of the result and the bias of a 2:4 product, as kernels receive them; shared by host and device.
 #pragma once
 
 namespace fretwork::two_four {

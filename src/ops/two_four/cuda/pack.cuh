@@ -1,5 +1,5 @@
-// Operands that do not lie as the tensor cores' kernels read them are copied so: lines of whole chunks along k, fp32
-// rounded where the kernel would cut it, and for the portable product metadata in whole stages.
+// Copies operands to the lines of whole chunks along k that the tensor-core kernels read. fp32 is rounded to tf32 for
+// kernels that would truncate it; metadata for the portable kernel is padded to whole stages.
 #pragma once
 
 #include "device/mma.cuh"

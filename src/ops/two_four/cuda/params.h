@@ -1,4 +1,4 @@
-// What the portable and the simple products, and what prepares operands for them, are launched with; shared by host and
+// Parameters of the portable and the simple kernels, and of the copies that prepare their operands; shared by host and
 // device.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What the 2:4 kernel for few columns and small weights is launched with. Host and device share it: plain data.
+// Parameters and sizes of the kernel for few columns and small weights; shared by host and device.
 #pragma once
 
 namespace fretwork::two_four::direct {

@@ -1,4 +1,4 @@
-// What the kernel for few columns is launched with; shared by host and device.
+// Parameters and sizes of the mma.sp kernel for up to 64 columns; shared by host and device.
 #pragma once
 
 #include "ops/two_four/cuda/out_type.cuh"

@@ -1,4 +1,4 @@
-// What the kernels that make and undo the plain form are launched with; shared by host and device.
+// Parameters of the kernels that make and undo the plain form; shared by host and device.
 #pragma once
 
 namespace fretwork {

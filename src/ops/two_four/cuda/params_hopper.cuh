@@ -1,4 +1,4 @@
-// What the Hopper kernel of the 2:4 products is launched with. Host and device share it: plain data.
+// Parameters and sizes of the wgmma.sp kernel; shared by host and device.
 #pragma once
 
 #include "device/divide.cuh"

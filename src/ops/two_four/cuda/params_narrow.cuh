@@ -1,4 +1,4 @@
-// What the 2:4 kernel for up to 64 columns on Hopper is launched with. Host and device share it: plain data.
+// Parameters and sizes of the kernel for up to 64 columns on Hopper; shared by host and device.
 #pragma once
 
 #include "device/tensor_map.cuh"

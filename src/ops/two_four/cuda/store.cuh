@@ -1,5 +1,5 @@
-// The way of a tile of sums to c: through shared memory, scales, bias, activation, one rounding, in the order of
-// memory.
+// The epilogue of the portable and simple kernels: a tile of sums goes through shared memory to c, with scales, bias,
+// activation and one rounding, in the order of memory.
 #pragma once
 
 #include "device/activation.cuh"

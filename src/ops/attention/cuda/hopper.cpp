@@ -1,5 +1,4 @@
-// The host side of the Hopper kernels: whether they support a problem, plans on the device, schedules, tensor maps,
-// launches.
+// The host side of the Hopper kernels: whether they support a problem, tensor maps, launches.
 #include "ops/attention/cuda/hopper.h"
 
 #include <algorithm>
@@ -16,503 +15,20 @@
 #include <utility>
 
 #include "core/divide.h"
+#include "ops/attention/cuda/hopper_kernels.h"
+#include "ops/attention/cuda/hopper_plan.h"
 #include "ops/attention/cuda/padding.h"
 #include "ops/attention/cuda/params_hopper.cuh"
 #include "ops/attention/heads.h"
 #include "ops/attention/pieces.h"
-#include "ops/attention/schedule.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
-#include "runtime/plan_cache.h"
 
 namespace fretwork::attention_op::hopper {
 namespace {
 
 namespace driver = fretwork::cuda;
-
-constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-constexpr int kMostColumns = 256;  // that registers have room for
-
-// ---------------------------------------------------------------------------------------------- which kernel
-
-enum class Make : unsigned { forward, keys, queries, values, whole, finish, fill, statistics, join };
-
-KernelSpec instance(const std::string& file, const std::string& kernel, DType dtype, const std::string& rest) {
-  return {"ops/attention/cuda/hopper_" + file + ".cuh",
-          "fretwork::attention_op::hopper::" + kernel + "<" + device_type(dtype) + rest + ">"};
-}
-std::string flag(bool value) { return value ? ", true" : ", false"; }
-
-/// Columns that kernels have, of q and k and of v: whole 64s. Beyond those of a problem they find zeros, and store
-/// nothing.
-struct Columns {
-  int depth, values;
-
-  int most() const { return std::max(depth, values); }
-  /// Registers have no room for the gradients of keys and values at once.
-  bool deep() const { return most() > 128; }
-  std::string text() const { return ", " + std::to_string(depth) + ", " + std::to_string(values); }
-};
-Columns columns_of(const Problem& p) {
-  return {static_cast<int>(64 * ceil_div(p.depth, 64)), static_cast<int>(64 * ceil_div(p.value_depth, 64))};
-}
-
-/// What a kernel need not have where no component asks for it: masks of bits and columns that nothing uses; items that
-/// are pieces of tiles, and heads that share tiles.
-struct Extras {
-  bool general = false, pieces = false;
-
-  std::string text() const { return flag(general) + flag(pieces); }
-};
-
-KernelSpec forward_instance(DType dtype, const Columns& columns, const Extras& extras) {
-  return instance("forward", "forward", dtype, columns.text() + extras.text());
-}
-KernelSpec backward_instance(DType dtype, const Columns& columns, Make make, const Extras& extras) {
-  if (make == Make::values) {
-    return instance("backward_deep", "backward_deep_values", dtype, columns.text() + extras.text());
-  }
-  if (columns.deep()) {
-    return instance("backward_deep", "backward_deep", dtype, columns.text() + flag(make == Make::keys) + extras.text());
-  }
-  return instance("backward", make == Make::keys ? "backward_keys" : "backward_queries", dtype,
-                  columns.text() + extras.text());
-}
-/// What makes the gradients of keys and values, or of queries.
-std::vector<Make> backward_makes(const Columns& columns, bool keys) {
-  return !keys            ? std::vector{Make::queries}
-         : columns.deep() ? std::vector{Make::keys, Make::values}
-                          : std::vector{Make::keys};
-}
-KernelSpec fill_instance(DType dtype) { return instance("forward", "fill", dtype, ""); }
-KernelSpec statistics_instance(DType dtype) {
-  return {"ops/attention/cuda/rows.cuh", std::string("fretwork::attention_stats<") + device_type(dtype) + ", 8>"};
-}
-KernelSpec join_instance(DType dtype) { return instance("join", "join", dtype, ""); }
-/// Of kernels that make all gradients at once, for as many columns of q and k as of v.
-KernelSpec whole_instance(DType dtype, const Columns& columns, Make make, bool masked, bool padded) {
-  return make == Make::whole ? instance("backward_whole", "backward_whole", dtype,
-                                        ", " + std::to_string(columns.most()) + flag(masked) + flag(padded))
-                             : instance("backward_whole", "finish_whole", dtype, ", " + std::to_string(columns.most()));
-}
-
-int forward_shared(const Columns& columns);
-int backward_shared(const Columns& columns);
-
-std::vector<KernelSpec> list_kernels(const std::string& arch) {
-  std::vector<KernelSpec> list;
-  const auto add = [&](KernelSpec kernel, int shared) {
-    kernel.dynamic_shared = shared;
-    list.push_back(std::move(kernel));
-  };
-  if (arch != "sm_90a") {
-    return list;
-  }
-  for (const DType dtype : {DType::f16, DType::bf16}) {
-    list.push_back(fill_instance(dtype));
-    list.push_back(statistics_instance(dtype));
-    list.push_back(join_instance(dtype));
-    for (const Columns& columns : {Columns{64, 64}, {128, 128}}) {
-      for (const auto& [masked, padded] : {std::pair{false, false}, {true, false}, {true, true}}) {
-        add(whole_instance(dtype, columns, Make::whole, masked, padded), whole_shared(columns.most()));
-      }
-      list.push_back(whole_instance(dtype, columns, Make::finish, false, false));
-    }
-    for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
-      for (const Extras& extras : {Extras{false, false}, {false, true}, {true, false}, {true, true}}) {
-        add(forward_instance(dtype, columns, extras), forward_shared(columns));
-        for (const bool keys : {false, true}) {
-          for (const Make make : backward_makes(columns, keys)) {
-            add(backward_instance(dtype, columns, make, extras), backward_shared(columns));
-          }
-        }
-      }
-    }
-  }
-  return list;
-}
-const KernelList kKernels{"attention", list_kernels};
-
-constinit KernelTable<774> kernels;
-
-/// Which kernel; those from fill on have neither columns nor extras. Of `whole` ones extras say whether there are
-/// masks, and padding.
-struct Which {
-  Make make;
-  DType dtype;
-  Columns columns{64, 64};
-  Extras extras{};
-
-  std::size_t number() const {
-    const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{extras.general} << 1 |
-                            unsigned{extras.pieces} << 2 | static_cast<unsigned>(columns.depth / 64 - 1) << 3 |
-                            static_cast<unsigned>(columns.values / 64 - 1) << 5;
-    constexpr unsigned kFill = 128 * static_cast<unsigned>(Make::fill);
-    const auto at = static_cast<unsigned>(make);
-    return (make < Make::fill ? 128 * at : kFill + 2 * (at - static_cast<unsigned>(Make::fill))) + within;
-  }
-  KernelSpec spec() const {
-    switch (make) {
-      case Make::forward:
-        return forward_instance(dtype, columns, extras);
-      case Make::keys:
-      case Make::queries:
-      case Make::values:
-        return backward_instance(dtype, columns, make, extras);
-      case Make::fill:
-        return fill_instance(dtype);
-      case Make::whole:
-      case Make::finish:
-        return whole_instance(dtype, columns, make, extras.general, extras.pieces);
-      case Make::join:
-        return join_instance(dtype);
-      case Make::statistics:
-        break;
-    }
-    return statistics_instance(dtype);
-  }
-  const Kernel& kernel(int device) const {
-    return kernels.get(number(), device, [this] { return spec(); });
-  }
-};
-
-/// Bytes for what ForwardShared, BackwardShared and DeepShared describe.
-int forward_shared(const Columns& columns) {
-  const auto [cols, items, stages] = forward_tiles(columns.depth, columns.values);
-  return 1024 + 2 * (items * kRows * columns.most() + stages * cols * (columns.depth + columns.values));
-}
-int backward_shared(const Columns& columns) {
-  if (columns.deep()) {
-    const auto [first, second] = deep_stages(columns.most(), false);
-    return 1024 + 2 * columns.most() * (2 * kRows + (first + second) * kBackwardShape.cols);
-  }
-  return 1024 + 2 * columns.most() * (4 * kRows + 2 * (columns.most() == 64 ? 6 : 3) * kBackwardShape.cols);
-}
-
-// ------------------------------------------------------------------------------------------ plans on the device
-
-/// Tiles of one side: where the copy engine finds them. `shift` tokens before the operand is where it counts from, so
-/// that a tile which is cut may start later on its axes and still never at a negative place.
-struct Side {
-  Order order;
-  std::int64_t shift = 0;
-  std::size_t tiles = 0, tokens = 0, used = 0;  ///< where they are in the plan's memory
-
-  int places() const { return order.extent[0] * order.extent[1] * order.extent[2]; }
-};
-
-std::int64_t cut_of(const Order& order, const Tile& tile) {
-  std::int64_t tokens = 0;
-  for (std::size_t k = 0; k < kTileAxes; ++k) {
-    tokens += (order.extent[k] - tile.count[k]) * order.stride[k];
-  }
-  return tokens;
-}
-
-/// The token of each place of a tile; the others stay as they are.
-void write_tokens(const Order& order, const Tile& tile, int* tokens) {
-  for (int u0 = 0; u0 < tile.count[0]; ++u0) {
-    for (int u1 = 0; u1 < tile.count[1]; ++u1) {
-      int* const line = tokens + (u0 * order.extent[1] + u1) * order.extent[2];
-      const std::int64_t base = tile.base + u0 * order.stride[0] + u1 * order.stride[1];
-      for (int u2 = 0; u2 < tile.count[2]; ++u2) {
-        line[u2] = static_cast<int>(base + u2 * order.stride[2]);
-      }
-    }
-  }
-}
-
-/// `places` a tile has room for.
-Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, Pieces& pieces) {
-  Side side{order};
-  for (const Tile& tile : tiles) {
-    side.shift = std::max(side.shift, cut_of(order, tile));
-  }
-  std::vector<Place> boxes;
-  std::vector<int> tokens(tiles.size() * static_cast<std::size_t>(places), -1), used;
-  for (const Tile& tile : tiles) {
-    Place box{static_cast<int>(tile.base - cut_of(order, tile) + side.shift), {}};
-    for (std::size_t k = 0; k < kTileAxes; ++k) {
-      box.skip[k] = order.extent[k] - tile.count[k];
-    }
-    write_tokens(order, tile, tokens.data() + boxes.size() * static_cast<std::size_t>(places));
-    boxes.push_back(box);
-    used.push_back(tile.used);
-  }
-  side.tiles = pieces.add(boxes);
-  side.tokens = pieces.add(tokens);
-  side.used = pieces.add(used);
-  return side;
-}
-
-struct DeviceComponent {
-  Side rows, cols;
-  int col_count = 0;                ///< of column tiles
-  std::size_t first = 0, runs = 0;  ///< where they are in the plan's memory
-  std::vector<int> steps;           ///< of each row tile
-  bool general = false;             ///< has masks of bits, or columns that nothing uses
-  bool covers_rows = false;
-};
-
-struct DevicePlan {
-  std::shared_ptr<const Plan> plan;  ///< kept, so that its address stays its own
-  std::vector<DeviceComponent> components;
-  std::size_t bits = 0, used = 0;
-  std::optional<std::int64_t> edge;  ///< as edge_of finds it
-  driver::DeviceBuffer memory;
-
-  std::size_t bytes() const { return memory.bytes(); }
-};
-
-RunOf run_of(const Run& run, const Plan& plan) {
-  RunOf made{run.first, run.count, {}, kWhole, 0, 0, 0};
-  if (run.mask >= 0) {
-    const Mask& mask = plan.masks[static_cast<std::size_t>(run.mask)];
-    const int side = plan.shape.rows + plan.shape.cols;  // beyond it a bound says nothing, and sums could overflow
-    const std::int32_t bits = plan.bits_of(mask);
-    made.kind = bits >= 0 ? bits : kBand;
-    made.low = std::clamp(mask.low, -side, side);
-    made.high = std::clamp(mask.high, -side, side);
-    made.limit = std::clamp(mask.limit, 0, side);
-  }
-  return made;
-}
-
-DeviceComponent make_component(const Component& component, const Plan& plan, Pieces& pieces) {
-  DeviceComponent made;
-  made.rows = make_side(component.row_order, component.row_tiles, plan.shape.rows, pieces);
-  made.cols = make_side(component.col_order, component.col_tiles, plan.shape.cols, pieces);
-  made.col_count = static_cast<int>(component.col_tiles.size());
-  made.covers_rows = component.covers_rows;
-  std::vector<int> first(component.first.begin(), component.first.end());
-  std::vector<RunOf> runs;
-  runs.reserve(component.runs.size());
-  for (const Run& run : component.runs) {
-    runs.push_back(run_of(run, plan));
-    made.general = made.general || runs.back().kind >= 0;
-  }
-  for (const Tile& tile : component.col_tiles) {
-    made.general = made.general || tile.used >= 0;
-  }
-  for (std::size_t t = 0; t + 1 < first.size(); ++t) {
-    const auto begin = component.runs.begin() + first[t], end = component.runs.begin() + first[t + 1];
-    made.steps.push_back(std::accumulate(begin, end, 0, [](int sum, const Run& run) { return sum + run.count; }));
-  }
-  made.first = pieces.add(first);
-  made.runs = pieces.add(runs);
-  return made;
-}
-
-/// All that kernels count in 32 bits.
-bool fits(const Plan& plan) {
-  const auto small = [](const Order& order) {
-    return std::all_of(order.stride.begin(), order.stride.end(), [](std::int64_t s) { return s < kMost / 256; });
-  };
-  return plan.rows < kMost / 4 && plan.cols < kMost / 4 &&
-         std::all_of(plan.components.begin(), plan.components.end(), [&](const Component& c) {
-           const std::size_t most = std::max({c.runs.size(), c.row_tiles.size() * 64, c.col_tiles.size() * 64});
-           return small(c.row_order) && small(c.col_order) && static_cast<std::int64_t>(most) < kMost / 2;
-         });
-}
-
-constexpr std::int64_t kNoEdge = -kMost / 2;
-
-/// Where a plan has all elements with column − row ≥ low and no others, in whole tiles one after the other, each row
-/// tile some and the first one some of each column tile: low, or kNoEdge where it has every element.
-std::optional<std::int64_t> edge_of(const Plan& plan) {
-  const auto follow = [](const Order& order, const std::vector<Tile>& tiles, int side, std::int64_t tokens) {
-    std::int64_t next = 0;
-    return order.extent == std::array{1, 1, side} && order.stride[2] == 1 &&
-           std::all_of(tiles.begin(), tiles.end(),
-                       [&](const Tile& t) { return std::exchange(next, next + side) == t.base && t.used < 0; }) &&
-           next == tokens;
-  };
-  if (plan.components.size() != 1) {
-    return std::nullopt;
-  }
-  const auto [rows, cols] = plan.shape;
-  const Component& c = plan.components.front();
-  std::int64_t low = kNoEdge;
-  const auto low_of = [&](const Run& run, std::size_t t) {
-    return plan.masks[static_cast<std::size_t>(run.mask)].low + cols * run.first - rows * static_cast<std::int64_t>(t);
-  };
-  if (const auto cut = std::find_if(c.runs.begin(), c.runs.end(), [](const Run& r) { return r.mask >= 0; });
-      cut != c.runs.end()) {
-    const auto after = std::upper_bound(c.first.begin(), c.first.end(), cut - c.runs.begin());
-    low = low_of(*cut, static_cast<std::size_t>(after - c.first.begin() - 1));
-  }
-  const auto fits_edge = [&](const Run& run, std::size_t t) {
-    const Mask* const mask = run.mask >= 0 ? &plan.masks[static_cast<std::size_t>(run.mask)] : nullptr;
-    return mask == nullptr ? low + rows * static_cast<std::int64_t>(t) - cols * run.first <= 1 - rows
-                           : run.count == 1 && low_of(run, t) == low && mask->high >= cols - 1 && mask->limit >= cols &&
-                                 mask->bits < 0 && mask->rows < 0;
-  };
-  for (std::size_t t = 0; t < c.row_tiles.size(); ++t) {
-    std::int64_t next = std::max<std::int64_t>(0, (rows * static_cast<std::int64_t>(t) + low) / cols);
-    if (t == 0 && next > 0) {
-      return std::nullopt;
-    }
-    for (auto n = static_cast<std::size_t>(c.first[t]); n < static_cast<std::size_t>(c.first[t + 1]); ++n) {
-      if (c.runs[n].first != next || !fits_edge(c.runs[n], t)) {
-        return std::nullopt;
-      }
-      next += c.runs[n].count;
-    }
-    if (c.first[t] == c.first[t + 1] || next != static_cast<std::int64_t>(c.col_tiles.size())) {
-      return std::nullopt;
-    }
-  }
-  return follow(c.row_order, c.row_tiles, rows, plan.rows) && follow(c.col_order, c.col_tiles, cols, plan.cols)
-             ? std::optional(low)
-             : std::nullopt;
-}
-
-DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
-  DevicePlan made;
-  made.plan = plan;
-  made.edge = edge_of(*plan);
-  Pieces pieces;
-  for (const Component& component : plan->components) {
-    made.components.push_back(make_component(component, *plan, pieces));
-  }
-  made.bits = pieces.add(plan->all_bits());
-  made.used = pieces.add(plan->used);
-  made.memory = pieces.upload(device);
-  return made;
-}
-
-// ---------------------------------------------------------------------------------------------- who does what
-
-struct Schedule {
-  std::size_t items, pieces, share, splits;  ///< where they are in the memory of all schedules of a plan
-  int grid;
-  int split_count, parts;
-  bool in_pieces;  ///< items may be pieces, or heads share tiles
-  LoadsOf loads;   ///< as in Deal
-};
-
-/// Where a task begins in the runs of its tile, which have so many steps.
-PieceOf piece_of(const Task& task, const Component& component, int steps) {
-  PieceOf made{static_cast<int>(component.first[static_cast<std::size_t>(task.tile)]), 0, task.part, 0};
-  if (steps > 0) {
-    made.turn = task.begin / steps;
-    made.skip = task.begin % steps;
-    for (; made.skip >= component.runs[static_cast<std::size_t>(made.run)].count; ++made.run) {
-      made.skip -= component.runs[static_cast<std::size_t>(made.run)].count;
-    }
-  }
-  return made;
-}
-
-Schedule make_schedule(const Plan& plan, std::size_t at, const std::vector<int>& steps, const Pairs& pairs, int repeat,
-                       bool empty, const Cutting& cutting, int device, Pieces& pieces) {
-  const Deal deal = deal_tasks(steps, pairs, repeat, empty, driver::device_info(device).multiprocessors, cutting);
-  const bool in_pieces = deal.parts() > 0 || plan.shape.rows < kRows;
-  const auto batch = [&](const auto& of) { return static_cast<int>(of.pair / pairs.heads); };
-  const auto head = [&](const auto& of) { return static_cast<int>(of.pair % pairs.heads); };
-  std::vector<Item> items;
-  std::vector<PieceOf> begins;
-  std::vector<int> share{0};
-  for (const auto& list : deal.lists) {
-    for (const Task& task : list) {
-      items.push_back({task.tile, batch(task), head(task), task.steps});
-      if (in_pieces) {
-        begins.push_back(piece_of(task, plan.components[at], steps[static_cast<std::size_t>(task.tile)]));
-      }
-    }
-    share.push_back(static_cast<int>(items.size()));
-  }
-  std::vector<Split> splits;
-  for (const Cut& cut : deal.cuts) {
-    splits.push_back({cut.tile, batch(cut), head(cut), cut.first, cut.count});
-  }
-  return {pieces.add(items),
-          pieces.add(begins),
-          pieces.add(share),
-          pieces.add(splits),
-          static_cast<int>(deal.lists.size()),
-          static_cast<int>(splits.size()),
-          deal.parts(),
-          in_pieces,
-          deal.loads};
-}
-
-/// A plan and the schedules of its components for some number of heads.
-struct Prepared {
-  std::shared_ptr<const DevicePlan> plan;
-  std::vector<std::size_t> order;      ///< of the components; the first one reaches all rows where any does
-  std::vector<Schedule> schedules;     ///< in that order
-  bool fill = false;                   ///< rows may be reached by no component
-  driver::DeviceBuffer memory;         ///< of the schedules
-  std::shared_ptr<const Plan> beside;  ///< kept, as the plan is
-
-  const DeviceComponent& component(std::size_t at) const { return plan->components[order[at]]; }
-  std::size_t bytes() const { return memory.bytes(); }
-};
-
-/// The launch whose time another may fill: the one before it, with the loads it was dealt, or else the one after it.
-struct Beside {
-  std::shared_ptr<const Plan> plan = nullptr;
-  Pairs pairs{};
-  int repeat = 1;
-  const LoadsOf* before = nullptr;
-};
-
-Hash128 hash_of(std::initializer_list<const Plan*> plans, std::initializer_list<std::int64_t> rest) {
-  std::string bytes;
-  const auto add = [&](const auto& value) { bytes.append(reinterpret_cast<const char*>(&value), sizeof value); };
-  std::for_each(plans.begin(), plans.end(), add);
-  std::for_each(rest.begin(), rest.end(), add);
-  return hash128(bytes);
-}
-
-std::shared_ptr<const DevicePlan> find_plan(const std::shared_ptr<const Plan>& plan, int device) {
-  static PlanCache<DevicePlan>& cache = *std::make_unique<PlanCache<DevicePlan>>().release();
-  return cache.get(hash_of({plan.get()}, {device}), [&] { return make_plan(plan, device); });
-}
-
-std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan, const Pairs& pairs, int repeat,
-                                        int longest, const Beside& beside, const Context& context) {
-  static PlanCache<Prepared>& cache = *std::make_unique<PlanCache<Prepared>>().release();
-  const int device = context.device.index, ctas = driver::device_info(device).multiprocessors;
-  const Pairs& other = beside.pairs;
-  const Hash128 key =
-      hash_of({plan.get(), beside.plan.get()},
-              {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, longest, device, other.batch,
-               other.heads, other.together, other.backwards, beside.repeat, beside.before != nullptr});
-  auto prepared = cache.get(key, [&] {
-    Prepared made{find_plan(plan, device), {}, {}, false, {}, beside.plan};
-    Pieces pieces;
-    made.order.resize(plan->components.size());
-    std::iota(made.order.begin(), made.order.end(), std::size_t{0});
-    const auto reaches_all = [&](std::size_t c) { return made.plan->components[c].covers_rows; };
-    const auto first = std::find_if(made.order.begin(), made.order.end(), reaches_all);
-    made.fill = first == made.order.end();
-    if (!made.fill) {
-      std::rotate(made.order.begin(), first, first + 1);
-    }
-    Cutting cutting{longest};
-    if (beside.before != nullptr) {
-      cutting.before = *beside.before;
-    } else if (beside.plan != nullptr) {
-      const auto& next = find_plan(beside.plan, device)->components.front();
-      cutting.after = ways_to_deal(next.steps, beside.pairs, beside.repeat, true, ctas);
-    }
-    Pairs turn = pairs;
-    for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {
-      const bool empty = at == 0 && !made.fill;
-      made.schedules.push_back(
-          make_schedule(*plan, made.order[at], made.component(at).steps, turn, repeat, empty, cutting, device, pieces));
-    }
-    made.memory = pieces.upload(device);
-    return made;
-  });
-  if (driver::is_capturing(context.stream)) {
-    cache.pin(prepared);
-  }
-  return prepared;
-}
 
 // ----------------------------------------------------------------------------------------------- the operands
 
@@ -723,7 +239,7 @@ void prepare_kernels(const std::vector<Launch<Params>>& launches, std::vector<Wh
       others.push_back({Make::join, launch.which.dtype});
     }
   }
-  kernels.prepare(std::span<const Which>(others), device);
+  prepare_kernels(others, device);
 }
 
 template <typename Params>
@@ -931,6 +447,40 @@ std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const He
                         join, prepared.schedules[at].parts};
 }
 
+/// Whether the operands of a backward pass are ones that kernels can read and write.
+bool suits(const BackwardProblem& b, const Context& context) {
+  const Problem& p = b.forward;
+  const bool wants_keys = b.d_k.data != nullptr || b.d_v.data != nullptr;
+  return suits(p, context) && movable(b.d_o) && p.lse.data != nullptr && b.d_bias.data == nullptr &&
+         (!wants_keys || (movable(b.d_k) && movable(b.d_v))) && (b.d_q.data == nullptr || movable(b.d_q)) &&
+         p.batch * p.heads * p.rows < kMost;
+}
+bool all_fit(const Plans& plans) {
+  return std::ranges::all_of(plans, [](const auto& plan) { return fits(*plan); });
+}
+
+/// What the problem alone says.
+WholeParams whole_params(const BackwardProblem& b, std::int64_t row_tiles, std::int64_t col_tiles) {
+  const Problem& p = b.forward;
+  WholeParams params{};
+  params.d_k = lines_of(b.d_k);
+  params.d_v = lines_of(b.d_v);
+  params.d_q = lines_of(b.d_q);
+  params.items = static_cast<int>(p.batch * p.kv_heads * row_tiles);
+  params.row_tiles = static_cast<int>(row_tiles);
+  params.col_tiles = static_cast<int>(col_tiles);
+  params.pairs = static_cast<int>(p.batch * p.kv_heads);
+  params.tiles = static_cast<int>(p.batch * p.heads * col_tiles);
+  params.kv_heads = static_cast<int>(p.kv_heads);
+  params.group = static_cast<int>(p.heads / p.kv_heads);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  params.scale = static_cast<float>(p.scale);
+  params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
+  params.padding = padding_arg(p);
+  return params;
+}
+
 /// All gradients at once where every query meets every key, or all up to its own; false, having done nothing, where
 /// that does not suit or pay. The rows of `plan` are keys.
 bool backward_whole(const BackwardProblem& b, const std::shared_ptr<const Plan>& plan, Whole wanted, Context& context) {
@@ -965,36 +515,21 @@ bool backward_whole(const BackwardProblem& b, const std::shared_ptr<const Plan>&
   const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowStats));
   const Workspace sums(context, size * static_cast<std::size_t>(64 * columns.most()) * sizeof(float)),
       turns(context, (size + 1) * sizeof(int));
-  WholeParams params{};
+  WholeParams params = whole_params(b, row_tiles, col_tiles);
   params.k = *k;
   params.v = *v;
   params.q = *q;
   params.d_o = *d_o;
-  params.d_k = lines_of(b.d_k);
-  params.d_v = lines_of(b.d_v);
-  params.d_q = lines_of(b.d_q);
   params.stats = static_cast<RowStats*>(stats.data());
   params.sums = static_cast<float*>(sums.data());
   params.turns = static_cast<int*>(turns.data());
   params.taken = params.turns + size;
-  params.items = static_cast<int>(items);
-  params.row_tiles = static_cast<int>(row_tiles);
-  params.col_tiles = static_cast<int>(col_tiles);
   params.low = static_cast<int>(*known->edge);
   params.round = all ? 1 : 0;
-  params.pairs = static_cast<int>(p.batch * p.kv_heads);
   params.together = all ? 1 : std::min(params.pairs, static_cast<int>(ceil_div(ctas, 8)));
-  params.tiles = static_cast<int>(tiles);
-  params.kv_heads = static_cast<int>(p.kv_heads);
-  params.group = static_cast<int>(p.heads / p.kv_heads);
-  params.depth = static_cast<int>(p.depth);
-  params.value_depth = static_cast<int>(p.value_depth);
-  params.scale = static_cast<float>(p.scale);
-  params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
   const bool padded = p.padding.data != nullptr;
-  params.padding = padding_arg(p);
   const Which multiply{Make::whole, p.dtype, columns, {!all || padded, padded}}, finish{Make::finish, p.dtype, columns};
-  kernels.prepare(std::span<const Which>({Which{Make::statistics, p.dtype}, multiply, finish}), device);
+  prepare_kernels(std::vector{Which{Make::statistics, p.dtype}, multiply, finish}, device);
   driver::fill_zero(turns.data(), (size + 1) * sizeof(int), context.stream);
   launch_statistics(b, static_cast<RowStats*>(stats.data()), true, context);
   multiply.kernel(device).launch_behind(std::min<std::int64_t>(ctas, items), whole_tiles(columns.most()).threads,
@@ -1138,17 +673,13 @@ bool forward_of_few(const Problem& problem, Context& context) {
 bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context,
               int longest, Whole wanted) {
   const Problem& p = problem.forward;
-  const auto fit = [](const auto& plan) { return fits(*plan); };
   const std::int64_t group = p.heads / std::max<std::int64_t>(p.kv_heads, 1);
   const auto ranges = ranges_of(plans, p.heads), kv_ranges = ranges_of(transposed, p.heads);
   // Heads that share keys are added up by one CTA, so they must share a plan as well.
   const auto whole = [&](const HeadRange& r) { return r.first % group == 0 && r.count % group == 0; };
   const bool wants_keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
-  if (!suits(p, context) || !movable(problem.d_o) || p.lse.data == nullptr || problem.d_bias.data != nullptr ||
-      (wants_keys && (!movable(problem.d_k) || !movable(problem.d_v))) ||
-      (problem.d_q.data != nullptr && !movable(problem.d_q)) || p.batch * p.heads * p.rows >= kMost ||
-      !std::all_of(plans.begin(), plans.end(), fit) || !std::all_of(transposed.begin(), transposed.end(), fit) ||
-      !std::all_of(ranges.begin(), ranges.end(), whole) || !std::all_of(kv_ranges.begin(), kv_ranges.end(), whole)) {
+  if (!suits(problem, context) || !all_fit(plans) || !all_fit(transposed) || !std::ranges::all_of(ranges, whole) ||
+      !std::ranges::all_of(kv_ranges, whole)) {
     return false;
   }
   const bool all = wants_keys && problem.d_q.data != nullptr && kv_ranges.size() == 1;

@@ -7,6 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "ops/attention/problem.h"
+
 namespace fretwork::attention_op {
 
 /// Neighbouring batch elements whose heads have the same things.
@@ -57,6 +59,12 @@ std::vector<HeadSet<Thing>> head_sets(std::span<const std::shared_ptr<const Thin
     set->heads.push_back(h);
   }
   return sets;
+}
+
+/// Neighbouring batch elements with the same patterns.
+using PatternRange = BatchRange<RegularPattern>;
+inline std::vector<PatternRange> ranges_of(const Problem& p) {
+  return batch_ranges(std::span<const std::shared_ptr<const RegularPattern>>(p.patterns), p.batch, p.heads);
 }
 
 }  // namespace fretwork::attention_op

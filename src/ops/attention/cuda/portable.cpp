@@ -1,4 +1,6 @@
-// Attention on a GPU: chooses a kernel, gets the plan, makes operands readable, launches once per component.
+// Attention on any GPU: gets the plan, makes operands readable, launches once per component.
+#include "ops/attention/cuda/portable.h"
+
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
@@ -10,8 +12,6 @@
 
 #include "core/divide.h"
 #include "fretwork/error.h"
-#include "ops/attention/cuda/decode.h"
-#include "ops/attention/cuda/hopper.h"
 #include "ops/attention/cuda/padding.h"
 #include "ops/attention/cuda/params.h"
 #include "ops/attention/device_plan.h"
@@ -24,6 +24,8 @@
 
 namespace fretwork::attention_op {
 namespace {
+
+using portable::score_arg;
 
 namespace driver = fretwork::cuda;
 
@@ -248,52 +250,12 @@ OutputArg output_arg(const Operand& out, DType dtype) {
   return {out.data, out.batch, out.head, out.row, out.col, vector};
 }
 
-ScoreArg score_arg(const Problem& p) {
-  ScoreArg arg{};
-  arg.scale = static_cast<float>(p.scale);
-  arg.softcap = static_cast<float>(p.softcap);
-  arg.bias = p.bias.data;
-  arg.bias_batch = p.bias.batch;
-  arg.bias_head = p.bias.head;
-  arg.bias_row = p.bias.row;
-  arg.bias_col = p.bias.col;
-  arg.bias_type = p.bias.dtype == DType::f16    ? BiasType::f16
-                  : p.bias.dtype == DType::bf16 ? BiasType::bf16
-                                                : BiasType::f32;
-  arg.slopes = static_cast<const float*>(p.slopes.data);
-  arg.slope_stride = p.slopes.head;
-  arg.distance = static_cast<int>(p.cols - p.rows);
-  arg.first_batch = static_cast<int>(p.first_batch);
-  arg.seed = reinterpret_cast<const long long*>(p.dropout.seed);
-  arg.threshold = static_cast<unsigned>(std::min(std::floor(p.dropout.rate * 0x1p32), 0x1p32 - 1));
-  arg.kept = p.dropout.rate > 0 ? static_cast<float>(1 / (1 - p.dropout.rate)) : 1.0f;
-  return arg;
-}
-
-void check(const Problem& p) {
-  if (p.dtype == DType::f64) {
-    throw Error("attention", "q", "float32, float16 or bfloat16 on a GPU", name_of(p.dtype));
-  }
-  if (p.bias.data != nullptr && p.bias.dtype == DType::f64) {
-    throw Error("attention", "bias", "float32, float16 or bfloat16 on a GPU", name_of(p.bias.dtype));
-  }
-  constexpr std::int64_t kMost = std::numeric_limits<int>::max();
-  if (p.rows > kMost || p.cols > kMost || p.batch * p.heads > kMost) {
-    throw Error("attention", "q", "sizes below 2^31", std::to_string(std::max({p.rows, p.cols, p.batch * p.heads})));
-  }
-}
-
 // ---------------------------------------------------------------------------------------------------- heads
 
 /// Heads with the same pattern, of some batch elements.
 struct PatternHeads : HeadSet<RegularPattern> {
   std::int64_t first_batch, batch;
 };
-using PatternRange = BatchRange<RegularPattern>;
-
-std::vector<PatternRange> ranges_of(const Problem& p) {
-  return batch_ranges(std::span<const std::shared_ptr<const RegularPattern>>(p.patterns), p.batch, p.heads);
-}
 
 std::vector<PatternHeads> heads_of(const Problem& p) {
   std::vector<PatternHeads> sets;
@@ -604,9 +566,33 @@ void key_gradients(const Given& given, Context& context) {
   clear_padding(b, context);
 }
 
+/// Sums go to `at`. `keys`: the plan's rows are keys.
+BiasGradientParams bias_params(const Given& given, bool keys, const Operand& at) {
+  const Problem& p = given.problem.forward;
+  BiasGradientParams params{};
+  params.score = score_arg(p);
+  params.first = keys ? given.k.arg() : given.q.arg();
+  params.second = keys ? given.v.arg() : given.d_o.arg();
+  params.other_first = keys ? given.q.arg() : given.k.arg();
+  params.other_second = keys ? given.d_o.arg() : given.v.arg();
+  params.stats = static_cast<const ScoreStats*>(given.stats.data());
+  params.out = static_cast<float*>(at.data);
+  params.out_batch = at.batch;
+  params.out_head = at.head;
+  params.out_row = at.row;
+  params.out_col = at.col;
+  params.padding = keys ? padding_arg(p) : PaddingArg{};
+  params.all = static_cast<int>(p.heads);
+  params.ratio = static_cast<int>(p.heads / p.kv_heads);
+  params.queries = static_cast<int>(p.rows);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  return params;
+}
+
 /// A bias that is not broadcast along rows or columns gets each element's sum; else the plan whose rows remain is
 /// walked and its columns are summed, and what remains of a bias broadcast along both is one more sum.
-void bias_gradient(const Given& given, Context& context) {
+void add_up_bias(const Given& given, Context& context) {
   const BackwardProblem& b = given.problem;
   const Problem& p = b.forward;
   const Sizes sizes{b.bias_sizes[0], b.bias_sizes[1], b.bias_sizes[2], b.bias_sizes[3]};
@@ -625,24 +611,7 @@ void bias_gradient(const Given& given, Context& context) {
   const Operand at = contiguous(space.data(), made, made.cols);
   const Operand out{b.d_bias.data, b.d_bias.batch, b.d_bias.head, b.d_bias.row, b.d_bias.col};
 
-  BiasGradientParams params{};
-  params.score = score_arg(p);
-  params.first = keys ? given.k.arg() : given.q.arg();
-  params.second = keys ? given.v.arg() : given.d_o.arg();
-  params.other_first = keys ? given.q.arg() : given.k.arg();
-  params.other_second = keys ? given.d_o.arg() : given.v.arg();
-  params.stats = static_cast<const ScoreStats*>(given.stats.data());
-  params.out = static_cast<float*>(space.data());
-  params.out_batch = at.batch;
-  params.out_head = at.head;
-  params.out_row = at.row;
-  params.out_col = at.col;
-  params.padding = keys ? padding_arg(p) : PaddingArg{};
-  params.all = static_cast<int>(p.heads);
-  params.ratio = static_cast<int>(p.heads / p.kv_heads);
-  params.queries = static_cast<int>(p.rows);
-  params.depth = static_cast<int>(p.depth);
-  params.value_depth = static_cast<int>(p.value_depth);
+  BiasGradientParams params = bias_params(given, keys, at);
   params.sum_batch = sizes.batch != p.batch;
   params.sum_heads = sizes.heads != p.heads;
   const Kernel& kernel = get_kernel(bias_spec(p.dtype, depth, keys, row_sums), context.device.index);
@@ -672,75 +641,33 @@ void bias_gradient(const Given& given, Context& context) {
   }
 }
 
-/// The batch elements [first, first + count) of something with a stride for them.
-template <typename T>
-T from_batch(T x, std::int64_t first, DType dtype) {
-  if (x.data != nullptr) {
-    x.data = static_cast<char*>(x.data) + first * x.batch * static_cast<std::int64_t>(size_of(dtype));
-  }
-  return x;
-}
-Problem part_of(Problem p, const PatternRange& range) {
-  const std::int64_t first = range.first;
-  p.patterns.assign(range.things.begin(), range.things.end());
-  p.batch = range.count;
-  p.first_batch += first;
-  for (Operand* const x : {&p.q, &p.k, &p.v, &p.o}) {
-    *x = from_batch(*x, first, p.dtype);
-  }
-  p.lse = from_batch(p.lse, first, DType::f32);
-  p.bias = from_batch(p.bias, first, p.bias.dtype);
-  p.padding.data = p.padding.data != nullptr ? p.padding.data + first * p.padding.batch : nullptr;
-  return p;
-}
-/// Without the bias's gradient, which may be a sum over all elements.
-BackwardProblem part_of(const BackwardProblem& b, const PatternRange& range) {
-  BackwardProblem part = b;
-  part.forward = part_of(b.forward, range);
-  for (Operand* const x : {&part.d_o, &part.d_q, &part.d_k, &part.d_v}) {
-    *x = from_batch(*x, range.first, b.forward.dtype);
-  }
-  part.d_lse = from_batch(part.d_lse, range.first, DType::f32);
-  part.d_bias = {};
-  return part;
-}
-
-/// All gradients where there is not a score.
-void fill_zeros(const BackwardProblem& b, Context& context) {
-  const Problem& p = b.forward;
-  const auto zero = [&](const Operand& out, const Sizes& sizes, DType dtype) {
-    if (out.data != nullptr) {
-      fill(out, sizes, dtype, 0.0f, context);
-    }
-  };
-  zero(b.d_q, {p.batch, p.heads, p.rows, p.depth}, p.dtype);
-  zero(b.d_k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype);
-  zero(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype);
-  zero({b.d_bias.data, b.d_bias.batch, b.d_bias.head, b.d_bias.row, b.d_bias.col},
-       {b.bias_sizes[0], b.bias_sizes[1], b.bias_sizes[2], b.bias_sizes[3]}, b.d_bias.dtype);
-}
-
 }  // namespace
 
-namespace cuda {
+namespace portable {
 
-void forward(const Problem& problem, Context& context) {
-  check(problem);
-  if (problem.batch * problem.heads * problem.rows == 0) {
-    return;
-  }
-  const driver::DeviceScope scope(context.device.index);
-  if (const auto ranges = ranges_of(problem); ranges.size() > 1) {
-    for (const PatternRange& range : ranges) {
-      forward(part_of(problem, range), context);
-    }
-    return;
-  }
-  if (hopper::forward_of_few(problem, context) || decode::forward(problem, score_arg(problem), context) ||
-      hopper::forward(problem, context)) {
-    return;
-  }
-  const Problem& p = problem;
+ScoreArg score_arg(const Problem& p) {
+  ScoreArg arg{};
+  arg.scale = static_cast<float>(p.scale);
+  arg.softcap = static_cast<float>(p.softcap);
+  arg.bias = p.bias.data;
+  arg.bias_batch = p.bias.batch;
+  arg.bias_head = p.bias.head;
+  arg.bias_row = p.bias.row;
+  arg.bias_col = p.bias.col;
+  arg.bias_type = p.bias.dtype == DType::f16    ? BiasType::f16
+                  : p.bias.dtype == DType::bf16 ? BiasType::bf16
+                                                : BiasType::f32;
+  arg.slopes = static_cast<const float*>(p.slopes.data);
+  arg.slope_stride = p.slopes.head;
+  arg.distance = static_cast<int>(p.cols - p.rows);
+  arg.first_batch = static_cast<int>(p.first_batch);
+  arg.seed = reinterpret_cast<const long long*>(p.dropout.seed);
+  arg.threshold = static_cast<unsigned>(std::min(std::floor(p.dropout.rate * 0x1p32), 0x1p32 - 1));
+  arg.kept = p.dropout.rate > 0 ? static_cast<float>(1 / (1 - p.dropout.rate)) : 1.0f;
+  return arg;
+}
+
+void forward(const Problem& p, Context& context) {
   const Config config = config_for(Make::forward, p, context);
   const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
   const Input q(p.q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, context);
@@ -763,29 +690,10 @@ void forward(const Problem& problem, Context& context) {
 }
 
 void backward(const BackwardProblem& problem, Context& context) {
-  check(problem.forward);
-  const driver::DeviceScope scope(context.device.index);
-  const Problem& p = problem.forward;
-  if (p.batch * p.heads * p.rows * p.cols == 0) {
-    fill_zeros(problem, context);
-    return;
-  }
-  if (const auto ranges = ranges_of(p); ranges.size() > 1) {
-    for (const PatternRange& range : ranges) {
-      backward(part_of(problem, range), context);
-    }
-    if (problem.d_bias.data != nullptr) {
-      bias_gradient(Given(problem, context), context);
-    }
-    return;
-  }
-  if (hopper::backward(problem, context)) {
-    return;
-  }
   const bool queries = problem.d_q.data != nullptr, keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
   if (queries && keys) {
     std::vector<Config> wanted = key_configs(problem, context);
-    wanted.push_back(config_for(Make::d_queries, p, context));
+    wanted.push_back(config_for(Make::d_queries, problem.forward, context));
     Config::table.prepare(std::span<const Config>(wanted), context.device.index);
   }
   const Given given(problem, context);
@@ -796,10 +704,26 @@ void backward(const BackwardProblem& problem, Context& context) {
     key_gradients(given, context);
   }
   if (problem.d_bias.data != nullptr) {
-    bias_gradient(given, context);
+    add_up_bias(given, context);
   }
 }
 
-}  // namespace cuda
+void bias_gradient(const BackwardProblem& problem, Context& context) { add_up_bias(Given(problem, context), context); }
 
+/// All gradients where there is not a score.
+void fill_zeros(const BackwardProblem& b, Context& context) {
+  const Problem& p = b.forward;
+  const auto zero = [&](const Operand& out, const Sizes& sizes, DType dtype) {
+    if (out.data != nullptr) {
+      fill(out, sizes, dtype, 0.0f, context);
+    }
+  };
+  zero(b.d_q, {p.batch, p.heads, p.rows, p.depth}, p.dtype);
+  zero(b.d_k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype);
+  zero(b.d_v, {p.batch, p.kv_heads, p.cols, p.value_depth}, p.dtype);
+  zero({b.d_bias.data, b.d_bias.batch, b.d_bias.head, b.d_bias.row, b.d_bias.col},
+       {b.bias_sizes[0], b.bias_sizes[1], b.bias_sizes[2], b.bias_sizes[3]}, b.d_bias.dtype);
+}
+
+}  // namespace portable
 }  // namespace fretwork::attention_op

@@ -10,7 +10,7 @@
 import importlib.util
 
 from fretwork import patterns
-from fretwork.pattern import BlockLayout, KroneckerPattern, Pattern
+from fretwork.patterns import BlockLayout, KroneckerPattern, Pattern
 
 __all__ = ["BlockLayout", "KroneckerPattern", "Pattern", "patterns"]
 __version__ = "0.1.0"

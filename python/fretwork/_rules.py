@@ -11,7 +11,8 @@ from fretwork._library import library_path
 from fretwork._shapes import Operand, Shape, product_shape
 from fretwork._shapes import both as _both
 from fretwork._shapes import size as _size
-from fretwork.pattern import BlockLayout, block_layout
+from fretwork.patterns import BlockLayout
+from fretwork.patterns.block import block_layout
 
 torch.ops.load_library(str(library_path("fretwork_torch")))
 _ops = torch.ops.fretwork

@@ -12,7 +12,7 @@ from torch import Tensor
 from fretwork import _shapes
 from fretwork._rules import _library, _lowered, _operand, _sample  # which loads the library
 from fretwork._shapes import ConvGeometry
-from fretwork.pattern import block_layout
+from fretwork.patterns.block import block_layout
 
 _ops = torch.ops.fretwork
 _conv = _ops.block_conv2d.default

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fretwork._checks import fail
 from fretwork._rules import _library, _lowered  # which loads the library
-from fretwork._shapes import fail
 
 _ops = torch.ops.fretwork
 _ksmm, _backward_weight = _ops.ksmm.default, _ops.ksmm_backward_weight.default

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fretwork._checks import fail
 from fretwork._rules_kronecker import mapped_over_none  # which loads the library
-from fretwork._shapes import Operand, check_floating, fail
+from fretwork._shapes import Operand, check_floating
 
 to_dense = torch.ops.fretwork.kronecker_to_dense.default
 from_dense = torch.ops.fretwork.kronecker_from_dense.default

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fretwork import _shapes
 from fretwork._rules import _library, _lowered, _operand, _sample  # which loads the library
-from fretwork.pattern import Pattern
+from fretwork.patterns import Pattern
 
 _ops = torch.ops.fretwork
 _attention, _attention_backward = _ops.attention.default, _ops.attention_backward.default

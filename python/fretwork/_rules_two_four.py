@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fretwork._checks import fail
 from fretwork._rules import _library  # which loads the library
 from fretwork._rules_kronecker import _before_activation
-from fretwork._shapes import fail
 
 _ops = torch.ops.fretwork
 _compress, _check_op = _ops.two_four_compress.default, _ops.two_four_check.default

@@ -5,9 +5,11 @@ These are the core's own rules, for tracers, where no core runs; torch's fakes a
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from fretwork.pattern import BlockLayout, Pattern, row_width, whole_number
+from fretwork._checks import fail, refuse, whole_number
+from fretwork.patterns import BlockLayout, Pattern
+from fretwork.patterns.pattern import row_width
 
 Shape = Sequence[int]
 
@@ -22,15 +24,6 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     device: str = ""
-
-
-def fail(op: str, argument: str, expected: object, got: object, kind: type[Exception] = RuntimeError) -> NoReturn:
-    raise kind(f"{op}: {argument}: expected {expected}, got {got}")
-
-
-def refuse(op: str, argument: str, expected: object, got: object, kind: type[Exception] = ValueError) -> NoReturn:
-    """As constructors and pattern functions do."""
-    fail(op, argument, expected, got, kind)
 
 
 def two_four_axis(

@@ -7,7 +7,7 @@ from torch import Tensor
 from fretwork import _rules_conv, _shapes
 from fretwork._shapes import ConvGeometry
 from fretwork.ops import _check_tensor, _key, _precision
-from fretwork.pattern import BlockLayout
+from fretwork.patterns import BlockLayout
 
 __all__ = ["block_conv2d"]
 

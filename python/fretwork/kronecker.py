@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fretwork import _rules_kronecker_convert as _convert_rules
-from fretwork._kronecker import butterfly, monarch, projected
+from fretwork._checks import flag, whole_number
 from fretwork._library import core, last_error
 from fretwork.ops import _check_tensor
-from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns, whole_number
+from fretwork.patterns import KroneckerPattern
+from fretwork.patterns.kronecker import butterfly, kronecker_patterns, monarch, projected
 
 __all__ = ["butterfly", "from_dense", "monarch", "plan", "project", "to_dense"]
 

@@ -13,10 +13,16 @@ from torch.autograd import forward_ad
 from fretwork import _ksmm_peers as peers
 from fretwork import _rules as _rules  # loads the library and registers gradients, fakes, vmap and autocast
 from fretwork import _rules_kronecker as _rules_kronecker
+from fretwork._checks import flag, number
 from fretwork._shapes import factor_features
-from fretwork.pattern import BlockLayout, _parsed, flag, number
+from fretwork.patterns import BlockLayout
+from fretwork.patterns.pattern import TRACED_AS_CONSTANTS, parsed
 
-torch.serialization.add_safe_globals([_parsed])  # so that torch.load takes patterns
+torch.serialization.add_safe_globals(
+    [parsed, (parsed, "fretwork.pattern._parsed")]
+)  # so that torch.load takes patterns
+for _function in TRACED_AS_CONSTANTS:
+    torch.compiler.assume_constant_result(_function)
 
 _ops = torch.ops.fretwork
 _sdd, _dsd, _dds = _ops.sdd.default, _ops.dsd.default, _ops.dds.default
@@ -339,7 +345,7 @@ def _key(op: str, layout: object) -> str:
     """What stands for the layout inside an op; a graph that may be saved gets the whole text."""
     if not isinstance(layout, BlockLayout):
         raise TypeError(f"{op}: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}")
-    return layout._text if torch.compiler.is_exporting() else layout._key
+    return layout.text if torch.compiler.is_exporting() else layout.key
 
 
 def _precision(op: str, name: object) -> str:

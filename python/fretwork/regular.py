@@ -11,7 +11,7 @@ from torch import Tensor
 from fretwork import _rules_regular as _rules_regular  # registers gradients, fakes, vmap and autocast
 from fretwork._shapes import check_slopes, flat_patterns
 from fretwork.ops import _check_tensor, _name, _number, _precision
-from fretwork.pattern import Pattern
+from fretwork.patterns import Pattern
 
 _attention = torch.ops.fretwork.attention.default
 
@@ -124,7 +124,7 @@ def _slopes(op: str, slopes: Tensor, q: Tensor) -> Tensor:
 def _keys(patterns: Sequence[Pattern]) -> str:
     """What stands for the patterns inside an op, one on each line; a graph that may be saved gets the whole texts."""
     exporting = torch.compiler.is_exporting()
-    return "\n".join(p._text if exporting else p._key for p in patterns)
+    return "\n".join(p.text if exporting else p.key for p in patterns)
 
 
 _r_sddmm, _r_spmm = torch.ops.fretwork.r_sddmm.default, torch.ops.fretwork.r_spmm.default

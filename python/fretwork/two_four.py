@@ -23,11 +23,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
+from fretwork._checks import flag, refuse, whole_number
 from fretwork._library import core, two_four_order
 from fretwork._rules_two_four import group_of, words_of
-from fretwork._shapes import refuse, two_four_axis, two_four_cut
+from fretwork._shapes import two_four_axis, two_four_cut
 from fretwork.ops import _check_tensor, _precision, _precision_of_torch
-from fretwork.pattern import flag, whole_number
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load", "matmul", "prune", "save"]
 

@@ -14,12 +14,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 MODULES = [
     "fretwork",
-    "fretwork.pattern",
     "fretwork.patterns",
+    *(f"fretwork.patterns.{name}" for name in ("block", "kronecker", "pattern", "regular")),
     "fretwork.ops",
     "fretwork.conv",
     "fretwork.regular",
-    "fretwork._kronecker",
     "fretwork.kronecker",
     "fretwork.two_four",
     "fretwork.nn.block_sparse_conv2d",

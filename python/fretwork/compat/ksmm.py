@@ -14,7 +14,7 @@ from torch import Tensor
 from fretwork import nn
 from fretwork.kronecker import from_dense
 from fretwork.nn.ks_linear import Patterns
-from fretwork.pattern import KroneckerPattern
+from fretwork.patterns import KroneckerPattern
 
 
 class KSLinear(nn.KSLinear):

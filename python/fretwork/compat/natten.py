@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fretwork.ops import _check_tensor
-from fretwork.pattern import Pattern
-from fretwork.patterns import neighborhood
+from fretwork.patterns import Pattern, neighborhood
 from fretwork.regular import attention
 
 __all__ = ["na1d", "na2d", "na3d"]

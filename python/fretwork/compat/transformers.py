@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fretwork.ops import _check_tensor
-from fretwork.pattern import Pattern
+from fretwork.patterns import Pattern
 from fretwork.regular import attention
 
 # Added to the scores of padding; the smallest number there is would be infinite after another is added.

@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from fretwork._checks import fail
 from fretwork._library import library_path
-from fretwork._shapes import Operand, fail
-from fretwork.pattern import BlockLayout, KroneckerPattern, Pattern
+from fretwork._shapes import Operand
+from fretwork.patterns import BlockLayout, KroneckerPattern, Pattern
 
 _OPS = (
     *("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_chain", "ksmm_backward_weight"),

@@ -13,13 +13,14 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from fretwork import _shapes
+from fretwork._checks import fail, flag, number
 from fretwork._shapes import both
 from fretwork.jax._handlers import array as _array
 from fretwork.jax._handlers import check_precision as _check_precision
 from fretwork.jax._handlers import default_precision as _default_precision
 from fretwork.jax._handlers import differentiated_once
 from fretwork.jax._handlers import operand as _operand
-from fretwork.pattern import BlockLayout, flag, number
+from fretwork.patterns import BlockLayout
 
 
 def _check_layout(op: str, layout: object) -> None:
@@ -334,7 +335,7 @@ def block_softmax(
     _check_layout(op, layout)
     for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
         if mode not in ("add", "mul"):
-            _shapes.fail(op, name, '"add" or "mul"', repr(mode))
+            fail(op, name, '"add" or "mul"', repr(mode))
     scale = number(op, "scale", scale)
     given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
     extras = {name: _array(op, name, x) for name, x in given.items() if x is not None}

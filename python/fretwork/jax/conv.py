@@ -15,7 +15,7 @@ from fretwork import _shapes
 from fretwork._shapes import ConvGeometry
 from fretwork.jax._handlers import array, check_precision, default_precision, operand
 from fretwork.jax.block import _check_layout, _one_by_one
-from fretwork.pattern import BlockLayout
+from fretwork.patterns import BlockLayout
 
 
 class _Conv(NamedTuple):

@@ -12,10 +12,11 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from fretwork._kronecker import butterfly, monarch, projected
-from fretwork._shapes import check_floating, factor_features, fail
+from fretwork._checks import fail, flag
+from fretwork._shapes import check_floating, factor_features
 from fretwork.jax._handlers import array, check_precision, default_precision, operand
-from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
+from fretwork.patterns import KroneckerPattern
+from fretwork.patterns.kronecker import butterfly, kronecker_patterns, monarch, projected
 
 __all__ = ["butterfly", "from_dense", "ksmm", "ksmm_chain", "monarch", "project", "to_dense"]
 

@@ -13,9 +13,10 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from fretwork import _shapes
-from fretwork._shapes import fail
+from fretwork._checks import fail, number
 from fretwork.jax._handlers import array, check_precision, default_precision, differentiated_once, operand
-from fretwork.pattern import Pattern, number, row_width
+from fretwork.patterns import Pattern
+from fretwork.patterns.pattern import row_width
 
 
 class _Attention(NamedTuple):

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from fretwork._checks import fail, flag, refuse, whole_number
 from fretwork._library import two_four_order
-from fretwork._shapes import fail, refuse, two_four_axis, two_four_cut
+from fretwork._shapes import two_four_axis, two_four_cut
 from fretwork.jax._handlers import array, check_precision, default_precision
 from fretwork.jax.kronecker import _ACTIVATIONS
-from fretwork.pattern import flag, whole_number
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "matmul", "prune"]
 

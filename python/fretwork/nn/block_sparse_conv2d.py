@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from fretwork import _shapes, conv
+from fretwork._checks import flag, whole_number
 from fretwork.nn._structure import Structured
 from fretwork.ops import FLOATING, _autocasts
-from fretwork.pattern import BlockLayout, flag, whole_number
+from fretwork.patterns import BlockLayout
 
 _Two = int | tuple[int, int]
 

@@ -5,10 +5,11 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fretwork._checks import flag, whole_number
 from fretwork.nn._called import always_called
 from fretwork.nn._structure import Structured
 from fretwork.ops import FLOATING, _autocasts, dds
-from fretwork.pattern import BlockLayout, flag, whole_number
+from fretwork.patterns import BlockLayout
 
 
 class BlockSparseLinear(Structured):

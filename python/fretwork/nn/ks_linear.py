@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fretwork import ops
+from fretwork._checks import flag
 from fretwork.nn._called import always_called
 from fretwork.nn._structure import Structured
-from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
+from fretwork.patterns import KroneckerPattern
+from fretwork.patterns.kronecker import kronecker_patterns
 
 Patterns = Iterable[KroneckerPattern | Sequence[int]]
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fretwork import patterns
+from fretwork._checks import flag, whole_number
 from fretwork.nn._structure import Structured, _shortened
 from fretwork.ops import FLOATING, _autocasts, _name, _number
-from fretwork.pattern import Pattern, flag, whole_number
+from fretwork.patterns import Pattern
 from fretwork.regular import attention
 
 _OP = "MultiheadAttention"

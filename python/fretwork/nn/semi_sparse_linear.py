@@ -10,9 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from fretwork import _rules_two_four as _rules
 from fretwork import two_four
+from fretwork._checks import whole_number
 from fretwork.nn._called import always_called
 from fretwork.ops import _number
-from fretwork.pattern import whole_number
 from fretwork.two_four import TwoFour
 
 _PRUNES, _TRAINABLES = ("magnitude", "transposable", None), ("values", "dense")

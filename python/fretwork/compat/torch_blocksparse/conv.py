@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fretwork as fw
 from fretwork.nn._called import always_called
-from fretwork.pattern import BlockLayout
+from fretwork.patterns import BlockLayout
 
 _ORDERS = ("NHWC", "CHWN")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fretwork import ops
 from fretwork.compat.torch_blocksparse._timing import timed
 from fretwork.nn._structure import Structured
-from fretwork.pattern import BlockLayout
+from fretwork.patterns import BlockLayout
 
 _PRODUCTS = {"sdd": ops.sdd, "dsd": ops.dsd, "dds": ops.dds}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fretwork import ops
 from fretwork.compat.torch_blocksparse._timing import timed
-from fretwork.pattern import BlockLayout
+from fretwork.patterns import BlockLayout
 
 
 class Softmax:

@@ -16,6 +16,12 @@ def refuse(op: str, argument: str, expected: object, got: object, kind: type[Exc
     fail(op, argument, expected, got, kind)
 
 
+def expect(right: bool, op: str, argument: str, expected: object, got: object) -> None:
+    """Fails unless `right`."""
+    if not right:
+        fail(op, argument, expected, got)
+
+
 def whole_number(op: str, argument: str, value: Any) -> int:
     """A Python int of 64 bits from anything that counts as an integer."""
     is_bool = isinstance(value, (bool, np.bool_)) or (
@@ -33,7 +39,7 @@ def whole_number(op: str, argument: str, value: Any) -> int:
 
 
 def number(op: str, argument: str, value: Any) -> float:
-    """A Python float from what has a value now, so no traced one. Texts and bools, which float takes, are slips."""
+    """A Python float, not from traced values. Texts and bools are refused, although `float` takes them."""
     if isinstance(value, (str, bytes, bool, np.bool_)):
         raise TypeError(f"{op}: {argument}: expected a number, got {value!r}")
     try:
@@ -45,7 +51,7 @@ def number(op: str, argument: str, value: Any) -> float:
 
 
 def flag(op: str, argument: str, value: Any) -> bool:
-    """A bool from one of Python or NumPy, or from 0 or 1; any other value is a slip, such as a size or a word."""
+    """A bool from one of Python or NumPy, or from 0 or 1; any other value, such as a size or a text, is refused."""
     if value is True or value is False:
         return value
     if not isinstance(value, (int, np.bool_, np.integer)) or value not in (0, 1):

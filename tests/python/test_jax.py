@@ -547,7 +547,7 @@ def test_the_words_are_those_of_torch():
         with pytest.raises(RuntimeError) as ours:
             getattr(fj, op)(*map(jnp.ones, shapes), layout)
         with pytest.raises(RuntimeError) as torchs:
-            getattr(fw.ops, op)(*map(torch.ones, shapes), layout)
+            getattr(fw.block, op)(*map(torch.ones, shapes), layout)
         assert str(ours.value) == str(torchs.value)
 
 

@@ -84,9 +84,9 @@ class BlockLayout(Pattern, family="block"):
     @property
     def T(self) -> BlockLayout:
         """The layout of the transposed matrix; its packed values stand in another order, each block transposed."""
-        turned = super().T
-        assert isinstance(turned, BlockLayout)
-        return turned
+        transposed = super().T
+        assert isinstance(transposed, BlockLayout)
+        return transposed
 
     def pack(self, dense: torch.Tensor) -> torch.Tensor:
         """Dense (Z, H, M, N) or (H, M, N), or (M, N) for one head, to packed values ((Z,) nnz, rows, cols).
@@ -96,9 +96,9 @@ class BlockLayout(Pattern, family="block"):
         >>> layout.pack(torch.arange(256.0).reshape(16, 16)).shape
         torch.Size([3, 8, 8])
         """
-        from fretwork import ops
+        from fretwork import block
 
-        return ops.pack(dense, self)
+        return block.pack(dense, self)
 
     def unpack(self, values: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """Packed values ((Z,) nnz, rows, cols) to dense ((Z,) H, M, N), with `fill` where there is no block.
@@ -108,9 +108,9 @@ class BlockLayout(Pattern, family="block"):
         >>> layout.unpack(torch.ones(3, 8, 8)).sum().item()
         192.0
         """
-        from fretwork import ops
+        from fretwork import block
 
-        return ops.unpack(values, self, fill)
+        return block.unpack(values, self, fill)
 
     def __repr__(self) -> str:
         return (

@@ -61,9 +61,9 @@ class KroneckerPattern(Pattern, family="kronecker"):
     @property
     def T(self) -> KroneckerPattern:
         """The pattern (a, c, b, d) of the transposed matrix; its weights are w.transpose(1, 2)."""
-        turned = super().T
-        assert isinstance(turned, KroneckerPattern)
-        return turned
+        transposed = super().T
+        assert isinstance(transposed, KroneckerPattern)
+        return transposed
 
     def chainable(self, right: KroneckerPattern) -> bool:
         """Whether self·right is a chain: a Kronecker pattern again, onto which a dense matrix can be projected.

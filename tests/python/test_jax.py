@@ -587,7 +587,8 @@ def test_core_errors_arrive():
 
 
 @pytest.mark.parametrize(
-    "name", [f"fretwork.jax{room}" for room in ("", ".block", ".conv", ".kronecker", ".regular", ".two_four")]
+    "name",
+    [f"fretwork.jax{room}" for room in ("", ".attention", ".block", ".conv", ".kronecker", ".regular", ".two_four")],
 )
 def test_examples(name):
     jax.config.update("jax_enable_x64", False)  # as users have it

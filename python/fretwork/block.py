@@ -34,15 +34,8 @@ def sdd(
     """
     check_tensor("sdd", "a", a)
     check_tensor("sdd", "b", b)
-    return sdd_op(
-        a,
-        b,
-        layout_key("sdd", layout),
-        *transposes("sdd", trans_a, trans_b),
-        precision_name("sdd", precision),
-        False,
-        False,
-    )
+    key, precision = layout_key("sdd", layout), precision_name("sdd", precision)
+    return sdd_op(a, b, key, *transposes("sdd", trans_a, trans_b), precision, False, False)
 
 
 def dsd(
@@ -63,15 +56,8 @@ def dsd(
     """
     check_tensor("dsd", "values", values)
     check_tensor("dsd", "b", b)
-    return dsd_op(
-        values,
-        b,
-        layout_key("dsd", layout),
-        *transposes("dsd", trans_a, trans_b),
-        precision_name("dsd", precision),
-        False,
-        False,
-    )
+    key, precision = layout_key("dsd", layout), precision_name("dsd", precision)
+    return dsd_op(values, b, key, *transposes("dsd", trans_a, trans_b), precision, False, False)
 
 
 def dds(
@@ -92,15 +78,8 @@ def dds(
     """
     check_tensor("dds", "a", a)
     check_tensor("dds", "values", values)
-    return dds_op(
-        a,
-        values,
-        layout_key("dds", layout),
-        *transposes("dds", trans_a, trans_b),
-        precision_name("dds", precision),
-        False,
-        False,
-    )
+    key, precision = layout_key("dds", layout), precision_name("dds", precision)
+    return dds_op(a, values, key, *transposes("dds", trans_a, trans_b), precision, False, False)
 
 
 def block_softmax(

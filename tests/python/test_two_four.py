@@ -161,6 +161,12 @@ def test_to_another_dtype(dim, word, device):
     same(s.to(torch.bfloat16).to(torch.float32).to_dense(), A.bfloat16())
     same(s.to(device).to_dense(), A)
     assert torch.equal(s.to(dtype=torch.float64).metadata, s.to(torch.float16).metadata)  # float64 has fours
+    for moved in (s.to(device, torch.half, True), s.to(A.half()), s.to(torch.half, non_blocking=True)):
+        assert moved.dtype == torch.half and moved.device == s.device and moved.metadata.device == s.device
+    assert s.to("meta").metadata.is_meta and s.to("meta").dtype == s.dtype
+    for more in ({"copy": True}, {}):
+        with pytest.raises(RuntimeError, match=r"TwoFour.to: copy: expected no such argument, got one"):
+            s.to(torch.half, False, *([] if more else [True]), **more)
     with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected .*got "):
         two_four.compress(torch.tensor([[1, 1, 0, 0.0]], device=device).half()).to(torch.float32)
     with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected .*got "):

@@ -24,11 +24,10 @@ from torch.compiler import is_compiling
 from fretwork._checks import flag, refuse, whole_number
 from fretwork._library import core, two_four_order
 from fretwork._shapes import two_four_axis, two_four_cut
-from fretwork._torch.arguments import check_tensor, dtype_name, precision_name, torch_precision
+from fretwork._torch.arguments import FLOATING, check_tensor, dtype_name, precision_name, torch_precision
 from fretwork._torch.private import bare, in_forward_mode
 from fretwork._torch.two_four import (
     KINDS,
-    LEARNING,
     SMALL,
     WORDS_TEXT,
     canonical_op,
@@ -580,7 +579,7 @@ _warned = False
 
 def dense_wins(x: Tensor, s: TwoFour, bias: Tensor | None, precision: str) -> bool:
     out, k = s.shape
-    fits = x.dtype == s.dtype and x.dtype in LEARNING and x.dim() > 0 and x.shape[-1] == k
+    fits = x.dtype == s.dtype and x.dtype in FLOATING and x.dim() > 0 and x.shape[-1] == k
     if not fits or (bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (out,))):
         return False  # the sparse product says what is wrong
     if x.dtype == torch.float32 and precision != torch_precision():

@@ -260,8 +260,3 @@ torch.library.register_autograd("fretwork::block_pack", _pack_gradient, setup_co
 torch.library.register_autograd("fretwork::block_unpack", _unpack_gradient, setup_context=_unpack_setup)
 torch.library.register_vmap("fretwork::block_pack", _pack_vmap)
 torch.library.register_vmap("fretwork::block_unpack", _unpack_vmap)
-
-
-@torch.library.register_fake("fretwork::_nothing")
-def _nothing_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)

@@ -7,22 +7,19 @@ from torch import Tensor
 
 from fretwork._checks import expect
 from fretwork._torch.activation import before_activation
+from fretwork._torch.arguments import FLOATING
 from fretwork._torch.registration import ops, register_autocast
 from fretwork._torch.vmap import one_by_one
 
-compress_op, check_op, canonical_op = (
-    ops.two_four_compress.default,
-    ops.two_four_check.default,
-    ops.two_four_canonical.default,
-)
+compress_op, check_op = ops.two_four_compress.default, ops.two_four_check.default
+canonical_op = ops.two_four_canonical.default
 to_dense_op, gather_op = ops.two_four_to_dense.default, ops.two_four_gather.default
 prune_op, prune_both_op = ops.two_four_prune.default, ops.two_four_prune_both.default
 matmul_op, plain_matmul_op = ops.two_four_matmul.default, ops._two_four_matmul.default
 
-LEARNING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int8, torch.uint8)
-KINDS = (*LEARNING, *SMALL, *INTEGERS)
+KINDS = (*FLOATING, *SMALL, *INTEGERS)
 _WORDS = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32)
 WORDS_TEXT = "int8, int16, int32 or the unsigned types of these sizes"
 
@@ -164,7 +161,7 @@ def _matmul_fake(
     shape[contracted] = lines
     out = out_dtype or result_dtype(dense.dtype)
     whole = (torch.int32,) if dense.dtype in INTEGERS else ()
-    expect(out in (*LEARNING, *SMALL, torch.int8, *whole), op, "out_dtype", f"one for {dense.dtype}", out)
+    expect(out in (*FLOATING, *SMALL, torch.int8, *whole), op, "out_dtype", f"one for {dense.dtype}", out)
     if bias is not None:
         expect(tuple(bias.shape) == (lines,), op, "bias", (lines,), tuple(bias.shape))
         expect(bias.dtype in bias_dtypes(out), op, "bias", out, bias.dtype)
@@ -227,12 +224,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         raise NotImplementedError(
             f"{op}: scales: expected tensors without gradient, got one that requires it; multiply the result by it"
         )
-    if (needs_values or needs_dense) and values.dtype not in LEARNING:
+    if (needs_values or needs_dense) and values.dtype not in FLOATING:
         raise NotImplementedError(
             f"{op}: gradient: expected float64, float32, float16 or bfloat16 operands, got {values.dtype}; "
             "let one of these learn, and TwoFour.to makes the other"
         )
-    if any(ctx.needs_input_grad) and output.dtype not in LEARNING:
+    if any(ctx.needs_input_grad) and output.dtype not in FLOATING:
         raise NotImplementedError(
             f"{op}: gradient: expected a float64, float32, float16 or bfloat16 result, got {output.dtype}; "
             "round the result of one of these"

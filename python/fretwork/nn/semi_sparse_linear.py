@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from fretwork import two_four
 from fretwork._checks import whole_number
 from fretwork._torch import two_four as rules
-from fretwork._torch.arguments import as_number, check_tensor
+from fretwork._torch.arguments import FLOATING, as_number, check_tensor
 from fretwork._torch.private import in_transform
 from fretwork.nn.hooks import always_called
 from fretwork.two_four import TwoFour, from_parts, product_precision
@@ -70,7 +70,7 @@ class SemiSparseLinear(nn.Module):
             expected = "0 where trainable is values" if trainable != "dense" else "0 or a positive number"
             raise ValueError(f"SemiSparseLinear: decay: expected {expected}, got {decay}")
         dtype = dtype or torch.get_default_dtype()
-        if dtype not in rules.LEARNING:
+        if dtype not in FLOATING:
             raise TypeError(
                 f"SemiSparseLinear: dtype: expected float64, float32, float16 or bfloat16, got {dtype}; "
                 "fw.two_four.linear multiplies 8-bit weights"

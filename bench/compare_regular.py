@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 import fretwork as fw
-from fretwork.pattern import Pattern, row_width
+from fretwork.patterns import Pattern
+from fretwork.patterns.pattern import row_width
 from rows import RESULTS, Row, folder, machine, store
 from timing import Call, medians
 

@@ -216,7 +216,7 @@ def measure_fallback(m: int, k: int, n: int, kind: str, device: torch.device, se
     with torch.inference_mode():
         stream = torch.cuda.Stream() if device.type == "cuda" else None
         ms = medians(graphs(run, stream) if stream else run, device, rounds=15, seconds=seconds)
-        planned = fw.two_four._dense_wins(x, s, None, precision or "ieee")
+        planned = fw.two_four.dense_wins(x, s, None, precision or "ieee")
     torch.backends.cuda.matmul.allow_tf32 = False
     return {"part": "fallback", "op": f"linear, {precision}" if precision else "linear", "m": m, "k": k, "n": n,
             "dtype": dtype, "ms": ms, "planned": "dense" if planned else "sparse", "left_out": {}}  # fmt: skip

@@ -10,16 +10,18 @@
 import importlib.util
 
 from fretwork import patterns
-from fretwork.pattern import BlockLayout, KroneckerPattern, Pattern
+from fretwork.patterns import BlockLayout, KroneckerPattern, Pattern
 
 __all__ = ["BlockLayout", "KroneckerPattern", "Pattern", "patterns"]
 __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:  # fretwork.jax needs no torch
     from fretwork import jit, kronecker, nn, two_four
+    from fretwork.attention import alibi, attention  # the function takes the module's place in this namespace
+    from fretwork.block import block_softmax, dds, dsd, sdd
     from fretwork.conv import block_conv2d
-    from fretwork.ops import block_softmax, dds, dsd, ksmm, ksmm_chain, sdd
-    from fretwork.regular import alibi, attention, r_sddmm, r_softmax, r_spmm
+    from fretwork.kronecker import ksmm, ksmm_chain
+    from fretwork.regular import r_sddmm, r_softmax, r_spmm
     from fretwork.two_four import TwoFour
 
     __all__ += ["alibi", "attention", "block_conv2d", "block_softmax", "dds", "dsd", "jit", "kronecker", "ksmm"]

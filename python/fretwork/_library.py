@@ -4,7 +4,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -114,6 +114,11 @@ def core() -> ctypes.CDLL:
         function = getattr(library, f"fretwork_{name}")
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def int64s(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """Numbers as a C array."""
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 def last_error() -> str:

@@ -1,13 +1,15 @@
-"""What the ops accept and what shapes they give, told from shapes and type names alone.
+"""What the ops accept and the shapes of their results, from shapes and names of dtypes alone.
 
 These are the core's own rules, for tracers, where no core runs; torch's fakes and the JAX functions share them.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from fretwork.pattern import BlockLayout, Pattern, row_width, whole_number
+from fretwork._checks import fail, refuse, whole_number
+from fretwork.patterns import BlockLayout, Pattern
+from fretwork.patterns.pattern import row_width
 
 Shape = Sequence[int]
 
@@ -22,25 +24,6 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     device: str = ""
-
-
-def fail(op: str, argument: str, expected: object, got: object, kind: type[Exception] = RuntimeError) -> NoReturn:
-    raise kind(f"{op}: {argument}: expected {expected}, got {got}")
-
-
-def refuse(op: str, argument: str, expected: object, got: object, kind: type[Exception] = ValueError) -> NoReturn:
-    """As constructors and pattern functions do."""
-    fail(op, argument, expected, got, kind)
-
-
-def two_four_axis(
-    op: str, dim: Any, kind: type[Exception] = RuntimeError, number: Callable[[str, str, Any], int] = whole_number
-) -> int:
-    """0 or 1."""
-    dim = number(op, "dim", dim)
-    if dim not in (-2, -1, 0, 1):
-        fail(op, "dim", "-1, 0 or 1", dim, kind)
-    return dim % 2
 
 
 def size(shape: Shape, d: int) -> int:
@@ -73,7 +56,7 @@ def _check_device(op: str, x: Operand, like: Operand) -> None:
         fail(op, x.name, f"a tensor on {like.device}", f"one on {x.device}")
 
 
-# The three products, y = op(a)·op(b). Which of them is packed, the op's name says.
+# The three products, y = op(a)·op(b). The op's name says which of them is packed.
 
 
 def heads(op: str, a: Shape, b: Shape, layout: BlockLayout) -> int:
@@ -245,7 +228,7 @@ def _pair(op: str, argument: str, value: Any, least: int, kind: type[Exception])
 
 def channels_last(shape: Shape, strides: Shape) -> bool:
     """Whether images (N, C, H, W) have their channels innermost: as torch's memory format of that name has it, and as
-    slices and permutations of such tensors do. Where a memory format cannot be told, as of 1×1 images, it is NCHW."""
+    slices and permutations of such tensors do. Where both formats fit, as for 1×1 images, it is NCHW."""
     n, c, h, w = shape
     inner = strides[1]
     if n == 0 or c == 0 or h * w <= 1 or inner == 0:
@@ -285,20 +268,6 @@ def check_conv2d(operands: Sequence[Operand], layout: BlockLayout, geometry: Con
 
 
 # Attention
-
-
-def factor_features(op: str, name: str, w: Shape, before: int | None, x: Shape, bs_last: bool) -> int:
-    """The out features of a Kronecker factor that meets x, or as many features as the factor before it has left."""
-    if len(w) != 4 or 0 in w:
-        fail(op, name, "(a, b, c, d), each at least 1", tuple(w))
-    a, b, c, d = w
-    features = a * c * d
-    if before is None:
-        if x[0 if bs_last else -1] != features:
-            fail(op, f"x for {name}", f"({features}, …), a·c·d" if bs_last else f"(…, {features}), a·c·d", tuple(x))
-    elif before != features:
-        fail(op, name, f"{before} in features (a·c·d), as come before it", f"{features} of {tuple(w)}")
-    return a * b * d
 
 
 def check_attention(
@@ -461,6 +430,36 @@ def _check_shared(op: str, x: Operand, like: Operand, sizes: tuple[int, int, int
         fail(op, x.name, f"shape {(batch, own, cols, x.shape[3] if depth is None else depth)}", x.shape)
     if heads != own if 0 in (heads, own) else heads % own != 0:
         fail(op, x.name, f"a number of heads that divides {heads}", x.shape)
+
+
+# Kronecker factors
+
+
+def factor_features(op: str, name: str, w: Shape, before: int | None, x: Shape, bs_last: bool) -> int:
+    """The out features of a Kronecker factor that meets x, or as many features as the factor before it has left."""
+    if len(w) != 4 or 0 in w:
+        fail(op, name, "(a, b, c, d), each at least 1", tuple(w))
+    a, b, c, d = w
+    features = a * c * d
+    if before is None:
+        if x[0 if bs_last else -1] != features:
+            fail(op, f"x for {name}", f"({features}, …), a·c·d" if bs_last else f"(…, {features}), a·c·d", tuple(x))
+    elif before != features:
+        fail(op, name, f"{before} in features (a·c·d), as come before it", f"{features} of {tuple(w)}")
+    return a * b * d
+
+
+# 2:4
+
+
+def two_four_axis(
+    op: str, dim: Any, kind: type[Exception] = RuntimeError, number: Callable[[str, str, Any], int] = whole_number
+) -> int:
+    """0 or 1."""
+    dim = number(op, "dim", dim)
+    if dim not in (-2, -1, 0, 1):
+        fail(op, "dim", "-1, 0 or 1", dim, kind)
+    return dim % 2
 
 
 def two_four_cut(

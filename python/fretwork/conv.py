@@ -1,13 +1,12 @@
 """The convolution whose weight holds whole blocks."""
 
-from typing import Any
-
 from torch import Tensor
 
-from fretwork import _rules_conv, _shapes
+from fretwork import _shapes
 from fretwork._shapes import ConvGeometry
-from fretwork.ops import _check_tensor, _key, _precision
-from fretwork.pattern import BlockLayout
+from fretwork._torch.arguments import check_tensor, layout_key, precision_name
+from fretwork._torch.conv import conv_op
+from fretwork.patterns import BlockLayout
 
 __all__ = ["block_conv2d"]
 
@@ -53,10 +52,9 @@ def run(
 ) -> Tensor:
     """`block_conv2d` with a geometry that is read already."""
     op = "block_conv2d"
-    _check_tensor(op, "x", x)
-    _check_tensor(op, "values", values)
+    check_tensor(op, "x", x)
+    check_tensor(op, "values", values)
     if bias is not None:
-        _check_tensor(op, "bias", bias)
+        check_tensor(op, "bias", bias)
     last = x.dim() == 4 and _shapes.channels_last(x.shape, x.stride())
-    result: Any = _rules_conv._conv(x, values, bias, _key(op, layout), *geometry, _precision(op, precision), last)
-    return result
+    return conv_op(x, values, bias, layout_key(op, layout), *geometry, precision_name(op, precision), last)

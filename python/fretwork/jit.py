@@ -42,7 +42,7 @@ class Kernel:
 
     def __init__(self, source: str, name: str) -> None:
         self.name = name
-        # A program is told from the name of an embedded file by its line break.
+        # The line break distinguishes a program from the name of an embedded file.
         self._source, self._name = (source + "\n").encode(), name.encode()
         self._loaded: dict[int, int] = {}
 

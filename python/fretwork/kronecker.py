@@ -1,23 +1,175 @@
-"""Kronecker factors beside their products: dense matrices, projections, and the patterns of well-known chains.
+"""Kronecker-sparse factors on torch tensors: products, dense matrices, projections, and the patterns of known chains.
 
 Lists of patterns and weights are in order of application: the first stands right-most in the matrix product.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from fretwork import _rules_kronecker_convert as _convert_rules
-from fretwork._kronecker import butterfly, monarch, projected
-from fretwork._library import core, last_error
-from fretwork.ops import _check_tensor
-from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns, whole_number
+from fretwork._checks import flag, whole_number
+from fretwork._library import core, int64s, last_error
+from fretwork._shapes import factor_features
+from fretwork._torch import torch_baselines
+from fretwork._torch.arguments import FLOATING, autocasts, check_tensor, dtype_name, precision_name
+from fretwork._torch.kronecker import from_dense_op, ksmm_chain_op, ksmm_op, to_dense_op
+from fretwork._torch.private import assert_in_graph
+from fretwork._torch.registration import lowered
+from fretwork._torch.torch_baselines import BASELINES
+from fretwork.patterns import KroneckerPattern
+from fretwork.patterns.kronecker import butterfly, kronecker_patterns, monarch, projected
 
-__all__ = ["butterfly", "from_dense", "monarch", "plan", "project", "to_dense"]
+__all__ = ["butterfly", "from_dense", "ksmm", "ksmm_chain", "monarch", "plan", "project", "to_dense"]
 
-_to_dense, _from_dense = _convert_rules.to_dense, _convert_rules.from_dense
+ALGOS = ("kernel", *BASELINES, "auto")
+# "auto" is the kernel: each baseline moves x, w or y more than once, and "dense" writes its matrix at every call, so
+# that it loses even where a dense layer is memory-bound.
+_OURS = ("kernel", "auto")
+
+
+def ksmm(
+    x: Tensor,
+    w: Tensor,
+    bs_last: bool = False,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    algo: str = "auto",
+    precision: str | None = None,
+) -> Tensor:
+    """y = activation(K x + bias) for the Kronecker factor K with weights w (a, b, c, d), whose support is I ⊗ 1 ⊗ I.
+
+    y[…, (i, j, l)] = Σ_k w[i, j, k, l]·x[…, (i, k, l)]. x is (…, a·c·d) and y (…, a·b·d); with `bs_last` features come
+    first, (a·c·d, …) and (a·b·d, …). `activation` is None, "relu", "gelu" (with erf) or "silu". `algo` is "kernel", the
+    library's own, one of torch's ways "bmm", "bsr", "einsum", "dense", "sparse", or "auto", which is never one that is
+    known to be slower than "kernel". `precision` as for `sdd`.
+
+    A factorisation is not always a gain: a dense fp16 matrix below about 368 × 368 takes a GPU no longer than reading x
+    and writing y, which every factor does as well. There `torch.nn.Linear` is the faster layer, whatever the algo.
+
+    >>> import torch, fretwork as fw
+    >>> w = torch.ones(2, 3, 4, 5)
+    >>> fw.ksmm(torch.ones(7, 40), w).shape, fw.ksmm(torch.ones(40, 7, 6), w, bs_last=True).shape
+    (torch.Size([7, 30]), torch.Size([30, 7, 6]))
+    >>> fw.ksmm(torch.ones(40), w, bias=torch.arange(30.0) - 30, activation="relu").tolist()[24:]
+    [0.0, 0.0, 0.0, 1.0, 2.0, 3.0]
+    """
+    check_tensor("ksmm", "w", w)
+    return _apply_factors("ksmm", x, {"w": w}, bs_last, bias, activation, algo, precision)
+
+
+def ksmm_chain(
+    x: Tensor,
+    weights: Iterable[Tensor],
+    bs_last: bool = False,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    algo: str = "auto",
+    precision: str | None = None,
+) -> Tensor:
+    """One Kronecker factor after another, weights[0] first; bias and activation after the last. See `ksmm`.
+
+    >>> import torch, fretwork as fw
+    >>> x, first, second = torch.randn(5, 30), torch.randn(6, 4, 5, 1), torch.randn(1, 8, 6, 4)
+    >>> y = fw.ksmm_chain(x, [first, second], activation="silu")
+    >>> torch.equal(y, fw.ksmm(fw.ksmm(x, first), second, activation="silu"))
+    True
+    """
+    if not isinstance(weights, Iterable):
+        raise TypeError(f"ksmm_chain: weights: expected a sequence of tensors, got {type(weights).__name__}")
+    factors = {f"weights[{n}]": w for n, w in enumerate(weights)}
+    if not factors:
+        raise RuntimeError("ksmm_chain: weights: expected at least one, got none")
+    for name, w in factors.items():
+        check_tensor("ksmm_chain", name, w)
+    return _apply_factors("ksmm_chain", x, factors, bs_last, bias, activation, algo, precision)
+
+
+def _apply_factors(
+    op: str,
+    x: Tensor,
+    factors: dict[str, Tensor],
+    bs_last: bool,
+    bias: Tensor | None,
+    activation: str | None,
+    algo: str,
+    precision: str | None,
+) -> Tensor:
+    check_tensor(op, "x", x)
+    if bias is not None:
+        check_tensor(op, "bias", bias)
+    if activation not in (None, "relu", "gelu", "silu"):
+        raise RuntimeError(f"{op}: activation: expected None, relu, gelu or silu, got {activation!r}")
+    if algo not in ALGOS:
+        raise RuntimeError(f"{op}: algo: expected {', '.join(ALGOS[:-1])} or auto, got {algo!r}")
+    if precision is not None and algo in BASELINES:
+        raise NotImplementedError(
+            f"{op}: precision: expected None with the algo {algo}, got {precision!r}; "
+            "torch's own products follow torch.set_float32_matmul_precision"
+        )
+    bs_last = flag(op, "bs_last", bs_last)
+    x, factors, bias = _lowered(x, factors, bias)
+    _check_factors(op, x, factors, bs_last, bias)
+    if bs_last:
+        y = x if x.dim() == 2 else x.flatten(1) if x.dim() > 2 else x[:, None]
+    else:
+        y = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
+    name = precision_name(op, precision)
+    weights = list(factors.values())
+    if len(weights) > 1 and algo in _OURS:
+        y = ksmm_chain_op(y, weights, bias, activation or "none", bs_last, name)
+    else:
+        for w in weights[:-1]:
+            y = _product(algo, y, w, None, "none", bs_last, name)
+        y = _product(algo, y, weights[-1], bias, activation or "none", bs_last, name)
+    if x.dim() == 2:
+        return y
+    return y.reshape(y.shape[0], *x.shape[1:]) if bs_last else y.reshape(*x.shape[:-1], y.shape[1])
+
+
+def _product(
+    algo: str, x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool, precision: str
+) -> Tensor:
+    if algo in _OURS:
+        return ksmm_op(x, w, bias, activation, bs_last, precision)
+    if not autocasts(x):
+        return torch_baselines.run(algo, x, w, bias, activation, bs_last)
+    with torch.autocast(x.device.type, enabled=False):  # its casts are done
+        return torch_baselines.run(algo, x, w, bias, activation, bs_last)
+
+
+def _lowered(
+    x: Tensor, factors: dict[str, Tensor], bias: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """What autocast makes of them where it is on."""
+    if not autocasts(x):
+        return x, factors, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    factors = {name: lowered(w, dtype) for name, w in factors.items()}
+    return lowered(x, dtype), factors, lowered(bias, dtype)
+
+
+def _check_factors(op: str, x: Tensor, factors: dict[str, Tensor], bs_last: bool, bias: Tensor | None) -> None:
+    if x.dim() == 0:
+        raise RuntimeError(f"{op}: x: expected {'(features, …)' if bs_last else '(…, features)'}, got ()")
+    if x.dtype not in FLOATING:
+        raise RuntimeError(f"{op}: x: expected float64, float32, float16 or bfloat16, got {dtype_name(x.dtype)}")
+    features = None
+    for name, w in factors.items():
+        _check_like(op, name, w, x)
+        features = factor_features(op, name, w.shape, features, x.shape, bs_last)
+    if bias is not None:
+        _check_like(op, "bias", bias, x)
+        if tuple(bias.shape) != (features,):
+            raise RuntimeError(f"{op}: bias: expected {(features,)}, got {tuple(bias.shape)}")
+
+
+def _check_like(op: str, argument: str, value: Tensor, x: Tensor) -> None:
+    if value.dtype != x.dtype:
+        raise RuntimeError(f"{op}: {argument}: expected {dtype_name(x.dtype)} like x, got {dtype_name(value.dtype)}")
+    if value.device != x.device:
+        raise RuntimeError(f"{op}: {argument}: expected {x.device} like x, got {value.device}")
 
 
 def to_dense(w: Tensor) -> Tensor:
@@ -28,8 +180,8 @@ def to_dense(w: Tensor) -> Tensor:
     tensor([[1., 0., 3., 0.],
             [0., 2., 0., 4.]])
     """
-    _check_tensor("to_dense", "w", w)
-    return _to_dense(w)
+    check_tensor("to_dense", "w", w)
+    return to_dense_op(w)
 
 
 def from_dense(dense: Tensor, pattern: KroneckerPattern) -> Tensor:
@@ -42,11 +194,11 @@ def from_dense(dense: Tensor, pattern: KroneckerPattern) -> Tensor:
     >>> torch.equal(fw.kronecker.from_dense(fw.kronecker.to_dense(w), fw.KroneckerPattern(2, 3, 4, 5)), w)
     True
     """
-    _check_tensor("from_dense", "dense", dense)
+    check_tensor("from_dense", "dense", dense)
     (pattern,) = kronecker_patterns("from_dense", [pattern], "pattern")
-    w, outside = _from_dense(dense, *pattern.weight_shape)
+    w, outside = from_dense_op(dense, *pattern.weight_shape)
     if torch.compiler.is_compiling():  # a graph cannot read the place
-        torch._assert_async(outside < 0, f"from_dense: dense: expected zero outside {pattern.text}, got another value")
+        assert_in_graph(outside < 0, f"from_dense: dense: expected zero outside {pattern.text}, got another value")
         return w
     if dense.is_meta:
         raise RuntimeError("from_dense: dense: expected a matrix with data, got one on meta")
@@ -71,7 +223,7 @@ def project(W: Tensor, patterns: Sequence[KroneckerPattern]) -> tuple[list[Tenso
     >>> [tuple(w.shape) for w in weights], error < 1e-12
     ([(5, 4, 4, 1), (1, 3, 5, 4)], True)
     """
-    _check_tensor("project", "W", W)
+    check_tensor("project", "W", W)
     if not W.is_floating_point() or W.dim() != 2:
         raise RuntimeError(f"project: W: expected a floating (out, in) matrix, got {W.dtype} {tuple(W.shape)}")
     if W.is_meta:
@@ -102,7 +254,7 @@ def plan(
         raise ValueError("plan: patterns: expected at least one, got none")
     if not isinstance(arch, str):
         raise TypeError(f"plan: arch: expected a str, got {type(arch).__name__}")
-    numbers = (ctypes.c_int64 * (4 * len(chain)))(*(n for p in chain for n in p.weight_shape))
+    numbers = int64s([n for p in chain for n in p.weight_shape])
     room = ctypes.create_string_buffer(64 * len(chain) + 1)
     name = str(dtype).removeprefix("torch.").encode()
     status = core().fretwork_kronecker_plan(

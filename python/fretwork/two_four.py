@@ -19,23 +19,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from fretwork import _rules_two_four as _rules  # registers gradients, fakes, vmap and autocast
+from fretwork._checks import flag, refuse, whole_number
 from fretwork._library import core, two_four_order
-from fretwork._rules_two_four import group_of, words_of
-from fretwork._shapes import refuse, two_four_axis, two_four_cut
-from fretwork.ops import _check_tensor, _precision, _precision_of_torch
-from fretwork.pattern import flag, whole_number
+from fretwork._shapes import two_four_axis, two_four_cut
+from fretwork._torch.arguments import FLOATING, check_tensor, dtype_name, precision_name, torch_precision
+from fretwork._torch.private import bare, in_forward_mode
+from fretwork._torch.two_four import (
+    KINDS,
+    SMALL,
+    WORDS_TEXT,
+    canonical_op,
+    check_op,
+    compress_op,
+    group_of,
+    matmul_op,
+    plain_matmul_op,
+    prune_op,
+    to_dense_op,
+    words_of,
+)
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "load", "matmul", "prune", "save"]
 
-_ops = torch.ops.fretwork
-_compress, _check, _canonical = _rules._compress, _rules._check_op, _rules._canonical
-_to_dense, _prune, _matmul = _rules._to_dense, _rules._prune, _rules._matmul
-_plain_matmul = _rules._plain_matmul._op  # as the op calls it: one step of Python less
-
+_plain_matmul = bare(plain_matmul_op)
 _ACTIVATIONS = {None: "none", "relu": "relu", "gelu": "gelu", "silu": "silu"}
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 _EMPTY = 0x44  # two groups that keep their first elements: what padding holds
@@ -53,7 +61,7 @@ def _axis(op: str, dim: Any, kind: type[Exception] = RuntimeError) -> int:
 
 def _check_word(op: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype):
-        refuse(op, "metadata_dtype", f"torch's {_rules.WORDS_TEXT}", dtype, TypeError)
+        refuse(op, "metadata_dtype", f"torch's {WORDS_TEXT}", dtype, TypeError)
 
 
 class TwoFour:
@@ -62,8 +70,8 @@ class TwoFour:
     Of every group of four neighbours along `dim` (of two for fp32) half are kept. `values` has half the size along
     `dim`. Group g of a line has the nibble idx0 | idx1 << 2, idx0 < idx1, at bit 4g of the line's words, which have 8,
     16 or 32 bits, signed or not; an fp32 pair has 4 (the first is kept) or 0xE (the second). `fw.two_four.compress`
-    makes one from a dense matrix. Here anyone's values and words become one, after a look at every nibble: a group
-    whose values are zero may have any, and has 4 in `metadata`, which is a copy. Gradients go to `values`.
+    makes one from a dense matrix. The constructor takes values and words from any compressor and checks every nibble: a
+    group whose values are zero may have any, and has 4 in `metadata`, which is a copy. Gradients go to `values`.
 
     >>> import torch, fretwork as fw
     >>> s = fw.TwoFour(torch.tensor([[1.0, 2.0]]).half(), torch.tensor([[0x4E]], dtype=torch.int8))
@@ -79,21 +87,14 @@ class TwoFour:
     dim: int
 
     def __init__(self, values: Tensor, metadata: Tensor, dim: int = -1) -> None:
-        _check_tensor("TwoFour", "values", values)
-        _check_tensor("TwoFour", "metadata", metadata)
+        check_tensor("TwoFour", "values", values)
+        check_tensor("TwoFour", "metadata", metadata)
         self.values, self.dim = values, _axis("TwoFour", dim, ValueError)
         self.metadata = canonical(values, metadata, self.dim)
 
-    @classmethod
-    def _of(cls, values: Tensor, metadata: Tensor, dim: int) -> TwoFour:
-        """From parts that are known to be right."""
-        made = object.__new__(cls)
-        made.values, made.metadata, made.dim = values, metadata, dim
-        return made
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """With a look at every nibble. fp8 and unsigned words are shown as types that pickle can hold."""
-        small, plain = self.dtype in _rules._SMALL, _SIGNED.get(self.metadata.dtype, self.metadata.dtype)
+        """Every nibble is checked on the way back. fp8 and unsigned words are shown as types that pickle can hold."""
+        small, plain = self.dtype in SMALL, _SIGNED.get(self.metadata.dtype, self.metadata.dtype)
         values = self.values.detach().view(torch.uint8) if small else self.values
         return _restored, (values, self.metadata.view(plain), self.dim, self.dtype, self.metadata.dtype)
 
@@ -114,15 +115,15 @@ class TwoFour:
     @property
     def T(self) -> TwoFour:
         """The transpose; copies nothing."""
-        return TwoFour._of(self.values.t(), self.metadata.t(), 1 - self.dim)
+        return from_parts(self.values.t(), self.metadata.t(), 1 - self.dim)
 
     def to_dense(self) -> Tensor:
         """The matrix, with zeros where nothing is kept."""
-        _check_tensor("to_dense", "values", self.values)
-        return _to_dense(self.values, self.metadata, self.dim)
+        check_tensor("to_dense", "values", self.values)
+        return to_dense_op(self.values, self.metadata, self.dim)
 
     def detach(self) -> TwoFour:
-        return TwoFour._of(self.values.detach(), self.metadata, self.dim)
+        return from_parts(self.values.detach(), self.metadata, self.dim)
 
     def to(self, *args: Any, **kwargs: Any) -> TwoFour:
         """As `torch.Tensor.to`, of device and dtype; only fp32 has pairs, which any other type can hold as fours.
@@ -131,14 +132,18 @@ class TwoFour:
         >>> fw.two_four.compress(torch.eye(4)).to(torch.bfloat16)
         TwoFour(shape=(4, 4), dtype=torch.bfloat16, dim=1, metadata=torch.int16)
         """
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        flags = [value for value in args if isinstance(value, bool)]  # non_blocking and copy
+        if len(flags) > 1 or "copy" in kwargs:
+            raise RuntimeError("TwoFour.to: copy: expected no such argument, got one")
+        like = self.values.new_empty(0).to(*args, **kwargs)  # torch reads the arguments
+        device, dtype, non_blocking = like.device, like.dtype, kwargs.get("non_blocking", any(flags))
         metadata = self.metadata
-        if dtype not in (None, *_rules._KINDS):
+        if dtype not in KINDS:
             refuse("TwoFour.to", "dtype", "a floating type, int8 or uint8", dtype)
-        if dtype is not None and group_of(dtype) != group_of(self.dtype):
+        if group_of(dtype) != group_of(self.dtype):
             metadata = regrouped(self, dtype)
         values = self.values.to(device=device, dtype=dtype, non_blocking=non_blocking)
-        return TwoFour._of(values, metadata.to(device=device, non_blocking=non_blocking), self.dim)
+        return from_parts(values, metadata.to(device=device, non_blocking=non_blocking), self.dim)
 
     def cuda(self, device: torch.device | str | int | None = None) -> TwoFour:
         return self.to("cuda" if device is None else device)
@@ -163,7 +168,7 @@ class TwoFour:
         whole = 2 * self.metadata.element_size() * group_of(self.dtype)
         lines, kept, words = two_four_cut(index, self.shape, self.dim, whole, _whole)
         values, metadata = ((lines, kept), (lines, words)) if self.dim else ((kept, lines), (words, lines))
-        return TwoFour._of(self.values[values], self.metadata[metadata], self.dim)
+        return from_parts(self.values[values], self.metadata[metadata], self.dim)
 
     def export(self, layout: str | Tensor, tile_k: int = 128) -> tuple[Tensor, Tensor]:
         """Values and metadata as others want them, row by row of what is compressed (of `s.T` where dim is 0).
@@ -200,10 +205,17 @@ class TwoFour:
         )
 
 
+def from_parts(values: Tensor, metadata: Tensor, dim: int) -> TwoFour:
+    """A TwoFour of parts that are known to be right."""
+    made = object.__new__(TwoFour)
+    made.values, made.metadata, made.dim = values, metadata, dim
+    return made
+
+
 def canonical(values: Tensor, metadata: Tensor, dim: int, keep_valid: bool = False) -> Tensor:
     """Words as kernels may read them: groups of zeros have nibble 4, with `keep_valid` only if theirs was not valid."""
     try:
-        words, bad = _canonical(values.detach(), metadata, dim, keep_valid)
+        words, bad = canonical_op(values.detach(), metadata, dim, keep_valid)
     except RuntimeError as error:  # as an op says it
         if str(error).startswith("TwoFour: "):
             raise ValueError(str(error)) from None
@@ -227,7 +239,7 @@ def _restored(
     """What was one before: places of zeros stay where they are. dtype and word are what its parts are shown as."""
     values = values if dtype in (None, values.dtype) else values.view(dtype)
     metadata = metadata if word is None else metadata.view(word)
-    return TwoFour._of(values, canonical(values, metadata, dim, keep_valid=True), dim)
+    return from_parts(values, canonical(values, metadata, dim, keep_valid=True), dim)
 
 
 def _of_bytes(values: Tensor, dtype: torch.dtype, metadata: Tensor, dim: int) -> TwoFour:
@@ -286,8 +298,7 @@ def _order(op: str, layout: str | Tensor, lines: int, k: int, dtype: torch.dtype
         if layout.numel() and (int(layout.min()) < -1 or int(layout.max()) >= size):
             refuse(op, "layout", f"-1 to {size - 1}", f"{int(layout.min())} to {int(layout.max())}")
         return layout
-    name = str(dtype).removeprefix("torch.")
-    return torch.from_numpy(two_four_order(op, layout, lines, k, name, _whole(op, "tile_k", tile_k)))
+    return torch.from_numpy(two_four_order(op, layout, lines, k, dtype_name(dtype), _whole(op, "tile_k", tile_k)))
 
 
 # What makes a TwoFour
@@ -296,7 +307,7 @@ def _order(op: str, layout: str | Tensor, lines: int, k: int, dtype: torch.dtype
 def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16, *, validate: bool = True) -> TwoFour:
     """The plain form of a matrix that has it: at most two non-zeros in every four along `dim` (one in two for fp32).
 
-    A group with more is refused, and named; with `validate=False` nobody looks, and on a GPU nobody waits. −0.0 counts
+    A group with more is refused, and named; with `validate=False` there is no check, and no wait for a GPU. −0.0 counts
     as zero, NaN does not. Words of metadata have 8, 16 or 32 bits, signed or not. Gradients go to what is kept.
 
     >>> import torch, fretwork as fw
@@ -306,11 +317,11 @@ def compress(A: Tensor, dim: int = -1, metadata_dtype: torch.dtype = torch.int16
     Traceback (most recent call last):
     RuntimeError: compress: A: expected at most 2 non-zeros in every 4, got more in the group at (0, 0)
     """
-    _check_tensor("compress", "A", A)
+    check_tensor("compress", "A", A)
     _check_word("compress", metadata_dtype)
     axis = _axis("compress", dim)
-    values, metadata = _compress(A, axis, metadata_dtype, flag("compress", "validate", validate))
-    return TwoFour._of(values, metadata, axis)
+    values, metadata = compress_op(A, axis, metadata_dtype, flag("compress", "validate", validate))
+    return from_parts(values, metadata, axis)
 
 
 def prune(A: Tensor, dim: int = -1, transposable: bool = False) -> Tensor:
@@ -324,8 +335,8 @@ def prune(A: Tensor, dim: int = -1, transposable: bool = False) -> Tensor:
     >>> fw.two_four.prune(torch.tensor([[1.0, -5, 3, 2, 0, 0, 0, 1]]).half()).tolist()
     [[0.0, -5.0, 3.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
     """
-    _check_tensor("prune", "A", A)
-    return _prune(A, _axis("prune", dim), flag("prune", "transposable", transposable))
+    check_tensor("prune", "A", A)
+    return prune_op(A, _axis("prune", dim), flag("prune", "transposable", transposable))
 
 
 def check(A: Tensor, dim: int = -1) -> tuple[bool, tuple[int, int] | None]:
@@ -335,8 +346,8 @@ def check(A: Tensor, dim: int = -1) -> tuple[bool, tuple[int, int] | None]:
     >>> fw.two_four.check(torch.eye(8)), fw.two_four.check(torch.ones(8, 8))
     ((True, None), (False, (0, 0)))
     """
-    _check_tensor("check", "A", A)
-    place = int(_check(A.detach(), _axis("check", dim)).item())
+    check_tensor("check", "A", A)
+    place = int(check_op(A.detach(), _axis("check", dim)).item())
     return (True, None) if place < 0 else (False, divmod(place, A.shape[1]))
 
 
@@ -370,7 +381,7 @@ def cat(parts: Iterable[TwoFour], dim: int = 0) -> TwoFour:
         metadata = joined([s.metadata for s in parts])
     else:
         metadata = _words(torch.cat([_nibbles(s) for s in parts], 1), first.metadata.dtype, first.dim)
-    return TwoFour._of(values, metadata, first.dim)
+    return from_parts(values, metadata, first.dim)
 
 
 def from_layout(
@@ -394,10 +405,10 @@ def from_layout(
     True
     """
     op, axis = "from_layout", _axis("from_layout", dim, ValueError)
-    _check_tensor(op, "values", values)
+    check_tensor(op, "values", values)
     if metadata is None:  # as torch's tensors for cuSPARSELt have it
         refuse(op, "metadata", "words beside the values", "None; compress(t.to_dense()) instead", TypeError)
-    _check_tensor(op, "metadata", metadata)
+    check_tensor(op, "metadata", metadata)
     if metadata.is_floating_point() or metadata.is_complex():
         refuse(op, "metadata", "integers", metadata.dtype)
     _check_word(op, metadata_dtype)
@@ -466,14 +477,14 @@ def matmul(
             f"matmul: {'a' if left else 'b'}: expected a matrix compressed along the axis that is summed over, "
             f"dim={'-1' if left else '0'}, got dim={s.dim}; compress the dense matrix along that axis"
         )
-    _check_tensor("matmul", "b" if left else "a", dense)
+    check_tensor("matmul", "b" if left else "a", dense)
     for name, extra in (("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b), ("scale_out", scale_out)):
         if extra is not None:
-            _check_tensor("matmul", name, extra)
+            check_tensor("matmul", name, extra)
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         refuse("matmul", "out_dtype", "a torch.dtype or None", repr(out_dtype), TypeError)
     how = "left" if left else "right"
-    word, exact = _activation("matmul", activation), _exactness("matmul", s.dtype, precision)
+    word, exact = _activation("matmul", activation), product_precision("matmul", s.dtype, precision)
     return _product(s, dense, bias, word, out_dtype, scale_a, scale_b, how, exact, scale_out)
 
 
@@ -503,15 +514,15 @@ def linear(
         raise NotImplementedError(
             "linear: s: expected (out, in) compressed along in, dim=-1, got dim=0; compress the weight along that axis"
         )
-    _check_tensor("linear", "x", x)
+    check_tensor("linear", "x", x)
     if bias is not None:
-        _check_tensor("linear", "bias", bias)
+        check_tensor("linear", "bias", bias)
     word = "none" if activation is None else _activation("linear", activation)
-    exact = _exactness("linear", s.values.dtype, precision)
+    exact = product_precision("linear", s.values.dtype, precision)
     if fallback is not None:
         if fallback != "dense":
             refuse("linear", "fallback", 'None or "dense"', repr(fallback), RuntimeError)
-        if not torch.compiler.is_compiling() and _dense_wins(x, s, bias, exact):
+        if not torch.compiler.is_compiling() and dense_wins(x, s, bias, exact):
             with torch.autocast(x.device.type, enabled=False):  # the result's dtype is the sparse product's
                 y = F.linear(x, s.to_dense(), bias)
             return y if activation is None else getattr(F, activation)(y)
@@ -532,8 +543,8 @@ def _product(
 ) -> Tensor:
     """By the op with gradient rules only where they may be needed: torch looks at them in Python."""
     values = s.values
-    if forward_ad._current_level >= 0 and not is_compiling():
-        _check_tensor("matmul", "values", values)  # which refuses tangents, as everywhere
+    if in_forward_mode() and not is_compiling():
+        check_tensor("matmul", "values", values)  # which refuses tangents, as everywhere
     learns = is_compiling() or (
         is_grad_enabled()
         and (
@@ -545,7 +556,7 @@ def _product(
             or (scale_out is not None and scale_out.requires_grad)
         )
     )
-    op = _matmul if learns else _plain_matmul
+    op = matmul_op if learns else _plain_matmul
     return op(values, s.metadata, dense, bias, activation, out_dtype, scale_a, scale_b, product, precision, scale_out)
 
 
@@ -556,32 +567,32 @@ def _activation(op: str, name: str | None) -> str:
     return word
 
 
-def _exactness(op: str, dtype: torch.dtype, precision: str | None) -> str:
+def product_precision(op: str, dtype: torch.dtype, precision: str | None) -> str:
     """Only fp32 has a choice."""
     if precision is not None:
-        return _precision(op, precision)
-    return _precision_of_torch() if dtype == torch.float32 else "ieee"
+        return precision_name(op, precision)
+    return torch_precision() if dtype == torch.float32 else "ieee"
 
 
-_told = False
+_warned = False
 
 
-def _dense_wins(x: Tensor, s: TwoFour, bias: Tensor | None, precision: str) -> bool:
+def dense_wins(x: Tensor, s: TwoFour, bias: Tensor | None, precision: str) -> bool:
     out, k = s.shape
-    fits = x.dtype == s.dtype and x.dtype in _rules._LEARNING and x.dim() > 0 and x.shape[-1] == k
+    fits = x.dtype == s.dtype and x.dtype in FLOATING and x.dim() > 0 and x.shape[-1] == k
     if not fits or (bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (out,))):
         return False  # the sparse product says what is wrong
-    if x.dtype == torch.float32 and precision != _precision_of_torch():
+    if x.dtype == torch.float32 and precision != torch_precision():
         return False  # the dense product would be torch's, in its precision
     rows = x.numel() // max(k, 1)
-    name, kind, index = str(s.dtype).removeprefix("torch.").encode(), s.device.type.encode(), s.device.index or 0
+    name, kind, index = dtype_name(s.dtype).encode(), s.device.type.encode(), s.device.index or 0
     wins = core().fretwork_two_four_dense_wins(out, rows, k, name, kind, index, precision.encode()) == 1
-    global _told
-    if wins and not _told:
-        _told = True
+    global _warned
+    if wins and not _warned:
+        _warned = True
         _log.warning(
             "two_four.linear: (%d, %d) by %d rows of %s on %s runs as a dense product, which is quicker there "
-            "(told once)",
+            "(logged once)",
             *(out, k, rows, s.dtype, s.device),
         )
     return wins
@@ -644,7 +655,7 @@ def save(file: str | PathLike[str], matrices: TwoFour | Mapping[str, TwoFour]) -
 
 
 def load(file: str | PathLike[str], device: torch.device | str = "cpu") -> TwoFour | dict[str, TwoFour]:
-    """What `save` wrote: the matrix, or a dict of them. Every nibble is looked at.
+    """What `save` wrote: the matrix, or a dict of them. Every nibble is checked.
 
     >>> import tempfile, torch, fretwork as fw
     >>> with tempfile.TemporaryDirectory() as folder:

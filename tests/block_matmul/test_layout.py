@@ -4,6 +4,7 @@ import copy
 import ctypes
 import pickle
 import threading
+import zipfile
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fretwork as fw
-from fretwork import _library, pattern
+from fretwork import _library
+from fretwork.patterns.block import block_layout
+from fretwork.patterns.pattern import opened
 
 sides = st.sampled_from([8, 9, 16, 32, 100, 128])
 
@@ -102,7 +105,7 @@ def test_values_are_read_only():
 def test_large_layouts_cross_by_digest():
     layout = fw.BlockLayout(torch.rand(2, 64, 64) < 0.3, 16)
     assert "@" in layout.key and len(layout.key) < 64 < len(layout.text)
-    assert pattern.block_layout(layout.key) == layout
+    assert block_layout(layout.key) == layout
     assert pickle.loads(pickle.dumps(layout)).key == layout.key
 
 
@@ -121,11 +124,11 @@ def test_a_layout_is_known_for_as_long_as_it_lives():
         fw.KroneckerPattern(n, 1, 1, 1)
     assert fw.dsd(values, torch.ones(9000 * 8, 1), layout).equal(out) and layout == layout.T
     out.sum().backward()
-    pattern.block_layout(keys[-1])
+    block_layout(keys[-1])
     with pytest.raises(
         ValueError, match=r"or the digest of one made in this process, got 'block@.*', which is unknown"
     ):
-        pattern.block_layout(keys[0])
+        block_layout(keys[0])
 
 
 def test_a_mask_too_large_to_make():
@@ -154,11 +157,25 @@ def test_threads_make_and_read_patterns():
     assert not failures
 
 
+def test_pickles_of_version_0_1(tmp_path):
+    """Which name `fretwork.pattern._parsed`."""
+    layout = fw.BlockLayout([[1, 0], [1, 1]], 16)
+    old = f"cfretwork.pattern\n_parsed\n(V{layout.text}\ntR."
+    assert pickle.loads(old.encode()) == layout
+    torch.save({"layout": layout}, tmp_path / "new.pt")
+    with zipfile.ZipFile(tmp_path / "new.pt") as new, zipfile.ZipFile(tmp_path / "old.pt", "w") as file:
+        for name in new.namelist():
+            data = new.read(name).replace(b"cfretwork.patterns.pattern\nparsed\n", b"cfretwork.pattern\n_parsed\n")
+            assert name != "new/data.pkl" or data != new.read(name)
+            file.writestr(name, data)
+    assert torch.load(tmp_path / "old.pt", weights_only=True) == {"layout": layout}
+
+
 def test_c_interface_refuses_what_python_never_sends():
     core = _library.core()
     sizes = (ctypes.c_int64 * 5)(2**40, 2**40, 1, 8, 8)
     assert not core.fretwork_block_layout(sizes, None) and "BlockLayout: mask: expected" in _library.last_error()
-    with pattern._open(fw.BlockLayout([[1]], 8)) as handle:
+    with opened(fw.BlockLayout([[1]], 8)) as handle:
         assert core.fretwork_pattern_mask(handle, None, 3) == -1 and "expected 64, got 3" in _library.last_error()
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fretwork as fw
-from fretwork import _library, pattern
+from fretwork import _library
+from fretwork.patterns.pattern import opened
 
 P = fw.KroneckerPattern
 sizes = st.tuples(*(st.integers(1, 5),) * 4)
@@ -89,11 +90,11 @@ def test_block_layouts():
 
 def test_the_c_interface_refuses_other_patterns():
     core = _library.core()
-    with pattern._open(fw.BlockLayout([[1]], 8)) as handle:
-        assert core.fretwork_kronecker_sizes(handle, pattern._int64s((0,) * 4)) == -1
+    with opened(fw.BlockLayout([[1]], 8)) as handle:
+        assert core.fretwork_kronecker_sizes(handle, _library.int64s((0,) * 4)) == -1
         assert "expected a Kronecker pattern" in _library.last_error()
         assert not core.fretwork_kronecker_block_layout(handle)
-    assert core.fretwork_kronecker_chainable(pattern._int64s((0, 1, 1, 1)), pattern._int64s((1, 1, 1, 1))) == -1
+    assert core.fretwork_kronecker_chainable(_library.int64s((0, 1, 1, 1)), _library.int64s((1, 1, 1, 1))) == -1
 
 
 # Conversions

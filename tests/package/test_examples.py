@@ -14,12 +14,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 MODULES = [
     "fretwork",
-    "fretwork.pattern",
     "fretwork.patterns",
-    "fretwork.ops",
+    *(f"fretwork.patterns.{name}" for name in ("block", "kronecker", "pattern", "regular")),
+    "fretwork.attention",
+    "fretwork.block",
     "fretwork.conv",
     "fretwork.regular",
-    "fretwork._kronecker",
     "fretwork.kronecker",
     "fretwork.two_four",
     "fretwork.nn.block_sparse_conv2d",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fretwork.pattern import block_layout
+from fretwork.patterns.block import block_layout
 
 
 class Recorder(TorchDispatchMode):

@@ -483,7 +483,7 @@ def test_the_words_are_those_of_torch():
         with pytest.raises(RuntimeError) as ours:
             getattr(fj, op)(*map(jnp.ones, shapes), layout)
         with pytest.raises(RuntimeError) as torchs:
-            getattr(fw.ops, op)(*map(torch.ones, shapes), layout)
+            getattr(fw.block, op)(*map(torch.ones, shapes), layout)
         assert str(ours.value) == str(torchs.value)
 
 
@@ -523,7 +523,8 @@ def test_core_errors_arrive():
 
 
 @pytest.mark.parametrize(
-    "name", [f"fretwork.jax{room}" for room in ("", ".block", ".conv", ".kronecker", ".regular", ".two_four")]
+    "name",
+    [f"fretwork.jax{room}" for room in ("", ".attention", ".block", ".conv", ".kronecker", ".regular", ".two_four")],
 )
 def test_examples(name):
     jax.config.update("jax_enable_x64", False)  # as users have it

@@ -129,11 +129,11 @@ def test_either_way_of_setting_torch_precision():
     """torch refuses the old question once the new setting was used; the ops must not."""
     code = """
 import torch, fretwork as fw
-from fretwork import ops
+from fretwork._torch.arguments import torch_precision
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 layout = fw.BlockLayout([[1]], 16)
 fw.dsd(torch.ones(1, 16, 16), torch.ones(16, 3), layout)
-assert ops._precision_of_torch() == "tf32"
+assert torch_precision() == "tf32"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

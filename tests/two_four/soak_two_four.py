@@ -148,8 +148,8 @@ def run(problem: Problem, seed: int, device: torch.device) -> dict[str, Tensor]:
     kept = fw.two_four.prune(dense)
     s = fw.two_four.compress(kept, metadata_dtype=p.word, validate=p.number % 7 == 0)
     if p.values != "plain":
-        s = fw.TwoFour._of(laid_out(s.values, p.values), laid_out(s.metadata, p.values), s.dim)
-        kept = fw.TwoFour._of(s.values.contiguous(), s.metadata.contiguous(), s.dim).to_dense()
+        s = fw.two_four.from_parts(laid_out(s.values, p.values), laid_out(s.metadata, p.values), s.dim)
+        kept = fw.two_four.from_parts(s.values.contiguous(), s.metadata.contiguous(), s.dim).to_dense()
     x = numbers((*p.batch, p.k, p.n) if p.left else (*p.batch, p.n, p.k), p.dtype, device)
     given = laid_out(x, p.strides)
     out = p.out or {**dict.fromkeys(INTEGERS, torch.int32), **dict.fromkeys(FP8, torch.bfloat16)}.get(p.dtype, p.dtype)

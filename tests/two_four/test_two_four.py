@@ -161,6 +161,12 @@ def test_to_another_dtype(dim, word, device):
     same(s.to(torch.bfloat16).to(torch.float32).to_dense(), A.bfloat16())
     same(s.to(device).to_dense(), A)
     assert torch.equal(s.to(dtype=torch.float64).metadata, s.to(torch.float16).metadata)  # float64 has fours
+    for moved in (s.to(device, torch.half, True), s.to(A.half()), s.to(torch.half, non_blocking=True)):
+        assert moved.dtype == torch.half and moved.device == s.device and moved.metadata.device == s.device
+    assert s.to("meta").metadata.is_meta and s.to("meta").dtype == s.dtype
+    for more in ({"copy": True}, {}):
+        with pytest.raises(RuntimeError, match=r"TwoFour.to: copy: expected no such argument, got one"):
+            s.to(torch.half, False, *([] if more else [True]), **more)
     with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected .*got "):
         two_four.compress(torch.tensor([[1, 1, 0, 0.0]], device=device).half()).to(torch.float32)
     with pytest.raises(ValueError, match=r"TwoFour.to: dtype: expected .*got "):
@@ -363,7 +369,7 @@ def test_groups_of_zeros_take_any_nibble(dtype, word, device):
 def test_zeros_stay_where_they_were(tmp_path, device):
     """A mask is more than its values: zeros that learn keep their places in files, pickles and state dicts."""
     s = two_four.compress(pruned(16, 32, torch.float16, device))
-    zeros = fw.TwoFour._of(torch.zeros_like(s.values), s.metadata, 1)
+    zeros = two_four.from_parts(torch.zeros_like(s.values), s.metadata, 1)
     assert torch.equal(pickle.loads(pickle.dumps(zeros)).metadata, s.metadata)
     assert torch.equal(copy.deepcopy(zeros).metadata, s.metadata)
     layer = fw.nn.SemiSparseLinear.from_sparse(zeros)
@@ -613,7 +619,7 @@ def test_modes_that_are_not_reverse_are_refused(device):
     s, x = two_four.compress(torch.eye(8, device=device)), torch.randn(3, 8, device=device)
 
     def of_values(values):
-        return two_four.linear(x, two_four.TwoFour._of(values, s.metadata, 1))
+        return two_four.linear(x, two_four.from_parts(values, s.metadata, 1))
 
     for call in (
         lambda: torch.func.jvp(lambda x: two_four.linear(x, s), (x,), (x,)),
@@ -700,7 +706,7 @@ def test_a_backward_pass_inside_autocast(product, dtype, device):
     s, bias = two_four.compress(A), torch.randn(8, device=device).to(dtype)
 
     def loss(values, dense, bias):
-        t = two_four.TwoFour._of(values, s.metadata, 1)
+        t = two_four.from_parts(values, s.metadata, 1)
         if product == "left":
             return two_four.matmul(t, dense, bias, "gelu").square().sum()
         x = dense.mT
@@ -903,7 +909,7 @@ def test_fallback_to_the_dense_product(caplog, monkeypatch, device):
         return int(n > 64)
 
     monkeypatch.setattr(two_four, "core", lambda: SimpleNamespace(fretwork_two_four_dense_wins=wins))
-    monkeypatch.setattr(two_four, "_told", False)
+    monkeypatch.setattr(two_four, "_warned", False)
     A, bias = pruned(16, 32, device=device), torch.randn(16, device=device)
     s, few, many = two_four.compress(A), torch.randn(2, 32, device=device), torch.randn(500, 32, device=device)
     with caplog.at_level(logging.INFO, "fretwork"):
@@ -916,11 +922,11 @@ def test_fallback_to_the_dense_product(caplog, monkeypatch, device):
     assert len(caplog.records) == 1 and "dense" in caplog.text
     with torch.autocast(device.type, torch.bfloat16):
         assert two_four.linear(many, s, fallback="dense").dtype == two_four.linear(many, s).dtype == torch.float32
-    monkeypatch.setattr(two_four, "_precision_of_torch", lambda: "tf32")
+    monkeypatch.setattr(two_four, "torch_precision", lambda: "tf32")
     with monkeypatch.context() as patched:
         patched.setattr(F, "linear", lambda *_: pytest.fail("torch would multiply with less precision than asked for"))
         two_four.linear(many, s, bias, fallback="dense", precision="ieee")
-    monkeypatch.setattr(two_four, "_precision_of_torch", lambda: "ieee")
+    monkeypatch.setattr(two_four, "torch_precision", lambda: "ieee")
     for x, b in ((many.half(), None), (many[:, :30], None), (many, bias[:3]), (many, bias.half())):
         with pytest.raises(RuntimeError, match=r"linear: \w+: expected .*got "):
             two_four.linear(x, s, b, fallback="dense")

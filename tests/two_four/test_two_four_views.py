@@ -70,7 +70,7 @@ class Product:
             if t is not None:
                 t.requires_grad_()
         values, dense, bias = leaves
-        s = fw.TwoFour._of(values, metadata, 1)
+        s = two_four.from_parts(values, metadata, 1)
         a, b = (s, dense) if self.left else (dense, s.T)
         options = {"scale_a": scale_a, "scale_b": scale_b, "precision": self.precision}
         c = two_four.matmul(a, b, bias, self.activation, self.out, **options)
@@ -112,8 +112,8 @@ def test_tools_on_views(how, device):
                 same(t.values, s.values)
                 same(t.metadata, s.metadata)
             values, words = laid_out(s.values, how), laid_out(s.metadata, how)
-            both = fw.TwoFour._of(values.contiguous(), words.contiguous(), s.dim)
-            same(fw.TwoFour._of(values, words, s.dim).to_dense(), both.to_dense())
+            both = two_four.from_parts(values.contiguous(), words.contiguous(), s.dim)
+            same(two_four.from_parts(values, words, s.dim).to_dense(), both.to_dense())
             t = fw.TwoFour(values, words, dim)
             same(t.metadata, fw.TwoFour(both.values, both.metadata, dim).metadata)
             gather = torch.ops.fretwork.two_four_gather

@@ -14,14 +14,14 @@ from torch import Tensor
 from fretwork import nn
 from fretwork.kronecker import from_dense
 from fretwork.nn.ks_linear import Patterns
-from fretwork.pattern import KroneckerPattern
+from fretwork.patterns import KroneckerPattern
 
 
 class KSLinear(nn.KSLinear):
     """y = x Wᵀ + bias with W a product of Kronecker-sparse factors; dense and float16 where nothing else is said.
 
     `weights` given at the start are copied, so that layers made of the same ones are trained apart.
-    A checkpoint of the original with the same `algo` can be loaded: its `factors.N` are turned to (a, b, c, d), and a
+    A checkpoint of the original with the same `algo` can be loaded: its `factors.N` are permuted to (a, b, c, d), and a
     bias of (out, 1), which it has with `bs_last`, to (out,). One of `dense` whose factor has non-zeros outside the
     pattern, as the original draws them, is refused.
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fretwork.ops import _check_tensor
-from fretwork.pattern import Pattern
-from fretwork.patterns import neighborhood
-from fretwork.regular import attention
+from fretwork._torch.arguments import check_tensor
+from fretwork.attention import attention
+from fretwork.patterns import Pattern, neighborhood
 
 __all__ = ["na1d", "na2d", "na3d"]
 
@@ -92,13 +91,13 @@ def _attention(
     is_causal: Flags,
     scale: float | None,
 ) -> Tensor:
-    _check_tensor(op, "query", query)
+    check_tensor(op, "query", query)
     if query.dim() != axes + 3:
         form = {1: "length", 2: "height, width", 3: "depth, height, width"}[axes]
         raise RuntimeError(f"{op}: query: expected (batch, {form}, heads, dim), got {tuple(query.shape)}")
     grid = tuple(query.shape[1:-2])
     for name, tensor in (("key", key), ("value", value)):
-        _check_tensor(op, name, tensor)
+        check_tensor(op, name, tensor)
         if tensor.dim() != query.dim() or tuple(tensor.shape[1:-2]) != grid:
             raise RuntimeError(f"{op}: {name}: expected the grid {grid} of query, got {tuple(tensor.shape)}")
     pattern = _pattern(op, grid, kernel_size, stride, dilation, is_causal)

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from fretwork.ops import _check_tensor
-from fretwork.pattern import Pattern
-from fretwork.regular import attention
+from fretwork._torch.arguments import check_tensor
+from fretwork.attention import attention
+from fretwork.patterns import Pattern
 
 # Added to the scores of padding; the smallest number there is would be infinite after another is added.
 _UNSEEN = torch.finfo(torch.float32).min / 4
@@ -219,7 +219,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """What a model calls: q, k, v are (B, H, S, D), the result is (B, S, H, D). `attention_mask` is (B, Sk), 0 or False
     where a key is padding, or something to add to the scores, (B, 1 or H, Sq, Sk)."""
-    _check_tensor("attention", "q", query)
+    check_tensor("attention", "q", query)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     given, rows, cols = _given(module), query.shape[2], key.shape[2]
     template = _own(causal, sliding_window) if given is None else given

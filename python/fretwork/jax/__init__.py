@@ -15,23 +15,14 @@ over or an argument.
 """
 
 from fretwork.jax import kronecker, two_four
+from fretwork.jax.attention import alibi, attention  # the function takes the module's place in this namespace
 from fretwork.jax.block import block_softmax, dds, dsd, pack, sdd, unpack
 from fretwork.jax.conv import block_conv2d
 from fretwork.jax.kronecker import ksmm, ksmm_chain
-from fretwork.jax.regular import alibi, attention, r_sddmm, r_softmax, r_spmm
+from fretwork.jax.regular import r_sddmm, r_softmax, r_spmm
 from fretwork.jax.two_four import TwoFour
 
 __all__ = [
-    "alibi",
-    "attention",
-    "block_conv2d",
-    "block_softmax",
-    "dds",
-    "dsd",
-    "ksmm",
-    "ksmm_chain",
-    "pack",
-    "sdd",
-    "unpack",
-]
-__all__ += ["TwoFour", "kronecker", "r_sddmm", "r_softmax", "r_spmm", "two_four", "unpack"]
+    "TwoFour", "alibi", "attention", "block_conv2d", "block_softmax", "dds", "dsd", "kronecker", "ksmm", "ksmm_chain",
+    "pack", "r_sddmm", "r_softmax", "r_spmm", "sdd", "two_four", "unpack",
+]  # fmt: skip

@@ -1,15 +1,17 @@
 """The library's handlers, made known to XLA, and what the functions that call them share."""
 
 import ctypes
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
+from fretwork._checks import fail
 from fretwork._library import library_path
-from fretwork._shapes import Operand, fail
-from fretwork.pattern import BlockLayout, KroneckerPattern, Pattern
+from fretwork._shapes import Operand
+from fretwork.patterns import BlockLayout, KroneckerPattern, Pattern
 
 _OPS = (
     *("matmul", "softmax", "softmax_backward", "pack", "unpack", "ksmm", "ksmm_chain", "ksmm_backward_weight"),
@@ -27,6 +29,12 @@ _OPS = (
     ),
 )
 
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+}
+
 
 def _register() -> None:
     library = ctypes.CDLL(str(library_path("fretwork_jax")))
@@ -43,7 +51,7 @@ for _kind in (Pattern, BlockLayout, KroneckerPattern):
     jax.tree_util.register_static(_kind)
 
 
-# Checks. They follow the core's, which would only speak when the compiled program runs.
+# Checks. They repeat the core's, which run only with the compiled program.
 
 
 def operand(name: str, x: jax.Array) -> Operand:
@@ -52,7 +60,7 @@ def operand(name: str, x: jax.Array) -> Operand:
 
 
 def array(op: str, name: str, x: object) -> jax.Array:
-    """An argument as an array, which `jnp.asarray` refuses without saying what was asked of whom."""
+    """An argument as an array; the error of `jnp.asarray` names neither op nor argument."""
     if isinstance(x, jax.Array):
         return x
     try:
@@ -83,3 +91,27 @@ def differentiated_once(op: str, gradient: Callable[..., Any], instead: str) -> 
         )
 
     return call
+
+
+def check_layout(op: str, layout: object) -> None:
+    if not isinstance(layout, BlockLayout):
+        raise TypeError(f"{op}: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}")
+
+
+# vmap
+
+
+def fold(x: jax.Array, batched: bool, size: int) -> jax.Array:
+    """A mapped dimension becomes part of the batch."""
+    many = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+    return many.reshape(size * many.shape[1], *many.shape[2:])
+
+
+def one_by_one(f: Callable[..., Any], batched: Sequence[bool], arguments: tuple[jax.Array, ...]) -> Any:
+    """A call for each element of a vmap."""
+
+    def step(mapped: tuple[jax.Array, ...]) -> Any:
+        rest = iter(mapped)
+        return f(*(next(rest) if many else x for many, x in zip(batched, arguments, strict=True)))
+
+    return jax.lax.map(step, tuple(x for many, x in zip(batched, arguments, strict=True) if many))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,18 +13,18 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from fretwork import _shapes
+from fretwork._checks import fail, flag, number
 from fretwork._shapes import both
-from fretwork.jax._handlers import array as _array
-from fretwork.jax._handlers import check_precision as _check_precision
-from fretwork.jax._handlers import default_precision as _default_precision
-from fretwork.jax._handlers import differentiated_once
-from fretwork.jax._handlers import operand as _operand
-from fretwork.pattern import BlockLayout, flag, number
-
-
-def _check_layout(op: str, layout: object) -> None:
-    if not isinstance(layout, BlockLayout):
-        raise TypeError(f"{op}: layout: expected a fretwork.BlockLayout, got {type(layout).__name__}")
+from fretwork.jax._handlers import (
+    array,
+    check_layout,
+    check_precision,
+    default_precision,
+    differentiated_once,
+    one_by_one,
+    operand,
+)
+from fretwork.patterns import BlockLayout
 
 
 def _four(x: jax.Array) -> jax.Array:
@@ -47,8 +47,8 @@ class _Product(NamedTuple):
     sum_h: bool = False
 
     def shape(self, a: jax.Array, b: jax.Array) -> tuple[int, ...]:
-        turned, summed = (self.trans_a, self.trans_b), (self.sum_z, self.sum_h)
-        return tuple(_shapes.product_shape(self.mode, a.shape, b.shape, self.layout, *turned, *summed))
+        transposed, summed = (self.trans_a, self.trans_b), (self.sum_z, self.sum_h)
+        return tuple(_shapes.product_shape(self.mode, a.shape, b.shape, self.layout, *transposed, *summed))
 
 
 def _fold(x: jax.Array, batched: bool, size: int, z: int) -> jax.Array:
@@ -128,20 +128,20 @@ def _names(mode: str) -> list[str]:
 def _product(
     mode: str, layout: BlockLayout, trans_a: bool, trans_b: bool, precision: str | None, a: jax.Array, b: jax.Array
 ) -> jax.Array:
-    p = _Product(mode, layout, trans_a, trans_b, precision or _default_precision())
+    p = _Product(mode, layout, trans_a, trans_b, precision or default_precision())
     first, second = _names(mode)
-    _shapes.check_product(mode, _operand(first, a), _operand(second, b), layout, trans_a, trans_b)
+    _shapes.check_product(mode, operand(first, a), operand(second, b), layout, trans_a, trans_b)
     return _matmul(p, _four(a), _four(b)).reshape(p.shape(a, b))
 
 
 def _call_product(
     mode: str, a: ArrayLike, b: ArrayLike, layout: BlockLayout, trans_a: bool, trans_b: bool, precision: str | None
 ) -> jax.Array:
-    _check_layout(mode, layout)
-    _check_precision(mode, precision)
-    turned = flag(mode, "trans_a", trans_a), flag(mode, "trans_b", trans_b)
-    arrays = (_array(mode, name, x) for name, x in zip(_names(mode), (a, b), strict=True))
-    return _product(mode, layout, *turned, precision, *arrays)
+    check_layout(mode, layout)
+    check_precision(mode, precision)
+    transposed = flag(mode, "trans_a", trans_a), flag(mode, "trans_b", trans_b)
+    arrays = (array(mode, name, x) for name, x in zip(_names(mode), (a, b), strict=True))
+    return _product(mode, layout, *transposed, precision, *arrays)
 
 
 def sdd(
@@ -223,7 +223,7 @@ def _softmax_call(p: _Softmax, values: jax.Array, *extras: jax.Array) -> jax.Arr
     def _(size: int, batched: list[bool], values: jax.Array, *extras: jax.Array) -> tuple[jax.Array, bool]:
         arguments = (values, *extras)
         if "a" in p.extras and batched[-1]:  # attn_mask has no Z to fold into
-            return _one_by_one(functools.partial(_softmax_call, p), batched, arguments), True
+            return one_by_one(functools.partial(_softmax_call, p), batched, arguments), True
         z = values.shape[1 if batched[0] else 0]
         folded = []
         for kind, many, x in zip("v" + p.extras, batched, arguments, strict=True):
@@ -233,14 +233,6 @@ def _softmax_call(p: _Softmax, values: jax.Array, *extras: jax.Array) -> jax.Arr
         return _unfold(_softmax_call(p, *folded), size, z), True
 
     return call(values, *extras)
-
-
-def _one_by_one(f: Callable[..., jax.Array], batched: list[bool], arguments: tuple[jax.Array, ...]) -> jax.Array:
-    def step(mapped: tuple[jax.Array, ...]) -> jax.Array:
-        rest = iter(mapped)
-        return f(*(next(rest) if many else x for many, x in zip(batched, arguments, strict=True)))
-
-    return jax.lax.map(step, tuple(x for many, x in zip(batched, arguments, strict=True) if many))
 
 
 def _softmax_gradients(p: _Softmax, out: jax.Array, d: jax.Array) -> Sequence[jax.Array]:
@@ -279,7 +271,7 @@ def _softmax_forward(p: _Softmax, values: jax.Array, *extras: jax.Array) -> tupl
 
 
 def _softmax_backward(p: _Softmax, out: jax.Array, d: jax.Array) -> tuple[jax.Array | None, ...]:
-    if p.rpe and p.rpe[0][-1] == 1:  # one number for a whole row only shifts it, which a softmax does not feel
+    if p.rpe and p.rpe[0][-1] == 1:  # softmax is shift-invariant
         gradients = [*_softmax_gradients(p._replace(rpe=None), out, d), jnp.zeros(*p.rpe)]
     else:
         gradients = [*_softmax_gradients(p, out, d)]
@@ -298,8 +290,8 @@ def _checked_softmax(
     values: jax.Array,
     extras: dict[str, jax.Array],
 ) -> jax.Array:
-    operands = [_operand(name, x) for name, x in extras.items()]
-    _shapes.check_softmax(_operand("values", values), layout, operands, key_padding_mask_mode, attn_mask_mode)
+    operands = [operand(name, x) for name, x in extras.items()]
+    _shapes.check_softmax(operand("values", values), layout, operands, key_padding_mask_mode, attn_mask_mode)
     ordered = {name: extras[name] for name in ("rpe", "key_padding_mask", "attn_mask") if name in extras}
     rpe = None
     if "rpe" in ordered:
@@ -331,17 +323,17 @@ def block_softmax(
     [0.125, 0.0625, 0.0625]
     """
     op = "block_softmax"
-    _check_layout(op, layout)
+    check_layout(op, layout)
     for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
         if mode not in ("add", "mul"):
-            _shapes.fail(op, name, '"add" or "mul"', repr(mode))
+            fail(op, name, '"add" or "mul"', repr(mode))
     scale = number(op, "scale", scale)
     given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-    extras = {name: _array(op, name, x) for name, x in given.items() if x is not None}
+    extras = {name: array(op, name, x) for name, x in given.items() if x is not None}
     for name, mode in (("key_padding_mask", key_padding_mask_mode), ("attn_mask", attn_mask_mode)):
         if mode == "mul" and name in extras and jnp.issubdtype(extras[name].dtype, jnp.integer):
             extras[name] = extras[name] != 0
-    return _checked_softmax(layout, scale, key_padding_mask_mode, attn_mask_mode, _array(op, "values", values), extras)
+    return _checked_softmax(layout, scale, key_padding_mask_mode, attn_mask_mode, array(op, "values", values), extras)
 
 
 # Dense to packed and back; each is the other's gradient.
@@ -381,7 +373,7 @@ _copy.defvjp(_copy_forward, _copy_backward)
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def _pack(dense: jax.Array, layout: BlockLayout) -> jax.Array:
-    _shapes.check_pack(_operand("dense", dense), layout)
+    _shapes.check_pack(operand("dense", dense), layout)
     values = _copy("pack", layout, 0.0, _four(dense))
     return values if dense.ndim == 4 else values[0]
 
@@ -394,13 +386,13 @@ def pack(dense: ArrayLike, layout: BlockLayout) -> jax.Array:
     >>> pack(jnp.ones((16, 16)), BlockLayout([[1, 0], [1, 1]], block=8)).shape
     (3, 8, 8)
     """
-    _check_layout("pack", layout)
-    return _pack(_array("pack", "dense", dense), layout)
+    check_layout("pack", layout)
+    return _pack(array("pack", "dense", dense), layout)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _unpack(values: jax.Array, layout: BlockLayout, fill: float) -> jax.Array:
-    _shapes.check_unpack(_operand("values", values), layout, fill)
+    _shapes.check_unpack(operand("values", values), layout, fill)
     dense = _copy("unpack", layout, fill, _four(values))
     return dense if values.ndim == 4 else dense[0]
 
@@ -411,5 +403,5 @@ def unpack(values: ArrayLike, layout: BlockLayout, fill: float = 0.0) -> jax.Arr
     >>> unpack(jnp.ones((3, 8, 8)), BlockLayout([[1, 0], [1, 1]], block=8))[0, 0, 6:10].tolist()
     [1.0, 1.0, 0.0, 0.0]
     """
-    _check_layout("unpack", layout)
-    return _unpack(_array("unpack", "values", values), layout, number("unpack", "fill", fill))
+    check_layout("unpack", layout)
+    return _unpack(array("unpack", "values", values), layout, number("unpack", "fill", fill))

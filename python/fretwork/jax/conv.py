@@ -13,9 +13,8 @@ from jax.typing import ArrayLike
 
 from fretwork import _shapes
 from fretwork._shapes import ConvGeometry
-from fretwork.jax._handlers import array, check_precision, default_precision, operand
-from fretwork.jax.block import _check_layout, _one_by_one
-from fretwork.pattern import BlockLayout
+from fretwork.jax._handlers import array, check_layout, check_precision, default_precision, one_by_one, operand
+from fretwork.patterns import BlockLayout
 
 
 class _Conv(NamedTuple):
@@ -56,7 +55,7 @@ def _call(kind: str, p: _Conv, a: jax.Array, b: jax.Array, *bias: jax.Array) -> 
     @call.def_vmap
     def _(size: int, batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
         if kind == "_backward_values" or any(batched[1:]):  # only images have an N to fold into
-            return _one_by_one(functools.partial(_call, kind, p), batched, operands), True
+            return one_by_one(functools.partial(_call, kind, p), batched, operands), True
         images, *rest = operands
         folded = _call(kind, p, images.reshape(-1, *images.shape[2:]), *rest)
         return folded.reshape(*images.shape[:2], *folded.shape[1:]), True
@@ -124,7 +123,7 @@ def block_conv2d(
     [32.0, 48.0, 48.0, 48.0, 48.0, 32.0]
     """
     op = "block_conv2d"
-    _check_layout(op, layout)
+    check_layout(op, layout)
     check_precision(op, precision)
     geometry = _shapes.conv_geometry(op, kernel_size, stride, padding, dilation)
     rest = () if bias is None else (array(op, "bias", bias),)

@@ -12,18 +12,14 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from fretwork._kronecker import butterfly, monarch, projected
-from fretwork._shapes import check_floating, factor_features, fail
-from fretwork.jax._handlers import array, check_precision, default_precision, operand
-from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
+from fretwork._checks import fail, flag
+from fretwork._shapes import check_floating, factor_features
+from fretwork.jax._handlers import ACTIVATIONS, array, check_precision, default_precision, operand
+from fretwork.patterns import KroneckerPattern
+from fretwork.patterns.kronecker import butterfly, kronecker_patterns, monarch, projected
 
 __all__ = ["butterfly", "from_dense", "ksmm", "ksmm_chain", "monarch", "project", "to_dense"]
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "silu": jax.nn.silu,
-}
 _TORCH_ONLY = ("bmm", "bsr", "einsum", "dense", "sparse")
 
 
@@ -124,7 +120,7 @@ def _ksmm_backward(p: _Product, operands: tuple[jax.Array, ...], d_y: jax.Array)
     if p.activation != "none":
         sums = _ksmm(p.plain, *operands)  # once more; its derivative in fp32 at least
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        _, pull = jax.vjp(_ACTIVATIONS[p.activation], sums.astype(wide))
+        _, pull = jax.vjp(ACTIVATIONS[p.activation], sums.astype(wide))
         d_y = pull(d_y.astype(wide))[0].astype(x.dtype)
     d_w, d_bias = _weight(p.plain, w.shape[0], w.shape[3], x, d_y)
     return _ksmm(p.plain, d_y, w.swapaxes(1, 2)), d_w, *([d_bias] if bias else [])
@@ -252,7 +248,7 @@ def _call(
     algo: str,
     precision: str | None,
 ) -> jax.Array:
-    if activation not in (None, *_ACTIVATIONS):
+    if activation not in (None, *ACTIVATIONS):
         fail(op, "activation", "None, 'relu', 'gelu' or 'silu'", repr(activation))
     if algo in _TORCH_ONLY:
         raise NotImplementedError(

@@ -22,11 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from fretwork._checks import fail, flag, refuse, whole_number
 from fretwork._library import two_four_order
-from fretwork._shapes import fail, refuse, two_four_axis, two_four_cut
-from fretwork.jax._handlers import array, check_precision, default_precision
-from fretwork.jax.kronecker import _ACTIVATIONS
-from fretwork.pattern import flag, whole_number
+from fretwork._shapes import two_four_axis, two_four_cut
+from fretwork.jax._handlers import ACTIVATIONS, array, check_precision, default_precision
 
 __all__ = ["TwoFour", "cat", "check", "compress", "from_layout", "linear", "matmul", "prune"]
 
@@ -252,7 +251,7 @@ def _matrix(op: str, A: ArrayLike, dim: int, both: bool = False) -> tuple[jax.Ar
 
 
 def compress(A: ArrayLike, dim: int = -1, metadata_dtype: DTypeLike = jnp.int16, *, validate: bool = True) -> TwoFour:
-    """See `fretwork.two_four.compress`. Inside `jit` nobody looks for groups with too many non-zeros.
+    """See `fretwork.two_four.compress`. Inside `jit` groups with too many non-zeros are not found.
 
     >>> import jax.numpy as jnp
     >>> from fretwork.jax import two_four
@@ -447,7 +446,7 @@ def _backward(p: _Product, operands: tuple[jax.Array, ...], d: jax.Array) -> tup
     if p.activation != "none":
         wide = jnp.promote_types(d.dtype, jnp.float32)
         sums = _matmul(p._replace(activation="none"), *operands).astype(wide)  # once more
-        d = jax.vjp(_ACTIVATIONS[p.activation], sums)[1](d.astype(wide))[0].astype(d.dtype)
+        d = jax.vjp(ACTIVATIONS[p.activation], sums)[1](d.astype(wide))[0].astype(d.dtype)
     summed = tuple(n for n in range(d.ndim) if n != d.ndim - (2 if p.left else 1))
     d_bias = [d.sum(summed).astype(bias[0].dtype)] if bias else []
     if values.dtype.name not in _LEARNING:
@@ -494,7 +493,7 @@ def _product(
     may = [*(["int32"] if integers else ["float64"]), "float32", "float16", "bfloat16", *_SMALL, "int8"]
     if out not in may:
         fail(op, "out_dtype", ", ".join(may[:-1]) + f" or int8 for {kind}", out)
-    if activation is not None and (not isinstance(activation, str) or activation not in _ACTIVATIONS):
+    if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
         fail(op, "activation", "None, relu, gelu or silu", repr(activation))
     check_precision(op, precision)
     extra = [] if bias is None else [array(op, "bias", bias)]
@@ -525,7 +524,7 @@ def _scaled(
             y = y * (scale[:, None] if scale.ndim and axis == -2 else scale)
     for b in bias:
         y = y + (b[:, None] if p.left else b).astype(y.dtype)
-    y = y if p.activation == "none" else _ACTIVATIONS[p.activation](y)
+    y = y if p.activation == "none" else ACTIVATIONS[p.activation](y)
     if scales[2] is not None:
         scale = array("matmul", "scale_out", scales[2])
         if scale.dtype.name != "float32" or scale.shape:

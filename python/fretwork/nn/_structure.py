@@ -42,8 +42,8 @@ class Structured(nn.Module):
         if expected is not None and got is not None and expected != got:
             where = f"{prefix[:-1]}: " if prefix else ""
             error_msgs.append(
-                f"{where}{type(self).__name__}: state_dict: expected weights of {_shortened(expected)}, "
-                f"got those of {_shortened(got)}"
+                f"{where}{type(self).__name__}: state_dict: expected weights of {shortened(expected)}, "
+                f"got those of {shortened(got)}"
             )
             return
         super()._load_from_state_dict(
@@ -51,7 +51,7 @@ class Structured(nn.Module):
         )
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     """A long text by its beginning and a checksum, by which two of them differ."""
     if len(text) <= _LONGEST:
         return text

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from fretwork import _shapes, conv
+from fretwork._checks import flag, whole_number
+from fretwork._torch.arguments import FLOATING, autocasts
 from fretwork.nn._structure import Structured
-from fretwork.ops import FLOATING, _autocasts
-from fretwork.pattern import BlockLayout, flag, whole_number
+from fretwork.patterns import BlockLayout
 
 _Two = int | tuple[int, int]
 
@@ -131,7 +132,7 @@ class BlockSparseConv2d(Structured):
         weight = self.weight
         if x.device != weight.device:
             raise RuntimeError(f"BlockSparseConv2d: x: expected a tensor on {weight.device}, got one on {x.device}")
-        if x.dtype != weight.dtype and not _autocasts(x):
+        if x.dtype != weight.dtype and not autocasts(x):
             raise RuntimeError(f"BlockSparseConv2d: x: expected {weight.dtype} like the weight, got {x.dtype}")
         return conv.run(x, weight, self.layout, self._geometry, self.bias)
 

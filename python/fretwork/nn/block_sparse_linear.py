@@ -5,10 +5,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fretwork.nn._called import always_called
+from fretwork._checks import flag, whole_number
+from fretwork._torch.arguments import FLOATING, autocasts
+from fretwork.block import dds
 from fretwork.nn._structure import Structured
-from fretwork.ops import FLOATING, _autocasts, dds
-from fretwork.pattern import BlockLayout, flag, whole_number
+from fretwork.nn.hooks import always_called
+from fretwork.patterns import BlockLayout
 
 
 class BlockSparseLinear(Structured):
@@ -105,7 +107,7 @@ class BlockSparseLinear(Structured):
             raise RuntimeError(
                 f"BlockSparseLinear: x: expected a tensor on {self.weight.device}, got one on {x.device}"
             )
-        if x.dtype != self.weight.dtype and not _autocasts(x):
+        if x.dtype != self.weight.dtype and not autocasts(x):
             raise RuntimeError(f"BlockSparseLinear: x: expected {self.weight.dtype} like the weight, got {x.dtype}")
         rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
         y = dds(rows, self.weight, self.layout, trans_b=True)

@@ -7,10 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fretwork import ops
-from fretwork.nn._called import always_called
+from fretwork._checks import flag
+from fretwork._torch.arguments import FLOATING, autocasts
+from fretwork._torch.torch_baselines import BASELINES
+from fretwork.kronecker import ALGOS, ksmm_chain, plan, project, to_dense
 from fretwork.nn._structure import Structured
-from fretwork.pattern import KroneckerPattern, flag, kronecker_patterns
+from fretwork.nn.hooks import always_called
+from fretwork.patterns import KroneckerPattern
+from fretwork.patterns.kronecker import kronecker_patterns
 
 Patterns = Iterable[KroneckerPattern | Sequence[int]]
 
@@ -51,10 +55,10 @@ class KSLinear(Structured):
         always_called(self)
         self.patterns = _chain(patterns)
         self.in_features, self.out_features = self.patterns[0].shape[1], self.patterns[-1].shape[0]
-        if algo not in ops.ALGOS:
-            raise ValueError(f"KSLinear: algo: expected {', '.join(ops.ALGOS[:-1])} or auto, got {algo!r}")
+        if algo not in ALGOS:
+            raise ValueError(f"KSLinear: algo: expected {', '.join(ALGOS[:-1])} or auto, got {algo!r}")
         bias = flag("KSLinear", "bias", bias)
-        if dtype is not None and dtype not in ops.FLOATING:
+        if dtype is not None and dtype not in FLOATING:
             raise ValueError(f"KSLinear: dtype: expected float64, float32, float16 or bfloat16, got {dtype}")
         self.algo, self.bs_last = algo, flag("KSLinear", "bs_last", bs_last)
         if weights is None:
@@ -94,7 +98,6 @@ class KSLinear(Structured):
         >>> bool((layer.to_dense() - dense.weight).norm() < dense.weight.norm())
         True
         """
-        from fretwork.kronecker import project
 
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"KSLinear: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
@@ -115,13 +118,12 @@ class KSLinear(Structured):
 
     def to_dense(self) -> Tensor:
         """The product of the factors as an (out_features, in_features) tensor."""
-        from fretwork.kronecker import to_dense
 
         first, *rest = self.weights
         if not rest:
             return to_dense(first)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # the weights' own dtype
-            return ops.ksmm_chain(to_dense(first), rest, bs_last=True)
+            return ksmm_chain(to_dense(first), rest, bs_last=True)
 
     def plan(self, arch: str | None = None, batch: int = 0) -> str:
         """How the layer runs, a line for each step; factors are counted from 0 in order of application.
@@ -137,9 +139,8 @@ class KSLinear(Structured):
         0: cpu
         1: cpu
         """
-        from fretwork.kronecker import plan
 
-        if self.algo not in ops.OURS:
+        if self.algo in BASELINES:
             return "\n".join(f"{n}: {self.algo}" for n in range(len(self.patterns)))
         weight = self.weights[0]
         here = f"cuda:{weight.device.index or 0}" if weight.is_cuda else "cpu"
@@ -154,9 +155,9 @@ class KSLinear(Structured):
         weight = self.weights[0]
         if x.device != weight.device:
             raise RuntimeError(f"KSLinear: x: expected a tensor on {weight.device}, got one on {x.device}")
-        if x.dtype != weight.dtype and not ops._autocasts(x):
+        if x.dtype != weight.dtype and not autocasts(x):
             raise RuntimeError(f"KSLinear: x: expected {weight.dtype} like the weights, got {x.dtype}")
-        return ops.ksmm_chain(x, list(self.weights), self.bs_last, self.bias, algo=self.algo)
+        return ksmm_chain(x, list(self.weights), self.bs_last, self.bias, algo=self.algo)
 
     def _structure(self) -> str:
         return "; ".join(p.text for p in self.patterns)
@@ -195,7 +196,7 @@ def _of_patterns(given: Iterable[Tensor], patterns: list[KroneckerPattern]) -> l
     for n, (w, p) in enumerate(zip(weights, patterns, strict=True)):
         if not isinstance(w, Tensor):
             raise TypeError(f"KSLinear: weights[{n}]: expected a torch.Tensor, got {type(w).__name__}")
-        if w.dtype not in ops.FLOATING:
+        if w.dtype not in FLOATING:
             raise ValueError(f"KSLinear: weights[{n}]: expected float64, float32, float16 or bfloat16, got {w.dtype}")
         if tuple(w.shape) != p.weight_shape:
             raise ValueError(f"KSLinear: weights[{n}]: expected {p.weight_shape} of its pattern, got {tuple(w.shape)}")

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fretwork import patterns
-from fretwork.nn._structure import Structured, _shortened
-from fretwork.ops import FLOATING, _autocasts, _name, _number
-from fretwork.pattern import Pattern, flag, whole_number
-from fretwork.regular import attention
+from fretwork._checks import flag, whole_number
+from fretwork._torch.arguments import FLOATING, as_number, autocasts, dtype_name
+from fretwork.attention import attention
+from fretwork.nn._structure import Structured, shortened
+from fretwork.patterns import Pattern
 
 _OP = "MultiheadAttention"
 AnyPattern = Pattern | Sequence[Pattern] | Callable[[int, int], Pattern | Sequence[Pattern]]
@@ -82,7 +83,7 @@ class MultiheadAttention(Structured):
             raise ValueError(f"{_OP}: embed_dim: expected a multiple of num_heads {num_heads}, got {embed_dim}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{_OP}: num_kv_heads: expected a divisor of num_heads {num_heads}, got {num_kv_heads}")
-        self.dropout = _number(_OP, "dropout", dropout)
+        self.dropout = as_number(_OP, "dropout", dropout)
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"{_OP}: dropout: expected 0 to 1, got {dropout}")
         if dtype not in (None, *FLOATING):
@@ -197,8 +198,10 @@ class MultiheadAttention(Structured):
                 raise RuntimeError(f"{_OP}: {name}: expected {expected}, got {tuple(x.shape)}")
             if x.device != weight.device:
                 raise RuntimeError(f"{_OP}: {name}: expected a tensor on {weight.device}, got one on {x.device}")
-            if x.dtype != weight.dtype and not (_autocasts(x) and x.is_floating_point()):
-                raise RuntimeError(f"{_OP}: {name}: expected {weight.dtype} like the weights, got {_name(x.dtype)}")
+            if x.dtype != weight.dtype and not (autocasts(x) and x.is_floating_point()):
+                raise RuntimeError(
+                    f"{_OP}: {name}: expected {weight.dtype} like the weights, got {dtype_name(x.dtype)}"
+                )
             if x.dim() == 3 and x.shape[batch_dim] != query.shape[batch_dim]:
                 expected = f"a batch of {query.shape[batch_dim]} like the query"
                 raise RuntimeError(f"{_OP}: {name}: expected {expected}, got {tuple(x.shape)}")
@@ -267,7 +270,7 @@ class MultiheadAttention(Structured):
             "batch_first": None if self.batch_first else False,
         }
         said = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, pattern={_shortened(text)}{said}"
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, pattern={shortened(text)}{said}"
 
 
 def project(
@@ -320,7 +323,7 @@ def _mask(name: str, mask: Tensor, like: Tensor) -> Tensor:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{_OP}: {name}: expected a torch.Tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise RuntimeError(f"{_OP}: {name}: expected bool or floats, got {_name(mask.dtype)}")
+        raise RuntimeError(f"{_OP}: {name}: expected bool or floats, got {dtype_name(mask.dtype)}")
     if mask.device != like.device:
         raise RuntimeError(f"{_OP}: {name}: expected a tensor on {like.device}, got one on {mask.device}")
     return mask if mask.dtype == torch.bool else mask.to(like.dtype)

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fretwork import _rules_two_four as _rules
 from fretwork import two_four
-from fretwork.nn._called import always_called
-from fretwork.ops import _number
-from fretwork.pattern import whole_number
-from fretwork.two_four import TwoFour
+from fretwork._checks import whole_number
+from fretwork._torch import two_four as rules
+from fretwork._torch.arguments import FLOATING, as_number, check_tensor
+from fretwork._torch.private import in_transform
+from fretwork.nn.hooks import always_called
+from fretwork.two_four import TwoFour, from_parts, product_precision
 
 _PRUNES, _TRAINABLES = ("magnitude", "transposable", None), ("values", "dense")
 
@@ -64,17 +65,17 @@ class SemiSparseLinear(nn.Module):
             raise ValueError(
                 "SemiSparseLinear: prune: expected magnitude or transposable for a dense weight that learns, got None"
             )
-        decay = _number("SemiSparseLinear", "decay", decay)
+        decay = as_number("SemiSparseLinear", "decay", decay)
         if not 0 <= decay < math.inf or (decay and trainable != "dense"):
             expected = "0 where trainable is values" if trainable != "dense" else "0 or a positive number"
             raise ValueError(f"SemiSparseLinear: decay: expected {expected}, got {decay}")
         dtype = dtype or torch.get_default_dtype()
-        if dtype not in _rules._LEARNING:
+        if dtype not in FLOATING:
             raise TypeError(
                 f"SemiSparseLinear: dtype: expected float64, float32, float16 or bfloat16, got {dtype}; "
                 "fw.two_four.linear multiplies 8-bit weights"
             )
-        group = _rules.group_of(dtype)
+        group = rules.group_of(dtype)
         whole = {"in_features": group, "out_features": group if prune == "transposable" else 1}
         given = {"in_features": in_features, "out_features": out_features}
         for name, multiple in whole.items():
@@ -151,7 +152,7 @@ class SemiSparseLinear(nn.Module):
             raise TypeError(f"SemiSparseLinear: s: expected a fretwork.TwoFour with dim=-1, got {got}")
         out_features, in_features = s.shape
         if bias is not None:
-            two_four._check_tensor("SemiSparseLinear", "bias", bias)
+            check_tensor("SemiSparseLinear", "bias", bias)
             if tuple(bias.shape) != (out_features,) or bias.dtype != s.dtype:
                 got = f"{tuple(bias.shape)} of {bias.dtype}"
                 raise ValueError(f"SemiSparseLinear: bias: expected {(out_features,)} of {s.dtype}, got {got}")
@@ -163,7 +164,7 @@ class SemiSparseLinear(nn.Module):
     def sparse(self) -> TwoFour:
         """The weight as the products see it; of a dense weight that autocast lowers, under autocast."""
         if self.trainable == "values":
-            return TwoFour._of(self.values, self.metadata, 1)
+            return from_parts(self.values, self.metadata, 1)
         weight = self._lowered(self.weight)
         return two_four.compress(two_four.prune(weight, transposable=self.prune == "transposable"))
 
@@ -179,13 +180,13 @@ class SemiSparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.trainable == "values":
-            return two_four.linear(x, TwoFour._of(self.values, self.metadata, 1), self.bias)
-        two_four._check_tensor("linear", "x", x)
+            return two_four.linear(x, from_parts(self.values, self.metadata, 1), self.bias)
+        check_tensor("linear", "x", x)
         x, weight = self._lowered(x), self._lowered(self.weight)
         bias = None if self.bias is None else self._lowered(self.bias)
-        exact = two_four._exactness("linear", weight.dtype, None)
+        exact = product_precision("linear", weight.dtype, None)
         transposable = self.prune == "transposable"
-        if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+        if not torch.compiler.is_compiling() and in_transform():
             pruned = two_four.prune(weight.detach(), transposable=transposable)
             return F.linear(x, _Straight.apply(weight, pruned, self.decay), bias)
         return _PrunedLinear.apply(x, weight, bias, transposable, self.decay, exact)
@@ -196,7 +197,7 @@ class SemiSparseLinear(nn.Module):
         if self.trainable == "values":
             before = self.sparse.detach()
             dtype = fn(before.values.new_empty(0)).dtype
-            if _rules.group_of(dtype) != _rules.group_of(before.dtype):
+            if rules.group_of(dtype) != rules.group_of(before.dtype):
                 words = two_four.regrouped(before, dtype)  # which refuses before anything has changed
         super()._apply(fn, recurse)
         if words is not None:
@@ -217,7 +218,7 @@ class SemiSparseLinear(nn.Module):
 
     def extra_repr(self) -> str:
         dtype = (self.weight if self.trainable == "dense" else self.values).dtype
-        group = _rules.group_of(dtype)  # 2 of fp32, which keeps one of two
+        group = rules.group_of(dtype)  # 2 of fp32, which keeps one of two
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"prune={self.prune}, trainable={self.trainable}, kept={group // 2}:{group}"
@@ -233,10 +234,10 @@ class _PrunedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposable: bool, decay: float, precision: str
     ) -> Tensor:
         if transposable:
-            values, metadata, *back = _rules._prune_both(weight, torch.int16)
+            values, metadata, *back = rules.prune_both_op(weight, torch.int16)
         else:
-            pruned = _rules._prune(weight, 1, False)
-            values, metadata = _rules._compress(pruned, 1, torch.int16, False)
+            pruned = rules.prune_op(weight, 1, False)
+            values, metadata = rules.compress_op(pruned, 1, torch.int16, False)
             back = [pruned]
         ctx.decay, ctx.precision, ctx.transposable = decay, precision, transposable
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -245,7 +246,7 @@ class _PrunedLinear(torch.autograd.Function):
             weight if needs_weight and decay else None,
             *(back if needs_x or (needs_weight and decay) else [None] * len(back)),
         )
-        return _rules._matmul(values, metadata, x, bias, "none", None, None, None, "linear", precision)
+        return rules.matmul_op(values, metadata, x, bias, "none", None, None, None, "linear", precision)
 
     @staticmethod
     @once_differentiable
@@ -253,16 +254,16 @@ class _PrunedLinear(torch.autograd.Function):
         (d,) = gradients
         x, weight, *back = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        rows = _rules._rows(d)
+        rows = rules.rows_of(d)
         d_x = d_weight = None
         if needs_x and ctx.transposable:
-            d_x = _rules._matmul(*back, rows, None, "none", None, None, None, "right", ctx.precision)
+            d_x = rules.matmul_op(*back, rows, None, "none", None, None, None, "right", ctx.precision)
         elif needs_x:
             d_x = rows @ back[0]
         if needs_weight:
-            d_weight = rows.T @ _rules._rows(x)
+            d_weight = rows.T @ rules.rows_of(x)
             if ctx.decay:
-                kept = _rules._to_dense(*back, 0) if ctx.transposable else back[0]
+                kept = rules.to_dense_op(*back, 0) if ctx.transposable else back[0]
                 d_weight = d_weight + ctx.decay * (weight - kept)
         d_x = None if d_x is None else d_x.view(*d.shape[:-1], d_x.shape[-1])
         return d_x, d_weight, rows.sum(0) if needs_bias else None, None, None, None

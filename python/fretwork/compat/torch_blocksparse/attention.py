@@ -191,7 +191,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.layout, self.block, self.sparsity = layout, block, sparsity
         self._ops: dict[int, tuple[MatMul, MatMul, Softmax]] = {}
         if layout is not None:
-            self._ops[0] = _ops_of(layout, block)
+            self._ops[0] = ops_of(layout, block)
             heads = self._ops[0][0].block_layout.heads
             if heads != num_heads:
                 raise ValueError(f"{_OP}: layout: expected {num_heads} heads, got {heads}")
@@ -202,7 +202,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self._ops[0]
         if L not in self._ops:
             blocks = blocks_of(_OP, L, self.sparsity.block)
-            self._ops[L] = _ops_of(layout_of(self.sparsity, self.num_heads, blocks), self.sparsity.block)
+            self._ops[L] = ops_of(layout_of(self.sparsity, self.num_heads, blocks), self.sparsity.block)
         return self._ops[L]
 
     def forward(  # type: ignore[override]
@@ -259,7 +259,7 @@ def _by_info(
     return {"layout": None, "block": None} | locals()
 
 
-def _ops_of(layout: Tensor, block: int) -> tuple[MatMul, MatMul, Softmax]:
+def ops_of(layout: Tensor, block: int) -> tuple[MatMul, MatMul, Softmax]:
     return MatMul(layout, block, "sdd", trans_b=True), MatMul(layout, block, "dsd"), Softmax(layout, block)
 
 

@@ -26,8 +26,8 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        turned = input.permute(1, 2, 3, 0)
-        if not turned.is_contiguous() or input.is_contiguous():
+        permuted = input.permute(1, 2, 3, 0)
+        if not permuted.is_contiguous() or input.is_contiguous():
             return super().forward(input)
-        one = turned.flatten(2)[None]  # (1, C, H, W·N): the same numbers for each channel
-        return super().forward(one).view(turned.shape).permute(3, 0, 1, 2)
+        one = permuted.flatten(2)[None]  # (1, C, H, W·N): the same numbers for each channel
+        return super().forward(one).view(permuted.shape).permute(3, 0, 1, 2)

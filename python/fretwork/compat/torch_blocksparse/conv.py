@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fretwork as fw
-from fretwork.nn._called import always_called
-from fretwork.pattern import BlockLayout
+from fretwork.nn.hooks import always_called
+from fretwork.patterns import BlockLayout
 
 _ORDERS = ("NHWC", "CHWN")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fretwork.compat.torch_blocksparse.attention import _ops_of, blocks_of, layout_of, make_layout
+from fretwork.compat.torch_blocksparse.attention import blocks_of, layout_of, make_layout, ops_of
 from fretwork.compat.torch_blocksparse.matmul import MatMul
 from fretwork.compat.torch_blocksparse.softmax import Softmax
 
@@ -94,7 +94,7 @@ class DeepSpeedSparseSelfAttention(nn.Module):
     def get_ops(self, H: int, L: int) -> tuple[MatMul, MatMul, Softmax]:
         """The two products and the softmax for a number of heads and a length."""
         if (H, L) not in self._ops:
-            self._ops[H, L] = _ops_of(self._layout(H, L), self.sparsity_config.block)
+            self._ops[H, L] = ops_of(self._layout(H, L), self.sparsity_config.block)
         return self._ops[H, L]
 
     def transpose_key_for_scores(self, x: Tensor, L: int) -> Tensor:
@@ -118,12 +118,12 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         op = type(self).__name__
         if query.dim() != 4:
             raise RuntimeError(f"{op}: query: expected (B, H, L, D), got {tuple(query.shape)}")
-        turned = self.transpose_key_for_scores(key, query.shape[-2])
-        for name, given, x in (("key", key, turned), ("value", value, value)):
+        transposed = self.transpose_key_for_scores(key, query.shape[-2])
+        for name, given, x in (("key", key, transposed), ("value", value, value)):
             if x.shape != query.shape:
                 expected = f"{tuple(query.shape)} like the query"
                 raise RuntimeError(f"{op}: {name}: expected {expected}, got {tuple(given.shape)}")
-        key = turned
+        key = transposed
         sdd, dsd, softmax = self.get_ops(*query.shape[1:3])
         if key_padding_mask is not None:
             key_padding_mask = key_padding_mask.reshape(key_padding_mask.shape[0], query.shape[2])

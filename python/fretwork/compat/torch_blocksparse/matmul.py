@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fretwork import ops
+from fretwork.block import dds, dsd, sdd
 from fretwork.compat.torch_blocksparse._timing import timed
 from fretwork.nn._structure import Structured
-from fretwork.pattern import BlockLayout
+from fretwork.patterns import BlockLayout
 
-_PRODUCTS = {"sdd": ops.sdd, "dsd": ops.dsd, "dds": ops.dds}
+_PRODUCTS = {"sdd": sdd, "dsd": dsd, "dds": dds}
 
 
 class MatMul:

@@ -7,9 +7,9 @@ import weakref
 import torch
 from torch import Tensor
 
-from fretwork import ops
+from fretwork.block import block_softmax
 from fretwork.compat.torch_blocksparse._timing import timed
-from fretwork.pattern import BlockLayout
+from fretwork.patterns import BlockLayout
 
 
 class Softmax:
@@ -60,7 +60,7 @@ class Softmax:
         padding, mask = _mask(key_padding_mask, key_padding_mask_mode, x), _mask(attn_mask, attn_mask_mode, x)
         modes = key_padding_mask_mode, attn_mask_mode
         y, self.time_y = timed(
-            lambda: ops.block_softmax(x, self.block_layout, scale, rpe, padding, mask, *modes), self.bench, x.device
+            lambda: block_softmax(x, self.block_layout, scale, rpe, padding, mask, *modes), self.bench, x.device
         )
         return y
 

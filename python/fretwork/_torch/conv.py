@@ -1,4 +1,4 @@
-"""What torch needs of the block-sparse convolution beyond running it: shapes, gradients, vmap and autocast.
+"""torch's rules for the block-sparse convolution.
 
 y = S ∗ x ties three tensors, and each op gives one from the other two: the gradients of each op are the other two.
 """
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fretwork import _shapes
-from fretwork._rules import _library, _lowered, _operand, _sample  # which loads the library
 from fretwork._shapes import ConvGeometry
-from fretwork.pattern import block_layout
+from fretwork._torch.registration import autocast_operands, operand, ops
+from fretwork._torch.vmap import one_by_one
+from fretwork.patterns.block import block_layout
 
-_ops = torch.ops.fretwork
-_conv = _ops.block_conv2d.default
-_backward_x, _backward_values = _ops.block_conv2d_backward_x.default, _ops.block_conv2d_backward_values.default
+conv_op = ops.block_conv2d.default
+backward_x_op, backward_values_op = ops.block_conv2d_backward_x.default, ops.block_conv2d_backward_values.default
 
 Numbers = Sequence[int]
 
@@ -47,7 +47,7 @@ def _conv_fake(
 ) -> Tensor:
     given = [("x", x), ("values", values), *([] if bias is None else [("bias", bias)])]
     geometry = _geometry(kernel_size, stride, padding, dilation)
-    shape = _shapes.check_conv2d([_operand(*one) for one in given], block_layout(key), geometry)
+    shape = _shapes.check_conv2d([operand(*one) for one in given], block_layout(key), geometry)
     return _empty(x, shape, channels_last)
 
 
@@ -76,8 +76,8 @@ def _conv_gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     d_bias = _sum_of_pixels(d_out) if ctx.needs_input_grad[2] else None
     if 0 in d_out.stride():  # one number for many, as a mean's gradient is: the fast kernels read rows
         d_out = d_out.contiguous(memory_format=torch.channels_last if ctx.channels_last else torch.contiguous_format)
-    d_x = _backward_x(d_out, values, *ctx.call, *ctx.size, ctx.channels_last) if ctx.needs_input_grad[0] else None
-    d_values = _backward_values(x, d_out, *ctx.call) if ctx.needs_input_grad[1] else None
+    d_x = backward_x_op(d_out, values, *ctx.call, *ctx.size, ctx.channels_last) if ctx.needs_input_grad[0] else None
+    d_values = backward_values_op(x, d_out, *ctx.call) if ctx.needs_input_grad[1] else None
     return d_x, d_values, d_bias, *(None,) * 7
 
 
@@ -94,8 +94,8 @@ def _backward_x_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _backward_x_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     d_out, values = ctx.saved_tensors
-    d_d_out = _conv(g, values, None, *ctx.call, ctx.channels_last) if ctx.needs_input_grad[0] else None
-    d_values = _backward_values(g, d_out, *ctx.call) if ctx.needs_input_grad[1] else None
+    d_d_out = conv_op(g, values, None, *ctx.call, ctx.channels_last) if ctx.needs_input_grad[0] else None
+    d_values = backward_values_op(g, d_out, *ctx.call) if ctx.needs_input_grad[1] else None
     return d_d_out, d_values, *(None,) * 9
 
 
@@ -107,8 +107,8 @@ def _backward_values_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) ->
 
 def _backward_values_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, d_out = ctx.saved_tensors
-    d_x = _backward_x(d_out, g, *ctx.call, *ctx.size, ctx.formats[0]) if ctx.needs_input_grad[0] else None
-    d_d_out = _conv(x, g, None, *ctx.call, ctx.formats[1]) if ctx.needs_input_grad[1] else None
+    d_x = backward_x_op(d_out, g, *ctx.call, *ctx.size, ctx.formats[0]) if ctx.needs_input_grad[0] else None
+    d_d_out = conv_op(x, g, None, *ctx.call, ctx.formats[1]) if ctx.needs_input_grad[1] else None
     return d_x, d_d_out, *(None,) * 6
 
 
@@ -126,7 +126,7 @@ torch.library.register_autograd(
 
 def _register_vmap(op: str, tensors: int, folds: bool) -> None:
     """`folds` where only the first of the tensors, which is images, needs to be mapped."""
-    call = getattr(_ops, op).default
+    call = getattr(ops, op).default
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
         first, rest = arguments[:tensors], arguments[tensors:]
@@ -136,13 +136,7 @@ def _register_vmap(op: str, tensors: int, folds: bool) -> None:
             if images.dim() == 5:
                 result = call(images.reshape(-1, *images.shape[2:]), *first[1:], *rest)
                 return result.reshape(*images.shape[:2], *result.shape[1:]), 0
-        if size == 0:
-            one = call(
-                *(t if d is None else t.new_zeros(_sample(t, d)) for t, d in zip(first, dims, strict=True)), *rest
-            )
-            return one.new_empty((0, *one.shape)), 0
-        each = ([t if d is None else t.select(d, n) for t, d in zip(first, dims, strict=True)] for n in range(size))
-        return torch.stack([call(*one, *rest) for one in each]), 0
+        return one_by_one(lambda *one: call(*one, *rest), size, dims, first)
 
     torch.library.register_vmap(f"fretwork::{op}", vmap)
 
@@ -151,15 +145,4 @@ _register_vmap("block_conv2d", 3, folds=True)
 _register_vmap("block_conv2d_backward_x", 2, folds=True)
 _register_vmap("block_conv2d_backward_values", 2, folds=False)
 
-
-def _conv_autocast(x: Tensor, values: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device)
-    with torch.autocast(device, enabled=False):
-        return _conv(
-            _lowered(x, dtype), _lowered(values, dtype), None if bias is None else _lowered(bias, dtype), *rest
-        )
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("block_conv2d", _conv_autocast, f"Autocast{_device}")
+autocast_operands("block_conv2d", 3)

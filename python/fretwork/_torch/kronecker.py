@@ -1,29 +1,25 @@
-"""What torch needs of the Kronecker products beyond running them: result shapes, gradients, vmap and autocast."""
+"""torch's rules for the Kronecker products, and for the copies between their weights and dense matrices."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fretwork._rules import _library, _lowered  # which loads the library
-from fretwork._shapes import fail
+from fretwork._checks import expect, fail
+from fretwork._shapes import check_floating
+from fretwork._torch.activation import before_activation
+from fretwork._torch.registration import autocast_operands, operand, ops
+from fretwork._torch.vmap import mapped, mapped_over_none, split
 
-_ops = torch.ops.fretwork
-_ksmm, _backward_weight = _ops.ksmm.default, _ops.ksmm_backward_weight.default
-_chain = _ops.ksmm_chain.default
-_aten = torch.ops.aten
-
-
-def _check(right: bool, op: str, argument: str, expected: str, got: object) -> None:
-    if not right:
-        fail(op, argument, expected, got)
+ksmm_op, ksmm_chain_op = ops.ksmm.default, ops.ksmm_chain.default
+backward_weight_op = ops.ksmm_backward_weight.default
+to_dense_op, from_dense_op = ops.kronecker_to_dense.default, ops.kronecker_from_dense.default
 
 
 def _check_like(op: str, x: Tensor, others: dict[str, Tensor | None]) -> None:
     for name, t in others.items():
         if t is not None:
-            _check(t.dtype == x.dtype, op, name, f"{x.dtype} like x", t.dtype)
+            expect(t.dtype == x.dtype, op, name, f"{x.dtype} like x", t.dtype)
 
 
 # Shapes, as the core has them. x is (batch, features), or (features, batch) where batch is last.
@@ -31,15 +27,15 @@ def _check_like(op: str, x: Tensor, others: dict[str, Tensor | None]) -> None:
 
 def _result(op: str, x: Tensor, factors: dict[str, Tensor], bias: Tensor | None, bs_last: bool) -> Tensor:
     _check_like(op, x, {**factors, "bias": bias})
-    _check(x.dim() == 2, op, "x", "2 dimensions, batch and features", tuple(x.shape))
+    expect(x.dim() == 2, op, "x", "2 dimensions, batch and features", tuple(x.shape))
     batch, features = reversed(x.shape) if bs_last else x.shape
     for name, w in factors.items():
-        _check(w.dim() == 4, op, name, "(a, b, c, d)", tuple(w.shape))
+        expect(w.dim() == 4, op, name, "(a, b, c, d)", tuple(w.shape))
         a, b, c, d = w.shape
-        _check(features == a * c * d, op, name, f"{features} in features (a·c·d)", a * c * d)
+        expect(features == a * c * d, op, name, f"{features} in features (a·c·d)", a * c * d)
         features = a * b * d
     if bias is not None:
-        _check(tuple(bias.shape) == (features,), op, "bias", f"{(features,)}", tuple(bias.shape))
+        expect(tuple(bias.shape) == (features,), op, "bias", f"{(features,)}", tuple(bias.shape))
     return x.new_empty((features, batch) if bs_last else (batch, features))
 
 
@@ -52,7 +48,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: b
 def _chain_fake(
     x: Tensor, weights: list[Tensor], bias: Tensor | None, activation: str, bs_last: bool, precision: str
 ) -> Tensor:
-    _check(len(weights) > 0, "ksmm_chain", "weights", "at least one", "none")
+    expect(len(weights) > 0, "ksmm_chain", "weights", "at least one", "none")
     return _result("ksmm_chain", x, {f"weights[{n}]": w for n, w in enumerate(weights)}, bias, bs_last)
 
 
@@ -62,9 +58,9 @@ def _backward_weight_fake(
 ) -> tuple[Tensor, Tensor]:
     op = "ksmm_backward_weight"
     _check_like(op, x, {"d_out": d_out})
-    _check(x.dim() == 2 == d_out.dim(), op, "x and d_out", "2 dimensions", (tuple(x.shape), tuple(d_out.shape)))
+    expect(x.dim() == 2 == d_out.dim(), op, "x and d_out", "2 dimensions", (tuple(x.shape), tuple(d_out.shape)))
     (batch, c), (d_batch, b) = (reversed(t.shape) if bs_last else t.shape for t in (x, d_out))
-    _check(batch == d_batch, op, "d_out", f"a batch of {batch}", d_batch)
+    expect(batch == d_batch, op, "d_out", f"a batch of {batch}", d_batch)
     return x.new_empty(a, b // (a * d), c // (a * d), d), x.new_empty(b if bias else 0)
 
 
@@ -83,31 +79,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     )
 
 
-def _silu_backward(d_out: Tensor, sums: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():
-        return _aten.silu_backward(d_out, sums)
-    slope = sums.sigmoid()  # torch's own has no derivative
-    return d_out * slope * (1 + sums * (1 - slope))
-
-
-def _before_activation(activation: str, d_out: Tensor, out: Tensor, sums: Callable[[], Tensor]) -> Tensor:
-    """The gradient of the sums that the activation was applied to; `out` is saved where it says enough."""
-    if activation == "none":
-        return d_out
-    if activation == "relu":
-        return _aten.threshold_backward(d_out, out, 0)
-    return (_aten.gelu_backward if activation == "gelu" else _silu_backward)(d_out, sums())
-
-
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     x, w, bias, out = ctx.saved_tensors
     layout = (ctx.bs_last, ctx.precision)
-    d_out = _before_activation(ctx.activation, d_out, out, lambda: _ksmm(x, w, bias, "none", *layout))
+    d_out = before_activation(ctx.activation, d_out, out, lambda: ksmm_op(x, w, bias, "none", *layout))
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    d_x = _ksmm(d_out, w.transpose(1, 2), None, "none", *layout) if needs_x else None
+    d_x = ksmm_op(d_out, w.transpose(1, 2), None, "none", *layout) if needs_x else None
     d_w = d_bias = None
     if needs_w:
-        d_w, d_bias = _backward_weight(x, d_out, ctx.a, ctx.d, *layout, needs_bias)
+        d_w, d_bias = backward_weight_op(x, d_out, ctx.a, ctx.d, *layout, needs_bias)
     elif needs_bias:
         d_bias = d_out.sum(1 if ctx.bs_last else 0)
     return d_x, d_w, d_bias if needs_bias else None, None, None, None
@@ -134,9 +114,9 @@ def _chain_gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
     last = end if ctx.again else max((n for n, needs in enumerate(needs_w) if needs), default=0)
     before = [x]  # what comes into each factor
     for w in weights[:last]:
-        before.append(_ksmm(before[-1], w, None, "none", *layout))
-    d_y = _before_activation(
-        ctx.activation, d_out, out, lambda: _ksmm(before[end], weights[end], bias, "none", *layout)
+        before.append(ksmm_op(before[-1], w, None, "none", *layout))
+    d_y = before_activation(
+        ctx.activation, d_out, out, lambda: ksmm_op(before[end], weights[end], bias, "none", *layout)
     )
     d_bias = None
     if needs_bias and not needs_w[end]:
@@ -146,11 +126,11 @@ def _chain_gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         w = weights[n]
         if needs_w[n]:
             with_bias = n == end and needs_bias
-            d_weights[n], sums = _backward_weight(before[n], d_y, w.shape[0], w.shape[3], *layout, with_bias)
+            d_weights[n], sums = backward_weight_op(before[n], d_y, w.shape[0], w.shape[3], *layout, with_bias)
             d_bias = sums if with_bias else d_bias
         if not (needs_x or any(needs_w[:n])):
             break
-        d_y = _ksmm(d_y, w.transpose(1, 2), None, "none", *layout)
+        d_y = ksmm_op(d_y, w.transpose(1, 2), None, "none", *layout)
     return d_y if needs_x else None, d_weights, d_bias, None, None, None
 
 
@@ -163,31 +143,12 @@ def _backward_weight_gradient(ctx: Any, g_w: Tensor, g_bias: Tensor) -> tuple[Te
     """d_w is linear in x and in d_out; with g_w in the place of w its gradients are the product and its transpose."""
     x, d_out = ctx.saved_tensors
     layout = ("none", ctx.bs_last, ctx.precision)
-    g_x = _ksmm(d_out, g_w.transpose(1, 2), None, *layout) if ctx.needs_input_grad[0] else None
-    g_out = _ksmm(x, g_w, g_bias if ctx.bias else None, *layout) if ctx.needs_input_grad[1] else None
+    g_x = ksmm_op(d_out, g_w.transpose(1, 2), None, *layout) if ctx.needs_input_grad[0] else None
+    g_out = ksmm_op(x, g_w, g_bias if ctx.bias else None, *layout) if ctx.needs_input_grad[1] else None
     return g_x, g_out, None, None, None, None, None
 
 
 # vmap
-
-
-def mapped(tensor: Tensor, dim: int | None, size: int, to: int) -> Tensor:
-    """With the mapped dimension at `to`, merged with the next."""
-    if dim is None:
-        tensor = tensor.unsqueeze(to)
-        return tensor.expand(*tensor.shape[:to], size, *tensor.shape[to + 1 :]).flatten(to, to + 1)
-    return tensor.movedim(dim, to).flatten(to, to + 1)
-
-
-def split(tensor: Tensor, size: int, dim: int) -> Tensor:
-    return tensor.reshape(*tensor.shape[:dim], size, tensor.shape[dim] // size, *tensor.shape[dim + 1 :])
-
-
-def mapped_over_none(op: Callable[..., Tensor], *inputs: tuple[Tensor | None, int | None]) -> tuple[Tensor, int]:
-    """What a map of no elements gives: nothing, of the shape that one element would have, and gradients of zero."""
-    one = [t if dim is None or t is None else t.new_zeros(t.movedim(dim, 0).shape[1:]) for t, dim in inputs]
-    y = op(*one)
-    return y.new_empty(0, *y.shape) + sum(t.sum() for t, _ in inputs if t is not None), 0
 
 
 def _vmap(
@@ -196,14 +157,14 @@ def _vmap(
     x_dim, w_dim, bias_dim, size = *in_dims[:3], info.batch_size
     if size == 0:
         inputs = (x, x_dim), (w, w_dim), (bias, bias_dim)
-        return mapped_over_none(lambda *one: _ksmm(*one, activation, last, p), *inputs)
+        return mapped_over_none(lambda *one: ksmm_op(*one, activation, last, p), *inputs)
     axis = int(last)
     if w_dim is not None or bias_dim is not None:
         # Each has a factor of its own. They stand one after another on a longer diagonal: size·a instead of a.
         axis = 1 - axis
         w = mapped(w, w_dim, size, 0)
         bias = None if bias is None else mapped(bias, bias_dim, size, 0)
-    return split(_ksmm(mapped(x, x_dim, size, axis), w, bias, activation, last, p), size, axis), axis
+    return split(ksmm_op(mapped(x, x_dim, size, axis), w, bias, activation, last, p), size, axis), axis
 
 
 def _chain_vmap(
@@ -219,7 +180,7 @@ def _chain_vmap(
     x_dim, w_dims, bias_dim = dims[:3]
     size, axis = info.batch_size, int(last)
     if size > 0 and bias_dim is None and all(dim is None for dim in w_dims):
-        return split(_chain(mapped(x, x_dim, size, axis), weights, bias, act, last, p), size, axis), axis
+        return split(ksmm_chain_op(mapped(x, x_dim, size, axis), weights, bias, act, last, p), size, axis), axis
     for w, w_dim in zip(weights[:-1], w_dims[:-1], strict=True):
         x, x_dim = _vmap(info, (x_dim, w_dim, None), x, w, None, "none", last, p)
     return _vmap(info, (x_dim, w_dims[-1], bias_dim), x, weights[-1], bias, act, last, p)
@@ -230,26 +191,8 @@ def _backward_weight_vmap(
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     size, features = info.batch_size, 1 - int(last)
     x, d_out = mapped(x, in_dims[0], size, features), mapped(d_out, in_dims[1], size, features)
-    d_w, d_bias = _backward_weight(x, d_out, size * a, d, last, p, bias)
+    d_w, d_bias = backward_weight_op(x, d_out, size * a, d, last, p, bias)
     return (split(d_w, size, 0), split(d_bias, size, 0) if bias else d_bias.new_empty(size, 0)), (0, 0)
-
-
-# Autocast
-
-
-def _autocast(x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device)
-    with torch.autocast(device, enabled=False):
-        return _ksmm(_lowered(x, dtype), _lowered(w, dtype), None if bias is None else _lowered(bias, dtype), *rest)
-
-
-def _chain_autocast(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> Tensor:
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device)
-    with torch.autocast(device, enabled=False):
-        lowered = [_lowered(w, dtype) for w in weights]
-        return _chain(_lowered(x, dtype), lowered, None if bias is None else _lowered(bias, dtype), *rest)
 
 
 torch.library.register_autograd("fretwork::ksmm", _gradient, setup_context=_setup)
@@ -260,6 +203,61 @@ torch.library.register_autograd(
 torch.library.register_vmap("fretwork::ksmm", _vmap)
 torch.library.register_vmap("fretwork::ksmm_chain", _chain_vmap)
 torch.library.register_vmap("fretwork::ksmm_backward_weight", _backward_weight_vmap)
-for _device in ("CPU", "CUDA"):
-    _library.impl("ksmm", _autocast, f"Autocast{_device}")
-    _library.impl("ksmm_chain", _chain_autocast, f"Autocast{_device}")
+autocast_operands("ksmm", 3)
+autocast_operands("ksmm_chain", 3)
+
+
+# Dense matrices and weights. Each copy is the other's gradient: what lies outside the pattern has none.
+
+
+@torch.library.register_fake("fretwork::kronecker_to_dense")
+def _to_dense_fake(w: Tensor) -> Tensor:
+    check_floating("to_dense", operand("w", w))
+    if w.dim() != 4 or 0 in w.shape:
+        fail("to_dense", "w", "(a, b, c, d), each at least 1", tuple(w.shape))
+    a, b, c, d = w.shape
+    return w.new_empty(a * b * d, a * c * d)
+
+
+@torch.library.register_fake("fretwork::kronecker_from_dense")
+def _from_dense_fake(dense: Tensor, a: int, b: int, c: int, d: int) -> tuple[Tensor, Tensor]:
+    check_floating("from_dense", operand("dense", dense))
+    if tuple(dense.shape) != (a * b * d, a * c * d):
+        expected = f"{(a * b * d, a * c * d)} for kronecker({a},{b},{c},{d})"
+        fail("from_dense", "dense", expected, tuple(dense.shape))
+    return dense.new_empty(a, b, c, d), dense.new_empty((), dtype=torch.int64)
+
+
+def _to_dense_setup(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.sizes = inputs[0].shape
+
+
+def _to_dense_gradient(ctx: Any, gradient: Tensor) -> Tensor:
+    return from_dense_op(gradient, *ctx.sizes)[0]
+
+
+def _from_dense_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+
+
+def _from_dense_gradient(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None, None, None]:
+    return to_dense_op(gradient), None, None, None, None
+
+
+def _to_dense_vmap(info: Any, in_dims: tuple[int], w: Tensor) -> tuple[Tensor, int]:
+    if info.batch_size == 0:
+        return mapped_over_none(to_dense_op, (w, in_dims[0]))
+    return torch.stack([to_dense_op(one) for one in w.unbind(in_dims[0])]), 0
+
+
+def _from_dense_vmap(
+    info: Any, in_dims: tuple[Any, ...], dense: Tensor, *sizes: int
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    each = [from_dense_op(one, *sizes) for one in dense.unbind(in_dims[0])]
+    return (torch.stack([w for w, _ in each]), torch.stack([outside for _, outside in each])), (0, 0)
+
+
+torch.library.register_autograd("fretwork::kronecker_to_dense", _to_dense_gradient, setup_context=_to_dense_setup)
+torch.library.register_autograd("fretwork::kronecker_from_dense", _from_dense_gradient, setup_context=_from_dense_setup)
+torch.library.register_vmap("fretwork::kronecker_to_dense", _to_dense_vmap)
+torch.library.register_vmap("fretwork::kronecker_from_dense", _from_dense_vmap)

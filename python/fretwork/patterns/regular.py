@@ -1,14 +1,4 @@
-"""Regular patterns by name: windows, strides, dilations, grids, documents, and explicit ones.
-
-Query i stands at position p = i + offset, where offset = Sk − Sq unless given: queries are the last Sq positions. `seq`
-is S or (Sq, Sk). Patterns combine with `|` and `&`; `.T` exchanges queries and keys; p[8:, :100] is a piece of one.
-Only `from_block_mask` needs torch.
-
->>> import fretwork as fw
->>> p = fw.patterns.sliding_window(4096, 255, 0) | fw.patterns.dilated(4096, 8, 256)
->>> p.shape, p.nnz
-((4096, 4096), 1063040)
-"""
+"""The regular patterns by name, as `fretwork.patterns` has them. Only `from_block_mask` needs torch."""
 
 from __future__ import annotations
 
@@ -17,31 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fretwork._checks import whole_number, zeros_and_ones
 from fretwork._library import core
-from fretwork.pattern import (
-    BlockLayout,
-    KroneckerPattern,
-    Pattern,
-    _diagonal,
-    _from_handle,
-    _parsed,
-    _placed,
-    _prefixed,
-    whole_number,
-    zeros_and_ones,
-)
+from fretwork.patterns.block import BlockLayout
+from fretwork.patterns.kronecker import KroneckerPattern
+from fretwork.patterns.pattern import Pattern, diagonal, from_handle, parsed, placed, prefixed
 
 if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
     Array = torch.Tensor | np.ndarray | Iterable[int]
-
-__all__ = [
-    "acsr", "axial", "band", "bigbird", "block_causal", "block_local", "causal", "diag", "dilated", "document", "fixed",
-    "from_block_mask", "from_layout", "from_mask", "full", "longformer", "longnet", "neighborhood", "place",
-    "prefix_lm", "sinks", "sliding_tile", "sliding_window", "strided", "swin", "tree", "vertical_slash", "with_prefix",
-]  # fmt: skip
 
 Seq = int | tuple[int, int]
 PerAxis = int | tuple[int, ...]
@@ -299,9 +275,7 @@ def acsr(start: Array, stride: Array, count: Array, cols: int) -> Pattern:
         got = ", ".join(str(len(array)) for array in arrays)
         raise ValueError(f"acsr: start, stride and count: expected equal lengths, got {got}")
     pointers = [array.ctypes.data for array in arrays]
-    return _from_handle(
-        core().fretwork_pattern_from_acsr(*pointers, len(arrays[0]), whole_number("acsr", "cols", cols))
-    )
+    return from_handle(core().fretwork_pattern_from_acsr(*pointers, len(arrays[0]), whole_number("acsr", "cols", cols)))
 
 
 def from_mask(mask: torch.Tensor | np.ndarray | Any) -> Pattern:
@@ -314,7 +288,7 @@ def from_mask(mask: torch.Tensor | np.ndarray | Any) -> Pattern:
     bits = zeros_and_ones("from_mask", "mask", mask)
     if bits.ndim != 2:
         raise ValueError(f"from_mask: mask: expected (Sq, Sk), got shape {bits.shape}")
-    return _from_handle(core().fretwork_pattern_from_mask(*bits.shape, bits.ctypes.data))
+    return from_handle(core().fretwork_pattern_from_mask(*bits.shape, bits.ctypes.data))
 
 
 def from_layout(layout: BlockLayout, head: int = 0) -> Pattern:
@@ -327,10 +301,10 @@ def from_layout(layout: BlockLayout, head: int = 0) -> Pattern:
     if isinstance(layout, KroneckerPattern):
         if whole_number("from_layout", "head", head) != 0:
             raise ValueError(f"from_layout: head: expected 0, as a Kronecker pattern has one, got {head}")
-        return _parsed(f"from_kronecker({layout.text})")
+        return parsed(f"from_kronecker({layout.text})")
     if not isinstance(layout, BlockLayout):
         raise TypeError(f"from_layout: layout: expected a BlockLayout, got {type(layout).__name__}")
-    return _parsed(f"from_layout({layout.text},head={whole_number('from_layout', 'head', head)})")
+    return parsed(f"from_layout({layout.text},head={whole_number('from_layout', 'head', head)})")
 
 
 def from_block_mask(block_mask: BlockMask) -> Pattern | list[Pattern]:
@@ -345,10 +319,10 @@ def from_block_mask(block_mask: BlockMask) -> Pattern | list[Pattern]:
     >>> p.shape, p.nnz == causal(300).nnz
     ((300, 300), True)
     """
-    from fretwork import _block_mask
+    from fretwork.patterns import block_mask as flex
 
-    (rows, cols), heads = _block_mask.runs("from_block_mask", block_mask)
-    made = [_from_handle(core().fretwork_pattern_from_runs(rows, cols, runs.ctypes.data, len(runs))) for runs in heads]
+    (rows, cols), heads = flex.runs("from_block_mask", block_mask)
+    made = [from_handle(core().fretwork_pattern_from_runs(rows, cols, runs.ctypes.data, len(runs))) for runs in heads]
     return made[0] if len(made) == 1 else made
 
 
@@ -359,7 +333,7 @@ def place(pattern: Pattern, shape: tuple[int, int], at: tuple[int, int] = (0, 0)
     [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     """
     sizes, corner = _pair("place", "shape", shape), _pair("place", "at", at)
-    return _placed(_given("place", "pattern", pattern)._text, *sizes, *corner)
+    return placed(_given("place", "pattern", pattern).text, *sizes, *corner)
 
 
 def diag(patterns: Iterable[Pattern]) -> Pattern:
@@ -370,7 +344,7 @@ def diag(patterns: Iterable[Pattern]) -> Pattern:
     """
     if isinstance(patterns, Pattern) or not isinstance(patterns, Iterable):
         raise TypeError(f"diag: patterns: expected a sequence of patterns, got {type(patterns).__name__}")
-    return _diagonal(*[_given("diag", f"patterns[{n}]", pattern)._text for n, pattern in enumerate(patterns)])
+    return diagonal(*[_given("diag", f"patterns[{n}]", pattern).text for n, pattern in enumerate(patterns)])
 
 
 def with_prefix(pattern: Pattern, n: int) -> Pattern:
@@ -379,12 +353,12 @@ def with_prefix(pattern: Pattern, n: int) -> Pattern:
     >>> with_prefix(neighborhood((2, 2), 1), 1).mask().int().tolist()
     [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 0, 1]]
     """
-    return _prefixed(_given("with_prefix", "pattern", pattern)._text, whole_number("with_prefix", "n", n))
+    return prefixed(_given("with_prefix", "pattern", pattern).text, whole_number("with_prefix", "n", n))
 
 
 def _made(op: str, **arguments: Any) -> Pattern:
     """The pattern of a call: its text, which the core parses, checks and makes canonical."""
-    return _parsed(f"{op}({','.join(f'{name}={_word(op, name, value)}' for name, value in arguments.items())})")
+    return parsed(f"{op}({','.join(f'{name}={_word(op, name, value)}' for name, value in arguments.items())})")
 
 
 def _word(op: str, name: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What torch needs of the ops beyond running them: result shapes for tracing, gradients, vmap and autocast."""
+"""torch's rules for the block-sparse products, softmax and packing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,24 +7,19 @@ import torch
 from torch import Tensor
 
 from fretwork import _shapes
-from fretwork._library import library_path
-from fretwork._shapes import Operand, Shape, product_shape
-from fretwork._shapes import both as _both
-from fretwork._shapes import size as _size
-from fretwork.pattern import BlockLayout, block_layout
+from fretwork._shapes import Shape, both, product_shape, size
+from fretwork._torch.registration import autocast_operands, operand, ops
+from fretwork._torch.vmap import one_by_one, sample_shape
+from fretwork.patterns import BlockLayout
+from fretwork.patterns.block import block_layout
 
-torch.ops.load_library(str(library_path("fretwork_torch")))
-_ops = torch.ops.fretwork
-# Registrations last as long as the object that made them.
-_library = torch.library.Library("fretwork", "IMPL")
+sdd_op, dsd_op, dds_op = ops.sdd.default, ops.dsd.default, ops.dds.default
+softmax_op, softmax_backward_op = ops.block_softmax.default, ops.block_softmax_backward.default
+pack_op, unpack_op = ops.block_pack.default, ops.block_unpack.default
 
 # Which tensor of y = op(a)·op(b) is packed, and what its callers call a and b.
 _PACKED = {"sdd": "y", "dsd": "a", "dds": "b"}
 _NAMES = {"sdd": ("a", "b"), "dsd": ("values", "b"), "dds": ("a", "values")}
-
-
-def _operand(name: str, tensor: Tensor) -> Operand:
-    return Operand(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device))
 
 
 def _batched(like: Tensor, *sizes: int) -> list[int]:
@@ -33,7 +28,7 @@ def _batched(like: Tensor, *sizes: int) -> list[int]:
 
 def _rpe_shape(rpe: str, values: Tensor, layout: BlockLayout) -> list[int]:
     heads, rows, cols = layout.shape
-    sizes = {"z": _size(values.shape, -4), "h": heads, "m": rows, "n": cols, "1": 1}
+    sizes = {"z": size(values.shape, -4), "h": heads, "m": rows, "n": cols, "1": 1}
     return [sizes[letter] for letter in rpe]
 
 
@@ -41,11 +36,11 @@ def _rpe_shape(rpe: str, values: Tensor, layout: BlockLayout) -> list[int]:
 
 
 def _register_product(op: str) -> None:
-    call: Callable[..., Tensor] = getattr(_ops, op).default
+    call: Callable[..., Tensor] = getattr(ops, op).default
 
     def fake(a: Tensor, b: Tensor, key: str, trans_a: bool, trans_b: bool, _: str, sum_z: bool, sum_h: bool) -> Tensor:
         layout, (first, second) = block_layout(key), _NAMES[op]
-        _shapes.check_product(op, _operand(first, a), _operand(second, b), layout, trans_a, trans_b, sum_h)
+        _shapes.check_product(op, operand(first, a), operand(second, b), layout, trans_a, trans_b, sum_h)
         return a.new_empty(product_shape(op, a.shape, b.shape, layout, trans_a, trans_b, sum_z, sum_h))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -70,18 +65,18 @@ def _register_product(op: str) -> None:
     ) -> Tensor:
         """A gradient is the product of the other two, one transposed; which op that is, the packed one decides."""
         packed = _PACKED[op]
-        chosen = _ops.dsd if packed == left else _ops.dds if packed == right else _ops.sdd
-        heads = block_layout(ctx.key).heads if packed == of else _size(shape, -3)
-        sum_z, sum_h = _size(shape, -4) == 1, heads == 1
-        result = chosen.default(x, y, ctx.key, trans_x, trans_y, ctx.precision, sum_z, sum_h)
+        product = dsd_op if packed == left else dds_op if packed == right else sdd_op
+        heads = block_layout(ctx.key).heads if packed == of else size(shape, -3)
+        sum_z, sum_h = size(shape, -4) == 1, heads == 1
+        result = product(x, y, ctx.key, trans_x, trans_y, ctx.precision, sum_z, sum_h)
         result = result.reshape(result.shape[-len(shape) :])
         # A sum's gradient is the same for every term.
         return result if result.shape == shape else result.expand(shape)
 
     def vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, key: str, *rest: Any) -> tuple[Tensor, int]:
         trans_a, trans_b, precision, sum_z, sum_h = rest
-        samples = [_sample(t, d) for t, d in zip((a, b), in_dims, strict=False)]
-        z = _both(_size(samples[0], -4), _size(samples[1], -4))
+        samples = [sample_shape(t, d) for t, d in zip((a, b), in_dims, strict=False)]
+        z = both(size(samples[0], -4), size(samples[1], -4))
         folded = [_fold(t, d, info.batch_size, z) for t, d in zip((a, b), in_dims, strict=False)]
         result = call(*folded, key, trans_a, trans_b, precision, False, sum_h)
         if sum_z:
@@ -89,27 +84,10 @@ def _register_product(op: str) -> None:
         shape = product_shape(op, samples[0], samples[1], block_layout(key), trans_a, trans_b, sum_z, sum_h)
         return result.reshape(info.batch_size, *shape), 0
 
-    def autocast(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        device = a.device.type
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            return call(_lowered(a, dtype), _lowered(b, dtype), *rest)
-
     torch.library.register_fake(f"fretwork::{op}", fake)
     torch.library.register_autograd(f"fretwork::{op}", backward, setup_context=setup)
     torch.library.register_vmap(f"fretwork::{op}", vmap)
-    for device in ("CPU", "CUDA"):
-        _library.impl(op, autocast, f"Autocast{device}")
-
-
-def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast treats the operands of a matmul: float64 and what is not floating stay."""
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-
-def _sample(tensor: Tensor, dim: int | None) -> list[int]:
-    """The shape that one element of a vmap sees."""
-    return [n for d, n in enumerate(tensor.shape) if d != dim]
+    autocast_operands(op, 2)
 
 
 def _fold(tensor: Tensor, dim: int | None, batch: int, z: int, always: bool = False) -> Tensor:
@@ -139,8 +117,8 @@ def _softmax_fake(
     *modes: str,
 ) -> Tensor:
     given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-    extras = [_operand(name, tensor) for name, tensor in given.items() if tensor is not None]
-    _shapes.check_softmax(_operand("values", values), block_layout(key), extras, *modes)
+    extras = [operand(name, tensor) for name, tensor in given.items() if tensor is not None]
+    _shapes.check_softmax(operand("values", values), block_layout(key), extras, *modes)
     return values.new_empty(values.shape)
 
 
@@ -158,8 +136,8 @@ def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.rpe_shape, ctx.rpe_dtype = None, output.dtype
     if rpe is not None and ctx.needs_input_grad[3]:
         ctx.rpe_shape, ctx.rpe_dtype = rpe.shape, rpe.dtype
-        # One number for a whole row only shifts it, which a softmax does not feel: no sum that rounds is asked for.
-        if _size(rpe.shape, -1) != 1:
+        # Softmax is shift-invariant: one number for a whole row has a gradient of zero, without a sum that rounds.
+        if size(rpe.shape, -1) != 1:
             ctx.rpe = "".join(
                 "1" if n == 1 else letter for n, letter in zip(rpe.shape, "zhmn"[4 - rpe.dim() :], strict=True)
             )
@@ -168,7 +146,7 @@ def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     (out,) = ctx.saved_tensors
-    d_values, d_rpe = _ops.block_softmax_backward.default(out, gradient, ctx.key, ctx.scale, ctx.rpe, ctx.rpe_dtype)
+    d_values, d_rpe = softmax_backward_op(out, gradient, ctx.key, ctx.scale, ctx.rpe, ctx.rpe_dtype)
     rpe = None
     if ctx.rpe_shape is not None:
         rpe = gradient.new_zeros(ctx.rpe_shape, dtype=ctx.rpe_dtype) if ctx.rpe == "none" else d_rpe
@@ -186,22 +164,18 @@ def _softmax_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple
     values, key, scale, rpe, key_padding, attn, *modes = arguments
     dims = dict(zip(("values", "key", "scale", "rpe", "key_padding", "attn"), in_dims, strict=False))
     if info.batch_size == 0 and dims["attn"] is not None:  # then any mask will do
-        attn = attn.new_zeros(_sample(attn, dims["attn"]))
+        attn = attn.new_zeros(sample_shape(attn, dims["attn"]))
     elif dims["attn"] is not None:  # an attention mask has no Z to fold into
-        each = [
-            [a if d is None else a.select(d, n) for a, d in zip(arguments, in_dims, strict=True)]
-            for n in range(info.batch_size)
-        ]
-        return torch.stack([_ops.block_softmax.default(*one) for one in each]), 0
-    batch, sample = info.batch_size, _sample(values, dims["values"])
-    z = _size(sample, -4)
+        return one_by_one(softmax_op, info.batch_size, in_dims, arguments)
+    batch, sample = info.batch_size, sample_shape(values, dims["values"])
+    z = size(sample, -4)
     values = _fold(values, dims["values"], batch, z, always=True)
     if rpe is not None:
         rpe = _fold(rpe, dims["rpe"], batch, z)
     if key_padding is not None:
         lead = key_padding[None] if dims["key_padding"] is None else key_padding.movedim(dims["key_padding"], 0)
         key_padding = lead.expand(batch, *lead.shape[1:]).reshape(-1, lead.shape[-1])
-    result = _ops.block_softmax.default(values, key, scale, rpe, key_padding, attn, *modes)
+    result = softmax_op(values, key, scale, rpe, key_padding, attn, *modes)
     return result.reshape(batch, *sample), 0
 
 
@@ -215,12 +189,12 @@ def _softmax_backward_vmap(
     rpe: str,
     dtype: torch.dtype,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    batch, sample = info.batch_size, _sample(out, in_dims[0])
-    z = _size(sample, -4)
+    batch, sample = info.batch_size, sample_shape(out, in_dims[0])
+    z = size(sample, -4)
     out, d_out = (_fold(t, d, batch, z, always=True) for t, d in zip((out, d_out), in_dims, strict=False))
     # The gradient of rpe is asked for with every Z, and summed here where rpe has none.
     asked = rpe if rpe == "none" else "z" + rpe[-3:].rjust(3, "1")
-    d_values, d_rpe = _ops.block_softmax_backward.default(out, d_out, key, scale, asked, dtype)
+    d_values, d_rpe = softmax_backward_op(out, d_out, key, scale, asked, dtype)
     if rpe == "none":
         return (d_values.reshape(batch, *sample), d_rpe.new_empty(batch, 0)), (0, 0)
     d_rpe = d_rpe.reshape(batch, z, *d_rpe.shape[1:])
@@ -242,14 +216,14 @@ torch.library.register_vmap("fretwork::block_softmax_backward", _softmax_backwar
 @torch.library.register_fake("fretwork::block_pack")
 def _pack_fake(dense: Tensor, key: str) -> Tensor:
     layout = block_layout(key)
-    _shapes.check_pack(_operand("dense", dense), layout)
+    _shapes.check_pack(operand("dense", dense), layout)
     return dense.new_empty(_batched(dense, *_shapes.packed_shape(layout)))
 
 
 @torch.library.register_fake("fretwork::block_unpack")
 def _unpack_fake(values: Tensor, key: str, fill: float) -> Tensor:
     layout = block_layout(key)
-    _shapes.check_unpack(_operand("values", values), layout, fill)
+    _shapes.check_unpack(operand("values", values), layout, fill)
     return values.new_empty(_batched(values, *layout.shape))
 
 
@@ -259,7 +233,7 @@ def _pack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _pack_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return _ops.block_unpack.default(gradient, ctx.key, 0.0).reshape(ctx.shape), None
+    return unpack_op(gradient, ctx.key, 0.0).reshape(ctx.shape), None
 
 
 def _unpack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -267,18 +241,18 @@ def _unpack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _unpack_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return _ops.block_pack.default(gradient, ctx.key), None, None
+    return pack_op(gradient, ctx.key), None, None
 
 
 def _pack_vmap(info: Any, in_dims: tuple[Any, ...], dense: Tensor, key: str) -> tuple[Tensor, int]:
-    sample = _sample(dense, in_dims[0])
-    result = _ops.block_pack.default(_fold(dense, in_dims[0], info.batch_size, _size(sample, -4)), key)
+    sample = sample_shape(dense, in_dims[0])
+    result = pack_op(_fold(dense, in_dims[0], info.batch_size, size(sample, -4)), key)
     return result.reshape(info.batch_size, *sample[:-3], *result.shape[1:]), 0
 
 
 def _unpack_vmap(info: Any, in_dims: tuple[Any, ...], values: Tensor, key: str, fill: float) -> tuple[Tensor, int]:
-    sample = _sample(values, in_dims[0])
-    result = _ops.block_unpack.default(_fold(values, in_dims[0], info.batch_size, _size(sample, -4)), key, fill)
+    sample = sample_shape(values, in_dims[0])
+    result = unpack_op(_fold(values, in_dims[0], info.batch_size, size(sample, -4)), key, fill)
     return result.reshape(info.batch_size, *sample[:-3], *result.shape[1:]), 0
 
 
@@ -286,8 +260,3 @@ torch.library.register_autograd("fretwork::block_pack", _pack_gradient, setup_co
 torch.library.register_autograd("fretwork::block_unpack", _unpack_gradient, setup_context=_unpack_setup)
 torch.library.register_vmap("fretwork::block_pack", _pack_vmap)
 torch.library.register_vmap("fretwork::block_unpack", _unpack_vmap)
-
-
-@torch.library.register_fake("fretwork::_nothing")
-def _nothing_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)

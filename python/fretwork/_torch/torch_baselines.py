@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fretwork._rules_kronecker import mapped, mapped_over_none, split
+from fretwork._torch.vmap import mapped, mapped_over_none, split
 
 
 def _bmm(x: Tensor, w: Tensor, bs_last: bool) -> Tensor:
@@ -57,7 +57,7 @@ def _bsr_product(x: Tensor, w: Tensor) -> Tensor:
     a, b, c, d = w.shape
     p = math.gcd(b, c)  # torch's blocks are square
     if x.is_cuda:
-        p = p & -p if p % 16 == 0 else 1  # and 16, 32, 64, … on a GPU, where 16 bits run as they are
+        p = p & -p if p % 16 == 0 else 1  # on a GPU powers of two from 16 on, and 16-bit types without widening
     if p == 1:
         return _csr_product(x, w)
     wide = x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
@@ -148,11 +148,11 @@ _PRODUCTS: dict[str, Callable[[Tensor, Tensor, bool], Tensor]] = {
     "sparse": _sparse(blocks=False),
 }
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
-PEERS = tuple(_PRODUCTS)
+BASELINES = tuple(_PRODUCTS)
 
 
 def run(algo: str, x: Tensor, w: Tensor, bias: Tensor | None, activation: str, bs_last: bool) -> Tensor:
-    """activation(product + bias) by the peer called `algo`."""
+    """activation(product + bias) by the baseline called `algo`."""
     y = _PRODUCTS[algo](x, w, bs_last)
     if bias is not None:
         y = y + (bias[:, None] if bs_last else bias)

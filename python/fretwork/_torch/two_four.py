@@ -1,26 +1,25 @@
-"""What torch needs of the 2:4 operators beyond running them: result shapes, gradients, vmap and autocast."""
+"""torch's rules for the 2:4 operators."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fretwork._rules import _library  # which loads the library
-from fretwork._rules_kronecker import _before_activation
-from fretwork._shapes import fail
+from fretwork._checks import expect
+from fretwork._torch.activation import before_activation
+from fretwork._torch.arguments import FLOATING
+from fretwork._torch.registration import ops, register_autocast
+from fretwork._torch.vmap import one_by_one
 
-_ops = torch.ops.fretwork
-_compress, _check_op = _ops.two_four_compress.default, _ops.two_four_check.default
-_canonical = _ops.two_four_canonical.default
-_to_dense, _gather = _ops.two_four_to_dense.default, _ops.two_four_gather.default
-_prune, _prune_both = _ops.two_four_prune.default, _ops.two_four_prune_both.default
-_matmul, _plain_matmul = _ops.two_four_matmul.default, _ops._two_four_matmul.default
+compress_op, check_op = ops.two_four_compress.default, ops.two_four_check.default
+canonical_op = ops.two_four_canonical.default
+to_dense_op, gather_op = ops.two_four_to_dense.default, ops.two_four_gather.default
+prune_op, prune_both_op = ops.two_four_prune.default, ops.two_four_prune_both.default
+matmul_op, plain_matmul_op = ops.two_four_matmul.default, ops._two_four_matmul.default
 
-_LEARNING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
-_INTEGERS = (torch.int8, torch.uint8)
-_KINDS = (*_LEARNING, *_SMALL, *_INTEGERS)
+SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
+INTEGERS = (torch.int8, torch.uint8)
+KINDS = (*FLOATING, *SMALL, *INTEGERS)
 _WORDS = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32)
 WORDS_TEXT = "int8, int16, int32 or the unsigned types of these sizes"
 
@@ -37,7 +36,7 @@ def words_of(k: int, dtype: torch.dtype, word: torch.dtype) -> int:
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of a product, where none is asked for."""
-    return torch.int32 if dtype in _INTEGERS else torch.bfloat16 if dtype in _SMALL else dtype
+    return torch.int32 if dtype in INTEGERS else torch.bfloat16 if dtype in SMALL else dtype
 
 
 def bias_dtypes(out: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -45,42 +44,37 @@ def bias_dtypes(out: torch.dtype) -> tuple[torch.dtype, ...]:
     return (out, torch.float32) if out.itemsize == 1 else (out,)
 
 
-def _check(right: bool, op: str, argument: str, expected: object, got: object) -> None:
-    if not right:
-        fail(op, argument, expected, got)
-
-
 # Shapes, as the core has them
 
 
 def _check_device(op: str, argument: str, t: Tensor, like: Tensor) -> None:
-    """That torch did not come here for one operand on "meta" among others."""
-    _check(t.device == like.device, op, argument, f"a tensor on {like.device}", f"one on {t.device}")
+    """torch calls a fake where any operand is on "meta"; the others may be elsewhere."""
+    expect(t.device == like.device, op, argument, f"a tensor on {like.device}", f"one on {t.device}")
 
 
 def _check_dense(op: str, dense: Tensor, dim: int) -> tuple[int, int]:
     """Lines and elements of a line."""
-    _check(dense.dtype in _KINDS, op, "A", "a floating type, int8 or uint8", dense.dtype)
-    _check(dense.dim() == 2, op, "A", "a matrix", tuple(dense.shape))
-    _check(dim in (0, 1), op, "dim", "-1, 0 or 1", dim)
+    expect(dense.dtype in KINDS, op, "A", "a floating type, int8 or uint8", dense.dtype)
+    expect(dense.dim() == 2, op, "A", "a matrix", tuple(dense.shape))
+    expect(dim in (0, 1), op, "dim", "-1, 0 or 1", dim)
     group, k = group_of(dense.dtype), dense.shape[dim]
-    _check(k % group == 0, op, "A", f"a multiple of {group} along dim {dim}", tuple(dense.shape))
+    expect(k % group == 0, op, "A", f"a multiple of {group} along dim {dim}", tuple(dense.shape))
     return dense.shape[1 - dim], k
 
 
 def _check_plain(values: Tensor, metadata: Tensor, dim: int) -> tuple[int, int]:
     """Rows and columns of the matrix."""
     op = "TwoFour"
-    _check(values.dtype in _KINDS, op, "values", "a floating type, int8 or uint8", values.dtype)
-    _check(metadata.dtype in _WORDS, op, "metadata", WORDS_TEXT, metadata.dtype)
-    _check(values.dim() == 2, op, "values", "a matrix", tuple(values.shape))
-    _check(dim in (0, 1), op, "dim", "-1, 0 or 1", dim)
+    expect(values.dtype in KINDS, op, "values", "a floating type, int8 or uint8", values.dtype)
+    expect(metadata.dtype in _WORDS, op, "metadata", WORDS_TEXT, metadata.dtype)
+    expect(values.dim() == 2, op, "values", "a matrix", tuple(values.shape))
+    expect(dim in (0, 1), op, "dim", "-1, 0 or 1", dim)
     lines, k = values.shape[1 - dim], 2 * values.shape[dim]
     group = group_of(values.dtype)
-    _check(k % group == 0, op, "values", f"a multiple of {group // 2} along dim {dim}", tuple(values.shape))
+    expect(k % group == 0, op, "values", f"a multiple of {group // 2} along dim {dim}", tuple(values.shape))
     words = words_of(k, values.dtype, metadata.dtype)
     shape = (lines, words) if dim else (words, lines)
-    _check(tuple(metadata.shape) == shape, op, "metadata", shape, tuple(metadata.shape))
+    expect(tuple(metadata.shape) == shape, op, "metadata", shape, tuple(metadata.shape))
     _check_device(op, "metadata", metadata, values)
     return (lines, k) if dim else (k, lines)
 
@@ -92,7 +86,7 @@ def _lines(like: Tensor, lines: int, along: int, dim: int, dtype: torch.dtype | 
 
 def _made(op: str, dense: Tensor, dim: int, word: torch.dtype) -> tuple[Tensor, Tensor]:
     lines, k = _check_dense(op, dense, dim)
-    _check(word in _WORDS, op, "metadata_dtype", WORDS_TEXT, word)
+    expect(word in _WORDS, op, "metadata_dtype", WORDS_TEXT, word)
     return _lines(dense, lines, k // 2, dim), _lines(dense, lines, words_of(k, dense.dtype, word), dim, word)
 
 
@@ -158,25 +152,25 @@ def _matmul_fake(
     rows, cols = _check_plain(values, metadata, 0 if right else 1)
     lines, k = (cols, rows) if right else (rows, cols)
     op, name = {"left": ("matmul", "b"), "right": ("matmul", "a"), "linear": ("linear", "x")}[product]
-    _check(dense.dtype == values.dtype, op, name, values.dtype, dense.dtype)
+    expect(dense.dtype == values.dtype, op, name, values.dtype, dense.dtype)
     contracted, rank = (-2, 2) if product == "left" else (-1, 1 if product == "linear" else 2)
     fits = dense.dim() >= rank and dense.shape[contracted] == k
-    _check(fits, op, name, f"{k} in dimension {contracted}", tuple(dense.shape))
+    expect(fits, op, name, f"{k} in dimension {contracted}", tuple(dense.shape))
     _check_device(op, name, dense, values)
     shape = list(dense.shape)
     shape[contracted] = lines
     out = out_dtype or result_dtype(dense.dtype)
-    whole = (torch.int32,) if dense.dtype in _INTEGERS else ()
-    _check(out in (*_LEARNING, *_SMALL, torch.int8, *whole), op, "out_dtype", f"one for {dense.dtype}", out)
+    whole = (torch.int32,) if dense.dtype in INTEGERS else ()
+    expect(out in (*FLOATING, *SMALL, torch.int8, *whole), op, "out_dtype", f"one for {dense.dtype}", out)
     if bias is not None:
-        _check(tuple(bias.shape) == (lines,), op, "bias", (lines,), tuple(bias.shape))
-        _check(bias.dtype in bias_dtypes(out), op, "bias", out, bias.dtype)
+        expect(tuple(bias.shape) == (lines,), op, "bias", (lines,), tuple(bias.shape))
+        expect(bias.dtype in bias_dtypes(out), op, "bias", out, bias.dtype)
     for scale, count in ((scale_a, -2), (scale_b, -1)):
         if scale is not None:
             right_shape = scale.dim() == 0 or tuple(scale.shape) == (shape[count],)
-            _check(right_shape, op, "scale_a" if count == -2 else "scale_b", "one number or one of each", scale.shape)
+            expect(right_shape, op, "scale_a" if count == -2 else "scale_b", "one number or one of each", scale.shape)
     if scale_out is not None:
-        _check(scale_out.dim() == 0, op, "scale_out", "one number", tuple(scale_out.shape))
+        expect(scale_out.dim() == 0, op, "scale_out", "one number", tuple(scale_out.shape))
     return dense.new_empty(shape, dtype=out)
 
 
@@ -190,7 +184,7 @@ def _compress_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 
 def _compress_gradient(ctx: Any, d_values: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return _to_dense(d_values, ctx.saved_tensors[0], ctx.dim), None, None, None
+    return to_dense_op(d_values, ctx.saved_tensors[0], ctx.dim), None, None, None
 
 
 def _form_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -199,11 +193,11 @@ def _form_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _to_dense_gradient(ctx: Any, d_dense: Tensor) -> tuple[Tensor | None, ...]:
-    return _gather(d_dense, ctx.saved_tensors[0], ctx.dim), None, None
+    return gather_op(d_dense, ctx.saved_tensors[0], ctx.dim), None, None
 
 
 def _gather_gradient(ctx: Any, d_values: Tensor) -> tuple[Tensor | None, ...]:
-    return _to_dense(d_values, ctx.saved_tensors[0], ctx.dim), None, None
+    return to_dense_op(d_values, ctx.saved_tensors[0], ctx.dim), None, None
 
 
 def _prune_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -230,12 +224,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         raise NotImplementedError(
             f"{op}: scales: expected tensors without gradient, got one that requires it; multiply the result by it"
         )
-    if (needs_values or needs_dense) and values.dtype not in _LEARNING:
+    if (needs_values or needs_dense) and values.dtype not in FLOATING:
         raise NotImplementedError(
             f"{op}: gradient: expected float64, float32, float16 or bfloat16 operands, got {values.dtype}; "
             "let one of these learn, and TwoFour.to makes the other"
         )
-    if any(ctx.needs_input_grad) and output.dtype not in _LEARNING:
+    if any(ctx.needs_input_grad) and output.dtype not in FLOATING:
         raise NotImplementedError(
             f"{op}: gradient: expected a float64, float32, float16 or bfloat16 result, got {output.dtype}; "
             "round the result of one of these"
@@ -270,35 +264,35 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         d_out = d_out * scale_out
 
     def sums() -> Tensor:
-        return _matmul(values, metadata, dense, bias, "none", d_out.dtype, scale_a, scale_b, product, ctx.precision)
+        return matmul_op(values, metadata, dense, bias, "none", d_out.dtype, scale_a, scale_b, product, ctx.precision)
 
     out = sums() if ctx.activation == "relu" and ctx.again else out
-    d = _before_activation(ctx.activation, d_out, out, sums)
+    d = before_activation(ctx.activation, d_out, out, sums)
     needs_values, _, needs_dense, needs_bias = ctx.needs_input_grad[:4]
     d_values = d_dense = d_bias = None
     if needs_bias:
-        d_bias = d.movedim(-2, -1).flatten(0, -2).sum(0) if product == "left" else _rows(d).sum(0)
+        d_bias = d.movedim(-2, -1).flatten(0, -2).sum(0) if product == "left" else rows_of(d).sum(0)
     if needs_values or needs_dense:
         d = d if scale_a is None else d * (scale_a[:, None] if scale_a.dim() else scale_a)
         d = (d if scale_b is None else d * scale_b).to(ctx.dtype)
     if needs_dense:
-        a = _to_dense(values, metadata, 0 if product == "right" else 1)
+        a = to_dense_op(values, metadata, 0 if product == "right" else 1)
         d_dense = a.T @ d if product == "left" else d @ (a.T if product == "right" else a)
     if needs_values:
-        d_values = _gather(_outer(product, d, dense), metadata, 0 if product == "right" else 1)
+        d_values = gather_op(_outer(product, d, dense), metadata, 0 if product == "right" else 1)
     return d_values, None, d_dense, d_bias, *(None,) * 7
 
 
-def _rows(t: Tensor) -> Tensor:
+def rows_of(t: Tensor) -> Tensor:
     return t.flatten(0, -2) if t.dim() > 1 else t[None]
 
 
 def _outer(product: str, d: Tensor, dense: Tensor) -> Tensor:
     """The gradient of all elements of the sparse operand, of which some are kept."""
     if product == "right":
-        return _rows(dense).T @ _rows(d)
+        return rows_of(dense).T @ rows_of(d)
     if product == "linear":
-        return _rows(d).T @ _rows(dense)
+        return rows_of(d).T @ rows_of(dense)
     if d.dim() == 2:
         return d @ dense.T
     return torch.einsum("zmn,zkn->mk", d.flatten(0, -3), dense.flatten(0, -3))
@@ -307,27 +301,11 @@ def _outer(product: str, d: Tensor, dense: Tensor) -> Tensor:
 # vmap
 
 
-def _each(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """One call for each element; of no elements, one of zeros shows the shapes."""
-
-    def element(a: Tensor, d: int, n: int) -> Tensor:
-        return a.select(d, n) if info.batch_size else a.new_zeros((*a.shape[:d], *a.shape[d + 1 :]))
-
-    results = [
-        call(*(a if d is None else element(a, d, n) for a, d in zip(arguments, in_dims, strict=True)))
-        for n in range(max(info.batch_size, 1))
-    ]
-    if isinstance(results[0], Tensor):
-        return torch.stack(results)[: info.batch_size], 0
-    stacked = tuple(torch.stack(each)[: info.batch_size] for each in zip(*results, strict=True))
-    return stacked, (0,) * len(stacked)
-
-
 def _register_each(op: str) -> None:
-    call = getattr(_ops, op).default
+    call = getattr(ops, op).default
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        return _each(call, info, in_dims, arguments)
+        return one_by_one(call, info.batch_size, in_dims, arguments)
 
     torch.library.register_vmap(f"fretwork::{op}", vmap)
 
@@ -336,7 +314,7 @@ def _canonical_vmap(
     info: Any, in_dims: tuple[Any, ...], values: Tensor, metadata: Tensor, dim: int, keep_valid: bool
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, None]]:
     """One answer for all, which can be read: a place of one of them, or −1."""
-    (words, found), _ = _each(_canonical, info, in_dims, (values, metadata, dim, keep_valid))
+    (words, found), _ = one_by_one(canonical_op, info.batch_size, in_dims, (values, metadata, dim, keep_valid))
     return (words, found.amax(0) if info.batch_size else found.new_tensor(-1)), (0, None)
 
 
@@ -344,15 +322,15 @@ def _canonical_vmap(
 
 
 def _register_product(op: str) -> None:
-    call = getattr(_ops, op).default
+    call = getattr(ops, op).default
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
         """With gradient either way: what is batched hides whether it requires one, and shows it only here."""
         values, metadata, dense, *rest = arguments
         alone = any(d is not None for n, d in enumerate(in_dims) if n != 2)
         if alone or dense.dim() < (2 if rest[5] == "linear" else 3):
-            return _each(_matmul, info, in_dims, arguments)
-        return _matmul(values, metadata, dense.movedim(in_dims[2], 0), *rest), 0
+            return one_by_one(matmul_op, info.batch_size, in_dims, arguments)
+        return matmul_op(values, metadata, dense.movedim(in_dims[2], 0), *rest), 0
 
     def autocast(
         values: Tensor, metadata: Tensor, dense: Tensor, bias: Tensor | None, activation: str, out: Any, *rest: Any
@@ -369,8 +347,7 @@ def _register_product(op: str) -> None:
 
     torch.library.register_fake(f"fretwork::{op}", _matmul_fake)
     torch.library.register_vmap(f"fretwork::{op}", vmap)
-    for device in ("CPU", "CUDA"):
-        _library.impl(op, autocast, f"Autocast{device}")
+    register_autocast(op, autocast)
 
 
 torch.library.register_autograd("fretwork::two_four_compress", _compress_gradient, setup_context=_compress_setup)

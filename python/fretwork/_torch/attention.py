@@ -1,0 +1,151 @@
+"""torch's rules for attention over regular patterns."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fretwork import _shapes
+from fretwork._torch.registration import lowered, operand, ops, register_autocast
+from fretwork._torch.vmap import mapped, one_by_one, sample_shape
+from fretwork.patterns import Pattern
+
+attention_op, attention_backward_op = ops.attention.default, ops.attention_backward.default
+
+
+def _patterns(keys: str) -> list[Pattern]:
+    lines = keys.split("\n")
+    known = {key: Pattern.parse(key) for key in dict.fromkeys(lines)}
+    return [known[key] for key in lines]
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("fretwork::attention")
+def _attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    patterns: str,
+    scale: float | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    softcap: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    precision: str,
+    key_padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    given = {"bias": bias, "slopes": slopes, "key_padding_mask": key_padding_mask}
+    extras = [operand(name, t) for name, t in given.items() if t is not None]
+    operands = [operand(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
+    _shapes.check_attention(operands, _patterns(patterns), extras, scale, softcap, dropout_p)
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+
+
+@torch.library.register_fake("fretwork::attention_backward")
+def _attention_backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    bias, needs = rest[2], rest[8:12]
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted and t is not None else q.new_empty(0)
+        for t, wanted in zip((q, k, v, bias), needs, strict=True)
+    )
+
+
+def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.patterns, ctx.scale, bias, slopes, ctx.softcap, ctx.dropout_p, seed, ctx.precision = inputs[:11]
+    padding = inputs[11] if len(inputs) > 11 else None
+    ctx.save_for_backward(q, k, v, *output, bias, slopes, seed, padding)
+    ctx.inputs = len(inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _attention_gradient(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, bias, slopes, seed, padding = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[n] for n in (0, 1, 2, 5)]
+    if d_out is None:
+        if d_lse is None:
+            return (None,) * ctx.inputs
+        d_out = torch.zeros_like(out)
+    if 0 in d_out.stride():  # one number for many, as a sum's gradient is: the fast kernels read rows
+        d_out = d_out.contiguous()
+    found = attention_backward_op(
+        *(q, k, v, out, lse, d_out, d_lse, ctx.patterns, ctx.scale, bias, slopes, ctx.softcap, ctx.dropout_p, seed),
+        *(ctx.precision, *needs, padding),
+    )
+    d_q, d_k, d_v, d_bias = (d if wanted else None for d, wanted in zip(found, needs, strict=True))
+    return d_q, d_k, d_v, None, None, d_bias, *(None,) * (ctx.inputs - 6)
+
+
+def _attention_second(ctx: Any, *gradients: Tensor) -> None:
+    raise NotImplementedError(
+        "attention: gradient: expected to be differentiated once, got a second time; for second derivatives apply "
+        "torch.softmax to scores with −inf where pattern.mask() is False"
+    )
+
+
+def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    shape = sample_shape(bias, dim)
+    if dim is None and (len(shape) < 4 or shape[0] == 1):
+        return bias  # the same everywhere
+    lead = bias[None] if dim is None else bias.movedim(dim, 0)
+    lead = lead.reshape(lead.shape[0], *(1,) * (4 - len(shape)), *shape)
+    return lead.expand(size, batch, *lead.shape[2:]).flatten(0, 1)
+
+
+def _by_element(patterns: str, queries: Any) -> bool:
+    """Whether each element of a batch has patterns of its own."""
+    return patterns.count("\n") + 1 not in (1, queries[1])
+
+
+def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision = arguments[:11]
+    padding, padding_dim = (arguments[11], in_dims[11]) if len(arguments) > 11 else (None, None)
+    size = info.batch_size
+    # Where the elements differ in dropout, slopes or patterns, they do not fit into one batch.
+    alone = (
+        seed is not None
+        or in_dims[6] is not None
+        or _by_element(patterns, sample_shape(q, in_dims[0]))
+        or any(t.dim() != (4 if d is None else 5) for t, d in zip((q, k, v), in_dims, strict=False))
+    )
+    if size == 0:  # no element has dropout or slopes
+        slopes = seed = None
+        dropout_p = 0.0
+    elif alone:
+        return one_by_one(attention_op, size, in_dims, arguments)
+    batch = sample_shape(q, in_dims[0])[0]
+    q, k, v = (mapped(t, d, size) for t, d in zip((q, k, v), in_dims, strict=False))
+    if bias is not None:
+        bias = _fold_bias(bias, in_dims[5], size, batch)
+    if padding is not None:
+        padding = mapped(padding, padding_dim, size)
+    if size == 0:
+        patterns = patterns.split("\n")[0]
+    found = attention_op(q, k, v, patterns, scale, bias, slopes, softcap, dropout_p, seed, precision, padding)
+    return tuple(t.unflatten(0, (size, batch)) for t in found), (0, 0)
+
+
+def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    return one_by_one(attention_backward_op, info.batch_size, in_dims, arguments)
+
+
+def _attention_autocast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    device = q.device.type
+    dtype = torch.get_autocast_dtype(device)
+    patterns, scale, bias, *others = rest
+    if bias is not None and bias.dtype != torch.float32:  # which goes with every type
+        bias = lowered(bias, dtype)
+    with torch.autocast(device, enabled=False):
+        return attention_op(*(lowered(t, dtype) for t in (q, k, v)), patterns, scale, bias, *others)
+
+
+torch.library.register_autograd("fretwork::attention", _attention_gradient, setup_context=_attention_setup)
+torch.library.register_autograd("fretwork::attention_backward", _attention_second)
+torch.library.register_vmap("fretwork::attention", _attention_vmap)
+torch.library.register_vmap("fretwork::attention_backward", _attention_backward_vmap)
+register_autocast("attention", _attention_autocast)

@@ -1,0 +1,62 @@
+"""Loads the library that registers the ops with torch, and what the rules of every family share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fretwork._library import library_path
+from fretwork._shapes import Operand
+from fretwork.patterns.pattern import TRACED_AS_CONSTANTS, parsed
+
+torch.ops.load_library(str(library_path("fretwork_torch")))
+ops = torch.ops.fretwork
+_implementations = torch.library.Library("fretwork", "IMPL")  # registrations last as long as this object
+
+# So that torch.load takes patterns, those of version 0.1 too.
+torch.serialization.add_safe_globals([parsed, (parsed, "fretwork.pattern._parsed")])
+for _function in TRACED_AS_CONSTANTS:
+    torch.compiler.assume_constant_result(_function)
+
+
+def operand(name: str, tensor: Tensor) -> Operand:
+    """A tensor as the checks see it."""
+    return Operand(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device))
+
+
+def register_autocast(op: str, function: Callable[..., Any]) -> None:
+    """Runs `function` in the place of an op under autocast.
+
+    `torch.library.register_autocast` casts to one dtype, named at registration; these ops follow autocast's own.
+    """
+    for device in ("CPU", "CUDA"):
+        _implementations.impl(op, function, f"Autocast{device}")
+
+
+def autocast_operands(op: str, count: int) -> None:
+    """Under autocast, casts the first `count` arguments as torch casts the operands of a matmul."""
+    call = getattr(ops, op).default
+
+    def autocast(*arguments: Any) -> Any:
+        device = arguments[0].device.type
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return call(*(lowered(t, dtype) for t in arguments[:count]), *arguments[count:])
+
+    register_autocast(op, autocast)
+
+
+def lowered(operand: Any, dtype: torch.dtype) -> Any:
+    """A tensor or a list of them in autocast's dtype; float64 and what is not floating stay, and so does None."""
+    if isinstance(operand, (list, tuple)):
+        return [lowered(tensor, dtype) for tensor in operand]
+    if operand is None or not operand.is_floating_point() or operand.dtype == torch.float64:
+        return operand
+    return operand.to(dtype)
+
+
+@torch.library.register_fake("fretwork::_nothing")
+def _nothing_fake(x: Tensor) -> Tensor:
+    """Of the op that does nothing, by which benchmarks measure what a call costs."""
+    return x.new_empty(x.shape)

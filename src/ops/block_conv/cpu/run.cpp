@@ -45,7 +45,7 @@ struct Buffers {
   simd::Scratch panels, strips, sums;
   ImageRows::Packed rows;
   std::int64_t first_row = 0;       ///< first row of the slab's results
-  std::vector<std::int64_t> slots;  ///< by row of results and tap along y; −1 lies outside
+  std::vector<std::int64_t> slots;  ///< by row of results and tap along y; −1 outside the image
   std::vector<std::uint8_t> packed;
   std::vector<simd::Term> terms;
   std::vector<simd::Run> runs;
@@ -259,7 +259,7 @@ class Results {
   }
 
   std::byte* element(void* data, std::int64_t at) const { return static_cast<std::byte*>(data) + at * size_; }
-  /// Where the first channel of a block row lies in the result.
+  /// The address of pixel `at` of the class in the first channel of a block row.
   std::byte* pixel(std::int64_t line, std::int64_t at) const {
     const std::int64_t row = at / x_.count;
     return element(p_.out.data, line * p_.block_rows() * p_.out.c_stride + row / y_.count * p_.out.n_stride +

@@ -25,7 +25,7 @@ constexpr std::int64_t kStretches = 1;
 struct Buffers {
   simd::Scratch panels, sums;
   ImageRows::Packed rows;
-  std::vector<std::int64_t> slots;  ///< by row of results and tap along y; −1 lies outside
+  std::vector<std::int64_t> slots;  ///< by row of results and tap along y; −1 outside the image
   std::vector<std::uint8_t> packed;
   std::vector<simd::Term> terms;
 };

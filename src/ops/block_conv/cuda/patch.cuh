@@ -263,8 +263,9 @@ struct StepWalk {
   }
 };
 
-/// A warp fetches the blocks of all tiles, half of it those of one warpgroup, a lane for each block of a stage. The
-/// halves go on independently. Where a block is absent the box lies outside the tensor, which gives zeros.
+/// Loads the blocks of all tiles; one warp. Each half-warp serves one consumer warpgroup, with one lane per block of a
+/// stage, and the halves advance independently. An absent block is a box outside the tensor, which TMA fills with
+/// zeros.
 template <int kBlock, int kStages>
 __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers& barriers, u32 blocks) {
   using P = Patch<kBlock>;

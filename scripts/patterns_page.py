@@ -21,9 +21,10 @@ RESULTS = ROOT / "bench/results/h200/attention.json"
 
 HEAD = """# Patterns
 
-A pattern says which keys a query sees. It is an immutable value: it has a text, by which it compares, and costs a few
-hundred bytes, however long the sequence. Query i stands at position p = i + offset; queries are the last ones (offset =
-Sk − Sq) unless `offset=`, which every pattern with `seq` takes as a keyword, says otherwise. `seq` is S or (Sq, Sk).
+A pattern says which keys a query attends to. It is an immutable value. Patterns are equal if their texts are equal,
+and one takes a few hundred bytes, however long the sequence is. `seq` is S or (Sq, Sk). Query i has position p = i +
+offset. By default queries are the last positions (offset = Sk − Sq); every pattern with `seq` accepts another
+`offset=` as a keyword.
 
 ```python
 import fretwork as fw
@@ -35,16 +36,16 @@ print(p.contains(6000, 6000 - 5 * 512))
 small = fw.patterns.sliding_window(12, 2, 0) | fw.patterns.dilated(12, 2, 4, True)
 print(small.mask().int())
 ```
-`|` unites, `&` intersects, `.T` exchanges queries and keys. `fw.Pattern.parse(text)` reads a text back, and
-`fretwork show 'sliding_window(4096,255,0) | dilated(4096,8,256)'` draws one in the terminal (`--png`, `--svg`). A text
-is also what to save, though pickle and `torch.load` take patterns as they are. Where every row is one progression,
-`p.acsr()` gives (start, stride, count) of each row; `p.columns()` lists the keys of each row of any pattern, ascending,
-−1 behind its end. Pictures below have queries downwards and keys to the right.
+`|` is the union, `&` the intersection, `.T` exchanges queries and keys. `fw.Pattern.parse(text)` makes a pattern from
+its text, and `fretwork show 'sliding_window(4096,255,0) | dilated(4096,8,256)'` draws one in the terminal (`--png`,
+`--svg`). To save a pattern, save its text; pickle, `torch.save` and `torch.load` work too. `p.columns()` lists the
+keys of each row, ascending, padded with −1. If every row is one arithmetic progression, `p.acsr()` returns (start,
+stride, count) of each row. In the pictures below, queries run downwards and keys to the right.
 
-Patterns are made of others, too. `p[8:, :100]` is a piece of one, `place` puts one into a larger, empty one, `diag`
-puts several along the diagonal, `with_prefix` adds tokens in front that see all and are seen by all, such as a ViT's
-class token. Their parts move, nothing becomes a mask: a piece of a million tokens costs what the pattern costs, and
-attention plans it as well. `p.show()` draws in the terminal, and a notebook shows a pattern as a picture.
+Patterns can be built from others. `p[8:, :100]` is a slice, `place` puts a pattern into a larger, empty one, `diag`
+puts several along the diagonal, and `with_prefix` adds tokens in front that attend to all and are attended to by all,
+such as a ViT's class token. These operations never make a dense mask: a slice of a million tokens costs as much as its
+pattern. `p.show()` draws in the terminal, and a notebook shows a pattern as a picture.
 ```python
 import torch, fretwork as fw
 
@@ -57,26 +58,27 @@ print((whole[:, :, 500:] - last).abs().max())
 packed.show(width=60)
 ```
 
-On grids, positions count along the last axis first. What belongs to an axis may be one number for all of them or a
-tuple with one for each: `window`, `dilation`, `causal` and `stride` of `neighborhood`, `tile` and `window` of
-`sliding_tile`, `window` and `shift` of `swin`. A neighbourhood of an even window has its extra position on the left: 4
-are two before p, p and one behind it. Near an end it is shifted inwards, so every query sees `window` positions; a
-causal axis sees fewer at its beginning. Windows of `swin` and tiles of `sliding_tile` that do not divide the grid are
-cut at its end: the last ones are smaller. Lists (`globals`, `vertical`, `slash`, `lengths`, `parents`, …) are any
+Positions on a grid are row-major: the last axis counts fastest. Arguments that belong to an axis are one number for
+all axes or a tuple with one for each: `window`, `dilation`, `causal` and `stride` of `neighborhood`, `tile` and
+`window` of `sliding_tile`, `window` and `shift` of `swin`. An even window has its extra position on the left: a window
+of 4 is two positions before p, p, and one behind it. Near an edge the window is shifted inwards, so every query has
+`window` positions; a causal axis has fewer at its beginning. Windows of `swin` and tiles of `sliding_tile` that do not
+divide the grid are truncated at its end. Lists (`globals`, `vertical`, `slash`, `lengths`, `parents`, …) are any
 sequences or arrays of integers, ranges too (in a text as well: `longformer(4096,256,range(64))`).
 
-Inside, a pattern is a few parts: boxes on the digits of positions. A window is a band in plain order; a dilated one is
-a band in each residue class; a neighbourhood is a band on each axis of a grid. Counting and intersecting
-work on the ends of these bands, so nothing grows with the square of a length. What has no such form (random blocks,
-explicit masks) is listed. Grids whose steps do not divide each other, and strides whose common multiple is beyond
-4096, are united element by element, up to 2^28 of them in 2^25 runs: wide dilations that are prime to each other up to
-some hundred thousand tokens, and not a million.
+Internally a pattern is a few parts: boxes on the digits of positions. A window is a band in plain order, a dilated
+window is a band in each residue class, and a neighbourhood is a band on each axis of a grid. Counting and intersecting
+work on the ends of these bands, so nothing grows with the square of a length. Patterns without such a form (random
+blocks, explicit masks) are stored as lists. Grids whose steps do not divide each other, and strides whose common
+multiple exceeds 4096, are united element by element, up to 2^28 elements in 2^25 runs. For wide dilations that are
+coprime this allows some hundred thousand tokens, but not a million.
 
-`from_mask` reads its matrix once. It finds rectangles, triangles, bands and diagonals in plain order, and, where a
-distance between the runs of a row or between parts is frequent, the same in the residue classes of that distance:
-strides, dilations, blocks, grids of two axes, documents. Other parts stay a list, a run at a time where rows are
-random: a tile of random bits that comes back elsewhere is listed each time. That costs memory in the pattern (some 300
-bytes a part), not in attention, whose plan keeps each different tile of bits once. `describe()` says what was found.
+`from_mask` reads its matrix once. It finds rectangles, triangles, bands and diagonals in plain order. If a distance
+between the runs of a row or between parts is frequent, it finds them in the residue classes of that distance too:
+strides, dilations, blocks, grids of two axes, documents. Everything else is stored as a list, run by run for random
+rows. A tile of random bits that repeats elsewhere is listed each time. This costs memory in the pattern (about 300
+bytes per part) but not in attention, whose plan stores each distinct tile of bits once. `describe()` says what was
+found.
 
 ## Use
 ```python
@@ -97,23 +99,24 @@ padding = torch.arange(512) >= lengths[:, None]  # (B, Sk), True: not seen
 fw.attention(q, k, v, near, key_padding_mask=padding)
 fw.attention(q, k, v, [[near], [near, near, far, far]])  # patterns of each element, one or one for each head
 ```
-Keys that `key_padding_mask` names are left out of every kernel's scores, whatever they and their values hold (NaN too),
-and their gradients are zeros. A query with no key left gives zeros and a log-sum-exp of −inf. It costs what its tiles
-cost: those without padding run as they do without a mask, and on Hopper the forward pass and the gradient of queries
-skip those that are all padding. A finite bias is a number, however large: a row whose keys all have −1e30 is their
-softmax. Only −inf takes a key out.
+Keys that are True in `key_padding_mask` are excluded, even if they or their values are NaN, and their gradients are
+zeros. A query without any remaining key gives zeros and a log-sum-exp of −inf. Tiles without padding run as they do
+without a mask. On Hopper the forward pass and the gradient of queries skip tiles that are all padding. A finite bias
+never excludes a key, however negative it is: a row whose keys all have −1e30 is their softmax. Only −inf excludes a
+key.
 
-Only the pattern's scores are computed, forward and backward, on a CPU or a GPU. `fretwork.jax.attention` is the same in
-JAX; a pattern that is an argument of what `jax.jit` traces is a constant of it. In
-`examples/`, `custom_pattern.py` makes, draws and times a new one; `longformer_block.py` and `vision_neighborhood.py`
-train with patterns.
+Only the pattern's scores are computed, forward and backward, on CPU and GPU. `fretwork.jax.attention` is the same in
+JAX; a pattern that is an argument of a function under `jax.jit` is a constant of the trace. In `examples/`,
+`custom_pattern.py` makes, draws and times a new pattern; `longformer_block.py` and `vision_neighborhood.py` train with
+patterns.
 
 ### As a layer
-`fw.nn.MultiheadAttention` is `torch.nn.MultiheadAttention` with a pattern: the same parameters, state-dict keys and
-call, so a checkpoint loads, and `from_dense` takes over a layer. The pattern is one for all heads, one for each, or a
-function of (Sq, Sk), which serves every length. It works in torch's encoder and decoder layers, in eval mode too, where
-torch computes dense attention for its own layers without a call of the module. A `TransformerEncoder` of such layers
-warns that it will not pack padded batches; `enable_nested_tensor=False` tells it so.
+`fw.nn.MultiheadAttention` is `torch.nn.MultiheadAttention` with a pattern. It has the same parameters, state-dict keys
+and call, so a checkpoint loads, and `from_dense` converts a layer. The pattern is one for all heads, a list with one
+for each, or a function of (Sq, Sk), which serves every length. It works in torch's encoder and decoder layers. In eval
+mode torch's layers have a fast path that computes dense attention without calling the module; it is disabled for this
+layer. A `TransformerEncoder` of such layers warns that it will not use nested tensors; `enable_nested_tensor=False`
+silences the warning.
 ```python
 import torch, fretwork as fw
 
@@ -127,14 +130,14 @@ out, _ = attn(x, is_causal=True)  # pattern & causal
 last, _ = attn(x[:, -1:], x)  # one query, all keys: it is the last position
 assert torch.allclose(last, out[:, -1:], atol=1e-5)
 ```
-True in `key_padding_mask` and `attn_mask` means not seen, and floats are added, as in torch. Leave out a mask that the
-pattern or `is_causal` implies: a mask has to be read. A query that sees no key gives the output bias, not NaN.
-Attention weights are not stored, so `need_weights=True` is refused. Flax's own layer takes a pattern as its
-`attention_fn`: `examples/flax_sparse_mhsa.py`.
+As in torch, True in `key_padding_mask` and `attn_mask` excludes a key, and floats are added to the scores. Do not pass
+a mask that the pattern or `is_causal` implies: reading it costs time. A query without any key gives the output bias,
+not NaN. Attention weights are not stored, so `need_weights=True` is refused. Flax's own layer uses a pattern through
+its `attention_fn`: `examples/flax_sparse_mhsa.py`.
 
 ### In Hugging Face models
-Hugging Face models take a pattern in their configuration, as a text with `{seq}` for the lengths, one for all layers or
-a list with one for each; without one they keep the attention they have:
+Hugging Face models read a pattern from their configuration: a text with `{seq}` for the lengths, one for all layers or
+a list with one for each. Without a pattern a model keeps its own attention:
 ```python
 import torch, fretwork.compat.transformers  # registers "fretwork"
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -144,19 +147,18 @@ config = LlamaConfig(**sizes, fretwork_pattern=["sliding_window({seq}, 511, 0)",
 model = AutoModelForCausalLM.from_config(config)  # a pattern means attn_implementation="fretwork"
 print(model(torch.randint(64, (1, 700))).logits.shape)
 ```
-With trained weights, `model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fretwork")` and then
-`model.config.fretwork_pattern = "strided({seq}, 128)"`; it is saved with the model, and loading the model restores it.
-Positions count from a row's first real token, so a row with padding on either side has the results of the row alone,
-also with patterns tied to positions (`sinks`, `fixed`, …); rows with different padding are then computed in groups.
-Caches that grow are taken care of; the module's docstring says what is not.
+For trained weights, call `model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fretwork")` and set
+`model.config.fretwork_pattern = "strided({seq}, 128)"`. The pattern is saved and restored with the model. Positions
+count from the first real token of a row. So a padded row has the same results as the row alone, also for patterns that
+depend on positions (`sinks`, `fixed`, …); rows with different padding are then computed in groups. Growing key caches
+are supported; the module's docstring lists what is not.
 
 ### Scores, softmax and product apart
-Who wants the scores has three operators, those of the SPLAT paper on regular sparsity, for every pattern: `r_sddmm`
-computes them side by side (entry t of row i is key `p.columns()[i, t]`), `r_softmax` normalises them and `r_spmm`
-multiplies values, each with gradients. All rows are as wide as the widest: one query that sees all keys makes scores of
-(B, H, Sq, Sk).
-`block_cover` turns any pattern into the blocks that it touches, for the operators of
-[block sparsity](block-sparsity.md), and says which share of them the pattern leaves out.
+If you need the scores, there are three operators, those of the SPLAT paper on regular sparsity, for every pattern and
+with gradients. `r_sddmm` computes packed scores (entry t of row i is key `p.columns()[i, t]`), `r_softmax` normalises
+them, and `r_spmm` multiplies them by the values. All rows are as wide as the widest one: a single query that attends
+to all keys makes scores of (B, H, Sq, Sk). `block_cover` returns the blocks that a pattern touches, for the operators
+of [block sparsity](block-sparsity.md), and the share of their elements that are not in the pattern.
 ```python
 import torch, fretwork as fw
 
@@ -172,18 +174,21 @@ print(layout, f"{fill_in:.0%} of the blocks' elements are not the pattern's")
 print(fw.sdd(q[:, :1], k[:, :1], layout, trans_b=True).shape)  # scores of one head, in whole blocks
 ```
 
-What a pattern costs: its scores, rounded up to tiles of the order that suits it. Keys a fixed distance apart cost what
-neighbouring keys cost; a patch of a grid costs what a window costs. Bands narrower than a tile, and parts that need an
-order of their own beside others (strided has two), cost more than their scores. The parts of a union may overlap:
-every score is counted once. Make a pattern once and keep it: equal patterns share their plans.
-The same pairs may cost more when they are written in another way: strides are found where a pattern has them as
-strides, not among the columns of `vertical_slash` or the globals of `longformer`, and `from_mask` may settle on a
-distance that fits less well. Where `describe()` says that tiles hold many times the elements, write the pattern as a
-union of its parts. In fp32 on a CPU one query against all keys takes longer than torch's.
-One made inside a function that `torch.compile` traces is a constant of its graph; other sizes are compiled anew. (The
-`.T` of one made there is not followed: write it in a text, `fw.Pattern.parse(f"strided({n},8).T")`.)
-`fretwork bench attention --seq 4096 --pattern 'strided(4096,64)'` says how fast one is on this machine, and
-[measurements](benchmarks.md) has all named ones beside other libraries.
+### What a pattern costs
+The cost is the number of scores, rounded up to dense tiles in the order that suits the pattern. Keys at a fixed
+distance cost as much as neighbouring keys; a patch of a grid costs as much as a window. Bands narrower than a tile
+cost more than their scores, and so do parts that need an order of their own (strided has two). The parts of a union
+may overlap: every score is computed once. Make a pattern once and keep it: equal patterns share their plans.
+
+The same elements may cost more if they are written in another way. Strides are recognised where a pattern has them as
+strides, not among the columns of `vertical_slash` or the globals of `longformer`, and `from_mask` may choose a
+distance that fits less well. If `describe()` says that tiles hold many times the elements, write the pattern as a
+union of its parts. In fp32 on a CPU, one query against all keys takes longer than in torch.
+
+A pattern made inside a function that `torch.compile` traces is a constant of the graph; other sizes are recompiled.
+(The `.T` of such a pattern is not traced: write it in a text, `fw.Pattern.parse(f"strided({n},8).T")`.) `fretwork
+bench attention --seq 4096 --pattern 'strided(4096,64)'` measures a pattern on your machine, and
+[measurements](benchmarks.md) compares all named ones with other libraries.
 
 ## Gallery
 """

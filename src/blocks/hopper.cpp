@@ -1,4 +1,4 @@
-// Names, views and uploads for the Hopper kernels of blocks.
+// Instances, TMA views, device plans and launch parameters of the Hopper block kernels.
 #include "blocks/hopper.h"
 
 #include <algorithm>
@@ -76,7 +76,7 @@ DevicePlan::DevicePlan(int device, const SddPlan& plan)
       stage_bytes(plan.stage_bytes),
       reach_bytes(plan.reach_bytes) {}
 
-// Products may read past the end of the last stage, but not of shared memory.
+// A product may read past the end of the last stage, but not past the end of shared memory.
 int DevicePlan::sdd_stages() const {
   return std::min(kSddStages, (kSddShared - std::max(0, reach_bytes - stage_bytes)) / stage_bytes);
 }

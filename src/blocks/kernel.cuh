@@ -1,5 +1,4 @@
-// What the Hopper kernels of blocks have in common: the order of tiles, their partial sums, their barriers, and how
-// they read and write images.
+// What the Hopper block kernels share: the order of tiles, partial sums, barriers, and loads and stores of images.
 #pragma once
 
 #include "blocks/params.cuh"
@@ -13,7 +12,8 @@ namespace fretwork::blocks {
 
 inline constexpr u32 kStages = 4, kStageBytes = 49152;
 
-/// Which tile a CTA does in its n-th turn; odd turns run backwards, so that no CTA always gets the longest.
+/// The tile of a CTA in wave number `turn` of the persistent loop. Odd waves run backwards, so that no CTA always gets
+/// the longest tile.
 __device__ __forceinline__ int turn_tile(int turn) {
   const int place = (turn & 1) != 0 ? static_cast<int>(gridDim.x - 1 - blockIdx.x) : static_cast<int>(blockIdx.x);
   return turn * static_cast<int>(gridDim.x) + place;
@@ -24,8 +24,8 @@ struct SpmmTile {
   int place, tile, h, z, partial;
 };
 
-/// Tiles run through batches, then sets of `share` segments, then the free dimension, then the set: CTAs that run at
-/// the same time share strips of the dense operand in the cache.
+/// The order of tiles, outermost first: batches, sets of `share` segments, the free dimension, the segments of a set.
+/// CTAs that run at the same time share strips of the dense operand in L2.
 __device__ __forceinline__ SpmmTile spmm_tile(const SpmmParams& p, int index) {
   const int per_batch = p.segment_count * p.tiles;
   const int batch = index / per_batch, rest = index % per_batch;
@@ -39,7 +39,7 @@ __device__ __forceinline__ SpmmTile spmm_tile(const SpmmParams& p, int index) {
   return t;
 }
 
-/// Sums of a segment that is only a part of its group, in the order threads hold them.
+/// Stores the accumulators of a segment that is part of a split group, in the order in which threads hold them.
 template <int kConsumers, int kSize>
 __device__ __forceinline__ void store_partial(const float (&d)[kSize], float* partials, int index) {
   float* to = partials + static_cast<i64>(index) * (kSize * kConsumers) + (threadIdx.x - 128);
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_partial(const float (&d)[kSize], float* pa
   }
 }
 
-/// Pixel `index` of a result.
+/// A pixel of a result.
 struct Pixel {
   int n, u, v;
 };
@@ -58,7 +58,7 @@ __device__ __forceinline__ Pixel pixel_at(const Pixels& p, int index) {
   return {n, u, rest - u * p.per_row};
 }
 
-/// Fetches `channel` and its neighbours of the pixels from `at` on, as a step's column says.
+/// Loads the channels from `channel` on of the pixels from `at` on, shifted by the offset in a step's column.
 __device__ __forceinline__ void load_pixels(u32 to, const Map* map, u32 full, const Pixels& p, const Pixel& at,
                                             int channel, int column) {
   const u16 right = static_cast<u16>(column >> kChannelBits & ((1 << kOffsetBits) - 1));
@@ -67,8 +67,8 @@ __device__ __forceinline__ void load_pixels(u32 to, const Map* map, u32 full, co
 }
 __device__ __forceinline__ int channel_block(int column) { return column & (kMostChannelBlocks - 1); }
 
-/// Threads of a warpgroup write a piece of 64 rows × 64 pixels that lies in shared memory: lines of pixels, each 64
-/// channels (kRows), or lines of channels.
+/// Stores a piece of 64 rows × 64 pixels from shared memory; the threads of a warpgroup. A line of the piece is a pixel
+/// of 64 channels (kRows), or a channel of 64 pixels.
 template <typename T, bool kRows>
 __device__ __forceinline__ void store_image(const SpmmParams& p, u32 piece, int row, int free) {
   const ImageOut& out = p.image;
@@ -103,8 +103,8 @@ __device__ __forceinline__ void store_image(const SpmmParams& p, u32 piece, int 
   }
 }
 
-/// The sums of a warpgroup to images whose channels are no neighbours, in pieces of 64 rows × 64 pixels: by the copy
-/// engine, or by threads where it cannot, or a piece is of two images. where(piece) is its first row and pixel.
+/// Stores the accumulators of a warpgroup to NCHW images, in pieces of 64 rows × 64 pixels. TMA stores a piece if it
+/// can; threads do otherwise, and if a piece belongs to two images. where(piece) is its first row and pixel.
 template <typename T, bool kTransposed, int kBuffers, int kPiece = 0, int kSize, typename Where>
 __device__ __forceinline__ void store_nchw(const float (&d)[kSize], const SpmmParams& p, u32 buffers, u32 barrier,
                                            Where where) {
@@ -131,7 +131,7 @@ struct Barriers {
   u32 flags[kStages][4];
 };
 
-/// `fetchers` warps fill a stage, `consumers` warps empty it.
+/// `fetchers` arrivals fill a stage, `consumers` arrivals release it.
 __device__ __forceinline__ void init_barriers(Barriers& barriers, u32 stages, u32 fetchers, u32 consumers) {
   init_ring(barriers.full, barriers.empty, stages, fetchers, consumers);
 }

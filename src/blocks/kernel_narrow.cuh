@@ -1,33 +1,33 @@
-// op(S)·dense for blocks of 16 and 32 on Hopper: the free dimension is M, so that a block is the N side of one small
-// product and absent blocks cost nothing. A CTA holds 192 of the free dimension × 192 rows; the dense strip goes to
-// registers once per column and meets every block of that column.
+// op(S)·dense for blocks of 16 and 32 on Hopper. The free dimension is M, so a block is the N side of one small wgmma
+// and absent blocks cost nothing. A tile is 192 of the free dimension × 192 rows. The dense strip is loaded to
+// registers once per column and multiplied by every block of that column.
 #pragma once
 
 #include "blocks/kernel.cuh"
 
 namespace fretwork::blocks {
 
-/// A stage holds kColumns block columns, 64 of K: strips of the dense operand (24 KB), then room for every block. Two
-/// strips that are neighbours come in boxes of both: the copy engine takes a row of 64 bytes in little more time than
-/// one of 32, and half the boxes of a dense operand along the free dimension. Three warpgroups multiply: finding the
-/// blocks that are there is branches, which other warps hide.
+/// A stage holds kColumns block columns, 64 of K: strips of the dense operand (24 KB), then room for every block. The
+/// strips of columns 2n and 2n + 1 are loaded in one box: TMA needs little more time for a row of 64 bytes than for one
+/// of 32, and a dense operand along the free dimension takes half as many boxes. Three warpgroups multiply, which hides
+/// the latency of the branches around absent blocks.
 template <int kBlock>
 struct Narrow {
   static constexpr int kRows = kNarrow / kBlock, kColumns = 64 / kBlock, kLine = 2 * kBlock;
   static constexpr u32 kPartBytes = 64 * kBlock * 2, kStripBytes = 3 * kPartBytes, kBlockBytes = kBlock * kBlock * 2;
   static constexpr u32 kStages = 4, kBlocksAt = 24576, kStageBytes = 49152;
-  static constexpr u32 kPaired = 1u << 31;  ///< beside a column's mask
+  static constexpr u32 kPaired = 1u << 31;  ///< flag in a column's mask
   using Ring = fretwork::Ring<kStages>;
 };
 
-/// Fetches the stages of one tile. Issuing copies takes time, so four warps share the work: warp w has a column (blocks
-/// of 16) or half the rows of one (32). Lane r reads the entry of block-row r and copies that block; lane 0 copies the
-/// strip.
+/// Loads the stages of one tile. Issuing TMA loads takes time, so four warps share the work: a warp has one column
+/// (blocks of 16) or half the rows of one (32). Lane r reads the entry of block row r and loads that block; lane 0
+/// loads the strip.
 template <int kBlock, bool kDenseK, bool kImage>
 __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile& t, Barriers& barriers, u32 base,
                                              typename Narrow<kBlock>::Ring& ring) {
   using N = Narrow<kBlock>;
-  constexpr int kPerColumn = 4 / N::kColumns, kBoxes = kDenseK ? 1 : 3;  // warps of a column, boxes of a strip
+  constexpr int kPerColumn = 4 / N::kColumns, kBoxes = kDenseK ? 1 : 3;  // warps per column, boxes per strip
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = uniform(threadIdx.x / 32);
   const int column = warp / kPerColumn, part = warp % kPerColumn;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile
   const u32 mine = kFirst << part * (N::kRows / kPerColumn);
   const int free = t.tile * kNarrow;
   const Pixel pixel = kImage ? pixel_at(p.pixels, free) : Pixel{};
-  const auto entry = [&](int first) {  // lane kRows has the column, the next one that of the other of two
+  const auto entry = [&](int first) {  // lane kRows reads the column, lane kRows + 1 that of the possible partner
     const int k = first + (lane == N::kRows + 1 ? column ^ 1 : column);
     const bool inside = k < t.segment.last && lane <= N::kRows + 1;
     return inside ? __ldg(p.steps + static_cast<i64>(k) * p.stride + (lane >= N::kRows ? 0 : lane + 1)) : -1;
@@ -47,12 +47,12 @@ __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile
     for (int k = t.segment.first; k < t.segment.last; k += N::kColumns, ring.next()) {
       const int now = ahead;
       ahead = later;
-      later = entry(k + 2 * N::kColumns);  // a stage may take less time than this
+      later = entry(k + 2 * N::kColumns);  // two stages ahead: a stage may take less time than this load
       const u32 mask = __ballot_sync(~0u, now >= 0) & kAll;
       const int own = __shfl_sync(~0u, now, N::kRows), other = __shfl_sync(~0u, now, N::kRows + 1);
       const int paired = mask != 0 && other >= 0 && other - own == 1 - 2 * (column & 1) ? 1 : 0;
       const u32 full = shared_address(&barriers.full[ring.stage]), at = base + ring.stage * N::kStageBytes;
-      // The warps of a column, or of two, take turns with the boxes of the strip.
+      // The warps of a column, or of a pair of columns, share the boxes of the strip.
       const int log_sharers = kPerColumn / 2 + paired, sharers = 1 << log_sharers, turn = warp & (sharers - 1);
       const int first = paired != 0 ? min(own, other) : own, row = first * kBlock;
       const u32 strip = at + (column & ~paired) * N::kStripBytes, box_bytes = N::kStripBytes / kBoxes << paired;
@@ -80,8 +80,8 @@ __device__ __forceinline__ void narrow_fetch(const SpmmParams& p, const SpmmTile
   }
 }
 
-/// The 64 × kBlock part of a strip that a warpgroup multiplies, as fragments. `strips` are those of two columns, in one
-/// box or apart.
+/// Loads the 64 × kBlock part of a strip that a warpgroup multiplies, as fragments. `strips` has the strips of two
+/// columns, in one box (`paired`) or in two. kSecond: which of the two.
 template <int kBlock, bool kDenseK, int kSecond>
 __device__ __forceinline__ void narrow_strip(u32 (&a)[kBlock / 16][4], u32 strips, bool paired, u32 warpgroup) {
   using N = Narrow<kBlock>;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void narrow_strip(u32 (&a)[kBlock / 16][4], u32 strip
   }
 }
 
-/// Multiplies a strip with a block, if it is there, into the block's own columns of the sums.
+/// Multiplies a strip by a block, if present, into the block's own columns of the accumulators.
 template <typename T, int kBlock, bool kSparseK, int kRow>
 __device__ __forceinline__ void narrow_block(float (&d)[kNarrow / 2], const u32 (&a)[kBlock / 16][4], u32 mask,
                                              u64 blocks) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void narrow_block(float (&d)[kNarrow / 2], const u32 
   }
 }
 
-/// All blocks of a column; three rows without one are passed over at once.
+/// Multiplies by all blocks of a column. Three absent blocks in a row are skipped with one branch.
 template <typename T, int kBlock, bool kSparseK, int kRow = 0>
 __device__ __forceinline__ void narrow_blocks(float (&d)[kNarrow / 2], const u32 (&a)[kBlock / 16][4], u32 mask,
                                               u64 blocks) {
@@ -157,17 +157,17 @@ __device__ __forceinline__ void narrow_multiply(float (&d)[kNarrow / 2], int sta
     }
     wgmma::commit();
     wgmma::wait<0>();
-    mbarrier::arrive(shared_address(&barriers.empty[ring.stage]));  // every lane for itself: each has read the flags
+    mbarrier::arrive(shared_address(&barriers.empty[ring.stage]));  // every lane arrives, as each has read the flags
   }
 }
 
-/// As wide_add_bias has it. Rows are the columns of these sums.
+/// See wide_add_bias. Here the rows of the result are the columns of the accumulators.
 template <typename T>
 __device__ __forceinline__ void narrow_add_bias(float (&d)[kNarrow / 2], const SpmmParams& p, int row) {
   int at = row + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int i = 0; i < kNarrow / 2; i += 4, at += 8) {
-    asm volatile("" ::: "memory");  // one after the other: all at once would take more registers than there are
+    asm volatile("" ::: "memory");  // keeps the loads in order: all at once would spill
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const T* const from = static_cast<const T*>(p.bias) + (at + j) * p.bias_stride;
@@ -178,8 +178,8 @@ __device__ __forceinline__ void narrow_add_bias(float (&d)[kNarrow / 2], const S
   }
 }
 
-/// kSparseK: K is the unit axis of op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit
-/// axis. kImage: as spmm_wide has it.
+/// kSparseK: K is the unit (contiguous) axis of op(S)'s blocks; kDenseK: of the dense operand. kRows: rows are the unit
+/// axis of the result. kImage: see spmm_wide.
 template <typename T, int kBlock, bool kSparseK, bool kDenseK, bool kRows, bool kImage>
 __global__ void __launch_bounds__(kNarrowThreads, 1) spmm_narrow(const __grid_constant__ SpmmParams p) {
   using N = Narrow<kBlock>;

@@ -1,12 +1,12 @@
-// Adds the partial tiles of groups that several CTAs shared, in the order of their segments, and writes the result.
+// Adds the partial tiles of split groups, in the order of their segments, and stores the result.
 #pragma once
 
 #include "blocks/kernel.cuh"
 
 namespace fretwork::blocks {
 
-/// One CTA per (split, tile, batch), as many threads as multiplied; a thread adds the 128 sums that a thread of the
-/// product held.
+/// One CTA per (split, tile, batch), with as many threads as the product has consumers. A thread adds the accumulators
+/// that one consumer thread of the product held.
 template <typename T>
 __global__ void __launch_bounds__(384) spmm_reduce(const __grid_constant__ ReduceParams p) {
   const int split_index = static_cast<int>(blockIdx.x) % p.split_count;

@@ -1,15 +1,15 @@
-// A·B at the blocks of a layout on Hopper. The left operand comes in lines of 64 rows; of the right one only those
-// columns are fetched that some block of a line needs, in slots of a block or more. A warpgroup multiplies a line by up
-// to 256 gathered columns. The two of a tile have the same line and other columns, the same columns and other lines, or
-// ends of lines that have nothing in common and would be small tiles alone.
-// Absent blocks that share a line and a slot with present ones are computed and not written.
+// A·B at the blocks of a layout on Hopper. The left operand is loaded in lines of 64 rows. Of the right operand only
+// the columns that some block of a line needs are loaded, in slots of 16, 32 or 64. A warpgroup multiplies a line by up
+// to 256 such columns. The two warpgroups of a tile share the line, or the columns, or nothing: then they have the ends
+// of two lines, which would be small tiles alone. Absent blocks that share a line and a slot with present ones are
+// computed and not stored.
 #pragma once
 
 #include "blocks/kernel.cuh"
 
 namespace fretwork::blocks {
 
-/// A stage: 64 of K of the tile's line or two lines, then of its slots.
+/// A stage is 64 of K: the tile's line or two lines, then its slots.
 inline constexpr u32 kLineBytes = 8192;
 inline constexpr int kMostSlots = 32;
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ SddTile sdd_tile(const SddParams& p, int index) {
   return t;
 }
 
-/// Fetches the stages of one tile: each of four warps a quarter of the slots, and the last ones the lines.
+/// Loads the stages of one tile. Each of four warps loads a quarter of the slots; the last one or two also load lines.
 template <bool kLeftK, bool kRightK, bool kImage>
 __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, Barriers& barriers, u32 base,
                                           SddRing& ring, int warp) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void sdd_fetch(const SddParams& p, const SddTile& t, 
   }
 }
 
-/// What lies after a warpgroup's slots goes to sums that are never written.
+/// Multiplies the stages of one tile. Columns past a warpgroup's slots go to accumulators that are never stored.
 template <typename T, bool kLeftK, bool kRightK, int kN>
 __device__ __forceinline__ void sdd_multiply(float (&d)[128], int stages, const SddParams& p, Barriers& barriers,
                                              u32 base, SddRing& ring, u32 left_at, u32 right_at) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void sdd_multiply(float (&d)[128], int stages, const 
   const u64 next = whole ? wgmma::kNextK<128, kB> : wgmma::kNextK<64, kB>;
   const u32 empty = shared_address(barriers.empty);
   int pending = -1;
-#pragma unroll 1  // copies of this loop gain nothing, and took two thirds of the compiler's time
+#pragma unroll 1  // unrolling gains nothing and costs two thirds of the compile time
   for (int n = 0; n < stages; ++n, ring.next(p)) {
     mbarrier::wait(shared_address(&barriers.full[ring.stage]), ring.parity);
     const u32 at = base + ring.stage * p.stage_bytes;
@@ -109,8 +109,8 @@ __device__ __forceinline__ void sdd_multiply(float (&d)[128], int stages, const 
   release(empty, pending);
 }
 
-/// Four neighbouring lanes hold eight columns of a row four times over; after the exchange each has one of the four
-/// runs of eight, 16 bytes to store at once.
+/// Transposes four words among four neighbouring lanes. Before, each lane has two columns of each of four runs of eight
+/// columns; after, it has all eight columns of one run, 16 bytes to store at once.
 __device__ __forceinline__ uint4 exchange(u32 a, u32 b, u32 c, u32 d) {
   const u32 lane = threadIdx.x % 4;
   const auto swap = [](u32& keep, u32& give, bool upper, int with) {
@@ -125,15 +125,15 @@ __device__ __forceinline__ uint4 exchange(u32 a, u32 b, u32 c, u32 d) {
   return make_uint4(a, b, c, d);
 }
 
-/// Writes the sums of a warpgroup, `slots` of them from entry `first` on; `line` is theirs. kSwapped: the sums are
-/// those of Sᵀ, lines are columns of blocks.
+/// Stores the accumulators of a warpgroup: `slots` slots of line `line`, from entry `first` on. kSwapped: the
+/// accumulators hold Sᵀ, and lines are columns of blocks.
 template <typename T, bool kSwapped>
 __device__ __forceinline__ void sdd_store(const float (&d)[128], const SddParams& p, T* out, int line, int first,
                                           int slots) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int line_bits = max(6 - p.block_bits, 0), cell_bits = line_bits + max(p.slot_bits - p.block_bits, 0);
-  const int cell = p.block < 64 ? 16 * warp >> p.block_bits : 0;  // of this warp's 16 rows of the line
-  const int within = (64 * line + 16 * warp) & (p.block - 1);     // where they start in a block
+  const int cell = p.block < 64 ? 16 * warp >> p.block_bits : 0;  // block of this warp's 16 rows within the line
+  const int within = (64 * line + 16 * warp) & (p.block - 1);     // their first row within the block
   const int* blocks = p.blocks + (static_cast<i64>(first) << cell_bits) + cell;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void sdd_store(const float (&d)[128], const SddParams
   }
 }
 
-/// The same as floats, as the threads hold them: what one piece of K makes.
+/// Stores the partial sums of one piece of K as floats, straight from the accumulators.
 __device__ __forceinline__ void sdd_store_sums(const float (&d)[128], const SddParams& p, float* out, int line,
                                                int first, int slots) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
@@ -173,7 +173,7 @@ __device__ __forceinline__ void sdd_store_sums(const float (&d)[128], const SddP
   const int* blocks = p.blocks + (static_cast<i64>(first) << cell_bits) + cell;
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
-    asm volatile("" ::: "memory");  // one after the other: all at once would take more registers than there are
+    asm volatile("" ::: "memory");  // keeps the loads in order: all at once would spill
     const int column = 8 * j + lane % 4 * 2, slot = column >> p.slot_bits;
     const int in_slot = (column & (p.slot - 1)) >> p.block_bits;
     const int block = slot < slots ? __ldg(blocks + (slot << cell_bits) + (in_slot << line_bits)) : -1;
@@ -185,8 +185,8 @@ __device__ __forceinline__ void sdd_store_sums(const float (&d)[128], const SddP
   }
 }
 
-/// kLeftK, kRightK: K is the unit axis of that operand. kSwapped: left and right are those of Sᵀ = Bᵀ·Aᵀ. kImage: the
-/// right operand is gathered from images; neither has K as its unit axis, and z counts pieces of K.
+/// kLeftK, kRightK: K is the unit (contiguous) axis of that operand. kSwapped: the kernel computes Sᵀ = Bᵀ·Aᵀ. kImage:
+/// the right operand is loaded from images by im2col; neither operand has K as its unit axis, and z counts pieces of K.
 template <typename T, bool kLeftK, bool kRightK, bool kSwapped, bool kImage>
 __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddParams p) {
   extern __shared__ u8 raw[];
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1) sdd(const __grid_constant__ SddPa
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
   init_barriers(barriers, p.stages, 4, 8);
   if (threadIdx.x < 128) {
-    fewer_registers<72>();  // 128 · 72 + 256 · 216 is what the CTA has: asking for more waits for ever
+    fewer_registers<72>();  // 128 · 72 + 256 · 216 are all registers of the CTA; more would hang
     const int warp = uniform(threadIdx.x / 32);
     if (threadIdx.x % 32 == 0) {
       SddRing ring{1};

@@ -1,4 +1,4 @@
-// Adds what pieces of a sum made of each block, in their order.
+// Adds the partial sums of blocks whose K was split into pieces, in order.
 #pragma once
 
 #include "blocks/params.cuh"

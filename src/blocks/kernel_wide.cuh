@@ -1,12 +1,13 @@
-// op(S)·dense for blocks of 64 and 128 on Hopper: the sparse side is M, 128 rows × 256 of the free dimension per CTA.
-// One warp fetches (blocks and strips of the dense operand, 64 of K at a time, four stages), two warpgroups multiply.
+// op(S)·dense for blocks of 64 and 128 on Hopper. The sparse side is M; a tile is 128 rows × 256 of the free dimension.
+// One producer thread loads blocks and strips of the dense operand, 64 of K per stage, four stages; two warpgroups
+// multiply.
 #pragma once
 
 #include "blocks/kernel.cuh"
 
 namespace fretwork::blocks {
 
-/// Fetches the stages of one tile. Blocks of 64: each warpgroup has its own block-row, which may lack the column.
+/// Loads the stages of one tile. With blocks of 64, each warpgroup has its own block row, which may lack the column.
 template <int kWidth, bool kSparseK, bool kDenseK, bool kImage>
 __device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& t, Barriers& barriers, u32 base,
                                            Ring<kStages>& ring) {
@@ -48,8 +49,8 @@ __device__ __forceinline__ void wide_fetch(const SpmmParams& p, const SpmmTile& 
   }
 }
 
-/// Multiplies the stages of one tile. A stage that products in flight still read is released before a skip as well:
-/// a row without blocks for a whole ring would wait for itself otherwise.
+/// Multiplies the stages of one tile. Before a warpgroup skips a stage, it drains its products and releases the stage
+/// that they read. Otherwise a row without blocks for a whole ring would deadlock.
 template <typename T, int kWidth, bool kSparseK, bool kDenseK>
 __device__ __forceinline__ void wide_multiply(float (&d)[kWidth / 2], int stages, Barriers& barriers, u32 base,
                                               Ring<kStages>& ring, int warpgroup) {
@@ -57,11 +58,11 @@ __device__ __forceinline__ void wide_multiply(float (&d)[kWidth / 2], int stages
   constexpr Major kA = kSparseK ? Major::k : Major::mn, kB = kDenseK ? Major::k : Major::mn;
   const u32 empty = shared_address(barriers.empty);
   int pending = -1;  // the stage that products in flight still read
-#pragma unroll 1     // copies of this loop gain nothing, and took a third of the compiler's time
+#pragma unroll 1     // unrolling gains nothing and costs a third of the compile time
   for (int n = 0; n < stages; ++n, ring.next()) {
     mbarrier::wait(shared_address(&barriers.full[ring.stage]), ring.parity);
     const int stage = static_cast<int>(ring.stage);
-    // The lane that releases a stage is the one that reads its flags.
+    // Read by lane 0, which also releases the stage.
     const u32 flags = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? barriers.flags[stage][0] : 0u, 0);
     const bool present = (flags >> warpgroup & 1) != 0;
     if (present) {
@@ -87,8 +88,8 @@ __device__ __forceinline__ void wide_multiply(float (&d)[kWidth / 2], int stages
   release(empty, pending);
 }
 
-/// Adds the bias of its rows to a tile's finished sums. Sums that start from anything but constants would make the
-/// compiler run the products one after the other.
+/// Adds the bias to the finished accumulators of a tile. Accumulators that do not start from constants would make ptxas
+/// serialise the wgmmas.
 template <typename T, int kSize, typename Params>
 __device__ __forceinline__ void wide_add_bias(float (&d)[kSize], const Params& p, int row) {
   const int upper = row + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
@@ -101,9 +102,9 @@ __device__ __forceinline__ void wide_add_bias(float (&d)[kSize], const Params& p
   }
 }
 
-/// kWidth: a tile's share of the free dimension, 256, or 128 where there is no more. kSparseK: K is the unit axis of
-/// op(S)'s blocks; kDenseK: of the dense operand; kRows: rows are the result's unit axis. kImage: the dense operand is
-/// gathered from images, whose channels are their unit axis, and the result is images.
+/// kWidth: columns of a tile, 256, or 128 if the free dimension has no more. kSparseK: K is the unit (contiguous) axis
+/// of op(S)'s blocks; kDenseK: of the dense operand. kRows: rows are the unit axis of the result. kImage: the dense
+/// operand is loaded from channels-last images by im2col, and the result is images.
 template <typename T, int kWidth, bool kSparseK, bool kDenseK, bool kRows, bool kImage>
 __global__ void __launch_bounds__(kThreads, 1) spmm_wide(const __grid_constant__ SpmmParams p) {
   extern __shared__ u8 raw[];

@@ -1,4 +1,4 @@
-// Groups, the union of their columns, and the order of work.
+// Makes the plan of an spmm: groups, the union of their columns, and segments.
 #include "blocks/plan.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::int32_t kAbsent = -1;
 
-/// Appends the steps of the group of block-rows [row, row + rows) of head `head`.
+/// Appends the steps of the group of block rows [line, line + rows); lines count through all heads.
 void append_steps(const BlockIndex& index, std::int64_t line, std::int64_t rows, std::int32_t stride,
                   std::vector<std::int32_t>& steps) {
   std::vector<std::span<const BlockIndex::Entry>> left;
@@ -39,8 +39,8 @@ void append_steps(const BlockIndex& index, std::int64_t line, std::int64_t rows,
   }
 }
 
-/// Puts the steps from `first` on in the order of pairs. A column whose partner is not there waits for the next such
-/// column, so that nothing else is far from its place.
+/// Reorders the steps from `first` on by pairs. A column without its partner is held back until the next such column,
+/// so other steps move little.
 void pair_steps(std::int32_t first, std::int32_t stride, std::vector<std::int32_t>& steps) {
   const auto begin = static_cast<std::size_t>(first) * static_cast<std::size_t>(stride);
   const auto width = static_cast<std::size_t>(stride);

@@ -1,4 +1,5 @@
-// Lines, the slots they need, and how they are made into tiles that keep all CTAs busy for as long.
+// Makes the plan of an sdd: lines of 64 rows, the slots (groups of columns) that they need, and tiles that balance the
+// load of the CTAs.
 #include "blocks/plan_sdd.h"
 
 #include <algorithm>
@@ -12,14 +13,14 @@
 namespace fretwork::blocks {
 namespace {
 
-/// A slot that a line of 64 rows needs: its place, and the blocks at it as SddParams has them.
+/// A slot that a line of 64 rows needs: its column, and its blocks as in SddParams.
 struct Slot {
   int column;
   std::array<int, 8> blocks;
 };
 using Slots = std::vector<Slot>;
 
-/// Where blocks lie on lines and slots.
+/// The positions of blocks in lines and slots.
 struct SddGeometry {
   const BlockIndex& index;
   int block, slot, block_lines, block_columns;
@@ -27,7 +28,7 @@ struct SddGeometry {
   int lines() const { return static_cast<int>(ceil_div(static_cast<std::int64_t>(block_lines) * block, 64)); }
   int along_line() const { return std::max(64 / block, 1); }
   int along_slot() const { return std::max(slot / block, 1); }
-  /// The slots of a line in the order of columns.
+  /// The slots of a line, sorted by column.
   Slots slots(int head, int line) const {
     const int first = line * 64 / block, last = std::min(first + along_line(), block_lines);
     std::vector<int> place(static_cast<std::size_t>(ceil_div(static_cast<std::int64_t>(block_columns) * block, slot)),
@@ -53,37 +54,37 @@ struct SddGeometry {
   }
 };
 
-/// A line and slots that it needs.
+/// A line and some of its slots.
 struct Row {
   int line;
   std::span<const Slot> slots;
 };
 
-/// One tile of an sdd, a row for each warpgroup; the slots of a pair are `shared`.
+/// One tile of an sdd: a line and slots for each warpgroup. `shared` slots are the same for both.
 struct Tile {
   Row rows[2];
   std::size_t shared = 0;
 
   int lines() const { return rows[0].line == rows[1].line ? 1 : 2; }
   int slots() const { return static_cast<int>(rows[0].slots.size() + rows[1].slots.size() - shared); }
-  /// What it fetches of one K: 64 rows or 128, and its slots.
+  /// Elements loaded per step of K: 64 or 128 rows, and the slots.
   int moved(int slot) const { return 64 * lines() + slot * slots(); }
 };
 
-/// One line for both warpgroups.
+/// A tile of one line, whose slots are divided between both warpgroups.
 Tile alone(const Row& row) {
   const std::size_t half = (row.slots.size() + 1) / 2;
   return {{{row.line, row.slots.first(half)}, {row.line, row.slots.subspan(half)}}};
 }
 
-/// The work of an sdd: what two neighbouring lines share, in tiles, and of each line the rest.
+/// The work of an sdd: tiles of slots that two neighbouring lines share, and the remaining slots of each line.
 struct SddWork {
   int slot;
-  std::vector<Slots> memory{};  ///< of all rows
+  std::vector<Slots> memory{};  ///< owns the slots of all rows
   std::vector<Tile> pairs{};
-  std::vector<std::vector<Row>> rests{};  ///< of each head
+  std::vector<std::vector<Row>> rests{};  ///< by head
 
-  std::size_t most() const { return static_cast<std::size_t>(256 / slot); }  ///< slots of a warpgroup
+  std::size_t most() const { return static_cast<std::size_t>(256 / slot); }  ///< slots per warpgroup, at most
 
   std::span<const Slot> keep(Slots slots) { return memory.emplace_back(std::move(slots)); }
   void add_line(int line, Slots slots) {
@@ -91,8 +92,8 @@ struct SddWork {
       rests.back().push_back({line, keep(std::move(slots))});
     }
   }
-  /// What two lines share goes in full pairs: such a tile moves a third less. What is left goes line by line, unless
-  /// that is nothing but the end of what they share.
+  /// Slots that two lines share become tiles of both lines, full ones only: such a tile loads a third less. The
+  /// remaining slots are handled line by line, unless they are just the end of the shared ones.
   void add_lines(int line, const Slots& upper, const Slots& lower) {
     Slots shared[2], rest[2];
     for (std::size_t i = 0, j = 0; i < upper.size() || j < lower.size();) {
@@ -119,7 +120,7 @@ struct SddWork {
   }
 };
 
-/// Joins rows that leave a warpgroup idle two by two: a longest one with the longest that still fits into the tile.
+/// Joins rows that would leave a warpgroup idle into tiles of two: the longest with the longest that still fits.
 void join(std::vector<std::vector<Row>> by_size, int fits, std::vector<Tile>& tiles) {
   const auto of = [&](int size) -> std::vector<Row>& { return by_size[static_cast<std::size_t>(size)]; };
   const auto take = [&](int size) {
@@ -139,7 +140,7 @@ void join(std::vector<std::vector<Row>> by_size, int fits, std::vector<Tile>& ti
   }
 }
 
-/// Tiles that move no more than `limit`, those that move most first. `joined`: what is left of lines that were cut is
+/// Cuts the work into tiles that load no more than `limit`, those that load most first. `joined`: the ends of lines are
 /// joined two by two.
 std::vector<Tile> cut_tiles(const SddWork& work, int limit, bool joined) {
   std::vector<Tile> tiles = work.pairs;
@@ -163,8 +164,8 @@ std::vector<Tile> cut_tiles(const SddWork& work, int limit, bool joined) {
   return tiles;
 }
 
-/// What the busiest CTA moves when the tiles are dealt as turn_tile does. The smallest ones take as long as if they
-/// moved kLeast: a step of K has its own costs.
+/// The load of the busiest CTA if tiles are distributed as by turn_tile. A tile counts as at least kLeast, because a
+/// step of K has a fixed cost.
 std::int64_t busiest(const std::vector<Tile>& tiles, int slot, int times, int ctas) {
   constexpr int kLeast = 5 * 64;
   const auto stride = static_cast<std::size_t>(ctas);
@@ -176,7 +177,7 @@ std::int64_t busiest(const std::vector<Tile>& tiles, int slot, int times, int ct
   return *std::max_element(shares.begin(), shares.end());
 }
 
-/// The cut that ends first. Where CTAs have many tiles each, one cut is as good as another.
+/// The cut with the smallest maximum load. If CTAs have many tiles each, only two cuts are tried.
 std::vector<Tile> best_tiles(const SddWork& work, int times, int ctas) {
   constexpr int kFull = 64 + 512, kMany = 16;
   std::vector<Tile> best = cut_tiles(work, kFull, false);
@@ -228,7 +229,7 @@ SddPlan make_sdd_plan(const BlockLayout& layout, bool transposed, int slot, int 
         plan.blocks.insert(plan.blocks.end(), entry.blocks.begin(), entry.blocks.begin() + cells);
       }
     }
-    const auto product = [&](int count) { return count * slot > 128 ? 256 : 128; };  // columns of it
+    const auto product = [&](int count) { return count * slot > 128 ? 256 : 128; };  // columns of a product
     const int reach = std::max(product(counts[0]), (counts[0] - shared) * slot + product(counts[1]));
     plan.stage_bytes = std::max(plan.stage_bytes, 128 * tile.moved(slot));
     plan.reach_bytes = std::max(plan.reach_bytes, 128 * (64 * tile.lines() + reach));

@@ -1,5 +1,5 @@
-// The tiles of an sdd on Hopper in the order CTAs walk them. Depends on the layout, the direction and a few numbers
-// only.
+// The plan of an sdd on Hopper: its tiles in the order in which CTAs walk them. It depends only on the layout, the
+// direction and a few numbers.
 #pragma once
 
 #include <vector>
@@ -10,14 +10,14 @@
 namespace fretwork::blocks {
 
 struct SddPlan {
-  std::vector<Strip> strips;         ///< those that move most first
-  std::vector<int> columns, blocks;  ///< of their entries, as SddParams has them
-  int lines = 0;                     ///< of a head
-  int stage_bytes = 0;               ///< of what 64 of K of the largest tile take
-  int reach_bytes = 0;               ///< how far into a stage a product of 128 or 256 columns reads
+  std::vector<Strip> strips;         ///< those that load most first
+  std::vector<int> columns, blocks;  ///< of their entries, as in SddParams
+  int lines = 0;                     ///< per head
+  int stage_bytes = 0;               ///< the largest tile, 64 of K
+  int reach_bytes = 0;  ///< bytes of a stage that a product of 128 or 256 columns reads; may exceed stage_bytes
 };
 
-/// `transposed`: lines are those of Sᵀ. `slot`: columns fetched at once. `times`: tiles are there that often, for
+/// `transposed`: lines are rows of Sᵀ. `slot`: columns loaded at once. `times`: how often the tiles run (batches), on
 /// `ctas` CTAs.
 SddPlan make_sdd_plan(const BlockLayout& layout, bool transposed, int slot, int times, int ctas);
 

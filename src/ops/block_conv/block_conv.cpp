@@ -1,4 +1,5 @@
-// What the block-sparse convolution and its gradients accept, the form they are brought to, and which backend runs it.
+// The block-sparse convolution and its gradients: argument checks, the problem that backends receive, and the choice of
+// backend.
 #include <string>
 
 #include "fretwork/error.h"
@@ -33,7 +34,7 @@ class Check {
   std::int64_t out_channels() const { return layout_.sizes().rows * layout_.sizes().block_rows; }
   std::int64_t in_channels() const { return layout_.sizes().cols * layout_.sizes().block_cols; }
 
-  /// Images of so many channels.
+  /// A batch of images with this many channels.
   void image(const char* argument, const TensorView& x, std::int64_t channels) const {
     check_floating(op_, argument, x);
     if (x.rank != 4 || x.size(1) != channels) {
@@ -81,7 +82,7 @@ class Check {
     }
   }
 
-  /// The convolution's own form.
+  /// The problem of the forward pass, without operands; the gradients change it.
   Problem problem(DType dtype) const {
     Problem p;
     p.dtype = dtype;
@@ -114,7 +115,7 @@ Image image(const TensorView& v) {
 }
 Values packed(const TensorView& v) { return {v.data, v.stride(0), v.stride(1), v.stride(2)}; }
 
-/// The gradient of the input reads what the convolution writes.
+/// The axis of the gradient of the input: it reads at the positions that the forward pass writes.
 Axis turned(const Axis& a) { return {a.taps, 1, a.mul, -a.first, -a.step}; }
 
 void run(const Problem& problem, Context& context) {

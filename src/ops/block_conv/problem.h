@@ -1,10 +1,10 @@
-// One form for a convolution and its two gradients, reached after all checks.
+// The problem that backends receive for a convolution and its two gradients, after all checks.
 //
 // A product gathers: position (u, v) of the result reads, at kernel position (r, s), the input's position
 //   y = (u·mul + first + r·step) / div,  x likewise,
-// where that is whole and inside the image. The convolution has mul = stride, first = −padding, step = dilation and
-// div = 1; the gradient of its input is the same sum with mul = 1, first = padding, step = −dilation and div = stride,
-// and with the blocks of each kernel position transposed.
+// if that is an integer inside the image. The forward pass has mul = stride, first = −padding, step = dilation and
+// div = 1. The gradient of the input is the same sum with mul = 1, first = padding, step = −dilation and div = stride,
+// and with transposed blocks.
 #pragma once
 
 #include <array>
@@ -31,7 +31,7 @@ struct Values {
   std::int64_t block_stride = 0, row_stride = 0, col_stride = 0;
 };
 
-/// How positions of the result and of the input meet along one axis.
+/// Which position of the input a position of the result reads, along one axis. A tap is a kernel position.
 struct Axis {
   std::int64_t taps = 1, mul = 1, div = 1, first = 0, step = 1;
 
@@ -47,16 +47,16 @@ enum class Kind : std::uint8_t {
 struct Problem {
   Kind kind = Kind::product;
   DType dtype = DType::f32;
-  const BlockLayout* layout = nullptr;  ///< a head for each kernel position, row by row
+  const BlockLayout* layout = nullptr;  ///< one head per kernel position, r·kw + s
   bool transposed = false;              ///< product only: op(S) = Sᵀ
   Axis y, x;
   Values values;
   Image in, out;
-  const void* bias = nullptr;  ///< product only, may be null; one for each channel of `out`
+  const void* bias = nullptr;  ///< product only, may be null; one element per channel of `out`
   std::int64_t bias_stride = 0;
 
   std::int64_t taps() const { return y.taps * x.taps; }
-  /// Blocks of op(S): rows and columns of one.
+  /// Rows and columns of one block of op(S).
   std::int64_t block_rows() const { return transposed ? layout->sizes().block_cols : layout->sizes().block_rows; }
   std::int64_t block_cols() const { return transposed ? layout->sizes().block_rows : layout->sizes().block_cols; }
   /// Block rows and block columns of op(S) at one kernel position.

@@ -1,4 +1,4 @@
-// Dense to packed blocks and back: what the copies accept, and which backend runs them.
+// Packing and unpacking: argument checks, the problem that backends receive, and the choice of backend.
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -29,7 +29,7 @@ void check_dense_shape(const char* op, const TensorView& dense, const BlockLayou
   }
 }
 
-/// The largest finite number of a type; a fill beyond it would become infinite without a word.
+/// The largest finite number of a type. A larger fill would silently become infinite.
 double largest(DType dtype) {
   switch (dtype) {
     case DType::f64:

@@ -1,4 +1,4 @@
-// A copy between dense and packed blocks, after all checks.
+// The problem that backends receive for pack and unpack, after all checks.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Which positions a class of results reads, and the image rows packed for them.
+// The input positions that a residue class reads, and packed image rows.
 #include <algorithm>
 #include <cstring>
 
@@ -9,7 +9,7 @@
 namespace fretwork::block_conv::cpu {
 namespace {
 
-/// The least work worth a stretch.
+/// The least work worth a task.
 constexpr double kLeastFlops = 2e6;
 
 std::int64_t floor_div(std::int64_t n, std::int64_t by) { return n >= 0 ? n / by : -ceil_div(-n, by); }
@@ -76,7 +76,7 @@ std::int64_t ImageRows::slot(Packed& packed, std::int64_t image, std::int64_t y)
 
 void ImageRows::allocate(Packed& packed) const {
   const std::size_t parts = packed.rows.size() * phases_.size();
-  // Behind the last block: a row that packing clears, the rest of a run's last vector, and the rest of a strip's rows.
+  // Slack behind the last block: a row that packing clears, the end of a run's last vector, and rows that pad a strip.
   const auto behind = static_cast<std::size_t>(tiles_.rows * width_ * unit_ + simd::kRunSlack);
   packed.memory.need(simd::kRunSlack + parts * phase_bytes_ + behind);
   packed.done.assign(parts * static_cast<std::size_t>(p_.others()), 0);
@@ -95,7 +95,7 @@ const std::byte* ImageRows::at(Packed& packed, std::int64_t slot, std::size_t ta
 }
 
 void ImageRows::pack(Packed& packed, std::int64_t slot, std::size_t phase, std::int64_t other, std::byte* to) const {
-  // Positions low … low + width of this phase, of which [first, last) lie in the image.
+  // Positions [low, low + width) of this phase; [first, last) are inside the image.
   const std::int64_t first = std::max<std::int64_t>(low_, 0), at_first = first * x_.mul + phases_[phase];
   const std::int64_t last = std::min(low_ + width_, ceil_div(x_.size - phases_[phase], x_.mul));
   if (first >= last) {
@@ -107,8 +107,9 @@ void ImageRows::pack(Packed& packed, std::int64_t slot, std::size_t phase, std::
   const std::int64_t element = row / in.h * in.n_stride + other * p_.block_cols() * in.c_stride +
                                row % in.h * in.h_stride + at_first * in.w_stride;
   auto* const from = static_cast<std::byte*>(in.data) + element * static_cast<std::int64_t>(size_of(p_.dtype));
-  // Zeros behind a channel go on to where the next one's first position in the image lies, and that is the same place
-  // in every row and phase. So only those before the first channel are left, and those behind the last fall on zeros.
+  // Packing a channel also clears the positions up to the first image position of the next channel. So only the zeros
+  // before the first channel are written here. What is cleared behind the last channel is zero in the next block
+  // anyway.
   const std::int64_t before = (first - low_) * unit_;
   std::memset(to, 0, static_cast<std::size_t>(before));
   tiles_.pack({from, in.c_stride, in.w_stride * x_.mul}, p_.block_cols(), last - first, width_, to + before, 0);

@@ -1,10 +1,10 @@
-// The convolution on the CPU, and the gradient of its input: products of blocks with panels of pixels.
+// The convolution and the gradient of its input on the CPU: products of blocks with panels of pixels.
 //
-// Results fall into classes (one but for the gradient of a strided convolution, see AxisClass). The pixels of a class
-// lie on a line and are cut into panels of a few vectors, and those into slabs. A slab packs the image rows that it
-// reads once. A few panels at a time then put each column of the product (a kernel position and a block of channels)
-// together from runs of them, once for all block rows. A sum is computed by one thread in a fixed order: bias, then
-// kernel positions, then blocks. So results do not depend on the number of threads.
+// Results form residue classes (one, except for the gradient of a strided convolution; see AxisClass). The pixels of a
+// class are cut into panels of a few vectors, and panels are grouped into slabs. A slab packs the image rows that it
+// reads once. For a few panels at a time, each column of the product (a kernel position and a block of channels) is
+// assembled from contiguous runs of packed rows, once for all block rows. One thread computes a sum in a fixed order:
+// bias, then kernel positions, then blocks. So results do not depend on the number of threads.
 #include "ops/block_conv/cpu/run.h"
 
 #include <algorithm>
@@ -24,28 +24,28 @@ using simd::Slab;
 using simd::Slabs;
 using Panels = std::span<const Slabs::Panel>;
 
-/// Panels of a slab: neighbouring slabs share the rows at their edges, and each packs them.
+/// Panels per slab. Rows at the edge of two slabs are packed by both, so slabs should not be small.
 constexpr std::int64_t kSlabPanels = 24;
-/// Panels multiplied together. Two leave most of a second-level cache to what they are put together from; where blocks
-/// are copied first, that takes more of them to pay.
+/// Panels multiplied together. Two leave most of the L2 cache to the packed rows. If blocks are copied first, more
+/// panels amortise the copy.
 constexpr std::size_t kTogether = 2, kTogetherCopied = 8;
 
-/// Stretches of work for each thread.
+/// Tasks per thread.
 constexpr std::int64_t kStretches = 4;
-/// Results larger than this go past the caches, which they would only flush.
+/// Results larger than this are stored past the caches.
 constexpr std::int64_t kStreamedBytes = 4 << 20;
 
-/// What a run of pixels outside of every image reads: as long as the widest panel, and slack on both sides.
+/// The source of runs of zeros: as long as the widest panel, with slack on both sides.
 alignas(64) constexpr std::array<std::byte, 1024> kZeros{};
 
-/// Whether bytes are whole cache lines.
+/// Whether a number of bytes is a multiple of a cache line.
 bool lines(std::intptr_t bytes) { return bytes % 64 == 0; }
 
 struct Buffers {
   simd::Scratch panels, strips, sums;
   ImageRows::Packed rows;
-  std::int64_t first_row = 0;       ///< of the slab's results
-  std::vector<std::int64_t> slots;  ///< by row of results and tap along y; −1 lies outside
+  std::int64_t first_row = 0;       ///< first row of the slab's results
+  std::vector<std::int64_t> slots;  ///< by row of results and tap along y; −1 outside the image
   std::vector<std::uint8_t> packed;
   std::vector<simd::Term> terms;
   std::vector<simd::Run> runs;
@@ -69,7 +69,7 @@ class Results {
         size_(static_cast<std::int64_t>(size_of(problem.dtype))),
         image_(y_.count * x_.count),
         depth_(problem.block_cols()),
-        // Runs write past their last row.
+        // join_runs writes past the last row.
         column_depth_(simd::depth_padded(tiles, depth_) + tiles.group),
         columns_(number_columns()),
         slabs_(problem.out.n * image_, kSlabPanels, stretches, tiles),
@@ -87,7 +87,7 @@ class Results {
 
   std::int64_t tasks() const { return slabs_.count() * parts_; }
 
-  /// Some lines of one slab.
+  /// Task: one part of the block rows of one slab.
   void run(std::int64_t task) const {
     Buffers& buffers = thread_buffers();
     const Slab slab(slabs_, task / parts_);
@@ -103,7 +103,8 @@ class Results {
   }
 
  private:
-  /// Numbers the columns of the product that some block reads, and weighs lines: their blocks, and one for the store.
+  /// Numbers the columns of the product that some block reads, and sets the cost of each block row: its blocks, plus
+  /// one for the store.
   std::int64_t number_columns() {
     std::int64_t count = 0;
     column_.assign(y_.taps.size() * x_.taps.size() * static_cast<std::size_t>(p_.others()), -1);
@@ -118,7 +119,7 @@ class Results {
     }
     return count;
   }
-  /// visit(tap along y, tap along x, column, entry) for the blocks of a line, in the order of their sum.
+  /// visit(tap along y, tap along x, column, entry) for the blocks of a block row, in the order of summation.
   template <typename Visit>
   void each_block(std::int64_t line, const Visit& visit) const {
     for (std::size_t r = 0; r < y_.taps.size(); ++r) {
@@ -131,7 +132,7 @@ class Results {
       }
     }
   }
-  /// The first line of a part.
+  /// The first block row of a part.
   std::int64_t cut(std::int64_t part) const {
     const std::int64_t cost = cost_.back() * part / parts_;
     return std::lower_bound(cost_.begin(), cost_.end(), cost) - cost_.begin();
@@ -151,13 +152,13 @@ class Results {
     rows_.allocate(buffers.rows);
   }
 
-  /// Where a panel is packed, the first or a later one of those together.
+  /// The packed columns of panel number `panel` of those multiplied together.
   std::byte* packed(Buffers& buffers, std::size_t panel) const {
     return buffers.panels.need(0) + panel * simd::panel_bytes(tiles_, deep(), panel_stride());
   }
   std::int64_t panel_stride() const { return tiles_.vectors * tiles_.lanes; }
 
-  /// One column of the product for some panels.
+  /// Assembles one column of the product for some panels.
   void pack_column(Panels panels, std::size_t r, std::size_t s, std::int64_t other, std::int64_t column,
                    Buffers& buffers) const {
     for (std::size_t n = 0; n < panels.size(); ++n) {
@@ -167,7 +168,7 @@ class Results {
                       packed(buffers, n) + simd::panel_bytes(tiles_, column * column_depth_, panel.width));
     }
   }
-  /// Where the pixels of a panel lie in packed rows.
+  /// Lists the runs of packed rows that make one column of a panel.
   void list_runs(const Slabs::Panel& panel, std::size_t r, std::size_t s, std::int64_t other, Buffers& buffers) const {
     buffers.runs.clear();
     const auto add = [&](const std::byte* from, std::int64_t stride, std::int64_t pixels) {
@@ -192,7 +193,7 @@ class Results {
     }
   }
 
-  /// The blocks as the left side.
+  /// The blocks as the left operand.
   simd::Strips strips() const {
     const Values& v = p_.values;
     const simd::Place block{v.data, p_.transposed ? v.col_stride : v.row_stride,
@@ -200,7 +201,7 @@ class Results {
     return {block, p_.block_rows(), depth_, true};
   }
 
-  /// One block row of the result for some panels.
+  /// Computes one block row of the result for some panels.
   void multiply(Panels panels, std::int64_t line, Buffers& buffers) const {
     const Values& v = p_.values;
     buffers.terms.clear();
@@ -258,7 +259,7 @@ class Results {
   }
 
   std::byte* element(void* data, std::int64_t at) const { return static_cast<std::byte*>(data) + at * size_; }
-  /// Where the first channel of a block row lies in the result.
+  /// The address of pixel `at` of the class in the first channel of a block row.
   std::byte* pixel(std::int64_t line, std::int64_t at) const {
     const std::int64_t row = at / x_.count;
     return element(p_.out.data, line * p_.block_rows() * p_.out.c_stride + row / y_.count * p_.out.n_stride +
@@ -271,14 +272,14 @@ class Results {
   AxisClass y_, x_;
   ImageRows rows_;
   std::int64_t size_, image_, depth_, column_depth_;
-  std::vector<std::int32_t> column_;  ///< by kernel position and block of channels: its place in a panel, or −1
-  std::vector<std::int64_t> cost_;    ///< before each line
+  std::vector<std::int32_t> column_;  ///< number of each (kernel position, block of channels), or −1
+  std::vector<std::int64_t> cost_;    ///< prefix sums over block rows
   std::int64_t columns_;
   Slabs slabs_;
-  std::int64_t parts_;        ///< of a slab's lines
-  std::size_t together_ = 0;  ///< panels
+  std::int64_t parts_;        ///< into which the block rows of a slab are split
+  std::size_t together_ = 0;  ///< panels multiplied together
   std::int64_t h_stride_, w_stride_;
-  std::int64_t piece_;  ///< pixels of a class that lie `w_stride_` apart: all, an image or a row
+  std::int64_t piece_;  ///< consecutive pixels with stride `w_stride_`: all of them, an image or a row
   bool stream_;
 };
 

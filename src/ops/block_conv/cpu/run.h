@@ -1,4 +1,4 @@
-// What the convolution and the gradient of its values share on the CPU: classes of positions, and packed image rows.
+// What products and the gradient of the blocks share on the CPU: residue classes of positions, and packed image rows.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@ namespace fretwork::block_conv::cpu {
 
 using simd::Tiles;
 
-/// Results at first, first + div, … along one axis. There each kernel position reads whole positions of the input for
-/// every result of the class, or for none; `taps` are those that do and that reach the image.
+/// A residue class of results along one axis: first, first + div, … A kernel position reads integer input positions for
+/// all results of the class or for none. `taps` are those that do and that reach the image.
 struct AxisClass {
-  /// Result number u of the class reads position (u + shift)·mul + phase, 0 ≤ phase < mul.
+  /// Result u of the class reads position (u + shift)·mul + phase, 0 ≤ phase < mul.
   struct Tap {
     std::int64_t number, shift, phase;
   };
@@ -31,9 +31,9 @@ struct AxisClass {
   bool inside(std::int64_t position) const { return position >= 0 && position < size; }
 };
 
-/// Image rows as the products read them: for each block of channels a packed panel [channel][position along x], with
-/// zeros where the kernel reaches over the image's edge. Where the stride is not 1, positions of one phase lie
-/// together, so each kernel position reads neighbours. Rows are packed when they are first asked for, block by block.
+/// Packed image rows: for each block of channels a panel [channel][position along x], with zeros for the padding. With
+/// a stride, positions of one phase are stored together, so each kernel position reads contiguous ones. Rows are packed
+/// on first use, block by block.
 class ImageRows {
  public:
   ImageRows(const Problem& problem, const Tiles& tiles, const AxisClass& x);
@@ -41,19 +41,21 @@ class ImageRows {
   /// A thread's packed rows.
   struct Packed {
     simd::Scratch memory;
-    std::vector<std::int64_t> rows;     ///< that have a slot: image · height + y
-    std::vector<std::int32_t> slot_of;  ///< by row; −1 is none
-    std::vector<std::uint8_t> done;     ///< by slot, phase and block
+    std::vector<std::int64_t> rows;     ///< image · height + y of each slot
+    std::vector<std::int32_t> slot_of;  ///< by row; −1 for none
+    std::vector<std::uint8_t> done;     ///< whether it is packed, by slot, phase and block
   };
-  /// First clear, then name all rows, then allocate, then read.
+  /// Order of calls: clear, slot for each row, allocate, then at.
   void clear(Packed& packed) const;
   std::int64_t slot(Packed& packed, std::int64_t image, std::int64_t y) const;
   void allocate(Packed& packed) const;
-  /// What result 0 reads at number `tap` of the class's taps, in the first channel of block `other`.
+  /// The packed position that result 0 reads at kernel position x.taps[tap], in the first channel of block `other`.
   const std::byte* at(Packed& packed, std::int64_t slot, std::size_t tap, std::int64_t other) const;
 
-  std::int64_t width() const { return width_; }  ///< of a panel: from one channel (or group of them) to the next
-  std::int64_t unit() const { return unit_; }    ///< bytes of a position in a panel
+  std::int64_t width() const {
+    return width_;
+  }  ///< of a panel: distance between channels (or groups of them), in positions
+  std::int64_t unit() const { return unit_; }  ///< bytes of a position in a panel
 
  private:
   void pack(Packed& packed, std::int64_t slot, std::size_t phase, std::int64_t other, std::byte* to) const;
@@ -61,13 +63,13 @@ class ImageRows {
   const Problem& p_;
   const Tiles& tiles_;
   const AxisClass& x_;
-  std::vector<std::int64_t> phases_;    ///< that some kernel position reads
-  std::vector<std::size_t> tap_phase_;  ///< of each tap, the place of its phase there
+  std::vector<std::int64_t> phases_;    ///< those that some kernel position reads
+  std::vector<std::size_t> tap_phase_;  ///< of each tap, the index of its phase
   std::int64_t low_ = 0, width_ = 0, unit_ = 0;
   std::size_t block_bytes_ = 0, phase_bytes_ = 0;
 };
 
-/// How many stretches of work `flops` are worth, at most so many for each thread.
+/// Into how many tasks to split work of `flops`, at most `per_thread` for each thread.
 std::int64_t stretches_for(double flops, std::int64_t per_thread, const Context& context);
 
 void weight(const Problem& problem, Context& context);

@@ -1,9 +1,9 @@
 // The gradient of a convolution's blocks on the CPU.
 //
-// Block (t, O, I) is Σ over pixels of dy[O]·xᵀ[I], x moved by kernel position t. It is computed transposed: rows of x
-// are the left side, read where they are packed, so that a kernel position is an offset; dy is the right side, packed
-// once for all kernel positions. Each row of pixels is a term. A thread has some blocks, and walks over all pixels in
-// chunks of a few rows; sums of its blocks stay in memory. So results do not depend on the number of threads.
+// Block (t, O, I) is Σ over pixels of dy[O]·xᵀ[I], x shifted by kernel position t. It is computed transposed. The left
+// operand is packed rows of x, so a kernel position is a pointer offset. The right operand is dy, packed once for all
+// kernel positions. Each row of pixels is a term. A thread owns some blocks and walks all pixels in chunks of a few
+// rows, with the sums of its blocks in memory. So results do not depend on the number of threads.
 #include <algorithm>
 
 #include "ops/block_conv/cpu/run.h"
@@ -16,16 +16,16 @@ namespace {
 using simd::Slab;
 using simd::Slabs;
 
-/// Pixels of a chunk: their part of dy for one block stays near while the strips of x use it, and the sums of all
-/// blocks are read and written once for each chunk.
+/// Pixels per chunk. Smaller chunks keep dy of one block in cache while the strips of x use it; larger ones read and
+/// write the sums of all blocks less often.
 constexpr std::int64_t kChunk = 320;
-/// One stretch of blocks for each thread: all blocks cost the same, and each stretch packs dy for itself.
+/// Tasks per thread. One is enough: all blocks cost the same, and each task packs dy for itself.
 constexpr std::int64_t kStretches = 1;
 
 struct Buffers {
   simd::Scratch panels, sums;
   ImageRows::Packed rows;
-  std::vector<std::int64_t> slots;  ///< by row of results and tap along y; −1 lies outside
+  std::vector<std::int64_t> slots;  ///< by row of results and tap along y; −1 outside the image
   std::vector<std::uint8_t> packed;
   std::vector<simd::Term> terms;
 };
@@ -80,11 +80,11 @@ class Blocks {
   }
 
  private:
-  /// y or x: the number of a tap in its class, or −1 where it never reaches the image.
+  /// y and x are indices of taps in their class, or −1 if the kernel position never reaches the image.
   struct Block {
     std::int64_t y, x, line, other, number;
   };
-  /// Blocks that read the same channels lie together.
+  /// Lists the blocks, those that read the same channels of x together.
   void list() {
     const auto& sizes = p_.layout->sizes();
     for (std::int64_t other = 0; other < sizes.cols; ++other) {
@@ -116,7 +116,7 @@ class Blocks {
   }
   std::size_t line_bytes() const { return simd::panel_bytes(tiles_, chunk_ * x_.count, panels_.width); }
 
-  /// The panels of one block of dy's channels: packed rows of pixels, one after the other.
+  /// The packed panels of one block of dy's channels: rows of pixels, one after the other.
   std::byte* panels(std::int64_t line, std::int64_t first, std::int64_t last, Buffers& buffers) const {
     std::byte* const panels = buffers.panels.need(0) + static_cast<std::size_t>(line) * line_bytes();
     if (auto& packed = buffers.packed[static_cast<std::size_t>(line)]; packed == 0) {
@@ -136,12 +136,12 @@ class Blocks {
     return panels;
   }
 
-  /// A chunk's part of one block.
+  /// Adds a chunk's contribution to one block.
   void add(const Block& block, std::int64_t first, std::int64_t last, Buffers& buffers, std::byte* sums) const {
     if (block.y < 0 || block.x < 0) {
       return;
     }
-    // Results outside of the image are left out: they meet no zeros, which would make NaN of theirs.
+    // Skip pixels of dy whose x lies in the padding: an infinity or NaN of dy times zero would be NaN.
     const auto& tap = x_.taps[static_cast<std::size_t>(block.x)];
     const std::int64_t from = x_.first_inside(tap), steps = x_.last_inside(tap) - from;
     buffers.terms.clear();
@@ -194,7 +194,7 @@ class Blocks {
 }  // namespace
 
 void weight(const Problem& problem, Context& context) {
-  // Not in pairs: those would be of pixels, and a kernel position may move x by one.
+  // No packed 16-bit pairs: a pair would be two pixels, and a kernel position may shift x by one.
   const Blocks blocks(problem, simd::widened_tiles(problem.dtype));
   const std::int64_t count = std::min(blocks.count(), stretches_for(blocks.flops(), kStretches, context));
   context.executor->parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {

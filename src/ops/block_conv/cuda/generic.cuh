@@ -1,4 +1,5 @@
-// The convolution and its gradients by fp32 multiply-add, for every type, block and stride.
+// The generic kernels of the convolution: FFMA in fp32, for every type, block and stride; and the copies that bring
+// operands of the Hopper kernels into an order that TMA can read.
 #pragma once
 
 #include "device/types.cuh"
@@ -6,10 +7,11 @@
 
 namespace fretwork::block_conv {
 
-/// 256 threads have 16·kRows rows × 64 columns of sums, each thread kRows × 4; depth goes 16 at a time.
+/// A tile is 16·kRows rows × 64 columns for 256 threads, kRows × 4 accumulators per thread; a stage is 16 of K.
 inline constexpr int kDepth = 16, kWidth = 64;
 
-/// Where image (n, ·, ·) is read for position (u, v) of the result at a kernel position; −1 outside.
+/// Position (u, v) of image n of the result. `at` is the offset of the pixel of `image` that it reads at kernel
+/// position (r, s); −1 outside the image.
 struct Reader {
   int n, u, v;
   __device__ __forceinline__ i64 at(const ImageArg& image, const AxisArg& y, const AxisArg& x, int r, int s) const {
@@ -42,7 +44,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[kRows][4], const floa
   }
 }
 
-/// One CTA per (64 pixels, tile of rows of a line).
+/// One CTA per (64 pixels, tile of rows of a block row).
 template <typename T, int kRows>
 __global__ void __launch_bounds__(256) product(const __grid_constant__ ProductParams p) {
   __shared__ float left[kDepth][kRows * 16], right[kDepth][kWidth];
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(256) product(const __grid_constant__ ProductPa
   }
 }
 
-/// One CTA per (piece of the pixels, block, tile of it). Depth is the pixels.
+/// One CTA per (piece of the pixels, block, tile of the block). K is the pixels of a piece.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(256) weight(const __grid_constant__ WeightParams p) {
   __shared__ float left[kDepth][kRows * 16], right[kDepth][kWidth];
@@ -140,7 +142,7 @@ __global__ void __launch_bounds__(256) weight(const __grid_constant__ WeightPara
   }
 }
 
-/// Eight pixels of a channel from pixel `first` of an image on; zeros behind its end.
+/// Loads eight pixels of a channel, from pixel `first` of an image; zeros past its end.
 __device__ __forceinline__ void load_pixels_of(u32 (&words)[4], const TurnParams& p, const u16* line, i64 first) {
   const i64 end = static_cast<i64>(p.from.height) * p.from.width;
   words[0] = words[1] = words[2] = words[3] = 0;
@@ -158,9 +160,9 @@ __device__ __forceinline__ void load_pixels_of(u32 (&words)[4], const TurnParams
   }
 }
 
-/// Images to channels-last order, 64 channels × 64 pixels a CTA, through shared memory. 16-bit elements. A thread has
-/// eight pixels of two channels, and writes both of a pixel at once; two threads read 32 bytes that are neighbours.
-/// Lines of every other eight pixels have their halves swapped, so that all banks are met.
+/// Copies images of 16-bit elements to channels-last order. A CTA transposes 64 channels × 64 pixels in shared memory.
+/// A thread loads eight pixels of two channels and stores both channels of a pixel as one word; two threads load 32
+/// contiguous bytes. The halves of a line are swapped for every other eight pixels, which avoids bank conflicts.
 __global__ void __launch_bounds__(256) to_channels_last(const __grid_constant__ TurnParams p) {
   constexpr int kSide = 64, kLine = kSide / 2 + 4, kHalf = kSide / 4;
   __shared__ __align__(16) u32 tile[kSide * kLine];
@@ -193,6 +195,7 @@ __global__ void __launch_bounds__(256) to_channels_last(const __grid_constant__ 
   }
 }
 
+/// Copies blocks of any strides to contiguous ones; 16-bit elements.
 __global__ void __launch_bounds__(256) pack_blocks(const __grid_constant__ PackParams p) {
   const i64 size = static_cast<i64>(p.from.rows) * p.from.cols, all = size * p.count;
   for (i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; i < all; i += static_cast<i64>(gridDim.x) * 256) {

@@ -1,9 +1,9 @@
-// The convolution on the Hopper kernels of blocks. The kernel positions of a weight stand side by side as the columns
-// of one wide block matrix, and the dense operand is gathered from the images by the copy engine: a column of pixels at
-// a time, moved by the offset of a kernel position, with zeros outside the image.
+// The convolution on the Hopper kernels of src/blocks. The kernel positions of a weight are the columns of one wide
+// block matrix, side by side. TMA in im2col mode loads the dense operand from the images: a column of pixels at a time,
+// shifted by the offset of a kernel position, with zeros outside the image.
 //
-// The gradient of the input of a convolution with strides is one such product for each residue of an output position
-// modulo the strides: only some kernel positions meet it, and they meet it at whole positions.
+// The gradient of the input of a strided convolution is one such product for each residue class of output positions
+// modulo the stride. Only some kernel positions belong to a class; they read integer input positions.
 #include "ops/block_conv/cuda/hopper.h"
 
 #include <algorithm>
@@ -49,7 +49,7 @@ driver::PixelMap pixel_map(const Image& in, const AxisClass& y, const AxisClass&
   return hopper::pixel_map(in, {x.first, y.first}, {x.mul, y.mul}, {x.count, y.count});
 }
 
-/// Whether the copy engine gathers from such images, in whatever order they lie: ChannelsLast brings them to theirs.
+/// Whether TMA can read such images in im2col mode after ChannelsLast has brought them to channels-last order.
 bool can_gather(const Image& in, const AxisClass& y, const AxisClass& x) {
   Image copy = in;
   copy.data = reinterpret_cast<void*>(16);
@@ -71,12 +71,12 @@ Pixels pixels_arg(const Image& in, const AxisClass& y, const AxisClass& x) {
 
 // ------------------------------------------------------------------------------------------------------ plans
 
-/// The blocks of some kernel positions side by side: column (position · stride + block column), stride even, so that
-/// no two neighbouring columns 2n, 2n + 1 belong to different positions.
+/// The blocks of some kernel positions side by side, in column (position · stride + block column). `stride` is even, so
+/// columns 2n and 2n + 1 always belong to the same position.
 struct SideBySide {
   std::shared_ptr<const BlockLayout> layout;
-  std::vector<int> numbers;  ///< of the packed blocks, in the order of `layout`
-  std::vector<int> offsets;  ///< of each position, as a step's column has it
+  std::vector<int> numbers;  ///< packed index of each block of `layout`
+  std::vector<int> offsets;  ///< of each position, encoded as in a step's column
   int stride;
 
   SideBySide(const Problem& p, const AxisClass& y, const AxisClass& x)
@@ -106,7 +106,7 @@ struct SideBySide {
     const std::int64_t block = p.block_rows();
     layout = BlockLayout::make({1, p.lines(), static_cast<std::int64_t>(cols), block, block}, mask);
   }
-  /// A column in units of `unit` channels, as kernels decode it.
+  /// Encodes a column, counted in units of `unit` channels, for the kernels.
   int column(int at, int unit) const {
     const int per_tap = stride * static_cast<int>(layout->sizes().block_rows) / unit;
     return offsets[static_cast<std::size_t>(at / per_tap)] | at % per_tap;
@@ -127,7 +127,7 @@ DevicePlan spmm_plan(const SideBySide& side, int parallel, int device) {
 }
 
 DevicePlan sdd_plan(const SideBySide& side, int slot, int device) {
-  constexpr int kTimes = 16;  // pieces of K make many tiles of each
+  constexpr int kTimes = 16;  // K is split, so each tile runs many times
   SddPlan plan = make_sdd_plan(*side.layout, false, slot, kTimes, driver::device_info(device).multiprocessors);
   for (int& column : plan.columns) {
     column = side.column(column, slot);
@@ -159,8 +159,8 @@ std::shared_ptr<const DevicePlan> find_plan(const Problem& p, const AxisClass& y
 
 // --------------------------------------------------------------------------------------------------- launches
 
-/// Where the copy engine writes a result: as one line of channels-last pixels, or lines of each channel's. Threads
-/// write others, as `params.image` says.
+/// Sets how the result is stored: by TMA as channels-last pixels of one stride, or as NCHW pixels. Threads store other
+/// results through `params.image`.
 void set_out(SpmmParams& params, const Image& out, bool rows) {
   const auto line = rows && channels_last(out) && one_line(out)
                         ? make_tiled_view(out.data, {out.c, out.pixels(), 1, 1}, {1, out.w_stride, 0, 0})
@@ -172,7 +172,7 @@ void set_out(SpmmParams& params, const Image& out, bool rows) {
   const auto lines = rows ? std::nullopt : lines_of(out);
   params.image = image_out(out, rows);
   params.image.lines = lines && lines->can_be_written() ? 1 : 0;
-  params.out = params.image.lines != 0 ? lines->map(64, 64) : params.dense;  // kernels fetch it ahead
+  params.out = params.image.lines != 0 ? lines->map(64, 64) : params.dense;  // kernels prefetch the map
 }
 
 void run_class(const Problem& p, const Blocks& blocks, const Image& in, const AxisClass& y, const AxisClass& x,
@@ -252,7 +252,7 @@ bool run_product(const Problem& p, Context& context) {
   return true;
 }
 
-/// Pieces of K: as many as leave the machine idle for the least share of the time.
+/// Into how many pieces K is split: the number with the least estimated time.
 int pieces_of(int tiles, std::int64_t pixels, int multiprocessors) {
   constexpr int kMostPieces = 64;
   constexpr std::int64_t kLeastSpan = 512;
@@ -260,7 +260,7 @@ int pieces_of(int tiles, std::int64_t pixels, int multiprocessors) {
   double least = 1e30;
   for (int pieces = 1; pieces <= kMostPieces && (pieces == 1 || pixels / pieces >= kLeastSpan); ++pieces) {
     const double turns = static_cast<double>(ceil_div(tiles * pieces, multiprocessors));
-    // A turn costs about four stages of 64 pixels beside its own, to fill and to drain.
+    // Filling and draining the pipeline costs each wave about four stages of 64 pixels.
     const double time = turns * (static_cast<double>(pixels) / pieces + 256.0);
     if (time < least) {
       least = time;

@@ -1,11 +1,11 @@
-// The convolution on the Hopper kernels of blocks.
+// The convolution on Hopper.
 #pragma once
 
 #include "ops/block_conv/problem.h"
 
 namespace fretwork::block_conv::hopper {
 
-/// Runs the problem if these kernels can; false leaves it to the generic ones.
+/// Runs the problem if the Hopper kernels suit it; false if the caller must run the generic ones.
 bool run(const Problem& problem, Context& context);
 
 }  // namespace fretwork::block_conv::hopper

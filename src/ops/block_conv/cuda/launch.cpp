@@ -1,4 +1,4 @@
-// The convolution on a GPU: the Hopper kernels of blocks where they can, else the generic ones.
+// The convolution on a GPU: runs the Hopper kernels if they suit the problem, else the generic ones.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -18,7 +18,7 @@ namespace driver = fretwork::cuda;
 constexpr const char* kFile = "ops/block_conv/cuda/generic.cuh";
 constexpr std::int64_t kWidth = 64;
 
-/// Rows of sums of a thread: blocks of up to 16 rows would leave most of a larger tile empty.
+/// Rows of accumulators per thread. Blocks of up to 16 rows would leave most of a larger tile empty.
 int rows_of(std::int64_t block_rows) { return block_rows <= 16 ? 1 : 4; }
 
 KernelSpec instance(const std::string& kernel, DType dtype, int rows) {
@@ -38,14 +38,14 @@ std::vector<KernelSpec> list_kernels(const std::string&) {
 }
 const KernelList kKernels{"block_conv", list_kernels};
 
-/// The blocks of each line, or each block, with their kernel positions.
+/// The plan of the generic kernels on the device; see make_plan.
 struct DevicePlan {
   driver::DeviceBuffer lines, entries;
   std::size_t bytes() const { return lines.bytes() + entries.bytes(); }
 };
 
-/// For a product: where the entries of each line begin, and the entries line by line. For a weight: the line of each
-/// block, and the entries in the order of packed blocks.
+/// For a product, `lines` has the offset of each block row's first entry, and entries are sorted by block row. For a
+/// weight, `lines` has the block row of each block, and entries are in the order of packed blocks.
 DevicePlan make_plan(const Problem& p, int device) {
   const bool weight = p.kind == Kind::weight;
   const auto taps_x = static_cast<int>(p.x.taps);
@@ -144,7 +144,7 @@ void run_weight(const Problem& p, Context& context) {
   params.row_tiles = static_cast<int>(ceil_div(p.block_rows(), 16 * rows));
   params.col_tiles = static_cast<int>(ceil_div(p.block_cols(), kWidth));
   const std::int64_t tiles = p.layout->nnz() * params.row_tiles * params.col_tiles;
-  // Pieces that fill the machine a few times, of 256 pixels or more.
+  // Split the pixels into pieces of at least 256, so that there are about 2048 tiles.
   const std::int64_t pixels = p.out.pixels(), wanted = ceil_div(std::int64_t{2048}, tiles);
   const std::int64_t pieces = std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(1, pixels / 256));
   params.span = ceil_div(ceil_div(std::max<std::int64_t>(pixels, 1), pieces), 16) * 16;

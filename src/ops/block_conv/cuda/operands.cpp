@@ -1,4 +1,4 @@
-// Copies to forms that the copy engine reads, and the classes of output positions.
+// Copies of operands that TMA cannot read, TMA maps, and residue classes of output positions.
 #include "ops/block_conv/cuda/operands.h"
 
 #include <algorithm>
@@ -17,7 +17,8 @@ constexpr std::int64_t kUnit = 8;  ///< 16-bit elements in 16 bytes
 constexpr const char* kFile = "ops/block_conv/cuda/generic.cuh";
 
 bool whole(std::int64_t stride) { return stride % kUnit == 0; }
-/// Whether steps along a dimension are units of 16 bytes forward; where it has one place there are none.
+/// Whether the stride of a dimension is a positive multiple of 16 bytes. The stride of a dimension of size 1 is not
+/// used.
 bool units(std::int64_t size, std::int64_t stride) { return size == 1 || (stride > 0 && whole(stride)); }
 
 std::optional<View> view_of(const Problem& p, const Values& v) {
@@ -128,7 +129,7 @@ std::string class_key(const Problem& p, const AxisClass& y, const AxisClass& x) 
 driver::PixelMap pixel_map(const Image& in, std::array<std::int64_t, 2> first, std::array<std::int64_t, 2> mul,
                            std::array<std::int64_t, 2> count) {
   const auto bytes = [&](std::int64_t size, std::int64_t stride) {
-    return static_cast<std::uint64_t>((size == 1 ? in.c : stride) * 2);  // of a size of 1 any will do
+    return static_cast<std::uint64_t>((size == 1 ? in.c : stride) * 2);  // any valid stride will do for a size of 1
   };
   const auto whole_size = [](std::int64_t size) { return static_cast<std::uint64_t>(size); };
   return {in.data,

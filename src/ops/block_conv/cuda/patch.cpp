@@ -1,4 +1,4 @@
-// The host side of the patch kernel: does a class suit it, its plan, the launch.
+// The host side of the patch kernel: whether it suits a residue class, its plan, and its launch.
 #include <algorithm>
 #include <bit>
 #include <functional>
@@ -17,9 +17,9 @@ namespace {
 namespace driver = fretwork::cuda;
 using namespace blocks;  // NOLINT: the host side that it shares with the block products
 
-/// Places for each pixel of the result up to which this kernel pays. Elsewhere columns of pixels are fetched for every
-/// kernel position, from images whose channels are neighbours: of those that are `turned` here, that takes a copy.
-/// Every two sets of 64 rows turn the image again, which costs large blocks more than it spares them.
+/// The largest ratio of places (padded positions) to pixels of the result for which this kernel is faster; 0 for never.
+/// The alternative loads columns of pixels for every kernel position, and copies NCHW images (`turned` here) first.
+/// Here every two sets of 64 output channels transpose NCHW images again, which costs large blocks more than it saves.
 double most_places(int block, bool turned, std::int64_t sets) {
   constexpr std::int64_t kMostSets = 4;
   if (turned) {
@@ -59,23 +59,23 @@ int reach_of(const AxisClass& axis) {
   return axis.offsets.empty() ? 0 : *std::max_element(axis.offsets.begin(), axis.offsets.end());
 }
 
-/// One axis of the line of places. What it leaves out of the positions that a row reads lies in the margin before the
-/// next row: zeros in both.
+/// Places along one axis of the line. Positions that a row reads beyond these fall into the padding before the next
+/// row, which is zero as well.
 std::int64_t places_of(const AxisClass& axis, std::int64_t size) {
   const std::int64_t span = axis.count + reach_of(axis), margin = std::max<std::int64_t>(0, -axis.first);
   return std::min(span, std::max({axis.count, size - axis.first, span - margin}));
 }
 
-/// How a class of pixels lies in one line of places, and what a tile of them reads.
+/// The line of places of a residue class, and the patch that a tile of it reads.
 struct PatchShape {
   std::int64_t row, rows, images;
-  int columns = 1, column = kTilePlaces;  ///< a patch is this many columns of so many places
+  int columns = 1, column = kTilePlaces;  ///< a patch is `columns` loads of `column` places
 
-  /// `even`: rows have an even number of places. A patch that is `turned` is one column.
+  /// `even`: round the length of a row up to an even number. `turned`: a patch is not loaded in columns.
   PatchShape(const Image& in, const AxisClass& y, const AxisClass& x, bool turned, bool even)
       : row(places_of(x, in.w)), rows(places_of(y, in.h)), images(in.n) {
     row += even ? row % 2 : 0;
-    constexpr int kMostOfColumn = 256, kEight = 8;  // of the copy engine; of swizzled rows
+    constexpr int kMostOfColumn = 256, kEight = 8;  // pixels per im2col load; rows of a swizzle atom
     const std::int64_t reach = reach_of(y) * row + reach_of(x);
     columns = turned ? 1 : static_cast<int>(ceil_div(kTilePlaces + reach, std::int64_t{kMostOfColumn}));
     column =
@@ -90,7 +90,7 @@ struct PatchShape {
   int stride(bool turned) const {
     return static_cast<int>(ceil_div((places() + (turned ? kSpareRows : 0)) * 128, 1024)) * 1024;
   }
-  /// Of patches that have room beside the rest.
+  /// The number of patches that fit into shared memory.
   int count(bool turned, bool rows) const {
     return std::min(kMostPatches,
                     (kPatchShared - patch_static(turned, rows) - patch_rest(turned, rows)) / stride(turned));
@@ -103,7 +103,7 @@ struct PatchPlan {
   std::size_t bytes() const { return segments.bytes() + channels.bytes() + steps.bytes(); }
 };
 
-/// The blocks of a row: their numbers by (column · kernel positions + kernel position).
+/// The blocks of a block row: packed index by (block column · kernel positions + kernel position).
 using Row = std::map<std::int64_t, int>;
 
 std::vector<Row> rows_of(const Problem& p, const AxisClass& y, const AxisClass& x) {
@@ -121,8 +121,8 @@ std::vector<Row> rows_of(const Problem& p, const AxisClass& y, const AxisClass& 
   return rows;
 }
 
-/// Rows that are multiplied side by side, as many as make 64, and their columns: the number of each row's block, −1
-/// where it has none. Every column is multiplied as a whole.
+/// Block rows that fill 64 rows of an MMA, and the union of their columns: the packed index of each row's block, −1 for
+/// none. Every column of the union is multiplied for all rows.
 struct Set {
   std::array<int, 4> rows{-1, -1, -1, -1};
   std::map<std::int64_t, std::array<int, 4>> columns;
@@ -150,10 +150,10 @@ int common(const Bits& a, const Bits& b) {
                                [](std::uint64_t x, std::uint64_t y) { return std::popcount(x & y); });
 }
 
-/// Which rows make a set.
+/// The block rows of a set.
 using Group = std::vector<std::size_t>;
 
-/// Rows with common columns belong together: the longest row that is left, then those that have most in common with the
+/// Groups rows with common columns: the longest remaining row, then those that have most columns in common with the
 /// group so far.
 std::vector<Group> group_rows(const std::vector<Row>& rows, const std::vector<Bits>& bits, std::size_t along) {
   Group left(rows.size());
@@ -175,9 +175,9 @@ std::vector<Group> group_rows(const std::vector<Row>& rows, const std::vector<Bi
   return groups;
 }
 
-/// Exchanges rows of two groups as long as that leaves fewer columns to multiply.
+/// Exchanges rows between groups while that reduces the number of columns to multiply.
 void exchange_rows(std::vector<Group>& groups, const std::vector<Bits>& bits) {
-  constexpr std::size_t kMostGroups = 64;  // it takes time
+  constexpr std::size_t kMostGroups = 64;  // bounds the time of the search
   const auto columns = [&](const Group& group) {
     Bits all(bits.front().size());
     for (const std::size_t n : group) {
@@ -209,7 +209,8 @@ void exchange_rows(std::vector<Group>& groups, const std::vector<Bits>& bits) {
   }
 }
 
-/// Two sets share a tile, those of about as many columns, so that no warpgroup waits for another.
+/// The sets of 64 rows, sorted by number of columns. Two consecutive sets share a tile, so its warpgroups have about
+/// equal work.
 std::vector<Set> sets_of(const std::vector<Row>& rows, std::size_t along, std::int64_t columns) {
   std::vector<Bits> bits(rows.size());
   std::ranges::transform(rows, bits.begin(), [&](const Row& row) { return bits_of(row, columns); });
@@ -237,7 +238,7 @@ PatchPlan make_plan(const Problem& p, const AxisClass& y, const AxisClass& x, in
   for (std::size_t n = 0; n < sets.size(); n += 2) {
     PatchSegment segment{};
     segment.patches = static_cast<int>(channels.size());
-    std::map<std::int64_t, int> patches;  // of 64 channels: their patch
+    std::map<std::int64_t, int> patches;  // index of the patch by group of 64 channels
     for (std::size_t half = 0; half < 2; ++half) {
       for (const auto& [column, numbers] : sets[n + half].columns) {
         patches[column / taps / along] = 0;
@@ -290,16 +291,16 @@ bool suits(const PatchShape& shape, const AxisClass& y, const AxisClass& x, doub
          static_cast<double>(shape.line()) <= most * pixels;
 }
 
-/// Whether results can leave as lines of pixels, two at a time, each image's a multiple of 16 bytes.
+/// Whether NCHW results can be stored two pixels at a time, with a multiple of 16 bytes per image.
 bool has_whole_lines(const Image& out) {
   return pixels_last(out) && out.h * out.w % kMapUnit == 0 && out.w % 2 == 0 && out.w >= kMapUnit;
 }
 
-/// From a tile to the next where it begins with a pixel at a multiple of 16 bytes: behind seven pixels, or fewer, and
-/// the margin between rows if it lies there.
+/// The distance between tiles if each begins with a pixel at a multiple of 16 bytes. That pixel lies up to seven
+/// pixels, and possibly the padding between two rows, behind the nominal first place.
 std::int64_t pixel_places(std::int64_t row, std::int64_t width) { return kTilePlaces - 7 - (row - width); }
 
-/// A column of places of a patch, or pixels that have yet to be turned.
+/// The TMA map of the input: im2col over places, or NCHW pieces.
 std::optional<Map> image_map(const Image& in, const PatchShape& shape, const AxisClass& y, const AxisClass& x,
                              bool turned) {
   if (turned) {
@@ -313,12 +314,12 @@ std::optional<Map> image_map(const Image& in, const PatchShape& shape, const Axi
 int whole(std::int64_t size) { return static_cast<int>(size); }
 Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
 
-/// One product: what it reads and writes, and the tiles it is cut into.
+/// One launch: its operands and its tiles.
 struct PatchLaunch {
   const Problem& p;
   const AxisClass &y, &x;
   Image in, out;
-  bool turned, rows;  ///< the pixels of x are neighbours; the channels of the result are
+  bool turned, rows;  ///< x is NCHW; the result is channels-last
   PatchShape shape;
   std::int64_t sets, tile_places, total;
 
@@ -331,14 +332,14 @@ struct PatchLaunch {
         turned(!channels_last(in)),
         rows(channels_last(out)),
         shape(in, y, x, turned, !rows),
-        sets(ceil_div(p.lines() * p.block_rows(), std::int64_t{64})),  // of 64 rows; two make a segment
+        sets(ceil_div(p.lines() * p.block_rows(), std::int64_t{64})),  // of 64 output channels; two make a segment
         tile_places(rows ? kTilePlaces : pixel_places(shape.row, out.w)),
         total(tile_places > 0 ? ceil_div(shape.line(), tile_places) * ceil_div(sets, std::int64_t{2}) : 0) {}
 
   int block() const { return whole(p.block_rows()); }
   int patches() const { return shape.count(turned, rows); }
   bool fits(int multiprocessors) const {
-    const bool counted = out.n * out.n_stride / kMapUnit < std::numeric_limits<int>::max();  // as the kernel does
+    const bool counted = out.n * out.n_stride / kMapUnit < std::numeric_limits<int>::max();  // the kernel uses int
     const bool reads = !turned || (pixels_last(in) && shape.has_all(in, y, x));
     const bool writes = rows || (has_whole_lines(out) && tile_places >= kTilePlaces * 7 / 8);
     return reads && writes && counted && patches() >= 2 && suits(shape, y, x, most_places(block(), turned, sets)) &&

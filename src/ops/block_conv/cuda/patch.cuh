@@ -1,9 +1,9 @@
-// Products over images on Hopper that fetch every pixel once for all kernel positions. All images lie in one line of
-// places, margins included (`Line`), and a CTA has a tile of 256 neighbouring places × twice 64 rows. It fetches what
-// the tile reads of 64 channels, its patch; a kernel position reads the same patch some places further, as a descriptor
-// may begin at any row of a swizzled tile. Places are N. Each of two warpgroups has 64 rows of op(S) and walks its own
-// blocks, which fill 64 rows side by side, with zeros where one is absent. Results of places that are no pixels are
-// never written.
+// Convolution products on Hopper that load every pixel once for all kernel positions. All images form one line of
+// places (padded positions: pixels and the zeros of the padding, see `Line`). A tile is 256 consecutive places (N) × 2
+// · 64 output channels (M). Its patch is the input of the tile in 64 channels. A kernel position reads the same patch
+// at another row offset, since a wgmma descriptor may begin at any row of a swizzled tile. Each of two consumer
+// warpgroups has 64 rows of op(S) and walks its own columns, with zeros for absent blocks. Results at padding places
+// are not stored. NCHW input is transposed in shared memory (`Turner`).
 #pragma once
 
 #include "blocks/kernel_wide.cuh"
@@ -19,17 +19,17 @@ struct PatchBarriers {
   u32 words[2][kMostBlockStages][4];
 };
 
-/// How pieces of an image become the patch of a tile: the same for all channels. A row of 16 bytes lies at
-/// (entry ^ column of 16 bytes) · 16 in the patch.
+/// How NCHW pieces are transposed into the patch of a tile; the same for all channels. Column c of 16 bytes of a patch
+/// row lies at (entry ^ c) · 16 bytes, which is the 128-byte swizzle.
 struct alignas(16) TurnTable {
-  u16 rows[kMostPieces][64];  ///< of pixel 32 · a + 8 · b + c of a piece: at 32 · a + 4 · c + b
-  u32 margin[kMostPieces];    ///< a bit for each place that is no pixel
-  int count;                  ///< pieces
+  u16 rows[kMostPieces][64];  ///< entry of pixel 32 · a + 8 · b + c of a piece, at 32 · a + 4 · c + b
+  u32 margin[kMostPieces];    ///< a bit for each place of the padding
+  int count;                  ///< of pieces
 
   static __device__ __forceinline__ u32 entry(int row) { return static_cast<u32>(row * 8 | row % 8); }
 };
 
-/// A stage holds 64 of K of 64 rows: kSteps steps of a block's depth, each of kBlocks blocks.
+/// A stage of blocks is 64 rows × 64 of K: kSteps steps of kBlocks blocks each.
 template <int kBlock>
 struct Patch {
   static constexpr int kSteps = 64 / kBlock, kBlocks = 64 / kBlock, kStride = 1 + kBlocks;
@@ -37,7 +37,7 @@ struct Patch {
   static constexpr u32 kStepBytes = 64 * kLine, kBlockBytes = kBlock * kLine;
 };
 
-/// Where the ring of patches stands; its length is the launch's.
+/// A position in the ring of patches, whose length is a launch parameter.
 struct PatchRing {
   u32 parity, stage = 0;
   __device__ __forceinline__ void next(const PatchParams& p) {
@@ -48,7 +48,7 @@ struct PatchRing {
   }
 };
 
-/// Place (u, v) of image n: of the result, if it has one there.
+/// Place (u, v) of image n; a pixel of the result if u and v are inside it.
 struct Place {
   int n, u, v;
 };
@@ -58,8 +58,8 @@ __device__ __forceinline__ Place place_at(const Line& line, int place) {
 }
 __device__ __forceinline__ int patch_places(const PatchParams& p) { return p.patch_columns * p.column_places; }
 
-/// Where pixels of the result are neighbours, a tile begins with one that lies at a multiple of 16 bytes: the first
-/// from `place` on, counted through all images.
+/// NCHW results: a tile begins with a pixel at a multiple of 16 bytes, the first at or behind `place`. Its index counts
+/// the pixels of all images.
 __device__ __forceinline__ int first_pixel(const PatchParams& p, int place) {
   Place at = place_at(p.line, place);
   if (at.v >= p.width) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ int first_place(const PatchParams& p, int index) {
   return n * p.line.image + u * p.line.row + rest - u * p.width;
 }
 
-/// One thread fetches the patches of a tile.
+/// Loads the patches of a tile; one thread.
 __device__ __forceinline__ void fetch_patches(const PatchParams& p, int index, int first, PatchBarriers& barriers,
                                               u32 base, PatchRing& ring) {
   const PatchSegment& s = p.segments[index % p.segment_count];
@@ -97,18 +97,18 @@ __device__ __forceinline__ void fetch_patches(const PatchParams& p, int index, i
   }
 }
 
-/// The first pixel of x from a place of an image on.
+/// The first pixel of x at or behind a place of an image.
 __device__ __forceinline__ int pixel_from(const PatchParams& p, int place) {
   const Line& line = p.line;
   const int row = line.by_row.quotient(place), h = row + line.first_h, w = place - row * line.row + line.first_w;
   return h < 0 ? 0 : min(h, p.in_height) * p.in_width + (h < p.in_height ? min(max(w, 0), p.in_width) : 0);
 }
 
-/// The pieces of a patch that begins at place `first`: 64 neighbouring pixels of an image each, one image after the
-/// other. The first image's begin at pixel `start`, others' at 0.
+/// The pieces of a patch that begins at place `first`: 64 consecutive pixels of an image each, image by image. Those of
+/// the first image begin at pixel `start`, those of others at pixel 0.
 struct Pieces {
   int n, start, first_count, per_image;
-  int last, to;  ///< the last image, and where its pixels end
+  int last, to;  ///< the last image, and the end of its pixels
 
   __device__ __forceinline__ Pieces(const PatchParams& p, int first)
       : n(p.line.by_image.quotient(first)), per_image((p.in_width * p.in_height + 63) / 64) {
@@ -118,14 +118,14 @@ struct Pieces {
     last = min(p.line.by_image.quotient(end - 1), p.line.images - 1);
     to = pixel_from(p, min(end - last * image, image));
   }
-  /// In units of 64: the piece of an image's pixel, and which it is of them.
+  /// 64 · piece + index within the piece, of a pixel of an image.
   __device__ __forceinline__ int at(int image, int pixel) const {
     return image == n ? pixel - start : (first_count + (image - n - 1) * per_image) * 64 + pixel;
   }
   __device__ __forceinline__ int count() const { return last < n ? 0 : (at(last, to) + 63) / 64; }
 };
 
-/// One thread fetches what is to be turned.
+/// Loads the NCHW pieces of a tile; one thread.
 __device__ __forceinline__ void fetch_pieces(const PatchParams& p, int index, int first, PatchBarriers& barriers,
                                              u32 pieces, Ring<kTurnStages>& ring) {
   const PatchSegment& s = p.segments[index % p.segment_count];
@@ -144,8 +144,8 @@ __device__ __forceinline__ void fetch_pieces(const PatchParams& p, int index, in
   }
 }
 
-/// The warpgroups that multiply list how a tile's patch is made of pieces. Pixels that it does not have go to rows
-/// behind it.
+/// Computes the table of a tile; all threads of the consumer warpgroups. Pixels outside the patch are sent to spare
+/// rows behind it.
 __device__ __forceinline__ void list_turns(const PatchParams& p, int first, TurnTable& table) {
   const Line& line = p.line;
   const Pieces pieces(p, first);
@@ -179,7 +179,7 @@ __device__ __forceinline__ void list_turns(const PatchParams& p, int first, Turn
   }
 }
 
-/// Two warps make the patches of a tile from pieces, each of 32 of the 64 pixels of a piece.
+/// Transposes pieces into the patches of a tile; two warps, each 32 of the 64 pixels of a piece.
 struct Turner {
   u32 base, pieces, half;
   const TurnTable* tables;
@@ -187,7 +187,7 @@ struct Turner {
   Ring<kTurnStages> turns{0};
   Ring<2> lists{0};
 
-  /// Lines of channels become lines of places. `rows` are those of pixels lane % 8 + 8 · i.
+  /// Transposes half a piece. `rows` has the table entries of pixels lane % 8 + 8 · i.
   __device__ __forceinline__ void turn(u32 piece, u32 patch, uint2 rows) const {
     const u32 lane = threadIdx.x % 32, from = piece + lane * 128, column = half * 4 ^ lane % 8;
     u32 r[8][4], to[4];
@@ -215,7 +215,7 @@ struct Turner {
     const TurnTable& table = tables[lists.stage];
     const u16* const rows = table.rows[0] + half * 32 + lane % 8 * 4;
     const int count = table.count;
-    u32 margin = 0;  // of the lane's places
+    u32 margin = 0;  // the padding among the lane's places
     for (u32 i = 0, place = half * 32; place < static_cast<u32>(patch_places(p)); ++i, place += 64) {
       margin |= (table.margin[place / 32] >> lane & 1) << i;
     }
@@ -243,11 +243,11 @@ struct Turner {
   }
 };
 
-/// Where one warpgroup stands in its steps.
+/// The position of one warpgroup in its steps.
 struct StepWalk {
   int turn = -1, at = 0, last = 0;
 
-  /// Goes to the next tile if this one has no more; whether there is a step.
+  /// Moves to the next tile at the end of this one. Returns whether there is a step.
   __device__ __forceinline__ bool find(const PatchParams& p, int warpgroup) {
     while (at >= last) {
       if (++turn * static_cast<int>(gridDim.x) >= p.total) {
@@ -263,8 +263,9 @@ struct StepWalk {
   }
 };
 
-/// A warp fetches the blocks of all tiles, half of it those of one warpgroup, a lane for each block of a stage. The
-/// halves go on independently. Where a block is absent the box lies outside the tensor, which gives zeros.
+/// Loads the blocks of all tiles; one warp. Each half-warp serves one consumer warpgroup, with one lane per block of a
+/// stage, and the halves advance independently. An absent block is a box outside the tensor, which TMA fills with
+/// zeros.
 template <int kBlock, int kStages>
 __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers& barriers, u32 blocks) {
   using P = Patch<kBlock>;
@@ -287,7 +288,7 @@ __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers
     if (ready) {
       const u32 full = shared_address(&barriers.full[warpgroup][ring.stage]), half = 0xffffu << 16 * warpgroup;
 #pragma unroll
-      for (int i = 0; i < P::kSteps; ++i) {  // the lane that saw the stage empty writes what it is to hold
+      for (int i = 0; i < P::kSteps; ++i) {  // by the lane that waited for the stage
         const u32 word = __shfl_sync(half, where, warpgroup * 16 + i * P::kBlocks);
         if (lane == 0) {
           barriers.words[warpgroup][ring.stage][i] = word;
@@ -311,13 +312,13 @@ __device__ __forceinline__ void fetch_blocks(const PatchParams& p, PatchBarriers
   }
 }
 
-/// The patches of a segment as one warpgroup goes through them. It waits for each, also for those it does not need: a
-/// release must not count for an earlier use of the same place.
+/// The position of one warpgroup in the patches of a segment. It waits for every patch before it releases it, even for
+/// those it does not need. Otherwise the release would count for the previous use of that buffer.
 struct PatchWalk {
   int at = 0;
   bool here = false;  ///< patch `at` has arrived
 
-  /// Releases patches up to `wanted`; no product that reads them may be under way.
+  /// Releases patches up to `wanted`. No product that reads them may be in flight.
   __device__ __forceinline__ void release_to(int wanted, const PatchParams& p, PatchBarriers& barriers,
                                              PatchRing& ring) {
     for (; at < wanted; ++at, ring.next(p)) {
@@ -352,7 +353,7 @@ __device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParam
     const u32 stage = ring.stage;
 #pragma unroll
     for (int i = 0; i < P::kSteps; ++i) {
-      // The lane that releases a stage is the one that reads what it holds.
+      // Read by lane 0, which also releases the stage.
       const u32 where = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? barriers.words[warpgroup][stage][i] : 0u, 0);
       if (where == ~0u) {
         continue;
@@ -384,13 +385,14 @@ __device__ __forceinline__ void patch_multiply(float (&d)[128], const PatchParam
   walk.release_to(s.patch_count, p, barriers, patches);
 }
 
-/// The channel of one of a warpgroup's 64 rows, whose block rows begin with those in `rows`. From kNoChannel on: none.
+/// The output channel of one of a warpgroup's 64 rows; `rows` has the first channel of each block row. Values from
+/// kNoChannel on mean none.
 template <int kBlock>
 __device__ __forceinline__ int channel_of(const int* rows, int row) {
   return __ldg(rows + row / kBlock) + row % kBlock;
 }
 
-/// Where a tile's places lie in a result whose channels are neighbours, in units of 16 bytes; −1 for what is no pixel.
+/// Computes the offsets of a tile's places in a channels-last result, in units of 16 bytes; −1 for padding.
 __device__ __forceinline__ void list_places(const PatchParams& p, int* table, int first) {
 #pragma unroll
   for (int from = 0; from < kTilePlaces; from += 128) {
@@ -401,8 +403,8 @@ __device__ __forceinline__ void list_places(const PatchParams& p, int* table, in
   }
 }
 
-/// Stores a warpgroup's sums where channels are neighbours, 128 places at a time, 16 bytes by each thread. The copy
-/// engine cannot do it: it refuses boxes that begin before an image's row.
+/// Stores a warpgroup's accumulators to a channels-last result, 128 places at a time, 16 bytes per thread. TMA cannot
+/// do this: a box must not begin before a row of the image.
 template <typename T, int kBlock, int kHalf = 0>
 __device__ __forceinline__ void store_rows(const float (&d)[128], const PatchParams& p, u32 buffer, const int* table,
                                            u32 barrier, const int* rows) {
@@ -432,9 +434,9 @@ __device__ __forceinline__ void store_rows(const float (&d)[128], const PatchPar
   }
 }
 
-/// Where a warpgroup's sums stand in a row of pixels, counted through all images from the tile's first on: those of
-/// places 8 · j + 2 · i and the next in table[32 · i + j]. Rows have an even number of places and of pixels, so both
-/// are pixels or none is. What is none, or the next tile's, has a slot of its own.
+/// Computes the byte offset of each pair of accumulators in a line of pixels, which begins at the tile's first pixel:
+/// places 8 · j + 2 · i and the next are in table[32 · i + j]. Rows have an even number of places and of pixels, so
+/// both are pixels or both are padding. Padding, and pixels of the next tile, go to spare slots.
 __device__ __forceinline__ void list_slots(const PatchParams& p, u16* table, int first, int2 pixels) {
   const int pair = static_cast<int>(threadIdx.x) % 128, i = pair % 4;
   const Place at = place_at(p.line, first + 2 * pair);
@@ -443,14 +445,14 @@ __device__ __forceinline__ void list_slots(const PatchParams& p, u16* table, int
   table[32 * i + pair / 4] = static_cast<u16>(2 * (pixel ? slot : kTilePlaces + 2 * i));
 }
 
-/// Stores a warpgroup's sums where pixels are neighbours. Each warp has a buffer for eight rows: those of lane / 4 of
-/// its 16, then those 8 further down. A lane writes 16 bytes of each.
+/// Stores a warpgroup's accumulators to an NCHW result. Each warp has a buffer for eight of its 16 channels: first rows
+/// 0 to 7, then rows 8 to 15 (kHalf). Each lane stores 16 bytes of every channel.
 template <typename T, int kBlock, int kHalf = 0>
 __device__ __forceinline__ void store_lines(const float (&d)[128], const PatchParams& p, u8* lines, const u16* table,
                                             const int* rows, int2 pixels) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   u8* const line = lines + lane / 4 * kLineBytes;
-  u32 slots[16];  // together: the compiler cannot know that stores do not change the table
+  u32 slots[16];  // read at once: the compiler cannot know that stores do not change the table
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint4 four = *reinterpret_cast<const uint4*>(table + lane % 4 * 32 + i * 8);
@@ -472,7 +474,7 @@ __device__ __forceinline__ void store_lines(const float (&d)[128], const PatchPa
   }
   const int channel = channel_of<kBlock>(rows, static_cast<int>(threadIdx.x) % 128 / 32 * 16) + kHalf * 8;
   const int pixel = pixels.x + lane * 8, n = p.by_pixels.quotient(pixel);
-  if (pixel < pixels.y && channel < p.rows) {  // which is a multiple of 16
+  if (pixel < pixels.y && channel < p.rows) {  // p.rows is a multiple of 16
     T* to = static_cast<T*>(p.out) + n * p.out_n + channel * p.out_c + pixel - n * p.width * p.height;
 #pragma unroll
     for (int i = 0; i < 8; ++i, to += p.out_c) {
@@ -485,14 +487,14 @@ __device__ __forceinline__ void store_lines(const float (&d)[128], const PatchPa
   }
 }
 
-/// kSparseK: K is the unit axis of op(S)'s blocks. kTurned: the pixels of x are neighbours, not its channels. kRows:
-/// the channels of the result are.
+/// kSparseK: K is the contiguous axis of op(S)'s blocks. kTurned: x is NCHW and transposed in shared memory. kRows: the
+/// result is channels-last.
 template <typename T, int kBlock, bool kSparseK, bool kTurned, bool kRows>
 __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_constant__ PatchParams p) {
   constexpr int kStages = block_stages(kTurned, kRows);
   extern __shared__ u8 raw[];
   __shared__ __align__(16) PatchBarriers barriers;
-  __shared__ __align__(16) u16 slots[2][2][kRows ? 8 : kTilePlaces / 2];  // of this tile and the one before
+  __shared__ __align__(16) u16 slots[2][2][kRows ? 8 : kTilePlaces / 2];  // of this tile and the previous one
   __shared__ int places[2][2][kRows ? kTilePlaces : 1];
   __shared__ __align__(16) TurnTable tables[kTurned ? 2 : 1];
   const u32 base = (shared_address(raw) + 1023) & ~1023u;
@@ -544,7 +546,7 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
     Ring<kStages> ring(0);
     PatchRing patches{0};
     Ring<2> lists(0);
-    const auto list = [&](int turn) {  // if there is such a tile, and it has patches
+    const auto list = [&](int turn) {  // of tile number `turn`, if there is one and it has patches
       const int index = blocks::turn_tile(turn);
       if (kTurned && turn * static_cast<int>(gridDim.x) < p.total && index < p.total &&
           p.segments[index % p.segment_count].patch_count > 0) {
@@ -557,7 +559,7 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
     for_tiles([&](int index, int turn) {
       const PatchSegment& s = p.segments[index % p.segment_count];
       const int first = first_place<kRows>(p, index), parity = turn % 2;
-      list(turn + 1);  // its table was that of an earlier tile than this, of which all patches have been used
+      list(turn + 1);  // overwrites the table of the previous tile, whose patches have all been used
       int2 pixels{};
       if constexpr (kRows) {
         list_places(p, places[warpgroup][parity], first);
@@ -579,7 +581,7 @@ __global__ void __launch_bounds__(blocks::kThreads, 1) patch(const __grid_consta
       if constexpr (kRows) {
         store_rows<T, kBlock>(d, p, buffer, places[warpgroup][parity], 1 + warpgroup, s.rows[warpgroup]);
       } else {
-        named_barrier(1 + warpgroup, 128);  // the table is complete; the other one is read by nobody
+        named_barrier(1 + warpgroup, 128);  // the table is complete, and no thread reads the other one
         store_lines<T, kBlock>(d, p, raw + (buffer - shared_address(raw)), slots[warpgroup][parity], s.rows[warpgroup],
                                pixels);
       }

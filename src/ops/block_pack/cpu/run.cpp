@@ -1,4 +1,4 @@
-// Packing on the CPU: runs of a block's row, copied as bytes where both sides are contiguous.
+// Packing on the CPU, one row of a block at a time; memcpy if both sides are contiguous.
 #include <algorithm>
 #include <cstring>
 
@@ -25,7 +25,7 @@ void fill_run(T* to, std::int64_t step, std::int64_t count, T value) {
   }
 }
 
-/// One block row of one head of one batch. Unpacking fills the gaps between blocks as it passes them.
+/// Copies one block row of one head of one batch. Unpacking fills the gaps between blocks on the way.
 template <typename T>
 void copy_line(const Problem& p, std::int64_t z, std::int64_t line) {
   const auto& s = p.layout->sizes();

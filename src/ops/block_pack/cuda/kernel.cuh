@@ -1,4 +1,4 @@
-// Copies between dense matrices and packed blocks. Threads follow the order of what is written.
+// The packing kernels. Consecutive threads write consecutive units, so that stores are coalesced.
 #pragma once
 
 #include "device/load.cuh"
@@ -7,9 +7,9 @@
 
 namespace fretwork {
 
-inline constexpr int kPackThreads = 256, kPackUnits = 4;  // units of one thread, so that several reads are under way
+inline constexpr int kPackThreads = 256, kPackUnits = 4;  // units per thread, so that several loads are in flight
 
-/// Index: u32 where the total allows, as long divisions would cost more than the copy.
+/// Index: u32 if the total fits, because 64-bit divisions would cost more than the copy.
 template <typename Unit, typename Index>
 __global__ void __launch_bounds__(kPackThreads) block_pack(const __grid_constant__ PackParams p) {
   const i64 first = static_cast<i64>(blockIdx.x) * kPackThreads * kPackUnits + threadIdx.x;

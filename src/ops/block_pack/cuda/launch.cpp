@@ -1,4 +1,4 @@
-// Packing on a GPU: choose the unit, fill parameters, get the kernel, launch.
+// Packing on a GPU: chooses the unit, fills the parameters, gets the kernel and launches it.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -17,7 +17,7 @@ namespace {
 
 using fretwork::cuda::DeviceBuffer;
 
-constexpr int kVector = 16, kUnitsPerBlock = 1024;  // bytes of the wide unit; units of a CTA
+constexpr int kVector = 16, kUnitsPerBlock = 1024;  // bytes of a wide unit; units per CTA
 
 /// The layout on the device, in both directions.
 struct Plan {
@@ -56,7 +56,7 @@ std::shared_ptr<const Plan> plan_for(const BlockLayout& layout, Context& context
   return plan;
 }
 
-/// Elements that one access can take on both sides: 16 bytes of them, or one.
+/// Elements per access: 16 bytes of them if both sides allow it, else one.
 int elements_per_unit(const Problem& p) {
   const auto& dense = p.dense;
   const auto& values = p.values;

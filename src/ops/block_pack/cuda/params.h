@@ -1,10 +1,10 @@
-// What the packing kernels are launched with; shared by host and device. A unit is what one thread copies at once: an
-// element, or 16 bytes of neighbours; sizes and strides count units.
+// Parameters of the packing kernels. Shared by host and device: plain data. A unit is what one access copies: an
+// element, or 16 contiguous bytes. Sizes and strides count units.
 #pragma once
 
 namespace fretwork {
 
-/// A block's place.
+/// The position of a block, in blocks.
 struct PackBlock {
   int head, row, column;
 };
@@ -14,7 +14,7 @@ struct PackParams {
   long long dense_z, dense_h, dense_row, dense_col;
   void* values;
   long long values_z, values_block, values_row, values_col;
-  const PackBlock* blocks;  ///< pack: place of each packed block
+  const PackBlock* blocks;  ///< pack: position of each packed block
   const int* block_at;      ///< unpack: packed block of (head, block row, block column), or −1
   unsigned long long fill;  ///< eight bytes of repeated elements
   long long total;          ///< units to write

@@ -1,0 +1,165 @@
+// The host side of the GPU ops on a machine without one, over the recording driver: random problems reach a launch, of
+// a kernel that is listed, with a grid, a CTA and shared memory that an H200 has.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "fretwork/ops.h"
+#include "fretwork/patterns.h"
+#include "runtime/kernels.h"
+#include "support/recording_driver.h"
+
+namespace fretwork {
+namespace {
+
+using Index = std::int64_t;
+
+class RecordedOps : public testing::Test {
+ protected:
+  void SetUp() override {
+    void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+    const auto found = driver != nullptr ? dlsym(driver, "recorded_launches") : nullptr;
+    if (found == nullptr) {
+      GTEST_SKIP() << "not the recording driver: ctest loads it";
+    }
+    launches_ = reinterpret_cast<RecordedLaunches>(found);
+    before_ = launches().size();
+    context_ = Context::cuda(0);
+  }
+  /// Those of this test.
+  std::vector<RecordedLaunch> launches() const {
+    const RecordedLaunch* first = nullptr;
+    const std::size_t count = launches_(&first);
+    return {first + before_, first + count};
+  }
+  void TearDown() override {
+    if (launches_ == nullptr) {
+      return;
+    }
+    const auto plain = [](std::string name) {
+      std::erase(name, ' ');
+      return name;
+    };
+    std::set<std::string> listed;
+    for (const ListedKernel& kernel : all_kernels("sm_90a")) {
+      listed.insert(plain(kernel.spec.instance));
+    }
+    EXPECT_FALSE(launches().empty());
+    for (const RecordedLaunch& launch : launches()) {
+      EXPECT_TRUE(listed.contains(plain(launch.kernel))) << launch.kernel << " is not listed";
+      EXPECT_TRUE(launch.grid > 0 && launch.threads > 0 && launch.threads <= 1024 && launch.threads % 32 == 0 &&
+                  launch.shared_bytes <= 227 * 1024)
+          << launch.kernel << ": grid " << launch.grid << ", threads " << launch.threads << ", shared memory "
+          << launch.shared_bytes;
+    }
+  }
+
+  Index pick(std::initializer_list<Index> of) { return of.begin()[random_() % of.size()]; }
+  bool coin() { return random_() % 2 != 0; }
+  DType type() { return pick({0, 1, 2}) == 0 ? DType::f32 : coin() ? DType::f16 : DType::bf16; }
+  std::shared_ptr<const BlockLayout> layout(Index heads, Index rows, Index cols, Index block) {
+    std::vector<std::uint8_t> mask(static_cast<std::size_t>(heads * rows * cols));
+    const auto share = static_cast<std::uint32_t>(pick({5, 25, 60}));
+    std::ranges::generate(mask, [&] { return random_() % 100 < share ? 1 : 0; });
+    mask.front() = 1;
+    return BlockLayout::make({heads, rows, cols, block, block}, mask);
+  }
+  /// Contiguous, of memory that nobody reads.
+  TensorView tensor(DType dtype, std::vector<Index> sizes) {
+    TensorView view(nullptr, dtype, sizes, Device{DeviceType::cuda, 0});
+    memory_.push_back(
+        std::make_unique<Workspace>(context_, static_cast<std::size_t>(view.elements() + 8) * size_of(dtype)));
+    view.data = memory_.back()->data();
+    return view;
+  }
+  /// NCHW, or with its channels last.
+  TensorView image(DType dtype, std::vector<Index> sizes) {
+    TensorView view = tensor(dtype, sizes);
+    if (coin()) {
+      view.strides = {sizes[1] * sizes[2] * sizes[3], 1, sizes[3] * sizes[1], sizes[1]};
+    }
+    return view;
+  }
+
+  std::mt19937 random_{5};
+  Context context_;
+  std::vector<std::unique_ptr<Workspace>> memory_;
+  RecordedLaunches launches_ = nullptr;
+  std::size_t before_ = 0;
+};
+
+TEST_F(RecordedOps, BlockProducts) {
+  for (int n = 0; n < 200; ++n, memory_.clear()) {
+    const DType dtype = type();
+    const Index block = pick({8, 16, 32, 64, 128}), heads = pick({1, 2}), z = pick({1, 3});
+    const Index rows = pick({1, 3, 16}), cols = pick({1, 2, 9}), free = pick({1, 40, 64, 130, 512});
+    const auto blocks = layout(heads, rows, cols, block);
+    const TensorView values = tensor(dtype, {z, blocks->nnz(), block, block});
+    const TensorView tall = tensor(dtype, {z, heads, rows * block, free});
+    const TensorView wide = tensor(dtype, {z, heads, cols * block, free});
+    sdd(tall, wide, *blocks, values, context_, {false, true});
+    dsd(values, wide, *blocks, tall, context_);
+    dsd(values, tall, *blocks, wide, context_, {true, false});
+    block_softmax(values, *blocks, values, context_);
+  }
+}
+
+TEST_F(RecordedOps, Convolutions) {
+  for (int n = 0; n < 150; ++n, memory_.clear()) {
+    const DType dtype = type();
+    const Index block = pick({8, 16, 32, 64, 128}), side = pick({1, 3, 3, 5}), pad = pick({0, 1, 2});
+    const Index rows = pick({1, 4, 8}), cols = pick({1, 2, 5}), height = pick({14, 28, 56}), width = pick({16, 28, 57});
+    const auto blocks = layout(side * side, rows, cols, block);
+    ConvOptions options;
+    options.kernel = {side, side};
+    options.stride = {pick({1, 1, 2}), pick({1, 1, 2})};
+    options.padding = options.padding_end = {pad, pad};
+    const TensorView x = image(dtype, {pick({1, 8, 64}), cols * block, height, width});
+    const TensorView values = tensor(dtype, {blocks->nnz(), block, block});
+    const TensorView y = image(dtype, block_conv2d_shape(x, values, *blocks, options));
+    block_conv2d(x, values, *blocks, y, context_, options);
+    block_conv2d_backward_x(y, values, *blocks, x, context_, options);
+    block_conv2d_backward_values(x, y, *blocks, values, context_, options);
+  }
+}
+
+TEST_F(RecordedOps, Attention) {
+  for (int n = 0; n < 60; ++n, memory_.clear()) {
+    const DType dtype = type();
+    const Index batch = pick({1, 2}), heads = pick({4, 8}), kv_heads = pick({1, 4}), length = pick({64, 300, 1024});
+    const Index queries = coin() ? length : pick({1, 7, 16}), depth = pick({40, 64, 80, 128, 256});
+    const PatternPtr pattern = coin() ? PatternPtr(patterns::sliding_window({queries, length}, 64, 0))
+                                      : PatternPtr(patterns::strided({queries, length}, 16));
+    const TensorView q = tensor(dtype, {batch, heads, queries, depth}),
+                     k = tensor(dtype, {batch, kv_heads, length, depth});
+    const TensorView out = tensor(dtype, {batch, heads, queries, depth}),
+                     lse = tensor(DType::f32, {batch, heads, queries});
+    attention(q, k, k, pattern, out, &lse, context_);
+    const TensorView d_q = tensor(dtype, {batch, heads, queries, depth}),
+                     d_k = tensor(dtype, {batch, kv_heads, length, depth}),
+                     d_v = tensor(dtype, {batch, kv_heads, length, depth});
+    attention_backward(q, k, k, std::span(&pattern, 1), out, lse, out, nullptr, {&d_q, &d_k, &d_v}, context_);
+  }
+}
+
+TEST_F(RecordedOps, KroneckerProducts) {
+  for (int n = 0; n < 150; ++n, memory_.clear()) {
+    const DType dtype = type();
+    const Index a = pick({1, 2, 6}), b = pick({7, 32, 64, 128}), c = pick({5, 48, 64}), d = pick({1, 2, 4, 16, 64});
+    const Index batch = pick({1, 16, 196, 2048});
+    const TensorView x = tensor(dtype, {batch, a * c * d}), y = tensor(dtype, {batch, a * b * d});
+    const TensorView w = tensor(dtype, {a, b, c, d});
+    ksmm(x, w, y, context_);
+    ksmm_backward_weight(x, y, w, nullptr, context_);
+  }
+}
+
+}  // namespace
+}  // namespace fretwork

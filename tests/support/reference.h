@@ -53,24 +53,27 @@ inline double relative_tolerance(DType dtype) {
   return dtype == DType::f64 ? 1e-12 : dtype == DType::f32 ? 2e-6 : dtype == DType::f16 ? 2e-3 : 1.5e-2;
 }
 
-/// The largest magnitude, NaN left out, and at least 1e-3.
+/// The largest finite magnitude, and at least 1e-3.
 inline double largest_magnitude(std::span<const double> values) {
   double largest = 1e-3;
   for (const double value : values) {
-    largest = std::max(largest, std::abs(value));
+    largest = std::isfinite(value) ? std::max(largest, std::abs(value)) : largest;
   }
   return largest;
 }
 
-/// Every element within `allowed` times the reference's largest magnitude, or `at_least` if that is more; NaN where
-/// the reference has NaN, and nowhere else.
+/// Every element within `allowed` times the reference's largest magnitude, or `at_least` if that is more; NaN and
+/// infinity where the reference has them, and nowhere else.
 inline void expect_close(std::span<const double> got, std::span<const double> want, double allowed,
                          const std::string& what, double at_least = 0.0) {
   ASSERT_EQ(got.size(), want.size()) << what;
   const double scale = std::max(largest_magnitude(want), at_least);
   for (std::size_t k = 0; k < got.size(); ++k) {
-    ASSERT_EQ(std::isnan(got[k]), std::isnan(want[k])) << what << " at " << k << ": " << got[k];
-    ASSERT_LE(std::isnan(want[k]) ? 0.0 : std::abs(got[k] - want[k]), allowed * scale) << what << " at " << k;
+    const bool right = std::isnan(want[k])   ? std::isnan(got[k])
+                       : std::isinf(want[k]) ? got[k] == want[k]
+                                             : std::abs(got[k] - want[k]) <= allowed * scale;
+    ASSERT_TRUE(right) << what << " at " << k << ": got " << got[k] << ", expected " << want[k] << " within "
+                       << allowed * scale;
   }
 }
 

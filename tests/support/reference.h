@@ -85,6 +85,13 @@ inline std::vector<std::uint8_t> mask_of(const BlockLayout& layout) {
   return mask;
 }
 
+/// The same of a pattern, (rows, columns).
+inline std::vector<std::uint8_t> mask_of(const RegularPattern& pattern) {
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(pattern.rows() * pattern.cols()));
+  pattern.mask(mask);
+  return mask;
+}
+
 /// For the block at (head, block row, block column), in row-major order: its place among the packed ones, or −1.
 /// Counted from the mask.
 inline std::vector<std::int64_t> packed_blocks(const BlockLayout& layout) {

@@ -47,7 +47,7 @@ void on(Device device, const F& f, Tensors&... tensors) {
     const cuda::DeviceScope scope(device.index);
     Context context = Context::cuda(device.index);
     (tensors.upload(), ...);
-    f(context, tensors.on_device()...);
+    f(context, tensors.device_view...);
     (tensors.download(context.stream), ...);
   }
 }

@@ -13,17 +13,15 @@ namespace fretwork {
 class MirroredTensor : public Tensor {
  public:
   using Tensor::Tensor;
+  TensorView device_view;  ///< on the GPU, from upload() on
 
   /// Copies the storage to the GPU; returns the view there.
-  TensorView upload() {
+  const TensorView& upload() {
     device_ = cuda::DeviceBuffer(0, data(), bytes());
-    return on_device();
-  }
-  TensorView on_device() const {
-    TensorView there = view;
-    there.data = static_cast<std::byte*>(device_.data()) + (static_cast<const std::byte*>(view.data) - data());
-    there.device = {DeviceType::cuda, 0};
-    return there;
+    device_view = view;
+    device_view.data = static_cast<std::byte*>(device_.data()) + (static_cast<const std::byte*>(view.data) - data());
+    device_view.device = {DeviceType::cuda, 0};
+    return device_view;
   }
   /// Copies the storage back, after what the stream has to do.
   void download(cuda::Handle stream = nullptr) {

@@ -26,7 +26,7 @@ struct MemoryLayout {
   std::int64_t step = 1;                 ///< elements from one to the next along the fastest dimension
   std::int64_t gap = 0;                  ///< elements left out behind each dimension
   unsigned backwards = 0, expanded = 0;  ///< a bit for each dimension: negative strides, strides of 0
-  std::size_t alignment = 16;            ///< the lowest address is an odd multiple of it; a power of two up to 128
+  std::size_t alignment = 16;            ///< the lowest address is an odd multiple of it; a power of two up to 256
 };
 
 /// A tensor that owns its memory. Every byte is 0xff at first: NaN in all floating types, true for booleans.

@@ -10,11 +10,11 @@
 #include <random>
 #include <vector>
 
-#include "device/random.cuh"
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
 #include "fretwork/patterns.h"
 #include "ops/attention/cpu/run.h"
+#include "support/attention_reference.h"
 #include "support/reference.h"
 #include "support/tensor.h"
 
@@ -356,108 +356,25 @@ BackwardProblem problem_of(const Case& c, Tensors& x) {
   return b;
 }
 
-using Numbers = std::vector<double>;
-
-/// Forward and backward in float64, element by element of the mask.
-struct Reference {
-  Numbers o, lse, d_q, d_k, d_v, d_bias;
-
-  Reference(const Case& c, Tensors& x)
-      : o(count(c.batch, c.heads, c.rows, c.value_depth)),
-        lse(count(c.batch, c.heads, c.rows, 1)),
-        d_q(count(c.batch, c.heads, c.rows, c.depth)),
-        d_k(count(c.batch, c.kv_heads, c.cols, c.depth)),
-        d_v(count(c.batch, c.kv_heads, c.cols, c.value_depth)),
-        d_bias(count(x.bias.sizes()[0], x.bias.sizes()[1], x.bias.sizes()[2], x.bias.sizes()[3])) {
-    for (Index b = 0; b < c.batch; ++b) {
-      for (Index h = 0; h < c.heads; ++h) {
-        for (Index i = 0; i < c.rows; ++i) {
-          row(c, x, b, h, i);
-        }
-      }
-    }
-  }
-  static std::size_t count(Index a, Index b, Index c, Index d) { return static_cast<std::size_t>(a * b * c * d); }
-
-  void row(const Case& c, Tensors& x, Index b, Index h, Index i) {
+AttentionReference reference(const Case& c, const Tensors& x) {
+  AttentionInputs in{c.batch, c.heads, c.kv_heads, c.rows, c.cols, c.depth, c.value_depth, {}, c.scale};
+  in.there = [&](Index b, Index h, Index i, Index j) {
     const std::size_t count = c.patterns.size(), own = static_cast<std::size_t>(b * c.heads + h);
-    const Pattern2& there = c.patterns[count == 1 ? 0 : own % count];
-    const auto pattern = [&](Index row_at, Index j) { return there(row_at, j) && !x.hidden(b, j, c.cols); };
-    const Index kv = h / (c.heads / c.kv_heads);
-    Numbers s(static_cast<std::size_t>(c.cols), -kInfinity), slope(s.size(), 1), keep(s.size(), 1), p(s.size());
-    double top = -kInfinity;
-    for (Index j = 0; j < c.cols; ++j) {
-      if (!pattern(i, j)) {
-        continue;
-      }
-      double sum = 0;
-      for (Index d = 0; d < c.depth; ++d) {
-        sum += x.q.get({b, h, i, d}) * x.k.get({b, kv, j, d});
-      }
-      sum *= c.scale;
-      const auto n = static_cast<std::size_t>(j);
-      if (c.softcap != 0) {
-        const double t = std::tanh(sum / c.softcap);
-        sum = c.softcap * t;
-        slope[n] = 1 - t * t;
-      }
-      if (c.bias[0] != 0) {
-        sum += x.bias.broadcast({b, h, i, j});
-      }
-      if (c.slopes) {
-        sum -= x.slopes.get({0, h, 0, 0}) * std::abs(static_cast<double>(i + c.cols - c.rows - j));
-      }
-      if (c.dropout > 0) {
-        const auto threshold = static_cast<std::uint64_t>(c.dropout * 0x1p32);
-        const bool kept = random_bits(random_row(x.seed, b * c.heads + h, i), j) >= threshold;
-        keep[n] = kept ? 1 / (1 - c.dropout) : 0;
-      }
-      s[n] = sum;
-      top = std::max(top, sum);
-    }
-    double& log_sum = lse[static_cast<std::size_t>((b * c.heads + h) * c.rows + i)];
-    log_sum = -kInfinity;
-    if (top == -kInfinity) {
-      return;
-    }
-    double total = 0;
-    for (const double sum : s) {
-      total += std::exp(sum - top);
-    }
-    log_sum = top + std::log(total);
-    double delta = c.d_lse ? -x.d_lse.get({b, h, i, 0}) : 0;
-    Numbers d_p(s.size());
-    for (Index j = 0; j < c.cols; ++j) {
-      const auto n = static_cast<std::size_t>(j);
-      if (!pattern(i, j)) {
-        continue;
-      }
-      p[n] = std::exp(s[n] - top) / total;
-      for (Index d = 0; d < c.value_depth; ++d) {
-        o[at((b * c.heads + h) * c.rows + i, c.value_depth, d)] += p[n] * keep[n] * x.v.get({b, kv, j, d});
-        d_p[n] += keep[n] * x.d_o.get({b, h, i, d}) * x.v.get({b, kv, j, d});
-        d_v[at((b * c.kv_heads + kv) * c.cols + j, c.value_depth, d)] += p[n] * keep[n] * x.d_o.get({b, h, i, d});
-      }
-      delta += p[n] * d_p[n];
-    }
-    const auto& bias = x.bias.sizes();
-    for (Index j = 0; j < c.cols; ++j) {
-      const auto n = static_cast<std::size_t>(j);
-      if (!pattern(i, j)) {
-        continue;
-      }
-      const double g = p[n] * (d_p[n] - delta), d_s = g * slope[n] * c.scale;
-      d_bias[static_cast<std::size_t>(((b % bias[0] * bias[1] + h % bias[1]) * bias[2] + (bias[2] == 1 ? 0 : i)) *
-                                          bias[3] +
-                                      (bias[3] == 1 ? 0 : j))] += g;
-      for (Index d = 0; d < c.depth; ++d) {
-        d_q[at((b * c.heads + h) * c.rows + i, c.depth, d)] += d_s * x.k.get({b, kv, j, d});
-        d_k[at((b * c.kv_heads + kv) * c.cols + j, c.depth, d)] += d_s * x.q.get({b, h, i, d});
-      }
-    }
+    return c.patterns[own % count](i, j) && !x.hidden(b, j, c.cols);
+  };
+  in.softcap = c.softcap, in.dropout = c.dropout, in.seed = x.seed;
+  in.q = x.q.values(), in.k = x.k.values(), in.v = x.v.values(), in.d_o = x.d_o.values();
+  if (c.d_lse) {
+    in.d_lse = x.d_lse.values();
   }
-  static std::size_t at(Index row, Index width, Index d) { return static_cast<std::size_t>(row * width + d); }
-};
+  if (c.bias[0] != 0) {
+    in.bias = x.bias.values(), in.bias_sizes = c.bias;
+  }
+  if (c.slopes) {
+    in.slopes = x.slopes.values();
+  }
+  return AttentionReference(in);
+}
 
 /// Two products and a softmax: f32 and f64, in which these are accumulated too, lose more than the last rounding.
 double tolerance(DType dtype) {
@@ -465,7 +382,7 @@ double tolerance(DType dtype) {
 }
 
 /// Errors are measured against the largest magnitude, or 1 if that is more.
-void expect_close(const Tensor& got, const Numbers& expected, double allowed, const char* what) {
+void expect_close(const Tensor& got, const std::vector<double>& expected, double allowed, const char* what) {
   fretwork::expect_close(got.values(), expected, allowed, what, 1.0);
   EXPECT_TRUE(got.intact_around()) << what << ": bytes beside the elements were written";
 }
@@ -536,7 +453,7 @@ void check(const Case& c, unsigned seed = 1) {
   if (c.poison) {
     poison(c, x);
   }
-  const Reference expected(c, x);
+  const AttentionReference expected = reference(c, x);
   run(c, x, serial_executor());
   const double allowed = tolerance(c.dtype);
   expect_close(x.o, expected.o, allowed, "o");
@@ -820,7 +737,7 @@ TEST(AttentionCpu, LargeScores) {
   std::mt19937 random(3);
   Tensors x = make(c, random);
   run(c, x, serial_executor());
-  const Reference expected(c, x);
+  const AttentionReference expected = reference(c, x);
   expect_close(x.o, expected.o, 5e-3, "o");
 }
 

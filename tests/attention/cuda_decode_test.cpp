@@ -13,10 +13,10 @@
 #include <string>
 #include <vector>
 
-#include "device/random.cuh"
 #include "fretwork/patterns.h"
 #include "ops/attention/cuda/decode.h"
 #include "ops/attention/cuda/params_decode.cuh"
+#include "support/attention_reference.h"
 #include "support/device_tensor.h"
 #include "support/reference.h"
 
@@ -228,46 +228,15 @@ struct Trial {
     driver::synchronize(nullptr);
   }
 
-  /// One row's result and, at its end, the log-sum-exp.
-  Doubles reference(const Case& c, Index b, Index h, Index i) {
-    const Index g = h / (c.heads / c.kv_heads), wide = v.size(3);
-    const auto threshold = static_cast<unsigned>(std::floor(c.dropout * 0x1p32));
-    const unsigned state = random_row(kSeed, b * c.heads + h, i);
-    Doubles scores(static_cast<std::size_t>(cols), -kInf), out(static_cast<std::size_t>(wide) + 1);
-    double top = -kInf, total = 0;
-    for (Index j = 0; j < cols; ++j) {
-      if (mask[static_cast<std::size_t>(i * cols + j)] == 0) {
-        continue;
-      }
-      double s = 0;
-      for (Index d = 0; d < c.depth; ++d) {
-        s += q.get({b, h, i, d}) * k.get({b, g, j, d});
-      }
-      s *= scale;
-      s = c.softcap > 0 ? c.softcap * std::tanh(s / c.softcap) : s;
-      s += c.bias ? bias[static_cast<std::size_t>((h * rows + i) * cols + j)] : 0.0;
-      s -= c.slopes ? slopes[static_cast<std::size_t>(h)] * std::abs(static_cast<double>(i + cols - rows - j)) : 0.0;
-      scores[static_cast<std::size_t>(j)] = s;
-      top = std::max(top, s);
-    }
-    for (Index j = 0; j < cols; ++j) {
-      const double s = scores[static_cast<std::size_t>(j)];
-      if (s == -kInf) {
-        continue;
-      }
-      const double e = std::exp(s - top);
-      total += e;
-      if (threshold == 0 || random_bits(state, j) >= threshold) {
-        for (Index d = 0; d < wide; ++d) {
-          out[static_cast<std::size_t>(d)] += e / (1 - c.dropout) * v.get({b, g, j, d});
-        }
-      }
-    }
-    for (Index d = 0; total > 0 && d < wide; ++d) {
-      out[static_cast<std::size_t>(d)] /= total;
-    }
-    out.back() = total > 0 ? top + std::log(total) : -kInf;
-    return out;
+  AttentionReference reference(const Case& c) const {
+    AttentionInputs in{c.batch, c.heads, c.kv_heads, rows, cols, c.depth, v.size(3), {}, scale};
+    in.there = [&](Index, Index, Index i, Index j) { return mask[static_cast<std::size_t>(i * cols + j)] != 0; };
+    in.softcap = c.softcap, in.dropout = c.dropout, in.seed = kSeed;
+    in.q = q.values(), in.k = k.values(), in.v = v.values();
+    in.bias.assign(bias.begin(), bias.end());
+    in.bias_sizes = {1, c.heads, rows, cols};
+    in.slopes.assign(slopes.begin(), slopes.end());
+    return AttentionReference(in);
   }
 };
 
@@ -278,18 +247,15 @@ void check(const Case& c, const std::string& name) {
   SCOPED_TRACE(name);
   Trial run(c);
   run.run(c);
+  const AttentionReference want = run.reference(c);
   double worst = 0, worst_lse = 0;
-  for (Index b = 0; b < c.batch; ++b) {
-    for (Index h = 0; h < c.heads; ++h) {
-      for (Index i = 0; i < run.rows; ++i) {
-        const Doubles want = run.reference(c, b, h, i);
-        for (Index d = 0; d < run.v.size(3); ++d) {
-          worst = larger(worst, std::abs(run.o.get({b, h, i, d}) - want[static_cast<std::size_t>(d)]));
-        }
-        const double lse = run.lse[static_cast<std::size_t>((b * c.heads + h) * run.rows + i)];
-        worst_lse = larger(worst_lse, lse == want.back() ? 0 : std::abs(lse - want.back()));  // infinities are equal
-      }
-    }
+  const Doubles got = run.o.values();
+  for (std::size_t n = 0; n < got.size(); ++n) {
+    worst = larger(worst, std::abs(got[n] - want.o[n]));
+  }
+  for (std::size_t n = 0; n < run.lse.size(); ++n) {
+    const double lse = run.lse[n];
+    worst_lse = larger(worst_lse, lse == want.lse[n] ? 0 : std::abs(lse - want.lse[n]));  // infinities are equal
   }
   EXPECT_LE(worst, c.dtype == DType::bf16 ? 2e-2 : 4e-3);
   EXPECT_LE(worst_lse, 2e-3);

@@ -13,11 +13,11 @@
 #include <string>
 #include <vector>
 
-#include "device/random.cuh"
 #include "fretwork/error.h"
 #include "fretwork/patterns.h"
 #include "ops/attention/problem.h"
 #include "runtime/kernels.h"
+#include "support/attention_reference.h"
 #include "support/device_tensor.h"
 #include "support/reference.h"
 
@@ -146,107 +146,24 @@ struct Inputs {
   }
 };
 
-struct Results {
-  Doubles o, lse, d_q, d_k, d_v, d_bias;
-};
-
-/// Keeps what is asked about often: bias's element for (batch, head, row, col).
-std::size_t bias_place(const std::vector<Index>& s, Index b, Index h, Index i, Index j) {
-  return static_cast<std::size_t>(
-      (((s[0] == 1 ? 0 : b) * s[1] + (s[1] == 1 ? 0 : h)) * s[2] + (s[2] == 1 ? 0 : i)) * s[3] + (s[3] == 1 ? 0 : j));
-}
-
-Results reference(const Case& c, const Inputs& in, Index seed) {
-  const Doubles q = in.q.values(), k = in.k.values(), v = in.v.values(), d_o = in.d_o.values();
-  const Doubles bias = in.bias.empty() ? Doubles{} : in.bias.values(),
-                slopes = c.slopes ? in.slopes.values() : Doubles{};
-  const Doubles d_lse = c.d_lse ? in.d_lse.values() : Doubles{};
-  const Index rows = in.rows, cols = in.cols, depth = c.depth, wide = in.value_depth, ratio = c.heads / c.kv_heads;
-  Results r{Doubles(d_o.size()), Doubles(static_cast<std::size_t>(c.batch * c.heads * rows)),
-            Doubles(q.size()),   Doubles(k.size()),
-            Doubles(v.size()),   Doubles(bias.size())};
-  const auto threshold = static_cast<unsigned>(std::floor(c.dropout * 0x1p32));
-  Doubles p(static_cast<std::size_t>(cols)), ds(static_cast<std::size_t>(cols)), slope(static_cast<std::size_t>(cols));
-  for (Index b = 0; b < c.batch; ++b) {
-    for (Index h = 0; h < c.heads; ++h) {
-      for (Index i = 0; i < rows; ++i) {
-        const Index row = (b * c.heads + h) * rows + i;
-        const double *qi = q.data() + row * depth, *doi = d_o.data() + row * wide;
-        const auto* there = in.mask.data() + (h * rows + i) * cols;
-        const auto key = [&](Index j) { return (b * c.kv_heads + h / ratio) * cols + j; };
-        double top = -kInf, total = 0;
-        for (Index j = 0; j < cols; ++j) {
-          if (there[j] == 0) {
-            continue;
-          }
-          double s = 0;
-          for (Index d = 0; d < depth; ++d) {
-            s += qi[d] * k[static_cast<std::size_t>(key(j) * depth + d)];
-          }
-          s *= in.scale;
-          slope[static_cast<std::size_t>(j)] = 1;
-          if (c.softcap > 0) {
-            const double t = std::tanh(s / c.softcap);
-            s = c.softcap * t;
-            slope[static_cast<std::size_t>(j)] = 1 - t * t;
-          }
-          if (!bias.empty()) {
-            s += bias[bias_place(c.bias, b, h, i, j)];
-          }
-          if (c.slopes) {
-            s -= slopes[static_cast<std::size_t>(h)] * std::abs(static_cast<double>(i + cols - rows - j));
-          }
-          p[static_cast<std::size_t>(j)] = s;
-          top = std::max(top, s);
-        }
-        for (Index j = 0; j < cols; ++j) {
-          if (there[j] != 0) {
-            total += std::exp(p[static_cast<std::size_t>(j)] - top);
-          }
-        }
-        const double lse = total > 0 ? top + std::log(total) : -kInf;
-        r.lse[static_cast<std::size_t>(row)] = lse;
-        const unsigned state = random_row(seed, b * c.heads + h, i);
-        double delta = c.d_lse ? -d_lse[static_cast<std::size_t>(row)] : 0;
-        const auto kept = [&](Index j) {
-          return threshold == 0 ? 1.0 : random_bits(state, j) >= threshold ? 1 / (1 - c.dropout) : 0.0;
-        };
-        for (Index j = 0; j < cols; ++j) {
-          if (there[j] == 0) {
-            continue;
-          }
-          double& pj = p[static_cast<std::size_t>(j)];
-          pj = std::exp(pj - lse);
-          double dp = 0;
-          for (Index d = 0; d < wide; ++d) {
-            const double vj = v[static_cast<std::size_t>(key(j) * wide + d)];
-            r.o[static_cast<std::size_t>(row * wide + d)] += pj * kept(j) * vj;
-            dp += doi[d] * vj;
-          }
-          ds[static_cast<std::size_t>(j)] = dp * kept(j);
-          delta += pj * dp * kept(j);
-        }
-        for (Index j = 0; j < cols; ++j) {
-          if (there[j] == 0) {
-            continue;
-          }
-          const double pj = p[static_cast<std::size_t>(j)], g = pj * (ds[static_cast<std::size_t>(j)] - delta);
-          if (!bias.empty()) {
-            r.d_bias[bias_place(c.bias, b, h, i, j)] += g;
-          }
-          const double gs = g * slope[static_cast<std::size_t>(j)] * in.scale;
-          for (Index d = 0; d < depth; ++d) {
-            r.d_q[static_cast<std::size_t>(row * depth + d)] += gs * k[static_cast<std::size_t>(key(j) * depth + d)];
-            r.d_k[static_cast<std::size_t>(key(j) * depth + d)] += gs * qi[d];
-          }
-          for (Index d = 0; d < wide; ++d) {
-            r.d_v[static_cast<std::size_t>(key(j) * wide + d)] += pj * kept(j) * doi[d];
-          }
-        }
-      }
-    }
+AttentionReference reference(const Case& c, const Inputs& in, Index seed) {
+  AttentionInputs x{c.batch, c.heads, c.kv_heads, in.rows, in.cols, c.depth, in.value_depth, {}, in.scale};
+  x.there = [&](Index, Index h, Index i, Index j) {
+    return in.mask[static_cast<std::size_t>((h * in.rows + i) * in.cols + j)] != 0;
+  };
+  x.softcap = c.softcap, x.dropout = c.dropout, x.seed = seed;
+  x.q = in.q.values(), x.k = in.k.values(), x.v = in.v.values(), x.d_o = in.d_o.values();
+  if (c.d_lse) {
+    x.d_lse = in.d_lse.values();
   }
-  return r;
+  if (!c.bias.empty()) {
+    x.bias = in.bias.values();
+    std::ranges::copy(c.bias, x.bias_sizes.begin());
+  }
+  if (c.slopes) {
+    x.slopes = in.slopes.values();
+  }
+  return AttentionReference(x);
 }
 
 /// The problem on the device with its results, run forward and backward.
@@ -319,7 +236,7 @@ void check(const Case& c, const std::string& name) {
   SCOPED_TRACE(name + " " + name_of(c.dtype) + " depth " + std::to_string(c.depth));
   const Index seed = 0x1234567890abcdef;
   Inputs in(c);
-  const Results want = reference(c, in, seed);
+  const AttentionReference want = reference(c, in, seed);
   const Outcome got(c, in, seed);
   const double tolerance = c.dtype == DType::f32 ? 2e-5 : c.dtype == DType::f16 ? 4e-3 : 2.5e-2;
   expect_near("o", got.o, want.o, tolerance);

@@ -30,17 +30,6 @@ using Doubles = std::vector<double>;
 
 constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
 
-/// Drawn by numbers, with a few whole rows and columns.
-RegularPtr random_pattern(Index rows, Index cols, double density, unsigned seed) {
-  std::mt19937 random(seed);
-  std::bernoulli_distribution there(density);
-  std::vector<std::uint8_t> mask(static_cast<std::size_t>(rows * cols));
-  for (auto& m : mask) {
-    m = there(random) ? 1 : 0;
-  }
-  return patterns::from_mask(rows, cols, mask);
-}
-
 struct Named {
   std::string name;
   RegularPtr pattern;
@@ -57,7 +46,7 @@ std::vector<Named> some_patterns(Index rows, Index cols) {
       {"vertical_slash", patterns::vertical_slash({rows, cols}, vertical, slash)},
       {"dilated", patterns::dilated({rows, cols}, 40, 5, true)},
       {"strided", patterns::strided({rows, cols}, 16)},
-      {"random", random_pattern(rows, cols, 0.1, 7)},
+      {"random", patterns::from_mask(rows, cols, random_mask(rows * cols, 0.1, 7))},
       {"empty", patterns::band({rows, cols, 0}, cols + 5, 1, 1)},
   };
   return list;

@@ -275,13 +275,7 @@ struct Named {
 /// One of every kind, with sizes that no tile divides.
 std::vector<Named> zoo() {
   const auto mask = [](Index rows, Index cols, double density) {
-    std::mt19937 random(7);
-    std::bernoulli_distribution coin(density);
-    std::vector<std::uint8_t> bits(static_cast<std::size_t>(rows * cols));
-    for (auto& bit : bits) {
-      bit = coin(random);
-    }
-    return patterns::from_mask(rows, cols, bits);
+    return patterns::from_mask(rows, cols, random_mask(rows * cols, density, 7));
   };
   using patterns::Seq;
   const Index globals[] = {0, 77, 150}, lengths[] = {70, 1, 129, 33}, segments[] = {64, 128}, rates[] = {1, 2};

@@ -438,12 +438,8 @@ TEST(BlockMatmulPlan, PairsStayTogether) {
   using blocks::SpmmPlan;
   constexpr std::int64_t kLines = 29, kColumns = 37;
   constexpr std::int32_t kGroup = 3;
-  std::mt19937 random(5);
   for (const double density : {0.02, 0.2, 0.5, 1.0}) {
-    std::vector<std::uint8_t> mask(kLines * kColumns);
-    for (auto& bit : mask) {
-      bit = std::bernoulli_distribution(density)(random) ? 1 : 0;
-    }
+    const std::vector<std::uint8_t> mask = random_mask(kLines * kColumns, density, 5);
     const auto layout = BlockLayout::make({1, kLines, kColumns, 16, 16}, mask);
     for (const std::int32_t longest : {0, 7}) {
       const SpmmPlan plan = blocks::make_spmm_plan(*layout, false, kGroup, longest, blocks::StepOrder::pairs);

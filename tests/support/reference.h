@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <random>
 #include <span>
 #include <string>
 #include <vector>
@@ -75,6 +76,15 @@ inline void expect_close(std::span<const double> got, std::span<const double> wa
     ASSERT_TRUE(right) << what << " at " << k << ": got " << got[k] << ", expected " << want[k] << " within "
                        << allowed * scale;
   }
+}
+
+/// Elements that are there with a probability.
+inline std::vector<std::uint8_t> random_mask(std::int64_t count, double density, unsigned seed) {
+  std::mt19937 random(seed);
+  std::bernoulli_distribution there(density);
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(count));
+  std::ranges::generate(mask, [&] { return static_cast<std::uint8_t>(there(random)); });
+  return mask;
 }
 
 /// The dense mask, (heads, rows, columns).

@@ -83,22 +83,17 @@ class Tensor {
   std::vector<double> values() const {
     std::vector<double> all;
     all.reserve(static_cast<std::size_t>(view.elements()));
-    for (std::int64_t n = 0; n < view.elements(); ++n) {
-      all.push_back(get(n));
-    }
+    walk([&](std::int64_t at, const auto&) { all.push_back(read(at)); });
     return all;
   }
   void assign(std::span<const double> values) {
-    for (std::int64_t n = 0; n < view.elements(); ++n) {
-      set(n, values[static_cast<std::size_t>(n)]);
-    }
+    std::size_t n = 0;
+    walk([&](std::int64_t at, const auto&) { write(at, values[n++]); });
   }
   /// Sets each element, in row-major order, to what `next()` gives.
   template <typename Next>
   Tensor& generate(const Next& next) {
-    for (std::int64_t n = 0; n < view.elements(); ++n) {
-      set(n, next());
-    }
+    walk([&](std::int64_t at, const auto&) { write(at, next()); });
     return *this;
   }
   template <typename Engine, typename Distribution = std::normal_distribution<double>>
@@ -108,14 +103,7 @@ class Tensor {
   /// visit(index) for every element, in row-major order.
   template <typename Visit>
   void each(const Visit& visit) const {
-    std::vector<std::int64_t> index(static_cast<std::size_t>(view.rank));
-    for (std::int64_t n = 0; n < view.elements(); ++n) {
-      std::int64_t rest = n;
-      for (int d = view.rank; d-- > 0; rest /= view.size(d)) {
-        index[static_cast<std::size_t>(d)] = rest % view.size(d);
-      }
-      visit(std::as_const(index));
-    }
+    walk([&](std::int64_t, const std::vector<std::int64_t>& index) { visit(index); });
   }
 
   /// All bytes, those of the elements too, as they were at first.
@@ -123,9 +111,9 @@ class Tensor {
   /// Whether every byte that belongs to no element is as it was at first.
   bool intact_around() const {
     std::vector<std::byte> rest = storage();
-    for (std::int64_t n = 0; n < view.elements(); ++n) {
-      std::fill_n(rest.begin() + (address(n) - data()), size_of(view.dtype), kPoison);
-    }
+    walk([&](std::int64_t at, const auto&) {
+      std::fill_n(rest.begin() + (address_of(at) - data()), size_of(view.dtype), kPoison);
+    });
     return std::ranges::all_of(rest, [](std::byte byte) { return byte == kPoison; });
   }
   /// The storage, elements and all around them.
@@ -161,10 +149,27 @@ class Tensor {
  private:
   static constexpr std::byte kPoison{0xff};
   static constexpr std::size_t kGuard = 8192;  ///< bytes before and behind
-  struct alignas(256) Line {
-    std::array<std::byte, 256> bytes;
+  struct alignas(512) Line {
+    std::array<std::byte, 512> bytes;
   };
 
+  /// visit(offset, index) for every element, in row-major order.
+  template <typename Visit>
+  void walk(const Visit& visit) const {
+    std::vector<std::int64_t> index(static_cast<std::size_t>(view.rank));
+    std::int64_t at = 0;
+    for (std::int64_t left = view.elements(); left > 0; --left) {
+      visit(at, std::as_const(index));
+      for (std::size_t d = index.size(); d-- > 0;) {
+        at += view.strides[d];
+        if (++index[d] < view.sizes[d]) {
+          break;
+        }
+        at -= view.sizes[d] * view.strides[d];
+        index[d] = 0;
+      }
+    }
+  }
   static std::span<const std::int64_t> list(std::initializer_list<std::int64_t> index) {
     return {index.begin(), index.size()};
   }

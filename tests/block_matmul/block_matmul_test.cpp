@@ -28,9 +28,7 @@ MemoryLayout layout_of(Form form, DType dtype, const Index& sizes) {
   const std::size_t rank = sizes.size();
   MemoryLayout layout;
   if (form == Form::turned) {
-    layout.order.resize(rank);
-    std::iota(layout.order.begin(), layout.order.end(), std::size_t{0});
-    std::swap(layout.order[rank - 1], layout.order[rank - 2]);
+    layout = MemoryLayout::transposed(rank);
     layout.gap = 3;
   } else if (form == Form::backwards) {
     layout.step = 2, layout.gap = 5;

@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <limits>
-#include <numeric>
 #include <random>
 #include <set>
 #include <vector>
@@ -25,15 +24,10 @@ constexpr DType kFloating[] = {DType::f64, DType::f32, DType::f16, DType::bf16};
 enum class Lay { plain, gaps, turned };
 
 Tensor tensor(DType dtype, const std::vector<std::int64_t>& sizes, Lay lay = Lay::plain) {
-  MemoryLayout layout;
-  if (lay == Lay::gaps) {
-    layout.step = 2, layout.gap = 3;
-  } else if (lay == Lay::turned && sizes.size() >= 2) {
-    layout.order.resize(sizes.size());
-    std::iota(layout.order.begin(), layout.order.end(), std::size_t{0});
-    std::swap(layout.order[sizes.size() - 1], layout.order[sizes.size() - 2]);
-  }
-  return Tensor(dtype, sizes, layout);
+  return Tensor(dtype, sizes,
+                lay == Lay::gaps     ? MemoryLayout{.step = 2, .gap = 3}
+                : lay == Lay::turned ? MemoryLayout::transposed(sizes.size())
+                                     : MemoryLayout{});
 }
 
 using Doubles = std::vector<double>;

@@ -27,6 +27,17 @@ struct MemoryLayout {
   std::int64_t gap = 0;                  ///< elements left out behind each dimension
   unsigned backwards = 0, expanded = 0;  ///< a bit for each dimension: negative strides, strides of 0
   std::size_t alignment = 16;            ///< the lowest address is an odd multiple of it; a power of two up to 256
+
+  /// The last two of `rank` dimensions swapped, if there are two.
+  static MemoryLayout transposed(std::size_t rank) {
+    MemoryLayout layout;
+    layout.order.resize(rank);
+    std::iota(layout.order.begin(), layout.order.end(), std::size_t{0});
+    if (rank >= 2) {
+      std::swap(layout.order[rank - 1], layout.order[rank - 2]);
+    }
+    return layout;
+  }
 };
 
 /// A tensor that owns its memory. Every byte is 0xff at first: NaN in all floating types, true for booleans.

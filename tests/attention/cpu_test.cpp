@@ -3,19 +3,19 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <map>
 #include <random>
 #include <vector>
 
-#include "core/element.h"
-#include "device/random.cuh"
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
 #include "fretwork/patterns.h"
 #include "ops/attention/cpu/run.h"
+#include "support/attention_reference.h"
+#include "support/reference.h"
+#include "support/tensor.h"
 
 namespace fretwork::attention_op {
 namespace {
@@ -23,70 +23,21 @@ namespace {
 using Index = std::int64_t;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-/// A (batch, head, row, column) tensor in a buffer of 0xff bytes (NaN): reading or writing beside its elements shows.
-class Tensor {
- public:
-  /// `layout`: 0 row-major, 1 columns apart and rows padded, 2 heads innermost but one (batch, row, head, column).
-  Tensor(DType dtype, std::array<Index, 4> sizes, int layout) : dtype_(dtype), sizes_(sizes) {
-    const std::array<int, 4> order = layout == 2 ? std::array{3, 1, 2, 0} : std::array{3, 2, 1, 0};
-    Index step = layout == 1 ? 2 : 1;
-    for (const int axis : order) {
-      strides_[static_cast<std::size_t>(axis)] = step;
-      step = step * sizes[static_cast<std::size_t>(axis)] + (layout == 1 ? 3 : 0);
-    }
-    bytes_.assign(static_cast<std::size_t>(step + 2 * kMargin) * size_of(dtype), 0xff);
-  }
-  void* data() { return bytes_.data() + kMargin * size_of(dtype_); }
-  Operand operand() { return {data(), strides_[0], strides_[1], strides_[2], strides_[3]}; }
-  Bias bias() {
-    const auto stride = [&](std::size_t axis) { return sizes_[axis] == 1 ? 0 : strides_[axis]; };
-    return {data(), dtype_, stride(0), stride(1), stride(2), stride(3)};
-  }
-  const std::array<Index, 4>& sizes() const { return sizes_; }
-
-  double get(Index b, Index h, Index i, Index j) { return read_element<double>(at(b, h, i, j), dtype_, 0); }
-  /// The same where sizes of 1 are broadcast.
-  double wide(Index b, Index h, Index i, Index j) {
-    return get(b % sizes_[0], h % sizes_[1], sizes_[2] == 1 ? 0 : i, sizes_[3] == 1 ? 0 : j);
-  }
-  void set(Index b, Index h, Index i, Index j, double value) { write_element(at(b, h, i, j), dtype_, 0, value); }
-  template <class F>
-  void each(F f) const {
-    for (Index b = 0; b < sizes_[0]; ++b) {
-      for (Index h = 0; h < sizes_[1]; ++h) {
-        for (Index i = 0; i < sizes_[2]; ++i) {
-          for (Index j = 0; j < sizes_[3]; ++j) {
-            f(b, h, i, j);
-          }
-        }
-      }
-    }
-  }
-  Tensor& randomise(std::mt19937& random, double scale = 1) {
-    std::normal_distribution<double> numbers(0, scale);
-    each([&](Index b, Index h, Index i, Index j) { set(b, h, i, j, numbers(random)); });
-    return *this;
-  }
-  bool spoiled() {
-    std::vector<unsigned char> rest = bytes_;
-    const auto size = static_cast<Index>(size_of(dtype_));
-    each([&](Index b, Index h, Index i, Index j) {
-      std::fill_n(rest.begin() + (static_cast<unsigned char*>(at(b, h, i, j)) - bytes_.data()), size, 0xff);
-    });
-    return std::ranges::any_of(rest, [](unsigned char byte) { return byte != 0xff; });
-  }
-  bool same_bytes(const Tensor& other) const { return bytes_ == other.bytes_; }
-
- private:
-  static constexpr std::size_t kMargin = 16;
-  void* at(Index b, Index h, Index i, Index j) {
-    const Index offset = b * strides_[0] + h * strides_[1] + i * strides_[2] + j * strides_[3];
-    return static_cast<unsigned char*>(data()) + offset * static_cast<Index>(size_of(dtype_));
-  }
-  DType dtype_;
-  std::array<Index, 4> sizes_, strides_{};
-  std::vector<unsigned char> bytes_;
-};
+/// 0: row-major; 1: columns apart and rows padded; 2: (batch, row, head, column).
+MemoryLayout layout_of(int number) {
+  return number == 1   ? MemoryLayout{.step = 2, .gap = 3}
+         : number == 2 ? MemoryLayout{.order = {0, 2, 1, 3}}
+                       : MemoryLayout{};
+}
+Operand operand_of(const Tensor& tensor) {
+  const auto& strides = tensor.view.strides;
+  return {tensor.view.data, strides[0], strides[1], strides[2], strides[3]};
+}
+/// Sizes of 1 are broadcast.
+Bias bias_of(const Tensor& tensor) {
+  const TensorView& view = tensor.view;
+  return {view.data, view.dtype, view.stride(0), view.stride(1), view.stride(2), view.stride(3)};
+}
 
 struct Pattern2 {
   Index rows, cols;
@@ -323,41 +274,41 @@ DType statistics(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType:
 
 Tensors make(const Case& c, std::mt19937& random) {
   const auto bias = c.bias[0] == 0 ? std::array<Index, 4>{1, 1, 1, 1} : c.bias;
-  const auto t = [&](Index h, Index n, Index d) { return Tensor(c.dtype, {c.batch, h, n, d}, c.layout); };
-  const auto s = [&] { return Tensor(statistics(c.dtype), {c.batch, c.heads, c.rows, 1}, c.layout); };
+  const auto t = [&](Index h, Index n, Index d) { return Tensor(c.dtype, {c.batch, h, n, d}, layout_of(c.layout)); };
+  const auto s = [&] { return Tensor(statistics(c.dtype), {c.batch, c.heads, c.rows, 1}, layout_of(c.layout)); };
   Tensors x{t(c.heads, c.rows, c.depth),
             t(c.kv_heads, c.cols, c.depth),
             t(c.kv_heads, c.cols, c.value_depth),
             t(c.heads, c.rows, c.value_depth),
             s(),
-            Tensor(c.bias_dtype, bias, c.layout),
-            Tensor(statistics(c.dtype), {1, c.heads, 1, 1}, 0),
+            Tensor(c.bias_dtype, bias, layout_of(c.layout)),
+            Tensor(statistics(c.dtype), {1, c.heads, 1, 1}),
             t(c.heads, c.rows, c.value_depth),
             s(),
             t(c.heads, c.rows, c.depth),
             t(c.kv_heads, c.cols, c.depth),
             t(c.kv_heads, c.cols, c.value_depth),
-            Tensor(c.bias_dtype, bias, c.layout)};
-  x.q.randomise(random, c.size);
+            Tensor(c.bias_dtype, bias, layout_of(c.layout))};
+  x.q.randomise(random, std::normal_distribution(0.0, c.size));
   x.k.randomise(random);
   x.v.randomise(random);
   x.d_o.randomise(random);
   x.d_lse.randomise(random);
   x.bias.randomise(random);
   if (c.far_bias != 0) {
-    x.bias.each([&](Index b, Index h, Index i, Index j) { x.bias.set(b, h, i, j, j < c.cols / 2 ? 0 : c.far_bias); });
+    x.bias.each([&](const auto& at) { x.bias.set(at, at[3] < c.cols / 2 ? 0 : c.far_bias); });
   }
-  x.slopes.randomise(random, 0.1);
+  x.slopes.randomise(random, std::normal_distribution(0.0, 0.1));
   for (Index n = 0; n < c.batch * c.cols && c.padding != 0; ++n) {
     const Index b = n / c.cols, j = n % c.cols;
     const bool hidden = (j + b) % c.padding == 0 || 3 * j >= 2 * c.cols;
     x.padding.insert(x.padding.end(), {std::uint8_t{1}, static_cast<std::uint8_t>(hidden ? 1 : 0)});
     for (Index h = 0; h < c.kv_heads && hidden; ++h) {  // what is not seen may be anything
       for (Index d = 0; d < c.depth; ++d) {
-        x.k.set(b, h, j, d, std::numeric_limits<double>::quiet_NaN());
+        x.k.set({b, h, j, d}, std::numeric_limits<double>::quiet_NaN());
       }
       for (Index d = 0; d < c.value_depth; ++d) {
-        x.v.set(b, h, j, d, kInfinity);
+        x.v.set({b, h, j, d}, kInfinity);
       }
     }
   }
@@ -377,155 +328,62 @@ BackwardProblem problem_of(const Case& c, Tensors& x) {
   p.value_depth = c.value_depth;
   p.scale = c.scale;
   p.softcap = c.softcap;
-  p.q = x.q.operand();
-  p.k = x.k.operand();
-  p.v = x.v.operand();
-  p.o = x.o.operand();
-  p.lse = x.lse.operand();
+  p.q = operand_of(x.q);
+  p.k = operand_of(x.k);
+  p.v = operand_of(x.v);
+  p.o = operand_of(x.o);
+  p.lse = operand_of(x.lse);
   if (c.bias[0] != 0) {
-    p.bias = x.bias.bias();
-    b.d_bias = x.d_bias.bias();
+    p.bias = bias_of(x.bias);
+    b.d_bias = bias_of(x.d_bias);
     std::ranges::copy(c.bias, b.bias_sizes);
   }
   if (c.slopes) {
-    p.slopes = x.slopes.operand();
+    p.slopes = operand_of(x.slopes);
   }
   p.dropout = {c.dropout, &x.seed};
   if (c.padding != 0) {
     p.padding = {x.padding.data() + 1, 2 * c.cols, 2};
   }
-  b.d_o = x.d_o.operand();
+  b.d_o = operand_of(x.d_o);
   if (c.d_lse) {
-    b.d_lse = x.d_lse.operand();
+    b.d_lse = operand_of(x.d_lse);
   }
-  b.d_q = x.d_q.operand();
-  b.d_k = x.d_k.operand();
-  b.d_v = x.d_v.operand();
+  b.d_q = operand_of(x.d_q);
+  b.d_k = operand_of(x.d_k);
+  b.d_v = operand_of(x.d_v);
   return b;
 }
 
-using Numbers = std::vector<double>;
-
-/// Forward and backward in float64, element by element of the mask.
-struct Reference {
-  Numbers o, lse, d_q, d_k, d_v, d_bias;
-
-  Reference(const Case& c, Tensors& x)
-      : o(count(c.batch, c.heads, c.rows, c.value_depth)),
-        lse(count(c.batch, c.heads, c.rows, 1)),
-        d_q(count(c.batch, c.heads, c.rows, c.depth)),
-        d_k(count(c.batch, c.kv_heads, c.cols, c.depth)),
-        d_v(count(c.batch, c.kv_heads, c.cols, c.value_depth)),
-        d_bias(count(x.bias.sizes()[0], x.bias.sizes()[1], x.bias.sizes()[2], x.bias.sizes()[3])) {
-    for (Index b = 0; b < c.batch; ++b) {
-      for (Index h = 0; h < c.heads; ++h) {
-        for (Index i = 0; i < c.rows; ++i) {
-          row(c, x, b, h, i);
-        }
-      }
-    }
-  }
-  static std::size_t count(Index a, Index b, Index c, Index d) { return static_cast<std::size_t>(a * b * c * d); }
-
-  void row(const Case& c, Tensors& x, Index b, Index h, Index i) {
+AttentionReference reference(const Case& c, const Tensors& x) {
+  AttentionInputs in{c.batch, c.heads, c.kv_heads, c.rows, c.cols, c.depth, c.value_depth, {}, c.scale};
+  in.there = [&](Index b, Index h, Index i, Index j) {
     const std::size_t count = c.patterns.size(), own = static_cast<std::size_t>(b * c.heads + h);
-    const Pattern2& there = c.patterns[count == 1 ? 0 : own % count];
-    const auto pattern = [&](Index row_at, Index j) { return there(row_at, j) && !x.hidden(b, j, c.cols); };
-    const Index kv = h / (c.heads / c.kv_heads);
-    Numbers s(static_cast<std::size_t>(c.cols), -kInfinity), slope(s.size(), 1), keep(s.size(), 1), p(s.size());
-    double top = -kInfinity;
-    for (Index j = 0; j < c.cols; ++j) {
-      if (!pattern(i, j)) {
-        continue;
-      }
-      double sum = 0;
-      for (Index d = 0; d < c.depth; ++d) {
-        sum += x.q.get(b, h, i, d) * x.k.get(b, kv, j, d);
-      }
-      sum *= c.scale;
-      const auto n = static_cast<std::size_t>(j);
-      if (c.softcap != 0) {
-        const double t = std::tanh(sum / c.softcap);
-        sum = c.softcap * t;
-        slope[n] = 1 - t * t;
-      }
-      if (c.bias[0] != 0) {
-        sum += x.bias.wide(b, h, i, j);
-      }
-      if (c.slopes) {
-        sum -= x.slopes.get(0, h, 0, 0) * std::abs(static_cast<double>(i + c.cols - c.rows - j));
-      }
-      if (c.dropout > 0) {
-        const auto threshold = static_cast<std::uint64_t>(c.dropout * 0x1p32);
-        const bool kept = random_bits(random_row(x.seed, b * c.heads + h, i), j) >= threshold;
-        keep[n] = kept ? 1 / (1 - c.dropout) : 0;
-      }
-      s[n] = sum;
-      top = std::max(top, sum);
-    }
-    double& log_sum = lse[static_cast<std::size_t>((b * c.heads + h) * c.rows + i)];
-    log_sum = -kInfinity;
-    if (top == -kInfinity) {
-      return;
-    }
-    double total = 0;
-    for (const double sum : s) {
-      total += std::exp(sum - top);
-    }
-    log_sum = top + std::log(total);
-    double delta = c.d_lse ? -x.d_lse.get(b, h, i, 0) : 0;
-    Numbers d_p(s.size());
-    for (Index j = 0; j < c.cols; ++j) {
-      const auto n = static_cast<std::size_t>(j);
-      if (!pattern(i, j)) {
-        continue;
-      }
-      p[n] = std::exp(s[n] - top) / total;
-      for (Index d = 0; d < c.value_depth; ++d) {
-        o[at((b * c.heads + h) * c.rows + i, c.value_depth, d)] += p[n] * keep[n] * x.v.get(b, kv, j, d);
-        d_p[n] += keep[n] * x.d_o.get(b, h, i, d) * x.v.get(b, kv, j, d);
-        d_v[at((b * c.kv_heads + kv) * c.cols + j, c.value_depth, d)] += p[n] * keep[n] * x.d_o.get(b, h, i, d);
-      }
-      delta += p[n] * d_p[n];
-    }
-    const auto& bias = x.bias.sizes();
-    for (Index j = 0; j < c.cols; ++j) {
-      const auto n = static_cast<std::size_t>(j);
-      if (!pattern(i, j)) {
-        continue;
-      }
-      const double g = p[n] * (d_p[n] - delta), d_s = g * slope[n] * c.scale;
-      d_bias[static_cast<std::size_t>(((b % bias[0] * bias[1] + h % bias[1]) * bias[2] + (bias[2] == 1 ? 0 : i)) *
-                                          bias[3] +
-                                      (bias[3] == 1 ? 0 : j))] += g;
-      for (Index d = 0; d < c.depth; ++d) {
-        d_q[at((b * c.heads + h) * c.rows + i, c.depth, d)] += d_s * x.k.get(b, kv, j, d);
-        d_k[at((b * c.kv_heads + kv) * c.cols + j, c.depth, d)] += d_s * x.q.get(b, h, i, d);
-      }
-    }
+    return c.patterns[own % count](i, j) && !x.hidden(b, j, c.cols);
+  };
+  in.softcap = c.softcap, in.dropout = c.dropout, in.seed = x.seed;
+  in.q = x.q.values(), in.k = x.k.values(), in.v = x.v.values(), in.d_o = x.d_o.values();
+  if (c.d_lse) {
+    in.d_lse = x.d_lse.values();
   }
-  static std::size_t at(Index row, Index width, Index d) { return static_cast<std::size_t>(row * width + d); }
-};
-
-double tolerance(DType dtype) {
-  return dtype == DType::f64 ? 1e-11 : dtype == DType::f32 ? 2e-5 : dtype == DType::f16 ? 4e-3 : 3e-2;
+  if (c.bias[0] != 0) {
+    in.bias = x.bias.values(), in.bias_sizes = c.bias;
+  }
+  if (c.slopes) {
+    in.slopes = x.slopes.values();
+  }
+  return AttentionReference(in);
 }
 
-void expect_close(Tensor& got, const Numbers& expected, double allowed, const char* what) {
-  double largest = 1;
-  for (const double e : expected) {
-    largest = std::isfinite(e) ? std::max(largest, std::abs(e)) : largest;
-  }
-  std::size_t n = 0, wrong = 0;
-  got.each([&](Index b, Index h, Index i, Index j) {
-    const double e = expected[n++], g = got.get(b, h, i, j);
-    const bool right = std::isinf(e) ? g == e : std::abs(g - e) <= allowed * largest;
-    if (!right && wrong++ < 3) {
-      ADD_FAILURE() << what << " (" << b << ", " << h << ", " << i << ", " << j << "): " << g << ", not " << e;
-    }
-  });
-  EXPECT_EQ(wrong, 0u) << what;
-  EXPECT_FALSE(got.spoiled()) << what << ": bytes beside the elements were written";
+/// Two products and a softmax: f32 and f64, in which these are accumulated too, lose more than the last rounding.
+double tolerance(DType dtype) {
+  return (dtype == DType::f64 || dtype == DType::f32 ? 5 : 2) * relative_tolerance(dtype);
+}
+
+/// Errors are measured against the largest magnitude, or 1 if that is more.
+void expect_close(const Tensor& got, const std::vector<double>& expected, double allowed, const char* what) {
+  fretwork::expect_close(got.values(), expected, allowed, what, 1.0);
+  EXPECT_TRUE(got.intact_around()) << what << ": bytes beside the elements were written";
 }
 
 struct Planned {
@@ -562,17 +420,19 @@ void poison(const Case& c, Tensors& x) {
   const auto pattern = [&](Index h) -> const Pattern2& {
     return c.patterns[c.patterns.size() == 1 ? 0 : static_cast<std::size_t>(h)];
   };
-  x.q.each([&](Index b, Index h, Index i, Index d) {
+  x.q.each([&](const auto& at) {
+    const Index b = at[0], h = at[1], i = at[2], d = at[3];
     bool used = false;
     for (Index j = 0; j < c.cols; ++j) {
       used = used || pattern(h)(i, j);
     }
     if (!used) {
-      x.q.set(b, h, i, d, nan);
-      x.d_o.set(b, h, i, d % c.value_depth, d % 2 == 0 ? nan : kInfinity);
+      x.q.set({b, h, i, d}, nan);
+      x.d_o.set({b, h, i, d % c.value_depth}, d % 2 == 0 ? nan : kInfinity);
     }
   });
-  x.k.each([&](Index b, Index kv, Index j, Index d) {
+  x.k.each([&](const auto& at) {
+    const Index b = at[0], kv = at[1], j = at[2], d = at[3];
     bool used = false;
     for (Index h = 0; h < c.heads; ++h) {
       for (Index i = 0; i < c.rows && h / (c.heads / c.kv_heads) == kv; ++i) {
@@ -580,8 +440,8 @@ void poison(const Case& c, Tensors& x) {
       }
     }
     if (!used) {
-      x.k.set(b, kv, j, d, nan);
-      x.v.set(b, kv, j, d % c.value_depth, d % 2 == 0 ? nan : kInfinity);
+      x.k.set({b, kv, j, d}, nan);
+      x.v.set({b, kv, j, d % c.value_depth}, d % 2 == 0 ? nan : kInfinity);
     }
   });
 }
@@ -592,7 +452,7 @@ void check(const Case& c, unsigned seed = 1) {
   if (c.poison) {
     poison(c, x);
   }
-  const Reference expected(c, x);
+  const AttentionReference expected = reference(c, x);
   run(c, x, serial_executor());
   const double allowed = tolerance(c.dtype);
   expect_close(x.o, expected.o, allowed, "o");
@@ -750,14 +610,14 @@ TEST(AttentionCpu, UsedElsewhere) {  // an empty row stays zeros beside a row wh
   c.heads = 1;
   std::mt19937 random(2);
   Tensors x = make(c, random);
-  x.v.set(0, 0, 5, 0, kInfinity);
+  x.v.set({0, 0, 5, 0}, kInfinity);
   run(c, x, serial_executor());
-  x.o.each([&](Index, Index, Index i, Index d) {
-    if (i != 3) {
-      EXPECT_EQ(x.o.get(0, 0, i, d), 0);
+  x.o.each([&](const auto& at) {
+    if (at[2] != 3) {
+      EXPECT_EQ(x.o.get(at), 0);
     }
   });
-  EXPECT_EQ(x.o.get(0, 0, 3, 0), kInfinity);
+  EXPECT_EQ(x.o.get({0, 0, 3, 0}), kInfinity);
 }
 
 TEST(AttentionCpu, NotANumber) {  // and a NaN that is used is seen
@@ -765,11 +625,11 @@ TEST(AttentionCpu, NotANumber) {  // and a NaN that is used is seen
   c.heads = 1;
   std::mt19937 random(2);
   Tensors x = make(c, random);
-  x.k.set(0, 0, 20, 0, std::numeric_limits<double>::quiet_NaN());
+  x.k.set({0, 0, 20, 0}, std::numeric_limits<double>::quiet_NaN());
   run(c, x, serial_executor());
   for (Index i = 0; i < 40; ++i) {
-    EXPECT_EQ(std::isnan(x.o.get(0, 0, i, 0)), std::abs(i - 20) <= 3) << i;
-    EXPECT_EQ(std::isnan(x.lse.get(0, 0, i, 0)), std::abs(i - 20) <= 3) << i;
+    EXPECT_EQ(std::isnan(x.o.get({0, 0, i, 0})), std::abs(i - 20) <= 3) << i;
+    EXPECT_EQ(std::isnan(x.lse.get({0, 0, i, 0})), std::abs(i - 20) <= 3) << i;
   }
 }
 
@@ -876,7 +736,7 @@ TEST(AttentionCpu, LargeScores) {
   std::mt19937 random(3);
   Tensors x = make(c, random);
   run(c, x, serial_executor());
-  const Reference expected(c, x);
+  const AttentionReference expected = reference(c, x);
   expect_close(x.o, expected.o, 5e-3, "o");
 }
 

@@ -5,20 +5,18 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "core/half.h"
-#include "device/random.cuh"
 #include "fretwork/patterns.h"
 #include "ops/attention/cuda/decode.h"
 #include "ops/attention/cuda/params_decode.cuh"
-#include "runtime/cuda_driver.h"
+#include "support/attention_reference.h"
+#include "support/device_tensor.h"
+#include "support/reference.h"
 
 namespace fretwork::attention_op {
 namespace {
@@ -29,23 +27,6 @@ using Index = std::int64_t;
 using Doubles = std::vector<double>;
 
 constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
-
-std::vector<std::uint8_t> mask_of(const RegularPattern& pattern) {
-  std::vector<std::uint8_t> mask(static_cast<std::size_t>(pattern.rows() * pattern.cols()));
-  pattern.mask(mask);
-  return mask;
-}
-
-/// Drawn by numbers, with a few whole rows and columns.
-RegularPtr random_pattern(Index rows, Index cols, double density, unsigned seed) {
-  std::mt19937 random(seed);
-  std::bernoulli_distribution there(density);
-  std::vector<std::uint8_t> mask(static_cast<std::size_t>(rows * cols));
-  for (auto& m : mask) {
-    m = there(random) ? 1 : 0;
-  }
-  return patterns::from_mask(rows, cols, mask);
-}
 
 struct Named {
   std::string name;
@@ -63,7 +44,7 @@ std::vector<Named> some_patterns(Index rows, Index cols) {
       {"vertical_slash", patterns::vertical_slash({rows, cols}, vertical, slash)},
       {"dilated", patterns::dilated({rows, cols}, 40, 5, true)},
       {"strided", patterns::strided({rows, cols}, 16)},
-      {"random", random_pattern(rows, cols, 0.1, 7)},
+      {"random", patterns::from_mask(rows, cols, random_mask(rows * cols, 0.1, 7))},
       {"empty", patterns::band({rows, cols, 0}, cols + 5, 1, 1)},
   };
   return list;
@@ -112,46 +93,23 @@ TEST(AttentionDecode, StepsOfAMillionKeys) {
 
 // -------------------------------------------------------------------------------------------------- on a GPU
 
-double get(DType dtype, std::uint16_t x) { return dtype == DType::f16 ? float_from_f16(x) : float_from_bf16(x); }
-std::uint16_t rounded(DType dtype, double x) {
-  return dtype == DType::f16 ? f16_from_float(static_cast<float>(x)) : bf16_from_float(static_cast<float>(x));
+/// (batch, head, row, col), or (batch, row, head, col) in memory; rows are whole multiples of 8 elements.
+MirroredTensor tensor(DType dtype, const std::array<Index, 4>& s, bool heads_inside) {
+  const Index line = (s[3] + 7) / 8 * 8;
+  const auto strides = heads_inside ? std::array{s[1] * s[2] * line, line, s[1] * line, Index{1}}
+                                    : std::array{s[1] * s[2] * line, s[2] * line, line, Index{1}};
+  return {dtype, s, strides, 128};
 }
-
-/// A plain (batch, head, row, col) tensor of 16-bit numbers, or (token, head) order.
-struct Tensor {
-  DType dtype = DType::bf16;
-  std::array<Index, 4> sizes{}, strides{};
-  std::vector<std::uint16_t> data;
-  driver::DeviceBuffer device;
-
-  Tensor(DType type, const std::array<Index, 4>& s, bool heads_inside) : dtype(type), sizes(s) {
-    const Index line = (s[3] + 7) / 8 * 8;
-    strides = heads_inside ? std::array{s[1] * s[2] * line, line, s[1] * line, Index{1}}
-                           : std::array{s[1] * s[2] * line, s[2] * line, line, Index{1}};
-    data.assign(static_cast<std::size_t>(s[0] * s[1] * s[2] * line), rounded(dtype, kNan));
-  }
-  std::uint16_t& at(Index b, Index h, Index r, Index c) {
-    return data[static_cast<std::size_t>(b * strides[0] + h * strides[1] + r * strides[2] + c)];
-  }
-  double value(Index b, Index h, Index r, Index c) { return get(dtype, at(b, h, r, c)); }
-  void randomise(unsigned seed) {
-    std::mt19937 random(seed);
-    std::normal_distribution<double> numbers;
-    for (Index b = 0; b < sizes[0]; ++b) {
-      for (Index h = 0; h < sizes[1]; ++h) {
-        for (Index r = 0; r < sizes[2]; ++r) {
-          for (Index c = 0; c < sizes[3]; ++c) {
-            at(b, h, r, c) = rounded(dtype, numbers(random));
-          }
-        }
-      }
-    }
-  }
-  Operand upload() {
-    device = driver::DeviceBuffer(0, data.data(), data.size() * 2);
-    return {device.data(), strides[0], strides[1], strides[2], strides[3]};
-  }
-};
+MirroredTensor random_tensor(unsigned seed, DType dtype, const std::array<Index, 4>& sizes, bool heads_inside) {
+  std::mt19937 random(seed);
+  MirroredTensor made = tensor(dtype, sizes, heads_inside);
+  made.randomise(random);
+  return made;
+}
+Operand upload(MirroredTensor& t) {
+  const TensorView there = t.upload();
+  return {there.data, there.strides[0], there.strides[1], there.strides[2], there.strides[3]};
+}
 
 struct Case {
   RegularPtr pattern;
@@ -164,7 +122,7 @@ struct Case {
 };
 
 struct Trial {
-  Tensor q, k, v, o;
+  MirroredTensor q, k, v, o;
   std::vector<float> lse, bias, slopes;
   std::vector<std::uint8_t> mask;
   Index rows, cols;
@@ -172,19 +130,17 @@ struct Trial {
   static constexpr Index kSeed = 1234;
 
   explicit Trial(const Case& c)
-      : q(c.dtype, {c.batch, c.heads, c.pattern->rows(), c.depth}, c.heads_inside),
-        k(c.dtype, {c.batch, c.kv_heads, c.pattern->cols(), c.depth}, c.heads_inside),
-        v(c.dtype, {c.batch, c.kv_heads, c.pattern->cols(), c.value_depth > 0 ? c.value_depth : c.depth},
-          c.heads_inside),
-        o(c.dtype, {c.batch, c.heads, c.pattern->rows(), v.sizes[3]}, c.heads_inside),
+      : q(random_tensor(1, c.dtype, {c.batch, c.heads, c.pattern->rows(), c.depth}, c.heads_inside)),
+        k(random_tensor(2, c.dtype, {c.batch, c.kv_heads, c.pattern->cols(), c.depth}, c.heads_inside)),
+        v(random_tensor(3, c.dtype,
+                        {c.batch, c.kv_heads, c.pattern->cols(), c.value_depth > 0 ? c.value_depth : c.depth},
+                        c.heads_inside)),
+        o(tensor(c.dtype, {c.batch, c.heads, c.pattern->rows(), v.size(3)}, c.heads_inside)),
         lse(static_cast<std::size_t>(c.batch * c.heads * c.pattern->rows()), 7.0f),
         mask(mask_of(*c.pattern)),
         rows(c.pattern->rows()),
         cols(c.pattern->cols()),
         scale(1 / std::sqrt(static_cast<double>(c.depth))) {
-    q.randomise(1);
-    k.randomise(2);
-    v.randomise(3);
     poison();
     std::mt19937 random(4);
     std::normal_distribution<float> numbers;
@@ -204,13 +160,13 @@ struct Trial {
       for (Index i = 0; i < rows; ++i) {
         used = used || mask[static_cast<std::size_t>(i * cols + j)] != 0;
       }
-      for (Index n = 0; !used && n < k.sizes[0] * k.sizes[1]; ++n) {
-        for (Index d = 0; d < std::max(k.sizes[3], v.sizes[3]); ++d) {
-          if (d < k.sizes[3]) {
-            k.at(n / k.sizes[1], n % k.sizes[1], j, d) = rounded(k.dtype, kInf);
+      for (Index n = 0; !used && n < k.size(0) * k.size(1); ++n) {
+        for (Index d = 0; d < std::max(k.size(3), v.size(3)); ++d) {
+          if (d < k.size(3)) {
+            k.set({n / k.size(1), n % k.size(1), j, d}, kInf);
           }
-          if (d < v.sizes[3]) {
-            v.at(n / k.sizes[1], n % k.sizes[1], j, d) = rounded(v.dtype, kNan);
+          if (d < v.size(3)) {
+            v.set({n / k.size(1), n % k.size(1), j, d}, kNan);
           }
         }
       }
@@ -226,14 +182,14 @@ struct Trial {
     p.rows = rows;
     p.cols = cols;
     p.depth = c.depth;
-    p.value_depth = v.sizes[3];
+    p.value_depth = v.size(3);
     p.patterns = {c.pattern};
     p.scale = scale;
     p.softcap = c.softcap;
-    p.q = q.upload();
-    p.k = k.upload();
-    p.v = v.upload();
-    p.o = o.upload();
+    p.q = upload(q);
+    p.k = upload(k);
+    p.v = upload(v);
+    p.o = upload(o);
     const driver::DeviceBuffer lse_at(0, lse.data(), lse.size() * 4), bias_at(0, bias.data(), bias.size() * 4),
         slopes_at(0, slopes.data(), slopes.size() * 4), seed_at(0, &kSeed, sizeof kSeed);
     p.lse = {lse_at.data(), c.heads * rows, rows, 1, 0};
@@ -254,51 +210,20 @@ struct Trial {
       score.kept = 1.0f;
       ASSERT_TRUE(decode::forward(p, score, context, c.segments));
     }
-    driver::copy_to_host(o.data.data(), o.device.data(), o.data.size() * 2, nullptr);
+    o.download();
     driver::copy_to_host(lse.data(), lse_at.data(), lse.size() * 4, nullptr);
     driver::synchronize(nullptr);
   }
 
-  /// One row's result and, at its end, the log-sum-exp.
-  Doubles reference(const Case& c, Index b, Index h, Index i) {
-    const Index g = h / (c.heads / c.kv_heads), wide = v.sizes[3];
-    const auto threshold = static_cast<unsigned>(std::floor(c.dropout * 0x1p32));
-    const unsigned state = random_row(kSeed, b * c.heads + h, i);
-    Doubles scores(static_cast<std::size_t>(cols), -kInf), out(static_cast<std::size_t>(wide) + 1);
-    double top = -kInf, total = 0;
-    for (Index j = 0; j < cols; ++j) {
-      if (mask[static_cast<std::size_t>(i * cols + j)] == 0) {
-        continue;
-      }
-      double s = 0;
-      for (Index d = 0; d < c.depth; ++d) {
-        s += q.value(b, h, i, d) * k.value(b, g, j, d);
-      }
-      s *= scale;
-      s = c.softcap > 0 ? c.softcap * std::tanh(s / c.softcap) : s;
-      s += c.bias ? bias[static_cast<std::size_t>((h * rows + i) * cols + j)] : 0.0;
-      s -= c.slopes ? slopes[static_cast<std::size_t>(h)] * std::abs(static_cast<double>(i + cols - rows - j)) : 0.0;
-      scores[static_cast<std::size_t>(j)] = s;
-      top = std::max(top, s);
-    }
-    for (Index j = 0; j < cols; ++j) {
-      const double s = scores[static_cast<std::size_t>(j)];
-      if (s == -kInf) {
-        continue;
-      }
-      const double e = std::exp(s - top);
-      total += e;
-      if (threshold == 0 || random_bits(state, j) >= threshold) {
-        for (Index d = 0; d < wide; ++d) {
-          out[static_cast<std::size_t>(d)] += e / (1 - c.dropout) * v.value(b, g, j, d);
-        }
-      }
-    }
-    for (Index d = 0; total > 0 && d < wide; ++d) {
-      out[static_cast<std::size_t>(d)] /= total;
-    }
-    out.back() = total > 0 ? top + std::log(total) : -kInf;
-    return out;
+  AttentionReference reference(const Case& c) const {
+    AttentionInputs in{c.batch, c.heads, c.kv_heads, rows, cols, c.depth, v.size(3), {}, scale};
+    in.there = [&](Index, Index, Index i, Index j) { return mask[static_cast<std::size_t>(i * cols + j)] != 0; };
+    in.softcap = c.softcap, in.dropout = c.dropout, in.seed = kSeed;
+    in.q = q.values(), in.k = k.values(), in.v = v.values();
+    in.bias.assign(bias.begin(), bias.end());
+    in.bias_sizes = {1, c.heads, rows, cols};
+    in.slopes.assign(slopes.begin(), slopes.end());
+    return AttentionReference(in);
   }
 };
 
@@ -309,25 +234,22 @@ void check(const Case& c, const std::string& name) {
   SCOPED_TRACE(name);
   Trial run(c);
   run.run(c);
+  const AttentionReference want = run.reference(c);
   double worst = 0, worst_lse = 0;
-  for (Index b = 0; b < c.batch; ++b) {
-    for (Index h = 0; h < c.heads; ++h) {
-      for (Index i = 0; i < run.rows; ++i) {
-        const Doubles want = run.reference(c, b, h, i);
-        for (Index d = 0; d < run.v.sizes[3]; ++d) {
-          worst = larger(worst, std::abs(run.o.value(b, h, i, d) - want[static_cast<std::size_t>(d)]));
-        }
-        const double lse = run.lse[static_cast<std::size_t>((b * c.heads + h) * run.rows + i)];
-        worst_lse = larger(worst_lse, lse == want.back() ? 0 : std::abs(lse - want.back()));  // infinities are equal
-      }
-    }
+  const Doubles got = run.o.values();
+  for (std::size_t n = 0; n < got.size(); ++n) {
+    worst = larger(worst, std::abs(got[n] - want.o[n]));
+  }
+  for (std::size_t n = 0; n < run.lse.size(); ++n) {
+    const double lse = run.lse[n];
+    worst_lse = larger(worst_lse, lse == want.lse[n] ? 0 : std::abs(lse - want.lse[n]));  // infinities are equal
   }
   EXPECT_LE(worst, c.dtype == DType::bf16 ? 2e-2 : 4e-3);
   EXPECT_LE(worst_lse, 2e-3);
-  const auto o = run.o.data;
+  const auto o = run.o.storage();
   const auto lse = run.lse;
   run.run(c);
-  EXPECT_EQ(o, run.o.data) << "another run gave another result";
+  EXPECT_TRUE(o == run.o.storage()) << "another run gave another result";
   EXPECT_EQ(std::memcmp(lse.data(), run.lse.data(), lse.size() * 4), 0);
 }
 
@@ -414,12 +336,12 @@ TEST_F(AttentionDecodeCuda, ANaNQuerySpoilsItsOwnRowOnly) {
   for (const int segments : {1, 3}) {
     const Case c{.pattern = patterns::sinks({2, 600}, 4, 300), .segments = segments};
     Trial run(c);
-    run.q.at(1, 2, 0, 5) = rounded(c.dtype, kNan);
+    run.q.set({1, 2, 0, 5}, kNan);
     run.run(c);
     for (Index n = 0; n < c.batch * c.heads * 2; ++n) {
       const Index b = n / (2 * c.heads), h = n / 2 % c.heads, i = n % 2;
       const bool spoilt = b == 1 && h == 2 && i == 0;
-      EXPECT_EQ(std::isnan(run.o.value(b, h, i, 0)), spoilt) << n;
+      EXPECT_EQ(std::isnan(run.o.get({b, h, i, 0})), spoilt) << n;
       EXPECT_EQ(std::isnan(run.lse[static_cast<std::size_t>(n)]), spoilt) << n;
     }
   }
@@ -429,10 +351,10 @@ TEST_F(AttentionDecodeCuda, ManyRunsAreEqual) {
   const Case c{.pattern = patterns::sinks({1, 4097}, 4, 2000), .heads = 16, .depth = 128, .segments = 5};
   Trial run(c);
   run.run(c);
-  const auto o = run.o.data;
+  const auto o = run.o.storage();
   for (int n = 0; n < 100; ++n) {
     run.run(c);
-    ASSERT_EQ(o, run.o.data) << n;
+    ASSERT_TRUE(o == run.o.storage()) << n;
   }
 }
 

@@ -7,7 +7,6 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <limits>
 #include <map>
@@ -26,6 +25,7 @@
 #include "ops/attention/cuda/hopper.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/nvrtc.h"
+#include "support/tensor.h"
 
 namespace fretwork::attention_op {
 namespace {
@@ -305,7 +305,6 @@ Pattern one_class(Index s, Index r, Index head) {
 float widen(DType dtype, std::uint16_t bits) {
   return dtype == DType::f16 ? float_from_f16(bits) : float_from_bf16(bits);
 }
-std::uint16_t narrow(DType dtype, float x) { return dtype == DType::f16 ? f16_from_float(x) : bf16_from_float(x); }
 
 /// A function of the driver that only this test needs.
 template <typename... Arguments>
@@ -370,48 +369,46 @@ class Fenced {
 enum class Place { anywhere, behind_hole, before_hole };
 Place place = Place::anywhere;
 
-/// (batch, heads, tokens, depth) on both sides, heads before tokens or after them.
-struct Tensor {
-  Index batch, heads, tokens, depth;
-  bool tokens_first;
-  std::vector<std::uint16_t> host;
-  driver::DeviceBuffer device;
-  std::unique_ptr<Fenced> fenced;
-  void* data = nullptr;  ///< on the device
-
-  Tensor(Index b, Index h, Index s, Index d, bool first)
-      : batch(b), heads(h), tokens(s), depth(d), tokens_first(first), host(static_cast<std::size_t>(b * h * s * d)) {}
-  Index row_stride() const { return tokens_first ? heads * depth : depth; }
-  Index head_stride() const { return tokens_first ? depth : tokens * depth; }
+/// A (batch, heads, tokens, depth) tensor without gaps, and its elements, with nothing around them, on the device.
+class FencedTensor : public Tensor {
+ public:
+  using Tensor::Tensor;
+  FencedTensor(DType dtype, const std::array<Index, 4>& sizes, bool tokens_first)
+      : Tensor(dtype, sizes, MemoryLayout{.order = {0, tokens_first ? 2u : 1u, tokens_first ? 1u : 2u, 3}}) {}
+  /// One of the same shape and strides.
+  FencedTensor like() const { return {view.dtype, view.shape(), std::span(view.strides.data(), 4), std::size_t{16}}; }
+  /// The elements of a row.
   std::uint16_t* row(Index b, Index h, Index s) {
-    return host.data() + b * heads * tokens * depth + h * head_stride() + s * row_stride();
+    return reinterpret_cast<std::uint16_t*>(address(((b * size(1) + h) * size(2) + s) * size(3)));
   }
-  Operand operand() const { return {data, heads * tokens * depth, head_stride(), row_stride(), 1}; }
+  FencedTensor& randomise(unsigned seed) {
+    std::mt19937 random(seed);
+    Tensor::randomise(random, std::normal_distribution<float>());
+    return *this;
+  }
+  Operand operand() const { return {there_, view.strides[0], view.strides[1], view.strides[2], 1}; }
   void upload() {
-    const std::size_t bytes = host.size() * 2;
     if (place == Place::anywhere) {
-      device = driver::DeviceBuffer(0, host.data(), bytes);
-      data = device.data();
+      device_ = driver::DeviceBuffer(0, view.data, count());
+      there_ = device_.data();
       return;
     }
     const driver::DeviceScope scope(0);
-    fenced = std::make_unique<Fenced>(bytes);
-    data = fenced->data(bytes, place == Place::before_hole);
-    driver::copy_to_device(data, host.data(), bytes, nullptr);
+    fenced_ = std::make_unique<Fenced>(count());
+    there_ = fenced_->data(count(), place == Place::before_hole);
+    driver::copy_to_device(there_, view.data, count(), nullptr);
     driver::synchronize(nullptr);
   }
   void download() {
-    driver::copy_to_host(host.data(), data, host.size() * 2, nullptr);
+    driver::copy_to_host(view.data, there_, count(), nullptr);
     driver::synchronize(nullptr);
   }
-  void randomise(DType dtype, unsigned seed) {
-    std::mt19937 random(seed);
-    std::normal_distribution<float> numbers;
-    for (std::uint16_t& bits : host) {
-      bits = narrow(dtype, numbers(random));
-    }
-  }
-  void fill(std::uint16_t bits) { std::fill(host.begin(), host.end(), bits); }
+
+ private:
+  std::size_t count() const { return static_cast<std::size_t>(view.elements()) * size_of(view.dtype); }
+  driver::DeviceBuffer device_;
+  std::unique_ptr<Fenced> fenced_;
+  void* there_ = nullptr;
 };
 
 constexpr std::uint16_t kNan = 0x7fff;  // in both types
@@ -429,22 +426,21 @@ struct Sizes {
 struct Data {
   Pattern pattern;
   Sizes sizes;
-  Tensor q, k, v, o;
+  FencedTensor q, k, v, o;
   std::vector<float> lse;
   driver::DeviceBuffer lse_device;
 
   Data(const Pattern& p, const Sizes& z)
       : pattern(p),
         sizes(z),
-        q(z.batch, z.heads, p.rows, z.depth, z.tokens_first),
-        k(z.batch, z.kv_heads, p.cols, z.depth, z.tokens_first),
-        v(z.batch, z.kv_heads, p.cols, z.values(), z.tokens_first),
-        o(z.batch, z.heads, p.rows, z.values(), z.tokens_first),
+        q(z.dtype, {z.batch, z.heads, p.rows, z.depth}, z.tokens_first),
+        k(z.dtype, {z.batch, z.kv_heads, p.cols, z.depth}, z.tokens_first),
+        v(z.dtype, {z.batch, z.kv_heads, p.cols, z.values()}, z.tokens_first),
+        o(z.dtype, {z.batch, z.heads, p.rows, z.values()}, z.tokens_first),
         lse(static_cast<std::size_t>(z.batch * z.heads * p.rows), std::numeric_limits<float>::quiet_NaN()) {
-    q.randomise(z.dtype, 1);
-    k.randomise(z.dtype, 2);
-    v.randomise(z.dtype, 3);
-    o.fill(kNan);
+    q.randomise(1);
+    k.randomise(2);
+    v.randomise(3);
   }
   /// NaN in keys and values that nothing uses.
   void spoil_unused() {
@@ -462,7 +458,7 @@ struct Data {
     }
   }
   /// NaN in queries that have no keys, and in `more`.
-  void spoil_empty(Tensor& more) {
+  void spoil_empty(FencedTensor& more) {
     for (Index i = 0; i < pattern.rows; ++i) {
       bool used = false;
       for (Index j = 0; j < pattern.cols && !used; ++j) {
@@ -471,13 +467,13 @@ struct Data {
       for (Index b = 0; b < sizes.batch && !used; ++b) {
         for (Index h = 0; h < sizes.heads; ++h) {
           std::fill_n(q.row(b, h, i), sizes.depth, kNan);
-          std::fill_n(more.row(b, h, i), more.depth, kNan);
+          std::fill_n(more.row(b, h, i), more.size(3), kNan);
         }
       }
     }
   }
   void upload() {
-    for (Tensor* t : {&q, &k, &v, &o}) {
+    for (FencedTensor* t : {&q, &k, &v, &o}) {
       t->upload();
     }
     lse_device = driver::DeviceBuffer(0, lse.data(), lse.size() * sizeof(float));
@@ -636,26 +632,19 @@ std::vector<Pattern> patterns() {
 
 /// What the backward pass is given and gives beside Data.
 struct Gradients {
-  Tensor d_o, d_q, d_k, d_v;
+  FencedTensor d_o, d_q, d_k, d_v;
   std::vector<float> d_lse;
   driver::DeviceBuffer d_lse_device;
 
   Gradients(const Data& data, bool with_lse)
-      : d_o(data.o.batch, data.o.heads, data.o.tokens, data.o.depth, data.o.tokens_first),
-        d_q(data.q.batch, data.q.heads, data.q.tokens, data.q.depth, data.q.tokens_first),
-        d_k(data.k.batch, data.k.heads, data.k.tokens, data.k.depth, data.k.tokens_first),
-        d_v(data.v.batch, data.v.heads, data.v.tokens, data.v.depth, data.v.tokens_first),
-        d_lse(data.lse.size()) {
-    d_o.randomise(data.sizes.dtype, 4);
-    for (Tensor* t : {&d_q, &d_k, &d_v}) {
-      t->fill(kNan);
-    }
+      : d_o(data.o.like()), d_q(data.q.like()), d_k(data.k.like()), d_v(data.v.like()), d_lse(data.lse.size()) {
+    d_o.randomise(4);
     for (std::size_t n = 0; n < d_lse.size() && with_lse; ++n) {
       d_lse[n] = std::sin(static_cast<float>(n));
     }
   }
   void upload() {
-    for (Tensor* t : {&d_o, &d_q, &d_k, &d_v}) {
+    for (FencedTensor* t : {&d_o, &d_q, &d_k, &d_v}) {
       t->upload();
     }
     d_lse_device = driver::DeviceBuffer(0, d_lse.data(), d_lse.size() * sizeof(float));
@@ -719,17 +708,18 @@ struct WantedGradients {
 };
 
 /// Largest error relative to the largest number.
-double expect_rows(const char* what, Tensor& got, Index b, Index h, const double* want, DType dtype, double tolerance) {
+double expect_rows(const char* what, FencedTensor& got, Index b, Index h, const double* want, DType dtype,
+                   double tolerance) {
   double most = 1e-3, worst = 0;
-  for (Index n = 0; n < got.tokens * got.depth; ++n) {
+  for (Index n = 0; n < got.size(2) * got.size(3); ++n) {
     most = std::max(most, std::abs(want[n]));
   }
-  for (Index i = 0; i < got.tokens; ++i) {
-    for (Index d = 0; d < got.depth; ++d) {
-      const double error = std::abs(widen(dtype, got.row(b, h, i)[d]) - want[i * got.depth + d]);
+  for (Index i = 0; i < got.size(2); ++i) {
+    for (Index d = 0; d < got.size(3); ++d) {
+      const double error = std::abs(widen(dtype, got.row(b, h, i)[d]) - want[i * got.size(3) + d]);
       if (!(error <= tolerance * most)) {
         ADD_FAILURE() << what << " batch " << b << " head " << h << " row " << i << " column " << d << ": "
-                      << widen(dtype, got.row(b, h, i)[d]) << ", expected " << want[i * got.depth + d];
+                      << widen(dtype, got.row(b, h, i)[d]) << ", expected " << want[i * got.size(3) + d];
         return error;
       }
       worst = std::max(worst, error / most);
@@ -756,7 +746,7 @@ void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = fal
   const auto cols = Planner(other, hopper::kBackwardShape).mark_unused().get();
   ASSERT_TRUE(hopper::forward(s.problem(), {plan}, context));
   ASSERT_TRUE(hopper::backward(g.problem(s), {rows}, {cols}, context, longest, whole));
-  for (Tensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
+  for (FencedTensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
     t->download();
   }
   const double tolerance = sizes.dtype == DType::f16 ? 0.004 : 0.02;
@@ -921,10 +911,10 @@ TEST_F(AttentionHopper, DeepBackwardRepeatsBitForBit) {
       for (int n = 0; n < times; ++n) {
         EXPECT_TRUE(hopper::backward(g.problem(s), rows, cols, context));
       }
-      for (Tensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
+      for (FencedTensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
         t->download();
       }
-      return std::array{g.d_q.host, g.d_k.host, g.d_v.host};
+      return std::array{g.d_q.storage(), g.d_k.storage(), g.d_v.storage()};
     };
     EXPECT_TRUE(gradients(1) == gradients(100));
   }
@@ -1047,22 +1037,25 @@ TEST_F(AttentionHopper, WholeBackwardRepeatsBitForBit) {
         for (int n = 0; n < times; ++n) {
           EXPECT_TRUE(hopper::backward(g.problem(s), rows, cols, context, 0, wanted));
         }
-        for (Tensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
+        for (FencedTensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
           t->download();
         }
-        return std::array{g.d_q.host, g.d_k.host, g.d_v.host};
+        return std::array{g.d_q.storage(), g.d_k.storage(), g.d_v.storage()};
       };
+      const auto values = [&] { return std::array{g.d_q.values(), g.d_k.values(), g.d_v.values()}; };
       const auto first = gradients(1, hopper::Whole::always);
       EXPECT_TRUE(first == gradients(200, hopper::Whole::always));
-      const auto apart = gradients(1, hopper::Whole::never);
+      const auto whole = values();
+      gradients(1, hopper::Whole::never);
+      const auto apart = values();
       for (std::size_t which = 0; which < 3; ++which) {
-        float most = 0, worst = 0;
-        for (std::size_t n = 0; n < first[which].size(); ++n) {
-          const float one = widen(DType::bf16, first[which][n]), two = widen(DType::bf16, apart[which][n]);
+        double most = 0, worst = 0;
+        for (std::size_t n = 0; n < whole[which].size(); ++n) {
+          const double one = whole[which][n], two = apart[which][n];
           most = std::max(most, std::abs(two));
           worst = std::max(worst, std::abs(one - two));
         }
-        EXPECT_LE(worst, 0.02f * most) << which;
+        EXPECT_LE(worst, 0.02 * most) << which;
       }
     }
   }
@@ -1130,12 +1123,12 @@ void check_repeats(Index depth) {
   const hopper::Plans plans{Planner(s.pattern, hopper::forward_shape(s.problem())).get()};
   ASSERT_TRUE(hopper::forward(s.problem(), plans, context));
   s.o.download();
-  const auto first = s.o.host;
+  const auto first = s.o.storage();
   for (int n = 0; n < 200; ++n) {
     ASSERT_TRUE(hopper::forward(s.problem(), plans, context));
   }
   s.o.download();
-  EXPECT_TRUE(first == s.o.host);
+  EXPECT_TRUE(first == s.o.storage());
   Gradients g(s, true);
   g.upload();
   const Pattern other = s.pattern.transposed();
@@ -1144,21 +1137,21 @@ void check_repeats(Index depth) {
   for (const int longest : {0, 3}) {
     ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context, longest));
     g.d_k.download();
-    const auto keys = g.d_k.host;
+    const auto keys = g.d_k.storage();
     for (int n = 0; n < 100; ++n) {
       ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context, longest));
     }
     g.d_k.download();
-    EXPECT_TRUE(keys == g.d_k.host);
+    EXPECT_TRUE(keys == g.d_k.storage());
   }
   ASSERT_TRUE(hopper::forward(s.problem(), plans, context, 1));
   s.o.download();
-  const auto cut = s.o.host;
+  const auto cut = s.o.storage();
   for (int n = 0; n < 100; ++n) {
     ASSERT_TRUE(hopper::forward(s.problem(), plans, context, 1));
   }
   s.o.download();
-  EXPECT_TRUE(cut == s.o.host);
+  EXPECT_TRUE(cut == s.o.storage());
 }
 TEST_F(AttentionHopper, RepeatsBitForBit) {
   check_repeats(64);

@@ -4,22 +4,19 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "core/half.h"
-#include "device/random.cuh"
 #include "fretwork/error.h"
 #include "fretwork/patterns.h"
 #include "ops/attention/problem.h"
-#include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
+#include "support/attention_reference.h"
+#include "support/device_tensor.h"
+#include "support/reference.h"
 
 namespace fretwork {
 namespace {
@@ -33,104 +30,33 @@ using Doubles = std::vector<double>;
 
 constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
 
-double get(DType dtype, const void* data, std::size_t at) {
-  return dtype == DType::f32   ? static_cast<const float*>(data)[at]
-         : dtype == DType::f16 ? float_from_f16(static_cast<const std::uint16_t*>(data)[at])
-                               : float_from_bf16(static_cast<const std::uint16_t*>(data)[at]);
-}
-void set(DType dtype, void* data, std::size_t at, double x) {
-  if (dtype == DType::f32) {
-    static_cast<float*>(data)[at] = static_cast<float>(x);
-  } else {
-    static_cast<std::uint16_t*>(data)[at] =
-        dtype == DType::f16 ? f16_from_float(static_cast<float>(x)) : bf16_from_float(static_cast<float>(x));
-  }
-}
-
 /// How a tensor lies in memory: plainly, with heads inside rows, or with strides and a start that suit no vector.
 enum class Lay { plain, heads_inside, odd };
 
-/// A (batch, head, row, col) tensor on the host and on the device, between guards of NaN.
-class Tensor {
- public:
-  Tensor() = default;
-  Tensor(DType dtype, const std::array<Index, 4>& sizes, Lay lay = Lay::plain) : dtype_(dtype), sizes_(sizes) {
-    const auto [b, h, r, c] = sizes;
-    const Index col = lay == Lay::odd ? 2 : 1, line = lay == Lay::odd ? 2 * c + 3 : c;
-    if (lay == Lay::heads_inside) {
-      strides_ = {r * h * line, line, h * line, col};
-    } else {
-      strides_ = {h * r * line, r * line, line, col};
-    }
-    first_ = kGuard + (lay == Lay::odd ? 1 : 0);
-    bytes_.resize(static_cast<std::size_t>(b * h * r * line + 2 * kGuard + 1) * size_of(dtype));
-    for (std::size_t n = 0; n < bytes_.size() / size_of(dtype); ++n) {
-      set(dtype, bytes_.data(), n, kNan);
-    }
+MirroredTensor tensor(DType dtype, const std::vector<Index>& sizes, Lay lay = Lay::plain) {
+  switch (lay) {
+    case Lay::heads_inside:
+      return {dtype, sizes, MemoryLayout{.order = {0, 2, 1, 3}, .alignment = 128}};
+    case Lay::odd:
+      return {dtype, sizes, MemoryLayout{.step = 2, .gap = 3, .alignment = size_of(dtype)}};
+    default:
+      return {dtype, sizes, MemoryLayout{.alignment = 128}};
   }
-  bool there() const { return !bytes_.empty(); }
-  const std::array<Index, 4>& sizes() const { return sizes_; }
-  DType dtype() const { return dtype_; }
-  Index count() const { return sizes_[0] * sizes_[1] * sizes_[2] * sizes_[3]; }
-  std::size_t place(Index n) const {
-    Index at = first_;
-    for (std::size_t d = 4; d-- > 0;) {
-      at += n % sizes_[d] * strides_[d];
-      n /= sizes_[d];
-    }
-    return static_cast<std::size_t>(at);
+}
+MirroredTensor random_tensor(unsigned seed, DType dtype, const std::vector<Index>& sizes, Lay lay = Lay::plain) {
+  std::mt19937 random(seed);
+  MirroredTensor made = tensor(dtype, sizes, lay);
+  made.randomise(random);
+  return made;
+}
+/// Sends it to the device and says where it is.
+Operand upload(MirroredTensor& t) {
+  if (t.empty()) {
+    return {};
   }
-  void put(Index n, double x) { set(dtype_, bytes_.data(), place(n), x); }
-  Doubles values() const {
-    Doubles x;
-    for (Index n = 0; n < count(); ++n) {
-      x.push_back(get(dtype_, bytes_.data(), place(n)));
-    }
-    return x;
-  }
-  void randomise(unsigned seed, double scale = 1) {
-    std::mt19937 random(seed);
-    std::normal_distribution<double> numbers;
-    for (Index n = 0; n < count(); ++n) {
-      put(n, scale * numbers(random));
-    }
-  }
-  /// Sends it to the device and says where it is.
-  Operand upload() {
-    if (!there()) {
-      return {};
-    }
-    device_ = cuda::DeviceBuffer(0, bytes_.data(), bytes_.size());
-    return {static_cast<char*>(device_.data()) + static_cast<std::size_t>(first_) * size_of(dtype_), strides_[0],
-            strides_[1], strides_[2], strides_[3]};
-  }
-  void download() {
-    cuda::copy_to_host(bytes_.data(), device_.data(), bytes_.size(), nullptr);
-    cuda::synchronize(nullptr);
-  }
-  /// Everything that is not an element is NaN still.
-  bool guarded() const {
-    std::vector<bool> element(bytes_.size() / size_of(dtype_));
-    for (Index n = 0; n < count(); ++n) {
-      element[place(n)] = true;
-    }
-    for (std::size_t n = 0; n < element.size(); ++n) {
-      if (!element[n] && !std::isnan(get(dtype_, bytes_.data(), n))) {
-        return false;
-      }
-    }
-    return true;
-  }
-  const std::vector<unsigned char>& bytes() const { return bytes_; }
-
- private:
-  static constexpr Index kGuard = 64;
-  DType dtype_ = DType::f32;
-  std::array<Index, 4> sizes_{}, strides_{};
-  Index first_ = 0;
-  std::vector<unsigned char> bytes_;
-  cuda::DeviceBuffer device_;
-};
+  const TensorView there = t.upload();
+  return {there.data, there.strides[0], there.strides[1], there.strides[2], there.strides[3]};
+}
 
 struct Case {
   std::vector<RegularPtr> patterns;
@@ -145,7 +71,7 @@ struct Case {
 
 /// What both sides compute from.
 struct Inputs {
-  Tensor q, k, v, d_o, d_lse, bias, slopes;
+  MirroredTensor q, k, v, d_o, d_lse, bias, slopes;
   std::vector<std::uint8_t> mask;  ///< (head, row, col)
   Index rows, cols, value_depth;
   double scale;
@@ -155,26 +81,20 @@ struct Inputs {
     cols = c.patterns[0]->cols();
     value_depth = c.value_depth > 0 ? c.value_depth : c.depth;
     scale = c.scale != 0 ? c.scale : 1 / std::sqrt(static_cast<double>(c.depth));
-    q = Tensor(c.dtype, {c.batch, c.heads, rows, c.depth}, c.lay);
-    k = Tensor(c.dtype, {c.batch, c.kv_heads, cols, c.depth}, c.lay);
-    v = Tensor(c.dtype, {c.batch, c.kv_heads, cols, value_depth}, c.lay);
-    d_o = Tensor(c.dtype, {c.batch, c.heads, rows, value_depth}, c.lay);
-    q.randomise(1);
-    k.randomise(2);
-    v.randomise(3);
-    d_o.randomise(4);
+    q = random_tensor(1, c.dtype, {c.batch, c.heads, rows, c.depth}, c.lay);
+    k = random_tensor(2, c.dtype, {c.batch, c.kv_heads, cols, c.depth}, c.lay);
+    v = random_tensor(3, c.dtype, {c.batch, c.kv_heads, cols, value_depth}, c.lay);
+    d_o = random_tensor(4, c.dtype, {c.batch, c.heads, rows, value_depth}, c.lay);
     if (c.d_lse) {
-      d_lse = Tensor(DType::f32, {c.batch, c.heads, rows, 1});
-      d_lse.randomise(5);
+      d_lse = random_tensor(5, DType::f32, {c.batch, c.heads, rows, 1});
     }
     if (!c.bias.empty()) {
-      bias = Tensor(c.bias_dtype, {c.bias[0], c.bias[1], c.bias[2], c.bias[3]});
-      bias.randomise(6);
+      bias = random_tensor(6, c.bias_dtype, c.bias);
     }
     if (c.slopes) {
-      slopes = Tensor(DType::f32, {1, c.heads, 1, 1});
+      slopes = tensor(DType::f32, {1, c.heads, 1, 1});
       for (Index h = 0; h < c.heads; ++h) {
-        slopes.put(h, 0.1 / static_cast<double>(h + 1));
+        slopes.set(h, 0.1 / static_cast<double>(h + 1));
       }
     }
     mask.resize(static_cast<std::size_t>(c.heads * rows * cols));
@@ -215,128 +135,44 @@ struct Inputs {
     }
   }
   static void fill(Tensor& t, Index head, Index row, double x) {
-    const auto [b, h, r, cols] = t.sizes();
-    for (Index z = 0; z < b; ++z) {
-      for (Index d = 0; d < cols; ++d) {
-        t.put(((z * h + head) * r + row) * cols + d, x);
+    for (Index z = 0; z < t.size(0); ++z) {
+      for (Index d = 0; d < t.size(3); ++d) {
+        t.set({z, head, row, d}, x);
       }
     }
   }
 };
 
-struct Results {
-  Doubles o, lse, d_q, d_k, d_v, d_bias;
-};
-
-/// Keeps what is asked about often: bias's element for (batch, head, row, col).
-std::size_t bias_place(const std::vector<Index>& s, Index b, Index h, Index i, Index j) {
-  return static_cast<std::size_t>(
-      (((s[0] == 1 ? 0 : b) * s[1] + (s[1] == 1 ? 0 : h)) * s[2] + (s[2] == 1 ? 0 : i)) * s[3] + (s[3] == 1 ? 0 : j));
-}
-
-Results reference(const Case& c, const Inputs& in, Index seed) {
-  const Doubles q = in.q.values(), k = in.k.values(), v = in.v.values(), d_o = in.d_o.values();
-  const Doubles bias = in.bias.there() ? in.bias.values() : Doubles{},
-                slopes = c.slopes ? in.slopes.values() : Doubles{};
-  const Doubles d_lse = c.d_lse ? in.d_lse.values() : Doubles{};
-  const Index rows = in.rows, cols = in.cols, depth = c.depth, wide = in.value_depth, ratio = c.heads / c.kv_heads;
-  Results r{Doubles(d_o.size()), Doubles(static_cast<std::size_t>(c.batch * c.heads * rows)),
-            Doubles(q.size()),   Doubles(k.size()),
-            Doubles(v.size()),   Doubles(bias.size())};
-  const auto threshold = static_cast<unsigned>(std::floor(c.dropout * 0x1p32));
-  Doubles p(static_cast<std::size_t>(cols)), ds(static_cast<std::size_t>(cols)), slope(static_cast<std::size_t>(cols));
-  for (Index b = 0; b < c.batch; ++b) {
-    for (Index h = 0; h < c.heads; ++h) {
-      for (Index i = 0; i < rows; ++i) {
-        const Index row = (b * c.heads + h) * rows + i;
-        const double *qi = q.data() + row * depth, *doi = d_o.data() + row * wide;
-        const auto* there = in.mask.data() + (h * rows + i) * cols;
-        const auto key = [&](Index j) { return (b * c.kv_heads + h / ratio) * cols + j; };
-        double top = -kInf, total = 0;
-        for (Index j = 0; j < cols; ++j) {
-          if (there[j] == 0) {
-            continue;
-          }
-          double s = 0;
-          for (Index d = 0; d < depth; ++d) {
-            s += qi[d] * k[static_cast<std::size_t>(key(j) * depth + d)];
-          }
-          s *= in.scale;
-          slope[static_cast<std::size_t>(j)] = 1;
-          if (c.softcap > 0) {
-            const double t = std::tanh(s / c.softcap);
-            s = c.softcap * t;
-            slope[static_cast<std::size_t>(j)] = 1 - t * t;
-          }
-          if (!bias.empty()) {
-            s += bias[bias_place(c.bias, b, h, i, j)];
-          }
-          if (c.slopes) {
-            s -= slopes[static_cast<std::size_t>(h)] * std::abs(static_cast<double>(i + cols - rows - j));
-          }
-          p[static_cast<std::size_t>(j)] = s;
-          top = std::max(top, s);
-        }
-        for (Index j = 0; j < cols; ++j) {
-          if (there[j] != 0) {
-            total += std::exp(p[static_cast<std::size_t>(j)] - top);
-          }
-        }
-        const double lse = total > 0 ? top + std::log(total) : -kInf;
-        r.lse[static_cast<std::size_t>(row)] = lse;
-        const unsigned state = random_row(seed, b * c.heads + h, i);
-        double delta = c.d_lse ? -d_lse[static_cast<std::size_t>(row)] : 0;
-        const auto kept = [&](Index j) {
-          return threshold == 0 ? 1.0 : random_bits(state, j) >= threshold ? 1 / (1 - c.dropout) : 0.0;
-        };
-        for (Index j = 0; j < cols; ++j) {
-          if (there[j] == 0) {
-            continue;
-          }
-          double& pj = p[static_cast<std::size_t>(j)];
-          pj = std::exp(pj - lse);
-          double dp = 0;
-          for (Index d = 0; d < wide; ++d) {
-            const double vj = v[static_cast<std::size_t>(key(j) * wide + d)];
-            r.o[static_cast<std::size_t>(row * wide + d)] += pj * kept(j) * vj;
-            dp += doi[d] * vj;
-          }
-          ds[static_cast<std::size_t>(j)] = dp * kept(j);
-          delta += pj * dp * kept(j);
-        }
-        for (Index j = 0; j < cols; ++j) {
-          if (there[j] == 0) {
-            continue;
-          }
-          const double pj = p[static_cast<std::size_t>(j)], g = pj * (ds[static_cast<std::size_t>(j)] - delta);
-          if (!bias.empty()) {
-            r.d_bias[bias_place(c.bias, b, h, i, j)] += g;
-          }
-          const double gs = g * slope[static_cast<std::size_t>(j)] * in.scale;
-          for (Index d = 0; d < depth; ++d) {
-            r.d_q[static_cast<std::size_t>(row * depth + d)] += gs * k[static_cast<std::size_t>(key(j) * depth + d)];
-            r.d_k[static_cast<std::size_t>(key(j) * depth + d)] += gs * qi[d];
-          }
-          for (Index d = 0; d < wide; ++d) {
-            r.d_v[static_cast<std::size_t>(key(j) * wide + d)] += pj * kept(j) * doi[d];
-          }
-        }
-      }
-    }
+AttentionReference reference(const Case& c, const Inputs& in, Index seed) {
+  AttentionInputs x{c.batch, c.heads, c.kv_heads, in.rows, in.cols, c.depth, in.value_depth, {}, in.scale};
+  x.there = [&](Index, Index h, Index i, Index j) {
+    return in.mask[static_cast<std::size_t>((h * in.rows + i) * in.cols + j)] != 0;
+  };
+  x.softcap = c.softcap, x.dropout = c.dropout, x.seed = seed;
+  x.q = in.q.values(), x.k = in.k.values(), x.v = in.v.values(), x.d_o = in.d_o.values();
+  if (c.d_lse) {
+    x.d_lse = in.d_lse.values();
   }
-  return r;
+  if (!c.bias.empty()) {
+    x.bias = in.bias.values();
+    std::ranges::copy(c.bias, x.bias_sizes.begin());
+  }
+  if (c.slopes) {
+    x.slopes = in.slopes.values();
+  }
+  return AttentionReference(x);
 }
 
 /// The problem on the device with its results, run forward and backward.
 struct Outcome {
-  Tensor o, lse, d_q, d_k, d_v, d_bias;
+  MirroredTensor o, lse, d_q, d_k, d_v, d_bias;
 
   Outcome(const Case& c, Inputs& in, Index seed) {
-    o = Tensor(c.dtype, in.d_o.sizes(), c.lay);
-    lse = Tensor(DType::f32, {c.batch, c.heads, in.rows, 1});
-    d_q = Tensor(c.dtype, in.q.sizes(), c.lay);
-    d_k = Tensor(c.dtype, in.k.sizes(), c.lay);
-    d_v = Tensor(c.dtype, in.v.sizes(), c.lay);
+    o = tensor(c.dtype, in.d_o.sizes(), c.lay);
+    lse = tensor(DType::f32, {c.batch, c.heads, in.rows, 1});
+    d_q = tensor(c.dtype, in.q.sizes(), c.lay);
+    d_k = tensor(c.dtype, in.k.sizes(), c.lay);
+    d_v = tensor(c.dtype, in.v.sizes(), c.lay);
     const cuda::DeviceBuffer seed_at(0, &seed, sizeof seed);
     BackwardProblem b;
     Problem& p = b.forward;
@@ -353,76 +189,51 @@ struct Outcome {
     }
     p.scale = in.scale;
     p.softcap = c.softcap;
-    p.q = in.q.upload();
-    p.k = in.k.upload();
-    p.v = in.v.upload();
-    p.o = o.upload();
-    p.lse = lse.upload();
-    p.slopes = in.slopes.upload();
+    p.q = upload(in.q);
+    p.k = upload(in.k);
+    p.v = upload(in.v);
+    p.o = upload(o);
+    p.lse = upload(lse);
+    p.slopes = upload(in.slopes);
     p.dropout = {c.dropout, static_cast<const std::int64_t*>(seed_at.data())};
-    const auto broadcast = [&](Tensor& t) {
-      const Operand at = t.upload();
-      const auto& s = t.sizes();
-      return attention_op::Bias{at.data,
-                                t.dtype(),
-                                s[0] == 1 ? 0 : at.batch,
-                                s[1] == 1 ? 0 : at.head,
-                                s[2] == 1 ? 0 : at.row,
-                                s[3] == 1 ? 0 : at.col};
+    const auto broadcast = [&](MirroredTensor& t) {
+      const TensorView at = t.upload();
+      return attention_op::Bias{at.data, at.dtype, at.stride(0), at.stride(1), at.stride(2), at.stride(3)};
     };
-    if (in.bias.there()) {
-      d_bias = Tensor(c.bias_dtype, in.bias.sizes());
+    if (!in.bias.empty()) {
+      d_bias = tensor(c.bias_dtype, in.bias.sizes());
       p.bias = broadcast(in.bias);
       b.d_bias = broadcast(d_bias);
       std::copy(c.bias.begin(), c.bias.end(), b.bias_sizes);
     }
-    b.d_o = in.d_o.upload();
-    b.d_lse = in.d_lse.upload();
-    b.d_q = d_q.upload();
-    b.d_k = d_k.upload();
-    b.d_v = d_v.upload();
+    b.d_o = upload(in.d_o);
+    b.d_lse = upload(in.d_lse);
+    b.d_q = upload(d_q);
+    b.d_k = upload(d_k);
+    b.d_v = upload(d_v);
     Context context = Context::cuda(0);
     attention_op::cuda::forward(p, context);
     attention_op::cuda::backward(b, context);
     cuda::synchronize(nullptr);
-    for (Tensor* t : {&o, &lse, &d_q, &d_k, &d_v, &d_bias}) {
-      if (t->there()) {
+    for (MirroredTensor* t : {&o, &lse, &d_q, &d_k, &d_v, &d_bias}) {
+      if (!t->empty()) {
         t->download();
       }
     }
   }
 };
 
-/// The largest difference, against the largest number there is.
+/// Against the largest number there is, or 1 if that is more: sums of many terms may cancel.
 void expect_near(const char* what, const Tensor& got, const Doubles& want, double tolerance) {
-  EXPECT_TRUE(got.guarded()) << what << " was written outside of itself";
-  const Doubles x = got.values();
-  ASSERT_EQ(x.size(), want.size());
-  double largest = 1, worst = 0;  // sums of many terms may cancel
-  std::size_t at = 0;
-  for (std::size_t n = 0; n < x.size(); ++n) {
-    if (want[n] == x[n]) {
-      continue;  // infinities
-    }
-    largest = std::max(largest, std::abs(want[n]));
-    const double difference = std::abs(x[n] - want[n]);
-    if (!(difference <= worst)) {
-      worst = difference;
-      at = n;
-    }
-    if (std::isnan(x[n])) {
-      break;
-    }
-  }
-  EXPECT_LE(worst, tolerance * largest) << what << " differs at " << at << " of " << x.size() << ": " << x[at]
-                                        << ", expected " << want[at];
+  EXPECT_TRUE(got.intact_around()) << what << " was written outside of itself";
+  expect_close(got.values(), want, tolerance, what, 1.0);
 }
 
 void check(const Case& c, const std::string& name) {
   SCOPED_TRACE(name + " " + name_of(c.dtype) + " depth " + std::to_string(c.depth));
   const Index seed = 0x1234567890abcdef;
   Inputs in(c);
-  const Results want = reference(c, in, seed);
+  const AttentionReference want = reference(c, in, seed);
   const Outcome got(c, in, seed);
   const double tolerance = c.dtype == DType::f32 ? 2e-5 : c.dtype == DType::f16 ? 4e-3 : 2.5e-2;
   expect_near("o", got.o, want.o, tolerance);
@@ -430,7 +241,7 @@ void check(const Case& c, const std::string& name) {
   expect_near("d_q", got.d_q, want.d_q, tolerance);
   expect_near("d_k", got.d_k, want.d_k, tolerance);
   expect_near("d_v", got.d_v, want.d_v, tolerance);
-  if (in.bias.there()) {
+  if (!in.bias.empty()) {
     // A bias that all keys of a row share has no gradient: what is left is the rounding of o, row by row.
     const double rows =
         c.bias[3] > 1 ? 0
@@ -461,13 +272,7 @@ struct Named {
 /// One of every kind, with sizes that no tile divides.
 std::vector<Named> zoo() {
   const auto mask = [](Index rows, Index cols, double density) {
-    std::mt19937 random(7);
-    std::bernoulli_distribution coin(density);
-    std::vector<std::uint8_t> bits(static_cast<std::size_t>(rows * cols));
-    for (auto& bit : bits) {
-      bit = coin(random);
-    }
-    return patterns::from_mask(rows, cols, bits);
+    return patterns::from_mask(rows, cols, random_mask(rows * cols, density, 7));
   };
   using patterns::Seq;
   const Index globals[] = {0, 77, 150}, lengths[] = {70, 1, 129, 33}, segments[] = {64, 128}, rates[] = {1, 2};
@@ -597,11 +402,11 @@ TEST_F(AttentionCuda, IsTheSameEveryTime) {
   const Outcome first(c, in, 1);
   for (int n = 0; n < 20; ++n) {
     const Outcome again(c, in, 1);
-    EXPECT_EQ(first.o.bytes(), again.o.bytes());
-    EXPECT_EQ(first.lse.bytes(), again.lse.bytes());
-    EXPECT_EQ(first.d_q.bytes(), again.d_q.bytes());
-    EXPECT_EQ(first.d_k.bytes(), again.d_k.bytes());
-    EXPECT_EQ(first.d_v.bytes(), again.d_v.bytes());
+    EXPECT_TRUE(first.o.same_bytes(again.o));
+    EXPECT_TRUE(first.lse.same_bytes(again.lse));
+    EXPECT_TRUE(first.d_q.same_bytes(again.d_q));
+    EXPECT_TRUE(first.d_k.same_bytes(again.d_k));
+    EXPECT_TRUE(first.d_v.same_bytes(again.d_v));
   }
 }
 

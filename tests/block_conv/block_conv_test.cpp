@@ -2,14 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
-#include <iostream>
 #include <numeric>
 #include <random>
 
-#include "core/element.h"
 #include "fretwork/fretwork.h"
 #include "support/error_text.h"
+#include "support/reference.h"
+#include "support/seed.h"
+#include "support/tensor.h"
 #include "support/threads.h"
 
 namespace fretwork {
@@ -17,87 +17,8 @@ namespace {
 
 using Index = std::vector<std::int64_t>;
 
-/// How a tensor lies in memory: dimensions from the slowest to the fastest, and what is odd about them.
-struct Form {
-  std::vector<std::size_t> order;        ///< empty is the natural one
-  std::int64_t step = 1;                 ///< elements from one to the next along the fastest
-  std::int64_t gap = 0;                  ///< elements left out behind each dimension
-  unsigned backwards = 0, expanded = 0;  ///< a bit for each dimension
-};
-
+using Form = MemoryLayout;
 const Form kPlain{}, kChannelsLast{{0, 2, 3, 1}};
-
-/// A tensor in a storage whose other bytes are all ones, which is NaN in every type.
-class Tensor {
- public:
-  TensorView view;
-
-  Tensor(DType dtype, const Index& sizes, const Form& form = {}) {
-    view = TensorView(nullptr, dtype, sizes);
-    std::vector<std::size_t> order = form.order;
-    if (order.empty()) {
-      order.resize(sizes.size());
-      std::iota(order.begin(), order.end(), std::size_t{0});
-    }
-    std::int64_t span = form.step, lowest = 0;
-    for (auto d = order.rbegin(); d != order.rend(); ++d) {
-      const bool expanded = (form.expanded >> *d & 1) != 0, backwards = (form.backwards >> *d & 1) != 0;
-      view.strides[*d] = expanded ? 0 : backwards ? -span : span;
-      if (!expanded) {
-        lowest -= backwards ? span * std::max<std::int64_t>(sizes[*d] - 1, 0) : 0;
-        span = span * std::max<std::int64_t>(sizes[*d], 1) + form.gap;
-      }
-    }
-    constexpr std::int64_t kGuard = 33;  // elements around it, and no alignment
-    const auto size = static_cast<std::int64_t>(size_of(dtype));
-    storage_.assign(static_cast<std::size_t>((span + 2 * kGuard) * size), std::byte{0xff});
-    view.data = storage_.data() + (kGuard - lowest) * size;
-  }
-
-  /// Offset of element number n, counted row by row.
-  std::int64_t offset(std::int64_t n) const {
-    std::int64_t at = 0;
-    for (int d = view.rank - 1; d >= 0; --d) {
-      at += n % view.size(d) * view.stride(d);
-      n /= view.size(d);
-    }
-    return at;
-  }
-  double get(std::int64_t n) const { return read_element<double>(view.data, view.dtype, offset(n)); }
-  void set(std::int64_t n, double value) { write_element(view.data, view.dtype, offset(n), value); }
-  std::vector<double> all() const {
-    std::vector<double> values(static_cast<std::size_t>(view.elements()));
-    for (std::size_t n = 0; n < values.size(); ++n) {
-      values[n] = get(static_cast<std::int64_t>(n));
-    }
-    return values;
-  }
-  void fill(std::mt19937_64& random) {
-    std::normal_distribution<double> normal;
-    for (std::int64_t n = 0; n < view.elements(); ++n) {
-      set(n, normal(random));
-    }
-  }
-  void poison() { std::fill(storage_.begin(), storage_.end(), std::byte{0xff}); }
-  const std::vector<std::byte>& storage() const { return storage_; }
-  std::size_t touched_around() const {
-    std::vector<bool> own(storage_.size());
-    const std::size_t size = size_of(view.dtype);
-    for (std::int64_t n = 0; n < view.elements(); ++n) {
-      const auto first =
-          static_cast<std::byte*>(view.data) - storage_.data() + offset(n) * static_cast<std::int64_t>(size);
-      std::fill_n(own.begin() + first, size, true);
-    }
-    std::size_t touched = 0;
-    for (std::size_t n = 0; n < storage_.size(); ++n) {
-      touched += !own[n] && storage_[n] != std::byte{0xff};
-    }
-    return touched;
-  }
-
- private:
-  std::vector<std::byte> storage_;
-};
 
 enum class Op { forward, backward_x, backward_values };
 
@@ -135,23 +56,10 @@ std::string text(const Case& c) {
   return t;
 }
 
-/// A sum, and the sum of its magnitudes, which bounds the rounding.
-struct Sum {
-  double value = 0, magnitude = 0;
-  bool read = false;  ///< some product asks for this element
-  void add(double product) {
-    value += product;
-    magnitude += std::abs(product);
-    read = true;
-  }
-};
-
-double tolerance(const Sum& sum, DType dtype) {
-  const double unit = dtype == DType::f64   ? 0x1p-53
-                      : dtype == DType::f32 ? 0x1p-24
-                      : dtype == DType::f16 ? 0x1p-11
-                                            : 0x1p-8;
-  return unit * std::abs(sum.value) + (dtype == DType::f64 ? 0x1p-45 : 0x1p-18) * sum.magnitude + 1e-7;
+/// Elements lie at no more than their own alignment.
+Tensor unaligned(DType dtype, const Index& sizes, Form form) {
+  form.alignment = size_of(dtype);
+  return Tensor(dtype, sizes, form);
 }
 
 /// One call and all that has to hold after it.
@@ -162,14 +70,14 @@ class Checker {
         random_(seed),
         layout_(random_blocks({c.options.kernel[0] * c.options.kernel[1], c.rows, c.cols, c.block_rows, c.block_cols},
                               c.density, seed)),
-        x_(c.dtype, {c.n, c.cols * c.block_cols, c.h, c.w}, c.x),
-        values_(c.dtype, {layout_->nnz(), c.block_rows, c.block_cols}, c.values),
-        bias_(c.dtype, {c.rows * c.block_rows}, {{}, 2}),
-        out_(c.dtype, block_conv2d_shape(x_.view, values_.view, *layout_, c.options), c.out) {
+        x_(unaligned(c.dtype, {c.n, c.cols * c.block_cols, c.h, c.w}, c.x)),
+        values_(unaligned(c.dtype, {layout_->nnz(), c.block_rows, c.block_cols}, c.values)),
+        bias_(unaligned(c.dtype, {c.rows * c.block_rows}, {.step = 2})),
+        out_(unaligned(c.dtype, block_conv2d_shape(x_.view, values_.view, *layout_, c.options), c.out)) {
     c_.options.bias = c.bias && c.op == Op::forward ? &bias_.view : nullptr;
     for (Tensor* tensor : {&x_, &values_, &bias_, &out_}) {
       if (tensor != &result()) {
-        tensor->fill(random_);
+        tensor->randomise(random_);
       }
     }
   }
@@ -178,15 +86,15 @@ class Checker {
     if (c_.unread_nan) {
       forget_unread();
     }
-    const std::vector<Sum> wanted = reference();
+    const std::vector<ReferenceSum> wanted = reference();
     run(c_.threads);
-    EXPECT_EQ(result().touched_around(), 0U) << "bytes written outside the result";
+    EXPECT_TRUE(result().intact_around()) << "bytes written outside the result";
     std::int64_t wrong = 0;
     for (std::size_t n = 0; n < wanted.size(); ++n) {
       const double got = result().get(static_cast<std::int64_t>(n));
-      if (!(std::abs(got - wanted[n].value) <= tolerance(wanted[n], c_.dtype)) && wrong++ == 0) {
+      if (!(std::abs(got - wanted[n].value) <= wanted[n].tolerance(c_.dtype)) && wrong++ == 0) {
         ADD_FAILURE() << "got " << got << ", expected " << wanted[n].value << " at " << n << " of "
-                      << testing::PrintToString(Index(result().view.shape().begin(), result().view.shape().end()));
+                      << testing::PrintToString(result().sizes());
       }
     }
     EXPECT_EQ(wrong, 0);
@@ -218,13 +126,11 @@ class Checker {
     const auto& o = c_.options;
     const std::int64_t height = out_.view.size(2), width = out_.view.size(3);
     const std::int64_t x_channels = c_.cols * c_.block_cols, channels = c_.rows * c_.block_rows;
-    std::vector<std::uint8_t> mask(static_cast<std::size_t>(o.kernel[0] * o.kernel[1] * channels * x_channels));
-    layout_->mask(mask);
-    std::int64_t block = 0;
+    const std::vector<std::int64_t> blocks = packed_blocks(*layout_);
     for (std::int64_t n = 0; n < o.kernel[0] * o.kernel[1] * c_.rows * c_.cols; ++n) {
       const std::int64_t t = n / (c_.rows * c_.cols), row = n / c_.cols % c_.rows, col = n % c_.cols;
-      if (mask[static_cast<std::size_t>((t * channels + row * c_.block_rows) * x_channels + col * c_.block_cols)] ==
-          0) {
+      const std::int64_t block = blocks[static_cast<std::size_t>(n)];
+      if (block < 0) {
         continue;
       }
       for (std::int64_t p = 0; p < height; ++p) {
@@ -245,14 +151,12 @@ class Checker {
           }
         }
       }
-      ++block;
     }
-    ASSERT_EQ(block, layout_->nnz());
   }
 
-  std::vector<Sum> reference() {
-    const auto x = x_.all(), values = values_.all(), out = out_.all();
-    std::vector<Sum> sums(static_cast<std::size_t>(result().view.elements()));
+  std::vector<ReferenceSum> reference() {
+    const auto x = x_.values(), values = values_.values(), out = out_.values();
+    std::vector<ReferenceSum> sums(static_cast<std::size_t>(result().view.elements()));
     const auto at = [](const std::vector<double>& tensor, std::int64_t n) {
       return tensor[static_cast<std::size_t>(n)];
     };
@@ -296,17 +200,6 @@ class Checker {
   std::shared_ptr<const BlockLayout> layout_;
   Tensor x_, values_, bias_, out_;
 };
-
-/// New every run; printed, so that a failure can be repeated with FRETWORK_TEST_SEED.
-std::uint64_t fresh_seed() {
-  static const std::uint64_t seed = [] {
-    const char* const given = std::getenv("FRETWORK_TEST_SEED");
-    const std::uint64_t chosen = given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-    std::cout << "FRETWORK_TEST_SEED=" << chosen << std::endl;
-    return chosen;
-  }();
-  return seed;
-}
 
 class BlockConv : public testing::TestWithParam<std::tuple<Op, DType>> {
  protected:

@@ -1,162 +1,44 @@
 // sdd, dsd and dds on the CPU against a float64 reference that knows nothing but the layout's mask.
 #include <gtest/gtest.h>
 
-#include <bit>
 #include <cmath>
-#include <cstring>
-#include <iostream>
+#include <functional>
 #include <map>
+#include <numeric>
 #include <random>
 #include <tuple>
 
 #include "blocks/plan.h"
 #include "fretwork/fretwork.h"
 #include "support/error_text.h"
+#include "support/reference.h"
+#include "support/seed.h"
+#include "support/tensor.h"
 #include "support/threads.h"
 
 namespace fretwork {
 namespace {
 
 using Index = std::vector<std::int64_t>;
-constexpr std::size_t kGuard = 256;  // bytes around every tensor
-
-double to_double(const std::byte* at, DType dtype) {
-  const auto read = [at]<typename T>(T value) {
-    std::memcpy(&value, at, sizeof value);
-    return value;
-  };
-  switch (dtype) {
-    case DType::f64:
-      return read(0.0);
-    case DType::f32:
-      return static_cast<double>(read(0.0F));
-    case DType::f16:
-      return static_cast<double>(std::bit_cast<_Float16>(read(std::uint16_t{0})));
-    default:
-      return static_cast<double>(std::bit_cast<float>(static_cast<std::uint32_t>(read(std::uint16_t{0})) << 16));
-  }
-}
-
-void from_double(double value, DType dtype, std::byte* at) {
-  const auto write = [at](auto stored) { std::memcpy(at, &stored, sizeof stored); };
-  switch (dtype) {
-    case DType::f64:
-      return write(value);
-    case DType::f32:
-      return write(static_cast<float>(value));
-    case DType::f16:
-      return write(std::bit_cast<std::uint16_t>(static_cast<_Float16>(value)));
-    default:  // truncated: any bf16 will do as an input
-      return write(static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(static_cast<float>(value)) >> 16));
-  }
-}
-
 enum class Form { contiguous, turned, backwards, expanded };
 
-/// A tensor in a storage whose other bytes are all ones, which is NaN in every type.
-struct Tensor {
-  TensorView view;
-  std::vector<std::byte> storage;
-
-  Tensor(DType dtype, const Index& sizes, Form form = Form::contiguous) {
-    view = TensorView(nullptr, dtype, sizes);
-    const int rank = view.rank;
-    std::int64_t span = 1, lowest = 0;
-    std::vector<int> order;
-    for (int d = rank - 1; d >= 0; --d) {
-      order.push_back(d);
-    }
-    if (form == Form::turned) {
-      std::swap(order[0], order[1]);
-    }
-    for (const int d : order) {
-      const bool backwards = form == Form::backwards && d >= rank - 2;
-      const bool expanded = form == Form::expanded && d == 0 && rank > 3;
-      view.strides[static_cast<std::size_t>(d)] = expanded ? 0 : backwards ? -2 * span : span;
-      if (!expanded) {
-        lowest += backwards ? -2 * span * std::max<std::int64_t>(view.size(d) - 1, 0) : 0;
-        span *= std::max<std::int64_t>(view.size(d), 1) * (backwards ? 2 : 1) + (form == Form::turned ? 3 : 0);
-      }
-    }
-    storage.assign(static_cast<std::size_t>(span) * 2 * size_of(dtype) + 2 * kGuard, std::byte{0xff});
-    // At a cache line if it is large: stores past the caches come in whole ones.
-    const auto over = reinterpret_cast<std::uintptr_t>(storage.data()) % 64;
-    const std::size_t guard = storage.size() > std::size_t{1} << 20 ? kGuard - over : kGuard;
-    view.data = storage.data() + guard - lowest * static_cast<std::int64_t>(size_of(dtype));
+/// turned: the last two dimensions swapped, with gaps; backwards: these two, with gaps; expanded: the first of four.
+/// Large tensors begin at a cache line, because streaming stores write whole ones.
+MemoryLayout layout_of(Form form, DType dtype, const Index& sizes) {
+  const std::size_t rank = sizes.size();
+  MemoryLayout layout;
+  if (form == Form::turned) {
+    layout = MemoryLayout::transposed(rank);
+    layout.gap = 3;
+  } else if (form == Form::backwards) {
+    layout.step = 2, layout.gap = 5;
+    layout.backwards = 3U << (rank - 2);
+  } else if (form == Form::expanded) {
+    layout.expanded = rank > 3 ? 1 : 0;
   }
-
-  std::byte* at(const Index& index) const {
-    std::int64_t offset = 0;
-    for (std::size_t d = 0; d < index.size(); ++d) {
-      offset += index[d] * view.strides[d];
-    }
-    return static_cast<std::byte*>(view.data) + offset * static_cast<std::int64_t>(size_of(view.dtype));
-  }
-  double get(const Index& index) const { return to_double(at(index), view.dtype); }
-  /// With leading sizes broadcast: (z, h, row, column) of a dense tensor of any rank; (z, block, y, x) of packed
-  /// values.
-  double operator()(std::int64_t z, std::int64_t h, std::int64_t row, std::int64_t col) const {
-    const std::int64_t offset =
-        z * view.stride(-4) + h * view.stride(-3) + row * view.stride(-2) + col * view.stride(-1);
-    return to_double(static_cast<std::byte*>(view.data) + offset * static_cast<std::int64_t>(size_of(view.dtype)),
-                     view.dtype);
-  }
-
-  template <typename Visit>
-  void each(const Visit& visit) const {
-    const std::int64_t count = view.elements();
-    Index index(static_cast<std::size_t>(view.rank));
-    for (std::int64_t n = 0; n < count; ++n) {
-      std::int64_t rest = n;
-      for (int d = view.rank - 1; d >= 0; --d) {
-        index[static_cast<std::size_t>(d)] = rest % view.size(d);
-        rest /= view.size(d);
-      }
-      visit(index);
-    }
-  }
-  void fill(std::mt19937_64& random, double odd_share = 0) {
-    std::normal_distribution<double> normal;
-    std::uniform_real_distribution<double> share;
-    each([&](const Index& index) {
-      const bool odd = share(random) < odd_share;
-      from_double(odd ? (share(random) < 0.5 ? NAN : INFINITY) : normal(random), view.dtype, at(index));
-    });
-  }
-  /// Bytes that belong to no element are as they were.
-  void expect_untouched_around() const {
-    std::vector<bool> own(storage.size());
-    each([&](const Index& index) {
-      const auto first = static_cast<std::size_t>(at(index) - storage.data());
-      std::fill_n(own.begin() + static_cast<std::ptrdiff_t>(first), size_of(view.dtype), true);
-    });
-    std::size_t touched = 0;
-    for (std::size_t n = 0; n < storage.size(); ++n) {
-      touched += !own[n] && storage[n] != std::byte{0xff};
-    }
-    EXPECT_EQ(touched, 0U) << "bytes written outside the result";
-  }
-};
-
-/// A sum, and the sum of its magnitudes, which bounds the rounding.
-struct Sum {
-  double value = 0, magnitude = 0;
-  void add(double product) {
-    value += product;
-    magnitude += std::abs(product);
-  }
-};
-
-bool close(double got, const Sum& sum, DType dtype) {
-  const double unit = dtype == DType::f64   ? 0x1p-53
-                      : dtype == DType::f32 ? 0x1p-24
-                      : dtype == DType::f16 ? 0x1p-11
-                                            : 0x1p-8;
-  const double accumulated = dtype == DType::f64 ? 0x1p-45 : 0x1p-18;
-  // Infinite products may also meet in another order and give NaN.
-  return std::isfinite(sum.value)
-             ? std::abs(got - sum.value) <= unit * std::abs(sum.value) + accumulated * sum.magnitude + 1e-7
-             : !std::isfinite(got);
+  const std::int64_t count = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{1}, std::multiplies<>());
+  layout.alignment = static_cast<std::size_t>(count) * size_of(dtype) > std::size_t{1} << 19 ? 64 : 16;
+  return layout;
 }
 
 enum class Mode { sdd, dsd, dds };
@@ -194,85 +76,81 @@ class Checker {
       case Mode::sdd:
         left_ = make(c.left_batch, ta ? Index{c.free, m} : Index{m, c.free}, c.left);
         right_ = make(c.right_batch, tb ? Index{n, c.free} : Index{c.free, n}, c.right);
-        out_ = make({}, sdd_shape(left_->view, right_->view, *layout_, c.options), c.out);
+        out_ = make({}, sdd_shape(left_.view, right_.view, *layout_, c.options), c.out);
         break;
       case Mode::dsd:
         left_ = make(c.left_batch, packed, c.left);
         right_ = make(c.right_batch, tb ? Index{c.free, ta ? m : n} : Index{ta ? m : n, c.free}, c.right);
-        out_ = make({}, dsd_shape(left_->view, right_->view, *layout_, c.options), c.out);
+        out_ = make({}, dsd_shape(left_.view, right_.view, *layout_, c.options), c.out);
         break;
       case Mode::dds:
         left_ = make(c.left_batch, ta ? Index{tb ? n : m, c.free} : Index{c.free, tb ? n : m}, c.left);
         right_ = make(c.right_batch, packed, c.right);
-        out_ = make({}, dds_shape(left_->view, right_->view, *layout_, c.options), c.out);
+        out_ = make({}, dds_shape(left_.view, right_.view, *layout_, c.options), c.out);
         break;
     }
-    left_->fill(random_, c.odd_share);
-    right_->fill(random_, c.odd_share);
+    fill(left_);
+    fill(right_);
     run(c.threads);
   }
 
   void check() {
-    out_->expect_untouched_around();
-    read_mask();
+    EXPECT_TRUE(out_.intact_around()) << "bytes written outside the result";
     c_.mode == Mode::sdd ? check_packed() : check_dense();
-    const auto first = out_->storage;
-    std::fill(out_->storage.begin(), out_->storage.end(), std::byte{0xff});
+    const auto first = out_.storage();
+    out_.poison();
     run(c_.threads + 2);
-    EXPECT_EQ(first, out_->storage) << "depends on the number of threads";
+    EXPECT_EQ(first, out_.storage()) << "depends on the number of threads";
   }
 
  private:
-  std::unique_ptr<Tensor> make(const Index& batch, const Index& sizes, Form form) const {
+  Tensor make(const Index& batch, const Index& sizes, Form form) const {
     Index all = batch;
     all.insert(all.end(), sizes.begin(), sizes.end());
-    return std::make_unique<Tensor>(c_.dtype, all, form);
+    return Tensor(c_.dtype, all, layout_of(form, c_.dtype, all));
   }
 
   void run(int threads) const {
     Threads executor(threads);
     Context context = Context::cpu(executor);
     const auto op = c_.mode == Mode::sdd ? &sdd : c_.mode == Mode::dsd ? &dsd : &dds;
-    op(left_->view, right_->view, *layout_, out_->view, context, c_.options);
+    op(left_.view, right_.view, *layout_, out_.view, context, c_.options);
   }
 
-  /// Packed place of the block at (h, row, column) in blocks, or −1, counted from the mask.
-  void read_mask() {
-    const auto& s = c_.sizes;
-    std::vector<std::uint8_t> mask(static_cast<std::size_t>(s.heads * s.rows * s.block_rows * s.cols * s.block_cols));
-    layout_->mask(mask);
-    std::int64_t count = 0;
-    for (std::int64_t line = 0; line < s.heads * s.rows; ++line) {
-      for (std::int64_t col = 0; col < s.cols; ++col) {
-        const std::int64_t at = (line * s.block_rows * s.cols + col) * s.block_cols;
-        place_.push_back(mask[static_cast<std::size_t>(at)] != 0 ? count++ : -1);
-      }
-    }
+  void fill(Tensor& tensor) {
+    std::normal_distribution<double> normal;
+    std::uniform_real_distribution<double> share;
+    tensor.generate([&] {
+      const bool odd = share(random_) < c_.odd_share;
+      return odd ? (share(random_) < 0.5 ? NAN : INFINITY) : normal(random_);
+    });
   }
+
+  /// Packed place of the block at (h, row, column) in blocks, or −1.
   std::int64_t place(std::int64_t h, std::int64_t row, std::int64_t col) const {
     const auto& s = c_.sizes;
     return place_[static_cast<std::size_t>(((s.heads == 1 ? 0 : h) * s.rows + row) * s.cols + col)];
   }
 
-  std::int64_t batches() const { return std::max(left_->view.size(-4), right_->view.size(-4)) * has_batches(); }
-  std::int64_t has_batches() const { return left_->view.size(-4) != 0 && right_->view.size(-4) != 0 ? 1 : 0; }
+  std::int64_t batches() const { return std::max(left_.view.size(-4), right_.view.size(-4)) * has_batches(); }
+  std::int64_t has_batches() const { return left_.view.size(-4) != 0 && right_.view.size(-4) != 0 ? 1 : 0; }
 
-  void compare(const Index& index, const Sum& sum) {
-    const double got = out_->get(index);
-    if (!close(got, sum, c_.dtype) && wrong_++ == 0) {
+  void compare(const Index& index, const ReferenceSum& sum) {
+    const double got = out_.get(index);
+    if (!sum.accepts(got, c_.dtype) && wrong_++ == 0) {
       ADD_FAILURE() << "got " << got << ", expected " << sum.value << " at " << testing::PrintToString(index);
     }
   }
 
   void check_packed() {
     const auto& s = c_.sizes;
-    const std::int64_t heads = std::max({s.heads, left_->view.size(-3), right_->view.size(-3)});
-    out_->each([&](const Index& index) {
+    const std::int64_t heads = std::max({s.heads, left_.view.size(-3), right_.view.size(-3)});
+    out_.each([&](const Index& index) {
       const std::int64_t z_out = index.size() == 4 ? index[0] : 0, block = index[index.size() - 3];
       const std::int64_t y = index[index.size() - 2], x = index[index.size() - 1];
       const auto found = std::find(place_.begin(), place_.end(), block) - place_.begin();
       const std::int64_t own = found / (s.rows * s.cols), row = found / s.cols % s.rows, col = found % s.cols;
-      Sum sum;
+      ReferenceSum sum;
       for (std::int64_t z = 0; z < batches(); ++z) {
         for (std::int64_t h = 0; h < heads; ++h) {
           if ((!c_.options.sum_z && z != z_out) || (!c_.options.sum_h && h != own)) {
@@ -281,7 +159,7 @@ class Checker {
           for (std::int64_t k = 0; k < c_.free; ++k) {
             const std::int64_t i = row * s.block_rows + y, j = col * s.block_cols + x;
             const bool ta = c_.options.trans_a, tb = c_.options.trans_b;
-            sum.add((*left_)(z, h, ta ? k : i, ta ? i : k) * (*right_)(z, h, tb ? j : k, tb ? k : j));
+            sum.add(left_.broadcast({z, h, ta ? k : i, ta ? i : k}) * right_.broadcast({z, h, tb ? j : k, tb ? k : j}));
           }
         }
       }
@@ -295,24 +173,24 @@ class Checker {
     const auto& s = c_.sizes;
     const std::int64_t row = transposed ? k : i, col = transposed ? i : k;
     const std::int64_t block = place(h, row / s.block_rows, col / s.block_cols);
-    value = block < 0 ? 0 : values(z, block, row % s.block_rows, col % s.block_cols);
+    value = block < 0 ? 0 : values.broadcast({z, block, row % s.block_rows, col % s.block_cols});
     return block >= 0;
   }
 
   void check_dense() {
     const bool first = c_.mode == Mode::dsd;
     const bool ta = c_.options.trans_a, tb = c_.options.trans_b, turned = first ? ta : tb;
-    const Tensor& dense = first ? *right_ : *left_;
-    const Tensor& values = first ? *left_ : *right_;
+    const Tensor& dense = first ? right_ : left_;
+    const Tensor& values = first ? left_ : right_;
     const auto& s = c_.sizes;
     const std::int64_t height = s.rows * s.block_rows, width = s.cols * s.block_cols;
     const std::int64_t depth = turned == first ? height : width;
     const std::int64_t heads = s.heads == 1 ? dense.view.size(-3) : s.heads;
-    out_->each([&](const Index& index) {
+    out_.each([&](const Index& index) {
       const std::int64_t i = index[index.size() - 2], j = index[index.size() - 1];
       const std::int64_t h_out = index.size() > 2 ? index[index.size() - 3] : 0;
       const std::int64_t z_out = index.size() > 3 ? index[0] : 0;
-      Sum sum;
+      ReferenceSum sum;
       for (std::int64_t z = 0; z < batches(); ++z) {
         for (std::int64_t h = 0; h < heads; ++h) {
           if ((!c_.options.sum_z && z != z_out) || (!c_.options.sum_h && h != h_out)) {
@@ -321,9 +199,9 @@ class Checker {
           for (std::int64_t k = 0; k < depth; ++k) {
             double value = 0;
             if (first && sparse(z, h, i, k, ta, values, value)) {
-              sum.add(value * dense(z, h, tb ? j : k, tb ? k : j));
+              sum.add(value * dense.broadcast({z, h, tb ? j : k, tb ? k : j}));
             } else if (!first && sparse(z, h, k, j, tb, values, value)) {
-              sum.add(dense(z, h, ta ? k : i, ta ? i : k) * value);
+              sum.add(dense.broadcast({z, h, ta ? k : i, ta ? i : k}) * value);
             }
           }
         }
@@ -335,24 +213,13 @@ class Checker {
   Case c_;
   std::mt19937_64 random_;
   std::shared_ptr<const BlockLayout> layout_;
-  std::unique_ptr<Tensor> left_, right_, out_;
-  std::vector<std::int64_t> place_;
+  Tensor left_, right_, out_;
+  std::vector<std::int64_t> place_ = packed_blocks(*layout_);
   std::int64_t wrong_ = 0;
 };
 
 constexpr DType kTypes[] = {DType::f64, DType::f32, DType::f16, DType::bf16};
 constexpr Mode kModes[] = {Mode::sdd, Mode::dsd, Mode::dds};
-
-/// New every run; printed, so that a failure can be repeated with FRETWORK_TEST_SEED.
-std::uint64_t fresh_seed() {
-  static const std::uint64_t seed = [] {
-    const char* const given = std::getenv("FRETWORK_TEST_SEED");
-    const std::uint64_t chosen = given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-    std::cout << "FRETWORK_TEST_SEED=" << chosen << std::endl;
-    return chosen;
-  }();
-  return seed;
-}
 
 class BlockMatmul : public testing::TestWithParam<std::tuple<Mode, DType>> {
  protected:
@@ -553,10 +420,10 @@ TEST(BlockMatmulRounding, OnceToNearestEven) {
   // One block of ones times columns that sum to 1 + 2^-8 and 1 + 3·2^-8 in bf16, both halfway between neighbours.
   const auto layout = BlockLayout::make({1, 1, 1, 8, 8}, std::vector<std::uint8_t>{1});
   Tensor values(DType::bf16, {1, 8, 8}), dense(DType::bf16, {8, 2}), out(DType::bf16, {8, 2});
-  values.each([&](const Index& index) { from_double(1, DType::bf16, values.at(index)); });
+  values.generate([] { return 1.0; });
   dense.each([&](const Index& index) {
     const double rest = index[1] == 0 ? 0x1p-8 : 0x3p-8;
-    from_double(index[0] == 0 ? 1 : index[0] == 1 ? rest : 0, DType::bf16, dense.at(index));
+    dense.set(index, index[0] == 0 ? 1 : index[0] == 1 ? rest : 0);
   });
   Context context = Context::cpu();
   dsd(values.view, dense.view, *layout, out.view, context);
@@ -569,12 +436,8 @@ TEST(BlockMatmulPlan, PairsStayTogether) {
   using blocks::SpmmPlan;
   constexpr std::int64_t kLines = 29, kColumns = 37;
   constexpr std::int32_t kGroup = 3;
-  std::mt19937 random(5);
   for (const double density : {0.02, 0.2, 0.5, 1.0}) {
-    std::vector<std::uint8_t> mask(kLines * kColumns);
-    for (auto& bit : mask) {
-      bit = std::bernoulli_distribution(density)(random) ? 1 : 0;
-    }
+    const std::vector<std::uint8_t> mask = random_mask(kLines * kColumns, density, 5);
     const auto layout = BlockLayout::make({1, kLines, kColumns, 16, 16}, mask);
     for (const std::int32_t longest : {0, 7}) {
       const SpmmPlan plan = blocks::make_spmm_plan(*layout, false, kGroup, longest, blocks::StepOrder::pairs);

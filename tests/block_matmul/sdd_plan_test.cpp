@@ -10,16 +10,14 @@
 #include <vector>
 
 #include "blocks/plan_sdd.h"
+#include "support/reference.h"
 
 namespace fretwork::blocks {
 namespace {
 
 std::shared_ptr<const BlockLayout> random_layout(std::int64_t heads, std::int64_t rows, std::int64_t cols,
                                                  std::int64_t block, double density, unsigned seed) {
-  std::mt19937 random(seed);
-  std::bernoulli_distribution present(density);
-  std::vector<std::uint8_t> mask(static_cast<std::size_t>(heads * rows * cols));
-  std::generate(mask.begin(), mask.end(), [&] { return static_cast<std::uint8_t>(present(random)); });
+  std::vector<std::uint8_t> mask = random_mask(heads * rows * cols, density, seed);
   mask.back() = 1;
   return BlockLayout::make({heads, rows, cols, block, block}, mask);
 }

@@ -2,17 +2,17 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <random>
 #include <set>
 #include <vector>
 
-#include "core/element.h"
 #include "fretwork/fretwork.h"
 #include "ops/block_softmax/problem.h"
 #include "runtime/kernels.h"
 #include "support/error_text.h"
+#include "support/reference.h"
+#include "support/tensor.h"
 
 namespace fretwork {
 namespace {
@@ -20,80 +20,15 @@ namespace {
 constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr DType kFloating[] = {DType::f64, DType::f32, DType::f16, DType::bf16};
 
-double tolerance(DType dtype) {
-  return dtype == DType::f64 ? 1e-12 : dtype == DType::f32 ? 2e-6 : dtype == DType::f16 ? 2e-3 : 1.5e-2;
-}
-
-/// How a tensor lies in memory: contiguous, with gaps in every dimension, or with its last two dimensions swapped.
+/// Contiguous, with gaps in every dimension, or with the last two dimensions swapped.
 enum class Lay { plain, gaps, turned };
 
-/// A tensor that owns its memory, filled with NaN (true for bool) and guarded on both sides.
-class Tensor {
- public:
-  Tensor(DType dtype, std::vector<std::int64_t> sizes, Lay lay = Lay::plain) : lay_(lay) {
-    std::vector<std::int64_t> strides(sizes.size());
-    std::int64_t step = lay == Lay::gaps ? 2 : 1;
-    std::vector<std::size_t> order(sizes.size());
-    for (std::size_t d = 0; d < order.size(); ++d) {
-      order[d] = sizes.size() - 1 - d;
-    }
-    if (lay == Lay::turned && sizes.size() >= 2) {
-      std::swap(order[0], order[1]);
-    }
-    for (const std::size_t d : order) {
-      strides[d] = step;
-      step = step * std::max<std::int64_t>(sizes[d], 1) + (lay == Lay::gaps ? 3 : 0);
-    }
-    bytes_.assign(static_cast<std::size_t>(step) * size_of(dtype) + 2 * kGuard, kPoison);
-    view_ = TensorView(bytes_.data() + kGuard, dtype, sizes, strides, {});
-    each([&](std::int64_t at) { write_element(view_.data, dtype, at, kNan); });
-    before_ = bytes_;
-  }
-
-  const TensorView& view() const { return view_; }
-  std::vector<std::int64_t> sizes() const { return {view_.shape().begin(), view_.shape().end()}; }
-
-  /// Offsets of all elements in row-major order.
-  template <typename F>
-  void each(const F& f) const {
-    for (std::int64_t n = 0; n < view_.elements(); ++n) {
-      std::int64_t left = n, at = 0;
-      for (int d = view_.rank; d-- > 0;) {
-        at += left % view_.sizes[d] * view_.strides[d];
-        left /= view_.sizes[d];
-      }
-      f(at);
-    }
-  }
-  void set(const std::vector<double>& x) {
-    std::size_t n = 0;
-    each([&](std::int64_t at) { write_element(view_.data, view_.dtype, at, x[n++]); });
-    before_ = bytes_;
-  }
-  std::vector<double> get() const {
-    std::vector<double> x;
-    each([&](std::int64_t at) { x.push_back(read_element<double>(view_.data, view_.dtype, at)); });
-    return x;
-  }
-  /// Only elements may have changed: guards and gaps are as they were.
-  bool intact() const {
-    std::vector<unsigned char> now = bytes_;
-    const auto size = size_of(view_.dtype);
-    each([&](std::int64_t at) {
-      const std::size_t byte = kGuard + static_cast<std::size_t>(at) * size;
-      std::memcpy(now.data() + byte, before_.data() + byte, size);
-    });
-    return now == before_;
-  }
-  bool untouched() const { return bytes_ == before_; }
-
- private:
-  static constexpr std::size_t kGuard = 64;
-  static constexpr unsigned char kPoison = 0xa5;
-  Lay lay_;
-  std::vector<unsigned char> bytes_, before_;
-  TensorView view_;
-};
+Tensor tensor(DType dtype, const std::vector<std::int64_t>& sizes, Lay lay = Lay::plain) {
+  return Tensor(dtype, sizes,
+                lay == Lay::gaps     ? MemoryLayout{.step = 2, .gap = 3}
+                : lay == Lay::turned ? MemoryLayout::transposed(sizes.size())
+                                     : MemoryLayout{});
+}
 
 using Doubles = std::vector<double>;
 
@@ -110,27 +45,12 @@ struct Extra {
 /// The dense problem: shape, mask, and the place of each packed element.
 struct Dense {
   explicit Dense(const BlockLayout& layout, std::int64_t batch)
-      : z(batch), h(layout.shape()[0]), m(layout.shape()[1]), n(layout.shape()[2]) {
-    std::vector<std::uint8_t> bytes(static_cast<std::size_t>(h * m * n));
-    layout.mask(bytes);
-    mask = bytes;
-    // (head, block row, block column, y, x) order over the mask gives the packed order.
-    const auto& s = layout.sizes();
-    for (std::int64_t hh = 0; hh < h; ++hh) {
-      for (std::int64_t i = 0; i < s.rows; ++i) {
-        for (std::int64_t j = 0; j < s.cols; ++j) {
-          if (mask[static_cast<std::size_t>((hh * m + i * s.block_rows) * n + j * s.block_cols)] == 0) {
-            continue;
-          }
-          for (std::int64_t y = 0; y < s.block_rows; ++y) {
-            for (std::int64_t x = 0; x < s.block_cols; ++x) {
-              place.push_back(static_cast<std::size_t>((hh * m + i * s.block_rows + y) * n + j * s.block_cols + x));
-            }
-          }
-        }
-      }
-    }
-  }
+      : z(batch),
+        h(layout.shape()[0]),
+        m(layout.shape()[1]),
+        n(layout.shape()[2]),
+        mask(mask_of(layout)),
+        place(dense_places(layout)) {}
   Doubles spread(const Doubles& values, double fill) const {
     Doubles dense(static_cast<std::size_t>(z * h * m * n), fill);
     for (std::size_t k = 0; k < values.size(); ++k) {
@@ -198,25 +118,6 @@ Doubles reference_gradient(const Dense& d, const Doubles& out, const Doubles& d_
     }
   }
   return p;
-}
-
-/// The largest magnitude, which errors are measured against.
-double largest(const Doubles& x) {
-  double scale = 1e-3;
-  for (const double w : x) {
-    scale = std::max(scale, std::abs(w));
-  }
-  return scale;
-}
-
-void expect_close(const Doubles& got, const Doubles& want, double allowed, const std::string& what,
-                  double at_least = 0.0) {
-  ASSERT_EQ(got.size(), want.size()) << what;
-  const double scale = std::max(largest(want), at_least);
-  for (std::size_t k = 0; k < got.size(); ++k) {
-    ASSERT_FALSE(std::isnan(got[k]) != std::isnan(want[k])) << what << " at " << k << ": " << got[k];
-    ASSERT_LE(std::isnan(want[k]) ? 0.0 : std::abs(got[k] - want[k]), allowed * scale) << what << " at " << k;
-  }
 }
 
 class Random {
@@ -288,55 +189,58 @@ void check(const Case& c, Executor& executor = serial_executor()) {
   if (!c.has_z) {
     shape.erase(shape.begin());
   }
-  Tensor values(c.dtype, shape, c.lay), out(c.dtype, shape, c.lay);
-  values.set(random.normals(product(shape)));
+  Tensor values = tensor(c.dtype, shape, c.lay), out = tensor(c.dtype, shape, c.lay);
+  values.assign(random.normals(product(shape)));
   SoftmaxOptions options;
   options.scale = c.scale;
-  Tensor rpe(c.extra_dtype, c.rpe, c.lay);
+  Tensor rpe = tensor(c.extra_dtype, c.rpe, c.lay);
   const std::vector<std::int64_t> key_shape = {c.batch, d.n};
   const std::vector<std::int64_t> attn_shape = c.attn > 10 ? std::vector{d.h, d.m, d.n} : std::vector{d.m, d.n};
   const auto mask_dtype = [&](int kind) { return kind % 10 == 3 ? DType::boolean : c.extra_dtype; };
-  Tensor key(mask_dtype(c.key), key_shape, c.lay), attn(mask_dtype(c.attn), attn_shape, c.lay);
+  Tensor key = tensor(mask_dtype(c.key), key_shape, c.lay), attn = tensor(mask_dtype(c.attn), attn_shape, c.lay);
   Extra rpe_extra;
   std::vector<Mask> masks;
   if (!c.rpe.empty()) {
-    rpe.set(random.normals(product(c.rpe)));
-    options.rpe = &rpe.view();
-    rpe_extra = {four(c.rpe), rpe.get()};
+    rpe.assign(random.normals(product(c.rpe)));
+    options.rpe = &rpe.view;
+    rpe_extra = {four(c.rpe), rpe.values()};
   }
   if (c.key != 0) {
-    key.set(mask_values(random, key_shape, c.key));
-    options.key_padding_mask = &key.view();
+    key.assign(mask_values(random, key_shape, c.key));
+    options.key_padding_mask = &key.view;
     options.key_padding_mask_mode = c.key == 1 ? MaskMode::add : MaskMode::mul;
-    masks.push_back({{{c.batch, 1, 1, d.n}, key.get()}, options.key_padding_mask_mode});
+    masks.push_back({{{c.batch, 1, 1, d.n}, key.values()}, options.key_padding_mask_mode});
   }
   if (c.attn != 0) {
-    attn.set(mask_values(random, attn_shape, c.attn));
-    options.attn_mask = &attn.view();
+    attn.assign(mask_values(random, attn_shape, c.attn));
+    options.attn_mask = &attn.view;
     options.attn_mask_mode = c.attn % 10 == 1 ? MaskMode::add : MaskMode::mul;
-    masks.push_back({{four(attn_shape), attn.get()}, options.attn_mask_mode});
+    masks.push_back({{four(attn_shape), attn.values()}, options.attn_mask_mode});
   }
-  block_softmax(values.view(), *layout, out.view(), context, options);
-  const Doubles want = reference(d, values.get(), c.scale, c.rpe.empty() ? nullptr : &rpe_extra, masks);
-  expect_close(out.get(), want, tolerance(c.dtype), "out");
-  EXPECT_TRUE(out.intact() && values.untouched());
+  const auto values_before = values.storage();
+  block_softmax(values.view, *layout, out.view, context, options);
+  const Doubles want = reference(d, values.values(), c.scale, c.rpe.empty() ? nullptr : &rpe_extra, masks);
+  expect_close(out.values(), want, relative_tolerance(c.dtype), "out");
+  EXPECT_TRUE(out.intact_around() && values.storage() == values_before);
 
-  Tensor d_out(c.dtype, shape, c.lay), d_values(c.dtype, shape, c.lay), d_rpe(c.extra_dtype, c.rpe, c.lay);
+  Tensor d_out = tensor(c.dtype, shape, c.lay), d_values = tensor(c.dtype, shape, c.lay);
+  Tensor d_rpe = tensor(c.extra_dtype, c.rpe, c.lay);
   Doubles upstream = random.normals(product(shape));
-  const Doubles out_now = out.get();
+  const Doubles out_now = out.values();
   for (std::size_t k = 0; k < upstream.size(); ++k) {
     upstream[k] = out_now[k] == 0 ? kNan : upstream[k];  // where nothing came out, nothing may count
   }
-  d_out.set(upstream);
-  block_softmax_backward(out.view(), d_out.view(), *layout, c.scale, d_values.view(),
-                         c.rpe.empty() ? nullptr : &d_rpe.view(), context);
-  const Doubles gradient = reference_gradient(d, out_now, d_out.get());
+  d_out.assign(upstream);
+  const auto d_out_before = d_out.storage();
+  block_softmax_backward(out.view, d_out.view, *layout, c.scale, d_values.view, c.rpe.empty() ? nullptr : &d_rpe.view,
+                         context);
+  const Doubles gradient = reference_gradient(d, out_now, d_out.values());
   Doubles scaled = d.collect(gradient);
   for (double& g : scaled) {
     g *= c.scale;
   }
-  expect_close(d_values.get(), scaled, tolerance(c.dtype), "d_values");
-  EXPECT_TRUE(d_values.intact() && d_rpe.intact() && d_out.untouched());
+  expect_close(d_values.values(), scaled, relative_tolerance(c.dtype), "d_values");
+  EXPECT_TRUE(d_values.intact_around() && d_rpe.intact_around() && d_out.storage() == d_out_before);
   if (!c.rpe.empty()) {
     Extra sum{four(c.rpe), Doubles(static_cast<std::size_t>(product(c.rpe)))};
     Doubles sizes_summed(sum.x.size());  // a sum over columns cancels to nothing, so errors are measured by its terms
@@ -346,8 +250,8 @@ void check(const Case& c, Executor& executor = serial_executor()) {
       sum.x[at] += gradient[k];
       sizes_summed[at] += std::abs(gradient[k]);
     }
-    expect_close(d_rpe.get(), sum.x, std::max(tolerance(c.dtype), tolerance(c.extra_dtype)), "d_rpe",
-                 largest(sizes_summed));
+    expect_close(d_rpe.values(), sum.x, std::max(relative_tolerance(c.dtype), relative_tolerance(c.extra_dtype)),
+                 "d_rpe", largest_magnitude(sizes_summed));
   }
 }
 
@@ -424,13 +328,13 @@ TEST(BlockSoftmax, ZeroSizes) {
   const auto empty = BlockLayout::make({1, 2, 2, 8, 8}, none);
   Context context = Context::cpu();
   Tensor values(DType::f32, {2, 0, 8, 8}), d_rpe(DType::f32, {16, 16});
-  block_softmax(values.view(), *empty, values.view(), context);
-  block_softmax_backward(values.view(), values.view(), *empty, 1.0, values.view(), &d_rpe.view(), context);
-  EXPECT_EQ(d_rpe.get(), Doubles(256, 0.0));
+  block_softmax(values.view, *empty, values.view, context);
+  block_softmax_backward(values.view, values.view, *empty, 1.0, values.view, &d_rpe.view, context);
+  EXPECT_EQ(d_rpe.values(), Doubles(256, 0.0));
   const auto nothing = BlockLayout::make({0, 2, 2, 8, 8}, {});
   Tensor d_one(DType::f32, {1, 16, 16});
-  block_softmax_backward(values.view(), values.view(), *nothing, 1.0, values.view(), &d_one.view(), context);
-  EXPECT_EQ(d_one.get(), Doubles(256, 0.0));
+  block_softmax_backward(values.view, values.view, *nothing, 1.0, values.view, &d_one.view, context);
+  EXPECT_EQ(d_one.values(), Doubles(256, 0.0));
 }
 
 TEST(BlockSoftmax, NanThatDoesNotCount) {
@@ -457,14 +361,15 @@ TEST(BlockSoftmax, NanThatDoesNotCount) {
     for (std::size_t k = 0; k < x.size(); ++k) {
       x[k] = key_x[d.place[k] % 48] == 0 ? kNan : x[k];
     }
-    values.set(x), rpe.set(rpe_x), add.set(add_x), key.set(key_x);
-    SoftmaxOptions options{.rpe = &rpe.view(), .key_padding_mask = &key.view(), .attn_mask = &add.view()};
+    values.assign(x), rpe.assign(rpe_x), add.assign(add_x), key.assign(key_x);
+    SoftmaxOptions options{.rpe = &rpe.view, .key_padding_mask = &key.view, .attn_mask = &add.view};
     options.key_padding_mask_mode = MaskMode::mul;
-    block_softmax(values.view(), *layout, out.view(), context, options);
-    const Extra rpe_extra{{1, 3, 64, 48}, rpe.get()};
-    const std::vector<Mask> masks = {{{{1, 3, 64, 48}, add.get()}, MaskMode::add},
-                                     {{{1, 1, 1, 48}, key.get()}, MaskMode::mul}};
-    expect_close(out.get(), reference(d, values.get(), 1.0, &rpe_extra, masks), tolerance(dtype), name_of(dtype));
+    block_softmax(values.view, *layout, out.view, context, options);
+    const Extra rpe_extra{{1, 3, 64, 48}, rpe.values()};
+    const std::vector<Mask> masks = {{{{1, 3, 64, 48}, add.values()}, MaskMode::add},
+                                     {{{1, 1, 1, 48}, key.values()}, MaskMode::mul}};
+    expect_close(out.values(), reference(d, values.values(), 1.0, &rpe_extra, masks), relative_tolerance(dtype),
+                 name_of(dtype));
   }
 }
 
@@ -482,9 +387,9 @@ TEST(BlockSoftmax, InfiniteAndLargeValues) {
       x[64 + 24 + k] = -kInf;
       x[32 + k] = x[64 + 32 + k] = -60000.0;  // row 4: all very low
     }
-    values.set(x);
-    block_softmax(values.view(), *layout, out.view(), context, {.scale = 64.0});
-    const Doubles got = out.get();
+    values.assign(x);
+    block_softmax(values.view, *layout, out.view, context, {.scale = 64.0});
+    const Doubles got = out.values();
     for (std::size_t k = 0; k < 8; ++k) {
       EXPECT_EQ(got[k], 0.0);
       EXPECT_NEAR(got[8 + k], 1.0 / 16, 1e-3);
@@ -536,30 +441,29 @@ TEST(BlockSoftmax, BadCalls) {
   const std::string n = std::to_string(nnz);
   Tensor values(DType::f32, {1, nnz, 16, 16}), out(DType::f32, {1, nnz, 16, 16});
   const auto call = [&](const TensorView& v, const SoftmaxOptions& options = {}) {
-    return error_of([&] { block_softmax(v, *layout, out.view(), context, options); });
+    return error_of([&] { block_softmax(v, *layout, out.view, context, options); });
   };
   Tensor dense(DType::f32, {1, 3, 64, 48}), more(DType::f32, {1, nnz + 1, 16, 16}), whole(DType::i8, {1, nnz, 16, 16});
-  EXPECT_EQ(call(dense.view()), "block_softmax: values: expected packed blocks (" + n + ", 16, 16) or (Z, " + n +
-                                    ", 16, 16), got (1, 3, 64, 48)");
-  EXPECT_NE(call(more.view()).find("block_softmax: values: expected packed blocks"), std::string::npos);
-  EXPECT_EQ(call(whole.view()), "block_softmax: values: expected float64, float32, float16 or bfloat16, got int8");
+  EXPECT_EQ(call(dense.view), "block_softmax: values: expected packed blocks (" + n + ", 16, 16) or (Z, " + n +
+                                  ", 16, 16), got (1, 3, 64, 48)");
+  EXPECT_NE(call(more.view).find("block_softmax: values: expected packed blocks"), std::string::npos);
+  EXPECT_EQ(call(whole.view), "block_softmax: values: expected float64, float32, float16 or bfloat16, got int8");
   Tensor bad_rpe(DType::f32, {1, 3, 48, 64}), bad_heads(DType::f32, {2, 64, 48}), whole_rpe(DType::i8, {64, 48});
-  EXPECT_EQ(call(values.view(), {.rpe = &bad_rpe.view()}),
+  EXPECT_EQ(call(values.view, {.rpe = &bad_rpe.view}),
             "block_softmax: rpe: expected a shape that broadcasts to (1, 3, 64, 48), got (1, 3, 48, 64)");
-  EXPECT_NE(call(values.view(), {.rpe = &bad_heads.view()}).find("block_softmax: rpe"), std::string::npos);
-  EXPECT_NE(call(values.view(), {.rpe = &whole_rpe.view()}).find("got int8"), std::string::npos);
+  EXPECT_NE(call(values.view, {.rpe = &bad_heads.view}).find("block_softmax: rpe"), std::string::npos);
+  EXPECT_NE(call(values.view, {.rpe = &whole_rpe.view}).find("got int8"), std::string::npos);
   Tensor bad_key(DType::f32, {2, 48});
-  EXPECT_EQ(call(values.view(), {.key_padding_mask = &bad_key.view()}),
+  EXPECT_EQ(call(values.view, {.key_padding_mask = &bad_key.view}),
             "block_softmax: key_padding_mask: expected shape (1, 48), got (2, 48)");
-  EXPECT_EQ(call(values.view(), {.attn_mask = &bad_heads.view()}),
+  EXPECT_EQ(call(values.view, {.attn_mask = &bad_heads.view}),
             "block_softmax: attn_mask: expected shape (64, 48) or (3, 64, 48), got (2, 64, 48)");
-  TensorView elsewhere = values.view();
+  TensorView elsewhere = values.view;
   elsewhere.device = {DeviceType::cuda, 1};
   EXPECT_EQ(call(elsewhere), "block_softmax: values: expected a tensor on cpu, got one on cuda:1");
   Tensor half(DType::f16, {1, nnz, 16, 16});
-  EXPECT_EQ(
-      error_of([&] { block_softmax_backward(values.view(), half.view(), *layout, 1.0, out.view(), nullptr, context); }),
-      "block_softmax_backward: d_out: expected float32, got float16");
+  EXPECT_EQ(error_of([&] { block_softmax_backward(values.view, half.view, *layout, 1.0, out.view, nullptr, context); }),
+            "block_softmax_backward: d_out: expected float32, got float16");
 }
 
 }  // namespace

@@ -4,19 +4,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "core/half.h"
 #include "ops/kronecker/chain.h"
-#include "runtime/cuda_driver.h"
 #include "support/activated.h"
+#include "support/device_tensor.h"
 #include "support/error_text.h"
+#include "support/reference.h"
 
 namespace fretwork::kronecker {
 namespace {
@@ -127,50 +124,11 @@ TEST(ChainPlan, DividesTheWorkWhole) {
 
 // ------------------------------------------------------------------------------------------------------ on a GPU
 
-/// 16-bit elements on the host and on the device, with bytes around them that must stay as they are.
-class Array {
- public:
-  Array(DType dtype, std::size_t count) : dtype_(dtype), bits_(count + 2 * kGuard, kPoison) {}
+using Extents = std::vector<std::int64_t>;
 
-  void set(std::size_t at, double value) {
-    const auto x = static_cast<float>(value);
-    bits_[kGuard + at] = dtype_ == DType::f16 ? f16_from_float(x) : bf16_from_float(x);
-  }
-  double get(std::size_t at) const {
-    const std::uint16_t bits = bits_[kGuard + at];
-    return dtype_ == DType::f16 ? float_from_f16(bits) : float_from_bf16(bits);
-  }
-  void fill_random(std::mt19937& random) {
-    std::uniform_real_distribution<double> uniform(-1, 1);
-    for (std::size_t n = 0; n < bits_.size() - 2 * kGuard; ++n) {
-      set(n, uniform(random));
-    }
-  }
-  void* upload() {
-    device_ = driver::DeviceBuffer(0, bits_.data(), 2 * bits_.size());
-    return static_cast<std::uint16_t*>(device_.data()) + kGuard;
-  }
-  void download() {
-    driver::copy_to_host(bits_.data(), device_.data(), 2 * bits_.size(), nullptr);
-    driver::synchronize(nullptr);
-  }
-  bool untouched(std::size_t from, std::size_t to) const {
-    return std::all_of(bits_.begin() + static_cast<std::ptrdiff_t>(from),
-                       bits_.begin() + static_cast<std::ptrdiff_t>(to),
-                       [](std::uint16_t bits) { return bits == kPoison; });
-  }
-  bool guards_untouched() const { return untouched(0, kGuard) && untouched(bits_.size() - kGuard, bits_.size()); }
-  /// Elements `from` to `to` were never written.
-  bool gap_untouched(std::size_t from, std::size_t to) const { return untouched(kGuard + from, kGuard + to); }
-  const std::vector<std::uint16_t>& bits() const { return bits_; }
-  static constexpr std::size_t kGuard = 4096;
-
- private:
-  static constexpr std::uint16_t kPoison = 0xffff;  // a NaN of both types
-  DType dtype_;
-  std::vector<std::uint16_t> bits_;
-  driver::DeviceBuffer device_;
-};
+MirroredTensor tensor(DType dtype, const Extents& sizes, const Extents& strides) {
+  return {dtype, sizes, strides, 256};
+}
 
 struct Case {
   std::int64_t q, r, s, p, batch;
@@ -191,78 +149,65 @@ std::string text(const Case& c) {
 
 /// The operands of a case, uploaded.
 struct Operands {
-  Array x, w1, w2, bias, y;
+  std::int64_t in, out;
+  MirroredTensor x, w1, w2, bias, y;
   Problem first, second;
-  std::int64_t in, out, x_stride, y_stride;
 
   explicit Operands(const Case& c)
-      : x(c.dtype, count(c.batch * (c.q * c.r + c.gap))),
-        w1(c.dtype, count(c.q * c.s * c.r)),
-        w2(c.dtype, count(c.p * c.q * c.s)),
-        bias(c.dtype, count(c.p * c.s)),
-        y(c.dtype, count(c.batch * (c.p * c.s + c.gap))),
-        in(c.q * c.r),
+      : in(c.q * c.r),
         out(c.p * c.s),
-        x_stride(in + c.gap),
-        y_stride(out + c.gap) {
+        x(tensor(c.dtype, {c.batch, in}, {in + c.gap, 1})),
+        w1(tensor(c.dtype, {c.q, c.s, c.r}, c.transposed ? Extents{c.s * c.r, 1, c.s} : Extents{c.s * c.r, c.r, 1})),
+        w2(tensor(c.dtype, {c.p, c.q, c.s}, c.transposed ? Extents{c.s, c.s * c.p, 1} : Extents{c.q * c.s, c.s, 1})),
+        bias(tensor(c.dtype, {out}, {1})),
+        y(tensor(c.dtype, {c.batch, out}, {out + c.gap, 1})) {
     std::mt19937 random(7);
-    for (Array* a : {&x, &w1, &w2, &bias}) {
-      a->fill_random(random);
+    for (MirroredTensor* t : {&x, &w1, &w2, &bias}) {
+      t->randomise(random, std::uniform_real_distribution(-1.0, 1.0));
+      t->upload();
     }
-    for (std::int64_t n = 0; n < c.batch && c.gap > 0; ++n) {
-      for (std::int64_t f = in; f < x_stride; ++f) {
-        x.set(count(n * x_stride + f), std::nan(""));
-      }
-    }
-    first = {{c.q, c.s, c.r, 1}, c.batch, c.dtype, {x.upload(), x_stride, 1}, {nullptr, c.q * c.s, 1}, {}, {}, {}};
-    second = {{1, c.p, c.q, c.s},        c.batch, c.dtype, {nullptr, c.q * c.s, 1},
-              {y.upload(), y_stride, 1}, {},      {},      c.activation};
-    first.w = c.transposed ? Weights{w1.upload(), c.s * c.r, 1, c.s, 1} : Weights{w1.upload(), c.s * c.r, c.r, 1, 1};
-    second.w = c.transposed ? Weights{w2.upload(), 0, c.s, c.s * c.p, 1} : Weights{w2.upload(), 0, c.q * c.s, c.s, 1};
+    y.upload();
+    const auto &s1 = w1.view.strides, &s2 = w2.view.strides;
+    first = {{c.q, c.s, c.r, 1},      c.batch, c.dtype, {x.device_view.data, in + c.gap, 1},
+             {nullptr, c.q * c.s, 1}, {},      {},      {}};
+    second = {
+        {1, c.p, c.q, c.s}, c.batch, c.dtype, {nullptr, c.q * c.s, 1}, {y.device_view.data, out + c.gap, 1}, {}, {},
+        c.activation};
+    first.w = {w1.device_view.data, s1[0], s1[1], s1[2], 1};
+    second.w = {w2.device_view.data, 0, s2[0], s2[1], s2[2]};
     if (c.bias) {
-      second.bias = {bias.upload(), 1};
+      second.bias = {bias.device_view.data, 1};
     }
-  }
-  static std::size_t count(std::int64_t n) { return static_cast<std::size_t>(n); }
-  double w1_at(std::int64_t i, std::int64_t j, std::int64_t k) const {
-    return w1.get(count(i * first.w.a + j * first.w.b + k * first.w.c));
-  }
-  double w2_at(std::int64_t j, std::int64_t i, std::int64_t l) const {
-    return w2.get(count(j * second.w.b + i * second.w.c + l * second.w.d));
   }
 };
 
 void check_row(const Case& c, const Operands& o, std::int64_t n) {
-  const auto count = Operands::count;
-  std::vector<double> middle(count(c.q * c.s));
+  std::vector<double> middle(static_cast<std::size_t>(c.q * c.s));
   for (std::int64_t i = 0; i < c.q; ++i) {
     for (std::int64_t j = 0; j < c.s; ++j) {
       double sum = 0;
       for (std::int64_t k = 0; k < c.r; ++k) {
-        sum += o.w1_at(i, j, k) * o.x.get(count(n * o.x_stride + i * c.r + k));
+        sum += o.w1.get({i, j, k}) * o.x.get({n, i * c.r + k});
       }
-      middle[count(i * c.s + j)] = sum;
+      middle[static_cast<std::size_t>(i * c.s + j)] = sum;
     }
   }
-  const double rounding = c.dtype == DType::f16 ? 0x1p-11 : 0x1p-8;
   for (std::int64_t j = 0; j < c.p; ++j) {
     for (std::int64_t l = 0; l < c.s; ++l) {
       double sum = 0, magnitude = 0;
       for (std::int64_t i = 0; i < c.q; ++i) {
-        const double product = o.w2_at(j, i, l) * middle[count(i * c.s + l)];
+        const double product = o.w2.get({j, i, l}) * middle[static_cast<std::size_t>(i * c.s + l)];
         sum += product;
         magnitude += std::abs(product);
       }
       const std::int64_t feature = j * c.s + l;
-      sum += c.bias ? o.bias.get(count(feature)) : 0;
-      const double want = activated(c.activation, sum), got = o.y.get(count(n * o.y_stride + feature));
+      sum += c.bias ? o.bias.get(feature) : 0;
+      const double want = activated(c.activation, sum), got = o.y.get({n, feature});
       // The middle is rounded once, and so is the result; no activation is steeper than 1.13.
-      ASSERT_NEAR(got, want, rounding * (0.5 * magnitude + 2 * std::abs(want)) + 1e-4)
+      ASSERT_NEAR(got, want, unit_roundoff(c.dtype) * (0.5 * magnitude + 2 * std::abs(want)) + 1e-4)
           << text(c) << " at n " << n << " j " << j << " l " << l;
     }
   }
-  ASSERT_TRUE(o.y.gap_untouched(count(n * o.y_stride + o.out), count((n + 1) * o.y_stride)))
-      << text(c) << ": wrote past row " << n;
 }
 
 class ChainFused : public testing::Test {
@@ -283,7 +228,7 @@ class ChainFused : public testing::Test {
     ASSERT_TRUE(chain::cuda::fuses(o.first, o.second, context)) << text(c);
     chain::cuda::run(o.first, o.second, context, c.arrangement);
     o.y.download();
-    ASSERT_TRUE(o.y.guards_untouched()) << text(c);
+    ASSERT_TRUE(o.y.intact_around()) << text(c) << ": wrote beside the elements of y";
     for (std::int64_t n = 0; n < c.batch; n += rows == 0 ? 1 : std::max<std::int64_t>(1, c.batch / rows)) {
       check_row(c, o, n);
       if (HasFatalFailure()) {
@@ -367,14 +312,15 @@ TEST_F(ChainFused, RepeatsBitForBit) {
   Context context = Context::cuda(0);
   chain::cuda::run(o.first, o.second, context);
   o.y.download();
-  const std::vector<std::uint16_t> once = o.y.bits(), poison(o.y.bits().size() - 2 * Array::kGuard, 0xffff);
+  const std::vector<std::byte> once = o.y.storage();
+  const std::vector<std::uint16_t> poison(static_cast<std::size_t>(o.y.view.elements()), 0xffff);
   for (int n = 0; n < 1000; ++n) {
     if (n % 100 == 0) {  // what is not written then shows
       driver::copy_to_device(o.second.y.data, poison.data(), 2 * poison.size(), nullptr);
     }
     chain::cuda::run(o.first, o.second, context);
     o.y.download();
-    ASSERT_TRUE(once == o.y.bits()) << "launch " << n;
+    ASSERT_TRUE(once == o.y.storage()) << "launch " << n;
   }
 }
 

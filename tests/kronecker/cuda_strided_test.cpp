@@ -2,72 +2,21 @@
 // there is no GPU.
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <array>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
 #include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "core/half.h"
 #include "ops/kronecker/cuda/launch.h"
-#include "runtime/cuda_driver.h"
 #include "support/activated.h"
+#include "support/device_tensor.h"
 
 namespace fretwork::kronecker {
 namespace {
 
 namespace driver = fretwork::cuda;
-
-/// Elements of any type, on the host and on the device.
-class Array {
- public:
-  Array(DType dtype, std::size_t count) : dtype_(dtype), bytes_(count * size_of(dtype)) {}
-
-  void set(std::size_t at, double value) {
-    const auto x = static_cast<float>(value);
-    if (dtype_ == DType::f32) {
-      std::memcpy(bytes_.data() + 4 * at, &x, 4);
-    } else {
-      const std::uint16_t half = dtype_ == DType::f16 ? f16_from_float(x) : bf16_from_float(x);
-      std::memcpy(bytes_.data() + 2 * at, &half, 2);
-    }
-  }
-  double get(std::size_t at) const {
-    if (dtype_ == DType::f32) {
-      float x;
-      std::memcpy(&x, bytes_.data() + 4 * at, 4);
-      return x;
-    }
-    std::uint16_t half;
-    std::memcpy(&half, bytes_.data() + 2 * at, 2);
-    return dtype_ == DType::f16 ? float_from_f16(half) : float_from_bf16(half);
-  }
-  std::size_t size() const { return bytes_.size() / size_of(dtype_); }
-  const std::vector<unsigned char>& bytes() const { return bytes_; }
-  void fill(double value) {
-    for (std::size_t n = 0; n < size(); ++n) {
-      set(n, value);
-    }
-  }
-  void* upload() {
-    device_ = driver::DeviceBuffer(0, bytes_.data(), bytes_.size());
-    return device_.data();
-  }
-  void download() {
-    driver::copy_to_host(bytes_.data(), device_.data(), bytes_.size(), nullptr);
-    driver::synchronize(nullptr);
-  }
-
- private:
-  DType dtype_;
-  std::vector<unsigned char> bytes_;
-  driver::DeviceBuffer device_;
-};
 
 struct Case {
   Sizes sizes{};
@@ -110,42 +59,40 @@ class Strided : public testing::Test {
   std::unique_ptr<driver::DeviceScope> scope_;
 };
 
-void fill_random(Array& array, std::mt19937& random) {
-  std::uniform_real_distribution<double> uniform(-1, 1);
-  for (std::size_t n = 0; n < array.size(); ++n) {
-    array.set(n, uniform(random));
-  }
+MirroredTensor random_tensor(MirroredTensor made, std::mt19937& random) {
+  made.randomise(random, std::uniform_real_distribution(-1.0, 1.0));
+  return made;
 }
-
-/// Rows of `features` random numbers, and NaN in the gaps.
-Array random_rows(const Case& c, std::int64_t features, std::mt19937& random) {
-  Array rows(c.dtype, static_cast<std::size_t>(c.batch * (features + c.gap)));
-  fill_random(rows, random);
-  for (std::int64_t n = 0; n < c.batch; ++n) {
-    for (std::int64_t f = features; f < features + c.gap; ++f) {
-      rows.set(static_cast<std::size_t>(n * (features + c.gap) + f), std::nan(""));
-    }
-  }
-  return rows;
+/// Rows of `features` elements with gaps between them.
+MirroredTensor rows(const Case& c, std::int64_t features) {
+  return {c.dtype, std::array{c.batch, features}, std::array{features + c.gap, std::int64_t{1}}, 256};
+}
+MirroredTensor weights(const Case& c) {
+  const auto& [a, b, k, d] = c.sizes;
+  const std::array sizes{a, b, k, d};
+  return c.transposed ? MirroredTensor(c.dtype, sizes, std::array{b * k * d, d, b * d, std::int64_t{1}}, 256)
+                      : MirroredTensor(c.dtype, sizes, std::array{b * k * d, k * d, d, std::int64_t{1}}, 256);
+}
+MirroredTensor vector(const Case& c) {
+  return {c.dtype, {c.sizes.a * c.sizes.b * c.sizes.d}, MemoryLayout{.alignment = 256}};
+}
+Matrix uploaded_rows(MirroredTensor& tensor) {
+  const TensorView& there = tensor.upload();
+  return {there.data, there.strides[0], 1};
+}
+Weights uploaded_weights(MirroredTensor& tensor) {
+  const TensorView& there = tensor.upload();
+  return {there.data, there.strides[0], there.strides[1], there.strides[2], there.strides[3]};
 }
 
 void check_product(const Case& c, strided::Way way = strided::Way::best) {
   const auto& [a, b, k_size, d] = c.sizes;
   std::mt19937 random(1);
-  const std::int64_t in = a * k_size * d, out = a * b * d, x_stride = in + c.gap, y_stride = out + c.gap;
-  Array x = random_rows(c, in, random);
-  Array w(c.dtype, static_cast<std::size_t>(a * b * k_size * d)), bias(c.dtype, static_cast<std::size_t>(out));
-  Array y(c.dtype, static_cast<std::size_t>(c.batch * y_stride));
-  fill_random(w, random);
-  fill_random(bias, random);
-  y.fill(std::nan(""));
-
-  Problem problem{c.sizes, c.batch, c.dtype,     {x.upload(), x_stride, 1}, {y.upload(), y_stride, 1},
-                  {},      {},      c.activation};
-  problem.w = c.transposed ? Weights{w.upload(), b * k_size * d, d, b * d, 1}
-                           : Weights{w.upload(), b * k_size * d, k_size * d, d, 1};
+  MirroredTensor x = random_tensor(rows(c, a * k_size * d), random), w = random_tensor(weights(c), random);
+  MirroredTensor bias = random_tensor(vector(c), random), y = rows(c, a * b * d);
+  Problem problem{c.sizes, c.batch, c.dtype, uploaded_rows(x), uploaded_rows(y), uploaded_weights(w), {}, c.activation};
   if (c.bias) {
-    problem.bias = {bias.upload(), 1};
+    problem.bias = {bias.upload().data, 1};
   }
   Context context = Context::cuda(0);
   context.precision = c.precision;
@@ -158,40 +105,31 @@ void check_product(const Case& c, strided::Way way = strided::Way::best) {
         for (std::int64_t l = 0; l < d; ++l) {
           double sum = 0, magnitude = 0;
           for (std::int64_t k = 0; k < k_size; ++k) {
-            const double product =
-                x.get(static_cast<std::size_t>(n * x_stride + (i * k_size + k) * d + l)) *
-                w.get(static_cast<std::size_t>(i * problem.w.a + j * problem.w.b + k * problem.w.c + l));
+            const double product = x.get({n, (i * k_size + k) * d + l}) * w.get({i, j, k, l});
             sum += product;
             magnitude += std::abs(product);
           }
           const std::int64_t feature = (i * b + j) * d + l;
-          sum += c.bias ? bias.get(static_cast<std::size_t>(feature)) : 0;
+          sum += c.bias ? bias.get(feature) : 0;
           const double want = activated(c.activation, sum);
-          const double got = y.get(static_cast<std::size_t>(n * y_stride + feature));
+          const double got = y.get({n, feature});
           ASSERT_NEAR(got, want, tolerance(c, want, magnitude))
               << text(c) << " at n " << n << " i " << i << " j " << j << " l " << l;
         }
       }
     }
-    for (std::int64_t f = out; f < y_stride; ++f) {
-      ASSERT_TRUE(std::isnan(y.get(static_cast<std::size_t>(n * y_stride + f)))) << text(c) << ": wrote past a row";
-    }
   }
+  ASSERT_TRUE(y.intact_around()) << text(c) << ": wrote beside the elements of y";
 }
 
 void check_gradient(const Case& c, strided::Way way = strided::Way::best) {
   const auto& [a, b, k_size, d] = c.sizes;
   std::mt19937 random(1);
-  const std::int64_t in = a * k_size * d, out = a * b * d, x_stride = in + c.gap, y_stride = out + c.gap;
-  Array x = random_rows(c, in, random), dy = random_rows(c, out, random);
-  Array dw(c.dtype, static_cast<std::size_t>(a * b * k_size * d)), bias(c.dtype, static_cast<std::size_t>(out));
-  dw.fill(std::nan(""));
-  bias.fill(std::nan(""));
-  WeightProblem problem{c.sizes, c.batch, c.dtype, {x.upload(), x_stride, 1}, {dy.upload(), y_stride, 1}, {}, {}};
-  problem.d_w = c.transposed ? Weights{dw.upload(), b * k_size * d, d, b * d, 1}
-                             : Weights{dw.upload(), b * k_size * d, k_size * d, d, 1};
+  MirroredTensor x = random_tensor(rows(c, a * k_size * d), random), dy = random_tensor(rows(c, a * b * d), random);
+  MirroredTensor dw = weights(c), bias = vector(c);
+  WeightProblem problem{c.sizes, c.batch, c.dtype, uploaded_rows(x), uploaded_rows(dy), uploaded_weights(dw), {}};
   if (c.bias) {
-    problem.d_bias = {bias.upload(), 1};
+    problem.d_bias = {bias.upload().data, 1};
   }
   Context context = Context::cuda(0);
   context.precision = c.precision;
@@ -200,9 +138,6 @@ void check_gradient(const Case& c, strided::Way way = strided::Way::best) {
   if (c.bias) {
     bias.download();
   }
-  const auto at = [](const Array& rows, std::int64_t n, std::int64_t stride, std::int64_t feature) {
-    return rows.get(static_cast<std::size_t>(n * stride + feature));
-  };
   for (std::int64_t i = 0; i < a; ++i) {
     for (std::int64_t j = 0; j < b; ++j) {
       for (std::int64_t l = 0; l < d; ++l) {
@@ -210,24 +145,22 @@ void check_gradient(const Case& c, strided::Way way = strided::Way::best) {
         for (std::int64_t k = 0; k < k_size; ++k) {
           double sum = 0, magnitude = 0;
           for (std::int64_t n = 0; n < c.batch; ++n) {
-            const double product = at(dy, n, y_stride, feature) * at(x, n, x_stride, (i * k_size + k) * d + l);
+            const double product = dy.get({n, feature}) * x.get({n, (i * k_size + k) * d + l});
             sum += product;
             magnitude += std::abs(product);
           }
-          const std::int64_t place = i * problem.d_w.a + j * problem.d_w.b + k * problem.d_w.c + l;
-          ASSERT_NEAR(dw.get(static_cast<std::size_t>(place)), sum, tolerance(c, sum, magnitude))
+          ASSERT_NEAR(dw.get({i, j, k, l}), sum, tolerance(c, sum, magnitude))
               << text(c) << " at i " << i << " j " << j << " k " << k << " l " << l;
         }
         if (c.bias) {
           double sum = 0, magnitude = 0;
           for (std::int64_t n = 0; n < c.batch; ++n) {
-            sum += at(dy, n, y_stride, feature);
-            magnitude += std::abs(at(dy, n, y_stride, feature));
+            sum += dy.get({n, feature});
+            magnitude += std::abs(dy.get({n, feature}));
           }
           Case exact = c;
           exact.precision = Precision::tf32x3;  // no product, so no rounding to tf32
-          ASSERT_NEAR(bias.get(static_cast<std::size_t>(feature)), sum, tolerance(exact, sum, magnitude))
-              << text(c) << ", bias at " << feature;
+          ASSERT_NEAR(bias.get(feature), sum, tolerance(exact, sum, magnitude)) << text(c) << ", bias at " << feature;
         }
       }
     }
@@ -381,27 +314,25 @@ TEST_F(Strided, GradientInClusters) {
 
 TEST_F(Strided, GradientRepeatsBitForBit) {
   std::mt19937 random(1);
-  Array x(DType::bf16, 3000 * 256), dy(DType::bf16, 3000 * 320);
-  fill_random(x, random);
-  fill_random(dy, random);
-  WeightProblem problem{
-      {1, 20, 16, 16}, 3000, DType::bf16, {x.upload(), 256, 1}, {dy.upload(), 320, 1}, {nullptr, 5120, 256, 16, 1}, {}};
+  const Case c{{1, 20, 16, 16}, 3000, DType::bf16};
+  MirroredTensor x = random_tensor(rows(c, 256), random), dy = random_tensor(rows(c, 320), random);
+  WeightProblem problem{c.sizes, c.batch, c.dtype, uploaded_rows(x), uploaded_rows(dy), {}, {}};
   Context context = Context::cuda(0);
-  std::vector<unsigned char> first;
+  std::vector<std::byte> first;
   for (int n = 0; n < 3; ++n) {
-    Array dw(DType::bf16, 5120);
-    problem.d_w.data = dw.upload();
+    MirroredTensor dw = weights(c);
+    problem.d_w = uploaded_weights(dw);
     ASSERT_TRUE(strided::run(problem, context));
     dw.download();
-    first = n == 0 ? dw.bytes() : first;
-    EXPECT_EQ(dw.bytes(), first);
+    first = n == 0 ? dw.storage() : first;
+    EXPECT_TRUE(dw.storage() == first);
   }
 }
 
 TEST_F(Strided, LeavesOthersToOthers) {
-  Array x(DType::f16, 4096), w(DType::f16, 4096), y(DType::f16, 4096);
-  Problem problem{{1, 4, 4, 4}, 4, DType::f16, {x.upload(), 16, 1}, {y.upload(), 16, 1}, {w.upload(), 64, 16, 4, 1},
-                  {},           {}};
+  const Case c{{1, 4, 4, 4}, 4, DType::f16};
+  MirroredTensor x = rows(c, 16), y = rows(c, 16), w = weights(c);
+  Problem problem{c.sizes, c.batch, c.dtype, uploaded_rows(x), uploaded_rows(y), uploaded_weights(w), {}, {}};
   Context context = Context::cuda(0);
   const auto taken = [&](auto change) {
     Problem changed = problem;

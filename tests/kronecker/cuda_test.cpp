@@ -2,12 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <iterator>
 #include <limits>
 #include <memory>
@@ -21,10 +17,11 @@
 #include "fretwork/error.h"
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/pack.h"
-#include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"
 #include "support/activated.h"
+#include "support/device_tensor.h"
+#include "support/reference.h"
 
 namespace fretwork {
 namespace {
@@ -32,101 +29,15 @@ namespace {
 using kronecker::Sizes;
 using Index = std::int64_t;
 
-/// Elements of a type on the host.
-struct Elements {
-  DType dtype;
-  std::vector<unsigned char> bytes;
-
-  Elements(DType type, Index count) : dtype(type), bytes(static_cast<std::size_t>(count) * size_of(type)) {}
-  Index count() const { return static_cast<Index>(bytes.size() / size_of(dtype)); }
-  template <typename T>
-  T* as() {
-    return reinterpret_cast<T*>(bytes.data());
-  }
-  double get(Index at) const {
-    auto* const self = const_cast<Elements*>(this);
-    switch (dtype) {
-      case DType::f64:
-        return self->as<double>()[at];
-      case DType::f32:
-        return self->as<float>()[at];
-      case DType::f16:
-        return float_from_f16(self->as<std::uint16_t>()[at]);
-      default:
-        return float_from_bf16(self->as<std::uint16_t>()[at]);
-    }
-  }
-  void set(Index at, double value) {
-    switch (dtype) {
-      case DType::f64:
-        as<double>()[at] = value;
-        break;
-      case DType::f32:
-        as<float>()[at] = static_cast<float>(value);
-        break;
-      case DType::f16:
-        as<std::uint16_t>()[at] = f16_from_float(static_cast<float>(value));
-        break;
-      default:
-        as<std::uint16_t>()[at] = bf16_from_float(static_cast<float>(value));
-    }
-  }
-  /// `coarse`: with no more digits than tf32 holds.
-  void randomise(unsigned seed, bool coarse = false) {
-    std::mt19937 random(seed);
-    std::uniform_real_distribution<float> numbers(-1.0f, 1.0f);
-    for (Index n = 0; n < count(); ++n) {
-      const float number = numbers(random);
-      set(n, coarse ? float_from_f16(f16_from_float(number)) : number);
-    }
-  }
-};
-
-/// A tensor on the host and on the device, with strides.
-struct Tensor {
-  Elements host;
-  cuda::DeviceBuffer device;
-  TensorView view;
-
-  Tensor(DType dtype, std::vector<Index> sizes, std::vector<Index> strides) : host(dtype, extent(sizes, strides)) {
-    view = TensorView(nullptr, dtype, sizes, strides, {DeviceType::cuda, 0});
-  }
-  static Index extent(const std::vector<Index>& sizes, const std::vector<Index>& strides) {
-    Index last = 0;
-    for (std::size_t d = 0; d < sizes.size(); ++d) {
-      last += std::max<Index>(sizes[d] - 1, 0) * strides[d];
-    }
-    return last + 1;
-  }
-  /// NaN wherever no element lies.
-  void spoil_gaps() {
-    std::vector<bool> used(static_cast<std::size_t>(host.count()));
-    Index all = 1;
-    for (const Index size : view.shape()) {
-      all *= size;
-    }
-    for (Index n = 0; n < all; ++n) {
-      Index at = 0, rest = n;
-      for (int d = view.rank; d-- > 0; rest /= view.size(d)) {
-        at += rest % view.size(d) * view.stride(d);
-      }
-      used[static_cast<std::size_t>(at)] = true;
-    }
-    for (Index at = 0; at < host.count(); ++at) {
-      if (!used[static_cast<std::size_t>(at)]) {
-        host.set(at, std::numeric_limits<double>::quiet_NaN());
-      }
-    }
-  }
-  void upload() {
-    device = cuda::DeviceBuffer(0, host.bytes.data(), host.bytes.size());
-    view.data = device.data();
-  }
-  void download() {
-    cuda::copy_to_host(host.bytes.data(), device.data(), host.bytes.size(), nullptr);
-    cuda::synchronize(nullptr);
-  }
-};
+/// `coarse`: with no more digits than tf32 holds.
+void randomise(Tensor& tensor, unsigned seed, bool coarse = false) {
+  std::mt19937 random(seed);
+  std::uniform_real_distribution<float> numbers(-1.0f, 1.0f);
+  tensor.generate([&] {
+    const float number = numbers(random);
+    return static_cast<double>(coarse ? float_from_f16(f16_from_float(number)) : number);
+  });
+}
 
 /// How weights lie in memory.
 enum class Order { plain, transposed, padded, matrices };
@@ -146,7 +57,6 @@ struct Case {
   Tf32 tf32 = Tf32::no;
 
   bool coarse() const { return tf32 == Tf32::exact; }
-  bool gaps() const { return pad > 0 || order == Order::padded; }
   /// How far a product may be off, relative to its magnitude: sums are rounded, and perhaps factors, one of them by
   /// leaving digits out.
   double slack() const { return dtype == DType::f64 ? 1e-14 : tf32 == Tf32::rounding ? 1.5e-3 : 1e-6; }
@@ -160,29 +70,27 @@ struct Case {
   }
 };
 
-Tensor matrix(const Case& c, Index features) {
-  return {c.dtype,
-          {c.batch, features},
-          c.last ? std::vector<Index>{1, c.batch + c.pad} : std::vector<Index>{features + c.pad, 1}};
+MirroredTensor tensor(DType dtype, const std::vector<Index>& sizes, const std::vector<Index>& strides) {
+  return {dtype, sizes, strides, 256};
 }
-Tensor weights(const Case& c) {
+MirroredTensor matrix(const Case& c, Index features) {
+  return tensor(c.dtype, {c.batch, features},
+                c.last ? std::vector<Index>{1, c.batch + c.pad} : std::vector<Index>{features + c.pad, 1});
+}
+MirroredTensor weights(const Case& c) {
   const auto [a, b, k, d] = c.sizes;
   switch (c.order) {
     case Order::plain:
-      return {c.dtype, {a, b, k, d}, {b * k * d, k * d, d, 1}};
+      return tensor(c.dtype, {a, b, k, d}, {b * k * d, k * d, d, 1});
     case Order::transposed:
-      return {c.dtype, {a, b, k, d}, {b * k * d, d, b * d, 1}};
+      return tensor(c.dtype, {a, b, k, d}, {b * k * d, d, b * d, 1});
     case Order::matrices:
-      return {c.dtype, {a, b, k, d}, {d * b * k, k, 1, b * k}};
+      return tensor(c.dtype, {a, b, k, d}, {d * b * k, k, 1, b * k});
     default:
-      return {c.dtype, {a, b, k, d}, {(b + 1) * (k * d * 2 + 3), k * d * 2 + 3, d * 2, 2}};
+      return tensor(c.dtype, {a, b, k, d}, {(b + 1) * (k * d * 2 + 3), k * d * 2 + 3, d * 2, 2});
   }
 }
-
-/// Half a unit in the last place, relative.
-double unit(DType dtype) {
-  return dtype == DType::f16 ? 1.0 / 2048 : dtype == DType::bf16 ? 1.0 / 256 : dtype == DType::f32 ? 6e-8 : 1e-16;
-}
+MirroredTensor vector(const Case& c) { return tensor(c.dtype, {c.sizes.a * c.sizes.b * c.sizes.d}, {1}); }
 
 kronecker::Matrix matrix_of(const TensorView& v) {
   return {v.data, v.size(0) == 1 ? 1 : v.stride(0), v.size(1) == 1 ? 1 : v.stride(1)};
@@ -207,55 +115,35 @@ kronecker::WeightProblem problem_of(const TensorView& x, const TensorView& d_y, 
 /// x, w, bias and y of a case, and the comparison of what a run left in y.
 struct Forward {
   Case c;
-  Tensor x, w, y, bias;
+  MirroredTensor x, w, y, bias;
 
   explicit Forward(const Case& which)
       : c(which),
         x(matrix(c, c.sizes.a * c.sizes.c * c.sizes.d)),
         w(weights(c)),
         y(matrix(c, c.sizes.a * c.sizes.b * c.sizes.d)),
-        bias(c.dtype, {c.sizes.a * c.sizes.b * c.sizes.d}, {1}) {
-    x.host.randomise(1, c.coarse());
-    w.host.randomise(2, c.coarse());
-    bias.host.randomise(3);
-    for (Tensor* t : {&x, &w}) {
-      if (c.gaps()) {
-        t->spoil_gaps();
-      }
-    }
-    std::fill(y.host.bytes.begin(), y.host.bytes.end(), 0xff);  // NaN in every type
+        bias(vector(c)) {
+    randomise(x, 1, c.coarse());
+    randomise(w, 2, c.coarse());
+    randomise(bias, 3);
     upload();
   }
   void upload() {
-    for (Tensor* t : {&x, &w, &y, &bias}) {
+    for (MirroredTensor* t : {&x, &w, &y, &bias}) {
       t->upload();
     }
   }
-  /// NaN wherever x and w have no element, and behind y room that nobody may write to.
-  void poison() {
-    x.spoil_gaps();
-    w.spoil_gaps();
-    y.host.bytes.resize(y.host.bytes.size() + kGuard * size_of(c.dtype), 0xff);
-    upload();
-  }
-  static constexpr Index kGuard = 64;
-  void check_guard() const {
-    for (Index at = y.host.count() - kGuard; at < y.host.count(); ++at) {
-      ASSERT_TRUE(std::isnan(y.host.get(at))) << c.text() << ": wrote behind y";
-    }
-  }
-  KsmmOptions options() const { return {c.bias ? &bias.view : nullptr, c.activation}; }
-  kronecker::Problem problem() const { return problem_of(x.view, w.view, y.view, options()); }
-  void run_public(Context& context) const { ksmm(x.view, w.view, y.view, context, options()); }
+  void check_around() const { ASSERT_TRUE(y.intact_around()) << c.text() << ": wrote beside the elements of y"; }
+  KsmmOptions options() const { return {c.bias ? &bias.device_view : nullptr, c.activation}; }
+  kronecker::Problem problem() const { return problem_of(x.device_view, w.device_view, y.device_view, options()); }
+  void run_public(Context& context) const { ksmm(x.device_view, w.device_view, y.device_view, context, options()); }
   /// The sum before the activation, and what it may be off by.
   std::pair<double, double> sum(Index n, Index f) const {
     const Sizes& s = c.sizes;
     const Index i = f / (s.b * s.d), j = f / s.d % s.b, l = f % s.d;
-    double total = c.bias ? bias.host.get(f) : 0.0, magnitude = std::abs(total);
+    double total = c.bias ? bias.get(f) : 0.0, magnitude = std::abs(total);
     for (Index k = 0; k < s.c; ++k) {
-      const auto& ws = w.view.strides;
-      const double term = w.host.get(i * ws[0] + j * ws[1] + k * ws[2] + l * ws[3]) *
-                          x.host.get(n * x.view.strides[0] + ((i * s.c + k) * s.d + l) * x.view.strides[1]);
+      const double term = w.get({i, j, k, l}) * x.get({n, (i * s.c + k) * s.d + l});
       total += term;
       magnitude += std::abs(term);
     }
@@ -270,9 +158,9 @@ struct Forward {
       for (Index f = 0; f < features && wrong < 5; ++f) {
         const auto [before, slack] = sum(n, f);
         const double want = activated(c.activation, before);
-        const double got = y.host.get(n * y.view.strides[0] + f * y.view.strides[1]);
+        const double got = y.get({n, f});
         const double applied = c.tf32 != Tf32::no ? 3e-5 : 0.0;  // activations are as good as 16-bit results need
-        const double most = (1.01 * unit(c.dtype) + applied) * std::abs(want) + 2 * slack + 1e-7;
+        const double most = (1.01 * unit_roundoff(c.dtype) + applied) * std::abs(want) + 2 * slack + 1e-7;
         if (!(std::abs(got - want) <= most)) {
           ++wrong;
           ADD_FAILURE() << c.text() << ": y[" << n << ", " << f << "] is " << got << ", not " << want;
@@ -283,13 +171,7 @@ struct Forward {
       row(n);
     }
     row(c.batch - 1);
-    const Index inner = c.last ? c.batch : features, pitch = inner + c.pad;
-    for (Index at = 0; at < y.host.count() && c.pad > 0 && wrong < 5; ++at) {
-      if (at % pitch >= inner && !std::isnan(y.host.get(at))) {
-        ++wrong;
-        ADD_FAILURE() << c.text() << ": the gap at " << at << " was written";
-      }
-    }
+    EXPECT_TRUE(c.pad == 0 || y.intact_around()) << c.text() << ": a gap was written";
   }
 };
 
@@ -298,7 +180,7 @@ struct Packing {
   Case c;
   bool along_k, tf32;
   Index lines, entries, pitch;
-  Tensor w, to;
+  MirroredTensor w, to;
 
   Packing(const Case& which, bool k, bool rounded)
       : c(which),
@@ -308,10 +190,9 @@ struct Packing {
         entries(k ? c.sizes.c : c.sizes.b),
         pitch((entries + 7) / 8 * 8 + 8),
         w(weights(c)),
-        to(c.dtype, {c.sizes.a * c.sizes.d, lines, pitch}, {lines * pitch, pitch, 1}) {
-    w.host.randomise(6);
+        to(tensor(c.dtype, {c.sizes.a * c.sizes.d, lines, entries}, {lines * pitch, pitch, 1})) {
+    randomise(w, 6);
     w.upload();
-    std::fill(to.host.bytes.begin(), to.host.bytes.end(), 0xff);
     to.upload();
   }
   /// A rounded number keeps eleven digits, and is as near as they allow.
@@ -320,53 +201,41 @@ struct Packing {
     return cut && std::abs(got - want) <= (tf32 ? std::abs(want) / 2048 : 0.0);
   }
   void check(Context& context) {
-    kronecker::pack(weights_of(w.view), c.sizes, c.dtype, {along_k, pitch, tf32}, to.device.data(), context);
+    kronecker::pack(weights_of(w.device_view), c.sizes, c.dtype, {along_k, pitch, tf32}, to.device_view.data, context);
     to.download();
-    const auto& ws = w.view.strides;
-    for (Index at = 0; at < to.host.count(); ++at) {
-      const Index entry = at % pitch, line = at / pitch % lines, product = at / pitch / lines;
-      const Index i = product / c.sizes.d, l = product % c.sizes.d, j = along_k ? line : entry,
-                  k = along_k ? entry : line;
-      const double got = to.host.get(at);
-      if (entry >= entries) {
-        ASSERT_TRUE(std::isnan(got)) << c.text() << ": wrote behind line " << line << " of product " << product;
-      } else {
-        const double want = w.host.get(i * ws[0] + j * ws[1] + k * ws[2] + l * ws[3]);
-        ASSERT_TRUE(right(got, want)) << c.text() << (along_k ? " along k" : " along j") << (tf32 ? " tf32" : "")
-                                      << ": [" << product << "][" << line << "][" << entry << "] is " << got << ", not "
-                                      << want;
-      }
-    }
+    ASSERT_TRUE(to.intact_around()) << c.text() << ": wrote behind a line";
+    to.each([&](const std::vector<Index>& at) {
+      const Index product = at[0], line = at[1], entry = at[2], i = product / c.sizes.d, l = product % c.sizes.d;
+      const double got = to.get(at), want = along_k ? w.get({i, line, entry, l}) : w.get({i, entry, line, l});
+      ASSERT_TRUE(right(got, want)) << c.text() << (along_k ? " along k" : " along j") << (tf32 ? " tf32" : "") << ": ["
+                                    << product << "][" << line << "][" << entry << "] is " << got << ", not " << want;
+    });
   }
 };
 
 struct Backward {
   Case c;
-  Tensor x, d_y, d_w, d_bias;
+  MirroredTensor x, d_y, d_w, d_bias;
 
   explicit Backward(const Case& which)
       : c(which),
         x(matrix(c, c.sizes.a * c.sizes.c * c.sizes.d)),
         d_y(matrix(c, c.sizes.a * c.sizes.b * c.sizes.d)),
         d_w(weights(c)),
-        d_bias(c.dtype, {c.sizes.a * c.sizes.b * c.sizes.d}, {1}) {
-    x.host.randomise(4, c.coarse());
-    d_y.host.randomise(5, c.coarse());
-    for (Tensor* t : {&x, &d_y}) {
-      if (c.gaps()) {
-        t->spoil_gaps();
-      }
-    }
-    for (Tensor* t : {&d_w, &d_bias}) {
-      std::fill(t->host.bytes.begin(), t->host.bytes.end(), 0xff);
-    }
-    for (Tensor* t : {&x, &d_y, &d_w, &d_bias}) {
+        d_bias(vector(c)) {
+    randomise(x, 4, c.coarse());
+    randomise(d_y, 5, c.coarse());
+    for (MirroredTensor* t : {&x, &d_y, &d_w, &d_bias}) {
       t->upload();
     }
   }
-  const TensorView* sums() const { return c.bias ? &d_bias.view : nullptr; }
-  kronecker::WeightProblem problem() const { return problem_of(x.view, d_y.view, d_w.view, sums()); }
-  void run_public(Context& context) const { ksmm_backward_weight(x.view, d_y.view, d_w.view, sums(), context); }
+  const TensorView* sums() const { return c.bias ? &d_bias.device_view : nullptr; }
+  kronecker::WeightProblem problem() const {
+    return problem_of(x.device_view, d_y.device_view, d_w.device_view, sums());
+  }
+  void run_public(Context& context) const {
+    ksmm_backward_weight(x.device_view, d_y.device_view, d_w.device_view, sums(), context);
+  }
   void check() {
     d_w.download();
     d_bias.download();
@@ -374,23 +243,21 @@ struct Backward {
     const Index all = s.a * s.b * s.c * s.d, step = std::max<Index>(1, all * c.batch / 20'000'000) | 1;
     int wrong = 0;
     const auto close = [&](double got, double want, double slack, const char* what, Index at) {
-      const double most = 1.01 * unit(c.dtype) * std::abs(want) + 2 * slack + 1e-7;
+      const double most = 1.01 * unit_roundoff(c.dtype) * std::abs(want) + 2 * slack + 1e-7;
       if (!(std::abs(got - want) <= most) && ++wrong < 5) {
         ADD_FAILURE() << c.text() << ": " << what << "[" << at << "] is " << got << ", not " << want;
       }
     };
-    const auto out = [&](Index n, Index f) { return d_y.host.get(n * d_y.view.strides[0] + f * d_y.view.strides[1]); };
+    const auto out = [&](Index n, Index f) { return d_y.get({n, f}); };
     for (Index e = 0; e < all; e += step) {
       const Index l = e % s.d, k = e / s.d % s.c, j = e / (s.d * s.c) % s.b, i = e / (s.d * s.c * s.b);
       double sum = 0, magnitude = 0;
       for (Index n = 0; n < c.batch; ++n) {
-        const double term = out(n, (i * s.b + j) * s.d + l) *
-                            x.host.get(n * x.view.strides[0] + ((i * s.c + k) * s.d + l) * x.view.strides[1]);
+        const double term = out(n, (i * s.b + j) * s.d + l) * x.get({n, (i * s.c + k) * s.d + l});
         sum += term;
         magnitude += std::abs(term);
       }
-      const auto& ws = d_w.view.strides;
-      close(d_w.host.get(i * ws[0] + j * ws[1] + k * ws[2] + l * ws[3]), sum, magnitude * c.slack(), "d_w", e);
+      close(d_w.get({i, j, k, l}), sum, magnitude * c.slack(), "d_w", e);
     }
     for (Index f = 0; c.bias && f < s.a * s.b * s.d; ++f) {
       double sum = 0, magnitude = 0;
@@ -398,7 +265,7 @@ struct Backward {
         sum += out(n, f);
         magnitude += std::abs(out(n, f));
       }
-      close(d_bias.host.get(f), sum, magnitude * 1e-6, "d_bias", f);  // which no factor is rounded for
+      close(d_bias.get(f), sum, magnitude * 1e-6, "d_bias", f);  // which no factor is rounded for
     }
   }
 };
@@ -438,15 +305,14 @@ class KroneckerCuda : public testing::Test {
   /// Right, nothing written beside it, and the same in every run.
   void check_direct(const Case& c) {
     Forward f(c);
-    f.poison();
     ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
     f.check();
-    f.check_guard();
-    const std::vector<unsigned char> first = f.y.host.bytes;
+    f.check_around();
+    const std::vector<std::byte> first = f.y.storage();
     for (int n = 0; n < 20; ++n) {
       ASSERT_TRUE(kronecker::direct::run(f.problem(), context_));
       f.y.download();
-      ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
+      ASSERT_EQ(f.y.storage() == first, true) << c.text() << ": run " << n;
     }
   }
   std::unique_ptr<cuda::DeviceScope> scope_;
@@ -552,20 +418,19 @@ TEST_F(KroneckerCuda, LinesThatBeginAnywhere) {
   using kronecker::hopper::Form;
   for (const Case& c : cases) {
     Forward f(c);
-    f.poison();
     const auto check = [&](Form form, int width) {
-      std::fill(f.y.host.bytes.begin(), f.y.host.bytes.end(), 0xff);
+      f.y.poison();
       f.y.upload();
       if (!kronecker::hopper::run(f.problem(), context_for(c), form, width)) {
         return false;
       }
       f.check();
-      f.check_guard();
-      const std::vector<unsigned char> first = f.y.host.bytes;
+      f.check_around();
+      const std::vector<std::byte> first = f.y.storage();
       for (int n = 0; n < 10; ++n) {
         kronecker::hopper::run(f.problem(), context_, form, width);
         f.y.download();
-        EXPECT_EQ(f.y.host.bytes == first, true) << c.text() << " width " << width << ": run " << n;
+        EXPECT_EQ(f.y.storage() == first, true) << c.text() << " width " << width << ": run " << n;
       }
       return true;
     };
@@ -681,10 +546,9 @@ TEST_F(KroneckerCuda, ResidentWeights) {
   }
   for (const Case& c : cases) {
     Forward f(c);
-    f.poison();
     ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::resident)) << c.text();
     f.check();
-    f.check_guard();
+    f.check_around();
   }
   // Too many for shared memory, no δ to bring together, another type, and batch first.
   for (const Case& c : std::initializer_list<Case>{{{1, 512, 1024, 2}, 1000, true},
@@ -703,7 +567,7 @@ TEST_F(KroneckerCuda, DenseBlocksKeepInfinitiesApart) {
   for (const Case& c : dense_cases()) {
     Forward f(c);
     const Index n = c.batch * 2 / 3, l = c.sizes.d - 1;  // of the last k of the last block
-    f.x.host.set(n * f.x.view.strides[0] + f.x.view.size(1) - 1, std::numeric_limits<double>::infinity());
+    f.x.set({n, f.x.size(1) - 1}, std::numeric_limits<double>::infinity());
     f.upload();
     ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::dense)) << c.text();
     f.y.download();
@@ -711,14 +575,15 @@ TEST_F(KroneckerCuda, DenseBlocksKeepInfinitiesApart) {
     for (Index row = 0; row < c.batch; ++row) {
       for (Index feature = 0; feature < features; ++feature) {
         const bool hit = row == n && feature >= features - block && feature % c.sizes.d == l;
-        const double got = f.y.host.get(row * f.y.view.strides[0] + feature);
+        const double got = f.y.get({row, feature});
         if (!hit || c.activation == Activation::none) {
           ASSERT_EQ(!std::isfinite(got), hit) << c.text() << ": y[" << row << ", " << feature << "] is " << got;
         }
         if (row == n && !hit) {
           const auto [before, slack] = f.sum(row, feature);
           const double want = activated(c.activation, before);
-          ASSERT_NEAR(got, want, (1.01 * unit(c.dtype) + 3e-5) * std::abs(want) + 2 * slack + 1e-6) << c.text();
+          ASSERT_NEAR(got, want, (1.01 * unit_roundoff(c.dtype) + 3e-5) * std::abs(want) + 2 * slack + 1e-6)
+              << c.text();
         }
       }
     }
@@ -812,9 +677,9 @@ TEST_F(KroneckerCuda, EmptyBatchHasZeroGradients) {
     kronecker::WeightProblem problem = b.problem();
     problem.batch = 0;
     ASSERT_TRUE(kronecker::hopper::run(problem, context_for(c)));
-    for (Tensor* t : {&b.d_w, &b.d_bias}) {
+    for (MirroredTensor* t : {&b.d_w, &b.d_bias}) {
       t->download();
-      EXPECT_TRUE(std::ranges::all_of(t->host.bytes, [](unsigned char byte) { return byte == 0; }));
+      EXPECT_TRUE(std::ranges::all_of(t->values(), [](double x) { return x == 0 && !std::signbit(x); }));
     }
   }
 }
@@ -881,20 +746,18 @@ std::vector<Case> few_tile_cases() {
 TEST_F(KroneckerCuda, FewRows) {
   for (const Case& c : few_cases()) {
     Forward f(c);
-    f.poison();
     ASSERT_TRUE(kronecker::few::run(f.problem(), context_)) << c.text();
     f.check();
-    f.check_guard();
+    f.check_around();
   }
 }
 
 TEST_F(KroneckerCuda, FewRowsInTiles) {
   for (const Case& c : few_tile_cases()) {
     Forward f(c);
-    f.poison();
     ASSERT_TRUE(kronecker::few::run(f.problem(), context_)) << c.text();
     f.check();
-    f.check_guard();
+    f.check_around();
   }
 }
 
@@ -922,10 +785,9 @@ TEST_F(KroneckerCuda, FewRowsDirectly) {
   }
   for (const Case& c : cases) {
     Forward f(c);
-    f.poison();
     ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
     f.check();
-    f.check_guard();
+    f.check_around();
   }
 }
 
@@ -997,7 +859,7 @@ TEST_F(KroneckerCuda, FewRowsKeepApart) {
       Forward f(c);
       const Index n = batch - 2;
       for (Index feature = 0; feature < f.x.view.size(1); ++feature) {
-        f.x.host.set(n * f.x.view.strides[0] + feature * f.x.view.strides[1], std::numeric_limits<double>::quiet_NaN());
+        f.x.set({n, feature}, std::numeric_limits<double>::quiet_NaN());
       }
       f.upload();
       for (const bool directly : {tiles, true}) {
@@ -1007,7 +869,7 @@ TEST_F(KroneckerCuda, FewRowsKeepApart) {
         f.y.download();
         for (Index at = 0, features = f.y.view.size(1); at < batch * features; ++at) {
           const Index row = at / features, feature = at % features;
-          const double got = f.y.host.get(row * f.y.view.strides[0] + feature * f.y.view.strides[1]);
+          const double got = f.y.get({row, feature});
           ASSERT_EQ(std::isnan(got), row == n) << c.text() << ": y[" << row << ", " << feature << "]";
         }
       }
@@ -1029,14 +891,14 @@ TEST_F(KroneckerCuda, FewRowsRepeatThemselves) {
     for (const Sizes& sizes : {Sizes{1, 96, 384, 16}, Sizes{1, 256, 512, 4}, Sizes{1, 192, 96, 2}}) {
       const Case c{sizes, 13, last, DType::bf16, Activation::gelu, true};
       Forward f(c);
-      std::vector<unsigned char> first;
+      std::vector<std::byte> first;
       for (int n = 0; n < 200; ++n) {
         const bool directly = n >= 100;
         ASSERT_TRUE(directly ? kronecker::direct::run(f.problem(), context_)
                              : kronecker::few::run(f.problem(), context_));
         f.y.download();
-        first = n % 100 == 0 ? f.y.host.bytes : first;
-        ASSERT_EQ(f.y.host.bytes == first, true) << c.text() << ": run " << n;
+        first = n % 100 == 0 ? f.y.storage() : first;
+        ASSERT_EQ(f.y.storage() == first, true) << c.text() << ": run " << n;
       }
     }
   }
@@ -1166,12 +1028,12 @@ TEST_F(KroneckerCuda, IeeeGradientsInPiecesRepeat) {
                                                    {{1, 64, 48, 1}, 9001, true, DType::f32},
                                                    {{1, 48, 64, 8}, 9001, false, DType::f32}}) {
     Backward b(c);
-    std::vector<unsigned char> first;
+    std::vector<std::byte> first;
     for (int n = 0; n < 20; ++n) {
       ASSERT_TRUE(kronecker::ieee::run(b.problem(), context_));
       b.d_w.download();
-      first = n == 0 ? b.d_w.host.bytes : first;
-      ASSERT_TRUE(b.d_w.host.bytes == first) << c.text() << ": run " << n;
+      first = n == 0 ? b.d_w.storage() : first;
+      ASSERT_TRUE(b.d_w.storage() == first) << c.text() << ": run " << n;
     }
     b.check();
   }
@@ -1209,8 +1071,7 @@ TEST_F(KroneckerCuda, NanStaysWithItsOwn) {
   for (const Case& c : cases) {
     Forward f(c);
     const Index n = c.batch * 2 / 3, k = 70, i = 0, l = c.sizes.d - 1;  // in the last, partial step of the depth
-    f.x.host.set(n * f.x.view.strides[0] + ((i * c.sizes.c + k) * c.sizes.d + l) * f.x.view.strides[1],
-                 std::numeric_limits<double>::quiet_NaN());
+    f.x.set({n, (i * c.sizes.c + k) * c.sizes.d + l}, std::numeric_limits<double>::quiet_NaN());
     f.upload();
     if (c.batch < 100 || !hopper() || !kronecker::hopper::run(f.problem(), context_for(c))) {
       f.run_public(context_for(c));
@@ -1219,7 +1080,7 @@ TEST_F(KroneckerCuda, NanStaysWithItsOwn) {
     for (Index at = 0, features = f.y.view.size(1); at < c.batch * features; ++at) {
       const Index row = at / features, feature = at % features;
       const bool hit = row == n && feature / (c.sizes.b * c.sizes.d) == i && feature % c.sizes.d == l;
-      const double got = f.y.host.get(row * f.y.view.strides[0] + feature * f.y.view.strides[1]);
+      const double got = f.y.get({row, feature});
       ASSERT_EQ(std::isnan(got), hit) << c.text() << ": y[" << row << ", " << feature << "]";
     }
   }
@@ -1242,15 +1103,15 @@ TEST_F(KroneckerCuda, RepeatsItself) {
                  dtype == DType::f32 ? Tf32::rounding : Tf32::no};
     Forward forward(c);
     Backward backward(c);
-    std::vector<unsigned char> first[3];
+    std::vector<std::byte> first[3];
     for (int n = 0; n < (dtype == DType::f32 ? 30 : 100); ++n) {
       ASSERT_TRUE(kronecker::hopper::run(forward.problem(), context_for(c)));
       ASSERT_TRUE(kronecker::hopper::run(backward.problem(), context_for(c)));
       int at = 0;
-      for (Tensor* t : {&forward.y, &backward.d_w, &backward.d_bias}) {
+      for (MirroredTensor* t : {&forward.y, &backward.d_w, &backward.d_bias}) {
         t->download();
-        first[at] = n == 0 ? t->host.bytes : first[at];
-        ASSERT_EQ(t->host.bytes == first[at], true) << c.text() << ": run " << n << ", result " << at;
+        first[at] = n == 0 ? t->storage() : first[at];
+        ASSERT_EQ(t->storage() == first[at], true) << c.text() << ": run " << n << ", result " << at;
         ++at;
       }
     }

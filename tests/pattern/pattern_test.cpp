@@ -10,21 +10,12 @@
 #include "fretwork/error.h"
 #include "pattern/text.h"
 #include "support/error_text.h"
+#include "support/reference.h"
 
 namespace fretwork {
 namespace {
 
 using Mask = std::vector<std::uint8_t>;
-
-Mask random_mask(std::size_t count, double density, unsigned seed) {
-  std::mt19937 random(seed);
-  std::bernoulli_distribution there(density);
-  Mask mask(count);
-  for (auto& m : mask) {
-    m = there(random);
-  }
-  return mask;
-}
 
 const BlockLayout& as_layout(const PatternPtr& pattern) { return dynamic_cast<const BlockLayout&>(*pattern); }
 

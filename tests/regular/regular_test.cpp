@@ -1,15 +1,16 @@
 // The C++ door of attention, and SPLAT's operators on the CPU (and a GPU, where there is one) against their definition.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <random>
 #include <span>
 #include <vector>
 
-#include "core/half.h"
 #include "fretwork/fretwork.h"
 #include "fretwork/patterns.h"
-#include "runtime/cuda_driver.h"
+#include "support/device_tensor.h"
 #include "support/error_text.h"
 
 namespace fretwork {
@@ -17,98 +18,38 @@ namespace {
 
 using Sizes = std::vector<std::int64_t>;
 
-/// A tensor with numbers, and room between its rows that must stay as it is.
-struct Tensor {
-  Tensor(DType type, const Sizes& shape, unsigned seed, std::int64_t room = 3) : dtype(type), sizes(shape), gap(room) {
-    const std::int64_t rows = sizes[0] * sizes[1] * sizes[2], width = sizes[3] + gap;
-    numbers.resize(static_cast<std::size_t>(rows * width), std::numeric_limits<double>::quiet_NaN());
-    for (std::int64_t n = 0; n < rows * sizes[3]; ++n) {
-      seed = seed * 1664525u + 1013904223u;
-      number(n) = seed == 0 ? 0 : static_cast<double>(seed >> 8) / (1 << 23) - 1;
-    }
-    bytes.resize(numbers.size() * size_of(dtype));
-    for (std::size_t n = 0; n < numbers.size(); ++n) {
-      put(n, numbers[n]);
-    }
-    read();
+/// A tensor of NaN, with `room` elements between its rows that must stay so.
+MirroredTensor empty(DType dtype, const Sizes& sizes, std::int64_t room = 3) {
+  const std::int64_t row = sizes[3] + room;
+  return {dtype, sizes, Sizes{sizes[1] * sizes[2] * row, sizes[2] * row, row, 1}, 128};
+}
+/// The same with numbers between −1 and 1.
+MirroredTensor numbers(DType dtype, const Sizes& sizes, unsigned seed, std::int64_t room = 3) {
+  MirroredTensor tensor = empty(dtype, sizes, room);
+  std::mt19937 random(seed);
+  tensor.randomise(random, std::uniform_real_distribution(-1.0, 1.0));
+  return tensor;
+}
+/// NaN in a row from its entry `from` on.
+void poison(Tensor& tensor, std::int64_t b, std::int64_t h, std::int64_t r, std::int64_t from = 0) {
+  for (std::int64_t c = from; c < tensor.size(3); ++c) {
+    tensor.set({b, h, r, c}, std::numeric_limits<double>::quiet_NaN());
   }
-  double& number(std::int64_t n) {
-    return numbers[static_cast<std::size_t>(n / std::max<std::int64_t>(sizes[3], 1) * (sizes[3] + gap) +
-                                            n % std::max<std::int64_t>(sizes[3], 1))];
-  }
-  double& at(std::int64_t b, std::int64_t h, std::int64_t r, std::int64_t c) {
-    return number(((b * sizes[1] + h) * sizes[2] + r) * sizes[3] + c);
-  }
-  /// Numbers as the bytes have them.
-  void read() {
-    for (std::size_t n = 0; n < numbers.size(); ++n) {
-      numbers[n] = dtype == DType::f32   ? reinterpret_cast<const float*>(bytes.data())[n]
-                   : dtype == DType::f64 ? reinterpret_cast<const double*>(bytes.data())[n]
-                   : dtype == DType::f16 ? float_from_f16(reinterpret_cast<const std::uint16_t*>(bytes.data())[n])
-                                         : float_from_bf16(reinterpret_cast<const std::uint16_t*>(bytes.data())[n]);
-    }
-  }
-  void put(std::size_t n, double x) {
-    const auto single = static_cast<float>(x);
-    if (dtype == DType::f64) {
-      reinterpret_cast<double*>(bytes.data())[n] = x;
-    } else if (dtype == DType::f32) {
-      reinterpret_cast<float*>(bytes.data())[n] = single;
-    } else {
-      reinterpret_cast<std::uint16_t*>(bytes.data())[n] =
-          dtype == DType::f16 ? f16_from_float(single) : bf16_from_float(single);
-    }
-  }
-  /// A row from its entry `from` on.
-  void poison(std::int64_t b, std::int64_t h, std::int64_t r, std::int64_t from = 0) {
-    for (std::int64_t c = from; c < sizes[3]; ++c) {
-      double& x = at(b, h, r, c);
-      x = std::numeric_limits<double>::quiet_NaN();
-      put(static_cast<std::size_t>(&x - numbers.data()), x);
-    }
-  }
-  TensorView view(void* data, Device device) const {
-    const std::int64_t row = sizes[3] + gap;
-    const Sizes strides = {sizes[1] * sizes[2] * row, sizes[2] * row, row, 1};
-    return {data, dtype, sizes, strides, device};
-  }
-  bool guarded() const {
-    for (std::size_t n = 0; n < numbers.size(); ++n) {
-      if (static_cast<std::int64_t>(n) % (sizes[3] + gap) >= sizes[3] && !std::isnan(numbers[n])) {
-        return false;
-      }
-    }
-    return true;
-  }
-  DType dtype;
-  Sizes sizes;
-  std::int64_t gap;
-  std::vector<double> numbers;
-  std::vector<std::byte> bytes;
-};
+}
 
 /// Calls f with views of the tensors on a device, and brings back what it wrote.
 template <typename F, typename... Tensors>
 void on(Device device, const F& f, Tensors&... tensors) {
   if (device.type == DeviceType::cpu) {
     Context context = Context::cpu();
-    f(context, tensors.view(tensors.bytes.data(), device)...);
+    f(context, tensors.view...);
   } else {
     const cuda::DeviceScope scope(device.index);
     Context context = Context::cuda(device.index);
-    std::vector<cuda::DeviceBuffer> copies;
-    (copies.emplace_back(device.index, tensors.bytes.data(), std::max<std::size_t>(tensors.bytes.size(), 1)), ...);
-    std::size_t n = 0;
-    const auto next = [&] { return copies[n++].data(); };
-    // Braces, so that the views follow the order of the tensors.
-    const TensorView views[] = {tensors.view(next(), device)...};
-    [&]<std::size_t... I>(std::index_sequence<I...>) { f(context, views[I]...); }
-    (std::index_sequence_for<Tensors...>());
-    n = 0;
-    (cuda::copy_to_host(tensors.bytes.data(), next(), tensors.bytes.size(), context.stream), ...);
-    cuda::synchronize(context.stream);
+    (tensors.upload(), ...);
+    f(context, tensors.device_view...);
+    (tensors.download(context.stream), ...);
   }
-  (tensors.read(), ...);
 }
 
 std::vector<Device> devices() {
@@ -136,23 +77,24 @@ void check_operators(const std::shared_ptr<const RegularPattern>& p, DType dtype
   };
   const auto count_of = [&](std::int64_t i) { return static_cast<std::int64_t>(row_of(i).size()); };
   const std::int64_t m = p->rows(), n = p->cols(), width = r_width(p);
-  Tensor q(dtype, {2, 4, m, depth}, 1, room), k(dtype, {2, 2, n, depth}, 2, room), x(dtype, {2, 4, m, width}, 3);
-  Tensor scores(dtype, {2, 4, m, width}, 4), out(dtype, {2, 4, m, depth}, 5, room);
-  Tensor turned(dtype, {2, 2, n, depth}, 6, room), weights(dtype, {2, 4, m, width}, 7);
+  MirroredTensor q = numbers(dtype, {2, 4, m, depth}, 1, room), k = numbers(dtype, {2, 2, n, depth}, 2, room);
+  MirroredTensor x = numbers(dtype, {2, 4, m, width}, 3), scores = empty(dtype, {2, 4, m, width});
+  MirroredTensor out = empty(dtype, {2, 4, m, depth}, room), turned = empty(dtype, {2, 2, n, depth}, room);
+  MirroredTensor weights = empty(dtype, {2, 4, m, width});
   std::vector<bool> used(static_cast<std::size_t>(n));
   for (const std::int32_t j : entries.columns) {
     used[static_cast<std::size_t>(j)] = true;
   }
   for (std::int64_t head = 0; head < 2 * 4; ++head) {
     for (std::int64_t i = 0; i < m; ++i) {
-      x.poison(head / 4, head % 4, i, count_of(i));
+      poison(x, head / 4, head % 4, i, count_of(i));
       if (count_of(i) == 0) {
-        q.poison(head / 4, head % 4, i);
+        poison(q, head / 4, head % 4, i);
       }
     }
     for (std::int64_t j = 0; j < n; ++j) {
       if (!used[static_cast<std::size_t>(j)]) {
-        k.poison(head / 4, head % 2, j);
+        poison(k, head / 4, head % 2, j);
       }
     }
   }
@@ -179,31 +121,31 @@ void check_operators(const std::shared_ptr<const RegularPattern>& p, DType dtype
         std::vector<double> row(static_cast<std::size_t>(depth));
         double total = 0;
         for (std::int64_t t = 0; t < count; ++t) {
-          total += std::exp(1.5 * x.at(b, h, i, t));
+          total += std::exp(1.5 * x.get({b, h, i, t}));
         }
         for (std::int64_t t = 0; t < width; ++t) {
           const bool there = t < count;
           const std::int64_t j = there ? row_of(i)[static_cast<std::size_t>(t)] : 0;
           double dot = 0;
           for (std::int64_t d = 0; there && d < depth; ++d) {
-            dot += q.at(b, h, i, d) * k.at(b, h / 2, j, d);
-            row[static_cast<std::size_t>(d)] += x.at(b, h, i, t) * k.at(b, h / 2, j, d);
+            dot += q.get({b, h, i, d}) * k.get({b, h / 2, j, d});
+            row[static_cast<std::size_t>(d)] += x.get({b, h, i, t}) * k.get({b, h / 2, j, d});
             sums[static_cast<std::size_t>(((b * 2 + h / 2) * n + j) * depth + d)] +=
-                x.at(b, h, i, t) * q.at(b, h, i, d);
+                x.get({b, h, i, t}) * q.get({b, h, i, d});
           }
-          expect_near(scores.at(b, h, i, t), dot, dtype);
-          expect_near(weights.at(b, h, i, t), there ? std::exp(1.5 * x.at(b, h, i, t)) / total : 0, dtype);
+          expect_near(scores.get({b, h, i, t}), dot, dtype);
+          expect_near(weights.get({b, h, i, t}), there ? std::exp(1.5 * x.get({b, h, i, t})) / total : 0, dtype);
         }
         for (std::int64_t d = 0; d < depth; ++d) {
-          expect_near(out.at(b, h, i, d), row[static_cast<std::size_t>(d)], dtype);
+          expect_near(out.get({b, h, i, d}), row[static_cast<std::size_t>(d)], dtype);
         }
       }
     }
   }
   for (std::size_t e = 0; e < sums.size(); ++e) {
-    expect_near(turned.number(static_cast<std::int64_t>(e)), sums[e], dtype);
+    expect_near(turned.get(static_cast<std::int64_t>(e)), sums[e], dtype);
   }
-  EXPECT_TRUE(scores.guarded() && out.guarded() && turned.guarded() && weights.guarded());
+  EXPECT_TRUE(scores.intact_around() && out.intact_around() && turned.intact_around() && weights.intact_around());
 }
 
 TEST(RegularOps, FollowTheirDefinition) {
@@ -322,11 +264,12 @@ TEST(Attention, RefusesBadCalls) {
 }
 
 TEST(Attention, NeedsNoLse) {
-  Tensor q(DType::f32, {2, 4, 30, 16}, 1, 0), k(DType::f32, {2, 2, 40, 16}, 2, 0), v(DType::f32, {2, 2, 40, 8}, 3, 0);
-  Tensor with(DType::f32, {2, 4, 30, 8}, 4, 0), without(DType::f32, {2, 4, 30, 8}, 5, 0);
+  MirroredTensor q = numbers(DType::f32, {2, 4, 30, 16}, 1, 0), k = numbers(DType::f32, {2, 2, 40, 16}, 2, 0);
+  MirroredTensor v = numbers(DType::f32, {2, 2, 40, 8}, 3, 0);
   const auto pattern = patterns::strided({30, 40}, 6);
   for (const Device device : devices()) {
-    Tensor lse(DType::f32, {1, 2, 4, 30}, 6, 0);
+    MirroredTensor with = empty(DType::f32, {2, 4, 30, 8}, 0), without = empty(DType::f32, {2, 4, 30, 8}, 0);
+    MirroredTensor lse = empty(DType::f32, {1, 2, 4, 30}, 0);
     on(
         device,
         [&](Context& c, const TensorView& a, const TensorView& b, const TensorView& d, const TensorView& x,
@@ -336,7 +279,8 @@ TEST(Attention, NeedsNoLse) {
           attention(a, b, d, pattern, y, nullptr, c);
         },
         q, k, v, with, without, lse);
-    EXPECT_EQ(with.bytes, without.bytes);
+    EXPECT_TRUE(with.same_bytes(without));
+    EXPECT_FALSE(std::ranges::any_of(with.values(), [](double x) { return std::isnan(x); }));
   }
 }
 

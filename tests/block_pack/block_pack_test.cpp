@@ -97,14 +97,14 @@ void check(DType dtype, std::int64_t r, std::int64_t c, std::int64_t batch, bool
   for (std::int64_t n = 0; n < dense.view.elements(); ++n) {
     dense.set(n, static_cast<std::uint64_t>(n) * 2654435761u % 60013u);
   }
-  block_pack(dense.view, *layout, values.view, context);
+  block_pack(dense.view, layout, values.view, context);
   const auto place = places(*layout);
   const auto per_batch = static_cast<std::int64_t>(place.size()), all = 2 * 3 * r * 2 * c;
   for (std::int64_t n = 0; n < values.view.elements(); ++n) {
     ASSERT_EQ(values.get(n), dense.get(n / per_batch * all + place[static_cast<std::size_t>(n % per_batch)])) << n;
   }
   EXPECT_TRUE(values.guarded());
-  block_unpack(values.view, *layout, -2.5, back.view, context);
+  block_unpack(values.view, layout, -2.5, back.view, context);
   std::vector<std::uint8_t> mask(static_cast<std::size_t>(all));
   layout->mask(mask);
   const std::uint64_t fill = dtype == DType::f64   ? 0xc004000000000000u
@@ -136,10 +136,10 @@ TEST(BlockPack, OneHeadMatrix) {
   for (std::int64_t n = 0; n < 128; ++n) {
     dense.set(n, static_cast<std::uint64_t>(n));
   }
-  block_pack(dense.view, *layout, values.view, context);
+  block_pack(dense.view, layout, values.view, context);
   EXPECT_EQ(values.get(0), 8u);
   EXPECT_EQ(values.get(63), 127u);
-  block_unpack(values.view, *layout, 0.0, dense.view, context);
+  block_unpack(values.view, layout, 0.0, dense.view, context);
   EXPECT_EQ(dense.get(7), 0u);
   EXPECT_EQ(dense.get(127), 127u);
 }
@@ -149,8 +149,8 @@ TEST(BlockPack, EmptyLayoutFills) {
   const auto layout = BlockLayout::make({1, 1, 2, 8, 8}, none);
   Context context = Context::cpu();
   Buffer dense(DType::bf16, {8, 16}, 0), values(DType::bf16, {0, 8, 8}, 0);
-  block_pack(dense.view, *layout, values.view, context);
-  block_unpack(values.view, *layout, std::numeric_limits<double>::infinity(), dense.view, context);
+  block_pack(dense.view, layout, values.view, context);
+  block_unpack(values.view, layout, std::numeric_limits<double>::infinity(), dense.view, context);
   EXPECT_EQ(dense.get(0), 0x7f80u);
   EXPECT_EQ(dense.get(127), 0x7f80u);
 }
@@ -160,11 +160,11 @@ TEST(BlockPack, BadCalls) {
   Context context = Context::cpu();
   const auto pack = [&](DType dtype, std::vector<std::int64_t> sizes) {
     Buffer dense(dtype, std::move(sizes), 0), values(DType::f32, {1, layout->nnz(), 16, 16}, 0);
-    return error_of([&] { block_pack(dense.view, *layout, values.view, context); });
+    return error_of([&] { block_pack(dense.view, layout, values.view, context); });
   };
   const auto unpack = [&](std::vector<std::int64_t> sizes) {
     Buffer values(DType::f32, std::move(sizes), 0), dense(DType::f32, {1, 2, 48, 32}, 0);
-    return error_of([&] { block_unpack(values.view, *layout, 0.0, dense.view, context); });
+    return error_of([&] { block_unpack(values.view, layout, 0.0, dense.view, context); });
   };
   EXPECT_EQ(pack(DType::f32, {1, 2, 32, 48}),
             "pack: dense: expected shape (2, 48, 32) or (Z, 2, 48, 32), got (1, 2, 32, 48)");

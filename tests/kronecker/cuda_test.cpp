@@ -21,6 +21,7 @@
 #include "fretwork/error.h"
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/pack.h"
+#include "pattern/checks.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"
@@ -191,8 +192,8 @@ kronecker::Weights weights_of(const TensorView& v) {
   return {v.data, v.stride(0), v.stride(1), v.stride(2), v.stride(3)};
 }
 Sizes sizes_of(const TensorView& w) { return {w.size(0), w.size(1), w.size(2), w.size(3)}; }
-kronecker::Vector vector_of(const TensorView* v) {
-  return v != nullptr ? kronecker::Vector{v->data, v->stride(0)} : kronecker::Vector{};
+kronecker::Vector vector_of(const std::optional<ConstTensorView>& v) {
+  return v.has_value() ? kronecker::Vector{operand_data(*v), v->stride(0)} : kronecker::Vector{};
 }
 kronecker::Problem problem_of(const TensorView& x, const TensorView& w, const TensorView& y,
                               const KsmmOptions& options) {
@@ -200,7 +201,7 @@ kronecker::Problem problem_of(const TensorView& x, const TensorView& w, const Te
           options.activation};
 }
 kronecker::WeightProblem problem_of(const TensorView& x, const TensorView& d_y, const TensorView& d_w,
-                                    const TensorView* d_bias) {
+                                    const std::optional<TensorView>& d_bias) {
   return {sizes_of(d_w), x.size(0), x.dtype, matrix_of(x), matrix_of(d_y), weights_of(d_w), vector_of(d_bias)};
 }
 
@@ -244,7 +245,9 @@ struct Forward {
       ASSERT_TRUE(std::isnan(y.host.get(at))) << c.text() << ": wrote behind y";
     }
   }
-  KsmmOptions options() const { return {c.bias ? &bias.view : nullptr, c.activation}; }
+  KsmmOptions options() const {
+    return {c.bias ? std::optional<ConstTensorView>(bias.view) : std::nullopt, c.activation};
+  }
   kronecker::Problem problem() const { return problem_of(x.view, w.view, y.view, options()); }
   void run_public(Context& context) const { ksmm(x.view, w.view, y.view, context, options()); }
   /// The sum before the activation, and what it may be off by.
@@ -364,7 +367,7 @@ struct Backward {
       t->upload();
     }
   }
-  const TensorView* sums() const { return c.bias ? &d_bias.view : nullptr; }
+  std::optional<TensorView> sums() const { return c.bias ? std::optional(d_bias.view) : std::nullopt; }
   kronecker::WeightProblem problem() const { return problem_of(x.view, d_y.view, d_w.view, sums()); }
   void run_public(Context& context) const { ksmm_backward_weight(x.view, d_y.view, d_w.view, sums(), context); }
   void check() {

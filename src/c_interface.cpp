@@ -52,12 +52,12 @@ KroneckerSizes kronecker_sizes(const int64_t sizes[4]) {
   return fretwork::KroneckerPattern::make({sizes[0], sizes[1], sizes[2], sizes[3]})->sizes();
 }
 
-const fretwork::KroneckerPattern& as_kronecker(const fretwork_pattern* pattern) {
-  const auto* is = dynamic_cast<const fretwork::KroneckerPattern*>(pattern->is.get());
+fretwork::KroneckerPtr as_kronecker(const fretwork_pattern* pattern) {
+  auto is = std::dynamic_pointer_cast<const fretwork::KroneckerPattern>(pattern->is);
   if (is == nullptr) {
     throw fretwork::Error("KroneckerPattern", "text", "a Kronecker pattern", pattern->is->text());
   }
-  return *is;
+  return is;
 }
 
 fretwork::DType sparse_dtype(const char* op, const std::string& name) {
@@ -238,8 +238,7 @@ int fretwork_pattern_contains(const fretwork_pattern* pattern, int64_t row, int6
 fretwork_pattern* fretwork_pattern_block_cover(const fretwork_pattern* pattern, int64_t block_rows, int64_t block_cols,
                                                double* fill_in) {
   return guarded(kNone, [&] {
-    const auto cover =
-        fretwork::patterns::block_cover(*fretwork::as_regular("block_cover", pattern->is), block_rows, block_cols);
+    const auto cover = fretwork::patterns::block_cover(pattern->is, block_rows, block_cols);
     *fill_in = cover.fill_in;
     return handle(cover.layout);
   });
@@ -259,49 +258,51 @@ int fretwork_pattern_acsr(const fretwork_pattern* pattern, int64_t* start, int64
 int64_t fretwork_pattern_describe(const fretwork_pattern* pattern, char* text, size_t size) {
   return guarded(int64_t{-1}, [&] {
     const auto regular = fretwork::as_regular("describe", pattern->is);
-    return write_text(regular->describe() + fretwork::attention_cost(*regular), text, size);
+    return write_text(regular->describe() + fretwork::attention_cost(regular), text, size);
   });
 }
 
 int64_t fretwork_pattern_draw(const fretwork_pattern* pattern, int64_t head, int width, int colour, char* text,
                               size_t size) {
   return guarded(int64_t{-1}, [&] {
-    return write_text(fretwork::draw(*pattern->is, {head, width, colour != 0}), text, size);
+    return write_text(fretwork::draw(pattern->is, {head, width, colour != 0}), text, size);
   });
 }
 
 int64_t fretwork_pattern_svg(const fretwork_pattern* pattern, int64_t head, char* text, size_t size) {
-  return guarded(int64_t{-1}, [&] { return write_text(fretwork::draw_svg(*pattern->is, head), text, size); });
+  return guarded(int64_t{-1}, [&] { return write_text(fretwork::draw_svg(pattern->is, head), text, size); });
 }
 
 int fretwork_kronecker_sizes(const fretwork_pattern* pattern, int64_t sizes[4]) {
   return guarded(-1, [&] {
-    write_sizes(as_kronecker(pattern).sizes(), sizes);
+    write_sizes(as_kronecker(pattern)->sizes(), sizes);
     return 0;
   });
 }
 
 fretwork_pattern* fretwork_kronecker_block_layout(const fretwork_pattern* pattern) {
-  return guarded(kNone, [&] { return handle(fretwork::to_block_layout(as_kronecker(pattern))); });
+  return guarded(kNone, [&] { return handle(fretwork::kronecker::to_block_layout(as_kronecker(pattern))); });
 }
 
 int fretwork_kronecker_chainable(const int64_t left[4], const int64_t right[4]) {
-  return guarded(-1, [&] { return fretwork::chainable(kronecker_sizes(left), kronecker_sizes(right)) ? 1 : 0; });
+  return guarded(-1,
+                 [&] { return fretwork::kronecker::chainable(kronecker_sizes(left), kronecker_sizes(right)) ? 1 : 0; });
 }
 
 int fretwork_kronecker_product(const int64_t left[4], const int64_t right[4], int64_t out[4]) {
   return guarded(-1, [&] {
-    write_sizes(fretwork::product(kronecker_sizes(left), kronecker_sizes(right)), out);
+    write_sizes(fretwork::kronecker::product(kronecker_sizes(left), kronecker_sizes(right)), out);
     return 0;
   });
 }
 
 int fretwork_kronecker_monarch(int64_t out_features, int64_t in_features, int64_t p, int64_t q, int64_t* patterns) {
-  return guarded(-1, [&] { return write_all(fretwork::monarch(out_features, in_features, p, q), patterns); });
+  return guarded(-1,
+                 [&] { return write_all(fretwork::kronecker::monarch(out_features, in_features, p, q), patterns); });
 }
 
 int fretwork_kronecker_butterfly(int64_t n, int64_t* patterns) {
-  return guarded(-1, [&] { return write_all(fretwork::butterfly(n), patterns); });
+  return guarded(-1, [&] { return write_all(fretwork::kronecker::butterfly(n), patterns); });
 }
 
 int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch, const char* dtype, int bs_last,
@@ -312,7 +313,7 @@ int fretwork_kronecker_plan(const int64_t* patterns, int count, const char* arch
       sizes.push_back(kronecker_sizes(patterns + 4 * n));
     }
     std::string lines;
-    for (const std::string& line : fretwork::ksmm_chain_plan(sizes, arch, floating_named(dtype), bs_last != 0, batch)) {
+    for (const std::string& line : fretwork::kronecker::plan(sizes, arch, floating_named(dtype), bs_last != 0, batch)) {
       lines += (lines.empty() ? "" : "\n") + line;
     }
     return static_cast<int>(write_text(lines, text, size));
@@ -332,7 +333,7 @@ int fretwork_kronecker_project(const double* dense, int64_t rows, int64_t cols, 
       throw fretwork::Error("project", "dense", "fewer than 2^63 elements", fretwork::shape_text(given));
     }
     std::vector<std::vector<double>> made(sizes.size());
-    *error = fretwork::kronecker_project({dense, static_cast<std::size_t>(elements)}, rows, cols, sizes, made);
+    *error = fretwork::kronecker::project({dense, static_cast<std::size_t>(elements)}, rows, cols, sizes, made);
     for (std::size_t n = 0; n < made.size(); ++n) {
       std::copy(made[n].begin(), made[n].end(), weights[n]);
     }
@@ -388,7 +389,7 @@ int64_t fretwork_two_four_order(const char* op, const char* layout, int64_t line
                                 int64_t tile_k, int64_t* order, int64_t room) {
   return guarded(int64_t{-1}, [&] {
     const std::vector<std::int64_t> all =
-        fretwork::two_four_order(op, layout, lines, k, sparse_dtype(op, dtype), tile_k);
+        fretwork::two_four::order(op, layout, lines, k, sparse_dtype(op, dtype), tile_k);
     const auto count = static_cast<int64_t>(all.size());
     std::copy_n(all.begin(), std::min(count, room), order);
     return count;
@@ -400,9 +401,9 @@ int fretwork_two_four_dense_wins(int64_t m, int64_t n, int64_t k, const char* dt
   return guarded(-1, [&] {
     using fretwork::DeviceType, fretwork::Precision;
     const bool ieee = std::string_view(precision) == "ieee", cuda = std::string_view(device) == "cuda";
-    return fretwork::two_four_dense_wins(m, n, k, sparse_dtype("linear", dtype),
-                                         {cuda ? DeviceType::cuda : DeviceType::cpu, index},
-                                         ieee ? Precision::ieee : Precision::tf32)
+    return fretwork::two_four::dense_wins(m, n, k, sparse_dtype("linear", dtype),
+                                          {cuda ? DeviceType::cuda : DeviceType::cpu, index},
+                                          ieee ? Precision::ieee : Precision::tf32)
                ? 1
                : 0;
   });

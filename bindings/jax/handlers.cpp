@@ -2,6 +2,7 @@
 // Patterns arrive as their texts in an attribute, so that an exported program carries them.
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "executor.h"
@@ -11,7 +12,8 @@
 namespace {
 
 namespace ffi = xla::ffi;
-using fretwork::BlockLayout, fretwork::Context, fretwork::DType, fretwork::Error, fretwork::TensorView;
+using fretwork::BlockLayout, fretwork::ConstTensorView, fretwork::ConstTwoFour, fretwork::Context, fretwork::DType,
+    fretwork::Error, fretwork::TensorView;
 
 DType dtype_of(ffi::DataType type) {
   switch (type) {
@@ -54,7 +56,11 @@ struct Call {
   ffi::Dictionary attributes;
   Context context;
 
-  TensorView in(std::size_t n) const { return view(unwrap(args.get<ffi::AnyBuffer>(n))); }
+  ConstTensorView in(std::size_t n) const { return view(unwrap(args.get<ffi::AnyBuffer>(n))); }
+  /// The last of `count` inputs, where there are so many.
+  std::optional<ConstTensorView> last_of(std::size_t count) const {
+    return args.size() < count ? std::nullopt : std::optional(in(count - 1));
+  }
   TensorView out(std::size_t n) const { return view(*unwrap(rets.get<ffi::AnyBuffer>(n))); }
 
   /// An input whose type is no matter.
@@ -65,7 +71,7 @@ struct Call {
     return unwrap(attributes.get<T>(name));
   }
 
-  std::shared_ptr<const BlockLayout> layout() const {
+  fretwork::BlockLayoutPtr layout() const {
     const auto key = attribute<std::string_view>("layout");
     auto found = std::dynamic_pointer_cast<const BlockLayout>(fretwork::parse_pattern(key));
     if (found == nullptr) {
@@ -107,7 +113,7 @@ void matmul(Call& call) {
                                         .sum_h = call.attribute<bool>("sum_h")};
   call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
   const auto product = mode == "sdd" ? fretwork::sdd : mode == "dsd" ? fretwork::dsd : fretwork::dds;
-  product(call.in(0), call.in(1), *layout, call.out(0), call.context, options);
+  product(call.in(0), call.in(1), layout, call.out(0), call.context, options);
 }
 
 fretwork::MaskMode mask_mode(std::string_view name) {
@@ -122,26 +128,24 @@ void softmax(Call& call) {
       .scale = call.attribute<double>("scale"),
       .key_padding_mask_mode = mask_mode(call.attribute<std::string_view>("key_padding_mask_mode")),
       .attn_mask_mode = mask_mode(call.attribute<std::string_view>("attn_mask_mode"))};
-  std::array<TensorView, 3> views;
   for (std::size_t n = 0; n < extras.size(); ++n) {
-    views.at(n) = call.in(n + 1);
-    (extras[n] == 'r' ? options.rpe : extras[n] == 'k' ? options.key_padding_mask : options.attn_mask) = &views.at(n);
+    (extras[n] == 'r' ? options.rpe : extras[n] == 'k' ? options.key_padding_mask : options.attn_mask) = call.in(n + 1);
   }
-  fretwork::block_softmax(call.in(0), *layout, call.out(0), call.context, options);
+  fretwork::block_softmax(call.in(0), layout, call.out(0), call.context, options);
 }
 
 /// Inputs: the softmax and its gradient. Outputs: the gradient of values and, when there are two, of rpe.
 void softmax_backward(Call& call) {
   const auto layout = call.layout();
-  const TensorView d_rpe = call.rets.size() > 1 ? call.out(1) : TensorView{};
-  fretwork::block_softmax_backward(call.in(0), call.in(1), *layout, call.attribute<double>("scale"), call.out(0),
-                                   call.rets.size() > 1 ? &d_rpe : nullptr, call.context);
+  const auto d_rpe = call.rets.size() > 1 ? std::optional(call.out(1)) : std::nullopt;
+  fretwork::block_softmax_backward(call.in(0), call.in(1), layout, call.attribute<double>("scale"), call.out(0), d_rpe,
+                                   call.context);
 }
 
-void pack(Call& call) { fretwork::block_pack(call.in(0), *call.layout(), call.out(0), call.context); }
+void pack(Call& call) { fretwork::block_pack(call.in(0), call.layout(), call.out(0), call.context); }
 
 void unpack(Call& call) {
-  fretwork::block_unpack(call.in(0), *call.layout(), call.attribute<double>("fill"), call.out(0), call.context);
+  fretwork::block_unpack(call.in(0), call.layout(), call.attribute<double>("fill"), call.out(0), call.context);
 }
 
 /// Kernel size, stride, padding (top, left, bottom, right) and dilation.
@@ -161,25 +165,25 @@ fretwork::ConvOptions conv_options(Call& call) {
 /// Inputs: x, values and, when there are three, the bias.
 void block_conv2d(Call& call) {
   fretwork::ConvOptions options = conv_options(call);
-  const TensorView bias = call.args.size() > 2 ? call.in(2) : TensorView{};
-  options.bias = call.args.size() > 2 ? &bias : nullptr;
-  fretwork::block_conv2d(call.in(0), call.in(1), *call.layout(), call.out(0), call.context, options);
+  options.bias = call.last_of(3);
+  fretwork::block_conv2d(call.in(0), call.in(1), call.layout(), call.out(0), call.context, options);
 }
 
 /// Inputs: the gradient of the result, and values.
 void block_conv2d_backward_x(Call& call) {
   const fretwork::ConvOptions options = conv_options(call);
-  fretwork::block_conv2d_backward_x(call.in(0), call.in(1), *call.layout(), call.out(0), call.context, options);
+  fretwork::block_conv2d_backward_x(call.in(0), call.in(1), call.layout(), call.out(0), call.context, options);
 }
 
 /// Inputs: x, and the gradient of the result.
 void block_conv2d_backward_values(Call& call) {
   const fretwork::ConvOptions options = conv_options(call);
-  fretwork::block_conv2d_backward_values(call.in(0), call.in(1), *call.layout(), call.out(0), call.context, options);
+  fretwork::block_conv2d_backward_values(call.in(0), call.in(1), call.layout(), call.out(0), call.context, options);
 }
 
 /// Batch × features as the core sees it: batch last is a transposed view.
-TensorView batch_view(TensorView view, bool last) {
+template <typename View>
+View batch_view(View view, bool last) {
   if (last) {
     std::swap(view.sizes[0], view.sizes[1]);
     std::swap(view.strides[0], view.strides[1]);
@@ -196,10 +200,9 @@ fretwork::Activation activation_of(std::string_view name) {
 
 /// Inputs: x, w and, when there are three, the bias.
 void ksmm(Call& call) {
-  const bool last = call.attribute<bool>("bs_last"), with_bias = call.args.size() > 2;
+  const bool last = call.attribute<bool>("bs_last");
   call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
-  const TensorView bias = with_bias ? call.in(2) : TensorView{};
-  const fretwork::KsmmOptions options{.bias = with_bias ? &bias : nullptr,
+  const fretwork::KsmmOptions options{.bias = call.last_of(3),
                                       .activation = activation_of(call.attribute<std::string_view>("activation"))};
   fretwork::ksmm(batch_view(call.in(0), last), call.in(1), batch_view(call.out(0), last), call.context, options);
 }
@@ -208,17 +211,15 @@ void ksmm(Call& call) {
 void ksmm_chain(Call& call) {
   const bool last = call.attribute<bool>("bs_last");
   call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
-  std::vector<TensorView> weights;
+  std::vector<ConstTensorView> weights;
   for (std::size_t n = 1; n < call.args.size(); ++n) {
     weights.push_back(call.in(n));
   }
-  fretwork::KsmmOptions options{.bias = nullptr,
+  fretwork::KsmmOptions options{.bias = {},
                                 .activation = activation_of(call.attribute<std::string_view>("activation"))};
-  TensorView bias;
   if (!weights.empty() && weights.back().rank == 1) {
-    bias = weights.back();
+    options.bias = weights.back();
     weights.pop_back();
-    options.bias = &bias;
   }
   fretwork::ksmm_chain(batch_view(call.in(0), last), weights, batch_view(call.out(0), last), call.context, options);
 }
@@ -227,15 +228,13 @@ void ksmm_chain(Call& call) {
 void ksmm_backward_weight(Call& call) {
   const bool last = call.attribute<bool>("bs_last");
   call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
-  const TensorView d_bias = call.out(1);
-  fretwork::ksmm_backward_weight(batch_view(call.in(0), last), batch_view(call.in(1), last), call.out(0), &d_bias,
+  fretwork::ksmm_backward_weight(batch_view(call.in(0), last), batch_view(call.in(1), last), call.out(0), call.out(1),
                                  call.context);
 }
 
 /// Options of attention from the attributes and the inputs from `first` on: those of bias, slopes, dropout's seed (64
 /// bits in any type) and key padding that the attribute "extras" names by b, s, d and k.
-class AttentionCall {
- public:
+struct AttentionCall {
   AttentionCall(Call& call, std::size_t first) {
     patterns = fretwork::parse_patterns(call.attribute<std::string_view>("patterns"));
     options.scale = call.attribute<double>("scale");
@@ -245,39 +244,32 @@ class AttentionCall {
       if (kind == 'd') {
         options.dropout_seed = static_cast<const std::int64_t*>(call.memory(first++));
       } else {
-        TensorView& place = kind == 'b' ? bias_ : kind == 's' ? slopes_ : key_padding_;
-        place = call.in(first++);
-        (kind == 'b' ? options.bias : kind == 's' ? options.slopes : options.key_padding) = &place;
+        (kind == 'b' ? options.bias : kind == 's' ? options.slopes : options.key_padding) = call.in(first++);
       }
     }
     call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
   }
-  AttentionCall(const AttentionCall&) = delete;
-  AttentionCall& operator=(const AttentionCall&) = delete;
   std::vector<fretwork::PatternPtr> patterns;
   fretwork::AttentionOptions options;
-
- private:
-  TensorView bias_, slopes_, key_padding_;
 };
 
 /// Inputs: q, k, v and the extras. Outputs: o and lse.
 void attention(Call& call) {
   const AttentionCall own(call, 3);
-  const TensorView lse = call.out(1);
-  fretwork::attention(call.in(0), call.in(1), call.in(2), own.patterns, call.out(0), &lse, call.context, own.options);
+  fretwork::attention(call.in(0), call.in(1), call.in(2), own.patterns, call.out(0), call.out(1), call.context,
+                      own.options);
 }
 
 /// Inputs: q, k, v, o, lse, d_o, d_lse and the extras. Outputs: the gradients of q, k, v and, when there are four,
 /// bias.
 void attention_backward(Call& call) {
   const AttentionCall own(call, 7);
-  const bool with_bias = call.rets.size() > 3;
-  const TensorView d_lse = call.in(6), d_q = call.out(0), d_k = call.out(1), d_v = call.out(2),
-                   d_bias = with_bias ? call.out(3) : TensorView{};
+  fretwork::AttentionGradients gradients{.q = call.out(0), .k = call.out(1), .v = call.out(2), .bias = {}};
+  if (call.rets.size() > 3) {
+    gradients.bias = call.out(3);
+  }
   fretwork::attention_backward(call.in(0), call.in(1), call.in(2), own.patterns, call.in(3), call.in(4), call.in(5),
-                               &d_lse, {.q = &d_q, .k = &d_k, .v = &d_v, .bias = with_bias ? &d_bias : nullptr},
-                               call.context, own.options);
+                               call.in(6), gradients, call.context, own.options);
 }
 
 void r_sddmm(Call& call) { fretwork::r_sddmm(call.in(0), call.in(1), call.pattern(), call.out(0), call.context); }
@@ -301,42 +293,42 @@ fretwork::TwoFour along(const TensorView& values, const TensorView& metadata, st
 }
 
 void two_four_compress(Call& call) {
-  fretwork::two_four_compress(call.in(0), along(call.out(0), call.out(1), call.attribute<std::int64_t>("dim")),
-                              static_cast<std::int64_t*>(call.out(2).data), call.context);
+  fretwork::two_four::compress(call.in(0), along(call.out(0), call.out(1), call.attribute<std::int64_t>("dim")),
+                               static_cast<std::int64_t*>(call.out(2).data), call.context);
 }
 
 void two_four_check(Call& call) {
-  fretwork::two_four_check(call.in(0), static_cast<int>(call.attribute<std::int64_t>("dim")),
-                           static_cast<std::int64_t*>(call.out(0).data), call.context);
+  fretwork::two_four::check(call.in(0), static_cast<int>(call.attribute<std::int64_t>("dim")),
+                            static_cast<std::int64_t*>(call.out(0).data), call.context);
 }
 
 void two_four_canonical(Call& call) {
-  fretwork::two_four_canonical({call.in(0), call.in(1), 1}, call.out(0), call.attribute<bool>("keep_valid"),
-                               static_cast<std::int64_t*>(call.out(1).data), call.context);
+  fretwork::two_four::canonical(ConstTwoFour{call.in(0), call.in(1), 1}, call.out(0),
+                                call.attribute<bool>("keep_valid"), static_cast<std::int64_t*>(call.out(1).data),
+                                call.context);
 }
 
 void two_four_to_dense(Call& call) {
-  fretwork::two_four_to_dense({call.in(0), call.in(1), 1}, call.out(0), call.context);
+  fretwork::two_four::to_dense(ConstTwoFour{call.in(0), call.in(1), 1}, call.out(0), call.context);
 }
 
-void two_four_gather(Call& call) { fretwork::two_four_gather(call.in(0), {call.out(0), call.in(1), 1}, call.context); }
+void two_four_gather(Call& call) { fretwork::two_four::gather(call.in(0), call.in(1), 1, call.out(0), call.context); }
 
 void two_four_prune(Call& call) {
-  fretwork::two_four_prune(call.in(0), static_cast<int>(call.attribute<std::int64_t>("dim")),
-                           call.attribute<bool>("transposable"), call.out(0), call.context);
+  fretwork::two_four::prune(call.in(0), static_cast<int>(call.attribute<std::int64_t>("dim")),
+                            call.attribute<bool>("transposable"), call.out(0), call.context);
 }
 
 /// Inputs: values, metadata, the dense operand and, when there are four, the bias.
 void two_four_matmul(Call& call) {
-  const fretwork::TwoFour lines{call.in(0), call.in(1), 1};
-  const TensorView bias = call.args.size() > 3 ? call.in(3) : TensorView{};
-  const fretwork::TwoFourOptions options{.bias = call.args.size() > 3 ? &bias : nullptr,
-                                         .activation = activation_of(call.attribute<std::string_view>("activation"))};
+  const ConstTwoFour lines{call.in(0), call.in(1), 1};
+  const fretwork::two_four::Options options{
+      .bias = call.last_of(4), .activation = activation_of(call.attribute<std::string_view>("activation"))};
   call.context.precision = precision_of(call.attribute<std::string_view>("precision"));
   if (call.attribute<bool>("left")) {
-    fretwork::two_four_matmul(lines, call.in(2), call.out(0), call.context, options);
+    fretwork::two_four::matmul(lines, call.in(2), call.out(0), call.context, options);
   } else {
-    fretwork::two_four_matmul(call.in(2), lines.transpose(), call.out(0), call.context, options);
+    fretwork::two_four::matmul(call.in(2), lines.transpose(), call.out(0), call.context, options);
   }
 }
 

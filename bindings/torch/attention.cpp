@@ -27,15 +27,12 @@ struct Features {
 /// The same as the core has them.
 struct Options {
   Options(const char* op, const Features& f, const Tensor& q, const std::optional<Tensor>& padding)
-      : patterns(fretwork::parse_patterns(f.patterns.view())),
-        bias(f.bias.has_value() ? view(op, "bias", *f.bias) : fretwork::TensorView{}),
-        slopes(f.slopes.has_value() ? view(op, "slopes", *f.slopes) : fretwork::TensorView{}),
-        key_padding(padding.has_value() ? view(op, "key_padding_mask", *padding, {"bool"}) : fretwork::TensorView{}) {
-    options.key_padding = padding.has_value() ? &key_padding : nullptr;
+      : patterns(fretwork::parse_patterns(f.patterns.view())) {
+    options.bias = view(op, "bias", f.bias);
+    options.slopes = view(op, "slopes", f.slopes);
+    options.key_padding = view(op, "key_padding_mask", padding, {"bool"});
     options.scale = f.scale;
     options.softcap = f.softcap;
-    options.bias = f.bias.has_value() ? &bias : nullptr;
-    options.slopes = f.slopes.has_value() ? &slopes : nullptr;
     options.dropout = f.dropout;
     if (f.seed.has_value()) {
       const bool right =
@@ -46,10 +43,7 @@ struct Options {
       options.dropout_seed = static_cast<const std::int64_t*>(f.seed->const_data_ptr());
     }
   }
-  Options(const Options&) = delete;
-  Options& operator=(const Options&) = delete;
   std::vector<fretwork::PatternPtr> patterns;
-  fretwork::TensorView bias, slopes, key_padding;
   fretwork::AttentionOptions options;
 };
 
@@ -61,18 +55,17 @@ void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const std::optional<Tensor> padding = arguments.optional_tensor();
 
   const Options options(kOp, features, q, padding);
-  const fretwork::TensorView queries = view(kOp, "q", q), keys = view(kOp, "k", k), values = view(kOp, "v", v);
+  const fretwork::ConstTensorView queries = view(kOp, "q", q), keys = view(kOp, "k", k), values = view(kOp, "v", v);
   // Operands of another rank give some shape; the core refuses them before it looks at the result.
   const std::int64_t sizes[] = {queries.size(0), queries.size(1), queries.size(2), values.size(3)};
   const Tensor out = empty_like(sizes, q);
   const bool wide = queries.dtype == fretwork::DType::f64;
   const Tensor lse =
       empty(std::span(sizes).first(3), wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), q);
-  const fretwork::TensorView lse_view = view(kOp, "lse", lse);
   Call call(q);
   call.context().precision = precision_named(kOp, features.precision.view());
-  fretwork::attention(queries, keys, values, options.patterns, view(kOp, "out", out), &lse_view, call.context(),
-                      options.options);
+  fretwork::attention(queries, keys, values, options.patterns, out_view(kOp, "out", out), out_view(kOp, "lse", lse),
+                      call.context(), options.options);
   stack[0] = torch::stable::detail::from(out);
   stack[1] = torch::stable::detail::from(lse);
 }
@@ -81,17 +74,13 @@ void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
 struct Gradient {
   Gradient(const char* argument, const Tensor& of, bool wanted)
       : tensor(wanted ? empty_like(sizes_of(of), of) : empty_like(std::array<std::int64_t, 1>{0}, of)),
-        seen(view("attention_backward", argument, tensor)),
-        place(wanted ? &seen : nullptr) {}
-  Gradient(const Gradient&) = delete;
-  Gradient& operator=(const Gradient&) = delete;
+        place(wanted ? std::optional(out_view("attention_backward", argument, tensor)) : std::nullopt) {}
   static std::vector<std::int64_t> sizes_of(const Tensor& of) {
     const auto sizes = of.sizes();
     return {sizes.begin(), sizes.end()};
   }
   Tensor tensor;
-  fretwork::TensorView seen;
-  const fretwork::TensorView* place;
+  std::optional<fretwork::TensorView> place;
 };
 
 void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -106,14 +95,13 @@ void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const std::optional<Tensor> padding = arguments.optional_tensor();
 
   const Options options(kOp, features, q, padding);
-  const fretwork::TensorView d_lse_view = d_lse.has_value() ? view(kOp, "d_lse", *d_lse) : fretwork::TensorView{};
   const Gradient d_q("d_q", q, needs_q), d_k("d_k", k, needs_k), d_v("d_v", v, needs_v),
       d_bias("d_bias", features.bias.value_or(q), needs_bias);
   Call call(q);
   call.context().precision = precision_named(kOp, features.precision.view());
   fretwork::attention_backward(
       view(kOp, "q", q), view(kOp, "k", k), view(kOp, "v", v), options.patterns, view(kOp, "out", out),
-      view(kOp, "lse", lse), view(kOp, "d_out", d_out), d_lse.has_value() ? &d_lse_view : nullptr,
+      view(kOp, "lse", lse), view(kOp, "d_out", d_out), view(kOp, "d_lse", d_lse),
       {.q = d_q.place, .k = d_k.place, .v = d_v.place, .bias = d_bias.place}, call.context(), options.options);
   const Tensor results[] = {d_q.tensor, d_k.tensor, d_v.tensor, d_bias.tensor};
   for (std::size_t n = 0; n < std::size(results); ++n) {
@@ -134,26 +122,26 @@ void product(StableIValue* stack, const Product& p, const Sizes& sizes) {
   const Tensor a = arguments.tensor(), b = arguments.tensor();
   const Text key = arguments.text();
   const fretwork::PatternPtr pattern = fretwork::parse_pattern(key.view());
-  const fretwork::TensorView first = view(p.op, p.first, a), second = view(p.op, p.second, b);
+  const fretwork::ConstTensorView first = view(p.op, p.first, a), second = view(p.op, p.second, b);
   const Tensor out = empty_like(sizes(first, second, pattern, arguments), a);
   Call call(a);
-  p.run(first, second, pattern, view(p.op, "out", out), call.context());
+  p.run(first, second, pattern, out_view(p.op, "out", out), call.context());
   stack[0] = torch::stable::detail::from(out);
 }
 
 using Sizes4 = std::array<std::int64_t, 4>;
-using fretwork::PatternPtr, fretwork::TensorView;
+using fretwork::ConstTensorView, fretwork::PatternPtr;
 
 void r_sddmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
   product(stack, {"r_sddmm", "q", "k", &fretwork::r_sddmm},
-          [](const TensorView& q, const TensorView&, const PatternPtr& pattern, Arguments&) {
+          [](const ConstTensorView& q, const ConstTensorView&, const PatternPtr& pattern, Arguments&) {
             return Sizes4{q.size(0), q.size(1), q.size(2), fretwork::r_width(pattern, "r_sddmm")};
           });
 }
 
 void r_spmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
   product(stack, {"r_spmm", "x", "v", &fretwork::r_spmm},
-          [](const TensorView& x, const TensorView& v, const PatternPtr&, Arguments&) {
+          [](const ConstTensorView& x, const ConstTensorView& v, const PatternPtr&, Arguments&) {
             return Sizes4{x.size(0), x.size(1), x.size(2), v.size(3)};
           });
 }
@@ -161,7 +149,7 @@ void r_spmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
 /// The number of heads of the result is told.
 void r_spmm_transposed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   product(stack, {"r_spmm_transposed", "x", "y", &fretwork::r_spmm_transposed},
-          [](const TensorView& x, const TensorView& y, const PatternPtr& pattern, Arguments& arguments) {
+          [](const ConstTensorView& x, const ConstTensorView& y, const PatternPtr& pattern, Arguments& arguments) {
             return Sizes4{x.size(0), arguments.integer(), pattern->shape().back(), y.size(3)};
           });
 }
@@ -172,10 +160,10 @@ void r_softmax(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor x = arguments.tensor();
   const Text key = arguments.text();
   const double scale = arguments.number();
-  const TensorView scores = view(kOp, "x", x);
+  const ConstTensorView scores = view(kOp, "x", x);
   const Tensor out = empty_like(scores.shape(), x);
   Call call(x);
-  fretwork::r_softmax(scores, fretwork::parse_pattern(key.view()), scale, view(kOp, "out", out), call.context());
+  fretwork::r_softmax(scores, fretwork::parse_pattern(key.view()), scale, out_view(kOp, "out", out), call.context());
   stack[0] = torch::stable::detail::from(out);
 }
 
@@ -185,11 +173,11 @@ void r_softmax_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor out = arguments.tensor(), d_out = arguments.tensor();
   const Text key = arguments.text();
   const double scale = arguments.number();
-  const TensorView weights = view(kOp, "out", out);
+  const ConstTensorView weights = view(kOp, "out", out);
   const Tensor d_x = empty_like(weights.shape(), out);
   Call call(out);
   fretwork::r_softmax_backward(weights, view(kOp, "d_out", d_out), fretwork::parse_pattern(key.view()), scale,
-                               view(kOp, "d_x", d_x), call.context());
+                               out_view(kOp, "d_x", d_x), call.context());
   stack[0] = torch::stable::detail::from(d_x);
 }
 

@@ -132,9 +132,10 @@ struct Kinds {
 inline constexpr Kinds kFloating{"float64, float32, float16 or bfloat16"};
 inline constexpr Kinds kFloatingOrBool{"bool, float64, float32, float16 or bfloat16"};
 
-/// The tensor as the core sees it; `op` and `argument` name it in errors.
-inline fretwork::TensorView view(const char* op, const char* argument, const Tensor& tensor,
-                                 const Kinds& kinds = kFloating) {
+/// The tensor as the core sees it, with `data` for its address; `op` and `argument` name it in errors.
+template <typename Void>
+fretwork::BasicTensorView<Void> view_of(const char* op, const char* argument, const Tensor& tensor, Void* data,
+                                        const Kinds& kinds) {
   const std::int32_t code = dtype_code(tensor);
   const auto& codes = dtype_codes();
   const auto known = std::find_if(codes.begin(), codes.end(), [&](const auto& c) { return c.code == code; });
@@ -145,9 +146,25 @@ inline fretwork::TensorView view(const char* op, const char* argument, const Ten
   if (sizes.size() > fretwork::kMaxRank) {
     throw fretwork::Error(op, argument, "at most 8 dimensions", std::to_string(sizes.size()));
   }
-  void* const data = const_cast<void*>(tensor.const_data_ptr());
   return {data, known->dtype, std::span(sizes.data(), sizes.size()), std::span(strides.data(), strides.size()),
           device_of(tensor)};
+}
+
+/// What an op reads.
+inline fretwork::ConstTensorView view(const char* op, const char* argument, const Tensor& tensor,
+                                      const Kinds& kinds = kFloating) {
+  return view_of(op, argument, tensor, tensor.const_data_ptr(), kinds);
+}
+inline std::optional<fretwork::ConstTensorView> view(const char* op, const char* argument,
+                                                     const std::optional<Tensor>& tensor,
+                                                     const Kinds& kinds = kFloating) {
+  return tensor.has_value() ? std::optional(view(op, argument, *tensor, kinds)) : std::nullopt;
+}
+
+/// What it writes.
+inline fretwork::TensorView out_view(const char* op, const char* argument, const Tensor& tensor,
+                                     const Kinds& kinds = kFloating) {
+  return view_of(op, argument, tensor, tensor.mutable_data_ptr(), kinds);
 }
 
 /// Uninitialised, on the device of `like`.
@@ -282,7 +299,7 @@ inline fretwork::Activation activation_named(const char* op, std::string_view na
   throw fretwork::Error(op, "activation", "none, relu, gelu or silu", std::string(name));
 }
 
-inline std::shared_ptr<const fretwork::BlockLayout> block_layout(const char* op, const Text& key) {
+inline fretwork::BlockLayoutPtr block_layout(const char* op, const Text& key) {
   auto layout = std::dynamic_pointer_cast<const fretwork::BlockLayout>(fretwork::parse_pattern(key.view()));
   if (layout == nullptr) {
     throw fretwork::Error(op, "layout", "a block layout", std::string(key.view()));

@@ -29,7 +29,7 @@ class Geometry {
     options.padding_end = {padding_[2], padding_[3]};
     return options;
   }
-  std::shared_ptr<const fretwork::BlockLayout> layout(const char* op) const { return block_layout(op, key_); }
+  fretwork::BlockLayoutPtr layout(const char* op) const { return block_layout(op, key_); }
   fretwork::Precision precision(const char* op) const { return precision_named(op, precision_.view()); }
 
  private:
@@ -64,13 +64,12 @@ void block_conv2d(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
   const auto layout = geometry.layout(kOp);
   fretwork::ConvOptions options = geometry.options(kOp);
-  const fretwork::TensorView input = view(kOp, "x", x), packed = view(kOp, "values", values),
-                             bias_view = bias.has_value() ? view(kOp, "bias", *bias) : fretwork::TensorView{};
-  options.bias = bias.has_value() ? &bias_view : nullptr;
-  const Tensor out = empty_images(fretwork::block_conv2d_shape(input, packed, *layout, options), channels_last, x);
+  const fretwork::ConstTensorView input = view(kOp, "x", x), packed = view(kOp, "values", values);
+  options.bias = view(kOp, "bias", bias);
+  const Tensor out = empty_images(fretwork::block_conv2d_shape(input, packed, layout, options), channels_last, x);
   Call call(x);
   call.context().precision = geometry.precision(kOp);
-  fretwork::block_conv2d(input, packed, *layout, view(kOp, "out", out), call.context(), options);
+  fretwork::block_conv2d(input, packed, layout, out_view(kOp, "out", out), call.context(), options);
   stack[0] = torch::stable::detail::from(out);
 }
 
@@ -84,7 +83,7 @@ void block_conv2d_backward_x(StableIValue* stack, std::uint64_t, std::uint64_t) 
   const bool channels_last = arguments.flag();
 
   const auto layout = geometry.layout(kOp);
-  const fretwork::TensorView upstream = view(kOp, "d_out", d_out), packed = view(kOp, "values", values);
+  const fretwork::ConstTensorView upstream = view(kOp, "d_out", d_out), packed = view(kOp, "values", values);
   if (height < 0 || width < 0) {
     throw fretwork::Error(kOp, "height and width", "at least 0",
                           std::to_string(height) + " and " + std::to_string(width));
@@ -95,7 +94,7 @@ void block_conv2d_backward_x(StableIValue* stack, std::uint64_t, std::uint64_t) 
   const Tensor d_x = empty_images(shape, channels_last, d_out);
   Call call(d_out);
   call.context().precision = geometry.precision(kOp);
-  fretwork::block_conv2d_backward_x(upstream, packed, *layout, view(kOp, "d_x", d_x), call.context(),
+  fretwork::block_conv2d_backward_x(upstream, packed, layout, out_view(kOp, "d_x", d_x), call.context(),
                                     geometry.options(kOp));
   stack[0] = torch::stable::detail::from(d_x);
 }
@@ -111,8 +110,8 @@ void block_conv2d_backward_values(StableIValue* stack, std::uint64_t, std::uint6
   const Tensor d_values = empty_like(std::array{layout->nnz(), s.block_rows, s.block_cols}, x);
   Call call(x);
   call.context().precision = geometry.precision(kOp);
-  fretwork::block_conv2d_backward_values(view(kOp, "x", x), view(kOp, "d_out", d_out), *layout,
-                                         view(kOp, "d_values", d_values), call.context(), geometry.options(kOp));
+  fretwork::block_conv2d_backward_values(view(kOp, "x", x), view(kOp, "d_out", d_out), layout,
+                                         out_view(kOp, "d_values", d_values), call.context(), geometry.options(kOp));
   stack[0] = torch::stable::detail::from(d_values);
 }
 

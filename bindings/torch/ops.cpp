@@ -25,11 +25,11 @@ void product(StableIValue* stack, const Product& p) {
   options.sum_h = arguments.flag();
 
   const auto layout = block_layout(p.op, key);
-  const fretwork::TensorView first = view(p.op, p.first, a), second = view(p.op, p.second, b);
-  const Tensor out = empty_like(p.shape(first, second, *layout, options), a);
+  const fretwork::ConstTensorView first = view(p.op, p.first, a), second = view(p.op, p.second, b);
+  const Tensor out = empty_like(p.shape(first, second, layout, options), a);
   Call call(a);
   call.context().precision = precision_named(p.op, precision.view());
-  p.run(first, second, *layout, view(p.op, "out", out), call.context(), options);
+  p.run(first, second, layout, out_view(p.op, "out", out), call.context(), options);
   stack[0] = torch::stable::detail::from(out);
 }
 
@@ -44,8 +44,8 @@ void dds(StableIValue* stack, std::uint64_t, std::uint64_t) {
 }
 
 /// Batch × features as the core sees it: batch last is a transposed view.
-fretwork::TensorView batch_view(const char* op, const char* argument, const Tensor& tensor, bool last) {
-  fretwork::TensorView v = view(op, argument, tensor);
+template <typename View>
+View batch_view(const char* op, const char* argument, View v, bool last) {
   if (v.rank != 2) {
     throw fretwork::Error(op, argument, "2 dimensions, batch and features", fretwork::shape_text(v.shape()));
   }
@@ -55,17 +55,17 @@ fretwork::TensorView batch_view(const char* op, const char* argument, const Tens
   }
   return v;
 }
+fretwork::ConstTensorView batch_in(const char* op, const char* argument, const Tensor& tensor, bool last) {
+  return batch_view(op, argument, view(op, argument, tensor), last);
+}
+fretwork::TensorView batch_out(const char* op, const char* argument, const Tensor& tensor, bool last) {
+  return batch_view(op, argument, out_view(op, argument, tensor), last);
+}
 
-/// What a Kronecker product does to its sums, with the view of the bias that the options point to.
-struct Finish {
-  fretwork::TensorView bias;
-  fretwork::KsmmOptions options;
-  Finish(const char* op, const std::optional<Tensor>& given, std::string_view activation)
-      : bias(given.has_value() ? view(op, "bias", *given) : fretwork::TensorView{}),
-        options{.bias = given.has_value() ? &bias : nullptr, .activation = activation_named(op, activation)} {}
-  Finish(const Finish&) = delete;
-  Finish& operator=(const Finish&) = delete;
-};
+/// What a Kronecker product does to its sums.
+fretwork::KsmmOptions finish(const char* op, const std::optional<Tensor>& bias, std::string_view activation) {
+  return {.bias = view(op, "bias", bias), .activation = activation_named(op, activation)};
+}
 
 void ksmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
   constexpr const char* kOp = "ksmm";
@@ -76,14 +76,14 @@ void ksmm(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const bool last = arguments.flag();
   const Text precision = arguments.text();
 
-  const fretwork::TensorView input = batch_view(kOp, "x", x, last), weight = view(kOp, "w", w);
-  const Finish finish(kOp, bias, activation.view());
+  const fretwork::ConstTensorView input = batch_in(kOp, "x", x, last), weight = view(kOp, "w", w);
+  const fretwork::KsmmOptions options = finish(kOp, bias, activation.view());
   // A weight of another rank gives some shape; the core refuses it before it looks at the result.
   const std::int64_t batch = input.size(0), features = weight.size(0) * weight.size(1) * weight.size(3);
   const Tensor out = empty_like(last ? std::array{features, batch} : std::array{batch, features}, x);
   Call call(x);
   call.context().precision = precision_named(kOp, precision.view());
-  fretwork::ksmm(input, weight, batch_view(kOp, "out", out, last), call.context(), finish.options);
+  fretwork::ksmm(input, weight, batch_out(kOp, "out", out, last), call.context(), options);
   stack[0] = torch::stable::detail::from(out);
 }
 
@@ -97,19 +97,19 @@ void ksmm_chain(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const bool last = arguments.flag();
   const Text precision = arguments.text();
 
-  const fretwork::TensorView input = batch_view(kOp, "x", x, last);
-  std::vector<fretwork::TensorView> factors;
+  const fretwork::ConstTensorView input = batch_in(kOp, "x", x, last);
+  std::vector<fretwork::ConstTensorView> factors;
   for (const Tensor& w : weights) {
     factors.push_back(view(kOp, ("weights[" + std::to_string(factors.size()) + "]").c_str(), w));
   }
-  const Finish finish(kOp, bias, activation.view());
+  const fretwork::KsmmOptions options = finish(kOp, bias, activation.view());
   // As for ksmm: bad weights give some shape, and are refused before it matters.
-  const fretwork::TensorView end = factors.empty() ? fretwork::TensorView{} : factors.back();
+  const fretwork::ConstTensorView end = factors.empty() ? fretwork::ConstTensorView{} : factors.back();
   const std::int64_t batch = input.size(0), features = end.size(0) * end.size(1) * end.size(3);
   const Tensor out = empty_like(last ? std::array{features, batch} : std::array{batch, features}, x);
   Call call(x);
   call.context().precision = precision_named(kOp, precision.view());
-  fretwork::ksmm_chain(input, factors, batch_view(kOp, "out", out, last), call.context(), finish.options);
+  fretwork::ksmm_chain(input, factors, batch_out(kOp, "out", out, last), call.context(), options);
   stack[0] = torch::stable::detail::from(out);
 }
 
@@ -123,17 +123,17 @@ void ksmm_backward_weight(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Text precision = arguments.text();
   const bool bias = arguments.flag();
 
-  const fretwork::TensorView input = batch_view(kOp, "x", x, last), upstream = batch_view(kOp, "d_out", d_out, last);
+  const fretwork::ConstTensorView input = batch_in(kOp, "x", x, last), upstream = batch_in(kOp, "d_out", d_out, last);
   if (a < 1 || d < 1) {
     throw fretwork::Error(kOp, "a and d", "at least 1", std::to_string(a) + " and " + std::to_string(d));
   }
   const std::int64_t features = upstream.size(1);
   const Tensor d_w = empty_like(std::array{a, features / a / d, input.size(1) / a / d, d}, x);
   const Tensor d_bias = empty_like(std::array{bias ? features : 0}, x);
-  const fretwork::TensorView d_bias_view = view(kOp, "d_bias", d_bias);
+  const auto d_bias_view = bias ? std::optional(out_view(kOp, "d_bias", d_bias)) : std::nullopt;
   Call call(x);
   call.context().precision = precision_named(kOp, precision.view());
-  fretwork::ksmm_backward_weight(input, upstream, view(kOp, "d_w", d_w), bias ? &d_bias_view : nullptr, call.context());
+  fretwork::ksmm_backward_weight(input, upstream, out_view(kOp, "d_w", d_w), d_bias_view, call.context());
   stack[0] = torch::stable::detail::from(d_w);
   stack[1] = torch::stable::detail::from(d_bias);
 }
@@ -152,32 +152,26 @@ void block_softmax(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Text key = arguments.text();
   fretwork::SoftmaxOptions options;
   options.scale = arguments.number();
-  const std::optional<Tensor> extras[] = {arguments.optional_tensor(), arguments.optional_tensor(),
-                                          arguments.optional_tensor()};
+  const std::optional<Tensor> rpe = arguments.optional_tensor(), key_padding_mask = arguments.optional_tensor(),
+                              attn_mask = arguments.optional_tensor();
   const Text key_padding_mode = arguments.text(), attn_mode = arguments.text();
 
   const auto layout = block_layout(kOp, key);
   options.key_padding_mask_mode = mask_mode("key_padding_mask_mode", key_padding_mode.view());
   options.attn_mask_mode = mask_mode("attn_mask_mode", attn_mode.view());
-  const char* const names[] = {"rpe", "key_padding_mask", "attn_mask"};
-  const fretwork::TensorView** const places[] = {&options.rpe, &options.key_padding_mask, &options.attn_mask};
-  fretwork::TensorView views[3];
-  for (int n = 0; n < 3; ++n) {
-    if (extras[n].has_value()) {
-      views[n] = view(kOp, names[n], *extras[n], n == 0 ? kFloating : kFloatingOrBool);
-      *places[n] = &views[n];
-    }
-  }
-  const fretwork::TensorView input = view(kOp, "values", values);
+  options.rpe = view(kOp, "rpe", rpe);
+  options.key_padding_mask = view(kOp, "key_padding_mask", key_padding_mask, kFloatingOrBool);
+  options.attn_mask = view(kOp, "attn_mask", attn_mask, kFloatingOrBool);
+  const fretwork::ConstTensorView input = view(kOp, "values", values);
   const Tensor out = empty_like(input.shape(), values);
   Call call(values);
-  fretwork::block_softmax(input, *layout, view(kOp, "out", out), call.context(), options);
+  fretwork::block_softmax(input, layout, out_view(kOp, "out", out), call.context(), options);
   stack[0] = torch::stable::detail::from(out);
 }
 
 /// `rpe` says what shape its gradient has: "none", or a letter for each of its dimensions, 1 where it is broadcast and
 /// z, h, m or n where it is full; "11mn", "n" and so on. Sizes themselves would tie a traced graph to one batch.
-std::vector<std::int64_t> rpe_shape(std::string_view rpe, const fretwork::TensorView& values,
+std::vector<std::int64_t> rpe_shape(std::string_view rpe, const fretwork::ConstTensorView& values,
                                     const fretwork::BlockLayout& layout) {
   std::vector<std::int64_t> sizes;
   for (const char letter : rpe) {
@@ -201,21 +195,21 @@ void block_softmax_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const auto rpe_dtype = static_cast<std::int32_t>(arguments.integer());
 
   const auto layout = block_layout(kOp, key);
-  const fretwork::TensorView result = view(kOp, "out", out), upstream = view(kOp, "d_out", d_out);
+  const fretwork::ConstTensorView result = view(kOp, "out", out), upstream = view(kOp, "d_out", d_out);
   const bool with_rpe = rpe.view() != "none";
   const Tensor d_values = empty_like(result.shape(), out);
   const Tensor d_rpe =
       empty(with_rpe ? rpe_shape(rpe.view(), result, *layout) : std::vector<std::int64_t>{0}, rpe_dtype, out);
-  const fretwork::TensorView d_rpe_view = view(kOp, "d_rpe", d_rpe);
+  const auto d_rpe_view = with_rpe ? std::optional(out_view(kOp, "d_rpe", d_rpe)) : std::nullopt;
   Call call(out);
-  fretwork::block_softmax_backward(result, upstream, *layout, scale, view(kOp, "d_values", d_values),
-                                   with_rpe ? &d_rpe_view : nullptr, call.context());
+  fretwork::block_softmax_backward(result, upstream, layout, scale, out_view(kOp, "d_values", d_values), d_rpe_view,
+                                   call.context());
   stack[0] = torch::stable::detail::from(d_values);
   stack[1] = torch::stable::detail::from(d_rpe);
 }
 
 /// Z where the tensor has four dimensions, then the given sizes.
-std::vector<std::int64_t> with_batch(const fretwork::TensorView& like, std::initializer_list<std::int64_t> sizes) {
+std::vector<std::int64_t> with_batch(const fretwork::ConstTensorView& like, std::initializer_list<std::int64_t> sizes) {
   std::vector<std::int64_t> all;
   if (like.rank == 4) {
     all.push_back(like.size(0));
@@ -231,11 +225,11 @@ void block_pack(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Text key = arguments.text();
 
   const auto layout = block_layout(kOp, key);
-  const fretwork::TensorView input = view(kOp, "dense", dense);
+  const fretwork::ConstTensorView input = view(kOp, "dense", dense);
   const auto& s = layout->sizes();
   const Tensor values = empty_like(with_batch(input, {layout->nnz(), s.block_rows, s.block_cols}), dense);
   Call call(dense);
-  fretwork::block_pack(input, *layout, view(kOp, "values", values), call.context());
+  fretwork::block_pack(input, layout, out_view(kOp, "values", values), call.context());
   stack[0] = torch::stable::detail::from(values);
 }
 
@@ -247,21 +241,21 @@ void block_unpack(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const double fill = arguments.number();
 
   const auto layout = block_layout(kOp, key);
-  const fretwork::TensorView input = view(kOp, "values", values);
+  const fretwork::ConstTensorView input = view(kOp, "values", values);
   const auto all = layout->shape();
   const Tensor dense = empty_like(with_batch(input, {all[0], all[1], all[2]}), values);
   Call call(values);
-  fretwork::block_unpack(input, *layout, fill, view(kOp, "dense", dense), call.context());
+  fretwork::block_unpack(input, layout, fill, out_view(kOp, "dense", dense), call.context());
   stack[0] = torch::stable::detail::from(dense);
 }
 
 void kronecker_to_dense(StableIValue* stack, std::uint64_t, std::uint64_t) {
   constexpr const char* kOp = "to_dense";
   const Tensor w = Arguments(stack).tensor();
-  const fretwork::TensorView input = view(kOp, "w", w);
-  const Tensor dense = empty_like(fretwork::kronecker_to_dense_shape(input), w);
+  const fretwork::ConstTensorView input = view(kOp, "w", w);
+  const Tensor dense = empty_like(fretwork::kronecker::to_dense_shape(input), w);
   Call call(w);
-  fretwork::kronecker_to_dense(input, view(kOp, "dense", dense), call.context());
+  fretwork::kronecker::to_dense(input, out_view(kOp, "dense", dense), call.context());
   stack[0] = torch::stable::detail::from(dense);
 }
 
@@ -271,12 +265,12 @@ void kronecker_from_dense(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor dense = arguments.tensor();
   const std::int64_t a = arguments.integer(), b = arguments.integer(), c = arguments.integer(), d = arguments.integer();
 
-  const fretwork::TensorView input = view(kOp, "dense", dense);
-  const Tensor w = empty_like(fretwork::kronecker_from_dense_shape(input, {a, b, c, d}), dense);
+  const fretwork::ConstTensorView input = view(kOp, "dense", dense);
+  const Tensor w = empty_like(fretwork::kronecker::from_dense_shape(input, {a, b, c, d}), dense);
   const Tensor outside = empty({}, aoti_torch_dtype_int64(), dense);
   Call call(dense);
-  fretwork::kronecker_from_dense(input, view(kOp, "w", w), static_cast<std::int64_t*>(outside.mutable_data_ptr()),
-                                 call.context());
+  fretwork::kronecker::from_dense(input, out_view(kOp, "w", w), static_cast<std::int64_t*>(outside.mutable_data_ptr()),
+                                  call.context());
   stack[0] = torch::stable::detail::from(w);
   stack[1] = torch::stable::detail::from(outside);
 }

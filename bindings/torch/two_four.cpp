@@ -7,7 +7,7 @@
 namespace {
 
 using namespace fretwork_torch;  // NOLINT: what every op here is made of
-using fretwork::DType, fretwork::TensorView, fretwork::TwoFour;
+using fretwork::ConstTensorView, fretwork::ConstTwoFour, fretwork::DType, fretwork::TensorView, fretwork::TwoFour;
 
 constexpr Kinds kElements{"float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8 or uint8", true};
 constexpr Kinds kWords{"int8, int16, int32, uint8, uint16 or uint32", true};
@@ -29,7 +29,7 @@ int axis(std::int64_t dim) {
   return static_cast<int>(std::clamp<std::int64_t>(dim, Limits::min(), Limits::max()));
 }
 
-TwoFour sparse(const char* op, const Tensor& values, const Tensor& metadata, std::int64_t dim) {
+ConstTwoFour sparse(const char* op, const Tensor& values, const Tensor& metadata, std::int64_t dim) {
   return {view(op, "values", values, kElements), view(op, "metadata", metadata, kWords), axis(dim)};
 }
 
@@ -42,13 +42,13 @@ Tensor empty_lines(std::int64_t lines, std::int64_t along, std::int64_t dim, std
 
 /// What a compression is written to.
 struct Made {
-  Made(const char* op, const TensorView& dense, std::int64_t dim, std::int64_t word, const Tensor& like) {
+  Made(const char* op, const ConstTensorView& dense, std::int64_t dim, std::int64_t word, const Tensor& like) {
     const DType words = dtype_numbered(op, "metadata_dtype", word, kWords);
     const std::int64_t lines = dense.size(dim == 0 ? 1 : 0), k = dense.size(dim == 0 ? 0 : 1);
     values = empty_lines(lines, k / 2, dim, dtype_code(like), like);
-    metadata =
-        empty_lines(lines, fretwork::two_four_words(k, dense.dtype, words), dim, static_cast<std::int32_t>(word), like);
-    matrix = sparse(op, values, metadata, dim);
+    metadata = empty_lines(lines, fretwork::two_four::words(k, dense.dtype, words), dim,
+                           static_cast<std::int32_t>(word), like);
+    matrix = {out_view(op, "values", values, kElements), out_view(op, "metadata", metadata, kWords), axis(dim)};
   }
   Tensor values, metadata;
   TwoFour matrix;
@@ -57,13 +57,13 @@ struct Made {
 std::int64_t* place_of(const Tensor& bad) { return static_cast<std::int64_t*>(bad.mutable_data_ptr()); }
 
 /// Waits for the answer, where it is asked for: nothing leaves this op that is not 2:4.
-void refuse_bad_group(const char* op, const Tensor& bad, const TensorView& dense) {
+void refuse_bad_group(const char* op, const Tensor& bad, const ConstTensorView& dense) {
   std::int64_t place = -1;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_item_int64(bad.get(), &place));
   if (place < 0) {
     return;
   }
-  const bool pairs = fretwork::two_four_group(dense.dtype) == 2;
+  const bool pairs = fretwork::two_four::group(dense.dtype) == 2;
   const std::int64_t at[] = {place / dense.size(1), place % dense.size(1)};
   throw fretwork::Error(op, "A",
                         pairs ? "at most 1 non-zero in every 2, as float32 has it (bfloat16 and others: 2 in 4)"
@@ -78,15 +78,15 @@ void compress(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const std::int64_t dim = arguments.integer(), word = arguments.integer();
   const bool validate = arguments.flag();
 
-  const TensorView input = view(kOp, "A", dense, kElements);
+  const ConstTensorView input = view(kOp, "A", dense, kElements);
   const Made made(kOp, input, dim, word, dense);
   Call call(dense);
   if (validate) {
     const Tensor bad = empty({}, aoti_torch_dtype_int64(), dense);
-    fretwork::two_four_compress(input, made.matrix, place_of(bad), call.context());
+    fretwork::two_four::compress(input, made.matrix, place_of(bad), call.context());
     refuse_bad_group(kOp, bad, input);
   } else {
-    fretwork::two_four_compress(input, made.matrix, nullptr, call.context());
+    fretwork::two_four::compress(input, made.matrix, nullptr, call.context());
   }
   stack[0] = torch::stable::detail::from(made.values);
   stack[1] = torch::stable::detail::from(made.metadata);
@@ -98,10 +98,10 @@ void check(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor dense = arguments.tensor();
   const std::int64_t dim = arguments.integer();
 
-  const TensorView input = view(kOp, "A", dense, kElements);
+  const ConstTensorView input = view(kOp, "A", dense, kElements);
   const Tensor bad = empty({}, aoti_torch_dtype_int64(), dense);
   Call call(dense);
-  fretwork::two_four_check(input, axis(dim), place_of(bad), call.context());
+  fretwork::two_four::check(input, axis(dim), place_of(bad), call.context());
   stack[0] = torch::stable::detail::from(bad);
 }
 
@@ -112,13 +112,14 @@ void canonical(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const std::int64_t dim = arguments.integer();
   const bool keep_valid = arguments.flag();
 
-  const TwoFour matrix = sparse(kOp, values, metadata, dim);
+  const ConstTwoFour matrix = sparse(kOp, values, metadata, dim);
   const bool down = dim == 0;
   const Tensor words = empty_lines(matrix.metadata.size(down ? 1 : 0), matrix.metadata.size(down ? 0 : 1), dim,
                                    dtype_code(metadata), metadata);
   const Tensor bad = empty({}, aoti_torch_dtype_int64(), values);
   Call call(values);
-  fretwork::two_four_canonical(matrix, view(kOp, "metadata", words, kWords), keep_valid, place_of(bad), call.context());
+  fretwork::two_four::canonical(matrix, out_view(kOp, "metadata", words, kWords), keep_valid, place_of(bad),
+                                call.context());
   stack[0] = torch::stable::detail::from(words);
   stack[1] = torch::stable::detail::from(bad);
 }
@@ -127,10 +128,10 @@ void to_dense(StableIValue* stack, std::uint64_t, std::uint64_t) {
   constexpr const char* kOp = "to_dense";
   Arguments arguments(stack);
   const Tensor values = arguments.tensor(), metadata = arguments.tensor();
-  const TwoFour matrix = sparse(kOp, values, metadata, arguments.integer());
+  const ConstTwoFour matrix = sparse(kOp, values, metadata, arguments.integer());
   const Tensor dense = empty_like(matrix.shape(), values);
   Call call(values);
-  fretwork::two_four_to_dense(matrix, view(kOp, "dense", dense, kElements), call.context());
+  fretwork::two_four::to_dense(matrix, out_view(kOp, "dense", dense, kElements), call.context());
   stack[0] = torch::stable::detail::from(dense);
 }
 
@@ -140,12 +141,13 @@ void gather(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor dense = arguments.tensor(), metadata = arguments.tensor();
   const std::int64_t dim = arguments.integer();
 
-  const TensorView input = view(kOp, "dense", dense, kElements);
+  const ConstTensorView input = view(kOp, "dense", dense, kElements);
   const bool down = dim == 0;
   const Tensor values =
       empty_lines(input.size(down ? 1 : 0), input.size(down ? 0 : 1) / 2, dim, dtype_code(dense), dense);
   Call call(dense);
-  fretwork::two_four_gather(input, sparse(kOp, values, metadata, dim), call.context());
+  fretwork::two_four::gather(input, view(kOp, "metadata", metadata, kWords), axis(dim),
+                             out_view(kOp, "values", values, kElements), call.context());
   stack[0] = torch::stable::detail::from(values);
 }
 
@@ -156,10 +158,10 @@ void prune(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const std::int64_t dim = arguments.integer();
   const bool transposable = arguments.flag();
 
-  const TensorView input = view(kOp, "A", dense, kElements);
+  const ConstTensorView input = view(kOp, "A", dense, kElements);
   const Tensor out = empty_like(input.shape(), dense);
   Call call(dense);
-  fretwork::two_four_prune(input, axis(dim), transposable, view(kOp, "out", out, kElements), call.context());
+  fretwork::two_four::prune(input, axis(dim), transposable, out_view(kOp, "out", out, kElements), call.context());
   stack[0] = torch::stable::detail::from(out);
 }
 
@@ -169,10 +171,10 @@ void prune_both(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor dense = arguments.tensor();
   const std::int64_t word = arguments.integer();
 
-  const TensorView input = view(kOp, "A", dense, kElements);
+  const ConstTensorView input = view(kOp, "A", dense, kElements);
   const Made rows(kOp, input, 1, word, dense), cols(kOp, input, 0, word, dense);
   Call call(dense);
-  fretwork::two_four_prune_both(input, rows.matrix, cols.matrix, call.context());
+  fretwork::two_four::prune_both(input, rows.matrix, cols.matrix, call.context());
   const Tensor results[] = {rows.values, rows.metadata, cols.values, cols.metadata};
   for (std::size_t n = 0; n < std::size(results); ++n) {
     stack[n] = torch::stable::detail::from(results[n]);
@@ -200,21 +202,16 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
   const bool left = product.view() == "left", linear = product.view() == "linear";
   const char* const op = linear ? "linear" : "matmul";
-  const TwoFour s = sparse(op, values, metadata, left || linear ? 1 : 0);
-  const TensorView input = view(op, linear ? "x" : left ? "b" : "a", dense, kElements);
+  const ConstTwoFour s = sparse(op, values, metadata, left || linear ? 1 : 0);
+  const ConstTensorView input = view(op, linear ? "x" : left ? "b" : "a", dense, kElements);
   const std::int32_t code = static_cast<std::int32_t>(out_dtype.value_or(result_code(dense)));
   dtype_numbered(op, "out_dtype", code, kResult);  // refuses others before there is a result
 
-  const std::array<std::optional<Tensor>, 4> given{bias, scale_a, scale_b, scale_out};
-  std::array<TensorView, 4> views;
-  std::array<const TensorView*, 4> places{};
-  for (std::size_t n = 0; n < given.size(); ++n) {
-    if (given[n].has_value()) {
-      constexpr std::array kNames{"bias", "scale_a", "scale_b", "scale_out"};
-      views[n] = view(op, kNames[n], *given[n], kResult);
-      places[n] = &views[n];
-    }
-  }
+  const fretwork::two_four::Options options{.bias = view(op, "bias", bias, kResult),
+                                            .activation = activation_named(op, activation.view()),
+                                            .scale_a = view(op, "scale_a", scale_a, kResult),
+                                            .scale_b = view(op, "scale_b", scale_b, kResult),
+                                            .scale_out = view(op, "scale_out", scale_out, kResult)};
   if (linear && input.rank < 1) {
     throw fretwork::Error(op, "x", "(…, " + std::to_string(s.shape()[1]) + ")", fretwork::shape_text(input.shape()));
   }
@@ -225,20 +222,15 @@ void matmul(StableIValue* stack, std::uint64_t, std::uint64_t) {
   std::array<std::int64_t, fretwork::kMaxRank> sizes = input.sizes;
   sizes[static_cast<std::size_t>(input.rank - (left ? 2 : 1))] = left || linear ? s.shape()[0] : s.shape()[1];
   const Tensor out = empty(std::span(sizes).first(static_cast<std::size_t>(input.rank)), code, dense);
-  const TensorView output = view(op, "out_dtype", out, kResult);
+  const TensorView output = out_view(op, "out_dtype", out, kResult);
   Call call(dense);
   call.context().precision = precision_named(op, precision.view());
-  const fretwork::TwoFourOptions options{.bias = places[0],
-                                         .activation = activation_named(op, activation.view()),
-                                         .scale_a = places[1],
-                                         .scale_b = places[2],
-                                         .scale_out = places[3]};
   if (linear) {
-    fretwork::two_four_linear(input, s, output, call.context(), options);
+    fretwork::two_four::linear(input, s, output, call.context(), options);
   } else if (left) {
-    fretwork::two_four_matmul(s, input, output, call.context(), options);
+    fretwork::two_four::matmul(s, input, output, call.context(), options);
   } else {
-    fretwork::two_four_matmul(input, s, output, call.context(), options);
+    fretwork::two_four::matmul(input, s, output, call.context(), options);
   }
   stack[0] = torch::stable::detail::from(out);
 }

@@ -43,13 +43,13 @@ int run() {
   // 16 × 12 blocks of 32 × 32, of which about a quarter are there, times a dense 384 × 100 matrix.
   const auto layout = fretwork::random_blocks({1, 16, 12, 32, 32}, 0.25, 7);
   const std::int64_t rows = layout->shape()[1], cols = layout->shape()[2], width = 100;
-  std::vector<float> values = random_numbers(layout->nnz() * 32 * 32), dense = random_numbers(cols * width);
+  const std::vector<float> values = random_numbers(layout->nnz() * 32 * 32), dense = random_numbers(cols * width);
   std::vector<float> out(static_cast<std::size_t>(rows * width));
 
   fretwork::TbbExecutor threads;  // without one, Context::cpu() runs everything on this thread
   fretwork::Context context = fretwork::Context::cpu(threads);
   const auto f32 = fretwork::DType::f32;
-  fretwork::dsd({values.data(), f32, {1, layout->nnz(), 32, 32}}, {dense.data(), f32, {1, 1, cols, width}}, *layout,
+  fretwork::dsd({values.data(), f32, {1, layout->nnz(), 32, 32}}, {dense.data(), f32, {1, 1, cols, width}}, layout,
                 {out.data(), f32, {1, 1, rows, width}}, context);
 
   const std::vector<double> expected = plain_product(values, dense, *layout, width);

@@ -51,6 +51,8 @@ struct Context {
   static Context cuda(int device = 0, void* stream = nullptr);
 };
 
+/// GPUs that the CUDA driver shows; 0 without a driver.
+int cuda_device_count();
 /// Whether the calling thread has a current CUDA context; false without a driver.
 bool has_cuda_context();
 /// Makes a device's primary context the calling thread's, as the CUDA runtime does on first use. Ops leave a thread's

@@ -1,7 +1,8 @@
-// Everything a C++ program needs: tensors by view, patterns, ops, contexts.
+// Everything a C++ program needs: tensors by view and owned, patterns, ops, contexts.
 #pragma once
 
 #include "fretwork/context.h"
+#include "fretwork/device_tensor.h"
 #include "fretwork/error.h"
 #include "fretwork/ops.h"
 #include "fretwork/pattern.h"

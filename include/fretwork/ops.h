@@ -1,4 +1,8 @@
 // The operators. Each checks its arguments, throws Error on a bad one, and runs where the context says.
+//
+// An op has the name that it has in Python, families with several functions have a namespace: fretwork::attention,
+// fretwork::kronecker::project, fretwork::two_four::matmul. Inputs are ConstTensorViews, outputs TensorViews; a tensor
+// that may be missing is an optional. Patterns are passed as the shared pointers that their makers return.
 #pragma once
 
 #include <array>
@@ -22,147 +26,161 @@ struct MatmulOptions {
 };
 
 /// Sparse = op(a)·op(b) at the blocks of `layout`. a, b (Z,H,·,·); out (Z,nnz,b,b).
-void sdd(const TensorView& a, const TensorView& b, const BlockLayout& layout, const TensorView& out, Context& context,
-         const MatmulOptions& options = {});
+void sdd(const ConstTensorView& a, const ConstTensorView& b, const BlockLayoutPtr& layout, const TensorView& out,
+         Context& context, const MatmulOptions& options = {});
 /// Dense = op(sparse)·op(b). values (Z,nnz,b,b) of `layout` as stored.
-void dsd(const TensorView& values, const TensorView& b, const BlockLayout& layout, const TensorView& out,
+void dsd(const ConstTensorView& values, const ConstTensorView& b, const BlockLayoutPtr& layout, const TensorView& out,
          Context& context, const MatmulOptions& options = {});
 /// Dense = op(a)·op(sparse).
-void dds(const TensorView& a, const TensorView& values, const BlockLayout& layout, const TensorView& out,
+void dds(const ConstTensorView& a, const ConstTensorView& values, const BlockLayoutPtr& layout, const TensorView& out,
          Context& context, const MatmulOptions& options = {});
 
 /// The shapes that `out` must have, after all checks that need no data.
-std::vector<std::int64_t> sdd_shape(const TensorView& a, const TensorView& b, const BlockLayout& layout,
+std::vector<std::int64_t> sdd_shape(const ConstTensorView& a, const ConstTensorView& b, const BlockLayoutPtr& layout,
                                     const MatmulOptions& options = {});
-std::vector<std::int64_t> dsd_shape(const TensorView& values, const TensorView& b, const BlockLayout& layout,
-                                    const MatmulOptions& options = {});
-std::vector<std::int64_t> dds_shape(const TensorView& a, const TensorView& values, const BlockLayout& layout,
-                                    const MatmulOptions& options = {});
+std::vector<std::int64_t> dsd_shape(const ConstTensorView& values, const ConstTensorView& b,
+                                    const BlockLayoutPtr& layout, const MatmulOptions& options = {});
+std::vector<std::int64_t> dds_shape(const ConstTensorView& a, const ConstTensorView& values,
+                                    const BlockLayoutPtr& layout, const MatmulOptions& options = {});
 
 /// The geometry of a 2-D convolution, (height, width) each. `padding` is above and left, `padding_end` below and right.
 struct ConvOptions {
   std::array<std::int64_t, 2> kernel{1, 1}, stride{1, 1}, padding{0, 0}, padding_end{0, 0}, dilation{1, 1};
-  const TensorView* bias = nullptr;  ///< (out channels); null is none. The gradients do not read it.
+  std::optional<ConstTensorView> bias = {};  ///< (out channels). The gradients do not read it.
 };
 
 /// A convolution whose weight holds whole blocks. `layout` has a head for each kernel position, row by row, of blocks
 /// (output channels × input channels). x (N,C,H,W), values (nnz,b,b), out (N,K,P,Q), of any strides.
-void block_conv2d(const TensorView& x, const TensorView& values, const BlockLayout& layout, const TensorView& out,
-                  Context& context, const ConvOptions& options = {});
+void block_conv2d(const ConstTensorView& x, const ConstTensorView& values, const BlockLayoutPtr& layout,
+                  const TensorView& out, Context& context, const ConvOptions& options = {});
 /// Its gradients to x and to values.
-void block_conv2d_backward_x(const TensorView& d_out, const TensorView& values, const BlockLayout& layout,
+void block_conv2d_backward_x(const ConstTensorView& d_out, const ConstTensorView& values, const BlockLayoutPtr& layout,
                              const TensorView& d_x, Context& context, const ConvOptions& options = {});
-void block_conv2d_backward_values(const TensorView& x, const TensorView& d_out, const BlockLayout& layout,
+void block_conv2d_backward_values(const ConstTensorView& x, const ConstTensorView& d_out, const BlockLayoutPtr& layout,
                                   const TensorView& d_values, Context& context, const ConvOptions& options = {});
 /// The shape that `out` must have, after all checks that need no data.
-std::vector<std::int64_t> block_conv2d_shape(const TensorView& x, const TensorView& values, const BlockLayout& layout,
-                                             const ConvOptions& options = {});
+std::vector<std::int64_t> block_conv2d_shape(const ConstTensorView& x, const ConstTensorView& values,
+                                             const BlockLayoutPtr& layout, const ConvOptions& options = {});
 
 /// "add" adds the mask; "mul" turns its zeros into −inf and leaves the rest.
 enum class MaskMode : std::uint8_t { add, mul };
 
-/// Options of block_softmax; a null pointer is an extra that is not there.
+/// Options of block_softmax.
 struct SoftmaxOptions {
   double scale = 1.0;
-  const TensorView* rpe = nullptr;               ///< broadcasts to (Z,H,M,N)
-  const TensorView* key_padding_mask = nullptr;  ///< (Z,N)
-  const TensorView* attn_mask = nullptr;         ///< (M,N) or (H,M,N)
+  std::optional<ConstTensorView> rpe = {};               ///< broadcasts to (Z,H,M,N)
+  std::optional<ConstTensorView> key_padding_mask = {};  ///< (Z,N)
+  std::optional<ConstTensorView> attn_mask = {};         ///< (M,N) or (H,M,N)
   MaskMode key_padding_mask_mode = MaskMode::add, attn_mask_mode = MaskMode::add;
 };
 
 /// out = softmax of values·scale + extras over the stored entries of each row. values, out ((Z,)nnz,b,b).
-void block_softmax(const TensorView& values, const BlockLayout& layout, const TensorView& out, Context& context,
+void block_softmax(const ConstTensorView& values, const BlockLayoutPtr& layout, const TensorView& out, Context& context,
                    const SoftmaxOptions& options = {});
 /// The gradient: d_values = scale·d, and d_rpe, where given, = d summed to rpe's shape, d = out·(d_out − Σ out·d_out).
-void block_softmax_backward(const TensorView& out, const TensorView& d_out, const BlockLayout& layout, double scale,
-                            const TensorView& d_values, const TensorView* d_rpe, Context& context);
+void block_softmax_backward(const ConstTensorView& out, const ConstTensorView& d_out, const BlockLayoutPtr& layout,
+                            double scale, const TensorView& d_values, const std::optional<TensorView>& d_rpe,
+                            Context& context);
 
 /// Dense (Z,H,M,N) to packed (Z,nnz,b,b) and back; unpack writes `fill` where there is no block.
-void block_pack(const TensorView& dense, const BlockLayout& layout, const TensorView& values, Context& context);
-void block_unpack(const TensorView& values, const BlockLayout& layout, double fill, const TensorView& dense,
+void block_pack(const ConstTensorView& dense, const BlockLayoutPtr& layout, const TensorView& values, Context& context);
+void block_unpack(const ConstTensorView& values, const BlockLayoutPtr& layout, double fill, const TensorView& dense,
                   Context& context);
 
 /// What a product applies to its sums; gelu is the exact one.
 enum class Activation : std::uint8_t { none, relu, gelu, silu };
 
 struct KsmmOptions {
-  const TensorView* bias = nullptr;  ///< (out features)
+  std::optional<ConstTensorView> bias = {};  ///< (out features)
   Activation activation = Activation::none;
 };
 
 /// out = activation(x·Kᵀ + bias) for the Kronecker factor K with weights w (a,b,c,d). x (batch, a·c·d), out (batch,
 /// a·b·d), any strides: features that stand before the batch in memory are a transposed view. The gradient of x is the
 /// same product with w.transpose(1, 2).
-void ksmm(const TensorView& x, const TensorView& w, const TensorView& out, Context& context,
+void ksmm(const ConstTensorView& x, const ConstTensorView& w, const TensorView& out, Context& context,
           const KsmmOptions& options = {});
 /// The gradients of w and, where given, of bias: d_w[i,j,k,l] = Σ_n d_out[n,(i,j,l)]·x[n,(i,k,l)], d_bias = Σ_n d_out.
-void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const TensorView& d_w, const TensorView* d_bias,
-                          Context& context);
+void ksmm_backward_weight(const ConstTensorView& x, const ConstTensorView& d_out, const TensorView& d_w,
+                          const std::optional<TensorView>& d_bias, Context& context);
 /// One factor after another, weights[0] first; bias and activation after the last.
-void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const TensorView& out, Context& context,
-                const KsmmOptions& options = {});
+void ksmm_chain(const ConstTensorView& x, std::span<const ConstTensorView> weights, const TensorView& out,
+                Context& context, const KsmmOptions& options = {});
+namespace kronecker {
+
 /// How ksmm_chain runs factors of these patterns, one line for each step: "0+1: fused, clusters of 8, 16 rows", "2:
 /// strided". `arch` is "cpu", an architecture from "sm_80" on, such as "sm_90a", of which none needs to be there, or a
 /// GPU, "cuda:0". `batch` counts where rows are few; 0 stands for many. Operands are taken to be contiguous.
-std::vector<std::string> ksmm_chain_plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch,
-                                         DType dtype = DType::f16, bool last = false, std::int64_t batch = 0);
+std::vector<std::string> plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch,
+                              DType dtype = DType::f16, bool last = false, std::int64_t batch = 0);
 
 /// w (a,b,c,d) as a matrix (a·b·d, a·c·d), and back. from_dense gives the place (row·columns + column) of the first
 /// non-zero that the pattern does not hold, or −1, in *outside: on a GPU, where it is device memory, when the stream
 /// gets there.
-void kronecker_to_dense(const TensorView& w, const TensorView& dense, Context& context);
-void kronecker_from_dense(const TensorView& dense, const TensorView& w, std::int64_t* outside, Context& context);
+void to_dense(const ConstTensorView& w, const TensorView& dense, Context& context);
+void from_dense(const ConstTensorView& dense, const TensorView& w, std::int64_t* outside, Context& context);
 /// The shapes of their results, after all checks that need no data.
-std::vector<std::int64_t> kronecker_to_dense_shape(const TensorView& w);
-std::vector<std::int64_t> kronecker_from_dense_shape(const TensorView& dense, const KroneckerPattern::Sizes& sizes);
+std::vector<std::int64_t> to_dense_shape(const ConstTensorView& w);
+std::vector<std::int64_t> from_dense_shape(const ConstTensorView& dense, const KroneckerPattern::Sizes& sizes);
 
 /// The weights (f64, contiguous, on the CPU, in order of application) whose product is near `dense` (rows × cols,
 /// row-major): the nearest for one and two factors, within √(L − 1) times the least error for L. The factors have equal
 /// norms. Gives the relative error in the Frobenius norm, 0 for a zero matrix.
-double kronecker_project(std::span<const double> dense, std::int64_t rows, std::int64_t cols,
-                         std::span<const KroneckerPattern::Sizes> patterns, std::span<std::vector<double>> weights,
-                         Executor& executor = serial_executor());
+double project(std::span<const double> dense, std::int64_t rows, std::int64_t cols,
+               std::span<const KroneckerPattern::Sizes> patterns, std::span<std::vector<double>> weights,
+               Executor& executor = serial_executor());
 
-/// Options of attention; a null pointer is something that is not there.
+}  // namespace kronecker
+
+/// Options of attention.
 struct AttentionOptions {
-  std::optional<double> scale;                 ///< of the scores; 1/√D unless given
+  std::optional<double> scale = {};            ///< of the scores; 1/√D unless given
   double softcap = 0;                          ///< c > 0 turns a score s into c·tanh(s/c)
-  const TensorView* bias = nullptr;            ///< broadcasts to (B,Hq,Sq,Sk); added after scale and softcap
-  const TensorView* slopes = nullptr;          ///< ALiBi (Hq) as lse: −slope·|p − j| is added, p = i + Sk − Sq
+  std::optional<ConstTensorView> bias = {};    ///< broadcasts to (B,Hq,Sq,Sk); added after scale and softcap
+  std::optional<ConstTensorView> slopes = {};  ///< ALiBi (Hq) as lse: −slope·|p − j| is added, p = i + Sk − Sq
   double dropout = 0;                          ///< rate, 0 ≤ rate < 1; needs a seed. (Python gives zeros for 1.)
   const std::int64_t* dropout_seed = nullptr;  ///< one number on the context's device
-  const TensorView* key_padding =
-      nullptr;  ///< (B,Sk) bool: true where no query sees the key, whose k and v may hold NaN
+  std::optional<ConstTensorView>
+      key_padding;  ///< (B,Sk) bool: true where no query sees the key, whose k and v may hold NaN
 };
 
 /// out = softmax(scale·q·kᵀ + …)·v over the keys that each query's pattern holds, and lse, its natural log-sum-exp. q
 /// (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv), Hq a multiple of Hk: query head h uses key head h / (Hq/Hk). `patterns`
 /// is one for all heads, one for each query head, or one for each batch element and query head (Hq of the first
 /// element, then of the next), regular or a block layout of one head or a Kronecker pattern. out (B,Hq,Sq,Dv); lse,
-/// which may be null, (B,Hq,Sq) of f32 (f64 for f64). A query without keys gives 0 and −inf.
-void attention(const TensorView& q, const TensorView& k, const TensorView& v, std::span<const PatternPtr> patterns,
-               const TensorView& out, const TensorView* lse, Context& context, const AttentionOptions& options = {});
-inline void attention(const TensorView& q, const TensorView& k, const TensorView& v, const PatternPtr& pattern,
-                      const TensorView& out, const TensorView* lse, Context& context,
-                      const AttentionOptions& options = {}) {
+/// which may be left out, (B,Hq,Sq) of f32 (f64 for f64). A query without keys gives 0 and −inf.
+void attention(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+               std::span<const PatternPtr> patterns, const TensorView& out, const std::optional<TensorView>& lse,
+               Context& context, const AttentionOptions& options = {});
+inline void attention(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                      const PatternPtr& pattern, const TensorView& out, const std::optional<TensorView>& lse,
+                      Context& context, const AttentionOptions& options = {}) {
   attention(q, k, v, std::span(&pattern, 1), out, lse, context, options);
 }
 
-/// Where attention's gradients go; a null pointer is one that is not wanted. Each has the shape and dtype of what it is
+/// Where attention's gradients go; one that is not given is not computed. Each has the shape and dtype of what it is
 /// the gradient of.
 struct AttentionGradients {
-  const TensorView *q = nullptr, *k = nullptr, *v = nullptr, *bias = nullptr;
+  std::optional<TensorView> q = {}, k = {}, v = {}, bias = {};
 };
 
-/// The gradients, from those of out and lse (null: zero). Patterns and options are the forward's, as are out and lse.
-void attention_backward(const TensorView& q, const TensorView& k, const TensorView& v,
-                        std::span<const PatternPtr> patterns, const TensorView& out, const TensorView& lse,
-                        const TensorView& d_out, const TensorView* d_lse, const AttentionGradients& gradients,
-                        Context& context, const AttentionOptions& options = {});
+/// The gradients, from those of out and lse (not given: zero). Patterns and options are the forward's, as are out and
+/// lse.
+void attention_backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                        std::span<const PatternPtr> patterns, const ConstTensorView& out, const ConstTensorView& lse,
+                        const ConstTensorView& d_out, const std::optional<ConstTensorView>& d_lse,
+                        const AttentionGradients& gradients, Context& context, const AttentionOptions& options = {});
+inline void attention_backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                               const PatternPtr& pattern, const ConstTensorView& out, const ConstTensorView& lse,
+                               const ConstTensorView& d_out, const std::optional<ConstTensorView>& d_lse,
+                               const AttentionGradients& gradients, Context& context,
+                               const AttentionOptions& options = {}) {
+  attention_backward(q, k, v, std::span(&pattern, 1), out, lse, d_out, d_lse, gradients, context, options);
+}
 
 /// What attention over a pattern costs on a GPU, in words: a line for each order of its tiles, and how many times its
 /// elements they multiply. Empty where there are no elements, and beyond four million positions.
-std::string attention_cost(const RegularPattern& pattern);
+std::string attention_cost(const PatternPtr& pattern);
 
 /// SPLAT's operators. Scores are stored side by side, (B,H,Sq,W), W the entries of the longest row: the entries of a
 /// row are its keys in ascending order (RegularPattern::entries). What lies behind a row's end is written as zero and
@@ -171,19 +189,20 @@ std::string attention_cost(const RegularPattern& pattern);
 /// W. An error names `op`.
 std::int64_t r_width(const PatternPtr& pattern, const char* op = "r_width");
 /// out = q·kᵀ at the entries. q (B,Hq,Sq,D), k (B,Hk,Sk,D), out (B,Hq,Sq,W).
-void r_sddmm(const TensorView& q, const TensorView& k, const PatternPtr& pattern, const TensorView& out,
+void r_sddmm(const ConstTensorView& q, const ConstTensorView& k, const PatternPtr& pattern, const TensorView& out,
              Context& context);
 /// out = x·v. x (B,Hq,Sq,W), v (B,Hk,Sk,D), out (B,Hq,Sq,D). The gradient of q in r_sddmm is r_spmm of that of its
 /// result and k; the gradient of x here is r_sddmm of that of the result and v.
-void r_spmm(const TensorView& x, const TensorView& v, const PatternPtr& pattern, const TensorView& out,
+void r_spmm(const ConstTensorView& x, const ConstTensorView& v, const PatternPtr& pattern, const TensorView& out,
             Context& context);
 /// out = xᵀ·y, summed over the query heads that share one of out's. x (B,Hq,Sq,W), y (B,Hq,Sq,D), out (B,Hk,Sk,D): the
 /// gradient of k and v in the two above.
-void r_spmm_transposed(const TensorView& x, const TensorView& y, const PatternPtr& pattern, const TensorView& out,
-                       Context& context);
+void r_spmm_transposed(const ConstTensorView& x, const ConstTensorView& y, const PatternPtr& pattern,
+                       const TensorView& out, Context& context);
 /// out = softmax of scale·x over the entries of each row; and its gradient, d_x = scale·out·(d_out − Σ out·d_out).
-void r_softmax(const TensorView& x, const PatternPtr& pattern, double scale, const TensorView& out, Context& context);
-void r_softmax_backward(const TensorView& out, const TensorView& d_out, const PatternPtr& pattern, double scale,
-                        const TensorView& d_x, Context& context);
+void r_softmax(const ConstTensorView& x, const PatternPtr& pattern, double scale, const TensorView& out,
+               Context& context);
+void r_softmax_backward(const ConstTensorView& out, const ConstTensorView& d_out, const PatternPtr& pattern,
+                        double scale, const TensorView& d_x, Context& context);
 
 }  // namespace fretwork

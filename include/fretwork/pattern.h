@@ -12,7 +12,14 @@
 namespace fretwork {
 
 class Pattern;
+class BlockLayout;
+class KroneckerPattern;
+class RegularPattern;
+/// How patterns are made, held and passed.
 using PatternPtr = std::shared_ptr<const Pattern>;
+using BlockLayoutPtr = std::shared_ptr<const BlockLayout>;
+using KroneckerPtr = std::shared_ptr<const KroneckerPattern>;
+using RegularPtr = std::shared_ptr<const RegularPattern>;
 
 class Pattern {
  public:
@@ -75,12 +82,11 @@ class BlockLayout final : public Pattern {
   };
 
   /// `mask` holds heads·rows·cols bytes, each 0 or 1. Throws Error otherwise.
-  static std::shared_ptr<const BlockLayout> make(const Sizes& sizes, std::span<const std::uint8_t> mask);
+  static BlockLayoutPtr make(const Sizes& sizes, std::span<const std::uint8_t> mask);
   /// The layout of a convolution's weight, from a mask (out blocks, in blocks, kh, kw): a head for each kernel position
   /// (r, s), r·kw + s; a block is (output channels, input channels).
-  static std::shared_ptr<const BlockLayout> for_conv2d(const std::array<std::int64_t, 4>& blocks,
-                                                       std::span<const std::uint8_t> mask, std::int64_t block_rows,
-                                                       std::int64_t block_cols);
+  static BlockLayoutPtr for_conv2d(const std::array<std::int64_t, 4>& blocks, std::span<const std::uint8_t> mask,
+                                   std::int64_t block_rows, std::int64_t block_cols);
 
   const Sizes& sizes() const { return sizes_; }
   std::int64_t heads() const { return sizes_.heads; }
@@ -101,7 +107,7 @@ class BlockLayout final : public Pattern {
 };
 
 /// A random layout with about `density` of its blocks, the same for the same seed everywhere.
-std::shared_ptr<const BlockLayout> random_blocks(const BlockLayout::Sizes& sizes, double density, std::uint64_t seed);
+BlockLayoutPtr random_blocks(const BlockLayout::Sizes& sizes, double density, std::uint64_t seed);
 
 /// The support I_a ⊗ 1_{b×c} ⊗ I_d of one Kronecker factor: weight (i, j, k, l) stands at row (i·b + j)·d + l, column
 /// (i·c + k)·d + l.
@@ -113,7 +119,7 @@ class KroneckerPattern final : public Pattern {
   };
 
   /// All sizes at least 1, and fewer than 2^63 elements; throws Error otherwise.
-  static std::shared_ptr<const KroneckerPattern> make(const Sizes& sizes);
+  static KroneckerPtr make(const Sizes& sizes);
 
   const Sizes& sizes() const { return sizes_; }
   std::int64_t rows() const { return sizes_.a * sizes_.b * sizes_.d; }
@@ -128,17 +134,21 @@ class KroneckerPattern final : public Pattern {
   Sizes sizes_;
 };
 
+namespace kronecker {
+
 /// Whether left·right is a Kronecker pattern again whose every entry is one sum of the same length, so that a dense
 /// matrix has a best approximation of that form; and that pattern. product throws Error where they do not chain.
 bool chainable(const KroneckerPattern::Sizes& left, const KroneckerPattern::Sizes& right);
 KroneckerPattern::Sizes product(const KroneckerPattern::Sizes& left, const KroneckerPattern::Sizes& right);
 /// The same pattern as whole blocks, the largest that fit. Throws Error unless d is 1 and b and c have divisors that
 /// are sides of a block.
-std::shared_ptr<const BlockLayout> to_block_layout(const KroneckerPattern& pattern);
+BlockLayoutPtr to_block_layout(const KroneckerPtr& pattern);
 /// The patterns, in order of application, of a Monarch matrix and of a dyadic butterfly (n a power of two).
 std::vector<KroneckerPattern::Sizes> monarch(std::int64_t out_features, std::int64_t in_features, std::int64_t p,
                                              std::int64_t q);
 std::vector<KroneckerPattern::Sizes> butterfly(std::int64_t n);
+
+}  // namespace kronecker
 
 /// A framed picture in lines of at most `width` characters; colours are those of a terminal. The same as SVG. Of a long
 /// pattern some rows of each square are looked at.
@@ -147,8 +157,8 @@ struct DrawOptions {
   int width = 80;
   bool colour = false;
 };
-std::string draw(const Pattern& pattern, const DrawOptions& options = {});
-std::string draw_svg(const Pattern& pattern, std::int64_t head = 0);
+std::string draw(const PatternPtr& pattern, const DrawOptions& options = {});
+std::string draw_svg(const PatternPtr& pattern, std::int64_t head = 0);
 
 struct PartGroup;
 

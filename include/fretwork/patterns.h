@@ -9,7 +9,6 @@
 
 namespace fretwork::patterns {
 
-using RegularPtr = std::shared_ptr<const RegularPattern>;
 using Optional = std::optional<std::int64_t>;
 
 /// Sizes of a pattern: queries, keys, and the position of the first query; queries are the last ones unless given.
@@ -75,16 +74,16 @@ RegularPtr from_runs(std::int64_t rows, std::int64_t cols, std::span<const Run> 
 /// j is p or one of its ancestors. parents[p] < p, or −1 for a root.
 RegularPtr tree(std::span<const std::int64_t> parents);
 /// One head of a layout.
-RegularPtr from_layout(const BlockLayout& layout, std::int64_t head = 0);
+RegularPtr from_layout(const BlockLayoutPtr& layout, std::int64_t head = 0);
 /// The blocks that a pattern touches, as a layout of one head whose last blocks may reach beyond the pattern, and the
 /// share of their elements that the pattern has not.
 struct BlockCover {
-  std::shared_ptr<const BlockLayout> layout;
+  BlockLayoutPtr layout;
   double fill_in;
 };
-BlockCover block_cover(const RegularPattern& pattern, std::int64_t block_rows, std::int64_t block_cols);
+BlockCover block_cover(const PatternPtr& pattern, std::int64_t block_rows, std::int64_t block_cols);
 /// A Kronecker pattern.
-RegularPtr from_kronecker(const KroneckerPattern& pattern);
+RegularPtr from_kronecker(const KroneckerPtr& pattern);
 /// One progression for each row, inside the columns.
 RegularPtr acsr(std::span<const std::int64_t> start, std::span<const std::int64_t> stride,
                 std::span<const std::int64_t> count, std::int64_t cols);

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <span>
 #include <string>
+#include <type_traits>
 
 namespace fretwork {
 
@@ -29,20 +30,32 @@ std::string name_of(Device device);
 inline constexpr int kMaxRank = 8;
 
 /// A pointer with a type, a place and a shape; strides count elements and may be anything, 0 and negative included.
-struct TensorView {
-  void* data = nullptr;
+/// `Void` is const void where the data is only read.
+template <typename Void>
+struct BasicTensorView {
+  Void* data = nullptr;
   DType dtype = DType::f32;
   Device device{};
   int rank = 0;
   std::array<std::int64_t, kMaxRank> sizes{};
   std::array<std::int64_t, kMaxRank> strides{};
 
-  TensorView() = default;
+  BasicTensorView() = default;
   /// Row-major and contiguous.
-  TensorView(void* data, DType dtype, std::span<const std::int64_t> sizes, Device device = {});
-  TensorView(void* data, DType dtype, std::initializer_list<std::int64_t> sizes, Device device = {});
-  TensorView(void* data, DType dtype, std::span<const std::int64_t> sizes, std::span<const std::int64_t> strides,
-             Device device);
+  BasicTensorView(Void* data, DType dtype, std::span<const std::int64_t> sizes, Device device = {});
+  BasicTensorView(Void* data, DType dtype, std::initializer_list<std::int64_t> sizes, Device device = {});
+  BasicTensorView(Void* data, DType dtype, std::span<const std::int64_t> sizes, std::span<const std::int64_t> strides,
+                  Device device);
+  /// What may be written may be read.
+  template <typename Other>
+  requires(std::is_const_v<Void>&& std::is_same_v<Other, void>)
+      BasicTensorView(const BasicTensorView<Other>& other)  // NOLINT: a TensorView is a ConstTensorView
+      : data(other.data),
+        dtype(other.dtype),
+        device(other.device),
+        rank(other.rank),
+        sizes(other.sizes),
+        strides(other.strides) {}
 
   std::span<const std::int64_t> shape() const { return {sizes.data(), static_cast<std::size_t>(rank)}; }
   std::int64_t elements() const;
@@ -54,6 +67,14 @@ struct TensorView {
   bool inside(int d) const { return d >= -rank && d < rank; }
   std::size_t at(int d) const { return static_cast<std::size_t>(d < 0 ? d + rank : d); }
 };
+
+extern template struct BasicTensorView<void>;
+extern template struct BasicTensorView<const void>;
+
+/// What an op writes.
+using TensorView = BasicTensorView<void>;
+/// What an op reads; a TensorView converts to it.
+using ConstTensorView = BasicTensorView<const void>;
 
 /// "(2, 3, 64, 48)", for messages.
 std::string shape_text(std::span<const std::int64_t> sizes);

@@ -73,7 +73,8 @@ std::string name_of(Device device) {
   return cpu && device.index == 0 ? "cpu" : (cpu ? "cpu:" : "cuda:") + std::to_string(device.index);
 }
 
-TensorView::TensorView(void* data, DType dtype, std::span<const std::int64_t> sizes, Device device)
+template <typename Void>
+BasicTensorView<Void>::BasicTensorView(Void* data, DType dtype, std::span<const std::int64_t> sizes, Device device)
     : data(data), dtype(dtype), device(device), rank(static_cast<int>(sizes.size())) {
   if (sizes.size() > kMaxRank) {
     throw Error("TensorView", "sizes", "at most 8 dimensions", std::to_string(sizes.size()));
@@ -89,22 +90,29 @@ TensorView::TensorView(void* data, DType dtype, std::span<const std::int64_t> si
   }
 }
 
-TensorView::TensorView(void* data, DType dtype, std::initializer_list<std::int64_t> sizes, Device device)
-    : TensorView(data, dtype, std::span(sizes.begin(), sizes.size()), device) {}
+template <typename Void>
+BasicTensorView<Void>::BasicTensorView(Void* data, DType dtype, std::initializer_list<std::int64_t> sizes,
+                                       Device device)
+    : BasicTensorView(data, dtype, std::span(sizes.begin(), sizes.size()), device) {}
 
-TensorView::TensorView(void* data, DType dtype, std::span<const std::int64_t> sizes,
-                       std::span<const std::int64_t> strides, Device device)
-    : TensorView(data, dtype, sizes, device) {
+template <typename Void>
+BasicTensorView<Void>::BasicTensorView(Void* data, DType dtype, std::span<const std::int64_t> sizes,
+                                       std::span<const std::int64_t> strides, Device device)
+    : BasicTensorView(data, dtype, sizes, device) {
   if (strides.size() != sizes.size()) {
     throw Error("TensorView", "strides", std::to_string(sizes.size()) + " of them", std::to_string(strides.size()));
   }
   std::copy(strides.begin(), strides.end(), this->strides.begin());
 }
 
-std::int64_t TensorView::elements() const {
+template <typename Void>
+std::int64_t BasicTensorView<Void>::elements() const {
   const auto all = shape();
   return std::accumulate(all.begin(), all.end(), std::int64_t{1}, std::multiplies<>{});
 }
+
+template struct BasicTensorView<void>;
+template struct BasicTensorView<const void>;
 
 std::string shape_text(std::span<const std::int64_t> sizes) {
   std::string text = "(";

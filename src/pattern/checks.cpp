@@ -10,7 +10,7 @@
 
 namespace fretwork {
 
-void check_floating(const char* op, const char* argument, const TensorView& tensor) {
+void check_floating(const char* op, const char* argument, const ConstTensorView& tensor) {
   if (!is_floating(tensor.dtype)) {
     throw Error(op, argument, "float64, float32, float16 or bfloat16", name_of(tensor.dtype));
   }
@@ -22,7 +22,7 @@ void check_context(const char* op, const Context& context) {
   }
 }
 
-void check_device(const char* op, const char* argument, const TensorView& tensor, const Context& context) {
+void check_device(const char* op, const char* argument, const ConstTensorView& tensor, const Context& context) {
   check_context(op, context);
   if (tensor.device != context.device) {
     throw Error(op, argument, "a tensor on " + name_of(context.device), "one on " + name_of(tensor.device));
@@ -30,13 +30,14 @@ void check_device(const char* op, const char* argument, const TensorView& tensor
   check_data(op, argument, tensor);
 }
 
-void check_data(const char* op, const char* argument, const TensorView& tensor) {
+void check_data(const char* op, const char* argument, const ConstTensorView& tensor) {
   if (tensor.data == nullptr && tensor.elements() != 0) {
     throw Error(op, argument, "the address of " + shape_text(tensor.shape()), "null");
   }
 }
 
-std::int64_t check_packed(const char* op, const char* argument, const TensorView& tensor, const BlockLayout& layout) {
+std::int64_t check_packed(const char* op, const char* argument, const ConstTensorView& tensor,
+                          const BlockLayout& layout) {
   const auto& s = layout.sizes();
   const bool right = (tensor.rank == 3 || tensor.rank == 4) && tensor.size(-3) == layout.nnz() &&
                      tensor.size(-2) == s.block_rows && tensor.size(-1) == s.block_cols;
@@ -47,7 +48,7 @@ std::int64_t check_packed(const char* op, const char* argument, const TensorView
   return tensor.size(-4);
 }
 
-std::shared_ptr<const RegularPattern> check_regular(const char* op, const PatternPtr& pattern) {
+RegularPtr check_regular(const char* op, const PatternPtr& pattern) {
   if (auto regular = std::dynamic_pointer_cast<const RegularPattern>(pattern)) {
     return regular;
   }
@@ -57,7 +58,7 @@ std::shared_ptr<const RegularPattern> check_regular(const char* op, const Patter
   }
   constexpr std::size_t kRemembered = 32;
   static std::mutex mutex;
-  static std::list<std::pair<std::string, std::shared_ptr<const RegularPattern>>> recent;
+  static std::list<std::pair<std::string, RegularPtr>> recent;
   const std::lock_guard lock(mutex);
   for (const auto& [text, converted] : recent) {
     if (text == pattern->text()) {

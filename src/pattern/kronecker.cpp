@@ -4,6 +4,7 @@
 
 #include "fretwork/error.h"
 #include "fretwork/tensor.h"
+#include "pattern/checks.h"
 #include "pattern/text.h"
 
 namespace fretwork {
@@ -33,7 +34,7 @@ KroneckerPattern::KroneckerPattern(const Sizes& sizes) : sizes_(sizes) {
   name("kronecker" + text_of(sizes));
 }
 
-std::shared_ptr<const KroneckerPattern> KroneckerPattern::make(const Sizes& s) {
+KroneckerPtr KroneckerPattern::make(const Sizes& s) {
   const std::int64_t all[] = {s.a, s.b, s.c, s.d};
   const char* const names[] = {"a", "b", "c", "d"};
   for (int n = 0; n < 4; ++n) {
@@ -47,7 +48,7 @@ std::shared_ptr<const KroneckerPattern> KroneckerPattern::make(const Sizes& s) {
       __builtin_mul_overflow(rows, cols, &elements)) {
     throw Error("KroneckerPattern", "sizes", "fewer than 2^63 elements", text_of(s));
   }
-  return std::shared_ptr<const KroneckerPattern>(new KroneckerPattern(s));
+  return KroneckerPtr(new KroneckerPattern(s));
 }
 
 double KroneckerPattern::density() const {
@@ -67,6 +68,8 @@ void KroneckerPattern::mask(std::span<std::uint8_t> out) const {
   }
 }
 
+namespace kronecker {
+
 bool chainable(const Sizes& left, const Sizes& right) {
   return left.a * left.c * left.d == right.a * right.b * right.d && right.a % left.a == 0 && left.d % right.d == 0 &&
          left.a * left.c % right.a == 0 && right.b * right.d % left.d == 0;
@@ -83,9 +86,10 @@ Sizes product(const Sizes& left, const Sizes& right) {
   return {left.a, left.b * left.d / right.d, right.a * right.c / left.a, right.d};
 }
 
-std::shared_ptr<const BlockLayout> to_block_layout(const KroneckerPattern& pattern) {
+BlockLayoutPtr to_block_layout(const KroneckerPtr& pattern) {
   constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
-  const auto& [a, b, c, d] = pattern.sizes();
+  const Sizes& sizes = check_pattern("to_block_layout", "pattern", pattern).sizes();
+  const auto& [a, b, c, d] = sizes;
   // The largest block side that divides n, or 0.
   const auto side = [](std::int64_t n) {
     constexpr std::int64_t kLeast = 8, kMost = 128;
@@ -97,13 +101,12 @@ std::shared_ptr<const BlockLayout> to_block_layout(const KroneckerPattern& patte
   };
   const std::int64_t r = side(b), s = side(c);
   if (d != 1 || r == 0 || s == 0) {
-    throw Error("to_block_layout", "pattern", "d = 1, and b and c with divisors from 8 to 128",
-                text_of(pattern.sizes()));
+    throw Error("to_block_layout", "pattern", "d = 1, and b and c with divisors from 8 to 128", text_of(sizes));
   }
   const std::int64_t rows = b / r, cols = c / s;
   std::int64_t blocks = 0;
   if (__builtin_mul_overflow(a * rows, a * cols, &blocks) || blocks > kMostBlocks) {
-    throw Error("to_block_layout", "pattern", "at most 2^30 blocks", text_of(pattern.sizes()));
+    throw Error("to_block_layout", "pattern", "at most 2^30 blocks", text_of(sizes));
   }
   std::vector<std::uint8_t> mask(static_cast<std::size_t>(blocks));
   for (std::int64_t line = 0; line < a * rows; ++line) {
@@ -138,4 +141,5 @@ std::vector<Sizes> butterfly(std::int64_t n) {
   return patterns;
 }
 
+}  // namespace kronecker
 }  // namespace fretwork

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <vector>
 
+#include "pattern/checks.h"
+
 namespace fretwork {
 namespace {
 
@@ -143,16 +145,16 @@ std::string svg_picture(const Occupancy& grid, const std::string& title) {
   return text + "</svg>\n";
 }
 
-std::string draw(const Pattern& pattern, const DrawOptions& options) {
+std::string draw(const PatternPtr& pattern, const DrawOptions& options) {
   constexpr std::int64_t kMaxRows = 96;  // 48 lines
-  const Survey survey(pattern);
+  const Survey survey(check_pattern("draw", "pattern", pattern));
   survey.check_head(options.head);
   const Occupancy grid = survey.occupancy(options.head, kMaxRows, std::max<std::int64_t>(1, options.width - 2));
   std::string text = terminal_picture(grid, options.colour);
   if (survey.heads() > 1) {
     text += "head " + std::to_string(options.head) + " of " + std::to_string(survey.heads()) + "\n";
   }
-  const auto* layout = dynamic_cast<const BlockLayout*>(&pattern);
+  const auto* layout = dynamic_cast<const BlockLayout*>(pattern.get());
   if (grid.cell > (layout != nullptr ? layout->sizes().block_rows : 1)) {
     const std::string side = std::to_string(grid.cell);
     text += "shades: how full each square of " + side + " x " + side + " elements is\n";
@@ -160,12 +162,12 @@ std::string draw(const Pattern& pattern, const DrawOptions& options) {
   return text;
 }
 
-std::string draw_svg(const Pattern& pattern, std::int64_t head) {
+std::string draw_svg(const PatternPtr& pattern, std::int64_t head) {
   constexpr std::int64_t kMost = 256;  // squares to a side
   constexpr std::size_t kLongest = 120;
-  const Survey survey(pattern);
+  const Survey survey(check_pattern("draw_svg", "pattern", pattern));
   survey.check_head(head);
-  const std::string& text = pattern.text();
+  const std::string& text = pattern->text();
   return svg_picture(survey.occupancy(head, kMost, kMost),
                      text.size() > kLongest ? text.substr(0, kLongest) + "…" : text);
 }

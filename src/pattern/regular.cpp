@@ -17,7 +17,6 @@ using parts::count;
 using parts::meet;
 using parts::Run;
 using parts::Wide;
-using patterns::RegularPtr;
 using Groups = std::vector<PartGroup>;
 
 /// Where views do not agree, at most so many elements are listed.
@@ -408,14 +407,14 @@ RegularPtr as_regular(const char* op, const PatternPtr& pattern) {
   if (auto regular = std::dynamic_pointer_cast<const RegularPattern>(pattern)) {
     return regular;
   }
-  if (const auto* layout = dynamic_cast<const BlockLayout*>(pattern.get())) {
+  if (const auto layout = std::dynamic_pointer_cast<const BlockLayout>(pattern)) {
     if (layout->heads() != 1) {
       throw Error(op, "pattern", "a layout of one head", std::to_string(layout->heads()));
     }
-    return patterns::from_layout(*layout);
+    return patterns::from_layout(layout);
   }
-  if (const auto* kronecker = dynamic_cast<const KroneckerPattern*>(pattern.get())) {
-    return patterns::from_kronecker(*kronecker);
+  if (const auto kronecker = std::dynamic_pointer_cast<const KroneckerPattern>(pattern)) {
+    return patterns::from_kronecker(kronecker);
   }
   throw Error(op, "pattern", "a regular pattern, a block layout or a Kronecker pattern",
               pattern ? pattern->text() : "nothing");

@@ -42,6 +42,6 @@ struct PartGroup {
 
 /// The same pattern as parts: itself, a block layout of one head, or a Kronecker pattern. Throws Error, naming `op`, on
 /// others.
-std::shared_ptr<const RegularPattern> as_regular(const char* op, const PatternPtr& pattern);
+RegularPtr as_regular(const char* op, const PatternPtr& pattern);
 
 }  // namespace fretwork

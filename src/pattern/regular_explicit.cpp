@@ -6,6 +6,7 @@
 
 #include "core/divide.h"
 #include "fretwork/tensor.h"
+#include "pattern/checks.h"
 #include "pattern/regular_text.h"
 
 namespace fretwork::patterns {
@@ -18,7 +19,7 @@ using text::Call;
 using text::Family;
 
 /// One head of a layout, in a layout of its own.
-std::shared_ptr<const BlockLayout> head_of(const BlockLayout& layout, std::int64_t head) {
+BlockLayoutPtr head_of(const BlockLayout& layout, std::int64_t head) {
   if (head < 0 || head >= layout.heads()) {
     throw Error("from_layout", "head", "0 to " + std::to_string(layout.heads() - 1), std::to_string(head));
   }
@@ -347,8 +348,8 @@ RegularPtr acsr(std::span<const std::int64_t> start, std::span<const std::int64_
                             std::move(groups));
 }
 
-RegularPtr from_layout(const BlockLayout& layout, std::int64_t head) {
-  const auto one = head_of(layout, head);
+RegularPtr from_layout(const BlockLayoutPtr& layout, std::int64_t head) {
+  const auto one = head_of(check_pattern("from_layout", "layout", layout), head);
   const auto& [heads, rows, cols, r, c] = one->sizes();
   PartGroup group;
   if (r == c) {  // blocks have digits of their own
@@ -368,7 +369,9 @@ RegularPtr from_layout(const BlockLayout& layout, std::int64_t head) {
   return RegularMaker::make(Writer("from_layout").add(one->text()).done(), rows * r, cols * c, {std::move(group)});
 }
 
-BlockCover block_cover(const RegularPattern& pattern, std::int64_t block_rows, std::int64_t block_cols) {
+BlockCover block_cover(const PatternPtr& given, std::int64_t block_rows, std::int64_t block_cols) {
+  const RegularPtr regular = as_regular("block_cover", given);
+  const RegularPattern& pattern = *regular;
   for (const auto& [argument, side] : {std::pair{"block_rows", block_rows}, {"block_cols", block_cols}}) {
     if (side < 1) {
       throw Error("block_cover", argument, "1 or more", std::to_string(side));
@@ -391,7 +394,8 @@ BlockCover block_cover(const RegularPattern& pattern, std::int64_t block_rows, s
   return {std::move(layout), fill_in};
 }
 
-RegularPtr from_kronecker(const KroneckerPattern& pattern) {
+RegularPtr from_kronecker(const KroneckerPtr& given) {
+  const KroneckerPattern& pattern = check_pattern("from_kronecker", "pattern", given);
   const auto& [a, b, c, d] = pattern.sizes();
   check_sizes("from_kronecker", pattern.rows(), pattern.cols());
   parts::check_parts("from_kronecker", a);
@@ -439,21 +443,21 @@ const Family kFromLayout{"from_layout", [](const Call& given) -> PatternPtr {
                            const Call call = ordered(given, {"layout"}, {"head"});
                            constexpr const char* kExpected = "a block layout";
                            const PatternPtr inner = make(pattern_argument(call, 0, "layout", kExpected));
-                           const auto* layout = dynamic_cast<const BlockLayout*>(inner.get());
+                           const auto layout = std::dynamic_pointer_cast<const BlockLayout>(inner);
                            if (layout == nullptr) {
                              throw Error(call.name, "layout", kExpected, inner->text());
                            }
-                           return from_layout(*layout, read_or(call, 1, "head", 0));
+                           return from_layout(layout, read_or(call, 1, "head", 0));
                          }};
 const Family kFromKronecker{"from_kronecker", [](const Call& given) -> PatternPtr {
                               const Call call = ordered(given, {"pattern"});
                               constexpr const char* kExpected = "a Kronecker pattern";
                               const PatternPtr inner = make(pattern_argument(call, 0, "pattern", kExpected));
-                              const auto* kronecker = dynamic_cast<const KroneckerPattern*>(inner.get());
+                              const auto kronecker = std::dynamic_pointer_cast<const KroneckerPattern>(inner);
                               if (kronecker == nullptr) {
                                 throw Error(call.name, "pattern", kExpected, inner->text());
                               }
-                              return from_kronecker(*kronecker);
+                              return from_kronecker(kronecker);
                             }};
 
 }  // namespace

@@ -11,8 +11,7 @@ namespace fretwork {
 
 struct RegularMaker {
   /// `groups` are disjoint, tight and inside rows × cols; neighbours are merged, and what is empty is left out.
-  static patterns::RegularPtr make(std::string text, std::int64_t rows, std::int64_t cols,
-                                   std::vector<PartGroup> groups);
+  static RegularPtr make(std::string text, std::int64_t rows, std::int64_t cols, std::vector<PartGroup> groups);
 };
 
 namespace parts {

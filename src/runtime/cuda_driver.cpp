@@ -456,6 +456,8 @@ Context Context::cuda(int device, void* stream) {
   return context;
 }
 
+int cuda_device_count() { return cuda::device_count(); }
+
 bool has_cuda_context() {
   cuda::Handle current = nullptr;
   return cuda::available() && cuda::driver().ctx_current.attempt(&current) == 0 && current != nullptr;

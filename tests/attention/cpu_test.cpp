@@ -239,8 +239,6 @@ class Planner {
   std::map<std::vector<std::uint32_t>, int> known_;
 };
 
-using RegularPtr = std::shared_ptr<const RegularPattern>;
-
 struct Case {
   DType dtype = DType::f32;
   Index batch = 1, heads = 2, kv_heads = 1, rows = 70, cols = 90, depth = 24, value_depth = 20;

@@ -22,7 +22,6 @@ namespace fretwork::attention_op {
 namespace {
 
 namespace driver = fretwork::cuda;
-using patterns::RegularPtr;
 using Index = std::int64_t;
 using Doubles = std::vector<double>;
 

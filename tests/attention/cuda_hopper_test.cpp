@@ -1161,7 +1161,7 @@ TEST_F(AttentionHopper, RepeatsBitForBit) {
 // ------------------------------------------------------------------------------------------------------- times
 
 /// Patterns as the planner sees them.
-std::vector<std::pair<std::string, patterns::RegularPtr>> known_patterns(Index s) {
+std::vector<std::pair<std::string, RegularPtr>> known_patterns(Index s) {
   const Index grid[] = {128, 128}, side[] = {13}, one[] = {1}, zero[] = {0};
   std::vector<Index> globals(64);
   std::iota(globals.begin(), globals.end(), 0);

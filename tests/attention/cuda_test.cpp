@@ -24,7 +24,6 @@ namespace {
 using attention_op::BackwardProblem;
 using attention_op::Operand;
 using attention_op::Problem;
-using patterns::RegularPtr;
 using Index = std::int64_t;
 using Doubles = std::vector<double>;
 

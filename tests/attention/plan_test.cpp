@@ -540,9 +540,7 @@ TEST(Plan, OfRandomParts) {
   }
 }
 
-std::shared_ptr<const RegularPattern> regular(const std::string& text) {
-  return as_regular("plan", parse_pattern(text));
-}
+RegularPtr regular(const std::string& text) { return as_regular("plan", parse_pattern(text)); }
 
 TEST(Plan, OfTexts) {
   int n = 0;

@@ -28,7 +28,7 @@ struct Case {
   std::int64_t n = 2, h = 6, w = 7;
   std::int64_t rows = 2, cols = 3, block_rows = 16, block_cols = 16;
   double density = 0.5;
-  ConvOptions options{{3, 3}, {1, 1}, {1, 1}, {1, 1}, {1, 1}, nullptr};
+  ConvOptions options{{3, 3}, {1, 1}, {1, 1}, {1, 1}, {1, 1}, {}};
   bool bias = false, unread_nan = false;
   Form x, values, out;
   int threads = 1;
@@ -73,8 +73,10 @@ class Checker {
         x_(unaligned(c.dtype, {c.n, c.cols * c.block_cols, c.h, c.w}, c.x)),
         values_(unaligned(c.dtype, {layout_->nnz(), c.block_rows, c.block_cols}, c.values)),
         bias_(unaligned(c.dtype, {c.rows * c.block_rows}, {.step = 2})),
-        out_(unaligned(c.dtype, block_conv2d_shape(x_.view, values_.view, *layout_, c.options), c.out)) {
-    c_.options.bias = c.bias && c.op == Op::forward ? &bias_.view : nullptr;
+        out_(unaligned(c.dtype, block_conv2d_shape(x_.view, values_.view, layout_, c.options), c.out)) {
+    if (c.bias && c.op == Op::forward) {
+      c_.options.bias = bias_.view;
+    }
     for (Tensor* tensor : {&x_, &values_, &bias_, &out_}) {
       if (tensor != &result()) {
         tensor->randomise(random_);
@@ -112,11 +114,11 @@ class Checker {
     Context context = Context::cpu(executor);
     switch (c_.op) {
       case Op::forward:
-        return block_conv2d(x_.view, values_.view, *layout_, out_.view, context, c_.options);
+        return block_conv2d(x_.view, values_.view, layout_, out_.view, context, c_.options);
       case Op::backward_x:
-        return block_conv2d_backward_x(out_.view, values_.view, *layout_, x_.view, context, c_.options);
+        return block_conv2d_backward_x(out_.view, values_.view, layout_, x_.view, context, c_.options);
       case Op::backward_values:
-        return block_conv2d_backward_values(x_.view, out_.view, *layout_, values_.view, context, c_.options);
+        return block_conv2d_backward_values(x_.view, out_.view, layout_, values_.view, context, c_.options);
     }
   }
 
@@ -160,7 +162,7 @@ class Checker {
     const auto at = [](const std::vector<double>& tensor, std::int64_t n) {
       return tensor[static_cast<std::size_t>(n)];
     };
-    if (c_.options.bias != nullptr) {
+    if (c_.options.bias.has_value()) {
       const auto image = static_cast<std::size_t>(out_.view.size(2) * out_.view.size(3));
       for (std::size_t n = 0; n < sums.size(); ++n) {
         sums[n].add(bias_.get(static_cast<std::int64_t>(n / image) % out_.view.size(1)));
@@ -237,10 +239,10 @@ TEST_P(BlockConv, BothMemoryFormatsOfEveryBlock) {
 
 TEST_P(BlockConv, Geometry) {
   const ConvOptions all[] = {
-      {{1, 1}, {1, 1}, {0, 0}, {0, 0}, {1, 1}, nullptr}, {{1, 1}, {2, 3}, {0, 0}, {0, 0}, {1, 1}, nullptr},
-      {{3, 3}, {2, 2}, {1, 1}, {1, 1}, {1, 1}, nullptr}, {{3, 2}, {1, 2}, {2, 0}, {0, 1}, {2, 3}, nullptr},
-      {{2, 2}, {3, 4}, {0, 1}, {1, 0}, {1, 1}, nullptr}, {{5, 1}, {1, 1}, {2, 0}, {2, 0}, {1, 1}, nullptr},
-      {{3, 3}, {4, 1}, {3, 9}, {3, 9}, {3, 5}, nullptr}, {{2, 3}, {2, 1}, {8, 0}, {9, 4}, {2, 1}, nullptr},
+      {{1, 1}, {1, 1}, {0, 0}, {0, 0}, {1, 1}, {}}, {{1, 1}, {2, 3}, {0, 0}, {0, 0}, {1, 1}, {}},
+      {{3, 3}, {2, 2}, {1, 1}, {1, 1}, {1, 1}, {}}, {{3, 2}, {1, 2}, {2, 0}, {0, 1}, {2, 3}, {}},
+      {{2, 2}, {3, 4}, {0, 1}, {1, 0}, {1, 1}, {}}, {{5, 1}, {1, 1}, {2, 0}, {2, 0}, {1, 1}, {}},
+      {{3, 3}, {4, 1}, {3, 9}, {3, 9}, {3, 5}, {}}, {{2, 3}, {2, 1}, {8, 0}, {9, 4}, {2, 1}, {}},
   };
   for (const ConvOptions& options : all) {
     for (const Form& form : {kPlain, kChannelsLast}) {
@@ -368,7 +370,7 @@ TEST(BlockConvRandom, Anything) {
     Case c;
     c.op = static_cast<Op>(below(3));
     c.dtype = std::array{DType::f64, DType::f32, DType::f16, DType::bf16}[random() % 4];
-    c.options.bias = nullptr;
+    c.options.bias.reset();
     for (std::size_t d = 0; d < 2; ++d) {
       c.options.kernel[d] = 1 + below(4), c.options.stride[d] = 1 + below(2) * below(4);
       c.options.dilation[d] = 1 + below(2) * below(3);
@@ -401,7 +403,7 @@ TEST(BlockConvLarge, PastTheCaches) {
       Case c;
       c.n = 1, c.h = 150, c.w = width;
       c.rows = 4, c.cols = 1, c.block_rows = 32, c.block_cols = 8;
-      c.options = {{1, 1}, {1, 1}, {0, 0}, {0, 0}, {1, 1}, nullptr};
+      c.options = {{1, 1}, {1, 1}, {0, 0}, {0, 0}, {1, 1}, {}};
       c.density = 0.75;
       c.x = c.out = form;
       c.bias = width == 64;
@@ -436,7 +438,7 @@ TEST(BlockConvErrors, NameTheArgument) {
   options.kernel = {1, 2};
   Context context = Context::cpu();
   const auto forward = [&](const TensorView& a, const TensorView& b, const TensorView& c, const ConvOptions& o) {
-    return error_of([&] { block_conv2d(a, b, *layout, c, context, o); });
+    return error_of([&] { block_conv2d(a, b, layout, c, context, o); });
   };
   EXPECT_EQ(forward(x, values, out, options), "no error");
   const auto with = [&](const auto& change) {
@@ -471,11 +473,11 @@ TEST(BlockConvErrors, NameTheArgument) {
   EXPECT_EQ(forward(x, values, view({1, 8, 3, 4}), options),
             "block_conv2d: out: expected (1, 8, 3, 3), got (1, 8, 3, 4)");
   const TensorView long_bias = view({9});
-  EXPECT_TRUE(forward(x, values, out, with([&](auto& o) { o.bias = &long_bias; }))
+  EXPECT_TRUE(forward(x, values, out, with([&](auto& o) { o.bias = long_bias; }))
                   .starts_with("block_conv2d: bias: expected (8,), got (9,)"));
-  EXPECT_EQ(error_of([&] { block_conv2d_backward_x(x, values, *layout, x, context, options); }),
+  EXPECT_EQ(error_of([&] { block_conv2d_backward_x(x, values, layout, x, context, options); }),
             "block_conv2d_backward_x: d_out: expected (1, 8, 3, 3), got (1, 8, 3, 4)");
-  EXPECT_EQ(error_of([&] { block_conv2d_backward_values(x, out, *layout, x, context, options); }),
+  EXPECT_EQ(error_of([&] { block_conv2d_backward_values(x, out, layout, x, context, options); }),
             "block_conv2d_backward_values: values: expected (2, 8, 8), got (1, 8, 3, 4)");
   context.executor = nullptr;
   EXPECT_EQ(forward(x, values, out, options), "block_conv2d: context.executor: expected an address, got null");

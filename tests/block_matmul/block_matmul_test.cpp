@@ -76,17 +76,17 @@ class Checker {
       case Mode::sdd:
         left_ = make(c.left_batch, ta ? Index{c.free, m} : Index{m, c.free}, c.left);
         right_ = make(c.right_batch, tb ? Index{n, c.free} : Index{c.free, n}, c.right);
-        out_ = make({}, sdd_shape(left_.view, right_.view, *layout_, c.options), c.out);
+        out_ = make({}, sdd_shape(left_.view, right_.view, layout_, c.options), c.out);
         break;
       case Mode::dsd:
         left_ = make(c.left_batch, packed, c.left);
         right_ = make(c.right_batch, tb ? Index{c.free, ta ? m : n} : Index{ta ? m : n, c.free}, c.right);
-        out_ = make({}, dsd_shape(left_.view, right_.view, *layout_, c.options), c.out);
+        out_ = make({}, dsd_shape(left_.view, right_.view, layout_, c.options), c.out);
         break;
       case Mode::dds:
         left_ = make(c.left_batch, ta ? Index{tb ? n : m, c.free} : Index{c.free, tb ? n : m}, c.left);
         right_ = make(c.right_batch, packed, c.right);
-        out_ = make({}, dds_shape(left_.view, right_.view, *layout_, c.options), c.out);
+        out_ = make({}, dds_shape(left_.view, right_.view, layout_, c.options), c.out);
         break;
     }
     fill(left_);
@@ -114,7 +114,7 @@ class Checker {
     Threads executor(threads);
     Context context = Context::cpu(executor);
     const auto op = c_.mode == Mode::sdd ? &sdd : c_.mode == Mode::dsd ? &dsd : &dds;
-    op(left_.view, right_.view, *layout_, out_.view, context, c_.options);
+    op(left_.view, right_.view, layout_, out_.view, context, c_.options);
   }
 
   void fill(Tensor& tensor) {
@@ -395,24 +395,24 @@ TEST(BlockMatmul, MemoryThatIsNotThere) {
   const TensorView values(data.data(), DType::f32, {1, 8, 8}), dense(data.data(), DType::f32, {8, 8});
   const TensorView no_values(nullptr, DType::f32, {1, 8, 8}), no_dense(nullptr, DType::f32, {8, 8});
   Context context = Context::cpu();
-  EXPECT_EQ(error_of([&] { dsd(no_values, dense, *layout, dense, context); }),
+  EXPECT_EQ(error_of([&] { dsd(no_values, dense, layout, dense, context); }),
             "dsd: values: expected the address of (1, 8, 8), got null");
-  EXPECT_EQ(error_of([&] { dds(no_dense, values, *layout, dense, context); }),
+  EXPECT_EQ(error_of([&] { dds(no_dense, values, layout, dense, context); }),
             "dds: a: expected the address of (8, 8), got null");
-  EXPECT_EQ(error_of([&] { sdd(dense, dense, *layout, no_values, context); }),
+  EXPECT_EQ(error_of([&] { sdd(dense, dense, layout, no_values, context); }),
             "sdd: out: expected the address of (1, 8, 8), got null");
-  EXPECT_EQ(error_of([&] { block_softmax(no_values, *layout, values, context); }),
+  EXPECT_EQ(error_of([&] { block_softmax(no_values, layout, values, context); }),
             "block_softmax: values: expected the address of (1, 8, 8), got null");
-  EXPECT_EQ(error_of([&] { block_pack(no_dense, *layout, values, context); }),
+  EXPECT_EQ(error_of([&] { block_pack(no_dense, layout, values, context); }),
             "pack: dense: expected the address of (8, 8), got null");
   context.executor = nullptr;
-  EXPECT_EQ(error_of([&] { dsd(values, dense, *layout, dense, context); }),
+  EXPECT_EQ(error_of([&] { dsd(values, dense, layout, dense, context); }),
             "dsd: context.executor: expected an address, got null");
-  EXPECT_EQ(error_of([&] { block_softmax(values, *layout, values, context); }),
+  EXPECT_EQ(error_of([&] { block_softmax(values, layout, values, context); }),
             "block_softmax: context.executor: expected an address, got null");
   context = Context::cpu();
   context.allocator = nullptr;
-  EXPECT_EQ(error_of([&] { sdd(dense, dense, *layout, values, context); }),
+  EXPECT_EQ(error_of([&] { sdd(dense, dense, layout, values, context); }),
             "sdd: context.allocator: expected an address, got null");
 }
 
@@ -426,7 +426,7 @@ TEST(BlockMatmulRounding, OnceToNearestEven) {
     dense.set(index, index[0] == 0 ? 1 : index[0] == 1 ? rest : 0);
   });
   Context context = Context::cpu();
-  dsd(values.view, dense.view, *layout, out.view, context);
+  dsd(values.view, dense.view, layout, out.view, context);
   EXPECT_EQ(out.get({3, 0}), 1.0);
   EXPECT_EQ(out.get({3, 1}), 1.0 + 0x1p-6);
 }

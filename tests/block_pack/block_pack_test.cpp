@@ -48,7 +48,7 @@ void check(DType dtype, std::int64_t r, std::int64_t c, std::int64_t batch, bool
   for (std::int64_t n = 0; n < dense.view.elements(); ++n) {
     set_bits(dense, n, static_cast<std::uint64_t>(n) * 2654435761u % 60013u);
   }
-  block_pack(dense.view, *layout, values.view, context);
+  block_pack(dense.view, layout, values.view, context);
   const auto place = dense_places(*layout);
   const auto per_batch = static_cast<std::int64_t>(place.size()), all = 2 * 3 * r * 2 * c;
   for (std::int64_t n = 0; n < values.view.elements(); ++n) {
@@ -58,7 +58,7 @@ void check(DType dtype, std::int64_t r, std::int64_t c, std::int64_t batch, bool
         << n;
   }
   EXPECT_TRUE(values.intact_around());
-  block_unpack(values.view, *layout, -2.5, back.view, context);
+  block_unpack(values.view, layout, -2.5, back.view, context);
   const auto mask = mask_of(*layout);
   const std::uint64_t fill = dtype == DType::f64   ? 0xc004000000000000u
                              : dtype == DType::f32 ? 0xc0200000u
@@ -89,10 +89,10 @@ TEST(BlockPack, OneHeadMatrix) {
   for (std::int64_t n = 0; n < 128; ++n) {
     set_bits(dense, n, static_cast<std::uint64_t>(n));
   }
-  block_pack(dense.view, *layout, values.view, context);
+  block_pack(dense.view, layout, values.view, context);
   EXPECT_EQ(bits_of(values, 0), 8u);
   EXPECT_EQ(bits_of(values, 63), 127u);
-  block_unpack(values.view, *layout, 0.0, dense.view, context);
+  block_unpack(values.view, layout, 0.0, dense.view, context);
   EXPECT_EQ(bits_of(dense, 7), 0u);
   EXPECT_EQ(bits_of(dense, 127), 127u);
 }
@@ -102,8 +102,8 @@ TEST(BlockPack, EmptyLayoutFills) {
   const auto layout = BlockLayout::make({1, 1, 2, 8, 8}, none);
   Context context = Context::cpu();
   Tensor dense(DType::bf16, {8, 16}), values(DType::bf16, {0, 8, 8});
-  block_pack(dense.view, *layout, values.view, context);
-  block_unpack(values.view, *layout, std::numeric_limits<double>::infinity(), dense.view, context);
+  block_pack(dense.view, layout, values.view, context);
+  block_unpack(values.view, layout, std::numeric_limits<double>::infinity(), dense.view, context);
   EXPECT_EQ(bits_of(dense, 0), 0x7f80u);
   EXPECT_EQ(bits_of(dense, 127), 0x7f80u);
 }
@@ -113,11 +113,11 @@ TEST(BlockPack, BadCalls) {
   Context context = Context::cpu();
   const auto pack = [&](DType dtype, const std::vector<std::int64_t>& sizes) {
     Tensor dense(dtype, sizes), values(DType::f32, {1, layout->nnz(), 16, 16});
-    return error_of([&] { block_pack(dense.view, *layout, values.view, context); });
+    return error_of([&] { block_pack(dense.view, layout, values.view, context); });
   };
   const auto unpack = [&](const std::vector<std::int64_t>& sizes) {
     Tensor values(DType::f32, sizes), dense(DType::f32, {1, 2, 48, 32});
-    return error_of([&] { block_unpack(values.view, *layout, 0.0, dense.view, context); });
+    return error_of([&] { block_unpack(values.view, layout, 0.0, dense.view, context); });
   };
   EXPECT_EQ(pack(DType::f32, {1, 2, 32, 48}),
             "pack: dense: expected shape (2, 48, 32) or (Z, 2, 48, 32), got (1, 2, 32, 48)");

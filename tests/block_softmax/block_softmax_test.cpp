@@ -202,23 +202,23 @@ void check(const Case& c, Executor& executor = serial_executor()) {
   std::vector<Mask> masks;
   if (!c.rpe.empty()) {
     rpe.assign(random.normals(product(c.rpe)));
-    options.rpe = &rpe.view;
+    options.rpe = rpe.view;
     rpe_extra = {four(c.rpe), rpe.values()};
   }
   if (c.key != 0) {
     key.assign(mask_values(random, key_shape, c.key));
-    options.key_padding_mask = &key.view;
+    options.key_padding_mask = key.view;
     options.key_padding_mask_mode = c.key == 1 ? MaskMode::add : MaskMode::mul;
     masks.push_back({{{c.batch, 1, 1, d.n}, key.values()}, options.key_padding_mask_mode});
   }
   if (c.attn != 0) {
     attn.assign(mask_values(random, attn_shape, c.attn));
-    options.attn_mask = &attn.view;
+    options.attn_mask = attn.view;
     options.attn_mask_mode = c.attn % 10 == 1 ? MaskMode::add : MaskMode::mul;
     masks.push_back({{four(attn_shape), attn.values()}, options.attn_mask_mode});
   }
   const auto values_before = values.storage();
-  block_softmax(values.view, *layout, out.view, context, options);
+  block_softmax(values.view, layout, out.view, context, options);
   const Doubles want = reference(d, values.values(), c.scale, c.rpe.empty() ? nullptr : &rpe_extra, masks);
   expect_close(out.values(), want, relative_tolerance(c.dtype), "out");
   EXPECT_TRUE(out.intact_around() && values.storage() == values_before);
@@ -232,8 +232,8 @@ void check(const Case& c, Executor& executor = serial_executor()) {
   }
   d_out.assign(upstream);
   const auto d_out_before = d_out.storage();
-  block_softmax_backward(out.view, d_out.view, *layout, c.scale, d_values.view, c.rpe.empty() ? nullptr : &d_rpe.view,
-                         context);
+  block_softmax_backward(out.view, d_out.view, layout, c.scale, d_values.view,
+                         c.rpe.empty() ? std::nullopt : std::optional(d_rpe.view), context);
   const Doubles gradient = reference_gradient(d, out_now, d_out.values());
   Doubles scaled = d.collect(gradient);
   for (double& g : scaled) {
@@ -328,12 +328,12 @@ TEST(BlockSoftmax, ZeroSizes) {
   const auto empty = BlockLayout::make({1, 2, 2, 8, 8}, none);
   Context context = Context::cpu();
   Tensor values(DType::f32, {2, 0, 8, 8}), d_rpe(DType::f32, {16, 16});
-  block_softmax(values.view, *empty, values.view, context);
-  block_softmax_backward(values.view, values.view, *empty, 1.0, values.view, &d_rpe.view, context);
+  block_softmax(values.view, empty, values.view, context);
+  block_softmax_backward(values.view, values.view, empty, 1.0, values.view, d_rpe.view, context);
   EXPECT_EQ(d_rpe.values(), Doubles(256, 0.0));
   const auto nothing = BlockLayout::make({0, 2, 2, 8, 8}, {});
   Tensor d_one(DType::f32, {1, 16, 16});
-  block_softmax_backward(values.view, values.view, *nothing, 1.0, values.view, &d_one.view, context);
+  block_softmax_backward(values.view, values.view, nothing, 1.0, values.view, d_one.view, context);
   EXPECT_EQ(d_one.values(), Doubles(256, 0.0));
 }
 
@@ -362,9 +362,9 @@ TEST(BlockSoftmax, NanThatDoesNotCount) {
       x[k] = key_x[d.place[k] % 48] == 0 ? kNan : x[k];
     }
     values.assign(x), rpe.assign(rpe_x), add.assign(add_x), key.assign(key_x);
-    SoftmaxOptions options{.rpe = &rpe.view, .key_padding_mask = &key.view, .attn_mask = &add.view};
+    SoftmaxOptions options{.rpe = rpe.view, .key_padding_mask = key.view, .attn_mask = add.view};
     options.key_padding_mask_mode = MaskMode::mul;
-    block_softmax(values.view, *layout, out.view, context, options);
+    block_softmax(values.view, layout, out.view, context, options);
     const Extra rpe_extra{{1, 3, 64, 48}, rpe.values()};
     const std::vector<Mask> masks = {{{{1, 3, 64, 48}, add.values()}, MaskMode::add},
                                      {{{1, 1, 1, 48}, key.values()}, MaskMode::mul}};
@@ -388,7 +388,7 @@ TEST(BlockSoftmax, InfiniteAndLargeValues) {
       x[32 + k] = x[64 + 32 + k] = -60000.0;  // row 4: all very low
     }
     values.assign(x);
-    block_softmax(values.view, *layout, out.view, context, {.scale = 64.0});
+    block_softmax(values.view, layout, out.view, context, {.scale = 64.0});
     const Doubles got = out.values();
     for (std::size_t k = 0; k < 8; ++k) {
       EXPECT_EQ(got[k], 0.0);
@@ -441,7 +441,7 @@ TEST(BlockSoftmax, BadCalls) {
   const std::string n = std::to_string(nnz);
   Tensor values(DType::f32, {1, nnz, 16, 16}), out(DType::f32, {1, nnz, 16, 16});
   const auto call = [&](const TensorView& v, const SoftmaxOptions& options = {}) {
-    return error_of([&] { block_softmax(v, *layout, out.view, context, options); });
+    return error_of([&] { block_softmax(v, layout, out.view, context, options); });
   };
   Tensor dense(DType::f32, {1, 3, 64, 48}), more(DType::f32, {1, nnz + 1, 16, 16}), whole(DType::i8, {1, nnz, 16, 16});
   EXPECT_EQ(call(dense.view), "block_softmax: values: expected packed blocks (" + n + ", 16, 16) or (Z, " + n +
@@ -449,20 +449,20 @@ TEST(BlockSoftmax, BadCalls) {
   EXPECT_NE(call(more.view).find("block_softmax: values: expected packed blocks"), std::string::npos);
   EXPECT_EQ(call(whole.view), "block_softmax: values: expected float64, float32, float16 or bfloat16, got int8");
   Tensor bad_rpe(DType::f32, {1, 3, 48, 64}), bad_heads(DType::f32, {2, 64, 48}), whole_rpe(DType::i8, {64, 48});
-  EXPECT_EQ(call(values.view, {.rpe = &bad_rpe.view}),
+  EXPECT_EQ(call(values.view, {.rpe = bad_rpe.view}),
             "block_softmax: rpe: expected a shape that broadcasts to (1, 3, 64, 48), got (1, 3, 48, 64)");
-  EXPECT_NE(call(values.view, {.rpe = &bad_heads.view}).find("block_softmax: rpe"), std::string::npos);
-  EXPECT_NE(call(values.view, {.rpe = &whole_rpe.view}).find("got int8"), std::string::npos);
+  EXPECT_NE(call(values.view, {.rpe = bad_heads.view}).find("block_softmax: rpe"), std::string::npos);
+  EXPECT_NE(call(values.view, {.rpe = whole_rpe.view}).find("got int8"), std::string::npos);
   Tensor bad_key(DType::f32, {2, 48});
-  EXPECT_EQ(call(values.view, {.key_padding_mask = &bad_key.view}),
+  EXPECT_EQ(call(values.view, {.key_padding_mask = bad_key.view}),
             "block_softmax: key_padding_mask: expected shape (1, 48), got (2, 48)");
-  EXPECT_EQ(call(values.view, {.attn_mask = &bad_heads.view}),
+  EXPECT_EQ(call(values.view, {.attn_mask = bad_heads.view}),
             "block_softmax: attn_mask: expected shape (64, 48) or (3, 64, 48), got (2, 64, 48)");
   TensorView elsewhere = values.view;
   elsewhere.device = {DeviceType::cuda, 1};
   EXPECT_EQ(call(elsewhere), "block_softmax: values: expected a tensor on cpu, got one on cuda:1");
   Tensor half(DType::f16, {1, nnz, 16, 16});
-  EXPECT_EQ(error_of([&] { block_softmax_backward(values.view, half.view, *layout, 1.0, out.view, nullptr, context); }),
+  EXPECT_EQ(error_of([&] { block_softmax_backward(values.view, half.view, layout, 1.0, out.view, {}, context); }),
             "block_softmax_backward: d_out: expected float32, got float16");
 }
 

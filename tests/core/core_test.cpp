@@ -1,4 +1,4 @@
-// Views, hashes, errors and executors.
+// Views, owning tensors, hashes, errors and executors, and what every op does with its arguments.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -6,12 +6,13 @@
 #include <numeric>
 #include <set>
 #include <thread>
+#include <type_traits>
+#include <vector>
 
 #include "core/hash.h"
-#include "fretwork/context.h"
-#include "fretwork/error.h"
 #include "fretwork/executor_tbb.h"
-#include "fretwork/tensor.h"
+#include "fretwork/fretwork.h"
+#include "support/error_text.h"
 
 namespace fretwork {
 namespace {
@@ -155,6 +156,99 @@ TEST(Devices, AreNamedApart) {
   EXPECT_EQ(name_of(Device{}), "cpu");
   EXPECT_EQ(name_of(Device{DeviceType::cpu, 1}), "cpu:1");
   EXPECT_EQ(name_of(Device{DeviceType::cuda, 0}), "cuda:0");
+}
+
+TEST(TensorView, ConvertsToOneThatIsRead) {
+  static_assert(std::is_convertible_v<TensorView, ConstTensorView>);
+  static_assert(!std::is_convertible_v<ConstTensorView, TensorView>);
+  static_assert(std::is_convertible_v<TwoFour, ConstTwoFour> && !std::is_convertible_v<ConstTwoFour, TwoFour>);
+  float data[6] = {};
+  const std::int64_t sizes[] = {2, 3}, strides[] = {1, 2};
+  const TensorView written(data, DType::f32, sizes, strides, {});
+  const ConstTensorView read = written;
+  EXPECT_EQ(read.data, data);
+  EXPECT_EQ(read.dtype, DType::f32);
+  EXPECT_EQ(read.rank, 2);
+  EXPECT_EQ(read.sizes, written.sizes);
+  EXPECT_EQ(read.strides, written.strides);
+}
+
+TEST(TensorView, OpsTakeConstMemory) {
+  const auto layout = BlockLayout::make({1, 1, 1, 8, 8}, std::vector<std::uint8_t>{1});
+  const std::vector<float> values(64, 2.0F), dense(64, 3.0F);
+  std::vector<float> out(64);
+  Context context = Context::cpu();
+  dsd({values.data(), DType::f32, {1, 8, 8}}, {dense.data(), DType::f32, {8, 8}}, layout,
+      {out.data(), DType::f32, {8, 8}}, context);
+  EXPECT_EQ(out, std::vector<float>(64, 48.0F));
+}
+
+TEST(Patterns, RefuseNone) {
+  Context context = Context::cpu();
+  std::vector<float> data(64);
+  const TensorView values(data.data(), DType::f32, {1, 8, 8}), dense(data.data(), DType::f32, {8, 8});
+  EXPECT_EQ(error_of([&] { sdd(dense, dense, nullptr, values, context); }),
+            "sdd: layout: expected a pattern, got none");
+  EXPECT_EQ(error_of([&] { block_softmax(values, nullptr, values, context); }),
+            "block_softmax: layout: expected a pattern, got none");
+  EXPECT_EQ(error_of([&] { block_pack(dense, nullptr, values, context); }),
+            "pack: layout: expected a pattern, got none");
+  EXPECT_EQ(error_of([&] { block_conv2d(dense, values, nullptr, dense, context); }),
+            "block_conv2d: layout: expected a pattern, got none");
+  EXPECT_EQ(error_of([] { draw(nullptr); }), "draw: pattern: expected a pattern, got none");
+  EXPECT_EQ(error_of([] { kronecker::to_block_layout(nullptr); }),
+            "to_block_layout: pattern: expected a pattern, got none");
+  EXPECT_NE(error_of([] { attention_cost(nullptr); }).find("attention_cost: pattern: expected"), std::string::npos);
+}
+
+/// Counts what is held.
+class Counting final : public Allocator {
+ public:
+  void* allocate(std::size_t bytes) override {
+    held += bytes;
+    return host_allocator().allocate(bytes);
+  }
+  void release(void* memory, std::size_t bytes) noexcept override {
+    held -= bytes;
+    host_allocator().release(memory, bytes);
+  }
+  std::size_t held = 0;
+};
+
+TEST(DeviceTensor, OwnsMemoryOfTheContextsAllocator) {
+  Counting memory;
+  Context context = Context::cpu();
+  context.allocator = &memory;
+  {
+    DeviceTensor a(context, DType::f32, {2, 3});
+    EXPECT_EQ(memory.held, 24U);
+    EXPECT_EQ(a.bytes(), 24U);
+    EXPECT_EQ(a.elements(), 6);
+    EXPECT_EQ(a.view().stride(0), 3);
+    DeviceTensor b = std::move(a);
+    EXPECT_EQ(memory.held, 24U);
+    b = DeviceTensor(context, DType::f16, {5});
+    EXPECT_EQ(memory.held, 10U);
+    EXPECT_EQ(b.dtype(), DType::f16);
+    const DeviceTensor none(context, DType::f64, {4, 0});
+    EXPECT_EQ(none.view().data, nullptr);
+    EXPECT_EQ(memory.held, 10U);
+  }
+  EXPECT_EQ(memory.held, 0U);
+}
+
+TEST(DeviceTensor, CopiesAllOfIt) {
+  const Context context = Context::cpu();
+  DeviceTensor tensor(context, DType::f32, {2, 2});
+  const std::vector<float> given{1, 2, 3, 4};
+  tensor.copy_from(given);
+  std::vector<float> got(4);
+  tensor.copy_to(got);
+  EXPECT_EQ(got, given);
+  EXPECT_EQ(error_of([&] { tensor.copy_from(std::vector<float>(3)); }), "copy_from: host: expected 16 bytes, got 12");
+  got.resize(5);
+  EXPECT_EQ(error_of([&] { tensor.copy_to(got); }), "copy_to: host: expected 16 bytes, got 20");
+  DeviceTensor(context, DType::i8, {0}).copy_from(std::vector<char>());  // nothing, without an error
 }
 
 TEST(Views, RefuseNegativeSizes) { EXPECT_THROW(TensorView(nullptr, DType::f32, {64, -10}), Error); }

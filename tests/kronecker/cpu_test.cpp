@@ -75,7 +75,7 @@ void check_product(const Case& t, Executor& executor) {
   const Tensor y = tensor(t.dtype, {t.batch, a * b * d}, t.order);
   Context context = Context::cpu(executor);
   KsmmOptions options;
-  options.bias = t.bias ? &bias.view : nullptr;
+  options.bias = t.bias ? std::optional<ConstTensorView>(bias.view) : std::nullopt;
   options.activation = t.activation;
   ksmm(x.view, w.view, y.view, context, options);
   double worst = 0;
@@ -102,7 +102,7 @@ void check_gradient(const Case& t, Executor& executor) {
   const Tensor d_y = random_tensor(t.dtype, {t.batch, a * b * d}, t.order, scale);
   const Tensor d_w = tensor(t.dtype, {a, b, c, d}, t.weights), d_bias = tensor(t.dtype, {a * b * d}, t.weights);
   Context context = Context::cpu(executor);
-  ksmm_backward_weight(x.view, d_y.view, d_w.view, t.bias ? &d_bias.view : nullptr, context);
+  ksmm_backward_weight(x.view, d_y.view, d_w.view, t.bias ? std::optional(d_bias.view) : std::nullopt, context);
   double worst = 0;
   const auto note = [&](double got, double want) {
     const double error = std::abs(got - want);
@@ -264,7 +264,7 @@ TEST(KroneckerCpu, SameBytesForAnyNumberOfThreads) {
         all.push_back(tensor(DType::f32, {a, b, c, d}, Order::first));
         all.push_back(tensor(DType::f32, {a * b * d}, Order::first));
         ksmm(x.view, w.view, all[0].view, context);
-        ksmm_backward_weight(x.view, d_y.view, all[1].view, &all[2].view, context);
+        ksmm_backward_weight(x.view, d_y.view, all[1].view, all[2].view, context);
         return all;
       };
       const std::vector<Tensor> expected = results(serial_executor());
@@ -293,13 +293,13 @@ TEST(KroneckerCpu, RefusesWhatIsNotThere) {
             "ksmm: w: expected the address of (2, 3, 4, 5), got null");
   EXPECT_EQ(error_of([&] { ksmm(x, w, without(out), context); }),
             "ksmm: out: expected the address of (3, 30), got null");
-  EXPECT_EQ(error_of([&] { ksmm(x, w, out, context, {.bias = &bias}); }),
+  EXPECT_EQ(error_of([&] { ksmm(x, w, out, context, {.bias = bias}); }),
             "ksmm: bias: expected the address of (30,), got null");
-  EXPECT_EQ(error_of([&] { ksmm_backward_weight(x, without(out), w, nullptr, context); }),
+  EXPECT_EQ(error_of([&] { ksmm_backward_weight(x, without(out), w, {}, context); }),
             "ksmm_backward_weight: d_out: expected the address of (3, 30), got null");
-  EXPECT_EQ(error_of([&] { ksmm_backward_weight(x, out, w, &bias, context); }),
+  EXPECT_EQ(error_of([&] { ksmm_backward_weight(x, out, w, bias, context); }),
             "ksmm_backward_weight: d_bias: expected the address of (30,), got null");
-  const TensorView chain[] = {w, without(end)};
+  const ConstTensorView chain[] = {w, without(end)};
   EXPECT_EQ(error_of([&] {
               ksmm_chain(x, chain, {memory.data(), DType::f32, {3, 7}}, context);
             }),

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -17,6 +18,7 @@
 #include "fretwork/error.h"
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/pack.h"
+#include "pattern/checks.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"
 #include "support/activated.h"
@@ -99,8 +101,8 @@ kronecker::Weights weights_of(const TensorView& v) {
   return {v.data, v.stride(0), v.stride(1), v.stride(2), v.stride(3)};
 }
 Sizes sizes_of(const TensorView& w) { return {w.size(0), w.size(1), w.size(2), w.size(3)}; }
-kronecker::Vector vector_of(const TensorView* v) {
-  return v != nullptr ? kronecker::Vector{v->data, v->stride(0)} : kronecker::Vector{};
+kronecker::Vector vector_of(const std::optional<ConstTensorView>& v) {
+  return v.has_value() ? kronecker::Vector{operand_data(*v), v->stride(0)} : kronecker::Vector{};
 }
 kronecker::Problem problem_of(const TensorView& x, const TensorView& w, const TensorView& y,
                               const KsmmOptions& options) {
@@ -108,7 +110,7 @@ kronecker::Problem problem_of(const TensorView& x, const TensorView& w, const Te
           options.activation};
 }
 kronecker::WeightProblem problem_of(const TensorView& x, const TensorView& d_y, const TensorView& d_w,
-                                    const TensorView* d_bias) {
+                                    const std::optional<TensorView>& d_bias) {
   return {sizes_of(d_w), x.size(0), x.dtype, matrix_of(x), matrix_of(d_y), weights_of(d_w), vector_of(d_bias)};
 }
 
@@ -134,7 +136,9 @@ struct Forward {
     }
   }
   void check_around() const { ASSERT_TRUE(y.intact_around()) << c.text() << ": wrote beside the elements of y"; }
-  KsmmOptions options() const { return {c.bias ? &bias.device_view : nullptr, c.activation}; }
+  KsmmOptions options() const {
+    return {c.bias ? std::optional<ConstTensorView>(bias.device_view) : std::nullopt, c.activation};
+  }
   kronecker::Problem problem() const { return problem_of(x.device_view, w.device_view, y.device_view, options()); }
   void run_public(Context& context) const { ksmm(x.device_view, w.device_view, y.device_view, context, options()); }
   /// The sum before the activation, and what it may be off by.
@@ -229,7 +233,7 @@ struct Backward {
       t->upload();
     }
   }
-  const TensorView* sums() const { return c.bias ? &d_bias.device_view : nullptr; }
+  std::optional<TensorView> sums() const { return c.bias ? std::optional(d_bias.device_view) : std::nullopt; }
   kronecker::WeightProblem problem() const {
     return problem_of(x.device_view, d_y.device_view, d_w.device_view, sums());
   }

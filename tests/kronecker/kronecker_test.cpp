@@ -126,13 +126,13 @@ TEST(KroneckerConvert, ThereAndBackWithAnyStrides) {
           w.set({n / s.d / s.c / s.b, n / s.d / s.c % s.b, n / s.d % s.c, n % s.d}, bits);
           want[{place(s, n).row, place(s, n).col}] = bits;
         }
-        kronecker_to_dense(w.view, dense.view, context);
+        kronecker::to_dense(w.view, dense.view, context);
         for (std::int64_t n = 0; n < rows * cols; ++n) {
           const auto found = want.find({n / cols, n % cols});
           ASSERT_EQ(dense.get({n / cols, n % cols}), found == want.end() ? 0 : found->second) << n;
         }
         std::int64_t outside = 77;
-        kronecker_from_dense(dense.view, back.view, &outside, context);
+        kronecker::from_dense(dense.view, back.view, &outside, context);
         EXPECT_EQ(outside, -1);
         for (std::int64_t n = 0; n < count(s); ++n) {
           ASSERT_EQ(back.get({n / s.d / s.c / s.b, n / s.d / s.c % s.b, n / s.d % s.c, n % s.d}), some_bits(n, w.size));
@@ -157,12 +157,12 @@ TEST(KroneckerConvert, FindsTheFirstOutside) {
       dense.set({n / 40, n % 40}, inside.contains(n) ? 1 : sign);  // −0 outside is zero
     }
     std::int64_t outside = 77;
-    kronecker_from_dense(dense.view, w.view, &outside, context);
+    kronecker::from_dense(dense.view, w.view, &outside, context);
     EXPECT_EQ(outside, -1);
     for (std::int64_t n = 30 * 40 - 1; n >= 0; --n) {  // the least subnormal, at one more place each time
       if (!inside.contains(n)) {
         dense.set({n / 40, n % 40}, 1 | (n % 2 == 0 ? sign : 0));
-        kronecker_from_dense(dense.view, w.view, &outside, context);
+        kronecker::from_dense(dense.view, w.view, &outside, context);
         ASSERT_EQ(outside, n);
       }
     }
@@ -173,7 +173,7 @@ TEST(KroneckerConvert, BadCalls) {
   Context context = Context::cpu();
   const auto to_dense = [&](std::vector<std::int64_t> w, std::vector<std::int64_t> dense, DType a, DType b) {
     std::vector<double> memory(4096);
-    return error_of([&] { kronecker_to_dense({memory.data(), a, w}, {memory.data(), b, dense}, context); });
+    return error_of([&] { kronecker::to_dense({memory.data(), a, w}, {memory.data(), b, dense}, context); });
   };
   EXPECT_EQ(to_dense({2, 3, 20}, {1, 1}, DType::f32, DType::f32),
             "to_dense: w: expected (a, b, c, d), each at least 1, got (2, 3, 20)");
@@ -187,15 +187,15 @@ TEST(KroneckerConvert, BadCalls) {
   EXPECT_EQ(to_dense({2, 3, 4, 5}, {30, 40}, DType::f32, DType::f32), "no error");
   std::vector<double> memory(4096);
   EXPECT_EQ(error_of([&] {
-              kronecker_from_dense_shape({memory.data(), DType::f32, {40, 30}}, {2, 3, 4, 5});
+              kronecker::from_dense_shape({memory.data(), DType::f32, {40, 30}}, {2, 3, 4, 5});
             }),
             "from_dense: dense: expected (30, 40) for kronecker(2,3,4,5), got (40, 30)");
   const TensorView w(memory.data(), DType::f32, {2, 3, 4, 5}), dense(memory.data() + 100, DType::f32, {30, 40});
   EXPECT_EQ(error_of([&] {
-              kronecker_to_dense(w, {nullptr, DType::f32, {30, 40}}, context);
+              kronecker::to_dense(w, {nullptr, DType::f32, {30, 40}}, context);
             }),
             "to_dense: dense: expected the address of (30, 40), got null");
-  EXPECT_EQ(error_of([&] { kronecker_from_dense(dense, w, nullptr, context); }),
+  EXPECT_EQ(error_of([&] { kronecker::from_dense(dense, w, nullptr, context); }),
             "from_dense: outside: expected an address, got null");
 }
 
@@ -232,7 +232,7 @@ Projection project(const Matrix& dense, const std::vector<Sizes>& patterns, Exec
     }
   }
   Projection p{Weights(patterns.size()), 0};
-  p.error = kronecker_project(elements, dense.rows(), dense.cols(), patterns, p.weights, executor);
+  p.error = kronecker::project(elements, dense.rows(), dense.cols(), patterns, p.weights, executor);
   return p;
 }
 

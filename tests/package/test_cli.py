@@ -702,12 +702,16 @@ def cmake(*arguments: object) -> None:
 
 
 def build_example(prefix: Path, build: Path) -> None:
-    """The project of examples/cpp on the package at `prefix` works."""
+    """The programs of examples/cpp on the package at `prefix` work; without a GPU one of them says so."""
     cmake("-S", ROOT / "examples/cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Release")
     cmake("--build", build)
     bare = {"PATH": os.environ["PATH"]}
     product = subprocess.run([build / "product"], capture_output=True, text=True, env=bare)
     assert product.returncode == 0 and "largest error" in product.stdout, product.stdout + product.stderr
+    gpus = not re.search(r"^CUDA +not available", ok("info"), re.MULTILINE)
+    says = "largest error of attention" if gpus else "There is no GPU here"
+    cuda = subprocess.run([build / "cuda"], capture_output=True, text=True)
+    assert cuda.returncode == 0 and says in cuda.stdout, cuda.stdout + cuda.stderr
 
 
 def test_the_demo_builds_all_that_is_installed() -> None:

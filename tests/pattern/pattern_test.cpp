@@ -241,14 +241,14 @@ TEST(Kronecker, ChainRulesAgreeWithMasks) {
   int chains = 0;
   for (const Sizes& left : all) {
     for (const Sizes& right : all) {
-      if (!chainable(left, right)) {
-        EXPECT_NE(error_of([&] { product(left, right); }).find("product: patterns: expected chainable ones"),
+      if (!kronecker::chainable(left, right)) {
+        EXPECT_NE(error_of([&] { kronecker::product(left, right); }).find("product: patterns: expected chainable ones"),
                   std::string::npos);
         continue;
       }
       ++chains;
       // Every entry of the product is a sum of r terms, and they stand where the product's pattern says.
-      const Mask mask = kronecker_mask(product(left, right));
+      const Mask mask = kronecker_mask(kronecker::product(left, right));
       const std::vector<int> sums = terms(left, right);
       const auto rank = static_cast<int>(left.a * left.c / right.a);
       ASSERT_EQ(mask.size(), sums.size());
@@ -266,45 +266,49 @@ TEST(Kronecker, WhatDoesNotChainIsNoBlockwiseProduct) {
                                                                         {{1, 1, 3, 2}, {1, 2, 1, 3}},     // d
                                                                         {{1, 2, 3, 2}, {2, 3, 2, 1}}}) {  // the rank
     ASSERT_EQ(left.a * left.c * left.d, right.a * right.b * right.d);
-    EXPECT_FALSE(chainable(left, right));
+    EXPECT_FALSE(kronecker::chainable(left, right));
   }
-  EXPECT_FALSE(chainable({1, 2, 3, 1}, {1, 2, 2, 1}));
+  EXPECT_FALSE(kronecker::chainable({1, 2, 3, 1}, {1, 2, 2, 1}));
 }
 
 TEST(Kronecker, OneMatrixOfBlocksIsABlockLayout) {
   for (const Sizes& s : {Sizes{3, 8, 16, 1}, {1, 128, 128, 1}, {2, 136, 192, 1}, {2, 256, 11, 1}, {5, 9, 300, 1}}) {
     const auto p = KroneckerPattern::make(s);
-    const auto layout = to_block_layout(*p);
+    const auto layout = kronecker::to_block_layout(p);
     EXPECT_EQ(layout->heads(), 1);
     EXPECT_EQ(mask_of(*layout), mask_of(*p)) << p->text() << " as " << layout->text();
   }
-  EXPECT_EQ(to_block_layout(*KroneckerPattern::make({2, 136, 192, 1}))->sizes(), (BlockLayout::Sizes{1, 4, 4, 68, 96}));
+  EXPECT_EQ(kronecker::to_block_layout(KroneckerPattern::make({2, 136, 192, 1}))->sizes(),
+            (BlockLayout::Sizes{1, 4, 4, 68, 96}));
   for (const Sizes& s : {Sizes{1, 8, 8, 2}, {1, 7, 8, 1}, {1, 8, 131, 1}, {std::int64_t{1} << 20, 8, 8, 1}}) {
-    EXPECT_TRUE(
-        error_of([&] { to_block_layout(*KroneckerPattern::make(s)); }).starts_with("to_block_layout: pattern: "));
+    EXPECT_TRUE(error_of([&] {
+                  kronecker::to_block_layout(KroneckerPattern::make(s));
+                }).starts_with("to_block_layout: pattern: "));
   }
 }
 
 TEST(Kronecker, WellKnownChainsAreFullMatrices) {
-  std::vector<std::vector<Sizes>> chains = {monarch(12, 20, 3, 5), monarch(12, 20, 12, 1), monarch(7, 5, 1, 5)};
+  std::vector<std::vector<Sizes>> chains = {kronecker::monarch(12, 20, 3, 5), kronecker::monarch(12, 20, 12, 1),
+                                            kronecker::monarch(7, 5, 1, 5)};
   for (const std::int64_t n : {2, 4, 32}) {
-    chains.push_back(butterfly(n));
+    chains.push_back(kronecker::butterfly(n));
   }
   for (const auto& chain : chains) {
     Sizes whole = chain[0];
     for (std::size_t n = 1; n < chain.size(); ++n) {
       EXPECT_EQ(chain[n].a * chain[n].c / whole.a, 1);
-      whole = product(chain[n], whole);
+      whole = kronecker::product(chain[n], whole);
     }
     EXPECT_EQ(whole.a, 1);
     EXPECT_EQ(whole.d, 1);
   }
   EXPECT_EQ(chains[0], (std::vector<Sizes>{{5, 4, 4, 1}, {1, 3, 5, 4}}));
-  EXPECT_EQ(butterfly(8), (std::vector<Sizes>{{4, 2, 2, 1}, {2, 2, 2, 2}, {1, 2, 2, 4}}));
-  EXPECT_EQ(butterfly(std::int64_t{1} << 62).size(), 62u);
-  EXPECT_EQ(error_of([] { monarch(12, 20, 5, 5); }), "monarch: p: expected a divisor of out_features = 12, got 5");
+  EXPECT_EQ(kronecker::butterfly(8), (std::vector<Sizes>{{4, 2, 2, 1}, {2, 2, 2, 2}, {1, 2, 2, 4}}));
+  EXPECT_EQ(kronecker::butterfly(std::int64_t{1} << 62).size(), 62u);
+  EXPECT_EQ(error_of([] { kronecker::monarch(12, 20, 5, 5); }),
+            "monarch: p: expected a divisor of out_features = 12, got 5");
   for (const std::int64_t n : {std::int64_t{0}, std::int64_t{1}, std::int64_t{12}, std::int64_t{-8}}) {
-    EXPECT_TRUE(error_of([&] { butterfly(n); }).starts_with("butterfly: n: expected a power of two")) << n;
+    EXPECT_TRUE(error_of([&] { kronecker::butterfly(n); }).starts_with("butterfly: n: expected a power of two")) << n;
   }
 }
 

@@ -15,7 +15,6 @@
 namespace fretwork {
 namespace {
 
-using patterns::RegularPtr;
 using patterns::Seq;
 using Mask = std::vector<std::uint8_t>;
 using Rule = std::function<bool(std::int64_t p, std::int64_t j)>;
@@ -450,14 +449,14 @@ TEST(RegularPattern, MasksLayoutsAndProgressions) {
     const auto layout = BlockLayout::make({2, 4, 5, r, c}, blocks);
     for (std::int64_t head = 0; head < 2; ++head) {
       const std::int64_t high = r, wide = c;
-      check(patterns::from_layout(*layout, head), by_rule(Seq(4 * r, 5 * c, 0), [&](auto p, auto j) {
+      check(patterns::from_layout(layout, head), by_rule(Seq(4 * r, 5 * c, 0), [&](auto p, auto j) {
               return blocks[static_cast<std::size_t>((head * 4 + p / high) * 5 + j / wide)] != 0;
             }));
     }
   }
   for (const KroneckerPattern::Sizes& s : {KroneckerPattern::Sizes{2, 3, 4, 5}, {3, 4, 2, 1}, {1, 2, 2, 7}}) {
     const auto kronecker = KroneckerPattern::make(s);
-    check(patterns::from_kronecker(*kronecker), mask_of(*kronecker));
+    check(patterns::from_kronecker(kronecker), mask_of(*kronecker));
   }
   std::vector<std::int64_t> start, stride, count;
   Mask mask(30 * 50);

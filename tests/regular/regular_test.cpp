@@ -66,8 +66,7 @@ void expect_near(double got, double want, DType dtype) {
 }
 
 /// Rows, batch 2, heads 4 on 2, against the definition. What the pattern does not use is NaN.
-void check_operators(const std::shared_ptr<const RegularPattern>& p, DType dtype, std::int64_t depth, Device device,
-                     std::int64_t room = 3) {
+void check_operators(const RegularPtr& p, DType dtype, std::int64_t depth, Device device, std::int64_t room = 3) {
   const auto entries = p->entries();
   const auto row_of = [&](std::int64_t i) {
     const auto n = static_cast<std::size_t>(i);
@@ -150,14 +149,13 @@ void check_operators(const std::shared_ptr<const RegularPattern>& p, DType dtype
 
 TEST(RegularOps, FollowTheirDefinition) {
   const std::int64_t start[] = {3, 0, 9, 1, 2}, stride[] = {2, 1, 1, 4, 3}, count[] = {3, 0, 1, 3, 2};
-  const std::shared_ptr<const RegularPattern> all[] = {
-      patterns::causal({37, 50}),
-      patterns::dilated({45, 45}, 3, 4),
-      patterns::acsr(start, stride, count, 10),
-      patterns::full({3, 90}),
-      patterns::sliding_window({40, 700}, {}, 0),
-      patterns::strided({40, 61}, 7),
-      patterns::unite(patterns::dilated({45, 45}, 2, 5), patterns::strided({45, 45}, 6))};
+  const RegularPtr all[] = {patterns::causal({37, 50}),
+                            patterns::dilated({45, 45}, 3, 4),
+                            patterns::acsr(start, stride, count, 10),
+                            patterns::full({3, 90}),
+                            patterns::sliding_window({40, 700}, {}, 0),
+                            patterns::strided({40, 61}, 7),
+                            patterns::unite(patterns::dilated({45, 45}, 2, 5), patterns::strided({45, 45}, 6))};
   for (const Device device : devices()) {
     for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
       if (device.type == DeviceType::cuda && dtype == DType::f64) {
@@ -181,20 +179,20 @@ TEST(RegularOps, InTiles) {
     same.push_back(3);
     count.push_back(i % 11 == 0 ? 0 : i % 13 * 7);
   }
-  const std::shared_ptr<const RegularPattern> all[] = {patterns::causal({150, 200}),
-                                                       patterns::dilated({333, 333}, 20, 4),
-                                                       patterns::acsr(start, stride, count, 700),
-                                                       patterns::acsr(start, same, count, 700),
-                                                       patterns::full({70, 130}),
-                                                       patterns::sliding_window({200, 260}, 33, 0),
-                                                       patterns::sliding_window({129, 129}, 0, 0),
-                                                       patterns::full({5, 256}),
-                                                       patterns::full({3, 1000}),
-                                                       patterns::full({3, 2001}),
-                                                       patterns::full({3, 2056}),
-                                                       patterns::strided({300, 330}, 9),
-                                                       patterns::strided({500, 500}, 16),
-                                                       patterns::axial(12, 15)};
+  const RegularPtr all[] = {patterns::causal({150, 200}),
+                            patterns::dilated({333, 333}, 20, 4),
+                            patterns::acsr(start, stride, count, 700),
+                            patterns::acsr(start, same, count, 700),
+                            patterns::full({70, 130}),
+                            patterns::sliding_window({200, 260}, 33, 0),
+                            patterns::sliding_window({129, 129}, 0, 0),
+                            patterns::full({5, 256}),
+                            patterns::full({3, 1000}),
+                            patterns::full({3, 2001}),
+                            patterns::full({3, 2056}),
+                            patterns::strided({300, 330}, 9),
+                            patterns::strided({500, 500}, 16),
+                            patterns::axial(12, 15)};
   for (const Device device : devices()) {
     for (const DType dtype : {DType::f16, DType::bf16}) {
       for (const auto& pattern : all) {
@@ -221,7 +219,7 @@ struct Call {
   std::string error() {
     return error_of([&] {
       Context context = Context::cpu();
-      attention(q, k, v, patterns, out, &lse, context, options);
+      attention(q, k, v, patterns, out, lse, context, options);
     });
   }
 };
@@ -254,11 +252,11 @@ TEST(Attention, RefusesBadCalls) {
   EXPECT_EQ(call.error(), "attention: dropout_seed: expected a seed where there is dropout, got none");
   call = {};
   const TensorView slopes(nullptr, DType::f32, {3});
-  call.options.slopes = &slopes;
+  call.options.slopes = slopes;
   EXPECT_EQ(call.error(), "attention: slopes: expected shape (4,), got (3,)");
   call = {};
   const TensorView padding(call.memory.data(), DType::boolean, {2, 8});
-  call.options.key_padding = &padding;
+  call.options.key_padding = padding;
   EXPECT_EQ(call.error(), "attention: key_padding_mask: expected shape (2, 12), got (2, 8)");
   EXPECT_EQ(Call().error(), "no error");
 }
@@ -275,8 +273,8 @@ TEST(Attention, NeedsNoLse) {
         [&](Context& c, const TensorView& a, const TensorView& b, const TensorView& d, const TensorView& x,
             const TensorView& y, const TensorView& l) {
           const TensorView rows(l.data, DType::f32, {2, 4, 30}, l.device);
-          attention(a, b, d, pattern, x, &rows, c);
-          attention(a, b, d, pattern, y, nullptr, c);
+          attention(a, b, d, pattern, x, rows, c);
+          attention(a, b, d, pattern, y, {}, c);
         },
         q, k, v, with, without, lse);
     EXPECT_TRUE(with.same_bytes(without));

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "fretwork/device_tensor.h"
 #include "fretwork/error.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -182,6 +183,22 @@ TEST_F(Cuda, ContextsGiveWorkspace) {
   }
   EXPECT_THROW(Context::cuda(1000), Error);
   EXPECT_THROW(context.allocator->allocate(std::size_t{1} << 50), Error);
+}
+
+TEST_F(Cuda, TensorsOwnDeviceMemory) {
+  EXPECT_EQ(cuda_device_count(), cuda::device_count());
+  const Context context = Context::cuda(0);
+  std::vector<int> host(100000), back(host.size());
+  std::iota(host.begin(), host.end(), 0);
+  DeviceTensor tensor(context, DType::i32, {100, 1000});
+  tensor.copy_from(host);
+  DeviceTensor moved = std::move(tensor);
+  EXPECT_EQ(moved.device(), context.device);
+  moved.copy_to(back);
+  EXPECT_EQ(back, host);
+  moved = DeviceTensor(context, DType::i32, {0});
+  EXPECT_EQ(moved.view().data, nullptr);
+  EXPECT_THROW(DeviceTensor(context, DType::u8, {std::int64_t{1} << 50}), Error);
 }
 
 TEST_F(Cuda, ErrorsNameTheCall) {

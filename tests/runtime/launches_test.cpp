@@ -104,10 +104,10 @@ TEST_F(RecordedOps, BlockProducts) {
     const TensorView values = tensor(dtype, {z, blocks->nnz(), block, block});
     const TensorView tall = tensor(dtype, {z, heads, rows * block, free});
     const TensorView wide = tensor(dtype, {z, heads, cols * block, free});
-    sdd(tall, wide, *blocks, values, context_, {false, true});
-    dsd(values, wide, *blocks, tall, context_);
-    dsd(values, tall, *blocks, wide, context_, {true, false});
-    block_softmax(values, *blocks, values, context_);
+    sdd(tall, wide, blocks, values, context_, {false, true});
+    dsd(values, wide, blocks, tall, context_);
+    dsd(values, tall, blocks, wide, context_, {true, false});
+    block_softmax(values, blocks, values, context_);
   }
 }
 
@@ -123,10 +123,10 @@ TEST_F(RecordedOps, Convolutions) {
     options.padding = options.padding_end = {pad, pad};
     const TensorView x = image(dtype, {pick({1, 8, 64}), cols * block, height, width});
     const TensorView values = tensor(dtype, {blocks->nnz(), block, block});
-    const TensorView y = image(dtype, block_conv2d_shape(x, values, *blocks, options));
-    block_conv2d(x, values, *blocks, y, context_, options);
-    block_conv2d_backward_x(y, values, *blocks, x, context_, options);
-    block_conv2d_backward_values(x, y, *blocks, values, context_, options);
+    const TensorView y = image(dtype, block_conv2d_shape(x, values, blocks, options));
+    block_conv2d(x, values, blocks, y, context_, options);
+    block_conv2d_backward_x(y, values, blocks, x, context_, options);
+    block_conv2d_backward_values(x, y, blocks, values, context_, options);
   }
 }
 
@@ -141,11 +141,11 @@ TEST_F(RecordedOps, Attention) {
                      k = tensor(dtype, {batch, kv_heads, length, depth});
     const TensorView out = tensor(dtype, {batch, heads, queries, depth}),
                      lse = tensor(DType::f32, {batch, heads, queries});
-    attention(q, k, k, pattern, out, &lse, context_);
+    attention(q, k, k, pattern, out, lse, context_);
     const TensorView d_q = tensor(dtype, {batch, heads, queries, depth}),
                      d_k = tensor(dtype, {batch, kv_heads, length, depth}),
                      d_v = tensor(dtype, {batch, kv_heads, length, depth});
-    attention_backward(q, k, k, std::span(&pattern, 1), out, lse, out, nullptr, {&d_q, &d_k, &d_v}, context_);
+    attention_backward(q, k, k, pattern, out, lse, out, {}, {d_q, d_k, d_v}, context_);
   }
 }
 
@@ -157,7 +157,7 @@ TEST_F(RecordedOps, KroneckerProducts) {
     const TensorView x = tensor(dtype, {batch, a * c * d}), y = tensor(dtype, {batch, a * b * d});
     const TensorView w = tensor(dtype, {a, b, c, d});
     ksmm(x, w, y, context_);
-    ksmm_backward_weight(x, y, w, nullptr, context_);
+    ksmm_backward_weight(x, y, w, {}, context_);
   }
 }
 

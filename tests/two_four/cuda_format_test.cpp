@@ -151,7 +151,7 @@ void fill(Twin& twin, DType dtype, const Make& make) {
 /// At most half of each group is not zero.
 void fill_sparse(Twin& twin, DType dtype, unsigned seed) {
   Elements elements(dtype, seed);
-  const Index group = two_four_group(dtype);
+  const Index group = two_four::group(dtype);
   std::uint32_t kept = 0;
   fill(twin, dtype, [&](Index, Index n) {
     if (n % group == 0) {
@@ -180,7 +180,7 @@ struct Both {
   }
   static Index words_of(Index k, DType dtype, int word_bytes) {
     const Index each = 2 * word_bytes;
-    return (k / two_four_group(dtype) + each - 1) / each;
+    return (k / two_four::group(dtype) + each - 1) / each;
   }
   void upload() {
     for (Twin* twin : {&dense, &values, &words, &out}) {

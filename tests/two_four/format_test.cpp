@@ -115,7 +115,7 @@ struct Buffer {
 /// A plain form with memory; dim 0 lies as the transpose of dim 1 does.
 struct Plain {
   Plain(DType dtype, DType word, std::int64_t lines, std::int64_t k, int dim, Lie lie = Lie::rows)
-      : values(dtype, lines, k / 2, lie), words(word, lines, two_four_words(k, dtype, word), lie) {
+      : values(dtype, lines, k / 2, lie), words(word, lines, two_four::words(k, dtype, word), lie) {
     form = TwoFour{values.view, words.view, 1};
     form = dim == 0 ? form.transpose() : form;
   }
@@ -168,7 +168,7 @@ bool same(std::uint64_t got, std::uint64_t want, DType dtype) {
 
 /// Any bits; `full`: no more non-zeros in a group than it may have along dim.
 void fill(Buffer& m, int dim, bool full, Random& random) {
-  const std::int64_t group = two_four_group(m.view.dtype), lines = dim == 0 ? m.cols() : m.rows();
+  const std::int64_t group = two_four::group(m.view.dtype), lines = dim == 0 ? m.cols() : m.rows();
   const std::int64_t k = dim == 0 ? m.rows() : m.cols();
   for (std::int64_t line = 0; line < lines; ++line) {
     for (std::int64_t g = 0; g < k; g += group) {
@@ -186,7 +186,7 @@ void fill(Buffer& m, int dim, bool full, Random& random) {
 
 /// Positions that a group keeps, by the rule: non-zeros, then the lowest free ones.
 std::vector<std::int64_t> kept_of(const Along& m, std::int64_t line, std::int64_t from) {
-  const std::int64_t group = two_four_group(m.matrix.view.dtype);
+  const std::int64_t group = two_four::group(m.matrix.view.dtype);
   std::vector<std::int64_t> kept;
   for (const bool zeros : {false, true}) {
     for (std::int64_t n = 0; n < group && static_cast<std::int64_t>(kept.size()) < group / 2; ++n) {
@@ -205,7 +205,7 @@ unsigned code_of(const std::vector<std::int64_t>& kept) {
 
 void expect_canonical(const Plain& got, const Along& m) {
   const DType dtype = m.matrix.view.dtype;
-  const std::int64_t group = two_four_group(dtype), half = group / 2;
+  const std::int64_t group = two_four::group(dtype), half = group / 2;
   for (std::int64_t line = 0; line < m.lines(); ++line) {
     for (std::int64_t g = 0; g < m.k() / group; ++g) {
       const auto kept = kept_of(m, line, g * group);
@@ -256,13 +256,13 @@ TEST(TwoFourFormat, CompressesAndComesBack) {
       const DType word = kWords[random() % 3];
       Plain plain(dtype, word, s.lines, s.k, dim, kLies[random() % 4]);
       std::int64_t bad = 5;
-      two_four_compress(dense.view, plain.form, &bad, context);
+      two_four::compress(dense.view, plain.form, &bad, context);
       ASSERT_EQ(bad, -1);
       expect_canonical(plain, {dense, dim});
-      two_four_check(dense.view, dim, &bad, context);
+      two_four::check(dense.view, dim, &bad, context);
       EXPECT_EQ(bad, -1);
       Buffer back = matrix_of(dtype, s, dim, kLies[random() % 4]);
-      two_four_to_dense(plain.form, back.view, context);
+      two_four::to_dense(plain.form, back.view, context);
       EXPECT_TRUE(back.guarded());
       for (std::int64_t r = 0; r < dense.rows(); ++r) {
         for (std::int64_t c = 0; c < dense.cols(); ++c) {
@@ -276,7 +276,7 @@ TEST(TwoFourFormat, CompressesAndComesBack) {
 TEST(TwoFourFormat, NamesTheFirstBadGroup) {
   for_all([](DType dtype, Lie lie, int dim, Random& random, Context& context) {
     const Sizes s{130, 1028};
-    const std::int64_t group = two_four_group(dtype);
+    const std::int64_t group = two_four::group(dtype);
     Buffer dense = matrix_of(dtype, s, dim, lie);
     fill(dense, dim, false, random);
     Plain plain(dtype, DType::i16, s.lines, s.k, dim);
@@ -291,13 +291,13 @@ TEST(TwoFourFormat, NamesTheFirstBadGroup) {
         dim == 0 ? dense.set(g * group + n, line, 0) : dense.set(line, g * group + n, 0);
       }
       first = std::min(first, m.place(line, g * group));
-      two_four_check(dense.view, dim, &bad, context);
+      two_four::check(dense.view, dim, &bad, context);
       EXPECT_EQ(bad, first);
       bad = 0;
-      two_four_compress(dense.view, plain.form, &bad, context);
+      two_four::compress(dense.view, plain.form, &bad, context);
       EXPECT_EQ(bad, first);
-      two_four_compress(dense.view, plain.form, nullptr, context);
-      two_four_check_metadata(plain.form, &bad, context);
+      two_four::compress(dense.view, plain.form, nullptr, context);
+      two_four::check_metadata(plain.form, &bad, context);
       EXPECT_EQ(bad, -1) << "valid nibbles all the same";
     }
   });
@@ -310,7 +310,7 @@ TEST(TwoFourFormat, NamesTheFirstInvalidNibble) {
     for (const DType word : kWords) {
       for (const int dim : {0, 1}) {
         for (unsigned nibble = 0; nibble < 16; ++nibble) {
-          Plain plain(dtype, word, 3, 20 * two_four_group(dtype), dim);
+          Plain plain(dtype, word, 3, 20 * two_four::group(dtype), dim);
           const auto each = static_cast<std::int64_t>(2 * plain.words.size);
           for (std::int64_t w = 0; w < 3 * plain.words.cols(); ++w) {
             plain.words.set(w / plain.words.cols(), w % plain.words.cols(), 0x44444444);
@@ -319,9 +319,9 @@ TEST(TwoFourFormat, NamesTheFirstInvalidNibble) {
             const std::uint64_t was = plain.words.get(1, g / each), shift = static_cast<std::uint64_t>(4 * (g % each));
             plain.words.set(1, g / each, was ^ static_cast<std::uint64_t>(nibble ^ 4) << shift);
             std::int64_t bad = 0;
-            two_four_check_metadata(plain.form, &bad, context);
-            const std::int64_t p = g * two_four_group(dtype);
-            const std::int64_t place = dim == 0 ? p * 3 + 1 : 20 * two_four_group(dtype) + p;
+            two_four::check_metadata(plain.form, &bad, context);
+            const std::int64_t p = g * two_four::group(dtype);
+            const std::int64_t place = dim == 0 ? p * 3 + 1 : 20 * two_four::group(dtype) + p;
             EXPECT_EQ(bad, valid.contains(nibble) ? -1 : place) << nibble;
           }
         }
@@ -333,7 +333,7 @@ TEST(TwoFourFormat, NamesTheFirstInvalidNibble) {
 /// Groups of zeros with any nibble become canonical, or stay where it was valid; a number beside an invalid one is bad.
 TEST(TwoFourFormat, TakesInAnyNibbleBesideZeros) {
   for_all([](DType dtype, Lie lie, int dim, Random& random, Context& context) {
-    const std::int64_t group = two_four_group(dtype), half = group / 2;
+    const std::int64_t group = two_four::group(dtype), half = group / 2;
     const unsigned valid = group == 2 ? 0x4010 : 0x7310;
     for (const auto& [lines, groups] : {std::pair<std::int64_t, std::int64_t>{5, 11}, {67, 700}}) {
       const DType word = kWords[random() % 6];
@@ -369,9 +369,9 @@ TEST(TwoFourFormat, TakesInAnyNibbleBesideZeros) {
         }
       }
       std::int64_t bad = 0;
-      two_four_check_metadata(plain.form, &bad, context);
+      two_four::check_metadata(plain.form, &bad, context);
       EXPECT_EQ(bad, first);
-      two_four_canonical(plain.form, words.form.metadata, keep, &bad, context);
+      two_four::canonical(plain.form, words.form.metadata, keep, &bad, context);
       EXPECT_EQ(bad, first);
       for (std::int64_t n = 0; n < lines * groups; ++n) {
         ASSERT_EQ(plain.code(n / groups, n % groups), codes[static_cast<std::size_t>(n)]) << "what is given stays";
@@ -380,7 +380,7 @@ TEST(TwoFourFormat, TakesInAnyNibbleBesideZeros) {
       for (std::int64_t g = groups; g < plain.words.cols() * each; ++g) {
         ASSERT_EQ(words.code(lines - 1, g), 4u) << "padding";
       }
-      two_four_canonical(plain.form, plain.form.metadata, keep, &bad, context);  // in place
+      two_four::canonical(plain.form, plain.form.metadata, keep, &bad, context);  // in place
       for (std::int64_t n = 0; n < lines * groups; ++n) {
         ASSERT_EQ(plain.code(n / groups, n % groups), canonical[static_cast<std::size_t>(n)]) << n;
       }
@@ -396,10 +396,10 @@ TEST(TwoFourFormat, GathersWhatIsKept) {
     fill(pattern, dim, false, random);
     fill(dense, dim, true, random);
     Plain plain(dtype, DType::i32, s.lines, s.k, dim, kLies[random() % 4]);
-    two_four_compress(pattern.view, plain.form, nullptr, context);
-    two_four_gather(dense.view, plain.form, context);
+    two_four::compress(pattern.view, plain.form, nullptr, context);
+    two_four::gather(dense.view, plain.form.metadata, plain.form.dim, plain.form.values, context);
     const Along m{dense, dim}, marks{pattern, dim};
-    const std::int64_t group = two_four_group(dtype), half = group / 2;
+    const std::int64_t group = two_four::group(dtype), half = group / 2;
     for (std::int64_t line = 0; line < s.lines; ++line) {
       for (std::int64_t v = 0; v < s.k / 2; ++v) {
         const std::int64_t from = v / half * group;
@@ -416,9 +416,9 @@ TEST(TwoFourFormat, PrunesTheSmallerHalf) {
     for (const Sizes& s : kSizes) {
       Buffer dense = matrix_of(dtype, s, dim, lie), out = matrix_of(dtype, s, dim, kLies[random() % 4]);
       fill(dense, dim, true, random);
-      two_four_prune(dense.view, dim, false, out.view, context);
+      two_four::prune(dense.view, dim, false, out.view, context);
       const Along from{dense, dim}, to{out, dim};
-      const std::int64_t group = two_four_group(dtype);
+      const std::int64_t group = two_four::group(dtype);
       for (std::int64_t line = 0; line < s.lines; ++line) {
         for (std::int64_t g = 0; g < s.k; g += group) {
           std::vector<std::int64_t> order{0, 1, 2, 3};
@@ -464,7 +464,7 @@ TEST(TwoFourFormat, PrunesSquaresBest) {
   Random random(3);
   Context context = Context::cpu();
   for (const DType dtype : kTypes) {
-    const std::int64_t group = two_four_group(dtype), rows = 2 * group, cols = 19 * group;
+    const std::int64_t group = two_four::group(dtype), rows = 2 * group, cols = 19 * group;
     Buffer dense(dtype, rows, cols, Lie::columns), out(dtype, rows, cols, Lie::gaps);
     for (std::int64_t n = 0; n < rows * cols; ++n) {
       const double x = std::normal_distribution<double>()(random);
@@ -476,7 +476,7 @@ TEST(TwoFourFormat, PrunesSquaresBest) {
                                                         : random() & 0x7b;  // finite in both fp8 types
       dense.set(n / cols, n % cols, bits);
     }
-    two_four_prune(dense.view, 1, true, out.view, context);
+    two_four::prune(dense.view, 1, true, out.view, context);
     EXPECT_TRUE(out.guarded());
     for (std::int64_t r = 0; r < rows; r += group) {
       for (std::int64_t c = 0; c < cols; c += group) {
@@ -496,18 +496,18 @@ TEST(TwoFourFormat, PrunedSquaresAreValidBothWaysAndStay) {
     for (const Sizes& s : {Sizes{4, 4}, Sizes{68, 20}, Sizes{132, 2052}}) {
       Buffer dense = matrix_of(dtype, s, dim, lie), out = matrix_of(dtype, s, dim, kLies[random() % 4]);
       fill(dense, dim, true, random);
-      two_four_prune(dense.view, dim, true, out.view, context);
+      two_four::prune(dense.view, dim, true, out.view, context);
       EXPECT_TRUE(out.guarded());
       for (const int along : {0, 1}) {
         std::int64_t bad = 0;
-        two_four_check(out.view, along, &bad, context);
+        two_four::check(out.view, along, &bad, context);
         ASSERT_EQ(bad, -1) << "along " << along;
       }
       Buffer again = matrix_of(dtype, s, dim, Lie::rows);
-      two_four_prune(out.view, 1 - dim, true, again.view, context);
+      two_four::prune(out.view, 1 - dim, true, again.view, context);
       Plain rows(dtype, DType::i32, dense.rows(), dense.cols(), 1, kLies[random() % 4]);
       Plain cols(dtype, DType::i8, dense.cols(), dense.rows(), 0, kLies[random() % 4]);
-      two_four_prune_both(dense.view, rows.form, cols.form, context);
+      two_four::prune_both(dense.view, rows.form, cols.form, context);
       expect_canonical(rows, {out, 1});
       expect_canonical(cols, {out, 0});
       for (std::int64_t r = 0; r < dense.rows(); ++r) {
@@ -524,20 +524,20 @@ TEST(TwoFourFormat, SquaresKeepNanFirst) {
   Context context = Context::cpu();
   for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16, DType::f8_e5m2}) {
     const std::uint64_t nan = (std::uint64_t{1} << (8 * size_of(dtype) - 1)) - 1;
-    const std::int64_t group = two_four_group(dtype);
+    const std::int64_t group = two_four::group(dtype);
     Buffer dense(dtype, group, group), out(dtype, group, group);
     for (std::int64_t n = 0; n < group * group; ++n) {  // the largest finite numbers, about
       dense.set(n / group, n % group, nan / 8 * 7);
     }
     dense.set(0, 1, nan);
     dense.set(1, 0, nan);
-    two_four_prune(dense.view, 1, true, out.view, context);
+    two_four::prune(dense.view, 1, true, out.view, context);
     EXPECT_TRUE(out.get(0, 1) == nan && out.get(1, 0) == nan) << name_of(dtype);
     for (std::int64_t place = 0; place < group * group; ++place) {  // one among small numbers
       for (std::int64_t n = 0; n < group * group; ++n) {
         dense.set(n / group, n % group, n == place ? nan : nan / 2);
       }
-      two_four_prune(dense.view, 1, true, out.view, context);
+      two_four::prune(dense.view, 1, true, out.view, context);
       EXPECT_EQ(out.get(place / group, place % group), nan) << name_of(dtype) << " at " << place;
     }
   }
@@ -551,7 +551,7 @@ TEST(TwoFourFormat, WorkedExample) {
   std::int16_t word = 0;
   Context context = Context::cpu();
   const TwoFour out{TensorView(values, DType::f16, {1, 8}), TensorView(&word, DType::i16, {1, 1}), 1};
-  two_four_compress(TensorView(row, DType::f16, {1, 16}), out, nullptr, context);
+  two_four::compress(TensorView(row, DType::f16, {1, 16}), out, nullptr, context);
   EXPECT_EQ(word, -29107);
   const float kept[] = {7, 3, 1, 5, 2, 4, 9, 9};
   EXPECT_TRUE(
@@ -564,12 +564,12 @@ TEST(TwoFourFormat, PartsAndTurns) {
   Buffer dense(DType::bf16, 9, 32);
   fill(dense, 1, false, random);
   Plain plain(DType::bf16, DType::i16, 9, 32, 1);
-  two_four_compress(dense.view, plain.form, nullptr, context);
+  two_four::compress(dense.view, plain.form, nullptr, context);
   const TwoFour part = plain.form.transpose().lines(2, 7);
   EXPECT_EQ(part.shape(), (std::array<std::int64_t, 2>{32, 5}));
   EXPECT_EQ(part.dim, 0);
   Buffer out(DType::bf16, 32, 5);
-  two_four_to_dense(part, out.view, context);
+  two_four::to_dense(part, out.view, context);
   for (std::int64_t n = 0; n < 5 * 32; ++n) {
     ASSERT_TRUE(same(out.get(n % 32, n / 32), dense.get(2 + n / 32, n % 32), DType::bf16));
   }
@@ -589,13 +589,13 @@ TEST(TwoFourFormat, NothingIsNotBad) {
     Plain plain(DType::f16, DType::i16, rows, cols, 1);
     for (int n = 0; n < 3; ++n) {
       std::int64_t bad = 9;
-      n == 0   ? two_four_compress(dense.view, plain.form, &bad, context)
-      : n == 1 ? two_four_check(dense.view, 1, &bad, context)
-               : two_four_check_metadata(plain.form, &bad, context);
+      n == 0   ? two_four::compress(dense.view, plain.form, &bad, context)
+      : n == 1 ? two_four::check(dense.view, 1, &bad, context)
+               : two_four::check_metadata(plain.form, &bad, context);
       EXPECT_EQ(bad, -1);
     }
-    two_four_to_dense(plain.form, dense.view, context);
-    two_four_prune(dense.view, 1, false, dense.view, context);
+    two_four::to_dense(plain.form, dense.view, context);
+    two_four::prune(dense.view, 1, false, dense.view, context);
   }
 }
 
@@ -611,8 +611,8 @@ void expect_whole(std::vector<std::int64_t> order, std::int64_t bytes) {
 
 TEST(TwoFourOrder, OfTorch) {
   // Words of row r, pairs of columns c: what the published formula says for a few of them, 64 rows of 4 words.
-  const auto order = two_four_order("export", "torch", 64, 64, DType::f16, 128);
-  EXPECT_EQ(order, two_four_order("export", "cutlass_sm80", 64, 64, DType::bf16, 0));
+  const auto order = two_four::order("export", "torch", 64, 64, DType::f16, 128);
+  EXPECT_EQ(order, two_four::order("export", "cutlass_sm80", 64, 64, DType::bf16, 0));
   expect_whole(order, 64 * 8);
   const auto word_at = [&](std::size_t offset) { return std::pair{order[2 * offset] / 8, order[2 * offset] % 8 / 2}; };
   using Word = std::pair<std::int64_t, std::int64_t>;
@@ -624,22 +624,22 @@ TEST(TwoFourOrder, OfTorch) {
   EXPECT_EQ(word_at(8), (Word{1, 0}));
   EXPECT_EQ(word_at(64), (Word{32, 0}));
   EXPECT_EQ(word_at(128), (Word{0, 2}));
-  const auto bytes = two_four_order("export", "torch", 32, 64, DType::i8, 128);
+  const auto bytes = two_four::order("export", "torch", 32, 64, DType::i8, 128);
   expect_whole(bytes, 32 * 8);
   EXPECT_EQ(bytes[4], 8 * 8);  // words of 32 bits: row 8 comes after row 0 as well
-  expect_whole(two_four_order("export", "torch", 32, 16, DType::f32, 128), 32 * 4);
+  expect_whole(two_four::order("export", "torch", 32, 16, DType::f32, 128), 32 * 4);
 }
 
 TEST(TwoFourOrder, OfSm90) {
   for (const DType dtype : {DType::f16, DType::f32, DType::f8_e4m3}) {
     for (const std::int64_t tile : {32, 64, 128, 256}) {
-      const std::int64_t per_byte = 2 * two_four_group(dtype), panel_k = std::min<std::int64_t>(tile, 128);
-      const auto order = two_four_order("export", "cutlass_sm90", 72, 224, dtype, tile);
+      const std::int64_t per_byte = 2 * two_four::group(dtype), panel_k = std::min<std::int64_t>(tile, 128);
+      const auto order = two_four::order("export", "cutlass_sm90", 72, 224, dtype, tile);
       expect_whole(order, 72 * 224 / per_byte);
       EXPECT_EQ(static_cast<std::int64_t>(order.size()), 128 * ((224 + panel_k - 1) / panel_k * panel_k) / per_byte);
     }
   }
-  const auto order = two_four_order("export", "cutlass_sm90", 64, 128, DType::f16, 128);
+  const auto order = two_four::order("export", "cutlass_sm90", 64, 128, DType::f16, 128);
   const std::int64_t first[] = {0, 1, 8 * 16, 8 * 16 + 1, 4, 5};  // k 0 and 8 of row 0, then of row 8, then k 32
   EXPECT_TRUE(std::equal(std::begin(first), std::end(first), order.begin()));
   EXPECT_EQ(order[16], 1 * 16);    // row 1
@@ -649,7 +649,7 @@ TEST(TwoFourOrder, OfSm90) {
 
 TEST(TwoFourOrder, RefusesInWords) {
   const auto order = [](const char* layout, std::int64_t lines, std::int64_t k, DType dtype, std::int64_t tile) {
-    return error_of([&] { (void)two_four_order("export", layout, lines, k, dtype, tile); });
+    return error_of([&] { (void)two_four::order("export", layout, lines, k, dtype, tile); });
   };
   constexpr const char* kNeeds =
       "export: layout: expected a multiple of 32 rows and pairs of words (32 columns) for this order, got ";
@@ -705,9 +705,9 @@ TEST(TwoFourMatmul, TakesAnyLeadingDimensions) {
   for (std::int64_t n = 0; n < m * k; ++n) {
     wide.set(n / k, n % k, std::bit_cast<std::uint32_t>(dense.data[static_cast<std::size_t>(n)]));
   }
-  two_four_prune(wide.view, 1, false, pruned.view, context);
+  two_four::prune(wide.view, 1, false, pruned.view, context);
   Plain plain(DType::f32, DType::i16, m, k, 1);
-  two_four_compress(pruned.view, plain.form, nullptr, context);
+  two_four::compress(pruned.view, plain.form, nullptr, context);
   Numbers bias({1, 1, 1, m}, {0, 1, 2, 3}, &random);
   const TensorView bias_view(bias.data.data(), DType::f32, {m});
   for (const bool left : {true, false}) {
@@ -718,10 +718,12 @@ TEST(TwoFourMatmul, TakesAnyLeadingDimensions) {
         const bool scaled = c % 2 != 0;
         Numbers b(left ? std::vector{z, y, k, n} : std::vector{z, y, n, k}, orders[c / 2 % 6], &random);
         Numbers out(left ? std::vector{z, y, m, n} : std::vector{z, y, n, m}, orders[c / 12], nullptr);
-        TwoFourOptions options{&bias_view, Activation::relu, nullptr, nullptr};
-        (left ? options.scale_b : options.scale_a) = scaled ? &scale_view : nullptr;
-        left ? two_four_matmul(plain.form, b.view, out.view, context, options)
-             : two_four_matmul(b.view, plain.form.transpose(), out.view, context, options);
+        two_four::Options options{.bias = bias_view, .activation = Activation::relu};
+        if (scaled) {
+          (left ? options.scale_b : options.scale_a) = scale_view;
+        }
+        left ? two_four::matmul(plain.form, b.view, out.view, context, options)
+             : two_four::matmul(b.view, plain.form.transpose(), out.view, context, options);
         for (std::int64_t at = 0; at < z * y * m * n; ++at) {
           const std::int64_t j = at % n, i = at / n % m, v = at / n / m % y, u = at / n / m / y;
           double sum = 0;
@@ -743,13 +745,13 @@ TEST(TwoFourLinear, IsALayersProduct) {
   float values[6], bias[] = {10, -100, 0}, x[] = {1, 2, 3, 4, -1, 0, 2, 1}, y[6];
   std::int8_t words[3];
   const TwoFour s{TensorView(values, DType::f32, {3, 2}), TensorView(words, DType::i8, {3, 1}), 1};
-  two_four_compress(TensorView(weight, DType::f32, {3, 4}), s, nullptr, context);
+  two_four::compress(TensorView(weight, DType::f32, {3, 4}), s, nullptr, context);
   const TensorView bias_view(bias, DType::f32, {3});
-  const TwoFourOptions options{.bias = &bias_view, .activation = Activation::relu};
-  two_four_linear(TensorView(x, DType::f32, {2, 1, 4}), s, TensorView(y, DType::f32, {2, 1, 3}), context, options);
+  const two_four::Options options{.bias = bias_view, .activation = Activation::relu};
+  two_four::linear(TensorView(x, DType::f32, {2, 1, 4}), s, TensorView(y, DType::f32, {2, 1, 3}), context, options);
   EXPECT_TRUE(std::ranges::equal(y, std::array{19.0f, 0.0f, 28.0f, 11.0f, 0.0f, 12.0f}));
   std::ranges::fill(y, -7.0f);
-  two_four_linear(TensorView(x, DType::f32, {4}), s, TensorView(y, DType::f32, {3}), context);
+  two_four::linear(TensorView(x, DType::f32, {4}), s, TensorView(y, DType::f32, {3}), context);
   EXPECT_TRUE(std::ranges::equal(y, std::array{9.0f, -13.0f, 28.0f, -7.0f, -7.0f, -7.0f}));
 }
 
@@ -758,14 +760,14 @@ TEST(TwoFourMatmul, SumsOfNothing) {
   const TwoFour none{TensorView(nullptr, DType::f16, {3, 0}), TensorView(nullptr, DType::i16, {3, 0}), 1};
   std::uint16_t bias[] = {f16_from_float(-1), f16_from_float(2), f16_from_float(3)}, out[6] = {7, 7, 7, 7, 7, 7};
   const TensorView bias_view(bias, DType::f16, {3});
-  two_four_matmul(none, TensorView(nullptr, DType::f16, {0, 2}), TensorView(out, DType::f16, {3, 2}), context,
-                  {&bias_view, Activation::relu, nullptr, nullptr});
+  two_four::matmul(none, TensorView(nullptr, DType::f16, {0, 2}), TensorView(out, DType::f16, {3, 2}), context,
+                   {.bias = bias_view, .activation = Activation::relu});
   const std::uint16_t want[] = {0, 0, bias[1], bias[1], bias[2], bias[2]};
   EXPECT_TRUE(std::equal(out, out + 6, want));
-  two_four_matmul(none, TensorView(nullptr, DType::f16, {4, 0, 0}), TensorView(nullptr, DType::f16, {4, 3, 0}),
-                  context);
-  two_four_matmul(none, TensorView(nullptr, DType::f16, {0, 0, 2}), TensorView(nullptr, DType::f16, {0, 3, 2}),
-                  context);
+  two_four::matmul(none, TensorView(nullptr, DType::f16, {4, 0, 0}), TensorView(nullptr, DType::f16, {4, 3, 0}),
+                   context);
+  two_four::matmul(none, TensorView(nullptr, DType::f16, {0, 0, 2}), TensorView(nullptr, DType::f16, {0, 3, 2}),
+                   context);
 }
 
 /// Of views that are refused before anything is read.
@@ -779,9 +781,9 @@ TEST(TwoFourMatmul, RefusesInWords) {
     return dim == 0 ? m.transpose() : m;
   };
   const auto left = [&](const TwoFour& a, DType dtype, std::initializer_list<std::int64_t> b, DType out,
-                        const TwoFourOptions& options = {}) {
+                        const two_four::Options& options = {}) {
     return error_of([&] {
-      two_four_matmul(a, TensorView(kSomewhere, dtype, b), TensorView(kSomewhere, out, {32, 8}), context, options);
+      two_four::matmul(a, TensorView(kSomewhere, dtype, b), TensorView(kSomewhere, out, {32, 8}), context, options);
     });
   };
   constexpr DType kHalf = DType::f16;
@@ -801,20 +803,18 @@ TEST(TwoFourMatmul, RefusesInWords) {
   EXPECT_EQ(left(form(DType::f8_e4m3, 1), DType::f8_e4m3, {48, 8}, DType::boolean),
             "matmul: out_dtype: expected float64, " + others + "float8_e4m3fn, got bool");
   const TensorView eight(kSomewhere, kHalf, {8}), scale(kSomewhere, DType::f32, {31});
-  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {&eight, Activation::none, nullptr, nullptr}),
-            "matmul: bias: expected (32,), got (8,)");
-  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {nullptr, Activation::none, &scale, nullptr}),
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {.bias = eight}), "matmul: bias: expected (32,), got (8,)");
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {.scale_a = scale}),
             "matmul: scale_a: expected () or (32,), got (31,)");
-  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {nullptr, Activation::none, nullptr, &scale}),
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {.scale_b = scale}),
             "matmul: scale_b: expected () or (8,), got (31,)");
-  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {.scale_out = &scale}),
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {.scale_out = scale}),
             "matmul: scale_out: expected one number (), got (31,)");
   const TensorView wide(kSomewhere, DType::f32, {32});
-  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {.bias = &wide}),
-            "matmul: bias: expected float16, got float32");
+  EXPECT_EQ(left(form(kHalf, 1), kHalf, {48, 8}, kHalf, {.bias = wide}), "matmul: bias: expected float16, got float32");
   EXPECT_EQ(error_of([&] {
-              two_four_matmul(TensorView(kSomewhere, kHalf, {9, 44}), form(kHalf, 0),
-                              TensorView(kSomewhere, kHalf, {9, 32}), context);
+              two_four::matmul(TensorView(kSomewhere, kHalf, {9, 44}), form(kHalf, 0),
+                               TensorView(kSomewhere, kHalf, {9, 32}), context);
             }),
             "matmul: a: expected (…, M, 48), got (9, 44)");
 }
@@ -824,10 +824,11 @@ TEST(TwoFourLinear, RefusesInWords) {
   constexpr DType kHalf = DType::f16;
   const TwoFour weight{TensorView(kSomewhere, kHalf, {32, 24}), TensorView(kSomewhere, DType::i16, {32, 3}), 1};
   const auto linear = [&](const TwoFour& s, DType dtype, std::initializer_list<std::int64_t> x,
-                          const TensorView* bias = nullptr, const TensorView* scale = nullptr) {
+                          const std::optional<ConstTensorView>& bias = {},
+                          const std::optional<ConstTensorView>& scale = {}) {
     return error_of([&] {
-      two_four_linear(TensorView(kSomewhere, dtype, x), s, TensorView(kSomewhere, kHalf, {9, 32}), context,
-                      {.bias = bias, .scale_b = scale});
+      two_four::linear(TensorView(kSomewhere, dtype, x), s, TensorView(kSomewhere, kHalf, {9, 32}), context,
+                       {.bias = bias, .scale_b = scale});
     });
   };
   const TensorView eight(kSomewhere, kHalf, {8}), wide(kSomewhere, DType::f32, {32});
@@ -835,9 +836,9 @@ TEST(TwoFourLinear, RefusesInWords) {
   EXPECT_EQ(linear(weight, DType::bf16, {9, 48}), "linear: x: expected float16, got bfloat16");
   EXPECT_EQ(linear(weight.transpose(), kHalf, {9, 32}),
             "linear: s: expected (out, in) compressed along in, dim 1, got dim 0");
-  EXPECT_EQ(linear(weight, kHalf, {9, 48}, &eight), "linear: bias: expected (32,), got (8,)");
-  EXPECT_EQ(linear(weight, kHalf, {9, 48}, &wide), "linear: bias: expected float16, got float32");
-  EXPECT_EQ(linear(weight, kHalf, {9, 48}, nullptr, &eight), "linear: scale_b: expected () or (32,), got (8,)");
+  EXPECT_EQ(linear(weight, kHalf, {9, 48}, eight), "linear: bias: expected (32,), got (8,)");
+  EXPECT_EQ(linear(weight, kHalf, {9, 48}, wide), "linear: bias: expected float16, got float32");
+  EXPECT_EQ(linear(weight, kHalf, {9, 48}, {}, eight), "linear: scale_b: expected () or (32,), got (8,)");
   EXPECT_EQ(linear(weight, kHalf, {8, 48}), "linear: out: expected (8, 32), got (9, 32)");
   const TwoFour nowhere{weight.values, TensorView(nullptr, DType::i16, {32, 3}), 1};
   EXPECT_EQ(linear(nowhere, kHalf, {9, 48}), "TwoFour: metadata: expected the address of (32, 3), got null");
@@ -873,15 +874,15 @@ TEST(TwoFourPlan, SaysWhenDenseWins) {
           << row.m << " × " << row.k << " × " << row.n << " " << name_of(row.dtype) << " behind " << behind;
     }
   }
-  EXPECT_FALSE(two_four_dense_wins(4096, 4096, 4096, kFull, {DeviceType::cpu, 0}, ieee));
-  EXPECT_FALSE(two_four_dense_wins(4096, 0, 4096, kFull, {DeviceType::cuda, 0}, ieee));
+  EXPECT_FALSE(two_four::dense_wins(4096, 4096, 4096, kFull, {DeviceType::cpu, 0}, ieee));
+  EXPECT_FALSE(two_four::dense_wins(4096, 0, 4096, kFull, {DeviceType::cuda, 0}, ieee));
 }
 
 TEST(TwoFourFormat, RefusesInWords) {
   Context context = Context::cpu();
   std::int64_t bad = 0;
   const auto check = [&](DType dtype, std::initializer_list<std::int64_t> shape, int dim) {
-    return error_of([&] { two_four_check(TensorView(kSomewhere, dtype, shape), dim, &bad, context); });
+    return error_of([&] { two_four::check(TensorView(kSomewhere, dtype, shape), dim, &bad, context); });
   };
   EXPECT_EQ(check(DType::f16, {8, 6}, 1), "check: A: expected a multiple of 4 along dim 1, got (8, 6)");
   EXPECT_EQ(check(DType::f16, {6, 8}, 0), "check: A: expected a multiple of 4 along dim 0, got (6, 8)");
@@ -894,7 +895,7 @@ TEST(TwoFourFormat, RefusesInWords) {
   const auto form = [&](DType dtype, std::initializer_list<std::int64_t> values, DType word,
                         std::initializer_list<std::int64_t> words, int dim) {
     const TwoFour m{TensorView(kSomewhere, dtype, values), TensorView(kSomewhere, word, words), dim};
-    return error_of([&] { two_four_check_metadata(m, &bad, context); });
+    return error_of([&] { two_four::check_metadata(m, &bad, context); });
   };
   EXPECT_EQ(form(DType::f16, {4, 16}, DType::i16, {4, 3}, 1),
             "TwoFour: metadata: expected (4, 2) of int16 for values (4, 16), got (4, 3)");
@@ -908,7 +909,7 @@ TEST(TwoFourFormat, RefusesInWords) {
   EXPECT_EQ(form(DType::f32, {4, 16}, DType::i16, {4, 2}, 1),
             "TwoFour: metadata: expected (4, 4) of int16 for values (4, 16), got (4, 2)");
   Buffer six(DType::f16, 6, 8);
-  EXPECT_EQ(error_of([&] { two_four_prune(six.view, 1, true, six.view, context); }),
+  EXPECT_EQ(error_of([&] { two_four::prune(six.view, 1, true, six.view, context); }),
             "prune: A: expected multiples of 4 in both dimensions to be transposable, got (6, 8)");
 }
 

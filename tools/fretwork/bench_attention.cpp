@@ -67,16 +67,16 @@ class AttentionCase {
   /// Milliseconds of one pass; a backward one follows a forward one of the same pattern.
   double measure_pass(bool backward, const PatternPtr& pattern, Stopwatch& clock) {
     Context context = clock.context();
-    const auto forward = [&] { attention(q_.view(), k_.view(), v_.view(), pattern, o_.view(), &lse_.view(), context); };
+    const auto forward = [&] { attention(q_.view(), k_.view(), v_.view(), pattern, o_.view(), lse_.view(), context); };
     if (!backward) {
       return clock.cold(forward).ms;
     }
     forward();
-    const AttentionGradients gradients{&d_q_.view(), &d_k_.view(), &d_v_.view(), nullptr};
+    const AttentionGradients gradients{d_q_.view(), d_k_.view(), d_v_.view(), {}};
     return clock
         .cold([&] {
-          attention_backward(q_.view(), k_.view(), v_.view(), std::span(&pattern, 1), o_.view(), lse_.view(),
-                             d_o_.view(), nullptr, gradients, context);
+          attention_backward(q_.view(), k_.view(), v_.view(), pattern, o_.view(), lse_.view(), d_o_.view(), {},
+                             gradients, context);
         })
         .ms;
   }
@@ -178,7 +178,7 @@ void bench_patterns(AttentionBench options) {
 /// Patterns of 2²⁰ tokens by name; the number makes another one of the same kind, which nobody has planned yet.
 struct LongPattern {
   const char* name;
-  std::function<patterns::RegularPtr(std::int64_t)> make;
+  std::function<RegularPtr(std::int64_t)> make;
 };
 
 std::vector<LongPattern> long_patterns() {
@@ -235,7 +235,7 @@ void bench_plans(const AttentionBench& options) {
     double bytes = 0;
     for (int n = 0; n < run.rounds(); ++n) {
       auto begin = Clock::now();
-      const patterns::RegularPtr regular = pattern.make(n);
+      const RegularPtr regular = pattern.make(n);
       made.push_back(since(begin));
       begin = Clock::now();
       bytes = static_cast<double>(attention_op::plan(*regular, kShape)->bytes());

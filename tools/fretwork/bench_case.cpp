@@ -35,13 +35,13 @@ Measurement measure(const BenchCase& one, DType dtype, const Stopwatch& clock) {
   const auto call = [&] {
     switch (one.op) {
       case BenchOp::dsd:
-        return dsd(values.view(), right.view(), *layout, left.view(), context);
+        return dsd(values.view(), right.view(), layout, left.view(), context);
       case BenchOp::dds:
-        return dds(left.view(), values.view(), *layout, right.view(), context);
+        return dds(left.view(), values.view(), layout, right.view(), context);
       case BenchOp::sdd:
-        return sdd(left.view(), right.view(), *layout, values.view(), context);
+        return sdd(left.view(), right.view(), layout, values.view(), context);
       case BenchOp::softmax:
-        return block_softmax(values.view(), *layout, result.view(), context);
+        return block_softmax(values.view(), layout, result.view(), context);
     }
   };
   measured.ms = clock.warm(call).ms;

@@ -177,11 +177,11 @@ ConvTime measure(const ConvBenchOptions& options, const ConvCase& one, DType dty
                          .dilation = {options.dilation, options.dilation}};
   const auto call = [&] {
     if (one.op == "forward") {
-      block_conv2d(x.view(), values.view(), *layout, y.view(), context, conv);
+      block_conv2d(x.view(), values.view(), layout, y.view(), context, conv);
     } else if (one.op == "backward_x") {
-      block_conv2d_backward_x(y.view(), values.view(), *layout, x.view(), context, conv);
+      block_conv2d_backward_x(y.view(), values.view(), layout, x.view(), context, conv);
     } else {
-      block_conv2d_backward_values(x.view(), y.view(), *layout, values.view(), context, conv);
+      block_conv2d_backward_values(x.view(), y.view(), layout, values.view(), context, conv);
     }
   };
   ConvTime time{layout->nnz(), clock.warm(call).ms};

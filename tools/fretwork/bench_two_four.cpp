@@ -35,13 +35,13 @@ double sparse_ms(const TwoFourCase& one, DType dtype, Stopwatch& clock) {
   const Device device = clock.device();
   const Data dense(device, dtype, {one.m, one.k}), pruned(device, dtype, {one.m, one.k});
   const Data values(device, dtype, {one.m, one.k / 2});
-  const Data metadata(device, DType::i16, {one.m, two_four_words(one.k, dtype, DType::i16)});
+  const Data metadata(device, DType::i16, {one.m, two_four::words(one.k, dtype, DType::i16)});
   const DType result = dtype == DType::i8 || dtype == DType::u8 ? DType::i32 : is_byte(dtype) ? DType::bf16 : dtype;
   const Data x(device, dtype, {one.n, one.k}), y(device, result, {one.n, one.m});
   const TwoFour weight{values.view(), metadata.view(), 1};
-  two_four_prune(dense.view(), 1, false, pruned.view(), context);
-  two_four_compress(pruned.view(), weight, nullptr, context);
-  return clock.cold([&] { two_four_linear(x.view(), weight, y.view(), context); }).ms;
+  two_four::prune(dense.view(), 1, false, pruned.view(), context);
+  two_four::compress(pruned.view(), weight, nullptr, context);
+  return clock.cold([&] { two_four::linear(x.view(), weight, y.view(), context); }).ms;
 }
 
 /// The dense product that there is here: the block-sparse ones with every block there, whichever of the two is faster;
@@ -59,8 +59,8 @@ double dense_ms(const TwoFourCase& one, DType asked, Stopwatch& clock) {
   const Data values(device, dtype, {1, left->nnz(), block, block});
   const Data x(device, dtype, {1, 1, one.k, one.n}), y(device, dtype, {1, 1, one.m, one.n});
   const Data rows(device, dtype, {1, 1, one.n, one.k}), out(device, dtype, {1, 1, one.n, one.m});
-  const double as_left = clock.cold([&] { dsd(values.view(), x.view(), *left, y.view(), context); }).ms;
-  return std::min(as_left, clock.cold([&] { dds(rows.view(), values.view(), *right, out.view(), context); }).ms);
+  const double as_left = clock.cold([&] { dsd(values.view(), x.view(), left, y.view(), context); }).ms;
+  return std::min(as_left, clock.cold([&] { dds(rows.view(), values.view(), right, out.view(), context); }).ms);
 }
 
 class TwoFourReport {
@@ -84,7 +84,7 @@ class TwoFourReport {
     const double weight = static_cast<double>(one.m) * static_cast<double>(one.k);
     const double rate = 2e-6 * weight * static_cast<double>(one.n) / ms;
     const double read = weight * static_cast<double>(size_of(run_.dtype())) / copy_rate_;
-    const bool wins = two_four_dense_wins(one.m, one.n, one.k, run_.dtype(), run_.device(), precision_);
+    const bool wins = two_four::dense_wins(one.m, one.n, one.k, run_.dtype(), run_.device(), precision_);
     const char* const plan = wins ? "dense" : "2:4";
     fmt::print("{:>7} {:>7} {:>7} {:>10.3f} {:>10.3f} {:>8.2f} {:>9.3f} {:>10.1f}  {}\n", one.m, one.k, one.n, ms,
                dense, dense / ms, read, rate, plan);

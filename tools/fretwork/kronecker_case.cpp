@@ -105,7 +105,7 @@ KroneckerTimes measure(const KroneckerCase& one, DType dtype, Stopwatch& clock) 
     const Data d_w(device, dtype, {p.a, p.b, p.c, p.d}), d_bias(device, dtype, {outputs_of(p)});
     times.backward = clock.cold([&] {
       ksmm(d_y.view(), swapped(w.view(), 1, 2), d_x.view(), context);
-      ksmm_backward_weight(x.view(), d_y.view(), d_w.view(), &d_bias.view(), context);
+      ksmm_backward_weight(x.view(), d_y.view(), d_w.view(), d_bias.view(), context);
     });
   }
   return times;

@@ -90,7 +90,8 @@ std::string head_line(const HeadFacts& facts, const char* unit) {
                      count_text(facts.longest_row), unit, empty);
 }
 
-void print_facts(const Pattern& pattern, const Survey& survey) {
+void print_facts(const PatternPtr& shown, const Survey& survey) {
+  const Pattern& pattern = *shown;
   constexpr std::int64_t kHeadsListed = 8;
   const auto [unit, elements] = units_of(pattern);
   const auto line = [](const char* name, const std::string& value) { fmt::print("{:<9}{}\n", name, value); };
@@ -117,7 +118,7 @@ void print_facts(const Pattern& pattern, const Survey& survey) {
     };
     const std::string parts = regular->describe();
     each("parts", parts, parts.find('\n') + 1);
-    each("cost", attention_cost(*regular), 0);
+    each("cost", attention_cost(shown), 0);
   }
   const std::int64_t all = survey.heads() * survey.rows() * survey.cols() / elements;
   line("nnz", fmt::format("{} of {} {}", count_text(pattern.nnz()), count_text(all), unit));
@@ -185,7 +186,7 @@ void show_chain(const ShowOptions& options) {
   std::vector<std::vector<std::string>> plans;
   try {
     for (const char* const arch : kPlanned) {
-      plans.push_back(ksmm_chain_plan(chain, arch));
+      plans.push_back(kronecker::plan(chain, arch));
     }
   } catch (const Error& error) {
     throw UsageError("show: PATTERN: " + std::string(error.what()));
@@ -316,10 +317,10 @@ void show(const ShowOptions& options) {
   if (options.json) {
     print_json(*pattern, survey);
   } else {
-    print_facts(*pattern, survey);
+    print_facts(pattern, survey);
     if (!empty) {
       const int width = options.width > 0 ? options.width : terminal_width();
-      fmt::print("{}", draw(*pattern, {options.head, width, wants_colour()}));
+      fmt::print("{}", draw(pattern, {options.head, width, wants_colour()}));
     }
   }
   write_pictures(options, empty, pattern->shape(), shortened(pattern->text(), 120), 1024, 256,

@@ -46,7 +46,7 @@ NibbleCounts count_nibbles(const TwoFourMatrix& matrix) {
 /// "│ . 7 . 3 " with a dot where nothing is kept, or the nibble where it is none.
 std::string group_text(const TwoFourMatrix& matrix, const std::vector<double>& values, std::int64_t line,
                        std::int64_t group) {
-  const std::int64_t size = two_four_group(matrix.dtype), kept = size / 2;
+  const std::int64_t size = two_four::group(matrix.dtype), kept = size / 2;
   const int nibble = matrix.nibble(line, group);
   if (!matrix.valid(nibble)) {
     return fmt::format("│ {:x}? ", nibble);
@@ -87,7 +87,7 @@ std::string nibbles_text(const TwoFourMatrix& matrix, const NibbleCounts& counts
     if (count == 0) {
       continue;
     }
-    const bool pair = two_four_group(matrix.dtype) == 2;
+    const bool pair = two_four::group(matrix.dtype) == 2;
     const std::string keeps = !matrix.valid(nibble) ? "invalid"
                               : pair                ? fmt::format("keeps {}", nibble == 0xE ? 1 : 0)
                                                     : fmt::format("keeps {} {}", nibble & 3, nibble >> 2);

@@ -139,7 +139,7 @@ TwoFourMatrix read_one(TensorFile& file, const std::string& name, const std::str
   const auto values = file.tensor(prefix + "values", kTypes), words = file.tensor(prefix + "metadata", kWords);
   TwoFourMatrix matrix{name, values.dtype, words.dtype, dim == "1", values.lines, 2 * values.length,
                        {},   file.path(),  values.at};
-  if (matrix.k % two_four_group(matrix.dtype) != 0) {
+  if (matrix.k % two_four::group(matrix.dtype) != 0) {
     file.refuse("an even number of values in a line of " + prefix + "values", fmt::format("{}", values.length));
   }
   if (words.lines != matrix.lines || words.length != matrix.words()) {
@@ -157,9 +157,9 @@ std::array<std::int64_t, 2> TwoFourMatrix::shape() const {
   return dim == 1 ? std::array{lines, k} : std::array{k, lines};
 }
 
-std::int64_t TwoFourMatrix::groups() const { return k / two_four_group(dtype); }
+std::int64_t TwoFourMatrix::groups() const { return k / two_four::group(dtype); }
 
-std::int64_t TwoFourMatrix::words() const { return two_four_words(k, dtype, word); }
+std::int64_t TwoFourMatrix::words() const { return two_four::words(k, dtype, word); }
 
 int TwoFourMatrix::nibble(std::int64_t line, std::int64_t group) const {
   const std::int64_t byte = line * words() * static_cast<std::int64_t>(size_of(word)) + group / 2;
@@ -167,7 +167,7 @@ int TwoFourMatrix::nibble(std::int64_t line, std::int64_t group) const {
 }
 
 bool TwoFourMatrix::valid(int nibble) const {
-  return (two_four::valid_nibbles(two_four_group(dtype)) >> nibble & 1) != 0;
+  return (two_four::valid_nibbles(two_four::group(dtype)) >> nibble & 1) != 0;
 }
 
 std::vector<double> TwoFourMatrix::values(std::int64_t line) const {
@@ -192,7 +192,7 @@ double TwoFourMatrix::stored() const {
 }
 
 std::string TwoFourMatrix::place(std::int64_t line, std::int64_t group) const {
-  const std::int64_t along = group * two_four_group(dtype);
+  const std::int64_t along = group * two_four::group(dtype);
   return dim == 1 ? fmt::format("({}, {})", line, along) : fmt::format("({}, {})", along, line);
 }
 
@@ -266,7 +266,7 @@ Occupancy corner(const TwoFourMatrix& matrix, std::int64_t max_rows, std::int64_
   Occupancy grid{1, std::min(rows, max_rows), std::min(cols, max_cols), {}};
   grid.share.assign(static_cast<std::size_t>(grid.rows * grid.cols), 0.0);
   const std::int64_t lines = matrix.dim == 1 ? grid.rows : grid.cols, along = matrix.dim == 1 ? grid.cols : grid.rows;
-  const std::int64_t group = two_four_group(matrix.dtype);
+  const std::int64_t group = two_four::group(matrix.dtype);
   for (std::int64_t line = 0; line < lines; ++line) {
     for (std::int64_t g = 0; g * group < along; ++g) {
       const int nibble = matrix.nibble(line, g);

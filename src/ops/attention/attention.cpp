@@ -1,6 +1,7 @@
 // Attention over regular patterns: what it accepts, and which backend runs it.
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,21 +18,23 @@ using attention_op::BackwardProblem;
 using attention_op::Bias;
 using attention_op::Operand;
 using attention_op::Problem;
-using RegularPtr = std::shared_ptr<const RegularPattern>;
 
 constexpr const char* kForward = "attention";
 constexpr const char* kBackward = "attention_backward";
 constexpr std::int64_t kMostDepth = 256;  // of a GPU's kernels
 
-Operand operand(const TensorView& t) { return {t.data, t.stride(0), t.stride(1), t.stride(2), t.stride(3)}; }
+Operand operand(const ConstTensorView& t) {
+  return {operand_data(t), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+}
 
-void check_dtype(const char* op, const char* argument, const TensorView& tensor, DType dtype, const char* like = "") {
+void check_dtype(const char* op, const char* argument, const ConstTensorView& tensor, DType dtype,
+                 const char* like = "") {
   if (tensor.dtype != dtype) {
     throw Error(op, argument, std::string(name_of(dtype)) + like, name_of(tensor.dtype));
   }
 }
 
-void check_shape(const char* op, const char* argument, const TensorView& tensor,
+void check_shape(const char* op, const char* argument, const ConstTensorView& tensor,
                  std::initializer_list<std::int64_t> shape) {
   if (!std::ranges::equal(tensor.shape(), shape)) {
     throw Error(op, argument, "shape " + shape_text(std::span(shape.begin(), shape.size())),
@@ -79,7 +82,7 @@ std::vector<RegularPtr> check_patterns(const char* op, std::span<const PatternPt
   return found;
 }
 
-void check_depth(const char* op, const char* argument, const TensorView& t, const Context& context) {
+void check_depth(const char* op, const char* argument, const ConstTensorView& t, const Context& context) {
   const bool cuda = context.device.type == DeviceType::cuda;
   if (t.size(3) < 1 || (cuda && t.size(3) > kMostDepth)) {
     throw Error(op, argument, cuda ? "a last dimension of 1 to 256" : "a last dimension of at least 1",
@@ -88,7 +91,7 @@ void check_depth(const char* op, const char* argument, const TensorView& t, cons
 }
 
 /// q, k and v; sets the sizes.
-void check_operands(const char* op, const TensorView& q, const TensorView& k, const TensorView& v,
+void check_operands(const char* op, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                     const Context& context, Problem& p) {
   if (q.rank != 4) {
     throw Error(op, "q", "4 dimensions (B, Hq, Sq, D)", shape_text(q.shape()));
@@ -116,7 +119,7 @@ void check_operands(const char* op, const TensorView& q, const TensorView& k, co
   }
   check_depth(op, "q", q, context);
   check_depth(op, "v", v, context);
-  const std::pair<const char*, const TensorView*> all[] = {{"q", &q}, {"k", &k}, {"v", &v}};
+  const std::pair<const char*, const ConstTensorView*> all[] = {{"q", &q}, {"k", &k}, {"v", &v}};
   for (const auto& [name, tensor] : all) {
     check_device(op, name, *tensor, context);
   }
@@ -134,7 +137,8 @@ void check_operands(const char* op, const TensorView& q, const TensorView& k, co
 }
 
 /// bias or its gradient: at most four dimensions, each 1 or the full one.
-Bias check_bias(const char* op, const char* argument, const TensorView& t, const Problem& p, const Context& context) {
+Bias check_bias(const char* op, const char* argument, const ConstTensorView& t, const Problem& p,
+                const Context& context) {
   if (t.dtype != p.dtype && t.dtype != DType::f32) {
     throw Error(op, argument,
                 p.dtype == DType::f32 ? "float32 like q" : std::string(name_of(p.dtype)) + " like q or float32",
@@ -149,7 +153,7 @@ Bias check_bias(const char* op, const char* argument, const TensorView& t, const
     throw Error(op, argument, "a shape that broadcasts to " + shape_text(full), shape_text(t.shape()));
   }
   check_device(op, argument, t, context);
-  return {t.data, t.dtype, t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1)};
+  return {operand_data(t), t.dtype, t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1)};
 }
 
 void check_options(const char* op, const AttentionOptions& options, const Context& context, Problem& p) {
@@ -161,14 +165,14 @@ void check_options(const char* op, const AttentionOptions& options, const Contex
   if (!std::isfinite(p.softcap) || p.softcap < 0) {
     throw Error(op, "softcap", "0 (none) or a positive number", text::shortest(p.softcap));
   }
-  if (options.bias != nullptr) {
+  if (options.bias.has_value()) {
     p.bias = check_bias(op, "bias", *options.bias, p, context);
   }
-  if (options.slopes != nullptr) {
+  if (options.slopes.has_value()) {
     check_dtype(op, "slopes", *options.slopes, statistics_type(p.dtype));
     check_shape(op, "slopes", *options.slopes, {p.heads});
     check_device(op, "slopes", *options.slopes, context);
-    p.slopes = {options.slopes->data, 0, options.slopes->stride(0), 0, 0};
+    p.slopes = {operand_data(*options.slopes), 0, options.slopes->stride(0), 0, 0};
   }
   if (!(options.dropout >= 0 && options.dropout < 1)) {
     throw Error(op, "dropout", "0 or more and less than 1", text::shortest(options.dropout));
@@ -177,7 +181,7 @@ void check_options(const char* op, const AttentionOptions& options, const Contex
     throw Error(op, "dropout_seed", "a seed where there is dropout", "none");
   }
   p.dropout = {options.dropout, options.dropout > 0 ? options.dropout_seed : nullptr};
-  if (const TensorView* const padding = options.key_padding; padding != nullptr) {
+  if (const auto& padding = options.key_padding; padding.has_value()) {
     check_dtype(op, "key_padding_mask", *padding, DType::boolean);
     check_shape(op, "key_padding_mask", *padding, {p.batch, p.cols});
     check_device(op, "key_padding_mask", *padding, context);
@@ -186,15 +190,16 @@ void check_options(const char* op, const AttentionOptions& options, const Contex
 }
 
 /// lse or its gradient.
-Operand check_lse(const char* op, const char* argument, const TensorView& t, const Problem& p, const Context& context) {
+Operand check_lse(const char* op, const char* argument, const ConstTensorView& t, const Problem& p,
+                  const Context& context) {
   check_dtype(op, argument, t, statistics_type(p.dtype));
   check_shape(op, argument, t, {p.batch, p.heads, p.rows});
   check_device(op, argument, t, context);
-  return {t.data, t.stride(0), t.stride(1), t.stride(2), 0};
+  return {operand_data(t), t.stride(0), t.stride(1), t.stride(2), 0};
 }
 
 /// out and its gradient, and those of q, k and v.
-Operand check_result(const char* op, const char* argument, const TensorView& t, const Problem& p,
+Operand check_result(const char* op, const char* argument, const ConstTensorView& t, const Problem& p,
                      std::initializer_list<std::int64_t> shape, const Context& context) {
   check_dtype(op, argument, t, p.dtype, " like q");
   check_shape(op, argument, t, shape);
@@ -202,8 +207,8 @@ Operand check_result(const char* op, const char* argument, const TensorView& t, 
   return operand(t);
 }
 
-Problem check_inputs(const char* op, const TensorView& q, const TensorView& k, const TensorView& v,
-                     std::span<const PatternPtr> patterns, const TensorView& out, const Context& context,
+Problem check_inputs(const char* op, const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                     std::span<const PatternPtr> patterns, const ConstTensorView& out, const Context& context,
                      const AttentionOptions& options) {
   Problem p;
   check_operands(op, q, k, v, context, p);
@@ -213,25 +218,25 @@ Problem check_inputs(const char* op, const TensorView& q, const TensorView& k, c
   return p;
 }
 
-BackwardProblem check_backward(const Problem& p, const TensorView& d_out, const TensorView* d_lse,
-                               const AttentionGradients& gradients, const Context& context,
-                               const AttentionOptions& options) {
+BackwardProblem check_backward(const Problem& p, const ConstTensorView& d_out,
+                               const std::optional<ConstTensorView>& d_lse, const AttentionGradients& gradients,
+                               const Context& context, const AttentionOptions& options) {
   BackwardProblem b;
   b.d_o = check_result(kBackward, "d_out", d_out, p, {p.batch, p.heads, p.rows, p.value_depth}, context);
-  if (d_lse != nullptr) {
+  if (d_lse.has_value()) {
     b.d_lse = check_lse(kBackward, "d_lse", *d_lse, p, context);
   }
-  if (gradients.q != nullptr) {
+  if (gradients.q.has_value()) {
     b.d_q = check_result(kBackward, "d_q", *gradients.q, p, {p.batch, p.heads, p.rows, p.depth}, context);
   }
-  if (gradients.k != nullptr) {
+  if (gradients.k.has_value()) {
     b.d_k = check_result(kBackward, "d_k", *gradients.k, p, {p.batch, p.kv_heads, p.cols, p.depth}, context);
   }
-  if (gradients.v != nullptr) {
+  if (gradients.v.has_value()) {
     b.d_v = check_result(kBackward, "d_v", *gradients.v, p, {p.batch, p.kv_heads, p.cols, p.value_depth}, context);
   }
-  if (const TensorView* bias = gradients.bias; bias != nullptr) {
-    if (options.bias == nullptr || !std::ranges::equal(bias->shape(), options.bias->shape()) ||
+  if (const auto& bias = gradients.bias; bias.has_value()) {
+    if (!options.bias.has_value() || !std::ranges::equal(bias->shape(), options.bias->shape()) ||
         bias->dtype != options.bias->dtype) {
       throw Error(kBackward, "d_bias", "the shape and dtype of a given bias", shape_text(bias->shape()));
     }
@@ -248,29 +253,30 @@ BackwardProblem check_backward(const Problem& p, const TensorView& d_out, const 
 
 }  // namespace
 
-void attention(const TensorView& q, const TensorView& k, const TensorView& v, std::span<const PatternPtr> patterns,
-               const TensorView& out, const TensorView* lse, Context& context, const AttentionOptions& options) {
+void attention(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+               std::span<const PatternPtr> patterns, const TensorView& out, const std::optional<TensorView>& lse,
+               Context& context, const AttentionOptions& options) {
   Problem p = check_inputs(kForward, q, k, v, patterns, out, context, options);
-  if (lse != nullptr) {
+  if (lse.has_value()) {
     p.lse = check_lse(kForward, "lse", *lse, p, context);
   }
   const std::int64_t statistics = p.batch * p.heads * p.rows;
   if (statistics == 0) {
     return;
   }
-  const Workspace unseen(context,
-                         lse == nullptr ? static_cast<std::size_t>(statistics) * size_of(statistics_type(p.dtype)) : 0);
-  if (lse == nullptr) {
+  const Workspace unseen(
+      context, !lse.has_value() ? static_cast<std::size_t>(statistics) * size_of(statistics_type(p.dtype)) : 0);
+  if (!lse.has_value()) {
     p.lse = {unseen.data(), p.heads * p.rows, p.rows, 1, 0};
   }
   context.device.type == DeviceType::cuda ? attention_op::cuda::forward(p, context)
                                           : attention_op::cpu::forward(p, context);
 }
 
-void attention_backward(const TensorView& q, const TensorView& k, const TensorView& v,
-                        std::span<const PatternPtr> patterns, const TensorView& out, const TensorView& lse,
-                        const TensorView& d_out, const TensorView* d_lse, const AttentionGradients& gradients,
-                        Context& context, const AttentionOptions& options) {
+void attention_backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                        std::span<const PatternPtr> patterns, const ConstTensorView& out, const ConstTensorView& lse,
+                        const ConstTensorView& d_out, const std::optional<ConstTensorView>& d_lse,
+                        const AttentionGradients& gradients, Context& context, const AttentionOptions& options) {
   Problem p = check_inputs(kBackward, q, k, v, patterns, out, context, options);
   p.lse = check_lse(kBackward, "lse", lse, p, context);
   BackwardProblem b = check_backward(p, d_out, d_lse, gradients, context, options);

@@ -11,6 +11,7 @@
 
 #include "fretwork/ops.h"
 #include "ops/attention/component.h"
+#include "pattern/checks.h"
 #include "runtime/plan_cache.h"
 
 namespace fretwork::attention_op {
@@ -294,7 +295,9 @@ std::shared_ptr<const Plan> transposed_plan(const RegularPattern& pattern, const
 
 namespace fretwork {
 
-std::string attention_cost(const RegularPattern& pattern) {
+std::string attention_cost(const PatternPtr& given) {
+  const RegularPtr regular = check_regular("attention_cost", given);
+  const RegularPattern& pattern = *regular;
   constexpr std::int64_t kLongest = std::int64_t{1} << 22;  // beyond it a plan takes long
   if (pattern.nnz() == 0 || std::max(pattern.rows(), pattern.cols()) > kLongest) {
     return {};

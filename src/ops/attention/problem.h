@@ -45,7 +45,7 @@ struct Problem {
   std::int64_t depth = 0, value_depth = 0;
   /// One for all heads, one for each query head, or one for each (batch element, query head). Equal ones are the same
   /// object.
-  std::vector<std::shared_ptr<const RegularPattern>> patterns;
+  std::vector<RegularPtr> patterns;
   double scale = 1, softcap = 0;  ///< softcap 0: none
   Operand q, k, v;
   Operand o;    ///< forward: the result; backward: as it was

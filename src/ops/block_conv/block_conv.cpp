@@ -15,18 +15,24 @@ using Pair = std::array<std::int64_t, 2>;
 
 std::string text(const Pair& p) { return "(" + std::to_string(p[0]) + ", " + std::to_string(p[1]) + ")"; }
 
+/// An argument with the name its caller knows it by.
+struct Argument {
+  const char* name;
+  const ConstTensorView& view;
+};
+
 /// The checks of one call; each throws an Error that names the op and the argument.
 class Check {
  public:
-  Check(const char* op, const BlockLayout& layout, const ConvOptions& options)
-      : op_(op), layout_(layout), options_(options) {
+  Check(const char* op, const BlockLayoutPtr& layout, const ConvOptions& options)
+      : op_(op), layout_(check_pattern(op, "layout", layout)), options_(options) {
     at_least("kernel_size", options.kernel, 1);
     at_least("stride", options.stride, 1);
     at_least("padding", options.padding, 0);
     at_least("padding", options.padding_end, 0);
     at_least("dilation", options.dilation, 1);
-    if (layout.heads() != options.kernel[0] * options.kernel[1]) {
-      fail("kernel_size", "as many positions as the layout has heads, " + std::to_string(layout.heads()),
+    if (layout_.heads() != options.kernel[0] * options.kernel[1]) {
+      fail("kernel_size", "as many positions as the layout has heads, " + std::to_string(layout_.heads()),
            text(options.kernel));
     }
   }
@@ -35,18 +41,19 @@ class Check {
   std::int64_t in_channels() const { return layout_.sizes().cols * layout_.sizes().block_cols; }
 
   /// A batch of images with this many channels.
-  void image(const char* argument, const TensorView& x, std::int64_t channels) const {
+  void image(const char* argument, const ConstTensorView& x, std::int64_t channels) const {
     check_floating(op_, argument, x);
     if (x.rank != 4 || x.size(1) != channels) {
       fail(argument, "(N, " + std::to_string(channels) + ", H, W)", shape_text(x.shape()));
     }
   }
-  void values(const TensorView& v) const {
+  void values(const ConstTensorView& v) const {
     check_floating(op_, "values", v);
     shape("values", v, std::array{layout_.nnz(), layout_.sizes().block_rows, layout_.sizes().block_cols});
   }
-  void bias(const TensorView& b) const { shape("bias", b, std::array{out_channels()}); }
-  void like(const char* argument, const TensorView& tensor, const char* other, const TensorView& wanted) const {
+  void bias(const ConstTensorView& b) const { shape("bias", b, std::array{out_channels()}); }
+  void like(const char* argument, const ConstTensorView& tensor, const char* other,
+            const ConstTensorView& wanted) const {
     if (tensor.dtype != wanted.dtype) {
       fail(argument, std::string(name_of(wanted.dtype)) + " like " + other, name_of(tensor.dtype));
     }
@@ -54,13 +61,13 @@ class Check {
       fail(argument, name_of(wanted.device) + " like " + other, name_of(tensor.device));
     }
   }
-  void shape(const char* argument, const TensorView& tensor, std::span<const std::int64_t> wanted) const {
+  void shape(const char* argument, const ConstTensorView& tensor, std::span<const std::int64_t> wanted) const {
     if (!std::equal(wanted.begin(), wanted.end(), tensor.shape().begin(), tensor.shape().end())) {
       fail(argument, shape_text(wanted), shape_text(tensor.shape()));
     }
   }
   /// The result's height (0) or width (1) for an input of this size.
-  std::int64_t out_size(int axis, const TensorView& x) const {
+  std::int64_t out_size(int axis, const ConstTensorView& x) const {
     const auto d = static_cast<std::size_t>(axis);
     const std::int64_t size = x.size(2 + axis), padded = size + options_.padding[d] + options_.padding_end[d];
     const std::int64_t reach = (options_.kernel[d] - 1) * options_.dilation[d] + 1;
@@ -70,15 +77,13 @@ class Check {
     }
     return (padded - reach) / options_.stride[d] + 1;
   }
-  std::array<std::int64_t, 4> out_shape(const TensorView& x) const {
+  std::array<std::int64_t, 4> out_shape(const ConstTensorView& x) const {
     return {x.size(0), out_channels(), out_size(0, x), out_size(1, x)};
   }
-  void ready(const Context& context, std::initializer_list<std::pair<const char*, const TensorView*>> tensors) const {
+  void ready(const Context& context, std::initializer_list<Argument> tensors) const {
     check_context(op_, context);
-    for (const auto& [name, tensor] : tensors) {
-      if (tensor != nullptr) {
-        check_device(op_, name, *tensor, context);
-      }
+    for (const auto& [name, view] : tensors) {
+      check_device(op_, name, view, context);
     }
   }
 
@@ -110,10 +115,11 @@ class Check {
   const ConvOptions& options_;
 };
 
-Image image(const TensorView& v) {
-  return {v.data, v.size(0), v.size(1), v.size(2), v.size(3), v.stride(0), v.stride(1), v.stride(2), v.stride(3)};
+Image image(const ConstTensorView& v) {
+  return {operand_data(v), v.size(0),   v.size(1),   v.size(2),  v.size(3),
+          v.stride(0),     v.stride(1), v.stride(2), v.stride(3)};
 }
-Values packed(const TensorView& v) { return {v.data, v.stride(0), v.stride(1), v.stride(2)}; }
+Values packed(const ConstTensorView& v) { return {operand_data(v), v.stride(0), v.stride(1), v.stride(2)}; }
 
 /// The axis of the gradient of the input: it reads at the positions that the forward pass writes.
 Axis turned(const Axis& a) { return {a.taps, 1, a.mul, -a.first, -a.step}; }
@@ -131,13 +137,13 @@ void run(const Problem& problem, Context& context) {
 
 using block_conv::Check;
 
-std::vector<std::int64_t> block_conv2d_shape(const TensorView& x, const TensorView& values, const BlockLayout& layout,
-                                             const ConvOptions& options) {
+std::vector<std::int64_t> block_conv2d_shape(const ConstTensorView& x, const ConstTensorView& values,
+                                             const BlockLayoutPtr& layout, const ConvOptions& options) {
   const Check check("block_conv2d", layout, options);
   check.image("x", x, check.in_channels());
   check.values(values);
   check.like("values", values, "x", x);
-  if (options.bias != nullptr) {
+  if (options.bias.has_value()) {
     check.bias(*options.bias);
     check.like("bias", *options.bias, "x", x);
   }
@@ -145,25 +151,26 @@ std::vector<std::int64_t> block_conv2d_shape(const TensorView& x, const TensorVi
   return {shape.begin(), shape.end()};
 }
 
-void block_conv2d(const TensorView& x, const TensorView& values, const BlockLayout& layout, const TensorView& out,
-                  Context& context, const ConvOptions& options) {
+void block_conv2d(const ConstTensorView& x, const ConstTensorView& values, const BlockLayoutPtr& layout,
+                  const TensorView& out, Context& context, const ConvOptions& options) {
   const auto shape = block_conv2d_shape(x, values, layout, options);
   const Check check("block_conv2d", layout, options);
   check.shape("out", out, shape);
   check.like("out", out, "x", x);
-  check.ready(context, {{"x", &x}, {"values", &values}, {"bias", options.bias}, {"out", &out}});
+  check.ready(context, {{"x", x}, {"values", values}, {"out", out}});
   block_conv::Problem problem = check.problem(x.dtype);
   problem.values = block_conv::packed(values);
   problem.in = block_conv::image(x);
   problem.out = block_conv::image(out);
-  if (options.bias != nullptr) {
+  if (options.bias.has_value()) {
+    check.ready(context, {{"bias", *options.bias}});
     problem.bias = options.bias->data;
     problem.bias_stride = options.bias->stride(0);
   }
   block_conv::run(problem, context);
 }
 
-void block_conv2d_backward_x(const TensorView& d_out, const TensorView& values, const BlockLayout& layout,
+void block_conv2d_backward_x(const ConstTensorView& d_out, const ConstTensorView& values, const BlockLayoutPtr& layout,
                              const TensorView& d_x, Context& context, const ConvOptions& options) {
   const Check check("block_conv2d_backward_x", layout, options);
   check.image("d_x", d_x, check.in_channels());
@@ -172,7 +179,7 @@ void block_conv2d_backward_x(const TensorView& d_out, const TensorView& values, 
   check.values(values);
   check.like("values", values, "d_out", d_out);
   check.like("d_x", d_x, "d_out", d_out);
-  check.ready(context, {{"d_out", &d_out}, {"values", &values}, {"d_x", &d_x}});
+  check.ready(context, {{"d_out", d_out}, {"values", values}, {"d_x", d_x}});
   block_conv::Problem problem = check.problem(d_x.dtype);
   problem.transposed = true;
   problem.y = block_conv::turned(problem.y);
@@ -183,7 +190,7 @@ void block_conv2d_backward_x(const TensorView& d_out, const TensorView& values, 
   block_conv::run(problem, context);
 }
 
-void block_conv2d_backward_values(const TensorView& x, const TensorView& d_out, const BlockLayout& layout,
+void block_conv2d_backward_values(const ConstTensorView& x, const ConstTensorView& d_out, const BlockLayoutPtr& layout,
                                   const TensorView& d_values, Context& context, const ConvOptions& options) {
   const Check check("block_conv2d_backward_values", layout, options);
   check.image("x", x, check.in_channels());
@@ -192,7 +199,7 @@ void block_conv2d_backward_values(const TensorView& x, const TensorView& d_out, 
   check.values(d_values);
   check.like("d_out", d_out, "x", x);
   check.like("d_values", d_values, "x", x);
-  check.ready(context, {{"x", &x}, {"d_out", &d_out}, {"d_values", &d_values}});
+  check.ready(context, {{"x", x}, {"d_out", d_out}, {"d_values", d_values}});
   block_conv::Problem problem = check.problem(x.dtype);
   problem.kind = block_conv::Kind::weight;
   problem.values = block_conv::packed(d_values);

@@ -16,14 +16,14 @@ std::string text(std::int64_t n) { return std::to_string(n); }
 /// An argument with the name its caller knows it by.
 struct Argument {
   const char* name;
-  const TensorView& view;
+  const ConstTensorView& view;
 };
 
 /// The checks of one call; each throws an Error that names the op and the argument.
 class Check {
  public:
-  Check(const char* op, const BlockLayout& layout, const MatmulOptions& options)
-      : op_(op), layout_(layout), options_(options) {}
+  Check(const char* op, const BlockLayoutPtr& layout, const MatmulOptions& options)
+      : op_(op), layout_(check_pattern(op, "layout", layout)), options_(options) {}
 
   void pair(const Argument& first, const Argument& second) const {
     check_floating(op_, first.name, first.view);
@@ -36,11 +36,11 @@ class Check {
     }
   }
 
-  void values(const TensorView& v) const { check_packed(op_, "values", v, layout_); }
+  void values(const ConstTensorView& v) const { check_packed(op_, "values", v, layout_); }
 
   /// A dense operand whose last two sizes, as stored, are given; −1 leaves one open.
   void dense(const Argument& a, std::int64_t rows, std::int64_t cols) const {
-    const TensorView& v = a.view;
+    const ConstTensorView& v = a.view;
     if (v.rank < 2 || v.rank > 4) {
       fail(a.name, "2 to 4 dimensions, (Z, H, rows, columns)", shape_text(v.shape()));
     }
@@ -66,7 +66,7 @@ class Check {
     return m == 1 ? n : m;
   }
 
-  void out(const TensorView& view, std::span<const std::int64_t> shape, const TensorView& like) const {
+  void out(const ConstTensorView& view, std::span<const std::int64_t> shape, const ConstTensorView& like) const {
     if (!std::equal(shape.begin(), shape.end(), view.shape().begin(), view.shape().end())) {
       fail("out", shape_text(shape), shape_text(view.shape()));
     }
@@ -79,7 +79,7 @@ class Check {
   }
 
   /// What running needs beyond shapes.
-  void ready(const Context& c, const Argument& a, const Argument& b, const TensorView& out) const {
+  void ready(const Context& c, const Argument& a, const Argument& b, const ConstTensorView& out) const {
     if (c.device != a.view.device) {
       fail("context", name_of(a.view.device) + " like the operands", name_of(c.device));
     }
@@ -108,7 +108,7 @@ struct Result {
   std::int64_t z = 1, h = 1;
 };
 
-Result check_sdd(const Check& check, const TensorView& a, const TensorView& b) {
+Result check_sdd(const Check& check, const ConstTensorView& a, const ConstTensorView& b) {
   const auto& [trans_a, trans_b, sum_z, sum_h] = check.options();
   const auto& s = check.layout().sizes();
   const std::int64_t m = s.rows * s.block_rows, n = s.cols * s.block_cols;
@@ -134,7 +134,7 @@ Result check_sdd(const Check& check, const TensorView& a, const TensorView& b) {
 }
 
 /// dsd and dds: the sparse operand, the dense one, its contracted size as stored, and where the free size stands.
-Result check_spmm(const Check& check, const TensorView& values, const Argument& dense, bool sparse_first) {
+Result check_spmm(const Check& check, const ConstTensorView& values, const Argument& dense, bool sparse_first) {
   const auto& [trans_a, trans_b, sum_z, sum_h] = check.options();
   const auto& s = check.layout().sizes();
   const bool trans_sparse = sparse_first ? trans_a : trans_b, trans_dense = sparse_first ? trans_b : trans_a;
@@ -151,7 +151,7 @@ Result check_spmm(const Check& check, const TensorView& values, const Argument& 
   const bool contracted_is_last = trans_dense == sparse_first;
   check.dense(dense, contracted_is_last ? -1 : contracted, contracted_is_last ? contracted : -1);
   check.heads(dense, false);
-  const TensorView& view = dense.view;
+  const ConstTensorView& view = dense.view;
   const std::int64_t free = view.size(contracted_is_last ? -2 : -1);
   Result result;
   // Values carry Z as their first of four dimensions, where a dense operand has it too.
@@ -170,9 +170,9 @@ Result check_spmm(const Check& check, const TensorView& values, const Argument& 
 }
 
 /// A dense operand as the problem sees it; a size of 1 has stride 1, which is as good as any.
-Matrix matrix(const TensorView& v, bool transposed) {
+Matrix matrix(const ConstTensorView& v, bool transposed) {
   const auto stride = [&](int d) { return v.size(d) == 1 ? std::int64_t{1} : v.stride(d); };
-  Matrix m{v.data, v.size(-2), v.size(-1), stride(-2), stride(-1), v.stride(-4), v.stride(-3)};
+  Matrix m{operand_data(v), v.size(-2), v.size(-1), stride(-2), stride(-1), v.stride(-4), v.stride(-3)};
   if (transposed) {
     std::swap(m.rows, m.cols);
     std::swap(m.row_stride, m.col_stride);
@@ -180,7 +180,9 @@ Matrix matrix(const TensorView& v, bool transposed) {
   return m;
 }
 
-Values packed(const TensorView& v) { return {v.data, v.stride(-4), v.stride(-3), v.stride(-2), v.stride(-1)}; }
+Values packed(const ConstTensorView& v) {
+  return {operand_data(v), v.stride(-4), v.stride(-3), v.stride(-2), v.stride(-1)};
+}
 
 Problem problem_for(const Check& check, const Result& result, DType dtype) {
   const MatmulOptions& options = check.options();
@@ -201,8 +203,8 @@ void run(const Problem& problem, Context& context) {
   context.device.type == DeviceType::cuda ? cuda::run(problem, context) : cpu::run(problem, context);
 }
 
-void run_spmm(const Check& check, const TensorView& values, const Argument& dense, bool sparse_first,
-              const TensorView& out, Context& context) {
+void run_spmm(const Check& check, const ConstTensorView& values, const Argument& dense, bool sparse_first,
+              const ConstTensorView& out, Context& context) {
   const Result result = check_spmm(check, values, dense, sparse_first);
   check.out(out, result.shape, values);
   check.ready(context, {"values", values}, dense, out);
@@ -219,23 +221,23 @@ void run_spmm(const Check& check, const TensorView& values, const Argument& dens
 
 using namespace block_matmul;
 
-std::vector<std::int64_t> sdd_shape(const TensorView& a, const TensorView& b, const BlockLayout& layout,
+std::vector<std::int64_t> sdd_shape(const ConstTensorView& a, const ConstTensorView& b, const BlockLayoutPtr& layout,
                                     const MatmulOptions& options) {
   return check_sdd({"sdd", layout, options}, a, b).shape;
 }
 
-std::vector<std::int64_t> dsd_shape(const TensorView& values, const TensorView& b, const BlockLayout& layout,
-                                    const MatmulOptions& options) {
+std::vector<std::int64_t> dsd_shape(const ConstTensorView& values, const ConstTensorView& b,
+                                    const BlockLayoutPtr& layout, const MatmulOptions& options) {
   return check_spmm({"dsd", layout, options}, values, {"b", b}, true).shape;
 }
 
-std::vector<std::int64_t> dds_shape(const TensorView& a, const TensorView& values, const BlockLayout& layout,
-                                    const MatmulOptions& options) {
+std::vector<std::int64_t> dds_shape(const ConstTensorView& a, const ConstTensorView& values,
+                                    const BlockLayoutPtr& layout, const MatmulOptions& options) {
   return check_spmm({"dds", layout, options}, values, {"a", a}, false).shape;
 }
 
-void sdd(const TensorView& a, const TensorView& b, const BlockLayout& layout, const TensorView& out, Context& context,
-         const MatmulOptions& options) {
+void sdd(const ConstTensorView& a, const ConstTensorView& b, const BlockLayoutPtr& layout, const TensorView& out,
+         Context& context, const MatmulOptions& options) {
   const Check check("sdd", layout, options);
   const Result result = check_sdd(check, a, b);
   check.out(out, result.shape, a);
@@ -248,12 +250,12 @@ void sdd(const TensorView& a, const TensorView& b, const BlockLayout& layout, co
   run(problem, context);
 }
 
-void dsd(const TensorView& values, const TensorView& b, const BlockLayout& layout, const TensorView& out,
+void dsd(const ConstTensorView& values, const ConstTensorView& b, const BlockLayoutPtr& layout, const TensorView& out,
          Context& context, const MatmulOptions& options) {
   run_spmm({"dsd", layout, options}, values, {"b", b}, true, out, context);
 }
 
-void dds(const TensorView& a, const TensorView& values, const BlockLayout& layout, const TensorView& out,
+void dds(const ConstTensorView& a, const ConstTensorView& values, const BlockLayoutPtr& layout, const TensorView& out,
          Context& context, const MatmulOptions& options) {
   run_spmm({"dds", layout, options}, values, {"a", a}, false, out, context);
 }

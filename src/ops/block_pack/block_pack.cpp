@@ -16,7 +16,7 @@ namespace {
 
 using block_pack_op::Problem;
 
-void check_dense_shape(const char* op, const TensorView& dense, const BlockLayout& layout) {
+void check_dense_shape(const char* op, const ConstTensorView& dense, const BlockLayout& layout) {
   const auto& s = layout.sizes();
   const std::int64_t rows = s.rows * s.block_rows, cols = s.cols * s.block_cols;
   const bool matrix = dense.rank == 2 && s.heads == 1;
@@ -61,10 +61,10 @@ std::uint64_t bits_of(double fill, DType dtype) {
 }
 
 /// `from` and `to` are "dense" and "values" in either order; the first is the input.
-Problem check(const char* op, const TensorView& dense, const TensorView& values, const BlockLayout& layout, bool unpack,
-              const Context& context) {
-  const TensorView& from = unpack ? values : dense;
-  const TensorView& to = unpack ? dense : values;
+Problem check(const char* op, const ConstTensorView& dense, const ConstTensorView& values, const BlockLayout& layout,
+              bool unpack, const Context& context) {
+  const ConstTensorView& from = unpack ? values : dense;
+  const ConstTensorView& to = unpack ? dense : values;
   const char* const from_name = unpack ? "values" : "dense";
   const char* const to_name = unpack ? "dense" : "values";
   unpack ? void(check_packed(op, "values", values, layout)) : check_dense_shape(op, dense, layout);
@@ -83,8 +83,8 @@ Problem check(const char* op, const TensorView& dense, const TensorView& values,
   problem.batch = from.size(-4);
   problem.element_bytes = static_cast<int>(size_of(from.dtype));
   problem.unpack = unpack;
-  problem.dense = {dense.data, dense.stride(-4), dense.stride(-3), dense.stride(-2), dense.stride(-1)};
-  problem.values = {values.data, values.stride(-4), values.stride(-3), values.stride(-2), values.stride(-1)};
+  problem.dense = {operand_data(dense), dense.stride(-4), dense.stride(-3), dense.stride(-2), dense.stride(-1)};
+  problem.values = {operand_data(values), values.stride(-4), values.stride(-3), values.stride(-2), values.stride(-1)};
   return problem;
 }
 
@@ -95,13 +95,14 @@ void run(const Problem& problem, Context& context) {
 
 }  // namespace
 
-void block_pack(const TensorView& dense, const BlockLayout& layout, const TensorView& values, Context& context) {
-  run(check("pack", dense, values, layout, false, context), context);
+void block_pack(const ConstTensorView& dense, const BlockLayoutPtr& layout, const TensorView& values,
+                Context& context) {
+  run(check("pack", dense, values, check_pattern("pack", "layout", layout), false, context), context);
 }
 
-void block_unpack(const TensorView& values, const BlockLayout& layout, double fill, const TensorView& dense,
+void block_unpack(const ConstTensorView& values, const BlockLayoutPtr& layout, double fill, const TensorView& dense,
                   Context& context) {
-  Problem problem = check("unpack", dense, values, layout, true, context);
+  Problem problem = check("unpack", dense, values, check_pattern("unpack", "layout", layout), true, context);
   problem.fill = bits_of(fill, values.dtype);
   run(problem, context);
 }

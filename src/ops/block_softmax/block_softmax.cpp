@@ -1,4 +1,5 @@
 // Softmax over the stored entries of each row: what it accepts, and which backend runs it.
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,7 +19,7 @@ constexpr const char* kForward = "block_softmax";
 constexpr const char* kBackward = "block_softmax_backward";
 
 /// A tensor that must look like `like`, which has passed its checks.
-void check_same(const char* op, const char* argument, const TensorView& tensor, const TensorView& like,
+void check_same(const char* op, const char* argument, const ConstTensorView& tensor, const ConstTensorView& like,
                 const Context& context) {
   if (tensor.dtype != like.dtype) {
     throw Error(op, argument, name_of(like.dtype), name_of(tensor.dtype));
@@ -29,7 +30,9 @@ void check_same(const char* op, const char* argument, const TensorView& tensor, 
   check_device(op, argument, tensor, context);
 }
 
-Packed packed(const TensorView& t) { return {t.data, t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1)}; }
+Packed packed(const ConstTensorView& t) {
+  return {operand_data(t), t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1)};
+}
 
 std::vector<std::int64_t> dense_shape(const BlockLayout& layout, std::int64_t batch) {
   const auto& s = layout.sizes();
@@ -37,7 +40,7 @@ std::vector<std::int64_t> dense_shape(const BlockLayout& layout, std::int64_t ba
 }
 
 /// rpe or its gradient: at most four dimensions, each 1 or the full one.
-Dense check_rpe(const char* op, const char* argument, const TensorView& t, const BlockLayout& layout,
+Dense check_rpe(const char* op, const char* argument, const ConstTensorView& t, const BlockLayout& layout,
                 std::int64_t batch, const Context& context) {
   check_floating(op, argument, t);
   const auto full = dense_shape(layout, batch);
@@ -49,10 +52,10 @@ Dense check_rpe(const char* op, const char* argument, const TensorView& t, const
     throw Error(op, argument, "a shape that broadcasts to " + shape_text(full), shape_text(t.shape()));
   }
   check_device(op, argument, t, context);
-  return {t.data, t.dtype, t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1), MaskMode::add};
+  return {operand_data(t), t.dtype, t.stride(-4), t.stride(-3), t.stride(-2), t.stride(-1), MaskMode::add};
 }
 
-void check_mask(const char* argument, const TensorView& t, MaskMode mode, const Context& context) {
+void check_mask(const char* argument, const ConstTensorView& t, MaskMode mode, const Context& context) {
   if (t.dtype == DType::boolean && mode == MaskMode::add) {
     throw Error(kForward, argument, "numbers to add, or mode \"mul\" for a mask of what stays", "bool");
   }
@@ -62,7 +65,7 @@ void check_mask(const char* argument, const TensorView& t, MaskMode mode, const 
   check_device(kForward, argument, t, context);
 }
 
-Dense check_key_padding(const TensorView& t, const BlockLayout& layout, std::int64_t batch, MaskMode mode,
+Dense check_key_padding(const ConstTensorView& t, const BlockLayout& layout, std::int64_t batch, MaskMode mode,
                         const Context& context) {
   const auto full = dense_shape(layout, batch);
   if (t.rank != 2 || t.size(0) != batch || t.size(1) != full[3]) {
@@ -70,10 +73,10 @@ Dense check_key_padding(const TensorView& t, const BlockLayout& layout, std::int
                 shape_text(t.shape()));
   }
   check_mask("key_padding_mask", t, mode, context);
-  return {t.data, t.dtype, t.stride(0), 0, 0, t.stride(1), mode};
+  return {operand_data(t), t.dtype, t.stride(0), 0, 0, t.stride(1), mode};
 }
 
-Dense check_attn_mask(const TensorView& t, const BlockLayout& layout, MaskMode mode, const Context& context) {
+Dense check_attn_mask(const ConstTensorView& t, const BlockLayout& layout, MaskMode mode, const Context& context) {
   const auto full = dense_shape(layout, 1);
   if ((t.rank != 2 && t.rank != 3) || t.size(-1) != full[3] || t.size(-2) != full[2] ||
       (t.rank == 3 && t.size(0) != full[1])) {
@@ -83,10 +86,10 @@ Dense check_attn_mask(const TensorView& t, const BlockLayout& layout, MaskMode m
                 shape_text(t.shape()));
   }
   check_mask("attn_mask", t, mode, context);
-  return {t.data, t.dtype, 0, t.stride(-3), t.stride(-2), t.stride(-1), mode};
+  return {operand_data(t), t.dtype, 0, t.stride(-3), t.stride(-2), t.stride(-1), mode};
 }
 
-Problem check_forward(const TensorView& values, const BlockLayout& layout, const TensorView& out,
+Problem check_forward(const ConstTensorView& values, const BlockLayout& layout, const ConstTensorView& out,
                       const Context& context, const SoftmaxOptions& options) {
   Problem problem;
   problem.batch = check_packed(kForward, "values", values, layout);
@@ -98,21 +101,22 @@ Problem check_forward(const TensorView& values, const BlockLayout& layout, const
   problem.scale = options.scale;
   problem.values = packed(values);
   problem.out = packed(out);
-  if (options.rpe != nullptr) {
+  if (options.rpe.has_value()) {
     problem.rpe = check_rpe(kForward, "rpe", *options.rpe, layout, problem.batch, context);
   }
-  if (options.key_padding_mask != nullptr) {
+  if (options.key_padding_mask.has_value()) {
     problem.key_padding =
         check_key_padding(*options.key_padding_mask, layout, problem.batch, options.key_padding_mask_mode, context);
   }
-  if (options.attn_mask != nullptr) {
+  if (options.attn_mask.has_value()) {
     problem.attn = check_attn_mask(*options.attn_mask, layout, options.attn_mask_mode, context);
   }
   return problem;
 }
 
-BackwardProblem check_backward(const TensorView& out, const TensorView& d_out, const BlockLayout& layout, double scale,
-                               const TensorView& d_values, const TensorView* d_rpe, const Context& context) {
+BackwardProblem check_backward(const ConstTensorView& out, const ConstTensorView& d_out, const BlockLayout& layout,
+                               double scale, const ConstTensorView& d_values, const std::optional<TensorView>& d_rpe,
+                               const Context& context) {
   BackwardProblem problem;
   problem.batch = check_packed(kBackward, "out", out, layout);
   check_floating(kBackward, "out", out);
@@ -125,7 +129,7 @@ BackwardProblem check_backward(const TensorView& out, const TensorView& d_out, c
   problem.out = packed(out);
   problem.d_out = packed(d_out);
   problem.d_values = packed(d_values);
-  if (d_rpe != nullptr) {
+  if (d_rpe.has_value()) {
     problem.d_rpe = check_rpe(kBackward, "d_rpe", *d_rpe, layout, problem.batch, context);
     problem.rpe_sizes = {d_rpe->size(-4), d_rpe->size(-3), d_rpe->size(-2), d_rpe->size(-1)};
   }
@@ -134,19 +138,21 @@ BackwardProblem check_backward(const TensorView& out, const TensorView& d_out, c
 
 }  // namespace
 
-void block_softmax(const TensorView& values, const BlockLayout& layout, const TensorView& out, Context& context,
+void block_softmax(const ConstTensorView& values, const BlockLayoutPtr& layout, const TensorView& out, Context& context,
                    const SoftmaxOptions& options) {
-  const Problem problem = check_forward(values, layout, out, context, options);
-  if (problem.batch * layout.nnz() == 0) {
+  const Problem problem = check_forward(values, check_pattern(kForward, "layout", layout), out, context, options);
+  if (problem.batch * layout->nnz() == 0) {
     return;
   }
   context.device.type == DeviceType::cuda ? block_softmax_op::cuda::forward(problem, context)
                                           : block_softmax_op::cpu::forward(problem, context);
 }
 
-void block_softmax_backward(const TensorView& out, const TensorView& d_out, const BlockLayout& layout, double scale,
-                            const TensorView& d_values, const TensorView* d_rpe, Context& context) {
-  const BackwardProblem problem = check_backward(out, d_out, layout, scale, d_values, d_rpe, context);
+void block_softmax_backward(const ConstTensorView& out, const ConstTensorView& d_out, const BlockLayoutPtr& layout,
+                            double scale, const TensorView& d_values, const std::optional<TensorView>& d_rpe,
+                            Context& context) {
+  const BackwardProblem problem =
+      check_backward(out, d_out, check_pattern(kBackward, "layout", layout), scale, d_values, d_rpe, context);
   context.device.type == DeviceType::cuda ? block_softmax_op::cuda::backward(problem, context)
                                           : block_softmax_op::cpu::backward(problem, context);
 }

@@ -9,8 +9,8 @@
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
-namespace fretwork {
-namespace kronecker::chain {
+namespace fretwork::kronecker {
+namespace chain {
 namespace {
 
 bool half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
@@ -125,11 +125,11 @@ std::vector<Step> plan(std::span<const Sizes> factors, const Target& target) {
   return steps;
 }
 
-}  // namespace kronecker::chain
+}  // namespace chain
 
-std::vector<std::string> ksmm_chain_plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch,
-                                         DType dtype, bool last, std::int64_t batch) {
-  using namespace kronecker::chain;
+std::vector<std::string> plan(std::span<const KroneckerPattern::Sizes> patterns, const std::string& arch, DType dtype,
+                              bool last, std::int64_t batch) {
+  using namespace chain;
   check(patterns);
   if (!is_floating(dtype)) {
     throw Error("plan", "dtype", "float64, float32, float16 or bfloat16", name_of(dtype));
@@ -139,7 +139,7 @@ std::vector<std::string> ksmm_chain_plan(std::span<const KroneckerPattern::Sizes
   }
   const Target target{named_arch(arch), dtype, last, batch};
   std::vector<std::string> lines;
-  for (const Step& step : plan(patterns, target)) {
+  for (const Step& step : chain::plan(patterns, target)) {
     const std::string first = std::to_string(step.first);
     if (step.count == 1) {
       lines.push_back(first + ": " + way(patterns[step.first], target));
@@ -153,4 +153,4 @@ std::vector<std::string> ksmm_chain_plan(std::span<const KroneckerPattern::Sizes
   return lines;
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker

@@ -9,8 +9,7 @@
 #include "fretwork/ops.h"
 #include "pattern/checks.h"
 
-namespace fretwork {
-namespace kronecker {
+namespace fretwork::kronecker {
 namespace {
 
 /// Also a NaN, an infinity and a subnormal are something; −0 is nothing.
@@ -91,66 +90,66 @@ void run(const ConvertProblem& p, Context& context) {
   }
 }
 
-void check_dense(const char* op, const TensorView& dense, const KroneckerPattern& pattern) {
+void check_dense(const char* op, const ConstTensorView& dense, const KroneckerPattern& pattern) {
   if (!std::ranges::equal(dense.shape(), pattern.shape())) {
     throw Error(op, "dense", shape_text(pattern.shape()) + " for " + pattern.text(), shape_text(dense.shape()));
   }
 }
 
 /// Of two tensors that fit each other, the one that is written.
-void check_result(const char* op, const char* name, const TensorView& to, const TensorView& from) {
+void check_result(const char* op, const char* name, const ConstTensorView& to, const ConstTensorView& from) {
   if (to.dtype != from.dtype) {
     throw Error(op, name, name_of(from.dtype), name_of(to.dtype));
   }
 }
 
-ConvertProblem make_problem(const char* op, const TensorView& w, const TensorView& dense, const Context& context) {
+ConvertProblem make_problem(const char* op, const ConstTensorView& w, const ConstTensorView& dense,
+                            const Context& context) {
   check_device(op, "w", w, context);
   check_device(op, "dense", dense, context);
   ConvertProblem problem;
   problem.sizes = {w.size(0), w.size(1), w.size(2), w.size(3)};
   problem.element_bytes = static_cast<int>(size_of(w.dtype));
-  problem.w = {w.data, w.stride(0), w.stride(1), w.stride(2), w.stride(3)};
-  problem.dense = {dense.data, dense.stride(0), dense.stride(1)};
+  problem.w = {operand_data(w), w.stride(0), w.stride(1), w.stride(2), w.stride(3)};
+  problem.dense = {operand_data(dense), dense.stride(0), dense.stride(1)};
   return problem;
 }
 
 }  // namespace
-}  // namespace kronecker
 
-std::vector<std::int64_t> kronecker_to_dense_shape(const TensorView& w) {
+std::vector<std::int64_t> to_dense_shape(const ConstTensorView& w) {
   check_floating("to_dense", "w", w);
-  const auto pattern = KroneckerPattern::make(kronecker::check_weights("to_dense", "w", w));
+  const auto pattern = KroneckerPattern::make(check_weights("to_dense", "w", w));
   return {pattern->rows(), pattern->cols()};
 }
 
-std::vector<std::int64_t> kronecker_from_dense_shape(const TensorView& dense, const KroneckerPattern::Sizes& sizes) {
+std::vector<std::int64_t> from_dense_shape(const ConstTensorView& dense, const KroneckerPattern::Sizes& sizes) {
   check_floating("from_dense", "dense", dense);
-  kronecker::check_dense("from_dense", dense, *KroneckerPattern::make(sizes));
+  check_dense("from_dense", dense, *KroneckerPattern::make(sizes));
   return {sizes.a, sizes.b, sizes.c, sizes.d};
 }
 
-void kronecker_to_dense(const TensorView& w, const TensorView& dense, Context& context) {
+void to_dense(const ConstTensorView& w, const TensorView& dense, Context& context) {
   constexpr const char* kOp = "to_dense";
   check_floating(kOp, "w", w);
-  kronecker::check_dense(kOp, dense, *KroneckerPattern::make(kronecker::check_weights(kOp, "w", w)));
-  kronecker::check_result(kOp, "dense", dense, w);
-  kronecker::ConvertProblem problem = kronecker::make_problem(kOp, w, dense, context);
+  check_dense(kOp, dense, *KroneckerPattern::make(check_weights(kOp, "w", w)));
+  check_result(kOp, "dense", dense, w);
+  ConvertProblem problem = make_problem(kOp, w, dense, context);
   problem.to_dense = true;
-  kronecker::run(problem, context);
+  run(problem, context);
 }
 
-void kronecker_from_dense(const TensorView& dense, const TensorView& w, std::int64_t* outside, Context& context) {
+void from_dense(const ConstTensorView& dense, const TensorView& w, std::int64_t* outside, Context& context) {
   constexpr const char* kOp = "from_dense";
   check_floating(kOp, "dense", dense);
-  kronecker::check_dense(kOp, dense, *KroneckerPattern::make(kronecker::check_weights(kOp, "w", w)));
-  kronecker::check_result(kOp, "w", w, dense);
+  check_dense(kOp, dense, *KroneckerPattern::make(check_weights(kOp, "w", w)));
+  check_result(kOp, "w", w, dense);
   if (outside == nullptr) {
     throw Error(kOp, "outside", "an address", "null");
   }
-  kronecker::ConvertProblem problem = kronecker::make_problem(kOp, w, dense, context);
+  ConvertProblem problem = make_problem(kOp, w, dense, context);
   problem.outside = outside;
-  kronecker::run(problem, context);
+  run(problem, context);
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker

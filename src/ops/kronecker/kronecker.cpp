@@ -1,6 +1,7 @@
 // Kronecker products: argument checks, the problem that backends receive, and the choice of backend.
 #include <algorithm>
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,7 +20,7 @@ namespace {
 /// An argument with the name its caller knows it by.
 struct Argument {
   const char* name;
-  const TensorView& view;
+  const ConstTensorView& view;
 };
 
 void check_like(const char* op, const Argument& given, const Argument& like) {
@@ -29,13 +30,16 @@ void check_like(const char* op, const Argument& given, const Argument& like) {
   }
 }
 
-/// That what the caller gave is there, where the context is; a bias may be missing.
-void check_given(const char* op, std::initializer_list<std::pair<const char*, const TensorView*>> given,
-                 const Context& context) {
+/// That what the caller gave is there, where the context is.
+void check_given(const char* op, std::initializer_list<Argument> given, const Context& context) {
   for (const auto& [name, view] : given) {
-    if (view != nullptr) {
-      check_device(op, name, *view, context);
-    }
+    check_device(op, name, view, context);
+  }
+}
+
+void check_bias_given(const char* op, const KsmmOptions& options, const Context& context) {
+  if (options.bias.has_value()) {
+    check_device(op, "bias", *options.bias, context);
   }
 }
 
@@ -46,15 +50,18 @@ void check_shape(const char* op, const Argument& a, std::initializer_list<std::i
 }
 
 /// A size of 1 has any stride; it gets one that suits: neighbouring features, a batch row at a round distance.
-Matrix matrix(const TensorView& v) {
+Matrix matrix(const ConstTensorView& v) {
   const std::int64_t feature = v.size(1) == 1 ? 1 : v.stride(1);
   const std::int64_t round = (v.size(1) * std::abs(feature) + 63) / 64 * 64;
-  return {v.data, v.size(0) == 1 ? round : v.stride(0), feature};
+  return {operand_data(v), v.size(0) == 1 ? round : v.stride(0), feature};
 }
 
-Weights weights(const TensorView& w) { return {w.data, w.stride(0), w.stride(1), w.stride(2), w.stride(3)}; }
+Weights weights(const ConstTensorView& w) {
+  return {operand_data(w), w.stride(0), w.stride(1), w.stride(2), w.stride(3)};
+}
 
-Problem check(const char* op, const Argument& x, const Argument& w, const TensorView& out, const KsmmOptions& options) {
+Problem check(const char* op, const Argument& x, const Argument& w, const ConstTensorView& out,
+              const KsmmOptions& options) {
   check_floating(op, x.name, x.view);
   check_like(op, w, x);
   const Sizes s = check_weights(op, w.name, w.view);
@@ -67,10 +74,10 @@ Problem check(const char* op, const Argument& x, const Argument& w, const Tensor
   Problem problem{s,           x.view.size(0),  x.view.dtype, matrix(x.view),
                   matrix(out), weights(w.view), {},           options.activation};
   problem.last = x.view.size(1) > 1 && x.view.strides[0] == 1;
-  if (options.bias != nullptr) {
+  if (options.bias.has_value()) {
     check_shape(op, {"bias", *options.bias}, {features});
     check_like(op, {"bias", *options.bias}, x);
-    problem.bias = {options.bias->data, options.bias->stride(0)};
+    problem.bias = {operand_data(*options.bias), options.bias->stride(0)};
   }
   return problem;
 }
@@ -84,7 +91,7 @@ void run(const Problem& problem, Context& context) {
 
 }  // namespace
 
-Sizes check_weights(const char* op, const char* argument, const TensorView& w) {
+Sizes check_weights(const char* op, const char* argument, const ConstTensorView& w) {
   if (w.rank != 4 || std::ranges::any_of(w.shape(), [](std::int64_t n) { return n < 1; })) {
     throw Error(op, argument, "(a, b, c, d), each at least 1", shape_text(w.shape()));
   }
@@ -93,7 +100,8 @@ Sizes check_weights(const char* op, const char* argument, const TensorView& w) {
   return s;
 }
 
-Problem make_problem(const TensorView& x, const TensorView& w, const TensorView& out, const KsmmOptions& options) {
+Problem make_problem(const ConstTensorView& x, const ConstTensorView& w, const ConstTensorView& out,
+                     const KsmmOptions& options) {
   return check("ksmm", {"x", x}, {"w", w}, out, options);
 }
 
@@ -101,15 +109,16 @@ Problem make_problem(const TensorView& x, const TensorView& w, const TensorView&
 
 using namespace kronecker;
 
-void ksmm(const TensorView& x, const TensorView& w, const TensorView& out, Context& context,
+void ksmm(const ConstTensorView& x, const ConstTensorView& w, const TensorView& out, Context& context,
           const KsmmOptions& options) {
   const Problem problem = make_problem(x, w, out, options);
-  check_given("ksmm", {{"x", &x}, {"w", &w}, {"out", &out}, {"bias", options.bias}}, context);
+  check_given("ksmm", {{"x", x}, {"w", w}, {"out", out}}, context);
+  check_bias_given("ksmm", options, context);
   run(problem, context);
 }
 
-void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const TensorView& d_w, const TensorView* d_bias,
-                          Context& context) {
+void ksmm_backward_weight(const ConstTensorView& x, const ConstTensorView& d_out, const TensorView& d_w,
+                          const std::optional<TensorView>& d_bias, Context& context) {
   constexpr const char* kOp = "ksmm_backward_weight";
   check_floating(kOp, "x", x);
   check_like(kOp, {"d_out", d_out}, {"x", x});
@@ -117,9 +126,10 @@ void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const Te
   const Sizes s = check_weights(kOp, "d_w", d_w);
   check_shape(kOp, {"x", x}, {x.size(0), s.a * s.c * s.d});
   check_shape(kOp, {"d_out", d_out}, {x.size(0), s.a * s.b * s.d});
-  check_given(kOp, {{"x", &x}, {"d_out", &d_out}, {"d_w", &d_w}, {"d_bias", d_bias}}, context);
+  check_given(kOp, {{"x", x}, {"d_out", d_out}, {"d_w", d_w}}, context);
   WeightProblem problem{s, x.size(0), x.dtype, matrix(x), matrix(d_out), weights(d_w), {}};
-  if (d_bias != nullptr) {
+  if (d_bias.has_value()) {
+    check_given(kOp, {{"d_bias", *d_bias}}, context);
     check_shape(kOp, {"d_bias", *d_bias}, {s.a * s.b * s.d});
     check_like(kOp, {"d_bias", *d_bias}, {"x", x});
     problem.d_bias = {d_bias->data, d_bias->stride(0)};
@@ -130,8 +140,8 @@ void ksmm_backward_weight(const TensorView& x, const TensorView& d_out, const Te
 namespace {
 
 /// One problem for each factor. What lies between two of them has no memory yet.
-std::vector<Problem> check_chain(const TensorView& x, std::span<const TensorView> weights, const TensorView& out,
-                                 const KsmmOptions& options, const Context& context) {
+std::vector<Problem> check_chain(const ConstTensorView& x, std::span<const ConstTensorView> weights,
+                                 const ConstTensorView& out, const KsmmOptions& options, const Context& context) {
   constexpr const char* kOp = "ksmm_chain";
   if (weights.empty()) {
     throw Error(kOp, "weights", "at least one", "none");
@@ -139,7 +149,7 @@ std::vector<Problem> check_chain(const TensorView& x, std::span<const TensorView
   // Features stand before the batch in memory exactly when they do in x.
   const bool last = x.stride(0) == 1 && x.stride(1) != 1;
   std::vector<Problem> problems;
-  TensorView from = x;
+  ConstTensorView from = x;
   for (std::size_t n = 0; n < weights.size(); ++n) {
     const std::string name = "weights[" + std::to_string(n) + "]";
     check_like(kOp, {name.c_str(), weights[n]}, {"x", x});
@@ -150,19 +160,20 @@ std::vector<Problem> check_chain(const TensorView& x, std::span<const TensorView
     }
     const std::int64_t sizes[] = {x.size(0), s.a * s.b * s.d}, strides[] = {last ? 1 : sizes[1], last ? sizes[0] : 1};
     const bool end = n + 1 == weights.size();
-    const TensorView to = end ? out : TensorView(nullptr, x.dtype, sizes, strides, x.device);
+    const ConstTensorView to = end ? out : ConstTensorView(nullptr, x.dtype, sizes, strides, x.device);
     problems.push_back(check(kOp, {"x", from}, {name.c_str(), weights[n]}, to, end ? options : KsmmOptions{}));
-    check_given(kOp, {{name.c_str(), &weights[n]}}, context);
+    check_given(kOp, {{name.c_str(), weights[n]}}, context);
     from = to;
   }
-  check_given(kOp, {{"x", &x}, {"out", &out}, {"bias", options.bias}}, context);
+  check_given(kOp, {{"x", x}, {"out", out}}, context);
+  check_bias_given(kOp, options, context);
   return problems;
 }
 
 }  // namespace
 
-void ksmm_chain(const TensorView& x, std::span<const TensorView> weights, const TensorView& out, Context& context,
-                const KsmmOptions& options) {
+void ksmm_chain(const ConstTensorView& x, std::span<const ConstTensorView> weights, const TensorView& out,
+                Context& context, const KsmmOptions& options) {
   std::vector<Problem> problems = check_chain(x, weights, out, options, context);
   if (x.size(0) == 0) {
     return;

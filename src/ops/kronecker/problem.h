@@ -12,7 +12,7 @@ namespace fretwork::kronecker {
 using Sizes = KroneckerPattern::Sizes;
 
 /// The pattern that weights have; throws Error where they have none.
-Sizes check_weights(const char* op, const char* argument, const TensorView& w);
+Sizes check_weights(const char* op, const char* argument, const ConstTensorView& w);
 
 /// Batch × features; strides in elements. Batch first has feature == 1, batch last has batch == 1.
 struct Matrix {

@@ -16,7 +16,7 @@
 #include "fretwork/ops.h"
 #include "fretwork/tensor.h"
 
-namespace fretwork {
+namespace fretwork::kronecker {
 namespace {
 
 using Sizes = KroneckerPattern::Sizes;
@@ -196,8 +196,8 @@ void balance(std::span<std::vector<double>> weights, double scale) {
 
 }  // namespace
 
-double kronecker_project(std::span<const double> dense, std::int64_t rows, std::int64_t cols,
-                         std::span<const Sizes> patterns, std::span<std::vector<double>> weights, Executor& executor) {
+double project(std::span<const double> dense, std::int64_t rows, std::int64_t cols, std::span<const Sizes> patterns,
+               std::span<std::vector<double>> weights, Executor& executor) {
   const std::vector<Sizes> whole = products(patterns);
   check_dense(dense, rows, cols, whole.back());
   if (weights.size() != patterns.size()) {
@@ -229,4 +229,4 @@ double kronecker_project(std::span<const double> dense, std::int64_t rows, std::
   return std::sqrt(error / total);
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::kronecker

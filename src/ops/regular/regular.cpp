@@ -78,9 +78,8 @@ using regular_op::Operand;
 using regular_op::Product;
 using regular_op::Result;
 using regular_op::Softmax;
-using RegularPtr = std::shared_ptr<const RegularPattern>;
 
-Operand check_tensor(const char* op, const char* argument, const TensorView& t, const TensorView& like,
+Operand check_tensor(const char* op, const char* argument, const ConstTensorView& t, const ConstTensorView& like,
                      std::initializer_list<std::int64_t> shape, const Context& context) {
   check_floating(op, argument, t);
   if (t.dtype != like.dtype) {
@@ -93,10 +92,10 @@ Operand check_tensor(const char* op, const char* argument, const TensorView& t, 
     throw Error(op, argument, "shape " + shape_text(std::span(shape.begin(), shape.size())), shape_text(t.shape()));
   }
   check_device(op, argument, t, context);
-  return {t.data, t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+  return {operand_data(t), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
 }
 
-void check_rank(const char* op, const char* argument, const TensorView& t, const char* expected) {
+void check_rank(const char* op, const char* argument, const ConstTensorView& t, const char* expected) {
   if (t.rank != 4) {
     throw Error(op, argument, expected, shape_text(t.shape()));
   }
@@ -105,7 +104,7 @@ void check_rank(const char* op, const char* argument, const TensorView& t, const
 /// A tensor and what its callers call it.
 struct Named {
   const char* name;
-  const TensorView& tensor;
+  const ConstTensorView& tensor;
 };
 
 /// `kv_heads` is what by_col has, which may be the result.
@@ -119,8 +118,8 @@ void product(const char* op, Result result, const Named& values, const Named& by
   p.pattern = regular.get();
   p.dtype = (result == Result::values ? by_row : values).tensor.dtype;
   // Sizes come from what is given, so that an error names what differs from it.
-  const TensorView& given = (result == Result::values ? by_row : values).tensor;
-  const TensorView& deep = (result == Result::by_row ? by_col : by_row).tensor;
+  const ConstTensorView& given = (result == Result::values ? by_row : values).tensor;
+  const ConstTensorView& deep = (result == Result::by_row ? by_col : by_row).tensor;
   p.batch = given.size(0);
   p.heads = given.size(1);
   p.kv_heads = by_col.tensor.size(1);
@@ -171,27 +170,28 @@ std::int64_t r_width(const PatternPtr& pattern, const char* op) {
   return regular_op::width_of(*check_regular(op, pattern));
 }
 
-void r_sddmm(const TensorView& q, const TensorView& k, const PatternPtr& pattern, const TensorView& out,
+void r_sddmm(const ConstTensorView& q, const ConstTensorView& k, const PatternPtr& pattern, const TensorView& out,
              Context& context) {
   product("r_sddmm", Result::values, {"out", out}, {"q", q}, {"k", k}, pattern, context);
 }
 
-void r_spmm(const TensorView& x, const TensorView& v, const PatternPtr& pattern, const TensorView& out,
+void r_spmm(const ConstTensorView& x, const ConstTensorView& v, const PatternPtr& pattern, const TensorView& out,
             Context& context) {
   product("r_spmm", Result::by_row, {"x", x}, {"out", out}, {"v", v}, pattern, context);
 }
 
-void r_spmm_transposed(const TensorView& x, const TensorView& y, const PatternPtr& pattern, const TensorView& out,
-                       Context& context) {
+void r_spmm_transposed(const ConstTensorView& x, const ConstTensorView& y, const PatternPtr& pattern,
+                       const TensorView& out, Context& context) {
   product("r_spmm_transposed", Result::by_col, {"x", x}, {"y", y}, {"out", out}, pattern, context);
 }
 
-void r_softmax(const TensorView& x, const PatternPtr& pattern, double scale, const TensorView& out, Context& context) {
+void r_softmax(const ConstTensorView& x, const PatternPtr& pattern, double scale, const TensorView& out,
+               Context& context) {
   softmax("r_softmax", {"x", x}, nullptr, {"out", out}, pattern, scale, context);
 }
 
-void r_softmax_backward(const TensorView& out, const TensorView& d_out, const PatternPtr& pattern, double scale,
-                        const TensorView& d_x, Context& context) {
+void r_softmax_backward(const ConstTensorView& out, const ConstTensorView& d_out, const PatternPtr& pattern,
+                        double scale, const TensorView& d_x, Context& context) {
   const Named upstream{"d_out", d_out};
   softmax("r_softmax_backward", {"out", out}, &upstream, {"d_x", d_x}, pattern, scale, context);
 }

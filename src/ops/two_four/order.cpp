@@ -5,7 +5,7 @@
 #include "fretwork/error.h"
 #include "fretwork/two_four.h"
 
-namespace fretwork {
+namespace fretwork::two_four {
 namespace {
 
 /// A matrix of metadata bytes: two groups each.
@@ -65,8 +65,8 @@ std::vector<std::int64_t> order_sm90(const Bytes& plain, std::int64_t tile_k, st
 
 }  // namespace
 
-std::vector<std::int64_t> two_four_order(const char* op, std::string_view layout, std::int64_t lines, std::int64_t k,
-                                         DType dtype, std::int64_t tile_k) {
+std::vector<std::int64_t> order(const char* op, std::string_view layout, std::int64_t lines, std::int64_t k,
+                                DType dtype, std::int64_t tile_k) {
   const bool sm80 = layout == "torch" || layout == "cutlass_sm80";
   if (!sm80 && layout != "cutlass_sm90") {
     throw Error(op, "layout", "torch, cutlass_sm80 or cutlass_sm90", layout);
@@ -76,7 +76,7 @@ std::vector<std::int64_t> two_four_order(const char* op, std::string_view layout
     throw Error(op, "dtype", "float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2 in this order",
                 name_of(dtype));
   }
-  const Bytes plain{op, lines, k, two_four_group(dtype)};
+  const Bytes plain{op, lines, k, two_four::group(dtype)};
   constexpr std::int64_t kMost = std::int64_t{1}
                                  << 48;  // elements: no memory holds more, and their bytes can be counted
   if (lines < 0 || k < 0 || (k > 0 && lines > kMost / k) || k > kMost) {
@@ -90,4 +90,4 @@ std::vector<std::int64_t> two_four_order(const char* op, std::string_view layout
   return sm80 ? order_sm80(plain, element == 1 ? 4 : 2) : order_sm90(plain, tile_k, element);
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::two_four

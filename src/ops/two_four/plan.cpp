@@ -3,10 +3,9 @@
 #include "ops/two_four/problem.h"
 #include "runtime/cuda_driver.h"
 
-namespace fretwork {
+namespace fretwork::two_four {
 
-bool two_four::dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, Precision precision,
-                          bool behind) {
+bool dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, Precision precision, bool behind) {
   if (dtype == DType::f32) {
     // Exact fp32 has no sparse unit, and rounding to tf32 first takes longer than all but large products.
     return precision == Precision::ieee || behind || double(m) * double(n) * double(k) < double(1ll << 34);
@@ -17,15 +16,14 @@ bool two_four::dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType 
   return behind && in_units && n > 64 && (n > 256 || m * k < 1 << 25);
 }
 
-bool two_four_dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, Device device,
-                         Precision precision) {
+bool dense_wins(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype, Device device, Precision precision) {
   if (device.type == DeviceType::cpu || m == 0 || n == 0 || k == 0) {
     return false;  // measured from 1 to 2048 columns, on a CPU with AVX-512 and without AMX
   }
   namespace driver = fretwork::cuda;
   const bool behind = driver::available() && device.index < driver::device_count() &&
                       driver::device_info(device.index).arch >= 90 && driver::kernel_arch(device.index) != "sm_90a";
-  return two_four::dense_wins(m, n, k, dtype, precision, behind);
+  return dense_wins(m, n, k, dtype, precision, behind);
 }
 
-}  // namespace fretwork
+}  // namespace fretwork::two_four

@@ -22,7 +22,7 @@ struct Format {
   Matrix dense, values, words;
   int word_bytes = 2;
   bool transposed = false;  ///< the caller's matrix is (k, lines): places are k·lines + line
-  std::int64_t group() const { return two_four_group(dtype); }
+  std::int64_t group() const { return two_four::group(dtype); }
   std::int64_t groups() const { return k / group(); }
 };
 

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -30,7 +32,7 @@ int check_axis(const char* op, int dim) {
   return axis_of(dim);
 }
 
-void check_dtype(const char* op, const char* argument, const TensorView& t, const Context& context) {
+void check_dtype(const char* op, const char* argument, const ConstTensorView& t, const Context& context) {
   if (!is_integer(t.dtype) && !is_fp8(t.dtype) &&
       (!is_floating(t.dtype) || (on_gpu(context) && t.dtype == DType::f64))) {
     throw Error(op, argument,
@@ -47,7 +49,7 @@ void check_word(const char* op, const char* argument, DType word) {
   }
 }
 
-void check_like(const char* op, const char* argument, const TensorView& t, DType dtype, const Context& context) {
+void check_like(const char* op, const char* argument, const ConstTensorView& t, DType dtype, const Context& context) {
   if (t.dtype != dtype) {
     throw Error(op, argument, name_of(dtype), name_of(t.dtype));
   }
@@ -55,14 +57,14 @@ void check_like(const char* op, const char* argument, const TensorView& t, DType
 }
 
 /// A size of 1 has any stride; it gets one that suits: neighbours along a line, lines at a round distance.
-Matrix matrix(const TensorView& t, int axis) {
+Matrix matrix(const ConstTensorView& t, int axis) {
   const std::int64_t along = t.size(axis) == 1 ? 1 : t.stride(axis);
   const std::int64_t round = (t.size(axis) * std::abs(along) + 63) / 64 * 64;
-  return {t.data, t.size(1 - axis) == 1 ? round : t.stride(1 - axis), along};
+  return {operand_data(t), t.size(1 - axis) == 1 ? round : t.stride(1 - axis), along};
 }
 
 /// A dense matrix whose `dim` has whole groups.
-Format check_dense(const char* op, const char* argument, const TensorView& t, int dim, const Context& context) {
+Format check_dense(const char* op, const char* argument, const ConstTensorView& t, int dim, const Context& context) {
   check_dtype(op, argument, t, context);
   if (t.rank != 2) {
     throw Error(op, argument, "a matrix", shape_text(t.shape()));
@@ -82,9 +84,9 @@ Format check_dense(const char* op, const char* argument, const TensorView& t, in
 }
 
 /// Values and words that fit each other; what the words hold is not looked at.
-Format check_plain(const TwoFour& m, const Context& context) {
+Format check_plain(const ConstTwoFour& m, const Context& context) {
   constexpr const char* kOp = "TwoFour";
-  const TensorView &values = m.values, &words = m.metadata;
+  const ConstTensorView &values = m.values, &words = m.metadata;
   check_dtype(kOp, "values", values, context);
   check_word(kOp, "metadata", words.dtype);
   if (values.rank != 2) {
@@ -99,7 +101,7 @@ Format check_plain(const TwoFour& m, const Context& context) {
     throw Error(kOp, "values", "whole groups: a multiple of " + text(f.group() / 2) + " along dim " + text(axis),
                 shape_text(values.shape()));
   }
-  const std::int64_t count = two_four_words(f.k, f.dtype, words.dtype);
+  const std::int64_t count = two_four::words(f.k, f.dtype, words.dtype);
   if (words.rank != 2 || words.size(axis) != count || words.size(1 - axis) != f.lines) {
     const std::int64_t shape[] = {axis == 0 ? count : f.lines, axis == 0 ? f.lines : count};
     throw Error(kOp, "metadata",
@@ -116,7 +118,7 @@ Format check_plain(const TwoFour& m, const Context& context) {
 }
 
 /// A plain form and the dense matrix that it stands for.
-Format check_pair(const char* op, const char* argument, const TensorView& dense, const TwoFour& m,
+Format check_pair(const char* op, const char* argument, const ConstTensorView& dense, const ConstTwoFour& m,
                   const Context& context) {
   Format f = check_plain(m, context);
   if (!std::ranges::equal(dense.shape(), m.shape())) {
@@ -142,49 +144,33 @@ bool is_empty(const Format& f, std::int64_t* bad, const Context& context) {
   return true;
 }
 
-TensorView turned(TensorView t) {
+template <typename Void>
+BasicTensorView<Void> turned(BasicTensorView<Void> t) {
   std::swap(t.sizes[0], t.sizes[1]);
   std::swap(t.strides[0], t.strides[1]);
   return t;
 }
 
-TensorView part(TensorView t, int axis, std::int64_t begin, std::int64_t end) {
-  t.data = static_cast<std::byte*>(t.data) + begin * t.stride(axis) * static_cast<std::int64_t>(size_of(t.dtype));
+template <typename Void>
+BasicTensorView<Void> part(BasicTensorView<Void> t, int axis, std::int64_t begin, std::int64_t end) {
+  using Byte = std::conditional_t<std::is_const_v<Void>, const std::byte, std::byte>;
+  t.data = static_cast<Byte*>(t.data) + begin * t.stride(axis) * static_cast<std::int64_t>(size_of(t.dtype));
   t.sizes[static_cast<std::size_t>(axis)] = end - begin;
   return t;
 }
 
-}  // namespace
-}  // namespace two_four
-
-using namespace two_four;
 namespace gpu = two_four::cuda;
 
-std::int64_t two_four_group(DType dtype) { return dtype == DType::f32 ? 2 : 4; }
+}  // namespace
 
-std::int64_t two_four_words(std::int64_t k, DType dtype, DType word) {
-  const std::int64_t groups = k / two_four_group(dtype), each = 2 * static_cast<std::int64_t>(size_of(word));
+std::int64_t group(DType dtype) { return dtype == DType::f32 ? 2 : 4; }
+
+std::int64_t words(std::int64_t k, DType dtype, DType word) {
+  const std::int64_t groups = k / group(dtype), each = 2 * static_cast<std::int64_t>(size_of(word));
   return (groups + each - 1) / each;
 }
 
-std::array<std::int64_t, 2> TwoFour::shape() const {
-  const int axis = check_axis("TwoFour", dim);
-  const std::int64_t k = 2 * values.size(axis), lines = values.size(1 - axis);
-  return axis == 0 ? std::array{k, lines} : std::array{lines, k};
-}
-
-TwoFour TwoFour::transpose() const { return {turned(values), turned(metadata), 1 - check_axis("TwoFour", dim)}; }
-
-TwoFour TwoFour::lines(std::int64_t begin, std::int64_t end) const {
-  const int axis = 1 - check_axis("TwoFour", dim);
-  if (begin < 0 || begin > end || end > values.size(axis)) {
-    throw Error("TwoFour", "lines", "a range within [0, " + text(values.size(axis)) + ")",
-                "[" + text(begin) + ", " + text(end) + ")");
-  }
-  return {part(values, axis, begin, end), part(metadata, axis, begin, end), dim};
-}
-
-void two_four_compress(const TensorView& dense, const TwoFour& out, std::int64_t* bad, Context& context) {
+void compress(const ConstTensorView& dense, const TwoFour& out, std::int64_t* bad, Context& context) {
   check_dense("compress", "A", dense, out.dim, context);
   check_word("compress", "metadata_dtype", out.metadata.dtype);
   const Format f = check_pair("compress", "A", dense, out, context);
@@ -193,7 +179,7 @@ void two_four_compress(const TensorView& dense, const TwoFour& out, std::int64_t
   }
 }
 
-void two_four_check(const TensorView& dense, int dim, std::int64_t* bad, Context& context) {
+void check(const ConstTensorView& dense, int dim, std::int64_t* bad, Context& context) {
   const Format f = check_dense("check", "A", dense, dim, context);
   if (bad != nullptr && !is_empty(f, bad, context)) {
     on_gpu(context) ? gpu::check(f, bad, context) : cpu::check(f, bad, context);
@@ -211,15 +197,14 @@ void look_at_words(const Format& f, const Matrix& to, bool keep_valid, std::int6
 
 }  // namespace
 
-void two_four_check_metadata(const TwoFour& m, std::int64_t* bad, Context& context) {
+void check_metadata(const ConstTwoFour& m, std::int64_t* bad, Context& context) {
   const Format f = check_plain(m, context);
   if (bad != nullptr) {
     look_at_words(f, {}, true, bad, context);
   }
 }
 
-void two_four_canonical(const TwoFour& m, const TensorView& words, bool keep_valid, std::int64_t* bad,
-                        Context& context) {
+void canonical(const ConstTwoFour& m, const TensorView& words, bool keep_valid, std::int64_t* bad, Context& context) {
   const Format f = check_plain(m, context);
   if (!std::ranges::equal(words.shape(), m.metadata.shape())) {
     throw Error("TwoFour", "words", shape_text(m.metadata.shape()), shape_text(words.shape()));
@@ -228,15 +213,16 @@ void two_four_canonical(const TwoFour& m, const TensorView& words, bool keep_val
   look_at_words(f, matrix(words, axis_of(m.dim)), keep_valid, bad, context);
 }
 
-void two_four_to_dense(const TwoFour& m, const TensorView& dense, Context& context) {
+void to_dense(const ConstTwoFour& m, const TensorView& dense, Context& context) {
   const Format f = check_pair("to_dense", "out", dense, m, context);
   if (!is_empty(f, nullptr, context)) {
     on_gpu(context) ? gpu::to_dense(f, context) : cpu::to_dense(f, context);
   }
 }
 
-void two_four_gather(const TensorView& dense, const TwoFour& out, Context& context) {
-  const Format f = check_pair("gather", "A", dense, out, context);
+void gather(const ConstTensorView& dense, const ConstTensorView& metadata, int dim, const TensorView& values,
+            Context& context) {
+  const Format f = check_pair("gather", "A", dense, {values, metadata, dim}, context);
   if (!is_empty(f, nullptr, context)) {
     on_gpu(context) ? gpu::gather(f, context) : cpu::gather(f, context);
   }
@@ -244,7 +230,7 @@ void two_four_gather(const TensorView& dense, const TwoFour& out, Context& conte
 
 namespace {
 
-void check_squares(const TensorView& dense, std::int64_t group) {
+void check_squares(const ConstTensorView& dense, std::int64_t group) {
   if (dense.size(0) % group != 0 || dense.size(1) % group != 0) {
     throw Error("prune", "A", "multiples of " + text(group) + " in both dimensions to be transposable",
                 shape_text(dense.shape()));
@@ -253,7 +239,7 @@ void check_squares(const TensorView& dense, std::int64_t group) {
 
 }  // namespace
 
-void two_four_prune(const TensorView& dense, int dim, bool transposable, const TensorView& out, Context& context) {
+void prune(const ConstTensorView& dense, int dim, bool transposable, const TensorView& out, Context& context) {
   Format f = check_dense("prune", "A", dense, dim, context);
   if (!std::ranges::equal(dense.shape(), out.shape())) {
     throw Error("prune", "out", shape_text(dense.shape()), shape_text(out.shape()));
@@ -269,7 +255,7 @@ void two_four_prune(const TensorView& dense, int dim, bool transposable, const T
   }
 }
 
-void two_four_prune_both(const TensorView& dense, const TwoFour& rows, const TwoFour& cols, Context& context) {
+void prune_both(const ConstTensorView& dense, const TwoFour& rows, const TwoFour& cols, Context& context) {
   const Format f = check_dense("prune", "A", dense, 1, context);
   check_squares(dense, f.group());
   for (const auto& [m, axis] : {std::pair{&rows, 1}, std::pair{&cols, 0}}) {
@@ -307,9 +293,9 @@ void check_out_dtype(const char* op, DType dtype, DType out, const Context& cont
   }
 }
 
-Vector check_vector(const char* op, const char* argument, const TensorView* t, std::int64_t count, DType dtype,
-                    bool or_one, const Context& context) {
-  if (t == nullptr) {
+Vector check_vector(const char* op, const char* argument, const std::optional<ConstTensorView>& t, std::int64_t count,
+                    DType dtype, bool or_one, const Context& context) {
+  if (!t.has_value()) {
     return {};
   }
   if (!(or_one && t->rank == 0) && (t->rank != 1 || t->size(0) != count)) {
@@ -317,11 +303,12 @@ Vector check_vector(const char* op, const char* argument, const TensorView* t, s
     throw Error(op, argument, std::string(or_one ? "() or " : "") + shape_text(shape), shape_text(t->shape()));
   }
   check_like(op, argument, *t, dtype, context);
-  return {t->data, t->stride(0)};
+  return {operand_data(*t), t->stride(0)};
 }
 
-const float* check_scalar(const char* op, const char* argument, const TensorView* t, const Context& context) {
-  if (t == nullptr) {
+const float* check_scalar(const char* op, const char* argument, const std::optional<ConstTensorView>& t,
+                          const Context& context) {
+  if (!t.has_value()) {
     return nullptr;
   }
   if (t->rank != 0) {
@@ -338,7 +325,7 @@ struct Loop {
 
 /// The columns, then the leading dimensions outwards, neighbours that are one loop in memory joined. Columns stay alone
 /// where each has a scale.
-std::vector<Loop> loops(const Loop& columns, const TensorView& b, const TensorView& c, bool join_columns) {
+std::vector<Loop> loops(const Loop& columns, const ConstTensorView& b, const ConstTensorView& c, bool join_columns) {
   std::vector<Loop> all{columns};
   for (int d = -3; d >= -b.rank; --d) {
     const Loop next{b.size(d), b.stride(d), c.stride(d)};
@@ -360,10 +347,10 @@ std::vector<Loop> loops(const Loop& columns, const TensorView& b, const TensorVi
 }
 
 /// Strides of a matrix, with one that suits where a size of 1 has any.
-Dense dense(const TensorView& t, std::int64_t rows, std::int64_t cols, std::int64_t row, std::int64_t col) {
+Dense dense(const ConstTensorView& t, std::int64_t rows, std::int64_t cols, std::int64_t row, std::int64_t col) {
   row = rows != 1 ? row : col == 1 ? cols : 1;
   col = cols != 1 ? col : row == 1 ? (rows + 63) / 64 * 64 : 1;
-  return {t.data, row, col, 0};
+  return {operand_data(t), row, col, 0};
 }
 
 /// Runs the last loop but one as the batch, and those outside it one by one.
@@ -388,7 +375,7 @@ void run_all(Problem problem, std::span<const Loop> outer, Context& context) {
   on_gpu(context) ? gpu::run(problem, context) : cpu::run(problem, context);
 }
 
-void check_shapes(const Sides& sides, const Format& s, const TensorView& b, const TensorView& out) {
+void check_shapes(const Sides& sides, const Format& s, const ConstTensorView& b, const ConstTensorView& out) {
   const int contracted = sides.left ? -2 : -1, free = sides.left ? -1 : -2;
   if (b.rank < 2 || b.size(contracted) != s.k) {
     const std::string k = text(s.k);
@@ -402,8 +389,8 @@ void check_shapes(const Sides& sides, const Format& s, const TensorView& b, cons
   }
 }
 
-void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, const TensorView& out,
-              const TwoFourOptions& options, Context& context) {
+void multiply(const Sides& sides, const ConstTwoFour& sparse, const ConstTensorView& b, const ConstTensorView& out,
+              const Options& options, Context& context) {
   const Format s = check_plain(sparse, context);
   if (s.transposed == sides.left) {
     throw Error(sides.op, sides.sparse,
@@ -426,7 +413,7 @@ void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, co
   p.word_bytes = s.word_bytes;
   p.activation = options.activation;
   const std::int64_t a_rows = sides.left ? p.m : p.n, b_cols = sides.left ? p.n : p.m;
-  p.bias_f32 = options.bias != nullptr && options.bias->dtype == DType::f32 && size_of(p.out) == 1;
+  p.bias_f32 = options.bias.has_value() && options.bias->dtype == DType::f32 && size_of(p.out) == 1;
   p.bias = check_vector(sides.op, "bias", options.bias, p.m, p.bias_dtype(), false, context);
   p.scale_out = check_scalar(sides.op, "scale_out", options.scale_out, context);
   p.scale_s = check_vector(sides.op, "scale_a", options.scale_a, a_rows, DType::f32, true, context);
@@ -446,7 +433,7 @@ void multiply(const Sides& sides, const TwoFour& sparse, const TensorView& b, co
 }
 
 /// What linear says before its operands are turned to those of a matmul.
-void check_linear(const char* op, const TensorView& x, const TwoFour& weight, const Context& context) {
+void check_linear(const char* op, const ConstTensorView& x, const ConstTwoFour& weight, const Context& context) {
   check_plain(weight, context);
   if (check_axis(op, weight.dim) != 1) {
     throw Error(op, "s", "(out, in) compressed along in, dim 1", "dim " + text(weight.dim));
@@ -457,7 +444,7 @@ void check_linear(const char* op, const TensorView& x, const TwoFour& weight, co
 }
 
 /// A vector as a matrix of one row; anything else as it is.
-TensorView in_rows(const TensorView& t) {
+ConstTensorView in_rows(const ConstTensorView& t) {
   if (t.rank != 1) {
     return t;
   }
@@ -467,21 +454,48 @@ TensorView in_rows(const TensorView& t) {
 
 }  // namespace
 
-void two_four_matmul(const TwoFour& a, const TensorView& b, const TensorView& out, Context& context,
-                     const TwoFourOptions& options) {
+void matmul(const ConstTwoFour& a, const ConstTensorView& b, const TensorView& out, Context& context,
+            const Options& options) {
   multiply({"matmul", "a", "b", true}, a, b, out, options, context);
 }
 
-void two_four_matmul(const TensorView& a, const TwoFour& b, const TensorView& out, Context& context,
-                     const TwoFourOptions& options) {
+void matmul(const ConstTensorView& a, const ConstTwoFour& b, const TensorView& out, Context& context,
+            const Options& options) {
   multiply({"matmul", "b", "a", false}, b, a, out, options, context);
 }
 
-void two_four_linear(const TensorView& x, const TwoFour& weight, const TensorView& out, Context& context,
-                     const TwoFourOptions& options) {
+void linear(const ConstTensorView& x, const ConstTwoFour& weight, const TensorView& out, Context& context,
+            const Options& options) {
   constexpr Sides kSides{"linear", "s", "x", false};
   check_linear(kSides.op, x, weight, context);
   multiply(kSides, weight.transpose(), in_rows(x), in_rows(out), options, context);
 }
+
+}  // namespace two_four
+
+template <typename Void>
+std::array<std::int64_t, 2> BasicTwoFour<Void>::shape() const {
+  const int axis = two_four::check_axis("TwoFour", dim);
+  const std::int64_t k = 2 * values.size(axis), lines = values.size(1 - axis);
+  return axis == 0 ? std::array{k, lines} : std::array{lines, k};
+}
+
+template <typename Void>
+BasicTwoFour<Void> BasicTwoFour<Void>::transpose() const {
+  return {two_four::turned(values), two_four::turned(metadata), 1 - two_four::check_axis("TwoFour", dim)};
+}
+
+template <typename Void>
+BasicTwoFour<Void> BasicTwoFour<Void>::lines(std::int64_t begin, std::int64_t end) const {
+  const int axis = 1 - two_four::check_axis("TwoFour", dim);
+  if (begin < 0 || begin > end || end > values.size(axis)) {
+    throw Error("TwoFour", "lines", "a range within [0, " + two_four::text(values.size(axis)) + ")",
+                "[" + two_four::text(begin) + ", " + two_four::text(end) + ")");
+  }
+  return {two_four::part(values, axis, begin, end), two_four::part(metadata, axis, begin, end), dim};
+}
+
+template struct BasicTwoFour<void>;
+template struct BasicTwoFour<const void>;
 
 }  // namespace fretwork

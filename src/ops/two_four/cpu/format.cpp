@@ -159,7 +159,7 @@ bool is_zero(T bits, DType dtype) {
 
 template <typename T>
 bool is_bad(const T* dense, std::int64_t step, DType dtype) {
-  const std::int64_t group = two_four_group(dtype);
+  const std::int64_t group = two_four::group(dtype);
   std::int64_t zeros = 0;
   for (std::int64_t n = 0; n < group; ++n) {
     zeros += is_zero(dense[n * step], dtype) ? 1 : 0;

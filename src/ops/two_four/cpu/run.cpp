@@ -154,7 +154,7 @@ class Work {
  public:
   Work(const Problem& problem, Context& context, std::int64_t most_cols)
       : p_(problem),
-        group_(two_four_group(problem.dtype)),
+        group_(two_four::group(problem.dtype)),
         size_(static_cast<std::int64_t>(size_of(problem.dtype))),
         cols_(std::min(most_cols, problem.n)),
         col_blocks_(ceil_div(p_.n, cols_)) {

@@ -125,7 +125,7 @@ LinesArg b_arg(const Problem& p) {
   return {p.b.data, p.n > 1 ? p.b.col : 0, p.k > 1 ? p.b.row : 1, p.batch > 1 ? p.b.batch : 0};
 }
 MetadataArg metadata_arg(const Problem& p) {
-  const bool one = p.k / two_four_group(p.dtype) <= 2 * p.word_bytes;
+  const bool one = p.k / two_four::group(p.dtype) <= 2 * p.word_bytes;
   return {p.words.data, p.m > 1 ? p.words.line * p.word_bytes : 0, one ? p.word_bytes : p.words.along * p.word_bytes,
           p.word_bytes / 2};
 }
@@ -149,7 +149,7 @@ class Metadata {
         pitch_(ceil_div(p.k, variant.depth()) * variant.metadata_bytes()),
         space_(context, copy ? static_cast<std::size_t>(p.m * pitch_) : 0) {
     if (copy) {
-      const PackMetadataParams params{arg_, space_.data(), p.m, p.k / two_four_group(p.dtype), pitch_};
+      const PackMetadataParams params{arg_, space_.data(), p.m, p.k / two_four::group(p.dtype), pitch_};
       get_kernel(metadata_spec(), context.device.index)
           .launch(std::min<std::int64_t>(ceil_div(p.m * pitch_ / 4, kPackThreads), 1 << 16), kPackThreads, 0, &params,
                   context.stream);

@@ -64,7 +64,8 @@ std::string text_of(const Bucket& bucket);
 std::optional<Bucket> parse_bucket(std::string_view text);
 
 /// The call as the backends see it, checked. Throws Error.
-Problem make_problem(const ConstTensorView& x, const ConstTensorView& w, const ConstTensorView& out, const KsmmOptions& options = {});
+Problem make_problem(const ConstTensorView& x, const ConstTensorView& w, const ConstTensorView& out,
+                     const KsmmOptions& options = {});
 
 /// Every choice that might take such a problem.
 std::vector<Choice> candidates(const Problem& problem, const Context& context);

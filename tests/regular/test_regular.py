@@ -110,8 +110,8 @@ def check(op, reference, tensors, dtype, how="plain", which=None):
     weight = torch.randn(got.shape, device=got.device).to(dtype)
     weight = view(weight, how if which in (None, -1) else "plain")
     wanted = torch.autograd.grad(want, exact, weight.cpu().double())
-    sizes = [t.abs().max().item() for t in (*wanted, weight) if t.numel()]  # what cancels is small beside them
-    floor = max(sizes, default=0) / 50
+    # Where terms cancel a gradient is small beside them, but is off by a rounding of the softmax times the largest.
+    floor = max((t.abs().max().item() for t in (*wanted, weight) if t.numel()), default=0) / 10
     for n, (g, w) in enumerate(zip(torch.autograd.grad(got, leaves, weight), wanted, strict=True)):
         assert_close(g, w, dtype, f"gradient {n}", max(floor, 1e-3))
     return got.detach()

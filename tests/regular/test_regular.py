@@ -110,8 +110,8 @@ def check(op, reference, tensors, dtype, how="plain", which=None):
     weight = torch.randn(got.shape, device=got.device).to(dtype)
     weight = view(weight, how if which in (None, -1) else "plain")
     wanted = torch.autograd.grad(want, exact, weight.cpu().double())
-    # Where terms cancel a gradient is small beside them, but is off by a rounding of the softmax times the largest.
-    floor = max((t.abs().max().item() for t in (*wanted, weight) if t.numel()), default=0) / 10
+    sizes = [t.abs().max().item() for t in (*wanted, weight) if t.numel()]  # what cancels is small beside them
+    floor = max(sizes, default=0) / 50
     for n, (g, w) in enumerate(zip(torch.autograd.grad(got, leaves, weight), wanted, strict=True)):
         assert_close(g, w, dtype, f"gradient {n}", max(floor, 1e-3))
     return got.detach()
@@ -270,7 +270,8 @@ def test_softmax_of_long_rows(device, width):
     pattern = fw.patterns.sliding_window((40, width), width - 1, 0)
     reference = Reference(pattern)
     for dtype in dtypes_of(device):
-        x = torch.randn(1, 1, 40, width, device=device).to(dtype)
+        # With a width of 3, three rows of a head have keys: of one head all their gradients may be small.
+        x = torch.randn(2, 8, 40, width, device=device).to(dtype)
         for how in ("plain", "misaligned", "sliced", "every other"):
             check(lambda x: fw.r_softmax(x, pattern), lambda x: reference.softmax(x, 1.0), (x,), dtype, how)
 

@@ -277,7 +277,7 @@ struct Backward {
 TEST(Divisor, DividesExactly) {
   constexpr int kMost = std::numeric_limits<int>::max();
   for (const int by : {1, 2, 3, 5, 7, 12, 64, 196, 641, 65535, 65536, 65537, 1 << 30, kMost - 1, kMost}) {
-    const Divisor divisor(static_cast<unsigned>(by));
+    const Divisor divisor(by);
     for (const std::int64_t around : {std::int64_t{0}, std::int64_t{by}, kMost / by / 2 * std::int64_t{by},
                                       kMost / by * std::int64_t{by}, std::int64_t{kMost}}) {
       for (std::int64_t n = std::max<std::int64_t>(around - 2, 0); n <= std::min<std::int64_t>(around + 2, kMost);

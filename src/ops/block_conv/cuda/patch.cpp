@@ -312,7 +312,6 @@ std::optional<Map> image_map(const Image& in, const PatchShape& shape, const Axi
 }
 
 int whole(std::int64_t size) { return static_cast<int>(size); }
-Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
 
 /// One launch: its operands and its tiles.
 struct PatchLaunch {
@@ -362,20 +361,20 @@ PatchParams PatchLaunch::params(const PatchPlan& plan, const Blocks& blocks, con
   params.block_count = whole(p.layout->nnz());
   const std::int64_t image_places = shape.rows * shape.row;
   params.line = {whole(shape.row), whole(image_places), whole(y.first),       whole(x.first),
-                 whole(in.n),      divisor(shape.row),  divisor(image_places)};
+                 whole(in.n),      Divisor(shape.row),  Divisor(image_places)};
   params.patch_count = patches();
   params.patch_stride = shape.stride(turned);
   params.patch_columns = shape.columns;
   params.column_places = shape.column;
   params.in_height = whole(in.h);
   params.in_width = whole(in.w);
-  params.by_width = divisor(in.w);
-  params.by_pieces = divisor(ceil_div(in.h * in.w, std::int64_t{64}));
+  params.by_width = Divisor(in.w);
+  params.by_pieces = Divisor(ceil_div(in.h * in.w, std::int64_t{64}));
   params.width = whole(out.w);
   params.height = whole(out.h);
   params.rows = whole(out.c);
-  params.by_out_width = divisor(out.w);
-  params.by_pixels = divisor(out.h * out.w);
+  params.by_out_width = Divisor(out.w);
+  params.by_pixels = Divisor(out.h * out.w);
   params.out = out.data;
   params.unit_n = whole(out.n_stride / kMapUnit);
   params.unit_h = whole(out.h_stride / kMapUnit);

@@ -107,8 +107,6 @@ Warps warps_of(const Kind& kind, const Shape& shape, std::int64_t d, std::int64_
   return {ctas / 2 <= multiprocessors ? 8 : 4, 2};
 }
 
-Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
-
 /// Weights as they are made, [j][k][l], whose lanes' shares are whole and begin at multiples of 16 bytes.
 bool suits(const Weights& w, const Sizes& s, const Kind& kind) {
   return (s.d == 1 || w.d == 1) && w.c == s.d && s.c % (depth_of(kind.v) / 4) == 0 && (s.b == 1 || w.b % 8 == 0) &&
@@ -248,8 +246,8 @@ Map deep_map(const Problem& p, int rows, int lines) {
 void run_deep(const Kernel& kernel, const Problem& p, DeepParams& params, std::int64_t pairs, Context& context) {
   const std::int64_t groups = ceil_div(p.batch, std::int64_t{kDeepRows});
   params.x = deep_map(p, kDeepRows, 4);
-  params.direct.groups = divisor(groups);
-  params.direct.j_tiles = divisor(p.sizes.b / 64);
+  params.direct.groups = Divisor(groups);
+  params.direct.j_tiles = Divisor(p.sizes.b / 64);
   params.rows = static_cast<int>(ceil_div(p.batch, groups));
   params.ctas = 2;
   params.depth = static_cast<int>(p.sizes.c / 4);
@@ -259,8 +257,8 @@ void run_deep(const Kernel& kernel, const Problem& p, DeepParams& params, std::i
 
 void run_whole(const Kernel& kernel, const Problem& p, DeepParams& params, std::int64_t ctas, Context& context) {
   const std::int64_t groups = ceil_div(p.batch, std::int64_t{kWholeRows});
-  params.direct.groups = divisor(groups);
-  params.direct.j_tiles = divisor(p.sizes.b / kWholeOutputs);
+  params.direct.groups = Divisor(groups);
+  params.direct.j_tiles = Divisor(p.sizes.b / kWholeOutputs);
   params.rows = static_cast<int>(ceil_div(p.batch, groups));
   params.x = deep_map(p, params.rows, 1);
   params.ctas = 1;
@@ -270,8 +268,8 @@ void run_whole(const Kernel& kernel, const Problem& p, DeepParams& params, std::
 void run_tiles(const Kernel& kernel, const Problem& p, Params& params, const Tile& tile, Context& context) {
   const std::int64_t own = 1 << tile.log_own, groups = ceil_div(p.batch, tile.rows);
   const std::int64_t j_tiles = ceil_div(p.sizes.b, 16 * own);
-  params.groups = divisor(groups);
-  params.j_tiles = divisor(j_tiles);
+  params.groups = Divisor(groups);
+  params.j_tiles = Divisor(j_tiles);
   params.log_own = tile.log_own;
   params.along_k = static_cast<int>(tile.parts);
   params.rows = static_cast<int>(tile.rows);
@@ -283,7 +281,7 @@ void run_tiles(const Kernel& kernel, const Problem& p, Params& params, const Til
 void run_pieces(const Kernel& kernel, const Problem& p, Context& context) {
   Params params = fill(p);
   const std::int64_t tiles = ceil_div(p.sizes.b, std::int64_t{kPieceOutputs});
-  params.j_tiles = divisor(tiles);
+  params.j_tiles = Divisor(tiles);
   params.piece = true;
   kernel.launch(p.sizes.a * tiles, kPieceThreads, piece_bytes(params.c, params.batch), &params, context.stream);
 }
@@ -317,9 +315,9 @@ bool run(const Problem& p, Context& context) {
   DeepParams all{};
   Params& params = all.direct;
   params = fill(p);
-  params.groups = divisor(groups);
-  params.j_tiles = divisor(j_tiles);
-  params.l_tiles = divisor(l_tiles);
+  params.groups = Divisor(groups);
+  params.j_tiles = Divisor(j_tiles);
+  params.l_tiles = Divisor(l_tiles);
   params.log_own = std::countr_zero(static_cast<unsigned>(most.own));
   params.along_k = static_cast<int>(ceil_div(chunks, turns));
   params.more = p.batch > few::kMostRows;

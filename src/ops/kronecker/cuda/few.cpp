@@ -257,8 +257,6 @@ bool x_rows(const Problem& p) {
   return p.x.batch == 1 && p.batch % 4 == 0 && p.x.feature % 4 == 0 && is_aligned(p.x.data, 4 * size_of(p.dtype));
 }
 
-Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
-
 /// What both kinds of kernel are told of the problem and of how it is spread over `rows` at a time.
 template <typename AnySpread>
 Params fill(const Problem& p, const AnySpread& spread, std::int64_t rows) {
@@ -285,9 +283,9 @@ Params fill(const Problem& p, const AnySpread& spread, std::int64_t rows) {
   params.log_k = spread.log_k;
   params.log_j = spread.log_j;
   params.split = 1;
-  params.groups = divisor(ceil_div(p.batch, rows));
-  params.j_tiles = divisor(ceil_div(s.b, spread.tile_j));
-  params.l_tiles = divisor(ceil_div(s.d, spread.tile_l));
+  params.groups = Divisor(ceil_div(p.batch, rows));
+  params.j_tiles = Divisor(ceil_div(s.b, spread.tile_j));
+  params.l_tiles = Divisor(ceil_div(s.d, spread.tile_l));
   params.activation = static_cast<int>(p.activation);
   return params;
 }
@@ -365,7 +363,7 @@ void run_tiles(const Problem& p, const TileSpread& spread, Context& context) {
   const std::int64_t room = room_of(p.batch);
   Params params = fill(p, spread, kTileRows);
   params.split = spread.split;
-  params.by_split = divisor(spread.split);
+  params.by_split = Divisor(spread.split);
   params.part = static_cast<int>(spread.part);
   const std::int64_t x_room = std::min<std::int64_t>(TileSpread::kRoom, driver::shared_limit(context.device.index));
   params.chunk = static_cast<int>(spread.steps(room, x_room) * spread.step);

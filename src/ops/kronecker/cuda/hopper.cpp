@@ -31,7 +31,6 @@ static_assert(resident_shared_bytes(kMostKept) + 2 * 192 * 2 + stages(0) * 16 <=
 static_assert(fits(64, 4 * 64) && fits(128, 2 * 128) && fits(192, 192) && fits(256, 256));
 
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
-Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
 
 // ---------------------------------------------------------------------------------------------- which kernel
 
@@ -416,9 +415,9 @@ void unpack(const WeightProblem& p, const Workspace& sums, std::int64_t line, st
   params.wide_tiles = narrowed(ceil_div(s.b * cols, wide));
   params.deep_tiles = narrowed(ceil_div(s.d, deep));
   params.slices = narrowed(slices);
-  params.wide = divisor(wide);
-  params.deep = divisor(deep);
-  params.cols = divisor(cols);
+  params.wide = Divisor(wide);
+  params.deep = Divisor(deep);
+  params.cols = Divisor(cols);
   unpack_kernel(p.dtype, context.device.index)
       .launch_behind(s.a * params.wide_tiles * params.deep_tiles, kPackThreads, 0, &params, context.stream);
 }
@@ -435,11 +434,11 @@ ProductParams product_params(const Problem& p, const Sizes& s, std::int64_t row_
   params.b = narrowed(s.b);
   params.steps = narrowed(ceil_div(s.c, line_of(p.dtype)));
   params.total = narrowed(row_tiles * col_tiles * products);
-  params.d = divisor(s.d);
-  params.col_tiles = divisor(col_tiles);
-  params.share = divisor(share);
-  params.tail = divisor(std::max<std::int64_t>(row_tiles % share, 1));
-  params.group = divisor(share * col_tiles * products);
+  params.d = Divisor(s.d);
+  params.col_tiles = Divisor(col_tiles);
+  params.share = Divisor(share);
+  params.tail = Divisor(std::max<std::int64_t>(row_tiles % share, 1));
+  params.group = Divisor(share * col_tiles * products);
   params.together = 1;
   return params;
 }
@@ -455,7 +454,7 @@ Strands strands(const Problem& p, bool last) {
           p.w.c,
           p.w.d,
           narrowed(p.sizes.c),
-          divisor(p.sizes.d)};
+          Divisor(p.sizes.d)};
 }
 
 /// Where x and y lie.
@@ -622,7 +621,7 @@ void run_resident(const Problem& p, const Layout& layout, const Resident& kept, 
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
   ProductParams params = product_params(p, p.sizes, layout.row_tiles(p.batch), kept.width, 1);
   set_operands(params, p, layout);
-  params.share = divisor(kept.seats);
+  params.share = Divisor(kept.seats);
   params.total = narrowed(layout.row_tiles(p.batch));
   const int each = std::min(params.total, multiprocessors / kept.seats);
   resident_kernel(p.dtype, kept.width, context.device.index)

@@ -21,7 +21,6 @@ using hopper::RegroupParams;
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
 
 int narrowed(std::int64_t value) { return static_cast<int>(value); }
-Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
 
 KernelSpec pack_instance(DType dtype, bool tf32) {
   const char* const bits = size_of(dtype) == 2 ? "fretwork::u16" : tf32 ? "float" : "fretwork::u32";
@@ -94,9 +93,9 @@ bool pack_in_registers(const Weights& w, const Sizes& s, const Shape& shape, DTy
   params.grouped_delta = matrix;
   params.d = narrowed(s.d);
   params.total = narrowed(s.a * shape.lines * (shape.entries / 8) * (s.d / deltas));
-  params.groups = divisor(s.d / deltas);
-  params.eights = divisor(shape.entries / 8);
-  params.a = divisor(shape.lines);
+  params.groups = Divisor(s.d / deltas);
+  params.eights = Divisor(shape.entries / 8);
+  params.a = Divisor(shape.lines);
   params.tf32 = lines.tf32;
   regroup(params, static_cast<int>(bytes), false, context);
   return true;
@@ -117,9 +116,9 @@ void pack_dense(const Weights& w, const Sizes& s, DType dtype, const Lines& line
   params.q = narrowed(shape.entries);
   params.line = narrowed(lines.pitch);
   params.total = narrowed(s.a * shape.lines * units);
-  params.units = divisor(units);
-  params.p = divisor(shape.lines);
-  params.d = divisor(s.d);
+  params.units = Divisor(units);
+  params.p = Divisor(shape.lines);
+  params.d = Divisor(s.d);
   kernels.get(size_of(dtype) == 2 ? 17 : 18, context.device.index, [&] { return pack_dense_instance(dtype); })
       .launch(ceil_div(params.total, hopper::kPackThreads), hopper::kPackThreads, 0, &params, context.stream);
 }
@@ -192,9 +191,9 @@ void regroup(const Matrix& m, void* grouped, std::int64_t width, std::int64_t ba
   params.grouped_delta = width;
   params.d = narrowed(s.d);
   params.total = narrowed(batch * s.a * groups * (width / 8));
-  params.groups = divisor(groups);
-  params.eights = divisor(width / 8);
-  params.a = divisor(s.a);
+  params.groups = Divisor(groups);
+  params.eights = Divisor(width / 8);
+  params.a = Divisor(s.a);
   regroup(params, bytes, back, context);
 }
 

@@ -265,8 +265,6 @@ void set_result(const Problem& p, Params& params) {
   params.plain = p.is_plain() ? 1 : 0;
 }
 
-Divisor divisor(std::int64_t by) { return Divisor(static_cast<unsigned>(by)); }
-
 /// How many tiles there are, and who has which.
 void set_tiles(const Problem& p, const Choice& choice, Params& params) {
   const std::int64_t row_tiles = ceil_div(p.m, kRows * choice.pair), col_tiles = ceil_div(p.n, choice.width);
@@ -275,10 +273,10 @@ void set_tiles(const Problem& p, const Choice& choice, Params& params) {
   params.n = narrowed(p.n);
   params.groups = narrowed(groups_of(p));
   params.total = narrowed(row_tiles * p.batch * col_tiles);
-  params.tiles = divisor(row_tiles * col_tiles);
-  params.set = divisor(share * col_tiles);
-  params.share = divisor(share);
-  params.tail = divisor(tail != 0 ? tail : share);
+  params.tiles = Divisor(row_tiles * col_tiles);
+  params.set = Divisor(share * col_tiles);
+  params.share = Divisor(share);
+  params.tail = Divisor(tail != 0 ? tail : share);
   params.b_batch = p.b.batch != 0 ? 1 : 0;
   params.split = choice.split;
   const std::int64_t steps = steps_of(p), chunk = steps_of_chunk(bytes_of(p.dtype));

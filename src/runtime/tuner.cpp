@@ -25,7 +25,7 @@ double slack(int rounds) { return rounds == 1 ? 2.0 : rounds == 2 ? 1.3 : 1.1; }
 
 bool is_right(const Finish& finish) { return finish.verdict.takes && finish.verdict.right; }
 
-Finish verified(const Candidate& candidate) {
+Finish verified(const TuneCandidate& candidate) {
   Finish finish{candidate.name, {}, {}, {}};
   try {
     finish.verdict = candidate.verify();
@@ -114,11 +114,11 @@ Times times_of(std::vector<double> rounds) {
           .rounds = std::move(rounds)};
 }
 
-std::optional<std::vector<Finish>> race(std::span<const Candidate> candidates, const RaceOptions& options,
+std::optional<std::vector<Finish>> race(std::span<const TuneCandidate> candidates, const RaceOptions& options,
                                         const std::atomic<bool>& stop) {
   std::vector<Finish> finishes;
   std::vector<bool> running;
-  for (const Candidate& candidate : candidates) {
+  for (const TuneCandidate& candidate : candidates) {
     if (stop) {
       return std::nullopt;
     }

@@ -30,7 +30,7 @@ struct Verdict {
   double mse = 0;  ///< mean squared error against the reference
 };
 
-struct Candidate {
+struct TuneCandidate {
   std::string name;
   std::function<Verdict()> verify;  ///< called once, before any round; what it throws means a wrong result
   std::function<double()> round;    ///< milliseconds of a call
@@ -55,7 +55,7 @@ struct RaceOptions {
 
 /// Verifies every candidate, then lets those that are right run in turn, round by round, dropping the slow ones early.
 /// In the order of the candidates. Nothing when `stop` is set meanwhile.
-std::optional<std::vector<Finish>> race(std::span<const Candidate> candidates, const RaceOptions& options,
+std::optional<std::vector<Finish>> race(std::span<const TuneCandidate> candidates, const RaceOptions& options,
                                         const std::atomic<bool>& stop);
 /// Of those that ran every round. Null when none is right.
 const Finish* winner_of(const std::vector<Finish>& finishes, const RaceOptions& options);

@@ -9,7 +9,7 @@
 
 #include "core/half.h"
 #include "fretwork/executor_tbb.h"
-#include "ops/kronecker/choice.h"
+#include "ops/kronecker/config.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/tuned.h"
 
@@ -18,17 +18,17 @@ namespace {
 
 namespace driver = fretwork::cuda;
 
-TEST(Choice, IsItsText) {
+TEST(Config, IsItsText) {
   for (const char* const text : {"best", "hopper:128", "regroup:64", "dense:256", "resident", "strided:16x4", "cluster",
                                  "portable", "simple", "rows:256", "lanes:192", "few", "direct"}) {
-    const auto choice = parse_choice(text);
+    const auto choice = parse_config(text);
     ASSERT_TRUE(choice) << text;
     EXPECT_EQ(text_of(*choice), text);
   }
   for (const char* const text :
        {"", "frob", "hopper", "hopper:", "hopper:x", "hopper:0", "hopper:-64", "hopper:64x2", "strided:16",
         "strided:16x", "cluster:2x4", "simple:1", "rows:1.5", " best", "rows:99999999999"}) {
-    EXPECT_FALSE(parse_choice(text)) << text;
+    EXPECT_FALSE(parse_config(text)) << text;
   }
 }
 
@@ -69,7 +69,7 @@ TEST(Tables, ShippedOnesAreUnderstood) {
     for (const auto& [device, ops] : table.all()) {
       for (const auto& [problem, row] : ops.contains("kronecker") ? ops.at("kronecker") : TunedTable::Rows()) {
         EXPECT_TRUE(parse_bucket(problem)) << shipped.name << ": " << problem;
-        EXPECT_TRUE(parse_choice(row.choice)) << shipped.name << ": " << row.choice;
+        EXPECT_TRUE(parse_config(row.choice)) << shipped.name << ": " << row.choice;
       }
     }
   }
@@ -91,16 +91,16 @@ class Product {
     place(w_, w_bytes_, w_device_);
     place(y_, y_bytes_, y_device_);
   }
-  std::vector<Choice> choices() const { return candidates(problem(), context_); }
+  std::vector<Config> choices() const { return candidates(problem(), context_); }
 
-  double seconds(const Choice& choice) {
+  double seconds(const Config& choice) {
     const auto begin = std::chrono::steady_clock::now();
     EXPECT_TRUE(run(problem(), context_, choice));
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
 
   /// The result, or nothing when this way does not take it; NaN where nothing was written.
-  std::vector<double> result(const Choice& choice) {
+  std::vector<double> result(const Config& choice) {
     std::fill(y_bytes_.begin(), y_bytes_.end(), 0xff);
     if (on_cuda()) {
       driver::copy_to_device(y_.data, y_bytes_.data(), y_bytes_.size(), nullptr);
@@ -164,14 +164,14 @@ class Product {
 };
 
 /// How many ways took it. `usual` is one that is tested elsewhere.
-int expect_same(Product& product, const Choice& usual, double tolerance, const std::string& what) {
+int expect_same(Product& product, const Config& usual, double tolerance, const std::string& what) {
   const std::vector<double> want = product.result(usual);
   double largest = 0;
   for (const double value : want) {
     largest = std::max(largest, std::abs(value));
   }
   int took = 0;
-  for (const Choice& choice : product.choices()) {
+  for (const Config& choice : product.choices()) {
     const std::vector<double> got = product.result(choice);
     double worst = 0;
     for (std::size_t n = 0; n < got.size(); ++n) {
@@ -203,7 +203,7 @@ TEST(CpuChoices, TheUsualOneIsNotFarFromTheBest) {
                                      {{1, 64, 64, 27}, 16},
                                      {{4, 8, 8, 1}, 512}}) {
     Product product(sizes, batch, DType::f32, false, context);
-    const Choice lanes{Route::lanes, 192};
+    const Config lanes{Family::lanes, 192};
     double usual = 1e9, other = 1e9;
     for (int round = 0; round < 20; ++round) {
       usual = std::min(usual, product.seconds({}));
@@ -234,10 +234,10 @@ TEST(CpuChoices, AllGiveTheSame) {
 TEST(CpuChoices, ThoseOfAGpuAreRefused) {
   Context context = Context::cpu();
   Product product({2, 4, 4, 2}, 8, DType::f32, false, context);
-  EXPECT_TRUE(product.result({Route::hopper, 128}).empty());
-  EXPECT_TRUE(product.result({Route::simple}).empty());
+  EXPECT_TRUE(product.result({Family::hopper, 128}).empty());
+  EXPECT_TRUE(product.result({Family::simple}).empty());
   Product large({2, 4, 4, 2}, 80, DType::f32, false, context);
-  EXPECT_TRUE(large.result({Route::few}).empty());
+  EXPECT_TRUE(large.result({Family::few}).empty());
 }
 
 TEST(CudaChoices, AllGiveTheSame) {
@@ -266,7 +266,7 @@ TEST(CudaChoices, AllGiveTheSame) {
         context.precision = precision;
         Product product(sizes, batch, dtype, last, context);
         const std::string what = std::to_string(batch) + (last ? " last " : " first ") + name_of(dtype);
-        EXPECT_GE(expect_same(product, {Route::simple}, tolerance, what), 2);
+        EXPECT_GE(expect_same(product, {Family::simple}, tolerance, what), 2);
       }
     }
   }
@@ -279,11 +279,11 @@ TEST(CudaChoices, UnknownSizesAreRefused) {
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
   Product product({2, 64, 64, 16}, 300, DType::f16, false, context);
-  EXPECT_TRUE(product.result({Route::hopper, 100}).empty());
-  EXPECT_TRUE(product.result({Route::regroup, 100}).empty());
-  EXPECT_TRUE(product.result({Route::dense, 100}).empty());
-  EXPECT_TRUE(product.result({Route::strided, 3, 4}).empty());
-  EXPECT_TRUE(product.result({Route::rows, 64}).empty());
+  EXPECT_TRUE(product.result({Family::hopper, 100}).empty());
+  EXPECT_TRUE(product.result({Family::regroup, 100}).empty());
+  EXPECT_TRUE(product.result({Family::dense, 100}).empty());
+  EXPECT_TRUE(product.result({Family::strided, 3, 4}).empty());
+  EXPECT_TRUE(product.result({Family::rows, 64}).empty());
 }
 
 }  // namespace

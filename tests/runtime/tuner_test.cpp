@@ -24,7 +24,7 @@ namespace {
 std::atomic<bool> go_on = false;  // never set
 
 /// A candidate whose rounds take `times`, the last one for ever; counts its rounds.
-Candidate with_times(const std::string& name, std::vector<double> times, int* count,
+TuneCandidate with_times(const std::string& name, std::vector<double> times, int* count,
                      Verdict verdict = {true, true, 0}) {
   return {name, [verdict] { return verdict; },
           [times, count] {
@@ -49,7 +49,7 @@ using TunedTableTest = Folder;
 
 TEST(Race, DropsLosersEarlyAndKeepsTheRest) {
   int fast = 0, near = 0, slow = 0, hopeless = 0;
-  const Candidate all[] = {with_times("slow", {1.25}, &slow), with_times("fast", {1.0}, &fast),
+  const TuneCandidate all[] = {with_times("slow", {1.25}, &slow), with_times("fast", {1.0}, &fast),
                            with_times("near", {1.05}, &near), with_times("hopeless", {2.5}, &hopeless)};
   const auto finishes = race(all, {.rounds = 9, .favourite = ""}, go_on);
   ASSERT_TRUE(finishes);
@@ -63,7 +63,7 @@ TEST(Race, DropsLosersEarlyAndKeepsTheRest) {
 
 TEST(Race, OneBadRoundDropsNobody) {
   int unlucky = 0, other = 0;
-  const Candidate all[] = {with_times("unlucky", {1.0, 9.0, 1.0, 9.0, 1.0}, &unlucky),
+  const TuneCandidate all[] = {with_times("unlucky", {1.0, 9.0, 1.0, 9.0, 1.0}, &unlucky),
                            with_times("other", {1.08}, &other)};
   const auto finishes = race(all, {.rounds = 5, .favourite = ""}, go_on);
   EXPECT_EQ(unlucky, 5);
@@ -72,9 +72,9 @@ TEST(Race, OneBadRoundDropsNobody) {
 
 TEST(Race, WrongResultsNeverRun) {
   int wrong = 0, thrown = 0, foreign = 0, right = 0;
-  Candidate throwing = with_times("throws", {0.1}, &thrown);
+  TuneCandidate throwing = with_times("throws", {0.1}, &thrown);
   throwing.verify = []() -> Verdict { throw std::runtime_error("no such launch"); };
-  const Candidate all[] = {with_times("wrong", {0.1}, &wrong, {true, false, 3.5}), throwing,
+  const TuneCandidate all[] = {with_times("wrong", {0.1}, &wrong, {true, false, 3.5}), throwing,
                            with_times("foreign", {0.1}, &foreign, {}), with_times("right", {1.0}, &right)};
   const RaceOptions options{.rounds = 4, .favourite = "wrong"};
   const auto finishes = race(all, options, go_on);
@@ -88,7 +88,7 @@ TEST(Race, WrongResultsNeverRun) {
 TEST(Race, TheFavouriteIsMeasuredToTheEndAndStaysUnlessBeaten) {
   const auto winner = [](std::vector<double> favourite, std::vector<double> other) {
     int count = 0, rounds = 0;
-    const Candidate all[] = {with_times("usual", favourite, &count), with_times("other", other, &rounds)};
+    const TuneCandidate all[] = {with_times("usual", favourite, &count), with_times("other", other, &rounds)};
     const RaceOptions options{.rounds = 6, .favourite = "usual"};
     const auto finishes = race(all, options, go_on);
     EXPECT_EQ(count, 6);
@@ -109,7 +109,7 @@ TEST(Race, TheFavouriteIsMeasuredToTheEndAndStaysUnlessBeaten) {
 TEST(Race, StopsWhenAsked) {
   std::atomic<bool> stop = false;
   int count = 0;
-  Candidate all[] = {with_times("one", {1.0}, &count)};
+  TuneCandidate all[] = {with_times("one", {1.0}, &count)};
   all[0].round = [&] {
     stop = ++count == 3;
     return 1.0;

@@ -9,7 +9,7 @@
 namespace fretwork::cli {
 namespace {
 
-using kronecker::Choice;
+using kronecker::Config;
 
 /// Up to `most` of [0, count): the ends, where tails are, and places between them.
 std::vector<std::int64_t> some_of(std::int64_t count, std::int64_t most, std::mt19937& random) {
@@ -51,9 +51,9 @@ kronecker::Chosen chosen_for(const KroneckerCase& one, DType dtype, const Contex
   return chosen(kronecker::make_problem(views.x, views.w, views.y), context);
 }
 
-std::vector<Choice> choices_for(const KroneckerCase& one, DType dtype, const Context& context) {
+std::vector<Config> configs_for(const KroneckerCase& one, DType dtype, const Context& context) {
   const KroneckerViews views(one, dtype, context.device);
-  std::vector<Choice> list{Choice{}};
+  std::vector<Config> list{Config{}};
   const auto others = candidates(kronecker::make_problem(views.x, views.w, views.y), context);
   list.insert(list.end(), others.begin(), others.end());
   return list;
@@ -111,7 +111,7 @@ Verdict KroneckerContest::check() const {
   return {true, finite && worst <= tolerance_ * largest, squares / static_cast<double>(samples_.size())};
 }
 
-Candidate KroneckerContest::candidate(const Choice& choice) {
+TuneCandidate KroneckerContest::candidate(const Config& choice) {
   const auto call = [this, choice] {
     return run(kronecker::make_problem(views_.x, views_.w, views_.y), context_, choice);
   };

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kronecker_case.h"
-#include "ops/kronecker/choice.h"
+#include "ops/kronecker/config.h"
 
 namespace fretwork::cli {
 
@@ -16,7 +16,7 @@ std::string tuned_problem(const KroneckerCase& one, DType dtype, const Context& 
 /// What a call takes today, by tables or without.
 kronecker::Chosen chosen_for(const KroneckerCase& one, DType dtype, const Context& context);
 /// Every choice that the op lists, `best` first.
-std::vector<kronecker::Choice> choices_for(const KroneckerCase& one, DType dtype, const Context& context);
+std::vector<kronecker::Config> configs_for(const KroneckerCase& one, DType dtype, const Context& context);
 
 /// Operands on the device, and some elements of the result in float64, computed here from their definition.
 class KroneckerContest {
@@ -24,7 +24,7 @@ class KroneckerContest {
   KroneckerContest(const KroneckerCase& one, DType dtype, Stopwatch& clock);
 
   /// Valid as long as this is.
-  Candidate candidate(const kronecker::Choice& choice);
+  TuneCandidate candidate(const kronecker::Config& choice);
 
  private:
   struct Sample {

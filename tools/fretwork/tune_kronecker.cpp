@@ -22,7 +22,7 @@
 namespace fretwork::cli {
 namespace {
 
-using kronecker::Choice;
+using kronecker::Config;
 
 constexpr const char* kOp = "kronecker";
 
@@ -48,11 +48,11 @@ Patterns chosen_patterns(const TuneOptions& options) {
 }
 
 /// "rows:64,rows:256" among those that some case has; empty when all are meant.
-std::vector<Choice> read_choices(const std::optional<std::string>& text, const std::vector<KroneckerCase>& cases,
+std::vector<Config> read_configs(const std::optional<std::string>& text, const std::vector<KroneckerCase>& cases,
                                  DType dtype, const Context& context) {
-  std::vector<Choice> list, known;
+  std::vector<Config> list, known;
   for (const KroneckerCase& one : cases) {
-    for (const Choice& choice : choices_for(one, dtype, context)) {
+    for (const Config& choice : configs_for(one, dtype, context)) {
       if (std::ranges::find(known, choice) == known.end()) {
         known.push_back(choice);
       }
@@ -61,10 +61,10 @@ std::vector<Choice> read_choices(const std::optional<std::string>& text, const s
   for (std::size_t begin = 0; text && begin <= text->size();) {
     const std::size_t end = std::min(text->find(',', begin), text->size());
     const std::string name = text->substr(begin, end - begin);
-    const auto choice = std::ranges::find(known, name, [](const Choice& one) { return kronecker::text_of(one); });
+    const auto choice = std::ranges::find(known, name, [](const Config& one) { return kronecker::text_of(one); });
     if (choice == known.end()) {
       std::string names;
-      for (const Choice& one : known) {
+      for (const Config& one : known) {
         names += (names.empty() ? "" : ",") + kronecker::text_of(one);
       }
       throw UsageError("tune: --candidates: expected some of " + names + ", got '" + name + "'");
@@ -105,7 +105,7 @@ class Gain {
 /// Columns of the CSV: the kernel and its parameters, empty for those that it has not.
 std::string configuration_of(const TunedRow& row) {
   // A row of a table that an older or a newer version wrote may name another.
-  const auto choice = kronecker::parse_choice(row.choice);
+  const auto choice = kronecker::parse_config(row.choice);
   const kronecker::Columns columns = choice ? kronecker::columns_of(*choice) : kronecker::Columns{row.choice};
   std::string text(columns.kernel);
   for (const int value : columns.parameters) {
@@ -158,12 +158,12 @@ void show(const std::vector<KroneckerCase>& cases, DType dtype, const Context& c
 }
 
 /// The heuristic's, and those of `choices` that were asked for or all of them.
-std::vector<Candidate> candidates_of(KroneckerContest& contest, const std::vector<Choice>& choices,
-                                     const std::vector<Choice>& wanted) {
-  std::vector<Candidate> list;
-  for (const Choice& choice : choices) {
+std::vector<TuneCandidate> candidates_of(KroneckerContest& contest, const std::vector<Config>& choices,
+                                         const std::vector<Config>& wanted) {
+  std::vector<TuneCandidate> list;
+  for (const Config& choice : choices) {
     const bool asked = wanted.empty() || std::ranges::find(wanted, choice) != wanted.end();
-    if (asked || choice == Choice{}) {
+    if (asked || choice == Config{}) {
       list.push_back(contest.candidate(choice));
     }
   }
@@ -171,7 +171,7 @@ std::vector<Candidate> candidates_of(KroneckerContest& contest, const std::vecto
 }
 
 /// What a call that the tables answer with `choice` runs as: the heuristic, which stands first, where it cannot.
-const Finish* ran_as(const std::vector<Finish>& finishes, const Choice& choice) {
+const Finish* ran_as(const std::vector<Finish>& finishes, const Config& choice) {
   const auto named = std::ranges::find(finishes, kronecker::text_of(choice), &Finish::name);
   const Finish& one = named != finishes.end() && !named->rounds.empty() ? *named : finishes.front();
   return one.rounds.empty() ? nullptr : &one;
@@ -185,13 +185,13 @@ class Suite {
         race_{options.run.rounds > 0 ? options.run.rounds
               : options.lengthy      ? 15
                                      : 7,
-              kronecker::text_of(Choice{})},
+              kronecker::text_of(Config{})},
         clock_(run_.device(), run_.executor(), race_.rounds, run_.precision(options.precision)) {
     for (const auto& pattern : chosen_patterns(options)) {
       cases_.push_back({pattern, options.batch > 0 ? options.batch : usual_batch(run_.device()), options.bs_last});
       check_fits(cases_.back(), run_.dtype(), run_.device(), "tune");
     }
-    wanted_ = read_choices(options.candidates, cases_, run_.dtype(), clock_.context());
+    wanted_ = read_configs(options.candidates, cases_, run_.dtype(), clock_.context());
   }
 
   void run() {
@@ -238,9 +238,9 @@ class Suite {
       return *known;
     }
     KroneckerContest contest(one, run_.dtype(), clock_);
-    const Choice now = options_.compare ? chosen_for(one, run_.dtype(), context).choice : Choice{};
+    const Config now = options_.compare ? chosen_for(one, run_.dtype(), context).choice : Config{};
     const auto finishes = race(
-        candidates_of(contest, choices_for(one, run_.dtype(), context), options_.compare ? std::vector{now} : wanted_),
+        candidates_of(contest, configs_for(one, run_.dtype(), context), options_.compare ? std::vector{now} : wanted_),
         race_, stopped);
     if (!finishes) {
       return std::nullopt;
@@ -257,7 +257,7 @@ class Suite {
   Run run_;
   RaceOptions race_;
   Stopwatch clock_;
-  std::vector<Choice> wanted_;
+  std::vector<Config> wanted_;
   std::vector<KroneckerCase> cases_;
 };
 

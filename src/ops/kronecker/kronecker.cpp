@@ -8,7 +8,7 @@
 
 #include "fretwork/error.h"
 #include "ops/kronecker/chain.h"
-#include "ops/kronecker/choice.h"
+#include "ops/kronecker/config.h"
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/problem.h"
 #include "pattern/checks.h"
@@ -85,7 +85,7 @@ Problem check(const char* op, const Argument& x, const Argument& w, const ConstT
 /// The way that a table names, or the one that needs none: also where this problem's strides are not for the former.
 void run(const Problem& problem, Context& context) {
   if (problem.batch > 0 && !run(problem, context, chosen(problem, context).choice)) {
-    run(problem, context, Choice{});
+    run(problem, context, Config{});
   }
 }
 

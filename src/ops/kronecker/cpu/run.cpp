@@ -6,7 +6,7 @@
 #include "ops/kronecker/cpu/run.h"
 
 #include "core/large_pages.h"
-#include "ops/kronecker/choice.h"
+#include "ops/kronecker/config.h"
 
 namespace fretwork::kronecker::cpu {
 namespace {
@@ -592,32 +592,32 @@ void run(const Problem& problem, Context& context) {
   batch_on_lanes(problem) ? run_as<BatchLast>(problem, context) : run_as<BatchFirst>(problem, context);
 }
 
-bool run(const Problem& problem, Context& context, const Choice& choice) {
-  switch (choice.route) {
-    case Route::rows:
+bool run(const Problem& problem, Context& context, const Config& choice) {
+  switch (choice.family) {
+    case Family::rows:
       ask_for_large_pages(problem);
       run_as<BatchFirst>(problem, context, choice.first);
       return true;
-    case Route::lanes:
+    case Family::lanes:
       ask_for_large_pages(problem);
       Turned::fits(problem) ? run_as<Turned>(problem, context, choice.first)
                             : run_as<BatchLast>(problem, context, choice.first);
       return true;
-    case Route::few:
+    case Family::few:
       return FewRows::fits(problem) && (run_as<FewRows>(problem, context), true);
     default:
       return false;
   }
 }
 
-std::vector<Choice> candidates(const Problem& problem) {
-  std::vector<Choice> list;
+std::vector<Config> candidates(const Problem& problem) {
+  std::vector<Config> list;
   for (const int factor : {1, 2, 4, 8}) {
-    list.push_back({Route::rows, static_cast<int>(kBlockRows) * factor / 4});
-    list.push_back({Route::lanes, static_cast<int>(kBlockCols) * factor / 2});
+    list.push_back({Family::rows, static_cast<int>(kBlockRows) * factor / 4});
+    list.push_back({Family::lanes, static_cast<int>(kBlockCols) * factor / 2});
   }
   if (FewRows::fits(problem)) {
-    list.push_back({Route::few});
+    list.push_back({Family::few});
   }
   return list;
 }

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "fretwork/error.h"
-#include "ops/kronecker/choice.h"
+#include "ops/kronecker/config.h"
 #include "ops/kronecker/cuda/pack.h"
 #include "ops/kronecker/cuda/params.h"
 #include "runtime/cuda_driver.h"
@@ -154,8 +154,8 @@ ProductOperand weight_operand(const Problem& problem) {
   return operand(w.data, s.a > 1 ? w.a : 0, s.d > 1 ? w.d : 0, w.b, w.c, s.d > 1);
 }
 
-/// By the kernel of that route, or the better of the two. False where the portable one cannot.
-bool run_here(const Problem& problem, Context& context, Route route = Route::best) {
+/// By the kernel of that family, or the better of the two. False where the portable one cannot.
+bool run_here(const Problem& problem, Context& context, Family family = Family::best) {
   const auto& [a, b, c, d] = problem.sizes;
   ProductParams p{};
   p.left = matrix_operand(problem.x, problem.sizes, c, false);
@@ -172,7 +172,7 @@ bool run_here(const Problem& problem, Context& context, Route route = Route::bes
   p.d = d;
   p.pieces = 1;
   p.activation = static_cast<int>(problem.activation);
-  if (route == Route::simple) {
+  if (family == Family::simple) {
     launch_simple(p, problem.dtype, false, context);
     return true;
   }
@@ -191,7 +191,7 @@ bool run_here(const Problem& problem, Context& context, Route route = Route::bes
     p = lined;
     p.right.data = packed.data();
   }
-  if (route == Route::portable && !tensor_cores(p, problem.dtype, true, context)) {
+  if (family == Family::portable && !tensor_cores(p, problem.dtype, true, context)) {
     return false;
   }
   launch(p, problem.dtype, false, context);
@@ -306,45 +306,46 @@ void cuda::run(const Problem& problem, Context& context) {
   }
 }
 
-bool cuda::run(const Problem& problem, Context& context, const Choice& choice) {
+bool cuda::run(const Problem& problem, Context& context, const Config& choice) {
   const driver::DeviceScope scope(context.device.index);
-  switch (choice.route) {
-    case Route::hopper:
+  switch (choice.family) {
+    case Family::hopper:
       return hopper::run(problem, context, hopper::Form::direct, choice.first);
-    case Route::regroup:
+    case Family::regroup:
       return hopper::run(problem, context, hopper::Form::regrouped, choice.first);
-    case Route::dense:
+    case Family::dense:
       return hopper::run(problem, context, hopper::Form::dense, choice.first);
-    case Route::resident:
+    case Family::resident:
       return hopper::run(problem, context, hopper::Form::resident);
-    case Route::strided:
+    case Family::strided:
       return strided::run(problem, context, strided::Way::alone, {choice.first, choice.second});
-    case Route::cluster:
+    case Family::cluster:
       return strided::run(problem, context, strided::Way::clusters);
-    case Route::portable:
-    case Route::simple:
-      return run_here(problem, context, choice.route);
-    case Route::few:
+    case Family::portable:
+    case Family::simple:
+      return run_here(problem, context, choice.family);
+    case Family::few:
       return few::run(problem, context);
-    case Route::direct:
+    case Family::direct:
       return direct::run(problem, context);
     default:
       return false;
   }
 }
 
-std::vector<Choice> cuda::candidates(const Problem& problem, const Context& context) {
-  std::vector<Choice> list;
+std::vector<Config> cuda::candidates(const Problem& problem, const Context& context) {
+  std::vector<Config> list;
   for (const int width : hopper::widths()) {
-    list.push_back({Route::hopper, width});
-    list.push_back({Route::regroup, width});
-    list.push_back({Route::dense, width});
+    list.push_back({Family::hopper, width});
+    list.push_back({Family::regroup, width});
+    list.push_back({Family::dense, width});
   }
   for (const auto& [v, wm] : strided::shapes(problem.dtype, context.precision)) {
-    list.push_back({Route::strided, v, wm});
+    list.push_back({Family::strided, v, wm});
   }
-  list.insert(list.end(),
-              {{Route::resident}, {Route::cluster}, {Route::few}, {Route::direct}, {Route::portable}, {Route::simple}});
+  list.insert(
+      list.end(),
+      {{Family::resident}, {Family::cluster}, {Family::few}, {Family::direct}, {Family::portable}, {Family::simple}});
   return list;
 }
 

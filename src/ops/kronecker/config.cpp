@@ -1,5 +1,5 @@
 // Choices and tuning buckets as text, and the look-up in tuned tables.
-#include "ops/kronecker/choice.h"
+#include "ops/kronecker/config.h"
 
 #include <algorithm>
 #include <array>
@@ -13,25 +13,25 @@
 namespace fretwork::kronecker {
 namespace {
 
-/// A route's name and the parameters that follow it, as places in `kParameters`.
+/// A family's name and the parameters that follow it, as places in `kParameters`.
 struct Spelling {
   std::string_view name;
   int numbers = 0;
   std::array<std::size_t, 2> parameters{};
 };
-constexpr std::array<Spelling, 13> kRoutes = {{{"best"},
-                                               {"hopper", 1, {0}},
-                                               {"regroup", 1, {0}},
-                                               {"dense", 1, {0}},
-                                               {"resident"},
-                                               {"strided", 2, {1, 2}},
-                                               {"cluster"},
-                                               {"portable"},
-                                               {"simple"},
-                                               {"rows", 1, {3}},
-                                               {"lanes", 1, {3}},
-                                               {"few"},
-                                               {"direct"}}};
+constexpr std::array<Spelling, 13> kFamilies = {{{"best"},
+                                                 {"hopper", 1, {0}},
+                                                 {"regroup", 1, {0}},
+                                                 {"dense", 1, {0}},
+                                                 {"resident"},
+                                                 {"strided", 2, {1, 2}},
+                                                 {"cluster"},
+                                                 {"portable"},
+                                                 {"simple"},
+                                                 {"rows", 1, {3}},
+                                                 {"lanes", 1, {3}},
+                                                 {"few"},
+                                                 {"direct"}}};
 constexpr std::array kPrecisions = {"ieee", "tf32", "tf32x3"};
 constexpr std::array kTypes = {DType::f64, DType::f32, DType::f16, DType::bf16};
 
@@ -64,40 +64,40 @@ bool read_type(std::string_view text, Bucket& bucket) {
 
 int log_of(std::uint64_t n) { return 63 - std::countl_zero(n); }
 
-using Tuned = TunedChoices<Bucket, Choice>;
+using Tuned = TunedChoices<Bucket, Config>;
 
 Tuned& tuned() {
-  static Tuned& choices = *std::make_unique<Tuned>("kronecker", parse_bucket, parse_choice).release();
+  static Tuned& choices = *std::make_unique<Tuned>("kronecker", parse_bucket, parse_config).release();
   return choices;
 }
 
 }  // namespace
 
-std::string text_of(const Choice& choice) {
-  const auto& [name, numbers, parameters] = kRoutes[static_cast<std::size_t>(choice.route)];
+std::string text_of(const Config& choice) {
+  const auto& [name, numbers, parameters] = kFamilies[static_cast<std::size_t>(choice.family)];
   std::string text(name);
   text += numbers > 0 ? ":" + std::to_string(choice.first) : "";
   return text + (numbers > 1 ? "x" + std::to_string(choice.second) : "");
 }
 
-Columns columns_of(const Choice& choice) {
-  const Spelling& route = kRoutes[static_cast<std::size_t>(choice.route)];
-  Columns columns{route.name};
-  for (int n = 0; n < route.numbers; ++n) {
-    columns.parameters[route.parameters[static_cast<std::size_t>(n)]] = n == 0 ? choice.first : choice.second;
+Columns columns_of(const Config& choice) {
+  const Spelling& family = kFamilies[static_cast<std::size_t>(choice.family)];
+  Columns columns{family.name};
+  for (int n = 0; n < family.numbers; ++n) {
+    columns.parameters[family.parameters[static_cast<std::size_t>(n)]] = n == 0 ? choice.first : choice.second;
   }
   return columns;
 }
 
-std::optional<Choice> parse_choice(std::string_view text) {
+std::optional<Config> parse_config(std::string_view text) {
   const std::string_view name = cut(text, ':');
-  const auto route = std::ranges::find(kRoutes, name, &Spelling::name);
-  if (route == kRoutes.end()) {
+  const auto family = std::ranges::find(kFamilies, name, &Spelling::name);
+  if (family == kFamilies.end()) {
     return std::nullopt;
   }
-  Choice choice{static_cast<Route>(route - kRoutes.begin())};
-  const bool read_all = (route->numbers < 1 || read(cut(text, 'x'), choice.first)) &&
-                        (route->numbers < 2 || read(cut(text, 'x'), choice.second)) && text.empty();
+  Config choice{static_cast<Family>(family - kFamilies.begin())};
+  const bool read_all = (family->numbers < 1 || read(cut(text, 'x'), choice.first)) &&
+                        (family->numbers < 2 || read(cut(text, 'x'), choice.second)) && text.empty();
   return read_all ? std::optional(choice) : std::nullopt;
 }
 
@@ -146,7 +146,7 @@ std::optional<Bucket> parse_bucket(std::string_view text) {
   return bucket;
 }
 
-std::vector<Choice> candidates(const Problem& problem, const Context& context) {
+std::vector<Config> candidates(const Problem& problem, const Context& context) {
   return context.device.type == DeviceType::cuda ? cuda::candidates(problem, context) : cpu::candidates(problem);
 }
 
@@ -161,9 +161,9 @@ Chosen chosen(const Problem& problem, const Context& context) {
   return {};
 }
 
-bool run(const Problem& problem, Context& context, const Choice& choice) {
+bool run(const Problem& problem, Context& context, const Config& choice) {
   const bool on_cuda = context.device.type == DeviceType::cuda;
-  if (choice.route == Route::best) {
+  if (choice.family == Family::best) {
     on_cuda ? cuda::run(problem, context) : cpu::run(problem, context);
     return true;
   }

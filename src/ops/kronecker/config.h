@@ -1,4 +1,4 @@
-// A Choice names one way to run a product: its text, its look-up in tuned tables, and running it.
+// A Config names one way to run a product: its text, its look-up in tuned tables, and running it.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@
 namespace fretwork::kronecker {
 
 /// `best` leaves it to the backend, which needs no table. Then those of a GPU, those of a CPU, and of both.
-enum class Route : std::uint8_t {
+enum class Family : std::uint8_t {
   best,
   hopper,
   regroup,
@@ -32,21 +32,21 @@ enum class Route : std::uint8_t {
 
 /// A way to run a product: "best", "hopper:128" (a tile's columns), "resident", "strided:16x4" (neighbouring δ, warps
 /// along the batch), "cluster", "rows:256" and "lanes:192" (batch rows that a thread takes at a time), "few", "direct".
-struct Choice {
-  Route route = Route::best;
+struct Config {
+  Family family = Family::best;
   int first = 0, second = 0;
-  bool operator==(const Choice&) const = default;
+  bool operator==(const Config&) const = default;
 };
-std::string text_of(const Choice& choice);
+std::string text_of(const Config& choice);
 /// A choice in columns: the kernel's name, and each of `kParameters` that it has, by name.
 inline constexpr std::array<std::string_view, 4> kParameters = {"tile_columns", "deltas", "batch_warps", "batch_rows"};
 struct Columns {
   std::string_view kernel;
   std::array<int, kParameters.size()> parameters{};  ///< 0 for one that the kernel has not
 };
-Columns columns_of(const Choice& choice);
+Columns columns_of(const Config& choice);
 /// Nothing for what is no choice.
-std::optional<Choice> parse_choice(std::string_view text);
+std::optional<Config> parse_config(std::string_view text);
 
 /// Problems that share a choice: one pattern, type and layout, and batches between the same two powers of two.
 struct Bucket {
@@ -68,26 +68,26 @@ Problem make_problem(const ConstTensorView& x, const ConstTensorView& w, const C
                      const KsmmOptions& options = {});
 
 /// Every choice that might take such a problem.
-std::vector<Choice> candidates(const Problem& problem, const Context& context);
+std::vector<Config> candidates(const Problem& problem, const Context& context);
 
 /// What a call takes, and the table that says so; `best` and "heuristic" where none does.
 struct Chosen {
-  Choice choice;
+  Config choice;
   std::string_view source = "heuristic";
 };
 Chosen chosen(const Problem& problem, const Context& context);
 
 /// False, with nothing done, when this way is not for this problem. The batch is not empty.
-bool run(const Problem& problem, Context& context, const Choice& choice);
+bool run(const Problem& problem, Context& context, const Config& choice);
 
 /// Every choice but `best`.
 namespace cpu {
-bool run(const Problem& problem, Context& context, const Choice& choice);
-std::vector<Choice> candidates(const Problem& problem);
+bool run(const Problem& problem, Context& context, const Config& choice);
+std::vector<Config> candidates(const Problem& problem);
 }  // namespace cpu
 namespace cuda {
-bool run(const Problem& problem, Context& context, const Choice& choice);
-std::vector<Choice> candidates(const Problem& problem, const Context& context);
+bool run(const Problem& problem, Context& context, const Config& choice);
+std::vector<Config> candidates(const Problem& problem, const Context& context);
 }  // namespace cuda
 
 }  // namespace fretwork::kronecker

@@ -1,0 +1,76 @@
+// How an op chooses between its kernels: candidates with a cost in microseconds (runtime/cost.h), the cheapest of them,
+// a memory for what was chosen lately, and FRETWORK_EXPLAIN, which prints all that.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fretwork/context.h"
+
+namespace fretwork {
+
+/// One way to run a call, and how long it should take.
+template <typename Config>
+struct Candidate {
+  Config config{};
+  double microseconds = 0;
+};
+
+/// The first of the cheapest. There is at least one.
+template <typename Config>
+const Candidate<Config>& cheapest(std::span<const Candidate<Config>> candidates) {
+  return *std::ranges::min_element(candidates, {}, &Candidate<Config>::microseconds);
+}
+
+/// What was chosen lately for problems with the same numbers. Choosing takes longer than a launch.
+template <std::size_t kNumbers, typename Config>
+class Lately {
+ public:
+  using Key = std::array<std::int64_t, kNumbers>;
+
+  template <typename Choose>
+  const Config& get(const Key& key, Choose&& choose) {
+    std::uint64_t mixed = 0;
+    for (const std::int64_t number : key) {
+      mixed = (mixed ^ static_cast<std::uint64_t>(number)) * 0x9e37'79b9'7f4a'7c15;
+      mixed ^= mixed >> 32;
+    }
+    Slot& slot = slots_[mixed % slots_.size()];
+    if (!slot.used || slot.key != key) {
+      slot.config = choose();
+      slot.key = key;
+      slot.used = true;
+    }
+    return slot.config;
+  }
+
+ private:
+  struct Slot {
+    Key key{};
+    Config config{};
+    bool used = false;
+  };
+  std::array<Slot, 64> slots_{};
+};
+
+/// Whether calls on a GPU say which kernels they could take: FRETWORK_EXPLAIN=1, or explain_calls(true).
+bool explains();
+void explain_calls(bool yes);
+
+/// A candidate in words.
+struct Explained {
+  std::string name;
+  double microseconds;
+};
+/// Runs `call` and prints to standard error what was called, the candidates with their costs, the one taken and the
+/// time it took. In a graph's capture it is not timed.
+void explain(const Context& context, const std::string& problem, std::vector<Explained> candidates,
+             const std::string& taken, const std::function<void()>& call);
+
+}  // namespace fretwork

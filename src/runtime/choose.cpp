@@ -26,6 +26,22 @@ std::string with_unit(double microseconds) {
 
 }  // namespace
 
+Machine machine_of(const Context& context) {
+  const int device = context.device.index;
+  return {cuda::kernel_arch(device), cuda::arch_number(device), cuda::device_info(device).multiprocessors,
+          cuda::shared_limit(device), context.precision};
+}
+
+Machine typical_machine(const std::string& arch, Precision precision) {
+  const int number = cuda::arch_number(arch);
+  // An H100 or H200, an A100, an RTX 3090 or 4090, a T4.
+  const auto [multiprocessors, kilobytes] = number >= 90   ? std::pair{132, 227}
+                                            : number == 80 ? std::pair{108, 163}
+                                            : number > 80  ? std::pair{84, 99}
+                                                           : std::pair{40, 64};
+  return {arch, number, multiprocessors, kilobytes << 10, precision};
+}
+
 bool explains() { return switched().load(std::memory_order_relaxed); }
 void explain_calls(bool yes) { switched() = yes; }
 

@@ -15,6 +15,18 @@
 
 namespace fretwork {
 
+/// The GPU that a kernel is chosen for.
+struct Machine {
+  std::string arch;  ///< that kernels are chosen by: "sm_90a"
+  int number = 0;    ///< 90
+  int multiprocessors = 0;
+  int shared = 0;                         ///< bytes of shared memory that a CTA may ask for
+  Precision precision = Precision::ieee;  ///< of fp32 products
+};
+Machine machine_of(const Context& context);
+/// A usual GPU of that architecture, for plans without one.
+Machine typical_machine(const std::string& arch, Precision precision = Precision::ieee);
+
 /// One way to run a call, and how long it should take.
 template <typename Config>
 struct Candidate {

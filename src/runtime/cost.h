@@ -14,15 +14,17 @@ namespace fretwork::cost {
 
 inline constexpr double kLaunch = 4.3;  ///< µs of an empty call, from one event to the next
 inline constexpr double kMultiprocessors = 132;
-inline constexpr double kMemory = 3.1e6;  ///< bytes per µs of device memory that kernels reach
+inline constexpr double kMemory = 3.5e6;  ///< bytes per µs of device memory that kernels reach
+inline constexpr double kRamp = 2.0;  ///< µs until memory delivers so much, and after the last CTA has nothing to do
 inline constexpr double kMostL2 = 1.1e5;  ///< bytes per µs that one SM can read from L2
 
 /// What a kernel reaches.
 struct Rates {
-  double start;     ///< µs of a tile before its first product and after its last
-  double l2;        ///< bytes per µs from L2, all SMs together
-  double ops;       ///< operations per µs of one SM; a multiply-add is two
-  double step = 0;  ///< µs of a step at least
+  double start;             ///< µs of a tile before its first product and after its last
+  double l2;                ///< bytes per µs from L2, all SMs together
+  double ops;               ///< operations per µs of one SM; a multiply-add is two
+  double step = 0;          ///< µs of a step at least
+  double memory = kMemory;  ///< bytes per µs of device memory
 };
 
 /// A kernel that computes tiles, each in steps that fetch operands and multiply them.
@@ -40,9 +42,11 @@ inline double microseconds(const Tiles& tiles, const Rates& rates, double memory
   const double scale = multiprocessors / kMultiprocessors;
   const double active = std::min(tiles.count, tiles.at_once) * tiles.ctas;
   const double l2 = std::min(rates.l2 * scale / active, kMostL2);
-  const double step = std::max({tiles.bytes / l2, tiles.ops / rates.ops, rates.step});
+  const double fetch = tiles.bytes / l2, multiply = tiles.ops / rates.ops;
+  // Fetching and multiplying overlap, but for a tenth.
+  const double step = std::max(std::max(fetch, multiply) + 0.1 * std::min(fetch, multiply), rates.step);
   const double waves = std::ceil(tiles.count / tiles.at_once);
-  return std::max(waves * (rates.start + tiles.steps * step + tiles.out / l2), memory / (kMemory * scale));
+  return std::max(waves * (rates.start + tiles.steps * step + tiles.out / l2), kRamp + memory / (rates.memory * scale));
 }
 
 /// One more pass over memory, in a launch of its own.

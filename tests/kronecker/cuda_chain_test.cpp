@@ -40,7 +40,7 @@ TEST(ChainPlan, SaysWhatRunsAlone) {
   EXPECT_EQ(kronecker::plan(square, "cpu"), (Lines{"0: cpu", "1: cpu"}));
   EXPECT_EQ(kronecker::plan(monarch(12, 20, 3, 5), "sm_90a"), (Lines{"0: simple", "1: strided"}));
   EXPECT_EQ(kronecker::plan(square, "sm_90a", DType::f64), (Lines{"0: simple", "1: simple"}));
-  EXPECT_EQ(kronecker::plan(std::vector<Sizes>{{1, 64, 64, 3}}, "sm_90a"), Lines{"0: dense blocks"});
+  EXPECT_EQ(kronecker::plan(std::vector<Sizes>{{1, 64, 64, 3}}, "sm_90a"), Lines{"0: dense"});
   EXPECT_EQ(kronecker::plan(std::vector<Sizes>{{1, 64, 64, 3}}, "sm_80"), Lines{"0: simple"});
   EXPECT_EQ(kronecker::plan(std::vector<Sizes>{{1, 64, 64, 9}}, "sm_90a"), Lines{"0: simple"});
   EXPECT_EQ(kronecker::plan(std::vector<Sizes>{{2, 20, 20, 1}}, "sm_90a"), Lines{"0: portable"});
@@ -53,9 +53,9 @@ TEST(ChainPlan, LooksAtAFewRows) {
   };
   EXPECT_EQ(plan({1, 64, 64, 4}, 16), "0: direct");
   EXPECT_EQ(plan({1, 64, 64, 6}, 16), "0: few");
-  EXPECT_EQ(plan({1, 64, 64, 3}, 32), "0: few");
-  EXPECT_EQ(plan({1, 64, 64, 3}, 33), "0: dense blocks");
-  EXPECT_EQ(plan({1, 64, 64, 4}, 4096), "0: strided");
+  EXPECT_EQ(plan({1, 64, 64, 3}, 1), "0: few");
+  EXPECT_EQ(plan({1, 64, 64, 3}, 33), "0: dense");
+  EXPECT_EQ(plan({1, 256, 256, 16}, 4096), "0: cluster");
   EXPECT_EQ(error_of([&] { plan({1, 64, 64, 4}, -1); }), "plan: batch: expected at least 0, got -1");
   EXPECT_EQ(error_of([&] { plan({1, 0, 64, 4}, 1); }), "KroneckerPattern: b: expected at least 1, got 0");
   EXPECT_EQ(error_of([&] { kronecker::plan({}, "cpu", DType::i8); }),

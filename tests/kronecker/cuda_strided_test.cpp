@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kronecker/families.h"
 #include "ops/kronecker/cuda/launch.h"
 #include "support/activated.h"
 #include "support/device_tensor.h"
@@ -85,7 +86,7 @@ Weights uploaded_weights(MirroredTensor& tensor) {
   return {there.data, there.strides[0], there.strides[1], there.strides[2], there.strides[3]};
 }
 
-void check_product(const Case& c, strided::Way way = strided::Way::best) {
+void check_product(const Case& c, std::initializer_list<Family> families = {Family::strided, Family::cluster}) {
   const auto& [a, b, k_size, d] = c.sizes;
   std::mt19937 random(1);
   MirroredTensor x = random_tensor(rows(c, a * k_size * d), random), w = random_tensor(weights(c), random);
@@ -96,7 +97,7 @@ void check_product(const Case& c, strided::Way way = strided::Way::best) {
   }
   Context context = Context::cuda(0);
   context.precision = c.precision;
-  ASSERT_TRUE(strided::run(problem, context, way)) << text(c);
+  ASSERT_TRUE(run_on(problem, context, families)) << text(c);
   y.download();
 
   for (std::int64_t n = 0; n < c.batch; ++n) {
@@ -122,7 +123,7 @@ void check_product(const Case& c, strided::Way way = strided::Way::best) {
   ASSERT_TRUE(y.intact_around()) << text(c) << ": wrote beside the elements of y";
 }
 
-void check_gradient(const Case& c, strided::Way way = strided::Way::best) {
+void check_gradient(const Case& c, std::initializer_list<Family> families = {Family::strided, Family::cluster}) {
   const auto& [a, b, k_size, d] = c.sizes;
   std::mt19937 random(1);
   MirroredTensor x = random_tensor(rows(c, a * k_size * d), random), dy = random_tensor(rows(c, a * b * d), random);
@@ -133,7 +134,7 @@ void check_gradient(const Case& c, strided::Way way = strided::Way::best) {
   }
   Context context = Context::cuda(0);
   context.precision = c.precision;
-  ASSERT_TRUE(strided::run(problem, context, way)) << text(c);
+  ASSERT_TRUE(run_on(problem, context, families)) << text(c);
   dw.download();
   if (c.bias) {
     bias.download();
@@ -219,7 +220,7 @@ TEST_F(Strided, Clusters) {
       {{1, 192, 20, 2}, 260},
   };
   for (const Case& c : cases) {
-    check_product(c, strided::Way::clusters);
+    check_product(c, {Family::cluster});
   }
 }
 
@@ -231,7 +232,7 @@ TEST_F(Strided, OddPiecesOfManyTiles) {
   }
   for (const Case& c : {Case{{1, 23, 1, 16}, 100'000}, Case{{1, 8, 1, 16}, 100'000}, Case{{2, 439, 2, 16}, 748},
                         Case{{1, 72, 2, 32}, 6'000}}) {
-    check_product(c, strided::Way::clusters);
+    check_product(c, {Family::cluster});
   }
 }
 
@@ -308,7 +309,7 @@ TEST_F(Strided, GradientInClusters) {
       {{1, 36, 300, 2}, 1000, DType::f16, Precision::tf32, Activation::none, true},
   };
   for (const Case& c : cases) {
-    check_gradient(c, strided::Way::clusters);
+    check_gradient(c, {Family::cluster});
   }
 }
 
@@ -322,7 +323,7 @@ TEST_F(Strided, GradientRepeatsBitForBit) {
   for (int n = 0; n < 3; ++n) {
     MirroredTensor dw = weights(c);
     problem.d_w = uploaded_weights(dw);
-    ASSERT_TRUE(strided::run(problem, context));
+    ASSERT_TRUE(run_on(problem, context, {Family::strided, Family::cluster}));
     dw.download();
     first = n == 0 ? dw.storage() : first;
     EXPECT_TRUE(dw.storage() == first);
@@ -337,7 +338,7 @@ TEST_F(Strided, LeavesOthersToOthers) {
   const auto taken = [&](auto change) {
     Problem changed = problem;
     change(changed);
-    return strided::run(changed, context);
+    return run_on(changed, context, {Family::strided, Family::cluster});
   };
   EXPECT_TRUE(taken([](Problem&) {}));
   EXPECT_FALSE(taken([](Problem& p) { p.sizes.d = 1; }));

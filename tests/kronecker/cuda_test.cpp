@@ -16,6 +16,7 @@
 #include "core/half.h"
 #include "device/divide.cuh"
 #include "fretwork/error.h"
+#include "kronecker/families.h"
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/pack.h"
 #include "pattern/checks.h"
@@ -28,6 +29,9 @@
 namespace fretwork {
 namespace {
 
+using kronecker::Family;
+using kronecker::kHopper;
+using kronecker::run_on;
 using kronecker::Sizes;
 using Index = std::int64_t;
 
@@ -309,12 +313,12 @@ class KroneckerCuda : public testing::Test {
   /// Right, nothing written beside it, and the same in every run.
   void check_direct(const Case& c) {
     Forward f(c);
-    ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
+    ASSERT_TRUE(run_on(f.problem(), context_, {Family::direct})) << c.text();
     f.check();
     f.check_around();
     const std::vector<std::byte> first = f.y.storage();
     for (int n = 0; n < 20; ++n) {
-      ASSERT_TRUE(kronecker::direct::run(f.problem(), context_));
+      ASSERT_TRUE(run_on(f.problem(), context_, {Family::direct}));
       f.y.download();
       ASSERT_EQ(f.y.storage() == first, true) << c.text() << ": run " << n;
     }
@@ -384,7 +388,7 @@ TEST_F(KroneckerCuda, HopperProducts) {
     Forward f(c);
     const Index lines = (c.last ? c.batch : c.sizes.b) * static_cast<Index>(size_of(c.dtype));
     const bool whole = c.last || lines % 16 == 0;  // of y
-    ASSERT_EQ(kronecker::hopper::run(f.problem(), context_for(c)), whole) << c.text();
+    ASSERT_EQ(run_on(f.problem(), context_for(c), kHopper), whole) << c.text();
     if (whole) {
       f.check();
     }
@@ -419,30 +423,27 @@ TEST_F(KroneckerCuda, LinesThatBeginAnywhere) {
                                   {{2, 72, 64, 4}, 25090, true, dtype, none, true, Order::plain, 0, tf32},
                               });
   }
-  using kronecker::hopper::Form;
   for (const Case& c : cases) {
     Forward f(c);
-    const auto check = [&](Form form, int width) {
+    const auto check = [&](int width) {
       f.y.poison();
       f.y.upload();
-      if (!kronecker::hopper::run(f.problem(), context_for(c), form, width)) {
+      if (!kronecker::cuda::run(f.problem(), context_for(c), {Family::hopper, width})) {
         return false;
       }
       f.check();
       f.check_around();
       const std::vector<std::byte> first = f.y.storage();
       for (int n = 0; n < 10; ++n) {
-        kronecker::hopper::run(f.problem(), context_, form, width);
+        kronecker::cuda::run(f.problem(), context_, {Family::hopper, width});
         f.y.download();
         EXPECT_EQ(f.y.storage() == first, true) << c.text() << " width " << width << ": run " << n;
       }
       return true;
     };
     for (const int width : kronecker::hopper::widths()) {
-      ASSERT_TRUE(check(Form::direct, width)) << c.text() << " width " << width;
+      ASSERT_TRUE(check(width)) << c.text() << " width " << width;
     }
-    const bool small = (c.sizes.c + 63) / 64 * 192 <= 512 && c.sizes.a * c.sizes.d * ((c.sizes.b + 63) / 64) <= 132;
-    ASSERT_TRUE(check(Form::resident, 0) || c.sizes.d == 1 || c.dtype == DType::f32 || !small) << c.text();
   }
 }
 
@@ -457,7 +458,7 @@ TEST_F(KroneckerCuda, ManyTiles) {
                           {{1024, 16, 136, 1}, 1672, last, DType::bf16, Activation::none, true},
                           {{64, 16, 24, 16}, 1673, true, DType::f16, Activation::none, true}}) {
       Forward f(c);
-      ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c))) << c.text();
+      ASSERT_TRUE(run_on(f.problem(), context_for(c), kHopper)) << c.text();
       f.check();
     }
   }
@@ -492,7 +493,7 @@ TEST_F(KroneckerCuda, InterleavedProducts) {
   }
   for (const Case& c : interleaved_cases()) {
     Forward f(c);
-    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::direct)) << c.text();
+    ASSERT_TRUE(run_on(f.problem(), context_for(c), {Family::interleaved})) << c.text();
     f.check();
   }
 }
@@ -522,44 +523,10 @@ TEST_F(KroneckerCuda, DenseBlocks) {
   for (const Case& c : dense_cases()) {
     for (const int width : kronecker::hopper::widths()) {
       Forward f(c);
-      ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::dense, width))
+      ASSERT_TRUE(kronecker::cuda::run(f.problem(), context_for(c), {Family::dense, width}))
           << c.text() << " width " << width;
       f.check();
     }
-  }
-}
-
-/// Weights that stay in shared memory: every width, steps and columns that end within, several rows to a CTA.
-TEST_F(KroneckerCuda, ResidentWeights) {
-  if (!hopper()) {
-    GTEST_SKIP() << "not Hopper";
-  }
-  using enum Activation;
-  std::vector<Case> cases;
-  for (const DType dtype : {DType::f16, DType::bf16}) {
-    for (const Order order : {Order::plain, Order::transposed, Order::padded}) {
-      for (const Index batch : {8, 264, 25088}) {
-        cases.push_back({{1, 192, 48, 2}, batch, true, dtype, none, true, order});
-        cases.push_back({{2, 24, 40, 4}, batch, true, dtype, relu, true, order});
-        cases.push_back({{1, 72, 100, 2}, batch, true, dtype, gelu, false, order, 8});
-        cases.push_back({{3, 16, 24, 8}, batch, true, dtype, silu, true, order});
-      }
-    }
-    cases.push_back({{1, 130, 256, 6}, 1000, true, dtype, none, true});
-    cases.push_back({{1, 64, 64, 2}, 130000, true, dtype, none, true});
-  }
-  for (const Case& c : cases) {
-    Forward f(c);
-    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::resident)) << c.text();
-    f.check();
-    f.check_around();
-  }
-  // Too many for shared memory, no δ to bring together, another type, and batch first.
-  for (const Case& c : std::initializer_list<Case>{{{1, 512, 1024, 2}, 1000, true},
-                                                   {{2, 64, 64, 1}, 1000, true},
-                                                   {{1, 64, 64, 2}, 1000, true, DType::f32},
-                                                   {{1, 64, 64, 2}, 1000, false}}) {
-    EXPECT_FALSE(kronecker::hopper::run(Forward(c).problem(), context_, kronecker::hopper::Form::resident)) << c.text();
   }
 }
 
@@ -573,7 +540,7 @@ TEST_F(KroneckerCuda, DenseBlocksKeepInfinitiesApart) {
     const Index n = c.batch * 2 / 3, l = c.sizes.d - 1;  // of the last k of the last block
     f.x.set({n, f.x.size(1) - 1}, std::numeric_limits<double>::infinity());
     f.upload();
-    ASSERT_TRUE(kronecker::hopper::run(f.problem(), context_for(c), kronecker::hopper::Form::dense)) << c.text();
+    ASSERT_TRUE(run_on(f.problem(), context_for(c), {Family::dense})) << c.text();
     f.y.download();
     const Index features = f.y.view.size(1), block = c.sizes.b * c.sizes.d;
     for (Index row = 0; row < c.batch; ++row) {
@@ -601,7 +568,7 @@ TEST_F(KroneckerCuda, HopperWeightGradients) {
   for (Case c : hopper_cases()) {
     c.batch = c.batch > 5000 ? 5000 + (c.last ? 8 : 1) : c.batch;
     Backward b(c);
-    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c))) << c.text();
+    ASSERT_TRUE(run_on(b.problem(), context_for(c), kHopper)) << c.text();
     b.check();
   }
 }
@@ -620,7 +587,8 @@ TEST_F(KroneckerCuda, WeightGradientsOfPartsOfTheBatch) {
   for (const Case& c : cases) {
     for (const Index rows : {64, 192, 448}) {
       Backward b(c);
-      ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c), rows)) << c.text();
+      ASSERT_TRUE(kronecker::cuda::run(b.problem(), context_for(c), {Family::regroup, static_cast<int>(rows)}))
+          << c.text();
       b.check();
     }
   }
@@ -630,14 +598,20 @@ TEST_F(KroneckerCuda, DenseWeightGradients) {
   if (!hopper()) {
     GTEST_SKIP() << "not Hopper";
   }
-  for (const Case& c :
-       std::initializer_list<Case>{{{1, 192, 48, 2}, 9000, false, DType::f16, Activation::none, true},  // many parts
-                                   {{2, 48, 40, 3}, 700, false, DType::f16, Activation::none, true},
-                                   {{3, 40, 24, 5}, 333, false, DType::bf16, Activation::none, true, Order::padded, 8},
-                                   {{1, 64, 72, 6}, 500, false, DType::f16},
-                                   {{1, 24, 40, 7}, 65, false, DType::bf16, Activation::none, true}}) {
+  std::vector<Case> cases{{{1, 192, 48, 2}, 9000, false, DType::f16, Activation::none, true},  // many parts
+                          {{2, 48, 40, 3}, 700, false, DType::f16, Activation::none, true},
+                          {{3, 40, 24, 5}, 333, false, DType::bf16, Activation::none, true, Order::padded, 8},
+                          {{1, 64, 72, 6}, 500, false, DType::f16},
+                          {{1, 24, 40, 7}, 65, false, DType::bf16, Activation::none, true},
+                          {{1, 40, 24, 4}, 500, false, DType::f16, Activation::none, true},
+                          {{1, 40, 24, 8}, 500, false, DType::bf16, Activation::none, true}};
+  for (const Index d : {2, 3, 4, 5, 8}) {
+    cases.push_back({{2, 40, 24, d}, 333, false, DType::f32, Activation::none, true});
+    cases.back().tf32 = Tf32::exact;
+  }
+  for (const Case& c : cases) {
     Backward b(c);
-    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c))) << c.text();
+    ASSERT_TRUE(run_on(b.problem(), context_for(c), {Family::dense})) << c.text();
     b.check();
   }
 }
@@ -649,7 +623,7 @@ TEST_F(KroneckerCuda, InterleavedWeightGradients) {
   for (Case c : interleaved_cases()) {
     c.batch = std::min<Index>(c.batch, 5000);
     Backward b(c);
-    ASSERT_TRUE(kronecker::hopper::run(b.problem(), context_for(c))) << c.text();
+    ASSERT_TRUE(run_on(b.problem(), context_for(c), {Family::interleaved})) << c.text();
     b.check();
   }
 }
@@ -661,14 +635,16 @@ TEST_F(KroneckerCuda, HopperLeavesWhatItCannotCopy) {
   for (const Case& c :
        std::initializer_list<Case>{{{2, 64, 60, 1}, 128, false},              // blocks that are no multiple of 16 bytes
                                    {{1, 64, 64, 16}, 128, false},             // batch first, many δ
-                                   {{1, 4, 4, 64}, 128, true},                // too little in a tile
                                    {{1, 64, 64, 1}, 128, false, DType::f32},  // ieee
                                    {{1, 64, 64, 1}, 128, true, DType::f32}}) {
     context_for(c);
-    EXPECT_FALSE(kronecker::hopper::run(Forward(c).problem(), context_)) << c.text();
-    EXPECT_FALSE(kronecker::hopper::run(Backward(c).problem(), context_)) << c.text();
+    EXPECT_FALSE(run_on(Forward(c).problem(), context_, {Family::hopper, Family::dense, Family::interleaved}))
+        << c.text();
+    EXPECT_FALSE(run_on(Backward(c).problem(), context_, {Family::hopper, Family::dense, Family::interleaved}))
+        << c.text();
   }
-  EXPECT_FALSE(kronecker::hopper::run(Backward({{1, 64, 64, 1}, 129, true}).problem(), context_));  // odd lines
+  EXPECT_FALSE(run_on(Backward({{1, 64, 64, 1}, 129, true}).problem(), context_,
+                      {Family::hopper, Family::dense, Family::interleaved}));  // odd lines
 }
 
 TEST_F(KroneckerCuda, EmptyBatchHasZeroGradients) {
@@ -680,7 +656,7 @@ TEST_F(KroneckerCuda, EmptyBatchHasZeroGradients) {
     Backward b(c);
     kronecker::WeightProblem problem = b.problem();
     problem.batch = 0;
-    ASSERT_TRUE(kronecker::hopper::run(problem, context_for(c)));
+    ASSERT_TRUE(run_on(problem, context_for(c), kHopper));
     for (MirroredTensor* t : {&b.d_w, &b.d_bias}) {
       t->download();
       EXPECT_TRUE(std::ranges::all_of(t->values(), [](double x) { return x == 0 && !std::signbit(x); }));
@@ -750,7 +726,7 @@ std::vector<Case> few_tile_cases() {
 TEST_F(KroneckerCuda, FewRows) {
   for (const Case& c : few_cases()) {
     Forward f(c);
-    ASSERT_TRUE(kronecker::few::run(f.problem(), context_)) << c.text();
+    ASSERT_TRUE(run_on(f.problem(), context_, {Family::few})) << c.text();
     f.check();
     f.check_around();
   }
@@ -759,7 +735,7 @@ TEST_F(KroneckerCuda, FewRows) {
 TEST_F(KroneckerCuda, FewRowsInTiles) {
   for (const Case& c : few_tile_cases()) {
     Forward f(c);
-    ASSERT_TRUE(kronecker::few::run(f.problem(), context_)) << c.text();
+    ASSERT_TRUE(run_on(f.problem(), context_, {Family::few})) << c.text();
     f.check();
     f.check_around();
   }
@@ -789,7 +765,7 @@ TEST_F(KroneckerCuda, FewRowsDirectly) {
   }
   for (const Case& c : cases) {
     Forward f(c);
-    ASSERT_TRUE(kronecker::direct::run(f.problem(), context_)) << c.text();
+    ASSERT_TRUE(run_on(f.problem(), context_, {Family::direct})) << c.text();
     f.check();
     f.check_around();
   }
@@ -837,7 +813,6 @@ TEST_F(KroneckerCuda, BlocksInOnePiece) {
                                                    {{64, 80, 48, 1}, 250, true, DType::bf16, gelu, true},
                                                    {{64, 144, 64, 1}, 222, true, DType::f16, relu, true},
                                                    {{512, 64, 64, 1}, 34, true, DType::bf16, silu, true}}) {
-    ASSERT_TRUE(kronecker::direct::pays(Forward(c).problem())) << c.text();
     ASSERT_NO_FATAL_FAILURE(check_direct(c));
   }
 }
@@ -849,7 +824,7 @@ TEST_F(KroneckerCuda, FewRowsDirectlyLeaveTheRest) {
                                    {{2, 8, 8, 6}, 4, false},
                                    {{2, 8, 9, 4}, 4, false},
                                    {{2, 8, 8, 4}, 4, false, DType::f16, Activation::none, false, Order::transposed}}) {
-    EXPECT_FALSE(kronecker::direct::run(Forward(c).problem(), context_)) << c.text();
+    EXPECT_FALSE(run_on(Forward(c).problem(), context_, {Family::direct})) << c.text();
   }
 }
 
@@ -867,8 +842,8 @@ TEST_F(KroneckerCuda, FewRowsKeepApart) {
       }
       f.upload();
       for (const bool directly : {tiles, true}) {
-        ASSERT_TRUE(directly ? kronecker::direct::run(f.problem(), context_)
-                             : kronecker::few::run(f.problem(), context_))
+        ASSERT_TRUE(directly ? run_on(f.problem(), context_, {Family::direct})
+                             : run_on(f.problem(), context_, {Family::few}))
             << c.text();
         f.y.download();
         for (Index at = 0, features = f.y.view.size(1); at < batch * features; ++at) {
@@ -886,7 +861,7 @@ TEST_F(KroneckerCuda, FewRowsLeaveTheRest) {
                                                    {{2, 8, 8, 4}, 33, false, DType::f32},
                                                    {{2, 8, 8, 1}, 33, false},
                                                    {{2, 8, 8, 4}, 4, false, DType::f64}}) {
-    EXPECT_FALSE(kronecker::few::run(Forward(c).problem(), context_)) << c.text();
+    EXPECT_FALSE(run_on(Forward(c).problem(), context_, {Family::few})) << c.text();
   }
 }
 
@@ -898,8 +873,8 @@ TEST_F(KroneckerCuda, FewRowsRepeatThemselves) {
       std::vector<std::byte> first;
       for (int n = 0; n < 200; ++n) {
         const bool directly = n >= 100;
-        ASSERT_TRUE(directly ? kronecker::direct::run(f.problem(), context_)
-                             : kronecker::few::run(f.problem(), context_));
+        ASSERT_TRUE(directly ? run_on(f.problem(), context_, {Family::direct})
+                             : run_on(f.problem(), context_, {Family::few}));
         f.y.download();
         first = n % 100 == 0 ? f.y.storage() : first;
         ASSERT_EQ(f.y.storage() == first, true) << c.text() << ": run " << n;
@@ -1003,7 +978,7 @@ std::vector<Case> ieee_cases() {
 TEST_F(KroneckerCuda, IeeeProducts) {
   for (const Case& c : ieee_cases()) {
     Forward f(c);
-    ASSERT_TRUE(kronecker::ieee::run(f.problem(), context_)) << c.text();
+    ASSERT_TRUE(run_on(f.problem(), context_, {Family::ieee})) << c.text();
     f.check();
   }
 }
@@ -1013,16 +988,15 @@ TEST_F(KroneckerCuda, IeeeRegrouped) {
                         {{2, 520, 640, 24}, 1601, false, DType::f32, Activation::none, true},
                         {{1, 1024, 1032, 8}, 9000, false, DType::f32, Activation::none, true}}) {  // in two parts
     Forward f(c);
-    ASSERT_TRUE(kronecker::ieee::run(f.problem(), context_)) << c.text();
+    ASSERT_TRUE(run_on(f.problem(), context_, {Family::ieee_regroup})) << c.text();
     f.check();
   }
 }
 
 TEST_F(KroneckerCuda, IeeeWeightGradients) {
-  for (Case c : ieee_cases()) {
-    c.bias = false;  // is not summed here
+  for (const Case& c : ieee_cases()) {
     Backward b(c);
-    ASSERT_TRUE(kronecker::ieee::run(b.problem(), context_)) << c.text();
+    ASSERT_TRUE(run_on(b.problem(), context_, {Family::ieee})) << c.text();
     b.check();
   }
 }
@@ -1034,7 +1008,7 @@ TEST_F(KroneckerCuda, IeeeGradientsInPiecesRepeat) {
     Backward b(c);
     std::vector<std::byte> first;
     for (int n = 0; n < 20; ++n) {
-      ASSERT_TRUE(kronecker::ieee::run(b.problem(), context_));
+      ASSERT_TRUE(run_on(b.problem(), context_, {Family::ieee}));
       b.d_w.download();
       first = n == 0 ? b.d_w.storage() : first;
       ASSERT_TRUE(b.d_w.storage() == first) << c.text() << ": run " << n;
@@ -1050,13 +1024,13 @@ TEST_F(KroneckerCuda, IeeeLeavesWhatItCannotCopy) {
            {{1, 64, 63, 2}, 128, false, DType::f32},  // odd blocks of two δ
            // Lines that begin between multiples of 16 bytes.
            {{1, 64, 64, 4}, 128, false, DType::f32, Activation::none, false, Order::plain, 2}}) {
-    EXPECT_FALSE(kronecker::ieee::run(Forward(c).problem(), context_)) << c.text();
-    EXPECT_FALSE(kronecker::ieee::run(Backward(c).problem(), context_)) << c.text();
+    EXPECT_FALSE(run_on(Forward(c).problem(), context_, {Family::ieee})) << c.text();
+    EXPECT_FALSE(run_on(Backward(c).problem(), context_, {Family::ieee})) << c.text();
   }
   context_.precision = Precision::tf32;
   const Case c{{1, 64, 64, 4}, 128, false, DType::f32};
-  EXPECT_FALSE(kronecker::ieee::run(Forward(c).problem(), context_));
-  EXPECT_FALSE(kronecker::ieee::run(Backward(c).problem(), context_));
+  EXPECT_FALSE(run_on(Forward(c).problem(), context_, {Family::ieee}));
+  EXPECT_FALSE(run_on(Backward(c).problem(), context_, {Family::ieee}));
 }
 
 TEST_F(KroneckerCuda, NanStaysWithItsOwn) {
@@ -1077,7 +1051,7 @@ TEST_F(KroneckerCuda, NanStaysWithItsOwn) {
     const Index n = c.batch * 2 / 3, k = 70, i = 0, l = c.sizes.d - 1;  // in the last, partial step of the depth
     f.x.set({n, (i * c.sizes.c + k) * c.sizes.d + l}, std::numeric_limits<double>::quiet_NaN());
     f.upload();
-    if (c.batch < 100 || !hopper() || !kronecker::hopper::run(f.problem(), context_for(c))) {
+    if (c.batch < 100 || !hopper() || !run_on(f.problem(), context_for(c), kHopper)) {
       f.run_public(context_for(c));
     }
     f.y.download();
@@ -1109,8 +1083,8 @@ TEST_F(KroneckerCuda, RepeatsItself) {
     Backward backward(c);
     std::vector<std::byte> first[3];
     for (int n = 0; n < (dtype == DType::f32 ? 30 : 100); ++n) {
-      ASSERT_TRUE(kronecker::hopper::run(forward.problem(), context_for(c)));
-      ASSERT_TRUE(kronecker::hopper::run(backward.problem(), context_for(c)));
+      ASSERT_TRUE(run_on(forward.problem(), context_for(c), kHopper));
+      ASSERT_TRUE(run_on(backward.problem(), context_for(c), kHopper));
       int at = 0;
       for (MirroredTensor* t : {&forward.y, &backward.d_w, &backward.d_bias}) {
         t->download();

@@ -159,7 +159,7 @@ def test_plan():
     ):
         one, four = (fw.nn.KSLinear([(1, 64, 64, d)], dtype=dtype, device="meta") for d in (1, 4))
         assert [f.plan("sm_75", n) for n in (16, 4096) for f in (one, four)] == [f"0: {plan}" for plan in plans]
-    assert [factor.plan("sm_90a", batch) for batch in (1, 4096)] == ["0: direct", "0: strided"]
+    assert [factor.plan("sm_90a", batch) for batch in (1, 4096)] == ["0: direct", "0: dense"]
     assert layer.plan("sm_90a", 32) == "0: direct\n1: direct" and "fused" in layer.plan("sm_90a", 33)
     with pytest.raises(ValueError, match=r"^plan: batch: expected at least 0, got -1"):
         factor.plan("sm_90a", -1)

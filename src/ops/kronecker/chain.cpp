@@ -5,6 +5,7 @@
 #include <charconv>
 
 #include "fretwork/error.h"
+#include "ops/kronecker/config.h"
 #include "ops/kronecker/cuda/launch.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -15,50 +16,26 @@ namespace {
 
 bool half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
 
-/// Whether a few rows, or some hundred, go straight to fragments.
-bool goes_direct(const Sizes& s, const Target& target) {
-  if (target.batch == 0 || target.batch > direct::kMostRows || (s.d > 2 && s.d != 4 && s.d % 8 != 0)) {
-    return false;
-  }
-  Problem problem;
-  problem.sizes = s;
-  problem.batch = target.batch;
-  problem.dtype = target.dtype;
-  problem.x = {nullptr, target.last ? 1 : s.a * s.c * s.d, target.last ? target.batch : 1};
-  problem.y = {nullptr, target.last ? 1 : s.a * s.b * s.d, target.last ? target.batch : 1};
-  return direct::pays(problem);
-}
-
-/// Which kernels run one factor, by what its pattern allows. Theirs is the last word, with strides, the machine and the
-/// precision at hand: "hopper" may keep its weights, "strided" run in clusters, regrouped or as dense blocks.
-const char* way(const Sizes& s, const Target& target) {
-  const bool in_lines = target.last || s.d == 1, units = s.b % 8 == 0 && s.c % 8 == 0;
+/// The kernel that one factor runs on, with contiguous operands and `batch` rows, or many.
+std::string kernel_of(const Sizes& s, const Target& target) {
+  constexpr std::int64_t kMany = 4096;
+  alignas(256) static std::byte nothing[1];  // is only looked at for its alignment
   if (target.arch == "cpu") {
     return "cpu";
   }
   if (target.dtype == DType::f32) {
     return "fp32";  // by the precision: on FFMA, or on the tensor cores
   }
-  if (!half(target.dtype)) {
-    return "simple";
-  }
-  const bool tensor_cores = has_mma(target.dtype, fretwork::cuda::arch_number(target.arch));
-  if (tensor_cores && goes_direct(s, target)) {
-    return "direct";
-  }
-  if (target.batch > 0 && target.batch <= few::kMostRows) {
-    return "few";
-  }
-  if (target.arch == "sm_90a" && in_lines && s.b + s.c >= 32 && (target.last || units)) {
-    return "hopper";
-  }
-  if (!target.last && s.d % 2 == 0 && fretwork::cuda::arch_number(target.arch) >= 80) {
-    return "strided";
-  }
-  if (target.arch == "sm_90a" && !in_lines && s.d < 8 && s.b + s.c >= 32 && s.b * s.d % 8 == 0 && s.c * s.d % 8 == 0) {
-    return "dense blocks";
-  }
-  return tensor_cores && in_lines && (units || std::min(s.b, s.c) >= 16) ? "portable" : "simple";
+  Problem problem;
+  problem.sizes = s;
+  problem.batch = target.batch > 0 ? target.batch : kMany;
+  problem.dtype = target.dtype;
+  problem.last = target.last;
+  problem.x = {nothing, target.last ? 1 : s.a * s.c * s.d, target.last ? problem.batch : 1};
+  problem.y = {nothing, target.last ? 1 : s.a * s.b * s.d, target.last ? problem.batch : 1};
+  problem.w = {nothing, s.b * s.c * s.d, s.c * s.d, s.d, 1};
+  const auto candidates = kronecker::cuda::candidates(problem, typical_machine(target.arch));
+  return std::string(columns_of(cheapest<Config>(candidates).config).kernel);
 }
 
 /// The number from `from` on, which a letter may follow; −1 where there is none.
@@ -142,7 +119,7 @@ std::vector<std::string> plan(std::span<const KroneckerPattern::Sizes> patterns,
   for (const Step& step : chain::plan(patterns, target)) {
     const std::string first = std::to_string(step.first);
     if (step.count == 1) {
-      lines.push_back(first + ": " + way(patterns[step.first], target));
+      lines.push_back(first + ": " + kernel_of(patterns[step.first], target));
       continue;
     }
     const Monarch m = *fuse(patterns[step.first], patterns[step.first + 1]);

@@ -19,19 +19,21 @@ struct Spelling {
   int numbers = 0;
   std::array<std::size_t, 2> parameters{};
 };
-constexpr std::array<Spelling, 13> kFamilies = {{{"best"},
+constexpr std::array<Spelling, 15> kFamilies = {{{"best"},
                                                  {"hopper", 1, {0}},
                                                  {"regroup", 1, {0}},
                                                  {"dense", 1, {0}},
-                                                 {"resident"},
+                                                 {"interleaved", 1, {0}},
                                                  {"strided", 2, {1, 2}},
                                                  {"cluster"},
+                                                 {"direct"},
+                                                 {"ieee"},
+                                                 {"ieee_regroup"},
                                                  {"portable"},
                                                  {"simple"},
                                                  {"rows", 1, {3}},
                                                  {"lanes", 1, {3}},
-                                                 {"few"},
-                                                 {"direct"}}};
+                                                 {"few"}}};
 constexpr std::array kPrecisions = {"ieee", "tf32", "tf32x3"};
 constexpr std::array kTypes = {DType::f64, DType::f32, DType::f16, DType::bf16};
 
@@ -147,7 +149,14 @@ std::optional<Bucket> parse_bucket(std::string_view text) {
 }
 
 std::vector<Config> candidates(const Problem& problem, const Context& context) {
-  return context.device.type == DeviceType::cuda ? cuda::candidates(problem, context) : cpu::candidates(problem);
+  if (context.device.type == DeviceType::cpu) {
+    return cpu::candidates(problem);
+  }
+  std::vector<Config> list;
+  for (const auto& [config, microseconds] : cuda::candidates(problem, machine_of(context))) {
+    list.push_back(config);
+  }
+  return list;
 }
 
 Chosen chosen(const Problem& problem, const Context& context) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ops/kronecker/problem.h"
+#include "runtime/choose.h"
 
 namespace fretwork::kronecker {
 
@@ -19,19 +20,21 @@ enum class Family : std::uint8_t {
   hopper,
   regroup,
   dense,
-  resident,
+  interleaved,
   strided,
   cluster,
+  direct,
+  ieee,
+  ieee_regroup,
   portable,
   simple,
   rows,
   lanes,
-  few,
-  direct
+  few
 };
 
-/// A way to run a product: "best", "hopper:128" (a tile's columns), "resident", "strided:16x4" (neighbouring δ, warps
-/// along the batch), "cluster", "rows:256" and "lanes:192" (batch rows that a thread takes at a time), "few", "direct".
+/// A way to run a product: "best", "hopper:128" (a tile's columns), "strided:16x4" (neighbouring δ, warps along the
+/// batch), "cluster", "rows:256" and "lanes:192" (batch rows that a thread takes at a time), "few", "direct".
 struct Config {
   Family family = Family::best;
   int first = 0, second = 0;
@@ -86,8 +89,11 @@ bool run(const Problem& problem, Context& context, const Config& choice);
 std::vector<Config> candidates(const Problem& problem);
 }  // namespace cpu
 namespace cuda {
-bool run(const Problem& problem, Context& context, const Config& choice);
-std::vector<Config> candidates(const Problem& problem, const Context& context);
+bool run(const Problem& problem, Context& context, const Config& config);
+bool run(const WeightProblem& problem, Context& context, const Config& config);
+/// Every config that fits, with its cost. Data pointers count by their alignment.
+std::vector<Candidate<Config>> candidates(const Problem& problem, const Machine& machine);
+std::vector<Candidate<Config>> candidates(const WeightProblem& problem, const Machine& machine);
 }  // namespace cuda
 
 }  // namespace fretwork::kronecker

@@ -2,6 +2,7 @@
 // launch.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -10,6 +11,7 @@
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/params_direct.cuh"
 #include "runtime/alignment.h"
+#include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -48,24 +50,11 @@ KernelSpec instance(DType dtype, const Kind& kind, bool first) {
               shares(kind) + (first ? ", true>" : ", false>"),
           KernelSpec::kBySize};
 }
-KernelSpec deep_instance(DType dtype, const Kind& kind) {
-  return {"ops/kronecker/cuda/direct_deep.cuh",
-          std::string("fretwork::kronecker::direct::deep<") + device_type(dtype) + shares(kind) + ">",
-          KernelSpec::kBySize};
-}
-
-constexpr std::size_t kDeepKinds[] = {4, 5};
-
 std::vector<KernelSpec> list_kernels(const std::string& arch) {
   std::vector<KernelSpec> list;
   for (const DType dtype : kTypes) {
     if (!has_mma(dtype, driver::arch_number(arch))) {
       continue;
-    }
-    if (arch == "sm_90a") {
-      for (const std::size_t kind : kDeepKinds) {
-        list.push_back(deep_instance(dtype, kKinds[kind]));
-      }
     }
     for (const Kind& kind : kKinds) {
       list.push_back(instance(dtype, kind, false));
@@ -75,8 +64,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   return list;
 }
 const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
-constexpr std::size_t kDeep = 2 * std::size(kTypes) * std::size(kKinds);  // the first of deep blocks
-constinit KernelTable<kDeep + std::size(kTypes) * std::size(kDeepKinds)> kernels;
+constinit KernelTable<2 * std::size(kTypes) * std::size(kKinds)> kernels;
 
 /// Its place among kKinds; their number where there is none. Deep blocks with more than a few rows would be read too
 /// often by small shares.
@@ -89,7 +77,7 @@ std::size_t kind_of(const Sizes& s) {
          : s.d % 8 == 0 ? 6
                         : std::size(kKinds);
 }
-const Shape& shape_of(const Kind& kind, std::int64_t batch) { return batch <= few::kMostRows ? kind.few : kind.more; }
+const Shape& shape_of(const Kind& kind, std::int64_t batch) { return batch <= kFewRows ? kind.few : kind.more; }
 
 /// Warps of a CTA: at most, and those of them that have l, or outputs, of their own.
 struct Warps {
@@ -126,38 +114,12 @@ bool small(const Problem& p) {
          a * b * d < kMost / (p.batch + kTile);
 }
 
-/// Whether more than a few rows should be faster here than where weights are packed.
-bool cheap(const Problem& p) {
-  // Microseconds on an H200, fitted to times of 40 patterns with 196 rows. Here every 16 or 32 rows read the weights
-  // again and as many outputs x, in short lines where the batch is last; δ apart take most registers and run least at
-  // once.
-  const auto& [a, b, c, d] = p.sizes;
-  const bool last = p.x.feature != 1, far = d >= 8;
-  const double weights = 2e-6 * double(a * b * c * d), x = 2e-6 * double(p.batch * a * c * d);
-  const Kind& kind = kKinds[std::min(kind_of(p.sizes), std::size(kKinds) - 1)];
-  const Shape& shape = shape_of(kind, p.batch);
-  const double read = weights * double(ceil_div(p.batch, std::int64_t{8} * shape.n)) +
-                      x * double(ceil_div(b, std::int64_t{16} * shape.m));
-  const double rate = kind.v == 1   ? 3.2
-                      : far         ? (d >= 32 ? 2.0
-                                       : last  ? 2.7
-                                               : 3.3)
-                      : shape.m > 1 ? (last ? 3.3 : 4.5)
-                      : last        ? 3.5
-                                    : 6.3;
-  const double here = (d == 1 ? 0.4 : 0.7) + read / rate;
-  // Elsewhere weights are packed first, but for d = 1.
-  const double moved = weights + x + 2e-6 * double(p.batch * a * b * d);
-  const double there = d == 1 ? 1.2 + moved / 2 : 6.3 + 1.3 * weights + 0.01 * double(c) + (far && !last ? 4.5 : 0.0);
-  return here < there;
-}
-
 /// Batch last with d = 1, small blocks and lines that the copy engine cannot follow, each block of x in one piece.
-bool in_pieces(const Problem& p) {
+bool can_be_pieces(const Problem& p) {
   const auto& [a, b, c, d] = p.sizes;
   return d == 1 && b % 16 == 0 && c % 16 == 0 && c <= kPieceDepth && p.x.batch == 1 && p.x.feature == p.batch &&
-         p.y.batch == 1 && p.y.feature == p.batch && p.batch > few::kMostRows && p.batch % 2 == 0 && p.batch % 8 != 0 &&
-         is_aligned(p.x.data, 16) && is_aligned(p.y.data, 16) && !cheap(p);
+         p.y.batch == 1 && p.y.feature == p.batch && p.batch > kFewRows && p.batch % 2 == 0 && p.batch % 8 != 0 &&
+         is_aligned(p.x.data, 16) && is_aligned(p.y.data, 16);
 }
 
 /// d = 2, batch first, where tiles run all at once, one on each SM, and read so much less than `ctas` of single shares
@@ -215,56 +177,6 @@ Params fill(const Problem& p) {
   return params;
 }
 
-/// Deep blocks with d = 4 on Hopper, whose batch is first, are for its own kernel.
-bool deep(const Problem& p, std::size_t kind, const Context& context) {
-  return std::ranges::find(kDeepKinds, kind) != std::end(kDeepKinds) && p.sizes.b % 64 == 0 && p.sizes.c % 256 == 0 &&
-         p.sizes.c <= 1024 && (p.batch == 1 || p.y.batch % 4 == 0) && is_aligned(p.y.data, 8) &&
-         driver::kernel_arch(context.device.index) == "sm_90a";
-}
-/// CTAs that have the whole depth, each with 32 outputs and some rows, where the machine has room for them all; else 0.
-std::int64_t whole_ctas(const Problem& p, int multiprocessors) {
-  const std::int64_t ctas = p.sizes.a * (p.sizes.b / kWholeOutputs) * ceil_div(p.batch, std::int64_t{kWholeRows});
-  return p.sizes.c == kWholeDepth && p.batch > few::kMostRows && p.x.batch > 0 && ctas <= multiprocessors ? ctas : 0;
-}
-/// Pairs of CTAs, each with 64 outputs and some rows, where they fill the machine, and once; else 0.
-std::int64_t deep_pairs(const Problem& p, int multiprocessors) {
-  const std::int64_t pairs = p.sizes.a * (p.sizes.b / 64) * ceil_div(p.batch, std::int64_t{kDeepRows});
-  return p.batch > few::kMostRows && p.x.batch > 0 && 16 * pairs >= 7 * multiprocessors && 2 * pairs <= multiprocessors
-             ? pairs
-             : 0;
-}
-
-/// In boxes of `rows` rows × so many lines of 128 bytes.
-Map deep_map(const Problem& p, int rows, int lines) {
-  const auto u64 = [](std::int64_t n) { return static_cast<std::uint64_t>(n); };
-  const std::uint64_t sizes[] = {64, u64(p.batch), u64(p.sizes.a * p.sizes.c * p.sizes.d / 64)};
-  const std::uint64_t strides[] = {u64(p.x.batch) * 2, 128};
-  const std::uint32_t box[] = {64, static_cast<std::uint32_t>(rows), static_cast<std::uint32_t>(lines)};
-  return std::bit_cast<Map>(driver::make_tensor_map(p.x.data, 2, sizes, strides, box, driver::Swizzle::b128));
-}
-
-void run_deep(const Kernel& kernel, const Problem& p, DeepParams& params, std::int64_t pairs, Context& context) {
-  const std::int64_t groups = ceil_div(p.batch, std::int64_t{kDeepRows});
-  params.x = deep_map(p, kDeepRows, 4);
-  params.direct.groups = Divisor(groups);
-  params.direct.j_tiles = Divisor(p.sizes.b / 64);
-  params.rows = static_cast<int>(ceil_div(p.batch, groups));
-  params.ctas = 2;
-  params.depth = static_cast<int>(p.sizes.c / 4);
-  kernel.launch_clusters(2 * pairs, 2, kDeepThreads, 2 * deep_region(params.depth) + kDeepBarriers, &params,
-                         context.stream);
-}
-
-void run_whole(const Kernel& kernel, const Problem& p, DeepParams& params, std::int64_t ctas, Context& context) {
-  const std::int64_t groups = ceil_div(p.batch, std::int64_t{kWholeRows});
-  params.direct.groups = Divisor(groups);
-  params.direct.j_tiles = Divisor(p.sizes.b / kWholeOutputs);
-  params.rows = static_cast<int>(ceil_div(p.batch, groups));
-  params.x = deep_map(p, params.rows, 1);
-  params.ctas = 1;
-  kernel.launch(ctas, kDeepThreads, kWholeBytes, &params, context.stream);
-}
-
 void run_tiles(const Kernel& kernel, const Problem& p, Params& params, const Tile& tile, Context& context) {
   const std::int64_t own = 1 << tile.log_own, groups = ceil_div(p.batch, tile.rows);
   const std::int64_t j_tiles = ceil_div(p.sizes.b, 16 * own);
@@ -286,73 +198,130 @@ void run_pieces(const Kernel& kernel, const Problem& p, Context& context) {
   kernel.launch(p.sizes.a * tiles, kPieceThreads, piece_bytes(params.c, params.batch), &params, context.stream);
 }
 
-}  // namespace
+/// How the problem is spread over warps and CTAs.
+struct Cut {
+  const Kind& kind;
+  const Shape& shape;
+  std::int64_t groups, j_tiles, l_tiles, turns;
+  int own, along_k;
 
-bool pays(const Problem& p) {
-  return p.batch <= few::kMostRows || (p.batch <= kMostRows && (cheap(p) || in_pieces(p)));
+  Cut(const Problem& p, int multiprocessors) : kind(kKinds[kind_of(p.sizes)]), shape(shape_of(kind, p.batch)) {
+    const auto& [a, b, c, d] = p.sizes;
+    groups = ceil_div(p.batch, std::int64_t{8} * shape.n);
+    const std::int64_t shares = ceil_div(b, std::int64_t{16} * shape.m);
+    const Warps most = warps_of(kind, shape, d, a * groups * shares * (d / kind.v), multiprocessors);
+    j_tiles = kind.v == 8 ? shares : ceil_div(shares, std::int64_t{most.own});
+    l_tiles = kind.v == 8 ? d / kind.v / most.own : 1;
+    const std::int64_t chunks = ceil_div(c, std::int64_t{depth_of(kind.v)} * shape.steps);
+    turns = ceil_div(chunks, std::int64_t{most.most / most.own});
+    own = most.own;
+    along_k = static_cast<int>(ceil_div(chunks, turns));
+  }
+  std::int64_t ctas(const Sizes& s) const { return s.a * groups * j_tiles * l_tiles; }
+  int warps() const { return along_k * own; }
+  int bytes() const { return warps() * sums_bytes(kind.v, shape.m, shape.n); }
+};
+
+/// A kernel of layers whose batch is first.
+bool is_first(const Params& params, const Problem& p) { return params.first && !p.last; }
+
+/// The tile, where d = 2, the batch is first and there are more than a few rows; else one of no rows.
+Tile tile_of(const Problem& p, const Params& params, const Cut& cut, const Context& context) {
+  const bool tiles = is_first(params, p) && p.batch > kFewRows && cut.kind.v == 2 && cut.shape.steps == kTileSteps;
+  return tiles ? tile_of(p, cut.ctas(p.sizes), driver::device_info(context.device.index),
+                         driver::shared_limit(context.device.index))
+               : Tile{};
 }
 
-bool run(const Problem& p, Context& context) {
+// ---------------------------------------------------------------------------------------------- costs
+
+double memory_of(const Problem& p) {
   const auto& [a, b, c, d] = p.sizes;
-  const std::size_t which = kind_of(p.sizes);
-  const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, p.dtype) - std::begin(kTypes));
-  if (type == std::size(kTypes) || which == std::size(kKinds) || p.batch > kMostRows || !small(p) ||
-      !suits(p.w, p.sizes, kKinds[which]) || !has_mma(p.dtype, driver::arch_number(context.device.index))) {
+  return 2.0 * double(a * b * c * d + p.batch * a * d * (b + c));
+}
+
+/// Each turn of a CTA is a trip to L2, and longer the more registers a lane's loads fill; memory is read meanwhile.
+/// Batch last, a load of x uses a part of a sector.
+double plain_cost(const Problem& p, int multiprocessors) {
+  constexpr double kMemory = 4.1e6, kL2 = 6.5e6, kEight = 0.5;                  // bytes per µs, µs
+  constexpr double kShortLines = 3.0, kShortLinesEight = 1.3, kFarApart = 2.6;  // times the bytes
+  const auto& [a, b, c, d] = p.sizes;
+  const Cut cut(p, multiprocessors);
+  const auto& [v, few, more] = cut.kind;
+  const bool eight = v == 8;
+  const double trip = eight ? 0.95 : v == 4 ? 0.78 : 0.12;  // µs
+  const double again = p.x.feature == 1 || p.batch == 1 ? 1.0 : eight ? kShortLinesEight : kShortLines;
+  const double shares = double(ceil_div(b, std::int64_t{16} * cut.shape.m));
+  const double read = 2.0 * double(a * c * d) * (double(b * cut.groups) + double(p.batch) * shares * again);
+  const int registers = std::max(64, registers_of(v, cut.shape.steps, cut.shape.m, cut.shape.n));
+  const double at_once = multiprocessors * std::max(1.0, std::floor(65536.0 / (registers * 32 * cut.warps())));
+  const double scale = multiprocessors / cost::kMultiprocessors;
+  const double waves = std::ceil(double(cut.ctas(p.sizes)) / at_once);
+  return (eight ? kEight : 0.0) + std::max(trip * double(cut.turns) * waves, memory_of(p) / (kMemory * scale)) +
+         read * (d >= 32 ? kFarApart : 1.0) / (kL2 * scale);
+}
+
+/// A CTA copies a block of x and multiplies it once: three trips to memory one after the other.
+double piece_cost(const Problem& p, int multiprocessors) {
+  constexpr cost::Rates kRates = {4.0, 9.6e6, 4e6};
+  const auto& [a, b, c, d] = p.sizes;
+  return cost::microseconds({.count = double(a * ceil_div(b, std::int64_t{kPieceOutputs})),
+                             .at_once = 4.0 * multiprocessors,
+                             .steps = 1,
+                             .bytes = 2.0 * double(c * (p.batch + kPieceOutputs)),
+                             .ops = 2.0 * kPieceOutputs * double(c * p.batch),
+                             .out = 2.0 * kPieceOutputs * double(p.batch)},
+                            kRates, memory_of(p), multiprocessors);
+}
+
+bool in_pieces(const Problem& p, int multiprocessors) {
+  return can_be_pieces(p) && piece_cost(p, multiprocessors) < plain_cost(p, multiprocessors);
+}
+
+}  // namespace
+
+bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
+  const std::size_t kind = kind_of(p.sizes);
+  if (std::ranges::find(kTypes, p.dtype) == std::end(kTypes) || kind == std::size(kKinds) || p.batch > kMostRows ||
+      !small(p) || !suits(p.w, p.sizes, kKinds[kind]) || !has_mma(p.dtype, machine.number)) {
     return false;
   }
-  const Kind& kind = kKinds[which];
-  const int v = kind.v;
-  const Shape& shape = shape_of(kind, p.batch);
-  const auto& [steps, m, n] = shape;
-  const std::int64_t groups = ceil_div(p.batch, std::int64_t{8} * n), shares = ceil_div(b, std::int64_t{16} * m);
-  const driver::DeviceInfo& device = driver::device_info(context.device.index);
-  const int multiprocessors = device.multiprocessors;
-  const Warps most = warps_of(kind, shape, d, a * groups * shares * (d / v), multiprocessors);
-  const std::int64_t j_tiles = v == 8 ? shares : ceil_div(shares, std::int64_t{most.own});
-  const std::int64_t l_tiles = v == 8 ? d / v / most.own : 1;
-  const std::int64_t chunks = ceil_div(c, std::int64_t{depth_of(v)} * steps);
-  const std::int64_t turns = ceil_div(chunks, std::int64_t{most.most / most.own});
-  DeepParams all{};
-  Params& params = all.direct;
-  params = fill(p);
-  params.groups = Divisor(groups);
-  params.j_tiles = Divisor(j_tiles);
-  params.l_tiles = Divisor(l_tiles);
-  params.log_own = std::countr_zero(static_cast<unsigned>(most.own));
-  params.along_k = static_cast<int>(ceil_div(chunks, turns));
-  params.more = p.batch > few::kMostRows;
+  const int multiprocessors = machine.multiprocessors;
+  const Cut cut(p, multiprocessors);
+  const int bytes =
+      in_pieces(p, multiprocessors) ? piece_bytes(static_cast<int>(p.sizes.c), static_cast<int>(p.batch)) : cut.bytes();
+  return bytes <= machine.shared;  // which is small before sm_80
+}
+
+double cost(const Problem& p, const Config& /*config*/, const Machine& machine) {
+  const int multiprocessors = machine.multiprocessors;
+  const double plain = plain_cost(p, multiprocessors);
+  return can_be_pieces(p) ? std::min(plain, piece_cost(p, multiprocessors)) : plain;
+}
+
+void launch(const Problem& p, const Config& /*config*/, Context& context) {
+  const std::size_t which = kind_of(p.sizes);
+  const auto type = static_cast<std::size_t>(std::ranges::find(kTypes, p.dtype) - std::begin(kTypes));
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const Cut cut(p, multiprocessors);
+  Params params = fill(p);
+  params.groups = Divisor(cut.groups);
+  params.j_tiles = Divisor(cut.j_tiles);
+  params.l_tiles = Divisor(cut.l_tiles);
+  params.log_own = std::countr_zero(static_cast<unsigned>(cut.own));
+  params.along_k = cut.along_k;
+  params.more = p.batch > kFewRows;
   params.apart = true;
-  const int warps = params.along_k * most.own;
-  const bool first = params.first && !p.last;
-  const std::int64_t ctas = a * groups * j_tiles * l_tiles;
-  const int bytes = warps * sums_bytes(v, m, n);
-  const bool tiles = first && params.more && v == 2 && steps == kTileSteps;
-  const int shared_limit = driver::shared_limit(context.device.index);
-  if ((in_pieces(p) ? piece_bytes(params.c, params.batch) : bytes) > shared_limit) {
-    return false;  // before sm_80
-  }
-  if (first && deep(p, which, context)) {
-    const Kernel& kernel = kernels.get(kDeep + std::size(kDeepKinds) * type + which - kDeepKinds[0],
-                                       context.device.index, [&] { return deep_instance(p.dtype, kind); });
-    if (const std::int64_t whole = whole_ctas(p, multiprocessors); whole > 0) {
-      run_whole(kernel, p, all, whole, context);
-    } else if (const std::int64_t pairs = deep_pairs(p, multiprocessors); pairs > 0) {
-      run_deep(kernel, p, all, pairs, context);
-    } else {
-      kernel.launch(ctas, 32 * warps, bytes, &all, context.stream);
-    }
-    return true;
-  }
+  const bool first = is_first(params, p);
   const Kernel& kernel = kernels.get(2 * (type * std::size(kKinds) + which) + (first ? 1 : 0), context.device.index,
-                                     [&] { return instance(p.dtype, kind, first); });
-  if (in_pieces(p)) {
+                                     [&] { return instance(p.dtype, cut.kind, first); });
+  if (in_pieces(p, multiprocessors)) {
     run_pieces(kernel, p, context);
-  } else if (const Tile tile = tiles ? tile_of(p, ctas, device, shared_limit) : Tile{}; tile.rows > 0) {
+  } else if (const Tile tile = tile_of(p, params, cut, context); tile.rows > 0) {
     run_tiles(kernel, p, params, tile, context);
   } else {
-    kernel.launch(ctas, 32 * warps, bytes, &params, context.stream);
+    kernel.launch(cut.ctas(p.sizes), 32 * cut.warps(), cut.bytes(), &params, context.stream);
   }
-  return true;
 }
 
 }  // namespace fretwork::kronecker::direct

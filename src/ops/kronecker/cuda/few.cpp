@@ -14,6 +14,7 @@
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/params_few.cuh"
 #include "runtime/alignment.h"
+#include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -291,14 +292,11 @@ Params fill(const Problem& p, const AnySpread& spread, std::int64_t rows) {
 }
 
 /// Lanes can read `v` neighbouring l at once, for the tensor cores.
-bool tiles_fit(const Problem& p, int v, const Context& context) {
+bool tiles_fit(const Problem& p, int v, const Machine& machine) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
-  const int arch = driver::arch_number(context.device.index);
-  return type && p.w.d == 1 && p.sizes.d % v == 0 && whole(p.w, p.sizes, kAlongL, v, 2) && has_mma(p.dtype, arch) &&
-         v <= most_deltas(arch);
+  return type && p.w.d == 1 && p.sizes.d % v == 0 && whole(p.w, p.sizes, kAlongL, v, 2) &&
+         has_mma(p.dtype, machine.number) && v <= most_deltas(machine.number);
 }
-
-bool has_clusters(const Context& context) { return driver::kernel_arch(context.device.index) == "sm_90a"; }
 
 /// The number of l that suits best, of those whose bits are set: the same for every batch, as each is another kernel. 0
 /// for none.
@@ -320,7 +318,7 @@ int choose_deltas(Problem p, unsigned fitting, bool clusters, int multiprocessor
 
 /// The way on the tensor cores; its clocks are without end where there is none. Choosing takes longer than a launch, so
 /// that what was chosen lately is kept.
-TileChoice choose_tiles(const Problem& p, const Context& context) {
+TileChoice choose_tiles(const Problem& p, const Machine& machine) {
   struct Kept {
     Sizes sizes{};
     std::int64_t batch = 0;
@@ -330,9 +328,9 @@ TileChoice choose_tiles(const Problem& p, const Context& context) {
     bool operator==(const Kept&) const = default;
   };
   thread_local std::array<std::pair<Kept, TileChoice>, 16> lately;
-  Kept now{p.sizes, p.batch, 0, driver::device_info(context.device.index).multiprocessors, has_clusters(context)};
+  Kept now{p.sizes, p.batch, 0, machine.multiprocessors, machine.arch == "sm_90a"};
   for (const int v : kDeltas) {
-    now.fitting |= tiles_fit(p, v, context) ? static_cast<unsigned>(v) : 0u;
+    now.fitting |= tiles_fit(p, v, machine) ? static_cast<unsigned>(v) : 0u;
   }
   const Sizes& s = p.sizes;
   auto& [kept, choice] =
@@ -399,54 +397,50 @@ void run_threads(const Problem& p, Context& context) {
   launch(params, p, which, floats * static_cast<std::int64_t>(sizeof(float)), context);
 }
 
-}  // namespace
+/// The costs above are clocks at best. Measured times are about twice as long.
+constexpr double kClocks = 850;  // of them in a µs
 
-bool pays(const Problem& p, const Context& context) {
-  // Batch last, so many weights should sooner be packed and multiplied (reckoned): more than eight rows are fetched
-  // again for every tile of outputs.
-  constexpr std::int64_t kManyWeights = 32 << 20;  // bytes
-  const Sizes& s = p.sizes;
-  const std::int64_t bytes = s.a * s.b * s.c * s.d * static_cast<std::int64_t>(size_of(p.dtype));
-  if (p.batch > 8 && p.x.batch == 1 && p.y.batch == 1 && bytes >= kManyWeights) {
-    return false;
-  }
-  if (p.batch > kMostRows) {
-    // One launch that reads the weights again for every 16 rows, against one that packs them and another.
-    constexpr std::int64_t kMostAgain = 4 << 20;
-    return p.batch <= kMostTileRows && bytes * ceil_div(p.batch, std::int64_t{kTileRows}) <= kMostAgain &&
-           tiles_fit(p, 2, context);
-  }
-  if (tiles_fit(p, 2, context)) {  // the tensor cores keep up with memory
-    return true;
-  }
-  // So does FFMA with eight rows, and with sixteen it is still faster than packing weights, which d = 1 does not need:
-  // there copies and products of whole tiles are sooner done, where each SM has one. Exact fp32 has nothing faster.
-  const bool exact = p.dtype == DType::f32 && context.precision == Precision::ieee;
-  if (s.d > 1 || p.dtype == DType::f32) {
-    return exact || p.batch <= 16;
-  }
-  const bool in_one_go = has_clusters(context) && s.c <= 128 &&
-                         s.a * ceil_div(s.b, 64) <= driver::device_info(context.device.index).multiprocessors;
-  return p.batch <= 8 && !in_one_go;
+/// `cost` of the spread that is taken. Where x cannot be read four elements at a time, threads wait for single loads.
+double thread_clocks(const Problem& p, int multiprocessors) {
+  constexpr double kSingle = 200;
+  const Kind& kind = kKinds[choose_kind(p.w, p.sizes, size_of(p.dtype))];
+  const bool k_next = std::llabs(p.w.c) <= std::llabs(p.w.b) && kind.axis != kAlongJ;
+  const Spread spread = choose_spread(p, kind, k_next, multiprocessors);
+  const bool single = !x_vectors(p, spread.tile_l, spread.step, true);
+  const double rows = double(std::min<std::int64_t>(p.batch, kRows));
+  return cost(p, kind, spread, k_next, multiprocessors) +
+         (single ? rows * double(p.sizes.c * spread.tile_l) / kThreads * kSingle : 0.0);
 }
 
-bool run(const Problem& p, Context& context) {
+}  // namespace
+
+bool fits(const Problem& p, const Config& /*config*/, const Machine& machine) {
   const Sizes& s = p.sizes;
   const bool type = std::ranges::find(kTypes, p.dtype) != std::end(kTypes);
   // One CTA for each (i, j, l) is more than there ever are.
   const bool sizes = s.b < kMost && s.c < kMost && s.d < kMost && s.a < kMost && s.a * s.b < kMost * 8 / s.d;
-  if (!type || p.batch > kMostTileRows || !sizes) {
-    return false;
-  }
-  if (const TileChoice tiles = choose_tiles(p, context); tiles.spread.v > 0) {
+  return type && sizes && (p.batch <= kMostRows || (p.batch <= kMostTileRows && choose_tiles(p, machine).spread.v > 0));
+}
+
+double cost(const Problem& p, const Config& /*config*/, const Machine& machine) {
+  // Large weights: bytes per µs from memory, and from L2 for the rows after the first.
+  constexpr double kStart = 3.0, kMemory = 0.95e6, kAgain = 1.8e6;
+  const Sizes& s = p.sizes;
+  const int multiprocessors = machine.multiprocessors;
+  const TileChoice tiles = choose_tiles(p, machine);
+  const double clocks = tiles.spread.v > 0 ? tiles.clocks : thread_clocks(p, multiprocessors);
+  const auto groups = double(ceil_div(p.batch, std::int64_t{tiles.spread.v > 0 ? kTileRows : kRows}));
+  const double weights =
+      double(s.a * s.b * s.c * s.d) * double(size_of(p.dtype)) * cost::kMultiprocessors / multiprocessors;
+  return std::max(clocks / kClocks, kStart + weights * (1 / kMemory + (groups - 1) / kAgain));
+}
+
+void launch(const Problem& p, const Config& /*config*/, Context& context) {
+  if (const TileChoice tiles = choose_tiles(p, machine_of(context)); tiles.spread.v > 0) {
     run_tiles(p, tiles.spread, context);
-    return true;
-  }
-  if (p.batch <= kMostRows) {
+  } else {
     run_threads(p, context);
-    return true;
   }
-  return false;
 }
 
 }  // namespace fretwork::kronecker::few

@@ -10,6 +10,7 @@
 #include "ops/kronecker/cuda/params.h"
 #include "ops/kronecker/cuda/params_ieee.cuh"
 #include "runtime/alignment.h"
+#include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -72,10 +73,10 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
 }
 const KernelList kKernels{"kronecker", list_kernels};
 
-bool here(DType dtype, const Sizes& s, const Context& context) {
+bool here(DType dtype, const Sizes& s, const Machine& machine) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();  // weights are ordered in 32 bits
-  return dtype == DType::f32 && s.a * s.c * s.d * (s.b + 3) < kMost && context.precision == Precision::ieee &&
-         driver::arch_number(context.device.index) >= 80;
+  return dtype == DType::f32 && s.a * s.c * s.d * (s.b + 3) < kMost && machine.precision == Precision::ieee &&
+         machine.number >= 80;
 }
 
 /// Every line of an operand whose inner stride is 1 begins at 16 bytes.
@@ -212,23 +213,12 @@ void launch_lines(ProductParams& p, const LineWeights& weights, bool depth_inner
   // Runs of four never cross the end of what exists.
   p.vector = p.activation == 0 && wide(p.out) &&
              (depth_inner ? p.out.entry == 1 && p.cols % 4 == 0 : p.out.line == 1 && p.rows % 4 == 0);
-  launch(p, choose(kProductLines, kManyRows, p.cols), depth_inner, false, context);
+  launch(p, choose(kProductLines, p.rows, p.cols), depth_inner, false, context);
 }
 
 void run_lines(const Problem& problem, bool depth_inner, Context& context) {
   ProductParams p = product_params(problem);
   launch_lines(p, LineWeights(problem, context), depth_inner, context);
-}
-
-/// Batch first with d > 1: whether bringing the features of one δ together takes less time than lines save. By times on
-/// an H200, whose FFMA reach 43 TFLOP/s on lines and 31.5 on eight neighbouring δ; on four they are as fast.
-bool regrouping_pays(const Problem& problem) {
-  const auto& [a, b, c, d] = problem.sizes;
-  const double flops = 2.0 * double(b) * double(c), pass = 4.0 * double(b + c) / 4.3e12;
-  const double before = (6 * flops / 1e12 + 6e-6 / double(a * d)) / double(kManyRows);  // weights, launches
-  return d % 8 == 0 && before + 2.35 * pass + flops / 43e12 < flops / 31.5e12 &&
-         regroups(problem.x, c, problem.batch, problem.sizes, 4) &&
-         regroups(problem.y, b, problem.batch, problem.sizes, 4);
 }
 
 /// A part of the batch at a time, which bounds the workspace.
@@ -269,37 +259,97 @@ std::int64_t pieces_of(std::int64_t batch, std::int64_t tiles, std::int64_t slot
   return best;
 }
 
-}  // namespace
+/// How a weight gradient is read: along δ, else in lines whose depth, the batch, is inner where `first` is not.
+struct GradientOrder {
+  int v;
+  bool deltas, first;
+  explicit GradientOrder(const WeightProblem& p)
+      : v(deltas_of(p.sizes.d, p.sizes.b, p.sizes.c)),
+        deltas(v > 0 && along_deltas(p.x, p.batch) && along_deltas(p.d_y, p.batch)),
+        first(p.sizes.d == 1 && p.x.feature == 1 && p.d_y.feature == 1) {}
+  bool any(const WeightProblem& p) const { return deltas || first || (p.x.batch == 1 && p.d_y.batch == 1); }
+};
 
-bool run(const Problem& problem, Context& context) {
-  if (!here(problem.dtype, problem.sizes, context)) {
-    return false;
-  }
-  const auto& [a, b, c, d] = problem.sizes;
-  const int v = deltas_of(d, b, c);
-  if (v > 0 && along_deltas(problem.x, problem.batch)) {
-    regrouping_pays(problem) ? run_regrouped(problem, context) : run_deltas(problem, v, context);
-    return true;
-  }
-  const bool first = d == 1 && problem.x.feature == 1;
-  if (first || problem.x.batch == 1) {
-    run_lines(problem, first, context);
-    return true;
-  }
-  return false;
+// ---------------------------------------------------------------------------------------------- costs
+
+/// FFMA operations per µs of one SM, in lines, and along eight neighbouring δ; along four they are as fast.
+constexpr double kLineOps = 3.3e5, kDeltaOps = 2.4e5, kStart = 2.5, kL2 = 6e6, kOrder = 3.5;
+
+/// `rows` × `cols` tiles of `threads`, of which an SM has 256 at once.
+double tile_cost(const Sizes& s, std::int64_t batch, std::int64_t rows, std::int64_t cols, std::int64_t v, int threads,
+                 double ops, double multiprocessors) {
+  const double together = 256.0 / threads;
+  const cost::Tiles tiles{.count = double(ceil_div(batch, rows) * ceil_div(s.b, cols) * s.a * ceil_div(s.d, v)),
+                          .at_once = multiprocessors * together,
+                          .steps = double(s.c),
+                          .bytes = 4.0 * double((rows + cols) * v),
+                          .ops = 2.0 * double(rows * cols * v),
+                          .out = 4.0 * double(rows * cols * v)};
+  const double memory = 4.0 * double(batch * s.a * s.d * (s.b + s.c) + s.a * s.b * s.c * s.d);
+  return cost::microseconds(tiles, {kStart, kL2, ops / together}, memory, multiprocessors);
 }
 
-bool run(const WeightProblem& problem, Context& context) {
-  if (!here(problem.dtype, problem.sizes, context)) {
+double line_cost(const Problem& p, double multiprocessors) {
+  const LineTile& t = choose(kProductLines, p.batch, p.sizes.b);
+  return tile_cost(p.sizes, p.batch, t.rows(), t.cols(), 1, t.threads(), kLineOps, multiprocessors) +
+         (LineWeights::plain(p) ? 0.0 : kOrder);
+}
+
+bool reads_deltas(const Problem& p) {
+  return deltas_of(p.sizes.d, p.sizes.b, p.sizes.c) > 0 && along_deltas(p.x, p.batch);
+}
+
+}  // namespace
+
+bool fits(const Problem& p, const Config& config, const Machine& machine) {
+  const Sizes& s = p.sizes;
+  if (!here(p.dtype, s, machine)) {
     return false;
   }
+  if (config.family == Family::ieee_regroup) {
+    return s.d > 1 && reads_deltas(p) && regroups(p.x, s.c, p.batch, s, 4) && regroups(p.y, s.b, p.batch, s, 4);
+  }
+  return reads_deltas(p) || (s.d == 1 && p.x.feature == 1) || p.x.batch == 1;
+}
+
+double cost(const Problem& p, const Config& config, const Machine& machine) {
+  const Sizes& s = p.sizes;
+  const double multiprocessors = machine.multiprocessors;
+  if (config.family == Family::ieee_regroup) {
+    constexpr double kLaunches = 6.8;
+    return line_cost(p, multiprocessors) +
+           cost::pass(kLaunches, 8.0 * double(p.batch * s.a * s.d * (s.b + s.c)), cost::kMemory, multiprocessors);
+  }
+  if (!reads_deltas(p)) {
+    return line_cost(p, multiprocessors);
+  }
+  const int v = deltas_of(s.d, s.b, s.c);
+  const DeltaTile t = delta_tile(v, s.b, v == 8 ? 8 : 4);
+  return tile_cost(s, p.batch, t.rows(), t.cols(), v, t.threads(), v == 8 ? kDeltaOps : kLineOps, multiprocessors);
+}
+
+void launch(const Problem& p, const Config& config, Context& context) {
+  if (config.family == Family::ieee_regroup) {
+    run_regrouped(p, context);
+  } else if (reads_deltas(p)) {
+    run_deltas(p, deltas_of(p.sizes.d, p.sizes.b, p.sizes.c), context);
+  } else {
+    run_lines(p, p.sizes.d == 1 && p.x.feature == 1, context);
+  }
+}
+
+bool fits(const WeightProblem& p, const Config& /*config*/, const Machine& machine) {
+  return here(p.dtype, p.sizes, machine) && GradientOrder(p).any(p);
+}
+
+double cost(const WeightProblem& p, const Config& /*config*/, const Machine& machine) {
+  const Sizes& s = p.sizes;  // the only other family is slower on every problem
+  return kStart + 2.0 * double(p.batch * s.a * s.b) * double(s.c * s.d) / (kDeltaOps * machine.multiprocessors);
+}
+
+void launch(const WeightProblem& problem, const Config& /*config*/, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
-  const int v = deltas_of(d, b, c);
-  const bool deltas = v > 0 && along_deltas(problem.x, problem.batch) && along_deltas(problem.d_y, problem.batch);
-  const bool first = d == 1 && problem.x.feature == 1 && problem.d_y.feature == 1;
-  if (!deltas && !first && (problem.x.batch != 1 || problem.d_y.batch != 1)) {
-    return false;
-  }
+  const auto [v, deltas, first] = GradientOrder(problem);
   ProductParams p{};
   p.left = operand(problem.d_y, problem.sizes, b, true);
   p.right = operand(problem.x, problem.sizes, c, true);
@@ -329,7 +379,7 @@ bool run(const WeightProblem& problem, Context& context) {
     launch(p, lines, !first, !first, context);
     sum_pieces(sums.data(), p.pieces, DType::f32, w.data, {a, d, b, c}, {w.a, w.d, w.b, w.c}, context);
   }
-  return true;
+  sum_batch(problem, context);
 }
 
 }  // namespace fretwork::kronecker::ieee

@@ -1,82 +1,93 @@
-// The kernel families of the Kronecker products on a GPU. Each run() returns whether it took the problem; launch.cpp
-// asks them in turn. A family that takes a weight gradient computes the bias gradient too, unless its comment says
-// otherwise.
+// The kernel families of the Kronecker products on a GPU. Each says which configs fit a problem, what they cost in
+// microseconds (runtime/cost.h, without the launch that every call has), and launches one that fits. choose.cpp lists
+// and compares them. A weight gradient's launch computes the bias gradient too.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <vector>
 
-#include "ops/kronecker/problem.h"
+#include "ops/kronecker/config.h"
+#include "runtime/choose.h"
 
 namespace fretwork::kronecker {
-
-/// More than a few rows are one kind of problem: a way and its tiles are chosen as if there were this many, so that a
-/// layer keeps to one kernel for them all.
-inline constexpr std::int64_t kManyRows = 25088;
 
 /// Whether the tensor cores of an architecture multiply a 16-bit type.
 inline bool has_mma(DType dtype, int arch) {
   return dtype == DType::f16 ? arch >= 75 : dtype == DType::bf16 && arch >= 80;
 }
 
-/// TMA and wgmma on sm_90a, 16-bit types and tf32: batch last, and batch first with d = 1 or where another way to bring
-/// the features of one δ together pays.
+/// Up to so many batch rows are "a few": memory's latency counts, and weights are read once.
+inline constexpr std::int64_t kFewRows = 32;
+
+/// TMA and wgmma on sm_90a, 16-bit types and tf32. Operands as they lie (`hopper`), rows brought into groups of one δ
+/// (`regroup`), the d products of a block as one dense matrix (`dense`), all δ of a row at once (`interleaved`, tf32).
+/// `first` is the number of columns of a tile, one of widths().
 namespace hopper {
-bool run(const Problem& problem, Context& context);
-/// As the operands lie, regrouped, with the d products of a block as one dense matrix, with weights that CTAs keep, or
-/// the one of them that should be fastest, if another way should not be.
-enum class Form { best, direct, regrouped, dense, resident };
-/// In tiles of `width` columns, one of widths(), or 0 for what should be fastest.
-bool run(const Problem& problem, Context& context, Form form, int width = 0);
 std::span<const int> widths();
-bool run(const WeightProblem& problem, Context& context);
-/// Regrouped, so many rows of the batch at a time (a multiple of 64) whose sums are added up in turn.
-bool run(const WeightProblem& problem, Context& context, std::int64_t rows);
+bool fits(const Problem& problem, const Config& config, const Machine& machine);
+double cost(const Problem& problem, const Config& config, const Machine& machine);
+void launch(const Problem& problem, const Config& config, Context& context);
+bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
+double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
+void launch(const WeightProblem& problem, const Config& config, Context& context);
 }  // namespace hopper
 
-/// Tensor cores on sm_80 and later, batch first with d > 1: neighbouring δ stay together from memory to fragments.
+/// Tensor cores on sm_80 and later, batch first with d > 1: neighbouring δ stay together from memory to fragments. CTAs
+/// on their own (`strided`: `first` neighbouring δ, `second` warps along the batch), or clusters of them (`cluster`,
+/// sm_90a, 16-bit types).
 namespace strided {
-bool run(const Problem& problem, Context& context);
-bool run(const WeightProblem& problem, Context& context);
-/// CTAs on their own (sm_80 and later), clusters of them (sm_90a, 16-bit types), or the one that should be faster.
-enum class Way { best, alone, clusters };
-/// Of CTAs on their own: neighbouring δ, and warps along the batch. Zeros for those that should be fastest.
-struct Shape {
-  int v = 0, wm = 0;
-};
-/// Those there are.
-std::vector<Shape> shapes(DType dtype, Precision precision);
-/// False when the problem, or this way of it, is not for here.
-bool run(const Problem& problem, Context& context, Way way, Shape shape = {});
-bool run(const WeightProblem& problem, Context& context, Way way);
+std::vector<Config> configs(DType dtype, Precision precision);
+bool fits(const Problem& problem, const Config& config, const Machine& machine);
+double cost(const Problem& problem, const Config& config, const Machine& machine);
+void launch(const Problem& problem, const Config& config, Context& context);
+bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
+double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
+void launch(const WeightProblem& problem, const Config& config, Context& context);
 }  // namespace strided
 
 /// Up to 32 batch rows, any strides: one pass over the weights as they lie; 16-bit types with d even up to 256, reading
-/// them again for every 16. Products only.
+/// them again for every 16.
 namespace few {
-inline constexpr std::int64_t kMostRows = 32, kMostTileRows = 256;
-/// Whether this is the fastest way, not merely one.
-bool pays(const Problem& problem, const Context& context);
-bool run(const Problem& problem, Context& context);
+inline constexpr std::int64_t kMostRows = kFewRows, kMostTileRows = 256;
+bool fits(const Problem& problem, const Config& config, const Machine& machine);
+double cost(const Problem& problem, const Config& config, const Machine& machine);
+void launch(const Problem& problem, const Config& config, Context& context);
 }  // namespace few
 
 /// Up to 256 batch rows of 16-bit types with d = 1, 2, 4 or a multiple of 8, weights as they lie: loads go straight to
-/// the fragments of an mma. Products only.
+/// the fragments of an mma.
 namespace direct {
 inline constexpr std::int64_t kMostRows = 256;
-/// Whether this should be the fastest way, where it is one.
-bool pays(const Problem& problem);
-bool run(const Problem& problem, Context& context);
+bool fits(const Problem& problem, const Config& config, const Machine& machine);
+double cost(const Problem& problem, const Config& config, const Machine& machine);
+void launch(const Problem& problem, const Config& config, Context& context);
 }  // namespace direct
 
-/// Exact fp32 in large tiles on FFMA (sm_80 and later). Leaves the gradient of the bias to the caller.
+/// Exact fp32 in large tiles on FFMA (sm_80 and later): operands as they lie, or regrouped (`ieee_regroup`).
 namespace ieee {
-bool run(const Problem& problem, Context& context);
-bool run(const WeightProblem& problem, Context& context);
+bool fits(const Problem& problem, const Config& config, const Machine& machine);
+double cost(const Problem& problem, const Config& config, const Machine& machine);
+void launch(const Problem& problem, const Config& config, Context& context);
+bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
+double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
+void launch(const WeightProblem& problem, const Config& config, Context& context);
 }  // namespace ieee
+
+/// Any type, stride and architecture: `portable` on the tensor cores, `simple` on FFMA. A gradient takes whichever can.
+namespace generic {
+bool fits(const Problem& problem, const Config& config, const Machine& machine);
+double cost(const Problem& problem, const Config& config, const Machine& machine);
+void launch(const Problem& problem, const Config& config, Context& context);
+bool fits(const WeightProblem& problem, const Config& config, const Machine& machine);
+double cost(const WeightProblem& problem, const Config& config, const Machine& machine);
+void launch(const WeightProblem& problem, const Config& config, Context& context);
+}  // namespace generic
 
 /// Adds `pieces` of fp32 (or fp64) sums of `sizes`, which follow each other at `from`, into the strided `to`.
 void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
                 const std::int64_t (&strides)[4], Context& context);
+/// The gradient of the bias, if it is wanted, in a pass of its own.
+void sum_batch(const WeightProblem& problem, Context& context);
 
 }  // namespace fretwork::kronecker

@@ -144,8 +144,12 @@ void pack(const Weights& w, const Sizes& s, DType dtype, const Lines& lines, voi
   // Neighbours in memory lie across the lines: a CTA takes whole ones.
   const bool by_rows = shape.lines > 1 && shape.entries > 1 && std::llabs(shape.line) < std::llabs(shape.entry) &&
                        s.d < 8 && shape.entries >= hopper::kPackLine && shape.entries * s.d <= hopper::kPackElements;
+  // Small shares where there are few weights: a thread moves one element after the other.
+  constexpr std::int64_t kManyCtas = 264, kLeast = 256;
   const std::int64_t deep = std::min<std::int64_t>(s.d, 32), whole = by_rows ? shape.entries : 1;
-  const std::int64_t wide = hopper::kPackElements / deep / whole * whole;
+  const std::int64_t each = s.a * shape.lines * shape.entries * s.d / kManyCtas;
+  const std::int64_t share = std::clamp<std::int64_t>(each, kLeast, hopper::kPackElements);
+  const std::int64_t wide = std::max<std::int64_t>(share / deep / whole, 1) * whole;
   const std::int64_t wide_tiles = ceil_div(shape.lines * shape.entries, wide), deep_tiles = ceil_div(s.d, deep);
   PackParams params{};
   params.from = w.data;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "device/divide.cuh"
-#include "device/tensor_map.cuh"
 
 namespace fretwork::kronecker::direct {
 
@@ -19,17 +18,6 @@ constexpr int most_threads(int v, int steps, int m, int n) {
   return registers > 128 ? 256 : registers > 80 || registers <= 64 ? 512 : 384;
 }
 constexpr int least_ctas(int v, int steps, int m, int n) { return registers_of(v, steps, m, n) <= 80 ? 2 : 1; }
-
-/// Deep blocks with d = 4 on Hopper: rows of a CTA at most, its threads, and bytes of shared memory of a warpgroup,
-/// which first has so many k of x and then 64 outputs' sums.
-inline constexpr int kDeepRows = 56, kDeepThreads = 256, kDeepBarriers = 128;
-constexpr int deep_region(int depth) { return kDeepRows * (8 * depth > 1024 ? 8 * depth : 1024); }
-
-/// The same where every CTA has the whole depth, 512: its outputs, rows at most, and bytes of shared memory, for x, the
-/// sums of four pairs of warps that share the depth, and their barriers.
-inline constexpr int kWholeDepth = 512, kWholeOutputs = 32, kWholeRows = 32;
-inline constexpr int kWholeX = kWholeRows * kWholeDepth * 8, kWholeSums = kWholeRows * kWholeOutputs * 16;
-inline constexpr int kWholeBytes = kWholeX + 4 * kWholeSums + 64;
 
 /// Batch last with d = 1, where a block of x is one piece of memory: its k at most, outputs of a CTA, its threads, and
 /// bytes of shared memory, for the piece and what the last lines' tails read behind it, and for the results.
@@ -65,14 +53,6 @@ struct Params {
   int x_feature, y_feature, bias_stride, activation;
   Divisor l_tiles;
   const void* bias;
-};
-
-struct DeepParams {
-  Map x;  ///< (64 elements, batch, such lines)
-  Params direct;
-  /// Of a CTA; that share the depth, 1 where each has the whole one, 0 where nothing but `direct` counts; k of a
-  /// warpgroup.
-  int rows, ctas, depth;
 };
 
 }  // namespace fretwork::kronecker::direct

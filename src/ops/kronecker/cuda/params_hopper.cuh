@@ -20,13 +20,7 @@ constexpr int shared_bytes(int width) { return stages(width) * (stage_bytes(widt
 /// Of products, which have the number of a stage's tile beside its barriers.
 constexpr int product_shared_bytes(int width) { return shared_bytes(width) - 4 * stages(width); }
 
-/// Of products that keep `columns` · steps lines of weights beside a ring of x alone.
-inline constexpr int kMostKept = 512;
-constexpr int resident_shared_bytes(int lines) {
-  return stages(0) * stage_bytes(0) + kStagingBytes + lines * 128 + 1024;
-}
-
-/// The same of gradients that add up `deltas` (2 or 4) products at once.
+/// Of gradients that add up `deltas` (2 or 4) products at once.
 constexpr int interleaved_stage_bytes(int deltas) { return (kRows * deltas + 256) * 128; }
 constexpr int interleaved_stages(int deltas) { return deltas == 4 ? 2 : 3; }
 constexpr int interleaved_shared_bytes(int deltas) {

@@ -13,6 +13,7 @@
 #include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/params_strided.cuh"
 #include "runtime/alignment.h"
+#include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -160,7 +161,7 @@ struct Plan {
   Tile tile{};
   int columns = 0, slab = 0, slabs = 0, stages = 0, ring = 0;
   bool resident = false;
-  double cost = 0;  ///< bytes through L2 per row of the batch and δ
+  double l2 = 0;  ///< bytes through L2 per row of the batch and δ
   std::int64_t w_bytes() const { return static_cast<std::int64_t>(stages) * w_stage(); }
   std::int64_t w_stage() const { return static_cast<std::int64_t>(tile.steps()) * tile.v * slab * 32; }
   std::int64_t shared() const { return resident ? w_bytes() + ring * tile.stage() : ring * (tile.stage() + w_stage()); }
@@ -188,7 +189,7 @@ std::optional<Plan> plan_for(const Tile& tile, const Sizes& s, std::int64_t shar
     return std::nullopt;
   }
   const double again = plan.resident ? 0 : double(plan.slabs) * plan.slab / tile.rows();
-  plan.cost = tile.size * (double(plan.slabs * s.c + s.b) * sectors(tile, s.d) + again * double(s.c));
+  plan.l2 = tile.size * (double(plan.slabs * s.c + s.b) * sectors(tile, s.d) + again * double(s.c));
   return plan;
 }
 
@@ -281,16 +282,16 @@ ClusterPlan plan_cluster(const Sizes& s, int v, bool flat) {
 }
 
 /// Whether the copy engine can fetch rows of both operands for clusters.
-bool clusters_fit(DType dtype, std::int64_t batch, const Matrix& one, const Matrix& other, const Context& context) {
-  return size_of(dtype) == 2 && driver::kernel_arch(context.device.index) == "sm_90a" && batch > 0 &&
+bool clusters_fit(DType dtype, std::int64_t batch, const Matrix& one, const Matrix& other, const Machine& machine) {
+  return size_of(dtype) == 2 && machine.arch == "sm_90a" && batch > 0 &&
          batch <= std::numeric_limits<std::int32_t>::max() / 2 && one.batch > 0 && other.batch > 0 &&
          moves(one, batch, 2, 16) && moves(other, batch, 2, 16);
 }
 
 /// The V with which clusters can take the product, else 0.
-int cluster_v(const Problem& problem, const Context& context) {
+int cluster_v(const Problem& problem, const Machine& machine) {
   const Sizes& s = problem.sizes;
-  if (!clusters_fit(problem.dtype, problem.batch, problem.x, problem.y, context)) {
+  if (!clusters_fit(problem.dtype, problem.batch, problem.x, problem.y, machine)) {
     return 0;
   }
   const bool flat = s.a == 1 || s.c * s.d % 8 == 0;
@@ -504,10 +505,10 @@ void reduce(const WeightProblem& problem, const WeightParams& params, Context& c
 }
 
 /// Whether rows of both operands can be read as they lie, all δ of a column together.
-bool flat_fits(const WeightProblem& problem, const Context& context) {
+bool flat_fits(const WeightProblem& problem, const Machine& machine) {
   const Sizes& s = problem.sizes;
   return (s.d == 2 || s.d == 4) && (s.a == 1 || (s.b * s.d % 8 == 0 && s.c * s.d % 8 == 0)) &&
-         clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, context);
+         clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, machine);
 }
 
 /// The tile that has less of it outside the matrix.
@@ -564,51 +565,8 @@ void run_clusters(const WeightProblem& problem, Context& context) {
   reduce(problem, weight, context);
 }
 
-}  // namespace
-
-std::vector<Shape> shapes(DType dtype, Precision precision) {
-  std::vector<Shape> list;
-  if (const int products = products_of(dtype, precision); products > 0) {
-    for (const Tile& tile : product_tiles(static_cast<int>(size_of(dtype)), products)) {
-      list.push_back({tile.v, tile.wm});
-    }
-  }
-  return list;
-}
-
-bool run(const Problem& problem, Context& context, Way way, Shape shape) {
+void run_alone(const Problem& problem, const Plan& plan, Context& context) {
   const Sizes& s = problem.sizes;
-  const driver::DeviceInfo& device = driver::device_info(context.device.index);
-  const int size = static_cast<int>(size_of(problem.dtype));
-  const int products = products_of(problem.dtype, context.precision);
-  if (driver::arch_number(context.device.index) < 80 || products == 0 || s.d < 2 || !small_enough(s) ||
-      std::abs(problem.bias.stride) * s.a * s.b * s.d > std::numeric_limits<std::int32_t>::max()) {
-    return false;
-  }
-  std::optional<Plan> best;
-  for (const Tile& tile : product_tiles(size, products)) {
-    const bool wanted = shape.v == 0 || (shape.v == tile.v && shape.wm == tile.wm);
-    if (wanted && fits(tile, s.d, problem.batch, problem.x, problem.y)) {
-      const auto plan = plan_for(tile, s, device.shared_per_block);
-      if (plan && (!best || plan->cost <= best->cost)) {
-        best = plan;
-      }
-    }
-  }
-  if (!best) {
-    return false;
-  }
-  if (const int v = cluster_v(problem, context); v != 0 && way != Way::alone) {
-    const bool flat = s.d == ClusterTile{v, 0}.deltas();
-    if (way == Way::clusters || flat || s.b > 64) {  // as measured on an H200
-      run_clusters(problem, plan_cluster(s, v, flat), context);
-      return true;
-    }
-  }
-  if (way == Way::clusters) {
-    return false;
-  }
-  const Plan& plan = *best;
   const Tile& tile = plan.tile;
   const std::int64_t groups = s.a * (s.d / tile.v) * plan.slabs;
   const std::int64_t tiles = ceil_div(problem.batch, tile.rows());
@@ -620,61 +578,224 @@ bool run(const Problem& problem, Context& context, Way way, Shape shape) {
   params.slabs = plan.slabs;
   params.stages = plan.stages;
   params.groups = static_cast<int>(groups);
-  params.pieces =
-      static_cast<int>(pieces_of(groups, tiles, device.multiprocessors, plan.cost * tile.rows() * tile.v / plan.slabs,
-                                 64 * 1024.0 + (plan.resident ? double(plan.w_bytes()) : 0.0)));
+  params.pieces = static_cast<int>(pieces_of(groups, tiles, driver::device_info(context.device.index).multiprocessors,
+                                             plan.l2 * tile.rows() * tile.v / plan.slabs,
+                                             64 * 1024.0 + (plan.resident ? double(plan.w_bytes()) : 0.0)));
   params.ring = plan.ring;
   params.resident = plan.resident;
   params.x_flat = flat(tile, s, s.c, problem.batch, problem.x, 16);
   params.y_flat = flat(tile, s, s.b, problem.batch, problem.y, 2 * tile.v * tile.size);
+  const int products = products_of(problem.dtype, context.precision);
   get_kernel(product_kernel(problem.dtype, products, tile), context.device.index)
       .launch(groups * params.pieces, kThreads, static_cast<int>(plan.shared()), &params, context.stream);
-  return true;
 }
 
-bool run(const Problem& problem, Context& context) { return run(problem, context, Way::best); }
+/// Tiles of a weight gradient by CTAs on their own, and the pieces that the batch is cut into.
+struct WeightCut {
+  std::int64_t slabs_b, slabs_c, groups, tiles, pieces;
+  WeightCut(const WeightProblem& p, const Tile& tile, std::int64_t multiprocessors)
+      : slabs_b(ceil_div(p.sizes.b, tile.rows())),
+        slabs_c(ceil_div(p.sizes.c, tile.width())),
+        groups(p.sizes.a * (p.sizes.d / tile.v) * slabs_b * slabs_c),
+        tiles(std::max<std::int64_t>(1, ceil_div(p.batch, tile.batch_rows()))),
+        pieces(pieces_of(groups, tiles, multiprocessors, tile.batch_stage(), 64 * 1024.0 + kPartial)) {}
+};
 
-bool run(const WeightProblem& problem, Context& context, Way way) {
+void run_alone(const WeightProblem& problem, const Tile& tile, Context& context) {
   const Sizes& s = problem.sizes;
   const driver::DeviceInfo& device = driver::device_info(context.device.index);
-  const int products = products_of(problem.dtype, context.precision);
-  if (driver::arch_number(context.device.index) < 80 || products == 0 || s.d < 2 || !small_enough(s)) {
-    return false;
-  }
-  const std::optional<Tile> tile = plan_weight(problem, device.shared_per_block);
-  if (!tile) {
-    return false;
-  }
-  if (way != Way::alone && flat_fits(problem, context)) {
-    run_flat(problem, context);
-    return true;
-  }
-  const bool fit = s.d % 16 == 0 && clusters_fit(problem.dtype, problem.batch, problem.x, problem.d_y, context);
-  if (fit && way != Way::alone) {
-    run_clusters(problem, context);
-    return true;
-  }
-  if (way == Way::clusters) {
-    return false;
-  }
+  const WeightCut cut(problem, tile, device.multiprocessors);
   WeightParams params = weight_params(problem);
-  params.slabs_b = static_cast<int>(ceil_div(s.b, tile->rows()));
-  params.slabs_c = static_cast<int>(ceil_div(s.c, tile->width()));
-  params.groups = static_cast<int>(s.a * (s.d / tile->v) * params.slabs_b * params.slabs_c);
-  params.ring = ring_of(*tile, device.shared_per_block);
-  params.pieces =
-      static_cast<int>(pieces_of(params.groups, std::max<std::int64_t>(1, ceil_div(problem.batch, tile->batch_rows())),
-                                 device.multiprocessors, tile->batch_stage(), 64 * 1024.0 + kPartial));
-  params.x_flat = flat(*tile, s, s.c, problem.batch, problem.x, 16);
-  params.dy_flat = flat(*tile, s, s.b, problem.batch, problem.d_y, 16);
+  params.slabs_b = static_cast<int>(cut.slabs_b);
+  params.slabs_c = static_cast<int>(cut.slabs_c);
+  params.groups = static_cast<int>(cut.groups);
+  params.ring = ring_of(tile, device.shared_per_block);
+  params.pieces = static_cast<int>(cut.pieces);
+  params.x_flat = flat(tile, s, s.c, problem.batch, problem.x, 16);
+  params.dy_flat = flat(tile, s, s.b, problem.batch, problem.d_y, 16);
   const Partials partials(problem, params, context);
-  get_kernel(weight_kernel(problem.dtype, products, *tile), context.device.index)
-      .launch(std::int64_t{params.groups} * params.pieces, kThreads, params.ring * tile->batch_stage(), &params,
+  const int products = products_of(problem.dtype, context.precision);
+  get_kernel(weight_kernel(problem.dtype, products, tile), context.device.index)
+      .launch(std::int64_t{params.groups} * params.pieces, kThreads, params.ring * tile.batch_stage(), &params,
               context.stream);
   reduce(problem, params, context);
-  return true;
 }
 
-bool run(const WeightProblem& problem, Context& context) { return run(problem, context, Way::best); }
+// ---------------------------------------------------------------------------------------------- costs
+
+/// Bytes of x and y (or d_y).
+double memory_of(const Sizes& s, std::int64_t batch, int size) {
+  return double(batch * s.a * s.d * (s.b + s.c)) * size;
+}
+double weight_bytes(const Sizes& s, int size) { return double(s.a * s.b * s.c * s.d) * size; }
+
+/// The tile of a config, planned for the problem.
+std::optional<Plan> plan_of(const Problem& p, const Config& config, std::int64_t shared_limit) {
+  return plan_for({static_cast<int>(size_of(p.dtype)), config.first, config.second}, p.sizes, shared_limit);
+}
+
+double alone_cost(const Problem& p, const Plan& plan, int products, double multiprocessors) {
+  // What the kernel reaches with `mma`; tf32x3 multiplies three times.
+  constexpr cost::Rates k16 = {0.0, 5.0e6, 1.0e6, 0.88}, kTf32 = {0.0, 3.8e6, 0.42e6, 0.98};
+  constexpr double kPack = 6.0, kPackTf32 = 4.1, kPackRate = 2.2e6;  // µs, and bytes per µs
+  const Sizes& s = p.sizes;
+  const Tile& tile = plan.tile;
+  const double wasted = sectors(tile, s.d);
+  cost::Rates rates = tile.size == 2 ? k16 : kTf32;
+  rates.ops /= products;
+  const cost::Tiles tiles{.count = double(ceil_div(p.batch, tile.rows()) * s.a * (s.d / tile.v) * plan.slabs),
+                          .at_once = multiprocessors,
+                          .steps = double(plan.stages),
+                          .bytes = double(tile.stage()) * wasted + (plan.resident ? 0.0 : double(plan.w_stage())),
+                          .ops = 2.0 * tile.rows() * plan.slab * tile.v * tile.steps() * tile.depth(),
+                          .out = double(tile.rows()) * plan.slab * tile.v * tile.size * wasted};
+  const double weights = weight_bytes(s, tile.size);
+  const double far_apart = 1 + 0.15 * std::max(0.0, std::log2(double(s.d) / 16));  // lines of one δ in memory
+  return cost::microseconds(tiles, rates, memory_of(s, p.batch, tile.size) + weights, multiprocessors) * far_apart +
+         cost::pass(tile.size == 2 ? kPack : kPackTf32, 2 * weights, kPackRate, multiprocessors);
+}
+
+double clusters_cost(const Problem& p, const ClusterPlan& plan, double multiprocessors) {
+  // Whole lines, or pieces of 32 bytes that eight CTAs share: then arithmetic waits for the copies.
+  constexpr cost::Rates kLines = {0.0, 8.8e6, 6.8e6, 0.0, 3.8e6}, kSectors = {1.4, 2e7, 0.89e6};
+  constexpr double kPack = 4.6, kPackRate = 1.76e6;
+  const Sizes& s = p.sizes;
+  const ClusterTile& tile = plan.tile;
+  const int size = plan.rows * plan.columns;
+  const double count = double(s.a * (s.d / tile.deltas()) * plan.across) *
+                       double(ceil_div(p.batch, std::int64_t{plan.rows} * tile.rows()));
+  const cost::Tiles tiles{.count = count,
+                          .at_once = std::floor(multiprocessors / size * (size == 8 ? 0.92 : 1.0)),  // of whole GPCs
+                          .steps = double(ceil_div(s.c, std::int64_t{16} * tile.steps())),
+                          .bytes = double(tile.stage_x()) / plan.columns + double(tile.stage_w()) / plan.rows,
+                          .ops = 2.0 * tile.rows() * tile.columns * tile.deltas() * tile.steps() * 16,
+                          .out = 2.0 * tile.rows() * tile.columns * tile.deltas(),
+                          .ctas = double(size)};
+  const double weights = weight_bytes(s, 2);
+  return cost::microseconds(tiles, s.d == tile.deltas() ? kLines : kSectors, memory_of(s, p.batch, 2) + weights,
+                            multiprocessors) +
+         cost::pass(kPack, 2 * weights, kPackRate, multiprocessors);
+}
+
+/// The sums of `pieces`, written by one kernel and added up by another.
+double reduce_cost(const Sizes& s, std::int64_t pieces, double multiprocessors) {
+  constexpr double kRate = 0.7e6;
+  return cost::pass(0.0, double(pieces) * weight_bytes(s, 4), kRate, multiprocessors);
+}
+
+double alone_cost(const WeightProblem& p, const Tile& tile, double multiprocessors) {
+  constexpr cost::Rates k16 = {3.9, 4.2e6, 1.13e6}, kTf32 = {3.8, 2.9e6, 0.41e6};
+  constexpr double kShortRuns = 6.5;  // µs more where sums of two δ leave 8 bytes at a time
+  const WeightCut cut(p, tile, static_cast<std::int64_t>(multiprocessors));
+  const cost::Tiles tiles{.count = double(cut.groups * cut.pieces),
+                          .at_once = multiprocessors,
+                          .steps = double(ceil_div(cut.tiles, cut.pieces)),
+                          .bytes = double(tile.batch_stage()) * sectors(tile, p.sizes.d),
+                          .ops = 2.0 * tile.rows() * tile.width() * tile.v * tile.batch_rows(),
+                          .out = 0};
+  return cost::microseconds(tiles, tile.size == 2 ? k16 : kTf32, memory_of(p.sizes, p.batch, tile.size),
+                            multiprocessors) +
+         reduce_cost(p.sizes, cut.pieces, multiprocessors) + (tile.v == 2 ? kShortRuns : 0.0);
+}
+
+double clusters_cost(const WeightProblem& p, double multiprocessors) {
+  constexpr cost::Rates kFlat = {3.2, 15.6e6, 2.67e6}, kClusters = {3.2, 9.3e6, 2e7};
+  constexpr double kReduce = 2.1;
+  const Sizes& s = p.sizes;
+  const bool whole = s.d == 2 || s.d == 4;
+  const FlatTile lines = flat_tile(s);
+  const WeightClusters plan = plan_weight_cluster(s);
+  const int size = whole ? 1 : plan.rows * plan.columns;
+  const std::int64_t depth = whole ? FlatTile::kDepth : ClusterGradientTile::kDepth;
+  const std::int64_t deltas = whole ? s.d : plan.tile.deltas;
+  const std::int64_t rows = whole ? lines.rows() : plan.tile.rows();
+  const std::int64_t columns = whole ? lines.columns() : ClusterGradientTile::kColumns;
+  const std::int64_t groups = s.a * (s.d / deltas) * ceil_div(s.b, rows * (whole ? 1 : plan.rows)) *
+                              ceil_div(s.c, columns * (whole ? 1 : plan.columns));
+  const std::int64_t tiles = ceil_div(p.batch, depth);
+  const auto at_once = static_cast<std::int64_t>(multiprocessors) / size;
+  const double stage = whole ? lines.stage() : plan.tile.stage();
+  const std::int64_t pieces = pieces_of(groups, tiles, at_once, stage, 64 * 1024.0 + kPartial);
+  const double bytes =
+      whole ? stage : 2.0 * double(depth * deltas) * (double(rows) / plan.columns + double(columns) / plan.rows);
+  const cost::Tiles work{.count = double(groups * pieces),
+                         .at_once = double(at_once),
+                         .steps = double(ceil_div(tiles, pieces)),
+                         .bytes = bytes,
+                         .ops = 2.0 * double(rows * columns * deltas * depth),
+                         .out = 4.0 * double(rows * columns * deltas),
+                         .ctas = double(size)};
+  return cost::microseconds(work, whole ? kFlat : kClusters, memory_of(s, p.batch, 2), multiprocessors) + kReduce +
+         reduce_cost(s, pieces, multiprocessors);
+}
+
+/// What every kernel here needs.
+bool suits(const Sizes& s, DType dtype, const Machine& machine) {
+  return machine.number >= 80 && products_of(dtype, machine.precision) > 0 && s.d > 1 && small_enough(s);
+}
+
+}  // namespace
+
+std::vector<Config> configs(DType dtype, Precision precision) {
+  std::vector<Config> list{{Family::cluster}};
+  if (const int products = products_of(dtype, precision); products > 0) {
+    for (const Tile& tile : product_tiles(static_cast<int>(size_of(dtype)), products)) {
+      list.push_back({Family::strided, tile.v, tile.wm});
+    }
+  }
+  return list;
+}
+
+bool fits(const Problem& p, const Config& config, const Machine& machine) {
+  const Sizes& s = p.sizes;
+  if (!suits(s, p.dtype, machine) ||
+      std::abs(p.bias.stride) * s.a * s.b * s.d > std::numeric_limits<std::int32_t>::max()) {
+    return false;
+  }
+  if (config.family == Family::cluster) {
+    return cluster_v(p, machine) != 0;
+  }
+  const std::vector<Config> known = configs(p.dtype, machine.precision);
+  const Tile tile{static_cast<int>(size_of(p.dtype)), config.first, config.second};
+  return std::ranges::find(known, config) != known.end() && fits(tile, s.d, p.batch, p.x, p.y) &&
+         plan_of(p, config, machine.shared).has_value();
+}
+
+double cost(const Problem& p, const Config& config, const Machine& machine) {
+  if (config.family == Family::cluster) {
+    const int v = cluster_v(p, machine);
+    return clusters_cost(p, plan_cluster(p.sizes, v, p.sizes.d == ClusterTile{v, 0}.deltas()), machine.multiprocessors);
+  }
+  return alone_cost(p, *plan_of(p, config, machine.shared), products_of(p.dtype, machine.precision),
+                    machine.multiprocessors);
+}
+
+void launch(const Problem& p, const Config& config, Context& context) {
+  if (config.family == Family::cluster) {
+    const int v = cluster_v(p, machine_of(context));
+    return run_clusters(p, plan_cluster(p.sizes, v, p.sizes.d == ClusterTile{v, 0}.deltas()), context);
+  }
+  run_alone(p, *plan_of(p, config, driver::device_info(context.device.index).shared_per_block), context);
+}
+
+bool fits(const WeightProblem& p, const Config& config, const Machine& machine) {
+  if (!suits(p.sizes, p.dtype, machine)) {
+    return false;
+  }
+  const bool rows = p.sizes.d % 16 == 0 && clusters_fit(p.dtype, p.batch, p.x, p.d_y, machine);
+  return config.family == Family::cluster ? rows || flat_fits(p, machine) : plan_weight(p, machine.shared).has_value();
+}
+
+double cost(const WeightProblem& p, const Config& config, const Machine& machine) {
+  return config.family == Family::cluster ? clusters_cost(p, machine.multiprocessors)
+                                          : alone_cost(p, *plan_weight(p, machine.shared), machine.multiprocessors);
+}
+
+void launch(const WeightProblem& p, const Config& config, Context& context) {
+  if (config.family != Family::cluster) {
+    return run_alone(p, *plan_weight(p, driver::device_info(context.device.index).shared_per_block), context);
+  }
+  flat_fits(p, machine_of(context)) ? run_flat(p, context) : run_clusters(p, context);
+}
 
 }  // namespace fretwork::kronecker::strided

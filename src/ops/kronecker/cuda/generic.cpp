@@ -1,16 +1,15 @@
-// Kronecker products on a GPU. The families of launch.h are asked in turn. What none takes runs on the portable kernel
-// where both operands have a unit stride, and on the simple kernel everywhere else.
-#include "ops/kronecker/cuda/launch.h"
-
+// Products and gradients of any strides: on the portable kernel where both operands have a unit stride, and on the
+// simple kernel everywhere else. Which fit, their cost, launches.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <limits>
 #include <string>
 
-#include "fretwork/error.h"
-#include "ops/kronecker/config.h"
+#include "ops/kronecker/cuda/launch.h"
 #include "ops/kronecker/cuda/pack.h"
 #include "ops/kronecker/cuda/params.h"
+#include "runtime/cost.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -89,22 +88,21 @@ int unit_of(const ProductOperand& o, DType dtype) {
   return 1 << std::min(std::countr_zero(bytes), 4);
 }
 
-/// `product`: not a gradient, whose left operand is x.
-bool tensor_cores(const ProductParams& p, DType dtype, bool product, const Context& context) {
+/// `product`: not a gradient, whose left operand is x. Small copies are only worth it where tiles are well filled, or
+/// where the batch decides how small they are.
+bool tensor_cores(const ProductParams& p, DType dtype, bool product, const Machine& machine) {
   const bool type =
-      dtype == DType::f16 || dtype == DType::bf16 || (dtype == DType::f32 && context.precision != Precision::ieee);
+      dtype == DType::f16 || dtype == DType::bf16 || (dtype == DType::f32 && machine.precision != Precision::ieee);
   const int unit = std::min(unit_of(p.left, dtype), unit_of(p.right, dtype));
-  // Small copies are only worth it where tiles are well filled; but where the batch decides how small they are, it must
-  // not decide for another kernel.
   const bool last = product && p.left.line == 1;
-  return type && has_portable(dtype, driver::arch_number(context.device.index)) &&
+  return type && has_portable(dtype, machine.number) &&
          (unit == 16 || (unit > 0 && (last || std::min({p.rows, p.cols, p.depth}) >= 16)));
 }
 
 /// The width of tiles whose turns, two CTAs to an SM, take the least time with so many rows: a tile costs its columns
 /// and, to fetch the rows again, 64 more.
-int portable_cols(const ProductParams& p, std::int64_t rows, int multiprocessors) {
-  const std::int64_t others = p.pieces * ceil_div(rows, kRows) * p.a * p.d;
+int portable_cols(const ProductParams& p, int multiprocessors) {
+  const std::int64_t others = p.pieces * ceil_div(p.rows, kRows) * p.a * p.d;
   const auto cost = [&](int cols) {
     return ceil_div(others * ceil_div(p.cols, cols), std::int64_t{2} * multiprocessors) * (cols + 64);
   };
@@ -115,9 +113,8 @@ void launch_portable(ProductParams& p, DType dtype, bool sums, Context& context)
   const int products = dtype == DType::f32 && context.precision == Precision::tf32x3 ? 3 : 1;
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
   const int stages = portable_stages(driver::arch_number(context.device.index));
-  const std::int64_t rows = sums ? p.rows : kManyRows;  // a product's are the batch
   const bool wide = p.cols > 64 && products == 1 && stages == 3;
-  const int cols = wide ? portable_cols(p, rows, multiprocessors) : 64;
+  const int cols = wide ? portable_cols(p, multiprocessors) : 64;
   p.row_tiles = ceil_div(p.rows, kRows);
   p.col_tiles = ceil_div(p.cols, cols);
   p.left.unit = unit_of(p.left, dtype);
@@ -143,8 +140,8 @@ void launch_simple(ProductParams& p, DType dtype, bool sums, Context& context) {
 }
 
 void launch(ProductParams& p, DType dtype, bool sums, Context& context) {
-  tensor_cores(p, dtype, !sums, context) ? launch_portable(p, dtype, sums, context)
-                                         : launch_simple(p, dtype, sums, context);
+  tensor_cores(p, dtype, !sums, machine_of(context)) ? launch_portable(p, dtype, sums, context)
+                                                     : launch_simple(p, dtype, sums, context);
 }
 
 /// The weights as an operand whose lines are outputs and whose entries are inputs.
@@ -154,8 +151,7 @@ ProductOperand weight_operand(const Problem& problem) {
   return operand(w.data, s.a > 1 ? w.a : 0, s.d > 1 ? w.d : 0, w.b, w.c, s.d > 1);
 }
 
-/// By the kernel of that family, or the better of the two. False where the portable one cannot.
-bool run_here(const Problem& problem, Context& context, Family family = Family::best) {
+ProductParams product_params(const Problem& problem) {
   const auto& [a, b, c, d] = problem.sizes;
   ProductParams p{};
   p.left = matrix_operand(problem.x, problem.sizes, c, false);
@@ -172,30 +168,38 @@ bool run_here(const Problem& problem, Context& context, Family family = Family::
   p.d = d;
   p.pieces = 1;
   p.activation = static_cast<int>(problem.activation);
-  if (family == Family::simple) {
-    launch_simple(p, problem.dtype, false, context);
-    return true;
-  }
+  return p;
+}
 
-  // Weights that lie otherwise are brought into lines, of the nearer neighbours, when x already lies so.
-  ProductParams lined = p;
-  const bool along_k = std::abs(problem.w.c) <= std::abs(problem.w.b);
-  const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(problem.dtype));
-  const std::int64_t pitch = ceil_div(along_k ? c : b, chunk) * chunk, matrix = (along_k ? b : c) * pitch;
-  lined.right = {nullptr, d * matrix, matrix, along_k ? pitch : 1, along_k ? 1 : pitch, along_k ? 2 : 1, 0};
-  const bool pack_first = unit_of(p.right, problem.dtype) < 4 && matrix < kMostPacked && a * d < kMostPacked &&
-                          tensor_cores(lined, problem.dtype, true, context);
-  const Workspace packed(context, pack_first ? static_cast<std::size_t>(a * d * matrix) * size_of(problem.dtype) : 0);
-  if (pack_first) {
-    pack(problem.w, problem.sizes, problem.dtype, {along_k, pitch}, packed.data(), context);
-    p = lined;
+/// Weights that lie otherwise are brought into lines, of the nearer neighbours, when x already lies so.
+struct PackedWeights {
+  bool needed, along_k;
+  std::int64_t pitch, matrix;  ///< elements of a line and of a matrix
+  ProductParams lined;         ///< with the packed weights, but for their address
+
+  PackedWeights(const Problem& problem, const ProductParams& p, const Machine& machine) : lined(p) {
+    const auto& [a, b, c, d] = problem.sizes;
+    const std::int64_t chunk = 16 / static_cast<std::int64_t>(size_of(problem.dtype));
+    along_k = std::abs(problem.w.c) <= std::abs(problem.w.b);
+    pitch = ceil_div(along_k ? c : b, chunk) * chunk;
+    matrix = (along_k ? b : c) * pitch;
+    lined.right = {nullptr, d * matrix, matrix, along_k ? pitch : 1, along_k ? 1 : pitch, along_k ? 2 : 1, 0};
+    needed = unit_of(p.right, problem.dtype) < 4 && matrix < kMostPacked && a * d < kMostPacked &&
+             tensor_cores(lined, problem.dtype, true, machine);
+  }
+};
+
+void run_portable(const Problem& problem, Context& context) {
+  ProductParams p = product_params(problem);
+  const PackedWeights weights(problem, p, machine_of(context));
+  const std::int64_t elements = problem.sizes.a * problem.sizes.d * weights.matrix;
+  const Workspace packed(context, weights.needed ? static_cast<std::size_t>(elements) * size_of(problem.dtype) : 0);
+  if (weights.needed) {
+    pack(problem.w, problem.sizes, problem.dtype, {weights.along_k, weights.pitch}, packed.data(), context);
+    p = weights.lined;
     p.right.data = packed.data();
   }
-  if (family == Family::portable && !tensor_cores(p, problem.dtype, true, context)) {
-    return false;
-  }
-  launch(p, problem.dtype, false, context);
-  return true;
+  launch_portable(p, problem.dtype, false, context);
 }
 
 /// Pieces of the batch that fill the machine `tiles` at a time, none shorter than 256.
@@ -203,7 +207,7 @@ std::int64_t pieces_of(std::int64_t batch, std::int64_t tiles, int multiprocesso
   return std::clamp<std::int64_t>(std::min(ceil_div(2 * multiprocessors, tiles), batch / 256), 1, 256);
 }
 
-void run_here(const WeightProblem& problem, Context& context) {
+void run_gradient(const WeightProblem& problem, Context& context) {
   const auto& [a, b, c, d] = problem.sizes;
   const std::int64_t count = a * b * c * d;
   const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
@@ -215,7 +219,7 @@ void run_here(const WeightProblem& problem, Context& context) {
   p.depth = problem.batch;
   p.a = a;
   p.d = d;
-  const bool matrices = tensor_cores(p, problem.dtype, false, context);
+  const bool matrices = tensor_cores(p, problem.dtype, false, machine_of(context));
   const std::int64_t tiles =
       a * d * (matrices ? ceil_div(b, kRows) * ceil_div(c, 128) : ceil_div(b, kTile) * ceil_div(c, kTile));
   p.pieces = pieces_of(problem.batch, tiles, multiprocessors);
@@ -232,22 +236,6 @@ void run_here(const WeightProblem& problem, Context& context) {
     launch(p, problem.dtype, true, context);
     sum_pieces(sums.data(), p.pieces, problem.dtype, w.data, {a, b, c, d}, {w.a, w.b, w.c, w.d}, context);
   }
-}
-
-void sum_batch(const WeightProblem& problem, Context& context) {
-  const auto& [a, b, c, d] = problem.sizes;
-  const std::int64_t features = a * b * d, groups = ceil_div(features, 32);
-  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
-  const std::int64_t pieces = pieces_of(problem.batch, groups, multiprocessors);
-  const Workspace sums(context, static_cast<std::size_t>(pieces * features) * sum_bytes(problem.dtype));
-  const BatchSumParams p{
-      problem.d_y.data, problem.d_y.batch, problem.d_y.feature,
-      problem.batch,    features,          ceil_div(std::max<std::int64_t>(problem.batch, 1), pieces),
-      sums.data()};
-  get_kernel(spec("sum_batch", problem.dtype), context.device.index)
-      .launch(groups * pieces, 256, 0, &p, context.stream);
-  sum_pieces(sums.data(), pieces, problem.dtype, problem.d_bias.data, {1, 1, 1, features},
-             {0, 0, 0, problem.d_bias.stride}, context);
 }
 
 std::vector<KernelSpec> list_kernels(const std::string& arch_name) {
@@ -281,6 +269,56 @@ std::vector<KernelSpec> list_kernels(const std::string& arch_name) {
 }
 const KernelList kKernels{"kronecker", list_kernels, kLeastArch};
 
+// ---------------------------------------------------------------------------------------------- costs
+
+double memory_of(const Sizes& s, std::int64_t batch, DType dtype) {
+  return double(batch * s.a * s.d * (s.b + s.c) + s.a * s.b * s.c * s.d) * double(size_of(dtype));
+}
+
+/// `mma` with operands that threads copy; `unit` bytes at a time.
+double portable_cost(const Problem& problem, const Machine& machine) {
+  constexpr cost::Rates k16 = {2.9, 4.5e6, 1.75e6}, kTf32 = {2.6, 3.1e6, 0.75e6};
+  constexpr double kSmallCopies = 2.4, kPack = 3.0, kPackRate = 2.6e6;  // µs of a step, µs, bytes per µs
+  const Sizes& s = problem.sizes;
+  const ProductParams p = product_params(problem);
+  const double multiprocessors = machine.multiprocessors;
+  const double line = 128.0 / double(size_of(problem.dtype));
+  const int cols = s.b > 64 ? portable_cols(p, static_cast<int>(multiprocessors)) : 64;
+  cost::Rates rates = problem.dtype == DType::f32 ? kTf32 : k16;
+  rates.ops /= machine.precision == Precision::tf32x3 && problem.dtype == DType::f32 ? 3 : 1;
+  rates.step = unit_of(p.left, problem.dtype) < 16 ? kSmallCopies : 0;
+  const cost::Tiles tiles{.count = double(ceil_div(problem.batch, kRows) * ceil_div(s.b, cols) * s.a * s.d),
+                          .at_once = 2 * multiprocessors,
+                          .steps = std::ceil(double(s.c) / line),
+                          .bytes = 128.0 * double(kRows + cols),
+                          .ops = 2.0 * double(kRows * cols) * line,
+                          .out = double(kRows * std::min<std::int64_t>(cols, s.b)) * double(size_of(problem.dtype))};
+  const bool packs = PackedWeights(problem, p, machine).needed;
+  const double weights = double(s.a * s.b * s.c * s.d) * double(size_of(problem.dtype));
+  return cost::microseconds(tiles, rates, memory_of(s, problem.batch, problem.dtype), multiprocessors) +
+         (packs ? cost::pass(kPack, 2 * weights, kPackRate, multiprocessors) : 0.0);
+}
+
+/// FFMA on one element at a time: a step of 16 k takes as long as its loads.
+double simple_cost(const Problem& problem, const Machine& machine) {
+  constexpr double kStart = 6.0;
+  constexpr cost::Rates k16 = {0.0, 1e9, 1e9, 6.3}, kOthers = {0.0, 1e9, 1e9, 4.6};
+  const Sizes& s = problem.sizes;
+  const ProductParams p = product_params(problem);
+  const double multiprocessors = machine.multiprocessors;
+  const bool along_l = p.left.fast == 0 || p.out.fast == 0;
+  const double deltas = along_l ? std::min(8.0, double(std::bit_ceil(static_cast<std::uint64_t>(s.d)))) : 1.0;
+  const cost::Tiles tiles{.count = std::ceil(double(problem.batch) * deltas / (8.0 * kTile)) *
+                                   double(ceil_div(s.b, kTile) * s.a) * std::ceil(double(s.d) / deltas),
+                          .at_once = multiprocessors,
+                          .steps = double(ceil_div(s.c, kDepth)),
+                          .bytes = 0,
+                          .ops = 0,
+                          .out = 0};
+  return kStart + cost::microseconds(tiles, size_of(problem.dtype) == 2 ? k16 : kOthers,
+                                     memory_of(s, problem.batch, problem.dtype), multiprocessors);
+}
+
 }  // namespace
 
 void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, const std::int64_t (&sizes)[4],
@@ -292,74 +330,58 @@ void sum_pieces(const void* from, std::int64_t pieces, DType dtype, void* to, co
       .launch(std::min<std::int64_t>(ceil_div(p.count, 256), 1 << 16), 256, 0, &p, context.stream);
 }
 
-void cuda::run(const Problem& problem, Context& context) {
-  const driver::DeviceScope scope(context.device.index);
-  if (direct::pays(problem) && direct::run(problem, context)) {
+void sum_batch(const WeightProblem& problem, Context& context) {
+  const auto& [a, b, c, d] = problem.sizes;
+  if (problem.d_bias.data == nullptr) {
     return;
   }
-  if (few::pays(problem, context) && few::run(problem, context)) {
-    return;
-  }
-  const auto few_run = [&] { return problem.batch <= few::kMostRows && few::run(problem, context); };
-  if (!hopper::run(problem, context) && !strided::run(problem, context) && !few_run() && !ieee::run(problem, context)) {
-    run_here(problem, context);
+  const std::int64_t features = a * b * d, groups = ceil_div(features, 32);
+  const int multiprocessors = driver::device_info(context.device.index).multiprocessors;
+  const std::int64_t pieces = pieces_of(problem.batch, groups, multiprocessors);
+  const Workspace sums(context, static_cast<std::size_t>(pieces * features) * sum_bytes(problem.dtype));
+  const BatchSumParams p{
+      problem.d_y.data, problem.d_y.batch, problem.d_y.feature,
+      problem.batch,    features,          ceil_div(std::max<std::int64_t>(problem.batch, 1), pieces),
+      sums.data()};
+  get_kernel(spec("sum_batch", problem.dtype), context.device.index)
+      .launch(groups * pieces, 256, 0, &p, context.stream);
+  sum_pieces(sums.data(), pieces, problem.dtype, problem.d_bias.data, {1, 1, 1, features},
+             {0, 0, 0, problem.d_bias.stride}, context);
+}
+
+namespace generic {
+
+bool fits(const Problem& problem, const Config& config, const Machine& machine) {
+  const ProductParams p = product_params(problem);
+  return config.family == Family::simple || tensor_cores(p, problem.dtype, true, machine) ||
+         PackedWeights(problem, p, machine).needed;
+}
+
+double cost(const Problem& problem, const Config& config, const Machine& machine) {
+  return config.family == Family::simple ? simple_cost(problem, machine) : portable_cost(problem, machine);
+}
+
+void launch(const Problem& problem, const Config& config, Context& context) {
+  if (config.family == Family::simple) {
+    ProductParams p = product_params(problem);
+    launch_simple(p, problem.dtype, false, context);
+  } else {
+    run_portable(problem, context);
   }
 }
 
-bool cuda::run(const Problem& problem, Context& context, const Config& choice) {
-  const driver::DeviceScope scope(context.device.index);
-  switch (choice.family) {
-    case Family::hopper:
-      return hopper::run(problem, context, hopper::Form::direct, choice.first);
-    case Family::regroup:
-      return hopper::run(problem, context, hopper::Form::regrouped, choice.first);
-    case Family::dense:
-      return hopper::run(problem, context, hopper::Form::dense, choice.first);
-    case Family::resident:
-      return hopper::run(problem, context, hopper::Form::resident);
-    case Family::strided:
-      return strided::run(problem, context, strided::Way::alone, {choice.first, choice.second});
-    case Family::cluster:
-      return strided::run(problem, context, strided::Way::clusters);
-    case Family::portable:
-    case Family::simple:
-      return run_here(problem, context, choice.family);
-    case Family::few:
-      return few::run(problem, context);
-    case Family::direct:
-      return direct::run(problem, context);
-    default:
-      return false;
-  }
+bool fits(const WeightProblem& /*problem*/, const Config& /*config*/, const Machine& /*machine*/) { return true; }
+
+double cost(const WeightProblem& problem, const Config& /*config*/, const Machine& machine) {
+  constexpr double kOps = 1e5;  // of one SM: the other families are faster wherever they fit
+  const Sizes& s = problem.sizes;
+  return 2.0 * double(problem.batch * s.a * s.b) * double(s.c * s.d) / (kOps * machine.multiprocessors) + 30.0;
 }
 
-std::vector<Config> cuda::candidates(const Problem& problem, const Context& context) {
-  std::vector<Config> list;
-  for (const int width : hopper::widths()) {
-    list.push_back({Family::hopper, width});
-    list.push_back({Family::regroup, width});
-    list.push_back({Family::dense, width});
-  }
-  for (const auto& [v, wm] : strided::shapes(problem.dtype, context.precision)) {
-    list.push_back({Family::strided, v, wm});
-  }
-  list.insert(
-      list.end(),
-      {{Family::resident}, {Family::cluster}, {Family::few}, {Family::direct}, {Family::portable}, {Family::simple}});
-  return list;
+void launch(const WeightProblem& problem, const Config& /*config*/, Context& context) {
+  run_gradient(problem, context);
+  sum_batch(problem, context);
 }
 
-void cuda::run(const WeightProblem& problem, Context& context) {
-  const driver::DeviceScope scope(context.device.index);
-  if (hopper::run(problem, context) || strided::run(problem, context)) {
-    return;
-  }
-  if (!ieee::run(problem, context)) {
-    run_here(problem, context);
-  }
-  if (problem.d_bias.data != nullptr) {
-    sum_batch(problem, context);
-  }
-}
-
+}  // namespace generic
 }  // namespace fretwork::kronecker

@@ -1,0 +1,225 @@
+// Which kernel runs a Kronecker product, or a gradient of its weights, on a GPU: every config that fits has a cost in
+// microseconds, and the cheapest is launched.
+#include "runtime/choose.h"
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "ops/kronecker/config.h"
+#include "ops/kronecker/cuda/launch.h"
+#include "runtime/cost.h"
+#include "runtime/cuda_driver.h"
+
+namespace fretwork::kronecker {
+namespace {
+
+namespace driver = fretwork::cuda;
+
+/// A family's three functions, for products or for gradients.
+template <typename Any>
+struct Functions {
+  bool (*fits)(const Any&, const Config&, const Machine&);
+  double (*cost)(const Any&, const Config&, const Machine&);
+  void (*launch)(const Any&, const Config&, Context&);
+};
+
+Functions<Problem> functions_of(const Problem& /*problem*/, Family family) {
+  switch (family) {
+    case Family::hopper:
+    case Family::regroup:
+    case Family::dense:
+    case Family::interleaved:
+      return {hopper::fits, hopper::cost, hopper::launch};
+    case Family::strided:
+    case Family::cluster:
+      return {strided::fits, strided::cost, strided::launch};
+    case Family::direct:
+      return {direct::fits, direct::cost, direct::launch};
+    case Family::few:
+      return {few::fits, few::cost, few::launch};
+    case Family::ieee:
+    case Family::ieee_regroup:
+      return {ieee::fits, ieee::cost, ieee::launch};
+    default:
+      return {generic::fits, generic::cost, generic::launch};
+  }
+}
+Functions<WeightProblem> functions_of(const WeightProblem& /*problem*/, Family family) {
+  switch (family) {
+    case Family::hopper:
+    case Family::regroup:
+    case Family::dense:
+    case Family::interleaved:
+      return {hopper::fits, hopper::cost, hopper::launch};
+    case Family::strided:
+    case Family::cluster:
+      return {strided::fits, strided::cost, strided::launch};
+    case Family::ieee:
+      return {ieee::fits, ieee::cost, ieee::launch};
+    default:
+      return {generic::fits, generic::cost, generic::launch};
+  }
+}
+
+/// Every config that there is a kernel for.
+std::vector<Config> all_configs(const Problem& problem, const Machine& machine) {
+  std::vector<Config> list{{Family::direct}, {Family::few}, {Family::ieee}, {Family::ieee_regroup}};
+  for (const Family family : {Family::hopper, Family::dense, Family::interleaved, Family::regroup}) {
+    for (const int width : hopper::widths()) {
+      list.push_back({family, width});
+    }
+  }
+  const std::vector<Config> strided = strided::configs(problem.dtype, machine.precision);
+  list.insert(list.end(), strided.begin(), strided.end());
+  list.insert(list.end(), {{Family::portable}, {Family::simple}});
+  return list;
+}
+std::vector<Config> all_configs(const WeightProblem& /*problem*/, const Machine& /*machine*/) {
+  return {{Family::hopper},  {Family::dense},   {Family::interleaved}, {Family::regroup},
+          {Family::cluster}, {Family::strided}, {Family::ieee},        {Family::portable}};
+}
+
+/// Those that fit, with their costs.
+template <typename Any>
+std::vector<Candidate<Config>> candidates_of(const Any& problem, const Machine& machine) {
+  std::vector<Candidate<Config>> list;
+  for (const Config& config : all_configs(problem, machine)) {
+    const Functions<Any> family = functions_of(problem, config.family);
+    if (family.fits(problem, config, machine)) {
+      list.push_back({config, cost::kLaunch + family.cost(problem, config, machine)});
+    }
+  }
+  return list;
+}
+
+/// Everything that fits() and cost() look at. Pointers count by their last bits.
+using Numbers = std::array<std::int64_t, 18>;
+std::int64_t last_bits(const void* a, const void* b, const void* c) {
+  const auto bits = [](const void* data) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data) % 16);
+  };
+  return bits(a) | bits(b) << 4 | bits(c) << 8;
+}
+std::int64_t settings(DType dtype, const Context& context) {
+  return static_cast<std::int64_t>(dtype) | static_cast<std::int64_t>(context.precision) << 8 |
+         std::int64_t{context.device.index} << 16;
+}
+Numbers numbers_of(const Problem& p, const Context& context) {
+  const auto& [a, b, c, d] = p.sizes;
+  return {a,
+          b,
+          c,
+          d,
+          p.batch,
+          p.x.batch,
+          p.x.feature,
+          p.y.batch,
+          p.y.feature,
+          p.w.a,
+          p.w.b,
+          p.w.c,
+          p.w.d,
+          p.bias.stride,
+          p.bias.data != nullptr,
+          p.last,
+          last_bits(p.x.data, p.y.data, p.w.data),
+          settings(p.dtype, context)};
+}
+Numbers numbers_of(const WeightProblem& p, const Context& context) {
+  const auto& [a, b, c, d] = p.sizes;
+  return {a,
+          b,
+          c,
+          d,
+          p.batch,
+          p.x.batch,
+          p.x.feature,
+          p.d_y.batch,
+          p.d_y.feature,
+          -1,
+          0,
+          0,
+          0,
+          0,
+          0,
+          0,
+          last_bits(p.x.data, p.d_y.data, nullptr),
+          settings(p.dtype, context)};
+}
+
+template <typename Any>
+const Config& chosen_lately(const Any& problem, const Context& context) {
+  thread_local Lately<std::tuple_size_v<Numbers>, Config> lately;
+  return lately.get(numbers_of(problem, context), [&] {
+    const auto list = candidates_of(problem, machine_of(context));
+    return cheapest<Config>(list).config;
+  });
+}
+
+std::string name_of(const Problem& p) { return p.last ? "ksmm, batch last" : "ksmm, batch first"; }
+std::string name_of(const WeightProblem& /*problem*/) { return "ksmm_backward_weight"; }
+
+template <typename Any>
+void explain_launch(const Any& problem, const Config& config, Context& context) {
+  const auto& [a, b, c, d] = problem.sizes;
+  std::vector<Explained> list;
+  for (const auto& [one, microseconds] : candidates_of(problem, machine_of(context))) {
+    list.push_back({text_of(one), microseconds});
+  }
+  std::string text = name_of(problem) + ", (";
+  for (const std::int64_t n : {a, b, c, d}) {
+    text += std::to_string(n) + ",";
+  }
+  text.back() = ')';
+  text += std::string(" ") + fretwork::name_of(problem.dtype) + ", " + std::to_string(problem.batch) + " rows";
+  explain(context, text, std::move(list), text_of(config),
+          [&] { functions_of(problem, config.family).launch(problem, config, context); });
+}
+
+template <typename Any>
+void launch(const Any& problem, const Config& config, Context& context) {
+  if (explains()) [[unlikely]] {
+    return explain_launch(problem, config, context);
+  }
+  functions_of(problem, config.family).launch(problem, config, context);
+}
+
+}  // namespace
+
+void cuda::run(const Problem& problem, Context& context) {
+  const driver::DeviceScope scope(context.device.index);
+  launch(problem, chosen_lately(problem, context), context);
+}
+
+void cuda::run(const WeightProblem& problem, Context& context) {
+  const driver::DeviceScope scope(context.device.index);
+  launch(problem, chosen_lately(problem, context), context);
+}
+
+bool cuda::run(const Problem& problem, Context& context, const Config& config) {
+  const driver::DeviceScope scope(context.device.index);
+  if (!functions_of(problem, config.family).fits(problem, config, machine_of(context))) {
+    return false;
+  }
+  launch(problem, config, context);
+  return true;
+}
+
+bool cuda::run(const WeightProblem& problem, Context& context, const Config& config) {
+  const driver::DeviceScope scope(context.device.index);
+  if (!functions_of(problem, config.family).fits(problem, config, machine_of(context))) {
+    return false;
+  }
+  launch(problem, config, context);
+  return true;
+}
+
+std::vector<Candidate<Config>> cuda::candidates(const Problem& problem, const Machine& machine) {
+  return candidates_of(problem, machine);
+}
+std::vector<Candidate<Config>> cuda::candidates(const WeightProblem& problem, const Machine& machine) {
+  return candidates_of(problem, machine);
+}
+
+}  // namespace fretwork::kronecker

@@ -12,8 +12,7 @@
 #include <vector>
 
 #include "fretwork/patterns.h"
-#include "ops/attention/cuda/decode.h"
-#include "ops/attention/cuda/params_decode.cuh"
+#include "ops/attention/cuda/families.h"
 #include "support/attention_reference.h"
 #include "support/device_tensor.h"
 #include "support/reference.h"

@@ -22,7 +22,7 @@
 
 #include "core/half.h"
 #include "fretwork/patterns.h"
-#include "ops/attention/cuda/hopper.h"
+#include "ops/attention/cuda/families.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/nvrtc.h"
 #include "support/tensor.h"
@@ -729,7 +729,7 @@ double expect_rows(const char* what, FencedTensor& got, Index b, Index h, const 
 }
 
 void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = false, int longest = 0,
-                    hopper::Whole whole = hopper::Whole::if_it_pays) {
+                    hopper::FiveProduct whole = hopper::FiveProduct::if_it_pays) {
   Data s(pattern, sizes);
   Gradients g(s, !spoil);
   if (spoil) {
@@ -1000,7 +1000,7 @@ TEST_F(AttentionHopper, SixtyFourColumns) {
 /// queries than keys, heads that share keys.
 TEST_F(AttentionHopper, WholeBackward) {
   const auto check = [](const Pattern& pattern, const Sizes& sizes) {
-    check_backward(pattern, sizes, false, 0, hopper::Whole::always);
+    check_backward(pattern, sizes, false, 0, hopper::FiveProduct::always);
   };
   for (const Index depth : {64, 128}) {
     check(full(128, 128), {DType::bf16, 1, 1, 1, depth, false, 0.1});
@@ -1033,7 +1033,7 @@ TEST_F(AttentionHopper, WholeBackwardRepeatsBitForBit) {
       const hopper::Plans rows{Planner(pattern, hopper::kBackwardShape).get()};
       const Pattern other = pattern.transposed();
       const hopper::Plans cols{Planner(other, hopper::kBackwardShape).get()};
-      const auto gradients = [&](int times, hopper::Whole wanted) {
+      const auto gradients = [&](int times, hopper::FiveProduct wanted) {
         for (int n = 0; n < times; ++n) {
           EXPECT_TRUE(hopper::backward(g.problem(s), rows, cols, context, 0, wanted));
         }
@@ -1043,10 +1043,10 @@ TEST_F(AttentionHopper, WholeBackwardRepeatsBitForBit) {
         return std::array{g.d_q.storage(), g.d_k.storage(), g.d_v.storage()};
       };
       const auto values = [&] { return std::array{g.d_q.values(), g.d_k.values(), g.d_v.values()}; };
-      const auto first = gradients(1, hopper::Whole::always);
-      EXPECT_TRUE(first == gradients(200, hopper::Whole::always));
+      const auto first = gradients(1, hopper::FiveProduct::always);
+      EXPECT_TRUE(first == gradients(200, hopper::FiveProduct::always));
       const auto whole = values();
-      gradients(1, hopper::Whole::never);
+      gradients(1, hopper::FiveProduct::never);
       const auto apart = values();
       for (std::size_t which = 0; which < 3; ++which) {
         double most = 0, worst = 0;
@@ -1072,7 +1072,7 @@ TEST_F(AttentionHopper, NotWhole) {
     const driver::DeviceScope scope(0);
     const hopper::Plans rows{Planner(pattern, hopper::kBackwardShape).get()};
     const hopper::Plans cols{Planner(pattern.transposed(), hopper::kBackwardShape).get()};
-    return !hopper::backward(g.problem(s), rows, cols, context, 0, hopper::Whole::always);
+    return !hopper::backward(g.problem(s), rows, cols, context, 0, hopper::FiveProduct::always);
   };
   for (const Index depth : {64, 128}) {
     EXPECT_FALSE(refused(full(512, 512), {DType::bf16, 1, 2, 1, depth, false, 0.1}));

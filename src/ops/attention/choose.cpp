@@ -6,10 +6,7 @@
 #include <vector>
 
 #include "fretwork/error.h"
-#include "ops/attention/cuda/decode.h"
-#include "ops/attention/cuda/hopper.h"
-#include "ops/attention/cuda/portable.h"
-#include "ops/attention/heads.h"
+#include "ops/attention/cuda/families.h"
 #include "ops/attention/problem.h"
 #include "runtime/cuda_driver.h"
 

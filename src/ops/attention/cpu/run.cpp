@@ -1,6 +1,4 @@
 // Attention on the CPU: chooses the tile shape and gets the plans of the patterns.
-#include "ops/attention/cpu/run.h"
-
 #include <optional>
 #include <string>
 #include <vector>

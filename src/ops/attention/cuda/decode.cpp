@@ -1,6 +1,4 @@
 // The host side of decoding: lists the used keys, chooses the number of segments, launches.
-#include "ops/attention/cuda/decode.h"
-
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -12,12 +10,13 @@
 #include <utility>
 
 #include "core/divide.h"
-#include "ops/attention/cuda/params_decode.cuh"
-#include "ops/attention/pieces.h"
+#include "ops/attention/cuda/families.h"
+#include "ops/attention/cuda/operands.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
+#include "runtime/upload_arena.h"
 
 namespace fretwork::attention_op::decode {
 namespace {
@@ -151,11 +150,11 @@ struct DeviceSteps {
 };
 
 DeviceSteps upload(const Steps& steps, int device) {
-  Pieces pieces;
-  const std::size_t tokens = pieces.add(steps.tokens), masks = pieces.add(steps.masks), bits = pieces.add(steps.bits);
-  driver::DeviceBuffer memory = pieces.upload(device);
-  const auto *const first = piece<int>(memory, tokens), *const second = piece<int>(memory, masks);
-  const auto* const third = piece<unsigned short>(memory, bits);
+  driver::UploadArena arena;
+  const std::size_t tokens = arena.add(steps.tokens), masks = arena.add(steps.masks), bits = arena.add(steps.bits);
+  driver::DeviceBuffer memory = arena.upload(device);
+  const auto *const first = driver::uploaded<int>(memory, tokens), *const second = driver::uploaded<int>(memory, masks);
+  const auto* const third = driver::uploaded<unsigned short>(memory, bits);
   return {std::move(memory), first, second, third, steps.count()};
 }
 
@@ -200,7 +199,6 @@ bool readable(const Operand& x, std::int64_t cols) {
 }
 
 InputArg input_arg(const Operand& x) { return {x.data, x.batch, x.head, static_cast<int>(2 * x.row)}; }
-OutputArg output_arg(const Operand& x) { return {x.data, x.batch, x.head, x.row, x.col, false}; }
 
 bool suits(const Problem& p) {
   const auto& first = p.patterns.front();
@@ -219,7 +217,7 @@ Params params_of(const Problem& p, const ScoreArg& score, const DeviceSteps& ste
   params.score = score;
   params.tokens = steps.tokens;
   params.masks = steps.masks;
-  params.padding = {p.padding.data, p.padding.batch, p.padding.col};
+  params.padding = padding_arg(p);
   params.bits = steps.bits;
   params.steps = steps.count;
   params.rows = static_cast<int>(p.rows);

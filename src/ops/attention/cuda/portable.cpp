@@ -1,6 +1,4 @@
 // Attention on any GPU: gets the plan, makes operands readable, launches once per component.
-#include "ops/attention/cuda/portable.h"
-
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
@@ -12,13 +10,8 @@
 
 #include "core/divide.h"
 #include "fretwork/error.h"
-#include "ops/attention/cuda/padding.h"
-#include "ops/attention/cuda/params.h"
-#include "ops/attention/device_plan.h"
-#include "ops/attention/heads.h"
-#include "ops/attention/plan.h"
-#include "ops/attention/problem.h"
-#include "runtime/alignment.h"
+#include "ops/attention/cuda/families.h"
+#include "ops/attention/cuda/operands.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -133,9 +126,6 @@ KernelSpec stats_spec(DType dtype, bool score) {
   return {kRowsSource,
           std::string("fretwork::attention_stats<") + device_type(dtype) + ", 1, " + (score ? "true>" : "false>")};
 }
-KernelSpec copy_spec(DType from, DType to) {
-  return {kRowsSource, std::string("fretwork::attention_copy<") + device_type(from) + ", " + device_type(to) + ">"};
-}
 KernelSpec sum_spec(DType to) { return {kRowsSource, std::string("fretwork::attention_sum<") + device_type(to) + ">"}; }
 
 std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
@@ -168,10 +158,8 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   }
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     list.push_back(stats_spec(dtype, true));
-    list.push_back(copy_spec(dtype, dtype));
     if (dtype != DType::f32) {
       list.push_back(stats_spec(dtype, false));
-      list.push_back(copy_spec(DType::f32, dtype));
     }
     list.push_back(sum_spec(dtype));
   }
@@ -179,129 +167,7 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-// ------------------------------------------------------------------------------------------------- operands
-
-void run_copy(const CopyParams& params, DType from, DType to, Context& context) {
-  const std::int64_t count = params.sizes[0] * params.sizes[1] * params.sizes[2] * params.sizes[3];
-  if (count > 0) {
-    get_kernel(copy_spec(from, to), context.device.index)
-        .launch(std::min<std::int64_t>(ceil_div(count, 256), 1 << 16), 256, 0, &params, context.stream);
-  }
-}
-
-/// Sizes of an operand with a matrix for each (batch, head).
-struct Sizes {
-  std::int64_t batch, heads, rows, cols;
-};
-
-CopyParams copy_params(const void* from, const Operand& at, void* to, const Operand& to_at, const Sizes& s) {
-  return {from,
-          to,
-          {s.batch, s.heads, s.rows, s.cols},
-          {at.batch, at.head, at.row, at.col},
-          {to_at.batch, to_at.head, to_at.row, to_at.col},
-          0.0f};
-}
-
-void fill(const Operand& out, const Sizes& sizes, DType dtype, float value, Context& context) {
-  CopyParams params = copy_params(nullptr, {}, out.data, out, sizes);
-  params.value = value;
-  run_copy(params, dtype, dtype, context);
-}
-
-/// Row after row, each `line` elements long.
-Operand contiguous(void* data, const Sizes& s, std::int64_t line) {
-  return {data, s.heads * s.rows * line, s.rows * line, line, 1};
-}
-
-/// An operand as the kernels read it: itself, or an aligned copy for the length of a call.
-class Input {
- public:
-  Input(const Operand& of, const Sizes& sizes, DType dtype, Context& context)
-      : line_(ceil_div(sizes.cols, chunk(dtype)) * chunk(dtype)),
-        space_(context,
-               readable(of, sizes, dtype)
-                   ? 0
-                   : static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * line_) * size_of(dtype)) {
-    Operand at = of;
-    if (space_.data() != nullptr) {
-      at = contiguous(space_.data(), sizes, line_);
-      run_copy(copy_params(of.data, of, at.data, at, sizes), dtype, dtype, context);
-    }
-    arg_ = {at.data, at.batch, at.head, static_cast<int>(at.row * static_cast<std::int64_t>(size_of(dtype)))};
-  }
-  const InputArg& arg() const { return arg_; }
-
- private:
-  static std::int64_t chunk(DType dtype) { return 16 / static_cast<std::int64_t>(size_of(dtype)); }
-  /// Kernels read 16 bytes at a time and count a row's bytes in 32 bits.
-  static bool readable(const Operand& of, const Sizes& sizes, DType dtype) {
-    return (of.col == 1 || sizes.cols == 1) && is_aligned(of.data, {of.row, of.head, of.batch}, size_of(dtype), 16) &&
-           std::abs(of.row) <= std::numeric_limits<int>::max() / static_cast<std::int64_t>(size_of(dtype));
-  }
-
-  std::int64_t line_;
-  Workspace space_;
-  InputArg arg_{};
-};
-
-OutputArg output_arg(const Operand& out, DType dtype) {
-  const bool vector = out.col == 1 && is_aligned(out.data, {out.row, out.head, out.batch}, size_of(dtype), 16);
-  return {out.data, out.batch, out.head, out.row, out.col, vector};
-}
-
 // ---------------------------------------------------------------------------------------------------- heads
-
-/// Heads with the same pattern, of some batch elements.
-struct PatternHeads : HeadSet<RegularPattern> {
-  std::int64_t first_batch, batch;
-};
-
-std::vector<PatternHeads> heads_of(const Problem& p) {
-  std::vector<PatternHeads> sets;
-  for (const PatternRange& range : ranges_of(p)) {
-    for (auto& set : head_sets(range.things, p.heads)) {
-      sets.push_back({std::move(set), range.first, range.count});
-    }
-  }
-  return sets;
-}
-
-/// A set's heads on the device; with `by_key_head`, gathered under the key heads that they share.
-struct DeviceHeads {
-  HeadsArg arg{};
-  std::shared_ptr<const DeviceNumbers> heads, groups;
-
-  DeviceHeads(const Problem& p, const PatternHeads& set, bool by_key_head, Context& context) {
-    const int ratio = static_cast<int>(p.heads / p.kv_heads);
-    arg = {nullptr,
-           nullptr,
-           static_cast<int>(by_key_head ? p.kv_heads : p.heads),
-           static_cast<int>(set.first_batch),
-           static_cast<int>(set.batch),
-           ratio,
-           static_cast<int>(p.heads)};
-    if (std::ssize(set.heads) == p.heads) {
-      return;
-    }
-    heads = device_numbers(set.heads, context);
-    arg.heads = heads->data();
-    arg.count = static_cast<int>(set.heads.size());
-    if (by_key_head) {
-      std::vector<int> list;
-      for (std::size_t n = 0; n < set.heads.size(); ++n) {
-        const int key_head = set.heads[n] / ratio;
-        if (list.empty() || list[list.size() - 3] != key_head) {
-          list.insert(list.end(), {key_head, static_cast<int>(n), 0});
-        }
-        ++list.back();
-      }
-      groups = device_numbers(list, context);
-      arg.groups = groups->data();
-      arg.count = static_cast<int>(list.size() / 3);
-    }
-  }
-};
 
 /// A set with its plan and heads, ready to launch.
 struct Prepared {
@@ -444,45 +310,6 @@ struct Given {
     params.again = true;
     launch_forward(config, prepare(p, config.tile(), false, context), params, true, context);
   }
-};
-
-/// Where a gradient is made: in place, or in float where several launches add to it.
-class Target {
- public:
-  Target(const Operand& out, const Sizes& sizes, DType dtype, bool adds, bool zero_first, Context& context)
-      : out_(out),
-        sizes_(sizes),
-        dtype_(dtype),
-        context_(context),
-        space_(context, out.data != nullptr && adds && dtype != DType::f32
-                            ? static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * sizes.cols) * 4
-                            : 0) {
-    if (space_.data() != nullptr) {
-      driver::fill_zero(space_.data(),
-                        static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * sizes.cols) * 4,
-                        context.stream);
-    } else if (out.data != nullptr && (adds || zero_first)) {
-      fill(out, sizes, dtype, 0.0f, context);
-    }
-  }
-  OutputArg arg() const {
-    return space_.data() != nullptr ? output_arg(contiguous(space_.data(), sizes_, sizes_.cols), DType::f32)
-                                    : output_arg(out_, dtype_);
-  }
-  /// After the last launch.
-  void finish() {
-    if (space_.data() != nullptr) {
-      run_copy(copy_params(space_.data(), contiguous(nullptr, sizes_, sizes_.cols), out_.data, out_, sizes_),
-               DType::f32, dtype_, context_);
-    }
-  }
-
- private:
-  Operand out_;
-  Sizes sizes_;
-  DType dtype_;
-  Context& context_;
-  Workspace space_;
 };
 
 BackwardParams backward_params(const Given& given) {

@@ -1,0 +1,324 @@
+// Attention's gradients on Hopper: all at once with five products, or keys and values apart from queries.
+#include <initializer_list>
+#include <iterator>
+#include <utility>
+
+#include "core/divide.h"
+#include "ops/attention/cuda/hopper_launch.h"
+#include "runtime/upload_arena.h"
+
+namespace fretwork::attention_op::hopper {
+namespace {
+
+namespace driver = fretwork::cuda;
+using driver::uploaded;
+
+using BackwardLaunch = Launch<BackwardParams>;
+
+/// Heads [first, first + count) of queries, and the key heads they use.
+struct Heads {
+  std::int64_t first, count, kv_first, kv_count;
+};
+
+void launch_statistics(const BackwardProblem& b, RowStats* stats, bool in_tiles, Context& context) {
+  const Problem& p = b.forward;
+  StatsParams params{};
+  params.o = output_arg(p.o);
+  params.d_o = output_arg(b.d_o);
+  params.lse = output_arg(p.lse);
+  params.d_lse = output_arg(b.d_lse);
+  params.stats = stats;
+  params.in_tiles = in_tiles;
+  params.rows = p.rows;
+  params.all_rows = p.batch * p.heads * p.rows;
+  params.heads = static_cast<int>(p.heads);
+  params.value_depth = static_cast<int>(p.value_depth);
+  KernelConfig{Pass::statistics, p.dtype}
+      .kernel(context.device.index)
+      .launch(ceil_div(params.all_rows, 16), 256, 0, &params, context.stream);
+}
+
+/// Gradients from one component: of queries, of keys, of values, or of keys and values where registers hold both.
+std::optional<BackwardLaunch> backward_launch(const BackwardProblem& b, const Heads& heads, const Prepared& prepared,
+                                              std::size_t at, Pass pass, const RowStats* stats, Seen& seen,
+                                              Context& context) {
+  const Problem& p = b.forward;
+  const bool keys = pass != Pass::d_queries;
+  const DeviceComponent& c = prepared.component(at);
+  const Side &queries_side = keys ? c.cols : c.rows, &keys_side = keys ? c.rows : c.cols;
+  const std::array<std::int64_t, 3> sizes{p.batch, heads.count, p.rows}, kv_sizes{p.batch, heads.kv_count, p.cols};
+  const auto q = make_source(from_head(p.q, heads.first, 2), sizes, p.depth, queries_side);
+  const auto d_o = make_source(from_head(b.d_o, heads.first, 2), sizes, p.value_depth, queries_side);
+  const auto k = make_source(from_head(p.k, heads.kv_first, 2), kv_sizes, p.depth, keys_side);
+  const auto v = make_source(from_head(p.v, heads.kv_first, 2), kv_sizes, p.value_depth, keys_side);
+  if (!q || !d_o || !k || !v) {
+    return std::nullopt;
+  }
+  BackwardParams params{};
+  params.rows[0] = keys ? *k : *q;
+  params.rows[1] = keys ? *v : *d_o;
+  params.cols[0] = keys ? *q : *k;
+  params.cols[1] = keys ? *d_o : *v;
+  params.walk = walk_of(prepared, at);
+  if (!keys) {
+    params.seen = see(p, c, kBackwardShape.cols, params.walk, seen, context);
+  }
+  params.pieces = uploaded<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
+  const Lines d_v = keys ? lines_of(from_head(b.d_v, heads.kv_first, 2)) : Lines{};
+  params.out[0] = pass == Pass::d_values
+                      ? d_v
+                      : lines_of(keys ? from_head(b.d_k, heads.kv_first, 2) : from_head(b.d_q, heads.first, 2));
+  params.out[1] = d_v;
+  params.stats = stats + heads.first * p.rows;
+  params.stats_batch = static_cast<int>(p.heads * p.rows);
+  params.stats_head = static_cast<int>(p.rows);
+  params.group = static_cast<int>(p.heads / p.kv_heads);
+  params.add = at > 0 || prepared.fill ? 1 : 0;
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  params.scale = static_cast<float>(p.scale);
+  params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
+  const Columns columns = columns_of(p);
+  JoinParams join = join_of(prepared, at);
+  std::copy(std::begin(params.out), std::end(params.out), join.out);
+  join.lines[0] = pass == Pass::d_values ? columns.values : columns.depth;
+  join.depth[0] = pass == Pass::d_values ? params.value_depth : params.depth;
+  join.lines[1] = pass == Pass::d_keys && !columns.head_dim_gt_128() ? columns.values : 0;
+  join.depth[1] = params.value_depth;
+  join.merge = params.add;
+  return BackwardLaunch{config_of(pass, p, prepared, at, !keys && !seen.empty()), prepared.schedules[at].grid, params,
+                        join, prepared.schedules[at].parts};
+}
+
+bool all_fit(const Plans& plans) {
+  return std::ranges::all_of(plans, [](const auto& plan) { return is_countable(*plan); });
+}
+
+/// What the problem alone says.
+WholeParams five_product_params(const BackwardProblem& b, std::int64_t row_tiles, std::int64_t col_tiles) {
+  const Problem& p = b.forward;
+  WholeParams params{};
+  params.d_k = lines_of(b.d_k);
+  params.d_v = lines_of(b.d_v);
+  params.d_q = lines_of(b.d_q);
+  params.items = static_cast<int>(p.batch * p.kv_heads * row_tiles);
+  params.row_tiles = static_cast<int>(row_tiles);
+  params.col_tiles = static_cast<int>(col_tiles);
+  params.pairs = static_cast<int>(p.batch * p.kv_heads);
+  params.tiles = static_cast<int>(p.batch * p.heads * col_tiles);
+  params.kv_heads = static_cast<int>(p.kv_heads);
+  params.group = static_cast<int>(p.heads / p.kv_heads);
+  params.depth = static_cast<int>(p.depth);
+  params.value_depth = static_cast<int>(p.value_depth);
+  params.scale = static_cast<float>(p.scale);
+  params.scale_2 = static_cast<float>(p.scale * 1.4426950408889634);
+  params.padding = padding_arg(p);
+  return params;
+}
+
+/// All gradients at once where every query meets every key, or all up to its own; false, having done nothing, where
+/// that does not suit or pay. The rows of `plan` are keys.
+bool backward_five_product(const BackwardProblem& b, const std::shared_ptr<const Plan>& plan, FiveProduct wanted,
+                           Context& context) {
+  const Problem& p = b.forward;
+  const int device = context.device.index, ctas = driver::device_info(device).multiprocessors;
+  const auto known = find_plan(plan, device);
+  const Columns columns = columns_of(p);
+  const std::int64_t row_tiles = p.cols / kRows, col_tiles = p.rows / kBackwardShape.cols;
+  const std::int64_t items = p.batch * p.kv_heads * row_tiles, tiles = p.batch * p.heads * col_tiles;
+  // A key tile that goes round comes to a query tile two steps after the one it waits for, or later.
+  const bool all = known->edge == kNoEdge;
+  if (!known->edge || columns.depth != columns.values || columns.head_dim_gt_128() ||
+      (all && col_tiles < 2 * row_tiles) || 2 * tiles >= kMost) {
+    return false;
+  }
+  const DeviceComponent& c = known->components.front();
+  // Tiles are not cut into pieces, and the last are waited for; those that do not go round begin one after the other.
+  // Measured, see README.md.
+  const bool pays = all ? col_tiles >= 16 && 10 * ceil_div(items, ctas) * ctas <= 11 * items
+                        : col_tiles >= 64 && 2 * items >= 7 * ctas && p.heads == p.kv_heads;
+  if (wanted == FiveProduct::if_it_pays && !pays) {
+    return false;
+  }
+  const auto q = make_source(p.q, {p.batch, p.heads, p.rows}, p.depth, c.cols);
+  const auto d_o = make_source(b.d_o, {p.batch, p.heads, p.rows}, p.value_depth, c.cols);
+  const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.rows);
+  const auto v = make_source(p.v, {p.batch, p.kv_heads, p.cols}, p.value_depth, c.rows);
+  if (!q || !d_o || !k || !v) {
+    return false;
+  }
+  const auto size = static_cast<std::size_t>((all ? 2 : 1) * tiles);
+  const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowStats));
+  const Workspace sums(context, size * static_cast<std::size_t>(64 * columns.most()) * sizeof(float)),
+      turns(context, (size + 1) * sizeof(int));
+  WholeParams params = five_product_params(b, row_tiles, col_tiles);
+  params.k = *k;
+  params.v = *v;
+  params.q = *q;
+  params.d_o = *d_o;
+  params.stats = static_cast<RowStats*>(stats.data());
+  params.sums = static_cast<float*>(sums.data());
+  params.turns = static_cast<int*>(turns.data());
+  params.taken = params.turns + size;
+  params.low = static_cast<int>(*known->edge);
+  params.round = all ? 1 : 0;
+  params.together = all ? 1 : std::min(params.pairs, static_cast<int>(ceil_div(ctas, 8)));
+  const bool padded = p.padding.data != nullptr;
+  const KernelConfig multiply{Pass::five_product, p.dtype, columns, {!all || padded, padded}},
+      finish{Pass::five_product_finish, p.dtype, columns};
+  prepare_kernels(std::vector{KernelConfig{Pass::statistics, p.dtype}, multiply, finish}, device);
+  driver::fill_zero(turns.data(), (size + 1) * sizeof(int), context.stream);
+  launch_statistics(b, static_cast<RowStats*>(stats.data()), true, context);
+  multiply.kernel(device).launch_behind(std::min<std::int64_t>(ctas, items), whole_tiles(columns.most()).threads,
+                                        whole_shared(columns.most()), &params, context.stream);
+  finish.kernel(device).launch_behind(tiles, 128, 0, &params, context.stream);
+  clear_padding(b, context);
+  return true;
+}
+
+/// A gradient that is to be zero before anything is added to it.
+struct Zeros {
+  Operand x;
+  std::array<std::int64_t, 3> sizes;
+  std::int64_t depth;
+};
+
+/// Pairs whose gradients of keys and values, or of queries, one launch makes.
+Pairs backward_pairs(const Problem& p, const HeadRange& range, bool keys, bool backwards) {
+  const auto group = keys ? static_cast<int>(p.heads / p.kv_heads) : 1;
+  return {static_cast<int>(p.batch), static_cast<int>(range.count) / group, std::max(1, heads_in_l2(p) / group),
+          backwards};
+}
+
+/// What one direction of one range of heads launches; false where it cannot.
+bool add_launches(const BackwardProblem& b, const HeadRange& range, bool keys, int longest, const Beside& beside,
+                  const RowStats* stats, std::vector<std::shared_ptr<const Prepared>>& kept,
+                  std::vector<BackwardLaunch>& launches, std::vector<Zeros>& zeros, Seen& seen, Context& context) {
+  const Problem& p = b.forward;
+  const std::int64_t group = p.heads / p.kv_heads;
+  const Heads heads{range.first, range.count, range.first / group, range.count / group};
+  const Pairs pairs = backward_pairs(p, range, keys, launches.size() % 2 == 1);
+  const auto prepared =
+      kept.emplace_back(prepare(range.plan, pairs, keys ? static_cast<int>(group) : 1, longest, beside, context));
+  if (prepared->fill && keys) {
+    zeros.push_back({from_head(b.d_k, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.depth});
+    zeros.push_back({from_head(b.d_v, heads.kv_first, 2), {p.batch, heads.kv_count, p.cols}, p.value_depth});
+  } else if (prepared->fill) {
+    zeros.push_back({from_head(b.d_q, heads.first, 2), {p.batch, heads.count, p.rows}, p.depth});
+  }
+  for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
+    for (const Pass pass : backward_passes(columns_of(p), keys)) {
+      const auto launch = backward_launch(b, heads, *prepared, at, pass, stats, seen, context);
+      if (!launch) {
+        return false;
+      }
+      launches.push_back(*launch);
+    }
+  }
+  return true;
+}
+
+/// The gradient of queries is one launch that starts where the one launch before it has ended: what one leaves to wait
+/// for, the other fills.
+bool queries_follow_keys(const std::vector<HeadRange>& keys, const std::vector<HeadRange>& queries) {
+  const auto one = [](const std::vector<HeadRange>& ranges) {
+    return ranges.size() == 1 && ranges.front().plan->components.size() == 1;
+  };
+  return one(keys) && one(queries);
+}
+
+/// The first launch of a gradient takes nothing from those of others, and they have waited for the statistics, unless
+/// there was no CTA to do so. Later ones add to what was there.
+void let_start_early(std::vector<BackwardLaunch>& launches) {
+  for (auto at = launches.begin(); at != launches.end(); ++at) {
+    const auto same = [&](const BackwardLaunch& other) { return other.config.pass == at->config.pass; };
+    const bool first = std::none_of(launches.begin(), at, same);
+    at->params.early = at != launches.begin() && first && std::prev(at)->grid > 0 ? 1 : 0;
+  }
+}
+
+}  // namespace
+
+bool fits(const BackwardProblem& b, const Context& context) {
+  const Problem& p = b.forward;
+  const bool wants_keys = b.d_k.data != nullptr || b.d_v.data != nullptr;
+  return fits(p, context) && movable(b.d_o) && p.lse.data != nullptr && b.d_bias.data == nullptr &&
+         (!wants_keys || (movable(b.d_k) && movable(b.d_v))) && (b.d_q.data == nullptr || movable(b.d_q)) &&
+         p.batch * p.heads * p.rows < kMost;
+}
+
+bool backward(const BackwardProblem& problem, const Plans& plans, const Plans& transposed, Context& context,
+              int longest, FiveProduct wanted) {
+  const Problem& p = problem.forward;
+  const std::int64_t group = p.heads / std::max<std::int64_t>(p.kv_heads, 1);
+  const auto ranges = ranges_of(plans, p.heads), kv_ranges = ranges_of(transposed, p.heads);
+  // Heads that share keys are added up by one CTA, so they must share a plan as well.
+  const auto whole = [&](const HeadRange& r) { return r.first % group == 0 && r.count % group == 0; };
+  const bool wants_keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
+  if (!fits(problem, context) || !all_fit(plans) || !all_fit(transposed) || !std::ranges::all_of(ranges, whole) ||
+      !std::ranges::all_of(kv_ranges, whole)) {
+    return false;
+  }
+  const bool all = wants_keys && problem.d_q.data != nullptr && kv_ranges.size() == 1;
+  if (wanted != FiveProduct::never && longest == 0 && all &&
+      backward_five_product(problem, kv_ranges.front().plan, wanted, context)) {
+    return true;
+  }
+  if (wanted == FiveProduct::always) {
+    return false;
+  }
+  const Workspace stats(context, static_cast<std::size_t>(p.batch * p.heads * p.rows) * sizeof(RowStats));
+  auto* const numbers = static_cast<RowStats*>(stats.data());
+  std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
+  std::vector<BackwardLaunch> launches;
+  std::vector<Zeros> zeros;
+  Seen seen;
+  const bool follow = queries_follow_keys(kv_ranges, ranges) && wants_keys && problem.d_q.data != nullptr;
+  Beside beside;
+  if (follow) {
+    beside = {ranges.front().plan, backward_pairs(p, ranges.front(), false, false), 1, nullptr};
+  }
+  for (const HeadRange& range : wants_keys ? kv_ranges : std::vector<HeadRange>{}) {
+    if (!add_launches(problem, range, true, longest, beside, numbers, kept, launches, zeros, seen, context)) {
+      return false;
+    }
+  }
+  if (follow) {
+    beside = {kv_ranges.front().plan, backward_pairs(p, kv_ranges.front(), true, false), static_cast<int>(group),
+              &kept.back()->schedules.back().loads};
+  }
+  for (const HeadRange& range : problem.d_q.data != nullptr ? ranges : std::vector<HeadRange>{}) {
+    if (!add_launches(problem, range, false, longest, beside, numbers, kept, launches, zeros, seen, context)) {
+      return false;
+    }
+  }
+  let_start_early(launches);
+  const Workspace parts(context, parts_bytes(launches));
+  give_parts(launches, parts);
+  std::vector<KernelConfig> others{{Pass::statistics, p.dtype}};
+  if (!zeros.empty()) {
+    others.push_back({Pass::fill, p.dtype});
+  }
+  prepare_kernels(launches, std::move(others), context.device.index);
+  launch_statistics(problem, numbers, false, context);
+  for (const Zeros& zero : zeros) {
+    launch_fill(p.dtype, zero.x, {}, zero.sizes, zero.depth, context);
+  }
+  launch_all(launches, backward_shared(columns_of(p)), context);
+  clear_padding(problem, context);
+  return true;
+}
+
+bool backward(const BackwardProblem& problem, Context& context) {
+  if (!fits(problem.forward, context)) {
+    return false;
+  }
+  Plans plans, transposed;
+  for (const auto& pattern : problem.forward.patterns) {
+    plans.push_back(plan(*pattern, kBackwardShape));
+    transposed.push_back(transposed_plan(*pattern, kBackwardShape));
+  }
+  return backward(problem, plans, transposed, context);
+}
+
+}  // namespace fretwork::attention_op::hopper

@@ -1,8 +1,11 @@
-// Attention on a GPU: which family of kernels runs a problem. The only place where that is chosen.
+// Attention on a GPU: which kernels run a problem. The only place where that is chosen: each family that fits is a
+// candidate with its cost in µs (Cost in cuda/families.h), and the cheapest one runs.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fretwork/error.h"
@@ -59,7 +62,150 @@ BackwardProblem part_of(const BackwardProblem& b, const PatternRange& range) {
   return part;
 }
 
+enum class Family { hopper_heads_in_tile, decode, hopper, hopper_five_product, portable };
+
+/// A family, with the plans that its cost was found with, if any.
+struct Config {
+  Family family;
+  Plans plans{};
+  hopper::BackwardPlans backward_plans{};
+};
+
+struct Candidate {
+  Config config;
+  double microseconds;
+};
+
+/// Of candidates with the same cost the first one.
+const Candidate& cheapest(const std::vector<Candidate>& candidates) {
+  constexpr double kSame = 1 - 1e-9;
+  const Candidate* best = &candidates.front();
+  for (const Candidate& candidate : candidates) {
+    best = candidate.microseconds < kSame * best->microseconds ? &candidate : best;
+  }
+  return *best;
+}
+
+std::vector<Candidate> candidates_for(const Problem& p, const Context& context) {
+  // With fewer rows in a tile decode takes as long (docs/lab/attention.md). With as many, Hopper is ahead from 4096
+  // keys on. With fewer keys the model has decode ahead, but that was not measured: decode does not run there either.
+  constexpr std::int64_t kRowsInTile = 32;
+  std::vector<Candidate> list;
+  const auto add = [&](Config config, const Cost& cost) { list.push_back({std::move(config), cost.microseconds()}); };
+  const bool hopper_fits = hopper::fits(p, context);
+  if (hopper_fits && hopper::heads_in_tile(p) * p.rows >= kRowsInTile) {
+    if (const auto plan = hopper::packed_plan(p)) {
+      add({Family::hopper_heads_in_tile, {plan}}, hopper::cost(p, amount_of(p, {plan}), context));
+    }
+  }
+  const bool few = decode::fits(p) && list.empty();
+  if (few) {
+    add({Family::decode}, decode::cost(p, context));
+  }
+  const Plans plans = hopper_fits && !few ? hopper::forward_plans(p) : Plans{};
+  const Amount amount = plans.empty() ? amount_of(p) : amount_of(p, plans);
+  if (hopper_fits) {
+    add({Family::hopper, plans}, hopper::cost(p, amount, context));
+  }
+  add({Family::portable}, portable::cost(p, amount, context));
+  return list;
+}
+
+std::vector<Candidate> candidates_for(const BackwardProblem& b, const Context& context) {
+  std::vector<Candidate> list;
+  const auto add = [&](Config config, const Cost& cost) { list.push_back({std::move(config), cost.microseconds()}); };
+  Amount amount = amount_of(b.forward);
+  if (hopper::fits(b, context)) {
+    const hopper::BackwardPlans plans = hopper::backward_plans(b);
+    if (hopper::fits(b, plans, context)) {
+      amount = amount_of(b.forward, plans.transposed);
+      if (hopper::fits_five_product(b, plans, context)) {
+        add({Family::hopper_five_product, {}, plans}, hopper::cost_five_product(b, plans, context));
+      }
+      add({Family::hopper, {}, plans}, hopper::cost(b, plans, context));
+    }
+  }
+  add({Family::portable}, portable::cost(b, amount, context));
+  return list;
+}
+
+bool run(const Config& config, const Problem& p, Context& context) {
+  switch (config.family) {
+    case Family::hopper_heads_in_tile:
+    case Family::hopper:
+      return hopper::launch(p, config.plans.empty() ? hopper::forward_plans(p) : config.plans, context);
+    case Family::decode:
+      decode::launch(p, context);
+      return true;
+    case Family::hopper_five_product:
+    case Family::portable:
+      break;
+  }
+  portable::launch(p, context);
+  return true;
+}
+
+bool run(const Config& config, const BackwardProblem& b, Context& context) {
+  switch (config.family) {
+    case Family::hopper_five_product:
+      return hopper::launch_five_product(b, config.backward_plans, context);
+    case Family::hopper:
+      return hopper::launch(b, config.backward_plans, context);
+    case Family::hopper_heads_in_tile:
+    case Family::decode:
+    case Family::portable:
+      break;
+  }
+  portable::launch(b, context);
+  return true;
+}
+
+/// Runs the cheapest candidate; the next one where 32 bits or a tensor map have no room for the problem. The portable
+/// kernels always run.
+template <typename AnyProblem>
+void run_cheapest(const AnyProblem& problem, Context& context) {
+  std::vector<Candidate> candidates = candidates_for(problem, context);
+  while (true) {
+    const Candidate& best = cheapest(candidates);
+    if (run(best.config, problem, context)) {
+      return;
+    }
+    candidates.erase(candidates.begin() + (&best - candidates.data()));
+  }
+}
+
 }  // namespace
+
+Amount amount_of(const Problem& p, const Plans& plans) {
+  constexpr double kRows = 128;
+  Amount all;
+  for (const auto& plan : plans) {
+    const auto& shape = plan->shape;
+    const double heads =
+        static_cast<double>(p.batch * p.heads) / static_cast<double>(plans.size()) * (shape.rows / kRows);
+    for (const Component& c : plan->components) {
+      const auto tiles = static_cast<double>(c.row_tiles.size()), keys = static_cast<double>(c.pairs * shape.cols);
+      all.tiles += heads * tiles;
+      all.keys += heads * keys;
+      all.longest = std::max(all.longest, tiles > 0 ? keys / tiles : 0.0);
+    }
+    all.components = std::max(all.components, plan->components.size());
+  }
+  return all;
+}
+
+Amount amount_of(const Problem& p) {
+  Amount all;
+  for (const auto& pattern : p.patterns) {
+    const double heads = static_cast<double>(p.batch * p.heads) / static_cast<double>(p.patterns.size());
+    const double tiles = std::ceil(static_cast<double>(p.rows) / 128);
+    const double keys = static_cast<double>(pattern->nnz()) / static_cast<double>(p.rows);
+    all.tiles += heads * tiles;
+    all.keys += heads * tiles * keys;
+    all.longest = std::max(all.longest, keys);
+  }
+  return all;
+}
 
 namespace cuda {
 
@@ -75,10 +221,7 @@ void forward(const Problem& problem, Context& context) {
     }
     return;
   }
-  if (!hopper::forward_of_few(problem, context) && !decode::forward(problem, portable::score_arg(problem), context) &&
-      !hopper::forward(problem, context)) {
-    portable::forward(problem, context);
-  }
+  run_cheapest(problem, context);
 }
 
 void backward(const BackwardProblem& problem, Context& context) {
@@ -98,9 +241,7 @@ void backward(const BackwardProblem& problem, Context& context) {
     }
     return;
   }
-  if (!hopper::backward(problem, context)) {
-    portable::backward(problem, context);
-  }
+  run_cheapest(problem, context);
 }
 
 }  // namespace cuda

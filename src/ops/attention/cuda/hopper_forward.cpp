@@ -64,7 +64,8 @@ bool packs(const Plan& plan) {
          });
 }
 
-/// Heads that may share a tile because they share keys and have few rows each.
+}  // namespace
+
 int heads_in_tile(const Problem& p) {
   const std::int64_t group = p.heads / p.kv_heads;
   const auto same = [&](const auto& pattern) { return pattern == p.patterns.front(); };
@@ -75,7 +76,19 @@ int heads_in_tile(const Problem& p) {
   return p.q.head > 0 && std::all_of(p.patterns.begin(), p.patterns.end(), same) ? pack : 1;
 }
 
-/// A plan by which they do; null where there is none that takes fewer steps than one head in each tile.
+TileShape forward_shape(const Problem& problem) {
+  const Columns columns = columns_of(problem);
+  return {kRows, forward_tiles(columns.depth, columns.values).cols};
+}
+
+Plans forward_plans(const Problem& problem) {
+  Plans plans;
+  for (const auto& pattern : problem.patterns) {
+    plans.push_back(plan(*pattern, forward_shape(problem)));
+  }
+  return plans;
+}
+
 std::shared_ptr<const Plan> packed_plan(const Problem& p) {
   const int pack = heads_in_tile(p);
   if (pack == 1) {
@@ -86,9 +99,29 @@ std::shared_ptr<const Plan> packed_plan(const Problem& p) {
   return packs(*made) && steps_of(*made) < pack * steps_of(*plan(*p.patterns.front(), shape)) ? made : nullptr;
 }
 
-}  // namespace
+Cost cost(const Problem& p, const Amount& all, const Context& context) {
+  // From the schedule to the first tile, and from the last product to memory, beside kItemOverhead steps. Fitted.
+  constexpr double kExposed = 6;
+  // TFLOP/s of full attention on 132 SMs, as flops of an SM in a µs: 683 at a head dim of 128, 498 at 64.
+  const double rate = columns_of(p).most() == 64 ? 3.78e6 : 5.18e6;
+  const double ctas = driver::device_info(context.device.index).multiprocessors, cols = forward_shape(p).cols;
+  const double step_us = 2 * kRows * cols * (columns_of(p).depth + columns_of(p).values) / rate;
+  const double even = (all.keys / cols + kItemOverhead * std::max(0.0, all.tiles - ctas)) / ctas;
+  Cost whole;
+  whole.launches = static_cast<double>(all.components);
+  whole.exposed_us = kExposed + kItemOverhead * step_us;
+  whole.products_us = std::max(all.longest / cols, even) * step_us;
+  whole.memory_bytes = operand_bytes(p);
+  whole.l2_bytes = reread_bytes(p, all.keys);
+  // Row tiles that would be waited for are split, which costs a join and some steps for each part.
+  Cost split = whole;
+  split.launches += 1;
+  split.exposed_us += kPartOverhead * step_us;
+  split.products_us = even * step_us;
+  return split.microseconds() < whole.microseconds() ? split : whole;
+}
 
-bool forward(const Problem& problem, const Plans& plans, Context& context, int longest) {
+bool launch(const Problem& problem, const Plans& plans, Context& context, int longest) {
   if (!fits(problem, context) ||
       !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return is_countable(*plan) && packs(*plan); })) {
     return false;
@@ -111,11 +144,11 @@ bool forward(const Problem& problem, const Plans& plans, Context& context, int l
       fills.push_back(range);
     }
     for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
-      const auto launch = forward_launch(p, range, *prepared, at, seen, context);
-      if (!launch) {
+      const auto made = forward_launch(p, range, *prepared, at, seen, context);
+      if (!made) {
         return false;
       }
-      launches.push_back(*launch);
+      launches.push_back(*made);
     }
   }
   const Workspace parts(context, parts_bytes(launches));
@@ -128,33 +161,6 @@ bool forward(const Problem& problem, const Plans& plans, Context& context, int l
   }
   launch_all(launches, forward_shared(columns_of(p)), context);
   return true;
-}
-
-TileShape forward_shape(const Problem& problem) {
-  const Columns columns = columns_of(problem);
-  return {kRows, forward_tiles(columns.depth, columns.values).cols};
-}
-
-bool forward(const Problem& problem, Context& context) {
-  if (!fits(problem, context)) {
-    return false;
-  }
-  if (const auto packed = packed_plan(problem)) {
-    return forward(problem, {packed}, context);
-  }
-  Plans plans;
-  for (const auto& pattern : problem.patterns) {
-    plans.push_back(plan(*pattern, forward_shape(problem)));
-  }
-  return forward(problem, plans, context);
-}
-
-bool forward_of_few(const Problem& problem, Context& context) {
-  if (problem.rows < 4 || problem.rows > 16 || !fits(problem, context) || heads_in_tile(problem) * problem.rows < 32) {
-    return false;
-  }
-  const auto packed = packed_plan(problem);
-  return packed != nullptr && forward(problem, {packed}, context);
 }
 
 }  // namespace fretwork::attention_op::hopper

@@ -76,6 +76,16 @@ OutputArg output_arg(const Operand& out, DType dtype) {
   return {out.data, out.batch, out.head, out.row, out.col, vector};
 }
 
+double operand_bytes(const Problem& p) {
+  const std::int64_t queries = p.batch * p.heads * p.rows, keys = p.batch * p.kv_heads * p.cols;
+  return static_cast<double>((queries + keys) * (p.depth + p.value_depth)) * static_cast<double>(size_of(p.dtype));
+}
+double operand_bytes(const BackwardProblem& b) { return 2 * operand_bytes(b.forward); }
+double reread_bytes(const Problem& p, double keys) {
+  const double again = std::max(0.0, keys - static_cast<double>(p.batch * p.kv_heads * p.cols));
+  return again * static_cast<double>(p.depth + p.value_depth) * static_cast<double>(size_of(p.dtype));
+}
+
 OutputArg output_arg(const Operand& out) { return {out.data, out.batch, out.head, out.row, out.col, false}; }
 
 // ------------------------------------------------------------------------------------------ plans and heads

@@ -29,6 +29,12 @@ CopyParams copy_params(const void* from, const Operand& at, void* to, const Oper
 void run_copy(const CopyParams& params, DType from, DType to, Context& context);
 void fill(const Operand& out, const Sizes& sizes, DType dtype, float value, Context& context);
 
+/// Bytes of operands and results, each once; of a backward pass those of the gradients as well.
+double operand_bytes(const Problem& problem);
+double operand_bytes(const BackwardProblem& problem);
+/// Of keys and values of which row tiles read so many, all together: those that are not read for the first time.
+double reread_bytes(const Problem& problem, double keys);
+
 /// Row after row, each `line` elements long.
 Operand contiguous(void* data, const Sizes& s, std::int64_t line);
 

@@ -468,6 +468,26 @@ void add_up_bias(const Given& given, Context& context) {
   }
 }
 
+// ------------------------------------------------------------------------------------------------------ cost
+
+/// Of so many products with a head dim. Row tiles are not split: where there are fewer than SMs, one is waited for.
+/// Rates are flops in a µs of full attention on an H200, at a head dim of 128 and at 64 (docs/lab/attention.md). In
+/// fp32 no other kernels fit, and nothing was measured.
+Cost cost(const Config& config, const Amount& all, int products, double at_128, double at_64, const Context& context) {
+  // From the plan to the first tile, and from the last product to memory. Taken from the Hopper kernels: steps of 128
+  // keys beside those of a row tile, and µs.
+  constexpr double kTileSteps = 2, kExposed = 6, kStep = 128, kMeasuredOn = 132;
+  const double rate = config.simple() ? (config.tf32 ? 100e6 : 25e6) : config.depth <= 64 ? at_64 : at_128;
+  const double ctas = driver::device_info(context.device.index).multiprocessors;
+  const double key_us = 2.0 * 128 * products * config.depth / rate * kMeasuredOn;
+  const double even = (all.keys + kTileSteps * kStep * std::max(0.0, all.tiles - ctas)) / ctas;
+  Cost made;
+  made.launches = static_cast<double>(all.components);
+  made.exposed_us = kExposed + kTileSteps * kStep * key_us;
+  made.products_us = std::max(all.longest, even) * key_us;
+  return made;
+}
+
 }  // namespace
 
 namespace portable {
@@ -494,7 +514,21 @@ ScoreArg score_arg(const Problem& p) {
   return arg;
 }
 
-void forward(const Problem& p, Context& context) {
+Cost cost(const Problem& p, const Amount& all, const Context& context) {
+  Cost made = cost(config_for(Make::forward, p, context), all, 2, 390e6, 320e6, context);
+  made.memory_bytes = operand_bytes(p);
+  made.l2_bytes = reread_bytes(p, all.keys);
+  return made;
+}
+
+Cost cost(const BackwardProblem& b, const Amount& all, const Context& context) {
+  Cost made = cost(config_for(Make::d_keys_values, b.forward, context), all, 5, 221e6, 181e6, context);
+  made.launches = 3;  // statistics, queries, keys
+  made.memory_bytes = operand_bytes(b);
+  return made;
+}
+
+void launch(const Problem& p, Context& context) {
   const Config config = config_for(Make::forward, p, context);
   const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
   const Input q(p.q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, context);
@@ -516,7 +550,7 @@ void forward(const Problem& p, Context& context) {
   launch_forward(config, sets, params, fills, context);
 }
 
-void backward(const BackwardProblem& problem, Context& context) {
+void launch(const BackwardProblem& problem, Context& context) {
   const bool queries = problem.d_q.data != nullptr, keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
   if (queries && keys) {
     std::vector<Config> wanted = key_configs(problem, context);

@@ -86,7 +86,7 @@ constinit KernelTable<774> kernels;
 }  // namespace
 
 std::string Columns::text() const { return ", " + std::to_string(depth) + ", " + std::to_string(values); }
-std::string Extras::text() const { return flag(general) + flag(pieces); }
+std::string Extras::text() const { return flag(general) + flag(split); }
 Columns columns_of(const Problem& p) {
   return {static_cast<int>(64 * ceil_div(p.depth, 64)), static_cast<int>(64 * ceil_div(p.value_depth, 64))};
 }
@@ -98,7 +98,7 @@ std::vector<Pass> backward_passes(const Columns& columns, bool keys) {
 
 std::size_t KernelConfig::number() const {
   const unsigned within = (dtype == DType::f16 ? 0u : 1u) | unsigned{extras.general} << 1 |
-                          unsigned{extras.pieces} << 2 | static_cast<unsigned>(columns.depth / 64 - 1) << 3 |
+                          unsigned{extras.split} << 2 | static_cast<unsigned>(columns.depth / 64 - 1) << 3 |
                           static_cast<unsigned>(columns.values / 64 - 1) << 5;
   constexpr unsigned kFill = 128 * static_cast<unsigned>(Pass::fill);
   const auto at = static_cast<unsigned>(pass);
@@ -116,7 +116,7 @@ KernelSpec KernelConfig::spec() const {
       return fill_instance(dtype);
     case Pass::five_product:
     case Pass::five_product_finish:
-      return five_product_instance(dtype, columns, pass, extras.general, extras.pieces);
+      return five_product_instance(dtype, columns, pass, extras.general, extras.split);
     case Pass::join:
       return join_instance(dtype);
     case Pass::statistics:
@@ -255,7 +255,7 @@ int heads_in_l2(const Problem& p) {
 // ------------------------------------------------------------------------------------------------- launches
 
 KernelConfig config_of(Pass pass, const Problem& p, const Prepared& prepared, std::size_t at, bool seen) {
-  return {pass, p.dtype, columns_of(p), {prepared.component(at).general || seen, prepared.schedules[at].in_pieces}};
+  return {pass, p.dtype, columns_of(p), {prepared.component(at).general || seen, prepared.schedules[at].split}};
 }
 
 SeenTiles see(const Problem& p, const DeviceComponent& component, int side, Walk& walk, Seen& seen, Context& context) {

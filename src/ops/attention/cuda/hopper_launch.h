@@ -56,7 +56,7 @@ Columns columns_of(const Problem& p);
 /// What a kernel need not have where no component asks for it: masks of bits and columns that nothing uses; items that
 /// are pieces of tiles, and heads that share tiles.
 struct Extras {
-  bool general = false, pieces = false;
+  bool general = false, split = false;
 
   std::string text() const;
 };
@@ -123,8 +123,8 @@ struct Schedule {
   std::size_t items, pieces, share, splits;  ///< where they are in the memory of all schedules of a plan
   int grid;
   int split_count, parts;
-  bool in_pieces;  ///< items may be pieces, or heads share tiles
-  LoadsOf loads;   ///< as in Deal
+  bool split;     ///< items may be pieces, or heads share tiles
+  LoadsOf loads;  ///< as in Deal
 };
 
 /// A plan and the schedules of its components for some number of heads.

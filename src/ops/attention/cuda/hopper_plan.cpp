@@ -180,7 +180,7 @@ PieceOf piece_of(const Task& task, const Component& component, int steps) {
 Schedule make_schedule(const Plan& plan, std::size_t at, const std::vector<int>& steps, const Pairs& pairs, int repeat,
                        bool empty, const Cutting& cutting, int device, UploadArena& arena) {
   const Deal deal = deal_tasks(steps, pairs, repeat, empty, driver::device_info(device).multiprocessors, cutting);
-  const bool in_pieces = deal.parts() > 0 || plan.shape.rows < kRows;
+  const bool split = deal.parts() > 0 || plan.shape.rows < kRows;
   const auto batch = [&](const auto& of) { return static_cast<int>(of.pair / pairs.heads); };
   const auto head = [&](const auto& of) { return static_cast<int>(of.pair % pairs.heads); };
   std::vector<Item> items;
@@ -189,7 +189,7 @@ Schedule make_schedule(const Plan& plan, std::size_t at, const std::vector<int>&
   for (const auto& list : deal.lists) {
     for (const Task& task : list) {
       items.push_back({task.tile, batch(task), head(task), task.steps});
-      if (in_pieces) {
+      if (split) {
         begins.push_back(piece_of(task, plan.components[at], steps[static_cast<std::size_t>(task.tile)]));
       }
     }
@@ -206,7 +206,7 @@ Schedule make_schedule(const Plan& plan, std::size_t at, const std::vector<int>&
           static_cast<int>(deal.lists.size()),
           static_cast<int>(splits.size()),
           deal.parts(),
-          in_pieces,
+          split,
           deal.loads};
 }
 
@@ -243,8 +243,8 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
   const Pairs& other = beside.pairs;
   const Hash128 key =
       hash_of({plan.get(), beside.plan.get()},
-              {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, longest, device, other.batch,
-               other.heads, other.together, other.backwards, beside.repeat, beside.before != nullptr});
+              {pairs.batch, pairs.heads, pairs.heads_in_l2, pairs.backwards, repeat, longest, device, other.batch,
+               other.heads, other.heads_in_l2, other.backwards, beside.repeat, beside.before != nullptr});
   auto prepared = cache.get(key, [&] {
     Prepared made{find_plan(plan, device), {}, {}, false, {}, beside.plan};
     UploadArena arena;

@@ -32,12 +32,12 @@ constexpr int kTables = 4096;  // more than a kernel's static shared memory
 
 // -------------------------------------------------------------------------------------------------- kernels
 
-/// What a kernel makes; d_keys and d_values apart where a row is deep.
-enum class Make { forward, d_queries, d_keys_values, d_keys, d_values };
+/// What a kernel makes; d_keys and d_values apart where a head dim is above 128.
+enum class Pass { forward, d_queries, d_keys_values, d_keys, d_values };
 
 /// Which kernel, and its sizes.
-struct Config {
-  Make make;
+struct KernelConfig {
+  Pass pass;
   DType dtype;
   int depth;
   bool extras;
@@ -45,8 +45,8 @@ struct Config {
 
   bool simple() const { return dtype == DType::f32; }
   KernelShape shape() const {
-    return simple()                ? simple_shape(depth, make == Make::forward ? 3 : 4, tf32)
-           : make == Make::forward ? forward_shape(depth, extras)
+    return simple()                ? simple_shape(depth, pass == Pass::forward ? 3 : 4, tf32)
+           : pass == Pass::forward ? forward_shape(depth, extras)
                                    : backward_shape(depth, extras);
   }
   TileShape tile() const { return {shape().rows, shape().cols}; }
@@ -55,23 +55,23 @@ struct Config {
     while (kDepths[n] != depth) {
       ++n;
     }
-    n = n * 5 + static_cast<std::size_t>(make);
+    n = n * 5 + static_cast<std::size_t>(pass);
     return (n * 2 + (simple() ? tf32 : extras)) * 3 + (dtype == DType::f32 ? 0 : dtype == DType::f16 ? 1 : 2);
   }
   KernelSpec spec() const {
     const std::string size = std::to_string(depth);
     if (simple()) {
-      const std::string begin = make == Make::forward     ? "fretwork::simple_forward<" + size
-                                : make == Make::d_queries ? "fretwork::simple_backward<" + size + ", false"
+      const std::string begin = pass == Pass::forward     ? "fretwork::simple_forward<" + size
+                                : pass == Pass::d_queries ? "fretwork::simple_backward<" + size + ", false"
                                                           : "fretwork::simple_backward<" + size + ", true";
       return {kSimpleSource, begin + (tf32 ? ", true>" : ", false>"), shape().shared_bytes};
     }
     const std::string begin = std::string(device_type(dtype)) + ", " + size, end = extras ? ", true>" : ", false>";
-    const char* const which = make == Make::d_queries       ? ", false, true, false"
-                              : make == Make::d_keys_values ? ", true, true, true"
-                              : make == Make::d_keys        ? ", true, true, false"
+    const char* const which = pass == Pass::d_queries       ? ", false, true, false"
+                              : pass == Pass::d_keys_values ? ", true, true, true"
+                              : pass == Pass::d_keys        ? ", true, true, false"
                                                             : ", true, false, true";
-    const bool forward = make == Make::forward;
+    const bool forward = pass == Pass::forward;
     return {forward ? kForwardSource : kBackwardSource,
             (forward ? "fretwork::attention_forward<" + begin : "fretwork::attention_backward<" + begin + which) + end,
             shape().shared_bytes};
@@ -105,11 +105,11 @@ bool has_extras(const Problem& p) {
 /// Whether the kernels' statistics are ScoreStats: in float they all do more than a scale.
 bool scored(const Problem& p) { return p.dtype == DType::f32 || has_extras(p); }
 
-Config config_for(Make make, const Problem& p, const Context& context) {
+KernelConfig config_for(Pass pass, const Problem& p, const Context& context) {
   const std::int64_t deepest = std::max(p.depth, p.value_depth);
   const bool simple = p.dtype == DType::f32;
-  Config config{make, p.dtype, simple ? depth_for(kSimpleDepths, deepest) : depth_for(kDepths, deepest),
-                simple || has_extras(p), simple && context.precision == Precision::tf32};
+  KernelConfig config{pass, p.dtype, simple ? depth_for(kSimpleDepths, deepest) : depth_for(kDepths, deepest),
+                      simple || has_extras(p), simple && context.precision == Precision::tf32};
   if (config.shape().shared_bytes > driver::device_info(context.device.index).shared_per_block - kTables) {
     config.tf32 = false;  // exact, which needs less
   }
@@ -131,9 +131,9 @@ KernelSpec sum_spec(DType to) { return {kRowsSource, std::string("fretwork::atte
 std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   std::vector<KernelSpec> list;
   for (const int depth : kSimpleDepths) {
-    for (const Make make : {Make::forward, Make::d_queries, Make::d_keys_values}) {
-      list.push_back(Config{make, DType::f32, depth, true, false}.spec());
-      list.push_back(Config{make, DType::f32, depth, true, true}.spec());
+    for (const Pass pass : {Pass::forward, Pass::d_queries, Pass::d_keys_values}) {
+      list.push_back(KernelConfig{pass, DType::f32, depth, true, false}.spec());
+      list.push_back(KernelConfig{pass, DType::f32, depth, true, true}.spec());
     }
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       list.push_back(bias_spec(dtype, depth, false, false));
@@ -144,14 +144,14 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const int depth : kDepths) {
       for (const bool extras : {false, true}) {
-        const auto add = [&](Make make) { list.push_back(Config{make, dtype, depth, extras}.spec()); };
-        add(Make::forward);
-        add(Make::d_queries);
+        const auto add = [&](Pass pass) { list.push_back(KernelConfig{pass, dtype, depth, extras}.spec()); };
+        add(Pass::forward);
+        add(Pass::d_queries);
         if (depth <= 128) {
-          add(Make::d_keys_values);
+          add(Pass::d_keys_values);
         } else {
-          add(Make::d_keys);
-          add(Make::d_values);
+          add(Pass::d_keys);
+          add(Pass::d_values);
         }
       }
     }
@@ -237,7 +237,7 @@ std::size_t sums_bytes(const Problem& p) {
 }
 
 /// `merge`: results hold something before the first component.
-void launch_forward(const Config& config, const std::vector<Prepared>& sets, ForwardParams& params, bool merge,
+void launch_forward(const KernelConfig& config, const std::vector<Prepared>& sets, ForwardParams& params, bool merge,
                     Context& context) {
   const Kernel& kernel = config.kernel(context.device.index);
   const KernelShape shape = config.shape();
@@ -302,7 +302,7 @@ struct Given {
   /// A large log-sum-exp has lost its smaller part to rounding: the forward again, for tiles that have such rows.
   void find_sums(Context& context) const {
     const Problem& p = problem.forward;
-    const Config config = config_for(Make::forward, p, context);
+    const KernelConfig config = config_for(Pass::forward, p, context);
     driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
     ForwardParams params = forward_params(p, q, k, v);
     params.lse = output_arg(p.lse, DType::f32);
@@ -323,7 +323,8 @@ BackwardParams backward_params(const Given& given) {
   return params;
 }
 
-void launch_all(const Config& config, const std::vector<Prepared>& sets, BackwardParams& params, Context& context) {
+void launch_all(const KernelConfig& config, const std::vector<Prepared>& sets, BackwardParams& params,
+                Context& context) {
   const Kernel& kernel = config.kernel(context.device.index);
   const KernelShape shape = config.shape();
   for (const Prepared& set : sets) {
@@ -339,7 +340,7 @@ void launch_all(const Config& config, const std::vector<Prepared>& sets, Backwar
 
 void query_gradient(const Given& given, Context& context) {
   const Problem& p = given.problem.forward;
-  const Config config = config_for(Make::d_queries, p, context);
+  const KernelConfig config = config_for(Pass::d_queries, p, context);
   const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
   BackwardParams params = backward_params(given);
   params.first = given.q.arg();
@@ -354,15 +355,15 @@ void query_gradient(const Given& given, Context& context) {
 }
 
 /// Of keys and values: one kernel, or one for each that is wanted where a row is deep.
-std::vector<Config> key_configs(const BackwardProblem& b, const Context& context) {
-  const Config both = config_for(Make::d_keys_values, b.forward, context);
+std::vector<KernelConfig> key_configs(const BackwardProblem& b, const Context& context) {
+  const KernelConfig both = config_for(Pass::d_keys_values, b.forward, context);
   if (both.simple() || both.depth <= 128) {
     return {both};
   }
-  std::vector<Config> apart;
-  for (const auto& [make, wanted] : {std::pair{Make::d_keys, b.d_k.data}, std::pair{Make::d_values, b.d_v.data}}) {
+  std::vector<KernelConfig> apart;
+  for (const auto& [pass, wanted] : {std::pair{Pass::d_keys, b.d_k.data}, std::pair{Pass::d_values, b.d_v.data}}) {
     if (wanted != nullptr) {
-      apart.push_back(config_for(make, b.forward, context));
+      apart.push_back(config_for(pass, b.forward, context));
     }
   }
   return apart;
@@ -371,7 +372,7 @@ std::vector<Config> key_configs(const BackwardProblem& b, const Context& context
 void key_gradients(const Given& given, Context& context) {
   const BackwardProblem& b = given.problem;
   const Problem& p = b.forward;
-  const std::vector<Config> configs = key_configs(b, context);
+  const std::vector<KernelConfig> configs = key_configs(b, context);
   const std::vector<Prepared> sets = prepare(p, configs.front().tile(), true, context);
   BackwardParams params = backward_params(given);
   params.first = given.k.arg();
@@ -385,7 +386,7 @@ void key_gradients(const Given& given, Context& context) {
   params.d_first = d_k.arg();
   params.d_second = d_v.arg();
   params.padding = padding_arg(p);
-  for (const Config& config : configs) {
+  for (const KernelConfig& config : configs) {
     launch_all(config, sets, params, context);
   }
   d_k.finish();
@@ -473,7 +474,8 @@ void add_up_bias(const Given& given, Context& context) {
 /// Of so many products with a head dim. Row tiles are not split: where there are fewer than SMs, one is waited for.
 /// Rates are flops in a µs of full attention on an H200, at a head dim of 128 and at 64 (docs/lab/attention.md). In
 /// fp32 no other kernels fit, and nothing was measured.
-Cost cost(const Config& config, const Amount& all, int products, double at_128, double at_64, const Context& context) {
+Cost cost(const KernelConfig& config, const Amount& all, int products, double at_128, double at_64,
+          const Context& context) {
   // From the plan to the first tile, and from the last product to memory. Taken from the Hopper kernels: steps of 128
   // keys beside those of a row tile, and µs.
   constexpr double kTileSteps = 2, kExposed = 6, kStep = 128, kMeasuredOn = 132;
@@ -515,21 +517,21 @@ ScoreArg score_arg(const Problem& p) {
 }
 
 Cost cost(const Problem& p, const Amount& all, const Context& context) {
-  Cost made = cost(config_for(Make::forward, p, context), all, 2, 390e6, 320e6, context);
+  Cost made = cost(config_for(Pass::forward, p, context), all, 2, 390e6, 320e6, context);
   made.memory_bytes = operand_bytes(p);
   made.l2_bytes = reread_bytes(p, all.keys);
   return made;
 }
 
 Cost cost(const BackwardProblem& b, const Amount& all, const Context& context) {
-  Cost made = cost(config_for(Make::d_keys_values, b.forward, context), all, 5, 221e6, 181e6, context);
+  Cost made = cost(config_for(Pass::d_keys_values, b.forward, context), all, 5, 221e6, 181e6, context);
   made.launches = 3;  // statistics, queries, keys
   made.memory_bytes = operand_bytes(b);
   return made;
 }
 
 void launch(const Problem& p, Context& context) {
-  const Config config = config_for(Make::forward, p, context);
+  const KernelConfig config = config_for(Pass::forward, p, context);
   const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
   const Input q(p.q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, context);
   const Input k(p.k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, context);
@@ -553,9 +555,9 @@ void launch(const Problem& p, Context& context) {
 void launch(const BackwardProblem& problem, Context& context) {
   const bool queries = problem.d_q.data != nullptr, keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
   if (queries && keys) {
-    std::vector<Config> wanted = key_configs(problem, context);
-    wanted.push_back(config_for(Make::d_queries, problem.forward, context));
-    Config::table.prepare(std::span<const Config>(wanted), context.device.index);
+    std::vector<KernelConfig> wanted = key_configs(problem, context);
+    wanted.push_back(config_for(Pass::d_queries, problem.forward, context));
+    KernelConfig::table.prepare(std::span<const KernelConfig>(wanted), context.device.index);
   }
   const Given given(problem, context);
   if (queries) {

@@ -76,14 +76,11 @@ struct Candidate {
   double microseconds;
 };
 
-/// Of candidates with the same cost the first one.
-const Candidate& cheapest(const std::vector<Candidate>& candidates) {
-  constexpr double kSame = 1 - 1e-9;
-  const Candidate* best = &candidates.front();
-  for (const Candidate& candidate : candidates) {
-    best = candidate.microseconds < kSame * best->microseconds ? &candidate : best;
-  }
-  return *best;
+/// Of candidates with the same cost, to nine digits, the first one.
+std::vector<Candidate>::iterator cheapest(std::vector<Candidate>& candidates) {
+  return std::min_element(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
+    return a.microseconds < (1 - 1e-9) * b.microseconds;
+  });
 }
 
 std::vector<Candidate> candidates_for(const Problem& p, const Context& context) {
@@ -129,48 +126,29 @@ std::vector<Candidate> candidates_for(const BackwardProblem& b, const Context& c
   return list;
 }
 
+/// False where 32 bits or a tensor map have no room for the problem. The portable kernels always run.
 bool run(const Config& config, const Problem& p, Context& context) {
-  switch (config.family) {
-    case Family::hopper_heads_in_tile:
-    case Family::hopper:
-      return hopper::launch(p, config.plans.empty() ? hopper::forward_plans(p) : config.plans, context);
-    case Family::decode:
-      decode::launch(p, context);
-      return true;
-    case Family::hopper_five_product:
-    case Family::portable:
-      break;
+  if (config.family == Family::hopper_heads_in_tile || config.family == Family::hopper) {
+    return hopper::launch(p, config.plans.empty() ? hopper::forward_plans(p) : config.plans, context);
   }
-  portable::launch(p, context);
+  config.family == Family::decode ? decode::launch(p, context) : portable::launch(p, context);
   return true;
 }
-
 bool run(const Config& config, const BackwardProblem& b, Context& context) {
-  switch (config.family) {
-    case Family::hopper_five_product:
-      return hopper::launch_five_product(b, config.backward_plans, context);
-    case Family::hopper:
-      return hopper::launch(b, config.backward_plans, context);
-    case Family::hopper_heads_in_tile:
-    case Family::decode:
-    case Family::portable:
-      break;
+  if (config.family == Family::portable) {
+    portable::launch(b, context);
+    return true;
   }
-  portable::launch(b, context);
-  return true;
+  return config.family == Family::hopper_five_product ? hopper::launch_five_product(b, config.backward_plans, context)
+                                                      : hopper::launch(b, config.backward_plans, context);
 }
 
-/// Runs the cheapest candidate; the next one where 32 bits or a tensor map have no room for the problem. The portable
-/// kernels always run.
+/// Runs the cheapest candidate that can run.
 template <typename AnyProblem>
 void run_cheapest(const AnyProblem& problem, Context& context) {
   std::vector<Candidate> candidates = candidates_for(problem, context);
-  while (true) {
-    const Candidate& best = cheapest(candidates);
-    if (run(best.config, problem, context)) {
-      return;
-    }
-    candidates.erase(candidates.begin() + (&best - candidates.data()));
+  for (auto best = cheapest(candidates); !run(best->config, problem, context); best = cheapest(candidates)) {
+    candidates.erase(best);
   }
 }
 

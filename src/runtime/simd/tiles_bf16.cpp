@@ -110,6 +110,21 @@ FRETWORK_TARGET [[gnu::always_inline]] inline void write_sums(const __m512 (&sum
   }
 }
 
+/// Packs the panel [right, end) from raw rows on the way: add(pairs) multiplies a step.
+template <int kWide, typename Add>
+FRETWORK_TARGET [[gnu::always_inline]] inline void add_raw(const Product& p, const Bits* upper, Pair* right, Pair* end,
+                                                           const Add& add) {
+  __m512i pairs[kWide];
+  for (const std::int64_t stride = p.raw_stride; right != end; right += kWide * kLanes, upper += kGroup * stride) {
+    pair_up<kWide>(upper, upper + stride, pairs);
+#pragma GCC unroll 8
+    for (int v = 0; v < kWide; ++v) {
+      _mm512_storeu_si512(right + v * kLanes, pairs[v]);
+    }
+    add(pairs);
+  }
+}
+
 /// The loops over sums are unrolled early, as above.
 template <int kWide>
 FRETWORK_TARGET void multiply(const Product& p) {
@@ -149,15 +164,7 @@ FRETWORK_TARGET void multiply(const Product& p) {
     Pair* const end = right + p.steps * kWidth;
     __m512i pairs[kWide];
     if (p.packs && term->raw != nullptr) {
-      const Bits* upper = static_cast<const Bits*>(term->raw) + p.raw_shift;
-      for (const std::int64_t stride = p.raw_stride; right != end; right += kWidth, upper += kGroup * stride) {
-        pair_up<kWide>(upper, upper + stride, pairs);
-#pragma GCC unroll 8
-        for (int v = 0; v < kWide; ++v) {
-          _mm512_storeu_si512(right + v * kLanes, pairs[v]);
-        }
-        add(pairs);
-      }
+      add_raw<kWide>(p, static_cast<const Bits*>(term->raw) + p.raw_shift, right, end, add);
       continue;
     }
     const std::int64_t ahead = (next.depth - term->depth) * (kWidth / kGroup);

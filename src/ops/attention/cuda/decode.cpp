@@ -192,12 +192,6 @@ int segments_for(std::int64_t sets, int steps, int depth, const driver::DeviceIn
   return best;
 }
 
-/// Rows of 16-byte pieces, and a row's bytes counted in 32 bits.
-bool readable(const Operand& x, std::int64_t cols) {
-  return (x.col == 1 || cols == 1) && is_aligned(x.data, {x.row, x.head, x.batch}, 2, 16) &&
-         std::abs(x.row) <= std::numeric_limits<int>::max() / 2;
-}
-
 InputArg input_arg(const Operand& x) { return {x.data, x.batch, x.head, static_cast<int>(2 * x.row)}; }
 
 int depth_for(const Problem& p) {
@@ -271,8 +265,8 @@ Steps steps_of(const Plan& plan) {
 bool fits(const Problem& p) {
   const auto& first = p.patterns.front();
   return p.rows <= kMostQueries && p.dtype != DType::f32 && std::max(p.depth, p.value_depth) <= std::end(kDepths)[-1] &&
-         std::ranges::all_of(p.patterns, [&](const auto& q) { return q == first; }) && readable(p.q, p.depth) &&
-         readable(p.k, p.depth) && readable(p.v, p.value_depth);
+         std::ranges::all_of(p.patterns, [&](const auto& q) { return q == first; }) &&
+         readable(p.q, p.depth, p.dtype) && readable(p.k, p.depth, p.dtype) && readable(p.v, p.value_depth, p.dtype);
 }
 
 Cost cost(const Problem& p, const Context& context) {

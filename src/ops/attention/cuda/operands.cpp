@@ -76,6 +76,12 @@ OutputArg output_arg(const Operand& out, DType dtype) {
   return {out.data, out.batch, out.head, out.row, out.col, vector};
 }
 
+bool readable(const Operand& x, std::int64_t cols, DType dtype) {
+  const auto bytes = static_cast<std::int64_t>(size_of(dtype));
+  return (x.col == 1 || cols == 1) && is_aligned(x.data, {x.row, x.head, x.batch}, size_of(dtype), 16) &&
+         std::abs(x.row) <= std::numeric_limits<int>::max() / bytes;
+}
+
 double operand_bytes(const Problem& p) {
   const std::int64_t queries = p.batch * p.heads * p.rows, keys = p.batch * p.kv_heads * p.cols;
   return static_cast<double>((queries + keys) * (p.depth + p.value_depth)) * static_cast<double>(size_of(p.dtype));

@@ -38,13 +38,16 @@ double reread_bytes(const Problem& problem, double keys);
 /// Row after row, each `line` elements long.
 Operand contiguous(void* data, const Sizes& s, std::int64_t line);
 
+/// Whether kernels can read an operand as it is: 16 bytes at a time, and a row's bytes counted in 32 bits.
+bool readable(const Operand& x, std::int64_t cols, DType dtype);
+
 /// An operand as the kernels read it: itself, or an aligned copy for the length of a call.
 class Input {
  public:
   Input(const Operand& of, const Sizes& sizes, DType dtype, Context& context)
       : line_(ceil_div(sizes.cols, chunk(dtype)) * chunk(dtype)),
         space_(context,
-               readable(of, sizes, dtype)
+               readable(of, sizes.cols, dtype)
                    ? 0
                    : static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * line_) * size_of(dtype)) {
     Operand at = of;
@@ -58,12 +61,6 @@ class Input {
 
  private:
   static std::int64_t chunk(DType dtype) { return 16 / static_cast<std::int64_t>(size_of(dtype)); }
-  /// Kernels read 16 bytes at a time and count a row's bytes in 32 bits.
-  static bool readable(const Operand& of, const Sizes& sizes, DType dtype) {
-    return (of.col == 1 || sizes.cols == 1) && is_aligned(of.data, {of.row, of.head, of.batch}, size_of(dtype), 16) &&
-           std::abs(of.row) <= std::numeric_limits<int>::max() / static_cast<std::int64_t>(size_of(dtype));
-  }
-
   std::int64_t line_;
   Workspace space_;
   InputArg arg_{};

@@ -88,6 +88,7 @@ std::vector<Candidate> candidates_for(const Problem& p, const Context& context) 
   // keys on. With fewer keys the model has decode ahead, but that was not measured: decode does not run there either.
   constexpr std::int64_t kRowsInTile = 32;
   std::vector<Candidate> list;
+  list.reserve(4);
   const auto add = [&](Config config, const Cost& cost) { list.push_back({std::move(config), cost.microseconds()}); };
   const bool hopper_fits = hopper::fits(p, context);
   if (hopper_fits && hopper::heads_in_tile(p) * p.rows >= kRowsInTile) {
@@ -110,6 +111,7 @@ std::vector<Candidate> candidates_for(const Problem& p, const Context& context) 
 
 std::vector<Candidate> candidates_for(const BackwardProblem& b, const Context& context) {
   std::vector<Candidate> list;
+  list.reserve(4);
   const auto add = [&](Config config, const Cost& cost) { list.push_back({std::move(config), cost.microseconds()}); };
   Amount amount = amount_of(b.forward);
   if (hopper::fits(b, context)) {

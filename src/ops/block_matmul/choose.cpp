@@ -32,6 +32,7 @@ std::vector<Candidate>::iterator cheapest(std::vector<Candidate>& candidates) {
 
 std::vector<Candidate> candidates_for(const Problem& problem, const Context& context) {
   std::vector<Candidate> list;
+  list.reserve(4);
   if (hopper::fits(problem, context)) {
     list.push_back({{Family::hopper}, hopper::cost(problem, context).microseconds()});
   }

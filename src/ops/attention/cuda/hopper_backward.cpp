@@ -353,7 +353,7 @@ bool launch_five_product(const BackwardProblem& b, const BackwardPlans& plans, C
   params.together = five->all ? 1 : std::min(params.pairs, static_cast<int>(ceil_div(ctas, 8)));
   const bool padded = p.padding.data != nullptr;
   const KernelConfig multiply{Pass::five_product, p.dtype, columns, {!five->all || padded, padded}},
-      finish{Pass::five_product_finish, p.dtype, columns};
+      finish{Pass::finish, p.dtype, columns};
   prepare_kernels(std::vector{KernelConfig{Pass::statistics, p.dtype}, multiply, finish}, device);
   driver::fill_zero(turns.data(), (size + 1) * sizeof(int), context.stream);
   launch_statistics(b, static_cast<RowStats*>(stats.data()), true, context);

@@ -64,7 +64,7 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
       for (const auto& [masked, padded] : {std::pair{false, false}, {true, false}, {true, true}}) {
         add(five_product_instance(dtype, columns, Pass::five_product, masked, padded), whole_shared(columns.most()));
       }
-      list.push_back(five_product_instance(dtype, columns, Pass::five_product_finish, false, false));
+      list.push_back(five_product_instance(dtype, columns, Pass::finish, false, false));
     }
     for (const Columns& columns : {Columns{64, 64}, {64, 128}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
       for (const Extras& extras : {Extras{false, false}, {false, true}, {true, false}, {true, true}}) {
@@ -115,7 +115,7 @@ KernelSpec KernelConfig::spec() const {
     case Pass::fill:
       return fill_instance(dtype);
     case Pass::five_product:
-    case Pass::five_product_finish:
+    case Pass::finish:
       return five_product_instance(dtype, columns, pass, extras.general, extras.split);
     case Pass::join:
       return join_instance(dtype);

@@ -29,17 +29,7 @@ namespace fretwork::attention_op::hopper {
 
 inline constexpr int kMostColumns = 256;  ///< that registers have room for
 
-enum class Pass : unsigned {
-  forward,
-  d_keys,
-  d_queries,
-  d_values,
-  five_product,
-  five_product_finish,
-  fill,
-  statistics,
-  join
-};
+enum class Pass : unsigned { forward, d_keys, d_queries, d_values, five_product, finish, fill, statistics, join };
 
 /// Columns that kernels have, of q and k and of v: whole 64s. Beyond those of a problem they find zeros, and store
 /// nothing.

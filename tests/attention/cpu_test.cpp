@@ -12,7 +12,7 @@
 #include "fretwork/executor_tbb.h"
 #include "fretwork/fretwork.h"
 #include "fretwork/patterns.h"
-#include "ops/attention/cpu/run.h"
+#include "ops/attention/cpu/strips.h"
 #include "support/attention_reference.h"
 #include "support/reference.h"
 #include "support/tensor.h"

@@ -12,8 +12,7 @@
 #include <vector>
 
 #include "fretwork/patterns.h"
-#include "ops/attention/cuda/decode.h"
-#include "ops/attention/cuda/params_decode.cuh"
+#include "ops/attention/cuda/families.h"
 #include "support/attention_reference.h"
 #include "support/device_tensor.h"
 #include "support/reference.h"
@@ -204,10 +203,8 @@ struct Trial {
     if (c.segments == 0) {
       cuda::forward(p, context);
     } else {
-      ScoreArg score{};
-      score.scale = static_cast<float>(scale);
-      score.kept = 1.0f;
-      ASSERT_TRUE(decode::forward(p, score, context, c.segments));
+      ASSERT_TRUE(decode::fits(p));
+      decode::launch(p, context, c.segments);
     }
     o.download();
     driver::copy_to_host(lse.data(), lse_at.data(), lse.size() * 4, nullptr);

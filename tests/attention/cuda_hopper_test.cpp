@@ -22,7 +22,7 @@
 
 #include "core/half.h"
 #include "fretwork/patterns.h"
-#include "ops/attention/cuda/hopper.h"
+#include "ops/attention/cuda/families.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/nvrtc.h"
 #include "support/tensor.h"
@@ -604,7 +604,7 @@ void check_forward(const Pattern& pattern, const Sizes& sizes, bool spoil = fals
   shape.rows /= pack;
   Planner planner(pattern, shape);
   planner.mark_unused();
-  ASSERT_TRUE(hopper::forward(s.problem(), {planner.get()}, context, longest));
+  ASSERT_TRUE(hopper::launch(s.problem(), {planner.get()}, context, longest));
   expect_forward(s);
 }
 
@@ -728,8 +728,14 @@ double expect_rows(const char* what, FencedTensor& got, Index b, Index h, const 
   return worst;
 }
 
+bool backward(const BackwardProblem& problem, const Plans& rows, const Plans& cols, Context& context, int longest = 0,
+              bool five_product = false) {
+  return five_product ? hopper::launch_five_product(problem, {rows, cols}, context)
+                      : hopper::launch(problem, {rows, cols}, context, longest);
+}
+
 void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = false, int longest = 0,
-                    hopper::Whole whole = hopper::Whole::if_it_pays) {
+                    bool five_product = false) {
   Data s(pattern, sizes);
   Gradients g(s, !spoil);
   if (spoil) {
@@ -744,8 +750,8 @@ void check_backward(const Pattern& pattern, const Sizes& sizes, bool spoil = fal
   const auto plan = Planner(pattern, hopper::forward_shape(s.problem())).mark_unused().get();
   const auto rows = Planner(pattern, hopper::kBackwardShape).mark_unused().get();
   const auto cols = Planner(other, hopper::kBackwardShape).mark_unused().get();
-  ASSERT_TRUE(hopper::forward(s.problem(), {plan}, context));
-  ASSERT_TRUE(hopper::backward(g.problem(s), {rows}, {cols}, context, longest, whole));
+  ASSERT_TRUE(hopper::launch(s.problem(), {plan}, context));
+  ASSERT_TRUE(backward(g.problem(s), {rows}, {cols}, context, longest, five_product));
   for (FencedTensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
     t->download();
   }
@@ -904,12 +910,12 @@ TEST_F(AttentionHopper, DeepBackwardRepeatsBitForBit) {
     Context context = Context::cuda(0);
     const driver::DeviceScope scope(0);
     const Pattern other = s.pattern.transposed();
-    ASSERT_TRUE(hopper::forward(s.problem(), {Planner(s.pattern, hopper::forward_shape(s.problem())).get()}, context));
-    const hopper::Plans rows{Planner(s.pattern, hopper::kBackwardShape).get()};
-    const hopper::Plans cols{Planner(other, hopper::kBackwardShape).get()};
+    ASSERT_TRUE(hopper::launch(s.problem(), {Planner(s.pattern, hopper::forward_shape(s.problem())).get()}, context));
+    const Plans rows{Planner(s.pattern, hopper::kBackwardShape).get()};
+    const Plans cols{Planner(other, hopper::kBackwardShape).get()};
     const auto gradients = [&](int times) {
       for (int n = 0; n < times; ++n) {
-        EXPECT_TRUE(hopper::backward(g.problem(s), rows, cols, context));
+        EXPECT_TRUE(backward(g.problem(s), rows, cols, context));
       }
       for (FencedTensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
         t->download();
@@ -998,10 +1004,8 @@ TEST_F(AttentionHopper, SixtyFourColumns) {
 
 /// Where queries meet every key, or all up to their own, one kernel makes all gradients: one key tile and many, more
 /// queries than keys, heads that share keys.
-TEST_F(AttentionHopper, WholeBackward) {
-  const auto check = [](const Pattern& pattern, const Sizes& sizes) {
-    check_backward(pattern, sizes, false, 0, hopper::Whole::always);
-  };
+TEST_F(AttentionHopper, FiveProductBackward) {
+  const auto check = [](const Pattern& pattern, const Sizes& sizes) { check_backward(pattern, sizes, false, 0, true); };
   for (const Index depth : {64, 128}) {
     check(full(128, 128), {DType::bf16, 1, 1, 1, depth, false, 0.1});
     check(full(512, 512), {DType::bf16, 1, 1, 1, depth, true, 0.1});
@@ -1019,7 +1023,7 @@ TEST_F(AttentionHopper, WholeBackward) {
 }
 
 /// More items than CTAs, and nothing between one call and the next. Both ways agree; bit for bit each only with itself.
-TEST_F(AttentionHopper, WholeBackwardRepeatsBitForBit) {
+TEST_F(AttentionHopper, FiveProductBackwardRepeatsBitForBit) {
   for (const Pattern& pattern : {full(1024, 1024), causal(1024)}) {
     for (const Index depth : {64, 128}) {
       Data s(pattern, {DType::bf16, 1, 40, 20, depth, false, 0.05});
@@ -1028,14 +1032,13 @@ TEST_F(AttentionHopper, WholeBackwardRepeatsBitForBit) {
       g.upload();
       Context context = Context::cuda(0);
       const driver::DeviceScope scope(0);
-      ASSERT_TRUE(
-          hopper::forward(s.problem(), {Planner(s.pattern, hopper::forward_shape(s.problem())).get()}, context));
-      const hopper::Plans rows{Planner(pattern, hopper::kBackwardShape).get()};
+      ASSERT_TRUE(hopper::launch(s.problem(), {Planner(s.pattern, hopper::forward_shape(s.problem())).get()}, context));
+      const Plans rows{Planner(pattern, hopper::kBackwardShape).get()};
       const Pattern other = pattern.transposed();
-      const hopper::Plans cols{Planner(other, hopper::kBackwardShape).get()};
-      const auto gradients = [&](int times, hopper::Whole wanted) {
+      const Plans cols{Planner(other, hopper::kBackwardShape).get()};
+      const auto gradients = [&](int times, bool five_product) {
         for (int n = 0; n < times; ++n) {
-          EXPECT_TRUE(hopper::backward(g.problem(s), rows, cols, context, 0, wanted));
+          EXPECT_TRUE(backward(g.problem(s), rows, cols, context, 0, five_product));
         }
         for (FencedTensor* t : {&g.d_q, &g.d_k, &g.d_v}) {
           t->download();
@@ -1043,10 +1046,10 @@ TEST_F(AttentionHopper, WholeBackwardRepeatsBitForBit) {
         return std::array{g.d_q.storage(), g.d_k.storage(), g.d_v.storage()};
       };
       const auto values = [&] { return std::array{g.d_q.values(), g.d_k.values(), g.d_v.values()}; };
-      const auto first = gradients(1, hopper::Whole::always);
-      EXPECT_TRUE(first == gradients(200, hopper::Whole::always));
+      const auto first = gradients(1, true);
+      EXPECT_TRUE(first == gradients(200, true));
       const auto whole = values();
-      gradients(1, hopper::Whole::never);
+      gradients(1, false);
       const auto apart = values();
       for (std::size_t which = 0; which < 3; ++which) {
         double most = 0, worst = 0;
@@ -1070,9 +1073,9 @@ TEST_F(AttentionHopper, NotWhole) {
     g.upload();
     Context context = Context::cuda(0);
     const driver::DeviceScope scope(0);
-    const hopper::Plans rows{Planner(pattern, hopper::kBackwardShape).get()};
-    const hopper::Plans cols{Planner(pattern.transposed(), hopper::kBackwardShape).get()};
-    return !hopper::backward(g.problem(s), rows, cols, context, 0, hopper::Whole::always);
+    const Plans rows{Planner(pattern, hopper::kBackwardShape).get()};
+    const Plans cols{Planner(pattern.transposed(), hopper::kBackwardShape).get()};
+    return !backward(g.problem(s), rows, cols, context, 0, true);
   };
   for (const Index depth : {64, 128}) {
     EXPECT_FALSE(refused(full(512, 512), {DType::bf16, 1, 2, 1, depth, false, 0.1}));
@@ -1096,7 +1099,7 @@ TEST_F(AttentionHopper, HeadsMayDiffer) {
   const driver::DeviceScope scope(0);
   const auto a = Planner(one, hopper::forward_shape(s.problem())).get(),
              b = Planner(two, hopper::forward_shape(s.problem())).get();
-  ASSERT_TRUE(hopper::forward(s.problem(), {a, b, b, a}, context));
+  ASSERT_TRUE(hopper::launch(s.problem(), {a, b, b, a}, context));
   Predicate which[] = {one.layers[0].has, two.layers[0].has};
   Data reference(one, s.sizes);
   s.o.download();
@@ -1120,35 +1123,35 @@ void check_repeats(Index depth) {
   s.upload();
   Context context = Context::cuda(0);
   const driver::DeviceScope scope(0);
-  const hopper::Plans plans{Planner(s.pattern, hopper::forward_shape(s.problem())).get()};
-  ASSERT_TRUE(hopper::forward(s.problem(), plans, context));
+  const Plans plans{Planner(s.pattern, hopper::forward_shape(s.problem())).get()};
+  ASSERT_TRUE(hopper::launch(s.problem(), plans, context));
   s.o.download();
   const auto first = s.o.storage();
   for (int n = 0; n < 200; ++n) {
-    ASSERT_TRUE(hopper::forward(s.problem(), plans, context));
+    ASSERT_TRUE(hopper::launch(s.problem(), plans, context));
   }
   s.o.download();
   EXPECT_TRUE(first == s.o.storage());
   Gradients g(s, true);
   g.upload();
   const Pattern other = s.pattern.transposed();
-  const hopper::Plans rows{Planner(s.pattern, hopper::kBackwardShape).get()};
-  const hopper::Plans cols{Planner(other, hopper::kBackwardShape).get()};
+  const Plans rows{Planner(s.pattern, hopper::kBackwardShape).get()};
+  const Plans cols{Planner(other, hopper::kBackwardShape).get()};
   for (const int longest : {0, 3}) {
-    ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context, longest));
+    ASSERT_TRUE(backward(g.problem(s), rows, cols, context, longest));
     g.d_k.download();
     const auto keys = g.d_k.storage();
     for (int n = 0; n < 100; ++n) {
-      ASSERT_TRUE(hopper::backward(g.problem(s), rows, cols, context, longest));
+      ASSERT_TRUE(backward(g.problem(s), rows, cols, context, longest));
     }
     g.d_k.download();
     EXPECT_TRUE(keys == g.d_k.storage());
   }
-  ASSERT_TRUE(hopper::forward(s.problem(), plans, context, 1));
+  ASSERT_TRUE(hopper::launch(s.problem(), plans, context, 1));
   s.o.download();
   const auto cut = s.o.storage();
   for (int n = 0; n < 100; ++n) {
-    ASSERT_TRUE(hopper::forward(s.problem(), plans, context, 1));
+    ASSERT_TRUE(hopper::launch(s.problem(), plans, context, 1));
   }
   s.o.download();
   EXPECT_TRUE(cut == s.o.storage());

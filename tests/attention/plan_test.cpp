@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "ops/attention/component.h"
 #include "ops/attention/tiling.h"
 
 namespace fretwork::attention_op {

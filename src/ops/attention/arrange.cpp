@@ -13,26 +13,6 @@
 
 namespace fretwork::attention_op {
 
-namespace {
-
-using Extents = std::array<int, kMaxAxes>;
-
-// A component of its own costs another pass over its rows and a merge: it must be worth that.
-constexpr double kWorthSplitting = 1.25;
-// Tiles that end where parts end need fewer different masks, which matters where there are many parts.
-constexpr double kTidy = 0.95;
-constexpr std::size_t kManyParts = 16;
-// An axis with more different ranges than this is not looked at as a whole.
-constexpr std::size_t kMostRanges = 8;
-// Column tiles of their own for each row interval are worth their memory only where there are few.
-constexpr double kMostOwnTiles = 40;
-
-std::int64_t rows_of(const AxisRange& a) { return a.row_end - a.row_begin; }
-std::int64_t cols_of(const AxisRange& a) { return a.col_end - a.col_begin; }
-std::int64_t width_of(const AxisRange& a) { return std::min(cols_of(a), a.high - a.low + 1); }
-std::int64_t up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-/// At least as many as a part's elements, and of that order.
 double size_of(const AxisRange* part, int axes) {
   double product = 1;
   for (int k = 0; k < axes; ++k) {
@@ -41,17 +21,12 @@ double size_of(const AxisRange* part, int axes) {
   return product;
 }
 
-/// The columns that rows [first, last] of a part reach; empty if begin ≥ end.
-struct Reached {
-  std::int64_t begin, end;
-};
 Reached reached(const AxisRange& part, std::int64_t first, std::int64_t last) {
   first = std::max(first, part.row_begin);
   last = std::min(last, part.row_end - 1);
   return {std::max(part.col_begin, first + part.low), std::min(part.col_end, last + part.high + 1)};
 }
 
-/// What an axis spans, all parts together.
 AxisRange hull(const Parts& parts, int axis) {
   AxisRange all = parts[0][axis];
   for (std::size_t p = 0; p < parts.size(); ++p) {
@@ -64,12 +39,6 @@ AxisRange hull(const Parts& parts, int axis) {
   return all;
 }
 
-/// Tile pairs on one axis: in a grid of columns, and where each row interval has columns of its own.
-struct AxisPairs {
-  double grid, own;
-};
-
-/// Those that some of these parts meet, from a sample of the rows.
 AxisPairs axis_pairs(std::span<const AxisRange> parts, std::int64_t row_origin, std::int64_t col_origin, int row_extent,
                      int col_extent) {
   constexpr std::int64_t kSamples = 13;
@@ -106,18 +75,20 @@ AxisPairs axis_pairs(std::span<const AxisRange> parts, std::int64_t row_origin, 
   return {static_cast<double>(grid) * scale, static_cast<double>(own) * scale};
 }
 
-/// One part, with cuts that begin where the hull does or where the part does.
 AxisPairs axis_pairs(const AxisRange& part, const AxisRange& all, int row_extent, int col_extent) {
   const AxisPairs a = axis_pairs({&part, 1}, all.row_begin, all.col_begin, row_extent, col_extent);
   const AxisPairs b = axis_pairs({&part, 1}, part.row_begin, part.col_begin, row_extent, col_extent);
   return {std::min(a.grid, b.grid), std::min(a.own, b.own)};
 }
 
-struct Choice {
-  Extents row{}, col{};
-  std::array<bool, kMaxAxes> own{};  ///< row intervals have column intervals of their own
-  double cost = std::numeric_limits<double>::max();
-};
+namespace {
+
+// A component of its own costs another pass over its rows and a merge: it must be worth that.
+constexpr double kWorthSplitting = 1.25;
+// An axis with more different ranges than this is not looked at as a whole.
+constexpr std::size_t kMostRanges = 8;
+// Column tiles of their own for each row interval are worth their memory only where there are few.
+constexpr double kMostOwnTiles = 40;
 
 /// Chooses extents for parts that share their tiles.
 class Chooser {
@@ -131,10 +102,10 @@ class Chooser {
     seen_.resize((sample_.size() + 1) * static_cast<std::size_t>(axes_));
   }
 
-  Choice choose() {
+  TileConfig choose() {
     const std::size_t most = axes_ > 3 ? 3 : 1;  // where there are many axes the search may end in a poor place
     const std::vector<Extents> rows = list(true, nullptr);
-    std::vector<Choice> starts;
+    std::vector<TileConfig> starts;
     for (const Extents& row : rows) {
       Extents col = row;
       for (int k = 0; k < axes_; ++k) {  // a whole axis meets a whole axis
@@ -147,10 +118,11 @@ class Chooser {
       }
       starts.push_back(rate(row, col));
     }
-    std::stable_sort(starts.begin(), starts.end(), [](const Choice& a, const Choice& b) { return a.cost < b.cost; });
-    Choice best;
+    std::stable_sort(starts.begin(), starts.end(),
+                     [](const TileConfig& a, const TileConfig& b) { return a.cost < b.cost; });
+    TileConfig best;
     for (std::size_t n = 0; n < std::min(most, starts.size()); ++n) {
-      Choice now = starts[n];
+      TileConfig now = starts[n];
       for (double before = 2 * now.cost; now.cost < before * 0.98;) {
         before = now.cost;
         for (const Extents& col : list(false, &now.row)) {
@@ -166,8 +138,8 @@ class Chooser {
   }
 
   /// Tile pairs, and as much for each row tile; column tiles with places to spare are never whole.
-  Choice rate(const Extents& row, const Extents& col) {
-    Choice made{row, col, {}, 0};
+  TileConfig rate(const Extents& row, const Extents& col) {
+    TileConfig made{row, col, {}, 0};
     std::array<double, kMaxAxes> grid{}, own{};
     std::array<std::array<AxisPairs, kMaxAxes>, kLargest + kOthers> found;
     for (std::size_t p = 0; p < sample_.size(); ++p) {
@@ -258,7 +230,8 @@ class Chooser {
     return found;
   }
 
-  std::vector<Extents> list(bool row, const Extents* rows) const {
+  // Inlined, GCC 12 warns of array bounds: it does not know that axes_ keeps to them.
+  [[gnu::noinline]] std::vector<Extents> list(bool row, const Extents* rows) const {
     std::vector<std::vector<int>> choices;
     for (int k = 0; k < axes_; ++k) {
       choices.push_back(lengths(k, row, rows));
@@ -332,8 +305,8 @@ class Chooser {
     return now;
   }
 
-  void improve(const Extents& row, const Extents& col, Choice& best) {
-    if (const Choice now = rate(row, col); now.cost < best.cost * 0.999) {
+  void improve(const Extents& row, const Extents& col, TileConfig& best) {
+    if (const TileConfig now = rate(row, col); now.cost < best.cost * 0.999) {
       best = now;
     }
   }
@@ -352,7 +325,7 @@ class Chooser {
 
 struct Cluster {
   Parts parts;
-  Choice choice;
+  TileConfig config;
 };
 
 /// Parts by the magnitudes of their ranges: what suits one of a kind suits the others.
@@ -376,25 +349,25 @@ std::vector<Parts> kinds(int axes, const Parts& parts) {
   return made;
 }
 
-std::vector<Cluster> one_cluster(Parts parts, const Choice& choice) {
+std::vector<Cluster> one_cluster(Parts parts, const TileConfig& config) {
   std::vector<Cluster> made(1);
   made[0].parts = std::move(parts);
-  made[0].choice = choice;
+  made[0].config = config;
   return made;
 }
 
 /// Splits off the kind that loses most by sharing its tiles, with those that its tiles suit, while that pays.
 std::vector<Cluster> split(int axes, const TileShape& shape, Parts parts) {
   constexpr std::size_t kMostKinds = 12;
-  Choice shared = Chooser(axes, shape, parts).choose();
+  TileConfig shared = Chooser(axes, shape, parts).choose();
   const std::vector<Parts> members = axes > 1 && parts.size() > 1 ? kinds(axes, parts) : std::vector<Parts>();
-  std::vector<Choice> alone;
+  std::vector<TileConfig> alone;
   std::size_t worst = 0;
   double most = 0.1 * shared.cost;
   for (std::size_t n = 0; n < members.size() && members.size() > 1 && members.size() <= kMostKinds; ++n) {
     Chooser chooser(axes, shape, members[n]);
     const double now = chooser.rate(shared.row, shared.col).cost;
-    alone.push_back(now > most ? chooser.choose() : Choice{{}, {}, {}, now});
+    alone.push_back(now > most ? chooser.choose() : TileConfig{{}, {}, {}, now});
     if (now - alone.back().cost > most) {
       most = now - alone.back().cost;
       worst = n + 1;
@@ -405,9 +378,9 @@ std::vector<Cluster> split(int axes, const TileShape& shape, Parts parts) {
   }
   Parts off(axes), rest(axes);
   for (std::size_t n = 0; n < members.size(); ++n) {
-    const Choice& choice = alone[worst - 1];
+    const TileConfig& config = alone[worst - 1];
     const bool suits =
-        n + 1 == worst || Chooser(axes, shape, members[n]).rate(choice.row, choice.col).cost <= 1.1 * alone[n].cost;
+        n + 1 == worst || Chooser(axes, shape, members[n]).rate(config.row, config.col).cost <= 1.1 * alone[n].cost;
     for (std::size_t p = 0; p < members[n].size(); ++p) {
       (suits ? off : rest).add(members[n][p]);
     }
@@ -419,352 +392,10 @@ std::vector<Cluster> split(int axes, const TileShape& shape, Parts parts) {
   made.push_back({off, Chooser(axes, shape, off).choose()});
   double sum = 0;
   for (const Cluster& cluster : made) {
-    sum += cluster.choice.cost;
+    sum += cluster.config.cost;
   }
   return sum * kWorthSplitting < shared.cost ? std::move(made) : one_cluster(std::move(parts), shared);
 }
-
-/// Column intervals for each row interval: as few as cover what its parts reach.
-void cut_own(const Parts& parts, int axis, const Cuts& rows, int extent, std::span<const std::int64_t> forced,
-             Cuts& cols, std::vector<int>& first) {
-  const auto visit = [&](const auto& act) {
-    for (std::size_t p = 0; p < parts.size(); ++p) {
-      const AxisRange& part = parts[p][axis];
-      auto at = static_cast<std::size_t>(std::upper_bound(rows.end.begin(), rows.end.end(), part.row_begin) -
-                                         rows.end.begin());
-      for (; at < rows.begin.size() && rows.begin[at] < part.row_end; ++at) {
-        act(at, p);
-      }
-    }
-  };
-  std::vector<std::size_t> end(rows.begin.size() + 1);  // of a row interval's parts, once they are there
-  visit([&](std::size_t at, std::size_t) { ++end[at + 1]; });
-  std::partial_sum(end.begin(), end.end(), end.begin());
-  std::vector<std::size_t> active(end.back());
-  visit([&](std::size_t at, std::size_t p) { active[end[at]++] = p; });
-  std::vector<Reached> ranges;
-  first.assign(1, 0);
-  for (std::size_t i = 0, next = 0; i < rows.begin.size(); ++i) {
-    ranges.clear();
-    for (; next < end[i]; ++next) {
-      const Reached now = reached(parts[active[next]][axis], rows.begin[i], rows.end[i] - 1);
-      if (now.begin < now.end) {
-        ranges.push_back(now);
-      }
-    }
-    std::sort(ranges.begin(), ranges.end(), [](const Reached& a, const Reached& b) { return a.begin < b.begin; });
-    std::int64_t done = std::numeric_limits<std::int64_t>::min();
-    for (std::size_t n = 0; n < ranges.size(); ++n) {
-      std::int64_t begin = std::max(done, ranges[n].begin);
-      while (begin < ranges[n].end) {
-        std::int64_t need = begin;  // up to where something is reached
-        for (std::size_t m = n; m < ranges.size() && ranges[m].begin < begin + extent; ++m) {
-          need = std::max(need, std::min(ranges[m].end, begin + extent));
-        }
-        const auto wall = std::upper_bound(forced.begin(), forced.end(), begin);
-        cols.begin.push_back(begin);
-        begin = done = wall == forced.end() ? need : std::min(need, *wall);
-        cols.end.push_back(done);
-      }
-    }
-    first.push_back(cols.size());
-  }
-}
-
-/// Cuts the axes of a cluster. Of the ways there are, the one with the fewest pairs on that axis.
-class Cutter {
- public:
-  Cutter(Arrangement& a, const Choice& choice)
-      : a_(a), own_(choice.own), row_line_(a.view, a.row), col_line_(a.view, a.col) {
-    a_.row.extent = choice.row;
-    a_.col.extent = choice.col;
-    for (int k = 0; k < a_.view.axes; ++k) {
-      hulls_[k] = hull(a_.parts, k);
-    }
-    double most = 0;
-    for (std::size_t p = 0; p < a_.parts.size(); ++p) {
-      if (const double size = size_of(a_.parts[p], a_.view.axes); size > most) {
-        most = size;
-        largest_ = a_.parts[p];
-      }
-    }
-    a_.row.free_axis = free_axis(choice.row, true);
-    a_.col.free_axis = free_axis(choice.col, false);
-  }
-
-  void cut_all() {
-    for (int k = 0; k < a_.view.axes; ++k) {
-      cut_axis(k);
-    }
-  }
-
- private:
-  /// The longer of the tile's axes in proportion: there the sequence's ends would cost most if they were cuts.
-  int free_axis(const Extents& extent, bool row) const {
-    int best = a_.view.axes - 1;
-    double fewest = std::numeric_limits<double>::max();
-    for (int k = 0; k < a_.view.axes; ++k) {
-      const AxisRange& all = hulls_[k];
-      const double intervals = static_cast<double>(row ? rows_of(all) : cols_of(all)) / extent[k];
-      if (extent[k] > 1 && intervals < fewest) {
-        fewest = intervals;
-        best = k;
-      }
-    }
-    return best;
-  }
-
-  void cut_axis(int k) {
-    const AxisRange& all = hulls_[k];
-    const int row_extent = a_.row.extent[k], col_extent = a_.col.extent[k];
-    const auto forced = [&](const Line& line, const Side& side) {
-      return side.extent[k] > 1 && k != side.free_axis ? Ends(line).forced_cuts(k) : std::vector<std::int64_t>();
-    };
-    const std::vector<std::int64_t> row_walls = forced(row_line_, a_.row), col_walls = forced(col_line_, a_.col);
-    const auto [row_begin, row_end] = row_line_.range(k);
-    best_ = std::numeric_limits<double>::max();
-    reach_elsewhere_ = reach_elsewhere(k);
-    order_ranges(k);
-    const auto rows_from = [&](std::int64_t origin, std::span<const std::int64_t> wished) {
-      return with_origin(row_begin, row_end, origin, row_extent, row_walls, wished);
-    };
-    std::vector<Cuts> rows{rows_from(row_begin, {})};
-    if (row_extent > 1 && (all.row_begin - row_begin) % row_extent != 0) {
-      rows.push_back(rows_from(all.row_begin, {}));
-    }
-    const std::vector<std::int64_t> row_edges = edges(k, true), col_edges = edges(k, false);
-    const bool wishes = row_extent > 1 && (row_edges.size() > 2 || col_edges.size() > 2);
-    if (wishes) {
-      rows.push_back(rows_from(all.row_begin, row_edges));
-    }
-    const Cuts tidy_cols = wishes && col_extent > 1 ? with_origin(all.col_begin, all.col_end, all.col_begin, col_extent,
-                                                                  col_walls, col_edges)
-                                                    : Cuts();
-    for (const Cuts& row : rows) {
-      take_samples(row);
-      const bool tidy = wishes && &row == &rows.back();
-      for (const std::int64_t origin : col_origins(k, all, row)) {
-        consider(k, row, with_origin(all.col_begin, all.col_end, origin, col_extent, col_walls, {}), {});
-      }
-      if (wishes && col_extent > 1) {
-        consider(k, row, tidy_cols, {}, tidy && a_.parts.size() > kManyParts ? kTidy : 1);
-      }
-      if (own_[k]) {
-        Cuts cols;
-        std::vector<int> first;
-        cut_own(a_.parts, k, row, col_extent, col_walls, cols, first);
-        consider(k, row, cols, first);
-      }
-    }
-  }
-
-  /// Where parts begin and end on an axis. Documents come in order; else each different range is looked at once.
-  std::vector<std::int64_t> edges(int axis, bool row) const {
-    std::vector<std::int64_t> found;
-    bool sorted = true;
-    const auto add = [&](const AxisRange& range) {
-      const std::int64_t begin = row ? range.row_begin : range.col_begin, end = row ? range.row_end : range.col_end;
-      const std::size_t size = found.size();
-      if (size == 0 || found[size - 2] != begin || found[size - 1] != end) {
-        sorted = sorted && (size == 0 || found[size - 1] <= begin);
-        found.push_back(begin);
-        found.push_back(end);
-      }
-    };
-    for (std::size_t p = 0; p < a_.parts.size() && sorted; ++p) {
-      add(a_.parts[p][axis]);
-    }
-    if (!sorted) {
-      found.clear();
-      for (const std::vector<Ordered>& some : order_) {
-        for (const Ordered& one : some) {
-          add(*one.range);
-        }
-      }
-      std::sort(found.begin(), found.end());
-    }
-    found.erase(std::unique(found.begin(), found.end()), found.end());
-    return found;
-  }
-
-  /// A grid may begin with the columns or end with what the first rows of the largest part reach.
-  std::vector<std::int64_t> col_origins(int k, const AxisRange& all, const Cuts& row) const {
-    const int extent = a_.col.extent[k];
-    std::vector<std::int64_t> found{all.col_begin};
-    if (extent > 1) {
-      const AxisRange& part = largest_[k];
-      const std::int64_t at = row.begin.size() > 1 ? row.begin[1] : row.begin[0];
-      for (const std::int64_t edge : {at + part.high, at + part.low}) {
-        const std::int64_t off = ((edge - all.col_begin) % extent + extent) % extent;
-        if (off != 0) {
-          found.push_back(all.col_begin + off);
-        }
-      }
-    }
-    return found;
-  }
-
-  /// Cuts that pass through an origin.
-  static Cuts with_origin(std::int64_t begin, std::int64_t end, std::int64_t origin, int extent,
-                          std::span<const std::int64_t> walls, std::span<const std::int64_t> wished) {
-    std::vector<std::int64_t> forced(walls.begin(), walls.end());
-    if (origin > begin && origin < end) {
-      const std::int64_t before = (origin - begin) / extent * extent;  // whole intervals before it
-      forced.push_back(origin - before);
-      std::sort(forced.begin(), forced.end());
-    }
-    return cut(begin, end, extent, forced, wished);
-  }
-
-  /// `preference` below 1 takes these cuts even where they need a little more.
-  void consider(int k, const Cuts& rows, const Cuts& cols, const std::vector<int>& own, double preference = 1) {
-    if (const double now = preference * cost(rows, cols, own); now < best_ * 0.99) {
-      best_ = now;
-      a_.row.cuts[k] = rows;
-      a_.col.cuts[k] = cols;
-      a_.col.own[k] = own;
-    }
-  }
-
-  /// A row interval of the sample, what parts have of it in row tiles on the other axes, and where what they reach
-  /// ends.
-  struct Sample {
-    std::size_t row;
-    double share;
-    std::size_t end;
-  };
-  void take_samples(const Cuts& rows) {
-    const std::int64_t count = std::min<std::int64_t>(rows.size(), 256);
-    samples_.clear();
-    reached_.clear();
-    for (std::int64_t n = 0; n < count; ++n) {
-      const auto i = static_cast<std::size_t>((2 * n + 1) * rows.size() / (2 * count));
-      double share = 0;
-      each_range(rows.begin[i], rows.end[i], [&](const AxisRange& range, double of_row_tiles) {
-        const Reached now = reached(range, rows.begin[i], rows.end[i] - 1);
-        if (range.row_end > rows.begin[i] && now.begin < now.end) {
-          share += of_row_tiles;
-          reached_.push_back(now);
-        }
-      });
-      samples_.push_back({i, share, reached_.size()});
-    }
-  }
-
-  /// Pairs of intervals that some part meets and row intervals, from the sample of the rows; each as often as the parts
-  /// have tiles on the other axes.
-  double cost(const Cuts& rows, const Cuts& cols, const std::vector<int>& own) {
-    double sum = 0;
-    std::size_t at = 0;
-    for (const auto& [i, share, end] : samples_) {
-      const auto from = own.empty() ? 0 : own[i], to = own.empty() ? cols.size() : own[i + 1];
-      met_.clear();
-      for (; at < end; ++at) {
-        met_.emplace_back(
-            std::upper_bound(cols.end.begin() + from, cols.end.begin() + to, reached_[at].begin) - cols.end.begin(),
-            std::lower_bound(cols.begin.begin() + from, cols.begin.begin() + to, reached_[at].end) -
-                cols.begin.begin());
-      }
-      sum += std::min(1.0, share) * (1 + reach_elsewhere_ * static_cast<double>(covered()));
-    }
-    return sum * rows.size() / static_cast<double>(samples_.size());
-  }
-
-  /// How many intervals those of met_ cover.
-  std::ptrdiff_t covered() {
-    std::sort(met_.begin(), met_.end());
-    std::ptrdiff_t done = 0, sum = 0;
-    for (const auto& [first, last] : met_) {
-      sum += std::max<std::ptrdiff_t>(0, last - std::max(done, first));
-      done = std::max(done, last);
-    }
-    return sum;
-  }
-
-  /// The different ranges of an axis, by the magnitude of how many rows they have, then by where these begin: of each
-  /// magnitude those that meet some rows stand together, however long others are.
-  struct Ordered {
-    const AxisRange* range;
-    double share;  ///< of the row tiles on the other axes, what the parts with this range have
-    auto key() const {
-      return std::tie(range->row_begin, range->row_end, range->col_begin, range->col_end, range->low, range->high);
-    }
-  };
-  void order_ranges(int axis) {
-    const auto before = [](const Ordered& a, const Ordered& b) { return a.key() < b.key(); };
-    order_.assign(1, {});
-    for (std::size_t p = 0; p < a_.parts.size(); ++p) {
-      const AxisRange& range = a_.parts[p][axis];
-      const auto magnitude = static_cast<std::size_t>(std::bit_width(static_cast<std::uint64_t>(rows_of(range))));
-      order_.resize(std::max(order_.size(), magnitude + 1));
-      add_range(order_[magnitude], {&range, share(p, axis)});
-    }
-    for (std::vector<Ordered>& some : order_) {
-      if (!std::is_sorted(some.begin(), some.end(), before)) {
-        std::sort(some.begin(), some.end(), before);
-        const std::vector<Ordered> all = std::exchange(some, {});
-        for (const Ordered& one : all) {
-          add_range(some, one);
-        }
-      }
-    }
-  }
-  static void add_range(std::vector<Ordered>& some, const Ordered& one) {
-    if (!some.empty() && *some.back().range == *one.range) {
-      some.back().share += one.share;
-    } else {
-      some.push_back(one);
-    }
-  }
-  /// Those that may have rows of [begin, end).
-  template <typename Act>
-  void each_range(std::int64_t begin, std::int64_t end, const Act& act) const {
-    for (std::size_t magnitude = 0; magnitude < order_.size(); ++magnitude) {
-      const std::vector<Ordered>& some = order_[magnitude];
-      const std::int64_t before = begin - (std::int64_t{1} << magnitude);
-      auto at = std::partition_point(some.begin(), some.end(),
-                                     [&](const Ordered& one) { return one.range->row_begin <= before; });
-      for (; at != some.end() && at->range->row_begin < end; ++at) {
-        act(*at->range, at->share);
-      }
-    }
-  }
-
-  /// Of the row tiles on the other axes, the share that a part has.
-  double share(std::size_t part, int axis) const {
-    double product = 1;
-    for (int k = 0; k < a_.view.axes; ++k) {
-      if (k != axis) {
-        const double all = static_cast<double>(up(rows_of(hulls_[k]), a_.row.extent[k]));
-        product *= static_cast<double>(up(rows_of(a_.parts[part][k]), a_.row.extent[k])) / all;
-      }
-    }
-    return product;
-  }
-
-  /// How many columns' intervals a row tile meets on the other axes.
-  double reach_elsewhere(int axis) const {
-    double product = 1;
-    for (int k = 0; k < a_.view.axes; ++k) {
-      if (k != axis) {
-        const AxisPairs now = axis_pairs(largest_[k], hulls_[k], a_.row.extent[k], a_.col.extent[k]);
-        product *= (own_[k] ? now.own : now.grid) / static_cast<double>(up(rows_of(largest_[k]), a_.row.extent[k]));
-      }
-    }
-    return product;
-  }
-
-  Arrangement& a_;
-  std::array<bool, kMaxAxes> own_;
-  Line row_line_, col_line_;
-  const AxisRange* largest_ = nullptr;
-  std::array<AxisRange, kMaxAxes> hulls_{};
-  double best_ = 0, reach_elsewhere_ = 1;
-  std::vector<std::vector<Ordered>> order_;  ///< by magnitude
-  std::vector<Sample> samples_;              ///< of the row intervals that are looked at
-  std::vector<Reached> reached_;
-  std::vector<std::pair<std::ptrdiff_t, std::ptrdiff_t>> met_;
-};
 
 /// Tiles lie inside the sequence. In orders of several axes they also keep to the turns of the outermost digit that the
 /// parts touch: where a grid stands inside a longer sequence, its tiles need not be cut where that one ends.
@@ -827,7 +458,7 @@ std::vector<Arrangement> arrange(std::int64_t rows, std::int64_t cols, std::vect
       a.view = view;
       a.parts = std::move(cluster.parts);
       find_positions(a, rows, cols);
-      Cutter(a, cluster.choice).cut_all();
+      cut_axes(a, cluster.config);
       a.run_axis = run_axis(a);
     }
   }

@@ -1,15 +1,15 @@
-// Attention on a GPU: which family of kernels runs a problem. The only place where that is chosen.
+// Attention on a GPU: which kernels run a problem. The only place where that is chosen: each family that fits is a
+// candidate with its cost in µs (Cost in cuda/families.h), and the cheapest one runs.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fretwork/error.h"
-#include "ops/attention/cuda/decode.h"
-#include "ops/attention/cuda/hopper.h"
-#include "ops/attention/cuda/portable.h"
-#include "ops/attention/heads.h"
+#include "ops/attention/cuda/families.h"
 #include "ops/attention/problem.h"
 #include "runtime/cuda_driver.h"
 
@@ -62,7 +62,130 @@ BackwardProblem part_of(const BackwardProblem& b, const PatternRange& range) {
   return part;
 }
 
+enum class Family { hopper_heads_in_tile, decode, hopper, hopper_five_product, portable };
+
+/// A family, with the plans that its cost was found with, if any.
+struct Config {
+  Family family;
+  Plans plans{};
+  hopper::BackwardPlans backward_plans{};
+};
+
+struct Candidate {
+  Config config;
+  double microseconds;
+};
+
+/// Of candidates with the same cost, to nine digits, the first one.
+std::vector<Candidate>::iterator cheapest(std::vector<Candidate>& candidates) {
+  return std::min_element(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
+    return a.microseconds < (1 - 1e-9) * b.microseconds;
+  });
+}
+
+std::vector<Candidate> candidates_for(const Problem& p, const Context& context) {
+  // With fewer rows in a tile decode takes as long (docs/lab/attention.md). With as many, Hopper is ahead from 4096
+  // keys on. With fewer keys the model has decode ahead, but that was not measured: decode does not run there either.
+  constexpr std::int64_t kRowsInTile = 32;
+  std::vector<Candidate> list;
+  list.reserve(4);
+  const auto add = [&](Config config, const Cost& cost) { list.push_back({std::move(config), cost.microseconds()}); };
+  const bool hopper_fits = hopper::fits(p, context);
+  if (hopper_fits && hopper::heads_in_tile(p) * p.rows >= kRowsInTile) {
+    if (const auto plan = hopper::packed_plan(p)) {
+      add({Family::hopper_heads_in_tile, {plan}}, hopper::cost(p, amount_of(p, {plan}), context));
+    }
+  }
+  const bool few = decode::fits(p) && list.empty();
+  if (few) {
+    add({Family::decode}, decode::cost(p, context));
+  }
+  const Plans plans = hopper_fits && !few ? hopper::forward_plans(p) : Plans{};
+  const Amount amount = plans.empty() ? amount_of(p) : amount_of(p, plans);
+  if (hopper_fits) {
+    add({Family::hopper, plans}, hopper::cost(p, amount, context));
+  }
+  add({Family::portable}, portable::cost(p, amount, context));
+  return list;
+}
+
+std::vector<Candidate> candidates_for(const BackwardProblem& b, const Context& context) {
+  std::vector<Candidate> list;
+  list.reserve(4);
+  const auto add = [&](Config config, const Cost& cost) { list.push_back({std::move(config), cost.microseconds()}); };
+  Amount amount = amount_of(b.forward);
+  if (hopper::fits(b, context)) {
+    const hopper::BackwardPlans plans = hopper::backward_plans(b);
+    if (hopper::fits(b, plans, context)) {
+      amount = amount_of(b.forward, plans.transposed);
+      if (hopper::fits_five_product(b, plans, context)) {
+        add({Family::hopper_five_product, {}, plans}, hopper::cost_five_product(b, plans, context));
+      }
+      add({Family::hopper, {}, plans}, hopper::cost(b, plans, context));
+    }
+  }
+  add({Family::portable}, portable::cost(b, amount, context));
+  return list;
+}
+
+/// False where 32 bits or a tensor map have no room for the problem. The portable kernels always run.
+bool run(const Config& config, const Problem& p, Context& context) {
+  if (config.family == Family::hopper_heads_in_tile || config.family == Family::hopper) {
+    return hopper::launch(p, config.plans.empty() ? hopper::forward_plans(p) : config.plans, context);
+  }
+  config.family == Family::decode ? decode::launch(p, context) : portable::launch(p, context);
+  return true;
+}
+bool run(const Config& config, const BackwardProblem& b, Context& context) {
+  if (config.family == Family::portable) {
+    portable::launch(b, context);
+    return true;
+  }
+  return config.family == Family::hopper_five_product ? hopper::launch_five_product(b, config.backward_plans, context)
+                                                      : hopper::launch(b, config.backward_plans, context);
+}
+
+/// Runs the cheapest candidate that can run.
+template <typename AnyProblem>
+void run_cheapest(const AnyProblem& problem, Context& context) {
+  std::vector<Candidate> candidates = candidates_for(problem, context);
+  for (auto best = cheapest(candidates); !run(best->config, problem, context); best = cheapest(candidates)) {
+    candidates.erase(best);
+  }
+}
+
 }  // namespace
+
+Amount amount_of(const Problem& p, const Plans& plans) {
+  constexpr double kRows = 128;
+  Amount all;
+  for (const auto& plan : plans) {
+    const auto& shape = plan->shape;
+    const double heads =
+        static_cast<double>(p.batch * p.heads) / static_cast<double>(plans.size()) * (shape.rows / kRows);
+    for (const Component& c : plan->components) {
+      const auto tiles = static_cast<double>(c.row_tiles.size()), keys = static_cast<double>(c.pairs * shape.cols);
+      all.tiles += heads * tiles;
+      all.keys += heads * keys;
+      all.longest = std::max(all.longest, tiles > 0 ? keys / tiles : 0.0);
+    }
+    all.components = std::max(all.components, plan->components.size());
+  }
+  return all;
+}
+
+Amount amount_of(const Problem& p) {
+  Amount all;
+  for (const auto& pattern : p.patterns) {
+    const double heads = static_cast<double>(p.batch * p.heads) / static_cast<double>(p.patterns.size());
+    const double tiles = std::ceil(static_cast<double>(p.rows) / 128);
+    const double keys = static_cast<double>(pattern->nnz()) / static_cast<double>(p.rows);
+    all.tiles += heads * tiles;
+    all.keys += heads * tiles * keys;
+    all.longest = std::max(all.longest, keys);
+  }
+  return all;
+}
 
 namespace cuda {
 
@@ -78,10 +201,7 @@ void forward(const Problem& problem, Context& context) {
     }
     return;
   }
-  if (!hopper::forward_of_few(problem, context) && !decode::forward(problem, portable::score_arg(problem), context) &&
-      !hopper::forward(problem, context)) {
-    portable::forward(problem, context);
-  }
+  run_cheapest(problem, context);
 }
 
 void backward(const BackwardProblem& problem, Context& context) {
@@ -101,9 +221,7 @@ void backward(const BackwardProblem& problem, Context& context) {
     }
     return;
   }
-  if (!hopper::backward(problem, context)) {
-    portable::backward(problem, context);
-  }
+  run_cheapest(problem, context);
 }
 
 }  // namespace cuda

@@ -1,8 +1,6 @@
 // Builds the runs of a component from the end points of its parts. On each axis a part meets an interval of column
 // intervals, most of them in the same way. A tile pair is a product of such meetings; each distinct product is drawn as
 // a mask once.
-#include "ops/attention/component.h"
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -10,34 +8,9 @@
 #include <numeric>
 #include <string_view>
 
+#include "ops/attention/tiling.h"
+
 namespace fretwork::attention_op {
-
-int Numbers::of(std::uint64_t value) {
-  if (values_.size() * 2 >= slots_.size()) {
-    grow();
-  }
-  const std::size_t mask = slots_.size() - 1;
-  const std::uint64_t mixed = value * 0x9E3779B97F4A7C15u;
-  for (std::size_t at = (mixed ^ mixed >> 32) & mask;; at = (at + 1) & mask) {  // the upper half of a pair counts too
-    ++steps_;
-    if (slots_[at] < 0) {
-      slots_[at] = static_cast<std::int32_t>(values_.size());
-      values_.push_back(value);
-      return slots_[at];
-    }
-    if (values_[static_cast<std::size_t>(slots_[at])] == value) {
-      return slots_[at];
-    }
-  }
-}
-
-void Numbers::grow() {
-  const std::vector<std::uint64_t> old = std::exchange(values_, {});
-  slots_.assign(std::max<std::size_t>(64, slots_.size() * 4), -1);
-  for (const std::uint64_t value : old) {
-    of(value);
-  }
-}
 
 namespace {
 
@@ -69,102 +42,6 @@ struct Meeting {
 struct Reach {
   std::int32_t first, last, meeting;
 };
-
-/// One side's tiles. Numbers rise with the digits, the run axis's fastest.
-struct Grid {
-  std::vector<Tile> tiles;
-  std::vector<int> shape;                   ///< of each tile: a number that stands for what of it is inside
-  std::vector<std::int32_t> number;         ///< by place in the product of the intervals; −1: not in the sequence
-  std::array<std::int64_t, kMaxAxes> step;  ///< of an axis in that product
-  std::vector<Inside> shapes;
-  Order order;
-};
-
-std::uint64_t pack(const Inside& inside, const Side& side, int axes) {
-  std::uint64_t packed = 0;  // at most three axes are longer than one
-  for (int k = 0; k < axes; ++k) {
-    if (side.extent[k] > 1) {
-      packed = packed << 20 | static_cast<std::uint64_t>(inside.begin[k] << 10 | inside.end[k]);
-    }
-  }
-  return packed;
-}
-
-Order order_of(const View& view, const Side& side) {
-  Order order;
-  int at = kTileAxes;
-  for (int k = view.axes - 1; k >= 0; --k) {
-    if (side.extent[k] > 1) {
-      --at;
-      order.extent[static_cast<std::size_t>(at)] = side.extent[k];
-      order.stride[static_cast<std::size_t>(at)] = view.strides[k];
-    }
-  }
-  return order;
-}
-
-Tile tile_of(const View& view, const Side& side, std::int64_t shift, std::span<const std::int64_t> begin,
-             const Inside& inside) {
-  Tile tile{-shift, {1, 1, 1}, -1};
-  int at = kTileAxes;
-  for (int k = view.axes - 1; k >= 0; --k) {
-    tile.base += (begin[k] + inside.begin[k]) * view.strides[k];
-    if (side.extent[k] > 1) {
-      tile.count[static_cast<std::size_t>(--at)] = inside.end[k] - inside.begin[k];
-    }
-  }
-  return tile;
-}
-
-Grid make_grid(const View& view, const Side& side, int run_axis, std::int64_t shift) {
-  const Ends ends(Line(view, side));
-  Grid grid;
-  grid.order = order_of(view, side);
-  std::array<int, kMaxAxes> axes{};
-  for (int k = 0, n = 0; k < view.axes; ++k) {
-    if (k != run_axis) {
-      axes[n++] = k;
-    }
-  }
-  axes[view.axes - 1] = run_axis;
-  std::int64_t total = 1;
-  for (int n = view.axes - 1; n >= 0; --n) {
-    grid.step[axes[n]] = total;
-    total *= side.cuts[axes[n]].size();
-  }
-  grid.number.assign(static_cast<std::size_t>(total), -1);
-  grid.tiles.reserve(static_cast<std::size_t>(total));
-  grid.shape.reserve(static_cast<std::size_t>(total));
-  Numbers shapes;
-  std::array<int, kMaxAxes> at{};
-  std::array<std::int64_t, kMaxAxes> begin{}, end{};
-  for (int k = 0; k < view.axes && total > 0; ++k) {
-    begin[k] = side.cuts[k].begin[0];
-    end[k] = side.cuts[k].end[0];
-  }
-  for (std::int64_t place = 0; place < total; ++place) {
-    Inside inside;
-    if (ends.clip(side.free_axis, begin, end, inside)) {
-      const int shape = shapes.of(pack(inside, side, view.axes));
-      if (shape == static_cast<int>(grid.shapes.size())) {
-        grid.shapes.push_back(inside);
-      }
-      grid.number[static_cast<std::size_t>(place)] = static_cast<std::int32_t>(grid.tiles.size());
-      grid.tiles.push_back(tile_of(view, side, shift, begin, inside));
-      grid.shape.push_back(shape);
-    }
-    for (int n = view.axes - 1; n >= 0; --n) {
-      const int k = axes[n];
-      at[k] = at[k] + 1 == side.cuts[k].size() ? 0 : at[k] + 1;
-      begin[k] = side.cuts[k].begin[static_cast<std::size_t>(at[k])];
-      end[k] = side.cuts[k].end[static_cast<std::size_t>(at[k])];
-      if (at[k] != 0) {
-        break;
-      }
-    }
-  }
-  return grid;
-}
 
 /// Which column intervals the parts meet from each of their row intervals, on one axis.
 class Reaches {

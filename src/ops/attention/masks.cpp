@@ -3,10 +3,38 @@
 #include <bit>
 #include <optional>
 #include <string_view>
+#include <utility>
 
-#include "ops/attention/component.h"
+#include "ops/attention/tiling.h"
 
 namespace fretwork::attention_op {
+
+int Numbers::of(std::uint64_t value) {
+  if (values_.size() * 2 >= slots_.size()) {
+    grow();
+  }
+  const std::size_t mask = slots_.size() - 1;
+  const std::uint64_t mixed = value * 0x9E3779B97F4A7C15u;
+  for (std::size_t at = (mixed ^ mixed >> 32) & mask;; at = (at + 1) & mask) {  // the upper half of a pair counts too
+    ++steps_;
+    if (slots_[at] < 0) {
+      slots_[at] = static_cast<std::int32_t>(values_.size());
+      values_.push_back(value);
+      return slots_[at];
+    }
+    if (values_[static_cast<std::size_t>(slots_[at])] == value) {
+      return slots_[at];
+    }
+  }
+}
+
+void Numbers::grow() {
+  const std::vector<std::uint64_t> old = std::exchange(values_, {});
+  slots_.assign(std::max<std::size_t>(64, slots_.size() * 4), -1);
+  for (const std::uint64_t value : old) {
+    of(value);
+  }
+}
 
 namespace {
 

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "fretwork/ops.h"
-#include "ops/attention/component.h"
+#include "ops/attention/tiling.h"
 #include "pattern/checks.h"
 #include "runtime/plan_cache.h"
 

@@ -49,7 +49,7 @@ void each_in_order(const std::vector<Piece>& pieces, const Pairs& pairs, int cta
   for (const Piece& piece : pieces) {
     sum += piece.steps;
   }
-  const std::int64_t share = sum * pairs.together / ctas;
+  const std::int64_t share = sum * pairs.heads_in_l2 / ctas;
   const auto rest = std::find_if(pieces.begin(), pieces.end(), [&](const Piece& p) { return p.steps <= share; });
   auto last = pieces.end();
   for (std::int64_t left = sum / 16; last != rest && 4 * last[-1].steps < rest->steps; --last) {
@@ -66,7 +66,7 @@ void each_in_order(const std::vector<Piece>& pieces, const Pairs& pairs, int cta
     }
   };
   add_all(pieces.begin(), rest, 0, all);
-  const std::int64_t groups = ceil_div(all, std::int64_t{pairs.together});
+  const std::int64_t groups = ceil_div(all, std::int64_t{pairs.heads_in_l2});
   for (std::int64_t g = 0; g < groups; ++g) {
     add_all(rest, last, all * g / groups, all * (g + 1) / groups);
   }

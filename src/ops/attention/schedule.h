@@ -9,7 +9,7 @@ namespace fretwork::attention_op {
 /// Pairs of batch and head, and how many of them run through their tiles together because their operands fit the cache.
 /// Launches go through them forwards and backwards in turn: the cache still has what the one before used last.
 struct Pairs {
-  int batch, heads, together;
+  int batch, heads, heads_in_l2;
   bool backwards;
 };
 

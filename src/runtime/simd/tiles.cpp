@@ -320,20 +320,12 @@ HWY_INLINE void KeepLoaded(V& v) {
 #endif
 }
 
-/// What a product packs on its way.
-enum class Packs { nothing, left, right };
-
-/// The inner loop of every product of tiles: kRows × kVectors vectors of sums, to which each term (for dsd a block of
-/// the sparse side) adds its rows times the packed panel of the dense side from the term's depth on (see Product). The
-/// loops over sums are unrolled early, or GCC would pass the sums through memory.
-template <typename Out, typename T, int kVectors, int kRun, Packs kPacks>
-void MultiplyAs(const Product& p) {
-  const hn::ScalableTag<T> d;
-  using V = hn::Vec<decltype(d)>;
-  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
-  constexpr std::int64_t kWidth = kVectors * kLanes;
-  T* const sums = static_cast<T*>(p.sums);
-  V sum[kRows][kVectors];
+/// The sums that a product starts from. These loops and those of WriteSums are unrolled early, or GCC would pass the
+/// sums through memory.
+template <class D, class V, int kVectors>
+HWY_INLINE void LoadSums(D d, const Product& p, V (&sum)[kRows][kVectors]) {
+  const auto* const sums = static_cast<const hn::TFromD<D>*>(p.sums);
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
@@ -341,6 +333,53 @@ void MultiplyAs(const Product& p) {
       sum[i][v] = p.add ? hn::LoadU(d, sums + i * p.sum_stride + v * kLanes) : hn::Zero(d);
     }
   }
+}
+
+template <bool kStream, typename Out, class D, class V, int kVectors>
+HWY_INLINE void RoundSums(D d, const V (&sum)[kRows][kVectors], const Product& p, std::int64_t apart) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      StoreAs<kStream>(d, sum[i][v], static_cast<Out*>(p.out) + i * p.out_stride + v * apart);
+    }
+  }
+}
+
+/// To p.sums as they are, or to p.out, rounded.
+template <typename Out, class D, class V, int kVectors>
+HWY_INLINE void WriteSums(D d, const V (&sum)[kRows][kVectors], const Product& p) {
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
+  const std::int64_t apart = p.vector_stride != 0 ? p.vector_stride : kLanes;
+  if (p.out == nullptr) {
+    auto* const sums = static_cast<hn::TFromD<D>*>(p.sums);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        hn::StoreU(sum[i][v], d, sums + i * p.sum_stride + v * kLanes);
+      }
+    }
+  } else if (p.stream) {
+    RoundSums<true, Out>(d, sum, p, apart);
+  } else {
+    RoundSums<false, Out>(d, sum, p, apart);
+  }
+}
+
+/// What a product packs on its way.
+enum class Packs { nothing, left, right };
+
+/// The inner loop of every product of tiles: kRows × kVectors vectors of sums, to which each term (for dsd a block of
+/// the sparse side) adds its rows times the packed panel of the dense side from the term's depth on (see Product).
+template <typename Out, typename T, int kVectors, int kRun, Packs kPacks>
+void MultiplyAs(const Product& p) {
+  const hn::ScalableTag<T> d;
+  using V = hn::Vec<decltype(d)>;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  constexpr std::int64_t kWidth = kVectors * kLanes;
+  V sum[kRows][kVectors];
+  LoadSums(d, p, sum);
   const std::int64_t row = p.row_stride, step = p.step_stride;
   for (const Term* term = p.terms; term != p.terms + p.count; ++term) {
     const T* left = static_cast<const T*>(term->left) + p.shift;
@@ -391,29 +430,7 @@ void MultiplyAs(const Product& p) {
       }
     }
   }
-  const std::int64_t apart = p.vector_stride != 0 ? p.vector_stride : kLanes;
-  const auto write = [&]<bool kStream>() HWY_ATTR {
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        StoreAs<kStream>(d, sum[i][v], static_cast<Out*>(p.out) + i * p.out_stride + v * apart);
-      }
-    }
-  };
-  if (p.out == nullptr) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        hn::StoreU(sum[i][v], d, sums + i * p.sum_stride + v * kLanes);
-      }
-    }
-  } else if (p.stream) {
-    write.template operator()<true>();
-  } else {
-    write.template operator()<false>();
-  }
+  WriteSums<Out>(d, sum, p);
 }
 
 /// Hides where a pointer comes from.

@@ -73,12 +73,11 @@ struct Left {
   }
 };
 
-/// The loops over sums are unrolled early, or GCC would pass the sums through memory.
+/// The sums that a product starts from. These loops and those of write_sums are unrolled early, or GCC would pass the
+/// sums through memory.
 template <int kWide>
-FRETWORK_TARGET void multiply(const Product& p) {
-  constexpr std::int64_t kWidth = kWide * kLanes;
-  float* const sums = static_cast<float*>(p.sums);
-  __m512 sum[kRows][kWide];
+FRETWORK_TARGET [[gnu::always_inline]] inline void load_sums(const Product& p, __m512 (&sum)[kRows][kWide]) {
+  const auto* const sums = static_cast<const float*>(p.sums);
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
@@ -86,6 +85,52 @@ FRETWORK_TARGET void multiply(const Product& p) {
       sum[i][v] = p.add ? _mm512_loadu_ps(sums + i * p.sum_stride + v * kLanes) : _mm512_setzero_ps();
     }
   }
+}
+
+/// To p.out, rounded, or to p.sums as they are.
+template <int kWide>
+FRETWORK_TARGET [[gnu::always_inline]] inline void write_sums(const __m512 (&sum)[kRows][kWide], const Product& p) {
+  if (p.out != nullptr) {
+    Bits* const out = static_cast<Bits*>(p.out);
+    const std::int64_t out_stride = p.out_stride;
+    const bool stream = p.stream;
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      write_row<kWide>(sum[i], out + i * out_stride, stream);
+    }
+    return;
+  }
+  auto* const sums = static_cast<float*>(p.sums);
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kWide; ++v) {
+      _mm512_storeu_ps(sums + i * p.sum_stride + v * kLanes, sum[i][v]);
+    }
+  }
+}
+
+/// Packs the panel [right, end) from raw rows on the way: add(pairs) multiplies a step.
+template <int kWide, typename Add>
+FRETWORK_TARGET [[gnu::always_inline]] inline void add_raw(const Product& p, const Bits* upper, Pair* right, Pair* end,
+                                                           const Add& add) {
+  __m512i pairs[kWide];
+  for (const std::int64_t stride = p.raw_stride; right != end; right += kWide * kLanes, upper += kGroup * stride) {
+    pair_up<kWide>(upper, upper + stride, pairs);
+#pragma GCC unroll 8
+    for (int v = 0; v < kWide; ++v) {
+      _mm512_storeu_si512(right + v * kLanes, pairs[v]);
+    }
+    add(pairs);
+  }
+}
+
+/// The loops over sums are unrolled early, as above.
+template <int kWide>
+FRETWORK_TARGET void multiply(const Product& p) {
+  constexpr std::int64_t kWidth = kWide * kLanes;
+  __m512 sum[kRows][kWide];
+  load_sums(p, sum);
   const std::int64_t row = p.row_stride, step = p.step_stride;
   std::int64_t row3 = 3 * row;
   asm("" : "+r"(row3));
@@ -119,15 +164,7 @@ FRETWORK_TARGET void multiply(const Product& p) {
     Pair* const end = right + p.steps * kWidth;
     __m512i pairs[kWide];
     if (p.packs && term->raw != nullptr) {
-      const Bits* upper = static_cast<const Bits*>(term->raw) + p.raw_shift;
-      for (const std::int64_t stride = p.raw_stride; right != end; right += kWidth, upper += kGroup * stride) {
-        pair_up<kWide>(upper, upper + stride, pairs);
-#pragma GCC unroll 8
-        for (int v = 0; v < kWide; ++v) {
-          _mm512_storeu_si512(right + v * kLanes, pairs[v]);
-        }
-        add(pairs);
-      }
+      add_raw<kWide>(p, static_cast<const Bits*>(term->raw) + p.raw_shift, right, end, add);
       continue;
     }
     const std::int64_t ahead = (next.depth - term->depth) * (kWidth / kGroup);
@@ -144,23 +181,7 @@ FRETWORK_TARGET void multiply(const Product& p) {
       add(pairs);
     }
   }
-  Bits* const out = static_cast<Bits*>(p.out);
-  const std::int64_t out_stride = p.out_stride;
-  const bool stream = p.stream;
-  if (out != nullptr) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
-      write_row<kWide>(sum[i], out + i * out_stride, stream);
-    }
-    return;
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kWide; ++v) {
-      _mm512_storeu_ps(sums + i * p.sum_stride + v * kLanes, sum[i][v]);
-    }
-  }
+  write_sums(sum, p);
 }
 
 /// out[j] = (upper[j], lower[j]) for j < cols, zeros up to width; `lower` may be null: zeros.

@@ -426,16 +426,7 @@ class Backward {
     const Member* loaded = nullptr;
     for (const Member& member : unit.members) {
       if (loaded == nullptr || loaded->row != member.row) {
-        if (pass.transposed && p_.padding.data != nullptr) {
-          tokens_of(component.row_order, component.row_tiles[static_cast<std::size_t>(tile)], side, nullptr,
-                    tokens.data());
-          std::ranges::replace_if(
-              tokens, [&](std::int64_t key) { return key >= 0 && p_.padding(member.row.batch, key); }, -1);
-        }
-        machine_.gather(pass.transposed ? p_.k : p_.q, p_.dtype, member.row, tokens, p_.depth,
-                        static_cast<Acc>(p_.scale), left, p_.depth);
-        machine_.gather(pass.transposed ? p_.v : b_.d_o, p_.dtype, member.row, tokens, p_.value_depth, 1, more_left,
-                        p_.value_depth);
+        load_rows(pass, member.row, tile, tokens, left, more_left);
         loaded = &member;
       }
       pass.packing.need(tile, member.columns);
@@ -462,11 +453,35 @@ class Backward {
         }
       });
     }
+    if (target != nullptr) {
+      store_rows(*target, pass, unit, std::span<const std::int64_t>(tokens).first(static_cast<std::size_t>(side)), sums,
+                 more_sums);
+    }
+  }
+
+  /// The two operands of a tile's rows, of one head; rows of padding keys are left out.
+  void load_rows(const Pass& pass, const Head& head, std::int64_t tile, std::vector<std::int64_t>& tokens, Acc* left,
+                 Acc* more_left) const {
+    if (pass.transposed && p_.padding.data != nullptr) {
+      const Component& component = pass.layer.component;
+      tokens_of(component.row_order, component.row_tiles[static_cast<std::size_t>(tile)], pass.layer.plan.shape.rows,
+                nullptr, tokens.data());
+      std::ranges::replace_if(
+          tokens, [&](std::int64_t key) { return key >= 0 && p_.padding(head.batch, key); }, -1);
+    }
+    machine_.gather(pass.transposed ? p_.k : p_.q, p_.dtype, head, tokens, p_.depth, static_cast<Acc>(p_.scale), left,
+                    p_.depth);
+    machine_.gather(pass.transposed ? p_.v : b_.d_o, p_.dtype, head, tokens, p_.value_depth, 1, more_left,
+                    p_.value_depth);
+  }
+
+  void store_rows(const Target& target, const Pass& pass, const Unit& unit, std::span<const std::int64_t> tokens,
+                  Acc* sums, Acc* more_sums) const {
     const std::int64_t before = unit.number * (pass.transposed ? p_.cols : p_.rows);
-    for (std::int64_t n = 0; target != nullptr && n < side; ++n) {
-      if (const std::int64_t token = tokens[static_cast<std::size_t>(n)]; token >= 0) {
-        store(*target, target->first, before + token, unit.members[0].row, token, sums + n * keys_.padded());
-        store(*target, target->second, before + token, unit.members[0].row, token, more_sums + n * values_.padded());
+    for (std::size_t n = 0; n < tokens.size(); ++n) {
+      if (const std::int64_t token = tokens[n], row = static_cast<std::int64_t>(n); token >= 0) {
+        store(target, target.first, before + token, unit.members[0].row, token, sums + row * keys_.padded());
+        store(target, target.second, before + token, unit.members[0].row, token, more_sums + row * values_.padded());
       }
     }
   }

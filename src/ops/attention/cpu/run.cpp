@@ -1,6 +1,4 @@
 // Attention on the CPU: chooses the tile shape and gets the plans of the patterns.
-#include "ops/attention/cpu/run.h"
-
 #include <optional>
 #include <string>
 #include <vector>
@@ -19,8 +17,8 @@ constexpr TileShape kLarge{64, 64}, kSmall{32, 32};
 /// How much less work makes the small ones worth their number.
 constexpr double kLess = 0.95;
 
-struct Choice {
-  std::shared_ptr<const Plan> plan;  ///< or none, where this way is not worth it
+struct KnownPlan {
+  std::shared_ptr<const Plan> plan;  ///< or none, where it would not pay
   std::size_t bytes() const { return plan ? plan->bytes() : 0; }
 };
 
@@ -33,12 +31,13 @@ std::shared_ptr<const Plan> choose(const RegularPattern& pattern, Planner planne
 
 /// The plans, remembered by the patterns' keys.
 std::vector<std::shared_ptr<const Plan>> plans_of(const Problem& problem, bool transposed) {
-  static PlanCache<Choice>& cache = *std::make_unique<PlanCache<Choice>>().release();
+  static PlanCache<KnownPlan>& cache = *std::make_unique<PlanCache<KnownPlan>>().release();
   std::vector<std::shared_ptr<const Plan>> plans;
   for (const auto& pattern : problem.patterns) {
     const auto key = hash128((transposed ? "t " : "x ") + pattern->key());
-    const auto choice = cache.get(key, [&] { return Choice{choose(*pattern, transposed ? &transposed_plan : &plan)}; });
-    plans.push_back(choice->plan);
+    const auto known =
+        cache.get(key, [&] { return KnownPlan{choose(*pattern, transposed ? &transposed_plan : &plan)}; });
+    plans.push_back(known->plan);
   }
   return plans;
 }
@@ -72,14 +71,14 @@ std::optional<Problem> heads_as_rows(const Problem& problem) {
 /// The plan of a pattern's one row, `times` times. None where its keys do not lie together: those have orders of their
 /// own, which that row's plan knows.
 std::shared_ptr<const Plan> repeated_plan(const RegularPattern& pattern, std::int64_t times) {
-  static PlanCache<Choice>& cache = *std::make_unique<PlanCache<Choice>>().release();
+  static PlanCache<KnownPlan>& cache = *std::make_unique<PlanCache<KnownPlan>>().release();
   return cache
       .get(hash128(std::to_string(times) + " " + pattern.key()),
            [&] {
              constexpr std::int64_t kTogether = 16;
              const auto runs = pattern.row(0);
              if (std::ssize(runs) * kTogether > pattern.nnz()) {
-               return Choice{};
+               return KnownPlan{};
              }
              std::vector<PartGroup> groups{{parts::flat_view(), {}}};
              for (const auto& [begin, end] : runs) {
@@ -87,7 +86,7 @@ std::shared_ptr<const Plan> repeated_plan(const RegularPattern& pattern, std::in
                parts::tighten(box);
                groups[0].parts.push_back(parts::part({box}));
              }
-             return Choice{std::make_shared<const Plan>(plan_parts(times, pattern.cols(), groups, kLarge))};
+             return KnownPlan{std::make_shared<const Plan>(plan_parts(times, pattern.cols(), groups, kLarge))};
            })
       ->plan;
 }

@@ -5,16 +5,26 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "core/divide.h"
 #include "ops/attention/cpu/rows.h"
-#include "ops/attention/cpu/run.h"
-#include "ops/attention/heads.h"
+#include "ops/attention/plan.h"
+#include "ops/attention/problem.h"
 #include "runtime/simd/tiles.h"
 
 namespace fretwork::attention_op::cpu {
+
+/// One for all heads, one for each query head, or one for each (batch element, query head); equal ones are the same
+/// object.
+using Plans = std::span<const std::shared_ptr<const Plan>>;
+
+/// Attention over given plans, so that tests can bring their own. `transposed` are the plans of the transposed
+/// patterns.
+void forward(const Problem& problem, Plans plans, Context& context);
+void backward(const BackwardProblem& problem, Plans plans, Plans transposed, Context& context);
 
 /// Columns whose scores a strip holds at a time: with eight rows of fp32 half of a first-level cache.
 inline constexpr std::int64_t kMostColumns = 512;

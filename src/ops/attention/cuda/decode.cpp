@@ -1,6 +1,4 @@
 // The host side of decoding: lists the used keys, chooses the number of segments, launches.
-#include "ops/attention/cuda/decode.h"
-
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -12,12 +10,13 @@
 #include <utility>
 
 #include "core/divide.h"
-#include "ops/attention/cuda/params_decode.cuh"
-#include "ops/attention/pieces.h"
+#include "ops/attention/cuda/families.h"
+#include "ops/attention/cuda/operands.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 #include "runtime/plan_cache.h"
+#include "runtime/upload_arena.h"
 
 namespace fretwork::attention_op::decode {
 namespace {
@@ -151,11 +150,11 @@ struct DeviceSteps {
 };
 
 DeviceSteps upload(const Steps& steps, int device) {
-  Pieces pieces;
-  const std::size_t tokens = pieces.add(steps.tokens), masks = pieces.add(steps.masks), bits = pieces.add(steps.bits);
-  driver::DeviceBuffer memory = pieces.upload(device);
-  const auto *const first = piece<int>(memory, tokens), *const second = piece<int>(memory, masks);
-  const auto* const third = piece<unsigned short>(memory, bits);
+  driver::UploadArena arena;
+  const std::size_t tokens = arena.add(steps.tokens), masks = arena.add(steps.masks), bits = arena.add(steps.bits);
+  driver::DeviceBuffer memory = arena.upload(device);
+  const auto *const first = driver::uploaded<int>(memory, tokens), *const second = driver::uploaded<int>(memory, masks);
+  const auto* const third = driver::uploaded<unsigned short>(memory, bits);
   return {std::move(memory), first, second, third, steps.count()};
 }
 
@@ -193,21 +192,13 @@ int segments_for(std::int64_t sets, int steps, int depth, const driver::DeviceIn
   return best;
 }
 
-/// Rows of 16-byte pieces, and a row's bytes counted in 32 bits.
-bool readable(const Operand& x, std::int64_t cols) {
-  return (x.col == 1 || cols == 1) && is_aligned(x.data, {x.row, x.head, x.batch}, 2, 16) &&
-         std::abs(x.row) <= std::numeric_limits<int>::max() / 2;
-}
-
 InputArg input_arg(const Operand& x) { return {x.data, x.batch, x.head, static_cast<int>(2 * x.row)}; }
-OutputArg output_arg(const Operand& x) { return {x.data, x.batch, x.head, x.row, x.col, false}; }
 
-bool suits(const Problem& p) {
-  const auto& first = p.patterns.front();
-  return p.rows <= kMostQueries && p.dtype != DType::f32 &&
-         std::ranges::all_of(p.patterns, [&](const auto& q) { return q == first; }) && readable(p.q, p.depth) &&
-         readable(p.k, p.depth) && readable(p.v, p.value_depth);
+int depth_for(const Problem& p) {
+  return *std::lower_bound(std::begin(kDepths), std::end(kDepths), std::max(p.depth, p.value_depth));
 }
+/// Tiles of 16 rows that the queries of all heads of a key head take.
+int tiles_of(const Problem& p) { return static_cast<int>(ceil_div(p.heads / p.kv_heads * p.rows, kRows)); }
 
 Params params_of(const Problem& p, const ScoreArg& score, const DeviceSteps& steps) {
   Params params{};
@@ -219,14 +210,14 @@ Params params_of(const Problem& p, const ScoreArg& score, const DeviceSteps& ste
   params.score = score;
   params.tokens = steps.tokens;
   params.masks = steps.masks;
-  params.padding = {p.padding.data, p.padding.batch, p.padding.col};
+  params.padding = padding_arg(p);
   params.bits = steps.bits;
   params.steps = steps.count;
   params.rows = static_cast<int>(p.rows);
   params.heads = static_cast<int>(p.heads);
   params.kv_heads = static_cast<int>(p.kv_heads);
   params.ratio = static_cast<int>(p.heads / p.kv_heads);
-  params.tiles = static_cast<int>(ceil_div(params.ratio * params.rows, kRows));
+  params.tiles = tiles_of(p);
   params.depth = static_cast<int>(p.depth);
   params.value_depth = static_cast<int>(p.value_depth);
   params.all_rows = p.batch * p.heads * p.rows;
@@ -271,12 +262,33 @@ Steps steps_of(const Plan& plan) {
   return steps;
 }
 
-bool forward(const Problem& p, const ScoreArg& score, Context& context, int segments) {
-  if (!suits(p)) {
-    return false;
-  }
-  const int device = context.device.index;
-  const int depth = *std::lower_bound(std::begin(kDepths), std::end(kDepths), std::max(p.depth, p.value_depth));
+bool fits(const Problem& p) {
+  const auto& first = p.patterns.front();
+  return p.rows <= kMostQueries && p.dtype != DType::f32 && std::max(p.depth, p.value_depth) <= std::end(kDepths)[-1] &&
+         std::ranges::all_of(p.patterns, [&](const auto& q) { return q == first; }) &&
+         readable(p.q, p.depth, p.dtype) && readable(p.k, p.depth, p.dtype) && readable(p.v, p.value_depth, p.dtype);
+}
+
+Cost cost(const Problem& p, const Context& context) {
+  // From a step's token list to its keys to the merge: loads that wait for each other. Fitted.
+  constexpr double kExposed = 5;
+  const driver::DeviceInfo& info = driver::device_info(context.device.index);
+  const double keys = static_cast<double>(p.patterns.front()->nnz()) / static_cast<double>(p.rows);
+  const std::int64_t sets = p.batch * p.kv_heads * tiles_of(p);
+  const int steps = static_cast<int>(keys / kKeys) + 1, segments = segments_for(sets, steps, depth_for(p), info);
+  const double each = 2 * keys * static_cast<double>((p.depth + p.value_depth) * p.batch * p.kv_heads);
+  Cost cost;
+  cost.launches = segments > 1 ? 2 : 1;
+  cost.exposed_us = kExposed;
+  cost.memory_bytes = each;
+  cost.l2_bytes = (tiles_of(p) - 1) * each;
+  cost.busy = std::min(1.0, static_cast<double>(sets * segments) / info.multiprocessors);
+  return cost;
+}
+
+void launch(const Problem& p, Context& context, int segments) {
+  const int device = context.device.index, depth = depth_for(p);
+  const ScoreArg score = portable::score_arg(p);
   const auto steps = device_steps(*p.patterns.front(), context);
   Params params = params_of(p, score, *steps);
   const std::int64_t sets = p.batch * p.kv_heads * params.tiles;
@@ -302,7 +314,6 @@ bool forward(const Problem& p, const ScoreArg& score, Context& context, int segm
     info.arch >= 90 ? merge.launch_behind(ctas, 32 * kMergeWarps, 0, &params, context.stream)
                     : merge.launch(ctas, 32 * kMergeWarps, 0, &params, context.stream);
   }
-  return true;
 }
 
 }  // namespace fretwork::attention_op::decode

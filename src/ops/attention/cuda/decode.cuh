@@ -5,7 +5,6 @@
 #pragma once
 
 #include "device/barrier.cuh"
-#include "ops/attention/cuda/params_decode.cuh"
 #include "ops/attention/cuda/products.cuh"
 #include "ops/attention/cuda/walk.cuh"
 

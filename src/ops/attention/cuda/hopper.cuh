@@ -8,7 +8,7 @@
 #include "device/mma.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
-#include "ops/attention/cuda/params_hopper.cuh"
+#include "ops/attention/cuda/params.h"
 
 namespace fretwork::attention_op::hopper {
 

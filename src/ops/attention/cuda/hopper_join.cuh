@@ -5,7 +5,7 @@
 #include "device/load.cuh"
 #include "device/math.cuh"
 #include "device/reduce.cuh"
-#include "ops/attention/cuda/params_hopper.cuh"
+#include "ops/attention/cuda/params.h"
 
 namespace fretwork::attention_op::hopper {
 

@@ -1,6 +1,4 @@
 // Uploads attention plans and deals their row tiles out to CTAs.
-#include "ops/attention/cuda/hopper_plan.h"
-
 #include <algorithm>
 #include <array>
 #include <initializer_list>
@@ -9,13 +7,15 @@
 #include <string>
 #include <utility>
 
-#include "ops/attention/pieces.h"
+#include "ops/attention/cuda/hopper_launch.h"
 #include "runtime/plan_cache.h"
+#include "runtime/upload_arena.h"
 
 namespace fretwork::attention_op::hopper {
 namespace {
 
 namespace driver = fretwork::cuda;
+using driver::UploadArena;
 
 std::int64_t cut_of(const Order& order, const Tile& tile) {
   std::int64_t tokens = 0;
@@ -39,7 +39,7 @@ void write_tokens(const Order& order, const Tile& tile, int* tokens) {
 }
 
 /// `places` a tile has room for.
-Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, Pieces& pieces) {
+Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, UploadArena& arena) {
   Side side{order};
   for (const Tile& tile : tiles) {
     side.shift = std::max(side.shift, cut_of(order, tile));
@@ -55,9 +55,9 @@ Side make_side(const Order& order, const std::vector<Tile>& tiles, int places, P
     boxes.push_back(box);
     used.push_back(tile.used);
   }
-  side.tiles = pieces.add(boxes);
-  side.tokens = pieces.add(tokens);
-  side.used = pieces.add(used);
+  side.tiles = arena.add(boxes);
+  side.tokens = arena.add(tokens);
+  side.used = arena.add(used);
   return side;
 }
 
@@ -75,10 +75,10 @@ RunOf run_of(const Run& run, const Plan& plan) {
   return made;
 }
 
-DeviceComponent make_component(const Component& component, const Plan& plan, Pieces& pieces) {
+DeviceComponent make_component(const Component& component, const Plan& plan, UploadArena& arena) {
   DeviceComponent made;
-  made.rows = make_side(component.row_order, component.row_tiles, plan.shape.rows, pieces);
-  made.cols = make_side(component.col_order, component.col_tiles, plan.shape.cols, pieces);
+  made.rows = make_side(component.row_order, component.row_tiles, plan.shape.rows, arena);
+  made.cols = make_side(component.col_order, component.col_tiles, plan.shape.cols, arena);
   made.col_count = static_cast<int>(component.col_tiles.size());
   made.covers_rows = component.covers_rows;
   std::vector<int> first(component.first.begin(), component.first.end());
@@ -95,8 +95,8 @@ DeviceComponent make_component(const Component& component, const Plan& plan, Pie
     const auto begin = component.runs.begin() + first[t], end = component.runs.begin() + first[t + 1];
     made.steps.push_back(std::accumulate(begin, end, 0, [](int sum, const Run& run) { return sum + run.count; }));
   }
-  made.first = pieces.add(first);
-  made.runs = pieces.add(runs);
+  made.first = arena.add(first);
+  made.runs = arena.add(runs);
   return made;
 }
 
@@ -154,13 +154,13 @@ DevicePlan make_plan(const std::shared_ptr<const Plan>& plan, int device) {
   DevicePlan made;
   made.plan = plan;
   made.edge = edge_of(*plan);
-  Pieces pieces;
+  UploadArena arena;
   for (const Component& component : plan->components) {
-    made.components.push_back(make_component(component, *plan, pieces));
+    made.components.push_back(make_component(component, *plan, arena));
   }
-  made.bits = pieces.add(plan->all_bits());
-  made.used = pieces.add(plan->used);
-  made.memory = pieces.upload(device);
+  made.bits = arena.add(plan->all_bits());
+  made.used = arena.add(plan->used);
+  made.memory = arena.upload(device);
   return made;
 }
 
@@ -178,9 +178,9 @@ PieceOf piece_of(const Task& task, const Component& component, int steps) {
 }
 
 Schedule make_schedule(const Plan& plan, std::size_t at, const std::vector<int>& steps, const Pairs& pairs, int repeat,
-                       bool empty, const Cutting& cutting, int device, Pieces& pieces) {
+                       bool empty, const Cutting& cutting, int device, UploadArena& arena) {
   const Deal deal = deal_tasks(steps, pairs, repeat, empty, driver::device_info(device).multiprocessors, cutting);
-  const bool in_pieces = deal.parts() > 0 || plan.shape.rows < kRows;
+  const bool split = deal.parts() > 0 || plan.shape.rows < kRows;
   const auto batch = [&](const auto& of) { return static_cast<int>(of.pair / pairs.heads); };
   const auto head = [&](const auto& of) { return static_cast<int>(of.pair % pairs.heads); };
   std::vector<Item> items;
@@ -189,7 +189,7 @@ Schedule make_schedule(const Plan& plan, std::size_t at, const std::vector<int>&
   for (const auto& list : deal.lists) {
     for (const Task& task : list) {
       items.push_back({task.tile, batch(task), head(task), task.steps});
-      if (in_pieces) {
+      if (split) {
         begins.push_back(piece_of(task, plan.components[at], steps[static_cast<std::size_t>(task.tile)]));
       }
     }
@@ -199,14 +199,14 @@ Schedule make_schedule(const Plan& plan, std::size_t at, const std::vector<int>&
   for (const Cut& cut : deal.cuts) {
     splits.push_back({cut.tile, batch(cut), head(cut), cut.first, cut.count});
   }
-  return {pieces.add(items),
-          pieces.add(begins),
-          pieces.add(share),
-          pieces.add(splits),
+  return {arena.add(items),
+          arena.add(begins),
+          arena.add(share),
+          arena.add(splits),
           static_cast<int>(deal.lists.size()),
           static_cast<int>(splits.size()),
           deal.parts(),
-          in_pieces,
+          split,
           deal.loads};
 }
 
@@ -220,7 +220,7 @@ Hash128 hash_of(std::initializer_list<const Plan*> plans, std::initializer_list<
 
 }  // namespace
 
-bool fits(const Plan& plan) {
+bool is_countable(const Plan& plan) {
   const auto small = [](const Order& order) {
     return std::all_of(order.stride.begin(), order.stride.end(), [](std::int64_t s) { return s < kMost / 256; });
   };
@@ -243,11 +243,11 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
   const Pairs& other = beside.pairs;
   const Hash128 key =
       hash_of({plan.get(), beside.plan.get()},
-              {pairs.batch, pairs.heads, pairs.together, pairs.backwards, repeat, longest, device, other.batch,
-               other.heads, other.together, other.backwards, beside.repeat, beside.before != nullptr});
+              {pairs.batch, pairs.heads, pairs.heads_in_l2, pairs.backwards, repeat, longest, device, other.batch,
+               other.heads, other.heads_in_l2, other.backwards, beside.repeat, beside.before != nullptr});
   auto prepared = cache.get(key, [&] {
     Prepared made{find_plan(plan, device), {}, {}, false, {}, beside.plan};
-    Pieces pieces;
+    UploadArena arena;
     made.order.resize(plan->components.size());
     std::iota(made.order.begin(), made.order.end(), std::size_t{0});
     const auto reaches_all = [&](std::size_t c) { return made.plan->components[c].covers_rows; };
@@ -267,9 +267,9 @@ std::shared_ptr<const Prepared> prepare(const std::shared_ptr<const Plan>& plan,
     for (std::size_t at = 0; at < made.order.size(); ++at, turn.backwards = !turn.backwards) {
       const bool empty = at == 0 && !made.fill;
       made.schedules.push_back(
-          make_schedule(*plan, made.order[at], made.component(at).steps, turn, repeat, empty, cutting, device, pieces));
+          make_schedule(*plan, made.order[at], made.component(at).steps, turn, repeat, empty, cutting, device, arena));
     }
-    made.memory = pieces.upload(device);
+    made.memory = arena.upload(device);
     return made;
   });
   if (driver::is_capturing(context.stream)) {

@@ -1,6 +1,4 @@
 // Attention on any GPU: gets the plan, makes operands readable, launches once per component.
-#include "ops/attention/cuda/portable.h"
-
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
@@ -12,13 +10,8 @@
 
 #include "core/divide.h"
 #include "fretwork/error.h"
-#include "ops/attention/cuda/padding.h"
-#include "ops/attention/cuda/params.h"
-#include "ops/attention/device_plan.h"
-#include "ops/attention/heads.h"
-#include "ops/attention/plan.h"
-#include "ops/attention/problem.h"
-#include "runtime/alignment.h"
+#include "ops/attention/cuda/families.h"
+#include "ops/attention/cuda/operands.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
 
@@ -39,12 +32,12 @@ constexpr int kTables = 4096;  // more than a kernel's static shared memory
 
 // -------------------------------------------------------------------------------------------------- kernels
 
-/// What a kernel makes; d_keys and d_values apart where a row is deep.
-enum class Make { forward, d_queries, d_keys_values, d_keys, d_values };
+/// What a kernel makes; d_keys and d_values apart where a head dim is above 128.
+enum class Pass { forward, d_queries, d_keys_values, d_keys, d_values };
 
 /// Which kernel, and its sizes.
-struct Config {
-  Make make;
+struct KernelConfig {
+  Pass pass;
   DType dtype;
   int depth;
   bool extras;
@@ -52,8 +45,8 @@ struct Config {
 
   bool simple() const { return dtype == DType::f32; }
   KernelShape shape() const {
-    return simple()                ? simple_shape(depth, make == Make::forward ? 3 : 4, tf32)
-           : make == Make::forward ? forward_shape(depth, extras)
+    return simple()                ? simple_shape(depth, pass == Pass::forward ? 3 : 4, tf32)
+           : pass == Pass::forward ? forward_shape(depth, extras)
                                    : backward_shape(depth, extras);
   }
   TileShape tile() const { return {shape().rows, shape().cols}; }
@@ -62,23 +55,23 @@ struct Config {
     while (kDepths[n] != depth) {
       ++n;
     }
-    n = n * 5 + static_cast<std::size_t>(make);
+    n = n * 5 + static_cast<std::size_t>(pass);
     return (n * 2 + (simple() ? tf32 : extras)) * 3 + (dtype == DType::f32 ? 0 : dtype == DType::f16 ? 1 : 2);
   }
   KernelSpec spec() const {
     const std::string size = std::to_string(depth);
     if (simple()) {
-      const std::string begin = make == Make::forward     ? "fretwork::simple_forward<" + size
-                                : make == Make::d_queries ? "fretwork::simple_backward<" + size + ", false"
+      const std::string begin = pass == Pass::forward     ? "fretwork::simple_forward<" + size
+                                : pass == Pass::d_queries ? "fretwork::simple_backward<" + size + ", false"
                                                           : "fretwork::simple_backward<" + size + ", true";
       return {kSimpleSource, begin + (tf32 ? ", true>" : ", false>"), shape().shared_bytes};
     }
     const std::string begin = std::string(device_type(dtype)) + ", " + size, end = extras ? ", true>" : ", false>";
-    const char* const which = make == Make::d_queries       ? ", false, true, false"
-                              : make == Make::d_keys_values ? ", true, true, true"
-                              : make == Make::d_keys        ? ", true, true, false"
+    const char* const which = pass == Pass::d_queries       ? ", false, true, false"
+                              : pass == Pass::d_keys_values ? ", true, true, true"
+                              : pass == Pass::d_keys        ? ", true, true, false"
                                                             : ", true, false, true";
-    const bool forward = make == Make::forward;
+    const bool forward = pass == Pass::forward;
     return {forward ? kForwardSource : kBackwardSource,
             (forward ? "fretwork::attention_forward<" + begin : "fretwork::attention_backward<" + begin + which) + end,
             shape().shared_bytes};
@@ -112,11 +105,11 @@ bool has_extras(const Problem& p) {
 /// Whether the kernels' statistics are ScoreStats: in float they all do more than a scale.
 bool scored(const Problem& p) { return p.dtype == DType::f32 || has_extras(p); }
 
-Config config_for(Make make, const Problem& p, const Context& context) {
+KernelConfig config_for(Pass pass, const Problem& p, const Context& context) {
   const std::int64_t deepest = std::max(p.depth, p.value_depth);
   const bool simple = p.dtype == DType::f32;
-  Config config{make, p.dtype, simple ? depth_for(kSimpleDepths, deepest) : depth_for(kDepths, deepest),
-                simple || has_extras(p), simple && context.precision == Precision::tf32};
+  KernelConfig config{pass, p.dtype, simple ? depth_for(kSimpleDepths, deepest) : depth_for(kDepths, deepest),
+                      simple || has_extras(p), simple && context.precision == Precision::tf32};
   if (config.shape().shared_bytes > driver::device_info(context.device.index).shared_per_block - kTables) {
     config.tf32 = false;  // exact, which needs less
   }
@@ -133,17 +126,14 @@ KernelSpec stats_spec(DType dtype, bool score) {
   return {kRowsSource,
           std::string("fretwork::attention_stats<") + device_type(dtype) + ", 1, " + (score ? "true>" : "false>")};
 }
-KernelSpec copy_spec(DType from, DType to) {
-  return {kRowsSource, std::string("fretwork::attention_copy<") + device_type(from) + ", " + device_type(to) + ">"};
-}
 KernelSpec sum_spec(DType to) { return {kRowsSource, std::string("fretwork::attention_sum<") + device_type(to) + ">"}; }
 
 std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   std::vector<KernelSpec> list;
   for (const int depth : kSimpleDepths) {
-    for (const Make make : {Make::forward, Make::d_queries, Make::d_keys_values}) {
-      list.push_back(Config{make, DType::f32, depth, true, false}.spec());
-      list.push_back(Config{make, DType::f32, depth, true, true}.spec());
+    for (const Pass pass : {Pass::forward, Pass::d_queries, Pass::d_keys_values}) {
+      list.push_back(KernelConfig{pass, DType::f32, depth, true, false}.spec());
+      list.push_back(KernelConfig{pass, DType::f32, depth, true, true}.spec());
     }
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       list.push_back(bias_spec(dtype, depth, false, false));
@@ -154,24 +144,22 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const int depth : kDepths) {
       for (const bool extras : {false, true}) {
-        const auto add = [&](Make make) { list.push_back(Config{make, dtype, depth, extras}.spec()); };
-        add(Make::forward);
-        add(Make::d_queries);
+        const auto add = [&](Pass pass) { list.push_back(KernelConfig{pass, dtype, depth, extras}.spec()); };
+        add(Pass::forward);
+        add(Pass::d_queries);
         if (depth <= 128) {
-          add(Make::d_keys_values);
+          add(Pass::d_keys_values);
         } else {
-          add(Make::d_keys);
-          add(Make::d_values);
+          add(Pass::d_keys);
+          add(Pass::d_values);
         }
       }
     }
   }
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     list.push_back(stats_spec(dtype, true));
-    list.push_back(copy_spec(dtype, dtype));
     if (dtype != DType::f32) {
       list.push_back(stats_spec(dtype, false));
-      list.push_back(copy_spec(DType::f32, dtype));
     }
     list.push_back(sum_spec(dtype));
   }
@@ -179,129 +167,7 @@ std::vector<KernelSpec> list_kernels(const std::string& /*arch*/) {
 }
 const KernelList kKernels{"attention", list_kernels};
 
-// ------------------------------------------------------------------------------------------------- operands
-
-void run_copy(const CopyParams& params, DType from, DType to, Context& context) {
-  const std::int64_t count = params.sizes[0] * params.sizes[1] * params.sizes[2] * params.sizes[3];
-  if (count > 0) {
-    get_kernel(copy_spec(from, to), context.device.index)
-        .launch(std::min<std::int64_t>(ceil_div(count, 256), 1 << 16), 256, 0, &params, context.stream);
-  }
-}
-
-/// Sizes of an operand with a matrix for each (batch, head).
-struct Sizes {
-  std::int64_t batch, heads, rows, cols;
-};
-
-CopyParams copy_params(const void* from, const Operand& at, void* to, const Operand& to_at, const Sizes& s) {
-  return {from,
-          to,
-          {s.batch, s.heads, s.rows, s.cols},
-          {at.batch, at.head, at.row, at.col},
-          {to_at.batch, to_at.head, to_at.row, to_at.col},
-          0.0f};
-}
-
-void fill(const Operand& out, const Sizes& sizes, DType dtype, float value, Context& context) {
-  CopyParams params = copy_params(nullptr, {}, out.data, out, sizes);
-  params.value = value;
-  run_copy(params, dtype, dtype, context);
-}
-
-/// Row after row, each `line` elements long.
-Operand contiguous(void* data, const Sizes& s, std::int64_t line) {
-  return {data, s.heads * s.rows * line, s.rows * line, line, 1};
-}
-
-/// An operand as the kernels read it: itself, or an aligned copy for the length of a call.
-class Input {
- public:
-  Input(const Operand& of, const Sizes& sizes, DType dtype, Context& context)
-      : line_(ceil_div(sizes.cols, chunk(dtype)) * chunk(dtype)),
-        space_(context,
-               readable(of, sizes, dtype)
-                   ? 0
-                   : static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * line_) * size_of(dtype)) {
-    Operand at = of;
-    if (space_.data() != nullptr) {
-      at = contiguous(space_.data(), sizes, line_);
-      run_copy(copy_params(of.data, of, at.data, at, sizes), dtype, dtype, context);
-    }
-    arg_ = {at.data, at.batch, at.head, static_cast<int>(at.row * static_cast<std::int64_t>(size_of(dtype)))};
-  }
-  const InputArg& arg() const { return arg_; }
-
- private:
-  static std::int64_t chunk(DType dtype) { return 16 / static_cast<std::int64_t>(size_of(dtype)); }
-  /// Kernels read 16 bytes at a time and count a row's bytes in 32 bits.
-  static bool readable(const Operand& of, const Sizes& sizes, DType dtype) {
-    return (of.col == 1 || sizes.cols == 1) && is_aligned(of.data, {of.row, of.head, of.batch}, size_of(dtype), 16) &&
-           std::abs(of.row) <= std::numeric_limits<int>::max() / static_cast<std::int64_t>(size_of(dtype));
-  }
-
-  std::int64_t line_;
-  Workspace space_;
-  InputArg arg_{};
-};
-
-OutputArg output_arg(const Operand& out, DType dtype) {
-  const bool vector = out.col == 1 && is_aligned(out.data, {out.row, out.head, out.batch}, size_of(dtype), 16);
-  return {out.data, out.batch, out.head, out.row, out.col, vector};
-}
-
 // ---------------------------------------------------------------------------------------------------- heads
-
-/// Heads with the same pattern, of some batch elements.
-struct PatternHeads : HeadSet<RegularPattern> {
-  std::int64_t first_batch, batch;
-};
-
-std::vector<PatternHeads> heads_of(const Problem& p) {
-  std::vector<PatternHeads> sets;
-  for (const PatternRange& range : ranges_of(p)) {
-    for (auto& set : head_sets(range.things, p.heads)) {
-      sets.push_back({std::move(set), range.first, range.count});
-    }
-  }
-  return sets;
-}
-
-/// A set's heads on the device; with `by_key_head`, gathered under the key heads that they share.
-struct DeviceHeads {
-  HeadsArg arg{};
-  std::shared_ptr<const DeviceNumbers> heads, groups;
-
-  DeviceHeads(const Problem& p, const PatternHeads& set, bool by_key_head, Context& context) {
-    const int ratio = static_cast<int>(p.heads / p.kv_heads);
-    arg = {nullptr,
-           nullptr,
-           static_cast<int>(by_key_head ? p.kv_heads : p.heads),
-           static_cast<int>(set.first_batch),
-           static_cast<int>(set.batch),
-           ratio,
-           static_cast<int>(p.heads)};
-    if (std::ssize(set.heads) == p.heads) {
-      return;
-    }
-    heads = device_numbers(set.heads, context);
-    arg.heads = heads->data();
-    arg.count = static_cast<int>(set.heads.size());
-    if (by_key_head) {
-      std::vector<int> list;
-      for (std::size_t n = 0; n < set.heads.size(); ++n) {
-        const int key_head = set.heads[n] / ratio;
-        if (list.empty() || list[list.size() - 3] != key_head) {
-          list.insert(list.end(), {key_head, static_cast<int>(n), 0});
-        }
-        ++list.back();
-      }
-      groups = device_numbers(list, context);
-      arg.groups = groups->data();
-      arg.count = static_cast<int>(list.size() / 3);
-    }
-  }
-};
 
 /// A set with its plan and heads, ready to launch.
 struct Prepared {
@@ -371,7 +237,7 @@ std::size_t sums_bytes(const Problem& p) {
 }
 
 /// `merge`: results hold something before the first component.
-void launch_forward(const Config& config, const std::vector<Prepared>& sets, ForwardParams& params, bool merge,
+void launch_forward(const KernelConfig& config, const std::vector<Prepared>& sets, ForwardParams& params, bool merge,
                     Context& context) {
   const Kernel& kernel = config.kernel(context.device.index);
   const KernelShape shape = config.shape();
@@ -436,7 +302,7 @@ struct Given {
   /// A large log-sum-exp has lost its smaller part to rounding: the forward again, for tiles that have such rows.
   void find_sums(Context& context) const {
     const Problem& p = problem.forward;
-    const Config config = config_for(Make::forward, p, context);
+    const KernelConfig config = config_for(Pass::forward, p, context);
     driver::fill_zero(sums.data(), sums_bytes(p), context.stream);
     ForwardParams params = forward_params(p, q, k, v);
     params.lse = output_arg(p.lse, DType::f32);
@@ -444,45 +310,6 @@ struct Given {
     params.again = true;
     launch_forward(config, prepare(p, config.tile(), false, context), params, true, context);
   }
-};
-
-/// Where a gradient is made: in place, or in float where several launches add to it.
-class Target {
- public:
-  Target(const Operand& out, const Sizes& sizes, DType dtype, bool adds, bool zero_first, Context& context)
-      : out_(out),
-        sizes_(sizes),
-        dtype_(dtype),
-        context_(context),
-        space_(context, out.data != nullptr && adds && dtype != DType::f32
-                            ? static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * sizes.cols) * 4
-                            : 0) {
-    if (space_.data() != nullptr) {
-      driver::fill_zero(space_.data(),
-                        static_cast<std::size_t>(sizes.batch * sizes.heads * sizes.rows * sizes.cols) * 4,
-                        context.stream);
-    } else if (out.data != nullptr && (adds || zero_first)) {
-      fill(out, sizes, dtype, 0.0f, context);
-    }
-  }
-  OutputArg arg() const {
-    return space_.data() != nullptr ? output_arg(contiguous(space_.data(), sizes_, sizes_.cols), DType::f32)
-                                    : output_arg(out_, dtype_);
-  }
-  /// After the last launch.
-  void finish() {
-    if (space_.data() != nullptr) {
-      run_copy(copy_params(space_.data(), contiguous(nullptr, sizes_, sizes_.cols), out_.data, out_, sizes_),
-               DType::f32, dtype_, context_);
-    }
-  }
-
- private:
-  Operand out_;
-  Sizes sizes_;
-  DType dtype_;
-  Context& context_;
-  Workspace space_;
 };
 
 BackwardParams backward_params(const Given& given) {
@@ -496,7 +323,8 @@ BackwardParams backward_params(const Given& given) {
   return params;
 }
 
-void launch_all(const Config& config, const std::vector<Prepared>& sets, BackwardParams& params, Context& context) {
+void launch_all(const KernelConfig& config, const std::vector<Prepared>& sets, BackwardParams& params,
+                Context& context) {
   const Kernel& kernel = config.kernel(context.device.index);
   const KernelShape shape = config.shape();
   for (const Prepared& set : sets) {
@@ -512,7 +340,7 @@ void launch_all(const Config& config, const std::vector<Prepared>& sets, Backwar
 
 void query_gradient(const Given& given, Context& context) {
   const Problem& p = given.problem.forward;
-  const Config config = config_for(Make::d_queries, p, context);
+  const KernelConfig config = config_for(Pass::d_queries, p, context);
   const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
   BackwardParams params = backward_params(given);
   params.first = given.q.arg();
@@ -527,15 +355,15 @@ void query_gradient(const Given& given, Context& context) {
 }
 
 /// Of keys and values: one kernel, or one for each that is wanted where a row is deep.
-std::vector<Config> key_configs(const BackwardProblem& b, const Context& context) {
-  const Config both = config_for(Make::d_keys_values, b.forward, context);
+std::vector<KernelConfig> key_configs(const BackwardProblem& b, const Context& context) {
+  const KernelConfig both = config_for(Pass::d_keys_values, b.forward, context);
   if (both.simple() || both.depth <= 128) {
     return {both};
   }
-  std::vector<Config> apart;
-  for (const auto& [make, wanted] : {std::pair{Make::d_keys, b.d_k.data}, std::pair{Make::d_values, b.d_v.data}}) {
+  std::vector<KernelConfig> apart;
+  for (const auto& [pass, wanted] : {std::pair{Pass::d_keys, b.d_k.data}, std::pair{Pass::d_values, b.d_v.data}}) {
     if (wanted != nullptr) {
-      apart.push_back(config_for(make, b.forward, context));
+      apart.push_back(config_for(pass, b.forward, context));
     }
   }
   return apart;
@@ -544,7 +372,7 @@ std::vector<Config> key_configs(const BackwardProblem& b, const Context& context
 void key_gradients(const Given& given, Context& context) {
   const BackwardProblem& b = given.problem;
   const Problem& p = b.forward;
-  const std::vector<Config> configs = key_configs(b, context);
+  const std::vector<KernelConfig> configs = key_configs(b, context);
   const std::vector<Prepared> sets = prepare(p, configs.front().tile(), true, context);
   BackwardParams params = backward_params(given);
   params.first = given.k.arg();
@@ -558,7 +386,7 @@ void key_gradients(const Given& given, Context& context) {
   params.d_first = d_k.arg();
   params.d_second = d_v.arg();
   params.padding = padding_arg(p);
-  for (const Config& config : configs) {
+  for (const KernelConfig& config : configs) {
     launch_all(config, sets, params, context);
   }
   d_k.finish();
@@ -641,6 +469,27 @@ void add_up_bias(const Given& given, Context& context) {
   }
 }
 
+// ------------------------------------------------------------------------------------------------------ cost
+
+/// Of so many products with a head dim. Row tiles are not split: where there are fewer than SMs, one is waited for.
+/// Rates are flops in a µs of full attention on an H200, at a head dim of 128 and at 64 (docs/lab/attention.md). In
+/// fp32 no other kernels fit, and nothing was measured.
+Cost cost(const KernelConfig& config, const Amount& all, int products, double at_128, double at_64,
+          const Context& context) {
+  // From the plan to the first tile, and from the last product to memory. Taken from the Hopper kernels: steps of 128
+  // keys beside those of a row tile, and µs.
+  constexpr double kTileSteps = 2, kExposed = 6, kStep = 128, kMeasuredOn = 132;
+  const double rate = config.simple() ? (config.tf32 ? 100e6 : 25e6) : config.depth <= 64 ? at_64 : at_128;
+  const double ctas = driver::device_info(context.device.index).multiprocessors;
+  const double key_us = 2.0 * 128 * products * config.depth / rate * kMeasuredOn;
+  const double even = (all.keys + kTileSteps * kStep * std::max(0.0, all.tiles - ctas)) / ctas;
+  Cost made;
+  made.launches = static_cast<double>(all.components);
+  made.exposed_us = kExposed + kTileSteps * kStep * key_us;
+  made.products_us = std::max(all.longest, even) * key_us;
+  return made;
+}
+
 }  // namespace
 
 namespace portable {
@@ -667,8 +516,22 @@ ScoreArg score_arg(const Problem& p) {
   return arg;
 }
 
-void forward(const Problem& p, Context& context) {
-  const Config config = config_for(Make::forward, p, context);
+Cost cost(const Problem& p, const Amount& all, const Context& context) {
+  Cost made = cost(config_for(Pass::forward, p, context), all, 2, 390e6, 320e6, context);
+  made.memory_bytes = operand_bytes(p);
+  made.l2_bytes = reread_bytes(p, all.keys);
+  return made;
+}
+
+Cost cost(const BackwardProblem& b, const Amount& all, const Context& context) {
+  Cost made = cost(config_for(Pass::d_keys_values, b.forward, context), all, 5, 221e6, 181e6, context);
+  made.launches = 3;  // statistics, queries, keys
+  made.memory_bytes = operand_bytes(b);
+  return made;
+}
+
+void launch(const Problem& p, Context& context) {
+  const KernelConfig config = config_for(Pass::forward, p, context);
   const std::vector<Prepared> sets = prepare(p, config.tile(), false, context);
   const Input q(p.q, {p.batch, p.heads, p.rows, p.depth}, p.dtype, context);
   const Input k(p.k, {p.batch, p.kv_heads, p.cols, p.depth}, p.dtype, context);
@@ -689,12 +552,12 @@ void forward(const Problem& p, Context& context) {
   launch_forward(config, sets, params, fills, context);
 }
 
-void backward(const BackwardProblem& problem, Context& context) {
+void launch(const BackwardProblem& problem, Context& context) {
   const bool queries = problem.d_q.data != nullptr, keys = problem.d_k.data != nullptr || problem.d_v.data != nullptr;
   if (queries && keys) {
-    std::vector<Config> wanted = key_configs(problem, context);
-    wanted.push_back(config_for(Make::d_queries, problem.forward, context));
-    Config::table.prepare(std::span<const Config>(wanted), context.device.index);
+    std::vector<KernelConfig> wanted = key_configs(problem, context);
+    wanted.push_back(config_for(Pass::d_queries, problem.forward, context));
+    KernelConfig::table.prepare(std::span<const KernelConfig>(wanted), context.device.index);
   }
   const Given given(problem, context);
   if (queries) {

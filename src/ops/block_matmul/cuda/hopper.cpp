@@ -1,5 +1,5 @@
 // The host side of the Hopper kernels: does the problem suit them, its plan, its tensor maps, the launch.
-#include "ops/block_matmul/cuda/hopper.h"
+#include "blocks/hopper.h"
 
 #include <algorithm>
 #include <array>
@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "blocks/hopper.h"
+#include "ops/block_matmul/cuda/families.h"
 #include "runtime/alignment.h"
 #include "runtime/plan_cache.h"
 
@@ -109,7 +109,7 @@ int heads_of(const Problem& p) { return p.layout->heads() == 1 ? static_cast<int
 
 Batches batches_of(const Problem& p) { return {heads_of(p), static_cast<int>(p.z_sum), static_cast<int>(p.h_sum)}; }
 
-bool run_spmm(const Problem& p, Context& context) {
+bool launch_spmm(const Problem& p, Context& context) {
   const auto sparse = blocks_view(p);
   const auto dense = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
   const auto out = matrix_view(p.out, p.z_out, p.h_out);
@@ -161,36 +161,51 @@ bool run_spmm(const Problem& p, Context& context) {
   return true;
 }
 
-bool run_sdd(const Problem& p, Context& context) {
-  const auto block = static_cast<int>(p.layout->sizes().block_rows);
-  const Values& v = p.sparse;
+/// How an sdd runs: what is read along K, which operand is gathered, in rows of `slot`.
+struct SddWork {
+  View left, right;  ///< exchanged where Sᵀ is computed
+  bool left_k, right_k;
+  int slot;
+  std::shared_ptr<const DevicePlan> plan;
+
+  bool gathered_k() const { return left_k || right_k; }
+};
+
+std::optional<SddWork> sdd_work(const Problem& p, const Context& context) {
   auto left = matrix_view(p.left, p.z_out * p.z_sum, p.h_out * p.h_sum);
   auto right = matrix_view(p.right, p.z_out * p.z_sum, p.h_out * p.h_sum);
+  const Values& v = p.sparse;
   const bool out = v.data != nullptr && v.col_stride == 1 && v.row_stride > 0 && v.row_stride <= kMost &&
                    is_aligned(v.data, {v.row_stride, v.block_stride, v.z_stride}, 2, 16);
   if (!left || !right || !out || heads_of(p) != 1) {
-    return false;
+    return std::nullopt;
   }
   const bool left_k = left->last, right_k = !right->last, swaps = sdd_swaps(left_k, right_k);
-  const bool gathered_k = left_k || right_k;
   if (swaps) {
     std::swap(left, right);
   }
   // The copy engine is slow with rows of less than 64 bytes.
-  const int slot = std::clamp(block, gathered_k ? 16 : 32, 64), device = context.device.index;
+  const int slot = std::clamp(static_cast<int>(p.layout->sizes().block_rows), left_k || right_k ? 16 : 32, 64);
   const auto bucket = std::bit_ceil(static_cast<std::uint64_t>(std::clamp<std::int64_t>(p.z_out, 1, 16)));
-  const PlanKey key{static_cast<int>(p.kind), swaps ? 1 : 0, device, static_cast<int>(bucket), slot};
-  const auto plan = find_plan(p, key, context);
-  const std::int64_t total = plan->segment_count * p.z_out;
-  const int multiprocessors = driver::device_info(device).multiprocessors;
-  // Few tiles of great depth leave most of the machine idle; the portable kernel cuts K for those.
-  if (total > kMost / 2 || (total * 4 <= multiprocessors && p.left.cols * p.z_sum * p.h_sum >= 2048)) {
+  const PlanKey key{static_cast<int>(p.kind), swaps ? 1 : 0, context.device.index, static_cast<int>(bucket), slot};
+  return SddWork{*left, *right, left_k, right_k, slot, find_plan(p, key, context)};
+}
+
+bool launch_sdd(const Problem& p, Context& context) {
+  const auto work = sdd_work(p, context);
+  if (!work || work->plan->segment_count * p.z_out > kMost / 2) {
     return false;
   }
+  const auto& [left, right, left_k, right_k, slot, plan] = *work;
+  const bool gathered_k = work->gathered_k();
+  const auto block = static_cast<int>(p.layout->sizes().block_rows);
+  const Values& v = p.sparse;
+  const std::int64_t total = plan->segment_count * p.z_out;
+  const int device = context.device.index, multiprocessors = driver::device_info(device).multiprocessors;
   const auto box = static_cast<std::uint32_t>(slot);
   SddParams params{};
-  params.left = left->map(64, 64);
-  params.right = gathered_k ? right->map(64, box) : right->map(box, 64);
+  params.left = left.map(64, 64);
+  params.right = gathered_k ? right.map(64, box) : right.map(box, 64);
   params.out = v.data;
   params.out_z = v.z_stride;
   params.out_block = v.block_stride;
@@ -209,33 +224,46 @@ bool run_sdd(const Problem& p, Context& context) {
   params.stages = plan->sdd_stages();
   params.stage_bytes = plan->stage_bytes;
   params.batches = batches_of(p);
-  params.left_h = left->moves(2);
-  params.left_z = left->moves(3);
-  params.right_h = right->moves(2);
-  params.right_z = right->moves(3);
+  params.left_h = left.moves(2);
+  params.left_z = left.moves(3);
+  params.right_h = right.moves(2);
+  params.right_z = right.moves(3);
   sdd_kernel(p.dtype, left_k, right_k, device)
       .launch(std::min<std::int64_t>(total, multiprocessors), kThreads, plan->sdd_shared(), &params, context.stream);
   return true;
 }
 
-/// What both kinds need; everything else is a matter of strides.
-bool suits(const Problem& p, const Context& context) {
+}  // namespace
+
+bool fits(const Problem& p, const Context& context) {
   const bool type = p.dtype == DType::f16 || p.dtype == DType::bf16;
   const bool work = p.layout->nnz() > 0 && p.z_out > 0 && p.h_out > 0 && p.z_sum > 0 && p.h_sum > 0 &&
                     p.z_out * p.z_sum * p.h_out * p.h_sum <= kMost;
   // Heads of a layout that add up would need steps of several heads in one tile.
   const bool heads = p.layout->heads() == 1 || p.h_sum == 1;
-  return has_kernels(p.layout->sizes()) && type && work && heads &&
-         driver::kernel_arch(context.device.index) == "sm_90a";
-}
-
-}  // namespace
-
-bool run(const Problem& problem, Context& context) {
-  if (!suits(problem, context)) {
+  if (!has_kernels(p.layout->sizes()) || !type || !work || !heads ||
+      driver::kernel_arch(context.device.index) != "sm_90a") {
     return false;
   }
-  return problem.kind == Kind::spmm ? run_spmm(problem, context) : run_sdd(problem, context);
+  if (p.kind == Kind::spmm || p.left.cols * p.z_sum * p.h_sum < 2048) {
+    return true;
+  }
+  const auto sdd = sdd_work(p, context);
+  return sdd && sdd->plan->segment_count * p.z_out * 4 > driver::device_info(context.device.index).multiprocessors;
+}
+
+Cost cost(const Problem& p, const Context& context) {
+  // Flops in a µs on 132 SMs, of dsd at a density of 0.1 (bench/results/h200/block.json).
+  const std::int64_t block = p.layout->sizes().block_rows;
+  const double rate = block == 16 ? 111e6 : block == 32 ? 275e6 : block == 64 ? 442e6 : 559e6;
+  Cost cost;
+  cost.products_us = flops_of(p) / rate * 132 / driver::device_info(context.device.index).multiprocessors;
+  cost.memory_bytes = operand_bytes(p);
+  return cost;
+}
+
+bool launch(const Problem& problem, Context& context) {
+  return problem.kind == Kind::spmm ? launch_spmm(problem, context) : launch_sdd(problem, context);
 }
 
 }  // namespace fretwork::block_matmul::hopper

@@ -1,4 +1,4 @@
-// The products on a GPU: choose a kernel, make or find the plan, bring operands to a readable form, launch.
+// The portable and the generic products: make or find the plan, bring operands to a readable form, launch.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -8,9 +8,8 @@
 
 #include "blocks/plan.h"
 #include "fretwork/error.h"
-#include "ops/block_matmul/cuda/hopper.h"
+#include "ops/block_matmul/cuda/families.h"
 #include "ops/block_matmul/cuda/params.h"
-#include "ops/block_matmul/problem.h"
 #include "runtime/alignment.h"
 #include "runtime/cuda_driver.h"
 #include "runtime/kernels.h"
@@ -82,26 +81,6 @@ Shape shape_of(const Problem& problem) {
 /// Batches that the grid covers beside the heads of the layout.
 std::int64_t grid_heads(const Problem& problem) { return problem.layout->heads() == 1 ? problem.h_out : 1; }
 
-Config choose(const Problem& problem, Precision precision, int arch, const driver::DeviceInfo& device) {
-  const Shape shape = shape_of(problem);
-  if (!fits_tensor_cores(problem, precision, arch)) {
-    return simple_config(shape.block_rows);
-  }
-  const int block = static_cast<int>(shape.block_rows);
-  int tile = 128;
-  if (problem.dtype != DType::f32) {
-    // Wide tiles read the blocks (or A) half as often, but only where they still fill the machine.
-    const std::int64_t groups = ceil_div(shape.lines * block, kTileRows) * problem.layout->heads();
-    const std::int64_t wide = problem.kind == Kind::spmm
-                                  ? groups * ceil_div(problem.out.cols, 256) * problem.z_out * grid_heads(problem)
-                                  : problem.layout->nnz() * block * block / (kTileRows * 256) * problem.z_out;
-    const bool broad = problem.kind == Kind::sdd || problem.out.cols > 128;
-    tile = broad && wide >= device.multiprocessors ? 256 : 128;
-  }
-  return tensor_core_config(block, tile, precision == Precision::tf32x3 && problem.dtype == DType::f32 ? 3 : 1,
-                            device.shared_per_block);
-}
-
 /// How operands and the result lie in memory: what runs along their lines.
 struct Lines {
   bool left_k, right_k;
@@ -139,13 +118,13 @@ std::vector<KernelSpec> list_kernels(const std::string& arch) {
   const int limit = arch.starts_with("sm_9") || arch.starts_with("sm_10") ? kSharedSm90
                     : arch == "sm_80" || arch == "sm_87"                  ? kSharedSm80
                                                                           : kSharedOther;
-  struct Variant {
+  struct Listed {
     DType dtype;
     int products, tile;
   };
   for (const auto& [dtype, products, tile] :
-       {Variant{DType::f16, 1, 128}, Variant{DType::f16, 1, 256}, Variant{DType::bf16, 1, 128},
-        Variant{DType::bf16, 1, 256}, Variant{DType::f32, 1, 128}, Variant{DType::f32, 3, 128}}) {
+       {Listed{DType::f16, 1, 128}, Listed{DType::f16, 1, 256}, Listed{DType::bf16, 1, 128},
+        Listed{DType::bf16, 1, 256}, Listed{DType::f32, 1, 128}, Listed{DType::f32, 3, 128}}) {
     for (const int block : {16, 32, 64, 128}) {
       const Config config = tensor_core_config(block, tile, products, limit);
       for (int order = 0; order < 8; ++order) {
@@ -564,22 +543,67 @@ void run_sdd(const Problem& problem, const Config& config, Context& context) {
   }
 }
 
+void launch(const Problem& problem, const Config& config, Context& context) {
+  problem.kind == Kind::spmm ? run_spmm(problem, config, context) : run_sdd(problem, config, context);
+}
+
+/// Rates are flops in a µs on the 132 SMs of an H200.
+double products_us(const Problem& problem, double rate, const Context& context) {
+  return flops_of(problem) / rate * 132 / driver::device_info(context.device.index).multiprocessors;
+}
+
 }  // namespace
 
-void cuda::run(const Problem& problem, Context& context) {
-  for (const Matrix& m : {problem.left, problem.right, problem.out}) {
-    if (std::max(m.rows, m.cols) > std::numeric_limits<std::int32_t>::max()) {
-      throw Error("block_matmul", "size", "at most 2147483647 rows and columns on a GPU",
-                  std::to_string(std::max(m.rows, m.cols)));
-    }
+bool portable::fits(const Problem& problem, const Context& context, int tile) {
+  const int device = context.device.index;
+  if (!fits_tensor_cores(problem, context.precision, driver::arch_number(device)) ||
+      (tile != 128 && problem.dtype == DType::f32)) {
+    return false;
   }
-  const driver::DeviceScope scope(context.device.index);
-  if (hopper::run(problem, context)) {
-    return;
-  }
-  const Config config = choose(problem, context.precision, driver::arch_number(context.device.index),
-                               driver::device_info(context.device.index));
-  problem.kind == Kind::spmm ? run_spmm(problem, config, context) : run_sdd(problem, config, context);
+  // Wide tiles read the blocks (or A) half as often, but only where they still fill the machine.
+  const Shape shape = shape_of(problem);
+  const std::int64_t groups = ceil_div(shape.lines * shape.block_rows, kTileRows) * problem.layout->heads();
+  const std::int64_t tiles =
+      problem.kind == Kind::spmm
+          ? groups * ceil_div(problem.out.cols, tile) * problem.z_out * grid_heads(problem)
+          : problem.layout->nnz() * shape.block_rows * shape.block_rows / (kTileRows * tile) * problem.z_out;
+  return tile == 128 || ((problem.kind == Kind::sdd || problem.out.cols > 128) &&
+                         tiles >= driver::device_info(device).multiprocessors);
+}
+
+Cost portable::cost(const Problem& problem, const Context& context, int tile) {
+  // 16-bit types: dsd at a density of 0.1 with FRETWORK_ARCH=sm_80 (bench/results/h200/block.json). tf32 has half the
+  // rate, and takes three products where it is to be exact.
+  const std::int64_t block = shape_of(problem).block_rows;
+  const double rate = block == 16 ? 93e6 : block == 32 ? 127e6 : block == 64 ? 188e6 : 367e6;
+  const double slower = problem.dtype != DType::f32 ? 1 : context.precision == Precision::tf32x3 ? 6 : 2;
+  Cost cost;
+  cost.products_us = products_us(problem, rate / slower, context);
+  cost.memory_bytes = operand_bytes(problem);
+  cost.l2_bytes = flops_of(problem) / 2 * static_cast<double>(size_of(problem.dtype)) * (1.0 / kTileRows + 1.0 / tile);
+  return cost;
+}
+
+void portable::launch(const Problem& problem, Context& context, int tile) {
+  const int products = context.precision == Precision::tf32x3 && problem.dtype == DType::f32 ? 3 : 1;
+  block_matmul::launch(problem,
+                       tensor_core_config(static_cast<int>(shape_of(problem).block_rows), tile, products,
+                                          driver::device_info(context.device.index).shared_per_block),
+                       context);
+}
+
+Cost generic::cost(const Problem& problem, const Context& context) {
+  // Not measured; no other kernels fit where this one runs. A thread holds up to 8 rows, a CTA 128 columns.
+  constexpr double kRows = 8, kCols = 128;
+  Cost cost;
+  cost.products_us = products_us(problem, problem.dtype == DType::f64 ? 5e6 : 10e6, context);
+  cost.memory_bytes = operand_bytes(problem);
+  cost.l2_bytes = flops_of(problem) / 2 * static_cast<double>(size_of(problem.dtype)) * (1 / kRows + 1 / kCols);
+  return cost;
+}
+
+void generic::launch(const Problem& problem, Context& context) {
+  block_matmul::launch(problem, simple_config(shape_of(problem).block_rows), context);
 }
 
 }  // namespace fretwork::block_matmul

@@ -106,14 +106,15 @@ struct place {
   __device__ __forceinline__ place(const SoftmaxLine* lines, const SoftmaxTasks& tasks) {
     const int warp = threadIdx.x / 32, bits = kShared ? tasks.warp_bits : 0;
     const u32 task = blockIdx.x * (blockDim.x / 32 >> bits) + (warp >> bits);
-    const u32 row_group = divide(task, tasks.row_groups), batch = divide(row_group, tasks.batch);
+    const u32 row_group = static_cast<u32>(tasks.row_groups.quotient(static_cast<int>(task))),
+              batch = static_cast<u32>(tasks.batch.quotient(static_cast<int>(row_group)));
     const bool there = task < tasks.count;
     line = lines[there ? batch : 0];
-    z = static_cast<int>(row_group - batch * tasks.batch.by);
+    z = static_cast<int>(row_group - batch * tasks.batch.divisor);
     lane = threadIdx.x % BLOCK_LANES;
     row = threadIdx.x / BLOCK_LANES % kRows;
     sub = threadIdx.x % 32 / (BLOCK_LANES * kRows);
-    y = static_cast<int>(task - row_group * tasks.row_groups.by) * kRows + row;
+    y = static_cast<int>(task - row_group * tasks.row_groups.divisor) * kRows + row;
     cols = tasks.block_cols;
     warps = 1 << bits;
     member = warp & (warps - 1);
@@ -125,10 +126,6 @@ struct place {
   __device__ __forceinline__ int pieces() const { return RUN > 1 ? 1 : (cols + BLOCK_LANES - 1) / BLOCK_LANES; }
   /// One thread of each row and warp.
   __device__ __forceinline__ bool leads() const { return (threadIdx.x & kRowBits) == 0; }
-  /// task < 2^31
-  static __device__ __forceinline__ u32 divide(u32 task, const SoftmaxDivisor& d) {
-    return static_cast<u32>(static_cast<u64>(task) * d.multiplier >> d.shift);
-  }
   __device__ __forceinline__ int block(int n) const {
     return line.first + (member + n * warps) / pieces() * kBlocks + sub;
   }

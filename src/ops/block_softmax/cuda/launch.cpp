@@ -183,12 +183,6 @@ Config choose(DType dtype, std::int64_t rows, std::int64_t cols, const Family& f
   return config;
 }
 
-SoftmaxDivisor divisor(std::int64_t by) {
-  const int bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(by - 1)));
-  return {static_cast<unsigned>(by), static_cast<unsigned>((std::uint64_t{1} << (31 + bits)) / by + 1),
-          static_cast<unsigned>(31 + bits)};
-}
-
 SoftmaxTasks tasks(const Config& config, const Plan& plan, std::int64_t batch, const BlockLayout::Sizes& s) {
   const std::int64_t block_rows = s.block_rows, warp_rows = 32 / config.lanes,
                      row_groups = (block_rows + warp_rows - 1) / warp_rows;
@@ -200,8 +194,8 @@ SoftmaxTasks tasks(const Config& config, const Plan& plan, std::int64_t batch, c
           static_cast<int>(block_rows),
           static_cast<int>(s.block_cols),
           std::countr_zero(static_cast<unsigned>(config.warps)),
-          divisor(row_groups),
-          divisor(std::max<std::int64_t>(batch, 1))};
+          Divisor(row_groups),
+          Divisor(std::max<std::int64_t>(batch, 1))};
 }
 
 bool takes_vectors(const Packed& p, DType dtype, std::int64_t cols) {

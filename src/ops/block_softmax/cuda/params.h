@@ -1,6 +1,8 @@
 // What the softmax kernels are launched with; shared by host and device. Strides count elements.
 #pragma once
 
+#include "device/divide.cuh"
+
 namespace fretwork {
 
 /// One block row of one head: blocks [first, first + count) of the packed order.
@@ -27,17 +29,12 @@ struct SoftmaxDense {
   bool multiplies;  ///< its zeros take entries out; else it is added
 };
 
-/// n / by = n · multiplier >> shift for n < 2^31.
-struct SoftmaxDivisor {
-  unsigned by, multiplier, shift;
-};
-
 /// One task is a warp's rows of a line of a batch.
 struct SoftmaxTasks {
   unsigned count;
   int block_rows, block_cols;
-  int warp_bits;                     ///< 2^warp_bits warps share a row
-  SoftmaxDivisor row_groups, batch;  ///< a block row's groups of rows
+  int warp_bits;              ///< 2^warp_bits warps share a row
+  Divisor row_groups, batch;  ///< a block row's groups of rows
 };
 
 struct SoftmaxParams {

@@ -7,10 +7,10 @@
 
 #include "runtime/cuda_driver.h"
 
-namespace fretwork::attention_op {
+namespace fretwork::cuda {
 
 /// Arrays one after the other, each aligned for the widest access.
-class Pieces {
+class UploadArena {
  public:
   template <typename T>
   std::size_t add(const std::vector<T>& items) {
@@ -21,16 +21,16 @@ class Pieces {
     }
     return at;
   }
-  fretwork::cuda::DeviceBuffer upload(int device) const { return {device, bytes_.data(), bytes_.size()}; }
+  DeviceBuffer upload(int device) const { return {device, bytes_.data(), bytes_.size()}; }
 
  private:
   std::vector<char> bytes_;
 };
 
-/// The array at an offset that Pieces::add gave.
+/// The array at an offset that UploadArena::add gave.
 template <typename T>
-const T* piece(const fretwork::cuda::DeviceBuffer& memory, std::size_t offset) {
+const T* uploaded(const DeviceBuffer& memory, std::size_t offset) {
   return reinterpret_cast<const T*>(static_cast<const char*>(memory.data()) + offset);
 }
 
-}  // namespace fretwork::attention_op
+}  // namespace fretwork::cuda

@@ -1,0 +1,166 @@
+// Attention forward on Hopper: one launch for each range of heads with the same plan and each component of it.
+#include <bit>
+#include <cmath>
+
+#include "ops/attention/cuda/hopper_launch.h"
+#include "runtime/upload_arena.h"
+
+namespace fretwork::attention_op::hopper {
+namespace {
+
+namespace driver = fretwork::cuda;
+using driver::uploaded;
+
+std::optional<Launch<ForwardParams>> forward_launch(const Problem& p, const HeadRange& range, const Prepared& prepared,
+                                                    std::size_t at, Seen& seen, Context& context) {
+  const DeviceComponent& c = prepared.component(at);
+  const int rows = range.plan->shape.rows, pack = kRows / rows;
+  const auto q = make_source(from_head(p.q, range.first, 2), {p.batch, range.count / pack, p.rows}, p.depth, c.rows,
+                             pack, pack > 1 ? rows : 0);
+  const auto k = make_source(p.k, {p.batch, p.kv_heads, p.cols}, p.depth, c.cols);
+  const auto v = make_source(p.v, {p.batch, p.kv_heads, p.cols}, p.value_depth, c.cols);
+  if (!q || !k || !v) {
+    return std::nullopt;
+  }
+  ForwardParams params{};
+  params.q = *q;
+  params.k = *k;
+  params.v = *v;
+  params.walk = walk_of(prepared, at);
+  params.walk.row_places = pack > 1 ? kRows : params.walk.row_places;
+  params.seen = see(p, c, range.plan->shape.cols, params.walk, seen, context);
+  params.pieces = uploaded<PieceOf>(prepared.memory, prepared.schedules[at].pieces);
+  params.pack = std::countr_zero(static_cast<unsigned>(pack));
+  params.o = lines_of(p.o);
+  params.lse = lines_of(p.lse);
+  params.group = static_cast<int>(p.heads / p.kv_heads);
+  params.head0 = static_cast<int>(range.first);
+  params.merge = at > 0 || prepared.fill ? 1 : 0;
+  params.scale = static_cast<float>(p.scale * 1.4426950408889634);
+  params.value_depth = static_cast<int>(p.value_depth);
+  JoinParams join = join_of(prepared, at);
+  join.out[0] = params.o;
+  join.lse = params.lse;
+  join.lines[0] = columns_of(p).values;
+  join.depth[0] = params.value_depth;
+  join.head0 = params.head0;
+  join.pack = params.pack;
+  join.merge = params.merge;
+  return Launch<ForwardParams>{config_of(Pass::forward, p, prepared, at, !seen.empty()), prepared.schedules[at].grid,
+                               params, join, prepared.schedules[at].parts};
+}
+
+std::int64_t steps_of(const Plan& plan) {
+  return std::accumulate(plan.components.begin(), plan.components.end(), std::int64_t{0},
+                         [](std::int64_t sum, const Component& c) { return sum + c.pairs; });
+}
+
+/// Can the copy engine bring the rows of all heads that share a tile, each head's in its room?
+bool packs(const Plan& plan) {
+  return plan.shape.rows == kRows ||
+         std::all_of(plan.components.begin(), plan.components.end(), [&](const Component& c) {
+           const auto& extent = c.row_order.extent;
+           return extent[0] == 1 && (extent[1] == 1 || extent[1] * extent[2] == plan.shape.rows);
+         });
+}
+
+}  // namespace
+
+int heads_in_tile(const Problem& p) {
+  const std::int64_t group = p.heads / p.kv_heads;
+  const auto same = [&](const auto& pattern) { return pattern == p.patterns.front(); };
+  int pack = 1;
+  while (pack < 8 && group % (2 * pack) == 0 && 2 * pack * p.rows <= kRows) {
+    pack *= 2;
+  }
+  return p.q.head > 0 && std::all_of(p.patterns.begin(), p.patterns.end(), same) ? pack : 1;
+}
+
+TileShape forward_shape(const Problem& problem) {
+  const Columns columns = columns_of(problem);
+  return {kRows, forward_tiles(columns.depth, columns.values).cols};
+}
+
+Plans forward_plans(const Problem& problem) {
+  Plans plans;
+  for (const auto& pattern : problem.patterns) {
+    plans.push_back(plan(*pattern, forward_shape(problem)));
+  }
+  return plans;
+}
+
+std::shared_ptr<const Plan> packed_plan(const Problem& p) {
+  const int pack = heads_in_tile(p);
+  if (pack == 1) {
+    return nullptr;
+  }
+  const TileShape shape = forward_shape(p);
+  auto made = plan(*p.patterns.front(), {shape.rows / pack, shape.cols});
+  return packs(*made) && steps_of(*made) < pack * steps_of(*plan(*p.patterns.front(), shape)) ? made : nullptr;
+}
+
+Cost cost(const Problem& p, const Amount& all, const Context& context) {
+  // From the schedule to the first tile, and from the last product to memory, beside kItemOverhead steps. Fitted.
+  constexpr double kExposed = 6;
+  // TFLOP/s of full attention on 132 SMs, as flops of an SM in a µs: 683 at a head dim of 128, 498 at 64.
+  const double rate = columns_of(p).most() == 64 ? 3.78e6 : 5.18e6;
+  const double ctas = driver::device_info(context.device.index).multiprocessors, cols = forward_shape(p).cols;
+  const double step_us = 2 * kRows * cols * (columns_of(p).depth + columns_of(p).values) / rate;
+  const double even = (all.keys / cols + kItemOverhead * std::max(0.0, all.tiles - ctas)) / ctas;
+  Cost whole;
+  whole.launches = static_cast<double>(all.components);
+  whole.exposed_us = kExposed + kItemOverhead * step_us;
+  whole.products_us = std::max(all.longest / cols, even) * step_us;
+  whole.memory_bytes = operand_bytes(p);
+  whole.l2_bytes = reread_bytes(p, all.keys);
+  // Row tiles that would be waited for are split, which costs a join and some steps for each part.
+  Cost split = whole;
+  split.launches += 1;
+  split.exposed_us += kPartOverhead * step_us;
+  split.products_us = even * step_us;
+  return split.microseconds() < whole.microseconds() ? split : whole;
+}
+
+bool launch(const Problem& problem, const Plans& plans, Context& context, int longest) {
+  if (!fits(problem, context) ||
+      !std::all_of(plans.begin(), plans.end(), [](const auto& plan) { return is_countable(*plan) && packs(*plan); })) {
+    return false;
+  }
+  Problem p = problem;
+  const Workspace lse(context, p.lse.data == nullptr ? static_cast<std::size_t>(p.batch * p.heads * p.rows) * 4 : 0);
+  if (lse.data() != nullptr) {
+    p.lse = {lse.data(), p.heads * p.rows, p.rows, 1, 1};
+  }
+  std::vector<std::shared_ptr<const Prepared>> kept;  // until all is launched
+  std::vector<Launch<ForwardParams>> launches;
+  std::vector<HeadRange> fills;
+  Seen seen;
+  for (const HeadRange& range : ranges_of(plans, p.heads)) {
+    const int pack = kRows / range.plan->shape.rows;
+    const Pairs pairs{static_cast<int>(p.batch), static_cast<int>(range.count) / pack,
+                      std::max(1, heads_in_l2(p) / pack), false};
+    const auto prepared = kept.emplace_back(prepare(range.plan, pairs, 1, longest, {}, context));
+    if (prepared->fill) {
+      fills.push_back(range);
+    }
+    for (std::size_t at = 0; at < prepared->schedules.size(); ++at) {
+      const auto made = forward_launch(p, range, *prepared, at, seen, context);
+      if (!made) {
+        return false;
+      }
+      launches.push_back(*made);
+    }
+  }
+  const Workspace parts(context, parts_bytes(launches));
+  give_parts(launches, parts);
+  prepare_kernels(launches, std::vector<KernelConfig>(fills.empty() ? 0 : 1, {Pass::fill, p.dtype}),
+                  context.device.index);
+  for (const HeadRange& range : fills) {
+    launch_fill(p.dtype, from_head(p.o, range.first, 2), from_head(p.lse, range.first, 4),
+                {p.batch, range.count, p.rows}, p.value_depth, context);
+  }
+  launch_all(launches, forward_shared(columns_of(p)), context);
+  return true;
+}
+
+}  // namespace fretwork::attention_op::hopper

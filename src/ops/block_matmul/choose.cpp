@@ -1,0 +1,96 @@
+// The products on a GPU: which kernels run a problem. The only place where that is chosen: each family that fits is a
+// candidate with its cost in µs (Cost in cuda/families.h), and the cheapest one runs.
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "fretwork/error.h"
+#include "ops/block_matmul/cuda/families.h"
+#include "runtime/cuda_driver.h"
+
+namespace fretwork::block_matmul {
+namespace {
+
+enum class Family { hopper, portable, generic };
+
+struct Config {
+  Family family;
+  int tile = 0;  ///< portable: columns of a tile
+};
+
+struct Candidate {
+  Config config;
+  double microseconds;
+};
+
+/// Of candidates with the same cost the first one.
+std::vector<Candidate>::iterator cheapest(std::vector<Candidate>& candidates) {
+  return std::min_element(candidates.begin(), candidates.end(),
+                          [](const Candidate& a, const Candidate& b) { return a.microseconds < b.microseconds; });
+}
+
+std::vector<Candidate> candidates_for(const Problem& problem, const Context& context) {
+  std::vector<Candidate> list;
+  list.reserve(4);
+  if (hopper::fits(problem, context)) {
+    list.push_back({{Family::hopper}, hopper::cost(problem, context).microseconds()});
+  }
+  for (const int tile : portable::kTiles) {
+    if (portable::fits(problem, context, tile)) {
+      list.push_back({{Family::portable, tile}, portable::cost(problem, context, tile).microseconds()});
+    }
+  }
+  list.push_back({{Family::generic}, generic::cost(problem, context).microseconds()});
+  return list;
+}
+
+bool run(const Config& config, const Problem& problem, Context& context) {
+  switch (config.family) {
+    case Family::hopper:
+      return hopper::launch(problem, context);
+    case Family::portable:
+      portable::launch(problem, context, config.tile);
+      return true;
+    case Family::generic:
+      break;
+  }
+  generic::launch(problem, context);
+  return true;
+}
+
+}  // namespace
+
+double flops_of(const Problem& p) {
+  const auto& s = p.layout->sizes();
+  const std::int64_t free = p.kind == Kind::spmm ? p.out.cols : p.left.cols;
+  const std::int64_t heads = p.layout->heads() == 1 ? p.h_out * p.h_sum : 1;
+  return 2.0 * static_cast<double>(p.layout->nnz() * s.block_rows * s.block_cols) *
+         static_cast<double>(free * heads * p.z_out * p.z_sum);
+}
+
+double operand_bytes(const Problem& p) {
+  const auto& s = p.layout->sizes();
+  const std::int64_t batches = p.z_out * p.z_sum, heads = p.h_out * p.h_sum;
+  const std::int64_t blocks = p.layout->nnz() * s.block_rows * s.block_cols * batches;
+  const auto of = [](const Matrix& m) { return m.rows * m.cols; };
+  const std::int64_t dense = p.kind == Kind::spmm ? of(p.right) + of(p.out) : of(p.left) + of(p.right);
+  return static_cast<double>(blocks + dense * batches * heads) * static_cast<double>(size_of(p.dtype));
+}
+
+void cuda::run(const Problem& problem, Context& context) {
+  for (const Matrix& m : {problem.left, problem.right, problem.out}) {
+    if (std::max(m.rows, m.cols) > std::numeric_limits<std::int32_t>::max()) {
+      throw Error("block_matmul", "size", "at most 2147483647 rows and columns on a GPU",
+                  std::to_string(std::max(m.rows, m.cols)));
+    }
+  }
+  const fretwork::cuda::DeviceScope scope(context.device.index);
+  std::vector<Candidate> candidates = candidates_for(problem, context);
+  for (auto best = cheapest(candidates); !block_matmul::run(best->config, problem, context);
+       best = cheapest(candidates)) {
+    candidates.erase(best);
+  }
+}
+
+}  // namespace fretwork::block_matmul

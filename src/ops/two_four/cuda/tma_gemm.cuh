@@ -9,9 +9,9 @@
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "ops/two_four/cuda/out.cuh"
-#include "ops/two_four/cuda/params_hopper.cuh"
+#include "ops/two_four/cuda/params.h"
 
-namespace fretwork::two_four::hopper {
+namespace fretwork::two_four::tma_gemm {
 
 /// How a step of the depth is cut: 128 bytes of b.
 template <typename T, int kWidth>
@@ -595,4 +595,4 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   }
 }
 
-}  // namespace fretwork::two_four::hopper
+}  // namespace fretwork::two_four::tma_gemm

@@ -15,9 +15,9 @@
 #include "device/types.cuh"
 #include "ops/two_four/cuda/metadata.cuh"
 #include "ops/two_four/cuda/out.cuh"
-#include "ops/two_four/cuda/params_few.cuh"
+#include "ops/two_four/cuda/params.h"
 
-namespace fretwork::two_four::few {
+namespace fretwork::two_four::small_n_cp_async {
 
 inline constexpr int kSteps = kBlockRuns / 4;  ///< of four runs in a block
 inline constexpr int kLines = 4;               ///< of the sparse operand that a lane multiplies: 8 apart
@@ -441,7 +441,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Sums<T, kColumns>&
 
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params p) {
-  extern __shared__ __align__(16) u8 few_shared[];
+  extern __shared__ __align__(16) u8 stage_memory[];
   using B = Stage<T, kColumns>;
   constexpr int kWordBytes = kBlockRuns * kRunWords<T> * kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
@@ -480,8 +480,8 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   wait_for_earlier_kernel();
 #endif
   for (int s = 0; s < p.stages - 1; ++s) {
-    fetch(few_shared + s * stage_bytes);
-    advance(few_shared + s * stage_bytes);
+    fetch(stage_memory + s * stage_bytes);
+    advance(stage_memory + s * stage_bytes);
   }
   Sums<T, kColumns> sums;
   int here = 0, free = end - stage_bytes;
@@ -489,11 +489,11 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   for (int first = rank * parts; first < blocks; first += stride) {
     wait_for_copies(p.stages - 2);
     __syncthreads();  // this stage is there, and nobody reads the one before, which is fetched into
-    const u8* const stage = few_shared + here;
+    const u8* const stage = stage_memory + here;
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
       if (turn == late) {
-        fetch(few_shared + free);
+        fetch(stage_memory + free);
       } else if (first + warp_part < blocks) {
         u32 metadata[kSteps][2][kFields<T>];
         read_words<T>(stage + kWarps * kValueBytes + warp * kWordBytes, lane, metadata);
@@ -506,14 +506,14 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
         }
       }
     }
-    advance(few_shared + free);
+    advance(stage_memory + free);
     free = here;
     here = here + stage_bytes == end ? 0 : here + stage_bytes;
   }
   let_next_kernel_start();
   copy_async_wait<0>();
   __syncthreads();  // nobody reads a stage where sums come to lie
-  reduce<T>(p, sums, row0, rank, reinterpret_cast<u32*>(few_shared));
+  reduce<T>(p, sums, row0, rank, reinterpret_cast<u32*>(stage_memory));
 }
 
-}  // namespace fretwork::two_four::few
+}  // namespace fretwork::two_four::small_n_cp_async

@@ -7,9 +7,9 @@
 #include "device/cluster.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
-#include "ops/two_four/cuda/params_narrow.cuh"
+#include "ops/two_four/cuda/params.h"
 
-namespace fretwork::two_four::narrow {
+namespace fretwork::two_four::small_n_tma {
 
 /// What a CTA has, and its barriers.
 template <int kColumns, int kGroups>
@@ -251,4 +251,4 @@ __global__ void __launch_bounds__(threads(kGroups), 1) product(const __grid_cons
   }
 }
 
-}  // namespace fretwork::two_four::narrow
+}  // namespace fretwork::two_four::small_n_tma

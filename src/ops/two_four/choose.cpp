@@ -94,12 +94,29 @@ std::vector<Candidate> candidates(const Problem& problem, const Machine& machine
   return found;
 }
 
+namespace {
+
+void launch_cheapest(const KernelFamily& family, const Problem& problem, const Machine& machine, Context& context) {
+  const auto count = [&](const Config& config) { return family.clusters(problem, config, context.device.index); };
+  family.launch(problem, choose(family, problem, machine, std::cref(count)), machine, context);
+}
+
+}  // namespace
+
 void cuda::run(const Problem& problem, Context& context) {
   const driver::DeviceScope scope(context.device.index);
   const Machine machine = Machine::of(context);
-  const KernelFamily& family = choose_family(problem, machine);
-  const auto count = [&](const Config& of) { return family.clusters(problem, of, context.device.index); };
-  family.launch(problem, choose(family, problem, machine, std::cref(count)), machine, context);
+  launch_cheapest(choose_family(problem, machine), problem, machine, context);
+}
+
+bool cuda::run(const Problem& problem, const KernelFamily& family, Context& context) {
+  const driver::DeviceScope scope(context.device.index);
+  const Machine machine = Machine::of(context);
+  if (!family.fits(problem, machine)) {
+    return false;
+  }
+  launch_cheapest(family, problem, machine, context);
+  return true;
 }
 
 bool cuda::run(const Problem& problem, const Config& config, Context& context) {

@@ -104,7 +104,9 @@ Config choose(const Problem& problem, const Machine& machine, const CountCluster
 std::vector<Candidate> candidates(const Problem& problem, const Machine& machine);
 
 namespace cuda {
-/// Runs one configuration, for tests and benchmarks; false where it does not fit.
+/// Runs a family in its cheapest configuration, or in the given one, for tests and benchmarks; false where that does
+/// not fit.
+bool run(const Problem& problem, const KernelFamily& family, Context& context);
 bool run(const Problem& problem, const Config& config, Context& context);
 }  // namespace cuda
 

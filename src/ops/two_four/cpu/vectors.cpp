@@ -188,6 +188,22 @@ HWY_INLINE hn::Vec<DU> Ones(DU du) {
   return hn::Load(du, ones);
 }
 
+/// The groups behind the last whole step, with zeros behind them.
+template <typename T, int kLines, std::int64_t kValues>
+struct LastStep {
+  T values[kLines][kValues] = {};
+  std::uint8_t nibbles[kLines][sizeof(std::uint64_t)] = {};
+
+  void take(const T** from, const std::uint8_t** from_nibbles, std::int64_t first, std::int64_t count, int kept) {
+    for (int i = 0; i < kLines; ++i) {
+      std::copy_n(from[i] + first * kept, count * kept, values[i]);
+      std::copy_n(from_nibbles[i] + first / 2, (count + 1) / 2, nibbles[i]);
+      from[i] = values[i];
+      from_nibbles[i] = nibbles[i];
+    }
+  }
+};
+
 template <typename T, int kGroup, int kLines, int kCols>
 void AddDots(const Lines& p, const T* panel, std::int64_t stride, T* sums) {
   const hn::ScalableTag<T> d;
@@ -234,14 +250,8 @@ void AddDots(const Lines& p, const T* panel, std::int64_t stride, T* sums) {
     add(values, nibbles, step);
   }
   if (rest > 0) {
-    T last[kLines][kLanes * kKept] = {};
-    std::uint8_t last_nibbles[kLines][sizeof(std::uint64_t)] = {};
-    for (int i = 0; i < kLines; ++i) {
-      std::copy_n(values[i] + steps * kLanes * kKept, rest * kKept, last[i]);
-      std::copy_n(nibbles[i] + steps * kLanes / 2, (rest + 1) / 2, last_nibbles[i]);
-      values[i] = last[i];
-      nibbles[i] = last_nibbles[i];
-    }
+    LastStep<T, kLines, kLanes * kKept> last;
+    last.take(values, nibbles, steps * kLanes, rest, kKept);
     add(values, nibbles, 0);
   }
 #pragma GCC unroll 8
